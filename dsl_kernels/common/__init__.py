@@ -1,0 +1,1 @@
+"""Vocabulary shared by the kernels."""

@@ -1,0 +1,106 @@
+"""The one place that knows differences between CuTe DSL versions, plus fake-tensor builders.
+
+Kernel modules take element types, fake tensors (the compile-time stand-ins of run-time tensors),
+programmatic dependent launch and inline PTX from here.  Tested with nvidia-cutlass-dsl 4.8.
+
+All builders make sizes symbolic: one compiled object serves every batch, pool and page size.  Two
+tensors that are handed the *same* symbol object must agree at run time; TVM FFI checks that.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+
+from .spec import KV_LORA_RANK, QK_ROPE_HEAD_DIM
+
+DTYPES: dict[str, Any] = {
+    "bf16": cutlass.BFloat16,
+    "f16": cutlass.Float16,
+    "f32": cutlass.Float32,
+    "u8": cutlass.Uint8,
+    "i32": cutlass.Int32,
+    "i64": cutlass.Int64,
+}
+VECTOR_BYTES = 16  # alignment of every row that is read or written with vector instructions
+
+inline_ptx = cute.arch.inline_ptx
+pdl_wait = cute.arch.griddepcontrol_wait
+pdl_launch_dependents = cute.arch.griddepcontrol_launch_dependents
+
+
+def dtype(name: str) -> Any:
+    """DSL element type of a spec's dtype name.  Raises ValueError for an unknown name."""
+    if name not in DTYPES:
+        raise ValueError(f"dtype: expected one of {sorted(DTYPES)}, got {name!r}")
+    return DTYPES[name]
+
+
+def sym(divisibility: int = 1, name: str | None = None) -> Any:
+    """A 32-bit symbolic size."""
+    return cute.sym_int(32, divisibility=divisibility, symbol=name)
+
+
+def sym64(divisibility: int = 1, name: str | None = None) -> Any:
+    """A 64-bit symbolic stride, in elements."""
+    return cute.sym_int(64, divisibility=divisibility, symbol=name)
+
+
+def row_stride(dt: Any, align: int = VECTOR_BYTES) -> Any:
+    """A fresh symbolic stride (elements of ``dt``) that keeps rows ``align``-byte aligned."""
+    return sym64(max(1, align * 8 // dt.width))
+
+
+def strided(dt: Any, shape: tuple, stride: tuple, align: int = VECTOR_BYTES) -> Any:
+    """Fake tensor with explicit strides (elements); ``align`` is the base pointer's, in bytes."""
+    return make_fake_tensor(dt, shape, stride, assumed_align=align)
+
+
+def rows(dt: Any, shape: tuple, align: int = VECTOR_BYTES) -> Any:
+    """Fake tensor with innermost stride 1 and every other stride symbolic, rows aligned."""
+    return strided(dt, shape, (*(row_stride(dt, align) for _ in shape[:-1]), 1), align)
+
+
+def contiguous(dt: Any, shape: tuple, align: int = VECTOR_BYTES) -> Any:
+    """Fake row-major compact tensor; strides that depend on symbolic sizes are 64-bit symbols."""
+    strides: list[Any] = []
+    static, div = 1, 1
+    symbolic = False
+    for extent in reversed(shape):
+        strides.insert(0, sym64(div) if symbolic else static)
+        if isinstance(extent, int):
+            static *= extent
+            div *= extent
+        else:
+            symbolic = True
+            div *= extent.divisibility
+    return strided(dt, shape, tuple(strides), align)
+
+
+def vector(dt: Any, n: Any, align: int | None = None) -> Any:
+    """Fake contiguous 1-D tensor, aligned to its element unless told."""
+    return strided(dt, (n,), (1,), align or max(1, dt.width // 8))
+
+
+def cache_fakes(pages: Any = None, page_size: Any = None) -> tuple[Any, Any, Any]:
+    """Fakes of one paged cache: content, rope, scale.
+
+    content u8 (pages, P, 512), rope bf16 (pages, P, 64), scale f32 (pages, P).  Row and page
+    strides are free 64-bit symbols that keep 16-byte alignment, so layouts ``split``, ``paged``
+    and ``row640`` are strides of one compiled kernel.  ``pages`` and ``page_size`` may be symbols
+    of the caller or ints; None makes fresh symbols.
+    """
+    pages = sym(name="pages") if pages is None else pages
+    page_size = sym(name="P") if page_size is None else page_size
+    content = rows(DTYPES["u8"], (pages, page_size, KV_LORA_RANK))
+    rope = rows(DTYPES["bf16"], (pages, page_size, QK_ROPE_HEAD_DIM))
+    scale = rows(DTYPES["f32"], (pages, page_size))
+    return content, rope, scale
+
+
+def env_stream() -> Any:
+    """The stream parameter that disappears from the exported signature (taken from the caller)."""
+    return make_fake_stream(use_tvm_ffi_env_stream=True)

@@ -1,0 +1,1 @@
+"""Kernels for datacenter Blackwell (sm_100a)."""

@@ -1,0 +1,1 @@
+"""Kernels that compile unchanged for every supported architecture."""
