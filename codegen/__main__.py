@@ -1,0 +1,140 @@
+"""Command line of codegen: matrix, precompile, build, try."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from codegen import artifacts, toolchain, tryout
+from codegen import compile as compiler
+from codegen import matrix as mx
+from codegen.artifacts import Record
+from codegen.precompile import precompile as run_precompile
+from dsl_kernels.spec import ARCHS, VariantSpec
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
+console = Console(width=None if Console().is_terminal else 140)
+
+Arch = Annotated[str, typer.Option(help=f"target: one of {', '.join(ARCHS)}")]
+Filter = Annotated[str, typer.Option("--filter", help="glob over variant names")]
+Out = Annotated[Path | None, typer.Option(help="directory of variants (default build/variants)")]
+
+
+def _fail(message: str) -> typer.Exit:
+    console.print(f"[red]{message}[/]", highlight=False, soft_wrap=True)
+    return typer.Exit(1)
+
+
+def _check_arch(arch: str) -> None:
+    if arch not in ARCHS:
+        raise _fail(f"--arch: expected one of {', '.join(ARCHS)}, got {arch!r}")
+
+
+def _need_compiler() -> None:
+    if not toolchain.have_compiler():
+        raise _fail("nvidia-cutlass-dsl is not installed: pip install 'snapmla[compile]'")
+
+
+def _spec(name: str) -> VariantSpec:
+    try:
+        return VariantSpec.from_name(name)
+    except ValueError as error:
+        raise _fail(str(error)) from None
+
+
+@app.command("matrix")
+def matrix_command(arch: Arch = "sm_90a", pattern: Filter = "*") -> None:
+    """Print the counted matrix and the reason for each point that is not built."""
+    _check_arch(arch)
+    ask = toolchain.have_compiler()
+    found = mx.matrix(arch, pattern, ask_kernels=ask)
+    if not ask:
+        console.print("no compiler here: the kernel modules' own limits are not listed")
+    table = Table("variant", "built", "reason", title=f"variant matrix, {arch}")
+    counts: dict[str, list[int]] = {}
+    for point in found:
+        family = point.spec.pipeline or point.spec.op
+        counts.setdefault(family, [0, 0])[point.reason is not None] += 1
+        mark = "[green]yes[/]" if point.reason is None else "[yellow]no[/]"
+        table.add_row(point.spec.name, mark, point.reason or "")
+    console.print(table)
+    summary = Table("family", "built", "pruned", title="count")
+    for family, (kept, pruned) in counts.items():
+        summary.add_row(family, str(kept), str(pruned))
+    totals = [sum(c[i] for c in counts.values()) for i in (0, 1)]
+    summary.add_section()
+    summary.add_row("total", *map(str, totals))
+    console.print(summary)
+
+
+@app.command("precompile")
+def precompile_command(
+    arch: Arch = "sm_90a",
+    pattern: Filter = "*",
+    out: Out = None,
+    jobs: Annotated[int | None, typer.Option(help="worker processes")] = None,
+    link: Annotated[bool, typer.Option(help="also link loadable libraries")] = True,
+    force: Annotated[bool, typer.Option(help="rebuild what is up to date")] = False,
+) -> None:
+    """Build the default matrix (or the part that matches --filter) ahead of time."""
+    _check_arch(arch)
+    _need_compiler()
+    started = time.perf_counter()
+    out_dir = out or artifacts.default_dir()
+    found = mx.matrix(arch, pattern)
+    specs = [p.spec for p in found if p.reason is None]
+    if not found:
+        raise _fail(f"--filter: no variant of {arch} matches {pattern!r}; see `matrix`")
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, TimeElapsedColumn(), console=console) as bar:
+        task = bar.add_task(f"{arch} -> {out_dir}", total=len(specs))
+
+        def progress(name: str, outcome: Record | list[str]) -> None:
+            bar.advance(task)
+            if isinstance(outcome, list):
+                bar.console.print(f"[red]failed[/] {name}", highlight=False)
+
+        report = run_precompile(
+            specs, out_dir, jobs=jobs, linked=link, force=force, progress=progress
+        )
+        bar.update(task, completed=len(specs))
+    for name, reasons in report.failed.items():
+        console.print(f"[red]{name}[/]: " + "\n  ".join(reasons), highlight=False)
+    console.print(
+        f"{len(report.built)} built, {len(report.reused)} up to date, {len(report.failed)} failed, "
+        f"{len(found) - len(specs)} pruned; {time.perf_counter() - started:.1f} s"
+    )
+    if report.failed:
+        raise typer.Exit(1)
+
+
+@app.command("build")
+def build_command(name: str, out: Out = None) -> None:
+    """Build one variant by name unless it is up to date; what the run-time compiler calls."""
+    _need_compiler()
+    spec = _spec(name)
+    out_dir = out or artifacts.default_dir()
+    if compiler.up_to_date(spec, out_dir, linked=True) is not None:
+        return
+    try:
+        compiler.build(spec, out_dir)
+    except (compiler.BuildError, RuntimeError) as error:
+        raise _fail(str(error)) from None
+
+
+@app.command("try")
+def try_command(name: str, out: Out = None, check: bool = True) -> None:
+    """Recompile one variant, print its resources, run its check on the software GPU."""
+    _need_compiler()
+    if not tryout.run(_spec(name), out or artifacts.default_dir(), console, check=check):
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,137 @@
+"""What a built variant looks like on disk, and how files get there.
+
+A directory of variants holds, for each ``VariantSpec``,
+
+    <name>.o      exported object: host stub (checks, TMA descriptors, launch) + embedded cubin
+    <name>.ptx    the PTX of the same compile, with line info; softgpu interprets it
+    <name>.so     the object linked so that tvm_ffi can load it (if a C compiler was there)
+    <name>.json   the record below; written last, so its presence means the others are complete
+    <name>.log    compiler output
+
+and ``manifest.json``, all records in one file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dsl_kernels.spec import VariantSpec
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+ENV_DIR = "SNAPMLA_VARIANT_DIR"
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def default_dir() -> Path:
+    """``$SNAPMLA_VARIANT_DIR``, else ``build/variants`` of the checkout."""
+    return Path(os.environ.get(ENV_DIR) or ROOT / "build" / "variants")
+
+
+@dataclass
+class Record:
+    """Everything known about one built variant; ``<name>.json`` is this as JSON.
+
+    Register counts are per thread, shared memory in bytes per CTA.
+
+    Attributes:
+        name, symbol: of the spec; ``symbol`` is the exported function.
+        spec: the spec's fields.
+        key: hash of spec, sources, compiler version and options; equal key means up to date.
+        source_hash, sources: content hash of the kernel's import closure within dsl_kernels.
+        dsl_version, flavour: nvidia-cutlass-dsl version; toolkit flavour (``cu12``, ``cu13``).
+        options: compile options.
+        registers: at launch, as ptxas assigned them.
+        warpgroup_registers: values of the setmaxnreg instructions, in program order.
+        sass: instruction count by base opcode.
+        link: ``static`` (needs libtvm_ffi only), ``dynamic`` (and libcute_dsl_runtime) or None.
+    """
+
+    name: str
+    symbol: str
+    spec: dict[str, Any]
+    key: str
+    source_hash: str
+    sources: list[str]
+    dsl_version: str
+    flavour: str
+    options: str
+    ptx_version: str = ""
+    threads: int = 0
+    registers: int = 0
+    barriers: int = 0
+    stack_frame: int = 0
+    spill_stores: int = 0
+    spill_loads: int = 0
+    static_smem: int = 0
+    dynamic_smem: int | None = None
+    warpgroup_registers: list[int] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    sass: dict[str, int] = field(default_factory=dict)
+    compile_seconds: float = 0.0
+    link: str | None = None
+    format: int = FORMAT
+
+    @property
+    def instructions(self) -> int:
+        """SASS instructions in the kernel."""
+        return sum(self.sass.values())
+
+    @classmethod
+    def read(cls, path: Path) -> Record | None:
+        """The record at ``path``; None if missing, unreadable or of another format."""
+        try:
+            data = json.loads(path.read_text())
+        except (OSError, ValueError):
+            return None
+        if not isinstance(data, dict) or data.get("format") != FORMAT:
+            return None
+        names = {f.name for f in dataclasses.fields(cls)}
+        try:
+            return cls(**{k: v for k, v in data.items() if k in names})
+        except TypeError:
+            return None
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), indent=1, sort_keys=True) + "\n"
+
+
+def paths(out_dir: Path, spec: VariantSpec) -> dict[str, Path]:
+    """Suffix (without the dot) to path."""
+    return {s: out_dir / f"{spec.name}.{s}" for s in ("o", "ptx", "so", "json", "log")}
+
+
+def write_atomic(path: Path, data: bytes | str) -> None:
+    """Writes ``path`` so that readers see the old content or the new one, never a part."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fd, tmp = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(fd, "wb") as f:
+            f.write(data.encode() if isinstance(data, str) else data)
+        os.chmod(tmp, 0o644)
+        os.replace(tmp, path)
+    except BaseException:
+        Path(tmp).unlink(missing_ok=True)
+        raise
+
+
+def records(out_dir: Path) -> Iterator[Record]:
+    """Readable records of a directory, by name."""
+    for path in sorted(out_dir.glob("*.json")):
+        if path.name != MANIFEST and (record := Record.read(path)) is not None:
+            yield record
+
+
+def write_manifest(out_dir: Path) -> int:
+    """Rewrites ``manifest.json`` from the records; returns their number."""
+    found = [dataclasses.asdict(r) for r in records(out_dir)]
+    text = json.dumps({"format": FORMAT, "variants": found}, indent=1, sort_keys=True) + "\n"
+    write_atomic(out_dir / MANIFEST, text)
+    return len(found)

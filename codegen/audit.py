@@ -1,0 +1,149 @@
+"""Reads what the compiler produced and decides whether it may ship.
+
+Sources: ptxas' remarks (registers, spills, notes), the PTX (threads, setmaxnreg, line info), the
+SASS through nvdisasm (opcode counts) and the lowered host module (dynamic shared memory).
+A build fails on: spills, local memory, a ptxas C75xx note (serialised or injected WGMMA waits),
+register totals that setmaxnreg could never grant, too much shared memory, a decode kernel
+without tensor-core instructions of both kinds.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+from codegen import toolchain
+from codegen.artifacts import Record
+
+SMEM_LIMIT = 232448  # bytes a CTA can opt in to, sm_90 and sm_100
+WARPGROUP = 128
+
+_SPILLS = re.compile(
+    r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
+)
+_USED = re.compile(r"Used (\d+) registers(?:, used (\d+) barriers)?(.*)")
+_STATIC_SMEM = re.compile(r"(\d+) bytes smem")
+_NOTE = re.compile(r"^.*\bC75\d\d\b.*$", re.MULTILINE)
+_OPCODE = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)", re.MULTILINE)
+_CONFIG_SMEM = re.compile(
+    r"(%\d+) = llvm\.getelementptr %\d+\[0, 2\] : .*struct<\(array<3 x i32>, array<3 x i32>, i64"
+)
+
+MMA_REQUIRED: dict[str, tuple[str, ...]] = {
+    "sm_90a": ("QGMMA", "HGMMA"),  # FP8 and BF16 warpgroup MMA
+    "sm_100a": ("UTCQMMA", "UTCHMMA"),
+}
+
+
+def read_ptxas(record: Record, remarks: str) -> None:
+    """Fills registers, barriers, stack, spills, static shared memory, notes."""
+    used = _USED.findall(remarks)
+    if not used:
+        raise RuntimeError(f"{record.name}: no ptxas remark in the compiler's output:\n{remarks}")
+    record.registers = max(int(registers) for registers, _, _ in used)
+    record.barriers = max(int(barriers or 0) for _, barriers, _ in used)
+    record.static_smem = max(
+        [int(n) for *_, rest in used for n in _STATIC_SMEM.findall(rest)], default=0
+    )
+    for stack, stores, loads in _SPILLS.findall(remarks):
+        record.stack_frame += int(stack)
+        record.spill_stores += int(stores)
+        record.spill_loads += int(loads)
+    record.notes = sorted({note.strip() for note in _NOTE.findall(remarks)})
+
+
+def read_ptx(record: Record, ptx: str) -> None:
+    """Fills PTX version, threads, setmaxnreg values."""
+    if version := re.search(r"^\.version (\S+)", ptx, re.MULTILINE):
+        record.ptx_version = version.group(1)
+    threads = 0
+    for dims in re.findall(r"^\.reqntid (\d+(?:, ?\d+)*)", ptx, re.MULTILINE):
+        product = 1
+        for n in dims.split(","):
+            product *= int(n)
+        threads = max(threads, product)
+    record.threads = threads
+    record.warpgroup_registers = [
+        int(n) for n in re.findall(r"setmaxnreg\.(?:inc|dec)\.\S+\s+(\d+)", ptx)
+    ]
+
+
+def read_host_module(record: Record, module: str) -> None:
+    """Fills dynamic shared memory from the launch configuration of the lowered host code."""
+    sizes: list[int] = []
+    for match in _CONFIG_SMEM.finditer(module):
+        body = module[: match.start()].rpartition("llvm.func @")[2]
+        tail = module[match.end() : match.end() + 4000]
+        store = re.search(rf"llvm\.store (%\d+), {re.escape(match.group(1))} : i64", tail)
+        if store is None:
+            continue
+        value = re.search(
+            rf"{re.escape(store.group(1))} = llvm\.mlir\.constant\((\d+) : i64\)",
+            body + module[match.start() : match.end()],
+        )
+        if value is not None:
+            sizes.append(int(value.group(1)))
+    record.dynamic_smem = max(sizes, default=None)
+
+
+def read_sass(record: Record, cubin: bytes) -> None:
+    """Fills opcode counts.  Raises RuntimeError if no usable nvdisasm is installed."""
+    tool = toolchain.nvdisasm()
+    if tool is None:
+        raise RuntimeError("nvdisasm: not found; install the [compile] extra, which brings it")
+    with tempfile.TemporaryDirectory() as tmp:
+        path = Path(tmp, "kernel.cubin")
+        path.write_bytes(cubin)
+        done = subprocess.run([str(tool), "-c", str(path)], capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"nvdisasm failed on {record.name}: {done.stderr.strip()}")
+    record.sass = dict(sorted(Counter(_OPCODE.findall(done.stdout)).items()))
+
+
+def granted_registers(record: Record) -> int | None:
+    """Upper bound of the registers a CTA asks for after its setmaxnreg instructions.
+
+    Each value is taken by at least one warpgroup; warpgroups beyond the number of values are
+    counted with the largest one.  None if the kernel has no setmaxnreg.
+    """
+    values = record.warpgroup_registers
+    if not values:
+        return None
+    groups = -(-record.threads // WARPGROUP)
+    return (sum(values) + max(0, groups - len(values)) * max(values)) * WARPGROUP
+
+
+def problems(record: Record) -> list[str]:
+    """Reasons why this build must not ship; empty if it may."""
+    found: list[str] = []
+    if record.spill_stores or record.spill_loads:
+        found.append(
+            f"registers spill ({record.spill_stores} B stored, {record.spill_loads} B loaded)"
+        )
+    local = record.sass.get("LDL", 0) + record.sass.get("STL", 0)
+    if record.stack_frame or local:
+        found.append(
+            f"local memory: {record.stack_frame} B stack frame, {local} LDL/STL "
+            "(often a register tensor indexed by a runtime value)"
+        )
+    found += [f"ptxas note: {note}" for note in record.notes]
+    granted = granted_registers(record)
+    pool = record.registers * record.threads
+    if granted is not None and granted > min(pool, 65536):
+        found.append(
+            f"setmaxnreg asks for up to {granted} registers in all, the CTA owns {pool}: "
+            "it would wait forever"
+        )
+    if record.registers * record.threads > 65536:
+        found.append(f"{record.registers} registers x {record.threads} threads exceed 65536")
+    smem = record.static_smem + (record.dynamic_smem or 0)
+    if smem > SMEM_LIMIT:
+        found.append(f"{smem} bytes of shared memory exceed {SMEM_LIMIT}")
+    if record.spec["op"] == "decode":
+        for opcode in MMA_REQUIRED[record.spec["arch"]]:
+            if not record.sass.get(opcode):
+                found.append(f"no {opcode} in the SASS: the MMA was not built as intended")
+    return found

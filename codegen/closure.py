@@ -1,0 +1,87 @@
+"""Which source files a kernel is made of, and their hash.
+
+The closure follows imports *within* ``dsl_kernels`` by reading the syntax tree, so it needs no
+compiler: editing one kernel file changes the keys of its own variants and of no others.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+from pathlib import Path
+
+import dsl_kernels
+from dsl_kernels import registry
+from dsl_kernels.spec import VariantSpec
+
+PACKAGE = "dsl_kernels"
+ROOT = Path(dsl_kernels.__file__).resolve().parent
+
+
+def _path_of(module: str) -> Path | None:
+    """Source file of a dotted module name, None if it is no module of the package."""
+    base = ROOT.joinpath(*module.split(".")[1:])
+    for path in (base.with_suffix(".py"), base / "__init__.py"):
+        if path.is_file():
+            return path
+    return None
+
+
+@functools.lru_cache(maxsize=None)
+def _imports(module: str, path: Path, _mtime_ns: int) -> tuple[str, ...]:
+    """Modules of the package that ``module`` imports, candidates included."""
+    package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+        if isinstance(node, ast.Import):
+            found.update(a.name for a in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            prefix = package[: len(package) - node.level + 1] if node.level else []
+            base = ".".join([*prefix, *([node.module] if node.module else [])])
+            found.add(base)
+            found.update(f"{base}.{a.name}" for a in node.names)
+    return tuple(sorted(m for m in found if m.split(".")[0] == PACKAGE))
+
+
+def closure(module: str) -> list[Path]:
+    """Source files of ``module`` and of all it imports within the package, sorted."""
+    seen: dict[str, Path] = {}
+    todo = [module]
+    while todo:
+        name = todo.pop()
+        path = _path_of(name)
+        if path is None or name in seen:
+            continue
+        seen[name] = path
+        todo.extend(_imports(name, path, path.stat().st_mtime_ns))
+        if "." in name:
+            todo.append(name.rpartition(".")[0])  # importing a.b runs a/__init__.py
+    return sorted(set(seen.values()))
+
+
+@functools.lru_cache(maxsize=None)
+def _digest(path: Path, _mtime_ns: int) -> bytes:
+    return hashlib.sha256(path.read_bytes()).digest()
+
+
+def has_source(spec: VariantSpec) -> bool:
+    """Whether the kernel module that builds ``spec`` exists."""
+    module = registry.module_name(spec)
+    return module is not None and _path_of(f"{PACKAGE}.{module}") is not None
+
+
+def sources(spec: VariantSpec) -> tuple[str, list[str]]:
+    """(hash, file names relative to the package's parent) of the kernel that builds ``spec``.
+
+    Raises ValueError if no kernel module builds it.
+    """
+    module = registry.module_name(spec)
+    if module is None:
+        raise ValueError(f"spec: no kernel module builds {spec.name}")
+    files = closure(f"{PACKAGE}.{module}")
+    digest = hashlib.sha256()
+    for path in files:
+        digest.update(str(path.relative_to(ROOT)).encode())
+        digest.update(_digest(path, path.stat().st_mtime_ns))
+    return digest.hexdigest()[:16], [str(p.relative_to(ROOT.parent)) for p in files]

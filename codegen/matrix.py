@@ -1,0 +1,102 @@
+"""The variant matrix: axes, exclusion rules, count.
+
+``points`` enumerates; ``exclusion`` gives the reason a point is not built, or None.  Rules that need
+the compiler (``feasible`` of the kernel modules) come after those that do not, so the matrix of
+the first kind can be listed on any machine.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from codegen import closure
+from dsl_kernels import registry
+from dsl_kernels.spec import PAGE_SIZES, PIPELINES, ROW_TILES, VariantSpec
+
+OUT_DTYPES = ("bf16", "f32")
+IN_DTYPES = ("bf16", "f16", "f32")
+INDEX_DTYPES = ("i32", "i64")
+Q_MODES = ("token_head", "token")
+FETCH_MODES = ("pages", "indices")
+
+
+@dataclass(frozen=True)
+class Point:
+    """One point of the matrix; ``reason`` says why it is not built, None if it is."""
+
+    spec: VariantSpec
+    reason: str | None
+
+
+def cluster_of(row_tile: int) -> int:
+    """CTAs per row tile: 128 rows are two CTAs that share KV by multicast."""
+    return 2 if row_tile == 128 else 1
+
+
+def decode_spec(
+    pipeline: str, row_tile: int, page_size: int, out_dtype: str, arch: str = "sm_90a"
+) -> VariantSpec:
+    """The default matrix's decode spec for these choices."""
+    return VariantSpec(
+        op="decode",
+        arch=arch,
+        pipeline=pipeline,
+        row_tile=row_tile,
+        page_size=page_size,
+        out_dtype=out_dtype,
+        cluster=cluster_of(row_tile),
+    )
+
+
+def _helpers(arch: str) -> Iterator[VariantSpec]:
+    """Everything that is not decode."""
+    yield VariantSpec(op="plan_decode", arch=arch)
+    for out in OUT_DTYPES:
+        yield VariantSpec(op="merge", arch=arch, out_dtype=out)
+    for dtype in IN_DTYPES:
+        for index in INDEX_DTYPES:
+            yield VariantSpec(op="append_kv", arch=arch, in_dtype=dtype, index_dtype=index)
+        for mode in Q_MODES:
+            yield VariantSpec(op="quantize_q", arch=arch, in_dtype=dtype, mode=mode)
+        for mode in FETCH_MODES:
+            yield VariantSpec(op="fetch_dequant", arch=arch, in_dtype=dtype, mode=mode)
+
+
+def points(arch: str) -> Iterator[VariantSpec]:
+    """All points of the default matrix for one arch, helpers first."""
+    yield from _helpers(arch)
+    for pipeline in PIPELINES:
+        for row_tile in ROW_TILES:
+            for page_size in PAGE_SIZES:
+                for out in OUT_DTYPES:
+                    yield decode_spec(pipeline, row_tile, page_size, out, arch)
+
+
+def exclusion(spec: VariantSpec, *, ask_kernels: bool = True) -> str | None:
+    """Reason that ``spec`` is left out of the default matrix, or None.
+
+    Args:
+        ask_kernels: also ask the kernel module's ``feasible``, which imports the compiler.
+    """
+    if not closure.has_source(spec):
+        what = f"pipeline {spec.pipeline}" if spec.pipeline else spec.op
+        return f"no kernel module for {what} on {spec.arch} yet"
+    if spec.pipeline == "dual_wg" and spec.row_tile < 64:
+        return "dual_wg puts rows on M = 64; row tile 64 with predicated rows serves it"
+    return registry.feasible(spec) if ask_kernels else None
+
+
+def matrix(arch: str, pattern: str = "*", *, ask_kernels: bool = True) -> list[Point]:
+    """Points whose name matches the glob ``pattern``, with their reasons."""
+    return [
+        Point(spec, exclusion(spec, ask_kernels=ask_kernels))
+        for spec in points(arch)
+        if fnmatch.fnmatchcase(spec.name, pattern)
+    ]
+
+
+def default_specs(arch: str, pattern: str = "*", *, ask_kernels: bool = True) -> list[VariantSpec]:
+    """The variants that ``make precompile`` builds."""
+    return [p.spec for p in matrix(arch, pattern, ask_kernels=ask_kernels) if p.reason is None]

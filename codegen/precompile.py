@@ -1,0 +1,125 @@
+"""Builds many variants with a few worker processes.
+
+A worker imports the compiler once and builds variant after variant (1-2 s each instead of 5).
+A worker that dies takes only its own variant down: that one is tried once more alone.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from codegen import artifacts
+from codegen import compile as compiler
+from codegen.artifacts import Record
+from dsl_kernels.spec import VariantSpec
+
+MAX_JOBS = 8
+
+
+@dataclass
+class Report:
+    """Outcome of a precompile: records by variant name, failures as sentences."""
+
+    built: dict[str, Record] = field(default_factory=dict)
+    reused: dict[str, Record] = field(default_factory=dict)
+    failed: dict[str, list[str]] = field(default_factory=dict)
+
+    @property
+    def records(self) -> dict[str, Record]:
+        """Built and reused ones, by name."""
+        return dict(sorted({**self.reused, **self.built}.items()))
+
+
+Progress = Callable[[str, Record | list[str]], None]
+
+
+def precompile(
+    specs: Iterable[VariantSpec],
+    out_dir: Path,
+    *,
+    jobs: int | None = None,
+    linked: bool = True,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> Report:
+    """Brings all ``specs`` up to date in ``out_dir`` and rewrites its manifest.
+
+    Args:
+        jobs: worker processes; None is one per core, at most 8.
+        linked: also link loadable libraries where possible.
+        force: rebuild variants that are up to date.
+        progress: called in this process as each variant finishes.
+    """
+    report = Report()
+    todo: dict[str, list[VariantSpec]] = {}
+    for spec in specs:
+        record = None if force else compiler.up_to_date(spec, out_dir, linked)
+        if record is None:
+            todo.setdefault(spec.arch, []).append(spec)
+        else:
+            report.reused[spec.name] = record
+    jobs = jobs or min(MAX_JOBS, os.cpu_count() or 1)
+    for arch, pending in todo.items():
+        _build_all(arch, pending, out_dir, linked, jobs, report, progress)
+    if todo or not (out_dir / artifacts.MANIFEST).is_file():
+        artifacts.write_manifest(out_dir)
+    return report
+
+
+def _build_all(
+    arch: str,
+    pending: list[VariantSpec],
+    out_dir: Path,
+    linked: bool,
+    jobs: int,
+    report: Report,
+    progress: Progress | None,
+) -> None:
+    """Builds the variants of one arch; a target is a property of a whole worker process."""
+    context = multiprocessing.get_context("spawn")
+
+    def pool(size: int) -> ProcessPoolExecutor:
+        return ProcessPoolExecutor(
+            size, mp_context=context, initializer=compiler.set_target, initargs=(arch,)
+        )
+
+    def finish(spec: VariantSpec, outcome: Record | list[str]) -> None:
+        if isinstance(outcome, Record):
+            report.built[spec.name] = outcome
+        else:
+            report.failed[spec.name] = outcome
+        if progress is not None:
+            progress(spec.name, outcome)
+
+    lost: list[VariantSpec] = []
+    with pool(min(jobs, len(pending))) as executor:
+        futures = {executor.submit(_build_one, s, out_dir, linked): s for s in pending}
+        waiting: set[Future[Record | list[str]]] = set(futures)
+        while waiting:
+            done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
+            for future in done:
+                try:
+                    finish(futures[future], future.result())
+                except BrokenProcessPool:
+                    lost.append(futures[future])
+    for spec in lost:
+        with pool(1) as executor:
+            try:
+                finish(spec, executor.submit(_build_one, spec, out_dir, linked).result())
+            except BrokenProcessPool:
+                finish(spec, ["the compiler process died (see the log file, if any)"])
+
+
+def _build_one(spec: VariantSpec, out_dir: Path, linked: bool) -> Record | list[str]:
+    try:
+        return compiler.build(spec, out_dir, linked=linked)
+    except compiler.BuildError as error:
+        return error.problems
+    except Exception as error:  # a link failure must not stop the other variants
+        return [f"{type(error).__name__}: {error}"]

@@ -1,0 +1,70 @@
+"""``make try VARIANT=...``: the edit-compile-check loop of one kernel, in seconds."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from codegen import audit
+from codegen import compile as compiler
+from codegen.artifacts import Record
+from dsl_kernels.spec import VariantSpec
+
+SHOWN_OPCODES = (
+    "QGMMA", "HGMMA", "UTCQMMA", "UTCHMMA", "UTMALDG", "UTMASTG", "UBLKCP", "LDSM", "STSM", "LDS",
+    "STS", "LDG", "STG", "MUFU", "FFMA", "FMUL", "F2FP", "PRMT", "SHFL", "WARPGROUP", "SYNCS",
+    "BAR", "LDL", "STL",
+)  # fmt: skip
+
+
+def show(record: Record, console: Console) -> None:
+    """Prints registers, spills, shared memory and opcode counts."""
+    table = Table(title=f"{record.name}  ({record.compile_seconds:.1f} s)", show_header=False)
+    per_group = " / ".join(map(str, record.warpgroup_registers)) or "-"
+    dynamic = "unknown" if record.dynamic_smem is None else f"{record.dynamic_smem:,}"
+    table.add_row("threads", str(record.threads))
+    table.add_row("registers at launch", str(record.registers))
+    table.add_row("setmaxnreg, program order", per_group)
+    table.add_row("spill stores / loads", f"{record.spill_stores} / {record.spill_loads} B")
+    table.add_row("stack frame", f"{record.stack_frame} B")
+    table.add_row("shared memory", f"{record.static_smem:,} static + {dynamic} dynamic B")
+    table.add_row("named barriers", str(record.barriers))
+    table.add_row("SASS instructions", f"{record.instructions:,}")
+    shown = {op: record.sass[op] for op in SHOWN_OPCODES if record.sass.get(op)}
+    table.add_row("opcodes", "  ".join(f"{op} {n}" for op, n in shown.items()))
+    console.print(table)
+
+
+def run(spec: VariantSpec, out_dir: Path, console: Console, *, check: bool) -> bool:
+    """Builds ``spec`` even if it is up to date, prints, checks.  True if all is well."""
+    started = time.perf_counter()
+    try:
+        record = compiler.build(spec, out_dir, strict=False)
+    except compiler.BuildError as error:
+        console.print(f"[red]{error}[/]", highlight=False, soft_wrap=True)
+        return False
+    show(record, console)
+    found = audit.problems(record)
+    for problem in found:
+        console.print(f"[red]problem[/] {problem}", highlight=False, soft_wrap=True)
+    good = not found
+    if check:
+        good = _check(spec, out_dir, console) and good
+    console.print(f"{time.perf_counter() - started:.1f} s in all")
+    return good
+
+
+def _check(spec: VariantSpec, out_dir: Path, console: Console) -> bool:
+    """Executes the fresh variant on the software GPU against its reference."""
+    try:
+        from snapmla import selfcheck
+    except ImportError as error:
+        console.print(f"[yellow]not checked[/]: {error}", highlight=False)
+        return True
+    result = selfcheck.check(spec, out_dir)
+    mark = "[green]right[/]" if result.passed else "[red]wrong[/]"
+    console.print(f"software GPU: {mark}: {result.summary}", highlight=False, soft_wrap=True)
+    return result.passed
