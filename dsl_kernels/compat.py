@@ -12,8 +12,11 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass
-import cutlass.cute as cute
+from cutlass import cute
+from cutlass._mlir import ir
+from cutlass._mlir.dialects import vector as mlir_vector
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+from cutlass.cutlass_dsl import dsl_user_op
 
 from .spec import KV_LORA_RANK, QK_ROPE_HEAD_DIM
 
@@ -99,6 +102,35 @@ def cache_fakes(pages: Any = None, page_size: Any = None) -> tuple[Any, Any, Any
     rope = rows(DTYPES["bf16"], (pages, page_size, QK_ROPE_HEAD_DIM))
     scale = rows(DTYPES["f32"], (pages, page_size))
     return content, rope, scale
+
+
+@dsl_user_op
+def load_words(ptr: Any, n: int, *, loc: Any = None, ip: Any = None, **hint: str) -> list[Any]:
+    """One load of ``n`` (1, 2 or 4) 32-bit words from global memory, as a list of Uint32.
+
+    ``ptr`` must be aligned to ``4 * n`` bytes.  ``hint`` goes to ``cute.arch.load``: for example
+    ``level1_eviction_priority="evict_no_allocate"`` or ``cop="cg"``.  Unlike a tensor load the
+    width is what is written here, not what alignment analysis finds.
+    """
+    if n == 1:
+        return [cutlass.Uint32(cute.arch.load(ptr, cutlass.Uint32, loc=loc, ip=ip, **hint))]
+    ty = ir.VectorType.get([n], cutlass.Int32.mlir_type)
+    v = cute.arch.load(ptr, ty, loc=loc, ip=ip, **hint)
+    return [cutlass.Uint32(mlir_vector.extract(v, [], [i], loc=loc, ip=ip)) for i in range(n)]
+
+
+@dsl_user_op
+def store_words(
+    ptr: Any, words: list[Any], *, loc: Any = None, ip: Any = None, **hint: str
+) -> None:
+    """One store of 1, 2 or 4 Uint32 words to global memory; the inverse of ``load_words``."""
+    if len(words) == 1:
+        cute.arch.store(ptr, words[0], loc=loc, ip=ip, **hint)
+        return
+    ty = ir.VectorType.get([len(words)], cutlass.Int32.mlir_type)
+    values = [w.ir_value(loc=loc, ip=ip) for w in words]
+    v = mlir_vector.from_elements(ty, values, loc=loc, ip=ip)
+    cute.arch.store(ptr, v, loc=loc, ip=ip, **hint)
 
 
 def env_stream() -> Any:
