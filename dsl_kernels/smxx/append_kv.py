@@ -19,8 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import cutlass
-from cutlass import Int32, Int64, Uint32, cute
+from cutlass import Int64, Uint32, cute
 
 from .. import compat
 from ..spec import KV_LORA_RANK, QK_ROPE_HEAD_DIM, VariantSpec

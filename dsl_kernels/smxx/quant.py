@@ -111,7 +111,7 @@ def finish_scale(bits: Any) -> tuple[Any, Any]:
     floor = Float32(SCALE_FLOOR).bitcast(Uint32)
     bits = cutlass.max(bits, floor)
     nonfinite = bits >= Uint32(INF_BITS)
-    scale = cutlass.select_(nonfinite, Uint32(NAN_BITS), bits).bitcast(Float32)
+    scale = Uint32(cutlass.select_(nonfinite, Uint32(NAN_BITS), bits)).bitcast(Float32)
     return scale, Float32(1.0) / scale
 
 
