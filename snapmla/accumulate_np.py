@@ -1,0 +1,130 @@
+"""How Hopper's tensor core adds: a bit-exact model of one WGMMA step, in numpy.
+
+Fitted to 9.9 million accumulators recorded on an H200 (``profiles/record_wgmma.py``): every one is
+reproduced bit for bit, for m64nNk32 e4m3 x e4m3 and m64nNk16 bf16 x bf16 and f16 x f16 with an fp32
+accumulator, single steps and chains, A from shared memory or registers, any N.
+
+One step adds all products of the step and the incoming accumulator at once:
+
+1. Each product has the exponent e_a + e_b; its significand stays un-normalised, in [1, 4) (a
+   subnormal operand keeps its format's smallest exponent).  The accumulator counts with its own.
+2. Let e be the largest of these exponents, zeros left out (and at least -133).  Every addend is cut toward zero to a
+   multiple of 2^(e - F): F = 13 for fp8 operands, 25 for 16-bit ones.
+3. The cut addends are summed exactly.
+4. The sum is cut toward zero to 13 fraction bits (fp8) or to fp32 (16-bit operands).
+
+So an fp8 accumulator never holds more than 14 significant bits, and its error is a bias toward
+zero: it grows with the length of the sum.  A zero sum is +0; infinities follow IEEE; every NaN is
+0x7fffffff.  What happens when the sum exceeds fp32's range was not recorded.
+
+The torch twin is ``snapmla.accumulate``; the software GPU uses this file.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+FP8_FRACTION_BITS = 13
+HALF_FRACTION_BITS = 25  # bf16 and f16 operands
+CANONICAL_NAN = 0x7FFFFFFF
+FP32_MIN_NORMAL = 2.0**-126
+HALF_SMALLEST_TOP = 2.0**-133  # seen with products of subnormal bf16 numbers
+_FP8_RESULT_MASK = np.uint32(0xFFFFFFFF << (23 - FP8_FRACTION_BITS) & 0xFFFFFFFF)
+_FP32_RESULT_MASK = np.uint64(0xFFFFFFFFFFFFFFFF << (52 - 23) & 0xFFFFFFFFFFFFFFFF)
+
+F32 = NDArray[np.float32]
+
+
+def _power_of_two(x: NDArray[Any], smallest: float) -> NDArray[Any]:
+    """2^exponent(x); 0 where x is 0, ``smallest`` where it is subnormal."""
+    if x.dtype == np.float64:
+        power = (x.view(np.uint64) & np.uint64(0x7FF0000000000000)).view(np.float64)
+    else:
+        power = (x.view(np.uint32) & np.uint32(0x7F800000)).view(np.float32)
+    return np.where(x == 0, x.dtype.type(0), np.maximum(power, x.dtype.type(smallest)))
+
+
+def _finish(out: F32, acc: F32, total: NDArray[Any]) -> F32:
+    """Puts infinities of the accumulator back and makes every NaN the hardware's."""
+    out = np.where(np.isfinite(acc) & np.isfinite(total), out, (acc + total).astype(np.float32))
+    return np.where(np.isnan(out), np.uint32(CANONICAL_NAN), out.view(np.uint32)).view(np.float32)
+
+
+def fp8_step_numpy(acc: F32, a: F32, b: F32) -> F32:
+    """One wgmma m64nNk32 with e4m3 operands.
+
+    Args:
+        acc: (M, N) float32, the accumulator before the step.
+        a: (M, 32) float32 that hold e4m3 values.
+        b: (N, 32) float32 that hold e4m3 values.
+
+    Returns:
+        (M, N) float32, bit for bit what the tensor core leaves.
+    """
+    one = np.float32(1)
+    with np.errstate(invalid="ignore", over="ignore", under="ignore", divide="ignore"):
+        products = a[:, None, :] * b[None, :, :]  # exact: 8 significant bits
+        smallest = 2.0**-6  # of an e4m3 operand
+        powers = _power_of_two(a, smallest)[:, None, :] * _power_of_two(b, smallest)[None, :, :]
+        finite_acc = np.where(np.isfinite(acc), acc, np.float32(0))
+        top = np.maximum(powers.max(-1), _power_of_two(finite_acc, FP32_MIN_NORMAL))
+        top = np.maximum(top, np.float32(FP32_MIN_NORMAL))
+        # Below 2^-100 only the accumulator can be non-zero, and 2^13/top might overflow.
+        scale = np.float32(2.0**FP8_FRACTION_BITS) * (one / np.maximum(top, np.float32(2.0**-100)))
+        products *= scale[:, :, None]
+        total = np.trunc(products, out=products).sum(-1, dtype=np.float32)  # exact: under 2^20
+        total += np.trunc(finite_acc * (one / top) * np.float32(2.0**FP8_FRACTION_BITS))
+        kept = (total.view(np.uint32) & _FP8_RESULT_MASK).view(np.float32)
+        out = kept * np.float32(2.0**-FP8_FRACTION_BITS) * top + np.float32(0)  # + 0: no minus zero
+        return _finish(out, acc, total)
+
+
+def half_step_numpy(acc: F32, a: F32, b: F32, smallest: float = FP32_MIN_NORMAL) -> F32:
+    """One wgmma m64nNk16 with bf16 or f16 operands.
+
+    Args:
+        acc: (M, N) float32, the accumulator before the step.
+        a: (M, 16) float32 that hold bf16 (or f16) values.
+        b: (N, 16) float32, likewise.
+        smallest: the smallest normal number of the operand format (2^-14 for f16).
+
+    Returns:
+        (M, N) float32, bit for bit what the tensor core leaves.
+    """
+    with np.errstate(invalid="ignore", over="ignore", under="ignore", divide="ignore"):
+        wide_a, wide_b, wide = a.astype(np.float64), b.astype(np.float64), acc.astype(np.float64)
+        products = wide_a[:, None, :] * wide_b[None, :, :]
+        powers = (
+            _power_of_two(wide_a, smallest)[:, None, :]
+            * _power_of_two(wide_b, smallest)[None, :, :]
+        )
+        special = products.sum(-1)  # not finite where an operand is not
+        finite_acc = np.where(np.isfinite(acc) & np.isfinite(special), wide, 0.0)
+        top = np.maximum(powers.max(-1), _power_of_two(finite_acc, FP32_MIN_NORMAL))
+        top = np.where(np.isfinite(special), np.maximum(top, HALF_SMALLEST_TOP), 1.0)
+        scale = 2.0**HALF_FRACTION_BITS / top
+        products *= scale[:, :, None]
+        total = np.trunc(products, out=products).sum(-1) + np.trunc(finite_acc * scale)
+        kept = (total.view(np.uint64) & _FP32_RESULT_MASK).view(np.float64) / scale
+        subnormal = np.trunc(kept * 2.0**149) * 2.0**-149
+        out = np.where(np.abs(kept) < FP32_MIN_NORMAL, subnormal, kept).astype(
+            np.float32
+        ) + np.float32(0)
+        return _finish(out, acc, special.astype(np.float32))
+
+
+def chain_numpy(acc: F32, a: F32, b: F32, *, fp8: bool, smallest: float = FP32_MIN_NORMAL) -> F32:
+    """Consecutive steps into one accumulator: a (M, K), b (N, K), K a multiple of 32 (fp8) or 16."""
+    k = 32 if fp8 else 16
+    for start in range(0, a.shape[-1], k):
+        part_a = np.ascontiguousarray(a[:, start : start + k])
+        part_b = np.ascontiguousarray(b[:, start : start + k])
+        acc = (
+            fp8_step_numpy(acc, part_a, part_b)
+            if fp8
+            else half_step_numpy(acc, part_a, part_b, smallest)
+        )
+    return acc
