@@ -21,9 +21,7 @@ from codegen.artifacts import Record
 SMEM_LIMIT = 232448  # bytes a CTA can opt in to, sm_90 and sm_100
 WARPGROUP = 128
 
-_SPILLS = re.compile(
-    r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
-)
+_SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _USED = re.compile(r"Used (\d+) registers(?:, used (\d+) barriers)?(.*)")
 _STATIC_SMEM = re.compile(r"(\d+) bytes smem")
 _NOTE = re.compile(r"^.*\bC75\d\d\b.*$", re.MULTILINE)

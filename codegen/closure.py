@@ -28,7 +28,7 @@ def _path_of(module: str) -> Path | None:
     return None
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _imports(module: str, path: Path, _mtime_ns: int) -> tuple[str, ...]:
     """Modules of the package that ``module`` imports, candidates included."""
     package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
@@ -60,7 +60,7 @@ def closure(module: str) -> list[Path]:
     return sorted(set(seen.values()))
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _digest(path: Path, _mtime_ns: int) -> bytes:
     return hashlib.sha256(path.read_bytes()).digest()
 

@@ -109,9 +109,11 @@ def build(spec: VariantSpec, out_dir: Path, *, linked: bool = True, strict: bool
     record = draft(spec)
     log: list[str] = []
     try:
-        with tempfile.TemporaryDirectory(prefix="snapmla-") as tmp:
-            with _captured(Path(tmp, "log.txt"), log):
-                obj, ptx, cubin, module = _compile(spec, Path(tmp))
+        with (
+            tempfile.TemporaryDirectory(prefix="snapmla-") as tmp,
+            _captured(Path(tmp, "log.txt"), log),
+        ):
+            obj, ptx, cubin, module = _compile(spec, Path(tmp))
         audit.read_ptxas(record, log[0])
         audit.read_ptx(record, ptx)
         audit.read_host_module(record, module)
@@ -144,8 +146,7 @@ def _compile(spec: VariantSpec, tmp: Path) -> tuple[bytes, str, bytes, str]:
     compiled = cute.compile(function, *fakes, stream, options=options)
     path = tmp / "variant.o"
     compiled.export_to_c(str(path), function_name=spec.symbol)
-    # getattr: the attribute names would be mangled by nothing, but no stub declares them
-    ptx, cubin = getattr(compiled, "__ptx__"), getattr(compiled, "__cubin__")
+    ptx, cubin = compiled.__ptx__, compiled.__cubin__
     if not ptx or not cubin:
         raise RuntimeError("the compiler kept no PTX or cubin")
     return path.read_bytes(), ptx, cubin, str(compiled.ir_module)

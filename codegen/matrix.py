@@ -1,8 +1,8 @@
 """The variant matrix: axes, exclusion rules, count.
 
-``points`` enumerates; ``exclusion`` gives the reason a point is not built, or None.  Rules that need
-the compiler (``feasible`` of the kernel modules) come after those that do not, so the matrix of
-the first kind can be listed on any machine.
+``points`` enumerates; ``exclusion`` gives the reason a point is not built, or None.  Rules that
+need the compiler (``feasible`` of the kernel modules) come after those that do not, so that the
+matrix can be listed on any machine.
 """
 
 from __future__ import annotations

@@ -1,0 +1,32 @@
+"""FP8 Multi-head Latent Attention kernels (Hopper, Blackwell) behind one small API.
+
+    cache = snapmla.PagedKVCache.allocate(num_pages, device="cuda")
+    snapmla.append_kv(cache, c_kv, k_rope, slot_mapping)
+    q = snapmla.quantize_q(q_nope, q_rope)
+    plan = snapmla.plan_decode(cache_seqlens, num_heads, s_q, page_size=64, max_pages=width)
+    out, lse = snapmla.decode(q, cache, block_table, cache_seqlens, softmax_scale=s, plan=plan)
+
+CUDA tensors run on the GPU; CPU tensors run the same compiled kernels on the software GPU.
+"""
+
+from snapmla._version import __version__
+from snapmla.attention import decode
+from snapmla.cache import PagedKVCache
+from snapmla.errors import SnapMLAError, UnsupportedDeviceError, VariantError
+from snapmla.plan import DecodePlan, plan_decode
+from snapmla.quant import QuantizedQuery, append_kv, fetch_dequant, quantize_q
+
+__all__ = [
+    "DecodePlan",
+    "PagedKVCache",
+    "QuantizedQuery",
+    "SnapMLAError",
+    "UnsupportedDeviceError",
+    "VariantError",
+    "__version__",
+    "append_kv",
+    "decode",
+    "fetch_dequant",
+    "plan_decode",
+    "quantize_q",
+]

@@ -1,0 +1,92 @@
+"""``PagedKVCache``: the FP8 latent cache of one layer, as three strided views."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from snapmla import checks, layouts
+
+
+@dataclass(frozen=True, eq=False)
+class PagedKVCache:
+    """Paged MLA cache with one scale per token (SnapMLA, section 3: RoPE-aware per-token scales).
+
+    c_kv of a token is ``content * scale`` and its k_rope is ``rope * scale``: RoPE channels stay in
+    bf16 and are stored *divided by the content's scale*, so that one factor serves both parts of
+    the logit.
+
+    Attributes:
+        content: float8_e4m3fn (num_pages, page_size, 512).
+        rope: bfloat16 (num_pages, page_size, 64).
+        scale: float32 (num_pages, page_size), max|c_kv| / 448 with a floor.
+        content_u8: ``content`` as bytes, the form kernels take.
+        layout: ``split``, ``paged``, ``row640``, or ``strided`` for any other legal strides.
+
+    Raises:
+        TypeError, ValueError: see ``snapmla.checks.cache``.
+    """
+
+    content: torch.Tensor
+    rope: torch.Tensor
+    scale: torch.Tensor
+    content_u8: torch.Tensor = field(init=False, repr=False)
+    layout: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        checks.cache(self.content, self.rope, self.scale)
+        object.__setattr__(self, "content_u8", self.content.view(torch.uint8))
+        object.__setattr__(self, "layout", layouts.name_of(self.content, self.rope, self.scale))
+
+    @classmethod
+    def allocate(
+        cls,
+        num_pages: int,
+        page_size: int = 64,
+        layout: str = "split",
+        device: torch.device | str = "cuda",
+    ) -> PagedKVCache:
+        """A cache of uninitialised memory (unused slots may hold NaN; no kernel minds).
+
+        Args:
+            num_pages: pages in the pool, 1 or more.
+            page_size: tokens in a page: 16, 32, 64 or 128.
+            layout: ``split``, ``paged`` or ``row640`` (see ``snapmla.layouts``).
+        """
+        checks.integer("num_pages", num_pages, 1)
+        checks.page_size(page_size)
+        checks.choice("layout", layout, layouts.LAYOUTS)
+        return cls(*layouts.LAYOUTS[layout].allocate(num_pages, page_size, torch.device(device)))
+
+    @classmethod
+    def from_tensors(
+        cls, content: torch.Tensor, rope: torch.Tensor, scale: torch.Tensor
+    ) -> PagedKVCache:
+        """A cache over existing memory; any strides whose rows are 16-byte aligned.
+
+        Args:
+            content: float8_e4m3fn or uint8 (num_pages, page_size, 512).
+            rope: bfloat16 (num_pages, page_size, 64).
+            scale: float32 (num_pages, page_size).
+        """
+        if isinstance(content, torch.Tensor) and content.dtype == torch.uint8:
+            content = content.view(layouts.FP8)
+        return cls(content, rope, scale)
+
+    @property
+    def num_pages(self) -> int:
+        return self.content.shape[0]
+
+    @property
+    def page_size(self) -> int:
+        return self.content.shape[1]
+
+    @property
+    def device(self) -> torch.device:
+        return self.content.device
+
+    @property
+    def num_slots(self) -> int:
+        """Tokens the pool holds."""
+        return self.num_pages * self.page_size

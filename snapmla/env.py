@@ -1,0 +1,55 @@
+"""Every environment variable the package reads, in one table."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class EnvVar:
+    """One variable: name, default as text, what it does."""
+
+    name: str
+    default: str
+    doc: str
+
+    def get(self) -> str:
+        return os.environ.get(self.name, self.default)
+
+    def enabled(self) -> bool:
+        """True unless empty, 0, false or no."""
+        return self.get().strip().lower() not in ("", "0", "false", "no")
+
+
+VARIANT_DIR = EnvVar(
+    "SNAPMLA_VARIANT_DIR", "", "directory of built variants, searched first and written to"
+)
+NO_JIT = EnvVar(
+    "SNAPMLA_NO_JIT", "0", "1 forbids compiling missing or outdated variants at run time"
+)
+SOFTGPU_ARCH = EnvVar(
+    "SNAPMLA_SOFTGPU_ARCH", "sm_90a", "architecture that CPU tensors run on (software GPU)"
+)
+TABLE: tuple[EnvVar, ...] = (VARIANT_DIR, NO_JIT, SOFTGPU_ARCH)
+
+
+def is_checkout() -> bool:
+    """Whether the package runs from a source checkout (so ``build/variants`` is its own)."""
+    return (ROOT / "pyproject.toml").is_file() and (ROOT / "codegen").is_dir()
+
+
+def variant_dirs() -> list[Path]:
+    """Directories searched for variants, in order; the first one takes run-time compiles."""
+    found: list[Path] = []
+    if VARIANT_DIR.get():
+        found.append(Path(VARIANT_DIR.get()))
+    if is_checkout():
+        found.append(ROOT / "build" / "variants")
+    cache_home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    found.append(Path(cache_home) / "snapmla" / "variants")
+    found.append(Path(__file__).resolve().parent / "variants")  # packed with a wheel or bundle
+    return found

@@ -1,0 +1,119 @@
+"""Cache layouts as data: where content, RoPE and scale of a token lie.
+
+One compiled kernel serves all of them, because it only sees three strided tensors
+
+    content u8   (pages, P, 512)     e4m3 bytes of c_kv / scale
+    rope    bf16 (pages, P, 64)      k_rope / scale
+    scale   f32  (pages, P)          max|c_kv| / 448
+
+    split    three tensors
+    paged    one byte block per page, page-planar: content [0, 512 P), rope [512 P, 640 P),
+             scale [640 P, 644 P)
+    row640   rows of 512 content + 128 RoPE bytes; scale is a tensor of its own
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from dsl_kernels.spec import KV_LORA_RANK, QK_ROPE_HEAD_DIM
+
+FP8 = torch.float8_e4m3fn
+ROPE_BYTES = 2 * QK_ROPE_HEAD_DIM
+ROW_BYTES = KV_LORA_RANK + ROPE_BYTES  # 640
+TOKEN_BYTES = ROW_BYTES + 4  # with the scale
+
+Views = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Strides = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A way to place one cache in memory.
+
+    Attributes:
+        name: as users say it.
+        strides: page size -> element strides of (content, rope, scale).
+        allocate: (pages, page size, device) -> the three views of fresh, uninitialised memory.
+    """
+
+    name: str
+    strides: Callable[[int], Strides]
+    allocate: Callable[[int, int, torch.device], Views]
+
+
+def _split_strides(p: int) -> Strides:
+    content = (p * KV_LORA_RANK, KV_LORA_RANK, 1)
+    return content, (p * QK_ROPE_HEAD_DIM, QK_ROPE_HEAD_DIM, 1), (p, 1)
+
+
+def _split(pages: int, p: int, device: torch.device) -> Views:
+    return (
+        torch.empty((pages, p, KV_LORA_RANK), dtype=torch.uint8, device=device).view(FP8),
+        torch.empty((pages, p, QK_ROPE_HEAD_DIM), dtype=torch.bfloat16, device=device),
+        torch.empty((pages, p), dtype=torch.float32, device=device),
+    )
+
+
+def _paged_strides(p: int) -> Strides:
+    page = p * TOKEN_BYTES
+    content = (page, KV_LORA_RANK, 1)
+    return content, (page // 2, QK_ROPE_HEAD_DIM, 1), (page // 4, 1)
+
+
+def _paged(pages: int, p: int, device: torch.device) -> Views:
+    return paged_views(torch.empty((pages, p * TOKEN_BYTES), dtype=torch.uint8, device=device), p)
+
+
+def paged_views(block: torch.Tensor, page_size: int) -> Views:
+    """The three views of page-planar memory.
+
+    Args:
+        block: uint8 (pages, page_size * 644), contiguous.
+    """
+    pages, p = block.shape[0], page_size
+    content, rope, scale = _paged_strides(p)
+    flat = block.view(-1)
+    return (
+        flat.view(FP8).as_strided((pages, p, KV_LORA_RANK), content),
+        flat.view(torch.bfloat16).as_strided(
+            (pages, p, QK_ROPE_HEAD_DIM), rope, p * KV_LORA_RANK // 2
+        ),
+        flat.view(torch.float32).as_strided((pages, p), scale, p * ROW_BYTES // 4),
+    )
+
+
+def _row640_strides(p: int) -> Strides:
+    content = (p * ROW_BYTES, ROW_BYTES, 1)
+    return content, (p * ROW_BYTES // 2, ROW_BYTES // 2, 1), (p, 1)
+
+
+def _row640(pages: int, p: int, device: torch.device) -> Views:
+    rows = torch.empty((pages, p, ROW_BYTES), dtype=torch.uint8, device=device)
+    scale = torch.empty((pages, p), dtype=torch.float32, device=device)
+    return rows640_views(rows, scale)
+
+
+def rows640_views(rows: torch.Tensor, scale: torch.Tensor) -> Views:
+    """The three views of 640-byte rows, uint8 (pages, P, 640), and their scale tensor."""
+    content = rows[..., :KV_LORA_RANK].view(FP8)
+    return content, rows.view(torch.bfloat16)[..., KV_LORA_RANK // 2 :], scale
+
+
+LAYOUTS: dict[str, Layout] = {
+    "split": Layout("split", _split_strides, _split),
+    "paged": Layout("paged", _paged_strides, _paged),
+    "row640": Layout("row640", _row640_strides, _row640),
+}
+
+
+def name_of(content: torch.Tensor, rope: torch.Tensor, scale: torch.Tensor) -> str:
+    """Name of the layout these views have, ``strided`` if it is none of the named ones."""
+    actual = (content.stride(), rope.stride(), scale.stride())
+    for layout in LAYOUTS.values():
+        if layout.strides(content.shape[1]) == actual:
+            return layout.name
+    return "strided"

@@ -1,0 +1,243 @@
+"""Finds and loads compiled variants: on a GPU through tvm_ffi, on CPU tensors through softgpu.
+
+A variant is looked up by its name in ``env.variant_dirs()``.  If it is missing (or, in a checkout,
+older than its sources) and the compiler is installed, it is compiled in a subprocess, announced
+on the log, and kept on disk; ``SNAPMLA_NO_JIT=1`` forbids that.  What is loaded stays loaded.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dsl_kernels.spec import AXES, VariantSpec
+from snapmla import env
+from snapmla.errors import UnsupportedDeviceError, VariantError
+
+Kernel = Callable[..., Any]
+log = logging.getLogger("snapmla")
+
+_ARCH_OF_CAPABILITY = {(9, 0): "sm_90a", (10, 0): "sm_100a"}
+_kernels: dict[tuple[VariantSpec, str], Kernel] = {}
+_modules: list[Any] = []  # libraries must outlive the functions taken from them
+_lock = threading.RLock()
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """A built variant on disk; ``library`` is None if it was not linked."""
+
+    directory: Path
+    name: str
+    symbol: str
+    source_hash: str
+
+    @property
+    def obj(self) -> Path:
+        return self.directory / f"{self.name}.o"
+
+    @property
+    def ptx(self) -> Path:
+        return self.directory / f"{self.name}.ptx"
+
+    @property
+    def library(self) -> Path | None:
+        path = self.directory / f"{self.name}.so"
+        return path if path.is_file() else None
+
+
+@functools.lru_cache(maxsize=64)
+def arch_of(device: torch.device) -> str:
+    """Compilation target for tensors on ``device``.
+
+    CPU tensors run on the software GPU, as ``SNAPMLA_SOFTGPU_ARCH`` (sm_90a by default).
+    Raises UnsupportedDeviceError for other devices.
+    """
+    if device.type == "cpu":
+        return env.SOFTGPU_ARCH.get()
+    if device.type != "cuda":
+        raise UnsupportedDeviceError(
+            f"device {device}: kernels are built for cuda (sm_90, sm_100); cpu tensors run on the "
+            "software GPU"
+        )
+    capability = torch.cuda.get_device_capability(device)
+    if capability not in _ARCH_OF_CAPABILITY:
+        raise UnsupportedDeviceError(
+            f"{torch.cuda.get_device_name(device)} is sm_{capability[0]}{capability[1]}: kernels "
+            "are built for sm_90 (Hopper) and sm_100 (Blackwell); snapmla.reference runs anywhere"
+        )
+    return _ARCH_OF_CAPABILITY[capability]
+
+
+def kernel(spec: VariantSpec, device_type: str) -> Kernel:
+    """The callable of one variant, loaded once per process.
+
+    Args:
+        device_type: ``cuda`` or ``cpu`` (software GPU).
+
+    Raises:
+        VariantError: it is not there and cannot or must not be compiled here.
+    """
+    found = _kernels.get((spec, device_type))
+    if found is not None:
+        return found
+    with _lock:
+        if (spec, device_type) not in _kernels:
+            artifact = find_or_build(spec, need_library=device_type == "cuda")
+            _kernels[spec, device_type] = load(artifact, device_type)
+        return _kernels[spec, device_type]
+
+
+def forget() -> None:
+    """Drops all loaded kernels, so that the next call sees rebuilt files."""
+    with _lock:
+        _kernels.clear()
+        for cached in _forget_hooks:
+            cached()
+
+
+_forget_hooks: list[Callable[[], None]] = []
+
+
+def on_forget(hook: Callable[[], None]) -> None:
+    """Registers the clearing of a cache that holds kernels of this module."""
+    _forget_hooks.append(hook)
+
+
+def load(artifact: Artifact, device_type: str) -> Kernel:
+    """Loads one artifact.  Raises VariantError with the reason if that fails."""
+    if device_type == "cpu":
+        import softgpu
+
+        return softgpu.load(str(artifact.obj), str(artifact.ptx), artifact.symbol)
+    if artifact.library is None:
+        raise VariantError(
+            f"{artifact.name}: {artifact.directory} has the object but no .so; run "
+            "`python -m codegen precompile` on a machine with a C compiler"
+        )
+    import tvm_ffi
+
+    try:
+        module = tvm_ffi.load_module(str(artifact.library))
+    except Exception as error:
+        raise VariantError(f"{artifact.library}: cannot be loaded: {error}") from error
+    _modules.append(module)
+    return module[artifact.symbol]
+
+
+def find(spec: VariantSpec, directories: Iterable[Path] | None = None) -> Artifact | None:
+    """The first built artifact of ``spec`` on the search path, None if there is none."""
+    for directory in env.variant_dirs() if directories is None else directories:
+        try:
+            record = json.loads((directory / f"{spec.name}.json").read_text())
+        except (OSError, ValueError):
+            continue
+        artifact = Artifact(directory, spec.name, spec.symbol, record.get("source_hash", ""))
+        if artifact.obj.is_file() or artifact.library is not None:
+            return artifact
+    return None
+
+
+def find_or_build(spec: VariantSpec, *, need_library: bool) -> Artifact:
+    """Like ``find``, but compiles what is missing or outdated, if that is allowed here."""
+    artifact = find(spec)
+    if artifact is not None:
+        complete = artifact.library is not None if need_library else artifact.ptx.is_file()
+        if complete and not (_jit_refusal() is None and _outdated(spec, artifact)):
+            return artifact
+    refusal = _jit_refusal()
+    if refusal is not None:
+        raise VariantError(_missing(spec, refusal))
+    return compile_variant(spec)
+
+
+def _jit_refusal() -> str | None:
+    """Why variants cannot be compiled in this process, or None."""
+    if env.NO_JIT.enabled():
+        return f"{env.NO_JIT.name} forbids compiling"
+    if importlib.util.find_spec("cutlass") is None:
+        return "the compiler is not installed (pip install 'snapmla[compile]')"
+    if importlib.util.find_spec("codegen") is None:
+        return "the codegen package is not installed"
+    return None
+
+
+def _outdated(spec: VariantSpec, artifact: Artifact) -> bool:
+    """In a checkout: whether the kernel's sources changed since the artifact was built."""
+    if not env.is_checkout():
+        return False
+    from codegen import closure
+
+    return closure.sources(spec)[0] != artifact.source_hash
+
+
+def _missing(spec: VariantSpec, refusal: str) -> str:
+    close = nearest(spec)
+    hint = f"; the nearest one there is {close}" if close else "; no variant of this op is there"
+    looked = ", ".join(str(d) for d in env.variant_dirs() if d.is_dir()) or "no directory"
+    return f"variant {spec.name} is not built and {refusal}{hint} (looked in {looked})"
+
+
+def nearest(spec: VariantSpec) -> str | None:
+    """Name of the built variant of the same op and arch that differs in the fewest axes."""
+    best: tuple[int, float, str] | None = None
+    for directory in env.variant_dirs():
+        for path in directory.glob(f"{spec.op}_*.json"):
+            try:
+                other = VariantSpec.from_name(path.stem)
+            except (ValueError, TypeError):
+                continue
+            if other.arch != spec.arch or other.op != spec.op:
+                continue
+            differing = [a for a in AXES[spec.op] if getattr(spec, a) != getattr(other, a)]
+            distance = sum(
+                abs(getattr(spec, a) - getattr(other, a))
+                for a in differing
+                if isinstance(getattr(spec, a), int) and isinstance(getattr(other, a), int)
+            )
+            candidate = (len(differing), float(distance), other.name)
+            best = candidate if best is None else min(best, candidate)
+    return best[2] if best else None
+
+
+def compile_variant(spec: VariantSpec) -> Artifact:
+    """Compiles ``spec`` in a subprocess into the first directory of the search path.
+
+    Processes that want the same variant wait for one another; whoever comes second finds it built.
+    Raises VariantError with the compiler's message.
+    """
+    from filelock import FileLock
+
+    directory = env.variant_dirs()[0]
+    directory.mkdir(parents=True, exist_ok=True)
+    log.warning("compiling variant %s into %s (once; takes seconds)", spec.name, directory)
+    environment = {**os.environ, "PYTHONPATH": _python_path()}
+    command = [sys.executable, "-m", "codegen", "build", spec.name, "--out", str(directory)]
+    with FileLock(directory / f".{spec.name}.lock"):
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    if done.returncode:
+        message = (done.stdout + done.stderr).strip()
+        raise VariantError(f"variant {spec.name} did not compile: {message}")
+    artifact = find(spec, [directory])
+    if artifact is None:
+        raise VariantError(f"variant {spec.name}: compiled, but not found in {directory}")
+    return artifact
+
+
+def _python_path() -> str:
+    """PYTHONPATH that lets a subprocess import what this process imports codegen from."""
+    codegen = importlib.util.find_spec("codegen")
+    origin = [str(Path(codegen.origin).parent.parent)] if codegen and codegen.origin else []
+    return os.pathsep.join([*origin, *filter(None, [os.environ.get("PYTHONPATH")])])
