@@ -1,0 +1,39 @@
+# make demo, make test: both set up .venv by themselves.  PYTHON= picks the interpreter that makes the
+# environment (3.11 or newer); PY= uses an environment of yours instead.
+PYTHON ?= python3
+VENV ?= .venv
+ifdef PY
+setup:
+else
+PY := $(VENV)/bin/python
+setup:
+	@$(PYTHON) codegen/bootstrap.py $(VENV)
+endif
+
+ARCH ?= sm_90a
+FILTER ?= *
+BENCH ?= h200-table
+
+.PHONY: setup demo test precompile matrix try lint bench
+.DEFAULT_GOAL := demo
+
+demo: setup  ## a realistic decode job, checked and timed
+	$(PY) -m snapmla.demo
+
+test: setup  ## compile the matrix, run the tests
+	$(PY) -m pytest --precompile -n 2
+
+precompile: setup  ## build the default matrix: ARCH=sm_90a FILTER='*'
+	$(PY) -m codegen precompile --arch $(ARCH) --filter '$(FILTER)'
+
+matrix: setup  ## print the matrix with reasons: ARCH=sm_90a
+	$(PY) -m codegen matrix --arch $(ARCH)
+
+try: setup  ## recompile and check one variant: VARIANT=decode_etap_r64_p64_obf16_sm90a
+	$(PY) -m codegen try $(VARIANT)
+
+lint: setup  ## ruff and mypy
+	$(PY) -m ruff check . && $(PY) -m ruff format --check . && $(PY) -m mypy
+
+bench: setup  ## measure on a GPU: BENCH=preset
+	$(PY) -m profiles.bench $(BENCH)

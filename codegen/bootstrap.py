@@ -1,0 +1,59 @@
+"""Makes the project's virtual environment; run as a script, with the standard library only.
+
+    python3 codegen/bootstrap.py .venv
+
+Creates the environment if it is missing and installs the project into it, editable, with the
+compiler and the test tools.  A stamp file makes the next call return at once, until pyproject.toml
+or the constraints change.  Without a GPU, torch is pinned to the version the tests were last run with
+(constraints/cpu.txt); on a GPU machine whose Python has torch already, that torch is used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import shutil
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+CONSTRAINTS = ROOT / "constraints"
+
+
+def have_gpu() -> bool:
+    """Whether a CUDA device answers."""
+    tool = shutil.which("nvidia-smi")
+    return tool is not None and subprocess.run([tool, "-L"], capture_output=True).returncode == 0
+
+
+def stamp() -> str:
+    """Changes when what must be installed changes."""
+    digest = hashlib.sha256(sys.version.encode())
+    for path in (ROOT / "pyproject.toml", *sorted(CONSTRAINTS.glob("*.txt"))):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def main(target: Path) -> None:
+    if sys.version_info < (3, 11):
+        sys.exit(f"Python 3.11 or newer is needed, this is {sys.version.split()[0]} (set PYTHON=)")
+    mark = target / ".snapmla"
+    if mark.is_file() and mark.read_text() == stamp():
+        return
+    gpu = have_gpu()
+    python = target / "bin" / "python"
+    if not python.is_file():
+        print(f"creating {target}", flush=True)
+        reuse_torch = gpu and importlib.util.find_spec("torch") is not None
+        venv.create(target, with_pip=True, system_site_packages=reuse_torch)
+    constraints = CONSTRAINTS / ("test.txt" if gpu else "cpu.txt")
+    command = [str(python), "-m", "pip", "install", "-q", "-c", str(constraints)]
+    print(f"installing into {target} (constraints: {constraints.name})", flush=True)
+    subprocess.run([*command, "-e", f"{ROOT}[compile,dev]"], check=True, cwd=ROOT)
+    mark.write_text(stamp())
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1] if len(sys.argv) > 1 else ROOT / ".venv").absolute())
