@@ -31,6 +31,9 @@ DTYPES: dict[str, Any] = {
 VECTOR_BYTES = 16  # alignment of every row that is read or written with vector instructions
 
 inline_ptx = cute.arch.inline_ptx
+# division by a run-time value as a multiplication; make the divisor in the host half
+FastDivisor = cute.FastDivmodDivisorV2
+fast_divisor = cute.fast_divmod_create_divisor_v2
 pdl_wait = cute.arch.griddepcontrol_wait
 pdl_launch_dependents = cute.arch.griddepcontrol_launch_dependents
 

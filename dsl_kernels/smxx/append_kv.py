@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from cutlass import Int64, Uint32, cute
+from cutlass import Int32, Int64, Uint32, cute
 
 from .. import compat
 from ..spec import KV_LORA_RANK, QK_ROPE_HEAD_DIM, VariantSpec
@@ -49,7 +49,8 @@ def append_kv(
 ) -> None:
     """Host half: one CTA for every WARPS tokens."""
     n = c_kv.shape[0]
-    _append_kv(content, rope, scale, c_kv, k_rope, slot_mapping).launch(
+    by_page = compat.fast_divisor(content.shape[1])
+    _append_kv(content, rope, scale, c_kv, k_rope, slot_mapping, by_page).launch(
         grid=((n + (WARPS - 1)) // WARPS, 1, 1),
         block=(WARPS * quant.WARP, 1, 1),
         stream=stream,
@@ -65,6 +66,7 @@ def _append_kv(
     c_kv: cute.Tensor,
     k_rope: cute.Tensor,
     slot_mapping: cute.Tensor,
+    by_page: compat.FastDivisor,
 ) -> None:
     tidx, _, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()
@@ -85,9 +87,8 @@ def _append_kv(
         sigma, inv = quant.finish_scale(bits)
         page_size = content.shape[1]
         if slot >= 0 and slot < Int64(content.shape[0]) * page_size:
-            # a pool holds far fewer than 2^32 tokens, and a 32-bit division is much cheaper
-            page = Uint32(slot) // Uint32(page_size)
-            offset = Uint32(slot) - page * Uint32(page_size)
+            # 2^31 tokens would be a pool of more than 1 TB: the quotient fits 32 bits
+            page, offset = divmod(Int32(slot), by_page)
             at = (Int64(page), Int64(offset))
             quant.store_row(
                 chunks,

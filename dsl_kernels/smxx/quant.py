@@ -120,6 +120,15 @@ def pack_e4m3(values: list[Any]) -> list[Any]:
     return _pack(values, cutlass.Float8E4M3FN)
 
 
+def unpack_e4m3(words: list[Any]) -> list[Any]:
+    """Uint32 words of e4m3 to Float32 values (exact), in memory order."""
+    packed = cute.make_rmem_tensor((len(words),), Uint32)
+    for i, w in enumerate(words):
+        packed[i] = w
+    values = cute.recast_tensor(packed, cutlass.Float8E4M3FN).load().to(Float32)
+    return [values[i] for i in range(4 * len(words))]
+
+
 def pack(values: list[Any], dt: Any) -> list[Any]:
     """fp32 values to ``dt`` (round to nearest even) as Uint32 words."""
     if dt.width == 32:
