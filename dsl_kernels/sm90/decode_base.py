@@ -21,10 +21,11 @@ import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float32, Int32, Int64, const_expr
-from cutlass.cute.nvgpu import cpasync
+from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_tensor
 
-from ..common.mma import BF16, F8, ROW_MAJOR, U8, one_stage, staged
+from ..common.mma import BF16, F8, ROW_MAJOR, U8, U32, issue, one_stage, staged
+from ..common.transpose import COLUMN_BLOCK
 from ..spec import KV_LORA_RANK as D
 from ..spec import QK_ROPE_HEAD_DIM as R
 from ..spec import TOKEN_TILE as TILE
@@ -32,6 +33,7 @@ from ..spec import VariantSpec
 
 LN2 = math.log(2.0)
 LOG2E = math.log2(math.e)
+SMALLEST_SCALE = 2.0**-100  # append_kv's floor is 2^-80
 WARPGROUP = 128
 DTYPES = {"bf16": cutlass.BFloat16, "f32": cutlass.Float32}
 
@@ -73,6 +75,8 @@ def fake_args(spec: VariantSpec) -> list:
 
 class DecodeBase:
     """Host half, and the roles that do not depend on the pipeline."""
+
+    few_rows = False  # S^T = K Q^T instead of S = Q K^T
 
     def __init__(self, spec: VariantSpec, stages: int, q_stages: int):
         self.spec = spec
@@ -255,7 +259,93 @@ class DecodeBase:
             cute.copy(a_qr, qr_g[None, row_block, batch], qr_s[None, qst.index], tma_bar_ptr=bar)
             qst.advance()
 
+    # ---------------------------------------------------------------- scale warp
+
+    @cute.jit
+    def prepare_scales(self, st, k_pipe, items, begin, end):
+        """sigma, log2 sigma, 1/sigma of each token, in the order a thread of an S fragment reads."""
+        lane = cute.arch.lane_idx()
+        s_ks = st.ks.get_tensor(cute.make_layout((TILE, self.stages)))
+        out = st.sigma.get_tensor(cute.make_layout((padded_size(TILE), 3, self.stages)))
+        kst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
+        for i in cutlass.range(begin, end, unroll=1):
+            for _ in cutlass.range(items[i, 1], items[i, 2], unroll=1):
+                k_pipe.consumer_wait(kst)
+                for x in cutlass.range_constexpr(2):
+                    token = lane + 32 * x
+                    s = s_ks[token, kst.index]
+                    pos = row_position(token, TILE)
+                    out[pos, 0, kst.index] = s
+                    out[pos, 1, kst.index] = cute.math.log2(s, fastmath=True)
+                    out[pos, 2, kst.index] = safe_reciprocal(s)
+                cute.arch.sync_warp()
+                if lane == 0:
+                    cute.arch.mbarrier_arrive(st.sigma_bar.data_ptr() + kst.index)
+                kst.advance()
+
+    def sigma_view(self, st, quad, stage):
+        """(16 tokens of quad lane ``quad``, 3) of one stage: sigma, log2 sigma, 1/sigma."""
+        view = st.sigma.get_tensor(
+            cute.make_layout(
+                (TILE // 4, 4, 3, self.stages),
+                stride=(1, TILE // 4 + 4, padded_size(TILE), 3 * padded_size(TILE)),
+            )
+        )
+        return view[None, quad, None, stage]
+
+    # ---------------------------------------------------------------- device: Q.K
+
+    def issue_qk(self, mma_c, mma_r, acc_S, frags, q_stage, k_stage):
+        """FP8 content by 128 channels, then RoPE: last, because Hopper's FP8 accumulator keeps 13
+        bits below the largest addend, and RoPE logits can be large."""
+        a_stage, b_stage = (k_stage, q_stage) if self.few_rows else (q_stage, k_stage)
+        rA, rB, rAr, rBr = (
+            f[None, None, None, s]
+            for f, s in zip(frags, (a_stage, b_stage, a_stage, b_stage), strict=True)
+        )
+        warpgroup.fence()
+        for group in range(D // 128):
+            issue(mma_c, acc_S, rA, rB, accumulate=group > 0, first=4 * group, last=4 * group + 4)
+        warpgroup.fence()  # another shape of WGMMA on the same accumulator: order the two chains
+        issue(mma_r, acc_S, rAr, rBr, accumulate=True)
+        warpgroup.commit_group()
+
     # ---------------------------------------------------------------- device: rows
+
+    @cute.jit
+    def zero_rows(self, st, stage, valid, first_block, blocks: cutlass.Constexpr, barrier_id):
+        """Zeroes V bytes of tokens >= ``valid`` or with a NaN scale: 0 * NaN must not reach O.
+
+        One warpgroup clears ``blocks`` column blocks (128 channels each) from ``first_block``; a
+        thread clears whole 128-byte lines, so there is no swizzle to mind.
+        """
+        tidx, _, _ = cute.arch.thread_idx()
+        token, column = tidx % 128 // 2, tidx % 2
+        s_ks = st.ks.get_tensor(cute.make_layout((TILE, self.stages)))
+        s = s_ks[token, stage]
+        if token >= valid or s != s:
+            zero = cute.make_rmem_tensor((32,), U32)
+            zero.fill(0)
+            for x in cutlass.range_constexpr(blocks // 2):
+                block = first_block + 2 * x + column
+                offset = stage * (TILE * D) + block * COLUMN_BLOCK + token * 128
+                ptr = cute.recast_ptr((st.kc.data_ptr() + offset).align(128), dtype=U32)
+                cute.autovec_copy(zero, cute.make_tensor(ptr, cute.make_layout(32)))
+        # later TMA writes of this stage must come after these stores
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.barrier(barrier_id=barrier_id, number_of_threads=128)
+
+    @cute.jit
+    def finish_row(self, inv_s, l, frame, row, lse, lse_accum, batch, slot, facts):
+        """1/l of one row for the epilogue, LSE to memory; a row that saw no token gives 0."""
+        num_heads, rows, row_block, lse_factor, empty_lse = facts
+        empty = l == 0.0
+        value = 1.0 / l
+        inv_s[row_position(row, self.rows_cta)] = Float32(0.0) if empty else value
+        self.write_lse(
+            lse, lse_accum, batch, slot, row_block * self.rows_cta + row, num_heads, rows,
+            cute.math.log2(l, fastmath=True) + frame, lse_factor, empty_lse, empty,
+        )  # fmt: skip
 
     @cute.jit
     def row_facts(self, q_scale, batch, row, num_heads, rows, softmax_scale, seqlen, causal):
@@ -279,6 +369,22 @@ class DecodeBase:
                 lse[batch, row - s * num_heads, s] = empty_lse if empty else v
         else:
             lse_accum[slot, row] = -Float32.inf if empty else value
+
+
+@cute.jit
+def safe_reciprocal(s):
+    """1/s, but 0 for what is no scale (NaN rows, bytes past the end): masked tokens have P' = 0 and
+    must add 0 to the sums, and a NaN row's P' is NaN already."""
+    inv = cute.arch.rcp_approx(s)
+    return inv if s >= SMALLEST_SCALE else Float32(0.0)
+
+
+def store_pair(t, offset, pair):
+    """Two neighbouring fp32 values, converted to the element type of ``t``."""
+    ptr = (t.iterator + cute.assume(offset, divby=2)).align(2 * t.element_type.width // 8)
+    value = cute.make_rmem_tensor((2,), t.element_type)
+    value.store(pair.load().to(t.element_type))
+    cute.autovec_copy(value, cute.make_tensor(ptr, cute.make_layout(2)))
 
 
 def pad_layout(rows: int):

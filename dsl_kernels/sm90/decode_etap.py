@@ -41,10 +41,11 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 
 from ..common import transpose
-from ..common.mma import BF16, F8, ROW_MAJOR, U16, U32, issue, staged, tiled_mma, u16_view
+from ..common.mma import BF16, F8, ROW_MAJOR, U16, issue, staged, tiled_mma, u16_view
 from ..spec import KV_LORA_RANK as D
 from ..spec import TOKEN_TILE as TILE
 from ..spec import VariantSpec
+from .block_softmax import NEVER, P_LOG2_MAX, block_p, move_frame, store_p
 from .decode_base import (
     DecodeBase,
     fake_args,
@@ -53,13 +54,11 @@ from .decode_base import (
     padded_size,
     q_layouts,
     row_position,
+    safe_reciprocal,
+    store_pair,
 )
 
 P_STAGES = 2
-LAZY = 60.0  # log2 headroom before the fp32 frame is moved
-P_LOG2_MAX = 8.0  # the largest P' of a block is 2^8
-SMALLEST_SCALE = 2.0**-100  # append_kv's floor is 2^-80
-NEVER = -1.0e30  # frame of a row that has seen no token; finite, so that differences are defined
 SOFTMAX_WARPS, PV_WARPS = 4, 8
 
 BAR_SOFTMAX = 1  # named barrier: the four softmax warps
@@ -220,30 +219,6 @@ class DecodeEtap(DecodeBase):
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
 
-    # ---------------------------------------------------------------- scale warp
-
-    @cute.jit
-    def prepare_scales(self, st, k_pipe, items, begin, end):
-        """sigma, log2 sigma, 1/sigma of each token, in the order a thread of an S fragment reads."""
-        lane = cute.arch.lane_idx()
-        s_ks = st.ks.get_tensor(cute.make_layout((TILE, self.stages)))
-        out = st.sigma.get_tensor(cute.make_layout((padded_size(TILE), 3, self.stages)))
-        kst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
-        for i in cutlass.range(begin, end, unroll=1):
-            for _ in cutlass.range(items[i, 1], items[i, 2], unroll=1):
-                k_pipe.consumer_wait(kst)
-                for x in cutlass.range_constexpr(2):
-                    token = lane + 32 * x
-                    s = s_ks[token, kst.index]
-                    pos = row_position(token, TILE)
-                    out[pos, 0, kst.index] = s
-                    out[pos, 1, kst.index] = cute.math.log2(s, fastmath=True)
-                    out[pos, 2, kst.index] = safe_reciprocal(s)
-                cute.arch.sync_warp()
-                if lane == 0:
-                    cute.arch.mbarrier_arrive(st.sigma_bar.data_ptr() + kst.index)
-                kst.advance()
-
     # ---------------------------------------------------------------- softmax warpgroup
 
     @cute.jit
@@ -319,35 +294,6 @@ class DecodeEtap(DecodeBase):
             return [8 * (x // 2) + 2 * (lane % 4) + x % 2 for x in range(self.rows_cta // 4)]
         return [wwarp * 16 + lane // 4 + 8 * x for x in range(2)]
 
-    def issue_qk(self, mma_c, mma_r, acc_S, frags, q_stage, k_stage):
-        """FP8 content by 128 channels, then RoPE: last, because Hopper's FP8 accumulator keeps 13
-        bits below the largest addend, and RoPE logits can be large."""
-        a_stage, b_stage = (k_stage, q_stage) if self.few_rows else (q_stage, k_stage)
-        rA, rB, rAr, rBr = (
-            f[None, None, None, s]
-            for f, s in zip(frags, (a_stage, b_stage, a_stage, b_stage), strict=True)
-        )
-        warpgroup.fence()
-        for group in range(D // 128):
-            issue(mma_c, acc_S, rA, rB, accumulate=group > 0, first=4 * group, last=4 * group + 4)
-        warpgroup.fence()  # another shape of WGMMA on the same accumulator: order the two chains
-        issue(mma_r, acc_S, rAr, rBr, accumulate=True)
-        warpgroup.commit_group()
-
-    @cute.jit
-    def advance_frame(self, m, m_ref, l_run, part, x: cutlass.Constexpr):
-        """Moves row x's fp32 frame if block maximum ``m`` asks for it, adds the block's sum.
-
-        Returns (beta, gamma, moved).
-        """
-        old = m_ref[x]
-        new = m if m > old + LAZY else old
-        gamma = cute.math.exp2(old - new, fastmath=True)
-        beta = cute.math.exp2(m - P_LOG2_MAX - new, fastmath=True)
-        m_ref[x] = new
-        l_run[x] = l_run[x] * gamma + part * beta
-        return beta, gamma, new > old
-
     @cute.jit
     def block_many_rows(self, st, k_pipe, tile, acc_S, p16, kst, pst, factor, limit, m_ref, l_run,
                         ragged_from):  # fmt: skip
@@ -355,59 +301,23 @@ class DecodeEtap(DecodeBase):
         tidx, _, _ = cute.arch.thread_idx()
         lane = tidx % 32
         wwarp = cute.arch.make_warp_uniform(tidx % 128 // 32)
-        quad = lane % 4
-        sigma = st.sigma.get_tensor(
-            cute.make_layout(
-                (TILE // 4, 4, 3, self.stages),
-                stride=(1, TILE // 4 + 4, padded_size(TILE), 3 * padded_size(TILE)),
-            )
-        )
+        sigma = self.sigma_view(st, lane % 4, kst.index)
         cute.arch.mbarrier_wait(st.sigma_bar.data_ptr() + kst.index, kst.phase)
-        col = cute.make_rmem_tensor((16,), Float32)
-        cute.autovec_copy(sigma[None, quad, 0, kst.index], col)
-        warpgroup.wait_group(0)
         t = cute.make_rmem_tensor((32,), Float32)
-        for v in cutlass.range_constexpr(32):
-            t[v] = acc_S[v] * col[2 * (v // 4) + v % 2]
-        cute.autovec_copy(sigma[None, quad, 1, kst.index], col)
-        for v in cutlass.range_constexpr(32):
-            t[v] = t[v] * factor[v // 2 % 2] + col[2 * (v // 4) + v % 2]
-        if (tile + 1) * TILE > ragged_from:
-            for v in cutlass.range_constexpr(32):
-                token = tile * TILE + 8 * (v // 4) + 2 * quad + v % 2
-                if token >= limit[v // 2 % 2]:
-                    t[v] = -Float32.inf
-        m4 = [t[v] for v in range(8)]  # four chains a row
-        for v in cutlass.range_constexpr(8, 32):
-            m4[v % 8] = cute.arch.fmax(m4[v % 8], t[v])
-        m = [
-            cute.arch.fmax(
-                cute.arch.fmax(m4[2 * i], m4[2 * i + 1]), cute.arch.fmax(m4[2 * i + 4], m4[2 * i + 5])
-            )
-            for i in range(2)
-        ]
-        for i in cutlass.range_constexpr(2):
-            for off in cutlass.range_constexpr(2):
-                m[i] = cute.arch.fmax(m[i], cute.arch.shuffle_sync_bfly(m[i], 1 << off))
-            m[i] = cute.arch.fmax(m[i], Float32(NEVER))
-        cute.autovec_copy(sigma[None, quad, 2, kst.index], col)
+        m0, m1, l0, l1 = block_p(acc_S, t, sigma, tile, factor, limit, ragged_from)
         k_pipe.consumer_release(kst)
-        part = [Float32(0.0) for _ in range(4)]
-        for v in cutlass.range_constexpr(32):
-            i = v // 2 % 2
-            t[v] = cute.math.exp2(t[v] + (P_LOG2_MAX - m[i]), fastmath=True)
-            c = 2 * i + v % 2
-            part[c] = part[c] + t[v] * col[2 * (v // 4) + v % 2]
-        beta, gamma, moved = [None] * 2, [None] * 2, [None] * 2
+        m, part = [m0, m1], [l0, l1]
+        beta, gamma, moved = [None] * 2, [None] * 2, False
         for i in cutlass.range_constexpr(2):
-            beta[i], gamma[i], moved[i] = self.advance_frame(
-                m[i], m_ref, l_run, part[2 * i] + part[2 * i + 1], i
-            )
-        any_moved = cute.arch.vote_any_sync(moved[0] or moved[1])
+            old = m_ref[i]
+            m_ref[i], beta[i], gamma[i] = move_frame(m[i], old)
+            l_run[i] = l_run[i] * gamma[i] + part[i] * beta[i]
+            moved = moved or m_ref[i] > old
+        any_moved = cute.arch.vote_any_sync(moved)
 
         cute.arch.mbarrier_wait(st.p_bar.data_ptr() + P_STAGES + pst.index, pst.phase)
-        self.store_p_many(t, p16, pst.index, wwarp, lane)
-        if quad == 0:
+        store_p(t, p16[None, None, pst.index], wwarp, lane)
+        if lane % 4 == 0:
             beta_s = st.beta.get_tensor(cute.make_layout((padded_size(64), P_STAGES)))
             gamma_s = st.gamma.get_tensor(cute.make_layout((padded_size(64), P_STAGES)))
             for i in cutlass.range_constexpr(2):
@@ -415,25 +325,6 @@ class DecodeEtap(DecodeBase):
                 beta_s[pos, pst.index] = beta[i]
                 gamma_s[pos, pst.index] = gamma[i]
         self.hand_over(st, pst.index, any_moved, wwarp, lane)
-
-    def store_p_many(self, t, p16, buf, wwarp, lane):
-        """P8 into shared memory as [row][token], tokens renamed as ROWS_ON_M: pure reindexing."""
-        stsm = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), U16)
-        view = cute.make_tensor(
-            t.iterator, cute.make_layout((2, 2, 2, 2, 2), stride=(1, 4, 2, 8, 16))
-        )
-        ordered = cute.make_rmem_tensor((2, 2, 2, 2, 2), Float32)
-        ordered.store(view.load())
-        p8 = cute.make_rmem_tensor((16, 2), F8)
-        cute.make_tensor(p8.iterator, ordered.layout).store(ordered.load().to(F8))
-        words = cute.recast_tensor(p8, U16)
-        mat, row8 = lane // 8, lane % 8
-        for kb in range(2):
-            dst = cute.local_tile(
-                p16[None, None, buf], (1, 8),
-                (wwarp * 16 + 8 * (mat % 2) + row8, kb * 2 + mat // 2),
-            )  # fmt: skip
-            cute.copy(stsm, words[None, kb], dst[0, None])
 
     @cute.jit
     def hand_over(self, st, buf, any_moved, wwarp, lane):
@@ -506,8 +397,10 @@ class DecodeEtap(DecodeBase):
             t[v] = cute.math.exp2(t[v] + base, fastmath=True)
             t[v + 2] = cute.math.exp2(t[v + 2] + base, fastmath=True)
             part = t[v] * inv[0] + t[v + 2] * inv[1]
-            beta[x], gamma[x], up = self.advance_frame(m[x], m_ref, l_run, part, x)
-            moved = moved or up
+            old = m_ref[x]
+            m_ref[x], beta[x], gamma[x] = move_frame(m[x], old)
+            l_run[x] = l_run[x] * gamma[x] + part * beta[x]
+            moved = moved or m_ref[x] > old
         cute.arch.mbarrier_wait(st.p_bar.data_ptr() + P_STAGES + pst.index, pst.phase)
         self.store_p_few(t, p16, pst.index, wwarp, lane)
         if ctid_is_first_quad(wwarp, lane):
@@ -578,17 +471,6 @@ class DecodeEtap(DecodeBase):
         if lane == 0:
             cute.arch.mbarrier_arrive(st.inv_bar.data_ptr())
 
-    @cute.jit
-    def finish_row(self, inv_s, l, frame, row, lse, lse_accum, batch, slot, facts):
-        num_heads, rows, row_block, lse_factor, empty_lse = facts
-        empty = l == 0.0
-        value = 1.0 / l
-        inv_s[row_position(row, self.rows_cta)] = Float32(0.0) if empty else value
-        self.write_lse(
-            lse, lse_accum, batch, slot, row_block * self.rows_cta + row, num_heads, rows,
-            cute.math.log2(l, fastmath=True) + frame, lse_factor, empty_lse, empty,
-        )  # fmt: skip
-
     # ---------------------------------------------------------------- P.V warpgroups
 
     @cute.jit
@@ -615,33 +497,12 @@ class DecodeEtap(DecodeBase):
                 if (tile + 1) * TILE > ragged_from:
                     # whatever lies past the end, or under a NaN scale, must not meet P = 0
                     cute.arch.mbarrier_wait(st.p_bar.data_ptr() + pst.index, pst.phase)
-                    self.zero_rows(st, half, kst.index, seqlen - tile * TILE)
+                    self.zero_rows(st, kst.index, seqlen - tile * TILE, 2 * half, 2, BAR_PV + half)
                 self.pv_block(st, k_pipe, acc_O, tmp, rP, half, mma_o, kst, pst)
                 kst.advance()
                 pst.advance()
             self.write_rows(st, inv_phase, acc_O, out, o_accum, batch, slot, rows, row_block, half)
             inv_phase = inv_phase ^ 1
-
-    @cute.jit
-    def zero_rows(self, st, half, stage, valid):
-        """Zeroes this warpgroup's half of the V bytes of tokens >= ``valid`` or with a NaN scale."""
-        tidx, _, _ = cute.arch.thread_idx()
-        ctid = tidx % 128
-        token, block = ctid // 2, ctid % 2  # a thread clears one 128-byte line: no swizzle to mind
-        s_ks = st.ks.get_tensor(cute.make_layout((TILE, self.stages)))
-        s = s_ks[token, stage]
-        if token >= valid or s != s:
-            offset = stage * (TILE * D) + (half * 2 + block) * transpose.COLUMN_BLOCK + token * 128
-            line = cute.make_tensor(
-                cute.recast_ptr((st.kc.data_ptr() + offset).align(128), dtype=U32),
-                cute.make_layout(32),
-            )
-            zero = cute.make_rmem_tensor((32,), U32)
-            zero.fill(0)
-            cute.autovec_copy(zero, line)
-        # later TMA writes of this stage must come after these stores
-        cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.barrier(barrier_id=BAR_PV + half, number_of_threads=128)
 
     @cute.jit
     def pv_block(self, st, k_pipe, acc_O, tmp, rP, half, mma_o, kst, pst):
@@ -720,21 +581,5 @@ class DecodeEtap(DecodeBase):
             cute.arch.mbarrier_arrive(st.inv_bar.data_ptr() + 1)
 
 
-@cute.jit
-def safe_reciprocal(s):
-    """1/s, but 0 for what is no scale (NaN rows, bytes past the end): masked tokens have P' = 0 and
-    must add 0 to the sums, and a NaN row's P' is NaN already."""
-    inv = cute.arch.rcp_approx(s)
-    return inv if s >= SMALLEST_SCALE else Float32(0.0)
-
-
 def ctid_is_first_quad(wwarp, lane):
     return (wwarp == 0) & (lane < 4)
-
-
-def store_pair(t, offset, pair):
-    """Two neighbouring fp32 values, converted to the element type of ``t``."""
-    ptr = (t.iterator + cute.assume(offset, divby=2)).align(2 * t.element_type.width // 8)
-    value = cute.make_rmem_tensor((2,), t.element_type)
-    value.store(pair.load().to(t.element_type))
-    cute.autovec_copy(value, cute.make_tensor(ptr, cute.make_layout(2)))

@@ -1,0 +1,101 @@
+"""Softmax of one 64-token block when query rows lie on M (S = Q K^T), shared by the pipelines.
+
+A thread of the m64n64 fragment holds 2 rows x 16 tokens: value v = e + 2i + 4j is row
+16 w + g + 8 i, token 8 j + 2 c + e (warp w, lane 4 g + c).  Logits are in log2 units throughout.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, const_expr
+from cutlass.cute.nvgpu import warp, warpgroup
+
+from ..common.mma import F8, U16
+from ..spec import TOKEN_TILE as TILE
+
+P_LOG2_MAX = 8.0  # the largest P' of a block is 2^8
+NEVER = -1.0e30  # frame of a row that has seen no token; finite, so that differences are defined
+LAZY = 60.0  # log2 headroom before the fp32 frame is moved
+
+
+def value_row(v: int) -> int:
+    """Which of the thread's two rows fragment value v belongs to."""
+    return v // 2 % 2
+
+
+def value_token(v: int) -> int:
+    """Index of value v's token among the thread's 16 tokens."""
+    return 2 * (v // 4) + v % 2
+
+
+@cute.jit
+def block_p(acc_S, t, sigma, tile, factor, limit, ragged_from):
+    """Finishes S and turns it into P' = exp2(t' - m' + 8), t' = s2 + log2 sigma_k.
+
+    ``sigma`` (16, 3): this thread's tokens' sigma, log2 sigma, 1/sigma in shared memory.  The column
+    factors are fetched three times rather than kept: registers are what this warpgroup lacks.
+    Returns (m'_0, m'_1, l_0, l_1) of the two rows; l sums unquantised P'/sigma over this thread's
+    tokens.  Waits for the Q.K WGMMAs itself, so that the first fetch hides under them.
+    """
+    tidx, _, _ = cute.arch.thread_idx()
+    quad = tidx % 4
+    col = cute.make_rmem_tensor((16,), Float32)
+    cute.autovec_copy(sigma[None, 0], col)
+    warpgroup.wait_group(0)
+    for v in cutlass.range_constexpr(32):
+        t[v] = acc_S[v] * col[value_token(v)]
+    cute.autovec_copy(sigma[None, 1], col)
+    for v in cutlass.range_constexpr(32):
+        t[v] = t[v] * factor[value_row(v)] + col[value_token(v)]
+    if (tile + 1) * TILE > ragged_from:
+        for v in cutlass.range_constexpr(32):
+            token = tile * TILE + 8 * (v // 4) + 2 * quad + v % 2
+            if token >= limit[value_row(v)]:
+                t[v] = -Float32.inf
+    m4 = [t[v] for v in range(8)]  # four chains a row
+    for v in cutlass.range_constexpr(8, 32):
+        m4[v % 8] = cute.arch.fmax(m4[v % 8], t[v])
+    m = [None] * 2
+    for i in cutlass.range_constexpr(2):
+        m[i] = cute.arch.fmax(
+            cute.arch.fmax(m4[2 * i], m4[2 * i + 1]), cute.arch.fmax(m4[2 * i + 4], m4[2 * i + 5])
+        )
+        for off in cutlass.range_constexpr(2):
+            m[i] = cute.arch.fmax(m[i], cute.arch.shuffle_sync_bfly(m[i], 1 << off))
+        m[i] = cute.arch.fmax(m[i], Float32(NEVER))
+    cute.autovec_copy(sigma[None, 2], col)
+    part = [Float32(0.0) for _ in range(4)]
+    for v in cutlass.range_constexpr(32):
+        t[v] = cute.math.exp2(t[v] + (P_LOG2_MAX - m[value_row(v)]), fastmath=True)
+        c = 2 * value_row(v) + v % 2
+        part[c] = part[c] + t[v] * col[value_token(v)]
+    return m[0], m[1], part[0] + part[1], part[2] + part[3]
+
+
+@cute.jit
+def move_frame(m, old):
+    """The fp32 frame after a block with maximum ``m``: (new frame, beta, gamma)."""
+    new = m if m > old + LAZY else old
+    beta = cute.math.exp2(m - P_LOG2_MAX - new, fastmath=True)
+    gamma = cute.math.exp2(old - new, fastmath=True)
+    return new, beta, gamma
+
+
+def store_p(t, p16, wwarp, lane):
+    """P8 into shared memory ``p16`` ((64, 32) 16-bit view) as [row][token].
+
+    Tokens are renamed as transpose.ROWS_ON_M, which makes this pure reindexing: no byte shuffles.
+    """
+    stsm = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), U16)
+    view = cute.make_tensor(t.iterator, cute.make_layout((2, 2, 2, 2, 2), stride=(1, 4, 2, 8, 16)))
+    ordered = cute.make_rmem_tensor((2, 2, 2, 2, 2), Float32)
+    ordered.store(view.load())
+    p8 = cute.make_rmem_tensor((16, 2), F8)
+    cute.make_tensor(p8.iterator, ordered.layout).store(ordered.load().to(F8))
+    words = cute.recast_tensor(p8, U16)
+    mat, row8 = lane // 8, lane % 8
+    for kb in range(2):
+        row, chunk = wwarp * 16 + 8 * (mat % 2) + row8, kb * 2 + mat // 2
+        dst = cute.local_tile(p16, (1, 8), (row, chunk))
+        cute.copy(stsm, words[None, kb], dst[0, None])

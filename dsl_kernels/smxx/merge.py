@@ -1,0 +1,260 @@
+"""merge: combine the partial results of split sequences into out and lse.
+
+A *unit* is a quarter of one query row (128 channels, one 16-byte load a lane) of one batch.
+
+Roles        WARPS warps a CTA; a CTA owns ``units_per_cta`` consecutive units of one batch.
+             up to FEW slots: one warp a unit, it reads all slots at once.
+             more slots: all warps share a unit, each takes a run of consecutive slots, the first
+             warp combines their partial sums.
+Memory       4 KiB of shared memory for the partial sums (many slots); registers otherwise.
+Timeline     wait for decode | slot range; exit if empty | lse and o of CHUNK slots in flight |
+             weights, FMA, next chunk | (exchange, combine) | normalise, store
+Bytes moved  per row 2048 read a slot + 1024 (bf16) or 2048 (fp32) written; nothing if unsplit.
+
+    out = sum_i 2^(lse_i - M) o_i / sum_i 2^(lse_i - M)     lse = (M + log2 sum) * lse_factor
+
+o_i is already normalised.  The order of summation depends only on the number of slots: ascending
+within a run, then ascending over runs, so results do not depend on timing.  lse_i = -inf (the
+split saw no token for the row) weighs 0; if all are, out is 0 and lse is ``empty_lse``.  A NaN
+lse_i makes out and lse NaN.  The grid depends on shapes alone: lengths live on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import cutlass
+import cutlass.memory
+from cutlass import Float32, Int32, Int64, Uint32, cute
+
+from .. import compat
+from ..spec import KV_LORA_RANK, VariantSpec
+from . import quant
+
+WARPS = 8
+CHUNK = 8  # slots in flight in one warp
+FEW = CHUNK  # up to here one warp reads a unit's slots in one go
+VEC = 4  # fp32 channels of a lane
+PARTS = KV_LORA_RANK // (quant.WARP * VEC)  # units of a row
+TARGET_CTAS = 1024  # about eight CTAs on each of 132 SMs: enough to fill, cheap to start and leave
+MAX_UNITS = 64
+
+
+def feasible(spec: VariantSpec) -> str | None:
+    """Reason that ``spec`` cannot be built, or None."""
+    if spec.out_dtype not in ("bf16", "f32"):
+        return f"out_dtype {spec.out_dtype}: merge writes bf16 or f32"
+    return None
+
+
+@cute.jit
+def merge(
+    o_accum: cute.Tensor,  # f32 (slots, rows_pad, 512)
+    lse_accum: cute.Tensor,  # f32 (slots, rows_pad), log2 domain
+    split_begin: cute.Tensor,  # i32 (b + 1,)
+    out: cute.Tensor,  # bf16|f32 (b, s_q, h, 512)
+    lse: cute.Tensor,  # f32 (b, h, s_q)
+    lse_factor: Float32,
+    empty_lse: Float32,
+    stream: Any,
+) -> None:
+    """Host half: units of a batch along x, batches along y."""
+    b, s_q, h, _ = out.shape
+    units = s_q * h * PARTS
+    per_cta = cutlass.min((b * units + (TARGET_CTAS - 1)) // TARGET_CTAS, MAX_UNITS)
+    per_cta = cutlass.max(per_cta, 1)
+    _merge(
+        o_accum, lse_accum, split_begin, out, lse, lse_factor, empty_lse, per_cta,
+        compat.fast_divisor(h),
+    ).launch(
+        grid=((units + per_cta - 1) // per_cta, b, 1),
+        block=(WARPS * quant.WARP, 1, 1),
+        stream=stream,
+        use_pdl=True,
+    )  # fmt: skip
+
+
+class _Partial:
+    """Running weighted sum of one lane's VEC channels: maximum, weight sum, channel sums."""
+
+    def __init__(self) -> None:
+        self.state = cute.make_rmem_tensor((2 + VEC,), Float32)
+        self.state.fill(0.0)
+        self.state[0] = -Float32.inf
+
+    def rescale(self, top: Any) -> Any:
+        """Raises the maximum to at least ``top``; returns the reference to subtract from lse.
+
+        The reference is finite even if nothing was seen yet, so that -inf - reference is -inf.
+        ``fmax`` skips NaN: a NaN lse enters through its weight.
+        """
+        old = self.state[0]
+        new = cute.arch.fmax(old, top)
+        reference = _select(new == -Float32.inf, Float32(0.0), new)
+        shrink = _exp2(old - reference)
+        self.state[0] = new
+        for i in range(1, 2 + VEC):
+            self.state[i] = self.state[i] * shrink
+        return reference
+
+    def add(self, weight: Any, values: list[Any]) -> None:
+        self.state[1] = self.state[1] + weight
+        for i in range(VEC):
+            self.state[2 + i] = self.state[2 + i] + weight * values[i]
+
+
+def _exp2(x: Any) -> Any:
+    return cute.math.exp2(x, fastmath=True)
+
+
+def _select(condition: Any, yes: Any, no: Any) -> Any:
+    return Float32(cutlass.select_(condition, yes, no))
+
+
+@cute.jit
+def _add_chunk(
+    partial: cutlass.Constexpr, o_at: Any, lse_at: Any, strides: Any, count: Any
+) -> None:
+    """Adds up to CHUNK slots, the first at ``o_at`` / ``lse_at``; ``count`` may be larger."""
+    words = cute.make_rmem_tensor((CHUNK, VEC), Uint32)
+    lses = cute.make_rmem_tensor((CHUNK,), Float32)
+    words.fill(0)
+    lses.fill(-Float32.inf)
+    for j in cutlass.range_constexpr(CHUNK):
+        if j < count:
+            lses[j] = compat.load_words(lse_at + j * strides[1], 1)[0].bitcast(Float32)
+            loaded = compat.load_words(o_at + j * strides[0], VEC)
+            for i in cutlass.range_constexpr(VEC):
+                words[j, i] = loaded[i]
+    top = lses[0]
+    for j in cutlass.range_constexpr(1, CHUNK):
+        top = cute.arch.fmax(top, lses[j])
+    reference = partial.rescale(top)
+    for j in cutlass.range_constexpr(CHUNK):
+        weight = _exp2(lses[j] - reference)
+        partial.add(weight, [words[j, i].bitcast(Float32) for i in range(VEC)])
+
+
+@cute.jit
+def _add_slots(
+    partial: cutlass.Constexpr,
+    o_accum: cute.Tensor,
+    lse_accum: cute.Tensor,
+    first: Int32,
+    count: Int32,
+    row: Int32,
+    channel: Int32,
+) -> None:
+    """Adds slots first .. first + count - 1 of one row, VEC channels from ``channel`` on."""
+    strides = (Int64(o_accum.stride[0]), Int64(lse_accum.stride[0]))
+    for base in cutlass.range(0, count, CHUNK, unroll=1):
+        slot = Int64(first + base)
+        o_at = o_accum.iterator + (slot * strides[0] + row * o_accum.stride[1] + channel)
+        lse_at = lse_accum.iterator + (slot * strides[1] + row)
+        _add_chunk(partial, o_at, lse_at, strides, count - base)
+
+
+@cute.jit
+def _finish(
+    partial: cutlass.Constexpr,
+    out: cute.Tensor,
+    lse: cute.Tensor,
+    factors: Any,
+    where: Any,
+    by_h: compat.FastDivisor,
+) -> None:
+    """Normalises and stores one unit; where = (batch, row, channel, lane)."""
+    batch, row, channel, _ = where
+    lse_factor, empty_lse = factors
+    _, s_q, h, _ = out.shape
+    top, total = partial.state[0], partial.state[1]
+    empty = total == 0.0  # a NaN total is not empty
+    inv = Float32(1.0) / _select(empty, Float32(1.0), total)
+    values = [partial.state[2 + i] * inv for i in range(VEC)]
+    at = (Int64(batch) * (s_q * h) + row) * KV_LORA_RANK + channel
+    compat.store_words(out.iterator + at, quant.pack(values, out.element_type))
+    if channel == 0:
+        s, head = divmod(row, by_h)
+        value = (top + cute.math.log2(total, fastmath=True)) * lse_factor
+        lse[batch, head, s] = _select(empty, empty_lse, value)
+
+
+@cute.kernel
+def _merge(
+    o_accum: cute.Tensor,
+    lse_accum: cute.Tensor,
+    split_begin: cute.Tensor,
+    out: cute.Tensor,
+    lse: cute.Tensor,
+    lse_factor: Float32,
+    empty_lse: Float32,
+    per_cta: Int32,
+    by_h: compat.FastDivisor,
+) -> None:
+    tidx, _, _ = cute.arch.thread_idx()
+    block, batch, _ = cute.arch.block_idx()
+    lane, warp = tidx % quant.WARP, tidx // quant.WARP
+    smem = cutlass.memory.SmemAllocator()
+    sums = smem.allocate_tensor(
+        Float32, cute.make_layout((2 + VEC, WARPS, quant.WARP), stride=(WARPS * 32, 32, 1)), 16
+    )
+    compat.pdl_wait()
+    compat.pdl_launch_dependents()
+    begin = split_begin[batch]
+    n = cutlass.min(split_begin[batch + 1], o_accum.shape[0]) - begin
+    first_unit = block * per_cta
+    units = cutlass.min(per_cta, out.shape[1] * out.shape[2] * PARTS - first_unit)
+    factors = (lse_factor, empty_lse)
+    if n > FEW:
+        run = (n + (WARPS - 1)) // WARPS
+        mine = cutlass.min(run, n - warp * run)
+        for u in cutlass.range(units, unroll=1):
+            row, channel = (first_unit + u) // PARTS, (first_unit + u) % PARTS * 128 + lane * VEC
+            partial = _Partial()
+            _add_slots(partial, o_accum, lse_accum, begin + warp * run, mine, row, channel)
+            for i in cutlass.range_constexpr(2 + VEC):
+                sums[i, warp, lane] = partial.state[i]
+            cute.arch.sync_threads()
+            if warp == 0:
+                total = _combine(sums, lane)
+                _finish(total, out, lse, factors, (batch, row, channel, lane), by_h)
+            cute.arch.sync_threads()
+    elif n > 0:
+        for u in cutlass.range(warp, units, WARPS, unroll=1):
+            row, channel = (first_unit + u) // PARTS, (first_unit + u) % PARTS * 128 + lane * VEC
+            partial = _Partial()
+            _add_slots(partial, o_accum, lse_accum, begin, n, row, channel)
+            _finish(partial, out, lse, factors, (batch, row, channel, lane), by_h)
+
+
+def _combine(sums: Any, lane: Any) -> _Partial:
+    """Adds the warps' partial sums in ascending order of their runs."""
+    total = _Partial()
+    top = sums[0, 0, lane]
+    for w in range(1, WARPS):
+        top = cute.arch.fmax(top, sums[0, w, lane])
+    reference = total.rescale(top)
+    for w in range(WARPS):
+        weight = _exp2(sums[0, w, lane] - reference)
+        total.state[1] = total.state[1] + weight * sums[1, w, lane]
+        for i in range(2, 2 + VEC):
+            total.state[i] = total.state[i] + weight * sums[i, w, lane]
+    return total
+
+
+def build(spec: VariantSpec) -> tuple[Callable[..., Any], list[Any]]:
+    """(callable, fake arguments) of one variant; see ``registry``."""
+    f32, i32 = compat.DTYPES["f32"], compat.DTYPES["i32"]
+    slots, rows_pad = compat.sym(name="slots"), compat.sym(name="rows_pad")
+    b, s_q, h = compat.sym(name="b"), compat.sym(name="s_q"), compat.sym(name="h")
+    fakes = [
+        compat.contiguous(f32, (slots, rows_pad, KV_LORA_RANK)),
+        compat.contiguous(f32, (slots, rows_pad), align=4),
+        compat.vector(i32, compat.sym(name="b_plus_1")),
+        compat.contiguous(compat.dtype(spec.out_dtype), (b, s_q, h, KV_LORA_RANK)),
+        compat.contiguous(f32, (b, h, s_q), align=4),
+        Float32(1.0),
+        Float32(float("-inf")),
+    ]
+    return merge, fakes
