@@ -1,0 +1,1 @@
+"""Measurements: roofline models, timing, the benchmark CLI and its committed results."""

@@ -1,0 +1,228 @@
+"""The benchmark: ``python -m profiles.bench --preset h200-table --backends snapmla,flashmla_fp8``.
+
+Every timed row is checked against float64 on the contender's own inputs; contenders of one row are
+timed in turn in one process; ceilings are probed in the same run.  See
+``profiles/results/README.md`` for what the figures mean, ``profiles.contenders`` for the names of
+backends, ``profiles.shapes`` for shapes and presets.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import shlex
+import subprocess
+import sys
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from profiles import report as reports
+from profiles import roofline, shapes, supervise
+from profiles.roofline import FORMATS, Card, Ceilings
+from profiles.shapes import DecodeShape, Shape
+
+DEFAULT_BACKENDS = "snapmla,flashmla_bf16,flashmla_fp8,torch"
+CPU_TIMING: dict[str, float] = {
+    "rounds": 1,
+    "warmup_rounds": 0,
+    "cold_iters": 0,
+    "host_iters": 0,
+    "rotate_bytes": 1,
+}
+app = typer.Typer(add_completion=False, help=__doc__)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the command line asks for; ``worker.WorkerConfig`` takes these fields as they are."""
+
+    shapes: list[str]
+    backends: list[str]
+    banned: dict[str, str] = field(default_factory=dict)
+    device: str = "cuda"
+    peers: str | None = None
+    probe: bool = True
+    quick: bool = False
+    latents: dict[str, float] = field(default_factory=dict)
+    timing: dict[str, float] = field(default_factory=dict)
+
+
+def select(presets: list[str], labels: list[str]) -> list[Shape]:
+    """Shapes of the presets, then the single ones, without repeats.
+
+    Raises:
+        ValueError: an unknown preset or shape, or nothing asked for.
+    """
+    chosen = [s for p in presets for s in shapes.preset(p)] + [shapes.parse(s) for s in labels]
+    if not chosen:
+        raise ValueError("nothing to run: give --preset or --shape")
+    return list(dict.fromkeys(chosen))
+
+
+def commit() -> str:
+    """The checkout's commit, with ``-dirty``; ``SNAPMLA_COMMIT`` where there is no git."""
+    if os.environ.get("SNAPMLA_COMMIT"):
+        return os.environ["SNAPMLA_COMMIT"]
+    try:
+        command = ["git", "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
+        done = subprocess.run(
+            command, cwd=supervise.ROOT, capture_output=True, text=True, timeout=20
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return "unknown"
+    return done.stdout.strip() or "unknown"
+
+
+def plan_lines(chosen: list[Shape], card: Card) -> list[str]:
+    """What a run would do, with bytes, FLOP and roofs: the dry run's output."""
+    fmt = FORMATS["snapmla"]
+    peak = card.ceilings.effective_tflops(fmt)
+    lines = [
+        f"{card.name}: read {card.ceilings.read_gbs:.0f} GB/s, effective peak {peak:.0f} TFLOP/s "
+        f"({card.ceilings.source}), Eq. 7 peak {card.eq7_tflops:.0f}, ridge at "
+        f"{roofline.ridge_rows(card.ceilings, fmt):.0f} rows",
+        *roofline.dequant_lines(card),
+        f"{'shape':34s} {'MB':>9s} {'GFLOP':>9s} {'roof us':>9s}",
+    ]
+    for shape in chosen:
+        if isinstance(shape, DecodeShape):
+            size, flops = shape.bytes(fmt), shape.flops
+            roof = roofline.roof_us(size, flops, card.ceilings, fmt)
+        else:
+            size, flops = shape.bytes, 0.0
+            roof = roofline.memory_us(size, card.ceilings.read_gbs)
+        lines.append(f"{shape.label:34s} {size / 1e6:9.2f} {flops / 1e9:9.2f} {roof:9.2f}")
+    return lines
+
+
+def make_report(name: str, job: Job, outcome: supervise.Outcome) -> dict[str, Any]:
+    """The report of what has been measured so far."""
+    machine = outcome.machine
+    try:
+        card: Card | None = roofline.card_by_name(str(machine.get("gpu", "")))
+    except ValueError:
+        card = None
+    best = outcome.ceilings.get("best")
+    probe = Ceilings(**best) if best else None
+    used = card.ceilings.raised_by(probe) if card else probe
+    rows = [
+        reports.enrich(row, label, card, used)
+        for label, job_rows in outcome.jobs.items()
+        for row in job_rows
+    ]
+    rows = reports.with_copy_fractions(rows)
+    left = [s for s in job.shapes if s not in outcome.jobs]
+    notes = outcome.notes + outcome.ceilings.get("notes", [])
+    return {
+        "name": name,
+        "command": shlex.join(["python", "-m", "profiles.bench", *sys.argv[1:]]),
+        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": commit(),
+        "machine": machine,
+        "ceilings": {
+            "on_file": asdict(card.ceilings) if card else None,
+            "probe": asdict(probe) if probe else None,
+            "used": asdict(used) if used else None,
+            "probes": outcome.ceilings.get("probes", []),
+        },
+        "dequant_model": roofline.dequant_lines(card) if card else [],
+        "config": asdict(job),
+        "notes": notes + ([f"not finished: {', '.join(left)}"] if left else []),
+        "rows": rows,
+        "summary": reports.summarise(rows),
+    }
+
+
+def _announce(outcome: supervise.Outcome, label: str) -> None:
+    cells = []
+    for row in outcome.jobs[label]:
+        us = f"{row['us']:.1f}" if row.get("us") else "-"
+        mark = "" if row.get("status") == "ok" else f" {row.get('status')}: {row.get('note')}"
+        cells.append(f"{row['backend']} {us}{mark}")
+    typer.echo(f"{label:30s} " + " | ".join(cells))
+
+
+def _check_backends(names: list[str], peers: Path | None) -> None:
+    from profiles import contenders
+
+    for name in names:
+        contender = contenders.make(name, peers)
+        reason = contender.unavailable()
+        if reason:
+            typer.echo(f"{name}: rows will be skipped: {reason}")
+
+
+@app.command()
+def bench(
+    preset: Annotated[list[str], typer.Option(help=f"One of {', '.join(shapes.PRESETS)}.")] = [],  # noqa: B006
+    shape: Annotated[list[str], typer.Option(help="A shape, such as b32_L16384_h64_q1.")] = [],  # noqa: B006
+    backends: Annotated[str, typer.Option(help="Decode contenders, by comma.")] = DEFAULT_BACKENDS,
+    peers: Annotated[
+        Path | None, typer.Option(envvar="SNAPMLA_PEERS", help="Folder of the peers' libraries.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("build/bench"),
+    name: Annotated[str, typer.Option(help="Name of the results; the presets' by default.")] = "",
+    device: Annotated[str, typer.Option(help="cuda, or cpu for the software GPU.")] = "cuda",
+    dry_run: Annotated[bool, typer.Option(help="Print rows and roofs; run nothing.")] = False,
+    card: Annotated[str, typer.Option(help="The card of a dry run.")] = "H200",
+    probe: Annotated[bool, typer.Option(help="Measure the ceilings first.")] = True,
+    quick: Annotated[bool, typer.Option(help="Fewer rounds, a smaller probe.")] = False,
+    mean: Annotated[float, typer.Option(help="Mean of the latents' channels.")] = 0.0,
+    amplitude: Annotated[float, typer.Option(help="Log-normal spread of tokens.")] = 0.0,
+    rounds: Annotated[int, typer.Option(help="Timed rounds.")] = 15,
+    graph_ms: Annotated[float, typer.Option(help="Length of one replay, ms.")] = 8.0,
+    rotate_mb: Annotated[float, typer.Option(help="Buffers rotate over so much.")] = 1000.0,
+    quiet_limit: Annotated[float, typer.Option(help="Seconds of silence that are a hang.")] = 120.0,
+    time_limit: Annotated[float, typer.Option(help="Seconds for the whole run.")] = 1800.0,
+) -> None:
+    """Times shapes x backends, checks every row, writes JSON and markdown."""
+    try:
+        chosen = select(preset, shape)
+        names = [b.strip() for b in backends.split(",") if b.strip()]
+        if dry_run:
+            typer.echo("\n".join(plan_lines(chosen, roofline.card_by_name(card))))
+            return
+        if peers is not None and not peers.is_dir():
+            typer.echo(f"peers: no folder {peers}; rows of those backends will be skipped")
+            peers = None
+        _check_backends(names, peers)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    timing: dict[str, float] = {
+        "rounds": 5 if quick else rounds,
+        "graph_ms": graph_ms,
+        "rotate_bytes": rotate_mb * 1e6,
+    }
+    job = Job(
+        shapes=[s.label for s in chosen],
+        backends=names,
+        device=device,
+        peers=str(peers.resolve()) if peers else None,
+        probe=probe and device == "cuda",
+        quick=quick,
+        latents={"mean": mean, "amplitude": amplitude},
+        timing=dict(CPU_TIMING) if device == "cpu" else timing,
+    )
+    title = name or "+".join(preset) or chosen[0].label
+
+    def progress(outcome: supervise.Outcome, label: str) -> None:
+        _announce(outcome, label)
+        reports.save(make_report(title, job, outcome), out)
+
+    limits = supervise.Limits(quiet_limit, time_limit)
+    log = out / f"{title}.log"
+    outcome = supervise.run(job, limits, log, progress)
+    report = make_report(title, job, outcome)
+    paths = reports.save(report, out)
+    typer.echo("\n".join(["", *reports.short_table(report), *report["notes"]]))
+    typer.echo(f"wrote {paths[0]} and {paths[1]}; the worker's output is in {log}")
+    bad = [r for r in report["rows"] if r.get("status") in ("wrong", "failed") and not r["peer"]]
+    if bad or set(job.shapes) - set(outcome.jobs):
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,393 @@
+"""Who competes in a decode row: our pipelines, the peers' kernels, plain torch.
+
+A contender named on the command line is one of
+
+* ``snapmla``, ours, followed by any of ``:etap`` ``:dual_wg`` (else the default pipeline),
+  ``:bf16`` ``:f32`` (dtype of ``out``), ``:page=``, ``:layout=``, ``:row_tile=``, ``:num_parts=``,
+  ``:fixed_overhead=``
+* ``flashmla_bf16``: FlashMLA's dense BF16 kernel
+* ``flashmla_fp8``: FlashMLA's dense FP8 kernel, one scale per tensor
+* ``fa3``: FlashAttention-3, MLA through q_v, BF16
+* ``torch``: gather and scaled_dot_product_attention in BF16, small shapes only
+
+Peers are shared libraries in a folder of the user's (``--peers`` or ``SNAPMLA_PEERS``), never part of
+this repository; ``profiles/results/README.md`` says which.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import lzma
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from profiles import check as checks
+from profiles.pools import Bf16Pool, Fp8TensorPool, Pool, SnapPool
+from profiles.roofline import CONTENT_DIM, HEAD_DIM_QK
+from profiles.shapes import DecodeShape
+
+SOFTMAX_SCALE = HEAD_DIM_QK**-0.5
+TORCH_TOKEN_LIMIT = 1 << 17
+PEER_FILES = {
+    "flashmla_bf16": "vllm_flashmla/_flashmla_C.abi3.so",
+    "flashmla_fp8": "vllm_flashmla/_flashmla_extension_C.abi3.so",
+    "fa3": "fa3/_vllm_fa3_C.abi3.so",
+}
+PIPELINES = ("etap", "dual_wg")
+OUT_DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
+DecodeCall = Callable[[], tuple[torch.Tensor, torch.Tensor | None]]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Device tensors of one decode row, common to all contenders.
+
+    Attributes:
+        shape: the workload.
+        query: (b, s_q, h, 576) bf16.
+        lengths: (b,) int32 on the device.
+        tables: page size -> block tables, one (b, width) int32 per buffer.
+    """
+
+    shape: DecodeShape
+    query: torch.Tensor
+    lengths: torch.Tensor
+    tables: dict[int, list[torch.Tensor]]
+
+
+@dataclass
+class Entry:
+    """A contender set up for one problem.
+
+    Attributes:
+        calls: one decode per buffer; each returns (out, lse).
+        query: (b, s_q, h, 576) float64, the query as this contender sees it.
+        outputs: preallocated results, poisoned before a check.
+        note: which kernel the dispatcher picked, if it says.
+    """
+
+    calls: Sequence[DecodeCall]
+    query: torch.Tensor
+    outputs: list[torch.Tensor] = field(default_factory=list)
+    note: str = ""
+
+
+class Contender:
+    """One way to compute a decode."""
+
+    name: str
+    peer = True
+    gate = checks.GATE_BF16
+    strict_lse = False
+    out_bytes = 2
+
+    def unavailable(self) -> str | None:
+        """Why this contender cannot run here, or None."""
+        return None
+
+    def refuses(self, shape: DecodeShape) -> str | None:
+        """Why it cannot run ``shape``, or None."""
+        return None
+
+    def pool_key(self) -> tuple[Any, ...]:
+        """Contenders with equal keys share a pool."""
+        raise NotImplementedError
+
+    def make_pool(self, tokens: int, device: torch.device) -> Pool:
+        """Allocates this contender's cache."""
+        return Bf16Pool(tokens, device)
+
+    @property
+    def page_size(self) -> int:
+        """Tokens per page of its cache."""
+        return 64
+
+    def enter(self, problem: Problem, pool: Any) -> Entry:
+        """Prepares everything that a serving engine would prepare outside the layer loop."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class SnapOptions:
+    """What may follow ``snapmla:`` in a contender's name; None leaves the choice to the library."""
+
+    pipeline: str | None = None
+    out: str = "bf16"
+    page: int = 64
+    layout: str = "split"
+    row_tile: int | None = None
+    num_parts: int | None = None
+    fixed_overhead: int | None = None
+
+    @classmethod
+    def parse(cls, name: str) -> SnapOptions:
+        """Reads ``snapmla:word:key=value...``; raises ValueError that names the odd part."""
+        values: dict[str, Any] = {}
+        for part in name.split(":")[1:]:
+            key, given, value = part.partition("=")
+            if not given and part in PIPELINES:
+                values["pipeline"] = part
+            elif not given and part in OUT_DTYPES:
+                values["out"] = part
+            elif key == "layout" and given:
+                values["layout"] = value
+            elif key in ("page", "row_tile", "num_parts", "fixed_overhead") and value.isdigit():
+                values[key] = int(value)
+            else:
+                raise ValueError(
+                    f"backend {name!r}: expected one of {', '.join((*PIPELINES, *OUT_DTYPES))} or "
+                    "page=, layout=, row_tile=, num_parts=, fixed_overhead=; "
+                    f"got {part!r}"
+                )
+        return cls(**values)
+
+
+class SnapMla(Contender):
+    """Ours, through the public API with a plan and preallocated outputs."""
+
+    peer = False
+    gate = checks.GATE_FP8
+    strict_lse = True
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.options = SnapOptions.parse(name)
+        self.out_bytes = OUT_DTYPES[self.options.out].itemsize
+
+    def unavailable(self) -> str | None:
+        try:
+            import snapmla  # noqa: F401
+        except ImportError as error:
+            return f"cannot import snapmla: {error}"
+        return None
+
+    def pool_key(self) -> tuple[Any, ...]:
+        return ("snapmla", self.options.page, self.options.layout)
+
+    def make_pool(self, tokens: int, device: torch.device) -> Pool:
+        return SnapPool(tokens, device, self.options.page, self.options.layout)
+
+    @property
+    def page_size(self) -> int:
+        return self.options.page
+
+    def enter(self, problem: Problem, pool: Any) -> Entry:
+        import snapmla
+
+        shape, options, tables = problem.shape, self.options, problem.tables[self.options.page]
+        content, rope = problem.query[..., :CONTENT_DIM], problem.query[..., CONTENT_DIM:]
+        q = snapmla.quantize_q(content, rope)
+        plan = snapmla.plan_decode(
+            problem.lengths,
+            shape.num_heads,
+            shape.s_q,
+            page_size=options.page,
+            max_pages=tables[0].shape[1],
+            num_parts=options.num_parts,
+            pipeline=options.pipeline,
+            row_tile=options.row_tile,
+            fixed_overhead=options.fixed_overhead,
+        )
+        b, s_q, h = shape.batch, shape.s_q, shape.num_heads
+        device = problem.query.device
+        out = torch.empty(b, s_q, h, CONTENT_DIM, dtype=OUT_DTYPES[options.out], device=device)
+        lse = torch.empty(b, h, s_q, dtype=torch.float32, device=device)
+
+        def call(table: torch.Tensor) -> DecodeCall:
+            return lambda: snapmla.decode(
+                q, pool.cache, table, problem.lengths, softmax_scale=SOFTMAX_SCALE, plan=plan,
+                out=out, lse=lse,
+            )  # fmt: skip
+
+        scale = q.row_scale.double()[..., None]
+        query = torch.cat([q.nope.double(), q.rope.double()], -1) * scale
+        note = f"{plan.pipeline} row_tile {plan.row_tile} parts {plan.num_parts}"
+        return Entry([call(t) for t in tables], query, [out, lse], note)
+
+
+class PeerLibrary(Contender):
+    """A kernel from the peers' folder."""
+
+    def __init__(self, name: str, folder: Path | None) -> None:
+        self.name, self.folder = name, folder
+
+    def unavailable(self) -> str | None:
+        if self.folder is None:
+            return "no peers folder: give --peers DIR or set SNAPMLA_PEERS"
+        path = self.folder / PEER_FILES[self.name]
+        if not path.exists() and not path.with_name(path.name + ".xz").exists():
+            return f"no {PEER_FILES[self.name]} in {self.folder}"
+        return None
+
+    def load(self) -> None:
+        """Loads the library; an error names the symbol or library that lacks."""
+        assert self.folder is not None
+        path = self.folder / PEER_FILES[self.name]
+        packed = path.with_name(path.name + ".xz")
+        if not path.exists() and packed.exists():
+            target = Path(tempfile.gettempdir()) / f"snapmla-peers-{os.getuid()}" / path.name
+            if not target.exists():
+                target.parent.mkdir(exist_ok=True)
+                partial = target.with_suffix(".partial")
+                with lzma.open(packed) as source, open(partial, "wb") as sink:
+                    shutil.copyfileobj(source, sink, 1 << 22)
+                partial.replace(target)
+            path = target
+        ctypes.CDLL(str(path.resolve()))
+        torch.ops.load_library(str(path.resolve()))
+
+    def pool_key(self) -> tuple[Any, ...]:
+        return ("bf16",)
+
+
+class FlashMlaBf16(PeerLibrary):
+    """dense_decode_fwd(q, cache, d_v, lengths, table, scale, causal, meta, splits, out)."""
+
+    def enter(self, problem: Problem, pool: Any) -> Entry:
+        self.load()
+        op = torch.ops._flashmla_C.dense_decode_fwd
+        q, lengths, tables = problem.query, problem.lengths, problem.tables[64]
+
+        def decode(table: torch.Tensor, meta: Any, splits: Any) -> Any:
+            return op(q, pool.cache, CONTENT_DIM, lengths, table, SOFTMAX_SCALE, True,
+                      meta, splits, None)  # fmt: skip
+
+        # The first call makes the schedule; an engine keeps it for all layers of a step.
+        _, _, meta, splits = decode(tables[0], None, None)
+
+        def call(table: torch.Tensor) -> DecodeCall:
+            return lambda: tuple(decode(table, meta, splits)[:2])  # type: ignore[return-value]
+
+        return Entry([call(t) for t in tables], q.double())
+
+
+class FlashMlaFp8(PeerLibrary):
+    """fwd_kvcache_mla_fp8, everything in e4m3 with one scale per tensor."""
+
+    gate = checks.GATE_FP8
+
+    def pool_key(self) -> tuple[Any, ...]:
+        return ("fp8_tensor",)
+
+    def make_pool(self, tokens: int, device: torch.device) -> Pool:
+        return Fp8TensorPool(tokens, device)
+
+    def enter(self, problem: Problem, pool: Any) -> Entry:
+        self.load()
+        ops = torch.ops._flashmla_extension_C
+        lengths, shape = problem.lengths, problem.shape
+        q8 = problem.query.to(torch.float8_e4m3fn)
+        one = torch.ones(1, dtype=torch.float32, device=q8.device)
+        meta, splits = ops.get_mla_decoding_metadata_dense_fp8(
+            lengths, shape.s_q * shape.num_heads, 1
+        )
+
+        def call(table: torch.Tensor) -> DecodeCall:
+            def run() -> tuple[torch.Tensor, torch.Tensor | None]:
+                result = ops.fwd_kvcache_mla_fp8(
+                    q8, pool.cache, CONTENT_DIM, lengths, table, SOFTMAX_SCALE, True, meta,
+                    splits, one, one,
+                )  # fmt: skip
+                return result[0], result[1]
+
+            return run
+
+        return Entry([call(t) for t in problem.tables[64]], q8.double())
+
+
+class FlashAttention3(PeerLibrary):
+    """FlashAttention-3's decode, the content as q_v and V, the RoPE part as Q and K."""
+
+    def enter(self, problem: Problem, pool: Any) -> Entry:
+        self.load()
+        ops = torch.ops._vllm_fa3_C
+        shape, lengths, tables = problem.shape, problem.lengths, problem.tables[64]
+        q_content = problem.query[..., :CONTENT_DIM]
+        q_rope = problem.query[..., CONTENT_DIM:]
+        content, rope = pool.cache[..., :CONTENT_DIM], pool.cache[..., CONTENT_DIM:]
+        longest = tables[0].shape[1] * 64  # as the kernel sees it: the split heuristic must agree
+        schedule = ops.get_scheduler_metadata(
+            shape.batch, shape.s_q, longest, shape.num_heads, 1, 64, CONTENT_DIM, torch.bfloat16,
+            lengths, None, None, None, None, None, 64, 0, True, -1, -1, False, 0, None, 0,
+        )  # fmt: skip
+
+        def call(table: torch.Tensor) -> DecodeCall:
+            def run() -> tuple[torch.Tensor, torch.Tensor | None]:
+                result = ops.fwd(
+                    q_rope, rope, content, None, None, q_content, None, None, None, None, None,
+                    lengths, shape.s_q, longest, table, None, None, None, None, None, None, None,
+                    None, SOFTMAX_SCALE, True, -1, -1, 0.0, True, schedule, 0, None, 0, None, 1,
+                    0, None,
+                )  # fmt: skip
+                return result[0], None
+
+            return run
+
+        return Entry([call(t) for t in tables], problem.query.double())
+
+
+class TorchSdpa(Contender):
+    """Gathers the pages and calls scaled_dot_product_attention; what one writes first."""
+
+    name = "torch"
+
+    def pool_key(self) -> tuple[Any, ...]:
+        return ("bf16",)
+
+    def refuses(self, shape: DecodeShape) -> str | None:
+        if shape.ragged:
+            return "torch baseline takes equal lengths only"
+        if shape.tokens > TORCH_TOKEN_LIMIT:
+            return f"torch baseline is for at most {TORCH_TOKEN_LIMIT} tokens"
+        return None
+
+    def enter(self, problem: Problem, pool: Any) -> Entry:
+        shape = problem.shape
+        b, s_q, h, n = shape.batch, shape.s_q, shape.num_heads, shape.seqlen
+        q = problem.query.view(b, 1, s_q * h, HEAD_DIM_QK)
+        mask = None
+        if s_q > 1:
+            limit = n - s_q + torch.arange(s_q, device=q.device).repeat_interleave(h)
+            mask = torch.arange(n, device=q.device)[None, :] <= limit[:, None]
+
+        def call(table: torch.Tensor) -> DecodeCall:
+            pages = table.long()
+
+            def run() -> tuple[torch.Tensor, torch.Tensor | None]:
+                k = pool.cache[pages].view(b, 1, -1, HEAD_DIM_QK)[:, :, :n]
+                out = torch.nn.functional.scaled_dot_product_attention(
+                    q, k, k[..., :CONTENT_DIM], attn_mask=mask, scale=SOFTMAX_SCALE
+                )
+                return out.view(b, s_q, h, CONTENT_DIM), None
+
+            return run
+
+        return Entry([call(t) for t in problem.tables[64]], problem.query.double())
+
+
+def make(name: str, peers: Path | None) -> Contender:
+    """The contender called ``name`` (see the module's docstring).
+
+    Raises:
+        ValueError: no such contender.
+    """
+    if name.partition(":")[0] == "snapmla":
+        return SnapMla(name)
+    plain: dict[str, Callable[[], Contender]] = {
+        "flashmla_bf16": lambda: FlashMlaBf16(name, peers),
+        "flashmla_fp8": lambda: FlashMlaFp8(name, peers),
+        "fa3": lambda: FlashAttention3(name, peers),
+        "torch": TorchSdpa,
+    }
+    if name not in plain:
+        raise ValueError(
+            f"backend: expected snapmla[:..] or one of {', '.join(plain)}; got {name!r}"
+        )
+    return plain[name]()

@@ -1,0 +1,229 @@
+"""The helper kernels' rows: append, quantise, fetch, plan, beside a copy of as many bytes.
+
+``torch_copy`` moves half the bytes of the operation from one tensor to another, so that bytes read
+plus bytes written are equal; it says what rate is attainable at that size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from profiles import check as checks
+from profiles.check import Check
+from profiles.pools import Latents, SnapPool, quantize_tokens
+from profiles.roofline import CONTENT_DIM, HEAD_DIM_QK, ROPE_DIM
+from profiles.shapes import HelperShape
+from profiles.timing import Call, TimingConfig, buffer_count
+
+PAGE = 64
+# The truth repeats the kernels' arithmetic, so only a wrong rounding shows: a step of e4m3 in one
+# element of a thousand.
+GATE_EXACT = 1e-3
+CHECKED_TOKENS = 8192
+
+
+@dataclass
+class Helper:
+    """One contender of a helper row: its calls (one per buffer) and the check of a call."""
+
+    name: str
+    calls: Sequence[Call]
+    check: Callable[[], Check]
+    peer: bool
+
+
+def build(shape: HelperShape, config: TimingConfig, device: torch.device) -> list[Helper]:
+    """Our kernel and, where bytes are what it is about, the copy beside it."""
+    ours = {
+        "append_kv": _append,
+        "quantize_q": _quantize,
+        "fetch_dequant": _fetch,
+        "plan_decode": _plan,
+    }[shape.op]
+    if shape.op == "plan_decode":
+        return [ours(shape, 2, device)]
+    buffers = buffer_count(shape.bytes, config)
+    return [ours(shape, buffers, device), _copy(shape.bytes, buffers, device)]
+
+
+def _copy(nbytes: float, buffers: int, device: torch.device) -> Helper:
+    half = int(nbytes / 2) // 16 * 16
+    source = torch.randint(0, 255, (buffers, half), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+
+    def call(i: int) -> Call:
+        return lambda: target[i].copy_(source[i])
+
+    def check() -> Check:
+        target.zero_()
+        call(0)()
+        wrong = int((target[0] != source[0]).sum())
+        return Check(wrong == 0, wrong / half)
+
+    return Helper("torch_copy", [call(i) for i in range(buffers)], check, peer=True)
+
+
+def _compare(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Check:
+    error = max(checks.relative_l2(got, want) for got, want in pairs)
+    broken = not all(bool(torch.isfinite(got.double()).all()) for got, _ in pairs)
+    ok = error <= GATE_EXACT and not broken
+    return Check(ok, error, text="" if ok else f"error {error:.2e} > {GATE_EXACT:.0e}")
+
+
+def _append(shape: HelperShape, buffers: int, device: torch.device) -> Helper:
+    import snapmla
+
+    n = shape.tokens
+    per_buffer = -(-n // PAGE) * PAGE
+    pool = SnapPool(per_buffer * buffers, device)
+    latents = Latents(seed=7)
+    x = [latents.chunk(i, n, device) for i in range(buffers)]
+    rng = torch.Generator(device=device).manual_seed(3)
+    slots = [
+        torch.randperm(per_buffer, generator=rng, device=device)[:n].int() + i * per_buffer
+        for i in range(buffers)
+    ]
+
+    def call(i: int) -> Call:
+        content, rope, slot = x[i][:, :CONTENT_DIM], x[i][:, CONTENT_DIM:], slots[i]
+        return lambda: snapmla.append_kv(pool.cache, content, rope, slot)
+
+    def check() -> Check:
+        pool.cache.content_u8.fill_(0x7F)
+        pool.cache.rope.fill_(float("nan"))
+        pool.cache.scale.fill_(float("nan"))
+        pairs = []
+        for i in (0, buffers - 1):
+            call(i)()
+            content, rope, scale = quantize_tokens(x[i])
+            want = torch.cat([content.double(), rope.double()], 1) * scale.double()[:, None]
+            pairs.append((pool.load(slots[i].long()), want))
+        return _compare(pairs)
+
+    return Helper("snapmla", [call(i) for i in range(buffers)], check, peer=False)
+
+
+def _quantize(shape: HelperShape, buffers: int, device: torch.device) -> Helper:
+    import snapmla
+
+    b, s_q, h = shape.batch, shape.s_q, shape.num_heads
+    latents = Latents(seed=8)
+    x = [latents.chunk(i, b * s_q * h, device).view(b, s_q, h, -1) for i in range(buffers)]
+    out = [
+        snapmla.quantize_q(y[..., :CONTENT_DIM], y[..., CONTENT_DIM:], granularity=shape.mode)
+        for y in x
+    ]
+
+    def call(i: int) -> Call:
+        content, rope = x[i][..., :CONTENT_DIM], x[i][..., CONTENT_DIM:]
+        return lambda: snapmla.quantize_q(content, rope, granularity=shape.mode, out=out[i])
+
+    def check() -> Check:
+        pairs = []
+        for i in (0, buffers - 1):
+            out[i].nope_u8.fill_(0x7F)
+            out[i].scale.fill_(float("nan"))
+            call(i)()
+            got = torch.cat([out[i].nope.double(), out[i].rope.double()], -1)
+            got = got * out[i].row_scale.double()[..., None]
+            pairs.append((got, _query_truth(x[i], shape.mode)))
+        return _compare(pairs)
+
+    return Helper("snapmla", [call(i) for i in range(buffers)], check, peer=False)
+
+
+def _query_truth(x: torch.Tensor, mode: str) -> torch.Tensor:
+    """What quantisation leaves of queries (b, s_q, h, 576), in float64."""
+    if mode == "token_head":
+        flat = x.reshape(-1, HEAD_DIM_QK)
+        content, rope, scale = quantize_tokens(flat)
+    else:  # one row of all heads' content, then all heads' RoPE, has the token's scale
+        heads = x.shape[2]
+        flat = x.reshape(-1, heads, HEAD_DIM_QK)
+        top = flat[..., :CONTENT_DIM].float().abs().amax((1, 2)) * torch.tensor(
+            1 / 448, device=x.device
+        )
+        scale = top.repeat_interleave(heads)
+        inverse = (1.0 / scale)[:, None]
+        rows = flat.reshape(-1, HEAD_DIM_QK).float() * inverse
+        content = rows[:, :CONTENT_DIM].clamp(-448, 448).to(torch.float8_e4m3fn)
+        rope = rows[:, CONTENT_DIM:].bfloat16()
+    stored = torch.cat([content.double(), rope.double()], 1) * scale.double()[:, None]
+    return stored.reshape(x.shape)
+
+
+def _fetch(shape: HelperShape, buffers: int, device: torch.device) -> Helper:
+    import snapmla
+
+    n, b = shape.tokens, shape.batch
+    each = n // b
+    pages = -(-each // PAGE) * b
+    pool = SnapPool(pages * PAGE * buffers, device)
+    latents = Latents(seed=9)
+    for i in range(buffers):
+        pool.store(i * pages * PAGE, latents.chunk(i, pages * PAGE, device))
+    rng = torch.Generator(device=device).manual_seed(4)
+    order = [
+        torch.randperm(pages, generator=rng, device=device) + i * pages for i in range(buffers)
+    ]
+    tables = [o.int().view(b, -1) for o in order]
+    lengths = torch.full((b,), each, dtype=torch.int32, device=device)
+    within = torch.arange(PAGE, device=device)
+    ids = [(o[:, None] * PAGE + within).view(b, -1)[:, :each].reshape(-1) for o in order]
+    indices = [i.int() for i in ids]
+    extents = (b, each) if shape.mode == "pages" else (n,)
+    out = [
+        torch.empty(*extents, HEAD_DIM_QK, dtype=torch.bfloat16, device=device)
+        for _ in range(buffers)
+    ]
+
+    def call(i: int) -> Call:
+        pair = (out[i][..., :CONTENT_DIM], out[i][..., CONTENT_DIM:])
+        if shape.mode == "pages":
+            return lambda: snapmla.fetch_dequant(pool.cache, tables[i], lengths, out=pair)
+        return lambda: snapmla.fetch_dequant(pool.cache, indices[i], out=pair)
+
+    def check() -> Check:
+        pairs = []
+        for i in (0, buffers - 1):
+            out[i].fill_(float("nan"))
+            call(i)()
+            got = out[i].view(-1, CONTENT_DIM + ROPE_DIM)
+            for part in (slice(0, CHECKED_TOKENS), slice(max(0, n - CHECKED_TOKENS), n)):
+                want = pool.load(ids[i][part]).float().bfloat16()
+                pairs.append((got[part], want))
+        return _compare(pairs)
+
+    return Helper("snapmla", [call(i) for i in range(buffers)], check, peer=False)
+
+
+def _plan(shape: HelperShape, buffers: int, device: torch.device) -> Helper:
+    import snapmla
+
+    rng = torch.Generator().manual_seed(5)
+    lengths = [
+        torch.randint(1, 65536, (shape.batch,), generator=rng, dtype=torch.int32).to(device)
+        for _ in range(buffers)
+    ]
+    plan: Any = snapmla.plan_decode(
+        lengths[0], shape.num_heads, shape.s_q, page_size=PAGE, max_pages=65536 // PAGE
+    )
+
+    def call(i: int) -> Call:
+        return lambda: plan.update_(lengths[i])
+
+    def check() -> Check:
+        call(0)()
+        items, begin = plan.work_items.cpu(), plan.part_begin.cpu()
+        used = items[: int(begin[-1])]
+        tiles = torch.zeros(shape.batch, dtype=torch.int64)
+        tiles.index_add_(0, used[:, 0].long(), (used[:, 2] - used[:, 1]).long())
+        want = -(-lengths[0].cpu().long() // 64)
+        ok = bool((tiles == want).all())
+        return Check(ok, 0.0 if ok else 1.0, text="" if ok else "work items miss or repeat tiles")
+
+    return Helper("snapmla", [call(i) for i in range(buffers)], check, peer=False)

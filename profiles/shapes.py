@@ -1,0 +1,200 @@
+"""Workloads: what a benchmark row computes, and the presets that name sets of them."""
+
+from __future__ import annotations
+
+import random
+import re
+from dataclasses import dataclass
+
+from profiles import roofline
+
+_DECODE = re.compile(r"b(\d+)_L(\d+)_h(\d+)_q(\d+)(_ragged)?")
+_FIELD = re.compile(r"([a-z]+)(\d+)")
+
+
+@dataclass(frozen=True, order=True)
+class DecodeShape:
+    """One decode step: ``batch`` requests, ``num_heads`` heads, ``s_q`` query tokens each.
+
+    Attributes:
+        seqlen: cached tokens of a request; with ``ragged`` the longest, the others are uniform
+            in [seqlen/2, seqlen].
+    """
+
+    batch: int
+    seqlen: int
+    num_heads: int
+    s_q: int = 1
+    ragged: bool = False
+
+    op = "decode"
+
+    @property
+    def label(self) -> str:
+        """Short name; ``parse`` reads it back."""
+        tail = "_ragged" if self.ragged else ""
+        return f"b{self.batch}_L{self.seqlen}_h{self.num_heads}_q{self.s_q}{tail}"
+
+    def lengths(self) -> list[int]:
+        """Length of each request; the same list every time."""
+        if not self.ragged:
+            return [self.seqlen] * self.batch
+        rng = random.Random(f"{self.batch}/{self.seqlen}")
+        short = [rng.randint(self.seqlen // 2, self.seqlen) for _ in range(self.batch - 1)]
+        return [self.seqlen, *short]
+
+    @property
+    def tokens(self) -> int:
+        """Cached tokens of all requests."""
+        return sum(self.lengths())
+
+    @property
+    def flops(self) -> float:
+        """By the convention of ``roofline.decode_flops``."""
+        return roofline.decode_flops(self.tokens, self.num_heads, self.s_q)
+
+    def bytes(self, fmt: roofline.CacheFormat, out_bytes: int = 2) -> float:
+        """Bytes that must cross the bus with cache format ``fmt``."""
+        return roofline.decode_bytes(
+            fmt, self.tokens, self.batch, self.num_heads, self.s_q, out_bytes
+        )
+
+
+@dataclass(frozen=True, order=True)
+class HelperShape:
+    """One call of a helper kernel.
+
+    Attributes:
+        op: ``append_kv``, ``quantize_q``, ``fetch_dequant`` or ``plan_decode``.
+        tokens: tokens appended or fetched; 0 for the others.
+        batch, num_heads, s_q: shape of the queries (quantize_q, plan_decode); fetch_dequant by
+            pages splits ``tokens`` evenly over ``batch`` requests.
+        mode: ``token_head``/``token`` (quantize_q), ``pages``/``indices`` (fetch_dequant).
+    """
+
+    op: str
+    tokens: int = 0
+    batch: int = 1
+    num_heads: int = 1
+    s_q: int = 1
+    mode: str = ""
+
+    @property
+    def label(self) -> str:
+        """Short name; ``parse`` reads it back."""
+        parts = [f"n{self.tokens}"] if self.tokens else []
+        if self.op != "append_kv":
+            parts.append(f"b{self.batch}")
+        if self.op in ("quantize_q", "plan_decode"):
+            parts += [f"h{self.num_heads}", f"q{self.s_q}"]
+        return "_".join([self.op, *parts] + ([self.mode] if self.mode else []))
+
+    @property
+    def bytes(self) -> float:
+        """Bytes read plus bytes written."""
+        if self.op == "append_kv":
+            return roofline.append_bytes(self.tokens)
+        if self.op == "fetch_dequant":
+            return roofline.fetch_dequant_bytes(self.tokens)
+        if self.op == "quantize_q":
+            rows = self.batch * self.s_q * self.num_heads
+            scales = rows if self.mode == "token_head" else self.batch * self.s_q
+            return roofline.quantize_q_bytes(rows, scales)
+        return 4.0 * self.batch
+
+
+Shape = DecodeShape | HelperShape
+
+HELPER_MODES = {
+    "append_kv": ("",),
+    "quantize_q": ("token_head", "token"),
+    "fetch_dequant": ("pages", "indices"),
+    "plan_decode": ("",),
+}
+
+
+def parse(label: str) -> Shape:
+    """Inverse of ``label``.
+
+    Raises:
+        ValueError: ``label`` is no shape.
+    """
+    found = _DECODE.fullmatch(label)
+    if found:
+        b, length, h, q = (int(x) for x in found.groups()[:4])
+        if min(b, length, h, q) < 1:
+            raise ValueError(f"shape: expected positive sizes; got {label!r}")
+        return DecodeShape(b, length, h, q, ragged=found.group(5) is not None)
+    op = next((o for o in HELPER_MODES if label == o or label.startswith(o + "_")), None)
+    if op is None:
+        raise ValueError(
+            "shape: expected b<batch>_L<tokens>_h<heads>_q<s_q>[_ragged] or "
+            f"<{'|'.join(HELPER_MODES)}>_...; got {label!r}"
+        )
+    rest = label[len(op) + 1 :]
+    mode = next(
+        (m for m in sorted(HELPER_MODES[op], key=len, reverse=True) if rest.endswith(m)), None
+    )
+    if mode is None:
+        raise ValueError(f"shape: {label!r} must end in one of {HELPER_MODES[op]}")
+    fields = {"n": 0, "b": 1, "h": 1, "q": 1}
+    for part in filter(None, rest[: len(rest) - len(mode)].split("_")):
+        item = _FIELD.fullmatch(part)
+        if item is None or item.group(1) not in fields:
+            raise ValueError(f"shape: {part!r} in {label!r} is not one of n<..> b<..> h<..> q<..>")
+        fields[item.group(1)] = int(item.group(2))
+    return HelperShape(op, fields["n"], fields["b"], fields["h"], fields["q"], mode)
+
+
+def _h200_table() -> list[Shape]:
+    rows = [DecodeShape(32, 16384, h, q) for h in (16, 32, 64, 128) for q in (1, 2)]
+    rows += [DecodeShape(32, n, 128) for n in (4096, 8192, 32768, 65536)]
+    rows += [DecodeShape(16, n, 16) for n in (1024, 4096, 16384, 65536)]
+    rows += [DecodeShape(1, 131072, h) for h in (16, 128)]
+    return list(rows)
+
+
+def _fig5() -> list[Shape]:
+    lengths = (16384, 32768, 65536, 131072)
+    return [DecodeShape(32, n, h) for h in (16, 64, 128) for n in lengths]
+
+
+def _helpers() -> list[Shape]:
+    return [
+        HelperShape("append_kv", tokens=4096),
+        HelperShape("quantize_q", batch=128, num_heads=128, mode="token_head"),
+        HelperShape("quantize_q", batch=128, num_heads=128, mode="token"),
+        HelperShape("fetch_dequant", tokens=131072, batch=8, mode="pages"),
+        HelperShape("fetch_dequant", tokens=131072, mode="indices"),
+        HelperShape("plan_decode", batch=32, num_heads=128),
+        HelperShape("plan_decode", batch=256, num_heads=16, s_q=2),
+    ]
+
+
+PRESETS: dict[str, list[Shape]] = {
+    # SnapMLA paper, Figure 5: DP1/TP8, DP4/TP2 and DP8/TP1 leave 16, 64 and 128 heads a GPU.
+    "snapmla-fig5": _fig5(),
+    # SnapMLA paper, Figure 6: batch 32, heads times MTP.
+    "snapmla-fig6": [DecodeShape(32, 16384, h, q) for h in (16, 32, 64, 128) for q in (1, 2)],
+    # FlashMLA-ETAP paper, Figure 1: 16 heads, batch 16 and 32, 512 to 64K tokens.
+    "etap-fig1": [DecodeShape(b, 512 << i, 16) for b in (16, 32) for i in range(8)],
+    "h200-table": _h200_table(),
+    "helpers": _helpers(),
+    "ragged": [
+        DecodeShape(32, 32768, 16, 1, True), DecodeShape(32, 32768, 128, 1, True),
+        DecodeShape(64, 8192, 64, 2, True), DecodeShape(128, 4096, 128, 1, True),
+    ],
+    # Small enough for the software GPU; also what `--device cpu` runs by default.
+    "tiny": [DecodeShape(2, 96, 16), HelperShape("append_kv", tokens=32)],
+}  # fmt: skip
+
+
+def preset(name: str) -> list[Shape]:
+    """Shapes of a preset, in order.
+
+    Raises:
+        ValueError: there is no such preset.
+    """
+    if name not in PRESETS:
+        raise ValueError(f"preset: expected one of {', '.join(PRESETS)}; got {name!r}")
+    return list(PRESETS[name])

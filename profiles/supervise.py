@@ -1,0 +1,177 @@
+"""Runs the worker process and outlives what may happen to it.
+
+A kernel under development can hang, or read out of bounds and take the CUDA context with it.
+Either costs one contender on one row here: the worker is replaced by a fresh one that leaves the
+culprit out and carries on after the rows that are done.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+STRIKES = 3  # failures after which a contender is left out of all further rows
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Seconds: ``quiet`` without any event is a hang, ``total`` ends the run."""
+
+    quiet: float = 120.0
+    total: float = 1800.0
+
+
+@dataclass
+class Outcome:
+    """What the workers reported.
+
+    Attributes:
+        machine, ceilings: their events, empty if none came.
+        jobs: shape label -> rows, in the order they were finished.
+        notes: crashes, hangs, limits.
+    """
+
+    machine: dict[str, Any] = field(default_factory=dict)
+    ceilings: dict[str, Any] = field(default_factory=dict)
+    jobs: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+def run(
+    config: Any,
+    limits: Limits,
+    log: Path,
+    progress: Callable[[Outcome, str], None] = lambda outcome, job: None,
+) -> Outcome:
+    """Runs all rows of ``config`` (a ``worker.WorkerConfig``-shaped dataclass).
+
+    ``progress(outcome, label)`` is called after every finished row.  The workers' own output goes
+    to ``log``.
+    """
+    outcome = Outcome()
+    fields = dataclasses.asdict(config)
+    deadline = time.monotonic() + limits.total
+    strikes: dict[str, int] = {}
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder, open(log, "wb") as sink:
+        attempt = 0
+        while left := [s for s in fields["shapes"] if s not in outcome.jobs]:
+            attempt += 1
+            child = _Child({**fields, "shapes": left}, Path(folder) / str(attempt), sink)
+            reason = child.watch(outcome, limits.quiet, deadline, progress)
+            if reason is None:
+                break
+            outcome.notes.append(f"{child.where()}: {reason}")
+            if time.monotonic() >= deadline or not _blame(child, reason, fields, outcome, strikes):
+                break
+    return outcome
+
+
+def _blame(
+    child: _Child, reason: str, fields: dict[str, Any], outcome: Outcome, strikes: dict[str, int]
+) -> bool:
+    """Leaves the culprit out of what comes; False if carrying on is pointless."""
+    job, backend = child.last.get("job"), child.last.get("backend")
+    if job == "ceilings" and fields["probe"]:
+        fields["probe"] = False
+        return True
+    if job in (None, "pools", "ceilings"):
+        return False
+    if not backend:  # while all contenders were timed in turn: nobody to single out
+        outcome.jobs[str(job)] = []
+        return True
+    strikes[backend] = strikes.get(backend, 0) + 1
+    key = "*" if strikes[backend] >= STRIKES else job
+    fields["banned"] = {**fields["banned"], f"{key}|{backend}": f"{child.last['stage']}: {reason}"}
+    return True
+
+
+class _Child:
+    """One worker process and its event file."""
+
+    def __init__(self, fields: dict[str, Any], base: Path, log: Any) -> None:
+        self.last: dict[str, Any] = {}
+        config, self._events = base.with_suffix(".json"), base.with_suffix(".events")
+        config.write_text(json.dumps(fields))
+        self._events.touch()
+        self._read = 0
+        environment = dict(os.environ)
+        path = [str(ROOT), *filter(None, [environment.get("PYTHONPATH")])]
+        environment["PYTHONPATH"] = os.pathsep.join(path)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "profiles.worker", str(config), str(self._events)],
+            cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+
+    def where(self) -> str:
+        """What the worker was doing last."""
+        if not self.last:
+            return "start-up"
+        return " ".join(filter(None, (self.last["job"], self.last["backend"], self.last["stage"])))
+
+    def watch(
+        self,
+        outcome: Outcome,
+        quiet: float,
+        deadline: float,
+        progress: Callable[[Outcome, str], None],
+    ) -> str | None:
+        """Follows the worker to its end; None if it finished, else what went wrong."""
+        heard = time.monotonic()
+        try:
+            while True:
+                code = self._process.poll()
+                events = self._new_events()
+                if events:
+                    heard = time.monotonic()
+                for event in events:
+                    if self._take(event, outcome, progress):
+                        self._process.wait(timeout=30)
+                        return None
+                if code is not None and not events:
+                    return f"the worker left with exit code {code}"
+                if time.monotonic() > deadline:
+                    return "the time limit of the whole run was reached"
+                if time.monotonic() - heard > quiet:
+                    return f"no sign of life for {quiet:.0f} s"
+                time.sleep(0.05)
+        finally:
+            if self._process.poll() is None:
+                self._process.kill()
+                try:
+                    self._process.wait(timeout=30)
+                except subprocess.TimeoutExpired:
+                    outcome.notes.append("a worker could not be ended: the driver does not let go")
+
+    def _take(
+        self, event: dict[str, Any], outcome: Outcome, progress: Callable[[Outcome, str], None]
+    ) -> bool:
+        kind = event.pop("kind")
+        if kind == "start":
+            self.last = event
+        elif kind == "machine":
+            outcome.machine = event
+        elif kind == "ceilings":
+            outcome.ceilings = event
+        elif kind == "job":
+            outcome.jobs[event["job"]] = event["rows"]
+            progress(outcome, event["job"])
+        return bool(kind == "end")
+
+    def _new_events(self) -> list[dict[str, Any]]:
+        with open(self._events, "rb") as source:
+            source.seek(self._read)
+            data = source.read()
+        whole = data[: data.rfind(b"\n") + 1]
+        self._read += len(whole)
+        return [json.loads(line) for line in whole.splitlines()]
