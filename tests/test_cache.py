@@ -1,0 +1,115 @@
+"""PagedKVCache: layouts are byte-exact views, wrong memory is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dsl_kernels.spec import PAGE_SIZES
+from snapmla import PagedKVCache, layouts
+
+LAYOUTS = ("split", "paged", "row640")
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_allocate(layout: str, page_size: int) -> None:
+    cache = PagedKVCache.allocate(3, page_size, layout, "cpu")
+    assert cache.layout == layout
+    assert (cache.num_pages, cache.page_size, cache.num_slots) == (3, page_size, 3 * page_size)
+    assert tuple(cache.content.shape) == (3, page_size, 512)
+    assert cache.content.dtype == torch.float8_e4m3fn
+    assert tuple(cache.rope.shape) == (3, page_size, 64) and cache.rope.dtype == torch.bfloat16
+    assert tuple(cache.scale.shape) == (3, page_size) and cache.scale.dtype == torch.float32
+    assert cache.content_u8.data_ptr() == cache.content.data_ptr()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_views_do_not_overlap(layout: str) -> None:
+    cache = PagedKVCache.allocate(5, 32, layout, "cpu")
+    cache.content_u8.fill_(7)
+    cache.rope.fill_(3.0)
+    cache.scale.fill_(0.5)
+    assert (cache.content_u8 == 7).all()
+    assert (cache.rope == 3.0).all()
+    assert (cache.scale == 0.5).all()
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_paged_is_page_planar(page_size: int) -> None:
+    block = torch.zeros((2, page_size * 644), dtype=torch.uint8)
+    content, rope, scale = layouts.paged_views(block, page_size)
+    content.view(torch.uint8)[1, 2, 3] = 9
+    rope[1, 2, 3] = 1.0  # 0x3f80
+    scale[1, 2] = 1.0  # 0x3f800000
+    page = block[1]
+    assert page[2 * 512 + 3] == 9
+    assert page[512 * page_size + (2 * 64 + 3) * 2 + 1] == 0x3F
+    assert page[640 * page_size + 2 * 4 + 3] == 0x3F
+    assert int((block != 0).sum()) == 1 + 2 + 2
+
+
+def test_row640_rows() -> None:
+    rows = torch.zeros((2, 16, 640), dtype=torch.uint8)
+    content, rope, _ = layouts.rows640_views(rows, torch.zeros(2, 16))
+    content.view(torch.uint8)[1, 4, 511] = 9
+    rope[1, 4, 0] = 1.0
+    assert rows[1, 4, 511] == 9 and rows[1, 4, 513] == 0x3F
+
+
+def test_from_tensors_takes_bytes_and_slices() -> None:
+    pool = torch.zeros((8, 64, 512), dtype=torch.uint8)
+    rope = torch.zeros((8, 64, 64), dtype=torch.bfloat16)
+    scale = torch.zeros((8, 64))
+    cache = PagedKVCache.from_tensors(pool[::2], rope[::2], scale[::2])
+    assert cache.num_pages == 4 and cache.layout == "strided"
+
+
+def good() -> dict[str, torch.Tensor]:
+    return {
+        "content": torch.zeros((4, 64, 512), dtype=torch.uint8).view(torch.float8_e4m3fn),
+        "rope": torch.zeros((4, 64, 64), dtype=torch.bfloat16),
+        "scale": torch.zeros((4, 64)),
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error", "words"),
+    [
+        ("content", torch.zeros(4, 64, 512), TypeError, "float8_e4m3fn.*float32"),
+        ("content", torch.zeros(4, 64, 576, dtype=torch.uint8), ValueError, "512.*576"),
+        ("content", torch.zeros(4, 48, 512, dtype=torch.uint8), ValueError, "page_size.*got 48"),
+        ("content", torch.zeros(4, 512, 64, dtype=torch.uint8).mT, ValueError, "innermost stride"),
+        ("rope", torch.zeros(4, 64, 64, dtype=torch.float16), TypeError, "bfloat16.*float16"),
+        ("rope", torch.zeros(3, 64, 64, dtype=torch.bfloat16), ValueError, "rope.*4, 64, 64"),
+        ("rope", torch.zeros(4, 64, 68, dtype=torch.bfloat16)[..., 4:], ValueError, "16 bytes"),
+        ("scale", torch.zeros(4, 64, dtype=torch.bfloat16), TypeError, "float32"),
+        ("scale", torch.zeros(4, 64, 1), ValueError, "scale.*shape"),
+        ("scale", torch.zeros(4, 66)[:, 1:65], ValueError, "16 bytes"),
+        ("scale", torch.zeros(1, 64).expand(4, 64), ValueError, "distinct"),
+        ("rope", torch.empty(4, 64, 64, dtype=torch.bfloat16, device="meta"), ValueError, "meta"),
+    ],
+)
+def test_wrong_memory(name: str, value: torch.Tensor, error: type, words: str) -> None:
+    with pytest.raises(error, match=f"(?s){words}"):
+        PagedKVCache.from_tensors(**{**good(), name: value})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"num_pages": 0}, ValueError, "num_pages: expected 1 or more, got 0"),
+        ({"num_pages": 2.0}, TypeError, "num_pages: expected an int"),
+        ({"page_size": 48}, ValueError, "page_size.*got 48.*nearest is"),
+        ({"layout": "interleaved"}, ValueError, "layout.*'split'.*got 'interleaved'"),
+    ],
+)
+def test_wrong_allocation(arguments: dict, error: type, words: str) -> None:
+    with pytest.raises(error, match=words):
+        PagedKVCache.allocate(**{"num_pages": 2, "device": "cpu", **arguments})
+
+
+def test_cache_is_frozen() -> None:
+    cache = PagedKVCache.allocate(1, 64, "split", "cpu")
+    with pytest.raises(AttributeError):
+        cache.scale = torch.zeros(1, 64)  # type: ignore[misc]
