@@ -1,0 +1,302 @@
+"""Decoding: instructions -> Python closures with operands resolved once.
+
+A warp's registers live in one array a width, lane-minor.  Each (register, type) pair that the code
+uses becomes an index into ``warp.v``, a list of 32-lane numpy views; constants and special registers
+are entries of the same list.  A handler is ``fn(warp, mask)``: ``mask`` is True for all 32 lanes or a
+bool array; it returns None, or a ``Wait`` if the warp has to stop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from .errors import UnmodelledInstruction
+from .ptx import TYPE_BYTES, Imm, Instr, Kernel, Mem, Module, Not, Operand, Pair, Reg, Vec
+
+Handler = Callable[[Any, Any], Any]
+Builder = Callable[[Instr, "Decoder"], Handler]
+
+DTYPES: dict[str, Any] = {
+    "pred": np.bool_, "b8": np.uint8, "u8": np.uint8, "s8": np.int8,
+    "b16": np.uint16, "u16": np.uint16, "s16": np.int16, "f16": np.float16, "bf16": np.uint16,
+    "b32": np.uint32, "u32": np.uint32, "s32": np.int32, "f32": np.float32,
+    "f16x2": np.uint32, "bf16x2": np.uint32,
+    "b64": np.uint64, "u64": np.uint64, "s64": np.int64, "f64": np.float64,
+}  # fmt: skip
+
+NORMAL, BRANCH, EXIT = 0, 1, 2
+
+_BUILDERS: dict[str, Builder] = {}
+_WIDTH = {"pred": 0, "b8": 16, "u8": 16, "s8": 16, "b16": 16, "u16": 16, "s16": 16, "f16": 16,
+          "bf16": 16, "b32": 32, "u32": 32, "s32": 32, "f32": 32, "b64": 64, "u64": 64, "s64": 64,
+          "f64": 64}  # fmt: skip
+
+
+def op(*names: str) -> Callable[[Builder], Builder]:
+    """Registers a builder for opcodes; the longest dotted prefix of an opcode wins."""
+
+    def register(builder: Builder) -> Builder:
+        for name in names:
+            _BUILDERS[name] = builder
+        return builder
+
+    return register
+
+
+def builder_for(opcode: str) -> Builder | None:
+    parts = opcode.split(".")
+    for n in range(len(parts), 0, -1):
+        found = _BUILDERS.get(".".join(parts[:n]))
+        if found is not None:
+            return found
+    return None
+
+
+class Mods:
+    """The modifiers of one opcode; what no one asked for is unmodelled."""
+
+    def __init__(self, ins: Instr, skip: int = 1) -> None:
+        self.ins = ins
+        self.left = ins.parts[skip:]
+
+    def take(self, *names: str) -> str | None:
+        """Removes and returns the first modifier among ``names``."""
+        for part in self.left:
+            if part in names:
+                self.left.remove(part)
+                return part
+        return None
+
+    def flag(self, name: str) -> bool:
+        return self.take(name) is not None
+
+    def type(self) -> str:
+        """Removes and returns the last modifier, a type."""
+        if not self.left or self.left[-1] not in DTYPES:
+            raise unmodelled(self.ins, "type")
+        return self.left.pop()
+
+    def done(self) -> None:
+        if self.left:
+            raise unmodelled(self.ins, "modifier ." + " .".join(self.left))
+
+
+def unmodelled(ins: Instr, why: str = "") -> UnmodelledInstruction:
+    note = f" ({why})" if why else ""
+    return UnmodelledInstruction(f"instruction not modelled{note}: {ins.text or ins.opcode}")
+
+
+@dataclass
+class Program:
+    """A decoded kernel, shared by all launches.
+
+    ``code[pc]`` is (kind, handler or branch target, guard view or -1, guard negated).  ``views`` says
+    how to build ``warp.v``; see ``Decoder``.
+    """
+
+    kernel: Kernel
+    code: list[tuple[int, Any, int, bool]]
+    views: list[tuple[Any, ...]]
+    counts: dict[int, int]
+    variables: dict[str, int] = field(default_factory=dict)
+    static_shared: int = 0
+    local_size: int = 0
+    globals: dict[str, Any] = field(default_factory=dict)
+    missing: dict[int, UnmodelledInstruction] = field(default_factory=dict)
+
+
+class Decoder:
+    """Operand resolution for the builders.
+
+    View descriptions: ("reg", width, slot, dtype, part), ("const", bits, dtype),
+    ("special", name, dtype), ("symbol", name, dtype).
+    """
+
+    def __init__(self, kernel: Kernel, module: Module) -> None:
+        self.kernel, self.module = kernel, module
+        self.slots: dict[str, tuple[int, int]] = {}
+        self.counts = {0: 0, 16: 0, 32: 0, 64: 0}
+        self.views: list[tuple[Any, ...]] = []
+        self._index: dict[tuple[Any, ...], int] = {}
+        self._scratch = 0
+        self.ins: Instr | None = None
+        self.variables: dict[str, int] = {}
+        self.symbols = {p.name for p in kernel.params}
+        self.static_shared = self.local_size = 0
+        self._layout()
+
+    def _layout(self) -> None:
+        """Static shared variables first, then the dynamic (extern) array; locals from 0."""
+        every = [*self.module.variables.values(), *self.kernel.variables.values()]
+        for var in every:
+            if var.space == "shared" and not var.extern:
+                start = -(-self.static_shared // var.align) * var.align
+                self.variables[var.name] = start
+                self.static_shared = start + var.size
+            elif var.space == "local":
+                start = -(-self.local_size // var.align) * var.align
+                self.variables[var.name] = start
+                self.local_size = start + var.size
+        for var in every:
+            if var.space == "shared" and var.extern:
+                start = -(-self.static_shared // var.align) * var.align
+                self.variables[var.name] = start
+        self.symbols |= {v.name for v in every}
+
+    # ---- operands -----------------------------------------------------------------------------
+    def error(self, why: str) -> UnmodelledInstruction:
+        assert self.ins is not None
+        return unmodelled(self.ins, why)
+
+    def _add(self, key: tuple[Any, ...]) -> int:
+        if key not in self._index:
+            self._index[key] = len(self.views)
+            self.views.append(key)
+        return self._index[key]
+
+    def width(self, operand: Operand) -> int:
+        """Register width in bits (0 for a predicate); an immediate or symbol counts as 64."""
+        if isinstance(operand, Reg):
+            kind = self.kernel.reg_type(operand.name)
+            if kind is not None:
+                if kind not in _WIDTH:
+                    raise self.error(f"register type .{kind}")
+                return _WIDTH[kind]
+        return 64
+
+    def slot(self, name: str) -> tuple[int, int]:
+        """(width, slot) of a register."""
+        if name not in self.slots:
+            width = self.width(Reg(name))
+            self.slots[name] = (width, self.counts[width])
+            self.counts[width] += 1
+        return self.slots[name]
+
+    def const(self, bits: int, dtype: Any) -> int:
+        size = 8 * np.dtype(dtype).itemsize
+        return self._add(("const", bits & ((1 << size) - 1), dtype))
+
+    def src(self, operand: Operand, kind: str | Any, part: int = 0) -> int:
+        """View index of a source read as ``kind`` (a PTX type or a numpy dtype)."""
+        dtype = DTYPES[kind] if isinstance(kind, str) else kind
+        if isinstance(operand, Imm):
+            if dtype is np.bool_:
+                return self._add(("const", int(operand.bits != 0), dtype))
+            if operand.kind == "d" and dtype is np.float32:
+                value = np.array([operand.bits], np.uint64).view(np.float64).astype(np.float32)
+                return self.const(int(value.view(np.uint32)[0]), dtype)
+            if operand.kind == "d" and dtype is np.float16:
+                raise self.error("f64 literal for f16")
+            return self.const(operand.bits, dtype)
+        if isinstance(operand, Mem) and operand.coords is None:  # symbol + offset as a value
+            raise self.error("symbol + offset operand")
+        if not isinstance(operand, Reg):
+            raise self.error(f"operand {operand}")
+        name = operand.name
+        if self.kernel.reg_type(name) is not None:
+            return self.reg(name, dtype, part)
+        if name in self.symbols:
+            return self._add(("symbol", name, dtype))
+        if name.startswith("%") or name == "WARP_SZ":
+            return self._add(("special", name, dtype))
+        raise self.error(f"unknown name {name}")
+
+    def reg(self, name: str, dtype: Any, part: int = 0) -> int:
+        width, slot = self.slot(name)
+        size = 8 * np.dtype(dtype).itemsize
+        if (width == 0) != (dtype is np.bool_) or (width and size > width):
+            raise self.error(f"{name} is {width} bits wide, {np.dtype(dtype)} asked for")
+        return self._add(("reg", width, slot, dtype, part))
+
+    def dst(self, operand: Operand, kind: str | Any, part: int = 0) -> int:
+        """View index of a destination; ``_`` gives a scratch register."""
+        dtype = DTYPES[kind] if isinstance(kind, str) else kind
+        if not isinstance(operand, Reg):
+            raise self.error(f"destination {operand}")
+        if operand.name == "_":
+            self._scratch += 1
+            name = f"%scratch{self._scratch}"
+            width = 0 if dtype is np.bool_ else max(16, 8 * np.dtype(dtype).itemsize)
+            self.kernel.reg_types[name] = {0: "pred", 16: "b16", 32: "b32", 64: "b64"}[width]
+            return self.reg(name, dtype, part)
+        return self.reg(operand.name, dtype, part)
+
+    def dst_wide(self, operand: Operand, kind: str) -> tuple[int, Any]:
+        """Destination in its full register width, for narrow loads: (view, dtype to extend to)."""
+        width = self.width(operand) if operand != Reg("_") else 8 * TYPE_BYTES[kind]
+        size = 8 * TYPE_BYTES[kind]
+        if kind[0] == "f" or width <= size:
+            return self.dst(operand, kind), DTYPES[kind]
+        wide = ("s" if kind[0] == "s" else "u") + str(width)
+        return self.dst(operand, wide), DTYPES[wide]
+
+    def pred(self, operand: Operand) -> tuple[int, bool]:
+        """(view, negated) of a predicate source."""
+        if isinstance(operand, Not):
+            return self.src(operand.value, "pred"), True
+        return self.src(operand, "pred"), False
+
+    def mem(self, operand: Operand, kind: str = "u64") -> tuple[int, int]:
+        """(view of the base, byte offset) of ``[base + offset]``."""
+        if not isinstance(operand, Mem):
+            raise self.error(f"memory operand {operand}")
+        base = operand.base
+        if isinstance(base, Reg) and self.width(base) == 32 and kind == "u64":
+            raise self.error("32-bit register as a 64-bit address")
+        if isinstance(base, Imm):
+            return self.const(base.bits, DTYPES[kind]), operand.offset
+        return self.src(base, kind), operand.offset
+
+    def items(self, operand: Operand) -> tuple[Operand, ...]:
+        return operand.items if isinstance(operand, Vec) else (operand,)
+
+    def pair(self, operand: Operand) -> tuple[Operand, Operand | None]:
+        if isinstance(operand, Pair):
+            return operand.first, operand.second
+        return operand, None
+
+    def imm(self, operand: Operand) -> int:
+        if not isinstance(operand, Imm):
+            raise self.error(f"{operand} must be an immediate")
+        return operand.bits
+
+
+def decode(kernel: Kernel, module: Module) -> Program:
+    """Decodes a kernel.  Unmodelled instructions become handlers that raise when reached."""
+    from . import ops  # noqa: F401  registers the builders
+
+    k = Decoder(kernel, module)
+    code: list[tuple[int, Any, int, bool]] = []
+    missing: dict[int, UnmodelledInstruction] = {}
+    for ins in kernel.code:
+        k.ins = ins
+        guard = k.src(ins.pred, "pred") if ins.pred is not None else -1
+        name = ins.parts[0]
+        if name == "bra":
+            code.append((BRANCH, ins.target, guard, ins.negated))
+        elif name in ("ret", "exit"):
+            code.append((EXIT, None, guard, ins.negated))
+        else:
+            try:
+                builder = builder_for(ins.opcode)
+                if builder is None:
+                    raise unmodelled(ins)
+                handler = builder(ins, k)
+            except UnmodelledInstruction as error:
+                missing[ins.pc] = error
+                handler = _raiser(error)
+            code.append((NORMAL, handler, guard, ins.negated))
+    return Program(
+        kernel, code, k.views, k.counts, k.variables, k.static_shared, k.local_size, {}, missing
+    )
+
+
+def _raiser(error: UnmodelledInstruction) -> Handler:
+    def run(w: Any, m: Any) -> None:
+        raise UnmodelledInstruction(str(error))
+
+    return run

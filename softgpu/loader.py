@@ -1,0 +1,127 @@
+"""``load``: an exported object plus its PTX -> a Python callable on CPU tensors."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import threading
+from typing import Any
+
+from .decode import Program, decode
+from .errors import LaunchError, SoftGpuError
+from .machine import Machine, Options, Stats
+from .memory import GlobalMemory
+from .ptx import Module, parse
+from .runtime import HostModule, Launch, as_cuda
+
+_lock = threading.RLock()
+
+
+def _span(tensor: Any) -> int:
+    """Bytes from the first to behind the last element."""
+    if tensor.numel() == 0:
+        return 0
+    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return int((last + 1) * tensor.element_size())
+
+
+class LoadedKernel:
+    """An exported function whose launches run on the software GPU.
+
+    Call it with CPU torch tensors and Python scalars in the order of the ABI.  Runs synchronously and
+    writes into the given tensors.  Errors of the object's own argument checks come through as
+    TVM-FFI raises them; what goes wrong in the kernel is a ``SoftGpuError``.
+
+    Attributes:
+        options: execution options; may be replaced between calls.
+        last_stats: counts of the last call, one entry a launch.
+        extra_buffers: tensors the kernel may touch besides its arguments.
+    """
+
+    def __init__(
+        self,
+        object_path: str | os.PathLike[str],
+        ptx_path: str | os.PathLike[str],
+        symbol: str,
+        options: Options | None = None,
+    ) -> None:
+        self.symbol = symbol
+        self.options = options or Options()
+        self.module: Module = parse(pathlib.Path(ptx_path).read_text())
+        self.ptx_path = pathlib.Path(ptx_path)
+        self._programs: dict[str, Program] = {}
+        self._host = HostModule(object_path, self._launched)
+        self._memory: GlobalMemory | None = None
+        self.last_stats: list[Stats] = []
+        self.launches: list[Launch] = []
+        self.extra_buffers: list[Any] = []
+
+    def program(self, kernel: str) -> Program:
+        """The decoded kernel.  Raises LaunchError if the PTX has no such entry."""
+        if kernel not in self._programs:
+            if kernel not in self.module.kernels:
+                raise LaunchError(
+                    f"{self.ptx_path} has no kernel {kernel!r}; it has "
+                    f"{sorted(self.module.kernels)}. Object and PTX must come from one compile."
+                )
+            program = decode(self.module.kernels[kernel], self.module)
+            program.globals = {
+                n: v for n, v in self.module.variables.items() if v.space in ("global", "const")
+            }
+            self._programs[kernel] = program
+        return self._programs[kernel]
+
+    def _launched(self, launch: Launch) -> None:
+        assert self._memory is not None
+        self.launches.append(launch)
+        machine = Machine(self.program(launch.kernel), launch, self._memory, self.options)
+        self.last_stats.append(machine.run())
+
+    def __call__(self, *args: Any) -> None:
+        with _lock:
+            self._memory = GlobalMemory()
+            self.last_stats, self.launches = [], []
+            values = []
+            for i, a in enumerate(args):
+                if hasattr(a, "data_ptr"):
+                    if a.device.type != "cpu":
+                        raise SoftGpuError(f"argument {i}: expected a CPU tensor, got {a.device}")
+                    label = f"argument {i} {str(a.dtype).removeprefix('torch.')}{list(a.shape)}"
+                    self._memory.add(label, a.data_ptr(), _span(a))
+                    a = as_cuda(_bytes_of_fp8(a))
+                values.append(a)
+            for i, t in enumerate(self.extra_buffers):
+                self._memory.add(f"extra buffer {i} {list(t.shape)}", t.data_ptr(), _span(t))
+            try:
+                self._host.call(self.symbol, *values)
+            finally:
+                self._memory = None
+
+
+def _bytes_of_fp8(tensor: Any) -> Any:
+    """float8 tensors cross the ABI as uint8."""
+    import torch
+
+    if tensor.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        return tensor.view(torch.uint8)
+    return tensor
+
+
+def load(
+    object_path: str | os.PathLike[str],
+    ptx_path: str | os.PathLike[str],
+    symbol: str,
+    options: Options | None = None,
+) -> LoadedKernel:
+    """Loads an exported object for the software GPU.
+
+    Args:
+        object_path: the ``.o`` that ``export_to_c`` wrote.
+        ptx_path: PTX text of the same compile.
+        symbol: the exported function's name.
+        options: how to execute; None for the defaults.
+
+    Raises:
+        FileNotFoundError, ToolchainError (no C compiler, link error), PtxSyntaxError.
+    """
+    return LoadedKernel(object_path, ptx_path, symbol, options)

@@ -1,0 +1,23 @@
+"""Instruction families; importing this package registers every builder with the decoder."""
+
+from . import (
+    atomic,
+    barrier,
+    convert,
+    copy_async,
+    float_alu,
+    integer_alu,
+    load_store,
+    matrix,
+    mbarrier,
+    misc,
+    move,
+    tma,
+    warp_ops,
+    wgmma,
+)
+
+__all__ = [
+    "atomic", "barrier", "convert", "copy_async", "float_alu", "integer_alu", "load_store",
+    "matrix", "mbarrier", "misc", "move", "tma", "warp_ops", "wgmma",
+]  # fmt: skip

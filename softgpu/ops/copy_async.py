@@ -1,0 +1,249 @@
+"""cp.async (non-bulk) and cp.async.bulk without tensors: PTX ISA 9.7.9.25.3-4."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..decode import Decoder, Handler, Mods, op, unmodelled
+from ..errors import MemoryFault
+from ..machine import Wait
+from ..ptx import Instr
+from .load_store import address
+from .mbarrier import arrive, complete_tx, find
+
+
+def _first(m: Any) -> int:
+    return 0 if m is True else int(np.argmax(m))
+
+
+def lanes_of(m: Any) -> Any:
+    return range(32) if m is True else np.nonzero(m)[0]
+
+
+# ---- cp.async ------------------------------------------------------------------------------------
+@op("cp.async.ca", "cp.async.cg")
+def cp_async(ins: Instr, k: Decoder) -> Handler:
+    """[dst], [src], cp-size [, src-size] [, cache-policy]; bytes behind src-size become zero."""
+    mods = Mods(ins, 2)
+    mods.take("ca", "cg")
+    mods.take("shared", "shared::cta")
+    mods.take("global")
+    hint = mods.flag("L2::cache_hint")
+    mods.take("L2::64B", "L2::128B", "L2::256B")
+    mods.done()
+    to, source = address(k, ins.args[0], "shared"), address(k, ins.args[1], "global")
+    size = k.imm(ins.args[2])
+    rest = list(ins.args[3:])
+    if hint:
+        rest.pop()
+    have = k.src(rest[0], "u32") if rest else -1
+    if len(rest) > 1 or (rest and k.width(rest[0]) == 0):
+        raise unmodelled(ins, "ignore-src")
+
+    def run(w: Any, m: Any) -> None:
+        v = w.v
+        d, s = to(v).copy(), source(v).copy()
+        n = v[have].copy() if have >= 0 else np.full(32, size)
+        mask = w.lanes(m).copy()
+
+        def land() -> None:
+            for lane in np.nonzero(mask)[0]:
+                count = min(int(n[lane]), size)
+                target = w.shared.span(int(d[lane]), size, "cp.async", size)
+                if count:
+                    if int(s[lane]) & (size - 1):
+                        raise MemoryFault(
+                            f"misaligned cp.async source: {w.machine.memory.name(int(s[lane]))}"
+                        )
+                    target[:count] = w.machine.memory.read(int(s[lane]), count, "cp.async")
+                target[count:] = 0
+
+        w.bulk_pending_cp = [*getattr(w, "bulk_pending_cp", []), w.machine.issue(land, ins.opcode)]
+
+    return run
+
+
+def _land_cp(w: Any) -> None:
+    for item in getattr(w, "bulk_pending_cp", []):
+        item.complete()
+    w.bulk_pending_cp = []
+
+
+@op("cp.async.commit_group")
+def cp_commit(ins: Instr, k: Decoder) -> Handler:
+    def run(w: Any, m: Any) -> None:
+        return None
+
+    return run
+
+
+@op("cp.async.wait_group", "cp.async.wait_all")
+def cp_wait(ins: Instr, k: Decoder) -> Handler:
+    def run(w: Any, m: Any) -> None:
+        _land_cp(w)
+
+    return run
+
+
+@op("cp.async.mbarrier.arrive")
+def cp_arrive(ins: Instr, k: Decoder) -> Handler:
+    """Arrives when the lane's earlier cp.async are done; without .noinc it counts itself in first."""
+    mods = Mods(ins, 4)
+    mods.type()
+    noinc = mods.flag("noinc")
+    mods.take("shared", "shared::cta")
+    mods.done()
+    where = address(k, ins.args[0], "shared")
+
+    def run(w: Any, m: Any) -> None:
+        _land_cp(w)
+        a = where(w.v)
+        for lane in lanes_of(m):
+            if noinc:
+                arrive(w, int(a[lane]), 1)
+            else:
+                find(w, int(a[lane]), "cp.async.mbarrier.arrive")
+
+    return run
+
+
+# ---- cp.async.bulk -------------------------------------------------------------------------------
+def _check_bulk(w: Any, address_: int, size: int, space: str) -> None:
+    if address_ & 15 or size & 15:
+        where = w.machine.memory.name(address_) if space == "global" else hex(address_)
+        raise MemoryFault(
+            f"cp.async.bulk: address and size must be multiples of 16, got {where}, {size} bytes"
+        )
+
+
+@op("cp.async.bulk.shared", "cp.async.bulk.shared::cluster", "cp.async.bulk.shared::cta")
+def bulk_to_shared(ins: Instr, k: Decoder) -> Handler:
+    """[dst], [src], size, [mbar] [, ctamask] [, policy]: global or shared::cta to shared."""
+    mods = Mods(ins, 3)
+    target = mods.left.pop(0)
+    source = mods.take("global", "shared::cta", "shared")
+    mods.take("mbarrier::complete_tx::bytes")
+    multicast = mods.flag("multicast::cluster")
+    mods.take("L2::cache_hint")
+    mods.done()
+    if source is None:
+        raise unmodelled(ins)
+    to = address(k, ins.args[0], "shared")
+    origin = address(k, ins.args[1], "global" if source == "global" else "shared")
+    size, bar = k.src(ins.args[2], "u32"), address(k, ins.args[3], "shared")
+    mask = k.src(ins.args[4], "u16") if multicast else -1
+    own = target == "shared::cta"
+
+    def run(w: Any, m: Any) -> None:
+        v = w.v
+        for lane in lanes_of(m):
+            d, s, n = int(to(v)[lane]), int(origin(v)[lane]), int(v[size][lane])
+            b = int(bar(v)[lane])
+            ranks = _ranks(w, int(v[mask][lane])) if multicast else None
+            _check_bulk(w, d, n, "shared")
+            _check_bulk(w, s, n, source)
+            if own and d >> 24 != w.block.rank:
+                raise MemoryFault(f"cp.async.bulk.shared::cta: {d:#x} is not in this CTA")
+            _issue_bulk(w, d, s, n, b, ranks, source == "global", ins.opcode)
+
+    return run
+
+
+def _ranks(w: Any, mask: int) -> list[int]:
+    ranks = [r for r in range(16) if mask >> r & 1]
+    if not ranks or ranks[-1] >= w.shared.ctas:
+        raise MemoryFault(f"multicast mask {mask:#x}: the cluster has {w.shared.ctas} CTAs")
+    return ranks
+
+
+def spread(address_: int, ranks: list[int] | None) -> list[int]:
+    """The same CTA-relative address in each CTA of a multicast."""
+    if ranks is None:
+        return [address_]
+    return [(address_ & 0xFFFFFF) | (r << 24) for r in ranks]
+
+
+def _issue_bulk(
+    w: Any, d: int, s: int, n: int, b: int, ranks: list[int] | None, from_global: bool, text: str
+) -> None:
+    targets, bars = spread(d, ranks), spread(b, ranks)
+    for x in bars:
+        find(w, x, text)
+    if from_global:
+        w.machine.memory.check(s, n, "cp.async.bulk")
+
+    def land() -> None:
+        if from_global:
+            data = w.machine.memory.read(s, n, "cp.async.bulk")
+        else:
+            data = w.shared.span(s, n, "cp.async.bulk").copy()
+        for x, bar in zip(targets, bars, strict=True):
+            w.shared.span(x, n, "cp.async.bulk")[:] = data
+            complete_tx(w, bar, n)
+
+    w.machine.issue(land, text)
+
+
+@op("cp.async.bulk.global")
+def bulk_to_global(ins: Instr, k: Decoder) -> Handler:
+    """cp.async.bulk.global.shared::cta.bulk_group [dst], [src], size [, policy]"""
+    mods = Mods(ins, 4)
+    mods.take("shared::cta", "shared")
+    if not mods.flag("bulk_group"):
+        raise unmodelled(ins)
+    mods.take("L2::cache_hint")
+    mods.done()
+    to, origin = address(k, ins.args[0], "global"), address(k, ins.args[1], "shared")
+    size = k.src(ins.args[2], "u32")
+
+    def run(w: Any, m: Any) -> None:
+        v = w.v
+        for lane in lanes_of(m):
+            d, s, n = int(to(v)[lane]), int(origin(v)[lane]), int(v[size][lane])
+            _check_bulk(w, d, n, "global")
+            _check_bulk(w, s, n, "shared")
+            w.machine.memory.check(d, n, "cp.async.bulk")
+
+            def land(d: int = d, s: int = s, n: int = n) -> None:
+                data = w.shared.span(s, n, "cp.async.bulk")
+                w.machine.memory.read(d, n, "store")[:] = data
+                w.machine.version += 1
+
+            w.bulk_groups[-1].append(w.machine.issue(land, ins.opcode))
+
+    return run
+
+
+@op("cp.async.bulk.commit_group")
+def bulk_commit(ins: Instr, k: Decoder) -> Handler:
+    def run(w: Any, m: Any) -> None:
+        w.bulk_groups.append([])
+
+    return run
+
+
+@op("cp.async.bulk.wait_group", "cp.async.bulk.wait_group.read")
+def bulk_wait(ins: Instr, k: Decoder) -> Handler:
+    """At most N of the last groups stay in flight.  Groups are kept per warp."""
+    keep = k.imm(ins.args[0])
+
+    def run(w: Any, m: Any) -> Wait | None:
+        closed = w.bulk_groups[:-1]
+        done = len(closed) - keep if keep < len(closed) else 0
+        for group in closed[:done]:
+            for item in group:
+                item.complete()
+        w.bulk_groups = w.bulk_groups[done:]
+        return None
+
+    return run
+
+
+@op("cp.async.bulk.prefetch")
+def bulk_prefetch(ins: Instr, k: Decoder) -> Handler:
+    def run(w: Any, m: Any) -> None:
+        return None
+
+    return run

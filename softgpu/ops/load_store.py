@@ -1,0 +1,217 @@
+"""ld, st, prefetch and friends: PTX ISA 9.7.9.8-9.7.9.18."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..decode import DTYPES, Decoder, Handler, Mods, op, unmodelled
+from ..memory import LOCAL_WINDOW, SHARED_WINDOW
+from ..ptx import Imm, Instr, Mem, Reg
+
+# Ordering, caching and eviction words: no effect here, where every access is performed in order.
+_HINTS = (
+    "weak", "relaxed", "acquire", "release", "volatile", "mmio", "cta", "cluster", "gpu", "sys",
+    "ca", "cg", "cs", "lu", "cv", "wb", "wt", "nc", "L1::evict_normal", "L1::evict_unchanged",
+    "L1::evict_first", "L1::evict_last", "L1::no_allocate", "L2::evict_normal", "L2::evict_last",
+    "L2::evict_first", "L2::cache_hint", "L2::64B", "L2::128B", "L2::256B", "unified",
+)  # fmt: skip
+SPACES = ("global", "shared", "shared::cta", "shared::cluster", "param", "param::entry", "const",
+          "local")  # fmt: skip
+
+
+def address(k: Decoder, operand: Any, space: str | None) -> Any:
+    """A function of the views to lane addresses: u32 for shared, u64 otherwise."""
+    shared = space is not None and space.startswith("shared")
+    assert isinstance(operand, Mem)
+    base_width = k.width(operand.base)
+    if shared:
+        # a 64-bit register may hold a shared address; its low half is the address
+        base, offset = k.mem(operand, "u32")
+        step = np.uint32(offset & 0xFFFFFFFF)
+        if isinstance(operand.base, Imm):
+            value = np.full(32, (operand.base.bits + offset) & 0xFFFFFFFF, np.uint32)
+            return lambda v: value
+        return (lambda v: v[base] + step) if offset else (lambda v: v[base])
+    if base_width == 32 and isinstance(operand.base, Reg):
+        base, offset = k.src(operand.base, "u32"), operand.offset
+        return lambda v: v[base].astype(np.uint64) + np.uint64(offset & ((1 << 64) - 1))
+    base, offset = k.mem(operand)
+    step64 = np.uint64(offset & ((1 << 64) - 1))
+    return (lambda v: v[base] + step64) if offset else (lambda v: v[base])
+
+
+def read(w: Any, a: Any, m: Any, dtype: Any, n: int, space: str | None) -> Any:
+    """Loads through the space named at decode time; generic addresses (None) are sorted here."""
+    if space == "global":
+        return w.machine.memory.load(a, m, dtype, n)
+    if space == "shared":
+        return w.shared.load(a, m, dtype, n, w.block.rank)
+    if space == "cluster":
+        return w.shared.load(a, m, dtype, n, None)
+    if space == "local":
+        return w.local.load(a, m, dtype, n)
+    lanes = w.lanes(m)
+    out = np.zeros((32, n) if n > 1 else 32, dtype)
+    for part, inner in _split(a, lanes):
+        low = a.astype(np.uint32) if inner == "cluster" else a
+        got = read(w, low, part, dtype, n, inner)
+        out[part] = got[part]
+    return out
+
+
+def write(w: Any, a: Any, m: Any, data: Any, n: int, space: str | None) -> None:
+    w.machine.version += 1
+    if space == "global":
+        w.machine.memory.store(a, m, data, n)
+    elif space == "shared":
+        w.shared.store(a, m, data, n, w.block.rank)
+    elif space == "cluster":
+        w.shared.store(a, m, data, n, None)
+    elif space == "local":
+        w.local.store(a, m, data, n)
+    else:
+        for part, inner in _split(a, w.lanes(m)):
+            low = a.astype(np.uint32) if inner == "cluster" else a
+            write(w, low, part, data, n, inner)
+
+
+def _split(a: Any, lanes: Any) -> Any:
+    """Generic addresses by window: (mask, space)."""
+    shared = lanes & ((a & np.uint64(SHARED_WINDOW)) != 0)
+    local = lanes & ((a & np.uint64(LOCAL_WINDOW)) != 0)
+    for part, space in ((shared, "cluster"), (local, "local"), (lanes & ~shared & ~local, "global")):
+        if part.any():
+            yield part, space
+
+
+def space_of(space: str | None) -> str | None:
+    """PTX state space -> how ``read`` and ``write`` call it; None is generic."""
+    if space in ("shared", "shared::cta"):
+        return "shared"
+    if space == "shared::cluster":
+        return "cluster"
+    if space == "local":
+        return "local"
+    return None if space is None else "global"
+
+
+def _modifiers(ins: Instr) -> tuple[str | None, int, str]:
+    """(state space, vector length, type)"""
+    mods = Mods(ins)
+    kind = mods.type()
+    space = mods.take(*SPACES)
+    vector = mods.take("v2", "v4", "v8")
+    while mods.take(*_HINTS):
+        pass
+    mods.done()
+    return space, int(vector[1]) if vector else 1, kind
+
+
+@op("ld", "ldu")
+def ld(ins: Instr, k: Decoder) -> Handler:
+    space, n, kind = _modifiers(ins)
+    targets = k.items(ins.args[0])
+    if len(targets) != n:
+        raise unmodelled(ins, "vector length")
+    wide = [k.dst_wide(t, kind) for t in targets]
+    where = address(k, ins.args[1], space)
+    dtype, place = DTYPES[kind], space_of(space)
+    if n == 1:
+        d, final = wide[0]
+
+        def one(w: Any, m: Any) -> None:
+            v = w.v
+            got = read(w, where(v), m, dtype, 1, place)
+            if m is True:
+                v[d][...] = got
+            else:
+                np.copyto(v[d], got.astype(final), where=m)
+
+        return one
+
+    def many(w: Any, m: Any) -> None:
+        v = w.v
+        got = read(w, where(v), m, dtype, n, place)
+        for i, (d, final) in enumerate(wide):
+            np.copyto(v[d], got[:, i].astype(final, copy=False), where=m)
+
+    return many
+
+
+@op("st")
+def st(ins: Instr, k: Decoder) -> Handler:
+    space, n, kind = _modifiers(ins)
+    items = k.items(ins.args[1])
+    if len(items) != n:
+        raise unmodelled(ins, "vector length")
+    sources = [k.src(x, kind) for x in items]
+    where = address(k, ins.args[0], space)
+    place = space_of(space)
+    if n == 1:
+        s = sources[0]
+
+        def one(w: Any, m: Any) -> None:
+            v = w.v
+            write(w, where(v), m, v[s], 1, place)
+
+        return one
+
+    def many(w: Any, m: Any) -> None:
+        v = w.v
+        write(w, where(v), m, np.stack([v[s] for s in sources], 1), n, place)
+
+    return many
+
+
+@op("st.async")
+def st_async(ins: Instr, k: Decoder) -> Handler:
+    """st.async[.weak].shared::cluster.mbarrier::complete_tx::bytes[.vN].type [a], b, [mbar]"""
+    from .mbarrier import complete_tx
+
+    mods = Mods(ins, 2)
+    kind = mods.type()
+    mods.take("weak", "relaxed")
+    mods.take("cluster")
+    if mods.take("shared::cluster") is None:
+        raise unmodelled(ins)
+    mods.take("mbarrier::complete_tx::bytes")
+    vector = mods.take("v2", "v4")
+    mods.done()
+    n = int(vector[1]) if vector else 1
+    where, bar = address(k, ins.args[0], "shared"), address(k, ins.args[2], "shared")
+    sources = [k.src(x, kind) for x in k.items(ins.args[1])]
+    size = np.dtype(DTYPES[kind]).itemsize * n
+
+    def run(w: Any, m: Any) -> None:
+        v = w.v
+        data = np.stack([v[s] for s in sources], 1) if n > 1 else v[sources[0]].copy()
+        a, b, mask = where(v).copy(), bar(v).copy(), w.lanes(m).copy()
+
+        def land() -> None:
+            write(w, a, mask, data, n, "cluster")
+            for lane in np.nonzero(mask)[0]:
+                complete_tx(w, int(b[lane]), size)
+
+        w.machine.issue(land, "st.async")
+
+    return run
+
+
+@op("prefetch", "prefetchu", "applypriority", "discard")
+def prefetch(ins: Instr, k: Decoder) -> Handler:
+    def run(w: Any, m: Any) -> None:
+        return None
+
+    return run
+
+
+@op("createpolicy")
+def createpolicy(ins: Instr, k: Decoder) -> Handler:
+    d = k.dst(ins.args[0], "u64")
+
+    def run(w: Any, m: Any) -> None:
+        np.copyto(w.v[d], np.uint64(0), where=m)
+
+    return run

@@ -1,0 +1,68 @@
+"""Fences, griddepcontrol, setmaxnreg, nanosleep, trap: PTX ISA 9.7.13.4-6, 9.7.13.13, 9.7.19.
+
+Execution here is sequentially consistent, so fences order nothing; they are still decoded strictly,
+because the hazard checker will give them meaning.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..decode import Decoder, Handler, op, unmodelled
+from ..errors import SoftGpuError
+from ..ptx import Instr
+
+
+def _nothing(w: Any, m: Any) -> None:
+    return None
+
+
+_FENCE_WORDS = {
+    "fence", "membar", "mbarrier_init", "release", "acquire", "acq_rel", "sc", "cta", "cluster",
+    "gpu", "sys", "gl", "proxy", "async", "async::generic", "alias", "tensormap::generic", "global",
+    "shared::cta", "shared::cluster", "async.shared::cta", "sync_restrict::shared::cta",
+    "sync_restrict::shared::cluster", "relaxed",
+}  # fmt: skip
+
+
+@op("fence", "membar")
+def fence(ins: Instr, k: Decoder) -> Handler:
+    if set(ins.parts) - _FENCE_WORDS:
+        raise unmodelled(ins)
+    return _nothing
+
+
+@op("griddepcontrol.wait", "griddepcontrol.launch_dependents")
+def griddepcontrol(ins: Instr, k: Decoder) -> Handler:
+    """Launches run one after the other, so the grids waited for have always finished."""
+    return _nothing
+
+
+@op("setmaxnreg")
+def setmaxnreg(ins: Instr, k: Decoder) -> Handler:
+    count = k.imm(ins.args[0])
+
+    def run(w: Any, m: Any) -> Any:
+        if not 24 <= count <= 256 or count % 8:
+            raise SoftGpuError(f"setmaxnreg {count}: expected a multiple of 8 from 24 to 256")
+        return w.join(m, -1, "setmaxnreg.sync")
+
+    return run
+
+
+@op("nanosleep")
+def nanosleep(ins: Instr, k: Decoder) -> Handler:
+    return _nothing
+
+
+@op("pmevent")
+def pmevent(ins: Instr, k: Decoder) -> Handler:
+    return _nothing
+
+
+@op("trap", "brkpt")
+def trap(ins: Instr, k: Decoder) -> Handler:
+    def run(w: Any, m: Any) -> None:
+        raise SoftGpuError(f"the kernel executed {ins.opcode}")
+
+    return run

@@ -1,0 +1,275 @@
+"""Tensor copies through a tensor map: PTX ISA 5.5 (tensors), 9.7.9.25.5 (cp.async.bulk.tensor).
+
+The tensor map's 128 bytes are decoded as the hardware's tiled format, version 2; the layout was read
+off maps that the exported host code encodes (element types, ranks 1-5, all swizzles).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..decode import Decoder, Handler, Mods, op, unmodelled
+from ..errors import DescriptorError, MemoryFault
+from ..ptx import Instr, Mem
+from .copy_async import lanes_of, spread
+from .load_store import address
+from .mbarrier import complete_tx, find
+
+_ELEMENT = {0: ("u8", 1), 1: ("u16", 2), 2: ("u32", 4), 3: ("s32", 4), 6: ("f16", 2),
+            7: ("f32", 4), 10: ("bf16", 2)}  # fmt: skip
+_SWIZZLE_BITS = {0: 0, 1: 1, 2: 3, 3: 7}  # mask of the XOR: none, 32, 64, 128 bytes
+_SWIZZLE_SPAN = {0: 256, 1: 32, 2: 64, 3: 128}
+
+
+@dataclass(frozen=True)
+class TensorMap:
+    """A decoded tensor map.
+
+    Attributes:
+        address: of element 0.  rank: 1 to 5.  element: bytes of an element.
+        extent: elements of each dimension, innermost first.
+        stride: bytes of dimensions 1 .. rank-1.
+        box: elements of each dimension of a copy.
+        swizzle: 0 none, 1 32 bytes, 2 64 bytes, 3 128 bytes.
+    """
+
+    address: int
+    rank: int
+    element: int
+    extent: tuple[int, ...]
+    stride: tuple[int, ...]
+    box: tuple[int, ...]
+    swizzle: int
+
+    @property
+    def box_bytes(self) -> int:
+        n = self.element
+        for b in self.box:
+            n *= b
+        return n
+
+
+def decode_map(raw: bytes) -> TensorMap:
+    """Decodes 128 bytes.  Raises DescriptorError for what is not understood."""
+    w = np.frombuffer(raw, np.uint64)
+    words = [int(x) for x in w]
+    flags = words[1] & 0xFFFFFFFF
+    if flags & 0xF != 2:
+        raise DescriptorError(f"tensor map: flags {flags:#x} are not those of a tiled map")
+    rank, kind = (flags >> 4 & 7) + 1, flags >> 7 & 15
+    if kind not in _ELEMENT:
+        raise DescriptorError(f"tensor map: element type {kind} is not understood")
+    if flags >> 11 & 3:
+        raise DescriptorError("tensor map: interleaved layouts are not modelled")
+    extent = [words[4] & 0xFFFFFFFF, words[4] >> 32, words[5] & 0xFFFFFFFF, words[5] >> 32,
+              words[6] & 0xFFFFFFFF]  # fmt: skip
+    high = words[3] >> 32
+    stride = [words[1] >> 32, words[2] & 0xFFFFFFFF, words[2] >> 32, words[3] & 0xFFFFFFFF]
+    stride = [(s | (high >> (4 * i) & 15) << 32) << 4 for i, s in enumerate(stride)]
+    box = [words[6] >> 56, *(words[7] >> (8 * i) & 255 for i in range(4))]
+    return TensorMap(
+        words[0], rank, _ELEMENT[kind][1], tuple(e + 1 for e in extent[:rank]),
+        tuple(stride[: rank - 1]), tuple(b + 1 for b in box[:rank]), flags >> 13 & 3,
+    )  # fmt: skip
+
+
+def check_map(t: TensorMap, shared: int) -> None:
+    """What the hardware requires of a map and a shared address."""
+    inner = t.box[0] * t.element
+    if t.address & 15 or any(s & 15 for s in t.stride):
+        raise DescriptorError(f"tensor map: address and strides must be multiples of 16: {t}")
+    if inner & 15:
+        raise DescriptorError(f"tensor map: inner box of {inner} bytes, expected a multiple of 16")
+    if t.swizzle and inner > _SWIZZLE_SPAN[t.swizzle]:
+        raise DescriptorError(
+            f"tensor map: inner box of {inner} bytes exceeds the {_SWIZZLE_SPAN[t.swizzle]}-byte "
+            "swizzle"
+        )
+    if shared & 127:
+        raise MemoryFault(f"tensor copy: shared address {shared:#x} is not a multiple of 128")
+
+
+def shared_index(shared: int, rows: int, inner: int, swizzle: int) -> NDArray[np.int64]:
+    """16-byte chunk indices of a dense box (rows of ``inner`` bytes) at ``shared``, (rows, chunks)."""
+    chunk = (shared >> 4) + np.arange(rows * (inner >> 4), dtype=np.int64)
+    if swizzle:
+        chunk ^= (chunk >> 3) & _SWIZZLE_BITS[swizzle]
+    return chunk.reshape(rows, inner >> 4)
+
+
+def _rows(t: TensorMap, coords: list[int]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """(byte offset, inside) of every row of the box: all dimensions but the innermost."""
+    offset, inside = np.zeros(1, np.int64), np.ones(1, bool)
+    for d in range(1, t.rank):
+        at = coords[d] + np.arange(t.box[d], dtype=np.int64)
+        ok = (at >= 0) & (at < t.extent[d])
+        offset = (at[:, None] * t.stride[d - 1] + offset[None, :]).reshape(-1)
+        inside = (ok[:, None] & inside[None, :]).reshape(-1)
+    return offset, inside
+
+
+def _inner(t: TensorMap, x: int) -> tuple[int, int]:
+    """Elements of the innermost dimension that are inside: [first, last) of the box."""
+    return max(0, -x), min(t.box[0], t.extent[0] - x)
+
+
+def load(w: Any, t: TensorMap, coords: list[int], targets: list[int]) -> None:
+    """Copies the box to every target; elements outside the tensor become zero."""
+    offset, inside = _rows(t, coords)
+    inner = t.box[0] * t.element
+    data = np.zeros((len(offset), inner), np.uint8)
+    first, last = _inner(t, coords[0])
+    if last > first:
+        start, n = (coords[0] + first) * t.element, (last - first) * t.element
+        _gather(w, t, offset, inside, start, n, data[:, first * t.element : last * t.element])
+    chunks = data.view(np.uint64).reshape(len(offset), inner >> 4, 2)
+    for target in targets:
+        w.shared.check(np.array([target], np.uint32), data.size, None, "tensor load", 16)
+        index = shared_index(target, len(offset), inner, t.swizzle)
+        w.shared.view(np.uint64, 2)[index] = chunks
+
+
+def _gather(
+    w: Any, t: TensorMap, offset: Any, inside: Any, start: int, n: int, out: NDArray[np.uint8]
+) -> None:
+    at = t.address + offset + start
+    if not inside.any():
+        return
+    low, high = int(at[inside].min()), int(at[inside].max())
+    region = w.machine.memory.find(low)
+    if region is not None and high + n <= region.end:
+        index = np.where(inside, at - region.base, low - region.base)[:, None] + np.arange(n)
+        out[inside] = region.bytes[index][inside]
+        return
+    for i in np.nonzero(inside)[0]:
+        out[i] = w.machine.memory.read(int(at[i]), n, "tensor load")
+
+
+def store(w: Any, t: TensorMap, coords: list[int], source: int) -> None:
+    """Copies the box from shared memory; elements outside the tensor are dropped."""
+    offset, inside = _rows(t, coords)
+    inner = t.box[0] * t.element
+    w.shared.check(np.array([source], np.uint32), len(offset) * inner, None, "tensor store", 16)
+    index = shared_index(source, len(offset), inner, t.swizzle)
+    data = w.shared.view(np.uint64, 2)[index].reshape(len(offset), -1).view(np.uint8)
+    first, last = _inner(t, coords[0])
+    if last <= first:
+        return
+    start, n = (coords[0] + first) * t.element, (last - first) * t.element
+    for i in np.nonzero(inside)[0]:
+        to = w.machine.memory.read(t.address + int(offset[i]) + start, n, "tensor store")
+        to[:] = data[i, first * t.element : last * t.element]
+
+
+def _map_of(w: Any, at: int, cache: dict[bytes, TensorMap]) -> TensorMap:
+    if at & 63:
+        raise DescriptorError(f"tensor map at {at:#x}: must be aligned to 64 bytes")
+    raw = w.machine.memory.read(at, 128, "tensor map load").tobytes()
+    if raw not in cache:
+        cache[raw] = decode_map(raw)
+    return cache[raw]
+
+
+@op("cp.async.bulk.tensor")
+def tensor(ins: Instr, k: Decoder) -> Handler:
+    mods = Mods(ins, 4)
+    dim = mods.take("1d", "2d", "3d", "4d", "5d")
+    mods.take("tile")
+    if mods.left and mods.left[0] == "global":
+        return _tensor_store(ins, k, mods, int((dim or "0")[0]))
+    target = mods.take("shared::cluster", "shared::cta", "shared")
+    mods.take("global")
+    mods.take("mbarrier::complete_tx::bytes")
+    multicast = mods.flag("multicast::cluster")
+    mods.take("L2::cache_hint")
+    mods.done()
+    if target is None or dim is None:
+        raise unmodelled(ins)
+    operand = ins.args[1]
+    assert isinstance(operand, Mem) and operand.coords is not None
+    to, bar = address(k, ins.args[0], "shared"), address(k, ins.args[2], "shared")
+    base, offset = k.mem(Mem(operand.base, operand.offset))
+    coords = [k.src(c, "s32") for c in operand.coords]
+    mask = k.src(ins.args[3], "u16") if multicast else -1
+    rank = int(dim[0])
+    cache: dict[bytes, TensorMap] = {}
+
+    def run(w: Any, m: Any) -> None:
+        v = w.v
+        for lane in lanes_of(m):
+            t = _map_of(w, int(v[base][lane]) + offset, cache)
+            if t.rank != rank:
+                raise DescriptorError(f"{rank}d copy through a tensor map of rank {t.rank}")
+            d, b = int(to(v)[lane]), int(bar(v)[lane])
+            check_map(t, d)
+            if target == "shared::cta" and d >> 24 != w.block.rank:
+                raise MemoryFault(f"tensor load to shared::cta: {d:#x} is not in this CTA")
+            at = [int(v[c][lane]) for c in coords]
+            ranks = None
+            if multicast:
+                bits = int(v[mask][lane])
+                ranks = [r for r in range(16) if bits >> r & 1]
+                if not ranks or ranks[-1] >= w.shared.ctas:
+                    raise MemoryFault(
+                        f"multicast mask {bits:#x}: the cluster has {w.shared.ctas} CTAs"
+                    )
+            targets, bars = spread(d, ranks), spread(b, ranks)
+            for x in bars:
+                find(w, x, "tensor load")
+
+            def land(
+                t: TensorMap = t, at: Any = at, targets: Any = targets, bars: Any = bars
+            ) -> None:
+                load(w, t, at, targets)
+                for x in bars:
+                    complete_tx(w, x, t.box_bytes)
+
+            w.machine.issue(land, ins.opcode)
+
+    return run
+
+
+def _tensor_store(ins: Instr, k: Decoder, mods: Mods, rank: int) -> Handler:
+    """cp.async.bulk.tensor.Nd.global.shared::cta.tile.bulk_group [map, {coords}], [src]"""
+    mods.take("global")
+    mods.take("shared::cta", "shared")
+    if not mods.flag("bulk_group"):
+        raise unmodelled(ins)
+    mods.take("L2::cache_hint")
+    mods.done()
+    operand = ins.args[0]
+    assert isinstance(operand, Mem) and operand.coords is not None
+    source = address(k, ins.args[1], "shared")
+    base, offset = k.mem(Mem(operand.base, operand.offset))
+    coords = [k.src(c, "s32") for c in operand.coords]
+    cache: dict[bytes, TensorMap] = {}
+
+    def run(w: Any, m: Any) -> None:
+        v = w.v
+        for lane in lanes_of(m):
+            t = _map_of(w, int(v[base][lane]) + offset, cache)
+            if t.rank != rank:
+                raise DescriptorError(f"{rank}d copy through a tensor map of rank {t.rank}")
+            s = int(source(v)[lane])
+            check_map(t, s)
+            at = [int(v[c][lane]) for c in coords]
+
+            def land(t: TensorMap = t, at: Any = at, s: int = s) -> None:
+                store(w, t, at, s)
+                w.machine.version += 1
+
+            w.bulk_groups[-1].append(w.machine.issue(land, ins.opcode))
+
+    return run
+
+
+@op("cp.async.bulk.prefetch.tensor")
+def tensor_prefetch(ins: Instr, k: Decoder) -> Handler:
+    def run(w: Any, m: Any) -> None:
+        return None
+
+    return run

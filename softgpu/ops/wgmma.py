@@ -1,0 +1,193 @@
+"""wgmma: PTX ISA 9.7.15 (asynchronous warpgroup level matrix instructions).
+
+Every warp computes its 16 rows when it issues the instruction; fence, commit and wait are decoded but
+order nothing yet.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .. import floats
+from ..decode import Decoder, Handler, op, unmodelled
+from ..errors import DescriptorError
+from ..ptx import Imm, Instr, Not, Vec
+
+_OPCODE = re.compile(
+    r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k(\d+)\.f32\.(e4m3|e5m2|bf16|f16)\.(e4m3|e5m2|bf16|f16)$"
+)
+_PITCH = {1: 128, 2: 64, 3: 32}  # bytes of a swizzled row
+_XOR = {0: 0, 1: 7, 2: 3, 3: 1}
+
+
+@lru_cache(maxsize=4096)
+def _chunks(
+    rows: int, low: int, lbo: int, sbo: int, swizzle: int, mn_major: bool
+) -> NDArray[np.int64]:
+    """16-byte chunk indices, relative to the start address rounded down to 1024 bytes.
+
+    K-major: (rows, 2), the two chunks of a 32-byte row.  MN-major (16-bit types, K = 16):
+    (16, rows / 8), for each k the chunks of 8 consecutive rows.  ``low`` is start modulo 1024.
+    Canonical layouts: PTX ISA 9.7.15.5.1 (figures), offsets in bytes.
+    """
+    if not mn_major:
+        r, c = np.arange(rows)[:, None], np.arange(2)[None, :]
+        if swizzle == 0:
+            offset = r % 8 * 16 + r // 8 * sbo + c * lbo
+        else:
+            offset = r % 8 * _PITCH[swizzle] + r // 8 * sbo + c * 16
+    else:
+        kk, c = np.arange(16)[:, None], np.arange(rows // 8)[None, :]
+        if swizzle == 0:
+            offset = kk % 8 * 16 + kk // 8 * lbo + c * sbo
+        else:
+            per = _PITCH[swizzle] // 16
+            offset = kk % 8 * _PITCH[swizzle] + kk // 8 * sbo + c % per * 16 + c // per * lbo
+    a = low + offset
+    a = a ^ (((a >> 7) & _XOR[swizzle]) << 4)
+    out: NDArray[np.int64] = (a >> 4).astype(np.int64)
+    return out
+
+
+def operand_bytes(w: Any, descriptor: int, rows: int, mn_major: bool) -> NDArray[np.uint8]:
+    """A matrix operand through its descriptor: (rows, 32) bytes, K contiguous in each row."""
+    start = (descriptor & 0x3FFF) << 4
+    lbo, sbo = (descriptor >> 16 & 0x3FFF) << 4, (descriptor >> 32 & 0x3FFF) << 4
+    swizzle, offset = descriptor >> 62 & 3, descriptor >> 49 & 7
+    if offset:
+        raise DescriptorError("matrix descriptor: a base offset is not modelled")
+    index = _chunks(rows, start & 1023, lbo, sbo, swizzle, mn_major) + (
+        (w.block.base + (start & ~1023)) >> 4
+    )
+    top = int(index.max()) * 16 + 16 - w.block.base
+    if top > w.shared.limit:
+        raise DescriptorError(
+            f"matrix descriptor {descriptor:#018x}: reaches offset {top} of {w.shared.limit} bytes "
+            "of shared memory"
+        )
+    data: NDArray[np.uint8] = w.shared.view(np.uint64, 2)[index].view(np.uint8)
+    if not mn_major:
+        return data.reshape(rows, 32)
+    elements = data.reshape(16, rows, 2)
+    return np.ascontiguousarray(elements.transpose(1, 0, 2)).reshape(rows, 32)
+
+
+def decode_elements(raw: NDArray[np.uint8], kind: str) -> NDArray[np.float64]:
+    """(rows, 32) bytes -> (rows, K) float64."""
+    if kind == "e4m3":
+        return floats.E4M3_F64[raw]
+    if kind == "e5m2":
+        return floats.E5M2_F64[raw]
+    half = raw.view(np.uint16)
+    if kind == "bf16":
+        return floats.bf16_to_f32(half).astype(np.float64)
+    return half.view(np.float16).astype(np.float64)
+
+
+def _fragment_maps(n: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """C fragment: (row, column) of register r in lane l, each (n / 2, 32)."""
+    r, lane = np.arange(n // 2)[:, None], np.arange(32)[None, :]
+    row = lane // 4 + 8 * (r // 2 % 2)
+    column = 8 * (r // 4) + 2 * (lane % 4) + r % 2
+    return row, column
+
+
+def _a_registers(words: NDArray[np.uint32]) -> NDArray[np.uint8]:
+    """Four A registers (4, 32) -> (16, 32) bytes: register i + 2h holds row g + 8i, bytes 16h + 4c."""
+    grid = words.view(np.uint8).reshape(2, 2, 8, 4, 4)  # h, i, g, c, byte
+    return np.ascontiguousarray(grid.transpose(1, 2, 0, 3, 4)).reshape(16, 32)
+
+
+class _Registers:
+    """Several 32-bit registers read and written at once."""
+
+    def __init__(self, k: Decoder, items: tuple[Any, ...]) -> None:
+        slots = [k.slot(x.name) for x in items]
+        if any(width != 32 for width, _ in slots):
+            raise k.error("32-bit registers expected")
+        self.slots = np.array([s for _, s in slots])
+
+    def read(self, w: Any) -> NDArray[np.uint32]:
+        out: NDArray[np.uint32] = w.store[32][self.slots]
+        return out
+
+    def write(self, w: Any, values: NDArray[np.uint32]) -> None:
+        w.store[32][self.slots] = values
+
+
+def _flag(k: Decoder, operand: Any) -> Any:
+    """scale-d: immediate or predicate, the same in all lanes."""
+    if isinstance(operand, Imm):
+        value = operand.bits != 0
+        return lambda v: value
+    index, negated = k.pred(operand)
+    return lambda v: bool(v[index][0]) != negated
+
+
+@op("wgmma.mma_async")
+def mma(ins: Instr, k: Decoder) -> Handler:
+    match = _OPCODE.match(ins.opcode)
+    if match is None:
+        raise unmodelled(ins)
+    n, kk = int(match.group(1)), int(match.group(2))
+    a_kind, b_kind = match.group(3), match.group(4)
+    wide = a_kind in ("bf16", "f16")
+    if n % 8 or not 8 <= n <= 256 or kk != (16 if wide else 32):
+        raise unmodelled(ins, "shape")
+    d = _Registers(k, k.items(ins.args[0]))
+    from_registers = isinstance(ins.args[1], Vec)
+    a_regs = _Registers(k, k.items(ins.args[1])) if from_registers else None
+    a_desc = -1 if from_registers else k.src(ins.args[1], "u64")
+    b_desc = k.src(ins.args[2], "u64")
+    scale_d = _flag(k, ins.args[3]) if len(ins.args) > 3 else (lambda v: True)
+    rest = [k.imm(x) for x in ins.args[4:] if not isinstance(x, Not)]
+    sign_a, sign_b = (rest[0], rest[1]) if len(rest) > 1 else (1, 1)
+    trans = rest[2:]
+    a_mn = bool(trans[0]) if len(trans) == 2 else False
+    b_mn = bool(trans[-1]) if trans else False
+    row, column = _fragment_maps(n)
+    gather = np.empty((16, n), np.int64)
+    gather[row, column] = np.arange(n // 2)[:, None] * 32 + np.arange(32)[None, :]
+    scatter = row * n + column
+
+    def run(w: Any, m: Any) -> Any:
+        if m is not True:
+            wait = w.join(m, -1, "wgmma.sync")
+            if wait is not None:
+                return wait
+            raise DescriptorError("wgmma needs all 32 lanes of the warp")
+        v = w.v
+        if a_regs is not None:
+            a_raw = _a_registers(a_regs.read(w))
+        else:
+            rows = operand_bytes(w, int(v[a_desc][0]), 64, a_mn)
+            first = 16 * (w.index % 4)
+            a_raw = rows[first : first + 16]
+        b_raw = operand_bytes(w, int(v[b_desc][0]), n, b_mn)
+        a, b = decode_elements(a_raw, a_kind), decode_elements(b_raw, b_kind)
+        if sign_a == -1:
+            a = -a
+        if sign_b == -1:
+            b = -b
+        if scale_d(v):
+            acc = d.read(w).view(np.float32).reshape(-1)[gather]
+        else:
+            acc = np.zeros((16, n), np.float32)
+        result = w.machine.options.accumulate(acc, a, b, a_kind)
+        d.write(w, result.reshape(-1)[scatter].view(np.uint32))
+        return None
+
+    return run
+
+
+@op("wgmma.fence", "wgmma.commit_group", "wgmma.wait_group")
+def order(ins: Instr, k: Decoder) -> Handler:
+    def run(w: Any, m: Any) -> Any:
+        return w.join(m, -1, ins.opcode) if m is not True else None
+
+    return run
