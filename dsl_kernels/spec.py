@@ -2,7 +2,7 @@
 
 A spec names one compiled kernel.  Object files, exported symbols, test ids, benchmark labels,
 compile keys and ncu scripts all derive from it, so a name seen in one place can be pasted into any
-other.  This module imports nothing but the standard library: hosts without the compiler read it too.
+other.  This module imports nothing but the standard library: hosts without the compiler read it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,14 @@ TOKEN_TILE = 64
 Op = Literal["decode", "plan_decode", "merge", "append_kv", "quantize_q", "fetch_dequant"]
 Arch = Literal["sm_90a", "sm_100a"]
 
-OPS: tuple[str, ...] = ("decode", "plan_decode", "merge", "append_kv", "quantize_q", "fetch_dequant")
+OPS: tuple[str, ...] = (
+    "decode",
+    "plan_decode",
+    "merge",
+    "append_kv",
+    "quantize_q",
+    "fetch_dequant",
+)
 ARCHS: tuple[str, ...] = ("sm_90a", "sm_100a")
 PIPELINES: tuple[str, ...] = ("etap", "dual_wg")
 ROW_TILES: tuple[int, ...] = (16, 32, 64, 128)
@@ -88,7 +95,11 @@ class VariantSpec:
             raise ValueError(f"arch: expected one of {ARCHS}, got {self.arch!r}")
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.name in ("op", "arch") or field.name in AXES[self.op] or value == field.default:
+            if (
+                field.name in ("op", "arch")
+                or field.name in AXES[self.op]
+                or value == field.default
+            ):
                 continue
             raise ValueError(f"{field.name}: op {self.op!r} has no such axis, got {value!r}")
 

@@ -9,7 +9,7 @@ The k index inside a group of 16 tokens is *renamed* by the choice of prmt selec
 be stored without shuffles.  Two names are in use:
 
     ROWS_ON_M    k = 4c + 2q + e  stands for token 8q + 2c + e   (S = Q K^T, P through stmatrix)
-    TOKENS_ON_M  k = 2g + i       stands for token g + 8i        (S^T = K Q^T, P through stmatrix.trans)
+    TOKENS_ON_M  k = 2g + i       stands for token g + 8i        (S^T = K Q^T, stmatrix.trans)
 """
 
 from __future__ import annotations

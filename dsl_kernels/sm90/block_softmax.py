@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, const_expr
+from cutlass import Float32
 from cutlass.cute.nvgpu import warp, warpgroup
 
 from ..common.mma import F8, U16
@@ -33,8 +33,8 @@ def value_token(v: int) -> int:
 def block_p(acc_S, t, sigma, tile, factor, limit, ragged_from):
     """Finishes S and turns it into P' = exp2(t' - m' + 8), t' = s2 + log2 sigma_k.
 
-    ``sigma`` (16, 3): this thread's tokens' sigma, log2 sigma, 1/sigma in shared memory.  The column
-    factors are fetched three times rather than kept: registers are what this warpgroup lacks.
+    ``sigma`` (16, 3): this thread's tokens' sigma, log2 sigma, 1/sigma in shared memory, fetched
+    in three turns rather than kept: registers are what this warpgroup lacks.
     Returns (m'_0, m'_1, l_0, l_1) of the two rows; l sums unquantised P'/sigma over this thread's
     tokens.  Waits for the Q.K WGMMAs itself, so that the first fetch hides under them.
     """

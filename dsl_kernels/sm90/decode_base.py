@@ -15,9 +15,11 @@ CTA x owns rows x * rows_cta ... of them; rows past the end are zero-filled by T
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
+import cutlass.memory
 import cutlass.pipeline as pipeline
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float32, Int32, Int64, const_expr
@@ -25,13 +27,13 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_tensor
 
 from ..common.mma import BF16, F8, ROW_MAJOR, U8, U32, issue, one_stage, staged
+from ..common.smem import array
 from ..common.transpose import COLUMN_BLOCK
 from ..spec import KV_LORA_RANK as D
 from ..spec import QK_ROPE_HEAD_DIM as R
 from ..spec import TOKEN_TILE as TILE
 from ..spec import VariantSpec
 
-LN2 = math.log(2.0)
 LOG2E = math.log2(math.e)
 SMALLEST_SCALE = 2.0**-100  # append_kv's floor is 2^-80
 WARPGROUP = 128
@@ -41,7 +43,7 @@ DTYPES = {"bf16": cutlass.BFloat16, "f32": cutlass.Float32}
 def fake_args(spec: VariantSpec) -> list:
     """Symbolic arguments of the exported function, in ABI order (docs/architecture.md)."""
     b, s_q, h, pages, width, items, parts1, slots, rows_pad = (cute.sym_int() for _ in range(9))
-    byte_row = lambda n: cute.sym_int64(divisibility=n)
+    aligned = lambda n: cute.sym_int64(divisibility=n)
 
     def compact(dtype, shape, align=16):
         order = tuple(reversed(range(len(shape))))
@@ -55,9 +57,9 @@ def fake_args(spec: VariantSpec) -> list:
         compact(U8, (b, s_q, h, D)),
         compact(BF16, (b, s_q, h, R)),
         strided(Float32, (b, s_q, h), tuple(cute.sym_int64() for _ in range(3)), 4),
-        strided(U8, (pages, page, D), (byte_row(16), byte_row(16), 1)),
-        strided(BF16, (pages, page, R), (byte_row(8), byte_row(8), 1)),
-        strided(Float32, (pages, page), (byte_row(4), 1)),
+        strided(U8, (pages, page, D), (aligned(16), aligned(16), 1)),
+        strided(BF16, (pages, page, R), (aligned(8), aligned(8), 1)),
+        strided(Float32, (pages, page), (aligned(4), 1)),
         strided(Int32, (b, width), (cute.sym_int64(), 1), 4),
         compact(Int32, (b,), 4),
         compact(Int32, (items, 4)),
@@ -73,8 +75,67 @@ def fake_args(spec: VariantSpec) -> list:
     ]
 
 
+class Tma(NamedTuple):
+    """TMA atoms, coordinate tensors: Q (rows, k, b), cache (tokens of a page, k, page)."""
+
+    qc: cute.CopyAtom
+    qc_coords: cute.Tensor
+    qr: cute.CopyAtom
+    qr_coords: cute.Tensor
+    kc: cute.CopyAtom
+    kc_coords: cute.Tensor
+    kr: cute.CopyAtom
+    kr_coords: cute.Tensor
+
+
+class Gmem(NamedTuple):
+    """Tensors that are read and written without TMA."""
+
+    q_scale: cute.Tensor  # (b, s_q, h)
+    scale: cute.Tensor  # (pages, P)
+    block_table: cute.Tensor  # (b, width)
+    cache_seqlens: cute.Tensor  # (b,)
+    work_items: cute.Tensor  # (n_items, 4): batch, first tile, last tile, slot
+    part_begin: cute.Tensor  # (parts + 1,)
+    out: cute.Tensor  # (b, s_q, h, 512)
+    lse: cute.Tensor  # (b, h, s_q)
+    o_accum: cute.Tensor  # (slots, rows_pad, 512)
+    lse_accum: cute.Tensor  # (slots, rows_pad)
+
+
+class Call(NamedTuple):
+    """Scalars of a call."""
+
+    num_heads: Int32
+    rows: Int32  # num_heads * s_q
+    softmax_scale: Float32
+    causal: Int32
+    lse_factor: Float32
+    empty_lse: Float32
+
+
+class Layouts(NamedTuple):
+    """Shared-memory layouts of Q, K ring and P."""
+
+    qc: cute.ComposedLayout
+    qr: cute.ComposedLayout
+    kc: cute.ComposedLayout
+    kr: cute.ComposedLayout
+    p: cute.ComposedLayout
+
+
 class DecodeBase:
-    """Host half, and the roles that do not depend on the pipeline."""
+    """Host half, and the roles that do not depend on the pipeline.
+
+    A pipeline provides ``layouts()``, ``storage()``, ``init_barriers(st)``, ``math_roles(...)`` and
+    the class attributes below.
+    """
+
+    threads: int
+    q_consumer_warps: int
+    k_consumer_warps: int
+    producer_regs: int
+    scale_warp: bool  # does the pipeline want prepare_scales?
 
     few_rows = False  # S^T = K Q^T instead of S = Q K^T
 
@@ -89,7 +150,53 @@ class DecodeBase:
 
     # ---------------------------------------------------------------- host half
 
-    def tma_kv(self, content, rope, l_kc, l_kr):
+    @cute.jit
+    def __call__(
+        self,
+        q_nope: cute.Tensor, q_rope: cute.Tensor, q_scale: cute.Tensor, content: cute.Tensor,
+        rope: cute.Tensor, scale: cute.Tensor, block_table: cute.Tensor,
+        cache_seqlens: cute.Tensor, work_items: cute.Tensor, part_begin: cute.Tensor,
+        out: cute.Tensor, lse: cute.Tensor, o_accum: cute.Tensor, lse_accum: cute.Tensor,
+        softmax_scale: Float32, causal: Int32, lse_factor: Float32, empty_lse: Float32, stream,
+    ):  # fmt: skip
+        layouts = self.layouts()
+        self.Storage = self.storage(layouts)
+        tma = Tma(*self.tma_q(q_nope, q_rope, layouts), *self.tma_kv(content, rope, layouts))
+        gmem = Gmem(
+            q_scale, scale, block_table, cache_seqlens, work_items, part_begin, out, lse, o_accum,
+            lse_accum,
+        )  # fmt: skip
+        rows = q_nope.shape[1] * q_nope.shape[2]
+        call = Call(q_nope.shape[2], rows, softmax_scale, causal, lse_factor, empty_lse)
+        self.kernel(tma, gmem, call).launch(
+            grid=(cute.ceil_div(rows, self.spec.row_tile) * self.cluster,
+                  cute.size(part_begin) - 1, 1),
+            block=(self.threads, 1, 1), cluster=(self.cluster, 1, 1),
+            stream=stream, min_blocks_per_mp=1, use_pdl=True,
+        )  # fmt: skip
+
+    def common_fields(self, layouts):
+        """Barriers of the roles that live here."""
+        return dict(
+            q_bar=array(Int64, 2 * self.q_stages),
+            k_bar=array(Int64, 2 * self.stages),
+            sigma_bar=array(Int64, self.stages),
+        )
+
+    def tile_fields(self, layouts):
+        """Scales, Q, K ring and P; the tiles start at multiples of the 1024-byte swizzle period."""
+        size = cute.cosize
+        return dict(
+            sigma=array(Float32, 3 * padded_size(TILE) * self.stages, 128),
+            ks=array(Float32, TILE * self.stages, 128),
+            qc=array(F8, size(layouts.qc), 1024),
+            kc=array(F8, size(layouts.kc), 1024),
+            kr=array(BF16, size(layouts.kr), 1024),
+            qr=array(BF16, size(layouts.qr), 1024),
+            p=array(F8, size(layouts.p), 1024),
+        )
+
+    def tma_kv(self, content, rope, layouts):
         """TMA atoms and coordinate tensors of the cache, one box of ``self.box`` tokens each."""
         op = (
             cpasync.CopyBulkTensorTileG2SMulticastOp()
@@ -97,7 +204,7 @@ class DecodeBase:
             else cpasync.CopyBulkTensorTileG2SOp()
         )
         out = []
-        for t, dtype, layout, width in ((content, F8, l_kc, D), (rope, BF16, l_kr, R)):
+        for t, dtype, layout, width in ((content, F8, layouts.kc, D), (rope, BF16, layouts.kr, R)):
             view = cute.make_tensor(
                 cute.recast_ptr(t.iterator, dtype=dtype), cute.select(t.layout, mode=[1, 2, 0])
             )
@@ -112,12 +219,12 @@ class DecodeBase:
             )[:2]
         return out
 
-    def tma_q(self, q_nope, q_rope, l_qc, l_qr):
+    def tma_q(self, q_nope, q_rope, layouts):
         """TMA atoms and coordinate tensors of Q as (rows, k, b)."""
         b, s_q, h, _ = q_nope.shape
         rows = s_q * h
         out = []
-        for t, dtype, layout, width in ((q_nope, F8, l_qc, D), (q_rope, BF16, l_qr, R)):
+        for t, dtype, layout, width in ((q_nope, F8, layouts.qc, D), (q_rope, BF16, layouts.qr, R)):
             batch_stride = cute.assume(Int64(rows) * width, divby=width)
             view = cute.make_tensor(
                 cute.recast_ptr(t.iterator, dtype=dtype),
@@ -125,42 +232,71 @@ class DecodeBase:
             )
             out += list(
                 cpasync.make_tiled_tma_atom(
-                    cpasync.CopyBulkTensorTileG2SOp(), view, one_stage(layout), (self.rows_cta, width)
+                    cpasync.CopyBulkTensorTileG2SOp(),
+                    view,
+                    one_stage(layout),
+                    (self.rows_cta, width),
                 )
             )[:2]
         return out
 
-    def kv_bytes(self):
-        return TILE * (D + 2 * R + 4)
+    # ---------------------------------------------------------------- device: entry
 
-    def q_bytes(self):
-        return self.rows_cta * (D + 2 * R)
+    @cute.kernel
+    def kernel(self, tma: Tma, gmem: Gmem, call: Call):
+        tidx, _, _ = cute.arch.thread_idx()
+        _, part, _ = cute.arch.block_idx()
+        warp_id = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        wg = cute.arch.make_warp_uniform(tidx // WARPGROUP)
+        layouts = self.layouts()
+        st = cutlass.memory.SmemAllocator().allocate(self.Storage)
+        if warp_id == 0:
+            for atom in (tma.qc, tma.qr, tma.kc, tma.kr):
+                cpasync.prefetch_descriptor(atom)
+            with cute.arch.elect_one():
+                self.init_barriers(st)
+            cute.arch.mbarrier_init_fence()
+        q_pipe, k_pipe = self.make_pipes(st)
 
-    def grid(self, q_nope, part_begin):
-        rows = q_nope.shape[1] * q_nope.shape[2]
-        m_blocks = cute.ceil_div(rows, self.spec.row_tile)
-        return (m_blocks * self.cluster, cute.size(part_begin) - 1, 1)
+        cute.arch.griddepcontrol_wait()  # q, the cache and the plan come from the kernels before
+        span = (gmem.part_begin[part], gmem.part_begin[part + 1])
+        if wg == 0:
+            cute.arch.setmaxregister_decrease(self.producer_regs)
+            if warp_id == 0:
+                self.produce_kv(st, layouts, k_pipe, tma, gmem, span)
+                cute.arch.griddepcontrol_launch_dependents()
+            elif warp_id == 1:
+                self.produce_q(st, layouts, q_pipe, tma, gmem, span)
+            elif warp_id == 2:
+                self.prepare_scales(st, k_pipe, gmem, span)
+        else:
+            self.math_roles(st, layouts, q_pipe, k_pipe, gmem, call, span, wg - 1)
+        if const_expr(self.cluster > 1):
+            # the peer signals barriers in this CTA's shared memory: leave together
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
 
     # ---------------------------------------------------------------- device: producers
 
-    def make_k_pipe(self, storage, consumer_warps: int):
+    def make_pipes(self, st):
+        """(q_pipe, k_pipe): TMA bytes fill a stage, one lane of each reading warp frees it."""
         group = lambda n: pipeline.CooperativeGroup(pipeline.Agent.Thread, n)
+        q_pipe = pipeline.PipelineTmaAsync.create(
+            barrier_storage=st.q_bar.data_ptr(), num_stages=self.q_stages,
+            producer_group=group(1), consumer_group=group(self.q_consumer_warps),
+            tx_count=self.rows_cta * (D + 2 * R),
+        )  # fmt: skip
         extra = {}
         if self.cluster > 1:
             extra = dict(
                 cta_layout_vmnk=cute.make_layout((1, self.cluster, 1, 1)), mcast_mode_mn=(0, 1)
             )
-        return pipeline.PipelineTmaAsync.create(
-            barrier_storage=storage, num_stages=self.stages, producer_group=group(1),
-            consumer_group=group(consumer_warps * self.cluster), tx_count=self.kv_bytes(), **extra,
+        k_pipe = pipeline.PipelineTmaAsync.create(
+            barrier_storage=st.k_bar.data_ptr(), num_stages=self.stages, producer_group=group(1),
+            consumer_group=group(self.k_consumer_warps * self.cluster),
+            tx_count=TILE * (D + 2 * R + 4), **extra,
         )  # fmt: skip
-
-    def make_q_pipe(self, storage, consumer_warps: int):
-        group = lambda n: pipeline.CooperativeGroup(pipeline.Agent.Thread, n)
-        return pipeline.PipelineTmaAsync.create(
-            barrier_storage=storage, num_stages=self.q_stages, producer_group=group(1),
-            consumer_group=group(consumer_warps), tx_count=self.q_bytes(),
-        )  # fmt: skip
+        return q_pipe, k_pipe
 
     @cute.jit
     def page_of(self, block_table, batch, tile, lane, num_pages):
@@ -177,11 +313,10 @@ class DecodeBase:
         return page if page < num_pages else num_pages - 1
 
     @cute.jit
-    def produce_kv(self, st, k_pipe, items, begin, end, block_table, scale, tma, l_kc, l_kr):
+    def produce_kv(self, st, layouts, k_pipe, tma, gmem, span):
         """One warp: for each tile, content, RoPE and scales into the next free stage."""
-        a_kc, g_kc, a_kr, g_kr = tma
+        items, scale = gmem.work_items, gmem.scale
         lane = cute.arch.lane_idx()
-        s_kc, s_kr = staged(st.kc, l_kc), staged(st.kr, l_kr)
         s_ks = st.ks.get_tensor(cute.make_layout((TILE, self.stages)))
         rank = (
             cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
@@ -197,8 +332,8 @@ class DecodeBase:
                 cute.group_modes(tiles, 0, 2),
             )  # fmt: skip
 
-        kc_s, kc_g = part(a_kc, g_kc, s_kc, D)
-        kr_s, kr_g = part(a_kr, g_kr, s_kr, R)
+        kc_s, kc_g = part(tma.kc, tma.kc_coords, staged(st.kc, layouts.kc), D)
+        kr_s, kr_g = part(tma.kr, tma.kr_coords, staged(st.kr, layouts.kr), R)
         extra = {}
         if const_expr(self.cluster > 1):
             vmnk = cute.make_layout((1, self.cluster, 1, 1))
@@ -208,23 +343,20 @@ class DecodeBase:
         )
         num_pages = scale.shape[0]
         kst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
-        for i in cutlass.range(begin, end, unroll=1):
+        for i in cutlass.range(span[0], span[1], unroll=1):
             batch, first, last = items[i, 0], items[i, 1], items[i, 2]
-            page = self.page_of(block_table, batch, first, lane, num_pages)
+            page = self.page_of(gmem.block_table, batch, first, lane, num_pages)
             for tile in cutlass.range(first, last, unroll=1):
                 now = page
-                page = self.page_of(block_table, batch, tile + 1, lane, num_pages)
+                page = self.page_of(gmem.block_table, batch, tile + 1, lane, num_pages)
                 half = tile % max(self.spec.page_size // TILE, 1)
                 k_pipe.producer_acquire(kst)
                 bar = k_pipe.producer_get_barrier(kst)
                 for j in cutlass.range_constexpr(self.boxes):
                     p = cute.arch.make_warp_uniform(cute.arch.shuffle_sync(now, j))
-                    cute.copy(
-                        a_kc, kc_g[None, half, p], kc_s[None, j, kst.index], tma_bar_ptr=bar, **extra
-                    )
-                    cute.copy(
-                        a_kr, kr_g[None, half, p], kr_s[None, j, kst.index], tma_bar_ptr=bar, **extra
-                    )
+                    dst_c, dst_r = kc_s[None, j, kst.index], kr_s[None, j, kst.index]
+                    cute.copy(tma.kc, kc_g[None, half, p], dst_c, tma_bar_ptr=bar, **extra)
+                    cute.copy(tma.kr, kr_g[None, half, p], dst_r, tma_bar_ptr=bar, **extra)
                     with cute.arch.elect_one():
                         offset = Int64(p) * scale.stride[0] + half * self.box
                         src = cute.make_tensor(
@@ -237,39 +369,40 @@ class DecodeBase:
         k_pipe.producer_tail(kst)
 
     @cute.jit
-    def produce_q(self, st, q_pipe, items, begin, end, tma, l_qc, l_qr, row_block):
+    def produce_q(self, st, layouts, q_pipe, tma, gmem, span):
         """One warp: the row tile of each item's sequence."""
-        a_qc, g_qc, a_qr, g_qr = tma
-        s_qc, s_qr = staged(st.qc, l_qc), staged(st.qr, l_qr)
+        row_block, _, _ = cute.arch.block_idx()
 
         def part(atom, g, s, width):
             tiles = cute.local_tile(g, (self.rows_cta, width), (None, 0, None))
             return cpasync.tma_partition(
-                atom, 0, cute.make_layout(1), cute.group_modes(s, 0, 2), cute.group_modes(tiles, 0, 2)
-            )
+                atom, 0, cute.make_layout(1), cute.group_modes(s, 0, 2),
+                cute.group_modes(tiles, 0, 2),
+            )  # fmt: skip
 
-        qc_s, qc_g = part(a_qc, g_qc, s_qc, D)
-        qr_s, qr_g = part(a_qr, g_qr, s_qr, R)
+        qc_s, qc_g = part(tma.qc, tma.qc_coords, staged(st.qc, layouts.qc), D)
+        qr_s, qr_g = part(tma.qr, tma.qr_coords, staged(st.qr, layouts.qr), R)
         qst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.q_stages)
-        for i in cutlass.range(begin, end, unroll=1):
-            batch = items[i, 0]
+        for i in cutlass.range(span[0], span[1], unroll=1):
+            batch = gmem.work_items[i, 0]
             q_pipe.producer_acquire(qst)
             bar = q_pipe.producer_get_barrier(qst)
-            cute.copy(a_qc, qc_g[None, row_block, batch], qc_s[None, qst.index], tma_bar_ptr=bar)
-            cute.copy(a_qr, qr_g[None, row_block, batch], qr_s[None, qst.index], tma_bar_ptr=bar)
+            cute.copy(tma.qc, qc_g[None, row_block, batch], qc_s[None, qst.index], tma_bar_ptr=bar)
+            cute.copy(tma.qr, qr_g[None, row_block, batch], qr_s[None, qst.index], tma_bar_ptr=bar)
             qst.advance()
 
     # ---------------------------------------------------------------- scale warp
 
     @cute.jit
-    def prepare_scales(self, st, k_pipe, items, begin, end):
-        """sigma, log2 sigma, 1/sigma of each token, in the order a thread of an S fragment reads."""
+    def prepare_scales(self, st, k_pipe, gmem, span):
+        """sigma, log2 sigma, 1/sigma of each token, in the order a thread of S reads them."""
         lane = cute.arch.lane_idx()
+        first, last = span if const_expr(self.scale_warp) else (0, 0)
         s_ks = st.ks.get_tensor(cute.make_layout((TILE, self.stages)))
         out = st.sigma.get_tensor(cute.make_layout((padded_size(TILE), 3, self.stages)))
         kst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
-        for i in cutlass.range(begin, end, unroll=1):
-            for _ in cutlass.range(items[i, 1], items[i, 2], unroll=1):
+        for i in cutlass.range(first, last, unroll=1):
+            for _ in cutlass.range(gmem.work_items[i, 1], gmem.work_items[i, 2], unroll=1):
                 k_pipe.consumer_wait(kst)
                 for x in cutlass.range_constexpr(2):
                     token = lane + 32 * x
@@ -336,39 +469,49 @@ class DecodeBase:
         cute.arch.barrier(barrier_id=barrier_id, number_of_threads=128)
 
     @cute.jit
-    def finish_row(self, inv_s, l, frame, row, lse, lse_accum, batch, slot, facts):
-        """1/l of one row for the epilogue, LSE to memory; a row that saw no token gives 0."""
-        num_heads, rows, row_block, lse_factor, empty_lse = facts
-        empty = l == 0.0
-        value = 1.0 / l
-        inv_s[row_position(row, self.rows_cta)] = Float32(0.0) if empty else value
-        self.write_lse(
-            lse, lse_accum, batch, slot, row_block * self.rows_cta + row, num_heads, rows,
-            cute.math.log2(l, fastmath=True) + frame, lse_factor, empty_lse, empty,
-        )  # fmt: skip
-
-    @cute.jit
-    def row_facts(self, q_scale, batch, row, num_heads, rows, softmax_scale, seqlen, causal):
+    def row_facts(self, gmem, call, batch, row):
         """(factor of the logits in log2 units, number of visible tokens) of one query row."""
+        seqlen = gmem.cache_seqlens[batch]
         factor, limit = Float32(0.0), seqlen
-        if row < rows:
-            s = row // num_heads
-            factor = q_scale[batch, s, row - s * num_heads] * (softmax_scale * LOG2E)
-            if causal != 0:
-                limit = seqlen - (rows // num_heads - 1 - s)
+        if row < call.rows:
+            s = row // call.num_heads
+            q_scale = gmem.q_scale[batch, s, row - s * call.num_heads]
+            factor = q_scale * (call.softmax_scale * LOG2E)
+            if call.causal != 0:
+                limit = seqlen - (call.rows // call.num_heads - 1 - s)
         return factor, limit
 
     @cute.jit
-    def write_lse(self, lse, lse_accum, batch, slot, row, num_heads, rows, value, lse_factor,
-                  empty_lse, empty):  # fmt: skip
-        """LSE of one row: final, or in log2 units into the split's slot."""
+    def ragged_from(self, gmem, call, batch):
+        """First token that some row of the sequence must not see."""
+        hidden = call.rows // call.num_heads - 1 if call.causal != 0 else Int32(0)
+        return gmem.cache_seqlens[batch] - hidden
+
+    @cute.jit
+    def finish_row(self, gmem, call, batch, slot, row, row_sum, frame):
+        """LSE of row ``row`` of the sequence to memory, final or (log2) into the split's slot.
+
+        Returns 1/row_sum for the epilogue, 0 for a row that saw no token.
+        """
+        empty = row_sum == 0.0
+        value = cute.math.log2(row_sum, fastmath=True) + frame
         if slot < 0:
-            if row < rows:
-                s = row // num_heads
-                v = value * lse_factor
-                lse[batch, row - s * num_heads, s] = empty_lse if empty else v
+            if row < call.rows:
+                s = row // call.num_heads
+                final = value * call.lse_factor
+                gmem.lse[batch, row - s * call.num_heads, s] = call.empty_lse if empty else final
         else:
-            lse_accum[slot, row] = -Float32.inf if empty else value
+            gmem.lse_accum[slot, row] = -Float32.inf if empty else value
+        inverse = 1.0 / row_sum
+        return Float32(0.0) if empty else inverse
+
+    @cute.jit
+    def write_pair(self, gmem, call, batch, slot, row, channel, pair):
+        """Two neighbouring normalised channels of a row: into ``out``, or the split's slot."""
+        if slot < 0:
+            store_pair(gmem.out, (Int64(batch) * call.rows + row) * D + channel, pair)
+        else:
+            store_pair(gmem.o_accum, Int64(slot) * gmem.o_accum.stride[0] + row * D + channel, pair)
 
 
 @cute.jit
@@ -406,20 +549,14 @@ def row_position(row, rows: int):
     return (row % 8) // 2 * (rows // 4 + 4) + row // 8 * 2 + row % 2
 
 
-def kv_layouts(rows: int, stages: int, tokens_on_m: bool):
-    """Shared-memory layouts of the K tile; the bytes are the same for both operand roles."""
-    make = sm90.make_smem_layout_a if tokens_on_m else sm90.make_smem_layout_b
+def qk_layouts(rows: int, q_stages: int, k_stages: int, tokens_on_m: bool):
+    """(qc, qr, kc, kr): Q is operand A and K operand B, or the other way round."""
+    a, b = sm90.make_smem_layout_a, sm90.make_smem_layout_b
+    make_q, make_k = (b, a) if tokens_on_m else (a, b)
     tiler = (TILE, rows) if tokens_on_m else (rows, TILE)
     return (
-        make(ROW_MAJOR, (*tiler, D), F8, stages),
-        make(ROW_MAJOR, (*tiler, R), BF16, stages),
-    )
-
-
-def q_layouts(rows: int, stages: int, tokens_on_m: bool):
-    make = sm90.make_smem_layout_b if tokens_on_m else sm90.make_smem_layout_a
-    tiler = (TILE, rows) if tokens_on_m else (rows, TILE)
-    return (
-        make(ROW_MAJOR, (*tiler, D), F8, stages),
-        make(ROW_MAJOR, (*tiler, R), BF16, stages),
+        make_q(ROW_MAJOR, (*tiler, D), F8, q_stages),
+        make_q(ROW_MAJOR, (*tiler, R), BF16, q_stages),
+        make_k(ROW_MAJOR, (*tiler, D), F8, k_stages),
+        make_k(ROW_MAJOR, (*tiler, R), BF16, k_stages),
     )

@@ -8,9 +8,9 @@ tile into A fragments (common/transpose.py).
 Roles (4 warpgroups of 128 threads)
     wg 0  warp 0  KV producer     TMA: content, RoPE, scales of a 64-token tile into a free stage
           warp 1  Q producer      TMA: the row tile of each item
-          warp 2  scale warp      sigma_k -> (sigma, log2 sigma, 1/sigma) in fragment order
+          warp 2  scale warp      sigma_k -> sigma, log2 sigma, 1/sigma in fragment order
                                   (64 rows only; with few rows a thread has just two tokens)
-    wg 1          softmax         S = Q K^T (or S^T = K Q^T for <= 32 rows), block softmax, P8 -> smem
+    wg 1          softmax         S = Q K^T (S^T = K Q^T for <= 32 rows), block softmax, P8 -> smem
     wg 2, 3       P.V             O^T += beta * (V^T P8^T), half of d_v each, beta in fp32
 
 Timeline of tile i (one stage of the K ring)
@@ -21,8 +21,8 @@ Timeline of tile i (one stage of the K ring)
 
 Frames (log2 units).  A block has its own exponent frame m'_b = max_t(s2 + log2 sigma_k), so its
 largest P' is 2^8 whatever the row's running maximum is.  O and l live in frame ``m_ref``, which is
-*lazy*: it moves only when a block would exceed it by 2^60, so the usual step is one FFMA an element,
-O += beta * tmp with beta = 2^(m'_b - 8 - m_ref), and no rescale; nothing overflows however block
+*lazy*: it moves only when a block would exceed it by 2^60, so the usual step is one FFMA an
+element, O += beta * tmp with beta = 2^(m'_b - 8 - m_ref), and no rescale; nothing overflows however block
 maxima rise and fall.
 
 Shared memory, 64 rows and 4 stages (bytes)
@@ -34,28 +34,28 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-import cutlass.memory
 import cutlass.pipeline as pipeline
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float32, Int32, Int64, const_expr
-from cutlass.cute.nvgpu import cpasync, warp, warpgroup
+from cutlass.cute.nvgpu import warp, warpgroup
 
 from ..common import transpose
 from ..common.mma import BF16, F8, ROW_MAJOR, U16, issue, staged, tiled_mma, u16_view
+from ..common.smem import array, struct_of
 from ..spec import KV_LORA_RANK as D
 from ..spec import TOKEN_TILE as TILE
 from ..spec import VariantSpec
 from .block_softmax import NEVER, P_LOG2_MAX, block_p, move_frame, store_p
 from .decode_base import (
+    WARPGROUP,
     DecodeBase,
+    Layouts,
     fake_args,
-    kv_layouts,
     pad_layout,
     padded_size,
-    q_layouts,
+    qk_layouts,
     row_position,
     safe_reciprocal,
-    store_pair,
 )
 
 P_STAGES = 2
@@ -85,168 +85,79 @@ def build(spec: VariantSpec):
 
 
 class DecodeEtap(DecodeBase):
+    threads = 512
+    q_consumer_warps = SOFTMAX_WARPS
+    k_consumer_warps = SOFTMAX_WARPS + PV_WARPS
+
     def __init__(self, spec: VariantSpec):
         self.few_rows = spec.row_tile <= 32  # S^T = K Q^T
         super().__init__(spec, stages=4, q_stages=2 if self.few_rows else 1)
+        self.scale_warp = not self.few_rows
         self.names = transpose.TOKENS_ON_M if self.few_rows else transpose.ROWS_ON_M
-        # setmaxnreg hands out one pool of 65536 registers; asking for more hangs without a word
-        self.regs = (40, 120, 160) if self.few_rows else (24, 88, 200)
-        if sum(r * n for r, n in zip(self.regs, (128, 128, 256), strict=True)) > 65536:
-            raise ValueError(f"registers: {self.regs} exceed the SM's 65536")
+        # setmaxnreg hands out one pool of 65536 registers: 128, 128 and 256 threads
+        regs = (40, 120, 160) if self.few_rows else (24, 88, 200)
+        self.producer_regs, self.softmax_regs, self.pv_regs = regs
 
     # ---------------------------------------------------------------- host half
 
+    def layouts(self):
+        p = sm90.make_smem_layout_b(ROW_MAJOR, (64, self.rows_cta, TILE), F8, P_STAGES)
+        return Layouts(*qk_layouts(self.rows_cta, self.q_stages, self.stages, self.few_rows), p)
+
+    def mmas(self):
+        """(content, RoPE) of Q.K and P.V."""
+        n_s = self.rows_cta if self.few_rows else TILE
+        return (
+            tiled_mma(F8, n_s),
+            tiled_mma(BF16, n_s),
+            tiled_mma(F8, self.rows_cta, a_in_registers=True),
+        )
+
+    def storage(self, layouts):
+        rows, padded = self.rows_cta, padded_size(self.rows_cta)
+        return struct_of(
+            **self.common_fields(layouts),
+            p_bar=array(Int64, 2 * P_STAGES),  # full, empty
+            inv_bar=array(Int64, 2),  # full, empty
+            flag=array(Int32, 4 * P_STAGES, 16),  # did a frame of warp w's rows move?
+            beta=array(Float32, padded * P_STAGES, 128),
+            gamma=array(Float32, padded * P_STAGES, 128),
+            inv=array(Float32, padded, 128),  # 1 / row sum
+            across=array(Float32, 2 * 4 * rows, 128),  # few rows: maxima, sums of the warps
+            frame=array(Float32, rows, 128),
+            **self.tile_fields(layouts),
+        )
+
+    # ---------------------------------------------------------------- roles
+
     @cute.jit
-    def __call__(
-        self,
-        q_nope: cute.Tensor, q_rope: cute.Tensor, q_scale: cute.Tensor, content: cute.Tensor,
-        rope: cute.Tensor, scale: cute.Tensor, block_table: cute.Tensor,
-        cache_seqlens: cute.Tensor, work_items: cute.Tensor, part_begin: cute.Tensor,
-        out: cute.Tensor, lse: cute.Tensor, o_accum: cute.Tensor, lse_accum: cute.Tensor,
-        softmax_scale: Float32, causal: Int32, lse_factor: Float32, empty_lse: Float32, stream,
-    ):  # fmt: skip
-        rows, tokens_on_m = self.rows_cta, self.few_rows
-        n_s = rows if const_expr(tokens_on_m) else TILE
-        mmas = (tiled_mma(F8, n_s), tiled_mma(BF16, n_s), tiled_mma(F8, rows, a_in_registers=True))
-        l_qc, l_qr = q_layouts(rows, self.q_stages, tokens_on_m)
-        l_kc, l_kr = kv_layouts(rows, self.stages, tokens_on_m)
-        l_p = sm90.make_smem_layout_b(ROW_MAJOR, (64, rows, TILE), F8, P_STAGES)
-        tma_q = self.tma_q(q_nope, q_rope, l_qc, l_qr)
-        tma_kv = self.tma_kv(content, rope, l_kc, l_kr)
+    def init_barriers(self, st):
+        for i in cutlass.range_constexpr(P_STAGES):
+            cute.arch.mbarrier_init(st.p_bar.data_ptr() + i, SOFTMAX_WARPS)
+            cute.arch.mbarrier_init(st.p_bar.data_ptr() + P_STAGES + i, PV_WARPS)
+        for i in cutlass.range_constexpr(self.stages):
+            cute.arch.mbarrier_init(st.sigma_bar.data_ptr() + i, 1)
+        cute.arch.mbarrier_init(st.inv_bar.data_ptr(), SOFTMAX_WARPS)
+        cute.arch.mbarrier_init(st.inv_bar.data_ptr() + 1, PV_WARPS)
 
-        @cute.struct
-        class Storage:
-            q_bar: cute.struct.MemRange[cutlass.Int64, 2 * self.q_stages]
-            k_bar: cute.struct.MemRange[cutlass.Int64, 2 * self.stages]
-            sigma_bar: cute.struct.MemRange[cutlass.Int64, self.stages]
-            p_bar: cute.struct.MemRange[cutlass.Int64, 2 * P_STAGES]
-            inv_bar: cute.struct.MemRange[cutlass.Int64, 2]
-            flag: cute.struct.Align[cute.struct.MemRange[Int32, 4 * P_STAGES], 16]
-            beta: cute.struct.Align[cute.struct.MemRange[Float32, padded_size(rows) * P_STAGES], 128]
-            gamma: cute.struct.Align[cute.struct.MemRange[Float32, padded_size(rows) * P_STAGES], 128]
-            inv: cute.struct.Align[cute.struct.MemRange[Float32, padded_size(rows)], 128]
-            across: cute.struct.Align[cute.struct.MemRange[Float32, 2 * 4 * rows], 128]
-            frame: cute.struct.Align[cute.struct.MemRange[Float32, rows], 128]
-            sigma: cute.struct.Align[
-                cute.struct.MemRange[Float32, 3 * padded_size(TILE) * self.stages], 128
-            ]
-            ks: cute.struct.Align[cute.struct.MemRange[Float32, TILE * self.stages], 128]
-            qc: cute.struct.Align[cute.struct.MemRange[F8, cute.cosize(l_qc)], 1024]
-            kc: cute.struct.Align[cute.struct.MemRange[F8, cute.cosize(l_kc)], 1024]
-            kr: cute.struct.Align[cute.struct.MemRange[BF16, cute.cosize(l_kr)], 1024]
-            qr: cute.struct.Align[cute.struct.MemRange[BF16, cute.cosize(l_qr)], 1024]
-            p: cute.struct.Align[cute.struct.MemRange[F8, cute.cosize(l_p)], 1024]
-
-        self.Storage = Storage
-        a_qc, g_qc, a_qr, g_qr = tma_q
-        a_kc, g_kc, a_kr, g_kr = tma_kv
-        self.kernel(
-            a_qc, g_qc, a_qr, g_qr, a_kc, g_kc, a_kr, g_kr, q_scale, scale, block_table,
-            cache_seqlens, work_items, part_begin, out, lse, o_accum, lse_accum,
-            q_nope.shape[2], q_nope.shape[1] * q_nope.shape[2],
-            softmax_scale, causal, lse_factor, empty_lse, *mmas, l_qc, l_qr, l_kc, l_kr, l_p,
-        ).launch(
-            grid=self.grid(q_nope, part_begin), block=(512, 1, 1), cluster=(self.cluster, 1, 1),
-            stream=stream, min_blocks_per_mp=1, use_pdl=True,
-        )  # fmt: skip
-
-    # ---------------------------------------------------------------- device
-
-    @cute.kernel
-    def kernel(
-        self,
-        a_qc: cute.CopyAtom, g_qc: cute.Tensor, a_qr: cute.CopyAtom, g_qr: cute.Tensor,
-        a_kc: cute.CopyAtom, g_kc: cute.Tensor, a_kr: cute.CopyAtom, g_kr: cute.Tensor,
-        q_scale: cute.Tensor, scale: cute.Tensor, block_table: cute.Tensor,
-        cache_seqlens: cute.Tensor, work_items: cute.Tensor, part_begin: cute.Tensor,
-        out: cute.Tensor, lse: cute.Tensor, o_accum: cute.Tensor, lse_accum: cute.Tensor,
-        num_heads: Int32, rows: Int32, softmax_scale: Float32, causal: Int32, lse_factor: Float32,
-        empty_lse: Float32, mma_c: cute.TiledMma, mma_r: cute.TiledMma, mma_o: cute.TiledMma,
-        l_qc: cute.ComposedLayout, l_qr: cute.ComposedLayout, l_kc: cute.ComposedLayout,
-        l_kr: cute.ComposedLayout, l_p: cute.ComposedLayout,
-    ):  # fmt: skip
-        tidx, _, _ = cute.arch.thread_idx()
-        row_block, part, _ = cute.arch.block_idx()
-        warp_id = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        wg = cute.arch.make_warp_uniform(tidx // 128)
-        st = cutlass.memory.SmemAllocator().allocate(self.Storage)
-        if warp_id == 0:
-            for atom in (a_qc, a_qr, a_kc, a_kr):
-                cpasync.prefetch_descriptor(atom)
-            with cute.arch.elect_one():
-                for i in cutlass.range_constexpr(P_STAGES):
-                    cute.arch.mbarrier_init(st.p_bar.data_ptr() + i, SOFTMAX_WARPS)
-                    cute.arch.mbarrier_init(st.p_bar.data_ptr() + P_STAGES + i, PV_WARPS)
-                for i in cutlass.range_constexpr(self.stages):
-                    cute.arch.mbarrier_init(st.sigma_bar.data_ptr() + i, 1)
-                cute.arch.mbarrier_init(st.inv_bar.data_ptr(), SOFTMAX_WARPS)
-                cute.arch.mbarrier_init(st.inv_bar.data_ptr() + 1, PV_WARPS)
-            cute.arch.mbarrier_init_fence()
-        q_pipe = self.make_q_pipe(st.q_bar.data_ptr(), SOFTMAX_WARPS)
-        k_pipe = self.make_k_pipe(st.k_bar.data_ptr(), SOFTMAX_WARPS + PV_WARPS)
-
-        cute.arch.griddepcontrol_wait()  # q, the cache and the plan come from the kernels before
-        begin, end = part_begin[part], part_begin[part + 1]
-        producer_regs, softmax_regs, pv_regs = self.regs
+    @cute.jit
+    def math_roles(self, st, layouts, q_pipe, k_pipe, gmem, call, span, wg):
         if wg == 0:
-            cute.arch.setmaxregister_decrease(producer_regs)
-            if warp_id == 0:
-                self.produce_kv(st, k_pipe, work_items, begin, end, block_table, scale,
-                                (a_kc, g_kc, a_kr, g_kr), l_kc, l_kr)  # fmt: skip
-                cute.arch.griddepcontrol_launch_dependents()
-            elif warp_id == 1:
-                self.produce_q(st, q_pipe, work_items, begin, end, (a_qc, g_qc, a_qr, g_qr),
-                               l_qc, l_qr, row_block)  # fmt: skip
-            elif warp_id == 2:
-                if const_expr(not self.few_rows):
-                    self.prepare_scales(st, k_pipe, work_items, begin, end)
-        elif wg == 1:
-            if const_expr(softmax_regs < 128):
-                cute.arch.setmaxregister_decrease(softmax_regs)
-            self.softmax_loop(
-                st, q_pipe, k_pipe, work_items, begin, end, cache_seqlens, q_scale, lse, lse_accum,
-                (num_heads, rows, row_block, softmax_scale, causal, lse_factor, empty_lse),
-                (mma_c, mma_r), (l_qc, l_qr, l_kc, l_kr, l_p),
-            )  # fmt: skip
+            if const_expr(self.softmax_regs < 128):
+                cute.arch.setmaxregister_decrease(self.softmax_regs)
+            self.softmax_loop(st, layouts, q_pipe, k_pipe, gmem, call, span)
         else:
-            cute.arch.setmaxregister_increase(pv_regs)
-            self.pv_loop(
-                st, k_pipe, work_items, begin, end, cache_seqlens, out, o_accum,
-                (num_heads, rows, row_block, causal), wg - 2, mma_o, l_kc, l_p,
-            )  # fmt: skip
-        if const_expr(self.cluster > 1):
-            # the peer signals barriers in this CTA's shared memory: leave together
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()
+            cute.arch.setmaxregister_increase(self.pv_regs)
+            self.pv_loop(st, layouts, k_pipe, gmem, call, span, wg - 1)
 
     # ---------------------------------------------------------------- softmax warpgroup
 
     @cute.jit
-    def softmax_loop(self, st, q_pipe, k_pipe, items, begin, end, cache_seqlens, q_scale, lse,
-                     lse_accum, facts, mmas, layouts):  # fmt: skip
-        num_heads, rows, row_block, softmax_scale, causal, lse_factor, empty_lse = facts
-        mma_c, mma_r = mmas
-        l_qc, l_qr, l_kc, l_kr, l_p = layouts
-        tidx, _, _ = cute.arch.thread_idx()
-        ctid, lane = tidx % 128, tidx % 32
-        wwarp = cute.arch.make_warp_uniform(ctid // 32)
-        thr_c, thr_r = mma_c.get_slice(ctid), mma_r.get_slice(ctid)
-        q = (staged(st.qc, l_qc), staged(st.qr, l_qr))
-        k = (staged(st.kc, l_kc), staged(st.kr, l_kr))
-        a, b = (k, q) if const_expr(self.few_rows) else (q, k)
-        frags = (
-            mma_c.make_fragment_A(thr_c.partition_A(a[0])),
-            mma_c.make_fragment_B(thr_c.partition_B(b[0])),
-            mma_r.make_fragment_A(thr_r.partition_A(a[1])),
-            mma_r.make_fragment_B(thr_r.partition_B(b[1])),
-        )
-        n_s = self.rows_cta if const_expr(self.few_rows) else TILE
-        acc_S = cute.make_rmem_tensor(mma_c.partition_shape_C((64, n_s)), Float32)
-        p16 = u16_view(staged(st.p, l_p), l_p.inner)  # (rows, 32, stage)
-
-        # rows of this thread: two in S, rows_cta / 4 in S^T
-        n_rows = const_expr(self.rows_cta // 4 if self.few_rows else 2)
-        row_of = self.thread_rows(wwarp, lane)
+    def softmax_loop(self, st, layouts, q_pipe, k_pipe, gmem, call, span):
+        row_block, _, _ = cute.arch.block_idx()
+        acc_S, frags, p16 = self.softmax_fragments(st, layouts)
+        first_row, n_rows = row_block * self.rows_cta, const_expr(self.rows_per_thread())
+        row_of = self.thread_rows()
         m_ref = cute.make_rmem_tensor((n_rows,), Float32)
         l_run = cute.make_rmem_tensor((n_rows,), Float32)
         factor = cute.make_rmem_tensor((n_rows,), Float32)
@@ -256,55 +167,73 @@ class DecodeEtap(DecodeBase):
         kst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
         pst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, P_STAGES)
         inv_phase = Int32(1)
-        for i in cutlass.range(begin, end, unroll=1):
-            batch, first, last, slot = items[i, 0], items[i, 1], items[i, 2], items[i, 3]
-            seqlen = cache_seqlens[batch]
+        items = gmem.work_items
+        for i in cutlass.range(span[0], span[1], unroll=1):
+            batch, slot = items[i, 0], items[i, 3]
             for x in cutlass.range_constexpr(n_rows):
-                r = row_block * self.rows_cta + row_of[x]
-                factor[x], limit[x] = self.row_facts(
-                    q_scale, batch, r, num_heads, rows, softmax_scale, seqlen, causal
-                )
+                factor[x], limit[x] = self.row_facts(gmem, call, batch, first_row + row_of[x])
             m_ref.fill(NEVER)
             l_run.fill(0.0)
-            # tiles from here on hold a token that some row must not see
-            ragged_from = seqlen - (rows // num_heads - 1 if causal != 0 else 0)
+            ragged_from = self.ragged_from(gmem, call, batch)
+            rows_in = (factor, limit, ragged_from)
             q_pipe.consumer_wait(qst)
-            for tile in cutlass.range(first, last, unroll=1):
+            for tile in cutlass.range(items[i, 1], items[i, 2], unroll=1):
                 k_pipe.consumer_wait(kst)
-                self.issue_qk(mma_c, mma_r, acc_S, frags, qst.index, kst.index)
+                self.issue_qk(*self.mmas()[:2], acc_S, frags, qst.index, kst.index)
                 if const_expr(self.few_rows):
-                    self.block_few_rows(st, k_pipe, tile, acc_S, p16, kst, pst, factor, limit,
-                                        m_ref, l_run, ragged_from)  # fmt: skip
+                    self.block_few_rows(
+                        st, k_pipe, tile, acc_S, p16, kst, pst, rows_in, m_ref, l_run
+                    )
                 else:
-                    self.block_many_rows(st, k_pipe, tile, acc_S, p16, kst, pst, factor, limit,
-                                         m_ref, l_run, ragged_from)  # fmt: skip
+                    self.block_many_rows(
+                        st, k_pipe, tile, acc_S, p16, kst, pst, rows_in, m_ref, l_run
+                    )
                 kst.advance()
                 pst.advance()
             q_pipe.consumer_release(qst)
             qst.advance()
-            self.finish_rows(
-                st, inv_phase, m_ref, l_run, lse, lse_accum, batch, slot,
-                (num_heads, rows, row_block, lse_factor, empty_lse),
-            )  # fmt: skip
+            self.finish_rows(st, inv_phase, m_ref, l_run, gmem, call, batch, slot)
             inv_phase = inv_phase ^ 1
 
-    def thread_rows(self, wwarp, lane):
+    def softmax_fragments(self, st, layouts):
+        """S accumulator, descriptors of Q.K's operands, 16-bit view of P (rows, 32, stage)."""
+        tidx, _, _ = cute.arch.thread_idx()
+        mma_c, mma_r, _ = self.mmas()
+        q = (staged(st.qc, layouts.qc), staged(st.qr, layouts.qr))
+        k = (staged(st.kc, layouts.kc), staged(st.kr, layouts.kr))
+        a, b = (k, q) if self.few_rows else (q, k)
+        thr_c, thr_r = (m.get_slice(tidx % WARPGROUP) for m in (mma_c, mma_r))
+        frags = (
+            mma_c.make_fragment_A(thr_c.partition_A(a[0])),
+            mma_c.make_fragment_B(thr_c.partition_B(b[0])),
+            mma_r.make_fragment_A(thr_r.partition_A(a[1])),
+            mma_r.make_fragment_B(thr_r.partition_B(b[1])),
+        )
+        n_s = self.rows_cta if self.few_rows else TILE
+        acc_S = cute.make_rmem_tensor(mma_c.partition_shape_C((64, n_s)), Float32)
+        return acc_S, frags, u16_view(staged(st.p, layouts.p), layouts.p.inner)
+
+    def rows_per_thread(self) -> int:
+        return self.rows_cta // 4 if self.few_rows else 2
+
+    def thread_rows(self):
         """Rows of the tile that this thread's S (or S^T) fragment holds."""
+        tidx, _, _ = cute.arch.thread_idx()
+        lane, wwarp = tidx % 32, tidx % WARPGROUP // 32
         if self.few_rows:
             return [8 * (x // 2) + 2 * (lane % 4) + x % 2 for x in range(self.rows_cta // 4)]
         return [wwarp * 16 + lane // 4 + 8 * x for x in range(2)]
 
     @cute.jit
-    def block_many_rows(self, st, k_pipe, tile, acc_S, p16, kst, pst, factor, limit, m_ref, l_run,
-                        ragged_from):  # fmt: skip
+    def block_many_rows(self, st, k_pipe, tile, acc_S, p16, kst, pst, rows_in, m_ref, l_run):
         """Softmax of one block, S = Q K^T: a thread holds 2 rows x 16 tokens."""
         tidx, _, _ = cute.arch.thread_idx()
         lane = tidx % 32
-        wwarp = cute.arch.make_warp_uniform(tidx % 128 // 32)
+        wwarp = cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
         sigma = self.sigma_view(st, lane % 4, kst.index)
         cute.arch.mbarrier_wait(st.sigma_bar.data_ptr() + kst.index, kst.phase)
         t = cute.make_rmem_tensor((32,), Float32)
-        m0, m1, l0, l1 = block_p(acc_S, t, sigma, tile, factor, limit, ragged_from)
+        m0, m1, l0, l1 = block_p(acc_S, t, sigma, tile, *rows_in)
         k_pipe.consumer_release(kst)
         m, part = [m0, m1], [l0, l1]
         beta, gamma, moved = [None] * 2, [None] * 2, False
@@ -338,17 +267,13 @@ class DecodeEtap(DecodeBase):
             cute.arch.mbarrier_arrive(st.p_bar.data_ptr() + buf)
 
     @cute.jit
-    def block_few_rows(self, st, k_pipe, tile, acc_S, p16, kst, pst, factor, limit, m_ref, l_run,
-                       ragged_from):  # fmt: skip
-        """Softmax of one block, S^T = K Q^T: a thread holds 2 tokens x rows/4 rows.
-
-        The maximum runs along M: over the 8 lanes that share a quad position by shuffles, over the
-        four warps through shared memory (two buffers, so one barrier a block).
-        """
+    def block_few_rows(self, st, k_pipe, tile, acc_S, p16, kst, pst, rows_in, m_ref, l_run):
+        """Softmax of one block, S^T = K Q^T: a thread holds 2 tokens x rows/4 rows."""
         tidx, _, _ = cute.arch.thread_idx()
         lane = tidx % 32
-        wwarp = cute.arch.make_warp_uniform(tidx % 128 // 32)
+        wwarp = cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
         quad, n_rows = lane % 4, self.rows_cta // 4
+        factor, limit, ragged_from = rows_in
         s_ks = st.ks.get_tensor(cute.make_layout((TILE, self.stages)))
         sig, lg, inv = ([None] * 2 for _ in range(3))
         for i in cutlass.range_constexpr(2):
@@ -367,27 +292,7 @@ class DecodeEtap(DecodeBase):
                 x, i = 2 * (v // 4) + v % 2, v // 2 % 2
                 if tile * TILE + wwarp * 16 + lane // 4 + 8 * i >= limit[x]:
                     t[v] = -Float32.inf
-        m = [cute.arch.fmax(t[4 * (x // 2) + x % 2], t[4 * (x // 2) + x % 2 + 2]) for x in range(n_rows)]
-        for x in cutlass.range_constexpr(n_rows):
-            for off in cutlass.range_constexpr(3):
-                m[x] = cute.arch.fmax(m[x], cute.arch.shuffle_sync_bfly(m[x], 4 << off))
-        across = st.across.get_tensor(
-            cute.make_layout((2, self.rows_cta // 8, 4, 4, 2), stride=(1, 8, 2, self.rows_cta, 4 * self.rows_cta))
-        )  # ((e, j, quad), warp, buffer)
-        if lane < 4:
-            for j in cutlass.range_constexpr(n_rows // 2):
-                pair = cute.make_rmem_tensor((2,), Float32)
-                pair[0], pair[1] = m[2 * j], m[2 * j + 1]
-                cute.autovec_copy(pair, across[None, j, quad, wwarp, pst.index])
-        cute.arch.barrier(barrier_id=BAR_SOFTMAX, number_of_threads=128)
-        for j in cutlass.range_constexpr(n_rows // 2):
-            top = [Float32(NEVER), Float32(NEVER)]
-            for w in cutlass.range_constexpr(4):
-                pair = cute.make_rmem_tensor((2,), Float32)
-                cute.autovec_copy(across[None, j, quad, w, pst.index], pair)
-                for e in cutlass.range_constexpr(2):
-                    top[e] = cute.arch.fmax(top[e], pair[e])
-            m[2 * j], m[2 * j + 1] = top[0], top[1]
+        m = self.maxima_of_block(st, t, pst.index, wwarp, lane)
         beta = cute.make_rmem_tensor((n_rows,), Float32)
         gamma = cute.make_rmem_tensor((n_rows,), Float32)
         moved = False
@@ -403,7 +308,7 @@ class DecodeEtap(DecodeBase):
             moved = moved or m_ref[x] > old
         cute.arch.mbarrier_wait(st.p_bar.data_ptr() + P_STAGES + pst.index, pst.phase)
         self.store_p_few(t, p16, pst.index, wwarp, lane)
-        if ctid_is_first_quad(wwarp, lane):
+        if (wwarp == 0) & (lane < 4):
             pad = pad_layout(self.rows_cta)
             size = padded_size(self.rows_cta)
             beta_s = cute.make_tensor(st.beta.data_ptr() + pst.index * size, pad)
@@ -411,6 +316,39 @@ class DecodeEtap(DecodeBase):
             cute.autovec_copy(beta, beta_s[None, quad])
             cute.autovec_copy(gamma, gamma_s[None, quad])
         self.hand_over(st, pst.index, cute.arch.vote_any_sync(moved), wwarp, lane)
+
+    @cute.jit
+    def maxima_of_block(self, st, t, buf, wwarp, lane):
+        """Row maxima of an S^T fragment over all 64 tokens, in every thread that holds the row.
+
+        The maximum runs along M: over the 8 lanes that share a quad position by shuffles, over the
+        four warps through shared memory (two buffers, so one barrier a block is enough).
+        """
+        rows, quad, n_rows = self.rows_cta, lane % 4, const_expr(self.rows_cta // 4)
+        across = st.across.get_tensor(  # ((e, j, quad), warp, buffer)
+            cute.make_layout((2, rows // 8, 4, 4, 2), stride=(1, 8, 2, rows, 4 * rows))
+        )
+        m = [None] * n_rows
+        for x in cutlass.range_constexpr(n_rows):
+            v = 4 * (x // 2) + x % 2
+            m[x] = cute.arch.fmax(t[v], t[v + 2])
+            for off in cutlass.range_constexpr(3):
+                m[x] = cute.arch.fmax(m[x], cute.arch.shuffle_sync_bfly(m[x], 4 << off))
+        if lane < 4:
+            for j in cutlass.range_constexpr(n_rows // 2):
+                pair = cute.make_rmem_tensor((2,), Float32)
+                pair[0], pair[1] = m[2 * j], m[2 * j + 1]
+                cute.autovec_copy(pair, across[None, j, quad, wwarp, buf])
+        cute.arch.barrier(barrier_id=BAR_SOFTMAX, number_of_threads=WARPGROUP)
+        for j in cutlass.range_constexpr(n_rows // 2):
+            top = [Float32(NEVER), Float32(NEVER)]
+            for w in cutlass.range_constexpr(4):
+                pair = cute.make_rmem_tensor((2,), Float32)
+                cute.autovec_copy(across[None, j, quad, w, buf], pair)
+                for e in cutlass.range_constexpr(2):
+                    top[e] = cute.arch.fmax(top[e], pair[e])
+            m[2 * j], m[2 * j + 1] = top[0], top[1]
+        return m
 
     def store_p_few(self, t, p16, buf, wwarp, lane):
         """P8 into shared memory as [row][token], tokens renamed as TOKENS_ON_M.
@@ -431,11 +369,11 @@ class DecodeEtap(DecodeBase):
         cute.copy(stsm, cute.recast_tensor(p8, U16), line)
 
     @cute.jit
-    def finish_rows(self, st, inv_phase, m_ref, l_run, lse, lse_accum, batch, slot, facts):
+    def finish_rows(self, st, inv_phase, m_ref, l_run, gmem, call, batch, slot):
         """Row sums of an item -> 1/l for the P.V warps, LSE to memory."""
-        num_heads, rows, row_block, lse_factor, empty_lse = facts
         tidx, _, _ = cute.arch.thread_idx()
-        ctid, lane = tidx % 128, tidx % 32
+        row_block, _, _ = cute.arch.block_idx()
+        ctid, lane, first_row = tidx % WARPGROUP, tidx % 32, row_block * self.rows_cta
         wwarp = cute.arch.make_warp_uniform(ctid // 32)
         inv_s = st.inv.get_tensor(cute.make_layout(padded_size(self.rows_cta)))
         cute.arch.mbarrier_wait(st.inv_bar.data_ptr() + 1, inv_phase)
@@ -443,30 +381,34 @@ class DecodeEtap(DecodeBase):
             sums = st.across.get_tensor(cute.make_layout((self.rows_cta, 8)))
             frame = st.frame.get_tensor(cute.make_layout(self.rows_cta))
             # both buffers of ``across`` may still be read by a slower warp
-            cute.arch.barrier(barrier_id=BAR_SOFTMAX, number_of_threads=128)
+            cute.arch.barrier(barrier_id=BAR_SOFTMAX, number_of_threads=WARPGROUP)
             for x in cutlass.range_constexpr(self.rows_cta // 4):
-                l = l_run[x]
+                total = l_run[x]
                 for off in cutlass.range_constexpr(3):
-                    l = l + cute.arch.shuffle_sync_bfly(l, 4 << off)
+                    total = total + cute.arch.shuffle_sync_bfly(total, 4 << off)
                 if lane < 4:
                     row = 8 * (x // 2) + 2 * lane + x % 2
-                    sums[row, wwarp] = l
+                    sums[row, wwarp] = total
                     if wwarp == 0:
                         frame[row] = m_ref[x]
-            cute.arch.barrier(barrier_id=BAR_SOFTMAX, number_of_threads=128)
+            cute.arch.barrier(barrier_id=BAR_SOFTMAX, number_of_threads=WARPGROUP)
             if ctid < self.rows_cta:
-                l = (sums[ctid, 0] + sums[ctid, 1]) + (sums[ctid, 2] + sums[ctid, 3])
-                self.finish_row(inv_s, l, frame[ctid], ctid, lse, lse_accum, batch, slot, facts)
+                total = (sums[ctid, 0] + sums[ctid, 1]) + (sums[ctid, 2] + sums[ctid, 3])
+                inv_s[row_position(ctid, self.rows_cta)] = self.finish_row(
+                    gmem, call, batch, slot, first_row + ctid, total, frame[ctid]
+                )
             # the next item's first block writes ``across`` again
-            cute.arch.barrier(barrier_id=BAR_SOFTMAX, number_of_threads=128)
+            cute.arch.barrier(barrier_id=BAR_SOFTMAX, number_of_threads=WARPGROUP)
         else:
             for i in cutlass.range_constexpr(2):
-                l = l_run[i]
+                total = l_run[i]
                 for off in cutlass.range_constexpr(2):
-                    l = l + cute.arch.shuffle_sync_bfly(l, 1 << off)
+                    total = total + cute.arch.shuffle_sync_bfly(total, 1 << off)
                 if lane % 4 == 0:
                     row = wwarp * 16 + lane // 4 + 8 * i
-                    self.finish_row(inv_s, l, m_ref[i], row, lse, lse_accum, batch, slot, facts)
+                    inv_s[row_position(row, self.rows_cta)] = self.finish_row(
+                        gmem, call, batch, slot, first_row + row, total, m_ref[i]
+                    )
         cute.arch.sync_warp()
         if lane == 0:
             cute.arch.mbarrier_arrive(st.inv_bar.data_ptr())
@@ -474,42 +416,44 @@ class DecodeEtap(DecodeBase):
     # ---------------------------------------------------------------- P.V warpgroups
 
     @cute.jit
-    def pv_loop(self, st, k_pipe, items, begin, end, cache_seqlens, out, o_accum, facts, half, mma_o,
-                l_kc, l_p):  # fmt: skip
-        num_heads, rows, row_block, causal = facts
+    def pv_loop(self, st, layouts, k_pipe, gmem, call, span, half):
         tidx, _, _ = cute.arch.thread_idx()
-        ctid = tidx % 128
+        mma_o = self.mmas()[2]
         shape = mma_o.partition_shape_C((64, self.rows_cta))
         acc_O = [cute.make_rmem_tensor(shape, Float32) for _ in range(4)]
         tmp = cute.make_rmem_tensor(shape, Float32)
-        rP = mma_o.make_fragment_B(mma_o.get_slice(ctid).partition_B(staged(st.p, l_p)))
+        thr_o = mma_o.get_slice(tidx % WARPGROUP)
+        rP = mma_o.make_fragment_B(thr_o.partition_B(staged(st.p, layouts.p)))
         kst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
         pst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, P_STAGES)
         inv_phase = Int32(0)
-        for i in cutlass.range(begin, end, unroll=1):
-            batch, first, last, slot = items[i, 0], items[i, 1], items[i, 2], items[i, 3]
-            seqlen = cache_seqlens[batch]
-            ragged_from = seqlen - (rows // num_heads - 1 if causal != 0 else 0)
+        items = gmem.work_items
+        for i in cutlass.range(span[0], span[1], unroll=1):
+            batch, slot = items[i, 0], items[i, 3]
+            seqlen = gmem.cache_seqlens[batch]
+            ragged_from = self.ragged_from(gmem, call, batch)
             for d_block in cutlass.range_constexpr(4):
                 acc_O[d_block].fill(0.0)
-            for tile in cutlass.range(first, last, unroll=1):
+            for tile in cutlass.range(items[i, 1], items[i, 2], unroll=1):
                 k_pipe.consumer_wait(kst)
                 if (tile + 1) * TILE > ragged_from:
-                    # whatever lies past the end, or under a NaN scale, must not meet P = 0
+                    # whatever lies past the end, or under a NaN scale, must not meet P = 0;
+                    # P being there means that Q.K has read the rows
                     cute.arch.mbarrier_wait(st.p_bar.data_ptr() + pst.index, pst.phase)
                     self.zero_rows(st, kst.index, seqlen - tile * TILE, 2 * half, 2, BAR_PV + half)
-                self.pv_block(st, k_pipe, acc_O, tmp, rP, half, mma_o, kst, pst)
+                self.pv_block(st, k_pipe, acc_O, tmp, rP, half, kst, pst)
                 kst.advance()
                 pst.advance()
-            self.write_rows(st, inv_phase, acc_O, out, o_accum, batch, slot, rows, row_block, half)
+            self.write_rows(st, inv_phase, acc_O, gmem, call, batch, slot, half)
             inv_phase = inv_phase ^ 1
 
     @cute.jit
-    def pv_block(self, st, k_pipe, acc_O, tmp, rP, half, mma_o, kst, pst):
+    def pv_block(self, st, k_pipe, acc_O, tmp, rP, half, kst, pst):
         """O^T += beta * (V^T P8^T) of one tile, 64 channels at a time."""
         tidx, _, _ = cute.arch.thread_idx()
+        mma_o = self.mmas()[2]
         lane, n = tidx % 32, self.rows_cta // 2
-        wwarp = cute.arch.make_warp_uniform(tidx % 128 // 32)
+        wwarp = cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
         offset = transpose.lane_offset(wwarp, lane)
         base = st.kc.data_ptr() + (kst.index * (TILE * D) + half * (D // 2 * TILE))
         size = padded_size(self.rows_cta)
@@ -554,32 +498,24 @@ class DecodeEtap(DecodeBase):
         warpgroup.commit_group()
 
     @cute.jit
-    def write_rows(self, st, inv_phase, acc_O, out, o_accum, batch, slot, rows, row_block, half):
-        """O^T fragment -> rows of ``out`` or of the split's slot: rows g / g+8 are d = 2g / 2g+1."""
+    def write_rows(self, st, inv_phase, acc_O, gmem, call, batch, slot, half):
+        """Normalised O^T fragment -> rows: fragment rows g and g + 8 are d = 2g and 2g + 1."""
         tidx, _, _ = cute.arch.thread_idx()
+        row_block, _, _ = cute.arch.block_idx()
         lane = tidx % 32
-        wwarp = cute.arch.make_warp_uniform(tidx % 128 // 32)
-        quad, g = lane % 4, lane // 4
+        wwarp = cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
         inv_s = cute.make_tensor(st.inv.data_ptr(), pad_layout(self.rows_cta))
         cute.arch.mbarrier_wait(st.inv_bar.data_ptr(), inv_phase)
-        channel = half * (D // 2) + wwarp * 16 + 2 * g
+        channel = half * (D // 2) + wwarp * 16 + 2 * (lane // 4)
         for x in cutlass.range_constexpr(self.rows_cta // 4):
-            row = row_block * self.rows_cta + 8 * (x // 2) + 2 * quad + x % 2
+            row = row_block * self.rows_cta + 8 * (x // 2) + 2 * (lane % 4) + x % 2
             v = 4 * (x // 2) + x % 2
-            sc = inv_s[x, quad]
-            if row < rows:
+            inverse = inv_s[x, lane % 4]
+            if row < call.rows:
                 for d in cutlass.range_constexpr(4):
                     pair = cute.make_rmem_tensor((2,), Float32)
-                    pair[0], pair[1] = acc_O[d][v] * sc, acc_O[d][v + 2] * sc
-                    if slot < 0:
-                        store_pair(out, (Int64(batch) * rows + row) * D + channel + 64 * d, pair)
-                    else:
-                        at = Int64(slot) * o_accum.stride[0] + row * D + channel + 64 * d
-                        store_pair(o_accum, at, pair)
+                    pair[0], pair[1] = acc_O[d][v] * inverse, acc_O[d][v + 2] * inverse
+                    self.write_pair(gmem, call, batch, slot, row, channel + 64 * d, pair)
         cute.arch.sync_warp()
         if lane == 0:
             cute.arch.mbarrier_arrive(st.inv_bar.data_ptr() + 1)
-
-
-def ctid_is_first_quad(wwarp, lane):
-    return (wwarp == 0) & (lane < 4)
