@@ -1,4 +1,4 @@
-"""The benchmark: ``python -m profiles.bench --preset h200-table --backends snapmla,flashmla_fp8``.
+"""The benchmark: ``python -m profiles.bench h200-table --backends snapmla,flashmla_fp8``.
 
 Every timed row is checked against float64 on the contender's own inputs; contenders of one row are
 timed in turn in one process; ceilings are probed in the same run.  See
@@ -13,7 +13,7 @@ import os
 import shlex
 import subprocess
 import sys
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,6 +23,7 @@ from profiles import report as reports
 from profiles import roofline, shapes, supervise
 from profiles.roofline import FORMATS, Card, Ceilings
 from profiles.shapes import DecodeShape, Shape
+from profiles.supervise import RunConfig
 
 DEFAULT_BACKENDS = "snapmla,flashmla_bf16,flashmla_fp8,torch"
 CPU_TIMING: dict[str, float] = {
@@ -35,21 +36,6 @@ CPU_TIMING: dict[str, float] = {
 app = typer.Typer(add_completion=False, help=__doc__)
 
 
-@dataclass(frozen=True)
-class Job:
-    """What the command line asks for; ``worker.WorkerConfig`` takes these fields as they are."""
-
-    shapes: list[str]
-    backends: list[str]
-    banned: dict[str, str] = field(default_factory=dict)
-    device: str = "cuda"
-    peers: str | None = None
-    probe: bool = True
-    quick: bool = False
-    latents: dict[str, float] = field(default_factory=dict)
-    timing: dict[str, float] = field(default_factory=dict)
-
-
 def select(presets: list[str], labels: list[str]) -> list[Shape]:
     """Shapes of the presets, then the single ones, without repeats.
 
@@ -58,7 +44,7 @@ def select(presets: list[str], labels: list[str]) -> list[Shape]:
     """
     chosen = [s for p in presets for s in shapes.preset(p)] + [shapes.parse(s) for s in labels]
     if not chosen:
-        raise ValueError("nothing to run: give --preset or --shape")
+        raise ValueError("nothing to run: give a preset or --shape")
     return list(dict.fromkeys(chosen))
 
 
@@ -74,6 +60,20 @@ def commit() -> str:
     except (OSError, subprocess.TimeoutExpired):
         return "unknown"
     return done.stdout.strip() or "unknown"
+
+
+def command_line(arguments: list[str]) -> str:
+    """The command of this run, without folders, which differ from machine to machine."""
+    kept: list[str] = []
+    skip = False
+    for word in arguments:
+        if skip or word.startswith(("--out=", "--peers=")):
+            skip = False
+        elif word in ("--out", "--peers"):
+            skip = True
+        else:
+            kept.append(word)
+    return shlex.join(["python", "-m", "profiles.bench", *kept])
 
 
 def plan_lines(chosen: list[Shape], card: Card) -> list[str]:
@@ -98,7 +98,7 @@ def plan_lines(chosen: list[Shape], card: Card) -> list[str]:
     return lines
 
 
-def make_report(name: str, job: Job, outcome: supervise.Outcome) -> dict[str, Any]:
+def make_report(name: str, job: RunConfig, outcome: supervise.Outcome) -> dict[str, Any]:
     """The report of what has been measured so far."""
     machine = outcome.machine
     try:
@@ -118,7 +118,7 @@ def make_report(name: str, job: Job, outcome: supervise.Outcome) -> dict[str, An
     notes = outcome.notes + outcome.ceilings.get("notes", [])
     return {
         "name": name,
-        "command": shlex.join(["python", "-m", "profiles.bench", *sys.argv[1:]]),
+        "command": command_line(sys.argv[1:]),
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": commit(),
         "machine": machine,
@@ -129,7 +129,7 @@ def make_report(name: str, job: Job, outcome: supervise.Outcome) -> dict[str, An
             "probes": outcome.ceilings.get("probes", []),
         },
         "dequant_model": roofline.dequant_lines(card) if card else [],
-        "config": asdict(job),
+        "config": {**asdict(job), "peers": job.peers is not None},
         "notes": notes + ([f"not finished: {', '.join(left)}"] if left else []),
         "rows": rows,
         "summary": reports.summarise(rows),
@@ -157,8 +157,12 @@ def _check_backends(names: list[str], peers: Path | None) -> None:
 
 @app.command()
 def bench(
-    preset: Annotated[list[str], typer.Option(help=f"One of {', '.join(shapes.PRESETS)}.")] = [],  # noqa: B006
-    shape: Annotated[list[str], typer.Option(help="A shape, such as b32_L16384_h64_q1.")] = [],  # noqa: B006
+    preset: Annotated[
+        list[str] | None, typer.Argument(help=f"Presets: {', '.join(shapes.PRESETS)}.")
+    ] = None,
+    shape: Annotated[
+        list[str] | None, typer.Option(help="A shape, such as b32_L16384_h64_q1.")
+    ] = None,
     backends: Annotated[str, typer.Option(help="Decode contenders, by comma.")] = DEFAULT_BACKENDS,
     peers: Annotated[
         Path | None, typer.Option(envvar="SNAPMLA_PEERS", help="Folder of the peers' libraries.")
@@ -180,7 +184,7 @@ def bench(
 ) -> None:
     """Times shapes x backends, checks every row, writes JSON and markdown."""
     try:
-        chosen = select(preset, shape)
+        chosen = select(preset or [], shape or [])
         names = [b.strip() for b in backends.split(",") if b.strip()]
         if dry_run:
             typer.echo("\n".join(plan_lines(chosen, roofline.card_by_name(card))))
@@ -196,7 +200,7 @@ def bench(
         "graph_ms": graph_ms,
         "rotate_bytes": rotate_mb * 1e6,
     }
-    job = Job(
+    job = RunConfig(
         shapes=[s.label for s in chosen],
         backends=names,
         device=device,
@@ -206,7 +210,7 @@ def bench(
         latents={"mean": mean, "amplitude": amplitude},
         timing=dict(CPU_TIMING) if device == "cpu" else timing,
     )
-    title = name or "+".join(preset) or chosen[0].label
+    title = name or "+".join(preset or []) or chosen[0].label
 
     def progress(outcome: supervise.Outcome, label: str) -> None:
         _announce(outcome, label)

@@ -10,7 +10,7 @@ A contender named on the command line is one of
 * ``fa3``: FlashAttention-3, MLA through q_v, BF16
 * ``torch``: gather and scaled_dot_product_attention in BF16, small shapes only
 
-Peers are shared libraries in a folder of the user's (``--peers`` or ``SNAPMLA_PEERS``), never part of
+Peers are shared libraries in a folder of your own (``--peers`` or ``SNAPMLA_PEERS``), never part of
 this repository; ``profiles/results/README.md`` says which.
 """
 

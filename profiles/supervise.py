@@ -14,13 +14,44 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+WORKER = (sys.executable, "-m", "profiles.worker")
 STRIKES = 3  # failures after which a contender is left out of all further rows
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """What a run measures; travels to the worker as JSON.
+
+    Attributes:
+        shapes: labels of the rows.
+        backends: names of the decode contenders.
+        banned: ``shape|backend`` -> why that pair is left out; shape ``*`` is any.
+        device: ``cuda`` or ``cpu``.
+        peers: folder of the peers' libraries.
+        probe: measure the ceilings first; ``quick`` with less data.
+        latents: fields of ``pools.Latents``.
+        timing: fields of ``timing.TimingConfig``.
+    """
+
+    shapes: list[str]
+    backends: list[str]
+    banned: dict[str, str] = field(default_factory=dict)
+    device: str = "cuda"
+    peers: str | None = None
+    probe: bool = True
+    quick: bool = False
+    latents: dict[str, float] = field(default_factory=dict)
+    timing: dict[str, float] = field(default_factory=dict)
+
+    def ban_reason(self, shape: str, backend: str) -> str | None:
+        """Why ``backend`` must not run ``shape``, or None."""
+        return self.banned.get(f"{shape}|{backend}") or self.banned.get(f"*|{backend}")
 
 
 @dataclass(frozen=True)
@@ -48,15 +79,16 @@ class Outcome:
 
 
 def run(
-    config: Any,
+    config: RunConfig,
     limits: Limits,
     log: Path,
     progress: Callable[[Outcome, str], None] = lambda outcome, job: None,
+    worker: Sequence[str] = WORKER,
 ) -> Outcome:
-    """Runs all rows of ``config`` (a ``worker.WorkerConfig``-shaped dataclass).
+    """Runs all rows of ``config``.
 
     ``progress(outcome, label)`` is called after every finished row.  The workers' own output goes
-    to ``log``.
+    to ``log``; ``worker`` is the command that takes the paths of a config and of an event file.
     """
     outcome = Outcome()
     fields = dataclasses.asdict(config)
@@ -67,7 +99,8 @@ def run(
         attempt = 0
         while left := [s for s in fields["shapes"] if s not in outcome.jobs]:
             attempt += 1
-            child = _Child({**fields, "shapes": left}, Path(folder) / str(attempt), sink)
+            command = [*worker, str(Path(folder) / str(attempt))]
+            child = _Child({**fields, "shapes": left}, command, sink)
             reason = child.watch(outcome, limits.quiet, deadline, progress)
             if reason is None:
                 break
@@ -88,7 +121,10 @@ def _blame(
     if job in (None, "pools", "ceilings"):
         return False
     if not backend:  # while all contenders were timed in turn: nobody to single out
-        outcome.jobs[str(job)] = []
+        outcome.jobs[str(job)] = [
+            {"backend": b, "peer": not b.startswith("snapmla"), "status": "failed", "note": reason}
+            for b in fields["backends"]
+        ]
         return True
     strikes[backend] = strikes.get(backend, 0) + 1
     key = "*" if strikes[backend] >= STRIKES else job
@@ -99,8 +135,10 @@ def _blame(
 class _Child:
     """One worker process and its event file."""
 
-    def __init__(self, fields: dict[str, Any], base: Path, log: Any) -> None:
+    def __init__(self, fields: dict[str, Any], command: Sequence[str], log: Any) -> None:
         self.last: dict[str, Any] = {}
+        *program, stem = command
+        base = Path(stem)
         config, self._events = base.with_suffix(".json"), base.with_suffix(".events")
         config.write_text(json.dumps(fields))
         self._events.touch()
@@ -109,7 +147,7 @@ class _Child:
         path = [str(ROOT), *filter(None, [environment.get("PYTHONPATH")])]
         environment["PYTHONPATH"] = os.pathsep.join(path)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "profiles.worker", str(config), str(self._events)],
+            [*program, str(config), str(self._events)],
             cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT,
         )  # fmt: skip
 
@@ -136,7 +174,7 @@ class _Child:
                     heard = time.monotonic()
                 for event in events:
                     if self._take(event, outcome, progress):
-                        self._process.wait(timeout=30)
+                        self._leave(outcome, grace=30)
                         return None
                 if code is not None and not events:
                     return f"the worker left with exit code {code}"
@@ -146,12 +184,19 @@ class _Child:
                     return f"no sign of life for {quiet:.0f} s"
                 time.sleep(0.05)
         finally:
-            if self._process.poll() is None:
-                self._process.kill()
-                try:
-                    self._process.wait(timeout=30)
-                except subprocess.TimeoutExpired:
-                    outcome.notes.append("a worker could not be ended: the driver does not let go")
+            self._leave(outcome, grace=0)
+
+    def _leave(self, outcome: Outcome, grace: float) -> None:
+        """Waits ``grace`` seconds for the process to end, then ends it."""
+        try:
+            self._process.wait(timeout=grace)
+            return
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+        try:
+            self._process.wait(timeout=30)
+        except subprocess.TimeoutExpired:
+            outcome.notes.append("a worker could not be ended: the driver does not let go")
 
     def _take(
         self, event: dict[str, Any], outcome: Outcome, progress: Callable[[Outcome, str], None]

@@ -19,7 +19,6 @@ import os
 import platform
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -31,34 +30,9 @@ from profiles.contenders import Contender, Entry, Problem
 from profiles.pools import CHUNK_TOKENS, Latents, Pool, fill
 from profiles.roofline import FORMATS
 from profiles.shapes import DecodeShape, HelperShape, parse
+from profiles.supervise import RunConfig
 
 POOL_GRAIN = 128  # tokens; a multiple of every page size
-
-
-@dataclass(frozen=True)
-class WorkerConfig:
-    """All a worker needs to know; travels as JSON.
-
-    Attributes:
-        shapes: labels of the rows to run.
-        backends: names of the decode contenders.
-        banned: (shape label, backend) pairs to leave out, with the reason; ``*`` is any shape.
-        device: ``cuda`` or ``cpu``.
-    """
-
-    shapes: list[str]
-    backends: list[str]
-    banned: dict[str, str] = field(default_factory=dict)
-    device: str = "cuda"
-    peers: str | None = None
-    probe: bool = True
-    quick: bool = False
-    latents: dict[str, float] = field(default_factory=dict)
-    timing: dict[str, float] = field(default_factory=dict)
-
-    def ban_reason(self, shape: str, backend: str) -> str | None:
-        """Why ``backend`` must not run ``shape``, or None."""
-        return self.banned.get(f"{shape}|{backend}") or self.banned.get(f"*|{backend}")
 
 
 def timing_config(overrides: dict[str, float]) -> timing.TimingConfig:
@@ -71,7 +45,7 @@ def timing_config(overrides: dict[str, float]) -> timing.TimingConfig:
 class Worker:
     """Runs a config's rows; every result goes out as an event at once."""
 
-    def __init__(self, config: WorkerConfig, sink: TextIO) -> None:
+    def __init__(self, config: RunConfig, sink: TextIO) -> None:
         self.config, self.sink = config, sink
         self.cuda = config.device.startswith("cuda")
         self.device = torch.device(config.device)
@@ -226,26 +200,27 @@ class Worker:
     # ------------------------------------------------------------------------------ helper rows
 
     def _helper_job(self, shape: HelperShape) -> list[dict[str, Any]]:
-        self._start(shape, "snapmla", "prepare")
+        culprit = f"snapmla {shape.op}"  # who is blamed: not the decode of the same name
         rows: dict[str, dict[str, Any]] = {}
         loops: list[timing.Loop] = []
-        banned = self.config.ban_reason(shape.label, "snapmla")
+        failed: dict[str, Any] = {"backend": "snapmla", "peer": False, "status": "failed"}
+        banned = self.config.ban_reason(shape.label, culprit)
         if banned:
-            return [{"backend": "snapmla", "peer": False, "status": "failed", "note": banned}]
+            return [{**failed, "note": banned}]
+        self._start(shape, culprit, "prepare")
         try:
             helpers = helper_rows.build(shape, self.timing, self.device)
         except Exception as error:
             self._raise_if_context_lost()
-            return [
-                {"backend": "snapmla", "peer": False, "status": "failed", "note": _short(error)}
-            ]
+            return [{**failed, "note": _short(error)}]
         for helper in helpers:
             row: dict[str, Any] = {"backend": helper.name, "peer": helper.peer}
             rows[helper.name] = row
             try:
-                self._start(shape, helper.name, "check")
+                who = helper.name if helper.peer else culprit
+                self._start(shape, who, "check")
                 row.update(_check_fields(helper.check()))
-                self._start(shape, helper.name, "capture")
+                self._start(shape, who, "capture")
                 loops.append(timing.make_loop(helper.name, helper.calls, self.timing, self.cuda))
             except Exception as error:
                 row.update(status="failed", note=_short(error))
@@ -326,7 +301,7 @@ def variant_hashes() -> dict[str, str]:
 
 def main(config_path: str, events_path: str) -> None:
     """Entry point of the child process."""
-    config = WorkerConfig(**json.loads(Path(config_path).read_text()))
+    config = RunConfig(**json.loads(Path(config_path).read_text()))
     with open(events_path, "a", encoding="utf-8") as sink, torch.inference_mode():
         Worker(config, sink).run()
 

@@ -1,0 +1,161 @@
+#!/usr/bin/env bash
+# One command for a machine with a GPU but without compiler, network or this project's packages.
+#
+#   on the machine that compiles:   bash profiles/gpu_session.sh pack
+#   on the machine with the GPU:    bash profiles/gpu_session.sh PART...
+#
+# `pack` gathers the built variants (build/variants) into build/carry/variants.tar.xz; take along
+# the repository, build/carry, .whl (wheels: apache-tvm-ffi) and .peers (the peers' libraries).
+#
+# PART is one of
+#   info                       device, driver, Python, packages, variants
+#   bench:PRESET[@BACKENDS]    a preset of profiles.bench (bench:h200-table@snapmla,flashmla_fp8)
+#   shape:LABEL[@BACKENDS]     a single row (shape:b32_L16384_h64_q1)
+#   check[:ARG,ARG...]         tests/gpu/check_decode.py ARG ARG...
+#
+# Environment, all optional: OUT (results; default build/gpu), PART_LIMIT and SESSION_LIMIT (seconds
+# a part and all parts may take; 300, 540), SNAPMLA_COMMIT (the commit, where there is no .git),
+# BENCH_OPTIONS (more options of profiles.bench, such as "--quick"), WHEELS (.whl), PYTHON.
+#
+# $OUT/session.log is everything printed, $OUT/results.tgz all reports and logs; it is renewed after
+# every part, so a machine that is taken away early leaves what was finished.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+
+python=${PYTHON:-python3}
+out=${OUT:-build/gpu}
+part_limit=${PART_LIMIT:-300}
+session_limit=${SESSION_LIMIT:-540}
+carry=build/carry
+
+pack() {
+    mkdir -p "$carry"
+    local list
+    list=$(cd build/variants && ls -- *.so *.json 2>/dev/null)
+    if [ -z "$list" ]; then
+        echo "pack: no built variants in build/variants; run: make precompile" >&2
+        exit 1
+    fi
+    # All libraries hold the same static runtime: a wide window makes it count once.
+    (cd build/variants && tar -cf - -- *.so *.json) | xz -T1 --lzma2=preset=1,dict=64MiB \
+        > "$carry/variants.tar.xz.partial"
+    mv "$carry/variants.tar.xz.partial" "$carry/variants.tar.xz"
+    git rev-parse HEAD > "$carry/commit" 2>/dev/null || true
+    git diff --quiet HEAD -- 2>/dev/null || sed -i 's/$/-dirty/' "$carry/commit"
+    ls -l "$carry"
+}
+
+setup() {
+    site=$(mktemp -d)
+    local wheel
+    for wheel in "${WHEELS:-.whl}"/*.whl; do
+        [ -e "$wheel" ] && "$python" -m zipfile -e "$wheel" "$site"
+    done
+    export PYTHONPATH="$PWD:$site${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+    export SNAPMLA_NO_JIT=${SNAPMLA_NO_JIT:-1}
+    if [ -z "${SNAPMLA_VARIANT_DIR:-}" ]; then
+        if [ -e "$carry/variants.tar.xz" ]; then
+            SNAPMLA_VARIANT_DIR=$(mktemp -d)
+            "$python" -m tarfile -e "$carry/variants.tar.xz" "$SNAPMLA_VARIANT_DIR"
+        else
+            SNAPMLA_VARIANT_DIR=$PWD/build/variants
+        fi
+    fi
+    export SNAPMLA_VARIANT_DIR
+    export LD_LIBRARY_PATH="$SNAPMLA_VARIANT_DIR${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
+    if [ -z "${SNAPMLA_PEERS:-}" ] && [ -d .peers ]; then
+        export SNAPMLA_PEERS=$PWD/.peers
+    fi
+    if [ -z "${SNAPMLA_COMMIT:-}" ] && [ -e "$carry/commit" ]; then
+        SNAPMLA_COMMIT=$(cat "$carry/commit")
+        export SNAPMLA_COMMIT
+    fi
+}
+
+info() {
+    nvidia-smi --query-gpu=name,driver_version,clocks.max.sm,power.limit,temperature.gpu \
+        --format=csv,noheader
+    echo "variants: $(find "$SNAPMLA_VARIANT_DIR" -name '*.so' | wc -l) in $SNAPMLA_VARIANT_DIR"
+    "$python" - <<'PY'
+import importlib
+for name in ("torch", "triton", "tvm_ffi", "typer", "pynvml", "snapmla"):
+    try:
+        module = importlib.import_module(name)
+        print(name, getattr(module, "__version__", "there"))
+    except Exception as error:
+        print(name, "MISSING:", error)
+PY
+}
+
+# The limit of the next part: what is left of the session, at most PART_LIMIT.
+limit() {
+    local left=$((session_limit - SECONDS))
+    echo $((left < part_limit ? left : part_limit))
+}
+
+run_part() {
+    local part=$1 seconds=$2 kind rest what backends=()
+    kind=${part%%:*}
+    rest=${part#"$kind"}
+    rest=${rest#:}
+    what=${rest%%@*}
+    [ "$rest" != "$what" ] && backends=(--backends "${rest#*@}")
+    local bench=(timeout -k 10 "$seconds" "$python" -m profiles.bench --out "$work"
+        --time-limit $((seconds - 20)) "${backends[@]}")
+    # shellcheck disable=SC2086  # BENCH_OPTIONS is a list of words
+    case $kind in
+        info) timeout "$seconds" bash -c "$(declare -f info); python='$python' info" ;;
+        bench) "${bench[@]}" ${BENCH_OPTIONS:-} "$what" ;;
+        shape) "${bench[@]}" ${BENCH_OPTIONS:-} --shape "$what" ;;
+        check)
+            timeout -k 10 "$seconds" "$python" tests/gpu/check_decode.py ${what//,/ } 2>&1 |
+                tee "$work/check-${what//[^A-Za-z0-9]/_}.log"
+            ;;
+        *)
+            echo "part: expected info, bench:PRESET, shape:LABEL or check[:ARGS]; got '$part'"
+            return 2
+            ;;
+    esac
+}
+
+main() {
+    mkdir -p "$out"
+    work=$(mktemp -d)
+    setup
+    local part seconds code verdicts=() failed=0
+    for part in "$@"; do
+        seconds=$(limit)
+        if [ "$seconds" -lt 30 ]; then
+            verdicts+=("$part: not run, the session's $session_limit s are spent")
+            failed=1
+            continue
+        fi
+        echo "=== $part (at most $seconds s)"
+        local begin=$SECONDS
+        run_part "$part" "$seconds"
+        code=$?
+        [ "$code" -ne 0 ] && failed=1
+        verdicts+=("$part: exit $code, $((SECONDS - begin)) s")
+        tar -czf "$out/results.tgz.partial" -C "$work" . &&
+            mv "$out/results.tgz.partial" "$out/results.tgz"
+    done
+    echo
+    echo "=== results"
+    local reports=()
+    for part in "$work"/*.json; do [ -e "$part" ] && reports+=("$part"); done
+    [ ${#reports[@]} -gt 0 ] && "$python" -m profiles.report "${reports[@]}"
+    printf '%s\n' "${verdicts[@]}"
+    return $failed
+}
+
+if [ $# -eq 0 ]; then
+    sed -n '2,/^set /p' "$0" | sed '$d; s/^# \{0,1\}//'
+    exit 2
+fi
+if [ "$1" = pack ]; then
+    pack
+    exit
+fi
+mkdir -p "$out"
+main "$@" 2>&1 | tee "$out/session.log"
+exit "${PIPESTATUS[0]}"
