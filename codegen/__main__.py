@@ -18,7 +18,9 @@ from codegen.artifacts import Record
 from codegen.precompile import precompile as run_precompile
 from dsl_kernels.spec import ARCHS, VariantSpec
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
+app = typer.Typer(
+    add_completion=False, no_args_is_help=True, help=__doc__, pretty_exceptions_enable=False
+)
 console = Console(width=None if Console().is_terminal else 140)
 
 Arch = Annotated[str, typer.Option(help=f"target: one of {', '.join(ARCHS)}")]
@@ -104,14 +106,23 @@ def precompile_command(
             specs, out_dir, jobs=jobs, linked=link, force=force, progress=progress
         )
         bar.update(task, completed=len(specs))
-    for name, reasons in report.failed.items():
-        console.print(f"[red]{name}[/]: " + "\n  ".join(reasons), highlight=False)
+    _show_failures(report.failed)
     console.print(
         f"{len(report.built)} built, {len(report.reused)} up to date, {len(report.failed)} failed, "
         f"{len(found) - len(specs)} pruned; {time.perf_counter() - started:.1f} s"
     )
     if report.failed:
         raise typer.Exit(1)
+
+
+def _show_failures(failed: dict[str, list[str]]) -> None:
+    """Failures by reason: one broken line of a kernel fails all of its variants alike."""
+    by_reason: dict[str, list[str]] = {}
+    for name, reasons in failed.items():
+        by_reason.setdefault("; ".join(reasons), []).append(name)
+    for reason, names in by_reason.items():
+        console.print(f"[red]{reason}[/]", highlight=False, soft_wrap=True)
+        console.print("  " + ", ".join(names), highlight=False, soft_wrap=True)
 
 
 @app.command("build")

@@ -4,8 +4,8 @@
 
 Creates the environment if it is missing and installs the project into it, editable, with the
 compiler and the test tools.  A stamp file makes the next call return at once, until pyproject.toml
-or the constraints change.  Without a GPU, torch is pinned to the version the tests were last run with
-(constraints/cpu.txt); on a GPU machine whose Python has torch already, that torch is used.
+or the constraints change.  Without a GPU, torch is pinned to the version that the tests were last
+run with (constraints/cpu.txt); on a GPU machine whose Python has torch already, that one is used.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def stamp() -> str:
 
 
 def main(target: Path) -> None:
-    if sys.version_info < (3, 11):
+    if sys.version_info < (3, 11):  # noqa: UP036  (whatever python3 is runs this file)
         sys.exit(f"Python 3.11 or newer is needed, this is {sys.version.split()[0]} (set PYTHON=)")
     mark = target / ".snapmla"
     if mark.is_file() and mark.read_text() == stamp():

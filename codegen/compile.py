@@ -121,8 +121,7 @@ def build(spec: VariantSpec, out_dir: Path, *, linked: bool = True, strict: bool
     except Exception as error:
         text = "".join(log)
         artifacts.write_atomic(files["log"], f"{text}\n{error}\n")
-        reason = str(error) or type(error).__name__
-        raise BuildError(spec, [f"{reason} (compiler output in {files['log'].name})"]) from error
+        raise BuildError(spec, [str(error) or type(error).__name__]) from error
     record.compile_seconds = round(time.perf_counter() - started, 2)
     artifacts.write_atomic(files["log"], log[0])
     found = audit.problems(record)

@@ -1,7 +1,7 @@
 """Object file to loadable library.
 
-``static``: the DSL's small launch runtime and the CUDA runtime are linked in; only libtvm_ffi stays a
-needed library, and the ``tvm_ffi`` package has loaded it by then.  ``dynamic``: where no
+``static``: the DSL's small launch runtime and the CUDA runtime are linked in; only libtvm_ffi stays
+a needed library, and the ``tvm_ffi`` package has loaded it by then.  ``dynamic``: where no
 libcudart_static.a is found, the result needs libcute_dsl_runtime.so beside libtvm_ffi.so.
 """
 

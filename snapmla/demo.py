@@ -1,0 +1,410 @@
+"""``make demo``: a realistic decode job, end to end, checked and timed.
+
+A ragged batch with a long-tailed length distribution decodes a few steps through a few layers:
+append the new tokens, quantise the queries, plan once per step, decode.  The data has what makes MLA
+quantisation hard: RoPE channels with outliers to +-1000, latent channels with a bias, token
+amplitudes that vary, an attention sink at token 0.  Results are compared with fp64 on the stored
+inputs (``snapmla.reference``); the tolerance comes from the rounding that FP8 P implies.
+
+On a CUDA device the sizes are real.  Without one, a small instance of the same job runs on the
+software GPU: the same compiled kernels, interpreted.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+import snapmla
+from snapmla import metrics, reference
+from snapmla.cache import PagedKVCache
+from snapmla.plan import DecodePlan
+from snapmla.quant import QuantizedQuery
+
+D, R = 512, 64
+ROPE_OUTLIERS = 4  # channels that reach +-1000
+SINK_LOGIT = 6.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """Sizes of one run."""
+
+    device: torch.device
+    batch: int
+    num_heads: int
+    s_q: int
+    layers: int
+    steps: int
+    page_size: int
+    layout: str
+    median_length: int
+    max_length: int
+    softmax_scale: float = 192**-0.5  # DeepSeek: head dim 128 + 64 before absorption
+
+    @property
+    def new_tokens(self) -> int:
+        """Tokens appended per step and layer."""
+        return self.batch * self.s_q
+
+
+def gpu_job(device: torch.device) -> Job:
+    """A decode server's step: 32 requests around 8K tokens, 64 heads, one speculative token."""
+    return Job(device, 32, 64, 2, 4, 3, 64, "split", 8192, 65536)
+
+
+def small_job(device: torch.device) -> Job:
+    """The same job, small enough to interpret."""
+    return Job(device, 3, 16, 2, 2, 2, 16, "paged", 60, 160)
+
+
+@dataclass(frozen=True)
+class Checked:
+    """Errors of one decode call against fp64 on the stored inputs."""
+
+    step: int
+    layer: int
+    sequences: int
+    error: float
+    allowed: float
+    lse_error: float
+    lse_allowed: float
+    exact_bits: bool
+
+    @property
+    def right(self) -> bool:
+        return self.error <= self.allowed and self.lse_error <= self.lse_allowed and self.exact_bits
+
+
+class Model:
+    """Synthetic latents and queries of one layer, with the statistics of the module's docstring."""
+
+    def __init__(self, job: Job, seed: int):
+        self.job = job
+        self.random = torch.Generator(job.device).manual_seed(seed)
+        self.bias = torch.zeros(D, device=job.device)
+        self.bias[:: D // 32] = 2.0
+        self.direction = self._normal(D)
+        self.direction /= self.direction.norm()
+
+    def _normal(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=self.random, device=self.job.device)
+
+    def tokens(
+        self, n: int, sinks: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(c_kv (n, 512), k_rope (n, 64)) bfloat16; ``sinks`` are the rows that are token 0."""
+        c_kv = torch.exp(0.3 * self._normal(n, 1)) * (self._normal(n, D) + self.bias)
+        k_rope = self._normal(n, R)
+        k_rope[:, :ROPE_OUTLIERS] = (333.0 * k_rope[:, :ROPE_OUTLIERS]).clamp(-1e3, 1e3)
+        if sinks is not None:
+            c_kv[sinks] += SINK_LOGIT / (4.0 * self.job.softmax_scale) * self.direction
+        return c_kv.bfloat16(), k_rope.bfloat16()
+
+    def queries(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(q_nope, q_rope) bfloat16 (b, s_q, h, 512 | 64), slices of one joint tensor."""
+        job = self.job
+        q = self._normal(job.batch, job.s_q, job.num_heads, D + R)
+        q[..., :D] = 0.4 * q[..., :D] + 4.0 * self.direction
+        q[..., D : D + ROPE_OUTLIERS] *= 2e-3  # outlier channels of K meet small ones of Q
+        joint = q.bfloat16()
+        return joint[..., :D], joint[..., D:]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Where the sequences live: table and lengths on the device, and their host copy."""
+
+    block_table: torch.Tensor
+    cache_seqlens: torch.Tensor
+    lengths: list[int]
+    num_pages: int
+
+    def slots(self, first: list[int], end: list[int], page_size: int) -> torch.Tensor:
+        """Flat slots (int32) of tokens [first[i], end[i]) of every sequence i, in order."""
+        table = self.block_table.cpu().long()
+        rows = []
+        for i, (a, b) in enumerate(zip(first, end, strict=True)):
+            t = torch.arange(a, b)
+            rows.append(table[i, t // page_size] * page_size + t % page_size)
+        return torch.cat(rows).int().to(self.block_table.device)
+
+
+def make_batch(job: Job, seed: int = 0) -> Batch:
+    """Log-normal lengths (a long tail; one sequence is at the cap, one almost empty)."""
+    random = torch.Generator().manual_seed(seed)
+    spread = torch.exp(torch.randn(job.batch, generator=random))
+    lengths = (job.median_length * spread).long().clamp(1, job.max_length).tolist()
+    lengths[0], lengths[-1] = job.max_length, 1
+    grown = [n + job.steps * job.s_q for n in lengths]
+    counts = [-(-n // job.page_size) for n in grown]
+    order = torch.randperm(sum(counts) + 1, generator=random)
+    table = torch.full((job.batch, max(counts)), -1, dtype=torch.int32)
+    used = 0
+    for i, count in enumerate(counts):
+        table[i, :count] = order[used : used + count].int()
+        used += count
+    seqlens = torch.tensor(lengths, dtype=torch.int32, device=job.device)
+    return Batch(table.to(job.device), seqlens, lengths, len(order))
+
+
+def fill(job: Job, batch: Batch, models: list[Model]) -> list[PagedKVCache]:
+    """Allocates each layer's cache and appends every sequence's prompt."""
+    starts = [0, *torch.tensor(batch.lengths).cumsum(0).tolist()][:-1]
+    slots = batch.slots([0] * job.batch, batch.lengths, job.page_size)
+    sinks = torch.tensor(starts, device=job.device)
+    caches = []
+    for model in models:
+        cache = PagedKVCache.allocate(batch.num_pages, job.page_size, job.layout, job.device)
+        cache.content_u8.fill_(0x7F)  # what torch.empty may hold: unused slots are NaN
+        cache.rope.fill_(math.nan)
+        cache.scale.fill_(math.nan)
+        snapmla.append_kv(cache, *model.tokens(len(slots), sinks), slots)
+        caches.append(cache)
+    return caches
+
+
+def decode_steps(
+    job: Job, batch: Batch, caches: list[PagedKVCache], models: list[Model], console: Console
+) -> tuple[list[Checked], DecodePlan, list[QuantizedQuery]]:
+    """The job itself: steps x layers of append, quantise, decode, each result checked."""
+    plan: DecodePlan | None = None
+    results, queries = [], []
+    lengths = list(batch.lengths)
+    for step in range(job.steps):
+        started = time.perf_counter()
+        grown = [n + job.s_q for n in lengths]
+        slots = batch.slots(lengths, grown, job.page_size)
+        batch.cache_seqlens.add_(job.s_q)
+        if plan is None:
+            plan = snapmla.plan_decode(
+                batch.cache_seqlens,
+                job.num_heads,
+                job.s_q,
+                page_size=job.page_size,
+                max_pages=batch.block_table.shape[1],
+            )
+        else:
+            plan.update_(batch.cache_seqlens)
+        lengths = grown
+        queries = []
+        for layer, (cache, model) in enumerate(zip(caches, models, strict=True)):
+            c_kv, k_rope = model.tokens(job.new_tokens)
+            snapmla.append_kv(cache, c_kv, k_rope, slots)
+            q_nope, q_rope = model.queries()
+            q = snapmla.quantize_q(q_nope, q_rope)
+            out, lse = snapmla.decode(
+                q, cache, batch.block_table, batch.cache_seqlens,
+                softmax_scale=job.softmax_scale, plan=plan,
+            )  # fmt: skip
+            queries.append(q)
+            exact = same_rows(stored(cache, slots), reference.quantize_rows(c_kv, k_rope))
+            exact &= same_rows((q.nope, q.rope, q.scale), reference.quantize_rows(q_nope, q_rope))
+            results.append(check(job, batch, lengths, q, cache, out, lse, step, layer, exact))
+        console.print(f"step {step}: {job.layers} layers, {time.perf_counter() - started:.1f} s")
+    assert plan is not None
+    return results, plan, queries
+
+
+Rows = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def stored(cache: PagedKVCache, slots: torch.Tensor) -> Rows:
+    """(content, rope, scale) rows of the cache at flat slots."""
+    page, offset = slots.long() // cache.page_size, slots.long() % cache.page_size
+    content = cache.content_u8[page, offset].view(cache.content.dtype)
+    return content, cache.rope[page, offset], cache.scale[page, offset]
+
+
+def same_rows(got: Rows, want: Rows) -> bool:
+    """Whether quantised rows agree bit for bit."""
+    return all(bool((a.float() == b.float()).all()) for a, b in zip(got, want, strict=True))
+
+
+def check(
+    job: Job,
+    batch: Batch,
+    lengths: list[int],
+    q: QuantizedQuery,
+    cache: PagedKVCache,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    step: int,
+    layer: int,
+    exact_bits: bool,
+) -> Checked:
+    """Compares one call with fp64; on a GPU for a few sequences and heads, else for all."""
+    picks, heads = list(range(job.batch)), list(range(job.num_heads))
+    if job.device.type == "cuda":
+        middle = sorted(picks, key=lambda i: lengths[i])[job.batch // 2]
+        picks, heads = [0, middle, job.batch - 1], heads[:: max(1, job.num_heads // 8)]
+    run = functools.partial(
+        reference.mla_decode_reference,
+        q.nope, q.rope, q.scale, cache.content, cache.rope, cache.scale,
+        batch.block_table, batch.cache_seqlens, job.softmax_scale, batches=picks, heads=heads,
+    )  # fmt: skip
+    truth, truth_lse = run(config=reference.FP64)
+    mimic, _ = run(config=reference.MIMIC)
+    got, got_lse = out[picks][:, :, heads], lse[picks][:, heads]
+    return Checked(
+        step=step,
+        layer=layer,
+        sequences=len(picks),
+        error=metrics.relative_l2(got, truth),
+        allowed=1.1 * metrics.relative_l2(mimic, truth) + 2.5e-3,
+        lse_error=metrics.lse_error(got_lse, truth_lse),
+        lse_allowed=2e-4 + 1e-3 * float(truth_lse.abs().max()),
+        exact_bits=exact_bits,
+    )
+
+
+def show_checks(results: list[Checked], console: Console) -> None:
+    table = Table(title="against fp64 on the stored inputs")
+    for column in ("step", "layer", "sequences", "relative L2", "allowed", "LSE", "quantised", ""):
+        table.add_column(column, justify="right")
+    for r in results:
+        table.add_row(
+            str(r.step), str(r.layer), str(r.sequences), f"{r.error:.2e}", f"{r.allowed:.2e}",
+            f"{r.lse_error:.1e}", "bit for bit" if r.exact_bits else "[red]differs[/]",
+            "[green]right[/]" if r.right else "[red]wrong[/]",
+        )  # fmt: skip
+    console.print(table)
+
+
+def time_us(call: Callable[[int], object], calls: int = 12, repeats: int = 9) -> float:
+    """Median microseconds per call, of CUDA-graph replays of ``calls`` calls in a row."""
+    call(0)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(calls):
+            call(i)
+    samples = []
+    for _ in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        samples.append(start.elapsed_time(end) * 1e3 / calls)
+    return statistics.median(samples)
+
+
+def show_times(
+    job: Job,
+    batch: Batch,
+    caches: list[PagedKVCache],
+    models: list[Model],
+    plan: DecodePlan,
+    queries: list[QuantizedQuery],
+    console: Console,
+) -> None:
+    """Times each operation and sets it beside the card's roof."""
+    from profiles import ceilings, roofline, timing
+
+    name = torch.cuda.get_device_name(job.device)
+    probe, _, notes = ceilings.probe(timing.Nvml(), quick=True)
+    limits = roofline.card_by_name(name).ceilings.raised_by(probe)
+    form = roofline.FORMATS["snapmla"]
+    tokens = int(batch.cache_seqlens.sum())
+    inputs = [m.tokens(job.new_tokens) for m in models]
+    raw = [m.queries() for m in models]
+    slots = torch.full((job.new_tokens,), -1, dtype=torch.int32, device=job.device)
+    slots[:] = torch.arange(job.new_tokens) % job.page_size  # any slots: timing only
+    rows = job.batch * job.s_q * job.num_heads
+    out = torch.empty(
+        (job.batch, job.s_q, job.num_heads, D), dtype=torch.bfloat16, device=job.device
+    )
+    lse = torch.empty((job.batch, job.num_heads, job.s_q), device=job.device)
+    n = job.layers
+
+    def run_decode(i: int) -> None:
+        snapmla.decode(
+            queries[i % n], caches[i % n], batch.block_table, batch.cache_seqlens,
+            softmax_scale=job.softmax_scale, plan=plan, out=out, lse=lse,
+        )  # fmt: skip
+
+    decode_bytes = roofline.decode_bytes(form, tokens, job.batch, job.num_heads, job.s_q)
+    measured = [
+        ("decode + merge", time_us(run_decode), decode_bytes,
+         roofline.decode_flops(tokens, job.num_heads, job.s_q)),
+        ("quantize_q", time_us(lambda i: snapmla.quantize_q(*raw[i % n], out=queries[i % n])),
+         roofline.quantize_q_bytes(rows, rows), 0.0),
+        ("plan.update_", time_us(lambda i: plan.update_(batch.cache_seqlens)), 0.0, 0.0),
+        ("append_kv", time_us(lambda i: snapmla.append_kv(caches[i % n], *inputs[i % n], slots)),
+         roofline.append_bytes(job.new_tokens), 0.0),
+    ]  # fmt: skip
+    table = Table(
+        title=f"{name}, {tokens:,} tokens in {job.batch} sequences",
+        caption=f"roof: {limits.read_gbs:.0f} GB/s read, "
+        f"{limits.effective_tflops(form):.0f} TFLOP/s effective ({limits.source})",
+    )
+    for column in ("operation", "µs", "GB/s", "TFLOP/s", "of the roof"):
+        table.add_column(column, justify="right")
+    for operation, us, nbytes, flops in measured:
+        roof = roofline.roof_us(nbytes, flops, limits, form)
+        table.add_row(
+            operation,
+            f"{us:.1f}",
+            f"{nbytes / us * 1e-3:.0f}" if nbytes else "-",
+            f"{flops / us * 1e-6:.0f}" if flops else "-",
+            f"{roof / us:.0%}" if nbytes else "-",
+        )
+    console.print(table)
+    for note in notes:
+        console.print(f"not measured: {note}", highlight=False)
+
+
+def main(
+    device: Annotated[str, typer.Option(help="cuda, cpu (software GPU), or auto")] = "auto",
+    layout: Annotated[str, typer.Option(help="split, paged or row640; empty: the job's own")] = "",
+) -> None:
+    """Runs the demo; the exit status says whether every result was right."""
+    console = Console(width=None if Console().is_terminal else 110)
+    kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    where = torch.device(kind)
+    job = gpu_job(where) if kind == "cuda" else small_job(where)
+    if layout:
+        job = Job(**{**vars(job), "layout": layout})
+    if kind == "cuda":
+        console.print(f"running on {torch.cuda.get_device_name(where)}")
+    else:
+        torch.set_num_threads(1)
+        console.print(
+            "no CUDA device: a small instance of the job runs on the software GPU (the compiled "
+            "kernels, interpreted on the CPU; times mean nothing here)",
+            soft_wrap=True,
+        )
+    batch = make_batch(job)
+    ordered = sorted(batch.lengths)
+    console.print(
+        f"{job.batch} sequences of {ordered[0]} to {ordered[-1]} tokens (median "
+        f"{ordered[len(ordered) // 2]}), {job.num_heads} heads x {job.s_q} query tokens, pages of "
+        f"{job.page_size}, layout {job.layout}, {job.layers} layers, {job.steps} steps",
+        soft_wrap=True,
+    )
+    models = [Model(job, seed) for seed in range(job.layers)]
+    caches = fill(job, batch, models)
+    results, plan, queries = decode_steps(job, batch, caches, models, console)
+    show_checks(results, console)
+    if kind == "cuda":
+        show_times(job, batch, caches, models, plan, queries, console)
+    wrong = sum(not r.right for r in results)
+    if wrong:
+        console.print(f"[red]{wrong} of {len(results)} results are wrong[/]")
+        raise typer.Exit(1)
+    console.print(f"[green]all {len(results)} results are right[/]")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,313 @@
+"""One small right-or-wrong check per variant, on the software GPU, at the level of the ABI.
+
+``make try`` runs it after an edit.  It calls the exported function of exactly the variant that was
+built, on CPU tensors, with unused cache bytes poisoned, and compares with ``snapmla.reference``.
+The wide tests live in ``tests/``; this one is about seconds.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from dsl_kernels.spec import KV_LORA_RANK, QK_ROPE_HEAD_DIM, TOKEN_TILE, VariantSpec
+from snapmla import metrics, reference, runtime
+from snapmla.cache import PagedKVCache
+from snapmla.errors import VariantError
+from snapmla.quant import QuantizedQuery
+from snapmla.reference_plan import plan_reference
+
+LN2 = math.log(2.0)
+DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
+INDEX = {"i32": torch.int32, "i64": torch.int64}
+ABSURD_PAGE = 2147480000
+SHAPES = {16: (7, 2), 32: (16, 2), 64: (20, 3), 128: (64, 2)}  # row tile: (heads, s_q)
+LENGTHS = (130, 0, 64, 1)
+PARTS = 2
+
+
+@dataclass(frozen=True)
+class Result:
+    """Outcome of a check; ``summary`` is one line of figures."""
+
+    passed: bool
+    summary: str
+
+
+def check(spec: VariantSpec, directory: Path) -> Result:
+    """Runs the variant of ``spec`` in ``directory`` on the software GPU.
+
+    Raises:
+        VariantError: it is not there.
+    """
+    artifact = runtime.find(spec, [directory])
+    if artifact is None:
+        raise VariantError(f"{spec.name}: not built in {directory}")
+    torch.manual_seed(0)
+    return _CHECKS[spec.op](spec, runtime.load(artifact, "cpu"))
+
+
+def poisoned_cache(pages: int, page_size: int, layout: str = "split") -> PagedKVCache:
+    """A cache whose every byte is NaN in all three tensors."""
+    cache = PagedKVCache.allocate(pages, page_size, layout, "cpu")
+    cache.content_u8.fill_(0x7F)
+    cache.rope.fill_(math.nan)
+    cache.scale.fill_(math.nan)
+    return cache
+
+
+def filled_cache(
+    lengths: tuple[int, ...], page_size: int
+) -> tuple[PagedKVCache, torch.Tensor, torch.Tensor]:
+    """(cache, block_table, cache_seqlens) with shuffled pages and poison wherever no token is."""
+    counts = [-(-n // page_size) for n in lengths]
+    width = max(counts) + 1
+    order = torch.randperm(sum(counts) + 2).tolist()
+    cache = poisoned_cache(len(order), page_size)
+    table = torch.full((len(lengths), width), ABSURD_PAGE, dtype=torch.int32)
+    for i, (n, count) in enumerate(zip(lengths, counts, strict=True)):
+        pages = [order.pop() for _ in range(count)]
+        table[i, :count] = torch.tensor(pages, dtype=torch.int32)
+        table[i, count:-1] = -1
+        rows = torch.tensor(
+            [pages[t // page_size] * page_size + t % page_size for t in range(n)],
+            dtype=torch.int64,
+        )
+        content, rope, scale = reference.quantize_rows(*sample_tokens(n))
+        cache.content_u8.view(-1, KV_LORA_RANK)[rows] = content.view(torch.uint8)
+        cache.rope.view(-1, QK_ROPE_HEAD_DIM)[rows] = rope
+        cache.scale.view(-1)[rows] = scale
+    return cache, table, torch.tensor(lengths, dtype=torch.int32)
+
+
+def sample_tokens(n: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(c_kv (n, 512), k_rope (n, 64)): biased channels, log-normal token amplitudes."""
+    amplitude = torch.exp(0.3 * torch.randn(n, 1))
+    return (
+        amplitude * (torch.randn(n, KV_LORA_RANK) + 0.5),
+        3.0 * torch.randn(n, QK_ROPE_HEAD_DIM),
+    )
+
+
+def sample_query(b: int, s_q: int, heads: int) -> QuantizedQuery:
+    """A quantised query of unit-variance rows."""
+    nope = torch.randn(b, s_q, heads, KV_LORA_RANK)
+    return QuantizedQuery(
+        *reference.quantize_rows(nope, torch.randn(b, s_q, heads, QK_ROPE_HEAD_DIM))
+    )
+
+
+def _check_decode(spec: VariantSpec, kernel: runtime.Kernel) -> Result:
+    heads, s_q = SHAPES[spec.row_tile]
+    cache, table, seqlens = filled_cache(LENGTHS, spec.page_size)
+    b, scale = len(LENGTHS), HEAD_SCALE
+    q = sample_query(b, s_q, heads)
+    plan = plan_reference(LENGTHS, PARTS, TOKEN_TILE, 1, table.shape[1] * spec.page_size)
+    rows_pad = -(-heads * s_q // spec.row_tile) * spec.row_tile
+    items = torch.zeros((PARTS + b, 4), dtype=torch.int32)
+    items[: len(plan.work_items)] = torch.tensor(plan.work_items, dtype=torch.int32)
+    out = torch.full((b, s_q, heads, KV_LORA_RANK), math.nan).to(DTYPES[spec.out_dtype])
+    lse = torch.full((b, heads, s_q), math.nan)
+    o_accum = torch.full((2 * PARTS, rows_pad, KV_LORA_RANK), math.nan)
+    lse_accum = torch.full((2 * PARTS, rows_pad), math.nan)
+    kernel(
+        q.nope_u8, q.rope, q.row_scale, cache.content_u8, cache.rope, cache.scale, table, seqlens,
+        items, torch.tensor(plan.part_begin, dtype=torch.int32), out, lse, o_accum, lse_accum,
+        scale, 1, LN2, -math.inf,
+    )  # fmt: skip
+    merge_reference(o_accum, lse_accum, plan.split_begin, out, lse)
+    return compare_decode(out, lse, q, cache, table, seqlens, scale)
+
+
+HEAD_SCALE = 576**-0.5
+
+
+def compare_decode(
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    q: QuantizedQuery,
+    cache: PagedKVCache,
+    table: torch.Tensor,
+    seqlens: torch.Tensor,
+    scale: float,
+    *,
+    causal: bool = True,
+) -> Result:
+    """Compares with fp64 on the stored inputs; the tolerance comes from the rounding mimic."""
+    run = functools.partial(
+        reference.mla_decode_reference,
+        q.nope, q.rope, q.scale, cache.content, cache.rope, cache.scale, table, seqlens, scale,
+        causal=causal,
+    )  # fmt: skip
+    truth, truth_lse = run(config=reference.FP64)
+    mimic, _ = run(config=reference.MIMIC)
+    error = metrics.relative_l2(out, truth)
+    allowed = 1.1 * metrics.relative_l2(mimic, truth) + 2.5e-3
+    lse_error = metrics.lse_error(lse, truth_lse)
+    finite = truth_lse[torch.isfinite(truth_lse)]
+    lse_allowed = 2e-4 + 1e-3 * float(finite.abs().max()) if finite.numel() else 2e-4
+    return Result(
+        error <= allowed and lse_error <= lse_allowed,
+        f"relative L2 {error:.2e} (allowed {allowed:.2e}), LSE {lse_error:.1e} "
+        f"(allowed {lse_allowed:.1e})",
+    )
+
+
+def merge_reference(
+    o_accum: torch.Tensor,
+    lse_accum: torch.Tensor,
+    split_begin: list[int],
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> None:
+    """What the merge kernel does, in torch, in place on ``out`` and ``lse`` (natural log)."""
+    _, s_q, heads, _ = out.shape
+    for i, (first, end) in enumerate(zip(split_begin, split_begin[1:], strict=False)):
+        if first == end:
+            continue
+        part_lse = lse_accum[first:end, : s_q * heads].double()
+        top = part_lse.amax(0)
+        weight = torch.exp2(part_lse - torch.where(torch.isneginf(top), 0.0, top))
+        total = weight.sum(0)
+        o = (weight[..., None] * o_accum[first:end, : s_q * heads].double()).sum(0)
+        o = torch.where(total[:, None] == 0, 0.0, o / total[:, None])
+        out[i] = o.view(s_q, heads, -1).to(out.dtype)
+        lse[i] = ((top + torch.log2(total)) * LN2).view(s_q, heads).T.float()
+
+
+def _check_merge(spec: VariantSpec, kernel: runtime.Kernel) -> Result:
+    s_q, heads, split_begin = 2, 5, [0, 3, 3, 5]
+    o_accum = torch.randn(6, 16, KV_LORA_RANK)
+    lse_accum = 4.0 * torch.randn(6, 16)
+    lse_accum[3:5, 4] = -math.inf  # a row that no split saw
+    o_accum[3:5, 4] = 0.0
+    out = torch.full((3, s_q, heads, KV_LORA_RANK), 7.0).to(DTYPES[spec.out_dtype])
+    lse = torch.full((3, heads, s_q), 7.0)
+    want_out, want_lse = out.float(), lse.clone()
+    kernel(o_accum, lse_accum, torch.tensor(split_begin).int(), out, lse, LN2, -math.inf)
+    merge_reference(o_accum, lse_accum, split_begin, want_out, want_lse)
+    error = metrics.relative_l2(out, want_out)
+    lse_error = metrics.lse_error(lse, want_lse)
+    allowed = 3e-3 if spec.out_dtype == "bf16" else 1e-5
+    return Result(
+        error <= allowed and lse_error <= 1e-4,
+        f"relative L2 {error:.1e} (allowed {allowed:.0e}), LSE {lse_error:.1e} (allowed 1e-4)",
+    )
+
+
+def _check_plan(spec: VariantSpec, kernel: runtime.Kernel) -> Result:
+    lengths, parts, overhead, capacity = (3000, 0, 64, 1, 900), 5, 3, 2048
+    items = torch.zeros((parts + len(lengths), 4), dtype=torch.int32)
+    begin = torch.zeros(parts + 1, dtype=torch.int32)
+    split = torch.zeros(len(lengths) + 1, dtype=torch.int32)
+    seqlens = torch.tensor(lengths, dtype=torch.int32)
+    kernel(seqlens, items, begin, split, capacity, TOKEN_TILE, overhead)
+    want = plan_reference(lengths, parts, TOKEN_TILE, overhead, capacity)
+    found = [tuple(row) for row in items[: len(want.work_items)].tolist()]
+    same = (found, begin.tolist(), split.tolist()) == (
+        want.work_items, want.part_begin, want.split_begin,
+    )  # fmt: skip
+    return Result(same, f"{len(want.work_items)} items in {parts} parts, entry for entry")
+
+
+def _check_append(spec: VariantSpec, kernel: runtime.Kernel) -> Result:
+    cache, n = poisoned_cache(3, 16), 9
+    c_kv, k_rope = (t.to(DTYPES[spec.in_dtype]) for t in sample_tokens(n))
+    c_kv[2], k_rope[2] = 0.0, 1e3  # an all-zero latent with a large RoPE
+    c_kv[3, 7] = math.nan
+    slots = torch.randperm(cache.num_slots)[:n].to(INDEX[spec.index_dtype])
+    slots[5] = -1
+    kernel(cache.content_u8, cache.rope, cache.scale, c_kv, k_rope, slots)
+    want = poisoned_cache(3, 16)
+    kept = slots >= 0
+    rows = slots[kept].long()
+    content, rope, scale = reference.quantize_rows(c_kv[kept], k_rope[kept])
+    want.content_u8.view(-1, KV_LORA_RANK)[rows] = content.view(torch.uint8)
+    want.rope.view(-1, QK_ROPE_HEAD_DIM)[rows] = rope
+    want.scale.view(-1)[rows] = scale
+    return _same_bits(
+        {
+            "content": (cache.content_u8, want.content_u8),
+            "rope": (cache.rope, want.rope),
+            "scale": (cache.scale, want.scale),
+        }
+    )
+
+
+def _check_quantize(spec: VariantSpec, kernel: runtime.Kernel) -> Result:
+    b, s_q, heads = 2, 2, 5
+    joint = torch.randn(b, s_q, heads, 576).to(DTYPES[spec.in_dtype])
+    nope, rope = joint[..., :KV_LORA_RANK], joint[..., KV_LORA_RANK:]
+    shared = 1 if spec.mode == "token" else 0
+    want = reference.quantize_rows(nope, rope, shared=shared)
+    got = (
+        torch.zeros(nope.shape, dtype=torch.uint8),
+        torch.zeros(rope.shape, dtype=torch.bfloat16),
+        torch.zeros(want[2].shape),
+    )
+    kernel(nope, rope, *got)
+    return _same_bits(
+        {
+            "nope": (got[0], want[0].view(torch.uint8)),
+            "rope": (got[1], want[1]),
+            "scale": (got[2], want[2]),
+        }
+    )
+
+
+def _check_fetch(spec: VariantSpec, kernel: runtime.Kernel) -> Result:
+    dtype, lengths = DTYPES[spec.in_dtype], (20, 0, 33)
+    cache, table, seqlens = filled_cache(lengths, 16)
+    flat = cache.content.view(-1, KV_LORA_RANK), cache.rope.view(-1, QK_ROPE_HEAD_DIM)
+    scale = cache.scale.view(-1)
+    if spec.mode == "indices":
+        used = torch.isfinite(scale).nonzero().flatten()
+        indices = used[torch.randperm(len(used))[:7]].int()
+        nope, rope = torch.full((8, 512), 7.0).to(dtype), torch.full((8, 64), 7.0).to(dtype)
+        rows = indices.long()
+        want_nope, want_rope = nope.clone(), rope.clone()
+        want_nope[:7], want_rope[:7] = reference.dequantize_rows(
+            flat[0][rows], flat[1][rows], scale[rows], dtype
+        )
+        want_nope[7], want_rope[7] = 0.0, 0.0
+        indices = torch.cat([indices, torch.tensor([-1], dtype=torch.int32)])
+        kernel(cache.content_u8, cache.rope, cache.scale, indices, nope, rope)
+    else:
+        nope = torch.full((3, 40, KV_LORA_RANK), 7.0).to(dtype)
+        rope = torch.full((3, 40, QK_ROPE_HEAD_DIM), 7.0).to(dtype)
+        want_nope, want_rope = nope.clone(), rope.clone()
+        for i, n in enumerate(lengths):
+            t = torch.arange(n)
+            rows = table[i, t // 16].long() * 16 + t % 16
+            want_nope[i, :n], want_rope[i, :n] = reference.dequantize_rows(
+                flat[0][rows], flat[1][rows], scale[rows], dtype
+            )
+        kernel(cache.content_u8, cache.rope, cache.scale, table, seqlens, nope, rope)
+    return _same_bits({"nope": (nope, want_nope), "rope": (rope, want_rope)})
+
+
+def _same_bits(pairs: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> Result:
+    """Bit-for-bit comparison; any NaN equals any NaN."""
+    bad = {}
+    for name, (got, want) in pairs.items():
+        same = got == want
+        if got.is_floating_point():
+            same |= torch.isnan(got) & torch.isnan(want)
+        if not bool(same.all()):
+            bad[name] = f"{int((~same).sum())} of {same.numel()} values of {name} differ"
+    return Result(not bad, "; ".join(bad.values()) or f"{', '.join(pairs)} bit for bit")
+
+
+_CHECKS: dict[str, Callable[[VariantSpec, runtime.Kernel], Result]] = {
+    "decode": _check_decode,
+    "plan_decode": _check_plan,
+    "merge": _check_merge,
+    "append_kv": _check_append,
+    "quantize_q": _check_quantize,
+    "fetch_dequant": _check_fetch,
+}
