@@ -217,9 +217,10 @@ def _plan(
     if lane == 0:
         shared[warp] = total
     cute.arch.sync_threads()
-    total = overhead * b
-    for w in cutlass.range_constexpr(WARPS):
-        total += shared[w]
+    mine = Int32(0)
+    if lane < WARPS:
+        mine = shared[lane]
+    total = cute.arch.warp_redux_sync(mine, "add") + overhead * b
 
     capacity = _search(tiles, shared, source, b, total, parts, overhead)
 
