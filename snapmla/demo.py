@@ -1,8 +1,8 @@
 """``make demo``: a realistic decode job, end to end, checked and timed.
 
 A ragged batch with a long-tailed length distribution decodes a few steps through a few layers:
-append the new tokens, quantise the queries, plan once per step, decode.  The data has what makes MLA
-quantisation hard: RoPE channels with outliers to +-1000, latent channels with a bias, token
+append the new tokens, quantise the queries, plan once per step, decode.  The data has what makes
+MLA quantisation hard: RoPE channels with outliers to +-1000, latent channels with a bias, token
 amplitudes that vary, an attention sink at token 0.  Results are compared with fp64 on the stored
 inputs (``snapmla.reference``); the tolerance comes from the rounding that FP8 P implies.
 
@@ -179,7 +179,8 @@ def decode_steps(
 ) -> tuple[list[Checked], DecodePlan, list[QuantizedQuery]]:
     """The job itself: steps x layers of append, quantise, decode, each result checked."""
     plan: DecodePlan | None = None
-    results, queries = [], []
+    results: list[Checked] = []
+    queries: list[QuantizedQuery] = []
     lengths = list(batch.lengths)
     for step in range(job.steps):
         started = time.perf_counter()

@@ -8,6 +8,7 @@ The wide tests live in ``tests/``; this one is about seconds.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -167,7 +168,7 @@ def merge_reference(
 ) -> None:
     """What the merge kernel does, in torch, in place on ``out`` and ``lse`` (natural log)."""
     _, s_q, heads, _ = out.shape
-    for i, (first, end) in enumerate(zip(split_begin, split_begin[1:], strict=False)):
+    for i, (first, end) in enumerate(itertools.pairwise(split_begin)):
         if first == end:
             continue
         part_lse = lse_accum[first:end, : s_q * heads].double()

@@ -1,3 +1,4 @@
+# ruff: noqa: E501 (a table: one row reads better on one line)
 """Wrong input: every row must raise the right type and say the argument, expected, and got.
 
 No row reaches a kernel: arguments are checked before anything is looked up or launched.
