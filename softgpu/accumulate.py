@@ -4,13 +4,12 @@ An accumulate function has the signature
 
     accumulate(acc, a, b, kind) -> float32 (M, N)
         acc   float32 (M, N)   accumulator before the step (zeros where scale-d is 0)
-        a     float64 (M, K)   decoded A elements of one instruction: 32 of e4m3, 16 of bf16 / f16
-        b     float64 (N, K)   decoded B elements
+        a     float32 (M, K)   decoded A elements of one instruction: 32 of e4m3, 16 of bf16 / f16
+        b     float32 (N, K)   decoded B elements
         kind  "e4m3", "e5m2", "bf16" or "f16" (of A)
 
-and is chosen by ``Options.accumulate``.  ``exact`` is the mathematical sum, rounded once.
-``hopper`` is the model of the hardware: per instruction the products and the accumulator are aligned
-to the largest exponent and truncated.
+and is chosen by ``Options.accumulate``.  ``hopper`` is the tensor core of an H200, bit for bit (the
+model and its evidence: ``snapmla.accumulate_np``); ``exact`` is the mathematical sum, rounded once.
 """
 
 from __future__ import annotations
@@ -21,46 +20,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 F32 = NDArray[np.float32]
-F64 = NDArray[np.float64]
-Accumulate = Callable[[F32, F64, F64, str], F32]
+Accumulate = Callable[[F32, F32, F32, str], F32]
 
-FP8_FRACTION_BITS = 13
+_SMALLEST_NORMAL = {"bf16": 2.0**-126, "f16": 2.0**-14}
 
 
-def exact(acc: F32, a: F64, b: F64, kind: str) -> F32:
+def exact(acc: F32, a: F32, b: F32, kind: str) -> F32:
     """acc + a b^T in float64, rounded to nearest even once."""
-    out: F32 = (acc + a @ b.T).astype(np.float32)
+    out: F32 = (acc + a.astype(np.float64) @ b.astype(np.float64).T).astype(np.float32)
     return out
 
 
-def _exponent(x: F64) -> NDArray[np.int32]:
-    """floor(log2 |x|); very small for 0."""
-    _, e = np.frexp(x)
-    return np.where(x == 0, -10000, e - 1).astype(np.int32)
+def hopper(acc: F32, a: F32, b: F32, kind: str) -> F32:
+    """As a Hopper tensor core adds.  Raises ValueError for e5m2, which was not recorded."""
+    from snapmla.accumulate_np import fp8_step_numpy, half_step_numpy
+
+    if kind == "e4m3":
+        return fp8_step_numpy(acc, a, b)
+    if kind in _SMALLEST_NORMAL:
+        return half_step_numpy(acc, a, b, _SMALLEST_NORMAL[kind])
+    raise ValueError(f"hopper accumulation: no model for {kind} operands; use softgpu.exact")
 
 
-def _truncate(x: F64, exponent: NDArray[np.int32], bits: int) -> F64:
-    """Towards zero, to a multiple of 2**(exponent - bits)."""
-    shift = np.clip(bits - exponent, -1000, 1000)
-    out: F64 = np.ldexp(np.trunc(np.ldexp(x, shift)), -shift)
-    return out
-
-
-def hopper(acc: F32, a: F64, b: F64, kind: str) -> F32:
-    """FP8 steps as a Hopper tensor core adds them; 16-bit types as ``exact``."""
-    if kind not in ("e4m3", "e5m2"):
-        return exact(acc, a, b, kind)
-    start = acc.astype(np.float64)
-    out = np.empty_like(start)
-    for first in range(0, len(b), 64):  # bounds the size of the (M, N, K) products
-        cols = slice(first, first + 64)
-        products = a[:, None, :] * b[None, cols, :]
-        top = np.maximum(np.abs(products).max(-1), np.abs(start[:, cols]))
-        e = _exponent(top)
-        total = _truncate(products, e[..., None], FP8_FRACTION_BITS).sum(-1)
-        total += _truncate(start[:, cols], e, FP8_FRACTION_BITS)
-        out[:, cols] = _truncate(total, _exponent(total), FP8_FRACTION_BITS)
-    plain = (start + a @ b.T).astype(np.float32)
-    special = ~np.isfinite(plain)
-    result: F32 = np.where(special, plain, out.astype(np.float32))
-    return result
+BY_NAME: dict[str, Accumulate] = {"exact": exact, "hopper": hopper}

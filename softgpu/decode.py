@@ -1,9 +1,9 @@
 """Decoding: instructions -> Python closures with operands resolved once.
 
-A warp's registers live in one array a width, lane-minor.  Each (register, type) pair that the code
-uses becomes an index into ``warp.v``, a list of 32-lane numpy views; constants and special registers
-are entries of the same list.  A handler is ``fn(warp, mask)``: ``mask`` is True for all 32 lanes or a
-bool array; it returns None, or a ``Wait`` if the warp has to stop.
+A warp's registers live in one array a width, lane-minor.  Each (register, type) pair that the
+code uses becomes an index into ``warp.v``, a list of 32-lane numpy views; constants and special
+registers are entries of the same list.  A handler is ``fn(warp, mask)``: ``mask`` is True for all
+32 lanes or a bool array; it returns None, or a ``Wait`` if the warp has to stop.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ def unmodelled(ins: Instr, why: str = "") -> UnmodelledInstruction:
 class Program:
     """A decoded kernel, shared by all launches.
 
-    ``code[pc]`` is (kind, handler or branch target, guard view or -1, guard negated).  ``views`` says
-    how to build ``warp.v``; see ``Decoder``.
+    ``code[pc]`` is (kind, handler or branch target, guard view or -1, guard negated).  ``views``
+    says how to build ``warp.v``; see ``Decoder``.
     """
 
     kernel: Kernel
@@ -191,7 +191,7 @@ class Decoder:
                 return self.const(int(value.view(np.uint32)[0]), dtype)
             if operand.kind == "d" and dtype is np.float16:
                 raise self.error("f64 literal for f16")
-            return self.const(operand.bits, dtype)
+            return self.const(operand.bits >> (8 * np.dtype(dtype).itemsize * part), dtype)
         if isinstance(operand, Mem) and operand.coords is None:  # symbol + offset as a value
             raise self.error("symbol + offset operand")
         if not isinstance(operand, Reg):

@@ -29,7 +29,6 @@ def _decode_table(exponent_bits: int, fraction_bits: int, ieee_inf: bool) -> NDA
 
 E4M3 = _decode_table(4, 3, ieee_inf=False)
 E5M2 = _decode_table(5, 2, ieee_inf=True)
-E4M3_F64, E5M2_F64 = E4M3.astype(np.float64), E5M2.astype(np.float64)
 
 
 def _encode8(x: F32, fraction_bits: int, bias: int, largest: float) -> NDArray[np.uint8]:

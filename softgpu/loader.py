@@ -28,8 +28,8 @@ def _span(tensor: Any) -> int:
 class LoadedKernel:
     """An exported function whose launches run on the software GPU.
 
-    Call it with CPU torch tensors and Python scalars in the order of the ABI.  Runs synchronously and
-    writes into the given tensors.  Errors of the object's own argument checks come through as
+    Call it with CPU torch tensors and Python scalars in the order of the ABI.  Runs synchronously
+    and writes into the given tensors.  Errors of the object's own argument checks come through as
     TVM-FFI raises them; what goes wrong in the kernel is a ``SoftGpuError``.
 
     Attributes:

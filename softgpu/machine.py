@@ -1,14 +1,15 @@
 """Grid -> clusters -> blocks -> warps, and who runs next.
 
-PTX ISA sections 3 (threads, warps, convergence) and 9.7.12-13 (what may block).  A warp executes the
-group of its lanes with the lowest pc; groups that reach the same pc merge.  Nothing here knows an
-instruction: handlers return a ``Wait`` when a warp has to stop, and the scheduler asks it again.
+PTX ISA sections 3 (threads, warps, convergence) and 9.7.12-13 (what may block).  A warp executes
+the group of its lanes with the lowest pc; groups that reach the same pc merge.  Nothing here knows
+an instruction: handlers return a ``Wait`` when a warp has to stop, and the scheduler asks it again.
 """
 
 from __future__ import annotations
 
 import ctypes
 import itertools
+import os
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .accumulate import exact
+from . import accumulate as arithmetic
 from .decode import BRANCH, NORMAL, Program
 from .errors import Deadlock, LaunchError, SoftGpuError
 from .memory import (
@@ -41,12 +42,16 @@ QUANTUM = 512
 SPIN_PASSES = 2000  # scheduler passes without any visible effect before a spin counts as a hang
 
 
+def _environment(name: str, default: str) -> str:
+    return os.environ.get(f"SOFTGPU_{name}", default)
+
+
 @dataclass
 class Options:
-    """How to execute.
+    """How to execute.  Defaults come from SOFTGPU_ACCUMULATE, SOFTGPU_ASYNC and SOFTGPU_SEED.
 
     Attributes:
-        accumulate: WGMMA arithmetic, see ``softgpu.accumulate``.
+        accumulate: WGMMA arithmetic, see ``softgpu.accumulate``; ``hopper`` unless said otherwise.
         asynchronous: when asynchronous copies land: ``early`` (at issue), ``late`` (when nothing
             else can run) or ``random``.
         seed: None runs warps in order; a number shuffles them.
@@ -54,11 +59,19 @@ class Options:
         max_instructions: stop after so many warp instructions, 0 for no limit.
     """
 
-    accumulate: Callable[..., NDArray[np.float32]] = exact
-    asynchronous: str = "early"
-    seed: int | None = None
+    accumulate: Callable[..., NDArray[np.float32]] = field(
+        default_factory=lambda: arithmetic.BY_NAME[_environment("ACCUMULATE", "hopper")]
+    )
+    asynchronous: str = field(default_factory=lambda: _environment("ASYNC", "early"))
+    seed: int | None = field(default_factory=lambda: int(_environment("SEED", "-1")))
     resident: int = 1
     max_instructions: int = 0
+
+    def __post_init__(self) -> None:
+        if self.asynchronous not in ("early", "late", "random"):
+            raise ValueError(f"asynchronous: early, late or random, got {self.asynchronous!r}")
+        if self.seed is not None and self.seed < 0:
+            self.seed = None
 
 
 class Wait:
@@ -68,7 +81,7 @@ class Wait:
     it.  ``expires``: the wait has a time limit; when nothing else can run it gives up once.
     """
 
-    __slots__ = ("ready", "text", "retry", "expires")
+    __slots__ = ("expires", "ready", "retry", "text")
 
     def __init__(
         self,
@@ -83,7 +96,7 @@ class Wait:
 class Group:
     """Lanes of a warp that share a pc."""
 
-    __slots__ = ("pc", "mask", "wait", "expired")
+    __slots__ = ("expired", "mask", "pc", "wait")
 
     def __init__(self, pc: int, mask: Mask) -> None:
         self.pc, self.mask = pc, mask
@@ -96,17 +109,19 @@ class Warp:
 
     def __init__(self, block: Block, index: int) -> None:
         self.block, self.index = block, index
-        self.machine, self.shared = block.machine, block.shared
+        self.machine: Machine = block.machine
+        self.shared: SharedMemory = block.shared
         threads = block.machine.threads
         count = min(32, threads - 32 * index)
-        self.alive: Mask = True if count == 32 else LANES < count
+        self.alive: Mask = True if count == 32 else count > LANES
         self.groups = [Group(0, self.alive)]
         self.current = self.groups[0]
         self.done = False
         self.code = block.machine.program.code
         self.barrier_gen = 0
         self.cluster_gen = -1
-        self.bulk_groups: list[list[InFlight]] = [[]]
+        self.bulk_groups: list[list[InFlight]] = [[]]  # cp.async.bulk; the last one is open
+        self.copies: list[InFlight] = []  # cp.async
         self.local = LocalMemory(block.machine.program.local_size)
         self.v = self._views()
 
@@ -308,7 +323,7 @@ def _as(values: NDArray[np.uint64], dtype: Any) -> NDArray[Any]:
 class InFlight:
     """An asynchronous operation that has been issued; ``complete`` performs it, once."""
 
-    __slots__ = ("action", "text", "finished")
+    __slots__ = ("action", "finished", "text")
 
     def __init__(self, action: Callable[[], None], text: str) -> None:
         self.action, self.text, self.finished = action, text, False
@@ -324,10 +339,11 @@ class Block:
 
     def __init__(self, cluster: Cluster, rank: int, ctaid: tuple[int, int, int]) -> None:
         self.cluster, self.rank, self.ctaid = cluster, rank, ctaid
-        self.machine, self.shared = cluster.machine, cluster.shared
+        self.machine: Machine = cluster.machine
+        self.shared: SharedMemory = cluster.shared
         self.base = rank << RANK_SHIFT
         self.named: dict[int, NamedBarrier] = {}
-        self.template = list(self.machine.template)
+        self.template: list[Any] = list(self.machine.template)
         for i, view in self.machine.per_block:
             self.template[i] = _as(np.full(32, self.value(view), np.uint64), view[2])
         warps = -(-self.machine.threads // 32)

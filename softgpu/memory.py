@@ -97,7 +97,9 @@ class GlobalMemory:
         """The region of an access, or MemoryFault."""
         region = self.find(address)
         if region is None or address + nbytes > region.end:
-            raise MemoryFault(f"out-of-bounds global {what} of {nbytes} bytes: {self.name(address)}")
+            raise MemoryFault(
+                f"out-of-bounds global {what} of {nbytes} bytes: {self.name(address)}"
+            )
         return region
 
     def _uniform(self, a: NDArray[Any], nbytes: int, what: str) -> Region | None:
@@ -237,14 +239,14 @@ class LocalMemory:
     def load(self, addr: NDArray[Any], m: Mask, dtype: Any, n: int) -> NDArray[Any]:
         size = np.dtype(dtype).itemsize * n
         a = self._index(addr, m, size, "load")
-        view = self.bytes.view(dtype)
+        view: NDArray[Any] = self.bytes.view(dtype)
         view = view if n == 1 else view.reshape(32, -1, n)
         return view[np.arange(32), a // size]
 
     def store(self, addr: NDArray[Any], m: Mask, data: NDArray[Any], n: int) -> None:
         size = data.dtype.itemsize * n
         a = self._index(addr, m, size, "store")
-        view = self.bytes.view(data.dtype)
+        view: NDArray[Any] = self.bytes.view(data.dtype)
         view = view if n == 1 else view.reshape(32, -1, n)
         lanes = np.arange(32) if m is True else np.nonzero(m)[0]
         view[lanes, (a // size)[lanes]] = data[lanes]

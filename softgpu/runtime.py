@@ -95,9 +95,9 @@ def _compiler() -> str:
 def link(object_path: str | os.PathLike[str]) -> pathlib.Path:
     """Links an exported object with the stand-in runtime.
 
-    Returns the shared object in ``cache_dir()``, named by the hash of its inputs; a second call with
-    the same inputs links nothing.  Raises FileNotFoundError, or ToolchainError with the linker's
-    words.
+    Returns the shared object in ``cache_dir()``, named by the hash of its inputs; a second call
+    with the same inputs links nothing.  Raises FileNotFoundError, or ToolchainError with the
+    linker's words.
     """
     import tvm_ffi
 
@@ -163,7 +163,7 @@ class HostModule:
                     params=raw.params,
                 )
             )
-        except BaseException as error:  # noqa: BLE001  an exception cannot cross the C frames
+        except BaseException as error:
             self._error = error
             return _CALLBACK_FAILED
         return 0
@@ -210,7 +210,7 @@ class _CudaDlpack:
         ndim = ctypes.c_int32.from_address(base + 16).value
         strides = ctypes.c_void_p.from_address(base + 32).value
         if strides and ndim:
-            # Exporting rewrites the strides of extents below 2; a CUDA tensor would arrive as it is.
+            # Exporting rewrites the strides of extents below 2; a CUDA tensor arrives as it is.
             (ctypes.c_int64 * ndim).from_address(strides)[:] = list(self._tensor.stride())
         return capsule
 

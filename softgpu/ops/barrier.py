@@ -119,8 +119,10 @@ def cluster_wait(ins: Instr, k: Decoder) -> Handler:
             return None
         return Wait(
             lambda: cluster.barrier_generation != generation,
-            lambda: f"cluster barrier: {cluster.barrier_arrived} of {cluster.barrier_expected} "
-            "threads have arrived",
+            lambda: (
+                f"cluster barrier: {cluster.barrier_arrived} of {cluster.barrier_expected} "
+                "threads have arrived"
+            ),
         )
 
     return run

@@ -89,7 +89,9 @@ def _float_to_int(x: Any, to_int: Any, dtype: Any) -> Any:
     out = np.where(nan | low | high, 0, r).astype(dtype)
     out = np.where(low, dtype(info.min), np.where(high, dtype(info.max), out))
     bits = 8 * np.dtype(dtype).itemsize
-    nan_value = np.array(1 << 63, np.uint64).view(np.int64).astype(dtype) if bits == 64 else dtype(0)
+    nan_value = (
+        np.array(1 << 63, np.uint64).view(np.int64).astype(dtype) if bits == 64 else dtype(0)
+    )
     return np.where(nan, nan_value, out)
 
 
@@ -130,8 +132,8 @@ def _float_to_float(
     if target == "f32":
         if source == "f64" and rounding not in ("rn", None):
             return lambda x: floats.directed(prepare(x), rounding or "rz")
-        return lambda x: floats.flush(prepare(x).astype(np.float32)) if ftz else (
-            prepare(x).astype(np.float32)
+        return lambda x: (
+            floats.flush(prepare(x).astype(np.float32)) if ftz else (prepare(x).astype(np.float32))
         )
     if target == "f64":
         return lambda x: prepare(x).astype(np.float64)

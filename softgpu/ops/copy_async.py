@@ -60,15 +60,15 @@ def cp_async(ins: Instr, k: Decoder) -> Handler:
                     target[:count] = w.machine.memory.read(int(s[lane]), count, "cp.async")
                 target[count:] = 0
 
-        w.bulk_pending_cp = [*getattr(w, "bulk_pending_cp", []), w.machine.issue(land, ins.opcode)]
+        w.copies.append(w.machine.issue(land, ins.opcode))
 
     return run
 
 
 def _land_cp(w: Any) -> None:
-    for item in getattr(w, "bulk_pending_cp", []):
+    for item in w.copies:
         item.complete()
-    w.bulk_pending_cp = []
+    w.copies = []
 
 
 @op("cp.async.commit_group")
@@ -89,7 +89,7 @@ def cp_wait(ins: Instr, k: Decoder) -> Handler:
 
 @op("cp.async.mbarrier.arrive")
 def cp_arrive(ins: Instr, k: Decoder) -> Handler:
-    """Arrives when the lane's earlier cp.async are done; without .noinc it counts itself in first."""
+    """Arrives when the lane's cp.async are done; without .noinc it counts itself in first."""
     mods = Mods(ins, 4)
     mods.type()
     noinc = mods.flag("noinc")

@@ -121,9 +121,7 @@ def _directed(name: str, rounding: str, d: int, a: int, b: int, ftz: bool, sat: 
     return write(d, compute)
 
 
-def _quotient(
-    ins: Instr, k: Decoder, kind: str, ftz: bool, approx: bool, rounding: str
-) -> Handler:
+def _quotient(ins: Instr, k: Decoder, kind: str, ftz: bool, approx: bool, rounding: str) -> Handler:
     if rounding != "rn":
         raise unmodelled(ins, "div rounding")
     d, a, b = k.dst(ins.args[0], kind), k.src(ins.args[1], kind), k.src(ins.args[2], kind)
@@ -371,7 +369,9 @@ def setp(ins: Instr, k: Decoder) -> Handler:
         if isinstance(compare, np.ufunc):
             return binary(compare, p, a, b)
         return write(p, lambda v: compare(v[a], v[b]))
-    combine = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor, None: None}[boolop]
+    combine = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor, None: None}[
+        boolop
+    ]
 
     def run(w: Any, m: Any) -> None:
         v = w.v

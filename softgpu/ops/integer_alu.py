@@ -1,4 +1,4 @@
-"""Integer and logic instructions: PTX ISA 9.7.1 (integer), 9.7.2 (extended), 9.7.8 (logic, shift)."""
+"""Integer, logic and shift instructions: PTX ISA 9.7.1, 9.7.2, 9.7.8."""
 
 from __future__ import annotations
 
@@ -48,6 +48,8 @@ def arithmetic(ins: Instr, k: Decoder) -> Handler:
     if _is_float(ins):
         return float_alu.arithmetic(ins, k)
     name = ins.parts[0]
+    if ins.parts[-1] in ("u16x2", "s16x2"):
+        return _packed(ins, k)
     if name == "mul":
         return _mul(ins, k)
     if name == "mad":
@@ -73,6 +75,30 @@ def arithmetic(ins: Instr, k: Decoder) -> Handler:
     if relu:
         return write(d, lambda v: np.maximum(function(v[a], v[b]), 0))
     return binary(function, d, a, b)
+
+
+def _packed(ins: Instr, k: Decoder) -> Handler:
+    """add, max, min on the two halves of a 32-bit register."""
+    mods = Mods(ins)
+    kind = mods.left.pop()[:3]
+    relu = mods.flag("relu")
+    mods.done()
+    functions = {"add": np.add, "max": np.maximum, "min": np.minimum}
+    function = functions.get(ins.parts[0])
+    if function is None:
+        raise unmodelled(ins)
+    halves = [
+        (k.dst(ins.args[0], kind, p), k.src(ins.args[1], kind, p), k.src(ins.args[2], kind, p))
+        for p in (0, 1)
+    ]
+
+    def run(w: Any, m: Any) -> None:
+        v = w.v
+        for d, a, b in halves:
+            r = function(v[a], v[b])
+            np.copyto(v[d], np.maximum(r, 0) if relu else r, where=m)
+
+    return run
 
 
 def _divide(name: str, dtype: Any, d: int, a: int, b: int) -> Handler:

@@ -81,7 +81,11 @@ def _split(a: Any, lanes: Any) -> Any:
     """Generic addresses by window: (mask, space)."""
     shared = lanes & ((a & np.uint64(SHARED_WINDOW)) != 0)
     local = lanes & ((a & np.uint64(LOCAL_WINDOW)) != 0)
-    for part, space in ((shared, "cluster"), (local, "local"), (lanes & ~shared & ~local, "global")):
+    for part, space in (
+        (shared, "cluster"),
+        (local, "local"),
+        (lanes & ~shared & ~local, "global"),
+    ):
         if part.any():
             yield part, space
 

@@ -1,7 +1,7 @@
 """mbarrier objects: PTX ISA 9.7.13.15.
 
-The state lives beside shared memory, keyed by address.  A phase completes when the pending count and
-the transaction count are both zero.
+The state lives beside shared memory, keyed by address.  A phase completes when the pending count
+and the transaction count are both zero.
 """
 
 from __future__ import annotations
@@ -182,14 +182,17 @@ def wait(ins: Instr, k: Decoder) -> Handler:
                 raise BarrierError(f"{name(at)}: parity {want}, expected 0 or 1")
             bar = find(w, at, ins.parts[1])
             if complete(bar, want):
+                w.current.expired = False
                 np.copyto(v[d], True, where=m)
                 return None
             if blocking and not w.current.expired:
                 what = f"phase parity {want}" if parity else f"phase {want}"
                 return Wait(
                     lambda: complete(bar, want),
-                    lambda: f"{name(at)} to complete {what}; it is in phase {bar.phase}, pending "
-                    f"{bar.pending} of {bar.expected}, tx {bar.tx}",
+                    lambda: (
+                        f"{name(at)} to complete {what}; it is in phase {bar.phase}, pending "
+                        f"{bar.pending} of {bar.expected}, tx {bar.tx}"
+                    ),
                     retry=True,
                     expires=True,
                 )

@@ -114,7 +114,7 @@ def prmt(ins: Instr, k: Decoder) -> Handler:
 
 @op("cvta")
 def cvta(ins: Instr, k: Decoder) -> Handler:
-    """Generic addresses: global and parameter addresses are themselves, shared ones get a window."""
+    """Generic addresses: global and parameter addresses as they are, others get a window bit."""
     mods = Mods(ins)
     kind = mods.type()
     to = mods.flag("to")
@@ -170,6 +170,4 @@ def getctarank(ins: Instr, k: Decoder) -> Handler:
     kind = ins.parts[-1]
     d, a = k.dst(ins.args[0], "u32"), k.src(ins.args[1], kind)
     dtype = DTYPES[kind]
-    return write(
-        d, lambda v: ((v[a] >> dtype(RANK_SHIFT)) & dtype(0xFF)).astype(np.uint32)
-    )
+    return write(d, lambda v: ((v[a] >> dtype(RANK_SHIFT)) & dtype(0xFF)).astype(np.uint32))

@@ -1,7 +1,7 @@
 """Tensor copies through a tensor map: PTX ISA 5.5 (tensors), 9.7.9.25.5 (cp.async.bulk.tensor).
 
-The tensor map's 128 bytes are decoded as the hardware's tiled format, version 2; the layout was read
-off maps that the exported host code encodes (element types, ranks 1-5, all swizzles).
+The tensor map's 128 bytes are decoded as the hardware's tiled format, version 2; the layout was
+read off maps that the exported host code encodes (element types, ranks 1-5, all swizzles).
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def check_map(t: TensorMap, shared: int) -> None:
 
 
 def shared_index(shared: int, rows: int, inner: int, swizzle: int) -> NDArray[np.int64]:
-    """16-byte chunk indices of a dense box (rows of ``inner`` bytes) at ``shared``, (rows, chunks)."""
+    """16-byte chunk indices (rows, chunks) of a dense box whose rows have ``inner`` bytes."""
     chunk = (shared >> 4) + np.arange(rows * (inner >> 4), dtype=np.int64)
     if swizzle:
         chunk ^= (chunk >> 3) & _SWIZZLE_BITS[swizzle]

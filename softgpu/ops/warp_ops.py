@@ -189,7 +189,7 @@ def elect(ins: Instr, k: Decoder) -> Handler:
     d = k.dst(first, "u32")
     p = k.dst(second, "pred") if second is not None else -1
     member = members(k, ins.args[1])
-    table = [LANES == i for i in range(32)]
+    table = [i == LANES for i in range(32)]
 
     def run(w: Any, m: Any) -> Any:
         v = w.v

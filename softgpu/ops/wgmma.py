@@ -1,7 +1,7 @@
 """wgmma: PTX ISA 9.7.15 (asynchronous warpgroup level matrix instructions).
 
-Every warp computes its 16 rows when it issues the instruction; fence, commit and wait are decoded but
-order nothing yet.
+Every warp computes its 16 rows when it issues the instruction; fence, commit and wait are decoded
+but order nothing yet.
 """
 
 from __future__ import annotations
@@ -77,16 +77,16 @@ def operand_bytes(w: Any, descriptor: int, rows: int, mn_major: bool) -> NDArray
     return np.ascontiguousarray(elements.transpose(1, 0, 2)).reshape(rows, 32)
 
 
-def decode_elements(raw: NDArray[np.uint8], kind: str) -> NDArray[np.float64]:
-    """(rows, 32) bytes -> (rows, K) float64."""
+def decode_elements(raw: NDArray[np.uint8], kind: str) -> NDArray[np.float32]:
+    """(rows, 32) bytes -> (rows, K) float32."""
     if kind == "e4m3":
-        return floats.E4M3_F64[raw]
+        return floats.E4M3[raw]
     if kind == "e5m2":
-        return floats.E5M2_F64[raw]
+        return floats.E5M2[raw]
     half = raw.view(np.uint16)
     if kind == "bf16":
-        return floats.bf16_to_f32(half).astype(np.float64)
-    return half.view(np.float16).astype(np.float64)
+        return floats.bf16_to_f32(half)
+    return half.view(np.float16).astype(np.float32)
 
 
 def _fragment_maps(n: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -98,7 +98,7 @@ def _fragment_maps(n: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
 
 
 def _a_registers(words: NDArray[np.uint32]) -> NDArray[np.uint8]:
-    """Four A registers (4, 32) -> (16, 32) bytes: register i + 2h holds row g + 8i, bytes 16h + 4c."""
+    """A registers (4, 32) -> (16, 32) bytes: register i + 2h holds row g + 8i, bytes 16h + 4c."""
     grid = words.view(np.uint8).reshape(2, 2, 8, 4, 4)  # h, i, g, c, byte
     return np.ascontiguousarray(grid.transpose(1, 2, 0, 3, 4)).reshape(16, 32)
 
