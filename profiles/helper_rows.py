@@ -14,10 +14,11 @@ import torch
 
 from profiles import check as checks
 from profiles.check import Check
-from profiles.pools import Latents, SnapPool, quantize_tokens
+from profiles.pools import Latents, SnapPool
 from profiles.roofline import CONTENT_DIM, HEAD_DIM_QK, ROPE_DIM
 from profiles.shapes import HelperShape
 from profiles.timing import Call, TimingConfig, buffer_count
+from snapmla.reference import quantize_rows
 
 PAGE = 64
 # The truth repeats the kernels' arithmetic, so only a wrong rounding shows: a step of e4m3 in one
@@ -99,9 +100,7 @@ def _append(shape: HelperShape, buffers: int, device: torch.device) -> Helper:
         pairs = []
         for i in (0, buffers - 1):
             call(i)()
-            content, rope, scale = quantize_tokens(x[i])
-            want = torch.cat([content.double(), rope.double()], 1) * scale.double()[:, None]
-            pairs.append((pool.load(slots[i].long()), want))
+            pairs.append((pool.load(slots[i].long()), _stored(x[i])))
         return _compare(pairs)
 
     return Helper("snapmla", [call(i) for i in range(buffers)], check, peer=False)
@@ -130,30 +129,17 @@ def _quantize(shape: HelperShape, buffers: int, device: torch.device) -> Helper:
             call(i)()
             got = torch.cat([out[i].nope.double(), out[i].rope.double()], -1)
             got = got * out[i].row_scale.double()[..., None]
-            pairs.append((got, _query_truth(x[i], shape.mode)))
+            pairs.append((got, _stored(x[i], shared=int(shape.mode == "token"))))
         return _compare(pairs)
 
     return Helper("snapmla", [call(i) for i in range(buffers)], check, peer=False)
 
 
-def _query_truth(x: torch.Tensor, mode: str) -> torch.Tensor:
-    """What quantisation leaves of queries (b, s_q, h, 576), in float64."""
-    if mode == "token_head":
-        flat = x.reshape(-1, HEAD_DIM_QK)
-        content, rope, scale = quantize_tokens(flat)
-    else:  # one row of all heads' content, then all heads' RoPE, has the token's scale
-        heads = x.shape[2]
-        flat = x.reshape(-1, heads, HEAD_DIM_QK)
-        top = flat[..., :CONTENT_DIM].float().abs().amax((1, 2)) * torch.tensor(
-            1 / 448, device=x.device
-        )
-        scale = top.repeat_interleave(heads)
-        inverse = (1.0 / scale)[:, None]
-        rows = flat.reshape(-1, HEAD_DIM_QK).float() * inverse
-        content = rows[:, :CONTENT_DIM].clamp(-448, 448).to(torch.float8_e4m3fn)
-        rope = rows[:, CONTENT_DIM:].bfloat16()
-    stored = torch.cat([content.double(), rope.double()], 1) * scale.double()[:, None]
-    return stored.reshape(x.shape)
+def _stored(x: torch.Tensor, shared: int = 0) -> torch.Tensor:
+    """What quantisation leaves of rows (..., 576), in float64."""
+    content, rope, scale = quantize_rows(x[..., :CONTENT_DIM], x[..., CONTENT_DIM:], shared=shared)
+    factor = scale.double()[(...,) + (None,) * (1 + shared)]
+    return torch.cat([content.double(), rope.double()], -1) * factor
 
 
 def _fetch(shape: HelperShape, buffers: int, device: torch.device) -> Helper:

@@ -14,11 +14,9 @@ from typing import Any
 import torch
 
 from profiles.roofline import CONTENT_DIM, FORMATS, HEAD_DIM_QK, CacheFormat
+from snapmla.reference import quantize_rows
 
 CHUNK_TOKENS = 1 << 17
-E4M3_MAX = 448.0
-SCALE_FLOOR = 2.0**-80
-ROPE_HEADROOM = 2.0**-40
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +106,7 @@ class SnapPool(Pool):
         )
 
     def store(self, first: int, x: torch.Tensor) -> None:
-        content, rope, scale = quantize_tokens(x)
+        content, rope, scale = quantize_rows(x[:, :CONTENT_DIM], x[:, CONTENT_DIM:])
         pages = slice(first // self.page_size, (first + x.shape[0]) // self.page_size)
         count = pages.stop - pages.start
         bytes_ = content.view(torch.uint8).view(count, self.page_size, CONTENT_DIM)
@@ -121,24 +119,6 @@ class SnapPool(Pool):
         content = self.cache.content_u8[page, offset].view(torch.float8_e4m3fn)
         scale = self.cache.scale[page, offset].double()[:, None]
         return torch.cat([content.double(), self.cache.rope[page, offset].double()], 1) * scale
-
-
-def quantize_tokens(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The cache's per-token quantisation in plain torch.
-
-    Args:
-        x: (n, 576) floating point, content then RoPE.
-
-    Returns:
-        content (n, 512) e4m3, rope (n, 64) bf16 (divided by the scale), scale (n,) fp32.
-    """
-    content, rope = x[:, :CONTENT_DIM].float(), x[:, CONTENT_DIM:].float()
-    scale = content.abs().amax(1) * torch.tensor(1 / E4M3_MAX, device=x.device)
-    floor = (rope.abs().amax(1) * ROPE_HEADROOM).clamp_min(SCALE_FLOOR)
-    scale = torch.maximum(scale, floor)
-    inverse = (1.0 / scale)[:, None]
-    stored = (content * inverse).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
-    return stored, (rope * inverse).bfloat16(), scale
 
 
 def fill(pools: Iterable[Pool], tokens: int, latents: Latents, device: torch.device) -> None:

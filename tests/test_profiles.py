@@ -10,6 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from codegen import toolchain
 from profiles import bench, check, contenders, pools, report, roofline, shapes, supervise, timing
 from profiles.roofline import FORMATS, Ceilings
 from profiles.shapes import DecodeShape, HelperShape
@@ -201,16 +202,6 @@ def test_pools_store_what_they_are_given() -> None:
         assert check.relative_l2(pool.load(ids), x[ids]) <= allowed
 
 
-def test_bulk_quantisation_follows_the_contract() -> None:
-    x = torch.zeros(3, 576)
-    x[0, 5], x[0, 512] = 448.0, 3.0
-    x[2, 560] = 1e3  # zero content, large RoPE: the floor keeps everything finite
-    content, rope, scale = pools.quantize_tokens(x.bfloat16())
-    assert scale[0] == 1 and content[0, 5].float() == 448 and rope[0, 0] == 3
-    assert scale[1] == 2.0**-80
-    assert scale[2] == pytest.approx(1e3 * 2.0**-40) and torch.isfinite(rope.float()).all()
-
-
 # ---------------------------------------------------------------------------------------- reports
 
 
@@ -377,3 +368,16 @@ def test_torch_row_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     by_name = {r["backend"]: r for r in made["rows"]}
     assert by_name["torch"]["status"] == "ok" and by_name["torch"]["error"] < 5e-3
     assert by_name["flashmla_bf16"]["status"] == "skipped"
+
+
+@pytest.mark.slow
+def test_our_rows_on_the_software_gpu(tmp_path: Path) -> None:
+    if not toolchain.have_compiler():
+        pytest.skip("needs nvidia-cutlass-dsl")
+    words = ["--shape", "b1_L70_h16_q1", "--shape", "append_kv_n32", "--backends", "snapmla"]
+    words += ["--device", "cpu", "--out", str(tmp_path), "--name", "ours"]
+    result = CliRunner().invoke(bench.app, words)
+    assert result.exit_code == 0, result.output
+    made = json.loads((tmp_path / "ours.json").read_text())
+    assert [r["status"] for r in made["rows"]] == ["ok"] * 3
+    assert made["rows"][0]["kernel"].startswith("etap")
