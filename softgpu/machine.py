@@ -52,8 +52,8 @@ class Options:
 
     Attributes:
         accumulate: WGMMA arithmetic, see ``softgpu.accumulate``; ``hopper`` unless said otherwise.
-        asynchronous: when asynchronous copies land: ``early`` (at issue), ``late`` (when nothing
-            else can run) or ``random``.
+        asynchronous: when asynchronous work lands: ``early`` (at issue), ``late`` (copies when
+            nothing else can run, wgmma when a wait_group covers it) or ``random``.
         seed: None runs warps in order; a number shuffles them.
         resident: clusters that run at the same time; more are admitted when those all wait.
         max_instructions: stop after so many warp instructions, 0 for no limit.
@@ -122,6 +122,7 @@ class Warp:
         self.cluster_gen = -1
         self.bulk_groups: list[list[InFlight]] = [[]]  # cp.async.bulk; the last one is open
         self.copies: list[InFlight] = []  # cp.async
+        self.mma_groups: list[list[InFlight]] = [[]]  # wgmma; the last one is open
         self.local = LocalMemory(block.machine.program.local_size)
         self.v = self._views()
 

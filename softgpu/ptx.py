@@ -307,7 +307,7 @@ class _Body:
             elif ch == "}":
                 self.scopes.pop()
                 i += 1
-            elif text.startswith(".loc", i):
+            elif text.startswith((".loc\t", ".loc "), i):
                 end = text.find("\n", i)
                 end = n if end < 0 else end
                 words = text[i:end].replace(",", " ").split()

@@ -1,13 +1,13 @@
 """wgmma: PTX ISA 9.7.15 (asynchronous warpgroup level matrix instructions).
 
-Every warp computes its 16 rows when it issues the instruction; fence, commit and wait are decoded
-but order nothing yet.
+Every warp computes its own 16 rows, at issue (``early``) or when a wait_group covers the group
+(``late``); operands and accumulators are read at that moment.
 """
 
 from __future__ import annotations
 
 import re
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from .. import floats
 from ..decode import Decoder, Handler, op, unmodelled
 from ..errors import DescriptorError
+from ..machine import InFlight
 from ..ptx import Imm, Instr, Not, Vec
 
 _OPCODE = re.compile(
@@ -162,32 +163,75 @@ def mma(ins: Instr, k: Decoder) -> Handler:
                 return wait
             raise DescriptorError("wgmma needs all 32 lanes of the warp")
         v = w.v
+        at_a = int(v[a_desc][0]) if a_regs is None else 0
+        at_b, keep = int(v[b_desc][0]), scale_d(v)
+        if w.machine.options.asynchronous == "early":
+            compute(w, at_a, at_b, keep)
+        else:
+            land = partial(compute, w, at_a, at_b, keep)
+            w.mma_groups[-1].append(InFlight(land, ins.opcode))
+        return None
+
+    def compute(w: Any, at_a: int, at_b: int, keep: bool) -> None:
         if a_regs is not None:
             a_raw = _a_registers(a_regs.read(w))
         else:
-            rows = operand_bytes(w, int(v[a_desc][0]), 64, a_mn)
+            rows = operand_bytes(w, at_a, 64, a_mn)
             first = 16 * (w.index % 4)
             a_raw = rows[first : first + 16]
-        b_raw = operand_bytes(w, int(v[b_desc][0]), n, b_mn)
+        b_raw = operand_bytes(w, at_b, n, b_mn)
         a, b = decode_elements(a_raw, a_kind), decode_elements(b_raw, b_kind)
         if sign_a == -1:
             a = -a
         if sign_b == -1:
             b = -b
-        if scale_d(v):
+        if keep:
             acc = d.read(w).view(np.float32).reshape(-1)[gather]
         else:
             acc = np.zeros((16, n), np.float32)
         result = w.machine.options.accumulate(acc, a, b, a_kind)
         d.write(w, result.reshape(-1)[scatter].view(np.uint32))
-        return None
 
     return run
 
 
-@op("wgmma.fence", "wgmma.commit_group", "wgmma.wait_group")
-def order(ins: Instr, k: Decoder) -> Handler:
+@op("wgmma.fence")
+def fence(ins: Instr, k: Decoder) -> Handler:
     def run(w: Any, m: Any) -> Any:
-        return w.join(m, -1, ins.opcode) if m is not True else None
+        return w.join(m, -1, ins.opcode)
+
+    return run
+
+
+@op("wgmma.commit_group")
+def commit(ins: Instr, k: Decoder) -> Handler:
+    def run(w: Any, m: Any) -> Any:
+        wait = w.join(m, -1, ins.opcode)
+        if wait is None and w.machine.options.asynchronous != "early":
+            w.mma_groups.append([])
+        return wait
+
+    return run
+
+
+@op("wgmma.wait_group")
+def wait_group(ins: Instr, k: Decoder) -> Handler:
+    """At most N committed groups stay pending; ``random`` may complete more of them."""
+    pending = k.imm(ins.args[0])
+
+    def run(w: Any, m: Any) -> Any:
+        wait = w.join(m, -1, ins.opcode)
+        if wait is not None or len(w.mma_groups) == 1:
+            return wait
+        options = w.machine.options
+        keep = pending
+        if options.asynchronous == "random":
+            keep = w.machine.random.randint(0, pending)
+        done = max(len(w.mma_groups) - 1 - keep, 0)
+        for group in w.mma_groups[:done]:
+            for item in group:
+                item.complete()
+        w.mma_groups = w.mma_groups[done:]
+        return None
 
     return run
