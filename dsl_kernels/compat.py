@@ -30,6 +30,10 @@ DTYPES: dict[str, Any] = {
 }
 VECTOR_BYTES = 16  # alignment of every row that is read or written with vector instructions
 
+# A hint for ``load_words``: ptxas keeps the order of strong loads; plain ones it sinks to their
+# uses when that saves registers, which puts memory latencies in a row instead of side by side.
+STRONG = {"sem": "relaxed", "scope": "gpu"}
+
 inline_ptx = cute.arch.inline_ptx
 # division by a run-time value as a multiplication; make the divisor in the host half
 FastDivisor = cute.FastDivmodDivisorV2

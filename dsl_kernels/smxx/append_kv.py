@@ -50,12 +50,13 @@ def append_kv(
     """Host half: one CTA for every WARPS tokens."""
     n = c_kv.shape[0]
     by_page = compat.fast_divisor(content.shape[1])
-    _append_kv(content, rope, scale, c_kv, k_rope, slot_mapping, by_page).launch(
-        grid=((n + (WARPS - 1)) // WARPS, 1, 1),
-        block=(WARPS * quant.WARP, 1, 1),
-        stream=stream,
-        use_pdl=True,
-    )
+    if n > 0:  # an empty grid is a launch error
+        _append_kv(content, rope, scale, c_kv, k_rope, slot_mapping, by_page).launch(
+            grid=((n + (WARPS - 1)) // WARPS, 1, 1),
+            block=(WARPS * quant.WARP, 1, 1),
+            stream=stream,
+            use_pdl=True,
+        )
 
 
 @cute.kernel

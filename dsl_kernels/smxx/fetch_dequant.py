@@ -56,12 +56,15 @@ def fetch_pages(
     """Host half: one CTA for WARPS * TOKENS consecutive tokens of a request."""
     b, max_len, _ = out_nope.shape
     by_page = compat.fast_divisor(content.shape[1])
-    _pages(content, rope, scale, block_table, cache_seqlens, out_nope, out_rope, by_page).launch(
-        grid=((max_len + (WARPS * TOKENS - 1)) // (WARPS * TOKENS), b, 1),
-        block=(WARPS * quant.WARP, 1, 1),
-        stream=stream,
-        use_pdl=True,
-    )
+    if b * max_len > 0:  # an empty grid is a launch error
+        _pages(
+            content, rope, scale, block_table, cache_seqlens, out_nope, out_rope, by_page
+        ).launch(
+            grid=((max_len + (WARPS * TOKENS - 1)) // (WARPS * TOKENS), b, 1),
+            block=(WARPS * quant.WARP, 1, 1),
+            stream=stream,
+            use_pdl=True,
+        )
 
 
 @cute.jit
@@ -77,12 +80,13 @@ def fetch_indices(
     """Host half: one CTA for WARPS * TOKENS indices."""
     n = indices.shape[0]
     by_page = compat.fast_divisor(content.shape[1])
-    _indices(content, rope, scale, indices, out_nope, out_rope, by_page).launch(
-        grid=((n + (WARPS * TOKENS - 1)) // (WARPS * TOKENS), 1, 1),
-        block=(WARPS * quant.WARP, 1, 1),
-        stream=stream,
-        use_pdl=True,
-    )
+    if n > 0:
+        _indices(content, rope, scale, indices, out_nope, out_rope, by_page).launch(
+            grid=((n + (WARPS * TOKENS - 1)) // (WARPS * TOKENS), 1, 1),
+            block=(WARPS * quant.WARP, 1, 1),
+            stream=stream,
+            use_pdl=True,
+        )
 
 
 def _row_pointers(cache: tuple[Any, Any, Any], page: Any, offset: Any, lane: Any, dt: Any) -> Any:
@@ -95,23 +99,21 @@ def _row_pointers(cache: tuple[Any, Any, Any], page: Any, offset: Any, lane: Any
     return content.iterator + nope_at, rope.iterator + rope_at, scale.iterator + scale_at
 
 
-def _load_token(at: Any, dt: Any) -> tuple[list[list[Any]], Any, Any]:
-    """Issues the loads of one cached token: (content words by chunk, RoPE word, scale)."""
-    nope_at, rope_at, scale_at = at
+def _load_token(at: Any, dt: Any) -> tuple[list[list[Any]], Any]:
+    """Issues the loads of one cached token: (content words by chunk, RoPE word)."""
     vec = quant.lane_channels(dt)
     chunks = [
-        compat.load_words(nope_at + j * quant.WARP * vec, vec // 4)
+        compat.load_words(at[0] + j * quant.WARP * vec, vec // 4, **compat.STRONG)
         for j in range(quant.content_chunks(dt))
     ]
-    sigma = compat.load_words(scale_at, 1)[0].bitcast(Float32)
-    return chunks, compat.load_words(rope_at, 1)[0], sigma
+    return chunks, compat.load_words(at[1], 1, **compat.STRONG)[0]
 
 
 def _store_token(
-    loaded: tuple[list[list[Any]], Any, Any], nope_to: Any, rope_to: Any, dt: Any, valid: Any
+    loaded: tuple[list[list[Any]], Any], sigma: Any, to: tuple[Any, Any], dt: Any, valid: Any
 ) -> None:
     """Converts and stores one token at the pointers; zeros where ``valid`` (or None) is false."""
-    chunks, rope_word, sigma = loaded
+    chunks, rope_word = loaded
 
     def put(ptr: Any, values: list[Any]) -> None:
         words = quant.pack([v * sigma for v in values], dt)
@@ -121,8 +123,8 @@ def _store_token(
 
     vec = quant.lane_channels(dt)
     for j, words in enumerate(chunks):
-        put(nope_to + j * quant.WARP * vec, quant.unpack_e4m3(words))
-    put(rope_to, quant.to_f32([rope_word], cutlass.BFloat16))
+        put(to[0] + j * quant.WARP * vec, quant.unpack_e4m3(words))
+    put(to[1], quant.to_f32([rope_word], cutlass.BFloat16))
 
 
 @cute.kernel
@@ -155,8 +157,9 @@ def _pages(
         loaded = []
         for i in cutlass.range_constexpr(TOKENS):
             # tokens past the length lie in the same page: read, never stored
-            row = (nope_at + i * content.stride[1], rope_at + i * rope.stride[1], scale_at + i)
+            row = (nope_at + i * content.stride[1], rope_at + i * rope.stride[1])
             loaded.append(_load_token(row, dt))
+        sigma = compat.load_words(scale_at, TOKENS, **compat.STRONG)
         nope_to = out_nope.iterator + (
             batch * out_nope.stride[0] + first * out_nope.stride[1] + lane * quant.lane_channels(dt)
         )
@@ -166,7 +169,7 @@ def _pages(
         for i in cutlass.range_constexpr(TOKENS):
             if first + i < length:
                 to = (nope_to + i * out_nope.stride[1], rope_to + i * out_rope.stride[1])
-                _store_token(loaded[i], *to, dt, None)
+                _store_token(loaded[i], sigma[i].bitcast(Float32), to, dt, None)
 
 
 @cute.kernel
@@ -190,8 +193,7 @@ def _indices(
     compat.pdl_launch_dependents()
     if first < n:
         index = [indices[cutlass.min(first + i, n - 1)] for i in range(TOKENS)]
-        valid = []
-        loaded = []
+        valid, loaded, sigma = [], [], []
         for i in cutlass.range_constexpr(TOKENS):
             ok = index[i] >= 0 and Int64(index[i]) < slots
             # an invalid index reads slot 0, whose page exists, and stores zeros
@@ -199,6 +201,7 @@ def _indices(
             valid.append(ok)
             row = _row_pointers((content, rope, scale), page, offset, lane, dt)
             loaded.append(_load_token(row, dt))
+            sigma.append(compat.load_words(row[2], 1, **compat.STRONG)[0])
         nope_to = out_nope.iterator + (
             Int64(first) * out_nope.stride[0] + lane * quant.lane_channels(dt)
         )
@@ -206,7 +209,7 @@ def _indices(
         for i in cutlass.range_constexpr(TOKENS):
             if first + i < n:
                 to = (nope_to + i * out_nope.stride[0], rope_to + i * out_rope.stride[0])
-                _store_token(loaded[i], *to, dt, valid[i])
+                _store_token(loaded[i], sigma[i].bitcast(Float32), to, dt, valid[i])
 
 
 def build(spec: VariantSpec) -> tuple[Callable[..., Any], list[Any]]:

@@ -64,15 +64,16 @@ def merge(
     units = s_q * h * PARTS
     per_cta = cutlass.min((b * units + (TARGET_CTAS - 1)) // TARGET_CTAS, MAX_UNITS)
     per_cta = cutlass.max(per_cta, 1)
-    _merge(
-        o_accum, lse_accum, split_begin, out, lse, lse_factor, empty_lse, per_cta,
-        compat.fast_divisor(h),
-    ).launch(
-        grid=((units + per_cta - 1) // per_cta, b, 1),
-        block=(WARPS * quant.WARP, 1, 1),
-        stream=stream,
-        use_pdl=True,
-    )  # fmt: skip
+    if b * units > 0:  # an empty grid is a launch error
+        _merge(
+            o_accum, lse_accum, split_begin, out, lse, lse_factor, empty_lse, per_cta,
+            compat.fast_divisor(h),
+        ).launch(
+            grid=((units + per_cta - 1) // per_cta, b, 1),
+            block=(WARPS * quant.WARP, 1, 1),
+            stream=stream,
+            use_pdl=True,
+        )  # fmt: skip
 
 
 class _Partial:
@@ -123,10 +124,14 @@ def _add_chunk(
     lses.fill(-Float32.inf)
     for j in cutlass.range_constexpr(CHUNK):
         if j < count:
-            lses[j] = compat.load_words(lse_at + j * strides[1], 1)[0].bitcast(Float32)
-            loaded = compat.load_words(o_at + j * strides[0], VEC)
+            loaded = compat.load_words(o_at + j * strides[0], VEC, **compat.STRONG)
             for i in cutlass.range_constexpr(VEC):
                 words[j, i] = loaded[i]
+    for j in cutlass.range_constexpr(CHUNK):
+        if j < count:
+            lses[j] = compat.load_words(lse_at + j * strides[1], 1, **compat.STRONG)[0].bitcast(
+                Float32
+            )
     top = lses[0]
     for j in cutlass.range_constexpr(1, CHUNK):
         top = cute.arch.fmax(top, lses[j])
@@ -164,8 +169,8 @@ def _finish(
     where: Any,
     by_h: compat.FastDivisor,
 ) -> None:
-    """Normalises and stores one unit; where = (batch, row, channel, lane)."""
-    batch, row, channel, _ = where
+    """Normalises and stores one unit; where = (batch, row, channel)."""
+    batch, row, channel = where
     lse_factor, empty_lse = factors
     _, s_q, h, _ = out.shape
     top, total = partial.state[0], partial.state[1]
@@ -218,14 +223,14 @@ def _merge(
             cute.arch.sync_threads()
             if warp == 0:
                 total = _combine(sums, lane)
-                _finish(total, out, lse, factors, (batch, row, channel, lane), by_h)
+                _finish(total, out, lse, factors, (batch, row, channel), by_h)
             cute.arch.sync_threads()
     elif n > 0:
         for u in cutlass.range(warp, units, WARPS, unroll=1):
             row, channel = (first_unit + u) // PARTS, (first_unit + u) % PARTS * 128 + lane * VEC
             partial = _Partial()
             _add_slots(partial, o_accum, lse_accum, begin, n, row, channel)
-            _finish(partial, out, lse, factors, (batch, row, channel, lane), by_h)
+            _finish(partial, out, lse, factors, (batch, row, channel), by_h)
 
 
 def _combine(sums: Any, lane: Any) -> _Partial:

@@ -68,11 +68,7 @@ def to_f32(words: list[Any], dt: Any) -> list[Any]:
     if dt is cutlass.BFloat16:
         halves = [(w << 16, w & Uint32(0xFFFF0000)) for w in words]
         return [h.bitcast(Float32) for pair in halves for h in pair]
-    packed = cute.make_rmem_tensor((len(words),), Uint32)
-    for i, w in enumerate(words):
-        packed[i] = w
-    values = cute.recast_tensor(packed, dt).load().to(Float32)
-    return [values[i] for i in range(2 * len(words))]
+    return _unpack(words, dt)
 
 
 def _amax(words: list[Any], dt: Any) -> Any:
@@ -122,11 +118,7 @@ def pack_e4m3(values: list[Any]) -> list[Any]:
 
 def unpack_e4m3(words: list[Any]) -> list[Any]:
     """Uint32 words of e4m3 to Float32 values (exact), in memory order."""
-    packed = cute.make_rmem_tensor((len(words),), Uint32)
-    for i, w in enumerate(words):
-        packed[i] = w
-    values = cute.recast_tensor(packed, cutlass.Float8E4M3FN).load().to(Float32)
-    return [values[i] for i in range(4 * len(words))]
+    return _unpack(words, cutlass.Float8E4M3FN)
 
 
 def pack(values: list[Any], dt: Any) -> list[Any]:
@@ -144,6 +136,17 @@ def _pack(values: list[Any], dt: Any) -> list[Any]:
     narrow.store(wide.load().to(dt))
     words = cute.recast_tensor(narrow, Uint32)
     return [words[i] for i in range(cute.size(words))]
+
+
+def _unpack(words: list[Any], dt: Any) -> list[Any]:
+    # the register tensor has dt's shape: recasting a one-word tensor the other way would keep its
+    # stride of 0 and repeat the first value
+    narrow = cute.make_rmem_tensor((len(words) * 32 // dt.width,), dt)
+    packed = cute.recast_tensor(narrow, Uint32)
+    for i, w in enumerate(words):
+        packed[i] = w
+    values = narrow.load().to(Float32)
+    return [values[i] for i in range(cute.size(narrow))]
 
 
 def store_row(

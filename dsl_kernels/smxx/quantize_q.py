@@ -55,12 +55,14 @@ def quantize_token_head(
     """Host half: one CTA for every WARPS * ROWS query rows."""
     b, s_q, h, _ = q_nope.shape
     by = (compat.fast_divisor(h), compat.fast_divisor(s_q))
-    _token_head(q_nope, q_rope, out_nope, out_rope, out_scale, *by).launch(
-        grid=((b * s_q * h + (WARPS * ROWS - 1)) // (WARPS * ROWS), 1, 1),
-        block=(WARPS * quant.WARP, 1, 1),
-        stream=stream,
-        use_pdl=True,
-    )
+    rows = b * s_q * h
+    if rows > 0:  # an empty grid is a launch error
+        _token_head(q_nope, q_rope, out_nope, out_rope, out_scale, *by).launch(
+            grid=((rows + (WARPS * ROWS - 1)) // (WARPS * ROWS), 1, 1),
+            block=(WARPS * quant.WARP, 1, 1),
+            stream=stream,
+            use_pdl=True,
+        )
 
 
 @cute.jit
@@ -73,13 +75,14 @@ def quantize_token(
     stream: Any,
 ) -> None:
     """Host half: one CTA a query token."""
-    b, s_q, _, _ = q_nope.shape
-    _token(q_nope, q_rope, out_nope, out_rope, out_scale).launch(
-        grid=(b * s_q, 1, 1),
-        block=(TOKEN_WARPS * quant.WARP, 1, 1),
-        stream=stream,
-        use_pdl=True,
-    )
+    b, s_q, h, _ = q_nope.shape
+    if b * s_q * h > 0:
+        _token(q_nope, q_rope, out_nope, out_rope, out_scale).launch(
+            grid=(b * s_q, 1, 1),
+            block=(TOKEN_WARPS * quant.WARP, 1, 1),
+            stream=stream,
+            use_pdl=True,
+        )
 
 
 def _offset(t: Any, coord: tuple[Any, Any, Any]) -> Any:
