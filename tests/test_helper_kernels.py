@@ -27,15 +27,20 @@ pytestmark = pytest.mark.skipif(not toolchain.have_compiler(), reason="needs nvi
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 INDEX = {"i32": torch.int32, "i64": torch.int64}
 FP8 = torch.float8_e4m3fn
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+# objects of either architecture on the software GPU, or those of the GPU at hand
+TARGETS = ["sm_90a", "sm_100a", pytest.param("cuda", marks=pytest.mark.gpu)]
 LAYOUTS = ("split", "paged", "row640")
 
 
-def kernel(device: str, **fields: object) -> Callable[..., None]:
-    """The kernel of one variant, for CPU tensors or for those of the GPU at hand."""
-    if device == "cuda":
-        fields["arch"] = runtime.arch_of(torch.device("cuda"))
-    return runtime.kernel(VariantSpec(**fields), device)  # type: ignore[arg-type]
+def kernel(target: str, **fields: object) -> Callable[..., None]:
+    """The kernel of one variant for ``target``."""
+    device = device_of(target)
+    arch = runtime.arch_of(torch.device(device)) if device == "cuda" else target
+    return runtime.kernel(VariantSpec(arch=arch, **fields), device)  # type: ignore[arg-type]
+
+
+def device_of(target: str) -> str:
+    return "cuda" if target == "cuda" else "cpu"
 
 
 def quantised(c: Tensor, r: Tensor, token_dims: int = 1) -> tuple[Tensor, Tensor, Tensor]:
@@ -103,8 +108,7 @@ def joint(c: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
 # ---------------------------------------------------------------------------------- append_kv
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize(
     ("in_dtype", "index_dtype", "layout", "page_size", "strided"),
     [
@@ -118,14 +122,14 @@ def joint(c: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
     ],
 )
 def test_append_kv(
-    device: str,
-    arch: str,
+    target: str,
     in_dtype: str,
     index_dtype: str,
     layout: str,
     page_size: int,
     strided: bool,
 ) -> None:
+    device = device_of(target)
     n, pages = 41, 128 // page_size + 2
     c, r = latents((n,), DTYPES[in_dtype])
     slots = torch.randperm(pages * page_size)[:n]
@@ -133,7 +137,7 @@ def test_append_kv(
     slots[22] = torch.iinfo(INDEX[index_dtype]).min
     inputs = joint(c, r) if strided else (c, r)
     pool = allocate_pool(pages, page_size, layout, torch.device(device), 255)
-    run = kernel(device, op="append_kv", arch=arch, in_dtype=in_dtype, index_dtype=index_dtype)
+    run = kernel(target, op="append_kv", in_dtype=in_dtype, index_dtype=index_dtype)
     run(
         pool[0].view(torch.uint8),
         *pool[1:],
@@ -159,10 +163,45 @@ def test_append_kv_few(n: int) -> None:
     pool = allocate_pool(2, 16, "split", torch.device("cpu"), 0)
     c, r = torch.ones(n, 512).bfloat16(), torch.ones(n, 64).bfloat16()
     slots = torch.full((n,), 19, dtype=torch.int32)
-    kernel("cpu", op="append_kv")(pool[0].view(torch.uint8), *pool[1:], c, r, slots)
+    kernel("sm_90a", op="append_kv")(pool[0].view(torch.uint8), *pool[1:], c, r, slots)
     assert pool[2].count_nonzero() == n
     if n:
         assert pool[2][1, 3] == torch.tensor(1 / 448) and (pool[0][1, 3].float() == 448).all()
+
+
+def far_apart(dtype: torch.dtype, *row: int) -> Tensor:
+    """(2, 16, *row) whose second page lies more than 4 GiB (and 2^31 elements) behind the first.
+
+    Only the touched parts of the allocation become resident.
+    """
+    page = max(2**31, 2**32 // dtype.itemsize) + 64
+    try:
+        memory = torch.empty(page + 16 * math.prod(row), dtype=dtype)
+    except RuntimeError as error:
+        pytest.skip(f"no address space for it: {error}")
+    inner = (row[0], 1) if row else (1,)
+    return memory.as_strided((2, 16, *row), (page, *inner))
+
+
+def test_pool_beyond_4_gib() -> None:
+    cache = (far_apart(torch.uint8, 512), far_apart(torch.bfloat16, 64), far_apart(torch.float32))
+    c, r = latents((5,), torch.bfloat16)
+    slots = torch.tensor([31, 16, 0, 17, 5], dtype=torch.int32)
+    kernel("sm_90a", op="append_kv")(*cache, c, r, slots)
+    expected = quantised(c, r)
+    for got, want in zip(cache, expected, strict=True):
+        assert_same(torch.stack([got[s // 16, s % 16] for s in slots.tolist()]), want)
+    sigma = expected[2][:, None]
+    content, rope = expected[0].view(FP8).float() * sigma, expected[1].float() * sigma
+    out = outputs((5,), torch.bfloat16, "cpu", False)
+    kernel("sm_90a", op="fetch_dequant", mode="indices")(*cache, slots, *out)
+    assert_same(out[0], content.bfloat16())
+    assert_same(out[1], rope.bfloat16())
+    table, length = torch.tensor([[1]], dtype=torch.int32), torch.tensor([2], dtype=torch.int32)
+    out = outputs((1, 2), torch.bfloat16, "cpu", False)
+    kernel("sm_90a", op="fetch_dequant", mode="pages")(*cache, table, length, *out)
+    assert_same(out[0][0], content[[1, 3]].bfloat16())
+    assert_same(out[1][0], rope[[1, 3]].bfloat16())
 
 
 def test_empty_calls_launch_nothing() -> None:
@@ -172,13 +211,13 @@ def test_empty_calls_launch_nothing() -> None:
     q = [torch.empty(0, 1, 4, d).bfloat16() for d in (512, 64)]
     o = [torch.empty(0, 1, 4, 512, dtype=torch.uint8), torch.empty(0, 1, 4, 64).bfloat16()]
     for mode, scale in (("token_head", (0, 1, 4)), ("token", (0, 1))):
-        run = kernel("cpu", op="quantize_q", mode=mode)
+        run = kernel("sm_90a", op="quantize_q", mode=mode)
         run(*q, *o, torch.empty(scale, dtype=f32))
         assert not run.launches  # type: ignore[attr-defined]
-    run = kernel("cpu", op="fetch_dequant", mode="indices")
+    run = kernel("sm_90a", op="fetch_dequant", mode="indices")
     run(*cache, torch.empty(0, dtype=i32), *(torch.empty(0, d).bfloat16() for d in (512, 64)))
     assert not run.launches  # type: ignore[attr-defined]
-    run = kernel("cpu", op="fetch_dequant", mode="pages")
+    run = kernel("sm_90a", op="fetch_dequant", mode="pages")
     table, lengths = torch.zeros(2, 1, dtype=i32), torch.zeros(2, dtype=i32)
     run(*cache, table, lengths, *(torch.empty(2, 0, d).bfloat16() for d in (512, 64)))
     assert not run.launches  # type: ignore[attr-defined]
@@ -187,7 +226,7 @@ def test_empty_calls_launch_nothing() -> None:
 # --------------------------------------------------------------------------------- quantize_q
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("mode", ["token_head", "token"])
 @pytest.mark.parametrize(
     ("in_dtype", "shape", "strided"),
@@ -200,8 +239,9 @@ def test_empty_calls_launch_nothing() -> None:
     ],
 )
 def test_quantize_q(
-    device: str, mode: str, in_dtype: str, shape: tuple[int, ...], strided: bool
+    target: str, mode: str, in_dtype: str, shape: tuple[int, ...], strided: bool
 ) -> None:
+    device = device_of(target)
     c, r = latents(shape, DTYPES[in_dtype], seed=1)
     if strided:  # heads outermost, as a transposed projection leaves them
         inputs = tuple(x.transpose(0, 2).contiguous().transpose(0, 2) for x in joint(c, r))
@@ -210,7 +250,7 @@ def test_quantize_q(
     out_nope = torch.empty((*shape, 512), dtype=torch.uint8, device=device)
     out_rope = torch.empty((*shape, 64), dtype=torch.bfloat16, device=device)
     out_scale = torch.empty(shape if mode == "token_head" else shape[:2], device=device)
-    run = kernel(device, op="quantize_q", in_dtype=in_dtype, mode=mode)
+    run = kernel(target, op="quantize_q", in_dtype=in_dtype, mode=mode)
     run(*(x.to(device) for x in inputs), out_nope, out_rope, out_scale)
     q8, rope, scale = quantised(c, r, 1 if mode == "token_head" else 2)
     assert_same(out_nope, q8)
@@ -244,7 +284,7 @@ def outputs(shape: tuple[int, ...], dtype: torch.dtype, device: str, slices: boo
     return [torch.full((*shape, d), 7.0, dtype=dtype, device=device) for d in (512, 64)]
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize(
     ("dtype", "layout", "page_size", "slices"),
     [
@@ -254,7 +294,8 @@ def outputs(shape: tuple[int, ...], dtype: torch.dtype, device: str, slices: boo
         ("f32", "paged", 64, False),
     ],
 )
-def test_fetch_pages(device: str, dtype: str, layout: str, page_size: int, slices: bool) -> None:
+def test_fetch_pages(target: str, dtype: str, layout: str, page_size: int, slices: bool) -> None:
+    device = device_of(target)
     pages, max_len = 160 // page_size + 4, 80
     pool, nope32, rope32 = random_cache(pages, page_size, layout, device)
     lengths = torch.tensor([0, 1, page_size, page_size + 1, 75, 90, -4], dtype=torch.int32)
@@ -270,13 +311,13 @@ def test_fetch_pages(device: str, dtype: str, layout: str, page_size: int, slice
     for i, length in enumerate(lengths.tolist()):  # the tail of the table must not be read
         table[i, -(-max(length, 0) // page_size) :] = 2147480000
     out = outputs((len(lengths), max_len), DTYPES[dtype], device, slices)
-    run = kernel(device, op="fetch_dequant", in_dtype=dtype, mode="pages")
+    run = kernel(target, op="fetch_dequant", in_dtype=dtype, mode="pages")
     run(pool[0].view(torch.uint8), *pool[1:], table.to(device), lengths.to(device), *out)
     assert_same(out[0], expected[0])
     assert_same(out[1], expected[1])
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize(
     ("dtype", "layout", "page_size", "slices"),
     [
@@ -286,7 +327,8 @@ def test_fetch_pages(device: str, dtype: str, layout: str, page_size: int, slice
         ("f32", "split", 64, True),
     ],
 )
-def test_fetch_indices(device: str, dtype: str, layout: str, page_size: int, slices: bool) -> None:
+def test_fetch_indices(target: str, dtype: str, layout: str, page_size: int, slices: bool) -> None:
+    device = device_of(target)
     pages = 160 // page_size + 1
     pool, nope32, rope32 = random_cache(pages, page_size, layout, device)
     slots = pages * page_size
@@ -294,7 +336,7 @@ def test_fetch_indices(device: str, dtype: str, layout: str, page_size: int, sli
     index[3], index[11], index[44], index[12] = -1, slots, 2147480000, 1  # 1 has a NaN scale
     valid = (index >= 0) & (index < slots)
     out = outputs((len(index),), DTYPES[dtype], device, slices)
-    run = kernel(device, op="fetch_dequant", in_dtype=dtype, mode="indices")
+    run = kernel(target, op="fetch_dequant", in_dtype=dtype, mode="indices")
     run(pool[0].view(torch.uint8), *pool[1:], index.to(device), *out)
     for got, values in zip(out, (nope32, rope32), strict=True):
         rows = values.flatten(0, 1)[torch.where(valid, index, 0).long()]
@@ -373,15 +415,16 @@ def test_plan_is_optimal(tiles: list[int], parts: int, overhead: int) -> None:
 
 
 def check_plan(
-    device: str, lengths: list[int], parts: int, overhead: int, tile: int = 64, cap: int = 2**20
+    target: str, lengths: list[int], parts: int, overhead: int, tile: int = 64, cap: int = 2**20
 ) -> None:
+    device = device_of(target)
     expected = plan_reference(lengths, parts, tile, overhead, cap)
     b = len(lengths)
     items = torch.full((parts + b, 4), -7, dtype=torch.int32, device=device)
     part_begin = torch.full((parts + 1,), -7, dtype=torch.int32, device=device)
     split_begin = torch.full((b + 1,), -7, dtype=torch.int32, device=device)
     seqlens = torch.tensor(lengths, dtype=torch.int32, device=device)
-    kernel(device, op="plan_decode")(seqlens, items, part_begin, split_begin, cap, tile, overhead)
+    kernel(target, op="plan_decode")(seqlens, items, part_begin, split_begin, cap, tile, overhead)
     assert part_begin.tolist() == expected.part_begin
     assert split_begin.tolist() == expected.split_begin
     n = len(expected.work_items)
@@ -389,7 +432,7 @@ def check_plan(
     assert (items[n:] == -7).all()
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize(
     ("lengths", "parts", "overhead"),
     [
@@ -403,27 +446,27 @@ def check_plan(
         ([100] * 9, 1, 3),
     ],
 )
-def test_plan_kernel(device: str, lengths: list[int], parts: int, overhead: int) -> None:
-    check_plan(device, lengths, parts, overhead)
+def test_plan_kernel(target: str, lengths: list[int], parts: int, overhead: int) -> None:
+    check_plan(target, lengths, parts, overhead)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_plan_kernel_random(device: str) -> None:
+@pytest.mark.parametrize("target", TARGETS)
+def test_plan_kernel_random(target: str) -> None:
     g = torch.Generator().manual_seed(3)
-    for _ in range(12 if device == "cpu" else 400):
+    for _ in range(400 if target == "cuda" else 12):
         b = int(torch.randint(1, 24, (), generator=g))
         lengths = (torch.rand(b, generator=g) ** 4 * 20000).int().tolist()
         parts, overhead = (int(torch.randint(lo, 40, (), generator=g)) for lo in (1, 0))
-        check_plan(device, lengths, parts, overhead)
+        check_plan(target, lengths, parts, overhead)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("device", DEVICES)
-def test_plan_kernel_many_sequences(device: str) -> None:
+@pytest.mark.parametrize("target", TARGETS)
+def test_plan_kernel_many_sequences(target: str) -> None:
     """More sequences than one chunk of shared memory holds."""
     g = torch.Generator().manual_seed(4)
     lengths = (torch.rand(1030, generator=g) ** 6 * 9000).int().tolist()
-    check_plan(device, lengths, 132, 5)
+    check_plan(target, lengths, 132, 5)
 
 
 # ------------------------------------------------------------------------------------ merge
@@ -450,7 +493,7 @@ def merged(
     return results
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("out_dtype", ["bf16", "f32"])
 @pytest.mark.parametrize(
     ("counts", "s_q", "h", "factor", "empty"),
@@ -462,7 +505,7 @@ def merged(
     ],
 )
 def test_merge(
-    device: str,
+    target: str,
     out_dtype: str,
     counts: list[int],
     s_q: int,
@@ -470,6 +513,7 @@ def test_merge(
     factor: float,
     empty: float,
 ) -> None:
+    device = device_of(target)
     rows, rows_pad, slots = s_q * h, 8, sum(counts) + 2
     o = torch.randn(slots, rows_pad, 512)
     lse = torch.randn(slots, rows_pad) * 30
@@ -487,7 +531,7 @@ def test_merge(
     b = len(counts)
     out = torch.full((b, s_q, h, 512), 7.0, dtype=dtype, device=device)
     out_lse = torch.full((b, h, s_q), 7.0, device=device)
-    kernel(device, op="merge", out_dtype=out_dtype)(
+    kernel(target, op="merge", out_dtype=out_dtype)(
         o.to(device),
         lse.to(device),
         torch.tensor(begin, dtype=torch.int32, device=device),
@@ -507,6 +551,30 @@ def test_merge(
             got_lse.reshape(-1), result[1], rtol=1e-6, atol=2e-6, equal_nan=True
         )
         assert (got[rows - 1] == 0).all() and got_lse.reshape(-1)[rows - 1] == empty
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_merge_units_share_a_cta(target: str) -> None:
+    """A batch so large that a CTA owns several units."""
+    device, b, h = device_of(target), 9 if target != "cuda" else 300, 30
+    counts = [0] * b
+    counts[1], counts[b - 2] = 2, 11
+    begin = [0, *itertools.accumulate(counts)]
+    o, lse = torch.randn(13, 32, 512), torch.randn(13, 32)
+    out, out_lse = (
+        torch.full((b, 1, h, 512), 7.0, device=device),
+        torch.zeros(b, h, 1, device=device),
+    )
+    table = torch.tensor(begin, dtype=torch.int32, device=device)
+    kernel(target, op="merge", out_dtype="f32")(
+        o.to(device), lse.to(device), table, out, out_lse, 1.0, -math.inf
+    )
+    for i, result in enumerate(merged(o, lse, begin, h, 1.0, -math.inf)):
+        if result is None:
+            assert (out[i] == 7).all()
+            continue
+        torch.testing.assert_close(out[i, 0].cpu().double(), result[0], rtol=2e-6, atol=1e-6)
+        torch.testing.assert_close(out_lse[i, :, 0].cpu().double(), result[1], rtol=1e-6, atol=2e-6)
 
 
 @pytest.mark.gpu
