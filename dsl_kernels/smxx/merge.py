@@ -6,8 +6,8 @@ Roles        WARPS warps a CTA; a CTA owns ``units_per_cta`` consecutive units o
              up to FEW slots: one warp a unit, it reads all slots at once.
              more slots: all warps share a unit, each takes a run of consecutive slots, the first
              warp combines their partial sums.
-Memory       4 KiB of shared memory for the partial sums (many slots); registers otherwise.
-Timeline     wait for decode | slot range; exit if empty | lse and o of CHUNK slots in flight |
+Memory       6 KiB of shared memory for the partial sums (many slots); registers otherwise.
+Timeline     wait for decode | slot range; exit if empty | o and lse of CHUNK slots in flight |
              weights, FMA, next chunk | (exchange, combine) | normalise, store
 Bytes moved  per row 2048 read a slot + 1024 (bf16) or 2048 (fp32) written; nothing if unsplit.
 
