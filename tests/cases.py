@@ -118,7 +118,7 @@ class DecodeInputs:
     softmax_scale: float = SOFTMAX_SCALE
 
     @property
-    def stored(self) -> tuple[Tensor, ...]:
+    def stored(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         return (
             self.q8, self.q_rope_scaled, self.q_scale, self.content, self.rope, self.scale,
             self.block_table, self.cache_seqlens,

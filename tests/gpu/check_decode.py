@@ -1,0 +1,561 @@
+"""Correctness of the whole decode path on a GPU, against the references, with gates.
+
+    python tests/gpu/check_decode.py --out DIR [--parts correctness,sweep,sink] [--pipelines ...]
+
+Parts:
+    correctness  heads x s_q x ragged lengths x layouts x page sizes x input distributions, poisoned
+                 pools, one pool beyond 4 GiB: append_kv and quantize_q bit for bit, then decode
+                 against fp64 and against the mimic with modelled accumulation
+    sweep        L from 64 to 1M: fp32-output kernel against the mimic with modelled Q.K and exact
+                 P.V, with and without splits; the error must not grow with L
+    sink         a sink of weight 1 with a tail of 1e-5 weights; block maxima that swing by 200
+
+Everything goes through the public API (append_kv, quantize_q, plan_decode, decode).  Results: one
+line per group, ``check_decode.json`` with every case, ``check_decode.md`` with the tables.  Exit
+status 1 if a gate fails, 2 if time ran out before all cases.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+import cases  # noqa: E402
+from cases import DecodeCase, DecodeInputs  # noqa: E402
+
+import snapmla  # noqa: E402
+from snapmla import metrics  # noqa: E402
+from snapmla.reference import (  # noqa: E402
+    FP8,
+    FP64,
+    MIMIC,
+    MIMIC_HW,
+    MIMIC_HW_FULL,
+    QuantConfig,
+    mla_decode_reference,
+)
+
+PARTS = ("correctness", "sweep", "sink")
+TRUTH_FACTOR, TRUTH_SLACK = 1.1, 2.5e-3  # relative L2 to fp64 <= factor * mimic's + slack
+MODEL_GATE = 4e-3  # relative L2 to the mimic with modelled accumulation
+LSE_SLACK, LSE_FACTOR = 2e-4, 1e-3  # |LSE - fp64| <= slack + factor * max|content logit|
+SWEEP_GATE, SWEEP_GROWTH = 1.5e-3, 1.3
+SWEEP_LENGTHS = (64, 1024, 16384, 131072)
+SWEEP_BATCH, SWEEP_LONGEST = 32, 1 << 20
+TAIL_GATE = 0.02
+BIG_POOL_TOKENS = 8_650_752  # 512 bytes each: content alone is beyond 4 GiB
+
+
+@dataclass
+class Result:
+    """One checked case: figures and gates; it passes if every figure is within its gate."""
+
+    part: str
+    group: str
+    case: str
+    pipeline: str
+    figures: dict[str, float]
+    gates: dict[str, float]
+    note: str = ""
+
+    @property
+    def ratios(self) -> dict[str, float]:
+        """Figure over gate; a NaN counts as infinite."""
+        ratios = {}
+        for name, gate in self.gates.items():
+            value = self.figures[name]
+            bad = math.isnan(value) or (gate == 0 and value > 0)
+            ratios[name] = math.inf if bad else (value / gate if gate else 0.0)
+        return ratios
+
+    @property
+    def passed(self) -> bool:
+        return all(r <= 1 for r in self.ratios.values())
+
+
+@dataclass
+class Session:
+    """What a run needs to know and what it has found."""
+
+    device: torch.device
+    pipelines: tuple[str, ...]
+    deadline: float
+    results: list[Result] = field(default_factory=list)
+    unfinished: list[str] = field(default_factory=list)
+
+    def out_of_time(self, what: str) -> bool:
+        if time.monotonic() < self.deadline:
+            return False
+        self.unfinished.append(what)
+        return True
+
+    def add(self, result: Result) -> None:
+        self.results.append(result)
+        if not result.passed:
+            worst = max(result.ratios, key=result.ratios.__getitem__)
+            print(
+                f"FAIL {result.part} {result.pipeline} {result.case}: {worst} ="
+                f" {result.figures[worst]:.3e} > {result.gates[worst]:.3e} {result.note}",
+                flush=True,
+            )
+
+
+def reference(
+    inputs: DecodeInputs, config: QuantConfig, batches: Iterable[int] | None = None
+) -> tuple[Tensor, Tensor]:
+    return mla_decode_reference(
+        *inputs.stored,
+        inputs.softmax_scale,
+        causal=inputs.case.causal,
+        config=config,
+        batches=None if batches is None else list(batches),
+    )
+
+
+def largest_content_logit(inputs: DecodeInputs) -> float:
+    """max |softmax_scale * sigma_q * sigma_k * q8.k8| over all rows and tokens."""
+    case, top = inputs.case, 0.0
+    raw = inputs.content.view(torch.uint8)
+    for i, length in enumerate(case.lengths):
+        pages = inputs.block_table[i, : -(-length // case.page_size)].long()
+        q = inputs.q8[i].float().reshape(-1, cases.D_V)
+        scale = inputs.q_scale[i].reshape(case.s_q, -1).expand(case.s_q, case.heads).reshape(-1, 1)
+        for part in pages.split(max(1, 65536 // case.page_size)):
+            k = raw[part].flatten(0, 1).view(FP8).float()
+            logits = (q @ k.T) * scale * inputs.scale[part].flatten()
+            if logits.numel():
+                top = max(top, float(logits.abs().nan_to_num(0.0).max()))
+    return top * inputs.softmax_scale
+
+
+# ---------------------------------------------------------------------------- running the kernels
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A case's inputs as the public API made them, and how many bytes differ from the oracle."""
+
+    q: snapmla.QuantizedQuery
+    cache: snapmla.PagedKVCache
+    wrong_q: int
+    wrong_kv: int
+
+
+def _differing(actual: Tensor, expected: Tensor) -> int:
+    """Elements whose bits differ; NaNs of a float tensor are alike."""
+    if actual.dtype in (torch.float32, torch.bfloat16):
+        same = (actual == expected) | (torch.isnan(actual) & torch.isnan(expected))
+        return int((~same).sum())
+    return int((actual.view(torch.uint8) != expected.view(torch.uint8)).sum())
+
+
+def prepare(inputs: DecodeInputs, append: bool) -> Prepared:
+    """Quantises the query, and appends all tokens to a fresh pool (or wraps the stored one)."""
+    case = inputs.case
+    q = snapmla.quantize_q(inputs.q_nope, inputs.q_rope, granularity=case.granularity)
+    wrong_q = (
+        _differing(q.nope, inputs.q8)
+        + _differing(q.rope, inputs.q_rope_scaled)
+        + _differing(q.scale, inputs.q_scale)
+    )
+    if not append:
+        cache = snapmla.PagedKVCache.from_tensors(inputs.content, inputs.rope, inputs.scale)
+        return Prepared(q, cache, wrong_q, 0)
+    fill = 255 if case.poison else 0
+    pages = inputs.content.shape[0]
+    pool = cases.allocate_pool(pages, case.page_size, case.layout, inputs.content.device, fill)
+    cache = snapmla.PagedKVCache.from_tensors(*pool)
+    assert inputs.c_kv is not None and inputs.k_rope is not None and inputs.slot_mapping is not None
+    # every 17th token is announced as skipped first, and appended by a second call
+    slots = inputs.slot_mapping.clone()
+    slots[::17] = -1
+    snapmla.append_kv(cache, inputs.c_kv, inputs.k_rope, slots)
+    late = slice(None, None, 17)
+    snapmla.append_kv(
+        cache, inputs.c_kv[late], inputs.k_rope[late], inputs.slot_mapping[late].long().contiguous()
+    )
+    wrong_kv = sum(
+        _differing(a, e)
+        for a, e in zip(pool, (inputs.content, inputs.rope, inputs.scale), strict=True)
+    )
+    return Prepared(q, cache, wrong_q, wrong_kv)
+
+
+def run_decode(
+    inputs: DecodeInputs,
+    prepared: Prepared,
+    pipeline: str,
+    *,
+    num_parts: int | None,
+    out_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """decode() with a plan, into outputs that hold NaN before."""
+    case = inputs.case
+    plan = snapmla.plan_decode(
+        inputs.cache_seqlens,
+        case.heads,
+        case.s_q,
+        page_size=case.page_size,
+        max_pages=inputs.block_table.shape[1],
+        num_parts=num_parts,
+        pipeline=pipeline,
+    )
+    out = torch.full(inputs.q_nope.shape, math.nan, dtype=out_dtype, device=inputs.q_nope.device)
+    lse = torch.full((case.b, case.heads, case.s_q), math.nan, device=inputs.q_nope.device)
+    snapmla.decode(
+        prepared.q,
+        prepared.cache,
+        inputs.block_table,
+        inputs.cache_seqlens,
+        softmax_scale=inputs.softmax_scale,
+        plan=plan,
+        causal=case.causal,
+        out=out,
+        lse=lse,
+    )
+    return out, lse
+
+
+# ---------------------------------------------------------------------------- part: correctness
+
+
+def distribution_name(case: DecodeCase) -> str:
+    extra = " sink" if case.sink else " rope1e3" if case.rope_outlier else ""
+    return f"std {case.logit_std:g} mean {case.latent_mean:g}{extra}"
+
+
+def check_case(session: Session, case: DecodeCase, index: int, group: str = "") -> None:
+    """All pipelines on one case; the references are computed once."""
+    inputs = cases.build(case, session.device, keep_source=True)
+    truth, true_lse = reference(inputs, FP64)
+    floor = metrics.relative_l2(reference(inputs, MIMIC)[0], truth)
+    model = reference(inputs, MIMIC_HW_FULL)[0]
+    top = largest_content_logit(inputs)
+    prepared = prepare(inputs, append=True)
+    empty = torch.isneginf(true_lse)
+    num_parts = (None, 1, 5, 264)[index % 4]
+    for pipeline in session.pipelines:
+        out, lse = run_decode(
+            inputs, prepared, pipeline, num_parts=num_parts, out_dtype=torch.bfloat16
+        )
+        rows = out.transpose(1, 2)  # (b, h, s_q, 512), as lse
+        wrong_empty = int((rows[empty] != 0).sum() + (~torch.isneginf(lse[empty])).sum())
+        session.add(
+            Result(
+                "correctness", group or distribution_name(case), case.id, pipeline,
+                {
+                    "to fp64": metrics.relative_l2(out, truth),
+                    "to model": metrics.relative_l2(out, model),
+                    "lse": metrics.lse_error(lse, true_lse),
+                    "not finite": int((~torch.isfinite(out)).sum()),
+                    "empty rows": wrong_empty,
+                    "append_kv": prepared.wrong_kv,
+                    "quantize_q": prepared.wrong_q,
+                    "mimic to fp64": floor,
+                },
+                {
+                    "to fp64": TRUTH_FACTOR * floor + TRUTH_SLACK,
+                    "to model": MODEL_GATE,
+                    "lse": LSE_SLACK + LSE_FACTOR * top,
+                    "not finite": 0, "empty rows": 0, "append_kv": 0, "quantize_q": 0,
+                },
+                f"num_parts {num_parts}",
+            )
+        )  # fmt: skip
+
+
+def correctness(session: Session, full: bool, limit: int | None) -> None:
+    on_gpu = session.device.type == "cuda"
+    todo = list(cases.correctness_cases(full)) if on_gpu else list(cases.SMALL)
+    if limit is not None:  # a spread-out sample
+        todo = todo[:: max(1, len(todo) // limit)][:limit]
+    elif on_gpu:
+        for layout in cases.LAYOUTS:
+            big = DecodeCase(
+                lengths=(4097, 65, 0, 20000), heads=16, layout=layout, seed=77,
+                pool_tokens=BIG_POOL_TOKENS,
+            )  # fmt: skip
+            check_case(session, big, 0, "pool > 4 GiB")
+            torch.cuda.empty_cache()
+    for i, case in enumerate(todo):
+        if session.out_of_time(f"correctness: {len(todo) - i} of {len(todo)} cases"):
+            return
+        check_case(session, case, i)
+
+
+# ---------------------------------------------------------------------------- part: sweep
+
+
+def sweep_points(longest: int) -> Iterator[tuple[int, int]]:
+    """(length, batch)."""
+    for length in SWEEP_LENGTHS:
+        if length <= longest:
+            yield length, SWEEP_BATCH
+    if longest >= SWEEP_LONGEST:
+        yield SWEEP_LONGEST, 1
+
+
+def compared_batches(length: int, batch: int) -> list[int]:
+    """Sequences that the reference computes: all of the short ones, first and last of the long."""
+    if length <= 1024:
+        return list(range(batch))
+    return sorted({0, batch // 2, batch - 1} if length <= 16384 else {0, batch - 1})
+
+
+def sweep(session: Session, heads: tuple[int, ...], longest: int) -> None:
+    at_1k: dict[tuple[object, ...], float] = {}
+    for num_heads in heads:
+        for logit_std in (0.1, 1.0):
+            for mean in (0.0, 0.5, 2.0):
+                for length, batch in sweep_points(longest):
+                    label = f"h{num_heads} std {logit_std:g} mean {mean:g} L {length}"
+                    if session.out_of_time(f"sweep: {label}"):
+                        return
+                    case = cases.sweep_case(length, batch, logit_std, mean, num_heads)
+                    sweep_point(session, case, label, at_1k)
+                    if session.device.type == "cuda":
+                        torch.cuda.empty_cache()
+
+
+def sweep_point(
+    session: Session, case: DecodeCase, label: str, at_1k: dict[tuple[object, ...], float]
+) -> None:
+    """One (heads, std, mean, L) for all pipelines, with splits and with one split a sequence."""
+    inputs = cases.build(case, session.device)
+    length = case.lengths[0]
+    picked = compared_batches(length, case.b)
+    truth = reference(inputs, FP64, picked)[0]
+    mimic = reference(inputs, MIMIC_HW, picked)[0]
+    model = reference(inputs, MIMIC_HW_FULL, picked)[0]
+    prepared = prepare(inputs, append=False)
+    for pipeline in session.pipelines:
+        for mode, num_parts in (("split", None), ("one", case.b)):
+            out = run_decode(
+                inputs, prepared, pipeline, num_parts=num_parts, out_dtype=torch.float32
+            )[0][picked]
+            error = metrics.relative_l2(out, mimic)
+            key = (pipeline, mode, case.heads, case.logit_std, case.latent_mean)
+            gates = {"to mimic": SWEEP_GATE}
+            if length == 1024:
+                at_1k[key] = error
+            elif length > 1024 and key in at_1k:
+                gates["growth"] = SWEEP_GROWTH
+            figures = {
+                "to mimic": error,
+                "to model": metrics.relative_l2(out, model),
+                "to fp64": metrics.relative_l2(out, truth),
+                "growth": error / at_1k[key] if key in at_1k else math.nan,
+            }
+            session.add(Result("sweep", label, f"{label} {mode}", pipeline, figures, gates, mode))
+
+
+# ---------------------------------------------------------------------------- part: sink
+
+
+def sink(session: Session, length: int) -> None:
+    places = [(at, parts) for at in (0.0, 0.7) for parts in (None, 1)]
+    for at, num_parts in places:
+        if session.out_of_time(f"sink at {at:g}"):
+            return
+        inputs = cases.build(cases.sink_case(length, at), session.device)
+        truth = reference(inputs, FP64)[0][..., 1]
+        prepared = prepare(inputs, append=False)
+        for pipeline in session.pipelines:
+            out, _ = run_decode(
+                inputs, prepared, pipeline, num_parts=num_parts, out_dtype=torch.float32
+            )
+            error = float((out[..., 1].double() / truth - 1).abs().max())
+            session.add(
+                Result(
+                    "sink", "tail mass", f"sink at {at:g} L {length} parts {num_parts}", pipeline,
+                    {"tail": error, "not finite": int((~torch.isfinite(out)).sum())},
+                    {"tail": TAIL_GATE, "not finite": 0},
+                    f"tail mass {float(truth.mean()):.3f}",
+                )
+            )  # fmt: skip
+    for swing in cases.SWINGS:
+        for num_parts in (None, 1):
+            lengths = (512, 4096, 700) if length >= 4096 else (330,)
+            case = DecodeCase(lengths=lengths, heads=20, logits=swing, seed=5)
+            check_swing(session, case, num_parts)
+
+
+def check_swing(session: Session, case: DecodeCase, num_parts: int | None) -> None:
+    """Block maxima that rise and fall by 200 nats: finite and right."""
+    assert case.logits is not None
+    inputs = cases.build(case, session.device)
+    truth, true_lse = reference(inputs, FP64)
+    floor = metrics.relative_l2(reference(inputs, MIMIC)[0], truth)
+    prepared = prepare(inputs, append=False)
+    for pipeline in session.pipelines:
+        out, lse = run_decode(
+            inputs, prepared, pipeline, num_parts=num_parts, out_dtype=torch.float32
+        )
+        session.add(
+            Result(
+                "sink", "swings", f"{case.logits.__name__} parts {num_parts}", pipeline,
+                {
+                    "to fp64": metrics.relative_l2(out, truth),
+                    "lse": metrics.lse_error(lse, true_lse),
+                    "not finite": int((~torch.isfinite(out)).sum()),
+                },
+                # fp32 logits of 200 carry an error of some 1e-5
+                {"to fp64": TRUTH_FACTOR * floor + TRUTH_SLACK, "lse": 1e-3, "not finite": 0},
+            )
+        )  # fmt: skip
+
+
+# ---------------------------------------------------------------------------- report
+
+
+def grouped(session: Session) -> dict[tuple[str, str, str], list[Result]]:
+    groups: dict[tuple[str, str, str], list[Result]] = {}
+    for result in session.results:
+        groups.setdefault((result.part, result.group, result.pipeline), []).append(result)
+    return groups
+
+
+def summary_lines(session: Session) -> list[str]:
+    """Per group: cases, failures, and each gated figure's worst case beside its gate."""
+    lines = []
+    for (part, group, pipeline), results in grouped(session).items():
+        failed = sum(not r.passed for r in results)
+        names = dict.fromkeys(name for r in results for name in r.gates)
+        cells = []
+        for name in names:
+            gated = [r for r in results if name in r.gates]
+            worst = max(gated, key=lambda r, n=name: r.ratios[n])
+            if worst.gates[name]:
+                cells.append(f"{name} {worst.figures[name]:.2e}/{worst.gates[name]:.1e}")
+            elif worst.ratios[name]:
+                cells.append(f"{name} {worst.figures[name]:g}")
+        state = "ok  " if not failed else "FAIL"
+        lines.append(
+            f"{state} {part:11} {pipeline:8} {group:28} {len(results):4} cases {failed:3} failed  "
+            + "  ".join(cells)
+        )
+    return lines
+
+
+def sweep_table(session: Session) -> list[str]:
+    """Markdown: one row per (heads, std, mean, pipeline, mode), one column per length."""
+    rows: dict[tuple[str, str, str], dict[int, Result]] = {}
+    for r in session.results:
+        if r.part == "sweep":
+            label, _, length = r.group.rpartition(" L ")
+            rows.setdefault((label, r.pipeline, r.note), {})[int(length)] = r
+    if not rows:
+        return []
+    lengths = sorted({length for row in rows.values() for length in row})
+    head = ["inputs", "pipeline", "splits", *(f"L {n}" for n in lengths)]
+    lines = [
+        "## Length sweep: relative L2 to the mimic with exact P.V accumulation (to fp64)",
+        "",
+        "| " + " | ".join(head) + " |",
+        "|" + "---|" * len(head),
+    ]
+    for (label, pipeline, mode), row in rows.items():
+        cells = [
+            f"{row[n].figures['to mimic']:.1e} ({row[n].figures['to fp64']:.1e})"
+            if n in row
+            else ""
+            for n in lengths
+        ]
+        lines.append("| " + " | ".join([label, pipeline, mode, *cells]) + " |")
+    return lines
+
+
+def write_report(session: Session, folder: Path, seconds: float) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    name = torch.cuda.get_device_name() if session.device.type == "cuda" else "software GPU"
+    facts = {
+        "device": name,
+        "torch": torch.__version__,
+        "snapmla": snapmla.__version__,
+        "command": " ".join(["python", "tests/gpu/check_decode.py", *sys.argv[1:]]),
+        "seconds": round(seconds, 1),
+        "unfinished": session.unfinished,
+    }
+    results = [{**dataclasses.asdict(r), "passed": r.passed} for r in session.results]
+    (folder / "check_decode.json").write_text(json.dumps({**facts, "results": results}, indent=1))
+    lines = [
+        "# Decode correctness",
+        "",
+        *(f"- {key}: {value}" for key, value in facts.items()),
+        "",
+        "```",
+        *summary_lines(session),
+        "```",
+        "",
+        *sweep_table(session),
+    ]
+    (folder / "check_decode.md").write_text("\n".join(lines) + "\n")
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Correctness of decode on a GPU, with gates.")
+    parser.add_argument("--parts", default=",".join(PARTS), help=f"comma list of {PARTS}")
+    parser.add_argument("--pipelines", default="etap,dual_wg", help="comma list")
+    parser.add_argument("--out", type=Path, default=Path("build/check"), help="folder of results")
+    parser.add_argument("--budget", type=float, default=540.0, help="seconds for everything")
+    parser.add_argument("--full", action="store_true", help="correctness: multiply all layouts")
+    parser.add_argument("--limit", type=int, help="correctness: a sample of this many cases")
+    parser.add_argument("--sweep-heads", default="16,128", help="comma list")
+    parser.add_argument("--longest", type=int, default=SWEEP_LONGEST, help="of sweep and sink")
+    parser.add_argument(
+        "--device", default="cuda", help="cuda; cpu runs small cases on the software GPU"
+    )
+    args = parser.parse_args()
+    unknown = set(args.parts.split(",")) - set(PARTS)
+    if unknown:
+        parser.error(f"--parts: expected some of {PARTS}, got {sorted(unknown)}")
+    return args
+
+
+def main() -> int:
+    args = parse()
+    start = time.monotonic()
+    session = Session(
+        torch.device(args.device), tuple(args.pipelines.split(",")), start + args.budget
+    )
+    work: dict[str, Callable[[], None]] = {
+        "correctness": lambda: correctness(session, args.full, args.limit),
+        "sweep": lambda: sweep(
+            session, tuple(int(h) for h in args.sweep_heads.split(",")), args.longest
+        ),
+        "sink": lambda: sink(session, min(1 << 17, args.longest)),
+    }
+    crashed = False
+    for part in args.parts.split(","):
+        begin = time.monotonic()
+        try:
+            work[part]()
+        except Exception:  # a crash must not cost the other parts' results
+            crashed = True
+            traceback.print_exc()
+        print(f"{part}: {time.monotonic() - begin:.1f} s", flush=True)
+    write_report(session, args.out, time.monotonic() - start)
+    print("\n".join(summary_lines(session)))
+    failed = sum(not r.passed for r in session.results)
+    for what in session.unfinished:
+        print(f"out of time: {what}")
+    print(f"{len(session.results)} checks, {failed} failed; results in {args.out}")
+    return 1 if failed or crashed else (2 if session.unfinished else 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
