@@ -171,13 +171,14 @@ def test_missing_remarks_are_an_error() -> None:
 
 
 def test_dynamic_smem_is_read_from_the_launch(built: Report) -> None:
-    sizes = {r.spec["row_tile"]: r.dynamic_smem for r in built.records.values() if r.threads == 512}
-    assert all(size and size > 41_000 for size in sizes.values())  # one 64-token tile is 41,216 B
+    for record in built.records.values():
+        if record.spec["op"] == "decode":  # two 64-token tiles of 41,216 B at the very least
+            assert (record.dynamic_smem or 0) > 82_000, record.name
 
 
 def test_build_command_names_an_unknown_variant() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "codegen", "build", "decode_etap_r65"],
+        [sys.executable, "-m", "codegen", "build", "prefill_r64_sm90a"],
         capture_output=True, text=True, cwd=artifacts.ROOT,
     )  # fmt: skip
     assert done.returncode == 1 and "variant name" in done.stdout
