@@ -81,6 +81,15 @@ def to_f16(x: F32, rounding: str = "rn") -> NDArray[np.uint16]:
     return np.where(np.isnan(x), np.uint16(0x7FFF), h.view(np.uint16))
 
 
+def canonical(x: F32) -> F32:
+    """Every NaN becomes the one that f32 arithmetic gives on the device, 0x7fffffff."""
+    total = np.add.reduce(x)  # cheaper than isnan().any(); infinities may only cost time
+    if total != total:
+        bits = np.where(np.isnan(x), np.uint32(0x7FFFFFFF), x.view(np.uint32))
+        return bits.view(np.float32)
+    return x
+
+
 def flush(x: F32) -> F32:
     """.ftz: subnormals become zero of the same sign."""
     small = np.abs(x) < TINY32
@@ -113,7 +122,7 @@ def fma32(a: F32, b: F32, c: F32) -> F32:
         t = s - p
         error = (p - (s - t)) + (c64 - t)  # TwoSum
         r = np.where(bad & np.isfinite(s), _exact_sum_round(s, error, bad), r)
-    return r
+    return canonical(r)
 
 
 def directed(exact: NDArray[np.float64], rounding: str) -> F32:

@@ -74,12 +74,20 @@ class Launch:
 
 
 def cache_dir() -> pathlib.Path:
-    """Folder of linked objects: ``SOFTGPU_CACHE_DIR``, else a per-user cache folder."""
+    """Folder of linked objects: ``SOFTGPU_CACHE_DIR``, else a per-user cache folder.
+
+    Where the home directory cannot be written, a folder under the system's temporary one.
+    """
     env = os.environ.get("SOFTGPU_CACHE_DIR")
     if env:
         return pathlib.Path(env)
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return pathlib.Path(base) / "snapmla-softgpu"
+    path = pathlib.Path(base) / "snapmla-softgpu"
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return pathlib.Path(tempfile.gettempdir()) / f"snapmla-softgpu-{os.getuid()}"
+    return path
 
 
 def _compiler() -> str:

@@ -233,6 +233,19 @@ def test_float_arithmetic(name: str) -> None:
     np.testing.assert_array_equal(lanes(f"{name}.f32", [a, b], np.float32), want)
 
 
+def test_nan_results_are_canonical() -> None:
+    bad = np.array([np.inf, -np.inf, 0.0, 1.0] * 8, np.float32)
+    bad[3::4] = np.array([0xFFC12345], np.uint32).view(np.float32)
+    other = np.array([-np.inf, np.inf, np.nan, 1.0] * 8, np.float32)
+    for opcode, inputs in (
+        ("add.f32", [bad, other]),
+        ("mul.f32", [np.zeros(32, np.float32), np.where(bad == 0, np.float32(np.inf), bad)]),
+        ("fma.rn.f32", [bad, np.ones(32, np.float32), other]),
+    ):
+        got = lanes(opcode, inputs, np.float32)
+        assert got.view(np.uint32).tolist() == [0x7FFFFFFF] * 32, opcode
+
+
 def test_flush_to_zero() -> None:
     tiny = np.array([2.0**-127, -(2.0**-149), 2.0**-126, 1.0] * 8, np.float32)
     one = np.ones(32, np.float32)

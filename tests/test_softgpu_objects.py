@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from pathlib import Path
 
@@ -151,3 +152,23 @@ def test_coverage_reports_what_is_missing(
     path.write_text(text)
     assert main(["coverage", str(path)]) == 1
     assert "frobnicate.b32  MISSING" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("opcode", ["wgmma.wait_group", "mbarrier.arrive.shared", "bar.sync"])
+def test_a_removed_synchronisation_shows(opcode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Late completion and shuffled warps make a missing wait, arrival or barrier visible."""
+    spec = VariantSpec(op="decode", pipeline="etap", row_tile=16)
+    artifact = runtime.find_or_build(spec, need_library=False)
+    good = softgpu.load(artifact.obj, artifact.ptx, artifact.symbol)
+    good.options = softgpu.Options(asynchronous="late", seed=0)
+    assert selfcheck._CHECKS["decode"](spec, good).passed
+    bad = softgpu.load(artifact.obj, artifact.ptx, artifact.symbol)
+    bad.options = good.options
+    program = bad.program(good.launches[0].kernel)
+    for ins in program.kernel.code:
+        if ins.opcode.startswith(opcode):
+            kind, _, guard, negated = program.code[ins.pc]
+            program.code[ins.pc] = (kind, lambda w, m: None, guard, negated)
+    torch.manual_seed(0)
+    with contextlib.suppress(softgpu.SoftGpuError):
+        assert not selfcheck._CHECKS["decode"](spec, bad).passed

@@ -1,7 +1,7 @@
 """Floating point: PTX ISA 9.7.3 (f32, f64), 9.7.4 (f16, bf16), 9.7.6-7 (compare, select).
 
 IEEE where PTX defines it.  ``.approx`` functions are computed in float64 and rounded once, which is
-within every bound PTX gives but is not the hardware's bit pattern.  NaN payloads are not modelled.
+within every bound PTX gives but is not the hardware's bit pattern.  A NaN result of f32 arithmetic is 0x7fffffff.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _extreme(name: str, nan: bool) -> Any:
             sx, sy = np.signbit(x), np.signbit(y)
             negative = sx & sy if name == "max" else sx | sy
             r = np.where(zero, np.where(negative, f32(-0.0), f32(0.0)), r)
-        return r
+        return floats.canonical(r) if r.dtype == f32 else r
 
     return compute
 
@@ -79,7 +79,7 @@ def arithmetic(ins: Instr, k: Decoder) -> Handler:
     if rounding not in (None, "rn"):
         raise unmodelled(ins, "f64 rounding")
     if not ftz and not sat:
-        return binary(function2, d, a, b)
+        return _binary32(function2, d, a, b) if kind == "f32" else binary(function2, d, a, b)
 
     def compute(v: Any) -> Any:
         x, y = v[a], v[b]
@@ -91,7 +91,21 @@ def arithmetic(ins: Instr, k: Decoder) -> Handler:
     return write(d, compute)
 
 
+def _binary32(function: Any, d: int, a: int, b: int) -> Handler:
+    def run(w: Any, m: Any) -> None:
+        v = w.v
+        r = floats.canonical(function(v[a], v[b]))
+        if m is True:
+            v[d][...] = r
+        else:
+            np.copyto(v[d], r, where=m)
+
+    return run
+
+
 def _finish(r: Any, ftz: bool, sat: bool) -> Any:
+    if r.dtype == f32:
+        r = floats.canonical(r)
     if ftz:
         r = floats.flush(r)
     if sat:
@@ -293,7 +307,7 @@ def special(ins: Instr, k: Decoder) -> Handler:
 
     def compute(v: Any) -> Any:
         x = floats.flush(v[a]) if ftz else v[a]
-        r = function(x.astype(f64)).astype(f32)
+        r = floats.canonical(function(x.astype(f64)).astype(f32))
         return floats.flush(r) if ftz else r
 
     return write(d, compute)
