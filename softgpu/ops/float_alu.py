@@ -1,7 +1,8 @@
 """Floating point: PTX ISA 9.7.3 (f32, f64), 9.7.4 (f16, bf16), 9.7.6-7 (compare, select).
 
 IEEE where PTX defines it.  ``.approx`` functions are computed in float64 and rounded once, which is
-within every bound PTX gives but is not the hardware's bit pattern.  A NaN result of f32 arithmetic is 0x7fffffff.
+within every bound PTX gives but is not the hardware's bit pattern.  NaN results of f32
+arithmetic are 0x7fffffff.
 """
 
 from __future__ import annotations
