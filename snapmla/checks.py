@@ -33,6 +33,16 @@ def _shape_text(shape: Iterable[int | str]) -> str:
     return f"({', '.join(items)}{',' if len(items) == 1 else ''})"
 
 
+def _fits(actual: Sequence[int], shape: Shape) -> bool:
+    """Whether extents match where ``shape`` has an int."""
+    if len(actual) != len(shape):
+        return False
+    for want, got in zip(shape, actual):  # noqa: SIM110 (on every call: faster than any())
+        if want != got and isinstance(want, int):
+            return False
+    return True
+
+
 def value_error(name: str, expected: str, got: object, hint: str = "") -> NoReturn:
     """Raises the package's standard ValueError."""
     raise ValueError(f"{name}: expected {expected}, got {got}{f' ({hint})' if hint else ''}")
@@ -65,9 +75,7 @@ def tensor(
             hint = "use .to(torch.int32) once when you build it, not on every call"
         type_error(name, f"dtype {wanted}", dtype_name(value.dtype), hint)
     actual = value.shape
-    if len(actual) != len(shape) or any(
-        isinstance(want, int) and want != got for want, got in zip(shape, actual, strict=True)
-    ):
+    if actual != shape and not _fits(actual, shape):
         value_error(name, f"shape {_shape_text(shape)}", _shape_text(actual))
     if device is not None and value.device != device:
         value_error(name, f"a tensor on {device}", value.device)
