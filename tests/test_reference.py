@@ -494,3 +494,20 @@ def test_case_lists() -> None:
     }
     assert all(set(cases.RAGGED) <= set(c.lengths) for c in listed)
     assert len(list(cases.correctness_cases(full=True))) == 3 * len(listed)
+
+
+@pytest.mark.gpu
+def test_cuda_and_cpu_agree() -> None:
+    case = cases.DecodeCase(lengths=(0, 65, 700), heads=5, s_q=2, sink=True)
+    inputs = cases.build(case)
+    there = dataclasses.replace(
+        inputs,
+        **{
+            f.name: getattr(inputs, f.name).cuda()
+            for f in dataclasses.fields(inputs)
+            if isinstance(getattr(inputs, f.name), torch.Tensor)
+        },
+    )
+    for config in (FP64, MIMIC, MIMIC_HW_FULL):
+        for got, want in zip(decode(there, config), decode(inputs, config), strict=True):
+            torch.testing.assert_close(got.cpu(), want, rtol=1e-5, atol=1e-6)

@@ -1,17 +1,20 @@
 """Correctness of the whole decode path on a GPU, against the references, with gates.
 
-    python tests/gpu/check_decode.py --out DIR [--parts correctness,sweep,sink] [--pipelines ...]
+    python tests/gpu/check_decode.py --out DIR [--parts correctness sweep ...] [--pipelines ...]
 
 Parts:
+    quant        append_kv, quantize_q, fetch_dequant: all dtypes, strided input, special rows, bits
     correctness  heads x s_q x ragged lengths x layouts x page sizes x input distributions, poisoned
                  pools, one pool beyond 4 GiB: append_kv and quantize_q bit for bit, then decode
                  against fp64 and against the mimic with modelled accumulation
     sweep        L from 64 to 1M: fp32-output kernel against the mimic with modelled Q.K and exact
-                 P.V, with and without splits; the error must not grow with L
+                 P.V, with and without splits; the error must not grow with L.  If SNAPMLA_PEERS
+                 names a folder with FlashMLA's library, its FP8 kernel's error (to fp64 on its own
+                 quantised inputs) stands beside
     sink         a sink of weight 1 with a tail of 1e-5 weights; block maxima that swing by 200
 
 Everything goes through the public API (append_kv, quantize_q, plan_decode, decode).  Results: one
-line per group, ``check_decode.json`` with every case, ``check_decode.md`` with the tables.  Exit
+line per group, ``check_decode*.json`` with every case, ``check_decode*.md`` with the tables.  Exit
 status 1 if a gate fails, 2 if time ran out before all cases.
 """
 
@@ -21,6 +24,7 @@ import argparse
 import dataclasses
 import json
 import math
+import os
 import sys
 import time
 import traceback
@@ -46,10 +50,13 @@ from snapmla.reference import (  # noqa: E402
     MIMIC_HW,
     MIMIC_HW_FULL,
     QuantConfig,
+    dequantize_rows,
     mla_decode_reference,
+    quantize_rows,
+    to_e4m3,
 )
 
-PARTS = ("correctness", "sweep", "sink")
+PARTS = ("quant", "correctness", "sweep", "sink")
 TRUTH_FACTOR, TRUTH_SLACK = 1.1, 2.5e-3  # relative L2 to fp64 <= factor * mimic's + slack
 MODEL_GATE = 4e-3  # relative L2 to the mimic with modelled accumulation
 LSE_SLACK, LSE_FACTOR = 2e-4, 1e-3  # |LSE - fp64| <= slack + factor * max|content logit|
@@ -230,6 +237,98 @@ def run_decode(
     return out, lse
 
 
+# ---------------------------------------------------------------------------- part: quant
+
+
+def special_rows(n: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """c (n, 512), rope (n, 64) as slices of one joint tensor: magnitudes 1e-3..1e3, odd rows."""
+    generator = torch.Generator(device).manual_seed(n)
+    joint = torch.randn(n, 640, generator=generator, device=device)
+    joint *= torch.logspace(-3, 3, n, device=device)[:, None]
+    c, rope = joint[:, :512], joint[:, 512:576]
+    c[0], rope[0, 3] = 0, 1e3
+    c[1], rope[1] = 0, 0
+    c[2, 100], c[3, 511], rope[4, 63] = math.nan, math.inf, -math.inf
+    c[5] *= 1e-4 if dtype == torch.float16 else 1e-30
+    c[6] *= 10 if dtype == torch.float16 else 1e30
+    rope[7] = -1e3
+    joint = joint.to(dtype)
+    return joint[:, :512], joint[:, 512:576]
+
+
+def quant(session: Session) -> None:
+    """The three quantisation kernels, bit for bit against the oracles."""
+    for index, dtype in enumerate((torch.bfloat16, torch.float16, torch.float32)):
+        for layout, page_size in zip(cases.LAYOUTS, (16, 64, 128), strict=True):
+            n = 4099 if session.device.type == "cuda" else 67
+            figures = quant_figures(session.device, dtype, layout, page_size, n, bool(index % 2))
+            name = f"{str(dtype).removeprefix('torch.')} {layout} p{page_size}"
+            gates = dict.fromkeys(figures, 0.0)
+            session.add(Result("quant", str(dtype)[6:], name, "helpers", figures, gates))
+
+
+def quant_figures(
+    device: torch.device, dtype: torch.dtype, layout: str, page_size: int, n: int, wide: bool
+) -> dict[str, float]:
+    """Differing elements of append_kv, quantize_q (both modes) and fetch_dequant (both modes)."""
+    c, rope = special_rows(n, dtype, device)
+    pages = -(-n // page_size) + 3
+    slots = torch.randperm(pages * page_size, device=device)[:n]
+    slots[::11] = -1
+    pool = cases.allocate_pool(pages, page_size, layout, device, 255)
+    want = cases.allocate_pool(pages, page_size, layout, device, 255)
+    cache = snapmla.PagedKVCache.from_tensors(*pool)
+    snapmla.append_kv(cache, c, rope, slots if wide else slots.int())
+    kept = slots >= 0
+    k8, k_rope, sigma = quantize_rows(c[kept], rope[kept])
+    where = (slots[kept] // page_size, slots[kept] % page_size)
+    want[0].view(torch.uint8)[where] = k8.view(torch.uint8)
+    want[1][where], want[2][where] = k_rope, sigma
+    figures = {"append_kv": float(sum(_differing(a, e) for a, e in zip(pool, want, strict=True)))}
+
+    rows = 8 * (n // 8)
+    for mode in ("token_head", "token"):
+        q, q_rope = c[:rows].unflatten(0, (-1, 2, 4)), rope[:rows].unflatten(0, (-1, 2, 4))
+        got = snapmla.quantize_q(q, q_rope, granularity=mode)
+        expected = quantize_rows(q, q_rope, shared=int(mode == "token"))
+        figures[f"quantize_q {mode}"] = float(
+            sum(_differing(*x) for x in zip((got.nope, got.rope, got.scale), expected, strict=True))
+        )
+
+    indices = torch.cat((slots.int(), slots.new_tensor([-1, 2**31 - 1]).int()))
+    fetched = snapmla.fetch_dequant(cache, indices, dtype=dtype)
+    valid = (indices >= 0) & (indices < pages * page_size)
+    figures["fetch indices"] = _fetch_differences(fetched, want, indices, valid, page_size)
+    table = torch.randperm(pages, device=device).int().view(1, -1)
+    length = torch.tensor([pages * page_size - 5], dtype=torch.int32, device=device)
+    fetched = snapmla.fetch_dequant(cache, table, length, dtype=dtype)
+    position = torch.arange(pages * page_size, device=device)
+    flat = table[0][position // page_size] * page_size + position % page_size
+    figures["fetch pages"] = _fetch_differences(
+        (fetched[0][0], fetched[1][0]), want, flat, position < length, page_size
+    )
+    return figures
+
+
+def _fetch_differences(
+    fetched: tuple[Tensor, Tensor],
+    pool: tuple[Tensor, Tensor, Tensor],
+    flat: Tensor,
+    valid: Tensor,
+    page_size: int,
+) -> float:
+    """Differing elements; what is not valid must be zero (fetch_dequant allocated zeros)."""
+    index = torch.where(valid, flat, 0).long()
+    where = (index // page_size, index % page_size)
+    nope = pool[0].view(torch.uint8)[where].view(FP8)
+    expected = dequantize_rows(nope, pool[1][where], pool[2][where], fetched[0].dtype)
+    wrong = 0
+    for got, want in zip(fetched, expected, strict=True):
+        want = torch.where(valid[:, None], want, 0.0).to(want.dtype)
+        wrong += _differing(got.float(), want.float())
+    return float(wrong)
+
+
 # ---------------------------------------------------------------------------- part: correctness
 
 
@@ -316,8 +415,74 @@ def compared_batches(length: int, batch: int) -> list[int]:
     return sorted({0, batch // 2, batch - 1} if length <= 16384 else {0, batch - 1})
 
 
+class Peer:
+    """FlashMLA's dense FP8 decode kernel: one scale per tensor, everything in e4m3.
+
+    Measured, never linked: it is loaded from a folder of the user's, if there.
+    """
+
+    NAME = "flashmla_fp8"
+
+    def __init__(self, folder: str) -> None:
+        torch.ops.load_library(
+            str(Path(folder) / "vllm_flashmla" / "_flashmla_extension_C.abi3.so")
+        )
+        self.ops = torch.ops._flashmla_extension_C
+
+    @classmethod
+    def find(cls) -> Peer | None:
+        folder = os.environ.get("SNAPMLA_PEERS")
+        if not folder or not torch.cuda.is_available():
+            return None
+        try:
+            return cls(folder)
+        except Exception as error:
+            print(f"peer {cls.NAME}: cannot be loaded: {error}")
+            return None
+
+    def error(self, inputs: DecodeInputs, picked: list[int]) -> float:
+        """Relative L2 to fp64 on the peer's own quantised inputs, over the sequences ``picked``."""
+        case, page = inputs.case, 64
+        length, device = case.lengths[0], inputs.content.device
+        pages = length // page
+        used = inputs.block_table[:, :pages].flatten().long()
+        content = inputs.content.view(torch.uint8)[used].view(FP8)
+        keys = torch.empty(len(used), page, 576, dtype=torch.uint8, device=device).view(FP8)
+        # One scale that covers content and RoPE; chunks of pages bound the fp32 temporaries.
+        chunks = range(0, len(used), 8192)
+        parts = [slice(i, i + 8192) for i in chunks]
+
+        def plain(x: slice) -> Tensor:
+            sigma = inputs.scale[used[x]][..., None]
+            return torch.cat((content[x].float() * sigma, inputs.rope[used[x]].float() * sigma), -1)
+
+        top = max(float(plain(x).abs().max()) for x in parts)
+        k_scale = torch.tensor([top / 448], device=device)
+        for x in parts:
+            keys[x] = to_e4m3(plain(x) / k_scale)
+        q = torch.cat((inputs.q_nope, inputs.q_rope), -1).float()
+        q_scale = q.abs().max().view(1) / 448
+        q8 = to_e4m3(q / q_scale)
+        table = torch.arange(len(used), dtype=torch.int32, device=device).view(case.b, pages)
+        meta, splits = self.ops.get_mla_decoding_metadata_dense_fp8(
+            inputs.cache_seqlens, case.rows, 1
+        )
+        out = self.ops.fwd_kvcache_mla_fp8(
+            q8, keys[:, :, None], 512, inputs.cache_seqlens, table, inputs.softmax_scale, True,
+            meta, splits, q_scale, k_scale,
+        )[0]  # fmt: skip
+        truth = mla_decode_reference(
+            q8[..., :512].contiguous(), q8[..., 512:].bfloat16(),
+            q_scale.expand(case.b, case.s_q, case.heads), keys[..., :512],
+            keys[..., 512:].bfloat16(), k_scale.expand(len(used), page), table,
+            inputs.cache_seqlens, inputs.softmax_scale, config=FP64, batches=picked,
+        )[0]  # fmt: skip
+        return metrics.relative_l2(out[picked], truth)
+
+
 def sweep(session: Session, heads: tuple[int, ...], longest: int) -> None:
     at_1k: dict[tuple[object, ...], float] = {}
+    peer = Peer.find()
     for num_heads in heads:
         for logit_std in (0.1, 1.0):
             for mean in (0.0, 0.5, 2.0):
@@ -326,14 +491,17 @@ def sweep(session: Session, heads: tuple[int, ...], longest: int) -> None:
                     if session.out_of_time(f"sweep: {label}"):
                         return
                     case = cases.sweep_case(length, batch, logit_std, mean, num_heads)
-                    sweep_point(session, case, label, at_1k)
+                    inputs = sweep_point(session, case, label, at_1k)
+                    if peer is not None:
+                        add_peer(session, peer, inputs, label)
+                    del inputs
                     if session.device.type == "cuda":
                         torch.cuda.empty_cache()
 
 
 def sweep_point(
     session: Session, case: DecodeCase, label: str, at_1k: dict[tuple[object, ...], float]
-) -> None:
+) -> DecodeInputs:
     """One (heads, std, mean, L) for all pipelines, with splits and with one split a sequence."""
     inputs = cases.build(case, session.device)
     length = case.lengths[0]
@@ -361,6 +529,18 @@ def sweep_point(
                 "growth": error / at_1k[key] if key in at_1k else math.nan,
             }
             session.add(Result("sweep", label, f"{label} {mode}", pipeline, figures, gates, mode))
+    return inputs
+
+
+def add_peer(session: Session, peer: Peer, inputs: DecodeInputs, label: str) -> None:
+    """The peer's figure, which has no gate."""
+    picked = compared_batches(inputs.case.lengths[0], inputs.case.b)
+    try:
+        figures = {"to mimic": math.nan, "to fp64": peer.error(inputs, picked)}
+    except Exception as error:
+        print(f"peer {peer.NAME}, {label}: {error}")
+        return
+    session.add(Result("sweep", label, label, peer.NAME, figures, {}, "own"))
 
 
 # ---------------------------------------------------------------------------- part: sink
@@ -470,16 +650,19 @@ def sweep_table(session: Session) -> list[str]:
     ]
     for (label, pipeline, mode), row in rows.items():
         cells = [
-            f"{row[n].figures['to mimic']:.1e} ({row[n].figures['to fp64']:.1e})"
-            if n in row
-            else ""
+            _pair_text(row[n].figures["to mimic"], row[n].figures["to fp64"]) if n in row else ""
             for n in lengths
         ]
         lines.append("| " + " | ".join([label, pipeline, mode, *cells]) + " |")
     return lines
 
 
-def write_report(session: Session, folder: Path, seconds: float) -> None:
+def _pair_text(to_mimic: float, to_fp64: float) -> str:
+    first = "" if math.isnan(to_mimic) else f"{to_mimic:.1e} "
+    return f"{first}({to_fp64:.1e})"
+
+
+def write_report(session: Session, folder: Path, stem: str, seconds: float) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     name = torch.cuda.get_device_name() if session.device.type == "cuda" else "software GPU"
     facts = {
@@ -491,7 +674,7 @@ def write_report(session: Session, folder: Path, seconds: float) -> None:
         "unfinished": session.unfinished,
     }
     results = [{**dataclasses.asdict(r), "passed": r.passed} for r in session.results]
-    (folder / "check_decode.json").write_text(json.dumps({**facts, "results": results}, indent=1))
+    (folder / f"{stem}.json").write_text(json.dumps({**facts, "results": results}, indent=1))
     lines = [
         "# Decode correctness",
         "",
@@ -503,24 +686,27 @@ def write_report(session: Session, folder: Path, seconds: float) -> None:
         "",
         *sweep_table(session),
     ]
-    (folder / "check_decode.md").write_text("\n".join(lines) + "\n")
+    (folder / f"{stem}.md").write_text("\n".join(lines) + "\n")
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Correctness of decode on a GPU, with gates.")
-    parser.add_argument("--parts", default=",".join(PARTS), help=f"comma list of {PARTS}")
-    parser.add_argument("--pipelines", default="etap,dual_wg", help="comma list")
-    parser.add_argument("--out", type=Path, default=Path("build/check"), help="folder of results")
+    parser.add_argument("--parts", nargs="+", default=list(PARTS), help=f"some of {PARTS}")
+    parser.add_argument("--pipelines", nargs="+", default=["etap", "dual_wg"])
+    folder = Path(os.environ.get("OUT", "build/check"))
+    parser.add_argument("--out", type=Path, default=folder, help="folder of results ($OUT)")
     parser.add_argument("--budget", type=float, default=540.0, help="seconds for everything")
     parser.add_argument("--full", action="store_true", help="correctness: multiply all layouts")
     parser.add_argument("--limit", type=int, help="correctness: a sample of this many cases")
-    parser.add_argument("--sweep-heads", default="16,128", help="comma list")
+    parser.add_argument("--sweep-heads", nargs="+", type=int, default=[16, 128])
     parser.add_argument("--longest", type=int, default=SWEEP_LONGEST, help="of sweep and sink")
     parser.add_argument(
         "--device", default="cuda", help="cuda; cpu runs small cases on the software GPU"
     )
     args = parser.parse_args()
-    unknown = set(args.parts.split(",")) - set(PARTS)
+    args.parts = [part for word in args.parts for part in word.split(",")]
+    args.pipelines = [name for word in args.pipelines for name in word.split(",")]
+    unknown = set(args.parts) - set(PARTS)
     if unknown:
         parser.error(f"--parts: expected some of {PARTS}, got {sorted(unknown)}")
     return args
@@ -529,18 +715,15 @@ def parse() -> argparse.Namespace:
 def main() -> int:
     args = parse()
     start = time.monotonic()
-    session = Session(
-        torch.device(args.device), tuple(args.pipelines.split(",")), start + args.budget
-    )
+    session = Session(torch.device(args.device), tuple(args.pipelines), start + args.budget)
     work: dict[str, Callable[[], None]] = {
+        "quant": lambda: quant(session),
         "correctness": lambda: correctness(session, args.full, args.limit),
-        "sweep": lambda: sweep(
-            session, tuple(int(h) for h in args.sweep_heads.split(",")), args.longest
-        ),
+        "sweep": lambda: sweep(session, tuple(args.sweep_heads), args.longest),
         "sink": lambda: sink(session, min(1 << 17, args.longest)),
     }
     crashed = False
-    for part in args.parts.split(","):
+    for part in args.parts:
         begin = time.monotonic()
         try:
             work[part]()
@@ -548,7 +731,8 @@ def main() -> int:
             crashed = True
             traceback.print_exc()
         print(f"{part}: {time.monotonic() - begin:.1f} s", flush=True)
-    write_report(session, args.out, time.monotonic() - start)
+    stem = "_".join(["check_decode", *(args.parts if args.parts != list(PARTS) else [])])
+    write_report(session, args.out, stem, time.monotonic() - start)
     print("\n".join(summary_lines(session)))
     failed = sum(not r.passed for r in session.results)
     for what in session.unfinished:
