@@ -97,8 +97,14 @@ def aligned_rows(name: str, value: torch.Tensor, align: int = ALIGN) -> None:
         value_error(
             name, f"outer strides that are multiples of {align} bytes", f"strides {value.stride()}"
         )
-    if value.data_ptr() % align:
-        value_error(name, f"storage aligned to {align} bytes", f"address {value.data_ptr():#x}")
+    _aligned(name, value, align)
+
+
+def _aligned(name: str, value: torch.Tensor, align: int = ALIGN) -> None:
+    """Checks where the storage starts; a slice of a tensor may start anywhere."""
+    address = value.data_ptr()
+    if address % align:
+        value_error(name, f"storage aligned to {align} bytes", f"address {address:#x}")
 
 
 def same_device(tensors: dict[str, torch.Tensor]) -> torch.device:
@@ -186,8 +192,9 @@ def query(nope: Any, rope: Any, scale: Any) -> None:
         tensor("q.scale", scale, (torch.float32,), (b, queries), nope.device)
     else:
         tensor("q.scale", scale, (torch.float32,), (b, queries, heads), nope.device)
-    contiguous("q.nope", nope)
-    contiguous("q.rope", rope)
+    for name, part in (("q.nope", nope), ("q.rope", rope)):
+        contiguous(name, part)
+        _aligned(name, part)
 
 
 def lengths(value: Any, batch: int | str, device: torch.device | None = None) -> None:
@@ -210,6 +217,7 @@ def output(
     shape: tuple[int, ...],
     device: torch.device,
 ) -> None:
-    """Checks a tensor that the caller gives to be written: also contiguous."""
+    """Checks a tensor that the caller gives to be written: also contiguous and aligned."""
     tensor(name, value, dtypes, shape, device)
     contiguous(name, value)
+    _aligned(name, value)

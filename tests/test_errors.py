@@ -118,6 +118,8 @@ ROWS: list[tuple[str, str, Any, type, str]] = [
      "out: expected dtype bfloat16 or float32, got float16"),
     ("decode", "out", torch.zeros(B, S_Q, H, 576, dtype=BF16), ValueError, r"out: .*\(2, 1, 16, 512\)"),
     ("decode", "out", torch.zeros(B, S_Q, 512, H, dtype=BF16).mT, ValueError, "out: .*contiguous"),
+    ("decode", "out", torch.zeros(B * H * 512 + 1, dtype=BF16)[1:].view(B, S_Q, H, 512), ValueError,
+     "out: expected storage aligned to 16 bytes, got address"),
     ("decode", "lse", torch.zeros(B, S_Q, H), ValueError, r"lse: expected shape \(2, 16, 1\)"),
     ("decode", "lse", torch.zeros(B, H, S_Q, dtype=BF16), TypeError, "lse: expected dtype float32"),
     ("decode", "out_dtype", F16, TypeError, "out_dtype: expected bfloat16 or float32"),

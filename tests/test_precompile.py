@@ -182,3 +182,25 @@ def test_build_command_names_an_unknown_variant() -> None:
         capture_output=True, text=True, cwd=artifacts.ROOT,
     )  # fmt: skip
     assert done.returncode == 1 and "variant name" in done.stdout
+
+
+def test_two_processes_compile_a_missing_variant_once(tmp_path: Path) -> None:
+    code = (
+        "import sys, pathlib; from dsl_kernels.spec import VariantSpec\n"
+        "from snapmla import env, runtime\n"
+        "env.variant_dirs = lambda: [pathlib.Path(sys.argv[1])]\n"
+        "print(runtime.find_or_build(VariantSpec(op='merge'), need_library=False).ptx)"
+    )
+    both = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(tmp_path)], cwd=artifacts.ROOT, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )
+        for _ in range(2)
+    ]  # fmt: skip
+    for process in both:
+        out, err = process.communicate(timeout=300)
+        assert process.returncode == 0, err
+        assert out.strip() == str(tmp_path / "merge_obf16_sm90a.ptx")
+    assert compiler.up_to_date(CHEAP, tmp_path, False) is not None
+    assert not list(tmp_path.glob(".*.o.*")), "temporary files are left"
