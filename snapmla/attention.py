@@ -147,7 +147,7 @@ def _outputs(
     if lse is None:
         lse = torch.empty((b, heads, s_q), dtype=torch.float32, device=device)
     else:
-        checks.output("lse", lse, (torch.float32,), (b, heads, s_q), device)
+        checks.output("lse", lse, (torch.float32,), (b, heads, s_q), device, align=4)
     return out, lse
 
 

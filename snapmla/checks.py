@@ -216,8 +216,9 @@ def output(
     dtypes: tuple[torch.dtype, ...],
     shape: tuple[int, ...],
     device: torch.device,
+    align: int = ALIGN,
 ) -> None:
     """Checks a tensor that the caller gives to be written: also contiguous and aligned."""
     tensor(name, value, dtypes, shape, device)
     contiguous(name, value)
-    _aligned(name, value)
+    _aligned(name, value, align)

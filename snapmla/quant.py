@@ -153,7 +153,7 @@ def quantize_q(
     else:
         _expect_query("out", out)
         checks.tensor("out.nope", out.nope, (checks.FP8,), tuple(q_nope.shape), device)
-        checks.output("out.scale", out.scale, (torch.float32,), scale_shape, device)
+        checks.output("out.scale", out.scale, (torch.float32,), scale_shape, device, align=4)
     if b == 0:
         return out
     checks.aligned_rows("q_nope", q_nope)
