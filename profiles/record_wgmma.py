@@ -202,8 +202,9 @@ def accumulators(acc: str, bits: Bits, exact: np.ndarray) -> np.ndarray:
             return np.nan_to_num(value, nan=1.0, posinf=1.0, neginf=-1.0).astype(np.float32)
     if acc == "special":
         word = np.array(
-            [0x7F800000, 0xFF800000, 0x7FC00000, 0x7F800001, 0x00000001, 0x007FFFFF, 0x80400000, 0x00800000,
-             0x7F7FFFFF, 0xFF7FFFFF, 0x7F000000, 0x80000000, 0x0C000000, 0x33800000, 0x5F000000, 0x71000000]
+            [0x7F800000, 0xFF800000, 0x7FC00000, 0x7F800001, 0x00000001, 0x007FFFFF, 0x80400000,
+             0x00800000, 0x7F7FFFFF, 0xFF7FFFFF, 0x7F000000, 0x80000000, 0x0C000000, 0x33800000,
+             0x5F000000, 0x71000000]
         )  # fmt: skip
         return word[bits.below(len(word), shape)].astype(np.uint32).view(np.float32)
     raise ValueError(f"acc: unknown {acc!r}")
@@ -318,7 +319,7 @@ def record(out: pathlib.Path) -> int:
 
 
 def model(case: Case, tiles: int | None = None, rows: int = ROWS) -> np.ndarray:
-    """What the model makes of the first ``tiles`` tiles' first ``rows`` rows: (tiles, rows, n) uint32."""
+    """The model's (tiles, rows, n) uint32 for the first ``tiles`` tiles' first ``rows`` rows."""
     sys.path.insert(0, str(HERE.parent))
     from snapmla.accumulate_np import chain_numpy
 

@@ -125,7 +125,16 @@ def hopper_fp8_dot(a: Tensor, b: Tensor, acc: Tensor | None = None) -> Tensor:
 
 
 def hopper_bf16_dot(acc: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
-    """acc + a . b^T as a chain of k16 bf16 (or f16) WGMMAs; a (..., R, K), b (..., N, K), K % 16 == 0."""
+    """acc + a . b^T as a chain of k16 bf16 (or f16) WGMMAs into one fp32 accumulator.
+
+    Args:
+        acc: (..., R, N) float32, or None for zero.
+        a: (..., R, K) bfloat16 or float16, K a multiple of 16.
+        b: (..., N, K), likewise.
+
+    Returns:
+        (..., R, N) float32.
+    """
     if a.dtype not in _HALF_MIN_NORMAL or a.dtype != b.dtype:
         raise TypeError(f"a, b: expected bfloat16 or float16, both alike, got {a.dtype}, {b.dtype}")
     return _dot(a, b, acc, HALF_STEP)

@@ -8,8 +8,8 @@ One step adds all products of the step and the incoming accumulator at once:
 
 1. Each product has the exponent e_a + e_b; its significand stays un-normalised, in [1, 4) (a
    subnormal operand keeps its format's smallest exponent).  The accumulator counts with its own.
-2. Let e be the largest of these exponents, zeros left out (and at least -133).  Every addend is cut toward zero to a
-   multiple of 2^(e - F): F = 13 for fp8 operands, 25 for 16-bit ones.
+2. Let e be the largest of these exponents, zeros left out (and at least -133).  Every addend is cut
+   toward zero to a multiple of 2^(e - F): F = 13 for fp8 operands, 25 for 16-bit ones.
 3. The cut addends are summed exactly.
 4. The sum is cut toward zero to 13 fraction bits (fp8) or to fp32 (16-bit operands).
 
@@ -117,7 +117,7 @@ def half_step_numpy(acc: F32, a: F32, b: F32, smallest: float = FP32_MIN_NORMAL)
 
 
 def chain_numpy(acc: F32, a: F32, b: F32, *, fp8: bool, smallest: float = FP32_MIN_NORMAL) -> F32:
-    """Consecutive steps into one accumulator: a (M, K), b (N, K), K a multiple of 32 (fp8) or 16."""
+    """Consecutive steps: acc (M, N), a (M, K), b (N, K); K a multiple of 32 (fp8) or 16."""
     k = 32 if fp8 else 16
     for start in range(0, a.shape[-1], k):
         part_a = np.ascontiguousarray(a[:, start : start + k])
