@@ -422,47 +422,63 @@ def _add_hopper_chained(
             state.promote()
 
 
-def _add_chunk(
-    state: _State, rows: _Rows, chunk: _Chunk, softmax_scale: float, sigma_max: float,
+def _block_p(
+    state: _State,
+    rows: _Rows,
+    chunk: _Chunk,
+    softmax_scale: float,
+    sigma_max: float,
     config: QuantConfig,
-) -> None:  # fmt: skip
-    """Adds one chunk of tokens to the sums."""
-    n, block = len(chunk.sigma), config.p_block
-    positions = chunk.start + torch.arange(n, device=chunk.sigma.device)
-    visible = (positions < rows.limit[:, None]).unflatten(1, (-1, block))
-    s2, t = (x.unflatten(1, (-1, block)) for x in _logits(rows, chunk, softmax_scale, config))
-    # A token with a NaN poisons the row's sums through P', never its frame.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(P' (R, blocks, p_block), frames (R, blocks) such that P = 2^frame P', visible) of a chunk.
+
+    P' is 0 where invisible and NaN where a row attends to a NaN token, whose frame ignores it.
+    """
+    positions = chunk.start + torch.arange(len(chunk.sigma), device=chunk.sigma.device)
+    visible = (positions < rows.limit[:, None]).unflatten(1, (-1, config.p_block))
+    s2, t = (
+        x.unflatten(1, (-1, config.p_block)) for x in _logits(rows, chunk, softmax_scale, config)
+    )
     hidden = ~visible | torch.isnan(t)
-    frames = _block_frames(
-        state, t.masked_fill(hidden, -torch.inf), s2.masked_fill(hidden, -torch.inf), sigma_max,
-        config,
-    )  # fmt: skip
-    # Frames are of P' / p_max; the sums below want P' itself.
+    s2, seen = s2.masked_fill(hidden, -torch.inf), t.masked_fill(hidden, -torch.inf)
+    frames = _block_frames(state, seen, s2, sigma_max, config)
     shift = math.log2(config.p_max)
     if config.arithmetic == "fp32":
         base = (shift - frames).float().double()
         p = torch.exp2((t + base[..., None]).float().double()).float().double()
     else:
         p = torch.exp2(t - frames[..., None] + shift)
-    p = torch.where(visible, p, 0.0)
-    frames = frames - shift
-    inverse = torch.where(visible, 1.0 / chunk.sigma.double().unflatten(0, (-1, block)), 0.0)
+    return torch.where(visible, p, 0.0), frames - shift, visible
+
+
+def _add_chunk(
+    state: _State,
+    rows: _Rows,
+    chunk: _Chunk,
+    softmax_scale: float,
+    sigma_max: float,
+    config: QuantConfig,
+) -> None:
+    """Adds one chunk of tokens to the sums."""
+    p, frames, visible = _block_p(state, rows, chunk, softmax_scale, sigma_max, config)
     state.move_to(frames.amax(-1))
-    bad = torch.isnan(chunk.sigma) | torch.isnan(chunk.content.float()).any(-1)
-    v = chunk.content.float() if chunk.content.dtype == FP8 else chunk.content
-    v = torch.where(bad[:, None], 0.0, v)
     terms = _quantised_p(torch.where(torch.isnan(p), 0.0, p), config)
     total = _sum_terms(terms)
     mass = p if config.normaliser == "unquantised" else torch.where(torch.isnan(p), p, total)
+    inverse = 1.0 / chunk.sigma.double().unflatten(0, (-1, config.p_block))
+    inverse = torch.where(visible, inverse, 0.0)
     weight = _exp2(frames - state.frame[:, None])
     state.mass += ((mass * inverse).sum(-1) * weight).sum(-1)
+    bad = torch.isnan(chunk.sigma) | torch.isnan(chunk.content.float()).any(-1)
+    v = chunk.content.float() if chunk.content.dtype == FP8 else chunk.content
+    v = torch.where(bad[:, None], 0.0, v)
     if config.order == "inverted":
         half = D_V // 2
         _add_exact(state, total, frames, v, slice(0, half))
         _add_exact(state, *_requantise_even(total, frames), v, slice(half, D_V))
     elif config.pv_accumulation == "exact":
         _add_exact(state, total, frames, v, slice(0, D_V))
-    elif config.promote_tokens and config.promote_tokens <= block:
+    elif config.promote_tokens and config.promote_tokens <= config.p_block:
         _add_hopper(state, terms, frames, v, config.promote_tokens)
     else:
         _add_hopper_chained(state, terms[0], frames, v, config)
@@ -572,32 +588,30 @@ def mla_decode_reference(
     """
     if lse_base not in ("e", "2"):
         raise ValueError(f"lse_base: expected 'e' or '2', got {lse_base!r}")
-    b, s_q, num_heads, _ = q_nope.shape
+    num_heads, page_size = q_nope.shape[2], content.shape[1]
     if q_scale.ndim == 2:
-        q_scale = q_scale[..., None].expand(b, s_q, num_heads)
+        q_scale = q_scale[..., None].expand(q_nope.shape[:3])
     _check_hopper(config, content)
-    page_size, num_pages = content.shape[1], content.shape[0]
     pick = list(range(num_heads)) if heads is None else list(heads)
-    lengths = [
-        min(max(int(x), 0), block_table.shape[1] * page_size) for x in cache_seqlens.tolist()
-    ]
-    outs, lses = [], []
-    for i in range(b) if batches is None else batches:
-        table = block_table[i, : -(-lengths[i] // page_size)].long().clamp(0, num_pages - 1)
-        rows = _Rows(
-            q_nope[i][:, pick].flatten(0, 1), q_rope[i][:, pick].flatten(0, 1),
-            q_scale[i][:, pick].flatten(),
-            _limits(lengths[i], s_q, len(pick), causal, content.device),
-        )  # fmt: skip
-        sigma_max = (
-            float(scale[table].flatten()[: lengths[i]].nan_to_num(0.0).max()) if len(table) else 1.0
+    capacity = block_table.shape[1] * page_size
+    results = []
+    for i in range(q_nope.shape[0]) if batches is None else batches:
+        length = min(max(int(cache_seqlens[i]), 0), capacity)
+        table = block_table[i, : -(-length // page_size)].long().clamp(0, content.shape[0] - 1)
+        rows = _query_rows(
+            q_nope[i][:, pick], q_rope[i][:, pick], q_scale[i][:, pick], length, causal
         )
-        chunks = _paged_chunks(content, rope, scale, table, lengths[i], config)
-        out, lse = _attend(rows, chunks, softmax_scale, sigma_max, config)
-        out, lse = _to_shape(out, lse, s_q, lse_base, empty_lse)
-        outs.append(out)
-        lses.append(lse)
-    return torch.stack(outs), torch.stack(lses)
+        sigma = scale[table].flatten()[:length].nan_to_num(0.0)
+        chunks = _paged_chunks(content, rope, scale, table, length, config)
+        result = _attend(rows, chunks, softmax_scale, float(sigma.max()) if length else 1.0, config)
+        results.append(_to_shape(*result, q_nope.shape[1], lse_base, empty_lse))
+    return torch.stack([out for out, _ in results]), torch.stack([lse for _, lse in results])
+
+
+def _query_rows(nope: Tensor, rope: Tensor, scale: Tensor, length: int, causal: bool) -> _Rows:
+    """Rows of one sequence from nope (s_q, h, 512), rope (s_q, h, 64), scale (s_q, h)."""
+    limit = _limits(length, nope.shape[0], nope.shape[1], causal, nope.device)
+    return _Rows(nope.flatten(0, 1), rope.flatten(0, 1), scale.flatten(), limit)
 
 
 def _paged_chunks(
@@ -644,37 +658,40 @@ def reference_from_unquantised(
     Returns:
         (out (b, s_q, h, 512), lse (b, h, s_q)), fp64.
     """
-    b, s_q, num_heads, _ = q_nope.shape
-    outs, lses = [], []
-    for i in range(b):
+    results = []
+    for i in range(q_nope.shape[0]):
         length = c_kv.shape[1] if lengths is None else lengths[i]
         k8, rope, sigma = _quantise_cache(c_kv[i, :length], k_rope[i, :length], config)
         _check_hopper(config, k8)
-        if config.q_granularity == "none":
-            q8, qr = q_nope[i].double(), q_rope[i].double()
-            q_scale = torch.ones(s_q, num_heads, device=c_kv.device)
-        else:
-            q8, qr, q_scale = quantize_rows(
-                q_nope[i], q_rope[i], shared=int(config.q_granularity == "token")
-            )
-            q_scale = q_scale.view(s_q, -1).expand(s_q, num_heads)
-        if config.rope_quantised != "none":
-            # A RoPE-unaware kernel multiplies in e4m3 on both sides.
-            wide = torch.cat((q_nope[i], q_rope[i]), -1).float()
-            top = wide.abs() if config.rope_quantised == "joint" else wide[..., D_V:].abs()
-            own = (top.amax(-1, keepdim=True) * (1.0 / E4M3_MAX)).clamp_min(SCALE_FLOOR)
-            qr = _scaled(wide[..., D_V:], own) / q_scale[..., None].double()
-            if config.rope_quantised == "joint":
-                q8 = _scaled(wide[..., :D_V], own) / q_scale[..., None].double()
-        limit = _limits(length, s_q, num_heads, causal, c_kv.device)
-        rows = _Rows(q8.flatten(0, 1), qr.flatten(0, 1), q_scale.flatten(), limit)
+        rows = _query_rows(*_quantise_query(q_nope[i], q_rope[i], config), length, causal)
         chunks = _plain_chunks(k8, rope, sigma, config)
-        sigma_max = float(sigma.max()) if length else 1.0
-        out, lse = _attend(rows, chunks, softmax_scale, sigma_max, config)
-        out, lse = _to_shape(out, lse, s_q, lse_base, empty_lse)
-        outs.append(out)
-        lses.append(lse)
-    return torch.stack(outs), torch.stack(lses)
+        result = _attend(rows, chunks, softmax_scale, float(sigma.max()) if length else 1.0, config)
+        results.append(_to_shape(*result, q_nope.shape[1], lse_base, empty_lse))
+    return torch.stack([out for out, _ in results]), torch.stack([lse for _, lse in results])
+
+
+def _quantise_query(
+    nope: Tensor, rope: Tensor, config: QuantConfig
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(nope, rope', scale (s_q, h)) of one sequence's nope (s_q, h, 512), rope (s_q, h, 64)."""
+    if config.q_granularity == "none":
+        ones = torch.ones(nope.shape[:2], dtype=torch.float32, device=nope.device)
+        return nope.double(), rope.double(), ones
+    q8, rope_in_domain, scale = quantize_rows(
+        nope, rope, shared=int(config.q_granularity == "token")
+    )
+    scale = scale.view(len(scale), -1).expand(nope.shape[:2])
+    if config.rope_quantised == "none":
+        return q8, rope_in_domain, scale
+    # A RoPE-unaware kernel multiplies in e4m3 on both sides.
+    whole = (
+        torch.cat((nope, rope), -1).float() if config.rope_quantised == "joint" else rope.float()
+    )
+    own = (whole.abs().amax(-1, keepdim=True) * (1.0 / E4M3_MAX)).clamp_min(SCALE_FLOOR)
+    factor = scale[..., None].double()
+    if config.rope_quantised == "joint":
+        q8 = _scaled(nope.float(), own) / factor
+    return q8, _scaled(rope.float(), own) / factor, scale
 
 
 def _plain_chunks(k8: Tensor, rope: Tensor, sigma: Tensor, config: QuantConfig) -> Iterator[_Chunk]:

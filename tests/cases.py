@@ -224,17 +224,13 @@ def build(
     table, pages = block_tables(case, torch.Generator().manual_seed(case.seed), device)
     fill = 255 if case.poison else 0
     content, rope, scale = allocate_pool(pages, case.page_size, case.layout, device, fill)
-    raw = content.view(torch.uint8)
     source, slots = [], []
     for i, length in enumerate(case.lengths):
         c, r = _tokens(case, length, generator, device)
-        k8, r_scaled, sigma = quantize_rows(c, r)
         position = torch.arange(length, device=device)
-        page = table[i].long()[position // case.page_size]
-        offset = position % case.page_size
-        raw[page, offset] = k8.view(torch.uint8)
-        rope[page, offset] = r_scaled
-        scale[page, offset] = sigma
+        page, offset = table[i].long()[position // case.page_size], position % case.page_size
+        k8, rope[page, offset], scale[page, offset] = quantize_rows(c, r)
+        content.view(torch.uint8)[page, offset] = k8.view(torch.uint8)
         if keep_source:
             source.append((c.bfloat16(), r.bfloat16()))
             slots.append(page * case.page_size + offset)

@@ -276,36 +276,48 @@ def quant_figures(
     slots = torch.randperm(pages * page_size, device=device)[:n]
     slots[::11] = -1
     pool = cases.allocate_pool(pages, page_size, layout, device, 255)
-    want = cases.allocate_pool(pages, page_size, layout, device, 255)
     cache = snapmla.PagedKVCache.from_tensors(*pool)
     snapmla.append_kv(cache, c, rope, slots if wide else slots.int())
+    want = cases.allocate_pool(pages, page_size, layout, device, 255)
     kept = slots >= 0
     k8, k_rope, sigma = quantize_rows(c[kept], rope[kept])
     where = (slots[kept] // page_size, slots[kept] % page_size)
     want[0].view(torch.uint8)[where] = k8.view(torch.uint8)
     want[1][where], want[2][where] = k_rope, sigma
-    figures = {"append_kv": float(sum(_differing(a, e) for a, e in zip(pool, want, strict=True)))}
+    return {
+        "append_kv": float(sum(_differing(a, e) for a, e in zip(pool, want, strict=True))),
+        **query_figures(c[: 8 * (n // 8)], rope[: 8 * (n // 8)]),
+        **fetch_figures(cache, want, slots.int(), dtype),
+    }
 
-    rows = 8 * (n // 8)
+
+def query_figures(c: Tensor, rope: Tensor) -> dict[str, float]:
+    figures = {}
+    q, q_rope = c.unflatten(0, (-1, 2, 4)), rope.unflatten(0, (-1, 2, 4))
     for mode in ("token_head", "token"):
-        q, q_rope = c[:rows].unflatten(0, (-1, 2, 4)), rope[:rows].unflatten(0, (-1, 2, 4))
         got = snapmla.quantize_q(q, q_rope, granularity=mode)
         expected = quantize_rows(q, q_rope, shared=int(mode == "token"))
-        figures[f"quantize_q {mode}"] = float(
-            sum(_differing(*x) for x in zip((got.nope, got.rope, got.scale), expected, strict=True))
-        )
+        pairs = zip((got.nope, got.rope, got.scale), expected, strict=True)
+        figures[f"quantize_q {mode}"] = float(sum(_differing(*pair) for pair in pairs))
+    return figures
 
-    indices = torch.cat((slots.int(), slots.new_tensor([-1, 2**31 - 1]).int()))
+
+def fetch_figures(
+    cache: snapmla.PagedKVCache, pool: tuple[Tensor, Tensor, Tensor], slots: Tensor,
+    dtype: torch.dtype,
+) -> dict[str, float]:  # fmt: skip
+    size, device = cache.page_size, cache.device
+    indices = torch.cat((slots, slots.new_tensor([-1, 2**31 - 1])))
     fetched = snapmla.fetch_dequant(cache, indices, dtype=dtype)
-    valid = (indices >= 0) & (indices < pages * page_size)
-    figures["fetch indices"] = _fetch_differences(fetched, want, indices, valid, page_size)
-    table = torch.randperm(pages, device=device).int().view(1, -1)
-    length = torch.tensor([pages * page_size - 5], dtype=torch.int32, device=device)
-    fetched = snapmla.fetch_dequant(cache, table, length, dtype=dtype)
-    position = torch.arange(pages * page_size, device=device)
-    flat = table[0][position // page_size] * page_size + position % page_size
+    valid = (indices >= 0) & (indices < cache.num_slots)
+    figures = {"fetch indices": _fetch_differences(fetched, pool, indices, valid, size)}
+    table = torch.randperm(cache.num_pages, device=device).int().view(1, -1)
+    length = torch.tensor([cache.num_slots - 5], dtype=torch.int32, device=device)
+    c_kv, k_rope = snapmla.fetch_dequant(cache, table, length, dtype=dtype)
+    position = torch.arange(cache.num_slots, device=device)
+    flat = table[0][position // size] * size + position % size
     figures["fetch pages"] = _fetch_differences(
-        (fetched[0][0], fetched[1][0]), want, flat, position < length, page_size
+        (c_kv[0], k_rope[0]), pool, flat, position < length, size
     )
     return figures
 
@@ -422,6 +434,7 @@ class Peer:
     """
 
     NAME = "flashmla_fp8"
+    PAGE = 64
 
     def __init__(self, folder: str) -> None:
         torch.ops.load_library(
@@ -442,28 +455,12 @@ class Peer:
 
     def error(self, inputs: DecodeInputs, picked: list[int]) -> float:
         """Relative L2 to fp64 on the peer's own quantised inputs, over the sequences ``picked``."""
-        case, page = inputs.case, 64
-        length, device = case.lengths[0], inputs.content.device
-        pages = length // page
-        used = inputs.block_table[:, :pages].flatten().long()
-        content = inputs.content.view(torch.uint8)[used].view(FP8)
-        keys = torch.empty(len(used), page, 576, dtype=torch.uint8, device=device).view(FP8)
-        # One scale that covers content and RoPE; chunks of pages bound the fp32 temporaries.
-        chunks = range(0, len(used), 8192)
-        parts = [slice(i, i + 8192) for i in chunks]
-
-        def plain(x: slice) -> Tensor:
-            sigma = inputs.scale[used[x]][..., None]
-            return torch.cat((content[x].float() * sigma, inputs.rope[used[x]].float() * sigma), -1)
-
-        top = max(float(plain(x).abs().max()) for x in parts)
-        k_scale = torch.tensor([top / 448], device=device)
-        for x in parts:
-            keys[x] = to_e4m3(plain(x) / k_scale)
+        case, device = inputs.case, inputs.content.device
+        keys, k_scale = self.keys(inputs)
         q = torch.cat((inputs.q_nope, inputs.q_rope), -1).float()
         q_scale = q.abs().max().view(1) / 448
         q8 = to_e4m3(q / q_scale)
-        table = torch.arange(len(used), dtype=torch.int32, device=device).view(case.b, pages)
+        table = torch.arange(len(keys), dtype=torch.int32, device=device).view(case.b, -1)
         meta, splits = self.ops.get_mla_decoding_metadata_dense_fp8(
             inputs.cache_seqlens, case.rows, 1
         )
@@ -474,10 +471,27 @@ class Peer:
         truth = mla_decode_reference(
             q8[..., :512].contiguous(), q8[..., 512:].bfloat16(),
             q_scale.expand(case.b, case.s_q, case.heads), keys[..., :512],
-            keys[..., 512:].bfloat16(), k_scale.expand(len(used), page), table,
+            keys[..., 512:].bfloat16(), k_scale.expand(len(keys), self.PAGE), table,
             inputs.cache_seqlens, inputs.softmax_scale, config=FP64, batches=picked,
         )[0]  # fmt: skip
         return metrics.relative_l2(out[picked], truth)
+
+    def keys(self, inputs: DecodeInputs) -> tuple[Tensor, Tensor]:
+        """The cache as the peer wants it: e4m3 (pages, 64, 576), and the one scale (1,)."""
+        pages = inputs.case.lengths[0] // self.PAGE
+        used = inputs.block_table[:, :pages].flatten().long()
+        raw = inputs.content.view(torch.uint8)
+
+        def plain(part: Tensor) -> Tensor:
+            sigma = inputs.scale[part][..., None]
+            content = raw[part].view(FP8).float() * sigma
+            return torch.cat((content, inputs.rope[part].float() * sigma), -1)
+
+        parts = used.split(8192)  # bounds the fp32 temporaries
+        top = max(float(plain(part).abs().max()) for part in parts)
+        scale = torch.tensor([top / 448], device=used.device)
+        quantised = [to_e4m3(plain(part) / scale).view(torch.uint8) for part in parts]
+        return torch.cat(quantised).view(FP8), scale
 
 
 def sweep(session: Session, heads: tuple[int, ...], longest: int) -> None:
