@@ -68,8 +68,9 @@ class QuantConfig:
             d_v meets the odd block first and P of the even one is requantised to its scale.
         normaliser: whether the row sum is taken of P before or after quantisation.
         qk_accumulation, pv_accumulation: ``exact`` or ``hopper``.
-        qk_promote_channels: content channels per accumulator in ``hopper`` Q.K.
-        rope_first: RoPE before content in the ``hopper`` Q.K chain.
+        qk_promote_channels: content channels per accumulator in ``hopper`` Q.K; the partial sums
+            are added in fp32.
+        rope_first: RoPE before, not after, the content of the first ``hopper`` Q.K chain.
         arithmetic: of the softmax: ``fp64``, or ``fp32`` in the order of the kernels' operations.
 
     Raises:
@@ -125,7 +126,7 @@ class QuantConfig:
 
 
 FP64 = QuantConfig(granularity="none", q_granularity="none", p_scale="none")
-MIMIC = QuantConfig()
+MIMIC = QuantConfig(qk_promote_channels=256)
 MIMIC_HW = replace(MIMIC, qk_accumulation="hopper", arithmetic="fp32")
 MIMIC_HW_FULL = replace(MIMIC_HW, pv_accumulation="hopper")
 
@@ -313,16 +314,12 @@ def _dot_qk(rows: _Rows, chunk: _Chunk, config: QuantConfig) -> Tensor:
     rope_a, rope_b = rows.rope.bfloat16(), chunk.rope.bfloat16()
     acc = hopper_bf16_dot(None, rope_a, rope_b) if config.rope_first else None
     step = config.qk_promote_channels
-    total: Tensor | None = None
-    for i in range(0, D_V, step):
-        acc = hopper_fp8_dot(a[:, i : i + step], b[:, i : i + step], acc)
-        if i + step < D_V:
-            total = acc if total is None else total + acc
-            acc = None
+    total = hopper_fp8_dot(a[:, :step], b[:, :step], acc)
     if not config.rope_first:
-        acc = hopper_bf16_dot(acc, rope_a, rope_b)
-    assert acc is not None
-    return acc if total is None else total + acc
+        total = hopper_bf16_dot(total, rope_a, rope_b)
+    for i in range(step, D_V, step):
+        total = total + hopper_fp8_dot(a[:, i : i + step], b[:, i : i + step])
+    return total
 
 
 def _logits(

@@ -33,10 +33,11 @@ def value_token(v: int) -> int:
 def block_p(acc_S, t, sigma, tile, factor, limit, ragged_from):
     """Finishes S and turns it into P' = exp2(t' - m' + 8), t' = s2 + log2 sigma_k.
 
-    ``sigma`` (16, 3): this thread's tokens' sigma, log2 sigma, 1/sigma in shared memory, fetched
-    in three turns rather than kept: registers are what this warpgroup lacks.
-    Returns (m'_0, m'_1, l_0, l_1) of the two rows; l sums unquantised P'/sigma over this thread's
-    tokens.  Waits for the Q.K WGMMAs itself, so that the first fetch hides under them.
+    ``acc_S``: the two partial sums of Q.K (decode_base.issue_qk).  ``sigma`` (16, 3): this thread's
+    tokens' sigma, log2 sigma, 1/sigma in shared memory, fetched in three turns rather than kept:
+    registers are what this warpgroup lacks.  Returns (m'_0, m'_1, l_0, l_1) of the two rows; l sums
+    unquantised P'/sigma over this thread's tokens.  Waits for the Q.K WGMMAs itself, so that the
+    first fetch hides under them.
     """
     tidx, _, _ = cute.arch.thread_idx()
     quad = tidx % 4
@@ -44,7 +45,7 @@ def block_p(acc_S, t, sigma, tile, factor, limit, ragged_from):
     cute.autovec_copy(sigma[None, 0], col)
     warpgroup.wait_group(0)
     for v in cutlass.range_constexpr(32):
-        t[v] = acc_S[v] * col[value_token(v)]
+        t[v] = (acc_S[0][v] + acc_S[1][v]) * col[value_token(v)]
     cute.autovec_copy(sigma[None, 1], col)
     for v in cutlass.range_constexpr(32):
         t[v] = t[v] * factor[value_row(v)] + col[value_token(v)]

@@ -37,6 +37,7 @@ from ..spec import VariantSpec
 LOG2E = math.log2(math.e)
 SMALLEST_SCALE = 2.0**-100  # append_kv's floor is 2^-80
 WARPGROUP = 128
+QK_GROUPS = 2  # partial sums of Q.K over the content channels
 DTYPES = {"bf16": cutlass.BFloat16, "f32": cutlass.Float32}
 
 
@@ -429,19 +430,30 @@ class DecodeBase:
     # ---------------------------------------------------------------- device: Q.K
 
     def issue_qk(self, mma_c, mma_r, acc_S, frags, q_stage, k_stage):
-        """FP8 content by 128 channels, then RoPE: last, because Hopper's FP8 accumulator keeps 13
-        bits below the largest addend, and RoPE logits can be large."""
+        """S in QK_GROUPS partial sums over the content channels, RoPE on top of the first.
+
+        Hopper's FP8 accumulator keeps 13 bits below the largest addend: shorter chains lose less,
+        and RoPE logits, which can be large, come last in their chain.  By then the first chain's
+        results are there, so that the BF16 WGMMAs do not wait for the FP8 ones.
+        """
         a_stage, b_stage = (k_stage, q_stage) if self.few_rows else (q_stage, k_stage)
         rA, rB, rAr, rBr = (
             f[None, None, None, s]
             for f, s in zip(frags, (a_stage, b_stage, a_stage, b_stage), strict=True)
         )
+        steps = D // 32 // QK_GROUPS
         warpgroup.fence()
-        for group in range(D // 128):
-            issue(mma_c, acc_S, rA, rB, accumulate=group > 0, first=4 * group, last=4 * group + 4)
+        for g in range(QK_GROUPS):
+            issue(mma_c, acc_S[g], rA, rB, accumulate=False, first=g * steps, last=(g + 1) * steps)
         warpgroup.fence()  # another shape of WGMMA on the same accumulator: order the two chains
-        issue(mma_r, acc_S, rAr, rBr, accumulate=True)
+        issue(mma_r, acc_S[0], rAr, rBr, accumulate=True)
         warpgroup.commit_group()
+
+    def make_acc_S(self):
+        """Accumulators of S, one for each group of content channels."""
+        n_s = self.rows_cta if self.few_rows else TILE
+        shape = self.mmas()[0].partition_shape_C((64, n_s))
+        return [cute.make_rmem_tensor(shape, Float32) for _ in range(QK_GROUPS)]
 
     # ---------------------------------------------------------------- device: rows
 

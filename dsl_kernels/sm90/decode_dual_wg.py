@@ -132,9 +132,8 @@ class DecodeDualWg(DecodeBase):
     @cute.jit
     def math_loop(self, me: cutlass.Constexpr, st, layouts, q_pipe, k_pipe, gmem, call, span):
         """Items and pairs of one math warpgroup; ``me`` 0 is the paper's WG0, 1 its WG1."""
-        mma_c, _, mma_o = self.mmas()
-        frags = self.fragments(st, layouts)
-        acc_S = cute.make_rmem_tensor(mma_c.partition_shape_C((64, TILE)), Float32)
+        mma_o = self.mmas()[2]
+        frags, acc_S = self.fragments(st, layouts), self.make_acc_S()
         shape_o = mma_o.partition_shape_C((64, 64))
         acc_O = [cute.make_rmem_tensor(shape_o, Float32) for _ in range(4)]
         factor = cute.make_rmem_tensor((2,), Float32)

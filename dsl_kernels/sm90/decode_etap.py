@@ -22,8 +22,11 @@ Timeline of tile i (one stage of the K ring)
 Frames (log2 units).  A block has its own exponent frame m'_b = max_t(s2 + log2 sigma_k), so its
 largest P' is 2^8 whatever the row's running maximum is.  O and l live in frame ``m_ref``, which is
 *lazy*: it moves only when a block would exceed it by 2^60, so the usual step is one FFMA an
-element, O += beta * tmp with beta = 2^(m'_b - 8 - m_ref), and no rescale; nothing overflows however block
-maxima rise and fall.
+element, O += beta * tmp with beta = 2^(m'_b - 8 - m_ref), and no rescale; nothing overflows
+however block maxima rise and fall.
+
+Registers, 64 rows: softmax 104 (S in two partial sums of 32), P.V 192 (O 128, beta 16, product tile
+16: rows are taken in halves of 32, because a tile of 64 would not fit beside S in two).
 
 Shared memory, 64 rows and 4 stages (bytes)
     Q 40960 | K ring 4 x (32768 content + 8192 RoPE + 256 scales) | scale triples 4 x 960
@@ -93,9 +96,11 @@ class DecodeEtap(DecodeBase):
         self.few_rows = spec.row_tile <= 32  # S^T = K Q^T
         super().__init__(spec, stages=4, q_stages=2 if self.few_rows else 1)
         self.scale_warp = not self.few_rows
+        # rows of one P.V product tile: halves of 64, because O takes 128 registers and S is in two
+        self.pv_rows = min(self.rows_cta, 32)
         self.names = transpose.TOKENS_ON_M if self.few_rows else transpose.ROWS_ON_M
         # setmaxnreg hands out one pool of 65536 registers: 128, 128 and 256 threads
-        regs = (40, 120, 160) if self.few_rows else (24, 88, 200)
+        regs = (40, 120, 160) if self.few_rows else (24, 104, 192)
         self.producer_regs, self.softmax_regs, self.pv_regs = regs
 
     # ---------------------------------------------------------------- host half
@@ -110,7 +115,7 @@ class DecodeEtap(DecodeBase):
         return (
             tiled_mma(F8, n_s),
             tiled_mma(BF16, n_s),
-            tiled_mma(F8, self.rows_cta, a_in_registers=True),
+            tiled_mma(F8, self.pv_rows, a_in_registers=True),
         )
 
     def storage(self, layouts):
@@ -209,9 +214,7 @@ class DecodeEtap(DecodeBase):
             mma_r.make_fragment_A(thr_r.partition_A(a[1])),
             mma_r.make_fragment_B(thr_r.partition_B(b[1])),
         )
-        n_s = self.rows_cta if self.few_rows else TILE
-        acc_S = cute.make_rmem_tensor(mma_c.partition_shape_C((64, n_s)), Float32)
-        return acc_S, frags, u16_view(staged(st.p, layouts.p), layouts.p.inner)
+        return self.make_acc_S(), frags, u16_view(staged(st.p, layouts.p), layouts.p.inner)
 
     def rows_per_thread(self) -> int:
         return self.rows_cta // 4 if self.few_rows else 2
@@ -286,7 +289,7 @@ class DecodeEtap(DecodeBase):
         t = cute.make_rmem_tensor((2 * n_rows,), Float32)
         for v in cutlass.range_constexpr(2 * n_rows):
             x, i = 2 * (v // 4) + v % 2, v // 2 % 2
-            t[v] = acc_S[v] * (factor[x] * sig[i]) + lg[i]
+            t[v] = (acc_S[0][v] + acc_S[1][v]) * (factor[x] * sig[i]) + lg[i]
         if (tile + 1) * TILE > ragged_from:
             for v in cutlass.range_constexpr(2 * n_rows):
                 x, i = 2 * (v // 4) + v % 2, v // 2 % 2
@@ -419,11 +422,15 @@ class DecodeEtap(DecodeBase):
     def pv_loop(self, st, layouts, k_pipe, gmem, call, span, half):
         tidx, _, _ = cute.arch.thread_idx()
         mma_o = self.mmas()[2]
-        shape = mma_o.partition_shape_C((64, self.rows_cta))
-        acc_O = [cute.make_rmem_tensor(shape, Float32) for _ in range(4)]
-        tmp = cute.make_rmem_tensor(shape, Float32)
-        thr_o = mma_o.get_slice(tidx % WARPGROUP)
-        rP = mma_o.make_fragment_B(thr_o.partition_B(staged(st.p, layouts.p)))
+        acc_O = [cute.make_rmem_tensor((self.rows_cta // 2,), Float32) for _ in range(4)]
+        tmp = cute.make_rmem_tensor(mma_o.partition_shape_C((64, self.pv_rows)), Float32)
+        thr_o, s_p = mma_o.get_slice(tidx % WARPGROUP), staged(st.p, layouts.p)
+        rP = [
+            mma_o.make_fragment_B(
+                thr_o.partition_B(cute.local_tile(s_p, (self.pv_rows, TILE), (x, 0, None)))
+            )
+            for x in range(self.rows_cta // self.pv_rows)
+        ]
         kst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
         pst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, P_STAGES)
         inv_phase = Int32(0)
@@ -473,22 +480,26 @@ class DecodeEtap(DecodeBase):
                 for d in cutlass.range_constexpr(4):
                     acc_O[d][v] = acc_O[d][v] * ga
         beta_s = cute.make_tensor((st.beta.data_ptr() + pst.index * size).align(16), pad)
-        self.issue_pv(mma_o, tmp, frags[0], rP, pst.index)
+        self.issue_pv(mma_o, tmp, frags[0], rP[0], pst.index)
         cute.autovec_copy(beta_s[None, lane % 4], beta)
-        frags[1] = transpose.to_fragment(mma_o, raw[1], self.names)
-        for d in cutlass.range_constexpr(4):
+        parts, n_tmp = len(rP), self.pv_rows // 2
+        for step in cutlass.range_constexpr(4 * parts):
+            d, x = step // parts, step % parts
             warpgroup.wait_group(0)
-            # fragments of d + 2 travel during the FFMAs, the next WGMMA and its FFMAs
-            if const_expr(d < 2):
+            # the fragment after next travels during the FFMAs, the next WGMMA and its FFMAs
+            if const_expr(x == parts - 1 and d < 2):
                 raw[d + 2] = transpose.load_raw(base, offset, d + 2)
-            if const_expr(d == 2):
+            if const_expr(x == parts - 1 and d == 2):
                 k_pipe.consumer_release(kst)
-            for v in cutlass.range_constexpr(n):
-                acc_O[d][v] = acc_O[d][v] + tmp[v] * beta[2 * (v // 4) + v % 2]
-            if const_expr(d < 3):
-                if const_expr(d > 0):
+            for v in cutlass.range_constexpr(n_tmp):
+                o = x * n_tmp + v
+                acc_O[d][o] = acc_O[d][o] + tmp[v] * beta[2 * (o // 4) + o % 2]
+            if const_expr(step + 1 < 4 * parts):
+                if const_expr(x == parts - 1):
                     frags[d + 1] = transpose.to_fragment(mma_o, raw[d + 1], self.names)
-                self.issue_pv(mma_o, tmp, frags[d + 1], rP, pst.index)
+                self.issue_pv(
+                    mma_o, tmp, frags[(step + 1) // parts], rP[(step + 1) % parts], pst.index
+                )
         if lane == 0:
             cute.arch.mbarrier_arrive(st.p_bar.data_ptr() + P_STAGES + pst.index)
 

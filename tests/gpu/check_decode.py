@@ -61,6 +61,7 @@ TRUTH_FACTOR, TRUTH_SLACK = 1.1, 2.5e-3  # relative L2 to fp64 <= factor * mimic
 MODEL_GATE = 4e-3  # relative L2 to the mimic with modelled accumulation
 LSE_SLACK, LSE_FACTOR = 2e-4, 1e-3  # |LSE - fp64| <= slack + factor * max|content logit|
 SWEEP_GATE, SWEEP_GROWTH = 1.5e-3, 1.3
+SWEEP_SEEDS = 8  # draws of the 1K batch, against which growth is judged
 SWEEP_LENGTHS = (64, 1024, 16384, 131072)
 SWEEP_BATCH, SWEEP_LONGEST = 32, 1 << 20
 TAIL_GATE = 0.02
@@ -533,7 +534,7 @@ def sweep_point(
             key = (pipeline, mode, case.heads, case.logit_std, case.latent_mean)
             gates = {"to mimic": SWEEP_GATE}
             if length == 1024:
-                at_1k[key] = error
+                error = at_1k[key] = pooled_error(session, case, pipeline, num_parts, out, mimic)
             elif length > 1024 and key in at_1k:
                 gates["growth"] = SWEEP_GROWTH
             figures = {
@@ -544,6 +545,29 @@ def sweep_point(
             }
             session.add(Result("sweep", label, f"{label} {mode}", pipeline, figures, gates, mode))
     return inputs
+
+
+def pooled_error(
+    session: Session, case: DecodeCase, pipeline: str, num_parts: int | None, out: Tensor,
+    mimic: Tensor,
+) -> float:  # fmt: skip
+    """Relative L2 over the batch at hand and SWEEP_SEEDS - 1 more draws of it.
+
+    What separates kernel and mimic is a P that rounds the other way once in some 10^5; a batch of
+    1K tokens holds so few of them that one draw of it says little about the error there.
+    """
+    squares = [float((out.double() - mimic.double()).square().sum())]
+    norms = [float(mimic.double().square().sum())]
+    for seed in range(1, SWEEP_SEEDS):
+        inputs = cases.build(dataclasses.replace(case, seed=case.seed + seed), session.device)
+        more = run_decode(
+            inputs, prepare(inputs, append=False), pipeline, num_parts=num_parts,
+            out_dtype=torch.float32,
+        )[0].double()  # fmt: skip
+        expected = reference(inputs, MIMIC_HW, list(range(case.b)))[0].double()
+        squares.append(float((more - expected).square().sum()))
+        norms.append(float(expected.square().sum()))
+    return math.sqrt(sum(squares) / sum(norms))
 
 
 def add_peer(session: Session, peer: Peer, inputs: DecodeInputs, label: str) -> None:
