@@ -12,6 +12,8 @@
 #   bench:PRESET[@BACKENDS]    a preset of profiles.bench (bench:h200-table@snapmla,flashmla_fp8)
 #   shape:LABEL[@BACKENDS]     a single row (shape:b32_L16384_h64_q1)
 #   check[:ARG,ARG...]         tests/gpu/check_decode.py ARG ARG...
+#   tests                      the tests marked gpu
+#   demo                       make demo's job
 #
 # Environment, all optional: OUT (results; default build/gpu), PART_LIMIT and SESSION_LIMIT (seconds
 # a part and all parts may take; 300, 540), SNAPMLA_COMMIT (the commit, where there is no .git),
@@ -108,11 +110,19 @@ run_part() {
         bench) "${bench[@]}" ${BENCH_OPTIONS:-} "$what" ;;
         shape) "${bench[@]}" ${BENCH_OPTIONS:-} --shape "$what" ;;
         check)
-            timeout -k 10 "$seconds" "$python" tests/gpu/check_decode.py ${what//,/ } 2>&1 |
+            # reports join the others in $work
+            timeout -k 10 "$seconds" "$python" tests/gpu/check_decode.py --out "$work" \
+                ${what//,/ } 2>&1 |
                 tee "$work/check-${what//[^A-Za-z0-9]/_}.log"
             ;;
+        tests)
+            timeout -k 10 "$seconds" "$python" -m pytest -q -m gpu -p no:cacheprovider tests 2>&1 |
+                tee "$work/tests.log"
+            ;;
+        demo) timeout -k 10 "$seconds" "$python" -m snapmla.demo 2>&1 | tee "$work/demo.log" ;;
         *)
-            echo "part: expected info, bench:PRESET, shape:LABEL or check[:ARGS]; got '$part'"
+            echo "part: expected info, tests, demo, bench:PRESET, shape:LABEL or check[:ARGS];" \
+                "got '$part'"
             return 2
             ;;
     esac
