@@ -187,8 +187,9 @@ class DecodeBase:
     def tile_fields(self, layouts):
         """Scales, Q, K ring and P; the tiles start at multiples of the 1024-byte swizzle period."""
         size = cute.cosize
+        triples = 3 * padded_size(TILE) * self.stages if self.scale_warp else 4
         return dict(
-            sigma=array(Float32, 3 * padded_size(TILE) * self.stages, 128),
+            sigma=array(Float32, triples, 128),
             ks=array(Float32, TILE * self.stages, 128),
             qc=array(F8, size(layouts.qc), 1024),
             kc=array(F8, size(layouts.kc), 1024),

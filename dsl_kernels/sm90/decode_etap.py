@@ -94,7 +94,7 @@ class DecodeEtap(DecodeBase):
 
     def __init__(self, spec: VariantSpec):
         self.few_rows = spec.row_tile <= 32  # S^T = K Q^T
-        super().__init__(spec, stages=4, q_stages=2 if self.few_rows else 1)
+        super().__init__(spec, stages=4, q_stages=2 if self.few_rows and spec.stages <= 4 else 1)
         self.scale_warp = not self.few_rows
         # rows of one P.V product tile: halves of 64, because O takes 128 registers and S is in two
         self.pv_rows = min(self.rows_cta, 32)
