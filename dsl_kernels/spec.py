@@ -29,6 +29,7 @@ OPS: tuple[str, ...] = (
     "fetch_dequant",
 )
 ARCHS: tuple[str, ...] = ("sm_90a", "sm_100a")
+OUT_DTYPES: tuple[str, ...] = ("bf16", "f32")
 PIPELINES: tuple[str, ...] = ("etap", "dual_wg")
 ROW_TILES: tuple[int, ...] = (16, 32, 64, 128)
 PAGE_SIZES: tuple[int, ...] = (16, 32, 64, 128)
@@ -47,6 +48,7 @@ class VariantSpec:
         arch: compilation target.
         pipeline: decode only; ``etap`` (V^T is the register operand) or ``dual_wg`` (the SnapMLA
             paper's Algorithm 1).
+        q_dtype, kv_dtype: of the content channels; RoPE is bf16.
         row_tile: query rows that one CTA (or one cluster) owns.
         page_size: tokens in a cache page.
         out_dtype: ``bf16`` or ``f32``; of ``out`` for decode, merge.
@@ -63,6 +65,7 @@ class VariantSpec:
         promote_tokens: tokens whose P.V stays in the tensor core's accumulator before it is added
             to the fp32 one (two-level accumulation).
         num_heads, s_q: static values for tuned pairs; None means run-time values.
+        causal: ``runtime``: an argument of the call decides.
         ragged: per-request s_q (not built yet).
         sparse: top-k token indices instead of a block table (not built yet).
     """
@@ -70,6 +73,8 @@ class VariantSpec:
     op: str
     arch: str = "sm_90a"
     pipeline: str | None = None
+    q_dtype: str = "e4m3"
+    kv_dtype: str = "e4m3"
     row_tile: int = 64
     page_size: int = 64
     out_dtype: str = "bf16"
@@ -85,6 +90,7 @@ class VariantSpec:
     promote_tokens: int = 64
     num_heads: int | None = None
     s_q: int | None = None
+    causal: str = "runtime"
     ragged: bool = False
     sparse: bool = False
 
@@ -144,8 +150,8 @@ class VariantSpec:
 AXES: dict[str, tuple[str, ...]] = {
     "decode": (
         "pipeline", "row_tile", "page_size", "out_dtype", "token_tile", "stages", "cluster",
-        "kv_scale_groups", "p_scale", "p_terms", "promote_tokens", "num_heads", "s_q", "ragged",
-        "sparse",
+        "kv_scale_groups", "p_scale", "p_terms", "promote_tokens", "num_heads", "s_q", "q_dtype",
+        "kv_dtype", "causal", "ragged", "sparse",
     ),
     "plan_decode": (),
     "merge": ("out_dtype",),
@@ -154,6 +160,9 @@ AXES: dict[str, tuple[str, ...]] = {
     "fetch_dequant": ("in_dtype", "mode"),
 }  # fmt: skip
 ALWAYS_NAMED = {"pipeline", "row_tile", "page_size", "out_dtype", "in_dtype", "index_dtype", "mode"}
+TEXT_AXES = {
+    "out_dtype", "in_dtype", "index_dtype", "p_scale", "q_dtype", "kv_dtype", "causal",
+}  # fmt: skip
 _WORDS: dict[str, tuple[str, ...]] = {
     "pipeline": PIPELINES,
     "mode": ("token_head", "token", "pages", "indices"),
@@ -161,9 +170,14 @@ _WORDS: dict[str, tuple[str, ...]] = {
 _LETTERS = {
     "row_tile": "r", "page_size": "p", "out_dtype": "o", "in_dtype": "x", "index_dtype": "i",
     "token_tile": "t", "stages": "st", "cluster": "c", "kv_scale_groups": "g", "p_scale": "ps",
-    "p_terms": "pt", "promote_tokens": "pr", "num_heads": "h", "s_q": "q", "ragged": "ragged",
-    "sparse": "sparse",
+    "p_terms": "pt", "promote_tokens": "pr", "num_heads": "h", "s_q": "q", "q_dtype": "qt",
+    "kv_dtype": "kt", "causal": "causal", "ragged": "ragged", "sparse": "sparse",
 }  # fmt: skip
+
+
+def cluster_of(row_tile: int) -> int:
+    """CTAs per row tile: 128 rows are two CTAs that share KV by multicast."""
+    return 2 if row_tile == 128 else 1
 
 
 def _encode(axis: str, value: object) -> str:
@@ -185,7 +199,7 @@ def _decode(op: str, name: str, text: str) -> tuple[str, object, str]:
             return axis, True, rest
         if head.startswith(letters) and len(head) > len(letters):
             value = head[len(letters) :]
-            if axis in ("out_dtype", "in_dtype", "index_dtype", "p_scale"):
+            if axis in TEXT_AXES:
                 return axis, value, rest
             if value.isdigit():
                 return axis, int(value), rest

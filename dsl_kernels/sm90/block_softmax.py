@@ -16,7 +16,9 @@ from ..spec import TOKEN_TILE as TILE
 
 P_LOG2_MAX = 8.0  # the largest P' of a block is 2^8
 NEVER = -1.0e30  # frame of a row that has seen no token; finite, so that differences are defined
-LAZY = 60.0  # log2 headroom before the fp32 frame is moved
+# log2 headroom before the fp32 frame is moved.  The row sum holds 2^(s2 - frame), and s2 exceeds t'
+# by up to 80 (append_kv's floor): 2^(20 + 80) times 2^20 tokens is finite.
+LAZY = 20.0
 
 
 def value_row(v: int) -> int:

@@ -30,13 +30,16 @@ from ..common.mma import BF16, F8, ROW_MAJOR, U8, U32, issue, one_stage, staged
 from ..common.smem import array
 from ..common.transpose import COLUMN_BLOCK
 from ..spec import KV_LORA_RANK as D
+from ..spec import OUT_DTYPES, PAGE_SIZES, ROW_TILES, VariantSpec, cluster_of
 from ..spec import QK_ROPE_HEAD_DIM as R
 from ..spec import TOKEN_TILE as TILE
-from ..spec import VariantSpec
 
 LOG2E = math.log2(math.e)
 SMALLEST_SCALE = 2.0**-100  # append_kv's floor is 2^-80
 WARPGROUP = 128
+SMEM_MAX = 232448  # bytes a CTA can have
+STAGE_BYTES = TILE * (D + 2 * R + 4)
+SMALL_BYTES = 8192  # scale triples, factors, barriers, alignment: an upper bound
 QK_GROUPS = 2  # partial sums of Q.K over the content channels
 DTYPES = {"bf16": cutlass.BFloat16, "f32": cutlass.Float32}
 
@@ -74,6 +77,38 @@ def fake_args(spec: VariantSpec) -> list:
         Float32(1.0),
         Float32(0.0),
     ]
+
+
+def infeasible(spec: VariantSpec, min_stages: int, smem_bytes: int) -> str | None:
+    """Reasons that hold for every SM90 decode pipeline, or None."""
+    allowed = {
+        "q_dtype": ("e4m3",),
+        "kv_dtype": ("e4m3",),
+        "out_dtype": OUT_DTYPES,
+        "row_tile": ROW_TILES,
+        "page_size": PAGE_SIZES,
+        "cluster": (cluster_of(spec.row_tile),),
+        "token_tile": (TILE,),
+        "promote_tokens": (TILE,),
+        "kv_scale_groups": (1,),
+        "p_terms": (1,),
+        "p_scale": ("tile",),
+        "causal": ("runtime",),
+        "num_heads": (None,),
+        "s_q": (None,),
+        "ragged": (False,),
+        "sparse": (False,),
+    }
+    if spec.arch != "sm_90a":
+        return f"{spec.pipeline} is an SM90 pipeline (WGMMA); SM100 has none yet"
+    for axis, values in allowed.items():
+        if getattr(spec, axis) not in values:
+            return f"{spec.pipeline}: {axis} must be in {values}, got {getattr(spec, axis)!r}"
+    if spec.stages and spec.stages < min_stages:
+        return f"{spec.pipeline} needs at least {min_stages} stages, got {spec.stages}"
+    if smem_bytes > SMEM_MAX:
+        return f"{spec.pipeline}: {smem_bytes} bytes of shared memory, an SM grants {SMEM_MAX}"
+    return None
 
 
 class Tma(NamedTuple):
@@ -296,7 +331,7 @@ class DecodeBase:
         k_pipe = pipeline.PipelineTmaAsync.create(
             barrier_storage=st.k_bar.data_ptr(), num_stages=self.stages, producer_group=group(1),
             consumer_group=group(self.k_consumer_warps * self.cluster),
-            tx_count=TILE * (D + 2 * R + 4), **extra,
+            tx_count=STAGE_BYTES, **extra,
         )  # fmt: skip
         return q_pipe, k_pipe
 
@@ -482,9 +517,16 @@ class DecodeBase:
         cute.arch.barrier(barrier_id=barrier_id, number_of_threads=128)
 
     @cute.jit
+    def seqlen_of(self, gmem, batch):
+        """Tokens of a sequence, no more than its row of the block table can name."""
+        seqlen = gmem.cache_seqlens[batch]
+        most = gmem.block_table.shape[1] * self.spec.page_size
+        return seqlen if seqlen < most else most
+
+    @cute.jit
     def row_facts(self, gmem, call, batch, row):
         """(factor of the logits in log2 units, number of visible tokens) of one query row."""
-        seqlen = gmem.cache_seqlens[batch]
+        seqlen = self.seqlen_of(gmem, batch)
         factor, limit = Float32(0.0), seqlen
         if row < call.rows:
             s = row // call.num_heads
@@ -498,7 +540,7 @@ class DecodeBase:
     def ragged_from(self, gmem, call, batch):
         """First token that some row of the sequence must not see."""
         hidden = call.rows // call.num_heads - 1 if call.causal != 0 else Int32(0)
-        return gmem.cache_seqlens[batch] - hidden
+        return self.seqlen_of(gmem, batch) - hidden
 
     @cute.jit
     def finish_row(self, gmem, call, batch, slot, row, row_sum, frame):

@@ -18,8 +18,8 @@ Roles (3 warpgroups)
     wg 2  WG1: odd blocks,  channels 256..511
 
 Timeline of a pair (blocks a, b)
-    WG0 | Q.K a | V_a^T | softmax a, P_a, frame | P_a V_a^L | wait b | P_b V_b^L |
-    WG1 | Q.K b | V_b^T | softmax b, P_b | wait a, frame | P_a V_a^R | P_b V_b^R |
+    WG0 | Q.K a | softmax a, P_a | V_a^T | frame | P_a V_a^L | wait b | P_b V_b^L |
+    WG1 | Q.K b | softmax b, P_b | V_b^T | wait a, frame | P_a V_a^R | P_b V_b^R |
 
 Shared memory (bytes): Q 40960 | K ring 4 x 41216, V^T in place | scale triples 3840 |
     P 2 blocks x 2 buffers x 4096 | frames, factors, row sums, barriers 4 K          = 225 K
@@ -42,14 +42,18 @@ from ..spec import TOKEN_TILE as TILE
 from ..spec import VariantSpec
 from .block_softmax import NEVER, block_p, move_frame, store_p
 from .decode_base import (
+    SMALL_BYTES,
+    STAGE_BYTES,
     WARPGROUP,
     DecodeBase,
     Layouts,
     fake_args,
+    infeasible,
     qk_layouts,
 )
 
 ROWS = 64
+STAGES = 4  # of the K ring, unless the spec says otherwise
 PAIR_BUFFERS = 2
 MATH_WARPS = 8
 MATH_REGS = 240
@@ -60,19 +64,10 @@ BAR_BOTH = 3  # both math warpgroups
 
 def feasible(spec: VariantSpec) -> str | None:
     """Reason why the pipeline cannot be built for ``spec``, or None."""
-    if spec.arch != "sm_90a":
-        return "dual_wg is an SM90 pipeline (WGMMA); SM100 has its own"
     if spec.row_tile < ROWS:
         return "dual_wg puts rows on M = 64; row tile 64 with predicated rows serves fewer"
-    if (spec.row_tile == 128) != (spec.cluster == 2):
-        return "row tile 128 is two CTAs that share KV: it needs cluster=2, other tiles cluster=1"
-    if spec.token_tile != TILE or spec.promote_tokens != TILE:
-        return "dual_wg promotes every 64-token block"
-    if spec.kv_scale_groups != 1 or spec.p_terms != 1 or spec.p_scale != "tile":
-        return "dual_wg is built for one scale a token and one-term P with a scale per block"
-    if spec.ragged or spec.sparse or spec.num_heads or spec.s_q:
-        return "ragged, sparse and static-shape forms of dual_wg do not exist yet"
-    return None
+    tiles = (spec.stages or STAGES) * STAGE_BYTES + ROWS * 640 + 2 * PAIR_BUFFERS * ROWS * TILE
+    return infeasible(spec, 2, tiles + SMALL_BYTES)  # both blocks of a pair are in flight
 
 
 def build(spec: VariantSpec):
@@ -87,7 +82,7 @@ class DecodeDualWg(DecodeBase):
     scale_warp = True
 
     def __init__(self, spec: VariantSpec):
-        super().__init__(spec, stages=4, q_stages=1)
+        super().__init__(spec, STAGES, q_stages=1)
 
     # ---------------------------------------------------------------- host half
 
@@ -152,7 +147,7 @@ class DecodeDualWg(DecodeBase):
             for x in cutlass.range_constexpr(2):
                 factor[x], limit[x] = self.row_facts(gmem, call, batch, first_row + 8 * x)
             ragged_from = self.ragged_from(gmem, call, batch)
-            rows_in = (factor, limit, ragged_from, gmem.cache_seqlens[batch])
+            rows_in = (factor, limit, ragged_from, self.seqlen_of(gmem, batch))
             m_ref.fill(NEVER)
             l_run.fill(0.0)
             for d in cutlass.range_constexpr(4):
@@ -228,7 +223,8 @@ class DecodeDualWg(DecodeBase):
         """WG1's column; a lone block a has no partner, but both barriers keep their phases.
 
         P buffers need no barrier of their own: WG0 rewrites a buffer two pairs later, and has by
-        then waited for WG1's announcement of the pair between, which follows WG1's last read.
+        then waited for WG1's announcement of the pair between, which follows WG1's last read; so
+        has WG1 for WG0's, which WG0 makes after it has finished the pair before.
         """
         buf = pst.index
         m0, m1, l0, l1 = Float32(0.0), Float32(0.0), Float32(0.0), Float32(0.0)

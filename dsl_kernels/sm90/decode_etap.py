@@ -21,7 +21,7 @@ Timeline of tile i (one stage of the K ring)
 
 Frames (log2 units).  A block has its own exponent frame m'_b = max_t(s2 + log2 sigma_k), so its
 largest P' is 2^8 whatever the row's running maximum is.  O and l live in frame ``m_ref``, which is
-*lazy*: it moves only when a block would exceed it by 2^60, so the usual step is one FFMA an
+*lazy*: it moves only when a block would exceed it by 2^20, so the usual step is one FFMA an
 element, O += beta * tmp with beta = 2^(m'_b - 8 - m_ref), and no rescale; nothing overflows
 however block maxima rise and fall.
 
@@ -30,7 +30,7 @@ Registers, 64 rows: softmax 104 (S in two partial sums of 32), P.V 192 (O 128, b
 
 Shared memory, 64 rows and 4 stages (bytes)
     Q 40960 | K ring 4 x (32768 content + 8192 RoPE + 256 scales) | scale triples 4 x 960
-    P 2 x 4096 | beta, gamma, flags, 1/l, barriers 2 K                                  = 219 K
+    P 2 x 4096 | beta, gamma, flags, 1/l, maxima, barriers                        = 222208
 """
 
 from __future__ import annotations
@@ -50,10 +50,13 @@ from ..spec import TOKEN_TILE as TILE
 from ..spec import VariantSpec
 from .block_softmax import NEVER, P_LOG2_MAX, block_p, move_frame, store_p
 from .decode_base import (
+    SMALL_BYTES,
+    STAGE_BYTES,
     WARPGROUP,
     DecodeBase,
     Layouts,
     fake_args,
+    infeasible,
     pad_layout,
     padded_size,
     qk_layouts,
@@ -61,6 +64,7 @@ from .decode_base import (
     safe_reciprocal,
 )
 
+STAGES = 4  # of the K ring, unless the spec says otherwise
 P_STAGES = 2
 SOFTMAX_WARPS, PV_WARPS = 4, 8
 
@@ -70,17 +74,14 @@ BAR_PV = 2  # and 3: each P.V warpgroup by itself
 
 def feasible(spec: VariantSpec) -> str | None:
     """Reason why the pipeline cannot be built for ``spec``, or None."""
-    if spec.arch != "sm_90a":
-        return "etap is an SM90 pipeline (WGMMA); SM100 has its own"
-    if (spec.row_tile == 128) != (spec.cluster == 2):
-        return "row tile 128 is two CTAs that share KV: it needs cluster=2, other tiles cluster=1"
-    if spec.token_tile != TILE or spec.promote_tokens != TILE:
-        return "etap promotes every 64-token tile"
-    if spec.kv_scale_groups != 1 or spec.p_terms != 1 or spec.p_scale != "tile":
-        return "etap is built for one scale a token and one-term P with a scale per tile"
-    if spec.ragged or spec.sparse or spec.num_heads or spec.s_q:
-        return "ragged, sparse and static-shape forms of etap do not exist yet"
-    return None
+    rows, stages = min(spec.row_tile, 64), spec.stages or STAGES
+    tiles = stages * STAGE_BYTES + q_stages(spec) * rows * 640 + P_STAGES * rows * TILE
+    return infeasible(spec, 2, tiles + (SMALL_BYTES if spec.row_tile > 32 else SMALL_BYTES // 4))
+
+
+def q_stages(spec: VariantSpec) -> int:
+    """Row tiles of Q in flight: the next item's is prefetched where there is room."""
+    return 2 if spec.row_tile <= 32 and (spec.stages or STAGES) <= STAGES else 1
 
 
 def build(spec: VariantSpec):
@@ -94,7 +95,7 @@ class DecodeEtap(DecodeBase):
 
     def __init__(self, spec: VariantSpec):
         self.few_rows = spec.row_tile <= 32  # S^T = K Q^T
-        super().__init__(spec, stages=4, q_stages=2 if self.few_rows and spec.stages <= 4 else 1)
+        super().__init__(spec, STAGES, q_stages(spec))
         self.scale_warp = not self.few_rows
         # rows of one P.V product tile: halves of 64, because O takes 128 registers and S is in two
         self.pv_rows = min(self.rows_cta, 32)
@@ -148,8 +149,7 @@ class DecodeEtap(DecodeBase):
     @cute.jit
     def math_roles(self, st, layouts, q_pipe, k_pipe, gmem, call, span, wg):
         if wg == 0:
-            if const_expr(self.softmax_regs < 128):
-                cute.arch.setmaxregister_decrease(self.softmax_regs)
+            cute.arch.setmaxregister_decrease(self.softmax_regs)
             self.softmax_loop(st, layouts, q_pipe, k_pipe, gmem, call, span)
         else:
             cute.arch.setmaxregister_increase(self.pv_regs)
@@ -237,6 +237,7 @@ class DecodeEtap(DecodeBase):
         cute.arch.mbarrier_wait(st.sigma_bar.data_ptr() + kst.index, kst.phase)
         t = cute.make_rmem_tensor((32,), Float32)
         m0, m1, l0, l1 = block_p(acc_S, t, sigma, tile, *rows_in)
+        cute.arch.sync_warp()  # one lane frees the stage for all: their reads come first
         k_pipe.consumer_release(kst)
         m, part = [m0, m1], [l0, l1]
         beta, gamma, moved = [None] * 2, [None] * 2, False
@@ -285,6 +286,7 @@ class DecodeEtap(DecodeBase):
             sig[i], lg[i] = s, cute.math.log2(s, fastmath=True)
             inv[i] = safe_reciprocal(s)
         warpgroup.wait_group(0)
+        cute.arch.sync_warp()  # one lane frees the stage for all: their reads come first
         k_pipe.consumer_release(kst)
         t = cute.make_rmem_tensor((2 * n_rows,), Float32)
         for v in cutlass.range_constexpr(2 * n_rows):
@@ -437,7 +439,7 @@ class DecodeEtap(DecodeBase):
         items = gmem.work_items
         for i in cutlass.range(span[0], span[1], unroll=1):
             batch, slot = items[i, 0], items[i, 3]
-            seqlen = gmem.cache_seqlens[batch]
+            seqlen = self.seqlen_of(gmem, batch)
             ragged_from = self.ragged_from(gmem, call, batch)
             for d_block in cutlass.range_constexpr(4):
                 acc_O[d_block].fill(0.0)
@@ -500,6 +502,7 @@ class DecodeEtap(DecodeBase):
                 self.issue_pv(
                     mma_o, tmp, frags[(step + 1) // parts], rP[(step + 1) % parts], pst.index
                 )
+        cute.arch.sync_warp()
         if lane == 0:
             cute.arch.mbarrier_arrive(st.p_bar.data_ptr() + P_STAGES + pst.index)
 

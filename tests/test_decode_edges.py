@@ -1,0 +1,98 @@
+"""Decode at the edges of its number range and of its arguments, through the public API."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+import snapmla
+from codegen import toolchain
+from snapmla.reference import FP64, mla_decode_reference
+
+pytestmark = pytest.mark.skipif(not toolchain.have_compiler(), reason="needs nvidia-cutlass-dsl")
+# (pipeline, heads): few rows (S^T), many rows (S), Algorithm 1
+KERNELS = [("etap", 16), ("etap", 64), ("dual_wg", 64)]
+
+
+def stored_cache(c_kv: Tensor, k_rope: Tensor, page_size: int = 64) -> snapmla.PagedKVCache:
+    pages = -(-len(c_kv) // page_size)
+    cache = snapmla.PagedKVCache.allocate(pages, page_size=page_size, device="cpu")
+    cache.content_u8.fill_(0x7F)
+    cache.scale.fill_(math.nan)
+    snapmla.append_kv(cache, c_kv, k_rope, torch.arange(len(c_kv), dtype=torch.int32))
+    return cache
+
+
+def run(
+    q: snapmla.QuantizedQuery, cache: snapmla.PagedKVCache, length: int, pipeline: str, parts: int
+) -> tuple[Tensor, Tensor]:
+    pages, page_size = cache.content.shape[:2]
+    table = torch.arange(pages, dtype=torch.int32)[None]
+    lengths = torch.tensor([length], dtype=torch.int32)
+    heads = q.nope.shape[2]
+    plan = snapmla.plan_decode(
+        lengths, heads, q.nope.shape[1], page_size=page_size, max_pages=pages, num_parts=parts,
+        pipeline=pipeline,
+    )  # fmt: skip
+    return snapmla.decode(
+        q, cache, table, lengths, softmax_scale=1.0, plan=plan, out_dtype=torch.float32
+    )
+
+
+def truth(
+    q: snapmla.QuantizedQuery, cache: snapmla.PagedKVCache, length: int
+) -> tuple[Tensor, Tensor]:
+    table = torch.arange(cache.content.shape[0], dtype=torch.int32)[None]
+    return mla_decode_reference(
+        q.nope, q.rope, q.row_scale, cache.content, cache.rope, cache.scale, table,
+        torch.tensor([length], dtype=torch.int32), 1.0, config=FP64,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("pipeline", "heads"), KERNELS)
+@pytest.mark.parametrize("logits", [(-86.0, 0.0), (-86.0, 0.0, 5.0), (0.0, -86.0), (0.0, 60.0)])
+def test_rows_of_zeros_neither_overflow_nor_vanish(
+    pipeline: str, heads: int, logits: tuple[float, ...]
+) -> None:
+    """A zero latent has sigma 2^-80, and still counts in the row sum: frames must leave it room.
+
+    Blocks of 64 tokens at the given logits along one RoPE channel; latents of the blocks at logit 0
+    are zero.
+    """
+    g = torch.Generator().manual_seed(0)
+    c_kv = torch.cat([torch.randn(64, 512, generator=g) * (logit != 0) for logit in logits])
+    k_rope = torch.zeros(len(c_kv), 64)
+    k_rope[:, 0] = torch.tensor(logits).repeat_interleave(64)
+    q_nope, q_rope = torch.zeros(1, 1, heads, 512), torch.zeros(1, 1, heads, 64)
+    q_rope[..., 0] = 1.0
+    cache = stored_cache(c_kv.bfloat16(), k_rope.bfloat16())
+    q = snapmla.quantize_q(q_nope.bfloat16(), q_rope.bfloat16())
+    expected, expected_lse = truth(q, cache, len(c_kv))
+    out, lse = run(q, cache, len(c_kv), pipeline, parts=1)
+    torch.testing.assert_close(lse.double(), expected_lse.double(), rtol=1e-3, atol=1e-3)
+    assert torch.isfinite(out).all()
+    error = (out.double() - expected.double()).norm()
+    assert error <= 0.05 * expected.double().norm() + 1e-20
+
+
+@pytest.mark.parametrize(("pipeline", "heads"), KERNELS)
+@pytest.mark.parametrize(("page_size", "width"), [(16, 3), (32, 1), (16, 5), (64, 1)])
+def test_lengths_beyond_the_block_table_end_with_it(
+    pipeline: str, heads: int, page_size: int, width: int
+) -> None:
+    g = torch.Generator().manual_seed(1)
+    tokens = page_size * width
+    c_kv, k_rope = torch.randn(tokens, 512, generator=g), torch.randn(tokens, 64, generator=g)
+    cache = stored_cache(c_kv.bfloat16(), k_rope.bfloat16(), page_size)
+    q = snapmla.quantize_q(
+        torch.randn(1, 2, heads // 2, 512, generator=g).bfloat16() * 0.05,
+        torch.randn(1, 2, heads // 2, 64, generator=g).bfloat16() * 0.05,
+    )
+    at_end = run(q, cache, tokens, pipeline, parts=1)
+    beyond = run(q, cache, tokens + 1000, pipeline, parts=1)
+    assert torch.equal(at_end[0], beyond[0]) and torch.equal(at_end[1], beyond[1])
+    negative = run(q, cache, -5, pipeline, parts=1)
+    assert (negative[0] == 0).all() and torch.isneginf(negative[1]).all()
