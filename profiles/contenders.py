@@ -32,6 +32,7 @@ from profiles import check as checks
 from profiles.pools import Bf16Pool, Fp8TensorPool, Pool, SnapPool
 from profiles.roofline import CONTENT_DIM, HEAD_DIM_QK
 from profiles.shapes import DecodeShape
+from snapmla.reference import MIMIC, mla_decode_reference
 
 SOFTMAX_SCALE = HEAD_DIM_QK**-0.5
 TORCH_TOKEN_LIMIT = 1 << 17
@@ -71,12 +72,15 @@ class Entry:
         query: (b, s_q, h, 576) float64, the query as this contender sees it.
         outputs: preallocated results, poisoned before a check.
         note: which kernel the dispatcher picked, if it says.
+        mimic: (buffer, request) -> (s_q, h, 512) float64, the result with no error but that of the
+            contender's e4m3 P; None if a constant gate judges it.
     """
 
     calls: Sequence[DecodeCall]
     query: torch.Tensor
     outputs: list[torch.Tensor] = field(default_factory=list)
     note: str = ""
+    mimic: Callable[[int, int], torch.Tensor] | None = None
 
 
 class Contender:
@@ -84,7 +88,7 @@ class Contender:
 
     name: str
     peer = True
-    gate = checks.GATE_BF16
+    gate = checks.GATE_BF16  # for entries without a mimic
     strict_lse = False
     out_bytes = 2
 
@@ -153,7 +157,6 @@ class SnapMla(Contender):
     """Ours, through the public API with a plan and preallocated outputs."""
 
     peer = False
-    gate = checks.GATE_FP8
     strict_lse = True
 
     def __init__(self, name: str) -> None:
@@ -206,10 +209,17 @@ class SnapMla(Contender):
                 out=out, lse=lse,
             )  # fmt: skip
 
+        def mimic(buffer: int, request: int) -> torch.Tensor:
+            cache = pool.cache
+            return mla_decode_reference(
+                q.nope, q.rope, q.scale, cache.content, cache.rope, cache.scale, tables[buffer],
+                problem.lengths, SOFTMAX_SCALE, config=MIMIC, batches=[request],
+            )[0][0]  # fmt: skip
+
         scale = q.row_scale.double()[..., None]
         query = torch.cat([q.nope.double(), q.rope.double()], -1) * scale
         note = f"{plan.pipeline} row_tile {plan.row_tile} parts {plan.num_parts}"
-        return Entry([call(t) for t in tables], query, [out, lse], note)
+        return Entry([call(t) for t in tables], query, [out, lse], note, mimic)
 
 
 class PeerLibrary(Contender):

@@ -25,7 +25,7 @@ from typing import Any, TextIO
 import torch
 
 from profiles import ceilings, contenders, helper_rows, timing
-from profiles.check import Check, Truth, check_decode, decode_truth
+from profiles.check import Check, Truth, check_decode, decode_truth, mimic_gate
 from profiles.contenders import Contender, Entry, Problem
 from profiles.pools import CHUNK_TOKENS, Latents, Pool, fill
 from profiles.roofline import FORMATS
@@ -181,6 +181,7 @@ class Worker:
             out, lse = entry.calls[index]()
             self._sync()
             truths: dict[int, Truth] = {}
+            gates: dict[int, float] = {}
             for request in requests:
                 table = problem.tables[page][index][request].long()
 
@@ -188,10 +189,13 @@ class Worker:
                     position = torch.arange(begin, end, device=self.device)
                     return pool.load(table[position // page] * page + position % page)
 
-                truths[request] = decode_truth(
+                truth = truths[request] = decode_truth(
                     entry.query[request], keys, lengths[request], contenders.SOFTMAX_SCALE
                 )
-            result = check_decode(out, lse, truths, entrant.gate, entrant.strict_lse)
+                gates[request] = entrant.gate
+                if entry.mimic is not None:
+                    gates[request] = mimic_gate(entry.mimic(index, request), truth)
+            result = check_decode(out, lse, truths, gates, entrant.strict_lse)
             if worst is None or (not result.ok, result.error) > (not worst.ok, worst.error):
                 worst = result
         assert worst is not None

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # One command for a machine with a GPU but without compiler, network or this project's packages.
 #
-#   on the machine that compiles:   bash profiles/gpu_session.sh pack
-#   on the machine with the GPU:    bash profiles/gpu_session.sh PART...
+#   on the machine that compiles:   bash profiles/gpu_run.sh pack
+#   on the machine with the GPU:    bash profiles/gpu_run.sh PART...
 #
 # `pack` gathers the built variants (build/variants) into build/carry/variants.tar.xz; take along
 # the repository, build/carry, .whl (wheels: apache-tvm-ffi) and .peers (the peers' libraries).
@@ -15,19 +15,19 @@
 #   tests                      the tests marked gpu
 #   demo                       make demo's job
 #
-# Environment, all optional: OUT (results; default build/gpu), PART_LIMIT and SESSION_LIMIT (seconds
+# Environment, all optional: OUT (results; default build/gpu), PART_LIMIT and TOTAL_LIMIT (seconds
 # a part and all parts may take; 300, 540), SNAPMLA_COMMIT (the commit, where there is no .git),
 # BENCH_OPTIONS (more options of profiles.bench, such as "--quick"), WHEELS (.whl), PYTHON.
 #
-# $OUT/session.log is everything printed, $OUT/results.tgz all reports and logs; it is renewed after
-# every part, so a machine that is taken away early leaves what was finished.
+# $OUT/run.log is everything printed, $OUT/results.tgz all reports and logs; it is renewed after
+# every part, so if it is interrupted, what was finished is there.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
 python=${PYTHON:-python3}
 out=${OUT:-build/gpu}
 part_limit=${PART_LIMIT:-300}
-session_limit=${SESSION_LIMIT:-540}
+total_limit=${TOTAL_LIMIT:-540}
 carry=build/carry
 
 pack() {
@@ -89,9 +89,9 @@ for name in ("torch", "triton", "tvm_ffi", "typer", "pynvml", "snapmla"):
 PY
 }
 
-# The limit of the next part: what is left of the session, at most PART_LIMIT.
+# The limit of the next part: what is left of TOTAL_LIMIT, at most PART_LIMIT.
 limit() {
-    local left=$((session_limit - SECONDS))
+    local left=$((total_limit - SECONDS))
     echo $((left < part_limit ? left : part_limit))
 }
 
@@ -136,7 +136,7 @@ main() {
     for part in "$@"; do
         seconds=$(limit)
         if [ "$seconds" -lt 30 ]; then
-            verdicts+=("$part: not run, the session's $session_limit s are spent")
+            verdicts+=("$part: not run, the $total_limit s are spent")
             failed=1
             continue
         fi
@@ -167,5 +167,5 @@ if [ "$1" = pack ]; then
     exit
 fi
 mkdir -p "$out"
-main "$@" 2>&1 | tee "$out/session.log"
+main "$@" 2>&1 | tee "$out/run.log"
 exit "${PIPESTATUS[0]}"
