@@ -126,12 +126,12 @@ def test_cuda_disguise_keeps_strides() -> None:
     assert ctypes.c_float.from_address(x.data_ptr()).value == 0.0
 
 
-@pytest.mark.parametrize("rows", [16, 64])
+@pytest.mark.parametrize(("pipeline", "rows"), [("etap", 16), ("etap", 64), ("dual_wg", 64)])
 @pytest.mark.parametrize("mode", ["early", "late", "random"])
-def test_decode(rows: int, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decode(pipeline: str, rows: int, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOFTGPU_ASYNC", mode)
     monkeypatch.setenv("SOFTGPU_SEED", "5")
-    spec = VariantSpec(op="decode", pipeline="etap", row_tile=rows)
+    spec = VariantSpec(op="decode", pipeline=pipeline, row_tile=rows)
     artifact = runtime.find_or_build(spec, need_library=False)
     result = selfcheck.check(spec, artifact.directory)
     assert result.passed, result.summary
@@ -154,10 +154,11 @@ def test_coverage_reports_what_is_missing(
     assert "frobnicate.b32  MISSING" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("pipeline", "rows"), [("etap", 16), ("dual_wg", 64)])
 @pytest.mark.parametrize("opcode", ["wgmma.wait_group", "mbarrier.arrive.shared", "bar.sync"])
-def test_a_removed_synchronisation_shows(opcode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_removed_synchronisation_shows(pipeline: str, rows: int, opcode: str) -> None:
     """Late completion and shuffled warps make a missing wait, arrival or barrier visible."""
-    spec = VariantSpec(op="decode", pipeline="etap", row_tile=16)
+    spec = VariantSpec(op="decode", pipeline=pipeline, row_tile=rows)
     artifact = runtime.find_or_build(spec, need_library=False)
     good = softgpu.load(artifact.obj, artifact.ptx, artifact.symbol)
     good.options = softgpu.Options(asynchronous="late", seed=0)
@@ -165,10 +166,11 @@ def test_a_removed_synchronisation_shows(opcode: str, monkeypatch: pytest.Monkey
     bad = softgpu.load(artifact.obj, artifact.ptx, artifact.symbol)
     bad.options = good.options
     program = bad.program(good.launches[0].kernel)
-    for ins in program.kernel.code:
-        if ins.opcode.startswith(opcode):
-            kind, _, guard, negated = program.code[ins.pc]
-            program.code[ins.pc] = (kind, lambda w, m: None, guard, negated)
+    removed = [ins for ins in program.kernel.code if ins.opcode.startswith(opcode)]
+    assert removed
+    for ins in removed:
+        kind, _, guard, negated = program.code[ins.pc]
+        program.code[ins.pc] = (kind, lambda w, m: None, guard, negated)
     torch.manual_seed(0)
     with contextlib.suppress(softgpu.SoftGpuError):
         assert not selfcheck._CHECKS["decode"](spec, bad).passed
