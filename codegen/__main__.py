@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from codegen import artifacts, toolchain, tryout
+from codegen import artifacts, closure, toolchain, tryout
 from codegen import compile as compiler
 from codegen import matrix as mx
 from codegen.artifacts import Record
@@ -131,7 +131,7 @@ def build_command(name: str, out: Out = None) -> None:
     _need_compiler()
     spec = _spec(name)
     out_dir = out or artifacts.default_dir()
-    if compiler.up_to_date(spec, out_dir, linked=True) is not None:
+    if closure.has_source(spec) and compiler.up_to_date(spec, out_dir, linked=True) is not None:
         return
     try:
         compiler.build(spec, out_dir)

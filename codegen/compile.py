@@ -73,10 +73,13 @@ def draft(spec: VariantSpec) -> Record:
 
 
 def up_to_date(spec: VariantSpec, out_dir: Path, linked: bool) -> Record | None:
-    """The existing record if its artifacts are complete and match the sources, else None."""
+    """The existing record if its artifacts are complete, match the sources and may ship, else None.
+
+    ``make try`` leaves records of builds with audit problems; those are never up to date.
+    """
     files = artifacts.paths(out_dir, spec)
     record = Record.read(files["json"])
-    if record is None or record.key != draft(spec).key:
+    if record is None or record.key != draft(spec).key or audit.problems(record):
         return None
     if not (files["o"].is_file() and files["ptx"].is_file()):
         return None
@@ -106,7 +109,10 @@ def build(spec: VariantSpec, out_dir: Path, *, linked: bool = True, strict: bool
     started = time.perf_counter()
     files = artifacts.paths(out_dir, spec)
     out_dir.mkdir(parents=True, exist_ok=True)
-    record = draft(spec)
+    try:
+        record = draft(spec)
+    except ValueError as error:
+        raise BuildError(spec, [str(error)]) from error
     log: list[str] = []
     try:
         with (
@@ -127,6 +133,9 @@ def build(spec: VariantSpec, out_dir: Path, *, linked: bool = True, strict: bool
     found = audit.problems(record)
     if found and strict:
         raise BuildError(spec, found, record)
+    # The record goes first and comes last: a build killed in between leaves none.
+    files["json"].unlink(missing_ok=True)
+    files["so"].unlink(missing_ok=True)
     artifacts.write_atomic(files["o"], obj)
     artifacts.write_atomic(files["ptx"], ptx)
     record.link = link.link(files["o"], files["so"]) if linked else None

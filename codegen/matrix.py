@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from codegen import closure
 from dsl_kernels import registry
-from dsl_kernels.spec import PAGE_SIZES, PIPELINES, ROW_TILES, VariantSpec
+from dsl_kernels.spec import PAGE_SIZES, PIPELINES, ROW_TILES, VariantSpec, cluster_of
 
 OUT_DTYPES = ("bf16", "f32")
 IN_DTYPES = ("bf16", "f16", "f32")
@@ -28,11 +28,6 @@ class Point:
 
     spec: VariantSpec
     reason: str | None
-
-
-def cluster_of(row_tile: int) -> int:
-    """CTAs per row tile: 128 rows are two CTAs that share KV by multicast."""
-    return 2 if row_tile == 128 else 1
 
 
 def decode_spec(
@@ -83,8 +78,6 @@ def exclusion(spec: VariantSpec, *, ask_kernels: bool = True) -> str | None:
     if not closure.has_source(spec):
         what = f"pipeline {spec.pipeline}" if spec.pipeline else spec.op
         return f"no kernel module for {what} on {spec.arch} yet"
-    if spec.pipeline == "dual_wg" and spec.row_tile < 64:
-        return "dual_wg puts rows on M = 64; row tile 64 with predicated rows serves it"
     return registry.feasible(spec) if ask_kernels else None
 
 

@@ -7,7 +7,7 @@ import math
 
 import torch
 
-from dsl_kernels.spec import KV_LORA_RANK, VariantSpec
+from dsl_kernels.spec import KV_LORA_RANK, VariantSpec, cluster_of
 from snapmla import checks, runtime
 from snapmla.cache import PagedKVCache
 from snapmla.plan import DecodePlan, plan_decode
@@ -31,7 +31,7 @@ def _kernels(
         row_tile=row_tile,
         page_size=page_size,
         out_dtype=out,
-        cluster=2 if row_tile == 128 else 1,
+        cluster=cluster_of(row_tile),
     )
     merge_spec = VariantSpec(op="merge", arch=arch, out_dtype=out)
     return runtime.kernel(decode_spec, device.type), runtime.kernel(merge_spec, device.type)
@@ -170,9 +170,9 @@ def _check_plan(
     if got != (b, s_q, heads, page_size):
         names = "(b, s_q, num_heads, page_size)"
         checks.value_error("plan", f"one made for {names} = {(b, s_q, heads, page_size)}", got)
-    if block_table.shape[1] < plan.max_pages:
-        checks.value_error(
-            "block_table", f"a width of {plan.max_pages} or more, as planned", block_table.shape[1]
-        )
+    if block_table.shape[1] != plan.max_pages:  # kernels clamp lengths by the table's own width
+        hint = "slice the table, or plan with max_pages = its width"
+        wanted = f"a width of {plan.max_pages}, the plan's max_pages"
+        checks.value_error("block_table", wanted, block_table.shape[1], hint)
     if pipeline is not None and pipeline != plan.pipeline:
         checks.value_error("pipeline", f"{plan.pipeline!r}, as planned, or None", repr(pipeline))

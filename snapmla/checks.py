@@ -19,6 +19,8 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 MAX_HEADS = 128
 MAX_S_Q = 8
 ALIGN = 16  # bytes; rows are moved by vector instructions and TMA
+# Kernels multiply the scale by log2(e) in fp32: the product must stay finite.
+MAX_SOFTMAX_SCALE = torch.finfo(torch.float32).max / math.log2(math.e)
 
 Shape = Sequence[int | str]  # a string names a free extent
 
@@ -87,13 +89,17 @@ def contiguous(name: str, value: torch.Tensor) -> None:
         value_error(name, "a contiguous tensor", f"strides {value.stride()}")
 
 
-def aligned_rows(name: str, value: torch.Tensor, align: int = ALIGN) -> None:
-    """Checks innermost stride 1 and that every row starts on a multiple of ``align`` bytes."""
+def aligned_rows(name: str, value: torch.Tensor, align: int = ALIGN, least: int = 2) -> None:
+    """Checks innermost stride 1 and that every row starts on a multiple of ``align`` bytes.
+
+    Args:
+        least: dimensions of a smaller extent may have any stride; nothing is ever reached by it.
+    """
     *outer, inner = value.stride()
     if value.shape[-1] > 1 and inner != 1:
         value_error(name, "innermost stride 1", f"strides {value.stride()}")
     size = value.element_size()
-    if any(stride * size % align for stride in outer):
+    if any(s * size % align for s, n in zip(outer, value.shape) if n >= least):
         value_error(
             name, f"outer strides that are multiples of {align} bytes", f"strides {value.stride()}"
         )
@@ -155,7 +161,7 @@ def s_q(value: Any) -> int:
 
 
 def softmax_scale(value: Any) -> float:
-    """Checks the softmax scale: a positive finite Python number."""
+    """Checks the softmax scale: a positive Python number that is finite in fp32."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         type_error(
             "softmax_scale",
@@ -163,8 +169,9 @@ def softmax_scale(value: Any) -> float:
             type(value).__name__,
             "DeepSeek models want 192**-0.5 * mscale**2; FlashMLA's default is 576**-0.5",
         )
-    if not (math.isfinite(value) and value > 0):
-        value_error("softmax_scale", "a positive finite number", value)
+    if not 0 < value <= MAX_SOFTMAX_SCALE:
+        wanted = f"a positive finite number of at most {MAX_SOFTMAX_SCALE:.3g}"
+        value_error("softmax_scale", wanted, value)
     return float(value)
 
 
@@ -172,11 +179,13 @@ def cache(content: Any, rope: Any, scale: Any) -> None:
     """Checks the three views of a cache: dtypes, shapes, strides, alignment, one device."""
     tensor("content", content, (FP8,), ("num_pages", "page_size", KV_LORA_RANK))
     pages, tokens = content.shape[0], page_size(content.shape[1])
+    if pages < 1:
+        value_error("content", "1 page or more", pages, "kernels clamp page ids into the pool")
     tensor("rope", rope, (torch.bfloat16,), (pages, tokens, QK_ROPE_HEAD_DIM), content.device)
     tensor("scale", scale, (torch.float32,), (pages, tokens), content.device)
     for name, view in (("content", content), ("rope", rope), ("scale", scale)):
-        aligned_rows(name, view)
-        if pages and min(view.stride()) < 1:
+        aligned_rows(name, view, least=1)  # TMA descriptors hold the strides of even one page
+        if min(view.stride()) < 1:
             value_error(name, "strides of distinct tokens", f"strides {view.stride()}")
 
 
@@ -204,8 +213,10 @@ def lengths(value: Any, batch: int | str, device: torch.device | None = None) ->
 
 
 def block_table(value: Any, batch: int, device: torch.device) -> None:
-    """Checks ``block_table``: int32 (b, width), rows of innermost stride 1."""
+    """Checks ``block_table``: int32 (b, width), width 1 or more, rows of innermost stride 1."""
     tensor("block_table", value, (torch.int32,), (batch, "width"), device)
+    if batch and value.shape[1] < 1:
+        value_error("block_table", "a width of 1 or more pages", value.shape[1])
     if value.shape[1] > 1 and value.stride(1) != 1:
         value_error("block_table", "innermost stride 1", f"strides {value.stride()}")
 

@@ -1,4 +1,9 @@
-"""Every environment variable the package reads, in one table."""
+"""Every environment variable of the project, in one table (``TABLE``).
+
+The first three are read through this module.  The others are read where they are used, by parts
+that do not import this package (softgpu) or are not installed with it (benchmarks, GPU tests).
+``XDG_CACHE_HOME``, ``CC``, ``CUDA_HOME`` and ``CUDA_PATH`` have their usual meaning.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +39,18 @@ NO_JIT = EnvVar(
 SOFTGPU_ARCH = EnvVar(
     "SNAPMLA_SOFTGPU_ARCH", "sm_90a", "architecture that CPU tensors run on (software GPU)"
 )
-TABLE: tuple[EnvVar, ...] = (VARIANT_DIR, NO_JIT, SOFTGPU_ARCH)
+TABLE: tuple[EnvVar, ...] = (
+    VARIANT_DIR,
+    NO_JIT,
+    SOFTGPU_ARCH,
+    EnvVar("SOFTGPU_ACCUMULATE", "hopper", "arithmetic of softgpu's tensor core, or exact"),
+    EnvVar("SOFTGPU_ASYNC", "early", "when softgpu's asynchronous work lands: early, late, random"),
+    EnvVar("SOFTGPU_SEED", "-1", "order of softgpu's warps; -1 runs them in order"),
+    EnvVar("SOFTGPU_CACHE_DIR", "", "folder of softgpu's linked objects, a per-user one if empty"),
+    EnvVar("SNAPMLA_COMMIT", "", "commit that benchmarks record where there is no git"),
+    EnvVar("SNAPMLA_PEERS", "", "folder of other libraries' kernels that the GPU check compares"),
+    EnvVar("SNAPMLA_TEST_GPU", "1", "0 skips the tests that need a CUDA device"),
+)
 
 
 def is_checkout() -> bool:

@@ -11,7 +11,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from dsl_kernels.spec import KV_LORA_RANK, PIPELINES, ROW_TILES, TOKEN_TILE, VariantSpec
+from dsl_kernels.spec import (
+    KV_LORA_RANK,
+    PIPELINES,
+    ROW_TILES,
+    TOKEN_TILE,
+    VariantSpec,
+    cluster_of,
+)
 from snapmla import checks, runtime
 
 DEFAULT_PIPELINE = "etap"
@@ -128,8 +135,7 @@ def _sm_count(device: torch.device) -> int:
 def default_num_parts(device: torch.device, rows: int, row_tile: int) -> int:
     """Parts that fill the device: SMs / (row blocks * CTAs per block), at least 1."""
     blocks = -(-rows // row_tile)
-    cluster = 2 if row_tile == 128 else 1
-    return max(1, _sm_count(device) // (blocks * cluster))
+    return max(1, _sm_count(device) // (blocks * cluster_of(row_tile)))
 
 
 def plan_decode(
@@ -151,7 +157,7 @@ def plan_decode(
         num_heads: 1 to 128.
         s_q: query tokens per sequence, 1 to 8.
         page_size: of the cache: 16, 32, 64 or 128.
-        max_pages: width of the block table.
+        max_pages: width of the block table that ``decode`` will get, exactly.
         num_parts: None fills the device.
         pipeline: ``etap`` or ``dual_wg``; None takes the default.
         row_tile: query rows per CTA or cluster (16, 32, 64, 128); None chooses by rows.

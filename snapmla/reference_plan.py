@@ -57,8 +57,8 @@ def parts_needed(tiles: Sequence[int], capacity: int, fixed_overhead: int) -> in
 def plan_reference(
     cache_seqlens: Sequence[int],
     parts: int,
-    token_tile: int = 64,
-    fixed_overhead: int = 5,
+    token_tile: int,
+    fixed_overhead: int,
     max_tokens: int = 2**31 - 1,
 ) -> PlanReference:
     """The schedule that ``plan_decode`` computes on the device, entry for entry.

@@ -7,6 +7,7 @@ on the log, and kept on disk; ``SNAPMLA_NO_JIT=1`` forbids that.  What is loaded
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.util
 import json
@@ -22,7 +23,8 @@ from typing import Any
 
 import torch
 
-from dsl_kernels.spec import AXES, VariantSpec
+from dsl_kernels import registry
+from dsl_kernels.spec import ARCHS, AXES, VariantSpec
 from snapmla import env
 from snapmla.errors import UnsupportedDeviceError, VariantError
 
@@ -152,6 +154,8 @@ def find(spec: VariantSpec, directories: Iterable[Path] | None = None) -> Artifa
 
 def find_or_build(spec: VariantSpec, *, need_library: bool) -> Artifact:
     """Like ``find``, but compiles what is missing or outdated, if that is allowed here."""
+    if registry.module_name(spec) is None:
+        raise VariantError(_no_kernel(spec))
     artifact = find(spec)
     if artifact is not None:
         complete = artifact.library is not None if need_library else artifact.ptx.is_file()
@@ -175,12 +179,26 @@ def _jit_refusal() -> str | None:
 
 
 def _outdated(spec: VariantSpec, artifact: Artifact) -> bool:
-    """In a checkout: whether the kernel's sources changed since the artifact was built."""
+    """In a checkout: whether the sources changed since the build, or the build must not ship."""
     if not env.is_checkout():
         return False
-    from codegen import closure
+    from codegen import artifacts, audit, closure
 
-    return closure.sources(spec)[0] != artifact.source_hash
+    if closure.sources(spec)[0] != artifact.source_hash:
+        return True
+    record = artifacts.Record.read(artifact.directory / f"{artifact.name}.json")
+    return record is not None and bool(audit.problems(record))
+
+
+def _no_kernel(spec: VariantSpec) -> str:
+    """What to say of a spec that no kernel module builds."""
+    what = f"{spec.arch} {spec.op} kernel"
+    if spec.pipeline is not None:
+        what += f" of pipeline {spec.pipeline}"
+    others = (dataclasses.replace(spec, arch=arch) for arch in ARCHS)
+    near = next((s.name for s in others if registry.module_name(s) is not None), None)
+    hint = f"; the nearest one that can be built is {near}" if near else ""
+    return f"variant {spec.name}: no {what} exists yet{hint}"
 
 
 def _missing(spec: VariantSpec, refusal: str) -> str:

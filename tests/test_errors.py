@@ -17,6 +17,7 @@ from dsl_kernels.spec import VariantSpec
 from snapmla import PagedKVCache, QuantizedQuery, runtime
 from snapmla.errors import UnsupportedDeviceError, VariantError
 from snapmla.plan import DecodePlan
+from snapmla.reference_plan import plan_reference
 
 B, S_Q, H, PAGES, P, WIDTH = 2, 1, 16, 4, 64, 3
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -79,6 +80,14 @@ def fetch_arguments() -> dict[str, Any]:
     }
 
 
+def cache_arguments() -> dict[str, Any]:
+    return {
+        "content": torch.zeros((PAGES, P, 512), dtype=torch.uint8),
+        "rope": torch.zeros((PAGES, P, 64), dtype=BF16),
+        "scale": torch.zeros((PAGES, P)),
+    }
+
+
 def plan_arguments() -> dict[str, Any]:
     lengths = torch.ones(B, dtype=I32)
     return {
@@ -103,7 +112,11 @@ ROWS: list[tuple[str, str, Any, type, str]] = [
      "block_table: expected a tensor on cpu, got meta"),
     ("decode", "block_table", [[0, 1, 2]], TypeError, "block_table: expected a torch.Tensor, got list"),
     ("decode", "block_table", torch.zeros((B, 2), dtype=I32), ValueError,
-     "block_table: expected a width of 3 or more, as planned, got 2"),
+     r"block_table: expected a width of 3, the plan's max_pages, got 2 \(slice the table, or plan"),
+    ("decode", "block_table", torch.zeros((B, 4), dtype=I32), ValueError,
+     r"block_table: expected a width of 3, the plan's max_pages, got 4 \(slice the table, or plan"),
+    ("decode", "block_table", torch.zeros((B, 0), dtype=I32), ValueError,
+     "block_table: expected a width of 1 or more pages, got 0"),
     ("decode", "cache_seqlens", torch.ones(B, dtype=I64), TypeError, "cache_seqlens: .*int32.*int64"),
     ("decode", "cache_seqlens", torch.ones((B, 1), dtype=I32), ValueError, "cache_seqlens: expected sh"),
     ("decode", "cache_seqlens", torch.ones(2 * B, dtype=I32)[::2], ValueError,
@@ -111,6 +124,9 @@ ROWS: list[tuple[str, str, Any, type, str]] = [
     ("decode", "softmax_scale", None, TypeError, r"softmax_scale: .*192\*\*-0.5"),
     ("decode", "softmax_scale", 0.0, ValueError, "softmax_scale: expected a positive finite number"),
     ("decode", "softmax_scale", float("nan"), ValueError, "softmax_scale: .*got nan"),
+    ("decode", "softmax_scale", float("inf"), ValueError, "softmax_scale: .*got inf"),
+    ("decode", "softmax_scale", 1e39, ValueError, r"softmax_scale: expected .*2.36e\+38, got 1e\+39"),
+    ("decode", "softmax_scale", 10**400, ValueError, "softmax_scale: "),
     ("decode", "softmax_scale", torch.tensor(0.1), TypeError, "softmax_scale: .*got Tensor"),
     ("decode", "lse_base", "10", ValueError, "lse_base: expected one of 'e', '2', got '10'"),
     ("decode", "empty_lse", "nan", ValueError, "empty_lse: expected one of '-inf', '\\+inf', got 'nan'"),
@@ -159,10 +175,15 @@ ROWS: list[tuple[str, str, Any, type, str]] = [
     # fetch_dequant
     ("fetch_dequant", "where", torch.zeros((B, WIDTH), dtype=I64), TypeError, "block_table: .*int64"),
     ("fetch_dequant", "where", torch.zeros((1, B, WIDTH), dtype=I32), ValueError, "where: expected a bl"),
+    ("fetch_dequant", "where", torch.zeros((B, 0), dtype=I32), ValueError,
+     "block_table: expected a width of 1"),
     ("fetch_dequant", "cache_seqlens", None, ValueError, "cache_seqlens: .*beside a block table"),
     ("fetch_dequant", "out", torch.zeros(B, 192, 512, dtype=BF16), ValueError, "out: .*576"),
     ("fetch_dequant", "out", 3, TypeError, "out: expected a .*576.* tensor or a pair"),
     ("fetch_dequant", "dtype", torch.float64, TypeError, "dtype: expected bfloat16"),
+    # from_tensors
+    ("from_tensors", "content", torch.zeros((0, P, 512), dtype=torch.uint8), ValueError,
+     "content: expected 1 page or more, got 0"),
     # plan_decode
     ("plan_decode", "cache_seqlens", torch.ones(B, dtype=I64), TypeError, "cache_seqlens: .*int64"),
     ("plan_decode", "num_heads", 129, ValueError, "num_heads: expected 1 to 128, got 129"),
@@ -180,8 +201,13 @@ GOOD: dict[str, Callable[[], dict[str, Any]]] = {
     "append_kv": append_arguments,
     "quantize_q": quantize_arguments,
     "fetch_dequant": fetch_arguments,
+    "from_tensors": cache_arguments,
     "plan_decode": plan_arguments,
 }
+
+
+def call(function: str) -> Callable[..., Any]:
+    return getattr(PagedKVCache if function == "from_tensors" else snapmla, function)
 
 
 @pytest.fixture(autouse=True)
@@ -201,14 +227,41 @@ def no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_wrong_argument(function: str, name: str, value: Any, error: type, words: str) -> None:
     arguments = {**GOOD[function](), name: value}
     with pytest.raises(error, match=f"(?s)^{words}") as caught:
-        getattr(snapmla, function)(**arguments)
+        call(function)(**arguments)
     assert "expected" in str(caught.value) and "got" in str(caught.value)
 
 
 @pytest.mark.parametrize("function", GOOD)
 def test_right_arguments_pass_the_checks(function: str) -> None:
+    if function == "from_tensors":  # launches nothing
+        call(function)(**GOOD[function]())
+        return
     with pytest.raises(AssertionError, match="wrong input reached"):
-        getattr(snapmla, function)(**GOOD[function]())
+        call(function)(**GOOD[function]())
+
+
+def test_one_row_may_have_any_stride() -> None:
+    """A dimension of extent 1 is never stepped over, so its stride says nothing."""
+    one = append_arguments()
+    one["c_kv"] = torch.zeros(1024, dtype=BF16).as_strided((1, 512), (513, 1))
+    one["k_rope"] = torch.zeros(128, dtype=BF16).as_strided((1, 64), (7, 1))
+    one["slot_mapping"] = torch.zeros(1, dtype=I32)
+    with pytest.raises(AssertionError, match="wrong input reached"):
+        snapmla.append_kv(**one)
+    q = torch.zeros(4 * 512, dtype=BF16).as_strided((1, 1, 4, 512), (3, 5, 512, 1))
+    rope = torch.zeros((1, 1, 4, 64), dtype=BF16)
+    with pytest.raises(AssertionError, match="wrong input reached"):
+        snapmla.quantize_q(q, rope)
+
+
+def test_one_page_needs_an_aligned_stride() -> None:
+    """TMA descriptors hold the page stride of even a single page."""
+    fields = cache_arguments()
+    for name, view in fields.items():
+        fields[name] = view[:1]
+    fields["rope"] = torch.zeros(P * 64, dtype=BF16).as_strided((1, P, 64), (P * 64 + 1, 64, 1))
+    with pytest.raises(ValueError, match="rope: expected outer strides"):
+        PagedKVCache.from_tensors(**fields)
 
 
 def test_table_is_long_enough() -> None:
@@ -220,6 +273,12 @@ def test_softmax_scale_has_no_default() -> None:
     del arguments["softmax_scale"]
     with pytest.raises(TypeError, match="softmax_scale"):
         snapmla.decode(**arguments)
+
+
+def test_overhead_has_one_default_only() -> None:
+    """The plan's constant; a second one in the reference could differ."""
+    with pytest.raises(TypeError, match="fixed_overhead"):
+        plan_reference([64], 2, 64)  # type: ignore[call-arg]
 
 
 def test_query_must_be_contiguous() -> None:
@@ -249,3 +308,16 @@ def test_missing_variant_names_the_nearest(
         (tmp_path / f"{name}.json").write_text("{}")
     with pytest.raises(VariantError, match="SNAPMLA_NO_JIT.*nearest.*decode_etap_r16_p32_obf16"):
         runtime.find_or_build(wanted, need_library=False)
+
+
+@pytest.mark.parametrize("forbidden", ["0", "1"])
+def test_unwritten_kernel_is_one_sentence(monkeypatch: pytest.MonkeyPatch, forbidden: str) -> None:
+    monkeypatch.setenv("SNAPMLA_NO_JIT", forbidden)
+    monkeypatch.setattr(runtime, "compile_variant", lambda spec: pytest.fail("compiled"))
+    spec = VariantSpec(op="decode", arch="sm_100a", pipeline="etap")
+    with pytest.raises(VariantError) as caught:
+        runtime.find_or_build(spec, need_library=False)
+    assert str(caught.value) == (
+        "variant decode_etap_r64_p64_obf16_sm100a: no sm_100a decode kernel of pipeline etap exists "
+        "yet; the nearest one that can be built is decode_etap_r64_p64_obf16_sm90a"
+    )

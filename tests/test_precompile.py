@@ -9,12 +9,15 @@ from pathlib import Path
 
 import pytest
 from conftest import HELPER_OPS, default_matrix
+from typer.testing import CliRunner
 
 from codegen import artifacts, audit, closure, link, matrix, toolchain
 from codegen import compile as compiler
+from codegen.__main__ import app
 from codegen.artifacts import Record
 from codegen.precompile import Report, precompile
 from dsl_kernels.spec import VariantSpec
+from snapmla import runtime
 
 pytestmark = pytest.mark.skipif(not toolchain.have_compiler(), reason="needs nvidia-cutlass-dsl")
 CHEAP = VariantSpec(op="merge")
@@ -106,6 +109,77 @@ def test_interrupted_build_is_redone(tmp_path: Path) -> None:
     assert compiler.up_to_date(CHEAP, tmp_path, False) is not None
     files["ptx"].unlink()
     assert compiler.up_to_date(CHEAP, tmp_path, False) is None
+
+
+@pytest.fixture
+def fake_compiler(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """``build`` without the compiler; the dict's entries become fields of the record."""
+    measured: dict[str, int] = {"registers": 32, "threads": 128}
+
+    def read(record: Record, _: object) -> None:
+        for name, value in measured.items():
+            setattr(record, name, value)
+
+    monkeypatch.setattr(compiler, "_compile", lambda spec, tmp: (b"new", "new", b"", ""))
+    for reader in ("read_ptxas", "read_ptx", "read_host_module", "read_sass"):
+        monkeypatch.setattr(audit, reader, read)
+    monkeypatch.setenv("CUTE_DSL_ARCH", CHEAP.arch)
+    return measured
+
+
+def test_build_with_problems_is_not_up_to_date(
+    tmp_path: Path, fake_compiler: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``make try`` leaves what it built, for its own check only."""
+    fake_compiler["spill_stores"] = 8
+    assert audit.problems(compiler.build(CHEAP, tmp_path, linked=False, strict=False))
+    assert compiler.up_to_date(CHEAP, tmp_path, False) is None
+    monkeypatch.setattr("snapmla.env.variant_dirs", lambda: [tmp_path])
+    monkeypatch.setenv("SNAPMLA_NO_JIT", "0")
+    monkeypatch.setattr(runtime, "compile_variant", lambda spec: "compiled anew")
+    assert runtime.find_or_build(CHEAP, need_library=False) == "compiled anew"
+    fake_compiler["spill_stores"] = 0
+    compiler.build(CHEAP, tmp_path, linked=False)
+    assert compiler.up_to_date(CHEAP, tmp_path, False) is not None
+    assert runtime.find_or_build(CHEAP, need_library=False) != "compiled anew"
+
+
+def test_killed_rebuild_leaves_no_record(
+    tmp_path: Path, fake_compiler: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler.build(CHEAP, tmp_path, linked=False)
+    files = artifacts.paths(tmp_path, CHEAP)
+    write = artifacts.write_atomic
+
+    def killed(path: Path, data: bytes | str) -> None:
+        if path == files["ptx"]:
+            raise KeyboardInterrupt
+        write(path, data)
+
+    monkeypatch.setattr(artifacts, "write_atomic", killed)
+    with pytest.raises(KeyboardInterrupt):
+        compiler.build(CHEAP, tmp_path, linked=False)
+    assert compiler.up_to_date(CHEAP, tmp_path, False) is None
+    assert runtime.find(CHEAP, [tmp_path]) is None
+
+
+def test_unlinked_rebuild_drops_the_old_library(
+    tmp_path: Path, fake_compiler: dict[str, int]
+) -> None:
+    files = artifacts.paths(tmp_path, CHEAP)
+    files["so"].write_bytes(b"of older sources")
+    compiler.build(CHEAP, tmp_path, linked=False)
+    found = runtime.find(CHEAP, [tmp_path])
+    assert found is not None and found.library is None
+
+
+@pytest.mark.parametrize("command", ["build", "try"])
+def test_unwritten_kernel_is_one_sentence(tmp_path: Path, command: str) -> None:
+    spec = VariantSpec(op="decode", arch="sm_100a", pipeline="etap")
+    result = CliRunner().invoke(app, [command, spec.name, "--out", str(tmp_path)])
+    assert result.exit_code == 1
+    assert "no kernel module builds decode_etap" in result.output
+    assert isinstance(result.exception, SystemExit) and len(result.output) < 200
 
 
 def test_infeasible_spec_is_reported_not_raised(tmp_path: Path) -> None:
