@@ -11,7 +11,8 @@
 #   info                       device, driver, Python, packages, variants
 #   bench:PRESET[@BACKENDS]    a preset of profiles.bench (bench:h200-table@snapmla,flashmla_fp8)
 #   shape:LABEL[@BACKENDS]     a single row (shape:b32_L16384_h64_q1)
-#   check[:ARG,ARG...]         tests/gpu/check_decode.py ARG ARG...
+#   check[:ARG,ARG...]         tests/gpu/check_decode.py ARG ARG... (check:--full wants both limits
+#                              below at 960 or more: its own budget is then 900 s)
 #   tests                      the tests marked gpu
 #   demo                       make demo's job
 #

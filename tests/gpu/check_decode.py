@@ -65,6 +65,7 @@ SWEEP_SEEDS = 8  # draws of the 1K batch, against which growth is judged
 SWEEP_LENGTHS = (64, 1024, 16384, 131072)
 SWEEP_BATCH, SWEEP_LONGEST = 32, 1 << 20
 TAIL_GATE = 0.02
+BUDGET, FULL_BUDGET = 540.0, 900.0  # seconds
 BIG_POOL_TOKENS = 8_650_752  # 512 bytes each: content alone is beyond 4 GiB
 
 
@@ -96,7 +97,7 @@ class Result:
 
 
 @dataclass
-class Session:
+class Run:
     """What a run needs to know and what it has found."""
 
     device: torch.device
@@ -257,15 +258,15 @@ def special_rows(n: int, dtype: torch.dtype, device: torch.device) -> tuple[Tens
     return joint[:, :512], joint[:, 512:576]
 
 
-def quant(session: Session) -> None:
+def quant(run: Run) -> None:
     """The three quantisation kernels, bit for bit against the oracles."""
     for index, dtype in enumerate((torch.bfloat16, torch.float16, torch.float32)):
         for layout, page_size in zip(cases.LAYOUTS, (16, 64, 128), strict=True):
-            n = 4099 if session.device.type == "cuda" else 67
-            figures = quant_figures(session.device, dtype, layout, page_size, n, bool(index % 2))
+            n = 4099 if run.device.type == "cuda" else 67
+            figures = quant_figures(run.device, dtype, layout, page_size, n, bool(index % 2))
             name = f"{str(dtype).removeprefix('torch.')} {layout} p{page_size}"
             gates = dict.fromkeys(figures, 0.0)
-            session.add(Result("quant", str(dtype)[6:], name, "helpers", figures, gates))
+            run.add(Result("quant", str(dtype)[6:], name, "helpers", figures, gates))
 
 
 def quant_figures(
@@ -350,9 +351,9 @@ def distribution_name(case: DecodeCase) -> str:
     return f"std {case.logit_std:g} mean {case.latent_mean:g}{extra}"
 
 
-def check_case(session: Session, case: DecodeCase, index: int, group: str = "") -> None:
+def check_case(run: Run, case: DecodeCase, index: int, group: str = "") -> None:
     """All pipelines on one case; the references are computed once."""
-    inputs = cases.build(case, session.device, keep_source=True)
+    inputs = cases.build(case, run.device, keep_source=True)
     truth, true_lse = reference(inputs, FP64)
     floor = metrics.relative_l2(reference(inputs, MIMIC)[0], truth)
     model = reference(inputs, MIMIC_HW_FULL)[0]
@@ -360,13 +361,13 @@ def check_case(session: Session, case: DecodeCase, index: int, group: str = "") 
     prepared = prepare(inputs, append=True)
     empty = torch.isneginf(true_lse)
     num_parts = (None, 1, 5, 264)[index % 4]
-    for pipeline in session.pipelines:
+    for pipeline in run.pipelines:
         out, lse = run_decode(
             inputs, prepared, pipeline, num_parts=num_parts, out_dtype=torch.bfloat16
         )
         rows = out.transpose(1, 2)  # (b, h, s_q, 512), as lse
         wrong_empty = int((rows[empty] != 0).sum() + (~torch.isneginf(lse[empty])).sum())
-        session.add(
+        run.add(
             Result(
                 "correctness", group or distribution_name(case), case.id, pipeline,
                 {
@@ -390,8 +391,8 @@ def check_case(session: Session, case: DecodeCase, index: int, group: str = "") 
         )  # fmt: skip
 
 
-def correctness(session: Session, full: bool, limit: int | None) -> None:
-    on_gpu = session.device.type == "cuda"
+def correctness(run: Run, full: bool, limit: int | None) -> None:
+    on_gpu = run.device.type == "cuda"
     todo = list(cases.correctness_cases(full)) if on_gpu else list(cases.SMALL)
     if limit is not None:  # a spread-out sample
         todo = todo[:: max(1, len(todo) // limit)][:limit]
@@ -401,12 +402,12 @@ def correctness(session: Session, full: bool, limit: int | None) -> None:
                 lengths=(4097, 65, 0, 20000), heads=16, layout=layout, seed=77,
                 pool_tokens=BIG_POOL_TOKENS,
             )  # fmt: skip
-            check_case(session, big, 0, "pool > 4 GiB")
+            check_case(run, big, 0, "pool > 4 GiB")
             torch.cuda.empty_cache()
     for i, case in enumerate(todo):
-        if session.out_of_time(f"correctness: {len(todo) - i} of {len(todo)} cases"):
+        if run.out_of_time(f"correctness: {len(todo) - i} of {len(todo)} cases"):
             return
-        check_case(session, case, i)
+        check_case(run, case, i)
 
 
 # ---------------------------------------------------------------------------- part: sweep
@@ -495,7 +496,7 @@ class Peer:
         return torch.cat(quantised).view(FP8), scale
 
 
-def sweep(session: Session, heads: tuple[int, ...], longest: int) -> None:
+def sweep(run: Run, heads: tuple[int, ...], longest: int) -> None:
     at_1k: dict[tuple[object, ...], float] = {}
     peer = Peer.find()
     for num_heads in heads:
@@ -503,29 +504,29 @@ def sweep(session: Session, heads: tuple[int, ...], longest: int) -> None:
             for mean in (0.0, 0.5, 2.0):
                 for length, batch in sweep_points(longest):
                     label = f"h{num_heads} std {logit_std:g} mean {mean:g} L {length}"
-                    if session.out_of_time(f"sweep: {label}"):
+                    if run.out_of_time(f"sweep: {label}"):
                         return
                     case = cases.sweep_case(length, batch, logit_std, mean, num_heads)
-                    inputs = sweep_point(session, case, label, at_1k)
+                    inputs = sweep_point(run, case, label, at_1k)
                     if peer is not None:
-                        add_peer(session, peer, inputs, label)
+                        add_peer(run, peer, inputs, label)
                     del inputs
-                    if session.device.type == "cuda":
+                    if run.device.type == "cuda":
                         torch.cuda.empty_cache()
 
 
 def sweep_point(
-    session: Session, case: DecodeCase, label: str, at_1k: dict[tuple[object, ...], float]
+    run: Run, case: DecodeCase, label: str, at_1k: dict[tuple[object, ...], float]
 ) -> DecodeInputs:
     """One (heads, std, mean, L) for all pipelines, with splits and with one split a sequence."""
-    inputs = cases.build(case, session.device)
+    inputs = cases.build(case, run.device)
     length = case.lengths[0]
     picked = compared_batches(length, case.b)
     truth = reference(inputs, FP64, picked)[0]
     mimic = reference(inputs, MIMIC_HW, picked)[0]
     model = reference(inputs, MIMIC_HW_FULL, picked)[0]
     prepared = prepare(inputs, append=False)
-    for pipeline in session.pipelines:
+    for pipeline in run.pipelines:
         for mode, num_parts in (("split", None), ("one", case.b)):
             out = run_decode(
                 inputs, prepared, pipeline, num_parts=num_parts, out_dtype=torch.float32
@@ -534,21 +535,21 @@ def sweep_point(
             key = (pipeline, mode, case.heads, case.logit_std, case.latent_mean)
             gates = {"to mimic": SWEEP_GATE}
             if length == 1024:
-                error = at_1k[key] = pooled_error(session, case, pipeline, num_parts, out, mimic)
-            elif length > 1024 and key in at_1k:
-                gates["growth"] = SWEEP_GROWTH
+                error = at_1k[key] = pooled_error(run, case, pipeline, num_parts, out, mimic)
+            elif length > 1024:
+                gates["growth"] = SWEEP_GROWTH  # without a figure at 1K it is NaN, which fails
             figures = {
                 "to mimic": error,
                 "to model": metrics.relative_l2(out, model),
                 "to fp64": metrics.relative_l2(out, truth),
                 "growth": error / at_1k[key] if key in at_1k else math.nan,
             }
-            session.add(Result("sweep", label, f"{label} {mode}", pipeline, figures, gates, mode))
+            run.add(Result("sweep", label, f"{label} {mode}", pipeline, figures, gates, mode))
     return inputs
 
 
 def pooled_error(
-    session: Session, case: DecodeCase, pipeline: str, num_parts: int | None, out: Tensor,
+    run: Run, case: DecodeCase, pipeline: str, num_parts: int | None, out: Tensor,
     mimic: Tensor,
 ) -> float:  # fmt: skip
     """Relative L2 over the batch at hand and SWEEP_SEEDS - 1 more draws of it.
@@ -559,7 +560,7 @@ def pooled_error(
     squares = [float((out.double() - mimic.double()).square().sum())]
     norms = [float(mimic.double().square().sum())]
     for seed in range(1, SWEEP_SEEDS):
-        inputs = cases.build(dataclasses.replace(case, seed=case.seed + seed), session.device)
+        inputs = cases.build(dataclasses.replace(case, seed=case.seed + seed), run.device)
         more = run_decode(
             inputs, prepare(inputs, append=False), pipeline, num_parts=num_parts,
             out_dtype=torch.float32,
@@ -570,7 +571,7 @@ def pooled_error(
     return math.sqrt(sum(squares) / sum(norms))
 
 
-def add_peer(session: Session, peer: Peer, inputs: DecodeInputs, label: str) -> None:
+def add_peer(run: Run, peer: Peer, inputs: DecodeInputs, label: str) -> None:
     """The peer's figure, which has no gate."""
     picked = compared_batches(inputs.case.lengths[0], inputs.case.b)
     try:
@@ -578,26 +579,26 @@ def add_peer(session: Session, peer: Peer, inputs: DecodeInputs, label: str) -> 
     except Exception as error:
         print(f"peer {peer.NAME}, {label}: {error}")
         return
-    session.add(Result("sweep", label, label, peer.NAME, figures, {}, "own"))
+    run.add(Result("sweep", label, label, peer.NAME, figures, {}, "own"))
 
 
 # ---------------------------------------------------------------------------- part: sink
 
 
-def sink(session: Session, length: int) -> None:
+def sink(run: Run, length: int) -> None:
     places = [(at, parts) for at in (0.0, 0.7) for parts in (None, 1)]
     for at, num_parts in places:
-        if session.out_of_time(f"sink at {at:g}"):
+        if run.out_of_time(f"sink at {at:g}"):
             return
-        inputs = cases.build(cases.sink_case(length, at), session.device)
+        inputs = cases.build(cases.sink_case(length, at), run.device)
         truth = reference(inputs, FP64)[0][..., 1]
         prepared = prepare(inputs, append=False)
-        for pipeline in session.pipelines:
+        for pipeline in run.pipelines:
             out, _ = run_decode(
                 inputs, prepared, pipeline, num_parts=num_parts, out_dtype=torch.float32
             )
             error = float((out[..., 1].double() / truth - 1).abs().max())
-            session.add(
+            run.add(
                 Result(
                     "sink", "tail mass", f"sink at {at:g} L {length} parts {num_parts}", pipeline,
                     {"tail": error, "not finite": int((~torch.isfinite(out)).sum())},
@@ -609,21 +610,21 @@ def sink(session: Session, length: int) -> None:
         for num_parts in (None, 1):
             lengths = (512, 4096, 700) if length >= 4096 else (330,)
             case = DecodeCase(lengths=lengths, heads=20, logits=swing, seed=5)
-            check_swing(session, case, num_parts)
+            check_swing(run, case, num_parts)
 
 
-def check_swing(session: Session, case: DecodeCase, num_parts: int | None) -> None:
+def check_swing(run: Run, case: DecodeCase, num_parts: int | None) -> None:
     """Block maxima that rise and fall by 200 nats: finite and right."""
     assert case.logits is not None
-    inputs = cases.build(case, session.device)
+    inputs = cases.build(case, run.device)
     truth, true_lse = reference(inputs, FP64)
     floor = metrics.relative_l2(reference(inputs, MIMIC)[0], truth)
     prepared = prepare(inputs, append=False)
-    for pipeline in session.pipelines:
+    for pipeline in run.pipelines:
         out, lse = run_decode(
             inputs, prepared, pipeline, num_parts=num_parts, out_dtype=torch.float32
         )
-        session.add(
+        run.add(
             Result(
                 "sink", "swings", f"{case.logits.__name__} parts {num_parts}", pipeline,
                 {
@@ -640,17 +641,17 @@ def check_swing(session: Session, case: DecodeCase, num_parts: int | None) -> No
 # ---------------------------------------------------------------------------- report
 
 
-def grouped(session: Session) -> dict[tuple[str, str, str], list[Result]]:
+def grouped(run: Run) -> dict[tuple[str, str, str], list[Result]]:
     groups: dict[tuple[str, str, str], list[Result]] = {}
-    for result in session.results:
+    for result in run.results:
         groups.setdefault((result.part, result.group, result.pipeline), []).append(result)
     return groups
 
 
-def summary_lines(session: Session) -> list[str]:
+def summary_lines(run: Run) -> list[str]:
     """Per group: cases, failures, and each gated figure's worst case beside its gate."""
     lines = []
-    for (part, group, pipeline), results in grouped(session).items():
+    for (part, group, pipeline), results in grouped(run).items():
         failed = sum(not r.passed for r in results)
         names = dict.fromkeys(name for r in results for name in r.gates)
         cells = []
@@ -669,10 +670,10 @@ def summary_lines(session: Session) -> list[str]:
     return lines
 
 
-def sweep_table(session: Session) -> list[str]:
+def sweep_table(run: Run) -> list[str]:
     """Markdown: one row per (heads, std, mean, pipeline, mode), one column per length."""
     rows: dict[tuple[str, str, str], dict[int, Result]] = {}
-    for r in session.results:
+    for r in run.results:
         if r.part == "sweep":
             label, _, length = r.group.rpartition(" L ")
             rows.setdefault((label, r.pipeline, r.note), {})[int(length)] = r
@@ -700,18 +701,18 @@ def _pair_text(to_mimic: float, to_fp64: float) -> str:
     return f"{first}({to_fp64:.1e})"
 
 
-def write_report(session: Session, folder: Path, stem: str, seconds: float) -> None:
+def write_report(run: Run, folder: Path, stem: str, seconds: float) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    name = torch.cuda.get_device_name() if session.device.type == "cuda" else "software GPU"
+    name = torch.cuda.get_device_name() if run.device.type == "cuda" else "software GPU"
     facts = {
         "device": name,
         "torch": torch.__version__,
         "snapmla": snapmla.__version__,
         "command": " ".join(["python", "tests/gpu/check_decode.py", *sys.argv[1:]]),
         "seconds": round(seconds, 1),
-        "unfinished": session.unfinished,
+        "unfinished": run.unfinished,
     }
-    results = [{**dataclasses.asdict(r), "passed": r.passed} for r in session.results]
+    results = [{**dataclasses.asdict(r), "passed": r.passed} for r in run.results]
     (folder / f"{stem}.json").write_text(json.dumps({**facts, "results": results}, indent=1))
     lines = [
         "# Decode correctness",
@@ -719,10 +720,10 @@ def write_report(session: Session, folder: Path, stem: str, seconds: float) -> N
         *(f"- {key}: {value}" for key, value in facts.items()),
         "",
         "```",
-        *summary_lines(session),
+        *summary_lines(run),
         "```",
         "",
-        *sweep_table(session),
+        *sweep_table(run),
     ]
     (folder / f"{stem}.md").write_text("\n".join(lines) + "\n")
 
@@ -733,7 +734,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--pipelines", nargs="+", default=["etap", "dual_wg"])
     folder = Path(os.environ.get("OUT", "build/check"))
     parser.add_argument("--out", type=Path, default=folder, help="folder of results ($OUT)")
-    parser.add_argument("--budget", type=float, default=540.0, help="seconds for everything")
+    parser.add_argument(
+        "--budget",
+        type=float,
+        help=f"seconds for everything ({BUDGET:g}, {FULL_BUDGET:g} if --full)",
+    )
     parser.add_argument("--full", action="store_true", help="correctness: multiply all layouts")
     parser.add_argument("--limit", type=int, help="correctness: a sample of this many cases")
     parser.add_argument("--sweep-heads", nargs="+", type=int, default=[16, 128])
@@ -742,6 +747,8 @@ def parse() -> argparse.Namespace:
         "--device", default="cuda", help="cuda; cpu runs small cases on the software GPU"
     )
     args = parser.parse_args()
+    if args.budget is None:
+        args.budget = FULL_BUDGET if args.full else BUDGET
     args.parts = [part for word in args.parts for part in word.split(",")]
     args.pipelines = [name for word in args.pipelines for name in word.split(",")]
     unknown = set(args.parts) - set(PARTS)
@@ -753,12 +760,12 @@ def parse() -> argparse.Namespace:
 def main() -> int:
     args = parse()
     start = time.monotonic()
-    session = Session(torch.device(args.device), tuple(args.pipelines), start + args.budget)
+    run = Run(torch.device(args.device), tuple(args.pipelines), start + args.budget)
     work: dict[str, Callable[[], None]] = {
-        "quant": lambda: quant(session),
-        "correctness": lambda: correctness(session, args.full, args.limit),
-        "sweep": lambda: sweep(session, tuple(args.sweep_heads), args.longest),
-        "sink": lambda: sink(session, min(1 << 17, args.longest)),
+        "quant": lambda: quant(run),
+        "correctness": lambda: correctness(run, args.full, args.limit),
+        "sweep": lambda: sweep(run, tuple(args.sweep_heads), args.longest),
+        "sink": lambda: sink(run, min(1 << 17, args.longest)),
     }
     crashed = False
     for part in args.parts:
@@ -770,13 +777,13 @@ def main() -> int:
             traceback.print_exc()
         print(f"{part}: {time.monotonic() - begin:.1f} s", flush=True)
     stem = "_".join(["check_decode", *(args.parts if args.parts != list(PARTS) else [])])
-    write_report(session, args.out, stem, time.monotonic() - start)
-    print("\n".join(summary_lines(session)))
-    failed = sum(not r.passed for r in session.results)
-    for what in session.unfinished:
+    write_report(run, args.out, stem, time.monotonic() - start)
+    print("\n".join(summary_lines(run)))
+    failed = sum(not r.passed for r in run.results)
+    for what in run.unfinished:
         print(f"out of time: {what}")
-    print(f"{len(session.results)} checks, {failed} failed; results in {args.out}")
-    return 1 if failed or crashed else (2 if session.unfinished else 0)
+    print(f"{len(run.results)} checks, {failed} failed; results in {args.out}")
+    return 1 if failed or crashed else (2 if run.unfinished else 0)
 
 
 if __name__ == "__main__":
