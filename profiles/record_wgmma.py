@@ -24,6 +24,7 @@ import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -155,7 +156,7 @@ def operands(
             _fields(fmt, bits, sb, middle, middle + 3),
         )
         half = k // 2
-        sign = np.array(1 << (fmt.exponent_bits + fmt.fraction_bits), fmt.dtype)
+        sign: Any = np.array(1 << (fmt.exponent_bits + fmt.fraction_bits), fmt.dtype)
         a[..., half:] = a[..., :half]
         b[..., half:] = b[..., :half] ^ sign
         flip = bits.below(8, b[..., half:].shape) == 0
