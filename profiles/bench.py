@@ -62,7 +62,7 @@ def commit() -> str:
     return done.stdout.strip() or "unknown"
 
 
-def command_line(arguments: list[str]) -> str:
+def command_line(arguments: list[str], program: str = "-m profiles.bench") -> str:
     """The command of this run, without folders, which differ from machine to machine."""
     kept: list[str] = []
     skip = False
@@ -73,7 +73,7 @@ def command_line(arguments: list[str]) -> str:
             skip = True
         else:
             kept.append(word)
-    return shlex.join(["python", "-m", "profiles.bench", *kept])
+    return shlex.join(["python", *program.split(), *kept])
 
 
 def plan_lines(chosen: list[Shape], card: Card) -> list[str]:

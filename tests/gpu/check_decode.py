@@ -42,6 +42,8 @@ import cases  # noqa: E402
 from cases import DecodeCase, DecodeInputs  # noqa: E402
 
 import snapmla  # noqa: E402
+from profiles.bench import command_line, commit  # noqa: E402
+from profiles.timing import Nvml  # noqa: E402
 from snapmla import metrics  # noqa: E402
 from snapmla.reference import (  # noqa: E402
     FP8,
@@ -705,10 +707,12 @@ def write_report(run: Run, folder: Path, stem: str, seconds: float) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     name = torch.cuda.get_device_name() if run.device.type == "cuda" else "software GPU"
     facts = {
+        "commit": commit(),
         "device": name,
+        **(Nvml().describe() if run.device.type == "cuda" else {}),
         "torch": torch.__version__,
         "snapmla": snapmla.__version__,
-        "command": " ".join(["python", "tests/gpu/check_decode.py", *sys.argv[1:]]),
+        "command": command_line(sys.argv[1:], "tests/gpu/check_decode.py"),
         "seconds": round(seconds, 1),
         "unfinished": run.unfinished,
     }
