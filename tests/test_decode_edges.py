@@ -12,26 +12,32 @@ import snapmla
 from codegen import toolchain
 from snapmla.reference import FP64, mla_decode_reference
 
-pytestmark = pytest.mark.skipif(not toolchain.have_compiler(), reason="needs nvidia-cutlass-dsl")
+# a GPU machine without the compiler runs the ``gpu`` tests on variants that were built elsewhere
+pytestmark = pytest.mark.skipif(
+    not toolchain.have_compiler() and not torch.cuda.is_available(),
+    reason="needs nvidia-cutlass-dsl",
+)
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 # (pipeline, heads): few rows (S^T), many rows (S), Algorithm 1
 KERNELS = [("etap", 16), ("etap", 64), ("dual_wg", 64)]
 
 
 def stored_cache(c_kv: Tensor, k_rope: Tensor, page_size: int = 64) -> snapmla.PagedKVCache:
-    pages = -(-len(c_kv) // page_size)
-    cache = snapmla.PagedKVCache.allocate(pages, page_size=page_size, device="cpu")
+    pages, device = -(-len(c_kv) // page_size), c_kv.device
+    cache = snapmla.PagedKVCache.allocate(pages, page_size=page_size, device=device)
     cache.content_u8.fill_(0x7F)
     cache.scale.fill_(math.nan)
-    snapmla.append_kv(cache, c_kv, k_rope, torch.arange(len(c_kv), dtype=torch.int32))
+    slots = torch.arange(len(c_kv), dtype=torch.int32, device=device)
+    snapmla.append_kv(cache, c_kv, k_rope, slots)
     return cache
 
 
 def run(
     q: snapmla.QuantizedQuery, cache: snapmla.PagedKVCache, length: int, pipeline: str, parts: int
 ) -> tuple[Tensor, Tensor]:
-    pages, page_size = cache.content.shape[:2]
-    table = torch.arange(pages, dtype=torch.int32)[None]
-    lengths = torch.tensor([length], dtype=torch.int32)
+    (pages, page_size), device = cache.content.shape[:2], cache.content.device
+    table = torch.arange(pages, dtype=torch.int32, device=device)[None]
+    lengths = torch.tensor([length], dtype=torch.int32, device=device)
     heads = q.nope.shape[2]
     plan = snapmla.plan_decode(
         lengths, heads, q.nope.shape[1], page_size=page_size, max_pages=pages, num_parts=parts,
@@ -45,17 +51,19 @@ def run(
 def truth(
     q: snapmla.QuantizedQuery, cache: snapmla.PagedKVCache, length: int
 ) -> tuple[Tensor, Tensor]:
-    table = torch.arange(cache.content.shape[0], dtype=torch.int32)[None]
+    device = cache.content.device
+    table = torch.arange(cache.content.shape[0], dtype=torch.int32, device=device)[None]
     return mla_decode_reference(
         q.nope, q.rope, q.row_scale, cache.content, cache.rope, cache.scale, table,
-        torch.tensor([length], dtype=torch.int32), 1.0, config=FP64,
+        torch.tensor([length], dtype=torch.int32, device=device), 1.0, config=FP64,
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("pipeline", "heads"), KERNELS)
 @pytest.mark.parametrize("logits", [(-86.0, 0.0), (-86.0, 0.0, 5.0), (0.0, -86.0), (0.0, 60.0)])
 def test_rows_of_zeros_neither_overflow_nor_vanish(
-    pipeline: str, heads: int, logits: tuple[float, ...]
+    device: str, pipeline: str, heads: int, logits: tuple[float, ...]
 ) -> None:
     """A zero latent has sigma 2^-80, and still counts in the row sum: frames must leave it room.
 
@@ -68,8 +76,8 @@ def test_rows_of_zeros_neither_overflow_nor_vanish(
     k_rope[:, 0] = torch.tensor(logits).repeat_interleave(64)
     q_nope, q_rope = torch.zeros(1, 1, heads, 512), torch.zeros(1, 1, heads, 64)
     q_rope[..., 0] = 1.0
-    cache = stored_cache(c_kv.bfloat16(), k_rope.bfloat16())
-    q = snapmla.quantize_q(q_nope.bfloat16(), q_rope.bfloat16())
+    c_kv, k_rope, q_nope, q_rope = (t.bfloat16().to(device) for t in (c_kv, k_rope, q_nope, q_rope))
+    cache, q = stored_cache(c_kv, k_rope), snapmla.quantize_q(q_nope, q_rope)
     expected, expected_lse = truth(q, cache, len(c_kv))
     out, lse = run(q, cache, len(c_kv), pipeline, parts=1)
     torch.testing.assert_close(lse.double(), expected_lse.double(), rtol=1e-3, atol=1e-3)
@@ -78,18 +86,19 @@ def test_rows_of_zeros_neither_overflow_nor_vanish(
     assert error <= 0.05 * expected.double().norm() + 1e-20
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("pipeline", "heads"), KERNELS)
 @pytest.mark.parametrize(("page_size", "width"), [(16, 3), (32, 1), (16, 5), (64, 1)])
 def test_lengths_beyond_the_block_table_end_with_it(
-    pipeline: str, heads: int, page_size: int, width: int
+    device: str, pipeline: str, heads: int, page_size: int, width: int
 ) -> None:
     g = torch.Generator().manual_seed(1)
     tokens = page_size * width
     c_kv, k_rope = torch.randn(tokens, 512, generator=g), torch.randn(tokens, 64, generator=g)
-    cache = stored_cache(c_kv.bfloat16(), k_rope.bfloat16(), page_size)
+    cache = stored_cache(c_kv.bfloat16().to(device), k_rope.bfloat16().to(device), page_size)
     q = snapmla.quantize_q(
-        torch.randn(1, 2, heads // 2, 512, generator=g).bfloat16() * 0.05,
-        torch.randn(1, 2, heads // 2, 64, generator=g).bfloat16() * 0.05,
+        (torch.randn(1, 2, heads // 2, 512, generator=g) * 0.05).bfloat16().to(device),
+        (torch.randn(1, 2, heads // 2, 64, generator=g) * 0.05).bfloat16().to(device),
     )
     at_end = run(q, cache, tokens, pipeline, parts=1)
     beyond = run(q, cache, tokens + 1000, pipeline, parts=1)

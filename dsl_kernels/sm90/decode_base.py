@@ -8,6 +8,13 @@ meets the others only at mbarriers:
     q_pipe   Q producer warp  -> the Q.K warpgroup(s)
     others   belong to the pipeline (see decode_etap.py, decode_dual_wg.py)
 
+Roles here      wg 0: warp 0 KV producer, warp 1 Q producer, warp 2 scale warp (if the pipeline asks)
+Shared memory   Q tile(s) rows x 640 | K ring: stages x (64 x 512 content + 64 x 128 RoPE + 64 scales),
+                content in four column blocks of 64 tokens x 128 B, 128-byte swizzle | scale triples
+                (sigma, log2, 1/) stages x 960 | what the pipeline adds; an SM grants 232448 bytes
+Timeline        PDL wait | per item: Q tile; per tile: wait empty, TMA content + RoPE, bulk scales ->
+                full -> scale warp -> sigma_bar -> softmax | PDL trigger after the last load
+
 Query rows of a sequence are numbered r = s * num_heads + head, the memory order of (s_q, h), and
 CTA x owns rows x * rows_cta ... of them; rows past the end are zero-filled by TMA and not written.
 """
