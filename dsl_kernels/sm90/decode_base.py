@@ -8,11 +8,11 @@ meets the others only at mbarriers:
     q_pipe   Q producer warp  -> the Q.K warpgroup(s)
     others   belong to the pipeline (see decode_etap.py, decode_dual_wg.py)
 
-Roles here      wg 0: warp 0 KV producer, warp 1 Q producer, warp 2 scale warp (if the pipeline asks)
-Shared memory   Q tile(s) rows x 640 | K ring: stages x (64 x 512 content + 64 x 128 RoPE + 64 scales),
-                content in four column blocks of 64 tokens x 128 B, 128-byte swizzle | scale triples
-                (sigma, log2, 1/) stages x 960 | what the pipeline adds; an SM grants 232448 bytes
-Timeline        PDL wait | per item: Q tile; per tile: wait empty, TMA content + RoPE, bulk scales ->
+Roles here      wg 0: warp 0 KV producer, warp 1 Q producer, warp 2 scale warp (if asked for)
+Shared memory   Q tile(s) of rows x 640 bytes | K ring, a stage: 64 x 512 content in four column
+                blocks of 64 tokens x 128 B (128-byte swizzle), 64 x 128 RoPE, 64 scales | scale
+                triples (sigma, log2, 1/) of 960 bytes a stage | what the pipeline adds; at most 232448
+Timeline        PDL wait | an item: Q tile | a tile: wait empty, TMA content and RoPE, bulk scales ->
                 full -> scale warp -> sigma_bar -> softmax | PDL trigger after the last load
 
 Query rows of a sequence are numbered r = s * num_heads + head, the memory order of (s_q, h), and
