@@ -11,9 +11,9 @@ meets the others only at mbarriers:
 Roles here      wg 0: warp 0 KV producer, warp 1 Q producer, warp 2 scale warp (if asked for)
 Shared memory   Q tile(s) of rows x 640 bytes | K ring, a stage: 64 x 512 content in four column
                 blocks of 64 tokens x 128 B (128-byte swizzle), 64 x 128 RoPE, 64 scales | scale
-                triples (sigma, log2, 1/) of 960 bytes a stage | what the pipeline adds; at most 232448
-Timeline        PDL wait | an item: Q tile | a tile: wait empty, TMA content and RoPE, bulk scales ->
-                full -> scale warp -> sigma_bar -> softmax | PDL trigger after the last load
+                triples (sigma, log2, 1/) of 960 bytes a stage | what the pipeline adds
+Timeline        PDL wait | an item: Q tile | a tile: wait empty, TMA content and RoPE, bulk
+                scales -> full -> scale warp -> sigma_bar -> softmax | PDL trigger at the end
 
 Query rows of a sequence are numbered r = s * num_heads + head, the memory order of (s_q, h), and
 CTA x owns rows x * rows_cta ... of them; rows past the end are zero-filled by TMA and not written.
