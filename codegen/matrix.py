@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from codegen import closure
 from dsl_kernels import registry
-from dsl_kernels.spec import PAGE_SIZES, PIPELINES, ROW_TILES, VariantSpec, cluster_of
+from dsl_kernels.spec import PAGE_SIZES, PIPELINES, ROW_TILES, VariantSpec, decode_spec
 
 OUT_DTYPES = ("bf16", "f32")
 IN_DTYPES = ("bf16", "f16", "f32")
@@ -28,21 +28,6 @@ class Point:
 
     spec: VariantSpec
     reason: str | None
-
-
-def decode_spec(
-    pipeline: str, row_tile: int, page_size: int, out_dtype: str, arch: str = "sm_90a"
-) -> VariantSpec:
-    """The default matrix's decode spec for these choices."""
-    return VariantSpec(
-        op="decode",
-        arch=arch,
-        pipeline=pipeline,
-        row_tile=row_tile,
-        page_size=page_size,
-        out_dtype=out_dtype,
-        cluster=cluster_of(row_tile),
-    )
 
 
 def _helpers(arch: str) -> Iterator[VariantSpec]:

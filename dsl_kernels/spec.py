@@ -180,6 +180,21 @@ def cluster_of(row_tile: int) -> int:
     return 2 if row_tile == 128 else 1
 
 
+def decode_spec(
+    pipeline: str, row_tile: int, page_size: int, out_dtype: str, arch: str = "sm_90a"
+) -> VariantSpec:
+    """The decode variant of the default matrix, and of the dispatcher, for these choices."""
+    return VariantSpec(
+        op="decode",
+        arch=arch,
+        pipeline=pipeline,
+        row_tile=row_tile,
+        page_size=page_size,
+        out_dtype=out_dtype,
+        cluster=cluster_of(row_tile),
+    )
+
+
 def _encode(axis: str, value: object) -> str:
     if axis in _WORDS:
         return str(value)

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
-import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from codegen.artifacts import write_atomic
 from profiles import roofline
 from profiles.roofline import FORMATS, Card, Ceilings
 from profiles.shapes import DecodeShape, HelperShape, parse
@@ -262,22 +261,6 @@ def markdown(report: dict[str, Any]) -> str:
 # ------------------------------------------------------------------------------------------ files
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Writes beside ``path`` and renames, so that a reader never sees half a file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as sink:
-            sink.write(text)
-            sink.flush()
-            os.fsync(sink.fileno())
-        os.chmod(partial, 0o644)
-        os.replace(partial, path)
-    except BaseException:
-        Path(partial).unlink(missing_ok=True)
-        raise
-
-
 def _finite(value: Any) -> Any:
     """JSON has no NaN: non-finite floats become their names."""
     if isinstance(value, float) and not math.isfinite(value):
@@ -292,8 +275,8 @@ def _finite(value: Any) -> Any:
 def save(report: dict[str, Any], folder: Path) -> tuple[Path, Path]:
     """Writes ``<name>.json`` and ``<name>.md``; returns both paths."""
     json_path, md_path = folder / f"{report['name']}.json", folder / f"{report['name']}.md"
-    write_atomically(json_path, json.dumps(_finite(report), indent=1, ensure_ascii=False) + "\n")
-    write_atomically(md_path, markdown(report))
+    write_atomic(json_path, json.dumps(_finite(report), indent=1, ensure_ascii=False) + "\n")
+    write_atomic(md_path, markdown(report))
     return json_path, md_path
 
 

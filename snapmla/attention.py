@@ -7,7 +7,7 @@ import math
 
 import torch
 
-from dsl_kernels.spec import KV_LORA_RANK, VariantSpec, cluster_of
+from dsl_kernels.spec import KV_LORA_RANK, VariantSpec, decode_spec
 from snapmla import checks, runtime
 from snapmla.cache import PagedKVCache
 from snapmla.plan import DecodePlan, plan_decode
@@ -24,17 +24,9 @@ def _kernels(
 ) -> tuple[runtime.Kernel, runtime.Kernel]:
     """(decode, merge) for one device and combination of axes."""
     arch = runtime.arch_of(device)
-    decode_spec = VariantSpec(
-        op="decode",
-        arch=arch,
-        pipeline=pipeline,
-        row_tile=row_tile,
-        page_size=page_size,
-        out_dtype=out,
-        cluster=cluster_of(row_tile),
-    )
     merge_spec = VariantSpec(op="merge", arch=arch, out_dtype=out)
-    return runtime.kernel(decode_spec, device.type), runtime.kernel(merge_spec, device.type)
+    spec = decode_spec(pipeline, row_tile, page_size, out, arch)
+    return runtime.kernel(spec, device.type), runtime.kernel(merge_spec, device.type)
 
 
 runtime.on_forget(_kernels.cache_clear)

@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from codegen import closure, matrix, toolchain
 from codegen.__main__ import app
-from dsl_kernels.spec import PAGE_SIZES, PIPELINES, ROW_TILES, cluster_of
+from dsl_kernels.spec import PAGE_SIZES, PIPELINES, ROW_TILES, cluster_of, decode_spec
 
 
 def test_decode_axes_are_complete() -> None:
@@ -30,7 +30,7 @@ def test_reasons() -> None:
     assert "M = 64" in (by_name["decode_dual_wg_r16_p64_obf16_sm90a"] or "")
     for row_tile in ROW_TILES:
         for page_size in PAGE_SIZES:
-            spec = matrix.decode_spec("etap", row_tile, page_size, "bf16")
+            spec = decode_spec("etap", row_tile, page_size, "bf16")
             assert by_name[spec.name] is None, by_name[spec.name]
 
 
@@ -65,8 +65,8 @@ def test_unknown_arch_is_refused() -> None:
 
 
 def test_closure_follows_imports_only() -> None:
-    spec = matrix.decode_spec("etap", 64, 64, "bf16")
+    spec = decode_spec("etap", 64, 64, "bf16")
     digest, files = closure.sources(spec)
     assert "dsl_kernels/sm90/decode_etap.py" in files and "dsl_kernels/spec.py" in files
     assert not any("append_kv" in f for f in files)
-    assert closure.sources(matrix.decode_spec("etap", 16, 16, "f32"))[0] == digest
+    assert closure.sources(decode_spec("etap", 16, 16, "f32"))[0] == digest

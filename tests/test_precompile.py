@@ -11,12 +11,12 @@ import pytest
 from conftest import HELPER_OPS, default_matrix
 from typer.testing import CliRunner
 
-from codegen import artifacts, audit, closure, link, matrix, toolchain
+from codegen import artifacts, audit, closure, link, toolchain
 from codegen import compile as compiler
 from codegen.__main__ import app
 from codegen.artifacts import Record
 from codegen.precompile import Report, precompile
-from dsl_kernels.spec import VariantSpec
+from dsl_kernels.spec import VariantSpec, decode_spec
 from snapmla import runtime
 
 pytestmark = pytest.mark.skipif(not toolchain.have_compiler(), reason="needs nvidia-cutlass-dsl")
@@ -191,7 +191,7 @@ def test_infeasible_spec_is_reported_not_raised(tmp_path: Path) -> None:
 
 def sample(**changes: object) -> Record:
     """A record without problems, then changed."""
-    spec = matrix.decode_spec("etap", 64, 64, "bf16")
+    spec = decode_spec("etap", 64, 64, "bf16")
     record = compiler.draft(spec)
     record.threads, record.registers = 512, 128
     record.warpgroup_registers = [24, 88, 200]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from codegen import toolchain
+from codegen import artifacts, toolchain
 from profiles import bench, check, contenders, pools, report, roofline, shapes, supervise, timing
 from profiles.roofline import FORMATS, Ceilings
 from profiles.shapes import DecodeShape, HelperShape
@@ -289,9 +289,9 @@ def test_reports_are_written_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         raise OSError("disk full")
 
     before = json_path.read_bytes()
-    monkeypatch.setattr(report.os, "replace", fail)
+    monkeypatch.setattr(artifacts.os, "replace", fail)
     with pytest.raises(OSError, match="disk full"):
-        report.write_atomically(json_path, "half")
+        artifacts.write_atomic(json_path, "half")
     assert json_path.read_bytes() == before
     assert sorted(p.name for p in tmp_path.iterdir()) == ["some.json", "some.md"]
 

@@ -42,6 +42,7 @@ import cases  # noqa: E402
 from cases import DecodeCase, DecodeInputs  # noqa: E402
 
 import snapmla  # noqa: E402
+from codegen.artifacts import write_atomic  # noqa: E402
 from profiles.bench import command_line, commit  # noqa: E402
 from profiles.timing import Nvml  # noqa: E402
 from snapmla import metrics  # noqa: E402
@@ -704,7 +705,6 @@ def _pair_text(to_mimic: float, to_fp64: float) -> str:
 
 
 def write_report(run: Run, folder: Path, stem: str, seconds: float) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
     name = torch.cuda.get_device_name() if run.device.type == "cuda" else "software GPU"
     facts = {
         "commit": commit(),
@@ -717,7 +717,8 @@ def write_report(run: Run, folder: Path, stem: str, seconds: float) -> None:
         "unfinished": run.unfinished,
     }
     results = [{**dataclasses.asdict(r), "passed": r.passed} for r in run.results]
-    (folder / f"{stem}.json").write_text(json.dumps({**facts, "results": results}, indent=1))
+    text = json.dumps({**facts, "results": results}, indent=1)
+    write_atomic(folder / f"{stem}.json", text)
     lines = [
         "# Decode correctness",
         "",
@@ -729,7 +730,7 @@ def write_report(run: Run, folder: Path, stem: str, seconds: float) -> None:
         "",
         *sweep_table(run),
     ]
-    (folder / f"{stem}.md").write_text("\n".join(lines) + "\n")
+    write_atomic(folder / f"{stem}.md", "\n".join(lines) + "\n")
 
 
 def parse() -> argparse.Namespace:
