@@ -16,7 +16,9 @@ rates that matrix multiplications reach on the card.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 CONTENT_DIM = 512
 ROPE_DIM = 64
@@ -112,15 +114,21 @@ class Card:
         return EQ7_FACTOR * self.nominal_bf16_tflops
 
 
+def _cards() -> tuple[Card, ...]:
+    """The cards of the dispatcher's data file, read without importing the package (and torch)."""
+    path = Path(__file__).resolve().parent.parent / "snapmla" / "data" / "cards.json"
+    return tuple(
+        Card(
+            c["name"], c["match"], c["sms"], c["boost_mhz"], c["nominal_bf16_tflops"],
+            Ceilings(c["read_gbs"], c["bf16_tflops"], c["fp8_tflops"], c["source"]),
+        )
+        for c in json.loads(path.read_text())["cards"]
+    )  # fmt: skip
+
+
 # H200: medians of CUDA-graph replays on one card, driver 580, boost 1980 MHz, 700 W cap: read-only
 # stream 4715 GB/s, bf16 8192^3 668-671 TFLOP/s, fp8 8192^3 with fast accumulation 1280 TFLOP/s.
-CARDS: tuple[Card, ...] = (
-    Card("H200", "h200", 132, 1980, 989.0, Ceilings(4715.0, 670.0, 1280.0, "measured")),
-    Card("H100 SXM", "h100", 132, 1980, 989.0, Ceilings(3350.0, 989.0, 1979.0, "datasheet")),
-    Card("H800 SXM", "h800", 132, 1980, 989.0, Ceilings(3350.0, 989.0, 1979.0, "datasheet")),
-    Card("H20", "h20", 78, 1980, 148.0, Ceilings(4000.0, 148.0, 296.0, "datasheet")),
-    Card("B200", "b200", 148, 1965, 2250.0, Ceilings(8000.0, 2250.0, 4500.0, "datasheet")),
-)
+CARDS: tuple[Card, ...] = _cards()
 
 
 def card_by_name(name: str) -> Card:

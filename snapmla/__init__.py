@@ -12,6 +12,7 @@ CUDA tensors run on the GPU; CPU tensors run the same compiled kernels on the so
 from snapmla._version import __version__
 from snapmla.attention import decode
 from snapmla.cache import PagedKVCache
+from snapmla.dispatch import explain
 from snapmla.errors import SnapMLAError, UnsupportedDeviceError, VariantError
 from snapmla.plan import DecodePlan, plan_decode
 from snapmla.quant import QuantizedQuery, append_kv, fetch_dequant, quantize_q
@@ -26,6 +27,7 @@ __all__ = [
     "__version__",
     "append_kv",
     "decode",
+    "explain",
     "fetch_dequant",
     "plan_decode",
     "quantize_q",

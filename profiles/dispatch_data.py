@@ -1,0 +1,172 @@
+"""Makes ``snapmla/data/decode_costs.json``, what the dispatcher knows of time, from the tables.
+
+    python -m profiles.dispatch_data            # after a new H200 table was committed
+
+Per pipeline and row tile it fits ``us = fixed_us + tile_us * (tiles a part walks)`` to the rows of
+the committed tables (least squares of the relative error); the rows themselves go along as measured
+points, which override the model.  Nothing here touches a GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from codegen.artifacts import write_atomic
+from profiles.roofline import FORMATS, card_by_name
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "profiles" / "results"
+TARGET = ROOT / "snapmla" / "data" / "decode_costs.json"
+CARD = "H200"
+TABLES = ("h200-table", "etap-fig1", "snapmla-fig5", "snapmla-fig6")
+BACKENDS = ("snapmla", "snapmla:dual_wg")  # default options only, so that rows are comparable
+TOKEN_TILE = 64
+LEAST_SPREAD = 2.0  # largest over smallest work that still tells fixed_us from tile_us
+
+_KERNEL = re.compile(r"(\w+) row_tile (\d+) parts (\d+)")
+_SHAPE = re.compile(r"b(\d+)_L(\d+)_h(\d+)_q(\d+)")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One timed decode: which kernel, on what, how long."""
+
+    pipeline: str
+    row_tile: int
+    rows: int
+    batch: int
+    seqlen: int
+    parts: int
+    us: float
+    mhz: float
+    table: str
+
+    @property
+    def work(self) -> float:
+        """64-token tiles that each part walks."""
+        return self.batch * -(-self.seqlen // TOKEN_TILE) / self.parts
+
+
+def read_tables() -> tuple[dict[str, str], list[Row]]:
+    """(commit of every table, its usable rows of ours)."""
+    commits: dict[str, str] = {}
+    rows: list[Row] = []
+    for table in TABLES:
+        report = json.loads((RESULTS / f"{table}.json").read_text())
+        commits[table] = report["commit"]
+        for entry in report["rows"]:
+            kernel = _KERNEL.fullmatch(entry.get("kernel", ""))
+            shape = _SHAPE.fullmatch(entry["shape"])
+            usable = entry["backend"] in BACKENDS and entry["status"] == "ok" and entry["check_ok"]
+            if not (kernel and shape and usable):
+                continue
+            batch, seqlen, heads, s_q = map(int, shape.groups())
+            rows.append(
+                Row(
+                    kernel[1], int(kernel[2]), heads * s_q, batch, seqlen, int(kernel[3]),
+                    entry["us"], entry["mhz"], table,
+                )
+            )  # fmt: skip
+    return commits, rows
+
+
+def _line(points: list[Row], fixed: float | None = None) -> tuple[float, float]:
+    """(fixed_us, tile_us) with the least squared relative error; ``fixed`` may be given."""
+    # minimise sum (fixed / us + tile * work / us - 1)^2
+    u = [1 / p.us for p in points]
+    v = [p.work / p.us for p in points]
+    if fixed is not None:
+        tile = sum(b * (1 - fixed * a) for a, b in zip(u, v)) / sum(b * b for b in v)
+        return fixed, tile
+    uu, vv = sum(a * a for a in u), sum(b * b for b in v)
+    uv, su, sv = sum(a * b for a, b in zip(u, v)), sum(u), sum(v)
+    determinant = uu * vv - uv * uv
+    return (su * vv - sv * uv) / determinant, (sv * uu - su * uv) / determinant
+
+
+def fit(rows: list[Row]) -> list[dict[str, Any]]:
+    """One entry per (pipeline, row tile), in that order."""
+    groups: dict[tuple[str, int], list[Row]] = defaultdict(list)
+    for row in rows:
+        groups[row.pipeline, row.row_tile].append(row)
+    lines: dict[tuple[str, int], tuple[float, float]] = {}
+    narrow = []
+    for key, points in sorted(groups.items()):
+        if max(p.work for p in points) < LEAST_SPREAD * min(p.work for p in points):
+            narrow.append(key)
+        else:
+            lines[key] = _line(points)
+    for key in narrow:
+        same = [fixed for (pipeline, _), (fixed, _) in lines.items() if pipeline == key[0]]
+        lines[key] = _line(groups[key], statistics.mean(same) if same else 0.0)
+    entries = []
+    for (pipeline, row_tile), (fixed, tile) in sorted(lines.items()):
+        points = groups[pipeline, row_tile]
+        worst = max(abs((fixed + tile * p.work) / p.us - 1) for p in points)
+        entries.append(
+            {
+                "pipeline": pipeline,
+                "row_tile": row_tile,
+                "fixed_us": round(fixed, 2),
+                "tile_us": round(tile, 4),
+                "fixed_from": "pipeline's mean" if (pipeline, row_tile) in narrow else "fit",
+                "rows_fitted": len(points),
+                "worst_error": round(worst, 3),
+            }
+        )
+    return entries
+
+
+def measured(rows: list[Row]) -> list[dict[str, Any]]:
+    """Every distinct point, the median where tables repeat it."""
+    groups: dict[tuple[str, int, int, int, int], list[Row]] = defaultdict(list)
+    for row in rows:
+        groups[row.pipeline, row.row_tile, row.rows, row.batch, row.seqlen].append(row)
+    return [
+        {
+            "pipeline": key[0], "row_tile": key[1], "rows": key[2], "batch": key[3],
+            "seqlen": key[4], "us": round(statistics.median(p.us for p in points), 2),
+            "tables": sorted({p.table for p in points}),
+        }
+        for key, points in sorted(groups.items())
+    ]  # fmt: skip
+
+
+def make() -> dict[str, Any]:
+    """The whole data file."""
+    commits, rows = read_tables()
+    card = card_by_name(CARD)
+    token_bytes = FORMATS["snapmla"].token_bytes
+    best = max(token_bytes * r.batch * r.seqlen / r.us * 1e-3 for r in rows)
+    return {
+        "about": "Made by `python -m profiles.dispatch_data` from committed tables; not by hand.",
+        "card": CARD,
+        "tables": commits,
+        "read_fraction": round(best / card.ceilings.read_gbs, 3),
+        "tiles": fit(rows),
+        "measured": measured(rows),
+    }
+
+
+def render(data: dict[str, Any]) -> str:
+    """The data file's text: one line for each entry of the two lists."""
+    lines = ["{"]
+    for key, value in data.items():
+        if isinstance(value, list):
+            inner = ",\n".join(f"    {json.dumps(item)}" for item in value)
+            lines.append(f'  "{key}": [\n{inner}\n  ],')
+        else:
+            lines.append(f'  "{key}": {json.dumps(value)},')
+    lines[-1] = lines[-1].removesuffix(",")
+    return "\n".join([*lines, "}", ""])
+
+
+if __name__ == "__main__":
+    write_atomic(TARGET, render(make()))
+    print(TARGET.relative_to(ROOT))

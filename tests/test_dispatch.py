@@ -1,0 +1,208 @@
+"""The dispatcher: which kernel, why not the others, and what its cost model and data are worth."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+import snapmla
+from codegen import matrix, toolchain
+from dsl_kernels.spec import PIPELINES, ROW_TILES, VariantSpec
+from profiles import dispatch_data, roofline
+from profiles.shapes import DecodeShape
+from snapmla import dispatch
+from snapmla.errors import VariantError
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("heads", "s_q", "tile"),
+    [(1, 1, 16), (16, 1, 16), (17, 1, 32), (16, 2, 32), (33, 1, 64), (64, 1, 64), (65, 1, 128),
+     (128, 1, 128), (96, 2, 64), (128, 2, 128), (128, 8, 128)],
+)  # fmt: skip
+def test_choice(heads: int, s_q: int, tile: int) -> None:
+    """192 rows are three blocks of 64: 44 parts of 132 SMs, where two of 128 leave 33."""
+    assert dispatch.choose(CPU, heads, s_q, 64) == ("etap", tile)
+
+
+def test_choice_obeys_wishes() -> None:
+    assert dispatch.choose(CPU, 16, 1, 64, pipeline="dual_wg") == ("dual_wg", 64)
+    assert dispatch.choose(CPU, 16, 1, 64, row_tile=64) == ("etap", 64)
+    assert dispatch.choose(CPU, 16, 1, 64, pipeline="dual_wg", row_tile=128) == ("dual_wg", 128)
+
+
+def test_wishes_that_do_not_go_together() -> None:
+    with pytest.raises(ValueError) as caught:
+        dispatch.choose(CPU, 16, 1, 64, pipeline="dual_wg", row_tile=16)
+    assert str(caught.value) == (
+        "row_tile: expected 64 or 128 with pipeline 'dual_wg', got 16 (it puts rows on the MMA's "
+        "M = 64; the nearest is row_tile=64, or leave row_tile out)"
+    )
+
+
+def test_no_kernel_for_the_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
+    blackwell = dispatch.card_named("B200")
+    assert blackwell is not None
+    monkeypatch.setattr(dispatch, "card_of", lambda device: blackwell)
+    monkeypatch.setattr(dispatch, "_has_kernel", lambda pipeline, arch: arch == "sm_90a")
+    dispatch.judge.cache_clear()
+    with pytest.raises(VariantError, match="^sm_100a: no decode kernel exists .* on sm_90a .*cpu"):
+        dispatch.choose(CPU, 16, 1, 64)
+    dispatch.judge.cache_clear()
+
+
+def test_features_are_the_default_matrix() -> None:
+    """What pipelines declare is what ``make precompile`` builds, point by point."""
+    if not toolchain.have_compiler():
+        pytest.skip("needs nvidia-cutlass-dsl")
+    built = {p.spec.name for p in matrix.matrix("sm_90a", "decode_*") if p.reason is None}
+    assert set(dispatch.FEATURES) == set(PIPELINES)
+    declared = {
+        dispatch.decode_spec(name, tile, page, out).name
+        for name, features in dispatch.FEATURES.items()
+        for tile in features.row_tiles
+        for page in features.page_sizes
+        for out in features.out_dtypes
+    }
+    assert declared == built
+
+
+@pytest.mark.parametrize("card", [c.name for c in dispatch.cards()])
+@pytest.mark.parametrize(("heads", "s_q"), [(16, 1), (128, 2)])
+def test_roof_is_the_benchmarks_roof(card: str, heads: int, s_q: int) -> None:
+    shape = DecodeShape(32, 4096, heads, s_q)
+    fmt = roofline.FORMATS["snapmla"]
+    on_file = roofline.card_by_name(card).ceilings
+    want = roofline.roof_us(shape.bytes(fmt), shape.flops, on_file, fmt)
+    found = dispatch.card_named(card)
+    assert found is not None
+    assert dispatch.roof_us(found, 32, 4096, heads * s_q) == pytest.approx(want, rel=1e-9)
+    assert found.source == ("measured" if card == "H200" else "datasheet")
+
+
+def test_model_fits_the_tables() -> None:
+    """Within 15 % of every committed row of ours, with the measured override off."""
+    _, rows = dispatch_data.read_tables()
+    card = dispatch.card_named("H200")
+    assert card is not None and len(rows) > 50
+    nameless = dataclasses.replace(card, name="")
+    for row in rows:
+        problem = dispatch.Problem(row.rows, 1, 64, "bf16", nameless)
+        us, source = dispatch.predict(problem, row.pipeline, row.row_tile, row.batch, row.seqlen)
+        assert source == "model" and us is not None
+        assert us == pytest.approx(row.us, rel=0.15), row
+
+
+def test_measured_points_override_the_model() -> None:
+    card = dispatch.card_named("H200")
+    assert card is not None
+    problem = dispatch.Problem(16, 1, 64, "bf16", card)
+    low, source = dispatch.predict(problem, "etap", 16, 16, 4096)
+    high, _ = dispatch.predict(problem, "etap", 16, 16, 8192)
+    assert source == "measured" and low is not None and high is not None
+    middle, source = dispatch.predict(problem, "etap", 16, 16, 6144)
+    assert source == "measured" and middle == pytest.approx((low + high) / 2)
+    assert dispatch.predict(problem, "etap", 16, 17, 4096)[1] == "model"
+    f32 = dataclasses.replace(problem, out_dtype="f32")
+    assert dispatch.predict(f32, "etap", 16, 16, 4096)[1] == "model"
+    h100 = dataclasses.replace(problem, card=dispatch.card_named("H100"))
+    assert dispatch.predict(h100, "etap", 16, 16, 4096)[1] == "model"
+
+
+def test_h20_is_tensor_bound() -> None:
+    """An H20's tensor core is 3.95 times slower than an H100's SM for SM; memory is not."""
+    h20, h100 = dispatch.card_named("H20"), dispatch.card_named("H100")
+    assert h20 is not None and h100 is not None
+    assert h20.tensor_slowdown == pytest.approx(3.95, abs=0.02)
+    assert h100.tensor_slowdown == pytest.approx(1.0)
+    times = {}
+    for card in (h20, h100):
+        for rows in (16, 64):
+            problem = dispatch.Problem(rows, 1, 64, "bf16", card)
+            times[card.name, rows] = dispatch.predict(problem, "etap", rows, 32, 16384)[0]
+    assert times["H20", 64] / times["H20", 16] > times["H100 SXM", 64] / times["H100 SXM", 16]
+
+
+def test_data_file_comes_from_the_tables() -> None:
+    """Made by the script, from the tables it names; newer tables are a reason to run it again."""
+    text = dispatch_data.TARGET.read_text()
+    recorded = json.loads(text)["tables"]
+    commits, _ = dispatch_data.read_tables()
+    if recorded != commits:
+        pytest.skip("tables are newer than the data: run `python -m profiles.dispatch_data`")
+    assert text == dispatch_data.render(dispatch_data.make())
+
+
+def test_explain_lists_every_candidate() -> None:
+    found = snapmla.explain(16, 1, batch=32, seqlen=16384, card="H200")
+    assert {(v.pipeline, v.row_tile) for v in found.verdicts} == {
+        (p, t) for p in PIPELINES for t in ROW_TILES
+    }
+    assert [v.chosen for v in found.verdicts].count(True) == 1
+    assert found.chosen == found.verdicts[0] and found.chosen.us == pytest.approx(88, rel=0.02)
+    assert all(v.reason for v in found.verdicts[1:])
+    assert all(VariantSpec.from_name(v.variant).name == v.variant for v in found.verdicts)
+    text = str(found)
+    assert "on H200" in text and "roof 71.8 us: 4715 GB/s" in text and "(measured)" in text
+    assert "dual_wg has no row tile of 16: it puts rows on the MMA's M = 64" in text
+    assert "1.63x the time of etap row_tile 16" in text
+    assert text.count("chosen") == 1
+
+
+def test_explain_of_wishes_cards_and_architectures() -> None:
+    asked = snapmla.explain(16, row_tile=64, pipeline="etap", card="H20")
+    assert asked.chosen is not None and asked.chosen.row_tile == 64
+    assert "row_tile=64 was asked for" in str(asked) and "(datasheet)" in str(asked)
+    assert "pipeline='etap' was asked for" in str(asked)
+    nobody = snapmla.explain(16, pipeline="dual_wg", row_tile=16, card="H200")
+    assert nobody.chosen is None and all(v.reason for v in nobody.verdicts)
+    assert snapmla.explain(16, device="cpu").problem.card.name == "H200"
+
+
+def test_explain_says_when_the_choice_loses_at_this_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = dispatch.predict
+
+    def biased(problem, pipeline, row_tile, batch, seqlen):  # type: ignore[no-untyped-def]
+        us, source = real(problem, pipeline, row_tile, batch, seqlen)
+        quick = (pipeline, row_tile) == ("etap", 32) and batch == 1
+        return (0.5 * us if quick else us), source
+
+    monkeypatch.setattr(dispatch, "predict", biased)
+    dispatch.judge.cache_clear()
+    found = snapmla.explain(16, batch=1, seqlen=4096, card="H200")
+    dispatch.judge.cache_clear()
+    assert found.chosen is not None and found.chosen.row_tile == 16
+    other = next(v for v in found.verdicts if (v.pipeline, v.row_tile) == ("etap", 32))
+    assert other.reason is not None and "ask for it by row_tile and pipeline" in other.reason
+
+
+@pytest.mark.parametrize(
+    ("name", "card"),
+    [("NVIDIA H200", "H200"), ("NVIDIA H20-3e", "H20"), ("NVIDIA H100 80GB HBM3", "H100 SXM"),
+     ("NVIDIA H800", "H800 SXM"), ("NVIDIA B200", "B200")],
+)  # fmt: skip
+def test_device_names(name: str, card: str) -> None:
+    found = dispatch.card_named(name)
+    assert found is not None and found.name == card
+
+
+@pytest.mark.parametrize("name", ["NVIDIA GH200 480GB", "NVIDIA A100-SXM4-80GB", "T4"])
+def test_unknown_devices_are_not_taken_for_known_ones(name: str) -> None:
+    assert dispatch.card_named(name) is None
+
+
+def test_a_pipeline_nobody_measured_comes_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    costs = dict(dispatch._costs())
+    costs["tiles"] = {k: v for k, v in costs["tiles"].items() if k != ("etap", 16)}
+    costs["measured"] = {k: v for k, v in costs["measured"].items() if k[:2] != ("etap", 16)}
+    monkeypatch.setattr(dispatch, "_costs", lambda: costs)
+    dispatch.judge.cache_clear()
+    found = snapmla.explain(16, card="H200")
+    dispatch.judge.cache_clear()
+    assert found.chosen is not None and found.chosen.row_tile == 32
+    unknown = next(v for v in found.verdicts if (v.pipeline, v.row_tile) == ("etap", 16))
+    assert unknown.us is None and unknown.reason == "nothing is known of its time"
