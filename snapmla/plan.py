@@ -13,15 +13,11 @@ import torch
 
 from dsl_kernels.spec import (
     KV_LORA_RANK,
-    PIPELINES,
-    ROW_TILES,
     TOKEN_TILE,
     VariantSpec,
-    cluster_of,
 )
-from snapmla import checks, runtime
+from snapmla import checks, dispatch, runtime
 
-DEFAULT_PIPELINE = "etap"
 DEFAULT_FIXED_OVERHEAD = 4  # token tiles that starting an item costs (prologue, epilogue, merge)
 SOFTGPU_SMS = 4  # the software GPU counts as this many SMs: enough parts to split and merge
 
@@ -116,15 +112,6 @@ def _plan_kernel(device: torch.device) -> runtime.Kernel:
 runtime.on_forget(_plan_kernel.cache_clear)
 
 
-def choose_row_tile(rows: int, pipeline: str) -> int:
-    """Smallest row tile that holds ``rows`` query rows; 128 beyond 64 (several blocks if more).
-
-    ``dual_wg`` puts rows on the MMA's M = 64, so it starts at 64.
-    """
-    tiles = [t for t in ROW_TILES if t >= 64 or pipeline != "dual_wg"]
-    return next((t for t in tiles if rows <= t), tiles[-1])
-
-
 @functools.lru_cache(maxsize=64)
 def _sm_count(device: torch.device) -> int:
     if device.type == "cuda":
@@ -134,8 +121,7 @@ def _sm_count(device: torch.device) -> int:
 
 def default_num_parts(device: torch.device, rows: int, row_tile: int) -> int:
     """Parts that fill the device: SMs / (row blocks * CTAs per block), at least 1."""
-    blocks = -(-rows // row_tile)
-    return max(1, _sm_count(device) // (blocks * cluster_of(row_tile)))
+    return dispatch.parts_of(_sm_count(device), rows, row_tile)
 
 
 def plan_decode(
@@ -159,8 +145,9 @@ def plan_decode(
         page_size: of the cache: 16, 32, 64 or 128.
         max_pages: width of the block table that ``decode`` will get, exactly.
         num_parts: None fills the device.
-        pipeline: ``etap`` or ``dual_wg``; None takes the default.
-        row_tile: query rows per CTA or cluster (16, 32, 64, 128); None chooses by rows.
+        pipeline: ``etap`` or ``dual_wg``; None lets the dispatcher choose.
+        row_tile: query rows per CTA or cluster (16, 32, 64, 128); None lets the dispatcher choose
+            (``snapmla.explain`` lists the candidates).
         fixed_overhead: cost of starting an item, in 64-token tiles.
 
     Raises:
@@ -172,12 +159,10 @@ def plan_decode(
     checks.s_q(s_q)
     checks.page_size(page_size)
     checks.integer("max_pages", max_pages, 1, 2**31 // page_size - 1)
-    pipeline = DEFAULT_PIPELINE if pipeline is None else pipeline
-    checks.choice("pipeline", pipeline, PIPELINES)
     rows, device, batch = num_heads * s_q, cache_seqlens.device, cache_seqlens.shape[0]
-    if row_tile is None:
-        row_tile = choose_row_tile(rows, pipeline)
-    checks.choice("row_tile", row_tile, ROW_TILES)
+    pipeline, row_tile = dispatch.choose(
+        device, num_heads, s_q, page_size, pipeline=pipeline, row_tile=row_tile
+    )
     if num_parts is None:
         num_parts = default_num_parts(device, rows, row_tile)
     checks.integer("num_parts", num_parts, 1, 65535)

@@ -15,7 +15,7 @@ import torch
 import snapmla
 from codegen import toolchain
 from snapmla import PagedKVCache, QuantizedQuery, metrics, reference, selfcheck
-from snapmla.plan import choose_row_tile, default_num_parts
+from snapmla.plan import default_num_parts
 from snapmla.reference_plan import plan_reference
 
 pytestmark = pytest.mark.skipif(not toolchain.have_compiler(), reason="needs nvidia-cutlass-dsl")
@@ -233,15 +233,6 @@ def test_empty_calls_return_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         assert tuple(out.shape) == (0, 1, 4, 512) and tuple(lse.shape) == (0, 4, 1)
     fetched = snapmla.fetch_dequant(cache, empty)
     assert tuple(fetched[0].shape) == (0, 512)
-
-
-@pytest.mark.parametrize(
-    ("rows", "pipeline", "tile"),
-    [(1, "etap", 16), (16, "etap", 16), (17, "etap", 32), (33, "etap", 64), (65, "etap", 128),
-     (1024, "etap", 128), (1, "dual_wg", 64), (64, "dual_wg", 64), (65, "dual_wg", 128)],
-)  # fmt: skip
-def test_row_tile_choice(rows: int, pipeline: str, tile: int) -> None:
-    assert choose_row_tile(rows, pipeline) == tile
 
 
 def test_parts_fill_the_device() -> None:
