@@ -1,8 +1,9 @@
 """Floating point: PTX ISA 9.7.3 (f32, f64), 9.7.4 (f16, bf16), 9.7.6-7 (compare, select).
 
-IEEE where PTX defines it.  ``.approx`` functions are computed in float64 and rounded once, which is
-within every bound PTX gives but is not the hardware's bit pattern.  NaN results of f32
-arithmetic are 0x7fffffff.
+IEEE where PTX defines it.  ``ex2``, ``lg2`` and ``rcp`` ``.approx.ftz.f32`` give the bits of an
+H200 (``softgpu.mufu``), or with ``Options.accumulate`` = ``exact`` the correctly rounded result,
+like all other ``.approx`` functions: computed in float64 and rounded once, within every bound PTX
+gives.  NaN results of f32 arithmetic are 0x7fffffff.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from .. import floats
+from .. import accumulate, floats, mufu
 from ..decode import DTYPES, Decoder, Handler, Mods, op, unmodelled
 from ..ptx import Instr, Not
 from .integer_alu import binary, write
@@ -293,10 +294,10 @@ _FUNCTIONS: dict[str, Any] = {
 
 @op(*_FUNCTIONS)
 def special(ins: Instr, k: Decoder) -> Handler:
-    """Float64 evaluation, one rounding: exact for rcp.rn and sqrt.rn, within bound for .approx."""
+    """The hardware's bits where they are known, else float64 rounded once: exact for .rn."""
     mods = Mods(ins)
     kind = mods.type()
-    mods.take("approx", "rn")
+    approx = mods.take("approx", "rn") == "approx"
     ftz = mods.flag("ftz")
     mods.done()
     if kind not in ("f32", "f64"):
@@ -311,7 +312,22 @@ def special(ins: Instr, k: Decoder) -> Handler:
         r = floats.canonical(function(x.astype(f64)).astype(f32))
         return floats.flush(r) if ftz else r
 
-    return write(d, compute)
+    unit = mufu.FUNCTIONS.get(ins.parts[0]) if approx and ftz else None
+    if unit is None:
+        return write(d, compute)
+
+    def run(w: Any, m: Any) -> None:
+        v = w.v
+        if w.machine.options.accumulate is accumulate.exact:
+            r = compute(v)
+        else:
+            r = unit(v[a])
+        if m is True:
+            v[d][...] = r
+        else:
+            np.copyto(v[d], r, where=m)
+
+    return run
 
 
 @op("copysign")
