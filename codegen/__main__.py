@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from codegen import artifacts, closure, toolchain, tryout
+from codegen import artifacts, toolchain, tryout
 from codegen import compile as compiler
 from codegen import matrix as mx
 from codegen.artifacts import Record
@@ -130,11 +130,8 @@ def build_command(name: str, out: Out = None) -> None:
     """Build one variant by name unless it is up to date; what the run-time compiler calls."""
     _need_compiler()
     spec = _spec(name)
-    out_dir = out or artifacts.default_dir()
-    if closure.has_source(spec) and compiler.up_to_date(spec, out_dir, linked=True) is not None:
-        return
     try:
-        compiler.build(spec, out_dir)
+        compiler.ensure(spec, out or artifacts.default_dir())
     except (compiler.BuildError, RuntimeError) as error:
         raise _fail(str(error)) from None
 

@@ -8,11 +8,13 @@ A directory of variants holds, for each ``VariantSpec``,
     <name>.json   the record below; written last, so its presence means the others are complete
     <name>.log    compiler output
 
-and ``manifest.json``, all records in one file.
+and ``manifest.json``, all records in one file, without what differs from build to build.
+``.locks`` holds lock files: one process at a time builds a variant, one writes the manifest.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -22,11 +24,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
+
 from dsl_kernels.spec import VariantSpec
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "manifest.json"
 ENV_DIR = "SNAPMLA_VARIANT_DIR"
+VOLATILE = ("compile_seconds",)  # fields that the manifest leaves out
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -48,10 +53,16 @@ class Record:
         source_hash, sources: content hash of the kernel's import closure within dsl_kernels.
         dsl_version, flavour: nvidia-cutlass-dsl version; toolkit flavour (``cu12``, ``cu13``).
         options: compile options.
+        host_cpu: what the host half's instructions are limited to, empty: the building machine's.
+        arguments: of the exported function, see ``codegen.abi``.
         registers: at launch, as ptxas assigned them.
         warpgroup_registers: values of the setmaxnreg instructions, in program order.
+        barrier_counts: arrivals of mbarrier.init -> number of barriers initialised so.
+        declared: the kernel module's budget (threads, registers per warpgroup, barrier_counts,
+            smem), which the audit holds against the above; None where there is none.
         sass: instruction count by base opcode.
-        link: ``static`` (needs libtvm_ffi only), ``dynamic`` (and libcute_dsl_runtime) or None.
+        host_beyond: instructions of the host half that ``host_cpu`` lacks; None: not looked.
+        link: ``codegen.link.identity()`` of the library, None if it was not linked.
     """
 
     name: str
@@ -63,6 +74,8 @@ class Record:
     dsl_version: str
     flavour: str
     options: str
+    host_cpu: str = ""
+    arguments: list[dict[str, Any]] = field(default_factory=list)
     ptx_version: str = ""
     threads: int = 0
     registers: int = 0
@@ -73,8 +86,11 @@ class Record:
     static_smem: int = 0
     dynamic_smem: int | None = None
     warpgroup_registers: list[int] = field(default_factory=list)
+    barrier_counts: dict[str, int] = field(default_factory=dict)
+    declared: dict[str, Any] | None = None
     notes: list[str] = field(default_factory=list)
     sass: dict[str, int] = field(default_factory=dict)
+    host_beyond: int | None = None
     compile_seconds: float = 0.0
     link: str | None = None
     format: int = FORMAT
@@ -131,9 +147,25 @@ def records(out_dir: Path) -> Iterator[Record]:
             yield record
 
 
-def write_manifest(out_dir: Path) -> int:
-    """Rewrites ``manifest.json`` from the records; returns their number."""
+@contextlib.contextmanager
+def lock(out_dir: Path, name: str) -> Iterator[None]:
+    """Held by one process at a time; the system frees it when the process dies."""
+    folder = out_dir / ".locks"
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder / f"{name}.lock"):
+        yield
+
+
+def manifest_text(out_dir: Path) -> str:
+    """What ``manifest.json`` of a directory should say: a function of sources and options alone."""
     found = [dataclasses.asdict(r) for r in records(out_dir)]
-    text = json.dumps({"format": FORMAT, "variants": found}, indent=1, sort_keys=True) + "\n"
-    write_atomic(out_dir / MANIFEST, text)
-    return len(found)
+    for record in found:
+        for name in VOLATILE:
+            del record[name]
+    return json.dumps({"format": FORMAT, "variants": found}, indent=1, sort_keys=True) + "\n"
+
+
+def write_manifest(out_dir: Path) -> None:
+    """Rewrites ``manifest.json`` from the records."""
+    with lock(out_dir, "manifest"):
+        write_atomic(out_dir / MANIFEST, manifest_text(out_dir))

@@ -4,12 +4,14 @@ Sources: ptxas' remarks (registers, spills, notes), the PTX (threads, setmaxnreg
 SASS through nvdisasm (opcode counts) and the lowered host module (dynamic shared memory).
 A build fails on: spills, local memory, a ptxas C75xx note (serialised or injected WGMMA waits),
 register totals that setmaxnreg could never grant, too much shared memory, a decode kernel
-without tensor-core instructions of both kinds.
+without tensor-core instructions of both kinds, a kernel that is not what its budget declares, host
+code that only the building machine's CPU runs.
 """
 
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import tempfile
 from collections import Counter
@@ -17,8 +19,9 @@ from pathlib import Path
 
 from codegen import toolchain
 from codegen.artifacts import Record
+from dsl_kernels.common import budget
 
-SMEM_LIMIT = 232448  # bytes a CTA can opt in to, sm_90 and sm_100
+SMEM_LIMIT = budget.SMEM_MAX
 WARPGROUP = 128
 
 _SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
@@ -26,6 +29,10 @@ _USED = re.compile(r"Used (\d+) registers(?:, used (\d+) barriers)?(.*)")
 _STATIC_SMEM = re.compile(r"(\d+) bytes smem")
 _NOTE = re.compile(r"^.*\bC75\d\d\b.*$", re.MULTILINE)
 _OPCODE = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)", re.MULTILINE)
+_BEYOND = re.compile(
+    r"\t(?:v[a-z]\w+|andn|bextr|bls(?:i|r|msk)|bzhi|mulx|pdep|pext|rorx|sarx|shlx|shrx|tzcnt|lzcnt|movbe)"
+    r"\s"
+)
 _CONFIG_SMEM = re.compile(
     r"(%\d+) = llvm\.getelementptr %\d+\[0, 2\] : .*struct<\(array<3 x i32>, array<3 x i32>, i64"
 )
@@ -67,6 +74,26 @@ def read_ptx(record: Record, ptx: str) -> None:
     record.warpgroup_registers = [
         int(n) for n in re.findall(r"setmaxnreg\.(?:inc|dec)\.\S+\s+(\d+)", ptx)
     ]
+
+
+def read_barriers(record: Record, ptx: str) -> None:
+    """Fills the arrival counts of the mbarriers that the kernel initialises."""
+    constants = dict(re.findall(r"mov\.[bu]32\s+(%r\d+), (\d+);", ptx))
+    found = re.findall(r"mbarrier\.init\.\S+\s+\[[^\]]+\], (%r\d+|\d+)", ptx)
+    counts = Counter(constants.get(value, value) for value in found)
+    record.barrier_counts = dict(sorted(counts.items()))
+
+
+def read_host(record: Record, obj: Path) -> None:
+    """Fills ``host_beyond`` where objdump is at hand; a baseline of x86-64-v2 has no VEX or BMI."""
+    tool = shutil.which("objdump")
+    if tool is None or not record.host_cpu:
+        return
+    command = [tool, "-d", "--no-show-raw-insn", str(obj)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"objdump failed on {record.name}: {done.stderr.strip()}")
+    record.host_beyond = len(_BEYOND.findall(done.stdout))
 
 
 def read_host_module(record: Record, module: str) -> None:
@@ -140,8 +167,33 @@ def problems(record: Record) -> list[str]:
     smem = record.static_smem + (record.dynamic_smem or 0)
     if smem > SMEM_LIMIT:
         found.append(f"{smem} bytes of shared memory exceed {SMEM_LIMIT}")
+    if record.host_beyond:
+        found.append(
+            f"host code: {record.host_beyond} instructions that {record.host_cpu} does not have; "
+            "other servers would die of SIGILL"
+        )
+    found += _undeclared(record)
     if record.spec["op"] == "decode":
         for opcode in MMA_REQUIRED[record.spec["arch"]]:
             if not record.sass.get(opcode):
                 found.append(f"no {opcode} in the SASS: the MMA was not built as intended")
+    return found
+
+
+def _undeclared(record: Record) -> list[str]:
+    """Where the compiled kernel differs from the budget that its module declares."""
+    declared = record.declared
+    if declared is None:
+        return []
+    found: list[str] = []
+    for what, built in (
+        ("threads", record.threads),
+        ("warpgroup_registers", sorted(set(record.warpgroup_registers))),
+        ("barrier_counts", record.barrier_counts),
+    ):
+        if built != declared[what]:
+            found.append(f"budget: {what} is declared {declared[what]}, built {built}")
+    smem = record.static_smem + (record.dynamic_smem or 0)
+    if smem > declared["smem"]:
+        found.append(f"budget: {declared['smem']} bytes of shared memory declared, {smem} built")
     return found

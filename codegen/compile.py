@@ -2,7 +2,8 @@
 
 ``build`` runs the compiler in the calling process and is meant for worker processes
 (``codegen.precompile``) and one-shot commands: it redirects file descriptors 1 and 2 while the
-compiler runs, because ptxas' remarks come from native code.
+compiler runs, because ptxas' remarks come from native code.  ``ensure`` is what many processes may
+call at once for the same directory: one builds, the others wait and find it built.
 """
 
 from __future__ import annotations
@@ -10,22 +11,28 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import importlib
 import json
 import os
+import platform
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from codegen import artifacts, audit, closure, link, toolchain
+from codegen import abi, artifacts, audit, closure, link, toolchain
 from codegen.artifacts import Record
 from dsl_kernels import registry
 from dsl_kernels.spec import VariantSpec
 
 # Line info does not change the SASS (compared); it feeds ncu's source view and softgpu's reports.
 OPTIONS = "--enable-tvm-ffi --generate-line-info --keep-ptx --keep-cubin remarks{ptx}"
+# The DSL compiles the host half for the building CPU; ours must run on any server's.
+_HOST_CPUS = {"x86_64": ("x86-64-v2", "+sse4.2,+popcnt,+cx16")}
+HOST_CPU, _HOST_FEATURES = _HOST_CPUS.get(platform.machine(), ("", ""))
 
 
 class BuildError(RuntimeError):
@@ -65,9 +72,10 @@ def draft(spec: VariantSpec) -> Record:
         dsl_version=toolchain.dsl_version() or "none",
         flavour=toolchain.flavour(),
         options=OPTIONS,
+        host_cpu=HOST_CPU,
     )
     identity = [artifacts.FORMAT, record.spec, source_hash, record.dsl_version, record.flavour]
-    text = json.dumps([*identity, OPTIONS], sort_keys=True)
+    text = json.dumps([*identity, OPTIONS, HOST_CPU], sort_keys=True)
     record.key = hashlib.sha256(text.encode()).hexdigest()[:24]
     return record
 
@@ -83,9 +91,42 @@ def up_to_date(spec: VariantSpec, out_dir: Path, linked: bool) -> Record | None:
         return None
     if not (files["o"].is_file() and files["ptx"].is_file()):
         return None
-    if linked and link.mode() is not None and not (record.link and files["so"].is_file()):
+    if linked and not _linked(record, files["so"]):
         return None
     return record
+
+
+def _linked(record: Record, library: Path) -> bool:
+    """Whether the library is as this machine would link it, or cannot be linked here anyway."""
+    wanted = link.identity()
+    return wanted is None or (record.link == wanted and library.is_file())
+
+
+def ensure(
+    spec: VariantSpec, out_dir: Path, *, linked: bool = True, force: bool = False
+) -> tuple[Record, bool]:
+    """Brings one variant up to date unless another process just did; (record, was it built?).
+
+    Objects that are fresh and only linked otherwise are relinked, not compiled.
+
+    Args:
+        force: compile even what is up to date.
+
+    Raises:
+        BuildError: as ``build``.
+        RuntimeError: the linker failed.
+    """
+    with artifacts.lock(out_dir, spec.name):
+        known = closure.has_source(spec) and not force
+        record = up_to_date(spec, out_dir, False) if known else None
+        if record is None:
+            return build(spec, out_dir, linked=linked), True
+        files = artifacts.paths(out_dir, spec)
+        if not linked or _linked(record, files["so"]):
+            return record, False
+        record.link = link.link(files["o"], files["so"], spec.arch, record.flavour)
+        artifacts.write_atomic(files["json"], record.to_json())
+        return record, True
 
 
 def set_target(arch: str) -> None:
@@ -119,11 +160,15 @@ def build(spec: VariantSpec, out_dir: Path, *, linked: bool = True, strict: bool
             tempfile.TemporaryDirectory(prefix="snapmla-") as tmp,
             _captured(Path(tmp, "log.txt"), log),
         ):
-            obj, ptx, cubin, module = _compile(spec, Path(tmp))
+            made = _compile(spec, Path(tmp))
+            audit.read_host(record, made.obj)
+            obj = made.obj.read_bytes()
+        record.arguments, record.declared = made.arguments, made.declared
         audit.read_ptxas(record, log[0])
-        audit.read_ptx(record, ptx)
-        audit.read_host_module(record, module)
-        audit.read_sass(record, cubin)
+        audit.read_ptx(record, made.ptx)
+        audit.read_barriers(record, made.ptx)
+        audit.read_host_module(record, made.module)
+        audit.read_sass(record, made.cubin)
     except Exception as error:
         text = "".join(log)
         artifacts.write_atomic(files["log"], f"{text}\n{error}\n")
@@ -137,14 +182,28 @@ def build(spec: VariantSpec, out_dir: Path, *, linked: bool = True, strict: bool
     files["json"].unlink(missing_ok=True)
     files["so"].unlink(missing_ok=True)
     artifacts.write_atomic(files["o"], obj)
-    artifacts.write_atomic(files["ptx"], ptx)
-    record.link = link.link(files["o"], files["so"]) if linked else None
+    artifacts.write_atomic(files["ptx"], made.ptx)
+    if linked:
+        record.link = link.link(files["o"], files["so"], spec.arch, record.flavour)
     artifacts.write_atomic(files["json"], record.to_json())
     return record
 
 
-def _compile(spec: VariantSpec, tmp: Path) -> tuple[bytes, str, bytes, str]:
-    """(object, PTX, cubin, text of the lowered host module)."""
+@dataclass(frozen=True)
+class _Made:
+    """What the compiler returned: path of the object, PTX, cubin, lowered host module, ABI."""
+
+    obj: Path
+    ptx: str
+    cubin: bytes
+    module: str
+    arguments: list[dict[str, Any]]
+    declared: dict[str, Any] | None
+
+
+def _compile(spec: VariantSpec, tmp: Path) -> _Made:
+    """Runs the compiler; files go under ``tmp``."""
+    toolchain.import_compiler()
     import cutlass.cute as cute
     from cutlass.cute.runtime import make_fake_stream
 
@@ -152,12 +211,46 @@ def _compile(spec: VariantSpec, tmp: Path) -> tuple[bytes, str, bytes, str]:
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
     options = f"{OPTIONS} --gpu-arch {spec.arch} --dump-dir={tmp}"
     compiled = cute.compile(function, *fakes, stream, options=options)
+    module = str(compiled.ir_module)
+    _limit_host_code(compiled.ir_module)
     path = tmp / "variant.o"
     compiled.export_to_c(str(path), function_name=spec.symbol)
     ptx, cubin = compiled.__ptx__, compiled.__cubin__
     if not ptx or not cubin:
         raise RuntimeError("the compiler kept no PTX or cubin")
-    return path.read_bytes(), ptx, cubin, str(compiled.ir_module)
+    return _Made(path, ptx, cubin, module, abi.describe(function, fakes), _declared(spec))
+
+
+def _limit_host_code(module: Any) -> None:
+    """Restricts every host function of a lowered module to ``HOST_CPU``'s instructions.
+
+    The DSL has an option for the host's target, but not together with TVM-FFI; LLVM's function
+    attributes override the target machine that it sets up.
+    """
+    if not HOST_CPU:
+        return
+    ir: Any = importlib.import_module("cutlass._mlir.ir")
+    with module.context:
+        cpu = ir.StringAttr.get(HOST_CPU)
+        features = ", ".join(f'"{feature}"' for feature in _HOST_FEATURES.split(","))
+        target = ir.Attribute.parse(f"#llvm.target_features<[{features}]>")
+        for op in module.body.operations:
+            if op.operation.name == "llvm.func":
+                op.operation.attributes["target_cpu"] = cpu
+                op.operation.attributes["target_features"] = target
+
+
+def _declared(spec: VariantSpec) -> dict[str, Any] | None:
+    """The module's budget in the form that the audit compares."""
+    budget = registry.budget(spec)
+    if budget is None:
+        return None
+    return {
+        "threads": budget.threads,
+        "warpgroup_registers": sorted({g.registers for g in budget.groups if g.registers}),
+        "barrier_counts": {str(count): n for count, n in budget.barrier_counts().items()},
+        "smem": budget.smem,
+    }
 
 
 @contextlib.contextmanager

@@ -1,13 +1,14 @@
 """Object file to loadable library.
 
-``static``: the DSL's small launch runtime and the CUDA runtime are linked in; only libtvm_ffi stays
-a needed library, and the ``tvm_ffi`` package has loaded it by then.  ``dynamic``: where no
-libcudart_static.a is found, the result needs libcute_dsl_runtime.so beside libtvm_ffi.so.
+The library holds the object and a few kilobytes of our own launch code over the CUDA driver
+(``launch.c``); it needs libtvm_ffi, which the ``tvm_ffi`` package has loaded by then, and libc.
+Neither the CUDA toolkit nor the DSL's runtime takes part, when linking or when loading.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import os
 import subprocess
 import tempfile
@@ -15,34 +16,30 @@ from pathlib import Path
 
 from codegen import toolchain
 
-# The one symbol that the static launch runtime lacks.
-_STUB = """
-extern void TVMFFIErrorSetRaisedFromCStr(const char *, const char *);
-extern const char *cudaGetErrorString(int);
-extern int snprintf(char *, unsigned long, const char *, ...);
-void CuteDSLRT_TVMFFISetRaisedCudaError(int code) {
-  char text[256];
-  snprintf(text, sizeof text, "CUDA error %d at launch: %s", code, cudaGetErrorString(code));
-  TVMFFIErrorSetRaisedFromCStr("RuntimeError", text);
-}
-"""
-
-
-def mode() -> str | None:
-    """``static``, ``dynamic``, or None if nothing can be linked on this machine."""
-    libs = toolchain.dsl_lib_dir()
-    if toolchain.c_compiler() is None or libs is None or toolchain.tvm_ffi_lib_dir() is None:
-        return None
-    archive = libs / "libcuda_dialect_runtime_static.a"
-    return "static" if archive.is_file() and toolchain.cudart_static() else "dynamic"
+SOURCE = Path(__file__).resolve().parent / "launch.c"
+_COMPILE = ["-O2", "-fPIC", "-fvisibility=hidden", "-Wall", "-Werror", "-c"]
+# Of all that the object defines, callers need its entry only: short symbol tables load faster.
+_LINK = ["-shared", "-s", "-Wl,--no-undefined", "-Wl,--gc-sections", "-Wl,--build-id=none"]
+_EXPORTS = "{ global: __tvm_ffi_*; local: *; };\n"
 
 
 @functools.cache
-def _stub_object() -> bytes:
+def identity() -> str | None:
+    """Changes when libraries must be linked anew; None if this machine cannot link."""
+    if toolchain.c_compiler() is None or toolchain.tvm_ffi_lib_dir() is None:
+        return None
+    digest = hashlib.sha256(SOURCE.read_bytes())
+    digest.update("\0".join([*_COMPILE, *_LINK, _EXPORTS]).encode())
+    return f"driver-{digest.hexdigest()[:12]}"
+
+
+@functools.cache
+def _launch_object(arch: str, flavour: str) -> bytes:
+    """``launch.c`` compiled for the error messages of one target."""
     with tempfile.TemporaryDirectory() as tmp:
-        source, out = Path(tmp, "stub.c"), Path(tmp, "stub.o")
-        source.write_text(_STUB)
-        _run([str(toolchain.c_compiler()), "-fPIC", "-O2", "-c", str(source), "-o", str(out)])
+        out = Path(tmp, "launch.o")
+        facts = [f'-DSNAPMLA_ARCH="{arch}"', f"-DSNAPMLA_TOOLKIT={flavour.removeprefix('cu')}"]
+        _run([str(toolchain.c_compiler()), *_COMPILE, *facts, str(SOURCE), "-o", str(out)])
         return out.read_bytes()
 
 
@@ -52,29 +49,23 @@ def _run(command: list[str]) -> None:
         raise RuntimeError(f"link failed: {' '.join(command)}\n{done.stderr.strip()}")
 
 
-def link(obj: Path, out: Path) -> str | None:
-    """Links ``obj`` into ``out`` (replaced atomically).
+def link(obj: Path, out: Path, arch: str, flavour: str) -> str | None:
+    """Links ``obj``, built for ``arch`` with toolkit ``flavour``, into ``out`` (atomically).
 
-    Returns the mode used, None if this machine cannot link.  Raises RuntimeError with the linker's
-    message if linking fails.
+    Returns ``identity()``: None, and nothing is written, if this machine cannot link.  Raises
+    RuntimeError with the linker's message if linking fails.
     """
-    how = mode()
-    if how is None:
+    found = identity()
+    if found is None:
         return None
-    libs, ffi = toolchain.dsl_lib_dir(), toolchain.tvm_ffi_lib_dir()
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as tmp:
-        result = Path(tmp, out.name)
-        command = [str(toolchain.c_compiler()), "-shared", "-s", "-o", str(result), str(obj)]
-        if how == "static":
-            stub = Path(tmp, "stub.o")
-            stub.write_bytes(_stub_object())
-            # Local symbols only: several variants share one process, each with its own runtime.
-            command += ["-Wl,--no-undefined", "-Wl,--exclude-libs,ALL", str(stub)]
-            command += [f"{libs}/libcuda_dialect_runtime_static.a"]
-            command += [f"-L{toolchain.cudart_static()}", "-lcudart_static"]
-            command += [f"-L{ffi}", "-ltvm_ffi", "-ldl", "-lrt", "-lpthread"]
-        else:
-            command += [f"-L{libs}", "-lcute_dsl_runtime", f"-L{ffi}", "-ltvm_ffi"]
+        launch, exports, result = (Path(tmp, n) for n in ("launch.o", "exports.map", out.name))
+        launch.write_bytes(_launch_object(arch, flavour))
+        exports.write_text(_EXPORTS)
+        command = [str(toolchain.c_compiler()), *_LINK, f"-Wl,--version-script={exports}"]
+        command += ["-o", str(result), str(obj), str(launch)]
+        command += [f"-L{toolchain.tvm_ffi_lib_dir()}", "-ltvm_ffi", "-ldl"]
         _run(command)
+        os.chmod(result, 0o644)
         os.replace(result, out)
-    return how
+    return found

@@ -1,7 +1,8 @@
 """Builds many variants with a few worker processes.
 
 A worker imports the compiler once and builds variant after variant (1-2 s each instead of 5).
-A worker that dies takes only its own variant down: that one is tried once more alone.
+A worker that dies takes only its own variant down: that one is tried once more alone.  A run that
+is killed leaves whole variants only; the next one goes on from there and ends in the same manifest.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ class Report:
 
 
 Progress = Callable[[str, Record | list[str]], None]
+Outcome = tuple[Record, bool] | list[str]  # (record, was it built?), or what went wrong
 
 
 def precompile(
@@ -66,10 +68,16 @@ def precompile(
             report.reused[spec.name] = record
     jobs = jobs or min(MAX_JOBS, os.cpu_count() or 1)
     for arch, pending in todo.items():
-        _build_all(arch, pending, out_dir, linked, jobs, report, progress)
-    if todo or not (out_dir / artifacts.MANIFEST).is_file():
+        _build_all(arch, pending, out_dir, linked, force, jobs, report, progress)
+    if todo or not _manifest_is_current(out_dir):
         artifacts.write_manifest(out_dir)
     return report
+
+
+def _manifest_is_current(out_dir: Path) -> bool:
+    """False after a run that was killed between its last build and its manifest."""
+    path = out_dir / artifacts.MANIFEST
+    return path.is_file() and path.read_text() == artifacts.manifest_text(out_dir)
 
 
 def _build_all(
@@ -77,6 +85,7 @@ def _build_all(
     pending: list[VariantSpec],
     out_dir: Path,
     linked: bool,
+    force: bool,
     jobs: int,
     report: Report,
     progress: Progress | None,
@@ -89,18 +98,19 @@ def _build_all(
             size, mp_context=context, initializer=compiler.set_target, initargs=(arch,)
         )
 
-    def finish(spec: VariantSpec, outcome: Record | list[str]) -> None:
-        if isinstance(outcome, Record):
-            report.built[spec.name] = outcome
-        else:
+    def finish(spec: VariantSpec, outcome: Outcome) -> None:
+        if isinstance(outcome, list):
             report.failed[spec.name] = outcome
+        else:
+            record, built = outcome
+            (report.built if built else report.reused)[spec.name] = record
         if progress is not None:
-            progress(spec.name, outcome)
+            progress(spec.name, outcome if isinstance(outcome, list) else outcome[0])
 
     lost: list[VariantSpec] = []
     with pool(min(jobs, len(pending))) as executor:
-        futures = {executor.submit(_build_one, s, out_dir, linked): s for s in pending}
-        waiting: set[Future[Record | list[str]]] = set(futures)
+        futures = {executor.submit(_build_one, s, out_dir, linked, force): s for s in pending}
+        waiting: set[Future[Outcome]] = set(futures)
         while waiting:
             done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
             for future in done:
@@ -111,14 +121,14 @@ def _build_all(
     for spec in lost:
         with pool(1) as executor:
             try:
-                finish(spec, executor.submit(_build_one, spec, out_dir, linked).result())
+                finish(spec, executor.submit(_build_one, spec, out_dir, linked, force).result())
             except BrokenProcessPool:
                 finish(spec, ["the compiler process died (see the log file, if any)"])
 
 
-def _build_one(spec: VariantSpec, out_dir: Path, linked: bool) -> Record | list[str]:
+def _build_one(spec: VariantSpec, out_dir: Path, linked: bool, force: bool) -> Outcome:
     try:
-        return compiler.build(spec, out_dir, linked=linked)
+        return compiler.ensure(spec, out_dir, linked=linked, force=force)
     except compiler.BuildError as error:
         return error.problems
     except Exception as error:  # a link failure must not stop the other variants

@@ -1,17 +1,23 @@
-"""Finds the tools and libraries around the compiler, without importing it."""
+"""Finds the tools and libraries around the compiler, and imports it for one toolkit flavour."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import importlib
 import importlib.metadata
 import importlib.util
 import os
 import re
 import shutil
+import sys
 from pathlib import Path
+from typing import Any
 
 _DSL = "nvidia-cutlass-dsl"
+ENV_CUDA = "SNAPMLA_CUDA"
+MAJORS = (12, 13)  # toolkit flavours of the DSL
+_EXTENSION = "cutlass._mlir._mlir_libs._cutlass_ir"
 
 
 def dsl_version() -> str | None:
@@ -39,13 +45,63 @@ def driver_major() -> int | None:
     return None
 
 
-@functools.cache
+def installed_majors() -> list[int]:
+    """CUDA majors of the toolkit flavours that are installed with the DSL."""
+    return [major for major in MAJORS if _dist(f"{_DSL}-libs-cu{major}")]
+
+
 def flavour() -> str:
-    """Toolkit flavour that the DSL will pick here: the newest installed one the driver can load."""
-    installed = [major for major in (12, 13, 14) if _dist(f"{_DSL}-libs-cu{major}")]
+    """Toolkit flavour to build with: ``$SNAPMLA_CUDA``, else the newest that the driver can load.
+
+    Raises ValueError in one sentence if the flavour asked for is unknown or not installed.
+    """
+    installed, asked = installed_majors(), os.environ.get(ENV_CUDA, "")
+    if asked:
+        if asked not in map(str, MAJORS):
+            raise ValueError(f"CUDA: expected one of {', '.join(map(str, MAJORS))}, got {asked!r}")
+        if int(asked) not in installed:
+            raise ValueError(
+                f"CUDA={asked}: the DSL's cu{asked} libraries are not installed: pip install "
+                f"'{_DSL}-libs-cu{asked}=={dsl_version()}'"
+            )
+        return f"cu{asked}"
     driver = driver_major()
     usable = [m for m in installed if driver is None or m <= driver]
     return f"cu{max(usable)}" if usable else "none"
+
+
+class _Library(ctypes.CDLL):
+    """Stands in for ``ctypes.CDLL`` while the DSL is imported: libcuda reports ``major``."""
+
+    major = 0
+
+    def __init__(self, name: Any, *args: Any, **kwargs: Any) -> None:
+        if name != "libcuda.so.1":
+            super().__init__(name, *args, **kwargs)
+
+    def cuDriverGetVersion(self, version: Any) -> int:
+        version._obj.value = self.major * 1000 + 90
+        return 0
+
+
+def import_compiler() -> None:
+    """Imports the DSL with the toolkit flavour that ``flavour()`` names.
+
+    The DSL picks a flavour by the driver's version and has no switch for it, so the driver seems
+    to be of the wanted CUDA major meanwhile; afterwards the choice is verified.  Raises
+    RuntimeError if another flavour is loaded, as in a process that imported the DSL before.
+    """
+    wanted = flavour()
+    if _EXTENSION not in sys.modules:
+        _Library.major = int(wanted.removeprefix("cu"))
+        real, ctypes.CDLL = ctypes.CDLL, _Library  # type: ignore[misc]
+        try:
+            importlib.import_module("cutlass.cute")
+        finally:
+            ctypes.CDLL = real  # type: ignore[misc]
+    file = getattr(sys.modules.get(_EXTENSION), "__file__", "") or ""
+    if f".{wanted}." not in Path(file).name:
+        raise RuntimeError(f"the DSL loaded {Path(file).name or 'nothing'}, {wanted} was asked for")
 
 
 def _dist(name: str) -> bool:
@@ -80,28 +136,6 @@ def nvdisasm() -> Path | None:
 def c_compiler() -> str | None:
     """C compiler driver used for linking."""
     return next((p for p in map(shutil.which, (os.environ.get("CC") or "gcc", "cc")) if p), None)
-
-
-@functools.cache
-def cudart_static() -> Path | None:
-    """Directory of libcudart_static.a: CUDA_HOME, CUDA_PATH, /usr/local/cuda*, nvidia wheels."""
-    roots = [Path(os.environ[v]) for v in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(v)]
-    roots += [Path("/usr/local/cuda"), *sorted(Path("/usr/local").glob("cuda-*"), reverse=True)]
-    roots += [p for d in _package_dirs("nvidia") for p in sorted(d.glob("cu*"), reverse=True)]
-    for root in roots:
-        for sub in ("lib64", "lib", "targets/x86_64-linux/lib"):
-            if (root / sub / "libcudart_static.a").is_file():
-                return root / sub
-    return None
-
-
-@functools.cache
-def dsl_lib_dir() -> Path | None:
-    """Directory of libcute_dsl_runtime.so and libcuda_dialect_runtime_static.a."""
-    for base in _package_dirs("nvidia_cutlass_dsl"):
-        if (base / flavour() / "lib").is_dir():
-            return base / flavour() / "lib"
-    return None
 
 
 @functools.cache

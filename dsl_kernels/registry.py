@@ -3,6 +3,7 @@
 Every kernel module offers
 
     feasible(spec) -> str | None     why this variant cannot be built, or None
+    budget(spec) -> Budget           optional: what a CTA needs of an SM (common/budget.py)
     build(spec) -> (fn, fakes)       a ``@cute.jit`` callable and fake arguments for it; the stream
                                      is the callable's last parameter and not among the fakes
 
@@ -17,6 +18,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from .common.budget import Budget
 from .spec import VariantSpec
 
 _MODULES: dict[str, str] = {
@@ -56,6 +58,15 @@ def feasible(spec: VariantSpec) -> str | None:
     if module_name(spec) is None:
         return f"no kernel module for op {spec.op}, pipeline {spec.pipeline} on {spec.arch}"
     return module(spec).feasible(spec)
+
+
+def budget(spec: VariantSpec) -> Budget | None:
+    """What one CTA of ``spec`` asks of an SM, as its module declares; None where it declares none.
+
+    Raises ValueError if no kernel module builds ``spec``.
+    """
+    declared = getattr(module(spec), "budget", None)
+    return None if declared is None else declared(spec)
 
 
 def build(spec: VariantSpec) -> tuple[Callable[..., Any], list[Any]]:

@@ -233,18 +233,15 @@ def nearest(spec: VariantSpec) -> str | None:
 def compile_variant(spec: VariantSpec) -> Artifact:
     """Compiles ``spec`` in a subprocess into the first directory of the search path.
 
-    Processes that want the same variant wait for one another; whoever comes second finds it built.
-    Raises VariantError with the compiler's message.
+    Processes that want the same variant wait for one another (codegen takes a file lock); whoever
+    comes second finds it built.  Raises VariantError with the compiler's message.
     """
-    from filelock import FileLock
-
     directory = env.variant_dirs()[0]
     directory.mkdir(parents=True, exist_ok=True)
     log.warning("compiling variant %s into %s (once; takes seconds)", spec.name, directory)
     environment = {**os.environ, "PYTHONPATH": _python_path()}
     command = [sys.executable, "-m", "codegen", "build", spec.name, "--out", str(directory)]
-    with FileLock(directory / f".{spec.name}.lock"):
-        done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode:
         message = (done.stdout + done.stderr).strip()
         raise VariantError(f"variant {spec.name} did not compile: {message}")

@@ -22,6 +22,7 @@ CTA x owns rows x * rows_cta ... of them; rows past the end are zero-filled by T
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import cutlass
@@ -33,6 +34,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_tensor
 
+from ..common import budget as bud
 from ..common.mma import BF16, F8, ROW_MAJOR, U8, U32, issue, one_stage, staged
 from ..common.smem import array
 from ..common.transpose import COLUMN_BLOCK
@@ -44,7 +46,6 @@ from ..spec import TOKEN_TILE as TILE
 LOG2E = math.log2(math.e)
 SMALLEST_SCALE = 2.0**-100  # append_kv's floor is 2^-80
 WARPGROUP = 128
-SMEM_MAX = 232448  # bytes a CTA can have
 STAGE_BYTES = TILE * (D + 2 * R + 4)
 SMALL_BYTES = 8192  # scale triples, factors, barriers, alignment: an upper bound
 QK_GROUPS = 2  # partial sums of Q.K over the content channels
@@ -53,7 +54,10 @@ DTYPES = {"bf16": cutlass.BFloat16, "f32": cutlass.Float32}
 
 def fake_args(spec: VariantSpec) -> list:
     """Symbolic arguments of the exported function, in ABI order (docs/architecture.md)."""
-    b, s_q, h, pages, width, items, parts1, slots, rows_pad = (cute.sym_int() for _ in range(9))
+    names = ["b", "s_q", "h", "pages", "width", "n_items", "parts_plus_1", "slots", "rows_pad"]
+    b, s_q, h, pages, width, items, parts1, slots, rows_pad = (
+        cute.sym_int(symbol=name) for name in names
+    )
     aligned = lambda n: cute.sym_int64(divisibility=n)
 
     def compact(dtype, shape, align=16):
@@ -86,8 +90,24 @@ def fake_args(spec: VariantSpec) -> list:
     ]
 
 
-def infeasible(spec: VariantSpec, min_stages: int, smem_bytes: int) -> str | None:
-    """Reasons that hold for every SM90 decode pipeline, or None."""
+def pipe_barriers(
+    q_stages: int, q_readers: dict[str, int], k_stages: int, k_readers: dict[str, int], cluster: int
+) -> tuple[bud.Barrier, ...]:
+    """Barriers that live here; ``*_readers``: role -> warps that free a stage."""
+    k_free = {role: n * cluster for role, n in k_readers.items()}  # the peer's warps arrive too
+    return (
+        bud.Barrier("q_full", 1, {"Q producer": 1}, q_stages),
+        bud.Barrier("q_empty", sum(q_readers.values()), q_readers, q_stages),
+        bud.Barrier("k_full", 1, {"KV producer": 1}, k_stages),
+        bud.Barrier("k_empty", sum(k_readers.values()) * cluster, k_free, k_stages),
+        bud.Barrier("sigma", 1, {"scale warp": 1}, k_stages),
+    )
+
+
+def infeasible(
+    spec: VariantSpec, min_stages: int, budget: Callable[[VariantSpec], bud.Budget]
+) -> str | None:
+    """Reasons that hold for every SM90 decode pipeline, or None; ``budget`` is the pipeline's."""
     allowed = {
         "q_dtype": ("e4m3",),
         "kv_dtype": ("e4m3",),
@@ -113,9 +133,8 @@ def infeasible(spec: VariantSpec, min_stages: int, smem_bytes: int) -> str | Non
             return f"{spec.pipeline}: {axis} must be in {values}, got {getattr(spec, axis)!r}"
     if spec.stages and spec.stages < min_stages:
         return f"{spec.pipeline} needs at least {min_stages} stages, got {spec.stages}"
-    if smem_bytes > SMEM_MAX:
-        return f"{spec.pipeline}: {smem_bytes} bytes of shared memory, an SM grants {SMEM_MAX}"
-    return None
+    reason = bud.check(budget(spec))
+    return None if reason is None else f"{spec.pipeline}: {reason}"
 
 
 class Tma(NamedTuple):

@@ -34,14 +34,17 @@ import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warp, warpgroup
 
+from ..common import budget as bud
 from ..common import transpose
 from ..common.mma import BF16, F8, ROW_MAJOR, U16, issue, staged, tiled_mma, u16_view
 from ..common.smem import array, struct_of
 from ..spec import KV_LORA_RANK as D
+from ..spec import QK_ROPE_HEAD_DIM as R
 from ..spec import TOKEN_TILE as TILE
 from ..spec import VariantSpec
 from .block_softmax import NEVER, block_p, move_frame, store_p
 from .decode_base import (
+    QK_GROUPS,
     SMALL_BYTES,
     STAGE_BYTES,
     WARPGROUP,
@@ -49,6 +52,7 @@ from .decode_base import (
     Layouts,
     fake_args,
     infeasible,
+    pipe_barriers,
     qk_layouts,
 )
 
@@ -66,8 +70,30 @@ def feasible(spec: VariantSpec) -> str | None:
     """Reason why the pipeline cannot be built for ``spec``, or None."""
     if spec.row_tile < ROWS:
         return "dual_wg puts rows on M = 64; row tile 64 with predicated rows serves fewer"
-    tiles = (spec.stages or STAGES) * STAGE_BYTES + ROWS * 640 + 2 * PAIR_BUFFERS * ROWS * TILE
-    return infeasible(spec, 2, tiles + SMALL_BYTES)  # both blocks of a pair are in flight
+    return infeasible(spec, 2, budget)  # both blocks of a pair are in flight
+
+
+def budget(spec: VariantSpec) -> bud.Budget:
+    """Warpgroups, registers, barriers, shared memory of a CTA."""
+    stages, readers = spec.stages or STAGES, {"WG0": 4, "WG1": 4}
+    tiles = stages * STAGE_BYTES + ROWS * 640 + 2 * PAIR_BUFFERS * ROWS * TILE
+    return bud.Budget(
+        groups=(
+            bud.WarpGroup("producers", DecodeDualWg.producer_regs),
+            bud.WarpGroup("math", MATH_REGS, count=2),
+        ),
+        smem=tiles + SMALL_BYTES,
+        barriers=(
+            *pipe_barriers(1, readers, stages, readers, spec.cluster),
+            bud.Barrier("block a ready", MATH_WARPS // 2, {"WG0": 4}, PAIR_BUFFERS),
+            bud.Barrier("block b ready", MATH_WARPS // 2, {"WG1": 4}, PAIR_BUFFERS),
+        ),
+        mmas=(
+            bud.Mma("Q.K content", ROWS, TILE, D // QK_GROUPS, "e4m3"),
+            bud.Mma("Q.K RoPE", ROWS, TILE, R, "bf16"),
+            bud.Mma("P.V", ROWS, 64, TILE, "e4m3"),
+        ),
+    )
 
 
 def build(spec: VariantSpec):

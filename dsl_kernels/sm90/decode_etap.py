@@ -42,14 +42,17 @@ import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warp, warpgroup
 
+from ..common import budget as bud
 from ..common import transpose
 from ..common.mma import BF16, F8, ROW_MAJOR, U16, issue, staged, tiled_mma, u16_view
 from ..common.smem import array, struct_of
 from ..spec import KV_LORA_RANK as D
+from ..spec import QK_ROPE_HEAD_DIM as R
 from ..spec import TOKEN_TILE as TILE
 from ..spec import VariantSpec
 from .block_softmax import NEVER, P_LOG2_MAX, block_p, move_frame, store_p
 from .decode_base import (
+    QK_GROUPS,
     SMALL_BYTES,
     STAGE_BYTES,
     WARPGROUP,
@@ -59,6 +62,7 @@ from .decode_base import (
     infeasible,
     pad_layout,
     padded_size,
+    pipe_barriers,
     qk_layouts,
     row_position,
     safe_reciprocal,
@@ -74,9 +78,37 @@ BAR_PV = 2  # and 3: each P.V warpgroup by itself
 
 def feasible(spec: VariantSpec) -> str | None:
     """Reason why the pipeline cannot be built for ``spec``, or None."""
-    rows, stages = min(spec.row_tile, 64), spec.stages or STAGES
+    return infeasible(spec, 2, budget)
+
+
+def budget(spec: VariantSpec) -> bud.Budget:
+    """Warpgroups, registers, barriers, shared memory of a CTA."""
+    few, rows, stages = spec.row_tile <= 32, min(spec.row_tile, 64), spec.stages or STAGES
+    # setmaxnreg hands out one pool of 65536 registers: 128, 128 and 256 threads
+    producer, softmax, pv = (40, 120, 160) if few else (24, 104, 192)
     tiles = stages * STAGE_BYTES + q_stages(spec) * rows * 640 + P_STAGES * rows * TILE
-    return infeasible(spec, 2, tiles + (SMALL_BYTES if spec.row_tile > 32 else SMALL_BYTES // 4))
+    m, n = (TILE, rows) if few else (rows, TILE)  # S^T = K Q^T or S = Q K^T
+    readers = {"softmax": SOFTMAX_WARPS}, {"softmax": SOFTMAX_WARPS, "P.V": PV_WARPS}
+    return bud.Budget(
+        groups=(
+            bud.WarpGroup("producers", producer),
+            bud.WarpGroup("softmax", softmax),
+            bud.WarpGroup("P.V", pv, count=2),
+        ),
+        smem=tiles + (SMALL_BYTES // 4 if few else SMALL_BYTES),
+        barriers=(
+            *pipe_barriers(q_stages(spec), readers[0], stages, readers[1], spec.cluster),
+            bud.Barrier("p_full", SOFTMAX_WARPS, {"softmax": 4}, P_STAGES),
+            bud.Barrier("p_empty", PV_WARPS, {"P.V": 8}, P_STAGES),
+            bud.Barrier("inv_full", SOFTMAX_WARPS, {"softmax": 4}),
+            bud.Barrier("inv_empty", PV_WARPS, {"P.V": 8}),
+        ),
+        mmas=(
+            bud.Mma("Q.K content", m, n, D // QK_GROUPS, "e4m3"),
+            bud.Mma("Q.K RoPE", m, n, R, "bf16"),
+            bud.Mma("P.V", 64, min(rows, 32), TILE, "e4m3"),
+        ),
+    )
 
 
 def q_stages(spec: VariantSpec) -> int:
@@ -100,8 +132,7 @@ class DecodeEtap(DecodeBase):
         # rows of one P.V product tile: halves of 64, because O takes 128 registers and S is in two
         self.pv_rows = min(self.rows_cta, 32)
         self.names = transpose.TOKENS_ON_M if self.few_rows else transpose.ROWS_ON_M
-        # setmaxnreg hands out one pool of 65536 registers: 128, 128 and 256 threads
-        regs = (40, 120, 160) if self.few_rows else (24, 104, 192)
+        regs = (group.registers for group in budget(spec).groups)
         self.producer_regs, self.softmax_regs, self.pv_regs = regs
 
     # ---------------------------------------------------------------- host half

@@ -1,26 +1,32 @@
 """plan_decode: cut a ragged batch into parts of nearly equal cost, on the device.
 
-Roles        one CTA. All threads stage tile counts and write the tables; warp 0 searches the part
-             capacity and walks the batch.
-Memory       shared: CHUNK tile counts (4 KiB) and CHUNK walk states (16 KiB); a batch of any size
-             passes through in chunks.
+Roles        one CTA, a thread a sequence. Warp w tries part capacity T0 + w; all threads number and
+             write the items.
+Memory       dynamic shared, 72 KiB: for CHUNK sequences tile counts, running costs, first items,
+             last parts, first slots, and for each warp's capacity where every sequence begins.
+             A batch of any size passes through in chunks.
 Timeline     wait for the previous grid
-             | all: stage lengths as tiles, sum the cost                      -> lower bound T0
-             | warp 0: lane j fills parts of capacity T0 + j; ballot          -> T (next 32 if none)
-             | warp 0: fill once more with T, note the state before each sequence
-             | all: a warp a sequence, a lane an item: write items, part_begin, split_begin
-             With more than CHUNK sequences the chunks are staged anew in each step.
-Bytes moved  4 a sequence read; 16 an item + 4 a part + 4 a sequence written.
+             | all: lengths to tiles, prefix sum of costs              -> lower bound T0
+             | warp w: greedy fill with T0 + w, a step a part boundary -> smallest T that fits
+             | all: prefix sums of items and slots
+             | all: a thread an item: find its sequence, write it, part_begin, split_begin
+             Each step is made for all chunks in turn, if there is more than one.
+Bytes moved  4 a sequence read; 16 an item + 4 a part + 8 a sequence written.
 
-The rule, its optimality and its capacity (n_items <= parts + b - 1, slots <= 2 * (parts - 1)) are
+The fill advances by part boundaries, not by sequences: with the running costs in the lanes of a
+warp, one ballot finds the first sequence that does not fit, and that sequence says by a division
+how many further parts it fills.  So a step costs what a division and two warp exchanges cost, and
+there are at most min(b, parts) + b / 32 of them, however large the batch is.
+
+The rule, its optimality, its capacity and the batch-independent form (``split_tiles`` > 0) are
 written down in ``snapmla/reference_plan.py``, whose output this kernel equals entry for entry.
-T0 + 2 * fixed_overhead + 1 is always feasible, so 15 tiles of overhead need one round of search.
+T0 + 2 * fixed_overhead + 1 is always feasible, so 7 tiles of overhead need one round of search.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.memory
@@ -32,8 +38,48 @@ from . import quant
 
 WARPS = 16
 THREADS = WARPS * quant.WARP
-CHUNK = 1024
-PART, ROOM, ITEM, SLOT = range(4)  # fields of a walk state; PART holds 2 * part + "starts it"
+CHUNK = THREADS  # sequences in shared memory; a power of two
+NEVER = -(2**31)  # running cost of a lane without a sequence: it always fits
+
+
+class Tables(NamedTuple):
+    """What is written."""
+
+    work_items: cute.Tensor  # i32 (n_items, 4)
+    part_begin: cute.Tensor  # i32 (parts + 1,)
+    split_begin: cute.Tensor  # i32 (b + 1,)
+    planned_seqlens: cute.Tensor  # i32 (b,), cache_seqlens as they were
+
+
+class Rule(NamedTuple):
+    """Scalars of a call."""
+
+    max_tokens: Int32
+    overhead: Int32
+    split_tiles: Int32  # 0: cut for balance
+    by_tile: compat.FastDivisor
+
+
+class Smem(NamedTuple):
+    """Shared memory, one entry a sequence of the chunk unless said otherwise."""
+
+    tiles: cute.Tensor
+    cost: cute.Tensor  # running cost of the batch, this sequence included
+    item: cute.Tensor  # items of the chunk before this sequence
+    slot: cute.Tensor  # slots before this sequence
+    last: cute.Tensor  # part of its last item
+    part: cute.Tensor  # (CHUNK, WARPS): part of its first item, by capacity tried
+    head: cute.Tensor  # (CHUNK, WARPS): tiles of its first item
+    sums: cute.Tensor  # (WARPS, 2): of warps, for prefix sums and votes
+
+
+class Walk(NamedTuple):
+    """Running state of the emission, the same in all threads."""
+
+    cost: Int32
+    item: Int32
+    slot: Int32
+    part: Int32  # of the last item so far, -1 before the first
 
 
 def feasible(spec: VariantSpec) -> str | None:
@@ -47,259 +93,311 @@ def plan_decode(
     work_items: cute.Tensor,  # i32 (n_items, 4)
     part_begin: cute.Tensor,  # i32 (parts + 1,)
     split_begin: cute.Tensor,  # i32 (b + 1,)
+    planned_seqlens: cute.Tensor,  # i32 (b,)
     max_tokens: Int32,
     token_tile: Int32,
     fixed_overhead: Int32,
+    split_tiles: Int32,
     stream: Any,
 ) -> None:
     """Host half: one CTA."""
-    by_tile = compat.fast_divisor(token_tile)
-    _plan(
-        cache_seqlens, work_items, part_begin, split_begin, max_tokens, fixed_overhead, by_tile
-    ).launch(grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True)
-
-
-@cute.jit
-def _stage(
-    tiles: cute.Tensor,
-    cache_seqlens: cute.Tensor,
-    first: Int32,
-    count: Int32,
-    max_tokens: Int32,
-    by_tile: compat.FastDivisor,
-) -> Int32:
-    """Tile counts of sequences first .. first + count - 1 to shared memory; this thread's sum."""
-    tidx, _, _ = cute.arch.thread_idx()
-    total = Int32(0)
-    cute.arch.sync_threads()  # the previous chunk has been read
-    for i in cutlass.range(tidx, count, THREADS, unroll=1):
-        tokens = cutlass.min(cutlass.max(cache_seqlens[first + i], 0), max_tokens)
-        whole, rest = divmod(tokens, by_tile)
-        number = whole + cutlass.min(rest, 1)
-        tiles[i] = number
-        total += number
-    cute.arch.sync_threads()
-    return total
-
-
-@cute.jit
-def _more_parts(rest: Int32, cap: Int32) -> Int32:
-    """ceil(rest / cap); mostly 0 or 1, where the division is skipped."""
-    more = cutlass.min(rest, 1)
-    if rest > cap:
-        more = Int32(Uint32(rest + (cap - 1)) // Uint32(cap))
-    return more
-
-
-@cute.jit
-def _place(number: Int32, part: Int32, room: Int32, capacity: Int32, overhead: Int32) -> Any:
-    """Where a sequence of ``number`` tiles begins: (part, room, tiles in that part, more parts)."""
-    if room < overhead + cutlass.min(number, 1):
-        part += 1
-        room = capacity
-    head = cutlass.min(number, room - overhead)
-    return part, room, head, _more_parts(number - head, capacity - overhead)
-
-
-@cute.jit
-def _after(
-    number: Int32, room: Int32, head: Int32, more: Int32, capacity: Int32, overhead: Int32
-) -> Int32:
-    """Room left in the part in which the sequence ends."""
-    last = number - head - (more - 1) * (capacity - overhead)
-    left = room - head - overhead
-    if more > 0:
-        left = capacity - last - overhead
-    return left
-
-
-@cute.jit
-def _simulate(
-    tiles: cute.Tensor, count: Int32, part: Int32, room: Int32, capacity: Int32, overhead: Int32
-) -> Any:
-    """Greedy fill of one chunk with this lane's capacity; returns the new (part, room)."""
-    for i in cutlass.range(count, unroll=1):
-        number = tiles[i]
-        part, room, head, more = _place(number, part, room, capacity, overhead)
-        room = _after(number, room, head, more, capacity, overhead)
-        part += more
-    return part, room
-
-
-@cute.jit
-def _walk(
-    tiles: cute.Tensor,
-    states: cute.Tensor,
-    count: Int32,
-    walk: Any,
-    capacity: Int32,
-    overhead: Int32,
-) -> Any:
-    """Fills one chunk, noting the state before each sequence; returns the state after it."""
-    part, room, item, slot = walk
-    for i in cutlass.range(count, unroll=1):
-        number = tiles[i]
-        before = part
-        part, room, head, more = _place(number, part, room, capacity, overhead)
-        starts = cutlass.min(part - before, 1)
-        if item == 0:
-            starts = Int32(1)
-        states[PART, i] = 2 * part + starts
-        states[ROOM, i] = room
-        states[ITEM, i] = item
-        states[SLOT, i] = slot
-        room = _after(number, room, head, more, capacity, overhead)
-        part += more
-        item += 1 + more
-        if more > 0:
-            slot += 1 + more
-    return part, room, item, slot
-
-
-@cute.jit
-def _emit(
-    tiles: cute.Tensor,
-    states: cute.Tensor,
-    i: Int32,
-    work_items: cute.Tensor,
-    part_begin: cute.Tensor,
-    batch: Int32,
-    capacity: Int32,
-    overhead: Int32,
-) -> None:
-    """One warp writes the items of one sequence, a lane an item."""
-    tidx, _, _ = cute.arch.thread_idx()
-    number, room, item, slot = tiles[i], states[ROOM, i], states[ITEM, i], states[SLOT, i]
-    part, starts = states[PART, i] // 2, states[PART, i] % 2
-    cap = capacity - overhead
-    head = cutlass.min(number, room - overhead)
-    more = _more_parts(number - head, cap)
-    for j in cutlass.range(tidx % quant.WARP, 1 + more, quant.WARP, unroll=1):
-        end = cutlass.min(head + j * cap, number)
-        begin = head + (j - 1) * cap
-        if j == 0:
-            begin = Int32(0)
-        own_slot = Int32(-1)
-        if more > 0:
-            own_slot = slot + j
-        if item + j < work_items.shape[0]:
-            words = [Uint32(x) for x in (batch, begin, end, own_slot)]
-            compat.store_words(work_items.iterator + (item + j) * 4, words)
-        if j + starts > 0:
-            part_begin[part + j] = item + j
+    tables = Tables(work_items, part_begin, split_begin, planned_seqlens)
+    rule = Rule(max_tokens, fixed_overhead, split_tiles, compat.fast_divisor(token_tile))
+    _plan(cache_seqlens, tables, rule).launch(
+        grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True
+    )
 
 
 @cute.kernel
-def _plan(
-    cache_seqlens: cute.Tensor,
-    work_items: cute.Tensor,
-    part_begin: cute.Tensor,
-    split_begin: cute.Tensor,
-    max_tokens: Int32,
-    overhead: Int32,
-    by_tile: compat.FastDivisor,
-) -> None:
+def _plan(cache_seqlens: cute.Tensor, tables: Tables, rule: Rule) -> None:
     tidx, _, _ = cute.arch.thread_idx()
-    lane, warp = tidx % quant.WARP, tidx // quant.WARP
-    smem = cutlass.memory.SmemAllocator()
-    tiles = smem.allocate_tensor(Int32, cute.make_layout(CHUNK), 16)
-    states = smem.allocate_tensor(Int32, cute.make_layout((4, CHUNK)), 16)
-    shared = smem.allocate_tensor(Int32, cute.make_layout(WARPS + 1), 16)
+    sm = _allocate()
     compat.pdl_wait()
     compat.pdl_launch_dependents()
-    b, parts = cache_seqlens.shape[0], part_begin.shape[0] - 1
-    source = (cache_seqlens, max_tokens, by_tile)
-
+    b, parts = cache_seqlens.shape[0], tables.part_begin.shape[0] - 1
     total = Int32(0)
     for first in cutlass.range(0, b, CHUNK, unroll=1):
-        total += _stage_chunk(tiles, source, first, b)
-    total = cute.arch.warp_redux_sync(total, "add")
-    if lane == 0:
-        shared[warp] = total
-    cute.arch.sync_threads()
-    mine = Int32(0)
-    if lane < WARPS:
-        mine = shared[lane]
-    total = cute.arch.warp_redux_sync(mine, "add") + overhead * b
+        if first + tidx < b:
+            tables.planned_seqlens[first + tidx] = cache_seqlens[first + tidx]
+        total = _stage(sm, cache_seqlens, rule, first, total)
+    share = cutlass.max((total + (parts - 1)) // parts, 1)
+    capacity, row = Int32(1), Int32(0)
+    if rule.split_tiles == 0:
+        capacity, row = _search(sm, cache_seqlens, rule, share, parts)
 
-    capacity = _search(tiles, shared, source, b, total, parts, overhead)
-
-    walk = (Int32(0), capacity, Int32(0), Int32(0))
+    zero = Int32(0)
+    walk = Walk(zero, zero, zero, Int32(-1))
+    fill = (zero, capacity)
     for first in cutlass.range(0, b, CHUNK, unroll=1):
         count = cutlass.min(b - first, CHUNK)
+        end_cost = total
         if b > CHUNK:
-            _stage_chunk(tiles, source, first, b)
-        if warp == 0:
-            walk = _walk(tiles, states, count, walk, capacity, overhead)
-        cute.arch.sync_threads()
-        for i in cutlass.range(warp, count, WARPS, unroll=1):
-            _emit(tiles, states, i, work_items, part_begin, first + i, capacity, overhead)
-            if lane == 0:
-                split_begin[first + i] = states[SLOT, i]
-    if warp == 0:
-        part, _, n_items, slots = walk
-        for p in cutlass.range(part + 1 + lane, parts + 1, quant.WARP, unroll=1):
-            part_begin[p] = n_items
-        if lane == 0:
-            split_begin[b] = slots
+            end_cost = _stage(sm, cache_seqlens, rule, first, walk.cost)
+            if rule.split_tiles == 0:
+                fill = _fill(sm, Int32(0), count, fill, capacity, rule.overhead)
+                cute.arch.sync_threads()
+        walk = _emit(sm, tables, rule, (first, count, row, capacity, share), walk)
+        walk = Walk(end_cost, walk.item, walk.slot, walk.part)
+    for p in cutlass.range(walk.part + 1 + tidx, parts + 1, THREADS, unroll=1):
+        tables.part_begin[p] = walk.item
+    if tidx == 0:
+        tables.split_begin[b] = walk.slot
+
+
+def _allocate() -> Smem:
+    smem = cutlass.memory.SmemAllocator()
+    one = [smem.allocate_tensor(Int32, cute.make_layout(CHUNK), 16) for _ in range(5)]
+    many = [smem.allocate_tensor(Int32, cute.make_layout((CHUNK, WARPS)), 16) for _ in range(2)]
+    return Smem(*one, *many, smem.allocate_tensor(Int32, cute.make_layout((WARPS, 2)), 16))
+
+
+# ---------------------------------------------------------------- prefix sums
+
+
+def _warp_scan(value: Any, lane: Any, width: int = quant.WARP) -> Any:
+    """Inclusive prefix sum over the first ``width`` lanes."""
+    step = 1
+    while step < width:
+        before = cute.arch.shuffle_sync_up(value, step, mask_and_clamp=0)
+        value = value + Int32(cutlass.select_(lane >= step, before, Int32(0)))
+        step *= 2
+    return value
 
 
 @cute.jit
-def _stage_chunk(tiles: cute.Tensor, source: Any, first: Int32, b: Int32) -> Int32:
-    cache_seqlens, max_tokens, by_tile = source
-    count = cutlass.min(b - first, CHUNK)
-    return _stage(tiles, cache_seqlens, first, count, max_tokens, by_tile)
+def _scan(sm: Smem, a: Int32, b: Int32) -> Any:
+    """Inclusive prefix sums over all threads of two values, and their totals."""
+    tidx, _, _ = cute.arch.thread_idx()
+    lane, warp = tidx % quant.WARP, tidx // quant.WARP
+    a, b = _warp_scan(a, lane), _warp_scan(b, lane)
+    cute.arch.sync_threads()  # sums may still be read
+    if lane == quant.WARP - 1:
+        sm.sums[warp, 0] = a
+        sm.sums[warp, 1] = b
+    cute.arch.sync_threads()
+    sum_a = _warp_scan(sm.sums[lane % WARPS, 0], lane, WARPS)
+    sum_b = _warp_scan(sm.sums[lane % WARPS, 1], lane, WARPS)
+    all_a = cute.arch.shuffle_sync(sum_a, WARPS - 1)
+    all_b = cute.arch.shuffle_sync(sum_b, WARPS - 1)
+    before_a = cute.arch.shuffle_sync(sum_a, cutlass.max(warp - 1, 0))
+    before_b = cute.arch.shuffle_sync(sum_b, cutlass.max(warp - 1, 0))
+    if warp > 0:
+        a += before_a
+        b += before_b
+    return a, b, all_a, all_b
+
+
+@cute.jit
+def _stage(sm: Smem, cache_seqlens: cute.Tensor, rule: Rule, first: Int32, base: Int32) -> Int32:
+    """Tile counts and running costs of one chunk; returns the running cost at its end."""
+    tidx, _, _ = cute.arch.thread_idx()
+    number, cost = Int32(0), Int32(0)
+    valid = first + tidx < cache_seqlens.shape[0]
+    if valid:
+        tokens = cutlass.min(cutlass.max(cache_seqlens[first + tidx], 0), rule.max_tokens)
+        whole, rest = divmod(tokens, rule.by_tile)
+        number = whole + cutlass.min(rest, 1)
+        cost = number + rule.overhead
+        if rule.split_tiles > 0:
+            cost = number + rule.overhead * _pieces(number, rule.split_tiles)
+    upto, _, total, _ = _scan(sm, cost, Int32(0))
+    sm.tiles[tidx] = number
+    sm.cost[tidx] = base + upto if valid else Int32(NEVER)
+    cute.arch.sync_threads()
+    return base + total
+
+
+@cute.jit
+def _pieces(number: Int32, split_tiles: Int32) -> Int32:
+    """Items of a sequence with fixed splits; an empty sequence is one item."""
+    return cutlass.max((number + (split_tiles - 1)) // split_tiles, 1)
+
+
+# ---------------------------------------------------------------- capacity
 
 
 @cute.jit
 def _search(
-    tiles: cute.Tensor,
-    shared: cute.Tensor,
-    source: Any,
-    b: Int32,
-    total: Int32,
-    parts: Int32,
-    overhead: Int32,
-) -> Int32:
-    """Smallest capacity with which the greedy fill needs at most ``parts`` parts."""
+    sm: Smem, cache_seqlens: cute.Tensor, rule: Rule, share: Int32, parts: Int32
+) -> tuple[Int32, Int32]:
+    """(smallest capacity with which the greedy fill needs at most ``parts`` parts, its warp)."""
     tidx, _, _ = cute.arch.thread_idx()
     lane, warp = tidx % quant.WARP, tidx // quant.WARP
-    lower = cutlass.max((total + (parts - 1)) // parts, overhead + 1)
-    capacity = Int32(0)
+    b, overhead = cache_seqlens.shape[0], rule.overhead
+    lower = cutlass.max(share, overhead + 1)
+    capacity, row = Int32(0), Int32(0)
     # lower + 2 * overhead + 1 is feasible, so the loop always finds one
-    for extra in cutlass.range(0, 2 * overhead + 2, quant.WARP, unroll=1):
-        mine = lower + extra + lane
-        part, room = Int32(0), mine
+    for extra in cutlass.range(0, 2 * overhead + 2, WARPS, unroll=1):
+        mine = lower + extra + warp
+        fill, base = (Int32(0), mine), Int32(0)
         if capacity == 0:
             for first in cutlass.range(0, b, CHUNK, unroll=1):
                 if b > CHUNK:
-                    _stage_chunk(tiles, source, first, b)
-                if warp == 0:
-                    count = cutlass.min(b - first, CHUNK)
-                    part, room = _simulate(tiles, count, part, room, mine, overhead)
-            if warp == 0:
-                lanes = cute.arch.vote_ballot_sync(Boolean(part < parts))
-                found = Int32(0)
-                if lanes != 0:
-                    found = lower + extra + cute.arch.popc((lanes & -lanes) - 1)
-                if lane == 0:
-                    shared[WARPS] = found
+                    base = _stage(sm, cache_seqlens, rule, first, base)
+                fill = _fill(sm, warp, cutlass.min(b - first, CHUNK), fill, mine, overhead)
             cute.arch.sync_threads()
-            capacity = shared[WARPS]
+            if lane == 0:
+                sm.sums[warp, 0] = fill[0]
             cute.arch.sync_threads()
-    return capacity
+            fits = Uint32(
+                cute.arch.vote_ballot_sync(
+                    Boolean(lane < WARPS) & Boolean(sm.sums[lane % WARPS, 0] < parts)
+                )
+            )
+            if fits != 0:
+                row = Int32(_lowest(fits))
+                capacity = lower + extra + row
+    return capacity, row
+
+
+def _lowest(mask: Any) -> Any:
+    """Index of the lowest set bit of a non-zero Uint32."""
+    return cute.arch.popc((mask & (~mask + Uint32(1))) - Uint32(1))
+
+
+@cute.jit
+def _fill(
+    sm: Smem, row: Int32, count: Int32, fill: Any, capacity: Int32, overhead: Int32
+) -> tuple[Int32, Int32]:
+    """Greedy fill of one chunk by one warp: notes part and first tiles of every sequence.
+
+    ``fill`` is (part, reach): what ends at a running cost of at most ``reach`` fits into ``part``.
+    Every lane works out what happens if its own sequence is the one that does not fit, so that
+    only one exchange follows the ballot.  Returns the state after the chunk.
+    """
+    tidx, _, _ = cute.arch.thread_idx()
+    lane = tidx % quant.WARP
+    part, reach = fill
+    cap = capacity - overhead
+    magic = Uint32(0xFFFFFFFF) // Uint32(cap)
+    for base in cutlass.range(0, count, quant.WARP, unroll=1):
+        number, end = sm.tiles[base + lane], sm.cost[base + lane]
+        my_part, my_head = Int32(0), number
+        noted = Int32(0)  # lanes below this one are done
+        over = Uint32(cute.arch.vote_ballot_sync(Boolean(end > reach)))
+        while over != 0:
+            k = Int32(_lowest(over))
+            rest = cutlass.min(end - reach, number)  # tiles that the present part cannot take
+            more = cutlass.max(_ceil_div(rest, cap, magic), 1)
+            if lane >= noted and lane <= k:
+                my_part = part
+                if lane == k:
+                    my_head = number - rest
+                    if rest == number:  # not even one tile fits: it starts the next part
+                        my_part = part + 1
+                        my_head = cutlass.min(number, cap)
+            reach = cute.arch.shuffle_sync(end + more * cap - rest, k)
+            part += cute.arch.shuffle_sync(more, k)
+            noted = k + 1
+            over = Uint32(cute.arch.vote_ballot_sync(Boolean(end > reach)))
+        if lane >= noted:
+            my_part = part
+        sm.part[base + lane, row] = my_part
+        sm.head[base + lane, row] = my_head
+    return part, reach
+
+
+@cute.jit
+def _ceil_div(x: Int32, cap: Int32, magic: Uint32) -> Int32:
+    """ceil(x / cap) for x >= 0 and magic = floor((2^32 - 1) / cap): the estimate is at most 1 low."""
+    up = Uint32(x + (cap - 1))
+    quotient = Uint32(cute.arch.mul_hi(up, magic))
+    if up - quotient * Uint32(cap) >= Uint32(cap):
+        quotient += 1
+    return Int32(quotient)
+
+
+# ---------------------------------------------------------------- output
+
+
+@cute.jit
+def _emit(sm: Smem, tables: Tables, rule: Rule, where: Any, walk: Walk) -> Walk:
+    """Writes items, part_begin and split_begin of one chunk; where = (first sequence, count,
+    column of ``part`` and ``head``, capacity, share)."""
+    tidx, _, _ = cute.arch.thread_idx()
+    first, count, row, capacity, share = where
+    cap, parts = capacity - rule.overhead, tables.part_begin.shape[0] - 1
+    items, last = Int32(0), Int32(0)
+    if tidx < count:
+        number = sm.tiles[tidx]
+        if rule.split_tiles > 0:
+            items = _pieces(number, rule.split_tiles)
+            begin = sm.cost[tidx] - number - rule.overhead * items
+            begin += (items - 1) * (rule.split_tiles + rule.overhead)
+            last = cutlass.min(begin // share, parts - 1)
+        else:
+            items = 1 + (number - sm.head[tidx, row] + (cap - 1)) // cap
+            last = sm.part[tidx, row] + items - 1
+    slots = items if items > 1 else Int32(0)
+    item_end, slot_end, all_items, all_slots = _scan(sm, items, slots)
+    sm.item[tidx] = item_end - items
+    sm.slot[tidx] = walk.slot + slot_end - slots
+    sm.last[tidx] = last
+    if tidx < count:
+        tables.split_begin[first + tidx] = walk.slot + slot_end - slots
+    cute.arch.sync_threads()
+    for i in cutlass.range(tidx, all_items, THREADS, unroll=1):
+        _emit_item(sm, tables, rule, where, walk, i)
+    return Walk(walk.cost, walk.item + all_items, walk.slot + all_slots, sm.last[count - 1])
+
+
+@cute.jit
+def _emit_item(sm: Smem, tables: Tables, rule: Rule, where: Any, walk: Walk, i: Int32) -> None:
+    """Item ``i`` of the chunk, and the entries of part_begin between its predecessor's part and
+    its own."""
+    first, count, row, capacity, share = where
+    parts = tables.part_begin.shape[0] - 1
+    at = Int32(0)  # the sequence: the last one whose first item is i or earlier
+    for bit in cutlass.range_constexpr(CHUNK.bit_length() - 1):
+        probe = at + (CHUNK >> (bit + 1))
+        if sm.item[probe] <= i:
+            at = probe
+    number, q = sm.tiles[at], i - sm.item[at]
+    before = walk.part
+    if at > 0:
+        before = sm.last[cutlass.max(at - 1, 0)]
+    if rule.split_tiles > 0:
+        stride = rule.split_tiles + rule.overhead
+        place = sm.cost[at] - number - rule.overhead * _pieces(number, rule.split_tiles)
+        place += q * stride
+        begin = q * rule.split_tiles
+        end = cutlass.min(begin + rule.split_tiles, number)
+        part = cutlass.min(place // share, parts - 1)
+        if q > 0:
+            before = cutlass.min((place - stride) // share, parts - 1)
+    else:
+        cap, head = capacity - rule.overhead, sm.head[at, row]
+        end = cutlass.min(head + q * cap, number)
+        begin = cutlass.max(head + (q - 1) * cap, 0)
+        if q == 0:
+            begin = Int32(0)
+        part = sm.part[at, row] + q
+        if q > 0:
+            before = part - 1
+    slot = Int32(-1)
+    if q > 0 or (at < count - 1 and sm.item[cutlass.min(at + 1, CHUNK - 1)] > i + 1):
+        slot = sm.slot[at] + q
+    item = walk.item + i
+    if item < tables.work_items.shape[0]:
+        words = [Uint32(x) for x in (first + at, begin, end, slot)]
+        compat.store_words(tables.work_items.iterator + item * 4, words)
+    for p in cutlass.range(before + 1, part + 1, unroll=1):
+        tables.part_begin[p] = item
 
 
 def build(spec: VariantSpec) -> tuple[Callable[..., Any], list[Any]]:
     """(callable, fake arguments) of one variant; see ``registry``."""
     i32 = compat.DTYPES["i32"]
+    b = compat.sym(name="b")
     fakes = [
-        compat.vector(i32, compat.sym(name="b")),
+        compat.vector(i32, b),
         compat.contiguous(i32, (compat.sym(name="n_items"), 4)),
         compat.vector(i32, compat.sym(name="parts_plus_1")),
         compat.vector(i32, compat.sym(name="b_plus_1")),
+        compat.vector(i32, b),
         Int32(0),
         Int32(64),
+        Int32(0),
         Int32(0),
     ]
     return plan_decode, fakes

@@ -1,0 +1,239 @@
+/* What an exported CuTe DSL object asks of its surroundings, on top of the CUDA driver alone.
+ *
+ * The host half of an object (argument checks, TMA descriptors, launch geometry) calls a dozen
+ * functions that the DSL names after the CUDA runtime.  Each is a few lines over libcuda, which
+ * every machine with a driver has, so a variant is one small library: no CUDA runtime, no DSL
+ * runtime, no toolkit at link time.  libcuda is opened at the first launch, not at load: argument
+ * errors are reported on machines without a GPU too.
+ *
+ * Linked into ONE shared library together with the object; only the object's entry stays visible,
+ * so many variants live in a process without sharing state.  Constants and layouts follow the CUDA
+ * driver API reference (cuda.h), names and argument orders what the object was compiled against.
+ *
+ * Build with -DSNAPMLA_ARCH="\"sm_90a\"" -DSNAPMLA_TOOLKIT=13 (what the object was compiled for).
+ */
+#include <sched.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+
+#define HIDDEN __attribute__((visibility("hidden")))
+
+/* glibc 2.34 moved these into libc; the old names keep the library loadable on older systems. */
+#if defined(__x86_64__) && defined(__GLIBC__)
+__asm__(".symver dlopen, dlopen@GLIBC_2.2.5");
+__asm__(".symver dlsym, dlsym@GLIBC_2.2.5");
+#endif
+extern void *dlopen(const char *name, int flags);
+extern void *dlsym(void *handle, const char *name);
+enum { LAZY = 1 };
+
+enum {
+  OK = 0,
+  NO_DRIVER = 35,         /* cudaErrorInsufficientDriver */
+  INVALID_CONTEXT = 201,  /* no context is current in this thread */
+  INVALID_IMAGE = 200,
+  NO_BINARY = 209,        /* no code for this GPU */
+  UNSUPPORTED_PTX = 222,
+  CAPABILITY_MAJOR = 75,  /* device attributes */
+  CAPABILITY_MINOR = 76,
+};
+enum { MAX_DEVICES = 64 };
+
+/* cudaLaunchConfig_t, as the object fills it in; its attributes have the driver's layout. */
+typedef struct {
+  uint32_t grid[3], block[3];
+  size_t dynamic_smem;
+  void *stream;
+  void *attributes;
+  uint32_t attribute_count;
+} runtime_config;
+
+/* CUlaunchConfig */
+typedef struct {
+  uint32_t grid[3], block[3];
+  uint32_t dynamic_smem;
+  void *stream;
+  void *attributes;
+  uint32_t attribute_count;
+} driver_config;
+
+/* ---- the driver ------------------------------------------------------------------------------ */
+static struct {
+  int (*Init)(unsigned);
+  int (*DriverGetVersion)(int *);
+  int (*GetErrorName)(int, const char **);
+  int (*GetErrorString)(int, const char **);
+  int (*DeviceGetCount)(int *);
+  int (*DeviceGetAttribute)(int *, int, int);
+  int (*CtxGetDevice)(int *);
+  int (*CtxSetCurrent)(void *);
+  int (*DevicePrimaryCtxRetain)(void **, int);
+  int (*LibraryLoadData)(void **, const void *, void *, void *, unsigned, void *, void *, unsigned);
+  int (*LibraryUnload)(void *);
+  int (*LibraryGetKernel)(void **, void *, const char *);
+  int (*KernelGetAttribute)(int *, int, void *, int);
+  int (*KernelSetAttribute)(int, int, void *, int);
+  int (*LaunchKernelEx)(const driver_config *, void *, void **, void **);
+} cu;
+
+static int lock_word, driver_state; /* driver_state: 0 not tried, 1 there, 2 missing */
+static void *contexts[MAX_DEVICES];
+
+static void lock(void) {
+  while (__atomic_exchange_n(&lock_word, 1, __ATOMIC_ACQUIRE)) sched_yield();
+}
+static void unlock(void) { __atomic_store_n(&lock_word, 0, __ATOMIC_RELEASE); }
+
+static int open_driver(void) {
+  void *lib = dlopen("libcuda.so.1", LAZY);
+  if (!lib) return NO_DRIVER;
+#define FIND(name) \
+  if (!(*(void **)&cu.name = dlsym(lib, "cu" #name))) return NO_DRIVER
+  FIND(Init); FIND(DriverGetVersion); FIND(GetErrorName); FIND(GetErrorString);
+  FIND(DeviceGetCount); FIND(DeviceGetAttribute); FIND(CtxGetDevice); FIND(CtxSetCurrent);
+  FIND(DevicePrimaryCtxRetain); FIND(LibraryLoadData); FIND(LibraryUnload);
+  FIND(LibraryGetKernel); FIND(KernelGetAttribute); FIND(KernelSetAttribute);
+  FIND(LaunchKernelEx);
+#undef FIND
+  return cu.Init(0);
+}
+
+/* Call with the lock held. */
+static int need_driver(void) {
+  int code = OK;
+  if (driver_state == 1) return OK;
+  code = open_driver();
+  driver_state = code == OK ? 1 : 2;
+  return code;
+}
+
+/* ---- devices --------------------------------------------------------------------------------- */
+HIDDEN int _cudaSetDevice(int device) {
+  int code;
+  if (device < 0 || device >= MAX_DEVICES) return 101; /* invalid device */
+  if (!__atomic_load_n(&contexts[device], __ATOMIC_ACQUIRE)) {
+    void *context = NULL;
+    code = cu.DevicePrimaryCtxRetain(&context, device);
+    if (code) return code;
+    __atomic_store_n(&contexts[device], context, __ATOMIC_RELEASE);
+  }
+  return cu.CtxSetCurrent(contexts[device]);
+}
+
+/* A thread that has not used CUDA yet is on device 0, as with the CUDA runtime. */
+HIDDEN int _cudaGetDevice(int *device) {
+  int code = cu.CtxGetDevice(device);
+  if (code != INVALID_CONTEXT) return code;
+  *device = 0;
+  return _cudaSetDevice(0);
+}
+
+HIDDEN int _cudaDeviceGetAttribute(int *value, int attribute, int device) {
+  return cu.DeviceGetAttribute(value, attribute, device);
+}
+
+/* ---- library and kernels --------------------------------------------------------------------- */
+HIDDEN int _cudaLibraryLoadData(void **lib, const void *data, void *a, void *b, unsigned n, void *c,
+                                void *d, unsigned m) {
+  return cu.LibraryLoadData(lib, data, a, b, n, c, d, m);
+}
+HIDDEN int _cudaLibraryGetKernel(void **kernel, void *lib, const char *name) {
+  return cu.LibraryGetKernel(kernel, lib, name);
+}
+HIDDEN int _cuKernelGetAttribute(int *value, int attribute, void *kernel, int device) {
+  return cu.KernelGetAttribute(value, attribute, kernel, device);
+}
+HIDDEN int _cudaKernelSetAttributeForDevice(void *kernel, int attribute, int value, int device) {
+  return cu.KernelSetAttribute(attribute, value, kernel, device);
+}
+HIDDEN int _cudaFuncSetAttribute(void *kernel, int attribute, int value) {
+  int device = 0, code = _cudaGetDevice(&device);
+  return code ? code : cu.KernelSetAttribute(attribute, value, kernel, device);
+}
+HIDDEN int _cudaLaunchKernelEx(const runtime_config *c, void *kernel, void **args) {
+  const driver_config d = {
+      {c->grid[0], c->grid[1], c->grid[2]}, {c->block[0], c->block[1], c->block[2]},
+      (uint32_t)c->dynamic_smem, c->stream, c->attributes, c->attribute_count,
+  };
+  return cu.LaunchKernelEx(&d, kernel, args, NULL);
+}
+
+/* ---- errors ---------------------------------------------------------------------------------- */
+static void describe(char *text, size_t size, int code, int device) {
+  const char *name = "unknown", *words = "no description";
+  int driver = 0, major = 0, minor = 0;
+  if (driver_state != 1 && code == NO_DRIVER) {
+    snprintf(text, size, "libcuda.so.1 cannot be used: there is no NVIDIA driver here, or one "
+             "older than CUDA 12");
+    return;
+  }
+  if (cu.DriverGetVersion) cu.DriverGetVersion(&driver);
+  if (driver && driver / 1000 < SNAPMLA_TOOLKIT) {
+    snprintf(text, size, "this variant was built with CUDA %d and the driver supports CUDA %d.%d: "
+             "update the driver, or build with `make precompile CUDA=%d`",
+             SNAPMLA_TOOLKIT, driver / 1000, driver % 1000 / 10, driver / 1000);
+    return;
+  }
+  if (code == NO_BINARY || code == INVALID_IMAGE || code == UNSUPPORTED_PTX) {
+    cu.DeviceGetAttribute(&major, CAPABILITY_MAJOR, device);
+    cu.DeviceGetAttribute(&minor, CAPABILITY_MINOR, device);
+    snprintf(text, size, "this variant was built for %s and device %d is sm_%d%d",
+             SNAPMLA_ARCH, device, major, minor);
+    return;
+  }
+  if (cu.GetErrorName) cu.GetErrorName(code, &name);
+  if (cu.GetErrorString) cu.GetErrorString(code, &words);
+  snprintf(text, size, "CUDA error %d (%s): %s", code, name, words);
+}
+
+/* Called by the object when a launch failed; `raise` is TVMFFIErrorSetRaisedFromCStrParts. */
+HIDDEN void CuteDSLRT_TVMFFISetRaisedCudaError(
+    void (*raise)(const char *kind, const char **parts, int32_t count), int code) {
+  char text[320];
+  const char *parts[1] = {text};
+  int device = 0;
+  if (!raise) return;
+  if (cu.CtxGetDevice) cu.CtxGetDevice(&device);
+  describe(text, sizeof text, code, device);
+  raise("RuntimeError", parts, 1);
+}
+
+/* ---- once per library ------------------------------------------------------------------------ */
+/* Loads the kernels on every device; a device they are not for is skipped, unless all are. */
+static int load_all(void **lib, int (*init)(void **), int (*load)(void **, int), int *device) {
+  int count = 0, loaded = 0, failure = OK, i, code = need_driver();
+  *device = 0;
+  if (code || (code = init(lib)) || (code = cu.DeviceGetCount(&count))) return code;
+  for (i = 0; load && i < count; ++i) {
+    code = load(lib, i);
+    if (code == OK) ++loaded;
+    else if (failure == OK) failure = code, *device = i;
+  }
+  if (!load || loaded || !count) return OK;
+  cu.LibraryUnload(*lib);
+  return failure;
+}
+
+HIDDEN int cuda_dialect_init_library_once(void **slot, int (*init)(void **),
+                                          int (*load)(void **, int),
+                                          void (*raise)(const char *kind, const char *message)) {
+  void *lib = NULL;
+  int code = OK, device = 0;
+  char text[320];
+  if (__atomic_load_n(slot, __ATOMIC_ACQUIRE)) return OK;
+  lock();
+  if (!*slot) {
+    code = load_all(&lib, init, load, &device);
+    if (code == OK) __atomic_store_n(slot, lib, __ATOMIC_RELEASE);
+    else describe(text, sizeof text, code, device);
+  }
+  unlock();
+  if (code == OK) return OK;
+  if (raise) raise("RuntimeError", text);
+  return -1;
+}
+
+/* Runs when the library is unloaded, which may be after the driver has shut down: nothing to do
+ * then that the end of the process does not do. */
+HIDDEN void cuda_dialect_unload_library_once(void **slot) { *slot = NULL; }

@@ -1,0 +1,161 @@
+"""What a warp-specialised kernel asks of an SM, declared as data and checked before compiling.
+
+A kernel module describes its CTA in a ``Budget``: warpgroups with their register counts, mbarriers
+with their arrivals, shared memory, MMA shapes.  ``check`` says in one sentence why such a CTA can
+not run, or None; codegen's audit then compares the same declaration with what was compiled
+(setmaxnreg values, mbarrier counts, threads), so it cannot drift away from the code.
+
+Standard library only: hosts without the compiler read it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+SMEM_MAX = 232448  # bytes of shared memory a CTA can opt in to, sm_90 and sm_100
+REGISTERS = 65536  # 32-bit registers of an SM
+THREADS_MAX = 1024
+WARPS_IN_GROUP = 4
+SETMAXNREG = range(24, 257, 8)  # values the instruction takes (PTX ISA, setmaxnreg)
+MBARRIER_MAX = 2**20 - 1  # pending arrivals (PTX ISA, mbarrier)
+WGMMA_M = 64
+WGMMA_N = range(8, 257, 8)
+WGMMA_K = {"e4m3": 32, "bf16": 16, "f16": 16}  # 32 bytes of the operand
+
+
+@dataclass(frozen=True)
+class WarpGroup:
+    """128 threads with one role, or several single-warp roles.
+
+    Attributes:
+        name: of the role.
+        registers: per thread after setmaxnreg; 0: as allotted at launch (no setmaxnreg).
+        count: warpgroups of this kind.
+    """
+
+    name: str
+    registers: int = 0
+    count: int = 1
+
+
+@dataclass(frozen=True)
+class Barrier:
+    """mbarriers of one purpose.
+
+    Attributes:
+        name: what the phase change means.
+        count: arrivals that complete a phase, as given to mbarrier.init.
+        arrivals: who arrives (role) and how often in a phase.
+        copies: number of such barriers (stages).
+    """
+
+    name: str
+    count: int
+    arrivals: dict[str, int]
+    copies: int = 1
+
+
+@dataclass(frozen=True)
+class Mma:
+    """One warpgroup MMA tile: M x N accumulator per instruction chain, K elements in all."""
+
+    name: str
+    m: int
+    n: int
+    k: int
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Needs of one CTA; ``smem`` is an upper bound in bytes."""
+
+    groups: tuple[WarpGroup, ...]
+    smem: int
+    barriers: tuple[Barrier, ...] = ()
+    mmas: tuple[Mma, ...] = field(default=())
+
+    @property
+    def threads(self) -> int:
+        """Threads of the CTA."""
+        return 32 * WARPS_IN_GROUP * sum(g.count for g in self.groups)
+
+    @property
+    def registers(self) -> int:
+        """Registers that all warpgroups hold after their setmaxnreg."""
+        return 32 * WARPS_IN_GROUP * sum(g.count * g.registers for g in self.groups)
+
+    @property
+    def at_launch(self) -> int:
+        """Registers per thread that a launch can be granted: what setmaxnreg redistributes."""
+        return REGISTERS // self.threads // 8 * 8
+
+    def barrier_counts(self) -> dict[int, int]:
+        """Arrival count of mbarrier.init -> number of barriers initialised with it."""
+        counts: dict[int, int] = {}
+        for barrier in self.barriers:
+            counts[barrier.count] = counts.get(barrier.count, 0) + barrier.copies
+        return dict(sorted(counts.items()))
+
+
+def check(budget: Budget) -> str | None:
+    """Why no SM can run such a CTA, or it would wait forever; None if neither."""
+    checks = (_registers, _smem, _barriers, _mmas)
+    return next((reason for c in checks if (reason := c(budget)) is not None), None)
+
+
+def _registers(budget: Budget) -> str | None:
+    if budget.threads > THREADS_MAX:
+        return f"{budget.threads} threads, a CTA has at most {THREADS_MAX}"
+    given = [g for g in budget.groups if g.registers]
+    for group in given:
+        if group.registers not in SETMAXNREG:
+            return (
+                f"warpgroup {group.name}: setmaxnreg takes multiples of 8 from 24 to 256, got "
+                f"{group.registers}"
+            )
+    if given and len(given) < len(budget.groups):
+        missing = ", ".join(g.name for g in budget.groups if not g.registers)
+        return f"warpgroup {missing}: no register count, the others have one"
+    pool = budget.at_launch * budget.threads
+    if budget.registers > pool:
+        shares = " + ".join(f"{g.count} x {g.registers} ({g.name})" for g in budget.groups)
+        return (
+            f"setmaxnreg asks for {budget.registers} registers ({shares}, 128 threads each), the "
+            f"CTA owns {pool}: it would wait forever"
+        )
+    return None
+
+
+def _smem(budget: Budget) -> str | None:
+    if budget.smem > SMEM_MAX:
+        return f"{budget.smem} bytes of shared memory, an SM grants {SMEM_MAX}"
+    return None
+
+
+def _barriers(budget: Budget) -> str | None:
+    for barrier in budget.barriers:
+        total = sum(barrier.arrivals.values())
+        if total != barrier.count:
+            who = ", ".join(f"{n} from {role}" for role, n in barrier.arrivals.items())
+            return (
+                f"barrier {barrier.name}: initialised with {barrier.count} arrivals, gets {total} "
+                f"({who})"
+            )
+        if not 1 <= barrier.count <= MBARRIER_MAX:
+            return f"barrier {barrier.name}: {barrier.count} arrivals, expected 1..{MBARRIER_MAX}"
+    return None
+
+
+def _mmas(budget: Budget) -> str | None:
+    for mma in budget.mmas:
+        step = WGMMA_K.get(mma.dtype)
+        if step is None:
+            return f"MMA {mma.name}: no WGMMA of {mma.dtype}; there are {', '.join(WGMMA_K)}"
+        if mma.m % WGMMA_M:
+            return f"MMA {mma.name}: M = {mma.m} is no multiple of {WGMMA_M}"
+        if mma.n not in WGMMA_N:
+            return f"MMA {mma.name}: N = {mma.n}, expected a multiple of 8 up to 256"
+        if mma.k % step:
+            return f"MMA {mma.name}: K = {mma.k} is no multiple of {step} ({mma.dtype})"
+    return None
