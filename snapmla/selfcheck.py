@@ -64,13 +64,13 @@ def poisoned_cache(pages: int, page_size: int, layout: str = "split") -> PagedKV
 
 
 def filled_cache(
-    lengths: tuple[int, ...], page_size: int
+    lengths: tuple[int, ...], page_size: int, layout: str = "split"
 ) -> tuple[PagedKVCache, torch.Tensor, torch.Tensor]:
     """(cache, block_table, cache_seqlens) with shuffled pages and poison wherever no token is."""
     counts = [-(-n // page_size) for n in lengths]
     width = max(counts) + 1
     order = torch.randperm(sum(counts) + 2).tolist()
-    cache = poisoned_cache(len(order), page_size)
+    cache = poisoned_cache(len(order), page_size, layout)
     table = torch.full((len(lengths), width), ABSURD_PAGE, dtype=torch.int32)
     for i, (n, count) in enumerate(zip(lengths, counts, strict=True)):
         pages = [order.pop() for _ in range(count)]
@@ -81,9 +81,10 @@ def filled_cache(
             dtype=torch.int64,
         )
         content, rope, scale = reference.quantize_rows(*sample_tokens(n))
-        cache.content_u8.view(-1, KV_LORA_RANK)[rows] = content.view(torch.uint8)
-        cache.rope.view(-1, QK_ROPE_HEAD_DIM)[rows] = rope
-        cache.scale.view(-1)[rows] = scale
+        page, slot = rows // page_size, rows % page_size
+        cache.content_u8[page, slot] = content.view(torch.uint8)
+        cache.rope[page, slot] = rope
+        cache.scale[page, slot] = scale
     return cache, table, torch.tensor(lengths, dtype=torch.int32)
 
 
@@ -105,26 +106,83 @@ def sample_query(b: int, s_q: int, heads: int) -> QuantizedQuery:
 
 
 def _check_decode(spec: VariantSpec, kernel: runtime.Kernel) -> Result:
-    heads, s_q = SHAPES[spec.row_tile]
-    cache, table, seqlens = filled_cache(LENGTHS, spec.page_size)
-    b, scale = len(LENGTHS), HEAD_SCALE
-    q = sample_query(b, s_q, heads)
-    plan = plan_reference(LENGTHS, PARTS, TOKEN_TILE, 1, table.shape[1] * spec.page_size)
-    rows_pad = -(-heads * s_q // spec.row_tile) * spec.row_tile
-    items = torch.zeros((PARTS + b, 4), dtype=torch.int32)
-    items[: len(plan.work_items)] = torch.tensor(plan.work_items, dtype=torch.int32)
-    out = torch.full((b, s_q, heads, KV_LORA_RANK), math.nan).to(DTYPES[spec.out_dtype])
-    lse = torch.full((b, heads, s_q), math.nan)
-    o_accum = torch.full((2 * PARTS, rows_pad, KV_LORA_RANK), math.nan)
-    lse_accum = torch.full((2 * PARTS, rows_pad), math.nan)
-    kernel(
-        q.nope_u8, q.rope, q.row_scale, cache.content_u8, cache.rope, cache.scale, table, seqlens,
-        items, torch.tensor(plan.part_begin, dtype=torch.int32), out, lse, o_accum, lse_accum,
-        scale, 1, LN2, -math.inf,
-    )  # fmt: skip
-    merge_reference(o_accum, lse_accum, plan.split_begin, out, lse)
-    errors = decode_errors(out, lse, q, cache, table, seqlens, scale)
+    job = DecodeJob(spec)
+    errors = job.errors(job.run(kernel))
     return Result(errors.right, str(errors))
+
+
+class DecodeJob:
+    """One decode at the level of the ABI: ragged lengths, splits, poison wherever no token is.
+
+    Args:
+        spec: the decode variant; its row tile picks heads and s_q.
+        lengths: tokens per sequence.  parts: CTAs (or clusters) that share them.
+        heads, s_q: None takes ``SHAPES``.  layout: of the cache.
+        planner: the plan_decode kernel; None plans with ``reference_plan``.
+        merger: the merge kernel; None merges with ``merge_reference``.
+    """
+
+    def __init__(
+        self,
+        spec: VariantSpec,
+        lengths: Sequence[int] = LENGTHS,
+        parts: int = PARTS,
+        *,
+        heads: int | None = None,
+        s_q: int | None = None,
+        layout: str = "split",
+        planner: runtime.Kernel | None = None,
+        merger: runtime.Kernel | None = None,
+    ) -> None:
+        self.spec, self.lengths, self.parts = spec, tuple(lengths), parts
+        self.planner, self.merger = planner, merger
+        usual = SHAPES[spec.row_tile]
+        self.heads, self.s_q = heads or usual[0], s_q or usual[1]
+        self.cache, self.table, self.seqlens = filled_cache(self.lengths, spec.page_size, layout)
+        self.q = sample_query(len(self.lengths), self.s_q, self.heads)
+        capacity = self.table.shape[1] * spec.page_size
+        self.plan = plan_reference(self.lengths, parts, TOKEN_TILE, 1, capacity)
+
+    def run(self, kernel: runtime.Kernel) -> tuple[torch.Tensor, torch.Tensor]:
+        """(out, lse) of one call, into fresh NaN-filled buffers."""
+        b, q, cache = len(self.lengths), self.q, self.cache
+        rows_pad = -(-self.heads * self.s_q // self.spec.row_tile) * self.spec.row_tile
+        out = torch.full((b, self.s_q, self.heads, KV_LORA_RANK), math.nan)
+        out = out.to(DTYPES[self.spec.out_dtype])
+        lse = torch.full((b, self.heads, self.s_q), math.nan)
+        o_accum = torch.full((2 * self.parts, rows_pad, KV_LORA_RANK), math.nan)
+        lse_accum = torch.full((2 * self.parts, rows_pad), math.nan)
+        items, part_begin, split_begin = self._planned()
+        kernel(
+            q.nope_u8, q.rope, q.row_scale, cache.content_u8, cache.rope, cache.scale, self.table,
+            self.seqlens, items, part_begin, out, lse, o_accum, lse_accum, HEAD_SCALE, 1, LN2,
+            -math.inf,
+        )  # fmt: skip
+        if self.merger is None:
+            merge_reference(o_accum, lse_accum, self.plan.split_begin, out, lse)
+        else:
+            self.merger(o_accum, lse_accum, split_begin, out, lse, LN2, -math.inf)
+        return out, lse
+
+    def _planned(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(work_items, part_begin, split_begin), by the kernel or the reference."""
+        b, plan = len(self.lengths), self.plan
+        items = torch.zeros((self.parts + b, 4), dtype=torch.int32)
+        if self.planner is None:
+            items[: len(plan.work_items)] = torch.tensor(plan.work_items, dtype=torch.int32)
+            begins = [torch.tensor(x, dtype=torch.int32) for x in (plan.part_begin,
+                                                                   plan.split_begin)]  # fmt: skip
+            return items, begins[0], begins[1]
+        part_begin = torch.zeros(self.parts + 1, dtype=torch.int32)
+        split_begin = torch.zeros(b + 1, dtype=torch.int32)
+        capacity = self.table.shape[1] * self.spec.page_size
+        self.planner(self.seqlens, items, part_begin, split_begin, capacity, TOKEN_TILE, 1)
+        return items, part_begin, split_begin
+
+    def errors(self, result: tuple[torch.Tensor, torch.Tensor]) -> DecodeErrors:
+        """What ``run`` returned against the reference."""
+        out, lse = result
+        return decode_errors(out, lse, self.q, self.cache, self.table, self.seqlens, HEAD_SCALE)
 
 
 @dataclass(frozen=True)
@@ -240,13 +298,19 @@ def _check_plan(spec: VariantSpec, kernel: runtime.Kernel) -> Result:
     begin = torch.zeros(parts + 1, dtype=torch.int32)
     split = torch.zeros(len(lengths) + 1, dtype=torch.int32)
     seqlens = torch.tensor(lengths, dtype=torch.int32)
-    kernel(seqlens, items, begin, split, capacity, TOKEN_TILE, overhead)
-    want = plan_reference(lengths, parts, TOKEN_TILE, overhead, capacity)
-    found = [tuple(row) for row in items[: len(want.work_items)].tolist()]
-    same = (found, begin.tolist(), split.tolist()) == (
-        want.work_items, want.part_begin, want.split_begin,
-    )  # fmt: skip
-    return Result(same, f"{len(want.work_items)} items in {parts} parts, entry for entry")
+    planned = torch.zeros_like(seqlens)
+    same, counts = True, []
+    for split_tiles in (0, 8):
+        kernel(
+            seqlens, items, begin, split, planned, capacity, TOKEN_TILE, overhead, split_tiles
+        )  # fmt: skip
+        want = plan_reference(lengths, parts, TOKEN_TILE, overhead, capacity, split_tiles)
+        found = [tuple(row) for row in items[: len(want.work_items)].tolist()]
+        same &= (found, begin.tolist(), split.tolist(), planned.tolist()) == (
+            want.work_items, want.part_begin, want.split_begin, list(lengths),
+        )  # fmt: skip
+        counts.append(str(len(want.work_items)))
+    return Result(same, f"{' and '.join(counts)} items in {parts} parts, entry for entry")
 
 
 def _check_append(spec: VariantSpec, kernel: runtime.Kernel) -> Result:

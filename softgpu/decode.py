@@ -8,6 +8,7 @@ registers are entries of the same list.  A handler is ``fn(warp, mask)``: ``mask
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -95,7 +96,10 @@ class Program:
     """A decoded kernel, shared by all launches.
 
     ``code[pc]`` is (kind, handler or branch target, guard view or -1, guard negated).  ``views``
-    says how to build ``warp.v``; see ``Decoder``.
+    says how to build ``warp.v``; see ``Decoder``.  ``registers[pc]`` is the set of 32-bit slots
+    the instruction names, as bits; ``shared_shift`` and ``global_shift`` are the log2 of the
+    narrowest access, the hazard checker's granule; ``shared_map`` names parts of dynamic shared
+    memory: (name, offset, bytes).
     """
 
     kernel: Kernel
@@ -107,6 +111,29 @@ class Program:
     local_size: int = 0
     globals: dict[str, Any] = field(default_factory=dict)
     missing: dict[int, UnmodelledInstruction] = field(default_factory=dict)
+    registers: list[int] = field(default_factory=list)
+    slot_names: dict[int, str] = field(default_factory=dict)
+    predicates: dict[str, int] = field(default_factory=dict)
+    shared_shift: int = 0
+    global_shift: int = 0
+    shared_map: list[tuple[str, int, int]] = field(default_factory=list)
+
+    @functools.cached_property
+    def checked(self) -> list[tuple[int, Any, int, bool]]:
+        """``code`` with register accesses reported to the hazard checker first."""
+        out = []
+        for pc, (kind, fn, guard, negated) in enumerate(self.code):
+            if kind == NORMAL:
+                own = self.kernel.code[pc].parts[:2] == ["wgmma", "mma_async"]
+                fn = _checked(fn, pc, 0 if own else self.registers[pc])
+            out.append((kind, fn, guard, negated))
+        return out
+
+    def register_names(self, bits: int) -> str:
+        """The registers of a bit set over 32-bit slots, at most eight of them."""
+        slots = [i for i in range(bits.bit_length()) if bits >> i & 1]
+        names = [self.slot_names.get(i, f"slot {i}") for i in slots[:8]]
+        return ", ".join(names) + (f" and {len(slots) - 8} more" if len(slots) > 8 else "")
 
 
 class Decoder:
@@ -290,9 +317,65 @@ def decode(kernel: Kernel, module: Module) -> Program:
                 missing[ins.pc] = error
                 handler = _raiser(error)
             code.append((NORMAL, handler, guard, ins.negated))
-    return Program(
+    program = Program(
         kernel, code, k.views, k.counts, k.variables, k.static_shared, k.local_size, {}, missing
     )
+    program.slot_names = {slot: name for name, (width, slot) in k.slots.items() if width == 32}
+    program.predicates = {name: slot for name, (width, slot) in k.slots.items() if width == 0}
+    program.registers = [_registers(ins, k) for ins in kernel.code]
+    program.shared_shift = _narrowest(kernel, "shared")
+    program.global_shift = _narrowest(kernel, "global")
+    return program
+
+
+def _names(operand: Operand | None) -> list[str]:
+    """Registers an operand names."""
+    if isinstance(operand, Reg):
+        return [operand.name]
+    if isinstance(operand, Vec):
+        return [n for x in operand.items for n in _names(x)]
+    if isinstance(operand, Mem):
+        return [n for x in (operand.base, *(operand.coords or ())) for n in _names(x)]
+    if isinstance(operand, Pair):
+        return [*_names(operand.first), *_names(operand.second)]
+    return _names(operand.value) if isinstance(operand, Not) else []
+
+
+def _registers(ins: Instr, k: Decoder) -> int:
+    bits = 0
+    for arg in ins.args:
+        for name in _names(arg):
+            width, slot = k.slots.get(name, (0, 0))
+            if width == 32:
+                bits |= 1 << slot
+    return bits
+
+
+def _narrowest(kernel: Kernel, space: str) -> int:
+    """log2 of the narrowest access to a state space (at most 4 bytes; generic ones count)."""
+    least = 4
+    for ins in kernel.code:
+        parts = ins.parts
+        if parts[0] not in ("ld", "ldu", "st", "atom", "red") or parts[-1] not in TYPE_BYTES:
+            continue
+        spaces = [p.split("::")[0] for p in parts[1:]]
+        if space in spaces or not {"shared", "global", "local", "param", "const"} & set(spaces):
+            least = min(least, TYPE_BYTES[parts[-1]])
+    return least.bit_length() - 1
+
+
+def _checked(fn: Handler, pc: int, bits: int) -> Handler:
+    """The handler, with its place and its registers made known first."""
+
+    def run(w: Any, m: Any) -> Any:
+        w.pc = pc
+        h = w.hazard
+        h.touched |= bits
+        if h.busy & bits:
+            h.access(bits)
+        return fn(w, m)
+
+    return run
 
 
 def _raiser(error: UnmodelledInstruction) -> Handler:

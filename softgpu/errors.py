@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class SoftGpuError(RuntimeError):
     """Base class."""
@@ -37,3 +39,21 @@ class DescriptorError(SoftGpuError):
 
 class Deadlock(SoftGpuError):
     """No warp can make progress; the message lists what each one waits for."""
+
+
+class Hazard(SoftGpuError):
+    """Two accesses that nothing orders, or an asynchronous operation used before it is complete.
+
+    Attributes:
+        kind: short name, such as ``race`` or ``missing-proxy-fence``.
+        what: one sentence.
+        place: buffer and offset, or registers.
+        events: the conflicting accesses (``softgpu.hazard.Event``), the earlier one first.
+        why: what is missing.
+    """
+
+    def __init__(self, kind: str, what: str, place: str, events: list[Any], why: str) -> None:
+        self.kind, self.what, self.place, self.events, self.why = kind, what, place, events, why
+        lines = [f"hazard [{kind}]: {what}", f"  at  {place}"]
+        lines += [f"  {i + 1}.  {e}" for i, e in enumerate(events)]
+        super().__init__("\n".join([*lines, f"  why: {why}"]))

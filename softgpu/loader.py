@@ -9,12 +9,14 @@ from typing import Any
 
 from .decode import Program, decode
 from .errors import LaunchError, SoftGpuError
+from .hazard import Footprint
 from .machine import Machine, Options, Stats
 from .memory import GlobalMemory
 from .ptx import Module, parse
 from .runtime import HostModule, Launch, as_cuda
 
 _lock = threading.RLock()
+_prior: list[Footprint] = []  # what the grid launched last wrote; streams run in order
 
 
 def _span(tensor: Any) -> int:
@@ -71,11 +73,20 @@ class LoadedKernel:
             self._programs[kernel] = program
         return self._programs[kernel]
 
+    def replace_program(self, kernel: str, program: Program) -> None:
+        """Runs ``program`` as ``kernel`` from now on (mutation studies)."""
+        self._programs[kernel] = program
+
     def _launched(self, launch: Launch) -> None:
         assert self._memory is not None
         self.launches.append(launch)
-        machine = Machine(self.program(launch.kernel), launch, self._memory, self.options)
+        global _prior
+        machine = Machine(self.program(launch.kernel), launch, self._memory, self.options, _prior)
+        _prior = []
         self.last_stats.append(machine.run())
+        if machine.globals is not None:
+            # what this grid did not wait for, a dependent of it may still overtake too
+            _prior = machine.globals.footprints() + ([] if machine.prior_waited else machine.prior)
 
     def __call__(self, *args: Any) -> None:
         with _lock:

@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 
 from . import accumulate as arithmetic
 from .decode import BRANCH, NORMAL, Program
-from .errors import Deadlock, LaunchError, SoftGpuError
+from .errors import BarrierError, Deadlock, Hazard, LaunchError, SoftGpuError
+from .hazard import ClusterHazards, Footprint, GlobalHazards, WarpHazards
 from .memory import (
     LOCAL_WINDOW,
     OFFSET_MASK,
@@ -39,6 +40,8 @@ ALL = np.ones(32, bool).tobytes()
 NONE = np.zeros(32, bool).tobytes()
 FAR = 1 << 60
 QUANTUM = 512
+QUANTA = (1, 7, 60, QUANTUM)  # instructions a warp runs at a time when the order is random
+MOODS = (0.0, 0.0, 0.5, 0.95)  # how often such a warp is passed over, redrawn now and then
 SPIN_PASSES = 2000  # scheduler passes without any visible effect before a spin counts as a hang
 
 
@@ -48,13 +51,16 @@ def _environment(name: str, default: str) -> str:
 
 @dataclass
 class Options:
-    """How to execute.  Defaults come from SOFTGPU_ACCUMULATE, SOFTGPU_ASYNC and SOFTGPU_SEED.
+    """How to execute.  Defaults come from SOFTGPU_ACCUMULATE, _ASYNC, _SEED and _HAZARDS.
 
     Attributes:
         accumulate: WGMMA arithmetic, see ``softgpu.accumulate``; ``hopper`` unless said otherwise.
         asynchronous: when asynchronous work lands: ``early`` (at issue), ``late`` (copies when
             nothing else can run, wgmma when a wait_group covers it) or ``random``.
-        seed: None runs warps in order; a number shuffles them.
+        seed: None runs warps in order; a number schedules them adversarially: random order,
+            random stretches, some warps held back for long.
+        hazards: ``off``, ``raise`` (stop at the first one) or ``collect`` (one a pair of
+            instructions, in ``Stats.hazards``).
         resident: clusters that run at the same time; more are admitted when those all wait.
         max_instructions: stop after so many warp instructions, 0 for no limit.
     """
@@ -64,24 +70,33 @@ class Options:
     )
     asynchronous: str = field(default_factory=lambda: _environment("ASYNC", "early"))
     seed: int | None = field(default_factory=lambda: int(_environment("SEED", "-1")))
+    hazards: str = field(default_factory=lambda: _hazards(_environment("HAZARDS", "off")))
     resident: int = 1
     max_instructions: int = 0
 
     def __post_init__(self) -> None:
         if self.asynchronous not in ("early", "late", "random"):
             raise ValueError(f"asynchronous: early, late or random, got {self.asynchronous!r}")
+        if self.hazards not in ("off", "raise", "collect"):
+            raise ValueError(f"hazards: off, raise or collect, got {self.hazards!r}")
         if self.seed is not None and self.seed < 0:
             self.seed = None
+
+
+def _hazards(text: str) -> str:
+    """SOFTGPU_HAZARDS: 1 stands for raise, 0 and nothing for off."""
+    return {"": "off", "0": "off", "1": "raise"}.get(text, text)
 
 
 class Wait:
     """Why a group of lanes stopped.
 
     ``ready`` is polled.  ``retry``: the instruction runs again, otherwise execution goes on behind
-    it.  ``expires``: the wait has a time limit; when nothing else can run it gives up once.
+    it, and ``resume`` is called first.  ``expires``: the wait has a time limit; when nothing else
+    can run it gives up once.
     """
 
-    __slots__ = ("expires", "ready", "retry", "text")
+    __slots__ = ("expires", "ready", "resume", "retry", "text")
 
     def __init__(
         self,
@@ -89,8 +104,10 @@ class Wait:
         text: Callable[[], str],
         retry: bool = True,
         expires: bool = False,
+        resume: Callable[[], None] | None = None,
     ) -> None:
         self.ready, self.text, self.retry, self.expires = ready, text, retry, expires
+        self.resume = resume
 
 
 class Group:
@@ -117,11 +134,15 @@ class Warp:
         self.groups = [Group(0, self.alive)]
         self.current = self.groups[0]
         self.done = False
-        self.code = block.machine.program.code
+        self.pc = 0  # of the instruction that runs, kept for the hazard checker
+        program = block.machine.program
+        checker = block.cluster.hazards
+        self.hazard = WarpHazards(checker, self) if checker is not None else None
+        self.code = program.code if checker is None else program.checked
         self.barrier_gen = 0
         self.cluster_gen = -1
-        self.bulk_groups: list[list[InFlight]] = [[]]  # cp.async.bulk; the last one is open
-        self.copies: list[InFlight] = []  # cp.async
+        self.bulk_groups: dict[int, list[Any]] = {}  # cp.async.bulk, by lane; the last is open
+        self.copies: list[list[InFlight]] = [[]]  # cp.async; the last one is open
         self.mma_groups: list[list[InFlight]] = [[]]  # wgmma; the last one is open
         self.local = LocalMemory(block.machine.program.local_size)
         self.v = self._views()
@@ -207,6 +228,8 @@ class Warp:
                 if not w.ready():
                     keep.append(g)
                     continue
+                if w.resume is not None:
+                    w.resume()
                 g.wait = w = None
             other = merged.get(g.pc)
             if other is not None:
@@ -302,6 +325,9 @@ class Warp:
 
     def _exit(self, g: Group, m: Mask, pc: int, whole: bool, n: int) -> int:
         gone = self.lanes(m)
+        if self.hazard is not None:
+            self.pc = pc
+            self.hazard.exit(gone)
         self.alive = (~gone) if self.alive is True else self.alive & ~gone
         if whole:
             self.groups.remove(g)
@@ -370,6 +396,8 @@ class Block:
     def warp_done(self) -> None:
         self.live -= 1
         self.machine.version += 1
+        if self.live == 0 and self.cluster.hazards is not None:
+            self.cluster.hazards.block_done(self.rank)
 
     def __str__(self) -> str:
         return f"block {self.ctaid}"
@@ -382,6 +410,7 @@ class NamedBarrier:
     arrived: int = 0
     expected: int = 0
     generation: int = 0
+    open: Any = None  # what this generation's arrivals published (hazard checker)
 
 
 @dataclass
@@ -392,11 +421,14 @@ class MBarrier:
     pending: int
     phase: int = 0
     tx: int = 0
+    track: Any = None  # hazard.BarrierTrack
 
     def settle(self) -> None:
         if self.pending == 0 and self.tx == 0:
             self.phase += 1
             self.pending = self.expected
+            if self.track is not None:
+                self.track.complete()
 
 
 class Cluster:
@@ -412,7 +444,9 @@ class Cluster:
         self.barrier_arrived = 0
         self.barrier_generation = 0
         self.barrier_expected = self.size * machine.threads
-        self.blocks = []
+        checking = machine.options.hazards != "off"
+        self.hazards: ClusterHazards | None = ClusterHazards(self) if checking else None
+        self.blocks: list[Block] = []
         for rank in range(self.size):
             r = (rank % cx, rank // cx % cy, rank // (cx * cy))
             ctaid = (origin[0] + r[0], origin[1] + r[1], origin[2] + r[2])
@@ -433,6 +467,24 @@ class Cluster:
             self.barrier_arrived = 0
             self.barrier_generation += 1
             self.machine.version += 1
+            if self.hazards is not None:
+                self.hazards.cluster_complete()
+
+    def check_end(self) -> None:
+        """What must not be left when a cluster ends.  Raises BarrierError."""
+        for address, b in sorted(self.mbarriers.items()):
+            if b.tx:
+                raise BarrierError(
+                    f"{self.machine.barrier_at(address)}: the cluster ended with a transaction "
+                    f"count of {b.tx} in phase {b.phase}: bytes expected and bytes copied differ"
+                )
+        for block in self.blocks:
+            for number, bar in block.named.items():
+                if bar.arrived:
+                    raise BarrierError(
+                        f"barrier {number} of {block}: the block ended with {bar.arrived} of "
+                        f"{bar.expected} threads arrived"
+                    )
 
 
 @dataclass
@@ -441,21 +493,32 @@ class Stats:
 
     instructions: int = 0
     blocks: int = 0
-    opcodes: dict[str, int] = field(default_factory=dict)
+    hazards: list[Hazard] = field(default_factory=list)
 
 
 class Machine:
     """Executes one launch of one kernel."""
 
     def __init__(
-        self, program: Program, launch: Launch, memory: GlobalMemory, options: Options
+        self,
+        program: Program,
+        launch: Launch,
+        memory: GlobalMemory,
+        options: Options,
+        prior: list[Footprint] | None = None,
     ) -> None:
         self.program, self.launch, self.memory, self.options = program, launch, memory, options
+        # a grid launched with programmatic stream serialization starts before the last one ended
+        self.prior = list(prior or []) if launch.pdl else []
+        self.prior_waited = not self.prior
+        self._seen: set[tuple[Any, ...]] = set()
+        self.globals = GlobalHazards(self) if options.hazards != "off" else None
         self.threads = launch.block[0] * launch.block[1] * launch.block[2]
         self.version = 0  # counts effects other warps can see
         self.in_flight: list[InFlight] = []
         self.stats = Stats()
         self.random = random.Random(options.seed)
+        self._moods: dict[int, float] = {}
         self.clock = 0
         self.shared_limit = SHARED_BASE + program.static_shared + launch.dynamic_smem
         self._check()
@@ -601,6 +664,8 @@ class Machine:
                 finished = [c for c in resident if all(w.done for w in c.warps)]
                 if finished:
                     self._land(True)
+                    for c in finished:
+                        c.check_end()
                     resident = [c for c in resident if c not in finished]
                     self.stats.blocks += sum(len(c.blocks) for c in finished)
                     for index, origin in itertools.islice(waiting, len(finished)):
@@ -625,11 +690,12 @@ class Machine:
 
     def _pass(self, resident: list[Cluster]) -> int:
         warps = [w for c in resident for w in c.warps if not w.done]
-        if self.options.seed is not None:
-            self.random.shuffle(warps)
         moved = 0
-        for w in warps:
-            moved += w.run(QUANTUM)
+        if self.options.seed is None:
+            for w in warps:
+                moved += w.run(QUANTUM)
+        else:
+            moved = self._adversarial(warps)
         self.stats.instructions += moved
         limit = self.options.max_instructions
         if limit and self.stats.instructions > limit:
@@ -637,6 +703,26 @@ class Machine:
                 f"stopped after {self.stats.instructions} warp instructions\n"
                 + self.report(resident, True)
             )
+        return moved
+
+    def _adversarial(self, warps: list[Warp]) -> int:
+        """A pass in random order and stretches; nobody is passed over if that would be a stop."""
+        pick = self.random
+        if pick.random() < 0.1:
+            self._moods.clear()
+        if self.options.asynchronous == "random":
+            for op in pick.sample(self.in_flight, len(self.in_flight)):
+                if pick.random() < 0.2:
+                    op.complete()
+        pick.shuffle(warps)
+        moved = 0
+        for w in warps:
+            mood = self._moods.setdefault(id(w), pick.choice(MOODS))
+            if mood == 0.0 or pick.random() >= mood:
+                moved += w.run(pick.choice(QUANTA))
+        if not moved:
+            for w in warps:
+                moved += w.run(QUANTUM)
         return moved
 
     def _expire(self, resident: list[Cluster]) -> bool:
@@ -649,8 +735,40 @@ class Machine:
         return any_expired
 
     # ---- reports -------------------------------------------------------------------------------
+    def hazard(self, kind: str, what: str, place: str, events: list[Any], why: str) -> None:
+        """Reports a hazard: raises it, or keeps one a pair of instructions."""
+        found = Hazard(kind, what, place, events, why)
+        if self.options.hazards == "raise":
+            raise found
+        key = (kind, *((e.ptx_line, e.action) for e in events))
+        if key not in self._seen:
+            self._seen.add(key)
+            self.stats.hazards.append(found)
+
+    def shared_name(self, offset: int) -> str:
+        """``name + offset`` of a byte of dynamic shared memory."""
+        offset -= self.program.static_shared
+        for name, start, size in self.program.shared_map:
+            if start <= offset < start + size:
+                return f"{name} + {offset - start} (offset {offset})"
+        return f"offset {offset}"
+
+    def barrier_at(self, address: int) -> str:
+        """An mbarrier by address, for reports."""
+        offset = (address & OFFSET_MASK) - SHARED_BASE
+        return f"mbarrier at CTA {address >> RANK_SHIFT}, {self.shared_name(offset)}"
+
+    def barrier_name(self, cluster: Cluster, component: int) -> str:
+        """An mbarrier by its component in the hazard checker's clocks."""
+        for address, bar in cluster.mbarriers.items():
+            if bar.track is not None and bar.track.comp == component:
+                return self.barrier_at(address)
+        return "an mbarrier that was invalidated"
+
     def locate(self, error: SoftGpuError, warp: Warp, pc: int) -> SoftGpuError:
         """The same error with the place added."""
+        if isinstance(error, Hazard):
+            return error  # it names both places itself
         kernel = self.program.kernel
         ins = kernel.code[pc]
         g = warp.current

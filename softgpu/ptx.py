@@ -134,6 +134,12 @@ class Kernel:
         m = re.match(r"(%[A-Za-z_$]+)\d+$", name)
         return self.reg_types.get(m.group(1) + "<>") if m else None
 
+    def source_of(self, ins: Instr) -> str:
+        """``file.py:12``, or ``PTX`` without line information."""
+        if ins.source is None:
+            return "PTX"
+        return f"{self.files.get(ins.source[0], f'file {ins.source[0]}')}:{ins.source[1]}"
+
     def where(self, ins: Instr) -> str:
         """``file.py:12 (PTX line 345)``"""
         if ins.source is None:

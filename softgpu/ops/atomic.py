@@ -10,7 +10,7 @@ import numpy as np
 from .. import floats
 from ..decode import DTYPES, Decoder, Handler, Mods, op, unmodelled
 from ..ptx import Instr
-from .load_store import _HINTS, SPACES, address, read, space_of, write
+from .load_store import _HINTS, SPACES, address, read, space_of, synchronises, write
 
 _OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
     "add": lambda o, b: o + b,
@@ -71,17 +71,19 @@ def atom(ins: Instr, k: Decoder) -> Handler:
     def run(w: Any, m: Any) -> None:
         v = w.v
         a = where(v)
+        if place != "shared":
+            synchronises(w)
         out = np.zeros(32, dtype)
         one = np.zeros(32, bool)
         for lane in np.nonzero(w.lanes(m))[0]:
             one[:] = False
             one[lane] = True
-            old = read(w, a, one, dtype, 1, place)
+            old = read(w, a, one, dtype, 1, place, track=False)
             if function is None:
                 new = np.where(old == v[b], v[c], old)
             else:
                 new = function(old, v[b])
-            write(w, a, one, np.asarray(new).astype(dtype), 1, place)
+            write(w, a, one, np.asarray(new).astype(dtype), 1, place, track=False)
             out[lane] = old[lane]
         if d >= 0:
             np.copyto(v[d], out, where=m)

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from ..clocks import joined
 from ..decode import Decoder, Handler, Mods, op, unmodelled
 from ..errors import BarrierError
 from ..machine import NamedBarrier, Wait
@@ -20,7 +21,14 @@ def _scalar(k: Decoder, operand: Operand) -> Any:
     return lambda v, m: int(v[index][0 if m is True else int(np.argmax(m))])
 
 
-def _arrive(w: Any, number: int, threads: int | None) -> NamedBarrier:
+class _Generation:
+    """What the arrivals of one generation published, for the hazard checker."""
+
+    def __init__(self) -> None:
+        self.stamp: Any = None
+
+
+def _arrive(w: Any, number: int, threads: int | None) -> tuple[NamedBarrier, _Generation]:
     """Counts one warp in; completes the generation when the expected number is there."""
     if not 0 <= number < 16:
         raise BarrierError(f"barrier {number}: expected 0 to 15")
@@ -35,11 +43,16 @@ def _arrive(w: Any, number: int, threads: int | None) -> NamedBarrier:
         )
     bar.expected = total
     bar.arrived += 32
+    mine: _Generation = bar.open if bar.open is not None else _Generation()
+    bar.open = mine
+    if w.hazard is not None:
+        mine.stamp = joined(mine.stamp, w.hazard.clock.release(True))
     w.machine.version += 1
     if bar.arrived == total:
         bar.arrived = 0
         bar.generation += 1
-    return bar
+        bar.open = None
+    return bar, mine
 
 
 @op("bar.sync", "barrier.sync", "bar.cta.sync", "barrier.cta.sync", "bar.arrive", "barrier.arrive",
@@ -60,14 +73,23 @@ def bar(ins: Instr, k: Decoder) -> Handler:
             return wait
         v = w.v
         i = number(v, m)
-        state = _arrive(w, i, threads(v, m) if threads else None)
+        state, mine = _arrive(w, i, threads(v, m) if threads else None)
         generation = state.generation
-        if not sync or state.arrived == 0:
+
+        def resume() -> None:
+            if w.hazard is not None:
+                w.hazard.clock.acquire(True, mine.stamp)
+
+        if not sync:
+            return None
+        if state.arrived == 0:
+            resume()
             return None
         return Wait(
             lambda: state.generation != generation,
             lambda: f"barrier {i}: {state.arrived} of {state.expected} threads have arrived",
             retry=False,
+            resume=resume,
         )
 
     return run
@@ -81,7 +103,7 @@ def bar_red(ins: Instr, k: Decoder) -> Handler:
 @op("barrier.cluster.arrive")
 def cluster_arrive(ins: Instr, k: Decoder) -> Handler:
     mods = Mods(ins, 3)
-    mods.take("release", "relaxed")
+    relaxed = mods.take("release", "relaxed") == "relaxed"
     mods.flag("aligned")
     mods.done()
 
@@ -93,6 +115,10 @@ def cluster_arrive(ins: Instr, k: Decoder) -> Handler:
         if w.cluster_gen >= 0:
             raise BarrierError("barrier.cluster.arrive twice without a wait")
         w.cluster_gen = cluster.barrier_generation
+        if w.hazard is not None:
+            clock, checker = w.hazard.clock, cluster.hazards
+            stamp = clock.release_barriers_only(m) if relaxed else clock.release(m)
+            checker.barrier = joined(checker.barrier, stamp)
         w.machine.version += 1
         cluster.barrier_arrive(int(w.lanes(m).sum()))
         return None
@@ -116,6 +142,8 @@ def cluster_wait(ins: Instr, k: Decoder) -> Handler:
             raise BarrierError("barrier.cluster.wait without an arrive")
         if cluster.barrier_generation != generation:
             w.cluster_gen = -1
+            if w.hazard is not None:
+                w.hazard.clock.acquire(m, cluster.hazards.barrier_done)
             return None
         return Wait(
             lambda: cluster.barrier_generation != generation,

@@ -8,10 +8,10 @@ import numpy as np
 
 from ..decode import Decoder, Handler, Mods, op, unmodelled
 from ..errors import MemoryFault
-from ..machine import Wait
+from ..machine import InFlight
 from ..ptx import Instr
 from .load_store import address
-from .mbarrier import arrive, complete_tx, find
+from .mbarrier import arrive, complete_tx, find, publish
 
 
 def _first(m: Any) -> int:
@@ -60,29 +60,52 @@ def cp_async(ins: Instr, k: Decoder) -> Handler:
                     target[:count] = w.machine.memory.read(int(s[lane]), count, "cp.async")
                 target[count:] = 0
 
-        w.copies.append(w.machine.issue(land, ins.opcode))
+        if w.hazard is not None:
+            lanes = d if m is True else d[mask]
+            w.shared.check(lanes, size, w.block.rank, "cp.async", size)
+            w.hazard.cp_async(m, w.hazard.owner.granules(lanes, size))
+        w.copies[-1].append(w.machine.issue(land, ins.opcode))
 
     return run
 
 
-def _land_cp(w: Any) -> None:
-    for item in w.copies:
-        item.complete()
-    w.copies = []
+def _land_cp(w: Any, m: Any, keep: int) -> None:
+    """All but the last ``keep`` committed groups are complete; -1: those not committed too."""
+    if keep < 0:
+        w.copies.append([])
+        _committed(w)
+        keep = 0
+    done = max(len(w.copies) - 1 - keep, 0)
+    for group in w.copies[:done]:
+        for item in group:
+            item.complete()
+    w.copies = w.copies[done:]
+    if w.hazard is not None:
+        w.hazard.clock.learn(m, w.hazard.agents["cp.async"], w.hazard.cp_group - 1 - keep)
+
+
+def _committed(w: Any) -> None:
+    if w.hazard is not None:
+        w.hazard.cp_group += 1
 
 
 @op("cp.async.commit_group")
 def cp_commit(ins: Instr, k: Decoder) -> Handler:
+    """Groups are kept per warp, not per thread."""
+
     def run(w: Any, m: Any) -> None:
-        return None
+        w.copies.append([])
+        _committed(w)
 
     return run
 
 
 @op("cp.async.wait_group", "cp.async.wait_all")
 def cp_wait(ins: Instr, k: Decoder) -> Handler:
+    keep = k.imm(ins.args[0]) if ins.args else -1
+
     def run(w: Any, m: Any) -> None:
-        _land_cp(w)
+        _land_cp(w, m, keep)
 
     return run
 
@@ -98,8 +121,10 @@ def cp_arrive(ins: Instr, k: Decoder) -> Handler:
     where = address(k, ins.args[0], "shared")
 
     def run(w: Any, m: Any) -> None:
-        _land_cp(w)
+        _land_cp(w, m, -1)
         a = where(w.v)
+        if w.hazard is not None and noinc:
+            publish(w, a, m)
         for lane in lanes_of(m):
             if noinc:
                 arrive(w, int(a[lane]), 1)
@@ -146,7 +171,7 @@ def bulk_to_shared(ins: Instr, k: Decoder) -> Handler:
             _check_bulk(w, s, n, source)
             if own and d >> 24 != w.block.rank:
                 raise MemoryFault(f"cp.async.bulk.shared::cta: {d:#x} is not in this CTA")
-            _issue_bulk(w, d, s, n, b, ranks, source == "global", ins.opcode)
+            _issue_bulk(w, int(lane), d, s, n, b, ranks, source == "global", ins.opcode)
 
     return run
 
@@ -166,13 +191,24 @@ def spread(address_: int, ranks: list[int] | None) -> list[int]:
 
 
 def _issue_bulk(
-    w: Any, d: int, s: int, n: int, b: int, ranks: list[int] | None, from_global: bool, text: str
-) -> None:
+    w: Any, lane: int, d: int, s: int, n: int, b: int, ranks: list[int] | None,
+    from_global: bool, text: str,
+) -> None:  # fmt: skip
     targets, bars = spread(d, ranks), spread(b, ranks)
     for x in bars:
         find(w, x, text)
     if from_global:
         w.machine.memory.check(s, n, "cp.async.bulk")
+    h = w.hazard
+    if h is not None:
+        if from_global:
+            w.machine.globals.async_read(h, lane, [s], n)
+        else:
+            w.shared.span(s, n, "cp.async.bulk")
+            h.copied_from(lane, h.owner.span(s, n), find(w, bars[0], text))
+        for x, bar in zip(targets, bars, strict=True):
+            w.shared.span(x, n, "cp.async.bulk")
+            h.copy_in(lane, x, n, find(w, bar, text))
 
     def land() -> None:
         if from_global:
@@ -211,32 +247,60 @@ def bulk_to_global(ins: Instr, k: Decoder) -> Handler:
                 w.machine.memory.read(d, n, "store")[:] = data
                 w.machine.version += 1
 
-            w.bulk_groups[-1].append(w.machine.issue(land, ins.opcode))
+            h = w.hazard
+            if h is not None:
+                w.shared.span(s, n, "cp.async.bulk")
+                h.copy_out(int(lane), h.owner.span(s, n), s >> 24)
+                w.machine.globals.async_write(h, int(lane), [d], n)
+            bulk_group(w, int(lane)).items.append(w.machine.issue(land, ins.opcode))
 
     return run
 
 
+class BulkGroup:
+    """Bulk stores that one thread committed together."""
+
+    def __init__(self) -> None:
+        self.number = 0  # the hazard checker's, set at the commit
+        self.items: list[InFlight] = []
+
+
+def bulk_group(w: Any, lane: int) -> BulkGroup:
+    """The open group of a lane."""
+    groups: list[BulkGroup] = w.bulk_groups.setdefault(lane, [BulkGroup()])
+    return groups[-1]
+
+
 @op("cp.async.bulk.commit_group")
 def bulk_commit(ins: Instr, k: Decoder) -> Handler:
+    """Bulk groups belong to threads."""
+
     def run(w: Any, m: Any) -> None:
-        w.bulk_groups.append([])
+        for lane in lanes_of(m):
+            group = bulk_group(w, int(lane))
+            if w.hazard is not None:
+                group.number = w.hazard.bulk_commit()
+            w.bulk_groups[int(lane)].append(BulkGroup())
 
     return run
 
 
 @op("cp.async.bulk.wait_group", "cp.async.bulk.wait_group.read")
 def bulk_wait(ins: Instr, k: Decoder) -> Handler:
-    """At most N of the last groups stay in flight.  Groups are kept per warp."""
-    keep = k.imm(ins.args[0])
+    """At most N of a thread's last groups stay in flight."""
+    keep, written = k.imm(ins.args[0]), "read" not in ins.parts
 
-    def run(w: Any, m: Any) -> Wait | None:
-        closed = w.bulk_groups[:-1]
-        done = len(closed) - keep if keep < len(closed) else 0
-        for group in closed[:done]:
-            for item in group:
+    def run(w: Any, m: Any) -> None:
+        for lane in lanes_of(m):
+            groups = w.bulk_groups.get(int(lane), [])
+            done = groups[: max(len(groups) - 1 - keep, 0)]
+            for item in (x for group in done for x in group.items):
                 item.complete()
-        w.bulk_groups = w.bulk_groups[done:]
-        return None
+            if done:
+                w.bulk_groups[int(lane)] = groups[len(done) :]
+                if w.hazard is not None:
+                    one = np.arange(32) == lane
+                    w.hazard.bulk_waited(one, done[-1].number, written)
 
     return run
 

@@ -42,39 +42,51 @@ def address(k: Decoder, operand: Any, space: str | None) -> Any:
     return (lambda v: v[base] + step64) if offset else (lambda v: v[base])
 
 
-def read(w: Any, a: Any, m: Any, dtype: Any, n: int, space: str | None) -> Any:
-    """Loads through the space named at decode time; generic addresses (None) are sorted here."""
-    if space == "global":
-        return w.machine.memory.load(a, m, dtype, n)
-    if space == "shared":
-        return w.shared.load(a, m, dtype, n, w.block.rank)
-    if space == "cluster":
-        return w.shared.load(a, m, dtype, n, None)
+def read(w: Any, a: Any, m: Any, dtype: Any, n: int, space: str | None, track: bool = True) -> Any:
+    """Loads through the space named at decode time; generic addresses (None) are sorted here.
+
+    ``track``: the hazard checker sees it as an ordinary access.
+    """
     if space == "local":
         return w.local.load(a, m, dtype, n)
+    h = w.hazard if track else None
+    if space == "global":
+        got = w.machine.memory.load(a, m, dtype, n)
+        if h is not None:
+            w.machine.globals.read(h, a, m, n * got.dtype.itemsize)
+        return got
+    if space is not None:
+        got = w.shared.load(a, m, dtype, n, w.block.rank if space == "shared" else None)
+        if h is not None:
+            h.read_shared(a, m, n * got.dtype.itemsize)
+        return got
     lanes = w.lanes(m)
     out = np.zeros((32, n) if n > 1 else 32, dtype)
     for part, inner in _split(a, lanes):
         low = a.astype(np.uint32) if inner == "cluster" else a
-        got = read(w, low, part, dtype, n, inner)
+        got = read(w, low, part, dtype, n, inner, track)
         out[part] = got[part]
     return out
 
 
-def write(w: Any, a: Any, m: Any, data: Any, n: int, space: str | None) -> None:
+def write(w: Any, a: Any, m: Any, data: Any, n: int, space: str | None, track: bool = True) -> None:
+    """The stores of ``read``."""
     w.machine.version += 1
+    h = w.hazard if track else None
     if space == "global":
         w.machine.memory.store(a, m, data, n)
-    elif space == "shared":
-        w.shared.store(a, m, data, n, w.block.rank)
-    elif space == "cluster":
-        w.shared.store(a, m, data, n, None)
+        if h is not None:
+            w.machine.globals.write(h, a, m, n * data.dtype.itemsize)
     elif space == "local":
         w.local.store(a, m, data, n)
+    elif space is not None:
+        w.shared.store(a, m, data, n, w.block.rank if space == "shared" else None)
+        if h is not None:
+            h.write_shared(a, m, n * data.dtype.itemsize)
     else:
         for part, inner in _split(a, w.lanes(m)):
             low = a.astype(np.uint32) if inner == "cluster" else a
-            write(w, low, part, data, n, inner)
+            write(w, low, part, data, n, inner, track)
 
 
 def _split(a: Any, lanes: Any) -> Any:
@@ -88,6 +100,12 @@ def _split(a: Any, lanes: Any) -> Any:
     ):
         if part.any():
             yield part, space
+
+
+def synchronises(w: Any) -> None:
+    """This block talks to others through global memory: their order is not tracked from here."""
+    if w.hazard is not None:
+        w.machine.globals.ordered.add(w.hazard.owner.number)
 
 
 def space_of(space: str | None) -> str | None:
@@ -122,12 +140,16 @@ def ld(ins: Instr, k: Decoder) -> Handler:
     wide = [k.dst_wide(t, kind) for t in targets]
     where = address(k, ins.args[1], space)
     dtype, place = DTYPES[kind], space_of(space)
+    track = space is None or space.split("::")[0] not in ("param", "const")
+    acquires = place in (None, "global") and bool({"acquire", "relaxed"} & set(ins.parts))
     if n == 1:
         d, final = wide[0]
 
         def one(w: Any, m: Any) -> None:
             v = w.v
-            got = read(w, where(v), m, dtype, 1, place)
+            if acquires:
+                synchronises(w)
+            got = read(w, where(v), m, dtype, 1, place, track)
             if m is True:
                 v[d][...] = got
             else:
@@ -137,7 +159,9 @@ def ld(ins: Instr, k: Decoder) -> Handler:
 
     def many(w: Any, m: Any) -> None:
         v = w.v
-        got = read(w, where(v), m, dtype, n, place)
+        if acquires:
+            synchronises(w)
+        got = read(w, where(v), m, dtype, n, place, track)
         for i, (d, final) in enumerate(wide):
             np.copyto(v[d], got[:, i].astype(final, copy=False), where=m)
 
@@ -172,7 +196,7 @@ def st(ins: Instr, k: Decoder) -> Handler:
 @op("st.async")
 def st_async(ins: Instr, k: Decoder) -> Handler:
     """st.async[.weak].shared::cluster.mbarrier::complete_tx::bytes[.vN].type [a], b, [mbar]"""
-    from .mbarrier import complete_tx
+    from .mbarrier import complete_tx, find
 
     mods = Mods(ins, 2)
     kind = mods.type()
@@ -192,9 +216,13 @@ def st_async(ins: Instr, k: Decoder) -> Handler:
         v = w.v
         data = np.stack([v[s] for s in sources], 1) if n > 1 else v[sources[0]].copy()
         a, b, mask = where(v).copy(), bar(v).copy(), w.lanes(m).copy()
+        if w.hazard is not None:
+            for lane in np.nonzero(mask)[0]:
+                found = find(w, int(b[lane]), "st.async")
+                w.hazard.copy_in(int(lane), int(a[lane]), size, found)
 
         def land() -> None:
-            write(w, a, mask, data, n, "cluster")
+            write(w, a, mask, data, n, "cluster", track=False)
             for lane in np.nonzero(mask)[0]:
                 complete_tx(w, int(b[lane]), size)
 

@@ -44,6 +44,8 @@ def ldmatrix(ins: Instr, k: Decoder) -> Handler:
         a = where(v)[:rows]
         w.shared.check(a, 16, w.block.rank, "ldmatrix", 16)
         data = w.shared.view(np.uint16, 8)[a >> np.uint32(4)].reshape(n, 8, 8)
+        if w.hazard is not None:
+            w.hazard.read_rows(a)
         if trans:
             data = data.transpose(0, 2, 1)
         words = np.ascontiguousarray(data).view(np.uint32).reshape(n, 32)
@@ -72,6 +74,8 @@ def stmatrix(ins: Instr, k: Decoder) -> Handler:
         if trans:
             data = data.transpose(0, 2, 1)
         w.shared.view(np.uint16, 8)[a >> np.uint32(4)] = data.reshape(rows, 8)
+        if w.hazard is not None:
+            w.hazard.write_rows(a)
         w.machine.version += 1
         return None
 

@@ -39,6 +39,8 @@ def complete_tx(w: Any, a: int, nbytes: int) -> None:
     """The transaction part of an asynchronous copy's completion."""
     bar = find(w, a, "complete_tx")
     bar.tx -= nbytes
+    if abs(bar.tx) > _MAX_COUNT:
+        raise BarrierError(f"{name(a)}: transaction count {bar.tx} leaves the 20 bits it has")
     w.machine.version += 1
     bar.settle()
 
@@ -70,7 +72,9 @@ def init(ins: Instr, k: Decoder) -> Handler:
             if not 1 <= n <= _MAX_COUNT:
                 raise BarrierError(f"mbarrier.init: count {n}, expected 1 to {_MAX_COUNT}")
             w.shared.check(a[lane : lane + 1], 8, w.block.rank, "mbarrier.init", 8)
-            w.block.cluster.mbarriers[int(a[lane])] = MBarrier(n, n)
+            bar = w.block.cluster.mbarriers[int(a[lane])] = MBarrier(n, n)
+            if w.hazard is not None:
+                w.hazard.init_barrier(int(lane), bar)
         w.machine.version += 1
 
     return run
@@ -87,6 +91,18 @@ def inval(ins: Instr, k: Decoder) -> Handler:
             del w.block.cluster.mbarriers[int(a[lane])]
 
     return run
+
+
+def publish(w: Any, a: Any, m: Any) -> None:
+    """Arrivals release: one stamp for each mbarrier that the lanes arrive at."""
+    lanes = w.lanes(m)
+    for at in np.unique(a[lanes]):
+        rank = int(at) >> RANK_SHIFT
+        mine = lanes & (a == at)
+        bar = find(w, int(at), "mbarrier.arrive")
+        if rank != w.block.rank:
+            w.hazard.touch_remote(rank, w.hazard.clock.first + int(np.argmax(mine)))
+        w.hazard.arrive(bar, True if mine.all() else mine, rank != w.block.rank)
 
 
 @op("mbarrier.arrive", "mbarrier.arrive_drop")
@@ -115,6 +131,8 @@ def arrive_(ins: Instr, k: Decoder) -> Handler:
     def run(w: Any, m: Any) -> None:
         v = w.v
         a = where(v)
+        if w.hazard is not None:
+            publish(w, a, m)
         for lane in _lanes(m):
             at = int(a[lane])
             value = int(v[extra][lane]) if extra is not None else 1
@@ -183,6 +201,9 @@ def wait(ins: Instr, k: Decoder) -> Handler:
             bar = find(w, at, ins.parts[1])
             if complete(bar, want):
                 w.current.expired = False
+                if w.hazard is not None:
+                    w.hazard.use_barrier(bar, first, "generic")
+                    w.hazard.waited(bar, m)
                 np.copyto(v[d], True, where=m)
                 return None
             if blocking and not w.current.expired:
@@ -201,7 +222,10 @@ def wait(ins: Instr, k: Decoder) -> Handler:
             return None
         done = np.zeros(32, bool)
         for lane in _lanes(m):
-            done[lane] = complete(find(w, int(a[lane]), ins.parts[1]), int(t[lane]))
+            bar = find(w, int(a[lane]), ins.parts[1])
+            done[lane] = complete(bar, int(t[lane]))
+            if done[lane] and w.hazard is not None:
+                w.hazard.waited(bar, lane == np.arange(32))
         if blocking and not done.any() and not w.current.expired:
             bars = [(find(w, int(a[i]), "wait"), int(t[i])) for i in _lanes(m)]
             return Wait(

@@ -1,7 +1,7 @@
 """Fences, griddepcontrol, setmaxnreg, nanosleep, trap: PTX ISA 9.7.13.4-6, 9.7.13.13, 9.7.19.
 
-Execution here is sequentially consistent, so fences order nothing; they are still decoded strictly,
-because the hazard checker will give them meaning.
+Execution here is sequentially consistent, so fences order nothing; their meaning is what the hazard
+checker makes of them (``hazard``).
 """
 
 from __future__ import annotations
@@ -29,13 +29,36 @@ _FENCE_WORDS = {
 def fence(ins: Instr, k: Decoder) -> Handler:
     if set(ins.parts) - _FENCE_WORDS:
         raise unmodelled(ins)
-    return _nothing
+    proxy, barriers = "proxy" in ins.parts, "mbarrier_init" in ins.parts
+    if proxy and "async" not in ins.parts and "async::generic" not in ins.parts:
+        return _nothing  # alias, tensormap: other proxies, not tracked
+
+    def run(w: Any, m: Any) -> None:
+        if w.hazard is None:
+            return
+        if proxy:
+            w.hazard.clock.fence_proxy(m)
+        elif barriers:
+            w.hazard.clock.fence_mbarriers(m)
+
+    return run
 
 
 @op("griddepcontrol.wait", "griddepcontrol.launch_dependents")
 def griddepcontrol(ins: Instr, k: Decoder) -> Handler:
-    """Launches run one after the other, so the grids waited for have always finished."""
-    return _nothing
+    """Launches run one after the other, so the grids waited for have always finished.
+
+    The hazard checker knows which of their results may not be touched before the wait.
+    """
+    if ins.parts[1] != "wait":
+        return _nothing
+
+    def run(w: Any, m: Any) -> None:
+        w.machine.prior_waited = True
+        if w.hazard is not None:
+            w.hazard.prior_complete(m)
+
+    return run
 
 
 @op("setmaxnreg")

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from ..decode import Decoder, Handler, Mods, op, unmodelled
 from ..errors import DescriptorError, MemoryFault
 from ..ptx import Instr, Mem
-from .copy_async import lanes_of, spread
+from .copy_async import bulk_group, lanes_of, spread
 from .load_store import address
 from .mbarrier import complete_tx, find
 
@@ -165,6 +165,43 @@ def store(w: Any, t: TensorMap, coords: list[int], source: int) -> None:
         to[:] = data[i, first * t.element : last * t.element]
 
 
+def _inside(t: TensorMap, coords: list[int]) -> tuple[Any, int]:
+    """(addresses of the box's rows that lie in the tensor, bytes of a row that do)."""
+    offset, inside = _rows(t, coords)
+    first, last = _inner(t, coords[0])
+    start = t.address + (coords[0] + first) * t.element
+    return offset[inside] + start, max(last - first, 0) * t.element
+
+
+def _box(w: Any, t: TensorMap, shared: int) -> Any:
+    """Granules of a dense box in shared memory; a swizzle permutes within 128 bytes."""
+    nbytes = t.box_bytes
+    if nbytes % 128 == 0 and shared % 128 == 0:
+        return w.hazard.owner.span(shared, nbytes)
+    inner = t.box[0] * t.element
+    chunks = shared_index(shared, nbytes // inner, inner, t.swizzle).reshape(-1)
+    return w.hazard.owner.granules(chunks << 4, 16).reshape(-1)
+
+
+def _track_load(
+    w: Any, lane: int, t: TensorMap, coords: list[int], targets: list[int], bars: list[Any]
+) -> None:
+    rows, nbytes = _inside(t, coords)
+    if nbytes:
+        w.machine.globals.async_read(w.hazard, lane, rows, nbytes)
+    for target, bar in zip(targets, bars, strict=True):
+        w.shared.check(np.array([target], np.uint32), t.box_bytes, None, "tensor load", 16)
+        w.hazard.copy_in(lane, target, _box(w, t, target), bar)
+
+
+def _track_store(w: Any, lane: int, t: TensorMap, coords: list[int], source: int) -> None:
+    w.shared.check(np.array([source], np.uint32), t.box_bytes, None, "tensor store", 16)
+    w.hazard.copy_out(lane, _box(w, t, source), source >> 24)
+    rows, nbytes = _inside(t, coords)
+    if nbytes:
+        w.machine.globals.async_write(w.hazard, lane, rows, nbytes)
+
+
 def _map_of(w: Any, at: int, cache: dict[bytes, TensorMap]) -> TensorMap:
     if at & 63:
         raise DescriptorError(f"tensor map at {at:#x}: must be aligned to 64 bytes")
@@ -218,8 +255,9 @@ def tensor(ins: Instr, k: Decoder) -> Handler:
                         f"multicast mask {bits:#x}: the cluster has {w.shared.ctas} CTAs"
                     )
             targets, bars = spread(d, ranks), spread(b, ranks)
-            for x in bars:
-                find(w, x, "tensor load")
+            found = [find(w, x, "tensor load") for x in bars]
+            if w.hazard is not None:
+                _track_load(w, int(lane), t, at, targets, found)
 
             def land(
                 t: TensorMap = t, at: Any = at, targets: Any = targets, bars: Any = bars
@@ -262,7 +300,9 @@ def _tensor_store(ins: Instr, k: Decoder, mods: Mods, rank: int) -> Handler:
                 store(w, t, at, s)
                 w.machine.version += 1
 
-            w.bulk_groups[-1].append(w.machine.issue(land, ins.opcode))
+            if w.hazard is not None:
+                _track_store(w, int(lane), t, at, s)
+            bulk_group(w, int(lane)).items.append(w.machine.issue(land, ins.opcode))
 
     return run
 

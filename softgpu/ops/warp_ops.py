@@ -224,6 +224,12 @@ def bar_warp(ins: Instr, k: Decoder) -> Handler:
     member = members(k, ins.args[0])
 
     def run(w: Any, m: Any) -> Any:
-        return w.join(m, member(w.v, m), "bar.warp.sync")
+        mask = member(w.v, m)
+        wait = w.join(m, mask, "bar.warp.sync")
+        if wait is None and w.hazard is not None:
+            lanes = m if m is True else m & (((mask >> LANES) & 1) != 0)
+            clock = w.hazard.clock
+            clock.acquire(lanes, clock.release(lanes))
+        return wait
 
     return run

@@ -55,8 +55,8 @@ def _chunks(
     return out
 
 
-def operand_bytes(w: Any, descriptor: int, rows: int, mn_major: bool) -> NDArray[np.uint8]:
-    """A matrix operand through its descriptor: (rows, 32) bytes, K contiguous in each row."""
+def operand_index(w: Any, descriptor: int, rows: int, mn_major: bool) -> NDArray[np.int64]:
+    """16-byte chunks of shared memory that a descriptor names, as ``_chunks`` arranges them."""
     start = (descriptor & 0x3FFF) << 4
     lbo, sbo = (descriptor >> 16 & 0x3FFF) << 4, (descriptor >> 32 & 0x3FFF) << 4
     swizzle, offset = descriptor >> 62 & 3, descriptor >> 49 & 7
@@ -71,6 +71,12 @@ def operand_bytes(w: Any, descriptor: int, rows: int, mn_major: bool) -> NDArray
             f"matrix descriptor {descriptor:#018x}: reaches offset {top} of {w.shared.limit} bytes "
             "of shared memory"
         )
+    return index
+
+
+def operand_bytes(w: Any, descriptor: int, rows: int, mn_major: bool) -> NDArray[np.uint8]:
+    """A matrix operand through its descriptor: (rows, 32) bytes, K contiguous in each row."""
+    index = operand_index(w, descriptor, rows, mn_major)
     data: NDArray[np.uint8] = w.shared.view(np.uint64, 2)[index].view(np.uint8)
     if not mn_major:
         return data.reshape(rows, 32)
@@ -120,6 +126,11 @@ class _Registers:
     def write(self, w: Any, values: NDArray[np.uint32]) -> None:
         w.store[32][self.slots] = values
 
+    @property
+    def bits(self) -> int:
+        """The slots as a bit set."""
+        return sum(1 << int(s) for s in set(self.slots.tolist()))
+
 
 def _flag(k: Decoder, operand: Any) -> Any:
     """scale-d: immediate or predicate, the same in all lanes."""
@@ -155,6 +166,17 @@ def mma(ins: Instr, k: Decoder) -> Handler:
     gather = np.empty((16, n), np.int64)
     gather[row, column] = np.arange(n // 2)[:, None] * 32 + np.arange(32)[None, :]
     scatter = row * n + column
+    acc_bits, a_bits = d.bits, a_regs.bits if a_regs is not None else 0
+
+    def track(w: Any, at_a: int, at_b: int) -> None:
+        operands = [operand_index(w, at_b, n, b_mn)]
+        if a_regs is None:
+            index, first = operand_index(w, at_a, 64, a_mn), 16 * (w.index % 4)
+            operands.append(index if a_mn else index[first : first + 16])
+        granules = w.hazard.owner.granules
+        w.hazard.mma(
+            [granules(x.reshape(-1) << 4, 16) for x in operands], acc_bits, a_bits, f"n{n}"
+        )
 
     def run(w: Any, m: Any) -> Any:
         if m is not True:
@@ -165,6 +187,8 @@ def mma(ins: Instr, k: Decoder) -> Handler:
         v = w.v
         at_a = int(v[a_desc][0]) if a_regs is None else 0
         at_b, keep = int(v[b_desc][0]), scale_d(v)
+        if w.hazard is not None:
+            track(w, at_a, at_b)
         if w.machine.options.asynchronous == "early":
             compute(w, at_a, at_b, keep)
         else:
@@ -198,7 +222,10 @@ def mma(ins: Instr, k: Decoder) -> Handler:
 @op("wgmma.fence")
 def fence(ins: Instr, k: Decoder) -> Handler:
     def run(w: Any, m: Any) -> Any:
-        return w.join(m, -1, ins.opcode)
+        wait = w.join(m, -1, ins.opcode)
+        if wait is None and w.hazard is not None:
+            w.hazard.wgmma_fence()
+        return wait
 
     return run
 
@@ -207,8 +234,11 @@ def fence(ins: Instr, k: Decoder) -> Handler:
 def commit(ins: Instr, k: Decoder) -> Handler:
     def run(w: Any, m: Any) -> Any:
         wait = w.join(m, -1, ins.opcode)
-        if wait is None and w.machine.options.asynchronous != "early":
-            w.mma_groups.append([])
+        if wait is None:
+            if w.machine.options.asynchronous != "early":
+                w.mma_groups.append([])
+            if w.hazard is not None:
+                w.hazard.wgmma_commit()
         return wait
 
     return run
@@ -221,6 +251,8 @@ def wait_group(ins: Instr, k: Decoder) -> Handler:
 
     def run(w: Any, m: Any) -> Any:
         wait = w.join(m, -1, ins.opcode)
+        if wait is None and w.hazard is not None:
+            w.hazard.wgmma_wait(pending)
         if wait is not None or len(w.mma_groups) == 1:
             return wait
         options = w.machine.options

@@ -1,0 +1,165 @@
+"""Who knows what has happened: vector clocks of lanes, asynchronous agents and mbarriers.
+
+A *component* is something whose work can be known or not known: every lane, and for every warp its
+collective accesses (``ldmatrix``, ``stmatrix``), its WGMMA groups, its bulk stores (reads of shared
+memory done, writes done) and its ``cp.async``; every mbarrier (1: initialised, p + 2: phase p has
+completed, with all copies that count on it); and the end of the grids before this one.  Row l of a
+warp's matrix ``vc`` holds, for each component, the time up to which lane l knows its work.
+``avc`` is the same for what the *async proxy* may rely on, if lane l starts asynchronous work: the
+lanes' columns advance only with ``fence.proxy.async`` (PTX ISA 8.1.3, proxies).
+
+Synchronisation moves rows: a release takes a ``Stamp``, an acquire joins it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int32]
+LANES = np.arange(32)
+OWN = 1 << 30  # a lane's knowledge of itself
+MBARRIERS = 96  # of one cluster; the table grows beyond
+
+
+class Layout:
+    """Component numbers of one cluster of ``ctas`` blocks of ``warps`` warps."""
+
+    KINDS = ("collective", "wgmma", "bulk-read", "bulk-write", "cp.async")
+
+    def __init__(self, ctas: int, warps: int) -> None:
+        self.warps = ctas * warps
+        self.lanes = 32 * self.warps
+        self.kinds = {k: self.lanes + i * self.warps for i, k in enumerate(self.KINDS)}
+        self.prior = self.lanes + len(self.KINDS) * self.warps
+        self.mbarriers = self.prior + 1
+        self.used = self.mbarriers
+        self.size = self.mbarriers + MBARRIERS * ctas
+        # the last column knows nothing, so that "written by component -1" is never known
+
+    def lane(self, warp: int) -> int:
+        return 32 * warp
+
+    def agent(self, kind: str, warp: int) -> int:
+        return self.kinds[kind] + warp
+
+    def new_mbarrier(self) -> int:
+        """Raises IndexError when the table is full (the caller says so)."""
+        if self.used >= self.size - 1:
+            raise IndexError("too many mbarriers in one cluster")
+        self.used += 1
+        return self.used - 1
+
+    def name(self, component: int) -> tuple[str, int]:
+        """(kind, warp of the cluster) of a component; the warp is -1 for mbarriers and grids."""
+        if component < self.lanes:
+            return "lane", component // 32
+        if component < self.prior:
+            kind, warp = divmod(component - self.lanes, self.warps)
+            return self.KINDS[kind], warp
+        return ("prior", -1) if component == self.prior else ("mbarrier", -1)
+
+
+class Stamp:
+    """What a release publishes; joins of several releases accumulate."""
+
+    __slots__ = ("a", "v")
+
+    def __init__(self, v: Ints, a: Ints) -> None:
+        self.v, self.a = v, a
+
+    def join(self, other: Stamp) -> Stamp:
+        return Stamp(np.maximum(self.v, other.v), np.maximum(self.a, other.a))
+
+
+def joined(first: Stamp | None, second: Stamp | None) -> Stamp | None:
+    if first is None or second is None:
+        return first or second
+    return first.join(second)
+
+
+class WarpClock:
+    """Clocks of the 32 lanes of one warp; ``time`` stamps its accesses and steps at releases."""
+
+    def __init__(self, layout: Layout, warp: int) -> None:
+        self.layout, self.warp = layout, warp
+        self.first = layout.lane(warp)
+        self.own = self.first + LANES
+        self.collective = layout.agent("collective", warp)
+        self.vc: Ints = np.zeros((32, layout.size), np.int32)
+        self.avc: Ints = np.zeros((32, layout.size), np.int32)
+        self.vc[LANES, self.own] = OWN
+        self.vc[:, self.collective] = OWN
+        self.vc[:, -1] = self.avc[:, -1] = -1
+        self.time = 1
+        self._least: tuple[Ints, Ints] | None = None
+
+    def least(self) -> tuple[Ints, Ints]:
+        """(vc, avc) of what all 32 lanes know: for operations of the whole warp."""
+        if self._least is None:
+            self._least = (self.vc.min(0), self.avc.min(0))
+        return self._least
+
+    def release(self, m: Any) -> Stamp:
+        """Publishes what lanes ``m`` did and know, and starts a new time."""
+        if m is True:
+            v, a = self.vc.max(0), self.avc.max(0)
+            v[self.own] = self.time
+        else:
+            lanes = np.nonzero(m)[0]
+            if len(lanes) == 1:
+                v, a = self.vc[lanes[0]].copy(), self.avc[lanes[0]].copy()
+            else:
+                v, a = self.vc[lanes].max(0), self.avc[lanes].max(0)
+            v[self.own[lanes]] = self.time
+        v[self.collective] = self.time
+        self.time += 1
+        return Stamp(v, a)
+
+    def release_barriers_only(self, m: Any) -> Stamp:
+        """A relaxed arrival: only mbarrier initialisations that were fenced travel with it."""
+        a = np.zeros(self.layout.size, np.int32)
+        first = self.layout.mbarriers
+        rows = self.avc if m is True else self.avc[m]
+        a[first:-1] = np.minimum(rows.max(0)[first:-1], 1)
+        a[-1] = -1
+        return Stamp(a, a.copy())
+
+    def acquire(self, m: Any, stamp: Stamp | None) -> None:
+        if stamp is None:
+            return
+        self._least = None
+        if m is True:
+            np.maximum(self.vc, stamp.v, out=self.vc)
+            np.maximum(self.avc, stamp.a, out=self.avc)
+            return
+        lanes = np.nonzero(m)[0]
+        self.vc[lanes] = np.maximum(self.vc[lanes], stamp.v)
+        self.avc[lanes] = np.maximum(self.avc[lanes], stamp.a)
+
+    def learn(self, m: Any, component: int, time: int) -> None:
+        """Lanes ``m`` know that ``component``'s work up to ``time`` is complete and visible."""
+        self._least = None
+        rows: Any = slice(None) if m is True else np.nonzero(m)[0]
+        for table in (self.vc, self.avc):
+            table[rows, component] = np.maximum(table[rows, component], time)
+
+    def fence_proxy(self, m: Any) -> None:
+        """fence.proxy.async: all that lanes ``m`` know becomes visible to the async proxy."""
+        self._least = None
+        lanes = LANES if m is True else np.nonzero(m)[0]
+        fenced = np.maximum(self.avc[lanes], self.vc[lanes])
+        fenced[np.arange(len(lanes)), self.own[lanes]] = self.time
+        fenced[:, self.collective] = self.time
+        self.avc[lanes] = fenced
+        self.time += 1
+
+    def fence_mbarriers(self, m: Any) -> None:
+        """fence.mbarrier_init: initialisations that lanes ``m`` know reach every observer."""
+        self._least = None
+        lanes = LANES if m is True else np.nonzero(m)[0]
+        first = self.layout.mbarriers
+        part = np.minimum(self.vc[lanes, first:-1], 1)
+        self.avc[lanes, first:-1] = np.maximum(self.avc[lanes, first:-1], part)

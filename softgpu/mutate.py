@@ -1,0 +1,146 @@
+"""Mutation of kernels: take one synchronisation instruction away and see who notices.
+
+``sites`` lists the instructions, ``without`` gives the program that skips one of them, and
+``study`` runs every mutant until a seed kills it: by a hazard, a fault, a deadlock, or a wrong
+result.  A survivor is either an instruction that is not needed, or a hole in the checker or in the
+workload; the caller explains which.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .decode import Program
+from .errors import SoftGpuError
+from .loader import LoadedKernel
+from .machine import Options
+
+_FAMILIES: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("wait", ("mbarrier.try_wait", "mbarrier.test_wait", "wgmma.wait_group", "cp.async.wait",
+              "cp.async.bulk.wait_group", "griddepcontrol.wait", "barrier.cluster.wait")),
+    ("arrive", ("mbarrier.arrive", "barrier.cluster.arrive", "bar.arrive", "barrier.arrive",
+                "mbarrier.expect_tx", "griddepcontrol.launch_dependents",
+                "cp.async.mbarrier.arrive")),
+    ("fence", ("fence", "membar", "wgmma.fence")),
+    ("commit", ("wgmma.commit_group", "cp.async.commit_group", "cp.async.bulk.commit_group")),
+    ("barrier", ("bar.sync", "barrier.sync", "bar.warp.sync", "barrier.warp.sync", "bar.cta.sync",
+                 "barrier.cta.sync")),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Site:
+    """One synchronisation instruction of a kernel."""
+
+    pc: int
+    family: str
+    source: str
+    ptx_line: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of the mutant without ``site``.
+
+    Attributes:
+        killed: whether any seed noticed.
+        seed: the first that did, or how many were tried.
+        how: kind of hazard or error, ``wrong result``, or empty.
+        report: the whole message.
+    """
+
+    site: Site
+    killed: bool
+    seed: int
+    how: str
+    report: str
+
+
+def sites(program: Program) -> list[Site]:
+    """All waits, arrives, fences, commits and barriers, in program order."""
+    kernel, out = program.kernel, []
+    for ins in kernel.code:
+        for family, prefixes in _FAMILIES:
+            if any(ins.opcode == p or ins.opcode.startswith(p + ".") for p in prefixes) or (
+                family == "wait" and ins.opcode.startswith("cp.async.wait")
+            ):
+                out.append(Site(ins.pc, family, kernel.source_of(ins), ins.line, ins.text))
+                break
+    return out
+
+
+def without(program: Program, pc: int) -> Program:
+    """The program with one instruction that does nothing; a wait succeeds at once."""
+    kind, _, guard, negated = program.code[pc]
+    ins = program.kernel.code[pc]
+    done = -1
+    if ins.parts[0] == "mbarrier" and ins.parts[1] in ("try_wait", "test_wait"):
+        done = program.predicates[getattr(ins.args[0], "name", "")]
+
+    def skip(w: Any, m: Any) -> None:
+        if done >= 0:
+            np.copyto(w.store[0][done], True, where=m)
+
+    code = list(program.code)
+    code[pc] = (kind, skip, guard, negated)
+    return dataclasses.replace(program, code=code)
+
+
+@contextmanager
+def mutant(kernel: LoadedKernel, entry: str, pc: int) -> Iterator[None]:
+    """Makes ``kernel`` run without the instruction at ``pc`` of ``entry``."""
+    original = kernel.program(entry)
+    kernel.replace_program(entry, without(original, pc))
+    try:
+        yield
+    finally:
+        kernel.replace_program(entry, original)
+
+
+def schedule(seed: int, hazards: str = "raise") -> Options:
+    """Options of one adversarial run: landing mode and order follow from the seed."""
+    mode = ("random", "late", "early")[seed % 3]
+    return Options(asynchronous=mode, seed=seed, hazards=hazards)
+
+
+def study(
+    kernel: LoadedKernel,
+    entry: str,
+    run: Callable[[], bool],
+    seeds: int = 10,
+    chosen: list[Site] | None = None,
+) -> Iterator[Outcome]:
+    """Runs the mutant of every site; yields what became of it.
+
+    Args:
+        kernel, entry: the loaded object and the kernel in it that is mutated.
+        run: performs the workload with ``kernel`` and says whether the result is right.
+        seeds: adversarial schedules to try before a mutant counts as a survivor.
+        chosen: sites to study, all if None.
+    """
+    before = kernel.options
+    try:
+        for site in sites(kernel.program(entry)) if chosen is None else chosen:
+            with mutant(kernel, entry, site.pc):
+                yield _one(kernel, site, run, seeds)
+    finally:
+        kernel.options = before
+
+
+def _one(kernel: LoadedKernel, site: Site, run: Callable[[], bool], seeds: int) -> Outcome:
+    for seed in range(seeds):
+        kernel.options = schedule(seed)
+        try:
+            if not run():
+                return Outcome(site, True, seed, "wrong result", "")
+        except SoftGpuError as error:
+            how = getattr(error, "kind", type(error).__name__)
+            return Outcome(site, True, seed, how, str(error))
+    return Outcome(site, False, seeds, "", "")
