@@ -95,7 +95,7 @@ def budget(spec: VariantSpec) -> bud.Budget:
             bud.WarpGroup("softmax", softmax),
             bud.WarpGroup("P.V", pv, count=2),
         ),
-        smem=tiles + (SMALL_BYTES // 4 if few else SMALL_BYTES),
+        smem=tiles + (SMALL_BYTES // 2 if few else SMALL_BYTES),  # no scale triples
         barriers=(
             *pipe_barriers(q_stages(spec), readers[0], stages, readers[1], spec.cluster),
             bud.Barrier("p_full", SOFTMAX_WARPS, {"softmax": 4}, P_STAGES),
