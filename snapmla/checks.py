@@ -1,11 +1,13 @@
 """The one layer that checks arguments.
 
 Every function raises ``TypeError`` (wrong kind or dtype) or ``ValueError`` (wrong value, shape,
-strides, device) whose text names the argument, what was expected and what came.
+strides, device).  The text names the argument, what was expected, what came and, in parentheses,
+what to change: the particular advice if the check knows one, else ``ADVICE`` of the argument.
 """
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
@@ -19,10 +21,68 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 MAX_HEADS = 128
 MAX_S_Q = 8
 ALIGN = 16  # bytes; rows are moved by vector instructions and TMA
+TRANSPOSED = "it is transposed or strided inside a row: call .contiguous() once"
 # Kernels multiply the scale by log2(e) in fp32: the product must stay finite.
 MAX_SOFTMAX_SCALE = torch.finfo(torch.float32).max / math.log2(math.e)
 
 Shape = Sequence[int | str]  # a string names a free extent
+
+# What to change, by argument, where the check itself has no better idea.
+ADVICE: dict[str, str] = {
+    "q": "make it with snapmla.quantize_q(q_nope, q_rope)",
+    "q.nope": "make it with snapmla.quantize_q(q_nope, q_rope)",
+    "q.rope": "make it with snapmla.quantize_q(q_nope, q_rope)",
+    "q.scale": "make it with snapmla.quantize_q(q_nope, q_rope)",
+    "cache": "make it with PagedKVCache.allocate, or from_tensors over existing memory",
+    "content": "PagedKVCache.allocate shows shapes and strides; docs/formats.md draws them",
+    "rope": "PagedKVCache.allocate shows shapes and strides; docs/formats.md draws them",
+    "scale": "PagedKVCache.allocate shows shapes and strides; docs/formats.md draws them",
+    "block_table": "one row of page ids for each sequence of the batch",
+    "cache_seqlens": "one length for each sequence of the batch, new tokens included",
+    "where": "a 2-D block table with cache_seqlens, or 1-D indices without",
+    "indices": "flat token indices, page * page_size + offset",
+    "c_kv": "the latent alone: joint[:, :512], with k_rope=joint[:, 512:]",
+    "k_rope": "one row for each row of c_kv, in the same dtype",
+    "slot_mapping": "one slot for each row of c_kv; -1 skips a row",
+    "q_nope": "queries absorbed into the latent space: joint[..., :512]",
+    "q_rope": "one row for each row of q_nope, in the same dtype: joint[..., 512:]",
+    "out": "leave it out to have it allocated",
+    "out[0]": "leave out= away to have it allocated",
+    "out[1]": "leave out= away to have it allocated",
+    "out.nope": "leave out= away, or keep one QuantizedQuery for each shape",
+    "out.scale": "leave out= away, or keep one QuantizedQuery for each shape and granularity",
+    "lse": "heads come before query tokens; leave it out to have it allocated",
+    "o_accum": "allocate it like plan.o_accum: torch.empty_like(plan.o_accum)",
+    "lse_accum": "allocate it like plan.lse_accum: torch.empty_like(plan.lse_accum)",
+    "plan": "make one for this step's shapes with snapmla.plan_decode",
+    "pipeline": "leave it out to let the dispatcher choose",
+    "row_tile": "leave it out to let the dispatcher choose",
+    "num_parts": "leave it out to fill the device",
+    "fixed_overhead": "leave it out for the measured default",
+    "max_pages": "the width of the block table",
+    "num_pages": "pages of the pool",
+    "softmax_scale": "DeepSeek models want 192**-0.5 * mscale**2; FlashMLA's default is 576**-0.5",
+    "dtype": "convert the result afterwards",
+    "out_dtype": "convert out afterwards",
+    "granularity": "token_head is SnapMLA's, token is for one scale per query token",
+    "lse_base": "e is the natural logarithm",
+    "empty_lse": "-inf merges like an empty sum; FlashMLA writes +inf",
+    "layout": "split is the default",
+    "batch": "sequences",
+    "seqlen": "tokens of a sequence",
+    "card": "leave it out to ask about this machine",
+    "head_dim_v": "kernels are built for kv_lora_rank 512",
+    "kv_lora_rank": "kernels are built for kv_lora_rank 512",
+    "k_lora_cache": "a flat pool: pool.view(-1, 1, 512)",
+    "k_rope_cache": "a flat pool: pool.view(-1, 1, 64)",
+    "k_lora_scale_cache": "a flat pool: pool.view(-1, 1, 1)",
+    "k_lora": "a flat pool: pool.view(-1, 1, 512); the order is lora, rope, scale",
+    "k_scale": "a flat pool: pool.view(-1, 1, 1); the order is lora, rope, scale",
+    "key": "latent and RoPE in one row of 576: (n, 1, 576)",
+    "tile_scheduler_metadata": "make it with get_mla_metadata",
+    "num_splits": "make it with get_mla_metadata; slice [:b + 1] of a longer one",
+    "max_batch": "sequences of the largest batch",
+}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -47,12 +107,28 @@ def _fits(actual: Sequence[int], shape: Shape) -> bool:
 
 def value_error(name: str, expected: str, got: object, hint: str = "") -> NoReturn:
     """Raises the package's standard ValueError."""
-    raise ValueError(f"{name}: expected {expected}, got {got}{f' ({hint})' if hint else ''}")
+    raise ValueError(_text(name, expected, got, hint))
 
 
 def type_error(name: str, expected: str, got: object, hint: str = "") -> NoReturn:
     """Raises the package's standard TypeError."""
-    raise TypeError(f"{name}: expected {expected}, got {got}{f' ({hint})' if hint else ''}")
+    raise TypeError(_text(name, expected, got, hint))
+
+
+def _text(name: str, expected: str, got: object, hint: str) -> str:
+    advice = hint or ADVICE.get(name, "")
+    return f"{name}: expected {expected}, got {got}{f' ({advice})' if advice else ''}"
+
+
+def renamed(error: Exception, names: dict[str, str]) -> Exception:
+    """The same error with its argument called as a wrapper's caller knows it.
+
+    Args:
+        error: one of this module's, whose text starts with ``argument:``.
+        names: inner argument name -> outer one; others stay.
+    """
+    inner, colon, rest = str(error).partition(":")
+    return type(error)(f"{names.get(inner, inner)}{colon}{rest}")
 
 
 def tensor(
@@ -69,24 +145,48 @@ def tensor(
         device: where it must live, None for anywhere.
     """
     if not isinstance(value, torch.Tensor):
-        type_error(name, "a torch.Tensor", type(value).__name__)
+        made = f"torch.as_tensor(..., dtype=torch.{dtype_name(dtypes[0])})"
+        type_error(name, "a torch.Tensor", type(value).__name__, f"build it once with {made}")
     if value.dtype not in dtypes:
         wanted = " or ".join(dtype_name(d) for d in dtypes)
-        hint = ""
-        if value.dtype == torch.int64 and dtypes == (torch.int32,):
-            hint = "use .to(torch.int32) once when you build it, not on every call"
-        type_error(name, f"dtype {wanted}", dtype_name(value.dtype), hint)
+        type_error(name, f"dtype {wanted}", dtype_name(value.dtype), _dtype_hint(name, dtypes))
     actual = value.shape
     if actual != shape and not _fits(actual, shape):
-        value_error(name, f"shape {_shape_text(shape)}", _shape_text(actual))
+        hint = _shape_hint(actual, shape)
+        value_error(name, f"shape {_shape_text(shape)}", _shape_text(actual), hint)
     if device is not None and value.device != device:
-        value_error(name, f"a tensor on {device}", value.device)
+        hint = f"move it with .to({str(device)!r}) when you build it"
+        value_error(name, f"a tensor on {device}", value.device, hint)
+
+
+def _dtype_hint(name: str, dtypes: tuple[torch.dtype, ...]) -> str:
+    """How to come by the right dtype; quantised values are not a matter of ``.to``."""
+    first = dtype_name(dtypes[0])
+    if name.startswith("out") or name in ("lse", "o_accum", "lse_accum"):
+        return f"allocate it with dtype=torch.{first}"
+    if FP8 in dtypes:
+        return ADVICE.get(name, "")
+    if dtypes[0] in FLOATS:
+        return f"convert it with .to(torch.{first})"
+    return f"use .to(torch.{first}) once when you build it, not on every call"
+
+
+def _shape_hint(actual: Sequence[int], shape: Shape) -> str:
+    """What is wrong with a shape, where that can be told."""
+    if len(actual) > len(shape) and _fits([n for n in actual if n != 1], shape):
+        return "drop the dimension of 1, for example by squeeze()"
+    if len(actual) == len(shape) >= 2:
+        *outer, a, b = actual
+        if _fits([*outer, b, a], shape):
+            return "the last two dimensions are exchanged: .mT.contiguous()"
+    return ""
 
 
 def contiguous(name: str, value: torch.Tensor) -> None:
     """Checks that ``value`` is row-major without gaps."""
     if not value.is_contiguous():
-        value_error(name, "a contiguous tensor", f"strides {value.stride()}")
+        hint = "call .contiguous() once when you build it"
+        value_error(name, "a contiguous tensor", f"strides {value.stride()}", hint)
 
 
 def aligned_rows(name: str, value: torch.Tensor, align: int = ALIGN, least: int = 2) -> None:
@@ -97,12 +197,12 @@ def aligned_rows(name: str, value: torch.Tensor, align: int = ALIGN, least: int 
     """
     *outer, inner = value.stride()
     if value.shape[-1] > 1 and inner != 1:
-        value_error(name, "innermost stride 1", f"strides {value.stride()}")
+        value_error(name, "innermost stride 1", f"strides {value.stride()}", TRANSPOSED)
     size = value.element_size()
     if any(s * size % align for s, n in zip(outer, value.shape) if n >= least):
-        value_error(
-            name, f"outer strides that are multiples of {align} bytes", f"strides {value.stride()}"
-        )
+        wanted = f"outer strides that are multiples of {align} bytes"
+        hint = f"pad rows to a multiple of {align // size} elements"
+        value_error(name, wanted, f"strides {value.stride()}", hint)
     _aligned(name, value, align)
 
 
@@ -110,7 +210,8 @@ def _aligned(name: str, value: torch.Tensor, align: int = ALIGN) -> None:
     """Checks where the storage starts; a slice of a tensor may start anywhere."""
     address = value.data_ptr()
     if address % align:
-        value_error(name, f"storage aligned to {align} bytes", f"address {address:#x}")
+        hint = f"start slices at multiples of {max(1, align // value.element_size())} elements"
+        value_error(name, f"storage aligned to {align} bytes", f"address {address:#x}", hint)
 
 
 def same_device(tensors: dict[str, torch.Tensor]) -> torch.device:
@@ -118,16 +219,19 @@ def same_device(tensors: dict[str, torch.Tensor]) -> torch.device:
     (first, reference), *rest = tensors.items()
     for name, value in rest:
         if value.device != reference.device:
-            value_error(name, f"a tensor on {reference.device}, where {first} is", value.device)
+            wanted = f"a tensor on {reference.device}, where {first} is"
+            hint = f"move it with .to({str(reference.device)!r})"
+            value_error(name, wanted, value.device, hint)
     return reference.device
 
 
 def integer(name: str, value: Any, low: int, high: int | None = None, hint: str = "") -> int:
     """Checks ``low <= value <= high`` and returns it."""
     if isinstance(value, bool) or not isinstance(value, int):
-        type_error(name, "an int", type(value).__name__)
+        type_error(name, "an int", type(value).__name__, "convert it with int(...)")
     if value < low or (high is not None and value > high):
         wanted = f"{low} or more" if high is None else f"{low} to {high}"
+        wanted = str(low) if high == low else wanted
         value_error(name, wanted, value, hint)
     return value
 
@@ -136,13 +240,17 @@ def choice(name: str, value: Any, options: Iterable[Any]) -> None:
     """Checks that ``value`` is one of ``options``."""
     options = tuple(options)
     if value not in options:
-        value_error(name, "one of " + ", ".join(repr(o) for o in options), repr(value))
+        hint = ""
+        if isinstance(value, str):
+            close = difflib.get_close_matches(value, [o for o in options if isinstance(o, str)], 1)
+            hint = f"did you mean {close[0]!r}?" if close else ""
+        value_error(name, "one of " + ", ".join(repr(o) for o in options), repr(value), hint)
 
 
 def page_size(value: Any) -> int:
     """Checks a page size: 16, 32, 64 or 128 tokens."""
     if isinstance(value, bool) or not isinstance(value, int):
-        type_error("page_size", "an int", type(value).__name__)
+        type_error("page_size", "an int", type(value).__name__, "convert it with int(...)")
     if value not in PAGE_SIZES:
         near = min(PAGE_SIZES, key=lambda p: (abs(p - value), p))
         options = ", ".join(map(str, PAGE_SIZES))
@@ -163,12 +271,7 @@ def s_q(value: Any) -> int:
 def softmax_scale(value: Any) -> float:
     """Checks the softmax scale: a positive Python number that is finite in fp32."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        type_error(
-            "softmax_scale",
-            "a Python float",
-            type(value).__name__,
-            "DeepSeek models want 192**-0.5 * mscale**2; FlashMLA's default is 576**-0.5",
-        )
+        type_error("softmax_scale", "a Python float", type(value).__name__)
     if not 0 < value <= MAX_SOFTMAX_SCALE:
         wanted = f"a positive finite number of at most {MAX_SOFTMAX_SCALE:.3g}"
         value_error("softmax_scale", wanted, value)
@@ -180,13 +283,14 @@ def cache(content: Any, rope: Any, scale: Any) -> None:
     tensor("content", content, (FP8,), ("num_pages", "page_size", KV_LORA_RANK))
     pages, tokens = content.shape[0], page_size(content.shape[1])
     if pages < 1:
-        value_error("content", "1 page or more", pages, "kernels clamp page ids into the pool")
+        value_error("content", "1 page or more", pages, "allocate at least one page")
     tensor("rope", rope, (torch.bfloat16,), (pages, tokens, QK_ROPE_HEAD_DIM), content.device)
     tensor("scale", scale, (torch.float32,), (pages, tokens), content.device)
     for name, view in (("content", content), ("rope", rope), ("scale", scale)):
         aligned_rows(name, view, least=1)  # TMA descriptors hold the strides of even one page
         if min(view.stride()) < 1:
-            value_error(name, "strides of distinct tokens", f"strides {view.stride()}")
+            hint = "expanded views share memory between tokens: allocate them"
+            value_error(name, "strides of distinct tokens", f"strides {view.stride()}", hint)
 
 
 def query(nope: Any, rope: Any, scale: Any) -> None:
@@ -216,9 +320,10 @@ def block_table(value: Any, batch: int, device: torch.device) -> None:
     """Checks ``block_table``: int32 (b, width), width 1 or more, rows of innermost stride 1."""
     tensor("block_table", value, (torch.int32,), (batch, "width"), device)
     if batch and value.shape[1] < 1:
-        value_error("block_table", "a width of 1 or more pages", value.shape[1])
+        hint = "give even empty sequences one column"
+        value_error("block_table", "a width of 1 or more pages", value.shape[1], hint)
     if value.shape[1] > 1 and value.stride(1) != 1:
-        value_error("block_table", "innermost stride 1", f"strides {value.stride()}")
+        value_error("block_table", "innermost stride 1", f"strides {value.stride()}", TRANSPOSED)
 
 
 def output(
