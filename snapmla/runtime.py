@@ -1,12 +1,15 @@
 """Finds and loads compiled variants: on a GPU through tvm_ffi, on CPU tensors through softgpu.
 
-A variant is looked up by its name in ``env.variant_dirs()``.  If it is missing (or, in a checkout,
-older than its sources) and the compiler is installed, it is compiled in a subprocess, announced
-on the log, and kept on disk; ``SNAPMLA_NO_JIT=1`` forbids that.  What is loaded stays loaded.
+A variant is looked up by its name in ``env.variant_dirs()``: as ``<name>.json`` beside its files,
+or, where a bundle was unpacked, in the directory's ``bundle.json``.  If it is missing, in a checkout
+older than its sources, or built for a newer CUDA than the driver's, and the compiler is installed,
+it is compiled in a subprocess, announced on the log, and kept on disk; ``SNAPMLA_NO_JIT=1`` forbids
+that.  What is loaded stays loaded.
 """
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import functools
 import importlib.util
@@ -31,6 +34,7 @@ from snapmla.errors import UnsupportedDeviceError, VariantError
 Kernel = Callable[..., Any]
 log = logging.getLogger("snapmla")
 
+BUNDLE = "bundle.json"  # all records of a bundle's variants
 _ARCH_OF_CAPABILITY = {(9, 0): "sm_90a", (10, 0): "sm_100a"}
 _kernels: dict[tuple[VariantSpec, str], Kernel] = {}
 _modules: list[Any] = []  # libraries must outlive the functions taken from them
@@ -39,12 +43,17 @@ _lock = threading.RLock()
 
 @dataclass(frozen=True)
 class Artifact:
-    """A built variant on disk; ``library`` is None if it was not linked."""
+    """A built variant on disk; ``library`` is None if it was not linked.
+
+    ``cuda`` is the CUDA major it was built with, 0 if unknown; ``arch`` its target.
+    """
 
     directory: Path
     name: str
     symbol: str
     source_hash: str
+    cuda: int = 0
+    arch: str = ""
 
     @property
     def obj(self) -> Path:
@@ -129,6 +138,8 @@ def load(artifact: Artifact, device_type: str) -> Kernel:
             f"{artifact.name}: {artifact.directory} has the object but no .so; run "
             "`python -m codegen precompile` on a machine with a C compiler"
         )
+    if (reason := _too_new(artifact)) is not None:
+        raise VariantError(reason)
     import tvm_ffi
 
     try:
@@ -142,14 +153,87 @@ def load(artifact: Artifact, device_type: str) -> Kernel:
 def find(spec: VariantSpec, directories: Iterable[Path] | None = None) -> Artifact | None:
     """The first built artifact of ``spec`` on the search path, None if there is none."""
     for directory in env.variant_dirs() if directories is None else directories:
-        try:
-            record = json.loads((directory / f"{spec.name}.json").read_text())
-        except (OSError, ValueError):
+        record = _record(directory, spec.name)
+        if record is None:
             continue
-        artifact = Artifact(directory, spec.name, spec.symbol, record.get("source_hash", ""))
+        cuda = str(record.get("flavour", "")).removeprefix("cu")
+        artifact = Artifact(
+            directory,
+            spec.name,
+            spec.symbol,
+            source_hash=record.get("source_hash", ""),
+            cuda=int(cuda) if cuda.isdigit() else 0,
+            arch=spec.arch,
+        )
         if artifact.obj.is_file() or artifact.library is not None:
             return artifact
     return None
+
+
+def _record(directory: Path, name: str) -> dict[str, Any] | None:
+    """Record of a variant in a directory: its own file, else the bundle's entry.
+
+    ``manifest.json`` of a directory that is built in does not count: it outlives a killed build.
+    """
+    try:
+        return json.loads((directory / f"{name}.json").read_text())
+    except OSError:
+        return _bundled(directory).get(name)
+    except ValueError:
+        return None
+
+
+def _bundled(directory: Path) -> dict[str, dict[str, Any]]:
+    """Records by name of a directory that came with a bundle, {} for others."""
+    path = directory / BUNDLE
+    try:
+        return _parsed(path, path.stat().st_mtime_ns)
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+@functools.lru_cache(maxsize=8)
+def _parsed(path: Path, _mtime_ns: int) -> dict[str, dict[str, Any]]:
+    return {record["name"]: record for record in json.loads(path.read_text())["variants"]}
+
+
+def available(directories: Iterable[Path] | None = None) -> list[VariantSpec]:
+    """Built variants on the search path (or in ``directories``), by name, each once."""
+    found: dict[str, VariantSpec] = {}
+    for directory in env.variant_dirs() if directories is None else directories:
+        names = {path.stem for path in directory.glob("*_sm*.json")} | set(_bundled(directory))
+        for name in sorted(names - set(found)):
+            try:
+                spec = VariantSpec.from_name(name)
+            except (ValueError, TypeError):
+                continue
+            if _record(directory, name) is not None:
+                found[name] = spec
+    return [found[name] for name in sorted(found)]
+
+
+@functools.cache
+def driver_version() -> tuple[int, int] | None:
+    """(major, minor) of the newest CUDA that the installed driver supports, None without one."""
+    version = ctypes.c_int(0)
+    try:
+        if ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version)):
+            return None
+    except (OSError, AttributeError):
+        return None
+    return version.value // 1000, version.value % 1000 // 10
+
+
+def _too_new(artifact: Artifact) -> str | None:
+    """Why the driver cannot load the variant, or None: it was built with a newer CUDA."""
+    driver = driver_version()
+    if driver is None or artifact.cuda <= driver[0]:
+        return None
+    return (
+        f"variant {artifact.name} in {artifact.directory} was built with CUDA {artifact.cuda} and "
+        f"the driver supports CUDA {driver[0]}.{driver[1]}: update the driver, or build with "
+        f"`make precompile CUDA={driver[0]}`"
+    )
 
 
 def find_or_build(spec: VariantSpec, *, need_library: bool) -> Artifact:
@@ -159,7 +243,11 @@ def find_or_build(spec: VariantSpec, *, need_library: bool) -> Artifact:
     artifact = find(spec)
     if artifact is not None:
         complete = artifact.library is not None if need_library else artifact.ptx.is_file()
-        if complete and not (_jit_refusal() is None and _outdated(spec, artifact)):
+        forbidden = _jit_refusal() is not None
+        if complete and need_library and (reason := _too_new(artifact)) is not None:
+            if forbidden:
+                raise VariantError(reason)
+        elif complete and (forbidden or not _outdated(spec, artifact)):
             return artifact
     refusal = _jit_refusal()
     if refusal is not None:
@@ -204,6 +292,9 @@ def _no_kernel(spec: VariantSpec) -> str:
 def _missing(spec: VariantSpec, refusal: str) -> str:
     close = nearest(spec)
     hint = f"; the nearest one there is {close}" if close else "; no variant of this op is there"
+    archs = {other.arch for other in available()}
+    if archs and spec.arch not in archs:
+        hint = f"; all variants there are for {', '.join(sorted(archs))}, not for {spec.arch}"
     looked = ", ".join(str(d) for d in env.variant_dirs() if d.is_dir()) or "no directory"
     return f"variant {spec.name} is not built and {refusal}{hint} (looked in {looked})"
 
@@ -211,22 +302,17 @@ def _missing(spec: VariantSpec, refusal: str) -> str:
 def nearest(spec: VariantSpec) -> str | None:
     """Name of the built variant of the same op and arch that differs in the fewest axes."""
     best: tuple[int, float, str] | None = None
-    for directory in env.variant_dirs():
-        for path in directory.glob(f"{spec.op}_*.json"):
-            try:
-                other = VariantSpec.from_name(path.stem)
-            except (ValueError, TypeError):
-                continue
-            if other.arch != spec.arch or other.op != spec.op:
-                continue
-            differing = [a for a in AXES[spec.op] if getattr(spec, a) != getattr(other, a)]
-            distance = sum(
-                abs(getattr(spec, a) - getattr(other, a))
-                for a in differing
-                if isinstance(getattr(spec, a), int) and isinstance(getattr(other, a), int)
-            )
-            candidate = (len(differing), float(distance), other.name)
-            best = candidate if best is None else min(best, candidate)
+    for other in available():
+        if other.arch != spec.arch or other.op != spec.op:
+            continue
+        differing = [a for a in AXES[spec.op] if getattr(spec, a) != getattr(other, a)]
+        distance = sum(
+            abs(getattr(spec, a) - getattr(other, a))
+            for a in differing
+            if isinstance(getattr(spec, a), int) and isinstance(getattr(other, a), int)
+        )
+        candidate = (len(differing), float(distance), other.name)
+        best = candidate if best is None else min(best, candidate)
     return best[2] if best else None
 
 
