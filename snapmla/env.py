@@ -39,10 +39,14 @@ NO_JIT = EnvVar(
 SOFTGPU_ARCH = EnvVar(
     "SNAPMLA_SOFTGPU_ARCH", "sm_90a", "architecture that CPU tensors run on (software GPU)"
 )
+CHECK_PLAN = EnvVar(
+    "SNAPMLA_CHECK_PLAN", "0", "1 makes decode check that its plan fits the lengths (waits)"
+)
 TABLE: tuple[EnvVar, ...] = (
     VARIANT_DIR,
     NO_JIT,
     SOFTGPU_ARCH,
+    CHECK_PLAN,
     EnvVar("SOFTGPU_ACCUMULATE", "hopper", "arithmetic of softgpu's tensor core, or exact"),
     EnvVar("SOFTGPU_ASYNC", "early", "when softgpu's asynchronous work lands: early, late, random"),
     EnvVar("SOFTGPU_SEED", "-1", "order of softgpu's warps; -1 runs them in order"),

@@ -16,9 +16,11 @@ from dsl_kernels.spec import (
     TOKEN_TILE,
     VariantSpec,
 )
-from snapmla import checks, dispatch, runtime
+from snapmla import checks, dispatch, env, runtime
+from snapmla.launch import on_device
 
 DEFAULT_FIXED_OVERHEAD = 4  # token tiles that starting an item costs (prologue, epilogue, merge)
+STALE_SHOWN = 8  # changed sequences that an error names
 SOFTGPU_SMS = 4  # the software GPU counts as this many SMs: enough parts to split and merge
 
 
@@ -30,10 +32,12 @@ class DecodePlan:
     several items writes normalised partial results to slots, which ``merge`` combines in order.
 
     Attributes:
-        work_items: int32 (parts + b, 4): sequence, first tile, end tile, slot (-1: not split).
+        work_items: int32 (parts + b, 4) (fixed splits: b * pieces): sequence, first tile, end
+            tile, slot (-1: not split).
         part_begin: int32 (parts + 1,): items of part p are [part_begin[p], part_begin[p + 1]).
         split_begin: int32 (b + 1,): slots of sequence i are [split_begin[i], split_begin[i + 1]).
-        o_accum: float32 (2 * parts, rows_pad, 512).
+        planned_seqlens: int32 (b,): the lengths that were planned for.
+        o_accum: float32 (2 * parts, rows_pad, 512) (fixed splits: b * pieces).
         lse_accum: float32 (2 * parts, rows_pad), log2.
         batch, num_heads, s_q: the step's shape.
         page_size, max_pages: of the cache and of the block table; longer sequences are clamped to
@@ -41,11 +45,14 @@ class DecodePlan:
         num_parts: CTAs (or clusters) per row block that share the tokens.
         pipeline, row_tile: which decode kernel the plan is for.
         fixed_overhead: cost of one item beside its tiles, in tiles.
+        split_tiles: tiles of a piece with fixed splits, 0 without.
+        check_stale: whether ``decode`` compares its lengths with the planned ones.
     """
 
     work_items: torch.Tensor
     part_begin: torch.Tensor
     split_begin: torch.Tensor
+    planned_seqlens: torch.Tensor
     o_accum: torch.Tensor
     lse_accum: torch.Tensor
     batch: int
@@ -57,6 +64,8 @@ class DecodePlan:
     pipeline: str
     row_tile: int
     fixed_overhead: int
+    split_tiles: int = 0
+    check_stale: bool = False
 
     @property
     def rows(self) -> int:
@@ -70,7 +79,15 @@ class DecodePlan:
     @property
     def may_split(self) -> bool:
         """False only if the shapes rule out that any sequence is split."""
-        return self.num_parts > 1 and self.max_pages * self.page_size > TOKEN_TILE
+        tokens = self.max_pages * self.page_size
+        if self.split_tiles:
+            return tokens > self.split_tiles * TOKEN_TILE
+        return self.num_parts > 1 and tokens > TOKEN_TILE
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes of ``o_accum`` and ``lse_accum``."""
+        return self.o_accum.nbytes + self.lse_accum.nbytes
 
     def update_(self, cache_seqlens: torch.Tensor) -> DecodePlan:
         """Plans anew for other lengths, in place: one launch, no sync, no allocation.
@@ -80,19 +97,63 @@ class DecodePlan:
 
         Returns:
             This plan.
+
+        Raises:
+            TypeError, ValueError: ``cache_seqlens`` is not what the plan was made for.
         """
+        if torch.compiler.is_compiling():
+            torch.ops.snapmla.plan_update(
+                cache_seqlens, self.work_items, self.part_begin, self.split_begin,
+                self.planned_seqlens, self.max_pages * self.page_size, self.fixed_overhead,
+                self.split_tiles,
+            )  # fmt: skip
+            return self
         checks.lengths(cache_seqlens, self.batch, self.device)
         if self.batch:
-            _plan_kernel(self.device)(
-                cache_seqlens,
-                self.work_items,
-                self.part_begin,
-                self.split_begin,
-                self.max_pages * self.page_size,
-                TOKEN_TILE,
-                self.fixed_overhead,
-            )
+            launch_plan(
+                cache_seqlens, self.work_items, self.part_begin, self.split_begin,
+                self.planned_seqlens, self.max_pages * self.page_size, self.fixed_overhead,
+                self.split_tiles,
+            )  # fmt: skip
         return self
+
+    def check(self, cache_seqlens: torch.Tensor) -> None:
+        """Compares lengths with the planned ones; waits for the device (a debugging aid).
+
+        ``decode`` calls it if the plan was made with ``check_stale``.  It does nothing while a CUDA
+        graph is being captured, where the device cannot be asked.
+
+        Args:
+            cache_seqlens: int32 (b,), as given to ``decode``.
+
+        Raises:
+            ValueError: they differ; the message names the sequences.
+        """
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return
+        changed = (cache_seqlens != self.planned_seqlens).nonzero().flatten().tolist()
+        if not changed:
+            return
+        now, planned = cache_seqlens.tolist(), self.planned_seqlens.tolist()
+        shown = [f"{i} ({planned[i]} -> {now[i]})" for i in changed[:STALE_SHOWN]]
+        if len(changed) > STALE_SHOWN:
+            shown.append(f"{len(changed) - STALE_SHOWN} more")
+        checks.value_error(
+            "plan",
+            "the lengths it was last updated for",
+            f"other tokens (planned -> now) in sequence {', '.join(shown)}",
+            "call plan.update_(cache_seqlens) once after the lengths change",
+        )
+
+    def explain(self, limit: int = 16) -> str:
+        """Who computes what, as text; reads the tables back, so it waits for the device.
+
+        Args:
+            limit: sequences and parts to list, each.
+        """
+        from snapmla import plan_text
+
+        return plan_text.explain(self, limit)
 
     def with_workspace(self, o_accum: torch.Tensor, lse_accum: torch.Tensor) -> DecodePlan:
         """The same plan over another workspace of the same shapes (one per concurrent stream)."""
@@ -101,6 +162,26 @@ class DecodePlan:
         checks.output("o_accum", o_accum, (torch.float32,), shape, device)
         checks.output("lse_accum", lse_accum, (torch.float32,), shape[:2], device)
         return replace(self, o_accum=o_accum, lse_accum=lse_accum)
+
+
+def launch_plan(
+    cache_seqlens: torch.Tensor,
+    work_items: torch.Tensor,
+    part_begin: torch.Tensor,
+    split_begin: torch.Tensor,
+    planned_seqlens: torch.Tensor,
+    max_tokens: int,
+    fixed_overhead: int,
+    split_tiles: int,
+) -> None:
+    """Launches the planning kernel on checked arguments."""
+    device = cache_seqlens.device
+    kernel = _plan_kernel(device)
+    with on_device(device):
+        kernel(
+            cache_seqlens, work_items, part_begin, split_begin, planned_seqlens, max_tokens,
+            TOKEN_TILE, fixed_overhead, split_tiles,
+        )  # fmt: skip
 
 
 @functools.lru_cache(maxsize=64)
@@ -135,6 +216,8 @@ def plan_decode(
     pipeline: str | None = None,
     row_tile: int | None = None,
     fixed_overhead: int | None = None,
+    fixed_split_tokens: int | None = None,
+    check_stale: bool | None = None,
 ) -> DecodePlan:
     """Plans one decode step on the device of ``cache_seqlens``; share it between layers.
 
@@ -149,6 +232,14 @@ def plan_decode(
         row_tile: query rows per CTA or cluster (16, 32, 64, 128); None lets the dispatcher choose
             (``snapmla.explain`` lists the candidates).
         fixed_overhead: cost of starting an item, in 64-token tiles.
+        fixed_split_tokens: batch-invariant mode.  Every sequence is cut after each so many tokens
+            (a multiple of 64), whatever else is in the batch, and its pieces are merged in order:
+            a request's result has the same bits alone and in any batch.  The workspace then grows
+            with b * ceil(max_pages * page_size / fixed_split_tokens); see ``workspace_bytes``.
+            None cuts for balance.
+        check_stale: debug switch: ``decode`` compares its lengths with those of the last
+            ``update_`` and raises ValueError if they differ (this waits for the device).  None:
+            the environment variable SNAPMLA_CHECK_PLAN.
 
     Raises:
         TypeError, ValueError: naming the argument.
@@ -169,7 +260,14 @@ def plan_decode(
     if fixed_overhead is None:
         fixed_overhead = DEFAULT_FIXED_OVERHEAD
     checks.integer("fixed_overhead", fixed_overhead, 0, 1 << 16)
+    max_tiles = -(-max_pages * page_size // TOKEN_TILE)
+    split_tiles = _split_tiles(fixed_split_tokens)
     rows_pad = -(-rows // row_tile) * row_tile
+    items, slots = num_parts + batch, 2 * num_parts
+    if split_tiles:
+        pieces = -(-max_tiles // split_tiles)
+        items = max(batch * pieces, 1)
+        slots = items if pieces > 1 else 1
 
     def ints(*shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.int32, device=device)
@@ -178,11 +276,12 @@ def plan_decode(
         return torch.empty(shape, dtype=torch.float32, device=device)
 
     plan = DecodePlan(
-        work_items=ints(num_parts + batch, 4),
+        work_items=ints(items, 4),
         part_begin=ints(num_parts + 1),
         split_begin=ints(batch + 1),
-        o_accum=floats(2 * num_parts, rows_pad, KV_LORA_RANK),
-        lse_accum=floats(2 * num_parts, rows_pad),
+        planned_seqlens=ints(batch),
+        o_accum=floats(slots, rows_pad, KV_LORA_RANK),
+        lse_accum=floats(slots, rows_pad),
         batch=batch,
         num_heads=num_heads,
         s_q=s_q,
@@ -192,5 +291,20 @@ def plan_decode(
         pipeline=pipeline,
         row_tile=row_tile,
         fixed_overhead=fixed_overhead,
+        split_tiles=split_tiles,
+        check_stale=env.CHECK_PLAN.enabled() if check_stale is None else bool(check_stale),
     )
     return plan.update_(cache_seqlens)
+
+
+def _split_tiles(fixed_split_tokens: int | None) -> int:
+    """Tiles of a fixed piece, 0 without; checks the argument."""
+    if fixed_split_tokens is None:
+        return 0
+    checks.integer("fixed_split_tokens", fixed_split_tokens, TOKEN_TILE, 1 << 30)
+    if fixed_split_tokens % TOKEN_TILE:
+        near = round(fixed_split_tokens / TOKEN_TILE) * TOKEN_TILE
+        hint = f"the nearest is {near}"
+        wanted = f"a multiple of {TOKEN_TILE}"
+        checks.value_error("fixed_split_tokens", wanted, fixed_split_tokens, hint)
+    return fixed_split_tokens // TOKEN_TILE

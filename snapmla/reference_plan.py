@@ -19,12 +19,20 @@ Among all in-order cuts the one returned has the smallest possible largest part 
 Capacity: every cut of a sequence is a boundary between two parts, so there are at most parts - 1
 cuts and n_items <= b + parts - 1.  A sequence with c cuts is split into c + 1 <= 2 c items that
 need an accumulation slot, hence slots <= 2 * (parts - 1).
+
+Fixed splits (``split_tiles`` > 0) trade balance for independence of the batch: every sequence is
+cut after each ``split_tiles`` tiles, whoever its neighbours are, so the pieces, and the order in
+which they are merged, are its own.  Items are laid end to end by cost and part p gets those that
+begin in [p, p + 1) * ceil(total / parts); a part exceeds that by less than one item.  There are at
+most b * ceil(max_tokens / token_tile / split_tiles) items, and as many slots.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+Piece = tuple[int, int, int]  # (batch, tile_begin, tile_end)
 
 
 @dataclass(frozen=True)
@@ -35,7 +43,7 @@ class PlanReference:
         work_items: (batch, tile_begin, tile_end, slot); slot -1 writes the output directly.
         part_begin: parts + 1 indices into ``work_items``.
         split_begin: b + 1 indices of accumulation slots; an empty range means unsplit.
-        part_cost: the T that was found, in tiles.
+        part_cost: the T that was found, in tiles; with fixed splits ceil(total / parts).
     """
 
     work_items: list[tuple[int, int, int, int]]
@@ -60,6 +68,7 @@ def plan_reference(
     token_tile: int,
     fixed_overhead: int,
     max_tokens: int = 2**31 - 1,
+    split_tiles: int = 0,
 ) -> PlanReference:
     """The schedule that ``plan_decode`` computes on the device, entry for entry.
 
@@ -69,6 +78,7 @@ def plan_reference(
         token_tile: tokens in a tile.
         fixed_overhead: cost of an item beyond its tiles, in tiles, >= 0.
         max_tokens: capacity of a block-table row in tokens.
+        split_tiles: tiles of a piece with fixed splits; 0 cuts for balance.
 
     Raises:
         ValueError: for an empty batch or a parameter out of range.
@@ -80,16 +90,24 @@ def plan_reference(
         ("token_tile", token_tile, 1),
         ("fixed_overhead", fixed_overhead, 0),
         ("max_tokens", max_tokens, 0),
+        ("split_tiles", split_tiles, 0),
     ):
         if value < least:
             raise ValueError(f"{name}: expected at least {least}, got {value}")
     tiles = tile_counts(cache_seqlens, token_tile, max_tokens)
+    if split_tiles:
+        filled, capacity = _fixed(tiles, parts, fixed_overhead, split_tiles)
+        return _number(filled, len(tiles), parts, capacity)
     total = sum(tiles) + fixed_overhead * len(tiles)
     capacity = max(-(-total // parts), fixed_overhead + 1)
     while parts_needed(tiles, capacity, fixed_overhead) > parts:
         capacity += 1
-    filled = _fill(tiles, capacity, fixed_overhead)
-    pieces = [0] * len(tiles)
+    return _number(_fill(tiles, capacity, fixed_overhead), len(tiles), parts, capacity)
+
+
+def _number(filled: list[list[Piece]], batch_size: int, parts: int, capacity: int) -> PlanReference:
+    """Numbers items and slots of pieces that are already dealt to parts."""
+    pieces = [0] * batch_size
     for part in filled:
         for batch, _, _ in part:
             pieces[batch] += 1
@@ -111,11 +129,28 @@ def plan_reference(
     return PlanReference(work_items, part_begin, split_begin, capacity)
 
 
-def _fill(
-    tiles: Sequence[int], capacity: int, fixed_overhead: int
-) -> list[list[tuple[int, int, int]]]:
+def _fixed(
+    tiles: Sequence[int], parts: int, fixed_overhead: int, split_tiles: int
+) -> tuple[list[list[Piece]], int]:
+    """Pieces of ``split_tiles`` tiles, dealt to parts by where they begin; and a part's share."""
+    pieces = [
+        (batch, begin, min(begin + split_tiles, count))
+        for batch, count in enumerate(tiles)
+        for begin in range(0, max(count, 1), split_tiles)
+    ]
+    total = sum(end - begin + fixed_overhead for _, begin, end in pieces)
+    share = max(-(-total // parts), 1)
+    filled: list[list[Piece]] = [[] for _ in range(parts)]
+    position = 0
+    for piece in pieces:
+        filled[min(position // share, parts - 1)].append(piece)
+        position += piece[2] - piece[1] + fixed_overhead
+    return filled, share
+
+
+def _fill(tiles: Sequence[int], capacity: int, fixed_overhead: int) -> list[list[Piece]]:
     """Greedy in-order fill: parts as lists of (batch, tile_begin, tile_end)."""
-    parts: list[list[tuple[int, int, int]]] = [[]]
+    parts: list[list[Piece]] = [[]]
     room = capacity
     for batch, count in enumerate(tiles):
         begin = 0

@@ -176,7 +176,9 @@ class DecodeJob:
         part_begin = torch.zeros(self.parts + 1, dtype=torch.int32)
         split_begin = torch.zeros(b + 1, dtype=torch.int32)
         capacity = self.table.shape[1] * self.spec.page_size
-        self.planner(self.seqlens, items, part_begin, split_begin, capacity, TOKEN_TILE, 1)
+        planned = torch.zeros_like(self.seqlens)
+        tables = (items, part_begin, split_begin, planned)
+        self.planner(self.seqlens, *tables, capacity, TOKEN_TILE, 1, 0)
         return items, part_begin, split_begin
 
     def errors(self, result: tuple[torch.Tensor, torch.Tensor]) -> DecodeErrors:

@@ -419,16 +419,27 @@ def test_plan_is_optimal(tiles: list[int], parts: int, overhead: int) -> None:
 
 
 def check_plan(
-    target: str, lengths: list[int], parts: int, overhead: int, tile: int = 64, cap: int = 2**20
+    target: str,
+    lengths: list[int],
+    parts: int,
+    overhead: int,
+    tile: int = 64,
+    cap: int = 2**20,
+    split: int = 0,
 ) -> None:
     device = device_of(target)
-    expected = plan_reference(lengths, parts, tile, overhead, cap)
+    expected = plan_reference(lengths, parts, tile, overhead, cap, split)
     b = len(lengths)
-    items = torch.full((parts + b, 4), -7, dtype=torch.int32, device=device)
+    capacity = max(parts + b, len(expected.work_items) + 1)
+    items = torch.full((capacity, 4), -7, dtype=torch.int32, device=device)
     part_begin = torch.full((parts + 1,), -7, dtype=torch.int32, device=device)
     split_begin = torch.full((b + 1,), -7, dtype=torch.int32, device=device)
     seqlens = torch.tensor(lengths, dtype=torch.int32, device=device)
-    kernel(target, op="plan_decode")(seqlens, items, part_begin, split_begin, cap, tile, overhead)
+    planned = torch.full((b,), -7, dtype=torch.int32, device=device)
+    kernel(target, op="plan_decode")(
+        seqlens, items, part_begin, split_begin, planned, cap, tile, overhead, split
+    )
+    assert torch.equal(planned, seqlens)
     assert part_begin.tolist() == expected.part_begin
     assert split_begin.tolist() == expected.split_begin
     n = len(expected.work_items)
@@ -452,6 +463,7 @@ def check_plan(
 )
 def test_plan_kernel(target: str, lengths: list[int], parts: int, overhead: int) -> None:
     check_plan(target, lengths, parts, overhead)
+    check_plan(target, lengths, parts, overhead, split=16)
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -461,7 +473,8 @@ def test_plan_kernel_random(target: str) -> None:
         b = int(torch.randint(1, 24, (), generator=g))
         lengths = (torch.rand(b, generator=g) ** 4 * 20000).int().tolist()
         parts, overhead = (int(torch.randint(lo, 40, (), generator=g)) for lo in (1, 0))
-        check_plan(target, lengths, parts, overhead)
+        split = int(torch.randint(0, 3, (), generator=g)) * 7
+        check_plan(target, lengths, parts, overhead, split=split)
 
 
 @pytest.mark.slow
@@ -470,7 +483,8 @@ def test_plan_kernel_many_sequences(target: str) -> None:
     """More sequences than one chunk of shared memory holds."""
     g = torch.Generator().manual_seed(4)
     lengths = (torch.rand(1030, generator=g) ** 6 * 9000).int().tolist()
-    check_plan(target, lengths, 132, 5)
+    for parts, overhead, split in ((132, 5, 0), (132, 12, 0), (7, 3, 20)):
+        check_plan(target, lengths, parts, overhead, split=split)
 
 
 # ------------------------------------------------------------------------------------ merge

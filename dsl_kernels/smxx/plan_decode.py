@@ -65,7 +65,7 @@ class Smem(NamedTuple):
 
     tiles: cute.Tensor
     cost: cute.Tensor  # running cost of the batch, this sequence included
-    item: cute.Tensor  # items of the chunk before this sequence
+    item: cute.Tensor  # (CHUNK + 1): items of the chunk before this sequence
     slot: cute.Tensor  # slots before this sequence
     last: cute.Tensor  # part of its last item
     part: cute.Tensor  # (CHUNK, WARPS): part of its first item, by capacity tried
@@ -125,16 +125,19 @@ def _plan(cache_seqlens: cute.Tensor, tables: Tables, rule: Rule) -> None:
     if rule.split_tiles == 0:
         capacity, row = _search(sm, cache_seqlens, rule, share, parts)
 
+    if b > CHUNK:
+        row = Int32(0)  # the fill of the last chunk tried is not the first one's: filled anew
     zero = Int32(0)
     walk = Walk(zero, zero, zero, Int32(-1))
-    fill = (zero, capacity)
+    part, reach = zero, capacity
     for first in cutlass.range(0, b, CHUNK, unroll=1):
         count = cutlass.min(b - first, CHUNK)
         end_cost = total
         if b > CHUNK:
             end_cost = _stage(sm, cache_seqlens, rule, first, walk.cost)
             if rule.split_tiles == 0:
-                fill = _fill(sm, Int32(0), count, fill, capacity, rule.overhead)
+                if tidx < quant.WARP:
+                    part, reach = _fill(sm, Int32(0), count, part, reach, capacity, rule.overhead)
                 cute.arch.sync_threads()
         walk = _emit(sm, tables, rule, (first, count, row, capacity, share), walk)
         walk = Walk(end_cost, walk.item, walk.slot, walk.part)
@@ -146,7 +149,7 @@ def _plan(cache_seqlens: cute.Tensor, tables: Tables, rule: Rule) -> None:
 
 def _allocate() -> Smem:
     smem = cutlass.memory.SmemAllocator()
-    one = [smem.allocate_tensor(Int32, cute.make_layout(CHUNK), 16) for _ in range(5)]
+    one = [smem.allocate_tensor(Int32, cute.make_layout(CHUNK + 1), 16) for _ in range(5)]
     many = [smem.allocate_tensor(Int32, cute.make_layout((CHUNK, WARPS)), 16) for _ in range(2)]
     return Smem(*one, *many, smem.allocate_tensor(Int32, cute.make_layout((WARPS, 2)), 16))
 
@@ -191,15 +194,15 @@ def _scan(sm: Smem, a: Int32, b: Int32) -> Any:
 def _stage(sm: Smem, cache_seqlens: cute.Tensor, rule: Rule, first: Int32, base: Int32) -> Int32:
     """Tile counts and running costs of one chunk; returns the running cost at its end."""
     tidx, _, _ = cute.arch.thread_idx()
-    number, cost = Int32(0), Int32(0)
+    number, pieces = Int32(0), Int32(1)
     valid = first + tidx < cache_seqlens.shape[0]
     if valid:
         tokens = cutlass.min(cutlass.max(cache_seqlens[first + tidx], 0), rule.max_tokens)
         whole, rest = divmod(tokens, rule.by_tile)
         number = whole + cutlass.min(rest, 1)
-        cost = number + rule.overhead
-        if rule.split_tiles > 0:
-            cost = number + rule.overhead * _pieces(number, rule.split_tiles)
+    if rule.split_tiles > 0:
+        pieces = _pieces(number, rule.split_tiles)
+    cost = number + rule.overhead * pieces if valid else Int32(0)
     upto, _, total, _ = _scan(sm, cost, Int32(0))
     sm.tiles[tidx] = number
     sm.cost[tidx] = base + upto if valid else Int32(NEVER)
@@ -223,21 +226,17 @@ def _search(
     """(smallest capacity with which the greedy fill needs at most ``parts`` parts, its warp)."""
     tidx, _, _ = cute.arch.thread_idx()
     lane, warp = tidx % quant.WARP, tidx // quant.WARP
-    b, overhead = cache_seqlens.shape[0], rule.overhead
+    overhead = rule.overhead
     lower = cutlass.max(share, overhead + 1)
     capacity, row = Int32(0), Int32(0)
     # lower + 2 * overhead + 1 is feasible, so the loop always finds one
     for extra in cutlass.range(0, 2 * overhead + 2, WARPS, unroll=1):
         mine = lower + extra + warp
-        fill, base = (Int32(0), mine), Int32(0)
         if capacity == 0:
-            for first in cutlass.range(0, b, CHUNK, unroll=1):
-                if b > CHUNK:
-                    base = _stage(sm, cache_seqlens, rule, first, base)
-                fill = _fill(sm, warp, cutlass.min(b - first, CHUNK), fill, mine, overhead)
+            part = _last_part(sm, cache_seqlens, rule, mine)
             cute.arch.sync_threads()
             if lane == 0:
-                sm.sums[warp, 0] = fill[0]
+                sm.sums[warp, 0] = part
             cute.arch.sync_threads()
             fits = Uint32(
                 cute.arch.vote_ballot_sync(
@@ -250,6 +249,20 @@ def _search(
     return capacity, row
 
 
+@cute.jit
+def _last_part(sm: Smem, cache_seqlens: cute.Tensor, rule: Rule, capacity: Int32) -> Int32:
+    """Part in which the greedy fill with this warp's ``capacity`` ends."""
+    tidx, _, _ = cute.arch.thread_idx()
+    b = cache_seqlens.shape[0]
+    base, part, reach = Int32(0), Int32(0), capacity
+    for first in cutlass.range(0, b, CHUNK, unroll=1):
+        if b > CHUNK:
+            base = _stage(sm, cache_seqlens, rule, first, base)
+        count = cutlass.min(b - first, CHUNK)
+        part, reach = _fill(sm, tidx // quant.WARP, count, part, reach, capacity, rule.overhead)
+    return part
+
+
 def _lowest(mask: Any) -> Any:
     """Index of the lowest set bit of a non-zero Uint32."""
     return cute.arch.popc((mask & (~mask + Uint32(1))) - Uint32(1))
@@ -257,17 +270,22 @@ def _lowest(mask: Any) -> Any:
 
 @cute.jit
 def _fill(
-    sm: Smem, row: Int32, count: Int32, fill: Any, capacity: Int32, overhead: Int32
+    sm: Smem,
+    row: Int32,
+    count: Int32,
+    part: Int32,
+    reach: Int32,
+    capacity: Int32,
+    overhead: Int32,
 ) -> tuple[Int32, Int32]:
     """Greedy fill of one chunk by one warp: notes part and first tiles of every sequence.
 
-    ``fill`` is (part, reach): what ends at a running cost of at most ``reach`` fits into ``part``.
+    What ends at a running cost of at most ``reach`` fits into ``part``.
     Every lane works out what happens if its own sequence is the one that does not fit, so that
     only one exchange follows the ballot.  Returns the state after the chunk.
     """
     tidx, _, _ = cute.arch.thread_idx()
     lane = tidx % quant.WARP
-    part, reach = fill
     cap = capacity - overhead
     magic = Uint32(0xFFFFFFFF) // Uint32(cap)
     for base in cutlass.range(0, count, quant.WARP, unroll=1):
@@ -299,7 +317,7 @@ def _fill(
 
 @cute.jit
 def _ceil_div(x: Int32, cap: Int32, magic: Uint32) -> Int32:
-    """ceil(x / cap) for x >= 0 and magic = floor((2^32 - 1) / cap): the estimate is at most 1 low."""
+    """ceil(x / cap), x >= 0; magic = floor((2^32 - 1) / cap) estimates at most 1 too low."""
     up = Uint32(x + (cap - 1))
     quotient = Uint32(cute.arch.mul_hi(up, magic))
     if up - quotient * Uint32(cap) >= Uint32(cap):
@@ -322,15 +340,15 @@ def _emit(sm: Smem, tables: Tables, rule: Rule, where: Any, walk: Walk) -> Walk:
         number = sm.tiles[tidx]
         if rule.split_tiles > 0:
             items = _pieces(number, rule.split_tiles)
-            begin = sm.cost[tidx] - number - rule.overhead * items
-            begin += (items - 1) * (rule.split_tiles + rule.overhead)
-            last = cutlass.min(begin // share, parts - 1)
+            _, _, last = _fixed_item(sm, rule, tidx, items - 1, share, parts)
         else:
             items = 1 + (number - sm.head[tidx, row] + (cap - 1)) // cap
             last = sm.part[tidx, row] + items - 1
     slots = items if items > 1 else Int32(0)
     item_end, slot_end, all_items, all_slots = _scan(sm, items, slots)
     sm.item[tidx] = item_end - items
+    if tidx == 0:
+        sm.item[CHUNK] = all_items
     sm.slot[tidx] = walk.slot + slot_end - slots
     sm.last[tidx] = last
     if tidx < count:
@@ -342,40 +360,51 @@ def _emit(sm: Smem, tables: Tables, rule: Rule, where: Any, walk: Walk) -> Walk:
 
 
 @cute.jit
+def _balanced_item(sm: Smem, at: Int32, q: Int32, row: Int32, cap: Int32) -> Any:
+    """(first tile, end tile, part) of item ``q`` of a sequence."""
+    head = sm.head[at, row]
+    begin = cutlass.max(head + (q - 1) * cap, 0)
+    if q == 0:
+        begin = Int32(0)
+    return begin, cutlass.min(head + q * cap, sm.tiles[at]), sm.part[at, row] + q
+
+
+@cute.jit
+def _fixed_item(sm: Smem, rule: Rule, at: Int32, q: Int32, share: Int32, parts: Int32) -> Any:
+    """The same with fixed splits."""
+    number, size = sm.tiles[at], rule.split_tiles
+    cost = sm.cost[at] - number - rule.overhead * _pieces(number, size)
+    cost += q * (size + rule.overhead)
+    begin = q * size
+    return begin, cutlass.min(begin + size, number), cutlass.min(cost // share, parts - 1)
+
+
+@cute.jit
 def _emit_item(sm: Smem, tables: Tables, rule: Rule, where: Any, walk: Walk, i: Int32) -> None:
     """Item ``i`` of the chunk, and the entries of part_begin between its predecessor's part and
     its own."""
-    first, count, row, capacity, share = where
+    first, _, row, capacity, share = where
     parts = tables.part_begin.shape[0] - 1
     at = Int32(0)  # the sequence: the last one whose first item is i or earlier
     for bit in cutlass.range_constexpr(CHUNK.bit_length() - 1):
         probe = at + (CHUNK >> (bit + 1))
         if sm.item[probe] <= i:
             at = probe
-    number, q = sm.tiles[at], i - sm.item[at]
-    before = walk.part
+    q = i - sm.item[at]
+    before = walk.part  # of the item before this one
     if at > 0:
         before = sm.last[cutlass.max(at - 1, 0)]
+    begin, end, part = Int32(0), Int32(0), Int32(0)
     if rule.split_tiles > 0:
-        stride = rule.split_tiles + rule.overhead
-        place = sm.cost[at] - number - rule.overhead * _pieces(number, rule.split_tiles)
-        place += q * stride
-        begin = q * rule.split_tiles
-        end = cutlass.min(begin + rule.split_tiles, number)
-        part = cutlass.min(place // share, parts - 1)
+        begin, end, part = _fixed_item(sm, rule, at, q, share, parts)
         if q > 0:
-            before = cutlass.min((place - stride) // share, parts - 1)
+            _, _, before = _fixed_item(sm, rule, at, q - 1, share, parts)
     else:
-        cap, head = capacity - rule.overhead, sm.head[at, row]
-        end = cutlass.min(head + q * cap, number)
-        begin = cutlass.max(head + (q - 1) * cap, 0)
-        if q == 0:
-            begin = Int32(0)
-        part = sm.part[at, row] + q
+        begin, end, part = _balanced_item(sm, at, q, row, capacity - rule.overhead)
         if q > 0:
             before = part - 1
     slot = Int32(-1)
-    if q > 0 or (at < count - 1 and sm.item[cutlass.min(at + 1, CHUNK - 1)] > i + 1):
+    if sm.item[at + 1] - sm.item[at] > 1:
         slot = sm.slot[at] + q
     item = walk.item + i
     if item < tables.work_items.shape[0]:
