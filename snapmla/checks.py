@@ -25,6 +25,8 @@ TRANSPOSED = "it is transposed or strided inside a row: call .contiguous() once"
 # Kernels multiply the scale by log2(e) in fp32: the product must stay finite.
 MAX_SOFTMAX_SCALE = torch.finfo(torch.float32).max / math.log2(math.e)
 
+MAX_GOT = 200  # characters of a value that a message shows
+
 Shape = Sequence[int | str]  # a string names a free extent
 
 # What to change, by argument, where the check itself has no better idea.
@@ -58,6 +60,7 @@ ADVICE: dict[str, str] = {
     "pipeline": "leave it out to let the dispatcher choose",
     "row_tile": "leave it out to let the dispatcher choose",
     "num_parts": "leave it out to fill the device",
+    "fixed_split_tokens": "leave it out to cut for balance",
     "fixed_overhead": "leave it out for the measured default",
     "max_pages": "the width of the block table",
     "num_pages": "pages of the pool",
@@ -73,11 +76,9 @@ ADVICE: dict[str, str] = {
     "card": "leave it out to ask about this machine",
     "head_dim_v": "kernels are built for kv_lora_rank 512",
     "kv_lora_rank": "kernels are built for kv_lora_rank 512",
-    "k_lora_cache": "a flat pool: pool.view(-1, 1, 512)",
-    "k_rope_cache": "a flat pool: pool.view(-1, 1, 64)",
-    "k_lora_scale_cache": "a flat pool: pool.view(-1, 1, 1)",
-    "k_lora": "a flat pool: pool.view(-1, 1, 512); the order is lora, rope, scale",
-    "k_scale": "a flat pool: pool.view(-1, 1, 1); the order is lora, rope, scale",
+    "k_cache_lora": "pool.view(-1, page_size, 1, 512)",
+    "k_cache_rope": "pool.view(-1, page_size, 1, 64)",
+    "q_scale": "make it with quantize_ckv_per_token_head",
     "key": "latent and RoPE in one row of 576: (n, 1, 576)",
     "tile_scheduler_metadata": "make it with get_mla_metadata",
     "num_splits": "make it with get_mla_metadata; slice [:b + 1] of a longer one",
@@ -117,6 +118,8 @@ def type_error(name: str, expected: str, got: object, hint: str = "") -> NoRetur
 
 def _text(name: str, expected: str, got: object, hint: str) -> str:
     advice = hint or ADVICE.get(name, "")
+    got = str(got)
+    got = got if len(got) <= MAX_GOT else f"{got[:MAX_GOT]}..."
     return f"{name}: expected {expected}, got {got}{f' ({advice})' if advice else ''}"
 
 
@@ -152,20 +155,27 @@ def tensor(
         type_error(name, f"dtype {wanted}", dtype_name(value.dtype), _dtype_hint(name, dtypes))
     actual = value.shape
     if actual != shape and not _fits(actual, shape):
-        hint = _shape_hint(actual, shape)
+        hint = "" if _is_output(name) else _shape_hint(actual, shape)
         value_error(name, f"shape {_shape_text(shape)}", _shape_text(actual), hint)
     if device is not None and value.device != device:
         hint = f"move it with .to({str(device)!r}) when you build it"
         value_error(name, f"a tensor on {device}", value.device, hint)
 
 
+def _is_output(name: str) -> bool:
+    """Whether the caller gives this argument to be written."""
+    return name.startswith("out") or name in ("lse", "o_accum", "lse_accum")
+
+
 def _dtype_hint(name: str, dtypes: tuple[torch.dtype, ...]) -> str:
     """How to come by the right dtype; quantised values are not a matter of ``.to``."""
     first = dtype_name(dtypes[0])
-    if name.startswith("out") or name in ("lse", "o_accum", "lse_accum"):
+    if _is_output(name):
         return f"allocate it with dtype=torch.{first}"
     if FP8 in dtypes:
-        return ADVICE.get(name, "")
+        if name.startswith("q"):
+            return ADVICE["q"]
+        return "append_kv quantises bfloat16 latents into it; bytes are .view(torch.float8_e4m3fn)"
     if dtypes[0] in FLOATS:
         return f"convert it with .to(torch.{first})"
     return f"use .to(torch.{first}) once when you build it, not on every call"
@@ -173,7 +183,8 @@ def _dtype_hint(name: str, dtypes: tuple[torch.dtype, ...]) -> str:
 
 def _shape_hint(actual: Sequence[int], shape: Shape) -> str:
     """What is wrong with a shape, where that can be told."""
-    if len(actual) > len(shape) and _fits([n for n in actual if n != 1], shape):
+    shorter = [[*actual[:i], *actual[i + 1 :]] for i, n in enumerate(actual) if n == 1]
+    if any(_fits(one, shape) for one in shorter):
         return "drop the dimension of 1, for example by squeeze()"
     if len(actual) == len(shape) >= 2:
         *outer, a, b = actual
@@ -186,6 +197,8 @@ def contiguous(name: str, value: torch.Tensor) -> None:
     """Checks that ``value`` is row-major without gaps."""
     if not value.is_contiguous():
         hint = "call .contiguous() once when you build it"
+        if _is_output(name):
+            hint = "allocate it contiguous; a slice or transposed view is not"
         value_error(name, "a contiguous tensor", f"strides {value.stride()}", hint)
 
 
@@ -265,7 +278,8 @@ def num_heads(value: Any) -> int:
 
 def s_q(value: Any) -> int:
     """Checks the number of query tokens per sequence, 1 to 8."""
-    return integer("s_q", value, 1, MAX_S_Q, "longer queries are prefill, not decode")
+    hint = "give decode at most 8 query tokens a sequence; more is prefill"
+    return integer("s_q", value, 1, MAX_S_Q, hint)
 
 
 def softmax_scale(value: Any) -> float:
