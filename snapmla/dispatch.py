@@ -401,7 +401,7 @@ def _refuse(problem: Problem, reasons: dict[tuple[str, int], str]) -> NoReturn:
         raise VariantError(
             f"{problem.card.arch}: no decode kernel exists for this architecture yet; decode runs "
             f"on {', '.join(archs)} (H100, H200, H800, H20) and on cpu tensors (software GPU); "
-            "snapmla.reference.decode_reference runs anywhere"
+            "snapmla.reference.mla_decode_reference runs anywhere"
         )
     pipeline, row_tile = problem.pipeline, problem.row_tile
     if pipeline is not None and row_tile is not None:

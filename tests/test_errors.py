@@ -6,6 +6,7 @@ No row reaches a kernel: arguments are checked before anything is looked up or l
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 
 import snapmla
 from dsl_kernels.spec import VariantSpec
-from snapmla import PagedKVCache, QuantizedQuery, runtime
+from snapmla import PagedKVCache, QuantizedQuery, flash_mla_fp8, runtime
 from snapmla.errors import UnsupportedDeviceError, VariantError
 from snapmla.plan import DecodePlan
 from snapmla.reference_plan import plan_reference
@@ -37,6 +38,7 @@ def plan(**changes: Any) -> DecodePlan:
         "work_items": torch.zeros((4 + B, 4), dtype=I32),
         "part_begin": torch.zeros(5, dtype=I32),
         "split_begin": torch.zeros(B + 1, dtype=I32),
+        "planned_seqlens": torch.zeros(B, dtype=I32),
         "o_accum": torch.zeros(8, 16, 512),
         "lse_accum": torch.zeros(8, 16),
         "batch": B, "num_heads": H, "s_q": S_Q, "page_size": P, "max_pages": WIDTH,
@@ -95,106 +97,343 @@ def plan_arguments() -> dict[str, Any]:
     }  # fmt: skip
 
 
+def fp8(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.uint8).view(torch.float8_e4m3fn)
+
+
+def query_arguments() -> dict[str, Any]:
+    rope = torch.zeros((B, S_Q, H, 64), dtype=BF16)
+    return {"nope": fp8(B, S_Q, H, 512), "rope": rope, "scale": torch.ones((B, S_Q, H))}
+
+
+def workspace_arguments() -> dict[str, Any]:
+    return {"o_accum": torch.zeros(8, 16, 512), "lse_accum": torch.zeros(8, 16)}
+
+
+def flash_mla_arguments() -> dict[str, Any]:
+    """SnapMLA's decode; a pair with room for 9 sequences."""
+    return {
+        "q_nope": fp8(B, S_Q, H, 512),
+        "q_rope": torch.zeros((B, S_Q, H, 64), dtype=BF16),
+        "k_cache_lora": fp8(PAGES, P, 1, 512),
+        "k_cache_rope": torch.zeros((PAGES, P, 1, 64), dtype=BF16),
+        "q_scale": torch.ones((B, S_Q, H, 1)),
+        "k_scale": torch.ones((PAGES, P, 1, 1)),
+        "block_table": torch.zeros((B, WIDTH), dtype=I32),
+        "cache_seqlens": torch.ones(B, dtype=I32),
+        "head_dim_v": 512,
+        "tile_scheduler_metadata": torch.zeros((4, 20), dtype=I32),
+        "num_splits": torch.zeros(B + 1, dtype=I32),
+    }
+
+
+def pool_arguments() -> dict[str, Any]:
+    return {
+        "key": torch.zeros((5, 1, 576), dtype=BF16),
+        "k_lora_cache": torch.zeros((256, 1, 512), dtype=torch.uint8),
+        "k_lora_scale_cache": torch.zeros((256, 1, 1)),
+        "k_rope_cache": torch.zeros((256, 1, 64), dtype=BF16),
+        "indices": torch.zeros(5, dtype=I32),
+        "head_dim_v": 512,
+    }
+
+
+def pool_fetch_arguments() -> dict[str, Any]:
+    return {
+        "k_lora": fp8(256, 1, 512),
+        "k_rope": torch.zeros((256, 1, 64), dtype=BF16),
+        "k_scale": torch.zeros((256, 1, 1)),
+        "indices": torch.zeros(5, dtype=I32),
+    }
+
+
 META = {"device": "meta"}
-ROWS: list[tuple[str, str, Any, type, str]] = [
+ROWS: list[tuple[str, str, Any, type, str, str]] = [
     # decode
     ("decode", "q", torch.zeros(B, S_Q, H, 576, dtype=F16), TypeError,
-     "q: expected a snapmla.QuantizedQuery, got a float16 tensor .*quantize_q"),
-    ("decode", "cache", torch.zeros(4, 64, 576), TypeError, "cache: .*PagedKVCache.*from_tensors"),
+     "q: expected a snapmla.QuantizedQuery, got a float16 tensor .*quantize_q",
+     "call snapmla.quantize_q(q_nope, q_rope)"),
+    ("decode", "cache", torch.zeros(4, 64, 576), TypeError, "cache: .*PagedKVCache.*from_tensors",
+     "PagedKVCache.from_tensors wraps existing"),
     ("decode", "block_table", torch.zeros((B, WIDTH), dtype=I64), TypeError,
-     r"block_table: expected dtype int32, got int64 \(use \.to\(torch\.int32\) once"),
+     r"block_table: expected dtype int32, got int64 \(use \.to\(torch\.int32\) once",
+     "use .to(torch.int32) once when you build"),
     ("decode", "block_table", torch.zeros((B + 1, WIDTH), dtype=I32), ValueError,
-     r"block_table: expected shape \(2, width\), got \(3, 3\)"),
-    ("decode", "block_table", torch.zeros(B, dtype=I32), ValueError, "block_table: expected shape"),
+     r"block_table: expected shape \(2, width\), got \(3, 3\)",
+     "one row of page ids for each sequence of"),
+    ("decode", "block_table", torch.zeros(B, dtype=I32), ValueError, "block_table: expected shape",
+     "one row of page ids for each sequence of"),
     ("decode", "block_table", torch.zeros((WIDTH, B), dtype=I32).T, ValueError,
-     "block_table: expected innermost stride 1"),
+     "block_table: expected innermost stride 1",
+     "it is transposed or strided inside a row:"),
     ("decode", "block_table", torch.zeros((B, WIDTH), dtype=I32, **META), ValueError,
-     "block_table: expected a tensor on cpu, got meta"),
-    ("decode", "block_table", [[0, 1, 2]], TypeError, "block_table: expected a torch.Tensor, got list"),
+     "block_table: expected a tensor on cpu, got meta",
+     "move it with .to('cpu') when you build it"),
+    ("decode", "block_table", [[0, 1, 2]], TypeError, "block_table: expected a torch.Tensor, got list",
+     "build it once with torch.as_tensor(...,"),
     ("decode", "block_table", torch.zeros((B, 2), dtype=I32), ValueError,
-     r"block_table: expected a width of 3, the plan's max_pages, got 2 \(slice the table, or plan"),
+     r"block_table: expected a width of 3, the plan's max_pages, got 2 \(slice the table, or plan",
+     "slice the table, or plan with max_pages ="),
     ("decode", "block_table", torch.zeros((B, 4), dtype=I32), ValueError,
-     r"block_table: expected a width of 3, the plan's max_pages, got 4 \(slice the table, or plan"),
+     r"block_table: expected a width of 3, the plan's max_pages, got 4 \(slice the table, or plan",
+     "slice the table, or plan with max_pages ="),
     ("decode", "block_table", torch.zeros((B, 0), dtype=I32), ValueError,
-     "block_table: expected a width of 1 or more pages, got 0"),
-    ("decode", "cache_seqlens", torch.ones(B, dtype=I64), TypeError, "cache_seqlens: .*int32.*int64"),
-    ("decode", "cache_seqlens", torch.ones((B, 1), dtype=I32), ValueError, "cache_seqlens: expected sh"),
+     "block_table: expected a width of 1 or more pages, got 0",
+     "give even empty sequences one column"),
+    ("decode", "cache_seqlens", torch.ones(B, dtype=I64), TypeError, "cache_seqlens: .*int32.*int64",
+     "use .to(torch.int32) once when you build"),
+    ("decode", "cache_seqlens", torch.ones((B, 1), dtype=I32), ValueError, "cache_seqlens: expected sh",
+     "drop the dimension of 1, for example by"),
     ("decode", "cache_seqlens", torch.ones(2 * B, dtype=I32)[::2], ValueError,
-     "cache_seqlens: expected a contiguous"),
-    ("decode", "softmax_scale", None, TypeError, r"softmax_scale: .*192\*\*-0.5"),
-    ("decode", "softmax_scale", 0.0, ValueError, "softmax_scale: expected a positive finite number"),
-    ("decode", "softmax_scale", float("nan"), ValueError, "softmax_scale: .*got nan"),
-    ("decode", "softmax_scale", float("inf"), ValueError, "softmax_scale: .*got inf"),
-    ("decode", "softmax_scale", 1e39, ValueError, r"softmax_scale: expected .*2.36e\+38, got 1e\+39"),
-    ("decode", "softmax_scale", 10**400, ValueError, "softmax_scale: "),
-    ("decode", "softmax_scale", torch.tensor(0.1), TypeError, "softmax_scale: .*got Tensor"),
-    ("decode", "lse_base", "10", ValueError, "lse_base: expected one of 'e', '2', got '10'"),
-    ("decode", "empty_lse", "nan", ValueError, "empty_lse: expected one of '-inf', '\\+inf', got 'nan'"),
+     "cache_seqlens: expected a contiguous",
+     "call .contiguous() once when you build it"),
+    ("decode", "softmax_scale", None, TypeError, r"softmax_scale: .*192\*\*-0.5",
+     "DeepSeek models want 192**-0.5 * mscale**2;"),
+    ("decode", "softmax_scale", 0.0, ValueError, "softmax_scale: expected a positive finite number",
+     "DeepSeek models want 192**-0.5 * mscale**2;"),
+    ("decode", "softmax_scale", float("nan"), ValueError, "softmax_scale: .*got nan",
+     "DeepSeek models want 192**-0.5 * mscale**2;"),
+    ("decode", "softmax_scale", float("inf"), ValueError, "softmax_scale: .*got inf",
+     "DeepSeek models want 192**-0.5 * mscale**2;"),
+    ("decode", "softmax_scale", 1e39, ValueError, r"softmax_scale: expected .*2.36e\+38, got 1e\+39",
+     "DeepSeek models want 192**-0.5 * mscale**2;"),
+    ("decode", "softmax_scale", 10**400, ValueError, "softmax_scale: ",
+     "DeepSeek models want 192**-0.5 * mscale**2;"),
+    ("decode", "softmax_scale", torch.tensor(0.1), TypeError, "softmax_scale: .*got Tensor",
+     "DeepSeek models want 192**-0.5 * mscale**2;"),
+    ("decode", "lse_base", "10", ValueError, "lse_base: expected one of 'e', '2', got '10'",
+     "e is the natural logarithm"),
+    ("decode", "empty_lse", "nan", ValueError, "empty_lse: expected one of '-inf', '\\+inf', got 'nan'",
+     "-inf merges like an empty sum; FlashMLA"),
     ("decode", "out", torch.zeros(B, S_Q, H, 512, dtype=F16), TypeError,
-     "out: expected dtype bfloat16 or float32, got float16"),
-    ("decode", "out", torch.zeros(B, S_Q, H, 576, dtype=BF16), ValueError, r"out: .*\(2, 1, 16, 512\)"),
-    ("decode", "out", torch.zeros(B, S_Q, 512, H, dtype=BF16).mT, ValueError, "out: .*contiguous"),
+     "out: expected dtype bfloat16 or float32, got float16",
+     "allocate it with dtype=torch.bfloat16"),
+    ("decode", "out", torch.zeros(B, S_Q, H, 576, dtype=BF16), ValueError, r"out: .*\(2, 1, 16, 512\)",
+     "leave it out to have it allocated"),
+    ("decode", "out", torch.zeros(B, S_Q, 512, H, dtype=BF16).mT, ValueError, "out: .*contiguous",
+     "allocate it contiguous; a slice or"),
     ("decode", "out", torch.zeros(B * H * 512 + 1, dtype=BF16)[1:].view(B, S_Q, H, 512), ValueError,
-     "out: expected storage aligned to 16 bytes, got address"),
-    ("decode", "lse", torch.zeros(B, S_Q, H), ValueError, r"lse: expected shape \(2, 16, 1\)"),
-    ("decode", "lse", torch.zeros(B, H, S_Q, dtype=BF16), TypeError, "lse: expected dtype float32"),
-    ("decode", "out_dtype", F16, TypeError, "out_dtype: expected bfloat16 or float32"),
-    ("decode", "plan", torch.zeros(3), TypeError, "plan: expected a snapmla.DecodePlan or None"),
-    ("decode", "plan", plan(num_heads=32), ValueError, "plan: .*num_heads.*got"),
-    ("decode", "plan", plan(page_size=16), ValueError, "plan: .*page_size"),
-    ("decode", "plan", plan(batch=3), ValueError, "plan: "),
+     "out: expected storage aligned to 16 bytes, got address",
+     "start slices at multiples of 8 elements"),
+    ("decode", "lse", torch.zeros(B, S_Q, H), ValueError, r"lse: expected shape \(2, 16, 1\)",
+     "heads come before query tokens; leave it"),
+    ("decode", "lse", torch.zeros(B, H, S_Q, dtype=BF16), TypeError, "lse: expected dtype float32",
+     "allocate it with dtype=torch.float32"),
+    ("decode", "out_dtype", F16, TypeError, "out_dtype: expected bfloat16 or float32",
+     "convert out afterwards"),
+    ("decode", "plan", torch.zeros(3), TypeError, "plan: expected a snapmla.DecodePlan or None",
+     "make one for this step's shapes with"),
+    ("decode", "plan", plan(num_heads=32), ValueError, "plan: .*num_heads.*got",
+     "make one for this step's shapes with"),
+    ("decode", "plan", plan(page_size=16), ValueError, "plan: .*page_size",
+     "make one for this step's shapes with"),
+    ("decode", "plan", plan(batch=3), ValueError, "plan: ",
+     "make one for this step's shapes with"),
     ("decode", "plan", plan(work_items=torch.zeros((6, 4), dtype=I32, **META)), ValueError,
-     "plan: expected a plan on cpu.*got meta"),
-    ("decode", "pipeline", "dual_wg", ValueError, "pipeline: expected 'etap', as planned"),
+     "plan: expected a plan on cpu.*got meta",
+     "make one for this step's shapes with"),
+    ("decode", "out", torch.zeros(B, S_Q, H, 512, dtype=BF16, **META), ValueError,
+     "out: expected a tensor on cpu, got meta", ".to('cpu')"),
+    ("decode", "cache", PagedKVCache.allocate(PAGES, P, device="meta"), ValueError,
+     "cache: expected tensors on cpu, where q is, got meta", "PagedKVCache.allocate"),
+    ("decode", "pipeline", "dual_wg", ValueError, "pipeline: expected 'etap', as planned",
+     "leave it out to let the dispatcher choose"),
     # append_kv
-    ("append_kv", "cache", None, TypeError, "cache: expected a snapmla.PagedKVCache, got NoneType"),
-    ("append_kv", "c_kv", torch.zeros(5, 512, dtype=torch.float64), TypeError, "c_kv: .*float64"),
-    ("append_kv", "c_kv", torch.zeros(5, 576, dtype=BF16), ValueError, r"c_kv: expected shape \(n, 512\)"),
-    ("append_kv", "c_kv", torch.zeros(512, 5, dtype=BF16).T, ValueError, "c_kv: expected innermost"),
-    ("append_kv", "c_kv", torch.zeros(5, 513, dtype=BF16)[:, :512], ValueError, "c_kv: .*16 bytes"),
-    ("append_kv", "k_rope", torch.zeros(5, 64), TypeError, "k_rope: expected dtype bfloat16, got float32"),
-    ("append_kv", "k_rope", torch.zeros(4, 64, dtype=BF16), ValueError, "k_rope: "),
-    ("append_kv", "slot_mapping", torch.zeros(5), TypeError, "slot_mapping: .*int32 or int64"),
-    ("append_kv", "slot_mapping", torch.zeros(4, dtype=I32), ValueError, "slot_mapping: "),
-    ("append_kv", "slot_mapping", torch.zeros(10, dtype=I32)[::2], ValueError, "slot_mapping: .*contig"),
-    ("append_kv", "slot_mapping", torch.zeros(5, dtype=I32, **META), ValueError, "slot_mapping: .*meta"),
+    ("append_kv", "cache", None, TypeError, "cache: expected a snapmla.PagedKVCache, got NoneType",
+     "PagedKVCache.from_tensors wraps existing"),
+    ("append_kv", "c_kv", torch.zeros(5, 512, dtype=torch.float64), TypeError, "c_kv: .*float64",
+     "convert it with .to(torch.bfloat16)"),
+    ("append_kv", "c_kv", torch.zeros(5, 576, dtype=BF16), ValueError, r"c_kv: expected shape \(n, 512\)",
+     "the latent alone: joint[:, :512], with"),
+    ("append_kv", "c_kv", torch.zeros(512, 5, dtype=BF16).T, ValueError, "c_kv: expected innermost",
+     "it is transposed or strided inside a row:"),
+    ("append_kv", "c_kv", torch.zeros(5, 513, dtype=BF16)[:, :512], ValueError, "c_kv: .*16 bytes",
+     "pad rows to a multiple of 8 elements"),
+    ("append_kv", "k_rope", torch.zeros(5, 64), TypeError, "k_rope: expected dtype bfloat16, got float32",
+     "convert it with .to(torch.bfloat16)"),
+    ("append_kv", "k_rope", torch.zeros(4, 64, dtype=BF16), ValueError, "k_rope: ",
+     "one row for each row of c_kv, in the same"),
+    ("append_kv", "slot_mapping", torch.zeros(5), TypeError, "slot_mapping: .*int32 or int64",
+     "use .to(torch.int32) once when you build"),
+    ("append_kv", "slot_mapping", torch.zeros(4, dtype=I32), ValueError, "slot_mapping: ",
+     "one slot for each row of c_kv; -1 skips a"),
+    ("append_kv", "slot_mapping", torch.zeros(10, dtype=I32)[::2], ValueError, "slot_mapping: .*contig",
+     "call .contiguous() once when you build it"),
+    ("append_kv", "slot_mapping", torch.zeros(5, dtype=I32, **META), ValueError, "slot_mapping: .*meta",
+     "move it with .to('cpu') when you build it"),
     # quantize_q
-    ("quantize_q", "granularity", "channel", ValueError, "granularity: .*'token_head'.*got 'channel'"),
-    ("quantize_q", "q_nope", torch.zeros(B, H, 512, dtype=BF16), ValueError, "q_nope: expected shape"),
+    ("quantize_q", "granularity", "channel", ValueError, "granularity: .*'token_head'.*got 'channel'",
+     "token_head is SnapMLA's, token is for one"),
+    ("quantize_q", "q_nope", torch.zeros(B, H, 512, dtype=BF16), ValueError, "q_nope: expected shape",
+     "queries absorbed into the latent space:"),
     ("quantize_q", "q_nope", torch.zeros(B, 1, 129, 512, dtype=BF16), ValueError,
-     "num_heads: expected 1 to 128, got 129"),
+     "num_heads: expected 1 to 128, got 129",
+     "split more heads over several calls"),
     ("quantize_q", "q_nope", torch.zeros(B, 9, H, 512, dtype=BF16), ValueError,
-     "s_q: expected 1 to 8, got 9"),
-    ("quantize_q", "q_nope", torch.zeros(B, 0, H, 512, dtype=BF16), ValueError, "s_q: .*got 0"),
-    ("quantize_q", "q_nope", torch.zeros(B, 1, H, 512, dtype=torch.int8), TypeError, "q_nope: .*int8"),
-    ("quantize_q", "q_rope", torch.zeros(B, 1, H, 64), TypeError, "q_rope: .*bfloat16.*float32"),
-    ("quantize_q", "q_rope", torch.zeros(B, 1, H, 65, dtype=BF16)[..., 1:], ValueError, "q_rope: "),
-    ("quantize_q", "out", torch.zeros(3), TypeError, "out: expected a snapmla.QuantizedQuery"),
-    ("quantize_q", "out", query(b=3), ValueError, "out.nope: expected shape"),
-    ("quantize_q", "out", query(scale_dims=2), ValueError, "out.scale: expected shape"),
+     "s_q: expected 1 to 8, got 9",
+     "give decode at most 8 query tokens a"),
+    ("quantize_q", "q_nope", torch.zeros(B, 0, H, 512, dtype=BF16), ValueError, "s_q: .*got 0",
+     "give decode at most 8 query tokens a"),
+    ("quantize_q", "q_nope", torch.zeros(B, 1, H, 512, dtype=torch.int8), TypeError, "q_nope: .*int8",
+     "convert it with .to(torch.bfloat16)"),
+    ("quantize_q", "q_rope", torch.zeros(B, 1, H, 64), TypeError, "q_rope: .*bfloat16.*float32",
+     "convert it with .to(torch.bfloat16)"),
+    ("quantize_q", "q_rope", torch.zeros(B, 1, H, 65, dtype=BF16)[..., 1:], ValueError, "q_rope: ",
+     "pad rows to a multiple of 8 elements"),
+    ("quantize_q", "out", torch.zeros(3), TypeError, "out: expected a snapmla.QuantizedQuery",
+     "call snapmla.quantize_q(q_nope, q_rope)"),
+    ("quantize_q", "out", query(b=3), ValueError, "out.nope: expected shape",
+     "leave out= away, or keep one QuantizedQuery"),
+    ("quantize_q", "out", query(scale_dims=2), ValueError, "out.scale: expected shape",
+     "leave out= away, or keep one QuantizedQuery"),
     # fetch_dequant
-    ("fetch_dequant", "where", torch.zeros((B, WIDTH), dtype=I64), TypeError, "block_table: .*int64"),
-    ("fetch_dequant", "where", torch.zeros((1, B, WIDTH), dtype=I32), ValueError, "where: expected a bl"),
+    ("fetch_dequant", "where", torch.zeros((B, WIDTH), dtype=I64), TypeError, "block_table: .*int64",
+     "use .to(torch.int32) once when you build"),
+    ("fetch_dequant", "where", torch.zeros((1, B, WIDTH), dtype=I32), ValueError, "where: expected a bl",
+     "a 2-D block table with cache_seqlens, or"),
     ("fetch_dequant", "where", torch.zeros((B, 0), dtype=I32), ValueError,
-     "block_table: expected a width of 1"),
-    ("fetch_dequant", "cache_seqlens", None, ValueError, "cache_seqlens: .*beside a block table"),
-    ("fetch_dequant", "out", torch.zeros(B, 192, 512, dtype=BF16), ValueError, "out: .*576"),
-    ("fetch_dequant", "out", 3, TypeError, "out: expected a .*576.* tensor or a pair"),
-    ("fetch_dequant", "dtype", torch.float64, TypeError, "dtype: expected bfloat16"),
+     "block_table: expected a width of 1",
+     "give even empty sequences one column"),
+    ("fetch_dequant", "cache_seqlens", None, ValueError, "cache_seqlens: .*beside a block table",
+     "one length for each sequence of the batch,"),
+    ("fetch_dequant", "out", torch.zeros(B, 192, 512, dtype=BF16), ValueError, "out: .*576",
+     "leave it out to have it allocated"),
+    ("fetch_dequant", "out", 3, TypeError, "out: expected a .*576.* tensor or a pair",
+     "leave it out to have it allocated"),
+    ("fetch_dequant", "dtype", torch.float64, TypeError, "dtype: expected bfloat16",
+     "convert the result afterwards"),
     # from_tensors
     ("from_tensors", "content", torch.zeros((0, P, 512), dtype=torch.uint8), ValueError,
-     "content: expected 1 page or more, got 0"),
+     "content: expected 1 page or more, got 0",
+     "allocate at least one page"),
     # plan_decode
-    ("plan_decode", "cache_seqlens", torch.ones(B, dtype=I64), TypeError, "cache_seqlens: .*int64"),
-    ("plan_decode", "num_heads", 129, ValueError, "num_heads: expected 1 to 128, got 129"),
-    ("plan_decode", "num_heads", 16.0, TypeError, "num_heads: expected an int, got float"),
-    ("plan_decode", "s_q", 9, ValueError, "s_q: expected 1 to 8, got 9"),
-    ("plan_decode", "page_size", 48, ValueError, "page_size: .*got 48 .*nearest is 32"),
-    ("plan_decode", "max_pages", 0, ValueError, "max_pages: expected 1"),
-    ("plan_decode", "num_parts", 0, ValueError, "num_parts: "),
-    ("plan_decode", "pipeline", "magic", ValueError, "pipeline: expected one of 'etap', 'dual_wg'"),
-    ("plan_decode", "row_tile", 8, ValueError, "row_tile: expected one of 16, 32, 64, 128, got 8"),
-    ("plan_decode", "fixed_overhead", -1, ValueError, "fixed_overhead: "),
+    ("plan_decode", "cache_seqlens", torch.ones(B, dtype=I64), TypeError, "cache_seqlens: .*int64",
+     "use .to(torch.int32) once when you build"),
+    ("plan_decode", "num_heads", 129, ValueError, "num_heads: expected 1 to 128, got 129",
+     "split more heads over several calls"),
+    ("plan_decode", "num_heads", 16.0, TypeError, "num_heads: expected an int, got float",
+     "convert it with int(...)"),
+    ("plan_decode", "s_q", 9, ValueError, "s_q: expected 1 to 8, got 9",
+     "give decode at most 8 query tokens a"),
+    ("plan_decode", "page_size", 48, ValueError, "page_size: .*got 48 .*nearest is 32",
+     "the nearest is 32"),
+    ("plan_decode", "max_pages", 0, ValueError, "max_pages: expected 1",
+     "the width of the block table"),
+    ("plan_decode", "num_parts", 0, ValueError, "num_parts: ",
+     "leave it out to fill the device"),
+    ("plan_decode", "pipeline", "magic", ValueError, "pipeline: expected one of 'etap', 'dual_wg'",
+     "leave it out to let the dispatcher choose"),
+    ("plan_decode", "row_tile", 8, ValueError, "row_tile: expected one of 16, 32, 64, 128, got 8",
+     "leave it out to let the dispatcher choose"),
+    ("plan_decode", "fixed_overhead", -1, ValueError, "fixed_overhead: ",
+     "leave it out for the measured default"),
+    # from_tensors
+    ("from_tensors", "content", torch.zeros((PAGES, P, 512), dtype=BF16), TypeError,
+     "content: expected dtype float8_e4m3fn, got bfloat16", "append_kv quantises bfloat16 latents"),
+    ("from_tensors", "content", torch.zeros((PAGES, 512, P), dtype=torch.uint8), ValueError,
+     r"content: expected shape \(num_pages, page_size, 512\), got \(4, 512, 64\)",
+     "the last two dimensions are exchanged: .mT.contiguous()"),
+    ("from_tensors", "content", torch.zeros((PAGES, 512, P), dtype=torch.uint8).mT, ValueError,
+     "content: expected innermost stride 1", "it is transposed"),
+    ("from_tensors", "content", torch.zeros((PAGES, P, 1, 512), dtype=torch.uint8), ValueError,
+     "content: expected shape", "drop the dimension of 1"),
+    ("from_tensors", "content", torch.zeros((PAGES, 48, 512), dtype=torch.uint8), ValueError,
+     "page_size: expected one of 16, 32, 64, 128, got 48", "the nearest is 32"),
+    ("from_tensors", "content", torch.zeros((1, P, 512), dtype=torch.uint8).expand(PAGES, P, 512),
+     ValueError, "content: expected strides of distinct tokens", "allocate them"),
+    ("from_tensors", "rope", torch.zeros((PAGES, P, 64), dtype=F16), TypeError,
+     "rope: expected dtype bfloat16, got float16", "convert it with .to(torch.bfloat16)"),
+    ("from_tensors", "rope", torch.zeros((PAGES, P, 32), dtype=BF16), ValueError,
+     r"rope: expected shape \(4, 64, 64\), got \(4, 64, 32\)", "docs/formats.md draws them"),
+    ("from_tensors", "rope", torch.zeros((PAGES, P, 64), dtype=BF16, **META), ValueError,
+     "rope: expected a tensor on cpu, got meta", ".to('cpu')"),
+    ("from_tensors", "rope", torch.zeros((PAGES, P, 65), dtype=BF16)[..., :64], ValueError,
+     "rope: expected outer strides that are multiples of 16 bytes", "multiple of 8 elements"),
+    ("from_tensors", "scale", torch.zeros((PAGES, P), dtype=F16), TypeError,
+     "scale: expected dtype float32, got float16", ".to(torch.float32)"),
+    ("from_tensors", "scale", torch.zeros((PAGES, P, 1)), ValueError,
+     r"scale: expected shape \(4, 64\), got \(4, 64, 1\)", "drop the dimension of 1"),
+    # allocate
+    ("allocate", "num_pages", 0, ValueError, "num_pages: expected 1 or more, got 0", "pages of the pool"),
+    ("allocate", "page_size", 48, ValueError, "page_size: .*got 48", "the nearest is 32"),
+    ("allocate", "page_size", "64", TypeError, "page_size: expected an int, got str", "int(...)"),
+    ("allocate", "layout", "row_640", ValueError, "layout: .*got 'row_640'", "did you mean 'row640'?"),
+    ("allocate", "layout", "interleaved", ValueError, "layout: expected one of 'split'", "split is the"),
+    # QuantizedQuery
+    ("query", "nope", torch.zeros((B, S_Q, H, 512), dtype=F16), TypeError,
+     "q.nope: expected dtype float8_e4m3fn, got float16", "snapmla.quantize_q"),
+    ("query", "nope", fp8(B, 9, H, 512), ValueError, "s_q: expected 1 to 8, got 9", "is prefill"),
+    ("query", "nope", fp8(B, S_Q, 129, 512), ValueError, "num_heads: .*got 129", "split more heads"),
+    ("query", "nope", fp8(B, S_Q, 2 * H, 512)[:, :, ::2], ValueError,
+     "q.nope: expected a contiguous tensor", ".contiguous()"),
+    ("query", "rope", torch.zeros((B, S_Q, H, 64)), TypeError, "q.rope: .*bfloat16, got float32", ".to("),
+    ("query", "scale", torch.ones((B, S_Q, H, 1)), ValueError, "q.scale: expected shape", "squeeze()"),
+    ("query", "scale", torch.ones((B, S_Q, H), **META), ValueError, "q.scale: .*got meta", ".to('cpu')"),
+    # plans
+    ("update_", "cache_seqlens", torch.ones(B + 1, dtype=I32), ValueError,
+     r"cache_seqlens: expected shape \(2,\), got \(3,\)", "one length for each sequence"),
+    ("update_", "cache_seqlens", torch.ones(B, dtype=I64), TypeError, "cache_seqlens: ", "torch.int32"),
+    ("with_workspace", "o_accum", torch.zeros(4, 16, 512), ValueError,
+     r"o_accum: expected shape \(8, 16, 512\), got \(4, 16, 512\)", "torch.empty_like(plan.o_accum)"),
+    ("with_workspace", "o_accum", torch.zeros(8, 16, 512, dtype=BF16), TypeError,
+     "o_accum: expected dtype float32, got bfloat16", "allocate it with dtype=torch.float32"),
+    ("with_workspace", "lse_accum", torch.zeros(8, 8), ValueError,
+     r"lse_accum: expected shape \(8, 16\), got \(8, 8\)", "torch.empty_like(plan.lse_accum)"),
+    ("plan_decode", "fixed_split_tokens", 100, ValueError,
+     "fixed_split_tokens: expected a multiple of 64, got 100", "the nearest is 128"),
+    # explain
+    ("explain", "num_heads", 0, ValueError, "num_heads: expected 1 to 128, got 0", "split more heads"),
+    ("explain", "seqlen", 0, ValueError, "seqlen: expected 1 or more, got 0", "tokens of a sequence"),
+    ("explain", "out_dtype", F16, TypeError, "out_dtype: .*got torch.float16", "convert out afterwards"),
+    ("explain", "card", "A100", ValueError, "card: expected one of 'H200', .*got 'A100'", "this machine"),
+    # SnapMLA's names
+    ("flash_mla_ckv_fp8_per_token", "q_nope", torch.zeros((B, S_Q, H, 512), dtype=BF16), TypeError,
+     "q_nope: expected dtype float8_e4m3fn, got bfloat16", "quantize"),
+    ("flash_mla_ckv_fp8_per_token", "q_scale", torch.ones((B, S_Q)), ValueError,
+     r"q_scale: expected shape \(b, s_q, num_heads, 1\), got \(2, 1\)", "quantize_ckv_per_token_head"),
+    ("flash_mla_ckv_fp8_per_token", "k_cache_lora", fp8(PAGES, P, 512), ValueError,
+     r"k_cache_lora: expected shape \(pages, page_size, 1, 512\)", "pool.view(-1, page_size, 1, 512)"),
+    ("flash_mla_ckv_fp8_per_token", "k_cache_lora", fp8(PAGES, 48, 1, 512), ValueError,
+     "k_cache_lora, page_size: expected one of 16", "the nearest is 32"),
+    ("flash_mla_ckv_fp8_per_token", "k_cache_rope", torch.zeros((PAGES, P, 1, 64)), TypeError,
+     "k_cache_rope: expected dtype bfloat16, got float32", ".to(torch.bfloat16)"),
+    ("flash_mla_ckv_fp8_per_token", "k_scale", torch.ones((PAGES, P, 1)), ValueError,
+     "k_scale: expected shape", "pool.view(-1, page_size, 1, 1)"),
+    ("flash_mla_ckv_fp8_per_token", "block_table", torch.zeros((B, WIDTH), dtype=I64), TypeError,
+     "block_table: expected dtype int32, got int64", "not on every call"),
+    ("flash_mla_ckv_fp8_per_token", "head_dim_v", 576, ValueError,
+     "head_dim_v: expected 512, got 576", "kernels are built for kv_lora_rank 512"),
+    ("flash_mla_ckv_fp8_per_token", "tile_scheduler_metadata", None, TypeError,
+     "tile_scheduler_metadata: expected an int32 tensor of get_mla_metadata, got NoneType", "make it with"),
+    ("flash_mla_ckv_fp8_per_token", "tile_scheduler_metadata", torch.zeros((4, 6), dtype=I32),
+     ValueError, "tile_scheduler_metadata: expected room for 2 sequences", "max_batch="),
+    ("flash_mla_ckv_fp8_per_token", "num_splits", torch.zeros(33, dtype=I32), ValueError,
+     r"num_splits: expected shape \(3,\), got \(33,\)", "slice [:b + 1]"),
+    ("flash_mla_ckv_fp8_per_token", "empty_lse", "0", ValueError, "empty_lse: expected one of", "merges"),
+    ("get_mla_metadata", "cache_seqlens", torch.ones(B, dtype=I64), TypeError, "cache_seqlens: ", "int32"),
+    ("get_mla_metadata", "num_heads_per_head_k", 2048, ValueError,
+     "num_heads_per_head_k: expected 1 to 1024, got 2048", "s_q * num_heads of one sequence"),
+    ("get_mla_metadata", "num_heads_k", 2, ValueError, "num_heads_k: expected 1, got 2", "one latent"),
+    ("get_mla_metadata", "max_batch", 1, ValueError,
+     "cache_seqlens: expected at most max_batch = 1 sequences, got 2", "pass a larger max_batch"),
+    ("quantize_ckv_per_token_head", "q", torch.zeros((B, S_Q, H, 512), dtype=BF16), ValueError,
+     r"q: expected shape \(b, s_q, num_heads, 576\)", "latent and RoPE channels in one row"),
+    ("quantize_ckv_per_token_head", "q", torch.zeros((B, S_Q, 129, 576), dtype=BF16), ValueError,
+     "q, num_heads: expected 1 to 128, got 129", "split more heads"),
+    ("quantize_ckv_per_token_head", "kv_lora_rank", 256, ValueError, "kv_lora_rank: .*got 256", "512"),
+    ("quantize_and_cache_k", "key", torch.zeros((5, 1, 512), dtype=BF16), ValueError,
+     "key: expected shape", r"(n, 1, 576)"),
+    ("quantize_and_cache_k", "k_lora_cache", torch.zeros((100, 1, 512), dtype=torch.uint8), ValueError,
+     "k_lora_cache: expected a multiple of 16 slots, got 100", "whole pages"),
+    ("quantize_and_cache_k", "k_rope_cache", torch.zeros((256, 64), dtype=BF16), ValueError,
+     r"k_rope_cache: expected shape \(slots, 1, 64\)", "pool.view(-1, 1, 64)"),
+    ("quantize_and_cache_k", "indices", torch.zeros(5), TypeError, "indices: .*int32 or int64", ".to("),
+    ("quantize_and_cache_k", "indices", torch.zeros(4, dtype=I32), ValueError, "indices: .*got .4",
+     "one slot for each row"),
+    ("dequantize_ckv_fused_indexed", "k_rope", torch.zeros((256, 1, 1)), ValueError,
+     r"k_rope: expected shape \(slots, 1, 64\)", "the order is k_lora, k_rope, k_scale"),
+    ("dequantize_ckv_fused_indexed", "indices", torch.zeros(5, dtype=I64), TypeError,
+     "indices: expected dtype int32, got int64", "not on every call"),
 ]  # fmt: skip
 GOOD: dict[str, Callable[[], dict[str, Any]]] = {
     "decode": decode_arguments,
@@ -203,11 +442,35 @@ GOOD: dict[str, Callable[[], dict[str, Any]]] = {
     "fetch_dequant": fetch_arguments,
     "from_tensors": cache_arguments,
     "plan_decode": plan_arguments,
+    "allocate": lambda: {"num_pages": 2, "page_size": 64, "layout": "split", "device": "cpu"},
+    "query": query_arguments,
+    "update_": lambda: {"cache_seqlens": torch.ones(B, dtype=I32)},
+    "with_workspace": workspace_arguments,
+    "explain": lambda: {"num_heads": H, "s_q": 1, "device": "cpu"},
+    "flash_mla_ckv_fp8_per_token": flash_mla_arguments,
+    "get_mla_metadata": lambda: {
+        "cache_seqlens": torch.ones(B, dtype=I32), "num_heads_per_head_k": H, "num_heads_k": 1,
+    },
+    "quantize_ckv_per_token_head": lambda: {
+        "q": torch.zeros((B, S_Q, H, 576), dtype=BF16), "kv_lora_rank": 512,
+    },
+    "quantize_and_cache_k": pool_arguments,
+    "dequantize_ckv_fused_indexed": pool_fetch_arguments,
+}  # fmt: skip
+NO_LAUNCH = {"from_tensors", "allocate", "query", "with_workspace", "explain"}
+METHODS: dict[str, Callable[..., Any]] = {
+    "from_tensors": PagedKVCache.from_tensors,
+    "allocate": PagedKVCache.allocate,
+    "query": QuantizedQuery,
+    "update_": lambda **arguments: plan().update_(**arguments),
+    "with_workspace": lambda **arguments: plan().with_workspace(**arguments),
 }
 
 
 def call(function: str) -> Callable[..., Any]:
-    return getattr(PagedKVCache if function == "from_tensors" else snapmla, function)
+    if function in METHODS:
+        return METHODS[function]
+    return getattr(flash_mla_fp8 if function in flash_mla_fp8.__all__ else snapmla, function)
 
 
 @pytest.fixture(autouse=True)
@@ -220,20 +483,26 @@ def no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("function", "name", "value", "error", "words"),
+    ("function", "name", "value", "error", "words", "advice"),
     ROWS,
     ids=[f"{row[0]}-{row[1]}-{i}" for i, row in enumerate(ROWS)],
 )
-def test_wrong_argument(function: str, name: str, value: Any, error: type, words: str) -> None:
+def test_wrong_argument(
+    function: str, name: str, value: Any, error: type, words: str, advice: str
+) -> None:
+    """Type, argument, expected, got, and in parentheses what to change."""
     arguments = {**GOOD[function](), name: value}
     with pytest.raises(error, match=f"(?s)^{words}") as caught:
         call(function)(**arguments)
-    assert "expected" in str(caught.value) and "got" in str(caught.value)
+    text = str(caught.value)
+    assert re.fullmatch(r"(?s)[^:]+: expected .+, got .+ \(.+\)", text), text
+    got = text.index(", got ")
+    assert advice in text[got:], text
 
 
 @pytest.mark.parametrize("function", GOOD)
 def test_right_arguments_pass_the_checks(function: str) -> None:
-    if function == "from_tensors":  # launches nothing
+    if function in NO_LAUNCH:
         call(function)(**GOOD[function]())
         return
     with pytest.raises(AssertionError, match="wrong input reached"):

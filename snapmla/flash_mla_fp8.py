@@ -1,0 +1,414 @@
+"""SnapMLA's host names over this package's kernels: replace ``import flash_mla_fp8`` by
+``from snapmla import flash_mla_fp8``.
+
+Names, argument order and results are those that SnapMLA's host framework (SGLang-FluentLLM) calls;
+the bits of results are those of the primary API.  What the originals cost per call is gone: queries
+and keys may be strided views, ``indices`` may be int32 or int64 for the append, workspaces are kept
+per stream, and ``out=`` avoids the last allocations.
+
+The metadata pair is two int32 tensors, as engines expect:
+
+* ``tile_scheduler_metadata`` (num_sm_parts, width): the work list.  Its shape depends on the number
+  of query rows and on ``max_batch``, never on the batch, so ``static.copy_(fresh)`` works for every
+  batch; better still is ``get_mla_metadata(..., out=(static, num_splits))``, one launch in place.
+* ``num_splits`` (b + 1,): slots of partial results, cumulative; a slice of a longer tensor will do.
+
+Both may be captured: replaying a graph reads whatever the pair holds by then.
+
+Differences on purpose: a row that sees no token gives out 0 and lse +inf (FlashMLA's convention;
+``empty_lse=`` changes it), scales have a floor (docs/formats.md), page sizes 16 to 128 work.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from dsl_kernels.spec import HEAD_DIM_QK, KV_LORA_RANK, QK_ROPE_HEAD_DIM
+from snapmla import attention, checks, dispatch, env, quant
+from snapmla import plan as plans
+from snapmla.cache import PagedKVCache
+from snapmla.quant import QuantizedQuery
+
+__all__ = [
+    "dequantize_ckv_fused_indexed",
+    "flash_mla_ckv_fp8_per_token",
+    "get_mla_metadata",
+    "quantize_and_cache_k",
+    "quantize_ckv_per_token_head",
+]
+
+MAX_BATCH = 2048  # sequences that a metadata tensor holds unless told: 43 KB on an H200
+MAX_ROWS = checks.MAX_HEADS * checks.MAX_S_Q
+_ANY_LENGTH = (1 << 24, 64)  # max_pages, page_size of a plan that does not know the block table
+_FLAT_PAGES = (128, 64, 32, 16)  # any page size addresses a flat pool
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def _metadata_width(parts: int, max_batch: int) -> int:
+    """Columns of a (parts, width) tensor that holds the plan's tables: from the front the work
+    items, 4 * (parts + b); from the back part_begin, parts + 1, and the planned lengths, b."""
+    return -(-(4 * (parts + max_batch) + max_batch + parts + 1) // parts)
+
+
+def _metadata_capacity(metadata: torch.Tensor) -> int:
+    """Sequences that a metadata tensor has room for."""
+    parts, width = metadata.shape
+    return (parts * width - (parts + 1) - 4 * parts) // 5
+
+
+@functools.lru_cache(maxsize=16)
+def _kept_workspace(device: torch.device, stream: int, parts: int, rows_pad: int) -> Pair:
+    """Partial results of one stream: fp32 (2 * parts, rows_pad, 512) and (2 * parts, rows_pad)."""
+    return (
+        torch.empty((2 * parts, rows_pad, KV_LORA_RANK), dtype=torch.float32, device=device),
+        torch.empty((2 * parts, rows_pad), dtype=torch.float32, device=device),
+    )
+
+
+def _workspace(device: torch.device, parts: int, rows_pad: int) -> Pair:
+    """The stream's workspace; under capture a fresh one, which lives in the graph's memory."""
+    if device.type != "cuda":
+        return _kept_workspace(device, 0, parts, rows_pad)
+    if torch.cuda.is_current_stream_capturing():
+        return _kept_workspace.__wrapped__(device, 0, parts, rows_pad)
+    stream = torch.cuda.current_stream(device).cuda_stream
+    return _kept_workspace(device, stream, parts, rows_pad)
+
+
+def _plan(
+    metadata: torch.Tensor, num_splits: torch.Tensor, batch: int, num_heads: int, s_q: int,
+    page_size: int, max_pages: int,
+) -> plans.DecodePlan:  # fmt: skip
+    """A ``DecodePlan`` over the pair's memory."""
+    parts, rows = metadata.shape[0], num_heads * s_q
+    pipeline, row_tile = dispatch.choose(metadata.device, num_heads, s_q, page_size)
+    rows_pad = -(-rows // row_tile) * row_tile
+    o_accum, lse_accum = _workspace(metadata.device, parts, rows_pad)
+    flat = metadata.view(-1)
+    tail = flat.shape[0] - (parts + 1)
+    return plans.DecodePlan(
+        work_items=flat[: 4 * (parts + batch)].view(parts + batch, 4),
+        part_begin=flat[tail:],
+        split_begin=num_splits,
+        planned_seqlens=flat[tail - batch : tail],
+        o_accum=o_accum,
+        lse_accum=lse_accum,
+        batch=batch,
+        num_heads=num_heads,
+        s_q=s_q,
+        page_size=page_size,
+        max_pages=max_pages,
+        num_parts=parts,
+        pipeline=pipeline,
+        row_tile=row_tile,
+        fixed_overhead=plans.DEFAULT_FIXED_OVERHEAD,
+        check_stale=env.CHECK_PLAN.enabled(),
+    )
+
+
+def _check_pair(
+    metadata: torch.Tensor, num_splits: torch.Tensor, batch: int, device: torch.device
+) -> None:
+    name = "tile_scheduler_metadata"
+    for label, value in ((name, metadata), ("num_splits", num_splits)):
+        if not isinstance(value, torch.Tensor):
+            checks.type_error(label, "an int32 tensor of get_mla_metadata", type(value).__name__)
+    checks.tensor(name, metadata, (torch.int32,), ("num_sm_parts", "width"), device)
+    checks.contiguous(name, metadata)
+    checks.tensor("num_splits", num_splits, (torch.int32,), (batch + 1,), device)
+    checks.contiguous("num_splits", num_splits)
+    room = _metadata_capacity(metadata) if metadata.shape[0] else -1
+    if batch > room:
+        checks.value_error(
+            name, f"room for {batch} sequences", f"room for {max(room, 0)}",
+            "make it by get_mla_metadata(..., max_batch=the largest batch)",
+        )  # fmt: skip
+
+
+def get_mla_metadata(
+    cache_seqlens: torch.Tensor,
+    num_heads_per_head_k: int,
+    num_heads_k: int,
+    *,
+    max_batch: int = MAX_BATCH,
+    out: Pair | None = None,
+) -> Pair:
+    """Plans one decode step: who computes what, for all layers.  One launch, no synchronisation.
+
+    Args:
+        cache_seqlens: int32 (b,), tokens per sequence, the new ones included.
+        num_heads_per_head_k: query rows of a sequence, s_q * num_heads, 1 to 1024.
+        num_heads_k: 1; MLA shares one latent among all heads.
+        max_batch: sequences the metadata tensor has room for; the same for all pairs that are
+            copied onto one another.
+        out: a pair to write into instead of allocating.
+
+    Returns:
+        (tile_scheduler_metadata int32 (num_sm_parts, width), num_splits int32 (b + 1,)).
+
+    Raises:
+        TypeError, ValueError: naming the argument.
+        VariantError: no decode kernel exists for the device.
+
+    Source: FlashMLA's metadata pair, as SnapMLA's host code keeps it; the schedule is ours
+    (``snapmla.reference_plan``).
+    """
+    checks.lengths(cache_seqlens, "b")
+    hint = "s_q * num_heads of one sequence"
+    rows = checks.integer("num_heads_per_head_k", num_heads_per_head_k, 1, MAX_ROWS, hint)
+    checks.integer("num_heads_k", num_heads_k, 1, 1, "MLA shares one latent among all heads")
+    checks.integer("max_batch", max_batch, 1)
+    device, batch = cache_seqlens.device, cache_seqlens.shape[0]
+    max_pages, page_size = _ANY_LENGTH
+    if out is None:
+        _, row_tile = dispatch.choose(device, rows, 1, page_size)
+        parts = plans.default_num_parts(device, rows, row_tile)
+        if batch > max_batch:
+            checks.value_error(
+                "cache_seqlens", f"at most max_batch = {max_batch} sequences", batch,
+                "pass a larger max_batch",
+            )  # fmt: skip
+        shape = (parts, _metadata_width(parts, max_batch))
+        out = (
+            torch.zeros(shape, dtype=torch.int32, device=device),
+            torch.zeros(batch + 1, dtype=torch.int32, device=device),
+        )
+    metadata, num_splits = out
+    _check_pair(metadata, num_splits, batch, device)
+    if batch:
+        _plan(metadata, num_splits, batch, rows, 1, page_size, max_pages).update_(cache_seqlens)
+    return metadata, num_splits
+
+
+_DECODE_NAMES = {
+    "q": "q_nope", "q.nope": "q_nope", "q.rope": "q_rope", "q.scale": "q_scale",
+    "cache": "k_cache_lora", "content": "k_cache_lora", "rope": "k_cache_rope", "scale": "k_scale",
+    "num_heads": "q_nope, num_heads", "s_q": "q_nope, s_q", "page_size": "k_cache_lora, page_size",
+}  # fmt: skip
+
+
+def flash_mla_ckv_fp8_per_token(
+    q_nope: torch.Tensor,
+    q_rope: torch.Tensor,
+    k_cache_lora: torch.Tensor,
+    k_cache_rope: torch.Tensor,
+    q_scale: torch.Tensor,
+    k_scale: torch.Tensor,
+    block_table: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    head_dim_v: int,
+    tile_scheduler_metadata: torch.Tensor,
+    num_splits: torch.Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    *,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    empty_lse: str = "+inf",
+) -> Pair:
+    """MLA attention of quantised queries over the paged FP8 cache (``snapmla.decode``).
+
+    Args:
+        q_nope: float8_e4m3fn (b, s_q, h, 512), contiguous; q_rope: bfloat16 (b, s_q, h, 64);
+            q_scale: float32 (b, s_q, h, 1) or (b, s_q, h); from ``quantize_ckv_per_token_head``.
+        k_cache_lora: float8_e4m3fn or uint8 (pages, page_size, 1, 512).
+        k_cache_rope: bfloat16 (pages, page_size, 1, 64), divided by the token's scale.
+        k_scale: float32 (pages, page_size, 1, 1).
+        block_table: int32 (b, width); cache_seqlens: int32 (b,), the new tokens included.
+        head_dim_v: 512.
+        tile_scheduler_metadata, num_splits: from ``get_mla_metadata`` for these lengths.
+        softmax_scale: factor of the logits; None is 576**-0.5, which DeepSeek's models do not want.
+        causal: query token s of s_q sees the first length - (s_q - 1 - s) tokens.
+        out: bfloat16 or float32 (b, s_q, h, 512); lse: float32 (b, h, s_q); None allocates.
+        empty_lse: LSE of a row that sees no token, ``+inf`` or ``-inf``.
+
+    Returns:
+        (out, lse): bfloat16 (b, s_q, h, 512), float32 (b, h, s_q) with the natural logarithm.
+
+    Raises:
+        TypeError, ValueError: naming the argument.
+        VariantError: no compiled kernel fits and none can be compiled.
+
+    Source: SnapMLA paper, Algorithm 1 (function); the pipeline is the dispatcher's choice.
+    """
+    checks.integer("head_dim_v", head_dim_v, KV_LORA_RANK, KV_LORA_RANK)
+    scale = HEAD_DIM_QK**-0.5 if softmax_scale is None else softmax_scale
+    _four_d("k_cache_lora", k_cache_lora, KV_LORA_RANK)
+    _four_d("k_cache_rope", k_cache_rope, QK_ROPE_HEAD_DIM)
+    _four_d("k_scale", k_scale, 1)
+    if isinstance(q_scale, torch.Tensor):
+        if q_scale.ndim == 4:
+            q_scale = q_scale[..., 0] if q_scale.shape[3] == 1 else q_scale
+        elif q_scale.ndim != 3:
+            wanted = "shape (b, s_q, num_heads, 1)"
+            checks.value_error("q_scale", wanted, tuple(q_scale.shape))
+    try:
+        q = QuantizedQuery(q_nope, q_rope, q_scale)
+        cache = PagedKVCache.from_tensors(
+            k_cache_lora[:, :, 0], k_cache_rope[:, :, 0], k_scale[:, :, 0, 0]
+        )
+        _check_pair(tile_scheduler_metadata, num_splits, q.batch, q.device)
+        checks.block_table(block_table, q.batch, q.device)
+        plan = None
+        if q.batch:
+            plan = _plan(
+                tile_scheduler_metadata, num_splits, q.batch, q.num_heads, q.s_q, cache.page_size,
+                block_table.shape[1],
+            )  # fmt: skip
+        return attention.decode(
+            q, cache, block_table, cache_seqlens, softmax_scale=scale, plan=plan, causal=causal,
+            out=out, lse=lse, empty_lse=empty_lse,
+        )  # fmt: skip
+    except (TypeError, ValueError) as error:
+        raise checks.renamed(error, _DECODE_NAMES) from None
+
+
+def _four_d(name: str, value: object, last: int) -> None:
+    """Checks (pages, page_size, 1, last)."""
+    if not isinstance(value, torch.Tensor):
+        checks.type_error(name, "a torch.Tensor", type(value).__name__)
+    shape = tuple(value.shape)
+    if len(shape) != 4 or shape[2:] != (1, last):
+        hint = f"pass pool.view(-1, page_size, 1, {last})"
+        checks.value_error(name, f"shape (pages, page_size, 1, {last})", shape, hint)
+
+
+def quantize_ckv_per_token_head(
+    q: torch.Tensor, kv_lora_rank: int, *, out: QuantizedQuery | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Quantises queries per token and head (``snapmla.quantize_q``); no copy of a strided ``q``.
+
+    Args:
+        q: bfloat16, float16 or float32 (b, s_q, h, 576), latent part first, RoPE applied.
+        kv_lora_rank: 512.
+        out: tensors to write into; None allocates.
+
+    Returns:
+        (q_nope float8_e4m3fn (b, s_q, h, 512), q_scale float32 (b, s_q, h, 1), q_rope bfloat16
+        (b, s_q, h, 64) divided by the scale): this order, as SnapMLA returns them.
+
+    Raises:
+        TypeError, ValueError: naming the argument.
+
+    Source: SnapMLA paper, section 3.1 (RoPE-aware per-token quantisation).
+    """
+    checks.integer("kv_lora_rank", kv_lora_rank, KV_LORA_RANK, KV_LORA_RANK)
+    shape = ("b", "s_q", "num_heads", HEAD_DIM_QK)
+    hint = "latent and RoPE channels in one row of 576; snapmla.quantize_q takes them apart"
+    if isinstance(q, torch.Tensor) and (q.ndim != 4 or q.shape[3] != HEAD_DIM_QK):
+        checks.value_error("q", "shape (b, s_q, num_heads, 576)", tuple(q.shape), hint)
+    checks.tensor("q", q, checks.FLOATS, shape)
+    try:
+        made = quant.quantize_q(q[..., :KV_LORA_RANK], q[..., KV_LORA_RANK:], out=out)
+    except (TypeError, ValueError) as error:
+        names = {"q_nope": "q", "q_rope": "q", "num_heads": "q, num_heads", "s_q": "q, s_q"}
+        raise checks.renamed(error, names) from None
+    return made.nope, made.scale.unsqueeze(-1), made.rope
+
+
+_FLAT_NAMES = {
+    "cache": "k_lora_cache", "content": "k_lora_cache", "rope": "k_rope_cache",
+    "scale": "k_lora_scale_cache", "c_kv": "key", "k_rope": "key", "slot_mapping": "indices",
+}  # fmt: skip
+_FETCH_NAMES = {"cache": "k_lora", "content": "k_lora", "rope": "k_rope", "scale": "k_scale"}
+
+
+def _flat_cache(
+    names: tuple[str, str, str], lora: torch.Tensor, rope: torch.Tensor, scale: torch.Tensor
+) -> PagedKVCache:
+    """A cache over a pool: (slots, 1, 512), (slots, 1, 64), (slots, 1, 1), or paged 4-D views."""
+    views = []
+    extents = (KV_LORA_RANK, QK_ROPE_HEAD_DIM, 1)
+    for name, value, extent in zip(names, (lora, rope, scale), extents):
+        if not isinstance(value, torch.Tensor):
+            checks.type_error(name, "a torch.Tensor", type(value).__name__)
+        if value.ndim == 4:
+            value = value.flatten(0, 1)
+        shape = tuple(value.shape)
+        if len(shape) != 3 or shape[1:] != (1, extent):
+            hint = f"pool.view(-1, 1, {extent}); the order is {', '.join(names)}"
+            checks.value_error(name, f"shape (slots, 1, {extent})", tuple(value.shape), hint)
+        page = next((p for p in _FLAT_PAGES if shape[0] and shape[0] % p == 0), None)
+        if page is None:
+            hint = "size the pool in whole pages"
+            checks.value_error(name, "a multiple of 16 slots", shape[0], hint)
+        views.append(value[:, 0].unflatten(0, (-1, page)))
+    return PagedKVCache.from_tensors(views[0], views[1], views[2][..., 0])
+
+
+def quantize_and_cache_k(
+    key: torch.Tensor,
+    k_lora_cache: torch.Tensor,
+    k_lora_scale_cache: torch.Tensor,
+    k_rope_cache: torch.Tensor,
+    indices: torch.Tensor,
+    head_dim_v: int,
+) -> None:
+    """Quantises tokens and scatters them to slots of a pool (``snapmla.append_kv``), in place.
+
+    Args:
+        key: bfloat16, float16 or float32 (n, 1, 576) or (n, 576), latent part first; rows may be
+            strided.  Parts that lie apart need no cat: ``snapmla.append_kv`` takes them.
+        k_lora_cache: uint8 or float8_e4m3fn (slots, 1, 512).
+        k_lora_scale_cache: float32 (slots, 1, 1).
+        k_rope_cache: bfloat16 (slots, 1, 64).
+        indices: int32 or int64 (n,), slots; those outside the pool are skipped.
+        head_dim_v: 512.
+
+    Raises:
+        TypeError, ValueError: naming the argument.
+
+    Source: SnapMLA paper, section 3.3.1 (fused K-append).
+    """
+    checks.integer("head_dim_v", head_dim_v, KV_LORA_RANK, KV_LORA_RANK)
+    names = ("k_lora_cache", "k_rope_cache", "k_lora_scale_cache")
+    if isinstance(key, torch.Tensor) and key.ndim == 3 and key.shape[1] == 1:
+        key = key[:, 0]
+    checks.tensor("key", key, checks.FLOATS, ("n", HEAD_DIM_QK))
+    try:
+        cache = _flat_cache(names, k_lora_cache, k_rope_cache, k_lora_scale_cache)
+        quant.append_kv(cache, key[:, :KV_LORA_RANK], key[:, KV_LORA_RANK:], indices)
+    except (TypeError, ValueError) as error:
+        raise checks.renamed(error, _FLAT_NAMES) from None
+
+
+def dequantize_ckv_fused_indexed(
+    k_lora: torch.Tensor,
+    k_rope: torch.Tensor,
+    k_scale: torch.Tensor,
+    indices: torch.Tensor,
+    *,
+    out: Pair | None = None,
+) -> Pair:
+    """Reads tokens back by slot, RoPE multiplied by the scale again (``snapmla.fetch_dequant``).
+
+    Args:
+        k_lora: float8_e4m3fn or uint8 (slots, 1, 512); k_rope: bfloat16 (slots, 1, 64);
+            k_scale: float32 (slots, 1, 1).  Mind the order: lora, rope, scale.
+        indices: int32 (n,), slots; one outside the pool gives zeros.
+        out: a pair to write into, (n, 1, 512) and (n, 1, 64); None allocates.
+
+    Returns:
+        (lora bfloat16 (n, 1, 512), rope bfloat16 (n, 1, 64)).
+
+    Raises:
+        TypeError, ValueError: naming the argument.
+
+    Source: SnapMLA paper, section 3.3.1 (fused fetch-dequant).
+    """
+    try:
+        cache = _flat_cache(("k_lora", "k_rope", "k_scale"), k_lora, k_rope, k_scale)
+        checks.tensor("indices", indices, (torch.int32,), ("n",), cache.device)
+        flat = None
+        if out is not None:
+            n = indices.shape[0]
+            checks.tensor("out[0]", out[0], checks.FLOATS, (n, 1, KV_LORA_RANK), cache.device)
+            checks.tensor("out[1]", out[1], checks.FLOATS, (n, 1, QK_ROPE_HEAD_DIM), cache.device)
+            flat = (out[0][:, 0], out[1][:, 0])
+        lora, rope = quant.fetch_dequant(cache, indices, out=flat)
+    except (TypeError, ValueError) as error:
+        raise checks.renamed(error, _FETCH_NAMES) from None
+    return (lora.unsqueeze(1), rope.unsqueeze(1)) if out is None else out

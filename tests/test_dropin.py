@@ -1,0 +1,255 @@
+"""SnapMLA's host names: the same bits as the primary API, an engine's calls as it makes them."""
+
+from __future__ import annotations
+
+import inspect
+import math
+
+import pytest
+import torch
+
+import snapmla
+import snapmla.plan
+from codegen import toolchain
+from snapmla import flash_mla_fp8 as names
+from snapmla import selfcheck
+from snapmla.reference_plan import plan_reference
+
+pytestmark = pytest.mark.skipif(not toolchain.have_compiler(), reason="needs nvidia-cutlass-dsl")
+SCALE = 192**-0.5
+SLOTS, PAGE, WIDTH = 24 * 64, 64, 20
+
+
+class Pool:
+    """A layer's pool as the host framework allocates it: flat slots, NaN in every unused byte."""
+
+    def __init__(self) -> None:
+        self.lora = torch.full((SLOTS, 1, 512), 0x7F, dtype=torch.uint8)
+        self.scale = torch.full((SLOTS, 1, 1), math.nan)
+        self.rope = torch.full((SLOTS, 1, 64), math.nan, dtype=torch.bfloat16)
+
+    def append(self, key: torch.Tensor, slots: torch.Tensor) -> None:
+        names.quantize_and_cache_k(
+            key=key, k_lora_cache=self.lora, k_lora_scale_cache=self.scale,
+            k_rope_cache=self.rope, indices=slots, head_dim_v=512,
+        )  # fmt: skip
+
+    def primary(self, page_size: int = PAGE) -> snapmla.PagedKVCache:
+        """The same memory for the primary API."""
+        return snapmla.PagedKVCache.from_tensors(
+            self.lora.view(-1, page_size, 512), self.rope.view(-1, page_size, 64),
+            self.scale.view(-1, page_size),
+        )  # fmt: skip
+
+
+class Step:
+    """One decode step of sequences with these lengths over a freshly filled pool."""
+
+    def __init__(self, lengths: tuple[int, ...], heads: int, s_q: int) -> None:
+        self.pool, self.heads, self.s_q = Pool(), heads, s_q
+        self.lengths = torch.tensor(lengths, dtype=torch.int32)
+        self.table = torch.full((len(lengths), WIDTH), -1, dtype=torch.int32)
+        order, slots = torch.randperm(SLOTS // PAGE).tolist(), []
+        for i, n in enumerate(lengths):
+            pages = [order.pop() for _ in range(-(-n // PAGE))]
+            self.table[i, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
+            slots += [pages[t // PAGE] * PAGE + t % PAGE for t in range(n)]
+        self.keys = torch.randn(len(slots), 1, 576).bfloat16()
+        self.slots = torch.tensor(slots, dtype=torch.int32)
+        self.pool.append(self.keys, self.slots)
+        self.q = torch.randn(len(lengths), s_q, heads, 576).bfloat16()
+
+    def decode(self, pair: names.Pair, **extra: object) -> names.Pair:
+        """As the framework calls it: keywords, views of the pool."""
+        q_nope, q_scale, q_rope = names.quantize_ckv_per_token_head(self.q, 512)
+        arguments = {
+            "q_nope": q_nope, "q_rope": q_rope,
+            "k_cache_lora": self.pool.lora.view(torch.float8_e4m3fn).view(-1, PAGE, 1, 512),
+            "k_cache_rope": self.pool.rope.view(-1, PAGE, 1, 64),
+            "q_scale": q_scale, "k_scale": self.pool.scale.view(-1, PAGE, 1, 1),
+            "block_table": self.table, "cache_seqlens": self.lengths, "head_dim_v": 512,
+            "tile_scheduler_metadata": pair[0], "num_splits": pair[1],
+            "softmax_scale": SCALE, "causal": True,
+        }  # fmt: skip
+        return names.flash_mla_ckv_fp8_per_token(**{**arguments, **extra})  # type: ignore[arg-type]
+
+    def metadata(self, **extra: object) -> names.Pair:
+        rows = self.heads * self.s_q
+        return names.get_mla_metadata(self.lengths, rows, 1, **extra)  # type: ignore[arg-type]
+
+    def primary(self, **extra: object) -> names.Pair:
+        q = snapmla.quantize_q(self.q[..., :512], self.q[..., 512:])
+        return snapmla.decode(
+            q, self.pool.primary(), self.table, self.lengths, softmax_scale=SCALE,
+            empty_lse="+inf", **extra,  # type: ignore[arg-type]
+        )  # fmt: skip
+
+
+def equal(a: names.Pair, b: names.Pair) -> None:
+    for x, y in zip(a, b):
+        assert x.shape == y.shape and x.dtype == y.dtype
+        bits = {torch.bfloat16: torch.int16, torch.float32: torch.int32}[x.dtype]
+        assert torch.equal(x.view(bits), y.view(bits))
+
+
+@pytest.mark.parametrize(("heads", "s_q"), [(16, 1), (10, 3), (20, 2), (40, 2)])
+def test_decode_has_the_primary_bits(heads: int, s_q: int) -> None:
+    step = Step((65, 0, 1000, 64, 1), heads, s_q)
+    pair = step.metadata()
+    assert int(pair[1][-1]) > 0, "the case should split"
+    out, lse = step.decode(pair)
+    equal((out, lse), step.primary())
+    assert out.dtype == torch.bfloat16 and (out[1] == 0).all() and torch.isposinf(lse[1]).all()
+    errors = selfcheck.decode_errors(
+        out, torch.where(torch.isposinf(lse), -math.inf, lse),
+        snapmla.quantize_q(step.q[..., :512], step.q[..., 512:]), step.pool.primary(), step.table,
+        step.lengths, SCALE,
+    )  # fmt: skip
+    assert errors.right, str(errors)
+
+
+def test_defaults_are_flashmlas() -> None:
+    step = Step((70, 3), 16, 2)
+    out, lse = step.decode(step.metadata(), softmax_scale=None, causal=False, empty_lse="-inf")
+    q = snapmla.quantize_q(step.q[..., :512], step.q[..., 512:])
+    want = snapmla.decode(
+        q, step.pool.primary(), step.table, step.lengths, softmax_scale=576**-0.5, causal=False
+    )
+    equal((out, lse), want)
+    defaults = {
+        name: parameter.default
+        for name, parameter in inspect.signature(
+            names.flash_mla_ckv_fp8_per_token
+        ).parameters.items()
+        if parameter.default is not inspect.Parameter.empty
+    }
+    assert defaults == {
+        "softmax_scale": None, "causal": False, "out": None, "lse": None, "empty_lse": "+inf",
+    }  # fmt: skip
+
+
+def test_signatures() -> None:
+    """Positional order as the call sites have it."""
+    expected = {
+        "flash_mla_ckv_fp8_per_token":
+            "q_nope q_rope k_cache_lora k_cache_rope q_scale k_scale block_table cache_seqlens "
+            "head_dim_v tile_scheduler_metadata num_splits softmax_scale causal",
+        "quantize_ckv_per_token_head": "q kv_lora_rank",
+        "quantize_and_cache_k":
+            "key k_lora_cache k_lora_scale_cache k_rope_cache indices head_dim_v",
+        "dequantize_ckv_fused_indexed": "k_lora k_rope k_scale indices",
+        "get_mla_metadata": "cache_seqlens num_heads_per_head_k num_heads_k",
+    }  # fmt: skip
+    assert set(expected) == set(names.__all__)
+    for name, words in expected.items():
+        parameters = inspect.signature(getattr(names, name)).parameters.values()
+        positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+        assert positional == words.split()
+
+
+def test_static_buffers_of_a_graph() -> None:
+    """The framework's graph code: buffers for the largest batch, fresh pairs copied onto them."""
+    step = Step((200, 0, 64), 16, 1)
+    static, splits = names.get_mla_metadata(torch.ones(32, dtype=torch.int32), 16, 1)
+    fresh, fresh_splits = step.metadata()
+    static.copy_(fresh)
+    splits[:4].copy_(fresh_splits)
+    equal(step.decode((static, splits[:4])), step.primary())
+    for lengths in ((5, 130, 64), (0, 0, 0), (64, 64, 200)):
+        step.lengths.copy_(torch.tensor(lengths))
+        before = static.data_ptr()
+        pair = step.metadata(out=(static, splits[:4]))
+        assert pair[0] is static and static.data_ptr() == before
+        step.table = step.table.abs()  # every page is readable: lengths moved
+        got = step.decode(pair)
+        want = step.primary()
+        torch.testing.assert_close(got, want, equal_nan=True, rtol=0, atol=0)
+
+
+def test_metadata_is_the_schedule() -> None:
+    lengths = torch.tensor([300, 0, 64, 700], dtype=torch.int32)
+    metadata, splits = names.get_mla_metadata(lengths, 16, 1, max_batch=9)
+    parts = metadata.shape[0]
+    want = plan_reference(lengths.tolist(), parts, 64, snapmla.plan.DEFAULT_FIXED_OVERHEAD)
+    flat = metadata.view(-1).tolist()
+    found = [tuple(flat[4 * i : 4 * i + 4]) for i in range(len(want.work_items))]
+    assert found == want.work_items
+    assert flat[-(parts + 1) :] == want.part_begin and splits.tolist() == want.split_begin
+    assert metadata.shape[1] == names._metadata_width(parts, 9)
+    assert names._metadata_capacity(metadata) >= 9
+
+
+@pytest.mark.parametrize("parts", [1, 2, 4, 33, 66, 132])
+@pytest.mark.parametrize("batch", [1, 7, 2048])
+def test_metadata_has_room(parts: int, batch: int) -> None:
+    """Items and, from the back, part_begin and lengths never overlap; room for what was asked."""
+    metadata = torch.zeros(parts, names._metadata_width(parts, batch), dtype=torch.int32)
+    assert names._metadata_capacity(metadata) >= batch
+    assert 4 * (parts + batch) + batch + parts + 1 <= metadata.numel()
+
+
+def test_append_and_fetch_have_the_primary_bits() -> None:
+    step = Step((130, 20), 4, 1)
+    own = Pool()
+    strided = torch.randn(len(step.slots), 2, 1024).bfloat16()[:, 1:, :576]
+    strided.copy_(step.keys)
+    own.append(strided, step.slots.long())  # a strided key and int64 slots: no copy, no cast
+    assert torch.equal(own.lora, step.pool.lora)
+    assert torch.equal(own.rope.view(torch.int16), step.pool.rope.view(torch.int16))
+    indices = torch.tensor([step.slots[7], -1, step.slots[149]], dtype=torch.int32)
+    lora, rope = names.dequantize_ckv_fused_indexed(own.lora, own.rope, own.scale, indices)
+    assert lora.shape == (3, 1, 512) and rope.shape == (3, 1, 64) and lora.dtype == torch.bfloat16
+    want = snapmla.fetch_dequant(own.primary(16), indices)
+    assert torch.equal(lora[:, 0], want[0]) and torch.equal(rope[:, 0], want[1])
+    assert (lora[1] == 0).all() and (lora[0] != 0).any()
+    given = (torch.empty_like(lora), torch.empty_like(rope))
+    back = names.dequantize_ckv_fused_indexed(
+        own.lora.view(-1, 64, 1, 512), own.rope.view(-1, 64, 1, 64),
+        own.scale.view(-1, 64, 1, 1), indices, out=given,
+    )  # fmt: skip
+    assert back is given and torch.equal(given[0], lora) and torch.equal(given[1], rope)
+
+
+def test_queries_may_be_strided_and_written_in_place() -> None:
+    wide = torch.randn(2, 1, 4, 640).bfloat16()
+    q_nope, q_scale, q_rope = names.quantize_ckv_per_token_head(wide[..., :576], 512)
+    want = snapmla.quantize_q(wide[..., :512], wide[..., 512:576])
+    assert q_scale.shape == (2, 1, 4, 1)
+    assert torch.equal(q_nope.view(torch.uint8), want.nope_u8) and torch.equal(q_rope, want.rope)
+    assert torch.equal(q_scale[..., 0], want.scale)
+    again = names.quantize_ckv_per_token_head(2 * wide[..., :576], 512, out=want)
+    assert again[0].data_ptr() == want.nope.data_ptr()
+    assert torch.equal(again[1], 2 * q_scale)
+
+
+def test_out_and_lse_are_written_in_place() -> None:
+    step = Step((70, 3), 16, 1)
+    out, lse = torch.empty(2, 1, 16, 512, dtype=torch.bfloat16), torch.empty(2, 16, 1)
+    got = step.decode(step.metadata(), out=out, lse=lse)
+    assert got[0] is out and got[1] is lse
+    equal(got, step.primary())
+
+
+def test_workspace_is_kept() -> None:
+    device = torch.device("cpu")
+    first = names._workspace(device, 3, 16)
+    assert names._workspace(device, 3, 16)[0] is first[0]
+    assert names._workspace(device, 4, 16)[0] is not first[0]
+
+
+def test_stale_metadata_is_caught_in_debug_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SNAPMLA_CHECK_PLAN", "1")
+    step = Step((70, 3), 16, 1)
+    pair = step.metadata()
+    step.decode(pair)
+    step.lengths[1] = 2
+    with pytest.raises(ValueError, match=r"planned -> now.* 1 \(3 -> 2\)"):
+        step.decode(pair)
+    step.decode(step.metadata(out=pair))
+
+
+def test_empty_batch() -> None:
+    step = Step((5,), 4, 1)
+    step.lengths, step.table, step.q = step.lengths[:0], step.table[:0], step.q[:0]
+    out, lse = step.decode(step.metadata())
+    assert out.shape == (0, 1, 4, 512) and lse.shape == (0, 4, 1)
