@@ -13,8 +13,11 @@ endif
 ARCH ?= sm_90a
 FILTER ?= *
 BENCH ?= h200-table
+# CUDA major that precompile and bundle build for, 12 or 13; the driver's, or the newest, if empty
+CUDA ?=
+flavour = $(if $(CUDA),--cuda $(CUDA))
 
-.PHONY: setup demo test precompile matrix try lint bench
+.PHONY: setup demo test precompile matrix try lint bench bundle profile docs
 .DEFAULT_GOAL := demo
 
 demo: setup  ## a realistic decode job, checked and timed
@@ -23,14 +26,23 @@ demo: setup  ## a realistic decode job, checked and timed
 test: setup  ## compile the matrix, run the tests
 	$(PY) -m pytest --precompile -n 2
 
-precompile: setup  ## build the default matrix: ARCH=sm_90a FILTER='*'
-	$(PY) -m codegen precompile --arch $(ARCH) --filter '$(FILTER)'
+precompile: setup  ## build the default matrix: ARCH=sm_90a CUDA=13 FILTER='*'
+	$(PY) -m codegen precompile --arch $(ARCH) $(flavour) --filter '$(FILTER)'
+
+bundle: precompile  ## pack what a server without the compiler needs: ARCH= CUDA= FILTER=
+	$(PY) -m codegen bundle --arch $(ARCH) $(flavour) --filter '$(FILTER)'
 
 matrix: setup  ## print the matrix with reasons: ARCH=sm_90a
 	$(PY) -m codegen matrix --arch $(ARCH)
 
 try: setup  ## recompile and check one variant: VARIANT=decode_etap_r64_p64_obf16_sm90a
 	$(PY) -m codegen try $(VARIANT)
+
+profile: setup  ## Nsight Compute on one variant, as one table: VARIANT=decode_etap_r64_p64_obf16_sm90a
+	$(PY) -m profiles.ncu $(VARIANT)
+
+docs: setup  ## write docs/variants.md
+	$(PY) -m codegen docs
 
 lint: setup  ## ruff and mypy
 	$(PY) -m ruff check . && $(PY) -m ruff format --check . && $(PY) -m mypy

@@ -1,7 +1,8 @@
-"""Command line of codegen: matrix, precompile, build, try."""
+"""Command line of codegen: matrix, precompile, build, try, bundle, header, docs."""
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 from typing import Annotated
@@ -14,7 +15,7 @@ from rich.table import Table
 from codegen import artifacts, toolchain, tryout
 from codegen import compile as compiler
 from codegen import matrix as mx
-from codegen.artifacts import Record
+from codegen.artifacts import ROOT, Record
 from codegen.precompile import precompile as run_precompile
 from dsl_kernels.spec import ARCHS, VariantSpec
 
@@ -25,6 +26,9 @@ console = Console(width=None if Console().is_terminal else 140)
 
 Arch = Annotated[str, typer.Option(help=f"target: one of {', '.join(ARCHS)}")]
 Filter = Annotated[str, typer.Option("--filter", help="glob over variant names")]
+Cuda = Annotated[
+    str, typer.Option("--cuda", help="CUDA major to build for, 12 or 13; default: the driver's")
+]
 Out = Annotated[Path | None, typer.Option(help="directory of variants (default build/variants)")]
 
 
@@ -41,6 +45,23 @@ def _check_arch(arch: str) -> None:
 def _need_compiler() -> None:
     if not toolchain.have_compiler():
         raise _fail("nvidia-cutlass-dsl is not installed: pip install 'snapmla[compile]'")
+
+
+def _use_cuda(cuda: str) -> Path:
+    """Selects the toolkit flavour; returns the directory where its variants belong.
+
+    A flavour that would not be picked here anyway has a directory of its own, so that the variants
+    that this machine uses stay as they are.
+    """
+    usual = toolchain.flavour()
+    if cuda:
+        os.environ[toolchain.ENV_CUDA] = cuda
+    try:
+        chosen = toolchain.flavour()
+    except ValueError as error:
+        raise _fail(str(error)) from None
+    folder = artifacts.default_dir()
+    return folder if chosen == usual else folder.with_name(f"{folder.name}-{chosen}")
 
 
 def _spec(name: str) -> VariantSpec:
@@ -79,6 +100,7 @@ def matrix_command(arch: Arch = "sm_90a", pattern: Filter = "*") -> None:
 def precompile_command(
     arch: Arch = "sm_90a",
     pattern: Filter = "*",
+    cuda: Cuda = "",
     out: Out = None,
     jobs: Annotated[int | None, typer.Option(help="worker processes")] = None,
     link: Annotated[bool, typer.Option(help="also link loadable libraries")] = True,
@@ -88,7 +110,8 @@ def precompile_command(
     _check_arch(arch)
     _need_compiler()
     started = time.perf_counter()
-    out_dir = out or artifacts.default_dir()
+    usual = _use_cuda(cuda)
+    out_dir = out or usual
     found = mx.matrix(arch, pattern)
     specs = [p.spec for p in found if p.reason is None]
     if not found:
@@ -142,6 +165,55 @@ def try_command(name: str, out: Out = None, check: bool = True) -> None:
     _need_compiler()
     if not tryout.run(_spec(name), out or artifacts.default_dir(), console, check=check):
         raise typer.Exit(1)
+
+
+@app.command("bundle")
+def bundle_command(
+    arch: Arch = "sm_90a",
+    pattern: Filter = "*",
+    cuda: Cuda = "",
+    out: Out = None,
+    into: Annotated[Path, typer.Option(help="where bundles go")] = ROOT / "build" / "bundle",
+) -> None:
+    """Pack host package and up-to-date variants for a server without the compiler."""
+    from codegen import bundle
+
+    _check_arch(arch)
+    _need_compiler()
+    usual = _use_cuda(cuda)
+    specs = mx.default_specs(arch, pattern)
+    try:
+        made = bundle.make(specs, out or usual, into)
+    except bundle.BundleError as error:
+        raise _fail(str(error)) from None
+    console.print(
+        f"{made.variants} variants, {made.size / 1e6:.1f} MB unpacked\n{made.directory}\n"
+        f"{made.archive}  {made.archive.stat().st_size / 1e6:.1f} MB",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+@app.command("header")
+def header_command(name: str, out: Out = None) -> None:
+    """Print the C header of one built variant."""
+    from codegen import render
+
+    spec, out_dir = _spec(name), out or artifacts.default_dir()
+    record = Record.read(artifacts.paths(out_dir, spec)["json"])
+    if record is None:
+        raise _fail(f"{spec.name} is not built in {out_dir}: run `python -m codegen build {name}`")
+    print(render.header(record), end="")
+
+
+@app.command("docs")
+def docs_command() -> None:
+    """Write docs/variants.md from the matrix."""
+    from codegen import render
+
+    _need_compiler()
+    render.write_page()
+    console.print(f"wrote {render.PAGE}", highlight=False, soft_wrap=True)
 
 
 if __name__ == "__main__":

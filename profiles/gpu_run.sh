@@ -39,7 +39,7 @@ pack() {
         echo "pack: no built variants in build/variants; run: make precompile" >&2
         exit 1
     fi
-    # All libraries hold the same static runtime: a wide window makes it count once.
+    # The libraries of a family differ little: a wide window finds that.
     (cd build/variants && tar -cf - -- *.so *.json) | xz -T1 --lzma2=preset=1,dict=64MiB \
         > "$carry/variants.tar.xz.partial"
     mv "$carry/variants.tar.xz.partial" "$carry/variants.tar.xz"
@@ -65,7 +65,6 @@ setup() {
         fi
     fi
     export SNAPMLA_VARIANT_DIR
-    export LD_LIBRARY_PATH="$SNAPMLA_VARIANT_DIR${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
     if [ -z "${SNAPMLA_PEERS:-}" ] && [ -d .peers ]; then
         export SNAPMLA_PEERS=$PWD/.peers
     fi

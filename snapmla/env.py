@@ -2,7 +2,7 @@
 
 The first three are read through this module.  The others are read where they are used, by parts
 that do not import this package (softgpu) or are not installed with it (benchmarks, GPU tests).
-``XDG_CACHE_HOME``, ``CC``, ``CUDA_HOME`` and ``CUDA_PATH`` have their usual meaning.
+``XDG_CACHE_HOME`` and ``CC`` have their usual meaning.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
+
+from snapmla._version import __version__
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -47,8 +49,12 @@ TABLE: tuple[EnvVar, ...] = (
     NO_JIT,
     SOFTGPU_ARCH,
     CHECK_PLAN,
+    EnvVar(
+        "SNAPMLA_CUDA", "", "CUDA major that codegen builds for, 12 or 13; the driver's if empty"
+    ),
     EnvVar("SOFTGPU_ACCUMULATE", "hopper", "arithmetic of softgpu's tensor core, or exact"),
     EnvVar("SOFTGPU_ASYNC", "early", "when softgpu's asynchronous work lands: early, late, random"),
+    EnvVar("SOFTGPU_HAZARDS", "off", "what softgpu does about missing synchronisation; 1: raise"),
     EnvVar("SOFTGPU_SEED", "-1", "order of softgpu's warps; -1 runs them in order"),
     EnvVar("SOFTGPU_CACHE_DIR", "", "folder of softgpu's linked objects, a per-user one if empty"),
     EnvVar("SNAPMLA_COMMIT", "", "commit that benchmarks record where there is no git"),
@@ -62,14 +68,25 @@ def is_checkout() -> bool:
     return (ROOT / "pyproject.toml").is_file() and (ROOT / "codegen").is_dir()
 
 
-def variant_dirs() -> list[Path]:
-    """Directories searched for variants, in order; the first one takes run-time compiles."""
+def _writable_dirs() -> list[Path]:
+    """Where run-time compiles may go, best first; other versions of the package have their own."""
     found: list[Path] = []
     if VARIANT_DIR.get():
         found.append(Path(VARIANT_DIR.get()))
     if is_checkout():
         found.append(ROOT / "build" / "variants")
     cache_home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    found.append(Path(cache_home) / "snapmla" / "variants")
-    found.append(Path(__file__).resolve().parent / "variants")  # packed with a wheel or bundle
+    found.append(Path(cache_home) / "snapmla" / __version__ / "variants")
     return found
+
+
+def variant_dirs() -> list[Path]:
+    """Directories searched for variants, in order: written to, then packed with the package."""
+    packed = Path(__file__).resolve().parent / "variants"  # a wheel or bundle
+    *first, cache = _writable_dirs()
+    return [*first, packed, cache]
+
+
+def compile_dir() -> Path:
+    """Directory that takes run-time compiles."""
+    return _writable_dirs()[0]

@@ -1,10 +1,10 @@
 """Finds and loads compiled variants: on a GPU through tvm_ffi, on CPU tensors through softgpu.
 
 A variant is looked up by its name in ``env.variant_dirs()``: as ``<name>.json`` beside its files,
-or, where a bundle was unpacked, in the directory's ``bundle.json``.  If it is missing, in a checkout
-older than its sources, or built for a newer CUDA than the driver's, and the compiler is installed,
-it is compiled in a subprocess, announced on the log, and kept on disk; ``SNAPMLA_NO_JIT=1`` forbids
-that.  What is loaded stays loaded.
+or, where a bundle was unpacked, in the directory's ``bundle.json``.  If it is missing, older than
+its sources (in a checkout) or built for a newer CUDA than the driver's, and the compiler is
+installed, it is compiled in a subprocess, announced on the log, and kept on disk;
+``SNAPMLA_NO_JIT=1`` forbids that.  What is loaded stays loaded.
 """
 
 from __future__ import annotations
@@ -250,6 +250,11 @@ def find_or_build(spec: VariantSpec, *, need_library: bool) -> Artifact:
         elif complete and (forbidden or not _outdated(spec, artifact)):
             return artifact
     refusal = _jit_refusal()
+    if refusal is not None and artifact is not None and not need_library:
+        raise VariantError(
+            f"variant {spec.name} in {artifact.directory} has no PTX: the software GPU, which CPU "
+            "tensors run on, needs a build by `python -m codegen precompile`, not a bundle"
+        )
     if refusal is not None:
         raise VariantError(_missing(spec, refusal))
     return compile_variant(spec)
@@ -317,12 +322,12 @@ def nearest(spec: VariantSpec) -> str | None:
 
 
 def compile_variant(spec: VariantSpec) -> Artifact:
-    """Compiles ``spec`` in a subprocess into the first directory of the search path.
+    """Compiles ``spec`` in a subprocess into ``env.compile_dir()``.
 
     Processes that want the same variant wait for one another (codegen takes a file lock); whoever
     comes second finds it built.  Raises VariantError with the compiler's message.
     """
-    directory = env.variant_dirs()[0]
+    directory = env.compile_dir()
     directory.mkdir(parents=True, exist_ok=True)
     log.warning("compiling variant %s into %s (once; takes seconds)", spec.name, directory)
     environment = {**os.environ, "PYTHONPATH": _python_path()}

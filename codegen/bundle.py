@@ -1,0 +1,165 @@
+"""``make bundle``: what a server without the compiler needs, in one directory and one archive.
+
+    snapmla-<version>-<arch>-<flavour>/
+        README.md, LICENSE, requirements.txt
+        snapmla/                the host package
+        snapmla/variants/       <name>.so of every variant, bundle.json (all records)
+        dsl_kernels/            names of variants only: spec, registry; no device code
+        include/snapmla/        a C header for each variant
+
+PyTorch and apache-tvm-ffi are dependencies the server installs; nothing else comes from NVIDIA but
+the driver.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import runpy
+import shutil
+import tarfile
+import tempfile
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+from codegen import artifacts, link, render
+from codegen import compile as compiler
+from codegen.artifacts import ROOT, Record
+from dsl_kernels.spec import VariantSpec
+
+LIMIT = 40_000_000  # bytes, unpacked
+RECORDS = "bundle.json"  # as snapmla.runtime reads it
+VERSION: str = runpy.run_path(str(ROOT / "snapmla" / "_version.py"))["__version__"]
+HOST_FILES = ("**/*.py", "data/*.json")  # of snapmla/
+NOT_PACKED = ("demo.py", "selfcheck.py")  # need typer and rich, or the software GPU
+SPEC_FILES = ("__init__.py", "spec.py", "registry.py", "common/__init__.py", "common/budget.py")
+RUNTIME_NEEDS = ("torch", "apache-tvm-ffi", "numpy")
+
+
+class BundleError(RuntimeError):
+    """The bundle cannot be made; the message says what to do."""
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """A finished bundle: its directory, its archive, bytes unpacked, number of variants."""
+
+    directory: Path
+    archive: Path
+    size: int
+    variants: int
+
+
+def requirements() -> list[str]:
+    """Lines of requirements.txt: the project's own bounds for what the host package imports."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    found = [d for d in project["dependencies"] if d.split(">")[0].split("=")[0] in RUNTIME_NEEDS]
+    if len(found) != len(RUNTIME_NEEDS):
+        raise BundleError(f"pyproject.toml: expected dependencies {RUNTIME_NEEDS}, found {found}")
+    return found
+
+
+def collect(specs: list[VariantSpec], variant_dir: Path) -> list[Record]:
+    """Records of ``specs``, all up to date and linked.
+
+    Raises BundleError that counts those that are not.
+    """
+    if link.identity() is None:
+        raise BundleError("variants cannot be linked here: a C compiler (gcc, or CC) is needed")
+    found = {s.name: compiler.up_to_date(s, variant_dir, linked=True) for s in specs}
+    stale = [name for name, record in found.items() if record is None]
+    if stale or not found:
+        arch = specs[0].arch if specs else "sm_90a"
+        some = ", ".join(stale[:3]) + (", ..." if len(stale) > 3 else "")
+        raise BundleError(
+            f"{len(stale)} of {len(found)} variants are missing or outdated in {variant_dir}"
+            f"{' (' + some + ')' if some else ''}: run `make precompile ARCH={arch}`"
+        )
+    return [record for record in found.values() if record is not None]
+
+
+def make(specs: list[VariantSpec], variant_dir: Path, out_dir: Path) -> Bundle:
+    """Packs ``specs`` from ``variant_dir`` into a directory and a .tar.gz under ``out_dir``.
+
+    Both replace older ones of the same name only when they are complete.
+
+    Raises:
+        BundleError: variants missing, stale, of several targets, or more than 40 MB in all.
+    """
+    records = collect(specs, variant_dir)
+    targets = {(r.spec["arch"], r.flavour) for r in records}
+    if len(targets) != 1:
+        raise BundleError(f"a bundle has one arch and toolkit, got {sorted(targets)}")
+    arch, flavour = targets.pop()
+    name = f"snapmla-{VERSION}-{arch.replace('_', '')}-{flavour}"
+    out_dir.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out_dir, prefix=".bundle.") as tmp:
+        root = Path(tmp, name)
+        _host(root)
+        _variants(root, records, variant_dir)
+        _papers(root, records, arch, flavour)
+        size = sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
+        if size > LIMIT:
+            raise BundleError(
+                f"the bundle has {size:,} bytes, the limit is {LIMIT:,}: leave variants out with "
+                "--filter"
+            )
+        packed = Path(tmp, f"{name}.tar.gz")
+        with tarfile.open(packed, "w:gz", compresslevel=6) as tar:
+            tar.add(root, arcname=name)
+        directory, archive = out_dir / name, out_dir / packed.name
+        shutil.rmtree(directory, ignore_errors=True)
+        root.rename(directory)
+        packed.rename(archive)
+    return Bundle(directory, archive, size, len(records))
+
+
+def _host(root: Path) -> None:
+    """The host package, and the names of variants without device code."""
+    for source, patterns in (("snapmla", HOST_FILES), ("dsl_kernels", SPEC_FILES)):
+        for pattern in patterns:
+            paths = sorted((ROOT / source).glob(pattern))
+            for path in (p for p in paths if p.name not in NOT_PACKED):
+                target = root / path.relative_to(ROOT)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, target)
+
+
+def _variants(root: Path, records: list[Record], variant_dir: Path) -> None:
+    """Libraries, their records with checksums, and headers."""
+    target, include = root / "snapmla" / "variants", root / "include" / "snapmla"
+    target.mkdir(parents=True)
+    include.mkdir(parents=True)
+    listed = []
+    for record in records:
+        library = f"{record.name}.so"
+        shutil.copyfile(variant_dir / library, target / library)
+        (include / f"{record.name}.h").write_text(render.header(record))
+        entry = {k: v for k, v in dataclasses.asdict(record).items() if k not in artifacts.VOLATILE}
+        entry["sha256"] = hashlib.sha256((target / library).read_bytes()).hexdigest()
+        listed.append(entry)
+    text = json.dumps({"format": artifacts.FORMAT, "version": VERSION, "variants": listed})
+    (target / RECORDS).write_text(text + "\n")
+
+
+def _papers(root: Path, records: list[Record], arch: str, flavour: str) -> None:
+    """README, licence, requirements."""
+    lines = requirements()
+    (root / "requirements.txt").write_text("\n".join(lines) + "\n")
+    shutil.copyfile(ROOT / "LICENSE", root / "LICENSE")
+    ops: dict[str, int] = {}
+    for record in records:
+        ops[record.spec["op"]] = ops.get(record.spec["op"], 0) + 1
+    (root / "README.md").write_text(
+        render.text(
+            "bundle.md.j2",
+            version=VERSION,
+            arch=arch,
+            cuda=flavour.removeprefix("cu"),
+            ops=ops,
+            requirements=lines,
+            dsl=records[0].dsl_version,
+        )
+    )

@@ -1,0 +1,115 @@
+"""``python -m snapmla.bundle``: is this installation complete, and does it decode?
+
+Lists the compiled variants, compares the libraries with the checksums of the bundle, and on a GPU
+runs append, quantise, plan and decode once, against attention in fp32 on what ``fetch_dequant``
+reads back.  Needs torch, numpy and apache-tvm-ffi only; exit status 1 if anything is wrong.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+import snapmla
+from snapmla import env, runtime
+
+LENGTHS = (1000, 0, 64, 129)
+HEADS, S_Q, PAGE, SCALE = 16, 2, 64, 192**-0.5
+TOLERANCE = 2e-2  # relative L2; FP8 P alone makes a few 1e-3 here
+
+
+def damaged(directory: Path) -> list[str]:
+    """Libraries of an unpacked bundle that are missing or differ from its checksums."""
+    listed = json.loads((directory / runtime.BUNDLE).read_text())["variants"]
+    found = []
+    for entry in listed:
+        library = directory / f"{entry['name']}.so"
+        if not library.is_file():
+            found.append(f"{library.name} is missing")
+        elif hashlib.sha256(library.read_bytes()).hexdigest() != entry["sha256"]:
+            found.append(f"{library.name} differs from its checksum")
+    return found
+
+
+def list_variants() -> int:
+    """Prints what is there; returns the number of variants."""
+    specs = runtime.available()
+    count: dict[tuple[str, str], int] = {}
+    for spec in specs:
+        count[spec.arch, spec.op] = count.get((spec.arch, spec.op), 0) + 1
+    for (arch, op), n in sorted(count.items()):
+        print(f"  {arch:8} {op:14} {n}")
+    return len(specs)
+
+
+def attention(q: torch.Tensor, c: torch.Tensor, k_rope: torch.Tensor) -> torch.Tensor:
+    """Causal fp32 attention of q (s_q, h, 576) over tokens c (L, 512), k_rope (L, 64)."""
+    keys = torch.cat([c, k_rope], dim=-1).float()
+    logits = torch.einsum("qhd,ld->qhl", q.float(), keys) * SCALE
+    limit = len(keys) - q.shape[0] + 1 + torch.arange(q.shape[0], device=q.device)
+    hidden = torch.arange(len(keys), device=q.device)[None, :] >= limit[:, None]
+    weights = torch.softmax(logits.masked_fill(hidden[:, None, :], -torch.inf), dim=-1)
+    return torch.einsum("qhl,ld->qhd", torch.nan_to_num(weights), c.float())
+
+
+def decode_once(device: torch.device) -> float:
+    """Relative L2 of one small decode, quantisation of the query included, to fp32 attention."""
+    generator = torch.Generator(device=device).manual_seed(0)
+    batch, width = len(LENGTHS), -(-max(LENGTHS) // PAGE)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=device, generator=generator).to(torch.bfloat16)
+
+    cache = snapmla.PagedKVCache.allocate(batch * width, page_size=PAGE, device=device)
+    table = torch.arange(batch * width, device=device, dtype=torch.int32).view(batch, width)
+    lengths = torch.tensor(LENGTHS, device=device, dtype=torch.int32)
+    tokens = batch * width * PAGE
+    c_kv, k_rope = normal(tokens, 512) + 1, normal(tokens, 64)
+    snapmla.append_kv(cache, c_kv, k_rope, torch.arange(tokens, device=device, dtype=torch.int32))
+    q_nope, q_rope = normal(batch, S_Q, HEADS, 512), normal(batch, S_Q, HEADS, 64)
+    q = snapmla.quantize_q(q_nope, q_rope)
+    plan = snapmla.plan_decode(lengths, HEADS, S_Q, page_size=PAGE, max_pages=width)
+    out, _ = snapmla.decode(q, cache, table, lengths, softmax_scale=SCALE, plan=plan)
+    every = torch.arange(tokens, device=device, dtype=torch.int32)
+    stored_c, stored_rope = snapmla.fetch_dequant(cache, every)
+    wanted = torch.zeros_like(out, dtype=torch.float32)
+    query = torch.cat([q_nope, q_rope], dim=-1)
+    for i, length in enumerate(LENGTHS):
+        rows = slice(i * width * PAGE, i * width * PAGE + length)
+        if length:
+            wanted[i] = attention(query[i], stored_c[rows], stored_rope[rows])
+    return ((out.float() - wanted).norm() / wanted.norm()).item()
+
+
+def main() -> int:
+    """Prints the report; 0 if all is well."""
+    print(f"snapmla {snapmla.__version__}, torch {torch.__version__}, {Path(__file__).parent}")
+    packed = Path(__file__).resolve().parent / "variants"
+    wrong = damaged(packed) if (packed / runtime.BUNDLE).is_file() else []
+    for problem in wrong:
+        print(f"damaged: {problem}")
+    count = list_variants()
+    if not count:
+        print(f"no variants in {', '.join(map(str, env.variant_dirs()))}")
+    if not torch.cuda.is_available():
+        print("no CUDA device: nothing was run")
+        return 1 if wrong or not count else 0
+    device, driver = torch.device("cuda", 0), runtime.driver_version()
+    torch.cuda.init()
+    print(f"{torch.cuda.get_device_name(device)}, driver for CUDA {driver}")
+    started = time.perf_counter()
+    error = decode_once(device)
+    seconds = time.perf_counter() - started
+    good = error < TOLERANCE
+    verdict = "right" if good else "WRONG"
+    print(f"decode: relative L2 {error:.1e}, {verdict}; first call {seconds:.2f} s")
+    return 0 if good and not wrong else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
