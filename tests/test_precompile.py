@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import resource
+import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import HELPER_OPS, default_matrix
@@ -21,6 +28,11 @@ from snapmla import runtime
 
 pytestmark = pytest.mark.skipif(not toolchain.have_compiler(), reason="needs nvidia-cutlass-dsl")
 CHEAP = VariantSpec(op="merge")
+Done = subprocess.CompletedProcess[str]
+DECLARED = {
+    "threads": 512, "warpgroup_registers": [24, 88, 200], "barrier_counts": {"1": 9, "4": 4},
+    "smem": 200_000,
+}  # fmt: skip
 
 
 def all_specs() -> list[VariantSpec]:
@@ -36,6 +48,7 @@ def test_variant(spec: VariantSpec, built: Report, variant_dir: Path) -> None:
     assert record.sass.get("LDL", 0) == record.sass.get("STL", 0) == 0
     assert record.notes == []
     assert 0 < record.registers * record.threads <= 65536
+    assert record.host_beyond in (0, None), "host code that other servers may not run"
     assert record.dynamic_smem is not None
     assert record.static_smem + record.dynamic_smem <= audit.SMEM_LIMIT
     if spec.op == "decode":
@@ -54,20 +67,40 @@ def test_matrix_covers_both_archs(built: Report) -> None:
 
 
 def test_manifest(built: Report, variant_dir: Path) -> None:
-    manifest = json.loads((variant_dir / artifacts.MANIFEST).read_text())
-    listed = {v["name"]: v for v in manifest["variants"]}
+    listed = entries(variant_dir)
     for name, record in built.records.items():
         assert listed[name]["key"] == record.key
         assert listed[name]["source_hash"] and listed[name]["dsl_version"]
+        assert listed[name]["arguments"] and listed[name]["flavour"].startswith("cu")
+
+
+def entries(directory: Path) -> dict[str, dict]:
+    """The manifest of a directory, by variant name."""
+    manifest = json.loads((directory / artifacts.MANIFEST).read_text())
+    return {v["name"]: v for v in manifest["variants"]}
 
 
 def test_library_needs_tvm_ffi_only(built: Report, variant_dir: Path) -> None:
-    if link.mode() != "static":
-        pytest.skip("no libcudart_static.a here")
+    """Neither CUDA's nor the DSL's runtime, and a C library of any age."""
+    if link.identity() is None:
+        pytest.skip("nothing can be linked here")
     library = artifacts.paths(variant_dir, CHEAP)["so"]
     text = subprocess.run(["readelf", "-d", library], capture_output=True, text=True).stdout
     needed = {line.split("[")[1].rstrip("]") for line in text.splitlines() if "NEEDED" in line}
     assert {n for n in needed if not n.startswith(("libc.", "ld-linux"))} == {"libtvm_ffi.so"}
+    text = subprocess.run(["objdump", "-T", library], capture_output=True, text=True).stdout
+    versions = {tuple(map(int, v.split("."))) for v in re.findall(r"GLIBC_([\d.]+)", text)}
+    assert versions and max(versions) < (2, 18)
+    exported = [x.split()[-1] for x in text.splitlines() if " g " in x and "UND" not in x]
+    assert exported == [f"__tvm_ffi_{CHEAP.symbol}"]
+
+
+def test_libraries_are_small(built: Report, variant_dir: Path) -> None:
+    if link.identity() is None:
+        pytest.skip("nothing can be linked here")
+    for spec in all_specs():
+        files = artifacts.paths(variant_dir, spec)
+        assert files["so"].stat().st_size < files["o"].stat().st_size + 20_000, spec.name
 
 
 def test_library_loads_and_checks_arguments(built: Report, variant_dir: Path) -> None:
@@ -84,6 +117,174 @@ def test_library_loads_and_checks_arguments(built: Report, variant_dir: Path) ->
 def test_second_run_builds_nothing(built: Report, variant_dir: Path) -> None:
     again = precompile(all_specs(), variant_dir)
     assert not again.built and not again.failed
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = codegen("precompile", "--out", str(variant_dir))
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert "0 built" in done.stdout and done.returncode == 0, done.stdout
+    # processor time: the wall clock of a busy machine says nothing
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 5
+
+
+def codegen(*arguments: str, cwd: Path = artifacts.ROOT, **environment: str) -> Done:
+    """Runs ``python -m codegen`` of the tree in ``cwd``."""
+    return subprocess.run(
+        [sys.executable, "-m", "codegen", *arguments], capture_output=True, text=True, cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(cwd), **environment}, timeout=300,
+    )  # fmt: skip
+
+
+def borrow(pattern: str, source: Path, target: Path) -> list[str]:
+    """Copies built variants into a directory of the test's own; returns their names."""
+    target.mkdir(parents=True, exist_ok=True)
+    for path in source.glob(f"{pattern}_sm90a.*"):
+        shutil.copy(path, target / path.name)
+    return sorted(path.stem for path in target.glob("*.json"))
+
+
+def test_edit_rebuilds_only_its_variants_in_a_real_tree(
+    built: Report, variant_dir: Path, tmp_path: Path
+) -> None:
+    tree, out = tmp_path / "tree", tmp_path / "out"
+    for package in ("codegen", "dsl_kernels"):
+        shutil.copytree(artifacts.ROOT / package, tree / package)
+    names = [*borrow("merge*", variant_dir, out), *borrow("append_kv*", variant_dir, out)]
+    assert len(set(names)) == 8
+    done = codegen("precompile", "--filter", "[am]*", "--out", str(out), cwd=tree)
+    assert "0 built, 8 up to date" in done.stdout, done.stdout + done.stderr
+    with (tree / "dsl_kernels" / "smxx" / "merge.py").open("a") as file:
+        file.write("\n# edited\n")
+    before = {path.name: path.stat().st_mtime_ns for path in out.glob("*.o")}
+    done = codegen("precompile", "--filter", "[am]*", "--out", str(out), cwd=tree)
+    assert "2 built, 6 up to date" in done.stdout, done.stdout + done.stderr
+    touched = {p.name for p in out.glob("*.o") if p.stat().st_mtime_ns != before[p.name]}
+    assert touched == {"merge_obf16_sm90a.o", "merge_of32_sm90a.o"}
+
+
+def test_killed_precompile_goes_on_and_ends_in_the_same_manifest(
+    built: Report, variant_dir: Path, tmp_path: Path
+) -> None:
+    arguments = ["precompile", "--filter", "append_kv*", "--out", str(tmp_path), "--jobs", "1"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "codegen", *arguments], cwd=artifacts.ROOT,
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + 120
+    while len(list(tmp_path.glob("*.json"))) < 2 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    finished = len(list(tmp_path.glob("*.json")))
+    assert 2 <= finished < 6, "the kill came too late to mean anything"
+    assert not (tmp_path / artifacts.MANIFEST).exists()
+    done = codegen(*arguments)
+    assert f"{6 - finished} built, {finished} up to date" in done.stdout, done.stdout
+    ours, shared = entries(tmp_path), entries(variant_dir)
+    assert len(ours) == 6 and ours == {name: shared[name] for name in ours}
+    again = tmp_path / artifacts.MANIFEST
+    text = again.read_text()
+    again.unlink()  # killed after the last build, before the manifest
+    assert codegen(*arguments).returncode == 0 and again.read_text() == text
+
+
+def test_two_precompiles_share_a_directory(tmp_path: Path) -> None:
+    arguments = ["precompile", "--filter", "merge*", "--out", str(tmp_path), "--jobs", "1"]
+    both = [
+        subprocess.Popen(
+            [sys.executable, "-m", "codegen", *arguments], cwd=artifacts.ROOT, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )
+        for _ in range(2)
+    ]  # fmt: skip
+    made = 0
+    for process in both:
+        out, err = process.communicate(timeout=300)
+        assert process.returncode == 0, out + err
+        made += int(re.search(r"(\d+) built", out)[1])
+    assert made == 2, "each variant is built by one of the two"
+    assert sorted(entries(tmp_path)) == ["merge_obf16_sm90a", "merge_of32_sm90a"]
+    left = {p.name for p in tmp_path.iterdir() if p.suffix not in (".o", ".ptx", ".json", ".log")}
+    assert left - {p.name for p in tmp_path.glob("*.so")} == {".locks"}
+    for name in entries(tmp_path):
+        assert compiler.up_to_date(VariantSpec.from_name(name), tmp_path, True) is not None
+
+
+def test_relinking_does_not_compile(
+    built: Report, variant_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if link.identity() is None:
+        pytest.skip("nothing can be linked here")
+    borrow("merge_obf16", variant_dir, tmp_path)
+    files = artifacts.paths(tmp_path, CHEAP)
+    record = Record.read(files["json"])
+    assert record is not None
+    record.link = "of an older linker"
+    files["json"].write_text(record.to_json())
+    files["so"].write_bytes(b"of an older linker")
+    assert compiler.up_to_date(CHEAP, tmp_path, True) is None
+    assert compiler.up_to_date(CHEAP, tmp_path, False) is not None
+    monkeypatch.setattr(compiler, "build", lambda *a, **k: pytest.fail("compiled"))
+    assert compiler.ensure(CHEAP, tmp_path)[1]
+    assert compiler.up_to_date(CHEAP, tmp_path, True) is not None
+    assert not compiler.ensure(CHEAP, tmp_path)[1]
+    assert files["so"].read_bytes() == artifacts.paths(variant_dir, CHEAP)["so"].read_bytes()
+
+
+def test_host_code_of_the_building_cpu_is_seen(tmp_path: Path) -> None:
+    compiler_path = toolchain.c_compiler()
+    if compiler_path is None or shutil.which("objdump") is None:
+        pytest.skip("needs a C compiler and objdump")
+    source = tmp_path / "a.c"
+    source.write_text("void f(float *a) { for (int i = 0; i < 64; ++i) a[i] *= 3; }\n")
+    for flags, clean in ((["-march=x86-64-v2"], True), (["-mavx2"], False)):
+        obj = tmp_path / "a.o"
+        subprocess.run([compiler_path, "-O3", *flags, "-c", source, "-o", obj], check=True)
+        record = sample()
+        audit.read_host(record, obj)
+        assert (record.host_beyond == 0) is clean
+        assert any("SIGILL" in problem for problem in audit.problems(record)) is not clean
+
+
+def test_flavours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(toolchain, "installed_majors", lambda: [12, 13])
+    for driver, picked in ((None, "cu13"), (12, "cu12"), (13, "cu13"), (14, "cu13")):
+        monkeypatch.setattr(toolchain, "driver_major", lambda driver=driver: driver)
+        assert toolchain.flavour() == picked
+        monkeypatch.setenv("SNAPMLA_CUDA", "12")
+        assert toolchain.flavour() == "cu12"
+        monkeypatch.delenv("SNAPMLA_CUDA")
+    monkeypatch.setenv("SNAPMLA_CUDA", "11")
+    with pytest.raises(ValueError, match="CUDA: expected one of 12, 13, got '11'"):
+        toolchain.flavour()
+    monkeypatch.setattr(toolchain, "installed_majors", lambda: [12])
+    monkeypatch.setenv("SNAPMLA_CUDA", "13")
+    with pytest.raises(ValueError, match="cu13 libraries are not installed: pip install 'nvidia-"):
+        toolchain.flavour()
+
+
+def test_other_cuda_has_its_own_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """... and its PTX and record say so; the DSL has no switch for it."""
+    if toolchain.installed_majors() != [12, 13] or toolchain.driver_major() is not None:
+        pytest.skip("needs both toolkit flavours and no driver")
+    ours = tmp_path / "variants"
+    done = codegen(
+        "precompile", "--cuda", "12", "--filter", "merge_obf16*", SNAPMLA_VARIANT_DIR=str(ours)
+    )
+    assert done.returncode == 0 and not ours.exists(), done.stdout
+    record = Record.read(tmp_path / "variants-cu12" / "merge_obf16_sm90a.json")
+    assert record is not None and (record.flavour, record.ptx_version) == ("cu12", "8.8")
+    done = codegen("precompile", "--cuda", "15", "--filter", "merge*", "--out", str(tmp_path))
+    assert done.returncode == 1 and done.stdout.count("\n") == 1, done.stdout
+    assert "CUDA: expected one of 12, 13, got '15'" in done.stdout
+
+
+def test_flavour_that_was_not_asked_for_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    toolchain.import_compiler()
+    other = "12" if toolchain.flavour() == "cu13" else "13"
+    if int(other) not in toolchain.installed_majors():
+        pytest.skip("one flavour only")
+    monkeypatch.setenv("SNAPMLA_CUDA", other)
+    with pytest.raises(RuntimeError, match=rf"cu{other} was asked for"):
+        toolchain.import_compiler()
 
 
 def test_edit_rebuilds_only_its_variants(
@@ -112,7 +313,7 @@ def test_interrupted_build_is_redone(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def fake_compiler(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+def fake_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: Any) -> dict[str, int]:
     """``build`` without the compiler; the dict's entries become fields of the record."""
     measured: dict[str, int] = {"registers": 32, "threads": 128}
 
@@ -120,8 +321,12 @@ def fake_compiler(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
         for name, value in measured.items():
             setattr(record, name, value)
 
-    monkeypatch.setattr(compiler, "_compile", lambda spec, tmp: (b"new", "new", b"", ""))
-    for reader in ("read_ptxas", "read_ptx", "read_host_module", "read_sass"):
+    obj = tmp_path_factory.mktemp("fake") / "variant.o"
+    obj.write_bytes(b"new")
+    made = compiler._Made(obj, "new", b"", "", [], None)
+    monkeypatch.setattr(compiler, "_compile", lambda spec, tmp: made)
+    readers = ("read_ptxas", "read_ptx", "read_host_module", "read_sass", "read_barriers")
+    for reader in (*readers, "read_host"):
         monkeypatch.setattr(audit, reader, read)
     monkeypatch.setenv("CUTE_DSL_ARCH", CHEAP.arch)
     return measured
@@ -197,6 +402,7 @@ def sample(**changes: object) -> Record:
     record.warpgroup_registers = [24, 88, 200]
     record.dynamic_smem = 200_000
     record.sass = {"QGMMA": 1, "HGMMA": 1}
+    record.barrier_counts, record.declared = {"1": 9, "4": 4}, dict(DECLARED)
     for name, value in changes.items():
         setattr(record, name, value)
     return record
@@ -219,6 +425,11 @@ def test_clean_record_passes() -> None:
         ({"dynamic_smem": 232_449}, "shared memory"),
         ({"sass": {"HGMMA": 1}}, "QGMMA"),
         ({"sass": {"QGMMA": 1}}, "HGMMA"),
+        ({"host_beyond": 3, "host_cpu": "x86-64-v2"}, "SIGILL"),
+        ({"declared": {**DECLARED, "threads": 384}}, "budget: threads"),
+        ({"declared": {**DECLARED, "warpgroup_registers": [24, 200]}}, "warpgroup_registers"),
+        ({"declared": {**DECLARED, "barrier_counts": {"1": 9}}}, "barrier_counts"),
+        ({"declared": {**DECLARED, "smem": 199_999}}, "199999 bytes of shared memory declared"),
     ],
 )
 def test_audit_refuses(changes: dict, word: str) -> None:
@@ -263,6 +474,7 @@ def test_two_processes_compile_a_missing_variant_once(tmp_path: Path) -> None:
         "import sys, pathlib; from dsl_kernels.spec import VariantSpec\n"
         "from snapmla import env, runtime\n"
         "env.variant_dirs = lambda: [pathlib.Path(sys.argv[1])]\n"
+        "env.compile_dir = lambda: pathlib.Path(sys.argv[1])\n"
         "print(runtime.find_or_build(VariantSpec(op='merge'), need_library=False).ptx)"
     )
     both = [
