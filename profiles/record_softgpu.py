@@ -8,10 +8,12 @@ Parts: ``mufu`` (ex2, lg2, rcp over all 2^32 arguments, a hash for each binade),
 instruction form alone, over 10^6 accumulators a form, hand-written PTX through the driver's
 compiler), ``helpers`` (append, quantise, fetch, merge, plan) and ``decode`` (plan, decode, merge),
 the last two from the compiled variants.  ``profiles.vectors`` builds the inputs.  Without ``--all``
-replay takes a sample; with it, everything.  It prints what differs and returns 1 if anything does.
+replay takes a sample of mufu and decode; with it, everything.  It prints what differs and returns 1
+if anything does.
 
 On the GPU machine the variants are found as always (``SNAPMLA_VARIANT_DIR``); what the first line
 writes to build/carry goes there with the repository (no PTX: only its hashes).
+The record is one .npz: for each case ``<name>/inputs`` (a digest),
 ``<name>/<what>`` (uint64 hashes of rows), ``<name>/raw/<what>`` (a few results as they are), and
 ``meta`` (JSON: GPU, driver, commit, command, hash of each variant's PTX without line numbers).
 """
@@ -40,7 +42,7 @@ from numpy.typing import NDArray
 
 from dsl_kernels.spec import VariantSpec
 from profiles import vectors
-from profiles.vectors import KernelCase, Result, WgmmaCase
+from profiles.vectors import KernelCase, Result, WgmmaCase, WgmmaForm
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RECORD = ROOT / "tests" / "data" / "softgpu_h200.npz"
@@ -50,7 +52,6 @@ HASHES = ROOT / "build" / "carry" / "ptx_hashes.json"
 BINADES = 512
 # by default: what a sample covers
 SAMPLE_BINADES = {"ex2": (120, 127, 128, 133, 382, 389), "lg2": (126, 127, 130), "rcp": (127, 253)}
-SAMPLE_TILES = 2
 
 
 # ---- where cases run -----------------------------------------------------------------------------
@@ -339,40 +340,36 @@ def replay_mufu(record: Record, name: str, binades: list[int]) -> Tally:
     return tally
 
 
-def replay_wgmma(record: Record, tiles: int | None) -> Iterator[tuple[str, Tally]]:
-    """One tally a form; counts accumulators, in whole instructions."""
-    for form in vectors.WGMMA_FORMS:
-        total = Tally()
-        for case in vectors.wgmma_cases():
-            if case.form == form:
-                tally = record.compare(case, case.run(SoftGpu(), tiles))
-                tally.results *= 64 * form.n
-                tally.different *= 64 * form.n
-                total.add(tally)
-        yield form.name, total
+def replay_wgmma(record: Record, form: WgmmaForm) -> Tally:
+    """Counts accumulators, in whole instructions."""
+    total = Tally()
+    for case in vectors.wgmma_cases():
+        if case.form == form:
+            tally = record.compare(case, case.run(SoftGpu()))
+            tally.results *= 64 * form.n
+            tally.different *= 64 * form.n
+            total.add(tally)
+    return total
 
 
 def sampled(names: list[str]) -> list[str]:
-    """A share of the variants: every pipeline, row tile, page size, dtype, op and mode is in it."""
-    seen: set[tuple[str, str]] = set()
-    kept = []
-    for name in names:
-        op = name.split("_")[0]
-        parts = {(op, p) for p in name.split("_")[1:]}
-        if op == "decode":
-            parts.add((op, "_".join(name.split("_")[1:-4])))
-        if not parts <= seen:
-            kept.append(name)
-            seen |= parts
+    """One decode variant of each pipeline and row tile, in turn of other axes; all the others."""
+    kept = [n for n in names if not n.startswith("decode_")]
+    groups: dict[tuple[str, int], list[str]] = {}
+    for name in sorted(set(names) - set(kept)):
+        spec = VariantSpec.from_name(name)
+        groups.setdefault((str(spec.pipeline), spec.row_tile), []).append(name)
+    for turn, group in enumerate(groups.values()):
+        kept.append(group[5 * turn % len(group)])
     return kept
 
 
-def replay_kernels(record: Record, names: list[str]) -> Iterator[tuple[str, Tally]]:
-    for name in names:
-        total = Tally()
-        for case in vectors.kernel_cases(name):
-            total.add(record.compare(case, case.run(SoftGpu())))
-        yield name, total
+def replay_variant(record: Record, name: str) -> Tally:
+    """Counts rows."""
+    total = Tally()
+    for case in vectors.kernel_cases(name):
+        total.add(record.compare(case, case.run(SoftGpu())))
+    return total
 
 
 def replay(record: Record, parts: list[str], everything: bool) -> int:
@@ -398,10 +395,12 @@ def _replay_part(record: Record, part: str, everything: bool) -> Iterator[tuple[
             binades = range(BINADES) if everything else SAMPLE_BINADES[name]
             yield name, replay_mufu(record, name, list(binades))
     elif part == "wgmma":
-        yield from replay_wgmma(record, None if everything else SAMPLE_TILES)
+        for form in vectors.WGMMA_FORMS:
+            yield form.name, replay_wgmma(record, form)
     else:
         names = [n for n in record.variants if n.startswith("decode_") == (part == "decode")]
-        yield from replay_kernels(record, names if everything else sampled(names))
+        for name in names if everything else sampled(names):
+            yield name, replay_variant(record, name)
 
 
 def main(argv: list[str] | None = None) -> int:

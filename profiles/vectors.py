@@ -193,8 +193,7 @@ class WgmmaCase:
     def tiles(self) -> int:
         return -(-int(self.share * FULL_ACCUMULATORS) // (STEPS * 64 * self.form.n))
 
-    def run(self, device: Device, tiles: int | None = None) -> Result:
-        """``tiles`` limits how many of them run (all inputs are built either way)."""
+    def run(self, device: Device) -> Result:
         form, count = self.form, self.tiles
         fmt = FP8 if form.fp8 else BF16
         bits = Bits(self.name)
@@ -215,10 +214,8 @@ class WgmmaCase:
         images = np.concatenate([_image(a_bytes), _image(b_bytes)], axis=1)
         words = _a_fragments(a_bytes)
         check = digest([acc, images, words, flags])
-        n = count if tiles is None else min(tiles, count)
-        out = np.ascontiguousarray(acc[:n])
-        device.launch(form.ptx(), [out, images[:n], words[:n], flags[:n]], n, 128, 32768)
-        out = out.reshape(n * STEPS, -1)
+        device.launch(form.ptx(), [acc, images, words, flags], count, 128, 32768)
+        out = acc.reshape(count * STEPS, -1)
         return Result(check, {"d": out}, {"d": out[:1, :512].view(np.uint32)})
 
 
@@ -278,7 +275,7 @@ def as_tensor(x: NDArray[np.float32], dtype: torch.dtype, device: str) -> torch.
 def bits_of(t: torch.Tensor) -> Array:
     """Contiguous copy as unsigned integers (numpy)."""
     kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[t.element_size()]
-    flat = t.detach().cpu().contiguous().view(kind).numpy()
+    flat = t.detach().cpu().contiguous().view(kind).numpy().copy()  # never a view of ``t``
     return flat.view(f"u{t.element_size()}")
 
 
@@ -506,6 +503,7 @@ def _plan(case: KernelCase, device: Device) -> Result:
 SHAPES = {  # row tile -> (heads, s_q) by index; rows below the tile leave padding
     16: ((16, 1), (6, 2)), 32: ((32, 1), (15, 2)), 64: ((64, 1), (20, 3)), 128: ((128, 1), (60, 2)),
 }  # fmt: skip
+LONG = 12  # from this index on: a sequence split unevenly, long enough to reuse every stage
 STYLES = ("plain", "sharp", "outlier", "awkward")
 
 
@@ -543,6 +541,8 @@ def _problem(case: KernelCase) -> _Problem:
     p, style = spec.page_size, STYLES[case.index % 4]
     heads, s_q = SHAPES[spec.row_tile][case.index // 2 % 2]
     lengths = np.array([0, 1, 150, 65] if spec.row_tile > 32 else [0, 1, 64, 63, 197, 65], np.int32)
+    if case.index >= LONG:
+        lengths = np.array([700, 65], np.int32)
     b, used = len(lengths), -(-lengths // p)
     pages = int(used.sum()) + 2
     order = np.argsort(bits.below(1 << 40, (pages,)), kind="stable").astype(np.int32)
@@ -566,7 +566,7 @@ def _problem(case: KernelCase) -> _Problem:
     scale = scale.astype(np.float32)
     slot = (table[:, :, None].astype(np.int64) * p + np.arange(p)).reshape(b, -1)
     if style == "awkward":
-        zero, nan, huge = slot[2, 5], slot[3, 2], slot[2, 40]
+        zero, nan, huge = slot[-2, 5], slot[-1, 2], slot[-2, 40]
         content[zero], rope[zero], scale[zero] = 0, 0, 2.0**-80
         rope[huge] *= np.float32(8)
         content[nan], scale[nan], rope[nan] = 0x7F, np.nan, np.nan
@@ -580,14 +580,15 @@ def _problem(case: KernelCase) -> _Problem:
     )  # fmt: skip
 
 
-def _work(lengths: NDArray[np.int32]) -> tuple[list[NDArray[np.int32]], int]:
-    """([work items, part_begin, split_begin], slots): two tiles an item, two items a part."""
+def _work(lengths: NDArray[np.int32], size: int) -> tuple[list[NDArray[np.int32]], int]:
+    """([work items, part_begin, split_begin], slots): ``size`` tiles an item, two items a part."""
     items: list[tuple[int, int, int, int]] = []
     split, slots = [0], 0
     for i, tiles in enumerate(-(-lengths // 64)):
-        for first in range(0, max(int(tiles), 1), 2):
-            items.append((i, first, min(first + 2, int(tiles)), slots if tiles > 2 else -1))
-            slots += tiles > 2
+        split_up = int(tiles > size)
+        for first in range(0, max(int(tiles), 1), size):
+            items.append((i, first, min(first + size, int(tiles)), slots if split_up else -1))
+            slots += split_up
         split.append(slots)
     part = [*range(0, len(items), 2), len(items)]
     return [np.array(x, np.int32) for x in (items, part, split)], slots
@@ -611,7 +612,7 @@ def _decode(case: KernelCase, device: Device) -> Result:
     cache[0].copy_(torch.from_numpy(problem.content).view(pages, p, D_V))
     cache[1].copy_(bf16(problem.rope).view(pages, p, D_ROPE))
     cache[2].copy_(torch.from_numpy(problem.scale.view(np.float32)).view(pages, p))
-    plan, slots = _work(problem.lengths)
+    plan, slots = _work(problem.lengths, 8 if case.index >= LONG else 2)
     work, part, split = (there(x) for x in plan)
     o_accum = torch.full((slots, rows_pad, D_V), 5.0, device=dev)
     lse_accum = torch.full((slots, rows_pad), 5.0, device=dev)
@@ -658,8 +659,9 @@ def wgmma_cases() -> Iterator[WgmmaCase]:
 
 
 def kernel_cases(variant: str) -> list[KernelCase]:
-    """Two cases of a helper kernel, one of a decode kernel; the index varies the inputs."""
+    """Two cases of a helper kernel, one or two of a decode one; the index varies the inputs."""
     index = zlib.crc32(variant.encode()) % 12
     if variant.startswith("decode_"):
-        return [KernelCase(variant, index)]
+        long = [KernelCase(variant, index + LONG)] if "_p64_obf16" in variant else []
+        return [KernelCase(variant, index), *long]
     return [KernelCase(variant, 2 * index), KernelCase(variant, 2 * index + 1)]
