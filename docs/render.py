@@ -1,0 +1,471 @@
+"""Writes what the docs generate from the code: ``api.md``, pictures and tables between markers.
+
+    python docs/render.py            # write
+    python docs/render.py --check    # name what is stale, exit 1 if anything is
+
+The API page comes from docstrings, byte maps from ``snapmla.layouts``: real caches are allocated
+and the addresses of their bytes drawn, so a picture cannot disagree with the code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import importlib
+import inspect
+import json
+import re
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+
+from snapmla import env, layouts  # noqa: E402
+
+API = ROOT / "docs" / "api.md"
+README = ROOT / "README.md"
+FILLED = (README, *(ROOT / "docs" / name for name in ("formats.md", "integration.md")))
+RESULTS = ROOT / "profiles" / "results"
+SPEED = "h200-table"
+PEERS = ("flashmla_bf16", "flashmla_fp8")
+SHAPES = (
+    "b32_L16384_h16_q1", "b32_L16384_h16_q2", "b32_L16384_h64_q1", "b32_L16384_h128_q1",
+    "b32_L16384_h128_q2", "b16_L1024_h16_q1", "b16_L65536_h16_q1", "b1_L131072_h16_q1",
+)  # fmt: skip
+MODULES = ("snapmla", "snapmla.flash_mla_fp8")  # what users import from; __all__ is the surface
+SECTIONS = ("Args", "Attributes", "Returns", "Raises", "Source")
+PICTURE_PAGE = 64  # tokens of a page in the pictures
+BAR = 64  # characters of a byte map
+
+
+# ---------------------------------------------------------------- docstrings
+
+
+@dataclasses.dataclass
+class Doc:
+    """A docstring taken apart: prose, and the Google-style sections' text by name."""
+
+    prose: str
+    sections: dict[str, str]
+
+    def items(self, section: str) -> Iterator[tuple[str, str]]:
+        """(name, text) of the entries of a section; names may share one text (``a, b: ...``)."""
+        entry: list[str] = []
+        for line in [*self.sections.get(section, "").splitlines(), "."]:
+            if entry and not line.startswith(" "):
+                names, _, text = " ".join(part.strip() for part in entry).partition(": ")
+                yield names, text
+                entry = []
+            entry.append(line)
+
+
+def parse(docstring: str | None) -> Doc:
+    """Takes a docstring apart."""
+    prose: list[str] = []
+    sections: dict[str, list[str]] = {}
+    current: list[str] | None = None
+    for line in inspect.cleandoc(docstring or "").splitlines():
+        heading = re.fullmatch(rf"({'|'.join(SECTIONS)}):(.*)", line)
+        if heading:
+            current = sections.setdefault(heading[1], [])
+            if heading[2].strip():
+                current.append(heading[2].strip())
+        elif current is not None:
+            current.append(line.removeprefix("    "))
+        else:
+            prose.append(line)
+    text = {name: "\n".join(lines).strip("\n") for name, lines in sections.items()}
+    return Doc("\n".join(prose).strip(), text)
+
+
+def annotation(value: Any) -> str:
+    """An annotation as it stands in the source."""
+    return value if isinstance(value, str) else getattr(value, "__name__", str(value))
+
+
+def parameters(function: Any) -> list[inspect.Parameter]:
+    """Parameters without self and cls."""
+    found = inspect.signature(function).parameters.values()
+    return [p for p in found if p.name not in ("self", "cls")]
+
+
+def signature(name: str, function: Any) -> str:
+    """``name(...)`` over one line or many."""
+    parts: list[str] = []
+    starred = False
+    for p in parameters(function):
+        if p.kind is p.KEYWORD_ONLY and not starred:
+            parts.append("*")
+            starred = True
+        text = p.name
+        if p.annotation is not p.empty:
+            text += f": {annotation(p.annotation)}"
+        if p.default is not p.empty:
+            text += f" = {'...' if p.default is dataclasses.MISSING else _default(p.default)}"
+        parts.append(text)
+    result = inspect.signature(function).return_annotation
+    tail = "" if result is inspect.Signature.empty else f" -> {annotation(result)}"
+    line = f"{name}({', '.join(parts)}){tail}"
+    if len(line) <= 96:
+        return line
+    return f"{name}(\n" + "".join(f"    {part},\n" for part in parts) + f"){tail}"
+
+
+def _default(value: Any) -> str:
+    return str(value) if isinstance(value, torch.dtype) else repr(value)
+
+
+# ---------------------------------------------------------------- the API page
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One public name: where it lives, what it is."""
+
+    module: str
+    name: str
+    value: Any
+
+    @property
+    def path(self) -> str:
+        return f"{self.module}.{self.name}"
+
+    @property
+    def kind(self) -> str:
+        if inspect.isclass(self.value):
+            return "exception" if issubclass(self.value, BaseException) else "class"
+        return "function" if callable(self.value) else "value"
+
+    def members(self) -> Iterator[tuple[str, Any]]:
+        """Public methods and properties that the class itself defines, in source order."""
+        for name, value in vars(self.value).items():
+            if name.startswith("_") or not _is_member(value):
+                continue
+            yield name, value
+
+
+def _is_member(value: Any) -> bool:
+    kinds = (property, functools.cached_property, classmethod, staticmethod)
+    return inspect.isfunction(value) or isinstance(value, kinds)
+
+
+def entries() -> Iterator[Entry]:
+    """Every public name of the package, in the order of ``__all__``."""
+    for module_name in MODULES:
+        module: ModuleType = importlib.import_module(module_name)
+        for name in sorted(module.__all__, key=str.lower):
+            yield Entry(module_name, name, getattr(module, name))
+
+
+def underlying(member: Any) -> Any:
+    """The function behind a method or property."""
+    if isinstance(member, property):
+        return member.fget
+    if isinstance(member, functools.cached_property):
+        return member.func
+    return getattr(member, "__func__", member)
+
+
+def _sections(doc: Doc) -> list[str]:
+    lines = []
+    for section in SECTIONS:
+        if section not in doc.sections:
+            continue
+        if section in ("Args", "Attributes"):
+            lines += [f"*{section}*", ""]
+            lines += [f"- `{names}`: {text}" for names, text in doc.items(section)]
+            lines.append("")
+        else:
+            text = " ".join(doc.sections[section].split())
+            lines += [f"*{section}*: {text}", ""]
+    return lines
+
+
+def _paragraphs(text: str) -> list[str]:
+    """Prose as Markdown: indented blocks become code."""
+    lines = []
+    for block in re.split(r"\n\n+", text):
+        if block.startswith("    "):
+            lines += ["```python", inspect.cleandoc(block), "```", ""]
+        elif block:
+            lines += [" ".join(block.split()), ""]
+    return lines
+
+
+def _member_lines(owner: str, name: str, member: Any) -> list[str]:
+    function = underlying(member)
+    doc = parse(function.__doc__)
+    if isinstance(member, (property, functools.cached_property)):
+        result = annotation(inspect.signature(function).return_annotation)
+        about = " ".join(doc.prose.split())
+        return [f"**`{name}`** `{result}`" + (f": {about}" if about else ""), ""]
+    head = signature(f"{owner}.{name}", function)
+    return ["```python", head, "```", "", *_paragraphs(doc.prose), *_sections(doc)]
+
+
+def _entry_lines(entry: Entry) -> list[str]:
+    lines = [f"### {entry.name}", ""]
+    if entry.kind == "value":
+        return [*lines, "The package's version, a string.", ""]
+    doc = parse(entry.value.__doc__)
+    if entry.kind == "function":
+        lines += ["```python", signature(entry.path, entry.value), "```", ""]
+    elif entry.kind == "exception":
+        lines += [f"Exception, a `{entry.value.__mro__[1].__name__}`.", ""]
+    lines += [*_paragraphs(doc.prose), *_sections(doc)]
+    if entry.kind == "class":
+        for name, member in entry.members():
+            lines += _member_lines(entry.name, name, member)
+    return lines
+
+
+def api_page() -> str:
+    """docs/api.md."""
+    lines = [
+        "# API",
+        "",
+        "Generated from the docstrings by `python docs/render.py`; a test fails when this page is",
+        "stale. Wrong arguments raise `TypeError` or `ValueError` that name the argument, what was",
+        "expected, what came and what to change. Layouts and scales: [formats.md](formats.md); how",
+        "the calls go together in an engine: [integration.md](integration.md).",
+        "",
+    ]
+    module = ""
+    for entry in entries():
+        if entry.module != module:
+            module = entry.module
+            lines += [f"## {module}", ""]
+            if module != MODULES[0]:
+                lines += _paragraphs(parse(importlib.import_module(module).__doc__).prose)
+        lines += _entry_lines(entry)
+    return "\n".join(lines).rstrip("\n") + "\n"
+
+
+# ---------------------------------------------------------------- byte maps
+
+
+@dataclasses.dataclass(frozen=True)
+class Field:
+    """Bytes [begin, end) of one allocation, and what lies there."""
+
+    begin: int
+    end: int
+    label: str
+
+
+def bar(fields: list[Field], stop: int) -> str:
+    """A byte map: offsets above, boxes, labels inside; not to scale where a field is narrow."""
+    cells = [max(len(f.label) + 2, round(BAR * (f.end - f.begin) / stop)) for f in fields]
+    top = ""
+    for f, width in zip(fields, cells):
+        top += str(f.begin).ljust(width + 1)
+    lines = [top + str(stop), "", "", ""]
+    lines[1] = "┌" + "┬".join("─" * w for w in cells) + "┐"
+    lines[2] = "│" + "│".join(f.label.center(w) for f, w in zip(fields, cells)) + "│"
+    lines[3] = "└" + "┴".join("─" * w for w in cells) + "┘"
+    return "\n".join(lines)
+
+
+def picture(name: str, page: int = PICTURE_PAGE) -> str:
+    """Byte maps of one layout, measured on a real cache of three pages."""
+    content, rope, scale = layouts.LAYOUTS[name].allocate(3, page, torch.device("cpu"))
+    views = {
+        "content": (content, f"{page} x 512 e4m3"),
+        "rope": (rope, f"{page} x 64 bf16"),
+        "scale": (scale, f"{page} fp32"),
+    }
+    lines = []
+    groups: dict[int, list[str]] = {}
+    for label, (view, _) in views.items():
+        groups.setdefault(view.untyped_storage().data_ptr(), []).append(label)
+    for storage, labels in groups.items():
+        stride = max(v.stride(0) * v.element_size() for v, _ in (views[k] for k in labels))
+        fields = []
+        by_row = len(labels) > 1 and views[labels[0]][0].stride(1) > layouts.KV_LORA_RANK
+        for label in labels:
+            view, text = views[label]
+            start = view.data_ptr() - storage
+            size = view.element_size()
+            one = view.shape[2] * size if view.ndim == 3 else size
+            length = one if by_row else (page - 1) * view.stride(1) * size + one
+            fields.append(Field(start, start + length, label if by_row else f"{label} {text}"))
+        if by_row:
+            row = views[labels[0]][0].stride(1)
+            lines.append(f"one token of {row} bytes, {page} of them a page of {stride} bytes")
+            lines.append(bar(fields, row))
+        else:
+            what = "one page" if len(labels) > 1 else f"tensor {labels[0]}, one page"
+            lines.append(f"{what}: {stride} bytes")
+            lines.append(bar(fields, stride))
+        lines.append("")
+    return "\n".join(lines).rstrip()
+
+
+def strides_table(page: int = PICTURE_PAGE) -> str:
+    """Strides in bytes of every layout: page and token."""
+    head = "| layout | content | rope | scale |\n|---|---|---|---|"
+    rows = []
+    for name, layout in layouts.LAYOUTS.items():
+        views = layout.allocate(2, page, torch.device("cpu"))
+        cells = [
+            f"page {v.stride(0) * v.element_size()}, token {v.stride(1) * v.element_size()}"
+            for v in views
+        ]
+        rows.append(f"| `{name}` | {' | '.join(cells)} |")
+    return "\n".join([head, *rows])
+
+
+def environment_rows() -> str:
+    """The table of environment variables."""
+    head = "| environment variable | default | what |\n|---|---|---|"
+    rows = [
+        f"| `{v.name}` | {f'`{v.default}`' if v.default else ''} | {v.doc} |" for v in env.TABLE
+    ]
+    return "\n".join([head, *rows])
+
+
+# ---------------------------------------------------------------- the README's numbers
+
+
+def _report(name: str) -> dict[str, Any]:
+    return json.loads((RESULTS / f"{name}.json").read_text("utf-8"))
+
+
+def speed_block() -> str:
+    """Decode times beside the peers', from the committed table."""
+    report = _report(SPEED)
+    times: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in report["rows"]:
+        if row["status"] == "ok" and row["check_ok"]:
+            times.setdefault(row["shape"], {})[row["backend"]] = row
+    lines = [
+        "| batch × tokens, heads, query tokens | snapmla µs (of roof) | FlashMLA BF16 µs | "
+        "FlashMLA FP8 µs |",
+        "|---|---|---|---|",
+    ]
+    for shape in SHAPES:
+        found = re.fullmatch(r"b(\d+)_L(\d+)_h(\d+)_q(\d+)", shape)
+        row = times.get(shape, {})
+        if found is None or not {"snapmla", *PEERS} <= set(row):
+            continue
+        ours = row["snapmla"]
+        cells = [f"{row[p]['us']:.1f} ({row[p]['us'] / ours['us']:.2f}×)" for p in PEERS]
+        share = f"{ours['us']:.1f} ({100 * ours['roof_us'] / ours['us']:.0f} %)"
+        what = f"{found[1]} × {found[2]}, {found[3]}, {found[4]}"
+        lines.append(f"| {what} | {share} | {cells[0]} | {cells[1]} |")
+    summary = {(s["ours"], s["peer"]): s for s in report["summary"]}
+    words = []
+    for peer, label in zip(PEERS, ("BF16", "FP8 (one scale per tensor)"), strict=True):
+        s = summary["snapmla", peer]
+        words.append(
+            f"{s['geomean']:.2f}× FlashMLA's {label} kernel on average, at least "
+            f"{s['worst']:.2f}× ({s['faster']} of {s['rows']} shapes faster)"
+        )
+    machine = report["machine"]
+    head = (
+        f"Speed on an {machine['gpu'].removeprefix('NVIDIA ')}, same run, commit "
+        f"`{report['commit'][:7]}`: {'; '.join(words)}. From "
+        f"[the table](profiles/results/{SPEED}.md), which has all shapes:"
+    )
+    return "\n".join([*textwrap.wrap(head, 105), "", *lines])
+
+
+def accuracy_block() -> str:
+    """Error by length beside the peer's, from the committed sweep."""
+    errors: dict[tuple[str, int], float] = {}
+    for result in _report("check_decode_sweep")["results"]:
+        found = re.fullmatch(r"h16 std 0.1 mean 2 L (\d+)", result["group"])
+        if found and result["pipeline"] in ("etap", "flashmla_fp8"):
+            key = (result["pipeline"], int(found[1]))
+            errors[key] = max(errors.get(key, 0.0), result["figures"]["to fp64"])
+    lengths = sorted({length for _, length in errors})
+    names = [f"{n // 1024}K" if n >= 1024 else str(n) for n in lengths]
+    names = [f"{n // 1048576}M" if n >= 1 << 20 else text for n, text in zip(lengths, names)]
+    lines = [f"| tokens | {' | '.join(names)} |", "|---" * (len(lengths) + 1) + "|"]
+    for pipeline, label in (("etap", "snapmla"), ("flashmla_fp8", "FlashMLA FP8")):
+        cells = [
+            "" if (pipeline, n) not in errors else f"{errors[pipeline, n]:.1e}".replace("e-0", "e-")
+            for n in lengths
+        ]
+        lines.append(f"| {label} | {' | '.join(cells)} |")
+    head = (
+        "Accuracy: relative L2 to fp64 on each kernel's own quantised inputs, 16 heads, "
+        "near-uniform attention, latent mean 2σ "
+        "([the whole sweep](profiles/results/check_decode_sweep.md)):"
+    )
+    return "\n".join([*textwrap.wrap(head, 105), "", *lines])
+
+
+def blocks() -> dict[str, str]:
+    """Generated text by marker."""
+    found = {f"picture {name}": f"```text\n{picture(name)}\n```" for name in layouts.LAYOUTS}
+    return {
+        **found,
+        "strides": strides_table(),
+        "environment": environment_rows(),
+        "speed": speed_block(),
+        "accuracy": accuracy_block(),
+    }
+
+
+def filled(text: str) -> str:
+    """A page with the blocks between its markers made anew."""
+    known = blocks()
+
+    def fill(found: re.Match[str]) -> str:
+        return f"<!-- begin {found[1]} -->\n{known[found[1]]}\n<!-- end -->"
+
+    return re.sub(r"<!-- begin ([a-z0-9 ]+) -->\n.*?<!-- end -->", fill, text, flags=re.S)
+
+
+def pages() -> dict[Path, str]:
+    """What each generated page should hold."""
+    return {API: api_page(), **{page: filled(page.read_text("utf-8")) for page in FILLED}}
+
+
+def stale() -> list[Path]:
+    """Pages that differ from what the code says.
+
+    The README's numbers may lag behind a newer table: they name the commit that they come from.
+    """
+    found = []
+    for path, text in pages().items():
+        old = path.read_text("utf-8") if path.is_file() else ""
+        if path == README and f"commit\n`{_report(SPEED)['commit'][:7]}`" not in _joined(old):
+            continue
+        if old != text:
+            found.append(path)
+    return found
+
+
+def _joined(text: str) -> str:
+    """Text with one break between words, however it was wrapped."""
+    return re.sub(r"commit\s+`", "commit\n`", text)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing, name stale pages")
+    if parser.parse_args().check:
+        found = stale()
+        for path in found:
+            print(f"{path.relative_to(ROOT)} is stale: run python docs/render.py")
+        return 1 if found else 0
+    from codegen.artifacts import write_atomic
+
+    for path, text in pages().items():
+        write_atomic(path, text)
+        print(path.relative_to(ROOT))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
