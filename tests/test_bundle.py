@@ -1,0 +1,190 @@
+"""``make bundle``: unpacked somewhere else, without compiler, codegen or software GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from codegen import artifacts, bundle, link, matrix, toolchain
+from codegen.__main__ import app
+from codegen.precompile import Report
+from snapmla import runtime
+
+pytestmark = pytest.mark.skipif(
+    not toolchain.have_compiler() or link.identity() is None, reason="needs DSL and C compiler"
+)
+# What a server need not have: not to be found in ``serve``.
+ABSENT = ("cutlass", "codegen", "softgpu", "typer", "rich", "filelock", "jinja2", "matplotlib")
+GUARD = f"""
+import sys
+class Without:
+    def __init__(self, finder):
+        self.finder = finder
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
+    def find_spec(self, name, path=None, target=None):
+        absent = name.partition(".")[0] in {ABSENT!r}
+        return None if absent else self.finder.find_spec(name, path, target)
+sys.meta_path[:] = [Without(finder) for finder in sys.meta_path]
+"""
+
+
+@pytest.fixture(scope="module")
+def made(
+    built: Report, variant_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> bundle.Bundle:
+    return bundle.make(
+        matrix.default_specs("sm_90a"), variant_dir, tmp_path_factory.mktemp("bundle")
+    )
+
+
+@pytest.fixture(scope="module")
+def unpacked(made: bundle.Bundle, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Root of the unpacked archive, in a folder of its own."""
+    folder = tmp_path_factory.mktemp("server")
+    with tarfile.open(made.archive) as tar:
+        tar.extractall(folder, filter="data")
+    (root,) = folder.iterdir()
+    return root
+
+
+def serve(root: Path, code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs Python code as on the server: the bundle on the path, this checkout not."""
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("SNAPMLA", "PYTHON"))}
+    clean |= {"PYTHONPATH": str(root), "XDG_CACHE_HOME": str(root / "none"), **environment}
+    return subprocess.run(
+        [sys.executable, "-c", GUARD + code], capture_output=True, text=True, cwd=root.parent,
+        env=clean,
+    )  # fmt: skip
+
+
+def test_size_and_contents(made: bundle.Bundle, unpacked: Path) -> None:
+    files = [p for p in unpacked.rglob("*") if p.is_file()]
+    assert sum(p.stat().st_size for p in files) == made.size <= 40_000_000
+    names = {p.relative_to(unpacked).as_posix() for p in files}
+    libraries = {n for n in names if n.endswith(".so")}
+    assert len(libraries) == made.variants == len(matrix.default_specs("sm_90a"))
+    assert not [n for n in names if n.endswith((".o", ".ptx", ".log", ".pyc"))]
+    assert {"README.md", "LICENSE", "requirements.txt", "snapmla/variants/bundle.json"} <= names
+    for path in files:
+        if path.suffix == ".py":
+            assert "import cutlass" not in path.read_text(), path
+        if path.suffix in (".py", ".md", ".json", ".txt", ".h"):
+            assert str(artifacts.ROOT) not in path.read_text(), f"{path}: a path of this machine"
+    headers = {n for n in names if n.startswith("include/snapmla/")}
+    assert len(headers) == made.variants
+
+
+def test_requirements_are_the_projects_own(unpacked: Path) -> None:
+    project = (artifacts.ROOT / "pyproject.toml").read_text()
+    lines = (unpacked / "requirements.txt").read_text().split()
+    assert {x.split(">")[0] for x in lines} == {"torch", "apache-tvm-ffi", "numpy"}
+    assert all(f'"{line}"' in project for line in lines)
+
+
+def test_lists_its_variants_without_the_compiler(made: bundle.Bundle, unpacked: Path) -> None:
+    code = (
+        "import runpy; import snapmla\n"
+        "from snapmla import runtime\n"
+        "print(snapmla.__file__); print(len(runtime.available()), 'variants')\n"
+        f"assert not set(sys.modules) & set({ABSENT!r})\n"
+        "runpy.run_module('snapmla.bundle', run_name='__main__')"
+    )
+    done = serve(unpacked, code)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert str(unpacked / "snapmla" / "__init__.py") in done.stdout
+    assert f"{made.variants} variants" in done.stdout
+    assert "decode         48" in done.stdout and "damaged" not in done.stdout
+
+
+def test_damage_is_reported(unpacked: Path) -> None:
+    library = unpacked / "snapmla" / "variants" / "merge_obf16_sm90a.so"
+    intact = library.read_bytes()
+    code = "import runpy; runpy.run_module('snapmla.bundle', run_name='__main__')"
+    try:
+        library.write_bytes(intact[:-1] + bytes([intact[-1] ^ 1]))
+        done = serve(unpacked, code)
+        assert done.returncode == 1
+        assert "damaged: merge_obf16_sm90a.so differs from its checksum" in done.stdout
+        library.unlink()
+        done = serve(unpacked, code)
+        assert done.returncode == 1 and "merge_obf16_sm90a.so is missing" in done.stdout
+    finally:
+        library.write_bytes(intact)
+
+
+def test_library_is_loaded_from_the_bundle(unpacked: Path) -> None:
+    code = (
+        "from snapmla import runtime\n"
+        "from dsl_kernels.spec import VariantSpec\n"
+        "spec = VariantSpec(op='merge')\n"
+        "artifact = runtime.find_or_build(spec, need_library=True)\n"
+        "print(artifact.library)\n"
+        "try: runtime.load(artifact, 'cuda')(1)\n"
+        "except TypeError as error: print('TypeError', 'o_accum' in str(error))"
+    )
+    done = serve(unpacked, code)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [
+        str(unpacked / "snapmla" / "variants" / "merge_obf16_sm90a.so"), "TypeError", "True",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("spec", "library", "words"),
+    [
+        ("op='merge', arch='sm_100a'", True, "all variants there are for sm_90a, not for sm_100a"),
+        ("op='decode', pipeline='etap', stages=3", True, "the compiler is not installed"),
+        (
+            "op='decode', pipeline='etap', stages=3",
+            True,
+            "nearest one there is decode_etap_r64_p64",
+        ),
+        ("op='merge'", False, "needs a build by `python -m codegen precompile`, not a bundle"),
+    ],
+)
+def test_what_it_lacks_is_one_sentence(
+    unpacked: Path, spec: str, library: bool, words: str
+) -> None:
+    code = (
+        "from snapmla import runtime, VariantError\n"
+        "from dsl_kernels.spec import VariantSpec\n"
+        f"try: runtime.find_or_build(VariantSpec({spec}), need_library={library})\n"
+        "except VariantError as error: print(error)"
+    )
+    done = serve(unpacked, code)
+    assert done.returncode == 0 and words in done.stdout, done.stdout + done.stderr
+    assert done.stdout.count("\n") == 1
+
+
+def test_records_are_those_of_the_build(built: Report, unpacked: Path) -> None:
+    listed = json.loads((unpacked / "snapmla" / "variants" / bundle.RECORDS).read_text())
+    assert bundle.RECORDS == runtime.BUNDLE
+    for entry in listed["variants"]:
+        assert entry["key"] == built.records[entry["name"]].key
+        assert entry["source_hash"] == built.records[entry["name"]].source_hash
+
+
+def test_command_refuses_what_is_not_built(tmp_path: Path) -> None:
+    arguments = ["bundle", "--out", str(tmp_path), "--into", str(tmp_path / "bundles")]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 1
+    assert "variants are missing or outdated" in result.output
+    assert "run `make precompile ARCH=sm_90a`" in result.output
+    assert not list((tmp_path / "bundles").glob("*")), "something half was left"
+
+
+def test_too_large_is_refused(
+    built: Report, variant_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bundle, "LIMIT", 100_000)
+    with pytest.raises(bundle.BundleError, match="bytes, the limit is 100,000"):
+        bundle.make(matrix.default_specs("sm_90a", "merge*"), variant_dir, tmp_path)
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,234 @@
+"""Libraries as C programs see them: the generated header, and launch.c over a stand-in driver.
+
+A small libcuda answers the dozen driver calls and prints what it is asked, so that the whole way
+from a typed C call to cuLaunchKernelEx runs without a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from codegen import artifacts, link, render, toolchain
+from codegen.artifacts import Record
+from codegen.precompile import Report
+from dsl_kernels.spec import VariantSpec
+
+pytestmark = pytest.mark.skipif(
+    not toolchain.have_compiler() or link.identity() is None, reason="needs DSL and C compiler"
+)
+MERGE = VariantSpec(op="merge")
+
+DRIVER = r"""
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#define CASE(name) (getenv("FAKE") && !strcmp(getenv("FAKE"), name))
+typedef struct {
+  unsigned grid[3], block[3], smem;
+  void *stream, *attrs;
+  unsigned n;
+} config;
+static int context_set;
+int cuInit(unsigned f) { (void)f; return 0; }
+int cuDriverGetVersion(int *v) { *v = CASE("old") ? 12040 : 13000; return 0; }
+int cuGetErrorName(int c, const char **s) { (void)c; *s = "CUDA_ERROR_FAKE"; return 0; }
+int cuGetErrorString(int c, const char **s) { (void)c; *s = "as asked"; return 0; }
+int cuDeviceGetCount(int *n) { *n = 2; return 0; }
+int cuDeviceGetAttribute(int *v, int a, int d) {
+  *v = a == 75 ? 8 : a == 76 ? d : 232448;
+  return 0;
+}
+int cuCtxGetDevice(int *d) { *d = context_set - 1; return context_set ? 0 : 201; }
+int cuCtxSetCurrent(void *c) {
+  context_set = (int)(long)c;
+  printf("device %d\n", context_set - 1);
+  return 0;
+}
+int cuDevicePrimaryCtxRetain(void **c, int d) { *c = (void *)(long)(d + 1); return 0; }
+int cuLibraryLoadData(void **l, const void *data, void *a, void *b, unsigned n, void *c, void *d,
+                      unsigned m) {
+  (void)data; (void)a; (void)b; (void)n; (void)c; (void)d; (void)m;
+  *l = (void *)1;
+  printf("load\n");
+  return CASE("old") ? 200 : 0;
+}
+int cuLibraryUnload(void *l) { (void)l; printf("unload\n"); return 0; }
+int cuLibraryGetKernel(void **k, void *l, const char *name) {
+  (void)l;
+  *k = (void *)2;
+  return strncmp(name, "kernel_cutlass", 14) ? 500 : 0;
+}
+int cuKernelGetAttribute(int *v, int a, void *k, int d) {
+  (void)a; (void)k;
+  *v = 0;
+  return CASE("arch") || (CASE("half") && d == 0) ? 209 : 0;
+}
+int cuKernelSetAttribute(int a, int v, void *k, int d) {
+  (void)k;
+  printf("attribute %d = %d on %d\n", a, v, d);
+  return 0;
+}
+int cuLaunchKernelEx(const config *c, void *k, void **args, void **extra) {
+  (void)k; (void)extra;
+  printf("launch %u %u %u | %u %u %u | %u | stream %p | attributes %u | tokens %p\n", c->grid[0],
+         c->grid[1], c->grid[2], c->block[0], c->block[1], c->block[2], c->smem, c->stream, c->n,
+         *(void **)args[0]);
+  return CASE("launch") ? 701 : 0;
+}
+"""
+
+PROGRAM = r"""
+#include <stdio.h>
+#include "merge_obf16_sm90a.h"
+#include <tvm/ffi/extra/c_env_api.h>
+static int64_t acc[] = {4, 64, 512}, acc_s[] = {64 * 512, 512, 1}, la[] = {4, 64}, la_s[] = {64, 1};
+static int64_t sb[] = {3}, one[] = {1}, o[] = {2, 1, 64, 512}, o_s[] = {64 * 512, 64 * 512, 512, 1};
+static int64_t l[] = {2, 64, 1}, l_s[] = {64, 1, 1};
+static DLTensor make(int n, int64_t *shape, int64_t *strides, int code, int bits) {
+  DLDataType type = {(uint8_t)code, (uint8_t)bits, 1};
+  DLTensor t = {(void *)0x1000, {kDLCUDA, 1}, n, type, shape, strides, 0};
+  return t;
+}
+int main(int argc, char **argv) {
+  DLTensor a = make(3, acc, acc_s, kDLFloat, 32), b = make(2, la, la_s, kDLFloat, 32);
+  DLTensor c = make(1, sb, one, kDLInt, 32), d = make(4, o, o_s, kDLBfloat, 16);
+  DLTensor e = make(3, l, l_s, kDLFloat, 32);
+  int code, i;
+  (void)argv;
+  TVMFFIEnvSetStream(kDLCUDA, 1, (void *)0x77, NULL);
+  if (argc > 1) a.ndim = 2;
+  for (i = 0; i < 2; ++i) {
+    code = snapmla_merge_obf16_sm90a(&a, &b, &c, &d, &e, 1.0, 0.0);
+    if (code) {
+      TVMFFIObjectHandle h;
+      TVMFFIErrorMoveFromRaised(&h);
+      TVMFFIErrorCell *cell = (TVMFFIErrorCell *)((char *)h + sizeof(TVMFFIObject));
+      printf("%.*s: %.*s\n", (int)cell->kind.size, cell->kind.data, (int)cell->message.size,
+             cell->message.data);
+      TVMFFIObjectDecRef(h);
+      return 1;
+    }
+  }
+  return 0;
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def program(built: Report, variant_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An engine in C that calls the merge kernel, and the stand-in driver beside it."""
+    folder = tmp_path_factory.mktemp("engine")
+    files = artifacts.paths(variant_dir, MERGE)
+    record = Record.read(files["json"])
+    assert record is not None
+    (folder / "merge_obf16_sm90a.h").write_text(render.header(record))
+    (folder / "driver.c").write_text(DRIVER)
+    (folder / "engine.c").write_text(PROGRAM)
+    ffi = toolchain.tvm_ffi_lib_dir()
+    assert ffi is not None
+    (folder / "driver").mkdir()
+    cc = [str(toolchain.c_compiler()), "-Wall", "-Wextra", "-Werror", "-std=c11"]
+    subprocess.run(
+        [*cc, "-shared", "-fPIC", "driver.c", "-o", "driver/libcuda.so.1"], cwd=folder, check=True
+    )
+    subprocess.run(
+        [*cc, f"-I{ffi.parent / 'include'}", "engine.c", str(files["so"]), f"-L{ffi}", "-ltvm_ffi",
+         f"-Wl,-rpath,{ffi}:{variant_dir}", "-o", "engine"],
+        cwd=folder, check=True,
+    )  # fmt: skip
+    return folder / "engine"
+
+
+def run(program: Path, case: str = "", *arguments: str, driver: bool = True) -> tuple[int, str]:
+    """(exit status, output) with the stand-in driver behaving as ``case``."""
+    environment = {**os.environ, "FAKE": case}
+    if driver:
+        environment["LD_LIBRARY_PATH"] = str(program.parent / "driver")
+    done = subprocess.run([program, *arguments], capture_output=True, text=True, env=environment)
+    return done.returncode, done.stdout
+
+
+def test_typed_call_reaches_the_driver(program: Path) -> None:
+    code, out = run(program)
+    lines = out.splitlines()
+    assert code == 0, out
+    # loaded once, for both devices, with all the shared memory they grant
+    assert lines.count("load") == 1
+    for device in (0, 1):
+        assert f"attribute 8 = 232448 on {device}" in lines
+        assert f"attribute 14 = 1 on {device}" in lines
+    # a thread without a context is on device 0; the tensors' device is current for the launch only
+    launches = [i for i, line in enumerate(lines) if line.startswith("launch")]
+    assert len(launches) == 2
+    first, second = launches
+    assert lines[first - 2 : first] == ["device 0", "device 1"] and lines[first + 1] == "device 0"
+    assert lines[second - 1] == "device 1" and lines[second + 1] == "device 0"
+    grid, block, smem, stream, attributes, tokens = (
+        lines[first].removeprefix("launch ").split(" | ")
+    )
+    assert [int(x) > 0 for x in grid.split()] == [True] * 3 and int(block.split()[0]) % 32 == 0
+    assert int(smem) >= 0 and stream == "stream 0x77" and tokens == "tokens 0x1000"
+    assert int(attributes.split()[1]) >= 1  # programmatic dependent launch
+
+
+def test_wrong_argument_needs_no_driver(program: Path) -> None:
+    code, out = run(program, "", "bad", driver=False)
+    assert code == 1 and out.startswith("ValueError: Mismatched Tensor") and "o_accum" in out
+    assert "ndim=3" in out
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("old", "was built with CUDA 13 and the driver supports CUDA 12.4: update the driver, or"),
+        ("arch", "this variant was built for sm_90a and device 0 is sm_80"),
+        ("launch", "CUDA error 701 (CUDA_ERROR_FAKE): as asked"),
+    ],
+)
+def test_driver_errors_are_one_sentence(program: Path, case: str, words: str) -> None:
+    if toolchain.flavour() != "cu13":
+        pytest.skip("built with another CUDA")
+    code, out = run(program, case)
+    assert code == 1
+    last = out.splitlines()[-1]
+    assert last.startswith("RuntimeError: ") and words in last
+    assert ("unload" in out) is (case == "arch")  # what was loaded and does not run
+
+
+def test_a_device_of_another_arch_beside_a_good_one(program: Path) -> None:
+    code, out = run(program, "half")
+    assert code == 0 and "attribute 8 = 232448 on 1" in out and "on 0" not in out
+
+
+def test_no_driver_at_all(program: Path) -> None:
+    if toolchain.driver_major() is not None:
+        pytest.skip("there is a driver")
+    code, out = run(program, driver=False)
+    assert code == 1 and "there is no NVIDIA driver here" in out
+
+
+def test_header_is_cxx_too(program: Path) -> None:
+    ffi = toolchain.tvm_ffi_lib_dir()
+    command = ["g++", "-std=c++17", "-Wall", "-Wextra", "-Werror", "-fsyntax-only", "-x", "c++"]
+    done = subprocess.run(
+        [*command, f"-I{ffi.parent / 'include'}", "merge_obf16_sm90a.h"],  # type: ignore[union-attr]
+        cwd=program.parent, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+def test_header_command(built: Report, variant_dir: Path) -> None:
+    command = [sys.executable, "-m", "codegen", "header"]
+    for name, code, words in (
+        ("decode_etap_r64_p64_obf16_sm90a", 0, "DLTensor *  content,"),
+        ("decode_etap_r64_p64_obf16_st7_sm90a", 1, "is not built in"),
+    ):
+        done = subprocess.run(
+            [*command, name], capture_output=True, text=True, cwd=artifacts.ROOT,
+        )  # fmt: skip
+        assert done.returncode == code and words in done.stdout
