@@ -9,6 +9,7 @@
 CUDA tensors run on the GPU; CPU tensors run the same compiled kernels on the software GPU.
 """
 
+from snapmla import torch_ops as _torch_ops  # noqa: F401 (registers operators and pytrees)
 from snapmla._version import __version__
 from snapmla.attention import decode
 from snapmla.cache import PagedKVCache

@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import torch
 
 from dsl_kernels.spec import KV_LORA_RANK, VariantSpec, decode_spec
-from snapmla import checks, runtime
+from snapmla import checks, launch, runtime
 from snapmla.cache import PagedKVCache
-from snapmla.plan import DecodePlan, plan_decode
+from snapmla.plan import DecodePlan, PlanVariant, plan_decode
 from snapmla.quant import QuantizedQuery, _expect_cache, _expect_query
 
-_LSE_FACTOR = {"e": math.log(2.0), "2": 1.0}
-_EMPTY_LSE = {"-inf": -math.inf, "+inf": math.inf}
-_OUT = {torch.bfloat16: "bf16", torch.float32: "f32"}
+LSE_FACTOR = {"e": math.log(2.0), "2": 1.0}
+EMPTY_LSE = {"-inf": -math.inf, "+inf": math.inf}
+OUT_NAMES = {torch.bfloat16: "bf16", torch.float32: "f32"}
 
 
 @functools.lru_cache(maxsize=256)
-def _kernels(
-    device: torch.device, pipeline: str, row_tile: int, page_size: int, out: str
-) -> tuple[runtime.Kernel, runtime.Kernel]:
-    """(decode, merge) for one device and combination of axes."""
+def _kernels(variant: PlanVariant, out_dtype: torch.dtype) -> tuple[runtime.Kernel, runtime.Kernel]:
+    """(decode, merge) that run a plan of this kind."""
+    device, out = variant.device, OUT_NAMES[out_dtype]
     arch = runtime.arch_of(device)
     merge_spec = VariantSpec(op="merge", arch=arch, out_dtype=out)
-    spec = decode_spec(pipeline, row_tile, page_size, out, arch)
+    spec = decode_spec(variant.pipeline, variant.row_tile, variant.page_size, out, arch)
     return runtime.kernel(spec, device.type), runtime.kernel(merge_spec, device.type)
 
 
@@ -50,8 +50,9 @@ def decode(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """softmax(softmax_scale * Q K^T) V over each sequence's cached tokens, where V is the latent.
 
-    With ``plan``, ``out`` and ``lse`` given, a call is two launches: no synchronisation, no
-    allocation, no copy to the device.
+    With ``plan``, ``out`` and ``lse`` given, a call is two launches (one if the plan's shapes rule
+    out splits): no synchronisation, no allocation, no copy to the device.  Under ``torch.compile``
+    it is one node of the graph, ``torch.ops.snapmla.decode``.
 
     Args:
         q: from ``quantize_q``; (b, s_q, h, ...).
@@ -76,7 +77,176 @@ def decode(
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came.
         VariantError: no compiled kernel fits and none can be compiled.
+
+    Source: SnapMLA paper, Eq. 6 (logits in the scaled domain) and Algorithm 1 (``dual_wg``);
+    FlashMLA-ETAP (the transposed form of ``etap``); rounding as docs/numerics.md says.
     """
+    if torch.compiler.is_compiling():
+        if plan is None:
+            plan = plan_decode(
+                cache_seqlens,
+                q.nope.shape[2],
+                q.nope.shape[1],
+                page_size=cache.content.shape[1],
+                max_pages=block_table.shape[1],
+                pipeline=pipeline,
+            )
+        traced = (softmax_scale, causal, LSE_FACTOR[lse_base], EMPTY_LSE[empty_lse])
+        return _traced(
+            q, cache, block_table, cache_seqlens, plan, traced, out, lse, out_dtype
+        )  # fmt: skip
+    if (
+        plan is None
+        or out is None
+        or lse is None
+        or not _fits_plan(q, cache, block_table, cache_seqlens, plan, out, lse)
+    ):
+        plan, out, lse = _checked(
+            q, cache, block_table, cache_seqlens, plan, out, lse, out_dtype, pipeline
+        )
+    elif out_dtype is not None and out.dtype is not out_dtype:
+        checks.output("out", out, (out_dtype,), plan.out_shape, plan.device)
+    elif pipeline is not None:
+        _check_pipeline(plan, pipeline)
+    if type(softmax_scale) is not float or not 0.0 < softmax_scale <= checks.MAX_SOFTMAX_SCALE:
+        softmax_scale = checks.softmax_scale(softmax_scale)
+    if lse_base not in LSE_FACTOR:
+        checks.choice("lse_base", lse_base, LSE_FACTOR)
+    if empty_lse not in EMPTY_LSE:
+        checks.choice("empty_lse", empty_lse, EMPTY_LSE)
+    if plan.batch == 0:
+        return out, lse
+    if plan.check_stale:
+        plan.check(cache_seqlens)
+    numbers = (softmax_scale, int(causal), LSE_FACTOR[lse_base], EMPTY_LSE[empty_lse])
+    launch_decode(
+        (q.nope_u8, q.rope, q.row_scale), cache.arguments, block_table, cache_seqlens,
+        plan.variant, plan.arguments, plan.may_split, (out, lse), numbers,
+    )  # fmt: skip
+    return out, lse
+
+
+def launch_decode(
+    query: tuple[Any, Any, Any],
+    cache: tuple[Any, ...],
+    block_table: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    variant: PlanVariant,
+    tables: tuple[Any, ...],
+    may_split: bool,
+    results: tuple[torch.Tensor, torch.Tensor],
+    numbers: tuple[float, int, float, float],
+) -> None:
+    """The two launches, on checked arguments.
+
+    Args:
+        query: content bytes, RoPE, one scale per row.
+        cache: content bytes, RoPE, scale.
+        tables: as ``DecodePlan.arguments``.
+        results: out, lse.
+        numbers: softmax_scale, causal, lse_factor, empty_lse.
+    """
+    if launch.elsewhere(variant.device):
+        with torch.cuda.device(variant.device):
+            return launch_decode(
+                query, cache, block_table, cache_seqlens, variant, tables, may_split, results,
+                numbers,
+            )  # fmt: skip
+    out, lse = results
+    decode_kernel, merge_kernel = _kernels(variant, out.dtype)
+    work_items, part_begin, o_accum, lse_accum, split_begin = tables
+    decode_kernel(
+        *query, *cache, block_table, cache_seqlens, work_items, part_begin, out, lse, o_accum,
+        lse_accum, *numbers,
+    )  # fmt: skip
+    if may_split:
+        merge_kernel(o_accum, lse_accum, split_begin, out, lse, numbers[2], numbers[3])
+
+
+def _traced(
+    q: QuantizedQuery,
+    cache: PagedKVCache,
+    block_table: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    plan: DecodePlan,
+    numbers: tuple[float, bool, float, float],
+    out: torch.Tensor | None,
+    lse: torch.Tensor | None,
+    out_dtype: torch.dtype | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``decode`` as an operator, for tracers."""
+    common = (
+        q.nope_u8, q.rope, q.scale, cache.content_u8, cache.rope, cache.scale, block_table,
+        cache_seqlens, plan.work_items, plan.part_begin, plan.split_begin, plan.o_accum,
+        plan.lse_accum, plan.pipeline, plan.row_tile, plan.can_split(), *numbers,
+    )  # fmt: skip
+    if out is None and lse is None:
+        return torch.ops.snapmla.decode(*common, out_dtype or torch.bfloat16)
+    b, s_q, heads, _ = q.nope.shape
+    if out is None:
+        shape = (b, s_q, heads, KV_LORA_RANK)
+        out = q.rope.new_empty(shape, dtype=out_dtype or torch.bfloat16)
+    if lse is None:
+        lse = q.rope.new_empty((b, heads, s_q), dtype=torch.float32)
+    torch.ops.snapmla.decode_out(*common, out, lse)
+    return out, lse
+
+
+def _fits_plan(
+    q: QuantizedQuery,
+    cache: PagedKVCache,
+    block_table: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    plan: DecodePlan,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> bool:
+    """Whether every argument is what ``plan`` was made for: the quick way to the launches.
+
+    Looks at everything that the full checks look at, but says nothing; on False they are run, and
+    they raise or find that all is well (a strided block table, results to be allocated).
+    """
+    try:
+        device = plan.device
+        return (
+            q.rows_shape == plan.rows_shape
+            and cache.page_size == plan.page_size
+            and q.nope.device == device
+            and cache.content.device == device
+            and _is(block_table, torch.int32, plan.table_shape, device)
+            and _is(cache_seqlens, torch.int32, plan.table_shape[:1], device)
+            and out.dtype in OUT_NAMES
+            and _is(out, out.dtype, plan.out_shape, device)
+            and _is(lse, torch.float32, plan.lse_shape, device)
+            and not (out.data_ptr() % checks.ALIGN or lse.data_ptr() % 4)
+        )
+    except AttributeError:
+        return False  # something is of another kind
+
+
+def _is(
+    value: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device
+) -> bool:
+    return (
+        value.dtype is dtype
+        and value.shape == shape
+        and value.device == device
+        and value.is_contiguous()
+    )
+
+
+def _checked(
+    q: QuantizedQuery,
+    cache: PagedKVCache,
+    block_table: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    plan: DecodePlan | None,
+    out: torch.Tensor | None,
+    lse: torch.Tensor | None,
+    out_dtype: torch.dtype | None,
+    pipeline: str | None,
+) -> tuple[DecodePlan, torch.Tensor, torch.Tensor]:
+    """Checks all tensors with full messages; plans and allocates what is not given."""
     _expect_query("q", q)
     _expect_cache(cache)
     b, s_q, heads, _ = q.nope.shape
@@ -85,38 +255,20 @@ def decode(
         checks.value_error("cache", f"tensors on {device}, where q is", cache.content.device)
     checks.block_table(block_table, b, device)
     checks.lengths(cache_seqlens, b, device)
-    scale = checks.softmax_scale(softmax_scale)
-    if lse_base not in _LSE_FACTOR:
-        checks.choice("lse_base", lse_base, _LSE_FACTOR)
-    if empty_lse not in _EMPTY_LSE:
-        checks.choice("empty_lse", empty_lse, _EMPTY_LSE)
     out, lse = _outputs(out, lse, (b, s_q, heads, KV_LORA_RANK), out_dtype, device)
-    if b == 0:
-        return out, lse
-    page_size = cache.content.shape[1]
+    page_size = cache.page_size
     if plan is None:
         plan = plan_decode(
             cache_seqlens,
             heads,
             s_q,
             page_size=page_size,
-            max_pages=block_table.shape[1],
+            max_pages=max(block_table.shape[1], 1),
             pipeline=pipeline,
         )
     else:
         _check_plan(plan, b, s_q, heads, page_size, block_table, pipeline, device)
-    decode_kernel, merge_kernel = _kernels(
-        device, plan.pipeline, plan.row_tile, page_size, _OUT[out.dtype]
-    )
-    factor, empty = _LSE_FACTOR[lse_base], _EMPTY_LSE[empty_lse]
-    decode_kernel(
-        q.nope_u8, q.rope, q.row_scale, cache.content_u8, cache.rope, cache.scale, block_table,
-        cache_seqlens, plan.work_items, plan.part_begin, out, lse, plan.o_accum, plan.lse_accum,
-        scale, int(causal), factor, empty,
-    )  # fmt: skip
-    if plan.may_split:
-        merge_kernel(plan.o_accum, plan.lse_accum, plan.split_begin, out, lse, factor, empty)
-    return out, lse
+    return plan, out, lse
 
 
 def _outputs(
@@ -127,13 +279,13 @@ def _outputs(
     device: torch.device,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Checks or allocates the results."""
-    if out_dtype is not None and out_dtype not in _OUT:
-        wanted = " or ".join(checks.dtype_name(d) for d in _OUT)
+    if out_dtype is not None and out_dtype not in OUT_NAMES:
+        wanted = " or ".join(checks.dtype_name(d) for d in OUT_NAMES)
         checks.type_error("out_dtype", wanted, out_dtype)
     if out is None:
         out = torch.empty(shape, dtype=out_dtype or torch.bfloat16, device=device)
     else:
-        dtypes = tuple(_OUT) if out_dtype is None else (out_dtype,)
+        dtypes = tuple(OUT_NAMES) if out_dtype is None else (out_dtype,)
         checks.output("out", out, dtypes, shape, device)
     b, s_q, heads, _ = shape
     if lse is None:
@@ -166,5 +318,10 @@ def _check_plan(
         hint = "slice the table, or plan with max_pages = its width"
         wanted = f"a width of {plan.max_pages}, the plan's max_pages"
         checks.value_error("block_table", wanted, block_table.shape[1], hint)
-    if pipeline is not None and pipeline != plan.pipeline:
+    if pipeline is not None:
+        _check_pipeline(plan, pipeline)
+
+
+def _check_pipeline(plan: DecodePlan, pipeline: str) -> None:
+    if pipeline != plan.pipeline:
         checks.value_error("pipeline", f"{plan.pipeline!r}, as planned, or None", repr(pipeline))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
-from snapmla import checks, layouts
+from snapmla import checks, launch, layouts
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,6 +28,9 @@ class PagedKVCache:
 
     Raises:
         TypeError, ValueError: see ``snapmla.checks.cache``.
+
+    Source: SnapMLA paper, section 3.1 (per-token scales, RoPE in the pre-scaled domain); layout
+    ``row640`` is Modular's, ``paged`` our own.
     """
 
     content: torch.Tensor
@@ -35,7 +40,8 @@ class PagedKVCache:
     layout: str = field(init=False)
 
     def __post_init__(self) -> None:
-        checks.cache(self.content, self.rope, self.scale)
+        if not torch.compiler.is_compiling():  # a tracer's tensors have no address to check
+            checks.cache(self.content, self.rope, self.scale)
         object.__setattr__(self, "content_u8", self.content.view(torch.uint8))
         object.__setattr__(self, "layout", layouts.name_of(self.content, self.rope, self.scale))
 
@@ -53,6 +59,10 @@ class PagedKVCache:
             num_pages: pages in the pool, 1 or more.
             page_size: tokens in a page: 16, 32, 64 or 128.
             layout: ``split``, ``paged`` or ``row640`` (see ``snapmla.layouts``).
+            device: where; a ``cpu`` cache is the software GPU's.
+
+        Raises:
+            TypeError, ValueError: naming the argument.
         """
         checks.integer("num_pages", num_pages, 1)
         checks.page_size(page_size)
@@ -74,11 +84,16 @@ class PagedKVCache:
             content = content.view(layouts.FP8)
         return cls(content, rope, scale)
 
+    @functools.cached_property
+    def arguments(self) -> tuple[Any, ...]:
+        """content_u8, rope, scale as kernels take them."""
+        return launch.prepared(self.content_u8, self.rope, self.scale)
+
     @property
     def num_pages(self) -> int:
         return self.content.shape[0]
 
-    @property
+    @functools.cached_property
     def page_size(self) -> int:
         return self.content.shape[1]
 

@@ -7,7 +7,8 @@ place) without synchronisation, and one plan serves all layers of a step.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,12 +17,20 @@ from dsl_kernels.spec import (
     TOKEN_TILE,
     VariantSpec,
 )
-from snapmla import checks, dispatch, env, runtime
-from snapmla.launch import on_device
+from snapmla import checks, dispatch, env, launch, runtime
 
 DEFAULT_FIXED_OVERHEAD = 4  # token tiles that starting an item costs (prologue, epilogue, merge)
 STALE_SHOWN = 8  # changed sequences that an error names
 SOFTGPU_SMS = 4  # the software GPU counts as this many SMs: enough parts to split and merge
+
+
+class PlanVariant(NamedTuple):
+    """What chooses the decode kernel, beside the output's dtype."""
+
+    device: torch.device
+    pipeline: str
+    row_tile: int
+    page_size: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,6 +56,12 @@ class DecodePlan:
         fixed_overhead: cost of one item beside its tiles, in tiles.
         split_tiles: tiles of a piece with fixed splits, 0 without.
         check_stale: whether ``decode`` compares its lengths with the planned ones.
+
+    Raises:
+        TypeError, ValueError: from the methods, naming the argument.
+
+    Source: the work list with a fixed cost per item is FlashMLA's scheduling idea; tables and
+    capacity search are our own (``snapmla.reference_plan``).
     """
 
     work_items: torch.Tensor
@@ -72,13 +87,50 @@ class DecodePlan:
         """Query rows of a sequence."""
         return self.num_heads * self.s_q
 
-    @property
+    @functools.cached_property
     def device(self) -> torch.device:
+        """Where the plan lives, and must be used."""
         return self.work_items.device
 
-    @property
+    @functools.cached_property
+    def variant(self) -> PlanVariant:
+        """What chooses the decode kernel."""
+        return PlanVariant(self.device, self.pipeline, self.row_tile, self.page_size)
+
+    @functools.cached_property
+    def rows_shape(self) -> tuple[int, int, int]:
+        """(b, s_q, h)"""
+        return self.batch, self.s_q, self.num_heads
+
+    @functools.cached_property
+    def table_shape(self) -> tuple[int, int]:
+        """Shape of the block table: (b, max_pages)."""
+        return self.batch, self.max_pages
+
+    @functools.cached_property
+    def out_shape(self) -> tuple[int, int, int, int]:
+        """Shape of ``out``: (b, s_q, h, 512)."""
+        return *self.rows_shape, KV_LORA_RANK
+
+    @functools.cached_property
+    def lse_shape(self) -> tuple[int, int, int]:
+        """Shape of ``lse``: (b, h, s_q)."""
+        return self.batch, self.num_heads, self.s_q
+
+    @functools.cached_property
+    def arguments(self) -> tuple[Any, ...]:
+        """work_items, part_begin, o_accum, lse_accum, split_begin as kernels take them."""
+        return launch.prepared(
+            self.work_items, self.part_begin, self.o_accum, self.lse_accum, self.split_begin
+        )
+
+    @functools.cached_property
     def may_split(self) -> bool:
         """False only if the shapes rule out that any sequence is split."""
+        return self.can_split()
+
+    def can_split(self) -> bool:
+        """``may_split`` without remembering it (for tracers)."""
         tokens = self.max_pages * self.page_size
         if self.split_tiles:
             return tokens > self.split_tiles * TOKEN_TILE
@@ -156,12 +208,26 @@ class DecodePlan:
         return plan_text.explain(self, limit)
 
     def with_workspace(self, o_accum: torch.Tensor, lse_accum: torch.Tensor) -> DecodePlan:
-        """The same plan over another workspace of the same shapes (one per concurrent stream)."""
+        """The same plan over another workspace of the same shapes (one per concurrent stream).
+
+        Args:
+            o_accum: float32, shaped like this plan's ``o_accum``; contiguous.
+            lse_accum: float32, shaped like this plan's ``lse_accum``; contiguous.
+
+        Raises:
+            TypeError, ValueError: naming the argument.
+        """
         device = self.device
         shape = tuple(self.o_accum.shape)
         checks.output("o_accum", o_accum, (torch.float32,), shape, device)
         checks.output("lse_accum", lse_accum, (torch.float32,), shape[:2], device)
         return replace(self, o_accum=o_accum, lse_accum=lse_accum)
+
+
+TENSORS = (
+    "work_items", "part_begin", "split_begin", "planned_seqlens", "o_accum", "lse_accum",
+)  # fmt: skip
+STATIC = tuple(f.name for f in fields(DecodePlan) if f.name not in TENSORS)
 
 
 def launch_plan(
@@ -176,12 +242,10 @@ def launch_plan(
 ) -> None:
     """Launches the planning kernel on checked arguments."""
     device = cache_seqlens.device
-    kernel = _plan_kernel(device)
-    with on_device(device):
-        kernel(
-            cache_seqlens, work_items, part_begin, split_begin, planned_seqlens, max_tokens,
-            TOKEN_TILE, fixed_overhead, split_tiles,
-        )  # fmt: skip
+    launch.call(
+        device, _plan_kernel(device), cache_seqlens, work_items, part_begin, split_begin,
+        planned_seqlens, max_tokens, TOKEN_TILE, fixed_overhead, split_tiles,
+    )  # fmt: skip
 
 
 @functools.lru_cache(maxsize=64)
@@ -241,9 +305,14 @@ def plan_decode(
             ``update_`` and raises ValueError if they differ (this waits for the device).  None:
             the environment variable SNAPMLA_CHECK_PLAN.
 
+    Returns:
+        The plan, updated for ``cache_seqlens``.
+
     Raises:
         TypeError, ValueError: naming the argument.
         VariantError: the planning kernel is not there.
+
+    Source: as ``DecodePlan``; the kernel is chosen by ``snapmla.dispatch``.
     """
     checks.lengths(cache_seqlens, "b")
     checks.num_heads(num_heads)

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from dsl_kernels.spec import KV_LORA_RANK, QK_ROPE_HEAD_DIM, VariantSpec
-from snapmla import checks, runtime
+from snapmla import checks, launch, runtime
 from snapmla.cache import PagedKVCache
 
 GRANULARITIES = ("token_head", "token")
+SHARED_LAYOUTS = ("paged", "row640")  # content and rope are views of one memory
 _SHORT = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
 _INDEX = {torch.int32: "i32", torch.int64: "i64"}
 
@@ -34,6 +36,9 @@ class QuantizedQuery:
 
     Raises:
         TypeError, ValueError: see ``snapmla.checks.query``.
+
+    Source: SnapMLA paper, section 3.1 (RoPE-aware per-token scales, the pre-scaled domain);
+    ``token`` granularity is Modular's SM100 kernel's.
     """
 
     nope: torch.Tensor
@@ -43,12 +48,16 @@ class QuantizedQuery:
     row_scale: torch.Tensor = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        checks.query(self.nope, self.rope, self.scale)
-        scale = self.scale
-        if scale.ndim == 2:
-            scale = scale.unsqueeze(-1).expand(self.nope.shape[:3])
+        if not torch.compiler.is_compiling():  # a tracer's tensors have no address to check
+            checks.query(self.nope, self.rope, self.scale)
         object.__setattr__(self, "nope_u8", self.nope.view(torch.uint8))
-        object.__setattr__(self, "row_scale", scale)
+        object.__setattr__(self, "row_scale", per_row(self.scale, self.nope.shape[2]))
+
+    @functools.cached_property
+    def rows_shape(self) -> tuple[int, int, int]:
+        """(b, s_q, h)"""
+        b, s_q, heads, _ = self.nope.shape
+        return b, s_q, heads
 
     @property
     def granularity(self) -> str:
@@ -69,6 +78,13 @@ class QuantizedQuery:
     @property
     def device(self) -> torch.device:
         return self.nope.device
+
+
+def per_row(scale: torch.Tensor, heads: int) -> torch.Tensor:
+    """A scale (b, s_q, h), or (b, s_q) of whole tokens, as (b, s_q, h) without copying."""
+    if scale.ndim == 3:
+        return scale
+    return scale.unsqueeze(-1).expand(*scale.shape, heads)
 
 
 @functools.lru_cache(maxsize=256)
@@ -94,24 +110,52 @@ def append_kv(
 
     Raises:
         TypeError, ValueError: naming the argument.
+
+    Source: SnapMLA paper, section 3.3.1 (fused K-append); the scale's floors are our own
+    (docs/numerics.md).
     """
-    _expect_cache(cache)
-    checks.tensor("c_kv", c_kv, checks.FLOATS, ("n", KV_LORA_RANK), cache.device)
-    n = c_kv.shape[0]
-    checks.tensor("k_rope", k_rope, (c_kv.dtype,), (n, QK_ROPE_HEAD_DIM), cache.device)
-    checks.tensor("slot_mapping", slot_mapping, tuple(_INDEX), (n,), cache.device)
-    checks.contiguous("slot_mapping", slot_mapping)
-    if n == 0:
+    if torch.compiler.is_compiling():
+        if cache.layout in SHARED_LAYOUTS:
+            checks.value_error(
+                "cache", "a layout of separate tensors under torch.compile", repr(cache.layout),
+                "tracers cannot write views of one memory with several dtypes: append outside",
+            )  # fmt: skip
+        torch.ops.snapmla.append_kv(
+            cache.content_u8, cache.rope, cache.scale, c_kv, k_rope, slot_mapping
+        )
         return
-    checks.aligned_rows("c_kv", c_kv)
-    checks.aligned_rows("k_rope", k_rope)
+    _expect_cache(cache)
+    check_tokens(c_kv, k_rope, slot_mapping, cache.device)
+    launch_append(cache.arguments, c_kv, k_rope, slot_mapping)
+
+
+def check_tokens(
+    c_kv: torch.Tensor, k_rope: torch.Tensor, slot_mapping: torch.Tensor, device: torch.device
+) -> None:
+    """Checks what ``append_kv`` is given beside the cache."""
+    checks.tensor("c_kv", c_kv, checks.FLOATS, ("n", KV_LORA_RANK), device)
+    n = c_kv.shape[0]
+    checks.tensor("k_rope", k_rope, (c_kv.dtype,), (n, QK_ROPE_HEAD_DIM), device)
+    checks.tensor("slot_mapping", slot_mapping, tuple(_INDEX), (n,), device)
+    checks.contiguous("slot_mapping", slot_mapping)
+    if n:
+        checks.aligned_rows("c_kv", c_kv)
+        checks.aligned_rows("k_rope", k_rope)
+
+
+def launch_append(
+    cache: tuple[Any, ...], c_kv: torch.Tensor, k_rope: torch.Tensor, slot_mapping: torch.Tensor
+) -> None:
+    """The launch of ``append_kv`` on checked arguments; cache = (content bytes, rope, scale)."""
+    if c_kv.shape[0] == 0:
+        return
     kernel = _kernel(
-        cache.device,
+        c_kv.device,
         "append_kv",
         in_dtype=_SHORT[c_kv.dtype],
         index_dtype=_INDEX[slot_mapping.dtype],
     )
-    kernel(cache.content_u8, cache.rope, cache.scale, c_kv, k_rope, slot_mapping)
+    launch.call(c_kv.device, kernel, *cache, c_kv, k_rope, slot_mapping)
 
 
 def quantize_q(
@@ -134,7 +178,11 @@ def quantize_q(
 
     Raises:
         TypeError, ValueError: naming the argument.
+
+    Source: SnapMLA paper, section 3.3.1 (fused Q-quant).
     """
+    if torch.compiler.is_compiling():
+        return _traced_quantize(q_nope, q_rope, granularity, out)
     checks.choice("granularity", granularity, GRANULARITIES)
     checks.tensor("q_nope", q_nope, checks.FLOATS, ("b", "s_q", "num_heads", KV_LORA_RANK))
     b, s_q, heads, _ = q_nope.shape
@@ -159,7 +207,18 @@ def quantize_q(
     checks.aligned_rows("q_nope", q_nope)
     checks.aligned_rows("q_rope", q_rope)
     kernel = _kernel(device, "quantize_q", in_dtype=_SHORT[q_nope.dtype], mode=granularity)
-    kernel(q_nope, q_rope, out.nope_u8, out.rope, out.scale)
+    launch.call(device, kernel, q_nope, q_rope, out.nope_u8, out.rope, out.scale)
+    return out
+
+
+def _traced_quantize(
+    q_nope: torch.Tensor, q_rope: torch.Tensor, granularity: str, out: QuantizedQuery | None
+) -> QuantizedQuery:
+    """``quantize_q`` as an operator, for tracers."""
+    if out is None:
+        nope, rope, scale = torch.ops.snapmla.quantize_q(q_nope, q_rope, granularity)
+        return QuantizedQuery(nope.view(checks.FP8), rope, scale)
+    torch.ops.snapmla.quantize_q_out(q_nope, q_rope, granularity, out.nope_u8, out.rope, out.scale)
     return out
 
 
@@ -177,11 +236,12 @@ def fetch_dequant(
     """Reads tokens back: c_kv = content * scale, k_rope = rope * scale (SnapMLA's fetch-dequant).
 
     Args:
+        cache: the pages to read.
         where: int32 block table (b, width), or int32 flat token indices (n,)
             (``page * page_size + offset``); an index outside the pool gives zeros.
         cache_seqlens: int32 (b,), needed with a block table.
-        out: where to write: a pair (c_kv, k_rope), or one joint (..., 576) tensor.  With a block
-            table its second extent bounds the tokens fetched per sequence, and rows past a
+        out: where to write, bfloat16, float16 or float32: a pair (c_kv, k_rope), or one joint
+            (..., 576) tensor.  With a block table its second extent bounds the tokens fetched per sequence, and rows past a
             sequence's length are left as they are.  None allocates zeros for width * page_size
             tokens per sequence, or for n tokens.
         dtype: of the result if ``out`` is None: bfloat16, float16 or float32.
@@ -192,7 +252,11 @@ def fetch_dequant(
 
     Raises:
         TypeError, ValueError: naming the argument.
+
+    Source: SnapMLA paper, section 3.3.1 (fused fetch-dequant).
     """
+    if torch.compiler.is_compiling():
+        return _traced_fetch(cache, where, cache_seqlens, out, dtype)
     _expect_cache(cache)
     device = cache.device
     if not isinstance(where, torch.Tensor) or where.ndim not in (1, 2):
@@ -217,8 +281,25 @@ def fetch_dequant(
     mode = "pages" if by_pages else "indices"
     kernel = _kernel(device, "fetch_dequant", in_dtype=_SHORT[c_kv.dtype], mode=mode)
     selector = (where, cache_seqlens) if by_pages else (where,)
-    kernel(cache.content_u8, cache.rope, cache.scale, *selector, c_kv, k_rope)
+    launch.call(device, kernel, *cache.arguments, *selector, c_kv, k_rope)
     return c_kv, k_rope
+
+
+def _traced_fetch(
+    cache: PagedKVCache,
+    where: torch.Tensor,
+    cache_seqlens: torch.Tensor | None,
+    out: torch.Tensor | Fetched | None,
+    dtype: torch.dtype,
+) -> Fetched:
+    """``fetch_dequant`` as an operator, for tracers."""
+    common = (cache.content_u8, cache.rope, cache.scale, where, cache_seqlens)
+    if out is None:
+        return torch.ops.snapmla.fetch_dequant(*common, dtype)
+    if isinstance(out, torch.Tensor):
+        out = out[..., :KV_LORA_RANK], out[..., KV_LORA_RANK:]
+    torch.ops.snapmla.fetch_dequant_out(*common, *out)
+    return out
 
 
 def _fetch_outputs(

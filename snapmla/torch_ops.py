@@ -1,0 +1,303 @@
+"""``torch.ops.snapmla``: the same kernels as operators over flat tensors and numbers.
+
+For ``torch.compile``, ``torch.export`` and code that wants operators.  Under a tracer the public
+functions (``snapmla.append_kv``, ``quantize_q``, ``decode``, ``fetch_dequant``, ``plan.update_``)
+become these operators; in eager mode they do not go through them.
+
+    append_kv(content!, rope!, scale!, c_kv, k_rope, slot_mapping)
+    quantize_q(q_nope, q_rope, granularity) -> (nope, rope, scale)
+    quantize_q_out(q_nope, q_rope, granularity, nope!, rope!, scale!)
+    plan_update(cache_seqlens, work_items!, part_begin!, split_begin!, planned_seqlens!, max_tokens,
+        fixed_overhead, split_tiles)
+    decode(q_nope, q_rope, q_scale, content, rope, scale, block_table, cache_seqlens, work_items,
+        part_begin, split_begin, o_accum!, lse_accum!, pipeline, row_tile, may_split,
+        softmax_scale, causal, lse_factor, empty_lse, out_dtype) -> (out, lse)
+    decode_out(..., out!, lse!)
+    fetch_dequant(content, rope, scale, where, cache_seqlens?, dtype) -> (c_kv, k_rope)
+    fetch_dequant_out(content, rope, scale, where, cache_seqlens?, c_kv!, k_rope!)
+
+``!`` is written.  ``content`` and ``nope`` are the FP8 bytes as uint8, ``q_scale`` is (b, s_q, h)
+or (b, s_q).  The cache, ``plan`` and ``q`` are pytrees of their tensors, so they may be arguments
+of compiled functions.  Operators have no gradients: this is inference.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from dsl_kernels.spec import KV_LORA_RANK, QK_ROPE_HEAD_DIM
+from snapmla import attention, checks, plan, quant
+from snapmla.cache import PagedKVCache
+from snapmla.plan import DecodePlan, PlanVariant
+from snapmla.quant import QuantizedQuery
+
+NAMESPACE = "snapmla"
+_DECODE_ARGUMENTS = (
+    "Tensor q_nope, Tensor q_rope, Tensor q_scale, Tensor content, Tensor rope, Tensor scale, "
+    "Tensor block_table, Tensor cache_seqlens, Tensor work_items, Tensor part_begin, "
+    "Tensor split_begin, Tensor(a!) o_accum, Tensor(b!) lse_accum, str pipeline, int row_tile, "
+    "bool may_split, float softmax_scale, bool causal, float lse_factor, float empty_lse"
+)
+_FETCH_ARGUMENTS = "Tensor content, Tensor rope, Tensor scale, Tensor where, Tensor? cache_seqlens"
+SCHEMAS = (
+    "append_kv(Tensor(a!) content, Tensor(b!) rope, Tensor(c!) scale, Tensor c_kv, Tensor k_rope, "
+    "Tensor slot_mapping) -> ()",
+    "quantize_q(Tensor q_nope, Tensor q_rope, str granularity) -> (Tensor, Tensor, Tensor)",
+    "quantize_q_out(Tensor q_nope, Tensor q_rope, str granularity, Tensor(a!) nope, "
+    "Tensor(b!) rope, Tensor(c!) scale) -> ()",
+    "plan_update(Tensor cache_seqlens, Tensor(a!) work_items, Tensor(b!) part_begin, "
+    "Tensor(c!) split_begin, Tensor(d!) planned_seqlens, int max_tokens, int fixed_overhead, "
+    "int split_tiles) -> ()",
+    f"decode({_DECODE_ARGUMENTS}, ScalarType out_dtype) -> (Tensor, Tensor)",
+    f"decode_out({_DECODE_ARGUMENTS}, Tensor(c!) out, Tensor(d!) lse) -> ()",
+    f"fetch_dequant({_FETCH_ARGUMENTS}, ScalarType dtype) -> (Tensor, Tensor)",
+    f"fetch_dequant_out({_FETCH_ARGUMENTS}, Tensor(a!) c_kv, Tensor(b!) k_rope) -> ()",
+)
+
+
+# ------------------------------------------------------------------------------ on real tensors
+
+
+def _append_kv(
+    content: Tensor, rope: Tensor, scale: Tensor, c_kv: Tensor, k_rope: Tensor, slots: Tensor
+) -> None:
+    checks.tensor("content", content, (torch.uint8,), ("num_pages", "page_size", KV_LORA_RANK))
+    quant.check_tokens(c_kv, k_rope, slots, content.device)
+    quant.launch_append((content, rope, scale), c_kv, k_rope, slots)
+
+
+def _quantize_q(q_nope: Tensor, q_rope: Tensor, granularity: str) -> tuple[Tensor, Tensor, Tensor]:
+    q = quant.quantize_q(q_nope, q_rope, granularity)
+    return q.nope_u8, q.rope, q.scale
+
+
+def _quantize_q_out(
+    q_nope: Tensor, q_rope: Tensor, granularity: str, nope: Tensor, rope: Tensor, scale: Tensor
+) -> None:
+    out = QuantizedQuery(nope.view(checks.FP8), rope, scale)
+    quant.quantize_q(q_nope, q_rope, granularity, out=out)
+
+
+def _plan_update(cache_seqlens: Tensor, *rest: Any) -> None:
+    checks.lengths(cache_seqlens, rest[2].shape[0] - 1, rest[0].device)
+    if cache_seqlens.shape[0]:
+        plan.launch_plan(cache_seqlens, *rest)
+
+
+def _decode(*arguments: Any) -> tuple[Tensor, Tensor]:
+    *common, out_dtype = arguments
+    out, lse = _decode_results(common[0], out_dtype)
+    _decode_out(*common, out, lse)  # type: ignore[call-arg]
+    return out, lse
+
+
+def _decode_out(
+    q_nope: Tensor,
+    q_rope: Tensor,
+    q_scale: Tensor,
+    content: Tensor,
+    rope: Tensor,
+    scale: Tensor,
+    block_table: Tensor,
+    cache_seqlens: Tensor,
+    work_items: Tensor,
+    part_begin: Tensor,
+    split_begin: Tensor,
+    o_accum: Tensor,
+    lse_accum: Tensor,
+    pipeline: str,
+    row_tile: int,
+    may_split: bool,
+    softmax_scale: float,
+    causal: bool,
+    lse_factor: float,
+    empty_lse: float,
+    out: Tensor,
+    lse: Tensor,
+) -> None:
+    b, s_q, heads, _ = q_nope.shape
+    if b == 0:
+        return
+    checks.block_table(block_table, b, q_nope.device)
+    checks.output("out", out, tuple(attention.OUT_NAMES), tuple(q_nope.shape), q_nope.device)
+    checks.output("lse", lse, (torch.float32,), (b, heads, s_q), q_nope.device, align=4)
+    attention.launch_decode(
+        (q_nope, q_rope, quant.per_row(q_scale, heads)),
+        (content, rope, scale),
+        block_table,
+        cache_seqlens,
+        PlanVariant(q_nope.device, pipeline, row_tile, content.shape[1]),
+        (work_items, part_begin, o_accum, lse_accum, split_begin),
+        may_split,
+        (out, lse),
+        (checks.softmax_scale(softmax_scale), int(causal), lse_factor, empty_lse),
+    )
+
+
+def _fetch_dequant(
+    content: Tensor,
+    rope: Tensor,
+    scale: Tensor,
+    where: Tensor,
+    cache_seqlens: Tensor | None,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    cache = PagedKVCache.from_tensors(content, rope, scale)
+    return quant.fetch_dequant(cache, where, cache_seqlens, dtype=dtype)
+
+
+def _fetch_dequant_out(
+    content: Tensor,
+    rope: Tensor,
+    scale: Tensor,
+    where: Tensor,
+    cache_seqlens: Tensor | None,
+    c_kv: Tensor,
+    k_rope: Tensor,
+) -> None:
+    cache = PagedKVCache.from_tensors(content, rope, scale)
+    quant.fetch_dequant(cache, where, cache_seqlens, out=(c_kv, k_rope))
+
+
+# ------------------------------------------------------------------------------ shapes alone
+
+
+def _decode_results(q_nope: Tensor, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    b, s_q, heads, _ = q_nope.shape
+    out = q_nope.new_empty((b, s_q, heads, KV_LORA_RANK), dtype=out_dtype)
+    return out, q_nope.new_empty((b, heads, s_q), dtype=torch.float32)
+
+
+def _fake_quantize_q(
+    q_nope: Tensor, q_rope: Tensor, granularity: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    checks.choice("granularity", granularity, quant.GRANULARITIES)
+    checks.tensor("q_nope", q_nope, checks.FLOATS, ("b", "s_q", "num_heads", KV_LORA_RANK))
+    checks.tensor("q_rope", q_rope, (q_nope.dtype,), ("b", "s_q", "num_heads", QK_ROPE_HEAD_DIM))
+    rows = q_nope.shape[:-1]
+    scales = rows if granularity == "token_head" else rows[:-1]
+    return (
+        q_nope.new_empty(q_nope.shape, dtype=torch.uint8),
+        q_nope.new_empty(q_rope.shape, dtype=torch.bfloat16),
+        q_nope.new_empty(scales, dtype=torch.float32),
+    )
+
+
+def _fake_decode(*arguments: Any) -> tuple[Tensor, Tensor]:
+    q_nope, content, block_table = arguments[0], arguments[3], arguments[6]
+    checks.tensor("q_nope", q_nope, (torch.uint8,), ("b", "s_q", "num_heads", KV_LORA_RANK))
+    checks.tensor("content", content, (torch.uint8,), ("num_pages", "page_size", KV_LORA_RANK))
+    checks.tensor("block_table", block_table, (torch.int32,), ("b", "width"))
+    return _decode_results(q_nope, arguments[-1])
+
+
+def _fake_fetch_dequant(
+    content: Tensor,
+    rope: Tensor,
+    scale: Tensor,
+    where: Tensor,
+    cache_seqlens: Tensor | None,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    rows: tuple[Any, ...] = (where.shape[0],)
+    if where.ndim == 2:
+        rows = (where.shape[0], where.shape[1] * content.shape[1])
+    return (
+        content.new_empty((*rows, KV_LORA_RANK), dtype=dtype),
+        content.new_empty((*rows, QK_ROPE_HEAD_DIM), dtype=dtype),
+    )
+
+
+def _fake_nothing(*_: Any) -> None:
+    return None
+
+
+# ------------------------------------------------------------------------------ registration
+
+_REAL = {
+    "append_kv": _append_kv,
+    "quantize_q": _quantize_q,
+    "quantize_q_out": _quantize_q_out,
+    "plan_update": _plan_update,
+    "decode": _decode,
+    "decode_out": _decode_out,
+    "fetch_dequant": _fetch_dequant,
+    "fetch_dequant_out": _fetch_dequant_out,
+}
+_FAKE = {
+    "quantize_q": _fake_quantize_q,
+    "decode": _fake_decode,
+    "fetch_dequant": _fake_fetch_dequant,
+}
+
+
+def _register() -> torch.library.Library:
+    """Defines all operators; the library must stay alive as long as they are used."""
+    library = torch.library.Library(NAMESPACE, "DEF")
+    for schema in SCHEMAS:
+        name = schema.split("(")[0]
+        # tensors must arrive with the strides that the caller gave them
+        library.define(schema, tags=(torch.Tag.needs_exact_strides,))
+        for key in ("CUDA", "CPU"):
+            library.impl(name, _REAL[name], key)
+        torch.library.register_fake(
+            f"{NAMESPACE}::{name}", _FAKE.get(name, _fake_nothing), lib=library
+        )
+    return library
+
+
+# ------------------------------------------------------------------------------ pytrees
+
+
+def _children(cls: type) -> tuple[str, ...]:
+    """Names of the tensors that make up a ``cls``."""
+    return {
+        PagedKVCache: ("content", "rope", "scale"),
+        QuantizedQuery: ("nope", "rope", "scale"),
+        DecodePlan: plan.TENSORS,
+    }[cls]
+
+
+def _flatten(value: Any) -> tuple[list[Any], tuple[Any, ...]]:
+    names = _children(type(value))
+    static = plan.STATIC if isinstance(value, DecodePlan) else ()
+    return [getattr(value, n) for n in names], tuple(getattr(value, n) for n in static)
+
+
+def _unflatten(cls: type, leaves: Any, static: tuple[Any, ...]) -> Any:
+    """Puts a value together again; leaves may be stand-ins of tensors."""
+    fields: dict[str, Any] = dict(zip(_children(cls), leaves))
+    if cls is DecodePlan:
+        fields.update(zip(plan.STATIC, static))
+        return DecodePlan(**fields)
+    if all(isinstance(leaf, Tensor) for leaf in fields.values()):
+        return cls(**fields)
+    value: Any = object.__new__(cls)
+    for name, leaf in fields.items():
+        object.__setattr__(value, name, leaf)
+    return value
+
+
+def _register_pytrees() -> None:
+    def register(cls: type) -> None:
+        pytree.register_pytree_node(
+            cls,
+            _flatten,
+            lambda leaves, static: _unflatten(cls, leaves, tuple(static)),
+            serialized_type_name=f"snapmla.{cls.__name__}",
+            flatten_with_keys_fn=lambda value: (
+                [(pytree.GetAttrKey(n), getattr(value, n)) for n in _children(cls)],
+                _flatten(value)[1],
+            ),
+        )
+
+    for cls in (PagedKVCache, QuantizedQuery, DecodePlan):
+        register(cls)
+
+
+_library = _register()
+_register_pytrees()

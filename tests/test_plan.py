@@ -1,0 +1,272 @@
+"""Plans: the kernel against its mirror, fixed splits, stale plans, ``explain``.
+
+All of it runs the compiled kernels on the software GPU.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import snapmla
+from codegen import toolchain
+from dsl_kernels.spec import TOKEN_TILE, VariantSpec
+from snapmla import runtime, selfcheck
+from snapmla.reference_plan import plan_reference, tile_counts
+
+needs_kernels = pytest.mark.skipif(not toolchain.have_compiler(), reason="needs nvidia-cutlass-dsl")
+SCALE = 192**-0.5
+
+lengths_strategy = st.lists(
+    st.one_of(
+        st.integers(-5, 200), st.integers(0, 40000), st.sampled_from([0, 1, 63, 64, 65, 2**31 - 1])
+    ),
+    min_size=1,
+    max_size=70,
+)
+
+
+def run_plan_kernel(
+    lengths: list[int], parts: int, overhead: int, max_tokens: int, split: int
+) -> tuple[list[tuple[int, ...]], list[int], list[int], list[int]]:
+    """(work items, part_begin, split_begin, planned lengths) from the compiled kernel."""
+    b = len(lengths)
+    most = sum(tile_counts(lengths, TOKEN_TILE, max_tokens)) if split else 0
+    items = torch.full((parts + b + most + 1, 4), -7, dtype=torch.int32)
+    part_begin, split_begin, planned = (
+        torch.full((n,), -7, dtype=torch.int32) for n in (parts + 1, b + 1, b)
+    )
+    kernel = runtime.kernel(VariantSpec(op="plan_decode", arch="sm_90a"), "cpu")
+    kernel(
+        torch.tensor(lengths, dtype=torch.int32), items, part_begin, split_begin, planned,
+        max_tokens, TOKEN_TILE, overhead, split,
+    )  # fmt: skip
+    written = items[: part_begin[-1]].tolist()
+    assert (items[part_begin[-1] :] == -7).all(), "wrote past the last item"
+    return [tuple(i) for i in written], part_begin.tolist(), split_begin.tolist(), planned.tolist()
+
+
+@needs_kernels
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=lengths_strategy,
+    parts=st.sampled_from([1, 2, 7, 66, 132, 300]),
+    overhead=st.sampled_from([0, 1, 4, 17]),
+    max_tokens=st.sampled_from([100, 8192, 131072]),
+    split=st.sampled_from([0, 0, 1, 16, 4096]),
+)
+def test_kernel_equals_reference(
+    lengths: list[int], parts: int, overhead: int, max_tokens: int, split: int
+) -> None:
+    if split == 1 and max_tokens > 8192:
+        split = 5  # tens of thousands of items say nothing new
+    want = plan_reference(lengths, parts, TOKEN_TILE, overhead, max_tokens, split)
+    found = run_plan_kernel(lengths, parts, overhead, max_tokens, split)
+    assert found == (want.work_items, want.part_begin, want.split_begin, lengths)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    lengths=lengths_strategy,
+    parts=st.integers(1, 140),
+    overhead=st.sampled_from([0, 1, 4, 17]),
+    split=st.integers(1, 300),
+)
+def test_fixed_splits_by_their_rule(
+    lengths: list[int], parts: int, overhead: int, split: int
+) -> None:
+    cap = 20000
+    plan = plan_reference(lengths, parts, TOKEN_TILE, overhead, cap, split)
+    tiles = tile_counts(lengths, TOKEN_TILE, cap)
+    # the pieces of a sequence depend on nothing but itself
+    for batch, count in enumerate(tiles):
+        alone = plan_reference([lengths[batch]], 1, TOKEN_TILE, 0, cap, split).work_items
+        own = [i for i in plan.work_items if i[0] == batch]
+        assert [i[1:3] for i in own] == [i[1:3] for i in alone]
+        assert [i[2] - i[1] for i in own[:-1]] == [split] * (len(own) - 1)
+        begin, end = plan.split_begin[batch : batch + 2]
+        assert [i[3] for i in own] == ([-1] if len(own) == 1 else list(range(begin, end)))
+        assert own[-1][2] == count
+    # capacity, and parts that exceed their share by less than an item
+    tiles_cap = -(-cap // TOKEN_TILE)
+    pieces = -(-tiles_cap // split)
+    assert len(plan.work_items) <= len(lengths) * pieces
+    assert plan.split_begin[-1] <= len(lengths) * pieces
+    assert plan.part_begin[0] == 0 and plan.part_begin[-1] == len(plan.work_items)
+    assert len(plan.part_begin) == parts + 1 and plan.part_begin == sorted(plan.part_begin)
+    for x, y in itertools.pairwise(plan.part_begin):
+        cost = sum(e - s + overhead for _, s, e, _ in plan.work_items[x:y])
+        assert cost < plan.part_cost + split + overhead + 1
+
+
+# ---------------------------------------------------------------------------- batch-invariant
+
+
+class Pool:
+    """Five requests in one cache; any of them can be decoded with any others."""
+
+    LENGTHS = (300, 64, 0, 190, 129)
+    HEADS = 8
+
+    def __init__(self) -> None:
+        self.cache, self.table, self.lengths = selfcheck.filled_cache(self.LENGTHS, 64)
+        self.q = selfcheck.sample_query(len(self.LENGTHS), 1, self.HEADS)
+
+    def decode(self, requests: list[int], **options: object) -> tuple[torch.Tensor, torch.Tensor]:
+        """(out, lse) of these requests as one batch."""
+        at = torch.tensor(requests)
+        q = snapmla.QuantizedQuery(self.q.nope[at], self.q.rope[at], self.q.scale[at])
+        table, lengths = self.table[at], self.lengths[at]
+        plan = snapmla.plan_decode(
+            lengths, self.HEADS, 1, page_size=64, max_pages=table.shape[1], **options,  # type: ignore[arg-type]
+        )  # fmt: skip
+        return snapmla.decode(q, self.cache, table, lengths, softmax_scale=SCALE, plan=plan)
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    view = {2: torch.int16, 4: torch.int32}[a.element_size()]
+    return torch.equal(a.view(view), b.view(view))
+
+
+@needs_kernels
+def test_fixed_splits_are_batch_invariant() -> None:
+    pool = Pool()
+    options = {"fixed_split_tokens": 128, "num_parts": 3}
+    alone = [pool.decode([i], **options) for i in range(5)]
+    generator = torch.Generator().manual_seed(5)
+    for _ in range(20):
+        size = int(torch.randint(2, 5, (), generator=generator))
+        batch = torch.randint(0, 5, (size,), generator=generator).tolist()
+        out, lse = pool.decode(batch, **options)
+        for row, request in enumerate(batch):
+            assert same_bits(out[row], alone[request][0][0]), (batch, request)
+            assert same_bits(lse[row], alone[request][1][0]), (batch, request)
+
+
+@needs_kernels
+def test_balanced_splits_are_not() -> None:
+    """The test above can fail: without fixed splits the neighbours decide where a cut falls."""
+    pool = Pool()
+    options = {"num_parts": 3, "fixed_overhead": 0}
+    _, alone = pool.decode([0], **options)
+    _, lse = pool.decode([0, 3, 4], **options)
+    assert not same_bits(lse[0], alone[0])
+    torch.testing.assert_close(lse[0], alone[0])
+
+
+@needs_kernels
+def test_fixed_splits_agree_with_balanced() -> None:
+    pool = Pool()
+    everyone = list(range(5))
+    out, lse = pool.decode(everyone, fixed_split_tokens=64)
+    want, want_lse = pool.decode(everyone, num_parts=1)
+    assert selfcheck.metrics.relative_l2(out, want) < 5e-3
+    assert selfcheck.metrics.lse_error(lse, want_lse) < 1e-5
+
+
+@needs_kernels
+def test_fixed_split_capacity() -> None:
+    lengths = torch.tensor([1000, 70], dtype=torch.int32)
+    plan = snapmla.plan_decode(lengths, 16, 1, page_size=64, max_pages=20, fixed_split_tokens=256)
+    assert tuple(plan.work_items.shape) == (10, 4)  # 2 sequences of at most 5 pieces
+    assert tuple(plan.o_accum.shape) == (10, 16, 512)
+    assert plan.workspace_bytes == 10 * 16 * 513 * 4
+    assert plan.may_split and int(plan.split_begin[-1]) == 4
+    whole = snapmla.plan_decode(lengths, 16, 1, page_size=64, max_pages=20, fixed_split_tokens=1280)
+    assert not whole.may_split and tuple(whole.o_accum.shape) == (1, 16, 512)
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "text"),
+    [
+        (
+            100,
+            ValueError,
+            "fixed_split_tokens: .* multiple of 64, got 100 .*nearest is 128",
+        ),
+        (0, ValueError, "fixed_split_tokens: expected 64"),
+        (64.0, TypeError, "fixed_split_tokens: expected an int, got float"),
+    ],
+)
+def test_fixed_split_errors(value: object, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        snapmla.plan_decode(
+            torch.ones(2, dtype=torch.int32), 16, 1, page_size=64, max_pages=2,
+            fixed_split_tokens=value,  # type: ignore[arg-type]
+        )  # fmt: skip
+
+
+# ---------------------------------------------------------------------------- stale plans
+
+
+@needs_kernels
+def test_stale_plan_is_caught() -> None:
+    pool = Pool()
+    lengths = pool.lengths.clone()
+    plan = snapmla.plan_decode(
+        lengths, pool.HEADS, 1, page_size=64, max_pages=pool.table.shape[1], check_stale=True
+    )
+
+    def run() -> None:
+        snapmla.decode(pool.q, pool.cache, pool.table, lengths, softmax_scale=SCALE, plan=plan)
+
+    run()
+    lengths[3] += 1  # the same number of tiles: nothing else would notice
+    lengths[1] -= 2
+    with pytest.raises(ValueError, match=r"plan: .*sequence 1 \(64 -> 62\), 3 \(190 -> 191\)"):
+        run()
+    plan.update_(lengths)
+    run()
+
+
+@needs_kernels
+def test_stale_check_is_off_by_default_and_switched_by_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lengths = torch.tensor([5] * 12, dtype=torch.int32)
+
+    def plan() -> snapmla.DecodePlan:
+        return snapmla.plan_decode(lengths, 16, 1, page_size=64, max_pages=2)
+
+    assert not plan().check_stale
+    monkeypatch.setenv("SNAPMLA_CHECK_PLAN", "1")
+    assert plan().check_stale
+    with pytest.raises(ValueError, match=r"7 \(5 -> 6\), 4 more.*plan.update_"):
+        plan().check(lengths + 1)
+
+
+# ---------------------------------------------------------------------------- explain
+
+
+@needs_kernels
+def test_explain_says_who_does_what() -> None:
+    lengths = torch.tensor([200, 0, 64, 500], dtype=torch.int32)
+    plan = snapmla.plan_decode(
+        lengths, 16, 2, page_size=64, max_pages=4, num_parts=3, fixed_overhead=1
+    )
+    text = plan.explain()
+    assert "4 sequences, 16 heads x 2 query tokens, pipeline etap, row tile 32" in text
+    assert "sequence 1: 0 tokens, part" in text and "written directly" in text
+    assert "sequence 3: 500 tokens (clamped to 256)" in text
+    want = plan_reference([200, 0, 64, 500], 3, 64, 1, 256)
+    for number, (x, y) in enumerate(itertools.pairwise(want.part_begin)):
+        line = next(s for s in text.splitlines() if s.startswith(f"  part {number}:"))
+        for batch, begin, end, slot in want.work_items[x:y]:
+            piece = f"sequence {batch} tiles {begin}..{end}"
+            assert piece + (f" -> slot {slot}" if slot >= 0 else "") in line
+    assert "... and 2 more sequences" in plan.explain(limit=2)
+    fixed = snapmla.plan_decode(
+        lengths, 16, 2, page_size=64, max_pages=4, fixed_split_tokens=128
+    ).explain()
+    assert "cut after each 128 tokens" in fixed
+
+
+@needs_kernels
+def test_explain_of_an_empty_batch() -> None:
+    empty = torch.zeros(0, dtype=torch.int32)
+    text = snapmla.plan_decode(empty, 16, 1, page_size=64, max_pages=2).explain()
+    assert "0 sequences" in text and "0 items" in text

@@ -1,0 +1,267 @@
+"""Operators, fakes, pytrees and ``torch.compile``, on the software GPU (on the real one: gpu)."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+
+import snapmla
+from codegen import toolchain
+from snapmla import selfcheck
+
+# a GPU machine without the compiler runs the ``gpu`` tests on variants that were built elsewhere
+pytestmark = pytest.mark.skipif(
+    not toolchain.have_compiler() and not torch.cuda.is_available(),
+    reason="needs nvidia-cutlass-dsl",
+)
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+SCALE = 192**-0.5
+HEADS, PAGE, WIDTH = 8, 64, 3
+LENGTHS = (130, 5)
+
+
+class Layer:
+    """One layer's step: seven new tokens, two sequences; everything random but fixed."""
+
+    def __init__(self, device: str, layout: str = "split") -> None:
+        torch.manual_seed(1)
+        self.cache = selfcheck.poisoned_cache(2 * WIDTH, PAGE, layout)
+        if device != "cpu":
+            self.cache = snapmla.PagedKVCache(
+                *(t.to(device) for t in (self.cache.content, self.cache.rope, self.cache.scale))
+            )
+        c, r = self.tokens(6 * PAGE, device)
+        snapmla.append_kv(self.cache, c, r, torch.arange(6 * PAGE, device=device))
+        self.table = torch.arange(2 * WIDTH, dtype=torch.int32, device=device).view(2, WIDTH)
+        self.lengths = torch.tensor(LENGTHS, dtype=torch.int32, device=device)
+        self.new = (*self.tokens(7, device), torch.arange(123, 130, device=device))
+        self.q_nope = torch.randn(2, 1, HEADS, 512, device=device).bfloat16()
+        self.q_rope = torch.randn(2, 1, HEADS, 64, device=device).bfloat16()
+        self.plan = snapmla.plan_decode(
+            self.lengths, HEADS, 1, page_size=PAGE, max_pages=WIDTH, num_parts=3, fixed_overhead=0
+        )
+
+    @staticmethod
+    def tokens(n: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+        c, r = selfcheck.sample_tokens(n)
+        return c.bfloat16().to(device), r.bfloat16().to(device)
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        return (
+            self.cache, *self.new, self.q_nope, self.q_rope, self.table, self.lengths, self.plan,
+        )  # fmt: skip
+
+
+def step(
+    cache: snapmla.PagedKVCache,
+    c_kv: torch.Tensor,
+    k_rope: torch.Tensor,
+    slots: torch.Tensor,
+    q_nope: torch.Tensor,
+    q_rope: torch.Tensor,
+    table: torch.Tensor,
+    lengths: torch.Tensor,
+    plan: snapmla.DecodePlan,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Append, quantise, decode: what an engine compiles."""
+    snapmla.append_kv(cache, c_kv, k_rope, slots)
+    q = snapmla.quantize_q(q_nope * 1.5, q_rope)
+    out, lse = snapmla.decode(q, cache, table, lengths, softmax_scale=SCALE, plan=plan)
+    return out + 1, lse
+
+
+def bits(t: torch.Tensor) -> torch.Tensor:
+    return t.contiguous().view(torch.uint8)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_layer_equals_eager(backend: str, device: str) -> None:
+    eager, compiled = Layer(device), Layer(device)
+    want = step(*eager.arguments)
+    before = bits(compiled.cache.content_u8).clone()
+    torch._dynamo.reset()
+    function = torch.compile(step, fullgraph=True, backend=backend)
+    got = function(*compiled.arguments)
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(bits(a), bits(b))
+    assert not torch.equal(bits(compiled.cache.content_u8), before), "nothing was appended"
+    for name in ("content", "rope", "scale"):
+        a, b = getattr(compiled.cache, name), getattr(eager.cache, name)
+        assert torch.equal(bits(a), bits(b)), name
+    # a later step: other lengths, same graph
+    for layer in (eager, compiled):
+        layer.lengths.copy_(torch.tensor([64, 66]))
+        layer.plan.update_(layer.lengths)
+    want, got = step(*eager.arguments), function(*compiled.arguments)
+    assert torch.equal(bits(got[0]), bits(want[0])) and torch.equal(bits(got[1]), bits(want[1]))
+
+
+def test_compiled_update_out_and_fetch() -> None:
+    """update_, preallocated results and fetch_dequant inside one graph."""
+    layer, other = Layer("cpu"), Layer("cpu")
+
+    def body(layer: Layer, lengths: torch.Tensor, out: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        layer.plan.update_(lengths)
+        q = snapmla.quantize_q(layer.q_nope, layer.q_rope, granularity="token")
+        _, lse = snapmla.decode(
+            q, layer.cache, layer.table, lengths, softmax_scale=SCALE, plan=layer.plan, out=out,
+            lse_base="2",
+        )  # fmt: skip
+        c, r = snapmla.fetch_dequant(layer.cache, layer.table, lengths)
+        return lse, c[0, :60], r[0, :60]
+
+    lengths = torch.tensor([60, 190], dtype=torch.int32)
+    out, want_out = (torch.zeros(2, 1, HEADS, 512) for _ in range(2))
+    want = body(other, lengths, want_out)
+    torch._dynamo.reset()
+    got = torch.compile(body, fullgraph=True, backend="aot_eager")(layer, lengths, out)
+    assert torch.equal(out, want_out) and out.abs().sum() > 0
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a, b)
+    assert torch.equal(layer.plan.planned_seqlens, lengths)
+
+
+def test_shared_layout_is_refused_when_traced() -> None:
+    layer = Layer("cpu", "paged")
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="append outside"):
+        torch.compile(step, fullgraph=True, backend="aot_eager")(*layer.arguments)
+
+    def decode_only(layer: Layer) -> torch.Tensor:
+        q = snapmla.quantize_q(layer.q_nope, layer.q_rope)
+        return snapmla.decode(
+            q, layer.cache, layer.table, layer.lengths, softmax_scale=SCALE, plan=layer.plan
+        )[0]
+
+    torch._dynamo.reset()
+    got = torch.compile(decode_only, fullgraph=True, backend="aot_eager")(layer)
+    assert torch.equal(got, decode_only(layer))
+
+
+# ---------------------------------------------------------------------------- opcheck
+
+
+def operator_calls(device: str) -> dict[str, tuple[Any, ...]]:
+    """One sample call of every operator."""
+    layer = Layer(device)
+    cache = (layer.cache.content_u8, layer.cache.rope, layer.cache.scale)
+    q = snapmla.quantize_q(layer.q_nope, layer.q_rope)
+    token = snapmla.quantize_q(layer.q_nope, layer.q_rope, "token")
+    plan = layer.plan
+    decode = (
+        q.nope_u8, q.rope, token.scale, *cache, layer.table, layer.lengths, plan.work_items,
+        plan.part_begin, plan.split_begin, plan.o_accum.zero_(), plan.lse_accum.zero_(),
+        plan.pipeline, plan.row_tile, True, SCALE, True, 1.0, 0.0,
+    )  # fmt: skip
+    out = torch.zeros(2, 1, HEADS, 512, dtype=torch.bfloat16, device=device)
+    lse = torch.zeros(2, HEADS, 1, device=device)
+    fetched = torch.zeros(2, PAGE, 512, device=device), torch.zeros(2, PAGE, 64, device=device)
+    short = torch.tensor([60, 3], dtype=torch.int32, device=device)
+    tables = (plan.work_items, plan.part_begin, plan.split_begin, plan.planned_seqlens)
+    return {
+        "append_kv": (*cache, *layer.new),
+        "quantize_q": (layer.q_nope, layer.q_rope, "token_head"),
+        "quantize_q_out": (
+            layer.q_nope, layer.q_rope, "token_head", q.nope_u8.clone(), q.rope.clone(),
+            q.scale.clone(),
+        ),
+        "plan_update": (layer.lengths, *tables, WIDTH * PAGE, 4, 0),
+        "decode": (*decode, torch.float32),
+        "decode_out": (*decode, out, lse),
+        "fetch_dequant": (*cache, layer.table, short, torch.float32),
+        "fetch_dequant_out": (*cache, layer.table, short, *fetched),
+    }  # fmt: skip
+
+
+NAMES = (
+    "append_kv", "quantize_q", "quantize_q_out", "plan_update", "decode", "decode_out",
+    "fetch_dequant", "fetch_dequant_out",
+)  # fmt: skip
+
+
+def test_every_operator_is_checked() -> None:
+    from snapmla import torch_ops
+
+    assert tuple(s.split("(")[0] for s in torch_ops.SCHEMAS) == NAMES
+    assert tuple(operator_calls("cpu")) == NAMES
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", NAMES)
+def test_opcheck(name: str, device: str) -> None:
+    operator = getattr(torch.ops.snapmla, name).default
+    torch.library.opcheck(operator, operator_calls(device)[name])
+
+
+def test_opcheck_can_fail() -> None:
+    """The fakes matter: one that returns another shape is noticed."""
+    library = torch.library.Library("snapmla_test", "DEF")
+    library.define("twice(Tensor x) -> Tensor")
+    library.impl("twice", lambda x: x * 2, "CPU")
+    torch.library.register_fake(
+        "snapmla_test::twice", lambda x: x.new_empty(x.shape[0] + 1), lib=library
+    )
+    with pytest.raises(Exception, match="Shapes .* are not equal"):
+        torch.library.opcheck(torch.ops.snapmla_test.twice.default, (torch.ones(3),))
+
+
+def test_operators_check_their_arguments() -> None:
+    calls = operator_calls("cpu")
+    wrong = list(calls["append_kv"])
+    wrong[3] = wrong[3].double()
+    with pytest.raises(TypeError, match="c_kv: expected dtype"):
+        torch.ops.snapmla.append_kv(*wrong)
+    with pytest.raises(ValueError, match="granularity"):
+        torch.ops.snapmla.quantize_q(*calls["quantize_q"][:2], "channel")
+    wrong = list(calls["decode_out"])
+    wrong[-1] = wrong[-1].transpose(0, 1)
+    with pytest.raises(ValueError, match="lse: expected shape"):
+        torch.ops.snapmla.decode_out(*wrong)
+
+
+# ---------------------------------------------------------------------------- pytrees
+
+
+def test_pytree_round_trip() -> None:
+    layer = Layer("cpu")
+    q = snapmla.quantize_q(layer.q_nope, layer.q_rope, "token")
+    value = {"cache": layer.cache, "q": [q], "plan": layer.plan}
+    leaves, spec = pytree.tree_flatten(value)
+    assert len(leaves) == 3 + 3 + 6 and all(isinstance(t, torch.Tensor) for t in leaves)
+    again = pytree.tree_unflatten(leaves, spec)
+    assert again["cache"].content is layer.cache.content
+    assert again["cache"].layout == "split" and again["q"][0].granularity == "token"
+    for field in dataclasses.fields(snapmla.DecodePlan):
+        a, b = getattr(again["plan"], field.name), getattr(layer.plan, field.name)
+        assert a is b or a == b, field.name
+    out, _ = snapmla.decode(
+        again["q"][0], again["cache"], layer.table, layer.lengths, softmax_scale=SCALE,
+        plan=again["plan"],
+    )  # fmt: skip
+    want, _ = snapmla.decode(
+        q, layer.cache, layer.table, layer.lengths, softmax_scale=SCALE, plan=layer.plan
+    )
+    assert torch.equal(out, want)
+
+
+def test_pytree_leaves_may_be_anything() -> None:
+    layer = Layer("cpu")
+    shapes = pytree.tree_map(lambda t: tuple(t.shape), (layer.cache, layer.plan))
+    assert shapes[0].content == (6, PAGE, 512) and shapes[1].part_begin == (4,)
+    keys = [pytree.keystr(k) for k, _ in pytree.tree_flatten_with_path(layer.cache)[0]]
+    assert keys == [".content", ".rope", ".scale"]
+
+
+def test_plans_of_other_shapes_have_other_structure() -> None:
+    lengths = torch.ones(2, dtype=torch.int32)
+    specs = [
+        pytree.tree_structure(snapmla.plan_decode(lengths, h, 1, page_size=64, max_pages=2))
+        for h in (16, 16, 32)
+    ]
+    assert specs[0] == specs[1] and specs[0] != specs[2]
