@@ -13,6 +13,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 import os
 import subprocess
 import sys
@@ -52,6 +53,7 @@ METRICS: dict[str, str] = {  # label -> ncu metric
 TOP_STALLS = 5
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 INDEX = {"i32": torch.int32, "i64": torch.int64}
+Maker = Callable[[], Any]
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
@@ -180,103 +182,120 @@ def split_evenly(batch: int, tiles: int, parts: int) -> tuple[Any, Any, Any, int
     return items, part_begin, split_begin, max(slots, 1)
 
 
-def _i32(values: Any) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32, device="cuda")
+class Values(dict[str, Any]):
+    """Argument name -> value for a call of ``spec``; each is made when it is first asked for.
 
+    Tensors are contiguous.  Raises ValueError for a name that no op has.
 
-def _e4m3(*shape: int) -> torch.Tensor:
-    """Random e4m3 bytes without NaN; a block of 2^20 values, repeated."""
-    total = 1
-    for extent in shape:
-        total *= extent
-    block = torch.randn(1 << 20, device="cuda").mul_(50).to(torch.float8_e4m3fn).view(torch.uint8)
-    return block.repeat(-(-total // block.numel()))[:total].view(shape)
+    Args:
+        device: where tensors go; ``cpu`` runs on the software GPU.
+        parts: CTAs (clusters) that the work list is for.
+    """
 
-
-def values(spec: VariantSpec, sizes: Sizes) -> dict[str, Any]:
-    """Argument name -> value for every argument of every op, contiguous, on the current device."""
-    page, rows = spec.page_size, spec.row_tile
-    heads = max(1, min(128, rows // sizes.s_q))
-    b, s_q, d, r = sizes.batch, sizes.s_q, KV_LORA_RANK, QK_ROPE_HEAD_DIM
-    width = -(-sizes.tokens // page)
-    pages = b * width
-    parts = torch.cuda.get_device_properties("cuda").multi_processor_count // spec.cluster
-    tiles = -(-sizes.tokens // spec.token_tile)
-    items, part_begin, split_begin, slots = split_evenly(b, tiles, parts)
-    given, made = DTYPES[spec.in_dtype], DTYPES[spec.out_dtype]
-    n = b * sizes.tokens
-
-    def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-        return torch.randn(shape, device="cuda", dtype=torch.float32).to(dtype)
-
-    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.empty(shape, device="cuda", dtype=dtype)
-
-    makers: dict[str, Callable[[], Any]] = {
-        "q_nope": lambda: (
-            _e4m3(b, s_q, heads, d)
-            if spec.op == "decode"
-            else normal(b, s_q, heads, d, dtype=given)
-        ),
-        "q_rope": lambda: normal(
-            b, s_q, heads, r, dtype=torch.bfloat16 if spec.op == "decode" else given
-        ),
-        "q_scale": lambda: torch.full((b, s_q, heads), 0.01, device="cuda"),
-        "content": lambda: _e4m3(pages, page, d),
-        "rope": lambda: normal(pages, page, r),
-        "scale": lambda: torch.full((pages, page), 0.01, device="cuda"),
-        "block_table": lambda: torch.randperm(pages, device="cuda").int().view(b, width),
-        "cache_seqlens": lambda: _i32([sizes.tokens] * b),
-        "work_items": lambda: _i32(items),
-        "part_begin": lambda: _i32(part_begin),
-        "split_begin": lambda: _i32(split_begin),
-        "out": lambda: empty(b, s_q, heads, d, dtype=made),
-        "lse": lambda: empty(b, heads, s_q),
-        "o_accum": lambda: torch.zeros(slots, -(-heads * s_q // rows) * rows, d, device="cuda"),
-        "lse_accum": lambda: torch.zeros(slots, -(-heads * s_q // rows) * rows, device="cuda"),
-        "softmax_scale": lambda: 192**-0.5,
-        "causal": lambda: 1,
-        "lse_factor": lambda: 0.6931472,
-        "empty_lse": lambda: float("-inf"),
-        "c_kv": lambda: normal(n, d, dtype=given),
-        "k_rope": lambda: normal(n, r, dtype=given),
-        "slot_mapping": lambda: torch.randperm(
-            pages * page, device="cuda", dtype=INDEX[spec.index_dtype]
-        )[:n],
-        "indices": lambda: torch.randperm(pages * page, device="cuda")[:n].int(),
-        "out_nope": lambda: _out_rows(spec, sizes, heads, d, torch.uint8),
-        "out_rope": lambda: _out_rows(spec, sizes, heads, r, torch.bfloat16),
-        "out_scale": lambda: empty(*((b, s_q) if spec.mode == "token" else (b, s_q, heads))),
-    }
-    return _Lazy(makers)
-
-
-def _out_rows(
-    spec: VariantSpec, sizes: Sizes, heads: int, width: int, dtype: torch.dtype
-) -> torch.Tensor:
-    """out_nope or out_rope of quantize_q (``dtype``) or of fetch_dequant (the spec's dtype)."""
-    shapes = {
-        "pages": (sizes.batch, sizes.tokens, width),
-        "indices": (sizes.batch * sizes.tokens, width),
-    }
-    if spec.op == "fetch_dequant":
-        shape, dtype = shapes[str(spec.mode)], DTYPES[spec.in_dtype]
-        return torch.empty(shape, device="cuda", dtype=dtype)
-    return torch.empty((sizes.batch, sizes.s_q, heads, width), device="cuda", dtype=dtype)
-
-
-class _Lazy(dict[str, Any]):
-    """Makes a value when it is first asked for: no op needs them all."""
-
-    def __init__(self, makers: dict[str, Callable[[], Any]]) -> None:
+    def __init__(self, spec: VariantSpec, sizes: Sizes, device: str, parts: int) -> None:
         super().__init__()
-        self.makers = makers
+        self.spec, self.sizes, self.device = spec, sizes, device
+        self.heads = max(1, min(128, spec.row_tile // sizes.s_q))
+        self.width = -(-sizes.tokens // spec.page_size)
+        self.pages = sizes.batch * self.width
+        tiles = -(-sizes.tokens // spec.token_tile)
+        self.split = split_evenly(sizes.batch, tiles, parts)
 
     def __missing__(self, name: str) -> Any:
-        if name not in self.makers:
-            raise ValueError(f"argument {name}: no profiling value for it yet (profiles/ncu.py)")
-        self[name] = self.makers[name]()
-        return self[name]
+        for makers in (self._scalars, self._query, self._cache, self._plan, self._results):
+            if name in (known := makers()):
+                self[name] = known[name]()
+                return self[name]
+        raise ValueError(f"argument {name}: no profiling value for it yet (profiles/ncu.py)")
+
+    def _i32(self, values: Any) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=self.device)
+
+    def _normal(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.randn(shape, device=self.device).to(dtype)
+
+    def _full(self, *shape: int) -> torch.Tensor:
+        return torch.full(shape, 0.01, device=self.device)
+
+    def _zeros(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.zeros(shape, device=self.device, dtype=dtype)
+
+    def _e4m3(self, *shape: int) -> torch.Tensor:
+        """Random e4m3 bytes without NaN; at most 2^20 different ones, repeated."""
+        total = math.prod(shape)
+        block = torch.randn(min(total, 1 << 20), device=self.device).mul_(50)
+        block = block.to(torch.float8_e4m3fn).view(torch.uint8)
+        return block.repeat(-(-total // block.numel()))[:total].view(shape)
+
+    def _scalars(self) -> dict[str, Maker]:
+        return {
+            "softmax_scale": lambda: 192**-0.5,
+            "causal": lambda: 1,
+            "lse_factor": lambda: math.log(2),
+            "empty_lse": lambda: -math.inf,
+        }
+
+    def _query(self) -> dict[str, Maker]:
+        rows, given = (self.sizes.batch, self.sizes.s_q, self.heads), DTYPES[self.spec.in_dtype]
+        if self.spec.op == "decode":
+            return {
+                "q_nope": lambda: self._e4m3(*rows, KV_LORA_RANK),
+                "q_rope": lambda: self._normal(*rows, QK_ROPE_HEAD_DIM),
+                "q_scale": lambda: self._full(*rows),
+            }
+        return {
+            "q_nope": lambda: self._normal(*rows, KV_LORA_RANK, dtype=given),
+            "q_rope": lambda: self._normal(*rows, QK_ROPE_HEAD_DIM, dtype=given),
+        }
+
+    def _cache(self) -> dict[str, Maker]:
+        page, n = self.spec.page_size, self.sizes.batch * self.sizes.tokens
+        given = DTYPES[self.spec.in_dtype]
+
+        def scattered(count: int, total: int) -> torch.Tensor:
+            return torch.randperm(total, device=self.device)[:count]
+
+        return {
+            "content": lambda: self._e4m3(self.pages, page, KV_LORA_RANK),
+            "rope": lambda: self._normal(self.pages, page, QK_ROPE_HEAD_DIM),
+            "scale": lambda: self._full(self.pages, page),
+            "c_kv": lambda: self._normal(n, KV_LORA_RANK, dtype=given),
+            "k_rope": lambda: self._normal(n, QK_ROPE_HEAD_DIM, dtype=given),
+            "slot_mapping": lambda: scattered(n, self.pages * page).to(
+                INDEX[self.spec.index_dtype]
+            ),
+            "indices": lambda: scattered(n, self.pages * page).int(),
+            "block_table": lambda: scattered(self.pages, self.pages).int().view(-1, self.width),
+            "cache_seqlens": lambda: self._i32([self.sizes.tokens] * self.sizes.batch),
+        }
+
+    def _plan(self) -> dict[str, Maker]:
+        items, part_begin, split_begin, slots = self.split
+        rows = self.heads * self.sizes.s_q
+        rows_pad = -(-rows // self.spec.row_tile) * self.spec.row_tile
+        return {
+            "work_items": lambda: self._i32(items),
+            "part_begin": lambda: self._i32(part_begin),
+            "split_begin": lambda: self._i32(split_begin),
+            "o_accum": lambda: self._normal(slots, rows_pad, KV_LORA_RANK, dtype=torch.float32),
+            "lse_accum": lambda: self._zeros(slots, rows_pad),
+        }
+
+    def _results(self) -> dict[str, Maker]:
+        batch, s_q, tokens = self.sizes.batch, self.sizes.s_q, self.sizes.tokens
+        rows = (batch, s_q, self.heads)
+        content, rope = torch.uint8, torch.bfloat16
+        if self.spec.op == "fetch_dequant":
+            rows = (batch, tokens) if self.spec.mode == "pages" else (batch * tokens,)
+            content = rope = DTYPES[self.spec.in_dtype]
+        scales = rows[:2] if self.spec.mode == "token" else rows
+        return {
+            "out": lambda: self._zeros(*rows, KV_LORA_RANK, dtype=DTYPES[self.spec.out_dtype]),
+            "lse": lambda: self._zeros(batch, self.heads, s_q),
+            "out_nope": lambda: self._zeros(*rows, KV_LORA_RANK, dtype=content),
+            "out_rope": lambda: self._zeros(*rows, QK_ROPE_HEAD_DIM, dtype=rope),
+            "out_scale": lambda: self._zeros(*scales),
+        }
 
 
 def workload(spec: VariantSpec, sizes: Sizes) -> None:
@@ -285,7 +304,7 @@ def workload(spec: VariantSpec, sizes: Sizes) -> None:
     if spec.op == "plan_decode":
         import snapmla
 
-        lengths = _i32([sizes.tokens] * sizes.batch)
+        lengths = torch.full((sizes.batch,), sizes.tokens, dtype=torch.int32, device="cuda")
         plan = snapmla.plan_decode(
             lengths, 64, sizes.s_q, page_size=64, max_pages=-(-sizes.tokens // 64)
         )
@@ -294,7 +313,8 @@ def workload(spec: VariantSpec, sizes: Sizes) -> None:
         record = Record.read(artifacts.paths(artifacts.default_dir(), spec)["json"])
         if record is None:
             raise ValueError(f"{spec.name} has no record in {artifacts.default_dir()}")
-        known = values(spec, sizes)
+        sms = torch.cuda.get_device_properties("cuda").multi_processor_count
+        known = Values(spec, sizes, "cuda", sms // spec.cluster)
         arguments = [known[argument["name"]] for argument in record.arguments]
         kernel = runtime.kernel(spec, "cuda")
         call = lambda: kernel(*arguments)

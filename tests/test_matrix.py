@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from typer.testing import CliRunner
 
-from codegen import closure, matrix, toolchain
+from codegen import closure, matrix, render, toolchain
 from codegen.__main__ import app
-from dsl_kernels.spec import PAGE_SIZES, PIPELINES, ROW_TILES, cluster_of, decode_spec
+from dsl_kernels import registry
+from dsl_kernels.common import budget as bud
+from dsl_kernels.spec import (
+    PAGE_SIZES,
+    PIPELINES,
+    ROW_TILES,
+    VariantSpec,
+    cluster_of,
+    decode_spec,
+)
 
 
 def test_decode_axes_are_complete() -> None:
@@ -70,3 +81,76 @@ def test_closure_follows_imports_only() -> None:
     assert "dsl_kernels/sm90/decode_etap.py" in files and "dsl_kernels/spec.py" in files
     assert not any("append_kv" in f for f in files)
     assert closure.sources(decode_spec("etap", 16, 16, "f32"))[0] == digest
+
+
+@pytest.mark.skipif(not toolchain.have_compiler(), reason="budgets import the kernel modules")
+def test_variants_page_is_fresh() -> None:
+    assert render.PAGE.read_text() == render.variants_page(), "stale: run `make docs`"
+
+
+def budget(**changes: Any) -> bud.Budget:
+    """A CTA that fits, then changed."""
+    fields: dict[str, Any] = {
+        "groups": (bud.WarpGroup("load", 24), bud.WarpGroup("math", 240, count=2)),
+        "smem": 200_000,
+        "barriers": (bud.Barrier("full", 1, {"load": 1}, 4), bud.Barrier("empty", 8, {"math": 8})),
+        "mmas": (bud.Mma("S", 64, 64, 256, "e4m3"), bud.Mma("R", 64, 64, 64, "bf16")),
+    }
+    return bud.Budget(**fields | changes)
+
+
+def test_a_cta_that_fits() -> None:
+    fits = budget()
+    assert bud.check(fits) is None
+    assert (fits.threads, fits.registers, fits.at_launch) == (384, 64512, 168)
+    assert fits.barrier_counts() == {1: 4, 8: 1}
+    assert bud.check(budget(groups=(bud.WarpGroup("all", count=8),))) is None  # no setmaxnreg
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"groups": (bud.WarpGroup("a", 24), bud.WarpGroup("b", 248, count=2))}, "66560 registers"),
+        ({"groups": (bud.WarpGroup("a", 24), bud.WarpGroup("b", 248, count=2))}, "wait forever"),
+        ({"groups": (bud.WarpGroup("a", 100),)}, "multiples of 8 from 24 to 256, got 100"),
+        ({"groups": (bud.WarpGroup("a", 264),)}, "multiples of 8 from 24 to 256, got 264"),
+        ({"groups": (bud.WarpGroup("a", 40), bud.WarpGroup("b"))}, "warpgroup b: no register"),
+        ({"groups": (bud.WarpGroup("a", count=9),)}, "1152 threads"),
+        ({"smem": 232_449}, "232449 bytes of shared memory"),
+        ({"barriers": (bud.Barrier("p", 8, {"a": 4, "b": 3}),)}, "8 arrivals, gets 7"),
+        ({"barriers": (bud.Barrier("p", 0, {}),)}, "0 arrivals"),
+        ({"mmas": (bud.Mma("S", 32, 64, 64, "e4m3"),)}, "M = 32"),
+        ({"mmas": (bud.Mma("S", 64, 20, 64, "e4m3"),)}, "N = 20"),
+        ({"mmas": (bud.Mma("S", 64, 264, 64, "e4m3"),)}, "N = 264"),
+        ({"mmas": (bud.Mma("S", 64, 64, 48, "e4m3"),)}, "K = 48 is no multiple of 32"),
+        ({"mmas": (bud.Mma("S", 64, 64, 24, "bf16"),)}, "K = 24 is no multiple of 16"),
+        ({"mmas": (bud.Mma("S", 64, 64, 64, "f64"),)}, "no WGMMA of f64"),
+    ],
+)
+def test_a_cta_that_does_not(changes: dict[str, Any], reason: str) -> None:
+    assert reason in (bud.check(budget(**changes)) or "")
+
+
+@pytest.mark.skipif(not toolchain.have_compiler(), reason="budgets import the kernel modules")
+def test_every_decode_variant_declares_a_budget_that_fits() -> None:
+    for spec in matrix.default_specs("sm_90a", "decode_*"):
+        declared = registry.budget(spec)
+        assert declared is not None and bud.check(declared) is None
+        assert declared.barriers and declared.mmas
+    assert registry.budget(VariantSpec(op="merge")) is None
+
+
+@pytest.mark.skipif(not toolchain.have_compiler(), reason="feasible() imports the compiler")
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"row_tile": 64, "stages": 5}, "bytes of shared memory, an SM grants 232448"),
+        ({"row_tile": 32, "stages": 5}, "bytes of shared memory"),
+        ({"row_tile": 64, "stages": 1}, "at least 2 stages"),
+        ({"row_tile": 64, "kv_scale_groups": 4}, "kv_scale_groups must be in (1,)"),
+        ({"row_tile": 128, "cluster": 1}, "cluster must be in (2,)"),
+    ],
+)
+def test_infeasible_points(changes: dict[str, Any], reason: str) -> None:
+    spec = VariantSpec(op="decode", pipeline="etap", **changes)
+    assert reason in (matrix.exclusion(spec) or "")
