@@ -3,8 +3,9 @@
 A contender named on the command line is one of
 
 * ``snapmla``, ours, followed by any of ``:etap`` ``:dual_wg`` (else the default pipeline),
-  ``:bf16`` ``:f32`` (dtype of ``out``), ``:page=``, ``:layout=``, ``:row_tile=``, ``:num_parts=``,
-  ``:fixed_overhead=``
+  ``:bf16`` ``:f32`` (dtype of ``out``), ``:quantise`` (the call quantises the query too),
+  ``:page=``, ``:layout=``, ``:row_tile=``, ``:num_parts=``, ``:fixed_overhead=``,
+  ``:fixed_split=``
 * ``flashmla_bf16``: FlashMLA's dense BF16 kernel
 * ``flashmla_fp8``: FlashMLA's dense FP8 kernel, one scale per tensor
 * ``fa3``: FlashAttention-3, MLA through q_v, BF16
@@ -42,6 +43,7 @@ PEER_FILES = {
     "fa3": "fa3/_vllm_fa3_C.abi3.so",
 }
 PIPELINES = ("etap", "dual_wg")
+COUNTS = ("page", "row_tile", "num_parts", "fixed_overhead", "fixed_split")
 OUT_DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
 DecodeCall = Callable[[], tuple[torch.Tensor, torch.Tensor | None]]
 
@@ -129,6 +131,8 @@ class SnapOptions:
     row_tile: int | None = None
     num_parts: int | None = None
     fixed_overhead: int | None = None
+    fixed_split: int | None = None
+    quantise: bool = False
 
     @classmethod
     def parse(cls, name: str) -> SnapOptions:
@@ -140,15 +144,16 @@ class SnapOptions:
                 values["pipeline"] = part
             elif not given and part in OUT_DTYPES:
                 values["out"] = part
+            elif part == "quantise":
+                values["quantise"] = True
             elif key == "layout" and given:
                 values["layout"] = value
-            elif key in ("page", "row_tile", "num_parts", "fixed_overhead") and value.isdigit():
+            elif key in COUNTS and value.isdigit():
                 values[key] = int(value)
             else:
                 raise ValueError(
-                    f"backend {name!r}: expected one of {', '.join((*PIPELINES, *OUT_DTYPES))} or "
-                    "page=, layout=, row_tile=, num_parts=, fixed_overhead=; "
-                    f"got {part!r}"
+                    f"backend {name!r}: expected one of {', '.join((*PIPELINES, *OUT_DTYPES))}, "
+                    f"quantise or layout=, {'=, '.join(COUNTS)}=; got {part!r}"
                 )
         return cls(**values)
 
@@ -197,6 +202,7 @@ class SnapMla(Contender):
             pipeline=options.pipeline,
             row_tile=options.row_tile,
             fixed_overhead=options.fixed_overhead,
+            fixed_split_tokens=options.fixed_split,
         )
         b, s_q, h = shape.batch, shape.s_q, shape.num_heads
         device = problem.query.device
@@ -204,10 +210,18 @@ class SnapMla(Contender):
         lse = torch.empty(b, h, s_q, dtype=torch.float32, device=device)
 
         def call(table: torch.Tensor) -> DecodeCall:
-            return lambda: snapmla.decode(
+            decode = lambda: snapmla.decode(
                 q, pool.cache, table, problem.lengths, softmax_scale=SOFTMAX_SCALE, plan=plan,
                 out=out, lse=lse,
             )  # fmt: skip
+            if not options.quantise:
+                return decode
+
+            def layer() -> tuple[torch.Tensor, torch.Tensor]:
+                snapmla.quantize_q(content, rope, out=q)
+                return decode()
+
+            return layer
 
         def mimic(buffer: int, request: int) -> torch.Tensor:
             cache = pool.cache
@@ -352,7 +366,7 @@ class TorchSdpa(Contender):
         return ("bf16",)
 
     def refuses(self, shape: DecodeShape) -> str | None:
-        if shape.ragged:
+        if shape.uneven:
             return "torch baseline takes equal lengths only"
         if shape.tokens > TORCH_TOKEN_LIMIT:
             return f"torch baseline is for at most {TORCH_TOKEN_LIMIT} tokens"

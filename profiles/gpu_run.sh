@@ -13,7 +13,8 @@
 #   shape:LABEL[@BACKENDS]     a single row (shape:b32_L16384_h64_q1)
 #   check[:ARG,ARG...]         tests/gpu/check_decode.py ARG ARG... (check:--full wants both limits
 #                              below at 960 or more: its own budget is then 900 s)
-#   tests                      the tests marked gpu
+#   tests[:FILE,FILE...]       the tests marked gpu, of all or of these files
+#   host                       host time of eager calls (profiles.host_time)
 #   demo                       make demo's job
 #
 # Environment, all optional: OUT (results; default build/gpu), PART_LIMIT and TOTAL_LIMIT (seconds
@@ -116,12 +117,15 @@ run_part() {
                 tee "$work/check-${what//[^A-Za-z0-9]/_}.log"
             ;;
         tests)
-            timeout -k 10 "$seconds" "$python" -m pytest -q -m gpu -p no:cacheprovider tests 2>&1 |
-                tee "$work/tests.log"
+            local files=${what//,/ }
+            # shellcheck disable=SC2086  # a list of words
+            timeout -k 10 "$seconds" "$python" -m pytest -q -m gpu -p no:cacheprovider \
+                ${files:-tests} 2>&1 | tee "$work/tests.log"
             ;;
+        host) timeout -k 10 "$seconds" "$python" -m profiles.host_time --out "$work" ;;
         demo) timeout -k 10 "$seconds" "$python" -m snapmla.demo 2>&1 | tee "$work/demo.log" ;;
         *)
-            echo "part: expected info, tests, demo, bench:PRESET, shape:LABEL or check[:ARGS];" \
+            echo "part: expected info, tests[:FILES], host, demo, bench:PRESET, shape:LABEL or check[:ARGS];" \
                 "got '$part'"
             return 2
             ;;

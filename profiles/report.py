@@ -201,7 +201,32 @@ def short_table(report: dict[str, Any]) -> list[str]:
                 f"{_cell(row.get('gbs'), '.0f'):>5s} GB/s  of copy "
                 f"{_cell(row.get('copy_fraction'), '%')}  {row.get('status')} {row.get('note', '')}"
             )
-    return [*lines, "", *summary_lines(report["summary"])]
+    own = [*uneven_lines(decode), *quantise_lines(by_shape)]
+    return [*lines, "", *own, *summary_lines(report["summary"])]
+
+
+def uneven_lines(rows: Sequence[Row]) -> list[str]:
+    """What unequal lengths cost: each uneven row over the even one of as many tokens beside it."""
+    times = {(r["shape"], r["backend"]): r["us"] for r in rows if counts(r)}
+    lines = []
+    for (label, backend), us in times.items():
+        shape = parse(label)
+        if isinstance(shape, DecodeShape) and shape.uneven:
+            even = shape.levelled().label
+            if (even, backend) in times:
+                ratio = us / times[even, backend]
+                lines.append(f"{backend} {label}: {ratio:.2f}x of {even}")
+    return lines
+
+
+def quantise_lines(by_shape: dict[str, dict[str, Row]]) -> list[str]:
+    """What quantising the query adds to a decode, where both were timed."""
+    lines = []
+    for shape, cells in by_shape.items():
+        both, alone = (cells.get(name, {}) for name in ("snapmla:quantise", "snapmla"))
+        if counts(both) and counts(alone):
+            lines.append(f"{shape}: quantise + decode {both['us'] / alone['us']:.2f}x of decode")
+    return lines
 
 
 def summary_lines(summary: Iterable[Row]) -> list[str]:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from profiles import roofline
 
-_DECODE = re.compile(r"b(\d+)_L(\d+)_h(\d+)_q(\d+)(_ragged)?")
+_DECODE = re.compile(r"b(\d+)_L(\d+)_h(\d+)_q(\d+)(_ragged|_skewed)?")
+SHORT = 1024  # tokens of the short requests of a skewed batch
 _FIELD = re.compile(r"([a-z]+)(\d+)")
 
 
@@ -19,6 +20,7 @@ class DecodeShape:
     Attributes:
         seqlen: cached tokens of a request; with ``ragged`` the longest, the others are uniform
             in [seqlen/2, seqlen].
+        skewed: one request has ``seqlen`` tokens, the others SHORT each.
     """
 
     batch: int
@@ -26,22 +28,35 @@ class DecodeShape:
     num_heads: int
     s_q: int = 1
     ragged: bool = False
+    skewed: bool = False
 
     op = "decode"
 
     @property
     def label(self) -> str:
         """Short name; ``parse`` reads it back."""
-        tail = "_ragged" if self.ragged else ""
+        tail = "_ragged" if self.ragged else "_skewed" if self.skewed else ""
         return f"b{self.batch}_L{self.seqlen}_h{self.num_heads}_q{self.s_q}{tail}"
 
     def lengths(self) -> list[int]:
         """Length of each request; the same list every time."""
+        if self.skewed:
+            return [self.seqlen] + [SHORT] * (self.batch - 1)
         if not self.ragged:
             return [self.seqlen] * self.batch
         rng = random.Random(f"{self.batch}/{self.seqlen}")
         short = [rng.randint(self.seqlen // 2, self.seqlen) for _ in range(self.batch - 1)]
         return [self.seqlen, *short]
+
+    @property
+    def uneven(self) -> bool:
+        """Whether requests differ in length."""
+        return self.ragged or self.skewed
+
+    def levelled(self) -> DecodeShape:
+        """As many requests and (rounded) tokens, all of one length."""
+        mean = round(self.tokens / self.batch)
+        return DecodeShape(self.batch, mean, self.num_heads, self.s_q)
 
     @property
     def tokens(self) -> int:
@@ -124,11 +139,12 @@ def parse(label: str) -> Shape:
         b, length, h, q = (int(x) for x in found.groups()[:4])
         if min(b, length, h, q) < 1:
             raise ValueError(f"shape: expected positive sizes; got {label!r}")
-        return DecodeShape(b, length, h, q, ragged=found.group(5) is not None)
+        tail = found.group(5)
+        return DecodeShape(b, length, h, q, ragged=tail == "_ragged", skewed=tail == "_skewed")
     op = next((o for o in HELPER_MODES if label == o or label.startswith(o + "_")), None)
     if op is None:
         raise ValueError(
-            "shape: expected b<batch>_L<tokens>_h<heads>_q<s_q>[_ragged] or "
+            "shape: expected b<batch>_L<tokens>_h<heads>_q<s_q>[_ragged|_skewed] or "
             f"<{'|'.join(HELPER_MODES)}>_...; got {label!r}"
         )
     rest = label[len(op) + 1 :]
@@ -171,6 +187,18 @@ def _helpers() -> list[Shape]:
     ]
 
 
+def _ragged_cost() -> list[Shape]:
+    """Uneven batches, each followed by an even one of as many requests and tokens."""
+    rows: list[Shape] = []
+    for heads in (16, 64, 128):
+        for uneven in (
+            DecodeShape(32, 16384, heads, ragged=True),
+            DecodeShape(32, 131072, heads, skewed=True),
+        ):
+            rows += [uneven, uneven.levelled()]
+    return rows
+
+
 PRESETS: dict[str, list[Shape]] = {
     # SnapMLA paper, Figure 5: DP1/TP8, DP4/TP2 and DP8/TP1 leave 16, 64 and 128 heads a GPU.
     "snapmla-fig5": _fig5(),
@@ -184,6 +212,10 @@ PRESETS: dict[str, list[Shape]] = {
         DecodeShape(32, 32768, 16, 1, True), DecodeShape(32, 32768, 128, 1, True),
         DecodeShape(64, 8192, 64, 2, True), DecodeShape(128, 4096, 128, 1, True),
     ],
+    # What unequal lengths cost: our scheduling alone.
+    "ragged-cost": _ragged_cost(),
+    # Quantise and decode of one layer beside decode alone (--backends snapmla,snapmla:quantise).
+    "layer": [DecodeShape(32, 1024, h) for h in (16, 128)] + [DecodeShape(32, 16384, 16)],
     # Small enough for the software GPU; also what `--device cpu` runs by default.
     "tiny": [DecodeShape(2, 96, 16), HelperShape("append_kv", tokens=32)],
 }  # fmt: skip

@@ -103,8 +103,8 @@ class Worker:
         most = 0
         for shape in self.shapes:
             if isinstance(shape, DecodeShape):
-                padded = -(-shape.seqlen // POOL_GRAIN) * POOL_GRAIN
-                most = max(most, padded * shape.batch * self._buffers(shape))
+                padded = sum(-(-n // POOL_GRAIN) * POOL_GRAIN for n in shape.lengths())
+                most = max(most, padded * self._buffers(shape))
         return most
 
     def _make_pools(self, entrants: Sequence[Contender]) -> None:
@@ -129,12 +129,15 @@ class Worker:
         lengths = torch.tensor(shape.lengths(), dtype=torch.int32, device=self.device)
         tables: dict[int, list[torch.Tensor]] = {}
         for page in {pool.page_size for pool in self.pools.values()}:
-            per = -(-shape.seqlen // page)
-            count = per * shape.batch
+            pages = -(-lengths.long() // page)
+            used = torch.arange(int(pages.max()), device=self.device) < pages[:, None]
+            count = int(pages.sum())
             tables[page] = []
             for i in range(self._buffers(shape)):
                 order = torch.randperm(count, generator=rng, device=self.device) + i * count
-                tables[page].append(order.int().view(shape.batch, per))
+                table = torch.zeros(used.shape, dtype=torch.int32, device=self.device)
+                table[used] = order.int()
+                tables[page].append(table)
         return Problem(shape, query, lengths, tables)
 
     def _decode_job(

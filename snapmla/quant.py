@@ -241,9 +241,9 @@ def fetch_dequant(
             (``page * page_size + offset``); an index outside the pool gives zeros.
         cache_seqlens: int32 (b,), needed with a block table.
         out: where to write, bfloat16, float16 or float32: a pair (c_kv, k_rope), or one joint
-            (..., 576) tensor.  With a block table its second extent bounds the tokens fetched per sequence, and rows past a
-            sequence's length are left as they are.  None allocates zeros for width * page_size
-            tokens per sequence, or for n tokens.
+            (..., 576) tensor.  With a block table its second extent bounds the tokens fetched per
+            sequence, and rows past a sequence's length are left as they are.  None allocates zeros
+            for width * page_size tokens per sequence, or for n tokens.
         dtype: of the result if ``out`` is None: bfloat16, float16 or float32.
 
     Returns:
