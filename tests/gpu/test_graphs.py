@@ -20,7 +20,7 @@ DEVICE = "cuda"
 SCALE = 192**-0.5
 PAGE, WIDTH, BATCH = 64, 48, 9
 CAPACITY = PAGE * WIDTH
-REPLAYS = 50
+REPLAYS, FEWER_REPLAYS = 50, 12
 
 
 @dataclass
@@ -70,8 +70,9 @@ class Step:
 
     def assert_right(self, what: str) -> None:
         errors = selfcheck.decode_errors(
-            self.out, self.lse, self.q, self.cache, self.table, self.lengths, SCALE
-        )
+            self.out, self.lse, self.q, self.cache, self.table, self.lengths, SCALE,
+            heads=sorted({0, 1, self.heads // 2, self.heads - 1}),
+        )  # fmt: skip
         assert errors.right, f"{what}: {errors}"
         empty = self.lengths == 0
         assert (self.out[empty] == 0).all() and torch.isneginf(self.lse[empty]).all(), what
@@ -146,7 +147,7 @@ def test_replays_are_right(heads: int, s_q: int, options: dict[str, object]) -> 
     graph = capture(step.run)
     generator = torch.Generator().manual_seed(heads)
     split = unsplit = 0
-    for number in range(REPLAYS):
+    for number in range(FEWER_REPLAYS if options or heads > 16 else REPLAYS):
         lengths = [0] * BATCH if number == 7 else random_lengths(generator)
         step.set_inputs(lengths)
         torch.cuda.synchronize()
