@@ -206,3 +206,39 @@ def test_a_pipeline_nobody_measured_comes_last(monkeypatch: pytest.MonkeyPatch) 
     assert found.chosen is not None and found.chosen.row_tile == 32
     unknown = next(v for v in found.verdicts if (v.pipeline, v.row_tile) == ("etap", 16))
     assert unknown.us is None and unknown.reason == "nothing is known of its time"
+
+
+@pytest.mark.parametrize(("advantage", "winner"), [(1.01, "etap"), (1.10, "dual_wg")])
+def test_ties_go_to_the_first_pipeline(
+    monkeypatch: pytest.MonkeyPatch, advantage: float, winner: str
+) -> None:
+    def us(problem, pipeline, row_tile, batch, seqlen):  # type: ignore[no-untyped-def]
+        return (100.0 if pipeline == "etap" else 100.0 / advantage), "model"
+
+    monkeypatch.setattr(dispatch, "predict", us)
+    dispatch.judge.cache_clear()
+    chosen = dispatch.choose(CPU, 64, 1, 64)
+    dispatch.judge.cache_clear()
+    assert chosen[0] == winner
+
+
+def test_slow_memory_bounds_the_model() -> None:
+    """Where nothing but memory is slow, time is bytes at the rate that the tables reach."""
+    card = dispatch.card_named("H100")
+    assert card is not None
+    slow = dataclasses.replace(card, name="", read_gbs=500.0)
+    us, _ = dispatch.predict(dispatch.Problem(16, 1, 64, "bf16", slow), "etap", 16, 32, 16384)
+    floor = 32 * 16384 * 644 / (500e9 * dispatch._costs()["read_fraction"]) * 1e6
+    assert us is not None and floor < us < 1.05 * floor
+
+
+def test_more_blocks_than_sms_take_waves() -> None:
+    card = dispatch.card_named("H100")
+    assert card is not None
+    times = []
+    for sms in (64, 16):
+        small = dataclasses.replace(card, name="", sms=sms)
+        problem = dispatch.Problem(128, 8, 64, "bf16", small)
+        times.append(dispatch.predict(problem, "etap", 16, 4, 4096)[0])
+    assert times[0] is not None and times[1] is not None
+    assert times[1] / times[0] == pytest.approx(4.0, rel=0.1)
