@@ -25,7 +25,7 @@ import functools
 
 import torch
 
-from dsl_kernels.spec import HEAD_DIM_QK, KV_LORA_RANK, QK_ROPE_HEAD_DIM
+from dsl_kernels.spec import HEAD_DIM_QK, KV_LORA_RANK, PAGE_SIZES, QK_ROPE_HEAD_DIM
 from snapmla import attention, checks, dispatch, env, quant
 from snapmla import plan as plans
 from snapmla.cache import PagedKVCache
@@ -43,6 +43,11 @@ MAX_BATCH = 2048  # sequences that a metadata tensor holds unless told: 43 KB on
 MAX_ROWS = checks.MAX_HEADS * checks.MAX_S_Q
 _ANY_LENGTH = (1 << 24, 64)  # max_pages, page_size of a plan that does not know the block table
 _FLAT_PAGES = (128, 64, 32, 16)  # any page size addresses a flat pool
+
+_FP8, _BYTES = (checks.FP8,), (checks.FP8, torch.uint8)
+_BF16, _F32, _I32 = (torch.bfloat16,), (torch.float32,), (torch.int32,)
+_RESULTS = (torch.bfloat16, torch.float32)
+_EMPTY_LSE = attention.EMPTY_LSE
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -107,6 +112,41 @@ def _plan(
         fixed_overhead=plans.DEFAULT_FIXED_OVERHEAD,
         check_stale=env.CHECK_PLAN.enabled(),
     )
+
+
+_plans: dict[tuple[object, ...], plans.DecodePlan] = {}
+KEPT_PLANS = 64  # a few per captured batch size; each holds a metadata tensor
+
+
+def _kept_plan(
+    metadata: torch.Tensor, num_splits: torch.Tensor, batch: int, num_heads: int, s_q: int,
+    page_size: int, max_pages: int,
+) -> plans.DecodePlan:  # fmt: skip
+    """The checked pair's plan, made once for all layers of a step.
+
+    A kept plan holds the pair's memory, so an address in the key cannot have become another
+    tensor's.  Under capture plans are not kept: their workspace is the graph's.
+    """
+    device = metadata.device
+    stream = 0
+    if device.type == "cuda":
+        if torch.cuda.is_current_stream_capturing():
+            _check_pair(metadata, num_splits, batch, device)
+            return _plan(metadata, num_splits, batch, num_heads, s_q, page_size, max_pages)
+        stream = torch.cuda.current_stream(device).cuda_stream
+    key = (
+        metadata.data_ptr(), metadata.shape, metadata.stride(), metadata.dtype, device, stream,
+        num_splits.data_ptr(), num_splits.shape, num_splits.stride(), num_splits.dtype,
+        num_splits.device, batch, num_heads, s_q, page_size, max_pages, env.CHECK_PLAN.get(),
+    )  # fmt: skip
+    plan = _plans.get(key)
+    if plan is None:
+        _check_pair(metadata, num_splits, batch, device)
+        if len(_plans) >= KEPT_PLANS:
+            _plans.clear()
+        plan = _plan(metadata, num_splits, batch, num_heads, s_q, page_size, max_pages)
+        _plans[key] = plan
+    return plan
 
 
 def _check_pair(
@@ -234,8 +274,135 @@ def flash_mla_ckv_fp8_per_token(
 
     Source: SnapMLA paper, Algorithm 1 (function); the pipeline is the dispatcher's choice.
     """
-    checks.integer("head_dim_v", head_dim_v, KV_LORA_RANK, KV_LORA_RANK)
     scale = HEAD_DIM_QK**-0.5 if softmax_scale is None else softmax_scale
+    plan = _quick_plan(
+        q_nope, q_rope, k_cache_lora, k_cache_rope, q_scale, k_scale, block_table, cache_seqlens,
+        tile_scheduler_metadata, num_splits, out, lse,
+    )  # fmt: skip
+    quick = head_dim_v == KV_LORA_RANK and type(scale) is float and empty_lse in _EMPTY_LSE
+    if plan is None or not quick or not 0.0 < scale <= checks.MAX_SOFTMAX_SCALE:
+        return _checked_decode(
+            q_nope, q_rope, k_cache_lora, k_cache_rope, q_scale, k_scale, block_table,
+            cache_seqlens, head_dim_v, tile_scheduler_metadata, num_splits, scale, causal, out,
+            lse, empty_lse,
+        )  # fmt: skip
+    if plan.check_stale:
+        plan.check(cache_seqlens)
+    if out is None:
+        out = q_rope.new_empty(plan.out_shape)
+    if lse is None:
+        lse = q_scale.new_empty(plan.lse_shape)
+    pool = k_scale.shape[:2]
+    attention.launch_decode(
+        (q_nope.view(torch.uint8), q_rope, q_scale.view(q_nope.shape[:3])),
+        (
+            k_cache_lora.view(torch.uint8).view(*pool, KV_LORA_RANK),
+            k_cache_rope.view(*pool, QK_ROPE_HEAD_DIM),
+            k_scale.view(pool),
+        ),
+        block_table, cache_seqlens, plan.variant, plan.arguments, plan.may_split, (out, lse),
+        (scale, int(causal), attention.LSE_FACTOR["e"], _EMPTY_LSE[empty_lse]),
+    )  # fmt: skip
+    return out, lse
+
+
+def _quick_plan(
+    q_nope: torch.Tensor,
+    q_rope: torch.Tensor,
+    k_cache_lora: torch.Tensor,
+    k_cache_rope: torch.Tensor,
+    q_scale: torch.Tensor,
+    k_scale: torch.Tensor,
+    block_table: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    metadata: torch.Tensor,
+    num_splits: torch.Tensor,
+    out: torch.Tensor | None,
+    lse: torch.Tensor | None,
+) -> plans.DecodePlan | None:
+    """The plan if every tensor is exactly as an engine passes it (contiguous, documented shape).
+
+    The quick way to the launches: it looks at what the full checks look at, but says nothing.  On
+    None they are run, and raise or find that all is well (strided pools, 3-D scales).
+    """
+    try:
+        b, s_q, heads, _ = q_nope.shape
+        pages, page_size, _, _ = k_cache_lora.shape
+        width, device = block_table.shape[1], q_nope.device
+        rows, pool = (b, s_q, heads), (pages, page_size, 1)
+        inputs = (
+            (q_nope, _FP8, (*rows, KV_LORA_RANK)),
+            (q_rope, _BF16, (*rows, QK_ROPE_HEAD_DIM)),
+            (q_scale, _F32, (*rows, 1)),
+            (k_cache_lora, _BYTES, (*pool, KV_LORA_RANK)),
+            (k_cache_rope, _BF16, (*pool, QK_ROPE_HEAD_DIM)),
+            (k_scale, _F32, (*pool, 1)),
+            (block_table, _I32, (b, width)),
+            (cache_seqlens, _I32, (b,)),
+        )
+        for value, dtypes, shape in inputs:
+            if (
+                value.dtype not in dtypes
+                or value.shape != shape
+                or value.device != device
+                or not value.is_contiguous()
+                or value.data_ptr() % (4 if dtypes is _I32 or value is q_scale else checks.ALIGN)
+            ):
+                return None
+        fits = (
+            b > 0
+            and pages > 0
+            and width > 0
+            and 1 <= s_q <= checks.MAX_S_Q
+            and 1 <= heads <= checks.MAX_HEADS
+            and page_size in PAGE_SIZES
+            and metadata.device == device
+            and num_splits.device == device
+            and (out is None or _is_result(out, _RESULTS, (*rows, KV_LORA_RANK), device))
+            and (lse is None or _is_result(lse, _F32, (b, heads, s_q), device))
+        )
+        if not fits:
+            return None
+        return _kept_plan(metadata, num_splits, b, heads, s_q, page_size, width)
+    except (AttributeError, IndexError, TypeError, ValueError):
+        return None  # something is of another kind: the full checks have the words
+
+
+def _is_result(
+    value: torch.Tensor,
+    dtypes: tuple[torch.dtype, ...],
+    shape: tuple[int, ...],
+    device: torch.device,
+) -> bool:
+    return (
+        value.dtype in dtypes
+        and value.shape == shape
+        and value.device == device
+        and value.is_contiguous()
+        and not value.data_ptr() % (checks.ALIGN if dtypes is _RESULTS else 4)
+    )
+
+
+def _checked_decode(
+    q_nope: torch.Tensor,
+    q_rope: torch.Tensor,
+    k_cache_lora: torch.Tensor,
+    k_cache_rope: torch.Tensor,
+    q_scale: torch.Tensor,
+    k_scale: torch.Tensor,
+    block_table: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    head_dim_v: int,
+    metadata: torch.Tensor,
+    num_splits: torch.Tensor,
+    softmax_scale: float,
+    causal: bool,
+    out: torch.Tensor | None,
+    lse: torch.Tensor | None,
+    empty_lse: str,
+) -> Pair:
+    """The same call through the primary API, with every check and its words."""
+    checks.integer("head_dim_v", head_dim_v, KV_LORA_RANK, KV_LORA_RANK)
     _four_d("k_cache_lora", k_cache_lora, KV_LORA_RANK)
     _four_d("k_cache_rope", k_cache_rope, QK_ROPE_HEAD_DIM)
     _four_d("k_scale", k_scale, 1)
@@ -250,17 +417,17 @@ def flash_mla_ckv_fp8_per_token(
         cache = PagedKVCache.from_tensors(
             k_cache_lora[:, :, 0], k_cache_rope[:, :, 0], k_scale[:, :, 0, 0]
         )
-        _check_pair(tile_scheduler_metadata, num_splits, q.batch, q.device)
+        _check_pair(metadata, num_splits, q.batch, q.device)
         checks.block_table(block_table, q.batch, q.device)
         plan = None
         if q.batch:
-            plan = _plan(
-                tile_scheduler_metadata, num_splits, q.batch, q.num_heads, q.s_q, cache.page_size,
+            plan = _kept_plan(
+                metadata, num_splits, q.batch, q.num_heads, q.s_q, cache.page_size,
                 block_table.shape[1],
             )  # fmt: skip
         return attention.decode(
-            q, cache, block_table, cache_seqlens, softmax_scale=scale, plan=plan, causal=causal,
-            out=out, lse=lse, empty_lse=empty_lse,
+            q, cache, block_table, cache_seqlens, softmax_scale=softmax_scale, plan=plan,
+            causal=causal, out=out, lse=lse, empty_lse=empty_lse,
         )  # fmt: skip
     except (TypeError, ValueError) as error:
         raise checks.renamed(error, _DECODE_NAMES) from None

@@ -253,3 +253,44 @@ def test_empty_batch() -> None:
     step.lengths, step.table, step.q = step.lengths[:0], step.table[:0], step.q[:0]
     out, lse = step.decode(step.metadata())
     assert out.shape == (0, 1, 4, 512) and lse.shape == (0, 4, 1)
+
+
+def test_an_engines_call_takes_the_quick_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contiguous views as the framework passes them; one plan for all layers of a step."""
+    step = Step((70, 3), 16, 1)
+    pair = step.metadata()
+    want = step.primary()
+    monkeypatch.setattr(names, "_checked_decode", lambda *_: pytest.fail("the long way"))
+    made = []
+    real = names._plan
+    monkeypatch.setattr(names, "_plan", lambda *a: made.append(1) or real(*a))
+    names._plans.clear()
+    for _ in range(3):
+        equal(step.decode(pair), want)
+    assert len(made) == 1
+    equal(step.decode(step.metadata()), want)  # other memory, another plan
+    assert len(made) > 1
+
+
+def test_other_strides_take_the_long_way() -> None:
+    """A pool of layout row640, scales without the last dimension: same bits."""
+    step = Step((70, 3), 16, 1)
+    pair = step.metadata()
+    want = step.primary()
+    wide = torch.zeros(SLOTS // PAGE, PAGE, 1, 640, dtype=torch.uint8)
+    wide[..., :512] = step.pool.lora.view(-1, PAGE, 1, 512)
+    wide[..., 512:] = step.pool.rope.view(-1, PAGE, 1, 64).view(torch.uint8)
+    q_nope, q_scale, q_rope = names.quantize_ckv_per_token_head(step.q, 512)
+    got = names.flash_mla_ckv_fp8_per_token(
+        q_nope, q_rope, wide[..., :512], wide.view(torch.bfloat16)[..., 256:], q_scale[..., 0],
+        step.pool.scale.view(-1, PAGE, 1, 1), step.table, step.lengths, 512, *pair, SCALE, True,
+    )  # fmt: skip
+    equal(got, want)
+
+
+def test_kept_plans_are_bounded() -> None:
+    lengths = torch.ones(1, dtype=torch.int32)
+    names._plans.clear()
+    for width in range(1, names.KEPT_PLANS + 10):
+        names._kept_plan(*names.get_mla_metadata(lengths, 16, 1), 1, 16, 1, 64, width)
+    assert len(names._plans) <= names.KEPT_PLANS
