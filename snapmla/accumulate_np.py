@@ -3,8 +3,8 @@
 Fitted to 9.9 million accumulators recorded on an H200 (``profiles/record_wgmma.py``): every one is
 reproduced bit for bit, for m64nNk32 e4m3 x e4m3 and m64nNk16 bf16 x bf16 and f16 x f16 with an fp32
 accumulator, single steps and chains, A from shared memory or registers, any N.
-A second record (``profiles/record_softgpu.py``: the forms with N of 16, 32 and 64 alone, 10.3 million
-accumulators, and 48 decode kernels) was not used for the fit and agrees bit for bit too.
+A second record (``profiles/record_softgpu.py``: 10.3 million accumulators of single instructions
+with N of 16, 32 and 64, and 48 decode kernels), not used for the fit, agrees bit for bit too.
 
 One step adds all products of the step and the incoming accumulator at once:
 
