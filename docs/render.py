@@ -28,6 +28,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
+import snapmla  # noqa: E402
 from snapmla import env, layouts  # noqa: E402
 
 API = ROOT / "docs" / "api.md"
@@ -404,6 +405,12 @@ def accuracy_block() -> str:
     return "\n".join([*textwrap.wrap(head, 105), "", *lines])
 
 
+def explain_block() -> str:
+    """What the dispatcher says of one call; without what this machine happens to have built."""
+    text = str(snapmla.explain(16, 1, batch=32, seqlen=16384, card="H200"))
+    return f"```text\n{text.replace(' (not built here)', '')}\n```"
+
+
 def blocks() -> dict[str, str]:
     """Generated text by marker."""
     found = {f"picture {name}": f"```text\n{picture(name)}\n```" for name in layouts.LAYOUTS}
@@ -411,6 +418,7 @@ def blocks() -> dict[str, str]:
         **found,
         "strides": strides_table(),
         "environment": environment_rows(),
+        "explain": explain_block(),
         "speed": speed_block(),
         "accuracy": accuracy_block(),
     }

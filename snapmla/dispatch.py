@@ -39,7 +39,7 @@ from dsl_kernels.spec import (
     cluster_of,
     decode_spec,
 )
-from snapmla import checks
+from snapmla import checks, runtime
 from snapmla.errors import VariantError
 
 TOKEN_BYTES = 644  # content, RoPE and scale of one cached token
@@ -156,6 +156,8 @@ class Verdict:
         pipeline, row_tile: the candidate; ``variant`` is its kernel's name.
         us: predicted time in microseconds, None if nothing is known.
         source: ``measured`` (a committed table) or ``model``; ``none``.
+        built: whether the kernel is built on this machine (else its first use compiles it, or fails
+            where that is forbidden).
         reason: why it is not used, None for the chosen one.
     """
 
@@ -164,6 +166,7 @@ class Verdict:
     variant: str
     us: float | None
     source: str
+    built: bool
     reason: str | None
 
     @property
@@ -207,6 +210,7 @@ class Explanation:
             time = "      ?" if v.us is None else f"{v.us:7.1f}"
             share = "" if v.us is None else f"{100 * self.roof_us / v.us:3.0f} % of roof"
             what = "chosen" if v.reason is None else f"rejected: {v.reason}"
+            what += "" if v.built or v.us is None else " (not built here)"
             name = f"{v.pipeline} row_tile {v.row_tile}"
             lines.append(f"  {name:<22} {time} us {v.source:<9}{share:<15} {what}")
         return "\n".join(lines)
@@ -249,8 +253,6 @@ def card_of(device: torch.device) -> Card:
     The software GPU decides as an H200 would.  A CUDA device that is not on file takes the
     datasheet of an H100 (sm_90a) or B200 (sm_100a) with its own SM count, and says ``assumed``.
     """
-    from snapmla import runtime
-
     arch = runtime.arch_of(device)
     if device.type != "cuda":
         return next(c for c in cards() if c.arch == arch)
@@ -470,17 +472,18 @@ def explain(
     best, reasons = judge(problem)
     times = {(p, t): predict(problem, p, t, batch, seqlen) for p in PIPELINES for t in ROW_TILES}
     best_us = times[best][0] if best is not None else None
+    there = {spec.name for spec in runtime.available()}
     verdicts = []
     for key, (us, source) in times.items():
         reason = reasons.get(key)
         if reason is None and key != best:
             reason = _slower(us, best_us, best)
         impossible = reasons.get(key) is not None
+        name = decode_spec(key[0], key[1], page_size, out, where.arch).name
         verdicts.append(
             Verdict(
-                key[0], key[1],
-                decode_spec(key[0], key[1], page_size, out, where.arch).name,
-                None if impossible else us, "" if impossible else source, reason,
+                key[0], key[1], name, None if impossible else us, "" if impossible else source,
+                name in there, reason,
             )
         )  # fmt: skip
     verdicts.sort(key=lambda v: (not v.chosen, v.us is None, v.us or 0.0))

@@ -153,6 +153,15 @@ def test_explain_lists_every_candidate() -> None:
     assert text.count("chosen") == 1
 
 
+def test_explain_says_what_is_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = [dispatch.decode_spec("etap", 32, 64, "bf16")]
+    monkeypatch.setattr("snapmla.runtime.available", lambda: there)
+    found = snapmla.explain(16, card="H200")
+    assert {v.row_tile for v in found.verdicts if v.built} == {32}
+    assert str(found).splitlines()[2].endswith("chosen (not built here)")
+    assert sum("not built here" in line for line in str(found).splitlines()) == 5
+
+
 def test_explain_of_wishes_cards_and_architectures() -> None:
     asked = snapmla.explain(16, row_tile=64, pipeline="etap", card="H20")
     assert asked.chosen is not None and asked.chosen.row_tile == 64
