@@ -332,6 +332,23 @@ def pool(
 LAYOUTS = ("split", "paged", "row640")
 
 
+def bf16(x: NDArray[np.uint16]) -> torch.Tensor:
+    """bfloat16 tensor (CPU) of these bit patterns."""
+    return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
+
+
+def fill(
+    cache: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    content: NDArray[np.uint8],
+    rope: NDArray[np.uint16],
+    scale: NDArray[np.uint32],
+) -> None:
+    """Writes bit patterns (tokens, 512), (tokens, 64), (tokens,) to ``pool``'s tensors."""
+    sources = (torch.from_numpy(content), bf16(rope), torch.from_numpy(scale.view(np.float32)))
+    for target, source in zip(cache, sources, strict=True):
+        target.copy_(source.view(target.shape))
+
+
 # ---- helper kernels ------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class KernelCase:
@@ -413,15 +430,11 @@ def _fetch(case: KernelCase, device: Device) -> Result:
     content = bits.below(256, (tokens, D_V)).astype(np.uint8)  # NaN codes too
     rope = (float_fields(bits, (tokens, D_ROPE), 90, 150) >> 16).astype(np.uint16)
     rope[::37, 3], rope[1::41, 9], rope[2::43, 1] = 0x7FC1, 0xFF80, 0x0001
-    scale = float_fields(bits, (tokens,), 90, 140) & 0x7FFFFFFF
+    scale = float_fields(bits, (tokens,), 90, 140) & np.uint32(0x7FFFFFFF)
     scale[3::19], scale[4::23], scale[5::29] = 0x7FC00000, 0, 0x00000123
     check = digest([content, rope, scale])
     cache = pool(pages, page_size, LAYOUTS[case.index % 3], dev)
-    cache[0].copy_(torch.from_numpy(content).view(pages, page_size, D_V))
-    cache[1].copy_(
-        torch.from_numpy(rope.view(np.int16)).view(torch.bfloat16).view(pages, page_size, D_ROPE)
-    )
-    cache[2].copy_(torch.from_numpy(scale.view(np.float32)).view(pages, page_size))
+    fill(cache, content, rope, scale)
     out_dtype = TORCH[spec.in_dtype]
     if spec.mode == "pages":
         table = np.array([[3, 1, 5], [0, 2**31 - 9, -1], [4, 2, 0]], np.int32)
@@ -535,48 +548,57 @@ def _bf16(x: NDArray[np.float32]) -> NDArray[np.uint16]:
     return (x.view(np.uint32) >> 16).astype(np.uint16)
 
 
+def _block_table(bits: Bits, lengths: NDArray[np.int32], p: int) -> tuple[NDArray[np.int32], int]:
+    """(shuffled pages of each sequence, absurd ids behind its end; pages of the pool)."""
+    used = -(-lengths // p)
+    pages = int(used.sum()) + 2
+    order = np.argsort(bits.below(1 << 40, (pages,)), kind="stable").astype(np.int32)
+    table = np.where(np.arange(int(used.max()) + 2) % 2, -1, 2147480000).astype(np.int32)
+    table = np.repeat(table[None], len(lengths), 0)
+    for i, count in enumerate(used):
+        table[i, :count], order = order[:count], order[count:]
+    return table, pages
+
+
+def _tokens(case: KernelCase, bits: Bits, tokens: int, style: str) -> tuple[Array, Array, Array]:
+    """(content codes, rope, scale) of a pool's tokens, the latter two float32."""
+    content = _e4m3(bits, (tokens, D_V), bits.below(2, (tokens, 1)))
+    if case.index // 4 % 2:  # latents with a mean: sums that grow
+        content &= np.where(bits.below(3, content.shape) > 0, 0x7F, 0xFF).astype(np.uint8)
+    rope = bell(bits, (tokens, D_ROPE), np.array(3 if style == "outlier" else 0))
+    mantissa = np.float32(1) + bits.unit((tokens,)).astype(np.float32)
+    scale = np.ldexp(mantissa, (bits.below(5, (tokens,)) - 4).astype(np.int32))
+    return content, rope, scale.astype(np.float32)
+
+
 def _problem(case: KernelCase) -> _Problem:
     """Content logits of deviation 1 to 3; unused bytes NaN, page ids behind the end absurd."""
     spec, bits = case.spec, Bits(case.name)
-    p, style = spec.page_size, STYLES[case.index % 4]
+    style, p = STYLES[case.index % 4], spec.page_size
     heads, s_q = SHAPES[spec.row_tile][case.index // 2 % 2]
     lengths = np.array([0, 1, 150, 65] if spec.row_tile > 32 else [0, 1, 64, 63, 197, 65], np.int32)
     if case.index >= LONG:
         lengths = np.array([700, 65], np.int32)
-    b, used = len(lengths), -(-lengths // p)
-    pages = int(used.sum()) + 2
-    order = np.argsort(bits.below(1 << 40, (pages,)), kind="stable").astype(np.int32)
-    table = np.where(np.arange(int(used.max()) + 2) % 2, -1, 2147480000).astype(np.int32)
-    table = np.repeat(table[None], b, 0)
-    for i in range(b):
-        table[i, : used[i]], order = order[: used[i]], order[used[i] :]
-    shape = (b, s_q, heads)
-    sharp = 2 if style == "sharp" else 0
+    table, pages = _block_table(bits, lengths, p)
+    shape = (len(lengths), s_q, heads)
     q8 = _e4m3(bits, (*shape, D_V), np.array(0))
     q_rope = bell(bits, (*shape, D_ROPE), np.array(0))
-    q_scale = np.ldexp(np.float32(1) + bits.unit(shape).astype(np.float32), -3 + sharp)
-    content = _e4m3(bits, (pages * p, D_V), bits.below(2, (pages * p, 1)))
-    if case.index // 4 % 2:  # latents with a mean: sums that grow
-        content &= np.where(bits.below(3, content.shape) > 0, 0x7F, 0xFF).astype(np.uint8)
-    rope = bell(bits, (pages * p, D_ROPE), np.array(3 if style == "outlier" else 0))
-    scale = np.ldexp(
-        np.float32(1) + bits.unit((pages * p,)).astype(np.float32),
-        (bits.below(5, (pages * p,)) - 4).astype(np.int32),
-    )
-    scale = scale.astype(np.float32)
-    slot = (table[:, :, None].astype(np.int64) * p + np.arange(p)).reshape(b, -1)
+    mantissa = np.float32(1) + bits.unit(shape).astype(np.float32)
+    q_scale = np.ldexp(mantissa, -1 if style == "sharp" else -3).astype(np.float32)
+    content, rope, scale = _tokens(case, bits, pages * p, style)
+    slot = (table[:, :, None].astype(np.int64) * p + np.arange(p)).reshape(len(lengths), -1)
     if style == "awkward":
         zero, nan, huge = slot[-2, 5], slot[-1, 2], slot[-2, 40]
         content[zero], rope[zero], scale[zero] = 0, 0, 2.0**-80
         rope[huge] *= np.float32(8)
         content[nan], scale[nan], rope[nan] = 0x7F, np.nan, np.nan
-    kept = np.zeros(pages * p, bool)
-    for i in range(b):
-        kept[slot[i, : lengths[i]]] = True
-    content[~kept], rope[~kept], scale[~kept] = 0xFF, np.nan, np.nan
+    unused = np.ones(pages * p, bool)
+    for i, length in enumerate(lengths):
+        unused[slot[i, :length]] = False
+    content[unused], rope[unused], scale[unused] = 0xFF, np.nan, np.nan
     return _Problem(
-        q8, _bf16(q_rope), q_scale.astype(np.float32).view(np.uint32), content, _bf16(rope),
-        scale.view(np.uint32), table, lengths,
+        q8, _bf16(q_rope), q_scale.view(np.uint32), content, _bf16(rope), scale.view(np.uint32),
+        table, lengths,
     )  # fmt: skip
 
 
@@ -597,39 +619,30 @@ def _work(lengths: NDArray[np.int32], size: int) -> tuple[list[NDArray[np.int32]
 def _decode(case: KernelCase, device: Device) -> Result:
     """decode and merge as the host package calls them."""
     spec, dev, problem = case.spec, device.torch_device, _problem(case)
-    p, tile = spec.page_size, spec.row_tile
     b, s_q, heads, _ = problem.q8.shape
-    rows_pad = -(-s_q * heads // tile) * tile
-    pages = len(problem.scale) // p
-
-    def bf16(x: NDArray[np.uint16]) -> torch.Tensor:
-        return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
+    rows_pad = -(-s_q * heads // spec.row_tile) * spec.row_tile
 
     def there(x: Array) -> torch.Tensor:
         return torch.from_numpy(x).to(dev)
 
-    cache = pool(pages, p, LAYOUTS[case.index % 3], dev)
-    cache[0].copy_(torch.from_numpy(problem.content).view(pages, p, D_V))
-    cache[1].copy_(bf16(problem.rope).view(pages, p, D_ROPE))
-    cache[2].copy_(torch.from_numpy(problem.scale.view(np.float32)).view(pages, p))
+    pages = len(problem.scale) // spec.page_size
+    cache = pool(pages, spec.page_size, LAYOUTS[case.index % 3], dev)
+    fill(cache, problem.content, problem.rope, problem.scale)
     plan, slots = _work(problem.lengths, 8 if case.index >= LONG else 2)
     work, part, split = (there(x) for x in plan)
     o_accum = torch.full((slots, rows_pad, D_V), 5.0, device=dev)
     lse_accum = torch.full((slots, rows_pad), 5.0, device=dev)
     out = torch.full((b, s_q, heads, D_V), 5.0, dtype=TORCH[spec.out_dtype], device=dev)
     lse = torch.full((b, heads, s_q), 5.0, device=dev)
-    lengths, table = there(problem.lengths), there(problem.table)
-    arch = spec.arch.replace("_", "")
     factor, empty = ((LN2, float("-inf")), (1.0, float("inf")))[case.index // 2 % 2]
     device.kernel(case.variant)(
         there(problem.q8), bf16(problem.q_rope).to(dev), there(problem.q_scale.view(np.float32)),
-        *cache, table, lengths, work, part, out, lse, o_accum, lse_accum,
-        SOFTMAX_SCALE, int(case.index % 3 != 2), factor, empty,
+        *cache, there(problem.table), there(problem.lengths), work, part, out, lse, o_accum,
+        lse_accum, SOFTMAX_SCALE, int(case.index % 3 != 2), factor, empty,
     )  # fmt: skip
     before = bits_of(out).reshape(-1, D_V)
-    device.kernel(f"merge_o{spec.out_dtype}_{arch}")(
-        o_accum, lse_accum, split, out, lse, factor, empty
-    )
+    merge = VariantSpec(op="merge", arch=spec.arch, out_dtype=spec.out_dtype)
+    device.kernel(merge.name)(o_accum, lse_accum, split, out, lse, factor, empty)
     rows = {
         "o_accum": bits_of(o_accum).reshape(-1, D_V),
         "lse_accum": bits_of(lse_accum).reshape(-1, 1),

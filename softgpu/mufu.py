@@ -133,10 +133,10 @@ def _truncated_square(bits: int, column: int) -> I64:
 
 
 @lru_cache(maxsize=1)
-def _ex2_table() -> NDArray[np.int64]:
+def _ex2_table() -> NDArray[np.int32]:
     """2^(i 2^-23) - 1 in units of 2^-23, plus the bits of 1.0; a table because ex2 is hot."""
     unit = _Interpolator(_EX2, 17, 19, 13, 6114)
-    return (unit(np.arange(1 << 23)) >> 15) + ONE
+    return ((unit(np.arange(1 << 23)) >> 15) + ONE).astype(np.int32)
 
 
 @lru_cache(maxsize=1)
