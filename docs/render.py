@@ -41,7 +41,16 @@ SHAPES = (
     "b32_L16384_h16_q1", "b32_L16384_h16_q2", "b32_L16384_h64_q1", "b32_L16384_h128_q1",
     "b32_L16384_h128_q2", "b16_L1024_h16_q1", "b16_L65536_h16_q1", "b1_L131072_h16_q1",
 )  # fmt: skip
-MODULES = ("snapmla", "snapmla.flash_mla_fp8")  # what users import from; __all__ is the surface
+# What users import from.  The surface of a module is its __all__, or what is named here.
+MODULES: dict[str, tuple[str, ...]] = {
+    "snapmla": (),
+    "snapmla.flash_mla_fp8": (),
+    "snapmla.layouts": ("paged_views", "rows640_views"),
+    "snapmla.reference": (
+        "mla_decode_reference", "reference_from_unquantised", "quantize_rows", "dequantize_rows",
+        "QuantConfig",
+    ),
+}  # fmt: skip
 SECTIONS = ("Args", "Attributes", "Returns", "Raises", "Source")
 PICTURE_PAGE = 64  # tokens of a page in the pictures
 BAR = 64  # characters of a byte map
@@ -160,9 +169,9 @@ def _is_member(value: Any) -> bool:
 
 def entries() -> Iterator[Entry]:
     """Every public name of the package, in the order of ``__all__``."""
-    for module_name in MODULES:
+    for module_name, names in MODULES.items():
         module: ModuleType = importlib.import_module(module_name)
-        for name in sorted(module.__all__, key=str.lower):
+        for name in names or sorted(module.__all__, key=str.lower):
             yield Entry(module_name, name, getattr(module, name))
 
 
@@ -244,7 +253,7 @@ def api_page() -> str:
         if entry.module != module:
             module = entry.module
             lines += [f"## {module}", ""]
-            if module != MODULES[0]:
+            if "." in module:
                 lines += _paragraphs(parse(importlib.import_module(module).__doc__).prose)
         lines += _entry_lines(entry)
     return "\n".join(lines).rstrip("\n") + "\n"

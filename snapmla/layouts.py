@@ -69,10 +69,20 @@ def _paged(pages: int, p: int, device: torch.device) -> Views:
 
 
 def paged_views(block: torch.Tensor, page_size: int) -> Views:
-    """The three views of page-planar memory.
+    """The three views of page-planar memory, for ``PagedKVCache.from_tensors``.
 
     Args:
         block: uint8 (pages, page_size * 644), contiguous.
+        page_size: tokens in a page: 16, 32, 64 or 128.
+
+    Returns:
+        (content float8_e4m3fn (pages, P, 512), rope bfloat16 (pages, P, 64), scale float32
+        (pages, P)) of ``block``'s memory.
+
+    Raises:
+        RuntimeError: from torch, if ``block`` is not contiguous or too small.
+
+    Source: our own (docs/formats.md, ``paged``).
     """
     pages, p = block.shape[0], page_size
     content, rope, scale = _paged_strides(p)
@@ -98,7 +108,20 @@ def _row640(pages: int, p: int, device: torch.device) -> Views:
 
 
 def rows640_views(rows: torch.Tensor, scale: torch.Tensor) -> Views:
-    """The three views of 640-byte rows, uint8 (pages, P, 640), and their scale tensor."""
+    """The three views of 640-byte rows and their scales, for ``PagedKVCache.from_tensors``.
+
+    Args:
+        rows: uint8 (pages, P, 640), contiguous: 512 content bytes, then 64 bf16 RoPE channels.
+        scale: float32 (pages, P).
+
+    Returns:
+        (content float8_e4m3fn (pages, P, 512), rope bfloat16 (pages, P, 64), scale).
+
+    Raises:
+        RuntimeError: from torch, if ``rows`` has another width or strides.
+
+    Source: Modular's SM100 kernel reads such rows.
+    """
     content = rows[..., :KV_LORA_RANK].view(FP8)
     return content, rows.view(torch.bfloat16)[..., KV_LORA_RANK // 2 :], scale
 

@@ -75,6 +75,8 @@ class QuantConfig:
 
     Raises:
         ValueError: naming the attribute.
+
+    Source: SnapMLA paper, Table 2 (configurations A to D), Figure 4 and section 3.2.
     """
 
     granularity: str = "token"
@@ -161,6 +163,11 @@ def quantize_rows(c: Tensor, rope: Tensor, *, shared: int = 0) -> tuple[Tensor, 
         (nope (..., 512) float8_e4m3fn, rope (..., 64) bfloat16 divided by the scale, scale (...)
         float32 without the shared dimensions).  scale = max(max|c| / 448, max|rope| * 2^-40,
         2^-80); a row with a NaN or infinity has NaN content, RoPE and scale.
+
+    Raises:
+        RuntimeError: from torch, if shapes do not go together.
+
+    Source: SnapMLA paper, section 3.1; the floors are our own.
     """
     c, rope = c.float(), rope.float()
     dims = tuple(range(-1 - shared, 0))
@@ -177,7 +184,22 @@ def quantize_rows(c: Tensor, rope: Tensor, *, shared: int = 0) -> tuple[Tensor, 
 def dequantize_rows(
     nope: Tensor, rope: Tensor, scale: Tensor, dtype: torch.dtype = torch.bfloat16
 ) -> tuple[Tensor, Tensor]:
-    """fetch_dequant: (nope * scale, rope * scale), each product rounded once to ``dtype``."""
+    """What ``fetch_dequant`` computes: nope * scale and rope * scale, rounded once to ``dtype``.
+
+    Args:
+        nope: (..., 512) float8_e4m3fn.
+        rope: (..., 64) bfloat16, divided by the scale.
+        scale: (...,) float32.
+        dtype: of the result.
+
+    Returns:
+        (c_kv (..., 512), k_rope (..., 64)).
+
+    Raises:
+        RuntimeError: from torch, if shapes do not go together.
+
+    Source: SnapMLA paper, section 3.3.1 (fused fetch-dequant).
+    """
     factor = scale.float()[..., None]
     return (nope.float() * factor).to(dtype), (rope.float() * factor).to(dtype)
 
@@ -568,8 +590,8 @@ def mla_decode_reference(
         content: (pages, P, 512) float8_e4m3fn, any strides.
         rope: (pages, P, 64) bfloat16, divided by ``scale``.
         scale: (pages, P) float32.
-        block_table: (b, width) integer page ids; entries past a sequence's end are not read.
-        cache_seqlens: (b,) integer tokens of each sequence.
+        block_table: (b, width) int32 or int64 page ids; entries past a sequence's end are not read.
+        cache_seqlens: (b,) int32 or int64, tokens of each sequence.
         softmax_scale: factor of the logits.
         causal: query s sees the first cache_seqlens - (s_q - 1 - s) tokens.
         config: rounding points and accumulation.
@@ -582,6 +604,8 @@ def mla_decode_reference(
 
     Raises:
         ValueError: naming the argument.
+
+    Source: SnapMLA paper, Eq. 6 and Algorithm 1, with the rounding of docs/numerics.md.
     """
     if lse_base not in ("e", "2"):
         raise ValueError(f"lse_base: expected 'e' or '2', got {lse_base!r}")
@@ -649,11 +673,17 @@ def reference_from_unquantised(
     Args:
         q_nope, q_rope: (b, s_q, h, 512), (b, s_q, h, 64) floating point.
         c_kv, k_rope: (b, L, 512), (b, L, 64) floating point.
+        softmax_scale, causal, lse_base, empty_lse: as in ``mla_decode_reference``.
         lengths: tokens of each sequence; None: L.
-        Others as in ``mla_decode_reference``.
+        config: rounding points, granularity of scales, accumulation.
 
     Returns:
         (out (b, s_q, h, 512), lse (b, h, s_q)), fp64.
+
+    Raises:
+        ValueError: naming the argument.
+
+    Source: SnapMLA paper, Table 2 and Figure 4.
     """
     results = []
     for i in range(q_nope.shape[0]):

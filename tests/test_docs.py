@@ -22,7 +22,9 @@ from codegen import toolchain
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 RUNNABLE = {"integration.md", "formats.md"}
-DTYPES = re.compile(r"float8_e4m3fn|bfloat16|float16|float32|uint8|int32|int64|same dtype")
+DTYPES = re.compile(
+    r"float8_e4m3fn|bfloat16|float16|float32|uint8|int32|int64|same dtype|floating point"
+)
 SHAPE = re.compile(r"\((?:[^()]*,[^()]*)\)|same shapes?|same b\b|likewise")
 
 
