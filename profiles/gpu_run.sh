@@ -14,7 +14,7 @@
 #   check[:ARG,ARG...]         tests/gpu/check_decode.py ARG ARG... (check:--full wants both limits
 #                              below at 960 or more: its own budget is then 900 s)
 #   tests[:FILE,FILE...]       the tests marked gpu, of all or of these files
-#   profile:VARIANT            Nsight Compute on one variant, as one table (profiles.ncu)
+#   profile:VARIANT[,VARIANT]  Nsight Compute on variants, as one table (profiles.ncu)
 #   host                       host time of eager calls (profiles.host_time)
 #   demo                       make demo's job
 #
@@ -123,12 +123,15 @@ run_part() {
             timeout -k 10 "$seconds" "$python" -m pytest -q -m gpu -p no:cacheprovider \
                 ${files:-tests} 2>&1 | tee "$work/tests.log"
             ;;
-        profile) timeout -k 10 "$seconds" "$python" -m profiles.ncu --out "$work/ncu" "$what" ;;
+        profile)
+            # shellcheck disable=SC2086  # a list of words
+            timeout -k 10 "$seconds" "$python" -m profiles.ncu --out "$work/ncu" ${what//,/ }
+            ;;
         host) timeout -k 10 "$seconds" "$python" -m profiles.host_time --out "$work" ;;
         demo) timeout -k 10 "$seconds" "$python" -m snapmla.demo 2>&1 | tee "$work/demo.log" ;;
         *)
             echo "part: expected info, tests[:FILES], host, demo, bench:PRESET, shape:LABEL," \
-                "profile:VARIANT or check[:ARGS];" \
+                "profile:VARIANTS or check[:ARGS];" \
                 "got '$part'"
             return 2
             ;;

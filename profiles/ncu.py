@@ -1,6 +1,6 @@
 """``make profile VARIANT=...``: Nsight Compute on one variant, reduced to one table.
 
-    python -m profiles.ncu decode_etap_r64_p64_obf16_sm90a [--batch 32] [--tokens 16384]
+    python -m profiles.ncu decode_etap_r64_p64_obf16_sm90a [VARIANT ...] [--tokens 16384]
 
 Writes the script that runs ncu (``codegen/templates/ncu.sh.j2``), runs it, and prints duration,
 shares of the peaks, registers, shared memory and the five largest stall reasons.  The profiled
@@ -29,6 +29,7 @@ import typer
 from codegen import artifacts, render
 from codegen.artifacts import Record
 from dsl_kernels.spec import KV_LORA_RANK, QK_ROPE_HEAD_DIM, VariantSpec
+from profiles import bench
 from snapmla import runtime
 
 PEAK = "pct_of_peak_sustained_elapsed"
@@ -141,18 +142,44 @@ def table(found: dict[str, tuple[str, float | str]]) -> list[tuple[str, str]]:
     memory = [get["static shared memory"], get["dynamic shared memory"]]
     if all(size is not None for size in memory):
         rows.append(("shared memory", f"{memory[0]:,.0f} static + {memory[1]:,.0f} dynamic B"))
-    for name, share in stalls(found)[:TOP_STALLS]:
-        rows.append((f"stall: {name.replace('_', ' ')}", f"{100 * share:.1f} % of warp samples"))
+    top = [f"{name.replace('_', ' ')} {100 * s:.1f}" for name, s in stalls(found)[:TOP_STALLS]]
+    if top:
+        rows.append(("stalls, % of warp samples", ", ".join(top)))
     return rows
 
 
-def markdown(name: str, sizes: Sizes, where: str, rows: list[tuple[str, str]]) -> str:
-    """The table as a page."""
-    head = (
-        f"# {name}\n\nncu, one launch: batch {sizes.batch}, {sizes.tokens} tokens, s_q {sizes.s_q}"
+def markdown(columns: dict[str, list[tuple[str, str]]], sizes: Sizes, where: str) -> str:
+    """The tables of several variants side by side, as a page."""
+    labels: dict[str, None] = {}
+    for rows in columns.values():
+        labels.update(dict.fromkeys(label for label, _ in rows))
+    cells = {name: dict(rows) for name, rows in columns.items()}
+    lines = [
+        "# Nsight Compute, one launch of each variant",
+        "",
+        f"{where}.",
+        f"Batch {sizes.batch}, {sizes.tokens} tokens, s_q {sizes.s_q}; clocks as they are.",
+        f"Again: `python -m profiles.ncu {' '.join(sizes.options())} {' '.join(columns)}`",
+        "",
+        f"| | {' | '.join(columns)} |",
+        "|---" * (len(columns) + 1) + "|",
+    ]
+    for label in labels:
+        texts = [cells[name].get(label, "") for name in columns]
+        lines.append(f"| {label} | {' | '.join(texts)} |")
+    return "\n".join(lines) + "\n"
+
+
+def versions() -> str:
+    """Card, driver, ncu, PyTorch and commit of this run."""
+    command = [os.environ.get("NCU", "ncu"), "--version"]
+    said = subprocess.run(command, capture_output=True, text=True).stdout.splitlines()
+    number = next((x.split()[1] for x in said if x.startswith("Version")), "unknown")
+    driver = runtime.driver_version() or (0, 0)
+    return (
+        f"{torch.cuda.get_device_name()}, driver for CUDA {driver[0]}.{driver[1]}, ncu {number}, "
+        f"torch {torch.__version__}, commit {bench.commit()}"
     )
-    body = "\n".join(f"| {label} | {text} |" for label, text in rows)
-    return f"{head}; {where}.\n\n| | |\n|---|---|\n{body}\n"
 
 
 # ---------------------------------------------------------------- the workload
@@ -354,39 +381,42 @@ def profile(spec: VariantSpec, sizes: Sizes, folder: Path) -> dict[str, tuple[st
 
 @app.command()
 def main(
-    name: str,
+    names: list[str],
     batch: int = 32,
     tokens: int = 16384,
     s_q: int = 1,
-    out: Annotated[Path | None, typer.Option(help="also write NAME.md and NAME.json here")] = None,
+    out: Annotated[Path | None, typer.Option(help="also write ncu.md and raw metrics here")] = None,
     inner: Annotated[bool, typer.Option("--workload", help="be the profiled process")] = False,
 ) -> None:
-    """Profiles variant NAME and prints one table."""
+    """Profiles variants NAMES and prints one table."""
     sizes = Sizes(batch, tokens, s_q)
+    columns: dict[str, list[tuple[str, str]]] = {}
     try:
-        spec = VariantSpec.from_name(name)
+        specs = [VariantSpec.from_name(name) for name in names]
         if not torch.cuda.is_available():
             raise ValueError("profiling needs a CUDA device")
         if inner:
-            workload(spec, sizes)
+            workload(specs[0], sizes)
             return
         with tempfile.TemporaryDirectory() as tmp:
-            found = profile(spec, sizes, Path(tmp))
+            for spec in specs:
+                found = profile(spec, sizes, Path(tmp))
+                columns[spec.name] = table(found)
+                if out is not None:
+                    artifacts.write_atomic(out / f"{spec.name}.json", raw(found))
     except ValueError as error:
         print(error, file=sys.stderr)
         raise typer.Exit(1) from None
-    version = runtime.driver_version()
-    where = (
-        f"{torch.cuda.get_device_name()}, driver for CUDA {version[0]}.{version[1]}"
-        if version
-        else ""
-    )
-    page = markdown(name, sizes, where, table(found))
+    page = markdown(columns, sizes, versions())
     print(page)
     if out is not None:
-        kept = {k: v for k, v in found.items() if "__" in k and not k.startswith("device__")}
-        artifacts.write_atomic(out / f"ncu-{name}.md", page)
-        artifacts.write_atomic(out / f"ncu-{name}.json", json.dumps(kept, indent=1) + "\n")
+        artifacts.write_atomic(out / "ncu.md", page)
+
+
+def raw(found: dict[str, tuple[str, float | str]]) -> str:
+    """The kernel's metrics as JSON, without those of the device."""
+    kept = {k: v for k, v in found.items() if "__" in k and not k.startswith("device__")}
+    return json.dumps(kept, indent=1) + "\n"
 
 
 if __name__ == "__main__":

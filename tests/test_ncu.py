@@ -25,11 +25,18 @@ def test_table_of_a_real_report() -> None:
     assert rows["tensor pipe"] == "1.5 % of peak" and rows["DRAM"] == "2.2 % of peak"
     assert rows["registers"] == "128" and rows["grid"] == "132" and rows["block"] == "512"
     assert rows["shared memory"] == "0 static + 222,208 dynamic B"
-    stalls = [label for label in rows if label.startswith("stall")]
-    assert stalls == [
-        "stall: long scoreboard", "stall: wait", "stall: barrier", "stall: short scoreboard",
-        "stall: no instruction",
-    ]  # fmt: skip
+    assert rows["stalls, % of warp samples"] == (
+        "long scoreboard 29.1, wait 21.7, barrier 13.2, short scoreboard 5.6, no instruction 4.6"
+    )
+
+
+def test_page_has_a_column_for_each_variant() -> None:
+    rows = ncu.table(ncu.parse(REPORT))
+    page = ncu.markdown({"a": rows, "b": rows[:1]}, ncu.Sizes(2, 64, 1), "A card").splitlines()
+    assert page[2:4] == ["A card.", "Batch 2, 64 tokens, s_q 1; clocks as they are."]
+    assert page[4].endswith("`python -m profiles.ncu --batch 2 --tokens 64 --s-q 1 a b`")
+    assert page[6:9] == ["| | a | b |", "|---|---|---|", "| duration | 10.2 us | 10.2 us |"]
+    assert page[-1].endswith(" no instruction 4.6 |  |")
 
 
 def test_stall_shares_count_every_sample_once() -> None:
