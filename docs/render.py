@@ -18,6 +18,7 @@ import json
 import re
 import sys
 import textwrap
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -96,9 +97,16 @@ def parse(docstring: str | None) -> Doc:
     return Doc("\n".join(prose).strip(), text)
 
 
-def annotation(value: Any) -> str:
-    """An annotation as it stands in the source."""
-    return value if isinstance(value, str) else getattr(value, "__name__", str(value))
+def annotation(value: Any, module: str = "") -> str:
+    """An annotation as it stands in the source, a module's aliases of tuples spelled out."""
+    if not isinstance(value, str):
+        return getattr(value, "__name__", str(value))
+
+    def spelled(found: re.Match[str]) -> str:
+        alias = getattr(sys.modules.get(module), found[0], None)
+        return str(alias) if isinstance(alias, types.GenericAlias) else found[0]
+
+    return re.sub(r"\b[A-Z]\w+\b", spelled, value)
 
 
 def parameters(function: Any) -> list[inspect.Parameter]:
@@ -117,12 +125,14 @@ def signature(name: str, function: Any) -> str:
             starred = True
         text = p.name
         if p.annotation is not p.empty:
-            text += f": {annotation(p.annotation)}"
+            text += f": {annotation(p.annotation, function.__module__)}"
         if p.default is not p.empty:
             text += f" = {'...' if p.default is dataclasses.MISSING else _default(p.default)}"
         parts.append(text)
     result = inspect.signature(function).return_annotation
-    tail = "" if result is inspect.Signature.empty else f" -> {annotation(result)}"
+    tail = ""
+    if result is not inspect.Signature.empty:
+        tail = f" -> {annotation(result, function.__module__)}"
     line = f"{name}({', '.join(parts)}){tail}"
     if len(line) <= 96:
         return line
@@ -205,6 +215,8 @@ def _paragraphs(text: str) -> list[str]:
     for block in re.split(r"\n\n+", text):
         if block.startswith("    "):
             lines += ["```python", inspect.cleandoc(block), "```", ""]
+        elif block.startswith("* "):
+            lines += [" ".join(item.split()) for item in re.split(r"\n(?=\* )", block)] + [""]
         elif block:
             lines += [" ".join(block.split()), ""]
     return lines

@@ -438,7 +438,9 @@ def explain(
     """Every candidate for a decode call: predicted time, roof, and why it is used or not.
 
     Args:
-        num_heads: 1 to 128; s_q: 1 to 8; page_size: 16, 32, 64 or 128 tokens.
+        num_heads: 1 to 128.
+        s_q: query tokens of a sequence, 1 to 8.
+        page_size: 16, 32, 64 or 128 tokens.
         batch, seqlen: the size that times are for (sequences, tokens each); they do not change the
             choice.
         out_dtype: torch.bfloat16 or torch.float32.

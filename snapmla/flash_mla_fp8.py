@@ -184,7 +184,7 @@ def get_mla_metadata(
         num_heads_k: 1; MLA shares one latent among all heads.
         max_batch: sequences the metadata tensor has room for; the same for all pairs that are
             copied onto one another.
-        out: a pair to write into instead of allocating.
+        out: a pair to write into instead of allocating, int32 (num_sm_parts, width) and (b + 1,).
 
     Returns:
         (tile_scheduler_metadata int32 (num_sm_parts, width), num_splits int32 (b + 1,)).
@@ -252,17 +252,21 @@ def flash_mla_ckv_fp8_per_token(
     """MLA attention of quantised queries over the paged FP8 cache (``snapmla.decode``).
 
     Args:
-        q_nope: float8_e4m3fn (b, s_q, h, 512), contiguous; q_rope: bfloat16 (b, s_q, h, 64);
-            q_scale: float32 (b, s_q, h, 1) or (b, s_q, h); from ``quantize_ckv_per_token_head``.
+        q_nope: float8_e4m3fn (b, s_q, h, 512), contiguous.
+        q_rope: bfloat16 (b, s_q, h, 64), contiguous, divided by the scale.
+        q_scale: float32 (b, s_q, h, 1) or (b, s_q, h); all three from
+            ``quantize_ckv_per_token_head``.
         k_cache_lora: float8_e4m3fn or uint8 (pages, page_size, 1, 512).
         k_cache_rope: bfloat16 (pages, page_size, 1, 64), divided by the token's scale.
         k_scale: float32 (pages, page_size, 1, 1).
-        block_table: int32 (b, width); cache_seqlens: int32 (b,), the new tokens included.
+        block_table: int32 (b, width), pages of each sequence.
+        cache_seqlens: int32 (b,), tokens of each sequence, the new ones included.
         head_dim_v: 512.
         tile_scheduler_metadata, num_splits: from ``get_mla_metadata`` for these lengths.
         softmax_scale: factor of the logits; None is 576**-0.5, which DeepSeek's models do not want.
         causal: query token s of s_q sees the first length - (s_q - 1 - s) tokens.
-        out: bfloat16 or float32 (b, s_q, h, 512); lse: float32 (b, h, s_q); None allocates.
+        out: bfloat16 or float32 (b, s_q, h, 512); None allocates.
+        lse: float32 (b, h, s_q); None allocates.
         empty_lse: LSE of a row that sees no token, ``+inf`` or ``-inf``.
 
     Returns:
@@ -553,10 +557,12 @@ def dequantize_ckv_fused_indexed(
     """Reads tokens back by slot, RoPE multiplied by the scale again (``snapmla.fetch_dequant``).
 
     Args:
-        k_lora: float8_e4m3fn or uint8 (slots, 1, 512); k_rope: bfloat16 (slots, 1, 64);
-            k_scale: float32 (slots, 1, 1).  Mind the order: lora, rope, scale.
+        k_lora: float8_e4m3fn or uint8 (slots, 1, 512).
+        k_rope: bfloat16 (slots, 1, 64).
+        k_scale: float32 (slots, 1, 1); mind the order, lora, rope, scale.
         indices: int32 (n,), slots; one outside the pool gives zeros.
-        out: a pair to write into, (n, 1, 512) and (n, 1, 64); None allocates.
+        out: a pair to write into, bfloat16, float16 or float32 (n, 1, 512) and (n, 1, 64); None
+            allocates.
 
     Returns:
         (lora bfloat16 (n, 1, 512), rope bfloat16 (n, 1, 64)).

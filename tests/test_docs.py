@@ -48,12 +48,9 @@ def is_tensor(annotation: Any) -> bool:
 def described(doc: Any, section: str) -> dict[str, str]:
     """Text of every name of a section, however its entries share lines."""
     found: dict[str, str] = {}
-    whole = doc.sections.get(section, "")
     for names, text in doc.items(section):
         for name in re.split(r",\s*", names):
             found[name.strip(" `")] = text
-    for name, text in re.findall(r"(?:^|[;\n])\s*(\w+): ([^;\n]+(?:\n(?!\w+:)[^;\n]+)*)", whole):
-        found.setdefault(name, text)
     return found
 
 
