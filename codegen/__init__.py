@@ -1,5 +1,5 @@
 """Instantiates the variant matrix: enumerate, compile, audit, link, write artifacts.
 
-``python -m codegen --help`` lists the commands.  Nothing here imports torch; only ``compile``
-imports the CuTe DSL, and only inside worker processes.
+``python -m codegen --help`` lists the commands.  Nothing here imports torch; kernel modules, and
+with them the CuTe DSL, are imported for the reasons in the matrix and by worker processes.
 """

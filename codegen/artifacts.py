@@ -18,6 +18,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import runpy
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -35,9 +36,25 @@ VOLATILE = ("compile_seconds",)  # fields that the manifest leaves out
 ROOT = Path(__file__).resolve().parent.parent
 
 
+VERSION: str = runpy.run_path(str(ROOT / "snapmla" / "_version.py"))["__version__"]
+
+
+def is_checkout() -> bool:
+    """Whether this package runs from a source checkout, not from where pip put it."""
+    return (ROOT / "pyproject.toml").is_file()
+
+
 def default_dir() -> Path:
-    """``$SNAPMLA_VARIANT_DIR``, else ``build/variants`` of the checkout."""
-    return Path(os.environ.get(ENV_DIR) or ROOT / "build" / "variants")
+    """Where the runtime looks first: ``snapmla.env.compile_dir()``, without importing torch.
+
+    ``$SNAPMLA_VARIANT_DIR``, else ``build/variants`` of a checkout, else the user's cache.
+    """
+    if os.environ.get(ENV_DIR):
+        return Path(os.environ[ENV_DIR])
+    if is_checkout():
+        return ROOT / "build" / "variants"
+    cache_home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache_home) / "snapmla" / VERSION / "variants"
 
 
 @dataclass

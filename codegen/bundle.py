@@ -16,7 +16,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import runpy
 import shutil
 import tarfile
 import tempfile
@@ -26,12 +25,11 @@ from pathlib import Path
 
 from codegen import artifacts, link, render
 from codegen import compile as compiler
-from codegen.artifacts import ROOT, Record
+from codegen.artifacts import ROOT, VERSION, Record
 from dsl_kernels.spec import VariantSpec
 
 LIMIT = 40_000_000  # bytes, unpacked
 RECORDS = "bundle.json"  # as snapmla.runtime reads it
-VERSION: str = runpy.run_path(str(ROOT / "snapmla" / "_version.py"))["__version__"]
 HOST_FILES = ("**/*.py", "data/*.json")  # of snapmla/
 NOT_PACKED = ("demo.py", "selfcheck.py")  # need typer and rich, or the software GPU
 SPEC_FILES = ("__init__.py", "spec.py", "registry.py", "common/__init__.py", "common/budget.py")
@@ -53,7 +51,12 @@ class Bundle:
 
 
 def requirements() -> list[str]:
-    """Lines of requirements.txt: the project's own bounds for what the host package imports."""
+    """Lines of requirements.txt: the project's own bounds for what the host package imports.
+
+    Raises BundleError outside a checkout.
+    """
+    if not artifacts.is_checkout():
+        raise BundleError(f"bundles are made from a source checkout, {ROOT} is none")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     found = [d for d in project["dependencies"] if d.split(">")[0].split("=")[0] in RUNTIME_NEEDS]
     if len(found) != len(RUNTIME_NEEDS):

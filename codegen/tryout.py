@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from codegen import audit
+from codegen import artifacts, audit
 from codegen import compile as compiler
 from codegen.artifacts import Record
 from dsl_kernels.spec import VariantSpec
@@ -42,7 +42,8 @@ def run(spec: VariantSpec, out_dir: Path, console: Console, *, check: bool) -> b
     """Builds ``spec`` even if it is up to date, prints, checks.  True if all is well."""
     started = time.perf_counter()
     try:
-        record = compiler.build(spec, out_dir, strict=False)
+        with artifacts.lock(out_dir, spec.name):
+            record = compiler.build(spec, out_dir, strict=False)
     except compiler.BuildError as error:
         console.print(f"[red]{error}[/]", highlight=False, soft_wrap=True)
         return False

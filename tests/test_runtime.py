@@ -124,3 +124,15 @@ def test_compiling_is_announced_and_its_failure_told(
         runtime.find_or_build(bad, need_library=False)
     assert f"compiling variant {bad.name} into {folder}" in caplog.text
     assert runtime.find(bad) is None
+
+
+@pytest.mark.parametrize("checkout", [True, False])
+@pytest.mark.parametrize("chosen", ["", "mine"])
+def test_codegen_writes_where_the_runtime_looks_first(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, checkout: bool, chosen: str
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("SNAPMLA_VARIANT_DIR", str(tmp_path / chosen) if chosen else "")
+    monkeypatch.setattr(env, "is_checkout", lambda: checkout)
+    monkeypatch.setattr(artifacts, "is_checkout", lambda: checkout)
+    assert artifacts.default_dir() == env.compile_dir()
