@@ -16,6 +16,7 @@
 #include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>
+#include <string.h>
 
 #define HIDDEN __attribute__((visibility("hidden")))
 
@@ -163,6 +164,7 @@ HIDDEN int _cudaLaunchKernelEx(const runtime_config *c, void *kernel, void **arg
 static void describe(char *text, size_t size, int code, int device) {
   const char *name = "unknown", *words = "no description";
   int driver = 0, major = 0, minor = 0;
+  char have[16];
   if (driver_state != 1 && code == NO_DRIVER) {
     snprintf(text, size, "libcuda.so.1 cannot be used: there is no NVIDIA driver here, or one "
              "older than CUDA 12");
@@ -178,9 +180,12 @@ static void describe(char *text, size_t size, int code, int device) {
   if (code == NO_BINARY || code == INVALID_IMAGE || code == UNSUPPORTED_PTX) {
     cu.DeviceGetAttribute(&major, CAPABILITY_MAJOR, device);
     cu.DeviceGetAttribute(&minor, CAPABILITY_MINOR, device);
-    snprintf(text, size, "this variant was built for %s and device %d is sm_%d%d",
-             SNAPMLA_ARCH, device, major, minor);
-    return;
+    snprintf(have, sizeof have, "sm_%d%d", major, minor);
+    if (strncmp(have, SNAPMLA_ARCH, strlen(have))) {
+      snprintf(text, size, "this variant was built for %s and device %d is %s", SNAPMLA_ARCH,
+               device, have);
+      return;
+    }
   }
   if (cu.GetErrorName) cu.GetErrorName(code, &name);
   if (cu.GetErrorString) cu.GetErrorString(code, &words);

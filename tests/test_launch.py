@@ -40,7 +40,7 @@ int cuGetErrorName(int c, const char **s) { (void)c; *s = "CUDA_ERROR_FAKE"; ret
 int cuGetErrorString(int c, const char **s) { (void)c; *s = "as asked"; return 0; }
 int cuDeviceGetCount(int *n) { *n = 2; return 0; }
 int cuDeviceGetAttribute(int *v, int a, int d) {
-  *v = a == 75 ? 8 : a == 76 ? d : 232448;
+  *v = a == 75 ? (CASE("image") ? 9 : 8) : a == 76 ? (CASE("image") ? 0 : d) : 232448;
   return 0;
 }
 int cuCtxGetDevice(int *d) { *d = context_set - 1; return context_set ? 0 : 201; }
@@ -55,7 +55,7 @@ int cuLibraryLoadData(void **l, const void *data, void *a, void *b, unsigned n, 
   (void)data; (void)a; (void)b; (void)n; (void)c; (void)d; (void)m;
   *l = (void *)1;
   printf("load\n");
-  return CASE("old") ? 200 : 0;
+  return CASE("old") || CASE("image") ? 200 : 0;
 }
 int cuLibraryUnload(void *l) { (void)l; printf("unload\n"); return 0; }
 int cuLibraryGetKernel(void **k, void *l, const char *name) {
@@ -188,6 +188,7 @@ def test_wrong_argument_needs_no_driver(program: Path) -> None:
         ("old", "was built with CUDA 13 and the driver supports CUDA 12.4: update the driver, or"),
         ("arch", "this variant was built for sm_90a and device 0 is sm_80"),
         ("launch", "CUDA error 701 (CUDA_ERROR_FAKE): as asked"),
+        ("image", "CUDA error 200 (CUDA_ERROR_FAKE): as asked"),  # the right GPU: a broken file
     ],
 )
 def test_driver_errors_are_one_sentence(program: Path, case: str, words: str) -> None:

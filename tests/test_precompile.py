@@ -147,6 +147,8 @@ def test_edit_rebuilds_only_its_variants_in_a_real_tree(
     tree, out = tmp_path / "tree", tmp_path / "out"
     for package in ("codegen", "dsl_kernels"):
         shutil.copytree(artifacts.ROOT / package, tree / package)
+    (tree / "snapmla").mkdir()
+    shutil.copy(artifacts.ROOT / "snapmla" / "_version.py", tree / "snapmla")
     names = [*borrow("merge*", variant_dir, out), *borrow("append_kv*", variant_dir, out)]
     assert len(set(names)) == 8
     done = codegen("precompile", "--filter", "[am]*", "--out", str(out), cwd=tree)
