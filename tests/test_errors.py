@@ -15,7 +15,7 @@ import torch
 
 import snapmla
 from dsl_kernels.spec import VariantSpec
-from snapmla import PagedKVCache, QuantizedQuery, flash_mla_fp8, runtime
+from snapmla import PagedKVCache, QuantizedQuery, dispatch, flash_mla_fp8, runtime
 from snapmla.errors import UnsupportedDeviceError, VariantError
 from snapmla.plan import DecodePlan
 from snapmla.reference_plan import plan_reference
@@ -563,6 +563,30 @@ def test_query_must_be_contiguous() -> None:
 def test_other_devices_are_refused() -> None:
     with pytest.raises(UnsupportedDeviceError, match="device meta: kernels are built for cuda"):
         runtime.arch_of(torch.device("meta"))
+
+
+def test_other_architectures_get_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-80GB")
+    with pytest.raises(UnsupportedDeviceError) as caught:
+        runtime.arch_of(torch.device("cuda", 7))
+    assert str(caught.value) == (
+        "NVIDIA A100-SXM4-80GB is sm_80: kernels are built for sm_90 (Hopper) and sm_100 "
+        "(Blackwell); snapmla.reference runs anywhere"
+    )
+
+
+def test_planning_where_no_decode_kernel_exists(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is allocated or launched, and with a way out."""
+    monkeypatch.setattr(runtime, "arch_of", lambda device: "sm_100a")
+    dispatch.card_of.cache_clear()
+    try:
+        if any(dispatch._has_kernel(p, "sm_100a") for p in ("etap", "dual_wg")):
+            pytest.skip("sm_100a has a decode kernel by now")
+        with pytest.raises(VariantError, match=r"sm_100a: no decode kernel.* on sm_90a .*cpu"):
+            snapmla.plan_decode(**plan_arguments())
+    finally:
+        dispatch.card_of.cache_clear()
 
 
 def test_missing_variant_names_the_nearest(

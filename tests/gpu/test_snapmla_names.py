@@ -1,0 +1,186 @@
+"""SnapMLA's host names on a real GPU: graphs with static metadata, allocation, streams.
+
+The bits are compared with the primary API's; whether those are right is ``test_graphs``'s question.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import snapmla
+from snapmla import dispatch, flash_mla_fp8
+
+pytestmark = pytest.mark.gpu
+DEVICE = "cuda"
+SCALE = 192**-0.5
+PAGE, WIDTH, BATCH, HEADS, REPLAYS = 64, 40, 5, 16, 20
+
+
+class Layer:
+    """A layer's static buffers and pool, as the host framework keeps them."""
+
+    def __init__(self, s_q: int = 1, batch: int = BATCH) -> None:
+        generator = torch.Generator(DEVICE).manual_seed(0)
+        slots = batch * WIDTH * PAGE
+
+        def random(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=generator, device=DEVICE).bfloat16()
+
+        self.s_q, self.batch = s_q, batch
+        self.lora = torch.empty((slots, 1, 512), dtype=torch.uint8, device=DEVICE)
+        self.scale = torch.empty((slots, 1, 1), device=DEVICE)
+        self.rope = torch.empty((slots, 1, 64), dtype=torch.bfloat16, device=DEVICE)
+        every = torch.arange(slots, dtype=torch.int32, device=DEVICE)
+        flash_mla_fp8.quantize_and_cache_k(
+            random(slots, 1, 576), self.lora, self.scale, self.rope, every, 512
+        )
+        pages = torch.randperm(batch * WIDTH, generator=generator, device=DEVICE)
+        self.table = pages.int().view(batch, WIDTH)
+        self.lengths = torch.full((batch,), 100, dtype=torch.int32, device=DEVICE)
+        self.q = random(batch, s_q, HEADS, 576)
+        self.out = torch.empty((batch, s_q, HEADS, 512), dtype=torch.bfloat16, device=DEVICE)
+        self.lse = torch.empty((batch, HEADS, s_q), device=DEVICE)
+
+    def decode(self, pair: flash_mla_fp8.Pair, **extra: object) -> flash_mla_fp8.Pair:
+        q_nope, q_scale, q_rope = flash_mla_fp8.quantize_ckv_per_token_head(self.q, 512)
+        return flash_mla_fp8.flash_mla_ckv_fp8_per_token(
+            q_nope, q_rope, self.lora.view(torch.float8_e4m3fn).view(-1, PAGE, 1, 512),
+            self.rope.view(-1, PAGE, 1, 64), q_scale, self.scale.view(-1, PAGE, 1, 1), self.table,
+            self.lengths, 512, *pair, SCALE, True, **extra,  # type: ignore[arg-type]
+        )  # fmt: skip
+
+    def primary(self) -> flash_mla_fp8.Pair:
+        cache = snapmla.PagedKVCache.from_tensors(
+            self.lora.view(-1, PAGE, 512), self.rope.view(-1, PAGE, 64), self.scale.view(-1, PAGE)
+        )
+        q = snapmla.quantize_q(self.q[..., :512], self.q[..., 512:])
+        return snapmla.decode(
+            q, cache, self.table, self.lengths, softmax_scale=SCALE, empty_lse="+inf"
+        )
+
+    def metadata(self, **extra: object) -> flash_mla_fp8.Pair:
+        rows = self.s_q * HEADS
+        return flash_mla_fp8.get_mla_metadata(self.lengths, rows, 1, **extra)  # type: ignore[arg-type]
+
+
+def same(a: flash_mla_fp8.Pair, b: flash_mla_fp8.Pair) -> None:
+    assert torch.equal(a[0].view(torch.int16), b[0].view(torch.int16))
+    assert torch.equal(a[1].view(torch.int32), b[1].view(torch.int32))
+
+
+def random_lengths(layer: Layer, seed: int) -> torch.Tensor:
+    """Zero, one, full and anything between."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(0, WIDTH * PAGE + 1, (layer.batch,), generator=generator)
+    lengths[seed % layer.batch] = (0, 1, layer.s_q, WIDTH * PAGE)[seed % 4]
+    return lengths.int().to(DEVICE)
+
+
+@pytest.mark.parametrize("s_q", [1, 3])
+def test_eager(s_q: int) -> None:
+    layer = Layer(s_q)
+    for seed in range(4):
+        layer.lengths.copy_(random_lengths(layer, seed))
+        same(layer.decode(layer.metadata()), layer.primary())
+
+
+@pytest.mark.parametrize("how", ["copy_", "out="])
+def test_graph_over_static_metadata(how: str) -> None:
+    """The framework's own scheme (fresh pair, ``copy_``), and ours (``out=``)."""
+    layer = Layer()
+    static, splits = flash_mla_fp8.get_mla_metadata(
+        torch.ones(64, dtype=torch.int32, device=DEVICE), HEADS, 1
+    )
+    pair = (static, splits[: BATCH + 1])
+
+    def renew() -> None:
+        if how == "out=":
+            layer.metadata(out=pair)
+            return
+        fresh = layer.metadata()
+        pair[0].copy_(fresh[0])
+        pair[1].copy_(fresh[1])
+
+    renew()
+    layer.decode(pair, out=layer.out, lse=layer.lse)  # loads the kernels
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        layer.decode(pair, out=layer.out, lse=layer.lse)
+    for seed in range(REPLAYS):
+        layer.lengths.copy_(random_lengths(layer, seed))
+        renew()
+        layer.out.fill_(torch.nan)
+        layer.lse.fill_(torch.nan)
+        graph.replay()
+        same((layer.out, layer.lse), layer.primary())
+
+
+def test_metadata_can_be_captured_too() -> None:
+    layer = Layer()
+    pair = layer.metadata()
+    layer.decode(pair, out=layer.out, lse=layer.lse)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        layer.metadata(out=pair)
+        layer.decode(pair, out=layer.out, lse=layer.lse)
+    for seed in range(4):
+        layer.lengths.copy_(random_lengths(layer, seed))
+        graph.replay()
+        same((layer.out, layer.lse), layer.primary())
+
+
+def test_no_allocation_once_warm() -> None:
+    """With ``out=`` and a quantised query kept, a call allocates nothing."""
+    layer = Layer()
+    pair = layer.metadata()
+    query = snapmla.quantize_q(layer.q[..., :512], layer.q[..., 512:])
+
+    def call() -> None:
+        layer.metadata(out=pair)
+        flash_mla_fp8.quantize_ckv_per_token_head(layer.q, 512, out=query)
+        flash_mla_fp8.flash_mla_ckv_fp8_per_token(
+            query.nope, query.rope, layer.lora.view(-1, PAGE, 1, 512),
+            layer.rope.view(-1, PAGE, 1, 64), query.scale.unsqueeze(-1),
+            layer.scale.view(-1, PAGE, 1, 1), layer.table, layer.lengths, 512, *pair, SCALE, True,
+            out=layer.out, lse=layer.lse,
+        )  # fmt: skip
+
+    for _ in range(2):
+        call()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    for _ in range(3):
+        call()
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+
+
+def test_streams_have_workspaces_of_their_own() -> None:
+    """Two streams decode at the same time, many times; neither disturbs the other."""
+    layers = [Layer(), Layer()]
+    layers[1].lengths.fill_(WIDTH * PAGE)
+    want = [layer.primary() for layer in layers]
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    results: list[list[flash_mla_fp8.Pair]] = [[], []]
+    torch.cuda.synchronize()
+    for _ in range(10):
+        for i, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                results[i].append(layers[i].decode(layers[i].metadata()))
+    torch.cuda.synchronize()
+    for i in (0, 1):
+        for got in results[i]:
+            same(got, want[i])
+
+
+def test_the_card_is_known() -> None:
+    """On a card that is on file the dispatcher uses its ceilings; on others it says so."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    card = dispatch.card_of(device)
+    properties = torch.cuda.get_device_properties(device)
+    assert card.sms == properties.multi_processor_count
+    known = dispatch.card_named(properties.name)
+    assert (known is not None and card.name == known.name) or "assumed" in card.source
+    assert snapmla.explain(HEADS).problem.card == card
