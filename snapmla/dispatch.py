@@ -270,7 +270,9 @@ def card_of(device: torch.device) -> Card:
 
 def rejection(problem: Problem, pipeline: str, row_tile: int) -> str | None:
     """Reason that a candidate cannot serve ``problem``, or None."""
-    features = FEATURES[pipeline]
+    features = FEATURES.get(pipeline)
+    if features is None:
+        return f"{pipeline} declares no features yet"
     if not _has_kernel(pipeline, problem.card.arch):
         return f"no {problem.card.arch} decode kernel of pipeline {pipeline} exists yet"
     if row_tile not in features.row_tiles:

@@ -251,3 +251,12 @@ def test_more_blocks_than_sms_take_waves() -> None:
         times.append(dispatch.predict(problem, "etap", 16, 4, 4096)[0])
     assert times[0] is not None and times[1] is not None
     assert times[1] / times[0] == pytest.approx(4.0, rel=0.1)
+
+
+def test_a_pipeline_without_features_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "FEATURES", {"dual_wg": dispatch.FEATURES["dual_wg"]})
+    dispatch.judge.cache_clear()
+    found = snapmla.explain(16, card="H200")
+    dispatch.judge.cache_clear()
+    assert found.chosen is not None and found.chosen.pipeline == "dual_wg"
+    assert "etap declares no features yet" in str(found)
