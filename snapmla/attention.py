@@ -95,33 +95,52 @@ def decode(
         return _traced(
             q, cache, block_table, cache_seqlens, plan, traced, out, lse, out_dtype
         )  # fmt: skip
-    if (
-        plan is None
-        or out is None
-        or lse is None
-        or not _fits_plan(q, cache, block_table, cache_seqlens, plan, out, lse)
-    ):
-        plan, out, lse = _checked(
-            q, cache, block_table, cache_seqlens, plan, out, lse, out_dtype, pipeline
-        )
-    elif out_dtype is not None and out.dtype is not out_dtype:
-        checks.output("out", out, (out_dtype,), plan.out_shape, plan.device)
-    elif pipeline is not None:
-        _check_pipeline(plan, pipeline)
+    options = (softmax_scale, causal, lse_base, empty_lse)
+    if plan is not None and pipeline is None:
+        try:
+            if _fits_plan(q, cache, block_table, plan, out, lse, out_dtype):
+                return _run(
+                    q, cache, block_table, cache_seqlens, plan, out, lse, out_dtype, options
+                )
+        except Exception:  # something is wrong: the full checks below say what
+            pass
+    plan, out, lse = _checked(
+        q, cache, block_table, cache_seqlens, plan, out, lse, out_dtype, pipeline
+    )
+    return _run(q, cache, block_table, cache_seqlens, plan, out, lse, out_dtype, options)
+
+
+def _run(
+    q: QuantizedQuery,
+    cache: PagedKVCache,
+    block_table: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    plan: DecodePlan,
+    out: torch.Tensor | None,
+    lse: torch.Tensor | None,
+    out_dtype: torch.dtype | None,
+    options: tuple[float, bool, str, str],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Allocates results that are not given and launches; options as in ``decode``."""
+    softmax_scale, causal, lse_base, empty_lse = options
     if type(softmax_scale) is not float or not 0.0 < softmax_scale <= checks.MAX_SOFTMAX_SCALE:
         softmax_scale = checks.softmax_scale(softmax_scale)
     if lse_base not in LSE_FACTOR:
         checks.choice("lse_base", lse_base, LSE_FACTOR)
     if empty_lse not in EMPTY_LSE:
         checks.choice("empty_lse", empty_lse, EMPTY_LSE)
+    if out is None:
+        out = torch.empty(plan.out_shape, dtype=out_dtype or torch.bfloat16, device=plan.device)
+    if lse is None:
+        lse = torch.empty(plan.lse_shape, dtype=torch.float32, device=plan.device)
     if plan.batch == 0:
         return out, lse
     if plan.check_stale:
         plan.check(cache_seqlens)
-    numbers = (softmax_scale, int(causal), LSE_FACTOR[lse_base], EMPTY_LSE[empty_lse])
     launch_decode(
         (q.nope_u8, q.rope, q.row_scale), cache.arguments, block_table, cache_seqlens,
-        plan.variant, plan.arguments, plan.may_split, (out, lse), numbers,
+        plan.variant, plan.arguments, plan.may_split, (out, lse),
+        (softmax_scale, int(causal), LSE_FACTOR[lse_base], EMPTY_LSE[empty_lse]),
     )  # fmt: skip
     return out, lse
 
@@ -196,43 +215,29 @@ def _fits_plan(
     q: QuantizedQuery,
     cache: PagedKVCache,
     block_table: torch.Tensor,
-    cache_seqlens: torch.Tensor,
     plan: DecodePlan,
-    out: torch.Tensor,
-    lse: torch.Tensor,
+    out: torch.Tensor | None,
+    lse: torch.Tensor | None,
+    out_dtype: torch.dtype | None,
 ) -> bool:
-    """Whether every argument is what ``plan`` was made for: the quick way to the launches.
+    """Whether the launches may be tried without the full checks.
 
-    Looks at everything that the full checks look at, but says nothing; on False they are run, and
-    they raise or find that all is well (a strided block table, results to be allocated).
+    The exported functions check dtypes, ranks, alignment, strides of static extents and that sizes
+    agree between their arguments, in less time than it takes from here.  What they do not see is
+    checked here: that the plan is for these shapes, that results have no gaps.
     """
     try:
-        device = plan.device
         return (
             q.rows_shape == plan.rows_shape
             and cache.page_size == plan.page_size
-            and q.nope.device == device
-            and cache.content.device == device
-            and _is(block_table, torch.int32, plan.table_shape, device)
-            and _is(cache_seqlens, torch.int32, plan.table_shape[:1], device)
-            and out.dtype in OUT_NAMES
-            and _is(out, out.dtype, plan.out_shape, device)
-            and _is(lse, torch.float32, plan.lse_shape, device)
-            and not (out.data_ptr() % checks.ALIGN or lse.data_ptr() % 4)
+            and block_table.shape == plan.table_shape
+            and (out is None or (out.is_contiguous() and out.dtype in OUT_NAMES))
+            and (lse is None or lse.is_contiguous())
+            and (out_dtype is None or (out is None and out_dtype in OUT_NAMES))
+            and not launch.several_gpus()  # the exported functions ask for the kind of device only
         )
     except AttributeError:
         return False  # something is of another kind
-
-
-def _is(
-    value: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device
-) -> bool:
-    return (
-        value.dtype is dtype
-        and value.shape == shape
-        and value.device == device
-        and value.is_contiguous()
-    )
 
 
 def _checked(

@@ -13,13 +13,14 @@ import torch
 
 
 @functools.lru_cache(maxsize=1)
-def _several_gpus() -> bool:
+def several_gpus() -> bool:
+    """Whether this process sees more than one GPU."""
     return torch.cuda.device_count() > 1
 
 
 def elsewhere(device: torch.device) -> bool:
     """Whether ``device`` is a GPU other than the current one; quick where there is only one."""
-    return _several_gpus() and device.type == "cuda" and device.index != torch.cuda.current_device()
+    return several_gpus() and device.type == "cuda" and device.index != torch.cuda.current_device()
 
 
 def call(device: torch.device, kernel: Any, *args: Any) -> None:

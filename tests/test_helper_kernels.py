@@ -572,13 +572,14 @@ def test_merge(
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_merge_units_share_a_cta(target: str) -> None:
-    """A batch so large that a CTA owns several units."""
-    device, b, h = device_of(target), 9 if target != "cuda" else 300, 30
-    counts = [0] * b
-    counts[1], counts[b - 2] = 2, 11
+@pytest.mark.parametrize("counts", [[0, 2, 0, 0, 0, 0, 0, 11, 0], [2, 0, 3, 2, 0, 9, 2, 12, 3]])
+def test_merge_units_share_a_cta(target: str, counts: list[int]) -> None:
+    """So many units that a CTA owns several, also of several sequences."""
+    device, h = device_of(target), 30
+    counts = counts * (30 if target == "cuda" else 1)
+    b, slots = len(counts), sum(counts)
     begin = [0, *itertools.accumulate(counts)]
-    o, lse = torch.randn(13, 32, 512), torch.randn(13, 32)
+    o, lse = torch.randn(slots, 32, 512), torch.randn(slots, 32)
     out, out_lse = (
         torch.full((b, 1, h, 512), 7.0, device=device),
         torch.zeros(b, h, 1, device=device),

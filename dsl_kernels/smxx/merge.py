@@ -1,13 +1,17 @@
 """merge: combine the partial results of split sequences into out and lse.
 
-A *unit* is a quarter of one query row (128 channels, one 16-byte load a lane) of one batch.
+A *unit* is a quarter of one query row (128 channels, one 16-byte load a lane) of one batch; it
+weighs as much as its batch has slots.
 
-Roles        WARPS warps a CTA; a CTA owns ``units_per_cta`` consecutive units of one batch.
+Roles        WARPS warps a CTA. All units, laid end to end by weight, are dealt to the CTAs in equal
+             shares: a CTA owns the units that begin in its share, so one sequence cut into a
+             hundred pieces keeps as many CTAs busy as thirty cut into three.
              up to FEW slots: one warp a unit, it reads all slots at once.
              more slots: all warps share a unit, each takes a run of consecutive slots, the first
              warp combines their partial sums.
 Memory       6 KiB of shared memory for the partial sums (many slots); registers otherwise.
-Timeline     wait for decode | slot range; exit if empty | o and lse of CHUNK slots in flight |
+Timeline     wait for decode | exit if no slot is in use | batch of my share | o and lse of CHUNK
+             slots in flight |
              weights, FMA, next chunk | (exchange, combine) | normalise, store
 Bytes moved  per row 2048 read a slot + 1024 (bf16) or 2048 (fp32) written; nothing if unsplit.
 
@@ -37,8 +41,7 @@ CHUNK = 8  # slots in flight in one warp
 FEW = CHUNK  # up to here one warp reads a unit's slots in one go
 VEC = 4  # fp32 channels of a lane
 PARTS = KV_LORA_RANK // (quant.WARP * VEC)  # units of a row
-TARGET_CTAS = 1024  # about eight CTAs on each of 132 SMs: enough to fill, cheap to start and leave
-MAX_UNITS = 64
+MAX_CTAS = 1024  # about eight on each of 132 SMs: enough to fill, cheap to start and leave
 
 
 def feasible(spec: VariantSpec) -> str | None:
@@ -59,17 +62,15 @@ def merge(
     empty_lse: Float32,
     stream: Any,
 ) -> None:
-    """Host half: units of a batch along x, batches along y."""
+    """Host half: a CTA a unit, up to MAX_CTAS."""
     b, s_q, h, _ = out.shape
-    units = s_q * h * PARTS
-    per_cta = cutlass.min((b * units + (TARGET_CTAS - 1)) // TARGET_CTAS, MAX_UNITS)
-    per_cta = cutlass.max(per_cta, 1)
-    if b * units > 0:  # an empty grid is a launch error
+    units = b * s_q * h * PARTS
+    if units > 0:  # an empty grid is a launch error
         _merge(
-            o_accum, lse_accum, split_begin, out, lse, lse_factor, empty_lse, per_cta,
+            o_accum, lse_accum, split_begin, out, lse, lse_factor, empty_lse,
             compat.fast_divisor(h),
         ).launch(
-            grid=((units + per_cta - 1) // per_cta, b, 1),
+            grid=(cutlass.min(units, MAX_CTAS), 1, 1),
             block=(WARPS * quant.WARP, 1, 1),
             stream=stream,
             use_pdl=True,
@@ -194,28 +195,61 @@ def _merge(
     lse: cute.Tensor,
     lse_factor: Float32,
     empty_lse: Float32,
-    per_cta: Int32,
     by_h: compat.FastDivisor,
 ) -> None:
-    tidx, _, _ = cute.arch.thread_idx()
-    block, batch, _ = cute.arch.block_idx()
-    lane, warp = tidx % quant.WARP, tidx // quant.WARP
+    block, _, _ = cute.arch.block_idx()
+    ctas, _, _ = cute.arch.grid_dim()
     smem = cutlass.memory.SmemAllocator()
     sums = smem.allocate_tensor(
         Float32, cute.make_layout((2 + VEC, WARPS, quant.WARP), stride=(WARPS * 32, 32, 1)), 16
     )
     compat.pdl_wait()
     compat.pdl_launch_dependents()
-    begin = split_begin[batch]
-    n = cutlass.min(split_begin[batch + 1], o_accum.shape[0]) - begin
-    first_unit = block * per_cta
-    units = cutlass.min(per_cta, out.shape[1] * out.shape[2] * PARTS - first_unit)
-    factors = (lse_factor, empty_lse)
+    b = split_begin.shape[0] - 1
+    units = out.shape[1] * out.shape[2] * PARTS  # of a batch
+    total = Int64(cutlass.min(split_begin[b], o_accum.shape[0])) * units
+    share = (total + (ctas - 1)) // ctas
+    at, end = block * share, cutlass.min((block + 1) * share, total)
+    while at < end:
+        batch = _batch_at(split_begin, at, units)
+        begin = split_begin[batch]
+        n = cutlass.min(split_begin[batch + 1], o_accum.shape[0]) - begin
+        base = Int64(begin) * units
+        # units that begin in [at, end)
+        first = Int32((at - base + (n - 1)) // n)
+        last = cutlass.min(Int32((end - base + (n - 1)) // n), units)
+        _merge_units(
+            (o_accum, lse_accum, out, lse), sums, (batch, begin, n), (first, last),
+            (lse_factor, empty_lse), by_h,
+        )  # fmt: skip
+        at = base + Int64(n) * units
+
+
+@cute.jit
+def _batch_at(split_begin: cute.Tensor, at: Int64, units: Int32) -> Int32:
+    """The batch whose units cover position ``at``: the last that begins there or before."""
+    tidx, _, _ = cute.arch.thread_idx()
+    found = Int32(0)
+    for i in cutlass.range(tidx % quant.WARP, split_begin.shape[0], quant.WARP, unroll=4):
+        if Int64(split_begin[i]) * units <= at:
+            found += 1
+    return cute.arch.warp_redux_sync(found, "add") - 1
+
+
+@cute.jit
+def _merge_units(
+    tensors: Any, sums: cute.Tensor, piece: Any, span: Any, factors: Any, by_h: compat.FastDivisor
+) -> None:
+    """Merges units span[0] .. span[1] - 1 of one batch; piece = (batch, first slot, slots)."""
+    o_accum, lse_accum, out, lse = tensors
+    batch, begin, n = piece
+    tidx, _, _ = cute.arch.thread_idx()
+    lane, warp = tidx % quant.WARP, tidx // quant.WARP
     if n > FEW:
         run = (n + (WARPS - 1)) // WARPS
         mine = cutlass.min(run, n - warp * run)
-        for u in cutlass.range(units, unroll=1):
-            row, channel = (first_unit + u) // PARTS, (first_unit + u) % PARTS * 128 + lane * VEC
+        for u in cutlass.range(span[0], span[1], unroll=1):
+            row, channel = u // PARTS, u % PARTS * 128 + lane * VEC
             partial = _Partial()
             _add_slots(partial, o_accum, lse_accum, begin + warp * run, mine, row, channel)
             for i in cutlass.range_constexpr(2 + VEC):
@@ -225,9 +259,9 @@ def _merge(
                 total = _combine(sums, lane)
                 _finish(total, out, lse, factors, (batch, row, channel), by_h)
             cute.arch.sync_threads()
-    elif n > 0:
-        for u in cutlass.range(warp, units, WARPS, unroll=1):
-            row, channel = (first_unit + u) // PARTS, (first_unit + u) % PARTS * 128 + lane * VEC
+    else:
+        for u in cutlass.range(span[0] + warp, span[1], WARPS, unroll=1):
+            row, channel = u // PARTS, u % PARTS * 128 + lane * VEC
             partial = _Partial()
             _add_slots(partial, o_accum, lse_accum, begin, n, row, channel)
             _finish(partial, out, lse, factors, (batch, row, channel), by_h)

@@ -1,0 +1,126 @@
+"""What the merge launch costs: decode with and without it, and the merge alone.
+
+    python -m profiles.merge_cost --out profiles/results
+
+``bound`` is the least that a last-arriving CTA (one SM) would need to read its sequence's partial
+results, at ``SM_GBS``; it would stand at the end of the decode kernel instead of the launch.
+"""
+
+from __future__ import annotations
+
+import datetime
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+import snapmla
+from codegen.artifacts import write_atomic
+from profiles import timing
+from profiles.bench import command_line, commit
+from profiles.shapes import DecodeShape
+from profiles.worker import machine
+from snapmla import attention
+
+PAGE = 64
+SM_GBS = 100.0  # one SM's read rate out of L2: about 64 bytes a cycle at 1.6 GHz
+SHAPES = (
+    DecodeShape(132, 2048, 16),  # a sequence a part: nothing is split
+    DecodeShape(32, 2048, 16),
+    DecodeShape(32, 8192, 64),
+    DecodeShape(32, 8192, 128),
+    DecodeShape(32, 131072, 64, skewed=True),
+    DecodeShape(1, 131072, 16),
+    DecodeShape(1, 131072, 128),
+)
+
+
+def graph_us(call: Callable[[], Any], calls: int = 50, rounds: int = 7) -> float:
+    """Median microseconds of a call in a graph of ``calls``."""
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            call()
+    times = []
+    for _ in range(rounds):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(2_000_000)
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3 / calls)
+    return sorted(times)[rounds // 2]
+
+
+def row(shape: DecodeShape, device: torch.device) -> str:
+    """One line of the table."""
+    lengths = torch.tensor(shape.lengths(), dtype=torch.int32, device=device)
+    b, h, width = shape.batch, shape.num_heads, -(-shape.seqlen // PAGE)
+    used = [-(-n // PAGE) for n in shape.lengths()]
+    cache = snapmla.PagedKVCache.allocate(sum(used), PAGE, device=device)
+    x = torch.randn(cache.num_slots, 576, device=device).bfloat16()
+    snapmla.append_kv(cache, x[:, :512], x[:, 512:], torch.arange(cache.num_slots, device=device))
+    table = torch.zeros(b, width, dtype=torch.int32, device=device)
+    for i, pages in enumerate(used):
+        table[i, :pages] = torch.arange(pages, device=device) + sum(used[:i])
+    y = torch.randn(b, 1, h, 576, device=device).bfloat16()
+    q = snapmla.quantize_q(y[..., :512], y[..., 512:])
+    plan = snapmla.plan_decode(lengths, h, 1, page_size=PAGE, max_pages=width)
+    out = torch.empty(b, 1, h, 512, dtype=torch.bfloat16, device=device)
+    lse = torch.empty(b, h, 1, device=device)
+    numbers = (0.04, 1, 0.69, 0.0)
+
+    def decode(split: bool) -> Callable[[], Any]:
+        query = (q.nope_u8, q.rope, q.row_scale)
+        return lambda: attention.launch_decode(
+            query, cache.arguments, table, lengths, plan.variant, plan.arguments, split,
+            (out, lse), numbers,
+        )  # fmt: skip
+
+    _, merge = attention._kernels(plan.variant, out.dtype)
+    _, _, o_accum, lse_accum, split_begin = plan.arguments
+    times = [
+        graph_us(decode(True)),
+        graph_us(decode(False)),
+        graph_us(lambda: merge(o_accum, lse_accum, split_begin, out, lse, 0.69, 0.0)),
+    ]
+    begin = plan.split_begin.tolist()
+    most = max(y - x for x, y in zip(begin, begin[1:]))  # noqa: RUF007
+    rows_cta = min(h, 64)
+    bound = most * rows_cta * 2048 / SM_GBS * 1e-3
+    cells = [f"{t:.1f}" for t in (times[0], times[1], times[0] - times[1], times[2], bound)]
+    return f"| {shape.label} | {begin[-1]} | {most} | {' | '.join(cells)} |"
+
+
+def main(out: Annotated[Path, typer.Option(help="Folder.")] = Path("build/bench")) -> None:
+    """Times the shapes and writes ``merge_cost.md``."""
+    device = torch.device("cuda")
+    facts = machine(device, timing.Nvml())
+    named = ("gpu", "driver", "cuda", "torch", "max_sm_mhz", "power_limit_w")
+    lines = [
+        "# merge_cost", "",
+        f"`{command_line(sys.argv[1:], '-m profiles.merge_cost')}`", "",
+        f"- commit {commit()}, {datetime.datetime.now(datetime.UTC):%Y-%m-%dT%H:%M:%S}Z",
+        f"- {', '.join(f'{k} {facts[k]}' for k in named if facts.get(k) is not None)}",
+        "- µs a call in a CUDA graph; the same cache every call, so the short ones run out of L2",
+        "",
+        "| shape | slots | most of one sequence | decode + merge | decode | difference "
+        "| merge alone | one SM reading one sequence's partials, at least |",
+        "|---|---|---|---|---|---|---|---|",
+    ]  # fmt: skip
+    with torch.inference_mode():
+        for shape in SHAPES:
+            lines.append(row(shape, device))
+            typer.echo(lines[-1])
+            torch.cuda.empty_cache()
+    write_atomic(out / "merge_cost.md", "\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)

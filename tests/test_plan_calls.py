@@ -1,0 +1,128 @@
+"""``decode`` with a plan and given results: the quick way in, and what it must still refuse.
+
+The quick way leaves most checks to the exported functions.  Every row here passes exactly one wrong
+argument to a call that is otherwise complete, and wants the message of the full checks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import snapmla
+from codegen import toolchain
+from snapmla import attention, selfcheck
+
+pytestmark = pytest.mark.skipif(not toolchain.have_compiler(), reason="needs nvidia-cutlass-dsl")
+HEADS, WIDTH, SCALE = 16, 4, 192**-0.5
+BF16 = torch.bfloat16
+
+
+def complete_call() -> dict[str, Any]:
+    """Arguments of a call that is right; page 64, b 2, s_q 2."""
+    cache, table, lengths = selfcheck.filled_cache((130, 70), 64)
+    q = selfcheck.sample_query(2, 2, HEADS)
+    return {
+        "q": q,
+        "cache": cache,
+        "block_table": table,
+        "cache_seqlens": lengths,
+        "softmax_scale": SCALE,
+        "plan": snapmla.plan_decode(lengths, HEADS, 2, page_size=64, max_pages=WIDTH),
+        "out": torch.zeros(2, 2, HEADS, 512, dtype=BF16),
+        "lse": torch.zeros(2, HEADS, 2),
+    }
+
+
+WRONG: list[tuple[str, Any, type[Exception], str]] = [
+    ("out", torch.zeros(2, 2, HEADS, 1024, dtype=BF16)[..., :512], ValueError, "out: .*contiguous"),
+    ("out", torch.zeros(2, 4, HEADS, 512, dtype=BF16)[:, :2], ValueError, "out: .*contiguous"),
+    ("out", torch.zeros(2, 2, HEADS, 512, dtype=torch.float16), TypeError, "out: .*float16"),
+    ("out", torch.zeros(2, HEADS, 2, 512, dtype=BF16), ValueError, "out: expected shape"),
+    ("out", torch.zeros(3, 2, HEADS, 512, dtype=BF16), ValueError, "out: expected shape"),
+    ("out", torch.zeros(2 * 2 * HEADS * 512 + 1, dtype=BF16)[1:].view(2, 2, HEADS, 512),
+     ValueError, "out: .*aligned"),
+    ("out", [1], TypeError, "out: expected a torch.Tensor, got list"),
+    ("lse", torch.zeros(2, 2, HEADS).transpose(1, 2), ValueError, "lse: .*contiguous"),
+    ("lse", torch.zeros(2, 2, HEADS), ValueError, "lse: expected shape"),
+    ("lse", torch.zeros(2, HEADS, 2, dtype=torch.float64), TypeError, "lse: .*float64"),
+    ("block_table", torch.zeros(2, WIDTH, dtype=torch.int64), TypeError, "block_table: .*int64"),
+    ("block_table", torch.zeros(2, WIDTH + 1, dtype=torch.int32), ValueError, "block_table: .*4"),
+    ("block_table", torch.zeros(3, WIDTH, dtype=torch.int32), ValueError, "block_table: "),
+    ("block_table", torch.zeros(2, 2 * WIDTH, dtype=torch.int32)[:, ::2], ValueError,
+     "block_table: .*stride"),
+    ("block_table", None, TypeError, "block_table: expected a torch.Tensor, got NoneType"),
+    ("cache_seqlens", torch.zeros(4, dtype=torch.int32)[::2], ValueError,
+     "cache_seqlens: .*contiguous"),
+    ("cache_seqlens", torch.zeros(3, dtype=torch.int32), ValueError, "cache_seqlens: "),
+    ("cache_seqlens", torch.zeros(2, dtype=torch.int64), TypeError, "cache_seqlens: .*int64"),
+    ("cache_seqlens", None, TypeError, "cache_seqlens: expected a torch.Tensor"),
+    ("cache", 3, TypeError, "cache: expected a snapmla.PagedKVCache, got int"),
+    ("q", torch.zeros(2, 2, HEADS, 576), TypeError, "q: expected a snapmla.QuantizedQuery"),
+    ("plan", "plan", TypeError, "plan: expected a snapmla.DecodePlan"),
+    ("softmax_scale", 0.0, ValueError, "softmax_scale: "),
+    ("softmax_scale", torch.tensor(0.1), TypeError, "softmax_scale: "),
+    ("lse_base", "10", ValueError, "lse_base: "),
+    ("empty_lse", "nan", ValueError, "empty_lse: "),
+    ("out_dtype", torch.float32, TypeError, "out: expected dtype float32, got bfloat16"),
+    ("pipeline", "dual_wg", ValueError, "pipeline: expected 'etap'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error", "text"), WRONG, ids=[f"{w[0]}-{i}" for i, w in enumerate(WRONG)]
+)
+def test_one_wrong_argument(name: str, value: Any, error: type[Exception], text: str) -> None:
+    call = complete_call()
+    before = {k: call[k].clone() for k in ("out", "lse")}
+    with pytest.raises(error, match=text):
+        snapmla.decode(**{**call, name: value})
+    for key, tensor in before.items():
+        assert torch.equal(call[key], tensor), f"{key} was written"
+
+
+def test_objects_of_another_shape() -> None:
+    call = complete_call()
+    lengths = call["cache_seqlens"]
+    other = snapmla.plan_decode(lengths, HEADS, 1, page_size=64, max_pages=WIDTH)
+    with pytest.raises(ValueError, match=r"plan: .*\(2, 2, 16, 64\), got \(2, 1, 16, 64\)"):
+        snapmla.decode(**{**call, "plan": other})
+    small = snapmla.PagedKVCache.allocate(4, 32, device="cpu")
+    with pytest.raises(ValueError, match="plan: "):
+        snapmla.decode(**{**call, "cache": small})
+
+
+def test_complete_call_takes_the_quick_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = complete_call()
+
+    def reached(*_: object) -> None:
+        raise AssertionError("the full checks ran")
+
+    monkeypatch.setattr(attention, "_checked", reached)
+    out, lse = snapmla.decode(**call)
+    assert out is call["out"] and lse is call["lse"] and out.abs().sum() > 0
+    fresh, _ = snapmla.decode(**{**call, "out": None, "lse": None, "out_dtype": torch.float32})
+    assert fresh.dtype == torch.float32
+    torch.testing.assert_close(fresh, out.float(), atol=2e-2, rtol=1e-2)
+
+
+def test_strided_block_table_is_fine() -> None:
+    call = complete_call()
+    out, _ = snapmla.decode(**{**call, "out": None, "lse": None})
+    wide = torch.full((2, 2 * WIDTH), -1, dtype=torch.int32)
+    wide[:, :WIDTH] = call["block_table"]
+    snapmla.decode(**{**call, "block_table": wide[:, :WIDTH]})
+    assert torch.equal(out, call["out"])
+
+
+def test_a_failing_kernel_is_reported_as_it_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = complete_call()
+
+    def failing(*_: object) -> None:
+        raise RuntimeError("CUDA error 700")
+
+    monkeypatch.setattr(attention, "_kernels", lambda *_: (failing, failing))
+    with pytest.raises(RuntimeError, match="CUDA error 700"):
+        snapmla.decode(**call)
