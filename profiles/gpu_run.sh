@@ -16,6 +16,7 @@
 #   tests[:FILE,FILE...]       the tests marked gpu, of all or of these files
 #   profile:VARIANT[,VARIANT]  Nsight Compute on variants, as one table (profiles.ncu)
 #   host                       host time of eager calls (profiles.host_time)
+#   merge                      what the merge launch costs (profiles.merge_cost)
 #   demo                       make demo's job
 #
 # Environment, all optional: OUT (results; default build/gpu), PART_LIMIT and TOTAL_LIMIT (seconds
@@ -128,9 +129,10 @@ run_part() {
             timeout -k 10 "$seconds" "$python" -m profiles.ncu --out "$work/ncu" ${what//,/ }
             ;;
         host) timeout -k 10 "$seconds" "$python" -m profiles.host_time --out "$work" ;;
+        merge) timeout -k 10 "$seconds" "$python" -m profiles.merge_cost --out "$work" ;;
         demo) timeout -k 10 "$seconds" "$python" -m snapmla.demo 2>&1 | tee "$work/demo.log" ;;
         *)
-            echo "part: expected info, tests[:FILES], host, demo, bench:PRESET, shape:LABEL," \
+            echo "part: expected info, tests[:FILES], host, merge, demo, bench:PRESET, shape:LABEL," \
                 "profile:VARIANTS or check[:ARGS];" \
                 "got '$part'"
             return 2
