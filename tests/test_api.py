@@ -84,6 +84,7 @@ PIPELINE_CASES = [
     ("etap", 10, 3, 16, "paged", torch.float32, "token_head"),
     ("etap", 48, 1, 32, "row640", torch.bfloat16, "token"),
     ("etap", 32, 4, 128, "split", torch.float32, "token_head"),
+    ("etap", 65, 2, 64, "split", torch.bfloat16, "token"),  # three row blocks of 64
     ("dual_wg", 16, 2, 64, "paged", torch.bfloat16, "token_head"),
     ("dual_wg", 128, 1, 64, "split", torch.bfloat16, "token"),
 ]
