@@ -388,8 +388,8 @@ def speed_block() -> str:
     for peer, label in zip(PEERS, ("BF16", "FP8 (one scale per tensor)"), strict=True):
         s = summary["snapmla", peer]
         words.append(
-            f"{s['geomean']:.2f}× the speed of FlashMLA's {label} kernel in geometric mean, at least "
-            f"{s['worst']:.2f}× (faster on {s['faster']} of {s['rows']} shapes)"
+            f"{s['geomean']:.2f}× the speed of FlashMLA's {label} kernel in geometric mean, "
+            f"at least {s['worst']:.2f}× (faster on {s['faster']} of {s['rows']} shapes)"
         )
     machine = report["machine"]
     head = (
