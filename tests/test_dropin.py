@@ -256,7 +256,23 @@ def test_stale_metadata_is_caught_in_debug_mode(monkeypatch: pytest.MonkeyPatch)
     step.decode(step.metadata(out=pair))
 
 
-def test_empty_batch() -> None:
+def test_other_metadata_beside_the_same_splits() -> None:
+    """A kept plan belongs to both tensors of the pair."""
+    step = Step((200, 500), 16, 1)
+    first, splits = step.metadata()
+    step.decode((first, splits))
+    step.lengths.copy_(torch.tensor([200, 1]))
+    second, fresh = step.metadata()
+    splits.copy_(fresh)
+    assert not torch.equal(first, second)
+    equal(step.decode((second, splits)), step.primary())
+
+
+def test_empty_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    def reached(*_: object) -> None:
+        raise AssertionError("an empty call reached a kernel")
+
+    monkeypatch.setattr("snapmla.attention.launch_decode", reached)
     step = Step((5,), 4, 1)
     step.lengths, step.table, step.q = step.lengths[:0], step.table[:0], step.q[:0]
     out, lse = step.decode(step.metadata())

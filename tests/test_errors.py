@@ -387,6 +387,28 @@ ROWS: list[tuple[str, str, Any, type, str, str]] = [
     ("explain", "out_dtype", F16, TypeError, "out_dtype: .*got torch.float16", "convert out afterwards"),
     ("explain", "card", "A100", ValueError, "card: expected one of 'H200', .*got 'A100'", "this machine"),
     # SnapMLA's names
+    ("flash_mla_ckv_fp8_per_token", "q_nope", fp8(B, S_Q, 2 * H, 512)[:, :, ::2], ValueError,
+     "q_nope: expected a contiguous tensor", ".contiguous()"),
+    ("flash_mla_ckv_fp8_per_token", "q_rope", torch.zeros((B, S_Q, H, 64), dtype=F16), TypeError,
+     "q_rope: expected dtype bfloat16, got float16", ".to(torch.bfloat16)"),
+    ("flash_mla_ckv_fp8_per_token", "q_nope", fp8(B * H * 512 + 1)[1:].view(B, S_Q, H, 512),
+     ValueError, "q_nope: expected storage aligned to 16 bytes", "multiples of 16 elements"),
+    ("flash_mla_ckv_fp8_per_token", "k_scale", torch.ones((PAGES, P, 1, 1), **META), ValueError,
+     "k_scale: expected a tensor on cpu, got meta", ".to('cpu')"),
+    ("flash_mla_ckv_fp8_per_token", "block_table", torch.zeros((B + 1, WIDTH), dtype=I32), ValueError,
+     r"block_table: expected shape \(2, width\), got \(3, 3\)", "one row of page ids"),
+    ("flash_mla_ckv_fp8_per_token", "cache_seqlens", torch.ones(B, dtype=I64), TypeError,
+     "cache_seqlens: expected dtype int32, got int64", "not on every call"),
+    ("flash_mla_ckv_fp8_per_token", "softmax_scale", -1.0, ValueError,
+     "softmax_scale: expected a positive finite number", "192**-0.5"),
+    ("flash_mla_ckv_fp8_per_token", "softmax_scale", torch.tensor(0.1), TypeError,
+     "softmax_scale: expected a Python float, got Tensor", "192**-0.5"),
+    ("flash_mla_ckv_fp8_per_token", "out", torch.zeros(B, S_Q, H, 512, dtype=F16), TypeError,
+     "out: expected dtype bfloat16 or float32, got float16", "allocate it"),
+    ("flash_mla_ckv_fp8_per_token", "lse", torch.zeros(B, S_Q, H), ValueError,
+     r"lse: expected shape \(2, 16, 1\)", "heads come before"),
+    ("flash_mla_ckv_fp8_per_token", "num_splits", torch.zeros(B + 1, dtype=I64), TypeError,
+     "num_splits: expected dtype int32, got int64", "not on every call"),
     ("flash_mla_ckv_fp8_per_token", "q_nope", torch.zeros((B, S_Q, H, 512), dtype=BF16), TypeError,
      "q_nope: expected dtype float8_e4m3fn, got bfloat16", "quantize"),
     ("flash_mla_ckv_fp8_per_token", "q_scale", torch.ones((B, S_Q)), ValueError,
@@ -507,6 +529,34 @@ def test_right_arguments_pass_the_checks(function: str) -> None:
         return
     with pytest.raises(AssertionError, match="wrong input reached"):
         call(function)(**GOOD[function]())
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"h": 129}, "q_nope, num_heads: expected 1 to 128, got 129"),
+        ({"s_q": 9}, "q_nope, s_q: expected 1 to 8, got 9"),
+        ({"page": 48}, "k_cache_lora, page_size: expected one of 16, 32, 64, 128, got 48"),
+        ({"pages": 0}, "k_cache_lora: expected 1 page or more, got 0"),
+        ({"width": 0}, "block_table: expected a width of 1 or more pages, got 0"),
+    ],
+)
+def test_wrong_in_all_arguments_alike(changes: dict[str, int], words: str) -> None:
+    """Sizes that go together and are wrong all the same; nothing but the range tells."""
+    size = {"h": H, "s_q": 1, "page": P, "pages": PAGES, "width": WIDTH, **changes}
+    rows, pool = (B, size["s_q"], size["h"]), (size["pages"], size["page"], 1)
+    arguments = {
+        **flash_mla_arguments(),
+        "q_nope": fp8(*rows, 512),
+        "q_rope": torch.zeros((*rows, 64), dtype=BF16),
+        "q_scale": torch.ones((*rows, 1)),
+        "k_cache_lora": fp8(*pool, 512),
+        "k_cache_rope": torch.zeros((*pool, 64), dtype=BF16),
+        "k_scale": torch.ones((*pool, 1)),
+        "block_table": torch.zeros((B, size["width"]), dtype=I32),
+    }
+    with pytest.raises(ValueError, match=f"^{words}"):
+        flash_mla_fp8.flash_mla_ckv_fp8_per_token(**arguments)
 
 
 def test_one_row_may_have_any_stride() -> None:
