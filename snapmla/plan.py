@@ -19,7 +19,7 @@ from dsl_kernels.spec import (
 )
 from snapmla import checks, dispatch, env, launch, runtime
 
-DEFAULT_FIXED_OVERHEAD = 4  # token tiles that starting an item costs (prologue, epilogue, merge)
+DEFAULT_FIXED_OVERHEAD = 6  # token tiles that starting an item costs (prologue, epilogue, merge)
 STALE_SHOWN = 8  # changed sequences that an error names
 SOFTGPU_SMS = 4  # the software GPU counts as this many SMs: enough parts to split and merge
 

@@ -1,18 +1,16 @@
 """merge: combine the partial results of split sequences into out and lse.
 
-A *unit* is a quarter of one query row (128 channels, one 16-byte load a lane) of one batch; it
-weighs as much as its batch has slots.
+A *unit* is a quarter of one query row (128 channels, one 16-byte load a lane) of one batch.
 
-Roles        WARPS warps a CTA. All units, laid end to end by weight, are dealt to the CTAs in equal
-             shares: a CTA owns the units that begin in its share, so one sequence cut into a
-             hundred pieces keeps as many CTAs busy as thirty cut into three.
+Roles        WARPS warps a CTA. The CTAs are dealt to the batches in proportion to their slots, at
+             least one each, so one sequence cut into a hundred pieces keeps as many CTAs busy as
+             thirty cut into three; the CTAs of a batch share its units evenly.
              up to FEW slots: one warp a unit, it reads all slots at once.
              more slots: all warps share a unit, each takes a run of consecutive slots, the first
              warp combines their partial sums.
 Memory       6 KiB of shared memory for the partial sums (many slots); registers otherwise.
-Timeline     wait for decode | exit if no slot is in use | batch of my share | o and lse of CHUNK
-             slots in flight |
-             weights, FMA, next chunk | (exchange, combine) | normalise, store
+Timeline     wait for decode | exit if no slot is in use | which batch | o and lse of CHUNK slots in
+             flight | weights, FMA, next chunk | (exchange, combine) | normalise, store
 Bytes moved  per row 2048 read a slot + 1024 (bf16) or 2048 (fp32) written; nothing if unsplit.
 
     out = sum_i 2^(lse_i - M) o_i / sum_i 2^(lse_i - M)     lse = (M + log2 sum) * lse_factor
@@ -41,7 +39,7 @@ CHUNK = 8  # slots in flight in one warp
 FEW = CHUNK  # up to here one warp reads a unit's slots in one go
 VEC = 4  # fp32 channels of a lane
 PARTS = KV_LORA_RANK // (quant.WARP * VEC)  # units of a row
-MAX_CTAS = 1024  # about eight on each of 132 SMs: enough to fill, cheap to start and leave
+CTAS = 364  # with 32 batches three on each of 132 SMs: one wave, whether there is work or not
 
 
 def feasible(spec: VariantSpec) -> str | None:
@@ -62,7 +60,7 @@ def merge(
     empty_lse: Float32,
     stream: Any,
 ) -> None:
-    """Host half: a CTA a unit, up to MAX_CTAS."""
+    """Host half: a CTA a unit, up to CTAS, and one a batch."""
     b, s_q, h, _ = out.shape
     units = b * s_q * h * PARTS
     if units > 0:  # an empty grid is a launch error
@@ -70,7 +68,7 @@ def merge(
             o_accum, lse_accum, split_begin, out, lse, lse_factor, empty_lse,
             compat.fast_divisor(h),
         ).launch(
-            grid=(cutlass.min(units, MAX_CTAS), 1, 1),
+            grid=(cutlass.min(units, CTAS) + b, 1, 1),
             block=(WARPS * quant.WARP, 1, 1),
             stream=stream,
             use_pdl=True,
@@ -198,7 +196,7 @@ def _merge(
     by_h: compat.FastDivisor,
 ) -> None:
     block, _, _ = cute.arch.block_idx()
-    ctas, _, _ = cute.arch.grid_dim()
+    grid, _, _ = cute.arch.grid_dim()
     smem = cutlass.memory.SmemAllocator()
     sums = smem.allocate_tensor(
         Float32, cute.make_layout((2 + VEC, WARPS, quant.WARP), stride=(WARPS * 32, 32, 1)), 16
@@ -206,32 +204,41 @@ def _merge(
     compat.pdl_wait()
     compat.pdl_launch_dependents()
     b = split_begin.shape[0] - 1
-    units = out.shape[1] * out.shape[2] * PARTS  # of a batch
-    total = Int64(cutlass.min(split_begin[b], o_accum.shape[0])) * units
-    share = (total + (ctas - 1)) // ctas
-    at, end = block * share, cutlass.min((block + 1) * share, total)
-    while at < end:
-        batch = _batch_at(split_begin, at, units)
+    slots = cutlass.min(split_begin[b], o_accum.shape[0])
+    if slots > 0:
+        ctas = grid - b
+        batch = _batch_of(split_begin, block, ctas, slots)
         begin = split_begin[batch]
-        n = cutlass.min(split_begin[batch + 1], o_accum.shape[0]) - begin
-        base = Int64(begin) * units
-        # units that begin in [at, end)
-        first = Int32((at - base + (n - 1)) // n)
-        last = cutlass.min(Int32((end - base + (n - 1)) // n), units)
-        _merge_units(
-            (o_accum, lse_accum, out, lse), sums, (batch, begin, n), (first, last),
-            (lse_factor, empty_lse), by_h,
-        )  # fmt: skip
-        at = base + Int64(n) * units
+        end = cutlass.min(split_begin[batch + 1], slots)
+        if end > begin:
+            mine = block - batch - _share(begin, ctas, slots)
+            team = 1 + _share(end, ctas, slots) - _share(begin, ctas, slots)
+            units = out.shape[1] * out.shape[2] * PARTS  # of a batch
+            per_cta = (units + (team - 1)) // team
+            first = mine * per_cta
+            _merge_units(
+                (o_accum, lse_accum, out, lse), sums, (batch, begin, end - begin),
+                (first, cutlass.min(first + per_cta, units)), (lse_factor, empty_lse), by_h,
+            )  # fmt: skip
 
 
 @cute.jit
-def _batch_at(split_begin: cute.Tensor, at: Int64, units: Int32) -> Int32:
-    """The batch whose units cover position ``at``: the last that begins there or before."""
+def _share(slot: Int32, ctas: Int32, slots: Int32) -> Int32:
+    """CTAs that belong to the slots before ``slot``, rounded down."""
+    return Int32(Uint32(slot) * Uint32(ctas) // Uint32(slots))
+
+
+@cute.jit
+def _batch_of(split_begin: cute.Tensor, block: Int32, ctas: Int32, slots: Int32) -> Int32:
+    """The batch of CTA ``block``: the last i with i + share(split_begin[i]) <= block.
+
+    Every batch has one CTA, and one more for each share of the slots that ends in it.
+    """
     tidx, _, _ = cute.arch.thread_idx()
     found = Int32(0)
-    for i in cutlass.range(tidx % quant.WARP, split_begin.shape[0], quant.WARP, unroll=4):
-        if Int64(split_begin[i]) * units <= at:
+    for i in cutlass.range(tidx % quant.WARP, split_begin.shape[0] - 1, quant.WARP, unroll=4):
+        left = block - i  # share(slot) <= left, without the division
+        if left >= 0 and Uint32(split_begin[i]) * Uint32(ctas) < Uint32(left + 1) * Uint32(slots):
             found += 1
     return cute.arch.warp_redux_sync(found, "add") - 1
 
