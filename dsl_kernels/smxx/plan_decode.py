@@ -265,7 +265,12 @@ def _last_part(sm: Smem, cache_seqlens: cute.Tensor, rule: Rule, capacity: Int32
 
 def _lowest(mask: Any) -> Any:
     """Index of the lowest set bit of a non-zero Uint32."""
-    return cute.arch.popc((mask & (~mask + Uint32(1))) - Uint32(1))
+    return cute.arch.clz(cute.arch.brev(mask))
+
+
+def _choose(condition: Any, yes: Any, no: Any) -> Any:
+    """A select instruction: no branch in the loop that all else waits for."""
+    return Int32(cutlass.select_(condition, yes, no))
 
 
 @cute.jit
@@ -297,13 +302,11 @@ def _fill(
             k = Int32(_lowest(over))
             rest = cutlass.min(end - reach, number)  # tiles that the present part cannot take
             more = cutlass.max(_ceil_div(rest, cap, magic), 1)
-            if lane >= noted and lane <= k:
-                my_part = part
-                if lane == k:
-                    my_head = number - rest
-                    if rest == number:  # not even one tile fits: it starts the next part
-                        my_part = part + 1
-                        my_head = cutlass.min(number, cap)
+            skip = rest == number  # not even one tile fits: it starts the next part
+            here = (lane >= noted) & (lane <= k)
+            my_part = _choose(here, part + _choose((lane == k) & skip, 1, 0), my_part)
+            head = _choose(skip, cutlass.min(number, cap), number - rest)
+            my_head = _choose(lane == k, head, my_head)
             reach = cute.arch.shuffle_sync(end + more * cap - rest, k)
             part += cute.arch.shuffle_sync(more, k)
             noted = k + 1
