@@ -9,7 +9,7 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import snapmla
@@ -59,6 +59,7 @@ def run_plan_kernel(
     max_tokens=st.sampled_from([100, 8192, 131072]),
     split=st.sampled_from([0, 0, 1, 16, 4096]),
 )
+@example(lengths=[64, 64, 0], parts=2, overhead=0, max_tokens=8192, split=1)  # begins at the end
 def test_kernel_equals_reference(
     lengths: list[int], parts: int, overhead: int, max_tokens: int, split: int
 ) -> None:

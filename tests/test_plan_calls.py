@@ -83,6 +83,19 @@ def test_one_wrong_argument(name: str, value: Any, error: type[Exception], text:
         assert torch.equal(call[key], tensor), f"{key} was written"
 
 
+def test_gaps_that_the_exported_function_does_not_see() -> None:
+    """s_q 1: the stride over heads is 1 as it should be, that over sequences is not."""
+    cache, table, lengths = selfcheck.filled_cache((130, 70), 64)
+    q = selfcheck.sample_query(2, 1, HEADS)
+    plan = snapmla.plan_decode(lengths, HEADS, 1, page_size=64, max_pages=table.shape[1])
+    lse = torch.zeros(HEADS, 2, 1).transpose(0, 1)
+    with pytest.raises(ValueError, match="lse: .*contiguous"):
+        snapmla.decode(
+            q, cache, table, lengths, softmax_scale=SCALE, plan=plan, lse=lse,
+            out=torch.zeros(2, 1, HEADS, 512, dtype=BF16),
+        )  # fmt: skip
+
+
 def test_objects_of_another_shape() -> None:
     call = complete_call()
     lengths = call["cache_seqlens"]
