@@ -2,8 +2,9 @@
 
     python -m profiles.host_time --out profiles/results
 
-Medians over many calls, each timed alone; the device is drained between groups of calls, outside
-the timed spans, so that a full launch queue never makes the host wait.
+Medians over many calls, each timed alone.  Kinds of calls take turns, because the host's clock and
+caches settle for a while.  The device is drained between groups of calls, outside the timed spans,
+so that a full launch queue never makes the host wait.
 """
 
 from __future__ import annotations
@@ -26,13 +27,14 @@ from profiles.bench import command_line, commit
 from profiles.worker import machine
 from snapmla import attention
 
+ROUNDS = 10  # turns of every kind of call, after one that is not counted
 BATCH, HEADS, LENGTH, PAGE = 32, 16, 1024, 64
 GROUP = 8  # calls between two drains
 Call = Callable[[], object]
 
 
-def median_us(call: Call, calls: int) -> tuple[float, float]:
-    """(median, 90th percentile) of the host's time in one call, in microseconds."""
+def timed(call: Call, calls: int) -> list[float]:
+    """The host's time in each of ``calls`` calls, in microseconds."""
     times = []
     for i in range(calls):
         begin = time.perf_counter()
@@ -41,7 +43,7 @@ def median_us(call: Call, calls: int) -> tuple[float, float]:
         if i % GROUP == GROUP - 1:
             torch.cuda.synchronize()
     torch.cuda.synchronize()
-    return statistics.median(times), sorted(times)[len(times) * 9 // 10]
+    return times
 
 
 def cpu_name() -> str:
@@ -113,11 +115,16 @@ def main(
         "| eager call | host µs, median | 90th percentile |", "|---|---|---|",
     ]  # fmt: skip
     with torch.inference_mode():
-        for name, call in calls_to_time(device).items():
-            median_us(call, 200)
-            middle, late = median_us(call, calls)
-            lines.append(f"| {name} | {middle:.2f} | {late:.2f} |")
-            typer.echo(lines[-1])
+        kinds = calls_to_time(device)
+        times: dict[str, list[float]] = {name: [] for name in kinds}
+        for turn in range(ROUNDS + 1):
+            for name, call in kinds.items():
+                new = timed(call, calls // ROUNDS)
+                times[name] += new if turn else []
+    for name, values in times.items():
+        late = sorted(values)[len(values) * 9 // 10]
+        lines.append(f"| {name} | {statistics.median(values):.2f} | {late:.2f} |")
+        typer.echo(lines[-1])
     write_atomic(out / "host_time.md", "\n".join(lines) + "\n")
 
 

@@ -52,7 +52,7 @@ def decode(
 
     With ``plan``, ``out`` and ``lse`` given, a call is two launches (one if the plan's shapes rule
     out splits): no synchronisation, no allocation, no copy to the device.  Under ``torch.compile``
-    it is one node of the graph, ``torch.ops.snapmla.decode``.
+    it is one node of the graph, ``torch.ops.snapmla.decode``, and a plan must be given.
 
     Args:
         q: from ``quantize_q``; (b, s_q, h, ...).
@@ -83,14 +83,8 @@ def decode(
     """
     if torch.compiler.is_compiling():
         if plan is None:
-            plan = plan_decode(
-                cache_seqlens,
-                q.nope.shape[2],
-                q.nope.shape[1],
-                page_size=cache.content.shape[1],
-                max_pages=block_table.shape[1],
-                pipeline=pipeline,
-            )
+            hint = "call plan_decode outside, once; plan.update_ may be compiled"
+            checks.value_error("plan", "a plan where torch.compile traces", None, hint)
         traced = (softmax_scale, causal, LSE_FACTOR[lse_base], EMPTY_LSE[empty_lse])
         return _traced(
             q, cache, block_table, cache_seqlens, plan, traced, out, lse, out_dtype

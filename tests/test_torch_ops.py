@@ -127,6 +127,18 @@ def test_compiled_update_out_and_fetch() -> None:
     assert torch.equal(layer.plan.planned_seqlens, lengths)
 
 
+def test_a_traced_decode_wants_a_plan() -> None:
+    layer = Layer("cpu")
+
+    def body(layer: Layer) -> torch.Tensor:
+        q = snapmla.quantize_q(layer.q_nope, layer.q_rope)
+        return snapmla.decode(q, layer.cache, layer.table, layer.lengths, softmax_scale=SCALE)[0]
+
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="plan_decode outside"):
+        torch.compile(body, fullgraph=True, backend="aot_eager")(layer)
+
+
 def test_shared_layout_is_refused_when_traced() -> None:
     layer = Layer("cpu", "paged")
     torch._dynamo.reset()
