@@ -317,8 +317,7 @@ class DecodeBase:
             for atom in (tma.qc, tma.qr, tma.kc, tma.kr):
                 cpasync.prefetch_descriptor(atom)
             with cute.arch.elect_one():
-                self.init_barriers(st)
-            cute.arch.mbarrier_init_fence()
+                self.init_barriers(st)  # fenced with the pipes' own, below
         q_pipe, k_pipe = self.make_pipes(st)
 
         cute.arch.griddepcontrol_wait()  # q, the cache and the plan come from the kernels before
@@ -342,12 +341,15 @@ class DecodeBase:
     # ---------------------------------------------------------------- device: producers
 
     def make_pipes(self, st):
-        """(q_pipe, k_pipe): TMA bytes fill a stage, one lane of each reading warp frees it."""
+        """(q_pipe, k_pipe): TMA bytes fill a stage, one lane of each reading warp frees it.
+
+        The second one's fence and barrier publish every mbarrier initialised so far.
+        """
         group = lambda n: pipeline.CooperativeGroup(pipeline.Agent.Thread, n)
         q_pipe = pipeline.PipelineTmaAsync.create(
             barrier_storage=st.q_bar.data_ptr(), num_stages=self.q_stages,
             producer_group=group(1), consumer_group=group(self.q_consumer_warps),
-            tx_count=self.rows_cta * (D + 2 * R),
+            tx_count=self.rows_cta * (D + 2 * R), defer_sync=True,
         )  # fmt: skip
         extra = {}
         if self.cluster > 1:
@@ -429,7 +431,8 @@ class DecodeBase:
                         dst = cute.local_tile(s_ks[None, kst.index], (self.box,), (j,))
                         cute.copy(bulk, src, dst, mbar_ptr=bar)
                 kst.advance()
-        k_pipe.producer_tail(kst)
+        # no producer_tail: every stage is read before the math warps end, and a cluster leaves
+        # together (see kernel), so no arrival can reach a CTA that is gone
 
     @cute.jit
     def produce_q(self, st, layouts, q_pipe, tma, gmem, span):
