@@ -77,6 +77,7 @@ class Record:
         barrier_counts: arrivals of mbarrier.init -> number of barriers initialised so.
         declared: the kernel module's budget (threads, registers per warpgroup, barrier_counts,
             smem), which the audit holds against the above; None where there is none.
+        shared_plan: [name, offset] of the arrays in dynamic shared memory, in order of offset.
         sass: instruction count by base opcode.
         host_beyond: instructions of the host half that ``host_cpu`` lacks; None: not looked.
         link: ``codegen.link.identity()`` of the library, None if it was not linked.
@@ -105,6 +106,7 @@ class Record:
     warpgroup_registers: list[int] = field(default_factory=list)
     barrier_counts: dict[str, int] = field(default_factory=dict)
     declared: dict[str, Any] | None = None
+    shared_plan: list[list[Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     sass: dict[str, int] = field(default_factory=dict)
     host_beyond: int | None = None

@@ -164,6 +164,7 @@ def build(spec: VariantSpec, out_dir: Path, *, linked: bool = True, strict: bool
             audit.read_host(record, made.obj)
             obj = made.obj.read_bytes()
         record.arguments, record.declared = made.arguments, made.declared
+        record.shared_plan = made.shared_plan
         audit.read_ptxas(record, log[0])
         audit.read_ptx(record, made.ptx)
         audit.read_barriers(record, made.ptx)
@@ -191,7 +192,7 @@ def build(spec: VariantSpec, out_dir: Path, *, linked: bool = True, strict: bool
 
 @dataclass(frozen=True)
 class _Made:
-    """What the compiler returned: path of the object, PTX, cubin, lowered host module, ABI."""
+    """What the compiler returned: object, PTX, cubin, lowered host module, ABI, shared memory."""
 
     obj: Path
     ptx: str
@@ -199,6 +200,7 @@ class _Made:
     module: str
     arguments: list[dict[str, Any]]
     declared: dict[str, Any] | None
+    shared_plan: list[list[Any]]
 
 
 def _compile(spec: VariantSpec, tmp: Path) -> _Made:
@@ -218,7 +220,19 @@ def _compile(spec: VariantSpec, tmp: Path) -> _Made:
     ptx, cubin = compiled.__ptx__, compiled.__cubin__
     if not ptx or not cubin:
         raise RuntimeError("the compiler kept no PTX or cubin")
-    return _Made(path, ptx, cubin, module, abi.describe(function, fakes), _declared(spec))
+    arguments, shared = abi.describe(function, fakes), _shared_plan(function)
+    return _Made(path, ptx, cubin, module, arguments, _declared(spec), shared)
+
+
+def _shared_plan(function: Any) -> list[list[Any]]:
+    """[name, offset] of each array in the kernel's ``Storage`` struct, where it has one.
+
+    The struct is laid out by the trace, so this is known only after compiling; it lets the software
+    GPU name shared memory in its reports.
+    """
+    storage = getattr(getattr(function, "__self__", function), "Storage", None)
+    offsets: dict[str, int] = getattr(storage, "_offsets", {})
+    return [[name, int(at)] for name, at in offsets.items()]
 
 
 def _limit_host_code(module: Any) -> None:

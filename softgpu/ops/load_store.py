@@ -141,7 +141,7 @@ def ld(ins: Instr, k: Decoder) -> Handler:
     where = address(k, ins.args[1], space)
     dtype, place = DTYPES[kind], space_of(space)
     track = space is None or space.split("::")[0] not in ("param", "const")
-    acquires = place in (None, "global") and bool({"acquire", "relaxed"} & set(ins.parts))
+    acquires = place in (None, "global") and "acquire" in ins.parts
     if n == 1:
         d, final = wide[0]
 
