@@ -132,7 +132,12 @@ def load(artifact: Artifact, device_type: str) -> Kernel:
     if device_type == "cpu":
         import softgpu
 
-        return softgpu.load(str(artifact.obj), str(artifact.ptx), artifact.symbol)
+        record = _record(artifact.directory, artifact.name) or {}
+        names = softgpu.Names(
+            tuple(a["name"] for a in record.get("arguments", [])),
+            tuple((name, at) for name, at in record.get("shared_plan", [])),
+        )
+        return softgpu.load(artifact.obj, artifact.ptx, artifact.symbol, names=names)
     if artifact.library is None:
         raise VariantError(
             f"{artifact.name}: {artifact.directory} has the object but no .so; run "

@@ -47,11 +47,52 @@ def check(spec: VariantSpec, directory: Path) -> Result:
     Raises:
         VariantError: it is not there.
     """
+    torch.manual_seed(0)
+    return _CHECKS[spec.op](spec, load(spec, directory))
+
+
+def load(spec: VariantSpec, directory: Path) -> runtime.Kernel:
+    """The variant for the software GPU.  Raises VariantError if ``directory`` lacks it."""
     artifact = runtime.find(spec, [directory])
     if artifact is None:
         raise VariantError(f"{spec.name}: not built in {directory}")
-    torch.manual_seed(0)
-    return _CHECKS[spec.op](spec, runtime.load(artifact, "cpu"))
+    return runtime.load(artifact, "cpu")
+
+
+class Workload:
+    """What the hazard checker and the mutation study run: small, but every path is taken.
+
+    A decode comes right behind the planning kernel, as a dependent launch; the ring of stages wraps
+    several times; sequences of 0, 1 and many tokens; splits, merged by the merge kernel.
+    """
+
+    LENGTHS = (450, 0, 64, 1, 200)
+
+    def __init__(self, spec: VariantSpec, directory: Path) -> None:
+        self.spec, self.kernel = spec, load(spec, directory)
+        self.job: DecodeJob | None = None
+        if spec.op == "decode":
+            torch.manual_seed(0)
+            helpers = [
+                load(VariantSpec(op="plan_decode", arch=spec.arch), directory),
+                load(VariantSpec(op="merge", arch=spec.arch, out_dtype=spec.out_dtype), directory),
+            ]
+            self.job = DecodeJob(spec, self.LENGTHS, planner=helpers[0], merger=helpers[1])
+        self.expected: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def run(self) -> Result:
+        """The result against the reference, then bit for bit against the first run."""
+        if self.job is None:
+            torch.manual_seed(0)
+            return _CHECKS[self.spec.op](self.spec, self.kernel)
+        got = self.job.run(self.kernel)
+        if self.expected is not None:
+            names = ("out", "lse")
+            return _same_bits(dict(zip(names, zip(got, self.expected, strict=True), strict=True)))
+        errors = self.job.errors(got)
+        if errors.right:
+            self.expected = got
+        return Result(errors.right, str(errors))
 
 
 def poisoned_cache(pages: int, page_size: int, layout: str = "split") -> PagedKVCache:

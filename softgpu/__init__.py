@@ -12,6 +12,7 @@ from .errors import (
     BarrierError,
     Deadlock,
     DescriptorError,
+    Hazard,
     LaunchError,
     MemoryFault,
     PtxSyntaxError,
@@ -19,11 +20,12 @@ from .errors import (
     ToolchainError,
     UnmodelledInstruction,
 )
-from .loader import LoadedKernel, load
+from .hazard import Event
+from .loader import LoadedKernel, Names, load, using
 from .machine import Options, Stats
 
 __all__ = [
-    "BarrierError", "Deadlock", "DescriptorError", "LaunchError", "LoadedKernel", "MemoryFault",
-    "Options", "PtxSyntaxError", "SoftGpuError", "Stats", "ToolchainError",
-    "UnmodelledInstruction", "exact", "hopper", "load",
+    "BarrierError", "Deadlock", "DescriptorError", "Event", "Hazard", "LaunchError",
+    "LoadedKernel", "MemoryFault", "Names", "Options", "PtxSyntaxError", "SoftGpuError", "Stats",
+    "ToolchainError", "UnmodelledInstruction", "exact", "hopper", "load", "using",
 ]  # fmt: skip

@@ -1,33 +1,182 @@
-"""``python -m softgpu``: coverage of PTX forms, and a first run of a compiled variant."""
+"""``python -m softgpu``: run, check and mutate compiled variants; coverage of PTX forms.
+
+Variants are named as in ``build/variants``, globs are fine; ``--dir`` names another directory.
+"""
 
 from __future__ import annotations
 
-import argparse
-import pathlib
 import sys
 import time
+from pathlib import Path
+from typing import Annotated, Any
 
-from .coverage import coverage
+import typer
+from rich.console import Console
+from rich.progress import track
+
+from . import mutate as mutation
+from .accumulate import BY_NAME
+from .coverage import coverage as coverage_of
+from .errors import SoftGpuError
+from .loader import using
+from .machine import Options
+
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__
+)
+console = Console(soft_wrap=True, highlight=False)
+
+Names = Annotated[list[str], typer.Argument(help="variant names or globs")]
+Directory = Annotated[Path | None, typer.Option("--dir", help="directory of built variants")]
+Seeds = Annotated[int, typer.Option(help="adversarial schedules to run")]
 
 
-def _ptx_files(names: list[str]) -> list[pathlib.Path]:
-    """Files as given; directories stand for the .ptx files in them."""
-    out: list[pathlib.Path] = []
+def _variants(names: list[str], directory: Path | None) -> tuple[list[str], Path]:
+    """Built variants that match, by name, and where they are."""
+    from snapmla import env
+
+    at = directory if directory is not None else env.variant_dirs()[0]
+    found: list[str] = []
     for name in names:
-        path = pathlib.Path(name)
-        out += sorted(path.glob("*.ptx")) if path.is_dir() else [path]
-    return out
+        hits = sorted(p.stem for p in at.glob(f"{name}.ptx"))
+        if not hits:
+            print(f"no built variant in {at} matches {name!r}", file=sys.stderr)
+            raise typer.Exit(2)
+        found += [h for h in hits if h not in found]
+    return found, at
 
 
-def _coverage(args: argparse.Namespace) -> int:
-    files = _ptx_files(args.ptx)
+def _workload(name: str, directory: Path) -> Any:
+    from dsl_kernels.spec import VariantSpec
+    from snapmla import selfcheck
+
+    return selfcheck.Workload(VariantSpec.from_name(name), directory)
+
+
+@app.command()
+def run(
+    variants: Names,
+    directory: Directory = None,
+    seed: Annotated[int, typer.Option(help="adversarial schedule; -1: in order")] = -1,
+    landing: Annotated[
+        str, typer.Option("--async", help="when asynchronous work lands: early, late, random")
+    ] = "early",
+    hazards: Annotated[str, typer.Option(help="hazard check: off, raise, collect")] = "off",
+    accumulate: Annotated[str, typer.Option(help="arithmetic: hopper, exact")] = "hopper",
+) -> None:
+    """Run variants once on small inputs and compare with the reference."""
+    from dsl_kernels.spec import VariantSpec
+    from snapmla import selfcheck
+
+    names, at = _variants(variants, directory)
+    options = Options(BY_NAME[accumulate], landing, seed, hazards)
+    failed = False
+    for name in names:
+        started = time.perf_counter()
+        try:
+            with using(options):
+                result = selfcheck.check(VariantSpec.from_name(name), at)
+        except SoftGpuError as error:
+            result = selfcheck.Result(False, f"{type(error).__name__}\n{error}")
+        took = time.perf_counter() - started
+        failed |= not result.passed
+        console.print(
+            f"{name}: {'ok' if result.passed else 'FAILED'} {result.summary} ({took:.1f} s)",
+            markup=False,
+        )
+    raise typer.Exit(1 if failed else 0)
+
+
+@app.command()
+def check(
+    variants: Names,
+    seeds: Seeds = 10,
+    directory: Directory = None,
+) -> None:
+    """Hazard check under many adversarial schedules: every hazard, each pair of places once."""
+    names, at = _variants(variants, directory)
+    bad = 0
+    for name in names:
+        started = time.perf_counter()
+        problems = _check(_workload(name, at), seeds)
+        took = time.perf_counter() - started
+        bad += bool(problems)
+        verdict = f"{len(problems)} PROBLEMS" if problems else "clean"
+        console.print(f"{name}: {verdict}, {seeds} schedules, {took:.1f} s", markup=False)
+        for text in problems:
+            console.print(text, markup=False)
+    raise typer.Exit(1 if bad else 0)
+
+
+def _check(workload: Any, seeds: int) -> list[str]:
+    """What went wrong under schedules 0 .. seeds - 1."""
+    problems: dict[tuple[Any, ...], str] = {}
+    for seed in range(seeds):
+        try:
+            with using(mutation.schedule(seed)):
+                result = workload.run()
+        except SoftGpuError as error:
+            lines = tuple(e.ptx_line for e in getattr(error, "events", []))
+            key = (getattr(error, "kind", type(error).__name__), *lines)
+            problems.setdefault(key, f"schedule {seed}: {error}")
+            continue
+        if not result.passed:
+            problems.setdefault(("wrong result",), f"schedule {seed}: {result.summary}")
+    return list(problems.values())
+
+
+@app.command()
+def mutate(
+    variant: Annotated[str, typer.Argument(help="variant name")],
+    seeds: Seeds = 10,
+    directory: Directory = None,
+    reports: Annotated[bool, typer.Option(help="print what killed each mutant")] = False,
+) -> None:
+    """Remove each synchronisation instruction in turn: which removals go unnoticed?"""
+    names, at = _variants([variant], directory)
+    workload = _workload(names[0], at)
+    with using(mutation.schedule(0)):
+        first = workload.run()
+    if not first.passed:
+        console.print(f"{names[0]} itself is wrong: {first.summary}", markup=False)
+        raise typer.Exit(1)
+    kernel = workload.kernel
+    entry = next(iter(kernel.module.kernels))
+    places = mutation.sites(kernel.program(entry))
+    outcomes = []
+    study = mutation.study(kernel, entry, lambda: workload.run().passed, seeds, places)
+    for outcome in track(study, "mutants", len(places), Console(stderr=True), transient=True):
+        outcomes.append(outcome)
+        site = outcome.site
+        how = f"{outcome.how}, schedule {outcome.seed}" if outcome.killed else "no schedule noticed"
+        console.print(
+            f"{'killed  ' if outcome.killed else 'SURVIVED'} {site.family:8s}{site.source}: "
+            f"{site.text[:60]}  ({how})",
+            markup=False,
+        )
+        if reports and outcome.report:
+            console.print(outcome.report, markup=False)
+    killed = sum(o.killed for o in outcomes)
+    console.print(
+        f"{names[0]}: {killed} of {len(outcomes)} mutants killed "
+        f"({100 * killed / max(len(outcomes), 1):.0f} %), at most {seeds} schedules each"
+    )
+
+
+@app.command()
+def coverage(
+    ptx: Annotated[list[Path], typer.Argument(help=".ptx files, or directories of them")],
+    every: Annotated[bool, typer.Option("--all", help="list modelled forms too")] = False,
+) -> None:
+    """List PTX opcode forms and those that no handler models."""
+    files = [f for p in ptx for f in (sorted(p.glob("*.ptx")) if p.is_dir() else [p])]
     if not files:
-        print(f"no .ptx file in {', '.join(args.ptx)}", file=sys.stderr)
-        return 2
-    result = coverage(files)
+        print(f"no .ptx file in {', '.join(map(str, ptx))}", file=sys.stderr)
+        raise typer.Exit(2)
+    result = coverage_of(files)
     for opcode, count in sorted(result.forms.items()):
         mark = "MISSING" if opcode in result.missing else ""
-        if args.all or mark:
+        if every or mark:
             print(f"{count:8d}  {opcode}  {mark}".rstrip())
     for places in result.missing.values():
         for place in places[:3]:
@@ -36,35 +185,16 @@ def _coverage(args: argparse.Namespace) -> int:
         f"{len(files)} files, {sum(result.forms.values())} instructions, "
         f"{len(result.forms)} forms, {len(result.missing)} not modelled"
     )
-    return 1 if result.missing else 0
-
-
-def _run(args: argparse.Namespace) -> int:
-    """Runs a built variant through the host package's own check."""
-    from dsl_kernels.spec import VariantSpec
-    from snapmla import env, selfcheck
-
-    directory = pathlib.Path(args.dir) if args.dir else env.variant_dirs()[0]
-    started = time.perf_counter()
-    result = selfcheck.check(VariantSpec.from_name(args.variant), directory)
-    took = time.perf_counter() - started
-    print(f"{args.variant}: {'ok' if result.passed else 'FAILED'} {result.summary} ({took:.1f} s)")
-    return 0 if result.passed else 1
+    raise typer.Exit(1 if result.missing else 0)
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="softgpu", description=__doc__)
-    sub = parser.add_subparsers(dest="command", required=True)
-    c = sub.add_parser("coverage", help="list PTX opcode forms and those not modelled")
-    c.add_argument("ptx", nargs="+", help=".ptx files, or directories of them")
-    c.add_argument("--all", action="store_true", help="list modelled forms too")
-    c.set_defaults(run=_coverage)
-    r = sub.add_parser("run", help="run one variant on small inputs and check its result")
-    r.add_argument("variant")
-    r.add_argument("--dir", help="directory of built variants")
-    r.set_defaults(run=_run)
-    args = parser.parse_args(argv)
-    return int(args.run(args))
+    """The exit status of a command line."""
+    try:
+        app(argv, prog_name="softgpu")
+    except SystemExit as leave:
+        return int(leave.code or 0)
+    return 0
 
 
 if __name__ == "__main__":

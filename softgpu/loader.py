@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from .decode import Program, decode
@@ -16,6 +19,7 @@ from .ptx import Module, parse
 from .runtime import HostModule, Launch, as_cuda
 
 _lock = threading.RLock()
+_override = threading.local()
 _prior: list[Footprint] = []  # what the grid launched last wrote; streams run in order
 
 
@@ -27,6 +31,30 @@ def _span(tensor: Any) -> int:
     return int((last + 1) * tensor.element_size())
 
 
+@dataclass(frozen=True)
+class Names:
+    """What reports call things.
+
+    Attributes:
+        arguments: of the exported function, in order.
+        shared: (name, offset) of the arrays in dynamic shared memory, ascending.
+    """
+
+    arguments: tuple[str, ...] = ()
+    shared: tuple[tuple[str, int], ...] = ()
+
+
+@contextlib.contextmanager
+def using(options: Options) -> Iterator[None]:
+    """Every kernel called in the block (by this thread) runs with ``options``, not its own."""
+    before = getattr(_override, "options", None)
+    _override.options = options
+    try:
+        yield
+    finally:
+        _override.options = before
+
+
 class LoadedKernel:
     """An exported function whose launches run on the software GPU.
 
@@ -35,7 +63,7 @@ class LoadedKernel:
     TVM-FFI raises them; what goes wrong in the kernel is a ``SoftGpuError``.
 
     Attributes:
-        options: execution options; may be replaced between calls.
+        options: execution options; may be replaced between calls, see also ``using``.
         last_stats: counts of the last call, one entry a launch.
         extra_buffers: tensors the kernel may touch besides its arguments.
     """
@@ -46,8 +74,10 @@ class LoadedKernel:
         ptx_path: str | os.PathLike[str],
         symbol: str,
         options: Options | None = None,
+        names: Names | None = None,
     ) -> None:
         self.symbol = symbol
+        self.names = names or Names()
         self.options = options or Options()
         self.module: Module = parse(pathlib.Path(ptx_path).read_text())
         self.ptx_path = pathlib.Path(ptx_path)
@@ -70,6 +100,12 @@ class LoadedKernel:
             program.globals = {
                 n: v for n, v in self.module.variables.items() if v.space in ("global", "const")
             }
+            starts = [at for _, at in self.names.shared]
+            ends = [*starts, 1 << 24][1:]
+            program.shared_map = [
+                (name, at, end - at)
+                for (name, at), end in zip(self.names.shared, ends, strict=True)
+            ]
             self._programs[kernel] = program
         return self._programs[kernel]
 
@@ -81,7 +117,8 @@ class LoadedKernel:
         assert self._memory is not None
         self.launches.append(launch)
         global _prior
-        machine = Machine(self.program(launch.kernel), launch, self._memory, self.options, _prior)
+        options = getattr(_override, "options", None) or self.options
+        machine = Machine(self.program(launch.kernel), launch, self._memory, options, _prior)
         _prior = []
         self.last_stats.append(machine.run())
         if machine.globals is not None:
@@ -97,7 +134,8 @@ class LoadedKernel:
                 if hasattr(a, "data_ptr"):
                     if a.device.type != "cpu":
                         raise SoftGpuError(f"argument {i}: expected a CPU tensor, got {a.device}")
-                    label = f"argument {i} {str(a.dtype).removeprefix('torch.')}{list(a.shape)}"
+                    name = self.names.arguments[i] if i < len(self.names.arguments) else ""
+                    label = f"{name or f'argument {i}'} {str(a.dtype).removeprefix('torch.')}{list(a.shape)}"
                     self._memory.add(label, a.data_ptr(), _span(a))
                     a = as_cuda(_bytes_of_fp8(a))
                 values.append(a)
@@ -123,6 +161,7 @@ def load(
     ptx_path: str | os.PathLike[str],
     symbol: str,
     options: Options | None = None,
+    names: Names | None = None,
 ) -> LoadedKernel:
     """Loads an exported object for the software GPU.
 
@@ -131,8 +170,9 @@ def load(
         ptx_path: PTX text of the same compile.
         symbol: the exported function's name.
         options: how to execute; None for the defaults.
+        names: of arguments and shared arrays, for reports.
 
     Raises:
         FileNotFoundError, ToolchainError (no C compiler, link error), PtxSyntaxError.
     """
-    return LoadedKernel(object_path, ptx_path, symbol, options)
+    return LoadedKernel(object_path, ptx_path, symbol, options, names)

@@ -18,7 +18,7 @@ import numpy as np
 
 from .decode import Program
 from .errors import SoftGpuError
-from .loader import LoadedKernel
+from .loader import LoadedKernel, using
 from .machine import Options
 
 _FAMILIES: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -138,7 +138,9 @@ def _one(kernel: LoadedKernel, site: Site, run: Callable[[], bool], seeds: int) 
     for seed in range(seeds):
         kernel.options = schedule(seed)
         try:
-            if not run():
+            with using(kernel.options):
+                right = run()
+            if not right:
                 return Outcome(site, True, seed, "wrong result", "")
         except SoftGpuError as error:
             how = getattr(error, "kind", type(error).__name__)
