@@ -175,6 +175,30 @@ def _strip_comments(text: str) -> str:
     return re.sub(r"/\*.*?\*/|//[^\n]*", blank, text, flags=re.S)
 
 
+_INLINE = re.compile(r"// begin inline asm\n(.*?)// end inline asm", re.S)
+_LOC = re.compile(r"^\s*\.loc\s+(\d+)\s+(\d+)")
+
+
+def _settle_inline_asm(text: str) -> str:
+    """Inside inline assembly, line n of the text is numbered (line of the call) + n: undo that.
+
+    LLVM's assembler printer counts so; all of one inline-assembly block belongs to one source line.
+    """
+
+    def block(m: re.Match[str]) -> str:
+        out, index = [], 0
+        for line in m.group(1).split("\n"):
+            loc = _LOC.match(line)
+            if loc is None:
+                index += 1
+            else:
+                line = f".loc {loc.group(1)} {max(int(loc.group(2)) - index, 0)} 0"
+            out.append(line)
+        return "// begin inline asm\n" + "\n".join(out) + "// end inline asm"
+
+    return _INLINE.sub(block, text)
+
+
 def _split_args(text: str) -> list[str]:
     out, depth, start = [], 0, 0
     for i, ch in enumerate(text):
@@ -400,7 +424,7 @@ _PARAM = re.compile(
 
 def parse(text: str) -> Module:
     """Parses a PTX module.  Raises PtxSyntaxError with the line."""
-    text = _strip_comments(text)
+    text = _strip_comments(_settle_inline_asm(text))
     version = re.search(r"\.version\s+([\d.]+)", text)
     target = re.search(r"\.target\s+([\w, ]+)", text)
     files = {
