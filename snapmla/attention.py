@@ -92,7 +92,7 @@ def decode(
     options = (softmax_scale, causal, lse_base, empty_lse)
     if plan is not None and pipeline is None:
         try:
-            if _fits_plan(q, cache, block_table, plan, out, lse, out_dtype):
+            if _fits_plan(q, cache, block_table, cache_seqlens, plan, out, lse, out_dtype):
                 return _run(
                     q, cache, block_table, cache_seqlens, plan, out, lse, out_dtype, options
                 )
@@ -209,6 +209,7 @@ def _fits_plan(
     q: QuantizedQuery,
     cache: PagedKVCache,
     block_table: torch.Tensor,
+    cache_seqlens: torch.Tensor,
     plan: DecodePlan,
     out: torch.Tensor | None,
     lse: torch.Tensor | None,
@@ -228,7 +229,12 @@ def _fits_plan(
             and (out is None or (out.is_contiguous() and out.dtype in OUT_NAMES))
             and (lse is None or lse.is_contiguous())
             and (out_dtype is None or (out is None and out_dtype in OUT_NAMES))
-            and not launch.several_gpus()  # the exported functions ask for the kind of device only
+            and (
+                not launch.several_gpus()  # the exported functions ask for the kind of device only
+                or launch.all_on(
+                    plan.device, q.nope, cache.content, block_table, cache_seqlens, out, lse
+                )
+            )
         )
     except AttributeError:
         return False  # something is of another kind

@@ -23,6 +23,14 @@ def elsewhere(device: torch.device) -> bool:
     return several_gpus() and device.type == "cuda" and device.index != torch.cuda.current_device()
 
 
+def all_on(device: torch.device, *tensors: torch.Tensor | None) -> bool:
+    """Whether all tensors that are given live on ``device``."""
+    for tensor in tensors:  # noqa: SIM110 (on every call: faster than all())
+        if tensor is not None and tensor.device != device:
+            return False
+    return True
+
+
 def call(device: torch.device, kernel: Any, *args: Any) -> None:
     """Calls one exported function with ``device`` as the current one."""
     if elsewhere(device):

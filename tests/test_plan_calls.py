@@ -139,3 +139,17 @@ def test_a_failing_kernel_is_reported_as_it_failed(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(attention, "_kernels", lambda *_: (failing, failing))
     with pytest.raises(RuntimeError, match="CUDA error 700"):
         snapmla.decode(**call)
+
+
+def test_several_gpus_take_the_quick_way_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Devices are compared then; a tensor elsewhere goes to the full checks."""
+    call = complete_call()
+    monkeypatch.setattr(attention.launch, "several_gpus", lambda: True)
+    checked = []
+    full = attention._checked
+    monkeypatch.setattr(attention, "_checked", lambda *a: checked.append(1) or full(*a))
+    snapmla.decode(**call)
+    assert not checked and call["out"].abs().sum() > 0
+    with pytest.raises(ValueError, match="lse: expected a tensor on cpu, got meta"):
+        snapmla.decode(**{**call, "lse": call["lse"].to("meta")})
+    assert checked
