@@ -19,8 +19,6 @@
 
 enum { OK = 0, ERR_INVALID_VALUE = 1, ERR_LAUNCH_FAILURE = 719 };
 
-extern void TVMFFIErrorSetRaisedFromCStr(const char *kind, const char *message);
-
 /* cudaLaunchAttribute: id, padding to 8 bytes, a union of 64 bytes. */
 typedef struct { uint32_t id, pad; union { uint32_t u[16]; char bytes[64]; } value; } attribute_t;
 
@@ -50,11 +48,17 @@ PUBLIC void softgpu_set_callback(int (*f)(const launch_t *)) { launch_callback =
 
 /* ---- library and kernel handles -------------------------------------------------------------- */
 HIDDEN int cuda_dialect_init_library_once(void **lib, int (*init)(void **),
-                                          int (*load)(void **, int), void (*fail)(const char *)) {
+                                          int (*load)(void **, int),
+                                          void (*raise)(const char *kind, const char *message)) {
   void *fresh = NULL;
+  char text[96];
+  int code;
   if (*lib) return OK;
-  if (init(&fresh) || (load && load(&fresh, 0))) {
-    if (fail) fail("softgpu: the kernel library could not be initialised");
+  code = init(&fresh);
+  if (code == OK && load) code = load(&fresh, 0);
+  if (code != OK) {
+    snprintf(text, sizeof text, "softgpu: the kernel library cannot be loaded, CUDA error %d", code);
+    if (raise) raise("RuntimeError", text);
     return -1;
   }
   *lib = fresh;
@@ -161,8 +165,13 @@ HIDDEN int _cudaLaunchKernel(void *kernel, unsigned gx, unsigned gy, unsigned gz
   return _cudaLaunchKernelEx(&c, kernel, args);
 }
 
-HIDDEN void CuteDSLRT_TVMFFISetRaisedCudaError(int code) {
+/* ---- errors ---------------------------------------------------------------------------------- */
+/* Called by the object when a launch failed; `raise` is TVMFFIErrorSetRaisedFromCStrParts. */
+HIDDEN void CuteDSLRT_TVMFFISetRaisedCudaError(
+    void (*raise)(const char *kind, const char **parts, int32_t count), int code) {
   char text[64];
+  const char *parts[1] = {text};
+  if (!raise) return;
   snprintf(text, sizeof text, "softgpu: CUDA error %d", code);
-  TVMFFIErrorSetRaisedFromCStr("RuntimeError", text);
+  raise("RuntimeError", parts, 1);
 }
