@@ -97,17 +97,26 @@ def lane_text(lanes: Any) -> str:
 
 
 class BarrierTrack:
-    """Clocks of one mbarrier: its component and what its arrivals published."""
+    """Clocks of one mbarrier: its component and what its arrivals published.
 
-    __slots__ = ("comp", "done", "event", "open")
+    ``flying`` counts the bytes of copies that were issued for it and have not landed; no phase can
+    complete with some on the way, unless it expects too few.
+    """
 
-    def __init__(self, comp: int, event: int) -> None:
-        self.comp, self.event = comp, event
+    __slots__ = ("comp", "copy", "done", "event", "expect", "flying", "open", "owner")
+
+    def __init__(self, owner: ClusterHazards, comp: int, event: int) -> None:
+        self.owner, self.comp, self.event = owner, comp, event
         self.open: Stamp | None = None  # arrivals of the phase that is not complete
         self.done: Stamp | None = None  # of all completed phases
+        self.flying = 0
+        self.copy = self.expect = -1  # events: the last copy, the last arrival with expect_tx
 
     def complete(self) -> None:
         self.done, self.open = joined(self.done, self.open), None
+        if self.flying > 0:
+            self.owner.report_early_phase(self)
+            self.flying = 0
 
 
 class ClusterHazards:
@@ -182,6 +191,19 @@ class ClusterHazards:
             "bulk-write": "in flight until a cp.async.bulk.wait_group covers it",
             "cp.async": "in flight until its cp.async.wait_group",
         }.get(kind, "")
+
+    def report_early_phase(self, track: BarrierTrack) -> None:
+        """A phase of ``track`` completes although copies for it are on their way."""
+        events = [self.describe("asynchronous write", track.copy, track.comp, "not landed yet")]
+        if track.expect >= 0:
+            events.insert(0, self.describe("expected bytes", track.expect, -1))
+        self.machine.hazard(
+            "wrong-tx-count",
+            f"a phase completes while {track.flying} bytes of copies for it are on their way",
+            self.machine.barrier_name(self.cluster, track.comp),
+            events,
+            "expect_tx must count the bytes of all copies of the phase",
+        )
 
     # ---- end of a block ------------------------------------------------------------------------
     def leave(self, rank: int, stamp: Stamp) -> None:
@@ -424,17 +446,25 @@ class WarpHazards:
     def async_write(self, lane: int, idx: Any, comp: int, time: int) -> None:
         """A copy issued by ``lane`` writes shared granules and completes as (comp, time)."""
         sh, avc = self.owner.shared, self.clock.avc[lane]
+        busy = self._unknown_read(sh, idx, self.clock.vc[lane], None)
+        if busy is not None:  # says more than that the earlier copy is not known to be complete
+            self._report_read((busy[0], lane, busy[2]), "asynchronous write")
         found = self._unknown_write(sh, idx, avc, None, False)
         if found is not None:
             self._report_write((found[0], lane), "asynchronous write", True)
-        busy = self._unknown_read(sh, idx, self.clock.vc[lane], None)
-        if busy is not None:
-            self._report_read((busy[0], lane, busy[2]), "asynchronous write")
         sh.write(idx, comp, time, self.event)
 
-    def copy_in(self, lane: int, address: int, where: int | Any, bar: Any) -> None:
-        """A copy into shared memory that completes on ``bar``; ``where``: bytes or granules."""
+    def copy_in(
+        self, lane: int, address: int, where: int | Any, bar: Any, nbytes: int = 0
+    ) -> None:
+        """A copy into shared memory that completes on ``bar``.
+
+        Args:
+            where: bytes from ``address`` on, or granules; then ``nbytes`` says how many bytes.
+        """
         self.use_barrier(bar, lane, "asynchronous")
+        bar.track.flying += where if isinstance(where, int) else nbytes
+        bar.track.copy = self.event
         comp, time = bar.track.comp, bar.phase + 2
         idx = self.owner.span(address, where) if isinstance(where, int) else where
         self.async_write(lane, idx, comp, time)
@@ -487,7 +517,7 @@ class WarpHazards:
             comp = self.owner.layout.new_mbarrier()
         except IndexError as error:
             raise BarrierError(str(error)) from error
-        bar.track = BarrierTrack(comp, self.event)
+        bar.track = BarrierTrack(self.owner, comp, self.event)
         one = np.zeros(32, bool)
         one[lane] = True
         self.clock._least = None

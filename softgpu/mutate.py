@@ -4,22 +4,30 @@
 ``study`` runs every mutant until a seed kills it: by a hazard, a fault, a deadlock, or a wrong
 result.  A survivor is either an instruction that is not needed, or a hole in the checker or in the
 workload; the caller explains which.
+
+``edited`` and ``planted`` go further: they change the PTX text of chosen instructions (another
+immediate, another address, an instruction more), for tests that plant a certain bug; ``matching``
+finds the instructions by what they are and by their source line.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from .decode import Program
+from .decode import Program, decode
 from .errors import SoftGpuError
 from .loader import LoadedKernel, using
 from .machine import Options
+from .ptx import Instr, Kernel, parse
+
+OLD = "<old>"  # in a replacement text: the statement that stood there
 
 _FAMILIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("wait", ("mbarrier.try_wait", "mbarrier.test_wait", "wgmma.wait_group", "cp.async.wait",
@@ -91,6 +99,66 @@ def without(program: Program, pc: int) -> Program:
     code = list(program.code)
     code[pc] = (kind, skip, guard, negated)
     return dataclasses.replace(program, code=code)
+
+
+def matching(program: Program, opcode: str, source: str | None = None) -> list[Instr]:
+    """Instructions, in program order, whose opcode is ``opcode`` or continues it with a dot.
+
+    Args:
+        source: ``file.py:12`` to take only those of that line.
+    """
+    kernel = program.kernel
+    return [
+        ins
+        for ins in kernel.code
+        if (ins.opcode == opcode or ins.opcode.startswith(opcode + "."))
+        and (source is None or kernel.source_of(ins) == source)
+    ]
+
+
+def edited(kernel: LoadedKernel, entry: str, changes: Mapping[int, str]) -> Program:
+    """``entry`` decoded from its PTX with some statements rewritten.
+
+    Args:
+        changes: pc -> PTX statements in place of that one; ``OLD`` in it stands for the old
+            statement, an empty text drops it.  They may declare registers inside braces.
+
+    Raises:
+        ValueError: an instruction is not found in the PTX text.
+        PtxSyntaxError: the new text cannot be parsed.
+    """
+    original = kernel.program(entry)
+    lines = kernel.ptx_path.read_text().split("\n")
+    for pc, text in changes.items():
+        _rewrite(lines, original.kernel, pc, text)
+    module = parse("\n".join(lines))
+    program = decode(module.kernels[entry], module)
+    program.globals, program.shared_map = original.globals, original.shared_map
+    return program
+
+
+def _rewrite(lines: list[str], kernel: Kernel, pc: int, text: str) -> None:
+    """Replaces one statement in ``lines``; the number of lines stays."""
+    ins = kernel.code[pc]
+    statement = r"(?:@!?\S+\s+)?" + re.escape(ins.opcode) + r"(?![\w.:])[^;]*;"
+    found = re.search(statement, lines[ins.line - 1])
+    if found is None:
+        raise ValueError(f"pc {pc}: {ins.opcode} does not stand on PTX line {ins.line} alone")
+    old, new = found.group(0), text.replace(OLD, found.group(0))
+    if new and not new.rstrip().endswith((";", "}")):
+        new += ";"
+    lines[ins.line - 1] = lines[ins.line - 1].replace(old, new, 1)
+
+
+@contextmanager
+def planted(kernel: LoadedKernel, entry: str, changes: Mapping[int, str]) -> Iterator[None]:
+    """Makes ``kernel`` run with ``edited(kernel, entry, changes)``."""
+    original = kernel.program(entry)
+    kernel.replace_program(entry, edited(kernel, entry, changes))
+    try:
+        yield
+    finally:
+        kernel.replace_program(entry, original)
 
 
 @contextmanager

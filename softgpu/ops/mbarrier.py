@@ -13,7 +13,7 @@ import numpy as np
 from ..decode import Decoder, Handler, Mods, op, unmodelled
 from ..errors import BarrierError
 from ..machine import MBarrier, Wait
-from ..memory import OFFSET_MASK, RANK_SHIFT
+from ..memory import OFFSET_MASK, RANK_SHIFT, SHARED_BASE
 from ..ptx import Instr
 from .load_store import address
 
@@ -22,15 +22,18 @@ _SPACE = ("shared", "shared::cta", "shared::cluster")
 _SCOPES = ("release", "acquire", "relaxed", "cta", "cluster")
 
 
-def name(a: int) -> str:
-    return f"mbarrier at CTA {a >> RANK_SHIFT} offset {a & OFFSET_MASK}"
+def name(w: Any, a: int) -> str:
+    """An mbarrier for messages, with the name of its array where that is known."""
+    at = f"mbarrier at CTA {a >> RANK_SHIFT} offset {a & OFFSET_MASK}"
+    array = w.machine.shared_name((a & OFFSET_MASK) - SHARED_BASE)
+    return at if array.startswith("offset") else f"{at} ({array.split(' (')[0]})"
 
 
 def find(w: Any, a: int, what: str) -> MBarrier:
     bar = w.block.cluster.mbarriers.get(a)
     if bar is None:
         w.shared.check(np.array([a], np.uint32), 8, None, what, 8)
-        raise BarrierError(f"{what}: {name(a)} was not initialised")
+        raise BarrierError(f"{what}: {name(w, a)} was not initialised")
     found: MBarrier = bar
     return found
 
@@ -38,9 +41,15 @@ def find(w: Any, a: int, what: str) -> MBarrier:
 def complete_tx(w: Any, a: int, nbytes: int) -> None:
     """The transaction part of an asynchronous copy's completion."""
     bar = find(w, a, "complete_tx")
+    if bar.track is not None:
+        bar.track.flying -= nbytes
+    _count_tx(w, a, bar, nbytes)
+
+
+def _count_tx(w: Any, a: int, bar: MBarrier, nbytes: int) -> None:
     bar.tx -= nbytes
     if abs(bar.tx) > _MAX_COUNT:
-        raise BarrierError(f"{name(a)}: transaction count {bar.tx} leaves the 20 bits it has")
+        raise BarrierError(f"{name(w, a)}: transaction count {bar.tx} leaves the 20 bits it has")
     w.machine.version += 1
     bar.settle()
 
@@ -49,7 +58,7 @@ def arrive(w: Any, a: int, count: int) -> None:
     bar = find(w, a, "mbarrier.arrive")
     if count > bar.pending:
         raise BarrierError(
-            f"{name(a)}: {count} more arrivals than pending ({bar.pending} of {bar.expected}) in "
+            f"{name(w, a)}: {count} more arrivals than pending ({bar.pending} of {bar.expected}) in "
             f"phase {bar.phase}"
         )
     bar.pending -= count
@@ -140,6 +149,8 @@ def arrive_(ins: Instr, k: Decoder) -> Handler:
             phase = bar.phase
             if expect:
                 bar.tx += value
+                if bar.track is not None:
+                    bar.track.expect = w.hazard.event
             if drop:
                 bar.expected -= 1 if expect else value
             arrive(w, at, 1 if expect else value)
@@ -157,8 +168,8 @@ def tx(ins: Instr, k: Decoder) -> Handler:
     def run(w: Any, m: Any) -> None:
         a = where(w.v)
         for lane in _lanes(m):
-            n = int(w.v[amount][lane])
-            complete_tx(w, int(a[lane]), -n if expect else n)
+            n, at = int(w.v[amount][lane]), int(a[lane])
+            _count_tx(w, at, find(w, at, ins.parts[1]), -n if expect else n)
 
     return run
 
@@ -197,7 +208,7 @@ def wait(ins: Instr, k: Decoder) -> Handler:
         same = (a == a[first]) & (t == t[first])
         if same.all() if m is True else same[m].all():
             if parity and want > 1:
-                raise BarrierError(f"{name(at)}: parity {want}, expected 0 or 1")
+                raise BarrierError(f"{name(w, at)}: parity {want}, expected 0 or 1")
             bar = find(w, at, ins.parts[1])
             if complete(bar, want):
                 w.current.expired = False
@@ -211,7 +222,7 @@ def wait(ins: Instr, k: Decoder) -> Handler:
                 return Wait(
                     lambda: complete(bar, want),
                     lambda: (
-                        f"{name(at)} to complete {what}; it is in phase {bar.phase}, pending "
+                        f"{name(w, at)} to complete {what}; it is in phase {bar.phase}, pending "
                         f"{bar.pending} of {bar.expected}, tx {bar.tx}"
                     ),
                     retry=True,
@@ -230,7 +241,7 @@ def wait(ins: Instr, k: Decoder) -> Handler:
             bars = [(find(w, int(a[i]), "wait"), int(t[i])) for i in _lanes(m)]
             return Wait(
                 lambda: any(complete(b, x) for b, x in bars),
-                lambda: "several mbarriers, first " + name(at),
+                lambda: "several mbarriers, first " + name(w, at),
                 retry=True,
                 expires=True,
             )

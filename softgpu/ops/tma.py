@@ -191,7 +191,7 @@ def _track_load(
         w.machine.globals.async_read(w.hazard, lane, rows, nbytes)
     for target, bar in zip(targets, bars, strict=True):
         w.shared.check(np.array([target], np.uint32), t.box_bytes, None, "tensor load", 16)
-        w.hazard.copy_in(lane, target, _box(w, t, target), bar)
+        w.hazard.copy_in(lane, target, _box(w, t, target), bar, t.box_bytes)
 
 
 def _track_store(w: Any, lane: int, t: TensorMap, coords: list[int], source: int) -> None:
