@@ -193,11 +193,7 @@ def quantize_q(
     scale_shape = (b, s_q, heads) if granularity == "token_head" else (b, s_q)
     device = q_nope.device
     if out is None:
-        out = QuantizedQuery(
-            torch.empty(q_nope.shape, dtype=torch.uint8, device=device).view(checks.FP8),
-            torch.empty(rope_shape, dtype=torch.bfloat16, device=device),
-            torch.empty(scale_shape, dtype=torch.float32, device=device),
-        )
+        out = _empty_query(tuple(q_nope.shape), scale_shape, device)
     else:
         _expect_query("out", out)
         checks.tensor("out.nope", out.nope, (checks.FP8,), tuple(q_nope.shape), device)
@@ -209,6 +205,24 @@ def quantize_q(
     kernel = _kernel(device, "quantize_q", in_dtype=_SHORT[q_nope.dtype], mode=granularity)
     launch.call(device, kernel, q_nope, q_rope, out.nope_u8, out.rope, out.scale)
     return out
+
+
+def _empty_query(
+    shape: tuple[int, ...], scale_shape: tuple[int, ...], device: torch.device
+) -> QuantizedQuery:
+    """Uninitialised tensors that need no checks: made to measure."""
+    query = object.__new__(QuantizedQuery)
+    nope_u8 = torch.empty(shape, dtype=torch.uint8, device=device)
+    scale = torch.empty(scale_shape, dtype=torch.float32, device=device)
+    for name, value in (
+        ("nope", nope_u8.view(checks.FP8)),
+        ("rope", nope_u8.new_empty((*shape[:-1], QK_ROPE_HEAD_DIM), dtype=torch.bfloat16)),
+        ("scale", scale),
+        ("nope_u8", nope_u8),
+        ("row_scale", per_row(scale, shape[-2])),
+    ):
+        object.__setattr__(query, name, value)
+    return query
 
 
 def _traced_quantize(
