@@ -454,9 +454,7 @@ class WarpHazards:
             self._report_write((found[0], lane), "asynchronous write", True)
         sh.write(idx, comp, time, self.event)
 
-    def copy_in(
-        self, lane: int, address: int, where: int | Any, bar: Any, nbytes: int = 0
-    ) -> None:
+    def copy_in(self, lane: int, address: int, where: int | Any, bar: Any, nbytes: int = 0) -> None:
         """A copy into shared memory that completes on ``bar``.
 
         Args:

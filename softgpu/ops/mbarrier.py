@@ -58,8 +58,8 @@ def arrive(w: Any, a: int, count: int) -> None:
     bar = find(w, a, "mbarrier.arrive")
     if count > bar.pending:
         raise BarrierError(
-            f"{name(w, a)}: {count} more arrivals than pending ({bar.pending} of {bar.expected}) in "
-            f"phase {bar.phase}"
+            f"{name(w, a)}: {count} more arrivals than pending "
+            f"({bar.pending} of {bar.expected}) in phase {bar.phase}"
         )
     bar.pending -= count
     w.machine.version += 1
