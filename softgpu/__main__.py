@@ -145,7 +145,8 @@ def mutate(
     places = mutation.sites(kernel.program(entry))
     outcomes = []
     study = mutation.study(kernel, entry, lambda: workload.run().passed, seeds, places)
-    for outcome in track(study, "mutants", len(places), Console(stderr=True), transient=True):
+    bar = Console(stderr=True)
+    for outcome in track(study, "mutants", len(places), console=bar, transient=True):
         outcomes.append(outcome)
         site = outcome.site
         how = f"{outcome.how}, schedule {outcome.seed}" if outcome.killed else "no schedule noticed"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import pathlib
 import threading
@@ -100,11 +101,9 @@ class LoadedKernel:
             program.globals = {
                 n: v for n, v in self.module.variables.items() if v.space in ("global", "const")
             }
-            starts = [at for _, at in self.names.shared]
-            ends = [*starts, 1 << 24][1:]
+            arrays = [*self.names.shared, ("", 1 << 24)]
             program.shared_map = [
-                (name, at, end - at)
-                for (name, at), end in zip(self.names.shared, ends, strict=True)
+                (name, at, end - at) for (name, at), (_, end) in itertools.pairwise(arrays)
             ]
             self._programs[kernel] = program
         return self._programs[kernel]
@@ -134,8 +133,9 @@ class LoadedKernel:
                 if hasattr(a, "data_ptr"):
                     if a.device.type != "cpu":
                         raise SoftGpuError(f"argument {i}: expected a CPU tensor, got {a.device}")
-                    name = self.names.arguments[i] if i < len(self.names.arguments) else ""
-                    label = f"{name or f'argument {i}'} {str(a.dtype).removeprefix('torch.')}{list(a.shape)}"
+                    known = i < len(self.names.arguments)
+                    name = self.names.arguments[i] if known else f"argument {i}"
+                    label = f"{name} {str(a.dtype).removeprefix('torch.')}{list(a.shape)}"
                     self._memory.add(label, a.data_ptr(), _span(a))
                     a = as_cuda(_bytes_of_fp8(a))
                 values.append(a)
