@@ -324,9 +324,11 @@ class WarpHazards:
                     "fence.proxy.async after the stores, before the barrier that hands them over",
                 )  # fmt: skip
                 return
-        if kind == "mbarrier" and reads:
+        if kind in ("mbarrier", "cp.async") and reads:
             what = "shared memory is read before the copy that fills it is known to be complete"
             why = "the reader has not seen that phase complete: a missing wait, or another stage's"
+            if kind == "cp.async":
+                why = "cp.async.wait_group by the thread that copied; a barrier for all others"
             self.warp.machine.hazard(
                 "read-before-complete", what, owner.place(granule), [first, second], why
             )
@@ -755,6 +757,11 @@ class GlobalHazards:
             if bad.any():
                 self._report(wh, region, sh, idx, rows, bad, "write", write_first=first)
         self._record(wh, sh, idx, wh.clock.first + rows, wh.clock.time)
+
+    def synchronising(self, wh: WarpHazards, addr: Any, m: Any, nbytes: int) -> None:
+        """An atomic, relaxed or acquire access: races with nothing, but may come too early."""
+        if not wh.prior_known:
+            self._early(wh, addr, m, nbytes, "access")
 
     @staticmethod
     def _record(wh: WarpHazards, sh: _Region, idx: Any, comp: Any, time: int) -> None:

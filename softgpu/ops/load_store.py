@@ -54,6 +54,8 @@ def read(w: Any, a: Any, m: Any, dtype: Any, n: int, space: str | None, track: b
         got = w.machine.memory.load(a, m, dtype, n)
         if h is not None:
             w.machine.globals.read(h, a, m, n * got.dtype.itemsize)
+        elif w.hazard is not None:
+            w.machine.globals.synchronising(w.hazard, a, m, n * got.dtype.itemsize)
         return got
     if space is not None:
         got = w.shared.load(a, m, dtype, n, w.block.rank if space == "shared" else None)
