@@ -41,6 +41,11 @@ def _f16_add(x: Any, y: Any) -> Any:
     return (x.view(np.float16) + y.view(np.float16)).view(np.uint16)
 
 
+def _add_flushed(o: Any, b: Any) -> Any:
+    """f32 in global memory: subnormal inputs and results become zero (PTX ISA, atom)."""
+    return floats.flush(floats.flush(o) + floats.flush(b))
+
+
 @op("atom", "red")
 def atom(ins: Instr, k: Decoder) -> Handler:
     mods = Mods(ins)
@@ -67,11 +72,13 @@ def atom(ins: Instr, k: Decoder) -> Handler:
         function = _packed_add(_bf16_add if kind[0] == "b" else _f16_add)
     elif kind in ("bf16", "f16x2", "bf16x2"):
         raise unmodelled(ins)
+    elif name == "add" and kind == "f32" and place == "global":
+        function = _add_flushed
 
     def run(w: Any, m: Any) -> None:
         v = w.v
         a = where(v)
-        if place != "shared":
+        if place in ("global", None):
             synchronises(w)
         out = np.zeros(32, dtype)
         one = np.zeros(32, bool)

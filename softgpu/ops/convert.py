@@ -55,8 +55,11 @@ def _scalar(
         to_int = _ROUND_TO_INT.get(rounding or "")
         if to_int is None:
             raise unmodelled(ins, "rounding")
-        return lambda x: _float_to_int(_read(x, source, ftz), to_int, dtype)
+        wide = source == "f64" or np.dtype(dtype).itemsize == 8
+        return lambda x: _float_to_int(_read(x, source, ftz), to_int, dtype, wide)
     if not _is_float(source):
+        if sat or relu or (target == "f64" and rounding not in ("rn", None)):
+            raise unmodelled(ins, "modifier of an integer to floating-point conversion")
         if target == "f32":
             return lambda x: _int_to_f32(x, rounding or "rn")
         if target == "f64":
@@ -80,19 +83,18 @@ def _read(x: Any, kind: str, ftz: bool) -> Any:
     return x
 
 
-def _float_to_int(x: Any, to_int: Any, dtype: Any) -> Any:
-    """Clamps to the range; NaN gives 0 (and 2^63 for 64-bit, as the hardware does)."""
+def _float_to_int(x: Any, to_int: Any, dtype: Any, wide: bool) -> Any:
+    """Clamps to the range; NaN gives 0, or the top bit alone where either side has 64 bits."""
     info = np.iinfo(dtype)
     r = to_int(x.astype(np.float64))
     nan = np.isnan(r)
     low, high = r <= float(info.min), r >= float(info.max)
     out = np.where(nan | low | high, 0, r).astype(dtype)
     out = np.where(low, dtype(info.min), np.where(high, dtype(info.max), out))
-    bits = 8 * np.dtype(dtype).itemsize
-    nan_value = (
-        np.array(1 << 63, np.uint64).view(np.int64).astype(dtype) if bits == 64 else dtype(0)
-    )
-    return np.where(nan, nan_value, out)
+    if not wide:
+        return np.where(nan, dtype(0), out)
+    top = 1 << (8 * np.dtype(dtype).itemsize - 1)
+    return np.where(nan, np.array([top], np.uint64).astype(dtype), out)
 
 
 def _int_to_f32(x: Any, rounding: str) -> Any:

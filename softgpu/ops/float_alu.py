@@ -130,8 +130,11 @@ def _directed(name: str, rounding: str, d: int, a: int, b: int, ftz: bool, sat: 
             s = x + y
             t = s - x
             error = (x - (s - t)) + (y - t)
-            toward = np.where(error > 0, np.inf, -np.inf)
-            s = np.where((error != 0) & np.isfinite(s), np.nextafter(s, toward), s)
+            # an even s may be an f32 itself, an odd one never is
+            inexact = (error != 0) & np.isfinite(s) & (s.view(np.int64) & 1 == 0)
+            s = np.where(inexact, np.nextafter(s, np.where(error > 0, np.inf, -np.inf)), s)
+            if rounding == "rm":  # x - x is -0, but +0 + +0 is +0
+                s = np.where((s == 0) & (np.signbit(x) | np.signbit(y)), -0.0, s)
         return _finish(floats.directed(s, rounding), ftz, sat)
 
     return write(d, compute)
@@ -458,7 +461,10 @@ def selp(ins: Instr, k: Decoder) -> Handler:
 
 @op("slct")
 def slct(ins: Instr, k: Decoder) -> Handler:
-    kind, test = ins.parts[-2], ins.parts[-1]
+    mods = Mods(ins)
+    test, kind = mods.type(), mods.type()
+    ftz = mods.flag("ftz")
+    mods.done()
     d, a, b = k.dst(ins.args[0], kind), k.src(ins.args[1], kind), k.src(ins.args[2], kind)
     c = k.src(ins.args[3], test)
-    return write(d, lambda v: np.where(v[c] >= 0, v[a], v[b]))
+    return write(d, lambda v: np.where((floats.flush(v[c]) if ftz else v[c]) >= 0, v[a], v[b]))

@@ -136,13 +136,23 @@ def cvta(ins: Instr, k: Decoder) -> Handler:
 
 @op("isspacep")
 def isspacep(ins: Instr, k: Decoder) -> Handler:
+    """Shared memory of this CTA, of any CTA of the cluster (shared::cluster), local or global."""
     space = ins.parts[1]
     d, a = k.dst(ins.args[0], "pred"), k.src(ins.args[1], "u64")
     if space == "local":
         return write(d, lambda v: (v[a] & np.uint64(LOCAL_WINDOW)) != 0)
-    if space.startswith("shared"):
+    if space == "shared::cluster":
         return write(d, lambda v: (v[a] & np.uint64(SHARED_WINDOW)) != 0)
-    return write(d, lambda v: (v[a] & np.uint64(WINDOW_MASK)) == 0)
+    if space == "global":
+        return write(d, lambda v: (v[a] & np.uint64(WINDOW_MASK)) == 0)
+    if space not in ("shared", "shared::cta"):
+        raise unmodelled(ins, "state space")
+
+    def own(w: Any, m: Any) -> None:
+        first = np.uint64(SHARED_WINDOW | w.block.rank << RANK_SHIFT)
+        np.copyto(w.v[d], w.v[a] & ~np.uint64(OFFSET_MASK) == first, where=m)
+
+    return own
 
 
 @op("mapa")

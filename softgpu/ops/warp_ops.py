@@ -7,18 +7,26 @@ from typing import Any
 import numpy as np
 
 from ..decode import DTYPES, Decoder, Handler, Mods, op, unmodelled
+from ..errors import SoftGpuError
 from ..ptx import Imm, Instr, Operand
 
 LANES = np.arange(32)
 
 
 def members(k: Decoder, operand: Operand) -> Any:
-    """(views, mask) -> membermask as an int, taken from the first active lane."""
+    """(views, mask) -> membermask as an int, which must be the same in all active lanes."""
     if isinstance(operand, Imm):
         value = operand.bits & 0xFFFFFFFF
         return lambda v, m: value
     index = k.src(operand, "u32")
-    return lambda v, m: int(v[index][0 if m is True else int(np.argmax(m))])
+
+    def mask_of(v: Any, m: Any) -> int:
+        masks = v[index] if m is True else v[index][m]
+        if (masks != masks[0]).any():
+            raise SoftGpuError("lanes with different membermasks at one instruction: not modelled")
+        return int(masks[0])
+
+    return mask_of
 
 
 @op("shfl")
