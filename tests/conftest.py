@@ -16,6 +16,8 @@ import torch
 from codegen import artifacts, matrix, toolchain
 from codegen.precompile import Report, precompile
 
+pytest_plugins = ["softgpu.pytest_plugin", "pytester"]
+
 HELPER_OPS = ("append_kv", "quantize_q", "fetch_dequant", "plan_decode", "merge")
 
 

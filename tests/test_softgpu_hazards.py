@@ -23,6 +23,7 @@ import softgpu.testing
 from softgpu import BarrierError, Hazard, Options, SoftGpuError
 from softgpu.hazard import Footprint
 from softgpu.machine import Machine
+from softgpu.pytest_plugin import schedules
 from softgpu.testing import aligned, launch
 
 GAP = "<gap>"
@@ -568,3 +569,55 @@ def test_a_launch_that_does_not_wait_hands_on_what_it_could_overtake(
         chain.run(READ)
     chain.run("griddepcontrol.wait;" + READ)
     chain.run(READ)  # the writer is complete: the launch before waited for it
+
+
+# ---- the pytest fixture --------------------------------------------------------------------------
+PLUGIN_TESTS = """
+import numpy as np, pytest, softgpu
+from softgpu.testing import aligned, launch
+
+RACE = "mov.u32 %r1, %tid.x; mov.u32 %r2, smem; st.shared.b32 [%r2], %r1;"
+
+def test_default(software_gpu):
+    with pytest.raises(softgpu.Hazard):
+        launch(RACE, [aligned(4, np.uint32)], block=64, options=software_gpu)
+    assert softgpu.loader._override.options is software_gpu
+
+@pytest.mark.softgpu(seeds=range(3), asynchronous=["random"], hazards="collect", accumulate="exact")
+def test_marked(software_gpu):
+    assert (software_gpu.asynchronous, software_gpu.hazards) == ("random", "collect")
+    assert software_gpu.accumulate is softgpu.exact
+    assert launch(RACE, [aligned(4, np.uint32)], block=64, options=software_gpu).hazards
+
+def test_without():
+    assert getattr(softgpu.loader._override, "options", None) is None
+"""
+
+
+def test_fixture_runs_every_schedule(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(test_it=PLUGIN_TESTS)
+    result = pytester.runpytest_inprocess(
+        "-v", "-p", "softgpu.pytest_plugin", "--strict-markers", "-p", "no:cacheprovider"
+    )
+    result.assert_outcomes(passed=6)
+    names = re.findall(r"::(\S+) PASSED", result.stdout.str())
+    assert names == [
+        "test_default[early]", "test_default[late]", "test_marked[random-seed0]",
+        "test_marked[random-seed1]", "test_marked[random-seed2]", "test_without",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ({"asynchronous": ("soon",)}, "asynchronous: early, late or random, got 'soon'"),
+        ({"asynchronous": "late"}, "are sequences"),
+        ({"seeds": 3}, "are sequences"),
+        ({"seeds": ()}, "at least one"),
+        ({"hazards": "loud"}, "hazards: off, raise or collect"),
+        ({"accumulate": "blackwell"}, "accumulate is one of"),
+    ],
+)
+def test_fixture_refuses_bad_schedules(words: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        schedules(**words)

@@ -363,3 +363,15 @@ def test_deadlock_by_phase_error(etap: Bench, mode: str) -> None:
         waiting = [x for x in lines if f"{source} (PTX line" in x]
         assert len(waiting) == last - first + 1
         assert all(f"warp {i} " in x for i, x in enumerate(waiting, first))
+
+
+@pytest.mark.softgpu(seeds=(None, 5), asynchronous=("early", "late"))
+def test_the_fixture_turns_the_check_on(etap: Bench, software_gpu: softgpu.Options) -> None:
+    assert etap.run(hazards="off")
+    fence = etap.one("fence.proxy.async", line("decode_etap.py", "fence_proxy(", "def hand_over"))
+    with (
+        mutate.planted(etap.kernel, etap.entry, {fence.pc: ""}),
+        pytest.raises(softgpu.Hazard) as error,
+    ):
+        etap.run(hazards="off")
+    check(error.value, "missing-proxy-fence", STORE_P, GEMM)
