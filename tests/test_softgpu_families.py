@@ -852,10 +852,12 @@ def test_moves_addresses_and_hints() -> None:
     got = run("""
     cvt.u64.u32 %rd5, %r50; cvta.shared.u64 %rd6, %rd5; cvta.to.shared.u64 %rd7, %rd6;
     cvta.to.global.u64 %rd8, %rd2;
-    prefetch.global.L2 [%rd2]; prefetchu.L1 [%rd2]; applypriority.global.L2::evict_normal [%rd2], 128;
+    prefetch.global.L2 [%rd2]; prefetchu.L1 [%rd2];
+    applypriority.global.L2::evict_normal [%rd2], 128;
     discard.global.L2 [%rd2], 128; createpolicy.fractional.L2::evict_first.b64 %rd9, 1.0;
     cp.async.bulk.prefetch.L2.global [%rd2], 64; nanosleep.u32 20; pmevent 1;
-    fence.acq_rel.gpu; fence.proxy.async; fence.proxy.alias; membar.gl; fence.mbarrier_init.release.cluster;
+    fence.acq_rel.gpu; fence.proxy.async; fence.proxy.alias; membar.gl;
+    fence.mbarrier_init.release.cluster;
     setmaxnreg.inc.sync.aligned.u32 240; griddepcontrol.wait; griddepcontrol.launch_dependents;
     @!%p50 bra OVER; cp.async.bulk.prefetch.tensor.1d.L2.global.tile [%rd2, {0}]; OVER:
     mov.u32 %r20, %cluster_ctarank; xor.b32 %r21, %r20, 1;
@@ -879,7 +881,8 @@ def test_moves_addresses_and_hints() -> None:
 @FEW
 @given(
     mask=st.integers(1, 2**32 - 1), b=st.integers(0, 31),
-    mode=st.sampled_from(["up", "down", "bfly", "idx"]), data=ints("u32"), votes=st.integers(0, 2**32 - 1),
+    mode=st.sampled_from(["up", "down", "bfly", "idx"]), data=ints("u32"),
+    votes=st.integers(0, 2**32 - 1),
 )  # fmt: skip
 def test_collectives_of_some_lanes(
     mask: int, b: int, mode: str, data: np.ndarray, votes: int
@@ -908,7 +911,8 @@ def test_collectives_of_some_lanes(
     for name, truth in {
         "any": bool(voters), "all": voters == inside, "uni": voters in ([], inside),
     }.items():  # fmt: skip
-        each(f"vote.sync.{name}.pred %p3, %p2, %r9; selp.b32 %r10, 1, 0, %p3;", lambda i: truth)
+        each(f"vote.sync.{name}.pred %p3, %p2, %r9; selp.b32 %r10, 1, 0, %p3;",
+             lambda i, truth=truth: truth)  # fmt: skip
     each("activemask.b32 %r10;", lambda i: mask)
     each("bar.warp.sync %r9; barrier.warp.sync %r9; mov.u32 %r10, 5;", lambda i: 5)
     each(f"elect.sync %r5|%p3, {mask}; selp.b32 %r6, 64, 0, %p3; add.s32 %r10, %r5, %r6;",
@@ -925,7 +929,7 @@ def test_collectives_of_some_lanes(
         ("xor", "b32", lambda v: functools.reduce(int.__xor__, v)),
     ):  # fmt: skip
         value = function([(signed if kind == "s32" else x)[i] for i in inside])
-        each(f"redux.sync.{name}.{kind} %r10, %r4, %r9;", lambda i: value)
+        each(f"redux.sync.{name}.{kind} %r10, %r4, %r9;", lambda i, value=value: value)
 
     def shuffled(i: int) -> int:
         j = {"up": i - b, "down": i + b, "bfly": i ^ b, "idx": b}[mode]
@@ -1025,7 +1029,8 @@ def test_atomics(data: Any, space: str) -> None:
     body = f"""
     {move} bar.warp.sync -1; mad.lo.s64 %rd11, %rd60, {size}, %rd2;
     mad.lo.s64 %rd12, %rd60, {size}, %rd3; ld.global.b{8 * size} {reg}41, [%rd11];
-    atom{middle}.{name}.{typed} {reg}42, [{target}], {reg}41; st.global.b{8 * size} [%rd12], {reg}42;
+    atom{middle}.{name}.{typed} {reg}42, [{target}], {reg}41;
+    st.global.b{8 * size} [%rd12], {reg}42;
     red.global.{"add.u" + kind[1:] if name == "exch" else f"{name}.{typed}"} [%rd4], {reg}41;
     bar.warp.sync -1;
     """
@@ -1171,7 +1176,7 @@ def test_bulk_loads_multicast_and_between_ctas(mode: str) -> None:
 @covers("cp.async.bulk.global", "cp.async.bulk.commit_group", "cp.async.bulk.wait_group",
         "cp.async.bulk.wait_group.read", "fence")  # fmt: skip
 def test_bulk_groups_belong_to_threads() -> None:
-    """Lanes 0 and 1 commit three stores each; lane 0 waits for all but ``keep``, lane 1 does not."""
+    """Lanes 0 and 1 commit three stores each; lane 0 waits for all but ``keep``, lane 1 not."""
     for read in ("", ".read"):
         for keep in range(3):
             bulk_groups(keep, read)
@@ -1241,7 +1246,8 @@ def test_tensor_copies(data: Any) -> None:
     mul.lo.s32 %r3, %r99, 16;
     COPY: setp.ge.s32 %p1, %r3, {whole}; @%p1 bra END;
     add.s32 %r4, %r3, %r1; ld.shared.v4.b32 {{%r5,%r6,%r7,%r8}}, [%r4];
-    cvt.u64.u32 %rd12, %r3; add.s64 %rd12, %rd12, %rd1; st.global.v4.b32 [%rd12], {{%r5,%r6,%r7,%r8}};
+    cvt.u64.u32 %rd12, %r3; add.s64 %rd12, %rd12, %rd1;
+    st.global.v4.b32 [%rd12], {{%r5,%r6,%r7,%r8}};
     add.s32 %r3, %r3, 512; bra COPY;
     END:
     """
