@@ -28,7 +28,7 @@ DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 INDEX = {"i32": torch.int32, "i64": torch.int64}
 ABSURD_PAGE = 2147480000
 SHAPES = {16: (7, 2), 32: (16, 2), 64: (20, 3), 128: (64, 2)}  # row tile: (heads, s_q)
-LENGTHS = (130, 0, 64, 1)
+LENGTHS = (64, 0, 130, 1)
 PARTS = 2
 HEAD_SCALE = 576**-0.5
 
@@ -66,7 +66,7 @@ class Workload:
     several times; sequences of 0, 1 and many tokens; splits, merged by the merge kernel.
     """
 
-    LENGTHS = (450, 0, 64, 1, 200)
+    LENGTHS = (200, 0, 450, 64, 1)
 
     def __init__(self, spec: VariantSpec, directory: Path) -> None:
         self.spec, self.kernel = spec, load(spec, directory)
