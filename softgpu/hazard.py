@@ -249,7 +249,8 @@ class WarpHazards:
         self.tag = self.index << _PC_BITS
         self.touched = 0  # registers accessed since the last wgmma.fence, as a bit set
         self.busy = 0  # registers of WGMMAs in flight
-        self.flight: dict[_Mma, tuple[int, int]] = {}  # -> (group, event)
+        self.flight: dict[_Mma, tuple[int, int, int]] = {}  # -> (group, event, epoch)
+        self.epoch = 0  # counts wgmma.fence
         self.group = 1  # of wgmma; the open one
         self.fenced = False
         self.bulk_group = 1
@@ -559,7 +560,8 @@ class WarpHazards:
 
     def _report_registers(self, bits: int) -> None:
         """Registers ``bits`` are accessed although a WGMMA in flight uses some of them."""
-        group, event = next(found for mma, found in self.flight.items() if (mma.acc | mma.a) & bits)
+        found = (f for mma, f in self.flight.items() if (mma.acc | mma.a) & bits)
+        group, event, _ = next(found)
         hit = self.busy & bits
         self.busy &= ~bits  # each register is reported once
         wgmma = self.agents["wgmma"]
@@ -588,11 +590,23 @@ class WarpHazards:
             )  # fmt: skip
             self.fenced, self.touched = True, 0
         mine = _Mma(acc, a, shape)
-        for other in self.flight:
-            if other != mine and (
-                other.acc & a or other.a & acc or (other.acc & acc and not mine.continues(other))
-            ):
+        for other, (_, event, epoch) in self.flight.items():
+            if other == mine:
+                continue
+            if other.acc & a or other.a & acc:
                 self._report_registers(used)
+                break
+            if other.acc & acc and not mine.continues(other) and epoch == self.epoch:
+                self.warp.machine.hazard(
+                    "missing-wgmma-fence",
+                    "WGMMAs of different shapes share accumulators, with no wgmma.fence between",
+                    f"registers {self.warp.machine.program.register_names(other.acc & acc)}",
+                    [
+                        self.owner.describe("wgmma", event, self.agents["wgmma"]),
+                        self._here("wgmma", "the warp"),
+                    ],
+                    "wgmma.fence.sync.aligned between them; only one shape keeps its own order",
+                )
                 break
         _, avc = self.clock.least()
         sh, key, comp = self.owner.shared, self._key("wgmma"), self.agents["wgmma"]
@@ -602,7 +616,7 @@ class WarpHazards:
                 self._report_write(found, "asynchronous read", True)
             sh.read(key, idx, comp, self.group, self.event)
         self.owner.pending[self.warp.block.rank][comp] = (self.group, self.event)
-        self.flight[mine] = (self.group, self.event)
+        self.flight[mine] = (self.group, self.event, self.epoch)
         self.busy |= used
 
     def _last_access(self, bits: int) -> list[Event]:
@@ -615,6 +629,7 @@ class WarpHazards:
 
     def wgmma_fence(self) -> None:
         self.fenced, self.touched = True, 0
+        self.epoch += 1
 
     def wgmma_commit(self) -> None:
         self.group += 1

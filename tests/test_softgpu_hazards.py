@@ -279,6 +279,7 @@ mov.b32 %r80, 0; mov.b32 %r81, 0; mov.b32 %r82, 0; mov.b32 %r83, 0;
 SS = f"{MMA} {D}, %rd20, %rd21, %p2, 1, 1;\n"
 OTHER = f"{MMA} {E}, %rd20, %rd21, %p2, 1, 1;\n"
 RS = f"{MMA} {D}, {{%r80, %r81, %r82, %r83}}, %rd21, %p2, 1, 1;\n"
+HALF = f"wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {D}, %rd20, %rd21, %p2, 1, 1, 0, 0;\n"
 TAKE = "add.f32 %f1, %f2, %f2; mov.b32 %r120, %r100;"
 FOUR = {"block": 128}
 
@@ -295,6 +296,11 @@ WGMMA = {
     "a chain needs no fence between": Case(
         "missing-wgmma-fence", f"{OPERANDS} {GAP} {SS} {SS} {SS} {COMMIT} {WAIT0} {TAKE}", FENCE,
         events=("mov.b32", "wgmma"), launch=FOUR,
+    ),
+    "fence before another shape": Case(
+        "missing-wgmma-fence",
+        f"{OPERANDS} {FENCE} {SS} {GAP} {HALF} {HALF} {COMMIT} {WAIT0} {TAKE}", FENCE,
+        events=("wgmma", "wgmma"), launch=FOUR,
     ),
     "accumulators before the wait": Case(
         "register-in-flight", f"{OPERANDS} {FENCE} {SS} {COMMIT} {GAP} {TAKE} {WAIT0}", WAIT0,

@@ -175,7 +175,10 @@ def mma(ins: Instr, k: Decoder) -> Handler:
             operands.append(index if a_mn else index[first : first + 16])
         granules = w.hazard.owner.granules
         w.hazard.mma(
-            [granules(x.reshape(-1) << 4, 16) for x in operands], acc_bits, a_bits, f"n{n}"
+            [granules(x.reshape(-1) << 4, 16) for x in operands],
+            acc_bits,
+            a_bits,
+            f"n{n}k{kk} {a_kind}",
         )
 
     def run(w: Any, m: Any) -> Any:
