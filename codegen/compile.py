@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -200,7 +200,7 @@ class _Made:
     module: str
     arguments: list[dict[str, Any]]
     declared: dict[str, Any] | None
-    shared_plan: list[list[Any]]
+    shared_plan: list[list[Any]] = field(default_factory=list)
 
 
 def _compile(spec: VariantSpec, tmp: Path) -> _Made:
