@@ -66,7 +66,7 @@ class Workload:
     several times; sequences of 0, 1 and many tokens; splits, merged by the merge kernel.
     """
 
-    LENGTHS = (200, 0, 450, 64, 1)
+    LENGTHS = (70, 0, 450, 64, 1)
 
     def __init__(self, spec: VariantSpec, directory: Path) -> None:
         self.spec, self.kernel = spec, load(spec, directory)
