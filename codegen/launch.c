@@ -38,6 +38,7 @@ enum {
   UNSUPPORTED_PTX = 222,
   CAPABILITY_MAJOR = 75,  /* device attributes */
   CAPABILITY_MINOR = 76,
+  CAPTURE_RELAXED = 2,    /* CU_STREAM_CAPTURE_MODE_RELAXED */
 };
 enum { MAX_DEVICES = 64 };
 
@@ -76,10 +77,14 @@ static struct {
   int (*KernelGetAttribute)(int *, int, void *, int);
   int (*KernelSetAttribute)(int, int, void *, int);
   int (*LaunchKernelEx)(const driver_config *, void *, void **, void **);
+  int (*ThreadExchangeStreamCaptureMode)(int *);
 } cu;
 
 static int lock_word, driver_state; /* driver_state: 0 not tried, 1 there, 2 missing */
 static void *contexts[MAX_DEVICES];
+static int load_failures[MAX_DEVICES]; /* why the kernels are not on a device, OK if they are */
+/* Where a launch failed: the object has restored the caller's device by when it asks for words. */
+static __thread int failed_device = -1;
 
 static void lock(void) {
   while (__atomic_exchange_n(&lock_word, 1, __ATOMIC_ACQUIRE)) sched_yield();
@@ -95,7 +100,7 @@ static int open_driver(void) {
   FIND(DeviceGetCount); FIND(DeviceGetAttribute); FIND(CtxGetDevice); FIND(CtxSetCurrent);
   FIND(DevicePrimaryCtxRetain); FIND(LibraryLoadData); FIND(LibraryUnload);
   FIND(LibraryGetKernel); FIND(KernelGetAttribute); FIND(KernelSetAttribute);
-  FIND(LaunchKernelEx);
+  FIND(LaunchKernelEx); FIND(ThreadExchangeStreamCaptureMode);
 #undef FIND
   return cu.Init(0);
 }
@@ -157,14 +162,16 @@ HIDDEN int _cudaLaunchKernelEx(const runtime_config *c, void *kernel, void **arg
       {c->grid[0], c->grid[1], c->grid[2]}, {c->block[0], c->block[1], c->block[2]},
       (uint32_t)c->dynamic_smem, c->stream, c->attributes, c->attribute_count,
   };
-  return cu.LaunchKernelEx(&d, kernel, args, NULL);
+  const int code = cu.LaunchKernelEx(&d, kernel, args, NULL);
+  if (code) cu.CtxGetDevice(&failed_device);
+  return code;
 }
 
 /* ---- errors ---------------------------------------------------------------------------------- */
 static void describe(char *text, size_t size, int code, int device) {
   const char *name = "unknown", *words = "no description";
   int driver = 0, major = 0, minor = 0;
-  char have[16];
+  char have[16], where[64] = "";
   if (driver_state != 1 && code == NO_DRIVER) {
     snprintf(text, size, "libcuda.so.1 cannot be used: there is no NVIDIA driver here, or one "
              "older than CUDA 12");
@@ -176,6 +183,10 @@ static void describe(char *text, size_t size, int code, int device) {
              "update the driver, or build with `make precompile CUDA=%d`",
              SNAPMLA_TOOLKIT, driver / 1000, driver % 1000 / 10, driver / 1000);
     return;
+  }
+  if (device >= 0 && device < MAX_DEVICES && load_failures[device]) {
+    code = load_failures[device];
+    snprintf(where, sizeof where, "the kernel could not be loaded on device %d: ", device);
   }
   if (code == NO_BINARY || code == INVALID_IMAGE || code == UNSUPPORTED_PTX) {
     cu.DeviceGetAttribute(&major, CAPABILITY_MAJOR, device);
@@ -189,7 +200,7 @@ static void describe(char *text, size_t size, int code, int device) {
   }
   if (cu.GetErrorName) cu.GetErrorName(code, &name);
   if (cu.GetErrorString) cu.GetErrorString(code, &words);
-  snprintf(text, size, "CUDA error %d (%s): %s", code, name, words);
+  snprintf(text, size, "%sCUDA error %d (%s): %s", where, code, name, words);
 }
 
 /* Called by the object when a launch failed; `raise` is TVMFFIErrorSetRaisedFromCStrParts. */
@@ -199,25 +210,40 @@ HIDDEN void CuteDSLRT_TVMFFISetRaisedCudaError(
   const char *parts[1] = {text};
   int device = 0;
   if (!raise) return;
-  if (cu.CtxGetDevice) cu.CtxGetDevice(&device);
+  if (failed_device >= 0) device = failed_device;
+  else if (cu.CtxGetDevice) cu.CtxGetDevice(&device);
+  failed_device = -1;
   describe(text, sizeof text, code, device);
   raise("RuntimeError", parts, 1);
 }
 
 /* ---- once per library ------------------------------------------------------------------------ */
 /* Loads the kernels on every device; a device they are not for is skipped, unless all are. */
-static int load_all(void **lib, int (*init)(void **), int (*load)(void **, int), int *device) {
-  int count = 0, loaded = 0, failure = OK, i, code = need_driver();
-  *device = 0;
-  if (code || (code = init(lib)) || (code = cu.DeviceGetCount(&count))) return code;
+static int load_everywhere(void **lib, int (*init)(void **), int (*load)(void **, int),
+                           int *device) {
+  int count = 0, loaded = 0, failure = OK, i, code;
+  memset(load_failures, 0, sizeof load_failures);
+  if ((code = init(lib)) || (code = cu.DeviceGetCount(&count))) return code;
   for (i = 0; load && i < count; ++i) {
     code = load(lib, i);
+    if (i < MAX_DEVICES) load_failures[i] = code;
     if (code == OK) ++loaded;
     else if (failure == OK) failure = code, *device = i;
   }
   if (!load || loaded || !count) return OK;
   cu.LibraryUnload(*lib);
   return failure;
+}
+
+/* The first call of a variant may fall into the capture of a graph, this thread's or another's;
+ * loading is no part of the graph, and the driver allows it to a thread in relaxed mode only. */
+static int load_all(void **lib, int (*init)(void **), int (*load)(void **, int), int *device) {
+  int mode = CAPTURE_RELAXED, code = need_driver();
+  *device = 0;
+  if (code || (code = cu.ThreadExchangeStreamCaptureMode(&mode))) return code;
+  code = load_everywhere(lib, init, load, device);
+  cu.ThreadExchangeStreamCaptureMode(&mode);
+  return code;
 }
 
 HIDDEN int cuda_dialect_init_library_once(void **slot, int (*init)(void **),

@@ -27,20 +27,22 @@ DRIVER = r"""
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 #define CASE(name) (getenv("FAKE") && !strcmp(getenv("FAKE"), name))
 typedef struct {
   unsigned grid[3], block[3], smem;
   void *stream, *attrs;
   unsigned n;
 } config;
-static int context_set;
+static _Thread_local int context_set; /* a context is current for one thread */
 int cuInit(unsigned f) { (void)f; return 0; }
 int cuDriverGetVersion(int *v) { *v = CASE("old") ? 12040 : 13000; return 0; }
 int cuGetErrorName(int c, const char **s) { (void)c; *s = "CUDA_ERROR_FAKE"; return 0; }
 int cuGetErrorString(int c, const char **s) { (void)c; *s = "as asked"; return 0; }
 int cuDeviceGetCount(int *n) { *n = 2; return 0; }
 int cuDeviceGetAttribute(int *v, int a, int d) {
-  *v = a == 75 ? (CASE("image") ? 9 : 8) : a == 76 ? (CASE("image") ? 0 : d) : 232448;
+  int right = CASE("image") || ((CASE("other") || CASE("full")) && d == 0);
+  *v = a == 75 ? (right ? 9 : 8) : a == 76 ? (right ? 0 : d) : 232448;
   return 0;
 }
 int cuCtxGetDevice(int *d) { *d = context_set - 1; return context_set ? 0 : 201; }
@@ -50,11 +52,20 @@ int cuCtxSetCurrent(void *c) {
   return 0;
 }
 int cuDevicePrimaryCtxRetain(void **c, int d) { *c = (void *)(long)(d + 1); return 0; }
+int cuThreadExchangeStreamCaptureMode(int *mode) {
+  static _Thread_local int current = 0; /* global: whoever captures, unsafe calls fail */
+  int old = current;
+  current = *mode;
+  *mode = old;
+  printf("capture mode %d\n", current);
+  return 0;
+}
 int cuLibraryLoadData(void **l, const void *data, void *a, void *b, unsigned n, void *c, void *d,
                       unsigned m) {
   (void)data; (void)a; (void)b; (void)n; (void)c; (void)d; (void)m;
   *l = (void *)1;
   printf("load\n");
+  if (CASE("slow")) nanosleep(&(struct timespec){0, 50000000}, NULL);
   return CASE("old") || CASE("image") ? 200 : 0;
 }
 int cuLibraryUnload(void *l) { (void)l; printf("unload\n"); return 0; }
@@ -66,7 +77,8 @@ int cuLibraryGetKernel(void **k, void *l, const char *name) {
 int cuKernelGetAttribute(int *v, int a, void *k, int d) {
   (void)a; (void)k;
   *v = 0;
-  return CASE("arch") || (CASE("half") && d == 0) ? 209 : 0;
+  if (CASE("full") && d == 1) return 2;
+  return CASE("arch") || (CASE("half") && d == 0) || (CASE("other") && d == 1) ? 209 : 0;
 }
 int cuKernelSetAttribute(int a, int v, void *k, int d) {
   (void)k;
@@ -78,12 +90,15 @@ int cuLaunchKernelEx(const config *c, void *k, void **args, void **extra) {
   printf("launch %u %u %u | %u %u %u | %u | stream %p | attributes %u | tokens %p\n", c->grid[0],
          c->grid[1], c->grid[2], c->block[0], c->block[1], c->block[2], c->smem, c->stream, c->n,
          *(void **)args[0]);
+  if (CASE("full") || CASE("other")) return context_set == 2 ? 1 : 0;
   return CASE("launch") ? 701 : 0;
 }
 """
 
 PROGRAM = r"""
+#include <pthread.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include "merge_obf16_sm90a.h"
 #include <tvm/ffi/extra/c_env_api.h>
 static int64_t acc[] = {4, 64, 512}, acc_s[] = {64 * 512, 512, 1}, la[] = {4, 64}, la_s[] = {64, 1};
@@ -94,12 +109,30 @@ static DLTensor make(int n, int64_t *shape, int64_t *strides, int code, int bits
   DLTensor t = {(void *)0x1000, {kDLCUDA, 1}, n, type, shape, strides, 0};
   return t;
 }
+static pthread_barrier_t gate;
+static void *first_use(void *unused) {
+  DLTensor a = make(3, acc, acc_s, kDLFloat, 32), b = make(2, la, la_s, kDLFloat, 32);
+  DLTensor c = make(1, sb, one, kDLInt, 32), d = make(4, o, o_s, kDLBfloat, 16);
+  DLTensor e = make(3, l, l_s, kDLFloat, 32);
+  (void)unused;
+  pthread_barrier_wait(&gate);
+  if (snapmla_merge_obf16_sm90a(&a, &b, &c, &d, &e, 1.0, 0.0)) printf("failed\n");
+  return NULL;
+}
+static int many(int n) {
+  pthread_t threads[64];
+  int i;
+  pthread_barrier_init(&gate, NULL, (unsigned)n);
+  for (i = 0; i < n; ++i) pthread_create(&threads[i], NULL, first_use, NULL);
+  for (i = 0; i < n; ++i) pthread_join(threads[i], NULL);
+  return 0;
+}
 int main(int argc, char **argv) {
   DLTensor a = make(3, acc, acc_s, kDLFloat, 32), b = make(2, la, la_s, kDLFloat, 32);
   DLTensor c = make(1, sb, one, kDLInt, 32), d = make(4, o, o_s, kDLBfloat, 16);
   DLTensor e = make(3, l, l_s, kDLFloat, 32);
   int code, i;
-  (void)argv;
+  if (argc > 2) return many(atoi(argv[2]));
   TVMFFIEnvSetStream(kDLCUDA, 1, (void *)0x77, NULL);
   if (argc > 1) a.ndim = 2;
   for (i = 0; i < 2; ++i) {
@@ -132,13 +165,13 @@ def program(built: Report, variant_dir: Path, tmp_path_factory: pytest.TempPathF
     ffi = toolchain.tvm_ffi_lib_dir()
     assert ffi is not None
     (folder / "driver").mkdir()
-    cc = [str(toolchain.c_compiler()), "-Wall", "-Wextra", "-Werror", "-std=c11"]
+    cc = [str(toolchain.c_compiler()), "-Wall", "-Wextra", "-Werror", "-std=gnu11"]
     subprocess.run(
         [*cc, "-shared", "-fPIC", "driver.c", "-o", "driver/libcuda.so.1"], cwd=folder, check=True
     )
     subprocess.run(
         [*cc, f"-I{ffi.parent / 'include'}", "engine.c", str(files["so"]), f"-L{ffi}", "-ltvm_ffi",
-         f"-Wl,-rpath,{ffi}:{variant_dir}", "-o", "engine"],
+         "-pthread", f"-Wl,-rpath,{ffi}:{variant_dir}", "-o", "engine"],
         cwd=folder, check=True,
     )  # fmt: skip
     return folder / "engine"
@@ -162,6 +195,10 @@ def test_typed_call_reaches_the_driver(program: Path) -> None:
     for device in (0, 1):
         assert f"attribute 8 = 232448 on {device}" in lines
         assert f"attribute 14 = 1 on {device}" in lines
+    # loading is allowed while a graph is being captured, and the thread's mode is as it was then
+    assert lines.index("capture mode 2") < lines.index("load") < lines.index("capture mode 0")
+    assert lines.index("capture mode 0") > lines.index("attribute 14 = 1 on 1")
+    assert out.count("capture mode") == 2, "once, not at every launch"
     # a thread without a context is on device 0; the tensors' device is current for the launch only
     launches = [i for i, line in enumerate(lines) if line.startswith("launch")]
     assert len(launches) == 2
@@ -188,6 +225,11 @@ def test_wrong_argument_needs_no_driver(program: Path) -> None:
         ("old", "was built with CUDA 13 and the driver supports CUDA 12.4: update the driver, or"),
         ("arch", "this variant was built for sm_90a and device 0 is sm_80"),
         ("launch", "CUDA error 701 (CUDA_ERROR_FAKE): as asked"),
+        (
+            "full",
+            "the kernel could not be loaded on device 1: CUDA error 2 (CUDA_ERROR_FAKE): as asked",
+        ),
+        ("other", "this variant was built for sm_90a and device 1 is sm_81"),
         ("image", "CUDA error 200 (CUDA_ERROR_FAKE): as asked"),  # the right GPU: a broken file
     ],
 )
@@ -199,6 +241,91 @@ def test_driver_errors_are_one_sentence(program: Path, case: str, words: str) ->
     last = out.splitlines()[-1]
     assert last.startswith("RuntimeError: ") and words in last
     assert ("unload" in out) is (case == "arch")  # what was loaded and does not run
+
+
+def test_threads_that_come_first_together(program: Path) -> None:
+    """One loads, the others wait for it and find every kernel on every device."""
+    code, out = run(program, "slow", "many", "16")
+    lines = out.splitlines()
+    assert code == 0 and "failed" not in lines, out
+    assert lines.count("load") == 1
+    assert sum(line.startswith("launch") for line in lines) == 16
+    first = next(i for i, line in enumerate(lines) if line.startswith("launch"))
+    assert lines.index("attribute 14 = 1 on 1") < first
+
+
+TWO_KERNELS = """
+import sys
+from pathlib import Path
+from codegen import compile as compiler, link, toolchain
+compiler.set_target("sm_90a")
+toolchain.import_compiler()
+import cutlass
+from cutlass import cute
+from dsl_kernels import compat
+
+@cute.kernel
+def first(x: cute.Tensor):
+    x[cute.arch.thread_idx()[0]] *= 2
+
+@cute.kernel
+def second(x: cute.Tensor):
+    x[cute.arch.thread_idx()[0]] += 1
+
+@cute.jit
+def both(x: cute.Tensor, stream: object):
+    first(x).launch(grid=[6, 1, 1], block=[64, 1, 1], cluster=[2, 1, 1], smem=100000, stream=stream)
+    second(x).launch(grid=[3, 1, 1], block=[32, 1, 1], smem=2048, stream=stream, use_pdl=True)
+
+out = Path(sys.argv[1])
+x = compat.vector(cutlass.Float32, compat.sym())
+options = f"{compiler.OPTIONS} --gpu-arch sm_90a --dump-dir={out}"
+made = cute.compile(both, x, compat.env_stream(), options=options)
+made.export_to_c(str(out / "both.o"), function_name="both")
+link.link(out / "both.o", out / "both.so", "sm_90a", toolchain.flavour())
+"""
+TWO_CALLS = r"""
+#include <stdio.h>
+#include <tvm/ffi/c_api.h>
+int __tvm_ffi_both(void *self, const TVMFFIAny *args, int32_t num_args, TVMFFIAny *result);
+int main(void) {
+  int64_t shape[] = {64}, stride[] = {1};
+  DLTensor x = {(void *)0x1000, {kDLCUDA, 1}, 1, {kDLFloat, 32, 1}, shape, stride, 0};
+  TVMFFIAny arg = {0}, result = {0};
+  arg.type_index = kTVMFFIDLTensorPtr;
+  arg.v_ptr = &x;
+  return __tvm_ffi_both(NULL, &arg, 1, &result);
+}
+"""
+
+
+def test_a_function_of_two_kernels(program: Path) -> None:
+    """One module, both kernels ready on every device, launched in order with their own geometry."""
+    folder, ffi = program.parent, toolchain.tvm_ffi_lib_dir()
+    assert ffi is not None
+    (folder / "two.py").write_text(TWO_KERNELS)  # kernels need a file: the DSL reads their source
+    done = subprocess.run(
+        [sys.executable, "two.py", str(folder)], capture_output=True, text=True, cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(artifacts.ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (folder / "two.c").write_text(TWO_CALLS)
+    subprocess.run(
+        [str(toolchain.c_compiler()), "-Wall", "-Werror", f"-I{ffi.parent / 'include'}", "two.c",
+         "both.so", f"-L{ffi}", "-Wl,--no-as-needed", "-ltvm_ffi",
+         f"-Wl,-rpath,{ffi}:{folder}", "-o", "two"],
+        cwd=folder, check=True,
+    )  # fmt: skip
+    code, out = run(folder / "two")
+    lines = out.splitlines()
+    assert code == 0 and lines.count("load") == 1, out
+    for device in (0, 1):
+        assert lines.count(f"attribute 8 = 232448 on {device}") == 2
+        assert lines.count(f"attribute 14 = 1 on {device}") == 2
+    launches = [line for line in lines if line.startswith("launch")]
+    assert [line.split(" | ")[:3] for line in launches] == [
+        ["launch 6 1 1", "64 1 1", "100000"], ["launch 3 1 1", "32 1 1", "2048"],
+    ]  # fmt: skip
 
 
 def test_a_device_of_another_arch_beside_a_good_one(program: Path) -> None:
