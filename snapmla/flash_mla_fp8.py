@@ -483,8 +483,12 @@ def quantize_ckv_per_token_head(
 _FLAT_NAMES = {
     "cache": "k_lora_cache", "content": "k_lora_cache", "rope": "k_rope_cache",
     "scale": "k_lora_scale_cache", "c_kv": "key", "k_rope": "key", "slot_mapping": "indices",
+    "page_size": "k_lora_cache, page_size",
 }  # fmt: skip
-_FETCH_NAMES = {"cache": "k_lora", "content": "k_lora", "rope": "k_rope", "scale": "k_scale"}
+_FETCH_NAMES = {
+    "cache": "k_lora", "content": "k_lora", "rope": "k_rope", "scale": "k_scale",
+    "page_size": "k_lora, page_size",
+}  # fmt: skip
 
 
 def _flat_cache(
@@ -493,21 +497,28 @@ def _flat_cache(
     """A cache over a pool: (slots, 1, 512), (slots, 1, 64), (slots, 1, 1), or paged 4-D views."""
     views = []
     extents = (KV_LORA_RANK, QK_ROPE_HEAD_DIM, 1)
+    paged = [t.shape[1] for t in (lora, rope, scale) if isinstance(t, torch.Tensor) and t.ndim == 4]
     for name, value, extent in zip(names, (lora, rope, scale), extents):
         if not isinstance(value, torch.Tensor):
             checks.type_error(name, "a torch.Tensor", type(value).__name__)
-        if value.ndim == 4:
-            value = value.flatten(0, 1)
         shape = tuple(value.shape)
-        if len(shape) != 3 or shape[1:] != (1, extent):
+        if len(shape) not in (3, 4) or shape[-2:] != (1, extent):
             hint = f"pool.view(-1, 1, {extent}); the order is {', '.join(names)}"
-            checks.value_error(name, f"shape (slots, 1, {extent})", tuple(value.shape), hint)
-        page = next((p for p in _FLAT_PAGES if shape[0] and shape[0] % p == 0), None)
-        if page is None:
-            hint = "size the pool in whole pages"
-            checks.value_error(name, "a multiple of 16 slots", shape[0], hint)
-        views.append(value[:, 0].unflatten(0, (-1, page)))
+            checks.value_error(name, f"shape (slots, 1, {extent})", shape, hint)
+        if len(shape) == 3:
+            value = value.unflatten(0, (-1, _page_of(name, shape[0], paged)))
+        views.append(value[:, :, 0])  # never flattened: that would copy pages that lie apart
     return PagedKVCache.from_tensors(views[0], views[1], views[2][..., 0])
+
+
+def _page_of(name: str, slots: int, paged: list[int]) -> int:
+    """Page size by which a flat pool is addressed: that of a 4-D view beside it, or any."""
+    sizes = paged[:1] or _FLAT_PAGES
+    page = next((p for p in sizes if slots and p and slots % p == 0), None)
+    if page is None:
+        hint = "size the pool in whole pages"
+        checks.value_error(name, f"a multiple of {min(sizes)} slots", slots, hint)
+    return page
 
 
 def quantize_and_cache_k(
@@ -523,7 +534,8 @@ def quantize_and_cache_k(
     Args:
         key: bfloat16, float16 or float32 (n, 1, 576) or (n, 576), latent part first; rows may be
             strided.  Parts that lie apart need no cat: ``snapmla.append_kv`` takes them.
-        k_lora_cache: uint8 or float8_e4m3fn (slots, 1, 512).
+        k_lora_cache: uint8 or float8_e4m3fn (slots, 1, 512), or (pages, page_size, 1, 512); so
+            for the other two.  Pages of 4-D views may lie apart.
         k_lora_scale_cache: float32 (slots, 1, 1).
         k_rope_cache: bfloat16 (slots, 1, 64).
         indices: int32 or int64 (n,), slots; those outside the pool are skipped.
@@ -557,7 +569,8 @@ def dequantize_ckv_fused_indexed(
     """Reads tokens back by slot, RoPE multiplied by the scale again (``snapmla.fetch_dequant``).
 
     Args:
-        k_lora: float8_e4m3fn or uint8 (slots, 1, 512).
+        k_lora: float8_e4m3fn or uint8 (slots, 1, 512), or (pages, page_size, 1, 512); so for the
+            other two.
         k_rope: bfloat16 (slots, 1, 64).
         k_scale: float32 (slots, 1, 1); mind the order, lora, rope, scale.
         indices: int32 (n,), slots; one outside the pool gives zeros.

@@ -220,6 +220,29 @@ def test_append_and_fetch_have_the_primary_bits() -> None:
     assert back is given and torch.equal(given[0], lora) and torch.equal(given[1], rope)
 
 
+@pytest.mark.parametrize("layout", ["split", "paged", "row640"])
+def test_paged_views_are_written_and_read_in_place(layout: str) -> None:
+    """4-D views of any layout; pages of ``paged`` lie apart, so flattening them would copy."""
+    cache = selfcheck.poisoned_cache(4, PAGE, layout)
+    views = (cache.content.unsqueeze(2), cache.scale[..., None, None], cache.rope.unsqueeze(2))
+    key = torch.randn(3, 1, 576).bfloat16()
+    slots = torch.tensor([0, 70, 255], dtype=torch.int32)
+    names.quantize_and_cache_k(key, *views, slots, 512)
+    want = snapmla.PagedKVCache.allocate(4, PAGE, device="cpu")
+    snapmla.append_kv(want, key[:, 0, :512], key[:, 0, 512:], slots)
+    page, offset = slots.long() // PAGE, slots.long() % PAGE
+    assert torch.equal(cache.content_u8[page, offset], want.content_u8[page, offset])
+    assert torch.equal(cache.rope[page, offset], want.rope[page, offset])
+    assert torch.equal(cache.scale[page, offset], want.scale[page, offset])
+    back = names.dequantize_ckv_fused_indexed(views[0], views[2], views[1], slots)
+    for got, expected in zip(back, snapmla.fetch_dequant(want, slots), strict=True):
+        assert torch.equal(got[:, 0], expected)
+    flat_scale = want.scale.view(-1, 1, 1)  # 3-D beside 4-D: addressed by the same page size
+    mixed = (want.content.unsqueeze(2), want.rope.unsqueeze(2), flat_scale)
+    again = names.dequantize_ckv_fused_indexed(*mixed, slots)
+    assert torch.equal(again[0], back[0]) and torch.equal(again[1], back[1])
+
+
 def test_queries_may_be_strided_and_written_in_place() -> None:
     wide = torch.randn(2, 1, 4, 640).bfloat16()
     q_nope, q_scale, q_rope = names.quantize_ckv_per_token_head(wide[..., :576], 512)

@@ -447,6 +447,8 @@ ROWS: list[tuple[str, str, Any, type, str, str]] = [
      "key: expected shape", r"(n, 1, 576)"),
     ("quantize_and_cache_k", "k_lora_cache", torch.zeros((100, 1, 512), dtype=torch.uint8), ValueError,
      "k_lora_cache: expected a multiple of 16 slots, got 100", "whole pages"),
+    ("quantize_and_cache_k", "k_lora_cache", torch.zeros((4, 48, 1, 512), dtype=torch.uint8), ValueError,
+     "k_rope_cache: expected a multiple of 48 slots, got 256", "whole pages"),
     ("quantize_and_cache_k", "k_rope_cache", torch.zeros((256, 64), dtype=BF16), ValueError,
      r"k_rope_cache: expected shape \(slots, 1, 64\)", "pool.view(-1, 1, 64)"),
     ("quantize_and_cache_k", "indices", torch.zeros(5), TypeError, "indices: .*int32 or int64", ".to("),
