@@ -369,10 +369,10 @@ def _checked(fn: Handler, pc: int, bits: int) -> Handler:
 
     def run(w: Any, m: Any) -> Any:
         w.pc = pc
-        h = w.hazard
-        h.touched |= bits
-        if h.busy & bits:
-            h.access(bits)
+        registers = w.hazard.registers
+        registers.touched |= bits
+        if registers.busy & bits:
+            registers.access(bits)
         return fn(w, m)
 
     return run

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from ..clocks import joined
 from ..decode import Decoder, Handler, Mods, op, unmodelled
 from ..errors import BarrierError
+from ..hazard.clocks import joined
 from ..machine import NamedBarrier, Wait
 from ..ptx import Imm, Instr, Operand
 

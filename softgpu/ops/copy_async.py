@@ -81,12 +81,12 @@ def _land_cp(w: Any, m: Any, keep: int) -> None:
             item.complete()
     w.copies = w.copies[done:]
     if w.hazard is not None:
-        w.hazard.clock.learn(m, w.hazard.agents["cp.async"], w.hazard.cp_group - 1 - keep)
+        w.hazard.cp_waited(m, keep)
 
 
 def _committed(w: Any) -> None:
     if w.hazard is not None:
-        w.hazard.cp_group += 1
+        w.hazard.cp_commit()
 
 
 @op("cp.async.commit_group")

@@ -110,7 +110,7 @@ def publish(w: Any, a: Any, m: Any) -> None:
         mine = lanes & (a == at)
         bar = find(w, int(at), "mbarrier.arrive")
         if rank != w.block.rank:
-            w.hazard.touch_remote(rank, w.hazard.clock.first + int(np.argmax(mine)))
+            w.hazard.touch_remote(rank, int(np.argmax(mine)))
         w.hazard.arrive(bar, True if mine.all() else mine, rank != w.block.rank)
 
 

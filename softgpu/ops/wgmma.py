@@ -227,7 +227,7 @@ def fence(ins: Instr, k: Decoder) -> Handler:
     def run(w: Any, m: Any) -> Any:
         wait = w.join(m, -1, ins.opcode)
         if wait is None and w.hazard is not None:
-            w.hazard.wgmma_fence()
+            w.hazard.registers.fence()
         return wait
 
     return run
@@ -241,7 +241,7 @@ def commit(ins: Instr, k: Decoder) -> Handler:
             if w.machine.options.asynchronous != "early":
                 w.mma_groups.append([])
             if w.hazard is not None:
-                w.hazard.wgmma_commit()
+                w.hazard.registers.commit()
         return wait
 
     return run

@@ -18,10 +18,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..errors import BarrierError
+
 Ints = NDArray[np.int32]
 LANES = np.arange(32)
 OWN = 1 << 30  # a lane's knowledge of itself
-MBARRIERS = 96  # of one cluster; the table grows beyond
+MBARRIERS = 96  # initialisations for each CTA of a cluster
+
+
+def lanes_of(m: Any) -> NDArray[np.int64]:
+    """Lane numbers of a mask."""
+    return LANES if m is True else np.nonzero(m)[0]
 
 
 class Layout:
@@ -36,19 +43,21 @@ class Layout:
         self.prior = self.lanes + len(self.KINDS) * self.warps
         self.mbarriers = self.prior + 1
         self.used = self.mbarriers
-        self.size = self.mbarriers + MBARRIERS * ctas
         # the last column knows nothing, so that "written by component -1" is never known
+        self.size = self.mbarriers + MBARRIERS * ctas + 1
 
     def lane(self, warp: int) -> int:
+        """Lane 0 of a warp; the others follow."""
         return 32 * warp
 
     def agent(self, kind: str, warp: int) -> int:
+        """What a warp does collectively or asynchronously, one of ``KINDS``."""
         return self.kinds[kind] + warp
 
     def new_mbarrier(self) -> int:
-        """Raises IndexError when the table is full (the caller says so)."""
+        """The component of an mbarrier.  Raises BarrierError when the table is full."""
         if self.used >= self.size - 1:
-            raise IndexError("too many mbarriers in one cluster")
+            raise BarrierError("too many mbarriers in one cluster")
         self.used += 1
         return self.used - 1
 
@@ -71,10 +80,12 @@ class Stamp:
         self.v, self.a = v, a
 
     def join(self, other: Stamp) -> Stamp:
+        """What is known after both."""
         return Stamp(np.maximum(self.v, other.v), np.maximum(self.a, other.a))
 
 
 def joined(first: Stamp | None, second: Stamp | None) -> Stamp | None:
+    """The join of two stamps; None publishes nothing."""
     if first is None or second is None:
         return first or second
     return first.join(second)
@@ -102,6 +113,10 @@ class WarpClock:
             self._least = (self.vc.min(0), self.avc.min(0))
         return self._least
 
+    def knowledge(self, row: int) -> Ints:
+        """What a lane knows; a negative row asks for what all 32 lanes know."""
+        return self.vc[row] if row >= 0 else self.least()[0]
+
     def release(self, m: Any) -> Stamp:
         """Publishes what lanes ``m`` did and know, and starts a new time."""
         if m is True:
@@ -128,6 +143,7 @@ class WarpClock:
         return Stamp(a, a.copy())
 
     def acquire(self, m: Any, stamp: Stamp | None) -> None:
+        """Lanes ``m`` learn what was published."""
         if stamp is None:
             return
         self._least = None
@@ -139,6 +155,11 @@ class WarpClock:
         self.vc[lanes] = np.maximum(self.vc[lanes], stamp.v)
         self.avc[lanes] = np.maximum(self.avc[lanes], stamp.a)
 
+    def initialised(self, lane: int, mbarrier: int) -> None:
+        """``lane`` has initialised an mbarrier; nobody else knows that, nor the async proxy."""
+        self._least = None
+        self.vc[lane, mbarrier] = 1
+
     def learn(self, m: Any, component: int, time: int) -> None:
         """Lanes ``m`` know that ``component``'s work up to ``time`` is complete and visible."""
         self._least = None
@@ -149,7 +170,7 @@ class WarpClock:
     def fence_proxy(self, m: Any) -> None:
         """fence.proxy.async: all that lanes ``m`` know becomes visible to the async proxy."""
         self._least = None
-        lanes = LANES if m is True else np.nonzero(m)[0]
+        lanes = lanes_of(m)
         fenced = np.maximum(self.avc[lanes], self.vc[lanes])
         fenced[np.arange(len(lanes)), self.own[lanes]] = self.time
         fenced[:, self.collective] = self.time
@@ -159,7 +180,7 @@ class WarpClock:
     def fence_mbarriers(self, m: Any) -> None:
         """fence.mbarrier_init: initialisations that lanes ``m`` know reach every observer."""
         self._least = None
-        lanes = LANES if m is True else np.nonzero(m)[0]
+        lanes = lanes_of(m)
         first = self.layout.mbarriers
         part = np.minimum(self.vc[lanes, first:-1], 1)
         self.avc[lanes, first:-1] = np.maximum(self.avc[lanes, first:-1], part)

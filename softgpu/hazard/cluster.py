@@ -1,0 +1,104 @@
+"""The hazard checker's view of one cluster: granules, mbarriers, and the end of its blocks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..memory import OFFSET_MASK, RANK_SHIFT
+from .clocks import Layout, Stamp, joined
+from .reports import Reports
+from .shadow import Index, Shadow
+
+if TYPE_CHECKING:
+    from ..machine import Cluster
+
+
+class BarrierTrack:
+    """Clocks of one mbarrier: its component and what its arrivals published.
+
+    Attributes:
+        event: its initialisation.
+        copy, expect: events, -1 before the first: the last copy, the last arrival with expect_tx.
+        open: arrivals of the phase that is not complete; done: of all completed phases.
+        flying: bytes of copies that were issued for it and have not landed; no phase can complete
+            with some on the way, unless it expects too few.
+    """
+
+    __slots__ = ("comp", "copy", "done", "event", "expect", "flying", "open", "owner")
+
+    def __init__(self, owner: ClusterHazards, comp: int, event: int) -> None:
+        self.owner, self.comp, self.event = owner, comp, event
+        self.open: Stamp | None = None
+        self.done: Stamp | None = None
+        self.flying = 0
+        self.copy = self.expect = -1
+
+    def complete(self) -> None:
+        """A phase completes."""
+        self.done, self.open = joined(self.done, self.open), None
+        if self.flying > 0:
+            self.owner.report.early_phase(self)
+            self.flying = 0
+
+
+class ClusterHazards:
+    """The shadow of a cluster's shared memory and what concerns all its warps.
+
+    Attributes:
+        number: of the cluster, from 1; 0 means nobody in shadows of global memory.
+        pending: by rank, what may still touch a block's shared memory when it ends:
+            component -> (time, event).
+        barrier, barrier_done: what the arrivals at barrier.cluster published, those of the open
+            and of the last completed generation.
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster, self.machine = cluster, cluster.machine
+        self.number = cluster.first // cluster.size + 1
+        self.warps_per_block = -(-self.machine.threads // 32)
+        self.layout: Layout = Layout(cluster.size, self.warps_per_block)
+        self.shift = self.machine.program.shared_shift
+        self.per_block = (cluster.shared.limit >> self.shift) + 1
+        self.shared = Shadow(cluster.size * self.per_block)
+        self.report = Reports(self)
+        self.barrier: Stamp | None = None
+        self.barrier_done: Stamp | None = None
+        self.pending: list[dict[int, tuple[int, int]]] = [{} for _ in range(cluster.size)]
+        self._steps = {n: np.arange(n >> self.shift) for n in (1, 2, 4, 8, 16, 32)}
+        self._exits: list[Stamp | None] = [None] * cluster.size
+
+    def cluster_complete(self) -> None:
+        """All threads have arrived at barrier.cluster."""
+        self.barrier_done, self.barrier = self.barrier, None
+
+    # ---- granules ------------------------------------------------------------------------------
+    def granules(self, addresses: NDArray[Any], nbytes: int) -> Index:
+        """(n,) shared addresses -> (n,) or (n, k) granules."""
+        a = addresses.astype(np.int64)
+        i = (a >> RANK_SHIFT) * self.per_block + ((a & OFFSET_MASK) >> self.shift)
+        k = nbytes >> self.shift
+        if k <= 1:
+            return i
+        steps = self._steps[nbytes] if nbytes in self._steps else np.arange(k)
+        out: Index = i[:, None] + steps
+        return out
+
+    def span(self, address: int, nbytes: int) -> slice:
+        """Granules of ``nbytes`` bytes from a shared address on."""
+        first = (address >> RANK_SHIFT) * self.per_block + ((address & OFFSET_MASK) >> self.shift)
+        return slice(first, first + max(nbytes >> self.shift, 1))
+
+    # ---- end of a block ------------------------------------------------------------------------
+    def leave(self, rank: int, stamp: Stamp) -> None:
+        """Threads of block ``rank`` exit and publish ``stamp``."""
+        self._exits[rank] = joined(self._exits[rank], stamp)
+
+    def block_done(self, rank: int) -> None:
+        """Everything that touches the block's shared memory must be known to have ended."""
+        known = self._exits[rank]
+        for comp, (time, event) in self.pending[rank].items():
+            if known is None or known.v[comp] < time:
+                self.report.exit_in_flight(rank, comp, time, event)
