@@ -47,20 +47,27 @@ def _need_compiler() -> None:
         raise _fail("nvidia-cutlass-dsl is not installed: pip install 'snapmla[compile]'")
 
 
+def _default_dir() -> Path:
+    try:
+        return artifacts.default_dir()
+    except RuntimeError as error:
+        raise _fail(str(error)) from None
+
+
 def _use_cuda(cuda: str) -> Path:
     """Selects the toolkit flavour; returns the directory where its variants belong.
 
     A flavour that would not be picked here anyway has a directory of its own, so that the variants
     that this machine uses stay as they are.
     """
-    usual = toolchain.flavour()
-    if cuda:
-        os.environ[toolchain.ENV_CUDA] = cuda
     try:
+        usual = toolchain.flavour()
+        if cuda:
+            os.environ[toolchain.ENV_CUDA] = cuda
         chosen = toolchain.flavour()
     except ValueError as error:
         raise _fail(str(error)) from None
-    folder = artifacts.default_dir()
+    folder = _default_dir()
     return folder if chosen == usual else folder.with_name(f"{folder.name}-{chosen}")
 
 
@@ -152,9 +159,13 @@ def _show_failures(failed: dict[str, list[str]]) -> None:
 def build_command(name: str, out: Out = None) -> None:
     """Build one variant by name unless it is up to date; what the run-time compiler calls."""
     _need_compiler()
-    spec = _spec(name)
+    spec, out_dir = _spec(name), out or _default_dir()
     try:
-        compiler.ensure(spec, out or artifacts.default_dir())
+        compiler.ensure(spec, out_dir)
+    except OSError as error:
+        raise _fail(
+            f"{out_dir} cannot be written: {error}; {artifacts.ENV_DIR} names another directory"
+        ) from None
     except (compiler.BuildError, RuntimeError) as error:
         raise _fail(str(error)) from None
 
@@ -163,7 +174,7 @@ def build_command(name: str, out: Out = None) -> None:
 def try_command(name: str, out: Out = None, check: bool = True) -> None:
     """Recompile one variant, print its resources, run its check on the software GPU."""
     _need_compiler()
-    if not tryout.run(_spec(name), out or artifacts.default_dir(), console, check=check):
+    if not tryout.run(_spec(name), out or _default_dir(), console, check=check):
         raise typer.Exit(1)
 
 
@@ -199,7 +210,7 @@ def header_command(name: str, out: Out = None) -> None:
     """Print the C header of one built variant."""
     from codegen import render
 
-    spec, out_dir = _spec(name), out or artifacts.default_dir()
+    spec, out_dir = _spec(name), out or _default_dir()
     record = Record.read(artifacts.paths(out_dir, spec)["json"])
     if record is None:
         raise _fail(f"{spec.name} is not built in {out_dir}: run `python -m codegen build {name}`")

@@ -48,12 +48,16 @@ def default_dir() -> Path:
     """Where the runtime looks first: ``snapmla.env.compile_dir()``, without importing torch.
 
     ``$SNAPMLA_VARIANT_DIR``, else ``build/variants`` of a checkout, else the user's cache.
+    Raises RuntimeError that says what to set if there is none of these.
     """
     if os.environ.get(ENV_DIR):
         return Path(os.environ[ENV_DIR])
     if is_checkout():
         return ROOT / "build" / "variants"
-    cache_home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    try:
+        cache_home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError:
+        raise RuntimeError(f"this user has no home directory: set {ENV_DIR}") from None
     return Path(cache_home) / "snapmla" / VERSION / "variants"
 
 

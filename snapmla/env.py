@@ -69,24 +69,43 @@ def is_checkout() -> bool:
 
 
 def _writable_dirs() -> list[Path]:
-    """Where run-time compiles may go, best first; other versions of the package have their own."""
+    """Where run-time compiles may go, best first; other versions of the package have their own.
+
+    Empty for an installed package whose user has no home directory.
+    """
     found: list[Path] = []
     if VARIANT_DIR.get():
         found.append(Path(VARIANT_DIR.get()))
     if is_checkout():
         found.append(ROOT / "build" / "variants")
-    cache_home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    found.append(Path(cache_home) / "snapmla" / __version__ / "variants")
+    if (cache_home := _cache_home()) is not None:
+        found.append(cache_home / "snapmla" / __version__ / "variants")
     return found
+
+
+def _cache_home() -> Path | None:
+    if os.environ.get("XDG_CACHE_HOME"):
+        return Path(os.environ["XDG_CACHE_HOME"])
+    try:
+        return Path.home() / ".cache"
+    except RuntimeError:  # a container's user without HOME and without an entry in passwd
+        return None
 
 
 def variant_dirs() -> list[Path]:
     """Directories searched for variants, in order: written to, then packed with the package."""
     packed = Path(__file__).resolve().parent / "variants"  # a wheel or bundle
-    *first, cache = _writable_dirs()
-    return [*first, packed, cache]
+    found = _writable_dirs()
+    found.insert(len(found) - (_cache_home() is not None), packed)
+    return found
 
 
 def compile_dir() -> Path:
-    """Directory that takes run-time compiles."""
-    return _writable_dirs()[0]
+    """Directory that takes run-time compiles.
+
+    Raises RuntimeError that says what to set if there is none.
+    """
+    found = _writable_dirs()
+    if not found:
+        raise RuntimeError(f"this user has no home directory: set {VARIANT_DIR.name}")
+    return found[0]

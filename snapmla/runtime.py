@@ -2,9 +2,9 @@
 
 A variant is looked up by its name in ``env.variant_dirs()``: as ``<name>.json`` beside its files,
 or, where a bundle was unpacked, in the directory's ``bundle.json``.  If it is missing, older than
-its sources (in a checkout) or built for a newer CUDA than the driver's, and the compiler is
-installed, it is compiled in a subprocess, announced on the log, and kept on disk;
-``SNAPMLA_NO_JIT=1`` forbids that.  What is loaded stays loaded.
+its sources or built for a newer CUDA than the driver's, and the compiler is installed, it is
+compiled in a subprocess, announced on the log, and kept on disk; ``SNAPMLA_NO_JIT=1``
+forbids that.  What is loaded stays loaded.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ Kernel = Callable[..., Any]
 log = logging.getLogger("snapmla")
 
 BUNDLE = "bundle.json"  # all records of a bundle's variants
+OLDEST_CUDA = 12  # major that variants can be built for
 _ARCH_OF_CAPABILITY = {(9, 0): "sm_90a", (10, 0): "sm_100a"}
 _kernels: dict[tuple[VariantSpec, str], Kernel] = {}
 _modules: list[Any] = []  # libraries must outlive the functions taken from them
@@ -181,11 +182,12 @@ def _record(directory: Path, name: str) -> dict[str, Any] | None:
     ``manifest.json`` of a directory that is built in does not count: it outlives a killed build.
     """
     try:
-        return json.loads((directory / f"{name}.json").read_text())
+        found = json.loads((directory / f"{name}.json").read_text())
     except OSError:
         return _bundled(directory).get(name)
     except ValueError:
         return None
+    return found if isinstance(found, dict) else None
 
 
 def _bundled(directory: Path) -> dict[str, dict[str, Any]]:
@@ -234,11 +236,13 @@ def _too_new(artifact: Artifact) -> str | None:
     driver = driver_version()
     if driver is None or artifact.cuda <= driver[0]:
         return None
-    return (
+    reason = (
         f"variant {artifact.name} in {artifact.directory} was built with CUDA {artifact.cuda} and "
-        f"the driver supports CUDA {driver[0]}.{driver[1]}: update the driver, or build with "
-        f"`make precompile CUDA={driver[0]}`"
+        f"the driver supports CUDA {driver[0]}.{driver[1]}: update the driver"
     )
+    if driver[0] < OLDEST_CUDA:
+        return reason
+    return f"{reason}, or build with `make precompile CUDA={driver[0]}`"
 
 
 def find_or_build(spec: VariantSpec, *, need_library: bool) -> Artifact:
@@ -271,14 +275,17 @@ def _jit_refusal() -> str | None:
         return f"{env.NO_JIT.name} forbids compiling"
     if importlib.util.find_spec("cutlass") is None:
         return "the compiler is not installed (pip install 'snapmla[compile]')"
-    if importlib.util.find_spec("codegen") is None:
+    if not (env.ROOT / "codegen" / "compile.py").is_file():
         return "the codegen package is not installed"
     return None
 
 
 def _outdated(spec: VariantSpec, artifact: Artifact) -> bool:
-    """In a checkout: whether the sources changed since the build, or the build must not ship."""
-    if not env.is_checkout():
+    """Whether the kernel's sources here are not those of the build, or the build must not ship.
+
+    False where they cannot be compared: in a bundle, or where ``codegen`` is something else.
+    """
+    if not _codegen_is_ours():
         return False
     from codegen import artifacts, audit, closure
 
@@ -286,6 +293,16 @@ def _outdated(spec: VariantSpec, artifact: Artifact) -> bool:
         return True
     record = artifacts.Record.read(artifact.directory / f"{artifact.name}.json")
     return record is not None and bool(audit.problems(record))
+
+
+def _codegen_is_ours() -> bool:
+    """Whether ``import codegen`` gives the package beside this one, not the application's."""
+    try:
+        found = importlib.util.find_spec("codegen")
+    except ValueError:  # a module of that name without a spec
+        return False
+    ours = env.ROOT / "codegen" / "__init__.py"
+    return found is not None and found.origin is not None and Path(found.origin).resolve() == ours
 
 
 def _no_kernel(spec: VariantSpec) -> str:
@@ -332,11 +349,20 @@ def compile_variant(spec: VariantSpec) -> Artifact:
     Processes that want the same variant wait for one another (codegen takes a file lock); whoever
     comes second finds it built.  Raises VariantError with the compiler's message.
     """
-    directory = env.compile_dir()
-    directory.mkdir(parents=True, exist_ok=True)
+    what = f"variant {spec.name} is not built and cannot be compiled"
+    try:
+        directory = env.compile_dir()
+        directory.mkdir(parents=True, exist_ok=True)
+    except RuntimeError as error:
+        raise VariantError(f"{what}: {error}") from error
+    except OSError as error:
+        hint = f"{env.VARIANT_DIR.name} names another directory"
+        raise VariantError(f"{what}: {error}; {hint}") from error
     log.warning("compiling variant %s into %s (once; takes seconds)", spec.name, directory)
-    environment = {**os.environ, "PYTHONPATH": _python_path()}
-    command = [sys.executable, "-m", "codegen", "build", spec.name, "--out", str(directory)]
+    # The codegen beside this package, whatever else has that name: not the current directory's.
+    path = os.pathsep.join([str(env.ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": path}
+    command = [sys.executable, "-P", "-m", "codegen", "build", spec.name, "--out", str(directory)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode:
         message = (done.stdout + done.stderr).strip()
@@ -345,10 +371,3 @@ def compile_variant(spec: VariantSpec) -> Artifact:
     if artifact is None:
         raise VariantError(f"variant {spec.name}: compiled, but not found in {directory}")
     return artifact
-
-
-def _python_path() -> str:
-    """PYTHONPATH that lets a subprocess import what this process imports codegen from."""
-    codegen = importlib.util.find_spec("codegen")
-    origin = [str(Path(codegen.origin).parent.parent)] if codegen and codegen.origin else []
-    return os.pathsep.join([*origin, *filter(None, [os.environ.get("PYTHONPATH")])])

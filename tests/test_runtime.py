@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from codegen import artifacts
+from codegen import artifacts, closure, toolchain
 from dsl_kernels.spec import VariantSpec, decode_spec
 from snapmla import env, runtime
 from snapmla.errors import VariantError
@@ -124,6 +127,104 @@ def test_compiling_is_announced_and_its_failure_told(
         runtime.find_or_build(bad, need_library=False)
     assert f"compiling variant {bad.name} into {folder}" in caplog.text
     assert runtime.find(bad) is None
+
+
+needs_compiler = pytest.mark.skipif(
+    not toolchain.have_compiler(), reason="needs nvidia-cutlass-dsl"
+)
+
+
+@pytest.mark.parametrize("checkout", [True, False])
+def test_kernels_of_other_sources_are_outdated(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, checkout: bool
+) -> None:
+    """Also where pip put the package: installed again from an edited tree, its version stays."""
+    monkeypatch.setattr(env, "is_checkout", lambda: checkout)
+    place(tmp_path, SPEC)
+    artifact = runtime.find(SPEC, [tmp_path])
+    assert artifact is not None and runtime._outdated(SPEC, artifact)
+    record = json.loads((tmp_path / f"{SPEC.name}.json").read_text())
+    record["source_hash"] = closure.sources(SPEC)[0]
+    (tmp_path / f"{SPEC.name}.json").write_text(json.dumps(record))
+    artifact = runtime.find(SPEC, [tmp_path])
+    assert artifact is not None and not runtime._outdated(SPEC, artifact)
+
+
+@needs_compiler
+@pytest.mark.parametrize("stale", [False, True])
+def test_an_application_may_have_a_codegen_of_its_own(tmp_path: Path, stale: bool) -> None:
+    """In the directory it is started from, which Python puts first on its path."""
+    (tmp_path / "codegen").mkdir()
+    (tmp_path / "codegen" / "__init__.py").write_text("raise SystemExit('the application s')")
+    if stale:
+        place(tmp_path / "variants", VariantSpec(op="merge"))
+    code = (
+        "import sys; sys.path.append(sys.argv[1])\n"
+        "from snapmla import env, runtime\n"
+        "from dsl_kernels.spec import VariantSpec\n"
+        "env.variant_dirs = lambda: [env.compile_dir()]\n"
+        "print(runtime.find_or_build(VariantSpec(op='merge'), need_library=False).ptx)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(env.ROOT)], capture_output=True, text=True, cwd=tmp_path,
+        env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+        | {"SNAPMLA_VARIANT_DIR": str(tmp_path / "variants")},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.strip() == str(tmp_path / "variants" / "merge_obf16_sm90a.ptx")
+
+
+def test_no_home_directory(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """A container's user may have none: what is packed is found, compiling says what to set."""
+    monkeypatch.undo()
+    monkeypatch.setattr(env, "is_checkout", lambda: False)
+    monkeypatch.setattr(artifacts, "is_checkout", lambda: False)
+    for name in ("SNAPMLA_VARIANT_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", no_home)
+    assert env.variant_dirs() == [Path(env.__file__).parent / "variants"]
+    with pytest.raises(VariantError, match="no home directory: set SNAPMLA_VARIANT_DIR"):
+        runtime.compile_variant(SPEC)
+    with pytest.raises(RuntimeError, match="no home directory: set SNAPMLA_VARIANT_DIR"):
+        artifacts.default_dir()
+    monkeypatch.setenv("SNAPMLA_VARIANT_DIR", str(folder))
+    assert env.compile_dir() == artifacts.default_dir() == folder
+
+
+@needs_compiler
+@pytest.mark.parametrize("where", ["file/variants", "variants"])
+def test_a_directory_that_takes_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, where: str
+) -> None:
+    """Neither when it is made nor when it is written to: one sentence, no traceback."""
+    (tmp_path / "file").touch()
+    (tmp_path / "variants").mkdir()
+    (tmp_path / "variants" / ".locks").touch()  # in place of the directory of locks
+    monkeypatch.setattr(env, "compile_dir", lambda: tmp_path / where)
+    with pytest.raises(VariantError) as caught:
+        runtime.compile_variant(SPEC)
+    assert str(tmp_path / where) in str(caught.value) and "SNAPMLA_VARIANT_DIR" in str(caught.value)
+    assert "Traceback" not in str(caught.value) and str(caught.value).count("\n") == 0
+
+
+def test_an_old_driver_is_told_a_flavour_that_exists(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, no_jit: None
+) -> None:
+    place(folder, SPEC, "cu12")
+    monkeypatch.setattr(runtime, "driver_version", lambda: (11, 8))
+    with pytest.raises(VariantError, match=r"supports CUDA 11\.8: update the driver$"):
+        runtime.find_or_build(SPEC, need_library=True)
+
+
+@pytest.mark.parametrize("text", ["[]", "3", "{", ""])
+def test_a_broken_record_is_no_record(folder: Path, text: str) -> None:
+    place(folder, SPEC)
+    (folder / f"{SPEC.name}.json").write_text(text)
+    assert runtime.find(SPEC) is None and runtime.available() == []
 
 
 @pytest.mark.parametrize("checkout", [True, False])
