@@ -22,7 +22,7 @@ from .errors import (
 )
 from .hazard import Event
 from .loader import LoadedKernel, Names, load, using
-from .machine import Options, Stats
+from .options import Options, Stats
 
 __all__ = [
     "BarrierError", "Deadlock", "DescriptorError", "Event", "Hazard", "LaunchError",

@@ -24,7 +24,7 @@ import numpy as np
 from .decode import Program, decode
 from .errors import SoftGpuError
 from .loader import LoadedKernel, using
-from .machine import Options
+from .options import Options
 from .ptx import Instr, Kernel, parse
 
 OLD = "<old>"  # in a replacement text: the statement that stood there

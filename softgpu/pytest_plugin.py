@@ -34,7 +34,7 @@ import pytest
 
 from .accumulate import BY_NAME
 from .loader import using
-from .machine import Options
+from .options import Options
 
 FIXTURE = "software_gpu"
 _MARKER = (

@@ -17,8 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .decode import decode
-from .machine import Machine, Options, Stats
+from .machine import Machine
 from .memory import GlobalMemory
+from .options import Options, Stats
 from .ptx import parse
 from .runtime import Launch
 

@@ -161,7 +161,7 @@ def test_too_many_arrivals() -> None:
 
 
 def test_mbarrier_without_init() -> None:
-    with pytest.raises(BarrierError, match="offset 1024 was not initialised"):
+    with pytest.raises(BarrierError, match="mbarrier at CTA 0, offset 0 was not initialised"):
         run(INIT + "@%p50 mbarrier.arrive.shared.b64 _, [%r50];")
 
 
@@ -179,7 +179,7 @@ def test_deadlock_report_names_what_is_waited_for() -> None:
     with pytest.raises(Deadlock) as error:
         run(body, threads=64)
     text = str(error.value)
-    assert "mbarrier at CTA 0 offset 1024 to complete phase parity 0" in text
+    assert "mbarrier at CTA 0, offset 0 to complete phase parity 0" in text
     assert "pending 1 of 1" in text
     assert "barrier 2: 32 of 64 threads have arrived" in text
     assert "warp 1" in text and "PTX line" in text
@@ -241,6 +241,32 @@ def test_seeds_change_the_order_but_not_the_result() -> None:
     """
     for seed in range(5):
         assert run(body, threads=128, options=Options(seed=seed)) == [i ^ 64 for i in range(128)]
+
+
+def test_the_same_seed_gives_the_same_run() -> None:
+    """In the order of an atomic counter, with clusters that come and go."""
+    body = """
+    mov.u32 %r2, %ctaid.x; mov.u32 %r3, %tid.x; shr.u32 %r3, %r3, 5; mov.u32 %r9, 0;
+    AGAIN: atom.global.add.u32 %r5, [%rd2], 1; add.s32 %r9, %r9, 1; setp.lt.s32 %p1, %r9, 20;
+    @%p1 bra AGAIN; bar.sync 0; mad.lo.s32 %r4, %r2, 4, %r3; mul.wide.u32 %rd3, %r4, 4;
+    add.s64 %rd3, %rd1, %rd3; st.global.u32 [%rd3], %r5;
+    """
+    runs, clutter = [], []
+    for i in range(6):
+        out, count = np.zeros(64 * 4, np.uint32), np.zeros(1, np.uint32)
+        options = Options(asynchronous="early", seed=5, resident=3)
+        launch(body, [out, count], grid=64, block=128, options=options)
+        runs.append(out)
+        clutter.append([object() for _ in range(1000 * i)])  # other addresses for new objects
+    assert all((out == runs[0]).all() for out in runs)
+
+
+@pytest.mark.parametrize("name, text", [("ACCUMULATE", "fast"), ("SEED", "one"), ("ASYNC", "soon"),
+                                        ("HAZARDS", "on")])  # fmt: skip
+def test_environment_is_checked(name: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(f"SOFTGPU_{name}", text)
+    with pytest.raises(ValueError, match=f"{name}: .*{text}|{name.lower()}: .*{text}"):
+        Options()
 
 
 def test_launch_checks() -> None:

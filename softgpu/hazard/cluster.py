@@ -13,7 +13,7 @@ from .reports import Reports
 from .shadow import Index, Shadow
 
 if TYPE_CHECKING:
-    from ..machine import Cluster
+    from ..cluster import Cluster
 
 
 class BarrierTrack:

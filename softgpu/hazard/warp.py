@@ -14,7 +14,8 @@ from .reports import PC_BITS
 from .shadow import Index
 
 if TYPE_CHECKING:
-    from ..machine import MBarrier, Warp
+    from ..cluster import MBarrier
+    from ..warp import Warp
 
 
 def _rows(lanes: Any, idx: Index) -> Any:

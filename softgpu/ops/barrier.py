@@ -6,11 +6,12 @@ from typing import Any
 
 import numpy as np
 
+from ..cluster import NamedBarrier
 from ..decode import Decoder, Handler, Mods, op, unmodelled
 from ..errors import BarrierError
 from ..hazard.clocks import joined
-from ..machine import NamedBarrier, Wait
 from ..ptx import Imm, Instr, Operand
+from ..warp import Wait
 
 
 def _scalar(k: Decoder, operand: Operand) -> Any:

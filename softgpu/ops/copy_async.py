@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from ..cluster import InFlight
 from ..decode import Decoder, Handler, Mods, op, unmodelled
 from ..errors import MemoryFault
-from ..machine import InFlight
 from ..ptx import Instr
 from .load_store import address
 from .mbarrier import arrive, complete_tx, find, publish

@@ -10,11 +10,13 @@ from typing import Any
 
 import numpy as np
 
+from ..cluster import MBarrier
 from ..decode import Decoder, Handler, Mods, op, unmodelled
 from ..errors import BarrierError
-from ..machine import MBarrier, Wait
-from ..memory import OFFSET_MASK, RANK_SHIFT, SHARED_BASE
-from ..ptx import Instr
+from ..memory import RANK_SHIFT
+from ..ptx import Instr, Mem
+from ..warp import Wait
+from .common import first_lane, lanes_of
 from .load_store import address
 
 _MAX_COUNT = (1 << 20) - 1
@@ -22,18 +24,12 @@ _SPACE = ("shared", "shared::cta", "shared::cluster")
 _SCOPES = ("release", "acquire", "relaxed", "cta", "cluster")
 
 
-def name(w: Any, a: int) -> str:
-    """An mbarrier for messages, with the name of its array where that is known."""
-    at = f"mbarrier at CTA {a >> RANK_SHIFT} offset {a & OFFSET_MASK}"
-    array = w.machine.shared_name((a & OFFSET_MASK) - SHARED_BASE)
-    return at if array.startswith("offset") else f"{at} ({array.split(' (')[0]})"
-
-
 def find(w: Any, a: int, what: str) -> MBarrier:
+    """The mbarrier at a shared address.  Raises BarrierError if there is none."""
     bar = w.block.cluster.mbarriers.get(a)
     if bar is None:
         w.shared.check(np.array([a], np.uint32), 8, None, what, 8)
-        raise BarrierError(f"{what}: {name(w, a)} was not initialised")
+        raise BarrierError(f"{what}: {w.machine.barrier_at(a)} was not initialised")
     found: MBarrier = bar
     return found
 
@@ -49,25 +45,24 @@ def complete_tx(w: Any, a: int, nbytes: int) -> None:
 def _count_tx(w: Any, a: int, bar: MBarrier, nbytes: int) -> None:
     bar.tx -= nbytes
     if abs(bar.tx) > _MAX_COUNT:
-        raise BarrierError(f"{name(w, a)}: transaction count {bar.tx} leaves the 20 bits it has")
+        raise BarrierError(
+            f"{w.machine.barrier_at(a)}: transaction count {bar.tx} leaves the 20 bits it has"
+        )
     w.machine.version += 1
     bar.settle()
 
 
 def arrive(w: Any, a: int, count: int) -> None:
+    """``count`` arrivals, which may complete the phase.  Raises BarrierError if too many."""
     bar = find(w, a, "mbarrier.arrive")
     if count > bar.pending:
         raise BarrierError(
-            f"{name(w, a)}: {count} more arrivals than pending "
+            f"{w.machine.barrier_at(a)}: {count} more arrivals than pending "
             f"({bar.pending} of {bar.expected}) in phase {bar.phase}"
         )
     bar.pending -= count
     w.machine.version += 1
     bar.settle()
-
-
-def _lanes(m: Any) -> Any:
-    return range(32) if m is True else np.nonzero(m)[0]
 
 
 @op("mbarrier.init")
@@ -76,7 +71,7 @@ def init(ins: Instr, k: Decoder) -> Handler:
 
     def run(w: Any, m: Any) -> None:
         a = where(w.v)
-        for lane in _lanes(m):
+        for lane in lanes_of(m):
             n = int(w.v[count][lane])
             if not 1 <= n <= _MAX_COUNT:
                 raise BarrierError(f"mbarrier.init: count {n}, expected 1 to {_MAX_COUNT}")
@@ -95,7 +90,7 @@ def inval(ins: Instr, k: Decoder) -> Handler:
 
     def run(w: Any, m: Any) -> None:
         a = where(w.v)
-        for lane in _lanes(m):
+        for lane in lanes_of(m):
             find(w, int(a[lane]), "mbarrier.inval")
             del w.block.cluster.mbarriers[int(a[lane])]
 
@@ -126,12 +121,7 @@ def arrive_(ins: Instr, k: Decoder) -> Handler:
     mods.done()
     drop = ins.parts[1] == "arrive_drop"
     args = list(ins.args)
-    from ..ptx import Mem
-
-    state = None
-    if not isinstance(args[0], Mem):
-        target = args.pop(0)
-        state = k.dst(target, "u64")
+    state = None if isinstance(args[0], Mem) else k.dst(args.pop(0), "u64")
     where = address(k, args[0], "shared")
     extra = k.src(args[1], "u32") if len(args) > 1 else None
     if no_complete:
@@ -142,7 +132,7 @@ def arrive_(ins: Instr, k: Decoder) -> Handler:
         a = where(v)
         if w.hazard is not None:
             publish(w, a, m)
-        for lane in _lanes(m):
+        for lane in lanes_of(m):
             at = int(a[lane])
             value = int(v[extra][lane]) if extra is not None else 1
             bar = find(w, at, "mbarrier.arrive")
@@ -167,7 +157,7 @@ def tx(ins: Instr, k: Decoder) -> Handler:
 
     def run(w: Any, m: Any) -> None:
         a = where(w.v)
-        for lane in _lanes(m):
+        for lane in lanes_of(m):
             n, at = int(w.v[amount][lane]), int(a[lane])
             _count_tx(w, at, find(w, at, ins.parts[1]), -n if expect else n)
 
@@ -200,53 +190,54 @@ def wait(ins: Instr, k: Decoder) -> Handler:
     def complete(bar: MBarrier, value: int) -> bool:
         return (bar.phase & 1) != value if parity else bar.phase != value
 
-    def run(w: Any, m: Any) -> Any:
-        v = w.v
-        a, t = where(v), v[token]
-        first = 0 if m is True else int(np.argmax(m))
-        at, want = int(a[first]), int(t[first])
-        same = (a == a[first]) & (t == t[first])
-        if same.all() if m is True else same[m].all():
-            if parity and want > 1:
-                raise BarrierError(f"{name(w, at)}: parity {want}, expected 0 or 1")
-            bar = find(w, at, ins.parts[1])
-            if complete(bar, want):
-                w.current.expired = False
-                if w.hazard is not None:
-                    w.hazard.use_barrier(bar, first, "generic")
-                    w.hazard.waited(bar, m)
-                np.copyto(v[d], True, where=m)
-                return None
-            if blocking and not w.current.expired:
-                what = f"phase parity {want}" if parity else f"phase {want}"
-                return Wait(
-                    lambda: complete(bar, want),
-                    lambda: (
-                        f"{name(w, at)} to complete {what}; it is in phase {bar.phase}, pending "
-                        f"{bar.pending} of {bar.expected}, tx {bar.tx}"
-                    ),
-                    retry=True,
-                    expires=True,
-                )
-            w.current.expired = False
-            np.copyto(v[d], False, where=m)
-            return None
+    def one(w: Any, m: Any, at: int, want: int) -> Any:
+        """All lanes look at the same phase of the same mbarrier."""
+        if parity and want > 1:
+            raise BarrierError(f"{w.machine.barrier_at(at)}: parity {want}, expected 0 or 1")
+        bar = find(w, at, ins.parts[1])
+        done = complete(bar, want)
+        if blocking and not done and not w.current.expired:
+            what = f"phase parity {want}" if parity else f"phase {want}"
+            return Wait(
+                lambda: complete(bar, want),
+                lambda: (
+                    f"{w.machine.barrier_at(at)} to complete {what}; it is in phase {bar.phase}, "
+                    f"{bar.counts}"
+                ),
+                expires=True,
+            )
+        if done and w.hazard is not None:
+            w.hazard.use_barrier(bar, first_lane(m), "generic")
+            w.hazard.waited(bar, m)
+        w.current.expired = False
+        np.copyto(w.v[d], done, where=m)
+        return None
+
+    def several(w: Any, m: Any, a: Any, t: Any) -> Any:
         done = np.zeros(32, bool)
-        for lane in _lanes(m):
-            bar = find(w, int(a[lane]), ins.parts[1])
+        bars = {int(i): find(w, int(a[i]), ins.parts[1]) for i in lanes_of(m)}
+        for lane, bar in bars.items():
             done[lane] = complete(bar, int(t[lane]))
             if done[lane] and w.hazard is not None:
                 w.hazard.waited(bar, lane == np.arange(32))
         if blocking and not done.any() and not w.current.expired:
-            bars = [(find(w, int(a[i]), "wait"), int(t[i])) for i in _lanes(m)]
+            at = w.machine.barrier_at(int(a[first_lane(m)]))
+            wanted = [(bar, int(t[lane])) for lane, bar in bars.items()]
             return Wait(
-                lambda: any(complete(b, x) for b, x in bars),
-                lambda: "several mbarriers, first " + name(w, at),
-                retry=True,
+                lambda: any(complete(bar, want) for bar, want in wanted),
+                lambda: f"several mbarriers, first {at}",
                 expires=True,
             )
         w.current.expired = False
-        np.copyto(v[d], done, where=m)
+        np.copyto(w.v[d], done, where=m)
         return None
+
+    def run(w: Any, m: Any) -> Any:
+        a, t = where(w.v), w.v[token]
+        first = first_lane(m)
+        same = (a == a[first]) & (t == t[first])
+        if same.all() if m is True else same[m].all():
+            return one(w, m, int(a[first]), int(t[first]))
+        return several(w, m, a, t)
 
     return run

@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .. import floats
+from ..cluster import InFlight
 from ..decode import Decoder, Handler, op, unmodelled
 from ..errors import DescriptorError
-from ..machine import InFlight
 from ..ptx import Imm, Instr, Not, Vec
 
 _OPCODE = re.compile(

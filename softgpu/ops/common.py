@@ -1,0 +1,64 @@
+"""What the handlers of several families share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+
+from ..decode import Handler
+from ..errors import SoftGpuError
+from ..ptx import Instr
+from ..warp import Wait
+
+
+# ---- handlers ------------------------------------------------------------------------------------
+def binary(function: Any, d: int, a: int, b: int) -> Handler:
+    """d = function(a, b) for a numpy ufunc."""
+
+    def run(w: Any, m: Any) -> None:
+        v = w.v
+        function(v[a], v[b], out=v[d], where=m)
+
+    return run
+
+
+def write(d: int, compute: Callable[[Any], Any]) -> Handler:
+    """d = compute(v), any function of the views."""
+
+    def run(w: Any, m: Any) -> None:
+        v = w.v
+        if m is True:
+            v[d][...] = compute(v)
+        else:
+            np.copyto(v[d], compute(v), where=m)
+
+    return run
+
+
+def nothing(w: Any, m: Any) -> None:
+    """For hints, and for what has no meaning here."""
+
+
+# ---- masks ---------------------------------------------------------------------------------------
+def first_lane(m: Any) -> int:
+    """The lowest lane of a mask."""
+    return 0 if m is True else int(np.argmax(m))
+
+
+def lanes_of(m: Any) -> Iterable[int]:
+    """The lanes of a mask, in ascending order."""
+    return range(32) if m is True else np.nonzero(m)[0]
+
+
+def whole_warp(w: Any, m: Any, ins: Instr, what: str) -> Wait | None:
+    """Blocks until all 32 lanes are here; for ``m`` other than True.
+
+    Raises:
+        SoftGpuError: lanes that have exited are missing.
+    """
+    wait: Wait | None = w.join(m, -1, what)
+    if wait is None:
+        raise SoftGpuError(f"{ins.parts[0]} needs all 32 lanes of the warp")
+    return wait
