@@ -19,11 +19,12 @@ import typer
 
 import snapmla
 from codegen.artifacts import write_atomic
+from dsl_kernels.spec import VariantSpec
 from profiles import timing
 from profiles.bench import command_line, commit
 from profiles.shapes import DecodeShape
 from profiles.worker import machine
-from snapmla import attention
+from snapmla import attention, runtime
 
 PAGE = 64
 SM_GBS = 100.0  # one SM's read rate out of L2: about 64 bytes a cycle at 1.6 GHz
@@ -83,7 +84,7 @@ def row(shape: DecodeShape, device: torch.device) -> str:
             (out, lse), numbers,
         )  # fmt: skip
 
-    _, merge = attention._kernels(plan.variant, out.dtype)
+    merge = runtime.kernel(VariantSpec(op="merge", arch=runtime.arch_of(device)), device.type)
     _, _, o_accum, lse_accum, split_begin = plan.arguments
     times = [
         graph_us(decode(True)),

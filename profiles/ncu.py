@@ -260,6 +260,7 @@ class Values(dict[str, Any]):
             "causal": lambda: 1,
             "lse_factor": lambda: math.log(2),
             "empty_lse": lambda: -math.inf,
+            "may_split": lambda: 0,  # the decode kernel alone
         }
 
     def _query(self) -> dict[str, Maker]:

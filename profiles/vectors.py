@@ -617,7 +617,7 @@ def _work(lengths: NDArray[np.int32], size: int) -> tuple[list[NDArray[np.int32]
 
 
 def _decode(case: KernelCase, device: Device) -> Result:
-    """decode and merge as the host package calls them."""
+    """decode without its merge, whose kernel then runs by itself: both results are recorded."""
     spec, dev, problem = case.spec, device.torch_device, _problem(case)
     b, s_q, heads, _ = problem.q8.shape
     rows_pad = -(-s_q * heads // spec.row_tile) * spec.row_tile
@@ -637,8 +637,8 @@ def _decode(case: KernelCase, device: Device) -> Result:
     factor, empty = ((LN2, float("-inf")), (1.0, float("inf")))[case.index // 2 % 2]
     device.kernel(case.variant)(
         there(problem.q8), bf16(problem.q_rope).to(dev), there(problem.q_scale.view(np.float32)),
-        *cache, there(problem.table), there(problem.lengths), work, part, out, lse, o_accum,
-        lse_accum, SOFTMAX_SCALE, int(case.index % 3 != 2), factor, empty,
+        *cache, there(problem.table), there(problem.lengths), work, part, split, out, lse, o_accum,
+        lse_accum, SOFTMAX_SCALE, int(case.index % 3 != 2), factor, empty, 0,
     )  # fmt: skip
     before = bits_of(out).reshape(-1, D_V)
     merge = VariantSpec(op="merge", arch=spec.arch, out_dtype=spec.out_dtype)

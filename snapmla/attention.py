@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from dsl_kernels.spec import KV_LORA_RANK, VariantSpec, decode_spec
+from dsl_kernels.spec import KV_LORA_RANK, decode_spec
 from snapmla import checks, launch, runtime
 from snapmla.cache import PagedKVCache
 from snapmla.plan import DecodePlan, PlanVariant, plan_decode
@@ -20,16 +20,15 @@ OUT_NAMES = {torch.bfloat16: "bf16", torch.float32: "f32"}
 
 
 @functools.lru_cache(maxsize=256)
-def _kernels(variant: PlanVariant, out_dtype: torch.dtype) -> tuple[runtime.Kernel, runtime.Kernel]:
-    """(decode, merge) that run a plan of this kind."""
+def _kernel(variant: PlanVariant, out_dtype: torch.dtype) -> runtime.Kernel:
+    """The exported function that runs a plan of this kind."""
     device, out = variant.device, OUT_NAMES[out_dtype]
     arch = runtime.arch_of(device)
-    merge_spec = VariantSpec(op="merge", arch=arch, out_dtype=out)
     spec = decode_spec(variant.pipeline, variant.row_tile, variant.page_size, out, arch)
-    return runtime.kernel(spec, device.type), runtime.kernel(merge_spec, device.type)
+    return runtime.kernel(spec, device.type)
 
 
-runtime.on_forget(_kernels.cache_clear)
+runtime.on_forget(_kernel.cache_clear)
 
 
 def decode(
@@ -50,9 +49,10 @@ def decode(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """softmax(softmax_scale * Q K^T) V over each sequence's cached tokens, where V is the latent.
 
-    With ``plan``, ``out`` and ``lse`` given, a call is two launches (one if the plan's shapes rule
-    out splits): no synchronisation, no allocation, no copy to the device.  Under ``torch.compile``
-    it is one node of the graph, ``torch.ops.snapmla.decode``, and a plan must be given.
+    With ``plan``, ``out`` and ``lse`` given, a call is two launches by one exported function (one
+    launch if the plan's shapes rule out splits): no synchronisation, no allocation, no copy to the
+    device.  Under ``torch.compile`` it is one node of the graph, ``torch.ops.snapmla.decode``, and
+    a plan must be given.
 
     Args:
         q: from ``quantize_q``; (b, s_q, h, ...).
@@ -150,12 +150,13 @@ def launch_decode(
     results: tuple[torch.Tensor, torch.Tensor],
     numbers: tuple[float, int, float, float],
 ) -> None:
-    """The two launches, on checked arguments.
+    """One call of the exported function, which launches decode and merge, on checked arguments.
 
     Args:
         query: content bytes, RoPE, one scale per row.
         cache: content bytes, RoPE, scale.
         tables: as ``DecodePlan.arguments``.
+        may_split: whether sequences may be cut; False saves the merge launch.
         results: out, lse.
         numbers: softmax_scale, causal, lse_factor, empty_lse.
     """
@@ -166,14 +167,11 @@ def launch_decode(
                 numbers,
             )  # fmt: skip
     out, lse = results
-    decode_kernel, merge_kernel = _kernels(variant, out.dtype)
     work_items, part_begin, o_accum, lse_accum, split_begin = tables
-    decode_kernel(
-        *query, *cache, block_table, cache_seqlens, work_items, part_begin, out, lse, o_accum,
-        lse_accum, *numbers,
+    _kernel(variant, out.dtype)(
+        *query, *cache, block_table, cache_seqlens, work_items, part_begin, split_begin, out, lse,
+        o_accum, lse_accum, *numbers, int(may_split),
     )  # fmt: skip
-    if may_split:
-        merge_kernel(o_accum, lse_accum, split_begin, out, lse, numbers[2], numbers[3])
 
 
 def _traced(

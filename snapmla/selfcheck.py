@@ -63,7 +63,7 @@ class Workload:
     """What the hazard checker and the mutation study run: small, but every path is taken.
 
     A decode comes right behind the planning kernel, as a dependent launch; the ring of stages wraps
-    several times; sequences of 0, 1 and many tokens; splits, merged by the merge kernel.
+    several times; sequences of 0, 1 and many tokens; splits, merged by the launch behind it.
     """
 
     LENGTHS = (70, 0, 450, 64, 1)
@@ -73,11 +73,8 @@ class Workload:
         self.job: DecodeJob | None = None
         if spec.op == "decode":
             torch.manual_seed(0)
-            helpers = [
-                load(VariantSpec(op="plan_decode", arch=spec.arch), directory),
-                load(VariantSpec(op="merge", arch=spec.arch, out_dtype=spec.out_dtype), directory),
-            ]
-            self.job = DecodeJob(spec, self.LENGTHS, planner=helpers[0], merger=helpers[1])
+            planner = load(VariantSpec(op="plan_decode", arch=spec.arch), directory)
+            self.job = DecodeJob(spec, self.LENGTHS, planner=planner)
         self.expected: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def run(self) -> Result:
@@ -160,7 +157,6 @@ class DecodeJob:
         lengths: tokens per sequence.  parts: CTAs (or clusters) that share them.
         heads, s_q: None takes ``SHAPES``.  layout: of the cache.
         planner: the plan_decode kernel; None plans with ``reference_plan``.
-        merger: the merge kernel; None merges with ``merge_reference``.
     """
 
     def __init__(
@@ -173,10 +169,9 @@ class DecodeJob:
         s_q: int | None = None,
         layout: str = "split",
         planner: runtime.Kernel | None = None,
-        merger: runtime.Kernel | None = None,
     ) -> None:
         self.spec, self.lengths, self.parts = spec, tuple(lengths), parts
-        self.planner, self.merger = planner, merger
+        self.planner = planner
         usual = SHAPES[spec.row_tile]
         self.heads, self.s_q = heads or usual[0], s_q or usual[1]
         self.cache, self.table, self.seqlens = filled_cache(self.lengths, spec.page_size, layout)
@@ -196,13 +191,9 @@ class DecodeJob:
         items, part_begin, split_begin = self._planned()
         kernel(
             q.nope_u8, q.rope, q.row_scale, cache.content_u8, cache.rope, cache.scale, self.table,
-            self.seqlens, items, part_begin, out, lse, o_accum, lse_accum, HEAD_SCALE, 1, LN2,
-            -math.inf,
+            self.seqlens, items, part_begin, split_begin, out, lse, o_accum, lse_accum, HEAD_SCALE,
+            1, LN2, -math.inf, int(self.plan.split_begin[-1] > 0),
         )  # fmt: skip
-        if self.merger is None:
-            merge_reference(o_accum, lse_accum, self.plan.split_begin, out, lse)
-        else:
-            self.merger(o_accum, lse_accum, split_begin, out, lse, LN2, -math.inf)
         return out, lse
 
     def _planned(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -141,7 +141,7 @@ def mutate(
         console.print(f"{names[0]} itself is wrong: {first.summary}", markup=False)
         raise typer.Exit(1)
     kernel = workload.kernel
-    entry = next(iter(kernel.module.kernels))
+    entry = kernel.entry
     places = mutation.sites(kernel.program(entry))
     outcomes = []
     study = mutation.study(kernel, entry, lambda: workload.run().passed, seeds, places)

@@ -38,7 +38,7 @@ class Names:
 
     Attributes:
         arguments: of the exported function, in order.
-        shared: (name, offset) of the arrays in dynamic shared memory, ascending.
+        shared: (name, offset) of the arrays in the entry kernel's dynamic shared memory, ascending.
     """
 
     arguments: tuple[str, ...] = ()
@@ -89,6 +89,11 @@ class LoadedKernel:
         self.launches: list[Launch] = []
         self.extra_buffers: list[Any] = []
 
+    @property
+    def entry(self) -> str:
+        """The object's first kernel: the one it is named for; others are launched behind it."""
+        return next(iter(self.module.kernels))
+
     def program(self, kernel: str) -> Program:
         """The decoded kernel.  Raises LaunchError if the PTX has no such entry."""
         if kernel not in self._programs:
@@ -101,7 +106,8 @@ class LoadedKernel:
             program.globals = {
                 n: v for n, v in self.module.variables.items() if v.space in ("global", "const")
             }
-            arrays = [*self.names.shared, ("", 1 << 24)]
+            named = self.names.shared if kernel == self.entry else ()
+            arrays = [*named, ("", 1 << 24)]
             program.shared_map = [
                 (name, at, end - at) for (name, at), (_, end) in itertools.pairwise(arrays)
             ]

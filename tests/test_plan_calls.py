@@ -136,7 +136,7 @@ def test_a_failing_kernel_is_reported_as_it_failed(monkeypatch: pytest.MonkeyPat
     def failing(*_: object) -> None:
         raise RuntimeError("CUDA error 700")
 
-    monkeypatch.setattr(attention, "_kernels", lambda *_: (failing, failing))
+    monkeypatch.setattr(attention, "_kernel", lambda *_: failing)
     with pytest.raises(RuntimeError, match="CUDA error 700"):
         snapmla.decode(**call)
 

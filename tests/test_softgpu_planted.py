@@ -55,7 +55,7 @@ class Bench:
     entry: str = field(init=False)
 
     def __post_init__(self) -> None:
-        [self.entry] = self.kernel.module.kernels
+        self.entry = self.kernel.entry
 
     @property
     def code(self) -> list[Instr]:

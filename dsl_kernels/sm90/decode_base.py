@@ -32,12 +32,13 @@ import cutlass.pipeline as pipeline
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
-from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_tensor
 
+from .. import compat
 from ..common import budget as bud
 from ..common.mma import BF16, F8, ROW_MAJOR, U8, U32, issue, one_stage, staged
 from ..common.smem import array
 from ..common.transpose import COLUMN_BLOCK
+from ..smxx import merge
 from ..spec import KV_LORA_RANK as D
 from ..spec import OUT_DTYPES, PAGE_SIZES, ROW_TILES, VariantSpec, cluster_of
 from ..spec import QK_ROPE_HEAD_DIM as R
@@ -49,44 +50,34 @@ WARPGROUP = 128
 STAGE_BYTES = TILE * (D + 2 * R + 4)
 SMALL_BYTES = 8192  # scale triples, factors, barriers, alignment: an upper bound
 QK_GROUPS = 2  # partial sums of Q.K over the content channels
-DTYPES = {"bf16": cutlass.BFloat16, "f32": cutlass.Float32}
 
 
 def fake_args(spec: VariantSpec) -> list:
     """Symbolic arguments of the exported function, in ABI order (docs/architecture.md)."""
     names = ["b", "s_q", "h", "pages", "width", "n_items", "parts_plus_1", "slots", "rows_pad"]
     b, s_q, h, pages, width, items, parts1, slots, rows_pad = (
-        cute.sym_int(symbol=name) for name in names
+        compat.sym(name=name) for name in names
     )
-    aligned = lambda n: cute.sym_int64(divisibility=n)
-
-    def compact(dtype, shape, align=16):
-        order = tuple(reversed(range(len(shape))))
-        return make_fake_compact_tensor(dtype, shape, stride_order=order, assumed_align=align)
-
-    def strided(dtype, shape, stride, align=16):
-        return make_fake_tensor(dtype, shape, stride, assumed_align=align)
-
-    page = spec.page_size
+    free = compat.sym64
     return [
-        compact(U8, (b, s_q, h, D)),
-        compact(BF16, (b, s_q, h, R)),
-        strided(Float32, (b, s_q, h), tuple(cute.sym_int64() for _ in range(3)), 4),
-        strided(U8, (pages, page, D), (aligned(16), aligned(16), 1)),
-        strided(BF16, (pages, page, R), (aligned(8), aligned(8), 1)),
-        strided(Float32, (pages, page), (aligned(4), 1)),
-        strided(Int32, (b, width), (cute.sym_int64(), 1), 4),
-        compact(Int32, (b,), 4),
-        compact(Int32, (items, 4)),
-        compact(Int32, (parts1,), 4),
-        compact(DTYPES[spec.out_dtype], (b, s_q, h, D)),
-        compact(Float32, (b, h, s_q), 4),
-        compact(Float32, (slots, rows_pad, D)),
-        compact(Float32, (slots, rows_pad), 4),
+        compat.contiguous(U8, (b, s_q, h, D)),
+        compat.contiguous(BF16, (b, s_q, h, R)),
+        compat.strided(Float32, (b, s_q, h), (free(), free(), free()), 4),
+        *compat.cache_fakes(pages, spec.page_size),
+        compat.strided(Int32, (b, width), (free(), 1), 4),
+        compat.vector(Int32, b),
+        compat.contiguous(Int32, (items, 4)),
+        compat.vector(Int32, parts1),
+        compat.vector(Int32, compat.sym(name="b_plus_1")),
+        compat.contiguous(compat.dtype(spec.out_dtype), (b, s_q, h, D)),
+        compat.contiguous(Float32, (b, h, s_q), 4),
+        compat.contiguous(Float32, (slots, rows_pad, D)),
+        compat.contiguous(Float32, (slots, rows_pad), 4),
         Float32(1.0),
         Int32(1),
         Float32(1.0),
         Float32(0.0),
+        Int32(1),
     ]
 
 
@@ -218,8 +209,9 @@ class DecodeBase:
         q_nope: cute.Tensor, q_rope: cute.Tensor, q_scale: cute.Tensor, content: cute.Tensor,
         rope: cute.Tensor, scale: cute.Tensor, block_table: cute.Tensor,
         cache_seqlens: cute.Tensor, work_items: cute.Tensor, part_begin: cute.Tensor,
-        out: cute.Tensor, lse: cute.Tensor, o_accum: cute.Tensor, lse_accum: cute.Tensor,
-        softmax_scale: Float32, causal: Int32, lse_factor: Float32, empty_lse: Float32, stream,
+        split_begin: cute.Tensor, out: cute.Tensor, lse: cute.Tensor, o_accum: cute.Tensor,
+        lse_accum: cute.Tensor, softmax_scale: Float32, causal: Int32, lse_factor: Float32,
+        empty_lse: Float32, may_split: Int32, stream,
     ):  # fmt: skip
         layouts = self.layouts()
         self.Storage = self.storage(layouts)
@@ -236,6 +228,10 @@ class DecodeBase:
             block=(self.threads, 1, 1), cluster=(self.cluster, 1, 1),
             stream=stream, min_blocks_per_mp=1, use_pdl=True,
         )  # fmt: skip
+        if may_split != 0:  # on the host: the caller knows when no plan could cut a sequence
+            merge.merge(
+                o_accum, lse_accum, split_begin, out, lse, lse_factor, empty_lse, stream
+            )  # fmt: skip
 
     def common_fields(self, layouts):
         """Barriers of the roles that live here."""

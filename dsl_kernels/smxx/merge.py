@@ -5,7 +5,8 @@ A *unit* is a quarter of one query row (128 channels, one 16-byte load a lane) o
 Roles        WARPS warps a CTA. The CTAs are dealt to the batches in proportion to their slots, at
              least one each, so one sequence cut into a hundred pieces keeps as many CTAs busy as
              thirty cut into three; the CTAs of a batch share its units evenly.
-             up to FEW slots: one warp a unit, it reads all slots at once.
+             up to CHUNK slots: a warp reads all slots of a unit at once; of two slots it reads
+             two units at once.
              more slots: all warps share a unit, each takes a run of consecutive slots, the first
              warp combines their partial sums.
 Memory       6 KiB of shared memory for the partial sums (many slots); registers otherwise.
@@ -35,8 +36,8 @@ from ..spec import KV_LORA_RANK, VariantSpec
 from . import quant
 
 WARPS = 8
-CHUNK = 8  # slots in flight in one warp
-FEW = CHUNK  # up to here one warp reads a unit's slots in one go
+CHUNK = 8  # slots in flight in one lane
+FLIGHT = 4  # loads of a lane that hide the latency, if its units have fewer slots
 VEC = 4  # fp32 channels of a lane
 PARTS = KV_LORA_RANK // (quant.WARP * VEC)  # units of a row
 CTAS = 364  # with 32 batches three on each of 132 SMs: one wave, whether there is work or not
@@ -112,51 +113,52 @@ def _select(condition: Any, yes: Any, no: Any) -> Any:
     return Float32(cutlass.select_(condition, yes, no))
 
 
-@cute.jit
-def _add_chunk(
-    partial: cutlass.Constexpr, o_at: Any, lse_at: Any, strides: Any, count: Any
-) -> None:
-    """Adds up to CHUNK slots, the first at ``o_at`` / ``lse_at``; ``count`` may be larger."""
-    words = cute.make_rmem_tensor((CHUNK, VEC), Uint32)
-    lses = cute.make_rmem_tensor((CHUNK,), Float32)
-    words.fill(0)
-    lses.fill(-Float32.inf)
-    for j in cutlass.range_constexpr(CHUNK):
-        if j < count:
-            loaded = compat.load_words(o_at + j * strides[0], VEC, **compat.STRONG)
-            for i in cutlass.range_constexpr(VEC):
-                words[j, i] = loaded[i]
-    for j in cutlass.range_constexpr(CHUNK):
-        if j < count:
-            lses[j] = compat.load_words(lse_at + j * strides[1], 1, **compat.STRONG)[0].bitcast(
-                Float32
-            )
-    top = lses[0]
-    for j in cutlass.range_constexpr(1, CHUNK):
-        top = cute.arch.fmax(top, lses[j])
-    reference = partial.rescale(top)
-    for j in cutlass.range_constexpr(CHUNK):
-        weight = _exp2(lses[j] - reference)
-        partial.add(weight, [words[j, i].bitcast(Float32) for i in range(VEC)])
+class _Loads:
+    """``units`` x ``slots`` loads of VEC channels and as many lse, in flight together."""
+
+    def __init__(self, units: int, slots: int) -> None:
+        self.units, self.slots = units, slots
+        self.words = cute.make_rmem_tensor((units, slots, VEC), Uint32)
+        self.lses = cute.make_rmem_tensor((units, slots), Float32)
+        self.words.fill(0)
+        self.lses.fill(-Float32.inf)
+
+    def add_to(self, partial: _Partial, unit: int) -> None:
+        """Adds the slots of one unit in ascending order; a slot that was not loaded weighs 0."""
+        top = self.lses[unit, 0]
+        for j in range(1, self.slots):
+            top = cute.arch.fmax(top, self.lses[unit, j])
+        reference = partial.rescale(top)
+        for j in range(self.slots):
+            values = [self.words[unit, j, i].bitcast(Float32) for i in range(VEC)]
+            partial.add(_exp2(self.lses[unit, j] - reference), values)
 
 
 @cute.jit
-def _add_slots(
-    partial: cutlass.Constexpr,
+def _issue(
+    loads: cutlass.Constexpr,
+    unit: cutlass.Constexpr,
     o_accum: cute.Tensor,
     lse_accum: cute.Tensor,
     first: Int32,
     count: Int32,
-    row: Int32,
-    channel: Int32,
+    at: Any,
 ) -> None:
-    """Adds slots first .. first + count - 1 of one row, VEC channels from ``channel`` on."""
-    strides = (Int64(o_accum.stride[0]), Int64(lse_accum.stride[0]))
-    for base in cutlass.range(0, count, CHUNK, unroll=1):
-        slot = Int64(first + base)
-        o_at = o_accum.iterator + (slot * strides[0] + row * o_accum.stride[1] + channel)
-        lse_at = lse_accum.iterator + (slot * strides[1] + row)
-        _add_chunk(partial, o_at, lse_at, strides, count - base)
+    """Loads slots first .. first + count - 1 of one unit, at = (row, channel); ``count`` may be
+    larger than what ``loads`` holds."""
+    row, channel = at
+    words, lses = loads.words, loads.lses
+    o_at = o_accum.iterator + (Int64(first) * o_accum.stride[0] + row * o_accum.stride[1] + channel)
+    lse_at = lse_accum.iterator + (Int64(first) * lse_accum.stride[0] + row)
+    for j in cutlass.range_constexpr(loads.slots):
+        if j < count:
+            loaded = compat.load_words(o_at + j * Int64(o_accum.stride[0]), VEC, **compat.STRONG)
+            for i in cutlass.range_constexpr(VEC):
+                words[unit, j, i] = loaded[i]
+    for j in cutlass.range_constexpr(loads.slots):
+        if j < count:
+            word = compat.load_words(lse_at + j * Int64(lse_accum.stride[0]), 1, **compat.STRONG)[0]
+            lses[unit, j] = word.bitcast(Float32)
 
 
 @cute.jit
@@ -243,35 +245,78 @@ def _batch_of(split_begin: cute.Tensor, block: Int32, ctas: Int32, slots: Int32)
     return cute.arch.warp_redux_sync(found, "add") - 1
 
 
+def _place(unit: Any, lane: Any) -> tuple[Any, Any]:
+    """(row, first of the lane's channels) of a unit."""
+    return unit // PARTS, unit % PARTS * (quant.WARP * VEC) + lane * VEC
+
+
 @cute.jit
 def _merge_units(
     tensors: Any, sums: cute.Tensor, piece: Any, span: Any, factors: Any, by_h: compat.FastDivisor
 ) -> None:
     """Merges units span[0] .. span[1] - 1 of one batch; piece = (batch, first slot, slots)."""
+    n = piece[2]
+    if n <= 2:
+        _few_slots(2, tensors, piece, span, factors, by_h)
+    elif n <= 4:
+        _few_slots(4, tensors, piece, span, factors, by_h)
+    elif n <= CHUNK:
+        _few_slots(CHUNK, tensors, piece, span, factors, by_h)
+    else:
+        _many_slots(tensors, sums, piece, span, factors, by_h)
+
+
+@cute.jit
+def _few_slots(
+    most: cutlass.Constexpr, tensors: Any, piece: Any, span: Any, factors: Any,
+    by_h: compat.FastDivisor,
+) -> None:  # fmt: skip
+    """Up to ``most`` slots, all in flight at once."""
     o_accum, lse_accum, out, lse = tensors
     batch, begin, n = piece
     tidx, _, _ = cute.arch.thread_idx()
     lane, warp = tidx % quant.WARP, tidx // quant.WARP
-    if n > FEW:
-        run = (n + (WARPS - 1)) // WARPS
-        mine = cutlass.min(run, n - warp * run)
-        for u in cutlass.range(span[0], span[1], unroll=1):
-            row, channel = u // PARTS, u % PARTS * 128 + lane * VEC
+    units = max(1, FLIGHT // most)
+    for base in cutlass.range(span[0] + warp, span[1], WARPS * units, unroll=1):
+        loads = _Loads(units, most)
+        for k in cutlass.range_constexpr(units):
+            u = base + k * WARPS
+            count = n if u < span[1] else 0
+            _issue(loads, k, o_accum, lse_accum, begin, count, _place(u, lane))
+        for k in cutlass.range_constexpr(units):
+            u = base + k * WARPS
             partial = _Partial()
-            _add_slots(partial, o_accum, lse_accum, begin + warp * run, mine, row, channel)
-            for i in cutlass.range_constexpr(2 + VEC):
-                sums[i, warp, lane] = partial.state[i]
-            cute.arch.sync_threads()
-            if warp == 0:
-                total = _combine(sums, lane)
-                _finish(total, out, lse, factors, (batch, row, channel), by_h)
-            cute.arch.sync_threads()
-    else:
-        for u in cutlass.range(span[0] + warp, span[1], WARPS, unroll=1):
-            row, channel = u // PARTS, u % PARTS * 128 + lane * VEC
-            partial = _Partial()
-            _add_slots(partial, o_accum, lse_accum, begin, n, row, channel)
-            _finish(partial, out, lse, factors, (batch, row, channel), by_h)
+            loads.add_to(partial, k)
+            row, channel = _place(u, lane)
+            if u < span[1]:
+                _finish(partial, out, lse, factors, (batch, row, channel), by_h)
+
+
+@cute.jit
+def _many_slots(
+    tensors: Any, sums: cute.Tensor, piece: Any, span: Any, factors: Any, by_h: compat.FastDivisor
+) -> None:
+    """More slots: the CTA's warps share a unit's slots."""
+    o_accum, lse_accum, out, lse = tensors
+    batch, begin, n = piece
+    tidx, _, _ = cute.arch.thread_idx()
+    lane, warp = tidx % quant.WARP, tidx // quant.WARP
+    run = (n + (WARPS - 1)) // WARPS
+    first, mine = begin + warp * run, cutlass.min(run, n - warp * run)
+    for u in cutlass.range(span[0], span[1], unroll=1):
+        row, channel = _place(u, lane)
+        partial = _Partial()
+        for base in cutlass.range(0, mine, CHUNK, unroll=1):
+            loads = _Loads(1, CHUNK)
+            _issue(loads, 0, o_accum, lse_accum, first + base, mine - base, (row, channel))
+            loads.add_to(partial, 0)
+        for i in cutlass.range_constexpr(2 + VEC):
+            sums[i, warp, lane] = partial.state[i]
+        cute.arch.sync_threads()
+        if warp == 0:
+            total = _combine(sums, lane)
+            _finish(total, out, lse, factors, (batch, row, channel), by_h)
+        cute.arch.sync_threads()
 
 
 def _combine(sums: Any, lane: Any) -> _Partial:
