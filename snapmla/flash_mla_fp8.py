@@ -22,11 +22,12 @@ Differences on purpose: a row that sees no token gives out 0 and lse +inf (Flash
 from __future__ import annotations
 
 import functools
+from typing import Any, NamedTuple
 
 import torch
 
-from dsl_kernels.spec import HEAD_DIM_QK, KV_LORA_RANK, PAGE_SIZES, QK_ROPE_HEAD_DIM
-from snapmla import attention, checks, dispatch, env, quant
+from dsl_kernels.spec import HEAD_DIM_QK, KV_LORA_RANK, QK_ROPE_HEAD_DIM, TOKEN_TILE
+from snapmla import attention, checks, dispatch, env, launch, quant
 from snapmla import plan as plans
 from snapmla.cache import PagedKVCache
 from snapmla.quant import QuantizedQuery
@@ -41,15 +42,14 @@ __all__ = [
 
 MAX_BATCH = 2048  # sequences that a metadata tensor holds unless told: 43 KB on an H200
 MAX_ROWS = checks.MAX_HEADS * checks.MAX_S_Q
-_ANY_LENGTH = (1 << 24, 64)  # max_pages, page_size of a plan that does not know the block table
+_MOST_TOKENS = 1 << 30  # of a sequence in a plan that does not know the block table
 _FLAT_PAGES = (128, 64, 32, 16)  # any page size addresses a flat pool
 
-_FP8, _BYTES = (checks.FP8,), (checks.FP8, torch.uint8)
-_BF16, _F32, _I32 = (torch.bfloat16,), (torch.float32,), (torch.int32,)
-_RESULTS = (torch.bfloat16, torch.float32)
+_BYTES = (checks.FP8, torch.uint8)
 _EMPTY_LSE = attention.EMPTY_LSE
 
 Pair = tuple[torch.Tensor, torch.Tensor]
+Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def _metadata_width(parts: int, max_batch: int) -> int:
@@ -73,32 +73,62 @@ def _kept_workspace(device: torch.device, stream: int, parts: int, rows_pad: int
     )
 
 
-def _workspace(device: torch.device, parts: int, rows_pad: int) -> Pair:
-    """The stream's workspace; under capture a fresh one, which lives in the graph's memory."""
+def _stream_of(device: torch.device) -> int | None:
+    """Handle of the current stream; None while it is being captured."""
     if device.type != "cuda":
-        return _kept_workspace(device, 0, parts, rows_pad)
+        return 0
     if torch.cuda.is_current_stream_capturing():
+        return None
+    return torch._C._cuda_getCurrentRawStream(device.index)
+
+
+def _workspace(device: torch.device, stream: int | None, parts: int, rows_pad: int) -> Pair:
+    """The stream's workspace; under capture a fresh one, which lives in the graph's memory."""
+    if stream is None:
         return _kept_workspace.__wrapped__(device, 0, parts, rows_pad)
-    stream = torch.cuda.current_stream(device).cuda_stream
     return _kept_workspace(device, stream, parts, rows_pad)
+
+
+class _PairPlan(plans.DecodePlan):
+    """A plan over a pair's memory, planned before anyone knew the block table."""
+
+    STALE = ("tile_scheduler_metadata", "call get_mla_metadata(..., out=) after the lengths change")
+
+    def can_split(self) -> bool:
+        return self.num_parts > 1
+
+
+class _Tables(NamedTuple):
+    """Where a metadata tensor holds the plan's tables."""
+
+    work_items: torch.Tensor
+    part_begin: torch.Tensor
+    planned_seqlens: torch.Tensor
+
+
+def _tables(metadata: torch.Tensor, batch: int) -> _Tables:
+    flat, parts = metadata.view(-1), metadata.shape[0]
+    tail = flat.shape[0] - (parts + 1)
+    items = flat[: 4 * (parts + batch)].view(parts + batch, 4)
+    return _Tables(items, flat[tail:], flat[tail - batch : tail])
 
 
 def _plan(
     metadata: torch.Tensor, num_splits: torch.Tensor, batch: int, num_heads: int, s_q: int,
-    page_size: int, max_pages: int,
+    page_size: int, max_pages: int, stream: int | None,
 ) -> plans.DecodePlan:  # fmt: skip
-    """A ``DecodePlan`` over the pair's memory."""
+    """A ``DecodePlan`` over the checked pair's memory."""
+    checks.num_heads(num_heads)
+    checks.s_q(s_q)
+    checks.page_size(page_size)
+    checks.integer("max_pages", max_pages, 1)
     parts, rows = metadata.shape[0], num_heads * s_q
     pipeline, row_tile = dispatch.choose(metadata.device, num_heads, s_q, page_size)
     rows_pad = -(-rows // row_tile) * row_tile
-    o_accum, lse_accum = _workspace(metadata.device, parts, rows_pad)
-    flat = metadata.view(-1)
-    tail = flat.shape[0] - (parts + 1)
-    return plans.DecodePlan(
-        work_items=flat[: 4 * (parts + batch)].view(parts + batch, 4),
-        part_begin=flat[tail:],
+    o_accum, lse_accum = _workspace(metadata.device, stream, parts, rows_pad)
+    return _PairPlan(
+        **_tables(metadata, batch)._asdict(),
         split_begin=num_splits,
-        planned_seqlens=flat[tail - batch : tail],
         o_accum=o_accum,
         lse_accum=lse_accum,
         batch=batch,
@@ -122,29 +152,31 @@ def _kept_plan(
     metadata: torch.Tensor, num_splits: torch.Tensor, batch: int, num_heads: int, s_q: int,
     page_size: int, max_pages: int,
 ) -> plans.DecodePlan:  # fmt: skip
-    """The checked pair's plan, made once for all layers of a step.
+    """The pair's plan, checked and made once for all layers of a step.
 
-    A kept plan holds the pair's memory, so an address in the key cannot have become another
-    tensor's.  Under capture plans are not kept: their workspace is the graph's.
+    A kept plan holds the pair's memory, so addresses in the key cannot have become other tensors';
+    what else could lie there are other views of the same memory.  Under capture plans are not kept:
+    their workspace is the graph's.
     """
-    device = metadata.device
-    stream = 0
-    if device.type == "cuda":
-        if torch.cuda.is_current_stream_capturing():
-            _check_pair(metadata, num_splits, batch, device)
-            return _plan(metadata, num_splits, batch, num_heads, s_q, page_size, max_pages)
-        stream = torch.cuda.current_stream(device).cuda_stream
+    stream = _stream_of(metadata.device)
     key = (
-        metadata.data_ptr(), metadata.shape, metadata.stride(), metadata.dtype, device, stream,
-        num_splits.data_ptr(), num_splits.shape, num_splits.stride(), num_splits.dtype,
-        num_splits.device, batch, num_heads, s_q, page_size, max_pages, env.CHECK_PLAN.get(),
+        metadata.data_ptr(), num_splits.data_ptr(), metadata.shape, batch, num_heads, s_q,
+        page_size, max_pages, stream,
     )  # fmt: skip
     plan = _plans.get(key)
-    if plan is None:
-        _check_pair(metadata, num_splits, batch, device)
+    if (
+        plan is not None
+        and metadata.dtype is num_splits.dtype is torch.int32
+        and metadata.is_contiguous()
+        and num_splits.is_contiguous()
+        and num_splits.shape == (batch + 1,)
+    ):
+        return plan
+    _check_pair(metadata, num_splits, batch, metadata.device)
+    plan = _plan(metadata, num_splits, batch, num_heads, s_q, page_size, max_pages, stream)
+    if stream is not None:
         if len(_plans) >= KEPT_PLANS:
             _plans.clear()
-        plan = _plan(metadata, num_splits, batch, num_heads, s_q, page_size, max_pages)
         _plans[key] = plan
     return plan
 
@@ -166,6 +198,13 @@ def _check_pair(
             name, f"room for {batch} sequences", f"room for {max(room, 0)}",
             "make it by get_mla_metadata(..., max_batch=the largest batch)",
         )  # fmt: skip
+
+
+def _pair(name: str, value: Any) -> Pair:
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        got = f"{len(value)} values" if isinstance(value, (tuple, list)) else type(value).__name__
+        checks.type_error(name, "a pair of tensors", got)
+    return value[0], value[1]
 
 
 def get_mla_metadata(
@@ -202,9 +241,8 @@ def get_mla_metadata(
     checks.integer("num_heads_k", num_heads_k, 1, 1, "MLA shares one latent among all heads")
     checks.integer("max_batch", max_batch, 1)
     device, batch = cache_seqlens.device, cache_seqlens.shape[0]
-    max_pages, page_size = _ANY_LENGTH
     if out is None:
-        _, row_tile = dispatch.choose(device, rows, 1, page_size)
+        _, row_tile = dispatch.choose(device, rows, 1, _FLAT_PAGES[0])
         parts = plans.default_num_parts(device, rows, row_tile)
         if batch > max_batch:
             checks.value_error(
@@ -216,14 +254,20 @@ def get_mla_metadata(
             torch.zeros(shape, dtype=torch.int32, device=device),
             torch.zeros(batch + 1, dtype=torch.int32, device=device),
         )
-    metadata, num_splits = out
+    metadata, num_splits = _pair("out", out)
     _check_pair(metadata, num_splits, batch, device)
     if batch:
-        _plan(metadata, num_splits, batch, rows, 1, page_size, max_pages).update_(cache_seqlens)
+        tables, overhead = _tables(metadata, batch), plans.DEFAULT_FIXED_OVERHEAD
+        longest = (plans.MAX_COST // batch - overhead) * TOKEN_TILE  # the sum stays in 32 bits
+        plans.launch_plan(
+            cache_seqlens, tables.work_items, tables.part_begin, num_splits,
+            tables.planned_seqlens, min(longest, _MOST_TOKENS), overhead, 0,
+        )  # fmt: skip
     return metadata, num_splits
 
 
 _DECODE_NAMES = {
+    "plan": "tile_scheduler_metadata",
     "q": "q_nope", "q.nope": "q_nope", "q.rope": "q_rope", "q.scale": "q_scale",
     "cache": "k_cache_lora", "content": "k_cache_lora", "rope": "k_cache_rope", "scale": "k_scale",
     "num_heads": "q_nope, num_heads", "s_q": "q_nope, s_q", "page_size": "k_cache_lora, page_size",
@@ -279,112 +323,75 @@ def flash_mla_ckv_fp8_per_token(
     Source: SnapMLA paper, Algorithm 1 (function); the pipeline is the dispatcher's choice.
     """
     scale = HEAD_DIM_QK**-0.5 if softmax_scale is None else softmax_scale
-    plan = _quick_plan(
+    usual = head_dim_v == KV_LORA_RANK and type(scale) is float and empty_lse in _EMPTY_LSE
+    if usual and 0.0 < scale <= checks.MAX_SOFTMAX_SCALE:
+        try:
+            done = _quick_decode(
+                (q_nope, q_rope, q_scale), (k_cache_lora, k_cache_rope, k_scale), block_table,
+                cache_seqlens, (tile_scheduler_metadata, num_splits), out, lse,
+                (scale, int(causal), attention.LSE_FACTOR["e"], _EMPTY_LSE[empty_lse]),
+            )  # fmt: skip
+            if done is not None:
+                return done
+        except Exception:  # something is wrong: the full checks below say what
+            pass
+    return _checked_decode(
         q_nope, q_rope, k_cache_lora, k_cache_rope, q_scale, k_scale, block_table, cache_seqlens,
-        tile_scheduler_metadata, num_splits, out, lse,
+        head_dim_v, tile_scheduler_metadata, num_splits, scale, causal, out, lse, empty_lse,
     )  # fmt: skip
-    quick = head_dim_v == KV_LORA_RANK and type(scale) is float and empty_lse in _EMPTY_LSE
-    if plan is None or not quick or not 0.0 < scale <= checks.MAX_SOFTMAX_SCALE:
-        return _checked_decode(
-            q_nope, q_rope, k_cache_lora, k_cache_rope, q_scale, k_scale, block_table,
-            cache_seqlens, head_dim_v, tile_scheduler_metadata, num_splits, scale, causal, out,
-            lse, empty_lse,
-        )  # fmt: skip
+
+
+def _quick_decode(
+    query: Triple,
+    pool: Triple,
+    block_table: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    pair: Pair,
+    out: torch.Tensor | None,
+    lse: torch.Tensor | None,
+    numbers: tuple[float, int, float, float],
+) -> Pair | None:
+    """The launches on tensors as an engine passes them; None if they are of another kind.
+
+    The exported functions check dtypes, sizes, alignment and strides in less time than it takes
+    from here (see ``attention.decode``); checked here is what they do not see.  If they refuse, the
+    full checks say which argument it was.
+    """
+    (q_nope, q_rope, q_scale), (lora, rope, k_scale) = query, pool
+    b, s_q, heads, _ = q_nope.shape
+    pages, page_size, _, _ = lora.shape
+    lora_dtype = lora.dtype
+    if not (
+        b
+        and pages
+        and q_nope.dtype is checks.FP8
+        and lora_dtype in _BYTES
+        and k_scale.shape == (pages, page_size, 1, 1)
+        and q_nope.is_contiguous()
+        and q_rope.is_contiguous()
+        and (out is None or out.is_contiguous())
+        and (lse is None or lse.is_contiguous())
+    ):
+        return None
+    plan = _kept_plan(*pair, b, heads, s_q, page_size, block_table.shape[1])
+    if launch.several_gpus() and not launch.all_on(
+        plan.device, *query, *pool, block_table, cache_seqlens, out, lse
+    ):
+        return None
     if plan.check_stale:
         plan.check(cache_seqlens)
     if out is None:
         out = q_rope.new_empty(plan.out_shape)
     if lse is None:
         lse = q_scale.new_empty(plan.lse_shape)
-    pool = k_scale.shape[:2]
+    content = (lora if lora_dtype is torch.uint8 else lora.view(torch.uint8)).squeeze(2)
     attention.launch_decode(
-        (q_nope.view(torch.uint8), q_rope, q_scale.view(q_nope.shape[:3])),
-        (
-            k_cache_lora.view(torch.uint8).view(*pool, KV_LORA_RANK),
-            k_cache_rope.view(*pool, QK_ROPE_HEAD_DIM),
-            k_scale.view(pool),
-        ),
+        (q_nope.view(torch.uint8), q_rope, q_scale.squeeze(3)),
+        (content, rope.squeeze(2), k_scale.view(pages, page_size)),
         block_table, cache_seqlens, plan.variant, plan.arguments, plan.may_split, (out, lse),
-        (scale, int(causal), attention.LSE_FACTOR["e"], _EMPTY_LSE[empty_lse]),
+        numbers,
     )  # fmt: skip
     return out, lse
-
-
-def _quick_plan(
-    q_nope: torch.Tensor,
-    q_rope: torch.Tensor,
-    k_cache_lora: torch.Tensor,
-    k_cache_rope: torch.Tensor,
-    q_scale: torch.Tensor,
-    k_scale: torch.Tensor,
-    block_table: torch.Tensor,
-    cache_seqlens: torch.Tensor,
-    metadata: torch.Tensor,
-    num_splits: torch.Tensor,
-    out: torch.Tensor | None,
-    lse: torch.Tensor | None,
-) -> plans.DecodePlan | None:
-    """The plan if every tensor is exactly as an engine passes it (contiguous, documented shape).
-
-    The quick way to the launches: it looks at what the full checks look at, but says nothing.  On
-    None they are run, and raise or find that all is well (strided pools, 3-D scales).
-    """
-    try:
-        b, s_q, heads, _ = q_nope.shape
-        pages, page_size, _, _ = k_cache_lora.shape
-        width, device = block_table.shape[1], q_nope.device
-        rows, pool = (b, s_q, heads), (pages, page_size, 1)
-        inputs = (
-            (q_nope, _FP8, (*rows, KV_LORA_RANK)),
-            (q_rope, _BF16, (*rows, QK_ROPE_HEAD_DIM)),
-            (q_scale, _F32, (*rows, 1)),
-            (k_cache_lora, _BYTES, (*pool, KV_LORA_RANK)),
-            (k_cache_rope, _BF16, (*pool, QK_ROPE_HEAD_DIM)),
-            (k_scale, _F32, (*pool, 1)),
-            (block_table, _I32, (b, width)),
-            (cache_seqlens, _I32, (b,)),
-        )
-        for value, dtypes, shape in inputs:
-            if (
-                value.dtype not in dtypes
-                or value.shape != shape
-                or value.device != device
-                or not value.is_contiguous()
-                or value.data_ptr() % (4 if dtypes is _I32 or value is q_scale else checks.ALIGN)
-            ):
-                return None
-        fits = (
-            b > 0
-            and pages > 0
-            and width > 0
-            and 1 <= s_q <= checks.MAX_S_Q
-            and 1 <= heads <= checks.MAX_HEADS
-            and page_size in PAGE_SIZES
-            and metadata.device == device
-            and num_splits.device == device
-            and (out is None or _is_result(out, _RESULTS, (*rows, KV_LORA_RANK), device))
-            and (lse is None or _is_result(lse, _F32, (b, heads, s_q), device))
-        )
-        if not fits:
-            return None
-        return _kept_plan(metadata, num_splits, b, heads, s_q, page_size, width)
-    except (AttributeError, IndexError, TypeError, ValueError):
-        return None  # something is of another kind: the full checks have the words
-
-
-def _is_result(
-    value: torch.Tensor,
-    dtypes: tuple[torch.dtype, ...],
-    shape: tuple[int, ...],
-    device: torch.device,
-) -> bool:
-    return (
-        value.dtype in dtypes
-        and value.shape == shape
-        and value.device == device
-        and value.is_contiguous()
-        and not value.data_ptr() % (checks.ALIGN if dtypes is _RESULTS else 4)
-    )
 
 
 def _checked_decode(
@@ -590,10 +597,11 @@ def dequantize_ckv_fused_indexed(
         checks.tensor("indices", indices, (torch.int32,), ("n",), cache.device)
         flat = None
         if out is not None:
+            first, second = _pair("out", out)
             n = indices.shape[0]
-            checks.tensor("out[0]", out[0], checks.FLOATS, (n, 1, KV_LORA_RANK), cache.device)
-            checks.tensor("out[1]", out[1], checks.FLOATS, (n, 1, QK_ROPE_HEAD_DIM), cache.device)
-            flat = (out[0][:, 0], out[1][:, 0])
+            checks.tensor("out[0]", first, checks.FLOATS, (n, 1, KV_LORA_RANK), cache.device)
+            checks.tensor("out[1]", second, checks.FLOATS, (n, 1, QK_ROPE_HEAD_DIM), cache.device)
+            flat = (first[:, 0], second[:, 0])
         lora, rope = quant.fetch_dequant(cache, indices, out=flat)
     except (TypeError, ValueError) as error:
         raise checks.renamed(error, _FETCH_NAMES) from None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -21,6 +21,8 @@ from snapmla import checks, dispatch, env, launch, runtime
 
 DEFAULT_FIXED_OVERHEAD = 6  # token tiles that starting an item costs (prologue, epilogue, merge)
 STALE_SHOWN = 8  # changed sequences that an error names
+# Tiles and overheads of a whole batch: running costs and one part beyond them fit 32 bits.
+MAX_COST = 2**30 - 2**18
 SOFTGPU_SMS = 4  # the software GPU counts as this many SMs: enough parts to split and merge
 
 
@@ -63,6 +65,11 @@ class DecodePlan:
     Source: the work list with a fixed cost per item is FlashMLA's scheduling idea; tables and
     capacity search are our own (``snapmla.reference_plan``).
     """
+
+    # what a stale plan's error calls the argument, and advises
+    STALE: ClassVar[tuple[str, str]] = (
+        "plan", "call plan.update_(cache_seqlens) once after the lengths change",
+    )  # fmt: skip
 
     work_items: torch.Tensor
     part_begin: torch.Tensor
@@ -190,11 +197,12 @@ class DecodePlan:
         shown = [f"{i} ({planned[i]} -> {now[i]})" for i in changed[:STALE_SHOWN]]
         if len(changed) > STALE_SHOWN:
             shown.append(f"{len(changed) - STALE_SHOWN} more")
+        name, hint = self.STALE
         checks.value_error(
-            "plan",
+            name,
             "the lengths it was last updated for",
             f"other tokens (planned -> now) in sequence {', '.join(shown)}",
-            "call plan.update_(cache_seqlens) once after the lengths change",
+            hint,
         )
 
     def explain(self, limit: int = 16) -> str:
@@ -333,8 +341,16 @@ def plan_decode(
     split_tiles = _split_tiles(fixed_split_tokens)
     rows_pad = -(-rows // row_tile) * row_tile
     items, slots = num_parts + batch, 2 * num_parts
+    pieces = -(-max_tiles // split_tiles) if split_tiles else 1
+    cost = batch * (max_tiles + fixed_overhead * pieces)
+    if cost > MAX_COST:
+        checks.value_error(
+            "max_pages",
+            f"a batch of at most {MAX_COST} tiles, overheads included",
+            f"up to {cost} in {batch} sequences of {max_pages} pages",
+            "narrow the block table, or lower fixed_overhead",
+        )
     if split_tiles:
-        pieces = -(-max_tiles // split_tiles)
         items = max(batch * pieces, 1)
         slots = items if pieces > 1 else 1
 

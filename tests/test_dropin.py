@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -265,9 +266,12 @@ def test_out_and_lse_are_written_in_place() -> None:
 
 def test_workspace_is_kept() -> None:
     device = torch.device("cpu")
-    first = names._workspace(device, 3, 16)
-    assert names._workspace(device, 3, 16)[0] is first[0]
-    assert names._workspace(device, 4, 16)[0] is not first[0]
+    first = names._workspace(device, 0, 3, 16)
+    assert names._workspace(device, 0, 3, 16)[0] is first[0]
+    for other in ((0, 4, 16), (0, 3, 32), (7, 3, 16), (None, 3, 16)):
+        assert names._workspace(device, *other)[0] is not first[0]
+    captured = [names._workspace(device, None, 3, 16)[0] for _ in range(2)]
+    assert captured[0] is not captured[1]
 
 
 def test_stale_metadata_is_caught_in_debug_mode(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,6 +283,46 @@ def test_stale_metadata_is_caught_in_debug_mode(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(ValueError, match=r"planned -> now.* 1 \(3 -> 2\)"):
         step.decode(pair)
     step.decode(step.metadata(out=pair))
+
+
+def test_stale_metadata_is_named_as_the_caller_knows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SNAPMLA_CHECK_PLAN", "1")
+    step = Step((70, 3), 16, 1)
+    pair = step.metadata()
+    step.lengths[1] = 2
+    for extra in ({}, {"softmax_scale": 1}):  # the quick way and the long one
+        with pytest.raises(ValueError, match=r"^tile_scheduler_metadata: .*\(call get_mla"):
+            step.decode(pair, **extra)
+
+
+@pytest.mark.parametrize("width", [1, 2])
+def test_lengths_beyond_the_block_table(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    """The pair is made before the table's width is known: its splits are merged all the same."""
+    monkeypatch.setattr("snapmla.plan.DEFAULT_FIXED_OVERHEAD", 0)
+    names._plans.clear()
+    step = Step((190, 500), 16, 1)
+    pair = step.metadata()
+    assert int(pair[1][-1]) > 0
+    step.table = step.table[:, :width].contiguous()
+    results = {"out": torch.full((2, 1, 16, 512), 7.0), "lse": torch.full((2, 16, 1), 7.0)}
+    out, lse = step.decode(pair, **results)
+    want, want_lse = step.primary(out_dtype=torch.float32)
+    assert selfcheck.metrics.relative_l2(out, want) < 5e-3
+    assert selfcheck.metrics.lse_error(lse, want_lse) < 1e-5
+    names._plans.clear()
+
+
+@pytest.mark.parametrize("batch", [128, 200])
+def test_garbage_lengths_do_not_overflow_the_schedule(batch: int) -> None:
+    """The pair knows no capacity; the sum of all tiles must still fit 32 bits."""
+    lengths = torch.full((batch,), 2**31 - 1, dtype=torch.int32)
+    metadata, splits = names.get_mla_metadata(lengths, 16, 1)
+    parts = metadata.shape[0]
+    begin = metadata.view(-1)[-(parts + 1) :].tolist()
+    assert begin[0] == 0 and begin == sorted(begin) and batch <= begin[-1] < batch + parts
+    items = metadata.view(-1)[: 4 * begin[-1]].view(-1, 4)
+    assert (items[:, 2] > items[:, 1]).all() and splits[-1] <= 2 * parts
+    assert items[:, 0].unique().numel() == batch
 
 
 def test_other_metadata_beside_the_same_splits() -> None:
@@ -319,6 +363,104 @@ def test_an_engines_call_takes_the_quick_way(monkeypatch: pytest.MonkeyPatch) ->
     assert len(made) == 1
     equal(step.decode(step.metadata()), want)  # other memory, another plan
     assert len(made) > 1
+
+
+def wide_slice(t: torch.Tensor) -> torch.Tensor:
+    """The same values with gaps between sequences."""
+    return torch.cat([t, t], 1)[:, : t.shape[1]]
+
+
+WRONG: list[tuple[str, Callable[[torch.Tensor], object], str]] = [
+    ("q_nope", wide_slice, "q_nope: .*contiguous"),
+    ("q_nope", lambda t: t.view(torch.int8), "q_nope: expected dtype float8_e4m3fn, got int8"),
+    ("q_rope", wide_slice, "q_rope: .*contiguous"),
+    ("q_rope", lambda t: t.half(), "q_rope: expected dtype bfloat16, got float16"),
+    ("q_scale", lambda t: t.mT, r"q_scale: expected shape .*got \(2, 2, 1, 16\)"),
+    ("k_cache_lora", lambda t: torch.zeros(*t.shape[:3], 256, dtype=torch.bfloat16),
+     r"k_cache_lora: expected shape \(pages, page_size, 1, 512\)"),
+    ("k_cache_lora", lambda t: t[:0], "k_cache_lora: expected 1 page or more, got 0"),
+    ("k_cache_lora", lambda t: t.view(2 * len(t), -1, 1, 512), r"k_cache_rope: expected shape"),
+    ("k_cache_rope", lambda t: t.view(-1, 1, PAGE, 64), "k_cache_rope: expected shape"),
+    ("k_scale", lambda t: t.view(-1, 1, PAGE, 1), "k_scale: expected shape"),
+    ("k_scale", lambda t: t.view(-1, PAGE), "k_scale: expected shape"),
+    ("block_table", lambda t: t[:1], "block_table: expected shape"),
+    ("block_table", lambda t: t[:, :0], "block_table: expected a width of 1"),
+    ("block_table", lambda t: t.long(), "block_table: expected dtype int32"),
+    ("cache_seqlens", lambda t: t[:1], "cache_seqlens: expected shape"),
+    ("cache_seqlens", lambda t: t.repeat_interleave(2)[::2], "cache_seqlens: .*contiguous"),
+    ("tile_scheduler_metadata", lambda t: t.mT, "tile_scheduler_metadata: .*contiguous"),
+    ("tile_scheduler_metadata", lambda t: t.view(torch.float32), "tile_scheduler_meta.*int32"),
+    ("num_splits", lambda t: t.view(torch.float32), "num_splits: .*int32"),
+    ("num_splits", lambda t: t.repeat(2)[: len(t) + 1], r"num_splits: expected shape \(3,\)"),
+    ("out", wide_slice, "out: .*contiguous"),
+    ("out", lambda t: t.half(), "out: .*float16"),
+    ("out", lambda t: t.view(4, 1, 16, 512), "out: expected shape"),
+    ("lse", lambda t: t.view(2, 2, 16).mT, "lse: .*contiguous"),
+    ("lse", lambda t: t.view(2, 2, 16), "lse: expected shape"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "text"), WRONG, ids=[f"{w[0]}-{i}" for i, w in enumerate(WRONG)]
+)
+def test_one_wrong_argument_of_a_call_that_worked(
+    name: str, change: Callable[[torch.Tensor], object], text: str
+) -> None:
+    """The quick way leaves checks to the exported functions: what slips past both would be run."""
+    step = Step((70, 3), 16, 2)
+    q_nope, q_scale, q_rope = names.quantize_ckv_per_token_head(step.q, 512)
+    pair = step.metadata()
+    right = {
+        "q_nope": q_nope, "q_rope": q_rope, "q_scale": q_scale,
+        "k_cache_lora": step.pool.lora.view(-1, PAGE, 1, 512),
+        "k_cache_rope": step.pool.rope.view(-1, PAGE, 1, 64),
+        "k_scale": step.pool.scale.view(-1, PAGE, 1, 1), "block_table": step.table,
+        "cache_seqlens": step.lengths, "tile_scheduler_metadata": pair[0], "num_splits": pair[1],
+        "out": torch.zeros(2, 2, 16, 512), "lse": torch.zeros(2, 16, 2),
+    }  # fmt: skip
+    step.decode(pair, **right)
+    right["out"].zero_()
+    with pytest.raises((TypeError, ValueError), match=f"^{text}"):
+        step.decode(pair, **{**right, name: change(right[name])})
+    assert not right["out"].any()
+
+
+def test_gaps_that_the_exported_function_does_not_see() -> None:
+    step = Step((70, 3), 16, 1)
+    with pytest.raises(ValueError, match="^lse: .*contiguous"):
+        step.decode(step.metadata(), lse=torch.zeros(16, 2, 1).transpose(0, 1))
+
+
+def test_a_kept_plan_is_for_the_very_same_view() -> None:
+    """Other views of a kept pair's memory, at the same address, are checked anew."""
+    lengths = torch.ones(2, dtype=torch.int32)
+    metadata, _ = names.get_mla_metadata(lengths, 16, 1)
+    buffer = torch.zeros(9, dtype=torch.int32)
+    plan = names._kept_plan(metadata, buffer[:3], 2, 16, 1, 64, 4)
+    assert names._kept_plan(metadata.view(4, -1), buffer[:3], 2, 16, 1, 64, 4) is plan
+    rows, columns = metadata.shape
+    others = (metadata.view(torch.float32), metadata.as_strided((rows, columns), (1, rows)))
+    for other in others:
+        with pytest.raises((TypeError, ValueError), match="^tile_scheduler_metadata: "):
+            names._kept_plan(other, buffer[:3], 2, 16, 1, 64, 4)
+    for other in (buffer[:4], buffer[::2][:3], buffer[:3].view(torch.float32)):
+        with pytest.raises((TypeError, ValueError), match="^num_splits: "):
+            names._kept_plan(metadata, other, 2, 16, 1, 64, 4)
+
+
+@pytest.mark.parametrize("layout", ["paged", "row640"])
+def test_other_layouts_take_the_quick_way(monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
+    step = Step((70, 3), 16, 1)
+    want = step.primary()
+    cache = snapmla.PagedKVCache.allocate(SLOTS // PAGE, PAGE, layout, "cpu")
+    for name in ("content_u8", "rope", "scale"):
+        getattr(cache, name).copy_(getattr(step.pool.primary(), name))
+    monkeypatch.setattr(names, "_checked_decode", lambda *_: pytest.fail("the long way"))
+    got = step.decode(
+        step.metadata(), k_cache_lora=cache.content.unsqueeze(2),
+        k_cache_rope=cache.rope.unsqueeze(2), k_scale=cache.scale[..., None, None],
+    )  # fmt: skip
+    equal(got, want)
 
 
 def test_other_strides_take_the_long_way() -> None:

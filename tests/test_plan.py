@@ -16,6 +16,7 @@ import snapmla
 from codegen import toolchain
 from dsl_kernels.spec import TOKEN_TILE, VariantSpec
 from snapmla import runtime, selfcheck
+from snapmla.plan import MAX_COST
 from snapmla.reference_plan import plan_reference, tile_counts
 
 needs_kernels = pytest.mark.skipif(not toolchain.have_compiler(), reason="needs nvidia-cutlass-dsl")
@@ -199,6 +200,33 @@ def test_fixed_split_errors(value: object, error: type[Exception], text: str) ->
             torch.ones(2, dtype=torch.int32), 16, 1, page_size=64, max_pages=2,
             fixed_split_tokens=value,  # type: ignore[arg-type]
         )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_pages": 2**24},
+        {"max_pages": 2**24, "fixed_split_tokens": 2**29},
+        {"max_pages": 2, "fixed_overhead": 2**16, "fixed_split_tokens": 64},
+    ],
+)
+def test_costs_of_a_batch_must_fit_32_bits(options: dict[str, int]) -> None:
+    """The kernel adds up tiles and overheads of all sequences, whatever their lengths turn out to
+    be; garbage lengths of a batch that could overflow would give a wrong plan or wild stores."""
+    lengths = torch.zeros(10000, dtype=torch.int32)
+    with pytest.raises(ValueError, match="^max_pages: .*at most 1073479680 tiles.*narrow the"):
+        snapmla.plan_decode(lengths, 16, 1, page_size=64, **options)
+
+
+@needs_kernels
+def test_the_largest_batch_that_may_be_planned() -> None:
+    """Every length at its most, in one part and in several: still entry for entry the mirror's."""
+    batch, tokens = 500, 64 * (MAX_COST // 500 - 6)
+    lengths = [2**31 - 1] * batch
+    for parts in (1, 3):
+        want = plan_reference(lengths, parts, TOKEN_TILE, 6, tokens)
+        found = run_plan_kernel(lengths, parts, 6, tokens, 0)
+        assert found == (want.work_items, want.part_begin, want.split_begin, lengths)
 
 
 # ---------------------------------------------------------------------------- stale plans
