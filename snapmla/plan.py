@@ -67,7 +67,7 @@ class DecodePlan:
     """
 
     # what a stale plan's error calls the argument, and advises
-    STALE: ClassVar[tuple[str, str]] = (
+    _STALE: ClassVar[tuple[str, str]] = (
         "plan", "call plan.update_(cache_seqlens) once after the lengths change",
     )  # fmt: skip
 
@@ -197,7 +197,7 @@ class DecodePlan:
         shown = [f"{i} ({planned[i]} -> {now[i]})" for i in changed[:STALE_SHOWN]]
         if len(changed) > STALE_SHOWN:
             shown.append(f"{len(changed) - STALE_SHOWN} more")
-        name, hint = self.STALE
+        name, hint = self._STALE
         checks.value_error(
             name,
             "the lengths it was last updated for",
