@@ -109,7 +109,7 @@ def precompile_command(
     pattern: Filter = "*",
     cuda: Cuda = "",
     out: Out = None,
-    jobs: Annotated[int | None, typer.Option(help="worker processes")] = None,
+    jobs: Annotated[int | None, typer.Option(help="worker processes", min=1)] = None,
     link: Annotated[bool, typer.Option(help="also link loadable libraries")] = True,
     force: Annotated[bool, typer.Option(help="rebuild what is up to date")] = False,
 ) -> None:
@@ -132,9 +132,13 @@ def precompile_command(
             if isinstance(outcome, list):
                 bar.console.print(f"[red]failed[/] {name}", highlight=False)
 
-        report = run_precompile(
-            specs, out_dir, jobs=jobs, linked=link, force=force, progress=progress
-        )
+        try:
+            report = run_precompile(
+                specs, out_dir, jobs=jobs, linked=link, force=force, progress=progress
+            )
+        except KeyboardInterrupt:
+            bar.console.print("interrupted: the next run goes on from here", highlight=False)
+            raise typer.Exit(130) from None
         bar.update(task, completed=len(specs))
     _show_failures(report.failed)
     console.print(

@@ -3,13 +3,18 @@
 A worker imports the compiler once and builds variant after variant (1-2 s each instead of 5).
 A worker that dies takes only its own variant down: that one is tried once more alone.  A run that
 is killed leaves whole variants only; the next one goes on from there and ends in the same manifest.
+Workers end with the process that started them, however that ends; an interrupt (Ctrl-C) lets them
+finish the variant they are at.
 """
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
-from collections.abc import Callable, Iterable
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
@@ -57,6 +62,9 @@ def precompile(
         linked: also link loadable libraries where possible.
         force: rebuild variants that are up to date.
         progress: called in this process as each variant finishes.
+
+    Raises:
+        KeyboardInterrupt: after the variants in work are finished; the manifest stays as it was.
     """
     report = Report()
     todo: dict[str, list[VariantSpec]] = {}
@@ -91,12 +99,6 @@ def _build_all(
     progress: Progress | None,
 ) -> None:
     """Builds the variants of one arch; a target is a property of a whole worker process."""
-    context = multiprocessing.get_context("spawn")
-
-    def pool(size: int) -> ProcessPoolExecutor:
-        return ProcessPoolExecutor(
-            size, mp_context=context, initializer=compiler.set_target, initargs=(arch,)
-        )
 
     def finish(spec: VariantSpec, outcome: Outcome) -> None:
         if isinstance(outcome, list):
@@ -108,7 +110,7 @@ def _build_all(
             progress(spec.name, outcome if isinstance(outcome, list) else outcome[0])
 
     lost: list[VariantSpec] = []
-    with pool(min(jobs, len(pending))) as executor:
+    with _workers(arch, min(jobs, len(pending))) as executor:
         futures = {executor.submit(_build_one, s, out_dir, linked, force): s for s in pending}
         waiting: set[Future[Outcome]] = set(futures)
         while waiting:
@@ -119,11 +121,33 @@ def _build_all(
                 except BrokenProcessPool:
                     lost.append(futures[future])
     for spec in lost:
-        with pool(1) as executor:
+        with _workers(arch, 1) as executor:
             try:
                 finish(spec, executor.submit(_build_one, spec, out_dir, linked, force).result())
             except BrokenProcessPool:
                 finish(spec, ["the compiler process died (see the log file, if any)"])
+
+
+@contextlib.contextmanager
+def _workers(arch: str, count: int) -> Iterator[ProcessPoolExecutor]:
+    """Worker processes that compile for ``arch``; on the way out nothing more is begun."""
+    context = multiprocessing.get_context("spawn")
+    executor = ProcessPoolExecutor(
+        count, mp_context=context, initializer=_start_worker, initargs=(arch,)
+    )
+    try:
+        yield executor
+    finally:
+        executor.shutdown(wait=True, cancel_futures=True)
+
+
+def _start_worker(arch: str) -> None:
+    """Runs first in each worker."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the parent decides
+    compiler.set_target(arch)
+    parent = multiprocessing.parent_process()
+    if parent is not None:  # a worker waits for work in a pipe that it holds open itself
+        threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
 
 def _build_one(spec: VariantSpec, out_dir: Path, linked: bool, force: bool) -> Outcome:

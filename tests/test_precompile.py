@@ -188,6 +188,58 @@ def test_killed_precompile_goes_on_and_ends_in_the_same_manifest(
     assert codegen(*arguments).returncode == 0 and again.read_text() == text
 
 
+def start(out: Path) -> tuple[subprocess.Popen[str], list[int]]:
+    """A precompile of 18 variants that has built the first; its child processes."""
+    arguments = ["precompile", "--filter", "[aqf]*", "--out", str(out), "--jobs", "1"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "codegen", *arguments], cwd=artifacts.ROOT, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + 120
+    while not list(out.glob("*.json")) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
+    assert children, "no worker process"
+    return process, [int(pid) for pid in children.split()]
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs /proc")
+def test_interrupt_stops_after_the_variant_in_work(tmp_path: Path) -> None:
+    process, _ = start(tmp_path)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == 130 and "Traceback" not in out, out
+    assert "interrupted: the next run goes on from here" in out
+    assert len(list(tmp_path.glob("*.json"))) <= 5
+    for path in tmp_path.glob("*.json"):
+        spec = VariantSpec.from_name(path.stem)
+        assert compiler.up_to_date(spec, tmp_path, True) is not None
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs /proc")
+def test_workers_end_with_the_process_that_started_them(tmp_path: Path) -> None:
+    process, workers = start(tmp_path)
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 60
+    while any(map(alive, workers)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    left = [pid for pid in workers if alive(pid)]
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert not left
+    assert process.stdout is not None
+    process.stdout.close()
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs (a zombie does not)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 def test_two_precompiles_share_a_directory(tmp_path: Path) -> None:
     arguments = ["precompile", "--filter", "merge*", "--out", str(tmp_path), "--jobs", "1"]
     both = [
