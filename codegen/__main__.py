@@ -227,6 +227,8 @@ def docs_command() -> None:
     from codegen import render
 
     _need_compiler()
+    if not artifacts.is_checkout():
+        raise _fail(f"docs are written in a source checkout, {ROOT} is no source checkout")
     render.write_page()
     console.print(f"wrote {render.PAGE}", highlight=False, soft_wrap=True)
 

@@ -14,6 +14,7 @@ the driver.
 from __future__ import annotations
 
 import dataclasses
+import gzip
 import hashlib
 import json
 import shutil
@@ -86,11 +87,14 @@ def collect(specs: list[VariantSpec], variant_dir: Path) -> list[Record]:
 def make(specs: list[VariantSpec], variant_dir: Path, out_dir: Path) -> Bundle:
     """Packs ``specs`` from ``variant_dir`` into a directory and a .tar.gz under ``out_dir``.
 
-    Both replace older ones of the same name only when they are complete.
+    Both replace older ones of the same name only when they are complete.  Equal contents make equal
+    archives, whenever and by whomever they are packed.
 
     Raises:
-        BundleError: variants missing, stale, of several targets, or more than 40 MB in all.
+        BundleError: variants missing, stale, of several targets, or more than 40 MB in all; this is
+            no checkout.
     """
+    requirements()
     records = collect(specs, variant_dir)
     targets = {(r.spec["arch"], r.flavour) for r in records}
     if len(targets) != 1:
@@ -110,13 +114,30 @@ def make(specs: list[VariantSpec], variant_dir: Path, out_dir: Path) -> Bundle:
                 "--filter"
             )
         packed = Path(tmp, f"{name}.tar.gz")
-        with tarfile.open(packed, "w:gz", compresslevel=6) as tar:
-            tar.add(root, arcname=name)
+        _pack(root, packed)
         directory, archive = out_dir / name, out_dir / packed.name
         shutil.rmtree(directory, ignore_errors=True)
         root.rename(directory)
         packed.rename(archive)
     return Bundle(directory, archive, size, len(records))
+
+
+def _pack(root: Path, archive: Path) -> None:
+    """``root`` as .tar.gz, without times, owners and the packing machine's umask."""
+
+    def plain(member: tarfile.TarInfo) -> tarfile.TarInfo:
+        member.uid = member.gid = member.mtime = 0
+        member.uname = member.gname = ""
+        member.mode = 0o755 if member.isdir() else 0o644
+        return member
+
+    with (
+        archive.open("wb") as raw,
+        gzip.GzipFile("", "wb", compresslevel=6, fileobj=raw, mtime=0) as packed,
+        tarfile.open(mode="w", fileobj=packed) as tar,
+    ):
+        for path in sorted([root, *root.rglob("*")]):
+            tar.add(path, path.relative_to(root.parent).as_posix(), recursive=False, filter=plain)
 
 
 def _host(root: Path) -> None:

@@ -145,9 +145,15 @@ def _start_worker(arch: str) -> None:
     """Runs first in each worker."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the parent decides
     compiler.set_target(arch)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """A worker waits for work in a pipe that it holds open itself: nothing else would end it."""
     parent = multiprocessing.parent_process()
-    if parent is not None:  # a worker waits for work in a pipe that it holds open itself
-        threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _build_one(spec: VariantSpec, out_dir: Path, linked: bool, force: bool) -> Outcome:

@@ -17,6 +17,7 @@ import torch
 
 import snapmla
 from snapmla import env, runtime
+from snapmla.errors import SnapMLAError
 
 LENGTHS = (1000, 0, 64, 129)
 HEADS, S_Q, PAGE, SCALE = 16, 2, 64, 192**-0.5
@@ -24,14 +25,18 @@ TOLERANCE = 2e-2  # relative L2; FP8 P alone makes a few 1e-3 here
 
 
 def damaged(directory: Path) -> list[str]:
-    """Libraries of an unpacked bundle that are missing or differ from its checksums."""
-    listed = json.loads((directory / runtime.BUNDLE).read_text())["variants"]
+    """What is wrong with an unpacked bundle: libraries missing or different from its checksums."""
+    try:
+        entries = json.loads((directory / runtime.BUNDLE).read_text())["variants"]
+        listed = {entry["name"]: entry["sha256"] for entry in entries}
+    except (OSError, ValueError, KeyError, TypeError):
+        return [f"{runtime.BUNDLE} cannot be read"]
     found = []
-    for entry in listed:
-        library = directory / f"{entry['name']}.so"
+    for name, digest in listed.items():
+        library = directory / f"{name}.so"
         if not library.is_file():
             found.append(f"{library.name} is missing")
-        elif hashlib.sha256(library.read_bytes()).hexdigest() != entry["sha256"]:
+        elif hashlib.sha256(library.read_bytes()).hexdigest() != digest:
             found.append(f"{library.name} differs from its checksum")
     return found
 
@@ -103,7 +108,11 @@ def main() -> int:
     torch.cuda.init()
     print(f"{torch.cuda.get_device_name(device)}, driver for CUDA {driver}")
     started = time.perf_counter()
-    error = decode_once(device)
+    try:
+        error = decode_once(device)
+    except SnapMLAError as refused:  # another GPU, a missing variant, an old driver
+        print(f"decode: {refused}")
+        return 1
     seconds = time.perf_counter() - started
     good = error < TOLERANCE
     verdict = "right" if good else "WRONG"

@@ -10,12 +10,15 @@ import tarfile
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from codegen import artifacts, bundle, link, matrix, toolchain
 from codegen.__main__ import app
 from codegen.precompile import Report
+from snapmla import bundle as server
 from snapmla import runtime
+from snapmla.errors import UnsupportedDeviceError
 
 pytestmark = pytest.mark.skipif(
     not toolchain.have_compiler() or link.identity() is None, reason="needs DSL and C compiler"
@@ -179,6 +182,54 @@ def test_command_refuses_what_is_not_built(tmp_path: Path) -> None:
     assert "variants are missing or outdated" in result.output
     assert "run `make precompile ARCH=sm_90a`" in result.output
     assert not list((tmp_path / "bundles").glob("*")), "something half was left"
+
+
+def test_archive_depends_on_its_contents_only(
+    built: Report, variant_dir: Path, tmp_path: Path
+) -> None:
+    """Not on when, where and by whom it was packed."""
+    specs = matrix.default_specs("sm_90a", "merge*")
+    made = [bundle.make(specs, variant_dir, tmp_path / name) for name in ("a", "b")]
+    with tarfile.open(made[0].archive) as tar:
+        members = tar.getmembers()
+    assert {(m.uid, m.gid, m.uname, m.gname, m.mtime) for m in members} == {(0, 0, "", "", 0)}
+    assert {m.mode for m in members} == {0o755, 0o644}
+    assert [m.name for m in members] == sorted(m.name for m in members)
+    first, second = (each.archive.read_bytes() for each in made)
+    assert first == second and first[4:8] == bytes(4), "a time in the gzip header"
+
+
+def test_only_a_checkout_makes_bundles(
+    built: Report, variant_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(artifacts, "is_checkout", lambda: False)
+    with pytest.raises(bundle.BundleError, match="made from a source checkout"):
+        bundle.make(matrix.default_specs("sm_90a", "merge*"), variant_dir, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    result = CliRunner().invoke(app, ["docs"])
+    assert result.exit_code == 1 and "no source checkout" in result.output
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"variants": 3}', '{"variants": [{}]}'])
+def test_a_damaged_list_is_reported(tmp_path: Path, text: str) -> None:
+    (tmp_path / runtime.BUNDLE).write_text(text)
+    assert server.damaged(tmp_path) == [f"{runtime.BUNDLE} cannot be read"]
+
+
+def test_a_gpu_that_nothing_was_built_for_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(device: torch.device) -> float:
+        raise UnsupportedDeviceError("a card is sm_80: kernels are built for sm_90")
+
+    monkeypatch.setattr(server, "decode_once", refuse)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
+    assert server.main() == 1
+    assert capsys.readouterr().out.endswith(
+        "decode: a card is sm_80: kernels are built for sm_90\n"
+    )
 
 
 def test_too_large_is_refused(
