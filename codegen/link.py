@@ -62,7 +62,8 @@ def link(obj: Path, out: Path, arch: str, flavour: str) -> str | None:
         launch, exports, result = (Path(tmp, n) for n in ("launch.o", "exports.map", out.name))
         launch.write_bytes(_launch_object(arch, flavour))
         exports.write_text(_EXPORTS)
-        command = [str(toolchain.c_compiler()), *_LINK, f"-Wl,--version-script={exports}"]
+        command = [str(toolchain.c_compiler()), *_LINK]
+        command += ["-Xlinker", f"--version-script={exports}"]  # -Wl would split a path at commas
         command += ["-o", str(result), str(obj), str(launch)]
         command += [f"-L{toolchain.tvm_ffi_lib_dir()}", "-ltvm_ffi", "-ldl"]
         _run(command)

@@ -283,6 +283,18 @@ def test_relinking_does_not_compile(
     assert files["so"].read_bytes() == artifacts.paths(variant_dir, CHEAP)["so"].read_bytes()
 
 
+def test_linking_in_a_directory_with_an_unusual_name(
+    built: Report, variant_dir: Path, tmp_path: Path
+) -> None:
+    if link.identity() is None:
+        pytest.skip("nothing can be linked here")
+    folder = tmp_path / "a, b'c $d"
+    borrow("merge_obf16", variant_dir, folder)
+    files = artifacts.paths(folder, CHEAP)
+    link.link(files["o"], files["so"], CHEAP.arch, toolchain.flavour())
+    assert files["so"].read_bytes() == artifacts.paths(variant_dir, CHEAP)["so"].read_bytes()
+
+
 def test_host_code_of_the_building_cpu_is_seen(tmp_path: Path) -> None:
     compiler_path = toolchain.c_compiler()
     if compiler_path is None or shutil.which("objdump") is None:
