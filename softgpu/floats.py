@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
 F32 = NDArray[np.float32]
 TINY32 = np.float32(2.0**-126)
+LARGEST_F16 = np.float32(65504)
+LARGEST_BF16 = np.float32(2.0**128 - 2.0**120)
 
 
 def _decode_table(exponent_bits: int, fraction_bits: int, ieee_inf: bool) -> NDArray[np.float32]:
@@ -81,6 +81,11 @@ def to_f16(x: F32, rounding: str = "rn") -> NDArray[np.uint16]:
     return np.where(np.isnan(x), np.uint16(0x7FFF), h.view(np.uint16))
 
 
+def clamp(x: F32, limit: np.float32) -> F32:
+    """.satfinite: magnitudes above ``limit`` become it; NaN stays."""
+    return np.where(np.isnan(x), x, np.clip(x, -limit, limit))
+
+
 def canonical(x: F32) -> F32:
     """Every NaN becomes the one that f32 arithmetic gives on the device, 0x7fffffff."""
     total = np.add.reduce(x)  # cheaper than isnan().any(); infinities may only cost time
@@ -98,15 +103,17 @@ def flush(x: F32) -> F32:
     return x
 
 
-def _exact_sum_round(s: NDArray[np.float64], error: NDArray[np.float64], bad: Any) -> F32:
-    """Rounds s + error to f32: s is forced to odd where it is inexact (Boldo, Melquiond)."""
+def to_odd(s: NDArray[np.float64], error: NDArray[np.float64]) -> NDArray[np.float64]:
+    """s + error rounded to odd; s is that sum rounded to nearest, and error what it lost.
+
+    Rounding the result to a narrower format equals rounding the sum once (Boldo, Melquiond).
+    """
     bits = s.view(np.int64).copy()
-    inexact = bad & (error != 0) & ((bits & 1) == 0) & np.isfinite(s)
+    inexact = (error != 0) & ((bits & 1) == 0) & np.isfinite(s)
     up = (error > 0) == (s > 0)
     bits[inexact & up] += 1
     bits[inexact & ~up] -= 1
-    out: F32 = bits.view(np.float64).astype(np.float32)
-    return out
+    return bits.view(np.float64)
 
 
 def fma32(a: F32, b: F32, c: F32) -> F32:
@@ -121,7 +128,7 @@ def fma32(a: F32, b: F32, c: F32) -> F32:
         c64 = c.astype(np.float64)
         t = s - p
         error = (p - (s - t)) + (c64 - t)  # TwoSum
-        r = np.where(bad & np.isfinite(s), _exact_sum_round(s, error, bad), r)
+        r = np.where(bad & np.isfinite(s), to_odd(s, error).astype(np.float32), r)
     return canonical(r)
 
 

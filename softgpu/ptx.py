@@ -18,6 +18,13 @@ TYPE_BYTES = {
 }  # fmt: skip
 
 
+def type_bytes(kind: str) -> int:
+    """Bytes of a type.  Raises PtxSyntaxError."""
+    if kind not in TYPE_BYTES:
+        raise PtxSyntaxError(f"type .{kind} not understood")
+    return TYPE_BYTES[kind]
+
+
 @dataclass(frozen=True)
 class Reg:
     """A register, special register, or named variable; scoped names carry ``@scope``."""
@@ -78,6 +85,7 @@ class Instr:
         line: line in the PTX text, from 1.
         source: ``file:line`` of the nearest ``.loc``, or None.
         pc: index in the kernel; target: pc of the branch target.
+        scopes: the braces it stands in, innermost first; text: the statement.
     """
 
     opcode: str
@@ -144,8 +152,7 @@ class Kernel:
         """``file.py:12 (PTX line 345)``"""
         if ins.source is None:
             return f"PTX line {ins.line}"
-        name = self.files.get(ins.source[0], f"file {ins.source[0]}")
-        return f"{name}:{ins.source[1]} (PTX line {ins.line})"
+        return f"{self.source_of(ins)} (PTX line {ins.line})"
 
 
 @dataclass
@@ -170,7 +177,7 @@ def _strip_comments(text: str) -> str:
     """Comments become spaces; line breaks stay, so that line numbers hold."""
 
     def blank(m: re.Match[str]) -> str:
-        return "\n" * m.group(0).count("\n")
+        return "\n" * m.group(0).count("\n") or " "
 
     return re.sub(r"/\*.*?\*/|//[^\n]*", blank, text, flags=re.S)
 
@@ -375,8 +382,9 @@ class _Body:
         for ins in self.kernel.code:
             if ins.parts[0] != "bra":
                 continue
-            label = ins.args[0]
-            assert isinstance(label, Reg)
+            label = ins.args[0] if ins.args else None
+            if not isinstance(label, Reg):
+                raise PtxSyntaxError(f"PTX line {ins.line}: {ins.text}: a label expected")
             for scope in ins.scopes:
                 if (label.name, scope) in self.labels:
                     ins.target = self.labels[(label.name, scope)]
@@ -386,22 +394,22 @@ class _Body:
 
 
 def _variable(statement: str, extern: bool) -> Variable:
+    """Raises PtxSyntaxError."""
     m = _VARIABLE.match(statement.strip())
     if not m:
         raise PtxSyntaxError(f"variable declaration {statement!r} not understood")
     space, align, kind, name, dims, init = m.groups()
-    size = TYPE_BYTES[kind]
+    size = width = type_bytes(kind)
     for d in re.findall(r"\[(\d*)\]", dims):
         size *= int(d or 0)
     data = b""
     if init is not None:
-        width = TYPE_BYTES[kind]
         for item in _split_args(init):
             imm = parse_immediate(item)
             if imm is None:
                 raise PtxSyntaxError(f"initialiser of {name}: {item!r} not understood")
             data += (imm.bits & ((1 << (8 * width)) - 1)).to_bytes(width, "little")
-    return Variable(name, space, max(size, len(data)), int(align or TYPE_BYTES[kind]), extern, data)
+    return Variable(name, space, max(size, len(data)), int(align or width), extern, data)
 
 
 def _match_brace(text: str, start: int) -> int:
@@ -422,6 +430,41 @@ _PARAM = re.compile(
 )
 
 
+def _parameters(head: str) -> list[Param]:
+    params = []
+    for p in _PARAM.finditer(head):
+        align, kind, _, name, count = p.groups()
+        size = type_bytes(kind)
+        params.append(Param(name, size * int(count or 1), int(align or size)))
+    return params
+
+
+def _entry(text: str, start: int, brace: int, end: int, files: dict[int, str]) -> Kernel:
+    """The kernel with its name at ``start`` and its body between ``brace`` and ``end``."""
+    head = text[start:brace]
+    name = re.match(r"[\w$]+", head)
+    if not name:
+        raise PtxSyntaxError("entry without a name")
+    kernel = Kernel(name.group(0), _parameters(head), files=files)
+    tail = head[head.rfind(")") + 1 :] if ")" in head else head[len(kernel.name) :]
+    for d in re.finditer(r"\.(\w+)\s*([\d, ]*)", tail):
+        kernel.directives[d.group(1)] = d.group(2).strip()
+    _Body(kernel, text[brace + 1 : end], text.count("\n", 0, brace + 1) + 1).parse()
+    return kernel
+
+
+def _module_variables(text: str) -> dict[str, Variable]:
+    """Declarations outside of kernels and functions."""
+    variables = {}
+    for statement in text.split(";"):
+        m = re.search(r"((?:\.extern|\.visible|\.weak)\s+)?\.(shared|global|const)\b", statement)
+        if m:
+            declaration = statement[m.start(2) - 1 :]
+            var = _variable(declaration, extern=".extern" in (m.group(1) or ""))
+            variables[var.name] = var
+    return variables
+
+
 def parse(text: str) -> Module:
     """Parses a PTX module.  Raises PtxSyntaxError with the line."""
     text = _strip_comments(_settle_inline_asm(text))
@@ -431,42 +474,27 @@ def parse(text: str) -> Module:
         int(m.group(1)): m.group(2).rsplit("/", 1)[-1]
         for m in re.finditer(r'\.file\s+(\d+)\s+"([^"]*)"', text)
     }
-    module = Module(
-        {}, {}, version.group(1) if version else "", target.group(1).strip() if target else ""
-    )
+    kernels: dict[str, Kernel] = {}
     outside, last = [], 0
     for m in re.finditer(r"\.(entry|func)\s+", text):
         if m.start() < last:
             continue
-        if m.group(1) == "func":
-            semicolon, brace = text.find(";", m.end()), text.find("{", m.end())
-            end = semicolon if 0 <= semicolon < brace or brace < 0 else _match_brace(text, brace)
-            outside.append(text[last : m.start()])
-            last = end + 1
-            continue
         outside.append(text[last : m.start()])
-        brace = text.index("{", m.end())
+        semicolon, brace = text.find(";", m.end()), text.find("{", m.end())
+        if m.group(1) == "func" and semicolon >= 0 and (semicolon < brace or brace < 0):
+            last = semicolon + 1  # a declaration
+            continue
+        if brace < 0:
+            raise PtxSyntaxError(f".{m.group(1)} without a body")
         end = _match_brace(text, brace)
-        head = text[m.end() : brace]
-        name = re.match(r"[\w$]+", head)
-        if not name:
-            raise PtxSyntaxError("entry without a name")
-        kernel = Kernel(name.group(0), files=files)
-        for p in _PARAM.finditer(head):
-            align, kind, _, pname, count = p.groups()
-            size = TYPE_BYTES[kind] * int(count or 1)
-            kernel.params.append(Param(pname, size, int(align or TYPE_BYTES[kind])))
-        tail = head[head.rfind(")") + 1 :] if ")" in head else head[len(kernel.name) :]
-        for d in re.finditer(r"\.(\w+)\s*([\d, ]*)", tail):
-            kernel.directives[d.group(1)] = d.group(2).strip()
-        _Body(kernel, text[brace + 1 : end], text.count("\n", 0, brace + 1) + 1).parse()
-        module.kernels[kernel.name] = kernel
+        if m.group(1) == "entry":
+            kernel = _entry(text, m.end(), brace, end, files)
+            kernels[kernel.name] = kernel
         last = end + 1
     outside.append(text[last:])
-    for statement in re.split(r";", "\n".join(outside)):
-        m2 = re.search(r"((?:\.extern|\.visible|\.weak)\s+)?\.(shared|global|const)\b", statement)
-        if m2:
-            declaration = statement[m2.start(2) - 1 :]
-            var = _variable(declaration.strip(), extern=".extern" in (m2.group(1) or ""))
-            module.variables[var.name] = var
-    return module
+    return Module(
+        kernels,
+        _module_variables("\n".join(outside)),
+        version.group(1) if version else "",
+        target.group(1).strip() if target else "",
+    )

@@ -10,7 +10,7 @@ import numpy as np
 from .. import floats
 from ..decode import DTYPES, Decoder, Handler, Mods, op, unmodelled
 from ..ptx import Instr
-from .load_store import _HINTS, SPACES, address, read, space_of, synchronises, write
+from .load_store import HINTS, SPACES, address, read, space_of, synchronises, write
 
 _OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
     "add": lambda o, b: o + b,
@@ -56,7 +56,7 @@ def atom(ins: Instr, k: Decoder) -> Handler:
     name = mods.take("cas", *_OPERATIONS)
     vector = mods.take("v2", "v4")
     mods.flag("noftz")
-    while mods.take(*_HINTS, "acq_rel"):
+    while mods.take(*HINTS, "acq_rel"):
         pass
     mods.done()
     if name is None or vector:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from ..cluster import NamedBarrier
 from ..decode import Decoder, Handler, Mods, op, unmodelled
 from ..errors import BarrierError
 from ..hazard.clocks import joined
 from ..ptx import Imm, Instr, Operand
 from ..warp import Wait
+from .common import first_lane
 
 
 def _scalar(k: Decoder, operand: Operand) -> Any:
@@ -19,7 +18,7 @@ def _scalar(k: Decoder, operand: Operand) -> Any:
         value = operand.bits
         return lambda v, m: value
     index = k.src(operand, "u32")
-    return lambda v, m: int(v[index][0 if m is True else int(np.argmax(m))])
+    return lambda v, m: int(v[index][first_lane(m)])
 
 
 class _Generation:
@@ -60,7 +59,8 @@ def _arrive(w: Any, number: int, threads: int | None) -> tuple[NamedBarrier, _Ge
     "bar.cta.arrive", "barrier.cta.arrive")  # fmt: skip
 def bar(ins: Instr, k: Decoder) -> Handler:
     mods = Mods(ins)
-    mods.flag("cta"), mods.flag("aligned")
+    mods.flag("cta")
+    mods.flag("aligned")
     sync = mods.take("sync", "arrive") == "sync"
     mods.done()
     number = _scalar(k, ins.args[0])

@@ -9,7 +9,6 @@ import numpy as np
 
 from ..decode import Handler
 from ..errors import SoftGpuError
-from ..ptx import Instr
 from ..warp import Wait
 
 
@@ -52,13 +51,13 @@ def lanes_of(m: Any) -> Iterable[int]:
     return range(32) if m is True else np.nonzero(m)[0]
 
 
-def whole_warp(w: Any, m: Any, ins: Instr, what: str) -> Wait | None:
+def whole_warp(w: Any, m: Any, name: str) -> Wait | None:
     """Blocks until all 32 lanes are here; for ``m`` other than True.
 
     Raises:
         SoftGpuError: lanes that have exited are missing.
     """
-    wait: Wait | None = w.join(m, -1, what)
+    wait: Wait | None = w.join(m, -1, f"{name}.sync")
     if wait is None:
-        raise SoftGpuError(f"{ins.parts[0]} needs all 32 lanes of the warp")
+        raise SoftGpuError(f"{name} needs all 32 lanes of the warp")
     return wait

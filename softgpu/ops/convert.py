@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -9,30 +10,63 @@ import numpy as np
 from .. import floats
 from ..decode import DTYPES, Decoder, Handler, Mods, op, unmodelled
 from ..ptx import Instr
-from .integer_alu import write
+from .common import write
 
 _PACKED = ("e4m3x2", "e5m2x2", "bf16x2", "f16x2")
 _ROUND_TO_INT = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
 
 
+@dataclass(frozen=True)
+class _Cvt:
+    """A conversion of one value.
+
+    Attributes:
+        target, source: PTX types; the functions below take arrays of the source's dtype.
+        rounding: modifier, or None.
+        saturate: ``sat``, ``satfinite`` or None.
+    """
+
+    ins: Instr
+    target: str
+    source: str
+    rounding: str | None
+    ftz: bool
+    saturate: str | None
+    relu: bool
+
+    @property
+    def to_int(self) -> Any:
+        """The rounding to an integral value, or None."""
+        return _ROUND_TO_INT.get(self.rounding or "")
+
+    def read(self, x: Any) -> Any:
+        """Source values in a dtype that numpy computes with."""
+        if self.source == "bf16":
+            return floats.bf16_to_f32(x)
+        return floats.flush(x) if self.source == "f32" and self.ftz else x
+
+
 @op("cvt")
 def cvt(ins: Instr, k: Decoder) -> Handler:
-    parts = ins.parts
-    target, source = parts[-2], parts[-1]
+    target, source = ins.parts[-2], ins.parts[-1]
     if target in _PACKED or source in _PACKED:
         return _packed(ins, k, target, source)
     mods = Mods(ins)
     mods.left = mods.left[:-2]
-    rounding = mods.take("rn", "rz", "rm", "rp", "rna", *_ROUND_TO_INT)
-    ftz, sat = mods.flag("ftz"), mods.take("sat", "satfinite")
-    relu = mods.flag("relu")
+    how = _Cvt(
+        ins, target, source,
+        rounding=mods.take("rn", "rz", "rm", "rp", "rna", *_ROUND_TO_INT),
+        ftz=mods.flag("ftz"),
+        saturate=mods.take("sat", "satfinite"),
+        relu=mods.flag("relu"),
+    )  # fmt: skip
     mods.done()
     if target not in DTYPES or source not in DTYPES:
         raise unmodelled(ins)
     # cvt reads and writes registers at least as wide as its types; results are extended
     a = k.src(ins.args[1], source)
     d, wide = k.dst_wide(ins.args[0], target)
-    compute = _scalar(ins, target, source, rounding, ftz, sat, relu)
+    compute = _conversion(how)
     return write(d, lambda v: compute(v[a]).astype(wide))
 
 
@@ -40,47 +74,40 @@ def _is_float(kind: str) -> bool:
     return kind in ("f16", "bf16", "f32", "f64")
 
 
-def _scalar(
-    ins: Instr, target: str, source: str, rounding: str | None, ftz: bool, sat: str | None,
-    relu: bool,
-) -> Any:  # fmt: skip
-    """A function of the source values (in their own dtype) to the target dtype."""
-    dtype = DTYPES[target]
-    if not _is_float(source) and not _is_float(target):
-        if sat:
-            low, high = np.iinfo(dtype).min, np.iinfo(dtype).max
-            return lambda x: _clip_int(x, low, high).astype(dtype)
-        return lambda x: x.astype(dtype)
-    if _is_float(source) and not _is_float(target):
-        to_int = _ROUND_TO_INT.get(rounding or "")
-        if to_int is None:
-            raise unmodelled(ins, "rounding")
-        wide = source == "f64" or np.dtype(dtype).itemsize == 8
-        return lambda x: _float_to_int(_read(x, source, ftz), to_int, dtype, wide)
-    if not _is_float(source):
-        if sat or relu or (target == "f64" and rounding not in ("rn", None)):
-            raise unmodelled(ins, "modifier of an integer to floating-point conversion")
-        if target == "f32":
-            return lambda x: _int_to_f32(x, rounding or "rn")
-        if target == "f64":
-            return lambda x: x.astype(np.float64)
-        if target == "f16" and rounding == "rn":
-            return lambda x: x.astype(np.float64).astype(np.float16)
-        raise unmodelled(ins)
-    return _float_to_float(ins, target, source, rounding, ftz, sat, relu)
+def _conversion(how: _Cvt) -> Any:
+    """A function of the source values to the target's dtype."""
+    dtype = DTYPES[how.target]
+    if _is_float(how.source):
+        if _is_float(how.target):
+            return _float_to_float(how)
+        if how.to_int is None:
+            raise unmodelled(how.ins, "rounding")
+        wide = how.source == "f64" or np.dtype(dtype).itemsize == 8
+        return lambda x: _float_to_int(how.read(x), how.to_int, dtype, wide)
+    if _is_float(how.target):
+        return _int_to_float(how)
+    if how.saturate:
+        low, high = np.iinfo(dtype).min, np.iinfo(dtype).max
+        return lambda x: _clip_int(x, low, high).astype(dtype)
+    return lambda x: x.astype(dtype)
+
+
+def _int_to_float(how: _Cvt) -> Any:
+    target, rounding = how.target, how.rounding
+    if how.saturate or how.relu or (target == "f64" and rounding not in ("rn", None)):
+        raise unmodelled(how.ins, "modifier of an integer to floating-point conversion")
+    if target == "f32":
+        return lambda x: _int_to_f32(x, rounding or "rn")
+    if target == "f64":
+        return lambda x: x.astype(np.float64)
+    if target == "f16" and rounding == "rn":
+        return lambda x: x.astype(np.float64).astype(np.float16)
+    raise unmodelled(how.ins)
 
 
 def _clip_int(x: Any, low: int, high: int) -> Any:
     info = np.iinfo(x.dtype)
     return np.clip(x, max(low, info.min), min(high, info.max))
-
-
-def _read(x: Any, kind: str, ftz: bool) -> Any:
-    if kind == "bf16":
-        return floats.bf16_to_f32(x)
-    if kind == "f32" and ftz:
-        return floats.flush(x)
-    return x
 
 
 def _float_to_int(x: Any, to_int: Any, dtype: Any, wide: bool) -> Any:
@@ -115,41 +142,37 @@ def _int_to_f32(x: Any, rounding: str) -> Any:
     return out
 
 
-def _float_to_float(
-    ins: Instr, target: str, source: str, rounding: str | None, ftz: bool, sat: str | None,
-    relu: bool,
-) -> Any:  # fmt: skip
-    to_int = _ROUND_TO_INT.get(rounding or "")
+def _float_to_float(how: _Cvt) -> Any:
+    target, rounding = how.target, how.rounding
 
     def prepare(x: Any) -> Any:
-        y = _read(x, source, ftz)
-        if to_int is not None:
-            y = to_int(y)
-        if sat == "sat":
+        y = how.read(x)
+        if how.to_int is not None:
+            y = how.to_int(y)
+        if how.saturate == "sat":
             y = np.where(np.isnan(y), y.dtype.type(0), np.clip(y, 0, 1))
-        if relu:
+        if how.relu:
             y = np.where(y < 0, y.dtype.type(0), y)
         return y
 
     if target == "f32":
-        if source == "f64" and rounding not in ("rn", None):
+        if how.source == "f64" and rounding not in ("rn", None):
             return lambda x: floats.directed(prepare(x), rounding or "rz")
-        return lambda x: (
-            floats.flush(prepare(x).astype(np.float32)) if ftz else (prepare(x).astype(np.float32))
-        )
+        if how.ftz:
+            return lambda x: floats.flush(prepare(x).astype(np.float32))
+        return lambda x: prepare(x).astype(np.float32)
     if target == "f64":
         return lambda x: prepare(x).astype(np.float64)
-    if source not in ("f32", "f16", "bf16") or rounding not in ("rn", "rz", None, *_ROUND_TO_INT):
-        raise unmodelled(ins)
+    if how.source == "f64" or rounding not in ("rn", "rz", None, *_ROUND_TO_INT):
+        raise unmodelled(how.ins)
     mode = rounding if rounding in ("rn", "rz") else "rn"
     if target == "bf16":
         return lambda x: floats.to_bf16(prepare(x).astype(np.float32), mode)
-    limit = np.float32(65504)
 
     def to_f16(x: Any) -> Any:
         y = prepare(x).astype(np.float32)
-        if sat == "satfinite":
-            y = np.where(np.isnan(y), y, np.clip(y, -limit, limit))
+        if how.saturate == "satfinite":
+            y = floats.clamp(y, floats.LARGEST_F16)
         return floats.to_f16(y, mode).view(np.float16)
 
     return to_f16
@@ -170,51 +193,62 @@ def _packed(ins: Instr, k: Decoder, target: str, source: str) -> Handler:
         "f16x2": lambda x: floats.to_f16(x, rounding),
     }
     if source == "f32":
-        encode = encoders[target]
-        half = np.uint8 if target[0] == "e" else np.uint16
-        d = [k.dst(ins.args[0], half, p) for p in (0, 1)]
-        high, low = k.src(ins.args[1], "f32"), k.src(ins.args[2], "f32")
-        limit = np.float32(65504 if target == "f16x2" else 3.3895314e38)
-
-        def prepare(x: Any) -> Any:
-            if relu:
-                x = np.where(x < 0, np.float32(0), x)
-            if satfinite and target in ("f16x2", "bf16x2"):
-                x = np.where(np.isnan(x), x, np.clip(x, -limit, limit))
-            return x
-
-        def run(w: Any, m: Any) -> None:
-            v = w.v
-            both = encode(prepare(np.concatenate([v[low], v[high]])))
-            np.copyto(v[d[0]], both[:32], where=m)
-            np.copyto(v[d[1]], both[32:], where=m)
-
-        return run
+        limit = {"f16x2": floats.LARGEST_F16, "bf16x2": floats.LARGEST_BF16}.get(target)
+        return _pack_f32(ins, k, target, encoders[target], relu, limit if satfinite else None)
     if source in ("e4m3x2", "e5m2x2") and target == "f16x2":
-        table = (floats.E4M3 if source == "e4m3x2" else floats.E5M2).astype(np.float16)
-        bits = np.where(np.isnan(table), np.uint16(0x7FFF), table.view(np.uint16))
-        d = [k.dst(ins.args[0], np.uint16, p) for p in (0, 1)]
-        s = [k.src(ins.args[1], np.uint8, p) for p in (0, 1)]
-
-        def widen(w: Any, m: Any) -> None:
-            v = w.v
-            values = [bits[v[i]] for i in s]
-            for i, value in zip(d, values, strict=True):
-                if relu:
-                    value = np.where(value & 0x8000, np.uint16(0), value)
-                np.copyto(v[i], value, where=m)
-
-        return widen
+        return _widen_fp8(ins, k, floats.E4M3 if source == "e4m3x2" else floats.E5M2, relu)
     if source == "f16x2" and target[0] == "e":
-        encode = encoders[target]
-        d = [k.dst(ins.args[0], np.uint8, p) for p in (0, 1)]
-        s = [k.src(ins.args[1], np.float16, p) for p in (0, 1)]
-
-        def narrow(w: Any, m: Any) -> None:
-            v = w.v
-            values = [encode(np.where(relu & (v[i] < 0), 0, v[i]).astype(np.float32)) for i in s]
-            for i, value in zip(d, values, strict=True):
-                np.copyto(v[i], value, where=m)
-
-        return narrow
+        return _narrow_f16(ins, k, encoders[target], relu)
     raise unmodelled(ins)
+
+
+def _pack_f32(
+    ins: Instr, k: Decoder, target: str, encode: Any, relu: bool, limit: np.float32 | None
+) -> Handler:
+    """Two f32 to one pair; ``limit``: the largest magnitude, where the encoder has none itself."""
+    half = np.uint8 if target[0] == "e" else np.uint16
+    d = [k.dst(ins.args[0], half, p) for p in (0, 1)]
+    high, low = k.src(ins.args[1], "f32"), k.src(ins.args[2], "f32")
+
+    def run(w: Any, m: Any) -> None:
+        v = w.v
+        x = np.concatenate([v[low], v[high]])
+        if relu:
+            x = np.where(x < 0, np.float32(0), x)
+        both = encode(x if limit is None else floats.clamp(x, limit))
+        np.copyto(v[d[0]], both[:32], where=m)
+        np.copyto(v[d[1]], both[32:], where=m)
+
+    return run
+
+
+def _widen_fp8(ins: Instr, k: Decoder, values: Any, relu: bool) -> Handler:
+    """Two 8-bit elements to f16; ``values``: by code."""
+    table = values.astype(np.float16)
+    bits = np.where(np.isnan(table), np.uint16(0x7FFF), table.view(np.uint16))
+    d = [k.dst(ins.args[0], np.uint16, p) for p in (0, 1)]
+    s = [k.src(ins.args[1], np.uint8, p) for p in (0, 1)]
+
+    def run(w: Any, m: Any) -> None:
+        v = w.v
+        wide = [bits[v[i]] for i in s]
+        for i, value in zip(d, wide, strict=True):
+            if relu:
+                value = np.where(value & 0x8000, np.uint16(0), value)
+            np.copyto(v[i], value, where=m)
+
+    return run
+
+
+def _narrow_f16(ins: Instr, k: Decoder, encode: Any, relu: bool) -> Handler:
+    """Two f16 to 8-bit elements."""
+    d = [k.dst(ins.args[0], np.uint8, p) for p in (0, 1)]
+    s = [k.src(ins.args[1], np.float16, p) for p in (0, 1)]
+
+    def run(w: Any, m: Any) -> None:
+        v = w.v
+        codes = [encode(np.where(relu & (v[i] < 0), 0, v[i]).astype(np.float32)) for i in s]
+        for i, value in zip(d, codes, strict=True):
+            np.copyto(v[i], value, where=m)
+
+    return run

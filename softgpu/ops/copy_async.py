@@ -1,4 +1,4 @@
-"""cp.async (non-bulk) and cp.async.bulk without tensors: PTX ISA 9.7.9.25.3-4."""
+"""cp.async (non-bulk), cp.async.bulk without tensors, st.async: PTX ISA 9.7.9.25.3-4, 9.7.9.12."""
 
 from __future__ import annotations
 
@@ -7,19 +7,13 @@ from typing import Any
 import numpy as np
 
 from ..cluster import InFlight
-from ..decode import Decoder, Handler, Mods, op, unmodelled
+from ..decode import DTYPES, Decoder, Handler, Mods, op, unmodelled
 from ..errors import MemoryFault
+from ..memory import OFFSET_MASK, RANK_SHIFT
 from ..ptx import Instr
-from .load_store import address
+from .common import lanes_of
+from .load_store import address, write
 from .mbarrier import arrive, complete_tx, find, publish
-
-
-def _first(m: Any) -> int:
-    return 0 if m is True else int(np.argmax(m))
-
-
-def lanes_of(m: Any) -> Any:
-    return range(32) if m is True else np.nonzero(m)[0]
 
 
 # ---- cp.async ------------------------------------------------------------------------------------
@@ -69,11 +63,16 @@ def cp_async(ins: Instr, k: Decoder) -> Handler:
     return run
 
 
+def _commit_cp(w: Any) -> None:
+    w.copies.append([])
+    if w.hazard is not None:
+        w.hazard.cp_commit()
+
+
 def _land_cp(w: Any, m: Any, keep: int) -> None:
     """All but the last ``keep`` committed groups are complete; -1: those not committed too."""
     if keep < 0:
-        w.copies.append([])
-        _committed(w)
+        _commit_cp(w)
         keep = 0
     done = max(len(w.copies) - 1 - keep, 0)
     for group in w.copies[:done]:
@@ -84,18 +83,12 @@ def _land_cp(w: Any, m: Any, keep: int) -> None:
         w.hazard.cp_waited(m, keep)
 
 
-def _committed(w: Any) -> None:
-    if w.hazard is not None:
-        w.hazard.cp_commit()
-
-
 @op("cp.async.commit_group")
 def cp_commit(ins: Instr, k: Decoder) -> Handler:
     """Groups are kept per warp, not per thread."""
 
     def run(w: Any, m: Any) -> None:
-        w.copies.append([])
-        _committed(w)
+        _commit_cp(w)
 
     return run
 
@@ -166,17 +159,18 @@ def bulk_to_shared(ins: Instr, k: Decoder) -> Handler:
         for lane in lanes_of(m):
             d, s, n = int(to(v)[lane]), int(origin(v)[lane]), int(v[size][lane])
             b = int(bar(v)[lane])
-            ranks = _ranks(w, int(v[mask][lane])) if multicast else None
+            ranks = ranks_of(w, int(v[mask][lane])) if multicast else None
             _check_bulk(w, d, n, "shared")
             _check_bulk(w, s, n, source)
-            if own and d >> 24 != w.block.rank:
+            if own and d >> RANK_SHIFT != w.block.rank:
                 raise MemoryFault(f"cp.async.bulk.shared::cta: {d:#x} is not in this CTA")
             _issue_bulk(w, int(lane), d, s, n, b, ranks, source == "global", ins.opcode)
 
     return run
 
 
-def _ranks(w: Any, mask: int) -> list[int]:
+def ranks_of(w: Any, mask: int) -> list[int]:
+    """The CTAs of a multicast.  Raises MemoryFault if the cluster lacks one."""
     ranks = [r for r in range(16) if mask >> r & 1]
     if not ranks or ranks[-1] >= w.shared.ctas:
         raise MemoryFault(f"multicast mask {mask:#x}: the cluster has {w.shared.ctas} CTAs")
@@ -187,7 +181,7 @@ def spread(address_: int, ranks: list[int] | None) -> list[int]:
     """The same CTA-relative address in each CTA of a multicast."""
     if ranks is None:
         return [address_]
-    return [(address_ & 0xFFFFFF) | (r << 24) for r in ranks]
+    return [(address_ & OFFSET_MASK) | (r << RANK_SHIFT) for r in ranks]
 
 
 def _issue_bulk(
@@ -250,7 +244,7 @@ def bulk_to_global(ins: Instr, k: Decoder) -> Handler:
             h = w.hazard
             if h is not None:
                 w.shared.span(s, n, "cp.async.bulk")
-                h.copy_out(int(lane), h.owner.span(s, n), s >> 24)
+                h.copy_out(int(lane), h.owner.span(s, n), s >> RANK_SHIFT)
                 w.machine.globals.async_write(h, int(lane), [d], n)
             bulk_group(w, int(lane)).items.append(w.machine.issue(land, ins.opcode))
 
@@ -305,9 +299,38 @@ def bulk_wait(ins: Instr, k: Decoder) -> Handler:
     return run
 
 
-@op("cp.async.bulk.prefetch")
-def bulk_prefetch(ins: Instr, k: Decoder) -> Handler:
+# ---- st.async ------------------------------------------------------------------------------------
+@op("st.async")
+def st_async(ins: Instr, k: Decoder) -> Handler:
+    """st.async[.weak].shared::cluster.mbarrier::complete_tx::bytes[.vN].type [a], b, [mbar]"""
+    mods = Mods(ins, 2)
+    kind = mods.type()
+    mods.take("weak", "relaxed")
+    mods.take("cluster")
+    if mods.take("shared::cluster") is None:
+        raise unmodelled(ins)
+    mods.take("mbarrier::complete_tx::bytes")
+    vector = mods.take("v2", "v4")
+    mods.done()
+    n = int(vector[1]) if vector else 1
+    where, bar = address(k, ins.args[0], "shared"), address(k, ins.args[2], "shared")
+    sources = [k.src(x, kind) for x in k.items(ins.args[1])]
+    size = np.dtype(DTYPES[kind]).itemsize * n
+
     def run(w: Any, m: Any) -> None:
-        return None
+        v = w.v
+        data = np.stack([v[s] for s in sources], 1) if n > 1 else v[sources[0]].copy()
+        a, b, mask = where(v).copy(), bar(v).copy(), w.lanes(m).copy()
+        if w.hazard is not None:
+            for lane in np.nonzero(mask)[0]:
+                found = find(w, int(b[lane]), "st.async")
+                w.hazard.copy_in(int(lane), int(a[lane]), size, found)
+
+        def land() -> None:
+            write(w, a, mask, data, n, "cluster", track=False)
+            for lane in np.nonzero(mask)[0]:
+                complete_tx(w, int(b[lane]), size)
+
+        w.machine.issue(land, "st.async")
 
     return run

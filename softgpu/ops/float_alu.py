@@ -15,7 +15,7 @@ import numpy as np
 from .. import accumulate, floats, mufu
 from ..decode import DTYPES, Decoder, Handler, Mods, op, unmodelled
 from ..ptx import Instr, Not
-from .integer_alu import binary, write
+from .common import binary, write
 
 f32, f64 = np.float32, np.float64
 
@@ -116,7 +116,7 @@ def _finish(r: Any, ftz: bool, sat: bool) -> Any:
 
 
 def _directed(name: str, rounding: str, d: int, a: int, b: int, ftz: bool, sat: bool) -> Handler:
-    """rz / rm / rp: the float64 result of one f32 operation, kept odd where it is inexact."""
+    """rz / rm / rp: the float64 result of one f32 operation, odd where it is inexact."""
 
     def compute(v: Any) -> Any:
         x, y = v[a].astype(f64), v[b].astype(f64)
@@ -130,9 +130,7 @@ def _directed(name: str, rounding: str, d: int, a: int, b: int, ftz: bool, sat: 
             s = x + y
             t = s - x
             error = (x - (s - t)) + (y - t)
-            # an even s may be an f32 itself, an odd one never is
-            inexact = (error != 0) & np.isfinite(s) & (s.view(np.int64) & 1 == 0)
-            s = np.where(inexact, np.nextafter(s, np.where(error > 0, np.inf, -np.inf)), s)
+            s = floats.to_odd(s, error)  # an even s may be an f32 itself, an odd one never is
             if rounding == "rm":  # x - x is -0, but +0 + +0 is +0
                 s = np.where((s == 0) & (np.signbit(x) | np.signbit(y)), -0.0, s)
         return _finish(floats.directed(s, rounding), ftz, sat)
@@ -218,12 +216,7 @@ def _read16(bits: Any, bf: bool) -> Any:
 
 def _round16(x: Any, error: Any, bf: bool) -> Any:
     """float64 (+ sign of what it lost) to 16 bits with one rounding."""
-    bits = x.view(np.int64).copy()
-    inexact = (error != 0) & ((bits & 1) == 0) & np.isfinite(x)
-    up = (error > 0) == (x > 0)
-    bits[inexact & up] += 1
-    bits[inexact & ~up] -= 1
-    odd = bits.view(f64)
+    odd = floats.to_odd(x, error)
     if not bf:
         h = odd.astype(np.float16)
         return np.where(np.isnan(odd), np.uint16(0x7FFF), h.view(np.uint16))
@@ -244,9 +237,10 @@ def _half(ins: Instr, k: Decoder) -> Handler:
     mods.left.pop()
     mods.take("rn")
     relu, nan = mods.flag("relu"), mods.flag("NaN")
-    mods.flag("ftz") if kind.startswith("bf16") else None
-    mods.done()
     bf = kind.startswith("bf16")
+    if bf:
+        mods.flag("ftz")
+    mods.done()
     parts = (0, 1) if kind.endswith("x2") else (0,)
     d = [k.dst(ins.args[0], np.uint16, p) for p in parts]
     sources = [[k.src(x, np.uint16, p) for x in ins.args[1:]] for p in parts]

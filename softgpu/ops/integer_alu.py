@@ -2,39 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from ..decode import DTYPES, Decoder, Handler, Mods, op, unmodelled
 from ..ptx import Instr, Not
+from . import float_alu
+from .common import binary, write
 
 INTEGER = ("b16", "u16", "s16", "b32", "u32", "s32", "b64", "u64", "s64")
 _WIDE = {"s16": "s32", "u16": "u32", "s32": "s64", "u32": "u64"}
-
-
-def binary(function: Any, d: int, a: int, b: int) -> Handler:
-    """d = function(a, b) for a numpy ufunc."""
-
-    def run(w: Any, m: Any) -> None:
-        v = w.v
-        function(v[a], v[b], out=v[d], where=m)
-
-    return run
-
-
-def write(d: int, compute: Callable[[Any], Any]) -> Handler:
-    """d = compute(v), any function of the views."""
-
-    def run(w: Any, m: Any) -> None:
-        v = w.v
-        if m is True:
-            v[d][...] = compute(v)
-        else:
-            np.copyto(v[d], compute(v), where=m)
-
-    return run
 
 
 def _is_float(ins: Instr) -> bool:
@@ -43,8 +21,6 @@ def _is_float(ins: Instr) -> bool:
 
 @op("add", "sub", "mul", "max", "min", "mad", "div", "neg", "abs", "rem")
 def arithmetic(ins: Instr, k: Decoder) -> Handler:
-    from . import float_alu
-
     if _is_float(ins):
         return float_alu.arithmetic(ins, k)
     name = ins.parts[0]

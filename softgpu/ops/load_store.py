@@ -11,7 +11,7 @@ from ..memory import LOCAL_WINDOW, SHARED_WINDOW
 from ..ptx import Imm, Instr, Mem, Reg
 
 # Ordering, caching and eviction words: no effect here, where every access is performed in order.
-_HINTS = (
+HINTS = (
     "weak", "relaxed", "acquire", "release", "volatile", "mmio", "cta", "cluster", "gpu", "sys",
     "ca", "cg", "cs", "lu", "cv", "wb", "wt", "nc", "L1::evict_normal", "L1::evict_unchanged",
     "L1::evict_first", "L1::evict_last", "L1::no_allocate", "L2::evict_normal", "L2::evict_last",
@@ -23,8 +23,9 @@ SPACES = ("global", "shared", "shared::cta", "shared::cluster", "param", "param:
 
 def address(k: Decoder, operand: Any, space: str | None) -> Any:
     """A function of the views to lane addresses: u32 for shared, u64 otherwise."""
+    if not isinstance(operand, Mem):
+        raise k.error("[address] expected")
     shared = space is not None and space.startswith("shared")
-    assert isinstance(operand, Mem)
     base_width = k.width(operand.base)
     if shared:
         # a 64-bit register may hold a shared address; its low half is the address
@@ -127,7 +128,7 @@ def _modifiers(ins: Instr) -> tuple[str | None, int, str]:
     kind = mods.type()
     space = mods.take(*SPACES)
     vector = mods.take("v2", "v4", "v8")
-    while mods.take(*_HINTS):
+    while mods.take(*HINTS):
         pass
     mods.done()
     return space, int(vector[1]) if vector else 1, kind
@@ -193,52 +194,6 @@ def st(ins: Instr, k: Decoder) -> Handler:
         write(w, where(v), m, np.stack([v[s] for s in sources], 1), n, place)
 
     return many
-
-
-@op("st.async")
-def st_async(ins: Instr, k: Decoder) -> Handler:
-    """st.async[.weak].shared::cluster.mbarrier::complete_tx::bytes[.vN].type [a], b, [mbar]"""
-    from .mbarrier import complete_tx, find
-
-    mods = Mods(ins, 2)
-    kind = mods.type()
-    mods.take("weak", "relaxed")
-    mods.take("cluster")
-    if mods.take("shared::cluster") is None:
-        raise unmodelled(ins)
-    mods.take("mbarrier::complete_tx::bytes")
-    vector = mods.take("v2", "v4")
-    mods.done()
-    n = int(vector[1]) if vector else 1
-    where, bar = address(k, ins.args[0], "shared"), address(k, ins.args[2], "shared")
-    sources = [k.src(x, kind) for x in k.items(ins.args[1])]
-    size = np.dtype(DTYPES[kind]).itemsize * n
-
-    def run(w: Any, m: Any) -> None:
-        v = w.v
-        data = np.stack([v[s] for s in sources], 1) if n > 1 else v[sources[0]].copy()
-        a, b, mask = where(v).copy(), bar(v).copy(), w.lanes(m).copy()
-        if w.hazard is not None:
-            for lane in np.nonzero(mask)[0]:
-                found = find(w, int(b[lane]), "st.async")
-                w.hazard.copy_in(int(lane), int(a[lane]), size, found)
-
-        def land() -> None:
-            write(w, a, mask, data, n, "cluster", track=False)
-            for lane in np.nonzero(mask)[0]:
-                complete_tx(w, int(b[lane]), size)
-
-        w.machine.issue(land, "st.async")
-
-    return run
-
-
-@op("prefetch", "prefetchu", "applypriority", "discard")
-def prefetch(ins: Instr, k: Decoder) -> Handler:
-    def run(w: Any, m: Any) -> None:
-        return None
-
-    return run
 
 
 @op("createpolicy")

@@ -8,17 +8,17 @@ import numpy as np
 
 from ..decode import Decoder, Handler, Mods, op, unmodelled
 from ..ptx import Instr
+from .common import whole_warp
 from .load_store import address
-
-_ROW, _QUAD = np.arange(32) // 4, np.arange(32) % 4
 
 
 def _modifiers(ins: Instr) -> tuple[int, bool]:
     mods = Mods(ins)
     if mods.type() != "b16":
         raise unmodelled(ins, "element type")
-    mods.flag("sync"), mods.flag("aligned")
-    if mods.flag("m8n8") is False:
+    mods.flag("sync")
+    mods.flag("aligned")
+    if not mods.flag("m8n8"):
         raise unmodelled(ins, "shape")
     count = mods.take("x1", "x2", "x4")
     trans = mods.flag("trans")
@@ -38,8 +38,7 @@ def ldmatrix(ins: Instr, k: Decoder) -> Handler:
 
     def run(w: Any, m: Any) -> Any:
         if m is not True:
-            wait = w.join(m, -1, "ldmatrix.sync")
-            return wait if wait is not None else _partial(ins)
+            return whole_warp(w, m, "ldmatrix")
         v = w.v
         a = where(v)[:rows]
         w.shared.check(a, 16, w.block.rank, "ldmatrix", 16)
@@ -65,8 +64,7 @@ def stmatrix(ins: Instr, k: Decoder) -> Handler:
 
     def run(w: Any, m: Any) -> Any:
         if m is not True:
-            wait = w.join(m, -1, "stmatrix.sync")
-            return wait if wait is not None else _partial(ins)
+            return whole_warp(w, m, "stmatrix")
         v = w.v
         a = where(v)[:rows]
         w.shared.check(a, 16, w.block.rank, "stmatrix", 16)
@@ -90,15 +88,9 @@ def movmatrix(ins: Instr, k: Decoder) -> Handler:
 
     def run(w: Any, m: Any) -> Any:
         if m is not True:
-            return w.join(m, -1, "movmatrix.sync")
+            return whole_warp(w, m, "movmatrix")
         data = np.ascontiguousarray(w.v[a]).view(np.uint16).reshape(8, 8).T
         w.v[d][...] = np.ascontiguousarray(data).view(np.uint32).reshape(32)
         return None
 
     return run
-
-
-def _partial(ins: Instr) -> None:
-    from ..errors import SoftGpuError
-
-    raise SoftGpuError(f"{ins.parts[0]} needs all 32 lanes of the warp")

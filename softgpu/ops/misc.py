@@ -1,4 +1,4 @@
-"""Fences, griddepcontrol, setmaxnreg, nanosleep, trap: PTX ISA 9.7.13.4-6, 9.7.13.13, 9.7.19.
+"""Fences, griddepcontrol, setmaxnreg, trap, hints: PTX ISA 9.7.13.4-6, 9.7.13.13, 9.7.19.
 
 Execution here is sequentially consistent, so fences order nothing; their meaning is what the hazard
 checker makes of them (``hazard``).
@@ -11,11 +11,7 @@ from typing import Any
 from ..decode import Decoder, Handler, op, unmodelled
 from ..errors import SoftGpuError
 from ..ptx import Instr
-
-
-def _nothing(w: Any, m: Any) -> None:
-    return None
-
+from .common import nothing
 
 _FENCE_WORDS = {
     "fence", "membar", "mbarrier_init", "release", "acquire", "acq_rel", "sc", "cta", "cluster",
@@ -31,7 +27,7 @@ def fence(ins: Instr, k: Decoder) -> Handler:
         raise unmodelled(ins)
     proxy, barriers = "proxy" in ins.parts, "mbarrier_init" in ins.parts
     if proxy and "async" not in ins.parts and "async::generic" not in ins.parts:
-        return _nothing  # alias, tensormap: other proxies, not tracked
+        return nothing  # alias, tensormap: other proxies, not tracked
 
     def run(w: Any, m: Any) -> None:
         if w.hazard is None:
@@ -51,7 +47,7 @@ def griddepcontrol(ins: Instr, k: Decoder) -> Handler:
     The hazard checker knows which of their results may not be touched before the wait.
     """
     if ins.parts[1] != "wait":
-        return _nothing
+        return nothing
 
     def run(w: Any, m: Any) -> None:
         w.machine.prior_waited = True
@@ -73,14 +69,11 @@ def setmaxnreg(ins: Instr, k: Decoder) -> Handler:
     return run
 
 
-@op("nanosleep")
-def nanosleep(ins: Instr, k: Decoder) -> Handler:
-    return _nothing
-
-
-@op("pmevent")
-def pmevent(ins: Instr, k: Decoder) -> Handler:
-    return _nothing
+@op("nanosleep", "pmevent", "prefetch", "prefetchu", "applypriority", "discard",
+    "cp.async.bulk.prefetch", "cp.async.bulk.prefetch.tensor")  # fmt: skip
+def hint(ins: Instr, k: Decoder) -> Handler:
+    """Time and caches are not modelled."""
+    return nothing
 
 
 @op("trap", "brkpt")

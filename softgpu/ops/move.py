@@ -9,7 +9,7 @@ import numpy as np
 from ..decode import DTYPES, Decoder, Handler, Mods, op, unmodelled
 from ..memory import LOCAL_WINDOW, OFFSET_MASK, RANK_SHIFT, SHARED_WINDOW, WINDOW_MASK
 from ..ptx import Instr, Mem, Reg, Vec
-from .integer_alu import write
+from .common import write
 
 _CLOCKS = ("%clock", "%clock64", "%globaltimer", "%globaltimer_lo", "%clock_hi", "%globaltimer_hi")
 

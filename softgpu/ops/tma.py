@@ -14,8 +14,10 @@ from numpy.typing import NDArray
 
 from ..decode import Decoder, Handler, Mods, op, unmodelled
 from ..errors import DescriptorError, MemoryFault
-from ..ptx import Instr, Mem
-from .copy_async import bulk_group, lanes_of, spread
+from ..memory import RANK_SHIFT
+from ..ptx import Instr, Mem, Operand
+from .common import lanes_of
+from .copy_async import bulk_group, ranks_of, spread
 from .load_store import address
 from .mbarrier import complete_tx, find
 
@@ -196,79 +198,87 @@ def _track_load(
 
 def _track_store(w: Any, lane: int, t: TensorMap, coords: list[int], source: int) -> None:
     w.shared.check(np.array([source], np.uint32), t.box_bytes, None, "tensor store", 16)
-    w.hazard.copy_out(lane, _box(w, t, source), source >> 24)
+    w.hazard.copy_out(lane, _box(w, t, source), source >> RANK_SHIFT)
     rows, nbytes = _inside(t, coords)
     if nbytes:
         w.machine.globals.async_write(w.hazard, lane, rows, nbytes)
 
 
-def _map_of(w: Any, at: int, cache: dict[bytes, TensorMap]) -> TensorMap:
-    if at & 63:
-        raise DescriptorError(f"tensor map at {at:#x}: must be aligned to 64 bytes")
-    raw = w.machine.memory.read(at, 128, "tensor map load").tobytes()
-    if raw not in cache:
-        cache[raw] = decode_map(raw)
-    return cache[raw]
+class _Tensor:
+    """The operand ``[map, {coordinates}]`` of a copy of ``rank`` dimensions."""
+
+    def __init__(self, ins: Instr, k: Decoder, operand: Operand, rank: int) -> None:
+        if not isinstance(operand, Mem) or operand.coords is None:
+            raise unmodelled(ins, "[map, {coordinates}] expected")
+        self.base, self.offset = k.mem(Mem(operand.base, operand.offset))
+        self.coords = [k.src(c, "s32") for c in operand.coords]
+        self.rank = rank
+        self._decoded: dict[bytes, TensorMap] = {}
+
+    def of(self, w: Any, lane: int) -> tuple[TensorMap, list[int]]:
+        """The map and the coordinates that a lane names.  Raises DescriptorError, MemoryFault."""
+        at = int(w.v[self.base][lane]) + self.offset
+        if at & 63:
+            raise DescriptorError(f"tensor map at {at:#x}: must be aligned to 64 bytes")
+        raw = w.machine.memory.read(at, 128, "tensor map load").tobytes()
+        t = self._decoded.get(raw)
+        if t is None:
+            t = self._decoded[raw] = decode_map(raw)
+        if t.rank != self.rank:
+            raise DescriptorError(f"{self.rank}d copy through a tensor map of rank {t.rank}")
+        return t, [int(w.v[c][lane]) for c in self.coords]
 
 
 @op("cp.async.bulk.tensor")
 def tensor(ins: Instr, k: Decoder) -> Handler:
+    """cp.async.bulk.tensor.Nd.dst.global.tile.mbarrier: [dst], [map, {coords}], [mbar] [, mask]"""
     mods = Mods(ins, 4)
     dim = mods.take("1d", "2d", "3d", "4d", "5d")
     mods.take("tile")
+    if dim is None:
+        raise unmodelled(ins)
     if mods.left and mods.left[0] == "global":
-        return _tensor_store(ins, k, mods, int((dim or "0")[0]))
+        return _tensor_store(ins, k, mods, int(dim[0]))
     target = mods.take("shared::cluster", "shared::cta", "shared")
     mods.take("global")
     mods.take("mbarrier::complete_tx::bytes")
     multicast = mods.flag("multicast::cluster")
     mods.take("L2::cache_hint")
     mods.done()
-    if target is None or dim is None:
+    if target is None:
         raise unmodelled(ins)
-    operand = ins.args[1]
-    assert isinstance(operand, Mem) and operand.coords is not None
     to, bar = address(k, ins.args[0], "shared"), address(k, ins.args[2], "shared")
-    base, offset = k.mem(Mem(operand.base, operand.offset))
-    coords = [k.src(c, "s32") for c in operand.coords]
+    source = _Tensor(ins, k, ins.args[1], int(dim[0]))
     mask = k.src(ins.args[3], "u16") if multicast else -1
-    rank = int(dim[0])
-    cache: dict[bytes, TensorMap] = {}
 
     def run(w: Any, m: Any) -> None:
         v = w.v
         for lane in lanes_of(m):
-            t = _map_of(w, int(v[base][lane]) + offset, cache)
-            if t.rank != rank:
-                raise DescriptorError(f"{rank}d copy through a tensor map of rank {t.rank}")
+            t, at = source.of(w, lane)
             d, b = int(to(v)[lane]), int(bar(v)[lane])
             check_map(t, d)
-            if target == "shared::cta" and d >> 24 != w.block.rank:
+            if target == "shared::cta" and d >> RANK_SHIFT != w.block.rank:
                 raise MemoryFault(f"tensor load to shared::cta: {d:#x} is not in this CTA")
-            at = [int(v[c][lane]) for c in coords]
-            ranks = None
-            if multicast:
-                bits = int(v[mask][lane])
-                ranks = [r for r in range(16) if bits >> r & 1]
-                if not ranks or ranks[-1] >= w.shared.ctas:
-                    raise MemoryFault(
-                        f"multicast mask {bits:#x}: the cluster has {w.shared.ctas} CTAs"
-                    )
-            targets, bars = spread(d, ranks), spread(b, ranks)
-            found = [find(w, x, "tensor load") for x in bars]
-            if w.hazard is not None:
-                _track_load(w, int(lane), t, at, targets, found)
-
-            def land(
-                t: TensorMap = t, at: Any = at, targets: Any = targets, bars: Any = bars
-            ) -> None:
-                load(w, t, at, targets)
-                for x in bars:
-                    complete_tx(w, x, t.box_bytes)
-
-            w.machine.issue(land, ins.opcode)
+            ranks = ranks_of(w, int(v[mask][lane])) if multicast else None
+            _issue_load(w, lane, t, at, spread(d, ranks), spread(b, ranks), ins.opcode)
 
     return run
+
+
+def _issue_load(
+    w: Any, lane: int, t: TensorMap, coords: list[int], targets: list[int], bars: list[int],
+    text: str,
+) -> None:  # fmt: skip
+    found = [find(w, x, "tensor load") for x in bars]
+    if w.hazard is not None:
+        _track_load(w, int(lane), t, coords, targets, found)
+
+    def land() -> None:
+        load(w, t, coords, targets)
+        for x in bars:
+            complete_tx(w, x, t.box_bytes)
+
+    w.machine.issue(land, text)
 
 
 def _tensor_store(ins: Instr, k: Decoder, mods: Mods, rank: int) -> Handler:
@@ -279,22 +289,14 @@ def _tensor_store(ins: Instr, k: Decoder, mods: Mods, rank: int) -> Handler:
         raise unmodelled(ins)
     mods.take("L2::cache_hint")
     mods.done()
-    operand = ins.args[0]
-    assert isinstance(operand, Mem) and operand.coords is not None
+    target = _Tensor(ins, k, ins.args[0], rank)
     source = address(k, ins.args[1], "shared")
-    base, offset = k.mem(Mem(operand.base, operand.offset))
-    coords = [k.src(c, "s32") for c in operand.coords]
-    cache: dict[bytes, TensorMap] = {}
 
     def run(w: Any, m: Any) -> None:
-        v = w.v
         for lane in lanes_of(m):
-            t = _map_of(w, int(v[base][lane]) + offset, cache)
-            if t.rank != rank:
-                raise DescriptorError(f"{rank}d copy through a tensor map of rank {t.rank}")
-            s = int(source(v)[lane])
+            t, at = target.of(w, lane)
+            s = int(source(w.v)[lane])
             check_map(t, s)
-            at = [int(v[c][lane]) for c in coords]
 
             def land(t: TensorMap = t, at: Any = at, s: int = s) -> None:
                 store(w, t, at, s)
@@ -303,13 +305,5 @@ def _tensor_store(ins: Instr, k: Decoder, mods: Mods, rank: int) -> Handler:
             if w.hazard is not None:
                 _track_store(w, int(lane), t, at, s)
             bulk_group(w, int(lane)).items.append(w.machine.issue(land, ins.opcode))
-
-    return run
-
-
-@op("cp.async.bulk.prefetch.tensor")
-def tensor_prefetch(ins: Instr, k: Decoder) -> Handler:
-    def run(w: Any, m: Any) -> None:
-        return None
 
     return run

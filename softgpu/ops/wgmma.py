@@ -18,6 +18,7 @@ from ..cluster import InFlight
 from ..decode import Decoder, Handler, op, unmodelled
 from ..errors import DescriptorError
 from ..ptx import Imm, Instr, Not, Vec
+from .common import whole_warp
 
 _OPCODE = re.compile(
     r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k(\d+)\.f32\.(e4m3|e5m2|bf16|f16)\.(e4m3|e5m2|bf16|f16)$"
@@ -118,6 +119,7 @@ class _Registers:
         if any(width != 32 for width, _ in slots):
             raise k.error("32-bit registers expected")
         self.slots = np.array([s for _, s in slots])
+        self.bits = sum(1 << s for s in {s for _, s in slots})  # as a bit set
 
     def read(self, w: Any) -> NDArray[np.uint32]:
         out: NDArray[np.uint32] = w.store[32][self.slots]
@@ -125,11 +127,6 @@ class _Registers:
 
     def write(self, w: Any, values: NDArray[np.uint32]) -> None:
         w.store[32][self.slots] = values
-
-    @property
-    def bits(self) -> int:
-        """The slots as a bit set."""
-        return sum(1 << int(s) for s in set(self.slots.tolist()))
 
 
 def _flag(k: Decoder, operand: Any) -> Any:
@@ -141,85 +138,90 @@ def _flag(k: Decoder, operand: Any) -> Any:
     return lambda v: bool(v[index][0]) != negated
 
 
-@op("wgmma.mma_async")
-def mma(ins: Instr, k: Decoder) -> Handler:
-    match = _OPCODE.match(ins.opcode)
-    if match is None:
-        raise unmodelled(ins)
-    n, kk = int(match.group(1)), int(match.group(2))
-    a_kind, b_kind = match.group(3), match.group(4)
-    wide = a_kind in ("bf16", "f16")
-    if n % 8 or not 8 <= n <= 256 or kk != (16 if wide else 32):
-        raise unmodelled(ins, "shape")
-    d = _Registers(k, k.items(ins.args[0]))
-    from_registers = isinstance(ins.args[1], Vec)
-    a_regs = _Registers(k, k.items(ins.args[1])) if from_registers else None
-    a_desc = -1 if from_registers else k.src(ins.args[1], "u64")
-    b_desc = k.src(ins.args[2], "u64")
-    scale_d = _flag(k, ins.args[3]) if len(ins.args) > 3 else (lambda v: True)
-    rest = [k.imm(x) for x in ins.args[4:] if not isinstance(x, Not)]
-    sign_a, sign_b = (rest[0], rest[1]) if len(rest) > 1 else (1, 1)
-    trans = rest[2:]
-    a_mn = bool(trans[0]) if len(trans) == 2 else False
-    b_mn = bool(trans[-1]) if trans else False
-    row, column = _fragment_maps(n)
-    gather = np.empty((16, n), np.int64)
-    gather[row, column] = np.arange(n // 2)[:, None] * 32 + np.arange(32)[None, :]
-    scatter = row * n + column
-    acc_bits, a_bits = d.bits, a_regs.bits if a_regs is not None else 0
+class _Mma:
+    """One wgmma.mma_async: d, a or [a], [b], scale-d, negate-a, negate-b [, trans-a], trans-b."""
 
-    def track(w: Any, at_a: int, at_b: int) -> None:
-        operands = [operand_index(w, at_b, n, b_mn)]
-        if a_regs is None:
-            index, first = operand_index(w, at_a, 64, a_mn), 16 * (w.index % 4)
-            operands.append(index if a_mn else index[first : first + 16])
+    def __init__(self, ins: Instr, k: Decoder) -> None:
+        match = _OPCODE.match(ins.opcode)
+        if match is None:
+            raise unmodelled(ins)
+        self.opcode = ins.opcode
+        self.n, depth = int(match.group(1)), int(match.group(2))
+        self.a_kind, self.b_kind = match.group(3), match.group(4)
+        wide = self.a_kind in ("bf16", "f16")
+        if self.n % 8 or not 8 <= self.n <= 256 or depth != (16 if wide else 32):
+            raise unmodelled(ins, "shape")
+        self.shape = f"n{self.n}k{depth} {self.a_kind}"
+        self.d = _Registers(k, k.items(ins.args[0]))
+        from_registers = isinstance(ins.args[1], Vec)
+        self.a = _Registers(k, k.items(ins.args[1])) if from_registers else None
+        self.a_descriptor = -1 if from_registers else k.src(ins.args[1], "u64")
+        self.b_descriptor = k.src(ins.args[2], "u64")
+        self.scale_d = _flag(k, ins.args[3]) if len(ins.args) > 3 else (lambda v: True)
+        rest = [k.imm(x) for x in ins.args[4:] if not isinstance(x, Not)]
+        self.sign_a, self.sign_b = (rest[0], rest[1]) if len(rest) > 1 else (1, 1)
+        trans = rest[2:]
+        self.a_mn = bool(trans[0]) if len(trans) == 2 else False
+        self.b_mn = bool(trans[-1]) if trans else False
+        self._fragments()
+
+    def _fragments(self) -> None:
+        """Where the C fragment's registers lie in the (16, N) matrix, and the other way round."""
+        row, column = _fragment_maps(self.n)
+        self.gather = np.empty((16, self.n), np.int64)
+        self.gather[row, column] = np.arange(self.n // 2)[:, None] * 32 + np.arange(32)[None, :]
+        self.scatter = row * self.n + column
+
+    def run(self, w: Any, m: Any) -> Any:
+        """The handler."""
+        if m is not True:
+            return whole_warp(w, m, "wgmma")
+        v = w.v
+        at_a = int(v[self.a_descriptor][0]) if self.a is None else 0
+        at_b, keep = int(v[self.b_descriptor][0]), self.scale_d(v)
+        if w.hazard is not None:
+            self._track(w, at_a, at_b)
+        if w.machine.options.asynchronous == "early":
+            self._compute(w, at_a, at_b, keep)
+        else:
+            land = partial(self._compute, w, at_a, at_b, keep)
+            w.mma_groups[-1].append(InFlight(land, self.opcode))
+        return None
+
+    def _track(self, w: Any, at_a: int, at_b: int) -> None:
+        operands = [operand_index(w, at_b, self.n, self.b_mn)]
+        if self.a is None:
+            index, first = operand_index(w, at_a, 64, self.a_mn), 16 * (w.index % 4)
+            operands.append(index if self.a_mn else index[first : first + 16])
         granules = w.hazard.owner.granules
         w.hazard.mma(
             [granules(x.reshape(-1) << 4, 16) for x in operands],
-            acc_bits,
-            a_bits,
-            f"n{n}k{kk} {a_kind}",
-        )
+            self.d.bits, 0 if self.a is None else self.a.bits, self.shape,
+        )  # fmt: skip
 
-    def run(w: Any, m: Any) -> Any:
-        if m is not True:
-            wait = w.join(m, -1, "wgmma.sync")
-            if wait is not None:
-                return wait
-            raise DescriptorError("wgmma needs all 32 lanes of the warp")
-        v = w.v
-        at_a = int(v[a_desc][0]) if a_regs is None else 0
-        at_b, keep = int(v[b_desc][0]), scale_d(v)
-        if w.hazard is not None:
-            track(w, at_a, at_b)
-        if w.machine.options.asynchronous == "early":
-            compute(w, at_a, at_b, keep)
+    def _compute(self, w: Any, at_a: int, at_b: int, keep: bool) -> None:
+        if self.a is not None:
+            a_raw = _a_registers(self.a.read(w))
         else:
-            land = partial(compute, w, at_a, at_b, keep)
-            w.mma_groups[-1].append(InFlight(land, ins.opcode))
-        return None
-
-    def compute(w: Any, at_a: int, at_b: int, keep: bool) -> None:
-        if a_regs is not None:
-            a_raw = _a_registers(a_regs.read(w))
-        else:
-            rows = operand_bytes(w, at_a, 64, a_mn)
             first = 16 * (w.index % 4)
-            a_raw = rows[first : first + 16]
-        b_raw = operand_bytes(w, at_b, n, b_mn)
-        a, b = decode_elements(a_raw, a_kind), decode_elements(b_raw, b_kind)
-        if sign_a == -1:
+            a_raw = operand_bytes(w, at_a, 64, self.a_mn)[first : first + 16]
+        b_raw = operand_bytes(w, at_b, self.n, self.b_mn)
+        a, b = decode_elements(a_raw, self.a_kind), decode_elements(b_raw, self.b_kind)
+        if self.sign_a == -1:
             a = -a
-        if sign_b == -1:
+        if self.sign_b == -1:
             b = -b
         if keep:
-            acc = d.read(w).view(np.float32).reshape(-1)[gather]
+            acc = self.d.read(w).view(np.float32).reshape(-1)[self.gather]
         else:
-            acc = np.zeros((16, n), np.float32)
-        result = w.machine.options.accumulate(acc, a, b, a_kind)
-        d.write(w, result.reshape(-1)[scatter].view(np.uint32))
+            acc = np.zeros((16, self.n), np.float32)
+        result = w.machine.options.accumulate(acc, a, b, self.a_kind)
+        self.d.write(w, result.reshape(-1)[self.scatter].view(np.uint32))
 
-    return run
+
+@op("wgmma.mma_async")
+def mma(ins: Instr, k: Decoder) -> Handler:
+    return _Mma(ins, k).run
 
 
 @op("wgmma.fence")
