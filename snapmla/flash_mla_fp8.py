@@ -92,7 +92,10 @@ def _workspace(device: torch.device, stream: int | None, parts: int, rows_pad: i
 class _PairPlan(plans.DecodePlan):
     """A plan over a pair's memory, planned before anyone knew the block table."""
 
-    _STALE = ("tile_scheduler_metadata", "call get_mla_metadata(..., out=) after the lengths change")
+    _STALE = (
+        "tile_scheduler_metadata",
+        "call get_mla_metadata(..., out=) after the lengths change",
+    )
 
     def can_split(self) -> bool:
         return self.num_parts > 1
