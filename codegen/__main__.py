@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -52,6 +54,17 @@ def _default_dir() -> Path:
         return artifacts.default_dir()
     except RuntimeError as error:
         raise _fail(str(error)) from None
+
+
+@contextlib.contextmanager
+def _writing(out_dir: Path) -> Iterator[None]:
+    """Turns what the file system refuses (read-only, full, not a directory) into one sentence."""
+    try:
+        yield
+    except OSError as error:
+        raise _fail(
+            f"{out_dir} cannot be written: {error}; {artifacts.ENV_DIR} names another directory"
+        ) from None
 
 
 def _use_cuda(cuda: str) -> Path:
@@ -124,7 +137,7 @@ def precompile_command(
     if not found:
         raise _fail(f"--filter: no variant of {arch} matches {pattern!r}; see `matrix`")
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TimeElapsedColumn(), console=console) as bar:
+    with _writing(out_dir), Progress(*columns, TimeElapsedColumn(), console=console) as bar:
         task = bar.add_task(f"{arch} -> {out_dir}", total=len(specs))
 
         def progress(name: str, outcome: Record | list[str]) -> None:
@@ -165,11 +178,8 @@ def build_command(name: str, out: Out = None) -> None:
     _need_compiler()
     spec, out_dir = _spec(name), out or _default_dir()
     try:
-        compiler.ensure(spec, out_dir)
-    except OSError as error:
-        raise _fail(
-            f"{out_dir} cannot be written: {error}; {artifacts.ENV_DIR} names another directory"
-        ) from None
+        with _writing(out_dir):
+            compiler.ensure(spec, out_dir)
     except (compiler.BuildError, RuntimeError) as error:
         raise _fail(str(error)) from None
 
@@ -178,7 +188,10 @@ def build_command(name: str, out: Out = None) -> None:
 def try_command(name: str, out: Out = None, check: bool = True) -> None:
     """Recompile one variant, print its resources, run its check on the software GPU."""
     _need_compiler()
-    if not tryout.run(_spec(name), out or _default_dir(), console, check=check):
+    spec, out_dir = _spec(name), out or _default_dir()
+    with _writing(out_dir):
+        good = tryout.run(spec, out_dir, console, check=check)
+    if not good:
         raise typer.Exit(1)
 
 
@@ -198,7 +211,8 @@ def bundle_command(
     usual = _use_cuda(cuda)
     specs = mx.default_specs(arch, pattern)
     try:
-        made = bundle.make(specs, out or usual, into)
+        with _writing(into):
+            made = bundle.make(specs, out or usual, into)
     except bundle.BundleError as error:
         raise _fail(str(error)) from None
     console.print(

@@ -70,6 +70,22 @@ def flavour() -> str:
     return f"cu{max(usable)}" if usable else "none"
 
 
+def _no_flavour() -> str:
+    """Why ``flavour()`` is none, and what to do."""
+    installed, driver = installed_majors(), driver_major()
+    if not installed:
+        return (
+            f"the DSL's toolkit libraries are not installed: pip install '{_DSL}=={dsl_version()}'"
+        )
+    have = " and ".join(f"cu{major}" for major in installed)
+    if driver not in MAJORS:
+        return f"the driver supports CUDA {driver} and the DSL's libraries are {have}: update it"
+    return (
+        f"the driver supports CUDA {driver} and the DSL's libraries are {have}: pip install "
+        f"'{_DSL}-libs-cu{driver}=={dsl_version()}'"
+    )
+
+
 class _Library(ctypes.CDLL):
     """Stands in for ``ctypes.CDLL`` while the DSL is imported: libcuda reports ``major``."""
 
@@ -92,6 +108,8 @@ def import_compiler() -> None:
     RuntimeError if another flavour is loaded, as in a process that imported the DSL before.
     """
     wanted = flavour()
+    if wanted == "none":
+        raise RuntimeError(_no_flavour())
     if _EXTENSION not in sys.modules:
         _Library.major = int(wanted.removeprefix("cu"))
         real, ctypes.CDLL = ctypes.CDLL, _Library  # type: ignore[misc]

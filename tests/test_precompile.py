@@ -327,6 +327,36 @@ def test_flavours(monkeypatch: pytest.MonkeyPatch) -> None:
         toolchain.flavour()
 
 
+@pytest.mark.parametrize(
+    ("installed", "driver", "words"),
+    [
+        (
+            [13],
+            12,
+            r"supports CUDA 12 and the DSL's libraries are cu13: pip install 'nvidia-.*-cu12==",
+        ),
+        ([12, 13], 11, "supports CUDA 11 and the DSL's libraries are cu12 and cu13: update it"),
+        ([], 13, r"libraries are not installed: pip install 'nvidia-cutlass-dsl==[\d.]+'"),
+    ],
+)
+def test_no_usable_flavour_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, installed: list, driver: int, words: str
+) -> None:
+    monkeypatch.delenv("SNAPMLA_CUDA", raising=False)
+    monkeypatch.setattr(toolchain, "installed_majors", lambda: installed)
+    monkeypatch.setattr(toolchain, "driver_major", lambda: driver)
+    with pytest.raises(compiler.BuildError, match=words):
+        compiler.build(CHEAP, tmp_path)
+
+
+@pytest.mark.parametrize("command", ["precompile --filter merge_ob*", "try merge_obf16_sm90a"])
+def test_a_directory_that_takes_nothing_is_one_sentence(tmp_path: Path, command: str) -> None:
+    (tmp_path / "file").touch()
+    done = codegen(*command.split(), "--out", str(tmp_path / "file"))
+    assert done.returncode == 1 and "Traceback" not in done.stdout + done.stderr
+    assert f"{tmp_path / 'file'} cannot be written: " in done.stdout.splitlines()[-1]
+
+
 def test_other_cuda_has_its_own_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """... and its PTX and record say so; the DSL has no switch for it."""
     if toolchain.installed_majors() != [12, 13] or toolchain.driver_major() is not None:
