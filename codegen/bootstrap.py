@@ -4,8 +4,9 @@
 
 Creates the environment if it is missing and installs the project into it, editable, with the
 compiler and the test tools.  A stamp file makes the next call return at once, until pyproject.toml
-or the constraints change.  Without a GPU, torch is pinned to the version that the tests were last
-run with (constraints/cpu.txt); on a GPU machine whose Python has torch already, that one is used.
+or the constraints change or the checkout is moved; what a killed call left is completed.  Without a
+GPU, torch is pinned to the version that the tests were last run with (constraints/cpu.txt); on a
+GPU machine whose Python has torch already, that one is used.
 """
 
 from __future__ import annotations
@@ -28,9 +29,15 @@ def have_gpu() -> bool:
     return tool is not None and subprocess.run([tool, "-L"], capture_output=True).returncode == 0
 
 
+def has_pip(python: Path) -> bool:
+    """Whether an environment is whole: pip comes last when it is created."""
+    command = [str(python), "-m", "pip", "--version"]
+    return python.is_file() and subprocess.run(command, capture_output=True).returncode == 0
+
+
 def stamp() -> str:
     """Changes when what must be installed changes."""
-    digest = hashlib.sha256(sys.version.encode())
+    digest = hashlib.sha256(f"{sys.version} {ROOT}".encode())
     for path in (ROOT / "pyproject.toml", *sorted(CONSTRAINTS.glob("*.txt"))):
         digest.update(path.read_bytes())
     return digest.hexdigest()
@@ -44,7 +51,7 @@ def main(target: Path) -> None:
         return
     gpu = have_gpu()
     python = target / "bin" / "python"
-    if not python.is_file():
+    if not has_pip(python):
         print(f"creating {target}", flush=True)
         reuse_torch = gpu and importlib.util.find_spec("torch") is not None
         venv.create(target, with_pip=True, system_site_packages=reuse_torch)
