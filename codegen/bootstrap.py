@@ -54,7 +54,8 @@ def main(target: Path) -> None:
     if not has_pip(python):
         print(f"creating {target}", flush=True)
         reuse_torch = gpu and importlib.util.find_spec("torch") is not None
-        venv.create(target, with_pip=True, system_site_packages=reuse_torch)
+        half = (target / "pyvenv.cfg").is_file()  # a killed call's: cannot be created over
+        venv.create(target, clear=half, with_pip=True, system_site_packages=reuse_torch)
     constraints = CONSTRAINTS / ("test.txt" if gpu else "cpu.txt")
     command = [str(python), "-m", "pip", "install", "-q", "-c", str(constraints)]
     print(f"installing into {target} (constraints: {constraints.name})", flush=True)

@@ -18,6 +18,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     done: list[str] = []
 
     def create(target: Path, **options: Any) -> None:
+        assert not options["clear"]
         done.append("create")
         (target / "bin").mkdir(parents=True, exist_ok=True)
         (target / "bin" / "python").touch()
@@ -59,11 +60,29 @@ def test_killed_while_installing(
     assert calls == ["create", "install"]
 
 
-def test_killed_before_pip_was_there(calls: list[str], tmp_path: Path) -> None:
-    (tmp_path / "venv" / "bin").mkdir(parents=True)
-    (tmp_path / "venv" / "bin" / "python").touch()
+def test_killed_before_pip_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a real environment: one cannot be created over another."""
+    run, installed = subprocess.run, []
+
+    def without_network(command: list[str], **options: Any) -> Any:
+        if "install" not in command:
+            return run(command, **options)
+        installed.append(command[0])
+        return subprocess.CompletedProcess(command, 0)
+
+    python = tmp_path / "venv" / "bin" / "python"
+    run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")], check=True)
+    assert not bootstrap.has_pip(python)
+    monkeypatch.setattr(bootstrap, "have_gpu", lambda: False)
+    monkeypatch.setattr(bootstrap.subprocess, "run", without_network)
     bootstrap.main(tmp_path / "venv")
-    assert calls == ["create", "install"]
+    assert bootstrap.has_pip(python) and installed == [str(python)]
+
+
+def test_what_is_no_environment_is_not_cleared(calls: list[str], tmp_path: Path) -> None:
+    (tmp_path / "notes").write_text("mine")
+    bootstrap.main(tmp_path)
+    assert calls == ["create", "install"] and (tmp_path / "notes").read_text() == "mine"
 
 
 def test_moved_checkout_is_installed_anew(
