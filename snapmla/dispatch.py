@@ -48,6 +48,7 @@ BF16_TILES, FP8_TILES = 1, 16  # of the 17 64-channel tiles a token costs (SnapM
 # Tensor-core cycles of one 64-token tile and 64 rows: Q.K 16 x 32 FP8 + 4 x 32 BF16, P.V 512.
 TENSOR_CYCLES_64_ROWS = 1152
 TENSOR_RATE = 989.0 / (132 * 1980)  # TFLOP/s of one H100-class SM and MHz, BF16
+OTHER_FORMS = ("pcie", "nvl", "mig")  # the same chip with other clocks, memory or fewer SMs
 TIE = 0.03  # relative times that the model cannot tell apart
 OUT_BYTES = {"bf16": 2, "f32": 4}
 NAMES_OF_OUT = {torch.bfloat16: "bf16", torch.float32: "f32"}
@@ -228,8 +229,11 @@ def cards() -> tuple[Card, ...]:
 
 def card_named(name: str) -> Card | None:
     """The card whose ``match`` is a word of a device name (a GH200 is no H200), or None."""
-    words = re.findall(r"[a-z0-9]+", name.lower())
-    return next((c for c in cards() if c.match in words), None)
+    return next((c for c in cards() if c.match in _words(name)), None)
+
+
+def _words(name: str) -> list[str]:
+    return re.findall(r"[a-z0-9]+", name.lower())
 
 
 @functools.lru_cache(maxsize=1)
@@ -251,16 +255,19 @@ def card_of(device: torch.device) -> Card:
     """The card behind a device.
 
     The software GPU decides as an H200 would.  A CUDA device that is not on file takes the
-    datasheet of an H100 (sm_90a) or B200 (sm_100a) with its own SM count, and says ``assumed``.
+    datasheet of an H100 (sm_90a) or B200 (sm_100a), another form of a card on file (PCIe, NVL, MIG) that
+    card's, with its own SM count, and says ``assumed``.
     """
     arch = runtime.arch_of(device)
     if device.type != "cuda":
         return next(c for c in cards() if c.arch == arch)
     properties = torch.cuda.get_device_properties(device)
     known = card_named(properties.name)
-    if known is not None and known.arch == arch:
+    form = set(OTHER_FORMS) & set(_words(properties.name))
+    if known is not None and known.arch == arch and not form:
         return dataclasses.replace(known, sms=properties.multi_processor_count)
-    near = card_named("h100" if arch == "sm_90a" else "b200")
+    near = known if known is not None and known.arch == arch else None
+    near = near or card_named("h100" if arch == "sm_90a" else "b200")
     assert near is not None
     return dataclasses.replace(
         near, name=properties.name, sms=properties.multi_processor_count,
@@ -503,9 +510,11 @@ def _slower(us: float | None, best_us: float | None, best: tuple[str, int] | Non
         return "nothing is known of its time"
     if us >= best_us:
         return f"{us / best_us:.2f}x the time of {name}"
+    if best_us <= (1 + TIE) * us:
+        return f"within {100 * TIE:.0f} % of {name}, nearer than the model can tell"
     return (
-        f"{name} wins at {REFERENCE_BATCH} x {REFERENCE_SEQLEN} tokens; at this size this one is "
-        f"predicted {best_us / us:.2f}x as fast: ask for it by row_tile and pipeline"
+        f"{name} is chosen by times at {REFERENCE_BATCH} x {REFERENCE_SEQLEN} tokens; at this size "
+        f"this one is predicted {best_us / us:.2f}x as fast: ask for it by row_tile and pipeline"
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import types
 
 import pytest
 import torch
@@ -191,6 +192,16 @@ def test_explain_says_when_the_choice_loses_at_this_size(monkeypatch: pytest.Mon
     assert other.reason is not None and "ask for it by row_tile and pipeline" in other.reason
 
 
+def test_explain_of_a_tie() -> None:
+    """On an H20 both pipelines wait for the tensor core: the first one is taken, and says why."""
+    found = snapmla.explain(16, 4, card="H20")
+    other = next(v for v in found.verdicts if (v.pipeline, v.row_tile) == ("dual_wg", 64))
+    assert found.chosen is not None and found.chosen.us is not None and other.us is not None
+    assert (found.batch, found.seqlen) == (dispatch.REFERENCE_BATCH, dispatch.REFERENCE_SEQLEN)
+    assert found.chosen.pipeline == "etap" and other.us < found.chosen.us
+    assert other.reason == "within 3 % of etap row_tile 64, nearer than the model can tell"
+
+
 @pytest.mark.parametrize(
     ("name", "card"),
     [("NVIDIA H200", "H200"), ("NVIDIA H20-3e", "H20"), ("NVIDIA H100 80GB HBM3", "H100 SXM"),
@@ -199,6 +210,31 @@ def test_explain_says_when_the_choice_loses_at_this_size(monkeypatch: pytest.Mon
 def test_device_names(name: str, card: str) -> None:
     found = dispatch.card_named(name)
     assert found is not None and found.name == card
+
+
+@pytest.mark.parametrize(
+    ("name", "sms", "source", "known"),
+    [("NVIDIA H200", 132, "measured", "H200"),
+     ("NVIDIA H100 80GB HBM3", 132, "datasheet", "H100 SXM"),
+     ("NVIDIA H200 MIG 1g.18gb", 16, "assumed from H200", None),
+     ("NVIDIA H100 PCIe", 114, "assumed from H100 SXM", None),
+     ("NVIDIA H200 NVL", 132, "assumed from H200", None),
+     ("NVIDIA GH200 480GB", 132, "assumed from H100 SXM", None)],
+)  # fmt: skip
+def test_card_of_a_device(
+    monkeypatch: pytest.MonkeyPatch, name: str, sms: int, source: str, known: str | None
+) -> None:
+    """Figures of a card are claimed for that very card only."""
+    properties = types.SimpleNamespace(name=name, multi_processor_count=sms)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(dispatch.runtime, "arch_of", lambda device: "sm_90a")
+    dispatch.card_of.cache_clear()
+    card = dispatch.card_of(torch.device("cuda", 3))
+    dispatch.card_of.cache_clear()
+    assert (card.name, card.sms, card.source) == (known or name, sms, source)
+    problem = dispatch.Problem(16, 1, 64, "bf16", card)
+    measured = dispatch.predict(problem, "etap", 16, 32, 16384)[1] == "measured"
+    assert measured == (name == "NVIDIA H200")
 
 
 @pytest.mark.parametrize("name", ["NVIDIA GH200 480GB", "NVIDIA A100-SXM4-80GB", "T4"])
