@@ -19,6 +19,7 @@ import dataclasses
 import json
 import os
 import runpy
+import shutil
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -172,10 +173,18 @@ def records(out_dir: Path) -> Iterator[Record]:
 
 @contextlib.contextmanager
 def lock(out_dir: Path, name: str) -> Iterator[None]:
-    """Held by one process at a time; the system frees it when the process dies."""
+    """Held by one process at a time; the system frees it when the process dies.
+
+    What a process that died left of ``name``'s files (their temporary names begin so) is removed.
+    """
     folder = out_dir / ".locks"
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / f"{name}.lock"):
+        for left in out_dir.glob(f".{name}.*"):
+            if left.is_dir():
+                shutil.rmtree(left, ignore_errors=True)
+            else:
+                left.unlink(missing_ok=True)
         yield
 
 

@@ -408,6 +408,17 @@ def test_interrupted_build_is_redone(tmp_path: Path) -> None:
     assert compiler.up_to_date(CHEAP, tmp_path, False) is None
 
 
+def test_what_a_killed_build_left_is_removed(tmp_path: Path) -> None:
+    theirs = ".merge_obf16_sm100a.o.abc"  # of another variant, which may be in work
+    for name in (".merge_obf16_sm90a.o.abc", ".manifest.json.x1", theirs):
+        (tmp_path / name).write_bytes(b"half")
+    (tmp_path / ".merge_obf16_sm90a.so.def").mkdir()
+    (tmp_path / ".merge_obf16_sm90a.so.def" / "launch.o").touch()
+    with artifacts.lock(tmp_path, CHEAP.name):
+        artifacts.write_manifest(tmp_path)
+    assert {p.name for p in tmp_path.iterdir()} == {".locks", artifacts.MANIFEST, theirs}
+
+
 @pytest.fixture
 def fake_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: Any) -> dict[str, int]:
     """``build`` without the compiler; the dict's entries become fields of the record."""
