@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,9 +18,9 @@ from rich.progress import track
 from . import mutate as mutation
 from .accumulate import BY_NAME
 from .coverage import coverage as coverage_of
-from .errors import SoftGpuError
+from .errors import Hazard, SoftGpuError
 from .loader import using
-from .machine import Options
+from .options import Options
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__
@@ -28,7 +29,18 @@ console = Console(soft_wrap=True, highlight=False)
 
 Names = Annotated[list[str], typer.Argument(help="variant names or globs")]
 Directory = Annotated[Path | None, typer.Option("--dir", help="directory of built variants")]
-Seeds = Annotated[int, typer.Option(help="adversarial schedules to run")]
+Seeds = Annotated[int, typer.Option(min=1, help="adversarial schedules to run")]
+
+
+def _one_of(*names: str) -> Callable[[str], str]:
+    """An option's callback that refuses other words."""
+
+    def check(value: str) -> str:
+        if value not in names:
+            raise typer.BadParameter(f"expected one of {', '.join(names)}, got {value!r}")
+        return value
+
+    return check
 
 
 def _variants(names: list[str], directory: Path | None) -> tuple[list[str], Path]:
@@ -49,8 +61,13 @@ def _variants(names: list[str], directory: Path | None) -> tuple[list[str], Path
 def _workload(name: str, directory: Path) -> Any:
     from dsl_kernels.spec import VariantSpec
     from snapmla import selfcheck
+    from snapmla.errors import VariantError
 
-    return selfcheck.Workload(VariantSpec.from_name(name), directory)
+    try:
+        return selfcheck.Workload(VariantSpec.from_name(name), directory)
+    except VariantError as error:
+        print(error, file=sys.stderr)
+        raise typer.Exit(2) from None
 
 
 @app.command()
@@ -59,19 +76,33 @@ def run(
     directory: Directory = None,
     seed: Annotated[int, typer.Option(help="adversarial schedule; -1: in order")] = -1,
     landing: Annotated[
-        str, typer.Option("--async", help="when asynchronous work lands: early, late, random")
+        str,
+        typer.Option(
+            "--async",
+            help="when asynchronous work lands: early, late, random",
+            callback=_one_of("early", "late", "random"),
+        ),
     ] = "early",
-    hazards: Annotated[str, typer.Option(help="hazard check: off, raise, collect")] = "off",
-    accumulate: Annotated[str, typer.Option(help="arithmetic: hopper, exact")] = "hopper",
+    hazards: Annotated[
+        str,
+        typer.Option(
+            help="hazard check: off, raise, collect", callback=_one_of("off", "raise", "collect")
+        ),
+    ] = "off",
+    accumulate: Annotated[
+        str, typer.Option(help="arithmetic: hopper, exact", callback=_one_of("hopper", "exact"))
+    ] = "hopper",
 ) -> None:
     """Run variants once on small inputs and compare with the reference."""
     from dsl_kernels.spec import VariantSpec
     from snapmla import selfcheck
 
     names, at = _variants(variants, directory)
-    options = Options(BY_NAME[accumulate], landing, seed, hazards)
+    found: list[Hazard] = []
+    options = Options(BY_NAME[accumulate], landing, seed, hazards, on_hazard=found.append)
     failed = False
     for name in names:
+        found.clear()
         started = time.perf_counter()
         try:
             with using(options):
@@ -79,11 +110,14 @@ def run(
         except SoftGpuError as error:
             result = selfcheck.Result(False, f"{type(error).__name__}\n{error}")
         took = time.perf_counter() - started
-        failed |= not result.passed
+        right = result.passed and not found
+        failed |= not right
         console.print(
-            f"{name}: {'ok' if result.passed else 'FAILED'} {result.summary} ({took:.1f} s)",
+            f"{name}: {'ok' if right else 'FAILED'} {result.summary} ({took:.1f} s)",
             markup=False,
         )
+        for text in dict.fromkeys(map(str, found)):
+            console.print(text, markup=False)
     raise typer.Exit(1 if failed else 0)
 
 
@@ -166,7 +200,9 @@ def mutate(
 
 @app.command()
 def coverage(
-    ptx: Annotated[list[Path], typer.Argument(help=".ptx files, or directories of them")],
+    ptx: Annotated[
+        list[Path], typer.Argument(exists=True, help=".ptx files, or directories of them")
+    ],
     every: Annotated[bool, typer.Option("--all", help="list modelled forms too")] = False,
 ) -> None:
     """List PTX opcode forms and those that no handler models."""

@@ -29,6 +29,23 @@ DTYPES: dict[str, Any] = {
     "b64": np.uint64, "u64": np.uint64, "s64": np.int64, "f64": np.float64,
 }  # fmt: skip
 
+# Special registers (PTX ISA section 10): of the grid, of a block, of a warp.  Clocks are ``mov``'s.
+_AXES = ("x", "y", "z")
+OF_GRID = frozenset((
+    "%nwarpid", "%nsmid", "%cluster_nctarank", "%is_explicit_cluster", "%dynamic_smem_size",
+    "%total_smem_size", "%gridid", "WARP_SZ",
+    *(f"%{n}.{a}" for n in ("ntid", "nctaid", "nclusterid", "cluster_nctaid") for a in _AXES),
+))  # fmt: skip
+OF_BLOCK = frozenset((
+    "%cluster_ctarank", "%smid",
+    *(f"%{n}.{a}" for n in ("ctaid", "clusterid", "cluster_ctaid") for a in _AXES),
+))  # fmt: skip
+OF_WARP = frozenset((
+    "%laneid", "%warpid", *(f"%tid.{a}" for a in _AXES),
+    *(f"%lanemask_{n}" for n in ("eq", "lt", "le", "gt", "ge")),
+))  # fmt: skip
+SPECIAL = OF_GRID | OF_BLOCK | OF_WARP
+
 NORMAL, BRANCH, EXIT = 0, 1, 2
 
 _BUILDERS: dict[str, Builder] = {}
@@ -49,6 +66,7 @@ def op(*names: str) -> Callable[[Builder], Builder]:
 
 
 def builder_for(opcode: str) -> Builder | None:
+    """The builder whose name is the longest dotted prefix of ``opcode``."""
     parts = opcode.split(".")
     for n in range(len(parts), 0, -1):
         found = _BUILDERS.get(".".join(parts[:n]))
@@ -73,6 +91,7 @@ class Mods:
         return None
 
     def flag(self, name: str) -> bool:
+        """Removes a modifier; whether it was there."""
         return self.take(name) is not None
 
     def type(self) -> str:
@@ -82,11 +101,13 @@ class Mods:
         return self.left.pop()
 
     def done(self) -> None:
+        """Raises UnmodelledInstruction if a modifier is left."""
         if self.left:
             raise unmodelled(self.ins, "modifier ." + " .".join(self.left))
 
 
 def unmodelled(ins: Instr, why: str = "") -> UnmodelledInstruction:
+    """The error that says so, with the text of the instruction."""
     note = f" ({why})" if why else ""
     return UnmodelledInstruction(f"instruction not modelled{note}: {ins.text or ins.opcode}")
 
@@ -150,7 +171,7 @@ class Decoder:
         self.views: list[tuple[Any, ...]] = []
         self._index: dict[tuple[Any, ...], int] = {}
         self._scratch = 0
-        self.ins: Instr | None = None
+        self.ins: Instr  # the one whose operands are resolved
         self.variables: dict[str, int] = {}
         self.symbols = {p.name for p in kernel.params}
         self.static_shared = self.local_size = 0
@@ -176,7 +197,7 @@ class Decoder:
 
     # ---- operands -----------------------------------------------------------------------------
     def error(self, why: str) -> UnmodelledInstruction:
-        assert self.ins is not None
+        """That this instruction is not modelled, and why."""
         return unmodelled(self.ins, why)
 
     def _add(self, key: tuple[Any, ...]) -> int:
@@ -228,8 +249,10 @@ class Decoder:
             return self.reg(name, dtype, part)
         if name in self.symbols:
             return self._add(("symbol", name, dtype))
-        if name.startswith("%") or name == "WARP_SZ":
+        if name in SPECIAL:
             return self._add(("special", name, dtype))
+        if name.startswith("%"):
+            raise self.error(f"special register {name}")
         raise self.error(f"unknown name {name}")
 
     def reg(self, name: str, dtype: Any, part: int = 0) -> int:
@@ -312,7 +335,7 @@ def decode(kernel: Kernel, module: Module) -> Program:
                 builder = builder_for(ins.opcode)
                 if builder is None:
                     raise unmodelled(ins)
-                handler = builder(ins, k)
+                handler = _build(builder, ins, k)
             except UnmodelledInstruction as error:
                 missing[ins.pc] = error
                 handler = _raiser(error)
@@ -326,6 +349,14 @@ def decode(kernel: Kernel, module: Module) -> Program:
     program.shared_shift = _narrowest(kernel, "shared")
     program.global_shift = _narrowest(kernel, "global")
     return program
+
+
+def _build(builder: Builder, ins: Instr, k: Decoder) -> Handler:
+    """The handler.  Raises UnmodelledInstruction, also where a table or an operand is missing."""
+    try:
+        return builder(ins, k)
+    except LookupError as error:
+        raise unmodelled(ins, "modifiers or operands") from error
 
 
 def _names(operand: Operand | None) -> list[str]:

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .cluster import Cluster, InFlight
-from .decode import Program
+from .decode import OF_BLOCK, Program
 from .errors import Deadlock, Hazard, LaunchError, SoftGpuError
 from .hazard import Footprint, GlobalHazards
 from .memory import OFFSET_MASK, RANK_SHIFT, SHARED_BASE, SHARED_MAX, GlobalMemory
@@ -134,7 +134,6 @@ class Machine:
             fixed[f"%nclusterid.{axis}"] = clusters[i]
             fixed[f"%cluster_nctaid.{axis}"] = launch.cluster[i]
         local = {v.name for v in self.program.kernel.variables.values() if v.space == "local"}
-        per_block = ("%ctaid", "%clusterid", "%cluster_ctaid", "%cluster_ctarank", "%smid")
         for i, view in enumerate(self.program.views):
             kind, name = view[0], view[1]
             if kind == "const":
@@ -145,7 +144,7 @@ class Machine:
                 value = self.program.variables[name]
             elif kind == "special" and name in fixed:
                 value = fixed[name]
-            elif kind == "symbol" or (kind == "special" and name.split(".")[0] in per_block):
+            elif kind == "symbol" or (kind == "special" and name in OF_BLOCK):
                 self.per_block.append((i, view))
                 continue
             else:
@@ -282,6 +281,8 @@ class Machine:
         if key not in self._seen:
             self._seen.add(key)
             self.stats.hazards.append(found)
+            if self.options.on_hazard is not None:
+                self.options.on_hazard(found)
 
     def shared_name(self, offset: int) -> str:
         """``name + offset`` of a byte of dynamic shared memory."""

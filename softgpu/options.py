@@ -53,6 +53,7 @@ class Options:
             lands; without one that differs from run to run.
         hazards: ``off``, ``raise`` (stop at the first one) or ``collect`` (one a pair of
             instructions, in ``Stats.hazards``).
+        on_hazard: called with every hazard that is collected; may be None.
         resident: clusters that run at the same time; more are admitted when those all wait.
         max_instructions: stop after so many warp instructions, 0 for no limit.
 
@@ -66,6 +67,7 @@ class Options:
     hazards: str = field(default_factory=_hazards)
     resident: int = 1
     max_instructions: int = 0
+    on_hazard: Callable[[Hazard], None] | None = None
 
     def __post_init__(self) -> None:
         if self.asynchronous not in ("early", "late", "random"):

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from .decode import decode
 from .machine import Machine
-from .memory import GlobalMemory
+from .memory import SHARED_MAX, GlobalMemory
 from .options import Options, Stats
 from .ptx import parse
 from .runtime import Launch
@@ -93,6 +93,7 @@ def launch(
     pointers = (ctypes.c_void_p * max(len(buffers), 1))(*[ctypes.addressof(b) for b in buffers])
     config = Launch(
         kernel="test", grid=(grid, 1, 1), block=(block, 1, 1), cluster=(cluster, 1, 1), pdl=False,
-        cooperative=False, dynamic_smem=smem, max_dynamic_smem=232448, stream=0, params=pointers,
+        cooperative=False, dynamic_smem=smem, max_dynamic_smem=SHARED_MAX, stream=0,
+        params=pointers,
     )  # fmt: skip
     return Machine(program, config, memory, options or Options()).run()

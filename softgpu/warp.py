@@ -117,7 +117,7 @@ class Warp:
         return out
 
     def special(self, name: str) -> NDArray[np.uint64]:
-        """Per-thread special registers, PTX ISA section 10."""
+        """Those of ``decode.OF_WARP``, by lane."""
         lin = LANES.astype(np.uint64) + np.uint64(32 * self.index)
         bx, by = np.uint64(self.machine.launch.block[0]), np.uint64(self.machine.launch.block[1])
         values: dict[str, Callable[[], NDArray[np.uint64]]] = {
@@ -132,8 +132,6 @@ class Warp:
             "%lanemask_gt": lambda: ~((np.uint64(2) << LANES.astype(np.uint64)) - np.uint64(1)),
             "%lanemask_ge": lambda: ~((np.uint64(1) << LANES.astype(np.uint64)) - np.uint64(1)),
         }
-        if name not in values:
-            raise SoftGpuError(f"special register {name} is not modelled")
         return values[name]()
 
     # ---- convergence ---------------------------------------------------------------------------

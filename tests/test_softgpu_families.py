@@ -1414,6 +1414,24 @@ def test_traps_stop() -> None:
     launch("setp.ne.s32 %p1, %r1, %r1; @%p1 trap; @%p1 brkpt;", [])
 
 
+@pytest.mark.parametrize("text", [
+    "mul.wide.s64 %rd1, %rd2, %rd3", "redux.sync.add.f32 %f1, %f2, -1", "add.s32 %r1, %r2",
+    "ld.global.b32 %r1, %rd1", "st.shared.b32 %r1, %r2", "mov.u32 %r1, %envreg3",
+    "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+    " [%r1], [%rd1], [%r2]",
+])  # fmt: skip
+def test_malformed_instructions_stop_where_they_are_reached(text: str) -> None:
+    launch(f"bra END; {text}; END:", [])
+    with pytest.raises(UnmodelledInstruction, match=re.escape(text)):
+        launch(f"{text};", [])
+
+
+def test_matrix_moves_need_the_whole_warp() -> None:
+    move = "movmatrix.sync.aligned.m8n8.trans.b16 %r2, %r1;"
+    with pytest.raises(SoftGpuError, match="movmatrix needs all 32 lanes"):
+        launch(f"mov.u32 %r1, %tid.x; setp.gt.s32 %p1, %r1, 7; @%p1 exit; {move}", [])
+
+
 @covers("bar.red", "barrier.red", "bar.cta.red", "barrier.cta.red", "mbarrier.pending_count")
 def test_named_but_unmodelled_instructions_say_so() -> None:
     for text in (

@@ -443,6 +443,17 @@ def test_named_barrier_left_half_arrived() -> None:
         case.run("", Options(hazards="raise"))
 
 
+def test_so_many_mbarriers_and_no_more() -> None:
+    body = """
+    mov.u32 %r1, smem; mov.u32 %r2, 0; mov.u32 %r3, %tid.x; setp.ne.s32 %p1, %r3, 0; @%p1 bra END;
+    AGAIN: mbarrier.init.shared.b64 [%r1], 1; add.s32 %r1, %r1, 8; add.s32 %r2, %r2, 1;
+    setp.lt.s32 %p1, %r2, COUNT; @%p1 bra AGAIN; END:
+    """
+    launch(body.replace("COUNT", "96"), [], options=Options(hazards="raise"))
+    with pytest.raises(BarrierError, match="too many mbarriers"):
+        launch(body.replace("COUNT", "97"), [], options=Options(hazards="raise"))
+
+
 # ---- modes ---------------------------------------------------------------------------------------
 TWICE = f"""
 mov.u32 %r20, 0; AGAIN: @%p51 {ST} [%r2], %r99; {GAP} @%p52 {LD} %r10, [%r3];

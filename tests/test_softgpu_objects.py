@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import shutil
 from pathlib import Path
 
 import pytest
@@ -142,6 +143,35 @@ def test_command_line(append: runtime.Artifact, capsys: pytest.CaptureFixture[st
     assert "0 not modelled" in capsys.readouterr().out
     assert main(["run", append.name, "--dir", str(append.directory)]) == 0
     assert "ok" in capsys.readouterr().out
+
+
+def test_command_line_prints_collected_hazards(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = runtime.find_or_build(VariantSpec(op="plan_decode"), need_library=False)
+    for file in plan.directory.glob(f"{plan.name}.*"):
+        shutil.copy(file, tmp_path)
+    arguments = ["run", plan.name, "--dir", str(tmp_path), "--hazards", "collect"]
+    assert main(arguments) == 0
+    copy = tmp_path / plan.ptx.name
+    lines = copy.read_text().split("\n")
+    barriers = [i for i, line in enumerate(lines) if "bar.sync" in line]
+    copy.write_text("\n".join(x for i, x in enumerate(lines) if i not in barriers))
+    assert main(arguments) == 1
+    assert "FAILED" in (said := capsys.readouterr().out) and "hazard [race]" in said
+
+
+@pytest.mark.parametrize("line, said", [
+    ("run x --accumulate fast", "fast"), ("run x --async soon", "soon"),
+    ("run x --hazards on", "off, raise, collect"), ("check x --seeds 0", "--seeds"),
+    ("coverage nowhere.ptx", "nowhere.ptx"), ("run no_such_variant", "no_such_variant"),
+])  # fmt: skip
+def test_command_line_refuses(
+    line: str, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert main(line.split()) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_coverage_reports_what_is_missing(
