@@ -557,6 +557,11 @@ def quantize_and_cache_k(
     Source: SnapMLA paper, section 3.3.1 (fused K-append).
     """
     checks.integer("head_dim_v", head_dim_v, KV_LORA_RANK, KV_LORA_RANK)
+    try:
+        if _quick_append(key, k_lora_cache, k_rope_cache, k_lora_scale_cache, indices):
+            return
+    except Exception:  # something is wrong: the full checks below say what
+        pass
     names = ("k_lora_cache", "k_rope_cache", "k_lora_scale_cache")
     if isinstance(key, torch.Tensor) and key.ndim == 3 and key.shape[1] == 1:
         key = key[:, 0]
@@ -566,6 +571,47 @@ def quantize_and_cache_k(
         quant.append_kv(cache, key[:, :KV_LORA_RANK], key[:, KV_LORA_RANK:], indices)
     except (TypeError, ValueError) as error:
         raise checks.renamed(error, _FLAT_NAMES) from None
+
+
+def _quick_append(
+    key: torch.Tensor,
+    lora: torch.Tensor,
+    rope: torch.Tensor,
+    scale: torch.Tensor,
+    indices: torch.Tensor,
+) -> bool:
+    """The launch on a flat pool as an engine passes it; False if something is of another kind.
+
+    As in ``_quick_decode``, checks that the exported function makes are left to it.
+    """
+    slots, page = lora.shape[0], _FLAT_PAGES[-1]
+    n, width = key.shape[0], key.shape[-1]
+    if not (
+        lora.dtype in _BYTES
+        and lora.shape == (slots, 1, KV_LORA_RANK)
+        and rope.shape == (slots, 1, QK_ROPE_HEAD_DIM)
+        and scale.shape == (slots, 1, 1)
+        and width == HEAD_DIM_QK
+        and key.numel() == n * width
+        and key.stride(-1) == 1
+    ):
+        return False
+    if launch.several_gpus() and not launch.all_on(lora.device, key, rope, scale, indices):
+        return False
+    row = key.stride(0)
+    quant.launch_append(
+        (
+            (lora if lora.dtype is torch.uint8 else lora.view(torch.uint8)).view(
+                -1, page, KV_LORA_RANK
+            ),
+            rope.view(-1, page, QK_ROPE_HEAD_DIM),
+            scale.view(-1, page),
+        ),
+        key.as_strided((n, KV_LORA_RANK), (row, 1)),
+        key.as_strided((n, QK_ROPE_HEAD_DIM), (row, 1), key.storage_offset() + KV_LORA_RANK),
+        indices,
+    )
+    return True
 
 
 def dequantize_ckv_fused_indexed(

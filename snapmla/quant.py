@@ -19,6 +19,7 @@ from snapmla.cache import PagedKVCache
 
 GRANULARITIES = ("token_head", "token")
 SHARED_LAYOUTS = ("paged", "row640")  # content and rope are views of one memory
+MAX_FETCHED = 65535  # sequences of a block table: the kernel's grid.y
 _SHORT = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
 _INDEX = {torch.int32: "i32", torch.int64: "i64"}
 
@@ -279,6 +280,9 @@ def fetch_dequant(
     by_pages = where.ndim == 2
     if by_pages:
         checks.block_table(where, where.shape[0], device)
+        if where.shape[0] > MAX_FETCHED:
+            wanted = f"at most {MAX_FETCHED} sequences"
+            checks.value_error("where", wanted, where.shape[0], "fetch them in several calls")
         if cache_seqlens is None:
             checks.value_error("cache_seqlens", "int32 (b,) beside a block table", None)
         checks.lengths(cache_seqlens, where.shape[0], device)

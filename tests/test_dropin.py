@@ -221,6 +221,69 @@ def test_append_and_fetch_have_the_primary_bits() -> None:
     assert back is given and torch.equal(given[0], lora) and torch.equal(given[1], rope)
 
 
+@pytest.mark.parametrize("kind", ["joint", "flat", "strided", "float32", "empty", "fp8"])
+def test_an_engines_append_takes_the_quick_way(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    key = torch.randn(3, 1, 576).bfloat16()
+    slots = torch.tensor([5, 1023, -1])
+    given = {
+        "flat": key[:, 0], "float32": key.float(), "empty": key[:0],
+        "strided": torch.cat([key, key, key[..., :8]], -1)[..., 576:1152],
+    }.get(kind, key)  # fmt: skip
+    slots = slots[: len(given)]
+    own, want = Pool(), Pool()
+    own_lora = own.lora.view(torch.float8_e4m3fn) if kind == "fp8" else own.lora
+    joint = given.reshape(-1, 576)
+    snapmla.append_kv(want.primary(), joint[:, :512], joint[:, 512:], slots)
+    monkeypatch.setattr(names, "_flat_cache", lambda *_: pytest.fail("the long way"))
+    names.quantize_and_cache_k(given, own_lora, own.scale, own.rope, slots, 512)
+    for name in ("lora", "rope", "scale"):
+        a, b = getattr(own, name), getattr(want, name)
+        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8)), name
+
+
+WRONG_APPEND: list[tuple[str, Callable[[torch.Tensor], torch.Tensor], str]] = [
+    ("key", lambda t: t.double(), "key: .*float64"),
+    ("key", lambda t: torch.cat([t, t], -1)[..., :512], r"key: expected shape \(n, 576\)"),
+    ("key", lambda t: t.repeat(1, 2, 1), r"key: expected shape \(n, 576\)"),
+    ("key", lambda t: t.repeat_interleave(2, -1)[..., ::2], "key: expected innermost stride 1"),
+    ("key", lambda t: torch.cat([t, t[..., :1]], -1)[..., :576], "key: .*multiples of 16 bytes"),
+    ("key", lambda t: torch.cat([t, t[..., :8]], -1)[..., 1:577], "key: .*aligned to 16 bytes"),
+    ("k_lora_cache", lambda t: torch.zeros(SLOTS, 1, 256, dtype=torch.bfloat16),
+     r"k_lora_cache: expected shape \(slots, 1, 512\)"),
+    ("k_lora_cache", lambda t: t.view(SLOTS, 2, 256), "k_lora_cache: expected shape"),
+    ("k_lora_cache", lambda t: t[:-8], "k_lora_cache: expected a multiple of 16 slots"),
+    ("k_lora_cache", lambda t: t[:0], "k_lora_cache: expected a multiple of 16 slots"),
+    ("k_lora_cache", lambda t: t.view(torch.int8), "k_lora_cache: expected dtype .*int8"),
+    ("k_lora_cache", lambda t: t[: SLOTS // 2], "k_.*: expected shape"),
+    ("k_lora_scale_cache", lambda t: t.half(), "k_lora_scale_cache: .*float16"),
+    ("k_lora_scale_cache", lambda t: t.view(-1, 2, 1), "k_lora_scale_cache: expected shape"),
+    ("k_rope_cache", lambda t: t.half(), "k_rope_cache: .*float16"),
+    ("k_rope_cache", lambda t: t.view(1, -1, 64), "k_rope_cache: expected shape"),
+    ("indices", lambda t: t[:2], "indices: expected shape"),
+    ("indices", lambda t: t.short(), "indices: .*int16"),
+    ("indices", lambda t: t.repeat_interleave(2)[::2], "indices: .*contiguous"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "text"),
+    WRONG_APPEND,
+    ids=[f"{w[0]}-{i}" for i, w in enumerate(WRONG_APPEND)],
+)
+def test_one_wrong_argument_of_an_append(
+    name: str, change: Callable[[torch.Tensor], torch.Tensor], text: str
+) -> None:
+    pool = Pool()
+    right = {
+        "key": torch.randn(3, 1, 576).bfloat16(), "k_lora_cache": pool.lora,
+        "k_lora_scale_cache": pool.scale, "k_rope_cache": pool.rope,
+        "indices": torch.arange(3),
+    }  # fmt: skip
+    with pytest.raises((TypeError, ValueError), match=f"^{text}"):
+        names.quantize_and_cache_k(**{**right, name: change(right[name])}, head_dim_v=512)
+    assert (pool.lora == 0x7F).all(), "something was written"
+
+
 @pytest.mark.parametrize("layout", ["split", "paged", "row640"])
 def test_paged_views_are_written_and_read_in_place(layout: str) -> None:
     """4-D views of any layout; pages of ``paged`` lie apart, so flattening them would copy."""

@@ -291,6 +291,8 @@ ROWS: list[tuple[str, str, Any, type, str, str]] = [
      "use .to(torch.int32) once when you build"),
     ("fetch_dequant", "where", torch.zeros((1, B, WIDTH), dtype=I32), ValueError, "where: expected a bl",
      "a 2-D block table with cache_seqlens, or"),
+    ("fetch_dequant", "where", torch.zeros((65536, 1), dtype=I32), ValueError,
+     "where: expected at most 65535 sequences, got 65536", "fetch them in several calls"),
     ("fetch_dequant", "where", torch.zeros((B, 0), dtype=I32), ValueError,
      "block_table: expected a width of 1",
      "give even empty sequences one column"),
