@@ -16,6 +16,7 @@ from rich.table import Table
 
 from codegen import artifacts, toolchain, tryout
 from codegen import compile as compiler
+from codegen import link as linker
 from codegen import matrix as mx
 from codegen.artifacts import ROOT, Record
 from codegen.precompile import precompile as run_precompile
@@ -158,6 +159,8 @@ def precompile_command(
         f"{len(report.built)} built, {len(report.reused)} up to date, {len(report.failed)} failed, "
         f"{len(found) - len(specs)} pruned; {time.perf_counter() - started:.1f} s"
     )
+    if link and linker.identity() is None:
+        console.print("no C compiler here (gcc, or CC): objects for the software GPU, no libraries")
     if report.failed:
         raise typer.Exit(1)
 

@@ -153,7 +153,8 @@ def nvdisasm() -> Path | None:
 @functools.cache
 def c_compiler() -> str | None:
     """C compiler driver used for linking."""
-    return next((p for p in map(shutil.which, (os.environ.get("CC") or "gcc", "cc")) if p), None)
+    names = (os.environ.get("CC") or "gcc", "cc", "clang")
+    return next((path for path in map(shutil.which, names) if path), None)
 
 
 @functools.cache

@@ -295,6 +295,20 @@ def test_linking_in_a_directory_with_an_unusual_name(
     assert files["so"].read_bytes() == artifacts.paths(variant_dir, CHEAP)["so"].read_bytes()
 
 
+def test_without_a_c_compiler_it_says_so_and_links_later(tmp_path: Path) -> None:
+    if link.identity() is None:
+        pytest.skip("nothing can be linked here")
+    arguments = ["precompile", "--filter", "merge_ob*", "--out", str(tmp_path)]
+    done = codegen(*arguments, PATH=str(tmp_path / "none"), CC="")
+    assert done.returncode == 0 and "1 built" in done.stdout, done.stdout
+    assert "no C compiler here" in done.stdout and not list(tmp_path.glob("*.so"))
+    before = artifacts.paths(tmp_path, CHEAP)["o"].stat().st_mtime_ns
+    done = codegen(*arguments)
+    assert "1 built" in done.stdout and "no C compiler" not in done.stdout
+    files = artifacts.paths(tmp_path, CHEAP)
+    assert files["so"].is_file() and files["o"].stat().st_mtime_ns == before, "linked only"
+
+
 def test_host_code_of_the_building_cpu_is_seen(tmp_path: Path) -> None:
     compiler_path = toolchain.c_compiler()
     if compiler_path is None or shutil.which("objdump") is None:
