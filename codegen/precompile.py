@@ -1,10 +1,10 @@
 """Builds many variants with a few worker processes.
 
 A worker imports the compiler once and builds variant after variant (1-2 s each instead of 5).
-A worker that dies takes only its own variant down: that one is tried once more alone.  A run that
-is killed leaves whole variants only; the next one goes on from there and ends in the same manifest.
-Workers end with the process that started them, however that ends; an interrupt (Ctrl-C) lets them
-finish the variant they are at.
+A worker that dies takes only its own variant down: what is unfinished by then is built once more,
+each variant in a process of its own.  A run that is killed leaves whole variants only; the next one
+goes on from there and ends in the same manifest.  Workers end with the process that started them,
+however that ends; an interrupt (Ctrl-C) lets them finish the variant they are at.
 """
 
 from __future__ import annotations

@@ -188,9 +188,9 @@ def test_killed_precompile_goes_on_and_ends_in_the_same_manifest(
     assert codegen(*arguments).returncode == 0 and again.read_text() == text
 
 
-def start(out: Path) -> tuple[subprocess.Popen[str], list[int]]:
-    """A precompile of 18 variants that has built the first; its child processes."""
-    arguments = ["precompile", "--filter", "[aqf]*", "--out", str(out), "--jobs", "1"]
+def start(out: Path, pattern: str = "[aqf]*") -> tuple[subprocess.Popen[str], list[int]]:
+    """A precompile (of 18 variants) that has built the first; its child processes."""
+    arguments = ["precompile", "--filter", pattern, "--out", str(out), "--jobs", "1"]
     process = subprocess.Popen(
         [sys.executable, "-m", "codegen", *arguments], cwd=artifacts.ROOT, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
@@ -230,6 +230,17 @@ def test_workers_end_with_the_process_that_started_them(tmp_path: Path) -> None:
     assert not left
     assert process.stdout is not None
     process.stdout.close()
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs /proc")
+def test_a_worker_that_dies_fails_nothing(tmp_path: Path) -> None:
+    process, children = start(tmp_path, "append_kv*")
+    for pid in children:
+        if "spawn_main" in Path(f"/proc/{pid}/cmdline").read_text():
+            os.kill(pid, signal.SIGKILL)  # as the system does when memory is short
+    out, _ = process.communicate(timeout=300)
+    assert process.returncode == 0 and "6 built, 0 up to date, 0 failed" in out, out
+    assert len(entries(tmp_path)) == 6
 
 
 def alive(pid: int) -> bool:
