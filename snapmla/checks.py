@@ -221,21 +221,20 @@ def aligned_rows(name: str, value: torch.Tensor, align: int = ALIGN, least: int 
 
 def _aligned(name: str, value: torch.Tensor, align: int = ALIGN) -> None:
     """Checks where the storage starts; a slice of a tensor may start anywhere."""
-    address = value.data_ptr()
-    if address % align:
+    address = address_of(value)
+    if address is not None and address % align:
         hint = f"start slices at multiples of {max(1, align // value.element_size())} elements"
         value_error(name, f"storage aligned to {align} bytes", f"address {address:#x}", hint)
 
 
-def same_device(tensors: dict[str, torch.Tensor]) -> torch.device:
-    """Checks that all tensors live on one device, and returns it."""
-    (first, reference), *rest = tensors.items()
-    for name, value in rest:
-        if value.device != reference.device:
-            wanted = f"a tensor on {reference.device}, where {first} is"
-            hint = f"move it with .to({str(reference.device)!r})"
-            value_error(name, wanted, value.device, hint)
-    return reference.device
+def address_of(value: torch.Tensor) -> int | None:
+    """Where the first element lies; None for a tracer's stand-in, which lies nowhere."""
+    if torch.compiler.is_compiling():
+        return None
+    try:
+        return value.data_ptr()
+    except RuntimeError:
+        return None
 
 
 def integer(name: str, value: Any, low: int, high: int | None = None, hint: str = "") -> int:

@@ -13,7 +13,9 @@ The metadata pair is two int32 tensors, as engines expect:
   batch; better still is ``get_mla_metadata(..., out=(static, num_splits))``, one launch in place.
 * ``num_splits`` (b + 1,): slots of partial results, cumulative; a slice of a longer tensor will do.
 
-Both may be captured: replaying a graph reads whatever the pair holds by then.
+Both may be captured: replaying a graph reads whatever the pair holds by then.  Under
+``torch.compile`` metadata and decode break the graph (``snapmla.decode`` does not); the three
+quantisation functions are operators.
 
 Differences on purpose: a row that sees no token gives out 0 and lse +inf (FlashMLA's convention;
 ``empty_lse=`` changes it), scales have a floor (docs/formats.md), page sizes 16 to 128 work.
@@ -22,6 +24,7 @@ Differences on purpose: a row that sees no token gives out 0 and lse +inf (Flash
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -203,6 +206,15 @@ def _check_pair(
         )  # fmt: skip
 
 
+@torch.compiler.disable(
+    reason="flash_mla_fp8 plans and decodes eagerly; snapmla.plan_decode outside of the compiled "
+    "function with plan.update_ and snapmla.decode in it are operators"
+)
+def _untraced(function: Callable[..., Pair], *arguments: Any, **options: Any) -> Pair:
+    """Calls ``function`` between two compiled graphs."""
+    return function(*arguments, **options)
+
+
 def _pair(name: str, value: Any) -> Pair:
     if not isinstance(value, (tuple, list)) or len(value) != 2:
         got = f"{len(value)} values" if isinstance(value, (tuple, list)) else type(value).__name__
@@ -238,6 +250,11 @@ def get_mla_metadata(
     Source: FlashMLA's metadata pair, as SnapMLA's host code keeps it; the schedule is ours
     (``snapmla.reference_plan``).
     """
+    if torch.compiler.is_compiling():
+        return _untraced(
+            get_mla_metadata, cache_seqlens, num_heads_per_head_k, num_heads_k,
+            max_batch=max_batch, out=out,
+        )  # fmt: skip
     checks.lengths(cache_seqlens, "b")
     hint = "s_q * num_heads of one sequence"
     rows = checks.integer("num_heads_per_head_k", num_heads_per_head_k, 1, MAX_ROWS, hint)
@@ -325,6 +342,12 @@ def flash_mla_ckv_fp8_per_token(
 
     Source: SnapMLA paper, Algorithm 1 (function); the pipeline is the dispatcher's choice.
     """
+    if torch.compiler.is_compiling():
+        return _untraced(
+            flash_mla_ckv_fp8_per_token, q_nope, q_rope, k_cache_lora, k_cache_rope, q_scale,
+            k_scale, block_table, cache_seqlens, head_dim_v, tile_scheduler_metadata, num_splits,
+            softmax_scale, causal, out=out, lse=lse, empty_lse=empty_lse,
+        )  # fmt: skip
     scale = HEAD_DIM_QK**-0.5 if softmax_scale is None else softmax_scale
     usual = head_dim_v == KV_LORA_RANK and type(scale) is float and empty_lse in _EMPTY_LSE
     if usual and 0.0 < scale <= checks.MAX_SOFTMAX_SCALE:
@@ -584,6 +607,8 @@ def _quick_append(
 
     As in ``_quick_decode``, checks that the exported function makes are left to it.
     """
+    if torch.compiler.is_compiling():
+        return False
     slots, page = lora.shape[0], _FLAT_PAGES[-1]
     n, width = key.shape[0], key.shape[-1]
     if not (

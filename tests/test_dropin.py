@@ -542,6 +542,35 @@ def test_other_strides_take_the_long_way() -> None:
     equal(got, want)
 
 
+def test_under_torch_compile() -> None:
+    """Quantisation is traced; metadata and decode break the graph and say what does not."""
+    step = Step((70, 3), 16, 1)
+    other = Pool()
+
+    def traced(key: torch.Tensor, q: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        other.append(key, step.slots)
+        lora, rope = names.dequantize_ckv_fused_indexed(
+            other.lora, other.rope, other.scale, step.slots
+        )
+        return *names.quantize_ckv_per_token_head(q * 2, 512), lora, rope
+
+    torch._dynamo.reset()
+    got = torch.compile(traced, fullgraph=True, backend="aot_eager")(step.keys, step.q)
+    assert torch.equal(other.lora, step.pool.lora)
+    for a, b in zip(got, traced(step.keys, step.q), strict=True):
+        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+    def broken(q: torch.Tensor) -> torch.Tensor:
+        out, _ = step.decode(names.get_mla_metadata(step.lengths, 16, 1))
+        return out + q[..., :1]
+
+    compiled = torch.compile(broken, backend="aot_eager")
+    assert torch.equal(compiled(step.q), broken(step.q))
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match=r"plan\.update_ and snapmla\.decode"):
+        torch.compile(broken, backend="aot_eager", fullgraph=True)(step.q)
+
+
 def test_kept_plans_are_bounded() -> None:
     lengths = torch.ones(1, dtype=torch.int32)
     names._plans.clear()

@@ -127,6 +127,26 @@ def test_compiled_update_out_and_fetch() -> None:
     assert torch.equal(layer.plan.planned_seqlens, lengths)
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_export(strict: bool) -> None:
+    """Caches, plans and queries are arguments of an exported program."""
+
+    class Attention(torch.nn.Module):
+        def forward(
+            self, q_nope: torch.Tensor, q_rope: torch.Tensor, cache: snapmla.PagedKVCache,
+            plan: snapmla.DecodePlan, table: torch.Tensor, lengths: torch.Tensor,
+        ) -> torch.Tensor:  # fmt: skip
+            q = snapmla.quantize_q(q_nope, q_rope)
+            return snapmla.decode(q, cache, table, lengths, softmax_scale=SCALE, plan=plan)[0]
+
+    layer = Layer("cpu", "paged")
+    inputs = (layer.q_nope, layer.q_rope, layer.cache, layer.plan, layer.table, layer.lengths)
+    program = torch.export.export(Attention(), inputs, strict=strict)
+    assert any("snapmla.decode" in str(node.target) for node in program.graph.nodes)
+    got = program.module()(*inputs)
+    assert torch.equal(got, Attention()(*inputs)) and got.abs().sum() > 0
+
+
 def test_a_traced_decode_wants_a_plan() -> None:
     layer = Layer("cpu")
 
