@@ -180,11 +180,11 @@ def build_command(name: str, out: Out = None) -> None:
     """Build one variant by name unless it is up to date; what the run-time compiler calls."""
     _need_compiler()
     spec, out_dir = _spec(name), out or _default_dir()
-    try:
-        with _writing(out_dir):
+    with _writing(out_dir):
+        try:
             compiler.ensure(spec, out_dir)
-    except (compiler.BuildError, RuntimeError) as error:
-        raise _fail(str(error)) from None
+        except (compiler.BuildError, RuntimeError) as error:
+            raise _fail(str(error)) from None
 
 
 @app.command("try")
