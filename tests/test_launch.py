@@ -15,8 +15,8 @@ import pytest
 
 from codegen import artifacts, link, render, toolchain
 from codegen.artifacts import Record
-from codegen.precompile import Report
-from dsl_kernels.spec import VariantSpec
+from codegen.precompile import Report, precompile
+from dsl_kernels.spec import VariantSpec, decode_spec
 
 pytestmark = pytest.mark.skipif(
     not toolchain.have_compiler() or link.identity() is None, reason="needs DSL and C compiler"
@@ -152,29 +152,39 @@ int main(int argc, char **argv) {
 """
 
 
+CC = [str(toolchain.c_compiler()), "-Wall", "-Wextra", "-Werror", "-std=gnu11"]
+
+
 @pytest.fixture(scope="module")
-def program(built: Report, variant_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An engine in C that calls the merge kernel, and the stand-in driver beside it."""
-    folder = tmp_path_factory.mktemp("engine")
-    files = artifacts.paths(variant_dir, MERGE)
-    record = Record.read(files["json"])
-    assert record is not None
-    (folder / "merge_obf16_sm90a.h").write_text(render.header(record))
-    (folder / "driver.c").write_text(DRIVER)
-    (folder / "engine.c").write_text(PROGRAM)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where engines are built; holds the stand-in driver."""
+    made = tmp_path_factory.mktemp("engine")
+    (made / "driver.c").write_text(DRIVER)
+    (made / "driver").mkdir()
+    command = [*CC, "-shared", "-fPIC", "driver.c", "-o", "driver/libcuda.so.1"]
+    subprocess.run(command, cwd=made, check=True)
+    return made
+
+
+def engine(folder: Path, name: str, source: str, library: Path) -> Path:
+    """Compiles a C program that calls one library."""
     ffi = toolchain.tvm_ffi_lib_dir()
     assert ffi is not None
-    (folder / "driver").mkdir()
-    cc = [str(toolchain.c_compiler()), "-Wall", "-Wextra", "-Werror", "-std=gnu11"]
+    (folder / f"{name}.c").write_text(source)
     subprocess.run(
-        [*cc, "-shared", "-fPIC", "driver.c", "-o", "driver/libcuda.so.1"], cwd=folder, check=True
-    )
-    subprocess.run(
-        [*cc, f"-I{ffi.parent / 'include'}", "engine.c", str(files["so"]), f"-L{ffi}", "-ltvm_ffi",
-         "-pthread", f"-Wl,-rpath,{ffi}:{variant_dir}", "-o", "engine"],
+        [*CC, f"-I{ffi.parent / 'include'}", f"{name}.c", str(library), f"-L{ffi}", "-pthread",
+         "-Wl,--no-as-needed", "-ltvm_ffi", f"-Wl,-rpath,{ffi}:{library.parent}", "-o", name],
         cwd=folder, check=True,
     )  # fmt: skip
-    return folder / "engine"
+    return folder / name
+
+
+@pytest.fixture(scope="module")
+def program(folder: Path, variant_dir: Path) -> Path:
+    """An engine in C that calls the merge kernel."""
+    record = precompile([MERGE], variant_dir, jobs=1).records[MERGE.name]
+    (folder / "merge_obf16_sm90a.h").write_text(render.header(record))
+    return engine(folder, "engine", PROGRAM, artifacts.paths(variant_dir, MERGE)["so"])
 
 
 def run(program: Path, case: str = "", *arguments: str, driver: bool = True) -> tuple[int, str]:
@@ -299,24 +309,15 @@ int main(void) {
 """
 
 
-def test_a_function_of_two_kernels(program: Path) -> None:
+def test_a_function_of_two_kernels(folder: Path) -> None:
     """One module, both kernels ready on every device, launched in order with their own geometry."""
-    folder, ffi = program.parent, toolchain.tvm_ffi_lib_dir()
-    assert ffi is not None
     (folder / "two.py").write_text(TWO_KERNELS)  # kernels need a file: the DSL reads their source
     done = subprocess.run(
         [sys.executable, "two.py", str(folder)], capture_output=True, text=True, cwd=folder,
         env={**os.environ, "PYTHONPATH": str(artifacts.ROOT)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    (folder / "two.c").write_text(TWO_CALLS)
-    subprocess.run(
-        [str(toolchain.c_compiler()), "-Wall", "-Werror", f"-I{ffi.parent / 'include'}", "two.c",
-         "both.so", f"-L{ffi}", "-Wl,--no-as-needed", "-ltvm_ffi",
-         f"-Wl,-rpath,{ffi}:{folder}", "-o", "two"],
-        cwd=folder, check=True,
-    )  # fmt: skip
-    code, out = run(folder / "two")
+    code, out = run(engine(folder, "two", TWO_CALLS, folder / "both.so"))
     lines = out.splitlines()
     assert code == 0 and lines.count("load") == 1, out
     for device in (0, 1):
@@ -326,6 +327,51 @@ def test_a_function_of_two_kernels(program: Path) -> None:
     assert [line.split(" | ")[:3] for line in launches] == [
         ["launch 6 1 1", "64 1 1", "100000"], ["launch 3 1 1", "32 1 1", "2048"],
     ]  # fmt: skip
+
+
+C_TYPES = {"uint8": "kDLUInt, 8", "int32": "kDLInt, 32", "bfloat16": "kDLBfloat, 16"}
+EXTENTS = {"pages": 8, "P": 64, "b": 2, "s_q": 1, "h": 16, "rows_pad": 64}  # others: 16
+
+
+def caller(record: Record) -> str:
+    """A C program that calls a variant once with contiguous tensors on device 1, scalars 1."""
+    lines, passed = [], []
+    for i, argument in enumerate(record.arguments):
+        if "shape" not in argument:
+            passed.append("1")
+            continue
+        shape = [n if isinstance(n, int) else EXTENTS.get(n, 16) for n in argument["shape"]]
+        strides = [1]
+        for extent in reversed(shape[1:]):
+            strides.insert(0, strides[0] * extent)
+        kind = C_TYPES.get(argument["dtype"], "kDLFloat, 32")
+        lines += [
+            f"  int64_t n{i}[] = {{{str(shape)[1:-1]}}}, s{i}[] = {{{str(strides)[1:-1]}}};",
+            f"  DLTensor t{i} = {{(void *)0x10000, {{kDLCUDA, 1}}, {len(shape)}, {{{kind}, 1}},",
+            f"                 n{i}, s{i}, 0}};",
+        ]
+        passed.append(f"&t{i}")
+    call = f"  return {record.symbol}({', '.join(passed)});"
+    return "\n".join([f'#include "{record.name}.h"', "int main(void) {", *lines, call, "}\n"])
+
+
+@pytest.mark.parametrize(("row_tile", "ctas"), [(16, 1), (128, 2)])
+def test_decode_launches_its_merge(
+    folder: Path, variant_dir: Path, row_tile: int, ctas: int
+) -> None:
+    """One call: decode, a cluster where it needs one, then merge, which may start early (PDL)."""
+    spec = decode_spec("etap", row_tile, 64, "bf16")
+    record = precompile([spec], variant_dir, jobs=1).records[spec.name]
+    (folder / f"{record.name}.h").write_text(render.header(record))
+    library = artifacts.paths(variant_dir, spec)["so"]
+    code, out = run(engine(folder, record.name, caller(record), library))
+    lines = out.splitlines()
+    assert code == 0 and lines.count("load") == 1, out
+    assert lines.count("attribute 8 = 232448 on 1") == 2, "both kernels, on each device"
+    decode, merge = (line.split(" | ") for line in lines if line.startswith("launch"))
+    assert decode[0].split()[1] == str(ctas) and merge[1] != decode[1]
+    assert (decode[1], decode[2]) == (f"{record.threads} 1 1", str(record.dynamic_smem))
+    assert lines[-1] == "device 0", "the caller's device is current again"
 
 
 def test_a_device_of_another_arch_beside_a_good_one(program: Path) -> None:
