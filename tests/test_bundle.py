@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -83,6 +84,14 @@ def test_size_and_contents(made: bundle.Bundle, unpacked: Path) -> None:
             assert str(artifacts.ROOT) not in path.read_text(), f"{path}: a path of this machine"
     headers = {n for n in names if n.startswith("include/snapmla/")}
     assert len(headers) == made.variants
+
+
+def test_readme_tells_the_size(made: bundle.Bundle) -> None:
+    text = " ".join((artifacts.ROOT / "README.md").read_text().split())
+    found = re.search(r"\((\d+) MB in all, (\d+) MB as archive\)", text)
+    assert found is not None
+    assert abs(made.size / 1e6 - int(found[1])) < 1.5
+    assert abs(made.archive.stat().st_size / 1e6 - int(found[2])) < 1
 
 
 def test_requirements_are_the_projects_own(unpacked: Path) -> None:
