@@ -122,6 +122,9 @@ def _decode_out(
     b, s_q, heads, _ = q_nope.shape
     if b == 0:
         return
+    _check_query(q_nope, q_rope)
+    _check_tables(split_begin, o_accum, lse_accum, (b, s_q * heads, row_tile))
+    checks.lengths(cache_seqlens, b, q_nope.device)
     checks.block_table(block_table, b, q_nope.device)
     checks.output("out", out, tuple(attention.OUT_NAMES), tuple(q_nope.shape), q_nope.device)
     checks.output("lse", lse, (torch.float32,), (b, heads, s_q), q_nope.device, align=4)
@@ -136,6 +139,33 @@ def _decode_out(
         (out, lse),
         (checks.softmax_scale(softmax_scale), int(causal), lse_factor, empty_lse),
     )
+
+
+def _check_query(q_nope: Tensor, q_rope: Tensor) -> None:
+    """What ``QuantizedQuery`` checks where nobody traces; gaps would be misread silently."""
+    rows, device = q_nope.shape[:3], q_nope.device
+    checks.s_q(rows[1])
+    checks.num_heads(rows[2])
+    parts = ((q_nope, torch.uint8, KV_LORA_RANK), (q_rope, torch.bfloat16, QK_ROPE_HEAD_DIM))
+    for name, (value, dtype, width) in zip(("q_nope", "q_rope"), parts):
+        checks.tensor(name, value, (dtype,), (*rows, width), device)
+        checks.contiguous(name, value)
+
+
+def _check_tables(
+    split_begin: Tensor, o_accum: Tensor, lse_accum: Tensor, sizes: tuple[int, int, int]
+) -> None:
+    """That a plan is for this many sequences and rows; sizes = (b, rows, row tile)."""
+    b, rows, row_tile = sizes
+    rows_pad = -(-rows // row_tile) * row_tile
+    hint = "the plan is for another batch, head count or s_q: make one with snapmla.plan_decode"
+    for name, value, shape in (
+        ("split_begin", split_begin, (b + 1,)),
+        ("o_accum", o_accum, (o_accum.shape[0], rows_pad, KV_LORA_RANK)),
+        ("lse_accum", lse_accum, (o_accum.shape[0], rows_pad)),
+    ):
+        if value.shape != shape:
+            checks.value_error(name, f"shape {shape}", tuple(value.shape), hint)
 
 
 def _fetch_dequant(

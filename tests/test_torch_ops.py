@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -255,6 +256,32 @@ def test_operators_check_their_arguments() -> None:
     wrong[-1] = wrong[-1].transpose(0, 1)
     with pytest.raises(ValueError, match="lse: expected shape"):
         torch.ops.snapmla.decode_out(*wrong)
+
+
+@pytest.mark.parametrize(
+    ("at", "change", "text"),
+    [
+        (0, lambda t: torch.cat([t, t], 1)[:, :1], "q_nope: .*contiguous"),
+        (1, lambda t: torch.cat([t, t], 1)[:, :1], "q_rope: .*contiguous"),
+        (0, lambda t: t.repeat(1, 9, 1, 1), "s_q: expected 1 to 8, got 9"),
+        (0, lambda t: t.repeat(1, 1, 17, 1), "num_heads: expected 1 to 128, got 136"),
+        (7, lambda t: t.repeat_interleave(2)[::2], "cache_seqlens: .*contiguous"),
+        (7, lambda t: t[:1], "cache_seqlens: expected shape"),
+        (6, lambda t: t.long(), "block_table: .*int64"),
+        (10, lambda t: t[:2], r"split_begin: expected shape \(3,\), got .* another batch"),
+        (11, lambda t: t.repeat(1, 2, 1), r"o_accum: expected shape \(6, 16, 512\), got .*32"),
+        (12, lambda t: t[1:], "lse_accum: expected shape"),
+    ],
+)
+def test_a_traced_decode_checks_what_no_python_did(
+    at: int, change: Callable[[torch.Tensor], torch.Tensor], text: str
+) -> None:
+    """Under a tracer nothing is checked before the operator runs on real tensors."""
+    call = list(operator_calls("cpu")["decode_out"])
+    call[at] = change(call[at])
+    with pytest.raises((TypeError, ValueError), match=f"^{text}"):
+        torch.ops.snapmla.decode_out(*call)
+    assert not call[-2].any()
 
 
 # ---------------------------------------------------------------------------- pytrees
