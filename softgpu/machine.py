@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .cluster import Cluster, InFlight
+from .cluster import Cluster, InFlight, place_of
 from .decode import OF_BLOCK, Program
 from .errors import Deadlock, Hazard, LaunchError, SoftGpuError
 from .hazard import Footprint, GlobalHazards
@@ -179,14 +179,22 @@ class Machine:
                     break
         return done
 
+    def _clusters(self) -> tuple[int, int, int]:
+        """Clusters of the grid along each axis."""
+        x, y, z = (-(-g // c) for g, c in zip(self.launch.grid, self.launch.cluster, strict=True))
+        return x, y, z
+
+    def block_at(self, index: int, rank: int = 0) -> tuple[int, int, int]:
+        """Coordinates of CTA ``rank`` of cluster ``index``; x runs fastest."""
+        sizes = self.launch.cluster
+        origin, place = place_of(index, self._clusters()), place_of(rank, sizes)
+        x, y, z = (o * n + p for o, n, p in zip(origin, sizes, place, strict=True))
+        return x, y, z
+
     def run(self) -> Stats:
         """Runs the grid to its end.  Raises SoftGpuError."""
-        gx, gy, gz = self.launch.grid
-        cx, cy, cz = self.launch.cluster
-        origins = [
-            (x, y, z) for z in range(0, gz, cz) for y in range(0, gy, cy) for x in range(0, gx, cx)
-        ]
-        waiting = iter(enumerate(origins))
+        clusters = math.prod(self._clusters())
+        waiting = ((index, self.block_at(index)) for index in range(clusters))
         resident: list[Cluster] = []
         expired_at = -1
         passes, seen_version = 0, -1

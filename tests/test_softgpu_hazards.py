@@ -417,6 +417,13 @@ def test_the_correct_twin_is_clean(case: Case) -> None:
         case.run(case.right, Options(hazards="raise", asynchronous=mode, seed=seed))
 
 
+def test_a_race_names_the_blocks_of_both_sides() -> None:
+    case = GLOBAL["blocks"]
+    with pytest.raises(Hazard) as caught:
+        case.run(case.wrong, Options(hazards="raise"))
+    assert sorted(event.block for event in caught.value.events) == [(0, 0, 0), (1, 0, 0)]
+
+
 def test_the_suite_covers_every_kind() -> None:
     """Each kind of hazard that the checker can report has a case here or a test below."""
     modules = Path(softgpu.hazard.__file__).parent.glob("*.py")

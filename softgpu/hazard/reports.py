@@ -66,8 +66,13 @@ class Reports:
         self.layout: Layout = owner.layout
 
     # ---- parts of a report ---------------------------------------------------------------------
-    def event(self, action: str, event: int, comp: int, note: str = "") -> Event:
-        """An earlier event; component ``comp`` says who did it, -1: not known which lane."""
+    def event(
+        self, action: str, event: int, comp: int, note: str = "", cluster: int | None = None
+    ) -> Event:
+        """An earlier event; component ``comp`` says who did it, -1: not known which lane.
+
+        ``cluster``: number of the cluster it happened in, this one's if None.
+        """
         pc, warp = event & _PC_MASK, event >> PC_BITS
         kind = self.layout.name(comp)[0] if comp >= 0 else ""
         if kind == "lane":
@@ -76,20 +81,21 @@ class Reports:
             lanes = "asynchronous"
         else:
             lanes = "the warp"
-        return self._event(action, pc, warp, lanes, note)
+        return self._event(action, pc, warp, lanes, note, cluster)
 
     def here(self, warp: WarpHazards, action: str, lanes: str) -> Event:
         """What ``warp`` is doing now."""
         return self._event(action, warp.warp.pc, warp.index, lanes, "")
 
-    def _event(self, action: str, pc: int, warp: int, lanes: str, note: str) -> Event:
+    def _event(
+        self, action: str, pc: int, warp: int, lanes: str, note: str, cluster: int | None = None
+    ) -> Event:
         kernel = self.machine.program.kernel
         ins = kernel.code[pc]
         rank, index = divmod(warp, self.owner.warps_per_block)
-        return Event(
-            action, kernel.source_of(ins), ins.line, ins.text or ins.opcode,
-            self.owner.cluster.blocks[rank].ctaid, index, lanes, note,
-        )  # fmt: skip
+        block = self.machine.block_at((cluster or self.owner.number) - 1, rank)
+        text = ins.text or ins.opcode
+        return Event(action, kernel.source_of(ins), ins.line, text, block, index, lanes, note)
 
     def note_of(self, comp: int, time: int) -> str:
         """How the work (comp, time) becomes known."""
@@ -261,8 +267,7 @@ class Reports:
 
         ``actions``: what the earlier access did and what this one does.
         """
-        note = "" if cluster == self.owner.number else f"by the cluster numbered {cluster - 1}"
-        first = self.event(actions[0], found.event, found.component, note)
+        first = self.event(actions[0], found.event, found.component, cluster=cluster)
         self.machine.hazard(
             "global-race",
             "two accesses to global memory, one of them a write, that nothing orders",
