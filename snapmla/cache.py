@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -44,6 +44,10 @@ class PagedKVCache:
             checks.cache(self.content, self.rope, self.scale)
         object.__setattr__(self, "content_u8", self.content.view(torch.uint8))
         object.__setattr__(self, "layout", layouts.name_of(self.content, self.rope, self.scale))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies: what is remembered beside the fields belongs to this object's memory."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
 
     @classmethod
     def allocate(

@@ -74,6 +74,8 @@ ADVICE: dict[str, str] = {
     "batch": "sequences",
     "seqlen": "tokens of a sequence",
     "card": "leave it out to ask about this machine",
+    "causal": "True: query token s of s_q sees the first length - (s_q - 1 - s) tokens",
+    "limit": "sequences and parts to list",
     "head_dim_v": "kernels are built for kv_lora_rank 512",
     "kv_lora_rank": "kernels are built for kv_lora_rank 512",
     "k_cache_lora": "pool.view(-1, page_size, 1, 512)",
@@ -301,9 +303,33 @@ def cache(content: Any, rope: Any, scale: Any) -> None:
     tensor("scale", scale, (torch.float32,), (pages, tokens), content.device)
     for name, view in (("content", content), ("rope", rope), ("scale", scale)):
         aligned_rows(name, view, least=1)  # TMA descriptors hold the strides of even one page
-        if min(view.stride()) < 1:
+        if min(view.stride()) < 1 or _overlaps(view):
             hint = "expanded views share memory between tokens: allocate them"
             value_error(name, "strides of distinct tokens", f"strides {view.stride()}", hint)
+
+
+def _overlaps(view: torch.Tensor) -> bool:
+    """Whether elements may share memory: a step is shorter than what it steps over."""
+    reach = 1
+    for stride, extent in sorted(zip(view.stride(), view.shape)):
+        if extent > 1 and stride < reach:
+            return True
+        reach += stride * (extent - 1)
+    return False
+
+
+def distinct(name: str, value: torch.Tensor) -> None:
+    """Checks that no two elements of a tensor that is written share memory."""
+    if _overlaps(value):
+        hint = "expanded views share memory between rows: allocate them"
+        value_error(name, "strides of distinct rows", f"strides {value.stride()}", hint)
+
+
+def flag(name: str, value: Any) -> int:
+    """Checks a bool (or 0, 1) and returns it as an int; a tensor would have to be waited for."""
+    if not isinstance(value, int) or value not in (0, 1):
+        type_error(name, "True or False", value if isinstance(value, int) else type(value).__name__)
+    return int(value)
 
 
 def query(nope: Any, rope: Any, scale: Any) -> None:

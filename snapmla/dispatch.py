@@ -520,6 +520,8 @@ def _slower(us: float | None, best_us: float | None, best: tuple[str, int] | Non
 
 def _find_card(device: torch.device | str | None, card: str | None) -> Card:
     if card is not None:
+        if not isinstance(card, str):
+            checks.type_error("card", "a name such as 'H200'", type(card).__name__)
         found = card_named(card)
         if found is None:
             checks.choice("card", card, [c.name for c in cards()])

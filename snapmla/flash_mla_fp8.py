@@ -349,8 +349,8 @@ def flash_mla_ckv_fp8_per_token(
             softmax_scale, causal, out=out, lse=lse, empty_lse=empty_lse,
         )  # fmt: skip
     scale = HEAD_DIM_QK**-0.5 if softmax_scale is None else softmax_scale
-    usual = head_dim_v == KV_LORA_RANK and type(scale) is float and empty_lse in _EMPTY_LSE
-    if usual and 0.0 < scale <= checks.MAX_SOFTMAX_SCALE:
+    usual = head_dim_v == KV_LORA_RANK and type(scale) is float and type(causal) is bool
+    if usual and empty_lse in _EMPTY_LSE and 0.0 < scale <= checks.MAX_SOFTMAX_SCALE:
         try:
             done = _quick_decode(
                 (q_nope, q_rope, q_scale), (k_cache_lora, k_cache_rope, k_scale), block_table,
@@ -439,6 +439,7 @@ def _checked_decode(
     empty_lse: str,
 ) -> Pair:
     """The same call through the primary API, with every check and its words."""
+    causal = bool(checks.flag("causal", causal))
     checks.integer("head_dim_v", head_dim_v, KV_LORA_RANK, KV_LORA_RANK)
     _four_d("k_cache_lora", k_cache_lora, KV_LORA_RANK)
     _four_d("k_cache_rope", k_cache_rope, QK_ROPE_HEAD_DIM)

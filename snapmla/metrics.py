@@ -28,7 +28,9 @@ def relative_l2(actual: Tensor, expected: Tensor) -> float:
     """|actual - expected| / |expected| (Frobenius); 0 if both vanish."""
     a, e = _pair(actual, expected)
     difference, size = float((a - e).norm()), float(e.norm())
-    return difference / size if size else (0.0 if difference == 0 else float("inf"))
+    if size or difference != difference:
+        return difference / (size or 1.0)
+    return 0.0 if difference == 0 else float("inf")
 
 
 def one_minus_cosine(actual: Tensor, expected: Tensor) -> float:
@@ -39,7 +41,8 @@ def one_minus_cosine(actual: Tensor, expected: Tensor) -> float:
     a, e = _pair(actual, expected)
     size_a, size_e = float(a.norm()), float(e.norm())
     if size_a == 0 or size_e == 0:
-        return 0.0 if size_a == size_e else 1.0
+        nan = size_a + size_e != size_a + size_e
+        return float("nan") if nan else 0.0 if size_a == size_e else 1.0
     return float((a / size_a - e / size_e).square().sum()) / 2
 
 

@@ -89,6 +89,10 @@ class DecodePlan:
     split_tiles: int = 0
     check_stale: bool = False
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies: what is remembered beside the fields belongs to this object's memory."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
     @property
     def rows(self) -> int:
         """Query rows of a sequence."""
@@ -209,7 +213,7 @@ class DecodePlan:
         """Who computes what, as text; reads the tables back, so it waits for the device.
 
         Args:
-            limit: sequences and parts to list, each.
+            limit: sequences and parts to list, each; 0 or more.
         """
         from snapmla import plan_text
 
@@ -310,8 +314,9 @@ def plan_decode(
             with b * ceil(max_pages * page_size / fixed_split_tokens); see ``workspace_bytes``.
             None cuts for balance.
         check_stale: debug switch: ``decode`` compares its lengths with those of the last
-            ``update_`` and raises ValueError if they differ (this waits for the device).  None:
-            the environment variable SNAPMLA_CHECK_PLAN.
+            ``update_`` and raises ValueError if they differ (this waits for the device; not while a
+            graph is captured or replayed, nor under ``torch.compile``).  None: the environment
+            variable SNAPMLA_CHECK_PLAN, read here.
 
     Returns:
         The plan, updated for ``cache_seqlens``.

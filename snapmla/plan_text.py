@@ -7,6 +7,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from dsl_kernels.spec import TOKEN_TILE
+from snapmla import checks
 
 if TYPE_CHECKING:
     from snapmla.plan import DecodePlan
@@ -16,6 +17,7 @@ Item = tuple[int, int, int, int]  # sequence, first tile, end tile, slot
 
 def explain(plan: DecodePlan, limit: int) -> str:
     """The text of ``DecodePlan.explain``; at most ``limit`` sequences and parts are listed."""
+    checks.integer("limit", limit, 0)
     begin = plan.part_begin.tolist()
     items: list[Item] = [tuple(row) for row in plan.work_items[: begin[-1]].tolist()]
     parts = [items[x:y] for x, y in itertools.pairwise(begin)]

@@ -349,8 +349,9 @@ def _fetch_outputs(
         checks.tensor("out[1]", k_rope, (c_kv.dtype,), rope_shape, device)
     else:
         checks.type_error("out", "a (..., 576) tensor or a pair of tensors", type(out).__name__)
-    checks.aligned_rows("out", c_kv)
-    checks.aligned_rows("out", k_rope)
+    for part in (c_kv, k_rope):
+        checks.aligned_rows("out", part)
+        checks.distinct("out", part)
     return c_kv, k_rope
 
 

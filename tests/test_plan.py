@@ -5,6 +5,7 @@ All of it runs the compiled kernels on the software GPU.
 
 from __future__ import annotations
 
+import copy
 import itertools
 
 import pytest
@@ -292,6 +293,35 @@ def test_explain_says_who_does_what() -> None:
         lengths, 16, 2, page_size=64, max_pages=4, fixed_split_tokens=128
     ).explain()
     assert "cut after each 128 tokens" in fixed
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("limit", "error", "text"),
+    [(-1, ValueError, "0 or more, got -1"), ("3", TypeError, "an int, got str")],
+)
+def test_explain_checks_its_limit(limit: object, error: type[Exception], text: str) -> None:
+    plan = snapmla.plan_decode(torch.ones(2, dtype=torch.int32), 16, 1, page_size=64, max_pages=2)
+    with pytest.raises(error, match=f"^limit: expected {text}"):
+        plan.explain(limit)  # type: ignore[arg-type]
+
+
+@needs_kernels
+def test_copies_have_memory_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arguments prepared for launches stay with the original, and need not be copyable."""
+    monkeypatch.setattr("snapmla.launch.prepared", lambda *tensors: (lambda: tensors,))
+    lengths = torch.tensor([200, 70], dtype=torch.int32)
+    plan = snapmla.plan_decode(lengths, 16, 1, page_size=64, max_pages=4)
+    cache = snapmla.PagedKVCache.allocate(2, 64, device="cpu")
+    for value, name in ((plan, "work_items"), (cache, "content")):
+        assert value.arguments is value.arguments
+        twin = copy.deepcopy(value)
+        assert twin.arguments is not value.arguments
+        a, b = getattr(twin, name), getattr(value, name)
+        assert a.data_ptr() != b.data_ptr() and torch.equal(
+            a.view(torch.uint8), b.view(torch.uint8)
+        )
+    assert twin.content_u8.data_ptr() == twin.content.data_ptr()
 
 
 @needs_kernels

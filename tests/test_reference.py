@@ -174,6 +174,17 @@ def test_rope_last_is_what_keeps_logits_right() -> None:
 # ---------------------------------------------------------------------------- metrics
 
 
+@pytest.mark.parametrize("expected", [torch.zeros(2), torch.ones(2)])
+def test_metrics_of_one_nan_are_nan(expected: torch.Tensor) -> None:
+    """Whatever the other operand is, zero included: no gate passes by accident."""
+    nan = torch.tensor([math.nan, 1.0])
+    for metric in (
+        metrics.rmse, metrics.relative_l2, metrics.one_minus_cosine, metrics.lse_error,
+    ):  # fmt: skip
+        assert math.isnan(metric(nan, expected)), metric
+    assert math.isnan(metrics.one_minus_cosine(expected, nan))
+
+
 def test_metrics() -> None:
     expected = torch.tensor([3.0, 4.0])
     actual = torch.tensor([3.0, 4.5])
