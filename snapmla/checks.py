@@ -39,6 +39,8 @@ ADVICE: dict[str, str] = {
     "content": "PagedKVCache.allocate shows shapes and strides; docs/formats.md draws them",
     "rope": "PagedKVCache.allocate shows shapes and strides; docs/formats.md draws them",
     "scale": "PagedKVCache.allocate shows shapes and strides; docs/formats.md draws them",
+    "block": "a page of P tokens is 644 * P bytes; wrap wider pages by PagedKVCache.from_tensors",
+    "rows": "512 content bytes, then 64 bfloat16 RoPE channels; docs/formats.md draws them",
     "block_table": "one row of page ids for each sequence of the batch",
     "cache_seqlens": "one length for each sequence of the batch, new tokens included",
     "where": "a 2-D block table with cache_seqlens, or 1-D indices without",
@@ -178,6 +180,8 @@ def _dtype_hint(name: str, dtypes: tuple[torch.dtype, ...]) -> str:
         if name.startswith("q"):
             return ADVICE["q"]
         return "append_kv quantises bfloat16 latents into it; bytes are .view(torch.float8_e4m3fn)"
+    if dtypes == (torch.uint8,):
+        return "its bytes are .view(torch.uint8)"
     if dtypes[0] in FLOATS:
         return f"convert it with .to(torch.{first})"
     return f"use .to(torch.{first}) once when you build it, not on every call"

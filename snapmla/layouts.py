@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from dsl_kernels.spec import KV_LORA_RANK, QK_ROPE_HEAD_DIM
+from snapmla import checks
 
 FP8 = torch.float8_e4m3fn
 ROPE_BYTES = 2 * QK_ROPE_HEAD_DIM
@@ -72,7 +73,7 @@ def paged_views(block: torch.Tensor, page_size: int) -> Views:
     """The three views of page-planar memory, for ``PagedKVCache.from_tensors``.
 
     Args:
-        block: uint8 (pages, page_size * 644), contiguous.
+        block: uint8 (pages, page_size * 644); pages may lie apart, a multiple of 16 bytes.
         page_size: tokens in a page: 16, 32, 64 or 128.
 
     Returns:
@@ -80,19 +81,18 @@ def paged_views(block: torch.Tensor, page_size: int) -> Views:
         (pages, P)) of ``block``'s memory.
 
     Raises:
-        RuntimeError: from torch, if ``block`` is not contiguous or too small.
+        TypeError, ValueError: naming the argument.
 
     Source: our own (docs/formats.md, ``paged``).
     """
-    pages, p = block.shape[0], page_size
-    content, rope, scale = _paged_strides(p)
-    flat = block.view(-1)
+    p = checks.page_size(page_size)
+    checks.tensor("block", block, (torch.uint8,), ("num_pages", p * TOKEN_BYTES))
+    checks.aligned_rows("block", block)
+    content, rope, scale = block.split((p * KV_LORA_RANK, p * ROPE_BYTES, p * 4), 1)
     return (
-        flat.view(FP8).as_strided((pages, p, KV_LORA_RANK), content),
-        flat.view(torch.bfloat16).as_strided(
-            (pages, p, QK_ROPE_HEAD_DIM), rope, p * KV_LORA_RANK // 2
-        ),
-        flat.view(torch.float32).as_strided((pages, p), scale, p * ROW_BYTES // 4),
+        content.unflatten(1, (p, KV_LORA_RANK)).view(FP8),
+        rope.view(torch.bfloat16).unflatten(1, (p, QK_ROPE_HEAD_DIM)),
+        scale.view(torch.float32),
     )
 
 
@@ -111,17 +111,21 @@ def rows640_views(rows: torch.Tensor, scale: torch.Tensor) -> Views:
     """The three views of 640-byte rows and their scales, for ``PagedKVCache.from_tensors``.
 
     Args:
-        rows: uint8 (pages, P, 640), contiguous: 512 content bytes, then 64 bf16 RoPE channels.
+        rows: uint8 (pages, P, 640): 512 content bytes, then 64 bf16 RoPE channels; rows may lie
+            apart, a multiple of 16 bytes.
         scale: float32 (pages, P).
 
     Returns:
         (content float8_e4m3fn (pages, P, 512), rope bfloat16 (pages, P, 64), scale).
 
     Raises:
-        RuntimeError: from torch, if ``rows`` has another width or strides.
+        TypeError, ValueError: naming the argument.
 
     Source: Modular's SM100 kernel reads such rows.
     """
+    checks.tensor("rows", rows, (torch.uint8,), ("num_pages", "page_size", ROW_BYTES))
+    checks.aligned_rows("rows", rows)
+    checks.tensor("scale", scale, (torch.float32,), tuple(rows.shape[:2]), rows.device)
     content = rows[..., :KV_LORA_RANK].view(FP8)
     return content, rows.view(torch.bfloat16)[..., KV_LORA_RANK // 2 :], scale
 

@@ -113,3 +113,56 @@ def test_cache_is_frozen() -> None:
     cache = PagedKVCache.allocate(1, 64, "split", "cpu")
     with pytest.raises(AttributeError):
         cache.scale = torch.zeros(1, 64)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("block", "page_size", "words"),
+    [
+        (torch.zeros((4, 32 * 644 + 64), dtype=torch.uint8), 32, r"block: .*\(num_pages, 20608\)"),
+        (torch.zeros((4, 32 * 644), dtype=torch.uint8), 64, r"block: .*\(num_pages, 41216\)"),
+        (torch.zeros((4, 64 * 644), dtype=torch.uint8)[:, ::2], 32, "block: .*innermost stride 1"),
+        (torch.zeros((4, 32 * 161)), 32, r"block: expected dtype uint8, .*\.view\(torch\.uint8\)"),
+        (torch.zeros((4, 48 * 644), dtype=torch.uint8), 48, "page_size: expected one of"),
+    ],
+)
+def test_blocks_that_are_not_pages(block: torch.Tensor, page_size: int, words: str) -> None:
+    """A wider block would be cut into pages that are not its rows."""
+    with pytest.raises((TypeError, ValueError), match=f"^{words}"):
+        layouts.paged_views(block, page_size)
+
+
+@pytest.mark.parametrize(
+    ("rows", "scale", "words"),
+    [
+        (torch.zeros((4, 32, 644), dtype=torch.uint8), torch.zeros(4, 32), "rows: expected shape"),
+        (torch.zeros((4, 32, 320), dtype=torch.bfloat16), torch.zeros(4, 32), "rows: .*uint8"),
+        (
+            torch.zeros((4, 32, 648), dtype=torch.uint8)[..., :640],
+            torch.zeros(4, 32),
+            "rows: .*multiples of 16",
+        ),
+        (torch.zeros((4, 32, 640), dtype=torch.uint8), torch.zeros(4, 64), "scale: expected shape"),
+    ],
+)
+def test_rows_of_another_kind(rows: torch.Tensor, scale: torch.Tensor, words: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=f"^{words}"):
+        layouts.rows640_views(rows, scale)
+
+
+def test_pages_and_rows_that_lie_apart() -> None:
+    """Layers side by side in one pool, page by page."""
+    pool = torch.zeros((4, 3, 32 * 644), dtype=torch.uint8)
+    cache = PagedKVCache.from_tensors(*layouts.paged_views(pool[:, 1], 32))
+    cache.content_u8.fill_(7)
+    cache.rope.fill_(3.0)
+    cache.scale.fill_(0.5)
+    own = layouts.paged_views(pool[:, 1].contiguous(), 32)
+    assert (own[0].view(torch.uint8) == 7).all() and (own[1] == 3).all() and (own[2] == 0.5).all()
+    assert not pool[:, ::2].any()
+    rows = torch.zeros((4, 3, 32, 640), dtype=torch.uint8)
+    cache = PagedKVCache.from_tensors(*layouts.rows640_views(rows[:, 1], torch.zeros(4, 32)))
+    cache.content_u8.fill_(7)
+    cache.rope.fill_(3.0)
+    assert (rows[:, 1, :, :512] == 7).all()
+    assert (rows[:, 1].view(torch.bfloat16)[..., 256:] == 3).all()
+    assert not rows[:, ::2].any()
