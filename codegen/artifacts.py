@@ -30,7 +30,7 @@ from filelock import FileLock
 
 from dsl_kernels.spec import VariantSpec
 
-FORMAT = 2
+FORMAT = 3
 MANIFEST = "manifest.json"
 ENV_DIR = "SNAPMLA_VARIANT_DIR"
 VOLATILE = ("compile_seconds",)  # fields that the manifest leaves out
@@ -77,7 +77,9 @@ class Record:
         options: compile options.
         host_cpu: what the host half's instructions are limited to, empty: the building machine's.
         arguments: of the exported function, see ``codegen.abi``.
-        registers: at launch, as ptxas assigned them.
+        registers: at launch, as ptxas assigned them: of the kernel that has most.
+        kernel_registers: the same by kernel; a decode variant has its merge beside it.
+        launch_registers: of a CTA, all threads: of the kernel that wants most.
         warpgroup_registers: values of the setmaxnreg instructions, in program order.
         barrier_counts: arrivals of mbarrier.init -> number of barriers initialised so.
         declared: the kernel module's budget (threads, registers per warpgroup, barrier_counts,
@@ -102,6 +104,8 @@ class Record:
     ptx_version: str = ""
     threads: int = 0
     registers: int = 0
+    kernel_registers: dict[str, int] = field(default_factory=dict)
+    launch_registers: int = 0
     barriers: int = 0
     stack_frame: int = 0
     spill_stores: int = 0

@@ -10,6 +10,7 @@ code that only the building machine's CPU runs.
 
 from __future__ import annotations
 
+import math
 import re
 import shutil
 import subprocess
@@ -26,6 +27,10 @@ WARPGROUP = 128
 
 _SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _USED = re.compile(r"Used (\d+) registers(?:, used (\d+) barriers)?(.*)")
+_ENTRY_USED = re.compile(r"Compiling entry function '(\w+)'.*?Used (\d+) registers", re.DOTALL)
+_ENTRY_THREADS = re.compile(
+    r"\.entry (\w+)\(.*?^\.reqntid (\d+(?:, ?\d+)*)", re.DOTALL | re.MULTILINE
+)
 _STATIC_SMEM = re.compile(r"(\d+) bytes smem")
 _NOTE = re.compile(r"^.*\bC75\d\d\b.*$", re.MULTILINE)
 _OPCODE = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)", re.MULTILINE)
@@ -44,11 +49,12 @@ MMA_REQUIRED: dict[str, tuple[str, ...]] = {
 
 
 def read_ptxas(record: Record, remarks: str) -> None:
-    """Fills registers, barriers, stack, spills, static shared memory, notes."""
+    """Fills registers (also by kernel), barriers, stack, spills, static shared memory, notes."""
     used = _USED.findall(remarks)
     if not used:
         raise RuntimeError(f"{record.name}: no ptxas remark in the compiler's output:\n{remarks}")
     record.registers = max(int(registers) for registers, _, _ in used)
+    record.kernel_registers = {name: int(n) for name, n in _ENTRY_USED.findall(remarks)}
     record.barriers = max(int(barriers or 0) for _, barriers, _ in used)
     record.static_smem = max(
         [int(n) for *_, rest in used for n in _STATIC_SMEM.findall(rest)], default=0
@@ -61,16 +67,17 @@ def read_ptxas(record: Record, remarks: str) -> None:
 
 
 def read_ptx(record: Record, ptx: str) -> None:
-    """Fills PTX version, threads, setmaxnreg values."""
+    """Fills PTX version, threads, setmaxnreg values; after ``read_ptxas``, the register pool."""
     if version := re.search(r"^\.version (\S+)", ptx, re.MULTILINE):
         record.ptx_version = version.group(1)
-    threads = 0
-    for dims in re.findall(r"^\.reqntid (\d+(?:, ?\d+)*)", ptx, re.MULTILINE):
-        product = 1
-        for n in dims.split(","):
-            product *= int(n)
-        threads = max(threads, product)
-    record.threads = threads
+    threads = {
+        name: math.prod(int(n) for n in dims.split(","))
+        for name, dims in _ENTRY_THREADS.findall(ptx)
+    }
+    record.threads = max(threads.values(), default=0)
+    record.launch_registers = max(
+        (n * threads.get(name, 0) for name, n in record.kernel_registers.items()), default=0
+    )
     record.warpgroup_registers = [
         int(n) for n in re.findall(r"setmaxnreg\.(?:inc|dec)\.\S+\s+(\d+)", ptx)
     ]
@@ -156,14 +163,14 @@ def problems(record: Record) -> list[str]:
         )
     found += [f"ptxas note: {note}" for note in record.notes]
     granted = granted_registers(record)
-    pool = record.registers * record.threads
+    pool = record.launch_registers
     if granted is not None and granted > min(pool, 65536):
         found.append(
             f"setmaxnreg asks for up to {granted} registers in all, the CTA owns {pool}: "
             "it would wait forever"
         )
-    if record.registers * record.threads > 65536:
-        found.append(f"{record.registers} registers x {record.threads} threads exceed 65536")
+    if pool > 65536:
+        found.append(f"a CTA wants {pool} registers at launch, an SM has 65536")
     smem = record.static_smem + (record.dynamic_smem or 0)
     if smem > SMEM_LIMIT:
         found.append(f"{smem} bytes of shared memory exceed {SMEM_LIMIT}")

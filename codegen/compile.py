@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import importlib
 import json
 import os
 import platform
+import shlex
 import sys
 import tempfile
 import time
@@ -75,9 +77,20 @@ def draft(spec: VariantSpec) -> Record:
         host_cpu=HOST_CPU,
     )
     identity = [artifacts.FORMAT, record.spec, source_hash, record.dsl_version, record.flavour]
+    identity += [_builders()]
     text = json.dumps([*identity, OPTIONS, HOST_CPU], sort_keys=True)
     record.key = hashlib.sha256(text.encode()).hexdigest()[:24]
     return record
+
+
+@functools.cache
+def _builders() -> str:
+    """Hash of the code, beside the kernels, that decides what a build is."""
+    folder = Path(__file__).parent
+    digest = hashlib.sha256()
+    for name in ("compile.py", "abi.py", "audit.py"):
+        digest.update((folder / name).read_bytes())
+    return digest.hexdigest()
 
 
 def up_to_date(spec: VariantSpec, out_dir: Path, linked: bool) -> Record | None:
@@ -211,8 +224,9 @@ def _compile(spec: VariantSpec, tmp: Path) -> _Made:
 
     function, fakes = registry.build(spec)
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-    options = f"{OPTIONS} --gpu-arch {spec.arch} --dump-dir={tmp}"
-    compiled = cute.compile(function, *fakes, stream, options=options)
+    options = f"{OPTIONS} --gpu-arch {spec.arch} --dump-dir={shlex.quote(str(tmp))}"
+    with _relative_sources():
+        compiled = cute.compile(function, *fakes, stream, options=options)
     module = str(compiled.ir_module)
     _limit_host_code(compiled.ir_module)
     path = tmp / "variant.o"
@@ -222,6 +236,25 @@ def _compile(spec: VariantSpec, tmp: Path) -> _Made:
         raise RuntimeError("the compiler kept no PTX or cubin")
     arguments, shared = abi.describe(function, fakes), _shared_plan(function)
     return _Made(path, ptx, cubin, module, arguments, _declared(spec), shared)
+
+
+@contextlib.contextmanager
+def _relative_sources() -> Iterator[None]:
+    """Line info names files relative to the checkout: builds of two checkouts are the same.
+
+    The DSL takes file names from code objects and has no option that maps prefixes.
+    """
+    ir: Any = importlib.import_module("cutlass._mlir.ir")
+    real, root = ir.Location.file, f"{artifacts.ROOT}{os.sep}"
+
+    def relative(filename: str, *rest: Any, **named: Any) -> Any:
+        return real(filename.removeprefix(root), *rest, **named)
+
+    ir.Location.file = staticmethod(relative)
+    try:
+        yield
+    finally:
+        ir.Location.file = real
 
 
 def _shared_plan(function: Any) -> list[list[Any]]:

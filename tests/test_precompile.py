@@ -530,7 +530,7 @@ def sample(**changes: object) -> Record:
     """A record without problems, then changed."""
     spec = decode_spec("etap", 64, 64, "bf16")
     record = compiler.draft(spec)
-    record.threads, record.registers = 512, 128
+    record.threads, record.registers, record.launch_registers = 512, 128, 65536
     record.warpgroup_registers = [24, 88, 200]
     record.dynamic_smem = 200_000
     record.sass = {"QGMMA": 1, "HGMMA": 1}
@@ -553,7 +553,7 @@ def test_clean_record_passes() -> None:
         ({"sass": {"QGMMA": 1, "HGMMA": 1, "LDL": 2}}, "local memory"),
         ({"notes": ["ptxas info : (C7510) Potential Performance Loss"]}, "C7510"),
         ({"warpgroup_registers": [40, 120, 200]}, "setmaxnreg"),
-        ({"registers": 168}, "65536"),
+        ({"launch_registers": 86016}, "65536"),
         ({"dynamic_smem": 232_449}, "shared memory"),
         ({"sass": {"HGMMA": 1}}, "QGMMA"),
         ({"sass": {"QGMMA": 1}}, "HGMMA"),
@@ -580,6 +580,30 @@ def test_ptxas_remarks_are_read() -> None:
     assert (record.registers, record.barriers, record.static_smem) == (168, 3, 1024)
     assert (record.stack_frame, record.spill_stores, record.spill_loads) == (16, 8, 4)
     assert len(record.notes) == 1 and "C7512" in record.notes[0]
+
+
+def test_registers_are_counted_by_kernel() -> None:
+    """The pool is that of one kernel: not the most registers of one times the threads of another."""
+    record = sample()
+    audit.read_ptxas(
+        record,
+        "ptxas info    : Compiling entry function 'big' for 'sm_90a'\n"
+        "ptxas info    : Used 128 registers, used 16 barriers\n"
+        "ptxas info    : Compiling entry function 'wide' for 'sm_90a'\n"
+        "ptxas info    : Used 168 registers, used 1 barriers\n",
+    )
+    entry = ".visible .entry {}(\n.param .u64 p\n)\n.reqntid {}, 1, 1\n{{\nret;\n}}\n"
+    audit.read_ptx(record, ".version 8.7\n" + entry.format("wide", 256) + entry.format("big", 512))
+    assert (record.registers, record.threads, record.launch_registers) == (168, 512, 65536)
+    assert record.kernel_registers == {"big": 128, "wide": 168}
+
+
+def test_builds_name_no_place_of_this_machine(built: Report, variant_dir: Path) -> None:
+    for record in built.records.values():
+        files = [variant_dir / f"{record.name}.{suffix}" for suffix in ("o", "ptx", "json")]
+        for path in filter(Path.is_file, files):
+            assert str(artifacts.ROOT).encode() not in path.read_bytes(), path.name
+        assert '"dsl_kernels/' in files[1].read_text(), "line info stays"
 
 
 def test_missing_remarks_are_an_error() -> None:
