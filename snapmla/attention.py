@@ -187,7 +187,7 @@ def _traced(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``decode`` as an operator, for tracers."""
     common = (
-        q.nope_u8, q.rope, q.scale, cache.content_u8, cache.rope, cache.scale, block_table,
+        q.nope_u8, q.rope, q.scale, *cache.memory, block_table,
         cache_seqlens, plan.work_items, plan.part_begin, plan.split_begin, plan.o_accum,
         plan.lse_accum, plan.pipeline, plan.row_tile, plan.can_split(), *numbers,
     )  # fmt: skip

@@ -25,6 +25,9 @@ class PagedKVCache:
         scale: float32 (num_pages, page_size), max|c_kv| / 448 with a floor.
         content_u8: ``content`` as bytes, the form kernels take.
         layout: ``split``, ``paged``, ``row640``, or ``strided`` for any other legal strides.
+        memory: what operators of ``torch.ops.snapmla`` take: content_u8, rope, scale, or the memory
+            that they are views of (``snapmla.layouts.memory_of``).
+        traceable: whether ``memory`` may be written under ``torch.compile``.
 
     Raises:
         TypeError, ValueError: see ``snapmla.checks.cache``.
@@ -38,12 +41,20 @@ class PagedKVCache:
     scale: torch.Tensor
     content_u8: torch.Tensor = field(init=False, repr=False)
     layout: str = field(init=False)
+    memory: layouts.Memory = field(init=False, repr=False)
+    traceable: bool = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not torch.compiler.is_compiling():  # a tracer's tensors have no address to check
             checks.cache(self.content, self.rope, self.scale)
         object.__setattr__(self, "content_u8", self.content.view(torch.uint8))
         object.__setattr__(self, "layout", layouts.name_of(self.content, self.rope, self.scale))
+        views = (self.content_u8, self.rope, self.scale)
+        memory = layouts.memory_of(*views)
+        if memory is None and checks.address_of(self.content) is None and self.layout == "split":
+            memory = views  # made by a tracer: nothing but strides to go by
+        object.__setattr__(self, "memory", memory or views)
+        object.__setattr__(self, "traceable", memory is not None)
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies: what is remembered beside the fields belongs to this object's memory."""

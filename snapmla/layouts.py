@@ -29,6 +29,7 @@ TOKEN_BYTES = ROW_BYTES + 4  # with the scale
 
 Views = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Strides = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+Memory = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -88,12 +89,8 @@ def paged_views(block: torch.Tensor, page_size: int) -> Views:
     p = checks.page_size(page_size)
     checks.tensor("block", block, (torch.uint8,), ("num_pages", p * TOKEN_BYTES))
     checks.aligned_rows("block", block)
-    content, rope, scale = block.split((p * KV_LORA_RANK, p * ROPE_BYTES, p * 4), 1)
-    return (
-        content.unflatten(1, (p, KV_LORA_RANK)).view(FP8),
-        rope.view(torch.bfloat16).unflatten(1, (p, QK_ROPE_HEAD_DIM)),
-        scale.view(torch.float32),
-    )
+    content, rope, scale = views_of(block, None, None)
+    return content.view(FP8), rope, scale
 
 
 def _row640_strides(p: int) -> Strides:
@@ -126,8 +123,69 @@ def rows640_views(rows: torch.Tensor, scale: torch.Tensor) -> Views:
     checks.tensor("rows", rows, (torch.uint8,), ("num_pages", "page_size", ROW_BYTES))
     checks.aligned_rows("rows", rows)
     checks.tensor("scale", scale, (torch.float32,), tuple(rows.shape[:2]), rows.device)
-    content = rows[..., :KV_LORA_RANK].view(FP8)
-    return content, rows.view(torch.bfloat16)[..., KV_LORA_RANK // 2 :], scale
+    content, rope, scale = views_of(rows, None, scale)
+    return content.view(FP8), rope, scale
+
+
+def memory_of(content: torch.Tensor, rope: torch.Tensor, scale: torch.Tensor) -> Memory | None:
+    """The memory behind three views, as tensors that share none among them.
+
+    Tracers cannot follow writes to one memory through views of several dtypes, so operators are
+    given the memory itself; ``views_of`` takes it apart again.
+
+    Args:
+        content: uint8 (pages, P, 512); rope: bfloat16 (pages, P, 64); scale: float32 (pages, P).
+
+    Returns:
+        The three views if they lie apart; (block uint8 (pages, 644 P), None, None) if every page is
+        one page-planar block; (rows uint8 (pages, P, 640), None, scale) if RoPE follows content in
+        rows of 640 bytes; None for anything else.
+    """
+    if checks.address_of(content) is None:  # a tracer's stand-in
+        return None
+    places = [t.untyped_storage().data_ptr() for t in (content, rope, scale)]
+    if len(set(places)) == 3:
+        return content, rope, scale
+    pages, p, _ = content.shape
+    page, token, _ = content.stride()
+    rope_at, scale_at = (t.data_ptr() - content.data_ptr() for t in (rope, scale))
+    rope_strides = [2 * n for n in rope.stride()[:2]]
+    planar = (
+        (token, *rope_strides, 4 * scale.stride(0)) == (KV_LORA_RANK, page, ROPE_BYTES, page)
+        and (rope_at, scale_at) == (p * KV_LORA_RANK, p * ROW_BYTES)
+        and page >= p * TOKEN_BYTES
+    )
+    if planar and len(set(places)) == 1:
+        return content.as_strided((pages, p * TOKEN_BYTES), (page, 1)), None, None
+    in_rows = rope_at == KV_LORA_RANK and rope_strides == [page, token] and token >= ROW_BYTES
+    if in_rows and places[0] == places[1] != places[2]:
+        return content.as_strided((pages, p, ROW_BYTES), (page, token, 1)), None, scale
+    return None
+
+
+def views_of(memory: torch.Tensor, rope: torch.Tensor | None, scale: torch.Tensor | None) -> Views:
+    """What ``memory_of`` was given, from what it returned.
+
+    Raises:
+        ValueError: ``memory`` has another shape.
+    """
+    if rope is not None and scale is not None:
+        return memory, rope, scale
+    if rope is None and scale is None and memory.ndim == 2 and memory.shape[1] % TOKEN_BYTES == 0:
+        p = memory.shape[1] // TOKEN_BYTES
+        content, rope, scale = memory.split((p * KV_LORA_RANK, p * ROPE_BYTES, 4 * p), 1)
+        return (
+            content.unflatten(1, (p, KV_LORA_RANK)),
+            rope.view(torch.bfloat16).unflatten(1, (p, QK_ROPE_HEAD_DIM)),
+            scale.view(torch.float32),
+        )
+    if rope is None and scale is not None and memory.ndim == 3 and memory.shape[2] == ROW_BYTES:
+        content, rope = memory.split((KV_LORA_RANK, ROPE_BYTES), 2)
+        return content, rope.view(torch.bfloat16), scale
+    checks.value_error(
+        "content", "content beside rope and scale, pages (n, 644 P), or rows (n, P, 640) and scale",
+        tuple(memory.shape),
+    )  # fmt: skip
 
 
 LAYOUTS: dict[str, Layout] = {

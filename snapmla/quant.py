@@ -18,7 +18,6 @@ from snapmla import checks, launch, runtime
 from snapmla.cache import PagedKVCache
 
 GRANULARITIES = ("token_head", "token")
-SHARED_LAYOUTS = ("paged", "row640")  # content and rope are views of one memory
 MAX_FETCHED = 65535  # sequences of a block table: the kernel's grid.y
 _SHORT = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
 _INDEX = {torch.int32: "i32", torch.int64: "i64"}
@@ -116,14 +115,14 @@ def append_kv(
     (docs/numerics.md).
     """
     if torch.compiler.is_compiling():
-        if cache.layout in SHARED_LAYOUTS:
+        if not cache.traceable:
             checks.value_error(
-                "cache", "a layout of separate tensors under torch.compile", repr(cache.layout),
-                "tracers cannot write views of one memory with several dtypes: append outside",
+                "cache", "layout split, paged or row640, made outside of torch.compile",
+                f"layout {cache.layout!r}, whose views share memory in a way that tracers cannot "
+                "follow",
+                "append outside of the compiled function",
             )  # fmt: skip
-        torch.ops.snapmla.append_kv(
-            cache.content_u8, cache.rope, cache.scale, c_kv, k_rope, slot_mapping
-        )
+        torch.ops.snapmla.append_kv(*cache.memory, c_kv, k_rope, slot_mapping)
         return
     _expect_cache(cache)
     check_tokens(c_kv, k_rope, slot_mapping, cache.device)
@@ -311,7 +310,7 @@ def _traced_fetch(
     dtype: torch.dtype,
 ) -> Fetched:
     """``fetch_dequant`` as an operator, for tracers."""
-    common = (cache.content_u8, cache.rope, cache.scale, where, cache_seqlens)
+    common = (*cache.memory, where, cache_seqlens)
     if out is None:
         return torch.ops.snapmla.fetch_dequant(*common, dtype)
     if isinstance(out, torch.Tensor):

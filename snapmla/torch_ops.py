@@ -4,20 +4,22 @@ For ``torch.compile``, ``torch.export`` and code that wants operators.  Under a 
 functions (``snapmla.append_kv``, ``quantize_q``, ``decode``, ``fetch_dequant``, ``plan.update_``)
 become these operators; in eager mode they do not go through them.
 
-    append_kv(content!, rope!, scale!, c_kv, k_rope, slot_mapping)
+    append_kv(content!, rope?!, scale?!, c_kv, k_rope, slot_mapping)
     quantize_q(q_nope, q_rope, granularity) -> (nope, rope, scale)
     quantize_q_out(q_nope, q_rope, granularity, nope!, rope!, scale!)
     plan_update(cache_seqlens, work_items!, part_begin!, split_begin!, planned_seqlens!, max_tokens,
         fixed_overhead, split_tiles)
-    decode(q_nope, q_rope, q_scale, content, rope, scale, block_table, cache_seqlens, work_items,
+    decode(q_nope, q_rope, q_scale, content, rope?, scale?, block_table, cache_seqlens, work_items,
         part_begin, split_begin, o_accum!, lse_accum!, pipeline, row_tile, may_split,
         softmax_scale, causal, lse_factor, empty_lse, out_dtype) -> (out, lse)
     decode_out(..., out!, lse!)
-    fetch_dequant(content, rope, scale, where, cache_seqlens?, dtype) -> (c_kv, k_rope)
-    fetch_dequant_out(content, rope, scale, where, cache_seqlens?, c_kv!, k_rope!)
+    fetch_dequant(content, rope?, scale?, where, cache_seqlens?, dtype) -> (c_kv, k_rope)
+    fetch_dequant_out(content, rope?, scale?, where, cache_seqlens?, c_kv!, k_rope!)
 
 ``!`` is written.  ``content`` and ``nope`` are the FP8 bytes as uint8, ``q_scale`` is (b, s_q, h)
-or (b, s_q).  The cache, ``plan`` and ``q`` are pytrees of their tensors, so they may be arguments
+or (b, s_q).  Where content, RoPE and scale are views of one memory, operators take that memory
+(``PagedKVCache.memory``): (block, None, None) for layout ``paged``, (rows, None, scale) for
+``row640``.  The cache, ``plan`` and ``q`` are pytrees of their tensors, so they may be arguments
 of compiled functions.  Operators have no gradients: this is inference.
 """
 
@@ -30,22 +32,24 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from dsl_kernels.spec import KV_LORA_RANK, QK_ROPE_HEAD_DIM
-from snapmla import attention, checks, plan, quant
+from snapmla import attention, checks, layouts, plan, quant
 from snapmla.cache import PagedKVCache
 from snapmla.plan import DecodePlan, PlanVariant
 from snapmla.quant import QuantizedQuery
 
 NAMESPACE = "snapmla"
 _DECODE_ARGUMENTS = (
-    "Tensor q_nope, Tensor q_rope, Tensor q_scale, Tensor content, Tensor rope, Tensor scale, "
+    "Tensor q_nope, Tensor q_rope, Tensor q_scale, Tensor content, Tensor? rope, Tensor? scale, "
     "Tensor block_table, Tensor cache_seqlens, Tensor work_items, Tensor part_begin, "
     "Tensor split_begin, Tensor(a!) o_accum, Tensor(b!) lse_accum, str pipeline, int row_tile, "
     "bool may_split, float softmax_scale, bool causal, float lse_factor, float empty_lse"
 )
-_FETCH_ARGUMENTS = "Tensor content, Tensor rope, Tensor scale, Tensor where, Tensor? cache_seqlens"
+_FETCH_ARGUMENTS = (
+    "Tensor content, Tensor? rope, Tensor? scale, Tensor where, Tensor? cache_seqlens"
+)
 SCHEMAS = (
-    "append_kv(Tensor(a!) content, Tensor(b!) rope, Tensor(c!) scale, Tensor c_kv, Tensor k_rope, "
-    "Tensor slot_mapping) -> ()",
+    "append_kv(Tensor(a!) content, Tensor(b!)? rope, Tensor(c!)? scale, Tensor c_kv, "
+    "Tensor k_rope, Tensor slot_mapping) -> ()",
     "quantize_q(Tensor q_nope, Tensor q_rope, str granularity) -> (Tensor, Tensor, Tensor)",
     "quantize_q_out(Tensor q_nope, Tensor q_rope, str granularity, Tensor(a!) nope, "
     "Tensor(b!) rope, Tensor(c!) scale) -> ()",
@@ -63,11 +67,17 @@ SCHEMAS = (
 
 
 def _append_kv(
-    content: Tensor, rope: Tensor, scale: Tensor, c_kv: Tensor, k_rope: Tensor, slots: Tensor
+    content: Tensor,
+    rope: Tensor | None,
+    scale: Tensor | None,
+    c_kv: Tensor,
+    k_rope: Tensor,
+    slots: Tensor,
 ) -> None:
-    checks.tensor("content", content, (torch.uint8,), ("num_pages", "page_size", KV_LORA_RANK))
+    views = layouts.views_of(content, rope, scale)
+    checks.tensor("content", views[0], (torch.uint8,), ("num_pages", "page_size", KV_LORA_RANK))
     quant.check_tokens(c_kv, k_rope, slots, content.device)
-    quant.launch_append((content, rope, scale), c_kv, k_rope, slots)
+    quant.launch_append(views, c_kv, k_rope, slots)
 
 
 def _quantize_q(q_nope: Tensor, q_rope: Tensor, granularity: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -100,8 +110,8 @@ def _decode_out(
     q_rope: Tensor,
     q_scale: Tensor,
     content: Tensor,
-    rope: Tensor,
-    scale: Tensor,
+    rope: Tensor | None,
+    scale: Tensor | None,
     block_table: Tensor,
     cache_seqlens: Tensor,
     work_items: Tensor,
@@ -125,15 +135,16 @@ def _decode_out(
     _check_query(q_nope, q_rope)
     _check_tables(split_begin, o_accum, lse_accum, (b, s_q * heads, row_tile))
     checks.lengths(cache_seqlens, b, q_nope.device)
+    views = layouts.views_of(content, rope, scale)
     checks.block_table(block_table, b, q_nope.device)
     checks.output("out", out, tuple(attention.OUT_NAMES), tuple(q_nope.shape), q_nope.device)
     checks.output("lse", lse, (torch.float32,), (b, heads, s_q), q_nope.device, align=4)
     attention.launch_decode(
         (q_nope, q_rope, quant.per_row(q_scale, heads)),
-        (content, rope, scale),
+        views,
         block_table,
         cache_seqlens,
-        PlanVariant(q_nope.device, pipeline, row_tile, content.shape[1]),
+        PlanVariant(q_nope.device, pipeline, row_tile, views[0].shape[1]),
         (work_items, part_begin, o_accum, lse_accum, split_begin),
         may_split,
         (out, lse),
@@ -170,26 +181,26 @@ def _check_tables(
 
 def _fetch_dequant(
     content: Tensor,
-    rope: Tensor,
-    scale: Tensor,
+    rope: Tensor | None,
+    scale: Tensor | None,
     where: Tensor,
     cache_seqlens: Tensor | None,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    cache = PagedKVCache.from_tensors(content, rope, scale)
+    cache = PagedKVCache.from_tensors(*layouts.views_of(content, rope, scale))
     return quant.fetch_dequant(cache, where, cache_seqlens, dtype=dtype)
 
 
 def _fetch_dequant_out(
     content: Tensor,
-    rope: Tensor,
-    scale: Tensor,
+    rope: Tensor | None,
+    scale: Tensor | None,
     where: Tensor,
     cache_seqlens: Tensor | None,
     c_kv: Tensor,
     k_rope: Tensor,
 ) -> None:
-    cache = PagedKVCache.from_tensors(content, rope, scale)
+    cache = PagedKVCache.from_tensors(*layouts.views_of(content, rope, scale))
     quant.fetch_dequant(cache, where, cache_seqlens, out=(c_kv, k_rope))
 
 
@@ -218,7 +229,8 @@ def _fake_quantize_q(
 
 
 def _fake_decode(*arguments: Any) -> tuple[Tensor, Tensor]:
-    q_nope, content, block_table = arguments[0], arguments[3], arguments[6]
+    q_nope, block_table = arguments[0], arguments[6]
+    content, _, _ = layouts.views_of(*arguments[3:6])
     checks.tensor("q_nope", q_nope, (torch.uint8,), ("b", "s_q", "num_heads", KV_LORA_RANK))
     checks.tensor("content", content, (torch.uint8,), ("num_pages", "page_size", KV_LORA_RANK))
     checks.tensor("block_table", block_table, (torch.int32,), ("b", "width"))
@@ -227,15 +239,16 @@ def _fake_decode(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 def _fake_fetch_dequant(
     content: Tensor,
-    rope: Tensor,
-    scale: Tensor,
+    rope: Tensor | None,
+    scale: Tensor | None,
     where: Tensor,
     cache_seqlens: Tensor | None,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     rows: tuple[Any, ...] = (where.shape[0],)
     if where.ndim == 2:
-        rows = (where.shape[0], where.shape[1] * content.shape[1])
+        page_size = layouts.views_of(content, rope, scale)[0].shape[1]
+        rows = (where.shape[0], where.shape[1] * page_size)
     return (
         content.new_empty((*rows, KV_LORA_RANK), dtype=dtype),
         content.new_empty((*rows, QK_ROPE_HEAD_DIM), dtype=dtype),

@@ -166,3 +166,50 @@ def test_pages_and_rows_that_lie_apart() -> None:
     assert (rows[:, 1, :, :512] == 7).all()
     assert (rows[:, 1].view(torch.bfloat16)[..., 256:] == 3).all()
     assert not rows[:, ::2].any()
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize(("layout", "tensors"), [("split", 3), ("paged", 1), ("row640", 2)])
+def test_memory_behind_the_views(layout: str, tensors: int, page_size: int) -> None:
+    """Operators get memory that no two of their arguments share, and take it apart again."""
+    cache = PagedKVCache.allocate(3, page_size, layout, "cpu")
+    places = {t.untyped_storage().data_ptr() for t in cache.memory if t is not None}
+    assert len(places) == tensors == sum(t is not None for t in cache.memory)
+    assert cache.traceable
+    again = layouts.views_of(*cache.memory)
+    for view, want in zip(again, (cache.content_u8, cache.rope, cache.scale), strict=True):
+        assert (view.data_ptr(), view.shape, view.stride()) == (
+            want.data_ptr(), want.shape, want.stride(),
+        )  # fmt: skip
+
+
+def test_memory_of_layers_in_one_pool() -> None:
+    """Pages of several layers side by side: the block of a page is followed, its neighbours not."""
+    pool = torch.zeros((4, 3, 32 * 644), dtype=torch.uint8)
+    cache = PagedKVCache.from_tensors(*layouts.views_of(pool[:, 2], None, None))
+    block, rope, scale = cache.memory
+    assert cache.layout == "strided" and rope is scale is None
+    assert block.data_ptr() == pool[:, 2].data_ptr() and block.stride() == pool[:, 2].stride()
+    block.fill_(1)
+    assert pool[:, 2].all() and not pool[:, :2].any()
+
+
+@pytest.mark.parametrize("shift", [(64, 0), (0, 64)])
+def test_other_shared_memory_is_no_block(shift: tuple[int, int]) -> None:
+    """The strides of ``paged``, but RoPE or scale elsewhere in the page."""
+    p = 32
+    pages = torch.zeros((2, p * 644 + 64), dtype=torch.uint8)
+    at = (p * 512 + shift[0], p * 640 + shift[0] + shift[1])
+    cache = PagedKVCache.from_tensors(
+        pages[:, : p * 512].unflatten(1, (p, 512)),
+        pages[:, at[0] : at[0] + p * 128].view(torch.bfloat16).unflatten(1, (p, 64)),
+        pages[:, at[1] : at[1] + p * 4].view(torch.float32),
+    )
+    assert not cache.traceable
+    assert all(a is b for a, b in zip(cache.memory, (cache.content_u8, cache.rope, cache.scale)))
+
+
+@pytest.mark.parametrize("shape", [(4, 100), (4, 32, 512), (4, 32, 640, 1)])
+def test_memory_of_no_layout(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="^content: expected content beside rope and scale"):
+        layouts.views_of(torch.zeros(shape, dtype=torch.uint8), None, None)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch._inductor.utils import run_and_get_code
 from torch.utils import _pytree as pytree
 
 import snapmla
 from codegen import toolchain
-from snapmla import selfcheck
+from snapmla import layouts, selfcheck
 
 # a GPU machine without the compiler runs the ``gpu`` tests on variants that were built elsewhere
 pytestmark = pytest.mark.skipif(
@@ -30,11 +32,12 @@ class Layer:
 
     def __init__(self, device: str, layout: str = "split") -> None:
         torch.manual_seed(1)
-        self.cache = selfcheck.poisoned_cache(2 * WIDTH, PAGE, layout)
-        if device != "cpu":
-            self.cache = snapmla.PagedKVCache(
-                *(t.to(device) for t in (self.cache.content, self.cache.rope, self.cache.scale))
-            )
+        if layout == "strided":  # a pool whose pages hold this layer and two others
+            pool = torch.empty((2 * WIDTH, 3, PAGE * 644), dtype=torch.uint8, device=device)
+            views = layouts.views_of(pool[:, 1], None, None)
+            self.cache = snapmla.PagedKVCache.from_tensors(*views)
+        else:
+            self.cache = snapmla.PagedKVCache.allocate(2 * WIDTH, PAGE, layout, device)
         c, r = self.tokens(6 * PAGE, device)
         snapmla.append_kv(self.cache, c, r, torch.arange(6 * PAGE, device=device))
         self.table = torch.arange(2 * WIDTH, dtype=torch.int32, device=device).view(2, WIDTH)
@@ -81,9 +84,14 @@ def bits(t: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_compiled_layer_equals_eager(backend: str, device: str) -> None:
-    eager, compiled = Layer(device), Layer(device)
+@pytest.mark.parametrize(
+    ("backend", "layout"),
+    [("aot_eager", "split"), ("aot_eager", "paged"), ("aot_eager", "row640"),
+     ("aot_eager", "strided"), ("inductor", "split"), ("inductor", "paged")],
+)  # fmt: skip
+def test_compiled_layer_equals_eager(backend: str, layout: str, device: str) -> None:
+    eager, compiled = Layer(device, layout), Layer(device, layout)
+    assert compiled.cache.layout == layout
     want = step(*eager.arguments)
     before = bits(compiled.cache.content_u8).clone()
     torch._dynamo.reset()
@@ -160,10 +168,30 @@ def test_a_traced_decode_wants_a_plan() -> None:
         torch.compile(body, fullgraph=True, backend="aot_eager")(layer)
 
 
-def test_shared_layout_is_refused_when_traced() -> None:
-    layer = Layer("cpu", "paged")
+@pytest.mark.parametrize("layout", ["split", "paged", "row640"])
+def test_the_pool_is_not_copied(layout: str) -> None:
+    """Inductor's code hands the very arguments to append and to decode."""
+    layer = Layer("cpu", layout)
     torch._dynamo.reset()
-    with pytest.raises(Exception, match="append outside"):
+    _, codes = run_and_get_code(torch.compile(step, fullgraph=True), *layer.arguments)
+    (written,) = re.findall(r"snapmla\.append_kv\.default\((\w+), ", codes[-1])
+    (read,) = re.findall(r"snapmla\.decode\.default\(\w+, \w+, \w+, (\w+), ", codes[-1])
+    assert written == read and written.startswith("arg")
+
+
+def test_memory_that_tracers_cannot_follow_is_refused() -> None:
+    """One arena for three tensors: no layout of ours, though strides look like ``split``."""
+    layer, tokens = Layer("cpu"), 2 * WIDTH * PAGE
+    arena = torch.zeros(tokens * 644, dtype=torch.uint8)
+    content, rope, scale = arena.split((512 * tokens, 128 * tokens, 4 * tokens))
+    layer.cache = snapmla.PagedKVCache.from_tensors(
+        content.view(-1, PAGE, 512), rope.view(torch.bfloat16).view(-1, PAGE, 64),
+        scale.view(torch.float32).view(-1, PAGE),
+    )  # fmt: skip
+    assert layer.cache.layout == "split" and not layer.cache.traceable
+    snapmla.append_kv(layer.cache, *layer.new)
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="cache: expected layout .*append outside"):
         torch.compile(step, fullgraph=True, backend="aot_eager")(*layer.arguments)
 
     def decode_only(layer: Layer) -> torch.Tensor:
@@ -180,10 +208,10 @@ def test_shared_layout_is_refused_when_traced() -> None:
 # ---------------------------------------------------------------------------- opcheck
 
 
-def operator_calls(device: str) -> dict[str, tuple[Any, ...]]:
+def operator_calls(device: str, layout: str = "split") -> dict[str, tuple[Any, ...]]:
     """One sample call of every operator."""
-    layer = Layer(device)
-    cache = (layer.cache.content_u8, layer.cache.rope, layer.cache.scale)
+    layer = Layer(device, layout)
+    cache = layer.cache.memory
     q = snapmla.quantize_q(layer.q_nope, layer.q_rope)
     token = snapmla.quantize_q(layer.q_nope, layer.q_rope, "token")
     plan = layer.plan
@@ -230,6 +258,13 @@ def test_every_operator_is_checked() -> None:
 def test_opcheck(name: str, device: str) -> None:
     operator = getattr(torch.ops.snapmla, name).default
     torch.library.opcheck(operator, operator_calls(device)[name])
+
+
+@pytest.mark.parametrize("layout", ["paged", "row640"])
+@pytest.mark.parametrize("name", ["append_kv", "decode", "fetch_dequant"])
+def test_opcheck_of_shared_memory(name: str, layout: str) -> None:
+    operator = getattr(torch.ops.snapmla, name).default
+    torch.library.opcheck(operator, operator_calls("cpu", layout)[name])
 
 
 def test_opcheck_can_fail() -> None:
