@@ -85,7 +85,9 @@ def decode(
         if plan is None:
             hint = "call plan_decode outside, once; plan.update_ may be compiled"
             checks.value_error("plan", "a plan where torch.compile traces", None, hint)
-        traced = (softmax_scale, causal, LSE_FACTOR[lse_base], EMPTY_LSE[empty_lse])
+        _check_pages(plan, cache.content.shape[1], block_table)
+        causal_, lse_factor, empty = _choices(causal, lse_base, empty_lse)
+        traced = (softmax_scale, bool(causal_), lse_factor, empty)
         return _traced(
             q, cache, block_table, cache_seqlens, plan, traced, out, lse, out_dtype
         )  # fmt: skip
@@ -119,10 +121,7 @@ def _run(
     softmax_scale, causal, lse_base, empty_lse = options
     if type(softmax_scale) is not float or not 0.0 < softmax_scale <= checks.MAX_SOFTMAX_SCALE:
         softmax_scale = checks.softmax_scale(softmax_scale)
-    if lse_base not in LSE_FACTOR:
-        checks.choice("lse_base", lse_base, LSE_FACTOR)
-    if empty_lse not in EMPTY_LSE:
-        checks.choice("empty_lse", empty_lse, EMPTY_LSE)
+    numbers = (softmax_scale, *_choices(causal, lse_base, empty_lse))
     if out is None:
         out = torch.empty(plan.out_shape, dtype=out_dtype or torch.bfloat16, device=plan.device)
     if lse is None:
@@ -133,10 +132,20 @@ def _run(
         plan.check(cache_seqlens)
     launch_decode(
         (q.nope_u8, q.rope, q.row_scale), cache.arguments, block_table, cache_seqlens,
-        plan.variant, plan.arguments, plan.may_split, (out, lse),
-        (softmax_scale, int(causal), LSE_FACTOR[lse_base], EMPTY_LSE[empty_lse]),
+        plan.variant, plan.arguments, plan.may_split, (out, lse), numbers,
     )  # fmt: skip
     return out, lse
+
+
+def _choices(causal: bool, lse_base: str, empty_lse: str) -> tuple[int, float, float]:
+    """(causal, lse_factor, empty_lse) as the kernels take them; checks all three."""
+    if causal is not True and causal is not False:
+        checks.flag("causal", causal)
+    if type(lse_base) is not str or lse_base not in LSE_FACTOR:
+        checks.choice("lse_base", lse_base, LSE_FACTOR)
+    if type(empty_lse) is not str or empty_lse not in EMPTY_LSE:
+        checks.choice("empty_lse", empty_lse, EMPTY_LSE)
+    return int(causal), LSE_FACTOR[lse_base], EMPTY_LSE[empty_lse]
 
 
 def launch_decode(
@@ -317,12 +326,18 @@ def _check_plan(
     if got != (b, s_q, heads, page_size):
         names = "(b, s_q, num_heads, page_size)"
         checks.value_error("plan", f"one made for {names} = {(b, s_q, heads, page_size)}", got)
+    _check_pages(plan, page_size, block_table)
+    if pipeline is not None:
+        _check_pipeline(plan, pipeline)
+
+
+def _check_pages(plan: DecodePlan, page_size: int, block_table: torch.Tensor) -> None:
+    if page_size != plan.page_size:
+        checks.value_error("plan", f"one made for page_size {page_size}", plan.page_size)
     if block_table.shape[1] != plan.max_pages:  # kernels clamp lengths by the table's own width
         hint = "slice the table, or plan with max_pages = its width"
         wanted = f"a width of {plan.max_pages}, the plan's max_pages"
         checks.value_error("block_table", wanted, block_table.shape[1], hint)
-    if pipeline is not None:
-        _check_pipeline(plan, pipeline)
 
 
 def _check_pipeline(plan: DecodePlan, pipeline: str) -> None:

@@ -259,7 +259,7 @@ def choice(name: str, value: Any, options: Iterable[Any]) -> None:
     options = tuple(options)
     if value not in options:
         hint = ""
-        if isinstance(value, str):
+        if isinstance(value, str) and not torch.compiler.is_compiling():  # it cannot trace difflib
             close = difflib.get_close_matches(value, [o for o in options if isinstance(o, str)], 1)
             hint = f"did you mean {close[0]!r}?" if close else ""
         value_error(name, "one of " + ", ".join(repr(o) for o in options), repr(value), hint)

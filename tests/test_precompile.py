@@ -583,7 +583,7 @@ def test_ptxas_remarks_are_read() -> None:
 
 
 def test_registers_are_counted_by_kernel() -> None:
-    """The pool is that of one kernel: not the most registers of one times the threads of another."""
+    """Not the most registers of one kernel times the threads of another."""
     record = sample()
     audit.read_ptxas(
         record,

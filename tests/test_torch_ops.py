@@ -136,6 +136,31 @@ def test_compiled_update_out_and_fetch() -> None:
     assert torch.equal(layer.plan.planned_seqlens, lengths)
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"lse_base": "10"}, "lse_base: expected one of 'e', '2', got '10'"),
+        ({"causal": None}, "causal: expected True or False, got NoneType"),
+        ({"wider": True}, "block_table: expected a width of"),
+    ],
+)
+def test_a_traced_decode_says_what_is_wrong(changes: dict, said: str) -> None:
+    layer = Layer("cpu")
+    table = layer.table
+    if changes.pop("wider", False):
+        table = torch.cat([table, table], 1)
+    q = snapmla.quantize_q(layer.q_nope, layer.q_rope)
+
+    def body() -> torch.Tensor:
+        return snapmla.decode(
+            q, layer.cache, table, layer.lengths, softmax_scale=SCALE, plan=layer.plan, **changes
+        )[0]
+
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match=re.escape(said)):
+        torch.compile(body, fullgraph=True, backend="eager")()
+
+
 @pytest.mark.parametrize("strict", [False, True])
 def test_export(strict: bool) -> None:
     """Caches, plans and queries are arguments of an exported program."""
