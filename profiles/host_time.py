@@ -25,7 +25,7 @@ from codegen.artifacts import write_atomic
 from profiles import timing
 from profiles.bench import command_line, commit
 from profiles.worker import machine
-from snapmla import attention
+from snapmla import attention, flash_mla_fp8
 
 ROUNDS = 10  # turns of every kind of call, after one that is not counted
 BATCH, HEADS, LENGTH, PAGE = 32, 16, 1024, 64
@@ -83,12 +83,22 @@ def calls_to_time(device: torch.device) -> dict[str, Call]:
             (out, lse), (0.07, 1, 0.69, 0.0),
         )  # fmt: skip
 
+    metadata = flash_mla_fp8.get_mla_metadata(lengths, HEADS, 1)
+    pool = (cache.content.unsqueeze(2), cache.rope.unsqueeze(2))
+    scales = q.scale.unsqueeze(3), cache.scale.view(-1, PAGE, 1, 1)
+
+    def snapmla_name() -> object:
+        return flash_mla_fp8.flash_mla_ckv_fp8_per_token(
+            q.nope, q.rope, *pool, *scales, table, lengths, 512, *metadata, 0.07, out=out, lse=lse
+        )
+
     return {
         "decode, plan and results given (2 launches)": decode(),
         "the same, of a plan that cannot split (1 launch)": decode(plan=whole),
         "the same, results allocated": decode(out=None, lse=None),
         "only the exported function (2 launches)": bare(True),
         "only the exported function (1 launch)": bare(False),
+        "SnapMLA's name of decode, results given (2 launches)": snapmla_name,
         "plan.update_": lambda: plan.update_(lengths),
         "quantize_q into given tensors": lambda: snapmla.quantize_q(nope, rope, out=q),
         "quantize_q": lambda: snapmla.quantize_q(nope, rope),
