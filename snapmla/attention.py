@@ -169,12 +169,6 @@ def launch_decode(
         results: out, lse.
         numbers: softmax_scale, causal, lse_factor, empty_lse.
     """
-    if launch.elsewhere(variant.device):
-        with torch.cuda.device(variant.device):
-            return launch_decode(
-                query, cache, block_table, cache_seqlens, variant, tables, may_split, results,
-                numbers,
-            )  # fmt: skip
     out, lse = results
     work_items, part_begin, o_accum, lse_accum, split_begin = tables
     _kernel(variant, out.dtype)(

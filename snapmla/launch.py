@@ -1,7 +1,7 @@
-"""What launches share: the device they go to, and arguments that are converted once.
+"""What launches share: whether tensors are together, and arguments that are converted once.
 
-With several GPUs a launch must go to its tensors' device, whichever is current.  The stream is
-torch's current one on that device; the exported functions ask for it themselves.
+The exported functions launch on their tensors' device, whichever is current, and on torch's current
+stream there; they put the caller's device back.  With several GPUs no guard is needed around them.
 """
 
 from __future__ import annotations
@@ -18,26 +18,12 @@ def several_gpus() -> bool:
     return torch.cuda.device_count() > 1
 
 
-def elsewhere(device: torch.device) -> bool:
-    """Whether ``device`` is a GPU other than the current one; quick where there is only one."""
-    return several_gpus() and device.type == "cuda" and device.index != torch.cuda.current_device()
-
-
 def all_on(device: torch.device, *tensors: torch.Tensor | None) -> bool:
     """Whether all tensors that are given live on ``device``."""
     for tensor in tensors:  # noqa: SIM110 (on every call: faster than all())
         if tensor is not None and tensor.device != device:
             return False
     return True
-
-
-def call(device: torch.device, kernel: Any, *args: Any) -> None:
-    """Calls one exported function with ``device`` as the current one."""
-    if elsewhere(device):
-        with torch.cuda.device(device):
-            kernel(*args)
-    else:
-        kernel(*args)
 
 
 def prepared(*tensors: torch.Tensor) -> tuple[Any, ...]:

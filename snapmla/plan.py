@@ -253,10 +253,9 @@ def launch_plan(
     split_tiles: int,
 ) -> None:
     """Launches the planning kernel on checked arguments."""
-    device = cache_seqlens.device
-    launch.call(
-        device, _plan_kernel(device), cache_seqlens, work_items, part_begin, split_begin,
-        planned_seqlens, max_tokens, TOKEN_TILE, fixed_overhead, split_tiles,
+    _plan_kernel(cache_seqlens.device)(
+        cache_seqlens, work_items, part_begin, split_begin, planned_seqlens, max_tokens,
+        TOKEN_TILE, fixed_overhead, split_tiles,
     )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from dsl_kernels.spec import KV_LORA_RANK, QK_ROPE_HEAD_DIM, VariantSpec
-from snapmla import checks, launch, runtime
+from snapmla import checks, runtime
 from snapmla.cache import PagedKVCache
 
 GRANULARITIES = ("token_head", "token")
@@ -155,7 +155,7 @@ def launch_append(
         in_dtype=_SHORT[c_kv.dtype],
         index_dtype=_INDEX[slot_mapping.dtype],
     )
-    launch.call(c_kv.device, kernel, *cache, c_kv, k_rope, slot_mapping)
+    kernel(*cache, c_kv, k_rope, slot_mapping)
 
 
 def quantize_q(
@@ -203,7 +203,7 @@ def quantize_q(
     checks.aligned_rows("q_nope", q_nope)
     checks.aligned_rows("q_rope", q_rope)
     kernel = _kernel(device, "quantize_q", in_dtype=_SHORT[q_nope.dtype], mode=granularity)
-    launch.call(device, kernel, q_nope, q_rope, out.nope_u8, out.rope, out.scale)
+    kernel(q_nope, q_rope, out.nope_u8, out.rope, out.scale)
     return out
 
 
@@ -298,7 +298,7 @@ def fetch_dequant(
     mode = "pages" if by_pages else "indices"
     kernel = _kernel(device, "fetch_dequant", in_dtype=_SHORT[c_kv.dtype], mode=mode)
     selector = (where, cache_seqlens) if by_pages else (where,)
-    launch.call(device, kernel, *cache.arguments, *selector, c_kv, k_rope)
+    kernel(*cache.arguments, *selector, c_kv, k_rope)
     return c_kv, k_rope
 
 

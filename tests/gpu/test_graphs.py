@@ -326,3 +326,26 @@ def test_tensors_on_a_device_that_is_not_current() -> None:
     assert torch.cuda.current_device() == 0
     errors = selfcheck.decode_errors(out, lse, q, cache, table, lengths, SCALE)
     assert errors.right, str(errors)
+
+    # on that device's current stream: what waits there before it holds it back
+    result, result_lse = torch.zeros_like(out), torch.zeros_like(lse)
+    torch.cuda.synchronize(1)
+    stream, other, ended = torch.cuda.Stream(1), torch.cuda.Stream(1), torch.cuda.Event()
+    before = torch.cuda.current_stream(1)
+    torch.cuda.set_stream(stream)
+    torch.cuda._sleep(1_000_000_000)
+    torch.cuda.set_device(0)
+    try:
+        snapmla.decode(
+            q, cache, table, lengths, softmax_scale=SCALE, plan=plan, out=result, lse=result_lse
+        )
+        assert torch.cuda.current_device() == 0
+        ended.record(stream)
+        with torch.cuda.stream(other):
+            seen = bool(result.any())
+        assert not ended.query() and not seen
+        stream.synchronize()
+    finally:
+        torch.cuda.set_stream(before)
+        torch.cuda.set_device(0)
+    assert torch.equal(result, out) and torch.equal(result_lse, lse)
