@@ -59,42 +59,47 @@ def graph_us(call: Callable[[], Any], calls: int = 50, rounds: int = 7) -> float
     return sorted(times)[rounds // 2]
 
 
-def row(shape: DecodeShape, device: torch.device) -> str:
-    """One line of the table."""
+def problem(shape: DecodeShape, device: torch.device) -> tuple[Any, ...]:
+    """(q, cache, block_table, lengths, plan) of a decode step, random."""
     lengths = torch.tensor(shape.lengths(), dtype=torch.int32, device=device)
-    b, h, width = shape.batch, shape.num_heads, -(-shape.seqlen // PAGE)
+    width = -(-shape.seqlen // PAGE)
     used = [-(-n // PAGE) for n in shape.lengths()]
     cache = snapmla.PagedKVCache.allocate(sum(used), PAGE, device=device)
     x = torch.randn(cache.num_slots, 576, device=device).bfloat16()
     snapmla.append_kv(cache, x[:, :512], x[:, 512:], torch.arange(cache.num_slots, device=device))
-    table = torch.zeros(b, width, dtype=torch.int32, device=device)
+    table = torch.zeros(shape.batch, width, dtype=torch.int32, device=device)
     for i, pages in enumerate(used):
         table[i, :pages] = torch.arange(pages, device=device) + sum(used[:i])
-    y = torch.randn(b, 1, h, 576, device=device).bfloat16()
+    y = torch.randn(shape.batch, 1, shape.num_heads, 576, device=device).bfloat16()
     q = snapmla.quantize_q(y[..., :512], y[..., 512:])
-    plan = snapmla.plan_decode(lengths, h, 1, page_size=PAGE, max_pages=width)
+    plan = snapmla.plan_decode(lengths, shape.num_heads, 1, page_size=PAGE, max_pages=width)
+    return q, cache, table, lengths, plan
+
+
+def row(shape: DecodeShape, device: torch.device) -> str:
+    """One line of the table."""
+    q, cache, table, lengths, plan = problem(shape, device)
+    b, h = shape.batch, shape.num_heads
     out = torch.empty(b, 1, h, 512, dtype=torch.bfloat16, device=device)
     lse = torch.empty(b, h, 1, device=device)
-    numbers = (0.04, 1, 0.69, 0.0)
 
     def decode(split: bool) -> Callable[[], Any]:
         query = (q.nope_u8, q.rope, q.row_scale)
         return lambda: attention.launch_decode(
             query, cache.arguments, table, lengths, plan.variant, plan.arguments, split,
-            (out, lse), numbers,
+            (out, lse), (0.04, 1, 0.69, 0.0),
         )  # fmt: skip
 
     merge = runtime.kernel(VariantSpec(op="merge", arch=runtime.arch_of(device)), device.type)
-    _, _, o_accum, lse_accum, split_begin = plan.arguments
+    _, _, *partials = plan.arguments
     times = [
         graph_us(decode(True)),
         graph_us(decode(False)),
-        graph_us(lambda: merge(o_accum, lse_accum, split_begin, out, lse, 0.69, 0.0)),
+        graph_us(lambda: merge(*partials, out, lse, 0.69, 0.0)),
     ]
     begin = plan.split_begin.tolist()
     most = max(y - x for x, y in zip(begin, begin[1:]))  # noqa: RUF007
-    rows_cta = min(h, 64)
-    bound = most * rows_cta * 2048 / SM_GBS * 1e-3
+    bound = most * min(h, 64) * 2048 / SM_GBS * 1e-3
     cells = [f"{t:.1f}" for t in (times[0], times[1], times[0] - times[1], times[2], bound)]
     return f"| {shape.label} | {begin[-1]} | {most} | {' | '.join(cells)} |"
 

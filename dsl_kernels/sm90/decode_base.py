@@ -373,36 +373,32 @@ class DecodeBase:
         page = page if page > 0 else Int32(0)
         return page if page < num_pages else num_pages - 1
 
+    def kv_boxes(self, atom, source, target, width, rank):
+        """TMA view of the K ring and of the cache, box by box: (values, box, stage), (values, half,
+        page)."""
+        boxes = cute.local_tile(target, (self.box, width), (None, 0, None))
+        tiles = cute.local_tile(source, (self.box, width), (None, 0, None))
+        return cpasync.tma_partition(
+            atom, rank, cute.make_layout(self.cluster), cute.group_modes(boxes, 0, 2),
+            cute.group_modes(tiles, 0, 2),
+        )  # fmt: skip
+
+    def cluster_copy(self):
+        """(this CTA's rank, options of copies that all CTAs of the cluster receive)."""
+        if const_expr(self.cluster == 1):
+            return 0, {}
+        rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+        vmnk = cute.make_layout((1, self.cluster, 1, 1))
+        return rank, {"mcast_mask": cute.make_layout_image_mask(vmnk, (0, rank, 0, 0), mode=1)}
+
     @cute.jit
     def produce_kv(self, st, layouts, k_pipe, tma, gmem, span):
         """One warp: for each tile, content, RoPE and scales into the next free stage."""
-        items, scale = gmem.work_items, gmem.scale
-        lane = cute.arch.lane_idx()
-        s_ks = st.ks.get_tensor(cute.make_layout((TILE, self.stages)))
-        rank = (
-            cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
-            if const_expr(self.cluster > 1)
-            else 0
-        )
-
-        def part(atom, g, s, width):
-            boxes = cute.local_tile(s, (self.box, width), (None, 0, None))  # (box, k, n, stage)
-            tiles = cute.local_tile(g, (self.box, width), (None, 0, None))  # (box, k, n, page)
-            return cpasync.tma_partition(
-                atom, rank, cute.make_layout(self.cluster), cute.group_modes(boxes, 0, 2),
-                cute.group_modes(tiles, 0, 2),
-            )  # fmt: skip
-
-        kc_s, kc_g = part(tma.kc, tma.kc_coords, staged(st.kc, layouts.kc), D)
-        kr_s, kr_g = part(tma.kr, tma.kr_coords, staged(st.kr, layouts.kr), R)
-        extra = {}
-        if const_expr(self.cluster > 1):
-            vmnk = cute.make_layout((1, self.cluster, 1, 1))
-            extra["mcast_mask"] = cute.make_layout_image_mask(vmnk, (0, rank, 0, 0), mode=1)
-        bulk = cute.make_copy_atom(
-            cpasync.CopyBulkG2SOp(), Float32, num_bits_per_copy=self.box * 32
-        )
-        num_pages = scale.shape[0]
+        items, lane = gmem.work_items, cute.arch.lane_idx()
+        rank, extra = self.cluster_copy()
+        content = self.kv_boxes(tma.kc, tma.kc_coords, staged(st.kc, layouts.kc), D, rank)
+        rope = self.kv_boxes(tma.kr, tma.kr_coords, staged(st.kr, layouts.kr), R, rank)
+        num_pages = gmem.scale.shape[0]
         kst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
         for i in cutlass.range(span[0], span[1], unroll=1):
             batch, first, last = items[i, 0], items[i, 1], items[i, 2]
@@ -415,20 +411,27 @@ class DecodeBase:
                 bar = k_pipe.producer_get_barrier(kst)
                 for j in cutlass.range_constexpr(self.boxes):
                     p = cute.arch.make_warp_uniform(cute.arch.shuffle_sync(now, j))
-                    dst_c, dst_r = kc_s[None, j, kst.index], kr_s[None, j, kst.index]
-                    cute.copy(tma.kc, kc_g[None, half, p], dst_c, tma_bar_ptr=bar, **extra)
-                    cute.copy(tma.kr, kr_g[None, half, p], dst_r, tma_bar_ptr=bar, **extra)
+                    at = [dst[None, j, kst.index] for dst, _ in (content, rope)]
+                    cute.copy(tma.kc, content[1][None, half, p], at[0], tma_bar_ptr=bar, **extra)
+                    cute.copy(tma.kr, rope[1][None, half, p], at[1], tma_bar_ptr=bar, **extra)
                     with cute.arch.elect_one():
-                        offset = Int64(p) * scale.stride[0] + half * self.box
-                        src = cute.make_tensor(
-                            (scale.iterator + cute.assume(offset, divby=4)).align(16),
-                            cute.make_layout(self.box),
-                        )
-                        dst = cute.local_tile(s_ks[None, kst.index], (self.box,), (j,))
-                        cute.copy(bulk, src, dst, mbar_ptr=bar)
+                        self.copy_scales(st, gmem.scale, p, half, j, kst.index, bar)
                 kst.advance()
         # no producer_tail: every stage is read before the math warps end, and a cluster leaves
         # together (see kernel), so no arrival can reach a CTA that is gone
+
+    def copy_scales(self, st, scale, page, half, box, stage, bar):
+        """Scales of one box of tokens, by one lane."""
+        bulk = cute.make_copy_atom(
+            cpasync.CopyBulkG2SOp(), Float32, num_bits_per_copy=self.box * 32
+        )
+        offset = Int64(page) * scale.stride[0] + half * self.box
+        src = cute.make_tensor(
+            (scale.iterator + cute.assume(offset, divby=4)).align(16), cute.make_layout(self.box)
+        )
+        s_ks = st.ks.get_tensor(cute.make_layout((TILE, self.stages)))
+        dst = cute.local_tile(s_ks[None, stage], (self.box,), (box,))
+        cute.copy(bulk, src, dst, mbar_ptr=bar)
 
     @cute.jit
     def produce_q(self, st, layouts, q_pipe, tma, gmem, span):

@@ -27,6 +27,8 @@ Shared memory (bytes): Q 40960 | K ring 4 x 41216, V^T in place | scale triples 
 
 from __future__ import annotations
 
+import functools
+
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
@@ -153,23 +155,18 @@ class DecodeDualWg(DecodeBase):
     @cute.jit
     def math_loop(self, me: cutlass.Constexpr, st, layouts, q_pipe, k_pipe, gmem, call, span):
         """Items and pairs of one math warpgroup; ``me`` 0 is the paper's WG0, 1 its WG1."""
-        mma_o = self.mmas()[2]
         frags, acc_S = self.fragments(st, layouts), self.make_acc_S()
-        shape_o = mma_o.partition_shape_C((64, 64))
+        shape_o = self.mmas()[2].partition_shape_C((64, 64))
         acc_O = [cute.make_rmem_tensor(shape_o, Float32) for _ in range(4)]
-        factor = cute.make_rmem_tensor((2,), Float32)
+        factor, m_ref, l_run = (cute.make_rmem_tensor((2,), Float32) for _ in range(3))
         limit = cute.make_rmem_tensor((2,), Int32)
-        m_ref = cute.make_rmem_tensor((2,), Float32)
-        l_run = cute.make_rmem_tensor((2,), Float32)
-        row_block, _, _ = cute.arch.block_idx()
-        first_row = row_block * ROWS + self.thread_row()
-
-        qst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.q_stages)
-        ka = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
-        pst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, PAIR_BUFFERS)
-        items = gmem.work_items
+        first_row = cute.arch.block_idx()[0] * ROWS + self.thread_row()
+        consumer = functools.partial(
+            pipeline.make_pipeline_state, pipeline.PipelineUserType.Consumer
+        )
+        qst, ka, pst = consumer(self.q_stages), consumer(self.stages), consumer(PAIR_BUFFERS)
         for i in cutlass.range(span[0], span[1], unroll=1):
-            batch, first, last, slot = items[i, 0], items[i, 1], items[i, 2], items[i, 3]
+            batch, first, last, slot = (gmem.work_items[i, x] for x in range(4))
             for x in cutlass.range_constexpr(2):
                 factor[x], limit[x] = self.row_facts(gmem, call, batch, first_row + 8 * x)
             ragged_from = self.ragged_from(gmem, call, batch)

@@ -307,15 +307,9 @@ class DecodeEtap(DecodeBase):
         tidx, _, _ = cute.arch.thread_idx()
         lane = tidx % 32
         wwarp = cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
-        quad, n_rows = lane % 4, self.rows_cta // 4
-        factor, limit, ragged_from = rows_in
-        s_ks = st.ks.get_tensor(cute.make_layout((TILE, self.stages)))
-        sig, lg, inv = ([None] * 2 for _ in range(3))
-        for i in cutlass.range_constexpr(2):
-            token = wwarp * 16 + lane // 4 + 8 * i
-            s = s_ks[token, kst.index]
-            sig[i], lg[i] = s, cute.math.log2(s, fastmath=True)
-            inv[i] = safe_reciprocal(s)
+        n_rows = self.rows_cta // 4
+        factor, limit, _ = rows_in
+        sig, lg, inv = self.scales_few(st, kst.index, wwarp, lane)
         warpgroup.wait_group(0)
         cute.arch.sync_warp()  # one lane frees the stage for all: their reads come first
         k_pipe.consumer_release(kst)
@@ -323,7 +317,7 @@ class DecodeEtap(DecodeBase):
         for v in cutlass.range_constexpr(2 * n_rows):
             x, i = 2 * (v // 4) + v % 2, v // 2 % 2
             t[v] = (acc_S[0][v] + acc_S[1][v]) * (factor[x] * sig[i]) + lg[i]
-        if (tile + 1) * TILE > ragged_from:
+        if (tile + 1) * TILE > rows_in[2]:
             for v in cutlass.range_constexpr(2 * n_rows):
                 x, i = 2 * (v // 4) + v % 2, v // 2 % 2
                 if tile * TILE + wwarp * 16 + lane // 4 + 8 * i >= limit[x]:
@@ -346,12 +340,19 @@ class DecodeEtap(DecodeBase):
         self.store_p_few(t, p16, pst.index, wwarp, lane)
         if (wwarp == 0) & (lane < 4):
             pad = pad_layout(self.rows_cta)
-            size = padded_size(self.rows_cta)
-            beta_s = cute.make_tensor(st.beta.data_ptr() + pst.index * size, pad)
-            gamma_s = cute.make_tensor(st.gamma.data_ptr() + pst.index * size, pad)
-            cute.autovec_copy(beta, beta_s[None, quad])
-            cute.autovec_copy(gamma, gamma_s[None, quad])
+            at = pst.index * padded_size(self.rows_cta)
+            for values, array_s in ((beta, st.beta), (gamma, st.gamma)):
+                cute.autovec_copy(
+                    values, cute.make_tensor(array_s.data_ptr() + at, pad)[None, lane % 4]
+                )
         self.hand_over(st, pst.index, cute.arch.vote_any_sync(moved), wwarp, lane)
+
+    def scales_few(self, st, stage, wwarp, lane):
+        """(sigma, log2 sigma, 1/sigma) of the two tokens of a thread of S^T."""
+        s_ks = st.ks.get_tensor(cute.make_layout((TILE, self.stages)))
+        sigma = [s_ks[wwarp * 16 + lane // 4 + 8 * i, stage] for i in range(2)]
+        logs = [cute.math.log2(s, fastmath=True) for s in sigma]
+        return sigma, logs, [safe_reciprocal(s) for s in sigma]
 
     @cute.jit
     def maxima_of_block(self, st, t, buf, wwarp, lane):
