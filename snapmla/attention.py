@@ -85,7 +85,10 @@ def decode(
         if plan is None:
             hint = "call plan_decode outside, once; plan.update_ may be compiled"
             checks.value_error("plan", "a plan where torch.compile traces", None, hint)
-        _check_pages(plan, cache.content.shape[1], block_table)
+        if cache.content.shape[1] != plan.page_size:
+            wanted = f"one made for page_size {cache.content.shape[1]}"
+            checks.value_error("plan", wanted, plan.page_size)
+        _check_width(plan, block_table)
         causal_, lse_factor, empty = _choices(causal, lse_base, empty_lse)
         traced = (softmax_scale, bool(causal_), lse_factor, empty)
         return _traced(
@@ -95,20 +98,24 @@ def decode(
     if plan is not None and pipeline is None:
         try:
             if _fits_plan(q, cache, block_table, cache_seqlens, plan, out, lse, out_dtype):
-                return _run(
-                    q, cache, block_table, cache_seqlens, plan, out, lse, out_dtype, options
-                )
+                return run_plan(
+                    (q.nope_u8, q.rope, q.row_scale), cache.arguments, block_table, cache_seqlens,
+                    plan, out, lse, out_dtype, options,
+                )  # fmt: skip
         except Exception:  # something is wrong: the full checks below say what
             pass
     plan, out, lse = _checked(
         q, cache, block_table, cache_seqlens, plan, out, lse, out_dtype, pipeline
     )
-    return _run(q, cache, block_table, cache_seqlens, plan, out, lse, out_dtype, options)
+    return run_plan(
+        (q.nope_u8, q.rope, q.row_scale), cache.arguments, block_table, cache_seqlens, plan, out,
+        lse, out_dtype, options,
+    )  # fmt: skip
 
 
-def _run(
-    q: QuantizedQuery,
-    cache: PagedKVCache,
+def run_plan(
+    query: tuple[Any, Any, Any],
+    cache: tuple[Any, ...],
     block_table: torch.Tensor,
     cache_seqlens: torch.Tensor,
     plan: DecodePlan,
@@ -117,7 +124,12 @@ def _run(
     out_dtype: torch.dtype | None,
     options: tuple[float, bool, str, str],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Allocates results that are not given and launches; options as in ``decode``."""
+    """Allocates results that are not given and launches.
+
+    Args:
+        query, cache: as ``launch_decode``; unchecked but for what the exported function checks.
+        options: softmax_scale, causal, lse_base, empty_lse as in ``decode``; checked.
+    """
     softmax_scale, causal, lse_base, empty_lse = options
     if type(softmax_scale) is not float or not 0.0 < softmax_scale <= checks.MAX_SOFTMAX_SCALE:
         softmax_scale = checks.softmax_scale(softmax_scale)
@@ -131,8 +143,8 @@ def _run(
     if plan.check_stale:
         plan.check(cache_seqlens)
     launch_decode(
-        (q.nope_u8, q.rope, q.row_scale), cache.arguments, block_table, cache_seqlens,
-        plan.variant, plan.arguments, plan.may_split, (out, lse), numbers,
+        query, cache, block_table, cache_seqlens, plan.variant, plan.arguments, plan.may_split,
+        (out, lse), numbers,
     )  # fmt: skip
     return out, lse
 
@@ -320,14 +332,12 @@ def _check_plan(
     if got != (b, s_q, heads, page_size):
         names = "(b, s_q, num_heads, page_size)"
         checks.value_error("plan", f"one made for {names} = {(b, s_q, heads, page_size)}", got)
-    _check_pages(plan, page_size, block_table)
+    _check_width(plan, block_table)
     if pipeline is not None:
         _check_pipeline(plan, pipeline)
 
 
-def _check_pages(plan: DecodePlan, page_size: int, block_table: torch.Tensor) -> None:
-    if page_size != plan.page_size:
-        checks.value_error("plan", f"one made for page_size {page_size}", plan.page_size)
+def _check_width(plan: DecodePlan, block_table: torch.Tensor) -> None:
     if block_table.shape[1] != plan.max_pages:  # kernels clamp lengths by the table's own width
         hint = "slice the table, or plan with max_pages = its width"
         wanted = f"a width of {plan.max_pages}, the plan's max_pages"

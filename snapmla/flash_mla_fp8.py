@@ -49,7 +49,6 @@ _MOST_TOKENS = 1 << 30  # of a sequence in a plan that does not know the block t
 _FLAT_PAGES = (128, 64, 32, 16)  # any page size addresses a flat pool
 
 _BYTES = (checks.FP8, torch.uint8)
-_EMPTY_LSE = attention.EMPTY_LSE
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -349,18 +348,18 @@ def flash_mla_ckv_fp8_per_token(
             softmax_scale, causal, out=out, lse=lse, empty_lse=empty_lse,
         )  # fmt: skip
     scale = HEAD_DIM_QK**-0.5 if softmax_scale is None else softmax_scale
-    usual = head_dim_v == KV_LORA_RANK and type(scale) is float and type(causal) is bool
-    if usual and empty_lse in _EMPTY_LSE and 0.0 < scale <= checks.MAX_SOFTMAX_SCALE:
-        try:
+    try:
+        done = None
+        if head_dim_v == KV_LORA_RANK:
             done = _quick_decode(
                 (q_nope, q_rope, q_scale), (k_cache_lora, k_cache_rope, k_scale), block_table,
                 cache_seqlens, (tile_scheduler_metadata, num_splits), out, lse,
-                (scale, int(causal), attention.LSE_FACTOR["e"], _EMPTY_LSE[empty_lse]),
+                (scale, causal, "e", empty_lse),
             )  # fmt: skip
-            if done is not None:
-                return done
-        except Exception:  # something is wrong: the full checks below say what
-            pass
+        if done is not None:
+            return done
+    except Exception:  # something is wrong: the full checks below say what
+        pass
     return _checked_decode(
         q_nope, q_rope, k_cache_lora, k_cache_rope, q_scale, k_scale, block_table, cache_seqlens,
         head_dim_v, tile_scheduler_metadata, num_splits, scale, causal, out, lse, empty_lse,
@@ -375,7 +374,7 @@ def _quick_decode(
     pair: Pair,
     out: torch.Tensor | None,
     lse: torch.Tensor | None,
-    numbers: tuple[float, int, float, float],
+    options: tuple[float, bool, str, str],
 ) -> Pair | None:
     """The launches on tensors as an engine passes them; None if they are of another kind.
 
@@ -404,20 +403,12 @@ def _quick_decode(
         plan.device, *query, *pool, block_table, cache_seqlens, out, lse
     ):
         return None
-    if plan.check_stale:
-        plan.check(cache_seqlens)
-    if out is None:
-        out = q_rope.new_empty(plan.out_shape)
-    if lse is None:
-        lse = q_scale.new_empty(plan.lse_shape)
     content = (lora if lora_dtype is torch.uint8 else lora.view(torch.uint8)).squeeze(2)
-    attention.launch_decode(
+    return attention.run_plan(
         (q_nope.view(torch.uint8), q_rope, q_scale.squeeze(3)),
         (content, rope.squeeze(2), k_scale.view(pages, page_size)),
-        block_table, cache_seqlens, plan.variant, plan.arguments, plan.may_split, (out, lse),
-        numbers,
+        block_table, cache_seqlens, plan, out, lse, None, options,
     )  # fmt: skip
-    return out, lse
 
 
 def _checked_decode(

@@ -103,8 +103,8 @@ class GlobalHazards:
         return np.arange(first, last + 1)
 
     # ---- accesses of lanes ---------------------------------------------------------------------
-    def _lanes(self, addr: Any, m: Any, nbytes: int) -> tuple[Region, Index, Any] | None:
-        """(region, granules, lane of each) of an access within one region, else None."""
+    def _lanes(self, addr: Any, m: Any, nbytes: int) -> tuple[_Shadow, Region, Index, Any] | None:
+        """(shadow, region, granules, lane of each) of an access within one region, else None."""
         a = addr if m is True else addr[m]
         region = self.memory.find(int(a[0]))
         if region is None or int(a.min()) < region.start or int(a.max()) >= region.end:
@@ -112,8 +112,8 @@ class GlobalHazards:
         idx = (a - np.uint64(region.base)).astype(np.int64) >> self.shift
         rows = lanes_of(m)
         if nbytes >> self.shift > 1:
-            return region, idx[:, None] + np.arange(nbytes >> self.shift), rows[:, None]
-        return region, idx, rows
+            idx, rows = idx[:, None] + np.arange(nbytes >> self.shift), rows[:, None]
+        return self._shadow(region), region, idx, rows
 
     def _check(
         self, wh: WarpHazards, region: Region, last: _Last, idx: Any, rows: Any,
@@ -129,34 +129,29 @@ class GlobalHazards:
 
     def read(self, wh: WarpHazards, addr: Any, m: Any, nbytes: int) -> None:
         """Lanes ``m`` load ``nbytes`` each."""
-        if not wh.prior_known:
-            self._early(wh, addr, m, nbytes, "read")
+        self._early(wh, addr, m, nbytes, "read")
         found = self._lanes(addr, m, nbytes)
         if found is None:
             return
-        region, idx, rows = found
-        sh = self._shadow(region)
+        sh, region, idx, rows = found
         if sh.written:
             self._check(wh, region, sh.writes, idx, rows, ("write", "read"))
         sh.reads.record(wh, idx, wh.clock.first + rows, wh.clock.time)
 
     def write(self, wh: WarpHazards, addr: Any, m: Any, nbytes: int) -> None:
         """Lanes ``m`` store ``nbytes`` each."""
-        if not wh.prior_known:
-            self._early(wh, addr, m, nbytes, "write")
+        self._early(wh, addr, m, nbytes, "write")
         found = self._lanes(addr, m, nbytes)
         if found is None:
             return
-        region, idx, rows = found
-        sh = self._shadow(region)
+        sh, region, idx, rows = found
         self._check(wh, region, sh.writes, idx, rows, ("write", "write"))
         self._check(wh, region, sh.reads, idx, rows, ("read", "write"))
         sh.write(wh, idx, wh.clock.first + rows, wh.clock.time)
 
     def synchronising(self, wh: WarpHazards, addr: Any, m: Any, nbytes: int) -> None:
         """An atomic, relaxed or acquire access: races with nothing, but may come too early."""
-        if not wh.prior_known:
-            self._early(wh, addr, m, nbytes, "access")
+        self._early(wh, addr, m, nbytes, "access")
 
     # ---- asynchronous accesses -----------------------------------------------------------------
     def async_read(self, wh: WarpHazards, lane: int, starts: Any, nbytes: int) -> None:
@@ -166,8 +161,7 @@ class GlobalHazards:
             region = self.memory.find(start)
             if region is None:
                 continue
-            if not wh.prior_known:
-                self._early(wh, np.full(32, start, np.uint64), one, nbytes, "asynchronous read")
+            self._early(wh, np.full(32, start, np.uint64), one, nbytes, "asynchronous read")
             sh = self._shadows.get(region.base)
             if sh is None or not sh.written:
                 continue
@@ -196,6 +190,8 @@ class GlobalHazards:
     # ---- reports -------------------------------------------------------------------------------
     def _early(self, wh: WarpHazards, addr: Any, m: Any, nbytes: int, action: str) -> None:
         """Before griddepcontrol.wait: touches what the grid before this one writes?"""
+        if wh.prior_known:
+            return
         for lane in wh.ignorant(lanes_of(m)):
             at = int(addr[lane])
             region = self.memory.find(at)
