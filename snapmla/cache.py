@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from snapmla import checks, launch, layouts
 
 
 @dataclass(frozen=True, eq=False)
-class PagedKVCache:
+class PagedKVCache(launch.CopiedByFields):
     """Paged MLA cache with one scale per token (SnapMLA, section 3: RoPE-aware per-token scales).
 
     c_kv of a token is ``content * scale`` and its k_rope is ``rope * scale``: RoPE channels stay in
@@ -55,10 +55,6 @@ class PagedKVCache:
             memory = views  # made by a tracer: nothing but strides to go by
         object.__setattr__(self, "memory", memory or views)
         object.__setattr__(self, "traceable", memory is not None)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """For copies: what is remembered beside the fields belongs to this object's memory."""
-        return {f.name: getattr(self, f.name) for f in fields(self)}
 
     @classmethod
     def allocate(

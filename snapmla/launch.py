@@ -7,7 +7,8 @@ stream there; they put the caller's device back.  With several GPUs no guard is 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from dataclasses import fields
+from typing import Any, cast
 
 import torch
 
@@ -24,6 +25,13 @@ def all_on(device: torch.device, *tensors: torch.Tensor | None) -> bool:
         if tensor is not None and tensor.device != device:
             return False
     return True
+
+
+class CopiedByFields:
+    """A dataclass that remembers prepared arguments: they belong to its memory, not to a copy's."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {f.name: getattr(self, f.name) for f in fields(cast(Any, self))}
 
 
 def prepared(*tensors: torch.Tensor) -> tuple[Any, ...]:

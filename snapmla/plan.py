@@ -36,7 +36,7 @@ class PlanVariant(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class DecodePlan:
+class DecodePlan(launch.CopiedByFields):
     """Work list and workspace of one decode step; made by ``plan_decode``.
 
     A *part* is one CTA (or one cluster, for 128 rows); it walks its items.  A sequence cut into
@@ -88,10 +88,6 @@ class DecodePlan:
     fixed_overhead: int
     split_tiles: int = 0
     check_stale: bool = False
-
-    def __getstate__(self) -> dict[str, Any]:
-        """For copies: what is remembered beside the fields belongs to this object's memory."""
-        return {f.name: getattr(self, f.name) for f in fields(self)}
 
     @property
     def rows(self) -> int:
