@@ -6,6 +6,7 @@ A contender named on the command line is one of
   ``:bf16`` ``:f32`` (dtype of ``out``), ``:quantise`` (the call quantises the query too),
   ``:page=``, ``:layout=``, ``:row_tile=``, ``:num_parts=``, ``:fixed_overhead=``,
   ``:fixed_split=``
+* ``snapmla@DIR``, the same with the host package and the built variants of another checkout
 * ``flashmla_bf16``: FlashMLA's dense BF16 kernel
 * ``flashmla_fp8``: FlashMLA's dense FP8 kernel, one scale per tensor
 * ``fa3``: FlashAttention-3, MLA through q_v, BF16
@@ -23,13 +24,14 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from profiles import check as checks
+from profiles import checkouts
 from profiles.pools import Bf16Pool, Fp8TensorPool, Pool, SnapPool
 from profiles.roofline import CONTENT_DIM, HEAD_DIM_QK
 from profiles.shapes import DecodeShape
@@ -159,7 +161,7 @@ class SnapOptions:
 
 
 class SnapMla(Contender):
-    """Ours, through the public API with a plan and preallocated outputs."""
+    """Ours, or another checkout's, through the public API with a plan and preallocated outputs."""
 
     peer = False
     strict_lse = True
@@ -168,8 +170,12 @@ class SnapMla(Contender):
         self.name = name
         self.options = SnapOptions.parse(name)
         self.out_bytes = OUT_DTYPES[self.options.out].itemsize
+        folder = name.partition(":")[0].partition("@")[2]
+        self.checkout = checkouts.checkout(folder) if folder else None
 
     def unavailable(self) -> str | None:
+        if self.checkout is not None:
+            return self.checkout.unavailable()
         try:
             import snapmla  # noqa: F401
         except ImportError as error:
@@ -187,8 +193,18 @@ class SnapMla(Contender):
         return self.options.page
 
     def enter(self, problem: Problem, pool: Any) -> Entry:
-        import snapmla
+        if self.checkout is None:
+            import snapmla
 
+            return self._enter(snapmla, problem, pool.cache)
+        with self.checkout.active() as other:
+            mine = pool.cache
+            cache = other.PagedKVCache.from_tensors(mine.content, mine.rope, mine.scale)
+            entry = self._enter(other, problem, cache)
+            entry.calls[0]()  # loads its kernels
+        return replace(entry, note=f"{entry.note}, commit {self.checkout.commit}")
+
+    def _enter(self, snapmla: Any, problem: Problem, cache: Any) -> Entry:
         shape, options, tables = problem.shape, self.options, problem.tables[self.options.page]
         content, rope = problem.query[..., :CONTENT_DIM], problem.query[..., CONTENT_DIM:]
         q = snapmla.quantize_q(content, rope)
@@ -211,7 +227,7 @@ class SnapMla(Contender):
 
         def call(table: torch.Tensor) -> DecodeCall:
             decode = lambda: snapmla.decode(
-                q, pool.cache, table, problem.lengths, softmax_scale=SOFTMAX_SCALE, plan=plan,
+                q, cache, table, problem.lengths, softmax_scale=SOFTMAX_SCALE, plan=plan,
                 out=out, lse=lse,
             )  # fmt: skip
             if not options.quantise:
@@ -224,7 +240,6 @@ class SnapMla(Contender):
             return layer
 
         def mimic(buffer: int, request: int) -> torch.Tensor:
-            cache = pool.cache
             return mla_decode_reference(
                 q.nope, q.rope, q.scale, cache.content, cache.rope, cache.scale, tables[buffer],
                 problem.lengths, SOFTMAX_SCALE, config=MIMIC, batches=[request],
@@ -402,7 +417,8 @@ def make(name: str, peers: Path | None) -> Contender:
     Raises:
         ValueError: no such contender.
     """
-    if name.partition(":")[0] == "snapmla":
+    ours, at, folder = name.partition(":")[0].partition("@")
+    if ours == "snapmla" and bool(folder) == bool(at):
         return SnapMla(name)
     plain: dict[str, Callable[[], Contender]] = {
         "flashmla_bf16": lambda: FlashMlaBf16(name, peers),
@@ -412,6 +428,6 @@ def make(name: str, peers: Path | None) -> Contender:
     }
     if name not in plain:
         raise ValueError(
-            f"backend: expected snapmla[:..] or one of {', '.join(plain)}; got {name!r}"
+            f"backend: expected snapmla[@DIR][:..] or one of {', '.join(plain)}; got {name!r}"
         )
     return plain[name]()

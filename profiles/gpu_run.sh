@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
 # One command for a machine with a GPU but without compiler, network or this project's packages.
 #
-#   on the machine that compiles:   bash profiles/gpu_run.sh pack
+#   on the machine that compiles:   bash profiles/gpu_run.sh pack [NAME=DIR...]
 #   on the machine with the GPU:    bash profiles/gpu_run.sh PART...
 #
 # `pack` gathers the built variants (build/variants) into build/carry/variants.tar.xz; take along
 # the repository, build/carry, .whl (wheels: apache-tvm-ffi) and .peers (the peers' libraries).
+# Each NAME=DIR packs the host package and the built variants of another checkout; there it is the
+# folder build/checkouts/NAME, so `snapmla@build/checkouts/NAME` is a backend of profiles.bench.
 #
 # PART is one of
 #   info                       device, driver, Python, packages, variants
@@ -13,9 +15,10 @@
 #   shape:LABEL[@BACKENDS]     a single row (shape:b32_L16384_h64_q1)
 #   check[:ARG,ARG...]         tests/gpu/check_decode.py ARG ARG... (check:--full wants both limits
 #                              below at 960 or more: its own budget is then 900 s)
-#   tests[:FILE,FILE...]       the tests marked gpu, of all or of these files
+#   tests[:FILE,FILE...]       the tests marked gpu, of all or of these files; gpu-tests-CARD.md is
+#                              the record (profiles.test_record)
 #   profile:VARIANT[,VARIANT]  Nsight Compute on variants, as one table (profiles.ncu)
-#   host                       host time of eager calls (profiles.host_time)
+#   host[:ARG,ARG...]          host time of eager calls (profiles.host_time ARG ARG...)
 #   merge                      what the merge launch costs (profiles.merge_cost)
 #   demo                       make demo's job
 #
@@ -34,9 +37,32 @@ part_limit=${PART_LIMIT:-300}
 total_limit=${TOTAL_LIMIT:-540}
 carry=build/carry
 
+# Packs another checkout: what its host package needs, and what it has built.
+pack_checkout() {
+    local name=$1 folder=$2 scratch
+    if [ ! -d "$folder/build/variants" ]; then
+        echo "pack: no built variants in $folder/build/variants" >&2
+        exit 1
+    fi
+    mkdir -p "$carry/checkouts"
+    scratch=$(mktemp -d)
+    git -C "$folder" rev-parse HEAD > "$scratch/commit" 2>/dev/null ||
+        cp "$folder/commit" "$scratch/commit"
+    (
+        cd "$folder" || exit 1
+        tar -cf - --exclude=__pycache__ snapmla dsl_kernels softgpu codegen \
+            -C "$scratch" commit -C "$folder" \
+            $(find build/variants -name '*.so' -o -name '*.json' -path '*_sm*')
+    ) | xz -T1 --lzma2=preset=1,dict=64MiB > "$carry/checkouts/$name.tar.xz.partial"
+    mv "$carry/checkouts/$name.tar.xz.partial" "$carry/checkouts/$name.tar.xz"
+    rm -r "$scratch"
+}
+
 pack() {
     mkdir -p "$carry"
-    local list
+    rm -rf "$carry/checkouts"
+    local list other
+    for other in "$@"; do pack_checkout "${other%%=*}" "$(realpath "${other#*=}")"; done
     list=$(cd build/variants && ls -- *.so *.json 2>/dev/null)
     if [ -z "$list" ]; then
         echo "pack: no built variants in build/variants; run: make precompile" >&2
@@ -48,7 +74,7 @@ pack() {
     mv "$carry/variants.tar.xz.partial" "$carry/variants.tar.xz"
     git rev-parse HEAD > "$carry/commit" 2>/dev/null || true
     git diff --quiet HEAD -- 2>/dev/null || sed -i 's/$/-dirty/' "$carry/commit"
-    ls -l "$carry"
+    ls -lR "$carry"
 }
 
 setup() {
@@ -68,6 +94,13 @@ setup() {
         fi
     fi
     export SNAPMLA_VARIANT_DIR
+    local packed name
+    for packed in "$carry"/checkouts/*.tar.xz; do
+        [ -e "$packed" ] || continue
+        name=$(basename "$packed" .tar.xz)
+        mkdir -p "build/checkouts/$name"
+        "$python" -m tarfile -e "$packed" "build/checkouts/$name"
+    done
     if [ -z "${SNAPMLA_PEERS:-}" ] && [ -d .peers ]; then
         export SNAPMLA_PEERS=$PWD/.peers
     fi
@@ -122,13 +155,19 @@ run_part() {
             local files=${what//,/ }
             # shellcheck disable=SC2086  # a list of words
             timeout -k 10 "$seconds" "$python" -m pytest -q -m gpu -p no:cacheprovider \
-                ${files:-tests} 2>&1 | tee "$work/tests.log"
+                --junitxml "$work/tests.xml" ${files:-tests} 2>&1 | tee "$work/tests.log"
+            local code=${PIPESTATUS[0]}
+            "$python" -m profiles.test_record "$work/tests.xml" --part "$part" --out "$work"
+            return "$code"
             ;;
         profile)
             # shellcheck disable=SC2086  # a list of words
             timeout -k 10 "$seconds" "$python" -m profiles.ncu --out "$work/ncu" ${what//,/ }
             ;;
-        host) timeout -k 10 "$seconds" "$python" -m profiles.host_time --out "$work" ;;
+        host)
+            # shellcheck disable=SC2086  # a list of words
+            timeout -k 10 "$seconds" "$python" -m profiles.host_time --out "$work" ${what//,/ }
+            ;;
         merge) timeout -k 10 "$seconds" "$python" -m profiles.merge_cost --out "$work" ;;
         demo) timeout -k 10 "$seconds" "$python" -m snapmla.demo 2>&1 | tee "$work/demo.log" ;;
         *)
@@ -175,7 +214,8 @@ if [ $# -eq 0 ]; then
     exit 2
 fi
 if [ "$1" = pack ]; then
-    pack
+    shift
+    pack "$@"
     exit
 fi
 mkdir -p "$out"

@@ -1,17 +1,26 @@
 """Host time of eager calls: what a layer costs before the GPU has anything to do.
 
     python -m profiles.host_time --out profiles/results
+    python -m profiles.host_time --against DIR        # beside another checkout, in turn
 
 Medians over many calls, each timed alone.  Kinds of calls take turns, because the host's clock and
 caches settle for a while.  The device is drained between groups of calls, outside the timed spans,
 so that a full launch queue never makes the host wait.
+
+``--against`` starts a fresh process for every turn of either checkout, five of each, and compares
+the medians of their medians: one process differs from the next by more than a small change costs.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import importlib
+import json
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,12 +29,10 @@ from typing import Annotated, Any
 import torch
 import typer
 
-import snapmla
 from codegen.artifacts import write_atomic
-from profiles import timing
+from profiles import checkouts, timing
 from profiles.bench import command_line, commit
 from profiles.worker import machine
-from snapmla import attention, flash_mla_fp8
 
 ROUNDS = 10  # turns of every kind of call, after one that is not counted
 BATCH, HEADS, LENGTH, PAGE = 32, 16, 1024, 64
@@ -54,8 +61,13 @@ def cpu_name() -> str:
     return "unknown processor"
 
 
-def calls_to_time(device: torch.device) -> dict[str, Call]:
-    """Name -> call; every one runs on the same small problem."""
+def calls_to_time(snapmla: Any, device: torch.device, inner: bool) -> dict[str, Call]:
+    """Name -> call of a ``snapmla`` package; every one runs on the same small problem.
+
+    Args:
+        inner: also the exported function alone, whose call another checkout may spell otherwise.
+    """
+    flash_mla_fp8 = importlib.import_module("snapmla.flash_mla_fp8")
     pages = LENGTH // PAGE
     cache = snapmla.PagedKVCache.allocate(BATCH * pages, PAGE, device=device)
     rows = torch.randn(BATCH * LENGTH, 576, device=device).bfloat16()
@@ -78,11 +90,15 @@ def calls_to_time(device: torch.device) -> dict[str, Call]:
 
     def bare(split: bool) -> Call:
         query = (q.nope_u8, q.rope, q.row_scale)
-        return lambda: attention.launch_decode(
+        return lambda: snapmla.attention.launch_decode(
             query, cache.arguments, table, lengths, plan.variant, plan.arguments, split,
             (out, lse), (0.07, 1, 0.69, 0.0),
         )  # fmt: skip
 
+    alone = {
+        "only the exported function (2 launches)": bare(True),
+        "only the exported function (1 launch)": bare(False),
+    }
     metadata = flash_mla_fp8.get_mla_metadata(lengths, HEADS, 1)
     pool = (cache.content.unsqueeze(2), cache.rope.unsqueeze(2))
     scales = q.scale.unsqueeze(3), cache.scale.view(-1, PAGE, 1, 1)
@@ -96,8 +112,7 @@ def calls_to_time(device: torch.device) -> dict[str, Call]:
         "decode, plan and results given (2 launches)": decode(),
         "the same, of a plan that cannot split (1 launch)": decode(plan=whole),
         "the same, results allocated": decode(out=None, lse=None),
-        "only the exported function (2 launches)": bare(True),
-        "only the exported function (1 launch)": bare(False),
+        **(alone if inner else {}),
         "SnapMLA's name of decode, results given (2 launches)": snapmla_name,
         "plan.update_": lambda: plan.update_(lengths),
         "quantize_q into given tensors": lambda: snapmla.quantize_q(nope, rope, out=q),
@@ -107,13 +122,70 @@ def calls_to_time(device: torch.device) -> dict[str, Call]:
     }
 
 
+def measure(calls: int, folder: Path | None, inner: bool) -> dict[str, list[float]]:
+    """Name -> times of all its calls, of our package or of the checkout in ``folder``."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.inference_mode())
+        if folder is None:
+            package: Any = importlib.import_module("snapmla")
+        else:
+            package = stack.enter_context(checkouts.Checkout(folder).active())
+        kinds = calls_to_time(package, torch.device("cuda"), inner)
+        times: dict[str, list[float]] = {name: [] for name in kinds}
+        for turn in range(ROUNDS + 1):
+            for name, call in kinds.items():
+                new = timed(call, calls // ROUNDS)
+                times[name] += new if turn else []
+    return times
+
+
+def _measure_apart(calls: int, folder: Path | None) -> dict[str, float]:
+    """Name -> median, measured by a fresh process."""
+    with tempfile.TemporaryDirectory() as scratch:
+        target = Path(scratch) / "medians.json"
+        command = [sys.executable, "-m", "profiles.host_time", "--calls", str(calls)]
+        command += ["--child", str(target)]
+        if folder is not None:
+            command += ["--against", str(folder)]
+        subprocess.run(command, check=True)
+        return dict(json.loads(target.read_text()))
+
+
+def alternate(calls: int, folder: Path, turns: int) -> list[str]:
+    """Rows of the table of both checkouts: medians over ``turns`` processes of each."""
+    seen: tuple[list[dict[str, float]], list[dict[str, float]]] = ([], [])
+    for _ in range(turns):
+        for runs, where in zip(seen, (folder, None)):
+            runs.append(_measure_apart(calls, where))
+    lines = ["| eager call | old, host µs | new, host µs | new - old |", "|---|---|---|---|"]
+    for name in seen[1][0]:
+        old, new = (statistics.median(run[name] for run in runs) for runs in seen)
+        lines.append(f"| {name} | {old:.2f} | {new:.2f} | {new - old:+.2f} |")
+    return lines
+
+
+def _rows(calls: int) -> list[str]:
+    lines = ["| eager call | host µs, median | 90th percentile |", "|---|---|---|"]
+    for name, values in measure(calls, None, inner=True).items():
+        late = sorted(values)[len(values) * 9 // 10]
+        lines.append(f"| {name} | {statistics.median(values):.2f} | {late:.2f} |")
+    return lines
+
+
 def main(
     out: Annotated[Path, typer.Option(help="Folder of the table.")] = Path("build/bench"),
     calls: Annotated[int, typer.Option(help="Calls timed of each kind.")] = 2000,
+    against: Annotated[Path | None, typer.Option(help="Another checkout, timed in turn.")] = None,
+    turns: Annotated[int, typer.Option(help="Processes of either checkout.")] = 5,
+    child: Annotated[Path | None, typer.Option(hidden=True)] = None,
 ) -> None:
-    """Times the calls and writes ``host_time.md``."""
-    device = torch.device("cuda")
-    facts = machine(device, timing.Nvml())
+    """Times the calls and writes ``host_time.md`` (``host_time_against.md``)."""
+    if child is not None:
+        times = measure(calls, against, inner=False)
+        write_atomic(child, json.dumps({n: statistics.median(v) for n, v in times.items()}))
+        return
+    rows = _rows(calls) if against is None else alternate(calls, against, turns)
+    facts = machine(torch.device("cuda"), timing.Nvml())
     named = ("gpu", "driver", "cuda", "torch", "tvm_ffi", "python")
     lines = [
         "# host_time", "",
@@ -121,21 +193,14 @@ def main(
         f"- commit {commit()}, {datetime.datetime.now(datetime.UTC):%Y-%m-%dT%H:%M:%S}Z",
         f"- {', '.join(f'{k} {facts[k]}' for k in named if facts.get(k) is not None)}, "
         f"{cpu_name()}",
-        f"- b {BATCH}, {HEADS} heads, {LENGTH} tokens; {calls} calls of each kind, one by one", "",
-        "| eager call | host µs, median | 90th percentile |", "|---|---|---|",
+        f"- b {BATCH}, {HEADS} heads, {LENGTH} tokens; {calls} calls of each kind, one by one",
     ]  # fmt: skip
-    with torch.inference_mode():
-        kinds = calls_to_time(device)
-        times: dict[str, list[float]] = {name: [] for name in kinds}
-        for turn in range(ROUNDS + 1):
-            for name, call in kinds.items():
-                new = timed(call, calls // ROUNDS)
-                times[name] += new if turn else []
-    for name, values in times.items():
-        late = sorted(values)[len(values) * 9 // 10]
-        lines.append(f"| {name} | {statistics.median(values):.2f} | {late:.2f} |")
-        typer.echo(lines[-1])
-    write_atomic(out / "host_time.md", "\n".join(lines) + "\n")
+    if against is not None:
+        other = checkouts.Checkout(against).commit
+        lines.append(f"- old: commit {other}; medians of {turns} processes each, in turn")
+    typer.echo("\n".join(rows))
+    name = "host_time.md" if against is None else "host_time_against.md"
+    write_atomic(out / name, "\n".join([*lines, "", *rows, ""]))
 
 
 if __name__ == "__main__":
