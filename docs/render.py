@@ -37,6 +37,7 @@ README = ROOT / "README.md"
 FILLED = (README, *(ROOT / "docs" / name for name in ("formats.md", "integration.md")))
 RESULTS = ROOT / "profiles" / "results"
 SPEED = "h200-table"
+OTHER_CARDS = ("h100-table",)  # the same shapes on other cards, one sentence each
 PEERS = ("flashmla_bf16", "flashmla_fp8")
 SHAPES = (
     "b32_L16384_h16_q1", "b32_L16384_h16_q2", "b32_L16384_h64_q1", "b32_L16384_h128_q1",
@@ -383,6 +384,17 @@ def speed_block() -> str:
         share = f"{ours['us']:.1f} ({100 * ours['roof_us'] / ours['us']:.0f} %)"
         what = f"{found[1]} × {found[2]}, {found[3]}, {found[4]}"
         lines.append(f"| {what} | {share} | {cells[0]} | {cells[1]} |")
+    table = f"[the table](profiles/results/{SPEED}.md), which has all shapes:"
+    head = f"{_speed_words(report)}. From {table}"
+    for name in OTHER_CARDS:
+        if (RESULTS / f"{name}.json").is_file():
+            also = f"{_speed_words(_report(name))} ([table](profiles/results/{name}.md))."
+            lines += ["", *textwrap.wrap(also, 105)]
+    return "\n".join([*textwrap.wrap(head, 105), "", *lines])
+
+
+def _speed_words(report: dict[str, Any]) -> str:
+    """How fast we are beside FlashMLA on a table's card, in words."""
     summary = {(s["ours"], s["peer"]): s for s in report["summary"]}
     words = []
     for peer, label in zip(PEERS, ("BF16", "FP8 (one scale per tensor)"), strict=True):
@@ -391,13 +403,8 @@ def speed_block() -> str:
             f"{s['geomean']:.2f}× the speed of FlashMLA's {label} kernel in geometric mean, "
             f"at least {s['worst']:.2f}× (faster on {s['faster']} of {s['rows']} shapes)"
         )
-    machine = report["machine"]
-    head = (
-        f"Speed on an {machine['gpu'].removeprefix('NVIDIA ')}, same run, commit "
-        f"`{report['commit'][:7]}`: {'; '.join(words)}. From "
-        f"[the table](profiles/results/{SPEED}.md), which has all shapes:"
-    )
-    return "\n".join([*textwrap.wrap(head, 105), "", *lines])
+    card = report["machine"]["gpu"].removeprefix("NVIDIA ")
+    return f"Speed on an {card}, same run, commit `{report['commit'][:7]}`: {'; '.join(words)}"
 
 
 def accuracy_block() -> str:

@@ -11,7 +11,18 @@ import torch
 from typer.testing import CliRunner
 
 from codegen import artifacts, toolchain
-from profiles import bench, check, contenders, pools, report, roofline, shapes, supervise, timing
+from profiles import (
+    bench,
+    card_data,
+    check,
+    contenders,
+    pools,
+    report,
+    roofline,
+    shapes,
+    supervise,
+    timing,
+)
 from profiles.roofline import FORMATS, Ceilings
 from profiles.shapes import DecodeShape, HelperShape
 
@@ -397,3 +408,34 @@ def test_our_rows_on_the_software_gpu(tmp_path: Path) -> None:
     made = json.loads((tmp_path / "ours.json").read_text())
     assert [r["status"] for r in made["rows"]] == ["ok"] * 3
     assert made["rows"][0]["kernel"].startswith("etap")
+
+
+def test_measured_cards_are_what_their_tables_measured() -> None:
+    """A ceiling on file that no committed run comes near is no measurement."""
+    data = json.loads(card_data.CARDS.read_text())
+    assert card_data.as_text(data) == card_data.CARDS.read_text()
+    tables = [json.loads(p.read_text()) for p in sorted(card_data.RESULTS.glob("*-table.json"))]
+    seen = {roofline.card_by_name(t["machine"]["gpu"]).name: t for t in tables}
+    on_file = {c["name"]: c for c in data["cards"]}
+    assert {n for n, c in on_file.items() if c["source"] == "measured"} == set(seen)
+    for name, table in seen.items():
+        for key, value in card_data.measured(table).items():
+            want = value if isinstance(value, str) else pytest.approx(value, rel=0.03)
+            assert on_file[name][key] == want, (name, key)
+
+
+def test_a_table_becomes_a_cards_entry() -> None:
+    data = json.loads(card_data.CARDS.read_text())
+    probe = {"read_gbs": 3210.4, "bf16_tflops": 612.7, "fp8_tflops": 1201.2}
+    rows = [
+        {"op": "decode", "peer": peer, "status": "ok", "us": 1.0, "mhz": mhz}
+        for peer, mhz in ((False, 1800.0), (False, 1700.0), (False, 1755.0), (True, 100.0))
+    ]
+    report = {"name": "x", "machine": {"gpu": "NVIDIA H20"}, "rows": rows}
+    with pytest.raises(ValueError, match="no probed ceilings"):
+        card_data.updated(data, {**report, "ceilings": {"probe": None}})
+    new = card_data.updated(data, {**report, "ceilings": {"probe": probe}})
+    changed = [(a, b) for a, b in zip(data["cards"], new["cards"]) if a != b]
+    ((_, card),) = changed
+    assert card["name"] == "H20" and card["source"] == "measured" and card["load_mhz"] == 1755
+    assert (card["read_gbs"], card["bf16_tflops"], card["fp8_tflops"]) == (3210, 613, 1201)
