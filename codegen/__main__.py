@@ -20,7 +20,8 @@ from codegen import link as linker
 from codegen import matrix as mx
 from codegen.artifacts import ROOT, Record
 from codegen.precompile import precompile as run_precompile
-from dsl_kernels.spec import ARCHS, VariantSpec
+from dsl_kernels.families import ARCHS
+from dsl_kernels.spec import VariantSpec
 
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, help=__doc__, pretty_exceptions_enable=False
@@ -103,7 +104,7 @@ def matrix_command(arch: Arch = "sm_90a", pattern: Filter = "*") -> None:
     table = Table("variant", "built", "reason", title=f"variant matrix, {arch}")
     counts: dict[str, list[int]] = {}
     for point in found:
-        family = point.spec.pipeline or point.spec.op
+        family = dict(point.spec.values).get("pipeline", point.spec.op)
         counts.setdefault(family, [0, 0])[point.reason is not None] += 1
         mark = "[green]yes[/]" if point.reason is None else "[yellow]no[/]"
         table.add_row(point.spec.name, mark, point.reason or "")

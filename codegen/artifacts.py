@@ -83,7 +83,7 @@ class Record:
         warpgroup_registers: values of the setmaxnreg instructions, in program order.
         barrier_counts: arrivals of mbarrier.init -> number of barriers initialised so.
         declared: the kernel module's budget (threads, registers per warpgroup, barrier_counts,
-            smem), which the audit holds against the above; None where there is none.
+            smem, opcodes), which the audit holds against the above; None where there is none.
         shared_plan: [name, offset] of the arrays in dynamic shared memory, in order of offset.
         sass: instruction count by base opcode.
         host_beyond: instructions of the host half that ``host_cpu`` lacks; None: not looked.

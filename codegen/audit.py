@@ -3,9 +3,9 @@
 Sources: ptxas' remarks (registers, spills, notes), the PTX (threads, setmaxnreg, line info), the
 SASS through nvdisasm (opcode counts) and the lowered host module (dynamic shared memory).
 A build fails on: spills, local memory, a ptxas C75xx note (serialised or injected WGMMA waits),
-register totals that setmaxnreg could never grant, too much shared memory, a decode kernel
-without tensor-core instructions of both kinds, a kernel that is not what its budget declares, host
-code that only the building machine's CPU runs.
+register totals that setmaxnreg could never grant, too much shared memory, a kernel that is not what
+its budget declares (tensor-core instructions of another kind among it), host code that only the
+building machine's CPU runs.
 """
 
 from __future__ import annotations
@@ -41,11 +41,6 @@ _BEYOND = re.compile(
 _CONFIG_SMEM = re.compile(
     r"(%\d+) = llvm\.getelementptr %\d+\[0, 2\] : .*struct<\(array<3 x i32>, array<3 x i32>, i64"
 )
-
-MMA_REQUIRED: dict[str, tuple[str, ...]] = {
-    "sm_90a": ("QGMMA", "HGMMA"),  # FP8 and BF16 warpgroup MMA
-    "sm_100a": ("UTCQMMA", "UTCHMMA"),
-}
 
 
 def read_ptxas(record: Record, remarks: str) -> None:
@@ -180,10 +175,6 @@ def problems(record: Record) -> list[str]:
             "other servers would die of SIGILL"
         )
     found += _undeclared(record)
-    if record.spec["op"] == "decode":
-        for opcode in MMA_REQUIRED[record.spec["arch"]]:
-            if not record.sass.get(opcode):
-                found.append(f"no {opcode} in the SASS: the MMA was not built as intended")
     return found
 
 
@@ -200,6 +191,9 @@ def _undeclared(record: Record) -> list[str]:
     ):
         if built != declared[what]:
             found.append(f"budget: {what} is declared {declared[what]}, built {built}")
+    for opcode in declared["opcodes"]:
+        if not record.sass.get(opcode):
+            found.append(f"no {opcode} in the SASS: the MMA was not built as intended")
     smem = record.static_smem + (record.dynamic_smem or 0)
     if smem > declared["smem"]:
         found.append(f"budget: {declared['smem']} bytes of shared memory declared, {smem} built")

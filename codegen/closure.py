@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import functools
 import hashlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import dsl_kernels
@@ -33,7 +34,7 @@ def _imports(module: str, path: Path, _mtime_ns: int) -> tuple[str, ...]:
     """Modules of the package that ``module`` imports, candidates included."""
     package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+    for node in _executed(ast.parse(path.read_text(), str(path))):
         if isinstance(node, ast.Import):
             found.update(a.name for a in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -42,6 +43,16 @@ def _imports(module: str, path: Path, _mtime_ns: int) -> tuple[str, ...]:
             found.add(base)
             found.update(f"{base}.{a.name}" for a in node.names)
     return tuple(sorted(m for m in found if m.split(".")[0] == PACKAGE))
+
+
+def _executed(tree: ast.AST) -> Iterator[ast.AST]:
+    """All nodes but those under ``if TYPE_CHECKING:``, which no compile sees."""
+    todo = [tree]
+    while todo:
+        node = todo.pop()
+        yield node
+        skipped = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        todo.extend(node.orelse if skipped else ast.iter_child_nodes(node))  # type: ignore[attr-defined]
 
 
 def closure(module: str) -> list[Path]:

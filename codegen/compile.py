@@ -9,7 +9,6 @@ call at once for the same directory: one builds, the others wait and find it bui
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import hashlib
 import importlib
@@ -67,7 +66,7 @@ def draft(spec: VariantSpec) -> Record:
     record = Record(
         name=spec.name,
         symbol=spec.symbol,
-        spec=dataclasses.asdict(spec),
+        spec=spec.fields(),
         key="",
         source_hash=source_hash,
         sources=sources,
@@ -297,6 +296,7 @@ def _declared(spec: VariantSpec) -> dict[str, Any] | None:
         "warpgroup_registers": sorted({g.registers for g in budget.groups if g.registers}),
         "barrier_counts": {str(count): n for count, n in budget.barrier_counts().items()},
         "smem": budget.smem,
+        "opcodes": budget.opcodes(),
     }
 
 

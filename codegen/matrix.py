@@ -1,4 +1,4 @@
-"""The variant matrix: axes, exclusion rules, count.
+"""The variant matrix: what the families build by default, exclusion rules, count.
 
 ``points`` enumerates; ``exclusion`` gives the reason a point is not built, or None.  Rules that
 need the compiler (``feasible`` of the kernel modules) come after those that do not, so that the
@@ -13,13 +13,8 @@ from dataclasses import dataclass
 
 from codegen import closure
 from dsl_kernels import registry
-from dsl_kernels.spec import PAGE_SIZES, PIPELINES, ROW_TILES, VariantSpec, decode_spec
-
-OUT_DTYPES = ("bf16", "f32")
-IN_DTYPES = ("bf16", "f16", "f32")
-INDEX_DTYPES = ("i32", "i64")
-Q_MODES = ("token_head", "token")
-FETCH_MODES = ("pages", "indices")
+from dsl_kernels.families import FAMILIES
+from dsl_kernels.spec import VariantSpec
 
 
 @dataclass(frozen=True)
@@ -30,28 +25,11 @@ class Point:
     reason: str | None
 
 
-def _helpers(arch: str) -> Iterator[VariantSpec]:
-    """Everything that is not decode."""
-    yield VariantSpec(op="plan_decode", arch=arch)
-    for out in OUT_DTYPES:
-        yield VariantSpec(op="merge", arch=arch, out_dtype=out)
-    for dtype in IN_DTYPES:
-        for index in INDEX_DTYPES:
-            yield VariantSpec(op="append_kv", arch=arch, in_dtype=dtype, index_dtype=index)
-        for mode in Q_MODES:
-            yield VariantSpec(op="quantize_q", arch=arch, in_dtype=dtype, mode=mode)
-        for mode in FETCH_MODES:
-            yield VariantSpec(op="fetch_dequant", arch=arch, in_dtype=dtype, mode=mode)
-
-
 def points(arch: str) -> Iterator[VariantSpec]:
-    """All points of the default matrix for one arch, helpers first."""
-    yield from _helpers(arch)
-    for pipeline in PIPELINES:
-        for row_tile in ROW_TILES:
-            for page_size in PAGE_SIZES:
-                for out in OUT_DTYPES:
-                    yield decode_spec(pipeline, row_tile, page_size, out, arch)
+    """All points of the default matrix for one arch, family by family."""
+    for op, family in FAMILIES.items():
+        for values in family.points(arch):
+            yield VariantSpec(op=op, arch=arch, **values)
 
 
 def exclusion(spec: VariantSpec, *, ask_kernels: bool = True) -> str | None:
@@ -61,7 +39,7 @@ def exclusion(spec: VariantSpec, *, ask_kernels: bool = True) -> str | None:
         ask_kernels: also ask the kernel module's ``feasible``, which imports the compiler.
     """
     if not closure.has_source(spec):
-        what = f"pipeline {spec.pipeline}" if spec.pipeline else spec.op
+        what = dict(spec.values).get("pipeline", spec.op)
         return f"no kernel module for {what} on {spec.arch} yet"
     return registry.feasible(spec) if ask_kernels else None
 

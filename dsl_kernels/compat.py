@@ -18,7 +18,7 @@ from cutlass._mlir.dialects import vector as mlir_vector
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.cutlass_dsl import dsl_user_op
 
-from .spec import KV_LORA_RANK, QK_ROPE_HEAD_DIM
+from .dims import KV_LORA_RANK, QK_ROPE_HEAD_DIM
 
 DTYPES: dict[str, Any] = {
     "bf16": cutlass.BFloat16,

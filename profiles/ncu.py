@@ -28,7 +28,8 @@ import typer
 
 from codegen import artifacts, render
 from codegen.artifacts import Record
-from dsl_kernels.spec import KV_LORA_RANK, QK_ROPE_HEAD_DIM, VariantSpec
+from dsl_kernels.dims import KV_LORA_RANK, QK_ROPE_HEAD_DIM
+from dsl_kernels.spec import VariantSpec
 from profiles import bench
 from snapmla import runtime
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from dsl_kernels.spec import KV_LORA_RANK, decode_spec
+from dsl_kernels.dims import KV_LORA_RANK
+from dsl_kernels.spec import decode_spec
 from snapmla import checks, launch, runtime
 from snapmla.cache import PagedKVCache
 from snapmla.plan import DecodePlan, PlanVariant, plan_decode

@@ -14,7 +14,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from dsl_kernels.spec import KV_LORA_RANK, PAGE_SIZES, QK_ROPE_HEAD_DIM
+from dsl_kernels.dims import KV_LORA_RANK, QK_ROPE_HEAD_DIM
+from dsl_kernels.families.fp8_decode import PAGE_SIZES
 
 FP8 = torch.float8_e4m3fn
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)

@@ -28,17 +28,10 @@ from typing import Any, NoReturn
 import torch
 
 from dsl_kernels import registry
-from dsl_kernels.spec import (
-    HEAD_DIM_QK,
-    KV_LORA_RANK,
-    OUT_DTYPES,
-    PAGE_SIZES,
-    PIPELINES,
-    ROW_TILES,
-    TOKEN_TILE,
-    cluster_of,
-    decode_spec,
-)
+from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK, TOKEN_TILE
+from dsl_kernels.families.family import OUT_DTYPE
+from dsl_kernels.families.fp8_decode import PAGE_SIZES, PIPELINES, ROW_TILES, cluster_of
+from dsl_kernels.spec import decode_spec
 from snapmla import checks, runtime
 from snapmla.errors import VariantError
 
@@ -103,7 +96,7 @@ class Features:
     """What a decode pipeline declares.
 
     Attributes:
-        row_tiles, page_sizes, out_dtypes: the variants that the default matrix builds.
+        row_tiles, page_sizes, out_dtypes: the variants that can be built.
         why_tiles: the reason behind ``row_tiles``, for messages.
         about: one line for people.
     """
@@ -112,7 +105,7 @@ class Features:
     why_tiles: str
     about: str
     page_sizes: tuple[int, ...] = PAGE_SIZES
-    out_dtypes: tuple[str, ...] = OUT_DTYPES
+    out_dtypes: tuple[str, ...] = OUT_DTYPE.values
 
 
 FEATURES: dict[str, Features] = {

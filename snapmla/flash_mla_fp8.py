@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dsl_kernels.spec import HEAD_DIM_QK, KV_LORA_RANK, QK_ROPE_HEAD_DIM, TOKEN_TILE
+from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK, QK_ROPE_HEAD_DIM, TOKEN_TILE
 from snapmla import attention, checks, dispatch, env, launch, quant
 from snapmla import plan as plans
 from snapmla.cache import PagedKVCache

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dsl_kernels.spec import KV_LORA_RANK, QK_ROPE_HEAD_DIM
+from dsl_kernels.dims import KV_LORA_RANK, QK_ROPE_HEAD_DIM
 from snapmla import checks
 
 FP8 = torch.float8_e4m3fn

@@ -12,11 +12,8 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from dsl_kernels.spec import (
-    KV_LORA_RANK,
-    TOKEN_TILE,
-    VariantSpec,
-)
+from dsl_kernels.dims import KV_LORA_RANK, TOKEN_TILE
+from dsl_kernels.spec import VariantSpec
 from snapmla import checks, dispatch, env, launch, runtime
 
 DEFAULT_FIXED_OVERHEAD = 6  # token tiles that starting an item costs (prologue, epilogue, merge)

@@ -6,7 +6,7 @@ import itertools
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from dsl_kernels.spec import TOKEN_TILE
+from dsl_kernels.dims import TOKEN_TILE
 from snapmla import checks
 
 if TYPE_CHECKING:

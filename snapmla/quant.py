@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from dsl_kernels.spec import KV_LORA_RANK, QK_ROPE_HEAD_DIM, VariantSpec
+from dsl_kernels.dims import KV_LORA_RANK, QK_ROPE_HEAD_DIM
+from dsl_kernels.spec import VariantSpec
 from snapmla import checks, runtime
 from snapmla.cache import PagedKVCache
 

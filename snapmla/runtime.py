@@ -10,7 +10,6 @@ forbids that.  What is loaded stays loaded.
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import functools
 import importlib.util
 import json
@@ -27,7 +26,8 @@ from typing import Any
 import torch
 
 from dsl_kernels import registry
-from dsl_kernels.spec import ARCHS, AXES, VariantSpec
+from dsl_kernels.families import ARCHS
+from dsl_kernels.spec import VariantSpec
 from snapmla import env
 from snapmla.errors import UnsupportedDeviceError, VariantError
 
@@ -308,9 +308,9 @@ def _codegen_is_ours() -> bool:
 def _no_kernel(spec: VariantSpec) -> str:
     """What to say of a spec that no kernel module builds."""
     what = f"{spec.arch} {spec.op} kernel"
-    if spec.pipeline is not None:
-        what += f" of pipeline {spec.pipeline}"
-    others = (dataclasses.replace(spec, arch=arch) for arch in ARCHS)
+    if (pipeline := dict(spec.values).get("pipeline")) is not None:
+        what += f" of pipeline {pipeline}"
+    others = (spec.replace(arch=arch) for arch in ARCHS)
     near = next((s.name for s in others if registry.module_name(s) is not None), None)
     hint = f"; the nearest one that can be built is {near}" if near else ""
     return f"variant {spec.name}: no {what} exists yet{hint}"
@@ -332,12 +332,8 @@ def nearest(spec: VariantSpec) -> str | None:
     for other in available():
         if other.arch != spec.arch or other.op != spec.op:
             continue
-        differing = [a for a in AXES[spec.op] if getattr(spec, a) != getattr(other, a)]
-        distance = sum(
-            abs(getattr(spec, a) - getattr(other, a))
-            for a in differing
-            if isinstance(getattr(spec, a), int) and isinstance(getattr(other, a), int)
-        )
+        differing = [(a, b) for (_, a), (_, b) in zip(spec.values, other.values) if a != b]
+        distance = sum(abs(a - b) for a, b in differing if isinstance(a, int))
         candidate = (len(differing), float(distance), other.name)
         best = candidate if best is None else min(best, candidate)
     return best[2] if best else None

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import torch
 
-from dsl_kernels.spec import KV_LORA_RANK, QK_ROPE_HEAD_DIM, TOKEN_TILE, VariantSpec
+from dsl_kernels.dims import KV_LORA_RANK, QK_ROPE_HEAD_DIM, TOKEN_TILE
+from dsl_kernels.spec import VariantSpec
 from snapmla import metrics, reference, runtime
 from snapmla.cache import PagedKVCache
 from snapmla.errors import VariantError

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from dsl_kernels.spec import KV_LORA_RANK, QK_ROPE_HEAD_DIM
+from dsl_kernels.dims import KV_LORA_RANK, QK_ROPE_HEAD_DIM
 from snapmla import attention, checks, layouts, plan, quant
 from snapmla.cache import PagedKVCache
 from snapmla.plan import DecodePlan, PlanVariant

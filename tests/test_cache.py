@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dsl_kernels.spec import PAGE_SIZES
+from dsl_kernels.families.fp8_decode import PAGE_SIZES
 from snapmla import PagedKVCache, layouts
 
 LAYOUTS = ("split", "paged", "row640")

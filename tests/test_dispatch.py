@@ -11,7 +11,8 @@ import torch
 
 import snapmla
 from codegen import matrix, toolchain
-from dsl_kernels.spec import PIPELINES, ROW_TILES, VariantSpec
+from dsl_kernels.families.fp8_decode import PIPELINES, ROW_TILES
+from dsl_kernels.spec import VariantSpec
 from profiles import dispatch_data, roofline
 from profiles.shapes import DecodeShape
 from snapmla import dispatch

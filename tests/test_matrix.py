@@ -11,14 +11,8 @@ from codegen import closure, matrix, render, toolchain
 from codegen.__main__ import app
 from dsl_kernels import registry
 from dsl_kernels.common import budget as bud
-from dsl_kernels.spec import (
-    PAGE_SIZES,
-    PIPELINES,
-    ROW_TILES,
-    VariantSpec,
-    cluster_of,
-    decode_spec,
-)
+from dsl_kernels.families.fp8_decode import PAGE_SIZES, PIPELINES, ROW_TILES
+from dsl_kernels.spec import VariantSpec, cluster_of, decode_spec
 
 
 def test_decode_axes_are_complete() -> None:

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 import snapmla
 from codegen import toolchain
-from dsl_kernels.spec import TOKEN_TILE, VariantSpec
+from dsl_kernels.dims import TOKEN_TILE
+from dsl_kernels.spec import VariantSpec
 from snapmla import runtime, selfcheck
 from snapmla.plan import MAX_COST
 from snapmla.reference_plan import plan_reference, tile_counts

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from codegen import matrix
-from dsl_kernels.spec import AXES, OPS, PAGE_SIZES, PIPELINES, PREFIX, ROW_TILES, VariantSpec
+from dsl_kernels.families.fp8_decode import PAGE_SIZES, PIPELINES, ROW_TILES
+from dsl_kernels.spec import AXES, OPS, PREFIX, VariantSpec
 
 decode_specs = st.builds(
     VariantSpec,

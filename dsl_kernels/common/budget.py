@@ -18,9 +18,14 @@ THREADS_MAX = 1024
 WARPS_IN_GROUP = 4
 SETMAXNREG = range(24, 257, 8)  # values the instruction takes (PTX ISA, setmaxnreg)
 MBARRIER_MAX = 2**20 - 1  # pending arrivals (PTX ISA, mbarrier)
-WGMMA_M = 64
-WGMMA_N = range(8, 257, 8)
-WGMMA_K = {"e4m3": 32, "bf16": 16, "f16": 16}  # 32 bytes of the operand
+MMA_M = 64  # the least of a full-rate instruction, sm_90 and sm_100
+MMA_N = range(8, 257, 8)
+MMA_K = {"e4m3": 32, "bf16": 16, "f16": 16}  # 32 bytes of the operand
+MMA_OPCODE = {
+    "sm_90a": {"e4m3": "QGMMA", "bf16": "HGMMA", "f16": "HGMMA"},
+    "sm_100a": {"e4m3": "UTCQMMA", "bf16": "UTCHMMA", "f16": "UTCHMMA"},
+}
+TMEM_COLUMNS = (0, 32, 64, 128, 256, 512)  # what tcgen05.alloc grants; 0: none is asked for
 
 
 @dataclass(frozen=True)
@@ -57,7 +62,7 @@ class Barrier:
 
 @dataclass(frozen=True)
 class Mma:
-    """One warpgroup MMA tile: M x N accumulator per instruction chain, K elements in all."""
+    """One MMA tile: M x N accumulator per instruction chain, K elements in all."""
 
     name: str
     m: int
@@ -68,12 +73,14 @@ class Mma:
 
 @dataclass(frozen=True)
 class Budget:
-    """Needs of one CTA; ``smem`` is an upper bound in bytes."""
+    """Needs of one CTA; ``smem`` is an upper bound in bytes, ``tmem_columns`` of tensor memory."""
 
     groups: tuple[WarpGroup, ...]
     smem: int
     barriers: tuple[Barrier, ...] = ()
     mmas: tuple[Mma, ...] = field(default=())
+    tmem_columns: int = 0
+    arch: str = "sm_90a"
 
     @property
     def threads(self) -> int:
@@ -97,10 +104,14 @@ class Budget:
             counts[barrier.count] = counts.get(barrier.count, 0) + barrier.copies
         return dict(sorted(counts.items()))
 
+    def opcodes(self) -> list[str]:
+        """SASS opcodes that its MMAs must have become."""
+        return sorted({MMA_OPCODE[self.arch][mma.dtype] for mma in self.mmas})
+
 
 def check(budget: Budget) -> str | None:
     """Why no SM can run such a CTA, or it would wait forever; None if neither."""
-    checks = (_registers, _smem, _barriers, _mmas)
+    checks = (_registers, _smem, _tmem, _barriers, _mmas)
     return next((reason for c in checks if (reason := c(budget)) is not None), None)
 
 
@@ -133,6 +144,15 @@ def _smem(budget: Budget) -> str | None:
     return None
 
 
+def _tmem(budget: Budget) -> str | None:
+    if budget.tmem_columns not in TMEM_COLUMNS:
+        known = ", ".join(map(str, TMEM_COLUMNS))
+        return f"{budget.tmem_columns} columns of tensor memory, an allocation is one of {known}"
+    if budget.tmem_columns and budget.arch == "sm_90a":
+        return f"{budget.tmem_columns} columns of tensor memory: {budget.arch} has none"
+    return None
+
+
 def _barriers(budget: Budget) -> str | None:
     for barrier in budget.barriers:
         total = sum(barrier.arrivals.values())
@@ -149,12 +169,12 @@ def _barriers(budget: Budget) -> str | None:
 
 def _mmas(budget: Budget) -> str | None:
     for mma in budget.mmas:
-        step = WGMMA_K.get(mma.dtype)
+        step = MMA_K.get(mma.dtype)
         if step is None:
-            return f"MMA {mma.name}: no WGMMA of {mma.dtype}; there are {', '.join(WGMMA_K)}"
-        if mma.m % WGMMA_M:
-            return f"MMA {mma.name}: M = {mma.m} is no multiple of {WGMMA_M}"
-        if mma.n not in WGMMA_N:
+            return f"MMA {mma.name}: none of {mma.dtype}; there are {', '.join(MMA_K)}"
+        if mma.m % MMA_M:
+            return f"MMA {mma.name}: M = {mma.m} is no multiple of {MMA_M}"
+        if mma.n not in MMA_N:
             return f"MMA {mma.name}: N = {mma.n}, expected a multiple of 8 up to 256"
         if mma.k % step:
             return f"MMA {mma.name}: K = {mma.k} is no multiple of {step} ({mma.dtype})"

@@ -12,7 +12,7 @@ from cutlass import Float32
 from cutlass.cute.nvgpu import warp, warpgroup
 
 from ..common.mma import F8, U16
-from ..spec import TOKEN_TILE as TILE
+from ..dims import TOKEN_TILE as TILE
 
 P_LOG2_MAX = 8.0  # the largest P' of a block is 2^8
 NEVER = -1.0e30  # frame of a row that has seen no token; finite, so that differences are defined

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -38,15 +38,18 @@ from ..common import budget as bud
 from ..common.mma import BF16, F8, ROW_MAJOR, U8, U32, issue, one_stage, staged
 from ..common.smem import array
 from ..common.transpose import COLUMN_BLOCK
+from ..dims import KV_LORA_RANK as D
+from ..dims import QK_ROPE_HEAD_DIM as R
+from ..dims import TOKEN_TILE as TILE
 from ..smxx import merge
-from ..spec import KV_LORA_RANK as D
-from ..spec import OUT_DTYPES, PAGE_SIZES, ROW_TILES, VariantSpec, cluster_of
-from ..spec import QK_ROPE_HEAD_DIM as R
-from ..spec import TOKEN_TILE as TILE
+
+if TYPE_CHECKING:
+    from ..spec import VariantSpec
 
 LOG2E = math.log2(math.e)
 SMALLEST_SCALE = 2.0**-100  # append_kv's floor is 2^-80
 WARPGROUP = 128
+ROWS_OF_CTA = 64
 STAGE_BYTES = TILE * (D + 2 * R + 4)
 SMALL_BYTES = 8192  # scale triples, factors, barriers, alignment: an upper bound
 QK_GROUPS = 2  # partial sums of Q.K over the content channels
@@ -99,29 +102,15 @@ def infeasible(
     spec: VariantSpec, min_stages: int, budget: Callable[[VariantSpec], bud.Budget]
 ) -> str | None:
     """Reasons that hold for every SM90 decode pipeline, or None; ``budget`` is the pipeline's."""
-    allowed = {
-        "q_dtype": ("e4m3",),
-        "kv_dtype": ("e4m3",),
-        "out_dtype": OUT_DTYPES,
-        "row_tile": ROW_TILES,
-        "page_size": PAGE_SIZES,
-        "cluster": (cluster_of(spec.row_tile),),
-        "token_tile": (TILE,),
-        "promote_tokens": (TILE,),
-        "kv_scale_groups": (1,),
-        "p_terms": (1,),
-        "p_scale": ("tile",),
-        "causal": ("runtime",),
-        "num_heads": (None,),
-        "s_q": (None,),
-        "ragged": (False,),
-        "sparse": (False,),
-    }
-    if spec.arch != "sm_90a":
-        return f"{spec.pipeline} is an SM90 pipeline (WGMMA); SM100 has none yet"
-    for axis, values in allowed.items():
-        if getattr(spec, axis) not in values:
-            return f"{spec.pipeline}: {axis} must be in {values}, got {getattr(spec, axis)!r}"
+    if spec.cluster * ROWS_OF_CTA < spec.row_tile:
+        return (
+            f"{spec.pipeline}: a CTA holds {ROWS_OF_CTA} rows, {spec.cluster} of a cluster do not "
+            f"hold row_tile {spec.row_tile}"
+        )
+    if spec.cluster > 1 and spec.row_tile <= ROWS_OF_CTA:
+        return (
+            f"{spec.pipeline}: no work is shared by a cluster of {spec.cluster} for one CTA's rows"
+        )
     if spec.stages and spec.stages < min_stages:
         return f"{spec.pipeline} needs at least {min_stages} stages, got {spec.stages}"
     reason = bud.check(budget(spec))
@@ -194,7 +183,7 @@ class DecodeBase:
 
     def __init__(self, spec: VariantSpec, stages: int, q_stages: int):
         self.spec = spec
-        self.rows_cta = min(spec.row_tile, 64)
+        self.rows_cta = min(spec.row_tile, ROWS_OF_CTA)
         self.cluster = spec.cluster
         self.stages = spec.stages or stages
         self.q_stages = q_stages

@@ -28,6 +28,7 @@ Shared memory (bytes): Q 40960 | K ring 4 x 41216, V^T in place | scale triples 
 from __future__ import annotations
 
 import functools
+from typing import TYPE_CHECKING
 
 import cutlass
 import cutlass.cute as cute
@@ -40,10 +41,9 @@ from ..common import budget as bud
 from ..common import transpose
 from ..common.mma import BF16, F8, ROW_MAJOR, U16, issue, staged, tiled_mma, u16_view
 from ..common.smem import array, struct_of
-from ..spec import KV_LORA_RANK as D
-from ..spec import QK_ROPE_HEAD_DIM as R
-from ..spec import TOKEN_TILE as TILE
-from ..spec import VariantSpec
+from ..dims import KV_LORA_RANK as D
+from ..dims import QK_ROPE_HEAD_DIM as R
+from ..dims import TOKEN_TILE as TILE
 from .block_softmax import NEVER, block_p, move_frame, store_p
 from .decode_base import (
     QK_GROUPS,
@@ -57,6 +57,9 @@ from .decode_base import (
     pipe_barriers,
     qk_layouts,
 )
+
+if TYPE_CHECKING:
+    from ..spec import VariantSpec
 
 ROWS = 64
 STAGES = 4  # of the K ring, unless the spec says otherwise

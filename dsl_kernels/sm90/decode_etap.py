@@ -35,6 +35,8 @@ Shared memory, 64 rows and 4 stages (bytes)
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
@@ -46,10 +48,9 @@ from ..common import budget as bud
 from ..common import transpose
 from ..common.mma import BF16, F8, ROW_MAJOR, U16, issue, staged, tiled_mma, u16_view
 from ..common.smem import array, struct_of
-from ..spec import KV_LORA_RANK as D
-from ..spec import QK_ROPE_HEAD_DIM as R
-from ..spec import TOKEN_TILE as TILE
-from ..spec import VariantSpec
+from ..dims import KV_LORA_RANK as D
+from ..dims import QK_ROPE_HEAD_DIM as R
+from ..dims import TOKEN_TILE as TILE
 from .block_softmax import NEVER, P_LOG2_MAX, block_p, move_frame, store_p
 from .decode_base import (
     QK_GROUPS,
@@ -67,6 +68,9 @@ from .decode_base import (
     row_position,
     safe_reciprocal,
 )
+
+if TYPE_CHECKING:
+    from ..spec import VariantSpec
 
 STAGES = 4  # of the K ring, unless the spec says otherwise
 P_STAGES = 2

@@ -17,24 +17,18 @@ Quantisation rule: see ``quant.py``.  This is the Fused-K-Append kernel of the S
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cutlass import Int32, Int64, Uint32, cute
 
 from .. import compat
-from ..spec import KV_LORA_RANK, QK_ROPE_HEAD_DIM, VariantSpec
+from ..dims import KV_LORA_RANK, QK_ROPE_HEAD_DIM
 from . import quant
 
+if TYPE_CHECKING:
+    from ..spec import VariantSpec
+
 WARPS = 4
-
-
-def feasible(spec: VariantSpec) -> str | None:
-    """Reason that ``spec`` cannot be built, or None."""
-    if spec.in_dtype not in ("bf16", "f16", "f32"):
-        return f"in_dtype {spec.in_dtype}: append_kv reads bf16, f16 or f32"
-    if spec.index_dtype not in ("i32", "i64"):
-        return f"index_dtype {spec.index_dtype}: slot_mapping is i32 or i64"
-    return None
 
 
 @cute.jit

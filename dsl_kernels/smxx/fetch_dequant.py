@@ -18,28 +18,22 @@ are free: they may be two slices of one (..., 576) tensor.  SnapMLA paper sectio
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, cute
 
 from .. import compat
-from ..spec import KV_LORA_RANK, QK_ROPE_HEAD_DIM, VariantSpec
+from ..dims import KV_LORA_RANK, QK_ROPE_HEAD_DIM
 from . import quant
+
+if TYPE_CHECKING:
+    from ..spec import VariantSpec
 
 WARPS = 4
 TOKENS = 4  # tokens in flight in one warp; divides every page size
 MIN_PAGE = 16
 ROPE_PER_LANE = QK_ROPE_HEAD_DIM // quant.WARP
-
-
-def feasible(spec: VariantSpec) -> str | None:
-    """Reason that ``spec`` cannot be built, or None."""
-    if spec.in_dtype not in ("bf16", "f16", "f32"):
-        return f"in_dtype {spec.in_dtype}: fetch_dequant writes bf16, f16 or f32"
-    if spec.mode not in ("pages", "indices"):
-        return f"mode {spec.mode}: fetch_dequant has pages and indices"
-    return None
 
 
 @cute.jit

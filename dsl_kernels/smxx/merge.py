@@ -25,15 +25,18 @@ lse_i makes out and lse NaN.  The grid depends on shapes alone: lengths live on 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import cutlass
 import cutlass.memory
 from cutlass import Float32, Int32, Int64, Uint32, cute
 
 from .. import compat
-from ..spec import KV_LORA_RANK, VariantSpec
+from ..dims import KV_LORA_RANK
 from . import quant
+
+if TYPE_CHECKING:
+    from ..spec import VariantSpec
 
 WARPS = 8
 CHUNK = 8  # slots in flight in one lane
@@ -41,13 +44,6 @@ FLIGHT = 4  # loads of a lane that hide the latency, if its units have fewer slo
 VEC = 4  # fp32 channels of a lane
 PARTS = KV_LORA_RANK // (quant.WARP * VEC)  # units of a row
 CTAS = 364  # with 32 batches three on each of 132 SMs: one wave, whether there is work or not
-
-
-def feasible(spec: VariantSpec) -> str | None:
-    """Reason that ``spec`` cannot be built, or None."""
-    if spec.out_dtype not in ("bf16", "f32"):
-        return f"out_dtype {spec.out_dtype}: merge writes bf16 or f32"
-    return None
 
 
 @cute.jit

@@ -26,15 +26,17 @@ T0 + 2 * fixed_overhead + 1 is always feasible, so 7 tiles of overhead need one 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cutlass
 import cutlass.memory
 from cutlass import Boolean, Int32, Uint32, cute
 
 from .. import compat
-from ..spec import VariantSpec
 from . import quant
+
+if TYPE_CHECKING:
+    from ..spec import VariantSpec
 
 WARPS = 16
 THREADS = WARPS * quant.WARP
@@ -80,11 +82,6 @@ class Walk(NamedTuple):
     item: Int32
     slot: Int32
     part: Int32  # of the last item so far, -1 before the first
-
-
-def feasible(spec: VariantSpec) -> str | None:
-    """Reason that ``spec`` cannot be built, or None."""
-    return None
 
 
 @cute.jit

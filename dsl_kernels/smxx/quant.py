@@ -25,7 +25,7 @@ import cutlass
 from cutlass import Float32, Uint32, cute
 
 from .. import compat
-from ..spec import E4M3_MAX, KV_LORA_RANK, QK_ROPE_HEAD_DIM
+from ..dims import E4M3_MAX, KV_LORA_RANK, QK_ROPE_HEAD_DIM
 
 WARP = 32
 AMAX_TO_SCALE = 1.0 / E4M3_MAX  # rounded to fp32 where it is used

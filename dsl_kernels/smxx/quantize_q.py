@@ -19,28 +19,22 @@ Quantisation rule: see ``quant.py``.  This is the Fused-Q-Quant kernel of the Sn
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import cutlass
 import cutlass.memory
 from cutlass import Int32, Int64, Uint32, cute
 
 from .. import compat
-from ..spec import KV_LORA_RANK, QK_ROPE_HEAD_DIM, VariantSpec
+from ..dims import KV_LORA_RANK, QK_ROPE_HEAD_DIM
 from . import quant
+
+if TYPE_CHECKING:
+    from ..spec import VariantSpec
 
 WARPS = 4  # token_head
 ROWS = 2  # query rows in flight in one warp, token_head
 TOKEN_WARPS = 16  # token
-
-
-def feasible(spec: VariantSpec) -> str | None:
-    """Reason that ``spec`` cannot be built, or None."""
-    if spec.in_dtype not in ("bf16", "f16", "f32"):
-        return f"in_dtype {spec.in_dtype}: quantize_q reads bf16, f16 or f32"
-    if spec.mode not in ("token_head", "token"):
-        return f"mode {spec.mode}: quantize_q has token_head and token"
-    return None
 
 
 @cute.jit

@@ -1,0 +1,13 @@
+"""The constants of Multi-head Latent Attention that every kernel shares.
+
+A leaf: kernels import this and never ``spec`` or the families, so that a new axis or a new op
+recompiles nothing that exists.
+"""
+
+from __future__ import annotations
+
+KV_LORA_RANK = 512  # d_v: content channels of the latent, c_kv
+QK_ROPE_HEAD_DIM = 64  # channels of k_rope
+HEAD_DIM_QK = KV_LORA_RANK + QK_ROPE_HEAD_DIM  # 576
+E4M3_MAX = 448.0
+TOKEN_TILE = 64  # tokens of a KV tile of the SM90 pipelines, which share one softmax step

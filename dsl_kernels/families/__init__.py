@@ -1,0 +1,18 @@
+"""One family an op: in what its variants differ, which are built, which module builds them.
+
+Standard library only, and one file an op: hosts without the compiler read them.  ``FAMILIES`` is
+the list of ops; matrix, registry, names, docs and tests ask it.
+"""
+
+from __future__ import annotations
+
+from . import append_kv, fetch_dequant, fp8_decode, merge, plan_decode, quantize_q
+from .family import Axis, Family
+
+ARCHS: tuple[str, ...] = ("sm_90a", "sm_100a")
+FAMILIES: dict[str, Family] = {
+    module.FAMILY.op: module.FAMILY
+    for module in (plan_decode, merge, append_kv, quantize_q, fetch_dequant, fp8_decode)
+}
+
+__all__ = ["ARCHS", "FAMILIES", "Axis", "Family"]

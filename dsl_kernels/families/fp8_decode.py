@@ -1,0 +1,53 @@
+"""``decode``: attention of a few query tokens over the paged FP8 cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from .family import OUT_DTYPE, Axis, Family, Values
+
+PIPELINES = ("etap", "dual_wg")
+ROW_TILES = (16, 32, 64, 128)  # query rows, num_heads * s_q, that a CTA or a cluster owns
+PAGE_SIZES = (16, 32, 64, 128)
+
+
+def cluster_of(row_tile: int) -> int:
+    """CTAs that share KV by multicast, unless a spec says otherwise: one holds 64 rows at most."""
+    return 2 if row_tile == 128 else 1
+
+
+AXES = (
+    Axis("pipeline", "", PIPELINES),
+    Axis("row_tile", "r", ROW_TILES, 64),
+    Axis("page_size", "p", PAGE_SIZES, 64),
+    OUT_DTYPE,
+    Axis("stages", "st", tuple(range(9)), 0, named=False),  # of the KV ring; 0: the pipeline's own
+    Axis("cluster", "c", (1, 2), lambda values: cluster_of(values["row_tile"]), named=False),
+)
+MODULES = {
+    ("sm_90a", "etap"): "sm90.decode_etap",
+    ("sm_90a", "dual_wg"): "sm90.decode_dual_wg",
+}
+# dual_wg is the paper's form, kept to be compared: slower everywhere (docs/performance.md)
+DEFAULT_PAGES = {"etap": PAGE_SIZES, "dual_wg": (64,)}
+
+
+def points(_arch: str) -> Iterator[Values]:
+    """The default matrix: every row tile and result dtype, pages as ``DEFAULT_PAGES`` says."""
+    for pipeline in PIPELINES:
+        for row_tile in ROW_TILES:
+            for page_size in DEFAULT_PAGES[pipeline]:
+                for out_dtype in OUT_DTYPE.values:
+                    yield {
+                        "pipeline": pipeline, "row_tile": row_tile, "page_size": page_size,
+                        "out_dtype": out_dtype,
+                    }  # fmt: skip
+
+
+FAMILY = Family(
+    "decode",
+    AXES,
+    module=lambda arch, values: MODULES.get((arch, values["pipeline"])),
+    points=points,
+    helper=False,
+)

@@ -1,0 +1,7 @@
+"""``merge``: combines the partial results of split sequences."""
+
+from __future__ import annotations
+
+from .family import OUT_DTYPE, helper
+
+FAMILY = helper("merge", OUT_DTYPE)
