@@ -25,6 +25,7 @@ EM_CUDA = 190  # ELF machine of a cubin
 _SECTION = re.compile(r"^//-+ \.text\.(\S+) -+$", re.MULTILINE)
 _INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(.*)$")
 _LABEL = re.compile(r"\.L_x_\d+")
+_SYMBOL = re.compile(r"`\(kernel_\w+\)")  # RET names the kernel that it leaves
 COMPARED = (
     "registers", "launch_registers", "barriers", "stack_frame", "static_smem", "dynamic_smem",
     "threads", "warpgroup_registers", "barrier_counts",
@@ -96,7 +97,8 @@ def _normal(text: str) -> tuple[str, ...]:
     for line in text.splitlines():
         instruction = _INSTRUCTION.match(line)
         if instruction or line.startswith(".L_x_"):
-            lines.append(_LABEL.sub(renumber, instruction[1] if instruction else line))
+            line = _SYMBOL.sub("`(kernel)", instruction[1] if instruction else line)
+            lines.append(_LABEL.sub(renumber, line))
     return tuple(lines)
 
 

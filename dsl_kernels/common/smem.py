@@ -1,4 +1,4 @@
-"""Shared-memory plans as data: a struct from a list of named arrays."""
+"""Shared memory: a struct from a list of named arrays, tensors of staged tiles."""
 
 from __future__ import annotations
 
@@ -14,3 +14,12 @@ def array(dtype, count: int, align: int | None = None):
 def struct_of(**fields):
     """A ``cute.struct`` whose fields lie in the order given."""
     return cute.struct(type("Storage", (), {"__annotations__": fields}))
+
+
+def staged(field, layout):
+    """The (rows, k, stage) tensor of a storage field with a swizzled layout."""
+    return field.get_tensor(layout.outer, swizzle=layout.inner)
+
+
+def one_stage(layout):
+    return cute.slice_(layout, (None, None, 0))

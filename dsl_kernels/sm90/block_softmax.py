@@ -1,7 +1,7 @@
 """Softmax of one 64-token block when query rows lie on M (S = Q K^T), shared by the pipelines.
 
-A thread of the m64n64 fragment holds 2 rows x 16 tokens: value v = e + 2i + 4j is row
-16 w + g + 8 i, token 8 j + 2 c + e (warp w, lane 4 g + c).  Logits are in log2 units throughout.
+A thread of the m64n64 fragment holds 2 rows x 16 tokens (fragments.RowsOnM).  Logits are in log2
+units throughout.
 """
 
 from __future__ import annotations
@@ -11,51 +11,35 @@ import cutlass.cute as cute
 from cutlass import Float32
 from cutlass.cute.nvgpu import warp, warpgroup
 
-from ..common.mma import F8, U16
+from ..common.frames import NEVER, P_LOG2_MAX
+from ..common.types import F8, U16
 from ..dims import TOKEN_TILE as TILE
+from .fragments import RowsOnM, mask
 
-P_LOG2_MAX = 8.0  # the largest P' of a block is 2^8
-NEVER = -1.0e30  # frame of a row that has seen no token; finite, so that differences are defined
-# log2 headroom before the fp32 frame is moved.  The row sum holds 2^(s2 - frame), and s2 exceeds t'
-# by up to 80 (append_kv's floor): 2^(20 + 80) times 2^20 tokens is finite.
-LAZY = 20.0
-
-
-def value_row(v: int) -> int:
-    """Which of the thread's two rows fragment value v belongs to."""
-    return v // 2 % 2
-
-
-def value_token(v: int) -> int:
-    """Index of value v's token among the thread's 16 tokens."""
-    return 2 * (v // 4) + v % 2
+ROWS_ON_M = RowsOnM()
 
 
 @cute.jit
-def block_p(acc_S, t, sigma, tile, factor, limit, ragged_from):
+def block_p(acc_S, t, sigma, tile, factor, limit, ragged_from, wwarp, lane):
     """Finishes S and turns it into P' = exp2(t' - m' + 8), t' = s2 + log2 sigma_k.
 
-    ``acc_S``: the two partial sums of Q.K (decode_base.issue_qk).  ``sigma`` (16, 3): this thread's
+    ``acc_S``: the two partial sums of Q.K (qk.ScoreMma).  ``sigma`` (16, 3): this thread's
     tokens' sigma, log2 sigma, 1/sigma in shared memory, fetched in three turns rather than kept:
     registers are what this warpgroup lacks.  Returns (m'_0, m'_1, l_0, l_1) of the two rows; l sums
     unquantised P'/sigma over this thread's tokens.  Waits for the Q.K WGMMAs itself, so that the
     first fetch hides under them.
     """
-    tidx, _, _ = cute.arch.thread_idx()
-    quad = tidx % 4
+    row, token = ROWS_ON_M.row, ROWS_ON_M.token
     col = cute.make_rmem_tensor((16,), Float32)
     cute.autovec_copy(sigma[None, 0], col)
     warpgroup.wait_group(0)
     for v in cutlass.range_constexpr(32):
-        t[v] = (acc_S[0][v] + acc_S[1][v]) * col[value_token(v)]
+        t[v] = (acc_S[0][v] + acc_S[1][v]) * col[token(v)]
     cute.autovec_copy(sigma[None, 1], col)
     for v in cutlass.range_constexpr(32):
-        t[v] = t[v] * factor[value_row(v)] + col[value_token(v)]
+        t[v] = t[v] * factor[row(v)] + col[token(v)]
     if (tile + 1) * TILE > ragged_from:
-        for v in cutlass.range_constexpr(32):
-            token = tile * TILE + 8 * (v // 4) + 2 * quad + v % 2
-            if token >= limit[value_row(v)]:
-                t[v] = -Float32.inf
+        mask(t, ROWS_ON_M, tile * TILE, limit, wwarp, lane)
     m4 = [t[v] for v in range(8)]  # four chains a row
     for v in cutlass.range_constexpr(8, 32):
         m4[v % 8] = cute.arch.fmax(m4[v % 8], t[v])
@@ -70,19 +54,10 @@ def block_p(acc_S, t, sigma, tile, factor, limit, ragged_from):
     cute.autovec_copy(sigma[None, 2], col)
     part = [Float32(0.0) for _ in range(4)]
     for v in cutlass.range_constexpr(32):
-        t[v] = cute.math.exp2(t[v] + (P_LOG2_MAX - m[value_row(v)]), fastmath=True)
-        c = 2 * value_row(v) + v % 2
-        part[c] = part[c] + t[v] * col[value_token(v)]
+        t[v] = cute.math.exp2(t[v] + (P_LOG2_MAX - m[row(v)]), fastmath=True)
+        c = 2 * row(v) + v % 2
+        part[c] = part[c] + t[v] * col[token(v)]
     return m[0], m[1], part[0] + part[1], part[2] + part[3]
-
-
-@cute.jit
-def move_frame(m, old):
-    """The fp32 frame after a block with maximum ``m``: (new frame, beta, gamma)."""
-    new = m if m > old + LAZY else old
-    beta = cute.math.exp2(m - P_LOG2_MAX - new, fastmath=True)
-    gamma = cute.math.exp2(old - new, fastmath=True)
-    return new, beta, gamma
 
 
 def store_p(t, p16, wwarp, lane):

@@ -35,39 +35,42 @@ Shared memory, 64 rows and 4 stages (bytes)
 
 from __future__ import annotations
 
+from enum import IntEnum
 from typing import TYPE_CHECKING
 
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warp, warpgroup
 
 from ..common import budget as bud
-from ..common import transpose
-from ..common.mma import BF16, F8, ROW_MAJOR, U16, issue, staged, tiled_mma, u16_view
-from ..common.smem import array, struct_of
+from ..common.barriers import Ring, warps_meet
+from ..common.epilogue import finish_row, write_pair
+from ..common.fp8_per_token import safe_reciprocal
+from ..common.frames import NEVER, P_LOG2_MAX, move_frame
+from ..common.smem import array, staged, struct_of
+from ..common.types import F8, ROW_MAJOR, U16
 from ..dims import KV_LORA_RANK as D
 from ..dims import QK_ROPE_HEAD_DIM as R
 from ..dims import TOKEN_TILE as TILE
-from .block_softmax import NEVER, P_LOG2_MAX, block_p, move_frame, store_p
-from .decode_base import (
-    QK_GROUPS,
+from . import transpose
+from .block_softmax import block_p, store_p
+from .fp8_decode import (
     SMALL_BYTES,
     STAGE_BYTES,
     WARPGROUP,
-    DecodeBase,
-    Layouts,
+    Cta,
+    Fp8Decode,
+    Parts,
+    barriers,
     fake_args,
     infeasible,
-    pad_layout,
-    padded_size,
-    pipe_barriers,
-    qk_layouts,
-    row_position,
-    safe_reciprocal,
 )
+from .fragments import RowsOnM, TokensOnM, mask, pad_layout, padded_size, row_position
+from .qk import QK_GROUPS
+from .wgmma import issue, tiled_mma, u16_view
 
 if TYPE_CHECKING:
     from ..spec import VariantSpec
@@ -75,14 +78,20 @@ if TYPE_CHECKING:
 STAGES = 4  # of the K ring, unless the spec says otherwise
 P_STAGES = 2
 SOFTMAX_WARPS, PV_WARPS = 4, 8
+P_RING = Ring("p", P_STAGES, {"softmax": SOFTMAX_WARPS}, {"P.V": PV_WARPS})
+INV_RING = Ring("inv", 1, {"softmax": SOFTMAX_WARPS}, {"P.V": PV_WARPS})  # 1 / row sums of an item
 
-BAR_SOFTMAX = 1  # named barrier: the four softmax warps
-BAR_PV = 2  # and 3: each P.V warpgroup by itself
+
+class Barrier(IntEnum):
+    """Named barriers; each P.V warpgroup has one of its own, ``PV`` and the next."""
+
+    SOFTMAX = 1
+    PV = 2
 
 
 def feasible(spec: VariantSpec) -> str | None:
     """Reason why the pipeline cannot be built for ``spec``, or None."""
-    return infeasible(spec, 2, budget)
+    return infeasible(spec, 2, budget(spec))
 
 
 def budget(spec: VariantSpec) -> bud.Budget:
@@ -101,11 +110,9 @@ def budget(spec: VariantSpec) -> bud.Budget:
         ),
         smem=tiles + (SMALL_BYTES // 2 if few else SMALL_BYTES),  # no scale triples
         barriers=(
-            *pipe_barriers(q_stages(spec), readers[0], stages, readers[1], spec.cluster),
-            bud.Barrier("p_full", SOFTMAX_WARPS, {"softmax": 4}, P_STAGES),
-            bud.Barrier("p_empty", PV_WARPS, {"P.V": 8}, P_STAGES),
-            bud.Barrier("inv_full", SOFTMAX_WARPS, {"softmax": 4}),
-            bud.Barrier("inv_empty", PV_WARPS, {"P.V": 8}),
+            *barriers(spec, q_stages(spec), readers[0], stages, readers[1]),
+            *P_RING.budget(),
+            *INV_RING.budget(),
         ),
         mmas=(
             bud.Mma("Q.K content", m, n, D // QK_GROUPS, "e4m3"),
@@ -121,126 +128,121 @@ def q_stages(spec: VariantSpec) -> int:
 
 
 def build(spec: VariantSpec):
-    return DecodeEtap(spec), fake_args(spec)
+    return Fp8Decode(spec, Etap(spec)), fake_args(spec)
 
 
-class DecodeEtap(DecodeBase):
+class Etap:
+    """The pipeline: softmax and P.V roles (``fp8_decode.Pipeline``)."""
+
     threads = 512
-    q_consumer_warps = SOFTMAX_WARPS
-    k_consumer_warps = SOFTMAX_WARPS + PV_WARPS
 
     def __init__(self, spec: VariantSpec):
         self.few_rows = spec.row_tile <= 32  # S^T = K Q^T
-        super().__init__(spec, STAGES, q_stages(spec))
-        self.scale_warp = not self.few_rows
+        self.parts = Parts(
+            spec, stages=spec.stages or STAGES, q_stages=q_stages(spec), q_warps=SOFTMAX_WARPS,
+            k_warps=SOFTMAX_WARPS + PV_WARPS, few_rows=self.few_rows,
+            scale_warp=not self.few_rows,
+        )  # fmt: skip
+        self.rows_cta, self.stages = self.parts.rows, self.parts.stages
         # rows of one P.V product tile: halves of 64, because O takes 128 registers and S is in two
         self.pv_rows = min(self.rows_cta, 32)
         self.names = transpose.TOKENS_ON_M if self.few_rows else transpose.ROWS_ON_M
+        self.fragment = TokensOnM(self.rows_cta) if self.few_rows else RowsOnM()
         regs = (group.registers for group in budget(spec).groups)
         self.producer_regs, self.softmax_regs, self.pv_regs = regs
 
     # ---------------------------------------------------------------- host half
 
-    def layouts(self):
-        p = sm90.make_smem_layout_b(ROW_MAJOR, (64, self.rows_cta, TILE), F8, P_STAGES)
-        return Layouts(*qk_layouts(self.rows_cta, self.q_stages, self.stages, self.few_rows), p)
+    def p_layout(self):
+        return sm90.make_smem_layout_b(ROW_MAJOR, (64, self.rows_cta, TILE), F8, P_STAGES)
 
-    def mmas(self):
-        """(content, RoPE) of Q.K and P.V."""
-        n_s = self.rows_cta if self.few_rows else TILE
-        return (
-            tiled_mma(F8, n_s),
-            tiled_mma(BF16, n_s),
-            tiled_mma(F8, self.pv_rows, a_in_registers=True),
-        )
+    def pv_mma(self):
+        return tiled_mma(F8, self.pv_rows, a_in_registers=True)
 
     def storage(self, layouts):
         rows, padded = self.rows_cta, padded_size(self.rows_cta)
         return struct_of(
-            **self.common_fields(layouts),
-            p_bar=array(Int64, 2 * P_STAGES),  # full, empty
-            inv_bar=array(Int64, 2),  # full, empty
+            **self.parts.barrier_fields,
+            **P_RING.field,
+            **INV_RING.field,
             flag=array(Int32, 4 * P_STAGES, 16),  # did a frame of warp w's rows move?
             beta=array(Float32, padded * P_STAGES, 128),
             gamma=array(Float32, padded * P_STAGES, 128),
             inv=array(Float32, padded, 128),  # 1 / row sum
             across=array(Float32, 2 * 4 * rows, 128),  # few rows: maxima, sums of the warps
             frame=array(Float32, rows, 128),
-            **self.tile_fields(layouts),
+            **self.parts.tile_fields(layouts),
         )
 
     # ---------------------------------------------------------------- roles
 
     @cute.jit
     def init_barriers(self, st):
-        for i in cutlass.range_constexpr(P_STAGES):
-            cute.arch.mbarrier_init(st.p_bar.data_ptr() + i, SOFTMAX_WARPS)
-            cute.arch.mbarrier_init(st.p_bar.data_ptr() + P_STAGES + i, PV_WARPS)
-        for i in cutlass.range_constexpr(self.stages):
-            cute.arch.mbarrier_init(st.sigma_bar.data_ptr() + i, 1)
-        cute.arch.mbarrier_init(st.inv_bar.data_ptr(), SOFTMAX_WARPS)
-        cute.arch.mbarrier_init(st.inv_bar.data_ptr() + 1, PV_WARPS)
+        P_RING.init(st)
+        self.parts.triples.ready.init(st)
+        INV_RING.init(st)
 
     @cute.jit
-    def math_roles(self, st, layouts, q_pipe, k_pipe, gmem, call, span, wg):
+    def math_roles(self, cta, wg):
         if wg == 0:
             cute.arch.setmaxregister_decrease(self.softmax_regs)
-            self.softmax_loop(st, layouts, q_pipe, k_pipe, gmem, call, span)
+            self.softmax_loop(cta)
         else:
             cute.arch.setmaxregister_increase(self.pv_regs)
-            self.pv_loop(st, layouts, k_pipe, gmem, call, span, wg - 1)
+            self.pv_loop(cta, wg - 1)
 
     # ---------------------------------------------------------------- softmax warpgroup
 
     @cute.jit
-    def softmax_loop(self, st, layouts, q_pipe, k_pipe, gmem, call, span):
+    def softmax_loop(self, cta: Cta):
         row_block, _, _ = cute.arch.block_idx()
+        st, layouts, q_pipe, k_pipe, gmem, call, span = cta
+        items = gmem.work.work_items
         acc_S, frags, p16 = self.softmax_fragments(st, layouts)
-        first_row, n_rows = row_block * self.rows_cta, const_expr(self.rows_per_thread())
+        first_row, n_rows = row_block * self.rows_cta, const_expr(self.fragment.rows)
         row_of = self.thread_rows()
         m_ref = cute.make_rmem_tensor((n_rows,), Float32)
         l_run = cute.make_rmem_tensor((n_rows,), Float32)
         factor = cute.make_rmem_tensor((n_rows,), Float32)
         limit = cute.make_rmem_tensor((n_rows,), Int32)
 
-        qst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.q_stages)
+        qst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.parts.q_stages)
         kst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
         pst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, P_STAGES)
         inv_phase = Int32(1)
-        items = gmem.work_items
         for i in cutlass.range(span[0], span[1], unroll=1):
             batch, slot = items[i, 0], items[i, 3]
             for x in cutlass.range_constexpr(n_rows):
-                factor[x], limit[x] = self.row_facts(gmem, call, batch, first_row + row_of[x])
+                factor[x], limit[x] = self.parts.row_facts(gmem, call, batch, first_row + row_of[x])
             m_ref.fill(NEVER)
             l_run.fill(0.0)
-            ragged_from = self.ragged_from(gmem, call, batch)
+            ragged_from = self.parts.work.ragged_from(gmem.work, call, batch)
             rows_in = (factor, limit, ragged_from)
             q_pipe.consumer_wait(qst)
             for tile in cutlass.range(items[i, 1], items[i, 2], unroll=1):
                 k_pipe.consumer_wait(kst)
-                self.issue_qk(*self.mmas()[:2], acc_S, frags, qst.index, kst.index)
-                if const_expr(self.few_rows):
-                    self.block_few_rows(
-                        st, k_pipe, tile, acc_S, p16, kst, pst, rows_in, m_ref, l_run
-                    )
-                else:
-                    self.block_many_rows(
-                        st, k_pipe, tile, acc_S, p16, kst, pst, rows_in, m_ref, l_run
-                    )
+                self.parts.score.issue(acc_S, frags, qst.index, kst.index)
+                block = self.block_few_rows if const_expr(self.few_rows) else self.block_many_rows
+                block(st, k_pipe, tile, acc_S, p16, kst, pst, rows_in, m_ref, l_run)
                 kst.advance()
                 pst.advance()
             q_pipe.consumer_release(qst)
             qst.advance()
-            self.finish_rows(st, inv_phase, m_ref, l_run, gmem, call, batch, slot)
+            self.finish_rows(st, gmem.results, call, inv_phase, m_ref, l_run, batch, slot)
             inv_phase = inv_phase ^ 1
+
+    def thread_rows(self):
+        """Rows of the tile that this thread's S (or S^T) fragment holds."""
+        tidx, _, _ = cute.arch.thread_idx()
+        lane, wwarp = tidx % 32, tidx % WARPGROUP // 32
+        return [self.fragment.row_at(wwarp, lane, x) for x in range(self.fragment.rows)]
 
     def softmax_fragments(self, st, layouts):
         """S accumulator, descriptors of Q.K's operands, 16-bit view of P (rows, 32, stage)."""
         tidx, _, _ = cute.arch.thread_idx()
-        mma_c, mma_r, _ = self.mmas()
-        q = (staged(st.qc, layouts.qc), staged(st.qr, layouts.qr))
-        k = (staged(st.kc, layouts.kc), staged(st.kr, layouts.kr))
+        mma_c, mma_r = self.parts.score.mmas()
+        q = (staged(st.qc, layouts.q[0]), staged(st.qr, layouts.q[1]))
+        k = (staged(st.kc, layouts.k[0]), staged(st.kr, layouts.k[1]))
         a, b = (k, q) if self.few_rows else (q, k)
         thr_c, thr_r = (m.get_slice(tidx % WARPGROUP) for m in (mma_c, mma_r))
         frags = (
@@ -249,18 +251,8 @@ class DecodeEtap(DecodeBase):
             mma_r.make_fragment_A(thr_r.partition_A(a[1])),
             mma_r.make_fragment_B(thr_r.partition_B(b[1])),
         )
-        return self.make_acc_S(), frags, u16_view(staged(st.p, layouts.p), layouts.p.inner)
-
-    def rows_per_thread(self) -> int:
-        return self.rows_cta // 4 if self.few_rows else 2
-
-    def thread_rows(self):
-        """Rows of the tile that this thread's S (or S^T) fragment holds."""
-        tidx, _, _ = cute.arch.thread_idx()
-        lane, wwarp = tidx % 32, tidx % WARPGROUP // 32
-        if self.few_rows:
-            return [8 * (x // 2) + 2 * (lane % 4) + x % 2 for x in range(self.rows_cta // 4)]
-        return [wwarp * 16 + lane // 4 + 8 * x for x in range(2)]
+        p16 = u16_view(staged(st.p, layouts.p), layouts.p.inner)
+        return self.parts.score.accumulators(), frags, p16
 
     @cute.jit
     def block_many_rows(self, st, k_pipe, tile, acc_S, p16, kst, pst, rows_in, m_ref, l_run):
@@ -268,10 +260,10 @@ class DecodeEtap(DecodeBase):
         tidx, _, _ = cute.arch.thread_idx()
         lane = tidx % 32
         wwarp = cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
-        sigma = self.sigma_view(st, lane % 4, kst.index)
-        cute.arch.mbarrier_wait(st.sigma_bar.data_ptr() + kst.index, kst.phase)
+        sigma = self.parts.triples.view(st, lane % 4, kst.index)
+        self.parts.triples.ready.wait_full(st, kst.index, kst.phase)
         t = cute.make_rmem_tensor((32,), Float32)
-        m0, m1, l0, l1 = block_p(acc_S, t, sigma, tile, *rows_in)
+        m0, m1, l0, l1 = block_p(acc_S, t, sigma, tile, *rows_in, wwarp, lane)
         cute.arch.sync_warp()  # one lane frees the stage for all: their reads come first
         k_pipe.consumer_release(kst)
         m, part = [m0, m1], [l0, l1]
@@ -283,7 +275,7 @@ class DecodeEtap(DecodeBase):
             moved = moved or m_ref[i] > old
         any_moved = cute.arch.vote_any_sync(moved)
 
-        cute.arch.mbarrier_wait(st.p_bar.data_ptr() + P_STAGES + pst.index, pst.phase)
+        P_RING.wait_empty(st, pst.index, pst.phase)
         store_p(t, p16[None, None, pst.index], wwarp, lane)
         if lane % 4 == 0:
             beta_s = st.beta.get_tensor(cute.make_layout((padded_size(64), P_STAGES)))
@@ -303,7 +295,7 @@ class DecodeEtap(DecodeBase):
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
         if lane == 0:
-            cute.arch.mbarrier_arrive(st.p_bar.data_ptr() + buf)
+            P_RING.arrive_full(st, buf)
 
     @cute.jit
     def block_few_rows(self, st, k_pipe, tile, acc_S, p16, kst, pst, rows_in, m_ref, l_run):
@@ -311,21 +303,18 @@ class DecodeEtap(DecodeBase):
         tidx, _, _ = cute.arch.thread_idx()
         lane = tidx % 32
         wwarp = cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
-        n_rows = self.rows_cta // 4
-        factor, limit, _ = rows_in
+        n_rows, row, token = self.fragment.rows, self.fragment.row, self.fragment.token
+        factor, limit, ragged_from = rows_in
         sig, lg, inv = self.scales_few(st, kst.index, wwarp, lane)
         warpgroup.wait_group(0)
         cute.arch.sync_warp()  # one lane frees the stage for all: their reads come first
         k_pipe.consumer_release(kst)
         t = cute.make_rmem_tensor((2 * n_rows,), Float32)
         for v in cutlass.range_constexpr(2 * n_rows):
-            x, i = 2 * (v // 4) + v % 2, v // 2 % 2
-            t[v] = (acc_S[0][v] + acc_S[1][v]) * (factor[x] * sig[i]) + lg[i]
-        if (tile + 1) * TILE > rows_in[2]:
-            for v in cutlass.range_constexpr(2 * n_rows):
-                x, i = 2 * (v // 4) + v % 2, v // 2 % 2
-                if tile * TILE + wwarp * 16 + lane // 4 + 8 * i >= limit[x]:
-                    t[v] = -Float32.inf
+            i = token(v)
+            t[v] = (acc_S[0][v] + acc_S[1][v]) * (factor[row(v)] * sig[i]) + lg[i]
+        if (tile + 1) * TILE > ragged_from:
+            mask(t, self.fragment, tile * TILE, limit, wwarp, lane)
         m = self.maxima_of_block(st, t, pst.index, wwarp, lane)
         beta = cute.make_rmem_tensor((n_rows,), Float32)
         gamma = cute.make_rmem_tensor((n_rows,), Float32)
@@ -340,7 +329,7 @@ class DecodeEtap(DecodeBase):
             m_ref[x], beta[x], gamma[x] = move_frame(m[x], old)
             l_run[x] = l_run[x] * gamma[x] + part * beta[x]
             moved = moved or m_ref[x] > old
-        cute.arch.mbarrier_wait(st.p_bar.data_ptr() + P_STAGES + pst.index, pst.phase)
+        P_RING.wait_empty(st, pst.index, pst.phase)
         self.store_p_few(t, p16, pst.index, wwarp, lane)
         if (wwarp == 0) & (lane < 4):
             pad = pad_layout(self.rows_cta)
@@ -353,7 +342,7 @@ class DecodeEtap(DecodeBase):
 
     def scales_few(self, st, stage, wwarp, lane):
         """(sigma, log2 sigma, 1/sigma) of the two tokens of a thread of S^T."""
-        s_ks = st.ks.get_tensor(cute.make_layout((TILE, self.stages)))
+        s_ks = self.parts.scales.of_stages(st)
         sigma = [s_ks[wwarp * 16 + lane // 4 + 8 * i, stage] for i in range(2)]
         logs = [cute.math.log2(s, fastmath=True) for s in sigma]
         return sigma, logs, [safe_reciprocal(s) for s in sigma]
@@ -380,7 +369,7 @@ class DecodeEtap(DecodeBase):
                 pair = cute.make_rmem_tensor((2,), Float32)
                 pair[0], pair[1] = m[2 * j], m[2 * j + 1]
                 cute.autovec_copy(pair, across[None, j, quad, wwarp, buf])
-        cute.arch.barrier(barrier_id=BAR_SOFTMAX, number_of_threads=WARPGROUP)
+        warps_meet(Barrier.SOFTMAX, SOFTMAX_WARPS)
         for j in cutlass.range_constexpr(n_rows // 2):
             top = [Float32(NEVER), Float32(NEVER)]
             for w in cutlass.range_constexpr(4):
@@ -410,19 +399,19 @@ class DecodeEtap(DecodeBase):
         cute.copy(stsm, cute.recast_tensor(p8, U16), line)
 
     @cute.jit
-    def finish_rows(self, st, inv_phase, m_ref, l_run, gmem, call, batch, slot):
+    def finish_rows(self, st, results, call, inv_phase, m_ref, l_run, batch, slot):
         """Row sums of an item -> 1/l for the P.V warps, LSE to memory."""
         tidx, _, _ = cute.arch.thread_idx()
         row_block, _, _ = cute.arch.block_idx()
         ctid, lane, first_row = tidx % WARPGROUP, tidx % 32, row_block * self.rows_cta
         wwarp = cute.arch.make_warp_uniform(ctid // 32)
         inv_s = st.inv.get_tensor(cute.make_layout(padded_size(self.rows_cta)))
-        cute.arch.mbarrier_wait(st.inv_bar.data_ptr() + 1, inv_phase)
+        INV_RING.wait_empty(st, 0, inv_phase)
         if const_expr(self.few_rows):
             sums = st.across.get_tensor(cute.make_layout((self.rows_cta, 8)))
             frame = st.frame.get_tensor(cute.make_layout(self.rows_cta))
             # both buffers of ``across`` may still be read by a slower warp
-            cute.arch.barrier(barrier_id=BAR_SOFTMAX, number_of_threads=WARPGROUP)
+            warps_meet(Barrier.SOFTMAX, SOFTMAX_WARPS)
             for x in cutlass.range_constexpr(self.rows_cta // 4):
                 total = l_run[x]
                 for off in cutlass.range_constexpr(3):
@@ -432,14 +421,14 @@ class DecodeEtap(DecodeBase):
                     sums[row, wwarp] = total
                     if wwarp == 0:
                         frame[row] = m_ref[x]
-            cute.arch.barrier(barrier_id=BAR_SOFTMAX, number_of_threads=WARPGROUP)
+            warps_meet(Barrier.SOFTMAX, SOFTMAX_WARPS)
             if ctid < self.rows_cta:
                 total = (sums[ctid, 0] + sums[ctid, 1]) + (sums[ctid, 2] + sums[ctid, 3])
-                inv_s[row_position(ctid, self.rows_cta)] = self.finish_row(
-                    gmem, call, batch, slot, first_row + ctid, total, frame[ctid]
+                inv_s[row_position(ctid, self.rows_cta)] = finish_row(
+                    results, call, batch, slot, first_row + ctid, total, frame[ctid]
                 )
             # the next item's first block writes ``across`` again
-            cute.arch.barrier(barrier_id=BAR_SOFTMAX, number_of_threads=WARPGROUP)
+            warps_meet(Barrier.SOFTMAX, SOFTMAX_WARPS)
         else:
             for i in cutlass.range_constexpr(2):
                 total = l_run[i]
@@ -447,19 +436,20 @@ class DecodeEtap(DecodeBase):
                     total = total + cute.arch.shuffle_sync_bfly(total, 1 << off)
                 if lane % 4 == 0:
                     row = wwarp * 16 + lane // 4 + 8 * i
-                    inv_s[row_position(row, self.rows_cta)] = self.finish_row(
-                        gmem, call, batch, slot, first_row + row, total, m_ref[i]
+                    inv_s[row_position(row, self.rows_cta)] = finish_row(
+                        results, call, batch, slot, first_row + row, total, m_ref[i]
                     )
         cute.arch.sync_warp()
         if lane == 0:
-            cute.arch.mbarrier_arrive(st.inv_bar.data_ptr())
+            INV_RING.arrive_full(st, 0)
 
     # ---------------------------------------------------------------- P.V warpgroups
 
     @cute.jit
-    def pv_loop(self, st, layouts, k_pipe, gmem, call, span, half):
+    def pv_loop(self, cta: Cta, half):
         tidx, _, _ = cute.arch.thread_idx()
-        mma_o = self.mmas()[2]
+        st, layouts, _, k_pipe, gmem, call, span = cta
+        mma_o = self.pv_mma()
         acc_O = [cute.make_rmem_tensor((self.rows_cta // 2,), Float32) for _ in range(4)]
         tmp = cute.make_rmem_tensor(mma_o.partition_shape_C((64, self.pv_rows)), Float32)
         thr_o, s_p = mma_o.get_slice(tidx % WARPGROUP), staged(st.p, layouts.p)
@@ -472,11 +462,11 @@ class DecodeEtap(DecodeBase):
         kst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
         pst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, P_STAGES)
         inv_phase = Int32(0)
-        items = gmem.work_items
+        items = gmem.work.work_items
         for i in cutlass.range(span[0], span[1], unroll=1):
             batch, slot = items[i, 0], items[i, 3]
-            seqlen = self.seqlen_of(gmem, batch)
-            ragged_from = self.ragged_from(gmem, call, batch)
+            seqlen = self.parts.work.seqlen_of(gmem.work, batch)
+            ragged_from = self.parts.work.ragged_from(gmem.work, call, batch)
             for d_block in cutlass.range_constexpr(4):
                 acc_O[d_block].fill(0.0)
             for tile in cutlass.range(items[i, 1], items[i, 2], unroll=1):
@@ -484,19 +474,21 @@ class DecodeEtap(DecodeBase):
                 if (tile + 1) * TILE > ragged_from:
                     # whatever lies past the end, or under a NaN scale, must not meet P = 0;
                     # P being there means that Q.K has read the rows
-                    cute.arch.mbarrier_wait(st.p_bar.data_ptr() + pst.index, pst.phase)
-                    self.zero_rows(st, kst.index, seqlen - tile * TILE, 2 * half, 2, BAR_PV + half)
+                    P_RING.wait_full(st, pst.index, pst.phase)
+                    self.parts.scales.zero_values(
+                        st, kst.index, seqlen - tile * TILE, 2 * half, 2, Barrier.PV + half
+                    )
                 self.pv_block(st, k_pipe, acc_O, tmp, rP, half, kst, pst)
                 kst.advance()
                 pst.advance()
-            self.write_rows(st, inv_phase, acc_O, gmem, call, batch, slot, half)
+            self.write_rows(st, gmem.results, call, inv_phase, acc_O, batch, slot, half)
             inv_phase = inv_phase ^ 1
 
     @cute.jit
     def pv_block(self, st, k_pipe, acc_O, tmp, rP, half, kst, pst):
         """O^T += beta * (V^T P8^T) of one tile, 64 channels at a time."""
         tidx, _, _ = cute.arch.thread_idx()
-        mma_o = self.mmas()[2]
+        mma_o = self.pv_mma()
         lane, n = tidx % 32, self.rows_cta // 2
         wwarp = cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
         offset = transpose.lane_offset(wwarp, lane)
@@ -504,7 +496,7 @@ class DecodeEtap(DecodeBase):
         size = padded_size(self.rows_cta)
         raw = [transpose.load_raw(base, offset, d) for d in range(2)] + [None] * 2
         frags = [transpose.to_fragment(mma_o, raw[0], self.names)] + [None] * 3
-        cute.arch.mbarrier_wait(st.p_bar.data_ptr() + pst.index, pst.phase)
+        P_RING.wait_full(st, pst.index, pst.phase)
         flag_s = st.flag.get_tensor(cute.make_layout((4, P_STAGES)))
         flag = (flag_s[0, pst.index] | flag_s[1, pst.index]) | (
             flag_s[2, pst.index] | flag_s[3, pst.index]
@@ -540,7 +532,7 @@ class DecodeEtap(DecodeBase):
                 )
         cute.arch.sync_warp()
         if lane == 0:
-            cute.arch.mbarrier_arrive(st.p_bar.data_ptr() + P_STAGES + pst.index)
+            P_RING.arrive_empty(st, pst.index)
 
     def issue_pv(self, mma_o, tmp, frag, rP, buf):
         warpgroup.fence()
@@ -548,14 +540,14 @@ class DecodeEtap(DecodeBase):
         warpgroup.commit_group()
 
     @cute.jit
-    def write_rows(self, st, inv_phase, acc_O, gmem, call, batch, slot, half):
+    def write_rows(self, st, results, call, inv_phase, acc_O, batch, slot, half):
         """Normalised O^T fragment -> rows: fragment rows g and g + 8 are d = 2g and 2g + 1."""
         tidx, _, _ = cute.arch.thread_idx()
         row_block, _, _ = cute.arch.block_idx()
         lane = tidx % 32
         wwarp = cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
         inv_s = cute.make_tensor(st.inv.data_ptr(), pad_layout(self.rows_cta))
-        cute.arch.mbarrier_wait(st.inv_bar.data_ptr(), inv_phase)
+        INV_RING.wait_full(st, 0, inv_phase)
         channel = half * (D // 2) + wwarp * 16 + 2 * (lane // 4)
         for x in cutlass.range_constexpr(self.rows_cta // 4):
             row = row_block * self.rows_cta + 8 * (x // 2) + 2 * (lane % 4) + x % 2
@@ -565,7 +557,7 @@ class DecodeEtap(DecodeBase):
                 for d in cutlass.range_constexpr(4):
                     pair = cute.make_rmem_tensor((2,), Float32)
                     pair[0], pair[1] = acc_O[d][v] * inverse, acc_O[d][v + 2] * inverse
-                    self.write_pair(gmem, call, batch, slot, row, channel + 64 * d, pair)
+                    write_pair(results, call, batch, slot, row, channel + 64 * d, pair)
         cute.arch.sync_warp()
         if lane == 0:
-            cute.arch.mbarrier_arrive(st.inv_bar.data_ptr() + 1)
+            INV_RING.arrive_empty(st, 0)

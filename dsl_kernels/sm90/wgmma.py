@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import cutlass
 import cutlass.cute as cute
-import cutlass.tensor_utils
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
-F8, BF16 = cutlass.Float8E4M3FN, cutlass.BFloat16
-U8, U16, U32 = cutlass.Uint8, cutlass.Uint16, cutlass.Uint32
-ROW_MAJOR = cutlass.tensor_utils.LayoutEnum.ROW_MAJOR
+from ..common.types import U16
 
 
 def tiled_mma(dtype, n: int, a_in_registers: bool = False):
@@ -43,12 +39,3 @@ def u16_view(t, swizzle):
     return cute.make_tensor(
         cute.recast_ptr(t.iterator, swizzle, dtype=U16), cute.recast_layout(16, 8, t.layout)
     )
-
-
-def staged(field, layout):
-    """The (rows, k, stage) tensor of a storage field with a swizzled layout."""
-    return field.get_tensor(layout.outer, swizzle=layout.inner)
-
-
-def one_stage(layout):
-    return cute.slice_(layout, (None, None, 0))

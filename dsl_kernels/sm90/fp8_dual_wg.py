@@ -10,10 +10,10 @@ Where we leave the paper (docs/numerics.md): its recurrence gamma = exp(dm) sigm
 overflows when a block lies ~80 nats below the last, and its accumulator loses accuracy with
 length.  Ours gives every block its own exponent frame m'_b, sums one block in the tensor core and
 adds it in fp32: O = gamma O + beta (P8 V8).  gamma and beta are powers of two of *bounded*
-differences, and the running frame moves lazily (decode_etap.py).
+differences, and the running frame moves lazily (common/frames.py).
 
 Roles (3 warpgroups)
-    wg 0  warp 0 KV producer, warp 1 Q producer, warp 2 scale warp (decode_base.py)
+    wg 0  warp 0 KV producer, warp 1 Q producer, warp 2 scale warp (fp8_decode.py)
     wg 1  WG0: even blocks, channels   0..255
     wg 2  WG1: odd blocks,  channels 256..511
 
@@ -28,6 +28,7 @@ Shared memory (bytes): Q 40960 | K ring 4 x 41216, V^T in place | scale triples 
 from __future__ import annotations
 
 import functools
+from enum import IntEnum
 from typing import TYPE_CHECKING
 
 import cutlass
@@ -38,25 +39,29 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warp, warpgroup
 
 from ..common import budget as bud
-from ..common import transpose
-from ..common.mma import BF16, F8, ROW_MAJOR, U16, issue, staged, tiled_mma, u16_view
-from ..common.smem import array, struct_of
+from ..common.barriers import warps_meet
+from ..common.epilogue import finish_row, write_pair
+from ..common.frames import NEVER, move_frame
+from ..common.smem import array, staged, struct_of
+from ..common.types import F8, ROW_MAJOR, U16
 from ..dims import KV_LORA_RANK as D
 from ..dims import QK_ROPE_HEAD_DIM as R
 from ..dims import TOKEN_TILE as TILE
-from .block_softmax import NEVER, block_p, move_frame, store_p
-from .decode_base import (
-    QK_GROUPS,
+from . import transpose
+from .block_softmax import block_p, store_p
+from .fp8_decode import (
     SMALL_BYTES,
     STAGE_BYTES,
     WARPGROUP,
-    DecodeBase,
-    Layouts,
+    Cta,
+    Fp8Decode,
+    Parts,
+    barriers,
     fake_args,
     infeasible,
-    pipe_barriers,
-    qk_layouts,
 )
+from .qk import QK_GROUPS
+from .wgmma import issue, tiled_mma, u16_view
 
 if TYPE_CHECKING:
     from ..spec import VariantSpec
@@ -67,15 +72,19 @@ PAIR_BUFFERS = 2
 MATH_WARPS = 8
 MATH_REGS = 240
 
-BAR_WG = 1  # and 2: each math warpgroup by itself
-BAR_BOTH = 3  # both math warpgroups
+
+class Barrier(IntEnum):
+    """Named barriers; each math warpgroup has one of its own, ``WG`` and the next."""
+
+    WG = 1
+    BOTH = 3
 
 
 def feasible(spec: VariantSpec) -> str | None:
     """Reason why the pipeline cannot be built for ``spec``, or None."""
     if spec.row_tile < ROWS:
         return "dual_wg puts rows on M = 64; row tile 64 with predicated rows serves fewer"
-    return infeasible(spec, 2, budget)  # both blocks of a pair are in flight
+    return infeasible(spec, 2, budget(spec))  # both blocks of a pair are in flight
 
 
 def budget(spec: VariantSpec) -> bud.Budget:
@@ -84,12 +93,12 @@ def budget(spec: VariantSpec) -> bud.Budget:
     tiles = stages * STAGE_BYTES + ROWS * 640 + 2 * PAIR_BUFFERS * ROWS * TILE
     return bud.Budget(
         groups=(
-            bud.WarpGroup("producers", DecodeDualWg.producer_regs),
+            bud.WarpGroup("producers", DualWg.producer_regs),
             bud.WarpGroup("math", MATH_REGS, count=2),
         ),
         smem=tiles + SMALL_BYTES,
         barriers=(
-            *pipe_barriers(1, readers, stages, readers, spec.cluster),
+            *barriers(spec, 1, readers, stages, readers),
             bud.Barrier("block a ready", MATH_WARPS // 2, {"WG0": 4}, PAIR_BUFFERS),
             bud.Barrier("block b ready", MATH_WARPS // 2, {"WG1": 4}, PAIR_BUFFERS),
         ),
@@ -102,40 +111,40 @@ def budget(spec: VariantSpec) -> bud.Budget:
 
 
 def build(spec: VariantSpec):
-    return DecodeDualWg(spec), fake_args(spec)
+    return Fp8Decode(spec, DualWg(spec)), fake_args(spec)
 
 
-class DecodeDualWg(DecodeBase):
+class DualWg:
+    """The pipeline: two math roles (``fp8_decode.Pipeline``)."""
+
     threads = 384
-    q_consumer_warps = MATH_WARPS
-    k_consumer_warps = MATH_WARPS
     producer_regs = 24
-    scale_warp = True
 
     def __init__(self, spec: VariantSpec):
-        super().__init__(spec, STAGES, q_stages=1)
+        self.stages = spec.stages or STAGES
+        self.parts = Parts(
+            spec, stages=self.stages, q_stages=1, q_warps=MATH_WARPS, k_warps=MATH_WARPS
+        )
 
     # ---------------------------------------------------------------- host half
 
-    def layouts(self):
-        p = sm90.make_smem_layout_a(ROW_MAJOR, (ROWS, D, TILE), F8, 2 * PAIR_BUFFERS)
-        return Layouts(*qk_layouts(ROWS, self.q_stages, self.stages, False), p)
+    def p_layout(self):
+        return sm90.make_smem_layout_a(ROW_MAJOR, (ROWS, D, TILE), F8, 2 * PAIR_BUFFERS)
 
     def vt_layout(self):
         """V^T (512, 64 tokens) of a stage, over the bytes of its K tile."""
         return sm90.make_smem_layout_b(ROW_MAJOR, (ROWS, D, TILE), F8, self.stages)
 
-    def mmas(self):
-        """(content, RoPE) of Q.K and P.V."""
-        return tiled_mma(F8, TILE), tiled_mma(BF16, TILE), tiled_mma(F8, 64)
+    def pv_mma(self):
+        return tiled_mma(F8, 64)
 
     def storage(self, layouts):
         return struct_of(
-            **self.common_fields(layouts),
+            **self.parts.barrier_fields,
             ready_bar=array(Int64, 2 * PAIR_BUFFERS),  # (buffer, block of the pair)
             factors=array(Float32, ROWS * 3 * 2 * PAIR_BUFFERS, 128),  # see factors_view
             sums=array(Float32, 2 * ROWS, 128),  # row sums of the two warpgroups
-            **self.tile_fields(layouts),
+            **self.parts.tile_fields(layouts),
         )
 
     # ---------------------------------------------------------------- roles
@@ -144,22 +153,22 @@ class DecodeDualWg(DecodeBase):
     def init_barriers(self, st):
         for i in cutlass.range_constexpr(2 * PAIR_BUFFERS):
             cute.arch.mbarrier_init(st.ready_bar.data_ptr() + i, MATH_WARPS // 2)
-        for i in cutlass.range_constexpr(self.stages):
-            cute.arch.mbarrier_init(st.sigma_bar.data_ptr() + i, 1)
+        self.parts.triples.ready.init(st)
 
     @cute.jit
-    def math_roles(self, st, layouts, q_pipe, k_pipe, gmem, call, span, wg):
+    def math_roles(self, cta, wg):
         cute.arch.setmaxregister_increase(MATH_REGS)
         if wg == 0:
-            self.math_loop(0, st, layouts, q_pipe, k_pipe, gmem, call, span)
+            self.math_loop(0, cta)
         else:
-            self.math_loop(1, st, layouts, q_pipe, k_pipe, gmem, call, span)
+            self.math_loop(1, cta)
 
     @cute.jit
-    def math_loop(self, me: cutlass.Constexpr, st, layouts, q_pipe, k_pipe, gmem, call, span):
+    def math_loop(self, me: cutlass.Constexpr, cta: Cta):
         """Items and pairs of one math warpgroup; ``me`` 0 is the paper's WG0, 1 its WG1."""
-        frags, acc_S = self.fragments(st, layouts), self.make_acc_S()
-        shape_o = self.mmas()[2].partition_shape_C((64, 64))
+        st, layouts, q_pipe, k_pipe, gmem, call, span = cta
+        frags, acc_S = self.fragments(st, layouts), self.parts.score.accumulators()
+        shape_o = self.pv_mma().partition_shape_C((64, 64))
         acc_O = [cute.make_rmem_tensor(shape_o, Float32) for _ in range(4)]
         factor, m_ref, l_run = (cute.make_rmem_tensor((2,), Float32) for _ in range(3))
         limit = cute.make_rmem_tensor((2,), Int32)
@@ -167,13 +176,14 @@ class DecodeDualWg(DecodeBase):
         consumer = functools.partial(
             pipeline.make_pipeline_state, pipeline.PipelineUserType.Consumer
         )
-        qst, ka, pst = consumer(self.q_stages), consumer(self.stages), consumer(PAIR_BUFFERS)
+        qst, ka, pst = consumer(1), consumer(self.stages), consumer(PAIR_BUFFERS)
         for i in cutlass.range(span[0], span[1], unroll=1):
-            batch, first, last, slot = (gmem.work_items[i, x] for x in range(4))
+            batch, first, last, slot = (gmem.work.work_items[i, x] for x in range(4))
             for x in cutlass.range_constexpr(2):
-                factor[x], limit[x] = self.row_facts(gmem, call, batch, first_row + 8 * x)
-            ragged_from = self.ragged_from(gmem, call, batch)
-            rows_in = (factor, limit, ragged_from, self.seqlen_of(gmem, batch))
+                factor[x], limit[x] = self.parts.row_facts(gmem, call, batch, first_row + 8 * x)
+            ragged_from = self.parts.work.ragged_from(gmem.work, call, batch)
+            seqlen = self.parts.work.seqlen_of(gmem.work, batch)
+            rows_in = (factor, limit, ragged_from, seqlen)
             m_ref.fill(NEVER)
             l_run.fill(0.0)
             for d in cutlass.range_constexpr(4):
@@ -192,7 +202,7 @@ class DecodeDualWg(DecodeBase):
                 pst.advance()
             q_pipe.consumer_release(qst)
             qst.advance()
-            self.finish_item(me, st, acc_O, m_ref, l_run, gmem, call, batch, slot)
+            self.finish_item(me, st, acc_O, m_ref, l_run, gmem.results, call, batch, slot)
 
     def vt_view(self, st):
         l_vt = self.vt_layout()
@@ -202,16 +212,16 @@ class DecodeDualWg(DecodeBase):
     def fragments(self, st, layouts):
         """Descriptors: Q and K of both operand types, P as A, V^T (64-channel chunks) as B."""
         tidx, _, _ = cute.arch.thread_idx()
-        mma_c, mma_r, mma_o = self.mmas()
+        (mma_c, mma_r), mma_o = self.parts.score.mmas(), self.pv_mma()
         thr_c, thr_r, thr_o = (m.get_slice(tidx % WARPGROUP) for m in (mma_c, mma_r, mma_o))
         chunks = [
             cute.local_tile(self.vt_view(st), (64, TILE), (d, 0, None)) for d in range(D // 64)
         ]
         return (
-            mma_c.make_fragment_A(thr_c.partition_A(staged(st.qc, layouts.qc))),
-            mma_c.make_fragment_B(thr_c.partition_B(staged(st.kc, layouts.kc))),
-            mma_r.make_fragment_A(thr_r.partition_A(staged(st.qr, layouts.qr))),
-            mma_r.make_fragment_B(thr_r.partition_B(staged(st.kr, layouts.kr))),
+            mma_c.make_fragment_A(thr_c.partition_A(staged(st.qc, layouts.q[0]))),
+            mma_c.make_fragment_B(thr_c.partition_B(staged(st.kc, layouts.k[0]))),
+            mma_r.make_fragment_A(thr_r.partition_A(staged(st.qr, layouts.q[1]))),
+            mma_r.make_fragment_B(thr_r.partition_B(staged(st.kr, layouts.k[1]))),
             mma_o.make_fragment_A(thr_o.partition_A(staged(st.p, layouts.p))),
             [mma_o.make_fragment_B(thr_o.partition_B(c)) for c in chunks],
         )
@@ -280,18 +290,19 @@ class DecodeDualWg(DecodeBase):
         lane = tidx % 32
         wwarp = cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
         k_pipe.consumer_wait(kst)
-        self.issue_qk(*self.mmas()[:2], acc_S, frags[:4], qst.index, kst.index)
-        cute.arch.mbarrier_wait(st.sigma_bar.data_ptr() + kst.index, kst.phase)
+        self.parts.score.issue(acc_S, frags[:4], qst.index, kst.index)
+        self.parts.triples.ready.wait_full(st, kst.index, kst.phase)
         t = cute.make_rmem_tensor((32,), Float32)
-        m0, m1, l0, l1 = block_p(
-            acc_S, t, self.sigma_view(st, lane % 4, kst.index), tile, factor, limit, ragged_from
-        )
+        sigma = self.parts.triples.view(st, lane % 4, kst.index)
+        m0, m1, l0, l1 = block_p(acc_S, t, sigma, tile, factor, limit, ragged_from, wwarp, lane)
         p16 = u16_view(staged(st.p, layouts.p), layouts.p.inner)
         store_p(t, p16[None, None, 2 * buf + me], wwarp, lane)
         if (tile + 1) * TILE > ragged_from:
             # all four warps' Q.K must have read the rows that are zeroed
-            cute.arch.barrier(barrier_id=BAR_WG + me, number_of_threads=WARPGROUP)
-            self.zero_rows(st, kst.index, seqlen - tile * TILE, 0, 4, BAR_WG + me)
+            warps_meet(Barrier.WG + me, 4)
+            self.parts.scales.zero_values(
+                st, kst.index, seqlen - tile * TILE, 0, 4, Barrier.WG + me
+            )
         self.transpose_in_place(me, st, kst.index, wwarp, lane)
         return m0, m1, l0, l1
 
@@ -314,7 +325,7 @@ class DecodeDualWg(DecodeBase):
         channel = 2 * row8 + ((row8 // 4) ^ (lane // 8 % 2))
         for block in cutlass.range_constexpr(4):
             raw = [transpose.load_raw(base, offset, 2 * block + x) for x in range(2)]
-            cute.arch.barrier(barrier_id=BAR_WG + me, number_of_threads=WARPGROUP)
+            warps_meet(Barrier.WG + me, 4)
             for x in cutlass.range_constexpr(2):
                 for kb in cutlass.range_constexpr(2):
                     w = raw[x][kb]
@@ -360,7 +371,7 @@ class DecodeDualWg(DecodeBase):
         """P, V^T and factors of block ``which`` are written: both warpgroups' WGMMAs may read."""
         tidx, _, _ = cute.arch.thread_idx()
         cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.barrier(barrier_id=BAR_WG + which, number_of_threads=WARPGROUP)
+        warps_meet(Barrier.WG + which, 4)
         if tidx % 32 == 0:
             cute.arch.mbarrier_arrive(st.ready_bar.data_ptr() + which * PAIR_BUFFERS + buf)
 
@@ -385,11 +396,13 @@ class DecodeDualWg(DecodeBase):
     def start_pv(self, tmp, frags, p_stage, d_block: int, stage):
         warpgroup.fence()
         rP, rV = frags[4][None, None, None, p_stage], frags[5][d_block][None, None, None, stage]
-        issue(self.mmas()[2], tmp, rP, rV, accumulate=False)
+        issue(self.pv_mma(), tmp, rP, rV, accumulate=False)
         warpgroup.commit_group()
 
     @cute.jit
-    def finish_item(self, me: cutlass.Constexpr, st, acc_O, m_ref, l_run, gmem, call, batch, slot):
+    def finish_item(
+        self, me: cutlass.Constexpr, st, acc_O, m_ref, l_run, results, call, batch, slot
+    ):
         """BlockReduceSum of l over both warpgroups, normalise, write rows and LSE."""
         tidx, _, _ = cute.arch.thread_idx()
         row_block, _, _ = cute.arch.block_idx()
@@ -401,20 +414,20 @@ class DecodeDualWg(DecodeBase):
                 mine = mine + cute.arch.shuffle_sync_bfly(mine, 1 << off)
             if quad == 0:
                 sums[local + 8 * i, me] = mine
-        cute.arch.barrier(barrier_id=BAR_BOTH, number_of_threads=2 * WARPGROUP)
+        warps_meet(Barrier.BOTH, MATH_WARPS)
         for i in cutlass.range_constexpr(2):
             row = row_block * ROWS + local + 8 * i
             total = sums[local + 8 * i, 0] + sums[local + 8 * i, 1]
             inverse = 1.0 / total
             inverse = Float32(0.0) if total == 0.0 else inverse
             if me == 0 and quad == 0:
-                self.finish_row(gmem, call, batch, slot, row, total, m_ref[i])
+                finish_row(results, call, batch, slot, row, total, m_ref[i])
             if row < call.rows:
                 for d in cutlass.range_constexpr(4):
                     for j in cutlass.range_constexpr(8):
                         v, pair = 4 * j + 2 * i, cute.make_rmem_tensor((2,), Float32)
                         pair[0], pair[1] = acc_O[d][v] * inverse, acc_O[d][v + 1] * inverse
                         channel = me * (D // 2) + 64 * d + 8 * j + 2 * quad
-                        self.write_pair(gmem, call, batch, slot, row, channel, pair)
+                        write_pair(results, call, batch, slot, row, channel, pair)
         # ``sums`` is written again by the next item
-        cute.arch.barrier(barrier_id=BAR_BOTH, number_of_threads=2 * WARPGROUP)
+        warps_meet(Barrier.BOTH, MATH_WARPS)

@@ -1,0 +1,91 @@
+"""mbarriers declared once: a ``Ring`` gives the storage field, the initialisation, waits, arrivals
+and the budget's entries, so that code and declaration cannot differ.
+
+A ring has ``stages`` slots that one side fills and, where ``empty`` is declared, the other frees:
+
+    full[i]    arrives whoever has filled slot i; readers wait for it
+    empty[i]   arrives whoever has read slot i; writers wait for it, a phase ahead
+
+Counts are warps: one lane of a warp arrives, after ``sync_warp``.  Rings that TMA fills are
+``cutlass.pipeline``'s (common/paged_tma.py); their budget entries come from there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass.cute as cute
+from cutlass import Int64
+
+from . import budget as bud
+from .smem import array
+
+Arrivals = dict[str, int]  # role -> warps that arrive in a phase
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Slots with a barrier each, or two.
+
+    Attributes:
+        name: of the storage field, ``<name>_bar``, and of the budget's entries.
+        stages: slots.
+        full: who fills a slot.
+        empty: who frees it; None: nobody waits for a free slot.
+    """
+
+    name: str
+    stages: int
+    full: Arrivals
+    empty: Arrivals | None = None
+
+    @property
+    def field(self) -> dict:
+        """Its part of the storage."""
+        return {f"{self.name}_bar": array(Int64, self.stages * (1 if self.empty is None else 2))}
+
+    def budget(self) -> tuple[bud.Barrier, ...]:
+        """Its entries in the budget."""
+        sides = [("full", self.full)] if self.empty is None else self._sides()
+        return tuple(
+            bud.Barrier(f"{self.name}_{side}", sum(who.values()), who, self.stages)
+            for side, who in sides
+        )
+
+    def _sides(self) -> list[tuple[str, Arrivals]]:
+        assert self.empty is not None
+        return [("full", self.full), ("empty", self.empty)]
+
+    def _full(self, st, index):
+        return getattr(st, f"{self.name}_bar").data_ptr() + index
+
+    def _empty(self, st, index):
+        return getattr(st, f"{self.name}_bar").data_ptr() + self.stages + index
+
+    def init(self, st) -> None:
+        """By one thread, before the fence that publishes all barriers."""
+        for i in range(self.stages):
+            cute.arch.mbarrier_init(self._full(st, i), sum(self.full.values()))
+            if self.empty is not None:
+                cute.arch.mbarrier_init(self._empty(st, i), sum(self.empty.values()))
+
+    def wait_full(self, st, index, phase) -> None:
+        """Until slot ``index`` is filled for the ``phase``-th time."""
+        cute.arch.mbarrier_wait(self._full(st, index), phase)
+
+    def wait_empty(self, st, index, phase) -> None:
+        """Until slot ``index`` is free; a writer's first phase is 1, which is free at once."""
+        cute.arch.mbarrier_wait(self._empty(st, index), phase)
+
+    def arrive_full(self, st, index) -> None:
+        """By one lane of a warp that has filled its share of the slot."""
+        cute.arch.mbarrier_arrive(self._full(st, index))
+
+    def arrive_empty(self, st, index) -> None:
+        """By one lane of a warp that has read what it needs of the slot."""
+        cute.arch.mbarrier_arrive(self._empty(st, index))
+
+
+def warps_meet(barrier: int, warps: int) -> None:
+    """A named barrier of ``warps`` warps."""
+    cute.arch.barrier(barrier_id=int(barrier), number_of_threads=32 * warps)

@@ -1,0 +1,48 @@
+"""What a paged cache looks like to a kernel that loads it by TMA.
+
+A format is a list of *planes*, tensors (pages, P, width), each of which becomes one swizzled tile
+of a stage, and whether an fp32 scale a token comes along.  What the bytes mean is the business of
+the format's own file (``fp8_per_token.py``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Plane:
+    """One tensor of a cache.
+
+    Attributes:
+        name: of the storage field of its tiles.
+        dtype: element type in shared memory.
+        width: elements of a token.
+    """
+
+    name: str
+    dtype: Any
+    width: int
+
+    @property
+    def token_bytes(self) -> int:
+        return self.width * self.dtype.width // 8
+
+
+@dataclass(frozen=True)
+class CacheFormat:
+    """The planes of a token, in the order in which they are loaded, and its scale.
+
+    Attributes:
+        planes: loaded by TMA.
+        scales: field of the stages' fp32 scales, copied in bulk; None without.
+    """
+
+    planes: tuple[Plane, ...]
+    scales: str | None = None
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a cached token."""
+        return sum(p.token_bytes for p in self.planes) + (4 if self.scales else 0)

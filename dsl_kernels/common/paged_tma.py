@@ -1,0 +1,223 @@
+"""Q tiles and the ring of KV tiles, loaded by TMA: the two producer warps of a decode kernel.
+
+Works for any ``CacheFormat``, on every arch that has TMA.  Queries have the planes of the cache:
+(b, s_q, h, width) each, rows r = s * num_heads + head.
+
+    q_pipe   Q producer warp  -> who reads Q    (full: TMA bytes, empty: warps)
+    k_pipe   KV producer warp -> who reads the KV tile
+
+Shared memory: a field ``q<plane>`` and ``k<plane>`` for each plane, ``q_bar``, ``k_bar``, and the
+format's field of scales.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.pipeline as pipeline
+from cutlass import Int64, const_expr
+from cutlass.cute.nvgpu import cpasync
+
+from . import budget as bud
+from .cache_format import CacheFormat
+from .smem import array, one_stage, staged
+from .work_list import WorkList
+
+
+class Loaded(NamedTuple):
+    """A plane as TMA sees it: Q (rows, k, b), cache (tokens of a page, k, page)."""
+
+    atom: cute.CopyAtom
+    coords: cute.Tensor
+
+
+class PagedTma:
+    """Host half (descriptors), barriers and producer warps of one kernel.
+
+    Attributes:
+        rows: query rows of a CTA.
+        stages, q_stages: KV tiles, Q tiles in flight.
+        cluster: CTAs that receive each KV tile.
+        q_warps, k_warps: warps of a CTA that free a Q tile, a KV tile.
+    """
+
+    def __init__(
+        self, fmt: CacheFormat, work: WorkList, *, rows: int, stages: int, q_stages: int,
+        cluster: int, q_warps: int, k_warps: int,
+    ):  # fmt: skip
+        self.format, self.work = fmt, work
+        self.rows, self.cluster = rows, cluster
+        self.stages, self.q_stages = stages, q_stages
+        self.q_warps, self.k_warps = q_warps, k_warps
+
+    # ---------------------------------------------------------------- host half
+
+    def load_kv(self, tensors, layouts):
+        """``Loaded`` of each plane of the cache, one box of ``work.box`` tokens each."""
+        op = (
+            cpasync.CopyBulkTensorTileG2SMulticastOp()
+            if const_expr(self.cluster > 1)
+            else cpasync.CopyBulkTensorTileG2SOp()
+        )
+        out = []
+        for plane, t, layout in zip(self.format.planes, tensors, layouts, strict=True):
+            view = cute.make_tensor(
+                cute.recast_ptr(t.iterator, dtype=plane.dtype),
+                cute.select(t.layout, mode=[1, 2, 0]),
+            )
+            one, tiler = one_stage(layout), (self.work.box, plane.width)
+            box = cute.make_composed_layout(
+                one.inner, 0, cute.get(cute.zipped_divide(one.outer, tiler), mode=[0])
+            )
+            atom = cpasync.make_tiled_tma_atom(op, view, box, tiler, num_multicast=self.cluster)
+            out.append(Loaded(*list(atom)[:2]))
+        return tuple(out)
+
+    def load_q(self, tensors, layouts):
+        """``Loaded`` of each plane of the queries, the CTA's rows each."""
+        out = []
+        for plane, t, layout in zip(self.format.planes, tensors, layouts, strict=True):
+            b, s_q, h, width = t.shape
+            rows = s_q * h
+            batch_stride = cute.assume(Int64(rows) * width, divby=width)
+            view = cute.make_tensor(
+                cute.recast_ptr(t.iterator, dtype=plane.dtype),
+                cute.make_layout((rows, width, b), stride=(width, 1, batch_stride)),
+            )
+            atom = cpasync.make_tiled_tma_atom(
+                cpasync.CopyBulkTensorTileG2SOp(), view, one_stage(layout), (self.rows, width)
+            )
+            out.append(Loaded(*list(atom)[:2]))
+        return tuple(out)
+
+    # ---------------------------------------------------------------- barriers
+
+    @property
+    def fields(self) -> dict:
+        """Storage of the barriers."""
+        return dict(q_bar=array(Int64, 2 * self.q_stages), k_bar=array(Int64, 2 * self.stages))
+
+    def pipes(self, st):
+        """(q_pipe, k_pipe): TMA bytes fill a stage, one lane of each reading warp frees it.
+
+        The second one's fence and barrier publish every mbarrier initialised so far.
+        """
+        group = lambda n: pipeline.CooperativeGroup(pipeline.Agent.Thread, n)
+        row_bytes = sum(p.token_bytes for p in self.format.planes)
+        q_pipe = pipeline.PipelineTmaAsync.create(
+            barrier_storage=st.q_bar.data_ptr(), num_stages=self.q_stages,
+            producer_group=group(1), consumer_group=group(self.q_warps),
+            tx_count=self.rows * row_bytes, defer_sync=True,
+        )  # fmt: skip
+        extra = {}
+        if self.cluster > 1:
+            extra = dict(
+                cta_layout_vmnk=cute.make_layout((1, self.cluster, 1, 1)), mcast_mode_mn=(0, 1)
+            )
+        k_pipe = pipeline.PipelineTmaAsync.create(
+            barrier_storage=st.k_bar.data_ptr(), num_stages=self.stages, producer_group=group(1),
+            consumer_group=group(self.k_warps * self.cluster),
+            tx_count=self.work.tile * self.format.token_bytes, **extra,
+        )  # fmt: skip
+        return q_pipe, k_pipe
+
+    # ---------------------------------------------------------------- device: producers
+
+    def cluster_copy(self):
+        """(this CTA's rank, options of copies that all CTAs of the cluster receive)."""
+        if const_expr(self.cluster == 1):
+            return 0, {}
+        rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+        vmnk = cute.make_layout((1, self.cluster, 1, 1))
+        return rank, {"mcast_mask": cute.make_layout_image_mask(vmnk, (0, rank, 0, 0), mode=1)}
+
+    def _boxes(self, loaded, target, width, rank):
+        """TMA view of the KV ring and of the cache, box by box: (values, box, stage), (values, part
+        of a page, page)."""
+        boxes = cute.local_tile(target, (self.work.box, width), (None, 0, None))
+        tiles = cute.local_tile(loaded.coords, (self.work.box, width), (None, 0, None))
+        return cpasync.tma_partition(
+            loaded.atom, rank, cute.make_layout(self.cluster), cute.group_modes(boxes, 0, 2),
+            cute.group_modes(tiles, 0, 2),
+        )  # fmt: skip
+
+    def _planes(self, st, side, loaded, layouts):
+        """(plane, its TMA view, its tiles in shared memory) of Q (``q``) or the cache (``k``)."""
+        tiles = [staged(getattr(st, side + p.name), x) for p, x in zip(self.format.planes, layouts)]
+        return list(zip(self.format.planes, loaded, tiles, strict=True))
+
+    @cute.jit
+    def produce_kv(self, st, layouts, k_pipe, loaded, work, span, num_pages, copy_scales):
+        """One warp: for each tile, every plane and the scales into the next free stage.
+
+        ``copy_scales(page, part, box, stage, bar)`` is run by one lane for every box; None without.
+        """
+        lane = cute.arch.lane_idx()
+        rank, extra = self.cluster_copy()
+        planes = [
+            self._boxes(x, tiles, p.width, rank)
+            for p, x, tiles in self._planes(st, "k", loaded, layouts)
+        ]
+        kst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
+        for i in cutlass.range(span[0], span[1], unroll=1):
+            batch, first, last = (work.work_items[i, x] for x in range(3))
+            page = self.work.page_of(work, batch, first, lane, num_pages)
+            for tile in cutlass.range(first, last, unroll=1):
+                now = page
+                page = self.work.page_of(work, batch, tile + 1, lane, num_pages)
+                part = tile % self.work.tiles_of_page
+                k_pipe.producer_acquire(kst)
+                bar = k_pipe.producer_get_barrier(kst)
+                for j in cutlass.range_constexpr(self.work.boxes):
+                    p = cute.arch.make_warp_uniform(cute.arch.shuffle_sync(now, j))
+                    at = [target[None, j, kst.index] for target, _ in planes]
+                    for x in cutlass.range_constexpr(len(planes)):
+                        source = planes[x][1][None, part, p]
+                        cute.copy(loaded[x].atom, source, at[x], tma_bar_ptr=bar, **extra)
+                    if const_expr(copy_scales is not None):
+                        with cute.arch.elect_one():
+                            copy_scales(p, part, j, kst.index, bar)
+                kst.advance()
+        # no producer_tail: every stage is read before the math warps end, and a cluster leaves
+        # together, so no arrival can reach a CTA that is gone
+
+    @cute.jit
+    def produce_q(self, st, layouts, q_pipe, loaded, work, span):
+        """One warp: the row tile of each item's sequence."""
+        row_block, _, _ = cute.arch.block_idx()
+
+        def part(x, tiles, width):
+            rows = cute.local_tile(x.coords, (self.rows, width), (None, 0, None))
+            return cpasync.tma_partition(
+                x.atom, 0, cute.make_layout(1), cute.group_modes(tiles, 0, 2),
+                cute.group_modes(rows, 0, 2),
+            )  # fmt: skip
+
+        planes = [part(x, tiles, p.width) for p, x, tiles in self._planes(st, "q", loaded, layouts)]
+        qst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.q_stages)
+        for i in cutlass.range(span[0], span[1], unroll=1):
+            batch = work.work_items[i, 0]
+            q_pipe.producer_acquire(qst)
+            bar = q_pipe.producer_get_barrier(qst)
+            for x in cutlass.range_constexpr(len(planes)):
+                target, source = planes[x]
+                cute.copy(
+                    loaded[x].atom, source[None, row_block, batch], target[None, qst.index],
+                    tma_bar_ptr=bar,
+                )  # fmt: skip
+            qst.advance()
+
+
+def pipe_barriers(
+    q_stages: int, q_readers: dict[str, int], k_stages: int, k_readers: dict[str, int], cluster: int
+) -> tuple[bud.Barrier, ...]:
+    """The pipes' barriers in a budget; ``*_readers``: role -> warps that free a stage."""
+    k_free = {role: n * cluster for role, n in k_readers.items()}  # the peer's warps arrive too
+    return (
+        bud.Barrier("q_full", 1, {"Q producer": 1}, q_stages),
+        bud.Barrier("q_empty", sum(q_readers.values()), q_readers, q_stages),
+        bud.Barrier("k_full", 1, {"KV producer": 1}, k_stages),
+        bud.Barrier("k_empty", sum(k_readers.values()) * cluster, k_free, k_stages),
+    )

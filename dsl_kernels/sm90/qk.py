@@ -1,0 +1,73 @@
+"""Q.K of one warpgroup: content in FP8 and RoPE in BF16 into one accumulator."""
+
+from __future__ import annotations
+
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as sm90
+from cutlass import Float32
+from cutlass.cute.nvgpu import warpgroup
+
+from ..common.types import BF16, F8, ROW_MAJOR
+from ..dims import KV_LORA_RANK as D
+from ..dims import QK_ROPE_HEAD_DIM as R
+from ..dims import TOKEN_TILE as TILE
+from .wgmma import issue, tiled_mma
+
+QK_GROUPS = 2  # partial sums of Q.K over the content channels
+
+
+class ScoreMma:
+    """S = Q K^T (rows on M), or S^T = K Q^T (tokens on M) for few rows.
+
+    Attributes:
+        rows: query rows of the CTA.
+        tokens_on_m: S^T.
+    """
+
+    def __init__(self, rows: int, tokens_on_m: bool):
+        self.rows, self.tokens_on_m = rows, tokens_on_m
+
+    @property
+    def n(self) -> int:
+        """N of the MMA."""
+        return self.rows if self.tokens_on_m else TILE
+
+    def mmas(self):
+        """(content, RoPE)."""
+        return tiled_mma(F8, self.n), tiled_mma(BF16, self.n)
+
+    def layouts(self, q_stages: int, k_stages: int):
+        """Shared-memory layouts ((qc, qr), (kc, kr)): Q is operand A and K operand B, or K A."""
+        a, b = sm90.make_smem_layout_a, sm90.make_smem_layout_b
+        make_q, make_k = (b, a) if self.tokens_on_m else (a, b)
+        tiler = (TILE, self.rows) if self.tokens_on_m else (self.rows, TILE)
+        return tuple(
+            (make(ROW_MAJOR, (*tiler, D), F8, n), make(ROW_MAJOR, (*tiler, R), BF16, n))
+            for make, n in ((make_q, q_stages), (make_k, k_stages))
+        )
+
+    def accumulators(self):
+        """One for each group of content channels."""
+        shape = self.mmas()[0].partition_shape_C((64, self.n))
+        return [cute.make_rmem_tensor(shape, Float32) for _ in range(QK_GROUPS)]
+
+    def issue(self, acc_S, frags, q_stage, k_stage):
+        """S in QK_GROUPS partial sums over the content channels, RoPE on top of the first.
+
+        Hopper's FP8 accumulator keeps 13 bits below the largest addend: shorter chains lose less,
+        and RoPE logits, which can be large, come last in their chain.  By then the first chain's
+        results are there, so that the BF16 WGMMAs do not wait for the FP8 ones.
+        """
+        mma_c, mma_r = self.mmas()
+        a_stage, b_stage = (k_stage, q_stage) if self.tokens_on_m else (q_stage, k_stage)
+        rA, rB, rAr, rBr = (
+            f[None, None, None, s]
+            for f, s in zip(frags, (a_stage, b_stage, a_stage, b_stage), strict=True)
+        )
+        steps = D // 32 // QK_GROUPS
+        warpgroup.fence()
+        for g in range(QK_GROUPS):
+            issue(mma_c, acc_S[g], rA, rB, accumulate=False, first=g * steps, last=(g + 1) * steps)
+        warpgroup.fence()  # another shape of WGMMA on the same accumulator: order the two chains
+        issue(mma_r, acc_S[0], rAr, rBr, accumulate=True)
+        warpgroup.commit_group()
