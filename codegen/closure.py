@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import functools
 import hashlib
+import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,8 +22,12 @@ ROOT = Path(dsl_kernels.__file__).resolve().parent
 
 
 def _path_of(module: str) -> Path | None:
-    """Source file of a dotted module name, None if it is no module of the package."""
-    base = ROOT.joinpath(*module.split(".")[1:])
+    """Source file of a dotted module name, None if there is none."""
+    top, *names = module.split(".")
+    if top != PACKAGE:  # a kernel module of somebody else's family
+        found = importlib.util.find_spec(module)
+        return None if found is None or found.origin is None else Path(found.origin)
+    base = ROOT.joinpath(*names)
     for path in (base.with_suffix(".py"), base / "__init__.py"):
         if path.is_file():
             return path
@@ -66,7 +71,7 @@ def closure(module: str) -> list[Path]:
             continue
         seen[name] = path
         todo.extend(_imports(name, path, path.stat().st_mtime_ns))
-        if "." in name:
+        if name.startswith(f"{PACKAGE}."):
             todo.append(name.rpartition(".")[0])  # importing a.b runs a/__init__.py
     return sorted(set(seen.values()))
 
@@ -79,7 +84,7 @@ def _digest(path: Path, _mtime_ns: int) -> bytes:
 def has_source(spec: VariantSpec) -> bool:
     """Whether the kernel module that builds ``spec`` exists."""
     module = registry.module_name(spec)
-    return module is not None and _path_of(f"{PACKAGE}.{module}") is not None
+    return module is not None and _path_of(module) is not None
 
 
 def sources(spec: VariantSpec) -> tuple[str, list[str]]:
@@ -90,9 +95,15 @@ def sources(spec: VariantSpec) -> tuple[str, list[str]]:
     module = registry.module_name(spec)
     if module is None:
         raise ValueError(f"spec: no kernel module builds {spec.name}")
-    files = closure(f"{PACKAGE}.{module}")
+    files = {_name_of(path): path for path in closure(module)}
     digest = hashlib.sha256()
-    for path in files:
-        digest.update(str(path.relative_to(ROOT)).encode())
+    for name, path in files.items():
+        digest.update(name.encode())
         digest.update(_digest(path, path.stat().st_mtime_ns))
-    return digest.hexdigest()[:16], [str(p.relative_to(ROOT.parent)) for p in files]
+    return digest.hexdigest()[:16], list(files)
+
+
+def _name_of(path: Path) -> str:
+    """Path of a source as records name it: relative to the package's parent, where that can be."""
+    inside = path.is_relative_to(ROOT.parent)
+    return str(path.relative_to(ROOT.parent)) if inside else path.name

@@ -23,7 +23,7 @@ from .spec import VariantSpec
 
 
 def module_name(spec: VariantSpec) -> str | None:
-    """Module that builds ``spec``, relative to this package; None if no module does."""
+    """Dotted name of the module that builds ``spec``; None if no module does."""
     return spec.family.module(spec.arch, dict(spec.values))
 
 
@@ -32,7 +32,7 @@ def module(spec: VariantSpec) -> ModuleType:
     name = module_name(spec)
     if name is None:
         raise ValueError(f"spec: no kernel module builds {spec.name}")
-    return importlib.import_module(f".{name}", __package__)
+    return importlib.import_module(name)
 
 
 def feasible(spec: VariantSpec) -> str | None:

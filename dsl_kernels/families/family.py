@@ -52,7 +52,7 @@ class Family:
     Attributes:
         op: first word of their names.
         axes: in the order of names.
-        module: (arch, values) -> kernel module relative to ``dsl_kernels``, None if there is none.
+        module: (arch, values) -> kernel module that builds it, None if there is none.
         points: arch -> values of the default matrix, module or not.
         helper: prepares or finishes what the attention kernels do; runs on every arch.
     """
@@ -81,7 +81,7 @@ def every(axes: tuple[Axis, ...]) -> Callable[[str], Iterator[Values]]:
 
 def helper(op: str, *axes: Axis) -> Family:
     """An op that one module in ``smxx`` builds, for every arch, in all combinations."""
-    return Family(op, axes, lambda _arch, _values: f"smxx.{op}", every(axes))
+    return Family(op, axes, lambda _arch, _values: f"dsl_kernels.smxx.{op}", every(axes))
 
 
 OUT_DTYPE = Axis("out_dtype", "o", ("bf16", "f32"), "bf16")

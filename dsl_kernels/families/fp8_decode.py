@@ -25,8 +25,8 @@ AXES = (
     Axis("cluster", "c", (1, 2), lambda values: cluster_of(values["row_tile"]), named=False),
 )
 MODULES = {
-    ("sm_90a", "etap"): "sm90.fp8_etap",
-    ("sm_90a", "dual_wg"): "sm90.fp8_dual_wg",
+    ("sm_90a", "etap"): "dsl_kernels.sm90.fp8_etap",
+    ("sm_90a", "dual_wg"): "dsl_kernels.sm90.fp8_dual_wg",
 }
 # dual_wg is the paper's form, kept to be compared: slower everywhere (docs/performance.md)
 DEFAULT_PAGES = {"etap": PAGE_SIZES, "dual_wg": (64,)}
