@@ -267,7 +267,7 @@ def test_picture_of_a_tile_is_fresh() -> None:
 
 @needs_kernels
 def test_picture_tells_the_budget() -> None:
-    """Every barrier with copies and arrivals, registers, and the bytes that the kernel's head sums."""
+    """Every barrier with copies and arrivals, registers, the bytes that the kernel's head sums."""
     words = [e.text or "" for e in ElementTree.fromstring(figures.tile()).iter() if e.text]
     declared = registry.budget(figures.SPEC)
     assert declared is not None
