@@ -24,6 +24,7 @@ import torch
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 import snapmla
 from snapmla import reference
@@ -273,8 +274,8 @@ def show_checks(results: list[Checked], console: Console) -> None:
         table.add_row(
             str(r.step), str(r.layer), str(r.sequences), f"{e.error:.2e}", f"{e.allowed:.2e}",
             f"{e.lse_error:.1e}", f"{e.lse_allowed:.1e}",
-            "bit for bit" if r.exact_bits else "[red]differs[/]",
-            "[green]right[/]" if r.right else "[red]wrong[/]",
+            "bit for bit" if r.exact_bits else Text("differs", "red"),
+            Text("right", "green") if r.right else Text("wrong", "red"),
         )  # fmt: skip
     console.print(table)
 
@@ -392,7 +393,7 @@ def main(
     layout: Annotated[str, typer.Option(help="split, paged or row640; empty: the job's own")] = "",
 ) -> None:
     """Runs the demo; the exit status says whether every result was right."""
-    console = Console(width=None if Console().is_terminal else 110)
+    console = Console(width=None if Console().is_terminal else 110, markup=False, emoji=False)
     kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     where = torch.device(kind)
     job = gpu_job(where) if kind == "cuda" else small_job(where)
@@ -423,9 +424,9 @@ def main(
         show_times(job, batch, caches, models, plan, queries, console)
     wrong = sum(not r.right for r in results)
     if wrong:
-        console.print(f"[red]{wrong} of {len(results)} results are wrong[/]")
+        console.print(f"{wrong} of {len(results)} results are wrong", style="red")
         raise typer.Exit(1)
-    console.print(f"[green]all {len(results)} results are right[/]")
+    console.print(f"all {len(results)} results are right", style="green")
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from .options import Options
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__
 )
-console = Console(soft_wrap=True, highlight=False)
+console = Console(soft_wrap=True, highlight=False, markup=False, emoji=False)
 
 Names = Annotated[list[str], typer.Argument(help="variant names or globs")]
 Directory = Annotated[Path | None, typer.Option("--dir", help="directory of built variants")]
@@ -114,10 +114,9 @@ def run(
         failed |= not right
         console.print(
             f"{name}: {'ok' if right else 'FAILED'} {result.summary} ({took:.1f} s)",
-            markup=False,
         )
         for text in dict.fromkeys(map(str, found)):
-            console.print(text, markup=False)
+            console.print(text)
     raise typer.Exit(1 if failed else 0)
 
 
@@ -136,9 +135,9 @@ def check(
         took = time.perf_counter() - started
         bad += bool(problems)
         verdict = f"{len(problems)} PROBLEMS" if problems else "clean"
-        console.print(f"{name}: {verdict}, {seeds} schedules, {took:.1f} s", markup=False)
+        console.print(f"{name}: {verdict}, {seeds} schedules, {took:.1f} s")
         for text in problems:
-            console.print(text, markup=False)
+            console.print(text)
     raise typer.Exit(1 if bad else 0)
 
 
@@ -172,14 +171,14 @@ def mutate(
     with using(mutation.schedule(0)):
         first = workload.run()
     if not first.passed:
-        console.print(f"{names[0]} itself is wrong: {first.summary}", markup=False)
+        console.print(f"{names[0]} itself is wrong: {first.summary}")
         raise typer.Exit(1)
     kernel = workload.kernel
     entry = kernel.entry
     places = mutation.sites(kernel.program(entry))
     outcomes = []
     study = mutation.study(kernel, entry, lambda: workload.run().passed, seeds, places)
-    bar = Console(stderr=True)
+    bar = Console(stderr=True, markup=False, emoji=False)
     for outcome in track(study, "mutants", len(places), console=bar, transient=True):
         outcomes.append(outcome)
         site = outcome.site
@@ -187,10 +186,9 @@ def mutate(
         console.print(
             f"{'killed  ' if outcome.killed else 'SURVIVED'} {site.family:8s}{site.source}: "
             f"{site.text[:60]}  ({how})",
-            markup=False,
         )
         if reports and outcome.report:
-            console.print(outcome.report, markup=False)
+            console.print(outcome.report)
     killed = sum(o.killed for o in outcomes)
     console.print(
         f"{names[0]}: {killed} of {len(outcomes)} mutants killed "
