@@ -89,7 +89,7 @@ def _use_cuda(cuda: str) -> Path:
 
 def _spec(name: str) -> VariantSpec:
     try:
-        return VariantSpec.from_name(name)
+        return mx.named(name)
     except ValueError as error:
         raise _fail(str(error)) from None
 

@@ -45,6 +45,7 @@ def _one_of(*names: str) -> Callable[[str], str]:
 
 def _variants(names: list[str], directory: Path | None) -> tuple[list[str], Path]:
     """Built variants that match, by name, and where they are."""
+    from codegen import matrix
     from snapmla import env
 
     at = directory if directory is not None else env.variant_dirs()[0]
@@ -52,7 +53,9 @@ def _variants(names: list[str], directory: Path | None) -> tuple[list[str], Path
     for name in names:
         hits = sorted(p.stem for p in at.glob(f"{name}.ptx"))
         if not hits:
-            print(f"no built variant in {at} matches {name!r}", file=sys.stderr)
+            close = matrix.did_you_mean(name, (p.stem for p in at.glob("*.ptx")))
+            hint = close or "; `make precompile` builds them all"
+            print(f"no built variant in {at} matches {name!r}{hint}", file=sys.stderr)
             raise typer.Exit(2)
         found += [h for h in hits if h not in found]
     return found, at
