@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,7 +20,7 @@ from .accumulate import BY_NAME
 from .coverage import coverage as coverage_of
 from .errors import Hazard, SoftGpuError
 from .loader import using
-from .options import Options
+from .options import HAZARDS, LANDINGS, Options
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__
@@ -32,11 +32,11 @@ Directory = Annotated[Path | None, typer.Option("--dir", help="directory of buil
 Seeds = Annotated[int, typer.Option(min=1, help="adversarial schedules to run")]
 
 
-def _one_of(*names: str) -> Callable[[str], str]:
+def _one_of(names: Iterable[str]) -> Callable[[str | None], str | None]:
     """An option's callback that refuses other words."""
 
-    def check(value: str) -> str:
-        if value not in names:
+    def check(value: str | None) -> str | None:
+        if value is not None and value not in names:
             raise typer.BadParameter(f"expected one of {', '.join(names)}, got {value!r}")
         return value
 
@@ -73,36 +73,52 @@ def _workload(name: str, directory: Path) -> Any:
         raise typer.Exit(2) from None
 
 
+@app.callback()
+def _environment() -> None:
+    """Refuses SOFTGPU_* of no meaning in one sentence, whatever is run."""
+    try:
+        Options()
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        raise typer.Exit(2) from None
+
+
 @app.command()
 def run(
     variants: Names,
     directory: Directory = None,
-    seed: Annotated[int, typer.Option(help="adversarial schedule; -1: in order")] = -1,
+    seed: Annotated[int | None, typer.Option(help="adversarial schedule; -1: in order")] = None,
     landing: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--async",
             help="when asynchronous work lands: early, late, random",
-            callback=_one_of("early", "late", "random"),
+            callback=_one_of(LANDINGS),
         ),
-    ] = "early",
+    ] = None,
     hazards: Annotated[
-        str,
-        typer.Option(
-            help="hazard check: off, raise, collect", callback=_one_of("off", "raise", "collect")
-        ),
-    ] = "off",
+        str | None,
+        typer.Option(help="hazard check: off, raise, collect", callback=_one_of(HAZARDS)),
+    ] = None,
     accumulate: Annotated[
-        str, typer.Option(help="arithmetic: hopper, exact", callback=_one_of("hopper", "exact"))
-    ] = "hopper",
+        str | None, typer.Option(help="arithmetic: hopper, exact", callback=_one_of(BY_NAME))
+    ] = None,
 ) -> None:
-    """Run variants once on small inputs and compare with the reference."""
+    """Run variants once on small inputs and compare with the reference.
+
+    What no option says, SOFTGPU_SEED, _ASYNC, _HAZARDS and _ACCUMULATE do.
+    """
     from dsl_kernels.spec import VariantSpec
     from snapmla import selfcheck
 
     names, at = _variants(variants, directory)
     found: list[Hazard] = []
-    options = Options(BY_NAME[accumulate], landing, seed, hazards, on_hazard=found.append)
+    arithmetic = None if accumulate is None else BY_NAME[accumulate]
+    asked = {
+        "accumulate": arithmetic, "asynchronous": landing, "seed": seed, "hazards": hazards
+    }  # fmt: skip
+    given: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
+    options = Options(on_hazard=found.append, **given)
     failed = False
     for name in names:
         found.clear()
