@@ -565,7 +565,9 @@ def test_wrong_argument(
 @pytest.mark.parametrize("device", [(), ("cuda",), (torch.device("cuda", 0),), (0,)], ids=str)
 def test_first_call_without_a_gpu(device: tuple[Any, ...]) -> None:
     """The default device is a GPU: who has none learns of the software GPU."""
-    with pytest.raises(ValueError, match=r"^device: expected 'cpu' or a CUDA .*, got .*\(") as caught:
+    with pytest.raises(
+        ValueError, match=r"^device: expected 'cpu' or a CUDA .*, got .*\("
+    ) as caught:
         PagedKVCache.allocate(8, 64, "split", *device)
     assert str(caught.value).endswith("device='cpu' runs the software GPU)")
     assert "\n" not in str(caught.value)
