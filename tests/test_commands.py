@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import venv
 from pathlib import Path
 from typing import Any
 
@@ -284,3 +285,28 @@ def test_help_and_the_software_gpu_need_no_device(monkeypatch: pytest.MonkeyPatc
         device.require_cuda(words)
     with pytest.raises(SystemExit):
         device.require_cuda(["--device", "cuda"])
+
+
+# ---------------------------------------------------------------- make lint
+
+
+@pytest.mark.parametrize("installed", [False, True])
+def test_lint_with_and_without_what_a_gpu_machine_has(tmp_path: Path, installed: bool) -> None:
+    """What mypy says of imports, with the project's settings, must not depend on triton's."""
+    venv.create(tmp_path / "venv", with_pip=False)
+    interpreter = tmp_path / "venv" / "bin" / "python"
+    if installed:
+        (purelib,) = (tmp_path / "venv").glob("lib/python*/site-packages")
+        for name in ("triton/__init__.py", "triton/language.py", "pynvml.py"):
+            (purelib / name).parent.mkdir(exist_ok=True)
+            (purelib / name).touch()
+    sources = "".join(path.read_text() for path in (ROOT / "profiles").glob("*.py"))
+    imports = re.findall(r"^ *(import (?:triton|pynvml).*\n)", sources, flags=re.M)
+    assert len(imports) == 3
+    (tmp_path / "use.py").write_text("".join(imports))
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "--config-file", str(ROOT / "pyproject.toml"),
+         "--python-executable", str(interpreter), "--cache-dir", str(tmp_path / "cache"), "use.py"],
+        capture_output=True, text=True, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
