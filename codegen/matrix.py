@@ -91,7 +91,8 @@ def named(name: str) -> VariantSpec:
     except ValueError as error:
         reason = str(error)
     targets = [arch.replace("_", "") for arch in ARCHS]
-    if name.startswith(OPS) and name.rpartition("_")[2] not in targets:
+    begins = any(name == op or name.startswith(f"{op}_") for op in OPS)
+    if begins and name.rpartition("_")[2] not in targets:
         reason = f"variant name {name!r}: expected a target at its end, _{' or _'.join(targets)}"
     if "did you mean" in reason:
         raise ValueError(reason)

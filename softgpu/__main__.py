@@ -131,9 +131,7 @@ def run(
         took = time.perf_counter() - started
         right = result.passed and not found
         failed |= not right
-        console.print(
-            f"{name}: {'ok' if right else 'FAILED'} {result.summary} ({took:.1f} s)",
-        )
+        console.print(f"{name}: {'ok' if right else 'FAILED'} {result.summary} ({took:.1f} s)")
         for text in dict.fromkeys(map(str, found)):
             console.print(text)
     raise typer.Exit(1 if failed else 0)
@@ -204,7 +202,7 @@ def mutate(
         how = f"{outcome.how}, schedule {outcome.seed}" if outcome.killed else "no schedule noticed"
         console.print(
             f"{'killed  ' if outcome.killed else 'SURVIVED'} {site.family:8s}{site.source}: "
-            f"{site.text[:60]}  ({how})",
+            f"{site.text[:60]}  ({how})"
         )
         if reports and outcome.report:
             console.print(outcome.report)

@@ -214,7 +214,7 @@ def test_wrong_name_gets_close_ones(name: str, words: str, close: str) -> None:
 
 
 def test_nonsense_is_close_to_nothing() -> None:
-    for name in ("", "nonsense"):
+    for name in ("", "nonsense", "mergers"):
         with pytest.raises(ValueError, match=r"expected to start with one of \([^;]*$"):
             matrix.named(name)
 

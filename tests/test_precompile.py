@@ -233,7 +233,7 @@ app(arguments)
 def test_interrupt_stops_after_the_variant_in_work(tmp_path: Path) -> None:
     process, _ = start(tmp_path, program=("-c", HELD))
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-    out, _ = process.communicate(timeout=120)
+    out, _ = process.communicate(timeout=300)
     assert process.returncode == 130 and "Traceback" not in out, out
     assert "interrupted: the next run goes on from here" in out
     # the first, the one in work, and no more than the two that the pool had handed to the worker
