@@ -7,13 +7,14 @@ matrix can be listed on any machine.
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from codegen import closure
 from dsl_kernels import registry
-from dsl_kernels.spec import PAGE_SIZES, PIPELINES, ROW_TILES, VariantSpec, decode_spec
+from dsl_kernels.spec import ARCHS, OPS, PAGE_SIZES, PIPELINES, ROW_TILES, VariantSpec, decode_spec
 
 OUT_DTYPES = ("bf16", "f32")
 IN_DTYPES = ("bf16", "f16", "f32")
@@ -78,3 +79,31 @@ def matrix(arch: str, pattern: str = "*", *, ask_kernels: bool = True) -> list[P
 def default_specs(arch: str, pattern: str = "*", *, ask_kernels: bool = True) -> list[VariantSpec]:
     """The variants that ``make precompile`` builds."""
     return [p.spec for p in matrix(arch, pattern, ask_kernels=ask_kernels) if p.reason is None]
+
+
+def named(name: str) -> VariantSpec:
+    """The variant of that name, whether the default matrix has it or not.
+
+    Raises ValueError in one sentence: what is wrong with the name, and which names are close.
+    """
+    try:
+        return VariantSpec.from_name(name)
+    except ValueError as error:
+        reason = str(error)
+    targets = [arch.replace("_", "") for arch in ARCHS]
+    begins = any(name == op or name.startswith(f"{op}_") for op in OPS)
+    if begins and name.rpartition("_")[2] not in targets:
+        reason = f"variant name {name!r}: expected a target at its end, _{' or _'.join(targets)}"
+    if "did you mean" in reason:
+        raise ValueError(reason)
+    known = [s.name for arch in ARCHS for s in default_specs(arch, ask_kernels=False)]
+    raise ValueError(reason + did_you_mean(name, known))
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """``; did you mean A or B?`` of the known variant names that are close, or nothing."""
+    known = list(known)
+    whole = [k for k in known if k.rpartition("_")[0] == name]  # only the target is missing
+    close = whole or difflib.get_close_matches(name, known, 3)
+    close = close or [k for k in known if name and k.startswith(f"{name}_")][:3]
+    return f"; did you mean {' or '.join(close)}?" if close else ""

@@ -42,6 +42,7 @@ from numpy.typing import NDArray
 
 from dsl_kernels.spec import VariantSpec
 from profiles import vectors
+from profiles.device import require_cuda
 from profiles.vectors import KernelCase, Result, WgmmaCase, WgmmaForm
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -415,6 +416,7 @@ def main(argv: list[str] | None = None) -> int:
     two.add_argument("--file", type=pathlib.Path, default=RECORD)
     args = parser.parse_args(argv)
     if args.command == "record":
+        require_cuda()
         return record(args.out)
     if args.command == "hashes":
         HASHES.write_text(json.dumps(ptx_hashes()))

@@ -62,7 +62,7 @@ class PagedKVCache(launch.CopiedByFields):
         num_pages: int,
         page_size: int = 64,
         layout: str = "split",
-        device: torch.device | str = "cuda",
+        device: torch.device | str | int = "cuda",
     ) -> PagedKVCache:
         """A cache of uninitialised memory (unused slots may hold NaN; no kernel minds).
 
@@ -70,7 +70,7 @@ class PagedKVCache(launch.CopiedByFields):
             num_pages: pages in the pool, 1 or more.
             page_size: tokens in a page: 16, 32, 64 or 128.
             layout: ``split``, ``paged`` or ``row640`` (see ``snapmla.layouts``).
-            device: where; a ``cpu`` cache is the software GPU's.
+            device: where; a ``cpu`` cache is the software GPU's, which needs no GPU.
 
         Raises:
             TypeError, ValueError: naming the argument.
@@ -78,7 +78,8 @@ class PagedKVCache(launch.CopiedByFields):
         checks.integer("num_pages", num_pages, 1)
         checks.page_size(page_size)
         checks.choice("layout", layout, layouts.LAYOUTS)
-        return cls(*layouts.LAYOUTS[layout].allocate(num_pages, page_size, torch.device(device)))
+        where = checks.device("device", device)
+        return cls(*layouts.LAYOUTS[layout].allocate(num_pages, page_size, where))
 
     @classmethod
     def from_tensors(

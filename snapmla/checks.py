@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
@@ -76,6 +77,7 @@ ADVICE: dict[str, str] = {
     "batch": "sequences",
     "seqlen": "tokens of a sequence",
     "card": "leave it out to ask about this machine",
+    "device": "device='cpu' runs the software GPU",
     "causal": "True: query token s of s_q sees the first length - (s_q - 1 - s) tokens",
     "limit": "sequences and parts to list",
     "head_dim_v": "kernels are built for kv_lora_rank 512",
@@ -295,6 +297,26 @@ def softmax_scale(value: Any) -> float:
         wanted = f"a positive finite number of at most {MAX_SOFTMAX_SCALE:.3g}"
         value_error("softmax_scale", wanted, value)
     return float(value)
+
+
+def device(name: str, value: Any) -> torch.device:
+    """Checks that torch can make tensors on a device, by making one without elements."""
+    try:
+        where = torch.device(value)
+        if not torch.compiler.is_compiling():
+            torch.empty(0, device=where)
+        return where
+    except torch.OutOfMemoryError:
+        raise
+    except (AssertionError, RuntimeError, TypeError) as error:
+        refused = error
+    expected = "'cpu' or a CUDA device that torch can use"
+    if isinstance(refused, TypeError):
+        type_error(name, expected, repr(value))
+    reason = re.split(r"\. |\n", str(refused))[0].rstrip(".")
+    known = len(reason) < 100  # else torch lists every type of device that ever was
+    hint = f"{reason}; {ADVICE['device']}" if known else ADVICE["device"]
+    value_error(name, expected, repr(value), hint)
 
 
 def cache(content: Any, rope: Any, scale: Any) -> None:

@@ -77,6 +77,7 @@ def test_size_and_contents(made: bundle.Bundle, unpacked: Path) -> None:
     assert len(libraries) == made.variants == len(matrix.default_specs("sm_90a"))
     assert not [n for n in names if n.endswith((".o", ".ptx", ".log", ".pyc"))]
     assert {"README.md", "LICENSE", "requirements.txt", "snapmla/variants/bundle.json"} <= names
+    assert {"snapmla/py.typed", "dsl_kernels/py.typed"} <= names
     for path in files:
         if path.suffix == ".py":
             assert "import cutlass" not in path.read_text(), path

@@ -15,7 +15,7 @@ import torch
 
 import snapmla
 from dsl_kernels.spec import VariantSpec
-from snapmla import PagedKVCache, QuantizedQuery, dispatch, flash_mla_fp8, runtime
+from snapmla import PagedKVCache, QuantizedQuery, checks, dispatch, flash_mla_fp8, runtime
 from snapmla.errors import UnsupportedDeviceError, VariantError
 from snapmla.plan import DecodePlan
 from snapmla.reference_plan import plan_reference
@@ -485,6 +485,16 @@ ROWS: list[tuple[str, str, Any, type, str, str]] = [
      "out: expected a pair of tensors, got Tensor", "leave it out to have it allocated"),
     ("dequantize_ckv_fused_indexed", "indices", torch.zeros(5, dtype=I64), TypeError,
      "indices: expected dtype int32, got int64", "not on every call"),
+    # where tensors are made or asked about
+    *(
+        (function, "device", value, error, f"device: expected 'cpu' or a CUDA device.*got {got}",
+         "device='cpu' runs the software GPU")
+        for function in ("allocate", "explain")
+        for value, error, got in (
+            ("gpu", ValueError, "'gpu'"), ("cuda:99", ValueError, "'cuda:99'"),
+            ("", ValueError, "''"), (2.5, TypeError, "2.5"), ([0], TypeError, r"\[0\]"),
+        )
+    ),
 ]  # fmt: skip
 GOOD: dict[str, Callable[[], dict[str, Any]]] = {
     "decode": decode_arguments,
@@ -549,6 +559,27 @@ def test_wrong_argument(
     assert re.fullmatch(r"(?s)[^:]+: expected .+, got .+ \(.+\)", text), text
     got = text.index(", got ")
     assert advice in text[got:], text
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("device", [(), ("cuda",), (torch.device("cuda", 0),), (0,)], ids=str)
+def test_first_call_without_a_gpu(device: tuple[Any, ...]) -> None:
+    """The default device is a GPU: who has none learns of the software GPU."""
+    with pytest.raises(
+        ValueError, match=r"^device: expected 'cpu' or a CUDA .*, got .*\("
+    ) as caught:
+        PagedKVCache.allocate(8, 64, "split", *device)
+    assert str(caught.value).endswith("device='cpu' runs the software GPU)")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_full_gpu_is_no_wrong_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch, "empty", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        checks.device("device", "cpu")
 
 
 @pytest.mark.parametrize("function", GOOD)

@@ -32,14 +32,18 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
+from profiles.device import require_cuda  # noqa: E402
+
+if __name__ == "__main__":
+    require_cuda(sys.argv[1:])  # before torch is imported: an answer at once
+
 import cases  # noqa: E402
+import torch  # noqa: E402
 from cases import DecodeCase, DecodeInputs  # noqa: E402
+from torch import Tensor  # noqa: E402
 
 import snapmla  # noqa: E402
 from codegen.artifacts import write_atomic  # noqa: E402
