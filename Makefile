@@ -13,8 +13,8 @@ PY := $(VENV)/bin/python
 setup:  ## make the environment: TORCH_INDEX=
 	@$(PYTHON) codegen/bootstrap.py $(VENV)
 endif
-## TORCH_INDEX  package index that setup looks at for torch too; https://download.pytorch.org/whl/cpu
-##          has builds of 200 MB without CUDA
+## TORCH_INDEX  package index that setup looks at for torch too: PyTorch's own for CPU has builds of
+##          200 MB without CUDA (the selector on pytorch.org names it)
 export TORCH_INDEX
 
 ## ARCH     architecture that kernels are built for: sm_90a or sm_100a

@@ -26,7 +26,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 CONSTRAINTS = ROOT / "constraints"
-CPU_INDEX = "https://download.pytorch.org/whl/cpu"  # PyTorch's own, of builds without CUDA
 
 
 def have_gpu() -> bool:
@@ -82,7 +81,7 @@ def announce(python: Path, gpu: bool) -> None:
         print(
             f"no GPU here, but pip finds no torch {pinned_torch()} without CUDA for Python "
             f"{sys.version_info[0]}.{sys.version_info[1]}: about 5 GB come along; without them: "
-            f"Ctrl-C and make setup TORCH_INDEX={CPU_INDEX}",
+            "Ctrl-C and make setup TORCH_INDEX=, the index of CPU builds that pytorch.org names",
             flush=True,
         )
 
