@@ -31,6 +31,10 @@ SHAPES = {16: (7, 2), 32: (16, 2), 64: (20, 3), 128: (64, 2)}  # row tile: (head
 LENGTHS = (64, 0, 130, 1)
 PARTS = 2
 HEAD_SCALE = 576**-0.5
+# What a decode's errors may exceed those of the mimic by.  Over all built variants they are 1.001
+# times the mimic's at most: what rounds the other way is a P at a tie, where both are as wrong.
+MIMIC_FACTOR = 1.1
+FP32_SLACK = 2e-5  # where the mimic is exact: some ulp of an LSE of 16, ten times what is seen
 
 
 @dataclass(frozen=True)
@@ -224,10 +228,9 @@ class DecodeErrors:
     """Errors of a decode against fp64 on the stored inputs, and what the rounding alone explains.
 
     Attributes:
-        error: relative L2 of the output; ``allowed`` is 1.1 times that of FP8 P in exact
-            arithmetic, plus 2.5e-3 for the output's own rounding.
-        lse_error: largest absolute error; ``lse_allowed`` is 1.1 times that of Q.K as Hopper's
-            tensor core accumulates it, plus 2e-4.
+        error: relative L2 of the output; ``allowed`` is 1.1 times that of the mimic (FP8 P, matrix
+            products as Hopper's tensor core accumulates them) in the output's dtype, plus 2e-5.
+        lse_error: largest absolute error; ``lse_allowed`` is 1.1 times the mimic's, plus 2e-5.
     """
 
     error: float
@@ -270,17 +273,16 @@ def decode_errors(
         cache_seqlens, softmax_scale, causal=causal, batches=batches, heads=heads,
     )  # fmt: skip
     truth, truth_lse = run(config=reference.FP64)
-    mimic, _ = run(config=reference.MIMIC)
-    _, mimic_lse = run(config=reference.MIMIC_HW)
+    mimic, mimic_lse = run(config=reference.MIMIC_HW_FULL)
     if batches is not None:
         out, lse = out[list(batches)], lse[list(batches)]
     if heads is not None:
         out, lse = out[:, :, list(heads)], lse[:, list(heads)]
     return DecodeErrors(
         error=metrics.relative_l2(out, truth),
-        allowed=1.1 * metrics.relative_l2(mimic, truth) + 2.5e-3,
+        allowed=MIMIC_FACTOR * metrics.relative_l2(mimic.to(out.dtype), truth) + FP32_SLACK,
         lse_error=metrics.lse_error(lse, truth_lse),
-        lse_allowed=1.1 * metrics.lse_error(mimic_lse, truth_lse) + 2e-4,
+        lse_allowed=MIMIC_FACTOR * metrics.lse_error(mimic_lse, truth_lse) + FP32_SLACK,
     )
 
 

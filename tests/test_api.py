@@ -184,7 +184,8 @@ def test_unsplit_and_split_agree() -> None:
                 softmax_scale=SCALE, plan=plan, out_dtype=torch.float32,
             )
         )  # fmt: skip
-    assert metrics.relative_l2(results[1][0], results[0][0]) < 1e-4
+    # fp32 sums of up to four pieces in another order: 1.7e-7 and 9.5e-7 as measured
+    assert metrics.relative_l2(results[1][0], results[0][0]) < 1e-6
     assert metrics.lse_error(results[1][1], results[0][1]) < 1e-5
 
 
