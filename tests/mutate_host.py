@@ -341,7 +341,7 @@ def main(
     if not chosen:
         typer.echo(f"no mutant is in {', '.join(files or [])}", err=True)
         raise typer.Exit(2)
-    outcomes = []
+    outcomes, at = [], commit()
     try:
         for outcome in study(ROOT, chosen, variants=default_dir().resolve(), jobs=jobs):
             outcomes.append(outcome)
@@ -352,7 +352,7 @@ def main(
     killed = sum(o.state == "killed" for o in outcomes)
     typer.echo(f"{killed} of {len(outcomes)} mutants killed")
     if to is not None:
-        to.write_text(record(outcomes, commit()))
+        to.write_text(record(outcomes, at))
     raise typer.Exit(int(killed < len(outcomes)))
 
 
