@@ -209,6 +209,30 @@ def test_other_shared_memory_is_no_block(shift: tuple[int, int]) -> None:
     assert all(a is b for a, b in zip(cache.memory, (cache.content_u8, cache.rope, cache.scale)))
 
 
+def test_pages_that_reach_into_one_another_are_no_block() -> None:
+    """The strides of ``paged``, but a page's scales are the next one's content."""
+    p, memory = 32, torch.zeros(3 * 32 * 644, dtype=torch.uint8)
+    for page, found in ((p * 644, True), (p * 640, False)):
+        views = (
+            memory.as_strided((2, p, 512), (page, 512, 1)),
+            memory.view(torch.bfloat16).as_strided((2, p, 64), (page // 2, 64, 1), p * 256),
+            memory.view(torch.float32).as_strided((2, p), (page // 4, 1), p * 160),
+        )
+        assert (layouts.memory_of(*views) is not None) == found
+
+
+def test_rows_that_reach_into_one_another_are_no_rows() -> None:
+    """The places of ``row640``, but a row's RoPE is the next one's content."""
+    p, memory = 32, torch.zeros(3 * 32 * 640, dtype=torch.uint8)
+    for row, found in ((640, True), (576, False)):
+        views = (
+            memory.as_strided((2, p, 512), (p * row, row, 1)),
+            memory.view(torch.bfloat16).as_strided((2, p, 64), (p * row // 2, row // 2, 1), 256),
+            torch.zeros(2, p),
+        )
+        assert (layouts.memory_of(*views) is not None) == found
+
+
 @pytest.mark.parametrize("shape", [(4, 100), (4, 32, 512), (4, 32, 640, 1)])
 def test_memory_of_no_layout(shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="^content: expected content beside rope and scale"):

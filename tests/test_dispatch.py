@@ -298,3 +298,9 @@ def test_a_pipeline_without_features_is_left_out(monkeypatch: pytest.MonkeyPatch
     dispatch.judge.cache_clear()
     assert found.chosen is not None and found.chosen.pipeline == "dual_wg"
     assert "etap declares no features yet" in str(found)
+
+
+def test_parts_count_clusters() -> None:
+    """A tile of 128 rows is a cluster of two CTAs; every row block has its own."""
+    assert [dispatch.parts_of(132, 128, tile) for tile in (32, 64, 128)] == [33, 66, 66]
+    assert dispatch.parts_of(132, 129, 128) == 33 and dispatch.parts_of(4, 1024, 128) == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import math
 from collections.abc import Callable
 
@@ -197,6 +198,56 @@ def test_metadata_has_room(parts: int, batch: int) -> None:
     metadata = torch.zeros(parts, names._metadata_width(parts, batch), dtype=torch.int32)
     assert names._metadata_capacity(metadata) >= batch
     assert 4 * (parts + batch) + batch + parts + 1 <= metadata.numel()
+
+
+def ints_of(metadata: torch.Tensor, batch: int) -> list[tuple[int, int]]:
+    """Where a pair's tables begin and end in its metadata, in ints, in order."""
+    base = metadata.data_ptr()
+    return sorted(
+        ((t.data_ptr() - base) // 4, (t.data_ptr() - base) // 4 + t.numel())
+        for t in names._tables(metadata, batch)
+    )
+
+
+@pytest.mark.parametrize("columns", range(9, 14))
+@pytest.mark.parametrize("parts", [1, 2, 4, 33])
+def test_a_full_metadata_tensor(parts: int, columns: int) -> None:
+    """As many sequences as there is room for: tables side by side, and no room for one more."""
+    metadata = torch.zeros(parts, columns * (8 if parts == 1 else 1), dtype=torch.int32)
+    room = names._metadata_capacity(metadata)
+    spans = ints_of(metadata, room)
+    assert spans[0][0] >= 0 and spans[-1][1] <= metadata.numel()
+    assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(spans))
+
+    def used(batch: int) -> int:
+        return sum(end - begin for begin, end in ints_of(metadata, batch))
+
+    assert metadata.numel() < 2 * used(room) - used(room - 1)
+    lengths, splits = torch.ones(room, dtype=torch.int32), torch.zeros(room + 1, dtype=torch.int32)
+    names.get_mla_metadata(lengths, 16, 1, out=(metadata, splits))
+    want = plan_reference([1] * room, parts, 64, snapmla.plan.DEFAULT_FIXED_OVERHEAD)
+    items = names._tables(metadata, room).work_items[:room].tolist()
+    assert [tuple(item) for item in items] == want.work_items
+    more = torch.ones(room + 1, dtype=torch.int32)
+    with pytest.raises(ValueError, match=f"expected room for {room + 1} .*got room for {room} "):
+        names.get_mla_metadata(more, 16, 1, out=(metadata, torch.zeros(room + 2).int()))
+
+
+def test_another_shape_at_the_same_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of the metadata are parts: the same memory in other rows is another schedule."""
+    monkeypatch.setattr("snapmla.plan.DEFAULT_FIXED_OVERHEAD", 1)
+    names._plans.clear()
+    step = Step((70, 250), 16, 1)
+    pair = step.metadata()
+    for parts in (4, 2):  # as many as the software GPU fills, then half
+        own = step.metadata(out=(pair[0].view(parts, -1), pair[1]))
+        plan = snapmla.plan_decode(
+            step.lengths, 16, 1, page_size=PAGE, max_pages=WIDTH, num_parts=parts, fixed_overhead=1
+        )
+        assert int(own[1][-1]) == int(plan.split_begin[-1]) > 0
+        out, lse = torch.full((2, 1, 16, 512), 7.0).bfloat16(), torch.full((2, 16, 1), 7.0)
+        equal(step.decode(own, out=out, lse=lse), step.primary(plan=plan))
+    names._plans.clear()
 
 
 def test_append_and_fetch_have_the_primary_bits() -> None:

@@ -118,7 +118,17 @@ def test_complete_call_takes_the_quick_way(monkeypatch: pytest.MonkeyPatch) -> N
     assert out is call["out"] and lse is call["lse"] and out.abs().sum() > 0
     fresh, _ = snapmla.decode(**{**call, "out": None, "lse": None, "out_dtype": torch.float32})
     assert fresh.dtype == torch.float32
-    torch.testing.assert_close(fresh, out.float(), atol=2e-2, rtol=1e-2)
+    assert torch.equal(fresh.bfloat16(), out), "the same fp32 values, rounded at the very end"
+
+
+@pytest.mark.parametrize("width", [WIDTH - 1, WIDTH + 1])
+def test_the_table_is_as_wide_as_planned(width: int) -> None:
+    """Kernels clamp lengths by the table's own width, plans by the one they were told."""
+    call = complete_call()
+    table = torch.zeros(2, width, dtype=torch.int32)
+    with pytest.raises(ValueError, match=f"^block_table: expected a width of {WIDTH}, .*{width}"):
+        snapmla.decode(**{**call, "block_table": table})
+    assert not call["out"].any()
 
 
 def test_strided_block_table_is_fine() -> None:

@@ -237,3 +237,15 @@ def test_codegen_writes_where_the_runtime_looks_first(
     monkeypatch.setattr(env, "is_checkout", lambda: checkout)
     monkeypatch.setattr(artifacts, "is_checkout", lambda: checkout)
     assert artifacts.default_dir() == env.compile_dir()
+
+
+def test_the_nearest_variant_is_of_the_same_op(folder: Path) -> None:
+    """Of the same architecture too; then the one that differs in the fewest axes."""
+    other_op, other_arch = VariantSpec(op="merge"), decode_spec("etap", 64, 64, "bf16", "sm_100a")
+    for spec in (other_op, other_arch):
+        place(folder, spec)
+    assert runtime.nearest(SPEC) is None
+    far, near = decode_spec("etap", 16, 16, "bf16"), decode_spec("etap", 64, 128, "bf16")
+    for spec in (far, near):
+        place(folder, spec)
+    assert runtime.nearest(SPEC) == near.name
