@@ -29,12 +29,14 @@ DRIVER = r"""
 #include <string.h>
 #include <time.h>
 #define CASE(name) (getenv("FAKE") && !strcmp(getenv("FAKE"), name))
+#define PART(word) (getenv("FAKE") && strstr(getenv("FAKE"), word))
 typedef struct {
   unsigned grid[3], block[3], smem;
   void *stream, *attrs;
   unsigned n;
 } config;
 static _Thread_local int context_set; /* a context is current for one thread */
+__attribute__((constructor)) static void begin(void) { context_set = PART("current") ? 1 : 0; }
 int cuInit(unsigned f) { (void)f; return 0; }
 int cuDriverGetVersion(int *v) { *v = CASE("old") ? 12040 : 13000; return 0; }
 int cuGetErrorName(int c, const char **s) { (void)c; *s = "CUDA_ERROR_FAKE"; return 0; }
@@ -48,10 +50,15 @@ int cuDeviceGetAttribute(int *v, int a, int d) {
 int cuCtxGetDevice(int *d) { *d = context_set - 1; return context_set ? 0 : 201; }
 int cuCtxSetCurrent(void *c) {
   context_set = (int)(long)c;
-  printf("device %d\n", context_set - 1);
+  if (c) printf("device %d\n", context_set - 1);
+  else printf("no device\n");
   return 0;
 }
-int cuDevicePrimaryCtxRetain(void **c, int d) { *c = (void *)(long)(d + 1); return 0; }
+int cuDevicePrimaryCtxRetain(void **c, int d) {
+  *c = (void *)(long)(d + 1);
+  printf("context on %d\n", d);
+  return PART("memory") ? 2 : 0;
+}
 int cuThreadExchangeStreamCaptureMode(int *mode) {
   static _Thread_local int current = 0; /* global: whoever captures, unsafe calls fail */
   int old = current;
@@ -78,7 +85,7 @@ int cuKernelGetAttribute(int *v, int a, void *k, int d) {
   (void)a; (void)k;
   *v = 0;
   if (CASE("full") && d == 1) return 2;
-  return CASE("arch") || (CASE("half") && d == 0) || (CASE("other") && d == 1) ? 209 : 0;
+  return CASE("arch") || (PART("half") && d == 0) || (CASE("other") && d == 1) ? 209 : 0;
 }
 int cuKernelSetAttribute(int a, int v, void *k, int d) {
   (void)k;
@@ -91,7 +98,7 @@ int cuLaunchKernelEx(const config *c, void *k, void **args, void **extra) {
          c->grid[1], c->grid[2], c->block[0], c->block[1], c->block[2], c->smem, c->stream, c->n,
          *(void **)args[0]);
   if (CASE("full") || CASE("other")) return context_set == 2 ? 1 : 0;
-  return CASE("launch") ? 701 : 0;
+  return CASE("launch") || PART("failing") ? 701 : 0;
 }
 """
 
@@ -132,9 +139,13 @@ int main(int argc, char **argv) {
   DLTensor c = make(1, sb, one, kDLInt, 32), d = make(4, o, o_s, kDLBfloat, 16);
   DLTensor e = make(3, l, l_s, kDLFloat, 32);
   int code, i;
-  if (argc > 2) return many(atoi(argv[2]));
-  TVMFFIEnvSetStream(kDLCUDA, 1, (void *)0x77, NULL);
-  if (argc > 1) a.ndim = 2;
+  if (argc > 2 && strcmp(argv[1], "device")) return many(atoi(argv[2]));
+  if (argc > 2) {
+    a.device.device_id = b.device.device_id = c.device.device_id = atoi(argv[2]);
+    d.device.device_id = e.device.device_id = atoi(argv[2]);
+  }
+  TVMFFIEnvSetStream(kDLCUDA, a.device.device_id, (void *)0x77, NULL);
+  if (argc == 2) a.ndim = 2;
   for (i = 0; i < 2; ++i) {
     code = snapmla_merge_obf16_sm90a(&a, &b, &c, &d, &e, 1.0, 0.0);
     if (code) {
@@ -209,18 +220,42 @@ def test_typed_call_reaches_the_driver(program: Path) -> None:
     assert lines.index("capture mode 2") < lines.index("load") < lines.index("capture mode 0")
     assert lines.index("capture mode 0") > lines.index("attribute 14 = 1 on 1")
     assert out.count("capture mode") == 2, "once, not at every launch"
-    # a thread without a context is on device 0; the tensors' device is current for the launch only
-    launches = [i for i, line in enumerate(lines) if line.startswith("launch")]
-    assert len(launches) == 2
-    first, second = launches
-    assert lines[first - 2 : first] == ["device 0", "device 1"] and lines[first + 1] == "device 0"
-    assert lines[second - 1] == "device 1" and lines[second + 1] == "device 0"
-    grid, block, smem, stream, attributes, tokens = (
-        lines[first].removeprefix("launch ").split(" | ")
-    )
+    first = next(line for line in lines if line.startswith("launch"))
+    grid, block, smem, stream, attributes, tokens = first.removeprefix("launch ").split(" | ")
     assert [int(x) > 0 for x in grid.split()] == [True] * 3 and int(block.split()[0]) % 32 == 0
     assert int(smem) >= 0 and stream == "stream 0x77" and tokens == "tokens 0x1000"
     assert int(attributes.split()[1]) >= 1  # programmatic dependent launch
+
+
+def around_launches(out: str) -> list[str]:
+    """What concerns contexts, and the launches, of two calls."""
+    lines = [line.split()[0] if line.startswith("launch") else line for line in out.splitlines()]
+    return [line for line in lines if line == "launch" or line.startswith(("context", "device", "no"))]
+
+
+@pytest.mark.parametrize("device", [0, 1])
+def test_a_thread_without_a_context_ends_without_one(program: Path, device: int) -> None:
+    """The tensors' device gets a context, no other one does: device 0's costs hundreds of MB."""
+    code, out = run(program, "", "device", str(device))
+    call = [f"device {device}", "launch", "no device"]
+    assert code == 0 and around_launches(out) == [f"context on {device}", *call, *call], out
+
+
+@pytest.mark.parametrize("case", ["current", "current and failing"])
+def test_the_callers_device_is_current_again(program: Path, case: str) -> None:
+    code, out = run(program, case, "device", "1")
+    call = ["device 1", "launch", "device 0"]
+    contexts = [line for line in around_launches(out) if not line.startswith("context")]
+    assert contexts == call * (1 if code else 2) and code == ("failing" in case), out
+    code, out = run(program, "current", "device", "0")
+    assert code == 0 and around_launches(out) == ["launch", "launch"], "it is current: left alone"
+
+
+def test_a_context_that_cannot_be_made_is_told_of_its_device(program: Path) -> None:
+    """... not of device 0: neither is current."""
+    code, out = run(program, "half, no memory", "device", "1")
+    assert code == 1 and "launch" not in out and "context on 0" not in out, out
+    assert out.endswith("RuntimeError: CUDA error 2 (CUDA_ERROR_FAKE): as asked\n")
 
 
 def test_wrong_argument_needs_no_driver(program: Path) -> None:
@@ -371,7 +406,7 @@ def test_decode_launches_its_merge(
     decode, merge = (line.split(" | ") for line in lines if line.startswith("launch"))
     assert decode[0].split()[1] == str(ctas) and merge[1] != decode[1]
     assert (decode[1], decode[2]) == (f"{record.threads} 1 1", str(record.dynamic_smem))
-    assert lines[-1] == "device 0", "the caller's device is current again"
+    assert lines[-1] == "no device", "as before the call"
 
 
 def test_a_device_of_another_arch_beside_a_good_one(program: Path) -> None:
