@@ -44,6 +44,15 @@ def prepared(*tensors: torch.Tensor) -> tuple[Any, ...]:
     """
     if tensors[0].device.type != "cuda":
         return tensors
+    return tuple(map(as_argument, tensors))
+
+
+def as_argument(tensor: torch.Tensor) -> Any:
+    """``tensor`` as a TVM FFI tensor on the same memory, which lives as long.
+
+    By way of the plain capsule, in every version of torch: ``Tensor.__dlpack__``, which TVM FFI
+    would call before torch 2.10, synchronises streams and cares which device is current.
+    """
     import tvm_ffi
 
-    return tuple(tvm_ffi.from_dlpack(t) for t in tensors)
+    return tvm_ffi.from_dlpack(torch.utils.dlpack.to_dlpack(tensor))

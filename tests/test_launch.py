@@ -97,6 +97,7 @@ int cuLaunchKernelEx(const config *c, void *k, void **args, void **extra) {
   printf("launch %u %u %u | %u %u %u | %u | stream %p | attributes %u | tokens %p\n", c->grid[0],
          c->grid[1], c->grid[2], c->block[0], c->block[1], c->block[2], c->smem, c->stream, c->n,
          *(void **)args[0]);
+  if (PART("slow")) nanosleep(&(struct timespec){0, 2000000}, NULL);
   if (CASE("full") || CASE("other")) return context_set == 2 ? 1 : 0;
   return CASE("launch") || PART("failing") ? 701 : 0;
 }
@@ -230,7 +231,9 @@ def test_typed_call_reaches_the_driver(program: Path) -> None:
 def around_launches(out: str) -> list[str]:
     """What concerns contexts, and the launches, of two calls."""
     lines = [line.split()[0] if line.startswith("launch") else line for line in out.splitlines()]
-    return [line for line in lines if line == "launch" or line.startswith(("context", "device", "no"))]
+    return [
+        line for line in lines if line == "launch" or line.startswith(("context", "device", "no"))
+    ]
 
 
 @pytest.mark.parametrize("device", [0, 1])
@@ -409,6 +412,50 @@ def test_decode_launches_its_merge(
     assert lines[-1] == "no device", "as before the call"
 
 
+THREADS = """
+import sys, threading
+from pathlib import Path
+import torch
+from dsl_kernels.spec import decode_spec
+from snapmla import runtime
+from softgpu.runtime import as_cuda
+
+spec = decode_spec("etap", 16, 64, "bf16")
+decode = runtime.load(runtime.find(spec, [Path(sys.argv[1])]), "cuda")
+shapes = {"uint8": torch.uint8, "int32": torch.int32, "bfloat16": torch.bfloat16}
+extents = {"pages": 8, "b": 2, "s_q": 1, "h": 16, "width": 4, "b_plus_1": 3}
+record = runtime._record(Path(sys.argv[1]), spec.name)
+arguments = [
+    as_cuda(torch.zeros([n if isinstance(n, int) else extents.get(n, 16) for n in a["shape"]],
+                        dtype=shapes.get(a["dtype"], torch.float32))) if "shape" in a else 1
+    for a in record["arguments"]
+]
+def hammer():
+    for _ in range(10):
+        decode(*arguments)
+both = [threading.Thread(target=hammer) for _ in range(2)]
+for thread in both: thread.start()
+for thread in both: thread.join()
+"""
+
+
+def test_python_threads_do_not_come_between_the_launches_of_a_call(
+    folder: Path, variant_dir: Path
+) -> None:
+    """Decode and merge share a workspace: on one stream nothing may be launched between them."""
+    spec = decode_spec("etap", 16, 64, "bf16")
+    record = precompile([spec], variant_dir, jobs=1).records[spec.name]
+    done = subprocess.run(
+        [sys.executable, "-c", THREADS, str(variant_dir)], capture_output=True, text=True,
+        cwd=artifacts.ROOT,
+        env={**os.environ, "LD_LIBRARY_PATH": str(folder / "driver"), "FAKE": "slow"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    blocks = [line.split(" | ")[1] for line in done.stdout.splitlines() if " | " in line]
+    assert len(set(blocks)) == 2 and blocks[::2] == [f"{record.threads} 1 1"] * 20, blocks
+    assert len(set(blocks[1::2])) == 1, blocks
+
+
 def test_a_device_of_another_arch_beside_a_good_one(program: Path) -> None:
     code, out = run(program, "half")
     assert code == 0 and "attribute 8 = 232448 on 1" in out and "on 0" not in out
@@ -441,3 +488,47 @@ def test_header_command(built: Report, variant_dir: Path) -> None:
             [*command, name], capture_output=True, text=True, cwd=artifacts.ROOT,
         )  # fmt: skip
         assert done.returncode == code and words in done.stdout
+
+
+WITHOUT_EXCHANGE_API = """
+import os, sys
+os.environ["TVM_FFI_DISABLE_TORCH_C_DLPACK"] = "1"  # it would compile what torch lacks
+import torch
+del torch.Tensor.__dlpack_c_exchange_api__
+def refused(*_, **__):
+    raise AssertionError("Tensor.__dlpack__ was called")
+torch.Tensor.__dlpack__ = refused
+import tvm_ffi
+from snapmla import launch
+
+for dtype in (torch.int32, torch.uint8, torch.bfloat16, torch.float32):
+    whole = torch.zeros(6, 8, dtype=dtype)
+    made = launch.as_argument(whole[1:5, ::2])
+    assert tuple(made.shape) == (4, 4) and tuple(made.strides) == (8, 2)
+    assert made.data_ptr() == whole[1:5].data_ptr()
+merge = tvm_ffi.load_module(sys.argv[1])["snapmla_merge_obf16_sm90a"]
+tensors = [torch.zeros(4, 64, 512), torch.zeros(4, 64), torch.zeros(3, dtype=torch.int32),
+           torch.zeros(2, 1, 64, 512, dtype=torch.bfloat16), torch.zeros(2, 64, 1)]
+for given in (tensors, [launch.as_argument(t) for t in tensors]):
+    try:
+        merge(*given, 1.0, 0.0)
+    except ValueError as error:
+        assert "device_type" in str(error), error  # all the rest is right
+    else:
+        raise AssertionError("a kernel ran on CPU tensors")
+print("right")
+"""
+
+
+def test_arguments_of_a_torch_without_the_exchange_api(program: Path, variant_dir: Path) -> None:
+    """Before torch 2.10 ``Tensor.__dlpack__`` is what is left, and it synchronises streams.
+
+    In 2.9 it makes the default stream wait, which no capture allows, and refuses tensors of a GPU
+    that is not the current one.
+    """
+    library = artifacts.paths(variant_dir, MERGE)["so"]
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_EXCHANGE_API, str(library)], capture_output=True, text=True,
+        cwd=artifacts.ROOT,
+    )  # fmt: skip
+    assert done.returncode == 0 and done.stdout == "right\n", done.stderr

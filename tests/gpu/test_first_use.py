@@ -44,6 +44,30 @@ torch.cuda.synchronize()
 assert torch.equal(captured, step("cuda")())
 print("right")
 """
+OLD_TORCH = """
+import os
+os.environ["TVM_FFI_DISABLE_TORCH_C_DLPACK"] = "1"  # it would compile what torch lacks
+import torch
+del torch.Tensor.__dlpack_c_exchange_api__
+def refused(*_, **__):
+    raise AssertionError("Tensor.__dlpack__ was called: it synchronises streams")
+torch.Tensor.__dlpack__ = refused
+plain = torch.utils.dlpack.to_dlpack
+def to_dlpack(t):
+    return plain(t.as_strided(t.shape, [1 if n < 2 else s for n, s in zip(t.shape, t.stride())]))
+torch.utils.dlpack.to_dlpack = to_dlpack
+"""
+ONE_OF_ALL = """
+cache = snapmla.PagedKVCache.allocate(1, device="cuda")
+latent = torch.ones(1, 576, device="cuda").bfloat16()
+slots, table = (torch.zeros(n, dtype=torch.int32, device="cuda") for n in (1, (1, 1)))
+snapmla.append_kv(cache, latent[:, :512], latent[:, 512:], slots)
+query = snapmla.quantize_q(latent[:, None, None, :512], latent[:, None, None, 512:])
+lengths = torch.ones(1, dtype=torch.int32, device="cuda")
+plan = snapmla.plan_decode(lengths, 1, 1, page_size=64, max_pages=1)
+out, _ = snapmla.decode(query, cache, table, lengths, softmax_scale=1.0, plan=plan)
+assert (out - 1).abs().max().item() < 1e-2, out
+"""
 OTHERS = """
 step("cuda:0")()
 torch.cuda.synchronize(0)
@@ -112,6 +136,15 @@ def run(program: str) -> None:
 
 def test_first_calls_may_be_captured() -> None:
     run(CAPTURE)
+
+
+def test_first_calls_with_a_torch_before_2_10() -> None:
+    """Its DLPack has no exchange API, and names 1 as the stride of every extent of 1."""
+    done = subprocess.run(
+        [sys.executable, "-c", OLD_TORCH + SETUP + CAPTURE.replace('print("right")', ONE_OF_ALL)],
+        capture_output=True, text=True, cwd=ROOT,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
