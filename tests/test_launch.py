@@ -135,11 +135,31 @@ static int many(int n) {
   for (i = 0; i < n; ++i) pthread_join(threads[i], NULL);
   return 0;
 }
+static void report(void) {
+  TVMFFIObjectHandle h;
+  TVMFFIErrorMoveFromRaised(&h);
+  TVMFFIErrorCell *cell = (TVMFFIErrorCell *)((char *)h + sizeof(TVMFFIObject));
+  printf("%.*s: %.*s\n", (int)cell->kind.size, cell->kind.data, (int)cell->message.size,
+         cell->message.data);
+  TVMFFIObjectDecRef(h);
+}
+static int nothing(void) {
+  DLTensor a = make(3, acc, acc_s, kDLFloat, 32), b = make(2, la, la_s, kDLFloat, 32);
+  DLTensor c = make(1, sb, one, kDLInt, 32), d = make(4, o, o_s, kDLBfloat, 16);
+  if (snapmla_merge_obf16_sm90a(NULL, NULL, NULL, NULL, NULL, 1.0, 0.0)) report();
+  if (snapmla_merge_obf16_sm90a(&a, &b, &c, &d, NULL, 1.0, 0.0)) report();
+  b.shape = NULL;
+  if (snapmla_merge_obf16_sm90a(&a, &b, &c, &d, NULL, 1.0, 0.0)) report();
+  a.strides = NULL;
+  if (snapmla_merge_obf16_sm90a(&a, &b, &c, &d, NULL, 1.0, 0.0)) report();
+  return 1;
+}
 int main(int argc, char **argv) {
   DLTensor a = make(3, acc, acc_s, kDLFloat, 32), b = make(2, la, la_s, kDLFloat, 32);
   DLTensor c = make(1, sb, one, kDLInt, 32), d = make(4, o, o_s, kDLBfloat, 16);
   DLTensor e = make(3, l, l_s, kDLFloat, 32);
   int code, i;
+  if (argc == 2 && !strcmp(argv[1], "null")) return nothing();
   if (argc > 2 && strcmp(argv[1], "device")) return many(atoi(argv[2]));
   if (argc > 2) {
     a.device.device_id = b.device.device_id = c.device.device_id = atoi(argv[2]);
@@ -150,12 +170,7 @@ int main(int argc, char **argv) {
   for (i = 0; i < 2; ++i) {
     code = snapmla_merge_obf16_sm90a(&a, &b, &c, &d, &e, 1.0, 0.0);
     if (code) {
-      TVMFFIObjectHandle h;
-      TVMFFIErrorMoveFromRaised(&h);
-      TVMFFIErrorCell *cell = (TVMFFIErrorCell *)((char *)h + sizeof(TVMFFIObject));
-      printf("%.*s: %.*s\n", (int)cell->kind.size, cell->kind.data, (int)cell->message.size,
-             cell->message.data);
-      TVMFFIObjectDecRef(h);
+      report();
       return 1;
     }
   }
@@ -265,6 +280,13 @@ def test_wrong_argument_needs_no_driver(program: Path) -> None:
     code, out = run(program, "", "bad", driver=False)
     assert code == 1 and out.startswith("ValueError: Mismatched Tensor") and "o_accum" in out
     assert "ndim=3" in out
+
+
+def test_null_is_an_error_not_a_crash(program: Path) -> None:
+    code, out = run(program, "", "null", driver=False)
+    wanted = "expected a DLTensor with shape and strides, got NULL"
+    names = ("o_accum", "lse", "lse_accum", "o_accum")
+    assert code == 1 and out.splitlines() == [f"ValueError: {name}: {wanted}" for name in names]
 
 
 @pytest.mark.parametrize(
