@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from codegen import artifacts, link, render, toolchain
+from codegen import artifacts, bundle, link, render, toolchain
 from codegen.artifacts import Record
 from codegen.precompile import Report, precompile
 from dsl_kernels.spec import VariantSpec, decode_spec
@@ -58,6 +58,22 @@ int cuDevicePrimaryCtxRetain(void **c, int d) {
   *c = (void *)(long)(d + 1);
   printf("context on %d\n", d);
   return PART("memory") ? 2 : 0;
+}
+int cuStreamCreate(void **s, unsigned f) { (void)f; *s = (void *)0x55; return 0; }
+int cuStreamSynchronize(void *s) { printf("wait for %p\n", s); return 0; }
+int cuMemAlloc_v2(unsigned long long *p, size_t n) {
+  void *made = NULL;
+  const int code = posix_memalign(&made, 256, n);
+  *p = (unsigned long long)made;
+  return code;
+}
+int cuMemcpyHtoD_v2(unsigned long long to, const void *from, size_t n) {
+  memcpy((void *)to, from, n);
+  return 0;
+}
+int cuMemcpyDtoH_v2(void *to, unsigned long long from, size_t n) {
+  memcpy(to, (const void *)from, n);
+  return 0;
 }
 int cuThreadExchangeStreamCaptureMode(int *mode) {
   static _Thread_local int current = 0; /* global: whoever captures, unsafe calls fail */
@@ -220,7 +236,7 @@ def run(program: Path, case: str = "", *arguments: str, driver: bool = True) -> 
     if driver:
         environment["LD_LIBRARY_PATH"] = str(program.parent / "driver")
     done = subprocess.run([program, *arguments], capture_output=True, text=True, env=environment)
-    return done.returncode, done.stdout
+    return done.returncode, done.stdout + done.stderr
 
 
 def test_typed_call_reaches_the_driver(program: Path) -> None:
@@ -488,6 +504,48 @@ def test_no_driver_at_all(program: Path) -> None:
         pytest.skip("there is a driver")
     code, out = run(program, driver=False)
     assert code == 1 and "there is no NVIDIA driver here" in out
+
+
+EXAMPLE = artifacts.ROOT / "examples" / "c"
+EXAMPLE_SPECS = [
+    VariantSpec(op="append_kv"), VariantSpec(op="plan_decode"),
+    decode_spec("etap", 16, 64, "bf16"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def example(folder: Path, variant_dir: Path) -> Path:
+    """examples/c/decode.c, compiled as its README says against what a bundle has of it."""
+    records = list(precompile(EXAMPLE_SPECS, variant_dir, jobs=1).records.values())
+    bundle._variants(folder / "bundle", records, variant_dir)
+    subprocess.run(
+        ["sh", EXAMPLE / "build.sh", folder / "bundle", folder / "decode"], check=True,
+        env={**os.environ, "PYTHON": sys.executable, "CC": str(toolchain.c_compiler())},
+    )  # fmt: skip
+    return folder / "decode"
+
+
+def test_the_c_example_launches_what_it_says(example: Path) -> None:
+    code, out = run(example)
+    lines = out.splitlines()
+    launches = [line.split(" | ") for line in lines if line.startswith("launch")]
+    assert code == 0 and len(launches) == 4, out  # append, plan, decode and its merge
+    assert launches[2][0].startswith("launch 132 ")
+    assert {launch[3] for launch in launches} == {"stream 0x55"}
+    assert lines[-2] == "wait for 0x55"
+    assert lines[-1] == "out 0.000, lse 0.0000; empty: out 0, lse 0", "nothing was computed"
+
+
+def test_the_c_example_prints_errors(example: Path) -> None:
+    """A failed launch, and, as its README shows, what it is without a driver."""
+    code, out = run(example, "failing")
+    assert code == 1 and "append: RuntimeError: CUDA error 701 (CUDA_ERROR_FAKE): as asked" in out
+    if toolchain.driver_major() is not None:
+        pytest.skip("there is a driver")
+    code, out = run(example, driver=False)
+    readme = (EXAMPLE / "README.md").read_text()
+    assert code == 1 and out.startswith("append: RuntimeError: libcuda.so.1 cannot be used")
+    assert f"```text\n{out}```\n" in readme
 
 
 def test_header_is_cxx_too(program: Path) -> None:
