@@ -1,6 +1,6 @@
 """Every environment variable of the project, in one table (``TABLE``).
 
-The first three are read through this module.  The others are read where they are used, by parts
+The first five are read through this module.  The others are read where they are used, by parts
 that do not import this package (softgpu) or are not installed with it (benchmarks, GPU tests).
 ``XDG_CACHE_HOME`` and ``CC`` have their usual meaning.
 """
@@ -45,11 +45,15 @@ SOFTGPU_ARCH = EnvVar(
 CHECK_PLAN = EnvVar(
     "SNAPMLA_CHECK_PLAN", "0", "1 makes decode check that its plan fits the lengths (waits)"
 )
+PROFILE_NAMES = EnvVar(
+    "SNAPMLA_PROFILE_NAMES", "0", "1, set before the import, names calls in profiles (NVTX, too)"
+)
 TABLE: tuple[EnvVar, ...] = (
     VARIANT_DIR,
     NO_JIT,
     SOFTGPU_ARCH,
     CHECK_PLAN,
+    PROFILE_NAMES,
     EnvVar(
         "SNAPMLA_CUDA", "", "CUDA major that codegen builds for, 12 or 13; the driver's if empty"
     ),

@@ -1,7 +1,8 @@
 """What launches share: whether tensors are together, and arguments that are converted once.
 
 The exported functions launch on their tensors' device, whichever is current, and on torch's current
-stream there; they put the caller's device back.  With several GPUs no guard is needed around them.
+stream there; they put the caller's device back, or leave the thread without a context if it had
+none.  With several GPUs no guard is needed around them.
 """
 
 from __future__ import annotations
