@@ -530,7 +530,7 @@ def test_the_c_example_launches_what_it_says(example: Path) -> None:
     lines = out.splitlines()
     launches = [line.split(" | ") for line in lines if line.startswith("launch")]
     assert code == 0 and len(launches) == 4, out  # append, plan, decode and its merge
-    assert launches[2][0].startswith("launch 132 ")
+    assert launches[2][0] == "launch 1 132 1", "row blocks, parts"
     assert {launch[3] for launch in launches} == {"stream 0x55"}
     assert lines[-2] == "wait for 0x55"
     assert lines[-1] == "out 0.000, lse 0.0000; empty: out 0, lse 0", "nothing was computed"
