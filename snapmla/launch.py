@@ -1,7 +1,8 @@
 """What launches share: whether tensors are together, and arguments that are converted once.
 
 The exported functions launch on their tensors' device, whichever is current, and on torch's current
-stream there; they put the caller's device back.  With several GPUs no guard is needed around them.
+stream there; they put the caller's device back, or leave the thread without a context if it had
+none.  With several GPUs no guard is needed around them.
 """
 
 from __future__ import annotations
@@ -44,6 +45,15 @@ def prepared(*tensors: torch.Tensor) -> tuple[Any, ...]:
     """
     if tensors[0].device.type != "cuda":
         return tensors
+    return tuple(map(as_argument, tensors))
+
+
+def as_argument(tensor: torch.Tensor) -> Any:
+    """``tensor`` as a TVM FFI tensor on the same memory, which lives as long.
+
+    By way of the plain capsule, in every version of torch: ``Tensor.__dlpack__``, which TVM FFI
+    would call before torch 2.10, synchronises streams and cares which device is current.
+    """
     import tvm_ffi
 
-    return tuple(tvm_ffi.from_dlpack(t) for t in tensors)
+    return tvm_ffi.from_dlpack(torch.utils.dlpack.to_dlpack(tensor))

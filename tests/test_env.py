@@ -54,3 +54,22 @@ def test_a_bundle_comes_before_the_cache(
     monkeypatch.setattr(env, "is_checkout", lambda: False)
     monkeypatch.setattr(env, "_cache_home", lambda: tmp_path if home else None)
     assert env.variant_dirs() == [tmp_path / "mine", packed, *([cache] if home else [])]
+
+
+def test_the_docs_tell_where_variants_are_searched(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """In the order of the search: of two builds of one variant the first is taken."""
+    monkeypatch.setenv("SNAPMLA_VARIANT_DIR", str(tmp_path / "chosen"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(env, "is_checkout", lambda: True)
+    cache = tmp_path / "cache" / "snapmla" / env.__version__ / "variants"
+    words = {
+        tmp_path / "chosen": "`SNAPMLA_VARIANT_DIR`", env.ROOT / "build/variants": "the checkout's",
+        env.ROOT / "snapmla/variants": "the package's own", cache: "the user's cache folder",
+    }  # fmt: skip
+    assert set(env.variant_dirs()) == set(words)
+    page = (env.ROOT / "docs" / "integration.md").read_text("utf-8")
+    found = " ".join(page[page.index("A server finds its variants in") :].split())
+    places = [found.index(words[folder]) for folder in env.variant_dirs()]
+    assert places == sorted(places) and places[-1] < found.index("<!-- end")

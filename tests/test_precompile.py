@@ -462,6 +462,29 @@ def test_interrupted_build_is_redone(tmp_path: Path) -> None:
     assert compiler.up_to_date(CHEAP, tmp_path, False) is None
 
 
+@pytest.mark.parametrize("suffix", ["o", "ptx", "so", "json"])
+def test_damage_is_seen(
+    variant_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
+) -> None:
+    """So ``precompile`` repairs it without ``--force``; what a library needs is a link."""
+    precompile([CHEAP], variant_dir, jobs=1)
+    borrow("merge_obf16", variant_dir, tmp_path)
+    files = artifacts.paths(tmp_path, CHEAP)
+    if not files[suffix].exists():
+        pytest.skip("nothing can be linked here")
+    before = files[suffix].read_bytes()
+    assert compiler.up_to_date(CHEAP, tmp_path, True) is not None
+    files[suffix].write_bytes(before[:-3] + b"?" + before[-2:])
+    assert compiler.up_to_date(CHEAP, tmp_path, True) is None
+    assert (compiler.up_to_date(CHEAP, tmp_path, False) is None) is (suffix != "so")
+    monkeypatch.setattr(compiler, "build", lambda spec, out, linked: "compiled")
+    made, _ = compiler.ensure(CHEAP, tmp_path)
+    assert (made != "compiled") is (suffix == "so")
+    if suffix == "so":
+        assert files["so"].read_bytes() == before
+        assert compiler.up_to_date(CHEAP, tmp_path, True) is not None
+
+
 def test_what_a_killed_build_left_is_removed(tmp_path: Path) -> None:
     theirs = ".merge_obf16_sm100a.o.abc"  # of another variant, which may be in work
     for name in (".merge_obf16_sm90a.o.abc", ".manifest.json.x1", theirs):
