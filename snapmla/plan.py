@@ -36,7 +36,7 @@ class PlanVariant(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class DecodePlan(launch.CopiedByFields):
+class DecodePlan(launch.OverTensors):
     """Work list and workspace of one decode step; made by ``plan_decode``.
 
     A *part* is one CTA (or one cluster, for 128 rows); it walks its items.  A sequence cut into

@@ -113,7 +113,7 @@ def test_complete_call_takes_the_quick_way(monkeypatch: pytest.MonkeyPatch) -> N
     def reached(*_: object) -> None:
         raise AssertionError("the full checks ran")
 
-    monkeypatch.setattr(attention, "_checked", reached)
+    monkeypatch.setattr(attention, "checked", reached)
     out, lse = snapmla.decode(**call)
     assert out is call["out"] and lse is call["lse"] and out.abs().sum() > 0
     fresh, _ = snapmla.decode(**{**call, "out": None, "lse": None, "out_dtype": torch.float32})
@@ -146,8 +146,8 @@ def test_several_gpus_take_the_quick_way_too(monkeypatch: pytest.MonkeyPatch) ->
     call = complete_call()
     monkeypatch.setattr(attention.launch, "several_gpus", lambda: True)
     checked = []
-    full = attention._checked
-    monkeypatch.setattr(attention, "_checked", lambda *a: checked.append(1) or full(*a))
+    full = attention.checked
+    monkeypatch.setattr(attention, "checked", lambda *a: checked.append(1) or full(*a))
     snapmla.decode(**call)
     assert not checked and call["out"].abs().sum() > 0
     with pytest.raises(ValueError, match="lse: expected a tensor on cpu, got meta"):
