@@ -152,10 +152,12 @@ def renamed(error: Exception, names: dict[str, str]) -> Exception:
         error: one of this module's, whose text starts with ``argument:``.
         names: inner argument name -> outer one; others stay.
     """
-    inner, colon, rest = str(error).partition(":")
+    given = str(error)
+    inner, colon, rest = given.partition(":")
     for name, outer in names.items():
         rest = rest.replace(f"{APART} {name},", f"{APART} {outer},")
-    return type(error)(f"{names.get(inner, inner)}{colon}{rest}")
+    text = f"{names.get(inner, inner)}{colon}{rest}"
+    return error if text == given else type(error)(text)
 
 
 def tensor(

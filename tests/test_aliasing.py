@@ -18,9 +18,7 @@ from codegen import toolchain
 from snapmla import PagedKVCache, QuantizedQuery, attention, layouts, overlap, quant, selfcheck
 from snapmla import flash_mla_fp8 as names
 
-needs_kernels = pytest.mark.skipif(
-    not toolchain.have_compiler(), reason="needs nvidia-cutlass-dsl"
-)
+needs_kernels = pytest.mark.skipif(not toolchain.have_compiler(), reason="needs nvidia-cutlass-dsl")
 B, S_Q, HEADS, PAGE, SCALE = 2, 1, 4, 16, 192**-0.5
 BF16 = torch.bfloat16
 
@@ -192,7 +190,9 @@ def test_tokens_over_the_cache() -> None:
     ):  # fmt: skip
         over = view_at(memory, 0, own[name].shape, own[name].dtype)
         before = cache.content_u8.clone()
-        with pytest.raises(ValueError, match=rf"^{name}: expected memory apart from cache.{other},"):
+        with pytest.raises(
+            ValueError, match=rf"^{name}: expected memory apart from cache.{other},"
+        ):
             snapmla.append_kv(cache, **{**own, name: over})
         assert torch.equal(cache.content_u8, before)
 
@@ -291,9 +291,7 @@ def engine_call() -> dict[str, Any]:
     [("out", "k_cache_lora"), ("lse", "q_nope"), ("lse", "q_scale"), ("lse", "k_scale"),
      ("lse", "k_cache_rope"), ("lse", "tile_scheduler_metadata")],
 )  # fmt: skip
-def test_results_of_snapmlas_name(
-    monkeypatch: pytest.MonkeyPatch, name: str, other: str
-) -> None:
+def test_results_of_snapmlas_name(monkeypatch: pytest.MonkeyPatch, name: str, other: str) -> None:
     call = engine_call()
     launches: list[object] = []
     monkeypatch.setattr(attention, "launch_decode", lambda *a: launches.append(a))
@@ -325,7 +323,9 @@ def test_keys_of_snapmlas_names() -> None:
     right = {"key": torch.randn(3, 1, 576).bfloat16(), "indices": torch.arange(3), **pool}
     names.quantize_and_cache_k(**right, head_dim_v=512)
     for name, other in (
-        ("key", "k_lora_cache"), ("key", "k_rope_cache"), ("indices", "k_lora_scale_cache")
+        ("key", "k_lora_cache"),
+        ("key", "k_rope_cache"),
+        ("indices", "k_lora_scale_cache"),
     ):
         over = view_at(pool[other], 0, right[name].shape, right[name].dtype)
         before = pool["k_lora_cache"].clone()
