@@ -16,6 +16,12 @@ from snapmla.quant import QuantizedQuery, _expect_cache, _expect_query, named
 
 LSE_FACTOR = {"e": math.log(2.0), "2": 1.0}
 EMPTY_LSE = {"-inf": -math.inf, "+inf": math.inf}
+_CHOICES = {
+    (causal, base, empty): (int(causal), factor, value)
+    for causal in (False, True)
+    for base, factor in LSE_FACTOR.items()
+    for empty, value in EMPTY_LSE.items()
+}
 OUT_NAMES = {torch.bfloat16: "bf16", torch.float32: "f32"}
 # calls whose results were seen to lie apart from all else, by dtype of ``out``
 _APART = {dtype: overlap.Apart() for dtype in OUT_NAMES}
@@ -153,13 +159,13 @@ def run_plan(
 
 def _choices(causal: bool, lse_base: str, empty_lse: str) -> tuple[int, float, float]:
     """(causal, lse_factor, empty_lse) as the kernels take them; checks all three."""
-    if causal is not True and causal is not False:
+    try:
+        return _CHOICES[causal, lse_base, empty_lse]
+    except (KeyError, TypeError):
         checks.flag("causal", causal)
-    if type(lse_base) is not str or lse_base not in LSE_FACTOR:
         checks.choice("lse_base", lse_base, LSE_FACTOR)
-    if type(empty_lse) is not str or empty_lse not in EMPTY_LSE:
         checks.choice("empty_lse", empty_lse, EMPTY_LSE)
-    return int(causal), LSE_FACTOR[lse_base], EMPTY_LSE[empty_lse]
+        raise
 
 
 def launch_decode(
@@ -238,15 +244,22 @@ def _fits_plan(
     what is read, that no tensor waits for its sign to be changed.
     """
     try:
+        table, lengths = plan.tables
+        known = _APART[torch.bfloat16 if out is None else out.dtype]
+        key = (
+            out is None or out.data_ptr(), lse is None or lse.data_ptr(),
+            q.place, cache.place, plan.place,
+        )  # fmt: skip
         return (
-            q.rows_shape == plan.rows_shape
-            and cache.page_size == plan.page_size
+            (key in known or _see_apart(known, key, q, cache, plan, out, lse))
             and block_table.shape == plan.table_shape
             and (out is None or (out.is_contiguous() and not out.is_neg()))
             and (lse is None or (lse.is_contiguous() and not lse.is_neg()))
-            and not (block_table.is_neg() or cache_seqlens.is_neg())
+            and (
+                (block_table is table and cache_seqlens is lengths)
+                or _see_tables(plan, block_table, cache_seqlens)
+            )
             and (out_dtype is None or (out is None and out_dtype in OUT_NAMES))
-            and (out is lse is None or _lie_apart(q, cache, plan, out, lse))
             and (
                 not launch.several_gpus()  # the exported functions ask for the kind of device only
                 or launch.all_on(
@@ -258,23 +271,29 @@ def _fits_plan(
         return False  # something is of another kind
 
 
-def _lie_apart(
+def _see_tables(
+    plan: DecodePlan, block_table: torch.Tensor, cache_seqlens: torch.Tensor
+) -> bool:
+    """Whether tables hold their values themselves; if so they are known by identity."""
+    if not launch.none_negative(block_table, cache_seqlens):
+        return False
+    object.__setattr__(plan, "tables", (block_table, cache_seqlens))
+    return True
+
+
+def _see_apart(
+    known: overlap.Apart,
+    key: tuple[int, ...],
     q: QuantizedQuery,
     cache: PagedKVCache,
     plan: DecodePlan,
     out: torch.Tensor | None,
     lse: torch.Tensor | None,
 ) -> bool:
-    """Whether given results share no memory with q, cache, workspace or one another.
-
-    False also where they may lie between pages of a pool: the full checks look closer.
-    """
-    at = 0 if out is None else out.data_ptr()
-    lse_at = 0 if lse is None else lse.data_ptr()
-    known = _APART[torch.bfloat16 if out is None else out.dtype]
-    key = (at, lse_at, q.place, cache.place, plan.place)
-    if key in known:
-        return True
+    """Whether the plan is for the query and the cache, and results share no memory with what is
+    read or with one another; false also where they lie between pages of a pool."""
+    if q.rows_shape != plan.rows_shape or cache.page_size != plan.page_size:
+        return False
     results = [() if result is None else (overlap.span(result),) for result in (out, lse)]
     return known.see(key, *results, (*q.spans, *cache.spans, *plan.spans))
 

@@ -71,6 +71,9 @@ class DecodePlan(launch.OverTensors):
         "plan", "call plan.update_(cache_seqlens) once after the lengths change",
     )  # fmt: skip
 
+    # block table and lengths of the last call, which need not be looked at again (``attention``)
+    tables: ClassVar[tuple[torch.Tensor | None, torch.Tensor | None]] = (None, None)
+
     work_items: torch.Tensor
     part_begin: torch.Tensor
     split_begin: torch.Tensor
