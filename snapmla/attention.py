@@ -68,12 +68,12 @@ def decode(
         block_table: int32 (b, width); row i lists the pages of sequence i.  Entries past a
             sequence's end may be anything.
         cache_seqlens: int32 (b,), tokens per sequence, the s_q new ones included; 0 is fine.
-        softmax_scale: factor of the logits.  There is no default: DeepSeek's models want
-            ``192**-0.5 * mscale**2``, FlashMLA's default is ``576**-0.5``.
+        softmax_scale: factor of the logits, positive, at most 2**57.  There is no default:
+            DeepSeek's models want ``192**-0.5 * mscale**2``, FlashMLA's default is ``576**-0.5``.
         plan: from ``plan_decode`` for these ``cache_seqlens``; None plans here (and allocates).
         causal: query token s of s_q sees the first ``length - (s_q - 1 - s)`` tokens; False: all.
-        out: bfloat16 or float32 (b, s_q, h, 512), contiguous; None allocates.
-        lse: float32 (b, h, s_q), contiguous; None allocates.
+        out: bfloat16 or float32 (b, s_q, h, 512), contiguous, memory of its own; None allocates.
+        lse: float32 (b, h, s_q), contiguous, memory of its own; None allocates.
         lse_base: ``e`` for the natural logarithm of the sum of exponentials, ``2`` for base 2.
         empty_lse: LSE of a row that sees no token, ``-inf`` or ``+inf``; its output is 0.
         out_dtype: dtype of an allocated ``out``, bfloat16 if None.
@@ -271,9 +271,7 @@ def _fits_plan(
         return False  # something is of another kind
 
 
-def _see_tables(
-    plan: DecodePlan, block_table: torch.Tensor, cache_seqlens: torch.Tensor
-) -> bool:
+def _see_tables(plan: DecodePlan, block_table: torch.Tensor, cache_seqlens: torch.Tensor) -> bool:
     """Whether tables hold their values themselves; if so they are known by identity."""
     if not launch.none_negative(block_table, cache_seqlens):
         return False

@@ -83,7 +83,7 @@ class _View(NamedTuple):
             known.append(storage._cdata)
             empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
             memories.append(empty.set_(storage))  # type: ignore[call-overload]
-        number, offset = known.index(storage._cdata), tensor.storage_offset()
+        number, offset = known.index(storage._cdata), int(tensor.storage_offset())
         return cls(number, tensor.dtype, tuple(tensor.shape), tensor.stride(), offset)
 
     def over(self, memories: list[torch.Tensor]) -> torch.Tensor:

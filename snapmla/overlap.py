@@ -83,7 +83,7 @@ def shared(a: torch.Tensor, b: torch.Tensor) -> bool:
     if of_a[0] == of_a[1] or of_b[0] == of_b[1] or not meets(of_a, (of_b,)):
         return False
     try:
-        return np.shares_memory(_bytes_of(a), _bytes_of(b), max_work=_WORK)
+        return np.shares_memory(_bytes_of(a), _bytes_of(b), _WORK)  # type: ignore[arg-type]
     except np.exceptions.TooHardError:
         return True
 

@@ -6,8 +6,8 @@ All of it runs the compiled kernels on the software GPU.
 from __future__ import annotations
 
 import copy
-import pickle
 import itertools
+import pickle
 
 import pytest
 import torch
