@@ -12,7 +12,7 @@ from snapmla import checks, launch, layouts
 
 
 @dataclass(frozen=True, eq=False)
-class PagedKVCache(launch.CopiedByFields):
+class PagedKVCache(launch.OverTensors):
     """Paged MLA cache with one scale per token (SnapMLA, section 3: RoPE-aware per-token scales).
 
     c_kv of a token is ``content * scale`` and its k_rope is ``rope * scale``: RoPE channels stay in
@@ -92,7 +92,8 @@ class PagedKVCache(launch.CopiedByFields):
             rope: bfloat16 (num_pages, page_size, 64).
             scale: float32 (num_pages, page_size).
         """
-        if isinstance(content, torch.Tensor) and content.dtype == torch.uint8:
+        is_tensor = isinstance(content, torch.Tensor)
+        if is_tensor and content.dtype == torch.uint8 and not content.is_neg():
             content = content.view(layouts.FP8)
         return cls(content, rope, scale)
 

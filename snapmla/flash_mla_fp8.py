@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dsl_kernels.spec import HEAD_DIM_QK, KV_LORA_RANK, QK_ROPE_HEAD_DIM, TOKEN_TILE
-from snapmla import attention, checks, dispatch, env, launch, quant
+from snapmla import attention, checks, dispatch, env, launch, overlap, quant
 from snapmla import plan as plans
 from snapmla.cache import PagedKVCache
 from snapmla.quant import QuantizedQuery
@@ -287,6 +287,9 @@ def get_mla_metadata(
 
 _DECODE_NAMES = {
     "plan": "tile_scheduler_metadata",
+    "plan.work_items": "tile_scheduler_metadata", "plan.part_begin": "tile_scheduler_metadata",
+    "plan.planned_seqlens": "tile_scheduler_metadata", "plan.split_begin": "num_splits",
+    "cache.content": "k_cache_lora", "cache.rope": "k_cache_rope", "cache.scale": "k_scale",
     "q": "q_nope", "q.nope": "q_nope", "q.rope": "q_rope", "q.scale": "q_scale",
     "cache": "k_cache_lora", "content": "k_cache_lora", "rope": "k_cache_rope", "scale": "k_scale",
     "num_heads": "q_nope, num_heads", "s_q": "q_nope, s_q", "page_size": "k_cache_lora, page_size",
@@ -348,22 +351,19 @@ def flash_mla_ckv_fp8_per_token(
             softmax_scale, causal, out=out, lse=lse, empty_lse=empty_lse,
         )  # fmt: skip
     scale = HEAD_DIM_QK**-0.5 if softmax_scale is None else softmax_scale
-    try:
-        done = None
-        if head_dim_v == KV_LORA_RANK:
-            done = _quick_decode(
-                (q_nope, q_rope, q_scale), (k_cache_lora, k_cache_rope, k_scale), block_table,
-                cache_seqlens, (tile_scheduler_metadata, num_splits), out, lse,
-                (scale, causal, "e", empty_lse),
-            )  # fmt: skip
-        if done is not None:
-            return done
-    except Exception:  # something is wrong: the full checks below say what
-        pass
-    return _checked_decode(
-        q_nope, q_rope, k_cache_lora, k_cache_rope, q_scale, k_scale, block_table, cache_seqlens,
-        head_dim_v, tile_scheduler_metadata, num_splits, scale, causal, out, lse, empty_lse,
+    arguments = (
+        (q_nope, q_rope, q_scale), (k_cache_lora, k_cache_rope, k_scale), block_table,
+        cache_seqlens, (tile_scheduler_metadata, num_splits), out, lse,
+        (scale, causal, "e", empty_lse),
     )  # fmt: skip
+    try:
+        done = _quick_decode(*arguments) if head_dim_v == KV_LORA_RANK else None
+    except Exception as error:
+        checks.explain(error, _checked_decode, *arguments, head_dim_v)
+        raise
+    if done is None:
+        done = attention.run_plan(*_checked_decode(*arguments, head_dim_v))
+    return done
 
 
 def _quick_decode(
@@ -396,9 +396,12 @@ def _quick_decode(
         and q_rope.is_contiguous()
         and (out is None or out.is_contiguous())
         and (lse is None or lse.is_contiguous())
+        and launch.none_negative(*query, *pool, block_table, cache_seqlens, out, lse)
     ):
         return None
     plan = _kept_plan(*pair, b, heads, s_q, page_size, block_table.shape[1])
+    if not (out is lse is None or _lie_apart(query, pool, plan, out, lse)):
+        return None
     if launch.several_gpus() and not launch.all_on(
         plan.device, *query, *pool, block_table, cache_seqlens, out, lse
     ):
@@ -411,29 +414,46 @@ def _quick_decode(
     )  # fmt: skip
 
 
-def _checked_decode(
-    q_nope: torch.Tensor,
-    q_rope: torch.Tensor,
-    k_cache_lora: torch.Tensor,
-    k_cache_rope: torch.Tensor,
-    q_scale: torch.Tensor,
-    k_scale: torch.Tensor,
-    block_table: torch.Tensor,
-    cache_seqlens: torch.Tensor,
-    head_dim_v: int,
-    metadata: torch.Tensor,
-    num_splits: torch.Tensor,
-    softmax_scale: float,
-    causal: bool,
+_APART = overlap.Apart()
+
+
+def _lie_apart(
+    query: Triple,
+    pool: Triple,
+    plan: plans.DecodePlan,
     out: torch.Tensor | None,
     lse: torch.Tensor | None,
-    empty_lse: str,
-) -> Pair:
-    """The same call through the primary API, with every check and its words."""
+) -> bool:
+    """Whether given results share no memory with what is read; see ``attention.decode``."""
+    results = [t for t in (out, lse) if t is not None]
+    key = (
+        *(t.data_ptr() for t in (*query, *pool, *results)), *(t.stride() for t in pool),
+        plan.place, plan.rows_shape, pool[0].shape, results[0].dtype, lse is None,
+    )  # fmt: skip
+    if key in _APART:
+        return True
+    read = (*map(overlap.span, (*query, *pool)), *plan.spans)
+    return _APART.see(key, *((overlap.span(t),) for t in results), read)
+
+
+def _checked_decode(
+    query: Triple,
+    pool: Triple,
+    block_table: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    pair: Pair,
+    out: torch.Tensor | None,
+    lse: torch.Tensor | None,
+    options: tuple[float, bool, str, str],
+    head_dim_v: int,
+) -> tuple[Any, ...]:
+    """What ``attention.run_plan`` takes: the same call with every check and its words."""
+    (q_nope, q_rope, q_scale), (lora, rope, k_scale) = query, pool
+    scale, causal, lse_base, empty_lse = options
     causal = bool(checks.flag("causal", causal))
     checks.integer("head_dim_v", head_dim_v, KV_LORA_RANK, KV_LORA_RANK)
-    _four_d("k_cache_lora", k_cache_lora, KV_LORA_RANK)
-    _four_d("k_cache_rope", k_cache_rope, QK_ROPE_HEAD_DIM)
+    _four_d("k_cache_lora", lora, KV_LORA_RANK)
+    _four_d("k_cache_rope", rope, QK_ROPE_HEAD_DIM)
     _four_d("k_scale", k_scale, 1)
     if isinstance(q_scale, torch.Tensor):
         if q_scale.ndim == 4:
@@ -443,23 +463,23 @@ def _checked_decode(
             checks.value_error("q_scale", wanted, tuple(q_scale.shape))
     try:
         q = QuantizedQuery(q_nope, q_rope, q_scale)
-        cache = PagedKVCache.from_tensors(
-            k_cache_lora[:, :, 0], k_cache_rope[:, :, 0], k_scale[:, :, 0, 0]
-        )
-        _check_pair(metadata, num_splits, q.batch, q.device)
+        cache = PagedKVCache.from_tensors(lora[:, :, 0], rope[:, :, 0], k_scale[:, :, 0, 0])
+        _check_pair(*pair, q.batch, q.device)
         checks.block_table(block_table, q.batch, q.device)
         plan = None
         if q.batch:
             plan = _kept_plan(
-                metadata, num_splits, q.batch, q.num_heads, q.s_q, cache.page_size,
-                block_table.shape[1],
-            )  # fmt: skip
-        return attention.decode(
-            q, cache, block_table, cache_seqlens, softmax_scale=softmax_scale, plan=plan,
-            causal=causal, out=out, lse=lse, empty_lse=empty_lse,
+                *pair, q.batch, q.num_heads, q.s_q, cache.page_size, block_table.shape[1]
+            )
+        plan = attention.checked(
+            q, cache, block_table, cache_seqlens, plan, out, lse, None, None
         )  # fmt: skip
     except (TypeError, ValueError) as error:
         raise checks.renamed(error, _DECODE_NAMES) from None
+    return (
+        (q.nope_u8, q.rope, q.row_scale), cache.arguments, block_table, cache_seqlens, plan, out,
+        lse, None, (scale, causal, lse_base, empty_lse),
+    )  # fmt: skip
 
 
 def _four_d(name: str, value: object, last: int) -> None:
@@ -506,11 +526,14 @@ def quantize_ckv_per_token_head(
 
 
 _FLAT_NAMES = {
+    "cache.content": "k_lora_cache", "cache.rope": "k_rope_cache",
+    "cache.scale": "k_lora_scale_cache",
     "cache": "k_lora_cache", "content": "k_lora_cache", "rope": "k_rope_cache",
     "scale": "k_lora_scale_cache", "c_kv": "key", "k_rope": "key", "slot_mapping": "indices",
     "page_size": "k_lora_cache, page_size",
 }  # fmt: skip
 _FETCH_NAMES = {
+    "cache.content": "k_lora", "cache.rope": "k_rope", "cache.scale": "k_scale", "where": "indices",
     "cache": "k_lora", "content": "k_lora", "rope": "k_rope", "scale": "k_scale",
     "page_size": "k_lora, page_size",
 }  # fmt: skip
@@ -572,18 +595,36 @@ def quantize_and_cache_k(
     Source: SnapMLA paper, section 3.3.1 (fused K-append).
     """
     checks.integer("head_dim_v", head_dim_v, KV_LORA_RANK, KV_LORA_RANK)
+    arguments = (key, k_lora_cache, k_rope_cache, k_lora_scale_cache, indices)
     try:
-        if _quick_append(key, k_lora_cache, k_rope_cache, k_lora_scale_cache, indices):
-            return
-    except Exception:  # something is wrong: the full checks below say what
-        pass
+        done = _quick_append(*arguments)
+    except Exception as error:
+        checks.explain(error, _checked_append, *arguments, check_only=True)
+        raise
+    if not done:
+        _checked_append(*arguments)
+
+
+def _checked_append(
+    key: torch.Tensor,
+    lora: torch.Tensor,
+    rope: torch.Tensor,
+    scale: torch.Tensor,
+    indices: torch.Tensor,
+    check_only: bool = False,
+) -> None:
+    """The same call through the primary API, with every check and its words."""
     names = ("k_lora_cache", "k_rope_cache", "k_lora_scale_cache")
     if isinstance(key, torch.Tensor) and key.ndim == 3 and key.shape[1] == 1:
         key = key[:, 0]
     checks.tensor("key", key, checks.FLOATS, ("n", HEAD_DIM_QK))
     try:
-        cache = _flat_cache(names, k_lora_cache, k_rope_cache, k_lora_scale_cache)
-        quant.append_kv(cache, key[:, :KV_LORA_RANK], key[:, KV_LORA_RANK:], indices)
+        cache = _flat_cache(names, lora, rope, scale)
+        tokens = (key[:, :KV_LORA_RANK], key[:, KV_LORA_RANK:], indices)
+        if check_only:
+            quant.check_append(cache, *tokens)
+        else:
+            quant.append_kv(cache, *tokens)
     except (TypeError, ValueError) as error:
         raise checks.renamed(error, _FLAT_NAMES) from None
 
@@ -611,11 +652,20 @@ def _quick_append(
         and width == HEAD_DIM_QK
         and key.numel() == n * width
         and key.stride(-1) == 1
+        and launch.none_negative(key, lora, rope, scale, indices)
     ):
         return False
     if launch.several_gpus() and not launch.all_on(lora.device, key, rope, scale, indices):
         return False
     row = key.stride(0)
+    places = (
+        lora.data_ptr(), rope.data_ptr(), scale.data_ptr(), key.data_ptr(), indices.data_ptr(),
+        slots, n, row, key.dtype, indices.dtype,
+    )  # fmt: skip
+    if places not in _APART:
+        written = ((overlap.span(t),) for t in (lora, rope, scale))
+        if not _APART.see(places, *written, (overlap.span(key), overlap.span(indices))):
+            return False
     quant.launch_append(
         (
             (lora if lora.dtype is torch.uint8 else lora.view(torch.uint8)).view(

@@ -36,7 +36,7 @@ class PlanVariant(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class DecodePlan(launch.CopiedByFields):
+class DecodePlan(launch.OverTensors):
     """Work list and workspace of one decode step; made by ``plan_decode``.
 
     A *part* is one CTA (or one cluster, for 128 rows); it walks its items.  A sequence cut into
@@ -70,6 +70,9 @@ class DecodePlan(launch.CopiedByFields):
     _STALE: ClassVar[tuple[str, str]] = (
         "plan", "call plan.update_(cache_seqlens) once after the lengths change",
     )  # fmt: skip
+
+    # block table and lengths of the last call, which need not be looked at again (``attention``)
+    tables: ClassVar[tuple[torch.Tensor | None, torch.Tensor | None]] = (None, None)
 
     work_items: torch.Tensor
     part_begin: torch.Tensor

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from dsl_kernels.spec import KV_LORA_RANK, QK_ROPE_HEAD_DIM, VariantSpec
-from snapmla import checks, runtime
+from snapmla import checks, launch, overlap, runtime
 from snapmla.cache import PagedKVCache
 
 GRANULARITIES = ("token_head", "token")
@@ -24,7 +24,7 @@ _INDEX = {torch.int32: "i32", torch.int64: "i64"}
 
 
 @dataclass(frozen=True, eq=False)
-class QuantizedQuery:
+class QuantizedQuery(launch.OverTensors):
     """A quantised query: q_nope is ``nope * scale``, q_rope is ``rope * scale``.
 
     Attributes:
@@ -124,9 +124,36 @@ def append_kv(
             )  # fmt: skip
         torch.ops.snapmla.append_kv(*cache.memory, c_kv, k_rope, slot_mapping)
         return
+    check_append(cache, c_kv, k_rope, slot_mapping)
+    launch_append(cache.arguments, c_kv, k_rope, slot_mapping)
+
+
+_APART = overlap.Apart()
+
+
+def check_append(
+    cache: PagedKVCache, c_kv: torch.Tensor, k_rope: torch.Tensor, slot_mapping: torch.Tensor
+) -> None:
+    """All checks of ``append_kv``."""
     _expect_cache(cache)
     check_tokens(c_kv, k_rope, slot_mapping, cache.device)
-    launch_append(cache.arguments, c_kv, k_rope, slot_mapping)
+    key = (
+        c_kv.data_ptr(), k_rope.data_ptr(), slot_mapping.data_ptr(), c_kv.shape[0], c_kv.stride(),
+        k_rope.stride(), c_kv.dtype, slot_mapping.dtype, cache.place,
+    )  # fmt: skip
+    if key in _APART:
+        return
+    read = {"c_kv": c_kv, "k_rope": k_rope, "slot_mapping": slot_mapping}
+    if not _APART.see(key, cache.spans, tuple(map(overlap.span, read.values()))):
+        for name, value in read.items():
+            checks.apart(name, value, named("cache", cache))
+
+
+def named(owner: str, value: PagedKVCache | QuantizedQuery) -> dict[str, torch.Tensor]:
+    """The tensors that make up a cache or a query, as messages call them."""
+    content = value.content if isinstance(value, PagedKVCache) else value.nope
+    first = "content" if isinstance(value, PagedKVCache) else "nope"
+    return {f"{owner}.{first}": content, f"{owner}.rope": value.rope, f"{owner}.scale": value.scale}
 
 
 def check_tokens(
@@ -198,6 +225,7 @@ def quantize_q(
         _expect_query("out", out)
         checks.tensor("out.nope", out.nope, (checks.FP8,), tuple(q_nope.shape), device)
         checks.output("out.scale", out.scale, (torch.float32,), scale_shape, device, align=4)
+        _check_query_apart(q_nope, q_rope, out)
     if b == 0:
         return out
     checks.aligned_rows("q_nope", q_nope)
@@ -205,6 +233,21 @@ def quantize_q(
     kernel = _kernel(device, "quantize_q", in_dtype=_SHORT[q_nope.dtype], mode=granularity)
     kernel(q_nope, q_rope, out.nope_u8, out.rope, out.scale)
     return out
+
+
+def _check_query_apart(q_nope: torch.Tensor, q_rope: torch.Tensor, out: QuantizedQuery) -> None:
+    """Checks that ``out`` shares no memory with what is quantised, nor its parts with another."""
+    key = (
+        q_nope.data_ptr(), q_rope.data_ptr(), q_nope.shape, q_nope.stride(), q_rope.stride(),
+        q_nope.dtype, out.place,
+    )  # fmt: skip
+    read = (overlap.span(q_nope), overlap.span(q_rope))
+    if key in _APART or _APART.see(key, *((span,) for span in out.spans), read):
+        return
+    others: dict[str, torch.Tensor] = {"q_nope": q_nope, "q_rope": q_rope}
+    for name, value in named("out", out).items():
+        checks.apart(name, value, others)
+        others[name] = value
 
 
 def _empty_query(
@@ -293,6 +336,11 @@ def fetch_dequant(
             checks.value_error("cache_seqlens", "None beside flat indices", "a tensor")
         rows = (where.shape[0],)
     c_kv, k_rope = _fetch_outputs(out, rows, by_pages, dtype, device)
+    if out is not None:
+        read = {**named("cache", cache), "where": where, "cache_seqlens": cache_seqlens}
+        first, second = ("out", "out") if isinstance(out, torch.Tensor) else ("out[0]", "out[1]")
+        checks.apart(first, c_kv, read)
+        checks.apart(second, k_rope, {**read, first: c_kv})
     if c_kv.numel() == 0:
         return c_kv, k_rope
     mode = "pages" if by_pages else "indices"
@@ -362,6 +410,9 @@ def _expect_cache(value: object) -> None:
             type(value).__name__,
             "PagedKVCache.from_tensors wraps existing memory",
         )
+    if not value.content_u8.untyped_storage().nbytes():
+        hint = "keep the storage, or make another cache"
+        checks.value_error("cache", "memory", "a storage that was freed", hint)
 
 
 def _expect_query(name: str, value: object) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import snapmla
 from codegen import toolchain
-from snapmla import metrics
+from snapmla import checks, metrics
 from snapmla.reference import FP64, MIMIC_HW_FULL, QuantConfig, mla_decode_reference
 from snapmla.selfcheck import FP32_SLACK, MIMIC_FACTOR
 
@@ -35,8 +35,9 @@ def stored_cache(c_kv: Tensor, k_rope: Tensor, page_size: int = 64) -> snapmla.P
 
 
 def run(
-    q: snapmla.QuantizedQuery, cache: snapmla.PagedKVCache, length: int, pipeline: str, parts: int
-) -> tuple[Tensor, Tensor]:
+    q: snapmla.QuantizedQuery, cache: snapmla.PagedKVCache, length: int, pipeline: str, parts: int,
+    softmax_scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     (pages, page_size), device = cache.content.shape[:2], cache.content.device
     table = torch.arange(pages, dtype=torch.int32, device=device)[None]
     lengths = torch.tensor([length], dtype=torch.int32, device=device)
@@ -46,7 +47,7 @@ def run(
         pipeline=pipeline,
     )  # fmt: skip
     return snapmla.decode(
-        q, cache, table, lengths, softmax_scale=1.0, plan=plan, out_dtype=torch.float32
+        q, cache, table, lengths, softmax_scale=softmax_scale, plan=plan, out_dtype=torch.float32
     )
 
 
@@ -108,3 +109,50 @@ def test_lengths_beyond_the_block_table_end_with_it(
     assert torch.equal(at_end[0], beyond[0]) and torch.equal(at_end[1], beyond[1])
     negative = run(q, cache, -5, pipeline, parts=1)
     assert (negative[0] == 0).all() and torch.isneginf(negative[1]).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("pipeline", "heads"), KERNELS)
+@pytest.mark.parametrize("content", [True, False])
+def test_the_largest_softmax_scale(device: str, pipeline: str, heads: int, content: bool) -> None:
+    """Every channel at float16's end: one row's logits are the largest, another's the smallest.
+
+    Without content, RoPE is all that the logits are made of, and stored as large as it can be.
+    """
+    end = 65504.0
+    c_kv = torch.full((70, 512), end if content else 0.0, dtype=torch.float16, device=device)
+    k_rope = torch.full((70, 64), end, dtype=torch.float16, device=device)
+    signs = torch.ones(1, 1, heads, 1, dtype=torch.float16, device=device)
+    signs[:, :, 1::2] = -1.0
+    q = snapmla.quantize_q((signs * c_kv[0]).contiguous(), (signs * k_rope[0]).contiguous())
+    cache, scale = stored_cache(c_kv, k_rope), checks.MAX_SOFTMAX_SCALE
+    out, lse = run(q, cache, len(c_kv), pipeline, parts=1, softmax_scale=scale)
+    logits = scale * end**2 * (512 * content + 64) * signs.double()[0, 0, :, 0]
+    torch.testing.assert_close(lse[0, :, 0].double(), logits, rtol=1e-5, atol=0.0)
+    torch.testing.assert_close(out, c_kv[0].float().expand_as(out), rtol=1e-5, atol=0.0)
+    if content and device == "cpu":  # and 8 times that is too much: the check above can fail
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(checks, "MAX_SOFTMAX_SCALE", 8 * scale)
+            out, lse = run(q, cache, len(c_kv), pipeline, parts=1, softmax_scale=8 * scale)
+        assert not torch.isfinite(lse).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("pipeline", "heads"), KERNELS)
+def test_scales_that_are_none(device: str, pipeline: str, heads: int) -> None:
+    """Written by hand: a token of scale 0 has no weight, one of a negative scale makes NaN."""
+    g = torch.Generator().manual_seed(2)
+    c_kv, k_rope = (torch.randn(80, n, generator=g).half().to(device) for n in (512, 64))
+    q_nope, q_rope = (torch.randn(1, 1, heads, n, generator=g).half() * 0.05 for n in (512, 64))
+    q = snapmla.quantize_q(q_nope.to(device), q_rope.to(device))
+    cache = stored_cache(c_kv, k_rope)
+    cache.scale[1, 6:16] = 0.0
+    out, lse = run(q, cache, 80, pipeline, parts=1)
+    short, short_lse = run(q, cache, 70, pipeline, parts=1)
+    assert torch.equal(out, short) and torch.equal(lse, short_lse)
+    cache.scale[1, 15] = -1.0
+    out, lse = run(q, cache, 80, pipeline, parts=1)
+    assert out.isnan().all() and lse.isnan().all()
+    cache.scale.zero_()
+    out, lse = run(q, cache, 80, pipeline, parts=1)
+    assert (out == 0).all() and torch.isneginf(lse).all()

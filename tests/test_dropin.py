@@ -13,8 +13,8 @@ import torch
 import snapmla
 import snapmla.plan
 from codegen import toolchain
+from snapmla import attention, quant, selfcheck
 from snapmla import flash_mla_fp8 as names
-from snapmla import selfcheck
 from snapmla.reference_plan import plan_reference
 
 pytestmark = pytest.mark.skipif(not toolchain.have_compiler(), reason="needs nvidia-cutlass-dsl")
@@ -407,6 +407,51 @@ def test_stale_metadata_is_named_as_the_caller_knows_it(monkeypatch: pytest.Monk
     for extra in ({}, {"softmax_scale": 1}):  # the quick way and the long one
         with pytest.raises(ValueError, match=r"^tile_scheduler_metadata: .*\(call get_mla"):
             step.decode(pair, **extra)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("CUDA error 700"), ValueError("Mismatched")])
+def test_a_failing_kernel_is_called_once(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    """By decode and append, on the quick way and on the long one; and reported as it failed."""
+    step, calls = Step((70, 3), 16, 1), []
+    pair = step.metadata()
+
+    def failing(*_: object) -> None:
+        calls.append(1)
+        raise error
+
+    def check(call: Callable[[], object]) -> None:
+        calls.clear()
+        with pytest.raises(type(error)) as caught:
+            call()
+        assert caught.value is error and calls == [1]
+        assert error.__cause__ is None and error.__context__ is None
+
+    with monkeypatch.context() as patch:
+        patch.setattr(attention, "_kernel", lambda *_: failing)
+        check(lambda: step.decode(pair))
+        patch.setattr(names, "_quick_decode", lambda *_: None)
+        check(lambda: step.decode(pair))
+    lora, scale, rope = step.pool.lora, step.pool.scale, step.pool.rope
+    monkeypatch.setattr(quant, "_kernel", lambda *_, **axes: failing)
+    check(lambda: step.pool.append(step.keys, step.slots))
+    paged = [t.view(-1, PAGE, 1, t.shape[2]) for t in (lora, scale, rope)]
+    check(lambda: names.quantize_and_cache_k(step.keys, *paged, step.slots, 512))
+
+
+def test_stale_metadata_is_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SNAPMLA_CHECK_PLAN", "1")
+    step, compared = Step((70, 3), 16, 1), []
+    pair = step.metadata()
+    check = snapmla.DecodePlan.check
+    monkeypatch.setattr(
+        snapmla.DecodePlan,
+        "check",
+        lambda plan, lengths: compared.append(1) or check(plan, lengths),
+    )
+    step.lengths[1] = 2
+    with pytest.raises(ValueError, match="^tile_scheduler_metadata: "):
+        step.decode(pair)
+    assert compared == [1]
 
 
 @pytest.mark.parametrize("width", [1, 2])

@@ -51,7 +51,7 @@ def decode_arguments() -> dict[str, Any]:
     return {
         "q": query(),
         "cache": PagedKVCache.allocate(PAGES, P, device="cpu"),
-        "block_table": torch.zeros((B, WIDTH), dtype=I32),
+        "block_table": BLOCK[: B * WIDTH].view(B, WIDTH),
         "cache_seqlens": torch.ones(B, dtype=I32),
         "softmax_scale": 0.1,
         "plan": plan(),
@@ -147,7 +147,15 @@ def pool_fetch_arguments() -> dict[str, Any]:
     }
 
 
+def freed() -> PagedKVCache:
+    """A cache whose owner gave its memory back."""
+    cache = PagedKVCache.allocate(PAGES, P, device="cpu")
+    cache.content.untyped_storage().resize_(0)
+    return cache
+
+
 META = {"device": "meta"}
+BLOCK = torch.zeros(B * H * S_Q, dtype=I32)  # the block table's memory, and more
 ROWS: list[tuple[str, str, Any, type, str, str]] = [
     # decode
     ("decode", "q", torch.zeros(B, S_Q, H, 576, dtype=F16), TypeError,
@@ -195,7 +203,9 @@ ROWS: list[tuple[str, str, Any, type, str, str]] = [
      "DeepSeek models want 192**-0.5 * mscale**2;"),
     ("decode", "softmax_scale", float("inf"), ValueError, "softmax_scale: .*got inf",
      "DeepSeek models want 192**-0.5 * mscale**2;"),
-    ("decode", "softmax_scale", 1e39, ValueError, r"softmax_scale: expected .*2.36e\+38, got 1e\+39",
+    ("decode", "softmax_scale", 1e39, ValueError, r"softmax_scale: expected .*1.44e\+17, got 1e\+39",
+     "DeepSeek models want 192**-0.5 * mscale**2;"),
+    ("decode", "softmax_scale", 1.01 * 2.0**57, ValueError, r"softmax_scale: expected .*1.44e\+17, got",
      "DeepSeek models want 192**-0.5 * mscale**2;"),
     ("decode", "softmax_scale", 10**400, ValueError, "softmax_scale: ",
      "DeepSeek models want 192**-0.5 * mscale**2;"),
@@ -242,9 +252,23 @@ ROWS: list[tuple[str, str, Any, type, str, str]] = [
      "out: expected a tensor on cpu, got meta", ".to('cpu')"),
     ("decode", "cache", PagedKVCache.allocate(PAGES, P, device="meta"), ValueError,
      "cache: expected tensors on cpu, where q is, got meta", "PagedKVCache.allocate"),
+    ("decode", "cache", freed(), ValueError, "cache: expected memory, got a storage that was freed",
+     "keep the storage, or make another cache"),
+    ("decode", "out", torch._neg_view(torch.zeros(B, S_Q, H, 512, dtype=BF16)), ValueError,
+     "out: expected values as memory holds them, got a view with the negative bit", ".resolve_neg()"),
+    ("decode", "lse", torch._neg_view(torch.zeros(B, H, S_Q)), ValueError,
+     "lse: expected values as memory holds them, got a view with the negative bit", ".resolve_neg()"),
+    ("decode", "lse", torch.zeros(B, H, S_Q).to_sparse(), ValueError,
+     "lse: expected a dense tensor, got layout sparse_coo", ".to_dense()"),
+    ("decode", "block_table", torch.zeros((B, WIDTH), dtype=I32).to_sparse(), ValueError,
+     "block_table: expected a dense tensor, got layout sparse_coo", ".to_dense()"),
+    ("decode", "lse", BLOCK.view(F32)[:B * H * S_Q].view(B, H, S_Q), ValueError,
+     "lse: expected memory apart from block_table, got tensors that overlap", "memory of its own"),
     ("decode", "pipeline", "dual_wg", ValueError, "pipeline: expected 'etap', as planned",
      "leave it out to let the dispatcher choose"),
     # append_kv
+    ("append_kv", "cache", freed(), ValueError, "cache: expected memory, got a storage that was freed",
+     "keep the storage, or make another cache"),
     ("append_kv", "cache", None, TypeError, "cache: expected a snapmla.PagedKVCache, got NoneType",
      "PagedKVCache.from_tensors wraps existing"),
     ("append_kv", "c_kv", torch.zeros(5, 512, dtype=torch.float64), TypeError, "c_kv: .*float64",
@@ -279,7 +303,11 @@ ROWS: list[tuple[str, str, Any, type, str, str]] = [
      "s_q: expected 1 to 8, got 9",
      "give decode at most 8 query tokens a"),
     ("quantize_q", "q_nope", torch.zeros(B, 0, H, 512, dtype=BF16), ValueError, "s_q: .*got 0",
-     "give decode at most 8 query tokens a"),
+     "query tokens of each sequence; without any no call is needed"),
+    ("quantize_q", "q_nope", torch.zeros(B, 1, 0, 512, dtype=BF16), ValueError,
+     "num_heads: expected 1 to 128, got 0", "query heads of this rank; without any no call is needed"),
+    ("quantize_q", "q_nope", torch.zeros(B, S_Q, H, 512, dtype=BF16).to_sparse(), ValueError,
+     "q_nope: expected a dense tensor, got layout sparse_coo", "call .to_dense() once"),
     ("quantize_q", "q_nope", torch.zeros(B, 1, H, 512, dtype=torch.int8), TypeError, "q_nope: .*int8",
      "convert it with .to(torch.bfloat16)"),
     ("quantize_q", "q_rope", torch.zeros(B, 1, H, 64), TypeError, "q_rope: .*bfloat16.*float32",
@@ -397,7 +425,7 @@ ROWS: list[tuple[str, str, Any, type, str, str]] = [
      "fixed_split_tokens: expected a multiple of 64, got 100", "the nearest is 128"),
     # explain
     ("explain", "card", 5, TypeError, "card: expected a name such as 'H200', got int", "leave it out"),
-    ("explain", "num_heads", 0, ValueError, "num_heads: expected 1 to 128, got 0", "split more heads"),
+    ("explain", "num_heads", 0, ValueError, "num_heads: expected 1 to 128, got 0", "without any no call is needed"),
     ("explain", "seqlen", 0, ValueError, "seqlen: expected 1 or more, got 0", "tokens of a sequence"),
     ("explain", "out_dtype", F16, TypeError, "out_dtype: .*got torch.float16", "convert out afterwards"),
     ("explain", "card", "A100", ValueError, "card: expected one of 'H200', .*got 'A100'", "this machine"),
@@ -580,6 +608,21 @@ def test_a_full_gpu_is_no_wrong_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "empty", full)
     with pytest.raises(torch.OutOfMemoryError):
         checks.device("device", "cpu")
+
+
+@pytest.mark.parametrize("function", [f for f in GOOD if f not in ("allocate", "explain")])
+def test_no_sign_is_lost(function: str) -> None:
+    """Kernels read memory, where values of a view with the negative bit have the other sign."""
+    good = GOOD[function]()
+    for name, value in good.items():
+        views = [torch._neg_view(value)] if isinstance(value, torch.Tensor) else []
+        if isinstance(value, torch.Tensor) and value.dtype == F32:
+            pairs = torch.view_as_complex(torch.stack([value, value], -1).contiguous())
+            views.append(pairs.conj().imag)  # as it comes about
+        for view in views:
+            assert view.is_neg()
+            with pytest.raises(ValueError, match="negative bit|innermost stride 1|contiguous"):
+                call(function)(**{**good, name: view})
 
 
 @pytest.mark.parametrize("function", GOOD)

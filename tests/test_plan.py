@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import pickle
 
 import pytest
 import torch
@@ -408,6 +409,8 @@ def test_copies_have_memory_of_their_own(monkeypatch: pytest.MonkeyPatch) -> Non
         assert a.data_ptr() != b.data_ptr() and torch.equal(
             a.view(torch.uint8), b.view(torch.uint8)
         )
+        read = pickle.loads(pickle.dumps(value))
+        assert torch.equal(getattr(read, name).view(torch.uint8), b.view(torch.uint8))
     assert twin.content_u8.data_ptr() == twin.content.data_ptr()
 
 

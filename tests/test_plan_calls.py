@@ -6,14 +6,17 @@ argument to a call that is otherwise complete, and wants the message of the full
 
 from __future__ import annotations
 
+import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import snapmla
+import softgpu
 from codegen import toolchain
-from snapmla import attention, selfcheck
+from snapmla import attention, env, runtime, selfcheck
 
 pytestmark = pytest.mark.skipif(not toolchain.have_compiler(), reason="needs nvidia-cutlass-dsl")
 HEADS, WIDTH, SCALE = 16, 4, 192**-0.5
@@ -113,7 +116,7 @@ def test_complete_call_takes_the_quick_way(monkeypatch: pytest.MonkeyPatch) -> N
     def reached(*_: object) -> None:
         raise AssertionError("the full checks ran")
 
-    monkeypatch.setattr(attention, "_checked", reached)
+    monkeypatch.setattr(attention, "checked", reached)
     out, lse = snapmla.decode(**call)
     assert out is call["out"] and lse is call["lse"] and out.abs().sum() > 0
     fresh, _ = snapmla.decode(**{**call, "out": None, "lse": None, "out_dtype": torch.float32})
@@ -140,15 +143,90 @@ def test_strided_block_table_is_fine() -> None:
     assert torch.equal(out, call["out"])
 
 
-def test_a_failing_kernel_is_reported_as_it_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    call = complete_call()
+@pytest.mark.parametrize(
+    "error",
+    [RuntimeError("CUDA error 700"), ValueError("Mismatched"), TypeError("no"), KeyError(1)],
+)
+def test_a_failing_kernel_is_called_once(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    """And reported as it failed, also by words that otherwise tell of a wrong argument."""
+    call, calls = complete_call(), []
+
+    def failing(*_: object) -> None:
+        calls.append(1)
+        raise error
+
+    monkeypatch.setattr(attention, "_kernel", lambda *_: failing)
+    for changes in ({}, {"out": None, "lse": None}, {"pipeline": call["plan"].pipeline}):
+        calls.clear()
+        with pytest.raises(type(error)) as caught:
+            snapmla.decode(**{**call, **changes})
+        assert caught.value is error and calls == [1]
+        assert error.__cause__ is None and error.__context__ is None
+
+
+def test_a_fault_ends_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The software GPU stops in the first decode grid; no other grid is started."""
+    call, grids = complete_call(), []
+    run = softgpu.machine.Machine.run
+    monkeypatch.setattr(
+        softgpu.machine.Machine, "run", lambda machine: grids.append(1) or run(machine)
+    )
+    with (
+        softgpu.using(softgpu.Options(max_instructions=500)),
+        pytest.raises(softgpu.SoftGpuError, match="^stopped after"),
+    ):
+        snapmla.decode(**call)
+    assert grids == [1]
+
+
+def test_a_kernel_that_does_not_compile_is_compiled_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    call, asked = complete_call(), []
+    monkeypatch.setattr(env, "variant_dirs", lambda: [tmp_path])
+
+    def broken(spec: object) -> None:
+        asked.append(spec)
+        raise snapmla.errors.VariantError("it did not compile")
+
+    monkeypatch.setattr(runtime, "compile_variant", broken)
+    monkeypatch.setattr(runtime, "_jit_refusal", lambda: None)
+    runtime.forget()
+    with pytest.raises(snapmla.errors.VariantError, match="^it did not compile"):
+        snapmla.decode(**call)
+    runtime.forget()
+    assert len(asked) == 1
+
+
+def test_a_stale_plan_is_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    call, compared = complete_call(), []
+    call["plan"] = dataclasses.replace(call["plan"], check_stale=True)
+    check = snapmla.DecodePlan.check
+    monkeypatch.setattr(
+        snapmla.DecodePlan,
+        "check",
+        lambda plan, lengths: compared.append(1) or check(plan, lengths),
+    )
+    call["cache_seqlens"] = call["cache_seqlens"] - 1
+    with pytest.raises(ValueError, match=r"^plan: expected the lengths it was last updated for"):
+        snapmla.decode(**call)
+    assert compared == [1]
+
+
+def test_a_failure_beside_a_wrong_argument_stays_in_sight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the exported function refuses is told in our words alone; a failure is the cause."""
+    call = {**complete_call(), "lse": torch.zeros(2, HEADS, 3)}
 
     def failing(*_: object) -> None:
         raise RuntimeError("CUDA error 700")
 
-    monkeypatch.setattr(attention, "_kernel", lambda *_: failing)
-    with pytest.raises(RuntimeError, match="CUDA error 700"):
+    with pytest.raises(ValueError, match="^lse: expected shape") as caught:
         snapmla.decode(**call)
+    assert caught.value.__cause__ is None and caught.value.__suppress_context__
+    monkeypatch.setattr(attention, "_kernel", lambda *_: failing)
+    with pytest.raises(ValueError, match="^lse: expected shape") as caught:
+        snapmla.decode(**call)
+    assert str(caught.value.__cause__) == "CUDA error 700"
 
 
 def test_several_gpus_take_the_quick_way_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,8 +234,8 @@ def test_several_gpus_take_the_quick_way_too(monkeypatch: pytest.MonkeyPatch) ->
     call = complete_call()
     monkeypatch.setattr(attention.launch, "several_gpus", lambda: True)
     checked = []
-    full = attention._checked
-    monkeypatch.setattr(attention, "_checked", lambda *a: checked.append(1) or full(*a))
+    full = attention.checked
+    monkeypatch.setattr(attention, "checked", lambda *a: checked.append(1) or full(*a))
     snapmla.decode(**call)
     assert not checked and call["out"].abs().sum() > 0
     with pytest.raises(ValueError, match="lse: expected a tensor on cpu, got meta"):
