@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from dsl_kernels.spec import KV_LORA_RANK, decode_spec
-from snapmla import checks, launch, runtime
+from snapmla import checks, launch, runtime, tracing
 from snapmla.cache import PagedKVCache
 from snapmla.plan import DecodePlan, PlanVariant, plan_decode
 from snapmla.quant import QuantizedQuery, _expect_cache, _expect_query
@@ -17,6 +17,7 @@ from snapmla.quant import QuantizedQuery, _expect_cache, _expect_query
 LSE_FACTOR = {"e": math.log(2.0), "2": 1.0}
 EMPTY_LSE = {"-inf": -math.inf, "+inf": math.inf}
 OUT_NAMES = {torch.bfloat16: "bf16", torch.float32: "f32"}
+_Tensor = torch.Tensor  # looked up on every call
 
 
 @functools.lru_cache(maxsize=256)
@@ -51,8 +52,10 @@ def decode(
 
     With ``plan``, ``out`` and ``lse`` given, a call is two launches by one exported function (one
     launch if the plan's shapes rule out splits): no synchronisation, no allocation, no copy to the
-    device.  Under ``torch.compile`` it is one node of the graph, ``torch.ops.snapmla.decode``, and
-    a plan must be given.
+    device.  Where calls are recorded or watched (``torch.compile``, ``make_fx``, FakeTensors,
+    dispatch modes) it is one node, ``torch.ops.snapmla.decode``; without a plan, ``torch.compile``
+    runs it between two graphs.  Inside ``torch.func`` transforms (vmap, grad) it is refused.
+    Results never require grad: this is inference.
 
     Args:
         q: from ``quantize_q``; (b, s_q, h, ...).
@@ -81,20 +84,11 @@ def decode(
     Source: SnapMLA paper, Eq. 6 (logits in the scaled domain) and Algorithm 1 (``dual_wg``);
     FlashMLA-ETAP (the transposed form of ``etap``); rounding as docs/numerics.md says.
     """
-    if torch.compiler.is_compiling():
-        if plan is None:
-            hint = "call plan_decode outside, once; plan.update_ may be compiled"
-            checks.value_error("plan", "a plan where torch.compile traces", None, hint)
-        if cache.content.shape[1] != plan.page_size:
-            wanted = f"one made for page_size {cache.content.shape[1]}"
-            checks.value_error("plan", wanted, plan.page_size)
-        _check_width(plan, block_table)
-        causal_, lse_factor, empty = _choices(causal, lse_base, empty_lse)
-        traced = (softmax_scale, bool(causal_), lse_factor, empty)
-        return _traced(
-            q, cache, block_table, cache_seqlens, plan, traced, out, lse, out_dtype
-        )  # fmt: skip
     options = (softmax_scale, causal, lse_base, empty_lse)
+    if tracing.active():
+        return _traced(
+            q, cache, block_table, cache_seqlens, plan, options, out, lse, out_dtype, pipeline
+        )
     if plan is not None and pipeline is None:
         try:
             if _fits_plan(q, cache, block_table, cache_seqlens, plan, out, lse, out_dtype):
@@ -104,6 +98,10 @@ def decode(
                 )  # fmt: skip
         except Exception:  # something is wrong: the full checks below say what
             pass
+    if not tracing.plain(q, cache, block_table, cache_seqlens, plan, out, lse):
+        return _traced(
+            q, cache, block_table, cache_seqlens, plan, options, out, lse, out_dtype, pipeline
+        )
     plan, out, lse = _checked(
         q, cache, block_table, cache_seqlens, plan, out, lse, out_dtype, pipeline
     )
@@ -194,21 +192,41 @@ def _traced(
     cache: PagedKVCache,
     block_table: torch.Tensor,
     cache_seqlens: torch.Tensor,
-    plan: DecodePlan,
-    numbers: tuple[float, bool, float, float],
+    plan: DecodePlan | None,
+    options: tuple[float, bool, str, str],
     out: torch.Tensor | None,
     lse: torch.Tensor | None,
     out_dtype: torch.dtype | None,
+    pipeline: str | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``decode`` as an operator, for tracers."""
+    """``decode`` as an operator, for tracers; arguments as in ``run_plan``, checked."""
+    _expect_query("q", q)
+    _expect_cache(cache)
+    b, s_q, heads, _ = q.nope.shape
+    if plan is None:
+        if tracing.by_dynamo():
+            return tracing.between_graphs(
+                decode, q, cache, block_table, cache_seqlens, plan=plan, out=out, lse=lse,
+                softmax_scale=options[0], causal=options[1], lse_base=options[2],
+                empty_lse=options[3], out_dtype=out_dtype, pipeline=pipeline,
+            )  # fmt: skip
+        checks.block_table(block_table, b, q.device)
+        plan = plan_decode(
+            cache_seqlens, heads, s_q, page_size=cache.content.shape[1],
+            max_pages=max(block_table.shape[1], 1), pipeline=pipeline,
+        )  # fmt: skip
+    page_size, device = cache.content.shape[1], q.nope.device
+    _check_plan(plan, b, s_q, heads, page_size, block_table, pipeline, device)
+    softmax_scale, causal, lse_base, empty_lse = options
+    causal_, lse_factor, empty = _choices(causal, lse_base, empty_lse)
     common = (
-        q.nope_u8, q.rope, q.scale, *cache.memory, block_table,
+        q.nope.view(torch.uint8), q.rope, q.scale, *cache.memory_now(), block_table,
         cache_seqlens, plan.work_items, plan.part_begin, plan.split_begin, plan.o_accum,
-        plan.lse_accum, plan.pipeline, plan.row_tile, plan.can_split(), *numbers,
+        plan.lse_accum, plan.pipeline, plan.row_tile, plan.can_split(), softmax_scale,
+        bool(causal_), lse_factor, empty,
     )  # fmt: skip
     if out is None and lse is None:
         return torch.ops.snapmla.decode(*common, out_dtype or torch.bfloat16)
-    b, s_q, heads, _ = q.nope.shape
     if out is None:
         shape = (b, s_q, heads, KV_LORA_RANK)
         out = q.rope.new_empty(shape, dtype=out_dtype or torch.bfloat16)
@@ -239,8 +257,15 @@ def _fits_plan(
             q.rows_shape == plan.rows_shape
             and cache.page_size == plan.page_size
             and block_table.shape == plan.table_shape
-            and (out is None or (out.is_contiguous() and out.dtype in OUT_NAMES))
-            and (lse is None or lse.is_contiguous())
+            and q.plain
+            and cache.plain
+            and plan.plain
+            and block_table.__class__ is cache_seqlens.__class__ is _Tensor
+            and (
+                out is None
+                or (out.__class__ is _Tensor and out.is_contiguous() and out.dtype in OUT_NAMES)
+            )
+            and (lse is None or (lse.__class__ is _Tensor and lse.is_contiguous()))
             and (out_dtype is None or (out is None and out_dtype in OUT_NAMES))
             and (
                 not launch.several_gpus()  # the exported functions ask for the kind of device only
