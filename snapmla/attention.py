@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from dsl_kernels.spec import KV_LORA_RANK, decode_spec
-from snapmla import checks, launch, overlap, runtime
+from snapmla import checks, launch, overlap, runtime, tracing
 from snapmla.cache import PagedKVCache
 from snapmla.plan import TENSORS, DecodePlan, PlanVariant, plan_decode
 from snapmla.quant import QuantizedQuery, _expect_cache, _expect_query, named
@@ -25,6 +25,7 @@ _CHOICES = {
 OUT_NAMES = {torch.bfloat16: "bf16", torch.float32: "f32"}
 # calls whose results were seen to lie apart from all else, by dtype of ``out``
 _APART = {dtype: overlap.Apart() for dtype in OUT_NAMES}
+_Tensor = torch.Tensor  # looked up on every call
 
 
 @functools.lru_cache(maxsize=256)
@@ -59,8 +60,10 @@ def decode(
 
     With ``plan``, ``out`` and ``lse`` given, a call is two launches by one exported function (one
     launch if the plan's shapes rule out splits): no synchronisation, no allocation, no copy to the
-    device.  Under ``torch.compile`` it is one node of the graph, ``torch.ops.snapmla.decode``, and
-    a plan must be given.
+    device.  Where calls are recorded or watched (``torch.compile``, ``make_fx``, FakeTensors,
+    dispatch modes) it is one node, ``torch.ops.snapmla.decode``; without a plan, ``torch.compile``
+    runs it between two graphs.  Inside ``torch.func`` transforms (vmap, grad) it is refused.
+    Results never require grad: this is inference.
 
     Args:
         q: from ``quantize_q``; (b, s_q, h, ...).
@@ -89,20 +92,11 @@ def decode(
     Source: SnapMLA paper, Eq. 6 (logits in the scaled domain) and Algorithm 1 (``dual_wg``);
     FlashMLA-ETAP (the transposed form of ``etap``); rounding as docs/numerics.md says.
     """
-    if torch.compiler.is_compiling():
-        if plan is None:
-            hint = "call plan_decode outside, once; plan.update_ may be compiled"
-            checks.value_error("plan", "a plan where torch.compile traces", None, hint)
-        if cache.content.shape[1] != plan.page_size:
-            wanted = f"one made for page_size {cache.content.shape[1]}"
-            checks.value_error("plan", wanted, plan.page_size)
-        _check_width(plan, block_table)
-        causal_, lse_factor, empty = _choices(causal, lse_base, empty_lse)
-        traced = (softmax_scale, bool(causal_), lse_factor, empty)
-        return _traced(
-            q, cache, block_table, cache_seqlens, plan, traced, out, lse, out_dtype
-        )  # fmt: skip
     options = (softmax_scale, causal, lse_base, empty_lse)
+    if tracing.active():
+        return _traced(
+            q, cache, block_table, cache_seqlens, plan, options, out, lse, out_dtype, pipeline
+        )
     if plan is not None and pipeline is None:
         try:
             if _fits_plan(q, cache, block_table, cache_seqlens, plan, out, lse, out_dtype):
@@ -114,6 +108,10 @@ def decode(
             arguments = (q, cache, block_table, cache_seqlens, plan, out, lse, out_dtype, pipeline)
             checks.explain(error, checked, *arguments)
             raise
+    if not tracing.plain(q, cache, block_table, cache_seqlens, plan, out, lse):
+        return _traced(
+            q, cache, block_table, cache_seqlens, plan, options, out, lse, out_dtype, pipeline
+        )
     plan = checked(q, cache, block_table, cache_seqlens, plan, out, lse, out_dtype, pipeline)
     return run_plan(
         (q.nope_u8, q.rope, q.row_scale), cache.arguments, block_table, cache_seqlens, plan, out,
@@ -202,21 +200,41 @@ def _traced(
     cache: PagedKVCache,
     block_table: torch.Tensor,
     cache_seqlens: torch.Tensor,
-    plan: DecodePlan,
-    numbers: tuple[float, bool, float, float],
+    plan: DecodePlan | None,
+    options: tuple[float, bool, str, str],
     out: torch.Tensor | None,
     lse: torch.Tensor | None,
     out_dtype: torch.dtype | None,
+    pipeline: str | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``decode`` as an operator, for tracers."""
+    """``decode`` as an operator, for tracers; arguments as in ``run_plan``, checked."""
+    _expect_query("q", q)
+    _expect_cache(cache)
+    b, s_q, heads, _ = q.nope.shape
+    if plan is None:
+        if tracing.by_dynamo():
+            return tracing.between_graphs(
+                decode, q, cache, block_table, cache_seqlens, plan=plan, out=out, lse=lse,
+                softmax_scale=options[0], causal=options[1], lse_base=options[2],
+                empty_lse=options[3], out_dtype=out_dtype, pipeline=pipeline,
+            )  # fmt: skip
+        checks.block_table(block_table, b, q.device)
+        plan = plan_decode(
+            cache_seqlens, heads, s_q, page_size=cache.content.shape[1],
+            max_pages=max(block_table.shape[1], 1), pipeline=pipeline,
+        )  # fmt: skip
+    page_size, device = cache.content.shape[1], q.nope.device
+    _check_plan(plan, b, s_q, heads, page_size, block_table, pipeline, device)
+    softmax_scale, causal, lse_base, empty_lse = options
+    causal_, lse_factor, empty = _choices(causal, lse_base, empty_lse)
     common = (
-        q.nope_u8, q.rope, q.scale, *cache.memory, block_table,
+        q.nope.view(torch.uint8), q.rope, q.scale, *cache.memory_now(), block_table,
         cache_seqlens, plan.work_items, plan.part_begin, plan.split_begin, plan.o_accum,
-        plan.lse_accum, plan.pipeline, plan.row_tile, plan.can_split(), *numbers,
+        plan.lse_accum, plan.pipeline, plan.row_tile, plan.can_split(), softmax_scale,
+        bool(causal_), lse_factor, empty,
     )  # fmt: skip
     if out is None and lse is None:
         return torch.ops.snapmla.decode(*common, out_dtype or torch.bfloat16)
-    b, s_q, heads, _ = q.nope.shape
     if out is None:
         shape = (b, s_q, heads, KV_LORA_RANK)
         out = q.rope.new_empty(shape, dtype=out_dtype or torch.bfloat16)
@@ -251,7 +269,9 @@ def _fits_plan(
             q.place, cache.place, plan.place,
         )  # fmt: skip
         return (
-            (key in known or _see_apart(known, key, q, cache, plan, out, lse))
+            (out is None or out.__class__ is _Tensor)  # others need have no memory
+            and (lse is None or lse.__class__ is _Tensor)
+            and (key in known or _see_apart(known, key, q, cache, plan, out, lse))
             and block_table.shape == plan.table_shape
             and (out is None or (out.is_contiguous() and not out.is_neg()))
             and (lse is None or (lse.is_contiguous() and not lse.is_neg()))
@@ -273,6 +293,8 @@ def _fits_plan(
 
 def _see_tables(plan: DecodePlan, block_table: torch.Tensor, cache_seqlens: torch.Tensor) -> bool:
     """Whether tables hold their values themselves; if so they are known by identity."""
+    if not tracing.plain(block_table, cache_seqlens):
+        return False
     if not launch.none_negative(block_table, cache_seqlens):
         return False
     object.__setattr__(plan, "tables", (block_table, cache_seqlens))
@@ -291,6 +313,8 @@ def _see_apart(
     """Whether the plan is for the query and the cache, and results share no memory with what is
     read or with one another; false also where they lie between pages of a pool."""
     if q.rows_shape != plan.rows_shape or cache.page_size != plan.page_size:
+        return False
+    if not tracing.plain(q, cache, plan):  # what has no memory is never remembered
         return False
     results = [() if result is None else (overlap.span(result),) for result in (out, lse)]
     return known.see(key, *results, (*q.spans, *cache.spans, *plan.spans))

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from snapmla import checks, launch, layouts
+from snapmla import checks, launch, layouts, tracing
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,14 +46,16 @@ class PagedKVCache(launch.OverTensors):
 
     def __post_init__(self) -> None:
         if not torch.compiler.is_compiling():  # a tracer's tensors have no address to check
+            tracing.refuse_transforms()
             checks.cache(self.content, self.rope, self.scale)
         object.__setattr__(self, "content_u8", self.content.view(torch.uint8))
         object.__setattr__(self, "layout", layouts.name_of(self.content, self.rope, self.scale))
         views = (self.content_u8, self.rope, self.scale)
         memory = layouts.memory_of(*views)
-        if memory is None and checks.address_of(self.content) is None and self.layout == "split":
+        stand_in = tracing.storage_of(self.content) is None
+        if memory is None and stand_in and self.layout == "split":
             memory = views  # made by a tracer: nothing but strides to go by
-        object.__setattr__(self, "memory", memory or views)
+        object.__setattr__(self, "memory", views if memory is None else memory)
         object.__setattr__(self, "traceable", memory is not None)
 
     @classmethod
@@ -98,9 +100,24 @@ class PagedKVCache(launch.OverTensors):
         return cls(content, rope, scale)
 
     @functools.cached_property
+    def plain(self) -> bool:
+        """Whether kernels may take the addresses of its tensors."""
+        return tracing.plain(self.content, self.rope, self.scale)
+
+    @functools.cached_property
     def arguments(self) -> tuple[Any, ...]:
         """content_u8, rope, scale as kernels take them."""
         return launch.prepared(self.content_u8, self.rope, self.scale)
+
+    def memory_now(self) -> layouts.Memory:
+        """``memory`` as views made here: a tracer takes those made before it began for constants.
+
+        Dynamo follows the stored ones to the cache, and cannot ask for storages.
+        """
+        if tracing.by_dynamo():
+            return self.memory
+        views = (self.content.view(torch.uint8), self.rope, self.scale)
+        return layouts.memory_of(*views) or views
 
     @property
     def num_pages(self) -> int:

@@ -13,11 +13,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from dsl_kernels.spec import KV_LORA_RANK, PAGE_SIZES, QK_ROPE_HEAD_DIM
 from snapmla import overlap
 
 FP8 = torch.float8_e4m3fn
+PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})  # what surely has an address
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 MAX_HEADS = 128
 MAX_S_Q = 8
@@ -267,6 +269,8 @@ def address_of(value: torch.Tensor) -> int | None:
     """Where the first element lies; None for a tracer's stand-in, which lies nowhere."""
     if torch.compiler.is_compiling():
         return None
+    if value.__class__ not in PLAIN and isinstance(value, FakeTensor):
+        return None
     try:
         return value.data_ptr()
     except RuntimeError:
@@ -274,7 +278,9 @@ def address_of(value: torch.Tensor) -> int | None:
 
 
 def integer(name: str, value: Any, low: int, high: int | None = None, hint: str = "") -> int:
-    """Checks ``low <= value <= high`` and returns it."""
+    """Checks ``low <= value <= high`` and returns it; a tracer's extent becomes its number."""
+    if isinstance(value, torch.SymInt):
+        value = int(value)
     if isinstance(value, bool) or not isinstance(value, int):
         type_error(name, "an int", type(value).__name__, "convert it with int(...)")
     if value < low or (high is not None and value > high):
@@ -297,6 +303,8 @@ def choice(name: str, value: Any, options: Iterable[Any]) -> None:
 
 def page_size(value: Any) -> int:
     """Checks a page size: 16, 32, 64 or 128 tokens."""
+    if isinstance(value, torch.SymInt):
+        value = int(value)
     if isinstance(value, bool) or not isinstance(value, int):
         type_error("page_size", "an int", type(value).__name__, "convert it with int(...)")
     if value not in PAGE_SIZES:

@@ -15,7 +15,8 @@ The metadata pair is two int32 tensors, as engines expect:
 
 Both may be captured: replaying a graph reads whatever the pair holds by then.  Under
 ``torch.compile`` metadata and decode break the graph (``snapmla.decode`` does not); the three
-quantisation functions are operators.
+quantisation functions are operators.  Other tracers (``make_fx``, FakeTensors, dispatch modes) see
+all five as operators.
 
 Differences on purpose: a row that sees no token gives out 0 and lse +inf (FlashMLA's convention;
 ``empty_lse=`` changes it), scales have a floor (docs/formats.md), page sizes 16 to 128 work.
@@ -24,13 +25,12 @@ Differences on purpose: a row that sees no token gives out 0 and lse +inf (Flash
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
 from dsl_kernels.spec import HEAD_DIM_QK, KV_LORA_RANK, QK_ROPE_HEAD_DIM, TOKEN_TILE
-from snapmla import attention, checks, dispatch, env, launch, overlap, quant
+from snapmla import attention, checks, dispatch, env, launch, overlap, quant, tracing
 from snapmla import plan as plans
 from snapmla.cache import PagedKVCache
 from snapmla.quant import QuantizedQuery
@@ -49,6 +49,7 @@ _MOST_TOKENS = 1 << 30  # of a sequence in a plan that does not know the block t
 _FLAT_PAGES = (128, 64, 32, 16)  # any page size addresses a flat pool
 
 _BYTES = (checks.FP8, torch.uint8)
+_Tensor = torch.Tensor  # looked up on every call
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -66,13 +67,18 @@ def _metadata_capacity(metadata: torch.Tensor) -> int:
     return (parts * width - (parts + 1) - 4 * parts) // 5
 
 
+def _new_workspace(like: torch.Tensor, parts: int, rows_pad: int) -> Pair:
+    """Partial results: fp32 (2 * parts, rows_pad, 512) and (2 * parts, rows_pad)."""
+    return (
+        like.new_empty((2 * parts, rows_pad, KV_LORA_RANK), dtype=torch.float32),
+        like.new_empty((2 * parts, rows_pad), dtype=torch.float32),
+    )
+
+
 @functools.lru_cache(maxsize=16)
 def _kept_workspace(device: torch.device, stream: int, parts: int, rows_pad: int) -> Pair:
-    """Partial results of one stream: fp32 (2 * parts, rows_pad, 512) and (2 * parts, rows_pad)."""
-    return (
-        torch.empty((2 * parts, rows_pad, KV_LORA_RANK), dtype=torch.float32, device=device),
-        torch.empty((2 * parts, rows_pad), dtype=torch.float32, device=device),
-    )
+    """Partial results of one stream."""
+    return _new_workspace(torch.empty(0, device=device), parts, rows_pad)
 
 
 def _stream_of(device: torch.device) -> int | None:
@@ -84,11 +90,11 @@ def _stream_of(device: torch.device) -> int | None:
     return torch._C._cuda_getCurrentRawStream(device.index)
 
 
-def _workspace(device: torch.device, stream: int | None, parts: int, rows_pad: int) -> Pair:
+def _workspace(metadata: torch.Tensor, stream: int | None, parts: int, rows_pad: int) -> Pair:
     """The stream's workspace; under capture a fresh one, which lives in the graph's memory."""
     if stream is None:
-        return _kept_workspace.__wrapped__(device, 0, parts, rows_pad)
-    return _kept_workspace(device, stream, parts, rows_pad)
+        return _new_workspace(metadata, parts, rows_pad)
+    return _kept_workspace(metadata.device, stream, parts, rows_pad)
 
 
 class _PairPlan(plans.DecodePlan):
@@ -123,14 +129,13 @@ def _plan(
     page_size: int, max_pages: int, stream: int | None,
 ) -> plans.DecodePlan:  # fmt: skip
     """A ``DecodePlan`` over the checked pair's memory."""
-    checks.num_heads(num_heads)
-    checks.s_q(s_q)
-    checks.page_size(page_size)
-    checks.integer("max_pages", max_pages, 1)
+    num_heads, s_q = checks.num_heads(num_heads), checks.s_q(s_q)
+    page_size = checks.page_size(page_size)
+    max_pages = checks.integer("max_pages", max_pages, 1)
     parts, rows = metadata.shape[0], num_heads * s_q
     pipeline, row_tile = dispatch.choose(metadata.device, num_heads, s_q, page_size)
     rows_pad = -(-rows // row_tile) * row_tile
-    o_accum, lse_accum = _workspace(metadata.device, stream, parts, rows_pad)
+    o_accum, lse_accum = _workspace(metadata, stream, parts, rows_pad)
     return _PairPlan(
         **_tables(metadata, batch)._asdict(),
         split_begin=num_splits,
@@ -205,15 +210,6 @@ def _check_pair(
         )  # fmt: skip
 
 
-@torch.compiler.disable(
-    reason="flash_mla_fp8 plans and decodes eagerly; snapmla.plan_decode outside of the compiled "
-    "function with plan.update_ and snapmla.decode in it are operators"
-)
-def _untraced(function: Callable[..., Pair], *arguments: Any, **options: Any) -> Pair:
-    """Calls ``function`` between two compiled graphs."""
-    return function(*arguments, **options)
-
-
 def _pair(name: str, value: Any) -> Pair:
     if not isinstance(value, (tuple, list)) or len(value) != 2:
         got = f"{len(value)} values" if isinstance(value, (tuple, list)) else type(value).__name__
@@ -249,8 +245,8 @@ def get_mla_metadata(
     Source: FlashMLA's metadata pair, as SnapMLA's host code keeps it; the schedule is ours
     (``snapmla.reference_plan``).
     """
-    if torch.compiler.is_compiling():
-        return _untraced(
+    if tracing.by_dynamo():
+        return tracing.between_graphs(
             get_mla_metadata, cache_seqlens, num_heads_per_head_k, num_heads_k,
             max_batch=max_batch, out=out,
         )  # fmt: skip
@@ -270,15 +266,16 @@ def get_mla_metadata(
             )  # fmt: skip
         shape = (parts, _metadata_width(parts, max_batch))
         out = (
-            torch.zeros(shape, dtype=torch.int32, device=device),
-            torch.zeros(batch + 1, dtype=torch.int32, device=device),
+            cache_seqlens.new_zeros(shape, dtype=torch.int32),
+            cache_seqlens.new_zeros(batch + 1, dtype=torch.int32),
         )
     metadata, num_splits = _pair("out", out)
     _check_pair(metadata, num_splits, batch, device)
     if batch:
         tables, overhead = _tables(metadata, batch), plans.DEFAULT_FIXED_OVERHEAD
         longest = (plans.MAX_COST // batch - overhead) * TOKEN_TILE  # the sum stays in 32 bits
-        plans.launch_plan(
+        traced = tracing.wanted(cache_seqlens, metadata, num_splits)
+        (torch.ops.snapmla.plan_update if traced else plans.launch_plan)(
             cache_seqlens, tables.work_items, tables.part_begin, num_splits,
             tables.planned_seqlens, min(longest, _MOST_TOKENS), overhead, 0,
         )  # fmt: skip
@@ -344,8 +341,8 @@ def flash_mla_ckv_fp8_per_token(
 
     Source: SnapMLA paper, Algorithm 1 (function); the pipeline is the dispatcher's choice.
     """
-    if torch.compiler.is_compiling():
-        return _untraced(
+    if tracing.by_dynamo():
+        return tracing.between_graphs(
             flash_mla_ckv_fp8_per_token, q_nope, q_rope, k_cache_lora, k_cache_rope, q_scale,
             k_scale, block_table, cache_seqlens, head_dim_v, tile_scheduler_metadata, num_splits,
             softmax_scale, causal, out=out, lse=lse, empty_lse=empty_lse,
@@ -356,13 +353,16 @@ def flash_mla_ckv_fp8_per_token(
         cache_seqlens, (tile_scheduler_metadata, num_splits), out, lse,
         (scale, causal, "e", empty_lse),
     )  # fmt: skip
+    recorded = tracing.active()
     try:
-        done = _quick_decode(*arguments) if head_dim_v == KV_LORA_RANK else None
+        quick = head_dim_v == KV_LORA_RANK and not recorded
+        done = _quick_decode(*arguments) if quick else None
     except Exception as error:
-        checks.explain(error, _checked_decode, *arguments, head_dim_v)
+        checks.explain(error, _checked_decode, *arguments, head_dim_v, check_only=True)
         raise
     if done is None:
-        done = attention.run_plan(*_checked_decode(*arguments, head_dim_v))
+        done = _checked_decode(*arguments, head_dim_v)
+    assert done is not None
     return done
 
 
@@ -383,6 +383,7 @@ def _quick_decode(
     full checks say which argument it was.
     """
     (q_nope, q_rope, q_scale), (lora, rope, k_scale) = query, pool
+    metadata, num_splits = pair
     b, s_q, heads, _ = q_nope.shape
     pages, page_size, _, _ = lora.shape
     lora_dtype = lora.dtype
@@ -392,10 +393,14 @@ def _quick_decode(
         and q_nope.dtype is checks.FP8
         and lora_dtype in _BYTES
         and k_scale.shape == (pages, page_size, 1, 1)
+        and q_nope.__class__ is q_rope.__class__ is q_scale.__class__ is _Tensor
+        and lora.__class__ is rope.__class__ is k_scale.__class__ is _Tensor
+        and block_table.__class__ is cache_seqlens.__class__ is _Tensor
+        and metadata.__class__ is num_splits.__class__ is _Tensor
         and q_nope.is_contiguous()
         and q_rope.is_contiguous()
-        and (out is None or out.is_contiguous())
-        and (lse is None or lse.is_contiguous())
+        and (out is None or (out.__class__ is _Tensor and out.is_contiguous()))
+        and (lse is None or (lse.__class__ is _Tensor and lse.is_contiguous()))
         and launch.none_negative(*query, *pool, block_table, cache_seqlens, out, lse)
     ):
         return None
@@ -446,8 +451,12 @@ def _checked_decode(
     lse: torch.Tensor | None,
     options: tuple[float, bool, str, str],
     head_dim_v: int,
-) -> tuple[Any, ...]:
-    """What ``attention.run_plan`` takes: the same call with every check and its words."""
+    check_only: bool = False,
+) -> Pair | None:
+    """The same call through the primary API, with every check and its words.
+
+    ``check_only`` launches nothing, and returns nothing.
+    """
     (q_nope, q_rope, q_scale), (lora, rope, k_scale) = query, pool
     scale, causal, lse_base, empty_lse = options
     causal = bool(checks.flag("causal", causal))
@@ -468,18 +477,20 @@ def _checked_decode(
         checks.block_table(block_table, q.batch, q.device)
         plan = None
         if q.batch:
-            plan = _kept_plan(
-                *pair, q.batch, q.num_heads, q.s_q, cache.page_size, block_table.shape[1]
-            )
-        plan = attention.checked(
-            q, cache, block_table, cache_seqlens, plan, out, lse, None, None
+            shape = (q.batch, q.num_heads, q.s_q, cache.page_size, block_table.shape[1])
+            if tracing.wanted(*pair):  # not one to keep: its memory is the tracer's
+                plan = _plan(*pair, *shape, None)
+            else:
+                plan = _kept_plan(*pair, *shape)
+        if check_only:
+            attention.checked(q, cache, block_table, cache_seqlens, plan, out, lse, None, None)
+            return None
+        return attention.decode(
+            q, cache, block_table, cache_seqlens, softmax_scale=scale, plan=plan, causal=causal,
+            out=out, lse=lse, lse_base=lse_base, empty_lse=empty_lse,
         )  # fmt: skip
     except (TypeError, ValueError) as error:
         raise checks.renamed(error, _DECODE_NAMES) from None
-    return (
-        (q.nope_u8, q.rope, q.row_scale), cache.arguments, block_table, cache_seqlens, plan, out,
-        lse, None, (scale, causal, lse_base, empty_lse),
-    )  # fmt: skip
 
 
 def _four_d(name: str, value: object, last: int) -> None:
@@ -596,8 +607,9 @@ def quantize_and_cache_k(
     """
     checks.integer("head_dim_v", head_dim_v, KV_LORA_RANK, KV_LORA_RANK)
     arguments = (key, k_lora_cache, k_rope_cache, k_lora_scale_cache, indices)
+    recorded = tracing.active()
     try:
-        done = _quick_append(*arguments)
+        done = not recorded and _quick_append(*arguments)
     except Exception as error:
         checks.explain(error, _checked_append, *arguments, check_only=True)
         raise
@@ -640,8 +652,6 @@ def _quick_append(
 
     As in ``_quick_decode``, checks that the exported function makes are left to it.
     """
-    if torch.compiler.is_compiling():
-        return False
     slots, page = lora.shape[0], _FLAT_PAGES[-1]
     n, width = key.shape[0], key.shape[-1]
     if not (
@@ -652,6 +662,7 @@ def _quick_append(
         and width == HEAD_DIM_QK
         and key.numel() == n * width
         and key.stride(-1) == 1
+        and tracing.plain(key, lora, rope, scale, indices)
         and launch.none_negative(key, lora, rope, scale, indices)
     ):
         return False

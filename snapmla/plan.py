@@ -17,7 +17,7 @@ from dsl_kernels.spec import (
     TOKEN_TILE,
     VariantSpec,
 )
-from snapmla import checks, dispatch, env, launch, runtime
+from snapmla import checks, dispatch, env, launch, runtime, tracing
 
 DEFAULT_FIXED_OVERHEAD = 6  # token tiles that starting an item costs (prologue, epilogue, merge)
 STALE_SHOWN = 8  # changed sequences that an error names
@@ -135,6 +135,11 @@ class DecodePlan(launch.OverTensors):
         )
 
     @functools.cached_property
+    def plain(self) -> bool:
+        """Whether kernels may take the addresses of its tensors."""
+        return tracing.plain(*(getattr(self, name) for name in TENSORS))
+
+    @functools.cached_property
     def may_split(self) -> bool:
         """False only if the shapes rule out that any sequence is split."""
         return self.can_split()
@@ -163,7 +168,9 @@ class DecodePlan(launch.OverTensors):
         Raises:
             TypeError, ValueError: ``cache_seqlens`` is not what the plan was made for.
         """
-        if torch.compiler.is_compiling():
+        if tracing.wanted(cache_seqlens, self):
+            if not tracing.by_dynamo():
+                checks.lengths(cache_seqlens, self.batch, self.device)
             torch.ops.snapmla.plan_update(
                 cache_seqlens, self.work_items, self.part_begin, self.split_begin,
                 self.planned_seqlens, self.max_pages * self.page_size, self.fixed_overhead,
@@ -325,11 +332,17 @@ def plan_decode(
 
     Source: as ``DecodePlan``; the kernel is chosen by ``snapmla.dispatch``.
     """
+    if tracing.by_dynamo():
+        return tracing.between_graphs(
+            plan_decode, cache_seqlens, num_heads, s_q, page_size=page_size, max_pages=max_pages,
+            num_parts=num_parts, pipeline=pipeline, row_tile=row_tile,
+            fixed_overhead=fixed_overhead, fixed_split_tokens=fixed_split_tokens,
+            check_stale=check_stale,
+        )  # fmt: skip
     checks.lengths(cache_seqlens, "b")
-    checks.num_heads(num_heads)
-    checks.s_q(s_q)
-    checks.page_size(page_size)
-    checks.integer("max_pages", max_pages, 1, 2**31 // page_size - 1)
+    num_heads, s_q = checks.num_heads(num_heads), checks.s_q(s_q)
+    page_size = checks.page_size(page_size)
+    max_pages = checks.integer("max_pages", max_pages, 1, 2**31 // page_size - 1)
     rows, device, batch = num_heads * s_q, cache_seqlens.device, cache_seqlens.shape[0]
     pipeline, row_tile = dispatch.choose(
         device, num_heads, s_q, page_size, pipeline=pipeline, row_tile=row_tile
@@ -358,10 +371,10 @@ def plan_decode(
         slots = items if pieces > 1 else 1
 
     def ints(*shape: int) -> torch.Tensor:
-        return torch.zeros(shape, dtype=torch.int32, device=device)
+        return cache_seqlens.new_zeros(shape, dtype=torch.int32)
 
     def floats(*shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=torch.float32, device=device)
+        return cache_seqlens.new_empty(shape, dtype=torch.float32)
 
     plan = DecodePlan(
         work_items=ints(items, 4),

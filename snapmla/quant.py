@@ -8,13 +8,14 @@ Rounding, for a row c (512 content values) and r (64 RoPE values):
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from dsl_kernels.spec import KV_LORA_RANK, QK_ROPE_HEAD_DIM, VariantSpec
-from snapmla import checks, launch, overlap, runtime
+from snapmla import checks, launch, overlap, runtime, tracing
 from snapmla.cache import PagedKVCache
 
 GRANULARITIES = ("token_head", "token")
@@ -33,6 +34,7 @@ class QuantizedQuery(launch.OverTensors):
         scale: float32 (b, s_q, h) for granularity ``token_head``, (b, s_q) for ``token``.
         nope_u8: ``nope`` as bytes.
         row_scale: ``scale`` as (b, s_q, h), stride 0 over heads for granularity ``token``.
+        plain: whether kernels may take the addresses of its tensors.
 
     Raises:
         TypeError, ValueError: see ``snapmla.checks.query``.
@@ -40,6 +42,8 @@ class QuantizedQuery(launch.OverTensors):
     Source: SnapMLA paper, section 3.1 (RoPE-aware per-token scales, the pre-scaled domain);
     ``token`` granularity is Modular's SM100 kernel's.
     """
+
+    plain: ClassVar[bool] = True  # of all but those that __post_init__ finds otherwise
 
     nope: torch.Tensor
     rope: torch.Tensor
@@ -49,7 +53,10 @@ class QuantizedQuery(launch.OverTensors):
 
     def __post_init__(self) -> None:
         if not torch.compiler.is_compiling():  # a tracer's tensors have no address to check
+            tracing.refuse_transforms()
             checks.query(self.nope, self.rope, self.scale)
+            if not tracing.plain(self.nope, self.rope, self.scale):
+                object.__setattr__(self, "plain", False)
         object.__setattr__(self, "nope_u8", self.nope.view(torch.uint8))
         object.__setattr__(self, "row_scale", per_row(self.scale, self.nope.shape[2]))
 
@@ -114,15 +121,18 @@ def append_kv(
     Source: SnapMLA paper, section 3.3.1 (fused K-append); the scale's floors are our own
     (docs/numerics.md).
     """
-    if torch.compiler.is_compiling():
-        if not cache.traceable:
+    _expect_cache(cache)
+    if tracing.wanted(cache, c_kv, k_rope, slot_mapping):
+        if not cache.traceable and tracing.functionalises():
             checks.value_error(
                 "cache", "layout split, paged or row640, made outside of torch.compile",
                 f"layout {cache.layout!r}, whose views share memory in a way that tracers cannot "
                 "follow",
                 "append outside of the compiled function",
             )  # fmt: skip
-        torch.ops.snapmla.append_kv(*cache.memory, c_kv, k_rope, slot_mapping)
+        if not tracing.by_dynamo():
+            check_tokens(c_kv, k_rope, slot_mapping, cache.device)
+        torch.ops.snapmla.append_kv(*cache.memory_now(), c_kv, k_rope, slot_mapping)
         return
     check_append(cache, c_kv, k_rope, slot_mapping)
     launch_append(cache.arguments, c_kv, k_rope, slot_mapping)
@@ -208,8 +218,15 @@ def quantize_q(
 
     Source: SnapMLA paper, section 3.3.1 (fused Q-quant).
     """
-    if torch.compiler.is_compiling():
+    if tracing.wanted(q_nope, q_rope, out):
         return _traced_quantize(q_nope, q_rope, granularity, out)
+    return quantize_now(q_nope, q_rope, granularity, out)
+
+
+def quantize_now(
+    q_nope: torch.Tensor, q_rope: torch.Tensor, granularity: str, out: QuantizedQuery | None
+) -> QuantizedQuery:
+    """``quantize_q`` on tensors with memory, whoever traces."""
     checks.choice("granularity", granularity, GRANULARITIES)
     checks.tensor("q_nope", q_nope, checks.FLOATS, ("b", "s_q", "num_heads", KV_LORA_RANK))
     b, s_q, heads, _ = q_nope.shape
@@ -275,7 +292,8 @@ def _traced_quantize(
     if out is None:
         nope, rope, scale = torch.ops.snapmla.quantize_q(q_nope, q_rope, granularity)
         return QuantizedQuery(nope.view(checks.FP8), rope, scale)
-    torch.ops.snapmla.quantize_q_out(q_nope, q_rope, granularity, out.nope_u8, out.rope, out.scale)
+    nope = out.nope.view(torch.uint8)  # made here, as in ``PagedKVCache.memory_now``
+    torch.ops.snapmla.quantize_q_out(q_nope, q_rope, granularity, nope, out.rope, out.scale)
     return out
 
 
@@ -312,9 +330,25 @@ def fetch_dequant(
 
     Source: SnapMLA paper, section 3.3.1 (fused fetch-dequant).
     """
-    if torch.compiler.is_compiling():
-        return _traced_fetch(cache, where, cache_seqlens, out, dtype)
     _expect_cache(cache)
+    if tracing.wanted(cache, where, cache_seqlens, *_parts(out)):
+        return _traced_fetch(cache, where, cache_seqlens, out, dtype)
+    return fetch_now(cache, where, cache_seqlens, out, dtype)
+
+
+def _parts(out: torch.Tensor | Fetched | None) -> Sequence[object]:
+    """The tensors of ``out``, checked or not."""
+    return out if isinstance(out, (tuple, list)) else (out,)
+
+
+def fetch_now(
+    cache: PagedKVCache,
+    where: torch.Tensor,
+    cache_seqlens: torch.Tensor | None,
+    out: torch.Tensor | Fetched | None,
+    dtype: torch.dtype,
+) -> Fetched:
+    """``fetch_dequant`` on tensors with memory, whoever traces."""
     device = cache.device
     if not isinstance(where, torch.Tensor) or where.ndim not in (1, 2):
         got = tuple(where.shape) if isinstance(where, torch.Tensor) else type(where).__name__
@@ -358,7 +392,7 @@ def _traced_fetch(
     dtype: torch.dtype,
 ) -> Fetched:
     """``fetch_dequant`` as an operator, for tracers."""
-    common = (*cache.memory, where, cache_seqlens)
+    common = (*cache.memory_now(), where, cache_seqlens)
     if out is None:
         return torch.ops.snapmla.fetch_dequant(*common, dtype)
     if isinstance(out, torch.Tensor):

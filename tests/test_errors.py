@@ -767,3 +767,16 @@ def test_unwritten_kernel_is_one_sentence(monkeypatch: pytest.MonkeyPatch, forbi
         "variant decode_etap_r64_p64_obf16_sm100a: no sm_100a decode kernel of pipeline etap exists "
         "yet; the nearest one that can be built is decode_etap_r64_p64_obf16_sm90a"
     )
+
+
+@pytest.mark.parametrize("function", ["append_kv", "quantize_q", "decode", "fetch_dequant"])
+def test_inside_of_vmap(function: str) -> None:
+    words = r"^snapmla: expected a call outside of torch\.func, got one inside of vmap \(sequences"
+    good = GOOD[function]()
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        call(function)(**good)
+        return x
+
+    with pytest.raises(ValueError, match=words):
+        torch.vmap(body)(torch.zeros(2))
