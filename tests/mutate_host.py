@@ -240,7 +240,7 @@ def outcome_of(copy: Path, package: str, mutant: Mutant, variants: Path | None) 
         status, output = pytest_in(copy, [mutant.target], variants)
     finally:
         path.write_text(text)
-    failed = re.search(r"^FAILED tests/(\S+)(?: - (.*))?$", output, re.MULTILINE)
+    failed = re.search(r"^FAILED tests/(.+?)(?: - (.*))?$", output, re.MULTILINE)
     if status == 1 and failed is not None:
         return Outcome(mutant, "killed", f"{failed[1]}: {(failed[2] or '')[:80]}".strip(": "))
     if status == 0:
