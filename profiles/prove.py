@@ -264,7 +264,7 @@ def execute(step: Step, at: str) -> Outcome:
             break
     message = (output.splitlines() or [""])[-1].strip("= ") if passed else output
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    cpu = round(_cpu_seconds() - before, 1)
+    cpu = round(_cpu_seconds() - before, 2)
     return Outcome(step.name, step.key, passed, at, cpu, message, now)
 
 
@@ -403,7 +403,8 @@ def main(
             state = "not run" if outcome is None else "passed" if outcome.passed else "failed"
             console.print(f"{state:8} {each.name}", markup=False)
         return
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for number in (signal.SIGINT, signal.SIGTERM):  # also where a shell began it in the background
+        signal.signal(number, signal.default_int_handler)
     try:
         _run_shown(mine, book, at, limit, console)
     except KeyboardInterrupt:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -34,6 +35,19 @@ def test_clean_and_right(spec: VariantSpec) -> None:
     with using(mutate.schedule(0)):
         result = workload.run()
     assert result.passed, result.summary
+
+
+@pytest.mark.variants("merge_*_sm90a")
+def test_a_wrong_merge_is_noticed(spec: VariantSpec) -> None:
+    """Without the hazard check: the comparison alone."""
+    kernel = selfcheck.load(spec, up_to_date(spec))
+
+    def one_row_is_off(*arguments: Any) -> None:
+        kernel(*arguments)
+        out = arguments[3]
+        out[0, 0, 0] *= 1.1
+
+    assert not selfcheck._check_merge(spec, one_row_is_off).passed
 
 
 @pytest.mark.variants("decode_*_sm90a")
