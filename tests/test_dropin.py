@@ -476,7 +476,7 @@ def worked() -> tuple[Callable[..., object], dict[str, torch.Tensor]]:
         "k_cache_rope": step.pool.rope.view(-1, PAGE, 1, 64),
         "k_scale": step.pool.scale.view(-1, PAGE, 1, 1), "block_table": step.table,
         "cache_seqlens": step.lengths, "tile_scheduler_metadata": pair[0], "num_splits": pair[1],
-        "out": torch.zeros(2, 2, 16, 512), "lse": torch.zeros(2, 16, 2),
+        "out": torch.zeros(2, 2, 16, 512, dtype=torch.bfloat16), "lse": torch.zeros(2, 16, 2),
     }  # fmt: skip
     decode = functools.partial(step.decode, pair)
     decode(**right)
