@@ -106,14 +106,14 @@ def sample(specs: Iterable[VariantSpec]) -> list[VariantSpec]:
     chosen = {spec for spec in specs if spec.op != "decode"}
     missing: set[Trait] = set().union(*map(traits, decodes))
     for most in (0, 1, len(AXES["decode"])):
-        pool = [spec for spec in decodes if _changed(spec) <= most]
+        pool = [spec for spec in decodes if changed(spec) <= most]
         while pool and traits(best := max(pool, key=lambda s: len(traits(s) & missing))) & missing:
             chosen.add(best)
             missing -= traits(best)
     return [spec for spec in specs if spec in chosen]
 
 
-def _changed(spec: VariantSpec) -> int:
+def changed(spec: VariantSpec) -> int:
     """How many axes, beside those of the rows, have another value than their default."""
     default = {field.name: field.default for field in dataclasses.fields(spec)}
     axes = (axis for axis in AXES[spec.op] if axis not in ROW_AXES)

@@ -50,7 +50,7 @@ KINDS = {
     "build": "every variant compiled and audited",
     "variant": "the shipped object, hazard check on, in all cache layouts; bits against the H200's",
     "schedules": f"the test set under {SCHEDULES} adversarial schedules with the hazard check",
-    "mutants": "the test set with each synchronisation removed: who notices",
+    "mutants": "a variant of each kernel and row tile without each synchronisation: who notices",
     "replay": "all 2^32 arguments of each special function against the H200's",
     "tests": "test files over the whole matrix instead of the test set",
 }
@@ -99,27 +99,34 @@ def digest(*places: str) -> str:
     return found.hexdigest()
 
 
+@functools.cache
+def variant_key(spec: VariantSpec) -> str:
+    """Of what a build of the variant is made from."""
+    return compiler.draft(spec).key
+
+
 def step(
     kind: str, what: str, *commands: Command, reads: Sequence[str], specs: Iterable[VariantSpec]
 ) -> Step:
     """A step that reads the files and folders ``reads`` and the variants ``specs``."""
-    keys = [compiler.draft(spec).key for spec in specs]
+    keys = [variant_key(spec) for spec in specs]
     text = json.dumps([commands, keys, digest(*reads)])
     return Step(kind, what, commands, hashlib.sha256(text.encode()).hexdigest()[:24])
 
 
 def steps() -> list[Step]:
-    """All steps, those first that others build on."""
-    archs = {arch: matrix.default_specs(arch) for arch in ("sm_90a", "sm_100a")}
-    every = [spec for specs in archs.values() for spec in specs]
+    """All steps on the sources as they are now, those first that others build on."""
+    digest.cache_clear()
+    variant_key.cache_clear()
+    hopper, blackwell = (matrix.default_specs(arch) for arch in ("sm_90a", "sm_100a"))
+    every = [*hopper, *blackwell]
     found = [_build(group) for group in _families(every)]
     found += [_variant(spec) for spec in every]
-    found += [_schedules(spec) for spec in matrix.sample_specs("sm_90a")]
-    found += [_mutants(spec) for spec in matrix.sample_specs("sm_90a")]
+    found += [_schedules(spec) for spec in matrix.sample(hopper)]
+    found += [_mutants(min(group, key=matrix.changed)) for group in _families(hopper)]
     replay = ("-m", "profiles.record_softgpu", "replay", "mufu", "--all")
     found.append(step("replay", "mufu", replay, reads=REPLAYED, specs=()))
-    found += [_tests(path, every) for path in whole_matrix_files()]
-    return found
+    return found + [_tests(path, every) for path in whole_matrix_files()]
 
 
 def _families(specs: Iterable[VariantSpec]) -> list[list[VariantSpec]]:
@@ -337,12 +344,12 @@ def page(record: dict[str, Any]) -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     kinds = dict.fromkeys(_kind(row) for row in rows)
-    lines += [_line(kind, [row for row in rows if _kind(row) == kind]) for kind in kinds]
+    lines += [_line(kind, _of(kind, rows)) for kind in kinds]
     for row in failed:
         lines += ["", f"## Failed: {row['name']}", "", "```", row["message"], "```"]
     if left:
-        names = ", ".join(f"`{row['name']}`" for row in left)
-        lines += ["", "## Not run on these sources", "", names]
+        lines += ["", "## Not run on these sources", ""]
+        lines += [_names(kind, rows) for kind in kinds if _in_state(_of(kind, rows), STATES[2])]
     mutants = [f"- {row['message']}" for row in passed if _kind(row) == "mutants"]
     if mutants:
         lines += ["", "## Mutants", "", *mutants]
@@ -355,6 +362,17 @@ def _line(kind: str, rows: list[dict[str, Any]]) -> str:
     commits = dict.fromkeys(row["commit"][:12] for row in rows if "commit" in row)
     cells = [kind, KINDS.get(kind, ""), *counts, f"{_minutes(rows):.1f}", ", ".join(commits)]
     return f"| {' | '.join(map(str, cells))} |"
+
+
+def _names(kind: str, rows: list[dict[str, Any]]) -> str:
+    """The steps of a kind that have not run."""
+    group = _of(kind, rows)
+    left = [f"`{row['name'].partition(':')[2]}`" for row in _in_state(group, STATES[2])]
+    return f"- {kind}: {'all' if len(left) == len(group) else ', '.join(left)}"
+
+
+def _of(kind: str, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [row for row in rows if _kind(row) == kind]
 
 
 def _kind(row: dict[str, Any]) -> str:

@@ -15,6 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from codegen import matrix, toolchain
+from dsl_kernels.spec import VariantSpec
 from profiles import prove
 from profiles.prove import Book, Outcome, Step
 
@@ -198,7 +199,7 @@ def test_the_record_tells_what_ran_where_and_what_did_not(book: Book, tmp_path: 
     assert "At commit bbbbbbbbbbbb2: 1 of 4 steps passed, 1 failed, 2 have not run" in page
     assert "| small |  | 4 | 1 | 1 | 2 | 0.0 | aaaaaaaaaaaa |" in page
     assert "## Failed: small:wrong\n\n```\npython -c raise" in page and "went wrong" in page
-    assert page.endswith("## Not run on these sources\n\n`small:edited`, `small:never`\n")
+    assert page.endswith("## Not run on these sources\n\n- small: `edited`, `never`\n")
     states = {row["name"]: row["state"] for row in data["steps"]}
     assert states == {
         "small:a": "passed", "small:wrong": "failed", "small:edited": "not run",
@@ -259,7 +260,11 @@ def test_steps_are_the_whole_matrix() -> None:
     assert {s.kind for s in steps} == set(prove.KINDS)
     by_kind = {kind: {s.what for s in steps if s.kind == kind} for kind in prove.KINDS}
     assert by_kind["variant"] == {s.name for s in every}
-    assert by_kind["schedules"] == by_kind["mutants"] == sample
+    assert by_kind["schedules"] == sample and by_kind["mutants"] <= sample
+    studied = {VariantSpec.from_name(name) for name in by_kind["mutants"]}
+    kernels = {(s.op, s.pipeline, s.row_tile) for s in every}
+    assert {(s.op, s.pipeline, s.row_tile) for s in studied} == kernels
+    assert len(studied) == len(kernels)
     for step in steps:
         assert all(c[0] == "-m" for c in step.commands) and step.commands
 
