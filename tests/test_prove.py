@@ -266,7 +266,8 @@ def test_steps_are_the_whole_matrix() -> None:
     assert {(s.op, s.pipeline, s.row_tile) for s in studied} == kernels
     assert len(studied) == len(kernels)
     for step in steps:
-        assert all(c[0] == "-m" for c in step.commands) and step.commands
+        assert step.commands, "nothing would pass"
+        assert all(c[0] == "-m" or (prove.ROOT / c[0]).is_file() for c in step.commands)
 
 
 @compiled
