@@ -152,7 +152,7 @@ def test_one_step_of_a_probability_is_noticed(
     monkeypatch.setitem(
         mufu.FUNCTIONS, "ex2", lambda x: np.exp2(x.astype(np.float64)).astype(np.float32)
     )
-    name = decode_spec("etap", 16, 32, "bf16").name
+    name = decode_spec("etap", 16, 64, "f32").name
     case = vectors.kernel_cases(recorded(record, name))[0]
     from snapmla import runtime
 
