@@ -275,6 +275,16 @@ def execute(step: Step, at: str) -> Outcome:
     return Outcome(step.name, step.key, passed, at, cpu, message, now)
 
 
+def checkout() -> str:
+    """The commit; ``-dirty`` if anything but the record itself was changed since."""
+    own = [f":!{path.relative_to(ROOT)}" for path in (RECORD, RECORD.with_suffix(".json"))]
+    changed = subprocess.run(
+        ["git", "diff", "--quiet", "HEAD", "--", ".", *own], cwd=ROOT, capture_output=True
+    )
+    at = commit()
+    return at if changed.returncode else at.removesuffix("-dirty")
+
+
 def _cpu_seconds() -> float:
     """Of all children that have ended."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -359,9 +369,14 @@ def page(record: dict[str, Any]) -> str:
 def _line(kind: str, rows: list[dict[str, Any]]) -> str:
     """A kind's row of the table."""
     counts = [len(rows), *(len(_in_state(rows, state)) for state in STATES)]
-    commits = dict.fromkeys(row["commit"][:12] for row in rows if "commit" in row)
+    commits = dict.fromkeys(_short(row["commit"]) for row in rows if "commit" in row)
     cells = [kind, KINDS.get(kind, ""), *counts, f"{_minutes(rows):.1f}", ", ".join(commits)]
     return f"| {' | '.join(map(str, cells))} |"
+
+
+def _short(commit: str) -> str:
+    sha, dirty, _ = commit.partition("-dirty")
+    return sha[:12] + dirty
 
 
 def _names(kind: str, rows: list[dict[str, Any]]) -> str:
@@ -408,7 +423,7 @@ def main(
     console = Console(width=None if Console().is_terminal else 140, highlight=False)
     if not toolchain.have_compiler():
         raise _fail(console, "nvidia-cutlass-dsl is not installed: pip install 'snapmla[compile]'")
-    every, book, at = steps(), Book(STATE), commit()
+    every, book, at = steps(), Book(STATE), checkout()
     try:
         mine = [s for s in part(every, slice_) if fnmatch.fnmatchcase(s.name, only)]
     except ValueError as error:

@@ -145,7 +145,7 @@ def test_an_interrupt_leaves_nothing_running(book: Book, tmp_path: Path, number:
     code = (
         "from pathlib import Path; from profiles import prove\n"
         f"hang = prove.Step('small', 'hang', (('-c', {hang!r}),), '1')\n"
-        "prove.steps, prove.commit = lambda: [hang], lambda: 'x'\n"
+        "prove.steps, prove.checkout = lambda: [hang], lambda: 'x'\n"
         f"prove.STATE = Path({str(book.folder)!r})\n"
         f"prove.RECORD = Path({str(tmp_path)!r}) / 'prove.md'\n"
         "prove.app([])"
@@ -192,6 +192,7 @@ def test_the_record_tells_what_ran_where_and_what_did_not(book: Book, tmp_path: 
     wrong = Step("small", "wrong", (("-c", "raise SystemExit('went wrong')"),), "1")
     steps = [says("5 of 5 killed", "a"), wrong, says("x", "edited"), says("x", "never")]
     prove.run(steps[:3], book, "aaaaaaaaaaaa1")
+    assert prove._short("aaaaaaaaaaaa1-dirty") == "aaaaaaaaaaaa-dirty"
     steps[2] = says("x", "edited", key="2")
     to = tmp_path / "prove.md"
     prove.write_record(steps, book, "bbbbbbbbbbbb2", to)
