@@ -35,7 +35,7 @@ VARIANT=decode_etap_r64_p64_obf16_sm90a (`make matrix` lists them))
 endif
 endif
 
-.PHONY: help setup demo test precompile matrix try lint bench bundle profile docs clean distclean
+.PHONY: help setup demo test prove precompile matrix try lint bench bundle profile docs clean distclean
 .DEFAULT_GOAL := demo
 
 help:  ## print this
@@ -47,8 +47,15 @@ help:  ## print this
 demo: setup  ## a realistic decode job, checked and timed
 	$(PY) -m snapmla.demo
 
-test: setup  ## compile the matrix, run the tests
+test: setup  ## compile the test set of variants, run the tests
 	$(PY) -m pytest --precompile -n 2
+
+## SLICE    part of the steps, such as 2/8
+## LIMIT    seconds after which no step begins
+## ONLY     glob over names of steps
+prove: setup  ## what make test leaves out, in steps that go on: SLICE=2/8 LIMIT=600 ONLY='mutants:*'
+	$(PY) -m profiles.prove $(if $(SLICE),--slice $(SLICE)) $(if $(LIMIT),--limit $(LIMIT)) \
+	  $(if $(ONLY),--only '$(ONLY)')
 
 precompile: setup  ## build the default matrix: ARCH=sm_90a CUDA=13 FILTER='*'
 	$(PY) -m codegen precompile --arch $(ARCH) $(flavour) --filter '$(FILTER)'

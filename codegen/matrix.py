@@ -2,11 +2,12 @@
 
 ``points`` enumerates; ``exclusion`` gives the reason a point is not built, or None.  Rules that
 need the compiler (``feasible`` of the kernel modules) come after those that do not, so that the
-matrix can be listed on any machine.
+matrix can be listed on any machine.  ``sample_specs`` is the part of it that everyday tests run.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import fnmatch
 from collections.abc import Iterable, Iterator
@@ -14,7 +15,16 @@ from dataclasses import dataclass
 
 from codegen import closure
 from dsl_kernels import registry
-from dsl_kernels.spec import ARCHS, OPS, PAGE_SIZES, PIPELINES, ROW_TILES, VariantSpec, decode_spec
+from dsl_kernels.spec import (
+    ARCHS,
+    AXES,
+    OPS,
+    PAGE_SIZES,
+    PIPELINES,
+    ROW_TILES,
+    VariantSpec,
+    decode_spec,
+)
 
 OUT_DTYPES = ("bf16", "f32")
 IN_DTYPES = ("bf16", "f16", "f32")
@@ -107,3 +117,47 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     close = whole or difflib.get_close_matches(name, known, 3)
     close = close or [k for k in known if name and k.startswith(f"{name}_")][:3]
     return f"; did you mean {' or '.join(close)}?" if close else ""
+
+
+# ---------------------------------------------------------------------------- the test set
+
+
+Trait = tuple[object, ...]
+ROW_AXES = ("pipeline", "row_tile", "cluster")  # which kernel, and its rows
+
+
+def traits(spec: VariantSpec) -> set[Trait]:
+    """What a test set must show of a variant: each axis' value, its pipeline with its rows."""
+    found: set[Trait] = {(axis, getattr(spec, axis)) for axis in AXES[spec.op]}
+    return found | {("pipeline and row_tile", spec.pipeline, spec.row_tile)}
+
+
+def sample(specs: Iterable[VariantSpec]) -> list[VariantSpec]:
+    """The test set of ``specs``, in their order: few variants, and every trait.
+
+    All helper kernels, which compile in a second.  Of the decodes a greedy cover: first from those
+    on 64-token pages with bf16 results, which most calls take, then from those that differ from
+    that in one axis, then from all; of equals the first.
+    """
+    specs = list(specs)
+    decodes = [spec for spec in specs if spec.op == "decode"]
+    chosen = {spec for spec in specs if spec.op != "decode"}
+    missing: set[Trait] = set().union(*map(traits, decodes))
+    for most in (0, 1, len(AXES["decode"])):
+        pool = [spec for spec in decodes if changed(spec) <= most]
+        while pool and traits(best := max(pool, key=lambda s: len(traits(s) & missing))) & missing:
+            chosen.add(best)
+            missing -= traits(best)
+    return [spec for spec in specs if spec in chosen]
+
+
+def changed(spec: VariantSpec) -> int:
+    """How many axes, beside those of the rows, have another value than their default."""
+    default = {field.name: field.default for field in dataclasses.fields(spec)}
+    axes = (axis for axis in AXES[spec.op] if axis not in ROW_AXES)
+    return sum(getattr(spec, axis) != default[axis] for axis in axes)
+
+
+def sample_specs(arch: str, *, ask_kernels: bool = True) -> list[VariantSpec]:
+    """What ``make test`` builds and runs of one arch; ``make prove`` takes all."""
+    return sample(default_specs(arch, ask_kernels=ask_kernels))

@@ -331,14 +331,15 @@ def merge_reference(
 
 
 def _check_merge(spec: VariantSpec, kernel: runtime.Kernel) -> Result:
-    s_q, heads, split_begin = 2, 5, [0, 3, 3, 5]
-    o_accum = torch.randn(6, 16, KV_LORA_RANK)
-    lse_accum = 4.0 * torch.randn(6, 16)
-    lse_accum[3:5, 4] = -math.inf  # a row that no split saw
-    o_accum[3:5, 4] = 0.0
-    out = torch.full((3, s_q, heads, KV_LORA_RANK), 7.0).to(DTYPES[spec.out_dtype])
-    lse = torch.full((3, heads, s_q), 7.0)
-    want_out, want_lse = out.float(), lse.clone()
+    # few slots and none; so many that warps share a unit, with two units a CTA and with one
+    s_q, heads, split_begin = 2, 5, [0, 3, 3, 12, 40]
+    o_accum = torch.randn(41, 16, KV_LORA_RANK)
+    lse_accum = 4.0 * torch.randn(41, 16)
+    lse_accum[3:12, 4] = -math.inf  # a row that no split saw
+    o_accum[3:12, 4] = 0.0
+    out = torch.full((4, s_q, heads, KV_LORA_RANK), 7.0).to(DTYPES[spec.out_dtype])
+    lse = torch.full((4, heads, s_q), 7.0)
+    want_out, want_lse = out.float().clone(), lse.clone()
     kernel(o_accum, lse_accum, torch.tensor(split_begin).int(), out, lse, LN2, -math.inf)
     merge_reference(o_accum, lse_accum, split_begin, want_out, want_lse)
     error = metrics.relative_l2(out, want_out)

@@ -181,6 +181,10 @@ def mutate(
     seeds: Seeds = 10,
     directory: Directory = None,
     reports: Annotated[bool, typer.Option(help="print what killed each mutant")] = False,
+    explained: Annotated[
+        list[str] | None,
+        typer.Option(help="opcode whose removal may go unnoticed; given, other survivors fail"),
+    ] = None,
 ) -> None:
     """Remove each synchronisation instruction in turn: which removals go unnoticed?"""
     names, at = _variants([variant], directory)
@@ -211,6 +215,13 @@ def mutate(
         f"{names[0]}: {killed} of {len(outcomes)} mutants killed "
         f"({100 * killed / max(len(outcomes), 1):.0f} %), at most {seeds} schedules each"
     )
+    raise typer.Exit(1 if explained and _unexplained(outcomes, explained) else 0)
+
+
+def _unexplained(outcomes: list[mutation.Outcome], explained: list[str]) -> bool:
+    """Whether a mutant survived whose missing instruction is none of ``explained``."""
+    survivors = [o.site.text for o in outcomes if not o.killed]
+    return any(not any(opcode in text for opcode in explained) for text in survivors)
 
 
 @app.command()
