@@ -11,8 +11,8 @@ import torch
 from snapmla import checks, launch, layouts
 
 
-@dataclass(frozen=True, eq=False)
-class PagedKVCache(launch.CopiedByFields):
+@dataclass(frozen=True, eq=False, repr=False)
+class PagedKVCache(launch.OfTensors):
     """Paged MLA cache with one scale per token (SnapMLA, section 3: RoPE-aware per-token scales).
 
     c_kv of a token is ``content * scale`` and its k_rope is ``rope * scale``: RoPE channels stay in

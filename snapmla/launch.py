@@ -19,6 +19,16 @@ def several_gpus() -> bool:
     return torch.cuda.device_count() > 1
 
 
+def capturing(device: torch.device) -> bool:
+    """Whether the current stream of ``device``, which need not be the current one, is captured."""
+    if device.type != "cuda":
+        return False
+    if not several_gpus():
+        return torch.cuda.is_current_stream_capturing()
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
+
+
 def all_on(device: torch.device, *tensors: torch.Tensor | None) -> bool:
     """Whether all tensors that are given live on ``device``."""
     for tensor in tensors:  # noqa: SIM110 (on every call: faster than all())
@@ -27,11 +37,29 @@ def all_on(device: torch.device, *tensors: torch.Tensor | None) -> bool:
     return True
 
 
-class CopiedByFields:
-    """A dataclass that remembers prepared arguments: they belong to its memory, not to a copy's."""
+class OfTensors:
+    """A dataclass of tensors: what copies take along, and a ``repr`` of shapes.
+
+    Prepared arguments that it remembers belong to its memory, not to a copy's.  Values of tensors
+    are never shown: printing them waits for the device.
+    """
+
+    def __repr__(self) -> str:
+        shown = (f for f in fields(cast(Any, self)) if f.repr)
+        values = (f"{f.name}={_brief(getattr(self, f.name, None))}" for f in shown)
+        return f"{type(self).__name__}({', '.join(values)})"
 
     def __getstate__(self) -> dict[str, Any]:
         return {f.name: getattr(self, f.name) for f in fields(cast(Any, self))}
+
+
+def _brief(value: Any) -> str:
+    """``float32(4, 16, 512)`` and where it lives, of a tensor; anything else as it is."""
+    if not isinstance(value, torch.Tensor):
+        return repr(value)
+    dtype = str(value.dtype).removeprefix("torch.")
+    where = "" if value.device.type == "cpu" else f" on {value.device}"
+    return f"{dtype}{tuple(value.shape)}{where}"
 
 
 def prepared(*tensors: torch.Tensor) -> tuple[Any, ...]:

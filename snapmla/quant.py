@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from dsl_kernels.spec import KV_LORA_RANK, QK_ROPE_HEAD_DIM, VariantSpec
-from snapmla import checks, runtime
+from snapmla import checks, launch, runtime
 from snapmla.cache import PagedKVCache
 
 GRANULARITIES = ("token_head", "token")
@@ -23,8 +23,8 @@ _SHORT = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
 _INDEX = {torch.int32: "i32", torch.int64: "i64"}
 
 
-@dataclass(frozen=True, eq=False)
-class QuantizedQuery:
+@dataclass(frozen=True, eq=False, repr=False)
+class QuantizedQuery(launch.OfTensors):
     """A quantised query: q_nope is ``nope * scale``, q_rope is ``rope * scale``.
 
     Attributes:
