@@ -11,7 +11,7 @@ import torch
 from snapmla import checks, launch, layouts, tracing
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class PagedKVCache(launch.OverTensors):
     """Paged MLA cache with one scale per token (SnapMLA, section 3: RoPE-aware per-token scales).
 

@@ -85,7 +85,7 @@ def _stream_of(device: torch.device) -> int | None:
     """Handle of the current stream; None while it is being captured."""
     if device.type != "cuda":
         return 0
-    if torch.cuda.is_current_stream_capturing():
+    if launch.capturing(device):
         return None
     return torch._C._cuda_getCurrentRawStream(device.index)
 
@@ -108,6 +108,23 @@ class _PairPlan(plans.DecodePlan):
     def can_split(self) -> bool:
         return self.num_parts > 1
 
+    def check(self, cache_seqlens: torch.Tensor) -> None:
+        """Compares the batch, then as every plan the lengths.
+
+        The pair's memory has room for any batch up to ``max_batch``, so the one that was planned
+        cannot be told by shapes; it is that of the last item of the work list.
+        """
+        if not launch.capturing(self.device):
+            last = int(self.part_begin[-1]) - 1
+            planned = int(self.work_items[last, 0]) + 1 if 0 <= last < len(self.work_items) else 0
+            if planned != self.batch:
+                name, hint = self._STALE
+                checks.value_error(
+                    name, f"one made for b = {self.batch} sequences", planned,
+                    hint.replace("lengths change", "batch changes"),
+                )  # fmt: skip
+        super().check(cache_seqlens)
+
 
 class _Tables(NamedTuple):
     """Where a metadata tensor holds the plan's tables."""
@@ -118,9 +135,10 @@ class _Tables(NamedTuple):
 
 
 def _tables(metadata: torch.Tensor, batch: int) -> _Tables:
+    """The tables of a plan for ``batch`` sequences; the work list with all the room there is."""
     flat, parts = metadata.view(-1), metadata.shape[0]
-    tail = flat.shape[0] - (parts + 1)
-    items = flat[: 4 * (parts + batch)].view(parts + batch, 4)
+    tail, room = flat.shape[0] - (parts + 1), parts + _metadata_capacity(metadata)
+    items = flat[: 4 * room].view(room, 4)
     return _Tables(items, flat[tail:], flat[tail - batch : tail])
 
 

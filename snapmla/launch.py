@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import fields
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -20,6 +20,16 @@ from snapmla import overlap
 def several_gpus() -> bool:
     """Whether this process sees more than one GPU."""
     return torch.cuda.device_count() > 1
+
+
+def capturing(device: torch.device) -> bool:
+    """Whether the current stream of ``device``, which need not be the current one, is captured."""
+    if device.type != "cuda":
+        return False
+    if not several_gpus():
+        return torch.cuda.is_current_stream_capturing()
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
 
 
 def all_on(device: torch.device, *tensors: torch.Tensor | None) -> bool:
@@ -44,7 +54,14 @@ class OverTensors:
     Copies are made from the fields that make it, so that what is remembered stays with its memory,
     and from whole storages as bytes: views of one memory stay views of one memory, and neither
     float8 nor one memory under two dtypes need be known to whoever writes them to a file.
+
+    ``repr`` shows shapes, never values: printing those waits for the device.
     """
+
+    def __repr__(self) -> str:
+        shown = (f for f in fields(cast(Any, self)) if f.repr)
+        values = (f"{f.name}={_brief(getattr(self, f.name, None))}" for f in shown)
+        return f"{type(self).__name__}({', '.join(values)})"
 
     @functools.cached_property
     def spans(self) -> tuple[overlap.Span, ...]:
@@ -102,6 +119,15 @@ def _made_of(value: Any) -> dict[str, Any]:
 def _made_again(cls: type, values: dict[str, Any], memories: list[torch.Tensor]) -> Any:
     """An ``OverTensors`` from what its ``__reduce__`` gave."""
     return cls(**{n: v.over(memories) if isinstance(v, _View) else v for n, v in values.items()})
+
+
+def _brief(value: Any) -> str:
+    """``float32(4, 16, 512)`` and where it lives, of a tensor; anything else as it is."""
+    if not isinstance(value, torch.Tensor):
+        return repr(value)
+    dtype = str(value.dtype).removeprefix("torch.")
+    where = "" if value.device.type == "cpu" else f" on {value.device}"
+    return f"{dtype}{tuple(value.shape)}{where}"
 
 
 def prepared(*tensors: torch.Tensor) -> tuple[Any, ...]:

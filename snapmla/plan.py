@@ -23,6 +23,7 @@ DEFAULT_FIXED_OVERHEAD = 6  # token tiles that starting an item costs (prologue,
 STALE_SHOWN = 8  # changed sequences that an error names
 # Tiles and overheads of a whole batch: running costs and one part beyond them fit 32 bits.
 MAX_COST = 2**30 - 2**18
+MAX_SLOTS = 2**23  # products of slots and merge's CTAs fit 32 bits (smxx/merge.py)
 SOFTGPU_SMS = 4  # the software GPU counts as this many SMs: enough parts to split and merge
 
 
@@ -35,7 +36,7 @@ class PlanVariant(NamedTuple):
     page_size: int
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class DecodePlan(launch.OverTensors):
     """Work list and workspace of one decode step; made by ``plan_decode``.
 
@@ -91,6 +92,28 @@ class DecodePlan(launch.OverTensors):
     fixed_overhead: int
     split_tiles: int = 0
     check_stale: bool = False
+
+    def __post_init__(self) -> None:
+        tables = tuple(getattr(self, name) for name in TENSORS)
+        if all(type(t) is torch.Tensor for t in tables):  # not a tracer's, nor a stand-in of one
+            self._check_sizes()
+
+    def _check_sizes(self) -> None:
+        """That tables and numbers are of one plan: ``dataclasses.replace`` can mix two."""
+        slots, rows = self.o_accum.shape[0], self.num_heads * self.s_q
+        rows_pad = -(-rows // self.row_tile) * self.row_tile
+        for name, shape in (
+            ("work_items", (self.work_items.shape[0], 4)),
+            ("part_begin", (self.num_parts + 1,)),
+            ("split_begin", (self.batch + 1,)),
+            ("planned_seqlens", (self.batch,)),
+            ("o_accum", (slots, rows_pad, KV_LORA_RANK)),
+            ("lse_accum", (slots, rows_pad)),
+        ):
+            got = tuple(getattr(self, name).shape)
+            if got != shape:
+                hint = "plans come from snapmla.plan_decode; with_workspace changes the workspace"
+                checks.value_error(f"plan.{name}", f"shape {shape} beside its numbers", got, hint)
 
     @property
     def rows(self) -> int:
@@ -198,7 +221,7 @@ class DecodePlan(launch.OverTensors):
         Raises:
             ValueError: they differ; the message names the sequences.
         """
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if launch.capturing(self.device):
             return
         changed = (cache_seqlens != self.planned_seqlens).nonzero().flatten().tolist()
         if not changed:
@@ -342,6 +365,8 @@ def plan_decode(
     checks.lengths(cache_seqlens, "b")
     num_heads, s_q = checks.num_heads(num_heads), checks.s_q(s_q)
     page_size = checks.page_size(page_size)
+    if check_stale is not None:
+        checks.flag("check_stale", check_stale)
     max_pages = checks.integer("max_pages", max_pages, 1, 2**31 // page_size - 1)
     rows, device, batch = num_heads * s_q, cache_seqlens.device, cache_seqlens.shape[0]
     pipeline, row_tile = dispatch.choose(
@@ -369,6 +394,13 @@ def plan_decode(
     if split_tiles:
         items = max(batch * pieces, 1)
         slots = items if pieces > 1 else 1
+    if slots > MAX_SLOTS:
+        checks.value_error(
+            "fixed_split_tokens",
+            f"at most {MAX_SLOTS} pieces in a batch",
+            f"{slots}, {pieces} of each of {batch} sequences of {max_pages} pages",
+            "cut into longer pieces, or narrow the block table",
+        )
 
     def ints(*shape: int) -> torch.Tensor:
         return cache_seqlens.new_zeros(shape, dtype=torch.int32)

@@ -24,7 +24,7 @@ _SHORT = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
 _INDEX = {torch.int32: "i32", torch.int64: "i64"}
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class QuantizedQuery(launch.OverTensors):
     """A quantised query: q_nope is ``nope * scale``, q_rope is ``rope * scale``.
 

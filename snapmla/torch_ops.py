@@ -135,7 +135,8 @@ def _decode_out(
     if b == 0:
         return
     _check_query(q_nope, q_rope)
-    _check_tables(split_begin, o_accum, lse_accum, (b, s_q * heads, row_tile))
+    tables = (work_items, part_begin, split_begin, o_accum, lse_accum)
+    _check_tables(tables, (b, s_q * heads, row_tile))
     checks.lengths(cache_seqlens, b, q_nope.device)
     views = layouts.views_of(content, rope, scale)
     checks.block_table(block_table, b, q_nope.device)
@@ -165,13 +166,21 @@ def _check_query(q_nope: Tensor, q_rope: Tensor) -> None:
         checks.contiguous(name, value)
 
 
-def _check_tables(
-    split_begin: Tensor, o_accum: Tensor, lse_accum: Tensor, sizes: tuple[int, int, int]
-) -> None:
-    """That a plan is for this many sequences and rows; sizes = (b, rows, row tile)."""
+def _check_tables(tables: tuple[Tensor, ...], sizes: tuple[int, int, int]) -> None:
+    """That a plan is for this many sequences and rows; sizes = (b, rows, row tile).
+
+    Every sequence is an item, and there is one part at least; what else the tables hold is the
+    kernels' to survive.
+    """
+    work_items, part_begin, split_begin, o_accum, lse_accum = tables
     b, rows, row_tile = sizes
     rows_pad = -(-rows // row_tile) * row_tile
     hint = "the plan is for another batch, head count or s_q: make one with snapmla.plan_decode"
+    for name, value, least, rest in (("work_items", work_items, b, (4,)),
+                                     ("part_begin", part_begin, 2, ())):  # fmt: skip
+        if value.ndim == 0 or value.shape[0] < least or value.shape[1:] != rest:
+            wanted = f"shape ({', '.join(map(str, (f'at least {least}', *rest)))})"
+            checks.value_error(name, wanted, tuple(value.shape), hint)
     for name, value, shape in (
         ("split_begin", split_begin, (b + 1,)),
         ("o_accum", o_accum, (o_accum.shape[0], rows_pad, KV_LORA_RANK)),

@@ -455,6 +455,45 @@ def test_stale_metadata_is_compared_once(monkeypatch: pytest.MonkeyPatch) -> Non
     assert compared == [1]
 
 
+@pytest.mark.parametrize(("planned", "decoded"), [((40, 40, 40), 2), ((40, 40, 50), 2), ((70,), 2)])
+def test_metadata_of_another_batch(
+    monkeypatch: pytest.MonkeyPatch, planned: tuple[int, ...], decoded: int
+) -> None:
+    """Shapes cannot tell, the pair has room for any batch: named in debug mode, harmless without.
+
+    Of a larger batch's pair the first sequences come out right.
+    """
+    step = Step((40,) * decoded, 4, 1)
+    metadata, splits = names.get_mla_metadata(torch.tensor(planned, dtype=torch.int32), 4, 1)
+    pair = (metadata, torch.cat([splits, splits[-1:]])[: decoded + 1])
+    results = {
+        "out": torch.full((decoded, 1, 4, 512), 7.0),
+        "lse": torch.full((decoded, 4, 1), 7.0),
+    }
+    out, lse = step.decode(pair, **results)
+    if len(planned) > decoded:
+        equal((out, lse), step.primary(out_dtype=torch.float32))
+    names._plans.clear()
+    monkeypatch.setenv("SNAPMLA_CHECK_PLAN", "1")
+    with pytest.raises(
+        ValueError,
+        match=rf"^tile_scheduler_metadata: expected one made for b = {decoded} sequences, got "
+        rf"{len(planned)} \(call get_mla_metadata\(..., out=\) after the batch changes\)",
+    ):
+        step.decode(pair)
+    step.decode(step.metadata(out=pair))
+    names._plans.clear()
+
+
+def test_debug_mode_survives_garbage_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SNAPMLA_CHECK_PLAN", "1")
+    step = Step((70, 3), 4, 1)
+    metadata, splits = step.metadata()
+    metadata.random_(-(2**31), 2**31)
+    with pytest.raises(ValueError, match=r"^tile_scheduler_metadata: .*b = 2 sequences, got"):
+        step.decode((metadata, splits))
+
+
 @pytest.mark.parametrize("width", [1, 2])
 def test_lengths_beyond_the_block_table(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
     """The pair is made before the table's width is known: its splits are merged all the same."""

@@ -49,6 +49,7 @@ SMALLEST_SCALE = 2.0**-100  # append_kv's floor is 2^-80
 WARPGROUP = 128
 STAGE_BYTES = TILE * (D + 2 * R + 4)
 SMALL_BYTES = 8192  # scale triples, factors, barriers, alignment: an upper bound
+NOWHERE = 2**31 - 1  # slot of an item whose results are not stored
 QK_GROUPS = 2  # partial sums of Q.K over the content channels
 
 
@@ -317,7 +318,7 @@ class DecodeBase:
         q_pipe, k_pipe = self.make_pipes(st)
 
         cute.arch.griddepcontrol_wait()  # q, the cache and the plan come from the kernels before
-        span = (gmem.part_begin[part], gmem.part_begin[part + 1])
+        span = self.items_of(gmem, part)
         if wg == 0:
             cute.arch.setmaxregister_decrease(self.producer_regs)
             if warp_id == 0:
@@ -333,6 +334,35 @@ class DecodeBase:
             # the peer signals barriers in this CTA's shared memory: leave together
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
+
+    # ---------------------------------------------------------------- device: work list
+
+    @cute.jit
+    def items_of(self, gmem, part):
+        """(first, end) of a part's items; inside the work list whatever ``part_begin`` holds."""
+        items = gmem.work_items.shape[0]
+        first, end = gmem.part_begin[part], gmem.part_begin[part + 1]
+        return compat.at_most(first, items), compat.at_most(end, items)
+
+    @cute.jit
+    def item_at(self, gmem, i):
+        """(sequence, first tile, end tile, slot) of item ``i``, safe whatever the work list holds.
+
+        Every role reads items here, and so they agree about tiles, which are those of the block
+        table.  An item that begins outside of it, or of a sequence that is not there, has no tiles
+        and goes nowhere, as has an item whose slot does not exist (``rows_written``).
+        """
+        batch, first, last, slot = (gmem.work_items[i, x] for x in range(4))
+        tiles = cute.ceil_div(gmem.block_table.shape[1] * self.spec.page_size, TILE)
+        last = compat.at_most(last, tiles)
+        there = compat.unsigned(batch) < compat.unsigned(gmem.cache_seqlens.shape[0])
+        if not (there & (compat.unsigned(first) <= compat.unsigned(tiles))):
+            batch, last, slot = Int32(0), first, Int32(NOWHERE)
+        return batch, first, last, slot
+
+    def rows_written(self, gmem, call, slot):
+        """Query rows below which results are stored: all, or none if the slot does not exist."""
+        return cutlass.select_(slot < gmem.o_accum.shape[0], call.rows, Int32(0))
 
     # ---------------------------------------------------------------- device: producers
 
@@ -368,8 +398,7 @@ class DecodeBase:
         else:
             index = tile * self.boxes + lane % self.boxes
         last = block_table.shape[1] - 1
-        index = index if index < last else last
-        page = block_table[batch, index]
+        page = block_table[batch, compat.at_most(index, last)]
         page = page if page > 0 else Int32(0)
         return page if page < num_pages else num_pages - 1
 
@@ -394,14 +423,14 @@ class DecodeBase:
     @cute.jit
     def produce_kv(self, st, layouts, k_pipe, tma, gmem, span):
         """One warp: for each tile, content, RoPE and scales into the next free stage."""
-        items, lane = gmem.work_items, cute.arch.lane_idx()
+        lane = cute.arch.lane_idx()
         rank, extra = self.cluster_copy()
         content = self.kv_boxes(tma.kc, tma.kc_coords, staged(st.kc, layouts.kc), D, rank)
         rope = self.kv_boxes(tma.kr, tma.kr_coords, staged(st.kr, layouts.kr), R, rank)
         num_pages = gmem.scale.shape[0]
         kst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
         for i in cutlass.range(span[0], span[1], unroll=1):
-            batch, first, last = items[i, 0], items[i, 1], items[i, 2]
+            batch, first, last, _ = self.item_at(gmem, i)
             page = self.page_of(gmem.block_table, batch, first, lane, num_pages)
             for tile in cutlass.range(first, last, unroll=1):
                 now = page
@@ -449,7 +478,7 @@ class DecodeBase:
         qr_s, qr_g = part(tma.qr, tma.qr_coords, staged(st.qr, layouts.qr), R)
         qst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.q_stages)
         for i in cutlass.range(span[0], span[1], unroll=1):
-            batch = gmem.work_items[i, 0]
+            batch, _, _, _ = self.item_at(gmem, i)
             q_pipe.producer_acquire(qst)
             bar = q_pipe.producer_get_barrier(qst)
             cute.copy(tma.qc, qc_g[None, row_block, batch], qc_s[None, qst.index], tma_bar_ptr=bar)
@@ -467,7 +496,8 @@ class DecodeBase:
         out = st.sigma.get_tensor(cute.make_layout((padded_size(TILE), 3, self.stages)))
         kst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
         for i in cutlass.range(first, last, unroll=1):
-            for _ in cutlass.range(gmem.work_items[i, 1], gmem.work_items[i, 2], unroll=1):
+            _, begin, end, _ = self.item_at(gmem, i)
+            for _ in cutlass.range(begin, end, unroll=1):
                 k_pipe.consumer_wait(kst)
                 for x in cutlass.range_constexpr(2):
                     token = lane + 32 * x
@@ -583,7 +613,7 @@ class DecodeBase:
                 s = row // call.num_heads
                 final = value * call.lse_factor
                 gmem.lse[batch, row - s * call.num_heads, s] = call.empty_lse if empty else final
-        else:
+        elif slot < gmem.o_accum.shape[0]:
             gmem.lse_accum[slot, row] = -Float32.inf if empty else value
         inverse = 1.0 / row_sum
         return Float32(0.0) if empty else inverse

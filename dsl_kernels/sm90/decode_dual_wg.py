@@ -166,7 +166,7 @@ class DecodeDualWg(DecodeBase):
         )
         qst, ka, pst = consumer(self.q_stages), consumer(self.stages), consumer(PAIR_BUFFERS)
         for i in cutlass.range(span[0], span[1], unroll=1):
-            batch, first, last, slot = (gmem.work_items[i, x] for x in range(4))
+            batch, first, last, slot = self.item_at(gmem, i)
             for x in cutlass.range_constexpr(2):
                 factor[x], limit[x] = self.row_facts(gmem, call, batch, first_row + 8 * x)
             ragged_from = self.ragged_from(gmem, call, batch)
@@ -391,6 +391,7 @@ class DecodeDualWg(DecodeBase):
         tidx, _, _ = cute.arch.thread_idx()
         row_block, _, _ = cute.arch.block_idx()
         quad, local = tidx % 4, self.thread_row()
+        rows = self.rows_written(gmem, call, slot)
         sums = st.sums.get_tensor(cute.make_layout((ROWS, 2)))
         for i in cutlass.range_constexpr(2):
             mine = l_run[i]
@@ -406,7 +407,7 @@ class DecodeDualWg(DecodeBase):
             inverse = Float32(0.0) if total == 0.0 else inverse
             if me == 0 and quad == 0:
                 self.finish_row(gmem, call, batch, slot, row, total, m_ref[i])
-            if row < call.rows:
+            if row < rows:
                 for d in cutlass.range_constexpr(4):
                     for j in cutlass.range_constexpr(8):
                         v, pair = 4 * j + 2 * i, cute.make_rmem_tensor((2,), Float32)

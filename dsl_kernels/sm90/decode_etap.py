@@ -203,9 +203,8 @@ class DecodeEtap(DecodeBase):
         kst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
         pst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, P_STAGES)
         inv_phase = Int32(1)
-        items = gmem.work_items
         for i in cutlass.range(span[0], span[1], unroll=1):
-            batch, slot = items[i, 0], items[i, 3]
+            batch, first, last, slot = self.item_at(gmem, i)
             for x in cutlass.range_constexpr(n_rows):
                 factor[x], limit[x] = self.row_facts(gmem, call, batch, first_row + row_of[x])
             m_ref.fill(NEVER)
@@ -213,7 +212,7 @@ class DecodeEtap(DecodeBase):
             ragged_from = self.ragged_from(gmem, call, batch)
             rows_in = (factor, limit, ragged_from)
             q_pipe.consumer_wait(qst)
-            for tile in cutlass.range(items[i, 1], items[i, 2], unroll=1):
+            for tile in cutlass.range(first, last, unroll=1):
                 k_pipe.consumer_wait(kst)
                 self.issue_qk(*self.mmas()[:2], acc_S, frags, qst.index, kst.index)
                 if const_expr(self.few_rows):
@@ -468,14 +467,13 @@ class DecodeEtap(DecodeBase):
         kst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
         pst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, P_STAGES)
         inv_phase = Int32(0)
-        items = gmem.work_items
         for i in cutlass.range(span[0], span[1], unroll=1):
-            batch, slot = items[i, 0], items[i, 3]
+            batch, first, last, slot = self.item_at(gmem, i)
             seqlen = self.seqlen_of(gmem, batch)
             ragged_from = self.ragged_from(gmem, call, batch)
             for d_block in cutlass.range_constexpr(4):
                 acc_O[d_block].fill(0.0)
-            for tile in cutlass.range(items[i, 1], items[i, 2], unroll=1):
+            for tile in cutlass.range(first, last, unroll=1):
                 k_pipe.consumer_wait(kst)
                 if (tile + 1) * TILE > ragged_from:
                     # whatever lies past the end, or under a NaN scale, must not meet P = 0;
@@ -553,11 +551,12 @@ class DecodeEtap(DecodeBase):
         inv_s = cute.make_tensor(st.inv.data_ptr(), pad_layout(self.rows_cta))
         cute.arch.mbarrier_wait(st.inv_bar.data_ptr(), inv_phase)
         channel = half * (D // 2) + wwarp * 16 + 2 * (lane // 4)
+        rows = self.rows_written(gmem, call, slot)
         for x in cutlass.range_constexpr(self.rows_cta // 4):
             row = row_block * self.rows_cta + 8 * (x // 2) + 2 * (lane % 4) + x % 2
             v = 4 * (x // 2) + x % 2
             inverse = inv_s[x, lane % 4]
-            if row < call.rows:
+            if row < rows:
                 for d in cutlass.range_constexpr(4):
                     pair = cute.make_rmem_tensor((2,), Float32)
                     pair[0], pair[1] = acc_O[d][v] * inverse, acc_O[d][v + 2] * inverse
