@@ -65,6 +65,7 @@ ADVICE: dict[str, str] = {
     "fixed_split_tokens": "leave it out to cut for balance",
     "fixed_overhead": "leave it out for the measured default",
     "max_pages": "the width of the block table",
+    "check_stale": "leave it out to go by SNAPMLA_CHECK_PLAN",
     "num_pages": "pages of the pool",
     "softmax_scale": "DeepSeek models want 192**-0.5 * mscale**2; FlashMLA's default is 576**-0.5",
     "dtype": "convert the result afterwards",
