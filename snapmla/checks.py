@@ -72,6 +72,7 @@ ADVICE: dict[str, str] = {
     "max_pages": "the width of the block table",
     "num_heads": "query heads of this rank; without any no call is needed",
     "s_q": "query tokens of each sequence; without any no call is needed",
+    "check_stale": "leave it out to go by SNAPMLA_CHECK_PLAN",
     "num_pages": "pages of the pool",
     "softmax_scale": "DeepSeek models want 192**-0.5 * mscale**2; FlashMLA's default is 576**-0.5",
     "dtype": "convert the result afterwards",

@@ -34,13 +34,14 @@ def query(b: int = B, s_q: int = S_Q, h: int = H, scale_dims: int = 3) -> Quanti
 
 
 def plan(**changes: Any) -> DecodePlan:
+    b, rows = changes.get("batch", B), 16 * -(-changes.get("num_heads", H) * S_Q // 16)
     fields: dict[str, Any] = {
-        "work_items": torch.zeros((4 + B, 4), dtype=I32),
+        "work_items": torch.zeros((4 + b, 4), dtype=I32),
         "part_begin": torch.zeros(5, dtype=I32),
-        "split_begin": torch.zeros(B + 1, dtype=I32),
-        "planned_seqlens": torch.zeros(B, dtype=I32),
-        "o_accum": torch.zeros(8, 16, 512),
-        "lse_accum": torch.zeros(8, 16),
+        "split_begin": torch.zeros(b + 1, dtype=I32),
+        "planned_seqlens": torch.zeros(b, dtype=I32),
+        "o_accum": torch.zeros(8, rows, 512),
+        "lse_accum": torch.zeros(8, rows),
         "batch": B, "num_heads": H, "s_q": S_Q, "page_size": P, "max_pages": WIDTH,
         "num_parts": 4, "pipeline": "etap", "row_tile": 16, "fixed_overhead": 4,
     }  # fmt: skip
@@ -423,6 +424,8 @@ ROWS: list[tuple[str, str, Any, type, str, str]] = [
      r"lse_accum: expected shape \(8, 16\), got \(8, 8\)", "torch.empty_like(plan.lse_accum)"),
     ("plan_decode", "fixed_split_tokens", 100, ValueError,
      "fixed_split_tokens: expected a multiple of 64, got 100", "the nearest is 128"),
+    ("plan_decode", "check_stale", "no", TypeError,
+     "check_stale: expected True or False, got str", "SNAPMLA_CHECK_PLAN"),
     # explain
     ("explain", "card", 5, TypeError, "card: expected a name such as 'H200', got int", "leave it out"),
     ("explain", "num_heads", 0, ValueError, "num_heads: expected 1 to 128, got 0", "without any no call is needed"),

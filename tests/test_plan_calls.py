@@ -16,7 +16,7 @@ import torch
 import snapmla
 import softgpu
 from codegen import toolchain
-from snapmla import attention, env, runtime, selfcheck
+from snapmla import attention, env, flash_mla_fp8, launch, runtime, selfcheck
 
 pytestmark = pytest.mark.skipif(not toolchain.have_compiler(), reason="needs nvidia-cutlass-dsl")
 HEADS, WIDTH, SCALE = 16, 4, 192**-0.5
@@ -241,3 +241,25 @@ def test_several_gpus_take_the_quick_way_too(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(ValueError, match="lse: expected a tensor on cpu, got meta"):
         snapmla.decode(**{**call, "lse": call["lse"].to("meta")})
     assert checked
+
+
+def test_capture_is_asked_of_the_tensors_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two GPUs the second's stream is captured, and the first is current."""
+    current = [0]
+
+    class Device:
+        def __init__(self, device: torch.device) -> None:
+            self.index = device.index
+
+        def __enter__(self) -> None:
+            self.before, current[0] = current[0], self.index
+
+        def __exit__(self, *_: object) -> None:
+            current[0] = self.before
+
+    monkeypatch.setattr(torch.cuda, "device", Device)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: current[0] == 1)
+    monkeypatch.setattr(launch, "several_gpus", lambda: True)
+    assert [launch.capturing(torch.device("cuda", i)) for i in (0, 1)] == [False, True]
+    assert not launch.capturing(torch.device("cpu")) and current == [0]
+    assert flash_mla_fp8._stream_of(torch.device("cuda", 1)) is None
