@@ -9,7 +9,14 @@ import pytest
 from mutate_host import HOMES, MUTANTS, ROOT, Mutant, record, study
 
 HALF = "def half(n: int) -> int:\n    return n // 2\n"
-TEST = "from toy.half import half\n\n\ndef test_half() -> None:\n    assert half(5) == 2\n"
+TEST = """
+import pytest
+from toy.half import half
+
+@pytest.mark.parametrize("n", [5], ids=["five - or so"])
+def test_half(n):
+    assert half(n) == 2
+"""
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: f"{m.file}-{m.target}")
@@ -41,7 +48,7 @@ def test_a_study_of_a_toy(tmp_path: Path) -> None:
     mutants = [mutant("// 2", "// 3"), mutant("n // 2", "(n) // 2"), mutant("% 2", "% 3")]
     found = list(study(tmp_path, mutants, copied=("toy", "tests"), package="toy"))
     assert [o.state for o in found] == ["killed", "SURVIVED", "GONE"]
-    assert found[0].by.startswith("test_half.py::test_half: assert 1 == 2")
+    assert found[0].by.startswith("test_half.py::test_half[five")
     assert (tmp_path / "toy" / "half.py").read_text() == HALF
     page = record(found, "abc")
     assert "1 of 3 mutants killed" in page and "| `// 2` → `// 3` | a toy | killed: " in page
