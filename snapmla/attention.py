@@ -251,7 +251,9 @@ def _fits_plan(
             q.place, cache.place, plan.place,
         )  # fmt: skip
         return (
-            (key in known or _see_apart(known, key, q, cache, plan, out, lse))
+            q.rows_shape == plan.rows_shape
+            and cache.page_size == plan.page_size
+            and (key in known or _see_apart(known, key, q, cache, plan, out, lse))
             and block_table.shape == plan.table_shape
             and (out is None or (out.is_contiguous() and not out.is_neg()))
             and (lse is None or (lse.is_contiguous() and not lse.is_neg()))
@@ -288,10 +290,10 @@ def _see_apart(
     out: torch.Tensor | None,
     lse: torch.Tensor | None,
 ) -> bool:
-    """Whether the plan is for the query and the cache, and results share no memory with what is
-    read or with one another; false also where they lie between pages of a pool."""
-    if q.rows_shape != plan.rows_shape or cache.page_size != plan.page_size:
-        return False
+    """Whether results share no memory with what is read or with one another.
+
+    False also where they lie between pages of a pool: the full checks look closer.
+    """
     results = [() if result is None else (overlap.span(result),) for result in (out, lse)]
     return known.see(key, *results, (*q.spans, *cache.spans, *plan.spans))
 
