@@ -271,6 +271,8 @@ def _fits_plan(
         return (
             (out is None or out.__class__ is _Tensor)  # others need have no memory
             and (lse is None or lse.__class__ is _Tensor)
+            and q.rows_shape == plan.rows_shape
+            and cache.page_size == plan.page_size
             and (key in known or _see_apart(known, key, q, cache, plan, out, lse))
             and block_table.shape == plan.table_shape
             and (out is None or (out.is_contiguous() and not out.is_neg()))
@@ -310,10 +312,10 @@ def _see_apart(
     out: torch.Tensor | None,
     lse: torch.Tensor | None,
 ) -> bool:
-    """Whether the plan is for the query and the cache, and results share no memory with what is
-    read or with one another; false also where they lie between pages of a pool."""
-    if q.rows_shape != plan.rows_shape or cache.page_size != plan.page_size:
-        return False
+    """Whether results share no memory with what is read or with one another.
+
+    False also where they lie between pages of a pool: the full checks look closer.
+    """
     if not tracing.plain(q, cache, plan):  # what has no memory is never remembered
         return False
     results = [() if result is None else (overlap.span(result),) for result in (out, lse)]

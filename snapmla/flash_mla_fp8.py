@@ -450,8 +450,9 @@ def _lie_apart(
     """Whether given results share no memory with what is read; see ``attention.decode``."""
     results = [t for t in (out, lse) if t is not None]
     key = (
-        *(t.data_ptr() for t in (*query, *pool, *results)), *(t.stride() for t in pool),
-        plan.place, plan.rows_shape, pool[0].shape, results[0].dtype, lse is None,
+        *(t.data_ptr() for t in (*query, *pool, *results)),
+        *(t.stride() for t in (query[2], *pool)), plan.place, plan.rows_shape, pool[0].shape,
+        results[0].dtype, lse is None,
     )  # fmt: skip
     if key in _APART:
         return True

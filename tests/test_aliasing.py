@@ -6,6 +6,7 @@ lies side by side, or between another's pages, is served.
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Callable
 from typing import Any
@@ -147,6 +148,30 @@ def test_an_arena_without_gaps_takes_the_quick_way(
     monkeypatch.setattr(overlap.Apart, "see", lambda *_: pytest.fail("asked anew"))
     snapmla.decode(**moved)
     assert torch.equal(out, want) and torch.equal(lse, want_lse)
+
+
+@needs_kernels
+def test_the_same_memory_in_another_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is remembered are addresses: shapes are compared on every call."""
+    monkeypatch.setattr(attention, "launch_decode", lambda *_: None)
+    call = complete_call()
+    snapmla.decode(**call)
+    q, (content, rope, scale) = call["q"], call["cache"].memory
+    pages = call["cache"].num_pages // 2
+    call["cache"] = PagedKVCache.from_tensors(
+        *(t[: 2 * pages].view(pages, 2 * PAGE, *t.shape[2:]) for t in (content, rope, scale))
+    )
+    for changes in (
+        {"cache": call["cache"]},
+        {"q": QuantizedQuery(*(t.transpose(0, 1) for t in (q.nope, q.rope, q.scale)))},
+        {"plan": dataclasses.replace(call["plan"], page_size=2 * PAGE)},
+    ):
+        good = {**complete_call(), "q": q, "plan": call["plan"], "cache": call["cache"]}
+        good["cache"] = PagedKVCache.from_tensors(content, rope, scale)
+        good |= {name: call[name] for name in ("block_table", "cache_seqlens", "out", "lse")}
+        snapmla.decode(**good)
+        with pytest.raises(ValueError, match="^plan: expected one made for|^block_table: "):
+            snapmla.decode(**{**good, **changes})
 
 
 def pool_with_gaps(cache: PagedKVCache, gap: int) -> tuple[PagedKVCache, torch.Tensor]:
