@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
 from codegen import artifacts, toolchain, tryout
 from codegen import compile as compiler
@@ -26,7 +27,8 @@ from dsl_kernels.spec import VariantSpec
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, help=__doc__, pretty_exceptions_enable=False
 )
-console = Console(width=None if Console().is_terminal else 140)
+# Names, paths and compilers' messages are printed as they are: [brackets] are no markup.
+console = Console(width=None if Console().is_terminal else 140, markup=False, emoji=False)
 
 Arch = Annotated[str, typer.Option(help=f"target: one of {', '.join(ARCHS)}")]
 Filter = Annotated[str, typer.Option("--filter", help="glob over variant names")]
@@ -37,7 +39,7 @@ Out = Annotated[Path | None, typer.Option(help="directory of variants (default b
 
 
 def _fail(message: str) -> typer.Exit:
-    console.print(f"[red]{message}[/]", highlight=False, soft_wrap=True)
+    console.print(message, style="red", highlight=False, soft_wrap=True)
     return typer.Exit(1)
 
 
@@ -88,7 +90,7 @@ def _use_cuda(cuda: str) -> Path:
 
 def _spec(name: str) -> VariantSpec:
     try:
-        return VariantSpec.from_name(name)
+        return mx.named(name)
     except ValueError as error:
         raise _fail(str(error)) from None
 
@@ -106,7 +108,7 @@ def matrix_command(arch: Arch = "sm_90a", pattern: Filter = "*") -> None:
     for point in found:
         family = dict(point.spec.values).get("pipeline", point.spec.op)
         counts.setdefault(family, [0, 0])[point.reason is not None] += 1
-        mark = "[green]yes[/]" if point.reason is None else "[yellow]no[/]"
+        mark = Text("yes", "green") if point.reason is None else Text("no", "yellow")
         table.add_row(point.spec.name, mark, point.reason or "")
     console.print(table)
     summary = Table("family", "built", "pruned", title="count")
@@ -138,14 +140,14 @@ def precompile_command(
     specs = [p.spec for p in found if p.reason is None]
     if not found:
         raise _fail(f"--filter: no variant of {arch} matches {pattern!r}; see `matrix`")
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
     with _writing(out_dir), Progress(*columns, TimeElapsedColumn(), console=console) as bar:
         task = bar.add_task(f"{arch} -> {out_dir}", total=len(specs))
 
         def progress(name: str, outcome: Record | list[str]) -> None:
             bar.advance(task)
             if isinstance(outcome, list):
-                bar.console.print(f"[red]failed[/] {name}", highlight=False)
+                bar.console.print(Text("failed", "red"), name, highlight=False)
 
         try:
             report = run_precompile(
@@ -172,7 +174,7 @@ def _show_failures(failed: dict[str, list[str]]) -> None:
     for name, reasons in failed.items():
         by_reason.setdefault("; ".join(reasons), []).append(name)
     for reason, names in by_reason.items():
-        console.print(f"[red]{reason}[/]", highlight=False, soft_wrap=True)
+        console.print(reason, style="red", highlight=False, soft_wrap=True)
         console.print("  " + ", ".join(names), highlight=False, soft_wrap=True)
 
 

@@ -8,7 +8,8 @@ A directory of variants holds, for each ``VariantSpec``,
     <name>.json   the record below; written last, so its presence means the others are complete
     <name>.log    compiler output
 
-and ``manifest.json``, all records in one file, without what differs from build to build.
+and ``manifest.json``, all records in one file, without what differs from build to build.  A record
+has the checksums of the other files and its own: damage is seen by whoever reads it.
 ``.locks`` holds lock files: one process at a time builds a variant, one writes the manifest.
 """
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import os
 import runpy
@@ -33,7 +35,8 @@ from dsl_kernels.spec import VariantSpec
 FORMAT = 3
 MANIFEST = "manifest.json"
 ENV_DIR = "SNAPMLA_VARIANT_DIR"
-VOLATILE = ("compile_seconds",)  # fields that the manifest leaves out
+VOLATILE = ("compile_seconds", "checksums")  # fields that the manifest leaves out
+SUFFIXES = ("o", "ptx", "so")  # of the files that have a checksum in the record
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -88,6 +91,7 @@ class Record:
         sass: instruction count by base opcode.
         host_beyond: instructions of the host half that ``host_cpu`` lacks; None: not looked.
         link: ``codegen.link.identity()`` of the library, None if it was not linked.
+        checksums: SHA-256 of the files that there are, by suffix.
     """
 
     name: str
@@ -121,6 +125,7 @@ class Record:
     host_beyond: int | None = None
     compile_seconds: float = 0.0
     link: str | None = None
+    checksums: dict[str, str] = field(default_factory=dict)
     format: int = FORMAT
 
     @property
@@ -130,12 +135,14 @@ class Record:
 
     @classmethod
     def read(cls, path: Path) -> Record | None:
-        """The record at ``path``; None if missing, unreadable or of another format."""
+        """The record at ``path``; None if missing, damaged or of another format."""
         try:
             data = json.loads(path.read_text())
         except (OSError, ValueError):
             return None
         if not isinstance(data, dict) or data.get("format") != FORMAT:
+            return None
+        if "digest" in data and data.pop("digest") != digest(data):
             return None
         names = {f.name for f in dataclasses.fields(cls)}
         try:
@@ -144,7 +151,13 @@ class Record:
             return None
 
     def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self), indent=1, sort_keys=True) + "\n"
+        data = dataclasses.asdict(self)
+        return json.dumps({**data, "digest": digest(data)}, indent=1, sort_keys=True) + "\n"
+
+
+def digest(record: dict[str, Any]) -> str:
+    """Of a record's contents.  ``snapmla.runtime``, which does without this package, has it too."""
+    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
 
 
 def paths(out_dir: Path, spec: VariantSpec) -> dict[str, Path]:
@@ -166,6 +179,30 @@ def write_atomic(path: Path, data: bytes | str) -> None:
     except BaseException:
         Path(tmp).unlink(missing_ok=True)
         raise
+
+
+def _checksum(path: Path) -> str | None:
+    """SHA-256 of a file, None where there is none."""
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError:
+        return None
+
+
+def finish(out_dir: Path, record: Record) -> None:
+    """Writes the record of a variant whose other files are in place."""
+    sums = {suffix: _checksum(out_dir / f"{record.name}.{suffix}") for suffix in SUFFIXES}
+    record.checksums = {suffix: found for suffix, found in sums.items() if found is not None}
+    write_atomic(out_dir / f"{record.name}.json", record.to_json())
+
+
+def intact(out_dir: Path, record: Record, *suffixes: str) -> bool:
+    """Whether these files of a variant are there, and as they were built."""
+    return all(
+        suffix in record.checksums
+        and _checksum(out_dir / f"{record.name}.{suffix}") == record.checksums[suffix]
+        for suffix in suffixes
+    )
 
 
 def records(out_dir: Path) -> Iterator[Record]:

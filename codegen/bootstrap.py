@@ -7,12 +7,17 @@ compiler and the test tools.  A stamp file makes the next call return at once, u
 or the constraints change or the checkout is moved; what a killed call left is completed.  Without a
 GPU, torch is pinned to the version that the tests were last run with (constraints/cpu.txt); on a
 GPU machine whose Python has torch already, that one is used.
+
+pip takes torch from its usual index, and from TORCH_INDEX if that names another one.  Where that
+gives a build with CUDA, gigabytes, it is said before anything is fetched.
 """
 
 from __future__ import annotations
 
 import hashlib
 import importlib.util
+import os
+import re
 import shutil
 import subprocess
 import sys
@@ -33,6 +38,52 @@ def has_pip(python: Path) -> bool:
     """Whether an environment is whole: pip comes last when it is created."""
     command = [str(python), "-m", "pip", "--version"]
     return python.is_file() and subprocess.run(command, capture_output=True).returncode == 0
+
+
+def has_torch(python: Path) -> bool:
+    """Whether an environment has torch already, its own or the system's."""
+    code = "import importlib.util, sys; sys.exit(importlib.util.find_spec('torch') is None)"
+    return subprocess.run([str(python), "-c", code]).returncode == 0
+
+
+def pinned_torch() -> str:
+    """The version in constraints/cpu.txt."""
+    (line,) = re.findall(r"^torch==(\S+)$", (CONSTRAINTS / "cpu.txt").read_text(), re.MULTILINE)
+    return str(line)
+
+
+def index_options() -> list[str]:
+    """What makes pip look at TORCH_INDEX as well."""
+    index = os.environ.get("TORCH_INDEX", "")
+    return ["--extra-index-url", index] if index else []
+
+
+def torch_brings_cuda(python: Path) -> bool:
+    """Whether the torch that pip would install for the CPU is a build with CUDA nevertheless.
+
+    On Linux a version without a CPU build of its own (``+cpu``) has CUDA.  False if pip cannot say.
+    """
+    command = [str(python), "-m", "pip", "index", "versions", "torch", *index_options()]
+    done = subprocess.run(command, capture_output=True, text=True)
+    found = re.search(r"^Available versions: (.*)$", done.stdout, re.MULTILINE)
+    if found is None or sys.platform != "linux":
+        return False
+    return f"{pinned_torch()}+cpu" not in found[1].split(", ")
+
+
+def announce(python: Path, gpu: bool) -> None:
+    """Says what is fetched if it is large."""
+    if has_torch(python):
+        return
+    if gpu:
+        print("torch and its CUDA libraries come along: about 5 GB", flush=True)
+    elif torch_brings_cuda(python):
+        print(
+            f"no GPU here, but pip finds no torch {pinned_torch()} without CUDA for Python "
+            f"{sys.version_info[0]}.{sys.version_info[1]}: about 5 GB come along; without them: "
+            "Ctrl-C and make setup TORCH_INDEX=, the index of CPU builds that pytorch.org names",
+            flush=True,
+        )
 
 
 def stamp() -> str:
@@ -57,7 +108,8 @@ def main(target: Path) -> None:
         half = (target / "pyvenv.cfg").is_file()  # a killed call's: cannot be created over
         venv.create(target, clear=half, with_pip=True, system_site_packages=reuse_torch)
     constraints = CONSTRAINTS / ("test.txt" if gpu else "cpu.txt")
-    command = [str(python), "-m", "pip", "install", "-q", "-c", str(constraints)]
+    announce(python, gpu)
+    command = [str(python), "-m", "pip", "install", "-q", "-c", str(constraints), *index_options()]
     print(f"installing into {target} (constraints: {constraints.name})", flush=True)
     subprocess.run([*command, "-e", f"{ROOT}[compile,dev]"], check=True, cwd=ROOT)
     mark.write_text(stamp())

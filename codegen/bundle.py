@@ -31,9 +31,16 @@ from dsl_kernels.spec import VariantSpec
 
 LIMIT = 40_000_000  # bytes, unpacked
 RECORDS = "bundle.json"  # as snapmla.runtime reads it
-HOST_FILES = ("**/*.py", "data/*.json")  # of snapmla/
+HOST_FILES = ("**/*.py", "data/*.json", "py.typed")  # of snapmla/
 NOT_PACKED = ("demo.py", "selfcheck.py")  # need typer and rich, or the software GPU
-SPEC_FILES = ("__init__.py", "spec.py", "registry.py", "common/__init__.py", "common/budget.py")
+SPEC_FILES = (
+    "__init__.py",
+    "py.typed",
+    "spec.py",
+    "registry.py",
+    "common/__init__.py",
+    "common/budget.py",
+)
 RUNTIME_NEEDS = ("torch", "apache-tvm-ffi", "numpy")
 
 

@@ -93,25 +93,24 @@ def _builders() -> str:
 
 
 def up_to_date(spec: VariantSpec, out_dir: Path, linked: bool) -> Record | None:
-    """The existing record if its artifacts are complete, match the sources and may ship, else None.
+    """The existing record if its artifacts are intact, match the sources and may ship, else None.
 
     ``make try`` leaves records of builds with audit problems; those are never up to date.
     """
-    files = artifacts.paths(out_dir, spec)
-    record = Record.read(files["json"])
+    record = Record.read(artifacts.paths(out_dir, spec)["json"])
     if record is None or record.key != draft(spec).key or audit.problems(record):
         return None
-    if not (files["o"].is_file() and files["ptx"].is_file()):
+    if not artifacts.intact(out_dir, record, "o", "ptx"):
         return None
-    if linked and not _linked(record, files["so"]):
+    if linked and not _linked(record, out_dir):
         return None
     return record
 
 
-def _linked(record: Record, library: Path) -> bool:
+def _linked(record: Record, out_dir: Path) -> bool:
     """Whether the library is as this machine would link it, or cannot be linked here anyway."""
     wanted = link.identity()
-    return wanted is None or (record.link == wanted and library.is_file())
+    return wanted is None or (record.link == wanted and artifacts.intact(out_dir, record, "so"))
 
 
 def ensure(
@@ -134,10 +133,10 @@ def ensure(
         if record is None:
             return build(spec, out_dir, linked=linked), True
         files = artifacts.paths(out_dir, spec)
-        if not linked or _linked(record, files["so"]):
+        if not linked or _linked(record, out_dir):
             return record, False
         record.link = link.link(files["o"], files["so"], spec.arch, record.flavour)
-        artifacts.write_atomic(files["json"], record.to_json())
+        artifacts.finish(out_dir, record)
         return record, True
 
 
@@ -198,7 +197,7 @@ def build(spec: VariantSpec, out_dir: Path, *, linked: bool = True, strict: bool
     artifacts.write_atomic(files["ptx"], made.ptx)
     if linked:
         record.link = link.link(files["o"], files["so"], spec.arch, record.flavour)
-    artifacts.write_atomic(files["json"], record.to_json())
+    artifacts.finish(out_dir, record)
     return record
 
 

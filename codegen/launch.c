@@ -115,24 +115,29 @@ static int need_driver(void) {
 }
 
 /* ---- devices --------------------------------------------------------------------------------- */
+/* An object asks for the device, sets that of its tensors if it is another, launches, and sets the
+ * first one again.  A thread that has not used CUDA yet has none: naming device 0, as the CUDA
+ * runtime does, would put a context, hundreds of megabytes, on a GPU that nobody asked for.  NONE
+ * equals no tensor's device, so the launch gets its context, and after it the thread has none. */
+enum { NONE = -1 };
+
 HIDDEN int _cudaSetDevice(int device) {
   int code;
+  if (device == NONE) return cu.CtxSetCurrent(NULL);
   if (device < 0 || device >= MAX_DEVICES) return 101; /* invalid device */
   if (!__atomic_load_n(&contexts[device], __ATOMIC_ACQUIRE)) {
     void *context = NULL;
-    code = cu.DevicePrimaryCtxRetain(&context, device);
-    if (code) return code;
+    if ((code = cu.DevicePrimaryCtxRetain(&context, device))) return failed_device = device, code;
     __atomic_store_n(&contexts[device], context, __ATOMIC_RELEASE);
   }
   return cu.CtxSetCurrent(contexts[device]);
 }
 
-/* A thread that has not used CUDA yet is on device 0, as with the CUDA runtime. */
 HIDDEN int _cudaGetDevice(int *device) {
-  int code = cu.CtxGetDevice(device);
+  const int code = cu.CtxGetDevice(device);
   if (code != INVALID_CONTEXT) return code;
-  *device = 0;
-  return _cudaSetDevice(0);
+  *device = NONE;
+  return OK;
 }
 
 HIDDEN int _cudaDeviceGetAttribute(int *value, int attribute, int device) {

@@ -1,19 +1,20 @@
-"""The variant matrix: what the families build by default, exclusion rules, count.
+"""The variant matrix: axes, exclusion rules, count.
 
 ``points`` enumerates; ``exclusion`` gives the reason a point is not built, or None.  Rules that
 need the compiler (``feasible`` of the kernel modules) come after those that do not, so that the
-matrix can be listed on any machine.
+matrix can be listed on any machine.  ``sample_specs`` is the part of it that everyday tests run.
 """
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from codegen import closure
 from dsl_kernels import registry
-from dsl_kernels.families import FAMILIES
+from dsl_kernels.families import ARCHS, FAMILIES
 from dsl_kernels.spec import VariantSpec
 
 
@@ -56,3 +57,82 @@ def matrix(arch: str, pattern: str = "*", *, ask_kernels: bool = True) -> list[P
 def default_specs(arch: str, pattern: str = "*", *, ask_kernels: bool = True) -> list[VariantSpec]:
     """The variants that ``make precompile`` builds."""
     return [p.spec for p in matrix(arch, pattern, ask_kernels=ask_kernels) if p.reason is None]
+
+
+def named(name: str) -> VariantSpec:
+    """The variant of that name, whether the default matrix has it or not.
+
+    Raises ValueError in one sentence: what is wrong with the name, and which names are close.
+    """
+    try:
+        return VariantSpec.from_name(name)
+    except ValueError as error:
+        reason = str(error)
+    targets = [arch.replace("_", "") for arch in ARCHS]
+    begins = any(name == op or name.startswith(f"{op}_") for op in FAMILIES)
+    if begins and name.rpartition("_")[2] not in targets:
+        reason = f"variant name {name!r}: expected a target at its end, _{' or _'.join(targets)}"
+    if "did you mean" in reason:
+        raise ValueError(reason)
+    known = [s.name for arch in ARCHS for s in default_specs(arch, ask_kernels=False)]
+    raise ValueError(reason + did_you_mean(name, known))
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """``; did you mean A or B?`` of the known variant names that are close, or nothing."""
+    known = list(known)
+    whole = [k for k in known if k.rpartition("_")[0] == name]  # only the target is missing
+    close = whole or difflib.get_close_matches(name, known, 3)
+    close = close or [k for k in known if name and k.startswith(f"{name}_")][:3]
+    return f"; did you mean {' or '.join(close)}?" if close else ""
+
+
+# ---------------------------------------------------------------------------- the test set
+
+
+Trait = tuple[object, ...]
+ROW_AXES = ("pipeline", "row_tile", "cluster")  # which kernel, and its rows
+
+
+def traits(spec: VariantSpec) -> set[Trait]:
+    """What a test set must show of a variant: each axis' value, its pipeline with its rows."""
+    rows = tuple(value for axis, value in spec.values if axis in ROW_AXES)
+    return {*spec.values, ("rows", *rows)}
+
+
+def sample(specs: Iterable[VariantSpec]) -> list[VariantSpec]:
+    """The test set of ``specs``, in their order: few variants, and every trait.
+
+    All helper kernels, which compile in a second.  Of each other family a greedy cover: first from
+    variants of default values (64-token pages, bf16 results), which most calls take, then from
+    those that differ from that in one axis, then from all; of equals the first.
+    """
+    specs = list(specs)
+    chosen = {spec for spec in specs if spec.family.helper}
+    for op in dict.fromkeys(spec.op for spec in specs if not spec.family.helper):
+        chosen |= _cover([spec for spec in specs if spec.op == op])
+    return [spec for spec in specs if spec in chosen]
+
+
+def _cover(specs: list[VariantSpec]) -> set[VariantSpec]:
+    """Few variants of one family with all its traits."""
+    chosen: set[VariantSpec] = set()
+    missing: set[Trait] = set().union(*map(traits, specs))
+    for most in (0, 1, len(specs[0].values)):
+        pool = [spec for spec in specs if changed(spec) <= most]
+        while pool and traits(best := max(pool, key=lambda s: len(traits(s) & missing))) & missing:
+            chosen.add(best)
+            missing -= traits(best)
+    return chosen
+
+
+def changed(spec: VariantSpec) -> int:
+    """How many axes, beside those of the rows, have another value than their default."""
+    values = dict(spec.values)
+    axes = (axis for axis in spec.family.axes if axis.name not in ROW_AXES)
+    return sum(values[axis.name] != axis.default_of(values) for axis in axes)
+
+
+def sample_specs(arch: str, *, ask_kernels: bool = True) -> list[VariantSpec]:
+    """What ``make test`` builds and runs of one arch; ``make prove`` takes all."""
+    return sample(default_specs(arch, ask_kernels=ask_kernels))

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from codegen import artifacts, audit
 from codegen import compile as compiler
@@ -18,6 +19,11 @@ SHOWN_OPCODES = (
     "STS", "LDG", "STG", "MUFU", "FFMA", "FMUL", "F2FP", "PRMT", "SHFL", "WARPGROUP", "SYNCS",
     "BAR", "LDL", "STL",
 )  # fmt: skip
+
+
+def _say(console: Console, *parts: str | tuple[str, str]) -> None:
+    """Prints one line, of any length; a part may have a style, and no part is read as markup."""
+    console.print(Text.assemble(*parts), soft_wrap=True)
 
 
 def show(record: Record, console: Console) -> None:
@@ -45,12 +51,12 @@ def run(spec: VariantSpec, out_dir: Path, console: Console, *, check: bool) -> b
         with artifacts.lock(out_dir, spec.name):
             record = compiler.build(spec, out_dir, strict=False)
     except compiler.BuildError as error:
-        console.print(f"[red]{error}[/]", highlight=False, soft_wrap=True)
+        _say(console, (str(error), "red"))
         return False
     show(record, console)
     found = audit.problems(record)
     for problem in found:
-        console.print(f"[red]problem[/] {problem}", highlight=False, soft_wrap=True)
+        _say(console, ("problem", "red"), f" {problem}")
     good = not found
     if check:
         good = _check(spec, out_dir, console) and good
@@ -65,8 +71,8 @@ def _check(spec: VariantSpec, out_dir: Path, console: Console) -> bool:
     try:
         result = selfcheck.check(spec, out_dir)
     except Exception as error:  # the software GPU reports hazards and unmodelled code by raising
-        console.print(f"software GPU: [red]{type(error).__name__}[/]: {error}", highlight=False)
+        _say(console, "software GPU: ", (type(error).__name__, "red"), f": {error}")
         return False
-    mark = "[green]right[/]" if result.passed else "[red]wrong[/]"
-    console.print(f"software GPU: {mark}: {result.summary}", highlight=False, soft_wrap=True)
+    mark = ("right", "green") if result.passed else ("wrong", "red")
+    _say(console, "software GPU: ", mark, f": {result.summary}")
     return result.passed

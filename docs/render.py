@@ -15,6 +15,7 @@ import functools
 import importlib
 import inspect
 import json
+import os
 import re
 import sys
 import textwrap
@@ -23,6 +24,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -355,6 +357,15 @@ def environment_rows() -> str:
     return "\n".join([head, *rows])
 
 
+def search_order() -> str:
+    """Where variants are looked for, in order."""
+    everything = {env.VARIANT_DIR.name: "set", "XDG_CACHE_HOME": "set"}
+    with mock.patch.dict(os.environ, everything):
+        listed = [place.what for place in env.places()]
+    sentence = f"A server finds its variants in {', then in '.join(listed)}."
+    return textwrap.fill(sentence, 106, break_on_hyphens=False)
+
+
 # ---------------------------------------------------------------- the README's numbers
 
 
@@ -446,6 +457,7 @@ def blocks() -> dict[str, str]:
         **found,
         "strides": strides_table(),
         "environment": environment_rows(),
+        "search order": search_order(),
         "explain": explain_block(),
         "speed": speed_block(),
         "accuracy": accuracy_block(),

@@ -15,6 +15,7 @@ import cutlass
 from cutlass import cute
 from cutlass._mlir import ir
 from cutlass._mlir.dialects import vector as mlir_vector
+from cutlass._mlir_helpers.arith import ArithValue
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.cutlass_dsl import dsl_user_op
 
@@ -109,6 +110,20 @@ def cache_fakes(pages: Any = None, page_size: Any = None) -> tuple[Any, Any, Any
     rope = rows(DTYPES["bf16"], (pages, page_size, QK_ROPE_HEAD_DIM))
     scale = rows(DTYPES["f32"], (pages, page_size))
     return content, rope, scale
+
+
+def unsigned(x: Any) -> Any:
+    """``x`` as a Uint32.
+
+    Unlike ``Uint32(x)`` it compares and divides unsigned also where x is a tensor's size or was
+    computed from one: the DSL's type of sizes keeps its signed operators through conversions.
+    """
+    return cutlass.Uint32(ArithValue(cutlass.Int32(x).ir_value(), False))
+
+
+def at_most(value: Any, most: Any) -> Any:
+    """``value`` where it is in [0, most], else ``most``; in one instruction."""
+    return cutlass.Int32(cutlass.min(unsigned(value), unsigned(most)))
 
 
 @dsl_user_op

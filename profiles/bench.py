@@ -21,6 +21,7 @@ import typer
 
 from profiles import report as reports
 from profiles import roofline, shapes, supervise
+from profiles.device import require_cuda
 from profiles.roofline import FORMATS, Card, Ceilings
 from profiles.shapes import DecodeShape, Shape
 from profiles.supervise import RunConfig
@@ -189,12 +190,15 @@ def bench(
         if dry_run:
             typer.echo("\n".join(plan_lines(chosen, roofline.card_by_name(card))))
             return
+        if device == "cuda":
+            require_cuda()
         if peers is not None and not peers.is_dir():
             typer.echo(f"peers: no folder {peers}; rows of those backends will be skipped")
             peers = None
         _check_backends(names, peers)
     except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
+        typer.echo(error, err=True)
+        raise typer.Exit(2) from None
     timing: dict[str, float] = {
         "rounds": 5 if quick else rounds,
         "graph_ms": graph_ms,

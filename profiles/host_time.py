@@ -26,6 +26,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
+from profiles.device import require_cuda
+
+if __name__ == "__main__":
+    require_cuda(sys.argv[1:])  # before torch is imported: an answer at once
+
 import torch
 import typer
 

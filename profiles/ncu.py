@@ -26,11 +26,12 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from codegen import artifacts, render
+from codegen import artifacts, matrix, render
 from codegen.artifacts import Record
 from dsl_kernels.dims import KV_LORA_RANK, QK_ROPE_HEAD_DIM
 from dsl_kernels.spec import VariantSpec
 from profiles import bench
+from profiles.device import require_cuda
 from snapmla import runtime
 
 PEAK = "pct_of_peak_sustained_elapsed"
@@ -394,9 +395,8 @@ def main(
     sizes = Sizes(batch, tokens, s_q)
     columns: dict[str, list[tuple[str, str]]] = {}
     try:
-        specs = [VariantSpec.from_name(name) for name in names]
-        if not torch.cuda.is_available():
-            raise ValueError("profiling needs a CUDA device")
+        specs = [matrix.named(name) for name in names]
+        require_cuda()
         if inner:
             workload(specs[0], sizes)
             return

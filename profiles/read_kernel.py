@@ -1,8 +1,8 @@
 """A read-only stream in Triton: the memory ceiling of a kernel that, like decode, hardly writes."""
 
 import torch
-import triton  # type: ignore[import-not-found]
-import triton.language as tl  # type: ignore[import-not-found]
+import triton
+import triton.language as tl
 
 
 @triton.jit

@@ -8,8 +8,8 @@ Parts: ``mufu`` (ex2, lg2, rcp over all 2^32 arguments, a hash for each binade),
 instruction form alone, over 10^6 accumulators a form, hand-written PTX through the driver's
 compiler), ``helpers`` (append, quantise, fetch, merge, plan) and ``decode`` (plan, decode, merge),
 the last two from the compiled variants.  ``profiles.vectors`` builds the inputs.  Without ``--all``
-replay takes a sample of mufu and decode; with it, everything.  It prints what differs and returns 1
-if anything does.
+replay takes a sample of mufu and decode; with it, everything.  It prints what differs and
+returns 1 if anything does.
 
 On the GPU machine the variants are found as always (``SNAPMLA_VARIANT_DIR``); what the first line
 writes to build/carry goes there with the repository (no PTX: only its hashes).
@@ -40,8 +40,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from codegen import matrix
 from dsl_kernels.spec import VariantSpec
 from profiles import vectors
+from profiles.device import require_cuda
 from profiles.vectors import KernelCase, Result, WgmmaCase, WgmmaForm
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -352,18 +354,6 @@ def replay_wgmma(record: Record, form: WgmmaForm) -> Tally:
     return total
 
 
-def sampled(names: list[str]) -> list[str]:
-    """One decode variant of each pipeline and row tile, in turn of other axes; all the others."""
-    kept = [n for n in names if not n.startswith("decode_")]
-    groups: dict[tuple[str, int], list[str]] = {}
-    for name in sorted(set(names) - set(kept)):
-        spec = VariantSpec.from_name(name)
-        groups.setdefault((str(spec.pipeline), spec.row_tile), []).append(name)
-    for turn, group in enumerate(groups.values()):
-        kept.append(group[5 * turn % len(group)])
-    return kept
-
-
 def replay_variant(record: Record, name: str) -> Tally:
     """Counts rows."""
     total = Tally()
@@ -399,8 +389,9 @@ def _replay_part(record: Record, part: str, everything: bool) -> Iterator[tuple[
             yield form.name, replay_wgmma(record, form)
     else:
         names = [n for n in record.variants if n.startswith("decode_") == (part == "decode")]
-        for name in names if everything else sampled(names):
-            yield name, replay_variant(record, name)
+        specs = [VariantSpec.from_name(name) for name in sorted(names)]
+        for spec in specs if everything else matrix.sample(specs):
+            yield spec.name, replay_variant(record, spec.name)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -415,6 +406,7 @@ def main(argv: list[str] | None = None) -> int:
     two.add_argument("--file", type=pathlib.Path, default=RECORD)
     args = parser.parse_args(argv)
     if args.command == "record":
+        require_cuda()
         return record(args.out)
     if args.command == "hashes":
         HASHES.write_text(json.dumps(ptx_hashes()))

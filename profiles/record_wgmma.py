@@ -28,6 +28,8 @@ from typing import Any
 
 import numpy as np
 
+from profiles.device import require_cuda
+
 ROWS = 64
 HERE = pathlib.Path(__file__).resolve().parent
 SAMPLE = HERE.parent / "tests" / "data" / "wgmma_h200.npz"
@@ -371,4 +373,6 @@ if __name__ == "__main__":
     parser.add_argument("verb", choices=("record", "compare", "sample"))
     parser.add_argument("--out", type=pathlib.Path, required=True, help="folder of the .npz files")
     args = parser.parse_args()
+    if args.verb == "record":
+        require_cuda()
     sys.exit({"record": record, "compare": compare, "sample": sample}[args.verb](args.out))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import random
 import re
 from dataclasses import dataclass
@@ -228,5 +229,8 @@ def preset(name: str) -> list[Shape]:
         ValueError: there is no such preset.
     """
     if name not in PRESETS:
-        raise ValueError(f"preset: expected one of {', '.join(PRESETS)}; got {name!r}")
+        close = difflib.get_close_matches(name, PRESETS, 1)
+        hint = f" (did you mean {close[0]!r}?)" if close else ""
+        known = ", ".join(PRESETS)
+        raise ValueError(f"preset (make's BENCH=): expected one of {known}, got {name!r}{hint}")
     return list(PRESETS[name])

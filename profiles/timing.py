@@ -88,7 +88,7 @@ class Nvml:
         self._nvml: Any = None
         self._handle: Any = None
         try:
-            import pynvml  # type: ignore[import-not-found]
+            import pynvml
 
             pynvml.nvmlInit()
             self._handle = _nvml_handle(pynvml, device_index)

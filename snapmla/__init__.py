@@ -9,6 +9,9 @@
 CUDA tensors run on the GPU; CPU tensors run the same compiled kernels on the software GPU.
 """
 
+import sys as _sys
+
+from snapmla import env as _env
 from snapmla import torch_ops as _torch_ops  # noqa: F401 (registers operators and pytrees)
 from snapmla._version import __version__
 from snapmla.attention import decode
@@ -33,3 +36,11 @@ __all__ = [
     "plan_decode",
     "quantize_q",
 ]
+
+if _env.PROFILE_NAMES.enabled():
+    from snapmla import flash_mla_fp8 as _flash_mla_fp8
+    from snapmla import profiler as _profiler
+
+    _profiler.name_calls(_sys.modules[__name__], __all__)
+    _profiler.name_calls(_flash_mla_fp8, _flash_mla_fp8.__all__)
+    _profiler.name_calls(DecodePlan, ["update_"], "snapmla::plan.")

@@ -10,14 +10,23 @@ import torch
 
 from dsl_kernels.dims import KV_LORA_RANK
 from dsl_kernels.spec import decode_spec
-from snapmla import checks, launch, runtime
+from snapmla import checks, launch, overlap, runtime, tracing
 from snapmla.cache import PagedKVCache
-from snapmla.plan import DecodePlan, PlanVariant, plan_decode
-from snapmla.quant import QuantizedQuery, _expect_cache, _expect_query
+from snapmla.plan import TENSORS, DecodePlan, PlanVariant, plan_decode
+from snapmla.quant import QuantizedQuery, _expect_cache, _expect_query, named
 
 LSE_FACTOR = {"e": math.log(2.0), "2": 1.0}
 EMPTY_LSE = {"-inf": -math.inf, "+inf": math.inf}
+_CHOICES = {
+    (causal, base, empty): (int(causal), factor, value)
+    for causal in (False, True)
+    for base, factor in LSE_FACTOR.items()
+    for empty, value in EMPTY_LSE.items()
+}
 OUT_NAMES = {torch.bfloat16: "bf16", torch.float32: "f32"}
+# calls whose results were seen to lie apart from all else, by dtype of ``out``
+_APART = {dtype: overlap.Apart() for dtype in OUT_NAMES}
+_Tensor = torch.Tensor  # looked up on every call
 
 
 @functools.lru_cache(maxsize=256)
@@ -52,8 +61,10 @@ def decode(
 
     With ``plan``, ``out`` and ``lse`` given, a call is two launches by one exported function (one
     launch if the plan's shapes rule out splits): no synchronisation, no allocation, no copy to the
-    device.  Under ``torch.compile`` it is one node of the graph, ``torch.ops.snapmla.decode``, and
-    a plan must be given.
+    device.  Where calls are recorded or watched (``torch.compile``, ``make_fx``, FakeTensors,
+    dispatch modes) it is one node, ``torch.ops.snapmla.decode``; without a plan, ``torch.compile``
+    runs it between two graphs.  Inside ``torch.func`` transforms (vmap, grad) it is refused.
+    Results never require grad: this is inference.
 
     Args:
         q: from ``quantize_q``; (b, s_q, h, ...).
@@ -61,12 +72,12 @@ def decode(
         block_table: int32 (b, width); row i lists the pages of sequence i.  Entries past a
             sequence's end may be anything.
         cache_seqlens: int32 (b,), tokens per sequence, the s_q new ones included; 0 is fine.
-        softmax_scale: factor of the logits.  There is no default: DeepSeek's models want
-            ``192**-0.5 * mscale**2``, FlashMLA's default is ``576**-0.5``.
+        softmax_scale: factor of the logits, positive, at most 2**57.  There is no default:
+            DeepSeek's models want ``192**-0.5 * mscale**2``, FlashMLA's default is ``576**-0.5``.
         plan: from ``plan_decode`` for these ``cache_seqlens``; None plans here (and allocates).
         causal: query token s of s_q sees the first ``length - (s_q - 1 - s)`` tokens; False: all.
-        out: bfloat16 or float32 (b, s_q, h, 512), contiguous; None allocates.
-        lse: float32 (b, h, s_q), contiguous; None allocates.
+        out: bfloat16 or float32 (b, s_q, h, 512), contiguous, memory of its own; None allocates.
+        lse: float32 (b, h, s_q), contiguous, memory of its own; None allocates.
         lse_base: ``e`` for the natural logarithm of the sum of exponentials, ``2`` for base 2.
         empty_lse: LSE of a row that sees no token, ``-inf`` or ``+inf``; its output is 0.
         out_dtype: dtype of an allocated ``out``, bfloat16 if None.
@@ -82,20 +93,11 @@ def decode(
     Source: SnapMLA paper, Eq. 6 (logits in the scaled domain) and Algorithm 1 (``dual_wg``);
     FlashMLA-ETAP (the transposed form of ``etap``); rounding as docs/numerics.md says.
     """
-    if torch.compiler.is_compiling():
-        if plan is None:
-            hint = "call plan_decode outside, once; plan.update_ may be compiled"
-            checks.value_error("plan", "a plan where torch.compile traces", None, hint)
-        if cache.content.shape[1] != plan.page_size:
-            wanted = f"one made for page_size {cache.content.shape[1]}"
-            checks.value_error("plan", wanted, plan.page_size)
-        _check_width(plan, block_table)
-        causal_, lse_factor, empty = _choices(causal, lse_base, empty_lse)
-        traced = (softmax_scale, bool(causal_), lse_factor, empty)
-        return _traced(
-            q, cache, block_table, cache_seqlens, plan, traced, out, lse, out_dtype
-        )  # fmt: skip
     options = (softmax_scale, causal, lse_base, empty_lse)
+    if tracing.active():
+        return _traced(
+            q, cache, block_table, cache_seqlens, plan, options, out, lse, out_dtype, pipeline
+        )
     if plan is not None and pipeline is None:
         try:
             if _fits_plan(q, cache, block_table, cache_seqlens, plan, out, lse, out_dtype):
@@ -103,11 +105,15 @@ def decode(
                     (q.nope_u8, q.rope, q.row_scale), cache.arguments, block_table, cache_seqlens,
                     plan, out, lse, out_dtype, options,
                 )  # fmt: skip
-        except Exception:  # something is wrong: the full checks below say what
-            pass
-    plan, out, lse = _checked(
-        q, cache, block_table, cache_seqlens, plan, out, lse, out_dtype, pipeline
-    )
+        except Exception as error:
+            arguments = (q, cache, block_table, cache_seqlens, plan, out, lse, out_dtype, pipeline)
+            checks.explain(error, checked, *arguments)
+            raise
+    if not tracing.plain(q, cache, block_table, cache_seqlens, plan, out, lse):
+        return _traced(
+            q, cache, block_table, cache_seqlens, plan, options, out, lse, out_dtype, pipeline
+        )
+    plan = checked(q, cache, block_table, cache_seqlens, plan, out, lse, out_dtype, pipeline)
     return run_plan(
         (q.nope_u8, q.rope, q.row_scale), cache.arguments, block_table, cache_seqlens, plan, out,
         lse, out_dtype, options,
@@ -152,13 +158,13 @@ def run_plan(
 
 def _choices(causal: bool, lse_base: str, empty_lse: str) -> tuple[int, float, float]:
     """(causal, lse_factor, empty_lse) as the kernels take them; checks all three."""
-    if causal is not True and causal is not False:
+    try:
+        return _CHOICES[causal, lse_base, empty_lse]
+    except (KeyError, TypeError):
         checks.flag("causal", causal)
-    if type(lse_base) is not str or lse_base not in LSE_FACTOR:
         checks.choice("lse_base", lse_base, LSE_FACTOR)
-    if type(empty_lse) is not str or empty_lse not in EMPTY_LSE:
         checks.choice("empty_lse", empty_lse, EMPTY_LSE)
-    return int(causal), LSE_FACTOR[lse_base], EMPTY_LSE[empty_lse]
+        raise
 
 
 def launch_decode(
@@ -195,21 +201,41 @@ def _traced(
     cache: PagedKVCache,
     block_table: torch.Tensor,
     cache_seqlens: torch.Tensor,
-    plan: DecodePlan,
-    numbers: tuple[float, bool, float, float],
+    plan: DecodePlan | None,
+    options: tuple[float, bool, str, str],
     out: torch.Tensor | None,
     lse: torch.Tensor | None,
     out_dtype: torch.dtype | None,
+    pipeline: str | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``decode`` as an operator, for tracers."""
+    """``decode`` as an operator, for tracers; arguments as in ``run_plan``, checked."""
+    _expect_query("q", q)
+    _expect_cache(cache)
+    b, s_q, heads, _ = q.nope.shape
+    if plan is None:
+        if tracing.by_dynamo():
+            return tracing.between_graphs(
+                decode, q, cache, block_table, cache_seqlens, plan=plan, out=out, lse=lse,
+                softmax_scale=options[0], causal=options[1], lse_base=options[2],
+                empty_lse=options[3], out_dtype=out_dtype, pipeline=pipeline,
+            )  # fmt: skip
+        checks.block_table(block_table, b, q.device)
+        plan = plan_decode(
+            cache_seqlens, heads, s_q, page_size=cache.content.shape[1],
+            max_pages=max(block_table.shape[1], 1), pipeline=pipeline,
+        )  # fmt: skip
+    page_size, device = cache.content.shape[1], q.nope.device
+    _check_plan(plan, b, s_q, heads, page_size, block_table, pipeline, device)
+    softmax_scale, causal, lse_base, empty_lse = options
+    causal_, lse_factor, empty = _choices(causal, lse_base, empty_lse)
     common = (
-        q.nope_u8, q.rope, q.scale, *cache.memory, block_table,
+        q.nope.view(torch.uint8), q.rope, q.scale, *cache.memory_now(), block_table,
         cache_seqlens, plan.work_items, plan.part_begin, plan.split_begin, plan.o_accum,
-        plan.lse_accum, plan.pipeline, plan.row_tile, plan.can_split(), *numbers,
+        plan.lse_accum, plan.pipeline, plan.row_tile, plan.can_split(), softmax_scale,
+        bool(causal_), lse_factor, empty,
     )  # fmt: skip
     if out is None and lse is None:
         return torch.ops.snapmla.decode(*common, out_dtype or torch.bfloat16)
-    b, s_q, heads, _ = q.nope.shape
     if out is None:
         shape = (b, s_q, heads, KV_LORA_RANK)
         out = q.rope.new_empty(shape, dtype=out_dtype or torch.bfloat16)
@@ -233,15 +259,29 @@ def _fits_plan(
 
     The exported functions check dtypes, ranks, alignment, strides of static extents and that sizes
     agree between their arguments, in less time than it takes from here.  What they do not see is
-    checked here: that the plan is for these shapes, that results have no gaps.
+    checked here: that the plan is for these shapes, that results have no gaps and lie apart from
+    what is read, that no tensor waits for its sign to be changed.
     """
     try:
+        table, lengths = plan.tables
+        known = _APART[torch.bfloat16 if out is None else out.dtype]
+        key = (
+            out is None or out.data_ptr(), lse is None or lse.data_ptr(),
+            q.place, cache.place, plan.place,
+        )  # fmt: skip
         return (
-            q.rows_shape == plan.rows_shape
+            (out is None or out.__class__ is _Tensor)  # others need have no memory
+            and (lse is None or lse.__class__ is _Tensor)
+            and q.rows_shape == plan.rows_shape
             and cache.page_size == plan.page_size
+            and (key in known or _see_apart(known, key, q, cache, plan, out, lse))
             and block_table.shape == plan.table_shape
-            and (out is None or (out.is_contiguous() and out.dtype in OUT_NAMES))
-            and (lse is None or lse.is_contiguous())
+            and (out is None or (out.is_contiguous() and not out.is_neg()))
+            and (lse is None or (lse.is_contiguous() and not lse.is_neg()))
+            and (
+                (block_table is table and cache_seqlens is lengths)
+                or _see_tables(plan, block_table, cache_seqlens)
+            )
             and (out_dtype is None or (out is None and out_dtype in OUT_NAMES))
             and (
                 not launch.several_gpus()  # the exported functions ask for the kind of device only
@@ -250,11 +290,40 @@ def _fits_plan(
                 )
             )
         )
-    except AttributeError:
+    except (AttributeError, KeyError, RuntimeError):
         return False  # something is of another kind
 
 
-def _checked(
+def _see_tables(plan: DecodePlan, block_table: torch.Tensor, cache_seqlens: torch.Tensor) -> bool:
+    """Whether tables hold their values themselves; if so they are known by identity."""
+    if not tracing.plain(block_table, cache_seqlens):
+        return False
+    if not launch.none_negative(block_table, cache_seqlens):
+        return False
+    object.__setattr__(plan, "tables", (block_table, cache_seqlens))
+    return True
+
+
+def _see_apart(
+    known: overlap.Apart,
+    key: tuple[int, ...],
+    q: QuantizedQuery,
+    cache: PagedKVCache,
+    plan: DecodePlan,
+    out: torch.Tensor | None,
+    lse: torch.Tensor | None,
+) -> bool:
+    """Whether results share no memory with what is read or with one another.
+
+    False also where they lie between pages of a pool: the full checks look closer.
+    """
+    if not tracing.plain(q, cache, plan):  # what has no memory is never remembered
+        return False
+    results = [() if result is None else (overlap.span(result),) for result in (out, lse)]
+    return known.see(key, *results, (*q.spans, *cache.spans, *plan.spans))
+
+
+def checked(
     q: QuantizedQuery,
     cache: PagedKVCache,
     block_table: torch.Tensor,
@@ -264,8 +333,8 @@ def _checked(
     lse: torch.Tensor | None,
     out_dtype: torch.dtype | None,
     pipeline: str | None,
-) -> tuple[DecodePlan, torch.Tensor, torch.Tensor]:
-    """Checks all tensors with full messages; plans and allocates what is not given."""
+) -> DecodePlan:
+    """Checks all tensors with full messages; plans if no plan is given, launches nothing else."""
     _expect_query("q", q)
     _expect_cache(cache)
     b, s_q, heads, _ = q.nope.shape
@@ -274,44 +343,61 @@ def _checked(
         checks.value_error("cache", f"tensors on {device}, where q is", cache.content.device)
     checks.block_table(block_table, b, device)
     checks.lengths(cache_seqlens, b, device)
-    out, lse = _outputs(out, lse, (b, s_q, heads, KV_LORA_RANK), out_dtype, device)
+    _check_outputs(out, lse, (b, s_q, heads, KV_LORA_RANK), out_dtype, device)
     page_size = cache.page_size
-    if plan is None:
-        plan = plan_decode(
-            cache_seqlens,
-            heads,
-            s_q,
-            page_size=page_size,
-            max_pages=max(block_table.shape[1], 1),
-            pipeline=pipeline,
-        )
-    else:
+    if plan is not None:
         _check_plan(plan, b, s_q, heads, page_size, block_table, pipeline, device)
-    return plan, out, lse
+    _check_apart(q, cache, block_table, cache_seqlens, plan, out, lse)
+    if plan is not None:
+        return plan
+    return plan_decode(
+        cache_seqlens,
+        heads,
+        s_q,
+        page_size=page_size,
+        max_pages=max(block_table.shape[1], 1),
+        pipeline=pipeline,
+    )
 
 
-def _outputs(
+def _check_outputs(
     out: torch.Tensor | None,
     lse: torch.Tensor | None,
     shape: tuple[int, int, int, int],
     out_dtype: torch.dtype | None,
     device: torch.device,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Checks or allocates the results."""
+) -> None:
+    """Checks the results that are given, and the dtype of those that are not."""
     if out_dtype is not None and out_dtype not in OUT_NAMES:
         wanted = " or ".join(checks.dtype_name(d) for d in OUT_NAMES)
         checks.type_error("out_dtype", wanted, out_dtype)
-    if out is None:
-        out = torch.empty(shape, dtype=out_dtype or torch.bfloat16, device=device)
-    else:
+    if out is not None:
         dtypes = tuple(OUT_NAMES) if out_dtype is None else (out_dtype,)
         checks.output("out", out, dtypes, shape, device)
-    b, s_q, heads, _ = shape
-    if lse is None:
-        lse = torch.empty((b, heads, s_q), dtype=torch.float32, device=device)
-    else:
+    if lse is not None:
+        b, s_q, heads, _ = shape
         checks.output("lse", lse, (torch.float32,), (b, heads, s_q), device, align=4)
-    return out, lse
+
+
+def _check_apart(
+    q: QuantizedQuery,
+    cache: PagedKVCache,
+    block_table: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    plan: DecodePlan | None,
+    out: torch.Tensor | None,
+    lse: torch.Tensor | None,
+) -> None:
+    """Checks that given results share no memory with what the call reads, or one another."""
+    read = {
+        **named("q", q),
+        **named("cache", cache),
+        "block_table": block_table,
+        "cache_seqlens": cache_seqlens,
+        **({} if plan is None else {f"plan.{name}": getattr(plan, name) for name in TENSORS}),
+    }
+    checks.apart("out", out, {**read, "lse": lse})
+    checks.apart("lse", lse, read)
 
 
 def _check_plan(

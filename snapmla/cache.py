@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from snapmla import checks, launch, layouts
+from snapmla import checks, launch, layouts, tracing
 
 
-@dataclass(frozen=True, eq=False)
-class PagedKVCache(launch.CopiedByFields):
+@dataclass(frozen=True, eq=False, repr=False)
+class PagedKVCache(launch.OverTensors):
     """Paged MLA cache with one scale per token (SnapMLA, section 3: RoPE-aware per-token scales).
 
     c_kv of a token is ``content * scale`` and its k_rope is ``rope * scale``: RoPE channels stay in
@@ -46,14 +46,16 @@ class PagedKVCache(launch.CopiedByFields):
 
     def __post_init__(self) -> None:
         if not torch.compiler.is_compiling():  # a tracer's tensors have no address to check
+            tracing.refuse_transforms()
             checks.cache(self.content, self.rope, self.scale)
         object.__setattr__(self, "content_u8", self.content.view(torch.uint8))
         object.__setattr__(self, "layout", layouts.name_of(self.content, self.rope, self.scale))
         views = (self.content_u8, self.rope, self.scale)
         memory = layouts.memory_of(*views)
-        if memory is None and checks.address_of(self.content) is None and self.layout == "split":
+        stand_in = tracing.storage_of(self.content) is None
+        if memory is None and stand_in and self.layout == "split":
             memory = views  # made by a tracer: nothing but strides to go by
-        object.__setattr__(self, "memory", memory or views)
+        object.__setattr__(self, "memory", views if memory is None else memory)
         object.__setattr__(self, "traceable", memory is not None)
 
     @classmethod
@@ -62,7 +64,7 @@ class PagedKVCache(launch.CopiedByFields):
         num_pages: int,
         page_size: int = 64,
         layout: str = "split",
-        device: torch.device | str = "cuda",
+        device: torch.device | str | int = "cuda",
     ) -> PagedKVCache:
         """A cache of uninitialised memory (unused slots may hold NaN; no kernel minds).
 
@@ -70,7 +72,7 @@ class PagedKVCache(launch.CopiedByFields):
             num_pages: pages in the pool, 1 or more.
             page_size: tokens in a page: 16, 32, 64 or 128.
             layout: ``split``, ``paged`` or ``row640`` (see ``snapmla.layouts``).
-            device: where; a ``cpu`` cache is the software GPU's.
+            device: where; a ``cpu`` cache is the software GPU's, which needs no GPU.
 
         Raises:
             TypeError, ValueError: naming the argument.
@@ -78,7 +80,8 @@ class PagedKVCache(launch.CopiedByFields):
         checks.integer("num_pages", num_pages, 1)
         checks.page_size(page_size)
         checks.choice("layout", layout, layouts.LAYOUTS)
-        return cls(*layouts.LAYOUTS[layout].allocate(num_pages, page_size, torch.device(device)))
+        where = checks.device("device", device)
+        return cls(*layouts.LAYOUTS[layout].allocate(num_pages, page_size, where))
 
     @classmethod
     def from_tensors(
@@ -91,14 +94,30 @@ class PagedKVCache(launch.CopiedByFields):
             rope: bfloat16 (num_pages, page_size, 64).
             scale: float32 (num_pages, page_size).
         """
-        if isinstance(content, torch.Tensor) and content.dtype == torch.uint8:
+        is_tensor = isinstance(content, torch.Tensor)
+        if is_tensor and content.dtype == torch.uint8 and not content.is_neg():
             content = content.view(layouts.FP8)
         return cls(content, rope, scale)
+
+    @functools.cached_property
+    def plain(self) -> bool:
+        """Whether kernels may take the addresses of its tensors."""
+        return tracing.plain(self.content, self.rope, self.scale)
 
     @functools.cached_property
     def arguments(self) -> tuple[Any, ...]:
         """content_u8, rope, scale as kernels take them."""
         return launch.prepared(self.content_u8, self.rope, self.scale)
+
+    def memory_now(self) -> layouts.Memory:
+        """``memory`` as views made here: a tracer takes those made before it began for constants.
+
+        Dynamo follows the stored ones to the cache, and cannot ask for storages.
+        """
+        if tracing.by_dynamo():
+            return self.memory
+        views = (self.content.view(torch.uint8), self.rope, self.scale)
+        return layouts.memory_of(*views) or views
 
     @property
     def num_pages(self) -> int:

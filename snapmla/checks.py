@@ -8,24 +8,29 @@ what to change: the particular advice if the check knows one, else ``ADVICE`` of
 from __future__ import annotations
 
 import difflib
-import math
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from dsl_kernels.dims import KV_LORA_RANK, QK_ROPE_HEAD_DIM
 from dsl_kernels.families.fp8_decode import PAGE_SIZES
+from snapmla import overlap
 
 FP8 = torch.float8_e4m3fn
+PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})  # what surely has an address
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 MAX_HEADS = 128
 MAX_S_Q = 8
 ALIGN = 16  # bytes; rows are moved by vector instructions and TMA
 TRANSPOSED = "it is transposed or strided inside a row: call .contiguous() once"
-# Kernels multiply the scale by log2(e) in fp32: the product must stay finite.
-MAX_SOFTMAX_SCALE = torch.finfo(torch.float32).max / math.log2(math.e)
+# Kernels start their running maximum at -1e30, in log2 units: a logit below it would be no token.
+# 576 channels of float16's largest value in q and k, times this scale, stay above.
+MAX_SOFTMAX_SCALE = 2.0**57
 
+APART = "memory apart from"  # and another argument's name: what ``apart`` expects
 MAX_GOT = 200  # characters of a value that a message shows
 
 Shape = Sequence[int | str]  # a string names a free extent
@@ -66,6 +71,9 @@ ADVICE: dict[str, str] = {
     "fixed_split_tokens": "leave it out to cut for balance",
     "fixed_overhead": "leave it out for the measured default",
     "max_pages": "the width of the block table",
+    "num_heads": "query heads of this rank; without any no call is needed",
+    "s_q": "query tokens of each sequence; without any no call is needed",
+    "check_stale": "leave it out to go by SNAPMLA_CHECK_PLAN",
     "num_pages": "pages of the pool",
     "softmax_scale": "DeepSeek models want 192**-0.5 * mscale**2; FlashMLA's default is 576**-0.5",
     "dtype": "convert the result afterwards",
@@ -77,6 +85,7 @@ ADVICE: dict[str, str] = {
     "batch": "sequences",
     "seqlen": "tokens of a sequence",
     "card": "leave it out to ask about this machine",
+    "device": "device='cpu' runs the software GPU",
     "causal": "True: query token s of s_q sees the first length - (s_q - 1 - s) tokens",
     "limit": "sequences and parts to list",
     "head_dim_v": "kernels are built for kv_lora_rank 512",
@@ -128,6 +137,20 @@ def _text(name: str, expected: str, got: object, hint: str) -> str:
     return f"{name}: expected {expected}, got {got}{f' ({advice})' if advice else ''}"
 
 
+def explain(
+    error: Exception, check: Callable[..., object], *arguments: Any, **options: Any
+) -> None:
+    """Raises what ``check`` finds wrong with a call that raised ``error``; returns if nothing.
+
+    ``check`` launches nothing: a call is never made twice, whatever failed.
+    """
+    try:
+        check(*arguments, **options)
+    except (TypeError, ValueError) as wrong:
+        refused = isinstance(error, (TypeError, ValueError))  # the same, in other words
+        raise wrong from (None if refused else error)
+
+
 def renamed(error: Exception, names: dict[str, str]) -> Exception:
     """The same error with its argument called as a wrapper's caller knows it.
 
@@ -135,8 +158,12 @@ def renamed(error: Exception, names: dict[str, str]) -> Exception:
         error: one of this module's, whose text starts with ``argument:``.
         names: inner argument name -> outer one; others stay.
     """
-    inner, colon, rest = str(error).partition(":")
-    return type(error)(f"{names.get(inner, inner)}{colon}{rest}")
+    given = str(error)
+    inner, colon, rest = given.partition(":")
+    for name, outer in names.items():
+        rest = rest.replace(f"{APART} {name},", f"{APART} {outer},")
+    text = f"{names.get(inner, inner)}{colon}{rest}"
+    return error if text == given else type(error)(text)
 
 
 def tensor(
@@ -155,6 +182,12 @@ def tensor(
     if not isinstance(value, torch.Tensor):
         made = f"torch.as_tensor(..., dtype=torch.{dtype_name(dtypes[0])})"
         type_error(name, "a torch.Tensor", type(value).__name__, f"build it once with {made}")
+    if value.layout is not torch.strided:
+        got = f"layout {str(value.layout).removeprefix('torch.')}"
+        value_error(name, "a dense tensor", got, "call .to_dense() once")
+    if value.is_neg():  # kernels read and write memory, where the sign is not yet changed
+        hint = "call .resolve_neg() once"
+        value_error(name, "values as memory holds them", "a view with the negative bit", hint)
     if value.dtype not in dtypes:
         wanted = " or ".join(dtype_name(d) for d in dtypes)
         type_error(name, f"dtype {wanted}", dtype_name(value.dtype), _dtype_hint(name, dtypes))
@@ -238,6 +271,8 @@ def address_of(value: torch.Tensor) -> int | None:
     """Where the first element lies; None for a tracer's stand-in, which lies nowhere."""
     if torch.compiler.is_compiling():
         return None
+    if value.__class__ not in PLAIN and isinstance(value, FakeTensor):
+        return None
     try:
         return value.data_ptr()
     except RuntimeError:
@@ -245,7 +280,9 @@ def address_of(value: torch.Tensor) -> int | None:
 
 
 def integer(name: str, value: Any, low: int, high: int | None = None, hint: str = "") -> int:
-    """Checks ``low <= value <= high`` and returns it."""
+    """Checks ``low <= value <= high`` and returns it; a tracer's extent becomes its number."""
+    if isinstance(value, torch.SymInt):
+        value = int(value)
     if isinstance(value, bool) or not isinstance(value, int):
         type_error(name, "an int", type(value).__name__, "convert it with int(...)")
     if value < low or (high is not None and value > high):
@@ -268,6 +305,8 @@ def choice(name: str, value: Any, options: Iterable[Any]) -> None:
 
 def page_size(value: Any) -> int:
     """Checks a page size: 16, 32, 64 or 128 tokens."""
+    if isinstance(value, torch.SymInt):
+        value = int(value)
     if isinstance(value, bool) or not isinstance(value, int):
         type_error("page_size", "an int", type(value).__name__, "convert it with int(...)")
     if value not in PAGE_SIZES:
@@ -279,23 +318,46 @@ def page_size(value: Any) -> int:
 
 def num_heads(value: Any) -> int:
     """Checks a head count, 1 to 128."""
-    return integer("num_heads", value, 1, MAX_HEADS, "split more heads over several calls")
+    more = isinstance(value, int) and value > MAX_HEADS
+    hint = "split more heads over several calls" if more else ""
+    return integer("num_heads", value, 1, MAX_HEADS, hint)
 
 
 def s_q(value: Any) -> int:
     """Checks the number of query tokens per sequence, 1 to 8."""
-    hint = "give decode at most 8 query tokens a sequence; more is prefill"
+    more = isinstance(value, int) and value > MAX_S_Q
+    hint = "give decode at most 8 query tokens a sequence; more is prefill" if more else ""
     return integer("s_q", value, 1, MAX_S_Q, hint)
 
 
 def softmax_scale(value: Any) -> float:
-    """Checks the softmax scale: a positive Python number that is finite in fp32."""
+    """Checks the softmax scale: a positive Python number whose logits fp32 can hold."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         type_error("softmax_scale", "a Python float", type(value).__name__)
     if not 0 < value <= MAX_SOFTMAX_SCALE:
         wanted = f"a positive finite number of at most {MAX_SOFTMAX_SCALE:.3g}"
         value_error("softmax_scale", wanted, value)
     return float(value)
+
+
+def device(name: str, value: Any) -> torch.device:
+    """Checks that torch can make tensors on a device, by making one without elements."""
+    try:
+        where = torch.device(value)
+        if not torch.compiler.is_compiling():
+            torch.empty(0, device=where)
+        return where
+    except torch.OutOfMemoryError:
+        raise
+    except (AssertionError, RuntimeError, TypeError) as error:
+        refused = error
+    expected = "'cpu' or a CUDA device that torch can use"
+    if isinstance(refused, TypeError):
+        type_error(name, expected, repr(value))
+    reason = re.split(r"\. |\n", str(refused))[0].rstrip(".")
+    known = len(reason) < 100  # else torch lists every type of device that ever was
+    hint = f"{reason}; {ADVICE['device']}" if known else ADVICE["device"]
+    value_error(name, expected, repr(value), hint)
 
 
 def cache(content: Any, rope: Any, scale: Any) -> None:
@@ -311,6 +373,8 @@ def cache(content: Any, rope: Any, scale: Any) -> None:
         if min(view.stride()) < 1 or _overlaps(view):
             hint = "expanded views share memory between tokens: allocate them"
             value_error(name, "strides of distinct tokens", f"strides {view.stride()}", hint)
+    apart("rope", rope, {"content": content})
+    apart("scale", scale, {"content": content, "rope": rope})
 
 
 def _overlaps(view: torch.Tensor) -> bool:
@@ -321,6 +385,21 @@ def _overlaps(view: torch.Tensor) -> bool:
             return True
         reach += stride * (extent - 1)
     return False
+
+
+def apart(name: str, value: torch.Tensor | None, others: Mapping[str, Any]) -> None:
+    """Checks that a tensor shares no memory with others, of which it or they are written.
+
+    Args:
+        value: None, or a stand-in of a tensor, lies nowhere.
+        others: by the names that the message gives them; None where one is not given.
+    """
+    if value is None or not address_of(value):
+        return
+    for other, tensor_ in others.items():
+        if tensor_ is not None and overlap.shared(value, tensor_):
+            hint = "give it memory of its own; views may interleave, not overlap"
+            value_error(name, f"{APART} {other}", "tensors that overlap", hint)
 
 
 def distinct(name: str, value: torch.Tensor) -> None:

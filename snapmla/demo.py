@@ -13,6 +13,7 @@ software GPU: the same compiled kernels, interpreted.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import statistics
 import time
@@ -24,10 +25,12 @@ import torch
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 import snapmla
-from snapmla import reference
+from snapmla import checks, layouts, reference
 from snapmla.cache import PagedKVCache
+from snapmla.errors import SnapMLAError
 from snapmla.plan import DecodePlan
 from snapmla.quant import QuantizedQuery
 from snapmla.selfcheck import DecodeErrors, decode_errors
@@ -273,8 +276,8 @@ def show_checks(results: list[Checked], console: Console) -> None:
         table.add_row(
             str(r.step), str(r.layer), str(r.sequences), f"{e.error:.2e}", f"{e.allowed:.2e}",
             f"{e.lse_error:.1e}", f"{e.lse_allowed:.1e}",
-            "bit for bit" if r.exact_bits else "[red]differs[/]",
-            "[green]right[/]" if r.right else "[red]wrong[/]",
+            "bit for bit" if r.exact_bits else Text("differs", "red"),
+            Text("right", "green") if r.right else Text("wrong", "red"),
         )  # fmt: skip
     console.print(table)
 
@@ -392,14 +395,38 @@ def main(
     layout: Annotated[str, typer.Option(help="split, paged or row640; empty: the job's own")] = "",
 ) -> None:
     """Runs the demo; the exit status says whether every result was right."""
-    console = Console(width=None if Console().is_terminal else 110)
+    console = Console(width=None if Console().is_terminal else 110, markup=False, emoji=False)
+    try:
+        job = make_job(device, layout)
+    except ValueError as error:
+        console.print(str(error), style="red", soft_wrap=True)
+        raise typer.Exit(2) from None
+    try:
+        wrong, count = run(job, console)
+    except SnapMLAError as error:  # a variant is not there, or another GPU
+        console.print(str(error), style="red", soft_wrap=True)
+        raise typer.Exit(1) from None
+    if wrong:
+        console.print(f"{wrong} of {count} results are wrong", style="red")
+        raise typer.Exit(1)
+    console.print(f"all {count} results are right", style="green")
+
+
+def make_job(device: str, layout: str) -> Job:
+    """The job for what the command line asks.  Raises ValueError that names the option."""
     kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-    where = torch.device(kind)
-    job = gpu_job(where) if kind == "cuda" else small_job(where)
+    where = checks.device("device", kind)
+    job = gpu_job(where) if where.type == "cuda" else small_job(where)
     if layout:
-        job = Job(**{**vars(job), "layout": layout})
-    if kind == "cuda":
-        console.print(f"running on {torch.cuda.get_device_name(where)}")
+        checks.choice("layout", layout, layouts.LAYOUTS)
+        job = dataclasses.replace(job, layout=layout)
+    return job
+
+
+def run(job: Job, console: Console) -> tuple[int, int]:
+    """Decodes, checks and, on a GPU, times; (wrong results, results)."""
+    if job.device.type == "cuda":
+        console.print(f"running on {torch.cuda.get_device_name(job.device)}")
     else:
         torch.set_num_threads(1)
         console.print(
@@ -419,13 +446,9 @@ def main(
     caches = fill(job, batch, models)
     results, plan, queries = decode_steps(job, batch, caches, models, console)
     show_checks(results, console)
-    if kind == "cuda":
+    if job.device.type == "cuda":
         show_times(job, batch, caches, models, plan, queries, console)
-    wrong = sum(not r.right for r in results)
-    if wrong:
-        console.print(f"[red]{wrong} of {len(results)} results are wrong[/]")
-        raise typer.Exit(1)
-    console.print(f"[green]all {len(results)} results are right[/]")
+    return sum(not r.right for r in results), len(results)
 
 
 if __name__ == "__main__":

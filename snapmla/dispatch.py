@@ -522,7 +522,7 @@ def _find_card(device: torch.device | str | None, card: str | None) -> Card:
         return found
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(device)
+    device = checks.device("device", device)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     return card_of(device)

@@ -1,6 +1,6 @@
 """Every environment variable of the project, in one table (``TABLE``).
 
-The first three are read through this module.  The others are read where they are used, by parts
+The first five are read through this module.  The others are read where they are used, by parts
 that do not import this package (softgpu) or are not installed with it (benchmarks, GPU tests).
 ``XDG_CACHE_HOME`` and ``CC`` have their usual meaning.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from snapmla._version import __version__
 
@@ -44,11 +45,15 @@ SOFTGPU_ARCH = EnvVar(
 CHECK_PLAN = EnvVar(
     "SNAPMLA_CHECK_PLAN", "0", "1 makes decode check that its plan fits the lengths (waits)"
 )
+PROFILE_NAMES = EnvVar(
+    "SNAPMLA_PROFILE_NAMES", "0", "1, set before the import, names calls in profiles (NVTX, too)"
+)
 TABLE: tuple[EnvVar, ...] = (
     VARIANT_DIR,
     NO_JIT,
     SOFTGPU_ARCH,
     CHECK_PLAN,
+    PROFILE_NAMES,
     EnvVar(
         "SNAPMLA_CUDA", "", "CUDA major that codegen builds for, 12 or 13; the driver's if empty"
     ),
@@ -68,18 +73,27 @@ def is_checkout() -> bool:
     return (ROOT / "pyproject.toml").is_file() and (ROOT / "codegen").is_dir()
 
 
-def _writable_dirs() -> list[Path]:
-    """Where run-time compiles may go, best first; other versions of the package have their own.
+class Place(NamedTuple):
+    """A directory of variants: what it is, in words, and whether run-time compiles may go there."""
 
-    Empty for an installed package whose user has no home directory.
-    """
-    found: list[Path] = []
+    what: str
+    path: Path
+    writable: bool
+
+
+def places() -> list[Place]:
+    """Where variants are searched, in order; other versions of the package have their own cache."""
+    found: list[Place] = []
     if VARIANT_DIR.get():
-        found.append(Path(VARIANT_DIR.get()))
+        found.append(Place(f"`{VARIANT_DIR.name}`", Path(VARIANT_DIR.get()), True))
     if is_checkout():
-        found.append(ROOT / "build" / "variants")
-    if (cache_home := _cache_home()) is not None:
-        found.append(cache_home / "snapmla" / __version__ / "variants")
+        path = ROOT / "build" / "variants"
+        found.append(Place("the checkout's `build/variants`", path, True))
+    packed = Path(__file__).resolve().parent / "variants"  # a wheel or bundle
+    found.append(Place("the package's own `variants`", packed, False))
+    if (cache_home := _cache_home()) is not None:  # not there without a home directory
+        path = cache_home / "snapmla" / __version__ / "variants"
+        found.append(Place("the user's cache folder", path, True))
     return found
 
 
@@ -93,19 +107,16 @@ def _cache_home() -> Path | None:
 
 
 def variant_dirs() -> list[Path]:
-    """Directories searched for variants, in order: written to, then packed with the package."""
-    packed = Path(__file__).resolve().parent / "variants"  # a wheel or bundle
-    found = _writable_dirs()
-    found.insert(len(found) - (_cache_home() is not None), packed)
-    return found
+    """Directories searched for variants, in order."""
+    return [place.path for place in places()]
 
 
 def compile_dir() -> Path:
-    """Directory that takes run-time compiles.
+    """Directory that takes run-time compiles: the first one searched that is no package's.
 
     Raises RuntimeError that says what to set if there is none.
     """
-    found = _writable_dirs()
+    found = [place.path for place in places() if place.writable]
     if not found:
         raise RuntimeError(f"this user has no home directory: set {VARIANT_DIR.name}")
     return found[0]

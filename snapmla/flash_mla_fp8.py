@@ -15,7 +15,8 @@ The metadata pair is two int32 tensors, as engines expect:
 
 Both may be captured: replaying a graph reads whatever the pair holds by then.  Under
 ``torch.compile`` metadata and decode break the graph (``snapmla.decode`` does not); the three
-quantisation functions are operators.
+quantisation functions are operators.  Other tracers (``make_fx``, FakeTensors, dispatch modes) see
+all five as operators.
 
 Differences on purpose: a row that sees no token gives out 0 and lse +inf (FlashMLA's convention;
 ``empty_lse=`` changes it), scales have a floor (docs/formats.md), page sizes 16 to 128 work.
@@ -24,13 +25,12 @@ Differences on purpose: a row that sees no token gives out 0 and lse +inf (Flash
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
 from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK, QK_ROPE_HEAD_DIM, TOKEN_TILE
-from snapmla import attention, checks, dispatch, env, launch, quant
+from snapmla import attention, checks, dispatch, env, launch, overlap, quant, tracing
 from snapmla import plan as plans
 from snapmla.cache import PagedKVCache
 from snapmla.quant import QuantizedQuery
@@ -49,6 +49,7 @@ _MOST_TOKENS = 1 << 30  # of a sequence in a plan that does not know the block t
 _FLAT_PAGES = (128, 64, 32, 16)  # any page size addresses a flat pool
 
 _BYTES = (checks.FP8, torch.uint8)
+_Tensor = torch.Tensor  # looked up on every call
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -66,29 +67,34 @@ def _metadata_capacity(metadata: torch.Tensor) -> int:
     return (parts * width - (parts + 1) - 4 * parts) // 5
 
 
+def _new_workspace(like: torch.Tensor, parts: int, rows_pad: int) -> Pair:
+    """Partial results: fp32 (2 * parts, rows_pad, 512) and (2 * parts, rows_pad)."""
+    return (
+        like.new_empty((2 * parts, rows_pad, KV_LORA_RANK), dtype=torch.float32),
+        like.new_empty((2 * parts, rows_pad), dtype=torch.float32),
+    )
+
+
 @functools.lru_cache(maxsize=16)
 def _kept_workspace(device: torch.device, stream: int, parts: int, rows_pad: int) -> Pair:
-    """Partial results of one stream: fp32 (2 * parts, rows_pad, 512) and (2 * parts, rows_pad)."""
-    return (
-        torch.empty((2 * parts, rows_pad, KV_LORA_RANK), dtype=torch.float32, device=device),
-        torch.empty((2 * parts, rows_pad), dtype=torch.float32, device=device),
-    )
+    """Partial results of one stream."""
+    return _new_workspace(torch.empty(0, device=device), parts, rows_pad)
 
 
 def _stream_of(device: torch.device) -> int | None:
     """Handle of the current stream; None while it is being captured."""
     if device.type != "cuda":
         return 0
-    if torch.cuda.is_current_stream_capturing():
+    if launch.capturing(device):
         return None
     return torch._C._cuda_getCurrentRawStream(device.index)
 
 
-def _workspace(device: torch.device, stream: int | None, parts: int, rows_pad: int) -> Pair:
+def _workspace(metadata: torch.Tensor, stream: int | None, parts: int, rows_pad: int) -> Pair:
     """The stream's workspace; under capture a fresh one, which lives in the graph's memory."""
     if stream is None:
-        return _kept_workspace.__wrapped__(device, 0, parts, rows_pad)
-    return _kept_workspace(device, stream, parts, rows_pad)
+        return _new_workspace(metadata, parts, rows_pad)
+    return _kept_workspace(metadata.device, stream, parts, rows_pad)
 
 
 class _PairPlan(plans.DecodePlan):
@@ -102,6 +108,23 @@ class _PairPlan(plans.DecodePlan):
     def can_split(self) -> bool:
         return self.num_parts > 1
 
+    def check(self, cache_seqlens: torch.Tensor) -> None:
+        """Compares the batch, then as every plan the lengths.
+
+        The pair's memory has room for any batch up to ``max_batch``, so the one that was planned
+        cannot be told by shapes; it is that of the last item of the work list.
+        """
+        if not launch.capturing(self.device):
+            last = int(self.part_begin[-1]) - 1
+            planned = int(self.work_items[last, 0]) + 1 if 0 <= last < len(self.work_items) else 0
+            if planned != self.batch:
+                name, hint = self._STALE
+                checks.value_error(
+                    name, f"one made for b = {self.batch} sequences", planned,
+                    hint.replace("lengths change", "batch changes"),
+                )  # fmt: skip
+        super().check(cache_seqlens)
+
 
 class _Tables(NamedTuple):
     """Where a metadata tensor holds the plan's tables."""
@@ -112,9 +135,10 @@ class _Tables(NamedTuple):
 
 
 def _tables(metadata: torch.Tensor, batch: int) -> _Tables:
+    """The tables of a plan for ``batch`` sequences; the work list with all the room there is."""
     flat, parts = metadata.view(-1), metadata.shape[0]
-    tail = flat.shape[0] - (parts + 1)
-    items = flat[: 4 * (parts + batch)].view(parts + batch, 4)
+    tail, room = flat.shape[0] - (parts + 1), parts + _metadata_capacity(metadata)
+    items = flat[: 4 * room].view(room, 4)
     return _Tables(items, flat[tail:], flat[tail - batch : tail])
 
 
@@ -123,14 +147,13 @@ def _plan(
     page_size: int, max_pages: int, stream: int | None,
 ) -> plans.DecodePlan:  # fmt: skip
     """A ``DecodePlan`` over the checked pair's memory."""
-    checks.num_heads(num_heads)
-    checks.s_q(s_q)
-    checks.page_size(page_size)
-    checks.integer("max_pages", max_pages, 1)
+    num_heads, s_q = checks.num_heads(num_heads), checks.s_q(s_q)
+    page_size = checks.page_size(page_size)
+    max_pages = checks.integer("max_pages", max_pages, 1)
     parts, rows = metadata.shape[0], num_heads * s_q
     pipeline, row_tile = dispatch.choose(metadata.device, num_heads, s_q, page_size)
     rows_pad = -(-rows // row_tile) * row_tile
-    o_accum, lse_accum = _workspace(metadata.device, stream, parts, rows_pad)
+    o_accum, lse_accum = _workspace(metadata, stream, parts, rows_pad)
     return _PairPlan(
         **_tables(metadata, batch)._asdict(),
         split_begin=num_splits,
@@ -205,15 +228,6 @@ def _check_pair(
         )  # fmt: skip
 
 
-@torch.compiler.disable(
-    reason="flash_mla_fp8 plans and decodes eagerly; snapmla.plan_decode outside of the compiled "
-    "function with plan.update_ and snapmla.decode in it are operators"
-)
-def _untraced(function: Callable[..., Pair], *arguments: Any, **options: Any) -> Pair:
-    """Calls ``function`` between two compiled graphs."""
-    return function(*arguments, **options)
-
-
 def _pair(name: str, value: Any) -> Pair:
     if not isinstance(value, (tuple, list)) or len(value) != 2:
         got = f"{len(value)} values" if isinstance(value, (tuple, list)) else type(value).__name__
@@ -249,8 +263,8 @@ def get_mla_metadata(
     Source: FlashMLA's metadata pair, as SnapMLA's host code keeps it; the schedule is ours
     (``snapmla.reference_plan``).
     """
-    if torch.compiler.is_compiling():
-        return _untraced(
+    if tracing.by_dynamo():
+        return tracing.between_graphs(
             get_mla_metadata, cache_seqlens, num_heads_per_head_k, num_heads_k,
             max_batch=max_batch, out=out,
         )  # fmt: skip
@@ -270,15 +284,16 @@ def get_mla_metadata(
             )  # fmt: skip
         shape = (parts, _metadata_width(parts, max_batch))
         out = (
-            torch.zeros(shape, dtype=torch.int32, device=device),
-            torch.zeros(batch + 1, dtype=torch.int32, device=device),
+            cache_seqlens.new_zeros(shape, dtype=torch.int32),
+            cache_seqlens.new_zeros(batch + 1, dtype=torch.int32),
         )
     metadata, num_splits = _pair("out", out)
     _check_pair(metadata, num_splits, batch, device)
     if batch:
         tables, overhead = _tables(metadata, batch), plans.DEFAULT_FIXED_OVERHEAD
         longest = (plans.MAX_COST // batch - overhead) * TOKEN_TILE  # the sum stays in 32 bits
-        plans.launch_plan(
+        traced = tracing.wanted(cache_seqlens, metadata, num_splits)
+        (torch.ops.snapmla.plan_update if traced else plans.launch_plan)(
             cache_seqlens, tables.work_items, tables.part_begin, num_splits,
             tables.planned_seqlens, min(longest, _MOST_TOKENS), overhead, 0,
         )  # fmt: skip
@@ -287,6 +302,9 @@ def get_mla_metadata(
 
 _DECODE_NAMES = {
     "plan": "tile_scheduler_metadata",
+    "plan.work_items": "tile_scheduler_metadata", "plan.part_begin": "tile_scheduler_metadata",
+    "plan.planned_seqlens": "tile_scheduler_metadata", "plan.split_begin": "num_splits",
+    "cache.content": "k_cache_lora", "cache.rope": "k_cache_rope", "cache.scale": "k_scale",
     "q": "q_nope", "q.nope": "q_nope", "q.rope": "q_rope", "q.scale": "q_scale",
     "cache": "k_cache_lora", "content": "k_cache_lora", "rope": "k_cache_rope", "scale": "k_scale",
     "num_heads": "q_nope, num_heads", "s_q": "q_nope, s_q", "page_size": "k_cache_lora, page_size",
@@ -341,29 +359,29 @@ def flash_mla_ckv_fp8_per_token(
 
     Source: SnapMLA paper, Algorithm 1 (function); the pipeline is the dispatcher's choice.
     """
-    if torch.compiler.is_compiling():
-        return _untraced(
+    if tracing.by_dynamo():
+        return tracing.between_graphs(
             flash_mla_ckv_fp8_per_token, q_nope, q_rope, k_cache_lora, k_cache_rope, q_scale,
             k_scale, block_table, cache_seqlens, head_dim_v, tile_scheduler_metadata, num_splits,
             softmax_scale, causal, out=out, lse=lse, empty_lse=empty_lse,
         )  # fmt: skip
     scale = HEAD_DIM_QK**-0.5 if softmax_scale is None else softmax_scale
-    try:
-        done = None
-        if head_dim_v == KV_LORA_RANK:
-            done = _quick_decode(
-                (q_nope, q_rope, q_scale), (k_cache_lora, k_cache_rope, k_scale), block_table,
-                cache_seqlens, (tile_scheduler_metadata, num_splits), out, lse,
-                (scale, causal, "e", empty_lse),
-            )  # fmt: skip
-        if done is not None:
-            return done
-    except Exception:  # something is wrong: the full checks below say what
-        pass
-    return _checked_decode(
-        q_nope, q_rope, k_cache_lora, k_cache_rope, q_scale, k_scale, block_table, cache_seqlens,
-        head_dim_v, tile_scheduler_metadata, num_splits, scale, causal, out, lse, empty_lse,
+    arguments = (
+        (q_nope, q_rope, q_scale), (k_cache_lora, k_cache_rope, k_scale), block_table,
+        cache_seqlens, (tile_scheduler_metadata, num_splits), out, lse,
+        (scale, causal, "e", empty_lse),
     )  # fmt: skip
+    recorded = tracing.active()
+    try:
+        quick = head_dim_v == KV_LORA_RANK and not recorded
+        done = _quick_decode(*arguments) if quick else None
+    except Exception as error:
+        checks.explain(error, _checked_decode, *arguments, head_dim_v, check_only=True)
+        raise
+    if done is None:
+        done = _checked_decode(*arguments, head_dim_v)
+    assert done is not None
+    return done
 
 
 def _quick_decode(
@@ -383,6 +401,7 @@ def _quick_decode(
     full checks say which argument it was.
     """
     (q_nope, q_rope, q_scale), (lora, rope, k_scale) = query, pool
+    metadata, num_splits = pair
     b, s_q, heads, _ = q_nope.shape
     pages, page_size, _, _ = lora.shape
     lora_dtype = lora.dtype
@@ -392,13 +411,20 @@ def _quick_decode(
         and q_nope.dtype is checks.FP8
         and lora_dtype in _BYTES
         and k_scale.shape == (pages, page_size, 1, 1)
+        and q_nope.__class__ is q_rope.__class__ is q_scale.__class__ is _Tensor
+        and lora.__class__ is rope.__class__ is k_scale.__class__ is _Tensor
+        and block_table.__class__ is cache_seqlens.__class__ is _Tensor
+        and metadata.__class__ is num_splits.__class__ is _Tensor
         and q_nope.is_contiguous()
         and q_rope.is_contiguous()
-        and (out is None or out.is_contiguous())
-        and (lse is None or lse.is_contiguous())
+        and (out is None or (out.__class__ is _Tensor and out.is_contiguous()))
+        and (lse is None or (lse.__class__ is _Tensor and lse.is_contiguous()))
+        and launch.none_negative(*query, *pool, block_table, cache_seqlens, out, lse)
     ):
         return None
     plan = _kept_plan(*pair, b, heads, s_q, page_size, block_table.shape[1])
+    if not (out is lse is None or _lie_apart(query, pool, plan, out, lse)):
+        return None
     if launch.several_gpus() and not launch.all_on(
         plan.device, *query, *pool, block_table, cache_seqlens, out, lse
     ):
@@ -411,29 +437,51 @@ def _quick_decode(
     )  # fmt: skip
 
 
-def _checked_decode(
-    q_nope: torch.Tensor,
-    q_rope: torch.Tensor,
-    k_cache_lora: torch.Tensor,
-    k_cache_rope: torch.Tensor,
-    q_scale: torch.Tensor,
-    k_scale: torch.Tensor,
-    block_table: torch.Tensor,
-    cache_seqlens: torch.Tensor,
-    head_dim_v: int,
-    metadata: torch.Tensor,
-    num_splits: torch.Tensor,
-    softmax_scale: float,
-    causal: bool,
+_APART = overlap.Apart()
+
+
+def _lie_apart(
+    query: Triple,
+    pool: Triple,
+    plan: plans.DecodePlan,
     out: torch.Tensor | None,
     lse: torch.Tensor | None,
-    empty_lse: str,
-) -> Pair:
-    """The same call through the primary API, with every check and its words."""
+) -> bool:
+    """Whether given results share no memory with what is read; see ``attention.decode``."""
+    results = [t for t in (out, lse) if t is not None]
+    key = (
+        *(t.data_ptr() for t in (*query, *pool, *results)),
+        *(t.stride() for t in (query[2], *pool)), plan.place, plan.rows_shape, pool[0].shape,
+        results[0].dtype, lse is None,
+    )  # fmt: skip
+    if key in _APART:
+        return True
+    read = (*map(overlap.span, (*query, *pool)), *plan.spans)
+    return _APART.see(key, *((overlap.span(t),) for t in results), read)
+
+
+def _checked_decode(
+    query: Triple,
+    pool: Triple,
+    block_table: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    pair: Pair,
+    out: torch.Tensor | None,
+    lse: torch.Tensor | None,
+    options: tuple[float, bool, str, str],
+    head_dim_v: int,
+    check_only: bool = False,
+) -> Pair | None:
+    """The same call through the primary API, with every check and its words.
+
+    ``check_only`` launches nothing, and returns nothing.
+    """
+    (q_nope, q_rope, q_scale), (lora, rope, k_scale) = query, pool
+    scale, causal, lse_base, empty_lse = options
     causal = bool(checks.flag("causal", causal))
     checks.integer("head_dim_v", head_dim_v, KV_LORA_RANK, KV_LORA_RANK)
-    _four_d("k_cache_lora", k_cache_lora, KV_LORA_RANK)
-    _four_d("k_cache_rope", k_cache_rope, QK_ROPE_HEAD_DIM)
+    _four_d("k_cache_lora", lora, KV_LORA_RANK)
+    _four_d("k_cache_rope", rope, QK_ROPE_HEAD_DIM)
     _four_d("k_scale", k_scale, 1)
     if isinstance(q_scale, torch.Tensor):
         if q_scale.ndim == 4:
@@ -443,20 +491,22 @@ def _checked_decode(
             checks.value_error("q_scale", wanted, tuple(q_scale.shape))
     try:
         q = QuantizedQuery(q_nope, q_rope, q_scale)
-        cache = PagedKVCache.from_tensors(
-            k_cache_lora[:, :, 0], k_cache_rope[:, :, 0], k_scale[:, :, 0, 0]
-        )
-        _check_pair(metadata, num_splits, q.batch, q.device)
+        cache = PagedKVCache.from_tensors(lora[:, :, 0], rope[:, :, 0], k_scale[:, :, 0, 0])
+        _check_pair(*pair, q.batch, q.device)
         checks.block_table(block_table, q.batch, q.device)
         plan = None
         if q.batch:
-            plan = _kept_plan(
-                metadata, num_splits, q.batch, q.num_heads, q.s_q, cache.page_size,
-                block_table.shape[1],
-            )  # fmt: skip
+            shape = (q.batch, q.num_heads, q.s_q, cache.page_size, block_table.shape[1])
+            if tracing.wanted(*pair):  # not one to keep: its memory is the tracer's
+                plan = _plan(*pair, *shape, None)
+            else:
+                plan = _kept_plan(*pair, *shape)
+        if check_only:
+            attention.checked(q, cache, block_table, cache_seqlens, plan, out, lse, None, None)
+            return None
         return attention.decode(
-            q, cache, block_table, cache_seqlens, softmax_scale=softmax_scale, plan=plan,
-            causal=causal, out=out, lse=lse, empty_lse=empty_lse,
+            q, cache, block_table, cache_seqlens, softmax_scale=scale, plan=plan, causal=causal,
+            out=out, lse=lse, lse_base=lse_base, empty_lse=empty_lse,
         )  # fmt: skip
     except (TypeError, ValueError) as error:
         raise checks.renamed(error, _DECODE_NAMES) from None
@@ -506,11 +556,14 @@ def quantize_ckv_per_token_head(
 
 
 _FLAT_NAMES = {
+    "cache.content": "k_lora_cache", "cache.rope": "k_rope_cache",
+    "cache.scale": "k_lora_scale_cache",
     "cache": "k_lora_cache", "content": "k_lora_cache", "rope": "k_rope_cache",
     "scale": "k_lora_scale_cache", "c_kv": "key", "k_rope": "key", "slot_mapping": "indices",
     "page_size": "k_lora_cache, page_size",
 }  # fmt: skip
 _FETCH_NAMES = {
+    "cache.content": "k_lora", "cache.rope": "k_rope", "cache.scale": "k_scale", "where": "indices",
     "cache": "k_lora", "content": "k_lora", "rope": "k_rope", "scale": "k_scale",
     "page_size": "k_lora, page_size",
 }  # fmt: skip
@@ -572,18 +625,37 @@ def quantize_and_cache_k(
     Source: SnapMLA paper, section 3.3.1 (fused K-append).
     """
     checks.integer("head_dim_v", head_dim_v, KV_LORA_RANK, KV_LORA_RANK)
+    arguments = (key, k_lora_cache, k_rope_cache, k_lora_scale_cache, indices)
+    recorded = tracing.active()
     try:
-        if _quick_append(key, k_lora_cache, k_rope_cache, k_lora_scale_cache, indices):
-            return
-    except Exception:  # something is wrong: the full checks below say what
-        pass
+        done = not recorded and _quick_append(*arguments)
+    except Exception as error:
+        checks.explain(error, _checked_append, *arguments, check_only=True)
+        raise
+    if not done:
+        _checked_append(*arguments)
+
+
+def _checked_append(
+    key: torch.Tensor,
+    lora: torch.Tensor,
+    rope: torch.Tensor,
+    scale: torch.Tensor,
+    indices: torch.Tensor,
+    check_only: bool = False,
+) -> None:
+    """The same call through the primary API, with every check and its words."""
     names = ("k_lora_cache", "k_rope_cache", "k_lora_scale_cache")
     if isinstance(key, torch.Tensor) and key.ndim == 3 and key.shape[1] == 1:
         key = key[:, 0]
     checks.tensor("key", key, checks.FLOATS, ("n", HEAD_DIM_QK))
     try:
-        cache = _flat_cache(names, k_lora_cache, k_rope_cache, k_lora_scale_cache)
-        quant.append_kv(cache, key[:, :KV_LORA_RANK], key[:, KV_LORA_RANK:], indices)
+        cache = _flat_cache(names, lora, rope, scale)
+        tokens = (key[:, :KV_LORA_RANK], key[:, KV_LORA_RANK:], indices)
+        if check_only:
+            quant.check_append(cache, *tokens)
+        else:
+            quant.append_kv(cache, *tokens)
     except (TypeError, ValueError) as error:
         raise checks.renamed(error, _FLAT_NAMES) from None
 
@@ -599,8 +671,6 @@ def _quick_append(
 
     As in ``_quick_decode``, checks that the exported function makes are left to it.
     """
-    if torch.compiler.is_compiling():
-        return False
     slots, page = lora.shape[0], _FLAT_PAGES[-1]
     n, width = key.shape[0], key.shape[-1]
     if not (
@@ -611,11 +681,21 @@ def _quick_append(
         and width == HEAD_DIM_QK
         and key.numel() == n * width
         and key.stride(-1) == 1
+        and tracing.plain(key, lora, rope, scale, indices)
+        and launch.none_negative(key, lora, rope, scale, indices)
     ):
         return False
     if launch.several_gpus() and not launch.all_on(lora.device, key, rope, scale, indices):
         return False
     row = key.stride(0)
+    places = (
+        lora.data_ptr(), rope.data_ptr(), scale.data_ptr(), key.data_ptr(), indices.data_ptr(),
+        slots, n, row, key.dtype, indices.dtype,
+    )  # fmt: skip
+    if places not in _APART:
+        written = ((overlap.span(t),) for t in (lora, rope, scale))
+        if not _APART.see(places, *written, (overlap.span(key), overlap.span(indices))):
+            return False
     quant.launch_append(
         (
             (lora if lora.dtype is torch.uint8 else lora.view(torch.uint8)).view(

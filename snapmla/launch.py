@@ -1,22 +1,35 @@
 """What launches share: whether tensors are together, and arguments that are converted once.
 
 The exported functions launch on their tensors' device, whichever is current, and on torch's current
-stream there; they put the caller's device back.  With several GPUs no guard is needed around them.
+stream there; they put the caller's device back, or leave the thread without a context if it had
+none.  With several GPUs no guard is needed around them.
 """
 
 from __future__ import annotations
 
 import functools
 from dataclasses import fields
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
+
+from snapmla import overlap
 
 
 @functools.lru_cache(maxsize=1)
 def several_gpus() -> bool:
     """Whether this process sees more than one GPU."""
     return torch.cuda.device_count() > 1
+
+
+def capturing(device: torch.device) -> bool:
+    """Whether the current stream of ``device``, which need not be the current one, is captured."""
+    if device.type != "cuda":
+        return False
+    if not several_gpus():
+        return torch.cuda.is_current_stream_capturing()
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
 
 
 def all_on(device: torch.device, *tensors: torch.Tensor | None) -> bool:
@@ -27,11 +40,94 @@ def all_on(device: torch.device, *tensors: torch.Tensor | None) -> bool:
     return True
 
 
-class CopiedByFields:
-    """A dataclass that remembers prepared arguments: they belong to its memory, not to a copy's."""
+def none_negative(*tensors: torch.Tensor | None) -> bool:
+    """Whether no tensor has the negative bit: its memory holds its values, not their opposites."""
+    for tensor in tensors:  # noqa: SIM110 (on every call: faster than any())
+        if tensor is not None and tensor.is_neg():
+            return False
+    return True
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {f.name: getattr(self, f.name) for f in fields(cast(Any, self))}
+
+class OverTensors:
+    """A frozen dataclass over tensors, which remembers what follows from where they lie.
+
+    Copies are made from the fields that make it, so that what is remembered stays with its memory,
+    and from whole storages as bytes: views of one memory stay views of one memory, and neither
+    float8 nor one memory under two dtypes need be known to whoever writes them to a file.
+
+    ``repr`` shows shapes, never values: printing those waits for the device.
+    """
+
+    def __repr__(self) -> str:
+        shown = (f for f in fields(cast(Any, self)) if f.repr)
+        values = (f"{f.name}={_brief(getattr(self, f.name, None))}" for f in shown)
+        return f"{type(self).__name__}({', '.join(values)})"
+
+    @functools.cached_property
+    def spans(self) -> tuple[overlap.Span, ...]:
+        """Where the tensors lie."""
+        values = _made_of(self).values()
+        return tuple(overlap.span(v) for v in values if isinstance(v, torch.Tensor))
+
+    @functools.cached_property
+    def place(self) -> int:
+        """A number for ``spans``: equal numbers are equal spans."""
+        return overlap.place(self.spans)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        memories: list[torch.Tensor] = []
+        values = {
+            name: _View.of(value, memories) if isinstance(value, torch.Tensor) else value
+            for name, value in _made_of(self).items()
+        }
+        return _made_again, (type(self), values, memories)
+
+
+class _View(NamedTuple):
+    """A tensor but for its bytes."""
+
+    memory: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, memories: list[torch.Tensor]) -> _View:
+        """Describes ``tensor`` and adds all bytes of its storage, if they are not there yet."""
+        storage = tensor.untyped_storage()
+        known = [memory.untyped_storage()._cdata for memory in memories]
+        if storage._cdata not in known:
+            known.append(storage._cdata)
+            empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+            memories.append(empty.set_(storage))  # type: ignore[call-overload]
+        number, offset = known.index(storage._cdata), int(tensor.storage_offset())
+        return cls(number, tensor.dtype, tuple(tensor.shape), tensor.stride(), offset)
+
+    def over(self, memories: list[torch.Tensor]) -> torch.Tensor:
+        """The tensor, over bytes as ``of`` added them."""
+        memory = memories[self.memory]
+        empty = torch.empty(0, dtype=self.dtype, device=memory.device)
+        return empty.set_(memory.untyped_storage(), self.offset, self.shape, self.strides)
+
+
+def _made_of(value: Any) -> dict[str, Any]:
+    """What a dataclass was made of, by name."""
+    return {f.name: getattr(value, f.name) for f in fields(value) if f.init}
+
+
+def _made_again(cls: type, values: dict[str, Any], memories: list[torch.Tensor]) -> Any:
+    """An ``OverTensors`` from what its ``__reduce__`` gave."""
+    return cls(**{n: v.over(memories) if isinstance(v, _View) else v for n, v in values.items()})
+
+
+def _brief(value: Any) -> str:
+    """``float32(4, 16, 512)`` and where it lives, of a tensor; anything else as it is."""
+    if not isinstance(value, torch.Tensor):
+        return repr(value)
+    dtype = str(value.dtype).removeprefix("torch.")
+    where = "" if value.device.type == "cpu" else f" on {value.device}"
+    return f"{dtype}{tuple(value.shape)}{where}"
 
 
 def prepared(*tensors: torch.Tensor) -> tuple[Any, ...]:
@@ -44,6 +140,15 @@ def prepared(*tensors: torch.Tensor) -> tuple[Any, ...]:
     """
     if tensors[0].device.type != "cuda":
         return tensors
+    return tuple(map(as_argument, tensors))
+
+
+def as_argument(tensor: torch.Tensor) -> Any:
+    """``tensor`` as a TVM FFI tensor on the same memory, which lives as long.
+
+    By way of the plain capsule, in every version of torch: ``Tensor.__dlpack__``, which TVM FFI
+    would call before torch 2.10, synchronises streams and cares which device is current.
+    """
     import tvm_ffi
 
-    return tuple(tvm_ffi.from_dlpack(t) for t in tensors)
+    return tvm_ffi.from_dlpack(torch.utils.dlpack.to_dlpack(tensor))

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from dsl_kernels.dims import KV_LORA_RANK, QK_ROPE_HEAD_DIM
-from snapmla import checks
+from snapmla import checks, tracing
 
 FP8 = torch.float8_e4m3fn
 ROPE_BYTES = 2 * QK_ROPE_HEAD_DIM
@@ -141,14 +141,15 @@ def memory_of(content: torch.Tensor, rope: torch.Tensor, scale: torch.Tensor) ->
         one page-planar block; (rows uint8 (pages, P, 640), None, scale) if RoPE follows content in
         rows of 640 bytes; None for anything else.
     """
-    if checks.address_of(content) is None:  # a tracer's stand-in
+    places = [tracing.storage_of(t) for t in (content, rope, scale)]
+    if None in places:
         return None
-    places = [t.untyped_storage().data_ptr() for t in (content, rope, scale)]
     if len(set(places)) == 3:
         return content, rope, scale
     pages, p, _ = content.shape
     page, token, _ = content.stride()
-    rope_at, scale_at = (t.data_ptr() - content.data_ptr() for t in (rope, scale))
+    start = content.storage_offset()
+    rope_at, scale_at = (t.storage_offset() * t.element_size() - start for t in (rope, scale))
     rope_strides = [2 * n for n in rope.stride()[:2]]
     planar = (
         (token, *rope_strides, 4 * scale.stride(0)) == (KV_LORA_RANK, page, ROPE_BYTES, page)

@@ -14,12 +14,13 @@ import torch
 
 from dsl_kernels.dims import KV_LORA_RANK, TOKEN_TILE
 from dsl_kernels.spec import VariantSpec
-from snapmla import checks, dispatch, env, launch, runtime
+from snapmla import checks, dispatch, env, launch, runtime, tracing
 
 DEFAULT_FIXED_OVERHEAD = 6  # token tiles that starting an item costs (prologue, epilogue, merge)
 STALE_SHOWN = 8  # changed sequences that an error names
 # Tiles and overheads of a whole batch: running costs and one part beyond them fit 32 bits.
 MAX_COST = 2**30 - 2**18
+MAX_SLOTS = 2**23  # products of slots and merge's CTAs fit 32 bits (smxx/merge.py)
 SOFTGPU_SMS = 4  # the software GPU counts as this many SMs: enough parts to split and merge
 
 
@@ -32,8 +33,8 @@ class PlanVariant(NamedTuple):
     page_size: int
 
 
-@dataclass(frozen=True, eq=False)
-class DecodePlan(launch.CopiedByFields):
+@dataclass(frozen=True, eq=False, repr=False)
+class DecodePlan(launch.OverTensors):
     """Work list and workspace of one decode step; made by ``plan_decode``.
 
     A *part* is one CTA (or one cluster, for 128 rows); it walks its items.  A sequence cut into
@@ -68,6 +69,9 @@ class DecodePlan(launch.CopiedByFields):
         "plan", "call plan.update_(cache_seqlens) once after the lengths change",
     )  # fmt: skip
 
+    # block table and lengths of the last call, which need not be looked at again (``attention``)
+    tables: ClassVar[tuple[torch.Tensor | None, torch.Tensor | None]] = (None, None)
+
     work_items: torch.Tensor
     part_begin: torch.Tensor
     split_begin: torch.Tensor
@@ -85,6 +89,28 @@ class DecodePlan(launch.CopiedByFields):
     fixed_overhead: int
     split_tiles: int = 0
     check_stale: bool = False
+
+    def __post_init__(self) -> None:
+        tables = tuple(getattr(self, name) for name in TENSORS)
+        if all(type(t) is torch.Tensor for t in tables):  # not a tracer's, nor a stand-in of one
+            self._check_sizes()
+
+    def _check_sizes(self) -> None:
+        """That tables and numbers are of one plan: ``dataclasses.replace`` can mix two."""
+        slots, rows = self.o_accum.shape[0], self.num_heads * self.s_q
+        rows_pad = -(-rows // self.row_tile) * self.row_tile
+        for name, shape in (
+            ("work_items", (self.work_items.shape[0], 4)),
+            ("part_begin", (self.num_parts + 1,)),
+            ("split_begin", (self.batch + 1,)),
+            ("planned_seqlens", (self.batch,)),
+            ("o_accum", (slots, rows_pad, KV_LORA_RANK)),
+            ("lse_accum", (slots, rows_pad)),
+        ):
+            got = tuple(getattr(self, name).shape)
+            if got != shape:
+                hint = "plans come from snapmla.plan_decode; with_workspace changes the workspace"
+                checks.value_error(f"plan.{name}", f"shape {shape} beside its numbers", got, hint)
 
     @property
     def rows(self) -> int:
@@ -129,6 +155,11 @@ class DecodePlan(launch.CopiedByFields):
         )
 
     @functools.cached_property
+    def plain(self) -> bool:
+        """Whether kernels may take the addresses of its tensors."""
+        return tracing.plain(*(getattr(self, name) for name in TENSORS))
+
+    @functools.cached_property
     def may_split(self) -> bool:
         """False only if the shapes rule out that any sequence is split."""
         return self.can_split()
@@ -157,7 +188,9 @@ class DecodePlan(launch.CopiedByFields):
         Raises:
             TypeError, ValueError: ``cache_seqlens`` is not what the plan was made for.
         """
-        if torch.compiler.is_compiling():
+        if tracing.wanted(cache_seqlens, self):
+            if not tracing.by_dynamo():
+                checks.lengths(cache_seqlens, self.batch, self.device)
             torch.ops.snapmla.plan_update(
                 cache_seqlens, self.work_items, self.part_begin, self.split_begin,
                 self.planned_seqlens, self.max_pages * self.page_size, self.fixed_overhead,
@@ -185,7 +218,7 @@ class DecodePlan(launch.CopiedByFields):
         Raises:
             ValueError: they differ; the message names the sequences.
         """
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if launch.capturing(self.device):
             return
         changed = (cache_seqlens != self.planned_seqlens).nonzero().flatten().tolist()
         if not changed:
@@ -319,11 +352,19 @@ def plan_decode(
 
     Source: as ``DecodePlan``; the kernel is chosen by ``snapmla.dispatch``.
     """
+    if tracing.by_dynamo():
+        return tracing.between_graphs(
+            plan_decode, cache_seqlens, num_heads, s_q, page_size=page_size, max_pages=max_pages,
+            num_parts=num_parts, pipeline=pipeline, row_tile=row_tile,
+            fixed_overhead=fixed_overhead, fixed_split_tokens=fixed_split_tokens,
+            check_stale=check_stale,
+        )  # fmt: skip
     checks.lengths(cache_seqlens, "b")
-    checks.num_heads(num_heads)
-    checks.s_q(s_q)
-    checks.page_size(page_size)
-    checks.integer("max_pages", max_pages, 1, 2**31 // page_size - 1)
+    num_heads, s_q = checks.num_heads(num_heads), checks.s_q(s_q)
+    page_size = checks.page_size(page_size)
+    if check_stale is not None:
+        checks.flag("check_stale", check_stale)
+    max_pages = checks.integer("max_pages", max_pages, 1, 2**31 // page_size - 1)
     rows, device, batch = num_heads * s_q, cache_seqlens.device, cache_seqlens.shape[0]
     pipeline, row_tile = dispatch.choose(
         device, num_heads, s_q, page_size, pipeline=pipeline, row_tile=row_tile
@@ -350,12 +391,19 @@ def plan_decode(
     if split_tiles:
         items = max(batch * pieces, 1)
         slots = items if pieces > 1 else 1
+    if slots > MAX_SLOTS:
+        checks.value_error(
+            "fixed_split_tokens",
+            f"at most {MAX_SLOTS} pieces in a batch",
+            f"{slots}, {pieces} of each of {batch} sequences of {max_pages} pages",
+            "cut into longer pieces, or narrow the block table",
+        )
 
     def ints(*shape: int) -> torch.Tensor:
-        return torch.zeros(shape, dtype=torch.int32, device=device)
+        return cache_seqlens.new_zeros(shape, dtype=torch.int32)
 
     def floats(*shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=torch.float32, device=device)
+        return cache_seqlens.new_empty(shape, dtype=torch.float32)
 
     plan = DecodePlan(
         work_items=ints(items, 4),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from dsl_kernels.dims import TOKEN_TILE
@@ -18,8 +19,14 @@ Item = tuple[int, int, int, int]  # sequence, first tile, end tile, slot
 def explain(plan: DecodePlan, limit: int) -> str:
     """The text of ``DecodePlan.explain``; at most ``limit`` sequences and parts are listed."""
     checks.integer("limit", limit, 0)
-    begin = plan.part_begin.tolist()
-    items: list[Item] = [tuple(row) for row in plan.work_items[: begin[-1]].tolist()]
+    everything: list[Item] = [tuple(row) for row in plan.work_items.tolist()]
+    begin, slots_of = plan.part_begin.tolist(), plan.split_begin.tolist()
+    damage = list(_damage(plan, everything, begin, slots_of))
+    if damage:
+        shown = [f"  {line}" for line in damage[: max(limit, 1)]]
+        head = "decode plan: its tables are damaged (plan.update_ writes them anew)"
+        return "\n".join([head, *shown, *_rest(len(damage), max(limit, 1), "entries")])
+    items = everything[: begin[-1]]
     parts = [items[x:y] for x, y in itertools.pairwise(begin)]
     costs = [sum(end - first + plan.fixed_overhead for _, first, end, _ in p) for p in parts]
     busy = [cost for cost in costs if cost]
@@ -36,13 +43,39 @@ def explain(plan: DecodePlan, limit: int) -> str:
             f"cost of a part: largest {max(busy)}, smallest busy {min(busy)}, mean over all "
             f"{mean:.1f}; balance {100 * mean / max(busy):.0f} %"
         )
-    slots = plan.split_begin.tolist()[-1]
+    slots = slots_of[-1]
     lines.append(
         f"{slots} of {plan.o_accum.shape[0]} slots in use, workspace "
         f"{plan.workspace_bytes / 1e6:.1f} MB; merge "
         + ("runs for split sequences" if plan.may_split else "is never launched")
     )
     return "\n".join(lines + _sequences(plan, parts, limit) + _parts(parts, costs, limit))
+
+
+def _damage(
+    plan: DecodePlan, items: list[Item], begin: list[int], slots_of: list[int]
+) -> Iterator[str]:
+    """What no planning kernel writes: entries out of range or out of order."""
+    for name, values, most in (
+        ("part_begin", begin, len(items)),
+        ("split_begin", slots_of, plan.o_accum.shape[0]),
+    ):
+        for i, (value, least) in enumerate(zip(values, [0, *values])):
+            if not least <= value <= most or (i == 0 and value):
+                wanted = f"{least} to {most}" if i else "0"
+                yield f"{name}[{i}] is {value}, expected {wanted}"
+    slots = plan.o_accum.shape[0]
+    for i, (batch, first, end, slot) in enumerate(items[: max(begin[-1], 0)]):
+        if not 0 <= batch < plan.batch:
+            yield f"work_items[{i}] is of sequence {batch}, expected 0 to {plan.batch - 1}"
+        elif not 0 <= first <= end:
+            yield f"work_items[{i}] has tiles {first}..{end}, expected an ascending range"
+        elif not -1 <= slot < slots:
+            yield f"work_items[{i}] has slot {slot}, expected -1 to {slots - 1}"
+    known = {item[0] for item in items[: max(begin[-1], 0)]}
+    for i in range(plan.batch):
+        if i not in known:
+            yield f"no item is of sequence {i}"
 
 
 def _rule(plan: DecodePlan) -> str:

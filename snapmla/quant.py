@@ -8,14 +8,15 @@ Rounding, for a row c (512 content values) and r (64 RoPE values):
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from dsl_kernels.dims import KV_LORA_RANK, QK_ROPE_HEAD_DIM
 from dsl_kernels.spec import VariantSpec
-from snapmla import checks, runtime
+from snapmla import checks, launch, overlap, runtime, tracing
 from snapmla.cache import PagedKVCache
 
 GRANULARITIES = ("token_head", "token")
@@ -24,8 +25,8 @@ _SHORT = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
 _INDEX = {torch.int32: "i32", torch.int64: "i64"}
 
 
-@dataclass(frozen=True, eq=False)
-class QuantizedQuery:
+@dataclass(frozen=True, eq=False, repr=False)
+class QuantizedQuery(launch.OverTensors):
     """A quantised query: q_nope is ``nope * scale``, q_rope is ``rope * scale``.
 
     Attributes:
@@ -34,6 +35,7 @@ class QuantizedQuery:
         scale: float32 (b, s_q, h) for granularity ``token_head``, (b, s_q) for ``token``.
         nope_u8: ``nope`` as bytes.
         row_scale: ``scale`` as (b, s_q, h), stride 0 over heads for granularity ``token``.
+        plain: whether kernels may take the addresses of its tensors.
 
     Raises:
         TypeError, ValueError: see ``snapmla.checks.query``.
@@ -41,6 +43,8 @@ class QuantizedQuery:
     Source: SnapMLA paper, section 3.1 (RoPE-aware per-token scales, the pre-scaled domain);
     ``token`` granularity is Modular's SM100 kernel's.
     """
+
+    plain: ClassVar[bool] = True  # of all but those that __post_init__ finds otherwise
 
     nope: torch.Tensor
     rope: torch.Tensor
@@ -50,7 +54,10 @@ class QuantizedQuery:
 
     def __post_init__(self) -> None:
         if not torch.compiler.is_compiling():  # a tracer's tensors have no address to check
+            tracing.refuse_transforms()
             checks.query(self.nope, self.rope, self.scale)
+            if not tracing.plain(self.nope, self.rope, self.scale):
+                object.__setattr__(self, "plain", False)
         object.__setattr__(self, "nope_u8", self.nope.view(torch.uint8))
         object.__setattr__(self, "row_scale", per_row(self.scale, self.nope.shape[2]))
 
@@ -115,19 +122,49 @@ def append_kv(
     Source: SnapMLA paper, section 3.3.1 (fused K-append); the scale's floors are our own
     (docs/numerics.md).
     """
-    if torch.compiler.is_compiling():
-        if not cache.traceable:
+    _expect_cache(cache)
+    if tracing.wanted(cache, c_kv, k_rope, slot_mapping):
+        if not cache.traceable and tracing.functionalises():
             checks.value_error(
                 "cache", "layout split, paged or row640, made outside of torch.compile",
                 f"layout {cache.layout!r}, whose views share memory in a way that tracers cannot "
                 "follow",
                 "append outside of the compiled function",
             )  # fmt: skip
-        torch.ops.snapmla.append_kv(*cache.memory, c_kv, k_rope, slot_mapping)
+        if not tracing.by_dynamo():
+            check_tokens(c_kv, k_rope, slot_mapping, cache.device)
+        torch.ops.snapmla.append_kv(*cache.memory_now(), c_kv, k_rope, slot_mapping)
         return
+    check_append(cache, c_kv, k_rope, slot_mapping)
+    launch_append(cache.arguments, c_kv, k_rope, slot_mapping)
+
+
+_APART = overlap.Apart()
+
+
+def check_append(
+    cache: PagedKVCache, c_kv: torch.Tensor, k_rope: torch.Tensor, slot_mapping: torch.Tensor
+) -> None:
+    """All checks of ``append_kv``."""
     _expect_cache(cache)
     check_tokens(c_kv, k_rope, slot_mapping, cache.device)
-    launch_append(cache.arguments, c_kv, k_rope, slot_mapping)
+    key = (
+        c_kv.data_ptr(), k_rope.data_ptr(), slot_mapping.data_ptr(), c_kv.shape[0], c_kv.stride(),
+        k_rope.stride(), c_kv.dtype, slot_mapping.dtype, cache.place,
+    )  # fmt: skip
+    if key in _APART:
+        return
+    read = {"c_kv": c_kv, "k_rope": k_rope, "slot_mapping": slot_mapping}
+    if not _APART.see(key, cache.spans, tuple(map(overlap.span, read.values()))):
+        for name, value in read.items():
+            checks.apart(name, value, named("cache", cache))
+
+
+def named(owner: str, value: PagedKVCache | QuantizedQuery) -> dict[str, torch.Tensor]:
+    """The tensors that make up a cache or a query, as messages call them."""
+    content = value.content if isinstance(value, PagedKVCache) else value.nope
+    first = "content" if isinstance(value, PagedKVCache) else "nope"
+    return {f"{owner}.{first}": content, f"{owner}.rope": value.rope, f"{owner}.scale": value.scale}
 
 
 def check_tokens(
@@ -182,8 +219,15 @@ def quantize_q(
 
     Source: SnapMLA paper, section 3.3.1 (fused Q-quant).
     """
-    if torch.compiler.is_compiling():
+    if tracing.wanted(q_nope, q_rope, out):
         return _traced_quantize(q_nope, q_rope, granularity, out)
+    return quantize_now(q_nope, q_rope, granularity, out)
+
+
+def quantize_now(
+    q_nope: torch.Tensor, q_rope: torch.Tensor, granularity: str, out: QuantizedQuery | None
+) -> QuantizedQuery:
+    """``quantize_q`` on tensors with memory, whoever traces."""
     checks.choice("granularity", granularity, GRANULARITIES)
     checks.tensor("q_nope", q_nope, checks.FLOATS, ("b", "s_q", "num_heads", KV_LORA_RANK))
     b, s_q, heads, _ = q_nope.shape
@@ -199,6 +243,7 @@ def quantize_q(
         _expect_query("out", out)
         checks.tensor("out.nope", out.nope, (checks.FP8,), tuple(q_nope.shape), device)
         checks.output("out.scale", out.scale, (torch.float32,), scale_shape, device, align=4)
+        _check_query_apart(q_nope, q_rope, out)
     if b == 0:
         return out
     checks.aligned_rows("q_nope", q_nope)
@@ -206,6 +251,21 @@ def quantize_q(
     kernel = _kernel(device, "quantize_q", in_dtype=_SHORT[q_nope.dtype], mode=granularity)
     kernel(q_nope, q_rope, out.nope_u8, out.rope, out.scale)
     return out
+
+
+def _check_query_apart(q_nope: torch.Tensor, q_rope: torch.Tensor, out: QuantizedQuery) -> None:
+    """Checks that ``out`` shares no memory with what is quantised, nor its parts with another."""
+    key = (
+        q_nope.data_ptr(), q_rope.data_ptr(), q_nope.shape, q_nope.stride(), q_rope.stride(),
+        q_nope.dtype, out.place,
+    )  # fmt: skip
+    read = (overlap.span(q_nope), overlap.span(q_rope))
+    if key in _APART or _APART.see(key, *((span,) for span in out.spans), read):
+        return
+    others: dict[str, torch.Tensor] = {"q_nope": q_nope, "q_rope": q_rope}
+    for name, value in named("out", out).items():
+        checks.apart(name, value, others)
+        others[name] = value
 
 
 def _empty_query(
@@ -233,7 +293,8 @@ def _traced_quantize(
     if out is None:
         nope, rope, scale = torch.ops.snapmla.quantize_q(q_nope, q_rope, granularity)
         return QuantizedQuery(nope.view(checks.FP8), rope, scale)
-    torch.ops.snapmla.quantize_q_out(q_nope, q_rope, granularity, out.nope_u8, out.rope, out.scale)
+    nope = out.nope.view(torch.uint8)  # made here, as in ``PagedKVCache.memory_now``
+    torch.ops.snapmla.quantize_q_out(q_nope, q_rope, granularity, nope, out.rope, out.scale)
     return out
 
 
@@ -270,9 +331,25 @@ def fetch_dequant(
 
     Source: SnapMLA paper, section 3.3.1 (fused fetch-dequant).
     """
-    if torch.compiler.is_compiling():
-        return _traced_fetch(cache, where, cache_seqlens, out, dtype)
     _expect_cache(cache)
+    if tracing.wanted(cache, where, cache_seqlens, *_parts(out)):
+        return _traced_fetch(cache, where, cache_seqlens, out, dtype)
+    return fetch_now(cache, where, cache_seqlens, out, dtype)
+
+
+def _parts(out: torch.Tensor | Fetched | None) -> Sequence[object]:
+    """The tensors of ``out``, checked or not."""
+    return out if isinstance(out, (tuple, list)) else (out,)
+
+
+def fetch_now(
+    cache: PagedKVCache,
+    where: torch.Tensor,
+    cache_seqlens: torch.Tensor | None,
+    out: torch.Tensor | Fetched | None,
+    dtype: torch.dtype,
+) -> Fetched:
+    """``fetch_dequant`` on tensors with memory, whoever traces."""
     device = cache.device
     if not isinstance(where, torch.Tensor) or where.ndim not in (1, 2):
         got = tuple(where.shape) if isinstance(where, torch.Tensor) else type(where).__name__
@@ -294,6 +371,11 @@ def fetch_dequant(
             checks.value_error("cache_seqlens", "None beside flat indices", "a tensor")
         rows = (where.shape[0],)
     c_kv, k_rope = _fetch_outputs(out, rows, by_pages, dtype, device)
+    if out is not None:
+        read = {**named("cache", cache), "where": where, "cache_seqlens": cache_seqlens}
+        first, second = ("out", "out") if isinstance(out, torch.Tensor) else ("out[0]", "out[1]")
+        checks.apart(first, c_kv, read)
+        checks.apart(second, k_rope, {**read, first: c_kv})
     if c_kv.numel() == 0:
         return c_kv, k_rope
     mode = "pages" if by_pages else "indices"
@@ -311,7 +393,7 @@ def _traced_fetch(
     dtype: torch.dtype,
 ) -> Fetched:
     """``fetch_dequant`` as an operator, for tracers."""
-    common = (*cache.memory, where, cache_seqlens)
+    common = (*cache.memory_now(), where, cache_seqlens)
     if out is None:
         return torch.ops.snapmla.fetch_dequant(*common, dtype)
     if isinstance(out, torch.Tensor):
@@ -363,6 +445,9 @@ def _expect_cache(value: object) -> None:
             type(value).__name__,
             "PagedKVCache.from_tensors wraps existing memory",
         )
+    if not value.content_u8.untyped_storage().nbytes():
+        hint = "keep the storage, or make another cache"
+        checks.value_error("cache", "memory", "a storage that was freed", hint)
 
 
 def _expect_query(name: str, value: object) -> None:

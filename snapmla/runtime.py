@@ -1,9 +1,9 @@
 """Finds and loads compiled variants: on a GPU through tvm_ffi, on CPU tensors through softgpu.
 
 A variant is looked up by its name in ``env.variant_dirs()``: as ``<name>.json`` beside its files,
-or, where a bundle was unpacked, in the directory's ``bundle.json``.  If it is missing, older than
-its sources or built for a newer CUDA than the driver's, and the compiler is installed, it is
-compiled in a subprocess, announced on the log, and kept on disk; ``SNAPMLA_NO_JIT=1``
+or, where a bundle was unpacked, in the directory's ``bundle.json``.  If it is missing, damaged,
+older than its sources or built for a newer CUDA than the driver's, and the compiler is installed,
+it is compiled in a subprocess, announced on the log, and kept on disk; ``SNAPMLA_NO_JIT=1``
 forbids that.  What is loaded stays loaded.
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
 import importlib.util
 import json
 import logging
@@ -19,9 +20,9 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -46,7 +47,8 @@ _lock = threading.RLock()
 class Artifact:
     """A built variant on disk; ``library`` is None if it was not linked.
 
-    ``cuda`` is the CUDA major it was built with, 0 if unknown; ``arch`` its target.
+    ``cuda`` is the CUDA major it was built with, 0 if unknown; ``arch`` its target; ``checksums``
+    its files' SHA-256 by suffix, as far as they are known.
     """
 
     directory: Path
@@ -55,6 +57,7 @@ class Artifact:
     source_hash: str
     cuda: int = 0
     arch: str = ""
+    checksums: dict[str, str] = field(default_factory=dict, compare=False)
 
     @property
     def obj(self) -> Path:
@@ -68,6 +71,16 @@ class Artifact:
     def library(self) -> Path | None:
         path = self.directory / f"{self.name}.so"
         return path if path.is_file() else None
+
+
+class Damage(NamedTuple):
+    """A file of a build that is not as it was written, and what is wrong with it."""
+
+    path: Path
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.path} is damaged: {self.what}"
 
 
 @functools.lru_cache(maxsize=64)
@@ -130,13 +143,15 @@ def on_forget(hook: Callable[[], None]) -> None:
 
 def load(artifact: Artifact, device_type: str) -> Kernel:
     """Loads one artifact.  Raises VariantError with the reason if that fails."""
+    if (wrong := damage(artifact, need_library=device_type == "cuda")) is not None:
+        raise VariantError(str(wrong))
     if device_type == "cpu":
         import softgpu
 
         record = _record(artifact.directory, artifact.name) or {}
         names = softgpu.Names(
-            tuple(a["name"] for a in record.get("arguments", [])),
-            tuple((name, at) for name, at in record.get("shared_plan", [])),
+            tuple(a["name"] for a in record.get("arguments") or ()),
+            tuple((name, at) for name, at in record.get("shared_plan") or ()),
         )
         return softgpu.load(artifact.obj, artifact.ptx, artifact.symbol, names=names)
     if artifact.library is None:
@@ -153,7 +168,11 @@ def load(artifact: Artifact, device_type: str) -> Kernel:
     except Exception as error:
         raise VariantError(f"{artifact.library}: cannot be loaded: {error}") from error
     _modules.append(module)
-    return module[artifact.symbol]
+    function = module[artifact.symbol]
+    # One call may launch two kernels, the second of which reads what the first left in a workspace:
+    # another Python thread must not come between them.  Holding on is 80 ns faster, too.
+    function.release_gil = False
+    return function
 
 
 def find(spec: VariantSpec, directories: Iterable[Path] | None = None) -> Artifact | None:
@@ -170,6 +189,7 @@ def find(spec: VariantSpec, directories: Iterable[Path] | None = None) -> Artifa
             source_hash=record.get("source_hash", ""),
             cuda=int(cuda) if cuda.isdigit() else 0,
             arch=spec.arch,
+            checksums=_checksums(record),
         )
         if artifact.obj.is_file() or artifact.library is not None:
             return artifact
@@ -177,7 +197,7 @@ def find(spec: VariantSpec, directories: Iterable[Path] | None = None) -> Artifa
 
 
 def _record(directory: Path, name: str) -> dict[str, Any] | None:
-    """Record of a variant in a directory: its own file, else the bundle's entry.
+    """Record of a variant in a directory: its own file, else the bundle's entry; None if damaged.
 
     ``manifest.json`` of a directory that is built in does not count: it outlives a killed build.
     """
@@ -187,7 +207,48 @@ def _record(directory: Path, name: str) -> dict[str, Any] | None:
         return _bundled(directory).get(name)
     except ValueError:
         return None
-    return found if isinstance(found, dict) else None
+    if not isinstance(found, dict) or found.get("name") != name:
+        return None
+    if "digest" in found and found.pop("digest") != _digest(found):
+        return None
+    return found
+
+
+def _digest(record: dict[str, Any]) -> str:
+    """As ``codegen.artifacts`` wrote it into the record; records of older builds have none."""
+    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
+
+
+def _checksums(record: dict[str, Any]) -> dict[str, str]:
+    """SHA-256 of a variant's files by suffix; a bundle has libraries only."""
+    if "sha256" in record:
+        return {"so": record["sha256"]}
+    return record.get("checksums") or {}
+
+
+def damage(artifact: Artifact, need_library: bool) -> Damage | None:
+    """The first file that a load would read and that is not as it was built, None if all are.
+
+    Args:
+        need_library: the library is what will be loaded, not object and PTX.
+    """
+    for suffix in ("so",) if need_library else ("o", "ptx"):
+        path = artifact.directory / f"{artifact.name}.{suffix}"
+        if suffix not in artifact.checksums or not path.is_file():
+            continue  # of an older build, or missing, which is another error
+        data = path.read_bytes()
+        if hashlib.sha256(data).hexdigest() != artifact.checksums[suffix]:
+            return Damage(path, f"its {len(data):,} bytes are not those that were built")
+    return None
+
+
+def _damaged_record(name: str) -> Damage | None:
+    """The first record of a variant that is there and cannot be used, None if there is none."""
+    for directory in env.variant_dirs():
+        path = directory / f"{name}.json"
+        if path.is_file() and _record(directory, name) is None:
+            return Damage(path, "it is not the record of this variant's build")
+    return None
 
 
 def _bundled(directory: Path) -> dict[str, dict[str, Any]]:
@@ -250,23 +311,37 @@ def find_or_build(spec: VariantSpec, *, need_library: bool) -> Artifact:
     if registry.module_name(spec) is None:
         raise VariantError(_no_kernel(spec))
     artifact = find(spec)
-    if artifact is not None:
-        complete = artifact.library is not None if need_library else artifact.ptx.is_file()
-        forbidden = _jit_refusal() is not None
-        if complete and need_library and (reason := _too_new(artifact)) is not None:
-            if forbidden:
-                raise VariantError(reason)
-        elif complete and (forbidden or not _outdated(spec, artifact)):
-            return artifact
     refusal = _jit_refusal()
-    if refusal is not None and artifact is not None and not need_library:
-        raise VariantError(
+    wrong = _damaged_record(spec.name) if artifact is None else damage(artifact, need_library)
+    if artifact is not None and wrong is None:
+        complete = artifact.library is not None if need_library else artifact.ptx.is_file()
+        if complete and need_library and (reason := _too_new(artifact)) is not None:
+            if refusal is not None:
+                raise VariantError(reason)
+        elif complete and (refusal is not None or not _outdated(spec, artifact)):
+            return artifact
+    if refusal is not None:
+        raise VariantError(_refused(spec, artifact, wrong, refusal, need_library))
+    if wrong is not None:
+        log.warning("%s", wrong)  # compiling is announced next
+    return compile_variant(spec)
+
+
+def _refused(
+    spec: VariantSpec, artifact: Artifact | None, wrong: Damage | None, refusal: str, library: bool
+) -> str:
+    """What to say of a variant that cannot be used as it is, where compiling is out."""
+    if wrong is not None and (wrong.path.parent / BUNDLE).is_file():
+        return f"{wrong}, and {refusal}: unpack the bundle again"
+    if wrong is not None:
+        command = f"`python -m codegen build {spec.name} --out {wrong.path.parent}`"
+        return f"{wrong}, and {refusal}: put the built file back, or run {command}"
+    if artifact is not None and not library:
+        return (
             f"variant {spec.name} in {artifact.directory} has no PTX: the software GPU, which CPU "
             "tensors run on, needs a build by `python -m codegen precompile`, not a bundle"
         )
-    if refusal is not None:
-        raise VariantError(_missing(spec, refusal))
-    return compile_variant(spec)
+    return _missing(spec, refusal)
 
 
 def _jit_refusal() -> str | None:

@@ -1,8 +1,9 @@
 """``torch.ops.snapmla``: the same kernels as operators over flat tensors and numbers.
 
-For ``torch.compile``, ``torch.export`` and code that wants operators.  Under a tracer the public
-functions (``snapmla.append_kv``, ``quantize_q``, ``decode``, ``fetch_dequant``, ``plan.update_``)
-become these operators; in eager mode they do not go through them.
+For ``torch.compile``, ``torch.export`` and code that wants operators.  Where something traces or
+watches, or stands in for tensors (``snapmla.tracing``), the public functions become these operators
+(``snapmla.append_kv``, ``quantize_q``, ``decode``, ``fetch_dequant``, ``plan.update_``, and so
+``flash_mla_fp8``); in eager mode they do not go through them.
 
     append_kv(content!, rope?!, scale?!, c_kv, k_rope, slot_mapping)
     quantize_q(q_nope, q_rope, granularity) -> (nope, rope, scale)
@@ -20,7 +21,8 @@ become these operators; in eager mode they do not go through them.
 or (b, s_q).  Where content, RoPE and scale are views of one memory, operators take that memory
 (``PagedKVCache.memory``): (block, None, None) for layout ``paged``, (rows, None, scale) for
 ``row640``.  The cache, ``plan`` and ``q`` are pytrees of their tensors, so they may be arguments
-of compiled functions.  Operators have no gradients: this is inference.
+of compiled functions.  Operators have no gradients, and their results never require any: this is
+inference.
 """
 
 from __future__ import annotations
@@ -81,7 +83,7 @@ def _append_kv(
 
 
 def _quantize_q(q_nope: Tensor, q_rope: Tensor, granularity: str) -> tuple[Tensor, Tensor, Tensor]:
-    q = quant.quantize_q(q_nope, q_rope, granularity)
+    q = quant.quantize_now(q_nope, q_rope, granularity, None)
     return q.nope_u8, q.rope, q.scale
 
 
@@ -89,7 +91,7 @@ def _quantize_q_out(
     q_nope: Tensor, q_rope: Tensor, granularity: str, nope: Tensor, rope: Tensor, scale: Tensor
 ) -> None:
     out = QuantizedQuery(nope.view(checks.FP8), rope, scale)
-    quant.quantize_q(q_nope, q_rope, granularity, out=out)
+    quant.quantize_now(q_nope, q_rope, granularity, out)
 
 
 def _plan_update(cache_seqlens: Tensor, *rest: Any) -> None:
@@ -133,7 +135,8 @@ def _decode_out(
     if b == 0:
         return
     _check_query(q_nope, q_rope)
-    _check_tables(split_begin, o_accum, lse_accum, (b, s_q * heads, row_tile))
+    tables = (work_items, part_begin, split_begin, o_accum, lse_accum)
+    _check_tables(tables, (b, s_q * heads, row_tile))
     checks.lengths(cache_seqlens, b, q_nope.device)
     views = layouts.views_of(content, rope, scale)
     checks.block_table(block_table, b, q_nope.device)
@@ -163,13 +166,21 @@ def _check_query(q_nope: Tensor, q_rope: Tensor) -> None:
         checks.contiguous(name, value)
 
 
-def _check_tables(
-    split_begin: Tensor, o_accum: Tensor, lse_accum: Tensor, sizes: tuple[int, int, int]
-) -> None:
-    """That a plan is for this many sequences and rows; sizes = (b, rows, row tile)."""
+def _check_tables(tables: tuple[Tensor, ...], sizes: tuple[int, int, int]) -> None:
+    """That a plan is for this many sequences and rows; sizes = (b, rows, row tile).
+
+    Every sequence is an item, and there is one part at least; what else the tables hold is the
+    kernels' to survive.
+    """
+    work_items, part_begin, split_begin, o_accum, lse_accum = tables
     b, rows, row_tile = sizes
     rows_pad = -(-rows // row_tile) * row_tile
     hint = "the plan is for another batch, head count or s_q: make one with snapmla.plan_decode"
+    for name, value, least, rest in (("work_items", work_items, b, (4,)),
+                                     ("part_begin", part_begin, 2, ())):  # fmt: skip
+        if value.ndim == 0 or value.shape[0] < least or value.shape[1:] != rest:
+            wanted = f"shape ({', '.join(map(str, (f'at least {least}', *rest)))})"
+            checks.value_error(name, wanted, tuple(value.shape), hint)
     for name, value, shape in (
         ("split_begin", split_begin, (b + 1,)),
         ("o_accum", o_accum, (o_accum.shape[0], rows_pad, KV_LORA_RANK)),
@@ -188,7 +199,7 @@ def _fetch_dequant(
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     cache = PagedKVCache.from_tensors(*layouts.views_of(content, rope, scale))
-    return quant.fetch_dequant(cache, where, cache_seqlens, dtype=dtype)
+    return quant.fetch_now(cache, where, cache_seqlens, None, dtype)
 
 
 def _fetch_dequant_out(
@@ -201,7 +212,7 @@ def _fetch_dequant_out(
     k_rope: Tensor,
 ) -> None:
     cache = PagedKVCache.from_tensors(*layouts.views_of(content, rope, scale))
-    quant.fetch_dequant(cache, where, cache_seqlens, out=(c_kv, k_rope))
+    quant.fetch_now(cache, where, cache_seqlens, (c_kv, k_rope), c_kv.dtype)
 
 
 # ------------------------------------------------------------------------------ shapes alone
@@ -287,6 +298,8 @@ def _register() -> torch.library.Library:
         library.define(schema, tags=(torch.Tag.needs_exact_strides,))
         for key in ("CUDA", "CPU"):
             library.impl(name, _REAL[name], key)
+        # inference: results never require grad, as those of eager calls
+        library.impl(name, torch.library.fallthrough_kernel, "Autograd")
         torch.library.register_fake(
             f"{NAMESPACE}::{name}", _FAKE.get(name, _fake_nothing), lib=library
         )

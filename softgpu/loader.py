@@ -6,13 +6,14 @@ import contextlib
 import itertools
 import os
 import pathlib
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from .decode import Program, decode
-from .errors import LaunchError, SoftGpuError
+from .errors import LaunchError, MemoryFault, SoftGpuError
 from .hazard import Footprint
 from .machine import Machine, Options, Stats
 from .memory import GlobalMemory
@@ -22,6 +23,14 @@ from .runtime import HostModule, Launch, as_cuda
 _lock = threading.RLock()
 _override = threading.local()
 _prior: list[Footprint] = []  # what the grid launched last wrote; streams run in order
+
+
+def _check_storage(name: str, tensor: Any) -> None:
+    """Refuses a tensor that reaches past its storage: freed, or made smaller, behind its back."""
+    end = tensor.storage_offset() * tensor.element_size() + _span(tensor)
+    held = tensor.untyped_storage().nbytes()
+    if _span(tensor) and end > held:
+        raise MemoryFault(f"{name}: reaches byte {end} of a storage that has {held}: was it freed?")
 
 
 def _span(tensor: Any) -> int:
@@ -131,6 +140,9 @@ class LoadedKernel:
             _prior = machine.globals.footprints() + ([] if machine.prior_waited else machine.prior)
 
     def __call__(self, *args: Any) -> None:
+        _untraced(self._run)(*args)
+
+    def _run(self, *args: Any) -> None:
         with _lock:
             self._memory = GlobalMemory()
             self.last_stats, self.launches = [], []
@@ -142,6 +154,7 @@ class LoadedKernel:
                     known = i < len(self.names.arguments)
                     name = self.names.arguments[i] if known else f"argument {i}"
                     label = f"{name} {str(a.dtype).removeprefix('torch.')}{list(a.shape)}"
+                    _check_storage(label, a)
                     self._memory.add(label, a.data_ptr(), _span(a))
                     a = as_cuda(_bytes_of_fp8(a))
                 values.append(a)
@@ -151,6 +164,15 @@ class LoadedKernel:
                 self._host.call(self.symbol, *values)
             finally:
                 self._memory = None
+
+
+def _untraced(function: Callable[..., None]) -> Callable[..., None]:
+    """The function out of reach of Dynamo, which would trace the interpreter between two graphs."""
+    if "torch._dynamo" not in sys.modules:  # nothing that could trace; loading it takes seconds
+        return function
+    import torch
+
+    return torch.compiler.disable(function)
 
 
 def _bytes_of_fp8(tensor: Any) -> Any:

@@ -60,6 +60,11 @@ class GlobalMemory:
         """Registers ``nbytes`` at ``address``; overlapping buffers share a region."""
         if nbytes <= 0:
             return
+        if address == 0:  # numpy would give a null pointer memory of its own
+            raise MemoryFault(
+                f"{name}: {nbytes} bytes at address 0: the tensor has no memory (its storage was "
+                "freed, or it is a FakeTensor)"
+            )
         self.buffers.append((address, address + nbytes, name))
         spans = sorted([(address, address + nbytes)] + [(r.start, r.end) for r in self.regions])
         merged: list[list[int]] = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -12,22 +12,29 @@ from numpy.typing import NDArray
 from . import accumulate as arithmetic
 from .errors import Hazard
 
+LANDINGS = ("early", "late", "random")
+HAZARDS = ("off", "raise", "collect")
+_OTHER_WORDS = {"": "off", "0": "off", "1": "raise"}  # that SOFTGPU_HAZARDS may be
 
-def _environment(name: str, default: str) -> str:
-    return os.environ.get(f"SOFTGPU_{name}", default)
+
+def _one_of(name: str, value: str, options: Iterable[str]) -> str:
+    options = tuple(options)
+    if value not in options:
+        raise ValueError(f"{name}: expected one of {', '.join(options)}, got {value!r}")
+    return value
 
 
 def _accumulate() -> Callable[..., NDArray[np.float32]]:
-    name = _environment("ACCUMULATE", "hopper")
-    if name not in arithmetic.BY_NAME:
-        raise ValueError(
-            f"SOFTGPU_ACCUMULATE: expected one of {', '.join(arithmetic.BY_NAME)}, got {name!r}"
-        )
-    return arithmetic.BY_NAME[name]
+    name = os.environ.get("SOFTGPU_ACCUMULATE", "hopper")
+    return arithmetic.BY_NAME[_one_of("SOFTGPU_ACCUMULATE", name, arithmetic.BY_NAME)]
+
+
+def _asynchronous() -> str:
+    return _one_of("SOFTGPU_ASYNC", os.environ.get("SOFTGPU_ASYNC", "early"), LANDINGS)
 
 
 def _seed() -> int:
-    text = _environment("SEED", "-1")
+    text = os.environ.get("SOFTGPU_SEED", "-1")
     try:
         return int(text)
     except ValueError:
@@ -35,9 +42,8 @@ def _seed() -> int:
 
 
 def _hazards() -> str:
-    """SOFTGPU_HAZARDS: 1 stands for raise, 0 and nothing for off."""
-    text = _environment("HAZARDS", "off")
-    return {"": "off", "0": "off", "1": "raise"}.get(text, text)
+    text = os.environ.get("SOFTGPU_HAZARDS", "off")
+    return _one_of("SOFTGPU_HAZARDS", _OTHER_WORDS.get(text, text), HAZARDS)
 
 
 @dataclass
@@ -58,11 +64,11 @@ class Options:
         max_instructions: stop after so many warp instructions, 0 for no limit.
 
     Raises:
-        ValueError: an unknown name.
+        ValueError: an unknown name, of a field or of the environment variable behind it.
     """
 
     accumulate: Callable[..., NDArray[np.float32]] = field(default_factory=_accumulate)
-    asynchronous: str = field(default_factory=lambda: _environment("ASYNC", "early"))
+    asynchronous: str = field(default_factory=_asynchronous)
     seed: int | None = field(default_factory=_seed)
     hazards: str = field(default_factory=_hazards)
     resident: int = 1
@@ -70,10 +76,8 @@ class Options:
     on_hazard: Callable[[Hazard], None] | None = None
 
     def __post_init__(self) -> None:
-        if self.asynchronous not in ("early", "late", "random"):
-            raise ValueError(f"asynchronous: early, late or random, got {self.asynchronous!r}")
-        if self.hazards not in ("off", "raise", "collect"):
-            raise ValueError(f"hazards: off, raise or collect, got {self.hazards!r}")
+        _one_of("asynchronous", self.asynchronous, LANDINGS)
+        _one_of("hazards", self.hazards, HAZARDS)
         if self.seed is not None and self.seed < 0:
             self.seed = None
 

@@ -1,12 +1,17 @@
-"""Shared fixtures: one directory of compiled variants per run, seeds, skips.
+"""Shared fixtures: the variants of a run, one directory of them built, seeds, skips, what it cost.
 
-``--precompile`` (what ``make test`` passes) brings the whole default matrix up to date once, before
-any test runs; without it a test that needs a variant compiles just that one.
+A run takes the *test set* of variants (``codegen.matrix.sample_specs``), with ``--whole-matrix``
+every variant; a test that asks for ``spec`` and is marked ``variants("decode_*")`` runs for each of
+them that matches.  Tests marked ``whole_matrix`` run with that switch only.
+``--precompile`` (what ``make test`` passes) brings the run's variants up to date once, before any
+test runs; without it a test that needs a variant compiles just that one.
 """
 
 from __future__ import annotations
 
+import fnmatch
 import os
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,22 +20,41 @@ import torch
 
 from codegen import artifacts, matrix, toolchain
 from codegen.precompile import Report, precompile
+from dsl_kernels.spec import VariantSpec
 
 pytest_plugins = ["softgpu.pytest_plugin", "pytester"]
 
 HELPER_OPS = ("append_kv", "quantize_q", "fetch_dequant", "plan_decode", "merge")
+BUDGET = 2 * 15 * 60  # CPU seconds of `make test`: 15 minutes on two idle cores
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--precompile", action="store_true", help="build the whole matrix before the first test"
+        "--precompile", action="store_true", help="build the run's variants before the first test"
+    )
+    parser.addoption(
+        "--whole-matrix", action="store_true", help="every variant instead of the test set"
     )
 
 
-def default_matrix() -> list:
-    """Everything ``make test`` compiles: all of sm_90a, the helper kernels of sm_100a."""
-    helpers = [s for s in matrix.default_specs("sm_100a") if s.op in HELPER_OPS]
-    return [*matrix.default_specs("sm_90a"), *helpers]
+def shipped(*, whole: bool) -> list[VariantSpec]:
+    """All of sm_90a, the helper kernels of sm_100a: every variant, or the test set of them."""
+    if not toolchain.have_compiler():  # without it nothing is known of the matrix
+        return []
+    pick = matrix.default_specs if whole else matrix.sample_specs
+    return [*pick("sm_90a"), *(s for s in pick("sm_100a") if s.op in HELPER_OPS)]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """``@pytest.mark.variants(pattern)``: ``spec`` is each variant of the run that matches."""
+    marker = metafunc.definition.get_closest_marker("variants")
+    if marker is not None:
+        specs = [
+            spec
+            for spec in shipped(whole=metafunc.config.getoption("--whole-matrix"))
+            if fnmatch.fnmatchcase(spec.name, *marker.args)
+        ]
+        metafunc.parametrize("spec", specs, ids=[spec.name for spec in specs])
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -38,8 +62,10 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     is_worker = hasattr(config, "workerinput")
     if not config.getoption("--precompile") or is_worker or not toolchain.have_compiler():
         return
-    specs = default_matrix()
-    print(f"precompiling {len(specs)} variants into {artifacts.default_dir()}", flush=True)
+    specs = shipped(whole=config.getoption("--whole-matrix"))
+    every = len(shipped(whole=True))
+    print(f"{len(specs)} of {every} variants: {' '.join(s.name for s in specs)}", flush=True)
+    print(f"precompiling them into {artifacts.default_dir()}", flush=True)
     report = precompile(specs, artifacts.default_dir())
     print(f"{len(report.built)} built, {len(report.reused)} up to date", flush=True)
     for (
@@ -49,6 +75,22 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         print(f"{name}: {'; '.join(reasons)}", flush=True)
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """CPU seconds of this process, the workers (reaped by now), compilers and other children."""
+    own, others = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    user, system = own.ru_utime + others.ru_utime, own.ru_stime + others.ru_stime
+    terminalreporter.write_line(
+        f"CPU seconds: {user + system:.0f} (user {user:.0f}, system {system:.0f}); "
+        f"`make test` may take {BUDGET}: 15 minutes on two idle cores"
+    )
+
+
+@pytest.fixture(scope="session")
+def specs(request: pytest.FixtureRequest) -> list[VariantSpec]:
+    """The variants of this run."""
+    return shipped(whole=request.config.getoption("--whole-matrix"))
+
+
 @pytest.fixture(scope="session")
 def variant_dir() -> Path:
     """Directory of built variants that the tests share."""
@@ -56,15 +98,15 @@ def variant_dir() -> Path:
 
 
 @pytest.fixture(scope="session")
-def built(variant_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Report:
-    """The whole default matrix, brought up to date (at once after ``--precompile``)."""
+def built(variant_dir: Path, specs: list[VariantSpec]) -> Report:
+    """The variants of the run, brought up to date (at once after ``--precompile``)."""
     if not toolchain.have_compiler():
         pytest.skip("needs nvidia-cutlass-dsl")
     from filelock import FileLock
 
     variant_dir.mkdir(parents=True, exist_ok=True)
     with FileLock(variant_dir / ".tests.lock"):
-        return precompile(default_matrix(), variant_dir)
+        return precompile(specs, variant_dir)
 
 
 @pytest.fixture(autouse=True)
@@ -83,7 +125,11 @@ def no_jit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SNAPMLA_NO_JIT", "1")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--whole-matrix"):
+        left = [item for item in items if "whole_matrix" in item.keywords]
+        items[:] = [item for item in items if "whole_matrix" not in item.keywords]
+        config.hook.pytest_deselected(items=left)
     if torch.cuda.is_available() and os.environ.get("SNAPMLA_TEST_GPU", "1") != "0":
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")

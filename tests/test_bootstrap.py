@@ -28,9 +28,12 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         target = Path(command[0]).parent.parent
         if "--version" in command:
             return subprocess.CompletedProcess(command, 0 if (target / "pip").exists() else 1)
+        if "index" in command or "-c" in command[:2]:  # what pip would find; whether torch is there
+            return subprocess.CompletedProcess(command, 1, stdout="")
         done.append("install")
         return subprocess.CompletedProcess(command, 0)
 
+    monkeypatch.delenv("TORCH_INDEX", raising=False)
     monkeypatch.setattr(bootstrap.venv, "create", create)
     monkeypatch.setattr(bootstrap.subprocess, "run", run)
     monkeypatch.setattr(bootstrap, "have_gpu", lambda: False)
@@ -65,6 +68,8 @@ def test_killed_before_pip_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyP
     run, installed = subprocess.run, []
 
     def without_network(command: list[str], **options: Any) -> Any:
+        if "index" in command:
+            return subprocess.CompletedProcess(command, 1, stdout="")
         if "install" not in command:
             return run(command, **options)
         installed.append(command[0])
@@ -103,3 +108,101 @@ def test_old_python_is_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     monkeypatch.setattr(sys, "version_info", (3, 10, 4))
     with pytest.raises(SystemExit, match=r"Python 3\.11 or newer is needed, this is .*set PYTHON="):
         bootstrap.main(tmp_path / "venv")
+
+
+PIN = bootstrap.pinned_torch()
+FOUND = "torch (9.1.0)\nAvailable versions: 9.1.0, {}, 9.0.0\n  INSTALLED: {}\n"
+HUGE = "about 5 GB"
+
+
+class Pip:
+    """Stands in for the commands that bootstrap runs; pip finds ``versions`` of torch."""
+
+    def __init__(self, versions: str, has_torch: bool = False):
+        self.answer = FOUND.format(versions, f"{PIN}+cpu")  # what is installed must not count
+        self.has_torch = has_torch
+        self.commands: list[list[str]] = []
+
+    def __call__(self, command: list[str], **options: Any) -> Any:
+        self.commands.append(command[1:])
+        if "find_spec" in command[-1]:
+            return subprocess.CompletedProcess(command, 0 if self.has_torch else 1)
+        return subprocess.CompletedProcess(command, 0, stdout=self.answer)
+
+    def told(self) -> list[list[str]]:
+        """What pip was told to do: to look torch up, to install."""
+        verbs = ("index", "install")
+        return [c for c in self.commands if len(c) > 2 and c[2] in verbs]
+
+
+@pytest.fixture
+def setup(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> Any:
+    """Runs bootstrap with a pip and a machine; returns what it printed before it installed."""
+
+    def run(pip: Pip, *, gpu: bool = False, platform: str = "linux", index: str = "") -> str:
+        monkeypatch.setattr(bootstrap.subprocess, "run", pip)
+        monkeypatch.setattr(bootstrap.venv, "create", lambda *a, **k: None)
+        monkeypatch.setattr(bootstrap, "have_gpu", lambda: gpu)
+        monkeypatch.setattr(bootstrap.sys, "platform", platform)
+        monkeypatch.setenv("TORCH_INDEX", index)
+        (tmp_path / "venv").mkdir()
+        bootstrap.main(tmp_path / "venv")
+        assert pip.told()[-1][2] == "install"
+        return capsys.readouterr().out
+
+    return run
+
+
+def test_a_cpu_build_comes_without_a_word(setup: Any) -> None:
+    pip = Pip(f"{PIN}+cpu, {PIN}")
+    assert HUGE not in setup(pip)
+    assert [c[2:4] for c in pip.told()] == [["index", "versions"], ["install", "-q"]]
+    assert "cpu.txt" in " ".join(pip.told()[1])
+
+
+def test_gigabytes_of_cuda_are_announced_where_no_gpu_is(setup: Any) -> None:
+    text = setup(Pip(PIN))
+    assert HUGE in text and "make setup TORCH_INDEX=" in text
+    assert text.index(HUGE) < text.index("installing into")
+
+
+def test_another_versions_cpu_build_does_not_count(setup: Any) -> None:
+    assert HUGE in setup(Pip(f"{PIN}, {PIN}0+cpu"))
+
+
+@pytest.mark.parametrize("platform", ["darwin", "win32"])
+def test_other_systems_have_builds_without_cuda(setup: Any, platform: str) -> None:
+    assert HUGE not in setup(Pip(PIN), platform=platform)
+
+
+def test_a_gpu_machine_hears_the_size_and_no_advice(setup: Any) -> None:
+    text = setup(pip := Pip(PIN), gpu=True)
+    assert HUGE in text and "TORCH_INDEX" not in text
+    assert "test.txt" in " ".join(pip.told()[-1])
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_nothing_is_announced_that_is_there_already(setup: Any, gpu: bool) -> None:
+    text = setup(pip := Pip(PIN, has_torch=True), gpu=gpu)
+    assert HUGE not in text and [c[2] for c in pip.told()] == ["install"]
+
+
+def test_an_index_for_torch_is_looked_at_too(setup: Any) -> None:
+    text = setup(pip := Pip(f"{PIN}+cpu"), index="https://index.example/cpu")
+    assert HUGE not in text
+    for command in pip.told():
+        at = command.index("--extra-index-url")
+        assert command[at + 1] == "https://index.example/cpu"
+
+
+def test_a_pip_that_cannot_tell_changes_nothing(setup: Any) -> None:
+    """An older one, or no network: installing says what is wrong."""
+    pip = Pip(PIN)
+    pip.answer = ""
+    assert HUGE not in setup(pip)
+
+
+def test_the_pin_is_that_of_the_constraints() -> None:
+    assert f"torch=={PIN}\n" in (bootstrap.CONSTRAINTS / "cpu.txt").read_text()

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 
 from dsl_kernels.families.fp8_decode import PAGE_SIZES
-from snapmla import PagedKVCache, layouts
+from snapmla import PagedKVCache, QuantizedQuery, layouts, selfcheck
 
 LAYOUTS = ("split", "paged", "row640")
 
@@ -209,7 +215,108 @@ def test_other_shared_memory_is_no_block(shift: tuple[int, int]) -> None:
     assert all(a is b for a, b in zip(cache.memory, (cache.content_u8, cache.rope, cache.scale)))
 
 
+def test_pages_that_reach_into_one_another_are_no_block() -> None:
+    """The strides of ``paged``, but a page's scales are the next one's content."""
+    p, memory = 32, torch.zeros(3 * 32 * 644, dtype=torch.uint8)
+    for page, found in ((p * 644, True), (p * 640, False)):
+        views = (
+            memory.as_strided((2, p, 512), (page, 512, 1)),
+            memory.view(torch.bfloat16).as_strided((2, p, 64), (page // 2, 64, 1), p * 256),
+            memory.view(torch.float32).as_strided((2, p), (page // 4, 1), p * 160),
+        )
+        assert (layouts.memory_of(*views) is not None) == found
+
+
+def test_rows_that_reach_into_one_another_are_no_rows() -> None:
+    """The places of ``row640``, but a row's RoPE is the next one's content."""
+    p, memory = 32, torch.zeros(3 * 32 * 640, dtype=torch.uint8)
+    for row, found in ((640, True), (576, False)):
+        views = (
+            memory.as_strided((2, p, 512), (p * row, row, 1)),
+            memory.view(torch.bfloat16).as_strided((2, p, 64), (p * row // 2, row // 2, 1), 256),
+            torch.zeros(2, p),
+        )
+        assert (layouts.memory_of(*views) is not None) == found
+
+
 @pytest.mark.parametrize("shape", [(4, 100), (4, 32, 512), (4, 32, 640, 1)])
 def test_memory_of_no_layout(shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="^content: expected content beside rope and scale"):
         layouts.views_of(torch.zeros(shape, dtype=torch.uint8), None, None)
+
+
+def saved(value: Any) -> Any:
+    """Through ``torch.save`` and back."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES: list[Callable[[Any], Any]] = [
+    saved, copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))
+]  # fmt: skip
+
+
+def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+@pytest.mark.parametrize("again", COPIES, ids=["save", "deepcopy", "pickle"])
+@pytest.mark.parametrize("layout", [*LAYOUTS, "strided"])
+def test_copies(layout: str, again: Callable[[Any], Any]) -> None:
+    """Bytes, strides, layout and what shares memory stay; the memory is another."""
+    if layout == "strided":  # two layers in one pool
+        pool = torch.zeros((4, 2, 32 * 644), dtype=torch.uint8)
+        cache = PagedKVCache.from_tensors(*layouts.paged_views(pool[:, 1], 32))
+    else:
+        cache = PagedKVCache.allocate(4, 32, layout, "cpu")
+    cache.content_u8.copy_(torch.randint(0, 255, cache.content.shape, dtype=torch.uint8))
+    cache.rope.normal_()
+    cache.scale.uniform_()
+    assert cache.arguments and cache.place
+    twin = again(cache)
+    assert type(twin) is PagedKVCache and twin.layout == cache.layout
+    for name in ("content", "rope", "scale"):
+        a, b = getattr(cache, name), getattr(twin, name)
+        assert (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
+        assert same_bytes(a, b)
+    assert [t is None for t in twin.memory] == [t is None for t in cache.memory]
+    assert twin.traceable and twin.place != cache.place
+    twin.content_u8.zero_()
+    assert not twin.content.view(torch.uint8).any() and cache.content_u8.any()
+    assert same_bytes(twin.rope, cache.rope), "views of a copy overlap"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_memory_is_saved_once(layout: str) -> None:
+    cache = PagedKVCache.allocate(8, 64, layout, "cpu")
+    for size in (len(pickle.dumps(cache)), _size_saved(cache)):
+        assert cache.num_slots * 644 <= size < cache.num_slots * 644 * 1.1
+
+
+def _size_saved(value: Any) -> int:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.tell()
+
+
+def test_a_shallow_copy_is_over_the_same_memory() -> None:
+    cache = PagedKVCache.allocate(2, 32, "paged", "cpu")
+    twin = copy.copy(cache)
+    assert twin.place == cache.place and twin.memory[0].data_ptr() == cache.memory[0].data_ptr()
+
+
+@pytest.mark.parametrize("again", COPIES, ids=["save", "deepcopy", "pickle"])
+@pytest.mark.parametrize("scale_dims", [2, 3])
+def test_copies_of_a_query(again: Callable[[Any], Any], scale_dims: int) -> None:
+    q = selfcheck.sample_query(2, 1, 4)
+    if scale_dims == 2:
+        q = QuantizedQuery(q.nope, q.rope, q.scale[..., 0].contiguous())
+    twin = again(q)
+    assert type(twin) is QuantizedQuery and twin.granularity == q.granularity
+    for name in ("nope", "rope", "scale", "nope_u8", "row_scale"):
+        a, b = getattr(q, name), getattr(twin, name)
+        assert (a.dtype, a.stride()) == (b.dtype, b.stride()) and same_bytes(a, b)
+        assert a.data_ptr() != b.data_ptr()
+    assert twin.nope_u8.data_ptr() == twin.nope.data_ptr()

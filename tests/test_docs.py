@@ -5,6 +5,7 @@ A public name is one in ``__all__`` of a module that ``docs/render.py`` lists.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import inspect
 import os
@@ -14,14 +15,20 @@ import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
 from codegen import toolchain
+from dsl_kernels import registry
+from dsl_kernels.spec import VariantSpec
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
-RUNNABLE = {"integration.md", "formats.md"}
+PAGES = sorted(
+    path for folder in (".", "docs", "examples") for path in (ROOT / folder).glob("*.md")
+)
+# pages whose Python blocks run, up to a heading if there are sketches after it
+RUNNABLE = {"integration.md": "", "formats.md": "", "software-gpu.md": "## How it works"}
 DTYPES = re.compile(
     r"float8_e4m3fn|bfloat16|float16|float32|uint8|int32|int64|same dtype|floating point"
 )
@@ -38,6 +45,7 @@ def load(path: Path) -> ModuleType:
 
 
 render = load(ROOT / "docs" / "render.py")
+figures = load(ROOT / "docs" / "figures.py")
 ENTRIES = list(render.entries())
 
 
@@ -164,16 +172,20 @@ def test_every_public_name_is_on_the_page() -> None:
 # ---------------------------------------------------------------- pages
 
 
-def code_blocks(path: Path) -> list[str]:
-    return re.findall(r"```python\n(.*?)```", path.read_text(), flags=re.S)
+def code_blocks(path: Path, end: str = "") -> list[str]:
+    """Python blocks of a page, or of what stands before ``end``."""
+    text = path.read_text()
+    assert end in text, f"{path.name} has no {end}"
+    return re.findall(r"```python\n(.*?)```", text.split(end)[0] if end else text, flags=re.S)
 
 
 @pytest.mark.parametrize("name", sorted(RUNNABLE))
 @pytest.mark.skipif(not toolchain.have_compiler(), reason="needs nvidia-cutlass-dsl")
 def test_code_blocks_run(name: str) -> None:
     """In order, in one process, on the software GPU; CUDA parts guard themselves."""
-    source = "\n".join(code_blocks(ROOT / "docs" / name))
+    source = "\n".join(code_blocks(ROOT / "docs" / name, RUNNABLE[name]))
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    environment.pop("SNAPMLA_VARIANT_DIR", None)  # pages name build/variants
     done = subprocess.run(
         [sys.executable, "-c", source], capture_output=True, text=True, env=environment, cwd=ROOT
     )
@@ -193,7 +205,7 @@ def test_named_files_and_targets_exist(path: Path) -> None:
     """`snapmla/x.py`-like paths, `make x` targets and `python -m x` modules that pages name."""
     text = path.read_text()
     for name in re.findall(
-        r"`((?:snapmla|codegen|softgpu|dsl_kernels|profiles|tests|docs)/[\w/.]+)`", text
+        r"`((?:snapmla|codegen|softgpu|dsl_kernels|profiles|tests|docs|examples)/[\w/.]+)`", text
     ):
         assert (ROOT / name).exists(), f"{path.name} names {name}"
     makefile = (ROOT / "Makefile").read_text()
@@ -203,6 +215,84 @@ def test_named_files_and_targets_exist(path: Path) -> None:
         if module.split(".")[0] in ("snapmla", "codegen", "softgpu", "profiles"):
             found = ROOT / module.replace(".", "/")
             assert found.is_dir() or found.with_suffix(".py").is_file(), f"{path.name}: {module}"
+
+
+def anchors(path: Path) -> set[str]:
+    """What headings of a page are called in links."""
+    headings = re.findall(r"^#+ (.+)$", path.read_text(), flags=re.M)
+    return {re.sub(r"[^\w\- ]", "", h).strip().lower().replace(" ", "-") for h in headings}
+
+
+@pytest.mark.parametrize("path", PAGES, ids=[p.name for p in PAGES])
+def test_links_into_pages_find_their_heading(path: Path) -> None:
+    for target, anchor in re.findall(r"\]\(([^)#:]*\.md)?#([^)]+)\)", path.read_text()):
+        page = path.parent / target if target else path
+        assert anchor in anchors(page), f"{path.name} links to {target}#{anchor}"
+
+
+def test_bundle_page_has_the_readmes_example() -> None:
+    """Which runs as written (test_readme.py)."""
+    template = ROOT / "codegen" / "templates" / "bundle.md.j2"
+    assert code_blocks(template) == code_blocks(ROOT / "README.md")[:1]
+
+
+def test_versions_that_ran_are_on_record() -> None:
+    """Driver, CUDA, torch and Python of each row stand in the record that it links to."""
+    page = ROOT / "docs" / "integration.md"
+    table = page.read_text().split("### What ran")[1].split("<!-- begin")[0]
+    rows = re.findall(r"^\| (.+) \|$", table, flags=re.M)[1:]
+    assert len(rows) >= 4
+    for card, driver, cuda, torch, python, _, record in (row.split("|") for row in rows):
+        if card.strip().startswith("none"):
+            pinned = (ROOT / record.strip(" `")).read_text()
+            assert f"torch=={torch.split(',')[0].strip()}" in pinned
+            continue
+        found = re.search(r"\]\((.+)\)", record)
+        assert found is not None, f"{card}: no record"
+        head = "\n".join((page.parent / found[1]).read_text().splitlines()[:14])
+        for cell in (card, driver, cuda, torch, python):
+            words = rf"(?<![\d.]){re.escape(cell.strip())}"
+            assert re.search(words, head), f"{found[1]} does not say {cell.strip()}"
+
+
+# ---------------------------------------------------------------- the picture of a tile
+
+needs_kernels = pytest.mark.skipif(not toolchain.have_compiler(), reason="budgets need the DSL")
+
+
+@needs_kernels
+def test_picture_of_a_tile_is_fresh() -> None:
+    assert figures.TARGET.read_text("utf-8") == figures.tile(), "stale: run `make docs`"
+    assert "(tile.svg)" in (ROOT / "docs" / "architecture.md").read_text()
+
+
+@needs_kernels
+def test_picture_tells_the_budget() -> None:
+    """Every barrier with copies and arrivals, registers, the bytes that the kernel's head sums."""
+    words = [e.text or "" for e in ElementTree.fromstring(figures.tile()).iter() if e.text]
+    declared = registry.budget(figures.SPEC)
+    assert declared is not None
+    for barrier in declared.barriers:
+        at = words.index(barrier.name, words.index(f"mbarriers: {figures.MBARRIERS}"))
+        assert words[at + 1] == f"{barrier.copies} × {barrier.count}"
+        assert all(role in words[at + 2] for role in barrier.arrivals)
+    text = "\n".join(words)
+    for group in declared.groups:
+        assert f"{group.registers} registers a thread" in text
+    head = (ROOT / "dsl_kernels/sm90/decode_etap.py").read_text()
+    sizes = re.search(r"Q (\d+) \| K ring (\d+) x \((\d+) content \+ (\d+) RoPE \+ (\d+)", head)
+    assert sizes is not None
+    for size in sizes.groups():
+        assert f"{int(size):,}" in text
+
+
+@needs_kernels
+def test_picture_follows_the_spec() -> None:
+    """Another number of stages is another picture; an op without a budget has none."""
+    fewer = figures.tile(dataclasses.replace(figures.SPEC, stages=3))
+    assert fewer != figures.tile() and "K ring  3 ×" in fewer
+    with pytest.raises(ValueError, match="declares no budget"):
+        figures.tile(VariantSpec(op="merge"))
 
 
 def test_environment_table_is_whole() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+import itertools
 import math
 from collections.abc import Callable
 
@@ -12,8 +14,8 @@ import torch
 import snapmla
 import snapmla.plan
 from codegen import toolchain
+from snapmla import attention, quant, selfcheck
 from snapmla import flash_mla_fp8 as names
-from snapmla import selfcheck
 from snapmla.reference_plan import plan_reference
 
 pytestmark = pytest.mark.skipif(not toolchain.have_compiler(), reason="needs nvidia-cutlass-dsl")
@@ -199,6 +201,56 @@ def test_metadata_has_room(parts: int, batch: int) -> None:
     assert 4 * (parts + batch) + batch + parts + 1 <= metadata.numel()
 
 
+def ints_of(metadata: torch.Tensor, batch: int) -> list[tuple[int, int]]:
+    """Where a pair's tables begin and end in its metadata, in ints, in order."""
+    base = metadata.data_ptr()
+    return sorted(
+        ((t.data_ptr() - base) // 4, (t.data_ptr() - base) // 4 + t.numel())
+        for t in names._tables(metadata, batch)
+    )
+
+
+@pytest.mark.parametrize("columns", range(9, 14))
+@pytest.mark.parametrize("parts", [1, 2, 4, 33])
+def test_a_full_metadata_tensor(parts: int, columns: int) -> None:
+    """As many sequences as there is room for: tables side by side, and no room for one more."""
+    metadata = torch.zeros(parts, columns * (8 if parts == 1 else 1), dtype=torch.int32)
+    room = names._metadata_capacity(metadata)
+    spans = ints_of(metadata, room)
+    assert spans[0][0] >= 0 and spans[-1][1] <= metadata.numel()
+    assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(spans))
+
+    def used(batch: int) -> int:
+        return sum(end - begin for begin, end in ints_of(metadata, batch))
+
+    assert metadata.numel() < 2 * used(room) - used(room - 1)
+    lengths, splits = torch.ones(room, dtype=torch.int32), torch.zeros(room + 1, dtype=torch.int32)
+    names.get_mla_metadata(lengths, 16, 1, out=(metadata, splits))
+    want = plan_reference([1] * room, parts, 64, snapmla.plan.DEFAULT_FIXED_OVERHEAD)
+    items = names._tables(metadata, room).work_items[:room].tolist()
+    assert [tuple(item) for item in items] == want.work_items
+    more = torch.ones(room + 1, dtype=torch.int32)
+    with pytest.raises(ValueError, match=f"expected room for {room + 1} .*got room for {room} "):
+        names.get_mla_metadata(more, 16, 1, out=(metadata, torch.zeros(room + 2).int()))
+
+
+def test_another_shape_at_the_same_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of the metadata are parts: the same memory in other rows is another schedule."""
+    monkeypatch.setattr("snapmla.plan.DEFAULT_FIXED_OVERHEAD", 1)
+    names._plans.clear()
+    step = Step((70, 250), 16, 1)
+    pair = step.metadata()
+    for parts in (4, 2):  # as many as the software GPU fills, then half
+        own = step.metadata(out=(pair[0].view(parts, -1), pair[1]))
+        plan = snapmla.plan_decode(
+            step.lengths, 16, 1, page_size=PAGE, max_pages=WIDTH, num_parts=parts, fixed_overhead=1
+        )
+        assert int(own[1][-1]) == int(plan.split_begin[-1]) > 0
+        out, lse = torch.full((2, 1, 16, 512), 7.0).bfloat16(), torch.full((2, 16, 1), 7.0)
+        equal(step.decode(own, out=out, lse=lse), step.primary(plan=plan))
+    names._plans.clear()
+
+
 def test_append_and_fetch_have_the_primary_bits() -> None:
     step = Step((130, 20), 4, 1)
     own = Pool()
@@ -358,6 +410,90 @@ def test_stale_metadata_is_named_as_the_caller_knows_it(monkeypatch: pytest.Monk
             step.decode(pair, **extra)
 
 
+@pytest.mark.parametrize("error", [RuntimeError("CUDA error 700"), ValueError("Mismatched")])
+def test_a_failing_kernel_is_called_once(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    """By decode and append, on the quick way and on the long one; and reported as it failed."""
+    step, calls = Step((70, 3), 16, 1), []
+    pair = step.metadata()
+
+    def failing(*_: object) -> None:
+        calls.append(1)
+        raise error
+
+    def check(call: Callable[[], object]) -> None:
+        calls.clear()
+        with pytest.raises(type(error)) as caught:
+            call()
+        assert caught.value is error and calls == [1]
+        assert error.__cause__ is None and error.__context__ is None
+
+    with monkeypatch.context() as patch:
+        patch.setattr(attention, "_kernel", lambda *_: failing)
+        check(lambda: step.decode(pair))
+        patch.setattr(names, "_quick_decode", lambda *_: None)
+        check(lambda: step.decode(pair))
+    lora, scale, rope = step.pool.lora, step.pool.scale, step.pool.rope
+    monkeypatch.setattr(quant, "_kernel", lambda *_, **axes: failing)
+    check(lambda: step.pool.append(step.keys, step.slots))
+    paged = [t.view(-1, PAGE, 1, t.shape[2]) for t in (lora, scale, rope)]
+    check(lambda: names.quantize_and_cache_k(step.keys, *paged, step.slots, 512))
+
+
+def test_stale_metadata_is_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SNAPMLA_CHECK_PLAN", "1")
+    step, compared = Step((70, 3), 16, 1), []
+    pair = step.metadata()
+    check = snapmla.DecodePlan.check
+    monkeypatch.setattr(
+        snapmla.DecodePlan,
+        "check",
+        lambda plan, lengths: compared.append(1) or check(plan, lengths),
+    )
+    step.lengths[1] = 2
+    with pytest.raises(ValueError, match="^tile_scheduler_metadata: "):
+        step.decode(pair)
+    assert compared == [1]
+
+
+@pytest.mark.parametrize(("planned", "decoded"), [((40, 40, 40), 2), ((40, 40, 50), 2), ((70,), 2)])
+def test_metadata_of_another_batch(
+    monkeypatch: pytest.MonkeyPatch, planned: tuple[int, ...], decoded: int
+) -> None:
+    """Shapes cannot tell, the pair has room for any batch: named in debug mode, harmless without.
+
+    Of a larger batch's pair the first sequences come out right.
+    """
+    step = Step((40,) * decoded, 4, 1)
+    metadata, splits = names.get_mla_metadata(torch.tensor(planned, dtype=torch.int32), 4, 1)
+    pair = (metadata, torch.cat([splits, splits[-1:]])[: decoded + 1])
+    results = {
+        "out": torch.full((decoded, 1, 4, 512), 7.0),
+        "lse": torch.full((decoded, 4, 1), 7.0),
+    }
+    out, lse = step.decode(pair, **results)
+    if len(planned) > decoded:
+        equal((out, lse), step.primary(out_dtype=torch.float32))
+    names._plans.clear()
+    monkeypatch.setenv("SNAPMLA_CHECK_PLAN", "1")
+    with pytest.raises(
+        ValueError,
+        match=rf"^tile_scheduler_metadata: expected one made for b = {decoded} sequences, got "
+        rf"{len(planned)} \(call get_mla_metadata\(..., out=\) after the batch changes\)",
+    ):
+        step.decode(pair)
+    step.decode(step.metadata(out=pair))
+    names._plans.clear()
+
+
+def test_debug_mode_survives_garbage_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SNAPMLA_CHECK_PLAN", "1")
+    step = Step((70, 3), 4, 1)
+    metadata, splits = step.metadata()
+    metadata.random_(-(2**31), 2**31)
+    with pytest.raises(ValueError, match=r"^tile_scheduler_metadata: .*b = 2 sequences, got"):
+        step.decode((metadata, splits))
+
+
 @pytest.mark.parametrize("width", [1, 2])
 def test_lengths_beyond_the_block_table(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
     """The pair is made before the table's width is known: its splits are merged all the same."""
@@ -463,13 +599,9 @@ WRONG: list[tuple[str, Callable[[torch.Tensor], object], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("name", "change", "text"), WRONG, ids=[f"{w[0]}-{i}" for i, w in enumerate(WRONG)]
-)
-def test_one_wrong_argument_of_a_call_that_worked(
-    name: str, change: Callable[[torch.Tensor], object], text: str
-) -> None:
-    """The quick way leaves checks to the exported functions: what slips past both would be run."""
+@pytest.fixture(scope="module")
+def worked() -> tuple[Callable[..., object], dict[str, torch.Tensor]]:
+    """A decode that went through with the arguments beside it."""
     step = Step((70, 3), 16, 2)
     q_nope, q_scale, q_rope = names.quantize_ckv_per_token_head(step.q, 512)
     pair = step.metadata()
@@ -479,12 +611,28 @@ def test_one_wrong_argument_of_a_call_that_worked(
         "k_cache_rope": step.pool.rope.view(-1, PAGE, 1, 64),
         "k_scale": step.pool.scale.view(-1, PAGE, 1, 1), "block_table": step.table,
         "cache_seqlens": step.lengths, "tile_scheduler_metadata": pair[0], "num_splits": pair[1],
-        "out": torch.zeros(2, 2, 16, 512), "lse": torch.zeros(2, 16, 2),
+        "out": torch.zeros(2, 2, 16, 512, dtype=torch.bfloat16), "lse": torch.zeros(2, 16, 2),
     }  # fmt: skip
-    step.decode(pair, **right)
+    decode = functools.partial(step.decode, pair)
+    decode(**right)
+    assert right["out"].any()
+    return decode, right
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "text"), WRONG, ids=[f"{w[0]}-{i}" for i, w in enumerate(WRONG)]
+)
+def test_one_wrong_argument_of_a_call_that_worked(
+    worked: tuple[Callable[..., object], dict[str, torch.Tensor]],
+    name: str,
+    change: Callable[[torch.Tensor], object],
+    text: str,
+) -> None:
+    """The quick way leaves checks to the exported functions: what slips past both would be run."""
+    decode, right = worked
     right["out"].zero_()
     with pytest.raises((TypeError, ValueError), match=f"^{text}"):
-        step.decode(pair, **{**right, name: change(right[name])})
+        decode(**{**right, name: change(right[name])})
     assert not right["out"].any()
 
 
@@ -576,4 +724,4 @@ def test_kept_plans_are_bounded() -> None:
     names._plans.clear()
     for width in range(1, names.KEPT_PLANS + 10):
         names._kept_plan(*names.get_mla_metadata(lengths, 16, 1), 1, 16, 1, 64, width)
-    assert len(names._plans) <= names.KEPT_PLANS
+        assert 0 < len(names._plans) <= names.KEPT_PLANS

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from snapmla import env
 
 QUOTED = re.compile(r"""["']((?:SNAPMLA|SOFTGPU)_[A-Z_]+)["']""")
@@ -27,3 +29,47 @@ def test_table_lists_what_is_read() -> None:
     assert len(set(listed)) == len(listed)
     assert set(listed) == used(env.ROOT)
     assert all(variable.doc for variable in env.TABLE)
+
+
+@pytest.mark.parametrize(
+    ("word", "on"),
+    [("", False), ("0", False), ("false", False), ("False", False), (" no ", False), ("NO", False),
+     ("1", True), ("yes", True), ("true", True), ("00", True)],
+)  # fmt: skip
+def test_words_that_switch_off(monkeypatch: pytest.MonkeyPatch, word: str, on: bool) -> None:
+    monkeypatch.setenv("SNAPMLA_NO_JIT", word)
+    assert env.NO_JIT.enabled() == on
+    monkeypatch.delenv("SNAPMLA_NO_JIT")
+    assert not env.NO_JIT.enabled()
+
+
+@pytest.mark.parametrize("home", [True, False])
+def test_a_bundle_comes_before_the_cache(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, home: bool
+) -> None:
+    """What was packed with the package is searched last but for a per-user cache, if there is."""
+    cache = tmp_path / "snapmla" / env.__version__ / "variants"
+    packed = Path(env.__file__).parent / "variants"
+    monkeypatch.setenv("SNAPMLA_VARIANT_DIR", str(tmp_path / "mine"))
+    monkeypatch.setattr(env, "is_checkout", lambda: False)
+    monkeypatch.setattr(env, "_cache_home", lambda: tmp_path if home else None)
+    assert env.variant_dirs() == [tmp_path / "mine", packed, *([cache] if home else [])]
+
+
+def test_the_docs_tell_where_variants_are_searched(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """In the order of the search: of two builds of one variant the first is taken."""
+    monkeypatch.setenv("SNAPMLA_VARIANT_DIR", str(tmp_path / "chosen"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(env, "is_checkout", lambda: True)
+    cache = tmp_path / "cache" / "snapmla" / env.__version__ / "variants"
+    words = {
+        tmp_path / "chosen": "`SNAPMLA_VARIANT_DIR`", env.ROOT / "build/variants": "the checkout's",
+        env.ROOT / "snapmla/variants": "the package's own", cache: "the user's cache folder",
+    }  # fmt: skip
+    assert set(env.variant_dirs()) == set(words)
+    page = (env.ROOT / "docs" / "integration.md").read_text("utf-8")
+    found = " ".join(page[page.index("A server finds its variants in") :].split())
+    places = [found.index(words[folder]) for folder in env.variant_dirs()]
+    assert places == sorted(places) and places[-1] < found.index("<!-- end")

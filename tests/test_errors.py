@@ -15,7 +15,7 @@ import torch
 
 import snapmla
 from dsl_kernels.spec import VariantSpec
-from snapmla import PagedKVCache, QuantizedQuery, dispatch, flash_mla_fp8, runtime
+from snapmla import PagedKVCache, QuantizedQuery, checks, dispatch, flash_mla_fp8, runtime
 from snapmla.errors import UnsupportedDeviceError, VariantError
 from snapmla.plan import DecodePlan
 from snapmla.reference_plan import plan_reference
@@ -34,13 +34,14 @@ def query(b: int = B, s_q: int = S_Q, h: int = H, scale_dims: int = 3) -> Quanti
 
 
 def plan(**changes: Any) -> DecodePlan:
+    b, rows = changes.get("batch", B), 16 * -(-changes.get("num_heads", H) * S_Q // 16)
     fields: dict[str, Any] = {
-        "work_items": torch.zeros((4 + B, 4), dtype=I32),
+        "work_items": torch.zeros((4 + b, 4), dtype=I32),
         "part_begin": torch.zeros(5, dtype=I32),
-        "split_begin": torch.zeros(B + 1, dtype=I32),
-        "planned_seqlens": torch.zeros(B, dtype=I32),
-        "o_accum": torch.zeros(8, 16, 512),
-        "lse_accum": torch.zeros(8, 16),
+        "split_begin": torch.zeros(b + 1, dtype=I32),
+        "planned_seqlens": torch.zeros(b, dtype=I32),
+        "o_accum": torch.zeros(8, rows, 512),
+        "lse_accum": torch.zeros(8, rows),
         "batch": B, "num_heads": H, "s_q": S_Q, "page_size": P, "max_pages": WIDTH,
         "num_parts": 4, "pipeline": "etap", "row_tile": 16, "fixed_overhead": 4,
     }  # fmt: skip
@@ -51,7 +52,7 @@ def decode_arguments() -> dict[str, Any]:
     return {
         "q": query(),
         "cache": PagedKVCache.allocate(PAGES, P, device="cpu"),
-        "block_table": torch.zeros((B, WIDTH), dtype=I32),
+        "block_table": BLOCK[: B * WIDTH].view(B, WIDTH),
         "cache_seqlens": torch.ones(B, dtype=I32),
         "softmax_scale": 0.1,
         "plan": plan(),
@@ -147,7 +148,15 @@ def pool_fetch_arguments() -> dict[str, Any]:
     }
 
 
+def freed() -> PagedKVCache:
+    """A cache whose owner gave its memory back."""
+    cache = PagedKVCache.allocate(PAGES, P, device="cpu")
+    cache.content.untyped_storage().resize_(0)
+    return cache
+
+
 META = {"device": "meta"}
+BLOCK = torch.zeros(B * H * S_Q, dtype=I32)  # the block table's memory, and more
 ROWS: list[tuple[str, str, Any, type, str, str]] = [
     # decode
     ("decode", "q", torch.zeros(B, S_Q, H, 576, dtype=F16), TypeError,
@@ -195,7 +204,9 @@ ROWS: list[tuple[str, str, Any, type, str, str]] = [
      "DeepSeek models want 192**-0.5 * mscale**2;"),
     ("decode", "softmax_scale", float("inf"), ValueError, "softmax_scale: .*got inf",
      "DeepSeek models want 192**-0.5 * mscale**2;"),
-    ("decode", "softmax_scale", 1e39, ValueError, r"softmax_scale: expected .*2.36e\+38, got 1e\+39",
+    ("decode", "softmax_scale", 1e39, ValueError, r"softmax_scale: expected .*1.44e\+17, got 1e\+39",
+     "DeepSeek models want 192**-0.5 * mscale**2;"),
+    ("decode", "softmax_scale", 1.01 * 2.0**57, ValueError, r"softmax_scale: expected .*1.44e\+17, got",
      "DeepSeek models want 192**-0.5 * mscale**2;"),
     ("decode", "softmax_scale", 10**400, ValueError, "softmax_scale: ",
      "DeepSeek models want 192**-0.5 * mscale**2;"),
@@ -242,9 +253,23 @@ ROWS: list[tuple[str, str, Any, type, str, str]] = [
      "out: expected a tensor on cpu, got meta", ".to('cpu')"),
     ("decode", "cache", PagedKVCache.allocate(PAGES, P, device="meta"), ValueError,
      "cache: expected tensors on cpu, where q is, got meta", "PagedKVCache.allocate"),
+    ("decode", "cache", freed(), ValueError, "cache: expected memory, got a storage that was freed",
+     "keep the storage, or make another cache"),
+    ("decode", "out", torch._neg_view(torch.zeros(B, S_Q, H, 512, dtype=BF16)), ValueError,
+     "out: expected values as memory holds them, got a view with the negative bit", ".resolve_neg()"),
+    ("decode", "lse", torch._neg_view(torch.zeros(B, H, S_Q)), ValueError,
+     "lse: expected values as memory holds them, got a view with the negative bit", ".resolve_neg()"),
+    ("decode", "lse", torch.zeros(B, H, S_Q).to_sparse(), ValueError,
+     "lse: expected a dense tensor, got layout sparse_coo", ".to_dense()"),
+    ("decode", "block_table", torch.zeros((B, WIDTH), dtype=I32).to_sparse(), ValueError,
+     "block_table: expected a dense tensor, got layout sparse_coo", ".to_dense()"),
+    ("decode", "lse", BLOCK.view(F32)[:B * H * S_Q].view(B, H, S_Q), ValueError,
+     "lse: expected memory apart from block_table, got tensors that overlap", "memory of its own"),
     ("decode", "pipeline", "dual_wg", ValueError, "pipeline: expected 'etap', as planned",
      "leave it out to let the dispatcher choose"),
     # append_kv
+    ("append_kv", "cache", freed(), ValueError, "cache: expected memory, got a storage that was freed",
+     "keep the storage, or make another cache"),
     ("append_kv", "cache", None, TypeError, "cache: expected a snapmla.PagedKVCache, got NoneType",
      "PagedKVCache.from_tensors wraps existing"),
     ("append_kv", "c_kv", torch.zeros(5, 512, dtype=torch.float64), TypeError, "c_kv: .*float64",
@@ -279,7 +304,11 @@ ROWS: list[tuple[str, str, Any, type, str, str]] = [
      "s_q: expected 1 to 8, got 9",
      "give decode at most 8 query tokens a"),
     ("quantize_q", "q_nope", torch.zeros(B, 0, H, 512, dtype=BF16), ValueError, "s_q: .*got 0",
-     "give decode at most 8 query tokens a"),
+     "query tokens of each sequence; without any no call is needed"),
+    ("quantize_q", "q_nope", torch.zeros(B, 1, 0, 512, dtype=BF16), ValueError,
+     "num_heads: expected 1 to 128, got 0", "query heads of this rank; without any no call is needed"),
+    ("quantize_q", "q_nope", torch.zeros(B, S_Q, H, 512, dtype=BF16).to_sparse(), ValueError,
+     "q_nope: expected a dense tensor, got layout sparse_coo", "call .to_dense() once"),
     ("quantize_q", "q_nope", torch.zeros(B, 1, H, 512, dtype=torch.int8), TypeError, "q_nope: .*int8",
      "convert it with .to(torch.bfloat16)"),
     ("quantize_q", "q_rope", torch.zeros(B, 1, H, 64), TypeError, "q_rope: .*bfloat16.*float32",
@@ -395,9 +424,11 @@ ROWS: list[tuple[str, str, Any, type, str, str]] = [
      r"lse_accum: expected shape \(8, 16\), got \(8, 8\)", "torch.empty_like(plan.lse_accum)"),
     ("plan_decode", "fixed_split_tokens", 100, ValueError,
      "fixed_split_tokens: expected a multiple of 64, got 100", "the nearest is 128"),
+    ("plan_decode", "check_stale", "no", TypeError,
+     "check_stale: expected True or False, got str", "SNAPMLA_CHECK_PLAN"),
     # explain
     ("explain", "card", 5, TypeError, "card: expected a name such as 'H200', got int", "leave it out"),
-    ("explain", "num_heads", 0, ValueError, "num_heads: expected 1 to 128, got 0", "split more heads"),
+    ("explain", "num_heads", 0, ValueError, "num_heads: expected 1 to 128, got 0", "without any no call is needed"),
     ("explain", "seqlen", 0, ValueError, "seqlen: expected 1 or more, got 0", "tokens of a sequence"),
     ("explain", "out_dtype", F16, TypeError, "out_dtype: .*got torch.float16", "convert out afterwards"),
     ("explain", "card", "A100", ValueError, "card: expected one of 'H200', .*got 'A100'", "this machine"),
@@ -485,6 +516,16 @@ ROWS: list[tuple[str, str, Any, type, str, str]] = [
      "out: expected a pair of tensors, got Tensor", "leave it out to have it allocated"),
     ("dequantize_ckv_fused_indexed", "indices", torch.zeros(5, dtype=I64), TypeError,
      "indices: expected dtype int32, got int64", "not on every call"),
+    # where tensors are made or asked about
+    *(
+        (function, "device", value, error, f"device: expected 'cpu' or a CUDA device.*got {got}",
+         "device='cpu' runs the software GPU")
+        for function in ("allocate", "explain")
+        for value, error, got in (
+            ("gpu", ValueError, "'gpu'"), ("cuda:99", ValueError, "'cuda:99'"),
+            ("", ValueError, "''"), (2.5, TypeError, "2.5"), ([0], TypeError, r"\[0\]"),
+        )
+    ),
 ]  # fmt: skip
 GOOD: dict[str, Callable[[], dict[str, Any]]] = {
     "decode": decode_arguments,
@@ -549,6 +590,42 @@ def test_wrong_argument(
     assert re.fullmatch(r"(?s)[^:]+: expected .+, got .+ \(.+\)", text), text
     got = text.index(", got ")
     assert advice in text[got:], text
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("device", [(), ("cuda",), (torch.device("cuda", 0),), (0,)], ids=str)
+def test_first_call_without_a_gpu(device: tuple[Any, ...]) -> None:
+    """The default device is a GPU: who has none learns of the software GPU."""
+    with pytest.raises(
+        ValueError, match=r"^device: expected 'cpu' or a CUDA .*, got .*\("
+    ) as caught:
+        PagedKVCache.allocate(8, 64, "split", *device)
+    assert str(caught.value).endswith("device='cpu' runs the software GPU)")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_full_gpu_is_no_wrong_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch, "empty", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        checks.device("device", "cpu")
+
+
+@pytest.mark.parametrize("function", [f for f in GOOD if f not in ("allocate", "explain")])
+def test_no_sign_is_lost(function: str) -> None:
+    """Kernels read memory, where values of a view with the negative bit have the other sign."""
+    good = GOOD[function]()
+    for name, value in good.items():
+        views = [torch._neg_view(value)] if isinstance(value, torch.Tensor) else []
+        if isinstance(value, torch.Tensor) and value.dtype == F32:
+            pairs = torch.view_as_complex(torch.stack([value, value], -1).contiguous())
+            views.append(pairs.conj().imag)  # as it comes about
+        for view in views:
+            assert view.is_neg()
+            with pytest.raises(ValueError, match="negative bit|innermost stride 1|contiguous"):
+                call(function)(**{**good, name: view})
 
 
 @pytest.mark.parametrize("function", GOOD)
@@ -693,3 +770,16 @@ def test_unwritten_kernel_is_one_sentence(monkeypatch: pytest.MonkeyPatch, forbi
         "variant decode_etap_r64_p64_obf16_sm100a: no sm_100a decode kernel of pipeline etap exists "
         "yet; the nearest one that can be built is decode_etap_r64_p64_obf16_sm90a"
     )
+
+
+@pytest.mark.parametrize("function", ["append_kv", "quantize_q", "decode", "fetch_dequant"])
+def test_inside_of_vmap(function: str) -> None:
+    words = r"^snapmla: expected a call outside of torch\.func, got one inside of vmap \(sequences"
+    good = GOOD[function]()
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        call(function)(**good)
+        return x
+
+    with pytest.raises(ValueError, match=words):
+        torch.vmap(body)(torch.zeros(2))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from codegen import artifacts, link, render, toolchain
+from codegen import artifacts, bundle, link, render, toolchain
 from codegen.artifacts import Record
 from codegen.precompile import Report, precompile
 from dsl_kernels.spec import VariantSpec, decode_spec
@@ -29,12 +29,14 @@ DRIVER = r"""
 #include <string.h>
 #include <time.h>
 #define CASE(name) (getenv("FAKE") && !strcmp(getenv("FAKE"), name))
+#define PART(word) (getenv("FAKE") && strstr(getenv("FAKE"), word))
 typedef struct {
   unsigned grid[3], block[3], smem;
   void *stream, *attrs;
   unsigned n;
 } config;
 static _Thread_local int context_set; /* a context is current for one thread */
+__attribute__((constructor)) static void begin(void) { context_set = PART("current") ? 1 : 0; }
 int cuInit(unsigned f) { (void)f; return 0; }
 int cuDriverGetVersion(int *v) { *v = CASE("old") ? 12040 : 13000; return 0; }
 int cuGetErrorName(int c, const char **s) { (void)c; *s = "CUDA_ERROR_FAKE"; return 0; }
@@ -48,10 +50,31 @@ int cuDeviceGetAttribute(int *v, int a, int d) {
 int cuCtxGetDevice(int *d) { *d = context_set - 1; return context_set ? 0 : 201; }
 int cuCtxSetCurrent(void *c) {
   context_set = (int)(long)c;
-  printf("device %d\n", context_set - 1);
+  if (c) printf("device %d\n", context_set - 1);
+  else printf("no device\n");
   return 0;
 }
-int cuDevicePrimaryCtxRetain(void **c, int d) { *c = (void *)(long)(d + 1); return 0; }
+int cuDevicePrimaryCtxRetain(void **c, int d) {
+  *c = (void *)(long)(d + 1);
+  printf("context on %d\n", d);
+  return PART("memory") ? 2 : 0;
+}
+int cuStreamCreate(void **s, unsigned f) { (void)f; *s = (void *)0x55; return 0; }
+int cuStreamSynchronize(void *s) { printf("wait for %p\n", s); return 0; }
+int cuMemAlloc_v2(unsigned long long *p, size_t n) {
+  void *made = NULL;
+  const int code = posix_memalign(&made, 256, n);
+  *p = (unsigned long long)made;
+  return code;
+}
+int cuMemcpyHtoD_v2(unsigned long long to, const void *from, size_t n) {
+  memcpy((void *)to, from, n);
+  return 0;
+}
+int cuMemcpyDtoH_v2(void *to, unsigned long long from, size_t n) {
+  memcpy(to, (const void *)from, n);
+  return 0;
+}
 int cuThreadExchangeStreamCaptureMode(int *mode) {
   static _Thread_local int current = 0; /* global: whoever captures, unsafe calls fail */
   int old = current;
@@ -78,7 +101,7 @@ int cuKernelGetAttribute(int *v, int a, void *k, int d) {
   (void)a; (void)k;
   *v = 0;
   if (CASE("full") && d == 1) return 2;
-  return CASE("arch") || (CASE("half") && d == 0) || (CASE("other") && d == 1) ? 209 : 0;
+  return CASE("arch") || (PART("half") && d == 0) || (CASE("other") && d == 1) ? 209 : 0;
 }
 int cuKernelSetAttribute(int a, int v, void *k, int d) {
   (void)k;
@@ -90,8 +113,9 @@ int cuLaunchKernelEx(const config *c, void *k, void **args, void **extra) {
   printf("launch %u %u %u | %u %u %u | %u | stream %p | attributes %u | tokens %p\n", c->grid[0],
          c->grid[1], c->grid[2], c->block[0], c->block[1], c->block[2], c->smem, c->stream, c->n,
          *(void **)args[0]);
+  if (PART("slow")) nanosleep(&(struct timespec){0, 2000000}, NULL);
   if (CASE("full") || CASE("other")) return context_set == 2 ? 1 : 0;
-  return CASE("launch") ? 701 : 0;
+  return CASE("launch") || PART("failing") ? 701 : 0;
 }
 """
 
@@ -127,23 +151,42 @@ static int many(int n) {
   for (i = 0; i < n; ++i) pthread_join(threads[i], NULL);
   return 0;
 }
+static void report(void) {
+  TVMFFIObjectHandle h;
+  TVMFFIErrorMoveFromRaised(&h);
+  TVMFFIErrorCell *cell = (TVMFFIErrorCell *)((char *)h + sizeof(TVMFFIObject));
+  printf("%.*s: %.*s\n", (int)cell->kind.size, cell->kind.data, (int)cell->message.size,
+         cell->message.data);
+  TVMFFIObjectDecRef(h);
+}
+static int nothing(void) {
+  DLTensor a = make(3, acc, acc_s, kDLFloat, 32), b = make(2, la, la_s, kDLFloat, 32);
+  DLTensor c = make(1, sb, one, kDLInt, 32), d = make(4, o, o_s, kDLBfloat, 16);
+  if (snapmla_merge_obf16_sm90a(NULL, NULL, NULL, NULL, NULL, 1.0, 0.0)) report();
+  if (snapmla_merge_obf16_sm90a(&a, &b, &c, &d, NULL, 1.0, 0.0)) report();
+  b.shape = NULL;
+  if (snapmla_merge_obf16_sm90a(&a, &b, &c, &d, NULL, 1.0, 0.0)) report();
+  a.strides = NULL;
+  if (snapmla_merge_obf16_sm90a(&a, &b, &c, &d, NULL, 1.0, 0.0)) report();
+  return 1;
+}
 int main(int argc, char **argv) {
   DLTensor a = make(3, acc, acc_s, kDLFloat, 32), b = make(2, la, la_s, kDLFloat, 32);
   DLTensor c = make(1, sb, one, kDLInt, 32), d = make(4, o, o_s, kDLBfloat, 16);
   DLTensor e = make(3, l, l_s, kDLFloat, 32);
   int code, i;
-  if (argc > 2) return many(atoi(argv[2]));
-  TVMFFIEnvSetStream(kDLCUDA, 1, (void *)0x77, NULL);
-  if (argc > 1) a.ndim = 2;
+  if (argc == 2 && !strcmp(argv[1], "null")) return nothing();
+  if (argc > 2 && strcmp(argv[1], "device")) return many(atoi(argv[2]));
+  if (argc > 2) {
+    a.device.device_id = b.device.device_id = c.device.device_id = atoi(argv[2]);
+    d.device.device_id = e.device.device_id = atoi(argv[2]);
+  }
+  TVMFFIEnvSetStream(kDLCUDA, a.device.device_id, (void *)0x77, NULL);
+  if (argc == 2) a.ndim = 2;
   for (i = 0; i < 2; ++i) {
     code = snapmla_merge_obf16_sm90a(&a, &b, &c, &d, &e, 1.0, 0.0);
     if (code) {
-      TVMFFIObjectHandle h;
-      TVMFFIErrorMoveFromRaised(&h);
-      TVMFFIErrorCell *cell = (TVMFFIErrorCell *)((char *)h + sizeof(TVMFFIObject));
-      printf("%.*s: %.*s\n", (int)cell->kind.size, cell->kind.data, (int)cell->message.size,
-             cell->message.data);
-      TVMFFIObjectDecRef(h);
+      report();
       return 1;
     }
   }
@@ -193,7 +236,7 @@ def run(program: Path, case: str = "", *arguments: str, driver: bool = True) -> 
     if driver:
         environment["LD_LIBRARY_PATH"] = str(program.parent / "driver")
     done = subprocess.run([program, *arguments], capture_output=True, text=True, env=environment)
-    return done.returncode, done.stdout
+    return done.returncode, done.stdout + done.stderr
 
 
 def test_typed_call_reaches_the_driver(program: Path) -> None:
@@ -209,24 +252,57 @@ def test_typed_call_reaches_the_driver(program: Path) -> None:
     assert lines.index("capture mode 2") < lines.index("load") < lines.index("capture mode 0")
     assert lines.index("capture mode 0") > lines.index("attribute 14 = 1 on 1")
     assert out.count("capture mode") == 2, "once, not at every launch"
-    # a thread without a context is on device 0; the tensors' device is current for the launch only
-    launches = [i for i, line in enumerate(lines) if line.startswith("launch")]
-    assert len(launches) == 2
-    first, second = launches
-    assert lines[first - 2 : first] == ["device 0", "device 1"] and lines[first + 1] == "device 0"
-    assert lines[second - 1] == "device 1" and lines[second + 1] == "device 0"
-    grid, block, smem, stream, attributes, tokens = (
-        lines[first].removeprefix("launch ").split(" | ")
-    )
+    first = next(line for line in lines if line.startswith("launch"))
+    grid, block, smem, stream, attributes, tokens = first.removeprefix("launch ").split(" | ")
     assert [int(x) > 0 for x in grid.split()] == [True] * 3 and int(block.split()[0]) % 32 == 0
     assert int(smem) >= 0 and stream == "stream 0x77" and tokens == "tokens 0x1000"
     assert int(attributes.split()[1]) >= 1  # programmatic dependent launch
+
+
+def around_launches(out: str) -> list[str]:
+    """What concerns contexts, and the launches, of two calls."""
+    lines = [line.split()[0] if line.startswith("launch") else line for line in out.splitlines()]
+    return [
+        line for line in lines if line == "launch" or line.startswith(("context", "device", "no"))
+    ]
+
+
+@pytest.mark.parametrize("device", [0, 1])
+def test_a_thread_without_a_context_ends_without_one(program: Path, device: int) -> None:
+    """The tensors' device gets a context, no other one does: device 0's costs hundreds of MB."""
+    code, out = run(program, "", "device", str(device))
+    call = [f"device {device}", "launch", "no device"]
+    assert code == 0 and around_launches(out) == [f"context on {device}", *call, *call], out
+
+
+@pytest.mark.parametrize("case", ["current", "current and failing"])
+def test_the_callers_device_is_current_again(program: Path, case: str) -> None:
+    code, out = run(program, case, "device", "1")
+    call = ["device 1", "launch", "device 0"]
+    contexts = [line for line in around_launches(out) if not line.startswith("context")]
+    assert contexts == call * (1 if code else 2) and code == ("failing" in case), out
+    code, out = run(program, "current", "device", "0")
+    assert code == 0 and around_launches(out) == ["launch", "launch"], "it is current: left alone"
+
+
+def test_a_context_that_cannot_be_made_is_told_of_its_device(program: Path) -> None:
+    """... not of device 0: neither is current."""
+    code, out = run(program, "half, no memory", "device", "1")
+    assert code == 1 and "launch" not in out and "context on 0" not in out, out
+    assert out.endswith("RuntimeError: CUDA error 2 (CUDA_ERROR_FAKE): as asked\n")
 
 
 def test_wrong_argument_needs_no_driver(program: Path) -> None:
     code, out = run(program, "", "bad", driver=False)
     assert code == 1 and out.startswith("ValueError: Mismatched Tensor") and "o_accum" in out
     assert "ndim=3" in out
+
+
+def test_null_is_an_error_not_a_crash(program: Path) -> None:
+    code, out = run(program, "", "null", driver=False)
+    wanted = "expected a DLTensor with shape and strides, got NULL"
+    names = ("o_accum", "lse", "lse_accum", "o_accum")
+    assert code == 1 and out.splitlines() == [f"ValueError: {name}: {wanted}" for name in names]
 
 
 @pytest.mark.parametrize(
@@ -371,7 +447,51 @@ def test_decode_launches_its_merge(
     decode, merge = (line.split(" | ") for line in lines if line.startswith("launch"))
     assert decode[0].split()[1] == str(ctas) and merge[1] != decode[1]
     assert (decode[1], decode[2]) == (f"{record.threads} 1 1", str(record.dynamic_smem))
-    assert lines[-1] == "device 0", "the caller's device is current again"
+    assert lines[-1] == "no device", "as before the call"
+
+
+THREADS = """
+import sys, threading
+from pathlib import Path
+import torch
+from dsl_kernels.spec import decode_spec
+from snapmla import runtime
+from softgpu.runtime import as_cuda
+
+spec = decode_spec("etap", 16, 64, "bf16")
+decode = runtime.load(runtime.find(spec, [Path(sys.argv[1])]), "cuda")
+shapes = {"uint8": torch.uint8, "int32": torch.int32, "bfloat16": torch.bfloat16}
+extents = {"pages": 8, "b": 2, "s_q": 1, "h": 16, "width": 4, "b_plus_1": 3}
+record = runtime._record(Path(sys.argv[1]), spec.name)
+arguments = [
+    as_cuda(torch.zeros([n if isinstance(n, int) else extents.get(n, 16) for n in a["shape"]],
+                        dtype=shapes.get(a["dtype"], torch.float32))) if "shape" in a else 1
+    for a in record["arguments"]
+]
+def hammer():
+    for _ in range(10):
+        decode(*arguments)
+both = [threading.Thread(target=hammer) for _ in range(2)]
+for thread in both: thread.start()
+for thread in both: thread.join()
+"""
+
+
+def test_python_threads_do_not_come_between_the_launches_of_a_call(
+    folder: Path, variant_dir: Path
+) -> None:
+    """Decode and merge share a workspace: on one stream nothing may be launched between them."""
+    spec = decode_spec("etap", 16, 64, "bf16")
+    record = precompile([spec], variant_dir, jobs=1).records[spec.name]
+    done = subprocess.run(
+        [sys.executable, "-c", THREADS, str(variant_dir)], capture_output=True, text=True,
+        cwd=artifacts.ROOT,
+        env={**os.environ, "LD_LIBRARY_PATH": str(folder / "driver"), "FAKE": "slow"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    blocks = [line.split(" | ")[1] for line in done.stdout.splitlines() if " | " in line]
+    assert len(set(blocks)) == 2 and blocks[::2] == [f"{record.threads} 1 1"] * 20, blocks
+    assert len(set(blocks[1::2])) == 1, blocks
 
 
 def test_a_device_of_another_arch_beside_a_good_one(program: Path) -> None:
@@ -384,6 +504,48 @@ def test_no_driver_at_all(program: Path) -> None:
         pytest.skip("there is a driver")
     code, out = run(program, driver=False)
     assert code == 1 and "there is no NVIDIA driver here" in out
+
+
+EXAMPLE = artifacts.ROOT / "examples" / "c"
+EXAMPLE_SPECS = [
+    VariantSpec(op="append_kv"), VariantSpec(op="plan_decode"),
+    decode_spec("etap", 16, 64, "bf16"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def example(folder: Path, variant_dir: Path) -> Path:
+    """examples/c/decode.c, compiled as its README says against what a bundle has of it."""
+    records = list(precompile(EXAMPLE_SPECS, variant_dir, jobs=1).records.values())
+    bundle._variants(folder / "bundle", records, variant_dir)
+    subprocess.run(
+        ["sh", EXAMPLE / "build.sh", folder / "bundle", folder / "decode"], check=True,
+        env={**os.environ, "PYTHON": sys.executable, "CC": str(toolchain.c_compiler())},
+    )  # fmt: skip
+    return folder / "decode"
+
+
+def test_the_c_example_launches_what_it_says(example: Path) -> None:
+    code, out = run(example)
+    lines = out.splitlines()
+    launches = [line.split(" | ") for line in lines if line.startswith("launch")]
+    assert code == 0 and len(launches) == 4, out  # append, plan, decode and its merge
+    assert launches[2][0] == "launch 1 132 1", "row blocks, parts"
+    assert {launch[3] for launch in launches} == {"stream 0x55"}
+    assert lines[-2] == "wait for 0x55"
+    assert lines[-1] == "out 0.000, lse 0.0000; empty: out 0, lse 0", "nothing was computed"
+
+
+def test_the_c_example_prints_errors(example: Path) -> None:
+    """A failed launch, and, as its README shows, what it is without a driver."""
+    code, out = run(example, "failing")
+    assert code == 1 and "append: RuntimeError: CUDA error 701 (CUDA_ERROR_FAKE): as asked" in out
+    if toolchain.driver_major() is not None:
+        pytest.skip("there is a driver")
+    code, out = run(example, driver=False)
+    readme = (EXAMPLE / "README.md").read_text()
+    assert code == 1 and out.startswith("append: RuntimeError: libcuda.so.1 cannot be used")
+    assert f"```text\n{out}```\n" in readme
 
 
 def test_header_is_cxx_too(program: Path) -> None:
@@ -406,3 +568,47 @@ def test_header_command(built: Report, variant_dir: Path) -> None:
             [*command, name], capture_output=True, text=True, cwd=artifacts.ROOT,
         )  # fmt: skip
         assert done.returncode == code and words in done.stdout
+
+
+WITHOUT_EXCHANGE_API = """
+import os, sys
+os.environ["TVM_FFI_DISABLE_TORCH_C_DLPACK"] = "1"  # it would compile what torch lacks
+import torch
+del torch.Tensor.__dlpack_c_exchange_api__
+def refused(*_, **__):
+    raise AssertionError("Tensor.__dlpack__ was called")
+torch.Tensor.__dlpack__ = refused
+import tvm_ffi
+from snapmla import launch
+
+for dtype in (torch.int32, torch.uint8, torch.bfloat16, torch.float32):
+    whole = torch.zeros(6, 8, dtype=dtype)
+    made = launch.as_argument(whole[1:5, ::2])
+    assert tuple(made.shape) == (4, 4) and tuple(made.strides) == (8, 2)
+    assert made.data_ptr() == whole[1:5].data_ptr()
+merge = tvm_ffi.load_module(sys.argv[1])["snapmla_merge_obf16_sm90a"]
+tensors = [torch.zeros(4, 64, 512), torch.zeros(4, 64), torch.zeros(3, dtype=torch.int32),
+           torch.zeros(2, 1, 64, 512, dtype=torch.bfloat16), torch.zeros(2, 64, 1)]
+for given in (tensors, [launch.as_argument(t) for t in tensors]):
+    try:
+        merge(*given, 1.0, 0.0)
+    except ValueError as error:
+        assert "device_type" in str(error), error  # all the rest is right
+    else:
+        raise AssertionError("a kernel ran on CPU tensors")
+print("right")
+"""
+
+
+def test_arguments_of_a_torch_without_the_exchange_api(program: Path, variant_dir: Path) -> None:
+    """Before torch 2.10 ``Tensor.__dlpack__`` is what is left, and it synchronises streams.
+
+    In 2.9 it makes the default stream wait, which no capture allows, and refuses tensors of a GPU
+    that is not the current one.
+    """
+    library = artifacts.paths(variant_dir, MERGE)["so"]
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_EXCHANGE_API, str(library)], capture_output=True, text=True,
+        cwd=artifacts.ROOT,
+    )  # fmt: skip
+    assert done.returncode == 0 and done.stdout == "right\n", done.stderr

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -11,8 +14,9 @@ from codegen import closure, matrix, render, toolchain
 from codegen.__main__ import app
 from dsl_kernels import registry
 from dsl_kernels.common import budget as bud
+from dsl_kernels.families import ARCHS
 from dsl_kernels.families.fp8_decode import PAGE_SIZES, PIPELINES, ROW_TILES
-from dsl_kernels.spec import VariantSpec, cluster_of, decode_spec
+from dsl_kernels.spec import AXES, VariantSpec, cluster_of, decode_spec
 
 
 def test_decode_axes_are_complete() -> None:
@@ -148,3 +152,64 @@ def test_every_decode_variant_declares_a_budget_that_fits() -> None:
 def test_infeasible_points(changes: dict[str, Any], reason: str) -> None:
     spec = VariantSpec(op="decode", pipeline="etap", **changes)
     assert reason in (matrix.exclusion(spec) or "")
+
+
+# ---------------------------------------------------------------------------- the test set
+
+
+@pytest.mark.skipif(not toolchain.have_compiler(), reason="feasible() imports the compiler")
+@pytest.mark.parametrize("arch", ARCHS)
+def test_the_test_set_shows_every_value_of_every_axis(arch: str) -> None:
+    every, chosen = matrix.default_specs(arch), matrix.sample_specs(arch)
+    for op in {spec.op for spec in every}:
+        for axis in AXES[op]:
+            values = {getattr(s, axis) for s in every if s.op == op}
+            assert {getattr(s, axis) for s in chosen if s.op == op} == values, (op, axis)
+    rows = {(s.pipeline, s.row_tile) for s in every if s.op == "decode"}
+    assert {(s.pipeline, s.row_tile) for s in chosen if s.op == "decode"} == rows
+    assert {s for s in every if s.op != "decode"} <= set(chosen)
+    assert chosen == [s for s in every if s in set(chosen)] == matrix.sample_specs(arch)
+
+
+@pytest.mark.skipif(not toolchain.have_compiler(), reason="feasible() imports the compiler")
+def test_the_test_set_is_small_and_what_most_calls_take() -> None:
+    decodes = [s for s in matrix.sample_specs("sm_90a") if s.op == "decode"]
+    rows = {(s.pipeline, s.row_tile) for s in decodes}
+    assert {decode_spec(str(p), r, 64, "bf16") for p, r in rows} <= set(decodes)
+    others = len(PAGE_SIZES) - 1 + len(matrix.OUT_DTYPES) - 1
+    assert len(decodes) <= len(rows) + others
+
+
+def test_a_sample_of_unusual_variants_is_a_cover_too() -> None:
+    """Without any variant on 64-token pages with bf16 results."""
+    every = [
+        decode_spec(pipeline, row_tile, page_size, "f32")
+        for pipeline in PIPELINES
+        for row_tile in ROW_TILES
+        for page_size in (16, 128)
+    ]
+    chosen = matrix.sample(every)
+    assert {(s.pipeline, s.row_tile) for s in chosen} == {(s.pipeline, s.row_tile) for s in every}
+    assert {s.page_size for s in chosen} == {16, 128}
+    assert len(chosen) == len(PIPELINES) * len(ROW_TILES), "no more than the pairs ask for"
+    assert matrix.sample([]) == []
+
+
+@pytest.mark.skipif(not toolchain.have_compiler(), reason="feasible() imports the compiler")
+def test_the_switch_takes_the_whole_matrix() -> None:
+    """Without it the test set; tests that are marked so run with it only."""
+    every = {s.name for s in matrix.default_specs("sm_90a", "decode_*")}
+    sample = {s.name for s in matrix.sample_specs("sm_90a") if s.op == "decode"}
+    for switch, names in (([], sample), (["--whole-matrix"], every)):
+        done = subprocess.run(
+            [
+                sys.executable, "-m", "pytest", "--collect-only", "-q", *switch,
+                "tests/test_softgpu_variants.py", "tests/test_decode_edges.py",
+            ],
+            capture_output=True, text=True, cwd=closure.ROOT.parent,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout
+        found = re.findall(r"::test_clean_and_right\[(decode_\w+)\]", done.stdout)
+        assert set(found) == names and len(found) == len(names)
+        marked = "test_lengths_beyond_the_block_table_end_with_it[dual_wg-64-16-3-cpu]"
+        assert (marked in done.stdout) == bool(switch)

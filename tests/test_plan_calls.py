@@ -6,14 +6,17 @@ argument to a call that is otherwise complete, and wants the message of the full
 
 from __future__ import annotations
 
+import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import snapmla
+import softgpu
 from codegen import toolchain
-from snapmla import attention, selfcheck
+from snapmla import attention, env, flash_mla_fp8, launch, runtime, selfcheck
 
 pytestmark = pytest.mark.skipif(not toolchain.have_compiler(), reason="needs nvidia-cutlass-dsl")
 HEADS, WIDTH, SCALE = 16, 4, 192**-0.5
@@ -113,12 +116,22 @@ def test_complete_call_takes_the_quick_way(monkeypatch: pytest.MonkeyPatch) -> N
     def reached(*_: object) -> None:
         raise AssertionError("the full checks ran")
 
-    monkeypatch.setattr(attention, "_checked", reached)
+    monkeypatch.setattr(attention, "checked", reached)
     out, lse = snapmla.decode(**call)
     assert out is call["out"] and lse is call["lse"] and out.abs().sum() > 0
     fresh, _ = snapmla.decode(**{**call, "out": None, "lse": None, "out_dtype": torch.float32})
     assert fresh.dtype == torch.float32
-    torch.testing.assert_close(fresh, out.float(), atol=2e-2, rtol=1e-2)
+    assert torch.equal(fresh.bfloat16(), out), "the same fp32 values, rounded at the very end"
+
+
+@pytest.mark.parametrize("width", [WIDTH - 1, WIDTH + 1])
+def test_the_table_is_as_wide_as_planned(width: int) -> None:
+    """Kernels clamp lengths by the table's own width, plans by the one they were told."""
+    call = complete_call()
+    table = torch.zeros(2, width, dtype=torch.int32)
+    with pytest.raises(ValueError, match=f"^block_table: expected a width of {WIDTH}, .*{width}"):
+        snapmla.decode(**{**call, "block_table": table})
+    assert not call["out"].any()
 
 
 def test_strided_block_table_is_fine() -> None:
@@ -130,15 +143,90 @@ def test_strided_block_table_is_fine() -> None:
     assert torch.equal(out, call["out"])
 
 
-def test_a_failing_kernel_is_reported_as_it_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    call = complete_call()
+@pytest.mark.parametrize(
+    "error",
+    [RuntimeError("CUDA error 700"), ValueError("Mismatched"), TypeError("no"), KeyError(1)],
+)
+def test_a_failing_kernel_is_called_once(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    """And reported as it failed, also by words that otherwise tell of a wrong argument."""
+    call, calls = complete_call(), []
+
+    def failing(*_: object) -> None:
+        calls.append(1)
+        raise error
+
+    monkeypatch.setattr(attention, "_kernel", lambda *_: failing)
+    for changes in ({}, {"out": None, "lse": None}, {"pipeline": call["plan"].pipeline}):
+        calls.clear()
+        with pytest.raises(type(error)) as caught:
+            snapmla.decode(**{**call, **changes})
+        assert caught.value is error and calls == [1]
+        assert error.__cause__ is None and error.__context__ is None
+
+
+def test_a_fault_ends_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The software GPU stops in the first decode grid; no other grid is started."""
+    call, grids = complete_call(), []
+    run = softgpu.machine.Machine.run
+    monkeypatch.setattr(
+        softgpu.machine.Machine, "run", lambda machine: grids.append(1) or run(machine)
+    )
+    with (
+        softgpu.using(softgpu.Options(max_instructions=500)),
+        pytest.raises(softgpu.SoftGpuError, match="^stopped after"),
+    ):
+        snapmla.decode(**call)
+    assert grids == [1]
+
+
+def test_a_kernel_that_does_not_compile_is_compiled_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    call, asked = complete_call(), []
+    monkeypatch.setattr(env, "variant_dirs", lambda: [tmp_path])
+
+    def broken(spec: object) -> None:
+        asked.append(spec)
+        raise snapmla.errors.VariantError("it did not compile")
+
+    monkeypatch.setattr(runtime, "compile_variant", broken)
+    monkeypatch.setattr(runtime, "_jit_refusal", lambda: None)
+    runtime.forget()
+    with pytest.raises(snapmla.errors.VariantError, match="^it did not compile"):
+        snapmla.decode(**call)
+    runtime.forget()
+    assert len(asked) == 1
+
+
+def test_a_stale_plan_is_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    call, compared = complete_call(), []
+    call["plan"] = dataclasses.replace(call["plan"], check_stale=True)
+    check = snapmla.DecodePlan.check
+    monkeypatch.setattr(
+        snapmla.DecodePlan,
+        "check",
+        lambda plan, lengths: compared.append(1) or check(plan, lengths),
+    )
+    call["cache_seqlens"] = call["cache_seqlens"] - 1
+    with pytest.raises(ValueError, match=r"^plan: expected the lengths it was last updated for"):
+        snapmla.decode(**call)
+    assert compared == [1]
+
+
+def test_a_failure_beside_a_wrong_argument_stays_in_sight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the exported function refuses is told in our words alone; a failure is the cause."""
+    call = {**complete_call(), "lse": torch.zeros(2, HEADS, 3)}
 
     def failing(*_: object) -> None:
         raise RuntimeError("CUDA error 700")
 
-    monkeypatch.setattr(attention, "_kernel", lambda *_: failing)
-    with pytest.raises(RuntimeError, match="CUDA error 700"):
+    with pytest.raises(ValueError, match="^lse: expected shape") as caught:
         snapmla.decode(**call)
+    assert caught.value.__cause__ is None and caught.value.__suppress_context__
+    monkeypatch.setattr(attention, "_kernel", lambda *_: failing)
+    with pytest.raises(ValueError, match="^lse: expected shape") as caught:
+        snapmla.decode(**call)
+    assert str(caught.value.__cause__) == "CUDA error 700"
 
 
 def test_several_gpus_take_the_quick_way_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,10 +234,32 @@ def test_several_gpus_take_the_quick_way_too(monkeypatch: pytest.MonkeyPatch) ->
     call = complete_call()
     monkeypatch.setattr(attention.launch, "several_gpus", lambda: True)
     checked = []
-    full = attention._checked
-    monkeypatch.setattr(attention, "_checked", lambda *a: checked.append(1) or full(*a))
+    full = attention.checked
+    monkeypatch.setattr(attention, "checked", lambda *a: checked.append(1) or full(*a))
     snapmla.decode(**call)
     assert not checked and call["out"].abs().sum() > 0
     with pytest.raises(ValueError, match="lse: expected a tensor on cpu, got meta"):
         snapmla.decode(**{**call, "lse": call["lse"].to("meta")})
     assert checked
+
+
+def test_capture_is_asked_of_the_tensors_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two GPUs the second's stream is captured, and the first is current."""
+    current = [0]
+
+    class Device:
+        def __init__(self, device: torch.device) -> None:
+            self.index = device.index
+
+        def __enter__(self) -> None:
+            self.before, current[0] = current[0], self.index
+
+        def __exit__(self, *_: object) -> None:
+            current[0] = self.before
+
+    monkeypatch.setattr(torch.cuda, "device", Device)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: current[0] == 1)
+    monkeypatch.setattr(launch, "several_gpus", lambda: True)
+    assert [launch.capturing(torch.device("cuda", i)) for i in (0, 1)] == [False, True]
+    assert not launch.capturing(torch.device("cpu")) and current == [0]
+    assert flash_mla_fp8._stream_of(torch.device("cuda", 1)) is None

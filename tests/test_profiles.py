@@ -379,7 +379,7 @@ def test_bad_requests_are_explained() -> None:
     for words, expected in (
         (["--dry-run"], "nothing to run"),
         (["nosuch", "--dry-run"], "nosuch"),
-        (["tiny", "--backends", "cudnn"], "cudnn"),
+        (["tiny", "--backends", "cudnn", "--device", "cpu"], "cudnn"),
         (["tiny", "--dry-run", "--card", "A100"], "A100"),
     ):
         result = CliRunner().invoke(bench.app, words)

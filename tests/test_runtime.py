@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import os
+import random
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +15,8 @@ from pathlib import Path
 import pytest
 
 from codegen import artifacts, closure, toolchain
+from codegen import compile as compiler
+from codegen.precompile import precompile
 from dsl_kernels.spec import VariantSpec, decode_spec
 from snapmla import env, runtime
 from snapmla.errors import VariantError
@@ -227,6 +232,120 @@ def test_a_broken_record_is_no_record(folder: Path, text: str) -> None:
     assert runtime.find(SPEC) is None and runtime.available() == []
 
 
+MERGE = VariantSpec(op="merge")
+DAMAGE = {
+    "empty": lambda data: b"",
+    "truncated": lambda data: data[: len(data) // 2],
+    "random": lambda data: random.Random(0).randbytes(len(data)),
+    "one bit": lambda data: data[:-1] + bytes([data[-1] ^ 1]),
+}
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory, variant_dir: Path) -> Path:
+    """A directory with one variant of each of two ops, as built."""
+    target = tmp_path_factory.mktemp("sound")
+    specs = [MERGE, VariantSpec(op="plan_decode")]
+    precompile(specs, variant_dir, jobs=1)
+    for spec in specs:
+        for path in variant_dir.glob(f"{spec.name}.*"):
+            shutil.copy(path, target / path.name)
+    return target
+
+
+@pytest.fixture
+def copied(sound: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The same, to be damaged; the only directory of variants."""
+    shutil.copytree(sound, tmp_path / "variants")
+    monkeypatch.setattr(env, "variant_dirs", lambda: [tmp_path / "variants"])
+    monkeypatch.setattr(env, "compile_dir", lambda: tmp_path / "variants")
+    return tmp_path / "variants"
+
+
+def read(suffix: str) -> bool:
+    """Whether the GPU's side reads a file with this suffix; the software GPU reads the others."""
+    return suffix in ("so", "json")
+
+
+@needs_compiler
+@pytest.mark.parametrize("suffix", ["o", "ptx", "so", "json"])
+@pytest.mark.parametrize("how", [*DAMAGE, "of another variant"])
+def test_a_damaged_file_is_named(copied: Path, no_jit: None, how: str, suffix: str) -> None:
+    path = copied / f"{MERGE.name}.{suffix}"
+    sound = runtime.find(MERGE)
+    if not path.exists():
+        pytest.skip("nothing can be linked here")
+    if how == "of another variant":
+        shutil.copy(copied / f"plan_decode_sm90a.{suffix}", path)
+    else:
+        path.write_bytes(DAMAGE[how](path.read_bytes()))
+    with pytest.raises(VariantError) as caught:
+        runtime.find_or_build(MERGE, need_library=read(suffix))
+    text = str(caught.value)
+    assert text.startswith(f"{path} is damaged: ") and "\n" not in text
+    assert "SNAPMLA_NO_JIT forbids compiling" in text
+    assert f"`python -m codegen build {MERGE.name} --out {copied}`" in text
+    if suffix != "json":
+        assert sound is not None
+        with pytest.raises(VariantError, match=f"^{re.escape(str(path))} is damaged: "):
+            runtime.load(sound, "cuda" if read(suffix) else "cpu")
+
+
+@needs_compiler
+@pytest.mark.parametrize("suffix", ["ptx", "so", "json"])
+def test_a_damaged_file_is_built_anew(
+    copied: Path, sound: Path, caplog: pytest.LogCaptureFixture, suffix: str
+) -> None:
+    """... by what the error advises, too, which is the command that the run-time compiler calls."""
+    path = copied / f"{MERGE.name}.{suffix}"
+    if not path.exists():
+        pytest.skip("nothing can be linked here")
+    path.write_bytes(path.read_bytes()[:100])
+    with caplog.at_level(logging.WARNING, logger="snapmla"):
+        found = runtime.find_or_build(MERGE, need_library=read(suffix))
+    assert f"{path} is damaged: " in caplog.text
+    assert runtime.damage(found, True) is runtime.damage(found, False) is None
+    for file in (f"{MERGE.name}.{kind}" for kind in ("o", "ptx", "so")):
+        assert (copied / file).read_bytes() == (sound / file).read_bytes(), file
+
+
+@needs_compiler
+@pytest.mark.parametrize("change", [{"arguments": None}, {"shared_plan": 3}, {"flavour": None}])
+def test_an_edited_record_is_damaged(copied: Path, no_jit: None, change: dict) -> None:
+    path = copied / f"{MERGE.name}.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(VariantError, match=f"^{re.escape(str(path))} is damaged: "):
+        runtime.find_or_build(MERGE, need_library=False)
+
+
+@needs_compiler
+def test_a_build_without_checksums_is_taken_as_it_is(copied: Path, no_jit: None) -> None:
+    """Of an older version, whose record has none; ``precompile`` builds it anew."""
+    path = copied / f"{MERGE.name}.json"
+    record = json.loads(path.read_text())
+    del record["checksums"], record["digest"]
+    record["arguments"] = None
+    path.write_text(json.dumps(record))
+    found = runtime.find_or_build(MERGE, need_library=False)
+    assert found.checksums == {} and runtime.load(found, "cpu").names.arguments == ()
+    assert compiler.up_to_date(MERGE, copied, False) is None
+
+
+@needs_compiler
+def test_a_damaged_library_of_a_bundle_is_not_loaded(copied: Path, no_jit: None) -> None:
+    record = json.loads((copied / f"{MERGE.name}.json").read_text())
+    library = copied / f"{MERGE.name}.so"
+    if not library.exists():
+        pytest.skip("nothing can be linked here")
+    record["sha256"] = record.pop("checksums")["so"]
+    (copied / f"{MERGE.name}.json").unlink()
+    (copied / runtime.BUNDLE).write_text(json.dumps({"variants": [record]}))
+    assert runtime.find_or_build(MERGE, need_library=True).library == library
+    library.write_bytes(library.read_bytes()[:-1])
+    with pytest.raises(VariantError, match=r"is damaged: .*: unpack the bundle again$"):
+        runtime.find_or_build(MERGE, need_library=True)
+
+
 @pytest.mark.parametrize("checkout", [True, False])
 @pytest.mark.parametrize("chosen", ["", "mine"])
 def test_codegen_writes_where_the_runtime_looks_first(
@@ -237,3 +356,15 @@ def test_codegen_writes_where_the_runtime_looks_first(
     monkeypatch.setattr(env, "is_checkout", lambda: checkout)
     monkeypatch.setattr(artifacts, "is_checkout", lambda: checkout)
     assert artifacts.default_dir() == env.compile_dir()
+
+
+def test_the_nearest_variant_is_of_the_same_op(folder: Path) -> None:
+    """Of the same architecture too; then the one that differs in the fewest axes."""
+    other_op, other_arch = VariantSpec(op="merge"), decode_spec("etap", 64, 64, "bf16", "sm_100a")
+    for spec in (other_op, other_arch):
+        place(folder, spec)
+    assert runtime.nearest(SPEC) is None
+    far, near = decode_spec("etap", 16, 16, "bf16"), decode_spec("etap", 64, 128, "bf16")
+    for spec in (far, near):
+        place(folder, spec)
+    assert runtime.nearest(SPEC) == near.name

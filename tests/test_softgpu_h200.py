@@ -1,8 +1,8 @@
 """The software GPU against the record of an H200 (``tests/data/softgpu_h200.npz``), bit for bit.
 
-Here run: all 10^7 recorded accumulators of the wgmma forms, all helper kernels, a decode variant of
-each pipeline and row tile, and a few binades of the special functions.  The whole record, which
-holds every decode variant and all 2^32 arguments of each special function, takes minutes:
+Here run: all 10^7 recorded accumulators of the wgmma forms, the run's variants (a decode variant of
+each pipeline and row tile among them), and a few binades of the special functions.  The whole
+record, which holds every variant and all 2^32 arguments of each special function, takes minutes:
 
     python -m profiles.record_softgpu replay --all
 """
@@ -15,19 +15,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from codegen import matrix, toolchain
-from dsl_kernels.spec import VariantSpec
+from codegen import toolchain
+from codegen.precompile import Report
+from dsl_kernels.spec import VariantSpec, decode_spec
 from profiles import record_softgpu, vectors
-from profiles.record_softgpu import COMMAND, Record, SoftGpu, Tally, sampled
+from profiles.record_softgpu import COMMAND, Record, SoftGpu, Tally
 from snapmla import accumulate_np
 from softgpu import Options, exact, mufu
 from softgpu.testing import aligned, launch
 
-HAVE = toolchain.have_compiler()  # without it nothing is known of the matrix, and all is skipped
-NAMES = [s.name for s in matrix.default_specs("sm_90a")] if HAVE else []
-HELPERS = [n for n in NAMES if not n.startswith("decode_")]
-DECODES = [n for n in NAMES if n.startswith("decode_")]
-compiled = pytest.mark.skipif(not HAVE, reason="needs nvidia-cutlass-dsl")
+compiled = pytest.mark.skipif(not toolchain.have_compiler(), reason="needs nvidia-cutlass-dsl")
 
 
 @pytest.fixture(scope="module")
@@ -105,12 +102,11 @@ def test_wgmma(record: Record, form: vectors.WgmmaForm) -> None:
 
 
 @compiled
-def test_every_form_in_use_is_recorded(variant_dir: Path) -> None:
-    """wgmma and approximate functions in the PTX of the built variants."""
+def test_every_form_in_use_is_recorded(built: Report, variant_dir: Path) -> None:
+    """wgmma and approximate functions in the PTX of the run's variants."""
     found, approximate = set(), set()
-    for name in NAMES:
-        path = variant_dir / f"{name}.ptx"
-        text = path.read_text() if path.is_file() else ""
+    for name in built.records:
+        text = (variant_dir / f"{name}.ptx").read_text()
         approximate.update(re.findall(r"\b\w+\.approx[\w.]*", text))
         for call in re.findall(r"wgmma\.mma_async[^;]*;", text):
             shape = re.match(r"wgmma\S*\.m64n(\d+)k\d+\.f32\.(\w+)\.(\w+)", call)
@@ -119,9 +115,7 @@ def test_every_form_in_use_is_recorded(variant_dir: Path) -> None:
             numbers = re.findall(r",(-?\d+)", operands)  # scales, then transpositions
             assert numbers[:2] == ["1", "1"] and set(numbers[2:]) <= {"0"}, call
             found.add(vectors.WgmmaForm(int(shape[1]), shape[2] == "e4m3", operands[1] == "{"))
-    if not found:
-        pytest.skip("no decode variant is built")
-    assert found <= set(vectors.WGMMA_FORMS), found - set(vectors.WGMMA_FORMS)
+    assert found and found <= set(vectors.WGMMA_FORMS), found - set(vectors.WGMMA_FORMS)
     assert approximate == set(vectors.MUFU_OPS.values())
 
 
@@ -136,16 +130,16 @@ def test_a_wrong_model_is_noticed(record: Record, monkeypatch: pytest.MonkeyPatc
 
 
 @compiled
-@pytest.mark.parametrize("name", HELPERS)
-def test_helper_kernels(record: Record, name: str) -> None:
-    assert_equal(record_softgpu.replay_variant(record, recorded(record, name)))
+@pytest.mark.variants("[!d]*_sm90a")
+def test_helper_kernels(record: Record, spec: VariantSpec) -> None:
+    assert_equal(record_softgpu.replay_variant(record, recorded(record, spec.name)))
 
 
 @compiled
-@pytest.mark.parametrize("name", sampled(DECODES))
-def test_decode(record: Record, name: str) -> None:
+@pytest.mark.variants("decode_*_sm90a")
+def test_decode(record: Record, spec: VariantSpec) -> None:
     """No row is excepted: P never rounds another way."""
-    tally = record_softgpu.replay_variant(record, recorded(record, name))
+    tally = record_softgpu.replay_variant(record, recorded(record, spec.name))
     assert tally.results > 200
     assert_equal(tally)
 
@@ -158,7 +152,7 @@ def test_one_step_of_a_probability_is_noticed(
     monkeypatch.setitem(
         mufu.FUNCTIONS, "ex2", lambda x: np.exp2(x.astype(np.float64)).astype(np.float32)
     )
-    name = next(n for n in sampled(DECODES) if "etap_r16" in n)
+    name = decode_spec("etap", 16, 64, "f32").name
     case = vectors.kernel_cases(recorded(record, name))[0]
     from snapmla import runtime
 

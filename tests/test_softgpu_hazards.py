@@ -635,11 +635,14 @@ def test_fixture_runs_every_schedule(pytester: pytest.Pytester) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ({"asynchronous": ("soon",)}, "asynchronous: early, late or random, got 'soon'"),
+        (
+            {"asynchronous": ("soon",)},
+            "asynchronous: expected one of early, late, random, got 'soon'",
+        ),
         ({"asynchronous": "late"}, "are sequences"),
         ({"seeds": 3}, "are sequences"),
         ({"seeds": ()}, "at least one"),
-        ({"hazards": "loud"}, "hazards: off, raise or collect"),
+        ({"hazards": "loud"}, "hazards: expected one of off, raise, collect, got 'loud'"),
         ({"accumulate": "blackwell"}, "accumulate is one of"),
     ],
 )

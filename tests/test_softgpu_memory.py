@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from softgpu import DescriptorError, MemoryFault, Options
+from softgpu.memory import GlobalMemory
 from softgpu.ops.tma import TensorMap, decode_map
 from softgpu.testing import aligned, launch
 
@@ -95,6 +96,15 @@ def test_faults_say_what_and_where(body: str, text: str) -> None:
     with pytest.raises(MemoryFault, match=text) as error:
         launch(body, [aligned(32, np.uint32)], smem=4096)
     assert "PTX line" in str(error.value) and "warp 0" in str(error.value)
+
+
+def test_address_0_is_no_memory() -> None:
+    """numpy would make memory of its own for it, and every access would be in bounds."""
+    memory = GlobalMemory()
+    memory.add("empty", 0, 0)
+    with pytest.raises(MemoryFault, match=r"^content uint8\[2\]: 2 bytes at address 0: .*freed"):
+        memory.add("content uint8[2]", 0, 2)
+    assert not memory.regions
 
 
 def test_a_single_bad_lane_is_named() -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +19,7 @@ import softgpu.testing
 from codegen import toolchain
 from dsl_kernels.spec import VariantSpec
 from snapmla import runtime, selfcheck
+from softgpu import accumulate
 from softgpu.__main__ import main
 from softgpu.runtime import as_cuda, link
 
@@ -172,6 +176,49 @@ def test_command_line_refuses(
     monkeypatch.setenv("NO_COLOR", "1")
     assert main(line.split()) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "value", "said"), [
+    ("SEED", "abc", "a whole number, got 'abc'"), ("ASYNC", "foo", "one of early, late, random"),
+    ("HAZARDS", "on", "one of off, raise, collect"), ("ACCUMULATE", "x", "one of "),
+])  # fmt: skip
+@pytest.mark.parametrize("command", ["run", "check"])
+def test_command_line_refuses_an_environment_of_no_meaning(
+    append: runtime.Artifact, command: str, name: str, value: str, said: str
+) -> None:
+    """In one sentence, not at the end of a traceback."""
+    done = subprocess.run(
+        [sys.executable, "-m", "softgpu", command, append.name, "--dir", str(append.directory)],
+        capture_output=True, text=True, env={**os.environ, f"SOFTGPU_{name}": value},
+    )  # fmt: skip
+    assert done.returncode == 2 and not done.stdout
+    assert done.stderr.startswith(f"SOFTGPU_{name}: expected {said}")
+    assert done.stderr.count("\n") == 1
+
+
+def test_run_takes_what_the_environment_says(
+    append: runtime.Artifact, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """... unless the command line says otherwise."""
+    seen: list[softgpu.Options] = []
+
+    def check(*_: object) -> selfcheck.Result:
+        seen.append(softgpu.loader._override.options)
+        return selfcheck.Result(True, "")
+
+    monkeypatch.setattr(selfcheck, "check", check)
+    for name, value in {
+        "ASYNC": "late",
+        "SEED": "3",
+        "HAZARDS": "1",
+        "ACCUMULATE": "exact",
+    }.items():
+        monkeypatch.setenv(f"SOFTGPU_{name}", value)
+    words = ["run", append.name, "--dir", str(append.directory)]
+    assert main(words) == main([*words, "--seed", "-1", "--async", "random"]) == 0
+    exact = accumulate.BY_NAME["exact"]
+    facts = [(o.asynchronous, o.seed, o.hazards, o.accumulate) for o in seen]
+    assert facts == [("late", 3, "raise", exact), ("random", None, "raise", exact)]
 
 
 def test_coverage_reports_what_is_missing(

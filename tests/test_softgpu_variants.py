@@ -1,4 +1,4 @@
-"""Every shipped variant, from its object, on the software GPU with the hazard check on.
+"""Every variant of the run, from its object, on the software GPU with the hazard check on.
 
 Decodes run behind the planning kernel as a dependent launch and are merged by the merge kernel;
 lengths are ragged with 0, pools and buffers are poisoned, sequences are split in two.
@@ -8,42 +8,53 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from codegen import matrix, toolchain
+from codegen import toolchain
 from codegen.precompile import Report
 from dsl_kernels.spec import VariantSpec, decode_spec
-from snapmla import selfcheck
+from snapmla import runtime, selfcheck
 from softgpu import Options, mutate, using
 
-HAVE = toolchain.have_compiler()
-SPECS = matrix.default_specs("sm_90a") if HAVE else []
-pytestmark = pytest.mark.skipif(not HAVE, reason="needs nvidia-cutlass-dsl")
+pytestmark = pytest.mark.skipif(not toolchain.have_compiler(), reason="needs nvidia-cutlass-dsl")
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.name)
-def test_clean_and_right(spec: VariantSpec, variant_dir: Path, built: Report) -> None:
+def up_to_date(spec: VariantSpec) -> Path:
+    """Where the variant and its planner lie, compiled first if need be."""
+    runtime.find_or_build(VariantSpec(op="plan_decode", arch=spec.arch), need_library=False)
+    return runtime.find_or_build(spec, need_library=False).directory
+
+
+@pytest.mark.variants("*")
+def test_clean_and_right(spec: VariantSpec) -> None:
     """Out of order, with copies landing at random, every hazard an error."""
-    workload = selfcheck.Workload(spec, variant_dir)
+    workload = selfcheck.Workload(spec, up_to_date(spec))
     with using(mutate.schedule(0)):
         result = workload.run()
     assert result.passed, result.summary
 
 
+@pytest.mark.variants("merge_*_sm90a")
+def test_a_wrong_merge_is_noticed(spec: VariantSpec) -> None:
+    """Without the hazard check: the comparison alone."""
+    kernel = selfcheck.load(spec, up_to_date(spec))
+
+    def one_row_is_off(*arguments: Any) -> None:
+        kernel(*arguments)
+        out = arguments[3]
+        out[0, 0, 0] *= 1.1
+
+    assert not selfcheck._check_merge(spec, one_row_is_off).passed
+
+
+@pytest.mark.variants("decode_*_sm90a")
 @pytest.mark.parametrize("layout", ["paged", "row640"])
-@pytest.mark.parametrize("page_size", [16, 64])
-@pytest.mark.parametrize(
-    ("pipeline", "row_tile"),
-    [("etap", 16), ("etap", 32), ("etap", 64), ("etap", 128), ("dual_wg", 64), ("dual_wg", 128)],
-)
-def test_layouts(
-    pipeline: str, row_tile: int, page_size: int, layout: str, variant_dir: Path, built: Report
-) -> None:
+def test_layouts(spec: VariantSpec, layout: str) -> None:
     """The strided layouts (``split`` is above), copies as late as they may be."""
-    spec = decode_spec(pipeline, row_tile, page_size, "bf16", "sm_90a")
-    kernel = selfcheck.load(spec, variant_dir)
+    kernel = selfcheck.load(spec, up_to_date(spec))
     torch.manual_seed(1)
     job = selfcheck.DecodeJob(spec, selfcheck.Workload.LENGTHS, layout=layout)
     with using(Options(asynchronous="late", hazards="raise", seed=1)):
@@ -53,14 +64,14 @@ def test_layouts(
 
 
 def test_a_decode_of_three_tiles_takes_seconds(variant_dir: Path, built: Report) -> None:
-    """64 rows, 3 tiles, hazard check on: well under 5 seconds."""
+    """64 rows, 3 tiles, hazard check on: well under 5 seconds of the processor."""
     spec = decode_spec("etap", 64, 64, "bf16", "sm_90a")
     kernel = selfcheck.load(spec, variant_dir)
     job = selfcheck.DecodeJob(spec, (192,), 1)
     with using(Options(hazards="raise")):
         job.run(kernel)  # links and decodes
-        started = time.perf_counter()
+        started = time.process_time()
         result = job.run(kernel)
-        took = time.perf_counter() - started
+        took = time.process_time() - started
     assert job.errors(result).right
     assert took < 5.0

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+import venv
 import zipfile
 from pathlib import Path
 
@@ -23,7 +24,10 @@ def version(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(".")[:2])
 
 
-def test_wheel_holds_every_file(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, set[str]]:
+    """A wheel, and the files of the packages that it was made of."""
+    tmp_path = tmp_path_factory.mktemp("wheel")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     (needs,) = project["build-system"]["requires"]
     if importlib.util.find_spec("setuptools") is None:
@@ -51,9 +55,55 @@ def test_wheel_holds_every_file(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     (wheel,) = tmp_path.glob("*.whl")
+    return wheel, wanted
+
+
+def test_wheel_holds_every_file(built: tuple[Path, set[str]]) -> None:
+    wheel, wanted = built
     packed = set(zipfile.ZipFile(wheel).namelist())
     assert not wanted - packed, "add them to package-data in pyproject.toml"
     others = {name for name in packed - wanted if ".dist-info/" not in name}
     assert not others
     (metadata,) = (name for name in packed if name.endswith("/METADATA"))
     assert "License-Expression: Apache-2.0" in zipfile.ZipFile(wheel).read(metadata).decode()
+
+
+USER = """
+import codegen, dsl_kernels, snapmla, softgpu
+from dsl_kernels.spec import VariantSpec
+from softgpu.options import Options
+
+reveal_type(snapmla.decode)
+snapmla.decode(1)
+Options(seed="x")
+VariantSpec(op=1)
+"""
+
+
+def test_mypy_in_a_users_project_sees_the_types(
+    built: tuple[Path, set[str]], tmp_path: Path
+) -> None:
+    """... of all packages, from the installed wheel; torch is left out, which only costs time."""
+    python = install(built[0], tmp_path / "venv")
+    (tmp_path / "use.py").write_text(USER)
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "--config-file=", "--python-executable", str(python),
+         "--cache-dir", str(tmp_path / "cache"), "use.py"],
+        capture_output=True, text=True, cwd=tmp_path,
+    )  # fmt: skip
+    found = done.stdout.splitlines()
+    assert "import-untyped" not in done.stdout, done.stdout
+    assert 'use.py:6: note: Revealed type is "def (q: snapmla.quant.QuantizedQuery, ' in found[0]
+    assert "cache: snapmla.cache.PagedKVCache, block_table: " in found[0]
+    errors = {int(line.split(":")[1]) for line in found if ": error: " in line}
+    assert errors == {7, 8, 9}, done.stdout
+
+
+def install(wheel: Path, environment: Path) -> Path:
+    """The interpreter of a new environment that holds the wheel and nothing else."""
+    venv.create(environment, with_pip=False)
+    python = environment / "bin" / "python"
+    where = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    purelib = subprocess.run([python, "-c", where], capture_output=True, text=True, check=True)
+    zipfile.ZipFile(wheel).extractall(purelib.stdout.strip())
+    return python

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int64
+from cutlass import Float32, Int32, Int64
 
 from ..dims import KV_LORA_RANK as D
 
@@ -17,6 +18,11 @@ class Results(NamedTuple):
     lse: cute.Tensor  # (b, h, s_q)
     o_accum: cute.Tensor  # (slots, rows_pad, 512)
     lse_accum: cute.Tensor  # (slots, rows_pad)
+
+
+def rows_written(results, call, slot):
+    """Query rows below which results are stored: all, or none if the slot does not exist."""
+    return cutlass.select_(slot < results.o_accum.shape[0], call.rows, Int32(0))
 
 
 @cute.jit
@@ -32,7 +38,7 @@ def finish_row(results, call, batch, slot, row, row_sum, frame):
             s = row // call.num_heads
             final = value * call.lse_factor
             results.lse[batch, row - s * call.num_heads, s] = call.empty_lse if empty else final
-    else:
+    elif slot < results.o_accum.shape[0]:
         results.lse_accum[slot, row] = -Float32.inf if empty else value
     inverse = 1.0 / row_sum
     return Float32(0.0) if empty else inverse

@@ -162,7 +162,7 @@ class PagedTma:
         ]
         kst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
         for i in cutlass.range(span[0], span[1], unroll=1):
-            batch, first, last = (work.work_items[i, x] for x in range(3))
+            batch, first, last, _ = self.work.item_at(work, i)
             page = self.work.page_of(work, batch, first, lane, num_pages)
             for tile in cutlass.range(first, last, unroll=1):
                 now = page
@@ -198,7 +198,7 @@ class PagedTma:
         planes = [part(x, tiles, p.width) for p, x, tiles in self._planes(st, "q", loaded, layouts)]
         qst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.q_stages)
         for i in cutlass.range(span[0], span[1], unroll=1):
-            batch = work.work_items[i, 0]
+            batch, _, _, _ = self.work.item_at(work, i)
             q_pipe.producer_acquire(qst)
             bar = q_pipe.producer_get_barrier(qst)
             for x in cutlass.range_constexpr(len(planes)):

@@ -15,7 +15,10 @@ from typing import NamedTuple
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
+from .. import compat
+
 LOG2E = math.log2(math.e)
+NOWHERE = 2**31 - 1  # slot of an item whose results are not stored
 
 
 class Work(NamedTuple):
@@ -51,6 +54,29 @@ class WorkList:
         self.tiles_of_page = max(page_size // tile, 1)
 
     @cute.jit
+    def items_of(self, work, part):
+        """(first, end) of a part's items; inside the work list whatever ``part_begin`` holds."""
+        items = work.work_items.shape[0]
+        first, end = work.part_begin[part], work.part_begin[part + 1]
+        return compat.at_most(first, items), compat.at_most(end, items)
+
+    @cute.jit
+    def item_at(self, work, i):
+        """(sequence, first tile, end tile, slot) of item ``i``, safe whatever the work list holds.
+
+        Every role reads items here, and so they agree about tiles, which are those of the block
+        table.  An item that begins outside of it, or of a sequence that is not there, has no tiles
+        and goes nowhere, as has an item whose slot does not exist (``epilogue.rows_written``).
+        """
+        batch, first, last, slot = (work.work_items[i, x] for x in range(4))
+        tiles = cute.ceil_div(work.block_table.shape[1] * self.page_size, self.tile)
+        last = compat.at_most(last, tiles)
+        there = compat.unsigned(batch) < compat.unsigned(work.cache_seqlens.shape[0])
+        if not (there & (compat.unsigned(first) <= compat.unsigned(tiles))):
+            batch, last, slot = Int32(0), first, Int32(NOWHERE)
+        return batch, first, last, slot
+
+    @cute.jit
     def page_of(self, work, batch, tile, lane, num_pages):
         """Page id of this lane's box of ``tile`` (lanes repeat), clamped: ids past the sequence's
         end may be anything, and their tokens are masked later."""
@@ -59,8 +85,7 @@ class WorkList:
         else:
             index = tile * self.boxes + lane % self.boxes
         last = work.block_table.shape[1] - 1
-        index = index if index < last else last
-        page = work.block_table[batch, index]
+        page = work.block_table[batch, compat.at_most(index, last)]
         page = page if page > 0 else Int32(0)
         return page if page < num_pages else num_pages - 1
 

@@ -112,7 +112,7 @@ class Parts:
             cluster=spec.cluster, q_warps=q_warps, k_warps=k_warps,
         )  # fmt: skip
         self.scales = TokenScales(TILE, stages, self.work.box)
-        self.triples = ScaleTriples(self.scales, scale_warp)
+        self.triples = ScaleTriples(self.scales, self.work, scale_warp)
         self.score = ScoreMma(self.rows, few_rows)
 
     @property
@@ -219,7 +219,7 @@ class Fp8Decode:
         q_pipe, k_pipe = self.parts.loads.pipes(st)
 
         cute.arch.griddepcontrol_wait()  # q, the cache and the plan come from the kernels before
-        span = (gmem.work.part_begin[part], gmem.work.part_begin[part + 1])
+        span = self.parts.work.items_of(gmem.work, part)
         if wg == 0:
             cute.arch.setmaxregister_decrease(self.pipeline.producer_regs)
             if warp_id == 0:

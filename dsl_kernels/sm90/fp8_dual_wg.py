@@ -40,7 +40,7 @@ from cutlass.cute.nvgpu import warp, warpgroup
 
 from ..common import budget as bud
 from ..common.barriers import warps_meet
-from ..common.epilogue import finish_row, write_pair
+from ..common.epilogue import finish_row, rows_written, write_pair
 from ..common.frames import NEVER, move_frame
 from ..common.smem import array, staged, struct_of
 from ..common.types import F8, ROW_MAJOR, U16
@@ -178,7 +178,7 @@ class DualWg:
         )
         qst, ka, pst = consumer(1), consumer(self.stages), consumer(PAIR_BUFFERS)
         for i in cutlass.range(span[0], span[1], unroll=1):
-            batch, first, last, slot = (gmem.work.work_items[i, x] for x in range(4))
+            batch, first, last, slot = self.parts.work.item_at(gmem.work, i)
             for x in cutlass.range_constexpr(2):
                 factor[x], limit[x] = self.parts.row_facts(gmem, call, batch, first_row + 8 * x)
             ragged_from = self.parts.work.ragged_from(gmem.work, call, batch)
@@ -407,6 +407,7 @@ class DualWg:
         tidx, _, _ = cute.arch.thread_idx()
         row_block, _, _ = cute.arch.block_idx()
         quad, local = tidx % 4, self.thread_row()
+        rows = rows_written(results, call, slot)
         sums = st.sums.get_tensor(cute.make_layout((ROWS, 2)))
         for i in cutlass.range_constexpr(2):
             mine = l_run[i]
@@ -422,7 +423,7 @@ class DualWg:
             inverse = Float32(0.0) if total == 0.0 else inverse
             if me == 0 and quad == 0:
                 finish_row(results, call, batch, slot, row, total, m_ref[i])
-            if row < call.rows:
+            if row < rows:
                 for d in cutlass.range_constexpr(4):
                     for j in cutlass.range_constexpr(8):
                         v, pair = 4 * j + 2 * i, cute.make_rmem_tensor((2,), Float32)

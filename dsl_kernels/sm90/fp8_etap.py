@@ -47,7 +47,7 @@ from cutlass.cute.nvgpu import warp, warpgroup
 
 from ..common import budget as bud
 from ..common.barriers import Ring, warps_meet
-from ..common.epilogue import finish_row, write_pair
+from ..common.epilogue import finish_row, rows_written, write_pair
 from ..common.fp8_per_token import safe_reciprocal
 from ..common.frames import NEVER, P_LOG2_MAX, move_frame
 from ..common.smem import array, staged, struct_of
@@ -197,7 +197,6 @@ class Etap:
     def softmax_loop(self, cta: Cta):
         row_block, _, _ = cute.arch.block_idx()
         st, layouts, q_pipe, k_pipe, gmem, call, span = cta
-        items = gmem.work.work_items
         acc_S, frags, p16 = self.softmax_fragments(st, layouts)
         first_row, n_rows = row_block * self.rows_cta, const_expr(self.fragment.rows)
         row_of = self.thread_rows()
@@ -211,7 +210,7 @@ class Etap:
         pst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, P_STAGES)
         inv_phase = Int32(1)
         for i in cutlass.range(span[0], span[1], unroll=1):
-            batch, slot = items[i, 0], items[i, 3]
+            batch, first, last, slot = self.parts.work.item_at(gmem.work, i)
             for x in cutlass.range_constexpr(n_rows):
                 factor[x], limit[x] = self.parts.row_facts(gmem, call, batch, first_row + row_of[x])
             m_ref.fill(NEVER)
@@ -219,7 +218,7 @@ class Etap:
             ragged_from = self.parts.work.ragged_from(gmem.work, call, batch)
             rows_in = (factor, limit, ragged_from)
             q_pipe.consumer_wait(qst)
-            for tile in cutlass.range(items[i, 1], items[i, 2], unroll=1):
+            for tile in cutlass.range(first, last, unroll=1):
                 k_pipe.consumer_wait(kst)
                 self.parts.score.issue(acc_S, frags, qst.index, kst.index)
                 block = self.block_few_rows if const_expr(self.few_rows) else self.block_many_rows
@@ -462,14 +461,13 @@ class Etap:
         kst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
         pst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, P_STAGES)
         inv_phase = Int32(0)
-        items = gmem.work.work_items
         for i in cutlass.range(span[0], span[1], unroll=1):
-            batch, slot = items[i, 0], items[i, 3]
+            batch, first, last, slot = self.parts.work.item_at(gmem.work, i)
             seqlen = self.parts.work.seqlen_of(gmem.work, batch)
             ragged_from = self.parts.work.ragged_from(gmem.work, call, batch)
             for d_block in cutlass.range_constexpr(4):
                 acc_O[d_block].fill(0.0)
-            for tile in cutlass.range(items[i, 1], items[i, 2], unroll=1):
+            for tile in cutlass.range(first, last, unroll=1):
                 k_pipe.consumer_wait(kst)
                 if (tile + 1) * TILE > ragged_from:
                     # whatever lies past the end, or under a NaN scale, must not meet P = 0;
@@ -549,11 +547,12 @@ class Etap:
         inv_s = cute.make_tensor(st.inv.data_ptr(), pad_layout(self.rows_cta))
         INV_RING.wait_full(st, 0, inv_phase)
         channel = half * (D // 2) + wwarp * 16 + 2 * (lane // 4)
+        rows = rows_written(results, call, slot)
         for x in cutlass.range_constexpr(self.rows_cta // 4):
             row = row_block * self.rows_cta + 8 * (x // 2) + 2 * (lane % 4) + x % 2
             v = 4 * (x // 2) + x % 2
             inverse = inv_s[x, lane % 4]
-            if row < call.rows:
+            if row < rows:
                 for d in cutlass.range_constexpr(4):
                     pair = cute.make_rmem_tensor((2,), Float32)
                     pair[0], pair[1] = acc_O[d][v] * inverse, acc_O[d][v + 2] * inverse

@@ -10,6 +10,7 @@ from cutlass import Float32
 from ..common.barriers import Ring
 from ..common.fp8_per_token import TokenScales, safe_reciprocal
 from ..common.smem import array
+from ..common.work_list import WorkList
 from .fragments import padded_size, row_position
 
 
@@ -18,12 +19,13 @@ class ScaleTriples:
 
     Attributes:
         scales: where the scales come from.
+        work: reads the work list.
         wanted: False where a thread has so few tokens that it makes its own.
         ready: announces a stage's triples.
     """
 
-    def __init__(self, scales: TokenScales, wanted: bool):
-        self.scales, self.wanted = scales, wanted
+    def __init__(self, scales: TokenScales, work: WorkList, wanted: bool):
+        self.scales, self.work, self.wanted = scales, work, wanted
         self.tile, self.stages = scales.tile, scales.stages
         self.ready = Ring("sigma", self.stages, {"scale warp": 1})
 
@@ -41,7 +43,8 @@ class ScaleTriples:
         out = st.sigma.get_tensor(cute.make_layout((padded_size(self.tile), 3, self.stages)))
         kst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
         for i in cutlass.range(span[0], span[1], unroll=1):
-            for _ in cutlass.range(work.work_items[i, 1], work.work_items[i, 2], unroll=1):
+            _, begin, end, _ = self.work.item_at(work, i)
+            for _ in cutlass.range(begin, end, unroll=1):
                 k_pipe.consumer_wait(kst)
                 for x in cutlass.range_constexpr(self.tile // 32):
                     token = lane + 32 * x

@@ -20,6 +20,9 @@ o_i is already normalised.  The order of summation depends only on the number of
 within a run, then ascending over runs, so results do not depend on timing.  lse_i = -inf (the
 split saw no token for the row) weighs 0; if all are, out is 0 and lse is ``empty_lse``.  A NaN
 lse_i makes out and lse NaN.  The grid depends on shapes alone: lengths live on the device.
+
+Bound: (CTAS + 1) * slots < 2^32, that is 11.7 million slots; a plan has at most 2^23.  Whatever
+``split_begin`` holds, nothing outside of the arguments is read or written.
 """
 
 from __future__ import annotations
@@ -208,12 +211,12 @@ def _merge(
         batch = _batch_of(split_begin, block, ctas, slots)
         begin = split_begin[batch]
         end = cutlass.min(split_begin[batch + 1], slots)
-        if end > begin:
+        if (begin >= 0) & (end > begin):
             mine = block - batch - _share(begin, ctas, slots)
             team = 1 + _share(end, ctas, slots) - _share(begin, ctas, slots)
             units = out.shape[1] * out.shape[2] * PARTS  # of a batch
             per_cta = (units + (team - 1)) // team
-            first = mine * per_cta
+            first = compat.at_most(mine * per_cta, units)  # all of them if the table is damaged
             _merge_units(
                 (o_accum, lse_accum, out, lse), sums, (batch, begin, end - begin),
                 (first, cutlass.min(first + per_cta, units)), (lse_factor, empty_lse), by_h,
@@ -223,22 +226,25 @@ def _merge(
 @cute.jit
 def _share(slot: Int32, ctas: Int32, slots: Int32) -> Int32:
     """CTAs that belong to the slots before ``slot``, rounded down."""
-    return Int32(Uint32(slot) * Uint32(ctas) // Uint32(slots))
+    return Int32(compat.unsigned(slot) * compat.unsigned(ctas) // compat.unsigned(slots))
 
 
 @cute.jit
 def _batch_of(split_begin: cute.Tensor, block: Int32, ctas: Int32, slots: Int32) -> Int32:
     """The batch of CTA ``block``: the last i with i + share(split_begin[i]) <= block.
 
-    Every batch has one CTA, and one more for each share of the slots that ends in it.
+    Every batch has one CTA, and one more for each share of the slots that ends in it.  No share is
+    larger than ``ctas``: with ``left`` cut there, all products fit 32 bits.
     """
     tidx, _, _ = cute.arch.thread_idx()
-    found = Int32(0)
-    for i in cutlass.range(tidx % quant.WARP, split_begin.shape[0] - 1, quant.WARP, unroll=4):
-        left = block - i  # share(slot) <= left, without the division
-        if left >= 0 and Uint32(split_begin[i]) * Uint32(ctas) < Uint32(left + 1) * Uint32(slots):
+    found = Int32(0)  # batches after the first that begin at this CTA or before
+    b = split_begin.shape[0] - 1
+    for i in cutlass.range(1 + tidx % quant.WARP, b, quant.WARP, unroll=4):
+        left = cutlass.min(block - i, ctas)  # share(slot) <= left, without the division
+        upto = compat.unsigned(split_begin[i]) * compat.unsigned(ctas)
+        if left >= 0 and upto < compat.unsigned(left + 1) * compat.unsigned(slots):
             found += 1
-    return cute.arch.warp_redux_sync(found, "add") - 1
+    return cute.arch.warp_redux_sync(found, "add")
 
 
 def _place(unit: Any, lane: Any) -> tuple[Any, Any]:

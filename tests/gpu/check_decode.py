@@ -32,14 +32,18 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
+from profiles.device import require_cuda  # noqa: E402
+
+if __name__ == "__main__":
+    require_cuda(sys.argv[1:])  # before torch is imported: an answer at once
+
 import cases  # noqa: E402
+import torch  # noqa: E402
 from cases import DecodeCase, DecodeInputs  # noqa: E402
+from torch import Tensor  # noqa: E402
 
 import snapmla  # noqa: E402
 from codegen.artifacts import write_atomic  # noqa: E402
@@ -58,12 +62,15 @@ from snapmla.reference import (  # noqa: E402
     quantize_rows,
     to_e4m3,
 )
+from snapmla.selfcheck import FP32_SLACK, MIMIC_FACTOR  # noqa: E402
 
 PARTS = ("quant", "correctness", "sweep", "sink")
-TRUTH_FACTOR, TRUTH_SLACK = 1.1, 2.5e-3  # relative L2 to fp64 <= factor * mimic's + slack
-MODEL_GATE = 4e-3  # relative L2 to the mimic with modelled accumulation
+# A P at a tie may round the other way in a kernel than in the model, by 2^-3.5 of itself: 4e-6 of
+# them did on an H200 (2e-4 of the output), and among few values a few do by chance.
+FLIP, FLIP_RATE, FLIPS_BY_CHANCE = 2.0**-3.5, 1e-5, 4
+FLIPS_RAGGED = 2e-3  # two of them in a sequence of 64 tokens, where that is one row of one
 LSE_SLACK, LSE_FACTOR = 2e-4, 1e-3  # |LSE - fp64| <= slack + factor * max|content logit|
-SWEEP_GATE, SWEEP_GROWTH = 1.5e-3, 1.3
+SWEEP_GROWTH = 1.3
 SWEEP_SEEDS = 8  # draws of the 1K batch, against which growth is judged
 SWEEP_LENGTHS = (64, 1024, 16384, 131072)
 SWEEP_BATCH, SWEEP_LONGEST = 32, 1 << 20
@@ -136,6 +143,21 @@ def reference(
         config=config,
         batches=None if batches is None else list(batches),
     )
+
+
+def truth_gate(model: Tensor, truth: Tensor, dtype: torch.dtype) -> float:
+    """Allowed relative L2 to fp64: what the model of the kernel makes, in the output's dtype."""
+    return MIMIC_FACTOR * metrics.relative_l2(model.to(dtype), truth) + FP32_SLACK
+
+
+def model_gate(model: Tensor, other: Tensor, flips: float) -> float:
+    """Allowed relative L2 of a kernel to ``other``: that of the model, and flips of P."""
+    return MIMIC_FACTOR * math.hypot(metrics.relative_l2(model, other), flips)
+
+
+def flips_of(count: int) -> float:
+    """Relative L2 that flips cost an output of ``count`` values of P, all as likely."""
+    return FLIP * math.sqrt(FLIP_RATE + FLIPS_BY_CHANCE / count)
 
 
 def largest_content_logit(inputs: DecodeInputs) -> float:
@@ -384,8 +406,8 @@ def check_case(run: Run, case: DecodeCase, index: int, group: str = "") -> None:
                     "mimic to fp64": floor,
                 },
                 {
-                    "to fp64": TRUTH_FACTOR * floor + TRUTH_SLACK,
-                    "to model": MODEL_GATE,
+                    "to fp64": truth_gate(model, truth, torch.bfloat16),
+                    "to model": model_gate(model.bfloat16(), model, FLIPS_RAGGED),
                     "lse": LSE_SLACK + LSE_FACTOR * top,
                     "not finite": 0, "empty rows": 0, "append_kv": 0, "quantize_q": 0,
                 },
@@ -528,6 +550,7 @@ def sweep_point(
     truth = reference(inputs, FP64, picked)[0]
     mimic = reference(inputs, MIMIC_HW, picked)[0]
     model = reference(inputs, MIMIC_HW_FULL, picked)[0]
+    flips = flips_of(len(picked) * case.rows * length)
     prepared = prepare(inputs, append=False)
     for pipeline in run.pipelines:
         for mode, num_parts in (("split", None), ("one", case.b)):
@@ -536,7 +559,7 @@ def sweep_point(
             )[0][picked]
             error = metrics.relative_l2(out, mimic)
             key = (pipeline, mode, case.heads, case.logit_std, case.latent_mean)
-            gates = {"to mimic": SWEEP_GATE}
+            gates = {"to mimic": model_gate(model, mimic, flips), "to model": flips}
             if length == 1024:
                 error = at_1k[key] = pooled_error(run, case, pipeline, num_parts, out, mimic)
             elif length > 1024:
@@ -621,7 +644,7 @@ def check_swing(run: Run, case: DecodeCase, num_parts: int | None) -> None:
     assert case.logits is not None
     inputs = cases.build(case, run.device)
     truth, true_lse = reference(inputs, FP64)
-    floor = metrics.relative_l2(reference(inputs, MIMIC)[0], truth)
+    model = reference(inputs, MIMIC_HW_FULL)[0]
     prepared = prepare(inputs, append=False)
     for pipeline in run.pipelines:
         out, lse = run_decode(
@@ -636,7 +659,7 @@ def check_swing(run: Run, case: DecodeCase, num_parts: int | None) -> None:
                     "not finite": int((~torch.isfinite(out)).sum()),
                 },
                 # fp32 logits of 200 carry an error of some 1e-5
-                {"to fp64": TRUTH_FACTOR * floor + TRUTH_SLACK, "lse": 1e-3, "not finite": 0},
+                {"to fp64": truth_gate(model, truth, out.dtype), "lse": 1e-3, "not finite": 0},
             )
         )  # fmt: skip
 

@@ -44,6 +44,30 @@ torch.cuda.synchronize()
 assert torch.equal(captured, step("cuda")())
 print("right")
 """
+OLD_TORCH = """
+import os
+os.environ["TVM_FFI_DISABLE_TORCH_C_DLPACK"] = "1"  # it would compile what torch lacks
+import torch
+del torch.Tensor.__dlpack_c_exchange_api__
+def refused(*_, **__):
+    raise AssertionError("Tensor.__dlpack__ was called: it synchronises streams")
+torch.Tensor.__dlpack__ = refused
+plain = torch.utils.dlpack.to_dlpack
+def to_dlpack(t):
+    return plain(t.as_strided(t.shape, [1 if n < 2 else s for n, s in zip(t.shape, t.stride())]))
+torch.utils.dlpack.to_dlpack = to_dlpack
+"""
+ONE_OF_ALL = """
+cache = snapmla.PagedKVCache.allocate(1, device="cuda")
+latent = torch.ones(1, 576, device="cuda").bfloat16()
+slots, table = (torch.zeros(n, dtype=torch.int32, device="cuda") for n in (1, (1, 1)))
+snapmla.append_kv(cache, latent[:, :512], latent[:, 512:], slots)
+query = snapmla.quantize_q(latent[:, None, None, :512], latent[:, None, None, 512:])
+lengths = torch.ones(1, dtype=torch.int32, device="cuda")
+plan = snapmla.plan_decode(lengths, 1, 1, page_size=64, max_pages=1)
+out, _ = snapmla.decode(query, cache, table, lengths, softmax_scale=1.0, plan=plan)
+assert (out - 1).abs().max().item() < 1e-2, out
+"""
 OTHERS = """
 step("cuda:0")()
 torch.cuda.synchronize(0)
@@ -54,6 +78,52 @@ for other in range(1, torch.cuda.device_count()):
     assert not active.value, f"a context, hundreds of megabytes, on GPU {other}"
     assert torch.equal(step(f"cuda:{other}")().cpu(), step("cuda:0")().cpu())
 print("right")
+"""
+
+
+ONLY_1 = """
+import sys, threading
+def first_gpu_is_free(when):
+    flags, active = ctypes.c_uint(), ctypes.c_int()
+    driver = ctypes.CDLL("libcuda.so.1")
+    assert driver.cuDevicePrimaryCtxGetState(0, ctypes.byref(flags), ctypes.byref(active)) == 0
+    assert not active.value, f"{when}: a context, hundreds of megabytes, on GPU 0"
+
+def calls(device):
+    cache = snapmla.PagedKVCache.allocate(2, device=device)
+    lengths = torch.full((1,), 100, dtype=torch.int32, device=device)
+    table = torch.arange(2, dtype=torch.int32, device=device)[None]
+    slots = torch.arange(100, dtype=torch.int32, device=device)
+    latent = torch.ones(100, 576, device=device).bfloat16()
+    q = torch.ones(1, 1, 16, 576, device=device).bfloat16()
+    out = torch.empty(1, 1, 16, 512, dtype=torch.bfloat16, device=device)
+    lse = torch.empty(1, 16, 1, device=device)
+    def append_kv():
+        snapmla.append_kv(cache, latent[:, :512], latent[:, 512:], slots)
+    if sys.argv[1] == "append_kv":
+        return append_kv, lambda: None
+    append_kv()
+    plan = snapmla.plan_decode(lengths, 16, 1, page_size=64, max_pages=2)
+    query = snapmla.quantize_q(q[..., :512], q[..., 512:])
+    def decode():
+        snapmla.decode(query, cache, table, lengths, softmax_scale=1.0, plan=plan, out=out, lse=lse)
+    def check():
+        assert (out - 1).abs().max().item() < 1e-2, out
+    return decode, check
+
+call, check = calls("cuda:1")
+first_gpu_is_free("before the call")
+if sys.argv[2] == "thread":  # has no context, while this one has GPU 1's
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+else:
+    call()
+first_gpu_is_free("after the call")
+check()
+first_gpu_is_free("at the end")
+print("right", flush=True)
+sys.stdin.read()
 """
 
 
@@ -68,6 +138,37 @@ def test_first_calls_may_be_captured() -> None:
     run(CAPTURE)
 
 
+def test_first_calls_with_a_torch_before_2_10() -> None:
+    """Its DLPack has no exchange API, and names 1 as the stride of every extent of 1."""
+    done = subprocess.run(
+        [sys.executable, "-c", OLD_TORCH + SETUP + CAPTURE.replace('print("right")', ONE_OF_ALL)],
+        capture_output=True, text=True, cwd=ROOT,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_one_gpu_is_used_without_touching_the_others() -> None:
     run(OTHERS)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("thread", ["main", "thread"])
+@pytest.mark.parametrize("call", ["append_kv", "decode"])
+def test_the_first_gpu_is_free_while_the_second_works(call: str, thread: str) -> None:
+    """A server's worker for cuda:1 that never names its GPU to torch: nothing of it is on GPU 0.
+
+    Asked of the driver in the process itself, and of GPU 0 from outside.
+    """
+    torch.cuda.mem_get_info(0)  # this process' own context is there from here on
+    free, _ = torch.cuda.mem_get_info(0)
+    worker = subprocess.Popen(
+        [sys.executable, "-c", SETUP + ONLY_1, call, thread], cwd=ROOT, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    assert worker.stdout is not None
+    line = worker.stdout.readline()
+    left, _ = torch.cuda.mem_get_info(0)  # while it waits for the end of its input
+    _, errors = worker.communicate()
+    assert worker.returncode == 0 and line == "right\n", errors[-3000:]
+    assert free - left < 32 << 20, f"{(free - left) >> 20} MiB of GPU 0 for work on GPU 1"

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import snapmla
-from snapmla import selfcheck
+from snapmla import flash_mla_fp8, launch, selfcheck
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
@@ -308,6 +308,21 @@ def test_batch_invariant_on_the_gpu() -> None:
         want_lse = torch.cat([alone[i][1] for i in batch])
         assert torch.equal(out.view(torch.int16), want_out.view(torch.int16)), batch
         assert torch.equal(lse.view(torch.int32), want_lse.view(torch.int32)), batch
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_capture_on_a_device_that_is_not_current() -> None:
+    """Whether a stream is captured is asked of the tensors' device: a kept workspace would outlive
+    its place in the cache, but not the graph."""
+    device, graph = torch.device("cuda", 1), torch.cuda.CUDAGraph()
+    assert not launch.capturing(device)
+    with torch.cuda.graph(graph, stream=torch.cuda.Stream(device)):
+        torch.zeros(1, device=device)
+        with torch.cuda.device(0):
+            assert not torch.cuda.is_current_stream_capturing()
+            assert launch.capturing(device) and flash_mla_fp8._stream_of(device) is None
+            assert torch.cuda.current_device() == 0
+    assert not launch.capturing(device)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")

@@ -100,7 +100,7 @@ class SumRows:
         warp_id = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         st = cutlass.memory.SmemAllocator().allocate(self.Storage)
         _, k_pipe = self.loads.pipes(st)
-        span = (work.part_begin[part], work.part_begin[part + 1])
+        span = self.work.items_of(work, part)
         if warp_id == 0:
             self.loads.produce_kv(st, (self.layout(),), k_pipe, loaded, work, span, num_pages, None)
         elif warp_id >= 4:
@@ -115,7 +115,7 @@ class SumRows:
         limit = cute.make_rmem_tensor((self.rows,), Int32)
         kst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, STAGES)
         for i in cutlass.range(span[0], span[1], unroll=1):
-            batch, first, last, slot = (work.work_items[i, x] for x in range(4))
+            batch, first, last, slot = self.work.item_at(work, i)
             for r in cutlass.range_constexpr(self.rows):
                 _, limit[r] = self.work.row_facts(
                     work, call, batch, first_row + r, lambda *_: Float32(1.0)

@@ -1,0 +1,483 @@
+"""``make prove``: what is too long for every ``make test``, in steps that stop and go on.
+
+    python -m profiles.prove                           all that has not passed on these sources
+    python -m profiles.prove --slice 2/8 --limit 600   the second eighth; no step begins after 600 s
+    python -m profiles.prove --only 'mutants:*'        some steps;  --list: all, and how they stand
+
+A step is a few commands that any shell could run.  Its outcome is a file in ``build/prove`` and
+counts as long as what the step reads (kernel sources, compiler, packages, tests) is unchanged; a
+step that failed, was interrupted or whose sources changed runs again.  Slices part the list of
+steps, so that several shells or machines can share it.  Every run ends by writing the record,
+``profiles/results/prove.md`` and ``prove.json``: what passed at which commit, what failed and why,
+and what has not run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import fnmatch
+import functools
+import hashlib
+import json
+import re
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from codegen import compile as compiler
+from codegen import matrix, toolchain
+from codegen.artifacts import ROOT, write_atomic
+from dsl_kernels.spec import VariantSpec
+from profiles.bench import commit
+
+STATE = ROOT / "build" / "prove"
+RECORD = ROOT / "profiles" / "results" / "prove.md"
+SCHEDULES = 100
+# Instructions whose removal no schedule can notice; docs/software-gpu.md says why.
+EXPLAINED = ("griddepcontrol.launch_dependents", "bar.warp.sync")
+KINDS = {
+    "build": "every variant compiled and audited",
+    "variant": "the shipped object, hazard check on, in all cache layouts; bits against the H200's",
+    "schedules": f"the test set under {SCHEDULES} adversarial schedules with the hazard check",
+    "mutants": "a variant of each kernel and row tile without each synchronisation: who notices",
+    "replay": "all 2^32 arguments of each special function against the H200's",
+    "tests": "test files over the whole matrix instead of the test set",
+}
+# Whole-matrix tests of these files run variant by variant, in the steps ``variant``.
+PER_VARIANT = ("tests/test_softgpu_variants.py", "tests/test_softgpu_h200.py")
+REPLAYED = ("softgpu", "profiles/record_softgpu.py", "profiles/vectors.py", "tests/data")
+SAID = 4000  # characters of a failed step's output that are kept
+
+app = typer.Typer(add_completion=False, help=__doc__)
+Command = tuple[str, ...]
+
+
+# ---------------------------------------------------------------------------------------- steps
+
+
+@dataclass(frozen=True)
+class Step:
+    """A unit of work that passes or fails as a whole.
+
+    Attributes:
+        kind, what: of ``KINDS``; a variant, a family of them, a test file.
+        commands: arguments of this Python, run in turn at the checkout's root; all must return 0.
+        key: digest of what the step reads; an outcome of another key does not count.
+    """
+
+    kind: str
+    what: str
+    commands: tuple[Command, ...]
+    key: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}:{self.what}"
+
+
+@functools.cache
+def digest(*places: str) -> str:
+    """Of the names and contents of ``places``: files, and the code and data in folders."""
+    suffixes = (".py", ".c", ".h", ".j2", ".npz", ".json")
+    found = hashlib.sha256()
+    for place in map(ROOT.joinpath, places):
+        for path in [place] if place.is_file() else sorted(place.rglob("*")):
+            if path.suffix in suffixes and RECORD.parent not in path.parents:
+                found.update(str(path.relative_to(ROOT)).encode())
+                found.update(path.read_bytes())
+    return found.hexdigest()
+
+
+@functools.cache
+def variant_key(spec: VariantSpec) -> str:
+    """Of what a build of the variant is made from."""
+    return compiler.draft(spec).key
+
+
+def step(
+    kind: str, what: str, *commands: Command, reads: Sequence[str], specs: Iterable[VariantSpec]
+) -> Step:
+    """A step that reads the files and folders ``reads`` and the variants ``specs``."""
+    keys = [variant_key(spec) for spec in specs]
+    text = json.dumps([commands, keys, digest(*reads)])
+    return Step(kind, what, commands, hashlib.sha256(text.encode()).hexdigest()[:24])
+
+
+def steps() -> list[Step]:
+    """All steps on the sources as they are now, those first that others build on."""
+    digest.cache_clear()
+    variant_key.cache_clear()
+    hopper, blackwell = (matrix.default_specs(arch) for arch in ("sm_90a", "sm_100a"))
+    every = [*hopper, *blackwell]
+    found = [_build(group) for group in _families(every)]
+    found += [_variant(spec) for spec in every]
+    found += [_schedules(spec) for spec in matrix.sample(hopper)]
+    found += [_mutants(min(group, key=matrix.changed)) for group in _families(hopper)]
+    replay = ("-m", "profiles.record_softgpu", "replay", "mufu", "--all")
+    found.append(step("replay", "mufu", replay, reads=REPLAYED, specs=()))
+    return found + [_tests(path, every) for path in whole_matrix_files()]
+
+
+def _families(specs: Iterable[VariantSpec]) -> list[list[VariantSpec]]:
+    """Variants that differ in page size and dtypes only."""
+    found: dict[tuple[object, ...], list[VariantSpec]] = {}
+    for spec in specs:
+        found.setdefault((spec.arch, spec.op, spec.pipeline, spec.row_tile), []).append(spec)
+    return list(found.values())
+
+
+def _build(specs: list[VariantSpec]) -> Step:
+    first = specs[0]
+    family = f"{first.op}_{first.pipeline}_r{first.row_tile}" if first.pipeline else first.op
+    command = ("-m", "codegen", "precompile", "--arch", first.arch, "--filter", f"{family}_*")
+    what = f"{family}_*_{first.arch.replace('_', '')}"
+    return step("build", what, command, reads=(), specs=specs)
+
+
+def _needs(spec: VariantSpec) -> list[VariantSpec]:
+    """The variant, and what plans for it."""
+    return [spec, VariantSpec(op="plan_decode", arch=spec.arch)] if spec.op == "decode" else [spec]
+
+
+def _variant(spec: VariantSpec) -> Step:
+    command = ("-m", "pytest", "--whole-matrix", "-q", "-k", spec.name, *PER_VARIANT)
+    reads = ("snapmla", "tests/conftest.py", *PER_VARIANT, *REPLAYED)
+    return step("variant", spec.name, command, reads=reads, specs=_needs(spec))
+
+
+def _schedules(spec: VariantSpec) -> Step:
+    command = ("-m", "softgpu", "check", spec.name, "--seeds", str(SCHEDULES))
+    return _on_objects("schedules", spec, command)
+
+
+def _mutants(spec: VariantSpec) -> Step:
+    explained = [word for opcode in EXPLAINED for word in ("--explained", opcode)]
+    return _on_objects("mutants", spec, ("-m", "softgpu", "mutate", spec.name, *explained))
+
+
+def _on_objects(kind: str, spec: VariantSpec, command: Command) -> Step:
+    """A command of the software GPU, which takes objects as they lie, behind their build."""
+    builds = [("-m", "codegen", "build", each.name) for each in _needs(spec)]
+    reads = ("softgpu", "snapmla")
+    return step(kind, spec.name, *builds, command, reads=reads, specs=_needs(spec))
+
+
+def whole_matrix_files() -> list[str]:
+    """Test files that ``--whole-matrix`` gives more to do and that no step ``variant`` runs."""
+    asks = re.compile(r"mark\.(variants|whole_matrix)\b|\b(built: Report|specs: list)\b")
+    files = sorted((ROOT / "tests").glob("test_*.py"))
+    names = [f"tests/{path.name}" for path in files if asks.search(path.read_text())]
+    return [name for name in names if name not in PER_VARIANT]
+
+
+def _tests(path: str, every: list[VariantSpec]) -> Step:
+    command = ("-m", "pytest", "--whole-matrix", "-q", path)
+    reads = ("softgpu", "snapmla", "codegen", "profiles", "tests")
+    return step("tests", Path(path).name, command, reads=reads, specs=every)
+
+
+def part(found: Sequence[Step], text: str) -> list[Step]:
+    """The ``k/n``-th part of the steps; the n parts are disjoint and together all.
+
+    Raises:
+        ValueError: not of that form, or k is not 1 to n.
+    """
+    match = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", text)
+    if match is None or int(match[1]) > int(match[2]):
+        raise ValueError(f"--slice: expected k/n with k from 1 to n, such as 2/8, got {text!r}")
+    return list(found[int(match[1]) - 1 :: int(match[2])])
+
+
+# ------------------------------------------------------------------------------------- outcomes
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a step; ``message`` is the last line it said, or why it failed."""
+
+    name: str
+    key: str
+    passed: bool
+    commit: str
+    cpu_seconds: float
+    message: str
+    finished: str
+
+    @classmethod
+    def read(cls, path: Path) -> Outcome | None:
+        """None if there is none, or none that can be read."""
+        try:
+            return cls(**json.loads(path.read_text()))
+        except (OSError, ValueError, TypeError):
+            return None
+
+
+@dataclass(frozen=True)
+class Book:
+    """Outcomes by step: one file each in ``folder``, which several processes may write."""
+
+    folder: Path
+
+    def _path(self, name: str) -> Path:
+        return self.folder / (re.sub(r"[^\w.-]", "-", name) + ".json")
+
+    def outcome(self, step: Step) -> Outcome | None:
+        """Of these sources; None if the step has not finished on them."""
+        found = self.last(step)
+        return found if found is not None and found.key == step.key else None
+
+    def last(self, step: Step) -> Outcome | None:
+        """Of whatever sources it last ran on."""
+        return Outcome.read(self._path(step.name))
+
+    def write(self, outcome: Outcome) -> None:
+        text = json.dumps(dataclasses.asdict(outcome), indent=1) + "\n"
+        write_atomic(self._path(outcome.name), text)
+
+    def pending(self, found: Iterable[Step]) -> list[Step]:
+        """What has not passed: first what has not run, then what failed."""
+        outcomes = [(step, self.outcome(step)) for step in found]
+        fresh = [step for step, outcome in outcomes if outcome is None]
+        return fresh + [step for step, outcome in outcomes if outcome and not outcome.passed]
+
+    def failed(self, found: Iterable[Step]) -> list[Outcome]:
+        return [o for step in found if (o := self.outcome(step)) is not None and not o.passed]
+
+
+def execute(step: Step, at: str) -> Outcome:
+    """Runs a step's commands; nothing is left running if this is interrupted."""
+    before = _cpu_seconds()
+    passed, output = True, ""
+    for command in step.commands:
+        done = subprocess.run(
+            [sys.executable, *command], cwd=ROOT, text=True, errors="replace",
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        output = done.stdout.rstrip()
+        if done.returncode:
+            output = f"python {' '.join(command)}: exit code {done.returncode}\n{output[-SAID:]}"
+            passed = False
+            break
+    message = (output.splitlines() or [""])[-1].strip("= ") if passed else output
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    cpu = round(_cpu_seconds() - before, 2)
+    return Outcome(step.name, step.key, passed, at, cpu, message, now)
+
+
+def checkout() -> str:
+    """The commit; ``-dirty`` if anything but the record itself was changed since."""
+    changed = subprocess.run(
+        ["git", "diff", "--quiet", "HEAD", "--", ".", ":!profiles/results/prove.*"],
+        cwd=ROOT,
+        capture_output=True,
+    )
+    at = commit()
+    return at if changed.returncode else at.removesuffix("-dirty")
+
+
+def _cpu_seconds() -> float:
+    """Of all children that have ended."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+def run(
+    found: Sequence[Step],
+    book: Book,
+    at: str,
+    *,
+    limit: float = float("inf"),
+    clock: Callable[[], float] = time.monotonic,
+    on_start: Callable[[Step], None] = lambda step: None,
+    on_end: Callable[[Outcome], None] = lambda outcome: None,
+) -> list[Outcome]:
+    """Runs what has not passed; returns what it ran.
+
+    Args:
+        at: the commit, as the outcomes tell it.
+        limit: no step begins later than this many seconds of ``clock`` after the start.
+    """
+    started, ran = clock(), []
+    for each in book.pending(found):
+        if clock() - started >= limit:
+            break
+        on_start(each)
+        ran.append(execute(each, at))
+        book.write(ran[-1])
+        on_end(ran[-1])
+    return ran
+
+
+# --------------------------------------------------------------------------------------- record
+
+
+STATES = ("passed", "failed", "not run")
+TOLD = ("commit", "cpu_seconds", "message", "finished")
+
+
+def table(found: Sequence[Step], book: Book, at: str) -> dict[str, Any]:
+    """The record as data: every step and how it stands."""
+    rows: list[dict[str, Any]] = []
+    for each in found:
+        outcome, last = book.outcome(each), book.last(each)
+        row = {"name": each.name, "state": "not run", "key": each.key}
+        if outcome is not None:
+            row["state"] = "passed" if outcome.passed else "failed"
+            row |= {name: getattr(outcome, name) for name in TOLD}
+        elif last is not None:
+            row["last_commit"] = last.commit  # on other sources
+        rows.append(row)
+    return {"commit": at, "command": "make prove", "steps": rows}
+
+
+def page(record: dict[str, Any]) -> str:
+    """The record as Markdown."""
+    rows = record["steps"]
+    passed, failed, left = (_in_state(rows, state) for state in STATES)
+    lines = [
+        "# What `make prove` ran",
+        "",
+        f"At commit {record['commit']}: {len(passed)} of {len(rows)} steps passed, {len(failed)} "
+        f"failed, {len(left)} have not run on these sources; {_minutes(rows):.1f} CPU minutes.",
+        "",
+        "| steps | what they do | all | passed | failed | not run | CPU minutes | ran at |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    kinds = dict.fromkeys(_kind(row) for row in rows)
+    lines += [_line(kind, _of(kind, rows)) for kind in kinds]
+    for row in failed:
+        lines += ["", f"## Failed: {row['name']}", "", "```", row["message"], "```"]
+    if left:
+        lines += ["", "## Not run on these sources", ""]
+        lines += [_names(kind, rows) for kind in kinds if _in_state(_of(kind, rows), STATES[2])]
+    mutants = [f"- {row['message']}" for row in passed if _kind(row) == "mutants"]
+    if mutants:
+        lines += ["", "## Mutants", "", *mutants]
+    return "\n".join(lines) + "\n"
+
+
+def _line(kind: str, rows: list[dict[str, Any]]) -> str:
+    """A kind's row of the table."""
+    counts = [len(rows), *(len(_in_state(rows, state)) for state in STATES)]
+    commits = dict.fromkeys(_short(row["commit"]) for row in rows if "commit" in row)
+    cells = [kind, KINDS.get(kind, ""), *counts, f"{_minutes(rows):.1f}", ", ".join(commits)]
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def _short(commit: str) -> str:
+    sha, dirty, _ = commit.partition("-dirty")
+    return sha[:12] + dirty
+
+
+def _names(kind: str, rows: list[dict[str, Any]]) -> str:
+    """The steps of a kind that have not run."""
+    group = _of(kind, rows)
+    left = [f"`{row['name'].partition(':')[2]}`" for row in _in_state(group, STATES[2])]
+    return f"- {kind}: {'all' if len(left) == len(group) else ', '.join(left)}"
+
+
+def _of(kind: str, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [row for row in rows if _kind(row) == kind]
+
+
+def _kind(row: dict[str, Any]) -> str:
+    return str(row["name"]).partition(":")[0]
+
+
+def _in_state(rows: list[dict[str, Any]], state: str) -> list[dict[str, Any]]:
+    return [row for row in rows if row["state"] == state]
+
+
+def _minutes(rows: list[dict[str, Any]]) -> float:
+    return sum(row.get("cpu_seconds", 0.0) for row in rows) / 60
+
+
+def write_record(found: Sequence[Step], book: Book, at: str, to: Path) -> None:
+    """Writes ``to`` and the JSON beside it."""
+    record = table(found, book, at)
+    write_atomic(to.with_suffix(".json"), json.dumps(record, indent=1) + "\n")
+    write_atomic(to, page(record))
+
+
+# --------------------------------------------------------------------------------- command line
+
+
+@app.command()
+def main(
+    slice_: Annotated[str, typer.Option("--slice", help="k/n: one part of the steps")] = "1/1",
+    limit: Annotated[float, typer.Option(help="no step begins after so many seconds")] = 1e9,
+    only: Annotated[str, typer.Option(help="glob over names of steps")] = "*",
+    show: Annotated[bool, typer.Option("--list", help="list steps, run none")] = False,
+) -> None:
+    """Run what has not passed on these sources; exit code 1 if any step failed."""
+    console = Console(width=None if Console().is_terminal else 140, highlight=False)
+    if not toolchain.have_compiler():
+        raise _fail(console, "nvidia-cutlass-dsl is not installed: pip install 'snapmla[compile]'")
+    every, book, at = steps(), Book(STATE), checkout()
+    try:
+        mine = [s for s in part(every, slice_) if fnmatch.fnmatchcase(s.name, only)]
+    except ValueError as error:
+        raise _fail(console, str(error)) from None
+    if not mine:
+        raise _fail(console, f"--only: no step of slice {slice_} matches {only!r}; see --list")
+    if show:
+        for each in mine:
+            outcome = book.outcome(each)
+            state = "not run" if outcome is None else "passed" if outcome.passed else "failed"
+            console.print(f"{state:8} {each.name}", markup=False)
+        return
+    for number in (signal.SIGINT, signal.SIGTERM):  # also where a shell began it in the background
+        signal.signal(number, signal.default_int_handler)
+    try:
+        _run_shown(mine, book, at, limit, console)
+    except KeyboardInterrupt:
+        console.print("interrupted: the next run goes on from here")
+        raise typer.Exit(130) from None
+    finally:
+        write_record(every, book, at, RECORD)
+    left, failed = book.pending(mine), book.failed(mine)
+    console.print(
+        f"{len(mine) - len(left)} of {len(mine)} steps passed, {len(failed)} failed, "
+        f"{len(left) - len(failed)} left to run; wrote {RECORD}",
+        soft_wrap=True,
+    )
+    raise typer.Exit(1 if failed else 0)
+
+
+def _run_shown(mine: list[Step], book: Book, at: str, limit: float, console: Console) -> None:
+    """``run`` with a bar, and a line for each step."""
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, TextColumn("{task.description}"), console=console) as bar:
+        done = len(mine) - len(book.pending(mine))
+        task = bar.add_task("", total=len(mine), completed=done)
+
+        def started(each: Step) -> None:
+            bar.update(task, description=each.name)
+
+        def ended(outcome: Outcome) -> None:
+            bar.update(task, advance=int(outcome.passed))
+            state = "passed" if outcome.passed else "FAILED"
+            text = f"{state} {outcome.name}  {outcome.cpu_seconds:.1f} CPU s  {outcome.message}"
+            bar.console.print(text, markup=False, soft_wrap=True)
+
+        run(mine, book, at, limit=limit, on_start=started, on_end=ended)
+
+
+def _fail(console: Console, message: str) -> typer.Exit:
+    console.print(message, markup=False, soft_wrap=True)
+    return typer.Exit(2)
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,113 @@
+"""Whether a call is recorded, as operators of ``torch.ops.snapmla``, or launches kernels now.
+
+Kernels take addresses.  What a tracer hands over (FakeTensors, proxies, wrapper subclasses) has
+none, and what a dispatch mode watches would be invisible to it.  So every public call asks here:
+``wanted`` says that it must go through the operators, which PyTorch's dispatcher brings to whoever
+listens, and on to the kernels where there is memory.  Transforms of ``torch.func`` are refused: the
+operators have no gradients, and their batch is an argument's dimension.
+
+The private names of PyTorch that the switch needs are all in this file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import _symbolic_trace as _fx
+from torch.utils import _python_dispatch
+
+from snapmla import checks
+
+_Result = TypeVar("_Result")
+_BATCH = "sequences are dimension b of every argument: call it once outside of vmap"
+_NO_GRADIENTS = "there are no gradients: call it outside of the transform, on plain tensors"
+
+by_dynamo = torch.compiler.is_dynamo_compiling
+# Dispatch modes of this thread (user modes, fake, proxy, functional); those being run are off it.
+_modes: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", None) or (
+    lambda: len(_python_dispatch._get_current_dispatch_mode_stack())
+)
+_transforms: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", None) or (
+    lambda: torch._C._functorch.maybe_current_level() is not None
+)
+
+
+def active() -> bool:
+    """Whether anything records calls now.  On every call: about 0.1 us.
+
+    The flag of torch.fx stands for ``make_fx(pre_dispatch=True)``, whose mode is on a stack of its
+    own that takes longer to ask.
+
+    Raises:
+        ValueError: inside a transform of ``torch.func``.
+    """
+    if by_dynamo():
+        return True
+    if _transforms():
+        refuse_transforms()
+    return _modes() > 0 or _fx._is_fx_tracing_flag
+
+
+def plain(*values: Any) -> bool:
+    """Whether kernels may take the addresses of all tensors among ``values``.
+
+    Subclasses of torch.Tensor may have none; of the package's own classes the tensors in them
+    count, anything else does not.
+    """
+    for value in values:
+        if value is None or value.__class__ in checks.PLAIN:  # quicker than isinstance
+            continue
+        if isinstance(value, torch.Tensor) or not getattr(value, "plain", True):
+            return False
+    return True
+
+
+def wanted(*values: Any) -> bool:
+    """Whether a call with these arguments must be recorded.
+
+    Raises:
+        ValueError: as ``active``.
+    """
+    return active() or not plain(*values)
+
+
+def functionalises() -> bool:
+    """Whether the tracer replaces writes by new values, for which it must know what is aliased."""
+    if torch.compiler.is_compiling():
+        return True
+    keys = torch._C._TorchDispatchModeKey
+    return torch._C._get_dispatch_mode(keys.FUNCTIONAL) is not None
+
+
+def storage_of(value: torch.Tensor) -> int | None:
+    """What tells a tensor's memory from another's, None for a stand-in of which nothing does.
+
+    A FakeTensor has no address, but shares a storage wherever the tensor it stands for does.  None
+    under torch.compile and torch.export, which make new values of what is written and would lose
+    what lies beside the view that they know.
+    """
+    if torch.compiler.is_compiling():
+        return None
+    if isinstance(value, FakeTensor):
+        return value.untyped_storage()._cdata
+    return value.untyped_storage().data_ptr() if plain(value) else None
+
+
+def between_graphs(function: Callable[..., _Result], *arguments: Any, **options: Any) -> _Result:
+    """Calls ``function`` eagerly between two graphs of Dynamo: it plans, which is for the host."""
+    from snapmla import graph_break
+
+    return graph_break.call(function, *arguments, **options)
+
+
+def refuse_transforms() -> None:
+    """Raises ValueError inside a transform of ``torch.func``: says which and what to do instead."""
+    if not _transforms():
+        return
+    interpreter = torch._C._functorch.peek_interpreter_stack()
+    kind = "a transform" if interpreter is None else interpreter.key().name.lower()
+    hint = _BATCH if kind == "vmap" else _NO_GRADIENTS
+    checks.value_error("snapmla", "a call outside of torch.func", f"one inside of {kind}", hint)

@@ -1,0 +1,360 @@
+"""Mutation study of the host package: one-token mistakes in ``snapmla/*.py``, and who notices them.
+
+    python tests/mutate_host.py [FILE ...] [--record FILE.md]
+
+The twin of ``python -m softgpu mutate`` for host code.  Each mutant of ``MUTANTS`` is applied alone
+to a temporary copy of the packages, never to the checkout, and must be killed by a test of the
+module it is in: a test elsewhere that stumbles over it does not count.  Built variants are those of
+the checkout (``SNAPMLA_VARIANT_DIR``), so nothing is compiled.
+
+Exit status: 0 all killed; 1 a mutant survived, or its text is not in the file exactly once; 2 the
+tests fail without any mutant.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import typer
+
+T = TypeVar("T")
+ROOT = Path(__file__).resolve().parent.parent
+COPIED = (
+    "snapmla", "dsl_kernels", "codegen", "softgpu", "profiles", "tests", "pyproject.toml",
+)  # fmt: skip
+SECONDS = 300  # of one test; a wedged one is no kill
+# Where each module's own tests are.
+HOMES: dict[str, tuple[str, ...]] = {
+    "plan.py": ("test_plan.py", "test_plan_calls.py"),
+    "reference_plan.py": ("test_plan.py", "test_helper_kernels.py"),
+    "attention.py": ("test_api.py", "test_plan_calls.py", "test_decode_edges.py"),
+    "quant.py": ("test_api.py", "test_helper_kernels.py", "test_errors.py"),
+    "flash_mla_fp8.py": ("test_dropin.py",),
+    "cache.py": ("test_cache.py",),
+    "layouts.py": ("test_cache.py",),
+    "checks.py": ("test_errors.py",),
+    "dispatch.py": ("test_dispatch.py",),
+    "torch_ops.py": ("test_torch_ops.py",),
+    "runtime.py": ("test_runtime.py",),
+    "env.py": ("test_env.py",),
+    "selfcheck.py": ("test_api.py",),
+    "metrics.py": ("test_reference.py",),
+}
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One mistake.
+
+    Attributes:
+        file: in ``snapmla/``.
+        old, new: the text, found exactly once, and what it becomes.
+        target: pytest id of the test that must fail, below ``tests/``.
+        why: what goes wrong.
+    """
+
+    file: str
+    old: str
+    new: str
+    target: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a mutant: killed, SURVIVED, GONE (its text) or BROKEN (no verdict)."""
+
+    mutant: Mutant
+    state: str
+    by: str
+
+    def __str__(self) -> str:
+        m = self.mutant
+        return f"{self.state:8} {m.file:18} {m.old!r} -> {m.new!r}: {m.why}  ({self.by})"
+
+
+MUTANTS: tuple[Mutant, ...] = (
+    Mutant("plan.py", "tokens > TOKEN_TILE", "tokens > 2 * TOKEN_TILE",
+           "test_plan.py::test_a_table_at_the_edge_of_a_split[65-balanced]",
+           "two pieces of a table of 65 to 128 tokens are never merged"),
+    Mutant("plan.py", "tokens > self.split_tiles", "tokens > 2 * self.split_tiles",
+           "test_plan.py::test_a_table_at_the_edge_of_a_split[129-fixed128]",
+           "two fixed pieces are never merged"),
+    Mutant("plan.py", "num_parts + batch, 2 * num_parts", "num_parts + batch, num_parts",
+           "test_plan.py::test_workspace_holds_the_worst_cuts",
+           "partial results of a part are written past the workspace"),
+    Mutant("plan.py", "-(-max_pages * page_size // TOKEN_TILE)",
+           "(max_pages * page_size // TOKEN_TILE)",
+           "test_plan.py::test_workspace_holds_a_broken_tile",
+           "a table's last, incomplete tile has no item and no slot"),
+    Mutant("plan.py", "if cost > MAX_COST", "if cost >= MAX_COST",
+           "test_plan.py::test_costs_up_to_the_limit",
+           "the largest batch that fits is refused"),
+    Mutant("plan.py", "shape[:2], device)", "shape[:1], device)",
+           "test_plan.py::test_another_workspace",
+           "a workspace of the right shape is refused"),
+    Mutant("reference_plan.py", "min(1, count)", "1",
+           "test_helper_kernels.py::test_plan_is_optimal",
+           "an empty sequence opens a part of its own"),
+    Mutant("reference_plan.py", "capacity += 1", "capacity += 2",
+           "test_helper_kernels.py::test_plan_is_optimal",
+           "the largest part may be a tile longer than it must"),
+    Mutant("reference_plan.py", "if pieces[batch] > 1", "if pieces[batch] > 2",
+           "test_helper_kernels.py::test_plan_reference",
+           "two pieces of a sequence both write the output directly"),
+    Mutant("attention.py", "return int(causal),", "return 1,",
+           "test_api.py::test_without_a_plan_and_not_causal",
+           "every call is causal"),
+    Mutant("attention.py", '"2": 1.0', '"2": 2.0',
+           "test_api.py::test_lse_base_and_empty_rows",
+           "LSE of base 2 is doubled"),
+    Mutant("attention.py", "(lse is None or lse.is_contiguous())", "True",
+           "test_plan_calls.py::test_gaps_that_the_exported_function_does_not_see",
+           "an LSE with gaps is written as if it had none"),
+    Mutant("attention.py", "block_table.shape[1] != plan.max_pages",
+           "block_table.shape[1] < plan.max_pages",
+           "test_plan_calls.py::test_the_table_is_as_wide_as_planned",
+           "a plan is run for a wider table, whose lengths it would clamp elsewhere"),
+    Mutant("quant.py", "where.shape[1] * cache.page_size)", "where.shape[1])",
+           "test_api.py::test_append_then_fetch",
+           "one token a page is fetched"),
+    Mutant("quant.py", 'granularity == "token_head" else', 'granularity == "token" else',
+           "test_api.py::test_quantize_into_given_tensors",
+           "scales of the other granularity are made"),
+    Mutant("quant.py", "where.shape[0] > MAX_FETCHED", "where.shape[0] > MAX_FETCHED + 1",
+           "test_errors.py::test_wrong_argument",
+           "a grid that the driver refuses"),
+    Mutant("flash_mla_fp8.py", ") // 5", ") // 5 + 1",
+           "test_dropin.py::test_a_full_metadata_tensor",
+           "the last sequence's tables lie over one another"),
+    Mutant("flash_mla_fp8.py", "num_splits.data_ptr(), metadata.shape,", "num_splits.data_ptr(),",
+           "test_dropin.py::test_another_shape_at_the_same_address",
+           "a pair of other parts is run by the kept plan of the first"),
+    Mutant("flash_mla_fp8.py", "return self.num_parts > 1", "return self.num_parts > 2",
+           "test_dropin.py::test_another_shape_at_the_same_address",
+           "pieces of two parts are never merged"),
+    Mutant("flash_mla_fp8.py", "min(longest, _MOST_TOKENS)", "_MOST_TOKENS",
+           "test_dropin.py::test_garbage_lengths_do_not_overflow_the_schedule",
+           "costs of garbage lengths overflow 32 bits"),
+    Mutant("flash_mla_fp8.py", "len(_plans) >= KEPT_PLANS", "len(_plans) > KEPT_PLANS",
+           "test_dropin.py::test_kept_plans_are_bounded",
+           "one plan too many is kept"),
+    Mutant("flash_mla_fp8.py", "and num_splits.shape == (batch + 1,)", "",
+           "test_dropin.py::test_a_kept_plan_is_for_the_very_same_view",
+           "num_splits of another length passes beside a kept plan"),
+    Mutant("cache.py", '"traceable", memory is not None', '"traceable", True',
+           "test_cache.py::test_other_shared_memory_is_no_block",
+           "tracers are given views whose writes they cannot follow"),
+    Mutant("cache.py", "return self.num_pages * self.page_size", "return self.num_pages",
+           "test_cache.py::test_allocate",
+           "slots beyond the number of pages look invalid"),
+    Mutant("layouts.py", "and page >= p * TOKEN_BYTES", "",
+           "test_cache.py::test_pages_that_reach_into_one_another_are_no_block",
+           "pages that share bytes pass for memory of their own"),
+    Mutant("layouts.py", "and token >= ROW_BYTES", "",
+           "test_cache.py::test_rows_that_reach_into_one_another_are_no_rows",
+           "rows that share bytes pass for memory of their own"),
+    Mutant("layouts.py", "(page // 2, QK_ROPE_HEAD_DIM, 1)", "(page, QK_ROPE_HEAD_DIM, 1)",
+           "test_cache.py::test_allocate",
+           "layout paged is not known by its strides"),
+    Mutant("checks.py", "if not 0 < value <=", "if not 0 <= value <=",
+           "test_errors.py::test_wrong_argument",
+           "a softmax scale of 0 gives the mean of the cache"),
+    Mutant("checks.py", "if n >= least", "if n > least",
+           "test_errors.py::test_one_page_needs_an_aligned_stride",
+           "a page stride that TMA refuses"),
+    Mutant("checks.py", "MAX_S_Q = 8", "MAX_S_Q = 9",
+           "test_errors.py::test_wrong_argument",
+           "nine query tokens a sequence reach kernels that hold eight"),
+    Mutant("dispatch.py", "* cluster_of(row_tile)))", "))",
+           "test_dispatch.py::test_parts_count_clusters",
+           "twice the CTAs that fit run where two make a cluster"),
+    Mutant("dispatch.py", "limit = (1 + TIE)", "limit = (1 - TIE)",
+           "test_dispatch.py::test_ties_go_to_the_first_pipeline",
+           "nothing is within the tie of the best"),
+    Mutant("dispatch.py", 'and problem.out_dtype == "bf16"', "",
+           "test_dispatch.py::test_measured_points_override_the_model",
+           "bf16 measurements are shown for fp32 outputs"),
+    Mutant("torch_ops.py", "rows if granularity ==", "rows if granularity !=",
+           "test_torch_ops.py::test_opcheck[quantize_q-cpu]",
+           "tracers see scales of another shape"),
+    Mutant("torch_ops.py", "if value.shape != shape", "if len(value.shape) != len(shape)",
+           "test_torch_ops.py::test_a_traced_decode_checks_what_no_python_did",
+           "a plan of another batch runs past its tables"),
+    Mutant("runtime.py", "artifact.cuda <= driver[0]", "artifact.cuda <= driver[0] + 1",
+           "test_runtime.py::test_newer_cuda_than_the_driver",
+           "the driver is handed what it cannot load"),
+    Mutant("runtime.py", "other.op != spec.op", "other.op == spec.op",
+           "test_runtime.py::test_the_nearest_variant_is_of_the_same_op",
+           "the hint names a variant of another operation"),
+    Mutant("env.py", '"false", "no")', '"false")',
+           "test_env.py::test_words_that_switch_off",
+           "SNAPMLA_NO_JIT=no forbids compiling"),
+    Mutant("env.py", "len(found) - (_cache_home() is not None)", "len(found)",
+           "test_env.py::test_a_bundle_comes_before_the_cache",
+           "a per-user cache is preferred to the package's own variants"),
+    Mutant("selfcheck.py", "FLIPS = 1e-3", "FLIPS = 1e-2",
+           "test_api.py::test_fp32_results_get_no_allowance_for_bf16",
+           "fp32 results may be rounded to bf16 on the way"),
+)  # fmt: skip
+
+
+def pytest_in(copy: Path, targets: Iterable[str], variants: Path | None) -> tuple[int, str]:
+    """(exit status, output) of pytest on test ids, in a copy; -1 if it did not end."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "PYTEST"))}
+    environment["PYTHONDONTWRITEBYTECODE"] = "1"  # a mutant may have the size and second of another
+    if variants is not None:
+        environment["SNAPMLA_VARIANT_DIR"] = str(variants)
+    ids = [f"tests/{target}" for target in targets]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *ids]
+    seconds = SECONDS * len(ids)
+    try:
+        done = subprocess.run(
+            command, cwd=copy, env=environment, capture_output=True, text=True, timeout=seconds
+        )
+    except subprocess.TimeoutExpired:
+        return -1, f"no end in {seconds} s"
+    return done.returncode, done.stdout + done.stderr
+
+
+def outcome_of(copy: Path, package: str, mutant: Mutant, variants: Path | None) -> Outcome:
+    """Applies a mutant to the copy, runs its test, and puts the file back."""
+    path = copy / package / mutant.file
+    text = path.read_text()
+    found = text.count(mutant.old)
+    if found != 1:
+        return Outcome(mutant, "GONE", f"the text is there {found} times: update the table")
+    path.write_text(text.replace(mutant.old, mutant.new))
+    try:
+        status, output = pytest_in(copy, [mutant.target], variants)
+    finally:
+        path.write_text(text)
+    failed = re.search(r"^FAILED tests/(.+?)(?: - (.*))?$", output, re.MULTILINE)
+    if status == 1 and failed is not None:
+        return Outcome(mutant, "killed", f"{failed[1]}: {(failed[2] or '')[:80]}".strip(": "))
+    if status == 0:
+        return Outcome(mutant, "SURVIVED", mutant.target)
+    last = (output.strip().splitlines() or [""])[-1]
+    return Outcome(mutant, "BROKEN", f"pytest ended with {status}: {last}")
+
+
+def study(
+    root: Path,
+    mutants: Sequence[Mutant],
+    *,
+    copied: Iterable[str] = COPIED,
+    package: str = "snapmla",
+    variants: Path | None = None,
+    jobs: int = 1,
+) -> Iterator[Outcome]:
+    """Outcomes, in order.
+
+    Args:
+        root: the tree that is copied.
+        copied: its files and folders that tests need; ``package`` holds the mutated files.
+        variants: directory of built variants, None for tests that need none.
+        jobs: mutants that are tried at a time, each in a copy of its own.
+
+    Raises:
+        RuntimeError: tests fail without a mutant; what they say.
+    """
+    with tempfile.TemporaryDirectory(prefix="mutate_host_") as folder:
+        copies: queue.Queue[Path] = queue.Queue()
+        for number in range(jobs):
+            copies.put(_copy(root, copied, Path(folder) / str(number)))
+
+        def in_a_copy(work: Callable[[Path], T]) -> T:
+            copy = copies.get()
+            try:
+                return work(copy)
+            finally:
+                copies.put(copy)
+
+        targets = list(dict.fromkeys(m.target for m in mutants))
+        with ThreadPoolExecutor(jobs) as pool:
+            clean = pool.submit(in_a_copy, lambda copy: pytest_in(copy, targets, variants))
+            found = [
+                pool.submit(in_a_copy, lambda copy, m=m: outcome_of(copy, package, m, variants))
+                for m in mutants
+            ]
+            status, output = clean.result()
+            if status:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise RuntimeError(f"the tests fail without a mutant:\n{output}")
+            for outcome in found:
+                yield outcome.result()
+
+
+def _copy(root: Path, names: Iterable[str], to: Path) -> Path:
+    """Copies files and folders of ``root``, without what Python compiled."""
+    to.mkdir()
+    for name in names:
+        if (root / name).is_dir():
+            shutil.copytree(root / name, to / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(root / name, to / name)
+    return to
+
+
+def record(outcomes: Sequence[Outcome], commit: str) -> str:
+    """The study as a Markdown page."""
+    killed = sum(o.state == "killed" for o in outcomes)
+    lines = [
+        "# Mutants of the host package",
+        "",
+        f"- commit: {commit}",
+        f"- {killed} of {len(outcomes)} mutants killed, each by a test of its own module",
+        "- command: python tests/mutate_host.py --record FILE",
+        "",
+        "| file | mutant | what it would do | outcome |",
+        "|---|---|---|---|",
+    ]
+    for o in outcomes:
+        m, by = o.mutant, o.by.split(":: ")[0].replace("|", "\\|")
+        change = f"`{m.old}` → `{m.new or ' '}`".replace("|", "\\|")
+        lines.append(f"| {m.file} | {change} | {m.why} | {o.state}: {by} |")
+    return "\n".join(lines) + "\n"
+
+
+def main(
+    files: Annotated[list[str] | None, typer.Argument(help="such as plan.py; all if none")] = None,
+    to: Annotated[Path | None, typer.Option("--record", help="Markdown file to write")] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="mutants tried at a time")] = 2,
+) -> None:
+    """Apply each mutant to a copy of the packages: does a test of its module fail?"""
+    sys.path.insert(0, str(ROOT))
+    from codegen.artifacts import default_dir
+    from profiles.bench import commit
+
+    chosen = [m for m in MUTANTS if not files or m.file in files]
+    if not chosen:
+        typer.echo(f"no mutant is in {', '.join(files or [])}", err=True)
+        raise typer.Exit(2)
+    outcomes, at = [], commit()
+    try:
+        for outcome in study(ROOT, chosen, variants=default_dir().resolve(), jobs=jobs):
+            outcomes.append(outcome)
+            typer.echo(str(outcome))
+    except RuntimeError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(2) from None
+    killed = sum(o.state == "killed" for o in outcomes)
+    typer.echo(f"{killed} of {len(outcomes)} mutants killed")
+    if to is not None:
+        to.write_text(record(outcomes, at))
+    raise typer.Exit(int(killed < len(outcomes)))
+
+
+if __name__ == "__main__":
+    typer.run(main)
