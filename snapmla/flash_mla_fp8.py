@@ -357,13 +357,20 @@ def flash_mla_ckv_fp8_per_token(
         (scale, causal, "e", empty_lse),
     )  # fmt: skip
     try:
-        done = _quick_decode(*arguments) if head_dim_v == KV_LORA_RANK else None
+        ready = _quick_decode(*arguments) if head_dim_v == KV_LORA_RANK else None
+    except _OTHER_KIND:
+        ready = None
+    if ready is None:
+        ready = _checked_decode(*arguments, head_dim_v)
+    try:
+        return attention.run_plan(*ready)
     except Exception as error:
         checks.explain(error, _checked_decode, *arguments, head_dim_v)
         raise
-    if done is None:
-        done = attention.run_plan(*_checked_decode(*arguments, head_dim_v))
-    return done
+
+
+# raised where tensors are not as the quick ways want them, before anything is launched
+_OTHER_KIND = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)
 
 
 def _quick_decode(
@@ -375,8 +382,8 @@ def _quick_decode(
     out: torch.Tensor | None,
     lse: torch.Tensor | None,
     options: tuple[float, bool, str, str],
-) -> Pair | None:
-    """The launches on tensors as an engine passes them; None if they are of another kind.
+) -> tuple[Any, ...] | None:
+    """What ``attention.run_plan`` takes, from tensors as an engine passes them; None from others.
 
     The exported functions check dtypes, sizes, alignment and strides in less time than it takes
     from here (see ``attention.decode``); checked here is what they do not see.  If they refuse, the
@@ -407,7 +414,7 @@ def _quick_decode(
     ):
         return None
     content = (lora if lora_dtype is torch.uint8 else lora.view(torch.uint8)).squeeze(2)
-    return attention.run_plan(
+    return (
         (q_nope.view(torch.uint8), q_rope, q_scale.squeeze(3)),
         (content, rope.squeeze(2), k_scale.view(pages, page_size)),
         block_table, cache_seqlens, plan, out, lse, None, options,
@@ -598,12 +605,17 @@ def quantize_and_cache_k(
     checks.integer("head_dim_v", head_dim_v, KV_LORA_RANK, KV_LORA_RANK)
     arguments = (key, k_lora_cache, k_rope_cache, k_lora_scale_cache, indices)
     try:
-        done = _quick_append(*arguments)
+        ready = _quick_append(*arguments)
+    except _OTHER_KIND:
+        ready = None
+    if ready is None:
+        _checked_append(*arguments)
+        return
+    try:
+        quant.launch_append(*ready)
     except Exception as error:
         checks.explain(error, _checked_append, *arguments, check_only=True)
         raise
-    if not done:
-        _checked_append(*arguments)
 
 
 def _checked_append(
@@ -636,13 +648,13 @@ def _quick_append(
     rope: torch.Tensor,
     scale: torch.Tensor,
     indices: torch.Tensor,
-) -> bool:
-    """The launch on a flat pool as an engine passes it; False if something is of another kind.
+) -> tuple[Any, ...] | None:
+    """What ``quant.launch_append`` takes, of a flat pool as an engine passes it; None of others.
 
     As in ``_quick_decode``, checks that the exported function makes are left to it.
     """
     if torch.compiler.is_compiling():
-        return False
+        return None
     slots, page = lora.shape[0], _FLAT_PAGES[-1]
     n, width = key.shape[0], key.shape[-1]
     if not (
@@ -655,9 +667,9 @@ def _quick_append(
         and key.stride(-1) == 1
         and launch.none_negative(key, lora, rope, scale, indices)
     ):
-        return False
+        return None
     if launch.several_gpus() and not launch.all_on(lora.device, key, rope, scale, indices):
-        return False
+        return None
     row = key.stride(0)
     places = (
         lora.data_ptr(), rope.data_ptr(), scale.data_ptr(), key.data_ptr(), indices.data_ptr(),
@@ -666,8 +678,8 @@ def _quick_append(
     if places not in _APART:
         written = ((overlap.span(t),) for t in (lora, rope, scale))
         if not _APART.see(places, *written, (overlap.span(key), overlap.span(indices))):
-            return False
-    quant.launch_append(
+            return None
+    return (
         (
             (lora if lora.dtype is torch.uint8 else lora.view(torch.uint8)).view(
                 -1, page, KV_LORA_RANK
@@ -679,7 +691,6 @@ def _quick_append(
         key.as_strided((n, QK_ROPE_HEAD_DIM), (row, 1), key.storage_offset() + KV_LORA_RANK),
         indices,
     )
-    return True
 
 
 def dequantize_ckv_fused_indexed(
