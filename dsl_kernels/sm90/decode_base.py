@@ -349,14 +349,15 @@ class DecodeBase:
         """(sequence, first tile, end tile, slot) of item ``i``, safe whatever the work list holds.
 
         Every role reads items here, and so they agree about tiles, which are those of the block
-        table.  An item that begins outside of it, or of a sequence that is not there, has no tiles
-        and goes nowhere, as has an item whose slot does not exist (``rows_written``).
+        table: behind its end there are none.  An item of a sequence that is not there, or that
+        begins before the first tile, has none and goes nowhere; nor does one whose slot does not
+        exist (``rows_written``).
         """
         batch, first, last, slot = (gmem.work_items[i, x] for x in range(4))
         tiles = cute.ceil_div(gmem.block_table.shape[1] * self.spec.page_size, TILE)
         last = compat.at_most(last, tiles)
         there = compat.unsigned(batch) < compat.unsigned(gmem.cache_seqlens.shape[0])
-        if not (there & (compat.unsigned(first) <= compat.unsigned(tiles))):
+        if not (there & (first >= 0)):
             batch, last, slot = Int32(0), first, Int32(NOWHERE)
         return batch, first, last, slot
 
