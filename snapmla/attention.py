@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
@@ -28,16 +27,13 @@ _APART = {dtype: overlap.Apart() for dtype in OUT_NAMES}
 _Tensor = torch.Tensor  # looked up on every call
 
 
-@functools.lru_cache(maxsize=256)
 def _kernel(variant: PlanVariant, out_dtype: torch.dtype) -> runtime.Kernel:
-    """The exported function that runs a plan of this kind."""
+    """The exported function that runs a plan of this kind, loaded once."""
     device, out = variant.device, OUT_NAMES[out_dtype]
     arch = runtime.arch_of(device)
     spec = decode_spec(variant.pipeline, variant.row_tile, variant.page_size, out, arch)
-    return runtime.kernel(spec, device.type)
-
-
-runtime.on_forget(_kernel.cache_clear)
+    variant.kernels[out_dtype] = runtime.kernel(spec, device.type)
+    return variant.kernels[out_dtype]
 
 
 def decode(
@@ -189,7 +185,8 @@ def launch_decode(
     """
     out, lse = results
     work_items, part_begin, o_accum, lse_accum, split_begin = tables
-    _kernel(variant, out.dtype)(
+    kernel = variant.kernels.get(out.dtype) or _kernel(variant, out.dtype)
+    kernel(
         *query, *cache, block_table, cache_seqlens, work_items, part_begin, split_begin, out, lse,
         o_accum, lse_accum, *numbers, int(may_split),
     )  # fmt: skip
@@ -274,7 +271,6 @@ def _fits_plan(
             and q.rows_shape == plan.rows_shape
             and cache.page_size == plan.page_size
             and (key in known or _see_apart(known, key, q, cache, plan, out, lse))
-            and block_table.shape == plan.table_shape
             and (out is None or (out.is_contiguous() and not out.is_neg()))
             and (lse is None or (lse.is_contiguous() and not lse.is_neg()))
             and (
@@ -294,8 +290,8 @@ def _fits_plan(
 
 
 def _see_tables(plan: DecodePlan, block_table: torch.Tensor, cache_seqlens: torch.Tensor) -> bool:
-    """Whether tables hold their values themselves; if so they are known by identity."""
-    if not tracing.plain(block_table, cache_seqlens):
+    """Whether tables are as planned and hold their values; if so they are known by identity."""
+    if not tracing.plain(block_table, cache_seqlens) or block_table.shape != plan.table_shape:
         return False
     if not launch.none_negative(block_table, cache_seqlens):
         return False

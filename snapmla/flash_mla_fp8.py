@@ -373,7 +373,7 @@ def flash_mla_ckv_fp8_per_token(
     )  # fmt: skip
     ready = None
     if head_dim_v == KV_LORA_RANK and not tracing.active():
-        try:
+        try:  # noqa: SIM105 (suppress takes 0.3 us more)
             ready = _quick_decode(*arguments)
         except _OTHER_KIND:
             pass
@@ -652,7 +652,7 @@ def quantize_and_cache_k(
     arguments = (key, k_lora_cache, k_rope_cache, k_lora_scale_cache, indices)
     ready = None
     if not tracing.active():
-        try:
+        try:  # noqa: SIM105 (suppress takes 0.3 us more)
             ready = _quick_append(*arguments)
         except _OTHER_KIND:
             pass

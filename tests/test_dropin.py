@@ -16,6 +16,7 @@ import snapmla.plan
 from codegen import toolchain
 from snapmla import attention, quant, selfcheck
 from snapmla import flash_mla_fp8 as names
+from snapmla.plan import PlanVariant
 from snapmla.reference_plan import plan_reference
 
 pytestmark = pytest.mark.skipif(not toolchain.have_compiler(), reason="needs nvidia-cutlass-dsl")
@@ -428,6 +429,7 @@ def test_a_failing_kernel_is_called_once(monkeypatch: pytest.MonkeyPatch, error:
         assert error.__cause__ is None and error.__context__ is None
 
     with monkeypatch.context() as patch:
+        PlanVariant.forget()  # the kernels that were loaded
         patch.setattr(attention, "_kernel", lambda *_: failing)
         check(lambda: step.decode(pair))
         patch.setattr(names, "_quick_decode", lambda *_: None)
