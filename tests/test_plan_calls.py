@@ -261,6 +261,7 @@ def test_capture_is_asked_of_the_tensors_device(monkeypatch: pytest.MonkeyPatch)
             current[0] = self.before
 
     monkeypatch.setattr(torch.cuda, "device", Device)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: current[0] == 1)
     monkeypatch.setattr(launch, "several_gpus", lambda: True)
     assert [launch.capturing(torch.device("cuda", i)) for i in (0, 1)] == [False, True]
