@@ -13,6 +13,10 @@ The metadata pair is two int32 tensors, as engines expect:
   batch; better still is ``get_mla_metadata(..., out=(static, num_splits))``, one launch in place.
 * ``num_splits`` (b + 1,): slots of partial results, cumulative; a slice of a longer tensor will do.
 
+A pair must have been made for the batch that is decoded; shapes cannot tell, ``SNAPMLA_CHECK_PLAN``
+does.  Without it a larger batch's pair serves its first sequences, a smaller one's leaves rows of
+``out`` unwritten.
+
 Both may be captured: replaying a graph reads whatever the pair holds by then.  Under
 ``torch.compile`` metadata and decode break the graph (``snapmla.decode`` does not); the three
 quantisation functions are operators.  Other tracers (``make_fx``, FakeTensors, dispatch modes) see
@@ -108,22 +112,19 @@ class _PairPlan(plans.DecodePlan):
     def can_split(self) -> bool:
         return self.num_parts > 1
 
-    def check(self, cache_seqlens: torch.Tensor) -> None:
+    def _compare(self, cache_seqlens: torch.Tensor) -> None:
         """Compares the batch, then as every plan the lengths.
 
         The pair's memory has room for any batch up to ``max_batch``, so the one that was planned
         cannot be told by shapes; it is that of the last item of the work list.
         """
-        if not launch.capturing(self.device):
-            last = int(self.part_begin[-1]) - 1
-            planned = int(self.work_items[last, 0]) + 1 if 0 <= last < len(self.work_items) else 0
-            if planned != self.batch:
-                name, hint = self._STALE
-                checks.value_error(
-                    name, f"one made for b = {self.batch} sequences", planned,
-                    hint.replace("lengths change", "batch changes"),
-                )  # fmt: skip
-        super().check(cache_seqlens)
+        last = int(self.part_begin[-1]) - 1
+        planned = int(self.work_items[last, 0]) + 1 if 0 <= last < len(self.work_items) else 0
+        if planned != self.batch:
+            name, _ = self._STALE
+            hint = "call get_mla_metadata(..., out=) after the batch changes"
+            checks.value_error(name, f"one made for b = {self.batch} sequences", planned, hint)
+        super()._compare(cache_seqlens)
 
 
 class _Tables(NamedTuple):

@@ -23,9 +23,7 @@ def several_gpus() -> bool:
 
 
 def capturing(device: torch.device) -> bool:
-    """Whether the current stream of ``device``, which need not be the current one, is captured."""
-    if device.type != "cuda":
-        return False
+    """Whether the current stream of a CUDA device, current or not, is being captured."""
     if not several_gpus() or torch.cuda.current_device() == device.index:
         return torch.cuda.is_current_stream_capturing()
     with torch.cuda.device(device):

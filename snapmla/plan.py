@@ -242,8 +242,11 @@ class DecodePlan(launch.OverTensors):
         Raises:
             ValueError: they differ; the message names the sequences.
         """
-        if launch.capturing(self.device):
-            return
+        if self.device.type != "cuda" or not launch.capturing(self.device):
+            self._compare(cache_seqlens)
+
+    def _compare(self, cache_seqlens: torch.Tensor) -> None:
+        """``check`` where the device can be asked."""
         changed = (cache_seqlens != self.planned_seqlens).nonzero().flatten().tolist()
         if not changed:
             return

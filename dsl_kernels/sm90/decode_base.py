@@ -391,15 +391,16 @@ class DecodeBase:
         return q_pipe, k_pipe
 
     @cute.jit
-    def page_of(self, block_table, batch, tile, lane, num_pages):
-        """Page id of this lane's box of ``tile`` (lanes repeat), clamped: ids past the sequence's
-        end may be anything, and their tokens are masked later."""
+    def page_of(self, row, tile, lane, num_pages):
+        """Page id of this lane's box of ``tile`` (lanes repeat), from the sequence's ``row`` of the
+        block table.  Clamped: ids past the sequence's end may be anything, and their tokens are
+        masked later."""
         if const_expr(self.spec.page_size > TILE):
             index = tile // (self.spec.page_size // TILE)
         else:
             index = tile * self.boxes + lane % self.boxes
-        last = block_table.shape[1] - 1
-        page = block_table[batch, compat.at_most(index, last)]
+        last = row.shape[0] - 1
+        page = row[compat.at_most(index, last)]
         page = page if page > 0 else Int32(0)
         return page if page < num_pages else num_pages - 1
 
@@ -432,10 +433,11 @@ class DecodeBase:
         kst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
         for i in cutlass.range(span[0], span[1], unroll=1):
             batch, first, last, _ = self.item_at(gmem, i)
-            page = self.page_of(gmem.block_table, batch, first, lane, num_pages)
+            row = gmem.block_table[batch, None]
+            page = self.page_of(row, first, lane, num_pages)
             for tile in cutlass.range(first, last, unroll=1):
                 now = page
-                page = self.page_of(gmem.block_table, batch, tile + 1, lane, num_pages)
+                page = self.page_of(row, tile + 1, lane, num_pages)
                 half = tile % max(self.spec.page_size // TILE, 1)
                 k_pipe.producer_acquire(kst)
                 bar = k_pipe.producer_get_barrier(kst)

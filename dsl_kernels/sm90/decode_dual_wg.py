@@ -62,7 +62,7 @@ ROWS = 64
 STAGES = 4  # of the K ring, unless the spec says otherwise
 PAIR_BUFFERS = 2
 MATH_WARPS = 8
-MATH_REGS = 232
+MATH_REGS = 240
 
 BAR_WG = 1  # and 2: each math warpgroup by itself
 BAR_BOTH = 3  # both math warpgroups
@@ -106,7 +106,7 @@ class DecodeDualWg(DecodeBase):
     threads = 384
     q_consumer_warps = MATH_WARPS
     k_consumer_warps = MATH_WARPS
-    producer_regs = 40
+    producer_regs = 24
     scale_warp = True
 
     def __init__(self, spec: VariantSpec):
