@@ -259,7 +259,7 @@ def _fits_plan(
     what is read, that no tensor waits for its sign to be changed.
     """
     try:
-        table, lengths = plan.tables
+        table, lengths = plan._seen
         known = _APART[torch.bfloat16 if out is None else out.dtype]
         key = (
             out is None or out.data_ptr(), lse is None or lse.data_ptr(),
@@ -295,7 +295,7 @@ def _see_tables(plan: DecodePlan, block_table: torch.Tensor, cache_seqlens: torc
         return False
     if not launch.none_negative(block_table, cache_seqlens):
         return False
-    object.__setattr__(plan, "tables", (block_table, cache_seqlens))
+    object.__setattr__(plan, "_seen", (block_table, cache_seqlens))
     return True
 
 

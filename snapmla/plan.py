@@ -94,7 +94,7 @@ class DecodePlan(launch.OverTensors):
     )  # fmt: skip
 
     # block table and lengths of the last call, which need not be looked at again (``attention``)
-    tables: ClassVar[tuple[torch.Tensor | None, torch.Tensor | None]] = (None, None)
+    _seen: ClassVar[tuple[torch.Tensor | None, torch.Tensor | None]] = (None, None)
 
     work_items: torch.Tensor
     part_begin: torch.Tensor

@@ -444,7 +444,9 @@ def _expect_cache(value: object) -> None:
             type(value).__name__,
             "PagedKVCache.from_tensors wraps existing memory",
         )
-    if not tracing.by_dynamo() and not value.content_u8.untyped_storage().nbytes():
+    if tracing.by_dynamo() or not value.plain:
+        return  # a tracer's tensors have no memory
+    if not value.content_u8.untyped_storage().nbytes():
         hint = "keep the storage, or make another cache"
         checks.value_error("cache", "memory", "a storage that was freed", hint)
 
