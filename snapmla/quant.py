@@ -258,8 +258,10 @@ def _check_query_apart(q_nope: torch.Tensor, q_rope: torch.Tensor, out: Quantize
         q_nope.data_ptr(), q_rope.data_ptr(), q_nope.shape, q_nope.stride(), q_rope.stride(),
         q_nope.dtype, out.place,
     )  # fmt: skip
+    if key in _APART:
+        return
     read = (overlap.span(q_nope), overlap.span(q_rope))
-    if key in _APART or _APART.see(key, *((span,) for span in out.spans), read):
+    if _APART.see(key, *((span,) for span in out.spans), read):
         return
     others: dict[str, torch.Tensor] = {"q_nope": q_nope, "q_rope": q_rope}
     for name, value in named("out", out).items():
@@ -446,7 +448,8 @@ def _expect_cache(value: object) -> None:
         )
     if tracing.by_dynamo() or not value.plain:
         return  # a tracer's tensors have no memory
-    if not value.content_u8.untyped_storage().nbytes():
+    content = value.content_u8
+    if not content.data_ptr() and not content.untyped_storage().nbytes():
         hint = "keep the storage, or make another cache"
         checks.value_error("cache", "memory", "a storage that was freed", hint)
 
