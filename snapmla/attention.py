@@ -216,10 +216,7 @@ def _traced(
                 empty_lse=options[3], out_dtype=out_dtype, pipeline=pipeline,
             )  # fmt: skip
         checks.block_table(block_table, b, q.device)
-        plan = plan_decode(
-            cache_seqlens, heads, s_q, page_size=cache.content.shape[1],
-            max_pages=max(block_table.shape[1], 1), pipeline=pipeline,
-        )  # fmt: skip
+        plan = _planned(q, cache, block_table, cache_seqlens, pipeline)
     page_size, device = cache.content.shape[1], q.nope.device
     _check_plan(plan, b, s_q, heads, page_size, block_table, pipeline, device)
     softmax_scale, causal, lse_base, empty_lse = options
@@ -345,11 +342,23 @@ def checked(
     _check_apart(q, cache, block_table, cache_seqlens, plan, out, lse)
     if plan is not None:
         return plan
+    return _planned(q, cache, block_table, cache_seqlens, pipeline)
+
+
+def _planned(
+    q: QuantizedQuery,
+    cache: PagedKVCache,
+    block_table: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    pipeline: str | None,
+) -> DecodePlan:
+    """A plan for a call that gave none."""
+    _, s_q, heads, _ = q.nope.shape
     return plan_decode(
         cache_seqlens,
         heads,
         s_q,
-        page_size=page_size,
+        page_size=cache.content.shape[1],
         max_pages=max(block_table.shape[1], 1),
         pipeline=pipeline,
     )

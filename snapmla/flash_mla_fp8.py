@@ -57,6 +57,12 @@ _Tensor = torch.Tensor  # looked up on every call
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+# of a decode: query, pool, block table, lengths, metadata pair, out, lse and
+# (softmax_scale, causal, lse_base, empty_lse)
+Call = tuple[
+    Triple, Triple, torch.Tensor, torch.Tensor, Pair, torch.Tensor | None, torch.Tensor | None,
+    tuple[float, bool, str, str],
+]  # fmt: skip
 
 
 def _metadata_width(parts: int, max_batch: int) -> int:
@@ -367,7 +373,7 @@ def flash_mla_ckv_fp8_per_token(
             softmax_scale, causal, out=out, lse=lse, empty_lse=empty_lse,
         )  # fmt: skip
     scale = HEAD_DIM_QK**-0.5 if softmax_scale is None else softmax_scale
-    arguments = (
+    call: Call = (
         (q_nope, q_rope, q_scale), (k_cache_lora, k_cache_rope, k_scale), block_table,
         cache_seqlens, (tile_scheduler_metadata, num_splits), out, lse,
         (scale, causal, "e", empty_lse),
@@ -375,15 +381,15 @@ def flash_mla_ckv_fp8_per_token(
     ready = None
     if head_dim_v == KV_LORA_RANK and not tracing.active():
         try:  # noqa: SIM105 (suppress takes 0.3 us more)
-            ready = _quick_decode(*arguments)
+            ready = _quick_decode(call)
         except _OTHER_KIND:
             pass
     if ready is None:
-        return _checked_decode(*arguments, head_dim_v)
+        return _checked_decode(call, head_dim_v)
     try:
         return attention.run_plan(*ready)
     except Exception as error:
-        checks.explain(error, _check_decode, *arguments, head_dim_v)
+        checks.explain(error, _check_decode, call, head_dim_v)
         raise
 
 
@@ -391,22 +397,14 @@ def flash_mla_ckv_fp8_per_token(
 _OTHER_KIND = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)
 
 
-def _quick_decode(
-    query: Triple,
-    pool: Triple,
-    block_table: torch.Tensor,
-    cache_seqlens: torch.Tensor,
-    pair: Pair,
-    out: torch.Tensor | None,
-    lse: torch.Tensor | None,
-    options: tuple[float, bool, str, str],
-) -> tuple[Any, ...] | None:
+def _quick_decode(call: Call) -> tuple[Any, ...] | None:
     """What ``attention.run_plan`` takes, from tensors as an engine passes them; None from others.
 
     The exported functions check dtypes, sizes, alignment and strides in less time than it takes
     from here (see ``attention.decode``); checked here is what they do not see.  If they refuse, the
     full checks say which argument it was.
     """
+    query, pool, block_table, cache_seqlens, pair, out, lse, options = call
     (q_nope, q_rope, q_scale), (lora, rope, k_scale) = query, pool
     metadata, num_splits = pair
     b, s_q, heads, _ = q_nope.shape
@@ -467,18 +465,9 @@ def _lie_apart(
     return _APART.see(key, *((overlap.span(t),) for t in results), read)
 
 
-def _checked_decode(
-    query: Triple,
-    pool: Triple,
-    block_table: torch.Tensor,
-    cache_seqlens: torch.Tensor,
-    pair: Pair,
-    out: torch.Tensor | None,
-    lse: torch.Tensor | None,
-    options: tuple[float, bool, str, str],
-    head_dim_v: int,
-) -> Pair:
+def _checked_decode(call: Call, head_dim_v: int) -> Pair:
     """The same call through the primary API, with every check and its words."""
+    query, pool, block_table, cache_seqlens, pair, out, lse, options = call
     scale, causal, lse_base, empty_lse = options
     causal = bool(checks.flag("causal", causal))
     try:
@@ -491,18 +480,9 @@ def _checked_decode(
         raise checks.renamed(error, _DECODE_NAMES) from None
 
 
-def _check_decode(
-    query: Triple,
-    pool: Triple,
-    block_table: torch.Tensor,
-    cache_seqlens: torch.Tensor,
-    pair: Pair,
-    out: torch.Tensor | None,
-    lse: torch.Tensor | None,
-    _options: tuple[float, bool, str, str],
-    head_dim_v: int,
-) -> None:
+def _check_decode(call: Call, head_dim_v: int) -> None:
     """The checks of ``_checked_decode``; launches nothing."""
+    query, pool, block_table, cache_seqlens, pair, out, lse, _ = call
     try:
         q, cache, plan = _primary(query, pool, block_table, pair, head_dim_v)
         attention.checked(q, cache, block_table, cache_seqlens, plan, out, lse, None, None)
@@ -684,6 +664,7 @@ def _checked_append(
         cache = _flat_cache(names, lora, rope, scale)
         tokens = (key[:, :KV_LORA_RANK], key[:, KV_LORA_RANK:], indices)
         if check_only:
+            quant._expect_cache(cache)
             quant.check_append(cache, *tokens)
         else:
             quant.append_kv(cache, *tokens)

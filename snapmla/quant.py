@@ -144,8 +144,7 @@ _APART = overlap.Apart()
 def check_append(
     cache: PagedKVCache, c_kv: torch.Tensor, k_rope: torch.Tensor, slot_mapping: torch.Tensor
 ) -> None:
-    """All checks of ``append_kv``."""
-    _expect_cache(cache)
+    """The checks of ``append_kv`` on a cache that ``_expect_cache`` has seen."""
     check_tokens(c_kv, k_rope, slot_mapping, cache.device)
     key = (
         c_kv.data_ptr(), k_rope.data_ptr(), slot_mapping.data_ptr(), c_kv.shape[0], c_kv.stride(),
