@@ -91,24 +91,38 @@ def _expect_from(package: ModuleType, folder: Path) -> None:
         raise ImportError(f"import snapmla gave the package of {found}, not of {folder}")
 
 
-class _NoLibrary:
-    """Stands in for ``torch.library.Library``: takes every definition and keeps none."""
+class _Library(torch.library.Library):
+    """Keeps no definition of ours: the process has them already.  Others are as they are."""
 
-    def __init__(self, *_: Any, **__: Any) -> None: ...
+    def __init__(self, ns: str, *rest: Any, **options: Any) -> None:
+        self._ours = ns in PACKAGES
+        if not self._ours:
+            super().__init__(ns, *rest, **options)
 
-    def define(self, *_: Any, **__: Any) -> None: ...
+    def define(self, *given: Any, **options: Any) -> Any:
+        return None if self._ours else super().define(*given, **options)
 
-    def impl(self, *_: Any, **__: Any) -> None: ...
+    def impl(self, *given: Any, **options: Any) -> Any:
+        return None if self._ours else super().impl(*given, **options)
 
 
 @contextlib.contextmanager
 def _registering_nothing() -> Iterator[None]:
-    """Operators and pytrees that are registered in here are not."""
-    nothing = lambda *_, **__: None
+    """Operators and pytrees of ours that are registered in here are not."""
+    fake, node = torch.library.register_fake, _pytree.register_pytree_node
+
+    def register_fake(op: Any, *given: Any, **options: Any) -> Any:
+        ours = isinstance(op, str) and op.partition("::")[0] in PACKAGES
+        return None if ours else fake(op, *given, **options)
+
+    def register_node(cls: type, *given: Any, **options: Any) -> None:
+        if cls.__module__.partition(".")[0] not in PACKAGES:
+            node(cls, *given, **options)
+
     with (
-        mock.patch.object(torch.library, "Library", _NoLibrary),
-        mock.patch.object(torch.library, "register_fake", nothing),
-        mock.patch.object(_pytree, "register_pytree_node", nothing),
+        mock.patch.object(torch.library, "Library", _Library),
+        mock.patch.object(torch.library, "register_fake", register_fake),
+        mock.patch.object(_pytree, "register_pytree_node", register_node),
     ):
         yield
 

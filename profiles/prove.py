@@ -421,7 +421,9 @@ def main(
     show: Annotated[bool, typer.Option("--list", help="list steps, run none")] = False,
 ) -> None:
     """Run what has not passed on these sources; exit code 1 if any step failed."""
-    console = Console(width=None if Console().is_terminal else 140, highlight=False)
+    console = Console(
+        width=None if Console().is_terminal else 140, highlight=False, markup=False, emoji=False
+    )
     if not toolchain.have_compiler():
         raise _fail(console, "nvidia-cutlass-dsl is not installed: pip install 'snapmla[compile]'")
     every, book, at = steps(), Book(STATE), checkout()

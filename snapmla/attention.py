@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
@@ -29,16 +28,13 @@ _APART = {dtype: overlap.Apart() for dtype in OUT_NAMES}
 _Tensor = torch.Tensor  # looked up on every call
 
 
-@functools.lru_cache(maxsize=256)
 def _kernel(variant: PlanVariant, out_dtype: torch.dtype) -> runtime.Kernel:
-    """The exported function that runs a plan of this kind."""
+    """The exported function that runs a plan of this kind, loaded once."""
     device, out = variant.device, OUT_NAMES[out_dtype]
     arch = runtime.arch_of(device)
     spec = decode_spec(variant.pipeline, variant.row_tile, variant.page_size, out, arch)
-    return runtime.kernel(spec, device.type)
-
-
-runtime.on_forget(_kernel.cache_clear)
+    variant.kernels[out_dtype] = runtime.kernel(spec, device.type)
+    return variant.kernels[out_dtype]
 
 
 def decode(
@@ -190,7 +186,8 @@ def launch_decode(
     """
     out, lse = results
     work_items, part_begin, o_accum, lse_accum, split_begin = tables
-    _kernel(variant, out.dtype)(
+    kernel = variant.kernels.get(out.dtype) or _kernel(variant, out.dtype)
+    kernel(
         *query, *cache, block_table, cache_seqlens, work_items, part_begin, split_begin, out, lse,
         o_accum, lse_accum, *numbers, int(may_split),
     )  # fmt: skip
@@ -220,10 +217,7 @@ def _traced(
                 empty_lse=options[3], out_dtype=out_dtype, pipeline=pipeline,
             )  # fmt: skip
         checks.block_table(block_table, b, q.device)
-        plan = plan_decode(
-            cache_seqlens, heads, s_q, page_size=cache.content.shape[1],
-            max_pages=max(block_table.shape[1], 1), pipeline=pipeline,
-        )  # fmt: skip
+        plan = _planned(q, cache, block_table, cache_seqlens, pipeline)
     page_size, device = cache.content.shape[1], q.nope.device
     _check_plan(plan, b, s_q, heads, page_size, block_table, pipeline, device)
     softmax_scale, causal, lse_base, empty_lse = options
@@ -263,7 +257,7 @@ def _fits_plan(
     what is read, that no tensor waits for its sign to be changed.
     """
     try:
-        table, lengths = plan.tables
+        table, lengths = plan._seen
         known = _APART[torch.bfloat16 if out is None else out.dtype]
         key = (
             out is None or out.data_ptr(), lse is None or lse.data_ptr(),
@@ -275,7 +269,6 @@ def _fits_plan(
             and q.rows_shape == plan.rows_shape
             and cache.page_size == plan.page_size
             and (key in known or _see_apart(known, key, q, cache, plan, out, lse))
-            and block_table.shape == plan.table_shape
             and (out is None or (out.is_contiguous() and not out.is_neg()))
             and (lse is None or (lse.is_contiguous() and not lse.is_neg()))
             and (
@@ -295,12 +288,12 @@ def _fits_plan(
 
 
 def _see_tables(plan: DecodePlan, block_table: torch.Tensor, cache_seqlens: torch.Tensor) -> bool:
-    """Whether tables hold their values themselves; if so they are known by identity."""
-    if not tracing.plain(block_table, cache_seqlens):
+    """Whether tables are as planned and hold their values; if so they are known by identity."""
+    if not tracing.plain(block_table, cache_seqlens) or block_table.shape != plan.table_shape:
         return False
     if not launch.none_negative(block_table, cache_seqlens):
         return False
-    object.__setattr__(plan, "tables", (block_table, cache_seqlens))
+    object.__setattr__(plan, "_seen", (block_table, cache_seqlens))
     return True
 
 
@@ -350,11 +343,23 @@ def checked(
     _check_apart(q, cache, block_table, cache_seqlens, plan, out, lse)
     if plan is not None:
         return plan
+    return _planned(q, cache, block_table, cache_seqlens, pipeline)
+
+
+def _planned(
+    q: QuantizedQuery,
+    cache: PagedKVCache,
+    block_table: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    pipeline: str | None,
+) -> DecodePlan:
+    """A plan for a call that gave none."""
+    _, s_q, heads, _ = q.nope.shape
     return plan_decode(
         cache_seqlens,
         heads,
         s_q,
-        page_size=page_size,
+        page_size=cache.content.shape[1],
         max_pages=max(block_table.shape[1], 1),
         pipeline=pipeline,
     )

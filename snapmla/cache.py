@@ -95,7 +95,7 @@ class PagedKVCache(launch.OverTensors):
             scale: float32 (num_pages, page_size).
         """
         is_tensor = isinstance(content, torch.Tensor)
-        if is_tensor and content.dtype == torch.uint8 and not content.is_neg():
+        if is_tensor and content.dtype == torch.uint8 and not checks.negative(content):
             content = content.view(layouts.FP8)
         return cls(content, rope, scale)
 

@@ -185,7 +185,7 @@ def tensor(
     if value.layout is not torch.strided:
         got = f"layout {str(value.layout).removeprefix('torch.')}"
         value_error(name, "a dense tensor", got, "call .to_dense() once")
-    if value.is_neg():  # kernels read and write memory, where the sign is not yet changed
+    if negative(value):
         hint = "call .resolve_neg() once"
         value_error(name, "values as memory holds them", "a view with the negative bit", hint)
     if value.dtype not in dtypes:
@@ -198,6 +198,14 @@ def tensor(
     if device is not None and value.device != device:
         hint = f"move it with .to({str(device)!r}) when you build it"
         value_error(name, f"a tensor on {device}", value.device, hint)
+
+
+def negative(value: torch.Tensor) -> bool:
+    """Whether memory, which is what kernels read and write, holds the opposites of a view's values.
+
+    Operators are given what a tracer's values will be: the dispatcher changes signs before them.
+    """
+    return not torch.compiler.is_compiling() and value.is_neg()
 
 
 def _is_output(name: str) -> bool:

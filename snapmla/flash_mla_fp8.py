@@ -13,6 +13,10 @@ The metadata pair is two int32 tensors, as engines expect:
   batch; better still is ``get_mla_metadata(..., out=(static, num_splits))``, one launch in place.
 * ``num_splits`` (b + 1,): slots of partial results, cumulative; a slice of a longer tensor will do.
 
+A pair must have been made for the batch that is decoded; shapes cannot tell, ``SNAPMLA_CHECK_PLAN``
+does.  Without it a larger batch's pair serves its first sequences, a smaller one's leaves rows of
+``out`` unwritten.
+
 Both may be captured: replaying a graph reads whatever the pair holds by then.  Under
 ``torch.compile`` metadata and decode break the graph (``snapmla.decode`` does not); the three
 quantisation functions are operators.  Other tracers (``make_fx``, FakeTensors, dispatch modes) see
@@ -53,6 +57,12 @@ _Tensor = torch.Tensor  # looked up on every call
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+# of a decode: query, pool, block table, lengths, metadata pair, out, lse and
+# (softmax_scale, causal, lse_base, empty_lse)
+Call = tuple[
+    Triple, Triple, torch.Tensor, torch.Tensor, Pair, torch.Tensor | None, torch.Tensor | None,
+    tuple[float, bool, str, str],
+]  # fmt: skip
 
 
 def _metadata_width(parts: int, max_batch: int) -> int:
@@ -108,22 +118,19 @@ class _PairPlan(plans.DecodePlan):
     def can_split(self) -> bool:
         return self.num_parts > 1
 
-    def check(self, cache_seqlens: torch.Tensor) -> None:
+    def _compare(self, cache_seqlens: torch.Tensor) -> None:
         """Compares the batch, then as every plan the lengths.
 
         The pair's memory has room for any batch up to ``max_batch``, so the one that was planned
         cannot be told by shapes; it is that of the last item of the work list.
         """
-        if not launch.capturing(self.device):
-            last = int(self.part_begin[-1]) - 1
-            planned = int(self.work_items[last, 0]) + 1 if 0 <= last < len(self.work_items) else 0
-            if planned != self.batch:
-                name, hint = self._STALE
-                checks.value_error(
-                    name, f"one made for b = {self.batch} sequences", planned,
-                    hint.replace("lengths change", "batch changes"),
-                )  # fmt: skip
-        super().check(cache_seqlens)
+        last = int(self.part_begin[-1]) - 1
+        planned = int(self.work_items[last, 0]) + 1 if 0 <= last < len(self.work_items) else 0
+        if planned != self.batch:
+            name, _ = self._STALE
+            hint = "call get_mla_metadata(..., out=) after the batch changes"
+            checks.value_error(name, f"one made for b = {self.batch} sequences", planned, hint)
+        super()._compare(cache_seqlens)
 
 
 class _Tables(NamedTuple):
@@ -366,40 +373,38 @@ def flash_mla_ckv_fp8_per_token(
             softmax_scale, causal, out=out, lse=lse, empty_lse=empty_lse,
         )  # fmt: skip
     scale = HEAD_DIM_QK**-0.5 if softmax_scale is None else softmax_scale
-    arguments = (
+    call: Call = (
         (q_nope, q_rope, q_scale), (k_cache_lora, k_cache_rope, k_scale), block_table,
         cache_seqlens, (tile_scheduler_metadata, num_splits), out, lse,
         (scale, causal, "e", empty_lse),
     )  # fmt: skip
-    recorded = tracing.active()
+    ready = None
+    if head_dim_v == KV_LORA_RANK and not tracing.active():
+        try:  # noqa: SIM105 (suppress takes 0.3 us more)
+            ready = _quick_decode(call)
+        except _OTHER_KIND:
+            pass
+    if ready is None:
+        return _checked_decode(call, head_dim_v)
     try:
-        quick = head_dim_v == KV_LORA_RANK and not recorded
-        done = _quick_decode(*arguments) if quick else None
+        return attention.run_plan(*ready)
     except Exception as error:
-        checks.explain(error, _checked_decode, *arguments, head_dim_v, check_only=True)
+        checks.explain(error, _check_decode, call, head_dim_v)
         raise
-    if done is None:
-        done = _checked_decode(*arguments, head_dim_v)
-    assert done is not None
-    return done
 
 
-def _quick_decode(
-    query: Triple,
-    pool: Triple,
-    block_table: torch.Tensor,
-    cache_seqlens: torch.Tensor,
-    pair: Pair,
-    out: torch.Tensor | None,
-    lse: torch.Tensor | None,
-    options: tuple[float, bool, str, str],
-) -> Pair | None:
-    """The launches on tensors as an engine passes them; None if they are of another kind.
+# raised where tensors are not as the quick ways want them, before anything is launched
+_OTHER_KIND = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)
+
+
+def _quick_decode(call: Call) -> tuple[Any, ...] | None:
+    """What ``attention.run_plan`` takes, from tensors as an engine passes them; None from others.
 
     The exported functions check dtypes, sizes, alignment and strides in less time than it takes
     from here (see ``attention.decode``); checked here is what they do not see.  If they refuse, the
     full checks say which argument it was.
     """
+    query, pool, block_table, cache_seqlens, pair, out, lse, options = call
     (q_nope, q_rope, q_scale), (lora, rope, k_scale) = query, pool
     metadata, num_splits = pair
     b, s_q, heads, _ = q_nope.shape
@@ -430,7 +435,7 @@ def _quick_decode(
     ):
         return None
     content = (lora if lora_dtype is torch.uint8 else lora.view(torch.uint8)).squeeze(2)
-    return attention.run_plan(
+    return (
         (q_nope.view(torch.uint8), q_rope, q_scale.squeeze(3)),
         (content, rope.squeeze(2), k_scale.view(pages, page_size)),
         block_table, cache_seqlens, plan, out, lse, None, options,
@@ -460,25 +465,36 @@ def _lie_apart(
     return _APART.see(key, *((overlap.span(t),) for t in results), read)
 
 
-def _checked_decode(
-    query: Triple,
-    pool: Triple,
-    block_table: torch.Tensor,
-    cache_seqlens: torch.Tensor,
-    pair: Pair,
-    out: torch.Tensor | None,
-    lse: torch.Tensor | None,
-    options: tuple[float, bool, str, str],
-    head_dim_v: int,
-    check_only: bool = False,
-) -> Pair | None:
-    """The same call through the primary API, with every check and its words.
-
-    ``check_only`` launches nothing, and returns nothing.
-    """
-    (q_nope, q_rope, q_scale), (lora, rope, k_scale) = query, pool
+def _checked_decode(call: Call, head_dim_v: int) -> Pair:
+    """The same call through the primary API, with every check and its words."""
+    query, pool, block_table, cache_seqlens, pair, out, lse, options = call
     scale, causal, lse_base, empty_lse = options
     causal = bool(checks.flag("causal", causal))
+    try:
+        q, cache, plan = _primary(query, pool, block_table, pair, head_dim_v)
+        return attention.decode(
+            q, cache, block_table, cache_seqlens, softmax_scale=scale, plan=plan, causal=causal,
+            out=out, lse=lse, lse_base=lse_base, empty_lse=empty_lse,
+        )  # fmt: skip
+    except (TypeError, ValueError) as error:
+        raise checks.renamed(error, _DECODE_NAMES) from None
+
+
+def _check_decode(call: Call, head_dim_v: int) -> None:
+    """The checks of ``_checked_decode``; launches nothing."""
+    query, pool, block_table, cache_seqlens, pair, out, lse, _ = call
+    try:
+        q, cache, plan = _primary(query, pool, block_table, pair, head_dim_v)
+        attention.checked(q, cache, block_table, cache_seqlens, plan, out, lse, None, None)
+    except (TypeError, ValueError) as error:
+        raise checks.renamed(error, _DECODE_NAMES) from None
+
+
+def _primary(
+    query: Triple, pool: Triple, block_table: torch.Tensor, pair: Pair, head_dim_v: int
+) -> tuple[QuantizedQuery, PagedKVCache, plans.DecodePlan | None]:
+    """Query, cache and plan (None for an empty batch) as the primary API knows them."""
+    (q_nope, q_rope, q_scale), (lora, rope, k_scale) = query, pool
     checks.integer("head_dim_v", head_dim_v, KV_LORA_RANK, KV_LORA_RANK)
     _four_d("k_cache_lora", lora, KV_LORA_RANK)
     _four_d("k_cache_rope", rope, QK_ROPE_HEAD_DIM)
@@ -489,27 +505,16 @@ def _checked_decode(
         elif q_scale.ndim != 3:
             wanted = "shape (b, s_q, num_heads, 1)"
             checks.value_error("q_scale", wanted, tuple(q_scale.shape))
-    try:
-        q = QuantizedQuery(q_nope, q_rope, q_scale)
-        cache = PagedKVCache.from_tensors(lora[:, :, 0], rope[:, :, 0], k_scale[:, :, 0, 0])
-        _check_pair(*pair, q.batch, q.device)
-        checks.block_table(block_table, q.batch, q.device)
-        plan = None
-        if q.batch:
-            shape = (q.batch, q.num_heads, q.s_q, cache.page_size, block_table.shape[1])
-            if tracing.wanted(*pair):  # not one to keep: its memory is the tracer's
-                plan = _plan(*pair, *shape, None)
-            else:
-                plan = _kept_plan(*pair, *shape)
-        if check_only:
-            attention.checked(q, cache, block_table, cache_seqlens, plan, out, lse, None, None)
-            return None
-        return attention.decode(
-            q, cache, block_table, cache_seqlens, softmax_scale=scale, plan=plan, causal=causal,
-            out=out, lse=lse, lse_base=lse_base, empty_lse=empty_lse,
-        )  # fmt: skip
-    except (TypeError, ValueError) as error:
-        raise checks.renamed(error, _DECODE_NAMES) from None
+    q = QuantizedQuery(q_nope, q_rope, q_scale)
+    cache = PagedKVCache.from_tensors(lora[:, :, 0], rope[:, :, 0], k_scale[:, :, 0, 0])
+    _check_pair(*pair, q.batch, q.device)
+    checks.block_table(block_table, q.batch, q.device)
+    if not q.batch:
+        return q, cache, None
+    shape = (q.batch, q.num_heads, q.s_q, cache.page_size, block_table.shape[1])
+    if tracing.wanted(*pair):  # not one to keep: its memory is the tracer's
+        return q, cache, _plan(*pair, *shape, None)
+    return q, cache, _kept_plan(*pair, *shape)
 
 
 def _four_d(name: str, value: object, last: int) -> None:
@@ -626,14 +631,20 @@ def quantize_and_cache_k(
     """
     checks.integer("head_dim_v", head_dim_v, KV_LORA_RANK, KV_LORA_RANK)
     arguments = (key, k_lora_cache, k_rope_cache, k_lora_scale_cache, indices)
-    recorded = tracing.active()
+    ready = None
+    if not tracing.active():
+        try:  # noqa: SIM105 (suppress takes 0.3 us more)
+            ready = _quick_append(*arguments)
+        except _OTHER_KIND:
+            pass
+    if ready is None:
+        _checked_append(*arguments)
+        return
     try:
-        done = not recorded and _quick_append(*arguments)
+        quant.launch_append(*ready)
     except Exception as error:
         checks.explain(error, _checked_append, *arguments, check_only=True)
         raise
-    if not done:
-        _checked_append(*arguments)
 
 
 def _checked_append(
@@ -653,6 +664,7 @@ def _checked_append(
         cache = _flat_cache(names, lora, rope, scale)
         tokens = (key[:, :KV_LORA_RANK], key[:, KV_LORA_RANK:], indices)
         if check_only:
+            quant._expect_cache(cache)
             quant.check_append(cache, *tokens)
         else:
             quant.append_kv(cache, *tokens)
@@ -666,8 +678,8 @@ def _quick_append(
     rope: torch.Tensor,
     scale: torch.Tensor,
     indices: torch.Tensor,
-) -> bool:
-    """The launch on a flat pool as an engine passes it; False if something is of another kind.
+) -> tuple[Any, ...] | None:
+    """What ``quant.launch_append`` takes, of a flat pool as an engine passes it; None of others.
 
     As in ``_quick_decode``, checks that the exported function makes are left to it.
     """
@@ -684,9 +696,9 @@ def _quick_append(
         and tracing.plain(key, lora, rope, scale, indices)
         and launch.none_negative(key, lora, rope, scale, indices)
     ):
-        return False
+        return None
     if launch.several_gpus() and not launch.all_on(lora.device, key, rope, scale, indices):
-        return False
+        return None
     row = key.stride(0)
     places = (
         lora.data_ptr(), rope.data_ptr(), scale.data_ptr(), key.data_ptr(), indices.data_ptr(),
@@ -695,8 +707,8 @@ def _quick_append(
     if places not in _APART:
         written = ((overlap.span(t),) for t in (lora, rope, scale))
         if not _APART.see(places, *written, (overlap.span(key), overlap.span(indices))):
-            return False
-    quant.launch_append(
+            return None
+    return (
         (
             (lora if lora.dtype is torch.uint8 else lora.view(torch.uint8)).view(
                 -1, page, KV_LORA_RANK
@@ -708,7 +720,6 @@ def _quick_append(
         key.as_strided((n, QK_ROPE_HEAD_DIM), (row, 1), key.storage_offset() + KV_LORA_RANK),
         indices,
     )
-    return True
 
 
 def dequantize_ckv_fused_indexed(

@@ -23,10 +23,8 @@ def several_gpus() -> bool:
 
 
 def capturing(device: torch.device) -> bool:
-    """Whether the current stream of ``device``, which need not be the current one, is captured."""
-    if device.type != "cuda":
-        return False
-    if not several_gpus():
+    """Whether the current stream of a CUDA device, current or not, is being captured."""
+    if not several_gpus() or torch.cuda.current_device() == device.index:
         return torch.cuda.is_current_stream_capturing()
     with torch.cuda.device(device):
         return torch.cuda.is_current_stream_capturing()

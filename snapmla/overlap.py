@@ -24,8 +24,10 @@ _places: dict[tuple[Span, ...], int] = {}
 
 
 def span(tensor: torch.Tensor) -> Span:
-    """First byte, and the one behind the last; both the same for a tensor of no elements."""
+    """First byte, and the one behind the last; both the same for a tensor of no memory."""
     first = tensor.data_ptr()
+    if not first:  # no memory: of no elements, or a stand-in
+        return 0, 0
     if tensor.is_contiguous():
         return first, first + tensor.nbytes
     if tensor.numel() == 0:

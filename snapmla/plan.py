@@ -7,8 +7,8 @@ place) without synchronisation, and one plan serves all layers of a step.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, NamedTuple
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, ClassVar
 
 import torch
 
@@ -24,13 +24,34 @@ MAX_SLOTS = 2**23  # products of slots and merge's CTAs fit 32 bits (smxx/merge.
 SOFTGPU_SMS = 4  # the software GPU counts as this many SMs: enough parts to split and merge
 
 
-class PlanVariant(NamedTuple):
-    """What chooses the decode kernel, beside the output's dtype."""
+@dataclass(frozen=True, eq=False)
+class PlanVariant:
+    """What chooses the decode kernel, beside the output's dtype.
+
+    There is one object of each (``of``), which remembers its kernels by that dtype.
+    """
 
     device: torch.device
     pipeline: str
     row_tile: int
     page_size: int
+    kernels: dict[torch.dtype, runtime.Kernel] = field(default_factory=dict, repr=False)
+
+    @staticmethod
+    def of(device: torch.device, pipeline: str, row_tile: int, page_size: int) -> PlanVariant:
+        """The one of these values."""
+        values = (device, pipeline, row_tile, page_size)
+        return _variants.setdefault(values, PlanVariant(*values))
+
+    @staticmethod
+    def forget() -> None:
+        """Drops the kernels of all variants."""
+        for variant in _variants.values():
+            variant.kernels.clear()
+
+
+_variants: dict[tuple[torch.device, str, int, int], PlanVariant] = {}
+runtime.on_forget(PlanVariant.forget)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -70,7 +91,7 @@ class DecodePlan(launch.OverTensors):
     )  # fmt: skip
 
     # block table and lengths of the last call, which need not be looked at again (``attention``)
-    tables: ClassVar[tuple[torch.Tensor | None, torch.Tensor | None]] = (None, None)
+    _seen: ClassVar[tuple[torch.Tensor | None, torch.Tensor | None]] = (None, None)
 
     work_items: torch.Tensor
     part_begin: torch.Tensor
@@ -125,7 +146,7 @@ class DecodePlan(launch.OverTensors):
     @functools.cached_property
     def variant(self) -> PlanVariant:
         """What chooses the decode kernel."""
-        return PlanVariant(self.device, self.pipeline, self.row_tile, self.page_size)
+        return PlanVariant.of(self.device, self.pipeline, self.row_tile, self.page_size)
 
     @functools.cached_property
     def rows_shape(self) -> tuple[int, int, int]:
@@ -218,8 +239,11 @@ class DecodePlan(launch.OverTensors):
         Raises:
             ValueError: they differ; the message names the sequences.
         """
-        if launch.capturing(self.device):
-            return
+        if self.device.type != "cuda" or not launch.capturing(self.device):
+            self._compare(cache_seqlens)
+
+    def _compare(self, cache_seqlens: torch.Tensor) -> None:
+        """``check`` where the device can be asked."""
         changed = (cache_seqlens != self.planned_seqlens).nonzero().flatten().tolist()
         if not changed:
             return

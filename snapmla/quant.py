@@ -145,8 +145,7 @@ _APART = overlap.Apart()
 def check_append(
     cache: PagedKVCache, c_kv: torch.Tensor, k_rope: torch.Tensor, slot_mapping: torch.Tensor
 ) -> None:
-    """All checks of ``append_kv``."""
-    _expect_cache(cache)
+    """The checks of ``append_kv`` on a cache that ``_expect_cache`` has seen."""
     check_tokens(c_kv, k_rope, slot_mapping, cache.device)
     key = (
         c_kv.data_ptr(), k_rope.data_ptr(), slot_mapping.data_ptr(), c_kv.shape[0], c_kv.stride(),
@@ -259,8 +258,10 @@ def _check_query_apart(q_nope: torch.Tensor, q_rope: torch.Tensor, out: Quantize
         q_nope.data_ptr(), q_rope.data_ptr(), q_nope.shape, q_nope.stride(), q_rope.stride(),
         q_nope.dtype, out.place,
     )  # fmt: skip
+    if key in _APART:
+        return
     read = (overlap.span(q_nope), overlap.span(q_rope))
-    if key in _APART or _APART.see(key, *((span,) for span in out.spans), read):
+    if _APART.see(key, *((span,) for span in out.spans), read):
         return
     others: dict[str, torch.Tensor] = {"q_nope": q_nope, "q_rope": q_rope}
     for name, value in named("out", out).items():
@@ -445,7 +446,10 @@ def _expect_cache(value: object) -> None:
             type(value).__name__,
             "PagedKVCache.from_tensors wraps existing memory",
         )
-    if not value.content_u8.untyped_storage().nbytes():
+    if tracing.by_dynamo() or not value.plain:
+        return  # a tracer's tensors have no memory
+    content = value.content_u8
+    if not content.data_ptr() and not content.untyped_storage().nbytes():
         hint = "keep the storage, or make another cache"
         checks.value_error("cache", "memory", "a storage that was freed", hint)
 

@@ -147,7 +147,7 @@ def _decode_out(
         views,
         block_table,
         cache_seqlens,
-        PlanVariant(q_nope.device, pipeline, row_tile, views[0].shape[1]),
+        PlanVariant.of(q_nope.device, pipeline, row_tile, views[0].shape[1]),
         (work_items, part_begin, o_accum, lse_accum, split_begin),
         may_split,
         (out, lse),

@@ -57,6 +57,15 @@ def test_another_checkout_has_modules_of_its_own(other: Path) -> None:
     assert q.default._schema.name == "snapmla::quantize_q"
 
 
+def test_others_register_as_ever(other: Path) -> None:
+    """torch brings in parts of itself late, which define operators; those must be there."""
+    with checkouts.Checkout(other).active():
+        library = torch.library.Library("test_checkouts", "DEF")
+        library.define("twice(Tensor x) -> Tensor")
+        library.impl("twice", lambda x: 2 * x, "CPU")
+    assert torch.ops.test_checkouts.twice(torch.ones(1)).item() == 2
+
+
 def test_a_checkout_that_is_none_is_explained(tmp_path: Path, other: Path) -> None:
     assert "no snapmla package" in str(checkouts.Checkout(tmp_path).unavailable())
     (other / "build" / "variants").unlink()

@@ -133,7 +133,8 @@ def test_the_largest_softmax_scale(device: str, pipeline: str, heads: int, conte
     signs[:, :, 1::2] = -1.0
     q = snapmla.quantize_q((signs * c_kv[0]).contiguous(), (signs * k_rope[0]).contiguous())
     cache, scale = stored_cache(c_kv, k_rope), checks.MAX_SOFTMAX_SCALE
-    out, lse = run(q, cache, len(c_kv), pipeline, parts=1, softmax_scale=scale)
+    fp32 = torch.float32
+    out, lse = run(q, cache, len(c_kv), pipeline, 1, softmax_scale=scale, out_dtype=fp32)
     logits = scale * end**2 * (512 * content + 64) * signs.double()[0, 0, :, 0]
     torch.testing.assert_close(lse[0, :, 0].double(), logits, rtol=1e-5, atol=0.0)
     torch.testing.assert_close(out, c_kv[0].float().expand_as(out), rtol=1e-5, atol=0.0)

@@ -83,7 +83,7 @@ def test_roof_is_the_benchmarks_roof(card: str, heads: int, s_q: int) -> None:
     found = dispatch.card_named(card)
     assert found is not None
     assert dispatch.roof_us(found, 32, 4096, heads * s_q) == pytest.approx(want, rel=1e-9)
-    assert found.source == ("measured" if card == "H200" else "datasheet")
+    assert found.source == ("measured" if card in ("H200", "H100 SXM") else "datasheet")
 
 
 def test_model_fits_the_tables() -> None:
@@ -216,7 +216,7 @@ def test_device_names(name: str, card: str) -> None:
 @pytest.mark.parametrize(
     ("name", "sms", "source", "known"),
     [("NVIDIA H200", 132, "measured", "H200"),
-     ("NVIDIA H100 80GB HBM3", 132, "datasheet", "H100 SXM"),
+     ("NVIDIA H100 80GB HBM3", 132, "measured", "H100 SXM"),
      ("NVIDIA H200 MIG 1g.18gb", 16, "assumed from H200", None),
      ("NVIDIA H100 PCIe", 114, "assumed from H100 SXM", None),
      ("NVIDIA H200 NVL", 132, "assumed from H200", None),

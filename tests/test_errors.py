@@ -6,6 +6,7 @@ No row reaches a kernel: arguments are checked before anything is looked up or l
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from typing import Any
@@ -754,7 +755,7 @@ def test_missing_variant_names_the_nearest(
         runtime.find_or_build(wanted, need_library=False)
     for row_tile in (16, 64):
         name = VariantSpec(op="decode", pipeline="etap", row_tile=row_tile, page_size=32).name
-        (tmp_path / f"{name}.json").write_text("{}")
+        (tmp_path / f"{name}.json").write_text(json.dumps({"name": name}))
     with pytest.raises(VariantError, match="SNAPMLA_NO_JIT.*nearest.*decode_etap_r16_p32_obf16"):
         runtime.find_or_build(wanted, need_library=False)
 

@@ -21,7 +21,8 @@ FORGOTTEN = re.compile(r"^( *)(?:step\.)?plan\.update_\(.*$", re.M)
 
 
 def run(source: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    known = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    known = {**os.environ, "PYTHONPATH": path, **environment}
     return subprocess.run(
         [sys.executable, str(source)], capture_output=True, text=True, cwd=ROOT, env=known
     )

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from old_torch import WITHOUT_API
 
 from codegen import artifacts, bundle, link, render, toolchain
 from codegen.artifacts import Record
@@ -570,14 +571,10 @@ def test_header_command(built: Report, variant_dir: Path) -> None:
         assert done.returncode == code and words in done.stdout
 
 
-WITHOUT_EXCHANGE_API = """
-import os, sys
-os.environ["TVM_FFI_DISABLE_TORCH_C_DLPACK"] = "1"  # it would compile what torch lacks
-import torch
-del torch.Tensor.__dlpack_c_exchange_api__
-def refused(*_, **__):
-    raise AssertionError("Tensor.__dlpack__ was called")
-torch.Tensor.__dlpack__ = refused
+WITHOUT_EXCHANGE_API = (
+    WITHOUT_API
+    + """
+import sys
 import tvm_ffi
 from snapmla import launch
 
@@ -598,6 +595,7 @@ for given in (tensors, [launch.as_argument(t) for t in tensors]):
         raise AssertionError("a kernel ran on CPU tensors")
 print("right")
 """
+)
 
 
 def test_arguments_of_a_torch_without_the_exchange_api(program: Path, variant_dir: Path) -> None:

@@ -17,6 +17,7 @@ import snapmla
 import softgpu
 from codegen import toolchain
 from snapmla import attention, env, flash_mla_fp8, launch, runtime, selfcheck
+from snapmla.plan import PlanVariant
 
 pytestmark = pytest.mark.skipif(not toolchain.have_compiler(), reason="needs nvidia-cutlass-dsl")
 HEADS, WIDTH, SCALE = 16, 4, 192**-0.5
@@ -155,6 +156,7 @@ def test_a_failing_kernel_is_called_once(monkeypatch: pytest.MonkeyPatch, error:
         calls.append(1)
         raise error
 
+    PlanVariant.forget()  # the kernels that were loaded
     monkeypatch.setattr(attention, "_kernel", lambda *_: failing)
     for changes in ({}, {"out": None, "lse": None}, {"pipeline": call["plan"].pipeline}):
         calls.clear()
@@ -223,6 +225,7 @@ def test_a_failure_beside_a_wrong_argument_stays_in_sight(monkeypatch: pytest.Mo
     with pytest.raises(ValueError, match="^lse: expected shape") as caught:
         snapmla.decode(**call)
     assert caught.value.__cause__ is None and caught.value.__suppress_context__
+    PlanVariant.forget()  # the kernels that were loaded
     monkeypatch.setattr(attention, "_kernel", lambda *_: failing)
     with pytest.raises(ValueError, match="^lse: expected shape") as caught:
         snapmla.decode(**call)
@@ -258,8 +261,9 @@ def test_capture_is_asked_of_the_tensors_device(monkeypatch: pytest.MonkeyPatch)
             current[0] = self.before
 
     monkeypatch.setattr(torch.cuda, "device", Device)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: current[0] == 1)
     monkeypatch.setattr(launch, "several_gpus", lambda: True)
     assert [launch.capturing(torch.device("cuda", i)) for i in (0, 1)] == [False, True]
-    assert not launch.capturing(torch.device("cpu")) and current == [0]
+    assert flash_mla_fp8._stream_of(torch.device("cpu")) == 0 and current == [0]
     assert flash_mla_fp8._stream_of(torch.device("cuda", 1)) is None

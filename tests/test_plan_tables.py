@@ -166,18 +166,20 @@ def test_random_tables(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", list(CASES)[:4])
-def test_tables_of_a_larger_batch_give_the_first_sequences(name: str) -> None:
-    """Items of sequences that are not there are left out; the others are computed as planned."""
+@pytest.mark.parametrize("planned", [LENGTHS, MORE, (65, 0, 1000)], ids=["own", "more", "longer"])
+def test_tables_of_another_step_give_what_both_have(name: str, planned: tuple[int, ...]) -> None:
+    """Items of sequences that are not there are left out; of tiles behind the block table's end a
+    slot says that it saw nothing."""
     step = Step(name)
-    for lengths in (LENGTHS, MORE):
-        tables = step.tables(lengths)
-        assert int(tables[0][:, 0].max()) == len(lengths) - 1
-        with using(Options(hazards="raise")):
-            out, lse = step.run(tables)
-        errors = selfcheck.decode_errors(
-            out, lse, step.job.q, step.job.cache, step.job.table, step.job.seqlens, 0.1
-        )
-        assert errors.right, str(errors)
+    tables = step.tables(planned)
+    assert int(tables[0][:, 0].max()) == len(planned) - 1
+    assert (int(tables[0][:, 1].max()) > step.most_tiles) == (planned[2] == 1000)
+    with using(Options(hazards="raise")):
+        out, lse = step.run(tables)
+    errors = selfcheck.decode_errors(
+        out, lse, step.job.q, step.job.cache, step.job.table, step.job.seqlens, 0.1
+    )
+    assert errors.right, str(errors)
 
 
 def random_splits(pick: random.Random, kind: int, b: int, slots: int) -> list[int]:

@@ -332,7 +332,7 @@ def test_page_id_out_of_bounds_without_the_clamp(paged: Bench, mode: str) -> Non
     paged.job.table = torch.where((table < 0) | (table >= pages), pages, table)
     assert paged.run(mode)
     changes = {}
-    for load in paged.all("ld.global", line("decode_base.py", "page = block_table[batch, index]")):
+    for load in paged.all("ld.global", line("decode_base.py", "page = row[")):
         [low] = [i for i in paged.all("max.s32") if i.args[1] == load.args[0]]
         [high] = [i for i in paged.all("min.s32") if i.args[1] == low.args[0]]
         for ins in (low, high):

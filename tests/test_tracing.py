@@ -25,7 +25,7 @@ import snapmla
 from codegen import toolchain
 from dsl_kernels.spec import VariantSpec
 from snapmla import flash_mla_fp8 as names
-from snapmla import layouts, runtime, selfcheck, tracing
+from snapmla import layouts, quant, runtime, selfcheck, tracing
 from softgpu import MemoryFault
 
 pytestmark = pytest.mark.skipif(not toolchain.have_compiler(), reason="needs nvidia-cutlass-dsl")
@@ -356,10 +356,14 @@ def test_caches_are_made_of_fake_tensors() -> None:
 def test_memory_that_was_freed_is_no_memory(layout: str) -> None:
     made = cache(layout)
     held = made.content.untyped_storage().nbytes()
-    for size, said in ((held - 8, f"of a storage that has {held - 8}"), (0, "storage that has 0")):
-        made.content.untyped_storage().resize_(size)
-        with pytest.raises(MemoryFault, match=rf"^\w+ \w+\[4, 64\b.*reaches .*{said}"):
-            snapmla.append_kv(made, *tokens(ROWS), slots(1))
+    made.content.untyped_storage().resize_(held - 8)
+    with pytest.raises(MemoryFault, match=rf"^\w+ \w+\[4, 64\b.*reaches .* that has {held - 8}"):
+        snapmla.append_kv(made, *tokens(ROWS), slots(1))
+    made.content.untyped_storage().resize_(0)
+    with pytest.raises(MemoryFault, match=r"^\w+ \w+\[4, 64\b.*reaches .* that has 0"):
+        quant.launch_append(made.arguments, *tokens(ROWS), slots(1))
+    with pytest.raises(ValueError, match="cache: expected memory, got a storage that was freed"):
+        snapmla.append_kv(made, *tokens(ROWS), slots(1))
 
 
 class Wrapped(torch.Tensor):

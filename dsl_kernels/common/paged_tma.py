@@ -163,10 +163,11 @@ class PagedTma:
         kst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
         for i in cutlass.range(span[0], span[1], unroll=1):
             batch, first, last, _ = self.work.item_at(work, i)
-            page = self.work.page_of(work, batch, first, lane, num_pages)
+            row = work.block_table[batch, None]
+            page = self.work.page_of(row, first, lane, num_pages)
             for tile in cutlass.range(first, last, unroll=1):
                 now = page
-                page = self.work.page_of(work, batch, tile + 1, lane, num_pages)
+                page = self.work.page_of(row, tile + 1, lane, num_pages)
                 part = tile % self.work.tiles_of_page
                 k_pipe.producer_acquire(kst)
                 bar = k_pipe.producer_get_barrier(kst)

@@ -65,27 +65,29 @@ class WorkList:
         """(sequence, first tile, end tile, slot) of item ``i``, safe whatever the work list holds.
 
         Every role reads items here, and so they agree about tiles, which are those of the block
-        table.  An item that begins outside of it, or of a sequence that is not there, has no tiles
-        and goes nowhere, as has an item whose slot does not exist (``epilogue.rows_written``).
+        table: behind its end there are none.  An item of a sequence that is not there, or that
+        begins before the first tile, has none and goes nowhere; nor does one whose slot does not
+        exist (``epilogue.rows_written``).
         """
         batch, first, last, slot = (work.work_items[i, x] for x in range(4))
         tiles = cute.ceil_div(work.block_table.shape[1] * self.page_size, self.tile)
         last = compat.at_most(last, tiles)
         there = compat.unsigned(batch) < compat.unsigned(work.cache_seqlens.shape[0])
-        if not (there & (compat.unsigned(first) <= compat.unsigned(tiles))):
+        if not (there & (first >= 0)):
             batch, last, slot = Int32(0), first, Int32(NOWHERE)
         return batch, first, last, slot
 
     @cute.jit
-    def page_of(self, work, batch, tile, lane, num_pages):
-        """Page id of this lane's box of ``tile`` (lanes repeat), clamped: ids past the sequence's
-        end may be anything, and their tokens are masked later."""
+    def page_of(self, row, tile, lane, num_pages):
+        """Page id of this lane's box of ``tile`` (lanes repeat), from the sequence's ``row`` of the
+        block table.  Clamped: ids past the sequence's end may be anything, and their tokens are
+        masked later."""
         if const_expr(self.page_size > self.tile):
             index = tile // self.tiles_of_page
         else:
             index = tile * self.boxes + lane % self.boxes
-        last = work.block_table.shape[1] - 1
-        page = work.block_table[batch, compat.at_most(index, last)]
+        last = row.shape[0] - 1
+        page = row[compat.at_most(index, last)]
         page = page if page > 0 else Int32(0)
         return page if page < num_pages else num_pages - 1
 

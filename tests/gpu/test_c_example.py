@@ -28,7 +28,7 @@ def test_decoding_from_c(tmp_path: Path) -> None:
         assert record is not None
         bundle._variants(tmp_path / spec.op, [record], artifact.directory)
         shutil.copytree(tmp_path / spec.op, tmp_path / "bundle", dirs_exist_ok=True)
-    program = tmp_path / "decode"
+    program = tmp_path / "example"
     subprocess.run(
         ["sh", EXAMPLE / "build.sh", tmp_path / "bundle", program], check=True,
         env={**os.environ, "PYTHON": sys.executable},

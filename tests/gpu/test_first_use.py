@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from old_torch import WITHOUT_API
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -44,19 +45,15 @@ torch.cuda.synchronize()
 assert torch.equal(captured, step("cuda")())
 print("right")
 """
-OLD_TORCH = """
-import os
-os.environ["TVM_FFI_DISABLE_TORCH_C_DLPACK"] = "1"  # it would compile what torch lacks
-import torch
-del torch.Tensor.__dlpack_c_exchange_api__
-def refused(*_, **__):
-    raise AssertionError("Tensor.__dlpack__ was called: it synchronises streams")
-torch.Tensor.__dlpack__ = refused
+OLD_TORCH = (
+    WITHOUT_API
+    + """
 plain = torch.utils.dlpack.to_dlpack
 def to_dlpack(t):
     return plain(t.as_strided(t.shape, [1 if n < 2 else s for n, s in zip(t.shape, t.stride())]))
 torch.utils.dlpack.to_dlpack = to_dlpack
 """
+)
 ONE_OF_ALL = """
 cache = snapmla.PagedKVCache.allocate(1, device="cuda")
 latent = torch.ones(1, 576, device="cuda").bfloat16()
