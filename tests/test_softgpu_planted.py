@@ -120,16 +120,16 @@ def dual() -> Bench:
     return _bench(DUAL)
 
 
-KV_CONTENT = line("decode_base.py", "cute.copy(tma.kc,")
-KV_SCALES = line("decode_base.py", "cute.copy(bulk, src, dst")
-ACQUIRE = line("decode_base.py", "k_pipe.producer_acquire(kst)")
-GEMM = line("mma.py", "cute.gemm(atom, acc,")
-K_WAIT = line("decode_etap.py", "k_pipe.consumer_wait(kst)")
-READ_SCALE = line("decode_etap.py", "sigma = [s_ks[", "def scales_few")
+KV_CONTENT = line("paged_tma.py", "cute.copy(loaded[x].atom, source, at[x]")
+KV_SCALES = line("fp8_per_token.py", "cute.copy(bulk, src, dst")
+ACQUIRE = line("paged_tma.py", "k_pipe.producer_acquire(kst)")
+GEMM = line("wgmma.py", "cute.gemm(atom, acc,")
+K_WAIT = line("fp8_etap.py", "k_pipe.consumer_wait(kst)")
+READ_SCALE = line("fp8_etap.py", "sigma = [s_ks[", "def scales_few")
 READ_V = line("transpose.py", "cute.copy(ldsm,")
-STORE_P = line("decode_etap.py", "cute.copy(stsm,", "def store_p_few")
-PV_WAIT = line("decode_etap.py", "warpgroup.wait_group(0)", "def pv_block")
-FREE_P = line("decode_etap.py", "mbarrier_arrive(st.p_bar.data_ptr() + P_STAGES", "def pv_block")
+STORE_P = line("fp8_etap.py", "cute.copy(stsm,", "def store_p_few")
+PV_WAIT = line("fp8_etap.py", "warpgroup.wait_group(0)", "def pv_block")
+FREE_P = line("fp8_etap.py", "P_RING.arrive_empty(", "def pv_block")
 
 modes = pytest.mark.parametrize("mode", ["early", "late"])
 
@@ -216,7 +216,7 @@ def test_too_many_bytes_expected(etap: Bench, mode: str) -> None:
 
 def _with_count(bench: Bench, extra: int, mode: str) -> softgpu.SoftGpuError:
     """What a kernel reports whose K stages wait for ``extra`` more readers than there are."""
-    create = line("decode_base.py", "k_pipe = pipeline.PipelineTmaAsync.create(")
+    create = line("paged_tma.py", "k_pipe = pipeline.PipelineTmaAsync.create(")
     inits = bench.all("mbarrier.init", create)
     changes = {}
     for ins in inits[len(inits) // 2 :]:  # the full barriers come first
@@ -240,23 +240,23 @@ def test_arrival_count_too_large(etap: Bench, mode: str) -> None:
 
 @modes
 def test_missing_proxy_fence_before_wgmma_reads_p(etap: Bench, mode: str) -> None:
-    source = line("decode_etap.py", "fence_proxy(", "def hand_over")
+    source = line("fp8_etap.py", "fence_proxy(", "def hand_over")
     error = etap.broken({etap.one("fence.proxy.async", source).pc: ""}, mode)
     check(error, "missing-proxy-fence", STORE_P, GEMM)
 
 
 @modes
 def test_missing_proxy_fence_before_wgmma_reads_transposed_v(dual: Bench, mode: str) -> None:
-    source = line("decode_dual_wg.py", "fence_proxy(", "def announce")
+    source = line("fp8_dual_wg.py", "fence_proxy(", "def announce")
     error = dual.broken({i.pc: "" for i in dual.all("fence.proxy.async", source)}, mode)
-    check(error, "missing-proxy-fence", line("decode_dual_wg.py", "cute.copy(stsm,"), GEMM)
+    check(error, "missing-proxy-fence", line("fp8_dual_wg.py", "cute.copy(stsm,"), GEMM)
 
 
 @modes
 def test_missing_wgmma_wait(etap: Bench, mode: str) -> None:
     """Without the wait its own thread reads the product too early, before anyone reuses P."""
     error = etap.broken({etap.all("wgmma.wait_group", PV_WAIT)[-1].pc: ""}, mode)
-    check(error, "register-in-flight", GEMM, line("decode_etap.py", "+ tmp[v] * beta["))
+    check(error, "register-in-flight", GEMM, line("fp8_etap.py", "+ tmp[v] * beta["))
 
 
 @modes
@@ -285,10 +285,10 @@ def test_a_registers_overwritten_in_flight(etap: Bench, mode: str) -> None:
 @modes
 def test_missing_wgmma_fence(dual: Bench, mode: str) -> None:
     """The third product of a tile reuses the accumulators that the FFMAs have just read."""
-    wait = dual.one("wgmma.wait_group", line("decode_dual_wg.py", "wait_group(1 if d < 3 else 0)"))
+    wait = dual.one("wgmma.wait_group", line("fp8_dual_wg.py", "wait_group(1 if d < 3 else 0)"))
     fence = next(i for i in dual.all("wgmma.fence") if i.pc > wait.pc)
     error = dual.broken({fence.pc: ""}, mode)
-    ffma = line("decode_dual_wg.py", "acc_O[d][v] = acc_O[d][v] * gamma[i] + tmp")
+    ffma = line("fp8_dual_wg.py", "acc_O[d][v] = acc_O[d][v] * gamma[i] + tmp")
     check(error, "missing-wgmma-fence", ffma, GEMM)
 
 
@@ -309,14 +309,14 @@ def test_read_of_another_stage(etap: Bench) -> None:
 @modes
 def test_missing_barrier_between_warpgroups(dual: Bench, mode: str) -> None:
     """Each warpgroup has a barrier of its own where they should share one; all reports kept."""
-    source = line("decode_dual_wg.py", "barrier_id=BAR_BOTH", "def finish_item")
+    source = line("fp8_dual_wg.py", "warps_meet(Barrier.BOTH", "def finish_item")
     both = dual.all("bar.sync", source)
     assert len(both) == 2
     alone = {ins.pc: f"bar.sync {8 + i}, 128" for i, ins in enumerate(both)}
     with mutate.planted(dual.kernel, dual.entry, alone):
         dual.run(mode, hazards="collect")
-    stored = line("decode_dual_wg.py", "sums[local + 8 * i, me] = mine")
-    read = line("decode_dual_wg.py", "total = sums[local + 8 * i, 0]")
+    stored = line("fp8_dual_wg.py", "sums[local + 8 * i, me] = mine")
+    read = line("fp8_dual_wg.py", "total = sums[local + 8 * i, 0]")
     found = dual.kernel.last_stats[0].hazards
     for kind, first, second in (("overwrite-in-use", read, stored), ("race", stored, read)):
         pairs = [h for h in found if h.kind == kind]
@@ -332,7 +332,7 @@ def test_page_id_out_of_bounds_without_the_clamp(paged: Bench, mode: str) -> Non
     paged.job.table = torch.where((table < 0) | (table >= pages), pages, table)
     assert paged.run(mode)
     changes = {}
-    for load in paged.all("ld.global", line("decode_base.py", "page = row[")):
+    for load in paged.all("ld.global", line("work_list.py", "page = row[")):
         [low] = [i for i in paged.all("max.s32") if i.args[1] == load.args[0]]
         [high] = [i for i in paged.all("min.s32") if i.args[1] == low.args[0]]
         for ins in (low, high):
@@ -358,7 +358,7 @@ def test_deadlock_by_phase_error(etap: Bench, mode: str) -> None:
     lines = str(error).splitlines()
     [producer] = [x for x in lines if f"{ACQUIRE} (PTX line" in x]
     assert "warp 0" in producer and "to complete phase parity 0; it is in phase 0" in producer
-    pv_wait = line("decode_etap.py", "k_pipe.consumer_wait(kst)", "def pv_loop")
+    pv_wait = line("fp8_etap.py", "k_pipe.consumer_wait(kst)", "def pv_loop")
     for source, first, last in ((K_WAIT, 4, 7), (pv_wait, 8, 15)):
         waiting = [x for x in lines if f"{source} (PTX line" in x]
         assert len(waiting) == last - first + 1
@@ -368,7 +368,7 @@ def test_deadlock_by_phase_error(etap: Bench, mode: str) -> None:
 @pytest.mark.softgpu(seeds=(None, 5), asynchronous=("early", "late"))
 def test_the_fixture_turns_the_check_on(etap: Bench, software_gpu: softgpu.Options) -> None:
     assert etap.run(hazards="off")
-    fence = etap.one("fence.proxy.async", line("decode_etap.py", "fence_proxy(", "def hand_over"))
+    fence = etap.one("fence.proxy.async", line("fp8_etap.py", "fence_proxy(", "def hand_over"))
     with (
         mutate.planted(etap.kernel, etap.entry, {fence.pc: ""}),
         pytest.raises(softgpu.Hazard) as error,

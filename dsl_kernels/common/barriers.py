@@ -6,7 +6,8 @@ A ring has ``stages`` slots that one side fills and, where ``empty`` is declared
     full[i]    arrives whoever has filled slot i; readers wait for it
     empty[i]   arrives whoever has read slot i; writers wait for it, a phase ahead
 
-Counts are warps: one lane of a warp arrives, after ``sync_warp``.  Rings that TMA fills are
+Counts are warps: one lane of a warp arrives, after ``sync_warp``.  Instructions carry the line of
+the caller, which is what a hazard report should name (``dsl_user_op``).  Rings that TMA fills are
 ``cutlass.pipeline``'s (common/paged_tma.py); their budget entries come from there.
 """
 
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 import cutlass.cute as cute
 from cutlass import Int64
 
+from .. import compat
 from . import budget as bud
 from .smem import array
 
@@ -69,23 +71,28 @@ class Ring:
             if self.empty is not None:
                 cute.arch.mbarrier_init(self._empty(st, i), sum(self.empty.values()))
 
-    def wait_full(self, st, index, phase) -> None:
+    @compat.dsl_user_op
+    def wait_full(self, st, index, phase, *, loc=None, ip=None) -> None:
         """Until slot ``index`` is filled for the ``phase``-th time."""
-        cute.arch.mbarrier_wait(self._full(st, index), phase)
+        cute.arch.mbarrier_wait(self._full(st, index), phase, loc=loc, ip=ip)
 
-    def wait_empty(self, st, index, phase) -> None:
+    @compat.dsl_user_op
+    def wait_empty(self, st, index, phase, *, loc=None, ip=None) -> None:
         """Until slot ``index`` is free; a writer's first phase is 1, which is free at once."""
-        cute.arch.mbarrier_wait(self._empty(st, index), phase)
+        cute.arch.mbarrier_wait(self._empty(st, index), phase, loc=loc, ip=ip)
 
-    def arrive_full(self, st, index) -> None:
+    @compat.dsl_user_op
+    def arrive_full(self, st, index, *, loc=None, ip=None) -> None:
         """By one lane of a warp that has filled its share of the slot."""
-        cute.arch.mbarrier_arrive(self._full(st, index))
+        cute.arch.mbarrier_arrive(self._full(st, index), loc=loc, ip=ip)
 
-    def arrive_empty(self, st, index) -> None:
+    @compat.dsl_user_op
+    def arrive_empty(self, st, index, *, loc=None, ip=None) -> None:
         """By one lane of a warp that has read what it needs of the slot."""
-        cute.arch.mbarrier_arrive(self._empty(st, index))
+        cute.arch.mbarrier_arrive(self._empty(st, index), loc=loc, ip=ip)
 
 
-def warps_meet(barrier: int, warps: int) -> None:
+@compat.dsl_user_op
+def warps_meet(barrier: int, warps: int, *, loc=None, ip=None) -> None:
     """A named barrier of ``warps`` warps."""
-    cute.arch.barrier(barrier_id=int(barrier), number_of_threads=32 * warps)
+    cute.arch.barrier(barrier_id=int(barrier), number_of_threads=32 * warps, loc=loc, ip=ip)

@@ -3,7 +3,7 @@
 Idea: FlashMLA-ETAP's transposition, so that N is the number of query rows and few rows do not pay
 for 64; numerics of SnapMLA (per-token scales, block-wise P), with fp32 promotion of every token
 tile (docs/numerics.md).  V^T never goes back to shared memory: ldmatrix.trans + prmt turn the K
-tile into A fragments (common/transpose.py).
+tile into A fragments (transpose.py).
 
 Roles (4 warpgroups of 128 threads)
     wg 0  warp 0  KV producer     TMA: content, RoPE, scales of a 64-token tile into a free stage
