@@ -92,7 +92,7 @@ WHOLE_MATRIX_CASES = [
     ("etap", 10, 3, 16, "paged", torch.float32, "token_head"),
     ("etap", 48, 1, 32, "row640", torch.bfloat16, "token"),
     ("etap", 32, 4, 128, "split", torch.float32, "token_head"),
-    ("dual_wg", 64, 1, 32, "row640", torch.float32, "token_head"),
+    ("dual_wg", 64, 1, 64, "row640", torch.float32, "token_head"),
 ]
 
 

@@ -279,7 +279,7 @@ def test_picture_tells_the_budget() -> None:
     text = "\n".join(words)
     for group in declared.groups:
         assert f"{group.registers} registers a thread" in text
-    head = (ROOT / "dsl_kernels/sm90/decode_etap.py").read_text()
+    head = (ROOT / "dsl_kernels/sm90/fp8_etap.py").read_text()
     sizes = re.search(r"Q (\d+) \| K ring (\d+) x \((\d+) content \+ (\d+) RoPE \+ (\d+)", head)
     assert sizes is not None
     for size in sizes.groups():
@@ -289,7 +289,7 @@ def test_picture_tells_the_budget() -> None:
 @needs_kernels
 def test_picture_follows_the_spec() -> None:
     """Another number of stages is another picture; an op without a budget has none."""
-    fewer = figures.tile(dataclasses.replace(figures.SPEC, stages=3))
+    fewer = figures.tile(figures.SPEC.replace(stages=3))
     assert fewer != figures.tile() and "K ring  3 ×" in fewer
     with pytest.raises(ValueError, match="declares no budget"):
         figures.tile(VariantSpec(op="merge"))

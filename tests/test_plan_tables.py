@@ -141,9 +141,9 @@ KINDS: tuple[Callable[[Step, random.Random], Tables], ...] = (
 CASES = {
     "decode_etap_r16_p64_obf16_sm90a": 100,
     "decode_etap_r64_p16_obf16_sm90a": 12,
-    "decode_etap_r128_p64_obf16_c2_sm90a": 8,
+    "decode_etap_r128_p64_obf16_sm90a": 8,
     "decode_dual_wg_r64_p64_of32_sm90a": 12,
-    "decode_dual_wg_r128_p16_obf16_c2_sm90a": 8,
+    "decode_dual_wg_r128_p64_obf16_sm90a": 8,
 }
 MERGES = 60
 

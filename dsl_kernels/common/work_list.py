@@ -99,17 +99,18 @@ class WorkList:
         return seqlen if seqlen < most else most
 
     @cute.jit
-    def row_facts(self, work, call, batch, row, scale_of):
+    def row_facts(self, work, call, batch, row, scale_of=None):
         """(factor of the logits in log2 units, number of visible tokens) of one query row.
 
-        ``scale_of(batch, s, head)`` is the row's scale, a Float32.
+        ``scale_of(batch, s, head)`` is the row's scale, a Float32; None: queries have none.
         """
         seqlen = self.seqlen_of(work, batch)
         factor, limit = Float32(0.0), seqlen
         if row < call.rows:
             s = row // call.num_heads
-            scale = scale_of(batch, s, row - s * call.num_heads)
-            factor = scale * (call.softmax_scale * LOG2E)
+            factor = call.softmax_scale * LOG2E
+            if const_expr(scale_of is not None):
+                factor = scale_of(batch, s, row - s * call.num_heads) * factor
             if call.causal != 0:
                 limit = seqlen - (call.rows // call.num_heads - 1 - s)
         return factor, limit

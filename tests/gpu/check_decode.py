@@ -47,6 +47,7 @@ from torch import Tensor  # noqa: E402
 
 import snapmla  # noqa: E402
 from codegen.artifacts import write_atomic  # noqa: E402
+from dsl_kernels.families.fp8_decode import DEFAULT_PAGES  # noqa: E402
 from profiles.bench import command_line, commit  # noqa: E402
 from profiles.timing import Nvml  # noqa: E402
 from snapmla import metrics  # noqa: E402
@@ -386,7 +387,7 @@ def check_case(run: Run, case: DecodeCase, index: int, group: str = "") -> None:
     prepared = prepare(inputs, append=True)
     empty = torch.isneginf(true_lse)
     num_parts = (None, 1, 5, 264)[index % 4]
-    for pipeline in run.pipelines:
+    for pipeline in (p for p in run.pipelines if case.page_size in DEFAULT_PAGES[p]):
         out, lse = run_decode(
             inputs, prepared, pipeline, num_parts=num_parts, out_dtype=torch.bfloat16
         )
