@@ -5,7 +5,6 @@ A public name is one in ``__all__`` of a module that ``docs/render.py`` lists.
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import inspect
 import os

@@ -15,6 +15,7 @@ from codegen.__main__ import app
 from dsl_kernels import registry
 from dsl_kernels.common import budget as bud
 from dsl_kernels.families import ARCHS, FAMILIES
+from dsl_kernels.families.family import OUT_DTYPE
 from dsl_kernels.families.fp8_decode import (
     DEFAULT_PAGES,
     PAGE_SIZES,
@@ -22,7 +23,6 @@ from dsl_kernels.families.fp8_decode import (
     ROW_TILES,
     cluster_of,
 )
-from dsl_kernels.families.family import OUT_DTYPE
 from dsl_kernels.spec import VariantSpec, decode_spec
 
 DECODES = sum(map(len, DEFAULT_PAGES.values())) * len(ROW_TILES) * len(OUT_DTYPE.values)

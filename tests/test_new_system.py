@@ -1,7 +1,7 @@
 """What a new system costs: a BF16 pipeline of 120 lines, composed of what is shared.
 
-``support/sum_pipeline.py`` is no part of the product.  Declared here, it is built for both archs and
-run on the software GPU; what exists does not notice.
+``support/sum_pipeline.py`` is no part of the product.  Declared here, it is built for both archs
+and run on the software GPU; what exists does not notice.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from support import sum_pipeline
+from support.sum_family import FAMILY
 
 import softgpu
 from codegen import closure, compile, matrix, toolchain
 from dsl_kernels.families import ARCHS, FAMILIES
 from dsl_kernels.spec import VariantSpec
 from snapmla import selfcheck
-from support import sum_pipeline
 
 needs_compiler = pytest.mark.skipif(not toolchain.have_compiler(), reason="needs the compiler")
 BUILD = """
@@ -28,8 +29,8 @@ import sys, pathlib
 from codegen import compile
 from dsl_kernels.families import FAMILIES
 from dsl_kernels.spec import VariantSpec
-from support import sum_pipeline
-FAMILIES["sum_rows"] = sum_pipeline.FAMILY
+from support.sum_family import FAMILY
+FAMILIES["sum_rows"] = FAMILY
 compile.build(VariantSpec.from_name(sys.argv[1]), pathlib.Path(sys.argv[2]), linked=False)
 """
 PAGE, TILE = 16, 64
@@ -37,7 +38,7 @@ PAGE, TILE = 16, 64
 
 @pytest.fixture(autouse=True)
 def declared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(FAMILIES, "sum_rows", sum_pipeline.FAMILY)
+    monkeypatch.setitem(FAMILIES, "sum_rows", FAMILY)
 
 
 def test_it_is_short_and_stands_on_what_is_shared() -> None:
@@ -45,7 +46,7 @@ def test_it_is_short_and_stands_on_what_is_shared() -> None:
     assert len(source.splitlines()) <= 120
     files = closure.sources(VariantSpec(op="sum_rows"))[1]
     assert "dsl_kernels/common/paged_tma.py" in files
-    foreign = [f for f in files if re.search(r"fp8|sm90|sm100|wgmma|smxx", f)]
+    foreign = [f for f in files if re.search(r"fp8|sm90|sm100|wgmma|smxx|families", f)]
     assert not foreign
 
 
@@ -107,7 +108,7 @@ def expected(cache: torch.Tensor, table: torch.Tensor, lengths: list[int], heads
 def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, softgpu.LoadedKernel]:
     """The pipeline of both archs, hazards on; a process has one target, hence two."""
     folder = tmp_path_factory.mktemp("sum")
-    FAMILIES["sum_rows"] = sum_pipeline.FAMILY
+    FAMILIES["sum_rows"] = FAMILY
     try:
         specs = {arch: VariantSpec(op="sum_rows", arch=arch, page_size=PAGE) for arch in ARCHS}
         command = [sys.executable, "-c", BUILD]

@@ -1,6 +1,6 @@
 """A decode kernel that only adds up: out = sum over the tokens that a row sees of their content.
 
-What a new system takes: a family, a format of one BF16 plane; nothing of the FP8 format, no MMA.
+What a new system takes (and a family, sum_family.py); nothing of the FP8 format, no MMA.
 
 Roles           wg 0: warp 0 KV producer | wg 1, 2: a thread adds 2 channels, for every row
 Shared memory   ring of 2 x 64 tokens x 576 BF16
@@ -25,12 +25,9 @@ from dsl_kernels.common.smem import array, staged, struct_of
 from dsl_kernels.common.types import BF16, ROW_MAJOR
 from dsl_kernels.common.work_list import Call, Work, WorkList
 from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK
-from dsl_kernels.families.family import Axis, Family
 
 TILE, STAGES, ADDERS = 64, 2, 8  # tokens; tiles in flight; warps
 FORMAT = CacheFormat((Plane("v", BF16, HEAD_DIM_QK),))
-AXES = Axis("row_tile", "r", (8,), 8), Axis("page_size", "p", (16, 64, 128), 64)
-FAMILY = Family("sum_rows", AXES, lambda *_: "support.sum_pipeline", lambda _arch: iter(()))
 
 
 def budget(spec) -> bud.Budget:
