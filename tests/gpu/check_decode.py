@@ -62,7 +62,7 @@ from snapmla.reference import (  # noqa: E402
     quantize_rows,
     to_e4m3,
 )
-from snapmla.selfcheck import FP32_SLACK, MIMIC_FACTOR  # noqa: E402
+from snapmla.testing.selfcheck import FP32_SLACK, MIMIC_FACTOR  # noqa: E402
 
 PARTS = ("quant", "correctness", "sweep", "sink")
 # A P at a tie may round the other way in a kernel than in the model, by 2^-3.5 of itself: 4e-6 of
