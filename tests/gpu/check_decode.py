@@ -49,8 +49,9 @@ import snapmla  # noqa: E402
 from codegen.artifacts import write_atomic  # noqa: E402
 from profiles.bench import command_line, commit  # noqa: E402
 from profiles.timing import Nvml  # noqa: E402
-from snapmla import metrics  # noqa: E402
-from snapmla.reference import (  # noqa: E402
+from snapmla.testing import metrics  # noqa: E402
+from snapmla.testing.reference import mla_decode_reference  # noqa: E402
+from snapmla.testing.rounding import (  # noqa: E402
     FP8,
     FP64,
     MIMIC,
@@ -58,7 +59,6 @@ from snapmla.reference import (  # noqa: E402
     MIMIC_HW_FULL,
     QuantConfig,
     dequantize_rows,
-    mla_decode_reference,
     quantize_rows,
     to_e4m3,
 )
