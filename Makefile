@@ -45,7 +45,7 @@ help:  ## print this
 	@sed -n 's/^## /  /p' $(MAKEFILE_LIST)
 
 demo: setup  ## a realistic decode job, checked and timed
-	$(PY) -m snapmla.demo
+	$(PY) -m profiles.demo
 
 test: setup  ## compile the test set of variants, run the tests
 	$(PY) -m pytest --precompile -n 2
@@ -68,6 +68,7 @@ matrix: setup  ## print the matrix with reasons: ARCH=sm_90a
 
 try: setup  ## recompile and check one variant: VARIANT=decode_etap_r64_p64_obf16_sm90a
 	$(PY) -m codegen try $(VARIANT)
+	$(PY) -m snapmla.testing run $(VARIANT)
 
 profile: setup  ## Nsight Compute on one variant, as one table: VARIANT=decode_etap_r64_p64_obf16_sm90a
 	$(PY) -m profiles.ncu $(VARIANT)

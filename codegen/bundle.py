@@ -2,9 +2,9 @@
 
     snapmla-<version>-<arch>-<flavour>/
         README.md, LICENSE, requirements.txt
-        snapmla/                the host package
+        snapmla/                the host package, the reference included
         snapmla/variants/       <name>.so of every variant, bundle.json (all records)
-        dsl_kernels/            names of variants only: spec, registry; no device code
+        dsl_kernels/            names of variants only: spec, families, registry; no device code
         include/snapmla/        a C header for each variant
 
 PyTorch and apache-tvm-ffi are dependencies the server installs; nothing else comes from NVIDIA but
@@ -32,12 +32,14 @@ from dsl_kernels.spec import VariantSpec
 LIMIT = 40_000_000  # bytes, unpacked
 RECORDS = "bundle.json"  # as snapmla.runtime reads it
 HOST_FILES = ("**/*.py", "data/*.json", "py.typed")  # of snapmla/
-NOT_PACKED = ("demo.py", "selfcheck.py")  # need typer and rich, or the software GPU
+NOT_PACKED = ("selfcheck.py", "__main__.py")  # run variants on the software GPU
 SPEC_FILES = (
     "__init__.py",
     "py.typed",
+    "dims.py",
     "spec.py",
     "registry.py",
+    "families/*.py",
     "common/__init__.py",
     "common/budget.py",
 )

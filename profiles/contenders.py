@@ -35,7 +35,8 @@ from profiles import checkouts
 from profiles.pools import Bf16Pool, Fp8TensorPool, Pool, SnapPool
 from profiles.roofline import CONTENT_DIM, HEAD_DIM_QK
 from profiles.shapes import DecodeShape
-from snapmla.reference import MIMIC, mla_decode_reference
+from snapmla.testing.reference import mla_decode_reference
+from snapmla.testing.rounding import MIMIC
 
 SOFTMAX_SCALE = HEAD_DIM_QK**-0.5
 TORCH_TOKEN_LIMIT = 1 << 17

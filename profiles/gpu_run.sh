@@ -169,7 +169,7 @@ run_part() {
             timeout -k 10 "$seconds" "$python" -m profiles.host_time --out "$work" ${what//,/ }
             ;;
         merge) timeout -k 10 "$seconds" "$python" -m profiles.merge_cost --out "$work" ;;
-        demo) timeout -k 10 "$seconds" "$python" -m snapmla.demo 2>&1 | tee "$work/demo.log" ;;
+        demo) timeout -k 10 "$seconds" "$python" -m profiles.demo 2>&1 | tee "$work/demo.log" ;;
         *)
             echo "part: expected info, tests[:FILES], host, merge, demo, bench:PRESET, shape:LABEL," \
                 "profile:VARIANTS or check[:ARGS];" \

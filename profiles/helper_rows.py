@@ -18,7 +18,7 @@ from profiles.pools import Latents, SnapPool
 from profiles.roofline import CONTENT_DIM, HEAD_DIM_QK, ROPE_DIM
 from profiles.shapes import HelperShape
 from profiles.timing import Call, TimingConfig, buffer_count
-from snapmla.reference import quantize_rows
+from snapmla.testing.rounding import quantize_rows
 
 PAGE = 64
 # The truth repeats the kernels' arithmetic, so only a wrong rounding shows: a step of e4m3 in one

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from profiles.roofline import CONTENT_DIM, FORMATS, HEAD_DIM_QK, CacheFormat
-from snapmla.reference import quantize_rows
+from snapmla.testing.rounding import quantize_rows
 
 CHUNK_TOKENS = 1 << 17
 

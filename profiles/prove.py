@@ -157,13 +157,13 @@ def _variant(spec: VariantSpec) -> Step:
 
 
 def _schedules(spec: VariantSpec) -> Step:
-    command = ("-m", "softgpu", "check", spec.name, "--seeds", str(SCHEDULES))
+    command = ("-m", "snapmla.testing", "check", spec.name, "--seeds", str(SCHEDULES))
     return _on_objects("schedules", spec, command)
 
 
 def _mutants(spec: VariantSpec) -> Step:
     explained = [word for opcode in EXPLAINED for word in ("--explained", opcode)]
-    return _on_objects("mutants", spec, ("-m", "softgpu", "mutate", spec.name, *explained))
+    return _on_objects("mutants", spec, ("-m", "snapmla.testing", "mutate", spec.name, *explained))
 
 
 def _on_objects(kind: str, spec: VariantSpec, command: Command) -> Step:

@@ -4,7 +4,7 @@
 classes below and writes the fp32 results as ``wgmma_<group>.npz`` (uint32 bit patterns).  Operands
 are not stored: they are integer functions of the class name, so ``compare`` rebuilds them anywhere
 (a digest in the file catches a generator that changed) and prints the share of bit-equal results of
-the model in ``snapmla.accumulate_np`` for each class.  ``sample`` keeps eight rows of each class's
+the model in ``softgpu.tensor_core`` for each class.  ``sample`` keeps eight rows of each class's
 first tile for the tests (``tests/data/wgmma_h200.npz``).
 
     python profiles/record_wgmma.py record --out DIR
@@ -324,7 +324,7 @@ def record(out: pathlib.Path) -> int:
 def model(case: Case, tiles: int | None = None, rows: int = ROWS) -> np.ndarray:
     """The model's (tiles, rows, n) uint32 for the first ``tiles`` tiles' first ``rows`` rows."""
     sys.path.insert(0, str(HERE.parent))
-    from snapmla.accumulate_np import chain_numpy
+    from softgpu.tensor_core import chain_numpy
 
     pairs, acc = case.build()
     out = np.empty_like(acc[:tiles, :rows])

@@ -1,7 +1,7 @@
 // Runs wgmma.mma_async on operands read from files and writes the fp32 accumulators, bit for bit.
 //
 // It answers one question: how does Hopper's tensor core round when it accumulates?  The model in
-// snapmla/accumulate_np.py was fitted to this program's output; profiles/record_wgmma.py makes the
+// softgpu/tensor_core.py was fitted to this program's output; profiles/record_wgmma.py makes the
 // operands, runs it and compares.
 //
 //   nvcc -O2 -gencode=arch=compute_90a,code=sm_90a -o wgmma_probe wgmma_probe.cu

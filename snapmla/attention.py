@@ -10,9 +10,9 @@ import torch
 from dsl_kernels.dims import KV_LORA_RANK
 from dsl_kernels.spec import decode_spec
 from snapmla import checks, launch, overlap, runtime, tracing
-from snapmla.cache import PagedKVCache
+from snapmla.cache import PagedKVCache, expect_cache
 from snapmla.plan import TENSORS, DecodePlan, PlanVariant, plan_decode
-from snapmla.quant import QuantizedQuery, _expect_cache, _expect_query, named
+from snapmla.quant import QuantizedQuery, expect_query, named
 
 LSE_FACTOR = {"e": math.log(2.0), "2": 1.0}
 EMPTY_LSE = {"-inf": -math.inf, "+inf": math.inf}
@@ -206,8 +206,8 @@ def _traced(
     pipeline: str | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``decode`` as an operator, for tracers; arguments as in ``run_plan``, checked."""
-    _expect_query("q", q)
-    _expect_cache(cache)
+    expect_query("q", q)
+    expect_cache(cache)
     b, s_q, heads, _ = q.nope.shape
     if plan is None:
         if tracing.by_dynamo():
@@ -328,8 +328,8 @@ def checked(
     pipeline: str | None,
 ) -> DecodePlan:
     """Checks all tensors with full messages; plans if no plan is given, launches nothing else."""
-    _expect_query("q", q)
-    _expect_cache(cache)
+    expect_query("q", q)
+    expect_cache(cache)
     b, s_q, heads, _ = q.nope.shape
     device = q.nope.device
     if cache.content.device != device:

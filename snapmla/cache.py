@@ -135,3 +135,20 @@ class PagedKVCache(launch.OverTensors):
     def num_slots(self) -> int:
         """Tokens the pool holds."""
         return self.num_pages * self.page_size
+
+
+def expect_cache(value: object) -> None:
+    """TypeError for what is no ``PagedKVCache``, ValueError for one whose memory was freed."""
+    if not isinstance(value, PagedKVCache):
+        checks.type_error(
+            "cache",
+            "a snapmla.PagedKVCache",
+            type(value).__name__,
+            "PagedKVCache.from_tensors wraps existing memory",
+        )
+    if tracing.by_dynamo() or not value.plain:
+        return  # a tracer's tensors have no memory
+    content = value.content_u8
+    if not content.data_ptr() and not content.untyped_storage().nbytes():
+        hint = "keep the storage, or make another cache"
+        checks.value_error("cache", "memory", "a storage that was freed", hint)

@@ -36,7 +36,7 @@ import torch
 from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK, QK_ROPE_HEAD_DIM, TOKEN_TILE
 from snapmla import attention, checks, dispatch, env, launch, overlap, quant, tracing
 from snapmla import plan as plans
-from snapmla.cache import PagedKVCache
+from snapmla.cache import PagedKVCache, expect_cache
 from snapmla.quant import QuantizedQuery
 
 __all__ = [
@@ -268,7 +268,7 @@ def get_mla_metadata(
         VariantError: no decode kernel exists for the device.
 
     Source: FlashMLA's metadata pair, as SnapMLA's host code keeps it; the schedule is ours
-    (``snapmla.reference_plan``).
+    (``snapmla.testing.reference_plan``).
     """
     if tracing.by_dynamo():
         return tracing.between_graphs(
@@ -664,7 +664,7 @@ def _checked_append(
         cache = _flat_cache(names, lora, rope, scale)
         tokens = (key[:, :KV_LORA_RANK], key[:, KV_LORA_RANK:], indices)
         if check_only:
-            quant._expect_cache(cache)
+            expect_cache(cache)
             quant.check_append(cache, *tokens)
         else:
             quant.append_kv(cache, *tokens)

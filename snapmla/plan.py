@@ -14,7 +14,7 @@ import torch
 
 from dsl_kernels.dims import KV_LORA_RANK, TOKEN_TILE
 from dsl_kernels.spec import VariantSpec
-from snapmla import checks, dispatch, env, launch, runtime, tracing
+from snapmla import checks, dispatch, env, launch, plan_text, runtime, tracing
 
 DEFAULT_FIXED_OVERHEAD = 6  # token tiles that starting an item costs (prologue, epilogue, merge)
 STALE_SHOWN = 8  # changed sequences that an error names
@@ -82,7 +82,7 @@ class DecodePlan(launch.OverTensors):
         TypeError, ValueError: from the methods, naming the argument.
 
     Source: the work list with a fixed cost per item is FlashMLA's scheduling idea; tables and
-    capacity search are our own (``snapmla.reference_plan``).
+    capacity search are our own (``snapmla.testing.reference_plan``).
     """
 
     # what a stale plan's error calls the argument, and advises
@@ -265,8 +265,6 @@ class DecodePlan(launch.OverTensors):
         Args:
             limit: sequences and parts to list, each; 0 or more.
         """
-        from snapmla import plan_text
-
         return plan_text.explain(self, limit)
 
     def with_workspace(self, o_accum: torch.Tensor, lse_accum: torch.Tensor) -> DecodePlan:

@@ -17,7 +17,7 @@ import torch
 from dsl_kernels.dims import KV_LORA_RANK, QK_ROPE_HEAD_DIM
 from dsl_kernels.spec import VariantSpec
 from snapmla import checks, launch, overlap, runtime, tracing
-from snapmla.cache import PagedKVCache
+from snapmla.cache import PagedKVCache, expect_cache
 
 GRANULARITIES = ("token_head", "token")
 MAX_FETCHED = 65535  # sequences of a block table: the kernel's grid.y
@@ -122,7 +122,7 @@ def append_kv(
     Source: SnapMLA paper, section 3.3.1 (fused K-append); the scale's floors are our own
     (docs/numerics.md).
     """
-    _expect_cache(cache)
+    expect_cache(cache)
     if tracing.wanted(cache, c_kv, k_rope, slot_mapping):
         if not cache.traceable and tracing.functionalises():
             checks.value_error(
@@ -145,7 +145,7 @@ _APART = overlap.Apart()
 def check_append(
     cache: PagedKVCache, c_kv: torch.Tensor, k_rope: torch.Tensor, slot_mapping: torch.Tensor
 ) -> None:
-    """The checks of ``append_kv`` on a cache that ``_expect_cache`` has seen."""
+    """The checks of ``append_kv`` on a cache that ``expect_cache`` has seen."""
     check_tokens(c_kv, k_rope, slot_mapping, cache.device)
     key = (
         c_kv.data_ptr(), k_rope.data_ptr(), slot_mapping.data_ptr(), c_kv.shape[0], c_kv.stride(),
@@ -239,7 +239,7 @@ def quantize_now(
     if out is None:
         out = _empty_query(tuple(q_nope.shape), scale_shape, device)
     else:
-        _expect_query("out", out)
+        expect_query("out", out)
         checks.tensor("out.nope", out.nope, (checks.FP8,), tuple(q_nope.shape), device)
         checks.output("out.scale", out.scale, (torch.float32,), scale_shape, device, align=4)
         _check_query_apart(q_nope, q_rope, out)
@@ -332,7 +332,7 @@ def fetch_dequant(
 
     Source: SnapMLA paper, section 3.3.1 (fused fetch-dequant).
     """
-    _expect_cache(cache)
+    expect_cache(cache)
     if tracing.wanted(cache, where, cache_seqlens, *_parts(out)):
         return _traced_fetch(cache, where, cache_seqlens, out, dtype)
     return fetch_now(cache, where, cache_seqlens, out, dtype)
@@ -438,23 +438,8 @@ def _fetch_outputs(
     return c_kv, k_rope
 
 
-def _expect_cache(value: object) -> None:
-    if not isinstance(value, PagedKVCache):
-        checks.type_error(
-            "cache",
-            "a snapmla.PagedKVCache",
-            type(value).__name__,
-            "PagedKVCache.from_tensors wraps existing memory",
-        )
-    if tracing.by_dynamo() or not value.plain:
-        return  # a tracer's tensors have no memory
-    content = value.content_u8
-    if not content.data_ptr() and not content.untyped_storage().nbytes():
-        hint = "keep the storage, or make another cache"
-        checks.value_error("cache", "memory", "a storage that was freed", hint)
-
-
-def _expect_query(name: str, value: object) -> None:
+def expect_query(name: str, value: object) -> None:
+    """TypeError for what is no ``QuantizedQuery``."""
     if not isinstance(value, QuantizedQuery):
         hint = "call snapmla.quantize_q(q_nope, q_rope) first"
         got = type(value).__name__

@@ -7,6 +7,7 @@ The host half of the object runs as it is; its launches are interpreted from the
 compile.  See docs/software-gpu.md.
 """
 
+from . import ops as _ops  # noqa: F401 (registers every builder with the decoder)
 from .accumulate import exact, hopper
 from .errors import (
     BarrierError,

@@ -9,7 +9,7 @@ An accumulate function has the signature
         kind  "e4m3", "e5m2", "bf16" or "f16" (of A)
 
 and is chosen by ``Options.accumulate``.  ``hopper`` is the tensor core of an H200, bit for bit (the
-model and its evidence: ``snapmla.accumulate_np``); ``exact`` is the mathematical sum, rounded once.
+model and its evidence: ``softgpu.tensor_core``); ``exact`` is the mathematical sum, rounded once.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
+
+from .tensor_core import fp8_step_numpy, half_step_numpy
 
 F32 = NDArray[np.float32]
 Accumulate = Callable[[F32, F32, F32, str], F32]
@@ -33,8 +35,6 @@ def exact(acc: F32, a: F32, b: F32, kind: str) -> F32:
 
 def hopper(acc: F32, a: F32, b: F32, kind: str) -> F32:
     """As a Hopper tensor core adds.  Raises ValueError for e5m2, which was not recorded."""
-    from snapmla.accumulate_np import fp8_step_numpy, half_step_numpy
-
     if kind == "e4m3":
         return fp8_step_numpy(acc, a, b)
     if kind in _SMALLEST_NORMAL:

@@ -55,10 +55,18 @@ _WIDTH = {"pred": 0, "b8": 16, "u8": 16, "s8": 16, "b16": 16, "u16": 16, "s16": 
 
 
 def op(*names: str) -> Callable[[Builder], Builder]:
-    """Registers a builder for opcodes; the longest dotted prefix of an opcode wins."""
+    """Registers a builder for opcodes; the longest dotted prefix of an opcode wins.
+
+    Raises ValueError, from the decorator, for a name that has a builder.
+    """
 
     def register(builder: Builder) -> Builder:
         for name in names:
+            if name in _BUILDERS:
+                first, second = (
+                    f"{b.__module__}.{b.__qualname__}" for b in (_BUILDERS[name], builder)
+                )
+                raise ValueError(f"opcode {name}: expected one builder, got {first} and {second}")
             _BUILDERS[name] = builder
         return builder
 
@@ -316,9 +324,10 @@ class Decoder:
 
 
 def decode(kernel: Kernel, module: Module) -> Program:
-    """Decodes a kernel.  Unmodelled instructions become handlers that raise when reached."""
-    from . import ops  # noqa: F401  registers the builders
+    """Decodes a kernel.  Unmodelled instructions become handlers that raise when reached.
 
+    The builders are those that ``softgpu.ops`` has registered, which the package itself imports.
+    """
     k = Decoder(kernel, module)
     code: list[tuple[int, Any, int, bool]] = []
     missing: dict[int, UnmodelledInstruction] = {}

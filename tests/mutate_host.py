@@ -2,10 +2,10 @@
 
     python tests/mutate_host.py [FILE ...] [--record FILE.md]
 
-The twin of ``python -m softgpu mutate`` for host code.  Each mutant of ``MUTANTS`` is applied alone
-to a temporary copy of the packages, never to the checkout, and must be killed by a test of the
-module it is in: a test elsewhere that stumbles over it does not count.  Built variants are those of
-the checkout (``SNAPMLA_VARIANT_DIR``), so nothing is compiled.
+The twin of ``python -m snapmla.testing mutate`` for host code.  Each mutant of ``MUTANTS`` is
+applied alone to a temporary copy of the packages, never to the checkout, and must be killed by a
+test of the module it is in: a test elsewhere that stumbles over it does not count.  Built variants
+are those of the checkout (``SNAPMLA_VARIANT_DIR``), so nothing is compiled.
 
 Exit status: 0 all killed; 1 a mutant survived, or its text is not in the file exactly once; 2 the
 tests fail without any mutant.
@@ -37,7 +37,7 @@ SECONDS = 300  # of one test; a wedged one is no kill
 # Where each module's own tests are.
 HOMES: dict[str, tuple[str, ...]] = {
     "plan.py": ("test_plan.py", "test_plan_calls.py"),
-    "reference_plan.py": ("test_plan.py", "test_helper_kernels.py"),
+    "testing/reference_plan.py": ("test_plan.py", "test_helper_kernels.py"),
     "attention.py": ("test_api.py", "test_plan_calls.py", "test_decode_edges.py"),
     "quant.py": ("test_api.py", "test_helper_kernels.py", "test_errors.py"),
     "flash_mla_fp8.py": ("test_dropin.py",),
@@ -48,8 +48,8 @@ HOMES: dict[str, tuple[str, ...]] = {
     "torch_ops.py": ("test_torch_ops.py",),
     "runtime.py": ("test_runtime.py",),
     "env.py": ("test_env.py",),
-    "selfcheck.py": ("test_api.py",),
-    "metrics.py": ("test_reference.py",),
+    "testing/selfcheck.py": ("test_api.py",),
+    "testing/metrics.py": ("test_reference.py",),
 }
 
 
@@ -81,7 +81,7 @@ class Outcome:
 
     def __str__(self) -> str:
         m = self.mutant
-        return f"{self.state:8} {m.file:18} {m.old!r} -> {m.new!r}: {m.why}  ({self.by})"
+        return f"{self.state:8} {m.file:26} {m.old!r} -> {m.new!r}: {m.why}  ({self.by})"
 
 
 MUTANTS: tuple[Mutant, ...] = (
@@ -104,13 +104,13 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("plan.py", "shape[:2], device)", "shape[:1], device)",
            "test_plan.py::test_another_workspace",
            "a workspace of the right shape is refused"),
-    Mutant("reference_plan.py", "min(1, count)", "1",
+    Mutant("testing/reference_plan.py", "min(1, count)", "1",
            "test_helper_kernels.py::test_plan_is_optimal",
            "an empty sequence opens a part of its own"),
-    Mutant("reference_plan.py", "capacity += 1", "capacity += 2",
+    Mutant("testing/reference_plan.py", "capacity += 1", "capacity += 2",
            "test_helper_kernels.py::test_plan_is_optimal",
            "the largest part may be a tile longer than it must"),
-    Mutant("reference_plan.py", "if pieces[batch] > 1", "if pieces[batch] > 2",
+    Mutant("testing/reference_plan.py", "if pieces[batch] > 1", "if pieces[batch] > 2",
            "test_helper_kernels.py::test_plan_reference",
            "two pieces of a sequence both write the output directly"),
     Mutant("attention.py", "(int(causal), factor, value)", "(1, factor, value)",
@@ -204,7 +204,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("env.py", 'found.append(Place("the package', 'found.insert(0, Place("the package',
            "test_env.py::test_a_bundle_comes_before_the_cache",
            "the package's own variants are preferred to those of the chosen directory"),
-    Mutant("selfcheck.py", "FLIPS = 1e-3", "FLIPS = 1e-2",
+    Mutant("testing/selfcheck.py", "FLIPS = 1e-3", "FLIPS = 1e-2",
            "test_api.py::test_fp32_results_get_no_allowance_for_bf16",
            "fp32 results may be rounded to bf16 on the way"),
 )  # fmt: skip

@@ -16,8 +16,9 @@ import torch
 
 import snapmla
 from codegen import toolchain
-from snapmla import PagedKVCache, QuantizedQuery, attention, layouts, overlap, quant, selfcheck
+from snapmla import PagedKVCache, QuantizedQuery, attention, layouts, overlap, quant
 from snapmla import flash_mla_fp8 as names
+from snapmla.testing import selfcheck
 
 needs_kernels = pytest.mark.skipif(not toolchain.have_compiler(), reason="needs nvidia-cutlass-dsl")
 B, S_Q, HEADS, PAGE, SCALE = 2, 1, 4, 16, 192**-0.5

@@ -14,9 +14,10 @@ import torch
 
 import snapmla
 from codegen import toolchain
-from snapmla import PagedKVCache, QuantizedQuery, metrics, reference, selfcheck
+from snapmla import PagedKVCache, QuantizedQuery, metrics, reference
 from snapmla.plan import default_num_parts
-from snapmla.reference_plan import plan_reference
+from snapmla.testing import selfcheck
+from snapmla.testing.reference_plan import plan_reference
 
 pytestmark = pytest.mark.skipif(not toolchain.have_compiler(), reason="needs nvidia-cutlass-dsl")
 SCALE = 192**-0.5

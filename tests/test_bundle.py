@@ -129,6 +129,22 @@ def test_lists_its_variants_without_the_compiler(
     assert f"{'decode':14} {decodes}\n" in done.stdout and "damaged" not in done.stdout
 
 
+def test_the_reference_runs_on_a_server(unpacked: Path) -> None:
+    """Messages say that it runs anywhere."""
+    code = (
+        "import torch; from snapmla import metrics, reference\n"
+        "q = torch.randn(1, 1, 2, 512), torch.randn(1, 1, 2, 64)\n"
+        "kv = torch.randn(1, 40, 512), torch.randn(1, 40, 64)\n"
+        "configs = reference.FP64, reference.MIMIC_HW_FULL\n"
+        "run = reference.reference_from_unquantised\n"
+        "truth, mimic = (run(*q, *kv, 0.04, config=config)[0] for config in configs)\n"
+        "print(0 < metrics.relative_l2(mimic, truth) < 0.1)"
+    )
+    done = serve(unpacked, code)
+    assert done.returncode == 0 and done.stdout == "True\n", done.stdout + done.stderr
+    assert not list(unpacked.rglob("selfcheck.py")), "needs the software GPU"
+
+
 def test_damage_is_reported(unpacked: Path) -> None:
     library = unpacked / "snapmla" / "variants" / "merge_obf16_sm90a.so"
     intact = library.read_bytes()

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from dsl_kernels.families.fp8_decode import PAGE_SIZES
-from snapmla import PagedKVCache, QuantizedQuery, layouts, selfcheck
+from snapmla import PagedKVCache, QuantizedQuery, layouts
+from snapmla.testing import selfcheck
 
 LAYOUTS = ("split", "paged", "row640")
 

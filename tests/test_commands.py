@@ -17,13 +17,13 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-import softgpu.__main__
 from codegen import __main__ as cli
 from codegen import audit, matrix, toolchain, tryout
 from codegen import compile as compiler
 from codegen.artifacts import Record
 from dsl_kernels.spec import VariantSpec
 from profiles import device
+from snapmla.testing import __main__ as testing
 
 ROOT = Path(__file__).resolve().parent.parent
 needs_compiler = pytest.mark.skipif(
@@ -87,8 +87,8 @@ def test_reasons_of_the_matrix_are_printed_as_they_are(
     assert capsys.readouterr().out.count(RAW) == 2
 
 
-def tried(monkeypatch: pytest.MonkeyPatch, folder: Path, built: Any, checked: Any) -> str:
-    """What ``make try`` prints of a build and of a check, each a result or an error."""
+def tried(monkeypatch: pytest.MonkeyPatch, folder: Path, built: Any) -> str:
+    """What ``make try`` prints of a build, a record or an error."""
 
     def outcome(value: Any) -> Any:
         if isinstance(value, Exception):
@@ -96,25 +96,19 @@ def tried(monkeypatch: pytest.MonkeyPatch, folder: Path, built: Any, checked: An
         return value
 
     monkeypatch.setattr(compiler, "build", lambda *a, **k: outcome(built))
-    monkeypatch.setattr("snapmla.selfcheck.check", lambda *a: outcome(checked))
     console = Console(file=io.StringIO(), width=60)
-    good = tryout.run(VariantSpec(op="merge"), folder, console, check=True)
+    good = tryout.run(VariantSpec(op="merge"), folder, console)
     assert not good
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_try_prints_messages_as_they_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from snapmla.selfcheck import Result
-
     spec = VariantSpec(op="merge")
     broken = compiler.BuildError(spec, [RAW])
-    assert tried(monkeypatch, tmp_path, broken, None).startswith(f"merge_obf16_sm90a: {RAW}\n")
+    assert tried(monkeypatch, tmp_path, broken).startswith(f"merge_obf16_sm90a: {RAW}\n")
     record = Record(spec.name, spec.symbol, {}, "", "", [], "", "", "")
     monkeypatch.setattr(audit, "problems", lambda record: [RAW])
-    text = tried(monkeypatch, tmp_path, record, ValueError(RAW))
-    assert f"problem {RAW}\nsoftware GPU: ValueError: {RAW}\n" in text
-    text = tried(monkeypatch, tmp_path, record, Result(False, RAW))
-    assert f"\nsoftware GPU: wrong: {RAW}\n" in text
+    assert f"\nproblem {RAW}\n" in tried(monkeypatch, tmp_path, record)
 
 
 @pytest.mark.parametrize("package", ["codegen", "softgpu", "snapmla", "profiles"])
@@ -158,6 +152,14 @@ def test_make_names_the_variable_that_is_missing(target: str) -> None:
     assert done.returncode == 2 and not done.stdout
     (line,) = done.stderr.splitlines()
     assert f"VARIANT= names no variant: make {target} VARIANT=decode_" in line
+
+
+def test_make_try_compiles_then_runs() -> None:
+    done = make("-n", "try", "VARIANT=merge_obf16_sm90a")
+    commands = [line.removeprefix(f"{sys.executable} ") for line in done.stdout.splitlines()]
+    assert commands == [
+        "-m codegen try merge_obf16_sm90a", "-m snapmla.testing run merge_obf16_sm90a",
+    ]  # fmt: skip
 
 
 def test_make_bench_names_the_variable_that_is_wrong() -> None:
@@ -240,11 +242,11 @@ def test_softgpu_says_what_is_close_to_a_name(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["run", "--dir", str(tmp_path), "merge_obf16"]
-    assert softgpu.__main__.main(words) == 2
+    assert testing.main(words) == 2
     assert "matches 'merge_obf16'; `make precompile` builds them all\n" in capsys.readouterr().err
     for name in ("merge_obf16_sm90a", "plan_decode_sm90a"):
         (tmp_path / f"{name}.ptx").touch()
-    assert softgpu.__main__.main(words) == 2
+    assert testing.main(words) == 2
     error = capsys.readouterr().err
     assert error.endswith("matches 'merge_obf16'; did you mean merge_obf16_sm90a?\n")
 

@@ -12,7 +12,7 @@ import snapmla
 from codegen import toolchain
 from snapmla import checks, metrics
 from snapmla.reference import FP64, MIMIC_HW_FULL, QuantConfig, mla_decode_reference
-from snapmla.selfcheck import FP32_SLACK, MIMIC_FACTOR
+from snapmla.testing.selfcheck import FP32_SLACK, MIMIC_FACTOR
 
 # a GPU machine without the compiler runs the ``gpu`` tests on variants that were built elsewhere
 pytestmark = pytest.mark.skipif(

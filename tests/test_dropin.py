@@ -14,10 +14,11 @@ import torch
 import snapmla
 import snapmla.plan
 from codegen import toolchain
-from snapmla import attention, quant, selfcheck
+from snapmla import attention, quant
 from snapmla import flash_mla_fp8 as names
 from snapmla.plan import PlanVariant
-from snapmla.reference_plan import plan_reference
+from snapmla.testing import selfcheck
+from snapmla.testing.reference_plan import plan_reference
 
 pytestmark = pytest.mark.skipif(not toolchain.have_compiler(), reason="needs nvidia-cutlass-dsl")
 SCALE = 192**-0.5

@@ -19,7 +19,7 @@ from dsl_kernels.spec import VariantSpec
 from snapmla import PagedKVCache, QuantizedQuery, checks, dispatch, flash_mla_fp8, runtime
 from snapmla.errors import UnsupportedDeviceError, VariantError
 from snapmla.plan import DecodePlan
-from snapmla.reference_plan import plan_reference
+from snapmla.testing.reference_plan import plan_reference
 
 B, S_Q, H, PAGES, P, WIDTH = 2, 1, 16, 4, 64, 3
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32

@@ -20,7 +20,7 @@ from torch import Tensor
 from codegen import toolchain
 from dsl_kernels.spec import VariantSpec
 from snapmla import runtime
-from snapmla.reference_plan import plan_reference, tile_counts
+from snapmla.testing.reference_plan import plan_reference, tile_counts
 
 # a GPU machine without the compiler runs the ``gpu`` tests on variants that were built elsewhere
 pytestmark = pytest.mark.skipif(

@@ -23,9 +23,10 @@ import snapmla
 from codegen import toolchain
 from dsl_kernels.dims import TOKEN_TILE
 from dsl_kernels.spec import VariantSpec
-from snapmla import launch, runtime, selfcheck
+from snapmla import launch, runtime
 from snapmla.plan import MAX_COST, MAX_SLOTS
-from snapmla.reference_plan import plan_reference, tile_counts
+from snapmla.testing import selfcheck
+from snapmla.testing.reference_plan import plan_reference, tile_counts
 from softgpu.machine import Machine
 
 needs_kernels = pytest.mark.skipif(not toolchain.have_compiler(), reason="needs nvidia-cutlass-dsl")

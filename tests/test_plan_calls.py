@@ -16,8 +16,9 @@ import torch
 import snapmla
 import softgpu
 from codegen import toolchain
-from snapmla import attention, env, flash_mla_fp8, launch, runtime, selfcheck
+from snapmla import attention, env, flash_mla_fp8, launch, runtime
 from snapmla.plan import PlanVariant
+from snapmla.testing import selfcheck
 
 pytestmark = pytest.mark.skipif(not toolchain.have_compiler(), reason="needs nvidia-cutlass-dsl")
 HEADS, WIDTH, SCALE = 16, 4, 192**-0.5

@@ -20,8 +20,9 @@ from torch import Tensor
 from codegen import toolchain
 from dsl_kernels.dims import TOKEN_TILE
 from dsl_kernels.spec import VariantSpec
-from snapmla import runtime, selfcheck
-from snapmla.reference_plan import plan_reference
+from snapmla import runtime
+from snapmla.testing import selfcheck
+from snapmla.testing.reference_plan import plan_reference
 from softgpu import Options, using
 
 pytestmark = pytest.mark.skipif(not toolchain.have_compiler(), reason="needs nvidia-cutlass-dsl")

@@ -6,6 +6,7 @@ import dataclasses
 import importlib.util
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import cases
@@ -15,8 +16,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from snapmla import accumulate, accumulate_np, metrics, reference
-from snapmla.reference import (
+from snapmla.testing import accumulate, metrics, reference
+from snapmla.testing.reference import mla_decode_reference, reference_from_unquantised
+from snapmla.testing.rounding import (
     FP8,
     FP64,
     MIMIC,
@@ -26,11 +28,9 @@ from snapmla.reference import (
     TABLE_2,
     QuantConfig,
     dequantize_rows,
-    mla_decode_reference,
     quantize_rows,
-    reference_from_unquantised,
-    replace,
 )
+from softgpu import tensor_core
 
 ROOT = Path(__file__).resolve().parent.parent
 quick = settings(max_examples=25, deadline=None)
@@ -103,7 +103,7 @@ def test_torch_and_numpy_models_agree(seed: int, size: float) -> None:
     codes = torch.randint(0, 256, (16, 64), generator=generator, dtype=torch.uint8)
     a, b = codes[:8].view(FP8), codes[8:].view(FP8)
     acc = torch.randn(8, 8, generator=generator) * size
-    want = accumulate_np.chain_numpy(
+    want = tensor_core.chain_numpy(
         acc.numpy(), a.float().numpy(), b.float().numpy(), fp8=True
     ).view(np.uint32)
     got = accumulate.hopper_fp8_dot(a, b, acc).view(torch.int32).numpy().view(np.uint32)

@@ -20,8 +20,7 @@ from codegen.precompile import Report
 from dsl_kernels.spec import VariantSpec, decode_spec
 from profiles import record_softgpu, vectors
 from profiles.record_softgpu import COMMAND, Record, SoftGpu, Tally
-from snapmla import accumulate_np
-from softgpu import Options, exact, mufu
+from softgpu import Options, exact, mufu, tensor_core
 from softgpu.testing import aligned, launch
 
 compiled = pytest.mark.skipif(not toolchain.have_compiler(), reason="needs nvidia-cutlass-dsl")
@@ -120,7 +119,7 @@ def test_every_form_in_use_is_recorded(built: Report, variant_dir: Path) -> None
 
 
 def test_a_wrong_model_is_noticed(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accumulate_np, "HALF_FRACTION_BITS", 24)
+    monkeypatch.setattr(tensor_core, "HALF_FRACTION_BITS", 24)
     tally = record_softgpu.replay_wgmma(record, vectors.WgmmaForm(16, False, False))
     assert 0 < tally.different < tally.results
     assert any("recorded 0x" in note for note in tally.notes)

@@ -20,7 +20,8 @@ import dsl_kernels
 import softgpu
 from codegen import toolchain
 from dsl_kernels.spec import VariantSpec
-from snapmla import runtime, selfcheck
+from snapmla import runtime
+from snapmla.testing import selfcheck
 from softgpu import mutate
 from softgpu.ptx import Imm, Instr, Reg, Vec
 

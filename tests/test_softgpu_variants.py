@@ -16,7 +16,8 @@ import torch
 from codegen import toolchain
 from codegen.precompile import Report
 from dsl_kernels.spec import VariantSpec, decode_spec
-from snapmla import runtime, selfcheck
+from snapmla import runtime
+from snapmla.testing import selfcheck
 from softgpu import Options, mutate, using
 
 pytestmark = pytest.mark.skipif(not toolchain.have_compiler(), reason="needs nvidia-cutlass-dsl")

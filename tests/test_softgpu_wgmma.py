@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from snapmla.accumulate_np import fp8_step_numpy, half_step_numpy
 from softgpu import DescriptorError, Options, UnmodelledInstruction, exact, floats, hopper
+from softgpu.tensor_core import fp8_step_numpy, half_step_numpy
 from softgpu.testing import aligned, launch
 
 EXACT = Options(accumulate=exact)

@@ -14,7 +14,8 @@ from torch.utils import _pytree as pytree
 
 import snapmla
 from codegen import toolchain
-from snapmla import layouts, selfcheck
+from snapmla import layouts
+from snapmla.testing import selfcheck
 
 # a GPU machine without the compiler runs the ``gpu`` tests on variants that were built elsewhere
 pytestmark = pytest.mark.skipif(

@@ -25,7 +25,8 @@ import snapmla
 from codegen import toolchain
 from dsl_kernels.spec import VariantSpec
 from snapmla import flash_mla_fp8 as names
-from snapmla import layouts, quant, runtime, selfcheck, tracing
+from snapmla import layouts, quant, runtime, tracing
+from snapmla.testing import selfcheck
 from softgpu import MemoryFault
 
 pytestmark = pytest.mark.skipif(not toolchain.have_compiler(), reason="needs nvidia-cutlass-dsl")

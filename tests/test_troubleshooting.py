@@ -15,8 +15,9 @@ import torch
 import snapmla
 from codegen import toolchain
 from dsl_kernels.spec import decode_spec
-from snapmla import env, runtime, selfcheck
+from snapmla import env, runtime
 from snapmla.errors import VariantError
+from snapmla.testing import selfcheck
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text("utf-8")

@@ -19,7 +19,7 @@ how many further parts it fills.  So a step costs what a division and two warp e
 there are at most min(b, parts) + b / 32 of them, however large the batch is.
 
 The rule, its optimality, its capacity and the batch-independent form (``split_tiles`` > 0) are
-written down in ``snapmla/reference_plan.py``, whose output this kernel equals entry for entry.
+written in ``snapmla/testing/reference_plan.py``, whose output this kernel equals entry for entry.
 T0 + 2 * fixed_overhead + 1 is always feasible, so 7 tiles of overhead need one round of search.
 """
 

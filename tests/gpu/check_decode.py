@@ -50,8 +50,9 @@ from codegen.artifacts import write_atomic  # noqa: E402
 from dsl_kernels.families.fp8_decode import DEFAULT_PAGES  # noqa: E402
 from profiles.bench import command_line, commit  # noqa: E402
 from profiles.timing import Nvml  # noqa: E402
-from snapmla import metrics  # noqa: E402
-from snapmla.reference import (  # noqa: E402
+from snapmla.testing import metrics  # noqa: E402
+from snapmla.testing.reference import mla_decode_reference  # noqa: E402
+from snapmla.testing.rounding import (  # noqa: E402
     FP8,
     FP64,
     MIMIC,
@@ -59,11 +60,10 @@ from snapmla.reference import (  # noqa: E402
     MIMIC_HW_FULL,
     QuantConfig,
     dequantize_rows,
-    mla_decode_reference,
     quantize_rows,
     to_e4m3,
 )
-from snapmla.selfcheck import FP32_SLACK, MIMIC_FACTOR  # noqa: E402
+from snapmla.testing.selfcheck import FP32_SLACK, MIMIC_FACTOR  # noqa: E402
 
 PARTS = ("quant", "correctness", "sweep", "sink")
 # A P at a tie may round the other way in a kernel than in the model, by 2^-3.5 of itself: 4e-6 of

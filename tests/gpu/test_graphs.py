@@ -13,7 +13,8 @@ import pytest
 import torch
 
 import snapmla
-from snapmla import flash_mla_fp8, launch, selfcheck
+from snapmla import flash_mla_fp8, launch
+from snapmla.testing import selfcheck
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"

@@ -4,7 +4,7 @@ A ragged batch with a long-tailed length distribution decodes a few steps throug
 append the new tokens, quantise the queries, plan once per step, decode.  The data has what makes
 MLA quantisation hard: RoPE channels with outliers to +-1000, latent channels with a bias, token
 amplitudes that vary, an attention sink at token 0.  Results are compared with fp64 on the stored
-inputs (``snapmla.reference``); tolerances come from the errors that a model of the rounding (FP8 P,
+inputs (``snapmla.testing``); tolerances come from the errors that a model of the rounding (FP8 P,
 the tensor core's accumulation of Q.K) makes itself.
 
 On a CUDA device the sizes are real.  Without one, a small instance of the same job runs on the
@@ -28,12 +28,14 @@ from rich.table import Table
 from rich.text import Text
 
 import snapmla
-from snapmla import checks, layouts, reference
+from profiles import ceilings, roofline, timing
+from snapmla import checks, layouts
 from snapmla.cache import PagedKVCache
 from snapmla.errors import SnapMLAError
 from snapmla.plan import DecodePlan
 from snapmla.quant import QuantizedQuery
-from snapmla.selfcheck import DecodeErrors, decode_errors
+from snapmla.testing.rounding import quantize_rows
+from snapmla.testing.selfcheck import DecodeErrors, decode_errors
 
 D, R = 512, 64
 ROPE_OUTLIERS = 4  # channels that reach +-1000
@@ -210,8 +212,8 @@ def decode_steps(
                 softmax_scale=job.softmax_scale, plan=plan,
             )  # fmt: skip
             queries.append(q)
-            exact = same_rows(stored(cache, slots), reference.quantize_rows(c_kv, k_rope))
-            exact &= same_rows((q.nope, q.rope, q.scale), reference.quantize_rows(q_nope, q_rope))
+            exact = same_rows(stored(cache, slots), quantize_rows(c_kv, k_rope))
+            exact &= same_rows((q.nope, q.rope, q.scale), quantize_rows(q_nope, q_rope))
             results.append(check(job, batch, lengths, q, cache, out, lse, step, layer, exact))
         console.print(f"step {step}: {job.layers} layers, {time.perf_counter() - started:.1f} s")
     assert plan is not None
@@ -341,7 +343,7 @@ def show_times(
 def show_roofs(
     job: Job, name: str, tokens: int, measured: dict[str, float], console: Console
 ) -> None:
-    """Prints measured microseconds, and rates if the benchmarks' models are there (a checkout).
+    """Prints measured microseconds, and rates beside the card's roof if the card is on file.
 
     Args:
         name: the card's.
@@ -349,10 +351,8 @@ def show_roofs(
     """
     title = f"{name}, {tokens:,} tokens in {job.batch} sequences"
     try:
-        from profiles import ceilings, roofline, timing
-
         card = roofline.card_by_name(name)
-    except (ImportError, ValueError) as error:  # not part of a wheel; or a card not on file
+    except ValueError as error:  # not on file
         table = Table("operation", "µs", title=title)
         for operation, us in measured.items():
             table.add_row(operation, f"{us:.1f}")

@@ -1,8 +1,10 @@
-"""How Hopper's tensor core adds: the torch form of ``snapmla.accumulate_np``.
+"""How Hopper's tensor core adds: the torch form of ``softgpu.tensor_core``.
 
 The rules and where they come from are told there.  Here they run on whole matrices, on a CPU or a
 GPU, in fp32 for e4m3 operands (every intermediate is exact) and fp64 for 16-bit ones, chunked so
-that the products of one step of one chunk are all that is ever held.
+that the products of one step of one chunk are all that is ever held.  The constants are spelled
+here again: the reference runs where no software GPU is installed, and tests hold the two forms
+together bit for bit.
 
 Shapes carry any leading batch dimensions: a (..., R, K), b (..., N, K) -> (..., R, N).
 """
@@ -12,16 +14,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from snapmla.accumulate_np import (
-    CANONICAL_NAN,
-    FP8_FRACTION_BITS,
-    FP32_MIN_NORMAL,
-    HALF_FRACTION_BITS,
-    HALF_SMALLEST_TOP,
-)
-
 FP8_STEP = 32
 HALF_STEP = 16
+FP8_FRACTION_BITS = 13
+HALF_FRACTION_BITS = 25
+CANONICAL_NAN = 0x7FFFFFFF
+FP32_MIN_NORMAL = 2.0**-126
+HALF_SMALLEST_TOP = 2.0**-133
 _FP8_MIN_NORMAL = 2.0**-6
 _HALF_MIN_NORMAL = {torch.bfloat16: FP32_MIN_NORMAL, torch.float16: 2.0**-14}
 _FP8_RESULT_MASK = -(1 << (23 - FP8_FRACTION_BITS))

@@ -19,7 +19,7 @@ So an fp8 accumulator never holds more than 14 significant bits, and its error i
 zero: it grows with the length of the sum.  A zero sum is +0; infinities follow IEEE; every NaN is
 0x7fffffff.  What happens when the sum exceeds fp32's range was not recorded.
 
-The torch twin is ``snapmla.accumulate``; the software GPU uses this file.
+The torch twin is ``snapmla.testing.accumulate``.
 """
 
 from __future__ import annotations

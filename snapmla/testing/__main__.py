@@ -1,0 +1,231 @@
+"""``python -m snapmla.testing``: run, check and mutate compiled variants on the software GPU.
+
+Variants are named as in ``build/variants``, globs are fine; ``--dir`` names another directory.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import track
+
+from codegen import matrix
+from dsl_kernels.spec import VariantSpec
+from snapmla import env
+from snapmla.errors import VariantError
+from snapmla.testing import selfcheck
+from softgpu import Hazard, LoadedKernel, Options, SoftGpuError, using
+from softgpu import mutate as mutation
+from softgpu.accumulate import BY_NAME
+from softgpu.options import HAZARDS, LANDINGS
+
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__
+)
+console = Console(soft_wrap=True, highlight=False, markup=False, emoji=False)
+
+Names = Annotated[list[str], typer.Argument(help="variant names or globs")]
+Directory = Annotated[Path | None, typer.Option("--dir", help="directory of built variants")]
+Seeds = Annotated[int, typer.Option(min=1, help="adversarial schedules to run")]
+
+
+def _one_of(names: Iterable[str]) -> Callable[[str | None], str | None]:
+    """An option's callback that refuses other words."""
+
+    def check(value: str | None) -> str | None:
+        if value is not None and value not in names:
+            raise typer.BadParameter(f"expected one of {', '.join(names)}, got {value!r}")
+        return value
+
+    return check
+
+
+def _variants(names: list[str], directory: Path | None) -> tuple[list[str], Path]:
+    """Built variants that match, by name, and where they are."""
+    at = directory if directory is not None else env.variant_dirs()[0]
+    found: list[str] = []
+    for name in names:
+        hits = sorted(p.stem for p in at.glob(f"{name}.ptx"))
+        if not hits:
+            close = matrix.did_you_mean(name, (p.stem for p in at.glob("*.ptx")))
+            hint = close or "; `make precompile` builds them all"
+            print(f"no built variant in {at} matches {name!r}{hint}", file=sys.stderr)
+            raise typer.Exit(2)
+        found += [h for h in hits if h not in found]
+    return found, at
+
+
+def _workload(name: str, directory: Path) -> selfcheck.Workload:
+    try:
+        return selfcheck.Workload(VariantSpec.from_name(name), directory)
+    except VariantError as error:
+        print(error, file=sys.stderr)
+        raise typer.Exit(2) from None
+
+
+@app.callback()
+def _environment() -> None:
+    """Refuses SOFTGPU_* of no meaning in one sentence, whatever is run."""
+    try:
+        Options()
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        raise typer.Exit(2) from None
+
+
+@app.command()
+def run(
+    variants: Names,
+    directory: Directory = None,
+    seed: Annotated[int | None, typer.Option(help="adversarial schedule; -1: in order")] = None,
+    landing: Annotated[
+        str | None,
+        typer.Option(
+            "--async",
+            help="when asynchronous work lands: early, late, random",
+            callback=_one_of(LANDINGS),
+        ),
+    ] = None,
+    hazards: Annotated[
+        str | None,
+        typer.Option(help="hazard check: off, raise, collect", callback=_one_of(HAZARDS)),
+    ] = None,
+    accumulate: Annotated[
+        str | None, typer.Option(help="arithmetic: hopper, exact", callback=_one_of(BY_NAME))
+    ] = None,
+) -> None:
+    """Run variants once on small inputs and compare with the reference.
+
+    What no option says, SOFTGPU_SEED, _ASYNC, _HAZARDS and _ACCUMULATE do.
+    """
+    names, at = _variants(variants, directory)
+    found: list[Hazard] = []
+    arithmetic = None if accumulate is None else BY_NAME[accumulate]
+    asked = {
+        "accumulate": arithmetic, "asynchronous": landing, "seed": seed, "hazards": hazards
+    }  # fmt: skip
+    given: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
+    options = Options(on_hazard=found.append, **given)
+    failed = False
+    for name in names:
+        found.clear()
+        started = time.perf_counter()
+        try:
+            with using(options):
+                result = selfcheck.check(VariantSpec.from_name(name), at)
+        except SoftGpuError as error:
+            result = selfcheck.Result(False, f"{type(error).__name__}\n{error}")
+        took = time.perf_counter() - started
+        right = result.passed and not found
+        failed |= not right
+        console.print(f"{name}: {'ok' if right else 'FAILED'} {result.summary} ({took:.1f} s)")
+        for text in dict.fromkeys(map(str, found)):
+            console.print(text)
+    raise typer.Exit(1 if failed else 0)
+
+
+@app.command()
+def check(
+    variants: Names,
+    seeds: Seeds = 10,
+    directory: Directory = None,
+) -> None:
+    """Hazard check under many adversarial schedules: every hazard, each pair of places once."""
+    names, at = _variants(variants, directory)
+    bad = 0
+    for name in names:
+        started = time.perf_counter()
+        problems = _check(_workload(name, at), seeds)
+        took = time.perf_counter() - started
+        bad += bool(problems)
+        verdict = f"{len(problems)} PROBLEMS" if problems else "clean"
+        console.print(f"{name}: {verdict}, {seeds} schedules, {took:.1f} s")
+        for text in problems:
+            console.print(text)
+    raise typer.Exit(1 if bad else 0)
+
+
+def _check(workload: selfcheck.Workload, seeds: int) -> list[str]:
+    """What went wrong under schedules 0 .. seeds - 1."""
+    problems: dict[tuple[Any, ...], str] = {}
+    for seed in range(seeds):
+        try:
+            with using(mutation.schedule(seed)):
+                result = workload.run()
+        except SoftGpuError as error:
+            lines = tuple(e.ptx_line for e in getattr(error, "events", []))
+            key = (getattr(error, "kind", type(error).__name__), *lines)
+            problems.setdefault(key, f"schedule {seed}: {error}")
+            continue
+        if not result.passed:
+            problems.setdefault(("wrong result",), f"schedule {seed}: {result.summary}")
+    return list(problems.values())
+
+
+@app.command()
+def mutate(
+    variant: Annotated[str, typer.Argument(help="variant name")],
+    seeds: Seeds = 10,
+    directory: Directory = None,
+    reports: Annotated[bool, typer.Option(help="print what killed each mutant")] = False,
+    explained: Annotated[
+        list[str] | None,
+        typer.Option(help="opcode whose removal may go unnoticed; given, other survivors fail"),
+    ] = None,
+) -> None:
+    """Remove each synchronisation instruction in turn: which removals go unnoticed?"""
+    names, at = _variants([variant], directory)
+    workload = _workload(names[0], at)
+    with using(mutation.schedule(0)):
+        first = workload.run()
+    if not first.passed:
+        console.print(f"{names[0]} itself is wrong: {first.summary}")
+        raise typer.Exit(1)
+    kernel = workload.kernel
+    assert isinstance(kernel, LoadedKernel)
+    entry = kernel.entry
+    places = mutation.sites(kernel.program(entry))
+    outcomes = []
+    study = mutation.study(kernel, entry, lambda: workload.run().passed, seeds, places)
+    bar = Console(stderr=True, markup=False, emoji=False)
+    for outcome in track(study, "mutants", len(places), console=bar, transient=True):
+        outcomes.append(outcome)
+        site = outcome.site
+        how = f"{outcome.how}, schedule {outcome.seed}" if outcome.killed else "no schedule noticed"
+        console.print(
+            f"{'killed  ' if outcome.killed else 'SURVIVED'} {site.family:8s}{site.source}: "
+            f"{site.text[:60]}  ({how})"
+        )
+        if reports and outcome.report:
+            console.print(outcome.report)
+    killed = sum(o.killed for o in outcomes)
+    console.print(
+        f"{names[0]}: {killed} of {len(outcomes)} mutants killed "
+        f"({100 * killed / max(len(outcomes), 1):.0f} %), at most {seeds} schedules each"
+    )
+    raise typer.Exit(1 if explained and _unexplained(outcomes, explained) else 0)
+
+
+def _unexplained(outcomes: list[mutation.Outcome], explained: list[str]) -> bool:
+    """Whether a mutant survived whose missing instruction is none of ``explained``."""
+    survivors = [o.site.text for o in outcomes if not o.killed]
+    return any(not any(opcode in text for opcode in explained) for text in survivors)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The exit status of a command line."""
+    try:
+        app(argv, prog_name="snapmla.testing")
+    except SystemExit as leave:
+        return int(leave.code or 0)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

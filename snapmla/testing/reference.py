@@ -1,0 +1,487 @@
+"""MLA decode in plain torch: the fp64 truth, the kernels' rounding mimic and the paper's variants.
+
+One function computes all of them; a ``QuantConfig`` says which rounding points it has and whether
+the two matrix products accumulate exactly or as Hopper's tensor core does
+(``snapmla.testing.accumulate``).  Runs on CPU and CUDA tensors, in chunks of tokens, so that 1M
+tokens of one sequence fit.
+
+Notation (log2 domain throughout): sigma = scale of a token, s2 = logit * log2 e, t' = s2 +
+log2 sigma, m' = frame of a block of tokens, P' = 2^(t' - m') * p_max, so that
+P.V = sum P' . k8 * 2^m' / p_max.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from snapmla.testing.accumulate import hopper_bf16_dot, hopper_fp8_dot
+from snapmla.testing.rounding import (
+    D_V,
+    FP8,
+    FP64,
+    QuantConfig,
+    quantise_cache,
+    quantise_query,
+    to_e4m3,
+)
+
+LOG2E = math.log2(math.e)
+RESIDUAL_GAIN = 32.0  # of the second term of P: the residual is at most 2^-4 of P'
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Query rows of one sequence: nope (R, 512), rope (R, 64), scale (R,), visible tokens (R,)."""
+
+    nope: Tensor
+    rope: Tensor
+    scale: Tensor
+    limit: Tensor
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """Consecutive tokens: content (n, 512), rope (n, 64), sigma (n,); n a multiple of 32."""
+
+    start: int
+    content: Tensor
+    rope: Tensor
+    sigma: Tensor
+
+
+@dataclass
+class _State:
+    """Sums so far, in units of 2^frame: o (R, 512), mass (R,) = sum of P,
+    frame (R,), all fp64.
+
+    ``running`` (R,) is the running maximum for P scales that need one.  ``acc`` (R, 512) fp32 and
+    ``acc_frame`` (R,) are the unpromoted accumulator, ``acc_tokens`` how many tokens it holds.
+    """
+
+    o: Tensor
+    mass: Tensor
+    frame: Tensor
+    running: Tensor
+    acc: Tensor
+    acc_frame: Tensor
+    acc_tokens: int = 0
+
+    @classmethod
+    def empty(cls, rows: int, device: torch.device) -> _State:
+        def zeros(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+            return torch.zeros(*shape, dtype=dtype, device=device)
+
+        low = torch.full((rows,), -torch.inf, dtype=torch.float64, device=device)
+        acc = zeros(rows, D_V, dtype=torch.float32)
+        return cls(zeros(rows, D_V), zeros(rows), low, low.clone(), acc, low.clone())
+
+    def move_to(self, frame: Tensor) -> None:
+        """Raises the frame to at least ``frame`` (R,)."""
+        new = torch.maximum(self.frame, frame)
+        ratio = _exp2(self.frame - new)
+        self.o *= ratio[:, None]
+        self.mass *= ratio
+        self.frame = new
+
+    def promote(self) -> None:
+        if self.acc_tokens:
+            self.move_to(self.acc_frame)
+            self.o += _exp2(self.acc_frame - self.frame)[:, None] * self.acc.double()
+            self.acc.zero_()
+            self.acc_tokens = 0
+
+
+def _exp2(x: Tensor) -> Tensor:
+    """2^x where -inf - -inf counts as -inf: a frame that has seen nothing weighs nothing."""
+    return torch.where(torch.isnan(x), 0.0, torch.exp2(x))
+
+
+def _dot_qk(rows: _Rows, chunk: _Chunk, config: QuantConfig) -> Tensor:
+    """q8 . k8 + q_rope' . k_rope' (R, n): fp64, or fp32 as the tensor core leaves it."""
+    if config.qk_accumulation == "exact":
+        content = rows.nope.double() @ chunk.content.double().T
+        return content + rows.rope.double() @ chunk.rope.double().T
+    a, b = rows.nope.float(), chunk.content.float()
+    rope_a, rope_b = rows.rope.bfloat16(), chunk.rope.bfloat16()
+    acc = hopper_bf16_dot(None, rope_a, rope_b) if config.rope_first else None
+    step = config.qk_promote_channels
+    total = hopper_fp8_dot(a[:, :step], b[:, :step], acc)
+    if not config.rope_first:
+        total = hopper_bf16_dot(total, rope_a, rope_b)
+    for i in range(step, D_V, step):
+        total = total + hopper_fp8_dot(a[:, i : i + step], b[:, i : i + step])
+    return total
+
+
+def _logits(
+    rows: _Rows, chunk: _Chunk, softmax_scale: float, config: QuantConfig
+) -> tuple[Tensor, Tensor]:
+    """(s2, t') of a chunk (R, n), fp64 that hold fp32 values if ``arithmetic`` is fp32."""
+    dot, sigma = _dot_qk(rows, chunk, config), chunk.sigma
+    if config.arithmetic == "fp64":
+        factor = rows.scale.double() * (softmax_scale * LOG2E)
+        s2 = dot.double() * factor[:, None] * sigma.double()
+        return s2, s2 + torch.log2(sigma.double())
+    single = torch.tensor(softmax_scale, dtype=torch.float32) * torch.tensor(LOG2E).float()
+    factor = (rows.scale.float() * single.to(rows.scale.device)).double()
+    product = (dot.float() * sigma.float()).double() * factor[:, None]
+    log_sigma = torch.log2(sigma.double()).float().double()
+    return product.float().double(), (product + log_sigma).float().double()
+
+
+def _block_frames(
+    state: _State, t: Tensor, s2: Tensor, sigma_max: float, config: QuantConfig
+) -> Tensor:
+    """Frame m' of each block (R, blocks); t, s2 (R, blocks, p_block) are -inf where invisible."""
+    if config.p_scale in ("none", "tile"):
+        return t.amax(-1)
+    top = t.amax(-1) if config.p_scale == "running" else s2.amax(-1) + math.log2(sigma_max)
+    top = torch.maximum(top.cummax(-1).values, state.running[:, None])
+    state.running = top[:, -1].clone()
+    return top
+
+
+def _quantised_p(p: Tensor, config: QuantConfig) -> list[Tensor]:
+    """e4m3 terms of P' (fp32 values); their sum, the second over RESIDUAL_GAIN, stands for P'."""
+    if config.p_scale == "none":
+        return [p]
+    first = to_e4m3(p).to(p.dtype)
+    if config.p_terms == 1:
+        return [first]
+    return [first, to_e4m3((p - first) * RESIDUAL_GAIN).to(p.dtype)]
+
+
+def _sum_terms(terms: list[Tensor]) -> Tensor:
+    return terms[0] if len(terms) == 1 else terms[0] + terms[1] / RESIDUAL_GAIN
+
+
+def _requantise_even(p: Tensor, frames: Tensor) -> tuple[Tensor, Tensor]:
+    """The inverted order: P8 of even blocks rescaled, and rounded again, to the odd one's frame.
+
+    p (R, blocks, p_block) e4m3 values, frames (R, blocks); returns both anew.
+    """
+    p, frames = p.clone(), frames.clone()
+    pairs = frames.shape[1] // 2 * 2
+    even, odd = frames[:, 0:pairs:2], frames[:, 1:pairs:2]
+    usable = torch.isfinite(odd)
+    ratio = torch.where(usable, _exp2(even - odd), 1.0)
+    p[:, 0:pairs:2] = to_e4m3(p[:, 0:pairs:2] * ratio[..., None]).to(p.dtype)
+    frames[:, 0:pairs:2] = torch.where(usable, odd, even)
+    return p, frames
+
+
+def _add_exact(state: _State, p: Tensor, frames: Tensor, v: Tensor, columns: slice) -> None:
+    """O += 2^(m' - frame) P . V over all blocks of a chunk; p (R, blocks, p_block), v (n, 512)."""
+    weight = _exp2(frames - state.frame[:, None])
+    flat = (p * weight[..., None]).flatten(1)
+    state.o[:, columns] += flat @ v[:, columns].double()
+
+
+def _add_hopper(state: _State, terms: list[Tensor], frames: Tensor, v: Tensor, size: int) -> None:
+    """O += ..., groups of ``size`` tokens in one tensor-core accumulator each (size <= p_block)."""
+    groups = frames.shape[1] * terms[0].shape[2] // size
+    v_t = v.float().unflatten(0, (groups, size)).transpose(1, 2)  # (groups, 512, size)
+    weight = _exp2(frames - state.frame[:, None]).repeat_interleave(groups // frames.shape[1], 1)
+    for term, gain in zip(terms, (1.0, 1.0 / RESIDUAL_GAIN), strict=False):
+        p = term.float().flatten(1).unflatten(1, (groups, size)).transpose(0, 1)
+        product = hopper_fp8_dot(p, v_t)  # (groups, R, 512)
+        state.o += gain * torch.einsum("rg,grd->rd", weight, product.double())
+
+
+def _add_hopper_chained(
+    state: _State, p: Tensor, frames: Tensor, v: Tensor, config: QuantConfig
+) -> None:
+    """O kept in the tensor core's accumulator across blocks, rescaled in fp32 as the paper does.
+
+    gamma = 2^(m'_old - m'_new) overflows when a block lies far below the one before: the paper's
+    recurrence, kept as it is.
+    """
+    for i in range(frames.shape[1]):
+        frame = frames[:, i]
+        fresh = torch.isneginf(state.acc_frame) | (state.acc_tokens == 0)
+        gamma = torch.where(fresh, 0.0, torch.exp2(state.acc_frame - frame)).float()
+        seen = torch.isfinite(frame)
+        scaled = torch.where(seen[:, None], state.acc * gamma[:, None], state.acc)
+        tokens = slice(i * config.p_block, (i + 1) * config.p_block)
+        state.acc = hopper_fp8_dot(p[:, i].float(), v[tokens].float().T, scaled)
+        state.acc_frame = torch.where(seen, frame, state.acc_frame)
+        state.acc_tokens += config.p_block
+        if config.promote_tokens and state.acc_tokens >= config.promote_tokens:
+            state.promote()
+
+
+def _block_p(
+    state: _State,
+    rows: _Rows,
+    chunk: _Chunk,
+    softmax_scale: float,
+    sigma_max: float,
+    config: QuantConfig,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(P' (R, blocks, p_block), frames (R, blocks) such that P = 2^frame P', visible) of a chunk.
+
+    P' is 0 where invisible and NaN where a row attends to a NaN token, whose frame ignores it.
+    """
+    positions = chunk.start + torch.arange(len(chunk.sigma), device=chunk.sigma.device)
+    visible = (positions < rows.limit[:, None]).unflatten(1, (-1, config.p_block))
+    s2, t = (
+        x.unflatten(1, (-1, config.p_block)) for x in _logits(rows, chunk, softmax_scale, config)
+    )
+    hidden = ~visible | torch.isnan(t)
+    s2, seen = s2.masked_fill(hidden, -torch.inf), t.masked_fill(hidden, -torch.inf)
+    frames = _block_frames(state, seen, s2, sigma_max, config)
+    shift = math.log2(config.p_max)
+    if config.arithmetic == "fp32":
+        base = (shift - frames).float().double()
+        p = torch.exp2((t + base[..., None]).float().double()).float().double()
+    else:
+        p = torch.exp2(t - frames[..., None] + shift)
+    return torch.where(visible, p, 0.0), frames - shift, visible
+
+
+def _add_chunk(
+    state: _State,
+    rows: _Rows,
+    chunk: _Chunk,
+    softmax_scale: float,
+    sigma_max: float,
+    config: QuantConfig,
+) -> None:
+    """Adds one chunk of tokens to the sums."""
+    p, frames, visible = _block_p(state, rows, chunk, softmax_scale, sigma_max, config)
+    state.move_to(frames.amax(-1))
+    terms = _quantised_p(torch.where(torch.isnan(p), 0.0, p), config)
+    total = _sum_terms(terms)
+    mass = p if config.normaliser == "unquantised" else torch.where(torch.isnan(p), p, total)
+    inverse = 1.0 / chunk.sigma.double().unflatten(0, (-1, config.p_block))
+    inverse = torch.where(visible, inverse, 0.0)
+    weight = _exp2(frames - state.frame[:, None])
+    state.mass += ((mass * inverse).sum(-1) * weight).sum(-1)
+    bad = torch.isnan(chunk.sigma) | torch.isnan(chunk.content.float()).any(-1)
+    v = chunk.content.float() if chunk.content.dtype == FP8 else chunk.content
+    v = torch.where(bad[:, None], 0.0, v)
+    if config.order == "inverted":
+        half = D_V // 2
+        _add_exact(state, total, frames, v, slice(0, half))
+        _add_exact(state, *_requantise_even(total, frames), v, slice(half, D_V))
+    elif config.pv_accumulation == "exact":
+        _add_exact(state, total, frames, v, slice(0, D_V))
+    elif config.promote_tokens and config.promote_tokens <= config.p_block:
+        _add_hopper(state, terms, frames, v, config.promote_tokens)
+    else:
+        _add_hopper_chained(state, terms[0], frames, v, config)
+
+
+def _attend(
+    rows: _Rows, chunks: Iterator[_Chunk], softmax_scale: float, sigma_max: float,
+    config: QuantConfig,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(out (R, 512), lse in log2 units (R,)); rows that see no token have out 0, lse -inf."""
+    state = _State.empty(len(rows.scale), rows.scale.device)
+    for chunk in chunks:
+        _add_chunk(state, rows, chunk, softmax_scale, sigma_max, config)
+    state.promote()
+    empty = state.mass == 0
+    out = torch.where(empty[:, None], 0.0, state.o / state.mass[:, None])
+    lse = torch.where(empty, -torch.inf, state.frame + torch.log2(state.mass))
+    return out, lse
+
+
+def _check_hopper(config: QuantConfig, k8: Tensor) -> None:
+    modelled = "hopper" in (config.qk_accumulation, config.pv_accumulation)
+    if modelled and k8.dtype != FP8:
+        raise ValueError(
+            "config: modelled accumulation needs e4m3 operands, that is granularity 'token' or"
+            f" 'tensor' without joint RoPE, got {config.granularity!r}, {config.rope_quantised!r}"
+        )
+    if config.pv_accumulation == "hopper":
+        if config.p_scale == "none":
+            raise ValueError("p_scale: modelled P.V accumulation needs an e4m3 P, got 'none'")
+        if config.order == "inverted" or (config.p_terms == 2 and config.group > config.p_block):
+            raise ValueError(
+                "pv_accumulation: the model covers the monotone order, and two terms of P only"
+                " with promote_tokens <= p_block"
+            )
+
+
+def _chunk_tokens(config: QuantConfig, device: torch.device) -> int:
+    """Tokens handled at once: a multiple of every block in use (and of any page size)."""
+    unit = math.lcm(2 * config.p_block, config.group, 128)
+    return max(1, (65536 if device.type == "cuda" else 1024) // unit) * unit
+
+
+def _pad(x: Tensor, to: int, value: float = 0.0) -> Tensor:
+    if len(x) == to:
+        return x
+    filler = torch.full((to - len(x), *x.shape[1:]), value, device=x.device)
+    return torch.cat((x, filler.to(x.dtype)))
+
+
+def _limits(length: int, s_q: int, heads: int, causal: bool, device: torch.device) -> Tensor:
+    """Visible tokens of row s * heads + h (R,)."""
+    behind = (s_q - 1 - torch.arange(s_q, device=device)) * int(causal)
+    return (length - behind).clamp_min(0).repeat_interleave(heads)
+
+
+def _to_shape(
+    out: Tensor, lse: Tensor, s_q: int, lse_base: str, empty_lse: float | str
+) -> tuple[Tensor, Tensor]:
+    """(s_q, h, 512), (h, s_q) of one sequence from rows (R, 512) and log2 LSE (R,)."""
+    scaled = lse * (math.log(2.0) if lse_base == "e" else 1.0)
+    scaled = torch.where(torch.isneginf(lse), float(empty_lse), scaled)
+    return out.unflatten(0, (s_q, -1)), scaled.unflatten(0, (s_q, -1)).T
+
+
+def mla_decode_reference(
+    q_nope: Tensor,
+    q_rope: Tensor,
+    q_scale: Tensor,
+    content: Tensor,
+    rope: Tensor,
+    scale: Tensor,
+    block_table: Tensor,
+    cache_seqlens: Tensor,
+    softmax_scale: float,
+    *,
+    causal: bool = True,
+    config: QuantConfig = FP64,
+    batches: Sequence[int] | None = None,
+    heads: Sequence[int] | None = None,
+    lse_base: str = "e",
+    empty_lse: float | str = "-inf",
+) -> tuple[Tensor, Tensor]:
+    """Decode over a paged cache of *stored* (quantised) tensors.
+
+    Args:
+        q_nope: (b, s_q, h, 512) float8_e4m3fn.
+        q_rope: (b, s_q, h, 64) bfloat16, divided by q_scale.
+        q_scale: (b, s_q, h) float32, or (b, s_q) for one scale per token.
+        content: (pages, P, 512) float8_e4m3fn, any strides.
+        rope: (pages, P, 64) bfloat16, divided by ``scale``.
+        scale: (pages, P) float32.
+        block_table: (b, width) int32 or int64 page ids; entries past a sequence's end are not read.
+        cache_seqlens: (b,) int32 or int64, tokens of each sequence.
+        softmax_scale: factor of the logits.
+        causal: query s sees the first cache_seqlens - (s_q - 1 - s) tokens.
+        config: rounding points and accumulation.
+        batches, heads: indices to compute, in that order; None: all.
+        lse_base: ``e`` or ``2``.
+        empty_lse: LSE of a row that sees no token.
+
+    Returns:
+        (out (len(batches), s_q, len(heads), 512), lse (len(batches), len(heads), s_q)), fp64.
+
+    Raises:
+        ValueError: naming the argument.
+
+    Source: SnapMLA paper, Eq. 6 and Algorithm 1, with the rounding of docs/numerics.md.
+    """
+    if lse_base not in ("e", "2"):
+        raise ValueError(f"lse_base: expected 'e' or '2', got {lse_base!r}")
+    num_heads, page_size = q_nope.shape[2], content.shape[1]
+    if q_scale.ndim == 2:
+        q_scale = q_scale[..., None].expand(q_nope.shape[:3])
+    _check_hopper(config, content)
+    pick = list(range(num_heads)) if heads is None else list(heads)
+    capacity = block_table.shape[1] * page_size
+    results = []
+    for i in range(q_nope.shape[0]) if batches is None else batches:
+        length = min(max(int(cache_seqlens[i]), 0), capacity)
+        table = block_table[i, : -(-length // page_size)].long().clamp(0, content.shape[0] - 1)
+        rows = _query_rows(
+            q_nope[i][:, pick], q_rope[i][:, pick], q_scale[i][:, pick], length, causal
+        )
+        sigma = scale[table].flatten()[:length].nan_to_num(0.0)
+        chunks = _paged_chunks(content, rope, scale, table, length, config)
+        result = _attend(rows, chunks, softmax_scale, float(sigma.max()) if length else 1.0, config)
+        results.append(_to_shape(*result, q_nope.shape[1], lse_base, empty_lse))
+    return torch.stack([out for out, _ in results]), torch.stack([lse for _, lse in results])
+
+
+def _query_rows(nope: Tensor, rope: Tensor, scale: Tensor, length: int, causal: bool) -> _Rows:
+    """Rows of one sequence from nope (s_q, h, 512), rope (s_q, h, 64), scale (s_q, h)."""
+    limit = _limits(length, nope.shape[0], nope.shape[1], causal, nope.device)
+    return _Rows(nope.flatten(0, 1), rope.flatten(0, 1), scale.flatten(), limit)
+
+
+def _paged_chunks(
+    content: Tensor, rope: Tensor, scale: Tensor, table: Tensor, length: int, config: QuantConfig
+) -> Iterator[_Chunk]:
+    """The tokens of one sequence; the last chunk is padded with zeros under scale 1."""
+    page_size = content.shape[1]
+    size = _chunk_tokens(config, content.device)
+    unit = math.lcm(2 * config.p_block, config.group)
+    raw = content.view(torch.uint8)  # indexing float8 is not implemented everywhere
+    for start in range(0, length, size):
+        pages = table[start // page_size : -(-min(start + size, length) // page_size)]
+        n = min(size, length - start)
+        padded = -(-n // unit) * unit
+        yield _Chunk(
+            start,
+            _pad(raw[pages].flatten(0, 1)[:n], padded).view(content.dtype),
+            _pad(rope[pages].flatten(0, 1)[:n], padded),
+            _pad(scale[pages].flatten()[:n], padded, 1.0),
+        )
+
+
+def reference_from_unquantised(
+    q_nope: Tensor,
+    q_rope: Tensor,
+    c_kv: Tensor,
+    k_rope: Tensor,
+    softmax_scale: float,
+    *,
+    lengths: Sequence[int] | None = None,
+    causal: bool = True,
+    config: QuantConfig = FP64,
+    lse_base: str = "e",
+    empty_lse: float | str = "-inf",
+) -> tuple[Tensor, Tensor]:
+    """Decode of unquantised inputs, quantised here as ``config`` says (the paper's Table 2).
+
+    Args:
+        q_nope, q_rope: (b, s_q, h, 512), (b, s_q, h, 64) floating point.
+        c_kv, k_rope: (b, L, 512), (b, L, 64) floating point.
+        softmax_scale, causal, lse_base, empty_lse: as in ``mla_decode_reference``.
+        lengths: tokens of each sequence; None: L.
+        config: rounding points, granularity of scales, accumulation.
+
+    Returns:
+        (out (b, s_q, h, 512), lse (b, h, s_q)), fp64.
+
+    Raises:
+        ValueError: naming the argument.
+
+    Source: SnapMLA paper, Table 2 and Figure 4.
+    """
+    results = []
+    for i in range(q_nope.shape[0]):
+        length = c_kv.shape[1] if lengths is None else lengths[i]
+        k8, rope, sigma = quantise_cache(c_kv[i, :length], k_rope[i, :length], config)
+        _check_hopper(config, k8)
+        rows = _query_rows(*quantise_query(q_nope[i], q_rope[i], config), length, causal)
+        chunks = _plain_chunks(k8, rope, sigma, config)
+        result = _attend(rows, chunks, softmax_scale, float(sigma.max()) if length else 1.0, config)
+        results.append(_to_shape(*result, q_nope.shape[1], lse_base, empty_lse))
+    return torch.stack([out for out, _ in results]), torch.stack([lse for _, lse in results])
+
+
+def _plain_chunks(k8: Tensor, rope: Tensor, sigma: Tensor, config: QuantConfig) -> Iterator[_Chunk]:
+    size = _chunk_tokens(config, k8.device)
+    unit = math.lcm(2 * config.p_block, config.group)
+    raw = k8.view(torch.uint8) if k8.dtype == FP8 else k8
+    for start in range(0, len(sigma), size):
+        part = slice(start, start + size)
+        n = len(sigma[part])
+        padded = -(-n // unit) * unit
+        yield _Chunk(
+            start,
+            _pad(raw[part], padded).view(k8.dtype),
+            _pad(rope[part], padded),
+            _pad(sigma[part], padded, 1.0),
+        )

@@ -1,0 +1,472 @@
+"""One small right-or-wrong check per variant, on the software GPU, at the level of the ABI.
+
+``make try`` runs it after an edit.  It calls the exported function of exactly the variant that was
+built, on CPU tensors, with unused cache bytes poisoned, and compares with
+``snapmla.testing.reference``.  The wide tests live in ``tests/``; this one is about seconds.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from dsl_kernels.dims import KV_LORA_RANK, QK_ROPE_HEAD_DIM, TOKEN_TILE
+from dsl_kernels.spec import VariantSpec
+from snapmla import runtime
+from snapmla.cache import PagedKVCache
+from snapmla.errors import VariantError
+from snapmla.quant import QuantizedQuery
+from snapmla.testing import metrics, reference, rounding
+from snapmla.testing.reference_plan import plan_reference
+
+LN2 = math.log(2.0)
+DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
+INDEX = {"i32": torch.int32, "i64": torch.int64}
+ABSURD_PAGE = 2147480000
+SHAPES = {16: (7, 2), 32: (16, 2), 64: (20, 3), 128: (64, 2)}  # row tile: (heads, s_q)
+LENGTHS = (64, 0, 130, 1)
+PARTS = 2
+HEAD_SCALE = 576**-0.5
+# What a decode's errors may exceed those of the mimic by.  Over all built variants they are 1.001
+# times the mimic's at most: what rounds the other way is a P at a tie, where both are as wrong.
+MIMIC_FACTOR = 1.1
+FP32_SLACK = 2e-5  # where the mimic is exact: some ulp of an LSE of 16, ten times what is seen
+# Relative L2 between kernel and mimic, beside the output's rounding, from P's at ties: once in some
+# 10^5.  1.8e-4 at most in the checks here; one in a row of 64 tokens, of 2 rows in all, is 1e-3.
+FLIPS = 1e-3
+
+
+@dataclass(frozen=True)
+class Result:
+    """Outcome of a check; ``summary`` is one line of figures."""
+
+    passed: bool
+    summary: str
+
+
+def check(spec: VariantSpec, directory: Path) -> Result:
+    """Runs the variant of ``spec`` in ``directory`` on the software GPU.
+
+    Raises:
+        VariantError: it is not there.
+    """
+    torch.manual_seed(0)
+    return _CHECKS[spec.op](spec, load(spec, directory))
+
+
+def load(spec: VariantSpec, directory: Path) -> runtime.Kernel:
+    """The variant for the software GPU.  Raises VariantError if ``directory`` lacks it."""
+    artifact = runtime.find(spec, [directory])
+    if artifact is None:
+        raise VariantError(f"{spec.name}: not built in {directory}")
+    return runtime.load(artifact, "cpu")
+
+
+class Workload:
+    """What the hazard checker and the mutation study run: small, but every path is taken.
+
+    A decode comes right behind the planning kernel, as a dependent launch; the ring of stages wraps
+    several times; sequences of 0, 1 and many tokens; splits, merged by the launch behind it.
+    """
+
+    LENGTHS = (70, 0, 450, 64, 1)
+
+    def __init__(self, spec: VariantSpec, directory: Path) -> None:
+        self.spec, self.kernel = spec, load(spec, directory)
+        self.job: DecodeJob | None = None
+        if spec.op == "decode":
+            torch.manual_seed(0)
+            planner = load(VariantSpec(op="plan_decode", arch=spec.arch), directory)
+            self.job = DecodeJob(spec, self.LENGTHS, planner=planner)
+        self.expected: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def run(self) -> Result:
+        """The result against the reference, then bit for bit against the first run."""
+        if self.job is None:
+            torch.manual_seed(0)
+            return _CHECKS[self.spec.op](self.spec, self.kernel)
+        got = self.job.run(self.kernel)
+        if self.expected is not None:
+            names = ("out", "lse")
+            return _same_bits(dict(zip(names, zip(got, self.expected, strict=True), strict=True)))
+        errors = self.job.errors(got)
+        if errors.right:
+            self.expected = got
+        return Result(errors.right, str(errors))
+
+
+def poisoned_cache(pages: int, page_size: int, layout: str = "split") -> PagedKVCache:
+    """A cache whose every byte is NaN in all three tensors."""
+    cache = PagedKVCache.allocate(pages, page_size, layout, "cpu")
+    cache.content_u8.fill_(0x7F)
+    cache.rope.fill_(math.nan)
+    cache.scale.fill_(math.nan)
+    return cache
+
+
+def filled_cache(
+    lengths: tuple[int, ...], page_size: int, layout: str = "split"
+) -> tuple[PagedKVCache, torch.Tensor, torch.Tensor]:
+    """(cache, block_table, cache_seqlens) with shuffled pages and poison wherever no token is."""
+    counts = [-(-n // page_size) for n in lengths]
+    width = max(counts) + 1
+    order = torch.randperm(sum(counts) + 2).tolist()
+    cache = poisoned_cache(len(order), page_size, layout)
+    table = torch.full((len(lengths), width), ABSURD_PAGE, dtype=torch.int32)
+    for i, (n, count) in enumerate(zip(lengths, counts, strict=True)):
+        pages = [order.pop() for _ in range(count)]
+        table[i, :count] = torch.tensor(pages, dtype=torch.int32)
+        table[i, count:-1] = -1
+        rows = torch.tensor(
+            [pages[t // page_size] * page_size + t % page_size for t in range(n)],
+            dtype=torch.int64,
+        )
+        content, rope, scale = rounding.quantize_rows(*sample_tokens(n))
+        page, slot = rows // page_size, rows % page_size
+        cache.content_u8[page, slot] = content.view(torch.uint8)
+        cache.rope[page, slot] = rope
+        cache.scale[page, slot] = scale
+    return cache, table, torch.tensor(lengths, dtype=torch.int32)
+
+
+def sample_tokens(n: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(c_kv (n, 512), k_rope (n, 64)): biased channels, log-normal token amplitudes."""
+    amplitude = torch.exp(0.3 * torch.randn(n, 1))
+    return (
+        amplitude * (torch.randn(n, KV_LORA_RANK) + 0.5),
+        3.0 * torch.randn(n, QK_ROPE_HEAD_DIM),
+    )
+
+
+def sample_query(b: int, s_q: int, heads: int) -> QuantizedQuery:
+    """A quantised query of unit-variance rows."""
+    nope = torch.randn(b, s_q, heads, KV_LORA_RANK)
+    return QuantizedQuery(
+        *rounding.quantize_rows(nope, torch.randn(b, s_q, heads, QK_ROPE_HEAD_DIM))
+    )
+
+
+def _check_decode(spec: VariantSpec, kernel: runtime.Kernel) -> Result:
+    job = DecodeJob(spec)
+    errors = job.errors(job.run(kernel))
+    return Result(errors.right, str(errors))
+
+
+class DecodeJob:
+    """One decode at the level of the ABI: ragged lengths, splits, poison wherever no token is.
+
+    Args:
+        spec: the decode variant; its row tile picks heads and s_q.
+        lengths: tokens per sequence.  parts: CTAs (or clusters) that share them.
+        heads, s_q: None takes ``SHAPES``.  layout: of the cache.
+        planner: the plan_decode kernel; None plans with ``reference_plan``.
+    """
+
+    def __init__(
+        self,
+        spec: VariantSpec,
+        lengths: Sequence[int] = LENGTHS,
+        parts: int = PARTS,
+        *,
+        heads: int | None = None,
+        s_q: int | None = None,
+        layout: str = "split",
+        planner: runtime.Kernel | None = None,
+    ) -> None:
+        self.spec, self.lengths, self.parts = spec, tuple(lengths), parts
+        self.planner = planner
+        usual = SHAPES[spec.row_tile]
+        self.heads, self.s_q = heads or usual[0], s_q or usual[1]
+        self.cache, self.table, self.seqlens = filled_cache(self.lengths, spec.page_size, layout)
+        self.q = sample_query(len(self.lengths), self.s_q, self.heads)
+        capacity = self.table.shape[1] * spec.page_size
+        self.plan = plan_reference(self.lengths, parts, TOKEN_TILE, 1, capacity)
+
+    def run(self, kernel: runtime.Kernel) -> tuple[torch.Tensor, torch.Tensor]:
+        """(out, lse) of one call, into fresh NaN-filled buffers."""
+        b, q, cache = len(self.lengths), self.q, self.cache
+        rows_pad = -(-self.heads * self.s_q // self.spec.row_tile) * self.spec.row_tile
+        out = torch.full((b, self.s_q, self.heads, KV_LORA_RANK), math.nan)
+        out = out.to(DTYPES[self.spec.out_dtype])
+        lse = torch.full((b, self.heads, self.s_q), math.nan)
+        o_accum = torch.full((2 * self.parts, rows_pad, KV_LORA_RANK), math.nan)
+        lse_accum = torch.full((2 * self.parts, rows_pad), math.nan)
+        items, part_begin, split_begin = self._planned()
+        kernel(
+            q.nope_u8, q.rope, q.row_scale, cache.content_u8, cache.rope, cache.scale, self.table,
+            self.seqlens, items, part_begin, split_begin, out, lse, o_accum, lse_accum, HEAD_SCALE,
+            1, LN2, -math.inf, int(self.plan.split_begin[-1] > 0),
+        )  # fmt: skip
+        return out, lse
+
+    def _planned(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(work_items, part_begin, split_begin), by the kernel or the reference."""
+        b, plan = len(self.lengths), self.plan
+        items = torch.zeros((self.parts + b, 4), dtype=torch.int32)
+        if self.planner is None:
+            items[: len(plan.work_items)] = torch.tensor(plan.work_items, dtype=torch.int32)
+            begins = [torch.tensor(x, dtype=torch.int32) for x in (plan.part_begin,
+                                                                   plan.split_begin)]  # fmt: skip
+            return items, begins[0], begins[1]
+        part_begin = torch.zeros(self.parts + 1, dtype=torch.int32)
+        split_begin = torch.zeros(b + 1, dtype=torch.int32)
+        capacity = self.table.shape[1] * self.spec.page_size
+        planned = torch.zeros_like(self.seqlens)
+        tables = (items, part_begin, split_begin, planned)
+        self.planner(self.seqlens, *tables, capacity, TOKEN_TILE, 1, 0)
+        return items, part_begin, split_begin
+
+    def errors(self, result: tuple[torch.Tensor, torch.Tensor]) -> DecodeErrors:
+        """What ``run`` returned against the reference."""
+        out, lse = result
+        exact = os.environ.get("SOFTGPU_ACCUMULATE") == "exact"
+        return decode_errors(
+            out, lse, self.q, self.cache, self.table, self.seqlens, HEAD_SCALE,
+            config=rounding.MIMIC if exact else rounding.MIMIC_HW_FULL,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class DecodeErrors:
+    """Errors of a decode against fp64 on the stored inputs, and what the rounding alone explains.
+
+    Attributes:
+        error: relative L2 of the output; ``allowed`` is 1.1 times that of the mimic (FP8 P, matrix
+            products as Hopper's tensor core accumulates them) in the output's dtype, plus 2e-5.
+        lse_error: largest absolute error; ``lse_allowed`` is 1.1 times the mimic's, plus 2e-5.
+        apart: relative L2 of the output to the mimic; ``apart_allowed`` is 1.1 times the rounding
+            to the output's dtype with ``FLIPS``.  It sees what is small beside FP8 P.
+    """
+
+    error: float
+    allowed: float
+    lse_error: float
+    lse_allowed: float
+    apart: float
+    apart_allowed: float
+
+    @property
+    def right(self) -> bool:
+        return (
+            self.error <= self.allowed
+            and self.lse_error <= self.lse_allowed
+            and self.apart <= self.apart_allowed
+        )
+
+    def __str__(self) -> str:
+        return (
+            f"relative L2 {self.error:.2e} (allowed {self.allowed:.2e}), "
+            f"LSE {self.lse_error:.1e} (allowed {self.lse_allowed:.1e}), "
+            f"to the mimic {self.apart:.1e} (allowed {self.apart_allowed:.1e})"
+        )
+
+
+def decode_errors(
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    q: QuantizedQuery,
+    cache: PagedKVCache,
+    block_table: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    softmax_scale: float,
+    *,
+    causal: bool = True,
+    batches: Sequence[int] | None = None,
+    heads: Sequence[int] | None = None,
+    config: rounding.QuantConfig = rounding.MIMIC_HW_FULL,
+) -> DecodeErrors:
+    """Compares ``snapmla.decode``'s results (natural logarithm) with ``snapmla.reference``.
+
+    Args:
+        batches, heads: compare only these; None: all.
+        config: the mimic, that of the hardware's arithmetic.
+    """
+    run = functools.partial(
+        reference.mla_decode_reference,
+        q.nope, q.rope, q.scale, cache.content, cache.rope, cache.scale, block_table,
+        cache_seqlens, softmax_scale, causal=causal, batches=batches, heads=heads,
+    )  # fmt: skip
+    truth, truth_lse = run(config=rounding.FP64)
+    mimic, mimic_lse = run(config=config)
+    if batches is not None:
+        out, lse = out[list(batches)], lse[list(batches)]
+    if heads is not None:
+        out, lse = out[:, :, list(heads)], lse[:, list(heads)]
+    rounded = mimic.to(out.dtype)
+    return DecodeErrors(
+        error=metrics.relative_l2(out, truth),
+        allowed=MIMIC_FACTOR * metrics.relative_l2(rounded, truth) + FP32_SLACK,
+        lse_error=metrics.lse_error(lse, truth_lse),
+        lse_allowed=MIMIC_FACTOR * metrics.lse_error(mimic_lse, truth_lse) + FP32_SLACK,
+        apart=metrics.relative_l2(out, mimic),
+        apart_allowed=MIMIC_FACTOR * math.hypot(metrics.relative_l2(rounded, mimic), FLIPS),
+    )
+
+
+def merge_reference(
+    o_accum: torch.Tensor,
+    lse_accum: torch.Tensor,
+    split_begin: list[int],
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> None:
+    """What the merge kernel does, in torch, in place on ``out`` and ``lse`` (natural log)."""
+    _, s_q, heads, _ = out.shape
+    for i, (first, end) in enumerate(itertools.pairwise(split_begin)):
+        if first == end:
+            continue
+        part_lse = lse_accum[first:end, : s_q * heads].double()
+        top = part_lse.amax(0)
+        weight = torch.exp2(part_lse - torch.where(torch.isneginf(top), 0.0, top))
+        total = weight.sum(0)
+        o = (weight[..., None] * o_accum[first:end, : s_q * heads].double()).sum(0)
+        o = torch.where(total[:, None] == 0, 0.0, o / total[:, None])
+        out[i] = o.view(s_q, heads, -1).to(out.dtype)
+        lse[i] = ((top + torch.log2(total)) * LN2).view(s_q, heads).T.float()
+
+
+def _check_merge(spec: VariantSpec, kernel: runtime.Kernel) -> Result:
+    # few slots and none; so many that warps share a unit, with two units a CTA and with one
+    s_q, heads, split_begin = 2, 5, [0, 3, 3, 12, 40]
+    o_accum = torch.randn(41, 16, KV_LORA_RANK)
+    lse_accum = 4.0 * torch.randn(41, 16)
+    lse_accum[3:12, 4] = -math.inf  # a row that no split saw
+    o_accum[3:12, 4] = 0.0
+    out = torch.full((4, s_q, heads, KV_LORA_RANK), 7.0).to(DTYPES[spec.out_dtype])
+    lse = torch.full((4, heads, s_q), 7.0)
+    want_out, want_lse = out.float().clone(), lse.clone()
+    kernel(o_accum, lse_accum, torch.tensor(split_begin).int(), out, lse, LN2, -math.inf)
+    merge_reference(o_accum, lse_accum, split_begin, want_out, want_lse)
+    error = metrics.relative_l2(out, want_out)
+    lse_error = metrics.lse_error(lse, want_lse)
+    allowed = 3e-3 if spec.out_dtype == "bf16" else 1e-5
+    return Result(
+        error <= allowed and lse_error <= 1e-4,
+        f"relative L2 {error:.1e} (allowed {allowed:.0e}), LSE {lse_error:.1e} (allowed 1e-4)",
+    )
+
+
+def _check_plan(spec: VariantSpec, kernel: runtime.Kernel) -> Result:
+    lengths, parts, overhead, capacity = (3000, 0, 64, 1, 900), 5, 3, 2048
+    items = torch.zeros((parts + len(lengths), 4), dtype=torch.int32)
+    begin = torch.zeros(parts + 1, dtype=torch.int32)
+    split = torch.zeros(len(lengths) + 1, dtype=torch.int32)
+    seqlens = torch.tensor(lengths, dtype=torch.int32)
+    planned = torch.zeros_like(seqlens)
+    same, counts = True, []
+    for split_tiles in (0, 8):
+        kernel(
+            seqlens, items, begin, split, planned, capacity, TOKEN_TILE, overhead, split_tiles
+        )  # fmt: skip
+        want = plan_reference(lengths, parts, TOKEN_TILE, overhead, capacity, split_tiles)
+        found = [tuple(row) for row in items[: len(want.work_items)].tolist()]
+        same &= (found, begin.tolist(), split.tolist(), planned.tolist()) == (
+            want.work_items, want.part_begin, want.split_begin, list(lengths),
+        )  # fmt: skip
+        counts.append(str(len(want.work_items)))
+    return Result(same, f"{' and '.join(counts)} items in {parts} parts, entry for entry")
+
+
+def _check_append(spec: VariantSpec, kernel: runtime.Kernel) -> Result:
+    cache, n = poisoned_cache(3, 16), 9
+    c_kv, k_rope = (t.to(DTYPES[spec.in_dtype]) for t in sample_tokens(n))
+    c_kv[2], k_rope[2] = 0.0, 1e3  # an all-zero latent with a large RoPE
+    c_kv[3, 7] = math.nan
+    slots = torch.randperm(cache.num_slots)[:n].to(INDEX[spec.index_dtype])
+    slots[5] = -1
+    kernel(cache.content_u8, cache.rope, cache.scale, c_kv, k_rope, slots)
+    want = poisoned_cache(3, 16)
+    kept = slots >= 0
+    rows = slots[kept].long()
+    content, rope, scale = rounding.quantize_rows(c_kv[kept], k_rope[kept])
+    want.content_u8.view(-1, KV_LORA_RANK)[rows] = content.view(torch.uint8)
+    want.rope.view(-1, QK_ROPE_HEAD_DIM)[rows] = rope
+    want.scale.view(-1)[rows] = scale
+    return _same_bits(
+        {
+            "content": (cache.content_u8, want.content_u8),
+            "rope": (cache.rope, want.rope),
+            "scale": (cache.scale, want.scale),
+        }
+    )
+
+
+def _check_quantize(spec: VariantSpec, kernel: runtime.Kernel) -> Result:
+    b, s_q, heads = 2, 2, 5
+    joint = torch.randn(b, s_q, heads, 576).to(DTYPES[spec.in_dtype])
+    nope, rope = joint[..., :KV_LORA_RANK], joint[..., KV_LORA_RANK:]
+    shared = 1 if spec.mode == "token" else 0
+    want = rounding.quantize_rows(nope, rope, shared=shared)
+    got = (
+        torch.zeros(nope.shape, dtype=torch.uint8),
+        torch.zeros(rope.shape, dtype=torch.bfloat16),
+        torch.zeros(want[2].shape),
+    )
+    kernel(nope, rope, *got)
+    return _same_bits(
+        {
+            "nope": (got[0], want[0].view(torch.uint8)),
+            "rope": (got[1], want[1]),
+            "scale": (got[2], want[2]),
+        }
+    )
+
+
+def _check_fetch(spec: VariantSpec, kernel: runtime.Kernel) -> Result:
+    dtype, lengths = DTYPES[spec.in_dtype], (20, 0, 33)
+    cache, table, seqlens = filled_cache(lengths, 16)
+    flat = cache.content.view(-1, KV_LORA_RANK), cache.rope.view(-1, QK_ROPE_HEAD_DIM)
+    scale = cache.scale.view(-1)
+    if spec.mode == "indices":
+        used = torch.isfinite(scale).nonzero().flatten()
+        indices = used[torch.randperm(len(used))[:7]].int()
+        nope, rope = torch.full((8, 512), 7.0).to(dtype), torch.full((8, 64), 7.0).to(dtype)
+        rows = indices.long()
+        want_nope, want_rope = nope.clone(), rope.clone()
+        want_nope[:7], want_rope[:7] = rounding.dequantize_rows(
+            flat[0][rows], flat[1][rows], scale[rows], dtype
+        )
+        want_nope[7], want_rope[7] = 0.0, 0.0
+        indices = torch.cat([indices, torch.tensor([-1], dtype=torch.int32)])
+        kernel(cache.content_u8, cache.rope, cache.scale, indices, nope, rope)
+    else:
+        nope = torch.full((3, 40, KV_LORA_RANK), 7.0).to(dtype)
+        rope = torch.full((3, 40, QK_ROPE_HEAD_DIM), 7.0).to(dtype)
+        want_nope, want_rope = nope.clone(), rope.clone()
+        for i, n in enumerate(lengths):
+            t = torch.arange(n)
+            rows = table[i, t // 16].long() * 16 + t % 16
+            want_nope[i, :n], want_rope[i, :n] = rounding.dequantize_rows(
+                flat[0][rows], flat[1][rows], scale[rows], dtype
+            )
+        kernel(cache.content_u8, cache.rope, cache.scale, table, seqlens, nope, rope)
+    return _same_bits({"nope": (nope, want_nope), "rope": (rope, want_rope)})
+
+
+def _same_bits(pairs: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> Result:
+    """Bit-for-bit comparison; any NaN equals any NaN."""
+    bad = {}
+    for name, (got, want) in pairs.items():
+        same = got == want
+        if got.is_floating_point():
+            same |= torch.isnan(got) & torch.isnan(want)
+        if not bool(same.all()):
+            bad[name] = f"{int((~same).sum())} of {same.numel()} values of {name} differ"
+    return Result(not bad, "; ".join(bad.values()) or f"{', '.join(pairs)} bit for bit")
+
+
+_CHECKS: dict[str, Callable[[VariantSpec, runtime.Kernel], Result]] = {
+    "decode": _check_decode,
+    "plan_decode": _check_plan,
+    "merge": _check_merge,
+    "append_kv": _check_append,
+    "quantize_q": _check_quantize,
+    "fetch_dequant": _check_fetch,
+}
