@@ -86,6 +86,18 @@ class VariantSpec:
         """The exported function's C name."""
         return PREFIX + self.name
 
+    @property
+    def token_tile(self) -> int:
+        """Tokens of a KV tile, in which plans for this kernel count.
+
+        Raises:
+            ValueError: the op walks no work list, or no kernel of these values exists.
+        """
+        declared = self.family.token_tile
+        if declared is None or self.family.module(self.arch, self._by_name) is None:
+            raise ValueError(f"{self.name}: no kernel that walks a work list")
+        return declared(self.arch, self._by_name)
+
     def fields(self) -> dict[str, Any]:
         """op, arch and the values, for records; a default that no name shows is left out, so that a
         new axis changes no record."""

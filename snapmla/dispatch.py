@@ -28,10 +28,10 @@ from typing import Any, NoReturn
 import torch
 
 from dsl_kernels import registry
-from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK, TOKEN_TILE
+from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK
 from dsl_kernels.families.family import OUT_DTYPE
 from dsl_kernels.families.fp8_decode import PAGE_SIZES, PIPELINES, ROW_TILES, cluster_of
-from dsl_kernels.spec import decode_spec
+from dsl_kernels.spec import VariantSpec, decode_spec
 from snapmla import checks, runtime
 from snapmla.errors import VariantError
 
@@ -323,7 +323,8 @@ def predict(
     blocks = -(-problem.rows // row_tile)
     parts = parts_of(card.sms, problem.rows, row_tile)
     waves = -(-blocks * parts * cluster_of(row_tile) // card.sms)
-    work = waves * batch * -(-seqlen // TOKEN_TILE) / parts
+    spec = decode_spec(pipeline, row_tile, problem.page_size, problem.out_dtype, card.arch)
+    work = waves * batch * -(-seqlen // spec.token_tile) / parts
     read_us = batch * seqlen * TOKEN_BYTES / (costs["read_fraction"] * card.read_gbs) * 1e-3
     return entry["fixed_us"] + max(work * tile_us, read_us), "model"
 
@@ -372,8 +373,8 @@ def choose(
     out_dtype: str = "bf16",
     pipeline: str | None = None,
     row_tile: int | None = None,
-) -> tuple[str, int]:
-    """The decode kernel for a call, as (pipeline, row tile).
+) -> VariantSpec:
+    """The decode kernel for a call.
 
     Depends on rows, page size and card only, never on batch or lengths (see the module).
 
@@ -395,7 +396,7 @@ def choose(
     best, reasons = judge(problem)
     if best is None:
         _refuse(problem, reasons)
-    return best
+    return decode_spec(*best, page_size, out_dtype, problem.card.arch)
 
 
 def _refuse(problem: Problem, reasons: dict[tuple[str, int], str]) -> NoReturn:
@@ -474,7 +475,11 @@ def explain(
     out = NAMES_OF_OUT[out_dtype]
     problem = Problem(num_heads, s_q, page_size, out, where, pipeline, row_tile)
     best, reasons = judge(problem)
-    times = {(p, t): predict(problem, p, t, batch, seqlen) for p in PIPELINES for t in ROW_TILES}
+    times: dict[tuple[str, int], tuple[float | None, str]] = {
+        (p, t): (None, "") if (p, t) in reasons else predict(problem, p, t, batch, seqlen)
+        for p in PIPELINES
+        for t in ROW_TILES
+    }
     best_us = times[best][0] if best is not None else None
     there = {spec.name for spec in runtime.available()}
     verdicts = []
@@ -482,14 +487,8 @@ def explain(
         reason = reasons.get(key)
         if reason is None and key != best:
             reason = _slower(us, best_us, best)
-        impossible = reasons.get(key) is not None
         name = decode_spec(key[0], key[1], page_size, out, where.arch).name
-        verdicts.append(
-            Verdict(
-                key[0], key[1], name, None if impossible else us, "" if impossible else source,
-                name in there, reason,
-            )
-        )  # fmt: skip
+        verdicts.append(Verdict(key[0], key[1], name, us, source, name in there, reason))
     verdicts.sort(key=lambda v: (not v.chosen, v.us is None, v.us or 0.0))
     roof = roof_us(where, batch, seqlen, problem.rows, OUT_BYTES[out])
     return Explanation(problem, batch, seqlen, roof, tuple(verdicts))

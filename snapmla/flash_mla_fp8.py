@@ -33,7 +33,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK, QK_ROPE_HEAD_DIM, TOKEN_TILE
+from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK, QK_ROPE_HEAD_DIM
+from dsl_kernels.spec import VariantSpec
 from snapmla import attention, checks, dispatch, env, launch, overlap, quant, tracing
 from snapmla import plan as plans
 from snapmla.cache import PagedKVCache
@@ -50,6 +51,7 @@ __all__ = [
 MAX_BATCH = 2048  # sequences that a metadata tensor holds unless told: 43 KB on an H200
 MAX_ROWS = checks.MAX_HEADS * checks.MAX_S_Q
 _MOST_TOKENS = 1 << 30  # of a sequence in a plan that does not know the block table
+USUAL_PAGE = 64  # of every pipeline
 _FLAT_PAGES = (128, 64, 32, 16)  # any page size addresses a flat pool
 
 _BYTES = (checks.FP8, torch.uint8)
@@ -158,8 +160,8 @@ def _plan(
     page_size = checks.page_size(page_size)
     max_pages = checks.integer("max_pages", max_pages, 1)
     parts, rows = metadata.shape[0], num_heads * s_q
-    pipeline, row_tile = dispatch.choose(metadata.device, num_heads, s_q, page_size)
-    rows_pad = -(-rows // row_tile) * row_tile
+    spec = dispatch.choose(metadata.device, num_heads, s_q, page_size)
+    rows_pad = -(-rows // spec.row_tile) * spec.row_tile
     o_accum, lse_accum = _workspace(metadata, stream, parts, rows_pad)
     return _PairPlan(
         **_tables(metadata, batch)._asdict(),
@@ -172,8 +174,9 @@ def _plan(
         page_size=page_size,
         max_pages=max_pages,
         num_parts=parts,
-        pipeline=pipeline,
-        row_tile=row_tile,
+        pipeline=spec.pipeline,
+        row_tile=spec.row_tile,
+        token_tile=spec.token_tile,
         fixed_overhead=plans.DEFAULT_FIXED_OVERHEAD,
         check_stale=env.CHECK_PLAN.enabled(),
     )
@@ -242,6 +245,15 @@ def _pair(name: str, value: Any) -> Pair:
     return value[0], value[1]
 
 
+@functools.lru_cache(maxsize=64)
+def _kernel_for(device: torch.device, rows: int) -> VariantSpec:
+    """The kernel that a pair is planned for, before anyone knows the page size.
+
+    Row and token tile are those of the kernel that ``_plan`` finds: pages do not change them.
+    """
+    return dispatch.choose(device, rows, 1, USUAL_PAGE)
+
+
 def get_mla_metadata(
     cache_seqlens: torch.Tensor,
     num_heads_per_head_k: int,
@@ -282,8 +294,7 @@ def get_mla_metadata(
     checks.integer("max_batch", max_batch, 1)
     device, batch = cache_seqlens.device, cache_seqlens.shape[0]
     if out is None:
-        _, row_tile = dispatch.choose(device, rows, 1, _FLAT_PAGES[0])
-        parts = plans.default_num_parts(device, rows, row_tile)
+        parts = plans.default_num_parts(device, rows, _kernel_for(device, rows).row_tile)
         if batch > max_batch:
             checks.value_error(
                 "cache_seqlens", f"at most max_batch = {max_batch} sequences", batch,
@@ -298,11 +309,13 @@ def get_mla_metadata(
     _check_pair(metadata, num_splits, batch, device)
     if batch:
         tables, overhead = _tables(metadata, batch), plans.DEFAULT_FIXED_OVERHEAD
-        longest = (plans.MAX_COST // batch - overhead) * TOKEN_TILE  # the sum stays in 32 bits
+        token_tile = _kernel_for(device, rows).token_tile
+        longest = (plans.MAX_COST // batch - overhead) * token_tile  # the sum stays in 32 bits
         traced = tracing.wanted(cache_seqlens, metadata, num_splits)
         (torch.ops.snapmla.plan_update if traced else plans.launch_plan)(
             cache_seqlens, tables.work_items, tables.part_begin, num_splits,
             tables.planned_seqlens, min(longest, _MOST_TOKENS), overhead, 0,
+            token_tile,
         )  # fmt: skip
     return metadata, num_splits
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from dsl_kernels.dims import KV_LORA_RANK, QK_ROPE_HEAD_DIM, TOKEN_TILE
+from dsl_kernels.dims import KV_LORA_RANK, QK_ROPE_HEAD_DIM
 from dsl_kernels.spec import VariantSpec
 from snapmla import metrics, reference, runtime
 from snapmla.cache import PagedKVCache
@@ -186,7 +186,7 @@ class DecodeJob:
         self.cache, self.table, self.seqlens = filled_cache(self.lengths, spec.page_size, layout)
         self.q = sample_query(len(self.lengths), self.s_q, self.heads)
         capacity = self.table.shape[1] * spec.page_size
-        self.plan = plan_reference(self.lengths, parts, TOKEN_TILE, 1, capacity)
+        self.plan = plan_reference(self.lengths, parts, spec.token_tile, 1, capacity)
 
     def run(self, kernel: runtime.Kernel) -> tuple[torch.Tensor, torch.Tensor]:
         """(out, lse) of one call, into fresh NaN-filled buffers."""
@@ -219,7 +219,7 @@ class DecodeJob:
         capacity = self.table.shape[1] * self.spec.page_size
         planned = torch.zeros_like(self.seqlens)
         tables = (items, part_begin, split_begin, planned)
-        self.planner(self.seqlens, *tables, capacity, TOKEN_TILE, 1, 0)
+        self.planner(self.seqlens, *tables, capacity, self.spec.token_tile, 1, 0)
         return items, part_begin, split_begin
 
     def errors(self, result: tuple[torch.Tensor, torch.Tensor]) -> DecodeErrors:
@@ -360,11 +360,11 @@ def _check_plan(spec: VariantSpec, kernel: runtime.Kernel) -> Result:
     seqlens = torch.tensor(lengths, dtype=torch.int32)
     planned = torch.zeros_like(seqlens)
     same, counts = True, []
-    for split_tiles in (0, 8):
+    for token_tile, split_tiles in ((64, 0), (128, 4)):
         kernel(
-            seqlens, items, begin, split, planned, capacity, TOKEN_TILE, overhead, split_tiles
+            seqlens, items, begin, split, planned, capacity, token_tile, overhead, split_tiles
         )  # fmt: skip
-        want = plan_reference(lengths, parts, TOKEN_TILE, overhead, capacity, split_tiles)
+        want = plan_reference(lengths, parts, token_tile, overhead, capacity, split_tiles)
         found = [tuple(row) for row in items[: len(want.work_items)].tolist()]
         same &= (found, begin.tolist(), split.tolist(), planned.tolist()) == (
             want.work_items, want.part_begin, want.split_begin, list(lengths),

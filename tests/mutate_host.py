@@ -85,7 +85,7 @@ class Outcome:
 
 
 MUTANTS: tuple[Mutant, ...] = (
-    Mutant("plan.py", "tokens > TOKEN_TILE", "tokens > 2 * TOKEN_TILE",
+    Mutant("plan.py", "tokens > self.token_tile", "tokens > 2 * self.token_tile",
            "test_plan.py::test_a_table_at_the_edge_of_a_split[65-balanced]",
            "two pieces of a table of 65 to 128 tokens are never merged"),
     Mutant("plan.py", "tokens > self.split_tiles", "tokens > 2 * self.split_tiles",
@@ -94,8 +94,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("plan.py", "num_parts + batch, 2 * num_parts", "num_parts + batch, num_parts",
            "test_plan.py::test_workspace_holds_the_worst_cuts",
            "partial results of a part are written past the workspace"),
-    Mutant("plan.py", "-(-max_pages * page_size // TOKEN_TILE)",
-           "(max_pages * page_size // TOKEN_TILE)",
+    Mutant("plan.py", "-(-max_pages * page_size // spec.token_tile)",
+           "(max_pages * page_size // spec.token_tile)",
            "test_plan.py::test_workspace_holds_a_broken_tile",
            "a table's last, incomplete tile has no item and no slot"),
     Mutant("plan.py", "if cost > MAX_COST", "if cost >= MAX_COST",

@@ -14,7 +14,8 @@ import torch
 import snapmla
 import snapmla.plan
 from codegen import toolchain
-from snapmla import attention, quant, selfcheck
+from dsl_kernels.families import fp8_decode
+from snapmla import attention, dispatch, quant, selfcheck
 from snapmla import flash_mla_fp8 as names
 from snapmla.plan import PlanVariant
 from snapmla.reference_plan import plan_reference
@@ -191,6 +192,30 @@ def test_metadata_is_the_schedule() -> None:
     assert flat[-(parts + 1) :] == want.part_begin and splits.tolist() == want.split_begin
     assert metadata.shape[1] == names._metadata_width(parts, 9)
     assert names._metadata_capacity(metadata) >= 9
+
+
+def test_metadata_counts_in_the_tiles_of_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planned before the page size is known, run by the kernel that the page size picks."""
+    monkeypatch.setitem(fp8_decode.TOKEN_TILES, ("sm_90a", "etap"), 128)
+    lengths = torch.tensor([300, 0, 129, 700], dtype=torch.int32)
+    pair = names.get_mla_metadata(lengths, 16, 1)
+    parts = pair[0].shape[0]
+    want = plan_reference(lengths.tolist(), parts, 128, snapmla.plan.DEFAULT_FIXED_OVERHEAD)
+    for page_size in fp8_decode.PAGE_SIZES:
+        plan = names._plan(*pair, 4, 16, 1, page_size, 5, None)
+        found = plan.work_items[: len(want.work_items)].tolist()
+        assert [tuple(item) for item in found] == want.work_items and plan.token_tile == 128
+        assert plan.split_begin.tolist() == want.split_begin
+
+
+@pytest.mark.parametrize("rows", [1, 16, 17, 40, 64, 128, 1000])
+def test_pages_do_not_change_a_pairs_kernel(rows: int) -> None:
+    """A pair knows the rows alone: parts and tiles must suit whatever pages come."""
+    wanted = names._kernel_for(torch.device("cpu"), rows)
+    for page_size in fp8_decode.PAGE_SIZES:
+        found = dispatch.choose(torch.device("cpu"), rows, 1, page_size)
+        assert found == wanted.replace(page_size=page_size)
+        assert found.token_tile == wanted.token_tile
 
 
 @pytest.mark.parametrize("parts", [1, 2, 4, 33, 66, 132])

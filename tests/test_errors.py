@@ -44,7 +44,7 @@ def plan(**changes: Any) -> DecodePlan:
         "o_accum": torch.zeros(8, rows, 512),
         "lse_accum": torch.zeros(8, rows),
         "batch": B, "num_heads": H, "s_q": S_Q, "page_size": P, "max_pages": WIDTH,
-        "num_parts": 4, "pipeline": "etap", "row_tile": 16, "fixed_overhead": 4,
+        "num_parts": 4, "pipeline": "etap", "row_tile": 16, "token_tile": 64, "fixed_overhead": 4,
     }  # fmt: skip
     return DecodePlan(**{**fields, **changes})
 
