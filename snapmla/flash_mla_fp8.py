@@ -294,7 +294,7 @@ def get_mla_metadata(
     checks.integer("max_batch", max_batch, 1)
     device, batch = cache_seqlens.device, cache_seqlens.shape[0]
     if out is None:
-        parts = plans.default_num_parts(device, rows, _kernel_for(device, rows).row_tile)
+        parts = plans.default_num_parts(device, rows, _kernel_for(device, rows))
         if batch > max_batch:
             checks.value_error(
                 "cache_seqlens", f"at most max_batch = {max_batch} sequences", batch,
@@ -314,8 +314,8 @@ def get_mla_metadata(
         traced = tracing.wanted(cache_seqlens, metadata, num_splits)
         (torch.ops.snapmla.plan_update if traced else plans.launch_plan)(
             cache_seqlens, tables.work_items, tables.part_begin, num_splits,
-            tables.planned_seqlens, min(longest, _MOST_TOKENS), overhead, 0,
-            token_tile,
+            tables.planned_seqlens, min(longest, _MOST_TOKENS), token_tile,
+            overhead, 0,
         )  # fmt: skip
     return metadata, num_splits
 

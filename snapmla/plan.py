@@ -211,22 +211,19 @@ class DecodePlan(launch.OverTensors):
         Raises:
             TypeError, ValueError: ``cache_seqlens`` is not what the plan was made for.
         """
+        arguments = (
+            cache_seqlens, self.work_items, self.part_begin, self.split_begin,
+            self.planned_seqlens, self.max_pages * self.page_size, self.token_tile,
+            self.fixed_overhead, self.split_tiles,
+        )  # fmt: skip
         if tracing.wanted(cache_seqlens, self):
             if not tracing.by_dynamo():
                 checks.lengths(cache_seqlens, self.batch, self.device)
-            torch.ops.snapmla.plan_update(
-                cache_seqlens, self.work_items, self.part_begin, self.split_begin,
-                self.planned_seqlens, self.max_pages * self.page_size, self.fixed_overhead,
-                self.split_tiles, self.token_tile,
-            )  # fmt: skip
+            torch.ops.snapmla.plan_update(*arguments)
             return self
         checks.lengths(cache_seqlens, self.batch, self.device)
         if self.batch:
-            launch_plan(
-                cache_seqlens, self.work_items, self.part_begin, self.split_begin,
-                self.planned_seqlens, self.max_pages * self.page_size, self.fixed_overhead,
-                self.split_tiles, self.token_tile,
-            )  # fmt: skip
+            launch_plan(*arguments)
         return self
 
     def check(self, cache_seqlens: torch.Tensor) -> None:
@@ -299,9 +296,9 @@ def launch_plan(
     split_begin: torch.Tensor,
     planned_seqlens: torch.Tensor,
     max_tokens: int,
+    token_tile: int,
     fixed_overhead: int,
     split_tiles: int,
-    token_tile: int,
 ) -> None:
     """Launches the planning kernel on checked arguments."""
     _plan_kernel(cache_seqlens.device)(
@@ -326,9 +323,9 @@ def _sm_count(device: torch.device) -> int:
     return SOFTGPU_SMS
 
 
-def default_num_parts(device: torch.device, rows: int, row_tile: int) -> int:
+def default_num_parts(device: torch.device, rows: int, spec: VariantSpec) -> int:
     """Parts that fill the device: SMs / (row blocks * CTAs per block), at least 1."""
-    return dispatch.parts_of(_sm_count(device), rows, row_tile)
+    return dispatch.parts_of(_sm_count(device), rows, spec)
 
 
 def plan_decode(
@@ -394,7 +391,7 @@ def plan_decode(
     rows, device, batch = num_heads * s_q, cache_seqlens.device, cache_seqlens.shape[0]
     spec = dispatch.choose(device, num_heads, s_q, page_size, pipeline=pipeline, row_tile=row_tile)
     if num_parts is None:
-        num_parts = default_num_parts(device, rows, spec.row_tile)
+        num_parts = default_num_parts(device, rows, spec)
     checks.integer("num_parts", num_parts, 1, 65535)
     if fixed_overhead is None:
         fixed_overhead = DEFAULT_FIXED_OVERHEAD
