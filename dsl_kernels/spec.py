@@ -93,10 +93,10 @@ class VariantSpec:
         Raises:
             ValueError: the op walks no work list, or no kernel of these values exists.
         """
-        declared = self.family.token_tile
-        if declared is None or self.family.module(self.arch, self._by_name) is None:
+        family, values = FAMILIES[self.op], self._by_name
+        if family.token_tile is None or family.module(self.arch, values) is None:
             raise ValueError(f"{self.name}: no kernel that walks a work list")
-        return declared(self.arch, self._by_name)
+        return family.token_tile(self.arch, values)
 
     def fields(self) -> dict[str, Any]:
         """op, arch and the values, for records; a default that no name shows is left out, so that a

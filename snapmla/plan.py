@@ -390,15 +390,16 @@ def plan_decode(
     max_pages = checks.integer("max_pages", max_pages, 1, 2**31 // page_size - 1)
     rows, device, batch = num_heads * s_q, cache_seqlens.device, cache_seqlens.shape[0]
     spec = dispatch.choose(device, num_heads, s_q, page_size, pipeline=pipeline, row_tile=row_tile)
+    row_tile, token_tile = spec.row_tile, spec.token_tile
     if num_parts is None:
         num_parts = default_num_parts(device, rows, spec)
     checks.integer("num_parts", num_parts, 1, 65535)
     if fixed_overhead is None:
         fixed_overhead = DEFAULT_FIXED_OVERHEAD
     checks.integer("fixed_overhead", fixed_overhead, 0, 1 << 16)
-    max_tiles = -(-max_pages * page_size // spec.token_tile)
-    split_tiles = _split_tiles(fixed_split_tokens, spec.token_tile)
-    rows_pad = -(-rows // spec.row_tile) * spec.row_tile
+    max_tiles = -(-max_pages * page_size // token_tile)
+    split_tiles = _split_tiles(fixed_split_tokens, token_tile)
+    rows_pad = -(-rows // row_tile) * row_tile
     items, slots = num_parts + batch, 2 * num_parts
     pieces = -(-max_tiles // split_tiles) if split_tiles else 1
     cost = batch * (max_tiles + fixed_overhead * pieces)
@@ -440,8 +441,8 @@ def plan_decode(
         max_pages=max_pages,
         num_parts=num_parts,
         pipeline=spec.pipeline,
-        row_tile=spec.row_tile,
-        token_tile=spec.token_tile,
+        row_tile=row_tile,
+        token_tile=token_tile,
         fixed_overhead=fixed_overhead,
         split_tiles=split_tiles,
         check_stale=env.CHECK_PLAN.enabled() if check_stale is None else bool(check_stale),

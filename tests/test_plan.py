@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import snapmla
 from codegen import toolchain
+from dsl_kernels import registry
 from dsl_kernels.dims import TOKEN_TILE
 from dsl_kernels.families import fp8_decode
 from dsl_kernels.spec import VariantSpec
@@ -289,6 +290,19 @@ def test_a_plan_counts_in_the_tiles_of_its_kernel(
         assert tables_of(plan) == (want.work_items, want.part_begin, want.split_begin)
     rule = f"after each {split * WIDE} tokens" if split else "its 128-token tiles"
     assert rule in plan.explain()
+
+
+@needs_kernels
+@pytest.mark.parametrize(("arch", "pipeline"), fp8_decode.MODULES)
+def test_declared_tiles_are_those_of_the_kernels(arch: str, pipeline: str) -> None:
+    spec = VariantSpec(op="decode", arch=arch, pipeline=pipeline)
+    assert spec.token_tile == registry.module(spec).TILE
+
+
+@pytest.mark.parametrize("name", ["merge_obf16_sm90a", "decode_dual_wg_r64_p64_obf16_sm100a"])
+def test_what_walks_no_tiles_has_none(name: str) -> None:
+    with pytest.raises(ValueError, match=f"^{name}: no kernel that walks a work list"):
+        _ = VariantSpec.from_name(name).token_tile
 
 
 @needs_kernels
