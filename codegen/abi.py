@@ -7,11 +7,11 @@ The result is plain data (it is stored in the variant's record): the C header an
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 
-def describe(function: Callable[..., Any], fakes: list[Any]) -> list[dict[str, Any]]:
+def describe(function: Callable[..., Any], fakes: Mapping[str, Any]) -> list[dict[str, Any]]:
     """One dict per argument of the exported function, the stream left out.
 
     Tensors: ``name``, ``dtype``, ``shape``, ``strides`` (in elements), ``align`` (bytes).  A static
@@ -20,16 +20,15 @@ def describe(function: Callable[..., Any], fakes: list[Any]) -> list[dict[str, A
 
     Args:
         function: the ``@cute.jit`` callable that ``registry.build`` returned.
-        fakes: its fake arguments, the stream not among them.
+        fakes: its fake arguments by name, the stream not among them.
 
     Raises:
-        ValueError: the function does not take one parameter per fake argument.
+        ValueError: the function's parameters are not the fakes', in this order.
     """
-    signature = inspect.signature(function)
-    names = [name for name in signature.parameters if name != "stream"]
-    if len(names) != len(fakes):
-        raise ValueError(f"fakes: expected {len(names)} ({', '.join(names)}), got {len(fakes)}")
-    return [_argument(name, fake) for name, fake in zip(names, fakes)]
+    names = [name for name in inspect.signature(function).parameters if name != "stream"]
+    if names != list(fakes):
+        raise ValueError(f"fakes: expected those of {', '.join(names)}, got {', '.join(fakes)}")
+    return [_argument(name, fake) for name, fake in fakes.items()]
 
 
 def _argument(name: str, fake: Any) -> dict[str, Any]:
@@ -53,6 +52,27 @@ def _stride(value: Any) -> int | str:
         return value
     step = int(getattr(value, "divisibility", 1))
     return f"*{step}" if step > 1 else "*"
+
+
+def ordered(names: Iterable[str], values: Mapping[str, Any]) -> list[Any]:
+    """What a function is called with, from values by argument name.
+
+    For whoever calls a compiled function off the hot path: the order is written down once, in the
+    kernel, and comes here from a variant's record.
+
+    Args:
+        names: of the arguments, in ABI order (``name`` of what ``describe`` returned).
+        values: one of each.
+
+    Raises:
+        TypeError: a value is missing, or of no argument.
+    """
+    wanted = list(names)
+    if missing := [name for name in wanted if name not in values]:
+        raise TypeError(f"arguments: expected {', '.join(wanted)}, got no {', '.join(missing)}")
+    if unknown := [name for name in values if name not in wanted]:
+        raise TypeError(f"arguments: expected {', '.join(wanted)}, got {', '.join(unknown)} too")
+    return [values[name] for name in wanted]
 
 
 def call_text(symbol: str, arguments: list[dict[str, Any]]) -> str:

@@ -221,10 +221,11 @@ def _compile(spec: VariantSpec, tmp: Path) -> _Made:
     from cutlass.cute.runtime import make_fake_stream
 
     function, fakes = registry.build(spec)
+    arguments = abi.describe(function, fakes)  # before compiling: it refuses what is out of order
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
     options = f"{OPTIONS} --gpu-arch {spec.arch} --dump-dir={shlex.quote(str(tmp))}"
     with _relative_sources():
-        compiled = cute.compile(function, *fakes, stream, options=options)
+        compiled = cute.compile(function, *fakes.values(), stream, options=options)
     module = str(compiled.ir_module)
     _limit_host_code(compiled.ir_module)
     path = tmp / "variant.o"
@@ -232,8 +233,7 @@ def _compile(spec: VariantSpec, tmp: Path) -> _Made:
     ptx, cubin = compiled.__ptx__, compiled.__cubin__
     if not ptx or not cubin:
         raise RuntimeError("the compiler kept no PTX or cubin")
-    arguments, shared = abi.describe(function, fakes), _shared_plan(function)
-    return _Made(path, ptx, cubin, module, arguments, _declared(spec), shared)
+    return _Made(path, ptx, cubin, module, arguments, _declared(spec), _shared_plan(function))
 
 
 @contextlib.contextmanager

@@ -96,8 +96,8 @@ def vector(dt: Any, n: Any, align: int | None = None) -> Any:
     return strided(dt, (n,), (1,), align or max(1, dt.width // 8))
 
 
-def cache_fakes(pages: Any = None, page_size: Any = None) -> tuple[Any, Any, Any]:
-    """Fakes of one paged cache: content, rope, scale.
+def cache_fakes(pages: Any = None, page_size: Any = None) -> dict[str, Any]:
+    """Fakes of one paged cache, by argument name.
 
     content u8 (pages, P, 512), rope bf16 (pages, P, 64), scale f32 (pages, P).  Row and page
     strides are free 64-bit symbols that keep 16-byte alignment, so layouts ``split``, ``paged``
@@ -106,10 +106,11 @@ def cache_fakes(pages: Any = None, page_size: Any = None) -> tuple[Any, Any, Any
     """
     pages = sym(name="pages") if pages is None else pages
     page_size = sym(name="P") if page_size is None else page_size
-    content = rows(DTYPES["u8"], (pages, page_size, KV_LORA_RANK))
-    rope = rows(DTYPES["bf16"], (pages, page_size, QK_ROPE_HEAD_DIM))
-    scale = rows(DTYPES["f32"], (pages, page_size))
-    return content, rope, scale
+    return {
+        "content": rows(DTYPES["u8"], (pages, page_size, KV_LORA_RANK)),
+        "rope": rows(DTYPES["bf16"], (pages, page_size, QK_ROPE_HEAD_DIM)),
+        "scale": rows(DTYPES["f32"], (pages, page_size)),
+    }
 
 
 def unsigned(x: Any) -> Any:

@@ -2,8 +2,9 @@
 
 Every kernel module offers
 
-    build(spec) -> (fn, fakes)       a ``@cute.jit`` callable and fake arguments for it; the stream
-                                     is the callable's last parameter and not among the fakes
+    build(spec) -> (fn, fakes)       a ``@cute.jit`` callable and fake arguments for it by name, in
+                                     ABI order; the stream is the callable's last parameter and not
+                                     among the fakes
     feasible(spec) -> str | None     optional: why this variant cannot be built, or None
     budget(spec) -> Budget           optional: what a CTA needs of an SM (common/budget.py)
 
@@ -52,8 +53,8 @@ def budget(spec: VariantSpec) -> Budget | None:
     return None if declared is None else declared(spec)
 
 
-def build(spec: VariantSpec) -> tuple[Callable[..., Any], list[Any]]:
-    """(callable, fake arguments without the stream) of one variant.
+def build(spec: VariantSpec) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """(callable, fake arguments by name, without the stream) of one variant.
 
     Raises ValueError with the reason if the variant is not feasible.
     """

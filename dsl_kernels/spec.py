@@ -86,6 +86,18 @@ class VariantSpec:
         """The exported function's C name."""
         return PREFIX + self.name
 
+    @property
+    def token_tile(self) -> int:
+        """Tokens of a KV tile, in which plans for this kernel count.
+
+        Raises:
+            ValueError: the op walks no work list, or no kernel of these values exists.
+        """
+        family, values = FAMILIES[self.op], self._by_name
+        if family.token_tile is None or family.module(self.arch, values) is None:
+            raise ValueError(f"{self.name}: no kernel that walks a work list")
+        return family.token_tile(self.arch, values)
+
     def fields(self) -> dict[str, Any]:
         """op, arch and the values, for records; a default that no name shows is left out, so that a
         new axis changes no record."""

@@ -18,15 +18,17 @@ from pathlib import Path
 from typing import Any
 
 from codegen.artifacts import write_atomic
+from dsl_kernels.families.fp8_decode import FAMILY
+from dsl_kernels.spec import VariantSpec
 from profiles.roofline import FORMATS, card_by_name
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "profiles" / "results"
 TARGET = ROOT / "snapmla" / "data" / "decode_costs.json"
 CARD = "H200"
+OP = FAMILY.op
 TABLES = ("h200-table", "etap-fig1", "snapmla-fig5", "snapmla-fig6")
 BACKENDS = ("snapmla", "snapmla:dual_wg")  # default options only, so that rows are comparable
-TOKEN_TILE = 64
 LEAST_SPREAD = 2.0  # largest over smallest work that still tells fixed_us from tile_us
 
 _KERNEL = re.compile(r"(\w+) row_tile (\d+) parts (\d+)")
@@ -49,8 +51,9 @@ class Row:
 
     @property
     def work(self) -> float:
-        """64-token tiles that each part walks."""
-        return self.batch * -(-self.seqlen // TOKEN_TILE) / self.parts
+        """Token tiles that each part walks."""
+        tile = VariantSpec(op=OP, pipeline=self.pipeline).token_tile
+        return self.batch * -(-self.seqlen // tile) / self.parts
 
 
 def read_tables() -> tuple[dict[str, str], list[Row]]:
@@ -139,32 +142,40 @@ def measured(rows: list[Row]) -> list[dict[str, Any]]:
 
 
 def make() -> dict[str, Any]:
-    """The whole data file."""
+    """The data file: one block an op and card."""
     commits, rows = read_tables()
     card = card_by_name(CARD)
     token_bytes = FORMATS["snapmla"].token_bytes
     best = max(token_bytes * r.batch * r.seqlen / r.us * 1e-3 for r in rows)
     return {
         "about": "Made by `python -m profiles.dispatch_data` from committed tables; not by hand.",
-        "card": CARD,
-        "tables": commits,
-        "read_fraction": round(best / card.ceilings.read_gbs, 3),
-        "tiles": fit(rows),
-        "measured": measured(rows),
+        "costs": [
+            {
+                "op": OP,
+                "card": CARD,
+                "tables": commits,
+                "read_fraction": round(best / card.ceilings.read_gbs, 3),
+                "tiles": fit(rows),
+                "measured": measured(rows),
+            }
+        ],
     }
 
 
 def render(data: dict[str, Any]) -> str:
-    """The data file's text: one line for each entry of the two lists."""
-    lines = ["{"]
-    for key, value in data.items():
+    """The data file's text: one line for each entry of a block's two lists."""
+    blocks = ",\n".join(_block(block) for block in data["costs"])
+    return f'{{\n  "about": {json.dumps(data["about"])},\n  "costs": [\n{blocks}\n  ]\n}}\n'
+
+
+def _block(block: dict[str, Any]) -> str:
+    lines = []
+    for key, value in block.items():
+        text = json.dumps(value)
         if isinstance(value, list):
-            inner = ",\n".join(f"    {json.dumps(item)}" for item in value)
-            lines.append(f'  "{key}": [\n{inner}\n  ],')
-        else:
-            lines.append(f'  "{key}": {json.dumps(value)},')
-    lines[-1] = lines[-1].removesuffix(",")
-    return "\n".join([*lines, "}", ""])
+            text = "[\n" + ",\n".join(f"        {json.dumps(item)}" for item in value) + "\n      ]"
+        lines.append(f'      "{key}": {text}')
+    return "    {\n" + ",\n".join(lines) + "\n    }"
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Any
 
 import torch
@@ -56,6 +57,11 @@ METRICS: dict[str, str] = {  # label -> ncu metric
 TOP_STALLS = 5
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 INDEX = {"i32": torch.int32, "i64": torch.int64}
+TOKEN_TILE = 64  # of a work list whose op walks none
+USUAL = {  # of ops that have no such axis
+    "row_tile": 64, "page_size": 64, "in_dtype": "bf16", "out_dtype": "bf16",
+    "index_dtype": "i32", "mode": "",
+}  # fmt: skip
 Maker = Callable[[], Any]
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -224,10 +230,12 @@ class Values(dict[str, Any]):
     def __init__(self, spec: VariantSpec, sizes: Sizes, device: str, parts: int) -> None:
         super().__init__()
         self.spec, self.sizes, self.device = spec, sizes, device
-        self.heads = max(1, min(128, spec.row_tile // sizes.s_q))
-        self.width = -(-sizes.tokens // spec.page_size)
+        self.axes = axes = SimpleNamespace(**USUAL | dict(spec.values))
+        self.heads = max(1, min(128, axes.row_tile // sizes.s_q))
+        self.width = -(-sizes.tokens // axes.page_size)
         self.pages = sizes.batch * self.width
-        tiles = -(-sizes.tokens // spec.token_tile)
+        walks = spec.family.token_tile is not None
+        tiles = -(-sizes.tokens // (spec.token_tile if walks else TOKEN_TILE))
         self.split = split_evenly(sizes.batch, tiles, parts)
 
     def __missing__(self, name: str) -> Any:
@@ -266,7 +274,7 @@ class Values(dict[str, Any]):
         }
 
     def _query(self) -> dict[str, Maker]:
-        rows, given = (self.sizes.batch, self.sizes.s_q, self.heads), DTYPES[self.spec.in_dtype]
+        rows, given = (self.sizes.batch, self.sizes.s_q, self.heads), DTYPES[self.axes.in_dtype]
         if self.spec.op == "decode":
             return {
                 "q_nope": lambda: self._e4m3(*rows, KV_LORA_RANK),
@@ -279,8 +287,8 @@ class Values(dict[str, Any]):
         }
 
     def _cache(self) -> dict[str, Maker]:
-        page, n = self.spec.page_size, self.sizes.batch * self.sizes.tokens
-        given = DTYPES[self.spec.in_dtype]
+        page, n = self.axes.page_size, self.sizes.batch * self.sizes.tokens
+        given = DTYPES[self.axes.in_dtype]
 
         def scattered(count: int, total: int) -> torch.Tensor:
             return torch.randperm(total, device=self.device)[:count]
@@ -292,7 +300,7 @@ class Values(dict[str, Any]):
             "c_kv": lambda: self._normal(n, KV_LORA_RANK, dtype=given),
             "k_rope": lambda: self._normal(n, QK_ROPE_HEAD_DIM, dtype=given),
             "slot_mapping": lambda: scattered(n, self.pages * page).to(
-                INDEX[self.spec.index_dtype]
+                INDEX[self.axes.index_dtype]
             ),
             "indices": lambda: scattered(n, self.pages * page).int(),
             "block_table": lambda: scattered(self.pages, self.pages).int().view(-1, self.width),
@@ -302,7 +310,7 @@ class Values(dict[str, Any]):
     def _plan(self) -> dict[str, Maker]:
         items, part_begin, split_begin, slots = self.split
         rows = self.heads * self.sizes.s_q
-        rows_pad = -(-rows // self.spec.row_tile) * self.spec.row_tile
+        rows_pad = -(-rows // self.axes.row_tile) * self.axes.row_tile
         return {
             "work_items": lambda: self._i32(items),
             "part_begin": lambda: self._i32(part_begin),
@@ -316,11 +324,11 @@ class Values(dict[str, Any]):
         rows = (batch, s_q, self.heads)
         content, rope = torch.uint8, torch.bfloat16
         if self.spec.op == "fetch_dequant":
-            rows = (batch, tokens) if self.spec.mode == "pages" else (batch * tokens,)
-            content = rope = DTYPES[self.spec.in_dtype]
-        scales = rows[:2] if self.spec.mode == "token" else rows
+            rows = (batch, tokens) if self.axes.mode == "pages" else (batch * tokens,)
+            content = rope = DTYPES[self.axes.in_dtype]
+        scales = rows[:2] if self.axes.mode == "token" else rows
         return {
-            "out": lambda: self._zeros(*rows, KV_LORA_RANK, dtype=DTYPES[self.spec.out_dtype]),
+            "out": lambda: self._zeros(*rows, KV_LORA_RANK, dtype=DTYPES[self.axes.out_dtype]),
             "lse": lambda: self._zeros(batch, self.heads, s_q),
             "out_nope": lambda: self._zeros(*rows, KV_LORA_RANK, dtype=content),
             "out_rope": lambda: self._zeros(*rows, QK_ROPE_HEAD_DIM, dtype=rope),
@@ -344,7 +352,7 @@ def workload(spec: VariantSpec, sizes: Sizes) -> None:
         if record is None:
             raise ValueError(f"{spec.name} has no record in {artifacts.default_dir()}")
         sms = torch.cuda.get_device_properties("cuda").multi_processor_count
-        known = Values(spec, sizes, "cuda", sms // spec.cluster)
+        known = Values(spec, sizes, "cuda", sms // dict(spec.values).get("cluster", 1))
         arguments = [known[argument["name"]] for argument in record.arguments]
         kernel = runtime.kernel(spec, "cuda")
         call = lambda: kernel(*arguments)

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from codegen import abi
 from dsl_kernels.spec import VariantSpec
 from profiles import record_wgmma as classes
 from profiles.record_wgmma import BF16, FP8, Bits
@@ -42,6 +43,15 @@ class Device(Protocol):
 
     def kernel(self, name: str) -> Callable[..., None]:
         """The compiled variant of that name, on tensors of ``torch_device``."""
+
+
+def call(device: Device, variant: str, **values: Any) -> None:
+    """Calls a variant with its arguments by name."""
+    from snapmla import runtime
+
+    kernel = device.kernel(variant)  # compiles it if need be
+    names = runtime.argument_names(VariantSpec.from_name(variant))
+    kernel(*abi.ordered(names, values))
 
 
 def hash_rows(rows: Array) -> NDArray[np.uint64]:
@@ -332,6 +342,11 @@ def pool(
 LAYOUTS = ("split", "paged", "row640")
 
 
+def named(cache: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A cache as kernels' arguments."""
+    return dict(zip(("content", "rope", "scale"), cache, strict=True))
+
+
 def bf16(x: NDArray[np.uint16]) -> torch.Tensor:
     """bfloat16 tensor (CPU) of these bit patterns."""
     return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
@@ -385,7 +400,10 @@ def _append(case: KernelCase, device: Device) -> Result:
         both = torch.cat([c, r], -1).to(dev)
         c, r = both[:, :D_V], both[:, D_V:]
     cache = pool(pages, page_size, LAYOUTS[case.index % 3], dev)
-    device.kernel(case.variant)(*cache, c.to(dev), r.to(dev), index.to(dev))
+    call(
+        device, case.variant, **named(cache), c_kv=c.to(dev), k_rope=r.to(dev),
+        slot_mapping=index.to(dev),
+    )  # fmt: skip
     content, rope, scale = (bits_of(x) for x in cache)
     rows = np.concatenate(
         [
@@ -411,7 +429,10 @@ def _quantize(case: KernelCase, device: Device) -> Result:
     q8 = torch.zeros((*shape, D_V), dtype=torch.uint8, device=dev)
     q_rope = torch.zeros((*shape, D_ROPE), dtype=torch.bfloat16, device=dev)
     scale = torch.zeros(shape if spec.mode == "token_head" else shape[:2], device=dev)
-    device.kernel(case.variant)(nope, rope, q8, q_rope, scale)
+    call(
+        device, case.variant, q_nope=nope, q_rope=rope, out_nope=q8, out_rope=q_rope,
+        out_scale=scale,
+    )  # fmt: skip
     return Result(
         check,
         {
@@ -440,18 +461,19 @@ def _fetch(case: KernelCase, device: Device) -> Result:
         table = np.array([[3, 1, 5], [0, 2**31 - 9, -1], [4, 2, 0]], np.int32)
         lengths = np.array([page_size * 2 + 7, page_size, 0], np.int32)
         lead = (3, page_size * 2 + 9)
-        selector = [table, lengths]
+        selector = {"block_table": table, "cache_seqlens": lengths}
     else:
         index = bits.below(tokens, (90,)).astype(np.int32)
         index[7], index[11], index[40] = -1, tokens, 2**31 - 1
-        selector, lead = [index], (90, 1)
+        selector, lead = {"indices": index}, (90, 1)
     both = torch.full((*lead, D_V + D_ROPE), 7.0, dtype=out_dtype, device=dev)
     if spec.mode == "indices":
         both = both[:, 0]
     nope, r = both[..., :D_V], both[..., D_V:]
     if case.index % 2 == 0:
         nope, r = nope.contiguous(), r.contiguous()
-    device.kernel(case.variant)(*cache, *(torch.from_numpy(s).to(dev) for s in selector), nope, r)
+    where = {name: torch.from_numpy(s).to(dev) for name, s in selector.items()}
+    call(device, case.variant, **named(cache), **where, out_nope=nope, out_rope=r)
     return Result(
         check,
         {"nope": bits_of(nope).reshape(-1, D_V), "rope": bits_of(r).reshape(-1, D_ROPE)},
@@ -479,9 +501,11 @@ def _merge(case: KernelCase, device: Device) -> Result:
     out = torch.full((b, s_q, heads, D_V), 3.0, dtype=TORCH[spec.out_dtype], device=dev)
     lse_out = torch.full((b, heads, s_q), 3.0, device=dev)
     factor, empty = ((LN2, float("-inf")), (1.0, float("inf")))[case.index % 2]
-    device.kernel(case.variant)(
-        *(torch.from_numpy(x).to(dev) for x in (o, lse, begin)), out, lse_out, factor, empty
-    )
+    o_there, lse_there, begin_there = (torch.from_numpy(x).to(dev) for x in (o, lse, begin))
+    call(
+        device, case.variant, o_accum=o_there, lse_accum=lse_there, split_begin=begin_there,
+        out=out, lse=lse_out, lse_factor=factor, empty_lse=empty,
+    )  # fmt: skip
     return Result(
         check, {"out": bits_of(out).reshape(-1, D_V), "lse": bits_of(lse_out).reshape(-1, 1)}
     )
@@ -502,9 +526,11 @@ def _plan(case: KernelCase, device: Device) -> Result:
         work = torch.zeros((pieces, 4), dtype=torch.int32, device=dev)
         part = torch.zeros(parts + 1, dtype=torch.int32, device=dev)
         split = torch.zeros(b + 1, dtype=torch.int32, device=dev)
-        device.kernel(case.variant)(
-            torch.from_numpy(lengths).to(dev), work, part, split, planned, 65536, 64,
-            (4, 0, 1)[i % 3], split_tiles,
+        call(
+            device, case.variant, cache_seqlens=torch.from_numpy(lengths).to(dev),
+            work_items=work, part_begin=part, split_begin=split, planned_seqlens=planned,
+            max_tokens=65536, token_tile=64, fixed_overhead=(4, 0, 1)[i % 3],
+            split_tiles=split_tiles,
         )  # fmt: skip
         seen.append(lengths)
         both = [bits_of(x).reshape(-1) for x in (work, part, split, planned)]
@@ -602,11 +628,11 @@ def _problem(case: KernelCase) -> _Problem:
     )  # fmt: skip
 
 
-def _work(lengths: NDArray[np.int32], size: int) -> tuple[list[NDArray[np.int32]], int]:
+def _work(lengths: NDArray[np.int32], size: int, tile: int) -> tuple[list[NDArray[np.int32]], int]:
     """([work items, part_begin, split_begin], slots): ``size`` tiles an item, two items a part."""
     items: list[tuple[int, int, int, int]] = []
     split, slots = [0], 0
-    for i, tiles in enumerate(-(-lengths // 64)):
+    for i, tiles in enumerate(-(-lengths // tile)):
         split_up = int(tiles > size)
         for first in range(0, max(int(tiles), 1), size):
             items.append((i, first, min(first + size, int(tiles)), slots if split_up else -1))
@@ -628,21 +654,25 @@ def _decode(case: KernelCase, device: Device) -> Result:
     pages = len(problem.scale) // spec.page_size
     cache = pool(pages, spec.page_size, LAYOUTS[case.index % 3], dev)
     fill(cache, problem.content, problem.rope, problem.scale)
-    plan, slots = _work(problem.lengths, 8 if case.index >= LONG else 2)
+    plan, slots = _work(problem.lengths, 8 if case.index >= LONG else 2, spec.token_tile)
     work, part, split = (there(x) for x in plan)
     o_accum = torch.full((slots, rows_pad, D_V), 5.0, device=dev)
     lse_accum = torch.full((slots, rows_pad), 5.0, device=dev)
     out = torch.full((b, s_q, heads, D_V), 5.0, dtype=TORCH[spec.out_dtype], device=dev)
     lse = torch.full((b, heads, s_q), 5.0, device=dev)
     factor, empty = ((LN2, float("-inf")), (1.0, float("inf")))[case.index // 2 % 2]
-    device.kernel(case.variant)(
-        there(problem.q8), bf16(problem.q_rope).to(dev), there(problem.q_scale.view(np.float32)),
-        *cache, there(problem.table), there(problem.lengths), work, part, split, out, lse, o_accum,
-        lse_accum, SOFTMAX_SCALE, int(case.index % 3 != 2), factor, empty, 0,
+    results = {"out": out, "lse": lse, "lse_factor": factor, "empty_lse": empty}
+    partials = {"o_accum": o_accum, "lse_accum": lse_accum, "split_begin": split}
+    call(
+        device, case.variant, q_nope=there(problem.q8), q_rope=bf16(problem.q_rope).to(dev),
+        q_scale=there(problem.q_scale.view(np.float32)), **named(cache),
+        block_table=there(problem.table), cache_seqlens=there(problem.lengths), work_items=work,
+        part_begin=part, **results, **partials, softmax_scale=SOFTMAX_SCALE,
+        causal=int(case.index % 3 != 2), may_split=0,
     )  # fmt: skip
     before = bits_of(out).reshape(-1, D_V)
     merge = VariantSpec(op="merge", arch=spec.arch, out_dtype=spec.out_dtype)
-    device.kernel(merge.name)(o_accum, lse_accum, split, out, lse, factor, empty)
+    call(device, merge.name, **partials, **results)
     rows = {
         "o_accum": bits_of(o_accum).reshape(-1, D_V),
         "lse_accum": bits_of(lse_accum).reshape(-1, 1),

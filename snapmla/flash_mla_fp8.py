@@ -28,15 +28,23 @@ Differences on purpose: a row that sees no token gives out 0 and lse +inf (Flash
 
 from __future__ import annotations
 
-import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK, QK_ROPE_HEAD_DIM, TOKEN_TILE
-from snapmla import attention, checks, dispatch, env, launch, overlap, quant, tracing
-from snapmla import plan as plans
+from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK, QK_ROPE_HEAD_DIM
+from snapmla import attention, checks, launch, overlap, quant, tracing
 from snapmla.cache import PagedKVCache, expect_cache
+from snapmla.metadata_pair import (
+    MAX_BATCH,
+    Pair,
+    check_pair,
+    kept_plan,
+    make_plan,
+    pair_of,
+    planned_pair,
+)
+from snapmla.plan import DecodePlan
 from snapmla.quant import QuantizedQuery
 
 __all__ = [
@@ -47,15 +55,12 @@ __all__ = [
     "quantize_ckv_per_token_head",
 ]
 
-MAX_BATCH = 2048  # sequences that a metadata tensor holds unless told: 43 KB on an H200
 MAX_ROWS = checks.MAX_HEADS * checks.MAX_S_Q
-_MOST_TOKENS = 1 << 30  # of a sequence in a plan that does not know the block table
 _FLAT_PAGES = (128, 64, 32, 16)  # any page size addresses a flat pool
 
 _BYTES = (checks.FP8, torch.uint8)
 _Tensor = torch.Tensor  # looked up on every call
 
-Pair = tuple[torch.Tensor, torch.Tensor]
 Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 # of a decode: query, pool, block table, lengths, metadata pair, out, lse and
 # (softmax_scale, causal, lse_base, empty_lse)
@@ -63,183 +68,6 @@ Call = tuple[
     Triple, Triple, torch.Tensor, torch.Tensor, Pair, torch.Tensor | None, torch.Tensor | None,
     tuple[float, bool, str, str],
 ]  # fmt: skip
-
-
-def _metadata_width(parts: int, max_batch: int) -> int:
-    """Columns of a (parts, width) tensor that holds the plan's tables: from the front the work
-    items, 4 * (parts + b); from the back part_begin, parts + 1, and the planned lengths, b."""
-    return -(-(4 * (parts + max_batch) + max_batch + parts + 1) // parts)
-
-
-def _metadata_capacity(metadata: torch.Tensor) -> int:
-    """Sequences that a metadata tensor has room for."""
-    parts, width = metadata.shape
-    return (parts * width - (parts + 1) - 4 * parts) // 5
-
-
-def _new_workspace(like: torch.Tensor, parts: int, rows_pad: int) -> Pair:
-    """Partial results: fp32 (2 * parts, rows_pad, 512) and (2 * parts, rows_pad)."""
-    return (
-        like.new_empty((2 * parts, rows_pad, KV_LORA_RANK), dtype=torch.float32),
-        like.new_empty((2 * parts, rows_pad), dtype=torch.float32),
-    )
-
-
-@functools.lru_cache(maxsize=16)
-def _kept_workspace(device: torch.device, stream: int, parts: int, rows_pad: int) -> Pair:
-    """Partial results of one stream."""
-    return _new_workspace(torch.empty(0, device=device), parts, rows_pad)
-
-
-def _stream_of(device: torch.device) -> int | None:
-    """Handle of the current stream; None while it is being captured."""
-    if device.type != "cuda":
-        return 0
-    if launch.capturing(device):
-        return None
-    return torch._C._cuda_getCurrentRawStream(device.index)
-
-
-def _workspace(metadata: torch.Tensor, stream: int | None, parts: int, rows_pad: int) -> Pair:
-    """The stream's workspace; under capture a fresh one, which lives in the graph's memory."""
-    if stream is None:
-        return _new_workspace(metadata, parts, rows_pad)
-    return _kept_workspace(metadata.device, stream, parts, rows_pad)
-
-
-class _PairPlan(plans.DecodePlan):
-    """A plan over a pair's memory, planned before anyone knew the block table."""
-
-    _STALE = (
-        "tile_scheduler_metadata",
-        "call get_mla_metadata(..., out=) after the lengths change",
-    )
-
-    def can_split(self) -> bool:
-        return self.num_parts > 1
-
-    def _compare(self, cache_seqlens: torch.Tensor) -> None:
-        """Compares the batch, then as every plan the lengths.
-
-        The pair's memory has room for any batch up to ``max_batch``, so the one that was planned
-        cannot be told by shapes; it is that of the last item of the work list.
-        """
-        last = int(self.part_begin[-1]) - 1
-        planned = int(self.work_items[last, 0]) + 1 if 0 <= last < len(self.work_items) else 0
-        if planned != self.batch:
-            name, _ = self._STALE
-            hint = "call get_mla_metadata(..., out=) after the batch changes"
-            checks.value_error(name, f"one made for b = {self.batch} sequences", planned, hint)
-        super()._compare(cache_seqlens)
-
-
-class _Tables(NamedTuple):
-    """Where a metadata tensor holds the plan's tables."""
-
-    work_items: torch.Tensor
-    part_begin: torch.Tensor
-    planned_seqlens: torch.Tensor
-
-
-def _tables(metadata: torch.Tensor, batch: int) -> _Tables:
-    """The tables of a plan for ``batch`` sequences; the work list with all the room there is."""
-    flat, parts = metadata.view(-1), metadata.shape[0]
-    tail, room = flat.shape[0] - (parts + 1), parts + _metadata_capacity(metadata)
-    items = flat[: 4 * room].view(room, 4)
-    return _Tables(items, flat[tail:], flat[tail - batch : tail])
-
-
-def _plan(
-    metadata: torch.Tensor, num_splits: torch.Tensor, batch: int, num_heads: int, s_q: int,
-    page_size: int, max_pages: int, stream: int | None,
-) -> plans.DecodePlan:  # fmt: skip
-    """A ``DecodePlan`` over the checked pair's memory."""
-    num_heads, s_q = checks.num_heads(num_heads), checks.s_q(s_q)
-    page_size = checks.page_size(page_size)
-    max_pages = checks.integer("max_pages", max_pages, 1)
-    parts, rows = metadata.shape[0], num_heads * s_q
-    pipeline, row_tile = dispatch.choose(metadata.device, num_heads, s_q, page_size)
-    rows_pad = -(-rows // row_tile) * row_tile
-    o_accum, lse_accum = _workspace(metadata, stream, parts, rows_pad)
-    return _PairPlan(
-        **_tables(metadata, batch)._asdict(),
-        split_begin=num_splits,
-        o_accum=o_accum,
-        lse_accum=lse_accum,
-        batch=batch,
-        num_heads=num_heads,
-        s_q=s_q,
-        page_size=page_size,
-        max_pages=max_pages,
-        num_parts=parts,
-        pipeline=pipeline,
-        row_tile=row_tile,
-        fixed_overhead=plans.DEFAULT_FIXED_OVERHEAD,
-        check_stale=env.CHECK_PLAN.enabled(),
-    )
-
-
-_plans: dict[tuple[object, ...], plans.DecodePlan] = {}
-KEPT_PLANS = 64  # a few per captured batch size; each holds a metadata tensor
-
-
-def _kept_plan(
-    metadata: torch.Tensor, num_splits: torch.Tensor, batch: int, num_heads: int, s_q: int,
-    page_size: int, max_pages: int,
-) -> plans.DecodePlan:  # fmt: skip
-    """The pair's plan, checked and made once for all layers of a step.
-
-    A kept plan holds the pair's memory, so addresses in the key cannot have become other tensors';
-    what else could lie there are other views of the same memory.  Under capture plans are not kept:
-    their workspace is the graph's.
-    """
-    stream = _stream_of(metadata.device)
-    key = (
-        metadata.data_ptr(), num_splits.data_ptr(), metadata.shape, batch, num_heads, s_q,
-        page_size, max_pages, stream,
-    )  # fmt: skip
-    plan = _plans.get(key)
-    if (
-        plan is not None
-        and metadata.dtype is num_splits.dtype is torch.int32
-        and metadata.is_contiguous()
-        and num_splits.is_contiguous()
-        and num_splits.shape == (batch + 1,)
-    ):
-        return plan
-    _check_pair(metadata, num_splits, batch, metadata.device)
-    plan = _plan(metadata, num_splits, batch, num_heads, s_q, page_size, max_pages, stream)
-    if stream is not None:
-        if len(_plans) >= KEPT_PLANS:
-            _plans.clear()
-        _plans[key] = plan
-    return plan
-
-
-def _check_pair(
-    metadata: torch.Tensor, num_splits: torch.Tensor, batch: int, device: torch.device
-) -> None:
-    name = "tile_scheduler_metadata"
-    for label, value in ((name, metadata), ("num_splits", num_splits)):
-        if not isinstance(value, torch.Tensor):
-            checks.type_error(label, "an int32 tensor of get_mla_metadata", type(value).__name__)
-    checks.tensor(name, metadata, (torch.int32,), ("num_sm_parts", "width"), device)
-    checks.contiguous(name, metadata)
-    checks.tensor("num_splits", num_splits, (torch.int32,), (batch + 1,), device)
-    checks.contiguous("num_splits", num_splits)
-    room = _metadata_capacity(metadata) if metadata.shape[0] else -1
-    if batch > room:
-        checks.value_error(
-            name, f"room for {batch} sequences", f"room for {max(room, 0)}",
-            "make it by get_mla_metadata(..., max_batch=the largest batch)",
-        )  # fmt: skip
-
-
-def _pair(name: str, value: Any) -> Pair:
-    if not isinstance(value, (tuple, list)) or len(value) != 2:
-        got = f"{len(value)} values" if isinstance(value, (tuple, list)) else type(value).__name__
-        checks.type_error(name, "a pair of tensors", got)
-    return value[0], value[1]
 
 
 def get_mla_metadata(
@@ -280,31 +108,7 @@ def get_mla_metadata(
     rows = checks.integer("num_heads_per_head_k", num_heads_per_head_k, 1, MAX_ROWS, hint)
     checks.integer("num_heads_k", num_heads_k, 1, 1, "MLA shares one latent among all heads")
     checks.integer("max_batch", max_batch, 1)
-    device, batch = cache_seqlens.device, cache_seqlens.shape[0]
-    if out is None:
-        _, row_tile = dispatch.choose(device, rows, 1, _FLAT_PAGES[0])
-        parts = plans.default_num_parts(device, rows, row_tile)
-        if batch > max_batch:
-            checks.value_error(
-                "cache_seqlens", f"at most max_batch = {max_batch} sequences", batch,
-                "pass a larger max_batch",
-            )  # fmt: skip
-        shape = (parts, _metadata_width(parts, max_batch))
-        out = (
-            cache_seqlens.new_zeros(shape, dtype=torch.int32),
-            cache_seqlens.new_zeros(batch + 1, dtype=torch.int32),
-        )
-    metadata, num_splits = _pair("out", out)
-    _check_pair(metadata, num_splits, batch, device)
-    if batch:
-        tables, overhead = _tables(metadata, batch), plans.DEFAULT_FIXED_OVERHEAD
-        longest = (plans.MAX_COST // batch - overhead) * TOKEN_TILE  # the sum stays in 32 bits
-        traced = tracing.wanted(cache_seqlens, metadata, num_splits)
-        (torch.ops.snapmla.plan_update if traced else plans.launch_plan)(
-            cache_seqlens, tables.work_items, tables.part_begin, num_splits,
-            tables.planned_seqlens, min(longest, _MOST_TOKENS), overhead, 0,
-        )  # fmt: skip
-    return metadata, num_splits
+    return planned_pair(cache_seqlens, rows, max_batch, out)
 
 
 _DECODE_NAMES = {
@@ -427,7 +231,7 @@ def _quick_decode(call: Call) -> tuple[Any, ...] | None:
         and launch.none_negative(*query, *pool, block_table, cache_seqlens, out, lse)
     ):
         return None
-    plan = _kept_plan(*pair, b, heads, s_q, page_size, block_table.shape[1])
+    plan = kept_plan(*pair, b, heads, s_q, page_size, block_table.shape[1])
     if not (out is lse is None or _lie_apart(query, pool, plan, out, lse)):
         return None
     if launch.several_gpus() and not launch.all_on(
@@ -448,7 +252,7 @@ _APART = overlap.Apart()
 def _lie_apart(
     query: Triple,
     pool: Triple,
-    plan: plans.DecodePlan,
+    plan: DecodePlan,
     out: torch.Tensor | None,
     lse: torch.Tensor | None,
 ) -> bool:
@@ -492,7 +296,7 @@ def _check_decode(call: Call, head_dim_v: int) -> None:
 
 def _primary(
     query: Triple, pool: Triple, block_table: torch.Tensor, pair: Pair, head_dim_v: int
-) -> tuple[QuantizedQuery, PagedKVCache, plans.DecodePlan | None]:
+) -> tuple[QuantizedQuery, PagedKVCache, DecodePlan | None]:
     """Query, cache and plan (None for an empty batch) as the primary API knows them."""
     (q_nope, q_rope, q_scale), (lora, rope, k_scale) = query, pool
     checks.integer("head_dim_v", head_dim_v, KV_LORA_RANK, KV_LORA_RANK)
@@ -507,14 +311,14 @@ def _primary(
             checks.value_error("q_scale", wanted, tuple(q_scale.shape))
     q = QuantizedQuery(q_nope, q_rope, q_scale)
     cache = PagedKVCache.from_tensors(lora[:, :, 0], rope[:, :, 0], k_scale[:, :, 0, 0])
-    _check_pair(*pair, q.batch, q.device)
+    check_pair(*pair, q.batch, q.device)
     checks.block_table(block_table, q.batch, q.device)
     if not q.batch:
         return q, cache, None
     shape = (q.batch, q.num_heads, q.s_q, cache.page_size, block_table.shape[1])
     if tracing.wanted(*pair):  # not one to keep: its memory is the tracer's
-        return q, cache, _plan(*pair, *shape, None)
-    return q, cache, _kept_plan(*pair, *shape)
+        return q, cache, make_plan(*pair, *shape, None)
+    return q, cache, kept_plan(*pair, *shape)
 
 
 def _four_d(name: str, value: object, last: int) -> None:
@@ -754,7 +558,7 @@ def dequantize_ckv_fused_indexed(
         checks.tensor("indices", indices, (torch.int32,), ("n",), cache.device)
         flat = None
         if out is not None:
-            first, second = _pair("out", out)
+            first, second = pair_of("out", out)
             n = indices.shape[0]
             checks.tensor("out[0]", first, checks.FLOATS, (n, 1, KV_LORA_RANK), cache.device)
             checks.tensor("out[1]", second, checks.FLOATS, (n, 1, QK_ROPE_HEAD_DIM), cache.device)

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from dsl_kernels.dims import KV_LORA_RANK, TOKEN_TILE
+from dsl_kernels.dims import KV_LORA_RANK
 from dsl_kernels.spec import VariantSpec
 from snapmla import checks, dispatch, env, launch, plan_text, runtime, tracing
 
@@ -74,6 +74,7 @@ class DecodePlan(launch.OverTensors):
             ``max_pages * page_size`` tokens.
         num_parts: CTAs (or clusters) per row block that share the tokens.
         pipeline, row_tile: which decode kernel the plan is for.
+        token_tile: tokens of that kernel's KV tile, in which the plan counts.
         fixed_overhead: cost of one item beside its tiles, in tiles.
         split_tiles: tiles of a piece with fixed splits, 0 without.
         check_stale: whether ``decode`` compares its lengths with the planned ones.
@@ -107,6 +108,7 @@ class DecodePlan(launch.OverTensors):
     num_parts: int
     pipeline: str
     row_tile: int
+    token_tile: int
     fixed_overhead: int
     split_tiles: int = 0
     check_stale: bool = False
@@ -189,8 +191,8 @@ class DecodePlan(launch.OverTensors):
         """``may_split`` without remembering it (for tracers)."""
         tokens = self.max_pages * self.page_size
         if self.split_tiles:
-            return tokens > self.split_tiles * TOKEN_TILE
-        return self.num_parts > 1 and tokens > TOKEN_TILE
+            return tokens > self.split_tiles * self.token_tile
+        return self.num_parts > 1 and tokens > self.token_tile
 
     @property
     def workspace_bytes(self) -> int:
@@ -209,22 +211,19 @@ class DecodePlan(launch.OverTensors):
         Raises:
             TypeError, ValueError: ``cache_seqlens`` is not what the plan was made for.
         """
+        arguments = (
+            cache_seqlens, self.work_items, self.part_begin, self.split_begin,
+            self.planned_seqlens, self.max_pages * self.page_size, self.token_tile,
+            self.fixed_overhead, self.split_tiles,
+        )  # fmt: skip
         if tracing.wanted(cache_seqlens, self):
             if not tracing.by_dynamo():
                 checks.lengths(cache_seqlens, self.batch, self.device)
-            torch.ops.snapmla.plan_update(
-                cache_seqlens, self.work_items, self.part_begin, self.split_begin,
-                self.planned_seqlens, self.max_pages * self.page_size, self.fixed_overhead,
-                self.split_tiles,
-            )  # fmt: skip
+            torch.ops.snapmla.plan_update(*arguments)
             return self
         checks.lengths(cache_seqlens, self.batch, self.device)
         if self.batch:
-            launch_plan(
-                cache_seqlens, self.work_items, self.part_begin, self.split_begin,
-                self.planned_seqlens, self.max_pages * self.page_size, self.fixed_overhead,
-                self.split_tiles,
-            )  # fmt: skip
+            launch_plan(*arguments)
         return self
 
     def check(self, cache_seqlens: torch.Tensor) -> None:
@@ -297,13 +296,14 @@ def launch_plan(
     split_begin: torch.Tensor,
     planned_seqlens: torch.Tensor,
     max_tokens: int,
+    token_tile: int,
     fixed_overhead: int,
     split_tiles: int,
 ) -> None:
     """Launches the planning kernel on checked arguments."""
     _plan_kernel(cache_seqlens.device)(
         cache_seqlens, work_items, part_begin, split_begin, planned_seqlens, max_tokens,
-        TOKEN_TILE, fixed_overhead, split_tiles,
+        token_tile, fixed_overhead, split_tiles,
     )  # fmt: skip
 
 
@@ -323,9 +323,9 @@ def _sm_count(device: torch.device) -> int:
     return SOFTGPU_SMS
 
 
-def default_num_parts(device: torch.device, rows: int, row_tile: int) -> int:
+def default_num_parts(device: torch.device, rows: int, spec: VariantSpec) -> int:
     """Parts that fill the device: SMs / (row blocks * CTAs per block), at least 1."""
-    return dispatch.parts_of(_sm_count(device), rows, row_tile)
+    return dispatch.parts_of(_sm_count(device), rows, spec)
 
 
 def plan_decode(
@@ -354,11 +354,12 @@ def plan_decode(
         pipeline: ``etap`` or ``dual_wg``; None lets the dispatcher choose.
         row_tile: query rows per CTA or cluster (16, 32, 64, 128); None lets the dispatcher choose
             (``snapmla.explain`` lists the candidates).
-        fixed_overhead: cost of starting an item, in 64-token tiles.
+        fixed_overhead: cost of starting an item, in token tiles (of 64 tokens).
         fixed_split_tokens: batch-invariant mode.  Every sequence is cut after each so many tokens
-            (a multiple of 64), whatever else is in the batch, and its pieces are merged in order:
-            a request's result has the same bits alone and in any batch.  The workspace then grows
-            with b * ceil(max_pages * page_size / fixed_split_tokens); see ``workspace_bytes``.
+            (a multiple of the token tile, 64), whatever else is in the batch, and its pieces are
+            merged in order: a request's result has the same bits alone and in any batch.  The
+            workspace then grows with
+            b * ceil(max_pages * page_size / fixed_split_tokens); see ``workspace_bytes``.
             None cuts for balance.
         check_stale: debug switch: ``decode`` compares its lengths with those of the last
             ``update_`` and raises ValueError if they differ (this waits for the device; not while a
@@ -388,17 +389,16 @@ def plan_decode(
         checks.flag("check_stale", check_stale)
     max_pages = checks.integer("max_pages", max_pages, 1, 2**31 // page_size - 1)
     rows, device, batch = num_heads * s_q, cache_seqlens.device, cache_seqlens.shape[0]
-    pipeline, row_tile = dispatch.choose(
-        device, num_heads, s_q, page_size, pipeline=pipeline, row_tile=row_tile
-    )
+    spec = dispatch.choose(device, num_heads, s_q, page_size, pipeline=pipeline, row_tile=row_tile)
+    row_tile, token_tile = spec.row_tile, spec.token_tile
     if num_parts is None:
-        num_parts = default_num_parts(device, rows, row_tile)
+        num_parts = default_num_parts(device, rows, spec)
     checks.integer("num_parts", num_parts, 1, 65535)
     if fixed_overhead is None:
         fixed_overhead = DEFAULT_FIXED_OVERHEAD
     checks.integer("fixed_overhead", fixed_overhead, 0, 1 << 16)
-    max_tiles = -(-max_pages * page_size // TOKEN_TILE)
-    split_tiles = _split_tiles(fixed_split_tokens)
+    max_tiles = -(-max_pages * page_size // token_tile)
+    split_tiles = _split_tiles(fixed_split_tokens, token_tile)
     rows_pad = -(-rows // row_tile) * row_tile
     items, slots = num_parts + batch, 2 * num_parts
     pieces = -(-max_tiles // split_tiles) if split_tiles else 1
@@ -440,8 +440,9 @@ def plan_decode(
         page_size=page_size,
         max_pages=max_pages,
         num_parts=num_parts,
-        pipeline=pipeline,
+        pipeline=spec.pipeline,
         row_tile=row_tile,
+        token_tile=token_tile,
         fixed_overhead=fixed_overhead,
         split_tiles=split_tiles,
         check_stale=env.CHECK_PLAN.enabled() if check_stale is None else bool(check_stale),
@@ -449,14 +450,14 @@ def plan_decode(
     return plan.update_(cache_seqlens)
 
 
-def _split_tiles(fixed_split_tokens: int | None) -> int:
+def _split_tiles(fixed_split_tokens: int | None, token_tile: int) -> int:
     """Tiles of a fixed piece, 0 without; checks the argument."""
     if fixed_split_tokens is None:
         return 0
-    checks.integer("fixed_split_tokens", fixed_split_tokens, TOKEN_TILE, 1 << 30)
-    if fixed_split_tokens % TOKEN_TILE:
-        near = round(fixed_split_tokens / TOKEN_TILE) * TOKEN_TILE
+    checks.integer("fixed_split_tokens", fixed_split_tokens, token_tile, 1 << 30)
+    if fixed_split_tokens % token_tile:
+        near = round(fixed_split_tokens / token_tile) * token_tile
         hint = f"the nearest is {near}"
-        wanted = f"a multiple of {TOKEN_TILE}"
+        wanted = f"a multiple of {token_tile}"
         checks.value_error("fixed_split_tokens", wanted, fixed_split_tokens, hint)
-    return fixed_split_tokens // TOKEN_TILE
+    return fixed_split_tokens // token_tile

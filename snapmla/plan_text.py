@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from dsl_kernels.dims import TOKEN_TILE
 from snapmla import checks
 
 if TYPE_CHECKING:
@@ -35,7 +34,7 @@ def explain(plan: DecodePlan, limit: int) -> str:
         f"pipeline {plan.pipeline}, row tile {plan.row_tile}, on {plan.device}",
         _rule(plan),
         f"{len(items)} items in {len(busy)} of {plan.num_parts} parts; an item costs its "
-        f"{TOKEN_TILE}-token tiles + {plan.fixed_overhead}",
+        f"{plan.token_tile}-token tiles + {plan.fixed_overhead}",
     ]
     if busy:
         mean = sum(costs) / plan.num_parts
@@ -80,7 +79,7 @@ def _damage(
 
 def _rule(plan: DecodePlan) -> str:
     if plan.split_tiles:
-        size = plan.split_tiles * TOKEN_TILE
+        size = plan.split_tiles * plan.token_tile
         return f"every sequence is cut after each {size} tokens (batch-invariant)"
     return "sequences are cut so that the costliest part costs as little as possible"
 

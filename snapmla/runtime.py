@@ -150,8 +150,7 @@ def load(artifact: Artifact, device_type: str) -> Kernel:
 
         record = _record(artifact.directory, artifact.name) or {}
         names = softgpu.Names(
-            tuple(a["name"] for a in record.get("arguments") or ()),
-            tuple((name, at) for name, at in record.get("shared_plan") or ()),
+            _names(record), tuple((name, at) for name, at in record.get("shared_plan") or ())
         )
         return softgpu.load(artifact.obj, artifact.ptx, artifact.symbol, names=names)
     if artifact.library is None:
@@ -173,6 +172,21 @@ def load(artifact: Artifact, device_type: str) -> Kernel:
     # another Python thread must not come between them.  Holding on is 80 ns faster, too.
     function.release_gil = False
     return function
+
+
+def argument_names(spec: VariantSpec) -> tuple[str, ...]:
+    """Names of a built variant's arguments, in ABI order.  Raises VariantError if it is not built.
+
+    Host functions know the order; this is for tools, which call by name (``codegen.abi.ordered``).
+    """
+    artifact = find(spec)
+    if artifact is None:
+        raise VariantError(f"variant {spec.name} is not built")
+    return _names(_record(artifact.directory, artifact.name) or {})
+
+
+def _names(record: dict[str, Any]) -> tuple[str, ...]:
+    return tuple(argument["name"] for argument in record.get("arguments") or ())
 
 
 def find(spec: VariantSpec, directories: Iterable[Path] | None = None) -> Artifact | None:

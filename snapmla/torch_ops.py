@@ -9,7 +9,7 @@ watches, or stands in for tensors (``snapmla.tracing``), the public functions be
     quantize_q(q_nope, q_rope, granularity) -> (nope, rope, scale)
     quantize_q_out(q_nope, q_rope, granularity, nope!, rope!, scale!)
     plan_update(cache_seqlens, work_items!, part_begin!, split_begin!, planned_seqlens!, max_tokens,
-        fixed_overhead, split_tiles)
+        token_tile, fixed_overhead, split_tiles)
     decode(q_nope, q_rope, q_scale, content, rope?, scale?, block_table, cache_seqlens, work_items,
         part_begin, split_begin, o_accum!, lse_accum!, pipeline, row_tile, may_split,
         softmax_scale, causal, lse_factor, empty_lse, out_dtype) -> (out, lse)
@@ -56,8 +56,8 @@ SCHEMAS = (
     "quantize_q_out(Tensor q_nope, Tensor q_rope, str granularity, Tensor(a!) nope, "
     "Tensor(b!) rope, Tensor(c!) scale) -> ()",
     "plan_update(Tensor cache_seqlens, Tensor(a!) work_items, Tensor(b!) part_begin, "
-    "Tensor(c!) split_begin, Tensor(d!) planned_seqlens, int max_tokens, int fixed_overhead, "
-    "int split_tiles) -> ()",
+    "Tensor(c!) split_begin, Tensor(d!) planned_seqlens, int max_tokens, int token_tile, "
+    "int fixed_overhead, int split_tiles) -> ()",
     f"decode({_DECODE_ARGUMENTS}, ScalarType out_dtype) -> (Tensor, Tensor)",
     f"decode_out({_DECODE_ARGUMENTS}, Tensor(c!) out, Tensor(d!) lse) -> ()",
     f"fetch_dequant({_FETCH_ARGUMENTS}, ScalarType dtype) -> (Tensor, Tensor)",
@@ -96,6 +96,7 @@ def _quantize_q_out(
 
 def _plan_update(cache_seqlens: Tensor, *rest: Any) -> None:
     checks.lengths(cache_seqlens, rest[2].shape[0] - 1, rest[0].device)
+    checks.integer("token_tile", rest[5], 1)
     if cache_seqlens.shape[0]:
         plan.launch_plan(cache_seqlens, *rest)
 

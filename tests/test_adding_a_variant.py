@@ -118,5 +118,5 @@ def test_sentences_that_name_the_sizes() -> None:
     listed = PAGE.split("## 3. What no test can know")[1].split("Then `make docs`")[0]
     named = {name for name in re.findall(r"`([\w/.]+\.(?:py|md))`", listed)}
     words = re.compile(r"16,\s+32,\s+64\s+or\s+128")
-    pages = [ROOT / "README.md", ROOT / "docs" / "formats.md", *(ROOT / "snapmla").glob("*.py")]
+    pages = [ROOT / "README.md", ROOT / "docs" / "formats.md", *(ROOT / "snapmla").rglob("*.py")]
     assert named == {str(p.relative_to(ROOT)) for p in pages if words.search(p.read_text("utf-8"))}

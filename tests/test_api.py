@@ -6,6 +6,7 @@ Every cache starts as NaN bytes in all three tensors, tables end in absurd ids, 
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ import torch
 
 import snapmla
 from codegen import toolchain
+from dsl_kernels.spec import decode_spec
 from snapmla import PagedKVCache, QuantizedQuery, metrics, reference
 from snapmla.plan import default_num_parts
 from snapmla.testing import selfcheck
@@ -248,10 +250,13 @@ def test_empty_calls_return_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_parts_fill_the_device() -> None:
-    cpu = torch.device("cpu")
-    assert default_num_parts(cpu, 16, 16) == 4
-    assert default_num_parts(cpu, 128, 128) == 2  # a cluster of two CTAs
-    assert default_num_parts(cpu, 1024, 128) == 1
+    cpu, spec = (
+        torch.device("cpu"),
+        functools.partial(decode_spec, "etap", page_size=64, out_dtype="bf16"),
+    )
+    assert default_num_parts(cpu, 16, spec(16)) == 4
+    assert default_num_parts(cpu, 128, spec(128)) == 2  # a cluster of two CTAs
+    assert default_num_parts(cpu, 1024, spec(128)) == 1
 
 
 def test_selfcheck_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,20 +5,58 @@ from __future__ import annotations
 import dataclasses
 import json
 import types
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
 import snapmla
 from codegen import matrix, toolchain
+from dsl_kernels import registry
+from dsl_kernels.families import FAMILIES, Axis, Family
+from dsl_kernels.families.family import OUT_DTYPE
 from dsl_kernels.families.fp8_decode import PIPELINES, ROW_TILES
-from dsl_kernels.spec import VariantSpec
+from dsl_kernels.spec import VariantSpec, decode_spec
 from profiles import dispatch_data, roofline
 from profiles.shapes import DecodeShape
 from snapmla import dispatch
+from snapmla.dispatch import contest, costs
+from snapmla.dispatch.cards import Card
+from snapmla.dispatch.contest import Size
+from snapmla.dispatch.decode import REFERENCE, DecodeOp, Features, Problem
+from snapmla.dispatch.fp8_decode import FP8_DECODE
 from snapmla.errors import VariantError
 
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_remembered() -> Iterator[None]:
+    """What a test changes must not have been judged before, nor be remembered after it."""
+    for kept in (contest.judge, costs.costs_of):
+        kept.cache_clear()
+    yield
+    for kept in (contest.judge, costs.costs_of):
+        kept.cache_clear()
+
+
+def chosen(heads: int, s_q: int, page_size: int = 64, **wishes: Any) -> tuple[str, int]:
+    spec = dispatch.choose(CPU, heads, s_q, page_size, **wishes)
+    assert spec == decode_spec(spec.pipeline, spec.row_tile, page_size, "bf16")
+    return spec.pipeline, spec.row_tile
+
+
+def problem_of(rows: int, card: Card | None, out_dtype: str = "bf16", s_q: int = 1) -> Problem:
+    assert card is not None
+    return Problem(FP8_DECODE, rows // s_q, s_q, 64, out_dtype, card)
+
+
+def predict(
+    problem: Problem, pipeline: str, row_tile: int, batch: int, seqlen: int
+) -> tuple[float | None, str]:
+    spec = decode_spec(pipeline, row_tile, 64, problem.out_dtype)
+    return contest.predict(problem, spec, Size(batch, seqlen))
 
 
 @pytest.mark.parametrize(
@@ -28,13 +66,13 @@ CPU = torch.device("cpu")
 )  # fmt: skip
 def test_choice(heads: int, s_q: int, tile: int) -> None:
     """192 rows are three blocks of 64: 44 parts of 132 SMs, where two of 128 leave 33."""
-    assert dispatch.choose(CPU, heads, s_q, 64) == ("etap", tile)
+    assert chosen(heads, s_q) == ("etap", tile)
 
 
 def test_choice_obeys_wishes() -> None:
-    assert dispatch.choose(CPU, 16, 1, 64, pipeline="dual_wg") == ("dual_wg", 64)
-    assert dispatch.choose(CPU, 16, 1, 64, row_tile=64) == ("etap", 64)
-    assert dispatch.choose(CPU, 16, 1, 64, pipeline="dual_wg", row_tile=128) == ("dual_wg", 128)
+    assert chosen(16, 1, pipeline="dual_wg") == ("dual_wg", 64)
+    assert chosen(16, 1, row_tile=64) == ("etap", 64)
+    assert chosen(16, 1, pipeline="dual_wg", row_tile=128) == ("dual_wg", 128)
 
 
 def test_wishes_that_do_not_go_together() -> None:
@@ -49,28 +87,34 @@ def test_wishes_that_do_not_go_together() -> None:
 def test_no_kernel_for_the_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
     blackwell = dispatch.card_named("B200")
     assert blackwell is not None
-    monkeypatch.setattr(dispatch, "card_of", lambda device: blackwell)
-    monkeypatch.setattr(dispatch, "_has_kernel", lambda pipeline, arch: arch == "sm_90a")
-    dispatch.judge.cache_clear()
+    monkeypatch.setattr("snapmla.dispatch.calls.card_of", lambda device: blackwell)
+    monkeypatch.setattr(DecodeOp, "exists", lambda op, pipeline, arch: arch == "sm_90a")
     with pytest.raises(VariantError, match="^sm_100a: no decode kernel exists .* on sm_90a .*cpu"):
         dispatch.choose(CPU, 16, 1, 64)
-    dispatch.judge.cache_clear()
 
 
-def test_features_are_the_default_matrix() -> None:
-    """What pipelines declare is what ``make precompile`` builds, point by point."""
+def test_features_are_what_can_be_built() -> None:
+    """What pipelines declare is what their modules build, point by point, and all that is built."""
     if not toolchain.have_compiler():
         pytest.skip("needs nvidia-cutlass-dsl")
-    built = {p.spec.name for p in matrix.matrix("sm_90a", "decode_*") if p.reason is None}
-    assert set(dispatch.FEATURES) == set(PIPELINES)
+    family = FP8_DECODE.family
+    points = {
+        (pipeline, tile, page, out): registry.feasible(decode_spec(pipeline, tile, page, out))
+        for pipeline in FP8_DECODE.values("pipeline")
+        for tile in FP8_DECODE.values("row_tile")
+        for page in FP8_DECODE.values("page_size")
+        for out in FP8_DECODE.values("out_dtype")
+    }
     declared = {
-        dispatch.decode_spec(name, tile, page, out).name
-        for name, features in dispatch.FEATURES.items()
+        (name, tile, page, out)
+        for name, features in FP8_DECODE.features.items()
         for tile in features.row_tiles
         for page in features.page_sizes
         for out in features.out_dtypes
     }
-    assert declared == built
+    assert declared == {point for point, reason in points.items() if reason is None}
+    built = {p.spec for p in matrix.matrix("sm_90a", f"{family.op}_*") if p.reason is None}
+    assert built <= {decode_spec(*point) for point in declared}
 
 
 @pytest.mark.parametrize("card", [c.name for c in dispatch.cards()])
@@ -82,7 +126,8 @@ def test_roof_is_the_benchmarks_roof(card: str, heads: int, s_q: int) -> None:
     want = roofline.roof_us(shape.bytes(fmt), shape.flops, on_file, fmt)
     found = dispatch.card_named(card)
     assert found is not None
-    assert dispatch.roof_us(found, 32, 4096, heads * s_q) == pytest.approx(want, rel=1e-9)
+    roof = problem_of(heads * s_q, found, s_q=s_q).roof_us(Size(32, 4096))
+    assert roof == pytest.approx(want, rel=1e-9)
     assert found.source == ("measured" if card in ("H200", "H100 SXM") else "datasheet")
 
 
@@ -93,26 +138,24 @@ def test_model_fits_the_tables() -> None:
     assert card is not None and len(rows) > 50
     nameless = dataclasses.replace(card, name="")
     for row in rows:
-        problem = dispatch.Problem(row.rows, 1, 64, "bf16", nameless)
-        us, source = dispatch.predict(problem, row.pipeline, row.row_tile, row.batch, row.seqlen)
+        problem = problem_of(row.rows, nameless)
+        us, source = predict(problem, row.pipeline, row.row_tile, row.batch, row.seqlen)
         assert source == "model" and us is not None
         assert us == pytest.approx(row.us, rel=0.15), row
 
 
 def test_measured_points_override_the_model() -> None:
-    card = dispatch.card_named("H200")
-    assert card is not None
-    problem = dispatch.Problem(16, 1, 64, "bf16", card)
-    low, source = dispatch.predict(problem, "etap", 16, 16, 4096)
-    high, _ = dispatch.predict(problem, "etap", 16, 16, 8192)
+    problem = problem_of(16, dispatch.card_named("H200"))
+    low, source = predict(problem, "etap", 16, 16, 4096)
+    high, _ = predict(problem, "etap", 16, 16, 8192)
     assert source == "measured" and low is not None and high is not None
-    middle, source = dispatch.predict(problem, "etap", 16, 16, 6144)
+    middle, source = predict(problem, "etap", 16, 16, 6144)
     assert source == "measured" and middle == pytest.approx((low + high) / 2)
-    assert dispatch.predict(problem, "etap", 16, 17, 4096)[1] == "model"
+    assert predict(problem, "etap", 16, 17, 4096)[1] == "model"
     f32 = dataclasses.replace(problem, out_dtype="f32")
-    assert dispatch.predict(f32, "etap", 16, 16, 4096)[1] == "model"
+    assert predict(f32, "etap", 16, 16, 4096)[1] == "model"
     h100 = dataclasses.replace(problem, card=dispatch.card_named("H100"))
-    assert dispatch.predict(h100, "etap", 16, 16, 4096)[1] == "model"
+    assert predict(h100, "etap", 16, 16, 4096)[1] == "model"
 
 
 def test_h20_is_tensor_bound() -> None:
@@ -124,8 +167,8 @@ def test_h20_is_tensor_bound() -> None:
     times = {}
     for card in (h20, h100):
         for rows in (16, 64):
-            problem = dispatch.Problem(rows, 1, 64, "bf16", card)
-            times[card.name, rows] = dispatch.predict(problem, "etap", rows, 32, 16384)[0]
+            problem = problem_of(rows, card)
+            times[card.name, rows] = predict(problem, "etap", rows, 32, 16384)[0]
     assert times["H20", 64] / times["H20", 16] > times["H100 SXM", 64] / times["H100 SXM", 16]
 
 
@@ -135,7 +178,7 @@ def test_data_file_comes_from_the_tables() -> None:
     stale = (
         "the dispatcher's data are not those of the tables: run `python -m profiles.dispatch_data`"
     )
-    assert json.loads(text)["tables"] == dispatch_data.read_tables()[0], stale
+    assert json.loads(text)["costs"][0]["tables"] == dispatch_data.read_tables()[0], stale
     assert text == dispatch_data.render(dispatch_data.make()), stale
 
 
@@ -158,7 +201,7 @@ def test_explain_lists_every_candidate() -> None:
 
 
 def test_explain_says_what_is_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    there = [dispatch.decode_spec("etap", 32, 64, "bf16")]
+    there = [decode_spec("etap", 32, 64, "bf16")]
     monkeypatch.setattr("snapmla.runtime.available", lambda: there)
     found = snapmla.explain(16, card="H200")
     assert {v.row_tile for v in found.verdicts if v.built} == {32}
@@ -177,17 +220,14 @@ def test_explain_of_wishes_cards_and_architectures() -> None:
 
 
 def test_explain_says_when_the_choice_loses_at_this_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = dispatch.predict
+    real = Problem.measured_us
 
-    def biased(problem, pipeline, row_tile, batch, seqlen):  # type: ignore[no-untyped-def]
-        us, source = real(problem, pipeline, row_tile, batch, seqlen)
-        quick = (pipeline, row_tile) == ("etap", 32) and batch == 1
-        return (0.5 * us if quick else us), source
+    def biased(problem: Problem, spec: VariantSpec, size: Size) -> float | None:
+        quick = (spec.pipeline, spec.row_tile) == ("etap", 32) and size.batch == 1
+        return 0.5 * problem.model_us(spec, size) if quick else real(problem, spec, size)
 
-    monkeypatch.setattr(dispatch, "predict", biased)
-    dispatch.judge.cache_clear()
+    monkeypatch.setattr(Problem, "measured_us", biased)
     found = snapmla.explain(16, batch=1, seqlen=4096, card="H200")
-    dispatch.judge.cache_clear()
     assert found.chosen is not None and found.chosen.row_tile == 16
     other = next(v for v in found.verdicts if (v.pipeline, v.row_tile) == ("etap", 32))
     assert other.reason is not None and "ask for it by row_tile and pipeline" in other.reason
@@ -198,7 +238,7 @@ def test_explain_of_a_tie() -> None:
     found = snapmla.explain(16, 4, card="H20")
     other = next(v for v in found.verdicts if (v.pipeline, v.row_tile) == ("dual_wg", 64))
     assert found.chosen is not None and found.chosen.us is not None and other.us is not None
-    assert (found.batch, found.seqlen) == (dispatch.REFERENCE_BATCH, dispatch.REFERENCE_SEQLEN)
+    assert (found.batch, found.seqlen) == REFERENCE
     assert found.chosen.pipeline == "etap" and other.us < found.chosen.us
     assert other.reason == "within 3 % of etap row_tile 64, nearer than the model can tell"
 
@@ -228,13 +268,13 @@ def test_card_of_a_device(
     """Figures of a card are claimed for that very card only."""
     properties = types.SimpleNamespace(name=name, multi_processor_count=sms)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(dispatch.runtime, "arch_of", lambda device: "sm_90a")
+    monkeypatch.setattr("snapmla.runtime.arch_of", lambda device: "sm_90a")
     dispatch.card_of.cache_clear()
     card = dispatch.card_of(torch.device("cuda", 3))
     dispatch.card_of.cache_clear()
     assert (card.name, card.sms, card.source) == (known or name, sms, source)
-    problem = dispatch.Problem(16, 1, 64, "bf16", card)
-    measured = dispatch.predict(problem, "etap", 16, 32, 16384)[1] == "measured"
+    problem = problem_of(16, card)
+    measured = predict(problem, "etap", 16, 32, 16384)[1] == "measured"
     assert measured == (name == "NVIDIA H200")
 
 
@@ -243,14 +283,19 @@ def test_unknown_devices_are_not_taken_for_known_ones(name: str) -> None:
     assert dispatch.card_named(name) is None
 
 
+def _h200_costs() -> costs.Costs:
+    found = costs.costs_of("decode", "sm_90a")
+    assert found is not None
+    return found
+
+
 def test_a_pipeline_nobody_measured_comes_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    costs = dict(dispatch._costs())
-    costs["tiles"] = {k: v for k, v in costs["tiles"].items() if k != ("etap", 16)}
-    costs["measured"] = {k: v for k, v in costs["measured"].items() if k[:2] != ("etap", 16)}
-    monkeypatch.setattr(dispatch, "_costs", lambda: costs)
-    dispatch.judge.cache_clear()
+    known = _h200_costs()
+    tiles = {k: v for k, v in known.tiles.items() if k != ("etap", 16)}
+    points = {k: v for k, v in known.points.items() if k[:2] != ("etap", 16)}
+    fewer = dataclasses.replace(known, tiles=tiles, points=points)
+    monkeypatch.setattr("snapmla.dispatch.decode.costs_of", lambda op, arch: fewer)
     found = snapmla.explain(16, card="H200")
-    dispatch.judge.cache_clear()
     assert found.chosen is not None and found.chosen.row_tile == 32
     unknown = next(v for v in found.verdicts if (v.pipeline, v.row_tile) == ("etap", 16))
     assert unknown.us is None and unknown.reason == "nothing is known of its time"
@@ -260,14 +305,11 @@ def test_a_pipeline_nobody_measured_comes_last(monkeypatch: pytest.MonkeyPatch) 
 def test_ties_go_to_the_first_pipeline(
     monkeypatch: pytest.MonkeyPatch, advantage: float, winner: str
 ) -> None:
-    def us(problem, pipeline, row_tile, batch, seqlen):  # type: ignore[no-untyped-def]
-        return (100.0 if pipeline == "etap" else 100.0 / advantage), "model"
+    def us(problem: Problem, spec: VariantSpec, size: Size) -> float:
+        return 100.0 if spec.pipeline == "etap" else 100.0 / advantage
 
-    monkeypatch.setattr(dispatch, "predict", us)
-    dispatch.judge.cache_clear()
-    chosen = dispatch.choose(CPU, 64, 1, 64)
-    dispatch.judge.cache_clear()
-    assert chosen[0] == winner
+    monkeypatch.setattr(Problem, "model_us", us)
+    assert chosen(64, 1)[0] == winner
 
 
 def test_slow_memory_bounds_the_model() -> None:
@@ -275,8 +317,8 @@ def test_slow_memory_bounds_the_model() -> None:
     card = dispatch.card_named("H100")
     assert card is not None
     slow = dataclasses.replace(card, name="", read_gbs=500.0)
-    us, _ = dispatch.predict(dispatch.Problem(16, 1, 64, "bf16", slow), "etap", 16, 32, 16384)
-    floor = 32 * 16384 * 644 / (500e9 * dispatch._costs()["read_fraction"]) * 1e6
+    us, _ = predict(problem_of(16, slow), "etap", 16, 32, 16384)
+    floor = 32 * 16384 * 644 / (500e9 * _h200_costs().read_fraction) * 1e6
     assert us is not None and floor < us < 1.05 * floor
 
 
@@ -286,22 +328,84 @@ def test_more_blocks_than_sms_take_waves() -> None:
     times = []
     for sms in (64, 16):
         small = dataclasses.replace(card, name="", sms=sms)
-        problem = dispatch.Problem(128, 8, 64, "bf16", small)
-        times.append(dispatch.predict(problem, "etap", 16, 4, 4096)[0])
+        problem = problem_of(1024, small, s_q=8)
+        times.append(predict(problem, "etap", 16, 4, 4096)[0])
     assert times[0] is not None and times[1] is not None
     assert times[1] / times[0] == pytest.approx(4.0, rel=0.1)
 
 
 def test_a_pipeline_without_features_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "FEATURES", {"dual_wg": dispatch.FEATURES["dual_wg"]})
-    dispatch.judge.cache_clear()
+    monkeypatch.delitem(FP8_DECODE.features, "etap")  # type: ignore[arg-type]
     found = snapmla.explain(16, card="H200")
-    dispatch.judge.cache_clear()
     assert found.chosen is not None and found.chosen.pipeline == "dual_wg"
     assert "etap declares no features yet" in str(found)
 
 
 def test_parts_count_clusters() -> None:
     """A tile of 128 rows is a cluster of two CTAs; every row block has its own."""
-    assert [dispatch.parts_of(132, 128, tile) for tile in (32, 64, 128)] == [33, 66, 66]
-    assert dispatch.parts_of(132, 129, 128) == 33 and dispatch.parts_of(4, 1024, 128) == 1
+    spec = {tile: decode_spec("etap", tile, 64, "bf16") for tile in ROW_TILES}
+    assert [dispatch.parts_of(132, 128, spec[tile]) for tile in (32, 64, 128)] == [33, 66, 66]
+    assert dispatch.parts_of(132, 129, spec[128]) == 33
+    assert dispatch.parts_of(4, 1024, spec[128]) == 1
+
+
+# ---------------------------------------------------------------------------- another op
+
+
+TOY = Family(
+    "toy_decode",
+    (
+        Axis("pipeline", "", ("wide", "narrow")),
+        Axis("row_tile", "r", (16, 64), 64),
+        Axis("page_size", "p", (64,), 64),
+        OUT_DTYPE,
+        Axis("cluster", "c", (1,), 1, named=False),
+    ),
+    module=lambda arch, values: "toy" if arch == "sm_90a" else None,
+    points=lambda arch: iter(()),
+    token_tile=lambda arch, values: 128,
+)
+TOY_DECODE = DecodeOp(
+    TOY,
+    features={
+        "wide": Features((64,), "it is wide", "", (64,)),
+        "narrow": Features((16, 64), "any", "", (64,)),
+    },
+    token_bytes=1152,
+    tensor_cycles=lambda spec: 1000.0,
+    effective_tflops=lambda card: card.bf16_tflops,
+)
+TOY_COSTS = {
+    "op": "toy_decode", "card": "H200", "read_fraction": 0.9,
+    "tiles": [
+        {"pipeline": "wide", "row_tile": 64, "fixed_us": 10.0, "tile_us": 8.0},
+        {"pipeline": "narrow", "row_tile": 16, "fixed_us": 10.0, "tile_us": 3.0},
+    ],
+    "measured": [
+        {"pipeline": "wide", "row_tile": 64, "rows": 64, "batch": 32, "seqlen": 16384, "us": 999.0},
+    ],
+}  # fmt: skip
+
+
+def test_another_op_is_one_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Features and figures of a second op, and its block of costs, join the contest as they are."""
+    monkeypatch.setitem(FAMILIES, "toy_decode", TOY)
+    blocks = costs.data("decode_costs.json")["costs"]
+    monkeypatch.setattr(costs, "data", lambda name: {"costs": [TOY_COSTS, *blocks]})
+    card = dispatch.card_named("H200")
+    assert card is not None
+    problem = Problem(TOY_DECODE, 64, 1, 64, "bf16", card)
+    found = contest.explain(problem, REFERENCE)
+    assert [(v.pipeline, v.row_tile) for v in found.verdicts][:2] == [("wide", 64), ("narrow", 16)]
+    assert found.chosen is not None and (found.chosen.us, found.chosen.source) == (
+        999.0,
+        "measured",
+    )
+    # 32 * 128 tiles of 128 tokens on 132 SMs, each 8 us
+    model = problem.model_us(VariantSpec(op="toy_decode", pipeline="wide"), REFERENCE)
+    assert model == pytest.approx(10.0 + 32 * 128 / 132 * 8.0)
+    reasons = {(v.pipeline, v.row_tile): v.reason for v in found.verdicts}
+    assert reasons["wide", 16] == "wide has no row tile of 16: it is wide"
+    assert reasons["narrow", 64] == "nothing is known of its time"
+    assert f"{card.bf16_tflops:.0f} TFLOP/s (measured)" in str(found)
+    assert chosen(16, 1) == ("etap", 16)  # nothing of it reaches the FP8 cache's kernels

@@ -14,7 +14,8 @@ import torch
 import snapmla
 import snapmla.plan
 from codegen import toolchain
-from snapmla import attention, quant
+from dsl_kernels.families import fp8_decode
+from snapmla import attention, dispatch, metadata_pair, quant
 from snapmla import flash_mla_fp8 as names
 from snapmla.plan import PlanVariant
 from snapmla.testing import selfcheck
@@ -106,7 +107,7 @@ def test_decode_has_the_primary_bits(
     monkeypatch: pytest.MonkeyPatch, heads: int, s_q: int, lengths: tuple[int, ...], splits: bool
 ) -> None:
     monkeypatch.setattr("snapmla.plan.DEFAULT_FIXED_OVERHEAD", 1)  # so that short batches split
-    names._plans.clear()
+    metadata_pair._plans.clear()
     step = Step(lengths, heads, s_q)
     pair = step.metadata()
     assert (int(pair[1][-1]) > 0) == splits
@@ -190,16 +191,40 @@ def test_metadata_is_the_schedule() -> None:
     found = [tuple(flat[4 * i : 4 * i + 4]) for i in range(len(want.work_items))]
     assert found == want.work_items
     assert flat[-(parts + 1) :] == want.part_begin and splits.tolist() == want.split_begin
-    assert metadata.shape[1] == names._metadata_width(parts, 9)
-    assert names._metadata_capacity(metadata) >= 9
+    assert metadata.shape[1] == metadata_pair.width_for(parts, 9)
+    assert metadata_pair.capacity(metadata) >= 9
+
+
+def test_metadata_counts_in_the_tiles_of_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planned before the page size is known, run by the kernel that the page size picks."""
+    monkeypatch.setitem(fp8_decode.TOKEN_TILES, ("sm_90a", "etap"), 128)
+    lengths = torch.tensor([300, 0, 129, 700], dtype=torch.int32)
+    pair = names.get_mla_metadata(lengths, 16, 1)
+    parts = pair[0].shape[0]
+    want = plan_reference(lengths.tolist(), parts, 128, snapmla.plan.DEFAULT_FIXED_OVERHEAD)
+    for page_size in fp8_decode.PAGE_SIZES:
+        plan = metadata_pair.make_plan(*pair, 4, 16, 1, page_size, 5, None)
+        found = plan.work_items[: len(want.work_items)].tolist()
+        assert [tuple(item) for item in found] == want.work_items and plan.token_tile == 128
+        assert plan.split_begin.tolist() == want.split_begin
+
+
+@pytest.mark.parametrize("rows", [1, 16, 17, 40, 64, 128, 1000])
+def test_pages_do_not_change_a_pairs_kernel(rows: int) -> None:
+    """A pair knows the rows alone: parts and tiles must suit whatever pages come."""
+    wanted = metadata_pair.kernel_for(torch.device("cpu"), rows)
+    for page_size in fp8_decode.PAGE_SIZES:
+        found = dispatch.choose(torch.device("cpu"), rows, 1, page_size)
+        assert found == wanted.replace(page_size=page_size)
+        assert found.token_tile == wanted.token_tile
 
 
 @pytest.mark.parametrize("parts", [1, 2, 4, 33, 66, 132])
 @pytest.mark.parametrize("batch", [1, 7, 2048])
 def test_metadata_has_room(parts: int, batch: int) -> None:
     """Items and, from the back, part_begin and lengths never overlap; room for what was asked."""
-    metadata = torch.zeros(parts, names._metadata_width(parts, batch), dtype=torch.int32)
-    assert names._metadata_capacity(metadata) >= batch
+    metadata = torch.zeros(parts, metadata_pair.width_for(parts, batch), dtype=torch.int32)
+    assert metadata_pair.capacity(metadata) >= batch
     assert 4 * (parts + batch) + batch + parts + 1 <= metadata.numel()
 
 
@@ -208,7 +233,7 @@ def ints_of(metadata: torch.Tensor, batch: int) -> list[tuple[int, int]]:
     base = metadata.data_ptr()
     return sorted(
         ((t.data_ptr() - base) // 4, (t.data_ptr() - base) // 4 + t.numel())
-        for t in names._tables(metadata, batch)
+        for t in metadata_pair.tables_of(metadata, batch)
     )
 
 
@@ -217,7 +242,7 @@ def ints_of(metadata: torch.Tensor, batch: int) -> list[tuple[int, int]]:
 def test_a_full_metadata_tensor(parts: int, columns: int) -> None:
     """As many sequences as there is room for: tables side by side, and no room for one more."""
     metadata = torch.zeros(parts, columns * (8 if parts == 1 else 1), dtype=torch.int32)
-    room = names._metadata_capacity(metadata)
+    room = metadata_pair.capacity(metadata)
     spans = ints_of(metadata, room)
     assert spans[0][0] >= 0 and spans[-1][1] <= metadata.numel()
     assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(spans))
@@ -227,7 +252,7 @@ def test_a_full_metadata_tensor(parts: int, columns: int) -> None:
     lengths, splits = torch.ones(room, dtype=torch.int32), torch.zeros(room + 1, dtype=torch.int32)
     names.get_mla_metadata(lengths, 16, 1, out=(metadata, splits))
     want = plan_reference([1] * room, parts, 64, snapmla.plan.DEFAULT_FIXED_OVERHEAD)
-    items = names._tables(metadata, room).work_items[:room].tolist()
+    items = metadata_pair.tables_of(metadata, room).work_items[:room].tolist()
     assert [tuple(item) for item in items] == want.work_items
     more = torch.ones(room + 1, dtype=torch.int32)
     with pytest.raises(ValueError, match=f"expected room for {room + 1} .*got room for {room} "):
@@ -237,7 +262,7 @@ def test_a_full_metadata_tensor(parts: int, columns: int) -> None:
 def test_another_shape_at_the_same_address(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of the metadata are parts: the same memory in other rows is another schedule."""
     monkeypatch.setattr("snapmla.plan.DEFAULT_FIXED_OVERHEAD", 1)
-    names._plans.clear()
+    metadata_pair._plans.clear()
     step = Step((70, 250), 16, 1)
     pair = step.metadata()
     for parts in (4, 2):  # as many as the software GPU fills, then half
@@ -248,7 +273,7 @@ def test_another_shape_at_the_same_address(monkeypatch: pytest.MonkeyPatch) -> N
         assert int(own[1][-1]) == int(plan.split_begin[-1]) > 0
         out, lse = torch.full((2, 1, 16, 512), 7.0).bfloat16(), torch.full((2, 16, 1), 7.0)
         equal(step.decode(own, out=out, lse=lse), step.primary(plan=plan))
-    names._plans.clear()
+    metadata_pair._plans.clear()
 
 
 def test_append_and_fetch_have_the_primary_bits() -> None:
@@ -381,11 +406,11 @@ def test_out_and_lse_are_written_in_place() -> None:
 
 def test_workspace_is_kept() -> None:
     like = torch.zeros(1, dtype=torch.int32)
-    first = names._workspace(like, 0, 3, 16)
-    assert names._workspace(like, 0, 3, 16)[0] is first[0]
+    first = metadata_pair._workspace(like, 0, 3, 16)
+    assert metadata_pair._workspace(like, 0, 3, 16)[0] is first[0]
     for other in ((0, 4, 16), (0, 3, 32), (7, 3, 16), (None, 3, 16)):
-        assert names._workspace(like, *other)[0] is not first[0]
-    captured = [names._workspace(like, None, 3, 16)[0] for _ in range(2)]
+        assert metadata_pair._workspace(like, *other)[0] is not first[0]
+    captured = [metadata_pair._workspace(like, None, 3, 16)[0] for _ in range(2)]
     assert captured[0] is not captured[1]
 
 
@@ -474,7 +499,7 @@ def test_metadata_of_another_batch(
     out, lse = step.decode(pair, **results)
     if len(planned) > decoded:
         equal((out, lse), step.primary(out_dtype=torch.float32))
-    names._plans.clear()
+    metadata_pair._plans.clear()
     monkeypatch.setenv("SNAPMLA_CHECK_PLAN", "1")
     with pytest.raises(
         ValueError,
@@ -483,7 +508,7 @@ def test_metadata_of_another_batch(
     ):
         step.decode(pair)
     step.decode(step.metadata(out=pair))
-    names._plans.clear()
+    metadata_pair._plans.clear()
 
 
 def test_debug_mode_survives_garbage_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -499,7 +524,7 @@ def test_debug_mode_survives_garbage_metadata(monkeypatch: pytest.MonkeyPatch) -
 def test_lengths_beyond_the_block_table(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
     """The pair is made before the table's width is known: its splits are merged all the same."""
     monkeypatch.setattr("snapmla.plan.DEFAULT_FIXED_OVERHEAD", 0)
-    names._plans.clear()
+    metadata_pair._plans.clear()
     step = Step((190, 500), 16, 1)
     pair = step.metadata()
     assert int(pair[1][-1]) > 0
@@ -509,7 +534,7 @@ def test_lengths_beyond_the_block_table(monkeypatch: pytest.MonkeyPatch, width: 
     want, want_lse = step.primary(out_dtype=torch.float32)
     assert selfcheck.metrics.relative_l2(out, want) < 5e-3
     assert selfcheck.metrics.lse_error(lse, want_lse) < 1e-5
-    names._plans.clear()
+    metadata_pair._plans.clear()
 
 
 @pytest.mark.parametrize("batch", [128, 200])
@@ -555,9 +580,9 @@ def test_an_engines_call_takes_the_quick_way(monkeypatch: pytest.MonkeyPatch) ->
     want = step.primary()
     monkeypatch.setattr(names, "_checked_decode", lambda *_: pytest.fail("the long way"))
     made = []
-    real = names._plan
-    monkeypatch.setattr(names, "_plan", lambda *a: made.append(1) or real(*a))
-    names._plans.clear()
+    real = metadata_pair.make_plan
+    monkeypatch.setattr(metadata_pair, "make_plan", lambda *a: made.append(1) or real(*a))
+    metadata_pair._plans.clear()
     for _ in range(3):
         equal(step.decode(pair), want)
     assert len(made) == 1
@@ -648,16 +673,16 @@ def test_a_kept_plan_is_for_the_very_same_view() -> None:
     lengths = torch.ones(2, dtype=torch.int32)
     metadata, _ = names.get_mla_metadata(lengths, 16, 1)
     buffer = torch.zeros(9, dtype=torch.int32)
-    plan = names._kept_plan(metadata, buffer[:3], 2, 16, 1, 64, 4)
-    assert names._kept_plan(metadata.view(4, -1), buffer[:3], 2, 16, 1, 64, 4) is plan
+    plan = metadata_pair.kept_plan(metadata, buffer[:3], 2, 16, 1, 64, 4)
+    assert metadata_pair.kept_plan(metadata.view(4, -1), buffer[:3], 2, 16, 1, 64, 4) is plan
     rows, columns = metadata.shape
     others = (metadata.view(torch.float32), metadata.as_strided((rows, columns), (1, rows)))
     for other in others:
         with pytest.raises((TypeError, ValueError), match="^tile_scheduler_metadata: "):
-            names._kept_plan(other, buffer[:3], 2, 16, 1, 64, 4)
+            metadata_pair.kept_plan(other, buffer[:3], 2, 16, 1, 64, 4)
     for other in (buffer[:4], buffer[::2][:3], buffer[:3].view(torch.float32)):
         with pytest.raises((TypeError, ValueError), match="^num_splits: "):
-            names._kept_plan(metadata, other, 2, 16, 1, 64, 4)
+            metadata_pair.kept_plan(metadata, other, 2, 16, 1, 64, 4)
 
 
 @pytest.mark.parametrize("layout", ["paged", "row640"])
@@ -722,7 +747,7 @@ def test_under_torch_compile() -> None:
 
 def test_kept_plans_are_bounded() -> None:
     lengths = torch.ones(1, dtype=torch.int32)
-    names._plans.clear()
-    for width in range(1, names.KEPT_PLANS + 10):
-        names._kept_plan(*names.get_mla_metadata(lengths, 16, 1), 1, 16, 1, 64, width)
-        assert 0 < len(names._plans) <= names.KEPT_PLANS
+    metadata_pair._plans.clear()
+    for width in range(1, metadata_pair.KEPT_PLANS + 10):
+        metadata_pair.kept_plan(*names.get_mla_metadata(lengths, 16, 1), 1, 16, 1, 64, width)
+        assert 0 < len(metadata_pair._plans) <= metadata_pair.KEPT_PLANS

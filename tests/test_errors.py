@@ -17,6 +17,7 @@ import torch
 import snapmla
 from dsl_kernels.spec import VariantSpec
 from snapmla import PagedKVCache, QuantizedQuery, checks, dispatch, flash_mla_fp8, runtime
+from snapmla.dispatch.fp8_decode import FP8_DECODE
 from snapmla.errors import UnsupportedDeviceError, VariantError
 from snapmla.plan import DecodePlan
 from snapmla.testing.reference_plan import plan_reference
@@ -44,7 +45,7 @@ def plan(**changes: Any) -> DecodePlan:
         "o_accum": torch.zeros(8, rows, 512),
         "lse_accum": torch.zeros(8, rows),
         "batch": B, "num_heads": H, "s_q": S_Q, "page_size": P, "max_pages": WIDTH,
-        "num_parts": 4, "pipeline": "etap", "row_tile": 16, "fixed_overhead": 4,
+        "num_parts": 4, "pipeline": "etap", "row_tile": 16, "token_tile": 64, "fixed_overhead": 4,
     }  # fmt: skip
     return DecodePlan(**{**fields, **changes})
 
@@ -738,7 +739,7 @@ def test_planning_where_no_decode_kernel_exists(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(runtime, "arch_of", lambda device: "sm_100a")
     dispatch.card_of.cache_clear()
     try:
-        if any(dispatch._has_kernel(p, "sm_100a") for p in ("etap", "dual_wg")):
+        if any(FP8_DECODE.exists(p, "sm_100a") for p in FP8_DECODE.values("pipeline")):
             pytest.skip("sm_100a has a decode kernel by now")
         with pytest.raises(VariantError, match=r"sm_100a: no decode kernel.* on sm_90a .*cpu"):
             snapmla.plan_decode(**plan_arguments())

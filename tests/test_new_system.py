@@ -21,7 +21,7 @@ import softgpu
 from codegen import closure, compile, matrix, toolchain
 from dsl_kernels.families import ARCHS, FAMILIES
 from dsl_kernels.spec import VariantSpec
-from snapmla import selfcheck
+from snapmla.testing import selfcheck
 
 needs_compiler = pytest.mark.skipif(not toolchain.have_compiler(), reason="needs the compiler")
 BUILD = """

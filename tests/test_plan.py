@@ -6,6 +6,7 @@ All of it runs the compiled kernels on the software GPU.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import copy
 import dataclasses
 import itertools
@@ -18,13 +19,16 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import snapmla
 from codegen import toolchain
+from dsl_kernels import registry
 from dsl_kernels.dims import TOKEN_TILE
+from dsl_kernels.families import fp8_decode
 from dsl_kernels.spec import VariantSpec
 from snapmla import launch, runtime
-from snapmla.plan import MAX_COST, MAX_SLOTS
+from snapmla.plan import DEFAULT_FIXED_OVERHEAD, MAX_COST, MAX_SLOTS
 from snapmla.testing import selfcheck
 from snapmla.testing.reference_plan import plan_reference, tile_counts
 from softgpu.machine import Machine
@@ -242,6 +246,79 @@ def test_the_largest_batch_that_may_be_planned() -> None:
         want = plan_reference(lengths, parts, TOKEN_TILE, 6, tokens)
         found = run_plan_kernel(lengths, parts, 6, tokens, 0)
         assert found == (want.work_items, want.part_begin, want.split_begin, lengths)
+
+
+# ---------------------------------------------------------------------------- tiles of a kernel
+
+
+WIDE = 128
+
+
+@pytest.fixture
+def wide_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel that the dispatcher takes declares tiles of 128 tokens."""
+    monkeypatch.setitem(fp8_decode.TOKEN_TILES, ("sm_90a", "etap"), WIDE)
+
+
+class Watching(TorchDispatchMode):
+    """Watches, so that public functions become operators."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        return func(*args, **(kwargs or {}))
+
+
+def tables_of(plan: snapmla.DecodePlan) -> tuple[list[tuple[int, ...]], list[int], list[int]]:
+    items = [tuple(row) for row in plan.work_items.tolist()]
+    return items[: int(plan.part_begin[-1])], plan.part_begin.tolist(), plan.split_begin.tolist()
+
+
+@needs_kernels
+@pytest.mark.parametrize("watch", [contextlib.nullcontext, Watching], ids=["eager", "operator"])
+@pytest.mark.parametrize("split", [0, 3])
+def test_a_plan_counts_in_the_tiles_of_its_kernel(
+    wide_tiles: None, split: int, watch: type[contextlib.AbstractContextManager[object]]
+) -> None:
+    lengths, parts, tokens = [0, 1, 127, 128, 129, 5000, 700], 3, 320 * 16
+    plan = snapmla.plan_decode(
+        torch.tensor(lengths, dtype=torch.int32), 8, 1, page_size=16, max_pages=320,
+        num_parts=parts, fixed_split_tokens=split * WIDE or None,
+    )  # fmt: skip
+    assert plan.token_tile == WIDE and plan.split_tiles == split
+    for now in (lengths, [n + 64 for n in lengths]):
+        with watch():
+            plan.update_(torch.tensor(now, dtype=torch.int32))
+        want = plan_reference(now, parts, WIDE, DEFAULT_FIXED_OVERHEAD, tokens, split)
+        assert tables_of(plan) == (want.work_items, want.part_begin, want.split_begin)
+    rule = f"after each {split * WIDE} tokens" if split else "its 128-token tiles"
+    assert rule in plan.explain()
+
+
+@needs_kernels
+@pytest.mark.parametrize(("arch", "pipeline"), fp8_decode.MODULES)
+def test_declared_tiles_are_those_of_the_kernels(arch: str, pipeline: str) -> None:
+    spec = VariantSpec(op="decode", arch=arch, pipeline=pipeline)
+    assert spec.token_tile == registry.module(spec).TILE
+
+
+@pytest.mark.parametrize("name", ["merge_obf16_sm90a", "decode_dual_wg_r64_p64_obf16_sm100a"])
+def test_what_walks_no_tiles_has_none(name: str) -> None:
+    with pytest.raises(ValueError, match=f"^{name}: no kernel that walks a work list"):
+        _ = VariantSpec.from_name(name).token_tile
+
+
+@needs_kernels
+@pytest.mark.parametrize(("tokens", "split"), [(128, False), (144, True)])
+def test_capacities_count_in_tiles(wide_tiles: None, tokens: int, split: bool) -> None:
+    """128 tokens are one tile, which nobody can cut; a page more are two."""
+    lengths = torch.full((2,), tokens, dtype=torch.int32)
+    shape = {"page_size": 16, "max_pages": tokens // 16}
+    plan = snapmla.plan_decode(lengths, 8, 1, num_parts=4, fixed_overhead=0, **shape)
+    fixed = snapmla.plan_decode(lengths, 8, 1, fixed_split_tokens=WIDE, **shape)
+    assert plan.may_split == fixed.may_split == split
+    assert len(fixed.work_items) == 2 * (1 + split) and len(fixed.o_accum) == (4 if split else 1)
+    assert int(plan.split_begin[-1]) == int(fixed.split_begin[-1]) == (4 if split else 0)
+    with pytest.raises(ValueError, match=r"^fixed_split_tokens: expected a multiple of 128, got"):
+        snapmla.plan_decode(lengths, 8, 1, fixed_split_tokens=192, **shape)
 
 
 # ---------------------------------------------------------------------------- edges of a split

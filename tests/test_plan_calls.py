@@ -16,7 +16,7 @@ import torch
 import snapmla
 import softgpu
 from codegen import toolchain
-from snapmla import attention, env, flash_mla_fp8, launch, runtime
+from snapmla import attention, env, launch, metadata_pair, runtime
 from snapmla.plan import PlanVariant
 from snapmla.testing import selfcheck
 
@@ -266,5 +266,5 @@ def test_capture_is_asked_of_the_tensors_device(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: current[0] == 1)
     monkeypatch.setattr(launch, "several_gpus", lambda: True)
     assert [launch.capturing(torch.device("cuda", i)) for i in (0, 1)] == [False, True]
-    assert flash_mla_fp8._stream_of(torch.device("cpu")) == 0 and current == [0]
-    assert flash_mla_fp8._stream_of(torch.device("cuda", 1)) is None
+    assert metadata_pair._stream_of(torch.device("cpu")) == 0 and current == [0]
+    assert metadata_pair._stream_of(torch.device("cuda", 1)) is None

@@ -159,7 +159,9 @@ def test_waits_have_their_own_source_line(name: str) -> None:
         file, _, number = bench.kernel.program(bench.entry).kernel.source_of(ins).partition(":")
         [path] = SOURCES.rglob(file)
         text = path.read_text().splitlines()[int(number) - 1]
-        assert re.search(r"_wait\(|_acquire\(|\.wait_(full|empty)\(", text), f"{file}:{number}: {text}"
+        assert re.search(r"_wait\(|_acquire\(|\.wait_(full|empty)\(", text), (
+            f"{file}:{number}: {text}"
+        )
 
 
 @modes

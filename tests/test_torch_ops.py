@@ -258,7 +258,7 @@ def operator_calls(device: str, layout: str = "split") -> dict[str, tuple[Any, .
             layer.q_nope, layer.q_rope, "token_head", q.nope_u8.clone(), q.rope.clone(),
             q.scale.clone(),
         ),
-        "plan_update": (layer.lengths, *tables, WIDTH * PAGE, 4, 0),
+        "plan_update": (layer.lengths, *tables, WIDTH * PAGE, plan.token_tile, 4, 0),
         "decode": (*decode, torch.float32),
         "decode_out": (*decode, out, lse),
         "fetch_dequant": (*cache, layer.table, short, torch.float32),

@@ -55,6 +55,8 @@ class Family:
         module: (arch, values) -> kernel module that builds it, None if there is none.
         points: arch -> values of the default matrix, module or not.
         helper: prepares or finishes what the attention kernels do; runs on every arch.
+        token_tile: (arch, values) -> tokens of a KV tile, the unit of its work list; None of an op
+            that walks no work list.
     """
 
     op: str
@@ -62,6 +64,7 @@ class Family:
     module: Callable[[str, Values], str | None]
     points: Callable[[str], Iterator[Values]]
     helper: bool = True
+    token_tile: Callable[[str, Values], int] | None = None
 
     def axis(self, name: str) -> Axis | None:
         """The axis of that name, None if the op has none."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ..dims import TOKEN_TILE
 from .family import OUT_DTYPE, Axis, Family, Values
 
 PIPELINES = ("etap", "dual_wg")
@@ -28,6 +29,8 @@ MODULES = {
     ("sm_90a", "etap"): "dsl_kernels.sm90.fp8_etap",
     ("sm_90a", "dual_wg"): "dsl_kernels.sm90.fp8_dual_wg",
 }
+# Tokens of a KV tile: what a kernel walks, so what its plans are made of.
+TOKEN_TILES = dict.fromkeys(MODULES, TOKEN_TILE)
 # dual_wg is the paper's form, kept to be compared: slower everywhere (docs/performance.md)
 DEFAULT_PAGES = {"etap": PAGE_SIZES, "dual_wg": (64,)}
 
@@ -50,4 +53,5 @@ FAMILY = Family(
     module=lambda arch, values: MODULES.get((arch, values["pipeline"])),
     points=points,
     helper=False,
+    token_tile=lambda arch, values: TOKEN_TILES[arch, values["pipeline"]],
 )

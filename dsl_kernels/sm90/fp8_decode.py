@@ -241,33 +241,33 @@ class Fp8Decode:
             cute.arch.cluster_wait()
 
 
-def fake_args(spec: VariantSpec) -> list:
-    """Symbolic arguments of the exported function, in ABI order (docs/architecture.md)."""
+def fake_args(spec: VariantSpec) -> dict[str, Any]:
+    """Symbolic arguments of the exported function by name, in the order of ``__call__``."""
     names = ["b", "s_q", "h", "pages", "width", "n_items", "parts_plus_1", "slots", "rows_pad"]
     b, s_q, h, pages, width, items, parts1, slots, rows_pad = (
         compat.sym(name=name) for name in names
     )
     free = compat.sym64
-    return [
-        compat.contiguous(U8, (b, s_q, h, D)),
-        compat.contiguous(BF16, (b, s_q, h, R)),
-        compat.strided(Float32, (b, s_q, h), (free(), free(), free()), 4),
-        *compat.cache_fakes(pages, spec.page_size),
-        compat.strided(Int32, (b, width), (free(), 1), 4),
-        compat.vector(Int32, b),
-        compat.contiguous(Int32, (items, 4)),
-        compat.vector(Int32, parts1),
-        compat.vector(Int32, compat.sym(name="b_plus_1")),
-        compat.contiguous(compat.dtype(spec.out_dtype), (b, s_q, h, D)),
-        compat.contiguous(Float32, (b, h, s_q), 4),
-        compat.contiguous(Float32, (slots, rows_pad, D)),
-        compat.contiguous(Float32, (slots, rows_pad), 4),
-        Float32(1.0),
-        Int32(1),
-        Float32(1.0),
-        Float32(0.0),
-        Int32(1),
-    ]
+    return {
+        "q_nope": compat.contiguous(U8, (b, s_q, h, D)),
+        "q_rope": compat.contiguous(BF16, (b, s_q, h, R)),
+        "q_scale": compat.strided(Float32, (b, s_q, h), (free(), free(), free()), 4),
+        **compat.cache_fakes(pages, spec.page_size),
+        "block_table": compat.strided(Int32, (b, width), (free(), 1), 4),
+        "cache_seqlens": compat.vector(Int32, b),
+        "work_items": compat.contiguous(Int32, (items, 4)),
+        "part_begin": compat.vector(Int32, parts1),
+        "split_begin": compat.vector(Int32, compat.sym(name="b_plus_1")),
+        "out": compat.contiguous(compat.dtype(spec.out_dtype), (b, s_q, h, D)),
+        "lse": compat.contiguous(Float32, (b, h, s_q), 4),
+        "o_accum": compat.contiguous(Float32, (slots, rows_pad, D)),
+        "lse_accum": compat.contiguous(Float32, (slots, rows_pad), 4),
+        "softmax_scale": Float32(1.0),
+        "causal": Int32(1),
+        "lse_factor": Float32(1.0),
+        "empty_lse": Float32(0.0),
+        "may_split": Int32(1),
+    }
 
 
 def barriers(

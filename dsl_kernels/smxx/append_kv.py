@@ -100,14 +100,14 @@ def _append_kv(
                 )
 
 
-def build(spec: VariantSpec) -> tuple[Callable[..., Any], list[Any]]:
-    """(callable, fake arguments) of one variant; see ``registry``."""
+def build(spec: VariantSpec) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """(callable, fake arguments by name) of one variant; see ``registry``."""
     dt = compat.dtype(spec.in_dtype)
     n = compat.sym(name="n")
-    fakes = [
-        *compat.cache_fakes(),
-        compat.rows(dt, (n, KV_LORA_RANK)),
-        compat.rows(dt, (n, QK_ROPE_HEAD_DIM)),
-        compat.vector(compat.dtype(spec.index_dtype), n),
-    ]
+    fakes = {
+        **compat.cache_fakes(),
+        "c_kv": compat.rows(dt, (n, KV_LORA_RANK)),
+        "k_rope": compat.rows(dt, (n, QK_ROPE_HEAD_DIM)),
+        "slot_mapping": compat.vector(compat.dtype(spec.index_dtype), n),
+    }
     return append_kv, fakes

@@ -206,15 +206,17 @@ def _indices(
                 _store_token(loaded[i], sigma[i].bitcast(Float32), to, dt, valid[i])
 
 
-def build(spec: VariantSpec) -> tuple[Callable[..., Any], list[Any]]:
-    """(callable, fake arguments) of one variant; see ``registry``."""
+def build(spec: VariantSpec) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """(callable, fake arguments by name) of one variant; see ``registry``."""
     dt, i32 = compat.dtype(spec.in_dtype), compat.DTYPES["i32"]
     cache = compat.cache_fakes(page_size=compat.sym(MIN_PAGE, name="P"))
+    widths = {"out_nope": KV_LORA_RANK, "out_rope": QK_ROPE_HEAD_DIM}
     n = compat.sym(name="n")
     if spec.mode == "indices":
-        outs = [compat.rows(dt, (n, d)) for d in (KV_LORA_RANK, QK_ROPE_HEAD_DIM)]
-        return fetch_indices, [*cache, compat.vector(i32, n), *outs]
+        outs = {name: compat.rows(dt, (n, d)) for name, d in widths.items()}
+        return fetch_indices, {**cache, "indices": compat.vector(i32, n), **outs}
     b, max_len = compat.sym(name="b"), compat.sym(name="max_len")
     table = compat.strided(i32, (b, compat.sym(name="width")), (compat.sym64(), 1), align=4)
-    outs = [compat.rows(dt, (b, max_len, d)) for d in (KV_LORA_RANK, QK_ROPE_HEAD_DIM)]
-    return fetch_pages, [*cache, table, compat.vector(i32, b), *outs]
+    outs = {name: compat.rows(dt, (b, max_len, d)) for name, d in widths.items()}
+    lengths = compat.vector(i32, b)
+    return fetch_pages, {**cache, "block_table": table, "cache_seqlens": lengths, **outs}

@@ -336,18 +336,18 @@ def _combine(sums: Any, lane: Any) -> _Partial:
     return total
 
 
-def build(spec: VariantSpec) -> tuple[Callable[..., Any], list[Any]]:
-    """(callable, fake arguments) of one variant; see ``registry``."""
+def build(spec: VariantSpec) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """(callable, fake arguments by name) of one variant; see ``registry``."""
     f32, i32 = compat.DTYPES["f32"], compat.DTYPES["i32"]
     slots, rows_pad = compat.sym(name="slots"), compat.sym(name="rows_pad")
     b, s_q, h = compat.sym(name="b"), compat.sym(name="s_q"), compat.sym(name="h")
-    fakes = [
-        compat.contiguous(f32, (slots, rows_pad, KV_LORA_RANK)),
-        compat.contiguous(f32, (slots, rows_pad), align=4),
-        compat.vector(i32, compat.sym(name="b_plus_1")),
-        compat.contiguous(compat.dtype(spec.out_dtype), (b, s_q, h, KV_LORA_RANK)),
-        compat.contiguous(f32, (b, h, s_q), align=4),
-        Float32(1.0),
-        Float32(float("-inf")),
-    ]
+    fakes = {
+        "o_accum": compat.contiguous(f32, (slots, rows_pad, KV_LORA_RANK)),
+        "lse_accum": compat.contiguous(f32, (slots, rows_pad), align=4),
+        "split_begin": compat.vector(i32, compat.sym(name="b_plus_1")),
+        "out": compat.contiguous(compat.dtype(spec.out_dtype), (b, s_q, h, KV_LORA_RANK)),
+        "lse": compat.contiguous(f32, (b, h, s_q), align=4),
+        "lse_factor": Float32(1.0),
+        "empty_lse": Float32(float("-inf")),
+    }
     return merge, fakes

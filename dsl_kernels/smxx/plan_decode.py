@@ -414,19 +414,19 @@ def _emit_item(sm: Smem, tables: Tables, rule: Rule, where: Any, walk: Walk, i: 
         tables.part_begin[p] = item
 
 
-def build(spec: VariantSpec) -> tuple[Callable[..., Any], list[Any]]:
-    """(callable, fake arguments) of one variant; see ``registry``."""
+def build(spec: VariantSpec) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """(callable, fake arguments by name) of one variant; see ``registry``."""
     i32 = compat.DTYPES["i32"]
     b = compat.sym(name="b")
-    fakes = [
-        compat.vector(i32, b),
-        compat.contiguous(i32, (compat.sym(name="n_items"), 4)),
-        compat.vector(i32, compat.sym(name="parts_plus_1")),
-        compat.vector(i32, compat.sym(name="b_plus_1")),
-        compat.vector(i32, b),
-        Int32(0),
-        Int32(64),
-        Int32(0),
-        Int32(0),
-    ]
+    fakes = {
+        "cache_seqlens": compat.vector(i32, b),
+        "work_items": compat.contiguous(i32, (compat.sym(name="n_items"), 4)),
+        "part_begin": compat.vector(i32, compat.sym(name="parts_plus_1")),
+        "split_begin": compat.vector(i32, compat.sym(name="b_plus_1")),
+        "planned_seqlens": compat.vector(i32, b),
+        "max_tokens": Int32(0),
+        "token_tile": Int32(64),
+        "fixed_overhead": Int32(0),
+        "split_tiles": Int32(0),
+    }
     return plan_decode, fakes

@@ -185,16 +185,17 @@ def _token(
         _quantise(words, dt, inv, lane, Int64(token) * h + head, out_nope, out_rope)
 
 
-def build(spec: VariantSpec) -> tuple[Callable[..., Any], list[Any]]:
-    """(callable, fake arguments) of one variant; see ``registry``."""
+def build(spec: VariantSpec) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """(callable, fake arguments by name) of one variant; see ``registry``."""
     dt = compat.dtype(spec.in_dtype)
     b, s_q, h = compat.sym(name="b"), compat.sym(name="s_q"), compat.sym(name="h")
     per_token = spec.mode == "token"
-    fakes = [
-        compat.rows(dt, (b, s_q, h, KV_LORA_RANK)),
-        compat.rows(dt, (b, s_q, h, QK_ROPE_HEAD_DIM)),
-        compat.contiguous(compat.DTYPES["u8"], (b, s_q, h, KV_LORA_RANK)),
-        compat.contiguous(compat.DTYPES["bf16"], (b, s_q, h, QK_ROPE_HEAD_DIM)),
-        compat.contiguous(compat.DTYPES["f32"], (b, s_q) if per_token else (b, s_q, h), align=4),
-    ]
+    scales = (b, s_q) if per_token else (b, s_q, h)
+    fakes = {
+        "q_nope": compat.rows(dt, (b, s_q, h, KV_LORA_RANK)),
+        "q_rope": compat.rows(dt, (b, s_q, h, QK_ROPE_HEAD_DIM)),
+        "out_nope": compat.contiguous(compat.DTYPES["u8"], (b, s_q, h, KV_LORA_RANK)),
+        "out_rope": compat.contiguous(compat.DTYPES["bf16"], (b, s_q, h, QK_ROPE_HEAD_DIM)),
+        "out_scale": compat.contiguous(compat.DTYPES["f32"], scales, align=4),
+    }
     return (quantize_token if per_token else quantize_token_head), fakes

@@ -14,10 +14,12 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from dsl_kernels.dims import KV_LORA_RANK, QK_ROPE_HEAD_DIM, TOKEN_TILE
+from codegen import abi
+from dsl_kernels.dims import KV_LORA_RANK, QK_ROPE_HEAD_DIM
 from dsl_kernels.spec import VariantSpec
 from snapmla import runtime
 from snapmla.cache import PagedKVCache
@@ -25,6 +27,9 @@ from snapmla.errors import VariantError
 from snapmla.quant import QuantizedQuery
 from snapmla.testing import metrics, reference, rounding
 from snapmla.testing.reference_plan import plan_reference
+
+if TYPE_CHECKING:
+    import softgpu
 
 LN2 = math.log(2.0)
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
@@ -61,12 +66,12 @@ def check(spec: VariantSpec, directory: Path) -> Result:
     return _CHECKS[spec.op](spec, load(spec, directory))
 
 
-def load(spec: VariantSpec, directory: Path) -> runtime.Kernel:
+def load(spec: VariantSpec, directory: Path) -> softgpu.LoadedKernel:
     """The variant for the software GPU.  Raises VariantError if ``directory`` lacks it."""
     artifact = runtime.find(spec, [directory])
     if artifact is None:
         raise VariantError(f"{spec.name}: not built in {directory}")
-    return runtime.load(artifact, "cpu")
+    return cast("softgpu.LoadedKernel", runtime.load(artifact, "cpu"))
 
 
 class Workload:
@@ -153,7 +158,7 @@ def sample_query(b: int, s_q: int, heads: int) -> QuantizedQuery:
     )
 
 
-def _check_decode(spec: VariantSpec, kernel: runtime.Kernel) -> Result:
+def _check_decode(spec: VariantSpec, kernel: softgpu.LoadedKernel) -> Result:
     job = DecodeJob(spec)
     errors = job.errors(job.run(kernel))
     return Result(errors.right, str(errors))
@@ -187,9 +192,9 @@ class DecodeJob:
         self.cache, self.table, self.seqlens = filled_cache(self.lengths, spec.page_size, layout)
         self.q = sample_query(len(self.lengths), self.s_q, self.heads)
         capacity = self.table.shape[1] * spec.page_size
-        self.plan = plan_reference(self.lengths, parts, TOKEN_TILE, 1, capacity)
+        self.plan = plan_reference(self.lengths, parts, spec.token_tile, 1, capacity)
 
-    def run(self, kernel: runtime.Kernel) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(self, kernel: softgpu.LoadedKernel) -> tuple[torch.Tensor, torch.Tensor]:
         """(out, lse) of one call, into fresh NaN-filled buffers."""
         b, q, cache = len(self.lengths), self.q, self.cache
         rows_pad = -(-self.heads * self.s_q // self.spec.row_tile) * self.spec.row_tile
@@ -199,11 +204,16 @@ class DecodeJob:
         o_accum = torch.full((2 * self.parts, rows_pad, KV_LORA_RANK), math.nan)
         lse_accum = torch.full((2 * self.parts, rows_pad), math.nan)
         items, part_begin, split_begin = self._planned()
-        kernel(
-            q.nope_u8, q.rope, q.row_scale, cache.content_u8, cache.rope, cache.scale, self.table,
-            self.seqlens, items, part_begin, split_begin, out, lse, o_accum, lse_accum, HEAD_SCALE,
-            1, LN2, -math.inf, int(self.plan.split_begin[-1] > 0),
-        )  # fmt: skip
+        values = {
+            "q_nope": q.nope_u8, "q_rope": q.rope, "q_scale": q.row_scale,
+            "content": cache.content_u8, "rope": cache.rope, "scale": cache.scale,
+            "block_table": self.table, "cache_seqlens": self.seqlens,
+            "work_items": items, "part_begin": part_begin, "split_begin": split_begin,
+            "out": out, "lse": lse, "o_accum": o_accum, "lse_accum": lse_accum,
+            "softmax_scale": HEAD_SCALE, "causal": 1, "lse_factor": LN2, "empty_lse": -math.inf,
+            "may_split": int(self.plan.split_begin[-1] > 0),
+        }  # fmt: skip
+        kernel(*abi.ordered(kernel.names.arguments, values))
         return out, lse
 
     def _planned(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -220,7 +230,7 @@ class DecodeJob:
         capacity = self.table.shape[1] * self.spec.page_size
         planned = torch.zeros_like(self.seqlens)
         tables = (items, part_begin, split_begin, planned)
-        self.planner(self.seqlens, *tables, capacity, TOKEN_TILE, 1, 0)
+        self.planner(self.seqlens, *tables, capacity, self.spec.token_tile, 1, 0)
         return items, part_begin, split_begin
 
     def errors(self, result: tuple[torch.Tensor, torch.Tensor]) -> DecodeErrors:
@@ -361,11 +371,11 @@ def _check_plan(spec: VariantSpec, kernel: runtime.Kernel) -> Result:
     seqlens = torch.tensor(lengths, dtype=torch.int32)
     planned = torch.zeros_like(seqlens)
     same, counts = True, []
-    for split_tiles in (0, 8):
+    for token_tile, split_tiles in ((64, 0), (128, 4)):
         kernel(
-            seqlens, items, begin, split, planned, capacity, TOKEN_TILE, overhead, split_tiles
+            seqlens, items, begin, split, planned, capacity, token_tile, overhead, split_tiles
         )  # fmt: skip
-        want = plan_reference(lengths, parts, TOKEN_TILE, overhead, capacity, split_tiles)
+        want = plan_reference(lengths, parts, token_tile, overhead, capacity, split_tiles)
         found = [tuple(row) for row in items[: len(want.work_items)].tolist()]
         same &= (found, begin.tolist(), split.tolist(), planned.tolist()) == (
             want.work_items, want.part_begin, want.split_begin, list(lengths),
@@ -462,7 +472,7 @@ def _same_bits(pairs: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> Result:
     return Result(not bad, "; ".join(bad.values()) or f"{', '.join(pairs)} bit for bit")
 
 
-_CHECKS: dict[str, Callable[[VariantSpec, runtime.Kernel], Result]] = {
+_CHECKS: dict[str, Callable[[VariantSpec, Any], Result]] = {
     "decode": _check_decode,
     "plan_decode": _check_plan,
     "merge": _check_merge,

@@ -39,11 +39,12 @@ def budget(spec) -> bud.Budget:
 def build(spec):
     b, s_q, h, pages, width, items, parts1, slots, rows_pad = (compat.sym() for _ in range(9))
     f32, i32 = (lambda *shape, t=t: compat.contiguous(t, shape, 4) for t in (Float32, Int32))
-    return SumRows(spec), [
-        compat.rows(BF16, (pages, spec.page_size, HEAD_DIM_QK)), i32(b, width), i32(b),
-        i32(items, 4), i32(parts1), f32(b, s_q, h, KV_LORA_RANK), f32(b, h, s_q),
-        f32(slots, rows_pad, KV_LORA_RANK), f32(slots, rows_pad), Int32(1),
-    ]  # fmt: skip
+    return SumRows(spec), dict(
+        cache=compat.rows(BF16, (pages, spec.page_size, HEAD_DIM_QK)), block_table=i32(b, width),
+        cache_seqlens=i32(b), work_items=i32(items, 4), part_begin=i32(parts1),
+        out=f32(b, s_q, h, KV_LORA_RANK), lse=f32(b, h, s_q),
+        o_accum=f32(slots, rows_pad, KV_LORA_RANK), lse_accum=f32(slots, rows_pad), causal=Int32(1),
+    )  # fmt: skip
 
 
 class SumRows:

@@ -1,0 +1,33 @@
+"""Which kernel serves a call, why, and what the others would take.
+
+A *candidate* is a variant that could.  It gets a reason why it cannot or should not be used, or it
+is the chosen one.  ``plan_decode`` asks ``choose``, people ask ``explain``; both walk one list.
+
+    cards.py       GPU models: what bounds a kernel there
+    contest.py     candidates, reasons, times, the winner; knows no op
+    costs.py       times of decode kernels, from committed tables and by a model
+    decode.py      decode calls as problems of the contest
+    fp8_decode.py  decode over the FP8 cache: features and figures; another cache, another such file
+    calls.py       ``choose`` and ``explain``
+
+The choice looks at shapes that fix a kernel's efficiency (rows, card), not at batch or lengths: a
+sequence meets the same kernel whatever else is in the batch, and the host does not know lengths
+anyway.
+"""
+
+from snapmla.dispatch.calls import choose, explain
+from snapmla.dispatch.cards import Card, card_named, card_of, cards
+from snapmla.dispatch.contest import Explanation, Verdict
+from snapmla.dispatch.costs import parts_of
+
+__all__ = [
+    "Card",
+    "Explanation",
+    "Verdict",
+    "card_named",
+    "card_of",
+    "cards",
+    "choose",
+    "explain",
+    "parts_of",
+]

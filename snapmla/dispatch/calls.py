@@ -1,0 +1,130 @@
+"""What hosts and people ask: the kernel for a call, and why it is that one."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import torch
+
+from dsl_kernels.spec import VariantSpec
+from snapmla import checks
+from snapmla.dispatch import contest
+from snapmla.dispatch.cards import card_of, cards, find_card
+from snapmla.dispatch.contest import Explanation, Size
+from snapmla.dispatch.decode import REFERENCE, Problem
+from snapmla.dispatch.fp8_decode import FP8_DECODE
+from snapmla.errors import VariantError
+
+NAMES_OF_OUT = {torch.bfloat16: "bf16", torch.float32: "f32"}
+
+
+def choose(
+    device: torch.device,
+    num_heads: int,
+    s_q: int,
+    page_size: int,
+    *,
+    out_dtype: str = "bf16",
+    pipeline: str | None = None,
+    row_tile: int | None = None,
+) -> VariantSpec:
+    """The decode kernel for a call.
+
+    Depends on rows, page size and card only, never on batch or lengths (see the package).
+
+    Args:
+        device: where it runs; ``cpu`` is the software GPU, which decides as an H200 would.
+        num_heads, s_q, page_size: checked already.
+        out_dtype: ``bf16`` or ``f32``.
+        pipeline, row_tile: the caller's wish, None for the best.
+
+    Raises:
+        ValueError: the wishes do not go together; names the argument and the nearest choice.
+        VariantError: no decode kernel exists for the device's architecture.
+    """
+    _check_wishes(pipeline, row_tile)
+    problem = Problem(
+        FP8_DECODE, num_heads, s_q, page_size, out_dtype, card_of(device), pipeline, row_tile
+    )
+    best, reasons = contest.judge(problem)
+    if best is None:
+        _refuse(problem, list(reasons.values()))
+    return best
+
+
+def _check_wishes(pipeline: str | None, row_tile: int | None) -> None:
+    if pipeline is not None:
+        checks.choice("pipeline", pipeline, FP8_DECODE.values("pipeline"))
+    if row_tile is not None:
+        checks.choice("row_tile", row_tile, FP8_DECODE.values("row_tile"))
+
+
+def _refuse(problem: Problem, reasons: list[str]) -> NoReturn:
+    """Raises what tells the caller how to change the call."""
+    op = problem.op
+    archs = sorted({c.arch for c in cards() for p in op.values("pipeline") if op.exists(p, c.arch)})
+    if problem.card.arch not in archs:
+        raise VariantError(
+            f"{problem.card.arch}: no decode kernel exists for this architecture yet; decode runs "
+            f"on {', '.join(archs)} (H100, H200, H800, H20) and on cpu tensors (software GPU); "
+            "snapmla.reference.mla_decode_reference runs anywhere"
+        )
+    pipeline, row_tile = problem.pipeline, problem.row_tile
+    if pipeline is not None and row_tile is not None:
+        features = op.features[pipeline]
+        near = min(features.row_tiles, key=lambda t: abs(t - row_tile))
+        tiles = " or ".join(map(str, features.row_tiles))
+        checks.value_error(
+            "row_tile", f"{tiles} with pipeline {pipeline!r}", row_tile,
+            f"{features.why_tiles}; the nearest is row_tile={near}, or leave row_tile out",
+        )  # fmt: skip
+    first = next(iter(reasons), "no pipeline is registered")
+    raise VariantError(f"no decode kernel fits: {first}")
+
+
+def explain(
+    num_heads: int,
+    s_q: int = 1,
+    *,
+    page_size: int = 64,
+    batch: int = REFERENCE.batch,
+    seqlen: int = REFERENCE.seqlen,
+    out_dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str | None = None,
+    card: str | None = None,
+    pipeline: str | None = None,
+    row_tile: int | None = None,
+) -> Explanation:
+    """Every candidate for a decode call: predicted time, roof, and why it is used or not.
+
+    Args:
+        num_heads: 1 to 128.
+        s_q: query tokens of a sequence, 1 to 8.
+        page_size: 16, 32, 64 or 128 tokens.
+        batch, seqlen: the size that times are for (sequences, tokens each); they do not change the
+            choice.
+        out_dtype: torch.bfloat16 or torch.float32.
+        device: whose card to ask about; None takes the current CUDA device, or an H200 without one.
+        card: a card on file instead, such as ``H200``, ``H100``, ``H800``, ``H20``.
+        pipeline, row_tile: as given to ``plan_decode``.
+
+    Returns:
+        An ``Explanation``; print it.
+
+    Raises:
+        TypeError, ValueError: naming the argument.
+        UnsupportedDeviceError: no kernels are built for the device.
+
+    Source: roof and tile counts follow the SnapMLA paper's Eq. 7.
+    """
+    checks.num_heads(num_heads)
+    checks.s_q(s_q)
+    checks.page_size(page_size)
+    checks.integer("batch", batch, 1)
+    checks.integer("seqlen", seqlen, 1)
+    if out_dtype not in NAMES_OF_OUT:
+        checks.type_error("out_dtype", "torch.bfloat16 or torch.float32", out_dtype)
+    _check_wishes(pipeline, row_tile)
+    where, out = find_card(device, card), NAMES_OF_OUT[out_dtype]
+    problem = Problem(FP8_DECODE, num_heads, s_q, page_size, out, where, pipeline, row_tile)
+    return contest.explain(problem, Size(batch, seqlen))

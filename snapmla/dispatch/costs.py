@@ -1,0 +1,100 @@
+"""Times of decode kernels: measured points of committed tables, and a model fitted to them.
+
+``data/decode_costs.json`` has a block for every op and card that was measured; ``python -m
+profiles.dispatch_data`` makes it.  Time of a decode = fixed + tiles of a part * max(issue time,
+tensor-core time) of a tile, and never less than the cache's bytes at the read rate that the tables
+reach.  Other cards of the same arch scale by clocks and ceilings.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from dsl_kernels.spec import VariantSpec
+from snapmla.dispatch.cards import Card, card_named, data
+from snapmla.dispatch.contest import Size
+
+
+class Tile(NamedTuple):
+    """What a kernel takes beside the number of tiles that its parts walk, and for each of them."""
+
+    fixed_us: float
+    tile_us: float
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What is known of one op's kernels on one card.
+
+    Attributes:
+        card: the one that was measured.
+        read_fraction: of its read rate, the most that a table reaches.
+        tiles: by (pipeline, row tile).
+        points: by (pipeline, row tile, rows, batch): (tokens of a sequence, us), ascending.
+    """
+
+    card: Card
+    read_fraction: float
+    tiles: dict[tuple[str, int], Tile]
+    points: dict[tuple[str, int, int, int], list[tuple[int, float]]]
+
+    def measured_us(self, spec: VariantSpec, rows: int, size: Size) -> float | None:
+        """Time on ``card``, between two measured lengths; None outside of them."""
+        curve = self.points.get((spec.pipeline, spec.row_tile, rows, size.batch), [])
+        for (low, us_low), (high, us_high) in itertools.pairwise(curve):
+            if low <= size.seqlen <= high:
+                return us_low + (us_high - us_low) * (size.seqlen - low) / (high - low)
+        return next((us for length, us in curve if length == size.seqlen), None)
+
+    def model_us(
+        self, spec: VariantSpec, rows: int, size: Size, card: Card, *, tensor_cycles: float,
+        token_bytes: int,
+    ) -> float | None:  # fmt: skip
+        """Time on a card of the same arch; None of a kernel that nobody measured.
+
+        Args:
+            tensor_cycles: that a tile keeps an H100's tensor core busy.
+            token_bytes: of the cache.
+        """
+        entry = self.tiles.get((spec.pipeline, spec.row_tile))
+        if entry is None:
+            return None
+        issue_us = entry.tile_us * self.card.mhz / card.mhz
+        tile_us = max(issue_us, tensor_cycles * card.tensor_slowdown / card.mhz)
+        blocks = -(-rows // spec.row_tile)
+        parts = parts_of(card.sms, rows, spec)
+        waves = -(-blocks * parts * spec.cluster // card.sms)
+        work = waves * size.batch * -(-size.seqlen // spec.token_tile) / parts
+        read_gbs = self.read_fraction * card.read_gbs
+        read_us = size.batch * size.seqlen * token_bytes / read_gbs * 1e-3
+        return entry.fixed_us + max(work * tile_us, read_us)
+
+
+def parts_of(sms: int, rows: int, spec: VariantSpec) -> int:
+    """CTAs (or clusters) that share the tokens of each row block so that they fill the SMs."""
+    return max(1, sms // (-(-rows // spec.row_tile) * spec.cluster))
+
+
+@functools.lru_cache(maxsize=16)
+def costs_of(op: str, arch: str) -> Costs | None:
+    """What is on file of an op on an architecture, None if nothing is."""
+    for block in data("decode_costs.json")["costs"]:
+        card = card_named(block["card"])
+        assert card is not None
+        if (block["op"], card.arch) != (op, arch):
+            continue
+        points: dict[tuple[str, int, int, int], list[tuple[int, float]]] = {}
+        for m in block["measured"]:
+            key = (m["pipeline"], m["row_tile"], m["rows"], m["batch"])
+            points.setdefault(key, []).append((m["seqlen"], m["us"]))
+        for curve in points.values():
+            curve.sort()
+        tiles = {
+            (t["pipeline"], t["row_tile"]): Tile(t["fixed_us"], t["tile_us"])
+            for t in block["tiles"]
+        }
+        return Costs(card, block["read_fraction"], tiles, points)
+    return None

@@ -1,0 +1,161 @@
+"""Decode calls as problems of the contest; what is peculiar to one cache is a ``DecodeOp``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from dsl_kernels import registry
+from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK
+from dsl_kernels.families import Family
+from dsl_kernels.families.family import OUT_DTYPE
+from dsl_kernels.spec import VariantSpec
+from snapmla.dispatch.cards import Card
+from snapmla.dispatch.contest import Size
+from snapmla.dispatch.costs import Costs, costs_of
+
+OUT_BYTES = {"bf16": 2, "f32": 4}
+REFERENCE = Size(32, 16384)  # at which candidates are compared
+
+
+@dataclass(frozen=True)
+class Features:
+    """What a decode pipeline declares.
+
+    Attributes:
+        row_tiles, page_sizes, out_dtypes: the variants that can be built.
+        why_tiles: the reason behind ``row_tiles``, for messages.
+        about: one line for people.
+    """
+
+    row_tiles: tuple[int, ...]
+    why_tiles: str
+    about: str
+    page_sizes: tuple[int, ...]
+    out_dtypes: tuple[str, ...] = OUT_DTYPE.values
+
+
+@dataclass(frozen=True, eq=False)
+class DecodeOp:
+    """What the dispatcher knows of decode over one kind of cache.
+
+    Attributes:
+        family: whose variants are the candidates: all its pipelines and row tiles.
+        features: by pipeline; one without cannot be chosen.
+        token_bytes: of one cached token, and of one row of the query.
+        tensor_cycles: in which an H100's tensor core does a tile of a variant.
+        effective_tflops: attainable rate of a card on the op's mix of formats.
+    """
+
+    family: Family
+    features: Mapping[str, Features]
+    token_bytes: int
+    tensor_cycles: Callable[[VariantSpec], float]
+    effective_tflops: Callable[[Card], float]
+
+    def values(self, axis: str) -> tuple:
+        """Values of an axis of the family."""
+        found = self.family.axis(axis)
+        assert found is not None
+        return found.values
+
+    def exists(self, pipeline: str, arch: str) -> bool:
+        """Whether a kernel module builds the pipeline."""
+        spec = VariantSpec(op=self.family.op, arch=arch, pipeline=pipeline)
+        return registry.module_name(spec) is not None
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What the host knows of a decode call (``contest.Problem``).
+
+    Attributes:
+        op: over which cache.
+        num_heads, s_q, page_size, out_dtype (``bf16``, ``f32``): of the call.
+        card: where it runs.
+        pipeline, row_tile: what the caller insists on, None for no wish.
+    """
+
+    op: DecodeOp
+    num_heads: int
+    s_q: int
+    page_size: int
+    out_dtype: str
+    card: Card
+    pipeline: str | None = None
+    row_tile: int | None = None
+
+    @property
+    def rows(self) -> int:
+        """Query rows of a sequence."""
+        return self.num_heads * self.s_q
+
+    @property
+    def reference(self) -> Size:
+        return REFERENCE
+
+    def candidates(self) -> list[VariantSpec]:
+        return [
+            VariantSpec(
+                op=self.op.family.op, arch=self.card.arch, pipeline=pipeline, row_tile=row_tile,
+                page_size=self.page_size, out_dtype=self.out_dtype,
+            )
+            for pipeline in self.op.values("pipeline")
+            for row_tile in self.op.values("row_tile")
+        ]  # fmt: skip
+
+    def rejection(self, spec: VariantSpec) -> str | None:
+        pipeline, row_tile = spec.pipeline, spec.row_tile
+        features = self.op.features.get(pipeline)
+        if features is None:
+            return f"{pipeline} declares no features yet"
+        if not self.op.exists(pipeline, spec.arch):
+            return f"no {spec.arch} decode kernel of pipeline {pipeline} exists yet"
+        if row_tile not in features.row_tiles:
+            return f"{pipeline} has no row tile of {row_tile}: {features.why_tiles}"
+        if self.page_size not in features.page_sizes:
+            return f"{pipeline} has no page size of {self.page_size}"
+        if self.out_dtype not in features.out_dtypes:
+            return f"{pipeline} writes {' or '.join(features.out_dtypes)}, not {self.out_dtype}"
+        if self.pipeline not in (None, pipeline):
+            return f"pipeline={self.pipeline!r} was asked for"
+        if self.row_tile not in (None, row_tile):
+            return f"row_tile={self.row_tile} was asked for"
+        return None
+
+    def _costs(self) -> Costs | None:
+        return costs_of(self.op.family.op, self.card.arch)
+
+    def model_us(self, spec: VariantSpec, size: Size) -> float | None:
+        costs = self._costs()
+        if costs is None:
+            return None
+        return costs.model_us(
+            spec, self.rows, size, self.card, tensor_cycles=self.op.tensor_cycles(spec),
+            token_bytes=self.op.token_bytes,
+        )  # fmt: skip
+
+    def measured_us(self, spec: VariantSpec, size: Size) -> float | None:
+        costs = self._costs()
+        if costs is None or self.card.name != costs.card.name or self.out_dtype != "bf16":
+            return None
+        return costs.measured_us(spec, self.rows, size)
+
+    def roof_us(self, size: Size) -> float:
+        """max(bytes / read rate, FLOP / effective peak)"""
+        tokens = size.batch * size.seqlen
+        results = KV_LORA_RANK * OUT_BYTES[self.out_dtype] + 4  # out, lse
+        per_row = self.op.token_bytes + results
+        nbytes = tokens * self.op.token_bytes + size.batch * self.rows * per_row
+        flops = 2.0 * tokens * self.rows * (HEAD_DIM_QK + KV_LORA_RANK)
+        peak = self.op.effective_tflops(self.card)
+        return max(nbytes / self.card.read_gbs * 1e-3, flops / peak * 1e-6)
+
+    def describe(self, size: Size) -> tuple[str, str]:
+        asked = (
+            f"decode: batch {size.batch} x {size.seqlen} tokens, {self.num_heads} heads, "
+            f"s_q {self.s_q} ({self.rows} rows), pages of {self.page_size}, {self.out_dtype} out, "
+            f"on {self.card.name}"
+        )
+        peak = self.op.effective_tflops(self.card)
+        return asked, f"{self.card.read_gbs:.0f} GB/s, {peak:.0f} TFLOP/s"

@@ -1,0 +1,41 @@
+"""Decode over the FP8 cache: what its pipelines can do, and what a token costs."""
+
+from __future__ import annotations
+
+from dsl_kernels.families.fp8_decode import FAMILY, PAGE_SIZES, ROW_TILES
+from dsl_kernels.spec import VariantSpec
+from snapmla.dispatch.cards import Card
+from snapmla.dispatch.decode import DecodeOp, Features
+
+BF16_TILES, FP8_TILES = 1, 16  # of the 17 64-channel tiles a token costs (SnapMLA, Eq. 7)
+# Tensor-core cycles of one 64-token tile and 64 rows: Q.K 16 x 32 FP8 + 4 x 32 BF16, P.V 512.
+TENSOR_CYCLES = 1152
+
+
+def tensor_cycles(spec: VariantSpec) -> float:
+    """Of one tile; a CTA of a cluster has 64 rows of it."""
+    return TENSOR_CYCLES * (min(spec.row_tile, 64) / 64) * (spec.token_tile / 64)
+
+
+def effective_tflops(card: Card) -> float:
+    """Attainable MLA rate: 16 FP8 tiles and 1 BF16 tile, each at its own ceiling."""
+    tiles = FP8_TILES + BF16_TILES
+    return tiles / (FP8_TILES / card.fp8_tflops + BF16_TILES / card.bf16_tflops)
+
+
+FP8_DECODE = DecodeOp(
+    FAMILY,
+    features={
+        "etap": Features(
+            ROW_TILES, "any row tile", "V^T as register operand; up to 32 rows as S^T = K Q^T",
+            PAGE_SIZES,
+        ),
+        "dual_wg": Features(
+            (64, 128), "it puts rows on the MMA's M = 64", "Algorithm 1 of the SnapMLA paper",
+            PAGE_SIZES,
+        ),
+    },
+    token_bytes=644,  # content, RoPE, scale
+    tensor_cycles=tensor_cycles,
+    effective_tflops=effective_tflops,
+)  # fmt: skip

@@ -1,0 +1,249 @@
+"""FlashMLA's metadata pair: a plan in two int32 tensors that the caller owns.
+
+``tile_scheduler_metadata`` (num_sm_parts, width) holds the plan's tables, ``num_splits`` (b + 1,)
+its slots of partial results.  What a ``DecodePlan`` has beside them is found again at each decode:
+plans over a pair are kept while their memory lives, workspaces one a stream.  Shared by all names
+that take a pair, so messages name these two arguments and ``get_mla_metadata``.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+
+from dsl_kernels.dims import KV_LORA_RANK
+from dsl_kernels.spec import VariantSpec
+from snapmla import checks, dispatch, env, launch, tracing
+from snapmla import plan as plans
+
+MAX_BATCH = 2048  # sequences that a metadata tensor holds unless told: 43 KB on an H200
+MOST_TOKENS = 1 << 30  # of a sequence in a plan that does not know the block table
+USUAL_PAGE = 64  # of every pipeline
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def width_for(parts: int, max_batch: int) -> int:
+    """Columns of a (parts, width) tensor that holds the plan's tables: from the front the work
+    items, 4 * (parts + b); from the back part_begin, parts + 1, and the planned lengths, b."""
+    return -(-(4 * (parts + max_batch) + max_batch + parts + 1) // parts)
+
+
+def capacity(metadata: torch.Tensor) -> int:
+    """Sequences that a metadata tensor has room for."""
+    parts, width = metadata.shape
+    return (parts * width - (parts + 1) - 4 * parts) // 5
+
+
+def _new_workspace(like: torch.Tensor, parts: int, rows_pad: int) -> Pair:
+    """Partial results: fp32 (2 * parts, rows_pad, 512) and (2 * parts, rows_pad)."""
+    return (
+        like.new_empty((2 * parts, rows_pad, KV_LORA_RANK), dtype=torch.float32),
+        like.new_empty((2 * parts, rows_pad), dtype=torch.float32),
+    )
+
+
+@functools.lru_cache(maxsize=16)
+def _kept_workspace(device: torch.device, stream: int, parts: int, rows_pad: int) -> Pair:
+    """Partial results of one stream."""
+    return _new_workspace(torch.empty(0, device=device), parts, rows_pad)
+
+
+def _stream_of(device: torch.device) -> int | None:
+    """Handle of the current stream; None while it is being captured."""
+    if device.type != "cuda":
+        return 0
+    if launch.capturing(device):
+        return None
+    return torch._C._cuda_getCurrentRawStream(device.index)
+
+
+def _workspace(metadata: torch.Tensor, stream: int | None, parts: int, rows_pad: int) -> Pair:
+    """The stream's workspace; under capture a fresh one, which lives in the graph's memory."""
+    if stream is None:
+        return _new_workspace(metadata, parts, rows_pad)
+    return _kept_workspace(metadata.device, stream, parts, rows_pad)
+
+
+class PairPlan(plans.DecodePlan):
+    """A plan over a pair's memory, planned before anyone knew the block table."""
+
+    _STALE = (
+        "tile_scheduler_metadata",
+        "call get_mla_metadata(..., out=) after the lengths change",
+    )
+
+    def can_split(self) -> bool:
+        return self.num_parts > 1
+
+    def _compare(self, cache_seqlens: torch.Tensor) -> None:
+        """Compares the batch, then as every plan the lengths.
+
+        The pair's memory has room for any batch up to ``max_batch``, so the one that was planned
+        cannot be told by shapes; it is that of the last item of the work list.
+        """
+        last = int(self.part_begin[-1]) - 1
+        planned = int(self.work_items[last, 0]) + 1 if 0 <= last < len(self.work_items) else 0
+        if planned != self.batch:
+            name, _ = self._STALE
+            hint = "call get_mla_metadata(..., out=) after the batch changes"
+            checks.value_error(name, f"one made for b = {self.batch} sequences", planned, hint)
+        super()._compare(cache_seqlens)
+
+
+class Tables(NamedTuple):
+    """Where a metadata tensor holds the plan's tables."""
+
+    work_items: torch.Tensor
+    part_begin: torch.Tensor
+    planned_seqlens: torch.Tensor
+
+
+def tables_of(metadata: torch.Tensor, batch: int) -> Tables:
+    """The tables of a plan for ``batch`` sequences; the work list with all the room there is."""
+    flat, parts = metadata.view(-1), metadata.shape[0]
+    tail, room = flat.shape[0] - (parts + 1), parts + capacity(metadata)
+    items = flat[: 4 * room].view(room, 4)
+    return Tables(items, flat[tail:], flat[tail - batch : tail])
+
+
+def make_plan(
+    metadata: torch.Tensor, num_splits: torch.Tensor, batch: int, num_heads: int, s_q: int,
+    page_size: int, max_pages: int, stream: int | None,
+) -> plans.DecodePlan:  # fmt: skip
+    """A ``DecodePlan`` over the checked pair's memory."""
+    num_heads, s_q = checks.num_heads(num_heads), checks.s_q(s_q)
+    page_size = checks.page_size(page_size)
+    max_pages = checks.integer("max_pages", max_pages, 1)
+    parts, rows = metadata.shape[0], num_heads * s_q
+    spec = dispatch.choose(metadata.device, num_heads, s_q, page_size)
+    rows_pad = -(-rows // spec.row_tile) * spec.row_tile
+    o_accum, lse_accum = _workspace(metadata, stream, parts, rows_pad)
+    return PairPlan(
+        **tables_of(metadata, batch)._asdict(),
+        split_begin=num_splits,
+        o_accum=o_accum,
+        lse_accum=lse_accum,
+        batch=batch,
+        num_heads=num_heads,
+        s_q=s_q,
+        page_size=page_size,
+        max_pages=max_pages,
+        num_parts=parts,
+        pipeline=spec.pipeline,
+        row_tile=spec.row_tile,
+        token_tile=spec.token_tile,
+        fixed_overhead=plans.DEFAULT_FIXED_OVERHEAD,
+        check_stale=env.CHECK_PLAN.enabled(),
+    )
+
+
+_plans: dict[tuple[object, ...], plans.DecodePlan] = {}
+KEPT_PLANS = 64  # a few per captured batch size; each holds a metadata tensor
+
+
+def kept_plan(
+    metadata: torch.Tensor, num_splits: torch.Tensor, batch: int, num_heads: int, s_q: int,
+    page_size: int, max_pages: int,
+) -> plans.DecodePlan:  # fmt: skip
+    """The pair's plan, checked and made once for all layers of a step.
+
+    A kept plan holds the pair's memory, so addresses in the key cannot have become other tensors';
+    what else could lie there are other views of the same memory.  Under capture plans are not kept:
+    their workspace is the graph's.
+    """
+    stream = _stream_of(metadata.device)
+    key = (
+        metadata.data_ptr(), num_splits.data_ptr(), metadata.shape, batch, num_heads, s_q,
+        page_size, max_pages, stream,
+    )  # fmt: skip
+    plan = _plans.get(key)
+    if (
+        plan is not None
+        and metadata.dtype is num_splits.dtype is torch.int32
+        and metadata.is_contiguous()
+        and num_splits.is_contiguous()
+        and num_splits.shape == (batch + 1,)
+    ):
+        return plan
+    check_pair(metadata, num_splits, batch, metadata.device)
+    plan = make_plan(metadata, num_splits, batch, num_heads, s_q, page_size, max_pages, stream)
+    if stream is not None:
+        if len(_plans) >= KEPT_PLANS:
+            _plans.clear()
+        _plans[key] = plan
+    return plan
+
+
+def check_pair(
+    metadata: torch.Tensor, num_splits: torch.Tensor, batch: int, device: torch.device
+) -> None:
+    """Checks a pair that is to hold a plan for ``batch`` sequences."""
+    name = "tile_scheduler_metadata"
+    for label, value in ((name, metadata), ("num_splits", num_splits)):
+        if not isinstance(value, torch.Tensor):
+            checks.type_error(label, "an int32 tensor of get_mla_metadata", type(value).__name__)
+    checks.tensor(name, metadata, (torch.int32,), ("num_sm_parts", "width"), device)
+    checks.contiguous(name, metadata)
+    checks.tensor("num_splits", num_splits, (torch.int32,), (batch + 1,), device)
+    checks.contiguous("num_splits", num_splits)
+    room = capacity(metadata) if metadata.shape[0] else -1
+    if batch > room:
+        checks.value_error(
+            name, f"room for {batch} sequences", f"room for {max(room, 0)}",
+            "make it by get_mla_metadata(..., max_batch=the largest batch)",
+        )  # fmt: skip
+
+
+def pair_of(name: str, value: Any) -> Pair:
+    """``value``, checked to be two of something."""
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        got = f"{len(value)} values" if isinstance(value, (tuple, list)) else type(value).__name__
+        checks.type_error(name, "a pair of tensors", got)
+    return value[0], value[1]
+
+
+@functools.lru_cache(maxsize=64)
+def kernel_for(device: torch.device, rows: int) -> VariantSpec:
+    """The kernel that a pair is planned for, before anyone knows the page size.
+
+    Row and token tile are those of the kernel that ``make_plan`` finds: pages do not change them.
+    """
+    return dispatch.choose(device, rows, 1, USUAL_PAGE)
+
+
+def planned_pair(cache_seqlens: torch.Tensor, rows: int, max_batch: int, out: Pair | None) -> Pair:
+    """Plans one decode step into ``out`` or a new pair; one launch.
+
+    Args:
+        cache_seqlens, rows, max_batch: as in ``flash_mla_fp8.get_mla_metadata``; checked.
+        out: a pair to write into; unchecked.
+    """
+    device, batch = cache_seqlens.device, cache_seqlens.shape[0]
+    if out is None:
+        parts = plans.default_num_parts(device, rows, kernel_for(device, rows))
+        if batch > max_batch:
+            checks.value_error(
+                "cache_seqlens", f"at most max_batch = {max_batch} sequences", batch,
+                "pass a larger max_batch",
+            )  # fmt: skip
+        shape = (parts, width_for(parts, max_batch))
+        out = (
+            cache_seqlens.new_zeros(shape, dtype=torch.int32),
+            cache_seqlens.new_zeros(batch + 1, dtype=torch.int32),
+        )
+    metadata, num_splits = pair_of("out", out)
+    check_pair(metadata, num_splits, batch, device)
+    if batch:
+        tables, overhead = tables_of(metadata, batch), plans.DEFAULT_FIXED_OVERHEAD
+        token_tile = kernel_for(device, rows).token_tile
+        longest = (plans.MAX_COST // batch - overhead) * token_tile  # the sum stays in 32 bits
+        traced = tracing.wanted(cache_seqlens, metadata, num_splits)
+        (torch.ops.snapmla.plan_update if traced else plans.launch_plan)(
+            cache_seqlens, tables.work_items, tables.part_begin, num_splits,
+            tables.planned_seqlens, min(longest, MOST_TOKENS), token_tile,
+            overhead, 0,
+        )  # fmt: skip
+    return metadata, num_splits

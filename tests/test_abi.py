@@ -1,0 +1,188 @@
+"""The order of arguments: written down once, in the kernel, and kept by all callers by position."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import snapmla
+from codegen import abi, matrix, toolchain
+from dsl_kernels import registry
+from dsl_kernels.spec import VariantSpec
+from snapmla import runtime
+
+needs_compiler = pytest.mark.skipif(not toolchain.have_compiler(), reason="needs the compiler")
+B, S_Q, HEADS, PAGES, PAGE, WIDTH = 2, 2, 3, 7, 16, 20
+INTS = {"dtype": torch.int32}
+
+
+def names_of(spec: VariantSpec) -> list[str]:
+    return [argument["name"] for argument in abi.describe(*registry.build(spec))]
+
+
+@needs_compiler
+@pytest.mark.parametrize("spec", matrix.sample_specs("sm_90a"), ids=lambda spec: spec.name)
+def test_fakes_are_the_parameters_in_order(spec: VariantSpec) -> None:
+    function, fakes = registry.build(spec)
+    assert names_of(spec) == list(fakes)
+    swapped = dict([*list(fakes.items())[1:], next(iter(fakes.items()))])
+    for wrong in (swapped, dict(list(fakes.items())[:-1])):
+        with pytest.raises(ValueError, match="^fakes: expected those of "):
+            abi.describe(function, wrong)
+
+
+def test_values_are_ordered_by_name() -> None:
+    assert abi.ordered(["a", "b"], {"b": 2, "a": 1}) == [1, 2]
+    with pytest.raises(TypeError, match="expected a, b, got no b"):
+        abi.ordered(["a", "b"], {"a": 1})
+    with pytest.raises(TypeError, match="expected a, b, got c too"):
+        abi.ordered(["a", "b"], {"a": 1, "b": 2, "c": 3})
+
+
+# ---------------------------------------------------------------------------- who calls by position
+
+
+class Calls(dict[str, tuple[VariantSpec, tuple[Any, ...]]]):
+    """op -> what was called last, and with what; nothing runs."""
+
+    def kernel(self, spec: VariantSpec, device_type: str) -> Callable[..., None]:
+        return lambda *arguments: self.__setitem__(spec.op, (spec, arguments))
+
+    def by_name(self, op: str) -> dict[str, Any]:
+        spec, arguments = self[op]
+        return dict(zip(names_of(spec), arguments, strict=True))
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
+    seen = Calls()
+    runtime.forget()
+    monkeypatch.setattr(runtime, "kernel", seen.kernel)
+    yield seen
+    runtime.forget()
+
+
+def same(got: Any, want: Any) -> bool:
+    """The very memory, or the very number."""
+    if not isinstance(want, torch.Tensor):
+        return type(got) is type(want) and got == want
+    flat = (got.data_ptr(), got.shape, got.stride(), got.element_size())
+    return flat == (want.data_ptr(), want.shape, want.stride(), want.element_size())
+
+
+def check(calls: Calls, op: str, **want: Any) -> None:
+    got = calls.by_name(op)
+    assert got.keys() == want.keys()
+    assert [name for name in want if not same(got[name], want[name])] == []
+
+
+def cache_of(layout: str = "split") -> tuple[snapmla.PagedKVCache, dict[str, torch.Tensor]]:
+    cache = snapmla.PagedKVCache.allocate(PAGES, PAGE, layout, "cpu")
+    return cache, {"content": cache.content, "rope": cache.rope, "scale": cache.scale}
+
+
+def query() -> snapmla.QuantizedQuery:
+    return snapmla.QuantizedQuery(
+        torch.zeros(B, S_Q, HEADS, 512, dtype=torch.uint8).view(torch.float8_e4m3fn),
+        torch.zeros(B, S_Q, HEADS, 64, dtype=torch.bfloat16),
+        torch.ones(B, S_Q, HEADS),
+    )
+
+
+@needs_compiler
+def test_planning(calls: Calls) -> None:
+    lengths = torch.ones(B, **INTS)
+    plan = snapmla.plan_decode(
+        lengths, HEADS, S_Q, page_size=PAGE, max_pages=WIDTH, fixed_overhead=5,
+        fixed_split_tokens=192,
+    )  # fmt: skip
+    numbers = {"max_tokens": PAGE * WIDTH, "token_tile": 64, "fixed_overhead": 5, "split_tiles": 3}
+    tables = {
+        "work_items": plan.work_items, "part_begin": plan.part_begin,
+        "split_begin": plan.split_begin, "planned_seqlens": plan.planned_seqlens,
+    }  # fmt: skip
+    check(calls, "plan_decode", cache_seqlens=lengths, **tables, **numbers)
+    later = torch.ones(B, **INTS)
+    plan.update_(later)
+    check(calls, "plan_decode", cache_seqlens=later, **tables, **numbers)
+
+
+@needs_compiler
+def test_decode(calls: Calls) -> None:
+    """The hot path, and the operator that stands for it."""
+    q, (cache, planes), lengths = query(), cache_of(), torch.ones(B, **INTS)
+    table = torch.zeros(B, WIDTH, **INTS)
+    plan = snapmla.plan_decode(lengths, HEADS, S_Q, page_size=PAGE, max_pages=WIDTH, num_parts=5)
+    out, lse = torch.empty(B, S_Q, HEADS, 512), torch.empty(B, HEADS, S_Q)
+    want = {
+        "q_nope": q.nope, "q_rope": q.rope, "q_scale": q.scale, **planes,
+        "block_table": table, "cache_seqlens": lengths, "work_items": plan.work_items,
+        "part_begin": plan.part_begin, "split_begin": plan.split_begin, "out": out, "lse": lse,
+        "o_accum": plan.o_accum, "lse_accum": plan.lse_accum, "softmax_scale": 0.3, "causal": 0,
+        "lse_factor": math.log(2.0), "empty_lse": math.inf, "may_split": 1,
+    }  # fmt: skip
+    snapmla.decode(
+        q, cache, table, lengths, softmax_scale=0.3, plan=plan, causal=False, out=out, lse=lse,
+        empty_lse="+inf",
+    )  # fmt: skip
+    check(calls, "decode", **want)
+    del calls["decode"]
+    torch.ops.snapmla.decode_out(
+        q.nope_u8, q.rope, q.scale, cache.content_u8, cache.rope, cache.scale, table, lengths,
+        plan.work_items, plan.part_begin, plan.split_begin, plan.o_accum, plan.lse_accum,
+        plan.pipeline, plan.row_tile, True, 0.3, False, math.log(2.0), math.inf, out, lse,
+    )  # fmt: skip
+    check(calls, "decode", **want)
+
+
+@needs_compiler
+def test_merge_inside_decode() -> None:
+    """Decode's host half launches it; what it hands over are parameters of its own, by name."""
+    function, _ = registry.build(matrix.named("decode_etap_r16_p64_obf16_sm90a"))
+    source = inspect.getsource(type(function).__call__)
+    tree = ast.parse("class _:\n" + source)
+    found = [
+        [argument.id for argument in node.args if isinstance(argument, ast.Name)]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "merge.merge"
+    ]
+    assert found == [[*names_of(VariantSpec(op="merge")), "stream"]]
+
+
+@needs_compiler
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+def test_append(calls: Calls, index: torch.dtype) -> None:
+    cache, planes = cache_of("paged")
+    c_kv, k_rope = torch.zeros(4, 512), torch.zeros(4, 64)
+    slots = torch.arange(4, dtype=index)
+    snapmla.append_kv(cache, c_kv, k_rope, slots)
+    check(calls, "append_kv", **planes, c_kv=c_kv, k_rope=k_rope, slot_mapping=slots)
+
+
+@needs_compiler
+@pytest.mark.parametrize("granularity", ["token_head", "token"])
+def test_quantize(calls: Calls, granularity: str) -> None:
+    nope, rope = torch.zeros(B, S_Q, HEADS, 512), torch.zeros(B, S_Q, HEADS, 64)
+    made = snapmla.quantize_q(nope, rope, granularity)
+    check(
+        calls, "quantize_q", q_nope=nope, q_rope=rope, out_nope=made.nope, out_rope=made.rope,
+        out_scale=made.scale,
+    )  # fmt: skip
+
+
+@needs_compiler
+def test_fetch(calls: Calls) -> None:
+    cache, planes = cache_of("row640")
+    table, lengths = torch.zeros(B, WIDTH, **INTS), torch.ones(B, **INTS)
+    c_kv, k_rope = snapmla.fetch_dequant(cache, table, lengths)
+    where = {"block_table": table, "cache_seqlens": lengths}
+    check(calls, "fetch_dequant", **planes, **where, out_nope=c_kv, out_rope=k_rope)
+    indices = torch.zeros(5, **INTS)
+    c_kv, k_rope = snapmla.fetch_dequant(cache, indices)
+    check(calls, "fetch_dequant", **planes, indices=indices, out_nope=c_kv, out_rope=k_rope)
