@@ -55,7 +55,7 @@ KINDS = {
     "tests": "test files over the whole matrix instead of the test set",
 }
 # Whole-matrix tests of these files run variant by variant, in the steps ``variant``.
-PER_VARIANT = ("tests/test_softgpu_variants.py", "tests/test_softgpu_h200.py")
+PER_VARIANT = ("tests/kernels/test_variants.py", "tests/softgpu/test_h200.py")
 REPLAYED = ("softgpu", "profiles/record_softgpu.py", "profiles/vectors.py", "tests/data")
 SAID = 4000  # characters of a failed step's output that are kept
 
@@ -176,15 +176,15 @@ def _on_objects(kind: str, spec: VariantSpec, command: Command) -> Step:
 def whole_matrix_files() -> list[str]:
     """Test files that ``--whole-matrix`` gives more to do and that no step ``variant`` runs."""
     asks = re.compile(r"mark\.(variants|whole_matrix)\b|\b(built: Report|specs: list)\b")
-    files = sorted((ROOT / "tests").glob("test_*.py"))
-    names = [f"tests/{path.name}" for path in files if asks.search(path.read_text())]
+    files = sorted((ROOT / "tests").rglob("test_*.py"))
+    names = [str(p.relative_to(ROOT)) for p in files if asks.search(p.read_text())]
     return [name for name in names if name not in PER_VARIANT]
 
 
 def _tests(path: str, every: list[VariantSpec]) -> Step:
     command = ("-m", "pytest", "--whole-matrix", "-q", path)
     reads = ("softgpu", "snapmla", "codegen", "profiles", "tests")
-    return step("tests", Path(path).name, command, reads=reads, specs=every)
+    return step("tests", path.removeprefix("tests/"), command, reads=reads, specs=every)
 
 
 def part(found: Sequence[Step], text: str) -> list[Step]:

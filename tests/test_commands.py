@@ -24,8 +24,8 @@ from codegen import compile as compiler
 from codegen.artifacts import Record
 from dsl_kernels.spec import VariantSpec
 from profiles import device
+from tests.support import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 needs_compiler = pytest.mark.skipif(
     not toolchain.have_compiler(), reason="needs nvidia-cutlass-dsl"
 )

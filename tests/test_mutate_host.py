@@ -6,7 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
-from mutate_host import HOMES, MUTANTS, ROOT, Mutant, record, study
+
+from tests.mutate_host import HOMES, MUTANTS, ROOT, Mutant, record, study
 
 HALF = "def half(n: int) -> int:\n    return n // 2\n"
 TEST = """

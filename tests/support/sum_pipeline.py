@@ -33,7 +33,7 @@ FORMAT = CacheFormat((Plane("v", BF16, HEAD_DIM_QK),))
 FAMILY = Family(
     "sum_rows",
     (Axis("row_tile", "r", (8,), 8), Axis("page_size", "p", (16, 64, 128), 64)),
-    module=lambda _arch, _values: "support.sum_pipeline",
+    module=lambda _arch, _values: "tests.support.sum_pipeline",
     points=lambda _arch: iter(()),
 )
 

@@ -7,13 +7,12 @@ import re
 import resource
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from codegen import toolchain
+from tests.support import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
 ORDER = ["Numbers", "Install", "Example", "Format", "API", "Variants", "Limits"]
 CHECK = """

@@ -17,8 +17,8 @@ from codegen import toolchain
 from dsl_kernels.spec import decode_spec
 from snapmla import env, runtime, selfcheck
 from snapmla.errors import VariantError
+from tests.support import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text("utf-8")
 SOURCES = ("snapmla", "softgpu", "codegen")
 HOLE = "\0"  # a value that a format string fills in

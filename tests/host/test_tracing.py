@@ -2,7 +2,7 @@
 
 Either the operator of ``torch.ops.snapmla`` is recorded, and what was recorded gives the eager bits
 on other data, or the call is refused in one sentence of ours.  Nothing launches on an address that
-is not there.  Operators themselves: tests/test_torch_ops.py.
+is not there.  Operators themselves: tests/host/test_torch_ops.py.
 """
 
 from __future__ import annotations

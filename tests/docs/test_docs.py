@@ -22,8 +22,8 @@ import pytest
 from codegen import toolchain
 from dsl_kernels import registry
 from dsl_kernels.spec import VariantSpec
+from tests.support import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted(
     path for folder in (".", "docs", "examples") for path in (ROOT / folder).glob("*.md")
 )

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from codegen import toolchain
+from tests.support import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = sorted((ROOT / "examples").glob("*.py"))
 NAMES = [path.stem for path in SCRIPTS]
 needs_compiler = pytest.mark.skipif(not toolchain.have_compiler(), reason="nvidia-cutlass-dsl")

@@ -6,9 +6,7 @@ import dataclasses
 import importlib.util
 import math
 import sys
-from pathlib import Path
 
-import cases
 import numpy as np
 import pytest
 import torch
@@ -31,8 +29,8 @@ from snapmla.reference import (
     reference_from_unquantised,
     replace,
 )
+from tests.support import ROOT, cases
 
-ROOT = Path(__file__).resolve().parent.parent
 quick = settings(max_examples=25, deadline=None)
 
 

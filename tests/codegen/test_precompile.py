@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import HELPER_OPS, shipped
 from typer.testing import CliRunner
 
 from codegen import artifacts, audit, closure, link, matrix, toolchain
@@ -25,6 +24,7 @@ from codegen.artifacts import Record
 from codegen.precompile import Report, precompile
 from dsl_kernels.spec import VariantSpec, decode_spec
 from snapmla import runtime
+from tests.conftest import HELPER_OPS, shipped
 
 pytestmark = pytest.mark.skipif(not toolchain.have_compiler(), reason="needs nvidia-cutlass-dsl")
 CHEAP = VariantSpec(op="merge")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import cases
 import torch
-from gpu import check_decode as check
 
 from snapmla import metrics
 from snapmla.reference import FP64, MIMIC_HW, MIMIC_HW_FULL
+from tests.gpu import check_decode as check
+from tests.support import cases
 
 
 def test_faults_of_a_tenth_of_fp8s_own_error_are_seen() -> None:

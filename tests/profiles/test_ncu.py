@@ -16,7 +16,7 @@ from dsl_kernels.spec import VariantSpec
 from profiles import ncu
 from snapmla import runtime
 
-REPORT = (Path(__file__).parent / "data" / "ncu_h200.csv").read_text()
+REPORT = (artifacts.ROOT / "tests" / "data" / "ncu_h200.csv").read_text()
 
 
 def test_table_of_a_real_report() -> None:

@@ -14,8 +14,8 @@ import pytest
 from codegen import toolchain
 from dsl_kernels import registry
 from dsl_kernels.spec import VariantSpec
+from tests.support import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs" / "adding-a-variant.md").read_text("utf-8")
 VARIANT = "decode_etap_r16_p256_obf16_sm90a"
 PACKED = ("codegen", "docs", "dsl_kernels", "profiles", "snapmla", "softgpu", "tests")

@@ -21,11 +21,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_softgpu_memory import encode_map, swizzled
 
 from softgpu import BarrierError, Options, SoftGpuError, UnmodelledInstruction, decode
 from softgpu.coverage import coverage
 from softgpu.testing import aligned, launch
+from tests.softgpu.test_memory import encode_map, swizzled
 
 HERE = Path(__file__).resolve().parent
 CLAIMED: set[str] = set()
@@ -1463,7 +1463,7 @@ def test_compiled_variants_have_no_unmodelled_form(variant_dir: Path) -> None:
 
 
 ELSEWHERE = {  # registered name -> file whose PTX uses it
-    name: "test_softgpu_wgmma.py"
+    name: "test_wgmma.py"
     for name in ("wgmma.mma_async", "wgmma.fence", "wgmma.commit_group", "wgmma.wait_group")
 }
 

@@ -314,13 +314,13 @@ def test_digest_sees_contents_and_names(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_files_that_ask_for_the_matrix_are_found() -> None:
     found = prove.whole_matrix_files()
-    assert {"tests/test_precompile.py", "tests/test_bundle.py"} <= set(found)
+    assert {"tests/codegen/test_precompile.py", "tests/codegen/test_bundle.py"} <= set(found)
     assert not set(prove.PER_VARIANT) & set(found)
 
 
 def test_a_command_that_finds_no_test_fails(book: Book) -> None:
     """A misspelt name in ``-k`` must not pass for a proof."""
-    command = ("-m", "pytest", "-q", "-k", "no_such_variant", "tests/test_spec.py")
+    command = ("-m", "pytest", "-q", "-k", "no_such_variant", "tests/kernels/test_spec.py")
     (outcome,) = prove.run([Step("tests", "none", (command,), "1")], book, "x")
     assert not outcome.passed and "exit code 5" in outcome.message
 

@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 import snapmla
 from codegen import artifacts, toolchain
 from profiles import bench, checkouts, compare, contenders, test_record
+from tests.support import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 SHAPE = "b2_L100_h4_q1"
 
 

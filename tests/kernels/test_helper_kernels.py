@@ -12,7 +12,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from cases import allocate_pool
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -21,6 +20,7 @@ from codegen import toolchain
 from dsl_kernels.spec import VariantSpec
 from snapmla import runtime
 from snapmla.reference_plan import plan_reference, tile_counts
+from tests.support.cases import allocate_pool
 
 # a GPU machine without the compiler runs the ``gpu`` tests on variants that were built elsewhere
 pytestmark = pytest.mark.skipif(

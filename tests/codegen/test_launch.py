@@ -12,12 +12,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from old_torch import WITHOUT_API
 
 from codegen import artifacts, bundle, link, render, toolchain
 from codegen.artifacts import Record
 from codegen.precompile import Report, precompile
 from dsl_kernels.spec import VariantSpec, decode_spec
+from tests.support.old_torch import WITHOUT_API
 
 pytestmark = pytest.mark.skipif(
     not toolchain.have_compiler() or link.identity() is None, reason="needs DSL and C compiler"
