@@ -35,23 +35,6 @@ COPIED = (
     "snapmla", "dsl_kernels", "codegen", "softgpu", "profiles", "tests", "pyproject.toml",
 )  # fmt: skip
 SECONDS = 300  # of one test; a wedged one is no kill
-# Where each module's own tests are.
-HOMES: dict[str, tuple[str, ...]] = {
-    "plan.py": ("host/test_plan.py", "host/test_plan_calls.py"),
-    "reference_plan.py": ("host/test_plan.py", "kernels/test_helper_kernels.py"),
-    "attention.py": ("host/test_api.py", "host/test_plan_calls.py", "kernels/test_decode_edges.py"),
-    "quant.py": ("host/test_api.py", "kernels/test_helper_kernels.py", "host/test_checks.py"),
-    "flash_mla_fp8.py": ("host/test_flash_mla_fp8.py",),
-    "cache.py": ("host/test_cache.py",),
-    "layouts.py": ("host/test_cache.py",),
-    "checks.py": ("host/test_checks.py",),
-    "dispatch.py": ("host/test_dispatch.py",),
-    "torch_ops.py": ("host/test_torch_ops.py",),
-    "runtime.py": ("host/test_runtime.py",),
-    "env.py": ("host/test_env.py",),
-    "selfcheck.py": ("host/test_api.py",),
-    "metrics.py": ("host/test_reference.py",),
-}
 
 
 @dataclass(frozen=True)
@@ -70,6 +53,12 @@ class Mutant:
     new: str
     target: str
     why: str
+
+
+def homes(file: str) -> set[str]:
+    """Test files whose tests may kill a mutant of ``file``: its own, and the one of all checks."""
+    names = (*Path(file).with_suffix("").parts, "checks")
+    return {f"host/test_{name}.py" for name in names}
 
 
 @dataclass(frozen=True)
@@ -106,32 +95,32 @@ MUTANTS: tuple[Mutant, ...] = (
            "host/test_plan.py::test_another_workspace",
            "a workspace of the right shape is refused"),
     Mutant("reference_plan.py", "min(1, count)", "1",
-           "kernels/test_helper_kernels.py::test_plan_is_optimal",
+           "host/test_reference_plan.py::test_plan_is_optimal",
            "an empty sequence opens a part of its own"),
     Mutant("reference_plan.py", "capacity += 1", "capacity += 2",
-           "kernels/test_helper_kernels.py::test_plan_is_optimal",
+           "host/test_reference_plan.py::test_plan_is_optimal",
            "the largest part may be a tile longer than it must"),
     Mutant("reference_plan.py", "if pieces[batch] > 1", "if pieces[batch] > 2",
-           "kernels/test_helper_kernels.py::test_plan_reference",
+           "host/test_reference_plan.py::test_plan_reference",
            "two pieces of a sequence both write the output directly"),
     Mutant("attention.py", "(int(causal), factor, value)", "(1, factor, value)",
-           "host/test_api.py::test_without_a_plan_and_not_causal",
+           "host/test_attention.py::test_without_a_plan_and_not_causal",
            "every call is causal"),
     Mutant("attention.py", '"2": 1.0', '"2": 2.0',
-           "host/test_api.py::test_lse_base_and_empty_rows",
+           "host/test_attention.py::test_lse_base_and_empty_rows",
            "LSE of base 2 is doubled"),
     Mutant("attention.py", "(lse.is_contiguous() and not lse.is_neg())", "not lse.is_neg()",
-           "host/test_plan_calls.py::test_gaps_that_the_exported_function_does_not_see",
+           "host/test_attention.py::test_gaps_that_the_exported_function_does_not_see",
            "an LSE with gaps is written as if it had none"),
     Mutant("attention.py", "block_table.shape[1] != plan.max_pages",
            "block_table.shape[1] < plan.max_pages",
-           "host/test_plan_calls.py::test_the_table_is_as_wide_as_planned",
+           "host/test_attention.py::test_the_table_is_as_wide_as_planned",
            "a plan is run for a wider table, whose lengths it would clamp elsewhere"),
     Mutant("quant.py", "where.shape[1] * cache.page_size)", "where.shape[1])",
-           "host/test_api.py::test_append_then_fetch",
+           "host/test_quant.py::test_append_then_fetch",
            "one token a page is fetched"),
     Mutant("quant.py", 'granularity == "token_head" else', 'granularity == "token" else',
-           "host/test_api.py::test_quantize_into_given_tensors",
+           "host/test_quant.py::test_quantize_into_given_tensors",
            "scales of the other granularity are made"),
     Mutant("quant.py", "where.shape[0] > MAX_FETCHED", "where.shape[0] > MAX_FETCHED + 1",
            "host/test_checks.py::test_wrong_argument",
@@ -161,13 +150,13 @@ MUTANTS: tuple[Mutant, ...] = (
            "host/test_cache.py::test_allocate",
            "slots beyond the number of pages look invalid"),
     Mutant("layouts.py", "and page >= p * TOKEN_BYTES", "",
-           "host/test_cache.py::test_pages_that_reach_into_one_another_are_no_block",
+           "host/test_layouts.py::test_pages_that_reach_into_one_another_are_no_block",
            "pages that share bytes pass for memory of their own"),
     Mutant("layouts.py", "and token >= ROW_BYTES", "",
-           "host/test_cache.py::test_rows_that_reach_into_one_another_are_no_rows",
+           "host/test_layouts.py::test_rows_that_reach_into_one_another_are_no_rows",
            "rows that share bytes pass for memory of their own"),
     Mutant("layouts.py", "(page // 2, QK_ROPE_HEAD_DIM, 1)", "(page, QK_ROPE_HEAD_DIM, 1)",
-           "host/test_cache.py::test_allocate",
+           "host/test_layouts.py::test_memory_behind_the_views",
            "layout paged is not known by its strides"),
     Mutant("checks.py", "if not 0 < value <=", "if not 0 <= value <=",
            "host/test_checks.py::test_wrong_argument",
@@ -206,7 +195,7 @@ MUTANTS: tuple[Mutant, ...] = (
            "host/test_env.py::test_a_bundle_comes_before_the_cache",
            "the package's own variants are preferred to those of the chosen directory"),
     Mutant("selfcheck.py", "FLIPS = 1e-3", "FLIPS = 1e-2",
-           "host/test_api.py::test_fp32_results_get_no_allowance_for_bf16",
+           "host/test_selfcheck.py::test_fp32_results_get_no_allowance_for_bf16",
            "fp32 results may be rounded to bf16 on the way"),
 )  # fmt: skip
 

@@ -204,7 +204,7 @@ def test_the_switch_takes_the_whole_matrix() -> None:
         done = subprocess.run(
             [
                 sys.executable, "-m", "pytest", "--collect-only", "-q", *switch,
-                "tests/kernels/test_variants.py", "tests/kernels/test_decode_edges.py",
+                "tests/kernels/test_variants.py", "tests/kernels/test_fp8_decode.py",
             ],
             capture_output=True, text=True, cwd=closure.ROOT.parent,
         )  # fmt: skip

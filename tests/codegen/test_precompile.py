@@ -24,9 +24,10 @@ from codegen.artifacts import Record
 from codegen.precompile import Report, precompile
 from dsl_kernels.spec import VariantSpec, decode_spec
 from snapmla import runtime
-from tests.conftest import HELPER_OPS, shipped
+from tests.support.needs import needs_compiler
+from tests.support.variants import HELPER_OPS, shipped
 
-pytestmark = pytest.mark.skipif(not toolchain.have_compiler(), reason="needs nvidia-cutlass-dsl")
+pytestmark = needs_compiler
 CHEAP = VariantSpec(op="merge")
 Done = subprocess.CompletedProcess[str]
 DECLARED = {

@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from codegen import toolchain
 from dsl_kernels import registry
 from dsl_kernels.spec import VariantSpec
 from tests.support import ROOT
+from tests.support.needs import needs_compiler
 
 PAGE = (ROOT / "docs" / "adding-a-variant.md").read_text("utf-8")
 VARIANT = "decode_etap_r16_p256_obf16_sm90a"
 PACKED = ("codegen", "docs", "dsl_kernels", "profiles", "snapmla", "softgpu", "tests")
-pytestmark = pytest.mark.skipif(not toolchain.have_compiler(), reason="needs nvidia-cutlass-dsl")
+pytestmark = needs_compiler
 
 
 def diffs() -> list[tuple[str, str, str]]:

@@ -23,6 +23,7 @@ from codegen import toolchain
 from dsl_kernels import registry
 from dsl_kernels.spec import VariantSpec
 from tests.support import ROOT
+from tests.support.needs import needs_compiler
 
 PAGES = sorted(
     path for folder in (".", "docs", "examples") for path in (ROOT / folder).glob("*.md")
@@ -180,7 +181,7 @@ def code_blocks(path: Path, end: str = "") -> list[str]:
 
 
 @pytest.mark.parametrize("name", sorted(RUNNABLE))
-@pytest.mark.skipif(not toolchain.have_compiler(), reason="needs nvidia-cutlass-dsl")
+@needs_compiler
 def test_code_blocks_run(name: str) -> None:
     """In order, in one process, on the software GPU; CUDA parts guard themselves."""
     source = "\n".join(code_blocks(ROOT / "docs" / name, RUNNABLE[name]))

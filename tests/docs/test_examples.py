@@ -10,12 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from codegen import toolchain
 from tests.support import ROOT
+from tests.support.needs import needs_compiler
 
 SCRIPTS = sorted((ROOT / "examples").glob("*.py"))
 NAMES = [path.stem for path in SCRIPTS]
-needs_compiler = pytest.mark.skipif(not toolchain.have_compiler(), reason="nvidia-cutlass-dsl")
 # What makes the results wrong: the plan is not told of the new lengths.
 FORGOTTEN = re.compile(r"^( *)(?:step\.)?plan\.update_\(.*$", re.M)
 

@@ -10,8 +10,8 @@ import sys
 
 import pytest
 
-from codegen import toolchain
 from tests.support import ROOT
+from tests.support.needs import needs_compiler
 
 README = (ROOT / "README.md").read_text()
 ORDER = ["Numbers", "Install", "Example", "Format", "API", "Variants", "Limits"]
@@ -32,7 +32,7 @@ def example() -> str:
     return found[1]
 
 
-@pytest.mark.skipif(not toolchain.have_compiler(), reason="needs nvidia-cutlass-dsl")
+@needs_compiler
 def test_example_runs_as_written(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the software GPU, in seconds, and right; a first run compiles the kernels it needs."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 import snapmla
-from codegen import toolchain
 from dsl_kernels.spec import decode_spec
 from snapmla import env, runtime, selfcheck
 from snapmla.errors import VariantError
 from tests.support import ROOT
+from tests.support.needs import needs_compiler
 
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text("utf-8")
 SOURCES = ("snapmla", "softgpu", "codegen")
@@ -26,7 +26,6 @@ ANY = "…"  # what the page writes there
 LEAST = 20  # literal characters that make a sentence recognisable
 # Sentences of others, which no file here holds.
 FOREIGN = {"an illegal memory access was encountered": "the CUDA driver"}
-needs_compiler = pytest.mark.skipif(not toolchain.have_compiler(), reason="nvidia-cutlass-dsl")
 
 
 def quoted() -> list[str]:

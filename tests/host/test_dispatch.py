@@ -15,7 +15,7 @@ from dsl_kernels.families.fp8_decode import PIPELINES, ROW_TILES
 from dsl_kernels.spec import VariantSpec
 from profiles import dispatch_data, roofline
 from profiles.shapes import DecodeShape
-from snapmla import dispatch
+from snapmla import dispatch, runtime
 from snapmla.errors import VariantError
 
 CPU = torch.device("cpu")
@@ -305,3 +305,16 @@ def test_parts_count_clusters() -> None:
     """A tile of 128 rows is a cluster of two CTAs; every row block has its own."""
     assert [dispatch.parts_of(132, 128, tile) for tile in (32, 64, 128)] == [33, 66, 66]
     assert dispatch.parts_of(132, 129, 128) == 33 and dispatch.parts_of(4, 1024, 128) == 1
+
+
+def test_planning_where_no_decode_kernel_exists(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is allocated or launched, and with a way out."""
+    monkeypatch.setattr(runtime, "arch_of", lambda device: "sm_100a")
+    dispatch.card_of.cache_clear()
+    try:
+        if any(dispatch._has_kernel(p, "sm_100a") for p in ("etap", "dual_wg")):
+            pytest.skip("sm_100a has a decode kernel by now")
+        with pytest.raises(VariantError, match=r"sm_100a: no decode kernel.* on sm_90a .*cpu"):
+            snapmla.plan_decode(torch.ones(2, dtype=torch.int32), 16, 1, page_size=64, max_pages=3)
+    finally:
+        dispatch.card_of.cache_clear()

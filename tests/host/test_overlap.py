@@ -15,11 +15,10 @@ import pytest
 import torch
 
 import snapmla
-from codegen import toolchain
 from snapmla import PagedKVCache, QuantizedQuery, attention, layouts, overlap, quant, selfcheck
 from snapmla import flash_mla_fp8 as names
+from tests.support.needs import needs_compiler
 
-needs_kernels = pytest.mark.skipif(not toolchain.have_compiler(), reason="needs nvidia-cutlass-dsl")
 B, S_Q, HEADS, PAGE, SCALE = 2, 1, 4, 16, 192**-0.5
 BF16 = torch.bfloat16
 
@@ -76,7 +75,7 @@ ALIASED: list[tuple[str, Callable[[dict[str, Any]], torch.Tensor], str]] = [
 ]
 
 
-@needs_kernels
+@needs_compiler
 @pytest.mark.parametrize("quick", [True, False])
 @pytest.mark.parametrize(
     ("name", "memory", "other"), ALIASED, ids=[f"{a[0]}-over-{a[2]}" for a in ALIASED]
@@ -103,7 +102,7 @@ def test_results_over_what_is_read(
     assert len(launches) == 1
 
 
-@needs_kernels
+@needs_compiler
 @pytest.mark.parametrize("name", ["q", "cache", "plan"])
 def test_an_accepted_result_is_asked_again_where_something_else_lies_over_it(
     monkeypatch: pytest.MonkeyPatch, name: str
@@ -131,7 +130,7 @@ def test_an_accepted_result_is_asked_again_where_something_else_lies_over_it(
         snapmla.decode(**call)
 
 
-@needs_kernels
+@needs_compiler
 @pytest.mark.parametrize("dtype", [BF16, torch.float32])
 def test_an_arena_without_gaps_takes_the_quick_way(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
@@ -150,7 +149,7 @@ def test_an_arena_without_gaps_takes_the_quick_way(
     assert torch.equal(out, want) and torch.equal(lse, want_lse)
 
 
-@needs_kernels
+@needs_compiler
 def test_the_same_memory_in_another_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is remembered are addresses: shapes are compared on every call."""
     monkeypatch.setattr(attention, "launch_decode", lambda *_: None)
@@ -184,7 +183,7 @@ def pool_with_gaps(cache: PagedKVCache, gap: int) -> tuple[PagedKVCache, torch.T
     return apart, pool[1, block:]
 
 
-@needs_kernels
+@needs_compiler
 def test_results_between_the_pages_of_a_pool() -> None:
     call = complete_call()
     want, _ = snapmla.decode(**{**call, "out": None, "lse": None})
@@ -199,7 +198,7 @@ def test_results_between_the_pages_of_a_pool() -> None:
 # ---------------------------------------------------------------------------- other calls
 
 
-@needs_kernels
+@needs_compiler
 def test_tokens_over_the_cache() -> None:
     cache = PagedKVCache.allocate(4, PAGE, device="cpu")
     cache.content_u8.zero_()
@@ -222,7 +221,7 @@ def test_tokens_over_the_cache() -> None:
         assert torch.equal(cache.content_u8, before)
 
 
-@needs_kernels
+@needs_compiler
 def test_tokens_between_the_pages_of_a_pool() -> None:
     cache, gap = pool_with_gaps(selfcheck.poisoned_cache(3, PAGE), 3 * 1152)
     joint = view_at(gap, 0, (3, 576), BF16)
@@ -237,7 +236,7 @@ def test_tokens_between_the_pages_of_a_pool() -> None:
         assert torch.equal(got, expected)
 
 
-@needs_kernels
+@needs_compiler
 def test_queries_over_their_source() -> None:
     nope, rope = torch.randn(B, S_Q, HEADS, 512).bfloat16(), torch.randn(B, S_Q, HEADS, 64)
     rope = rope.bfloat16()
@@ -256,7 +255,7 @@ def test_queries_over_their_source() -> None:
         assert torch.equal(nope, before[0]) and torch.equal(rope, before[1])
 
 
-@needs_kernels
+@needs_compiler
 def test_fetched_rows_over_the_cache() -> None:
     cache, _, _ = selfcheck.filled_cache((20, 3), PAGE)
     where = torch.arange(6, dtype=torch.int32)
@@ -310,7 +309,7 @@ def engine_call() -> dict[str, Any]:
     }  # fmt: skip
 
 
-@needs_kernels
+@needs_compiler
 @pytest.mark.parametrize(
     ("name", "other"),
     [("out", "k_cache_lora"), ("lse", "q_nope"), ("lse", "q_scale"), ("lse", "k_scale"),
@@ -327,7 +326,7 @@ def test_results_of_snapmlas_name(monkeypatch: pytest.MonkeyPatch, name: str, ot
     assert len(launches) == 1
 
 
-@needs_kernels
+@needs_compiler
 def test_results_of_snapmlas_name_are_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     call = engine_call()
     out, _ = names.flash_mla_ckv_fp8_per_token(**call)
@@ -338,7 +337,7 @@ def test_results_of_snapmlas_name_are_asked_once(monkeypatch: pytest.MonkeyPatch
     assert torch.equal(out, want)
 
 
-@needs_kernels
+@needs_compiler
 def test_keys_of_snapmlas_names() -> None:
     pool = {
         "k_lora_cache": torch.zeros(256, 1, 512, dtype=torch.uint8),

@@ -1,11 +1,10 @@
-"""Plans: the kernel against its mirror, fixed splits, stale plans, ``explain``.
+"""Plans: capacity, fixed splits, stale plans, copies, ``explain``.
 
-All of it runs the compiled kernels on the software GPU.
+What runs, runs the compiled kernels on the software GPU.
 """
 
 from __future__ import annotations
 
-import bisect
 import copy
 import dataclasses
 import itertools
@@ -15,104 +14,16 @@ import re
 
 import pytest
 import torch
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import snapmla
-from codegen import toolchain
 from dsl_kernels.dims import TOKEN_TILE
-from dsl_kernels.spec import VariantSpec
-from snapmla import launch, runtime, selfcheck
-from snapmla.plan import MAX_COST, MAX_SLOTS
-from snapmla.reference_plan import plan_reference, tile_counts
-from softgpu.machine import Machine
-
-needs_kernels = pytest.mark.skipif(not toolchain.have_compiler(), reason="needs nvidia-cutlass-dsl")
-SCALE = 192**-0.5
-
-lengths_strategy = st.lists(
-    st.one_of(
-        st.integers(-5, 200), st.integers(0, 40000), st.sampled_from([0, 1, 63, 64, 65, 2**31 - 1])
-    ),
-    min_size=1,
-    max_size=70,
-)
-
-
-def run_plan_kernel(
-    lengths: list[int], parts: int, overhead: int, max_tokens: int, split: int
-) -> tuple[list[tuple[int, ...]], list[int], list[int], list[int]]:
-    """(work items, part_begin, split_begin, planned lengths) from the compiled kernel."""
-    b = len(lengths)
-    most = sum(tile_counts(lengths, TOKEN_TILE, max_tokens)) if split else 0
-    items = torch.full((parts + b + most + 1, 4), -7, dtype=torch.int32)
-    part_begin, split_begin, planned = (
-        torch.full((n,), -7, dtype=torch.int32) for n in (parts + 1, b + 1, b)
-    )
-    kernel = runtime.kernel(VariantSpec(op="plan_decode", arch="sm_90a"), "cpu")
-    kernel(
-        torch.tensor(lengths, dtype=torch.int32), items, part_begin, split_begin, planned,
-        max_tokens, TOKEN_TILE, overhead, split,
-    )  # fmt: skip
-    written = items[: part_begin[-1]].tolist()
-    assert (items[part_begin[-1] :] == -7).all(), "wrote past the last item"
-    return [tuple(i) for i in written], part_begin.tolist(), split_begin.tolist(), planned.tolist()
-
-
-@needs_kernels
-@settings(max_examples=60, deadline=None)
-@given(
-    lengths=lengths_strategy,
-    parts=st.sampled_from([1, 2, 7, 66, 132, 300]),
-    overhead=st.sampled_from([0, 1, 4, 17]),
-    max_tokens=st.sampled_from([100, 8192, 131072]),
-    split=st.sampled_from([0, 0, 1, 16, 4096]),
-)
-@example(lengths=[64, 64, 0], parts=2, overhead=0, max_tokens=8192, split=1)  # begins at the end
-def test_kernel_equals_reference(
-    lengths: list[int], parts: int, overhead: int, max_tokens: int, split: int
-) -> None:
-    if split == 1 and max_tokens > 8192:
-        split = 5  # tens of thousands of items say nothing new
-    want = plan_reference(lengths, parts, TOKEN_TILE, overhead, max_tokens, split)
-    found = run_plan_kernel(lengths, parts, overhead, max_tokens, split)
-    assert found == (want.work_items, want.part_begin, want.split_begin, lengths)
-
-
-@settings(max_examples=200, deadline=None)
-@given(
-    lengths=lengths_strategy,
-    parts=st.integers(1, 140),
-    overhead=st.sampled_from([0, 1, 4, 17]),
-    split=st.integers(1, 300),
-)
-def test_fixed_splits_by_their_rule(
-    lengths: list[int], parts: int, overhead: int, split: int
-) -> None:
-    cap = 20000
-    plan = plan_reference(lengths, parts, TOKEN_TILE, overhead, cap, split)
-    tiles = tile_counts(lengths, TOKEN_TILE, cap)
-    # the pieces of a sequence depend on nothing but itself
-    for batch, count in enumerate(tiles):
-        alone = plan_reference([lengths[batch]], 1, TOKEN_TILE, 0, cap, split).work_items
-        own = [i for i in plan.work_items if i[0] == batch]
-        assert [i[1:3] for i in own] == [i[1:3] for i in alone]
-        assert [i[2] - i[1] for i in own[:-1]] == [split] * (len(own) - 1)
-        begin, end = plan.split_begin[batch : batch + 2]
-        assert [i[3] for i in own] == ([-1] if len(own) == 1 else list(range(begin, end)))
-        assert own[-1][2] == count
-    # capacity, and parts that exceed their share by less than an item
-    tiles_cap = -(-cap // TOKEN_TILE)
-    pieces = -(-tiles_cap // split)
-    assert len(plan.work_items) <= len(lengths) * pieces
-    assert plan.split_begin[-1] <= len(lengths) * pieces
-    assert plan.part_begin[0] == 0 and plan.part_begin[-1] == len(plan.work_items)
-    assert len(plan.part_begin) == parts + 1 and plan.part_begin == sorted(plan.part_begin)
-    for x, y in itertools.pairwise(plan.part_begin):
-        cost = sum(e - s + overhead for _, s, e, _ in plan.work_items[x:y])
-        assert cost < plan.part_cost + split + overhead + 1
-
+from snapmla import launch, selfcheck
+from snapmla.plan import MAX_COST, default_num_parts
+from snapmla.reference_plan import plan_reference
+from tests.support.bits import same_bits
+from tests.support.needs import needs_compiler
+from tests.support.steps import SCALE, assert_right, make_step, plan_for
 
 # ---------------------------------------------------------------------------- batch-invariant
 
@@ -142,12 +53,7 @@ class Pool:
         )
 
 
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    view = {2: torch.int16, 4: torch.int32}[a.element_size()]
-    return torch.equal(a.view(view), b.view(view))
-
-
-@needs_kernels
+@needs_compiler
 def test_fixed_splits_are_batch_invariant() -> None:
     pool = Pool()
     options = {"fixed_split_tokens": 128, "num_parts": 3}
@@ -162,7 +68,7 @@ def test_fixed_splits_are_batch_invariant() -> None:
             assert same_bits(lse[row], alone[request][1][0]), (batch, request)
 
 
-@needs_kernels
+@needs_compiler
 def test_balanced_splits_are_not() -> None:
     """The test above can fail: without fixed splits the neighbours decide where a cut falls."""
     pool = Pool()
@@ -173,7 +79,7 @@ def test_balanced_splits_are_not() -> None:
     torch.testing.assert_close(lse[0], alone[0])
 
 
-@needs_kernels
+@needs_compiler
 def test_fixed_splits_agree_with_balanced() -> None:
     pool = Pool()
     everyone = list(range(5))
@@ -184,7 +90,7 @@ def test_fixed_splits_agree_with_balanced() -> None:
     assert selfcheck.metrics.lse_error(lse, want_lse) < 1e-5
 
 
-@needs_kernels
+@needs_compiler
 def test_fixed_split_capacity() -> None:
     lengths = torch.tensor([1000, 70], dtype=torch.int32)
     plan = snapmla.plan_decode(lengths, 16, 1, page_size=64, max_pages=20, fixed_split_tokens=256)
@@ -232,17 +138,6 @@ def test_costs_of_a_batch_must_fit_32_bits(options: dict[str, int]) -> None:
         snapmla.plan_decode(lengths, 16, 1, page_size=64, **options)
 
 
-@needs_kernels
-def test_the_largest_batch_that_may_be_planned() -> None:
-    """Every length at its most, in one part and in several: still entry for entry the mirror's."""
-    batch, tokens = 500, 64 * (MAX_COST // 500 - 6)
-    lengths = [2**31 - 1] * batch
-    for parts in (1, 3):
-        want = plan_reference(lengths, parts, TOKEN_TILE, 6, tokens)
-        found = run_plan_kernel(lengths, parts, 6, tokens, 0)
-        assert found == (want.work_items, want.part_begin, want.split_begin, lengths)
-
-
 # ---------------------------------------------------------------------------- edges of a split
 
 
@@ -253,7 +148,7 @@ SPLITS = {
 }
 
 
-@needs_kernels
+@needs_compiler
 @pytest.mark.parametrize("splits", SPLITS)
 @pytest.mark.parametrize("tokens", [64, 65, 128, 129])
 def test_a_table_at_the_edge_of_a_split(tokens: int, splits: str) -> None:
@@ -273,7 +168,7 @@ def test_a_table_at_the_edge_of_a_split(tokens: int, splits: str) -> None:
     assert (pieces > 0) == (tokens > options.get("fixed_split_tokens", 64)) == plan.may_split
 
 
-@needs_kernels
+@needs_compiler
 def test_workspace_holds_the_worst_cuts() -> None:
     """Every boundary between parts cuts another sequence: 2 * (parts - 1) slots."""
     lengths = torch.full((2,), 3 * TOKEN_TILE, dtype=torch.int32)
@@ -284,7 +179,7 @@ def test_workspace_holds_the_worst_cuts() -> None:
     assert int(plan.part_begin[-1]) == 4 <= len(plan.work_items)
 
 
-@needs_kernels
+@needs_compiler
 def test_workspace_holds_a_broken_tile() -> None:
     """Five pages of 16 are two tiles; the second piece needs an item and a slot too."""
     lengths = torch.full((3,), 80, dtype=torch.int32)
@@ -303,7 +198,7 @@ def test_costs_up_to_the_limit() -> None:
         snapmla.plan_decode(lengths, 8, 1, page_size=64, max_pages=pages, fixed_overhead=7)
 
 
-@needs_kernels
+@needs_compiler
 def test_another_workspace() -> None:
     """A plan over another workspace gives the same bits, and leaves the first one alone."""
     cache, table, lengths = selfcheck.filled_cache((130,), 64)
@@ -343,37 +238,10 @@ def test_slots_of_a_batch_must_fit_merges_products(monkeypatch: pytest.MonkeyPat
         slots(1, 13)
 
 
-@needs_kernels
-def test_merge_bound_is_the_plans() -> None:
-    from dsl_kernels.smxx import merge
-
-    assert (merge.CTAS + 1) * MAX_SLOTS < 2**32
-
-
-@needs_kernels
-def test_merge_finds_the_sequence_of_a_huge_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """8192 sequences of 62 pieces (17 GB of partial results, here one slot seen through stride 0):
-    a few CTAs of the grid, which must write rows of their own sequences and of no other."""
-    batch, pieces, ctas = 8192, 62, 364
-    begin = torch.arange(batch + 1, dtype=torch.int32) * pieces
-    starts = [i + i * pieces * ctas // (batch * pieces) for i in range(batch)]
-    picked = [0, 1, 4000, 8200, batch + ctas - 1]
-    wanted = {bisect.bisect_right(starts, block) - 1 for block in picked}
-    monkeypatch.setattr(Machine, "_clusters", lambda self: (len(picked), 1, 1))
-    monkeypatch.setattr(Machine, "block_at", lambda self, index, rank=0: (picked[index], 0, 0))
-    o, lse = torch.ones(1, 1, 512), torch.zeros(1, 1)
-    out, out_lse = torch.zeros(batch, 1, 1, 512), torch.zeros(batch, 1, 1)
-    kernel = runtime.kernel(VariantSpec(op="merge", out_dtype="f32", arch="sm_90a"), "cpu")
-    slots = batch * pieces
-    kernel(o.expand(slots, -1, -1), lse.expand(slots, -1), begin, out, out_lse, 1.0, -math.inf)
-    written = out.view(batch, -1).ne(0).any(1).nonzero().flatten().tolist()
-    assert set(written) == wanted
-
-
 # ---------------------------------------------------------------------------- stale plans
 
 
-@needs_kernels
+@needs_compiler
 def test_stale_plan_is_caught() -> None:
     pool = Pool()
     lengths = pool.lengths.clone()
@@ -393,7 +261,7 @@ def test_stale_plan_is_caught() -> None:
     run()
 
 
-@needs_kernels
+@needs_compiler
 def test_stale_check_is_off_by_default_and_switched_by_the_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -412,7 +280,7 @@ def test_stale_check_is_off_by_default_and_switched_by_the_environment(
 # ---------------------------------------------------------------------------- explain
 
 
-@needs_kernels
+@needs_compiler
 def test_explain_says_who_does_what() -> None:
     lengths = torch.tensor([200, 0, 64, 500], dtype=torch.int32)
     plan = snapmla.plan_decode(
@@ -435,7 +303,7 @@ def test_explain_says_who_does_what() -> None:
     assert "cut after each 128 tokens" in fixed
 
 
-@needs_kernels
+@needs_compiler
 @pytest.mark.parametrize(
     ("limit", "error", "text"),
     [(-1, ValueError, "0 or more, got -1"), ("3", TypeError, "an int, got str")],
@@ -446,7 +314,7 @@ def test_explain_checks_its_limit(limit: object, error: type[Exception], text: s
         plan.explain(limit)  # type: ignore[arg-type]
 
 
-@needs_kernels
+@needs_compiler
 def test_copies_have_memory_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Arguments prepared for launches stay with the original, and need not be copyable."""
     monkeypatch.setattr("snapmla.launch.prepared", lambda *tensors: (lambda: tensors,))
@@ -466,14 +334,14 @@ def test_copies_have_memory_of_their_own(monkeypatch: pytest.MonkeyPatch) -> Non
     assert twin.content_u8.data_ptr() == twin.content.data_ptr()
 
 
-@needs_kernels
+@needs_compiler
 def test_explain_of_an_empty_batch() -> None:
     empty = torch.zeros(0, dtype=torch.int32)
     text = snapmla.plan_decode(empty, 16, 1, page_size=64, max_pages=2).explain()
     assert "0 sequences" in text and "0 items" in text
 
 
-@needs_kernels
+@needs_compiler
 @pytest.mark.parametrize(
     ("table", "index", "value", "text"),
     [
@@ -499,7 +367,7 @@ def test_explain_says_what_is_damaged(table: str, index: object, value: int, tex
     assert "damaged" not in plan.update_(lengths).explain()
 
 
-@needs_kernels
+@needs_compiler
 @pytest.mark.parametrize(
     ("change", "name"),
     [
@@ -518,7 +386,7 @@ def test_parts_of_two_plans_are_refused(change: dict[str, object], name: str) ->
         dataclasses.replace(plan, **change)  # type: ignore[arg-type]
 
 
-@needs_kernels
+@needs_compiler
 def test_repr_is_of_shapes_alone() -> None:
     """A print or a logged exception must not wait for the device, nor fill the screen."""
     lengths = torch.tensor([64, 200], dtype=torch.int32)
@@ -539,3 +407,43 @@ def test_repr_is_of_shapes_alone() -> None:
     assert "int32(5, 4)" in launch._brief(there)
     on_meta = launch._brief(torch.empty(3, device="meta"))
     assert on_meta == "float32(3,) on meta"  # never a value: there is none
+
+
+@needs_compiler
+def test_plan_matches_its_reference_and_updates_in_place() -> None:
+    step = make_step((200, 0, 64, 1, 65), 8, 1)
+    plan = plan_for(step, num_parts=3, fixed_overhead=2)
+    pointers = [t.data_ptr() for t in (plan.work_items, plan.part_begin, plan.split_begin)]
+    capacity = plan.max_pages * plan.page_size
+    for lengths in ((200, 0, 64, 1, 65), (1, 1, 1, 1, 1), (0, 0, 0, 0, 0), (9999, -3, 70, 128, 5)):
+        assert plan.update_(torch.tensor(lengths, dtype=torch.int32)) is plan
+        want = plan_reference(lengths, 3, 64, 2, capacity)
+        found = [tuple(row) for row in plan.work_items[: len(want.work_items)].tolist()]
+        assert found == want.work_items
+        assert plan.part_begin.tolist() == want.part_begin
+        assert plan.split_begin.tolist() == want.split_begin
+    assert pointers == [t.data_ptr() for t in (plan.work_items, plan.part_begin, plan.split_begin)]
+
+
+@needs_compiler
+def test_update_then_decode_again() -> None:
+    step = make_step((130, 64, 20), 8, 2)
+    plan = plan_for(step, num_parts=2, fixed_overhead=1)
+    out = torch.full((3, 2, 8, 512), math.nan, dtype=torch.bfloat16)
+    lse = torch.full((3, 8, 2), math.nan)
+    for lengths in ((130, 64, 20), (5, 0, 1)):
+        step.cache_seqlens.copy_(torch.tensor(lengths))
+        plan.update_(step.cache_seqlens)
+        got = snapmla.decode(
+            step.q, step.cache, step.block_table, step.cache_seqlens,
+            softmax_scale=SCALE, plan=plan, out=out, lse=lse,
+        )  # fmt: skip
+        assert got[0] is out and got[1] is lse
+        assert_right(step, out, lse)
+
+
+def test_parts_fill_the_device() -> None:
+    cpu = torch.device("cpu")
+    assert default_num_parts(cpu, 16, 16) == 4
+    assert default_num_parts(cpu, 128, 128) == 2  # a cluster of two CTAs
+    assert default_num_parts(cpu, 1024, 128) == 1

@@ -11,15 +11,18 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from codegen import artifacts, closure, toolchain
+from codegen import artifacts, closure
 from codegen import compile as compiler
 from codegen.precompile import precompile
 from dsl_kernels.spec import VariantSpec, decode_spec
 from snapmla import env, runtime
-from snapmla.errors import VariantError
+from snapmla.errors import UnsupportedDeviceError, VariantError
+from tests.support.needs import needs_compiler
 
 SPEC = decode_spec("etap", 64, 64, "bf16")
 
@@ -132,11 +135,6 @@ def test_compiling_is_announced_and_its_failure_told(
         runtime.find_or_build(bad, need_library=False)
     assert f"compiling variant {bad.name} into {folder}" in caplog.text
     assert runtime.find(bad) is None
-
-
-needs_compiler = pytest.mark.skipif(
-    not toolchain.have_compiler(), reason="needs nvidia-cutlass-dsl"
-)
 
 
 @pytest.mark.parametrize("checkout", [True, False])
@@ -368,3 +366,46 @@ def test_the_nearest_variant_is_of_the_same_op(folder: Path) -> None:
     for spec in (far, near):
         place(folder, spec)
     assert runtime.nearest(SPEC) == near.name
+
+
+def test_other_devices_are_refused() -> None:
+    with pytest.raises(UnsupportedDeviceError, match="device meta: kernels are built for cuda"):
+        runtime.arch_of(torch.device("meta"))
+
+
+def test_other_architectures_get_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-80GB")
+    with pytest.raises(UnsupportedDeviceError) as caught:
+        runtime.arch_of(torch.device("cuda", 7))
+    assert str(caught.value) == (
+        "NVIDIA A100-SXM4-80GB is sm_80: kernels are built for sm_90 (Hopper) and sm_100 "
+        "(Blackwell); snapmla.reference runs anywhere"
+    )
+
+
+def test_missing_variant_names_the_nearest(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any, no_jit: None
+) -> None:
+    monkeypatch.setattr("snapmla.env.variant_dirs", lambda: [tmp_path])
+    wanted = VariantSpec(op="decode", pipeline="etap", row_tile=32, page_size=32)
+    with pytest.raises(VariantError, match="no variant of this op is there"):
+        runtime.find_or_build(wanted, need_library=False)
+    for row_tile in (16, 64):
+        name = VariantSpec(op="decode", pipeline="etap", row_tile=row_tile, page_size=32).name
+        (tmp_path / f"{name}.json").write_text(json.dumps({"name": name}))
+    with pytest.raises(VariantError, match="SNAPMLA_NO_JIT.*nearest.*decode_etap_r16_p32_obf16"):
+        runtime.find_or_build(wanted, need_library=False)
+
+
+@pytest.mark.parametrize("forbidden", ["0", "1"])
+def test_unwritten_kernel_is_one_sentence(monkeypatch: pytest.MonkeyPatch, forbidden: str) -> None:
+    monkeypatch.setenv("SNAPMLA_NO_JIT", forbidden)
+    monkeypatch.setattr(runtime, "compile_variant", lambda spec: pytest.fail("compiled"))
+    spec = VariantSpec(op="decode", arch="sm_100a", pipeline="etap")
+    with pytest.raises(VariantError) as caught:
+        runtime.find_or_build(spec, need_library=False)
+    assert str(caught.value) == (
+        "variant decode_etap_r64_p64_obf16_sm100a: no sm_100a decode kernel of pipeline etap "
+        "exists yet; the nearest one that can be built is decode_etap_r64_p64_obf16_sm90a"
+    )

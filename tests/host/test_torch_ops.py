@@ -13,15 +13,11 @@ from torch._inductor.utils import run_and_get_code
 from torch.utils import _pytree as pytree
 
 import snapmla
-from codegen import toolchain
 from snapmla import layouts, selfcheck
+from tests.support.bits import same_bits
+from tests.support.needs import DEVICES, needs_kernels
 
-# a GPU machine without the compiler runs the ``gpu`` tests on variants that were built elsewhere
-pytestmark = pytest.mark.skipif(
-    not toolchain.have_compiler() and not torch.cuda.is_available(),
-    reason="needs nvidia-cutlass-dsl",
-)
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+pytestmark = needs_kernels
 SCALE = 192**-0.5
 HEADS, PAGE, WIDTH = 8, 64, 3
 LENGTHS = (130, 5)
@@ -79,10 +75,6 @@ def step(
     return out + 1, lse
 
 
-def bits(t: torch.Tensor) -> torch.Tensor:
-    return t.contiguous().view(torch.uint8)
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("backend", "layout"),
@@ -93,22 +85,22 @@ def test_compiled_layer_equals_eager(backend: str, layout: str, device: str) -> 
     eager, compiled = Layer(device, layout), Layer(device, layout)
     assert compiled.cache.layout == layout
     want = step(*eager.arguments)
-    before = bits(compiled.cache.content_u8).clone()
+    before = compiled.cache.content_u8.clone()
     torch._dynamo.reset()
     function = torch.compile(step, fullgraph=True, backend=backend)
     got = function(*compiled.arguments)
     for a, b in zip(got, want, strict=True):
-        assert torch.equal(bits(a), bits(b))
-    assert not torch.equal(bits(compiled.cache.content_u8), before), "nothing was appended"
+        assert same_bits(a, b)
+    assert not torch.equal(compiled.cache.content_u8, before), "nothing was appended"
     for name in ("content", "rope", "scale"):
         a, b = getattr(compiled.cache, name), getattr(eager.cache, name)
-        assert torch.equal(bits(a), bits(b)), name
+        assert same_bits(a, b), name
     # a later step: other lengths, same graph
     for layer in (eager, compiled):
         layer.lengths.copy_(torch.tensor([64, 66]))
         layer.plan.update_(layer.lengths)
     want, got = step(*eager.arguments), function(*compiled.arguments)
-    assert torch.equal(bits(got[0]), bits(want[0])) and torch.equal(bits(got[1]), bits(want[1]))
+    assert same_bits(got[0], want[0]) and same_bits(got[1], want[1])
 
 
 def test_compiled_update_out_and_fetch() -> None:

@@ -22,13 +22,14 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import snapmla
-from codegen import toolchain
 from dsl_kernels.spec import VariantSpec
 from snapmla import flash_mla_fp8 as names
 from snapmla import layouts, quant, runtime, selfcheck, tracing
 from softgpu import MemoryFault
+from tests.support.bits import assert_same_bits
+from tests.support.needs import needs_compiler
 
-pytestmark = pytest.mark.skipif(not toolchain.have_compiler(), reason="needs nvidia-cutlass-dsl")
+pytestmark = needs_compiler
 HEADS, PAGE, WIDTH, PAGES = 4, 64, 2, 4
 LENGTHS = {1: (70, 5), 2: (3, 128)}
 ROWS = 3  # tokens that are appended or fetched
@@ -229,13 +230,6 @@ def eager(name: str, seed: int) -> list[torch.Tensor]:
     return observed(OPERATIONS[name].call(*given), given)
 
 
-def same(got: list[torch.Tensor], want: list[torch.Tensor]) -> None:
-    assert len(got) == len(want)
-    for a, b in zip(got, want):
-        assert a.shape == b.shape and a.dtype == b.dtype
-        assert torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
-
-
 def ours(graph: torch.fx.Graph) -> list[str]:
     """Names of our operators in a graph."""
     called = [str(n.target) for n in graph.nodes if n.op == "call_function"]
@@ -259,7 +253,7 @@ def test_make_fx(name: str, mode: str) -> None:
     traced = make_fx(operation.call, **options)(*arguments(name, 1))
     assert tuple(ours(traced.graph)) == operation.operators
     given = arguments(name, 2)
-    same(observed(traced(*given), given), eager(name, 2))
+    assert_same_bits(observed(traced(*given), given), eager(name, 2))
 
 
 @everywhere
@@ -278,7 +272,7 @@ def test_export(name: str) -> None:
     program = torch.export.export(Module(), given)
     assert tuple(ours(program.graph)) == operation.operators
     given = arguments(name, 2)
-    same(observed(program.module()(*given), given), eager(name, 2))
+    assert_same_bits(observed(program.module()(*given), given), eager(name, 2))
 
 
 @everywhere
@@ -294,7 +288,7 @@ def test_compiled(name: str) -> None:
     compiled = torch.compile(operation.call, backend=backend)
     for seed in (1, 2):
         given = arguments(name, seed)
-        same(observed(compiled(*given), given), eager(name, seed))
+        assert_same_bits(observed(compiled(*given), given), eager(name, seed))
     assert set(graphs) == (set() if operation.breaks else set(operation.operators))
     if operation.breaks:
         torch._dynamo.reset()
@@ -317,7 +311,7 @@ def test_the_software_gpu_is_not_traced() -> None:
     want = snapmla.fetch_dequant(made, slots(1), dtype=torch.float32)
     torch._dynamo.reset()
     got = torch.compile(body, backend="eager")(torch.zeros(1), slots(1), *views)
-    same([c, r], list(want))
+    assert_same_bits([c, r], list(want))
     assert got == 1 + c.sum()
 
 
@@ -403,14 +397,14 @@ def test_wrapper_subclass(name: str) -> None:
     wrapped = pytree.tree_map_only(torch.Tensor, Wrapped, given)
     got = observed(OPERATIONS[name].call(*wrapped), wrapped)
     assert seen_operators(Wrapped.seen) == OPERATIONS[name].operators
-    same([t.inner if isinstance(t, Wrapped) else t for t in got], eager(name, 1))
+    assert_same_bits([t.inner if isinstance(t, Wrapped) else t for t in got], eager(name, 1))
 
 
 @everywhere
 def test_subclass_with_memory(name: str) -> None:
     given = pytree.tree_map_only(torch.Tensor, lambda t: t.as_subclass(Named), arguments(name, 1))
     got = observed(OPERATIONS[name].call(*given), given)
-    same([t.as_subclass(torch.Tensor) for t in got], eager(name, 1))
+    assert_same_bits([t.as_subclass(torch.Tensor) for t in got], eager(name, 1))
 
 
 # ------------------------------------------------------------------------------ watchers
@@ -432,7 +426,7 @@ def test_a_dispatch_mode_sees_the_operators(name: str) -> None:
     with Logging() as log:
         got = OPERATIONS[name].call(*given)
     assert seen_operators(log.seen) == OPERATIONS[name].operators
-    same(observed(got, given), eager(name, 1))
+    assert_same_bits(observed(got, given), eager(name, 1))
 
 
 @everywhere
@@ -450,7 +444,7 @@ def test_a_disabled_dispatch_mode_does_not_recurse() -> None:
     with Logging() as log, torch._C._DisableTorchDispatch():
         got = OPERATIONS["quantize_q token"].call(*given)
     assert not log.seen
-    same(observed(got, given), eager("quantize_q token", 1))
+    assert_same_bits(observed(got, given), eager("quantize_q token", 1))
 
 
 # ------------------------------------------------------------------------------ refusals

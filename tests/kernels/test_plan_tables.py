@@ -17,15 +17,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from codegen import toolchain
 from dsl_kernels.dims import TOKEN_TILE
 from dsl_kernels.spec import VariantSpec
 from snapmla import runtime, selfcheck
 from snapmla.reference_plan import plan_reference
 from softgpu import Options, using
+from tests.support.needs import needs_compiler
 
-pytestmark = pytest.mark.skipif(not toolchain.have_compiler(), reason="needs nvidia-cutlass-dsl")
-
+pytestmark = needs_compiler
 FENCE = 1024  # elements before and behind a tensor that is written
 LENGTHS = (65, 0, 64)
 MORE = (*LENGTHS, 70, 64)  # another step's batch, two sequences larger
@@ -33,7 +32,6 @@ PARTS = 2
 HEADS = 3  # few CTAs to merge: most of the time is theirs
 MOST_INSTRUCTIONS = 2_000_000  # the slowest case needs a third of it
 LAST = 2**31 - 1
-
 Tables = tuple[Tensor, Tensor, Tensor]  # work_items, part_begin, split_begin
 
 

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from codegen import toolchain
 from codegen.precompile import Report
 from dsl_kernels.spec import VariantSpec, decode_spec
 from snapmla import runtime, selfcheck
 from softgpu import Options, mutate, using
+from tests.support.needs import needs_compiler
 
-pytestmark = pytest.mark.skipif(not toolchain.have_compiler(), reason="needs nvidia-cutlass-dsl")
+pytestmark = needs_compiler
 
 
 def up_to_date(spec: VariantSpec) -> Path:

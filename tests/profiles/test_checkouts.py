@@ -15,9 +15,10 @@ import torch
 from typer.testing import CliRunner
 
 import snapmla
-from codegen import artifacts, toolchain
+from codegen import artifacts
 from profiles import bench, checkouts, compare, contenders, test_record
 from tests.support import ROOT
+from tests.support.needs import needs_compiler
 
 SHAPE = "b2_L100_h4_q1"
 
@@ -79,7 +80,7 @@ def test_a_checkout_that_is_none_is_explained(tmp_path: Path, other: Path) -> No
             contenders.make(name, None)
 
 
-@pytest.mark.skipif(not toolchain.have_compiler(), reason="needs nvidia-cutlass-dsl")
+@needs_compiler
 @pytest.mark.parametrize("broken", [False, True], ids=["the same", "wrong on purpose"])
 def test_old_and_new_in_one_run(other: Path, tmp_path: Path, broken: bool) -> None:
     """The other contender's rows come from the other package: break it and only they are wrong."""

@@ -14,12 +14,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from codegen import matrix, toolchain
+from codegen import matrix
 from dsl_kernels.spec import VariantSpec
 from profiles import prove
 from profiles.prove import Book, Outcome, Step
-
-compiled = pytest.mark.skipif(not toolchain.have_compiler(), reason="needs nvidia-cutlass-dsl")
+from tests.support.needs import needs_compiler
 
 
 def says(text: str, what: str = "a", key: str = "1") -> Step:
@@ -211,7 +210,7 @@ def test_the_record_tells_what_ran_where_and_what_did_not(book: Book, tmp_path: 
     assert by_name["small:a"]["cpu_seconds"] > 0 and by_name["small:a"]["commit"][-1] == "1"
 
 
-@compiled
+@needs_compiler
 @pytest.mark.parametrize(
     ("steps", "code", "words"),
     [
@@ -240,7 +239,7 @@ def test_the_command(
     assert "passed   small:a" in listed.output
 
 
-@compiled
+@needs_compiler
 @pytest.mark.parametrize(
     ("arguments", "words"), [(["--slice", "9/2"], "--slice: expected"), (["--only", "x"], "--only")]
 )
@@ -252,7 +251,7 @@ def test_the_command_refuses(arguments: list[str], words: str) -> None:
 # --------------------------------------------------------------------------------- its steps
 
 
-@compiled
+@needs_compiler
 def test_steps_are_the_whole_matrix() -> None:
     every = [s for arch in ("sm_90a", "sm_100a") for s in matrix.default_specs(arch)]
     sample = {s.name for s in matrix.sample_specs("sm_90a")}
@@ -271,7 +270,7 @@ def test_steps_are_the_whole_matrix() -> None:
         assert all(c[0] == "-m" or (prove.ROOT / c[0]).is_file() for c in step.commands)
 
 
-@compiled
+@needs_compiler
 def test_builds_are_each_variant_once() -> None:
     built: Counter[str] = Counter()
     for step in prove.steps():
@@ -283,7 +282,7 @@ def test_builds_are_each_variant_once() -> None:
     assert built == Counter(every)
 
 
-@compiled
+@needs_compiler
 def test_keys_follow_the_sources(monkeypatch: pytest.MonkeyPatch) -> None:
     """An edit of the merge kernel reaches merge and the decodes, which launch it; nothing else."""
     from codegen import closure

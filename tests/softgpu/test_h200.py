@@ -15,7 +15,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from codegen import toolchain
 from codegen.precompile import Report
 from dsl_kernels.spec import VariantSpec, decode_spec
 from profiles import record_softgpu, vectors
@@ -23,8 +22,7 @@ from profiles.record_softgpu import COMMAND, Record, SoftGpu, Tally
 from snapmla import accumulate_np
 from softgpu import Options, exact, mufu
 from softgpu.testing import aligned, launch
-
-compiled = pytest.mark.skipif(not toolchain.have_compiler(), reason="needs nvidia-cutlass-dsl")
+from tests.support.needs import needs_compiler
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +99,7 @@ def test_wgmma(record: Record, form: vectors.WgmmaForm) -> None:
     assert_equal(tally)
 
 
-@compiled
+@needs_compiler
 def test_every_form_in_use_is_recorded(built: Report, variant_dir: Path) -> None:
     """wgmma and approximate functions in the PTX of the run's variants."""
     found, approximate = set(), set()
@@ -129,13 +127,13 @@ def test_a_wrong_model_is_noticed(record: Record, monkeypatch: pytest.MonkeyPatc
 # -------------------------------------------------------------------------------------- kernels
 
 
-@compiled
+@needs_compiler
 @pytest.mark.variants("[!d]*_sm90a")
 def test_helper_kernels(record: Record, spec: VariantSpec) -> None:
     assert_equal(record_softgpu.replay_variant(record, recorded(record, spec.name)))
 
 
-@compiled
+@needs_compiler
 @pytest.mark.variants("decode_*_sm90a")
 def test_decode(record: Record, spec: VariantSpec) -> None:
     """No row is excepted: P never rounds another way."""
@@ -144,7 +142,7 @@ def test_decode(record: Record, spec: VariantSpec) -> None:
     assert_equal(tally)
 
 
-@compiled
+@needs_compiler
 def test_one_step_of_a_probability_is_noticed(
     record: Record, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,14 +17,14 @@ import torch
 import softgpu
 import softgpu.loader
 import softgpu.testing
-from codegen import toolchain
 from dsl_kernels.spec import VariantSpec
 from snapmla import runtime, selfcheck
 from softgpu import accumulate
 from softgpu.__main__ import main
 from softgpu.runtime import as_cuda, link
+from tests.support.needs import needs_compiler
 
-pytestmark = pytest.mark.skipif(not toolchain.have_compiler(), reason="needs nvidia-cutlass-dsl")
+pytestmark = needs_compiler
 
 
 @pytest.fixture(scope="module")

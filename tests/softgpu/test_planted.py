@@ -18,13 +18,13 @@ import torch
 
 import dsl_kernels
 import softgpu
-from codegen import toolchain
 from dsl_kernels.spec import VariantSpec
 from snapmla import runtime, selfcheck
 from softgpu import mutate
 from softgpu.ptx import Imm, Instr, Reg, Vec
+from tests.support.needs import needs_compiler
 
-pytestmark = pytest.mark.skipif(not toolchain.have_compiler(), reason="needs nvidia-cutlass-dsl")
+pytestmark = needs_compiler
 
 SOURCES = Path(dsl_kernels.__file__).parent
 ETAP, PAGED, DUAL = (

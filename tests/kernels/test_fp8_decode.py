@@ -9,17 +9,12 @@ import torch
 from torch import Tensor
 
 import snapmla
-from codegen import toolchain
 from snapmla import checks, metrics
 from snapmla.reference import FP64, MIMIC_HW_FULL, QuantConfig, mla_decode_reference
 from snapmla.selfcheck import FP32_SLACK, MIMIC_FACTOR
+from tests.support.needs import DEVICES, needs_kernels
 
-# a GPU machine without the compiler runs the ``gpu`` tests on variants that were built elsewhere
-pytestmark = pytest.mark.skipif(
-    not toolchain.have_compiler() and not torch.cuda.is_available(),
-    reason="needs nvidia-cutlass-dsl",
-)
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+pytestmark = needs_kernels
 # (pipeline, heads): few rows (S^T), many rows (S), Algorithm 1
 KERNELS = [("etap", 16), ("etap", 64), ("dual_wg", 64)]
 
