@@ -28,7 +28,6 @@ from softgpu.testing import aligned, launch
 
 GAP = "<gap>"
 SCHEDULES = [(mode, seed) for mode in ("early", "late", "random") for seed in (None, 1, 2)]
-
 # %r99 thread, %r98 warp, %r97 lane; %p50 thread 0, %p51 warp 0, %p52 the other warps;
 # %r1 two mbarriers; %r2 the thread's word, %r3 its word in the other warp, %r4 its neighbour's;
 # %r5 the first of the words; %r6 the thread's 16 bytes; %rd61 the thread's word of argument 0
@@ -263,7 +262,6 @@ CLUSTERS = {
         events=("st.shared::cluster", LD), launch={"grid": 2, "cluster": 2, "block": 32},
     ),
 }  # fmt: skip
-
 MMA = "wgmma.mma_async.sync.aligned.m64n8k32.f32.e4m3.e4m3"
 D, E = "{%r100, %r101, %r102, %r103}", "{%r110, %r111, %r112, %r113}"
 A_AT, B_AT = 2048, 5120  # addresses in shared memory: smem + 1024, smem + 4096
@@ -372,7 +370,6 @@ GLOBAL = {
         "fence.proxy.async; bar.sync 0;", events=("st.global", "cp.async.bulk"), order_matters=True,
     ),
 }  # fmt: skip
-
 CASES = {
     f"{family}: {name}": case
     for family, cases in (

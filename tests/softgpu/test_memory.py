@@ -9,6 +9,7 @@ from softgpu import DescriptorError, MemoryFault, Options
 from softgpu.memory import GlobalMemory
 from softgpu.ops.tma import TensorMap, decode_map
 from softgpu.testing import aligned, launch
+from tests.support.tensor_maps import encode_map, swizzled
 
 TID = "mov.u32 %r99, %tid.x; cvt.u64.u32 %rd60, %r99;\n"
 
@@ -236,23 +237,6 @@ def test_bulk_copy_there_and_back(mode: str) -> None:
     np.testing.assert_array_equal(out, source)
 
 
-def encode_map(
-    array: np.ndarray, extent: tuple[int, ...], stride: tuple[int, ...], box: tuple[int, ...],
-    swizzle: int,
-) -> bytes:  # fmt: skip
-    """The 128 bytes of a tiled map, innermost dimension first; strides in bytes."""
-    kind = {1: 0, 2: 1, 4: 2}[array.dtype.itemsize]
-    flags = 2 | (len(extent) - 1) << 4 | kind << 7 | swizzle << 13 | 1 << 18
-    e = [x - 1 for x in extent] + [0] * (5 - len(extent))
-    s = [x // 16 for x in stride] + [0] * (4 - len(stride))
-    b = [x - 1 for x in box] + [0] * (5 - len(box))
-    words = [
-        array.ctypes.data, flags | s[0] << 32, s[1] | s[2] << 32, s[3], e[0] | e[1] << 32,
-        e[2] | e[3] << 32, e[4] | b[0] << 56, b[1] | b[2] << 8 | b[3] << 16 | b[4] << 24,
-    ]  # fmt: skip
-    return np.array(words + [0] * 8, np.uint64).tobytes()
-
-
 def test_tensor_map_fields() -> None:
     array = aligned((5, 4, 8, 64), np.uint16)
     raw = encode_map(array, (64, 8, 4, 5), (128, 1024, 4096), (64, 4, 2, 1), 3)
@@ -261,12 +245,6 @@ def test_tensor_map_fields() -> None:
     )
     with pytest.raises(DescriptorError, match="element type 15"):
         decode_map(np.array([0, 2 | 15 << 7, *[0] * 14], np.uint64).tobytes())
-
-
-def swizzled(offset: int, swizzle: int) -> int:
-    """CuTe's Swizzle<B,4,3> on byte addresses."""
-    bits = {0: 0, 1: 1, 2: 2, 3: 3}[swizzle]
-    return offset ^ (((offset >> 7) & ((1 << bits) - 1)) << 4)
 
 
 TENSORS = {

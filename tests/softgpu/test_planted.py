@@ -25,7 +25,6 @@ from softgpu.ptx import Imm, Instr, Reg, Vec
 from tests.support.needs import needs_compiler
 
 pytestmark = needs_compiler
-
 SOURCES = Path(dsl_kernels.__file__).parent
 ETAP, PAGED, DUAL = (
     "decode_etap_r16_p64_obf16_sm90a",
@@ -130,7 +129,6 @@ READ_V = line("transpose.py", "cute.copy(ldsm,")
 STORE_P = line("decode_etap.py", "cute.copy(stsm,", "def store_p_few")
 PV_WAIT = line("decode_etap.py", "warpgroup.wait_group(0)", "def pv_block")
 FREE_P = line("decode_etap.py", "mbarrier_arrive(st.p_bar.data_ptr() + P_STAGES", "def pv_block")
-
 modes = pytest.mark.parametrize("mode", ["early", "late"])
 
 
