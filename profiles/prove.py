@@ -56,6 +56,7 @@ KINDS = {
 }
 # Whole-matrix tests of these files run variant by variant, in the steps ``variant``.
 PER_VARIANT = ("tests/kernels/test_variants.py", "tests/softgpu/test_h200.py")
+CONFTEST = ("tests/conftest.py", "tests/support/needs.py", "tests/support/variants.py")
 REPLAYED = ("softgpu", "profiles/record_softgpu.py", "profiles/vectors.py", "tests/data")
 SAID = 4000  # characters of a failed step's output that are kept
 
@@ -152,7 +153,7 @@ def _needs(spec: VariantSpec) -> list[VariantSpec]:
 
 def _variant(spec: VariantSpec) -> Step:
     command = ("-m", "pytest", "--whole-matrix", "-q", "-k", spec.name, *PER_VARIANT)
-    reads = ("snapmla", "tests/conftest.py", *PER_VARIANT, *REPLAYED)
+    reads = ("snapmla", *CONFTEST, *PER_VARIANT, *REPLAYED)
     return step("variant", spec.name, command, reads=reads, specs=_needs(spec))
 
 

@@ -14,9 +14,8 @@ import torch
 from dsl_kernels.families.fp8_decode import PAGE_SIZES
 from snapmla import PagedKVCache, layouts
 from tests.support.bits import same_bits
+from tests.support.cases import LAYOUTS
 from tests.support.copies import COPIES
-
-LAYOUTS = ("split", "paged", "row640")
 
 
 @pytest.mark.parametrize("page_size", PAGE_SIZES)

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dsl_kernels.families.fp8_decode import PAGE_SIZES
 from snapmla import metrics, reference
 from snapmla.reference import (
     FP8,
@@ -399,7 +400,7 @@ def test_case_lists() -> None:
     listed = list(cases.correctness_cases())
     assert len(listed) == 10 * 4 * 11 and len({(c.id, c.seed) for c in listed}) == len(listed)
     assert {(c.layout, c.page_size) for c in listed} == {
-        (layout, page) for layout in cases.LAYOUTS for page in (16, 32, 64, 128)
+        (layout, page) for layout in cases.LAYOUTS for page in PAGE_SIZES
     }
     assert all(set(cases.RAGGED) <= set(c.lengths) for c in listed)
     assert len(list(cases.correctness_cases(full=True))) == 3 * len(listed)

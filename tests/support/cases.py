@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dsl_kernels.families.fp8_decode import PAGE_SIZES
+from snapmla import layouts
 from snapmla.reference import quantize_rows
 
 D_V, D_ROPE = 512, 64
@@ -23,7 +25,7 @@ SOFTMAX_SCALE = 192**-0.5
 SINK_CHANNEL = 63  # of RoPE; other tokens have 0 there
 OUTLIER_CHANNELS = 4
 TAIL_IDS = (2147480000, -1)
-LAYOUTS = ("split", "paged", "row640")
+LAYOUTS = tuple(layouts.LAYOUTS)
 RAGGED = (0, 1, 63, 64, 65, 4097)
 
 
@@ -271,7 +273,7 @@ def correctness_cases(full: bool = False) -> Iterator[DecodeCase]:
                         heads=heads,
                         s_q=s_q,
                         layout=layout,
-                        page_size=(16, 32, 64, 128)[(index // 3) % 4],
+                        page_size=PAGE_SIZES[index // 3 % len(PAGE_SIZES)],
                         causal=index % 8 != 7,
                         granularity="token" if index % 5 == 4 else "token_head",
                         seed=index,
