@@ -134,13 +134,16 @@ def _families(specs: Iterable[VariantSpec]) -> list[list[VariantSpec]]:
     """Variants that differ in page size and dtypes only."""
     found: dict[tuple[object, ...], list[VariantSpec]] = {}
     for spec in specs:
-        found.setdefault((spec.arch, spec.op, spec.pipeline, spec.row_tile), []).append(spec)
+        values = dict(spec.values)
+        key = (spec.arch, spec.op, values.get("pipeline"), values.get("row_tile"))
+        found.setdefault(key, []).append(spec)
     return list(found.values())
 
 
 def _build(specs: list[VariantSpec]) -> Step:
     first = specs[0]
-    family = f"{first.op}_{first.pipeline}_r{first.row_tile}" if first.pipeline else first.op
+    helper = first.family.helper
+    family = first.op if helper else f"{first.op}_{first.pipeline}_r{first.row_tile}"
     command = ("-m", "codegen", "precompile", "--arch", first.arch, "--filter", f"{family}_*")
     what = f"{family}_*_{first.arch.replace('_', '')}"
     return step("build", what, command, reads=(), specs=specs)
