@@ -18,7 +18,7 @@ from tests.support.needs import needs_compiler
 pytestmark = needs_compiler
 DECLARED = {
     "threads": 512, "warpgroup_registers": [24, 88, 200], "barrier_counts": {"1": 9, "4": 4},
-    "smem": 200_000,
+    "smem": 200_000, "opcodes": ["HGMMA", "QGMMA"],
 }  # fmt: skip
 
 
