@@ -89,6 +89,7 @@ def test_pages_and_rows_that_lie_apart() -> None:
 def test_memory_behind_the_views(layout: str, tensors: int, page_size: int) -> None:
     """Operators get memory that no two of their arguments share, and take it apart again."""
     cache = PagedKVCache.allocate(3, page_size, layout, "cpu")
+    assert cache.layout == layout, "known by its strides"
     places = {t.untyped_storage().data_ptr() for t in cache.memory if t is not None}
     assert len(places) == tensors == sum(t is not None for t in cache.memory)
     assert cache.traceable
