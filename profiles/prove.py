@@ -55,7 +55,8 @@ KINDS = {
     "tests": "test files over the whole matrix instead of the test set",
 }
 # Whole-matrix tests of these files run variant by variant, in the steps ``variant``.
-PER_VARIANT = ("tests/test_softgpu_variants.py", "tests/test_softgpu_h200.py")
+PER_VARIANT = ("tests/kernels/test_variants.py", "tests/softgpu/test_h200.py")
+CONFTEST = ("tests/conftest.py", "tests/support/needs.py", "tests/support/variants.py")
 REPLAYED = ("softgpu", "profiles/record_softgpu.py", "profiles/vectors.py", "tests/data")
 SAID = 4000  # characters of a failed step's output that are kept
 
@@ -133,13 +134,16 @@ def _families(specs: Iterable[VariantSpec]) -> list[list[VariantSpec]]:
     """Variants that differ in page size and dtypes only."""
     found: dict[tuple[object, ...], list[VariantSpec]] = {}
     for spec in specs:
-        found.setdefault((spec.arch, spec.op, spec.pipeline, spec.row_tile), []).append(spec)
+        values = dict(spec.values)
+        key = (spec.arch, spec.op, values.get("pipeline"), values.get("row_tile"))
+        found.setdefault(key, []).append(spec)
     return list(found.values())
 
 
 def _build(specs: list[VariantSpec]) -> Step:
     first = specs[0]
-    family = f"{first.op}_{first.pipeline}_r{first.row_tile}" if first.pipeline else first.op
+    helper = first.family.helper
+    family = first.op if helper else f"{first.op}_{first.pipeline}_r{first.row_tile}"
     command = ("-m", "codegen", "precompile", "--arch", first.arch, "--filter", f"{family}_*")
     what = f"{family}_*_{first.arch.replace('_', '')}"
     return step("build", what, command, reads=(), specs=specs)
@@ -152,7 +156,7 @@ def _needs(spec: VariantSpec) -> list[VariantSpec]:
 
 def _variant(spec: VariantSpec) -> Step:
     command = ("-m", "pytest", "--whole-matrix", "-q", "-k", spec.name, *PER_VARIANT)
-    reads = ("snapmla", "tests/conftest.py", *PER_VARIANT, *REPLAYED)
+    reads = ("snapmla", *CONFTEST, *PER_VARIANT, *REPLAYED)
     return step("variant", spec.name, command, reads=reads, specs=_needs(spec))
 
 
@@ -176,15 +180,15 @@ def _on_objects(kind: str, spec: VariantSpec, command: Command) -> Step:
 def whole_matrix_files() -> list[str]:
     """Test files that ``--whole-matrix`` gives more to do and that no step ``variant`` runs."""
     asks = re.compile(r"mark\.(variants|whole_matrix)\b|\b(built: Report|specs: list)\b")
-    files = sorted((ROOT / "tests").glob("test_*.py"))
-    names = [f"tests/{path.name}" for path in files if asks.search(path.read_text())]
+    files = sorted((ROOT / "tests").rglob("test_*.py"))
+    names = [str(p.relative_to(ROOT)) for p in files if asks.search(p.read_text())]
     return [name for name in names if name not in PER_VARIANT]
 
 
 def _tests(path: str, every: list[VariantSpec]) -> Step:
     command = ("-m", "pytest", "--whole-matrix", "-q", path)
     reads = ("softgpu", "snapmla", "codegen", "profiles", "tests")
-    return step("tests", Path(path).name, command, reads=reads, specs=every)
+    return step("tests", path.removeprefix("tests/"), command, reads=reads, specs=every)
 
 
 def part(found: Sequence[Step], text: str) -> list[Step]:

@@ -18,13 +18,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from codegen import artifacts, matrix, toolchain
+from codegen import artifacts, toolchain
 from codegen.precompile import Report, precompile
 from dsl_kernels.spec import VariantSpec
+from tests.support.variants import shipped
 
 pytest_plugins = ["softgpu.pytest_plugin", "pytester"]
 
-HELPER_OPS = ("append_kv", "quantize_q", "fetch_dequant", "plan_decode", "merge")
 BUDGET = 2 * 15 * 60  # CPU seconds of `make test`: 15 minutes on two idle cores
 
 
@@ -35,14 +35,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--whole-matrix", action="store_true", help="every variant instead of the test set"
     )
-
-
-def shipped(*, whole: bool) -> list[VariantSpec]:
-    """All of sm_90a, the helper kernels of sm_100a: every variant, or the test set of them."""
-    if not toolchain.have_compiler():  # without it nothing is known of the matrix
-        return []
-    pick = matrix.default_specs if whole else matrix.sample_specs
-    return [*pick("sm_90a"), *(s for s in pick("sm_100a") if s.op in HELPER_OPS)]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -1,6 +1,6 @@
 """Mutation study of the host package: one-token mistakes in ``snapmla/*.py``, and who notices them.
 
-    python tests/mutate_host.py [FILE ...] [--record FILE.md]
+    python -m tests.mutate_host [FILE ...] [--record FILE.md]
 
 The twin of ``python -m snapmla.testing mutate`` for host code.  Each mutant of ``MUTANTS`` is
 applied alone to a temporary copy of the packages, never to the checkout, and must be killed by a
@@ -28,32 +28,13 @@ from typing import Annotated, TypeVar
 
 import typer
 
+from tests.support import ROOT
+
 T = TypeVar("T")
-ROOT = Path(__file__).resolve().parent.parent
 COPIED = (
     "snapmla", "dsl_kernels", "codegen", "softgpu", "profiles", "tests", "pyproject.toml",
 )  # fmt: skip
 SECONDS = 300  # of one test; a wedged one is no kill
-# Where each module's own tests are.
-HOMES: dict[str, tuple[str, ...]] = {
-    "plan.py": ("test_plan.py", "test_plan_calls.py"),
-    "testing/reference_plan.py": ("test_plan.py", "test_helper_kernels.py"),
-    "attention.py": ("test_api.py", "test_plan_calls.py", "test_decode_edges.py"),
-    "quant.py": ("test_api.py", "test_helper_kernels.py", "test_errors.py"),
-    "flash_mla_fp8.py": ("test_dropin.py",),
-    "metadata_pair.py": ("test_dropin.py",),
-    "cache.py": ("test_cache.py",),
-    "layouts.py": ("test_cache.py",),
-    "checks.py": ("test_errors.py",),
-    "dispatch/contest.py": ("test_dispatch.py",),
-    "dispatch/costs.py": ("test_dispatch.py",),
-    "dispatch/decode.py": ("test_dispatch.py",),
-    "torch_ops.py": ("test_torch_ops.py",),
-    "runtime.py": ("test_runtime.py",),
-    "env.py": ("test_env.py",),
-    "testing/selfcheck.py": ("test_api.py",),
-    "testing/metrics.py": ("test_reference.py",),
-}
 
 
 @dataclass(frozen=True)
@@ -74,6 +55,12 @@ class Mutant:
     why: str
 
 
+def homes(file: str) -> set[str]:
+    """Test files whose tests may kill a mutant of ``file``: its own, and the one of all checks."""
+    names = (*Path(file).with_suffix("").parts, "checks")
+    return {f"host/test_{name}.py" for name in names}
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What became of a mutant: killed, SURVIVED, GONE (its text) or BROKEN (no verdict)."""
@@ -89,126 +76,126 @@ class Outcome:
 
 MUTANTS: tuple[Mutant, ...] = (
     Mutant("plan.py", "tokens > self.token_tile", "tokens > 2 * self.token_tile",
-           "test_plan.py::test_a_table_at_the_edge_of_a_split[65-balanced]",
+           "host/test_plan.py::test_a_table_at_the_edge_of_a_split[65-balanced]",
            "two pieces of a table of 65 to 128 tokens are never merged"),
     Mutant("plan.py", "tokens > self.split_tiles", "tokens > 2 * self.split_tiles",
-           "test_plan.py::test_a_table_at_the_edge_of_a_split[129-fixed128]",
+           "host/test_plan.py::test_a_table_at_the_edge_of_a_split[129-fixed128]",
            "two fixed pieces are never merged"),
     Mutant("plan.py", "num_parts + batch, 2 * num_parts", "num_parts + batch, num_parts",
-           "test_plan.py::test_workspace_holds_the_worst_cuts",
+           "host/test_plan.py::test_workspace_holds_the_worst_cuts",
            "partial results of a part are written past the workspace"),
     Mutant("plan.py", "-(-max_pages * page_size // token_tile)",
            "(max_pages * page_size // token_tile)",
-           "test_plan.py::test_workspace_holds_a_broken_tile",
+           "host/test_plan.py::test_workspace_holds_a_broken_tile",
            "a table's last, incomplete tile has no item and no slot"),
     Mutant("plan.py", "if cost > MAX_COST", "if cost >= MAX_COST",
-           "test_plan.py::test_costs_up_to_the_limit",
+           "host/test_plan.py::test_costs_up_to_the_limit",
            "the largest batch that fits is refused"),
     Mutant("plan.py", "shape[:2], device)", "shape[:1], device)",
-           "test_plan.py::test_another_workspace",
+           "host/test_plan.py::test_another_workspace",
            "a workspace of the right shape is refused"),
     Mutant("testing/reference_plan.py", "min(1, count)", "1",
-           "test_helper_kernels.py::test_plan_is_optimal",
+           "host/test_reference_plan.py::test_plan_is_optimal",
            "an empty sequence opens a part of its own"),
     Mutant("testing/reference_plan.py", "capacity += 1", "capacity += 2",
-           "test_helper_kernels.py::test_plan_is_optimal",
+           "host/test_reference_plan.py::test_plan_is_optimal",
            "the largest part may be a tile longer than it must"),
     Mutant("testing/reference_plan.py", "if pieces[batch] > 1", "if pieces[batch] > 2",
-           "test_helper_kernels.py::test_plan_reference",
+           "host/test_reference_plan.py::test_plan_reference",
            "two pieces of a sequence both write the output directly"),
     Mutant("attention.py", "(int(causal), factor, value)", "(1, factor, value)",
-           "test_api.py::test_without_a_plan_and_not_causal",
+           "host/test_attention.py::test_without_a_plan_and_not_causal",
            "every call is causal"),
     Mutant("attention.py", '"2": 1.0', '"2": 2.0',
-           "test_api.py::test_lse_base_and_empty_rows",
+           "host/test_attention.py::test_lse_base_and_empty_rows",
            "LSE of base 2 is doubled"),
     Mutant("attention.py", "(lse.is_contiguous() and not lse.is_neg())", "not lse.is_neg()",
-           "test_plan_calls.py::test_gaps_that_the_exported_function_does_not_see",
+           "host/test_attention.py::test_gaps_that_the_exported_function_does_not_see",
            "an LSE with gaps is written as if it had none"),
     Mutant("attention.py", "block_table.shape[1] != plan.max_pages",
            "block_table.shape[1] < plan.max_pages",
-           "test_plan_calls.py::test_the_table_is_as_wide_as_planned",
+           "host/test_attention.py::test_the_table_is_as_wide_as_planned",
            "a plan is run for a wider table, whose lengths it would clamp elsewhere"),
     Mutant("quant.py", "where.shape[1] * cache.page_size)", "where.shape[1])",
-           "test_api.py::test_append_then_fetch",
+           "host/test_quant.py::test_append_then_fetch",
            "one token a page is fetched"),
     Mutant("quant.py", 'granularity == "token_head" else', 'granularity == "token" else',
-           "test_api.py::test_quantize_into_given_tensors",
+           "host/test_quant.py::test_quantize_into_given_tensors",
            "scales of the other granularity are made"),
     Mutant("quant.py", "where.shape[0] > MAX_FETCHED", "where.shape[0] > MAX_FETCHED + 1",
-           "test_errors.py::test_wrong_argument",
+           "host/test_checks.py::test_wrong_argument",
            "a grid that the driver refuses"),
     Mutant("metadata_pair.py", ") // 5", ") // 5 + 1",
-           "test_dropin.py::test_a_full_metadata_tensor",
+           "host/test_metadata_pair.py::test_a_full_metadata_tensor",
            "the last sequence's tables lie over one another"),
     Mutant("metadata_pair.py", "num_splits.data_ptr(), metadata.shape,", "num_splits.data_ptr(),",
-           "test_dropin.py::test_another_shape_at_the_same_address",
+           "host/test_metadata_pair.py::test_another_shape_at_the_same_address",
            "a pair of other parts is run by the kept plan of the first"),
     Mutant("metadata_pair.py", "return self.num_parts > 1", "return self.num_parts > 2",
-           "test_dropin.py::test_another_shape_at_the_same_address",
+           "host/test_metadata_pair.py::test_another_shape_at_the_same_address",
            "pieces of two parts are never merged"),
     Mutant("metadata_pair.py", "min(longest, MOST_TOKENS)", "MOST_TOKENS",
-           "test_dropin.py::test_garbage_lengths_do_not_overflow_the_schedule",
+           "host/test_metadata_pair.py::test_garbage_lengths_do_not_overflow_the_schedule",
            "costs of garbage lengths overflow 32 bits"),
     Mutant("metadata_pair.py", "len(_plans) >= KEPT_PLANS", "len(_plans) > KEPT_PLANS",
-           "test_dropin.py::test_kept_plans_are_bounded",
+           "host/test_metadata_pair.py::test_kept_plans_are_bounded",
            "one plan too many is kept"),
     Mutant("metadata_pair.py", "and num_splits.shape == (batch + 1,)", "",
-           "test_dropin.py::test_a_kept_plan_is_for_the_very_same_view",
+           "host/test_metadata_pair.py::test_a_kept_plan_is_for_the_very_same_view",
            "num_splits of another length passes beside a kept plan"),
     Mutant("cache.py", '"traceable", memory is not None', '"traceable", True',
-           "test_cache.py::test_other_shared_memory_is_no_block",
+           "host/test_cache.py::test_other_shared_memory_is_no_block",
            "tracers are given views whose writes they cannot follow"),
     Mutant("cache.py", "return self.num_pages * self.page_size", "return self.num_pages",
-           "test_cache.py::test_allocate",
+           "host/test_cache.py::test_allocate",
            "slots beyond the number of pages look invalid"),
     Mutant("layouts.py", "and page >= p * TOKEN_BYTES", "",
-           "test_cache.py::test_pages_that_reach_into_one_another_are_no_block",
+           "host/test_layouts.py::test_pages_that_reach_into_one_another_are_no_block",
            "pages that share bytes pass for memory of their own"),
     Mutant("layouts.py", "and token >= ROW_BYTES", "",
-           "test_cache.py::test_rows_that_reach_into_one_another_are_no_rows",
+           "host/test_layouts.py::test_rows_that_reach_into_one_another_are_no_rows",
            "rows that share bytes pass for memory of their own"),
     Mutant("layouts.py", "(page // 2, QK_ROPE_HEAD_DIM, 1)", "(page, QK_ROPE_HEAD_DIM, 1)",
-           "test_cache.py::test_allocate",
+           "host/test_layouts.py::test_memory_behind_the_views",
            "layout paged is not known by its strides"),
     Mutant("checks.py", "if not 0 < value <=", "if not 0 <= value <=",
-           "test_errors.py::test_wrong_argument",
+           "host/test_checks.py::test_wrong_argument",
            "a softmax scale of 0 gives the mean of the cache"),
     Mutant("checks.py", "if n >= least", "if n > least",
-           "test_errors.py::test_one_page_needs_an_aligned_stride",
+           "host/test_checks.py::test_one_page_needs_an_aligned_stride",
            "a page stride that TMA refuses"),
     Mutant("checks.py", "MAX_S_Q = 8", "MAX_S_Q = 9",
-           "test_errors.py::test_wrong_argument",
+           "host/test_checks.py::test_wrong_argument",
            "nine query tokens a sequence reach kernels that hold eight"),
     Mutant("dispatch/costs.py", "spec.row_tile) * spec.cluster))", "spec.row_tile)))",
-           "test_dispatch.py::test_parts_count_clusters",
+           "host/test_dispatch.py::test_parts_count_clusters",
            "twice the CTAs that fit run where two make a cluster"),
     Mutant("dispatch/contest.py", "limit = (1 + TIE)", "limit = (1 - TIE)",
-           "test_dispatch.py::test_ties_go_to_the_first_pipeline",
+           "host/test_dispatch.py::test_ties_go_to_the_first_pipeline",
            "nothing is within the tie of the best"),
     Mutant("dispatch/decode.py", 'or self.out_dtype != "bf16"', "",
-           "test_dispatch.py::test_measured_points_override_the_model",
+           "host/test_dispatch.py::test_measured_points_override_the_model",
            "bf16 measurements are shown for fp32 outputs"),
     Mutant("torch_ops.py", "rows if granularity ==", "rows if granularity !=",
-           "test_torch_ops.py::test_opcheck[quantize_q-cpu]",
+           "host/test_torch_ops.py::test_opcheck[quantize_q-cpu]",
            "tracers see scales of another shape"),
     Mutant("torch_ops.py", "if value.shape != shape", "if len(value.shape) != len(shape)",
-           "test_torch_ops.py::test_a_traced_decode_checks_what_no_python_did",
+           "host/test_torch_ops.py::test_a_traced_decode_checks_what_no_python_did",
            "a plan of another batch runs past its tables"),
     Mutant("runtime.py", "artifact.cuda <= driver[0]", "artifact.cuda <= driver[0] + 1",
-           "test_runtime.py::test_newer_cuda_than_the_driver",
+           "host/test_runtime.py::test_newer_cuda_than_the_driver",
            "the driver is handed what it cannot load"),
     Mutant("runtime.py", "other.op != spec.op", "other.op == spec.op",
-           "test_runtime.py::test_the_nearest_variant_is_of_the_same_op",
+           "host/test_runtime.py::test_the_nearest_variant_is_of_the_same_op",
            "the hint names a variant of another operation"),
     Mutant("env.py", '"false", "no")', '"false")',
-           "test_env.py::test_words_that_switch_off",
+           "host/test_env.py::test_words_that_switch_off",
            "SNAPMLA_NO_JIT=no forbids compiling"),
     Mutant("env.py", 'found.append(Place("the package', 'found.insert(0, Place("the package',
-           "test_env.py::test_a_bundle_comes_before_the_cache",
+           "host/test_env.py::test_a_bundle_comes_before_the_cache",
            "the package's own variants are preferred to those of the chosen directory"),
     Mutant("testing/selfcheck.py", "FLIPS = 1e-3", "FLIPS = 1e-2",
-           "test_api.py::test_fp32_results_get_no_allowance_for_bf16",
+           "host/test_selfcheck.py::test_fp32_results_get_no_allowance_for_bf16",
            "fp32 results may be rounded to bf16 on the way"),
 )  # fmt: skip
 
@@ -318,7 +305,7 @@ def record(outcomes: Sequence[Outcome], commit: str) -> str:
         "",
         f"- commit: {commit}",
         f"- {killed} of {len(outcomes)} mutants killed, each by a test of its own module",
-        "- command: python tests/mutate_host.py --record FILE",
+        "- command: python -m tests.mutate_host --record FILE",
         "",
         "| file | mutant | what it would do | outcome |",
         "|---|---|---|---|",
@@ -336,7 +323,6 @@ def main(
     jobs: Annotated[int, typer.Option(min=1, help="mutants tried at a time")] = 2,
 ) -> None:
     """Apply each mutant to a copy of the packages: does a test of its module fail?"""
-    sys.path.insert(0, str(ROOT))
     from codegen.artifacts import default_dir
     from profiles.bench import commit
 

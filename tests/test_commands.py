@@ -18,17 +18,15 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from codegen import __main__ as cli
-from codegen import audit, matrix, toolchain, tryout
+from codegen import audit, matrix, tryout
 from codegen import compile as compiler
 from codegen.artifacts import Record
 from dsl_kernels.spec import VariantSpec
 from profiles import device
 from snapmla.testing import __main__ as testing
+from tests.support import ROOT
+from tests.support.needs import needs_compiler
 
-ROOT = Path(__file__).resolve().parent.parent
-needs_compiler = pytest.mark.skipif(
-    not toolchain.have_compiler(), reason="needs nvidia-cutlass-dsl"
-)
 Done = subprocess.CompletedProcess[str]
 # What rich would take for markup or for an emoji (a line number between colons is one).
 RAW = "p[stage] of [/some/path] at decode.py:100: [red]"

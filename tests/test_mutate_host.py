@@ -6,7 +6,9 @@ import re
 from pathlib import Path
 
 import pytest
-from mutate_host import HOMES, MUTANTS, ROOT, Mutant, record, study
+
+from tests.mutate_host import MUTANTS, Mutant, homes, record, study
+from tests.support import ROOT
 
 HALF = "def half(n: int) -> int:\n    return n // 2\n"
 TEST = """
@@ -19,14 +21,14 @@ def test_half(n):
 """
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: f"{m.file}-{m.target}")
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: f"{m.file}-{m.target.partition('::')[2]}")
 def test_the_table_fits_the_sources(mutant: Mutant) -> None:
     """A text that is gone, or a test that moved, is noticed without running the study."""
     text = (ROOT / "snapmla" / mutant.file).read_text()
     assert text.count(mutant.old) == 1, f"{mutant.old!r} is there {text.count(mutant.old)} times"
     compile(text.replace(mutant.old, mutant.new), mutant.file, "exec")
     file, _, test = mutant.target.partition("::")
-    assert file in HOMES[mutant.file], "a test of another module"
+    assert file in homes(mutant.file), "a test of another module"
     name = re.escape(test.split("[")[0])
     assert re.search(rf"^def {name}\(", (ROOT / "tests" / file).read_text(), re.MULTILINE)
 

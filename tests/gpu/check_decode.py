@@ -33,16 +33,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path.insert(0, str(ROOT))
 
 from profiles.device import require_cuda  # noqa: E402
 
 if __name__ == "__main__":
     require_cuda(sys.argv[1:])  # before torch is imported: an answer at once
 
-import cases  # noqa: E402
 import torch  # noqa: E402
-from cases import DecodeCase, DecodeInputs  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 import snapmla  # noqa: E402
@@ -64,6 +62,8 @@ from snapmla.testing.rounding import (  # noqa: E402
     to_e4m3,
 )
 from snapmla.testing.selfcheck import FP32_SLACK, MIMIC_FACTOR  # noqa: E402
+from tests.support import cases  # noqa: E402
+from tests.support.cases import DecodeCase, DecodeInputs  # noqa: E402
 
 PARTS = ("quant", "correctness", "sweep", "sink")
 # A P at a tie may round the other way in a kernel than in the model, by 2^-3.5 of itself: 4e-6 of

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
-from old_torch import WITHOUT_API
+
+from tests.support import ROOT
+from tests.support.old_torch import WITHOUT_API
 
 pytestmark = pytest.mark.gpu
-ROOT = Path(__file__).resolve().parent.parent.parent
 
 SETUP = """
 import ctypes

@@ -10,6 +10,7 @@ import torch
 
 import snapmla
 from snapmla import dispatch, flash_mla_fp8
+from tests.support.bits import assert_same_bits
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
@@ -64,11 +65,6 @@ class Layer:
         return flash_mla_fp8.get_mla_metadata(self.lengths, rows, 1, **extra)  # type: ignore[arg-type]
 
 
-def same(a: flash_mla_fp8.Pair, b: flash_mla_fp8.Pair) -> None:
-    assert torch.equal(a[0].view(torch.int16), b[0].view(torch.int16))
-    assert torch.equal(a[1].view(torch.int32), b[1].view(torch.int32))
-
-
 def random_lengths(layer: Layer, seed: int) -> torch.Tensor:
     """Zero, one, full and anything between."""
     generator = torch.Generator().manual_seed(seed)
@@ -82,7 +78,7 @@ def test_eager(s_q: int) -> None:
     layer = Layer(s_q)
     for seed in range(4):
         layer.lengths.copy_(random_lengths(layer, seed))
-        same(layer.decode(layer.metadata()), layer.primary())
+        assert_same_bits(layer.decode(layer.metadata()), layer.primary())
 
 
 @pytest.mark.parametrize("how", ["copy_", "out="])
@@ -114,7 +110,7 @@ def test_graph_over_static_metadata(how: str) -> None:
         layer.out.fill_(torch.nan)
         layer.lse.fill_(torch.nan)
         graph.replay()
-        same((layer.out, layer.lse), layer.primary())
+        assert_same_bits((layer.out, layer.lse), layer.primary())
 
 
 def test_metadata_can_be_captured_too() -> None:
@@ -129,7 +125,7 @@ def test_metadata_can_be_captured_too() -> None:
     for seed in range(4):
         layer.lengths.copy_(random_lengths(layer, seed))
         graph.replay()
-        same((layer.out, layer.lse), layer.primary())
+        assert_same_bits((layer.out, layer.lse), layer.primary())
 
 
 def test_no_allocation_once_warm() -> None:
@@ -172,7 +168,7 @@ def test_streams_have_workspaces_of_their_own() -> None:
     torch.cuda.synchronize()
     for i in (0, 1):
         for got in results[i]:
-            same(got, want[i])
+            assert_same_bits(got, want[i])
 
 
 def test_the_card_is_known() -> None:

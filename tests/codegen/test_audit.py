@@ -1,0 +1,120 @@
+"""The audit: what it reads of a build, and what it refuses."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from codegen import audit, toolchain
+from codegen import compile as compiler
+from codegen.artifacts import Record
+from codegen.precompile import Report
+from dsl_kernels.spec import decode_spec
+from tests.support.needs import needs_compiler
+
+pytestmark = needs_compiler
+DECLARED = {
+    "threads": 512, "warpgroup_registers": [24, 88, 200], "barrier_counts": {"1": 9, "4": 4},
+    "smem": 200_000, "opcodes": ["HGMMA", "QGMMA"],
+}  # fmt: skip
+
+
+def test_host_code_of_the_building_cpu_is_seen(tmp_path: Path) -> None:
+    compiler_path = toolchain.c_compiler()
+    if compiler_path is None or shutil.which("objdump") is None:
+        pytest.skip("needs a C compiler and objdump")
+    source = tmp_path / "a.c"
+    source.write_text("void f(float *a) { for (int i = 0; i < 64; ++i) a[i] *= 3; }\n")
+    for flags, clean in ((["-march=x86-64-v2"], True), (["-mavx2"], False)):
+        obj = tmp_path / "a.o"
+        subprocess.run([compiler_path, "-O3", *flags, "-c", source, "-o", obj], check=True)
+        record = sample()
+        audit.read_host(record, obj)
+        assert (record.host_beyond == 0) is clean
+        assert any("SIGILL" in problem for problem in audit.problems(record)) is not clean
+
+
+def sample(**changes: object) -> Record:
+    """A record without problems, then changed."""
+    spec = decode_spec("etap", 64, 64, "bf16")
+    record = compiler.draft(spec)
+    record.threads, record.registers, record.launch_registers = 512, 128, 65536
+    record.warpgroup_registers = [24, 88, 200]
+    record.dynamic_smem = 200_000
+    record.sass = {"QGMMA": 1, "HGMMA": 1}
+    record.barrier_counts, record.declared = {"1": 9, "4": 4}, dict(DECLARED)
+    for name, value in changes.items():
+        setattr(record, name, value)
+    return record
+
+
+def test_clean_record_passes() -> None:
+    assert audit.problems(sample()) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"spill_stores": 8}, "spill"),
+        ({"spill_loads": 4}, "spill"),
+        ({"stack_frame": 144}, "local memory"),
+        ({"sass": {"QGMMA": 1, "HGMMA": 1, "LDL": 2}}, "local memory"),
+        ({"notes": ["ptxas info : (C7510) Potential Performance Loss"]}, "C7510"),
+        ({"warpgroup_registers": [40, 120, 200]}, "setmaxnreg"),
+        ({"launch_registers": 86016}, "65536"),
+        ({"dynamic_smem": 232_449}, "shared memory"),
+        ({"sass": {"HGMMA": 1}}, "QGMMA"),
+        ({"sass": {"QGMMA": 1}}, "HGMMA"),
+        ({"host_beyond": 3, "host_cpu": "x86-64-v2"}, "SIGILL"),
+        ({"declared": {**DECLARED, "threads": 384}}, "budget: threads"),
+        ({"declared": {**DECLARED, "warpgroup_registers": [24, 200]}}, "warpgroup_registers"),
+        ({"declared": {**DECLARED, "barrier_counts": {"1": 9}}}, "barrier_counts"),
+        ({"declared": {**DECLARED, "smem": 199_999}}, "199999 bytes of shared memory declared"),
+    ],
+)
+def test_audit_refuses(changes: dict, word: str) -> None:
+    found = audit.problems(sample(**changes))
+    assert any(word in problem for problem in found), found
+
+
+def test_ptxas_remarks_are_read() -> None:
+    record = sample()
+    text = (
+        "ptxas info    : (C7512) Potential Performance Loss: wgmma.mma_async serialized\n"
+        "ptxas         .     16 bytes stack frame, 8 bytes spill stores, 4 bytes spill loads\n"
+        "ptxas info    : Used 168 registers, used 3 barriers, 1024 bytes smem\n"
+    )
+    audit.read_ptxas(record, text)
+    assert (record.registers, record.barriers, record.static_smem) == (168, 3, 1024)
+    assert (record.stack_frame, record.spill_stores, record.spill_loads) == (16, 8, 4)
+    assert len(record.notes) == 1 and "C7512" in record.notes[0]
+
+
+def test_registers_are_counted_by_kernel() -> None:
+    """Not the most registers of one kernel times the threads of another."""
+    record = sample()
+    audit.read_ptxas(
+        record,
+        "ptxas info    : Compiling entry function 'big' for 'sm_90a'\n"
+        "ptxas info    : Used 128 registers, used 16 barriers\n"
+        "ptxas info    : Compiling entry function 'wide' for 'sm_90a'\n"
+        "ptxas info    : Used 168 registers, used 1 barriers\n",
+    )
+    entry = ".visible .entry {}(\n.param .u64 p\n)\n.reqntid {}, 1, 1\n{{\nret;\n}}\n"
+    audit.read_ptx(record, ".version 8.7\n" + entry.format("wide", 256) + entry.format("big", 512))
+    assert (record.registers, record.threads, record.launch_registers) == (168, 512, 65536)
+    assert record.kernel_registers == {"big": 128, "wide": 168}
+
+
+def test_missing_remarks_are_an_error() -> None:
+    with pytest.raises(RuntimeError, match="ptxas"):
+        audit.read_ptxas(sample(), "nothing to see")
+
+
+def test_dynamic_smem_is_read_from_the_launch(built: Report) -> None:
+    for record in built.records.values():
+        if record.spec["op"] == "decode":  # two 64-token tiles of 41,216 B at the very least
+            assert (record.dynamic_smem or 0) > 82_000, record.name

@@ -1,0 +1,231 @@
+"""The matrix: what is in it, and that every pruned point says why."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from codegen import closure, matrix, render, toolchain
+from codegen.__main__ import app
+from dsl_kernels import registry
+from dsl_kernels.common import budget as bud
+from dsl_kernels.families import ARCHS, FAMILIES
+from dsl_kernels.families.family import OUT_DTYPE
+from dsl_kernels.families.fp8_decode import (
+    DEFAULT_PAGES,
+    PAGE_SIZES,
+    PIPELINES,
+    ROW_TILES,
+    cluster_of,
+)
+from dsl_kernels.spec import VariantSpec, decode_spec
+
+DECODES = sum(map(len, DEFAULT_PAGES.values())) * len(ROW_TILES) * len(OUT_DTYPE.values)
+
+
+def test_decode_axes_are_complete() -> None:
+    decode = [s for s in matrix.points("sm_90a") if s.op == "decode"]
+    assert len(decode) == DECODES
+    assert all(s.cluster == cluster_of(s.row_tile) for s in decode)
+
+
+def test_helper_axes_are_complete() -> None:
+    helpers = [s for s in matrix.points("sm_100a") if s.op != "decode"]
+    assert len(helpers) == 1 + 2 + 3 * (2 + 2 + 2)
+
+
+@pytest.mark.skipif(not toolchain.have_compiler(), reason="feasible() imports the compiler")
+def test_reasons() -> None:
+    points = matrix.matrix("sm_90a")
+    for point in points:
+        assert point.reason is None or len(point.reason) > 10
+    by_name = {p.spec.name: p.reason for p in points}
+    assert "M = 64" in (by_name["decode_dual_wg_r16_p64_obf16_sm90a"] or "")
+    for row_tile in ROW_TILES:
+        for page_size in PAGE_SIZES:
+            spec = decode_spec("etap", row_tile, page_size, "bf16")
+            assert by_name[spec.name] is None, by_name[spec.name]
+
+
+def test_kernel_limits_are_the_kernels_own() -> None:
+    """Listed without the compiler, the matrix repeats no rule of a kernel's ``feasible``."""
+    assert not [p for p in matrix.matrix("sm_90a", ask_kernels=False) if p.reason]
+
+
+def test_every_kernel_module_exists() -> None:
+    for spec in matrix.points("sm_90a"):
+        assert closure.has_source(spec), spec.name
+
+
+def test_filter() -> None:
+    found = matrix.matrix("sm_90a", "decode_etap_r16_*", ask_kernels=False)
+    assert len(found) == len(PAGE_SIZES) * 2
+
+
+@pytest.mark.skipif(not toolchain.have_compiler(), reason="feasible() imports the compiler")
+def test_command_prints_counts_and_reasons() -> None:
+    result = CliRunner().invoke(app, ["matrix", "--filter", "decode_*"])
+    assert result.exit_code == 0, result.output
+    assert "M = 64" in result.output
+    total = next(line for line in result.output.splitlines() if "total" in line)
+    numbers = [int(x) for x in total.replace("│", " ").split() if x.isdigit()]
+    assert sum(numbers) == DECODES
+
+
+def test_unknown_arch_is_refused() -> None:
+    result = CliRunner().invoke(app, ["matrix", "--arch", "sm_80"])
+    assert result.exit_code == 1 and "expected one of" in result.output
+
+
+def test_closure_follows_imports_only() -> None:
+    spec = decode_spec("etap", 64, 64, "bf16")
+    digest, files = closure.sources(spec)
+    assert "dsl_kernels/sm90/fp8_etap.py" in files and "dsl_kernels/dims.py" in files
+    assert not any("append_kv" in f for f in files)
+    assert closure.sources(decode_spec("etap", 16, 16, "f32"))[0] == digest
+
+
+def test_no_kernel_depends_on_what_axes_and_ops_there_are() -> None:
+    """So that a new axis or op recompiles nothing that exists."""
+    for spec in matrix.points("sm_90a"):
+        for name in closure.sources(spec)[1]:
+            assert not re.search(r"spec\.py|registry\.py|families/", name), (spec.name, name)
+
+
+@pytest.mark.skipif(not toolchain.have_compiler(), reason="budgets import the kernel modules")
+def test_variants_page_is_fresh() -> None:
+    assert render.PAGE.read_text() == render.variants_page(), "stale: run `make docs`"
+
+
+def budget(**changes: Any) -> bud.Budget:
+    """A CTA that fits, then changed."""
+    fields: dict[str, Any] = {
+        "groups": (bud.WarpGroup("load", 24), bud.WarpGroup("math", 240, count=2)),
+        "smem": 200_000,
+        "barriers": (bud.Barrier("full", 1, {"load": 1}, 4), bud.Barrier("empty", 8, {"math": 8})),
+        "mmas": (bud.Mma("S", 64, 64, 256, "e4m3"), bud.Mma("R", 64, 64, 64, "bf16")),
+    }
+    return bud.Budget(**fields | changes)
+
+
+def test_a_cta_that_fits() -> None:
+    fits = budget()
+    assert bud.check(fits) is None
+    assert (fits.threads, fits.registers, fits.at_launch) == (384, 64512, 168)
+    assert fits.barrier_counts() == {1: 4, 8: 1}
+    assert bud.check(budget(groups=(bud.WarpGroup("all", count=8),))) is None  # no setmaxnreg
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"groups": (bud.WarpGroup("a", 24), bud.WarpGroup("b", 248, count=2))}, "66560 registers"),
+        ({"groups": (bud.WarpGroup("a", 24), bud.WarpGroup("b", 248, count=2))}, "wait forever"),
+        ({"groups": (bud.WarpGroup("a", 100),)}, "multiples of 8 from 24 to 256, got 100"),
+        ({"groups": (bud.WarpGroup("a", 264),)}, "multiples of 8 from 24 to 256, got 264"),
+        ({"groups": (bud.WarpGroup("a", 40), bud.WarpGroup("b"))}, "warpgroup b: no register"),
+        ({"groups": (bud.WarpGroup("a", count=9),)}, "1152 threads"),
+        ({"smem": 232_449}, "232449 bytes of shared memory"),
+        ({"barriers": (bud.Barrier("p", 8, {"a": 4, "b": 3}),)}, "8 arrivals, gets 7"),
+        ({"barriers": (bud.Barrier("p", 0, {}),)}, "0 arrivals"),
+        ({"mmas": (bud.Mma("S", 32, 64, 64, "e4m3"),)}, "M = 32"),
+        ({"mmas": (bud.Mma("S", 64, 20, 64, "e4m3"),)}, "N = 20"),
+        ({"mmas": (bud.Mma("S", 64, 264, 64, "e4m3"),)}, "N = 264"),
+        ({"mmas": (bud.Mma("S", 64, 64, 48, "e4m3"),)}, "K = 48 is no multiple of 32"),
+        ({"mmas": (bud.Mma("S", 64, 64, 24, "bf16"),)}, "K = 24 is no multiple of 16"),
+        ({"mmas": (bud.Mma("S", 64, 64, 64, "f64"),)}, "none of f64"),
+    ],
+)
+def test_a_cta_that_does_not(changes: dict[str, Any], reason: str) -> None:
+    assert reason in (bud.check(budget(**changes)) or "")
+
+
+@pytest.mark.skipif(not toolchain.have_compiler(), reason="budgets import the kernel modules")
+def test_every_decode_variant_declares_a_budget_that_fits() -> None:
+    for spec in matrix.default_specs("sm_90a", "decode_*"):
+        declared = registry.budget(spec)
+        assert declared is not None and bud.check(declared) is None
+        assert declared.barriers and declared.mmas
+    assert registry.budget(VariantSpec(op="merge")) is None
+
+
+@pytest.mark.skipif(not toolchain.have_compiler(), reason="feasible() imports the compiler")
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"row_tile": 64, "stages": 5}, "bytes of shared memory, an SM grants 232448"),
+        ({"row_tile": 32, "stages": 5}, "bytes of shared memory"),
+        ({"row_tile": 64, "stages": 1}, "at least 2 stages"),
+        ({"row_tile": 128, "cluster": 1}, "a CTA holds 64 rows, 1 of a cluster do not hold"),
+        ({"row_tile": 64, "cluster": 2}, "row_tile 64 needs one CTA, not a cluster"),
+    ],
+)
+def test_infeasible_points(changes: dict[str, Any], reason: str) -> None:
+    spec = VariantSpec(op="decode", pipeline="etap", **changes)
+    assert reason in (matrix.exclusion(spec) or "")
+
+
+# ---------------------------------------------------------------------------- the test set
+
+
+@pytest.mark.skipif(not toolchain.have_compiler(), reason="feasible() imports the compiler")
+@pytest.mark.parametrize("arch", ARCHS)
+def test_the_test_set_shows_every_value_of_every_axis(arch: str) -> None:
+    every, chosen = matrix.default_specs(arch), matrix.sample_specs(arch)
+    for op in {spec.op for spec in every}:
+        for axis in (a.name for a in FAMILIES[op].axes):
+            values = {getattr(s, axis) for s in every if s.op == op}
+            assert {getattr(s, axis) for s in chosen if s.op == op} == values, (op, axis)
+    rows = {(s.pipeline, s.row_tile) for s in every if s.op == "decode"}
+    assert {(s.pipeline, s.row_tile) for s in chosen if s.op == "decode"} == rows
+    assert {s for s in every if s.op != "decode"} <= set(chosen)
+    assert chosen == [s for s in every if s in set(chosen)] == matrix.sample_specs(arch)
+
+
+@pytest.mark.skipif(not toolchain.have_compiler(), reason="feasible() imports the compiler")
+def test_the_test_set_is_small_and_what_most_calls_take() -> None:
+    decodes = [s for s in matrix.sample_specs("sm_90a") if s.op == "decode"]
+    rows = {(s.pipeline, s.row_tile) for s in decodes}
+    assert {decode_spec(str(p), r, 64, "bf16") for p, r in rows} <= set(decodes)
+    others = len(PAGE_SIZES) - 1 + len(OUT_DTYPE.values) - 1
+    assert len(decodes) <= len(rows) + others
+
+
+def test_a_sample_of_unusual_variants_is_a_cover_too() -> None:
+    """Without any variant on 64-token pages with bf16 results."""
+    every = [
+        decode_spec(pipeline, row_tile, page_size, "f32")
+        for pipeline in PIPELINES
+        for row_tile in ROW_TILES
+        for page_size in (16, 128)
+    ]
+    chosen = matrix.sample(every)
+    assert {(s.pipeline, s.row_tile) for s in chosen} == {(s.pipeline, s.row_tile) for s in every}
+    assert {s.page_size for s in chosen} == {16, 128}
+    assert len(chosen) == len(PIPELINES) * len(ROW_TILES), "no more than the pairs ask for"
+    assert matrix.sample([]) == []
+
+
+@pytest.mark.skipif(not toolchain.have_compiler(), reason="feasible() imports the compiler")
+def test_the_switch_takes_the_whole_matrix() -> None:
+    """Without it the test set; tests that are marked so run with it only."""
+    every = {s.name for s in matrix.default_specs("sm_90a", "decode_*")}
+    sample = {s.name for s in matrix.sample_specs("sm_90a") if s.op == "decode"}
+    for switch, names in (([], sample), (["--whole-matrix"], every)):
+        done = subprocess.run(
+            [
+                sys.executable, "-m", "pytest", "--collect-only", "-q", *switch,
+                "tests/kernels/test_variants.py", "tests/kernels/test_fp8_decode.py",
+            ],
+            capture_output=True, text=True, cwd=closure.ROOT.parent,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout
+        found = re.findall(r"::test_clean_and_right\[(decode_\w+)\]", done.stdout)
+        assert set(found) == names and len(found) == len(names)
+        marked = "test_lengths_beyond_the_block_table_end_with_it[dual_wg-64-16-3-cpu]"
+        assert (marked in done.stdout) == bool(switch)

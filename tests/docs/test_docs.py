@@ -1,0 +1,303 @@
+"""Docs are true: generated pages are fresh, code blocks run, links lead somewhere, names are told.
+
+A public name is one in ``__all__`` of a module that ``docs/render.py`` lists.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from codegen import toolchain
+from dsl_kernels import registry
+from dsl_kernels.spec import VariantSpec
+from tests.support import ROOT
+from tests.support.needs import needs_compiler
+
+PAGES = sorted(
+    path for folder in (".", "docs", "examples") for path in (ROOT / folder).glob("*.md")
+)
+# pages whose Python blocks run, up to a heading if there are sketches after it
+RUNNABLE = {"integration.md": "", "formats.md": "", "software-gpu.md": "## How it works"}
+DTYPES = re.compile(
+    r"float8_e4m3fn|bfloat16|float16|float32|uint8|int32|int64|same dtype|floating point"
+)
+SHAPE = re.compile(r"\((?:[^()]*,[^()]*)\)|same shapes?|same b\b|likewise")
+
+
+def load(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+render = load(ROOT / "docs" / "render.py")
+figures = load(ROOT / "docs" / "figures.py")
+ENTRIES = list(render.entries())
+
+
+def is_tensor(annotation: Any) -> bool:
+    return "Tensor" in render.annotation(annotation)
+
+
+def described(doc: Any, section: str) -> dict[str, str]:
+    """Text of every name of a section, however its entries share lines."""
+    found: dict[str, str] = {}
+    for names, text in doc.items(section):
+        for name in re.split(r",\s*", names):
+            found[name.strip(" `")] = text
+    return found
+
+
+# ---------------------------------------------------------------- generated pages
+
+
+def test_generated_pages_are_fresh() -> None:
+    names = [str(path.relative_to(ROOT)) for path in render.stale()]
+    assert not names, f"stale: {', '.join(names)}; run `python docs/render.py`"
+
+
+def test_check_names_a_stale_page(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    copy = tmp_path / "api.md"
+    copy.write_text(render.API.read_text().replace("float32", "float64", 1))
+    monkeypatch.setattr(render, "API", copy)
+    assert copy in render.stale()
+
+
+@pytest.mark.parametrize("name", ["split", "paged", "row640"])
+def test_pictures_tell_the_bytes(name: str) -> None:
+    """Fields of a picture do not overlap, and together are 644 bytes a token."""
+    text = render.picture(name, 64)
+    covered = 0
+    for line in text.splitlines():
+        if re.fullmatch(r"[\d ]+", line):
+            offsets = [int(x) for x in line.split()]
+            assert offsets == sorted(offsets) and offsets[0] == 0
+            covered += offsets[-1] * (64 if offsets[-1] == 640 else 1)
+    assert covered == 644 * 64
+
+
+# ---------------------------------------------------------------- docstrings
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=[e.path for e in ENTRIES])
+def test_public_name_is_documented(entry: Any) -> None:
+    if entry.kind == "value":
+        return
+    doc = render.parse(entry.value.__doc__)
+    assert doc.prose and not doc.prose.startswith(f"{entry.name}("), "no docstring"
+    if entry.kind == "exception":
+        return
+    assert "Source" in doc.sections, "say where it comes from: paper section, format, or our own"
+    assert "Raises" in doc.sections, "say which errors it raises"
+    if entry.kind == "function":
+        check_parameters(entry.value, doc)
+        assert "Returns" in doc.sections or "in place" in doc.prose
+        return
+    fields = {
+        name: render.annotation(kind)
+        for name, kind in inspect.get_annotations(entry.value).items()
+        if not name.startswith("_")
+    }
+    text = described(doc, "Attributes")
+    for name, kind in fields.items():
+        assert name in text, f"attribute {name} is not described"
+        if is_tensor(kind) and name not in ("content_u8", "nope_u8"):
+            assert SHAPE.search(text[name]), f"attribute {name}: no shape in {text[name]!r}"
+    for name, member in entry.members():
+        check_member(name, member)
+
+
+def check_parameters(function: Any, doc: Any) -> None:
+    """Every parameter is described; tensors with shape and dtype."""
+    text = described(doc, "Args")
+    for p in render.parameters(function):
+        assert p.name in text, f"argument {p.name} is not described"
+        if is_tensor(p.annotation) and p.name not in ("tile_scheduler_metadata", "num_splits"):
+            whole = text[p.name]
+            assert SHAPE.search(whole), f"argument {p.name}: no shape in {whole!r}"
+            assert DTYPES.search(whole), f"argument {p.name}: no dtype in {whole!r}"
+
+
+def check_member(name: str, member: Any) -> None:
+    function = render.underlying(member)
+    if isinstance(member, property) or hasattr(member, "attrname"):
+        assert function.__doc__ or len(inspect.getsource(function).splitlines()) <= 4, name
+        return
+    doc = render.parse(function.__doc__)
+    assert doc.prose, f"method {name} has no docstring"
+    text = described(doc, "Args")
+    for p in render.parameters(function):
+        assert p.name in text or p.name in doc.prose, f"{name}: {p.name} is not described"
+
+
+def test_the_docstring_check_can_fail() -> None:
+    def bare(cache_seqlens: Any) -> None:
+        """Does something.
+
+        Args:
+            cache_seqlens: lengths.
+        """
+
+    bare.__annotations__["cache_seqlens"] = "torch.Tensor"
+    with pytest.raises(AssertionError, match="no shape"):
+        check_parameters(bare, render.parse(bare.__doc__))
+
+    def missing(b: int) -> None:
+        """Does something."""
+
+    with pytest.raises(AssertionError, match="b is not described"):
+        check_parameters(missing, render.parse(missing.__doc__))
+
+
+def test_every_public_name_is_on_the_page() -> None:
+    page = render.API.read_text()
+    for entry in ENTRIES:
+        assert f"### {entry.name}\n" in page
+
+
+# ---------------------------------------------------------------- pages
+
+
+def code_blocks(path: Path, end: str = "") -> list[str]:
+    """Python blocks of a page, or of what stands before ``end``."""
+    text = path.read_text()
+    assert end in text, f"{path.name} has no {end}"
+    return re.findall(r"```python\n(.*?)```", text.split(end)[0] if end else text, flags=re.S)
+
+
+@pytest.mark.parametrize("name", sorted(RUNNABLE))
+@needs_compiler
+def test_code_blocks_run(name: str) -> None:
+    """In order, in one process, on the software GPU; CUDA parts guard themselves."""
+    source = "\n".join(code_blocks(ROOT / "docs" / name, RUNNABLE[name]))
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    environment.pop("SNAPMLA_VARIANT_DIR", None)  # pages name build/variants
+    done = subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, env=environment, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("path", PAGES, ids=[p.name for p in PAGES])
+def test_links_lead_somewhere(path: Path) -> None:
+    text = re.sub(r"```.*?```", "", path.read_text(), flags=re.S)
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text):
+        if not re.match(r"[a-z]+:", target):
+            assert (path.parent / target).exists(), f"{path.name} links to {target}"
+
+
+@pytest.mark.parametrize("path", PAGES, ids=[p.name for p in PAGES])
+def test_named_files_and_targets_exist(path: Path) -> None:
+    """`snapmla/x.py`-like paths, `make x` targets and `python -m x` modules that pages name."""
+    text = path.read_text()
+    for name in re.findall(
+        r"`((?:snapmla|codegen|softgpu|dsl_kernels|profiles|tests|docs|examples)/[\w/.]+)`", text
+    ):
+        assert (ROOT / name).exists(), f"{path.name} names {name}"
+    makefile = (ROOT / "Makefile").read_text()
+    for target in re.findall(r"`make ([a-z]+)", text) + re.findall(r"^make ([a-z]+)", text, re.M):
+        assert re.search(rf"^{target}:", makefile, re.M), f"{path.name} names make {target}"
+    for module in re.findall(r"python -m ([a-z_]+(?:\.[a-z_]+)*)", text):
+        if module.split(".")[0] in ("snapmla", "codegen", "softgpu", "profiles"):
+            found = ROOT / module.replace(".", "/")
+            assert found.is_dir() or found.with_suffix(".py").is_file(), f"{path.name}: {module}"
+
+
+def anchors(path: Path) -> set[str]:
+    """What headings of a page are called in links."""
+    headings = re.findall(r"^#+ (.+)$", path.read_text(), flags=re.M)
+    return {re.sub(r"[^\w\- ]", "", h).strip().lower().replace(" ", "-") for h in headings}
+
+
+@pytest.mark.parametrize("path", PAGES, ids=[p.name for p in PAGES])
+def test_links_into_pages_find_their_heading(path: Path) -> None:
+    for target, anchor in re.findall(r"\]\(([^)#:]*\.md)?#([^)]+)\)", path.read_text()):
+        page = path.parent / target if target else path
+        assert anchor in anchors(page), f"{path.name} links to {target}#{anchor}"
+
+
+def test_bundle_page_has_the_readmes_example() -> None:
+    """Which runs as written (test_readme.py)."""
+    template = ROOT / "codegen" / "templates" / "bundle.md.j2"
+    assert code_blocks(template) == code_blocks(ROOT / "README.md")[:1]
+
+
+def test_versions_that_ran_are_on_record() -> None:
+    """Driver, CUDA, torch and Python of each row stand in the record that it links to."""
+    page = ROOT / "docs" / "integration.md"
+    table = page.read_text().split("### What ran")[1].split("<!-- begin")[0]
+    rows = re.findall(r"^\| (.+) \|$", table, flags=re.M)[1:]
+    assert len(rows) >= 4
+    for card, driver, cuda, torch, python, _, record in (row.split("|") for row in rows):
+        if card.strip().startswith("none"):
+            pinned = (ROOT / record.strip(" `")).read_text()
+            assert f"torch=={torch.split(',')[0].strip()}" in pinned
+            continue
+        found = re.search(r"\]\((.+)\)", record)
+        assert found is not None, f"{card}: no record"
+        head = "\n".join((page.parent / found[1]).read_text().splitlines()[:14])
+        for cell in (card, driver, cuda, torch, python):
+            words = rf"(?<![\d.]){re.escape(cell.strip())}"
+            assert re.search(words, head), f"{found[1]} does not say {cell.strip()}"
+
+
+# ---------------------------------------------------------------- the picture of a tile
+
+needs_kernels = pytest.mark.skipif(not toolchain.have_compiler(), reason="budgets need the DSL")
+
+
+@needs_kernels
+def test_picture_of_a_tile_is_fresh() -> None:
+    assert figures.TARGET.read_text("utf-8") == figures.tile(), "stale: run `make docs`"
+    assert "(tile.svg)" in (ROOT / "docs" / "architecture.md").read_text()
+
+
+@needs_kernels
+def test_picture_tells_the_budget() -> None:
+    """Every barrier with copies and arrivals, registers, the bytes that the kernel's head sums."""
+    words = [e.text or "" for e in ElementTree.fromstring(figures.tile()).iter() if e.text]
+    declared = registry.budget(figures.SPEC)
+    assert declared is not None
+    for barrier in declared.barriers:
+        at = words.index(barrier.name, words.index(f"mbarriers: {figures.MBARRIERS}"))
+        assert words[at + 1] == f"{barrier.copies} × {barrier.count}"
+        assert all(role in words[at + 2] for role in barrier.arrivals)
+    text = "\n".join(words)
+    for group in declared.groups:
+        assert f"{group.registers} registers a thread" in text
+    head = (ROOT / "dsl_kernels/sm90/fp8_etap.py").read_text()
+    sizes = re.search(r"Q (\d+) \| K ring (\d+) x \((\d+) content \+ (\d+) RoPE \+ (\d+)", head)
+    assert sizes is not None
+    for size in sizes.groups():
+        assert f"{int(size):,}" in text
+
+
+@needs_kernels
+def test_picture_follows_the_spec() -> None:
+    """Another number of stages is another picture; an op without a budget has none."""
+    fewer = figures.tile(figures.SPEC.replace(stages=3))
+    assert fewer != figures.tile() and "K ring  3 ×" in fewer
+    with pytest.raises(ValueError, match="declares no budget"):
+        figures.tile(VariantSpec(op="merge"))
+
+
+def test_environment_table_is_whole() -> None:
+    from snapmla import env
+
+    page = (ROOT / "docs" / "integration.md").read_text()
+    for variable in env.TABLE:
+        assert f"`{variable.name}`" in page

@@ -1,0 +1,61 @@
+"""examples/: every script runs and checks itself; its README lists it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support import ROOT
+from tests.support.needs import needs_compiler
+
+SCRIPTS = sorted((ROOT / "examples").glob("*.py"))
+NAMES = [path.stem for path in SCRIPTS]
+# What makes the results wrong: the plan is not told of the new lengths.
+FORGOTTEN = re.compile(r"^( *)(?:step\.)?plan\.update_\(.*$", re.M)
+
+
+def run(source: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    known = {**os.environ, "PYTHONPATH": path, **environment}
+    return subprocess.run(
+        [sys.executable, str(source)], capture_output=True, text=True, cwd=ROOT, env=known
+    )
+
+
+@needs_compiler
+@pytest.mark.parametrize("path", SCRIPTS, ids=NAMES)
+def test_on_the_software_gpu(path: Path) -> None:
+    done = run(path, CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+    assert done.stdout.splitlines()[-1] == "right"
+    assert "cpu" in done.stdout or "no CUDA device" in done.stdout
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("path", SCRIPTS, ids=NAMES)
+def test_on_the_gpu(path: Path) -> None:
+    done = run(path)
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+    assert done.stdout.splitlines()[-1] == "right" and "no CUDA device" not in done.stdout
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_a_forgotten_update_is_noticed(tmp_path: Path) -> None:
+    """The examples' own checks can fail."""
+    source, found = FORGOTTEN.subn(r"\1pass", (ROOT / "examples" / "cuda_graph.py").read_text())
+    assert found == 1
+    (tmp_path / "forgotten.py").write_text(source)
+    done = run(tmp_path / "forgotten.py", CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 1 and done.stdout.splitlines()[-1] == "WRONG", done.stderr[-2000:]
+
+
+def test_every_example_is_listed() -> None:
+    text = (ROOT / "examples" / "README.md").read_text()
+    assert set(re.findall(r"\]\((\w+\.py)\)", text)) == {path.name for path in SCRIPTS}
+    assert "examples/README.md" in (ROOT / "README.md").read_text()

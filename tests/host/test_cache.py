@@ -1,0 +1,160 @@
+"""PagedKVCache: made, checked, copied, saved."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from dsl_kernels.families.fp8_decode import PAGE_SIZES
+from snapmla import PagedKVCache, layouts
+from tests.support.bits import same_bits
+from tests.support.cases import LAYOUTS
+from tests.support.copies import COPIES
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_allocate(layout: str, page_size: int) -> None:
+    cache = PagedKVCache.allocate(3, page_size, layout, "cpu")
+    assert cache.layout == layout
+    assert (cache.num_pages, cache.page_size, cache.num_slots) == (3, page_size, 3 * page_size)
+    assert tuple(cache.content.shape) == (3, page_size, 512)
+    assert cache.content.dtype == torch.float8_e4m3fn
+    assert tuple(cache.rope.shape) == (3, page_size, 64) and cache.rope.dtype == torch.bfloat16
+    assert tuple(cache.scale.shape) == (3, page_size) and cache.scale.dtype == torch.float32
+    assert cache.content_u8.data_ptr() == cache.content.data_ptr()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_views_do_not_overlap(layout: str) -> None:
+    cache = PagedKVCache.allocate(5, 32, layout, "cpu")
+    cache.content_u8.fill_(7)
+    cache.rope.fill_(3.0)
+    cache.scale.fill_(0.5)
+    assert (cache.content_u8 == 7).all()
+    assert (cache.rope == 3.0).all()
+    assert (cache.scale == 0.5).all()
+
+
+def test_from_tensors_takes_bytes_and_slices() -> None:
+    pool = torch.zeros((8, 64, 512), dtype=torch.uint8)
+    rope = torch.zeros((8, 64, 64), dtype=torch.bfloat16)
+    scale = torch.zeros((8, 64))
+    cache = PagedKVCache.from_tensors(pool[::2], rope[::2], scale[::2])
+    assert cache.num_pages == 4 and cache.layout == "strided"
+
+
+def good() -> dict[str, torch.Tensor]:
+    return {
+        "content": torch.zeros((4, 64, 512), dtype=torch.uint8).view(torch.float8_e4m3fn),
+        "rope": torch.zeros((4, 64, 64), dtype=torch.bfloat16),
+        "scale": torch.zeros((4, 64)),
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error", "words"),
+    [
+        ("content", torch.zeros(4, 64, 512), TypeError, "float8_e4m3fn.*float32"),
+        ("content", torch.zeros(4, 64, 576, dtype=torch.uint8), ValueError, "512.*576"),
+        ("content", torch.zeros(4, 48, 512, dtype=torch.uint8), ValueError, "page_size.*got 48"),
+        ("content", torch.zeros(4, 512, 64, dtype=torch.uint8).mT, ValueError, "innermost stride"),
+        ("rope", torch.zeros(4, 64, 64, dtype=torch.float16), TypeError, "bfloat16.*float16"),
+        ("rope", torch.zeros(3, 64, 64, dtype=torch.bfloat16), ValueError, "rope.*4, 64, 64"),
+        ("rope", torch.zeros(4, 64, 68, dtype=torch.bfloat16)[..., 4:], ValueError, "16 bytes"),
+        ("scale", torch.zeros(4, 64, dtype=torch.bfloat16), TypeError, "float32"),
+        ("scale", torch.zeros(4, 64, 1), ValueError, "scale.*shape"),
+        ("scale", torch.zeros(4, 66)[:, 1:65], ValueError, "16 bytes"),
+        ("scale", torch.zeros(1, 64).expand(4, 64), ValueError, "distinct"),
+        ("rope", torch.empty(4, 64, 64, dtype=torch.bfloat16, device="meta"), ValueError, "meta"),
+    ],
+)
+def test_wrong_memory(name: str, value: torch.Tensor, error: type, words: str) -> None:
+    with pytest.raises(error, match=f"(?s){words}"):
+        PagedKVCache.from_tensors(**{**good(), name: value})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"num_pages": 0}, ValueError, "num_pages: expected 1 or more, got 0"),
+        ({"num_pages": 2.0}, TypeError, "num_pages: expected an int"),
+        ({"page_size": 48}, ValueError, "page_size.*got 48.*nearest is"),
+        ({"layout": "interleaved"}, ValueError, "layout.*'split'.*got 'interleaved'"),
+    ],
+)
+def test_wrong_allocation(arguments: dict, error: type, words: str) -> None:
+    with pytest.raises(error, match=words):
+        PagedKVCache.allocate(**{"num_pages": 2, "device": "cpu", **arguments})
+
+
+def test_cache_is_frozen() -> None:
+    cache = PagedKVCache.allocate(1, 64, "split", "cpu")
+    with pytest.raises(AttributeError):
+        cache.scale = torch.zeros(1, 64)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("shift", [(64, 0), (0, 64)])
+def test_other_shared_memory_is_no_block(shift: tuple[int, int]) -> None:
+    """The strides of ``paged``, but RoPE or scale elsewhere in the page."""
+    p = 32
+    pages = torch.zeros((2, p * 644 + 64), dtype=torch.uint8)
+    at = (p * 512 + shift[0], p * 640 + shift[0] + shift[1])
+    cache = PagedKVCache.from_tensors(
+        pages[:, : p * 512].unflatten(1, (p, 512)),
+        pages[:, at[0] : at[0] + p * 128].view(torch.bfloat16).unflatten(1, (p, 64)),
+        pages[:, at[1] : at[1] + p * 4].view(torch.float32),
+    )
+    assert not cache.traceable
+    assert all(a is b for a, b in zip(cache.memory, (cache.content_u8, cache.rope, cache.scale)))
+
+
+@pytest.mark.parametrize("again", COPIES.values(), ids=COPIES)
+@pytest.mark.parametrize("layout", [*LAYOUTS, "strided"])
+def test_copies(layout: str, again: Callable[[Any], Any]) -> None:
+    """Bytes, strides, layout and what shares memory stay; the memory is another."""
+    if layout == "strided":  # two layers in one pool
+        pool = torch.zeros((4, 2, 32 * 644), dtype=torch.uint8)
+        cache = PagedKVCache.from_tensors(*layouts.paged_views(pool[:, 1], 32))
+    else:
+        cache = PagedKVCache.allocate(4, 32, layout, "cpu")
+    cache.content_u8.copy_(torch.randint(0, 255, cache.content.shape, dtype=torch.uint8))
+    cache.rope.normal_()
+    cache.scale.uniform_()
+    assert cache.arguments and cache.place
+    twin = again(cache)
+    assert type(twin) is PagedKVCache and twin.layout == cache.layout
+    for name in ("content", "rope", "scale"):
+        a, b = getattr(cache, name), getattr(twin, name)
+        assert (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
+        assert same_bits(a, b)
+    assert [t is None for t in twin.memory] == [t is None for t in cache.memory]
+    assert twin.traceable and twin.place != cache.place
+    twin.content_u8.zero_()
+    assert not twin.content.view(torch.uint8).any() and cache.content_u8.any()
+    assert same_bits(twin.rope, cache.rope), "views of a copy overlap"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_memory_is_saved_once(layout: str) -> None:
+    cache = PagedKVCache.allocate(8, 64, layout, "cpu")
+    for size in (len(pickle.dumps(cache)), _size_saved(cache)):
+        assert cache.num_slots * 644 <= size < cache.num_slots * 644 * 1.1
+
+
+def _size_saved(value: Any) -> int:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.tell()
+
+
+def test_a_shallow_copy_is_over_the_same_memory() -> None:
+    cache = PagedKVCache.allocate(2, 32, "paged", "cpu")
+    twin = copy.copy(cache)
+    assert twin.place == cache.place and twin.memory[0].data_ptr() == cache.memory[0].data_ptr()

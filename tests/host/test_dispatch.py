@@ -1,0 +1,424 @@
+"""The dispatcher: which kernel, why not the others, and what its cost model and data are worth."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import snapmla
+from codegen import matrix, toolchain
+from dsl_kernels import registry
+from dsl_kernels.families import FAMILIES, Axis, Family
+from dsl_kernels.families.family import OUT_DTYPE
+from dsl_kernels.families.fp8_decode import PIPELINES, ROW_TILES
+from dsl_kernels.spec import VariantSpec, decode_spec
+from profiles import dispatch_data, roofline
+from profiles.shapes import DecodeShape
+from snapmla import dispatch, runtime
+from snapmla.dispatch import contest, costs
+from snapmla.dispatch.cards import Card
+from snapmla.dispatch.contest import Size
+from snapmla.dispatch.decode import REFERENCE, DecodeOp, Features, Problem
+from snapmla.dispatch.fp8_decode import FP8_DECODE
+from snapmla.errors import VariantError
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_remembered() -> Iterator[None]:
+    """What a test changes must not have been judged before, nor be remembered after it."""
+    for kept in (contest.judge, costs.costs_of):
+        kept.cache_clear()
+    yield
+    for kept in (contest.judge, costs.costs_of):
+        kept.cache_clear()
+
+
+def chosen(heads: int, s_q: int, page_size: int = 64, **wishes: Any) -> tuple[str, int]:
+    spec = dispatch.choose(CPU, heads, s_q, page_size, **wishes)
+    assert spec == decode_spec(spec.pipeline, spec.row_tile, page_size, "bf16")
+    return spec.pipeline, spec.row_tile
+
+
+def problem_of(rows: int, card: Card | None, out_dtype: str = "bf16", s_q: int = 1) -> Problem:
+    assert card is not None
+    return Problem(FP8_DECODE, rows // s_q, s_q, 64, out_dtype, card)
+
+
+def predict(
+    problem: Problem, pipeline: str, row_tile: int, batch: int, seqlen: int
+) -> tuple[float | None, str]:
+    spec = decode_spec(pipeline, row_tile, 64, problem.out_dtype)
+    return contest.predict(problem, spec, Size(batch, seqlen))
+
+
+@pytest.mark.parametrize(
+    ("heads", "s_q", "tile"),
+    [(1, 1, 16), (16, 1, 16), (17, 1, 32), (16, 2, 32), (33, 1, 64), (64, 1, 64), (65, 1, 128),
+     (128, 1, 128), (96, 2, 64), (128, 2, 128), (128, 8, 128)],
+)  # fmt: skip
+def test_choice(heads: int, s_q: int, tile: int) -> None:
+    """192 rows are three blocks of 64: 44 parts of 132 SMs, where two of 128 leave 33."""
+    assert chosen(heads, s_q) == ("etap", tile)
+
+
+def test_choice_obeys_wishes() -> None:
+    assert chosen(16, 1, pipeline="dual_wg") == ("dual_wg", 64)
+    assert chosen(16, 1, row_tile=64) == ("etap", 64)
+    assert chosen(16, 1, pipeline="dual_wg", row_tile=128) == ("dual_wg", 128)
+
+
+def test_wishes_that_do_not_go_together() -> None:
+    with pytest.raises(ValueError) as caught:
+        dispatch.choose(CPU, 16, 1, 64, pipeline="dual_wg", row_tile=16)
+    assert str(caught.value) == (
+        "row_tile: expected 64 or 128 with pipeline 'dual_wg', got 16 (it puts rows on the MMA's "
+        "M = 64; the nearest is row_tile=64, or leave row_tile out)"
+    )
+
+
+def test_no_kernel_for_the_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
+    blackwell = dispatch.card_named("B200")
+    assert blackwell is not None
+    monkeypatch.setattr("snapmla.dispatch.calls.card_of", lambda device: blackwell)
+    monkeypatch.setattr(DecodeOp, "exists", lambda op, pipeline, arch: arch == "sm_90a")
+    with pytest.raises(VariantError, match="^sm_100a: no decode kernel exists .* on sm_90a .*cpu"):
+        dispatch.choose(CPU, 16, 1, 64)
+
+
+def test_features_are_what_can_be_built() -> None:
+    """What pipelines declare is what their modules build, point by point, and all that is built."""
+    if not toolchain.have_compiler():
+        pytest.skip("needs nvidia-cutlass-dsl")
+    family = FP8_DECODE.family
+    points = {
+        (pipeline, tile, page, out): registry.feasible(decode_spec(pipeline, tile, page, out))
+        for pipeline in FP8_DECODE.values("pipeline")
+        for tile in FP8_DECODE.values("row_tile")
+        for page in FP8_DECODE.values("page_size")
+        for out in FP8_DECODE.values("out_dtype")
+    }
+    declared = {
+        (name, tile, page, out)
+        for name, features in FP8_DECODE.features.items()
+        for tile in features.row_tiles
+        for page in features.page_sizes
+        for out in features.out_dtypes
+    }
+    assert declared == {point for point, reason in points.items() if reason is None}
+    built = {p.spec for p in matrix.matrix("sm_90a", f"{family.op}_*") if p.reason is None}
+    assert built <= {decode_spec(*point) for point in declared}
+
+
+@pytest.mark.parametrize("card", [c.name for c in dispatch.cards()])
+@pytest.mark.parametrize(("heads", "s_q"), [(16, 1), (128, 2)])
+def test_roof_is_the_benchmarks_roof(card: str, heads: int, s_q: int) -> None:
+    shape = DecodeShape(32, 4096, heads, s_q)
+    fmt = roofline.FORMATS["snapmla"]
+    on_file = roofline.card_by_name(card).ceilings
+    want = roofline.roof_us(shape.bytes(fmt), shape.flops, on_file, fmt)
+    found = dispatch.card_named(card)
+    assert found is not None
+    roof = problem_of(heads * s_q, found, s_q=s_q).roof_us(Size(32, 4096))
+    assert roof == pytest.approx(want, rel=1e-9)
+    assert found.source == ("measured" if card in ("H200", "H100 SXM") else "datasheet")
+
+
+def test_model_fits_the_tables() -> None:
+    """Within 15 % of every committed row of ours, with the measured override off."""
+    _, rows = dispatch_data.read_tables()
+    card = dispatch.card_named("H200")
+    assert card is not None and len(rows) > 50
+    nameless = dataclasses.replace(card, name="")
+    for row in rows:
+        problem = problem_of(row.rows, nameless)
+        us, source = predict(problem, row.pipeline, row.row_tile, row.batch, row.seqlen)
+        assert source == "model" and us is not None
+        assert us == pytest.approx(row.us, rel=0.15), row
+
+
+def test_measured_points_override_the_model() -> None:
+    problem = problem_of(16, dispatch.card_named("H200"))
+    low, source = predict(problem, "etap", 16, 16, 4096)
+    high, _ = predict(problem, "etap", 16, 16, 8192)
+    assert source == "measured" and low is not None and high is not None
+    middle, source = predict(problem, "etap", 16, 16, 6144)
+    assert source == "measured" and middle == pytest.approx((low + high) / 2)
+    assert predict(problem, "etap", 16, 17, 4096)[1] == "model"
+    f32 = dataclasses.replace(problem, out_dtype="f32")
+    assert predict(f32, "etap", 16, 16, 4096)[1] == "model"
+    h100 = dataclasses.replace(problem, card=dispatch.card_named("H100"))
+    assert predict(h100, "etap", 16, 16, 4096)[1] == "model"
+
+
+def test_h20_is_tensor_bound() -> None:
+    """An H20's tensor core is 3.95 times slower than an H100's SM for SM; memory is not."""
+    h20, h100 = dispatch.card_named("H20"), dispatch.card_named("H100")
+    assert h20 is not None and h100 is not None
+    assert h20.tensor_slowdown == pytest.approx(3.95, abs=0.02)
+    assert h100.tensor_slowdown == pytest.approx(1.0)
+    times = {}
+    for card in (h20, h100):
+        for rows in (16, 64):
+            problem = problem_of(rows, card)
+            times[card.name, rows] = predict(problem, "etap", rows, 32, 16384)[0]
+    assert times["H20", 64] / times["H20", 16] > times["H100 SXM", 64] / times["H100 SXM", 16]
+
+
+def test_data_file_comes_from_the_tables() -> None:
+    """Made by the script, from the tables as they are."""
+    text = dispatch_data.TARGET.read_text()
+    stale = (
+        "the dispatcher's data are not those of the tables: run `python -m profiles.dispatch_data`"
+    )
+    assert json.loads(text)["costs"][0]["tables"] == dispatch_data.read_tables()[0], stale
+    assert text == dispatch_data.render(dispatch_data.make()), stale
+
+
+def test_explain_lists_every_candidate() -> None:
+    found = snapmla.explain(16, 1, batch=32, seqlen=16384, card="H200")
+    assert {(v.pipeline, v.row_tile) for v in found.verdicts} == {
+        (p, t) for p in PIPELINES for t in ROW_TILES
+    }
+    assert [v.chosen for v in found.verdicts].count(True) == 1
+    assert found.chosen == found.verdicts[0] and found.chosen.us == pytest.approx(88, rel=0.02)
+    assert all(v.reason for v in found.verdicts[1:])
+    assert all(VariantSpec.from_name(v.variant).name == v.variant for v in found.verdicts)
+    text = str(found)
+    assert "on H200" in text and "roof 71.8 us: 4715 GB/s" in text and "(measured)" in text
+    assert "dual_wg has no row tile of 16: it puts rows on the MMA's M = 64" in text
+    slow = next(v for v in found.verdicts if (v.pipeline, v.row_tile) == ("dual_wg", 64))
+    assert slow.us > 1.4 * found.chosen.us
+    assert f"{slow.us / found.chosen.us:.2f}x the time of etap row_tile 16" in text
+    assert text.count("chosen") == 1
+
+
+def test_explain_says_what_is_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = [decode_spec("etap", 32, 64, "bf16")]
+    monkeypatch.setattr("snapmla.runtime.available", lambda: there)
+    found = snapmla.explain(16, card="H200")
+    assert {v.row_tile for v in found.verdicts if v.built} == {32}
+    assert str(found).splitlines()[2].endswith("chosen (not built here)")
+    assert sum("not built here" in line for line in str(found).splitlines()) == 5
+
+
+def test_explain_of_wishes_cards_and_architectures() -> None:
+    asked = snapmla.explain(16, row_tile=64, pipeline="etap", card="H20")
+    assert asked.chosen is not None and asked.chosen.row_tile == 64
+    assert "row_tile=64 was asked for" in str(asked) and "(datasheet)" in str(asked)
+    assert "pipeline='etap' was asked for" in str(asked)
+    nobody = snapmla.explain(16, pipeline="dual_wg", row_tile=16, card="H200")
+    assert nobody.chosen is None and all(v.reason for v in nobody.verdicts)
+    assert snapmla.explain(16, device="cpu").problem.card.name == "H200"
+
+
+def test_explain_says_when_the_choice_loses_at_this_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Problem.measured_us
+
+    def biased(problem: Problem, spec: VariantSpec, size: Size) -> float | None:
+        quick = (spec.pipeline, spec.row_tile) == ("etap", 32) and size.batch == 1
+        return 0.5 * problem.model_us(spec, size) if quick else real(problem, spec, size)
+
+    monkeypatch.setattr(Problem, "measured_us", biased)
+    found = snapmla.explain(16, batch=1, seqlen=4096, card="H200")
+    assert found.chosen is not None and found.chosen.row_tile == 16
+    other = next(v for v in found.verdicts if (v.pipeline, v.row_tile) == ("etap", 32))
+    assert other.reason is not None and "ask for it by row_tile and pipeline" in other.reason
+
+
+def test_explain_of_a_tie() -> None:
+    """On an H20 both pipelines wait for the tensor core: the first one is taken, and says why."""
+    found = snapmla.explain(16, 4, card="H20")
+    other = next(v for v in found.verdicts if (v.pipeline, v.row_tile) == ("dual_wg", 64))
+    assert found.chosen is not None and found.chosen.us is not None and other.us is not None
+    assert (found.batch, found.seqlen) == REFERENCE
+    assert found.chosen.pipeline == "etap" and other.us < found.chosen.us
+    assert other.reason == "within 3 % of etap row_tile 64, nearer than the model can tell"
+
+
+@pytest.mark.parametrize(
+    ("name", "card"),
+    [("NVIDIA H200", "H200"), ("NVIDIA H20-3e", "H20"), ("NVIDIA H100 80GB HBM3", "H100 SXM"),
+     ("NVIDIA H800", "H800 SXM"), ("NVIDIA B200", "B200")],
+)  # fmt: skip
+def test_device_names(name: str, card: str) -> None:
+    found = dispatch.card_named(name)
+    assert found is not None and found.name == card
+
+
+@pytest.mark.parametrize(
+    ("name", "sms", "source", "known"),
+    [("NVIDIA H200", 132, "measured", "H200"),
+     ("NVIDIA H100 80GB HBM3", 132, "measured", "H100 SXM"),
+     ("NVIDIA H200 MIG 1g.18gb", 16, "assumed from H200", None),
+     ("NVIDIA H100 PCIe", 114, "assumed from H100 SXM", None),
+     ("NVIDIA H200 NVL", 132, "assumed from H200", None),
+     ("NVIDIA GH200 480GB", 132, "assumed from H100 SXM", None)],
+)  # fmt: skip
+def test_card_of_a_device(
+    monkeypatch: pytest.MonkeyPatch, name: str, sms: int, source: str, known: str | None
+) -> None:
+    """Figures of a card are claimed for that very card only."""
+    properties = types.SimpleNamespace(name=name, multi_processor_count=sms)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr("snapmla.runtime.arch_of", lambda device: "sm_90a")
+    dispatch.card_of.cache_clear()
+    card = dispatch.card_of(torch.device("cuda", 3))
+    dispatch.card_of.cache_clear()
+    assert (card.name, card.sms, card.source) == (known or name, sms, source)
+    problem = problem_of(16, card)
+    measured = predict(problem, "etap", 16, 32, 16384)[1] == "measured"
+    assert measured == (name == "NVIDIA H200")
+
+
+@pytest.mark.parametrize("name", ["NVIDIA GH200 480GB", "NVIDIA A100-SXM4-80GB", "T4"])
+def test_unknown_devices_are_not_taken_for_known_ones(name: str) -> None:
+    assert dispatch.card_named(name) is None
+
+
+def _h200_costs() -> costs.Costs:
+    found = costs.costs_of("decode", "sm_90a")
+    assert found is not None
+    return found
+
+
+def test_a_pipeline_nobody_measured_comes_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = _h200_costs()
+    tiles = {k: v for k, v in known.tiles.items() if k != ("etap", 16)}
+    points = {k: v for k, v in known.points.items() if k[:2] != ("etap", 16)}
+    fewer = dataclasses.replace(known, tiles=tiles, points=points)
+    monkeypatch.setattr("snapmla.dispatch.decode.costs_of", lambda op, arch: fewer)
+    found = snapmla.explain(16, card="H200")
+    assert found.chosen is not None and found.chosen.row_tile == 32
+    unknown = next(v for v in found.verdicts if (v.pipeline, v.row_tile) == ("etap", 16))
+    assert unknown.us is None and unknown.reason == "nothing is known of its time"
+
+
+@pytest.mark.parametrize(("advantage", "winner"), [(1.01, "etap"), (1.10, "dual_wg")])
+def test_ties_go_to_the_first_pipeline(
+    monkeypatch: pytest.MonkeyPatch, advantage: float, winner: str
+) -> None:
+    def us(problem: Problem, spec: VariantSpec, size: Size) -> float:
+        return 100.0 if spec.pipeline == "etap" else 100.0 / advantage
+
+    monkeypatch.setattr(Problem, "model_us", us)
+    assert chosen(64, 1)[0] == winner
+
+
+def test_slow_memory_bounds_the_model() -> None:
+    """Where nothing but memory is slow, time is bytes at the rate that the tables reach."""
+    card = dispatch.card_named("H100")
+    assert card is not None
+    slow = dataclasses.replace(card, name="", read_gbs=500.0)
+    us, _ = predict(problem_of(16, slow), "etap", 16, 32, 16384)
+    floor = 32 * 16384 * 644 / (500e9 * _h200_costs().read_fraction) * 1e6
+    assert us is not None and floor < us < 1.05 * floor
+
+
+def test_more_blocks_than_sms_take_waves() -> None:
+    card = dispatch.card_named("H100")
+    assert card is not None
+    times = []
+    for sms in (64, 16):
+        small = dataclasses.replace(card, name="", sms=sms)
+        problem = problem_of(1024, small, s_q=8)
+        times.append(predict(problem, "etap", 16, 4, 4096)[0])
+    assert times[0] is not None and times[1] is not None
+    assert times[1] / times[0] == pytest.approx(4.0, rel=0.1)
+
+
+def test_a_pipeline_without_features_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(FP8_DECODE.features, "etap")  # type: ignore[arg-type]
+    found = snapmla.explain(16, card="H200")
+    assert found.chosen is not None and found.chosen.pipeline == "dual_wg"
+    assert "etap declares no features yet" in str(found)
+
+
+def test_parts_count_clusters() -> None:
+    """A tile of 128 rows is a cluster of two CTAs; every row block has its own."""
+    spec = {tile: decode_spec("etap", tile, 64, "bf16") for tile in ROW_TILES}
+    assert [dispatch.parts_of(132, 128, spec[tile]) for tile in (32, 64, 128)] == [33, 66, 66]
+    assert dispatch.parts_of(132, 129, spec[128]) == 33
+    assert dispatch.parts_of(4, 1024, spec[128]) == 1
+
+
+# ---------------------------------------------------------------------------- another op
+
+
+TOY = Family(
+    "toy_decode",
+    (
+        Axis("pipeline", "", ("wide", "narrow")),
+        Axis("row_tile", "r", (16, 64), 64),
+        Axis("page_size", "p", (64,), 64),
+        OUT_DTYPE,
+        Axis("cluster", "c", (1,), 1, named=False),
+    ),
+    module=lambda arch, values: "toy" if arch == "sm_90a" else None,
+    points=lambda arch: iter(()),
+    token_tile=lambda arch, values: 128,
+)
+TOY_DECODE = DecodeOp(
+    TOY,
+    features={
+        "wide": Features((64,), "it is wide", "", (64,)),
+        "narrow": Features((16, 64), "any", "", (64,)),
+    },
+    token_bytes=1152,
+    tensor_cycles=lambda spec: 1000.0,
+    effective_tflops=lambda card: card.bf16_tflops,
+)
+TOY_COSTS = {
+    "op": "toy_decode", "card": "H200", "read_fraction": 0.9,
+    "tiles": [
+        {"pipeline": "wide", "row_tile": 64, "fixed_us": 10.0, "tile_us": 8.0},
+        {"pipeline": "narrow", "row_tile": 16, "fixed_us": 10.0, "tile_us": 3.0},
+    ],
+    "measured": [
+        {"pipeline": "wide", "row_tile": 64, "rows": 64, "batch": 32, "seqlen": 16384, "us": 999.0},
+    ],
+}  # fmt: skip
+
+
+def test_another_op_is_one_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Features and figures of a second op, and its block of costs, join the contest as they are."""
+    monkeypatch.setitem(FAMILIES, "toy_decode", TOY)
+    blocks = costs.data("decode_costs.json")["costs"]
+    monkeypatch.setattr(costs, "data", lambda name: {"costs": [TOY_COSTS, *blocks]})
+    card = dispatch.card_named("H200")
+    assert card is not None
+    problem = Problem(TOY_DECODE, 64, 1, 64, "bf16", card)
+    found = contest.explain(problem, REFERENCE)
+    assert [(v.pipeline, v.row_tile) for v in found.verdicts][:2] == [("wide", 64), ("narrow", 16)]
+    assert found.chosen is not None and (found.chosen.us, found.chosen.source) == (
+        999.0,
+        "measured",
+    )
+    # 32 * 128 tiles of 128 tokens on 132 SMs, each 8 us
+    model = problem.model_us(VariantSpec(op="toy_decode", pipeline="wide"), REFERENCE)
+    assert model == pytest.approx(10.0 + 32 * 128 / 132 * 8.0)
+    reasons = {(v.pipeline, v.row_tile): v.reason for v in found.verdicts}
+    assert reasons["wide", 16] == "wide has no row tile of 16: it is wide"
+    assert reasons["narrow", 64] == "nothing is known of its time"
+    assert f"{card.bf16_tflops:.0f} TFLOP/s (measured)" in str(found)
+    assert chosen(16, 1) == ("etap", 16)  # nothing of it reaches the FP8 cache's kernels
+
+
+def test_planning_where_no_decode_kernel_exists(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is allocated or launched, and with a way out."""
+    monkeypatch.setattr(runtime, "arch_of", lambda device: "sm_100a")
+    dispatch.card_of.cache_clear()
+    try:
+        if any(FP8_DECODE.exists(p, "sm_100a") for p in FP8_DECODE.values("pipeline")):
+            pytest.skip("sm_100a has a decode kernel by now")
+        with pytest.raises(VariantError, match=r"sm_100a: no decode kernel.* on sm_90a .*cpu"):
+            snapmla.plan_decode(torch.ones(2, dtype=torch.int32), 16, 1, page_size=64, max_pages=3)
+    finally:
+        dispatch.card_of.cache_clear()

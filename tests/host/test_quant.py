@@ -1,0 +1,73 @@
+"""``append_kv``, ``quantize_q``, ``fetch_dequant`` and ``QuantizedQuery``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import snapmla
+from snapmla import QuantizedQuery, reference
+from snapmla.testing import selfcheck
+from tests.support.bits import same_bits
+from tests.support.copies import COPIES
+from tests.support.needs import needs_compiler
+from tests.support.steps import make_step
+
+
+@needs_compiler
+def test_append_then_fetch() -> None:
+    step = make_step((33, 0, 64), 4, 1, page_size=16, layout="paged")
+    c_kv, k_rope = snapmla.fetch_dequant(step.cache, step.block_table, step.cache_seqlens)
+    assert tuple(c_kv.shape) == (3, step.block_table.shape[1] * 16, 512)
+    for i, n in enumerate((33, 0, 64)):
+        t = torch.arange(n)
+        page = step.block_table[i, t // 16].long()
+        want = reference.dequantize_rows(
+            step.cache.content[page, t % 16], step.cache.rope[page, t % 16],
+            step.cache.scale[page, t % 16],
+        )  # fmt: skip
+        assert torch.equal(c_kv[i, :n], want[0]) and torch.equal(k_rope[i, :n], want[1])
+        assert (c_kv[i, n:] == 0).all() and (k_rope[i, n:] == 0).all()
+    indices = (step.block_table[2, :1] * 16 + 5).int()
+    joint = torch.zeros(1, 576, dtype=torch.bfloat16)
+    flat, _ = snapmla.fetch_dequant(step.cache, indices, out=joint)
+    assert torch.equal(flat[0], c_kv[2, 5]) and torch.equal(joint[0, 512:], k_rope[2, 5])
+
+
+@needs_compiler
+def test_quantize_into_given_tensors() -> None:
+    nope, rope = torch.randn(2, 1, 4, 512), torch.randn(2, 1, 4, 64)
+    out = snapmla.quantize_q(nope, rope)
+    again = snapmla.quantize_q(nope.half(), rope.half(), out=out)
+    assert again is out
+    want = reference.quantize_rows(nope.half(), rope.half())
+    assert torch.equal(out.nope_u8, want[0].view(torch.uint8))
+    assert torch.equal(out.scale, want[2])
+
+
+def test_query_must_be_contiguous() -> None:
+    nope = torch.zeros((2, 16, 1, 512), dtype=torch.uint8).view(torch.float8_e4m3fn)
+    wide = torch.zeros((2, 1, 32, 512), dtype=torch.uint8).view(torch.float8_e4m3fn)
+    rope, scale = torch.zeros((2, 1, 16, 64), dtype=torch.bfloat16), torch.ones(2, 1, 16)
+    with pytest.raises(ValueError, match=r"q\.nope: expected a contiguous"):
+        QuantizedQuery(wide[:, :, ::2], rope, scale)
+    with pytest.raises(ValueError, match=r"s_q: expected 1 to 8, got 16"):
+        QuantizedQuery(nope, rope, scale)
+
+
+@pytest.mark.parametrize("again", COPIES.values(), ids=COPIES)
+@pytest.mark.parametrize("scale_dims", [2, 3])
+def test_copies_of_a_query(again: Callable[[Any], Any], scale_dims: int) -> None:
+    q = selfcheck.sample_query(2, 1, 4)
+    if scale_dims == 2:
+        q = QuantizedQuery(q.nope, q.rope, q.scale[..., 0].contiguous())
+    twin = again(q)
+    assert type(twin) is QuantizedQuery and twin.granularity == q.granularity
+    for name in ("nope", "rope", "scale", "nope_u8", "row_scale"):
+        a, b = getattr(q, name), getattr(twin, name)
+        assert (a.dtype, a.stride()) == (b.dtype, b.stride()) and same_bits(a, b)
+        assert a.data_ptr() != b.data_ptr()
+    assert twin.nope_u8.data_ptr() == twin.nope.data_ptr()

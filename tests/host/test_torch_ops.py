@@ -1,0 +1,386 @@
+"""Operators, fakes, pytrees and ``torch.compile``, on the software GPU (on the real one: gpu)."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch._inductor.utils import run_and_get_code
+from torch.utils import _pytree as pytree
+
+import snapmla
+from snapmla import layouts
+from snapmla.testing import selfcheck
+from tests.support.bits import same_bits
+from tests.support.needs import DEVICES, needs_kernels
+
+pytestmark = needs_kernels
+SCALE = 192**-0.5
+HEADS, PAGE, WIDTH = 8, 64, 3
+LENGTHS = (130, 5)
+
+
+class Layer:
+    """One layer's step: seven new tokens, two sequences; everything random but fixed."""
+
+    def __init__(self, device: str, layout: str = "split") -> None:
+        torch.manual_seed(1)
+        if layout == "strided":  # a pool whose pages hold this layer and two others
+            pool = torch.empty((2 * WIDTH, 3, PAGE * 644), dtype=torch.uint8, device=device)
+            views = layouts.views_of(pool[:, 1], None, None)
+            self.cache = snapmla.PagedKVCache.from_tensors(*views)
+        else:
+            self.cache = snapmla.PagedKVCache.allocate(2 * WIDTH, PAGE, layout, device)
+        c, r = self.tokens(6 * PAGE, device)
+        snapmla.append_kv(self.cache, c, r, torch.arange(6 * PAGE, device=device))
+        self.table = torch.arange(2 * WIDTH, dtype=torch.int32, device=device).view(2, WIDTH)
+        self.lengths = torch.tensor(LENGTHS, dtype=torch.int32, device=device)
+        self.new = (*self.tokens(7, device), torch.arange(123, 130, device=device))
+        self.q_nope = torch.randn(2, 1, HEADS, 512, device=device).bfloat16()
+        self.q_rope = torch.randn(2, 1, HEADS, 64, device=device).bfloat16()
+        self.plan = snapmla.plan_decode(
+            self.lengths, HEADS, 1, page_size=PAGE, max_pages=WIDTH, num_parts=3, fixed_overhead=0
+        )
+
+    @staticmethod
+    def tokens(n: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+        c, r = selfcheck.sample_tokens(n)
+        return c.bfloat16().to(device), r.bfloat16().to(device)
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        return (
+            self.cache, *self.new, self.q_nope, self.q_rope, self.table, self.lengths, self.plan,
+        )  # fmt: skip
+
+
+def step(
+    cache: snapmla.PagedKVCache,
+    c_kv: torch.Tensor,
+    k_rope: torch.Tensor,
+    slots: torch.Tensor,
+    q_nope: torch.Tensor,
+    q_rope: torch.Tensor,
+    table: torch.Tensor,
+    lengths: torch.Tensor,
+    plan: snapmla.DecodePlan,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Append, quantise, decode: what an engine compiles."""
+    snapmla.append_kv(cache, c_kv, k_rope, slots)
+    q = snapmla.quantize_q(q_nope * 1.5, q_rope)
+    out, lse = snapmla.decode(q, cache, table, lengths, softmax_scale=SCALE, plan=plan)
+    return out + 1, lse
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("backend", "layout"),
+    [("aot_eager", "split"), ("aot_eager", "paged"), ("aot_eager", "row640"),
+     ("aot_eager", "strided"), ("inductor", "split"), ("inductor", "paged")],
+)  # fmt: skip
+def test_compiled_layer_equals_eager(backend: str, layout: str, device: str) -> None:
+    eager, compiled = Layer(device, layout), Layer(device, layout)
+    assert compiled.cache.layout == layout
+    want = step(*eager.arguments)
+    before = compiled.cache.content_u8.clone()
+    torch._dynamo.reset()
+    function = torch.compile(step, fullgraph=True, backend=backend)
+    got = function(*compiled.arguments)
+    for a, b in zip(got, want, strict=True):
+        assert same_bits(a, b)
+    assert not torch.equal(compiled.cache.content_u8, before), "nothing was appended"
+    for name in ("content", "rope", "scale"):
+        a, b = getattr(compiled.cache, name), getattr(eager.cache, name)
+        assert same_bits(a, b), name
+    # a later step: other lengths, same graph
+    for layer in (eager, compiled):
+        layer.lengths.copy_(torch.tensor([64, 66]))
+        layer.plan.update_(layer.lengths)
+    want, got = step(*eager.arguments), function(*compiled.arguments)
+    assert same_bits(got[0], want[0]) and same_bits(got[1], want[1])
+
+
+def test_compiled_update_out_and_fetch() -> None:
+    """update_, preallocated results and fetch_dequant inside one graph."""
+    layer, other = Layer("cpu"), Layer("cpu")
+
+    def body(layer: Layer, lengths: torch.Tensor, out: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        layer.plan.update_(lengths)
+        q = snapmla.quantize_q(layer.q_nope, layer.q_rope, granularity="token")
+        _, lse = snapmla.decode(
+            q, layer.cache, layer.table, lengths, softmax_scale=SCALE, plan=layer.plan, out=out,
+            lse_base="2",
+        )  # fmt: skip
+        c, r = snapmla.fetch_dequant(layer.cache, layer.table, lengths)
+        return lse, c[0, :60], r[0, :60]
+
+    lengths = torch.tensor([60, 190], dtype=torch.int32)
+    out, want_out = (torch.zeros(2, 1, HEADS, 512) for _ in range(2))
+    want = body(other, lengths, want_out)
+    torch._dynamo.reset()
+    got = torch.compile(body, fullgraph=True, backend="aot_eager")(layer, lengths, out)
+    assert torch.equal(out, want_out) and out.abs().sum() > 0
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a, b)
+    assert torch.equal(layer.plan.planned_seqlens, lengths)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"lse_base": "10"}, "lse_base: expected one of 'e', '2', got '10'"),
+        ({"causal": None}, "causal: expected True or False, got NoneType"),
+        ({"wider": True}, "block_table: expected a width of"),
+    ],
+)
+def test_a_traced_decode_says_what_is_wrong(changes: dict, said: str) -> None:
+    layer = Layer("cpu")
+    table = layer.table
+    if changes.pop("wider", False):
+        table = torch.cat([table, table], 1)
+    q = snapmla.quantize_q(layer.q_nope, layer.q_rope)
+
+    def body() -> torch.Tensor:
+        return snapmla.decode(
+            q, layer.cache, table, layer.lengths, softmax_scale=SCALE, plan=layer.plan, **changes
+        )[0]
+
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match=re.escape(said)):
+        torch.compile(body, fullgraph=True, backend="eager")()
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_export(strict: bool) -> None:
+    """Caches, plans and queries are arguments of an exported program."""
+
+    class Attention(torch.nn.Module):
+        def forward(
+            self, q_nope: torch.Tensor, q_rope: torch.Tensor, cache: snapmla.PagedKVCache,
+            plan: snapmla.DecodePlan, table: torch.Tensor, lengths: torch.Tensor,
+        ) -> torch.Tensor:  # fmt: skip
+            q = snapmla.quantize_q(q_nope, q_rope)
+            return snapmla.decode(q, cache, table, lengths, softmax_scale=SCALE, plan=plan)[0]
+
+    layer = Layer("cpu", "paged")
+    inputs = (layer.q_nope, layer.q_rope, layer.cache, layer.plan, layer.table, layer.lengths)
+    program = torch.export.export(Attention(), inputs, strict=strict)
+    assert any("snapmla.decode" in str(node.target) for node in program.graph.nodes)
+    got = program.module()(*inputs)
+    assert torch.equal(got, Attention()(*inputs)) and got.abs().sum() > 0
+
+
+def test_a_traced_decode_wants_a_plan() -> None:
+    layer = Layer("cpu")
+
+    def body(layer: Layer) -> torch.Tensor:
+        q = snapmla.quantize_q(layer.q_nope, layer.q_rope)
+        return snapmla.decode(q, layer.cache, layer.table, layer.lengths, softmax_scale=SCALE)[0]
+
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="plan_decode outside"):
+        torch.compile(body, fullgraph=True, backend="aot_eager")(layer)
+
+
+@pytest.mark.parametrize("layout", ["split", "paged", "row640"])
+def test_the_pool_is_not_copied(layout: str) -> None:
+    """Inductor's code hands the very arguments to append and to decode."""
+    layer = Layer("cpu", layout)
+    torch._dynamo.reset()
+    _, codes = run_and_get_code(torch.compile(step, fullgraph=True), *layer.arguments)
+    (written,) = re.findall(r"snapmla\.append_kv\.default\((\w+), ", codes[-1])
+    (read,) = re.findall(r"snapmla\.decode\.default\(\w+, \w+, \w+, (\w+), ", codes[-1])
+    assert written == read and written.startswith("arg")
+
+
+def test_memory_that_tracers_cannot_follow_is_refused() -> None:
+    """One arena for three tensors: no layout of ours, though strides look like ``split``."""
+    layer, tokens = Layer("cpu"), 2 * WIDTH * PAGE
+    arena = torch.zeros(tokens * 644, dtype=torch.uint8)
+    content, rope, scale = arena.split((512 * tokens, 128 * tokens, 4 * tokens))
+    layer.cache = snapmla.PagedKVCache.from_tensors(
+        content.view(-1, PAGE, 512), rope.view(torch.bfloat16).view(-1, PAGE, 64),
+        scale.view(torch.float32).view(-1, PAGE),
+    )  # fmt: skip
+    assert layer.cache.layout == "split" and not layer.cache.traceable
+    snapmla.append_kv(layer.cache, *layer.new)
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="cache: expected layout .*append outside"):
+        torch.compile(step, fullgraph=True, backend="aot_eager")(*layer.arguments)
+
+    def decode_only(layer: Layer) -> torch.Tensor:
+        q = snapmla.quantize_q(layer.q_nope, layer.q_rope)
+        return snapmla.decode(
+            q, layer.cache, layer.table, layer.lengths, softmax_scale=SCALE, plan=layer.plan
+        )[0]
+
+    torch._dynamo.reset()
+    got = torch.compile(decode_only, fullgraph=True, backend="aot_eager")(layer)
+    assert torch.equal(got, decode_only(layer))
+
+
+# ---------------------------------------------------------------------------- opcheck
+
+
+def operator_calls(device: str, layout: str = "split") -> dict[str, tuple[Any, ...]]:
+    """One sample call of every operator."""
+    layer = Layer(device, layout)
+    cache = layer.cache.memory
+    q = snapmla.quantize_q(layer.q_nope, layer.q_rope)
+    token = snapmla.quantize_q(layer.q_nope, layer.q_rope, "token")
+    plan = layer.plan
+    decode = (
+        q.nope_u8, q.rope, token.scale, *cache, layer.table, layer.lengths, plan.work_items,
+        plan.part_begin, plan.split_begin, plan.o_accum.zero_(), plan.lse_accum.zero_(),
+        plan.pipeline, plan.row_tile, True, SCALE, True, 1.0, 0.0,
+    )  # fmt: skip
+    out = torch.zeros(2, 1, HEADS, 512, dtype=torch.bfloat16, device=device)
+    lse = torch.zeros(2, HEADS, 1, device=device)
+    fetched = torch.zeros(2, PAGE, 512, device=device), torch.zeros(2, PAGE, 64, device=device)
+    short = torch.tensor([60, 3], dtype=torch.int32, device=device)
+    tables = (plan.work_items, plan.part_begin, plan.split_begin, plan.planned_seqlens)
+    return {
+        "append_kv": (*cache, *layer.new),
+        "quantize_q": (layer.q_nope, layer.q_rope, "token_head"),
+        "quantize_q_out": (
+            layer.q_nope, layer.q_rope, "token_head", q.nope_u8.clone(), q.rope.clone(),
+            q.scale.clone(),
+        ),
+        "plan_update": (layer.lengths, *tables, WIDTH * PAGE, plan.token_tile, 4, 0),
+        "decode": (*decode, torch.float32),
+        "decode_out": (*decode, out, lse),
+        "fetch_dequant": (*cache, layer.table, short, torch.float32),
+        "fetch_dequant_out": (*cache, layer.table, short, *fetched),
+    }  # fmt: skip
+
+
+NAMES = (
+    "append_kv", "quantize_q", "quantize_q_out", "plan_update", "decode", "decode_out",
+    "fetch_dequant", "fetch_dequant_out",
+)  # fmt: skip
+
+
+def test_every_operator_is_checked() -> None:
+    from snapmla import torch_ops
+
+    assert tuple(s.split("(")[0] for s in torch_ops.SCHEMAS) == NAMES
+    assert tuple(operator_calls("cpu")) == NAMES
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", NAMES)
+def test_opcheck(name: str, device: str) -> None:
+    operator = getattr(torch.ops.snapmla, name).default
+    torch.library.opcheck(operator, operator_calls(device)[name])
+
+
+@pytest.mark.parametrize("layout", ["paged", "row640"])
+@pytest.mark.parametrize("name", ["append_kv", "decode", "fetch_dequant"])
+def test_opcheck_of_shared_memory(name: str, layout: str) -> None:
+    operator = getattr(torch.ops.snapmla, name).default
+    torch.library.opcheck(operator, operator_calls("cpu", layout)[name])
+
+
+def test_opcheck_can_fail() -> None:
+    """The fakes matter: one that returns another shape is noticed."""
+    library = torch.library.Library("snapmla_test", "DEF")
+    library.define("twice(Tensor x) -> Tensor")
+    library.impl("twice", lambda x: x * 2, "CPU")
+    torch.library.register_fake(
+        "snapmla_test::twice", lambda x: x.new_empty(x.shape[0] + 1), lib=library
+    )
+    with pytest.raises(Exception, match="Shapes .* are not equal"):
+        torch.library.opcheck(torch.ops.snapmla_test.twice.default, (torch.ones(3),))
+
+
+def test_operators_check_their_arguments() -> None:
+    calls = operator_calls("cpu")
+    wrong = list(calls["append_kv"])
+    wrong[3] = wrong[3].double()
+    with pytest.raises(TypeError, match="c_kv: expected dtype"):
+        torch.ops.snapmla.append_kv(*wrong)
+    with pytest.raises(ValueError, match="granularity"):
+        torch.ops.snapmla.quantize_q(*calls["quantize_q"][:2], "channel")
+    wrong = list(calls["decode_out"])
+    wrong[-1] = wrong[-1].transpose(0, 1)
+    with pytest.raises(ValueError, match="lse: expected shape"):
+        torch.ops.snapmla.decode_out(*wrong)
+
+
+@pytest.mark.parametrize(
+    ("at", "change", "text"),
+    [
+        (0, lambda t: torch.cat([t, t], 1)[:, :1], "q_nope: .*contiguous"),
+        (1, lambda t: torch.cat([t, t], 1)[:, :1], "q_rope: .*contiguous"),
+        (0, lambda t: t.repeat(1, 9, 1, 1), "s_q: expected 1 to 8, got 9"),
+        (0, lambda t: t.repeat(1, 1, 17, 1), "num_heads: expected 1 to 128, got 136"),
+        (7, lambda t: t.repeat_interleave(2)[::2], "cache_seqlens: .*contiguous"),
+        (7, lambda t: t[:1], "cache_seqlens: expected shape"),
+        (6, lambda t: t.long(), "block_table: .*int64"),
+        (
+            8,
+            lambda t: t[:1],
+            r"work_items: expected shape \(at least 2, 4\), got \(1, 4\) .* another",
+        ),
+        (8, lambda t: t[:, :3].contiguous(), r"work_items: expected shape \(at least 2, 4\)"),
+        (9, lambda t: t[:1], r"part_begin: expected shape \(at least 2\), got \(1,\)"),
+        (10, lambda t: t[:2], r"split_begin: expected shape \(3,\), got .* another batch"),
+        (11, lambda t: t.repeat(1, 2, 1), r"o_accum: expected shape \(6, 16, 512\), got .*32"),
+        (12, lambda t: t[1:], "lse_accum: expected shape"),
+    ],
+)
+def test_a_traced_decode_checks_what_no_python_did(
+    at: int, change: Callable[[torch.Tensor], torch.Tensor], text: str
+) -> None:
+    """Under a tracer nothing is checked before the operator runs on real tensors."""
+    call = list(operator_calls("cpu")["decode_out"])
+    call[at] = change(call[at])
+    with pytest.raises((TypeError, ValueError), match=f"^{text}"):
+        torch.ops.snapmla.decode_out(*call)
+    assert not call[-2].any()
+
+
+# ---------------------------------------------------------------------------- pytrees
+
+
+def test_pytree_round_trip() -> None:
+    layer = Layer("cpu")
+    q = snapmla.quantize_q(layer.q_nope, layer.q_rope, "token")
+    value = {"cache": layer.cache, "q": [q], "plan": layer.plan}
+    leaves, spec = pytree.tree_flatten(value)
+    assert len(leaves) == 3 + 3 + 6 and all(isinstance(t, torch.Tensor) for t in leaves)
+    again = pytree.tree_unflatten(leaves, spec)
+    assert again["cache"].content is layer.cache.content
+    assert again["cache"].layout == "split" and again["q"][0].granularity == "token"
+    for field in dataclasses.fields(snapmla.DecodePlan):
+        a, b = getattr(again["plan"], field.name), getattr(layer.plan, field.name)
+        assert a is b or a == b, field.name
+    out, _ = snapmla.decode(
+        again["q"][0], again["cache"], layer.table, layer.lengths, softmax_scale=SCALE,
+        plan=again["plan"],
+    )  # fmt: skip
+    want, _ = snapmla.decode(
+        q, layer.cache, layer.table, layer.lengths, softmax_scale=SCALE, plan=layer.plan
+    )
+    assert torch.equal(out, want)
+
+
+def test_pytree_leaves_may_be_anything() -> None:
+    layer = Layer("cpu")
+    shapes = pytree.tree_map(lambda t: tuple(t.shape), (layer.cache, layer.plan))
+    assert shapes[0].content == (6, PAGE, 512) and shapes[1].part_begin == (4,)
+    keys = [pytree.keystr(k) for k, _ in pytree.tree_flatten_with_path(layer.cache)[0]]
+    assert keys == [".content", ".rope", ".scale"]
+
+
+def test_plans_of_other_shapes_have_other_structure() -> None:
+    lengths = torch.ones(2, dtype=torch.int32)
+    specs = [
+        pytree.tree_structure(snapmla.plan_decode(lengths, h, 1, page_size=64, max_pages=2))
+        for h in (16, 16, 32)
+    ]
+    assert specs[0] == specs[1] and specs[0] != specs[2]

@@ -1,0 +1,210 @@
+"""Whatever int32s a plan's tables hold, decode and merge stay inside their arguments and end.
+
+200 random tables run on the software GPU with the hazard check on: an access outside of the
+arguments is a MemoryFault, roles that count tiles differently are a Deadlock or a hazard, and what
+lies around the tensors that are written is compared afterwards.  Two parts that are told to write
+the same rows may do so in any order: that race, and no other hazard, is what garbage may cause.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsl_kernels.dims import TOKEN_TILE
+from dsl_kernels.spec import VariantSpec
+from snapmla import runtime
+from snapmla.testing import selfcheck
+from snapmla.testing.reference_plan import plan_reference
+from softgpu import Options, using
+from tests.support.needs import needs_compiler
+
+pytestmark = needs_compiler
+FENCE = 1024  # elements before and behind a tensor that is written
+LENGTHS = (65, 0, 64)
+MORE = (*LENGTHS, 70, 64)  # another step's batch, two sequences larger
+PARTS = 2
+HEADS = 3  # few CTAs to merge: most of the time is theirs
+MOST_INSTRUCTIONS = 2_000_000  # the slowest case needs a third of it
+LAST = 2**31 - 1
+Tables = tuple[Tensor, Tensor, Tensor]  # work_items, part_begin, split_begin
+
+
+class Fenced:
+    """A contiguous NaN-filled tensor with known bytes around it."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> None:
+        count = math.prod(shape)
+        self.memory = torch.full((count + 2 * FENCE,), 7.0, dtype=dtype)
+        self.tensor = self.memory[FENCE : FENCE + count].view(shape)
+        self.tensor.fill_(math.nan)
+
+    def intact(self) -> bool:
+        return bool((self.memory[:FENCE] == 7).all() and (self.memory[-FENCE:] == 7).all())
+
+
+class Step:
+    """One decode whose plan may be anything."""
+
+    def __init__(self, name: str) -> None:
+        self.spec = VariantSpec.from_name(name)
+        self.kernel: Any = runtime.kernel(self.spec, "cpu")
+        self.job = selfcheck.DecodeJob(self.spec, LENGTHS, PARTS, heads=HEADS, s_q=1)
+        self.most_tiles = -(-self.job.table.shape[1] * self.spec.page_size // TOKEN_TILE)
+
+    def tables(self, lengths: tuple[int, ...] = LENGTHS) -> Tables:
+        """A right plan for these lengths; the item list has room for the most there can be."""
+        plan = plan_reference(lengths, PARTS, TOKEN_TILE, 1)
+        items = torch.zeros(PARTS + len(lengths), 4, dtype=torch.int32)
+        items[: len(plan.work_items)] = torch.tensor(plan.work_items)
+        ints = [torch.tensor(x, dtype=torch.int32) for x in (plan.part_begin, plan.split_begin)]
+        return items, ints[0], ints[1][: len(LENGTHS) + 1].clone()
+
+    def run(self, tables: Tables, merges: bool = True) -> tuple[Tensor, Tensor]:
+        """(out, lse), with everything around them, the workspace and the inputs compared."""
+        job, b = self.job, len(LENGTHS)
+        rows_pad = -(-job.heads * job.s_q // self.spec.row_tile) * self.spec.row_tile
+        out = Fenced((b, job.s_q, job.heads, 512), selfcheck.DTYPES[self.spec.out_dtype])
+        lse = Fenced((b, job.heads, job.s_q))
+        o_accum, lse_accum = Fenced((2 * PARTS, rows_pad, 512)), Fenced((2 * PARTS, rows_pad))
+        before = [t.clone() for t in tables]
+        self.kernel(
+            job.q.nope_u8, job.q.rope, job.q.row_scale, job.cache.content_u8, job.cache.rope,
+            job.cache.scale, job.table, job.seqlens, *tables, out.tensor, lse.tensor,
+            o_accum.tensor, lse_accum.tensor, 0.1, 1, math.log(2), -math.inf, int(merges),
+        )  # fmt: skip
+        assert all(x.intact() for x in (out, lse, o_accum, lse_accum)), "written outside"
+        assert all(torch.equal(x, y) for x, y in zip(before, tables, strict=True))
+        kinds = {h.kind for stats in self.kernel.last_stats for h in stats.hazards}
+        assert kinds <= {"global-race"}, kinds
+        return out.tensor, lse.tensor
+
+
+def uniform(step: Step, pick: random.Random) -> Tables:
+    """Any int32 at all."""
+    tables = step.tables()
+    for t in tables:
+        t.copy_(torch.tensor([pick.randint(-LAST - 1, LAST) for _ in range(t.numel())]).view_as(t))
+    return tables
+
+
+def small(step: Step, pick: random.Random) -> Tables:
+    """Numbers in and around the legal ranges, the extremes of int32 among them."""
+    items, part_begin, split_begin = step.tables()
+    odd = (-LAST - 1, -1, LAST)
+
+    def fill(t: Tensor, most: int) -> None:
+        values = [
+            pick.choice(odd) if pick.random() < 0.1 else pick.randint(-1, most + 1)
+            for _ in range(t.numel())
+        ]
+        t.copy_(torch.tensor(values).view_as(t))
+
+    for column, most in enumerate((len(LENGTHS), step.most_tiles, step.most_tiles, 2 * PARTS)):
+        fill(items[:, column], most)
+    fill(part_begin, len(items))
+    fill(split_begin, 2 * PARTS)
+    return items, part_begin, split_begin
+
+
+def corrupted(step: Step, pick: random.Random) -> Tables:
+    """A right plan with one wrong entry."""
+    tables = step.tables()
+    flat = pick.choice(tables).view(-1)
+    wrong = pick.choice((-LAST - 1, -1, 1, 2, 3, 5, 1000, 2**20, LAST))
+    flat[pick.randrange(len(flat))] = wrong
+    return tables
+
+
+def larger_batch(step: Step, pick: random.Random) -> Tables:
+    """Tables of a step with more sequences, other lengths among them."""
+    return step.tables(MORE if pick.random() < 0.5 else (*MORE[::-1], 500))
+
+
+def permuted(step: Step, pick: random.Random) -> Tables:
+    """A right plan's items in another order."""
+    items, part_begin, split_begin = step.tables()
+    order = pick.sample(range(len(items)), len(items))
+    return items[order].contiguous(), part_begin, split_begin
+
+
+KINDS: tuple[Callable[[Step, random.Random], Tables], ...] = (
+    uniform, small, corrupted, larger_batch, permuted,
+)  # fmt: skip
+CASES = {
+    "decode_etap_r16_p64_obf16_sm90a": 100,
+    "decode_etap_r64_p16_obf16_sm90a": 12,
+    "decode_etap_r128_p64_obf16_sm90a": 8,
+    "decode_dual_wg_r64_p64_of32_sm90a": 12,
+    "decode_dual_wg_r128_p64_obf16_sm90a": 8,
+}
+MERGES = 60
+
+
+def checked(case: int) -> Options:
+    """Hazards collected; every eighth case under an adversarial schedule, which takes longer."""
+    return Options(
+        asynchronous="late", hazards="collect", seed=None if case % 8 else case,
+        max_instructions=MOST_INSTRUCTIONS,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_random_tables(name: str) -> None:
+    step, pick = Step(name), random.Random(name)
+    for case in range(CASES[name]):
+        tables = KINDS[case % len(KINDS)](step, pick)
+        with using(checked(case)):
+            step.run(tables, merges=case % 8 == 7)
+
+
+@pytest.mark.parametrize("name", list(CASES)[:4])
+@pytest.mark.parametrize("planned", [LENGTHS, MORE, (65, 0, 1000)], ids=["own", "more", "longer"])
+def test_tables_of_another_step_give_what_both_have(name: str, planned: tuple[int, ...]) -> None:
+    """Items of sequences that are not there are left out; of tiles behind the block table's end a
+    slot says that it saw nothing."""
+    step = Step(name)
+    tables = step.tables(planned)
+    assert int(tables[0][:, 0].max()) == len(planned) - 1
+    assert (int(tables[0][:, 1].max()) > step.most_tiles) == (planned[2] == 1000)
+    with using(Options(hazards="raise")):
+        out, lse = step.run(tables)
+    errors = selfcheck.decode_errors(
+        out, lse, step.job.q, step.job.cache, step.job.table, step.job.seqlens, 0.1
+    )
+    assert errors.right, str(errors)
+
+
+def random_splits(pick: random.Random, kind: int, b: int, slots: int) -> list[int]:
+    """A split_begin of ``b`` sequences: right but for one entry, near the range, or anything."""
+    if kind == 0:
+        begin = [0, *sorted(pick.randint(0, slots) for _ in range(b))]
+        begin[pick.randrange(b + 1)] = pick.choice((-LAST - 1, -1, 3, slots + 1, 2**20, LAST))
+        return begin
+    if kind == 1:
+        return [pick.randint(-2, slots + 2) for _ in range(b + 1)]
+    return [pick.randint(-LAST - 1, LAST) for _ in range(b + 1)]
+
+
+def test_random_tables_of_merge() -> None:
+    """Up to four slots a sequence, and more than a lane holds."""
+    kernel = runtime.kernel(VariantSpec(op="merge", out_dtype="bf16", arch="sm_90a"), "cpu")
+    pick = random.Random(0)
+    for case in range(MERGES):
+        b, slots = pick.choice(((3, 4), (2, 12), (5, 20)))
+        begin = torch.tensor(random_splits(pick, case % 3, b, slots), dtype=torch.int32)
+        o, lse = torch.randn(slots, 16, 512), torch.randn(slots, 16)
+        out, out_lse = Fenced((b, 1, 1, 512), torch.bfloat16), Fenced((b, 1, 1))
+        with using(checked(case)):
+            kernel(o, lse, begin, out.tensor, out_lse.tensor, 1.0, -math.inf)
+        assert out.intact() and out_lse.intact(), begin.tolist()
+
+
+def test_two_hundred_cases() -> None:
+    assert sum(CASES.values()) + MERGES == 200

@@ -1,0 +1,192 @@
+"""Old and new in one run: another checkout as a contender, its comparison, the record of tests."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import snapmla
+from codegen import artifacts
+from profiles import bench, checkouts, compare, contenders, test_record
+from tests.support import ROOT
+from tests.support.needs import needs_compiler
+
+SHAPE = "b2_L100_h4_q1"
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Path:
+    """A copy of the host packages with the variants that are built here."""
+    folder = tmp_path / "other"
+    for package in checkouts.PACKAGES:
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / package, folder / package, ignore=ignored)
+    (folder / "build").mkdir()
+    (folder / "build" / "variants").symlink_to(artifacts.default_dir(), target_is_directory=True)
+    (folder / "commit").write_text("0123abc\n")
+    return folder
+
+
+def test_another_checkout_has_modules_of_its_own(other: Path) -> None:
+    """Each side sees its own package, and what it imports later is its own too."""
+    edited = other / "snapmla" / "_version.py"
+    edited.write_text(edited.read_text() + '\n__version__ = "of the other"\n')
+    checkout = checkouts.Checkout(other)
+    before = dict(os.environ)
+    with checkout.active() as package:
+        from snapmla import plan_text
+
+        assert Path(plan_text.__file__).is_relative_to(other)
+        assert package.__version__ == "of the other"
+        assert sys.modules["snapmla"] is package is not snapmla
+        assert os.environ["SNAPMLA_VARIANT_DIR"] == str(other / "build" / "variants")
+    assert sys.modules["snapmla"] is snapmla and snapmla.__version__ != "of the other"
+    assert dict(os.environ) == before and str(other) not in sys.path
+    with checkout.active() as again:
+        assert again is package  # imported once
+    assert checkout.commit == "0123abc"
+    q = torch.ops.snapmla.quantize_q  # still ours, and registered once
+    assert q.default._schema.name == "snapmla::quantize_q"
+
+
+def test_others_register_as_ever(other: Path) -> None:
+    """torch brings in parts of itself late, which define operators; those must be there."""
+    with checkouts.Checkout(other).active():
+        library = torch.library.Library("test_checkouts", "DEF")
+        library.define("twice(Tensor x) -> Tensor")
+        library.impl("twice", lambda x: 2 * x, "CPU")
+    assert torch.ops.test_checkouts.twice(torch.ones(1)).item() == 2
+
+
+def test_a_checkout_that_is_none_is_explained(tmp_path: Path, other: Path) -> None:
+    assert "no snapmla package" in str(checkouts.Checkout(tmp_path).unavailable())
+    (other / "build" / "variants").unlink()
+    assert "no build/variants" in str(checkouts.Checkout(other).unavailable())
+    (other / "snapmla" / "__init__.py").unlink()
+    with pytest.raises(ImportError), checkouts.Checkout(other).active():
+        pass
+    assert sys.modules["snapmla"] is snapmla
+    for name in ("snapmla@", "snapmlax@y", "flashmla_bf16@y"):
+        with pytest.raises(ValueError, match=r"snapmla\[@DIR\]"):
+            contenders.make(name, None)
+
+
+@needs_compiler
+@pytest.mark.parametrize("broken", [False, True], ids=["the same", "wrong on purpose"])
+def test_old_and_new_in_one_run(other: Path, tmp_path: Path, broken: bool) -> None:
+    """The other contender's rows come from the other package: break it and only they are wrong."""
+    if broken:
+        text = (other / "snapmla" / "attention.py").read_text()
+        scaled = text.replace("numbers = (softmax_scale,", "numbers = (softmax_scale * 1.5,")
+        assert scaled != text
+        (other / "snapmla" / "attention.py").write_text(scaled)
+    backends = f"snapmla,snapmla@{other}"
+    command = ["--shape", SHAPE, "--backends", backends, "--device", "cpu"]
+    done = CliRunner().invoke(bench.app, [*command, "--out", str(tmp_path / "out")])
+    (report,) = [json.loads(p.read_text()) for p in (tmp_path / "out").glob("*.json")]
+    ours, theirs = report["rows"]
+    assert ours["status"] == "ok", ours
+    assert theirs["status"] == ("wrong" if broken else "ok"), theirs
+    assert theirs["kernel"].endswith("commit 0123abc")
+    assert done.exit_code == (1 if broken else 0)
+    if not broken:
+        text, _ = compare.page([report] * 3, f"snapmla@{other}", "snapmla", 1e9)
+        assert SHAPE in text and "0 of 1 rows slower" in text
+
+
+def _report(times: dict[str, tuple[float, float]], **changes: Any) -> dict[str, Any]:
+    rows = [
+        {"shape": shape, "backend": name, "us": us, "status": "ok", "op": "decode", **changes}
+        for shape, both in times.items()
+        for name, us in zip(("old", "new"), both)
+    ]
+    return {"rows": rows, "command": "c", "commit": "abc", "machine": {"gpu": "H200"}}
+
+
+def test_slower_is_a_matter_of_the_median() -> None:
+    runs = [
+        _report({"a": (10.0, 10.1), "b": (10.0, 10.3)}),
+        _report({"a": (20.0, 22.0), "b": (20.0, 20.5)}),  # one bad run of a does not count
+        _report({"a": (30.0, 30.0), "b": (30.0, 30.0)}),
+    ]
+    text, slower = compare.page(runs, "old", "new", 0.02)
+    assert slower == ["b"]
+    assert "| a | 1.010 | 1.100 | 1.000 | 1.010 |" in text
+    assert "| b | 1.030 | 1.025 | 1.000 | 1.025 slower |" in text
+    assert "1 of 2 rows slower by more than 2%" in text
+
+
+@pytest.mark.parametrize(
+    ("runs", "message"),
+    [
+        ([_report({"a": (1.0, 1.0)}), _report({"b": (1.0, 1.0)})], "not in every run: a, b"),
+        ([_report({"a": (1.0, 1.0)}, status="wrong", note="off")], "a, old: wrong: off"),
+        ([_report({})], "old and new not both in any row"),
+    ],
+    ids=["rows missing", "a wrong row", "nothing"],
+)
+def test_runs_that_cannot_be_compared_are_refused(runs: list[Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        compare.ratios(runs, "old", "new")
+
+
+def test_packed_checkouts_unpack_to_backends(other: Path, tmp_path: Path) -> None:
+    """``gpu_run.sh pack NAME=DIR`` holds host packages, libraries, records and the commit."""
+    (other / "build" / "variants").unlink()
+    variants = other / "build" / "variants"
+    variants.mkdir()
+    for name in ("merge_obf16_sm90a.so", "merge_obf16_sm90a.json", "merge_obf16_sm90a.ptx"):
+        (variants / name).write_text("{}")
+    repo = tmp_path / "repo"
+    for part in ("profiles", "build/variants"):
+        (repo / part).mkdir(parents=True)
+    shutil.copy(ROOT / "profiles" / "gpu_run.sh", repo / "profiles")
+    (repo / "build" / "variants" / "merge_obf16_sm90a.so").write_text("x")
+    command = ["bash", "profiles/gpu_run.sh", "pack", f"base={other}"]
+    subprocess.run(command, cwd=repo, check=True, capture_output=True)
+    packed = repo / "build" / "carry" / "checkouts" / "base.tar.xz"
+    listed = subprocess.run(["tar", "-tf", packed], capture_output=True, text=True, check=True)
+    names = set(listed.stdout.split())
+    assert {"commit", "snapmla/attention.py", "build/variants/merge_obf16_sm90a.so"} <= names
+    assert "build/variants/merge_obf16_sm90a.json" in names
+    assert not [n for n in names if n.endswith(".ptx") or "__pycache__" in n]
+
+
+JUNIT = """<?xml version="1.0" encoding="utf-8"?><testsuites><testsuite name="pytest" time="12.5">
+<testcase classname="tests.gpu.test_a" name="test_one[x]" time="1"/>
+<testcase classname="tests.gpu.test_a" name="test_two" time="1"/>
+<testcase classname="tests.gpu.test_b" name="test_three" time="1">
+<skipped type="pytest.skip" message="needs two GPUs">where</skipped></testcase>
+{bad}</testsuite></testsuites>"""
+BAD = """<testcase classname="tests.gpu.test_b" name="test_four" time="1">
+<failure message="assert 1 == 2&#10;more">trace</failure></testcase>"""
+
+
+@pytest.mark.parametrize("bad", ["", BAD], ids=["all right", "one failed"])
+def test_the_record_of_gpu_tests(tmp_path: Path, bad: str) -> None:
+    (tmp_path / "tests.xml").write_text(JUNIT.format(bad=bad))
+    tally = test_record.read(tmp_path / "tests.xml")
+    machine = {"gpu": "NVIDIA H200", "gpus": 2, "driver": "580"}
+    text = test_record.page(tally, "tests:tests/gpu", "abc", "now", machine)
+    assert f"2 passed, {1 if bad else 0} failed, 1 skipped in 12 s" in text
+    assert "| tests/gpu/test_a.py | 2 |" in text and "commit abc" in text
+    assert "Skipped, needs two GPUs:" in text and "`tests/gpu/test_b::test_three`" in text
+    assert ("`tests/gpu/test_b::test_four`: assert 1 == 2" in text) == bool(bad)
+    assert test_record.file_name(machine) == "gpu-tests-h200-x2.md"
+    assert test_record.file_name({"gpu": "NVIDIA H100 80GB HBM3", "gpus": 1}) == "gpu-tests-h100.md"
+
+
+@pytest.mark.parametrize("text", ["", "<a", "<testsuites/>"], ids=["empty", "cut", "no test"])
+def test_a_record_of_nothing_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "tests.xml").write_text(text)
+    with pytest.raises(ValueError, match=r"tests\.xml"):
+        test_record.read(tmp_path / "tests.xml")

@@ -1,0 +1,206 @@
+"""The software GPU against the record of an H200 (``tests/data/softgpu_h200.npz``), bit for bit.
+
+Here run: all 10^7 recorded accumulators of the wgmma forms, the run's variants (a decode variant of
+each pipeline and row tile among them), and a few binades of the special functions.  The whole
+record, which holds every variant and all 2^32 arguments of each special function, takes minutes:
+
+    python -m profiles.record_softgpu replay --all
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from codegen.precompile import Report
+from dsl_kernels.spec import VariantSpec, decode_spec
+from profiles import record_softgpu, vectors
+from profiles.record_softgpu import COMMAND, Record, SoftGpu, Tally
+from softgpu import Options, exact, mufu, tensor_core
+from softgpu.testing import aligned, launch
+from tests.support.needs import needs_compiler
+
+
+@pytest.fixture(scope="module")
+def record() -> Record:
+    return Record()
+
+
+def assert_equal(tally: Tally) -> None:
+    assert tally.results > 0
+    assert not tally.different, "\n".join(
+        [f"{tally.different} of {tally.results} differ", *tally.notes]
+    )
+
+
+def recorded(record: Record, name: str) -> str:
+    if name not in record.variants:
+        pytest.skip(f"{name} is newer than the record; on a GPU: {COMMAND}")
+    return name
+
+
+# ---------------------------------------------------------------------------- special functions
+
+
+@pytest.mark.parametrize("name", list(vectors.MUFU_OPS))
+def test_special_functions(record: Record, name: str) -> None:
+    tally = record_softgpu.replay_mufu(record, name, list(record_softgpu.SAMPLE_BINADES[name]))
+    assert tally.results >= 2 * vectors.BINADE
+    assert_equal(tally)
+
+
+@pytest.mark.parametrize("name", list(mufu.FUNCTIONS))
+def test_interpreter_uses_the_unit_unless_told_to_be_exact(name: str) -> None:
+    x = aligned(32, np.float32)
+    x[:] = np.random.default_rng(0).uniform(0.3, 30, 32)
+    out = aligned(32, np.float32)
+    body = f"""
+    mov.u32 %r1, %tid.x; mul.wide.u32 %rd3, %r1, 4; add.s64 %rd4, %rd2, %rd3;
+    ld.global.f32 %f1, [%rd4]; {vectors.MUFU_OPS[name]} %f2, %f1;
+    add.s64 %rd5, %rd1, %rd3; st.global.f32 [%rd5], %f2;
+    """
+    launch(body, [out, x])
+    np.testing.assert_array_equal(out, mufu.FUNCTIONS[name](x))
+    launch(body, [out, x], options=Options(accumulate=exact))
+    wide = x.astype(np.float64)
+    best = {"ex2": np.exp2, "lg2": np.log2, "rcp": np.reciprocal}[name](wide).astype(np.float32)
+    np.testing.assert_array_equal(out, best)
+    assert (mufu.FUNCTIONS[name](x) != best).any()
+
+
+def test_special_functions_outside_the_normal_numbers() -> None:
+    """The manual's tables of special values, and flushing."""
+    tiny = np.float32(2.0**-127)
+    x = np.array([np.nan, np.inf, -np.inf, 0.0, -0.0, tiny, -tiny, -1.0], np.float32)
+    inf, nan = np.inf, np.nan
+    want = {
+        "ex2": [nan, inf, 0, 1, 1, 1, 1, 0.5],
+        "lg2": [nan, inf, nan, -inf, -inf, -inf, -inf, nan],
+        "rcp": [nan, 0, -0.0, inf, -inf, inf, -inf, -1],
+    }
+    for name, values in want.items():
+        got = mufu.FUNCTIONS[name](x)
+        np.testing.assert_array_equal(got, np.array(values, np.float32))
+        assert (got.view(np.uint32)[np.isnan(got)] == mufu.NAN).all()
+        assert (np.signbit(got) == np.signbit(np.array(values)))[~np.isnan(got)].all()
+
+
+# ---------------------------------------------------------------------------------------- wgmma
+
+
+@pytest.mark.parametrize("form", vectors.WGMMA_FORMS, ids=lambda form: form.name)
+def test_wgmma(record: Record, form: vectors.WgmmaForm) -> None:
+    tally = record_softgpu.replay_wgmma(record, form)
+    assert tally.cases == len(vectors.WGMMA_CLASSES) and tally.results >= 10**6
+    assert_equal(tally)
+
+
+@needs_compiler
+def test_every_form_in_use_is_recorded(built: Report, variant_dir: Path) -> None:
+    """wgmma and approximate functions in the PTX of the run's variants."""
+    found, approximate = set(), set()
+    for name in built.records:
+        text = (variant_dir / f"{name}.ptx").read_text()
+        approximate.update(re.findall(r"\b\w+\.approx[\w.]*", text))
+        for call in re.findall(r"wgmma\.mma_async[^;]*;", text):
+            shape = re.match(r"wgmma\S*\.m64n(\d+)k\d+\.f32\.(\w+)\.(\w+)", call)
+            assert shape and shape[2] == shape[3], call
+            operands = re.sub(r"\s", "", call).split("}", 1)[1]
+            numbers = re.findall(r",(-?\d+)", operands)  # scales, then transpositions
+            assert numbers[:2] == ["1", "1"] and set(numbers[2:]) <= {"0"}, call
+            found.add(vectors.WgmmaForm(int(shape[1]), shape[2] == "e4m3", operands[1] == "{"))
+    assert found and found <= set(vectors.WGMMA_FORMS), found - set(vectors.WGMMA_FORMS)
+    assert approximate == set(vectors.MUFU_OPS.values())
+
+
+def test_a_wrong_model_is_noticed(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_core, "HALF_FRACTION_BITS", 24)
+    tally = record_softgpu.replay_wgmma(record, vectors.WgmmaForm(16, False, False))
+    assert 0 < tally.different < tally.results
+    assert any("recorded 0x" in note for note in tally.notes)
+
+
+# -------------------------------------------------------------------------------------- kernels
+
+
+@needs_compiler
+@pytest.mark.variants("[!d]*_sm90a")
+def test_helper_kernels(record: Record, spec: VariantSpec) -> None:
+    assert_equal(record_softgpu.replay_variant(record, recorded(record, spec.name)))
+
+
+@needs_compiler
+@pytest.mark.variants("decode_*_sm90a")
+def test_decode(record: Record, spec: VariantSpec) -> None:
+    """No row is excepted: P never rounds another way."""
+    tally = record_softgpu.replay_variant(record, recorded(record, spec.name))
+    assert tally.results > 200
+    assert_equal(tally)
+
+
+@needs_compiler
+def test_one_step_of_a_probability_is_noticed(
+    record: Record, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ex2 rounded correctly instead of as the unit does it: many rows change."""
+    monkeypatch.setitem(
+        mufu.FUNCTIONS, "ex2", lambda x: np.exp2(x.astype(np.float64)).astype(np.float32)
+    )
+    name = decode_spec("etap", 16, 64, "f32").name
+    case = vectors.kernel_cases(recorded(record, name))[0]
+    from snapmla import runtime
+
+    runtime.forget()  # decoded kernels hold the function
+    try:
+        tally = record.compare(case, case.run(SoftGpu()))
+    finally:
+        runtime.forget()
+    assert tally.different > 20
+
+
+# --------------------------------------------------------------------------------------- record
+
+
+def test_record_says_where_it_comes_from(record: Record) -> None:
+    assert record.meta["gpu"] == "NVIDIA H200" and record.meta["command"] == COMMAND
+    assert re.fullmatch(r"[0-9a-f]{40}", record.meta["commit"]) and record.meta["driver"]
+    assert set(record.meta["ptx"]) == set(record.variants)
+    folder = record_softgpu.RECORD.parent
+    assert sum(p.stat().st_size for p in folder.glob("*.npz")) < 4e6
+
+
+def test_inputs_of_another_generator_are_refused(record: Record) -> None:
+    case = vectors.WgmmaCase(vectors.WGMMA_FORMS[0], "any", "zero", 1.0)
+    result = vectors.Result(np.zeros(16, np.uint8), {})
+    with pytest.raises(ValueError, match="inputs are not those of the record"):
+        record.compare(case, result)
+
+
+def test_other_code_is_mentioned_only_where_bits_differ(
+    record: Record, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    name = "merge_obf16_sm90a"
+    case = vectors.kernel_cases(name)[0]
+    spec = VariantSpec.from_name(name)
+    (tmp_path / f"{name}.ptx").write_text("// edited since\nret;\n")
+    (tmp_path / f"{name}.o").write_bytes(b"")
+    (tmp_path / f"{name}.json").write_text("{}")
+    monkeypatch.setenv("SNAPMLA_VARIANT_DIR", str(tmp_path))
+    data = record.data
+    rows = {"lse": np.zeros((len(data[f"{case.name}/lse"]), 1), np.uint32)}
+    tally = record.compare(case, vectors.Result(data[f"{case.name}/inputs"], rows))
+    assert tally.different == tally.results
+    assert any("recorded from other code" in n and spec.name in n for n in tally.notes)
+
+
+def test_ptx_hash_ignores_lines(tmp_path: Path) -> None:
+    path = tmp_path / "x.ptx"
+    path.write_text('.version 8.8\n.file 1 "a.py"\n  .loc 1 3 4\n  add.f32 %f1, %f2, %f3; // x\n')
+    first = record_softgpu.ptx_hash(path)
+    path.write_text('.version 8.8\n.file 1 "b.py"\n\tadd.f32 %f1, %f2, %f3;\n')
+    assert record_softgpu.ptx_hash(path) == first
+    path.write_text(".version 8.8\nadd.rn.f32 %f1, %f2, %f3;\n")
+    assert record_softgpu.ptx_hash(path) != first

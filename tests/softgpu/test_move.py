@@ -1,0 +1,48 @@
+"""Software GPU: registers, addresses, hints."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from softgpu.testing import aligned
+from tests.support.ptx import covers, run
+
+
+@covers("mov", "cvta", "isspacep", "mapa", "getctarank", "createpolicy", "prefetch", "prefetchu",
+        "applypriority", "discard", "nanosleep", "pmevent", "setmaxnreg", "fence", "membar",
+        "griddepcontrol.wait", "griddepcontrol.launch_dependents", "cp.async.bulk.prefetch",
+        "cp.async.bulk.prefetch.tensor")  # fmt: skip
+def test_moves_addresses_and_hints() -> None:
+    got = run("""
+    mov.b64 %rd5, {%r99, %r50}; mov.b64 {%r1, %r2}, %rd5; mov.b32 {%rs1, %rs2}, %r50;
+    mov.b32 %r3, {%rs2, %rs1}; sub.s32 %r2, %r2, %r50; shr.u32 %r4, %r50, 16;
+    shl.b32 %r5, %r50, 16; or.b32 %r4, %r4, %r5; sub.s32 %r3, %r3, %r4;
+    add.s32 %r10, %r1, %r2; add.s32 %r10, %r10, %r3;
+    """)
+    assert got == list(range(32))
+    source = aligned(32, np.uint32)
+    got = run("""
+    cvt.u64.u32 %rd5, %r50; cvta.shared.u64 %rd6, %rd5; cvta.to.shared.u64 %rd7, %rd6;
+    cvta.to.global.u64 %rd8, %rd2;
+    prefetch.global.L2 [%rd2]; prefetchu.L1 [%rd2];
+    applypriority.global.L2::evict_normal [%rd2], 128;
+    discard.global.L2 [%rd2], 128; createpolicy.fractional.L2::evict_first.b64 %rd9, 1.0;
+    cp.async.bulk.prefetch.L2.global [%rd2], 64; nanosleep.u32 20; pmevent 1;
+    fence.acq_rel.gpu; fence.proxy.async; fence.proxy.alias; membar.gl;
+    fence.mbarrier_init.release.cluster;
+    setmaxnreg.inc.sync.aligned.u32 240; griddepcontrol.wait; griddepcontrol.launch_dependents;
+    @!%p50 bra OVER; cp.async.bulk.prefetch.tensor.1d.L2.global.tile [%rd2, {0}]; OVER:
+    mov.u32 %r20, %cluster_ctarank; xor.b32 %r21, %r20, 1;
+    mapa.shared::cluster.u32 %r22, %r50, %r21; getctarank.shared::cluster.u32 %r23, %r22;
+    mapa.u64 %rd10, %rd6, %r21; getctarank.u64 %r24, %rd10;
+    isspacep.shared %p1, %rd6; isspacep.global %p2, %rd2; isspacep.shared::cta %p3, %rd10;
+    isspacep.shared::cluster %p4, %rd10; isspacep.local %p5, %rd6; isspacep.global %p6, %rd6;
+    setp.eq.u64 %p7, %rd7, %rd5; setp.eq.u64 %p8, %rd8, %rd2;
+    mov.u32 %r10, 0;
+    @%p1 or.b32 %r10, %r10, 1; @%p2 or.b32 %r10, %r10, 2; @%p3 or.b32 %r10, %r10, 4;
+    @%p4 or.b32 %r10, %r10, 8; @%p5 or.b32 %r10, %r10, 16; @%p6 or.b32 %r10, %r10, 32;
+    @%p7 or.b32 %r10, %r10, 64; @%p8 or.b32 %r10, %r10, 128;
+    shl.b32 %r23, %r23, 8; or.b32 %r10, %r10, %r23; shl.b32 %r24, %r24, 9; or.b32 %r10, %r10, %r24;
+    """, source, grid=2, cluster=2)  # fmt: skip
+    flags = 1 | 2 | 8 | 64 | 128
+    assert got == [flags | 0x300] * 32 + [flags] * 32

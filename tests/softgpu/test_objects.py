@@ -1,0 +1,262 @@
+"""Software GPU: exported objects, linked, checked by their own host code, and run."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import softgpu
+import softgpu.loader
+import softgpu.testing
+from dsl_kernels.spec import VariantSpec
+from snapmla import runtime
+from snapmla.testing import selfcheck
+from snapmla.testing.__main__ import main
+from softgpu import __main__ as forms
+from softgpu import accumulate
+from softgpu.runtime import as_cuda, link
+from tests.support.needs import needs_compiler
+
+pytestmark = needs_compiler
+
+
+@pytest.fixture(scope="module")
+def append() -> runtime.Artifact:
+    return runtime.find_or_build(VariantSpec(op="append_kv"), need_library=False)
+
+
+@pytest.fixture(scope="module")
+def fetch() -> runtime.Artifact:
+    spec = VariantSpec(op="fetch_dequant", mode="indices")
+    return runtime.find_or_build(spec, need_library=False)
+
+
+def test_two_objects_in_one_process(append: runtime.Artifact, fetch: runtime.Artifact) -> None:
+    cache = selfcheck.poisoned_cache(3, 16)
+    torch.manual_seed(0)
+    c, rope = torch.randn(5, 512).bfloat16(), torch.randn(5, 64).bfloat16()
+    slots = torch.tensor([3, 40, -1, 17, 9], dtype=torch.int32)
+    append_kv = softgpu.load(append.obj, append.ptx, append.symbol)
+    fetch_dequant = softgpu.load(fetch.obj, fetch.ptx, fetch.symbol)
+    out_c, out_r = torch.zeros(4, 512).bfloat16(), torch.zeros(4, 64).bfloat16()
+    for _ in range(2):  # alternately: neither has taken the other's launches over
+        append_kv(cache.content_u8, cache.rope, cache.scale, c, rope, slots)
+        rows = torch.tensor([3, 40, 17, 9], dtype=torch.int32)
+        fetch_dequant(cache.content_u8, cache.rope, cache.scale, rows, out_c, out_r)
+    kept = c[[0, 1, 3, 4]].float()
+    assert (out_c.float() - kept).abs().max() <= kept.abs().max() / 16
+    assert append_kv.last_stats[0].instructions > 0
+    assert append_kv.launches[0].kernel != fetch_dequant.launches[0].kernel
+
+
+def test_argument_errors_of_the_object_come_through(append: runtime.Artifact) -> None:
+    kernel = softgpu.load(append.obj, append.ptx, append.symbol)
+    cache = selfcheck.poisoned_cache(3, 16)
+    c, rope = torch.randn(5, 500).bfloat16(), torch.randn(5, 64).bfloat16()
+    slots = torch.zeros(5, dtype=torch.int32)
+    with pytest.raises(ValueError, match="512"):
+        kernel(cache.content_u8, cache.rope, cache.scale, c, rope, slots)
+    with pytest.raises(TypeError):
+        kernel(cache.content_u8)
+
+
+def test_out_of_bounds_against_the_real_tensors(append: runtime.Artifact) -> None:
+    """A slot beyond a pool whose scale tensor is cut short is caught at the byte."""
+    kernel = softgpu.load(append.obj, append.ptx, append.symbol)
+    cache = selfcheck.poisoned_cache(4, 16)
+    c, rope = torch.randn(1, 512).bfloat16(), torch.randn(1, 64).bfloat16()
+    slots = torch.tensor([63], dtype=torch.int32)
+    content = cache.content_u8.clone()
+    short = content.flatten()[: content.numel() - 256]
+    lying = torch.as_strided(content, content.shape, content.stride())
+    original, softgpu.loader._span = (
+        softgpu.loader._span,
+        lambda t: short.numel() if t.data_ptr() == lying.data_ptr() else original(t),
+    )
+    try:
+        with pytest.raises(softgpu.MemoryFault, match=r"argument 0 uint8\[4, 16, 512\]") as error:
+            kernel(lying, cache.rope, cache.scale, c, rope, slots)
+    finally:
+        softgpu.loader._span = original
+    assert ".py:" in str(error.value)  # the kernel's source line
+
+
+def test_linking_is_cached_and_keyed_by_content(
+    append: runtime.Artifact, fetch: runtime.Artifact, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("SOFTGPU_CACHE_DIR", str(tmp_path))
+    first = link(append.obj)
+    stamp = first.stat().st_mtime_ns
+    assert link(append.obj) == first and first.stat().st_mtime_ns == stamp
+    assert link(fetch.obj) != first
+    assert sorted(p.suffix for p in tmp_path.iterdir()) == [".so", ".so"]
+
+
+def test_missing_compiler_is_said_clearly(
+    append: runtime.Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SOFTGPU_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    with pytest.raises(softgpu.ToolchainError, match="no C compiler found"):
+        link(append.obj)
+
+
+def test_object_and_ptx_must_belong_together(
+    append: runtime.Artifact, fetch: runtime.Artifact
+) -> None:
+    kernel = softgpu.load(append.obj, fetch.ptx, append.symbol)
+    cache = selfcheck.poisoned_cache(3, 16)
+    c, rope = torch.randn(5, 512).bfloat16(), torch.randn(5, 64).bfloat16()
+    with pytest.raises(softgpu.LaunchError, match="one compile"):
+        kernel(cache.content_u8, cache.rope, cache.scale, c, rope, torch.zeros(5).int())
+
+
+def test_cuda_disguise_keeps_strides() -> None:
+    """DLPack export rewrites strides of extents below 2; a CUDA caller's tensor keeps them."""
+    import tvm_ffi
+
+    x = torch.zeros(1, 4, 64)[:, ::2, :48]
+    y = as_cuda(x)
+    assert tuple(y.shape) == (1, 2, 48) and tuple(y.strides) == x.stride()
+    assert "cuda" in str(y.device)
+    assert isinstance(y, tvm_ffi.Tensor)
+    assert ctypes.c_float.from_address(x.data_ptr()).value == 0.0
+
+
+@pytest.mark.parametrize(("pipeline", "rows"), [("etap", 16), ("etap", 64), ("dual_wg", 64)])
+@pytest.mark.parametrize("mode", ["early", "late", "random"])
+def test_decode(pipeline: str, rows: int, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOFTGPU_ASYNC", mode)
+    monkeypatch.setenv("SOFTGPU_SEED", "5")
+    spec = VariantSpec(op="decode", pipeline=pipeline, row_tile=rows)
+    artifact = runtime.find_or_build(spec, need_library=False)
+    result = selfcheck.check(spec, artifact.directory)
+    assert result.passed, result.summary
+
+
+def test_command_line(append: runtime.Artifact, capsys: pytest.CaptureFixture[str]) -> None:
+    assert forms.main(["coverage", str(append.ptx)]) == 0
+    assert "0 not modelled" in capsys.readouterr().out
+    assert main(["run", append.name, "--dir", str(append.directory)]) == 0
+    assert "ok" in capsys.readouterr().out
+
+
+def test_command_line_prints_collected_hazards(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = runtime.find_or_build(VariantSpec(op="plan_decode"), need_library=False)
+    for file in plan.directory.glob(f"{plan.name}.*"):
+        shutil.copy(file, tmp_path)
+    arguments = ["run", plan.name, "--dir", str(tmp_path), "--hazards", "collect"]
+    assert main(arguments) == 0
+    copy, record = tmp_path / plan.ptx.name, tmp_path / f"{plan.name}.json"
+    known = json.loads(record.read_text())
+    record.write_text(
+        json.dumps({k: v for k, v in known.items() if k not in ("checksums", "digest")})
+    )
+    lines = copy.read_text().split("\n")
+    barriers = [i for i, line in enumerate(lines) if "bar.sync" in line]
+    copy.write_text("\n".join(x for i, x in enumerate(lines) if i not in barriers))
+    assert main(arguments) == 1
+    assert "FAILED" in (said := capsys.readouterr().out) and "hazard [race]" in said
+
+
+@pytest.mark.parametrize("line, said", [
+    ("run x --accumulate fast", "fast"), ("run x --async soon", "soon"),
+    ("run x --hazards on", "off, raise, collect"), ("check x --seeds 0", "--seeds"),
+    ("coverage nowhere.ptx", "nowhere.ptx"), ("run no_such_variant", "no_such_variant"),
+])  # fmt: skip
+def test_command_line_refuses(
+    line: str, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    command = forms.main if line.startswith("coverage") else main
+    assert command(line.split()) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "value", "said"), [
+    ("SEED", "abc", "a whole number, got 'abc'"), ("ASYNC", "foo", "one of early, late, random"),
+    ("HAZARDS", "on", "one of off, raise, collect"), ("ACCUMULATE", "x", "one of "),
+])  # fmt: skip
+@pytest.mark.parametrize("command", ["run", "check"])
+def test_command_line_refuses_an_environment_of_no_meaning(
+    append: runtime.Artifact, command: str, name: str, value: str, said: str
+) -> None:
+    """In one sentence, not at the end of a traceback."""
+    done = subprocess.run(
+        [sys.executable, "-m", "snapmla.testing", command, append.name,
+         "--dir", str(append.directory)],
+        capture_output=True, text=True, env={**os.environ, f"SOFTGPU_{name}": value},
+    )  # fmt: skip
+    assert done.returncode == 2 and not done.stdout
+    assert done.stderr.startswith(f"SOFTGPU_{name}: expected {said}")
+    assert done.stderr.count("\n") == 1
+
+
+def test_run_takes_what_the_environment_says(
+    append: runtime.Artifact, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """... unless the command line says otherwise."""
+    seen: list[softgpu.Options] = []
+
+    def check(*_: object) -> selfcheck.Result:
+        seen.append(softgpu.loader._override.options)
+        return selfcheck.Result(True, "")
+
+    monkeypatch.setattr(selfcheck, "check", check)
+    for name, value in {
+        "ASYNC": "late",
+        "SEED": "3",
+        "HAZARDS": "1",
+        "ACCUMULATE": "exact",
+    }.items():
+        monkeypatch.setenv(f"SOFTGPU_{name}", value)
+    words = ["run", append.name, "--dir", str(append.directory)]
+    assert main(words) == main([*words, "--seed", "-1", "--async", "random"]) == 0
+    exact = accumulate.BY_NAME["exact"]
+    facts = [(o.asynchronous, o.seed, o.hazards, o.accumulate) for o in seen]
+    assert facts == [("late", 3, "raise", exact), ("random", None, "raise", exact)]
+
+
+def test_coverage_reports_what_is_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = softgpu.testing.module("frobnicate.b32 %r1, %r2;", [])
+    path = tmp_path / "x.ptx"
+    path.write_text(text)
+    assert forms.main(["coverage", str(path)]) == 1
+    assert "frobnicate.b32  MISSING" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("pipeline", "rows"), [("etap", 16), ("dual_wg", 64)])
+@pytest.mark.parametrize("opcode", ["wgmma.wait_group", "mbarrier.arrive.shared", "bar.sync"])
+def test_a_removed_synchronisation_shows(pipeline: str, rows: int, opcode: str) -> None:
+    """Late completion and shuffled warps make a missing wait, arrival or barrier visible."""
+    spec = VariantSpec(op="decode", pipeline=pipeline, row_tile=rows)
+    artifact = runtime.find_or_build(spec, need_library=False)
+    good = softgpu.load(artifact.obj, artifact.ptx, artifact.symbol)
+    good.options = softgpu.Options(asynchronous="late", seed=0)
+    assert selfcheck._CHECKS["decode"](spec, good).passed
+    bad = softgpu.load(artifact.obj, artifact.ptx, artifact.symbol)
+    bad.options = good.options
+    program = bad.program(good.launches[0].kernel)
+    removed = [ins for ins in program.kernel.code if ins.opcode.startswith(opcode)]
+    assert removed
+    for ins in removed:
+        kind, _, guard, negated = program.code[ins.pc]
+        program.code[ins.pc] = (kind, lambda w, m: None, guard, negated)
+    torch.manual_seed(0)
+    with contextlib.suppress(softgpu.SoftGpuError):
+        assert not selfcheck._CHECKS["decode"](spec, bad).passed

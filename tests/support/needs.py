@@ -1,0 +1,20 @@
+"""What a test needs to run at all, and the devices that it runs on."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from codegen import toolchain
+
+needs_compiler = pytest.mark.skipif(
+    not toolchain.have_compiler(), reason="needs nvidia-cutlass-dsl"
+)
+# a GPU machine without the compiler runs the ``gpu`` tests on variants that were built elsewhere
+needs_kernels = pytest.mark.skipif(
+    not toolchain.have_compiler() and not torch.cuda.is_available(),
+    reason="needs nvidia-cutlass-dsl",
+)
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+# objects of either architecture on the software GPU, or those of the GPU at hand
+TARGETS = ["sm_90a", "sm_100a", pytest.param("cuda", marks=pytest.mark.gpu)]
