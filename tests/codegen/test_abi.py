@@ -12,12 +12,12 @@ import pytest
 import torch
 
 import snapmla
-from codegen import abi, matrix, toolchain
+from codegen import abi, matrix
 from dsl_kernels import registry
 from dsl_kernels.spec import VariantSpec
 from snapmla import runtime
+from tests.support.needs import needs_compiler
 
-needs_compiler = pytest.mark.skipif(not toolchain.have_compiler(), reason="needs the compiler")
 B, S_Q, HEADS, PAGES, PAGE, WIDTH = 2, 2, 3, 7, 16, 20
 INTS = {"dtype": torch.int32}
 
@@ -27,7 +27,7 @@ def names_of(spec: VariantSpec) -> list[str]:
 
 
 @needs_compiler
-@pytest.mark.parametrize("spec", matrix.sample_specs("sm_90a"), ids=lambda spec: spec.name)
+@pytest.mark.variants("*_sm90a")
 def test_fakes_are_the_parameters_in_order(spec: VariantSpec) -> None:
     function, fakes = registry.build(spec)
     assert names_of(spec) == list(fakes)

@@ -28,7 +28,7 @@ def test_static_buffers_of_a_graph() -> None:
     static.copy_(fresh)
     splits[:4].copy_(fresh_splits)
     assert_same_bits(step.decode((static, splits[:4])), step.primary())
-    for lengths in ((5, 130, 64), (0, 0, 0), (64, 64, 200)):
+    for lengths in ((5, 130, 64), (0, 0, 0)):
         step.lengths.copy_(torch.tensor(lengths))
         before = static.data_ptr()
         pair = step.metadata(out=(static, splits[:4]))

@@ -10,20 +10,19 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 import softgpu
-from codegen import closure, compile, matrix, toolchain
+from codegen import closure, compile, matrix
 from dsl_kernels.families import ARCHS, FAMILIES
 from dsl_kernels.spec import VariantSpec
 from snapmla.testing import selfcheck
-from tests.support import ROOT, sum_pipeline
+from tests.support import ROOT
+from tests.support.needs import needs_compiler
 from tests.support.sum_family import FAMILY
 
-needs_compiler = pytest.mark.skipif(not toolchain.have_compiler(), reason="needs the compiler")
 BUILD = """
 import sys, pathlib
 from codegen import compile
@@ -42,7 +41,7 @@ def declared(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_it_is_short_and_stands_on_what_is_shared() -> None:
-    source = Path(sum_pipeline.__file__).read_text()
+    source = (ROOT / "tests/support/sum_pipeline.py").read_text()
     assert len(source.splitlines()) <= 120
     files = closure.sources(VariantSpec(op="sum_rows"))[1]
     assert "dsl_kernels/common/paged_tma.py" in files
