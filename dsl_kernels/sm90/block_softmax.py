@@ -20,7 +20,7 @@ ROWS_ON_M = RowsOnM()
 
 
 @cute.jit
-def block_p(acc_S, t, sigma, tile, factor, limit, ragged_from, wwarp, lane):
+def block_p(acc_S, t, sigma, tile, factor, limit, ragged_from):
     """Finishes S and turns it into P' = exp2(t' - m' + 8), t' = s2 + log2 sigma_k.
 
     ``acc_S``: the two partial sums of Q.K (qk.ScoreMma).  ``sigma`` (16, 3): this thread's
@@ -29,6 +29,7 @@ def block_p(acc_S, t, sigma, tile, factor, limit, ragged_from, wwarp, lane):
     unquantised P'/sigma over this thread's tokens.  Waits for the Q.K WGMMAs itself, so that the
     first fetch hides under them.
     """
+    tidx, _, _ = cute.arch.thread_idx()
     row, token = ROWS_ON_M.row, ROWS_ON_M.token
     col = cute.make_rmem_tensor((16,), Float32)
     cute.autovec_copy(sigma[None, 0], col)
@@ -39,7 +40,8 @@ def block_p(acc_S, t, sigma, tile, factor, limit, ragged_from, wwarp, lane):
     for v in cutlass.range_constexpr(32):
         t[v] = t[v] * factor[row(v)] + col[token(v)]
     if (tile + 1) * TILE > ragged_from:
-        mask(t, ROWS_ON_M, tile * TILE, limit, wwarp, lane)
+        # rows on M: of a thread's place only the quad lane, tidx % 4, says which tokens it holds
+        mask(t, ROWS_ON_M, tile * TILE, limit, 0, tidx)
     m4 = [t[v] for v in range(8)]  # four chains a row
     for v in cutlass.range_constexpr(8, 32):
         m4[v % 8] = cute.arch.fmax(m4[v % 8], t[v])

@@ -294,7 +294,7 @@ class DualWg:
         self.parts.triples.ready.wait_full(st, kst.index, kst.phase)
         t = cute.make_rmem_tensor((32,), Float32)
         sigma = self.parts.triples.view(st, lane % 4, kst.index)
-        m0, m1, l0, l1 = block_p(acc_S, t, sigma, tile, factor, limit, ragged_from, wwarp, lane)
+        m0, m1, l0, l1 = block_p(acc_S, t, sigma, tile, factor, limit, ragged_from)
         p16 = u16_view(staged(st.p, layouts.p), layouts.p.inner)
         store_p(t, p16[None, None, 2 * buf + me], wwarp, lane)
         if (tile + 1) * TILE > ragged_from:

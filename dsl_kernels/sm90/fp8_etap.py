@@ -262,7 +262,7 @@ class Etap:
         sigma = self.parts.triples.view(st, lane % 4, kst.index)
         self.parts.triples.ready.wait_full(st, kst.index, kst.phase)
         t = cute.make_rmem_tensor((32,), Float32)
-        m0, m1, l0, l1 = block_p(acc_S, t, sigma, tile, *rows_in, wwarp, lane)
+        m0, m1, l0, l1 = block_p(acc_S, t, sigma, tile, *rows_in)
         cute.arch.sync_warp()  # one lane frees the stage for all: their reads come first
         k_pipe.consumer_release(kst)
         m, part = [m0, m1], [l0, l1]
