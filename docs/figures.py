@@ -219,7 +219,7 @@ def shared(svg: Svg, f: Facts) -> None:
         (x, 96, w, 62), SHARED, f"Q  {copies} × {f.q_bytes:,} B",
         f"{f.rows} rows of {f.q_bytes // f.rows} bytes",
     )  # fmt: skip
-    stages = f.barrier("sigma").copies
+    stages = f.barrier("sigma_full").copies
     svg.block((x, 184, w, 62), SHARED, f"scale triples, {stages} stages", "σ, log2 σ, 1/σ a token")
     stages = f.barrier("k_full").copies
     svg.box((x, 270, w, 154), SHARED)

@@ -114,7 +114,8 @@ class VariantSpec:
         ops = sorted(FAMILIES, key=len, reverse=True)
         op = next((o for o in ops if name.startswith(o + "_")), None)
         if op is None:
-            raise ValueError(f"variant name {name!r}: expected to start with one of {ops}")
+            known = ", ".join(sorted(FAMILIES))
+            raise ValueError(f"variant name {name!r}: expected to start with one of {known}")
         rest = name[len(op) + 1 :]
         given: dict[str, Any] = {"op": op}
         for axis in FAMILIES[op].axes:

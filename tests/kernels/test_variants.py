@@ -52,7 +52,9 @@ def test_a_wrong_merge_is_noticed(spec: VariantSpec) -> None:
 
 
 @pytest.mark.variants("decode_*_sm90a")
-@pytest.mark.parametrize("layout", ["paged", "row640"])
+@pytest.mark.parametrize(
+    "layout", [pytest.param("paged", marks=pytest.mark.whole_matrix), "row640"]
+)
 def test_layouts(spec: VariantSpec, layout: str) -> None:
     """The strided layouts (``split`` is above), copies as late as they may be."""
     kernel = selfcheck.load(spec, up_to_date(spec))

@@ -246,10 +246,9 @@ def test_a_removed_synchronisation_shows(pipeline: str, rows: int, opcode: str) 
     """Late completion and shuffled warps make a missing wait, arrival or barrier visible."""
     spec = VariantSpec(op="decode", pipeline=pipeline, row_tile=rows)
     artifact = runtime.find_or_build(spec, need_library=False)
-    good = softgpu.load(artifact.obj, artifact.ptx, artifact.symbol)
+    good, bad = (runtime.load(artifact, "cpu") for _ in range(2))
     good.options = softgpu.Options(asynchronous="late", seed=0)
     assert selfcheck._CHECKS["decode"](spec, good).passed
-    bad = softgpu.load(artifact.obj, artifact.ptx, artifact.symbol)
     bad.options = good.options
     program = bad.program(good.launches[0].kernel)
     removed = [ins for ins in program.kernel.code if ins.opcode.startswith(opcode)]
