@@ -10,18 +10,12 @@ from hypothesis import strategies as st
 
 from dsl_kernels.dims import TOKEN_TILE
 from snapmla.testing.reference_plan import plan_reference, tile_counts
+from tests.support.lengths import many_lengths
 
 few_lengths = st.lists(
     st.one_of(st.integers(-5, 200), st.integers(0, 20000), st.sampled_from([0, 63, 64, 65])),
     min_size=1,
     max_size=24,
-)
-many_lengths = st.lists(
-    st.one_of(
-        st.integers(-5, 200), st.integers(0, 40000), st.sampled_from([0, 1, 63, 64, 65, 2**31 - 1])
-    ),
-    min_size=1,
-    max_size=70,
 )
 
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from dsl_kernels.dims import TOKEN_TILE
 from snapmla.plan import MAX_COST
 from snapmla.testing.reference_plan import plan_reference
+from tests.support.lengths import many_lengths
 from tests.support.needs import TARGETS, needs_kernels
 from tests.support.rows import device_of, kernel
 
@@ -85,18 +86,9 @@ def test_plan_kernel_many_sequences(target: str) -> None:
         check_plan(target, lengths, parts, overhead, split=split)
 
 
-lengths_strategy = st.lists(
-    st.one_of(
-        st.integers(-5, 200), st.integers(0, 40000), st.sampled_from([0, 1, 63, 64, 65, 2**31 - 1])
-    ),
-    min_size=1,
-    max_size=70,
-)
-
-
 @settings(max_examples=60, deadline=None)
 @given(
-    lengths=lengths_strategy,
+    lengths=many_lengths,
     parts=st.sampled_from([1, 2, 7, 66, 132, 300]),
     overhead=st.sampled_from([0, 1, 4, 17]),
     max_tokens=st.sampled_from([100, 8192, 131072]),
