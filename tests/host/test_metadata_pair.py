@@ -122,7 +122,8 @@ def test_another_shape_at_the_same_address(monkeypatch: pytest.MonkeyPatch) -> N
     metadata_pair._plans.clear()
     step = Step((70, 250), 16, 1)
     pair = step.metadata()
-    for parts in (4, 2):  # as many as the software GPU fills, then half
+    # Few first: tables lie at the end, so a plan of more parts finds those of fewer all the same.
+    for parts in (2, 4):
         own = step.metadata(out=(pair[0].view(parts, -1), pair[1]))
         plan = snapmla.plan_decode(
             step.lengths, 16, 1, page_size=PAGE, max_pages=WIDTH, num_parts=parts, fixed_overhead=1
