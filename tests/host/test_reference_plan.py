@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dsl_kernels.dims import TOKEN_TILE
@@ -62,6 +62,7 @@ def test_plan_reference(
     parts=st.integers(1, 4),
     overhead=st.integers(0, 3),
 )
+@example(tiles=[1, 0], parts=1, overhead=0)  # an empty sequence fits into a full part
 def test_plan_is_optimal(tiles: list[int], parts: int, overhead: int) -> None:
     """Against all in-order cuts, by dynamic programming over (sequence, tile) positions."""
     positions = [(b, t) for b, n in enumerate(tiles) for t in range(max(n, 1))]
