@@ -20,7 +20,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from .tensor_core import blackwell_step_numpy, fp8_step_numpy, half_step_numpy
+from .tensor_core import blackwell_step_numpy, fp8_step_numpy, half_step_numpy, wide_product
 
 F32 = NDArray[np.float32]
 Accumulate = Callable[[F32, F32, F32, str], F32]
@@ -30,7 +30,7 @@ _SMALLEST_NORMAL = {"bf16": 2.0**-126, "f16": 2.0**-14}
 
 def exact(acc: F32, a: F32, b: F32, kind: str) -> F32:
     """acc + a b^T in float64, rounded to nearest even once."""
-    out: F32 = (acc + a.astype(np.float64) @ b.astype(np.float64).T).astype(np.float32)
+    out: F32 = (acc + wide_product(a, b)).astype(np.float32)
     return out
 
 

@@ -1,8 +1,8 @@
 """How tensor cores add: models of one step of WGMMA (bit-exact) and of tcgen05, in numpy.
 
-**Hopper.**  Fitted to 9.9 million accumulators recorded on an H200 (``profiles/record_wgmma.py``): every one is
-reproduced bit for bit, for m64nNk32 e4m3 x e4m3 and m64nNk16 bf16 x bf16 and f16 x f16 with an fp32
-accumulator, single steps and chains, A from shared memory or registers, any N.
+**Hopper.**  Fitted to 9.9 million accumulators recorded on an H200 (``profiles/record_wgmma.py``):
+every one is reproduced bit for bit, for m64nNk32 e4m3 x e4m3 and m64nNk16 bf16 x bf16 and f16 x f16
+with an fp32 accumulator, single steps and chains, A from shared memory or registers, any N.
 A second record (``profiles/record_softgpu.py``: 10.3 million accumulators of single instructions
 with N of 16, 32 and 64, and 48 decode kernels), not used for the fit, agrees bit for bit too.
 
@@ -23,14 +23,14 @@ The torch twin is ``snapmla.testing.accumulate``.
 
 **Blackwell** (``blackwell_step_numpy``).  Nothing of ours was recorded on one.  MMA-Sim (arXiv
 2511.10909) reports bit equality on a B200 with the same four rules, F = 25 and a sum cut to fp32
-for every operand format of ``kind::f16`` and ``kind::f8f6f4``; a user's measurement of fp8 (DeepGEMM
-issue 176) found 25 bits too.  Both are about plain tcgen05.mma of one CTA: that ``.ws`` and pairs
-of CTAs add the same way is a hypothesis.
+for every operand format of ``kind::f16`` and ``kind::f8f6f4``; a user's measurement of fp8
+(DeepGEMM issue 176) found 25 bits too.  Both are about plain tcgen05.mma of one CTA: that ``.ws``
+and pairs of CTAs add the same way is a hypothesis.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,8 +44,28 @@ _FP8_RESULT_MASK = np.uint32(0xFFFFFFFF << (23 - FP8_FRACTION_BITS) & 0xFFFFFFFF
 _FP32_RESULT_MASK = np.uint64(0xFFFFFFFFFFFFFFFF << (52 - 23) & 0xFFFFFFFFFFFFFFFF)
 
 _LEAST_TOP = -133  # exponent of HALF_SMALLEST_TOP
-# of an operand format: (smallest exponent of a normal number, fraction bits)
-_OPERANDS = {"e4m3": (-6, 3), "e5m2": (-14, 3), "f16": (-14, 10), "bf16": (-126, 7)}
+_NO_EXPONENT = np.int16(-8192)  # of zero
+_ONE_THREAD = 1 << 18  # multiplications up to which OpenBLAS stays in the calling thread
+
+
+class _Operand(NamedTuple):
+    """An operand format.
+
+    Attributes:
+        smallest: exponent of the smallest normal number.
+        fraction: bits.
+        wide: a type that holds every product of two such numbers.
+    """
+
+    smallest: int
+    fraction: int
+    wide: type[np.floating[Any]]
+
+
+_OPERANDS = {
+    "e4m3": _Operand(-6, 3, np.float32), "e5m2": _Operand(-14, 3, np.float32),
+    "f16": _Operand(-14, 10, np.float32), "bf16": _Operand(-126, 7, np.float64),
+}  # fmt: skip
 
 F32 = NDArray[np.float32]
 
@@ -128,10 +148,10 @@ def half_step_numpy(acc: F32, a: F32, b: F32, smallest: float = FP32_MIN_NORMAL)
         return _finish(out, acc, special.astype(np.float32))
 
 
-def _exponents(x: F32, smallest: int, zero: int, dtype: Any) -> NDArray[Any]:
+def _exponents(x: F32, smallest: int, zero: Any, dtype: Any) -> NDArray[Any]:
     """Exponents of finite numbers, at least ``smallest``; ``zero`` where there is none."""
     e = (x.view(np.uint32) >> np.uint32(23) & np.uint32(0xFF)).astype(np.int16) - np.int16(127)
-    return np.where(x == 0, np.int16(zero), np.maximum(e, np.int16(smallest))).astype(dtype)
+    return np.where(x == 0, zero, np.maximum(e, np.int16(smallest))).astype(dtype)
 
 
 def _largest(ea: NDArray[Any], eb: NDArray[Any]) -> NDArray[np.int16]:
@@ -163,11 +183,16 @@ def _cut_products(a: F32, b: F32, cut: NDArray[np.int16], wide: Any) -> NDArray[
     return total
 
 
+def wide_product(a: F32, b: F32) -> NDArray[np.float64]:
+    """a b^T in float64, (M, N), in parts too small for the BLAS to start its threads."""
+    rows = max(_ONE_THREAD // (b.shape[0] * b.shape[1]), 1)
+    right = b.T.astype(np.float64)
+    parts = [a[i : i + rows].astype(np.float64) @ right for i in range(0, len(a), rows)]
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
 def blackwell_step_numpy(acc: F32, a: F32, b: F32, kind: str) -> F32:
     """One step of tcgen05.mma.
-
-    Most often no product has a bit below the cut, and then a matrix product in float64 is exact:
-    only the rows of A where one may have pay for cutting.
 
     Args:
         acc: (M, N) float32, the accumulator before the step.
@@ -177,35 +202,46 @@ def blackwell_step_numpy(acc: F32, a: F32, b: F32, kind: str) -> F32:
     Returns:
         (M, N) float32.
     """
-    smallest, fraction = _OPERANDS[kind]
     with np.errstate(invalid="ignore", over="ignore", under="ignore", divide="ignore"):
         if not (np.isfinite(a).all() and np.isfinite(b).all()):
-            return half_step_numpy(acc, a, b, 2.0**smallest)
+            return half_step_numpy(acc, a, b, 2.0 ** _OPERANDS[kind].smallest)
         finite = bool(np.isfinite(acc).all())
         old = acc if finite else np.where(np.isfinite(acc), acc, np.float32(0))
-        narrow = kind != "bf16"  # sums of two exponents fit in a byte
-        dtype, zero = (np.int8, -64) if narrow else (np.int16, -8192)
-        ea, eb = (_exponents(x, smallest, zero, dtype) for x in (a, b))
-        top = _largest(ea, eb)
-        top[top < 2 * smallest] = -8192  # a product of zeros
-        np.maximum(top, _exponents(old, -126, -8192, np.int16), out=top)
-        cut = np.maximum(top, np.int16(_LEAST_TOP)) - np.int16(HALF_FRACTION_BITS)
-        unit = _powers(-cut)
-        total = (a.astype(np.float64) @ b.T.astype(np.float64)) * unit
-        least = [
-            np.where(e > zero, e.astype(np.int16), np.int16(8192)).min(1) - fraction
-            for e in (ea, eb)
-        ]
-        bad = (least[0][:, None] + least[1] < cut).any(1)
-        if bad.any():
-            total[bad] = _cut_products(a[bad], b, cut[bad], np.float32 if narrow else np.float64)
-        total += np.trunc(old * unit)
-        kept = (total.view(np.uint64) & _FP32_RESULT_MASK).view(np.float64) / unit
-        if int(cut.min()) < -126:  # otherwise no sum but zero is that small
-            subnormal = np.trunc(kept * 2.0**149) * 2.0**-149
-            kept = np.where(np.abs(kept) < FP32_MIN_NORMAL, subnormal, kept)
-        out = kept.astype(np.float32) + np.float32(0)  # + 0: no minus zero
-        return out if finite else _finish(out, acc, total.astype(np.float32))
+        rows = max(_ONE_THREAD // (b.shape[0] * b.shape[1]), 1)
+        out = np.empty(acc.shape, np.float32)
+        for i in range(0, len(a), rows):
+            out[i : i + rows] = _blackwell_rows(old[i : i + rows], a[i : i + rows], b, kind)
+        return out if finite else _finish(out, acc, np.zeros_like(acc))
+
+
+def _blackwell_rows(acc: F32, a: F32, b: F32, kind: str) -> F32:
+    """Some rows of a step on finite numbers.
+
+    Most often no product has a bit below the cut, and then a matrix product in float64 is exact:
+    only the rows of A where one may have pay for cutting.
+    """
+    smallest, fraction, wide = _OPERANDS[kind]
+    zero, dtype = (-64, np.int8) if wide is np.float32 else (_NO_EXPONENT, np.int16)
+    ea, eb = (_exponents(x, smallest, zero, dtype) for x in (a, b))
+    top = _largest(ea, eb)
+    top[top < 2 * smallest] = _NO_EXPONENT  # a product of zeros
+    np.maximum(top, _exponents(acc, -126, _NO_EXPONENT, np.int16), out=top)
+    cut = np.maximum(top, np.int16(_LEAST_TOP)) - np.int16(HALF_FRACTION_BITS)
+    unit = _powers(-cut)
+    total = wide_product(a, b)
+    total *= unit
+    low = [
+        np.where(e > zero, e.astype(np.int16), -_NO_EXPONENT).min(1) - fraction for e in (ea, eb)
+    ]
+    loses = (low[0][:, None] + low[1] < cut).any(1)
+    if loses.any():
+        total[loses] = _cut_products(a[loses], b, cut[loses], wide)
+    total += np.trunc(acc * unit)
+    kept = (total.view(np.uint64) & _FP32_RESULT_MASK).view(np.float64) / unit
+    if int(cut.min()) < -126:  # otherwise no sum but zero is that small
+        subnormal = np.trunc(kept * 2.0**149) * 2.0**-149
+        kept = np.where(np.abs(kept) < FP32_MIN_NORMAL, subnormal, kept)
+    return kept.astype(np.float32) + np.float32(0)  # + 0: no minus zero
 
 
 def chain_numpy(acc: F32, a: F32, b: F32, *, fp8: bool, smallest: float = FP32_MIN_NORMAL) -> F32:
