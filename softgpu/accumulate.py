@@ -1,15 +1,16 @@
-"""How WGMMA adds: the one place where its arithmetic is decided.
+"""How tensor cores add: the one place where the arithmetic of wgmma and tcgen05 is decided.
 
 An accumulate function has the signature
 
     accumulate(acc, a, b, kind) -> float32 (M, N)
-        acc   float32 (M, N)   accumulator before the step (zeros where scale-d is 0)
+        acc   float32 (M, N)   accumulator before the step (zeros where it is not to be added)
         a     float32 (M, K)   decoded A elements of one instruction: 32 of e4m3, 16 of bf16 / f16
         b     float32 (N, K)   decoded B elements
         kind  "e4m3", "e5m2", "bf16" or "f16" (of A)
 
-and is chosen by ``Options.accumulate``.  ``hopper`` is the tensor core of an H200, bit for bit (the
-model and its evidence: ``softgpu.tensor_core``); ``exact`` is the mathematical sum, rounded once.
+and is chosen by ``Options.accumulate``, or by the target of the module.  ``hopper`` is the tensor
+core of an H200, bit for bit; ``blackwell`` is what is published about a B200's (both models and
+their evidence: ``softgpu.tensor_core``); ``exact`` is the mathematical sum, rounded once.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from .tensor_core import fp8_step_numpy, half_step_numpy
 F32 = NDArray[np.float32]
 Accumulate = Callable[[F32, F32, F32, str], F32]
 
-_SMALLEST_NORMAL = {"bf16": 2.0**-126, "f16": 2.0**-14}
+_SMALLEST_NORMAL = {"bf16": 2.0**-126, "f16": 2.0**-14, "e4m3": 2.0**-6, "e5m2": 2.0**-14}
 
 
 def exact(acc: F32, a: F32, b: F32, kind: str) -> F32:
@@ -37,9 +38,19 @@ def hopper(acc: F32, a: F32, b: F32, kind: str) -> F32:
     """As a Hopper tensor core adds.  Raises ValueError for e5m2, which was not recorded."""
     if kind == "e4m3":
         return fp8_step_numpy(acc, a, b)
-    if kind in _SMALLEST_NORMAL:
+    if kind in ("bf16", "f16"):
         return half_step_numpy(acc, a, b, _SMALLEST_NORMAL[kind])
     raise ValueError(f"hopper accumulation: no model for {kind} operands; use softgpu.exact")
 
 
-BY_NAME: dict[str, Accumulate] = {"exact": exact, "hopper": hopper}
+def blackwell(acc: F32, a: F32, b: F32, kind: str) -> F32:
+    """As a Blackwell tensor core is said to add."""
+    return half_step_numpy(acc, a, b, _SMALLEST_NORMAL[kind])
+
+
+BY_NAME: dict[str, Accumulate] = {"exact": exact, "hopper": hopper, "blackwell": blackwell}
+
+
+def of(architecture: int) -> Accumulate:
+    """The arithmetic of a target: 90 for sm_90a, 100 for sm_100a."""
+    return blackwell if architecture >= 100 else hopper

@@ -290,9 +290,7 @@ class WarpTensor:
         cluster.pending[rank][component] = (issuer.issued, self.owner.event)
 
     # ---- commit and fences ---------------------------------------------------------------------
-    def commit(
-        self, lane: int, group: int, barriers: Sequence[tuple[int, MBarrier]]
-    ) -> Stamp | None:
+    def commit(self, lane: int, barriers: Sequence[tuple[int, MBarrier]]) -> Stamp:
         """``lane`` asks for one arrival at each (rank, mbarrier) when its operations are complete.
 
         Returns:
@@ -334,7 +332,7 @@ class WarpTensor:
             self.report.commit_tracks_nothing(self.owner, others[0], issuer.lane)
 
     @staticmethod
-    def arrived(bar: MBarrier, stamp: Stamp | None) -> None:
+    def arrived(bar: MBarrier, stamp: Stamp) -> None:
         """The arrival of a commit at ``bar`` lands; ``stamp`` is what ``commit`` returned."""
         bar.track.open = joined(bar.track.open, stamp)
 
