@@ -38,9 +38,7 @@ _STORE = "tcgen05.wait::st by the storing warp, then a barrier, or an arrive and
 class TensorReports:
     """The reports of one cluster about its tensor memory."""
 
-    def __init__(
-        self, owner: ClusterHazards, columns: TensorColumns, pipelines: Pipelines
-    ) -> None:
+    def __init__(self, owner: ClusterHazards, columns: TensorColumns, pipelines: Pipelines) -> None:
         self.owner, self.machine, self.columns = owner, owner.machine, columns
         self.pipelines = pipelines
 
@@ -126,9 +124,7 @@ class TensorReports:
             why = "tcgen05.fence::after_thread_sync before the second, behind its thread's acquire"
         self._tell("tcgen05-fence", found.place, self._both(warp, found, action, lane, read), why)
 
-    def mixed_kind(
-        self, warp: WarpHazards, found: TensorConflict, action: str, lane: int
-    ) -> None:
+    def mixed_kind(self, warp: WarpHazards, found: TensorConflict, action: str, lane: int) -> None:
         """Two kinds of mma in one pipeline."""
         both = self._both(warp, found, action, lane, False)
         why = "editions of the manual differ in whether the kind must be the same"

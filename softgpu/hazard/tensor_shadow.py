@@ -73,7 +73,7 @@ def _spans(numbers: NDArray[Any], size: int) -> str:
 
 
 def cells_text(area: Area, bad: NDArray[np.bool_] | None = None) -> tuple[int, str]:
-    """(rank, ``columns 128-159, lanes 0-31``) of the marked blocks of an area of one CTA, or all."""
+    """(rank, ``columns 128-159, lanes 0-31``) of an area of one CTA, or of its marked blocks."""
     rows, columns = area
     at = np.arange(rows.stop)[rows] if isinstance(rows, slice) else rows
     if bad is None:

@@ -36,12 +36,14 @@ class WarpHazards:
 
     def __init__(self, owner: ClusterHazards, warp: Warp) -> None:
         self.owner, self.warp, self.report = owner, warp, owner.report
-        self.index = warp.block.rank * owner.warps_per_block + warp.index
-        self.clock = WarpClock(owner.layout, self.index)
+        self.index: int = warp.block.rank * owner.warps_per_block + warp.index
+        self.clock: WarpClock = WarpClock(owner.layout, self.index)
         self.agents = {k: owner.layout.agent(k, self.index) for k in Layout.KINDS}
         self.tag = self.index << PC_BITS
         self.registers = WgmmaRegisters(self)
-        self.tensor = WarpTensor(self, owner.tensor) if owner.tensor is not None else None
+        self.tensor: WarpTensor | None = (
+            None if owner.tensor is None else WarpTensor(self, owner.tensor)
+        )
         self.bulk_group = 1
         self.cp_group = 1
         self.prior_known = not warp.machine.prior

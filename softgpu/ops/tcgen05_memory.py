@@ -35,9 +35,7 @@ def _common_room(memories: list[TensorMemory], columns: int) -> int | None:
     return min(set.intersection(*rooms), default=None)
 
 
-def _serve(
-    w: Any, kind: str, group: int, columns: int, first: int, *peer: Any
-) -> int | None:
+def _serve(w: Any, kind: str, group: int, columns: int, first: int, *peer: Any) -> int | None:
     """Allocates or frees in every CTA of the group; None where an allocation has to wait.
 
     ``peer``: the hazard checker's ticket of the peer's warp.
