@@ -5,7 +5,7 @@ relative of the SM100 decode kernels, in which tests plant bugs.
 
 K's bytes are V's: the second GEMM reads the tile through an MN-major descriptor.  One CTA.
 
-Roles           warps 0-3 math: S -> P, O to memory | warp 4 loads | warp 5 issues every mma
+Roles           warps 0-3 math: S -> P, O to memory | warp 4 loads | warp 5 Q K | warp 6 P K
 Tensor memory   O 128 columns, zeros at first | S 32 | Q content 64, by tcgen05.cp
 Shared memory   Q, Q RoPE | 2 stages of K and its RoPE | P
 
@@ -36,6 +36,7 @@ Q_FULL, K_FULL, K_EMPTY, S_FULL, S_EMPTY, P_FULL, P_EMPTY, O_FULL, BARRIERS = (
     0, 1, 1 + STAGES, 1 + 2 * STAGES, 2 + 2 * STAGES, 3 + 2 * STAGES, 4 + 2 * STAGES,
     5 + 2 * STAGES, 6 + 2 * STAGES,
 )  # fmt: skip
+ARRIVALS = {S_EMPTY: MATH, P_FULL: MATH, **{K_EMPTY + s: 2 for s in range(STAGES)}}
 
 
 class Cta(NamedTuple):
@@ -72,7 +73,9 @@ class Chain:
     def __call__(self, q, qr, kv, kr, o, stream):
         major = OperandMajorMode.K
         one = tcgen05.CtaGroup.ONE
-        mmas = [sm100.make_trivial_tiled_mma(t, t, major, major, Float32, one, (M, N)) for t in (F8, BF)]
+        mmas = [
+            sm100.make_trivial_tiled_mma(t, t, major, major, Float32, one, (M, N)) for t in (F8, BF)
+        ]
         load = cpasync.CopyBulkTensorTileG2SOp(one)
         self.bytes = [0, 0]
         atoms, layouts = [], []
@@ -85,13 +88,15 @@ class Chain:
             layout = sm100.make_smem_layout_a(mmas[i % 2], (M, N, x), dtype, stages)
             tile = cute.slice_(layout, (None, None, None, 0))
             atoms.append(
-                cute.nvgpu.make_tiled_tma_atom_A(load, g, tile, (M, N, x), mmas[i % 2], (1, 1, 1, 1))
+                cute.nvgpu.make_tiled_tma_atom_A(
+                    load, g, tile, (M, N, x), mmas[i % 2], (1, 1, 1, 1)
+                )
             )
             layouts.append(layout)
             self.bytes[i // 2] += cute.size_in_bytes(dtype, tile)
         (aq, gq), (aqr, gqr), (ak, gk), (akr, gkr) = atoms
         self.kernel(*mmas, aq, gq, aqr, gqr, ak, gk, akr, gkr, o, *layouts).launch(
-            grid=(1, 1, 1), block=(MATH + 64, 1, 1), stream=stream
+            grid=(1, 1, 1), block=(MATH + 96, 1, 1), stream=stream
         )
 
     @cute.kernel
@@ -111,8 +116,8 @@ class Chain:
         sp = smem.allocate_array(cutlass.Uint8, M * N, byte_alignment=1024)
         if warp == 4:
             with cute.arch.elect_one():
-                for i in range(BARRIERS):
-                    cute.arch.mbarrier_init(bars + i, MATH if i in (S_EMPTY, P_FULL) else 1)
+                for i in cutlass.range_constexpr(BARRIERS):
+                    cute.arch.mbarrier_init(bars + i, ARRIVALS.get(i, 1))
         cute.arch.mbarrier_init_fence()
         if warp == 0:
             cute.arch.alloc_tmem(COLUMNS, hold)
@@ -128,7 +133,9 @@ class Chain:
             for i in cutlass.range(cta.tiles, unroll=1):
                 self.load_k(bars, i, k_parts)
         elif warp == 5:
-            self.issue(cta)
+            self.score(cta)
+        elif warp == 6:
+            self.multiply(cta)
         else:
             self.clear(cta)
             for i in cutlass.range(cta.tiles, unroll=1):
@@ -159,10 +166,10 @@ class Chain:
             bar = bars + K_FULL + stage
             cute.copy(atom, dg[None, i], ds[None, stage], tma_bar_ptr=bar)
 
-    # ---- the issuing warp ------------------------------------------------------------------------
+    # ---- the issuing warps -----------------------------------------------------------------------
     @cute.jit
-    def issue(self, cta: Cta):
-        """Tile i + 1 is scored before tile i is weighed."""
+    def score(self, cta: Cta):
+        """S = Q K^T of every tile; Q first moves to tensor memory."""
         cute.arch.mbarrier_wait(cta.bars + Q_FULL, 0)
         if prim.elect_sync():
             for c in cutlass.range_constexpr(D // 16):
@@ -171,52 +178,46 @@ class Chain:
                     prim.Tcgen05CpShape.SHAPE_64X128B, at(cta.tmem + T_Q + 4 * c), chunk,
                     multicast=prim.Tcgen05CpMulticast.WARPX2_02_13,
                 )  # fmt: skip
-        self.score(cta, Int32(0))
         for i in cutlass.range(cta.tiles, unroll=1):
-            if i + 1 < cta.tiles:
-                self.score(cta, i + 1)
-            self.multiply(cta, i)
+            stage = i % STAGES
+            cute.arch.mbarrier_wait(cta.bars + K_FULL + stage, i // STAGES & 1)
+            cute.arch.mbarrier_wait(cta.bars + S_EMPTY, (i & 1) ^ 1)
+            prim.tcgen05_fence(prim.Tcgen05Fence.AFTER_THREAD_SYNC)
+            if prim.elect_sync():
+                k, kr = cta.k + stage * (N * D), cta.kr + stage * (N * R * 2)
+                for x in cutlass.range_constexpr(D // 32):
+                    a = at(cta.tmem + T_Q + 8 * x)
+                    b = desc(k + x // 4 * 8192 + x % 4 * 32, 16, 1024, SW.SWIZZLE_128B)
+                    content = prim.Tcgen05MMAKind.F8F6F4
+                    prim.tcgen05_mma_ws(content, at(cta.tmem + T_S), a, b, idesc(F8, N), x > 0)
+                for x in cutlass.range_constexpr(R // 16):
+                    a = desc(cta.qr + 32 * x, 16, 1024, SW.SWIZZLE_128B)
+                    b = desc(kr + 32 * x, 16, 1024, SW.SWIZZLE_128B)
+                    rope = prim.Tcgen05MMAKind.F16
+                    prim.tcgen05_mma_ws(rope, at(cta.tmem + T_S), a, b, idesc(BF, N), True)
+                prim.tcgen05_commit(cta.bars + S_FULL)
+                prim.tcgen05_commit(cta.bars + K_EMPTY + stage)
+
+    @cute.jit
+    def multiply(self, cta: Cta):
+        """O += P K of every tile."""
+        for i in cutlass.range(cta.tiles, unroll=1):
+            stage = i % STAGES
+            cute.arch.mbarrier_wait(cta.bars + K_FULL + stage, i // STAGES & 1)
+            cute.arch.mbarrier_wait(cta.bars + P_FULL, i & 1)
+            prim.tcgen05_fence(prim.Tcgen05Fence.AFTER_THREAD_SYNC)
+            if prim.elect_sync():
+                k, p = cta.k + stage * (N * D), Int32(cta.p.toint())
+                for x in cutlass.range_constexpr(N // 32):
+                    a = desc(p + 32 * x, 16, 512, SW.SWIZZLE_64B)
+                    v = desc(k + x * 4096, 8192, 1024, SW.SWIZZLE_128B)
+                    shape = idesc(F8, D, b_major=1)
+                    weighed = prim.Tcgen05MMAKind.F8F6F4
+                    prim.tcgen05_mma_ws(weighed, at(cta.tmem + T_O), a, v, shape, True)
+                prim.tcgen05_commit(cta.bars + K_EMPTY + stage)
+                prim.tcgen05_commit(cta.bars + P_EMPTY)
         if prim.elect_sync():
             prim.tcgen05_commit(cta.bars + O_FULL)
-
-    @cute.jit
-    def score(self, cta: Cta, i):
-        """S = Q K^T of tile i."""
-        stage = i % STAGES
-        cute.arch.mbarrier_wait(cta.bars + K_FULL + stage, i // STAGES & 1)
-        cute.arch.mbarrier_wait(cta.bars + S_EMPTY, (i & 1) ^ 1)
-        prim.tcgen05_fence(prim.Tcgen05Fence.AFTER_THREAD_SYNC)
-        if prim.elect_sync():
-            k, kr = cta.k + stage * (N * D), cta.kr + stage * (N * R * 2)
-            for x in cutlass.range_constexpr(D // 32):
-                b = desc(k + x // 4 * 8192 + x % 4 * 32, 16, 1024, SW.SWIZZLE_128B)
-                content = prim.Tcgen05MMAKind.F8F6F4
-                prim.tcgen05_mma_ws(
-                    content, at(cta.tmem + T_S), at(cta.tmem + T_Q + 8 * x), b, idesc(F8, N), x > 0
-                )
-            for x in cutlass.range_constexpr(R // 16):
-                a = desc(cta.qr + 32 * x, 16, 1024, SW.SWIZZLE_128B)
-                b = desc(kr + 32 * x, 16, 1024, SW.SWIZZLE_128B)
-                rope = prim.Tcgen05MMAKind.F16
-                prim.tcgen05_mma_ws(rope, at(cta.tmem + T_S), a, b, idesc(BF, N), True)
-            prim.tcgen05_commit(cta.bars + S_FULL)
-
-    @cute.jit
-    def multiply(self, cta: Cta, i):
-        """O += P K of tile i."""
-        stage = i % STAGES
-        cute.arch.mbarrier_wait(cta.bars + P_FULL, i & 1)
-        prim.tcgen05_fence(prim.Tcgen05Fence.AFTER_THREAD_SYNC)
-        if prim.elect_sync():
-            k, p = cta.k + stage * (N * D), Int32(cta.p.toint())
-            for x in cutlass.range_constexpr(N // 32):
-                a = desc(p + 32 * x, 16, 512, SW.SWIZZLE_64B)
-                v = desc(k + x * 4096, 8192, 1024, SW.SWIZZLE_128B)
-                shape = idesc(F8, D, b_major=1)
-                weighed = prim.Tcgen05MMAKind.F8F6F4
-                prim.tcgen05_mma_ws(weighed, at(cta.tmem + T_O), a, v, shape, True)
-            prim.tcgen05_commit(cta.bars + K_EMPTY + stage)
-            prim.tcgen05_commit(cta.bars + P_EMPTY)
 
     # ---- arithmetic ------------------------------------------------------------------------------
     @cute.jit
@@ -290,7 +291,7 @@ def build(directory: Path) -> None:
     compiled = cute.compile(
         Chain(), fake(u8, 1, M, D), fake(BF, 1, M, R), fake(u8, tiles, N, D), fake(BF, tiles, N, R),
         fake(Float32, M, D), make_fake_stream(use_tvm_ffi_env_stream=True),
-        options="--enable-tvm-ffi --keep-ptx",
+        options="--enable-tvm-ffi --keep-ptx --generate-line-info",
     )  # fmt: skip
     directory.mkdir(exist_ok=True)
     compiled.export_to_c(str(directory / "ws_chain.o"), function_name="ws_chain")
