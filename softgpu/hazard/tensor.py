@@ -126,8 +126,11 @@ class WarpTensor:
         bad = self.shadow.unknown_writes(area, who.usable)
         if not bad.any():
             return
+        blank = self.shadow.agent[area] == self.shadow.nobody
         if not reads:
-            bad &= self.shadow.agent[area] != self.shadow.nobody
+            bad &= ~blank
+        elif who.lane < 0:  # of layout F a warp loads the lanes between as well
+            bad &= ~blank | blank.all(0)
         if who.order >= 0:
             self._leave_out_pipelined(area, bad, who, role)
         if not bad.any():
@@ -156,10 +159,7 @@ class WarpTensor:
 
     def _check_reads(self, area: Area, who: _Accessor) -> None:
         """Nobody may still read what ``who`` writes."""
-        but = _NONE
-        if who.order >= 0:  # an mma of this warp reads its A before a later mma or cp writes
-            issuers = self.columns.issuers
-            but = frozenset(i.agent for (w, _), i in issuers.items() if w == self.owner.index)
+        but = self._own_issuers() if who.order >= 0 else _NONE
         found = self.shadow.unknown_read(area, who.usable, but)
         if found is None:
             return
@@ -168,6 +168,11 @@ class WarpTensor:
             self.report.unknown_read(self.owner, unordered, who.action, who.lane)
         else:
             self.report.unfenced(self.owner, found, who.action, who.lane, read=True)
+
+    def _own_issuers(self) -> frozenset[int]:
+        """An mma of this warp reads its A before a later mma or cp of the warp writes."""
+        issuers = self.columns.issuers
+        return frozenset(i.agent for (w, _), i in issuers.items() if w == self.owner.index)
 
     def _check_allocated(self, cells: Cells, lane: int, action: str) -> None:
         """The allocation must be known, not only have happened."""
@@ -226,6 +231,7 @@ class WarpTensor:
             self._check_allocated(c, -1, who.action)
             self._check_reads(area, who)
             self._check_last_write(area, who, False)
+            self.shadow.superseded(area, (self._load,))
             self.shadow.write(area, self._store, self.stores, self.owner.event)
 
     def wait_load(self) -> None:
@@ -265,6 +271,7 @@ class WarpTensor:
         for area in reads:
             self.shadow.read(area, issuer.agent, issuer.issued, issuer.event)
         for area in writes:
+            self.shadow.superseded(area, self._own_issuers())
             self.shadow.write(area, issuer.agent, issuer.issued, issuer.event, who.order)
         self._shared_operands(op, issuer)
 

@@ -77,7 +77,8 @@ class TensorReports:
         self, warp: WarpHazards, found: TensorConflict, action: str, lane: int, read: bool
     ) -> list[Event]:
         report, component = self.owner.report, self.columns.first + found.agent
-        note = self.note_of(component, found.time)
+        known = warp.clock.knowledge(lane)[component] >= found.time
+        note = "" if known else self.note_of(component, found.time)
         first = report.event(self._is(found, read), found.event, component, note)
         return [first, report.here(warp, action, lane_text(lane))]
 

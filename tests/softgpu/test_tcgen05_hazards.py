@@ -167,6 +167,11 @@ ACCESSES = {  # T2: ld and st are complete after their wait, for others after a 
         "overwrite-in-use",
         f"{ST} {WAIT_ST} {LD} {GAP} {SYNC} {COPY} {DONE} {END}", WAIT_LD, events=(LD_T, CP_T),
     ),
+    "a store stands for the load before it": Case(
+        "overwrite-in-use",
+        f"{ST} {WAIT_ST} {LD} {GAP} {WAIT_ST} {SYNC} {MMA} {DONE} {END}", ST, ST_A,
+        events=(LD_T, MMA_T),
+    ),
 }  # fmt: skip
 
 PIPELINES = {  # T3 to T5: what follows each other in order without a wait
@@ -291,6 +296,10 @@ ALLOCATION = {  # T9, T12
         events=(ST_T, "tcgen05.dealloc"),
     ),
     "load of nothing": Case("uninitialised", f"{GAP} {LD} {END}", ST, events=(LD_T,)),
+    "load of a column of which nothing is written": Case(
+        "uninitialised", f"{mma(shape=str(idesc(F8, m=64)))} {DONE} {GAP} {END}", LD,
+        LD.replace("%r40]", "%r40+4]"), events=(LD_T,),
+    ),
     "accumulates on nothing": Case(
         "uninitialised", f"{GAP} {DONE} {END}", MMA, ADD, events=(MMA_T,)
     ),

@@ -105,7 +105,7 @@ def chain(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     directory = tmp_path_factory.mktemp("ws_chain")
     subprocess.run(
         [sys.executable, "-m", "tests.support.ws_chain", str(directory)], check=True, timeout=300,
-        cwd=artifacts.ROOT,
+        cwd=directory,
         env={**os.environ, "PYTHONPATH": str(artifacts.ROOT), "CUTE_DSL_ARCH": "sm_100a"},
     )  # fmt: skip
     kernel = softgpu.load(directory / "ws_chain.o", directory / "ws_chain.ptx", "ws_chain")
