@@ -18,7 +18,7 @@ import numpy as np
 
 from .clocks import OWN, Ints, Stamp, joined
 from .tensor_clock import Issuer, TensorColumns
-from .tensor_reports import TensorReports
+from .tensor_reports import FREE, TensorReports
 from .tensor_shadow import Area, Pipeline, Pipelines, TensorShadow, area_of, columns_of
 
 if TYPE_CHECKING:
@@ -37,12 +37,13 @@ class Ticket(NamedTuple):
 
     Attributes:
         component, time: who knows this knows that the warp came here.
-        known: what all lanes of the warp know.
+        known, usable: what all lanes of the warp know and may rely on, by agent.
     """
 
     component: int
     time: int
     known: Ints
+    usable: Ints
 
 
 class _Allocation(NamedTuple):
@@ -125,8 +126,11 @@ class WarpTensor:
         bad = self.shadow.unknown_writes(area, who.usable)
         if not bad.any():
             return
+        blank = self.shadow.agent[area] == self.shadow.nobody
         if not reads:
-            bad &= self.shadow.agent[area] != self.shadow.nobody
+            bad &= ~blank
+        elif who.lane < 0:  # of layout F a warp loads the lanes between as well
+            bad &= ~blank | blank.all(0)
         if who.order >= 0:
             self._leave_out_pipelined(area, bad, who, role)
         if not bad.any():
@@ -155,10 +159,7 @@ class WarpTensor:
 
     def _check_reads(self, area: Area, who: _Accessor) -> None:
         """Nobody may still read what ``who`` writes."""
-        but = _NONE
-        if who.order >= 0:  # an mma of this warp reads its A before a later mma or cp writes
-            issuers = self.columns.issuers
-            but = frozenset(i.agent for (w, _), i in issuers.items() if w == self.owner.index)
+        but = self._own_issuers() if who.order >= 0 else _NONE
         found = self.shadow.unknown_read(area, who.usable, but)
         if found is None:
             return
@@ -167,6 +168,11 @@ class WarpTensor:
             self.report.unknown_read(self.owner, unordered, who.action, who.lane)
         else:
             self.report.unfenced(self.owner, found, who.action, who.lane, read=True)
+
+    def _own_issuers(self) -> frozenset[int]:
+        """An mma of this warp reads its A before a later mma or cp of the warp writes."""
+        issuers = self.columns.issuers
+        return frozenset(i.agent for (w, _), i in issuers.items() if w == self.owner.index)
 
     def _check_allocated(self, cells: Cells, lane: int, action: str) -> None:
         """The allocation must be known, not only have happened."""
@@ -183,7 +189,9 @@ class WarpTensor:
     # ---- allocation ----------------------------------------------------------------------------
     def ticket(self) -> Ticket:
         """The warp as one that allocates or frees, now."""
-        return Ticket(self.owner.agents["collective"], self.clock.time, self.clock.least()[0])
+        known = self.clock.least()[0][self._agents]
+        usable = self.usable.min(0) if FENCE in self.tensor.rules else known
+        return Ticket(self.owner.agents["collective"], self.clock.time, known, usable)
 
     def allocated(self, rank: int, first: int, columns: int, *peer: Ticket) -> None:
         """The warp has been given columns of CTA ``rank``; ``peer``: with a warp of the peer."""
@@ -195,19 +203,12 @@ class WarpTensor:
 
     def freed(self, rank: int, first: int, columns: int, *peer: Ticket) -> None:
         """The warp gives columns of CTA ``rank`` back: every access must be known to be over."""
-        area = columns_of(rank, first, columns)
-        known = self.ticket().known
-        for other in peer:
-            known = np.maximum(known, other.known)
-        known = known[self._agents]
-        bad = self.shadow.unknown_writes(area, known)
-        bad &= self.shadow.agent[area] != self.shadow.nobody
-        if bad.any():
-            self.report.early_dealloc(self.owner, self.shadow.writer(area, bad), False)
-        else:
-            found = self.shadow.unknown_read(area, known, _NONE)
-            if found is not None:
-                self.report.early_dealloc(self.owner, found, True)
+        area, tickets = columns_of(rank, first, columns), (self.ticket(), *peer)
+        known = np.max([t.known for t in tickets], 0)
+        usable = np.max([t.usable for t in tickets], 0)
+        who = _Accessor(known, usable, -1, FREE)
+        self._check_reads(area, who)
+        self._check_last_write(area, who, False)
         self.shadow.forget(area)
         kept = [a for a in self.tensor.allocations if (a.rank, a.first) != (rank, first)]
         self.tensor.allocations[:] = kept
@@ -230,6 +231,7 @@ class WarpTensor:
             self._check_allocated(c, -1, who.action)
             self._check_reads(area, who)
             self._check_last_write(area, who, False)
+            self.shadow.superseded(area, (self._load,))
             self.shadow.write(area, self._store, self.stores, self.owner.event)
 
     def wait_load(self) -> None:
@@ -269,6 +271,7 @@ class WarpTensor:
         for area in reads:
             self.shadow.read(area, issuer.agent, issuer.issued, issuer.event)
         for area in writes:
+            self.shadow.superseded(area, self._own_issuers())
             self.shadow.write(area, issuer.agent, issuer.issued, issuer.event, who.order)
         self._shared_operands(op, issuer)
 

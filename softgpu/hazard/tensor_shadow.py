@@ -6,6 +6,7 @@ an mma.  CTA r's blocks are rows 8 r to 8 r + 7 of (rows, 512) tables; an *area*
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -120,6 +121,14 @@ class TensorShadow:
         if row is None:
             row = self.readers[agent] = _Readers(len(self.agent))
         row.time[area], row.event[area], row.latest = time, event, time
+
+    def superseded(self, area: Area, agents: Iterable[int]) -> None:
+        """A write that comes after these agents' reads stands for them: whoever knows that it is
+        complete knows that they are."""
+        for agent in agents:
+            row = self.readers.get(agent)
+            if row is not None:
+                row.time[area] = 0
 
     def forget(self, area: Area) -> None:
         """Blocks hold nothing: nobody has written or read them."""

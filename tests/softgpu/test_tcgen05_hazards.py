@@ -167,6 +167,11 @@ ACCESSES = {  # T2: ld and st are complete after their wait, for others after a 
         "overwrite-in-use",
         f"{ST} {WAIT_ST} {LD} {GAP} {SYNC} {COPY} {DONE} {END}", WAIT_LD, events=(LD_T, CP_T),
     ),
+    "a store stands for the load before it": Case(
+        "overwrite-in-use",
+        f"{ST} {WAIT_ST} {LD} {GAP} {WAIT_ST} {SYNC} {MMA} {DONE} {END}", ST, ST_A,
+        events=(LD_T, MMA_T),
+    ),
 }  # fmt: skip
 
 PIPELINES = {  # T3 to T5: what follows each other in order without a wait
@@ -267,6 +272,10 @@ FENCES = {  # T8
         f"{ST} {WAIT_ST} {LD} {WAIT_LD} {GAP} bar.sync 0; {AFTER} {MMA} {DONE} {END}", BEFORE,
         events=("tcgen05", MMA_T),
     ),
+    "before the deallocation": Case(
+        "tcgen05-fence", f"{ST} {WAIT_ST} {GAP} bar.sync 0; {AFTER} {DEALLOC}", BEFORE,
+        events=(ST_T, "tcgen05.dealloc"),
+    ),
 }  # fmt: skip
 
 ALLOCATION = {  # T9, T12
@@ -275,25 +284,29 @@ ALLOCATION = {  # T9, T12
         "bar.sync 0;", events=("tcgen05.alloc", ST_T), some=True, head="",
     ),
     "dealloc before the phase": Case(
-        "early-dealloc", f"{MMA} {COMMIT} {GAP} {DEALLOC} {WAIT}", f"{WAIT}",
+        "early-dealloc", f"{MMA} {COMMIT} {GAP} {DEALLOC} {WAIT}", f"{WAIT} {AFTER}",
         events=(MMA_T, "tcgen05.dealloc"),
     ),
     "dealloc before the other warp has loaded": Case(
-        "early-dealloc", f"{ST} {WAIT_ST} {SYNC} {LD_1} {WAIT_LD} {GAP} {DEALLOC}", "bar.sync 0;",
+        "early-dealloc", f"{ST} {WAIT_ST} {SYNC} {LD_1} {WAIT_LD} {GAP} {DEALLOC}", SYNC,
         events=(LD_T, "tcgen05.dealloc"), some=True,
     ),
     "dealloc before the other warp's store is complete": Case(
-        "early-dealloc", f"{ST_1} {GAP} bar.sync 0; {DEALLOC}", WAIT_ST,
+        "early-dealloc", f"{ST_1} {GAP} {SYNC} {DEALLOC}", WAIT_ST,
         events=(ST_T, "tcgen05.dealloc"),
     ),
     "load of nothing": Case("uninitialised", f"{GAP} {LD} {END}", ST, events=(LD_T,)),
+    "load of a column of which nothing is written": Case(
+        "uninitialised", f"{mma(shape=str(idesc(F8, m=64)))} {DONE} {GAP} {END}", LD,
+        LD.replace("%r40]", "%r40+4]"), events=(LD_T,),
+    ),
     "accumulates on nothing": Case(
         "uninitialised", f"{GAP} {DONE} {END}", MMA, ADD, events=(MMA_T,)
     ),
     "A of nothing": Case("uninitialised", f"{GAP} {TS} {DONE} {END}", COPY_A, events=(MMA_T,)),
     "what an earlier allocation held": Case(
         "uninitialised",
-        f"{ST} {WAIT_ST} {BEFORE} bar.sync 0; {DEALLOC} {ALLOC} bar.sync 0; {GAP} {LD} {END}", ST,
+        f"{ST} {WAIT_ST} {SYNC} {DEALLOC} {ALLOC} bar.sync 0; {GAP} {LD} {END}", ST,
         events=(LD_T,),
     ),
 }  # fmt: skip
