@@ -17,9 +17,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from .clocks import OWN, Ints, Stamp, joined
+from .shadow import Index
 from .tensor_clock import Issuer, TensorColumns
 from .tensor_reports import FREE, TensorReports
-from .tensor_shadow import Area, Pipeline, Pipelines, TensorShadow, area_of, columns_of
+from .tensor_shadow import (
+    Area,
+    OperandFormats,
+    Pipeline,
+    Pipelines,
+    TensorShadow,
+    area_of,
+    columns_of,
+)
 
 if TYPE_CHECKING:
     from ..cluster import MBarrier
@@ -28,7 +37,8 @@ if TYPE_CHECKING:
     from .cluster import ClusterHazards
     from .warp import WarpHazards
 
-FENCE, MIXED = "tcgen05-fence", "mixed-kind"  # the rules that ``Options.rules`` switches
+# the rules that ``Options.rules`` switches
+FENCE, MIXED, FORMAT = "tcgen05-fence", "mixed-kind", "operand-format"
 _NONE: frozenset[int] = frozenset()
 
 
@@ -64,6 +74,7 @@ class TensorHazards:
         self.owner, self.columns = owner, columns
         self.shadow = TensorShadow(owner.cluster.size, columns.nobody)
         self.pipelines = Pipelines()
+        self.formats = OperandFormats(owner.shared.granules)
         self.report = TensorReports(owner, columns, self.pipelines)
         self.allocations: list[_Allocation] = []
         self.numbers = itertools.count()  # of allocations
@@ -278,12 +289,23 @@ class WarpTensor:
     def _shared_operands(self, op: TensorOp, issuer: Issuer) -> None:
         """Operands in shared memory: read by the async proxy until a commit's phase."""
         cluster, component = self.owner.owner, self.columns.first + issuer.agent
-        for _, chunks in op.shared:
+        for _, chunks, form in op.shared:
             idx = cluster.granules(chunks.reshape(-1) << 4, 16)
             self.owner.async_read(issuer.lane, idx, component, issuer.issued)
-        ranks = {c.rank for c in op.writes} | {rank for rank, _ in op.shared}
+            if form and FORMAT in self.tensor.rules:
+                self._check_format(idx if idx.ndim == 1 else idx[:, 0], form, issuer)
+        ranks = {c.rank for c in op.writes} | {rank for rank, _, _ in op.shared}
         for rank in ranks:
             self._busy(rank, issuer, component)
+
+    def _check_format(self, granules: Index, form: str, issuer: Issuer) -> None:
+        """Nobody means the same bytes, chunks by their first granules, in another format."""
+        shared = self.owner.owner.shared
+        found = self.tensor.formats.take(
+            granules, form, shared.comp[granules], shared.time[granules], issuer.event
+        )
+        if found is not None:
+            self.report.other_format(self.owner, *found, form, issuer.lane)
 
     def _busy(self, rank: int, issuer: Issuer, component: int) -> None:
         """What has been issued works on CTA ``rank``, which must not end before it is complete."""

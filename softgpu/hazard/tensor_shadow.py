@@ -166,6 +166,43 @@ class TensorShadow:
         return None
 
 
+class OperandFormats:
+    """The element format in which an mma last took each 16-byte chunk of shared memory.
+
+    A chunk, named by its first granule, counts while it holds what it held then: its last write is
+    the same.
+    """
+
+    def __init__(self, granules: int) -> None:
+        self._names = [""]
+        self.format: Table = np.zeros(granules, np.int32)
+        self.event: Table = np.zeros(granules, np.int32)
+        self._writer: Table = np.zeros(granules, np.int32)
+        self._time: Table = np.zeros(granules, np.int32)
+
+    def take(
+        self, chunks: NDArray[Any], name: str, writer: NDArray[Any], time: NDArray[Any], event: int
+    ) -> tuple[int, str, int] | None:
+        """An mma takes chunks, last written by ``writer`` at ``time``, in format ``name``.
+
+        Returns:
+            (a chunk, its other format, that mma), if one took the same bytes in another format.
+        """
+        if name not in self._names:
+            self._names.append(name)
+        mine, before, found = self._names.index(name), self.format[chunks], None
+        other = (before != mine) & (before != 0)
+        if other.any():
+            other &= (self._writer[chunks] == writer) & (self._time[chunks] == time)
+            if other.any():
+                first = int(np.argmax(other))
+                chunk = int(chunks[first])
+                found = chunk, self._names[int(before[first])], int(self.event[chunk])
+        self.format[chunks], self.event[chunks] = mine, event
+        self._writer[chunks], self._time[chunks] = writer, time
+        return found
+
+
 class Pipeline(NamedTuple):
     """What makes two asynchronous operations follow each other in order, PTX ISA 9.7.18.6.
 

@@ -220,14 +220,14 @@ class _Mma:
             writes.append(Cells(block.rank, lanes, first, width))
             index = operand_index(block, call.b, s.n // self.group, s.depth, s.element, s.b_mn)
             b_index.append(index)
-            shared.append((block.rank, index))
+            shared.append((block.rank, index, s.b))
             if self.a_in_tensor_memory:
                 memory_of(block).check(call.a & COLUMN_MASK, A_COLUMNS, self.ins.opcode)
                 reads.append(Cells(block.rank, lanes, call.a & COLUMN_MASK, A_COLUMNS))
             else:
                 index = operand_index(block, call.a, rows, s.depth, s.element, s.a_mn)
                 a_index.append(index)
-                shared.append((block.rank, index))
+                shared.append((block.rank, index, s.a))
         issued = TensorOp(
             "mma", self.ins.opcode, self.group, tuple(writes), call.keep, tuple(reads),
             tuple(shared), (s.m, s.n, self.ws, low), self.kind,

@@ -215,6 +215,17 @@ def test_wrong_descriptor_of_v(chain: Bench, number: int, change: str, mode: str
 
 
 @modes
+def test_instruction_descriptor_of_the_other_kind(chain: Bench, mode: str) -> None:
+    """bf16's codes mean e5m2 for kind::f8f6f4; the second GEMM takes the same bytes as e4m3."""
+    mmas = [i for i in chain.all("tcgen05.mma", QK)]
+    other = "xor.b32 n, {}, " + str(1 << 7 | 1 << 10) + ";"
+    changes = {i.pc: with_operand(i, 3, other) for i in mmas}
+    error = chain.broken(changes, mode)
+    check(error, "operand-format", QK, PK)
+    assert "operand as e5m2" in str(error) and "operand as e4m3" in str(error)
+
+
+@modes
 def test_lane_halves_swapped(chain: Bench, mode: str) -> None:
     [load] = chain.all("tcgen05.ld", LOAD_S)
     where = load.text.rpartition("[")[2].rstrip("]; ").partition("+")[0]
