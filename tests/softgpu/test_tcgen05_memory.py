@@ -126,6 +126,18 @@ def test_fresh_columns_are_poison() -> None:
     assert (run("", columns=64, commit=False) == POISON).all()
 
 
+def test_columns_are_poison_again() -> None:
+    """What was stored before a dealloc is gone after the next alloc."""
+    out = aligned(2, np.uint32)
+    take, free = ALLOC.format(g=1, at=0, n=32), FREE.format(g=1, a="%r10", n=32)
+    look = "tcgen05.ld.sync.aligned.32x32b.x1.b32 {{%r11}}, [%r10]; st.global.b32 [%rd1+{}], %r11;"
+    body = f"""mov.u32 %r2, smem; mov.u32 %r12, 7; {take} ld.shared.b32 %r10, [%r2];
+    tcgen05.st.sync.aligned.32x32b.x1.b32 [%r10], {{%r12}}; tcgen05.wait::st.sync.aligned;
+    {look.format(0)} {free} {take} {look.format(4)} {free}"""
+    launch(body, [out], target="sm_100a")
+    assert out.tolist() == [7, POISON]
+
+
 def test_stores_land_late_and_in_order() -> None:
     """Two stores of a warp to one cell, then its own load: always the second one."""
     every = """
