@@ -299,12 +299,28 @@ def test_pairs_allocate_together() -> None:
         assert pair(work, work, options=Options(seed=seed))[0] == 256
     with pytest.raises(Deadlock, match=r"tcgen05\.alloc of the CTA's peer"):
         pair(work, "")
+    with pytest.raises(Deadlock, match="free columns in both CTAs"):
+        pair(take + take + take, take + take + take)
     with pytest.raises(Deadlock, match=r"tcgen05\.dealloc of the CTA's peer"):
         pair(take, take + free)
     with pytest.raises(TensorMemoryError, match="peer executes tcgen05.alloc of 256"):
         pair(take, take.replace("256", "128"))
     with pytest.raises(TensorMemoryError, match="after tcgen05.relinquish"):
         pair(take, GIVE_UP.format(g=2) + take)
+
+
+def test_pairs_wait_for_room() -> None:
+    """Two warps of each CTA: one frees what the other waits for, whoever comes first."""
+    take = [ALLOC.format(g=2, at=at, n=n) for at, n in ((0, 512), (4, 256))]
+    free = [FREE.format(g=2, a="%r10", n=n) for n in (512, 256)]
+    body = f"""
+    setp.ge.u32 %p1, %r1, 32; @%p1 bra SECOND;
+    {take[0]} bar.sync 0; ld.shared.b32 %r10, [%r2]; {free[0]} bra END;
+    SECOND: bar.sync 0; {take[1]} ld.shared.b32 %r10, [%r2+4]; {free[1]}
+    END: bar.sync 0;
+    """
+    for seed in (None, *range(12)):
+        assert manage(body, block=64, grid=2, cluster=2, options=Options(seed=seed))[:2] == [0, 0]
 
 
 def test_the_whole_warp_takes_part() -> None:
