@@ -21,12 +21,13 @@ from .ptx import TYPE_BYTES, Imm, Instr, Kernel, Mem, Module, Not, Operand, Pair
 Handler = Callable[[Any, Any], Any]
 Builder = Callable[[Instr, "Decoder"], Handler]
 
+B128 = np.dtype([("low", np.uint64), ("high", np.uint64)])  # only ever moved
 DTYPES: dict[str, Any] = {
     "pred": np.bool_, "b8": np.uint8, "u8": np.uint8, "s8": np.int8,
     "b16": np.uint16, "u16": np.uint16, "s16": np.int16, "f16": np.float16, "bf16": np.uint16,
     "b32": np.uint32, "u32": np.uint32, "s32": np.int32, "f32": np.float32,
     "f16x2": np.uint32, "bf16x2": np.uint32,
-    "b64": np.uint64, "u64": np.uint64, "s64": np.int64, "f64": np.float64,
+    "b64": np.uint64, "u64": np.uint64, "s64": np.int64, "f64": np.float64, "b128": B128,
 }  # fmt: skip
 
 # Special registers (PTX ISA section 10): of the grid, of a block, of a warp.  Clocks are ``mov``'s.
@@ -51,7 +52,7 @@ NORMAL, BRANCH, EXIT = 0, 1, 2
 _BUILDERS: dict[str, Builder] = {}
 _WIDTH = {"pred": 0, "b8": 16, "u8": 16, "s8": 16, "b16": 16, "u16": 16, "s16": 16, "f16": 16,
           "bf16": 16, "b32": 32, "u32": 32, "s32": 32, "f32": 32, "b64": 64, "u64": 64, "s64": 64,
-          "f64": 64}  # fmt: skip
+          "f64": 64, "b128": 128}  # fmt: skip
 
 
 def op(*names: str) -> Callable[[Builder], Builder]:
@@ -124,6 +125,7 @@ def unmodelled(ins: Instr, why: str = "") -> UnmodelledInstruction:
 class Program:
     """A decoded kernel, shared by all launches.
 
+    ``architecture`` is the number in ``.target sm_90a``.
     ``code[pc]`` is (kind, handler or branch target, guard view or -1, guard negated).  ``views``
     says how to build ``warp.v``; see ``Decoder``.  ``registers[pc]`` is the set of 32-bit slots
     the instruction names, as bits; ``shared_shift`` and ``global_shift`` are the log2 of the
@@ -132,6 +134,7 @@ class Program:
     """
 
     kernel: Kernel
+    architecture: int
     code: list[tuple[int, Any, int, bool]]
     views: list[tuple[Any, ...]]
     counts: dict[int, int]
@@ -174,8 +177,10 @@ class Decoder:
 
     def __init__(self, kernel: Kernel, module: Module) -> None:
         self.kernel, self.module = kernel, module
+        self.architecture = module.architecture
+        self.cta_group = 0  # of the tcgen05 instructions, which all have the same
         self.slots: dict[str, tuple[int, int]] = {}
-        self.counts = {0: 0, 16: 0, 32: 0, 64: 0}
+        self.counts = {0: 0, 16: 0, 32: 0, 64: 0, 128: 0}
         self.views: list[tuple[Any, ...]] = []
         self._index: dict[tuple[Any, ...], int] = {}
         self._scratch = 0
@@ -350,7 +355,16 @@ def decode(kernel: Kernel, module: Module) -> Program:
                 handler = _raiser(error)
             code.append((NORMAL, handler, guard, ins.negated))
     program = Program(
-        kernel, code, k.views, k.counts, k.variables, k.static_shared, k.local_size, {}, missing
+        kernel,
+        k.architecture,
+        code,
+        k.views,
+        k.counts,
+        k.variables,
+        k.static_shared,
+        k.local_size,
+        {},
+        missing,
     )
     program.slot_names = {slot: name for name, (width, slot) in k.slots.items() if width == 32}
     program.predicates = {name: slot for name, (width, slot) in k.slots.items() if width == 0}

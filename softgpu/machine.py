@@ -10,16 +10,18 @@ import ctypes
 import itertools
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .cluster import Cluster, InFlight, place_of
+from . import accumulate as arithmetic
+from .cluster import Cluster, place_of
 from .decode import OF_BLOCK, Program
 from .errors import Deadlock, Hazard, LaunchError, SoftGpuError
 from .hazard import Footprint, GlobalHazards
+from .in_flight import InFlight
 from .memory import OFFSET_MASK, RANK_SHIFT, SHARED_BASE, SHARED_MAX, GlobalMemory
 from .options import Options, Stats
 from .runtime import Launch
@@ -29,7 +31,7 @@ QUANTUM = 512
 QUANTA = (1, 7, 60, QUANTUM)  # instructions a warp runs at a time when the order is random
 MOODS = (0.0, 0.0, 0.5, 0.95)  # how often such a warp is passed over, redrawn now and then
 SPIN_PASSES = 2000  # scheduler passes without any visible effect before a spin counts as a hang
-SMS = 132  # CTAs that can be resident, one on each multiprocessor
+SMS = {90: 132, 100: 148}  # multiprocessors of an H200 and of a B200; each holds one CTA
 
 
 class Machine:
@@ -50,11 +52,14 @@ class Machine:
         self._seen: set[tuple[Any, ...]] = set()
         self.globals = GlobalHazards(self) if options.hazards != "off" else None
         self.threads = math.prod(launch.block)
+        self.sms = SMS[100 if program.architecture >= 100 else 90]
+        self.accumulate = options.accumulate or arithmetic.of(program.architecture)
         self.version = 0  # counts effects other warps can see
         self.in_flight: list[InFlight] = []
         self.stats = Stats()
         self.random = random.Random(options.seed)
         self.clock = 0
+        self.waiting: Iterator[tuple[int, tuple[int, int, int]]] = iter(())  # clusters not started
         self.shared_limit = SHARED_BASE + program.static_shared + launch.dynamic_smem
         self._check()
         self._params()
@@ -120,7 +125,7 @@ class Machine:
         size = math.prod(launch.cluster)
         fixed = {
             "%nwarpid": -(-self.threads // 32),
-            "%nsmid": SMS,
+            "%nsmid": self.sms,
             "%cluster_nctarank": size,
             "%is_explicit_cluster": int(size > 1),
             "%dynamic_smem_size": launch.dynamic_smem,
@@ -159,7 +164,10 @@ class Machine:
     # ---- running -------------------------------------------------------------------------------
     def issue(self, action: Callable[[], None], text: str) -> InFlight:
         """An asynchronous operation: performs it now or keeps it, as the options say."""
-        op = InFlight(action, text)
+        return self.put(InFlight(action, text))
+
+    def put(self, op: InFlight) -> InFlight:
+        """The same for an operation that knows what comes before it."""
         mode = self.options.asynchronous
         if mode == "early" or (mode == "random" and self.random.random() < 0.5):
             op.complete()
@@ -184,6 +192,16 @@ class Machine:
         x, y, z = (-(-g // c) for g, c in zip(self.launch.grid, self.launch.cluster, strict=True))
         return x, y, z
 
+    def cancel(self) -> tuple[int, int, int] | None:
+        """Takes a cluster that has not started off the grid: its first CTA; None is a refusal.
+
+        Hardware may refuse at any time; the adversarial scheduler now and then does.
+        """
+        if self.options.seed is not None and self.random.random() < 0.1:
+            return None
+        taken = next(self.waiting, None)
+        return None if taken is None else taken[1]
+
     def block_at(self, index: int, rank: int = 0) -> tuple[int, int, int]:
         """Coordinates of CTA ``rank`` of cluster ``index``; x runs fastest."""
         sizes = self.launch.cluster
@@ -194,12 +212,12 @@ class Machine:
     def run(self) -> Stats:
         """Runs the grid to its end.  Raises SoftGpuError."""
         clusters = math.prod(self._clusters())
-        waiting = ((index, self.block_at(index)) for index in range(clusters))
+        self.waiting = ((index, self.block_at(index)) for index in range(clusters))
         resident: list[Cluster] = []
         expired_at = -1
         passes, seen_version = 0, -1
         with np.errstate(all="ignore"):
-            for index, origin in itertools.islice(waiting, self.options.resident):
+            for index, origin in itertools.islice(self.waiting, self.options.resident):
                 resident.append(Cluster(self, index, origin))
             while resident:
                 moved = self._pass(resident)
@@ -210,7 +228,7 @@ class Machine:
                         c.check_end()
                     resident = [c for c in resident if c not in finished]
                     self.stats.blocks += sum(len(c.blocks) for c in finished)
-                    for index, origin in itertools.islice(waiting, len(finished)):
+                    for index, origin in itertools.islice(self.waiting, len(finished)):
                         resident.append(Cluster(self, index, origin))
                     continue
                 passes = passes + 1 if self.version == seen_version else 0
@@ -223,8 +241,8 @@ class Machine:
                 if expired_at != self.version and self._expire(resident):
                     expired_at = self.version
                     continue
-                more = next(waiting, None)
-                if more is None or len(resident) * len(resident[0].blocks) >= SMS:
+                more = next(self.waiting, None)
+                if more is None or len(resident) * len(resident[0].blocks) >= self.sms:
                     raise Deadlock(self.report(resident, bool(moved)))
                 resident.append(Cluster(self, *more))
         self._land(True)

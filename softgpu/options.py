@@ -14,6 +14,11 @@ from .errors import Hazard
 
 LANDINGS = ("early", "late", "random")
 HAZARDS = ("off", "raise", "collect")
+RULES = (
+    "tcgen05-fence",
+    "operand-format",
+    "mixed-kind",
+)  # of the hazard checker, those that can be switched
 _OTHER_WORDS = {"": "off", "0": "off", "1": "raise"}  # that SOFTGPU_HAZARDS may be
 
 
@@ -24,8 +29,10 @@ def _one_of(name: str, value: str, options: Iterable[str]) -> str:
     return value
 
 
-def _accumulate() -> Callable[..., NDArray[np.float32]]:
-    name = os.environ.get("SOFTGPU_ACCUMULATE", "hopper")
+def _accumulate() -> Callable[..., NDArray[np.float32]] | None:
+    name = os.environ.get("SOFTGPU_ACCUMULATE", "")
+    if not name:
+        return None
     return arithmetic.BY_NAME[_one_of("SOFTGPU_ACCUMULATE", name, arithmetic.BY_NAME)]
 
 
@@ -51,14 +58,20 @@ class Options:
     """How to execute.  Defaults come from SOFTGPU_ACCUMULATE, _ASYNC, _SEED and _HAZARDS.
 
     Attributes:
-        accumulate: WGMMA arithmetic, see ``softgpu.accumulate``; ``hopper`` unless said otherwise.
-        asynchronous: when asynchronous work lands: ``early`` (at issue), ``late`` (copies when
-            nothing else can run, wgmma when a wait_group covers it) or ``random``.
+        accumulate: arithmetic of the tensor cores, see ``softgpu.accumulate``; None takes that of
+            the module's target.
+        asynchronous: when asynchronous work lands: ``early`` (at issue), ``late`` (copies and
+            tcgen05 when nothing else can run, wgmma when a wait_group covers it) or ``random``.
         seed: None runs warps in order; a number schedules them adversarially: random order,
             random stretches, some warps held back for long.  It also seeds what ``random``
             lands; without one that differs from run to run.
         hazards: ``off``, ``raise`` (stop at the first one) or ``collect`` (one a pair of
             instructions, in ``Stats.hazards``).
+        rules: those of ``RULES`` that the hazard checker applies.  ``tcgen05-fence`` asks for
+            tcgen05.fence on both sides of a synchronisation, which many programs of others leave
+            out; ``operand-format`` for one element format in which MMAs take the same bytes of
+            shared memory; ``mixed-kind`` for one kind of MMA in each accumulator, which only some
+            editions of the manual want.
         on_hazard: called with every hazard that is collected; may be None.
         resident: clusters that run at the same time; more are admitted when those all wait.
         max_instructions: stop after so many warp instructions, 0 for no limit.
@@ -67,10 +80,11 @@ class Options:
         ValueError: an unknown name, of a field or of the environment variable behind it.
     """
 
-    accumulate: Callable[..., NDArray[np.float32]] = field(default_factory=_accumulate)
+    accumulate: Callable[..., NDArray[np.float32]] | None = field(default_factory=_accumulate)
     asynchronous: str = field(default_factory=_asynchronous)
     seed: int | None = field(default_factory=_seed)
     hazards: str = field(default_factory=_hazards)
+    rules: frozenset[str] = frozenset({"tcgen05-fence", "operand-format"})
     resident: int = 1
     max_instructions: int = 0
     on_hazard: Callable[[Hazard], None] | None = None
@@ -78,6 +92,8 @@ class Options:
     def __post_init__(self) -> None:
         _one_of("asynchronous", self.asynchronous, LANDINGS)
         _one_of("hazards", self.hazards, HAZARDS)
+        for rule in self.rules:
+            _one_of("rules", rule, RULES)
         if self.seed is not None and self.seed < 0:
             self.seed = None
 
