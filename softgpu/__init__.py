@@ -8,7 +8,7 @@ compile.  See docs/software-gpu.md.
 """
 
 from . import ops as _ops  # noqa: F401 (registers every builder with the decoder)
-from .accumulate import exact, hopper
+from .accumulate import blackwell, exact, hopper
 from .errors import (
     BarrierError,
     Deadlock,
@@ -18,6 +18,7 @@ from .errors import (
     MemoryFault,
     PtxSyntaxError,
     SoftGpuError,
+    TensorMemoryError,
     ToolchainError,
     UnmodelledInstruction,
 )
@@ -28,5 +29,6 @@ from .options import Options, Stats
 __all__ = [
     "BarrierError", "Deadlock", "DescriptorError", "Event", "Hazard", "LaunchError",
     "LoadedKernel", "MemoryFault", "Names", "Options", "PtxSyntaxError", "SoftGpuError", "Stats",
-    "ToolchainError", "UnmodelledInstruction", "exact", "hopper", "load", "using",
+    "TensorMemoryError", "ToolchainError", "UnmodelledInstruction", "blackwell", "exact", "hopper",
+    "load", "using",
 ]  # fmt: skip

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .errors import BarrierError
+from .errors import BarrierError, TensorMemoryError
 from .hazard import ClusterHazards
 from .memory import RANK_SHIFT, SHARED_BASE, SharedMemory
+from .tensor_memory import PairRequests, TensorMemory
 from .warp import Warp, uniform_view
 
 if TYPE_CHECKING:
@@ -23,21 +23,6 @@ def place_of(rank: int, dims: tuple[int, int, int]) -> tuple[int, int, int]:
     return rank % dims[0], rank // dims[0] % dims[1], rank // (dims[0] * dims[1])
 
 
-class InFlight:
-    """An asynchronous operation that has been issued; ``complete`` performs it, once."""
-
-    __slots__ = ("action", "finished", "text")
-
-    def __init__(self, action: Callable[[], None], text: str) -> None:
-        self.action, self.text, self.finished = action, text, False
-
-    def complete(self) -> None:
-        """Performs it, unless that has been done."""
-        if not self.finished:
-            self.finished = True
-            self.action()
-
-
 class Block:
     """A CTA: warps, named barriers, its window of the cluster's shared memory."""
 
@@ -47,6 +32,8 @@ class Block:
         self.shared: SharedMemory = cluster.shared
         self.base = rank << RANK_SHIFT
         self.named: dict[int, NamedBarrier] = {}
+        blackwell = self.machine.program.architecture >= 100
+        self.tensor_memory: TensorMemory | None = TensorMemory() if blackwell else None
         self.template: list[Any] = list(self.machine.template)
         for i, view in self.machine.per_block:
             self.template[i] = uniform_view(np.full(32, self.value(view), np.uint64), view[2])
@@ -128,6 +115,7 @@ class Cluster:
         self.barrier_expected = self.size * machine.threads
         checking = machine.options.hazards != "off"
         self.hazards: ClusterHazards | None = ClusterHazards(self) if checking else None
+        self.pairs = [PairRequests() for _ in range(self.size // 2)]
         self.blocks: list[Block] = []
         for rank in range(self.size):
             x, y, z = place_of(rank, machine.launch.cluster)
@@ -153,7 +141,12 @@ class Cluster:
                 self.hazards.cluster_complete()
 
     def check_end(self) -> None:
-        """What must not be left when a cluster ends.  Raises BarrierError."""
+        """What must not be left when a cluster ends.
+
+        Raises:
+            BarrierError: bytes that were expected or copied, arrivals nobody waited for.
+            TensorMemoryError: columns of tensor memory that nobody gave back.
+        """
         for address, b in sorted(self.mbarriers.items()):
             if b.tx:
                 raise BarrierError(
@@ -167,3 +160,8 @@ class Cluster:
                         f"barrier {number} of {block}: the block ended with {bar.arrived} of "
                         f"{bar.expected} threads arrived"
                     )
+            memory = block.tensor_memory
+            if memory is not None and memory.sizes:
+                raise TensorMemoryError(
+                    f"{block} ended with {memory.owned} of tensor memory allocated"
+                )

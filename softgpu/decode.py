@@ -124,6 +124,7 @@ def unmodelled(ins: Instr, why: str = "") -> UnmodelledInstruction:
 class Program:
     """A decoded kernel, shared by all launches.
 
+    ``architecture`` is the number in ``.target sm_90a``.
     ``code[pc]`` is (kind, handler or branch target, guard view or -1, guard negated).  ``views``
     says how to build ``warp.v``; see ``Decoder``.  ``registers[pc]`` is the set of 32-bit slots
     the instruction names, as bits; ``shared_shift`` and ``global_shift`` are the log2 of the
@@ -132,6 +133,7 @@ class Program:
     """
 
     kernel: Kernel
+    architecture: int
     code: list[tuple[int, Any, int, bool]]
     views: list[tuple[Any, ...]]
     counts: dict[int, int]
@@ -174,6 +176,8 @@ class Decoder:
 
     def __init__(self, kernel: Kernel, module: Module) -> None:
         self.kernel, self.module = kernel, module
+        self.architecture = module.architecture
+        self.cta_group = 0  # of the tcgen05 instructions, which all have the same
         self.slots: dict[str, tuple[int, int]] = {}
         self.counts = {0: 0, 16: 0, 32: 0, 64: 0}
         self.views: list[tuple[Any, ...]] = []
@@ -350,7 +354,16 @@ def decode(kernel: Kernel, module: Module) -> Program:
                 handler = _raiser(error)
             code.append((NORMAL, handler, guard, ins.negated))
     program = Program(
-        kernel, code, k.views, k.counts, k.variables, k.static_shared, k.local_size, {}, missing
+        kernel,
+        k.architecture,
+        code,
+        k.views,
+        k.counts,
+        k.variables,
+        k.static_shared,
+        k.local_size,
+        {},
+        missing,
     )
     program.slot_names = {slot: name for name, (width, slot) in k.slots.items() if width == 32}
     program.predicates = {name: slot for name, (width, slot) in k.slots.items() if width == 0}

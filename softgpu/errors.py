@@ -33,8 +33,12 @@ class BarrierError(SoftGpuError):
     """Misuse of an mbarrier, named barrier or cluster barrier."""
 
 
+class TensorMemoryError(SoftGpuError):
+    """Misuse of tensor memory: allocation, permit, columns nobody owns, lanes out of reach."""
+
+
 class DescriptorError(SoftGpuError):
-    """A tensor map or matrix descriptor that the hardware would not accept."""
+    """A tensor map, matrix or instruction descriptor that the hardware would not accept."""
 
 
 class Deadlock(SoftGpuError):

@@ -16,10 +16,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .cluster import Cluster, InFlight, place_of
+from . import accumulate as arithmetic
+from .cluster import Cluster, place_of
 from .decode import OF_BLOCK, Program
 from .errors import Deadlock, Hazard, LaunchError, SoftGpuError
 from .hazard import Footprint, GlobalHazards
+from .in_flight import InFlight
 from .memory import OFFSET_MASK, RANK_SHIFT, SHARED_BASE, SHARED_MAX, GlobalMemory
 from .options import Options, Stats
 from .runtime import Launch
@@ -29,7 +31,7 @@ QUANTUM = 512
 QUANTA = (1, 7, 60, QUANTUM)  # instructions a warp runs at a time when the order is random
 MOODS = (0.0, 0.0, 0.5, 0.95)  # how often such a warp is passed over, redrawn now and then
 SPIN_PASSES = 2000  # scheduler passes without any visible effect before a spin counts as a hang
-SMS = 132  # CTAs that can be resident, one on each multiprocessor
+SMS = {90: 132, 100: 148}  # multiprocessors of an H200 and of a B200; each holds one CTA
 
 
 class Machine:
@@ -50,6 +52,8 @@ class Machine:
         self._seen: set[tuple[Any, ...]] = set()
         self.globals = GlobalHazards(self) if options.hazards != "off" else None
         self.threads = math.prod(launch.block)
+        self.sms = SMS[100 if program.architecture >= 100 else 90]
+        self.accumulate = options.accumulate or arithmetic.of(program.architecture)
         self.version = 0  # counts effects other warps can see
         self.in_flight: list[InFlight] = []
         self.stats = Stats()
@@ -120,7 +124,7 @@ class Machine:
         size = math.prod(launch.cluster)
         fixed = {
             "%nwarpid": -(-self.threads // 32),
-            "%nsmid": SMS,
+            "%nsmid": self.sms,
             "%cluster_nctarank": size,
             "%is_explicit_cluster": int(size > 1),
             "%dynamic_smem_size": launch.dynamic_smem,
@@ -159,7 +163,10 @@ class Machine:
     # ---- running -------------------------------------------------------------------------------
     def issue(self, action: Callable[[], None], text: str) -> InFlight:
         """An asynchronous operation: performs it now or keeps it, as the options say."""
-        op = InFlight(action, text)
+        return self.put(InFlight(action, text))
+
+    def put(self, op: InFlight) -> InFlight:
+        """The same for an operation that knows what comes before it."""
         mode = self.options.asynchronous
         if mode == "early" or (mode == "random" and self.random.random() < 0.5):
             op.complete()
@@ -224,7 +231,7 @@ class Machine:
                     expired_at = self.version
                     continue
                 more = next(waiting, None)
-                if more is None or len(resident) * len(resident[0].blocks) >= SMS:
+                if more is None or len(resident) * len(resident[0].blocks) >= self.sms:
                     raise Deadlock(self.report(resident, bool(moved)))
                 resident.append(Cluster(self, *more))
         self._land(True)

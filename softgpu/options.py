@@ -24,8 +24,10 @@ def _one_of(name: str, value: str, options: Iterable[str]) -> str:
     return value
 
 
-def _accumulate() -> Callable[..., NDArray[np.float32]]:
-    name = os.environ.get("SOFTGPU_ACCUMULATE", "hopper")
+def _accumulate() -> Callable[..., NDArray[np.float32]] | None:
+    name = os.environ.get("SOFTGPU_ACCUMULATE", "")
+    if not name:
+        return None
     return arithmetic.BY_NAME[_one_of("SOFTGPU_ACCUMULATE", name, arithmetic.BY_NAME)]
 
 
@@ -51,9 +53,10 @@ class Options:
     """How to execute.  Defaults come from SOFTGPU_ACCUMULATE, _ASYNC, _SEED and _HAZARDS.
 
     Attributes:
-        accumulate: WGMMA arithmetic, see ``softgpu.accumulate``; ``hopper`` unless said otherwise.
-        asynchronous: when asynchronous work lands: ``early`` (at issue), ``late`` (copies when
-            nothing else can run, wgmma when a wait_group covers it) or ``random``.
+        accumulate: arithmetic of the tensor cores, see ``softgpu.accumulate``; None takes that of
+            the module's target.
+        asynchronous: when asynchronous work lands: ``early`` (at issue), ``late`` (copies and
+            tcgen05 when nothing else can run, wgmma when a wait_group covers it) or ``random``.
         seed: None runs warps in order; a number schedules them adversarially: random order,
             random stretches, some warps held back for long.  It also seeds what ``random``
             lands; without one that differs from run to run.
@@ -67,7 +70,7 @@ class Options:
         ValueError: an unknown name, of a field or of the environment variable behind it.
     """
 
-    accumulate: Callable[..., NDArray[np.float32]] = field(default_factory=_accumulate)
+    accumulate: Callable[..., NDArray[np.float32]] | None = field(default_factory=_accumulate)
     asynchronous: str = field(default_factory=_asynchronous)
     seed: int | None = field(default_factory=_seed)
     hazards: str = field(default_factory=_hazards)

@@ -162,6 +162,12 @@ class Module:
     version: str = ""
     target: str = ""
 
+    @property
+    def architecture(self) -> int:
+        """90 of ``.target sm_90a``; 0 without a target."""
+        found = re.match(r"sm_(\d+)", self.target)
+        return int(found[1]) if found else 0
+
 
 _NAME = r"[%$A-Za-z_][\w$.]*"
 _LABEL = re.compile(r"([$A-Za-z_][\w$]*)\s*:(?!:)")

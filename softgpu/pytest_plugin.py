@@ -38,7 +38,7 @@ from .options import Options
 
 FIXTURE = "software_gpu"
 _MARKER = (
-    "softgpu(seeds=(None,), asynchronous=('early', 'late'), hazards='raise', accumulate='hopper'): "
+    "softgpu(seeds=(None,), asynchronous=('early', 'late'), hazards='raise', accumulate=None): "
     "the schedules in which the fixture software_gpu runs the test's kernels"
 )
 
@@ -47,14 +47,14 @@ def schedules(
     seeds: Iterable[int | None] = (None,),
     asynchronous: Iterable[str] = ("early", "late"),
     hazards: str = "raise",
-    accumulate: str = "hopper",
+    accumulate: str | None = None,
 ) -> dict[str, Options]:
     """The options of every pair of landing mode and seed, by a name such as ``late-seed3``.
 
     Args:
         seeds: of the adversarial scheduler; None runs warps in order.
         asynchronous: ``early``, ``late``, ``random``.  hazards: ``off``, ``raise``, ``collect``.
-        accumulate: ``hopper`` or ``exact``.
+        accumulate: ``hopper``, ``blackwell``, ``exact``; None for that of the module's target.
 
     Raises:
         ValueError: an unknown name, or nothing to run.
@@ -63,14 +63,15 @@ def schedules(
         raise ValueError(
             f"softgpu: seeds and asynchronous are sequences, got {seeds!r} and {asynchronous!r}"
         )
-    if accumulate not in BY_NAME:
+    if accumulate is not None and accumulate not in BY_NAME:
         raise ValueError(f"softgpu: accumulate is one of {sorted(BY_NAME)}, got {accumulate!r}")
     found, modes = {}, list(asynchronous)
+    arithmetic = None if accumulate is None else BY_NAME[accumulate]
     for seed in seeds:
         for mode in modes:
             name = mode if seed is None else f"{mode}-seed{seed}"
             found[name] = Options(
-                accumulate=BY_NAME[accumulate], asynchronous=mode, seed=seed, hazards=hazards
+                accumulate=arithmetic, asynchronous=mode, seed=seed, hazards=hazards
             )
     if not found:
         raise ValueError("softgpu: seeds and asynchronous must name at least one each")

@@ -42,7 +42,7 @@ def aligned(shape: int | tuple[int, ...], dtype: Any, align: int = 128) -> NDArr
     return raw[skip : skip + size].view(dtype).reshape(shape)
 
 
-def module(body: str, params: list[str], declarations: str = "") -> str:
+def module(body: str, params: list[str], declarations: str = "", target: str = "sm_90a") -> str:
     """PTX text of a module with one entry ``test``."""
     loads = ""
     for i, p in enumerate(params):
@@ -50,7 +50,7 @@ def module(body: str, params: list[str], declarations: str = "") -> str:
             kind, reg = ("b64", "%rd") if "b64" in p else ("b32", "%r")
             loads += f"ld.param.{kind} {reg}{i + 1}, [arg{i}];\n"
     return (
-        ".version 8.8\n.target sm_90a\n.address_size 64\n"
+        f".version 8.8\n.target {target}\n.address_size 64\n"
         ".extern .shared .align 1024 .b8 smem[];\n"
         f".visible .entry test({', '.join(params)})\n{{\n{REGISTERS}{declarations}\n{loads}\n"
         f"{body}\nret;\n}}\n"
@@ -67,6 +67,7 @@ def launch(
     smem: int = 32768,
     options: Options | None = None,
     declarations: str = "",
+    target: str = "sm_90a",
 ) -> Stats:
     """Runs ``body``.
 
@@ -86,7 +87,7 @@ def launch(
         else:
             params.append(f".param .b32 arg{i}")
             blobs.append((int(a) & 0xFFFFFFFF).to_bytes(4, "little"))
-    parsed = parse(module(body, params, declarations))
+    parsed = parse(module(body, params, declarations, target))
     kernel = parsed.kernels["test"]
     program = decode(kernel, parsed)
     buffers = [ctypes.create_string_buffer(b, len(b)) for b in blobs]

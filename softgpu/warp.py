@@ -16,9 +16,11 @@ from .decode import BRANCH, NORMAL
 from .errors import SoftGpuError
 from .hazard import WarpHazards
 from .memory import LocalMemory, Mask, SharedMemory
+from .tensor_queue import TensorQueue
 
 if TYPE_CHECKING:
-    from .cluster import Block, InFlight
+    from .cluster import Block
+    from .in_flight import InFlight
     from .machine import Machine
 
 LANES = np.arange(32, dtype=np.uint32)
@@ -89,6 +91,7 @@ class Warp:
         self.bulk_groups: dict[int, list[Any]] = {}  # cp.async.bulk, by lane; the last is open
         self.copies: list[list[InFlight]] = [[]]  # cp.async; the last one is open
         self.mma_groups: list[list[InFlight]] = [[]]  # wgmma; the last one is open
+        self.tensor_queue = TensorQueue(self)  # tcgen05
         self.local = LocalMemory(block.machine.program.local_size)
         self.v = self._views()
 

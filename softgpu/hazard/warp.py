@@ -12,6 +12,7 @@ from .cluster import BarrierTrack, ClusterHazards
 from .registers import WgmmaRegisters
 from .reports import PC_BITS
 from .shadow import Index
+from .tensor import WarpTensor
 
 if TYPE_CHECKING:
     from ..cluster import MBarrier
@@ -39,6 +40,7 @@ class WarpHazards:
         self.agents = {k: owner.layout.agent(k, self.index) for k in Layout.KINDS}
         self.tag = self.index << PC_BITS
         self.registers = WgmmaRegisters(self)
+        self.tensor = WarpTensor(self)
         self.bulk_group = 1
         self.cp_group = 1
         self.prior_known = not warp.machine.prior

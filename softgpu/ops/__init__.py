@@ -12,6 +12,9 @@ from . import (
     mbarrier,
     misc,
     move,
+    tcgen05_copy,
+    tcgen05_memory,
+    tcgen05_mma,
     tma,
     warp_ops,
     wgmma,
@@ -19,5 +22,6 @@ from . import (
 
 __all__ = [
     "atomic", "barrier", "convert", "copy_async", "float_alu", "integer_alu", "load_store",
-    "matrix", "mbarrier", "misc", "move", "tma", "warp_ops", "wgmma",
+    "matrix", "mbarrier", "misc", "move", "tcgen05_copy", "tcgen05_memory", "tcgen05_mma", "tma",
+    "warp_ops", "wgmma",
 ]  # fmt: skip

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from ..cluster import InFlight
 from ..decode import DTYPES, Decoder, Handler, Mods, op, unmodelled
 from ..errors import MemoryFault
+from ..in_flight import InFlight
 from ..memory import OFFSET_MASK, RANK_SHIFT
 from ..ptx import Instr
 from .common import lanes_of

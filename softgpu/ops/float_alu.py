@@ -315,7 +315,7 @@ def special(ins: Instr, k: Decoder) -> Handler:
 
     def run(w: Any, m: Any) -> None:
         v = w.v
-        if w.machine.options.accumulate is accumulate.exact:
+        if w.machine.accumulate is accumulate.exact:
             r = compute(v)
         else:
             r = unit(v[a])

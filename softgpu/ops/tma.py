@@ -231,7 +231,11 @@ class _Tensor:
 
 @op("cp.async.bulk.tensor")
 def tensor(ins: Instr, k: Decoder) -> Handler:
-    """cp.async.bulk.tensor.Nd.dst.global.tile.mbarrier: [dst], [map, {coords}], [mbar] [, mask]"""
+    """cp.async.bulk.tensor.Nd.dst.global.tile.mbarrier: [dst], [map, {coords}], [mbar] [, mask]
+
+    With .cta_group::2 the mbarrier may be the peer's; a multicast signals, in the pair of every
+    target, the CTA of the mbarrier's parity.
+    """
     mods = Mods(ins, 4)
     dim = mods.take("1d", "2d", "3d", "4d", "5d")
     mods.take("tile")
@@ -244,6 +248,7 @@ def tensor(ins: Instr, k: Decoder) -> Handler:
     mods.take("mbarrier::complete_tx::bytes")
     multicast = mods.flag("multicast::cluster")
     mods.take("L2::cache_hint")
+    pair = mods.take("cta_group::1", "cta_group::2") == "cta_group::2"
     mods.done()
     if target is None:
         raise unmodelled(ins)
@@ -260,7 +265,10 @@ def tensor(ins: Instr, k: Decoder) -> Handler:
             if target == "shared::cta" and d >> RANK_SHIFT != w.block.rank:
                 raise MemoryFault(f"tensor load to shared::cta: {d:#x} is not in this CTA")
             ranks = ranks_of(w, int(v[mask][lane])) if multicast else None
-            _issue_load(w, lane, t, at, spread(d, ranks), spread(b, ranks), ins.opcode)
+            bars = spread(b, ranks)
+            if pair and ranks is not None:
+                bars = spread(b, [r & ~1 | b >> RANK_SHIFT & 1 for r in ranks])
+            _issue_load(w, lane, t, at, spread(d, ranks), bars, ins.opcode)
 
     return run
 

@@ -7,65 +7,40 @@ Every warp computes its own 16 rows, at issue (``early``) or when a wait_group c
 from __future__ import annotations
 
 import re
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .. import floats
-from ..cluster import InFlight
 from ..decode import Decoder, Handler, op, unmodelled
 from ..errors import DescriptorError
+from ..in_flight import InFlight
 from ..ptx import Imm, Instr, Not, Vec
+from . import operands
 from .common import whole_warp
 
 _OPCODE = re.compile(
     r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k(\d+)\.f32\.(e4m3|e5m2|bf16|f16)\.(e4m3|e5m2|bf16|f16)$"
 )
-_PITCH = {1: 128, 2: 64, 3: 32}  # bytes of a swizzled row
-_XOR = {0: 0, 1: 7, 2: 3, 3: 1}
-
-
-@lru_cache(maxsize=4096)
-def _chunks(
-    rows: int, low: int, lbo: int, sbo: int, swizzle: int, mn_major: bool
-) -> NDArray[np.int64]:
-    """16-byte chunk indices, relative to the start address rounded down to 1024 bytes.
-
-    K-major: (rows, 2), the two chunks of a 32-byte row.  MN-major (16-bit types, K = 16):
-    (16, rows / 8), for each k the chunks of 8 consecutive rows.  ``low`` is start modulo 1024.
-    Canonical layouts: PTX ISA 9.7.15.5.1 (figures), offsets in bytes.
-    """
-    if not mn_major:
-        r, c = np.arange(rows)[:, None], np.arange(2)[None, :]
-        if swizzle == 0:
-            offset = r % 8 * 16 + r // 8 * sbo + c * lbo
-        else:
-            offset = r % 8 * _PITCH[swizzle] + r // 8 * sbo + c * 16
-    else:
-        kk, c = np.arange(16)[:, None], np.arange(rows // 8)[None, :]
-        if swizzle == 0:
-            offset = kk % 8 * 16 + kk // 8 * lbo + c * sbo
-        else:
-            per = _PITCH[swizzle] // 16
-            offset = kk % 8 * _PITCH[swizzle] + kk // 8 * sbo + c % per * 16 + c // per * lbo
-    a = low + offset
-    a = a ^ (((a >> 7) & _XOR[swizzle]) << 4)
-    out: NDArray[np.int64] = (a >> 4).astype(np.int64)
-    return out
+_SPAN = {0: 0, 1: 128, 2: 64, 3: 32}  # bytes of a swizzled row, by the descriptor's field
 
 
 def operand_index(w: Any, descriptor: int, rows: int, mn_major: bool) -> NDArray[np.int64]:
-    """16-byte chunks of shared memory that a descriptor names, as ``_chunks`` arranges them."""
+    """16-byte chunks of shared memory that a descriptor names, see ``operands.chunk_index``.
+
+    MN-major operands have 16-bit elements.
+    """
     start = (descriptor & 0x3FFF) << 4
     lbo, sbo = (descriptor >> 16 & 0x3FFF) << 4, (descriptor >> 32 & 0x3FFF) << 4
     swizzle, offset = descriptor >> 62 & 3, descriptor >> 49 & 7
     if offset:
         raise DescriptorError("matrix descriptor: a base offset is not modelled")
-    index = _chunks(rows, start & 1023, lbo, sbo, swizzle, mn_major) + (
-        (w.block.base + (start & ~1023)) >> 4
+    element, depth = (2, 16) if mn_major else (1, operands.STEP)
+    index = operands.chunk_index(
+        rows, depth, element, start & 1023, lbo, sbo, _SPAN[swizzle], mn_major
     )
+    index = index + ((w.block.base + (start & ~1023)) >> 4)
     top = int(index.max()) * 16 + 16 - w.block.base
     if top > w.shared.limit:
         raise DescriptorError(
@@ -78,23 +53,7 @@ def operand_index(w: Any, descriptor: int, rows: int, mn_major: bool) -> NDArray
 def operand_bytes(w: Any, descriptor: int, rows: int, mn_major: bool) -> NDArray[np.uint8]:
     """A matrix operand through its descriptor: (rows, 32) bytes, K contiguous in each row."""
     index = operand_index(w, descriptor, rows, mn_major)
-    data: NDArray[np.uint8] = w.shared.view(np.uint64, 2)[index].view(np.uint8)
-    if not mn_major:
-        return data.reshape(rows, 32)
-    elements = data.reshape(16, rows, 2)
-    return np.ascontiguousarray(elements.transpose(1, 0, 2)).reshape(rows, 32)
-
-
-def decode_elements(raw: NDArray[np.uint8], kind: str) -> NDArray[np.float32]:
-    """(rows, 32) bytes -> (rows, K) float32."""
-    if kind == "e4m3":
-        return floats.E4M3[raw]
-    if kind == "e5m2":
-        return floats.E5M2[raw]
-    half = raw.view(np.uint16)
-    if kind == "bf16":
-        return floats.bf16_to_f32(half)
-    return half.view(np.float16).astype(np.float32)
+    return operands.read(w.shared.view(np.uint64, 2), index, 2, mn_major)
 
 
 def _fragment_maps(n: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -189,13 +148,13 @@ class _Mma:
         return None
 
     def _track(self, w: Any, at_a: int, at_b: int) -> None:
-        operands = [operand_index(w, at_b, self.n, self.b_mn)]
+        chunks = [operand_index(w, at_b, self.n, self.b_mn)]
         if self.a is None:
             index, first = operand_index(w, at_a, 64, self.a_mn), 16 * (w.index % 4)
-            operands.append(index if self.a_mn else index[first : first + 16])
+            chunks.append(index if self.a_mn else index[first : first + 16])
         granules = w.hazard.owner.granules
         w.hazard.mma(
-            [granules(x.reshape(-1) << 4, 16) for x in operands],
+            [granules(x.reshape(-1) << 4, 16) for x in chunks],
             self.d.bits, 0 if self.a is None else self.a.bits, self.shape,
         )  # fmt: skip
 
@@ -206,7 +165,7 @@ class _Mma:
             first = 16 * (w.index % 4)
             a_raw = operand_bytes(w, at_a, 64, self.a_mn)[first : first + 16]
         b_raw = operand_bytes(w, at_b, self.n, self.b_mn)
-        a, b = decode_elements(a_raw, self.a_kind), decode_elements(b_raw, self.b_kind)
+        a, b = operands.decode(a_raw, self.a_kind), operands.decode(b_raw, self.b_kind)
         if self.sign_a == -1:
             a = -a
         if self.sign_b == -1:
@@ -215,7 +174,7 @@ class _Mma:
             acc = self.d.read(w).view(np.float32).reshape(-1)[self.gather]
         else:
             acc = np.zeros((16, self.n), np.float32)
-        result = w.machine.options.accumulate(acc, a, b, self.a_kind)
+        result = w.machine.accumulate(acc, a, b, self.a_kind)
         self.d.write(w, result.reshape(-1)[self.scatter].view(np.uint32))
 
 
