@@ -40,7 +40,7 @@ def _module(folder: Path, program: Program) -> Any:
         sys.path.insert(0, str(folder))
         return importlib.import_module(program.path.removesuffix(".py").replace("/", "."))
     path = folder / program.path
-    sys.path[:0] = [str(p) for p in (path.parent, *path.parents[1:4])]
+    sys.path[:0] = [str(path.parent), str(folder / "examples" / "python" / "CuTeDSL")]
     spec = importlib.util.spec_from_file_location("published_program", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

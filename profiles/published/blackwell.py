@@ -127,12 +127,12 @@ def pretend(compile_: Callable[..., Any]) -> Iterator[Comparisons]:
     Yields:
         what the program compared.
     """
-    import cutlass
     import cutlass.cute as cute
     import cutlass.cute.runtime as runtime
     import cutlass.cute.testing as testing
     import cutlass.torch
     import cutlass.utils as utils
+    import tvm_ffi
 
     from softgpu.runtime import _CudaDlpack
 
@@ -150,6 +150,7 @@ def pretend(compile_: Callable[..., Any]) -> Iterator[Comparisons]:
         (runtime, "from_dlpack", from_dlpack), (cutlass.torch, "from_dlpack", from_dlpack),
         (testing, "convert", _convert), (testing, "benchmark", lambda *a, **k: 0.0),
         (utils, "HardwareInfo", HardwareInfo),
+        (tvm_ffi, "use_torch_stream", contextlib.nullcontext),
     ]  # fmt: skip
     swaps += [(torch.cuda, name, value) for name, value in _torch_cuda().items()]
     with contextlib.ExitStack() as stack:

@@ -69,22 +69,24 @@ class Compiler:
             word for line in compiled.__ptx__.splitlines()
             for word in line.split()[:2] if word.startswith("tcgen05.")
         }  # fmt: skip
-        kernel = Kernel(softgpu.load(path, ptx, SYMBOL), self._schedules, self.record)
+        kernel = Kernel(
+            softgpu.load(path, ptx, SYMBOL), [a for a in args if not _is_stream(a)],
+            self._schedules, self.record,
+        )  # fmt: skip
         self.kernels.append(kernel)
         self.record.compile_seconds += time.process_time() - started
         return kernel
 
 
 def _is_stream(value: Any) -> bool:
-    return type(value).__name__ == "CUstream"
+    return type(value).__name__ in ("CUstream", "_FakeStream")
 
 
 def _stream_of_the_caller(value: Any) -> Any:
     """A CUstream argument becomes the stream that TVM-FFI takes from its environment."""
     from cutlass.cute.runtime import make_fake_stream
 
-    fake = type(value).__name__ == "_FakeStream"
-    return make_fake_stream(use_tvm_ffi_env_stream=True) if _is_stream(value) or fake else value
+    return make_fake_stream(use_tvm_ffi_env_stream=True) if _is_stream(value) else value
 
 
 class Kernel:
@@ -94,8 +96,12 @@ class Kernel:
         tensors: the tensors of the last call.
     """
 
-    def __init__(self, loaded: Any, schedules: dict[str, softgpu.Options], record: Record) -> None:
-        self._loaded, self._schedules, self._record = loaded, schedules, record
+    def __init__(
+        self, loaded: Any, compiled_for: list[Any], schedules: dict[str, softgpu.Options],
+        record: Record,
+    ) -> None:  # fmt: skip
+        self._loaded, self._compiled_for = loaded, compiled_for
+        self._schedules, self._record = schedules, record
         self.tensors: list[torch.Tensor] = []
         loaded.fp8_as_bytes = False
 
@@ -103,6 +109,9 @@ class Kernel:
         if named:
             raise TypeError(f"a kernel was called with {sorted(named)}: not expected")
         values = [_plain(a) for a in args if not _is_stream(a)]
+        left_out = self._compiled_for[len(values) :]
+        if all(a is None for a in left_out):  # optional arguments that the call leaves out
+            values += left_out
         self.tensors = tensors = [v for v in values if isinstance(v, torch.Tensor)]
         before = [_raw(t).clone() for t in tensors]
         first: list[torch.Tensor] = []
