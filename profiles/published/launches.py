@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import tempfile
 import time
 from dataclasses import dataclass, field
@@ -70,12 +71,21 @@ class Compiler:
             for word in line.split()[:2] if word.startswith("tcgen05.")
         }  # fmt: skip
         kernel = Kernel(
-            softgpu.load(path, ptx, SYMBOL), [a for a in args if not _is_stream(a)],
-            self._schedules, self.record,
+            softgpu.load(path, ptx, SYMBOL), _at_run_time(function, args), self._schedules,
+            self.record,
         )  # fmt: skip
         self.kernels.append(kernel)
         self.record.compile_seconds += time.process_time() - started
         return kernel
+
+
+def _at_run_time(function: Any, args: tuple[Any, ...]) -> list[Any]:
+    """The arguments that a call passes: no compile-time constants, no streams."""
+    annotations = [p.annotation for p in inspect.signature(function).parameters.values()]
+    return [
+        a for a, annotation in zip(args, annotations, strict=False)
+        if not _is_stream(a) and "Constexpr" not in str(annotation)
+    ]  # fmt: skip
 
 
 def _is_stream(value: Any) -> bool:
