@@ -54,6 +54,11 @@ class Instruction:
     b_sign: int
 
     @property
+    def kind(self) -> str:
+        """The formats as ``softgpu.accumulate`` names them."""
+        return self.a if self.a == self.b else f"{self.a}.{self.b}"
+
+    @property
     def depth(self) -> int:
         """K, in elements."""
         return operands.STEP // self.element
@@ -258,7 +263,7 @@ class _Mma:
                 a = -a if s.a_sign < 0 else a
                 cells = memory[lanes, first : first + width]
                 acc = self._accumulator(cells, call)
-                out = machine.accumulate(acc, a, b[g * width : (g + 1) * width], s.a)
+                out = machine.accumulate(acc, a, b[g * width : (g + 1) * width], s.kind)
                 new = out.view(np.uint32)
                 if call.off is not None:
                     off = call.off[LANES * i + lanes]
