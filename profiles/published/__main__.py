@@ -61,14 +61,21 @@ def run_one(name: str, folder: Path, hazards: bool, seeds: tuple[int, ...]) -> d
     """Runs one program in this process; what came out, as JSON types."""
     os.environ["CUTE_DSL_ARCH"] = "sm_100a"
     import softgpu
+    from softgpu import machine
 
     from . import blackwell, launches
 
     program = PROGRAMS[name]
     check = "collect" if hazards and program.hazards else "off"
-    schedules = {"early": softgpu.Options(hazards=check)} | {
-        f"random {s}": softgpu.Options(asynchronous="random", seed=s, hazards=check) for s in seeds
-    }
+    common: dict[str, Any] = {"hazards": check, "rules": frozenset()}
+    schedules = {"early": softgpu.Options(**common)}
+    if program.turns:
+        machine.QUANTUM = program.turns
+        schedules = {f"turns of {program.turns}": schedules["early"]}
+    else:
+        schedules |= {
+            f"random {s}": softgpu.Options(asynchronous="random", seed=s, **common) for s in seeds
+        }
     compiler = launches.Compiler(schedules)
     started, error, output = time.process_time(), "", io.StringIO()
     with blackwell.pretend(compiler) as comparisons, contextlib.redirect_stdout(output):

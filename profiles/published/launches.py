@@ -1,4 +1,4 @@
-"""What ``cute.compile`` makes under ``blackwell.pretend``: a kernel that runs on the software GPU."""
+"""What ``cute.compile`` makes under ``blackwell.pretend``: kernels for the software GPU."""
 
 from __future__ import annotations
 

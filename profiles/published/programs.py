@@ -24,7 +24,7 @@ def roundings(*bits: int) -> float:
 
 
 def steps(count: int) -> float:
-    """The bound for float32 sums of random numbers, cut toward zero after each of ``count`` MMAs."""
+    """The bound for float32 sums that are cut toward zero after each of ``count`` MMAs."""
     return count * 2.0**-23
 
 
@@ -42,6 +42,9 @@ class Program:
         bounds: greatest relative L2 error of each comparison, in order; the last one repeats.
         atomics: results depend on the order of additions, so schedules may differ in bits.
         hazards: whether it runs with the hazard check.
+        turns: warps take turns of so many instructions, as they do on a GPU, and no random
+            schedule is run: for a program with a race of its own that only a schedule far from
+            that shows.  0: the software GPU's own schedules.
         edit: a pattern and its replacement, for a program that does not run as it was published.
     """
 
@@ -54,6 +57,7 @@ class Program:
     bounds: tuple[float, ...] = (0.0,)
     atomics: bool = False
     hazards: bool = True
+    turns: int = 0
     edit: tuple[str, str] | None = None
 
 
@@ -68,9 +72,7 @@ class Source:
 
 
 SOURCES = {
-    "cutlass": Source(
-        "cutlass", "NVIDIA/cutlass", "commit 7107b055 (2026-08-20)", "BSD-3-Clause"
-    ),
+    "cutlass": Source("cutlass", "NVIDIA/cutlass", "commit 7107b055 (2026-08-20)", "BSD-3-Clause"),
     "tokenspeed": Source("tokenspeed", "tokenspeed-mla (PyPI)", "2.0.4", "MIT"),
     "flashinfer": Source("flashinfer", "flashinfer-python (PyPI)", "0.7.2.post1", "Apache-2.0"),
 }
@@ -121,7 +123,8 @@ def _mla(module: Any, tokens: int) -> None:
     kind = cutlass.Float8E4M3FN if fp8 else cutlass.Float16
     module.run(
         1, 1, tokens, 128, 512, 64, kind, kind, cutlass.Float32, cutlass.Float32, (128, 128),
-        (128, 256), 2, False, True, False, 128 if fp8 else 64, 0.0416, 1.0, 0.0, 1e-2, 0, 1, False, False,
+        (128, 256), 2, False, True, False, 128 if fp8 else 64, 0.0416, 1.0, 0.0, 1e-2, 0, 1,
+        False, False,
     )  # fmt: skip
 
 
@@ -237,7 +240,7 @@ PROGRAMS: dict[str, Program] = {
             "mla_decode_fp8", "cutlass", _MLA.format("fp8"), lambda m: _mla(m, 500),
             "128 heads, up to 500 tokens, 2 splits, pages of 128",
             "layouts A and B, MN-major V, pair TMA, multicast commit",
-            (roundings(E4M3, E4M3), _LSE),
+            (roundings(E4M3, E4M3), _LSE), turns=32,
         ),
         Program(
             "mla_decode_fp8_long", "cutlass", _MLA.format("fp8"), lambda m: _mla(m, 1150),
@@ -248,7 +251,7 @@ PROGRAMS: dict[str, Program] = {
         Program(
             "mla_decode_fp16", "cutlass", _MLA.format("fp16"), lambda m: _mla(m, 500),
             "as mla_decode_fp8 in f16, pages of 64", "layout B in kind::f16, MN-major V",
-            (roundings(F16, F16), _LSE),
+            (roundings(F16, F16), _LSE), turns=32,
         ),
         Program(
             "mla_decode_fp16_long", "cutlass", _MLA.format("fp16"), lambda m: _mla(m, 1150),
@@ -276,7 +279,7 @@ PROGRAMS: dict[str, Program] = {
         Program(
             "fmha_bwd", "cutlass", f"{_KERNELS}/attention/fmha/fmha_bwd.py", _fmha_bwd,
             "256 x 256, d 128, causal, bf16", "five MMAs, TS, MN-major A and B, reduce by TMA",
-            (roundings(BF16, BF16, BF16),), atomics=True,
+            (roundings(BF16, BF16, BF16),), atomics=True, turns=32,
         ),
         Program(
             "tokenspeed_m64", "tokenspeed", "tokenspeed_mla/mla_decode.py",
