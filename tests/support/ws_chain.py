@@ -144,6 +144,7 @@ class Chain:
         prim.tcgen05_fence(prim.Tcgen05Fence.BEFORE_THREAD_SYNC)
         cute.arch.sync_threads()
         if warp == 0:
+            prim.tcgen05_fence(prim.Tcgen05Fence.AFTER_THREAD_SYNC)
             cute.arch.dealloc_tmem(cute.arch.retrieve_tmem_ptr(Float32, 16, hold), COLUMNS)
 
     # ---- loads -----------------------------------------------------------------------------------
@@ -203,7 +204,7 @@ class Chain:
         """O += P K of every tile."""
         for i in cutlass.range(cta.tiles, unroll=1):
             stage = i % STAGES
-            cute.arch.mbarrier_wait(cta.bars + K_FULL + stage, i // STAGES & 1)
+            # K has landed: its reader score told the math warps, which tell by P
             cute.arch.mbarrier_wait(cta.bars + P_FULL, i & 1)
             prim.tcgen05_fence(prim.Tcgen05Fence.AFTER_THREAD_SYNC)
             if prim.elect_sync():
@@ -249,10 +250,8 @@ class Chain:
             to = tidx % M * N + tidx // M * (N // 2) + 16 * c
             to = to ^ (((to >> 7) & 3) << 4)
             chunk = cutlass.Vector.from_elements([words[4 * c + j] for j in range(4)], Int32)
-            target = Int32((cta.p + to).toint())
-            prim.store_ext(chunk, cutlass.Array(target, dtype=Int32, shape=(4,), addrspace=3))
+            store_16(Int32((cta.p + to).toint()), chunk)
         cute.arch.fence_proxy("async.shared", space="cta")
-        prim.tcgen05_fence(prim.Tcgen05Fence.BEFORE_THREAD_SYNC)
         cute.arch.mbarrier_arrive(cta.bars + P_FULL)
 
     @cute.jit
@@ -261,11 +260,10 @@ class Chain:
         tidx, _, _ = cute.arch.thread_idx()
         cute.arch.mbarrier_wait(cta.bars + O_FULL, 0)
         prim.tcgen05_fence(prim.Tcgen05Fence.AFTER_THREAD_SYNC)
-        for c in cutlass.range_constexpr(0, D // 2, 32):
-            part = prim.tcgen05_ld("32x32b", at(lanes(cta) + T_O + c, Float32), num=32)
-            prim.tcgen05_wait(prim.Tcgen05Wait.LOAD)
-            for v in cutlass.range_constexpr(32):
-                o[tidx % M, tidx // M * (D // 2) + c + v] = part[v]
+        part = prim.tcgen05_ld("32x32b", at(lanes(cta) + T_O, Float32), num=D // 2)
+        prim.tcgen05_wait(prim.Tcgen05Wait.LOAD)
+        for v in cutlass.range_constexpr(D // 2):
+            o[tidx % M, tidx // M * (D // 2) + v] = part[v]
 
 
 def parts(mma, atom, g, s, width):
@@ -275,6 +273,11 @@ def parts(mma, atom, g, s, width):
         atom, 0, cute.make_layout(1), cute.group_modes(s, 0, 3), cute.group_modes(part, 0, 3)
     )
     return (atom, *sides)
+
+
+def store_16(address, words):
+    """16 bytes to shared memory."""
+    prim.store_ext(words, cutlass.Array(address, dtype=Int32, shape=(4,), addrspace=3))
 
 
 def lanes(cta):
