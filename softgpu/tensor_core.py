@@ -114,9 +114,7 @@ def fp8_step_numpy(acc: F32, a: F32, b: F32) -> F32:
         return _finish(out, acc, total)
 
 
-def half_step_numpy(
-    acc: F32, a: F32, b: F32, smallest: float = FP32_MIN_NORMAL, smallest_b: float = 0.0
-) -> F32:
+def half_step_numpy(acc: F32, a: F32, b: F32, smallest: float = FP32_MIN_NORMAL) -> F32:
     """One wgmma m64nNk16 with bf16 or f16 operands.
 
     Args:
@@ -124,7 +122,6 @@ def half_step_numpy(
         a: (M, 16) float32 that hold bf16 (or f16) values.
         b: (N, 16) float32, likewise.
         smallest: the smallest normal number of the operand format (2^-14 for f16).
-        smallest_b: that of B's format, where it is another one.
 
     Returns:
         (M, N) float32, bit for bit what the tensor core leaves.
@@ -134,7 +131,7 @@ def half_step_numpy(
         products = wide_a[:, None, :] * wide_b[None, :, :]
         powers = (
             _power_of_two(wide_a, smallest)[:, None, :]
-            * _power_of_two(wide_b, smallest_b or smallest)[None, :, :]
+            * _power_of_two(wide_b, smallest)[None, :, :]
         )
         special = products.sum(-1)  # not finite where an operand is not
         finite_acc = np.where(np.isfinite(acc) & np.isfinite(special), wide, 0.0)
@@ -168,6 +165,12 @@ def _largest(ea: NDArray[Any], eb: NDArray[Any]) -> NDArray[np.int16]:
     return top.astype(np.int16)
 
 
+def _lowest_bit(e: NDArray[Any], zero: Any, fraction: int) -> NDArray[np.int16]:
+    """The exponent of the lowest bit that any number of a row can have."""
+    out: NDArray[np.int16] = np.where(e > zero, e.astype(np.int16), -_NO_EXPONENT).min(1) - fraction
+    return out
+
+
 def _powers(exponent: NDArray[np.int16]) -> NDArray[np.float64]:
     """2^exponent of normal float64 numbers."""
     return ((exponent.astype(np.int64) + 1023) << 52).view(np.float64)
@@ -194,59 +197,55 @@ def wide_product(a: F32, b: F32) -> NDArray[np.float64]:
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
-def _formats(kind: str) -> tuple[_Operand, _Operand]:
-    """Those of A and B: "e4m3" for both, or "e4m3.e5m2"."""
-    names = kind.split(".")
-    return _OPERANDS[names[0]], _OPERANDS[names[-1]]
-
-
 def blackwell_step_numpy(acc: F32, a: F32, b: F32, kind: str) -> F32:
     """One step of tcgen05.mma.
 
     Args:
         acc: (M, N) float32, the accumulator before the step.
-        a: (M, K) float32 that hold values of format ``kind``: "e4m3", "e5m2", "f16" or "bf16".
-        b: (N, K) float32; of another format if ``kind`` is a pair such as "e4m3.e5m2".
+        a: (M, K) float32 that hold values of its format.
+        b: (N, K) float32, likewise.
+        kind: the format, "e4m3", "e5m2", "f16" or "bf16"; two as in "e4m3/e5m2" if B has another.
 
     Returns:
         (M, N) float32.
     """
+    formats = tuple(_OPERANDS[name] for name in kind.split("/"))
     with np.errstate(invalid="ignore", over="ignore", under="ignore", divide="ignore"):
-        if not (np.isfinite(a).all() and np.isfinite(b).all()):
-            return half_step_numpy(acc, a, b, *(2.0**f.smallest for f in _formats(kind)))
-        finite = bool(np.isfinite(acc).all())
+        finite = bool(np.isfinite(a).all() and np.isfinite(b).all())
+        special = np.zeros(acc.shape)
+        if not finite:
+            special = wide_product(a, b)
+            a, b = (np.where(np.isfinite(x), x, np.float32(0)) for x in (a, b))
+        finite = finite and bool(np.isfinite(acc).all())
         old = acc if finite else np.where(np.isfinite(acc), acc, np.float32(0))
         rows = max(_ONE_THREAD // (b.shape[0] * b.shape[1]), 1)
         out = np.empty(acc.shape, np.float32)
         for i in range(0, len(a), rows):
-            out[i : i + rows] = _blackwell_rows(old[i : i + rows], a[i : i + rows], b, kind)
-        return out if finite else _finish(out, acc, np.zeros_like(acc))
+            part = slice(i, i + rows)
+            out[part] = _blackwell_rows(old[part], a[part], b, formats[0], formats[-1])
+        return out if finite else _finish(out, acc, special)
 
 
-def _blackwell_rows(acc: F32, a: F32, b: F32, kind: str) -> F32:
+def _blackwell_rows(acc: F32, a: F32, b: F32, of_a: _Operand, of_b: _Operand) -> F32:
     """Some rows of a step on finite numbers.
 
     Most often no product has a bit below the cut, and then a matrix product in float64 is exact:
     only the rows of A where one may have pay for cutting.
     """
-    fa, fb = _formats(kind)
-    narrow = fa.wide is np.float32 and fb.wide is np.float32
-    zero, dtype, wide = (
-        (-64, np.int8, np.float32) if narrow else (_NO_EXPONENT, np.int16, np.float64)
-    )
-    ea, eb = (_exponents(x, f.smallest, zero, dtype) for x, f in ((a, fa), (b, fb)))
+    wide = np.promote_types(of_a.wide, of_b.wide).type
+    narrow = wide is np.float32  # sums of two exponents fit in a byte
+    zero, dtype = (-64, np.int8) if narrow else (_NO_EXPONENT, np.int16)
+    ea = _exponents(a, of_a.smallest, zero, dtype)
+    eb = _exponents(b, of_b.smallest, zero, dtype)
     top = _largest(ea, eb)
-    top[top < fa.smallest + fb.smallest] = _NO_EXPONENT  # a product of zeros
+    top[top < of_a.smallest + of_b.smallest] = _NO_EXPONENT  # a product of zeros
     np.maximum(top, _exponents(acc, -126, _NO_EXPONENT, np.int16), out=top)
     cut = np.maximum(top, np.int16(_LEAST_TOP)) - np.int16(HALF_FRACTION_BITS)
     unit = _powers(-cut)
     total = wide_product(a, b)
     total *= unit
-    low = [
-        np.where(e > zero, e.astype(np.int16), -_NO_EXPONENT).min(1) - f.fraction
-        for e, f in ((ea, fa), (eb, fb))
-    ]
-    loses = (low[0][:, None] + low[1] < cut).any(1)
+    low_a, low_b = _lowest_bit(ea, zero, of_a.fraction), _lowest_bit(eb, zero, of_b.fraction)
+    loses = (low_a[:, None] + low_b < cut).any(1)
     if loses.any():
         total[loses] = _cut_products(a[loses], b, cut[loses], wide)
     total += np.trunc(acc * unit)

@@ -54,9 +54,9 @@ class Instruction:
     b_sign: int
 
     @property
-    def kind(self) -> str:
-        """The formats as ``softgpu.accumulate`` names them."""
-        return self.a if self.a == self.b else f"{self.a}.{self.b}"
+    def formats(self) -> str:
+        """Of A and B, as an accumulate function wants them."""
+        return self.a if self.a == self.b else f"{self.a}/{self.b}"
 
     @property
     def depth(self) -> int:
@@ -263,7 +263,7 @@ class _Mma:
                 a = -a if s.a_sign < 0 else a
                 cells = memory[lanes, first : first + width]
                 acc = self._accumulator(cells, call)
-                out = machine.accumulate(acc, a, b[g * width : (g + 1) * width], s.kind)
+                out = machine.accumulate(acc, a, b[g * width : (g + 1) * width], s.formats)
                 new = out.view(np.uint32)
                 if call.off is not None:
                     off = call.off[LANES * i + lanes]

@@ -28,7 +28,7 @@ def test_every_recorded_accumulator_has_its_bits(pair: tuple[str, str], family: 
     expected = DATA[" ".join((*pair, family))]
     for (a, b, c), want in zip(record.inputs(pair, family), expected, strict=True):
         operands = decoded(a, pair[0]), decoded(b, pair[1])
-        kind = pair[0] if pair[0] == pair[1] else ".".join(pair)
+        kind = pair[0] if pair[0] == pair[1] else "/".join(pair)
         got = blackwell(c.view(np.float32), *operands, kind)
         differ = got.view(np.uint32) != want
         assert not differ.any(), (differ.sum(), got[differ][:4], want.view(np.float32)[differ][:4])
