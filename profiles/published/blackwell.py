@@ -35,8 +35,10 @@ class CudaOnCpu(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if func is torch.Tensor.cuda:
             return args[0].clone()
-        if func is torch.Tensor.is_cuda.__get__:
+        if func == torch.Tensor.is_cuda.__get__:
             return True
+        if func == torch.Tensor.device.__get__:
+            return torch.device("cuda", 0)
         moved = any(_on_cuda(x) for x in (*args[1:], kwargs.get("device")))
         args = (*args[:1], *("cpu" if _on_cuda(x) else x for x in args[1:]))
         if _on_cuda(kwargs.get("device")):
@@ -74,6 +76,9 @@ def _torch_cuda() -> dict[str, Any]:
         "get_device_capability": lambda device=None: CAPABILITY,
         "get_device_properties": lambda device=None: properties,
         "get_device_name": lambda device=None: "B200",
+        "device": lambda device=None: contextlib.nullcontext(),
+        "is_initialized": lambda: True,
+        "is_current_stream_capturing": lambda: False,
         "synchronize": lambda device=None: None,
         "current_stream": lambda device=None: stream,
         "default_stream": lambda device=None: stream,

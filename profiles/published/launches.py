@@ -116,6 +116,10 @@ class Kernel:
         loaded.fp8_as_bytes = False
 
     def __call__(self, *args: Any, **named: Any) -> None:
+        with torch._C.DisableTorchFunction():  # the CPU tensors as what they are
+            self._run(*args, **named)
+
+    def _run(self, *args: Any, **named: Any) -> None:
         if named:
             raise TypeError(f"a kernel was called with {sorted(named)}: not expected")
         values = [_plain(a) for a in args if not _is_stream(a)]
