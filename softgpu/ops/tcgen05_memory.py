@@ -118,7 +118,7 @@ def manage(ins: Instr, k: Decoder) -> Handler:
 
     def run(w: Any, m: Any) -> Any:
         if m is not True:
-            return whole_warp(w, m, ins.opcode)
+            return whole_warp(w, m, f"tcgen05.{ins.parts[1]}")
         count = int(w.v[columns][0])
         first = 0 if alloc else _start(int(w.v[freed][0]), ins.opcode)
         memory = memory_of(w.block)
@@ -167,7 +167,7 @@ def relinquish(ins: Instr, k: Decoder) -> Handler:
 
     def run(w: Any, m: Any) -> Any:
         if m is not True:
-            return whole_warp(w, m, ins.opcode)
+            return whole_warp(w, m, f"tcgen05.{ins.parts[1]}")
         memory_of(w.block).permit = False
         return None
 
@@ -246,7 +246,7 @@ class _Transfer:
     def run(self, w: Any, m: Any) -> Any:
         """The handler."""
         if m is not True:
-            return whole_warp(w, m, self.ins.opcode)
+            return whole_warp(w, m, f"tcgen05.{self.ins.parts[1]}")
         where = w.v[self.base]
         if (where != where[0]).any():
             raise TensorMemoryError(f"{self.ins.opcode}: the lanes name different addresses")
@@ -327,7 +327,7 @@ def wait(ins: Instr, k: Decoder) -> Handler:
 
     def run(w: Any, m: Any) -> Any:
         if m is not True:
-            return whole_warp(w, m, ins.opcode)
+            return whole_warp(w, m, f"tcgen05.{ins.parts[1]}")
         if not load:
             w.tensor_queue.wait_store()
         if w.hazard is not None:

@@ -298,3 +298,10 @@ def test_pairs_allocate_together() -> None:
 def test_the_whole_warp_takes_part() -> None:
     with pytest.raises((SoftGpuError, Deadlock)):
         manage("setp.eq.u32 %p1, %r1, 0; @%p1 bra END;" + ALLOC.format(g=1, at=0, n=32) + "END:")
+
+
+@pytest.mark.parametrize(("target", "count"), [("sm_90a", 132), ("sm_100a", 148)])
+def test_multiprocessors(target: str, count: int) -> None:
+    out = aligned(1, np.uint32)
+    launch("mov.u32 %r1, %nsmid; st.global.b32 [%rd1], %r1;", [out], target=target)
+    assert out[0] == count
