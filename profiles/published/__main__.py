@@ -24,6 +24,7 @@ import subprocess
 import sys
 import time
 import traceback
+import types
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -35,10 +36,29 @@ RESULTS = ROOT / "build" / "published"
 SEEDS = (0, 1)
 
 
+class _Nothing(types.ModuleType):
+    """A module whose every name is a decorator that does nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *args, **named: args[0] if args else lambda function: function
+
+
+def _package(name: str, path: Path | None) -> None:
+    """A package without its ``__init__``, which imports more than is here; or one of nothing."""
+    module = types.ModuleType(name) if path else _Nothing(name)
+    if path:
+        module.__path__ = [str(path)]
+    sys.modules[name] = module
+
+
 def _module(folder: Path, program: Program) -> Any:
     """Imports the program: a file of a checkout, or a module of an unpacked wheel."""
     if program.source != "cutlass":
         sys.path.insert(0, str(folder))
+        for name, path in program.packages:
+            _package(name, folder / path if path else None)
         return importlib.import_module(program.path.removesuffix(".py").replace("/", "."))
     path = folder / program.path
     if program.edit is not None:

@@ -45,6 +45,8 @@ class Program:
         turns: warps take turns of so many instructions, as they do on a GPU, and no random
             schedule is run: for a program with a race of its own that only a schedule far from
             that shows.  0: the software GPU's own schedules.
+        packages: (name, folder) of packages whose ``__init__`` is left out; no folder: a module
+            of which nothing is needed but decorators.
         edit: a pattern and its replacement, for a program that does not run as it was published.
     """
 
@@ -58,6 +60,7 @@ class Program:
     atomics: bool = False
     hazards: bool = True
     turns: int = 0
+    packages: tuple[tuple[str, str], ...] = ()
     edit: tuple[str, str] | None = None
 
 
@@ -198,6 +201,30 @@ def _tokenspeed(module: Any, heads: int, queries: int) -> None:
         torch.testing.assert_close(lse[i].double(), want_lse, rtol=1e-5, atol=1e-5)
 
 
+def _flashinfer(module: Any) -> None:
+    """Sizes for which its heuristics choose the tile of 64 queries and 256 keys."""
+    import torch
+
+    torch.manual_seed(1)
+    batch, queries, heads, d, page, pages = 40, 8, 16, 128, 32, 16
+    query = torch.randn(batch, queries, heads, d).bfloat16()
+    cache = torch.randn(64, 2, 1, page, d).bfloat16()
+    table = torch.randint(64, (batch, pages), dtype=torch.int32)
+    lengths = torch.randint(queries, page * pages + 1, (batch,), dtype=torch.int32)
+    lengths[0], lengths[1] = page * pages, queries
+    out = module.batch_decode_with_paged_kv_cache(
+        query, cache, table, lengths, seq_len_q=queries, mask_type="causal"
+    )
+    expected = torch.zeros(out.shape, dtype=torch.float64)
+    for i, n in enumerate(lengths.tolist()):
+        k, v = (cache[table[i].long(), x, 0].reshape(-1, d)[:n].double() for x in (0, 1))
+        score = query[i].double() @ k.T * d**-0.5
+        for j in range(queries):
+            score[j, :, n - queries + 1 + j :] = -math.inf
+        expected[i] = torch.softmax(score, -1) @ v
+    torch.testing.assert_close(out.double(), expected, rtol=0.02, atol=0.02)
+
+
 _MLA = f"{_KERNELS}/attention/mla/mla_decode_{{}}.py"
 # Behind the barrier each warp reads its partner's row maximum; nothing keeps the partner from
 # storing the next tile's before.  The edit puts the same barrier before the store, too.
@@ -205,6 +232,13 @@ _SECOND_BARRIER = (
     r"^( *)(\w+\.smem_exchange\[tidx\] = row_max_new)$",
     r"\1self.softmax_exchange_sync_bar.wait()\n\1\2",
 )
+_FLASHINFER = (
+    ("flashinfer", "flashinfer"), ("flashinfer.attention", "flashinfer/attention"),
+    ("flashinfer.attention.prims_ts", "flashinfer/attention/prims_ts"),
+    ("flashinfer.cute_dsl", "flashinfer/cute_dsl"), ("flashinfer.api_logging", ""),
+    ("flashinfer.trace", ""), ("flashinfer.trace.templates", ""),
+    ("flashinfer.trace.templates.attention", ""), ("flashinfer.utils", ""),
+)  # fmt: skip
 _LSE = 1e-5  # logarithms of float32 sums of a few hundred terms
 
 PROGRAMS: dict[str, Program] = {
@@ -290,6 +324,12 @@ PROGRAMS: dict[str, Program] = {
             "tokenspeed_m128", "tokenspeed", "tokenspeed_mla/mla_decode.py",
             lambda m: _tokenspeed(m, 32, 4), "2 x 4 x 32 heads, 300 and 65 tokens, causal",
             "pairs M = 128: layout B, MN-major V", (roundings(E4M3, BF16), _LSE),
+        ),
+        Program(
+            "flashinfer_q64_kv256", "flashinfer", "flashinfer/attention/prims_ts/decode.py",
+            _flashinfer, "40 x 8 x 16 queries, 8 to 512 tokens, d 128, bf16, pages of 32, causal",
+            ".ws M = 64 with other A in each half of the lanes (\"dual GEMM\"), TS",
+            (roundings(BF16, BF16),), packages=_FLASHINFER,
         ),
     )
 }  # fmt: skip
