@@ -62,7 +62,7 @@ REST = """## Other evidence
 * *Descriptors* (`test_tcgen05_descriptors.py`): CUTLASS's canonical layouts over swizzle, major,
   element, start and strides (hypothesis), the words that the CuTe DSL builds, and the operand
   layouts that it chooses, byte for byte.
-* *wgmma parity* (`test_tcgen05_parity.py`): the same bytes and descriptor fields in 12 forms of e4m3
+* *wgmma parity* (`test_tcgen05_parity.py`): same bytes and descriptor fields, 12 forms of e4m3
   and bf16, K- and MN-major, with the arithmetic `exact`: equal accumulators, bit for bit.
 * *Arithmetic* (`test_mma_sim.py`): 102,400 accumulators of MMA-Sim's model of a B200 (arXiv
   2511.10909, MIT; `profiles/record_mma_sim.py`): e4m3, e5m2, both mixed, f16 and bf16, each with
