@@ -119,7 +119,7 @@ class Request:
 
     Attributes:
         kind: "alloc" or "dealloc".
-        first: column to free.
+        first: column to free; None for an allocation.
         ticket: what its warp stands for, if the hazard checker is on.
         place: first column, as soon as both CTAs have been served.
     """
@@ -131,12 +131,14 @@ class Request:
     ticket: Any = None
     place: int | None = None
 
+    @property
+    def meets(self) -> tuple[str, int | None]:
+        """What the peer's request must have in common with it."""
+        return self.kind, self.first
 
-@dataclass
-class PairRequests:
-    """Where the two CTAs of a pair meet: the request of the one that came first."""
 
-    open: Request | None = None
+# Where the two CTAs of a pair meet: requests that wait for the peer's, by ``Request.meets``.
+PairRequests = dict[tuple[str, int | None], Request]
 
 
 def peer(block: Block) -> Block:

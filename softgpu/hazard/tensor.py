@@ -161,10 +161,13 @@ class WarpTensor:
         for number in np.unique(orders[bad]):
             if number < 0 or not pipelines[number].leads(mine, role):
                 continue
-            same = bad & (orders == number)
+            same, first = bad & (orders == number), pipelines[number]
             bad &= ~same
-            first = pipelines[number].elements
-            if MIXED in self.tensor.rules and role == "D" and first != mine.elements:
+            if role == "A":
+                taken = first._replace(taken=True)
+                self.shadow.relabel(area, same, self.tensor.pipelines.number(taken))
+            mixed = first.kind == mine.kind and first.elements != mine.elements
+            if MIXED in self.tensor.rules and mixed:
                 found = self.shadow.writer(area, same)
                 self.report.mixed_kind(self.owner, found, who.action, who.lane)
 

@@ -115,6 +115,12 @@ class TensorShadow:
         self.agent[area], self.time[area] = agent, time
         self.event[area], self.order[area] = event, order
 
+    def relabel(self, area: Area, marked: NDArray[np.bool_], order: int) -> None:
+        """The last write of the marked blocks belongs to another pipeline from now on."""
+        labels = self.order[area]
+        labels[marked] = order
+        self.order[area] = labels
+
     def read(self, area: Area, agent: int, time: int, event: int) -> None:
         """Blocks are read."""
         row = self.readers.get(agent)
@@ -211,6 +217,8 @@ class Pipeline(NamedTuple):
         kind, group, shape: as in ``TensorOp``.
         address: first lane and column of what it writes.
         elements: "f16" or "f8f6f4" of an mma.
+        taken: of cells that an mma of the warp has taken as its A since a cp wrote them: what may
+            follow that mma follows the cp.
     """
 
     warp: int
@@ -219,13 +227,17 @@ class Pipeline(NamedTuple):
     shape: Any
     address: tuple[int, int]
     elements: str
+    taken: bool = False
 
     def leads(self, after: Pipeline, role: str) -> bool:
-        """``after``, which uses what this one writes as its ``role`` (A or D), waits for it."""
-        if (self.warp, self.group) != (after.warp, after.group) or after.kind != "mma":
+        """``after``, which uses what this one writes as its ``role``, comes after it.
+
+        ``role``: A or D of an mma, empty for what a cp writes.
+        """
+        if (self.warp, self.group) != (after.warp, after.group):
             return False
         if self.kind == "cp":
-            return role == "A"
+            return self.taken or role == "A"
         return role == "D" and (self.shape, self.address) == (after.shape, after.address)
 
 

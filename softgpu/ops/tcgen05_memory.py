@@ -67,17 +67,17 @@ def _meet(w: Any, request: Request) -> Any:
     The CTA that asks first waits for its peer, and then for room.
     """
     pair = w.block.cluster.pairs[request.rank // 2]
-    other = pair.open
+    other = pair.get(request.meets)
     if other is None:
-        pair.open = request
+        pair[request.meets] = request
         w.machine.version += 1
         return None
     if other.rank == request.rank:
         return Wait(
-            lambda: pair.open is not other,
+            lambda: pair.get(request.meets) is not other,
             lambda: f"an earlier tcgen05.{other.kind} of this CTA to meet its peer's",
         )
-    if (other.kind, other.columns, other.first) != (request.kind, request.columns, request.first):
+    if other.columns != request.columns:
         raise TensorMemoryError(
             f"tcgen05.{request.kind} of {request.columns} columns, but the CTA's peer executes "
             f"tcgen05.{other.kind} of {other.columns}"
@@ -92,7 +92,8 @@ def _meet(w: Any, request: Request) -> Any:
             ),
             lambda: f"tcgen05.alloc: {request.columns} free columns in both CTAs",
         )
-    other.place, pair.open = place, None
+    other.place = place
+    del pair[request.meets]
     w.machine.version += 1
     return place
 

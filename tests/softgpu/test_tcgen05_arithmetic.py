@@ -20,10 +20,10 @@ NAN = 0x7FFFFFFF
 
 
 def numbers(kind: str, shape: tuple[int, ...], rng: np.random.Generator, style: str) -> np.ndarray:
-    """float32 values of a format: all bit patterns, or normal ones with many zeros."""
+    """float32 values of a format: all bit patterns, or normal ones with few or many zeros."""
     dtype, raw, _ = FORMATS[kind]
-    if style == "normal":
-        x = rng.standard_normal(shape) * (rng.random(shape) < 0.7)
+    if style in ("normal", "sparse"):
+        x = rng.standard_normal(shape) * (rng.random(shape) < {"normal": 0.7, "sparse": 0.1}[style])
         return torch.from_numpy(x).to(dtype).float().numpy()
     bits = rng.integers(0, 1 << 8 * raw.itemsize, shape)
     codes = torch.from_numpy(bits.astype(np.uint8 if raw == torch.uint8 else np.int16))
@@ -69,7 +69,7 @@ def step(acc: float, a: list[float], b: list[float], kinds: tuple[str, str]) -> 
 ACCUMULATORS = [0.0, 1e-44, 1e-30, 1e-3, 1.0, 1e4, 1e9, 1e30, math.inf, math.nan]
 
 
-@pytest.mark.parametrize("style", ["any", "normal", "special"])
+@pytest.mark.parametrize("style", ["any", "normal", "sparse", "special"])
 @pytest.mark.parametrize(
     "kinds",
     [("e4m3", "e4m3"), ("e5m2", "e5m2"), ("e4m3", "e5m2"), ("e5m2", "e4m3"), ("f16", "f16"),

@@ -261,6 +261,15 @@ COMMITS = {  # T7
         "commit-tracks-nothing", f"{MMA} bar.sync 0; {GAP} {WAIT} {AFTER} {LD} {DONE_2} {END}",
         COMMIT, commit(by="%p53"), events=(MMA_T, COMMIT_T),
     ),
+    "hands on no store of its thread": Case(
+        "race", f"{MMA} @%p50 st.shared.b32 [%r1+128], 1; {COMMIT} {WAIT} {GAP}"
+        f"ld.shared.b32 %r10, [%r1+128]; {END}", "bar.sync 0;", events=("st.shared", "ld.shared"),
+    ),
+    "hands on what has been stored to tensor memory": Case(
+        "race", f"{ST_0} {GAP} {mma('%r40+16')} {COMMIT} {WAIT} {AFTER} {mma(by='%p53')}"
+        f"{commit('%r1+16', '%p53')} {wait('%r1+16')} {AFTER} {END}", "@%p51 " + WAIT_ST,
+        events=(ST_T, MMA_T),
+    ),
 }  # fmt: skip
 
 FENCES = {  # T8
@@ -376,6 +385,41 @@ def test_mixed_kinds_are_allowed_unless_asked_for() -> None:
 
 def test_one_batch_may_be_committed_twice() -> None:
     text = f"{MMA} {COMMIT} {commit('%r1+16')} {WAIT} {wait('%r1+16')} {AFTER} {LD} {END}"
+    Case("", GAP, "").run(text, Options(hazards="raise"))
+
+
+def test_a_phase_publishes_its_own_commit_and_no_later_one() -> None:
+    """Two commits on their way to one mbarrier; whoever saw only the first knows only its MMAs."""
+    late = Options(hazards="raise", asynchronous="late")
+    body = f"{MMA} {COMMIT} {ADD} {COMMIT} {WAIT} {GAP} {AFTER} {LD_0} {wait(parity='1')} {END}"
+    Case("", body, "").run(wait(parity="1"), late)
+    with pytest.raises(Hazard, match="read-before-complete"):
+        Case("", body, "").run("", late)
+
+
+@pytest.mark.parametrize(
+    "text",
+    {
+        "A, then D": f"{COPY_A} {TS} {mma(d='%r40+32')} {DONE}",
+        "A, then a copy": f"{COPY_A} {TS} {COPY_A} {DONE}",
+        "a copy, then A": f"{COPY_A} {TS} {DONE}",
+        "one accumulator": f"{MMA} {ADD} {mma(add='%p2', by='%p54')} {commit(by='%p54')} {DONE_2}"
+        f"{wait()}",
+        "a store, then a load and a store": f"{ST} {LD} {ST}",
+        "stores of the issuing warp": f"{ST_0} @%p51 {WAIT_ST} {MMA} {DONE}",
+    }.values(),
+)
+def test_what_needs_nothing_between(text: str) -> None:
+    """Implicit pipelines of one warp, and what a warp has waited for itself."""
+    for mode in ("early", "late"):
+        options = Options(hazards="raise", asynchronous=mode, rules=frozenset({"tcgen05-fence"}))
+        Case("", f"{GAP} {END}", "").run(text, options)
+
+
+def test_a_second_commit_beside_another_warps_mma() -> None:
+    other = mma("%r40+16", by="%p53")
+    text = f"{MMA} {COMMIT} {other} bar.sync 0; {commit('%r1+16')} bar.sync 0; {commit(by='%p53')}"
+    text += f"{wait(parity='1')} {AFTER} {END}"
     Case("", GAP, "").run(text, Options(hazards="raise"))
 
 
