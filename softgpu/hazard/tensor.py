@@ -106,15 +106,17 @@ class WarpTensor:
             by its side's fence::before_thread_sync, taken over by this lane's
             fence::after_thread_sync.
         loads, stores: number of the group that the next tcgen05.wait::ld or ::st completes.
+        allocations: number of the next allocation or deallocation.
     """
 
     def __init__(self, owner: WarpHazards, tensor: TensorHazards) -> None:
         self.owner, self.clock, self.tensor = owner, owner.clock, tensor
         self.columns, self.shadow, self.report = tensor.columns, tensor.shadow, tensor.report
         self.usable: Ints = np.zeros((32, self.columns.agents + 1), np.int32)
-        self.loads = self.stores = 1
-        self._load = self.columns.load(owner.index)
-        self._store = self.columns.store(owner.index)
+        self.loads = self.stores = self.allocations = 1
+        self._load, self._store, self._alloc = (
+            self.columns.of_warp(kind, owner.index) for kind in TensorColumns.OF_WARP
+        )
         first = self.columns.first
         self._agents = slice(first, first + self.columns.agents + 1)
         self._told: set[tuple[int, int]] = set()
@@ -205,7 +207,10 @@ class WarpTensor:
         """The warp as one that allocates or frees, now."""
         known = self.clock.least()[0][self._agents]
         usable = self.usable.min(0) if FENCE in self.tensor.rules else known
-        return Ticket(self.owner.agents["collective"], self.clock.time, known, usable)
+        component, number = self.columns.first + self._alloc, self.allocations
+        self.clock.learn(True, component, number)
+        self.allocations += 1
+        return Ticket(component, number, known, usable)
 
     def allocated(self, rank: int, first: int, columns: int, *peer: Ticket) -> None:
         """The warp has been given columns of CTA ``rank``; ``peer``: with a warp of the peer."""

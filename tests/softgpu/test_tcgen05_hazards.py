@@ -416,6 +416,12 @@ def test_what_needs_nothing_between(text: str) -> None:
         Case("", f"{GAP} {END}", "").run(text, options)
 
 
+def test_a_commit_hands_on_that_columns_are_allocated() -> None:
+    text = f"{HEAD} bar.sync 0; {ALLOC} mov.b32 %r40, 0; {MMA} {DONE} {LD} {END}"
+    for seed in (None, 1, 2):
+        Case("", GAP, "", head="").run(text, Options(hazards="raise", seed=seed))
+
+
 def test_a_second_commit_beside_another_warps_mma() -> None:
     other = mma("%r40+16", by="%p53")
     text = f"{MMA} {COMMIT} {other} bar.sync 0; {commit('%r1+16')} bar.sync 0; {commit(by='%p53')}"
