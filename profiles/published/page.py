@@ -36,7 +36,7 @@ it would order. What is reported otherwise:
 * **A race of NVIDIA's mla_decode examples**, found first by a wrong result: the two warps that
   share a row exchange its maximum through shared memory with one barrier, so a warp may store the
   next tile's maximum before its partner has read this tile's. On the GPU the warps run abreast.
-  Here a warp may run 512 instructions ahead, and from three tiles on some rows are off by up to
+  Here a warp may run 512 instructions ahead, and from two tiles on some rows are off by up to
   27 %. Unmodified, the examples pass with warps in turns of 32 instructions; with the same barrier
   once more before the store (rows `_long`) they pass under every schedule.
 * `overwrite-in-use` and `early-dealloc` at `tcgen05.ld`: NVIDIA's examples have no
@@ -44,7 +44,7 @@ it would order. What is reported otherwise:
   asks for the wait before the columns are overwritten; the hardware has delivered the registers.
 * `early-dealloc` and `race` in fmha_bwd: the warp that frees the columns waits for its own
   warpgroup only, while other warps still load the last dQ; with warps far apart softgpu refuses
-  the load. Known, harmless on the GPU, so it runs in turns too.
+  the load, so it runs in turns too.
 * `exit-in-flight`, `exited-block` in the multicast examples: a CTA's last multicast commit arrives
   at CTAs that may have ended.
 * `global-race`: several warps or lanes store the same value to the same place (LSE; a TMA store

@@ -273,7 +273,7 @@ PROGRAMS: dict[str, Program] = {
         Program(
             "mla_decode_fp8", "cutlass", _MLA.format("fp8"), lambda m: _mla(m, 500),
             "128 heads, up to 500 tokens, 2 splits, pages of 128",
-            "layouts A and B, MN-major V, pair TMA, multicast commit",
+            "layout B, MN-major V, pair TMA, multicast commit",
             (roundings(E4M3, E4M3), _LSE), turns=32,
         ),
         Program(

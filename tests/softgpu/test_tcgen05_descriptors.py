@@ -53,7 +53,7 @@ def canonical(
     return at2((2, (8, many)), (lbo, (1, sbo)), inner, outer)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     layout=st.sampled_from([0, 2, 4, 6]), mn=st.booleans(), element=st.sampled_from([1, 2]),
     groups=st.integers(1, 16), start=st.integers(0, 63), lbo=st.integers(0, 1 << 10),
@@ -73,7 +73,7 @@ def test_a_descriptor_names_the_bytes_of_the_canonical_layout(
     np.testing.assert_array_equal(got, swizzled(CHUNK * where, bits) // CHUNK)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     kind=st.sampled_from(["e4m3", "e5m2", "f16", "bf16"]), form=st.sampled_from(["1", "2", "ws"]),
     m=st.sampled_from([32, 64, 128, 256]), n=st.integers(1, 32), a_mn=st.booleans(),
