@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,12 @@ it would order. What is reported otherwise:
   that the whole warp executes).
 """
 
-REST = """## Other evidence
+REST = """## Can these programs fail?
+
+With the lane halves of layouts B and E swapped in softgpu, tokenspeed_m64 and tokenspeed_m128 fail;
+with leading and stride offsets of MN-major operands swapped, 1cta_mma_mn_major and dense_gemm_fp8.
+
+## Other evidence
 
 * *Layouts of D and A*, all 105 legal shapes: CUTLASS's fragments as shape:stride and TVM's datapath
   table agree with softgpu; executed for 8 shapes, and for `.ws` with other rows of A in each group
@@ -131,5 +137,9 @@ def write() -> None:
         else:
             lines.append(f"| {program.name} | {program.shapes} | | | not run | | | | |")
     lines += ["", FINDINGS, REST]
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
+    ).stdout.strip()
+    lines.append(f"The page was written at commit {commit}.")
     PAGE.write_text("\n".join(lines).rstrip() + "\n")
     print(PAGE)
