@@ -76,6 +76,8 @@ class LoadedKernel:
         options: execution options; may be replaced between calls, see also ``using``.
         last_stats: counts of the last call, one entry a launch.
         extra_buffers: tensors the kernel may touch besides its arguments.
+        fp8_as_bytes: float8 tensors cross the ABI as uint8; False for a function that declares
+            them as float8.
     """
 
     def __init__(
@@ -97,6 +99,7 @@ class LoadedKernel:
         self.last_stats: list[Stats] = []
         self.launches: list[Launch] = []
         self.extra_buffers: list[Any] = []
+        self.fp8_as_bytes = True
 
     @property
     def entry(self) -> str:
@@ -156,7 +159,7 @@ class LoadedKernel:
                     label = f"{name} {str(a.dtype).removeprefix('torch.')}{list(a.shape)}"
                     _check_storage(label, a)
                     self._memory.add(label, a.data_ptr(), _span(a))
-                    a = as_cuda(_bytes_of_fp8(a))
+                    a = as_cuda(_bytes_of_fp8(a) if self.fp8_as_bytes else a)
                 values.append(a)
             for i, t in enumerate(self.extra_buffers):
                 self._memory.add(f"extra buffer {i} {list(t.shape)}", t.data_ptr(), _span(t))

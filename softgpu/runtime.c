@@ -165,7 +165,50 @@ HIDDEN int _cudaLaunchKernel(void *kernel, unsigned gx, unsigned gy, unsigned gz
   return _cudaLaunchKernelEx(&c, kernel, args);
 }
 
+/* ---- tensor maps ----------------------------------------------------------------------------- */
+/* CUtensorMapDataType -> the map's element type; -1 where that is not known. */
+static const signed char element_code[13] = {0, 1, 2, 3, -1, -1, 6, 7, -1, 10, -1, -1, -1};
+
+/* The tiled format that ops/tma.py decodes: strides in 16 bytes, extents and boxes less one. */
+HIDDEN int _cuTensorMapEncodeTiled(uint64_t map[16], int type, unsigned rank, uint64_t address,
+                                   const uint64_t *extent, const uint64_t *stride,
+                                   const uint32_t *box, const uint32_t *element_stride,
+                                   int interleave, int swizzle, int promotion, int fill) {
+  uint64_t e[5] = {0}, s[4] = {0}, b[5] = {0};
+  unsigned i;
+  (void)promotion; (void)fill;
+  if (type < 0 || type > 12 || element_code[type] < 0 || rank < 1 || rank > 5 || interleave ||
+      swizzle < 0 || swizzle > 3 || address % 16)
+    return ERR_INVALID_VALUE;
+  for (i = 0; i < rank; ++i) {
+    if (!extent[i] || extent[i] > 1ull << 32 || !box[i] || box[i] > 256 || element_stride[i] != 1)
+      return ERR_INVALID_VALUE;
+    e[i] = extent[i] - 1;
+    b[i] = box[i] - 1;
+    if (i + 1 == rank) break;
+    if (stride[i] % 16 || stride[i] >= 1ull << 36) return ERR_INVALID_VALUE;
+    s[i] = stride[i] / 16;
+  }
+  memset(map, 0, 128);
+  map[0] = address;
+  map[1] = 2 | (uint64_t)(rank - 1) << 4 | (uint64_t)element_code[type] << 7 |
+           (uint64_t)swizzle << 13 | 1 << 18 | s[0] << 32;
+  map[2] = s[1] | s[2] << 32;
+  map[3] = s[3];
+  map[4] = e[0] | e[1] << 32;
+  map[5] = e[2] | e[3] << 32;
+  map[6] = e[4] | b[0] << 56;
+  map[7] = b[1] | b[2] << 8 | b[3] << 16 | b[4] << 24;
+  return OK;
+}
+
 /* ---- errors ---------------------------------------------------------------------------------- */
+HIDDEN void cuda_dialect_assert_success(int code) {
+  if (!code) return;
+  fprintf(stderr, "softgpu: a CUDA call of the host code failed with error %d\n", code);
+  abort();
+}
+
 /* Called by the object when a launch failed; `raise` is TVMFFIErrorSetRaisedFromCStrParts. */
 HIDDEN void CuteDSLRT_TVMFFISetRaisedCudaError(
     void (*raise)(const char *kind, const char **parts, int32_t count), int code) {

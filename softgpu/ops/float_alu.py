@@ -8,6 +8,7 @@ gives.  NaN results of f32 arithmetic are 0x7fffffff.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -117,25 +118,26 @@ def _finish(r: Any, ftz: bool, sat: bool) -> Any:
     return r
 
 
-def _directed(name: str, rounding: str, d: int, a: int, b: int, ftz: bool, sat: bool) -> Handler:
-    """rz / rm / rp: the float64 result of one f32 operation, odd where it is inexact."""
+def _rounded(name: str, rounding: str, x: Any, y: Any) -> Any:
+    """One f32 add, sub or mul by rz, rm or rp: the float64 result, odd where it is inexact."""
+    x, y = x.astype(f64), y.astype(f64)
+    if name == "mul":
+        return floats.directed(x * y, rounding)
+    if name == "sub":
+        y = -y
+    s = x + y
+    t = s - x
+    error = (x - (s - t)) + (y - t)
+    s = floats.to_odd(s, error)  # an even s may be an f32 itself, an odd one never is
+    if rounding == "rm":  # x - x is -0, but +0 + +0 is +0
+        s = np.where((s == 0) & (np.signbit(x) | np.signbit(y)), -0.0, s)
+    return floats.directed(s, rounding)
 
+
+def _directed(name: str, rounding: str, d: int, a: int, b: int, ftz: bool, sat: bool) -> Handler:
     def compute(v: Any) -> Any:
-        x, y = v[a].astype(f64), v[b].astype(f64)
-        if ftz:
-            x, y = floats.flush(v[a]).astype(f64), floats.flush(v[b]).astype(f64)
-        if name == "mul":
-            s = x * y
-        else:
-            if name == "sub":
-                y = -y
-            s = x + y
-            t = s - x
-            error = (x - (s - t)) + (y - t)
-            s = floats.to_odd(s, error)  # an even s may be an f32 itself, an odd one never is
-            if rounding == "rm":  # x - x is -0, but +0 + +0 is +0
-                s = np.where((s == 0) & (np.signbit(x) | np.signbit(y)), -0.0, s)
-        return _finish(floats.directed(s, rounding), ftz, sat)
+        x, y = (floats.flush(v[i]) if ftz else v[i] for i in (a, b))
+        return _finish(_rounded(name, rounding, x, y), ftz, sat)
 
     return write(d, compute)
 
@@ -187,13 +189,17 @@ def _pair(ins: Instr, k: Decoder) -> Handler:
     """add / mul / fma .f32x2 (sm_100): two f32 in one 64-bit register."""
     mods = Mods(ins)
     mods.left.remove("f32x2")
-    mods.take("rn")
+    rounding = mods.take("rn", "rz", "rm", "rp") or "rn"
     ftz = mods.flag("ftz")
     mods.done()
     name = ins.parts[0]
     function: Any = {
         "add": np.add, "sub": np.subtract, "mul": np.multiply, "fma": floats.fma32,
     }[name]  # fmt: skip
+    if rounding != "rn":
+        if name == "fma":
+            raise unmodelled(ins, "rounding of fma")
+        function = partial(_rounded, name, rounding)
     d = [k.dst(ins.args[0], f32, p) for p in (0, 1)]
     sources = [[k.src(x, f32, p) for x in ins.args[1:]] for p in (0, 1)]
 

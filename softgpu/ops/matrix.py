@@ -1,4 +1,7 @@
-"""ldmatrix, stmatrix, movmatrix: PTX ISA 9.7.14.5.15-17 (8x8 matrices of 16-bit elements)."""
+"""ldmatrix, stmatrix, movmatrix: PTX ISA 9.7.14.5.15-17 (8x8 matrices of 16-bit elements).
+
+stmatrix also stores 16x8 matrices of bytes, transposed (sm_100a).
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,13 @@ from .common import whole_warp
 from .load_store import address
 
 
-def _modifiers(ins: Instr) -> tuple[int, bool]:
+def _modifiers(ins: Instr, byte: bool = False) -> tuple[int, bool]:
     mods = Mods(ins)
-    if mods.type() != "b16":
+    if mods.type() != ("b8" if byte else "b16"):
         raise unmodelled(ins, "element type")
     mods.flag("sync")
     mods.flag("aligned")
-    if not mods.flag("m8n8"):
+    if not mods.flag("m16n8" if byte else "m8n8"):
         raise unmodelled(ins, "shape")
     count = mods.take("x1", "x2", "x4")
     trans = mods.flag("trans")
@@ -57,7 +60,14 @@ def ldmatrix(ins: Instr, k: Decoder) -> Handler:
 
 @op("stmatrix")
 def stmatrix(ins: Instr, k: Decoder) -> Handler:
-    n, trans = _modifiers(ins)
+    """Lane l names row l % 8 of matrix l / 8.  Of bytes, a matrix is 8 rows of 16 once transposed:
+
+    byte b of lane l's register goes to row 2 (l % 4) + b % 2, place l / 4 + 8 (b / 2).
+    """
+    byte = "m16n8" in ins.parts
+    n, trans = _modifiers(ins, byte)
+    if byte and not (trans and k.architecture >= 100):
+        raise unmodelled(ins, "m16n8 without .trans, or before sm_100a")
     s = [k.src(x, "u32") for x in k.items(ins.args[1])]
     where = address(k, ins.args[0], "shared")
     rows = 8 * n
@@ -68,8 +78,12 @@ def stmatrix(ins: Instr, k: Decoder) -> Handler:
         v = w.v
         a = where(v)[:rows]
         w.shared.check(a, 16, w.block.rank, "stmatrix", 16)
-        data = np.stack([v[i] for i in s]).view(np.uint16).reshape(n, 8, 8)
-        if trans:
+        held = np.stack([v[i] for i in s])
+        if byte:  # (matrix, place % 8, row / 2, place / 8, row % 2)
+            parts = held.view(np.uint8).reshape(n, 8, 4, 2, 2).transpose(0, 2, 4, 3, 1)
+            held = np.ascontiguousarray(parts)
+        data = held.view(np.uint16).reshape(n, 8, 8)
+        if trans and not byte:
             data = data.transpose(0, 2, 1)
         w.shared.view(np.uint16, 8)[a >> np.uint32(4)] = data.reshape(rows, 8)
         if w.hazard is not None:

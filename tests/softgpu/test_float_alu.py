@@ -219,6 +219,23 @@ def test_double_precision_and_pairs() -> None:
         assert got_.view(np.float32).tolist() == list(want)
 
 
+@covers("add", "mul")
+def test_pairs_round_as_their_halves_do() -> None:
+    """.f32x2 with a rounding of its own, half by half against the same instruction on f32."""
+    rng = np.random.default_rng(2)
+    f = (rng.normal(size=(2, 64)) * np.exp2(rng.integers(-20, 20, (2, 64)))).astype(np.float32)
+    f[:, :4] = [[1, -1, 0, -0.0], [-1, 1, -0.0, 0]]
+    x, y = (np.ascontiguousarray(v).view(np.uint64) for v in f)
+    names = [f"{name}.{mode}" for name in ("add", "mul") for mode in ("rz", "rm", "rp")]
+    two = evaluate([(f"{name}.f32x2", np.uint64, "a, b") for name in names], a=x, b=y)
+    cases = [(f"{name}.f32", np.float32, "a, b") for name in names]
+    low, high = (evaluate(cases, a=f[0, i::2], b=f[1, i::2]) for i in (0, 1))
+    for name, got, even, odd in zip(names, two, low, high, strict=True):
+        want = np.stack([even, odd], 1).reshape(-1).view(np.uint64)
+        np.testing.assert_array_equal(got, want, name)
+    assert (two[0] != two[1]).any() and (two[1] != two[2]).any()
+
+
 @covers("sqrt", "rsqrt", "rcp", "ex2", "lg2", "sin", "cos", "tanh", "div")
 @FEW
 @given(seed=st.integers(0, 2**32))

@@ -1,4 +1,4 @@
-"""Software GPU: what runtime.c says to an object when a CUDA call fails."""
+"""Software GPU: what runtime.c answers to an object: errors, tensor maps."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from softgpu import runtime
+from softgpu.ops.tma import decode_map
 
 # The two ways an exported object meets an error: its kernels cannot be loaded, a launch failed.
 SOURCE = r"""
@@ -32,6 +33,20 @@ static int start(int (*init)(void **), int (*load)(void **, int)) {
 EXPORT(unreadable) { return start(broken, 0); }
 EXPORT(unloadable) { return start(fine, no_device); }
 EXPORT(loadable) { return start(fine, 0); }
+
+/* Encodes the map that `wanted` describes into it, and leaves the driver's code there. */
+struct { uint64_t map[16], address, extent[5], stride[4]; uint32_t box[5], step[5];
+         int type, rank, interleave, swizzle, code; } *wanted;
+extern int _cuTensorMapEncodeTiled(uint64_t *, int, unsigned, uint64_t, const uint64_t *,
+                                   const uint64_t *, const uint32_t *, const uint32_t *, int, int,
+                                   int, int);
+EXPORT(encode) {
+  wanted = *(void **)((const char *)args + 8); /* TVMFFIAny: type, padding, value */
+  wanted->code = _cuTensorMapEncodeTiled(
+      wanted->map, wanted->type, wanted->rank, wanted->address, wanted->extent, wanted->stride,
+      wanted->box, wanted->step, wanted->interleave, wanted->swizzle, 0, 0);
+  return 0;
+}
 EXPORT(failing) {
   CuteDSLRT_TVMFFISetRaisedCudaError(TVMFFIErrorSetRaisedFromCStrParts, 700);
   return -1;
@@ -78,3 +93,45 @@ def test_launch_structure_matches_the_c_one() -> None:
     text += f'{ctypes.sizeof(runtime._Launch)}, "size");\n'
     command = [runtime._compiler(), "-fsyntax-only", "-x", "c", "-"]
     subprocess.run(command, input=text, text=True, check=True)
+
+
+class _Wanted(ctypes.Structure):
+    _fields_ = (
+        ("map", ctypes.c_uint64 * 16), ("address", ctypes.c_uint64),
+        ("extent", ctypes.c_uint64 * 5), ("stride", ctypes.c_uint64 * 4),
+        ("box", ctypes.c_uint32 * 5), ("step", ctypes.c_uint32 * 5),
+        *((name, ctypes.c_int) for name in ("type", "rank", "interleave", "swizzle", "code")),
+    )  # fmt: skip
+
+
+def encode(host: runtime.HostModule, **fields: object) -> _Wanted:
+    """Runs the driver's encoder of tensor maps; by default of a valid map."""
+    wanted = _Wanted(
+        address=0x7F0000001230, extent=(640, 70, 3, 1 << 32, 5), stride=(1280, 89600, 1 << 30,
+        (1 << 36) - 16), box=(64, 7, 1, 256, 2), step=(1,) * 5, type=6, rank=5, swizzle=3,
+    )  # fmt: skip
+    for name, value in fields.items():
+        setattr(wanted, name, value)
+    host.call("encode", ctypes.c_void_p(ctypes.addressof(wanted)))
+    return wanted
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3, 5])
+def test_tensor_maps_are_encoded_as_they_are_decoded(host: runtime.HostModule, rank: int) -> None:
+    for code, element in ((0, 1), (1, 2), (2, 4), (6, 2), (7, 4), (9, 2)):  # CUtensorMapDataType
+        wanted = encode(host, rank=rank, type=code, swizzle=rank % 4)
+        assert wanted.code == 0
+        found = decode_map(bytes(wanted.map))
+        assert (found.address, found.rank, found.element) == (wanted.address, rank, element)
+        assert found.extent == tuple(wanted.extent[:rank]) and found.swizzle == rank % 4
+        assert found.stride == tuple(wanted.stride[: rank - 1])
+        assert found.box == tuple(wanted.box[:rank])
+
+
+@pytest.mark.parametrize("wrong", [
+    {"address": 8}, {"rank": 6}, {"rank": 0}, {"type": 8}, {"swizzle": 4}, {"interleave": 1},
+    {"stride": (8, 16, 16, 16)}, {"box": (257, 1, 1, 1, 1)}, {"extent": (0, 1, 1, 1, 1)},
+    {"step": (2, 1, 1, 1, 1)},
+], ids=str)  # fmt: skip
+def test_tensor_maps_that_the_driver_refuses(host: runtime.HostModule, wrong: dict) -> None:
+    assert encode(host, **wrong).code == 1

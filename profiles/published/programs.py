@@ -1,0 +1,335 @@
+"""The published programs: where each lies under ``--from``, what to call, how far off it may be.
+
+The bound on the relative L2 error is derived from the roundings on the way to a result: a number
+rounded to f fraction bits is off by at most 2^-f / sqrt(12) of itself in the mean square, and
+independent roundings add in squares.  Sums of small integers are exact: bound 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+E4M3, BF16, F16 = 3, 7, 10  # fraction bits
+
+_PRIMITIVES = "examples/python/CuTeDSL/experimental/primitives/tcgen05"
+_KERNELS = "examples/python/CuTeDSL/cute/blackwell/kernel"
+
+
+def roundings(*bits: int) -> float:
+    """The bound for results that were rounded to each of these fraction bits once."""
+    return math.sqrt(sum(4.0**-f for f in bits) / 12)
+
+
+def steps(count: int) -> float:
+    """The bound for float32 sums that are cut toward zero after each of ``count`` MMAs."""
+    return count * 2.0**-23
+
+
+@dataclass(frozen=True)
+class Program:
+    """One published program.
+
+    Attributes:
+        name: as on the command line and the page.
+        source: key of ``SOURCES``.
+        path: of the module, in the source's folder.
+        call: runs it, given the module.
+        shapes: of the problem.
+        shows: what of tcgen05 it exercises.
+        bounds: greatest relative L2 error of each comparison, in order; the last one repeats.
+        atomics: results depend on the order of additions, so schedules may differ in bits.
+        hazards: whether it runs with the hazard check.
+        turns: warps take turns of so many instructions, as they do on a GPU, and no random
+            schedule is run: for a program with a race of its own that only a schedule far from
+            that shows.  0: the software GPU's own schedules.
+        packages: (name, folder) of packages whose ``__init__`` is left out; no folder: a module
+            of which nothing is needed but decorators.
+        edit: a pattern and its replacement, for a program that does not run as it was published.
+    """
+
+    name: str
+    source: str
+    path: str
+    call: Callable[[Any], None]
+    shapes: str
+    shows: str
+    bounds: tuple[float, ...] = (0.0,)
+    atomics: bool = False
+    hazards: bool = True
+    turns: int = 0
+    packages: tuple[tuple[str, str], ...] = ()
+    edit: tuple[str, str] | None = None
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where programs come from: folder under ``--from``, whose it is, version, licence."""
+
+    folder: str
+    title: str
+    version: str
+    licence: str
+
+
+SOURCES = {
+    "cutlass": Source("cutlass", "NVIDIA/cutlass", "commit 7107b055 (2026-08-20)", "BSD-3-Clause"),
+    "tokenspeed": Source("tokenspeed", "tokenspeed-mla (PyPI)", "2.0.4", "MIT"),
+    "flashinfer": Source("flashinfer", "flashinfer-python (PyPI)", "0.7.2.post1", "Apache-2.0"),
+}
+
+
+def _primitive(
+    name: str, shapes: str, shows: str, call: Callable[[Any], None], *bounds: float
+) -> Program:
+    path = f"{_PRIMITIVES}/{name}.py"
+    return Program(name, "cutlass", path, call, shapes, shows, bounds or (0.0,))
+
+
+def _verify(module: Any) -> None:
+    module.verify()
+
+
+def _basic(module: Any) -> None:
+    module.verify()
+    module.verify(MMA_SHAPE=(64, 64, 64))
+    module.verify(SCALE_D=4)
+    module.verify(WDMASK=1)
+    module.verify(COLLECTOR=2, MMA_SHAPE=(128, 128, 64))
+
+
+def _pipeline(module: Any) -> None:
+    module.verify(num_k_tiles=4)
+
+
+def _transpose(module: Any) -> None:
+    for dtype in module._DTYPE_BY_NAME.values():
+        module.verify(OUT_DTYPE=dtype)
+
+
+def _clusters(module: Any) -> None:
+    module.verify((256, 128, 128), CLUSTER_SHAPE=(2, 1), CLUSTER_TILE=(256, 128))
+    module.verify(
+        (256, 128, 128), CLUSTER_SHAPE=(2, 2), CLUSTER_TILE=(256, 128), GROUP_TILE=(256, 64)
+    )
+    module.verify(
+        (128, 256, 128), USE_2CTA_GROUP=False, CLUSTER_SHAPE=(1, 2), CLUSTER_TILE=(128, 256)
+    )
+
+
+def _mla(module: Any, tokens: int) -> None:
+    import cutlass
+
+    fp8 = module.__file__.endswith("fp8.py")
+    kind = cutlass.Float8E4M3FN if fp8 else cutlass.Float16
+    module.run(
+        1, 1, tokens, 128, 512, 64, kind, kind, cutlass.Float32, cutlass.Float32, (128, 128),
+        (128, 256), 2, False, True, False, 128 if fp8 else 64, 0.0416, 1.0, 0.0, 1e-2, 0, 1,
+        False, False,
+    )  # fmt: skip
+
+
+def _fmha(module: Any, kind: str, d: int, d_v: int, causal: bool) -> None:
+    import cutlass
+
+    one = {"bf16": cutlass.BFloat16, "fp8": cutlass.Float8E4M3FN}[kind]
+    module.run(
+        (1, 256, 1, d), (1, 256, 1, d), one, one, cutlass.BFloat16, cutlass.Float32,
+        cutlass.Float32, (128, 128), False, False, False, causal, False, True, (-1, -1),
+        1.0, 1.0, 1.0, 1.0, 0.0, None, 1e-1, 0, 1, False,
+    )  # fmt: skip
+
+
+def _gemm(module: Any, fp8: bool) -> None:
+    import cutlass
+
+    kind = cutlass.Float8E4M3FN if fp8 else cutlass.BFloat16
+    module.run(
+        (256, 128, 256, 1), kind, cutlass.BFloat16, cutlass.Float32, "k", "n" if fp8 else "k", "n",
+        mma_tiler_mn=(256, 128), cluster_shape_mn=(2, 1), use_2cta_instrs=True,
+    )  # fmt: skip
+
+
+def _fmha_bwd(module: Any) -> None:
+    """Its own check holds max differences against torch's in bf16; ours takes the relative L2."""
+    import cutlass
+    import torch
+
+    real, references = module.fmha_bwd_reference, []
+
+    def observed(*args: Any, **named: Any) -> Any:
+        references.append(real(*args, **named))
+        return references[-1]
+
+    module.fmha_bwd_reference = observed
+    module.run(
+        256, 256, 1, 1, 128, 1, True, False, cutlass.BFloat16, cutlass.Float32, (128, 128), 0.0,
+        (-1, -1), 0, 1, False,
+    )  # fmt: skip
+    dq, dk, dv = (module.cute.compile.kernels[-1].tensors[i] for i in (4, 5, 6))
+    for got, expected in zip((dv, dk, dq), references[0], strict=True):
+        torch.testing.assert_close(got.float(), expected.float(), rtol=1.0, atol=1.0)
+
+
+def _tokenspeed(module: Any, heads: int, queries: int) -> None:
+    """Random FP8 queries and cache, ragged lengths; the reference is float64."""
+    import torch
+
+    torch.manual_seed(1)
+    lengths = torch.tensor([300, 65], dtype=torch.int32)
+    pages, page = 8, 64
+    fp8 = torch.float8_e4m3fn
+    query = torch.randn(2, queries, heads, 576).to(fp8)
+    cache = torch.randn(2 * pages, page, 576).to(fp8)
+    table = torch.randperm(2 * pages).reshape(2, pages).to(torch.int32)
+    workspace = torch.zeros(32 << 20, dtype=torch.int8)
+    scale = 192**-0.5
+    out, lse = module.tokenspeed_mla_decode(
+        query, cache, workspace, 512, 64, table, lengths, int(lengths.max()), scale,
+        causal_mask=queries > 1, return_lse=True,
+    )  # fmt: skip
+    for i, n in enumerate(lengths.tolist()):
+        joint = cache[table[i].long()].reshape(-1, 576)[:n].double()
+        score = query[i].double() @ joint.T * scale  # (queries, heads, n)
+        for j in range(queries):
+            score[j, :, n - queries + 1 + j :] = -math.inf
+        expected = torch.softmax(score, -1) @ joint[:, :512]
+        want_lse = torch.logsumexp(score, -1) / math.log(2)
+        torch.testing.assert_close(out[i].double(), expected, rtol=0.1, atol=0.1)
+        torch.testing.assert_close(lse[i].double(), want_lse, rtol=1e-5, atol=1e-5)
+
+
+def _flashinfer(module: Any) -> None:
+    """Sizes for which its heuristics choose the tile of 64 queries and 256 keys."""
+    import torch
+
+    torch.manual_seed(1)
+    batch, queries, heads, d, page, pages = 40, 8, 16, 128, 32, 16
+    query = torch.randn(batch, queries, heads, d).bfloat16()
+    cache = torch.randn(64, 2, 1, page, d).bfloat16()
+    table = torch.randint(64, (batch, pages), dtype=torch.int32)
+    lengths = torch.randint(queries, page * pages + 1, (batch,), dtype=torch.int32)
+    lengths[0], lengths[1] = page * pages, queries
+    out = module.batch_decode_with_paged_kv_cache(
+        query, cache, table, lengths, seq_len_q=queries, mask_type="causal"
+    )
+    expected = torch.zeros(out.shape, dtype=torch.float64)
+    for i, n in enumerate(lengths.tolist()):
+        k, v = (cache[table[i].long(), x, 0].reshape(-1, d)[:n].double() for x in (0, 1))
+        score = query[i].double() @ k.T * d**-0.5
+        for j in range(queries):
+            score[j, :, n - queries + 1 + j :] = -math.inf
+        expected[i] = torch.softmax(score, -1) @ v
+    torch.testing.assert_close(out.double(), expected, rtol=0.02, atol=0.02)
+
+
+_MLA = f"{_KERNELS}/attention/mla/mla_decode_{{}}.py"
+# Behind the barrier each warp reads its partner's row maximum; nothing keeps the partner from
+# storing the next tile's before.  The edit puts the same barrier before the store, too.
+_SECOND_BARRIER = (
+    r"^( *)(\w+\.smem_exchange\[tidx\] = row_max_new)$",
+    r"\1self.softmax_exchange_sync_bar.wait()\n\1\2",
+)
+_FLASHINFER = (
+    ("flashinfer", "flashinfer"), ("flashinfer.attention", "flashinfer/attention"),
+    ("flashinfer.attention.prims_ts", "flashinfer/attention/prims_ts"),
+    ("flashinfer.cute_dsl", "flashinfer/cute_dsl"), ("flashinfer.api_logging", ""),
+    ("flashinfer.trace", ""), ("flashinfer.trace.templates", ""),
+    ("flashinfer.trace.templates.attention", ""), ("flashinfer.utils", ""),
+)  # fmt: skip
+_LSE = 1e-5  # logarithms of float32 sums of a few hundred terms
+
+PROGRAMS: dict[str, Program] = {
+    p.name: p
+    for p in (
+        _primitive(
+            "1cta_mma_basic", "128x128x64; 64x64x64; scale-d 4; mask; collector",
+            "layouts D and F, scale-input-d, lane mask, collector hints", _basic,
+            0.0, 0.0, roundings(F16), 0.0, 0.0,
+        ),
+        _primitive("1cta_mma_mn_major", "128x128x128", "MN-major A and B, layout D", _verify),
+        _primitive(
+            "1cta_mma_pipeline", "4 tiles of K", "stages handed back by tcgen05.commit", _pipeline,
+            steps(16),
+        ),
+        _primitive("2cta_mma_basic", "256x256x64", "layout A, pair TMA, pair alloc", _verify),
+        _primitive("2cta_mma_tma_store", "256x256x64", "layout A, TMA store", _verify),
+        _primitive(
+            "clusterMxN_2cta_mma", "256x128x128 in 2x1 and 2x2; 128x256x128 without pairs",
+            "layout A in several pairs of a cluster, commit to a pair", _clusters,
+        ),
+        _primitive(
+            "mcast_clusterMxN_1cta_mma", "default", "TMA multicast, multicast commit", _verify
+        ),
+        _primitive(
+            "mcast_clusterMxN_2cta_mma", "default",
+            "layout A, pair TMA with multicast, multicast commit", _verify,
+        ),
+        _primitive(
+            "tmem_ld_to_stmatrix_transpose", "every dtype", "16x256b ld, stmatrix", _transpose
+        ),
+        Program(
+            "mla_decode_fp8", "cutlass", _MLA.format("fp8"), lambda m: _mla(m, 500),
+            "128 heads, up to 500 tokens, 2 splits, pages of 128",
+            "layout B, MN-major V, pair TMA, multicast commit",
+            (roundings(E4M3, E4M3), _LSE), turns=32,
+        ),
+        Program(
+            "mla_decode_fp8_long", "cutlass", _MLA.format("fp8"), lambda m: _mla(m, 1150),
+            "128 heads, up to 1150 tokens, 2 splits, with the barrier that it lacks (see hazards)",
+            "as mla_decode_fp8, 4 or 5 tiles a split", (roundings(E4M3, E4M3), _LSE),
+            edit=_SECOND_BARRIER,
+        ),
+        Program(
+            "mla_decode_fp16", "cutlass", _MLA.format("fp16"), lambda m: _mla(m, 500),
+            "as mla_decode_fp8 in f16, pages of 64", "layout B in kind::f16, MN-major V",
+            (roundings(F16, F16), _LSE), turns=32,
+        ),
+        Program(
+            "mla_decode_fp16_long", "cutlass", _MLA.format("fp16"), lambda m: _mla(m, 1150),
+            "as mla_decode_fp8_long in f16, pages of 64", "as mla_decode_fp16, more tiles",
+            (roundings(F16, F16), _LSE), edit=_SECOND_BARRIER,
+        ),
+        Program(
+            "fmha_bf16", "cutlass", f"{_KERNELS}/attention/fmha/fmha.py",
+            lambda m: _fmha(m, "bf16", 128, 128, True), "256 x 256, d 128, causal",
+            "TS with P over S, layout D", (roundings(BF16, BF16), _LSE),
+        ),
+        Program(
+            "fmha_fp8", "cutlass", f"{_KERNELS}/attention/fmha/fmha.py",
+            lambda m: _fmha(m, "fp8", 128, 128, True), "256 x 256, d 128, causal",
+            "TS of e4m3, MN-major V", (roundings(E4M3, BF16), _LSE),
+        ),
+        Program(
+            "dense_gemm_bf16", "cutlass", f"{_KERNELS}/dense_gemm/dense_gemm.py",
+            lambda m: _gemm(m, False), "256x128x256", "layout A, TMA store",
+        ),
+        Program(
+            "dense_gemm_fp8", "cutlass", f"{_KERNELS}/dense_gemm/dense_gemm.py",
+            lambda m: _gemm(m, True), "256x128x256, B N-major", "layout A, 8-bit MN-major B",
+        ),
+        Program(
+            "fmha_bwd", "cutlass", f"{_KERNELS}/attention/fmha/fmha_bwd.py", _fmha_bwd,
+            "256 x 256, d 128, causal, bf16", "five MMAs, TS, MN-major A and B, reduce by TMA",
+            (roundings(BF16, BF16, BF16),), atomics=True, turns=32,
+        ),
+        Program(
+            "tokenspeed_m64", "tokenspeed", "tokenspeed_mla/mla_decode.py",
+            lambda m: _tokenspeed(m, 16, 1), "2 x 16 heads, 300 and 65 tokens",
+            ".ws M = 64: layout E, MN-major V", (roundings(E4M3, BF16), _LSE),
+        ),
+        Program(
+            "tokenspeed_m128", "tokenspeed", "tokenspeed_mla/mla_decode.py",
+            lambda m: _tokenspeed(m, 32, 4), "2 x 4 x 32 heads, 300 and 65 tokens, causal",
+            "pairs M = 128: layout B, MN-major V", (roundings(E4M3, BF16), _LSE),
+        ),
+        Program(
+            "flashinfer_q64_kv256", "flashinfer", "flashinfer/attention/prims_ts/decode.py",
+            _flashinfer, "40 x 8 x 16 queries, 8 to 512 tokens, d 128, bf16, pages of 32, causal",
+            ".ws M = 64 with other A in each half of the lanes (\"dual GEMM\"), TS",
+            (roundings(BF16, BF16),), packages=_FLASHINFER,
+        ),
+    )
+}  # fmt: skip
