@@ -29,7 +29,7 @@ E4M3_MAX = 448.0
 def attend_plainly(
     q_nope: Tensor, q_rope: Tensor, c_kv: Tensor, k_rope: Tensor, softmax_scale: float
 ) -> Tensor:
-    """Attention on the inputs as they are, in fp32 (fp64 if they are): the BF16 model's, unrounded."""
+    """Attention on the inputs as they are, in fp32 (fp64 if they are), nothing rounded."""
     dtype = torch.promote_types(c_kv.dtype, torch.float32)
     n, heads, length = q_nope.shape[1], q_nope.shape[2], c_kv.shape[1]
     limits = torch.arange(length - n + 1, length + 1, device=c_kv.device).repeat_interleave(heads)
