@@ -187,14 +187,52 @@ def _per_tensor(x: Tensor) -> tuple[Tensor, Tensor]:
 # --------------------------------------------------------------------------------- by name
 
 
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
 @dataclass(frozen=True)
 class Backend:
-    """An attention by name, or why it cannot run here."""
+    """An attention by name.
+
+    Attributes:
+        attend: None if it cannot run here.
+        stored: (q_nope, q_rope, c_kv, k_rope), each (b, ...), as it stores them, in fp32: against
+            these its arithmetic alone is judged.
+        reason: why it cannot run here.
+    """
 
     name: str
     text: str
     attend: Attend | None
+    stored: Callable[[Inputs], Inputs]
     reason: str = ""
+
+
+def _stored_by(setting: Setting) -> Callable[[Inputs], Inputs]:
+    """What a setting's rounded operands mean."""
+
+    def stored(inputs: Inputs) -> Inputs:
+        rows = []
+        for q_nope, q_rope, c_kv, k_rope in zip(*inputs, strict=True):
+            operands = (setting.query(q_nope, q_rope), setting.cache(c_kv, k_rope))
+            rows.append([x.float() * scale[..., None] for *two, scale in operands for x in two])
+        q_nope, q_rope, c_kv, k_rope = (torch.stack(each) for each in zip(*rows, strict=True))
+        return q_nope, q_rope, c_kv, k_rope
+
+    return stored
+
+
+def _stored_as_they_are(inputs: Inputs) -> Inputs:
+    return inputs
+
+
+def _stored_per_tensor(inputs: Inputs) -> Inputs:
+    """FlashMLA FP8's: one scale for all queries, one for all latents."""
+    rank = inputs[0].shape[-1]
+    joint = (torch.cat(pair, -1).bfloat16() for pair in (inputs[:2], inputs[2:]))
+    (query, q_scale), (cache, k_scale) = (_per_tensor(x) for x in joint)
+    both = (query.float() * q_scale, cache.float() * k_scale)
+    return tuple(part for x in both for part in (x[..., :rank], x[..., rank:]))  # type: ignore[return-value]
 
 
 def backends(names: Sequence[str], device: torch.device, peers: Path | None) -> list[Backend]:
@@ -219,25 +257,25 @@ _TEXTS = {
 
 def _backend(name: str, device: torch.device, peers: Path | None) -> Backend:
     if name in SETTINGS:
-        return Backend(name, SETTINGS[name].text, in_bf16(fake(SETTINGS[name])))
+        setting = SETTINGS[name]
+        return Backend(name, setting.text, in_bf16(fake(setting)), _stored_by(setting))
+    if name == "bf16":
+        return Backend(name, _TEXTS[name], in_bf16(attend_plainly), _stored_as_they_are)
     if name not in NAMES:
         raise ValueError(f"attention: expected one of {', '.join(NAMES)}; got {name!r}")
     made: Callable[[], Attend]
-    reason = None
-    if name == "bf16":
-        made = lambda: in_bf16(attend_plainly)
-    elif name in ("kernel", "kernel2"):
+    if name in ("kernel", "kernel2"):
         terms = 2 if name == "kernel2" else 1
         reason, made = _without_kernels(terms), lambda: kernels(terms)
+        stored = _stored_by(SETTINGS["ours"])
     else:
         library = make(name, peers)
         if not isinstance(library, PeerLibrary):
             raise TypeError(f"attention: {name!r} is no library")
         reason = library.unavailable() if device.type == "cuda" else "needs a GPU"
         made = lambda: flash_mla(library)
-    if reason:
-        return Backend(name, _TEXTS[name], None, reason)
-    return Backend(name, _TEXTS[name], made())
+        stored = _stored_per_tensor if name == "flashmla_fp8" else _stored_as_they_are
+    return Backend(name, _TEXTS[name], None if reason else made(), stored, reason or "")
 
 
 def _without_kernels(terms: int) -> str | None:

@@ -34,6 +34,7 @@ from profiles.fidelity.dials import (
 from profiles.fidelity.fake import SETTINGS
 from profiles.fidelity.model import Attend
 from profiles.fidelity.study import MEASURES, Study, biased, divergence, errors, rounded
+from snapmla.testing import metrics
 from snapmla.testing.rounding import E4M3_MAX, to_e4m3
 
 QUANTILES = (0.5, 0.9, 0.99, 0.999, 1.0)
@@ -285,7 +286,11 @@ def _written(study: Study, past: list[Any], token: Tensor, attend: Attend) -> Te
 
 
 def drift(study: Study) -> Data:
-    """By constant, attention and length: relative L2 of replayed attention, seeds by layers."""
+    """By constant, attention, error and length: of replayed attention, seeds by layers.
+
+    ``total`` is relative L2 against the BF16 inputs; ``own`` against exact attention over what the
+    attention itself has stored, so that only its arithmetic counts.
+    """
     scope = study.scope
     longest = scope.drift_lengths[-1]
     found: Data = {}
@@ -295,10 +300,23 @@ def drift(study: Study) -> Data:
             shifted = [with_constant(each, constant) for each in recorded]
             for length in scope.drift_lengths:
                 over = [each.newest(length) for each in shifted]
-                judged = study.available(scope.far, length)
-                for name, row in _layer_errors(study, over, judged).items():
-                    kept = found.setdefault(constant, {}).setdefault(name, {})
-                    kept.setdefault(length, []).append(row["l2"])
+                for backend in study.available(scope.far, length):
+                    kept = found.setdefault(constant, {}).setdefault(backend.name, {})
+                    for error, by_layer in _drift_errors(backend, over).items():
+                        kept.setdefault(error, {}).setdefault(length, []).append(by_layer)
+    return found
+
+
+def _drift_errors(backend: Backend, recorded: list[Recorded]) -> dict[str, list[float]]:
+    """``total`` and ``own`` by layer."""
+    assert backend.attend is not None
+    found: dict[str, list[float]] = {"total": [], "own": []}
+    for each in recorded:
+        out = backend.attend(*each.arguments)
+        stored = backend.stored(each.arguments[:4])
+        for error, inputs in (("total", each.arguments[:4]), ("own", stored)):
+            truth = attend_plainly(*inputs, each.softmax_scale)
+            found[error].append(metrics.relative_l2(out, truth))
     return found
 
 
