@@ -29,7 +29,7 @@ HELD_OUT = 0.04  # of the corpus, at least, in whole packages
 MAX_HELD_PACKAGE = 0.1  # a package with more of the corpus than that is trained on
 UNDECLARED = "not declared"
 END = 0  # token between documents, in every vocabulary
-BPE_SAMPLE = 100_000_000  # bytes that the vocabulary is learned from
+BPE_SAMPLE = 30_000_000  # bytes that the vocabulary is learned from
 
 
 @dataclass(frozen=True)

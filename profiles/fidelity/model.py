@@ -116,10 +116,13 @@ class MlaAttention(nn.Module):
         mask = None
         if n < length:
             mask = torch.ones(n, length, dtype=torch.bool, device=q.device).tril(length - n)
+        wide = v.shape[-1]
+        if v.is_cuda:  # flash attention wants keys and values of one width
+            v = functional.pad(v, (0, k.shape[-1] - wide))
         out = functional.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.config.softmax_scale
         )
-        return out.transpose(1, 2)
+        return out.transpose(1, 2)[..., :wide]
 
     def _absorbed(self, q_nope: Tensor, q_rope: Tensor, latents: Latents, attend: Attend) -> Tensor:
         up_k, up_v = self.up_projections()
