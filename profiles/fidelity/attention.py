@@ -136,15 +136,16 @@ def kernels(terms: int = 1) -> Attend:
         tokens = torch.arange(length, dtype=torch.int32, device=device)
         first = torch.arange(sequences, dtype=torch.int32, device=device)
         slots = (tokens + first[:, None] * blocks.table.shape[1] * PAGE).flatten()
-        rows = (x.bfloat16().flatten(0, 1).contiguous() for x in (c_kv, k_rope))
-        snapmla.append_kv(cache, *rows, slots)
-        parts = (blocks.split(x.bfloat16()) for x in (q_nope, q_rope))
+        content, rope = (x.bfloat16().flatten(0, 1).contiguous() for x in (c_kv, k_rope))
+        snapmla.append_kv(cache, content, rope, slots)
+        nope, turned = (blocks.split(x.bfloat16()) for x in (q_nope, q_rope))
+        query = snapmla.quantize_q(nope, turned)
         plan = snapmla.plan_decode(
             blocks.lengths, heads, blocks.s_q, page_size=PAGE, max_pages=blocks.table.shape[1],
             **options,
         )  # fmt: skip
         out, _ = snapmla.decode(
-            snapmla.quantize_q(*parts), cache, blocks.table, blocks.lengths,
+            query, cache, blocks.table, blocks.lengths,
             softmax_scale=softmax_scale, plan=plan,
         )  # fmt: skip
         return out.view(sequences, n, heads, -1)

@@ -332,7 +332,7 @@ class Sampler:
     def __init__(self, stream: np.ndarray, tokenizer: Tokenizer, seed: int) -> None:
         self.stream, self.tokenizer, self.seed = stream, tokenizer, seed
 
-    def rng(self, *index: int) -> random.Random:
+    def rng(self, *index: object) -> random.Random:
         return random.Random(":".join(map(str, (self.seed, *index))))
 
     def window(self, rng: random.Random, length: int) -> list[int]:

@@ -49,8 +49,9 @@ def scale_rope(layer: Layer, gains: Tensor) -> None:
 def scale_latent(layer: Layer, gains: Tensor) -> None:
     """Latent channels times ``gains`` (512,) at their norm, divided by it where they are read."""
     attention = layer.self_attn
-    attention.kv_a_layernorm.weight *= gains.to(attention.kv_a_layernorm.weight)
-    attention.kv_b_proj.weight /= gains.to(attention.kv_b_proj.weight)
+    norm, read = attention.kv_a_layernorm.weight, attention.kv_b_proj.weight
+    norm.mul_(gains.to(norm))
+    read.div_(gains.to(read))
 
 
 def with_rope_to(model: MlaModel, latents: list[Latents], reach: float) -> MlaModel:

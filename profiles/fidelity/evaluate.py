@@ -12,6 +12,7 @@ import platform
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ from snapmla.testing.rounding import E4M3_MAX, to_e4m3
 QUANTILES = (0.5, 0.9, 0.99, 0.999, 1.0)
 MAX_SAMPLE = 1 << 22  # of a quantile: torch's takes no more than 2^24 numbers
 
-Data = dict[str, Any]
+Data = dict[Any, Any]
 
 
 def _context(study: Study, seed: int, length: int, index: int = 0) -> Tensor:
@@ -111,37 +112,53 @@ def _layer_errors(
     return found
 
 
+def _mean(rows: Sequence[dict[str, dict[str, list[float]]]]) -> dict[str, dict[str, list[float]]]:
+    """Of the same errors in several contexts."""
+    return {
+        name: {
+            measure: [fmean(column) for column in zip(*(row[name][measure] for row in rows))]
+            for measure in MEASURES
+        }
+        for name in rows[0]
+    }
+
+
 def layers(study: Study) -> Data:
     """By dial, attention and measure: a list over seeds of lists over layers."""
     scope = study.scope
     judged = study.available(scope.names, scope.layer_length)
-    contexts = {seed: _context(study, seed, scope.layer_length) for seed in scope.seeds}
-    natural = {seed: study.prefill(tokens) for seed, tokens in contexts.items()}
     found: Data = {}
 
-    def add(name: str, kind: str, value: float, recorded: list[Recorded]) -> None:
+    def add(name: str, kind: str, value: float, contexts: Sequence[Sequence[Recorded]]) -> None:
         entry = found.setdefault(name, {"kind": kind, "value": value, "errors": {}})
-        for attention, row in _layer_errors(study, recorded, judged).items():
+        rows = [_layer_errors(study, recorded, judged) for recorded in contexts]
+        for attention, row in _mean(rows).items():
             kept = entry["errors"].setdefault(attention, {measure: [] for measure in MEASURES})
             for measure, values in row.items():
                 kept[measure].append(values)
 
-    def turned(dial: Dial, seed: int) -> list[Recorded]:
-        model = dial.turn(study.model, natural[seed])
-        return study.record(model, contexts[seed], scope.layer_tail)
-
-    for dial in _shown(DIALS, "layers", len(DIALS)):
-        for seed in scope.seeds:
-            add(dial.name, dial.kind, dial.value, turned(dial, seed))
-    for seed in scope.seeds:
-        recorded = turned(NATURAL, seed)
+    for seed in _shown(scope.seeds, "layers", len(scope.seeds)):
+        contexts = [
+            _context(study, seed, scope.layer_length, i) for i in range(scope.layer_windows)
+        ]
+        for dial in DIALS:
+            recorded = [_turned(study, dial, tokens) for tokens in contexts]
+            add(dial.name, dial.kind, dial.value, recorded)
+            if dial is NATURAL:
+                natural = recorded
         for deviation in AMPLITUDES:
-            changed = [with_amplitudes(each, deviation, seed) for each in recorded]
+            changed = [[with_amplitudes(x, deviation, seed) for x in each] for each in natural]
             add(f"amplitude {deviation:g}", "amplitude", deviation, changed)
         for constant in CONSTANTS:
-            shifted = [with_constant(each, constant) for each in recorded]
+            shifted = [[with_constant(x, constant) for x in each] for each in natural]
             add(f"constant {constant:g}", "constant", constant, shifted)
     return found
+
+
+def _turned(study: Study, dial: Dial, tokens: Tensor) -> list[Recorded]:
+    """What the layers' attention is given with a dial turned."""
+    model = dial.turn(study.model, study.prefill(tokens))
+    return study.record(model, tokens, study.scope.layer_tail)
 
 
 # ------------------------------------------------------------------------------ whole model
@@ -190,7 +207,8 @@ def _attends(study: Study, names: Sequence[str], length: int) -> dict[str, Atten
 
 def perplexity(study: Study) -> Data:
     """By context length and attention: nats a token, KL to BF16, agreement, by seed."""
-    scope, found = study.scope, {}
+    scope = study.scope
+    found: dict[int, Any] = {}
     for length in _shown(scope.lengths, "perplexity", len(scope.lengths)):
         names = scope.names if length <= study.trained_length else scope.far
         found[length] = _over_windows(study, length, scope.windows, _attends(study, names, length))
@@ -216,7 +234,8 @@ def needles(study: Study) -> Data:
     The answer counts if each of its tokens is the best one behind the tokens before: that is what
     greedy decoding would write.
     """
-    scope, found = study.scope, {}  # type: ignore[var-annotated]
+    scope = study.scope
+    found: dict[str, dict[int, dict[float, list[float]]]] = {}
     for length in _shown(scope.needle_lengths, "needles", len(scope.needle_lengths)):
         judged = _attends(study, scope.few, length)
         for depth in scope.depths:
@@ -293,7 +312,7 @@ def drift(study: Study) -> Data:
     """
     scope = study.scope
     longest = scope.drift_lengths[-1]
-    found: Data = {}
+    found: dict[float, Data] = {}
     for seed in _shown(scope.seeds, "drift", len(scope.seeds)):
         recorded = study.record(study.model, _context(study, seed, longest), scope.drift_tail)
         for constant in CONSTANTS:

@@ -31,7 +31,8 @@ class Scope:
 
     Attributes:
         seeds: evaluation seeds; they choose windows, needles and prompts.
-        layer_length, layer_tail: context of the layer study, and its judged tokens.
+        layer_length, layer_tail, layer_windows: contexts of the layer study, their judged tokens,
+            how many per seed.
         lengths, tail, windows: contexts of perplexity and KL, judged tokens, windows per seed.
         needle_lengths, depths, needles: of the retrieval map; needles per cell and seed.
         prompt, prompts, steps: greedy decoding.
@@ -44,6 +45,7 @@ class Scope:
     seeds: tuple[int, ...] = (11, 12, 13)
     layer_length: int = 16_384
     layer_tail: int = 128
+    layer_windows: int = 2
     lengths: tuple[int, ...] = (1024, 4096, 16_384, 32_768, 65_536)
     tail: int = 256
     windows: int = 2

@@ -71,7 +71,8 @@ class Trainer:
         self.forward: Callable[..., Any] = (
             torch.compile(self.model) if self.compiled else self.model
         )
-        self.step, self.losses, self.seconds = 0, [], 0.0  # type: list[float]
+        self.step, self.seconds = 0, 0.0
+        self.losses: list[float] = []
         if self.state_file.exists():
             self._resume()
 
