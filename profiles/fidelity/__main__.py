@@ -21,10 +21,11 @@ import typer
 from rich.console import Console
 
 from codegen.artifacts import ROOT, write_atomic
+from profiles.device import require_cuda
 from profiles.fidelity import checkpoint, figures, gates
 from profiles.fidelity.config import RECIPES
 from profiles.fidelity.data import Corpus
-from profiles.fidelity.evaluate import PARTS, evaluate
+from profiles.fidelity.evaluate import EXPECTED, PARTS, evaluate
 from profiles.fidelity.study import SCOPES, Study, peers_folder
 from profiles.fidelity.train import Trainer
 
@@ -34,7 +35,7 @@ DRAWN = ROOT / "docs" / "fidelity"
 # name: (size, seed); the first is the one that pages show
 MODELS = {"full": ("full", 1), "small-2": ("small", 2), "small-3": ("small", 3)}
 REHEARSAL = {"rehearsal": ("rehearsal", 1)}
-LEAST = 20.0  # seconds that a step is begun with
+LEAST = 30.0  # seconds that training is begun with
 
 app = typer.Typer(add_completion=False, help=__doc__, no_args_is_help=True)
 console = Console(width=None if Console().is_terminal else 140, highlight=False, emoji=False)
@@ -42,6 +43,7 @@ console = Console(width=None if Console().is_terminal else 140, highlight=False,
 Work = Annotated[Path, typer.Option(help="corpus, training states, checkpoints")]
 Out = Annotated[Path, typer.Option(help="JSON of the parts")]
 Limit = Annotated[float, typer.Option(help="seconds after which nothing new begins")]
+Compile = Annotated[bool, typer.Option("--compile", help="torch.compile the training")]
 
 
 def corpus_of(size: str, work: Path) -> Corpus:
@@ -64,11 +66,14 @@ def device_of(size: str) -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() and size != "rehearsal" else "cpu")
 
 
-def trained(name: str, size: str, seed: int, work: Path, out: Path, limit: float) -> bool:
+def trained(
+    name: str, size: str, seed: int, work: Path, out: Path, limit: float, compiled: bool = False
+) -> bool:
     """Trains a model unless it is there; False if the time was too short."""
     if not (work / f"{name}.json").exists():
         corpus = corpus_of(size, work)
-        trainer = Trainer(name, RECIPES[size], corpus, seed, work, device_of(size))
+        device = device_of(size)
+        trainer = Trainer(name, RECIPES[size], corpus, seed, work, device, compiled)
         if not trainer.run(limit, console):
             console.print(f"{name}: stopped at step {trainer.step}, call again", markup=False)
             return False
@@ -101,7 +106,12 @@ def study_of(name: str, size: str, work: Path) -> Study:
 
 
 def run_all(
-    models: dict[str, tuple[str, int]], parts: Iterable[str], work: Path, out: Path, limit: float
+    models: dict[str, tuple[str, int]],
+    parts: Iterable[str],
+    work: Path,
+    out: Path,
+    limit: float,
+    compiled: bool = False,
 ) -> bool:
     """Trains and evaluates what is not in ``out``; False if the time was too short."""
     begin = time.monotonic()
@@ -110,13 +120,13 @@ def run_all(
         return limit - (time.monotonic() - begin)
 
     for name, (size, seed) in models.items():
-        if left() < LEAST or not trained(name, size, seed, work, out, left()):
+        if left() < LEAST or not trained(name, size, seed, work, out, left(), compiled):
             return False
     for name, (size, _) in models.items():
         missing = [part for part in parts if not (out / f"{name}-{part}.json").exists()]
         study = None
         for part in missing:
-            if left() < LEAST:
+            if left() < EXPECTED[part]:
                 console.print(f"{name}: {part} and what follows wait for the next call")
                 return False
             study = study or study_of(name, size, work)
@@ -136,19 +146,25 @@ def report(out: Path) -> list[gates.Gate]:
 
 
 @app.command("all")
-def everything(work: Work = WORK, out: Out = RESULTS, limit: Limit = 540.0) -> None:
+def everything(
+    work: Work = WORK, out: Out = RESULTS, limit: Limit = 540.0, compile_: Compile = False
+) -> None:
     """Train the three models and evaluate them, or go on with it; exit code 3 if not done."""
-    done = run_all(MODELS, PARTS, work, out, limit)
+    require_cuda()
+    done = run_all(MODELS, PARTS, work, out, limit, compile_)
     report(out)
     console.print("nothing is left to run" if done else "call again: there is more to run")
     raise typer.Exit(0 if done else 3)
 
 
 @app.command("train")
-def train_one(name: str, work: Work = WORK, out: Out = RESULTS, limit: Limit = 1e9) -> None:
+def train_one(
+    name: str, work: Work = WORK, out: Out = RESULTS, limit: Limit = 1e9, compile_: Compile = False
+) -> None:
     """Train one of the three models (full, small-2, small-3), or go on with it."""
     size, seed = known(name)
-    raise typer.Exit(0 if trained(name, size, seed, work, out, limit) else 3)
+    require_cuda()
+    raise typer.Exit(0 if trained(name, size, seed, work, out, limit, compile_) else 3)
 
 
 @app.command("evaluate")
@@ -158,6 +174,7 @@ def evaluate_one(
 ) -> None:  # fmt: skip
     """Evaluate parts of one model anew."""
     size, _ = known(name)
+    require_cuda()
     for each in part or list(PARTS):
         if each not in PARTS:
             raise typer.BadParameter(f"part: expected one of {', '.join(PARTS)}; got {each!r}")
@@ -167,10 +184,9 @@ def evaluate_one(
 
 
 def known(name: str) -> tuple[str, int]:
-    models = MODELS | REHEARSAL
-    if name not in models:
-        raise typer.BadParameter(f"name: expected one of {', '.join(models)}; got {name!r}")
-    return models[name]
+    if name not in MODELS:
+        raise typer.BadParameter(f"name: expected one of {', '.join(MODELS)}; got {name!r}")
+    return MODELS[name]
 
 
 @app.command("gates")
@@ -197,6 +213,8 @@ def rehearse(work: Work = WORK / "rehearsal") -> None:
     wrong = off(gates.Results(read_results(out)))
     for line in wrong:
         console.print(f"off: {line}", markup=False)
+    if not wrong:
+        console.print(in_short(gates.Results(read_results(out))), markup=False)
     raise typer.Exit(1 if wrong else 0)
 
 
@@ -220,6 +238,13 @@ def off(results: gates.Results) -> list[str]:
     if kernel.passed is False:
         wrong.append(f"the kernel is not like its twin: {'; '.join(kernel.figures)}")
     return wrong
+
+
+def in_short(results: gates.Results) -> str:
+    """What a rehearsal found, in a line that `make prove` keeps."""
+    training = results.of("training")["rehearsal"]
+    kernel = [line for line in gates.kernels_like_fake(results).figures if "KL kernel " in line]
+    return f"held-out loss {training['held_out_loss']} nats; {'; '.join(kernel) or 'no kernel'}"
 
 
 if __name__ == "__main__":

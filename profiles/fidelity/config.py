@@ -117,8 +117,8 @@ class Recipe:
         return replace(self, model=replace(self.model, vocab_size=size))
 
 
-_SHORT = Phase(steps=2000, batch=64, length=1024, lr=1.5e-3, spans=0.1, micro=32)
-_LONG = Phase(steps=110, batch=4, length=16_384, lr=4e-4, spans=0.5, micro=2)
+_SHORT = Phase(steps=1500, batch=64, length=1024, lr=1.5e-3, spans=0.1, micro=32)
+_LONG = Phase(steps=100, batch=4, length=16_384, lr=4e-4, spans=0.5, micro=2)
 
 RECIPES = {
     "rehearsal": Recipe(
@@ -138,7 +138,7 @@ RECIPES = {
             vocab_size=8192, hidden_size=256, num_hidden_layers=5, num_attention_heads=8,
             intermediate_size=704,
         ),
-        phases=(_SHORT, _LONG),
+        phases=(replace(_SHORT, steps=1000), replace(_LONG, steps=60)),
         corpus_bytes=300_000_000,
     ),
     "full": Recipe(

@@ -60,7 +60,7 @@ def test_layers(tiny: Study) -> None:
     for dial in ("rope 1000", "gain 1e-3", "gain 1e3"):  # powers of two
         turned = found[dial]["errors"]["ours"]
         for measure in ("l2", "median", "worst"):
-            assert np.allclose(turned[measure], natural["ours"][measure], rtol=1e-6), dial
+            assert np.allclose(turned[measure], natural["ours"][measure], rtol=1e-4), dial
     assert np.all(np.array(natural["bf16"]["l2"]) < 4e-3), "bf16 results"
     assert np.all(np.array(natural["ours"]["l2"]) > 5e-3)
     extreme = np.array(found["gain 1e-3"]["errors"]["B"]["median"])

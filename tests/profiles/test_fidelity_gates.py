@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from profiles.fidelity import __main__ as cli
 from profiles.fidelity import figures, gates
@@ -284,3 +285,13 @@ def test_every_size_has_a_scope() -> None:
     assert set(SCOPES) == {size for size, _ in (cli.MODELS | cli.REHEARSAL).values()}
     assert len(cli.MODELS) == gates.MODELS and len(SCOPES["full"].seeds) == gates.SEEDS
     assert all(str(n) in map(str, SCOPES["full"].drift_lengths) for n in (gates.NEAR, gates.FAR))
+
+
+def test_without_a_gpu_the_study_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("profiles.device.visible", lambda: 0)
+    for words in (["all"], ["train", "full"], ["evaluate", "small-2"]):
+        done = CliRunner().invoke(cli.app, [*words, "--work", str(tmp_path / "w")])
+        assert done.exit_code == 1 and not (tmp_path / "w").exists()
+        assert "profiling needs a CUDA device" in str(done.exception)
+    done = CliRunner().invoke(cli.app, ["train", "huge"])
+    assert done.exit_code == 2 and "expected one of full, small-2, small-3" in done.output
