@@ -70,11 +70,12 @@ def trained(
     name: str, size: str, seed: int, work: Path, out: Path, limit: float, compiled: bool = False
 ) -> bool:
     """Trains a model unless it is there; False if the time was too short."""
+    begin = time.monotonic()
     if not (work / f"{name}.json").exists():
         corpus = corpus_of(size, work)
         device = device_of(size)
         trainer = Trainer(name, RECIPES[size], corpus, seed, work, device, compiled)
-        if not trainer.run(limit, console):
+        if not trainer.run(limit - (time.monotonic() - begin), console):
             console.print(f"{name}: stopped at step {trainer.step}, call again", markup=False)
             return False
     facts = json.loads((work / f"{name}.json").read_text())

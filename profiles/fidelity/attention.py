@@ -169,12 +169,12 @@ def flash_mla(library: PeerLibrary) -> Attend:
         common = (rank, blocks.lengths, blocks.table, softmax_scale, True)
         if not fp8:
             out = torch.ops._flashmla_C.dense_decode_fwd(query, pages, *common, None, None, None)
-            return out[0].view(sequences, n, heads, rank)
+            return out[0].reshape(sequences, n, heads, rank)
         ops = torch.ops._flashmla_extension_C
         (query, q_scale), (pages, k_scale) = _per_tensor(query), _per_tensor(pages)
         schedule = ops.get_mla_decoding_metadata_dense_fp8(blocks.lengths, blocks.s_q * heads, 1)
         out = ops.fwd_kvcache_mla_fp8(query, pages, *common, *schedule, q_scale, k_scale)
-        return out[0].view(sequences, n, heads, rank)
+        return out[0].reshape(sequences, n, heads, rank)
 
     return attend
 
