@@ -54,6 +54,7 @@ def distribution(results: Results) -> Any:
             worst = [max(column) for column in zip(*data["dials"][dial][part])]
             axes[0].plot(worst, style, marker=".", linewidth=1, label=f"{part}, {dial}")
     axes[0].set_xticks(range(5), [f"{q:.3g}" for q in data["quantiles"]])
+    axes[0].legend(fontsize=5, frameon=False)
     axes[0].set(yscale="log", xlabel="quantile", ylabel="|x|, largest layer", title=model)
     natural, loud = (data["dials"][dial] for dial in ("natural", "rope 1000"))
     for label, row in (("content", natural["content_mse"]), ("RoPE", natural["rope_mse"]),
@@ -74,6 +75,7 @@ def layers(results: Results) -> Any:
             ys = by_layer(data[dial]["errors"], name, measure)
             _line(axis, range(len(ys)), ys, name)
         axis.set(yscale="log", xlabel="layer", ylabel=words[measure], title=f"{model}, {dial}")
+        axis.set_xticks(range(len(ys)))
     return figure, axes
 
 
@@ -84,7 +86,9 @@ def dials(results: Results) -> Any:
     kinds = {"rope": "reach of RoPE", "gain": "gain of the latent", "channels": "gain of channels",
              "amplitude": "log-normal amplitude (changes the function)"}  # fmt: skip
     for axis, (kind, words) in zip(axes, kinds.items(), strict=True):
-        rows = sorted((e for e in data.values() if e["kind"] == kind), key=lambda e: e["value"])
+        also = ("natural",) if kind in ("gain", "channels") else ()  # both are 1 there
+        rows = [each for each in data.values() if each["kind"] in (kind, *also)]
+        rows.sort(key=lambda each: each["value"])
         for name in LINES:
             ys = [fmean(by_layer(row["errors"], name)) for row in rows]
             _line(axis, [row["value"] for row in rows], ys, name)
@@ -150,7 +154,9 @@ def drift(results: Results) -> Any:
     words = {"total": "against BF16 inputs", "own": "against what is stored"}
     for axis, (constant, kind) in zip(axes, panels, strict=True):
         for name in WHOLE:
-            rows = data[constant].get(name, {}).get(kind, {})
+            rows = data[constant].get(name, {}).get(kind)
+            if not rows:
+                continue
             ys = [fmean(x for seed in row for x in seed) for row in rows.values()]
             _line(axis, map(int, rows), ys, name)
         axis.set(xscale="log", yscale="log", xlabel="tokens", title=f"{model}, {constant} sigma")
