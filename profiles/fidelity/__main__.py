@@ -37,7 +37,9 @@ MODELS = {"full": ("full", 1), "small-2": ("small", 2), "small-3": ("small", 3)}
 REHEARSAL = {"rehearsal": ("rehearsal", 1)}
 LEAST = 30.0  # seconds that training is begun with
 
-app = typer.Typer(add_completion=False, help=__doc__, no_args_is_help=True)
+app = typer.Typer(
+    add_completion=False, help="The accuracy study (docs/fidelity.md).", no_args_is_help=True
+)
 console = Console(width=None if Console().is_terminal else 140, highlight=False, emoji=False)
 
 Work = Annotated[Path, typer.Option(help="corpus, training states, checkpoints")]

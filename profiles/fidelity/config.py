@@ -55,7 +55,7 @@ class MlaConfig:
             "hidden_act": "silu",
             "attention_bias": False,
             "rope_interleave": True,
-            "rope_scaling": None,
+            "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
             "tie_word_embeddings": True,
             "bos_token_id": 0,
             "eos_token_id": 0,

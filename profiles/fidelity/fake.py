@@ -24,6 +24,7 @@ from snapmla.testing.rounding import (
 )
 
 LOG2E = math.log2(math.e)
+GOLDEN = (math.sqrt(5) - 1) / 2  # multiples of it fill an interval evenly
 RESIDUAL_GAIN = 32.0  # of P's second term, as in the kernels
 CHUNK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 27}  # logits held at once
 
@@ -37,29 +38,49 @@ class Setting:
 
     Attributes:
         config: what is rounded.
-        power_of_two: scales of tokens and query rows are rounded up to powers of two.
         text: what a legend says.
+        scales: ``exact`` as the configuration has them; ``powers``: of tokens and query rows,
+            rounded up to powers of two; ``phased``: of tokens, times 1 to 2 by position, so that
+            equal latents do not round alike.
+
+    Raises:
+        ValueError: no such scales, or scales that are not those of a token.
     """
 
     config: QuantConfig
     text: str
-    power_of_two: bool = False
+    scales: str = "exact"
+
+    def __post_init__(self) -> None:
+        if self.scales not in ("exact", "powers", "phased"):
+            raise ValueError(f"scales: expected exact, powers or phased; got {self.scales!r}")
+        if self.scales != "exact" and self.config.granularity != "token":
+            raise ValueError(f"scales: {self.scales} are for granularity token alone")
 
     def cache(self, c_kv: Tensor, k_rope: Tensor) -> Stored:
         """Of one sequence, c_kv (L, 512), k_rope (L, 64)."""
         stored = quantise_cache(c_kv, k_rope, self.config)
-        return _to_powers(stored, c_kv, k_rope) if self.power_of_two else stored
+        if self.scales == "exact":
+            return stored
+        if self.scales == "powers":
+            return _rescaled(c_kv, k_rope, _next_power(stored[2]))
+        positions = torch.arange(len(c_kv), dtype=torch.float64, device=c_kv.device)
+        return _rescaled(c_kv, k_rope, stored[2] * torch.exp2(positions * GOLDEN % 1).float())
 
     def query(self, nope: Tensor, rope: Tensor) -> Stored:
         """Of one sequence's query tokens, nope (n, h, 512), rope (n, h, 64)."""
         stored = quantise_query(nope, rope, self.config)
-        return _to_powers(stored, nope, rope) if self.power_of_two else stored
+        return _rescaled(nope, rope, _next_power(stored[2])) if self.scales == "powers" else stored
 
 
-def _to_powers(stored: Stored, content: Tensor, rope: Tensor) -> Stored:
-    """The rows anew under scales that are the next powers of two."""
-    mantissa, exponent = torch.frexp(stored[2])
-    scale = torch.ldexp(torch.ones_like(stored[2]), exponent - (mantissa == 0.5).int())
+def _next_power(scale: Tensor) -> Tensor:
+    """The least power of two that is not smaller."""
+    mantissa, exponent = torch.frexp(scale)
+    return torch.ldexp(torch.ones_like(scale), exponent - (mantissa == 0.5).int())
+
+
+def _rescaled(content: Tensor, rope: Tensor, scale: Tensor) -> Stored:
+    """Rows as the kernels store them, under other scales."""
     return (
         to_e4m3(content.float() / scale[..., None]),
         (rope.float() / scale[..., None]).bfloat16(),
@@ -77,7 +98,8 @@ SETTINGS = {
     "B": Setting(TABLE_2["B"], "B: per tensor, static 1.0"),
     "C": Setting(TABLE_2["C"], "C: per tensor, dynamic"),
     "D": Setting(TABLE_2["D"], "D: 64 x 64 blocks"),
-    "pow2": Setting(MIMIC, "power-of-two scales", power_of_two=True),
+    "pow2": Setting(MIMIC, "power-of-two scales", "powers"),
+    "phased": Setting(MIMIC, "scales of many phases", "phased"),
     "c128": Setting(
         replace(MIMIC, granularity="block", block=(1, 128)), "a scale per 128 channels"
     ),

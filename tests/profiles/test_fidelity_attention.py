@@ -19,7 +19,7 @@ from tests.support.needs import needs_kernels
 
 SCALE = 0.1
 CONFIGS = {
-    **{name: setting.config for name, setting in SETTINGS.items() if not setting.power_of_two},
+    **{name: setting.config for name, setting in SETTINGS.items() if setting.scales == "exact"},
     "running": replace(MIMIC, p_scale="running"),
     "static": replace(MIMIC, p_scale="static", p_terms=2),
     "quantised mass": replace(MIMIC, normaliser="quantised"),
@@ -74,6 +74,26 @@ def test_power_of_two_scales() -> None:
     assert 1e-3 < distance(found, truth) < 0.06
 
 
+def test_phased_scales_do_not_round_equal_latents_alike() -> None:
+    """Errors of equal tokens add under a scale of their own, and average under many phases."""
+    *_, c_kv, k_rope = problem(length=256)
+    same = c_kv[:1].expand(256, -1)
+    content, rope, scale = SETTINGS["phased"].cache(same, k_rope)
+    factor = scale / SETTINGS["ours"].cache(same, k_rope)[2]
+    assert 1 <= factor.min() < 1.01 and 1.98 < factor.max() <= 2
+    back = rope.float() * scale[:, None]
+    assert float((back - k_rope).abs().max()) < 2**-8 * float(k_rope.abs().max())
+    means = [
+        (kept[0].float() * kept[2][:, None]).mean(0)
+        for kept in ((content, rope, scale), SETTINGS["ours"].cache(same, k_rope))
+    ]
+    assert distance(means[0], same[0]) < 0.5 * distance(means[1], same[0])
+    with pytest.raises(ValueError, match="scales: expected exact, powers or phased"):
+        Setting(MIMIC, "", "random")
+    with pytest.raises(ValueError, match="scales: phased are for granularity token alone"):
+        Setting(SETTINGS["C"].config, "", "phased")
+
+
 def test_chunks_of_rows_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = problem(n=6)
     whole = [attend_quantised(*inputs, SCALE, s, torch.float64) for s in SETTINGS.values()]
@@ -98,7 +118,7 @@ def test_modelled_accumulators_are_refused() -> None:
 def test_what_an_attention_stores_is_what_it_attends_to() -> None:
     """Exact attention over ``stored`` is fake quantisation with an exact P."""
     inputs = [x[None] for x in problem()]
-    for name in ("ours", "A", "B", "C", "D", "pow2", "c128"):
+    for name in ("ours", "A", "B", "C", "D", "pow2", "phased", "c128"):
         (backend,) = attention.backends([name], torch.device("cpu"), None)
         stored = backend.stored(tuple(inputs))  # type: ignore[arg-type]
         exact = replace(SETTINGS[name], config=replace(SETTINGS[name].config, p_scale="none"))
