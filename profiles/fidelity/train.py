@@ -6,10 +6,11 @@ what it would have seen.  The finished model is packed (``profiles.fidelity.chec
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,8 +52,6 @@ class Trainer:
     compiled: bool = False
 
     def __post_init__(self) -> None:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True, warn_only=True)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.recipe = self.recipe.with_vocabulary(self.corpus.tokenizer.size)
         self.sampler = Sampler(self.corpus.train, self.corpus.tokenizer, self.seed)
@@ -139,6 +138,10 @@ class Trainer:
 
     def run(self, limit: float, console: Console) -> bool:
         """Trains until done, then packs; or until ``limit`` seconds are over: then False."""
+        with _deterministic():
+            return self._run(limit, console)
+
+    def _run(self, limit: float, console: Console) -> bool:
         begin = saved = time.monotonic()
         earlier = self.seconds
         columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -189,6 +192,18 @@ class Trainer:
             f"{held:.3f} nats, {self.seconds:.0f} s, packed in {size / 1e6:.1f} MB",
             markup=False,
         )
+
+
+@contextlib.contextmanager
+def _deterministic() -> Iterator[None]:
+    """Deterministic kernels where torch has them; the setting of before comes back."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
 
 
 def _device_name(device: torch.device) -> str:
