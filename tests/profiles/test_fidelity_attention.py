@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
+from profiles.contenders import PeerLibrary
 from profiles.fidelity import attention, fake
 from profiles.fidelity.attention import Blocks, attend_plainly
 from profiles.fidelity.fake import SETTINGS, Setting, attend_quantised
@@ -163,6 +165,51 @@ def test_our_kernels_in_the_loop() -> None:
     assert distance(got, twin) < 4e-3, "bf16 results, and P at ties"
     assert 5e-3 < distance(got, truth) < 8e-2
     assert distance(got[1], twin[0]) > 0.5, "sequences that could be exchanged prove nothing"
+
+
+def stand_in(
+    query: Tensor,
+    pages: Tensor,
+    d_v: int,
+    lengths: Tensor,
+    table: Tensor,
+    scale: float,
+    causal: bool,
+    *schedule_and_scales: object,
+) -> tuple[Tensor, None]:
+    """FlashMLA's calls, exactly: each request gathers its pages; scales of FP8 come last."""
+    assert d_v == 512 and causal and pages.shape[1:] == (64, 1, 576) and query.is_contiguous()
+    factors = [x for x in schedule_and_scales if isinstance(x, Tensor) and x.shape == (1,)]
+    q_scale, k_scale = factors or (torch.ones(1), torch.ones(1))
+    found = []
+    for q, length, row in zip(query.float() * q_scale, lengths.tolist(), table.long()):
+        cache = (pages.float()[row].flatten(0, 2) * k_scale)[:length]
+        parts = (q[None, ..., :512], q[None, ..., 512:], cache[None, :, :512], cache[None, :, 512:])
+        found.append(attend_plainly(*parts, scale)[0])
+    return torch.stack(found).bfloat16(), None
+
+
+@pytest.mark.parametrize("name", ["flashmla_bf16", "flashmla_fp8"])
+def test_flash_mla_is_called_as_it_wants(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU a stand-in takes its place: pages, requests, order and scales of a call."""
+    ops = SimpleNamespace(
+        dense_decode_fwd=stand_in, fwd_kvcache_mla_fp8=stand_in,
+        get_mla_decoding_metadata_dense_fp8=lambda lengths, rows, kv_heads: (None, None),
+    )  # fmt: skip
+    for library in ("_flashmla_C", "_flashmla_extension_C"):
+        monkeypatch.setattr(torch.ops, library, ops, raising=False)
+    monkeypatch.setattr(PeerLibrary, "load", lambda self: None)
+    attend = attention.flash_mla(PeerLibrary(name, None))
+    generator = torch.Generator().manual_seed(1)
+
+    def normal(*shape: int) -> Tensor:
+        return 3 * torch.randn(shape, generator=generator).bfloat16()
+
+    inputs = (normal(2, 16, 4, 512), normal(2, 16, 4, 64), normal(2, 70, 512), normal(2, 70, 64))
+    got, truth = attend(*inputs, 0.01), attend_plainly(*inputs, 0.01)
+    assert distance(got, truth) < (4e-3 if name == "flashmla_bf16" else 6e-2)
+    (backend,) = attention.backends([name], torch.device("cpu"), None)
+    assert distance(got, attend_plainly(*backend.stored(inputs), 0.01)) < 4e-3
 
 
 def test_who_cannot_run_says_why() -> None:
