@@ -20,6 +20,8 @@
 #   profile:VARIANT[,VARIANT]  Nsight Compute on variants, as one table (profiles.ncu)
 #   host[:ARG,ARG...]          host time of eager calls (profiles.host_time ARG ARG...)
 #   merge                      what the merge launch costs (profiles.merge_cost)
+#   fidelity[:--compile]       the accuracy study, or go on with it: repeat until nothing is left
+#   model:NAME                 the packed checkpoint of the study's NAME to $OUT, a few files
 #   demo                       make demo's job
 #
 # Environment, all optional: OUT (results; default build/gpu), PART_LIMIT and TOTAL_LIMIT (seconds
@@ -170,9 +172,21 @@ run_part() {
             ;;
         merge) timeout -k 10 "$seconds" "$python" -m profiles.merge_cost --out "$work" ;;
         demo) timeout -k 10 "$seconds" "$python" -m profiles.demo 2>&1 | tee "$work/demo.log" ;;
+        fidelity)
+            # what was finished stays in build/fidelity for the next call
+            # shellcheck disable=SC2086  # a list of words
+            timeout -k 10 "$seconds" "$python" -m profiles.fidelity all ${what//,/ } \
+                --out build/fidelity/results --limit $((seconds - 30)) 2>&1 |
+                tee "$work/fidelity.log"
+            local code=${PIPESTATUS[0]}
+            [ -d build/fidelity/results ] && cp -r build/fidelity/results "$work/fidelity"
+            [ "$code" -eq 3 ] && code=0 # more to run: no failure
+            return "$code"
+            ;;
+        model) cp build/fidelity/"$what".json build/fidelity/"$what".*.pack "$out" ;;
         *)
             echo "part: expected info, tests[:FILES], host, merge, demo, bench:PRESET, shape:LABEL," \
-                "profile:VARIANTS or check[:ARGS];" \
+                "profile:VARIANTS, fidelity, model:NAME or check[:ARGS];" \
                 "got '$part'"
             return 2
             ;;

@@ -53,6 +53,7 @@ KINDS = {
     "mutants": "a variant of each kernel and row tile without each synchronisation: who notices",
     "replay": "all 2^32 arguments of each special function against the H200's",
     "tests": "test files over the whole matrix instead of the test set",
+    "fidelity": "the accuracy study on a two-layer model: trained, evaluated, kernels in the loop",
 }
 # Whole-matrix tests of these files run variant by variant, in the steps ``variant``.
 PER_VARIANT = ("tests/kernels/test_variants.py", "tests/softgpu/test_h200.py")
@@ -127,7 +128,8 @@ def steps() -> list[Step]:
     found += [_mutants(min(group, key=matrix.changed)) for group in _families(hopper)]
     replay = ("-m", "profiles.record_softgpu", "replay", "mufu", "--all")
     found.append(step("replay", "mufu", replay, reads=REPLAYED, specs=()))
-    return found + [_tests(path, every) for path in whole_matrix_files()]
+    found += [_tests(path, every) for path in whole_matrix_files()]
+    return [*found, _rehearsal()]
 
 
 def _families(specs: Iterable[VariantSpec]) -> list[list[VariantSpec]]:
@@ -189,6 +191,16 @@ def _tests(path: str, every: list[VariantSpec]) -> Step:
     command = ("-m", "pytest", "--whole-matrix", "-q", path)
     reads = ("softgpu", "snapmla", "codegen", "profiles", "tests")
     return step("tests", path.removeprefix("tests/"), command, reads=reads, specs=every)
+
+
+def _rehearsal() -> Step:
+    """Of the accuracy study; the variants are those that it decodes with."""
+    names = ("append_kv_xbf16_ii32", "quantize_q_xbf16_token_head", "plan_decode",
+             "decode_etap_r32_p64_obf16")  # fmt: skip
+    specs = [VariantSpec.from_name(f"{name}_sm90a") for name in names]
+    command = ("-m", "profiles.fidelity", "rehearse")
+    reads = ("profiles/fidelity", "profiles/contenders.py", "softgpu", "snapmla")
+    return step("fidelity", "rehearsal", command, reads=reads, specs=specs)
 
 
 def part(found: Sequence[Step], text: str) -> list[Step]:

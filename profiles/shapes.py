@@ -216,7 +216,9 @@ PRESETS: dict[str, list[Shape]] = {
     # What unequal lengths cost: our scheduling alone.
     "ragged-cost": _ragged_cost(),
     # Quantise and decode of one layer beside decode alone (--backends snapmla,snapmla:quantise).
-    "layer": [DecodeShape(32, 1024, h) for h in (16, 128)] + [DecodeShape(32, 16384, 16)],
+    "layer": [
+        DecodeShape(32, 1024, 16), DecodeShape(32, 1024, 128), DecodeShape(32, 16384, 16),
+    ],
     # Small enough for the software GPU; also what `--device cpu` runs by default.
     "tiny": [DecodeShape(2, 96, 16), HelperShape("append_kv", tokens=32)],
 }  # fmt: skip
