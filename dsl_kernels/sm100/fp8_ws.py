@@ -1,0 +1,552 @@
+"""FP8 MLA decode for SM100, pipeline ``ws``: tcgen05.mma.ws, V is K's own bytes, P promoted.
+
+Idea: weight-stationary MMAs give 64 query rows all lanes of tensor memory (umma.py), so S of 64
+tokens takes 32 columns and a block product P.V of 512 channels takes 256.  P.V reads the K tile
+through a second descriptor (MN-major B): nothing is transposed, nothing is loaded twice.  Numerics
+are those of SM90 (docs/numerics.md): per-token scales, a P of every block in a frame of its own,
+fp32 sums of blocks in registers; Q.K is one chain, because this tensor core keeps its bits.
+
+Executed on the software GPU (softgpu); no Blackwell GPU has run it.
+
+Roles (4 warpgroups of 128 threads)
+    wg 0  warp 0  producer        TMA: an item's Q tile, then its 64-token KV tiles, one ring
+          warp 1  Q.K issuer      Q tile -> tensor memory; S = Q K^T, content then RoPE, one chain
+          warp 2  P.V issuer      X = P V in two halves of 256 channels
+          warp 3                  allocates tensor memory, frees it at the end
+    wg 1          softmax         S -> registers, block softmax, P8 -> smem, beta, gamma
+    wg 2, 3       promotion       O = gamma O + beta X, 256 channels each, 128 of one row a thread
+
+Timeline of tile i (one stage of the KV ring)
+    producer      |TMA i+4 ...
+    Q.K issuer    | Q.K i+1 |
+    softmax       | S i -> registers | max, exp2, e4m3 -> P i | S i+1 ...
+    P.V issuer    |                   wait P i | X lower i | X upper i | ...
+    promotion     |                            | wg 2: lower i | wg 3: upper i | ...
+
+Barriers (Ring: full, empty; "commit" is one arrival when the issued MMAs are complete)
+    k      TMA bytes            | Q.K commit, P.V commit, softmax warps      stages
+    s      Q.K commit           | softmax warps, S is in registers           2
+    p      softmax warps        | P.V commit, promotion warps                2  (P, beta, gamma)
+    x      P.V commit           | promotion warps of the half                2  (halves, not stages)
+    inv    softmax warps 0, 1   | promotion warps                            1  (1/l of an item)
+The Q tile passes through the KV ring: Q.K's issuer commits its copies, the others free it unread.
+
+Tensor memory (columns of 512)
+    0    X, lower half   128    lane m + 64 g, column c: row m, channel 128 g + c
+    128  X, upper half   128    likewise, channel 256 + 128 g + c
+    256  S               2 x 32 lane m + 64 g, column c: row m, token 32 g + c
+    320  Q content       128    A operand, 4 e4m3 a cell, in both halves of the lanes
+    448  Q RoPE          32     A operand, 2 bf16 a cell, likewise
+
+Shared memory, 5 stages (bytes)
+    KV ring 5 x (32768 content + 8192 RoPE + 256 scales) | P 2 x 4096 | sigma triples 1536
+    beta, gamma, 1/l, maxima, sums, barriers                            = 218.9 KB at most
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.memory
+import cutlass.pipeline as pipeline
+import cutlass.utils.hopper_helpers as helpers
+from cutlass import Float32, Int32
+from cutlass.cute.nvgpu import cpasync
+
+from ..common import budget as bud
+from ..common.barriers import Ring
+from ..common.epilogue import finish_row, rows_written, write_run
+from ..common.fp8_per_token import FORMAT, TokenScales
+from ..common.frames import NEVER, move_frame
+from ..common.paged_tma import PagedTma, pipe_barriers
+from ..common.smem import array, struct_of
+from ..common.types import BF16, F8, ROW_MAJOR
+from ..common.work_list import Call, WorkList
+from ..dims import KV_LORA_RANK as D
+from ..dims import QK_ROPE_HEAD_DIM as R
+from ..dims import TOKEN_TILE as TILE
+from ..smxx.fp8_entry import Fp8Entry, Gmem, Tma, fake_args, row_facts
+from . import block_softmax as softmax
+from . import umma
+
+if TYPE_CHECKING:
+    from ..spec import VariantSpec
+
+WARPGROUP = 128
+STAGES = 5  # of the KV ring, unless the spec says otherwise
+MIN_STAGES = 3  # a Q tile, the tile in Q.K, the tile in P.V
+STAGE_BYTES = TILE * FORMAT.token_bytes
+SMALL_BYTES = 8192  # triples, factors, barriers, alignment: an upper bound
+SOFTMAX_WARPS, HALVES, HALF_WARPS = 4, 2, 4  # a promotion warpgroup owns a half of the channels
+HALF = D // HALVES
+RUN = 8  # channels that a thread stores at a time
+CHUNK = 32  # columns of X in registers at a time
+
+S_RING = Ring("s", 2, {"Q.K commit": 1}, {"softmax": SOFTMAX_WARPS})
+P_RING = Ring(
+    "p", 2, {"softmax": SOFTMAX_WARPS}, {"P.V commit": 1, "promotion": HALVES * HALF_WARPS}
+)
+X_RING = Ring("x", HALVES, {"P.V commit": 1}, {"promotion": HALF_WARPS})
+INV_RING = Ring("inv", 1, {"softmax": SOFTMAX_WARPS // 2}, {"promotion": HALVES * HALF_WARPS})
+RINGS = (S_RING, P_RING, X_RING, INV_RING)
+K_READERS = {"Q.K commit": 1, "P.V commit": 1, "softmax": SOFTMAX_WARPS}
+
+
+class Columns:
+    """Tensor memory: first column of each array."""
+
+    X = 0
+    S = X + HALVES * umma.columns(HALF)
+    Q_CONTENT = S + S_RING.stages * umma.columns(TILE)
+    Q_ROPE = Q_CONTENT + D // 4
+    ALL = 512  # what is allocated: a power of two, and nobody else is on the SM
+
+
+class Barrier(IntEnum):
+    """Named barriers; each of the two pairs of softmax warps has its own, ``PAIR`` and the next."""
+
+    PAIR = 1
+    SOFTMAX = 3
+
+
+def feasible(spec: VariantSpec) -> str | None:
+    """Reason why the pipeline cannot be built for ``spec``, or None."""
+    if spec.row_tile != umma.ROWS:
+        return f"ws: a CTA holds {umma.ROWS} rows on the MMA's M, got row_tile {spec.row_tile}"
+    if spec.cluster > 1:
+        return f"ws: row_tile {spec.row_tile} needs one CTA, not a cluster"
+    if spec.page_size != TILE:
+        return f"ws: pages of {TILE} tokens only so far, got {spec.page_size}"
+    if spec.stages and spec.stages < MIN_STAGES:
+        return f"ws needs at least {MIN_STAGES} stages, got {spec.stages}"
+    reason = bud.check(budget(spec))
+    return None if reason is None else f"ws: {reason}"
+
+
+def budget(spec: VariantSpec) -> bud.Budget:
+    """Warpgroups, registers, barriers, shared and tensor memory of a CTA."""
+    stages = spec.stages or STAGES
+    return bud.Budget(
+        groups=(
+            bud.WarpGroup("producer and issuers", 40),
+            bud.WarpGroup("softmax", 136),
+            bud.WarpGroup("promotion", 168, count=HALVES),
+        ),
+        smem=stages * STAGE_BYTES + P_RING.stages * umma.ROWS * TILE + SMALL_BYTES,
+        barriers=(
+            *pipe_barriers(0, {}, stages, K_READERS, spec.cluster),
+            *(barrier for ring in RINGS for barrier in ring.budget()),
+        ),
+        mmas=(
+            bud.Mma("Q.K content", umma.ROWS, TILE, D, "e4m3"),
+            bud.Mma("Q.K RoPE", umma.ROWS, TILE, R, "bf16"),
+            bud.Mma("P.V", umma.ROWS, HALF, TILE, "e4m3"),
+        ),
+        tmem_columns=Columns.ALL,
+        arch=spec.arch,
+    )
+
+
+def build(spec: VariantSpec):
+    return Ws(spec), fake_args(spec)
+
+
+class Layouts(NamedTuple):
+    """Shared-memory layouts of the ring, content and RoPE: ``k`` of KV tiles, ``q`` of Q tiles."""
+
+    q: tuple
+    k: tuple
+
+
+class Cta(NamedTuple):
+    """What every role of a CTA works with; ``span``: its items of the work list, ``tmem``: the
+    address of its tensor memory."""
+
+    st: Any
+    k_pipe: Any
+    gmem: Gmem
+    call: Call
+    span: tuple
+    tmem: Int32
+
+
+class Ws(Fp8Entry):
+    """The kernel: one CTA of 16 warps."""
+
+    def __init__(self, spec: VariantSpec):
+        self.stages = spec.stages or STAGES
+        self.work = WorkList(spec.page_size, TILE)
+        loads = PagedTma(
+            FORMAT, self.work, rows=umma.ROWS, stages=self.stages, q_stages=0,
+            cluster=spec.cluster, q_warps=0, k_warps=sum(K_READERS.values()),
+        )  # fmt: skip
+        needs = budget(spec)
+        super().__init__(spec, loads, needs.threads)
+        self.regs = tuple(group.registers for group in needs.groups)
+        self.scales = TokenScales(TILE, self.stages, self.work.box)
+        self.triples = softmax.WarpTriples(self.scales, TILE // umma.LANE_GROUPS)
+
+    # ---------------------------------------------------------------- host half
+
+    def layouts(self) -> Layouts:
+        """K-major tiles of 64 rows in column blocks of 128 bytes, 128-byte swizzle."""
+        make = helpers.make_smem_layout_b
+        tile = (umma.ROWS, TILE)
+        ring = (
+            make(ROW_MAJOR, (*tile, D), F8, self.stages),
+            make(ROW_MAJOR, (*tile, R), BF16, self.stages),
+        )
+        return Layouts(ring, ring)
+
+    def storage(self, layouts: Layouts):
+        rows = umma.ROWS
+        fields = dict(pair for ring in RINGS for pair in ring.field.items())
+        return struct_of(
+            **self.loads.fields,
+            **fields,
+            tmem=array(Int32, 4, 16),
+            beta=array(Float32, P_RING.stages * rows, 128),
+            gamma=array(Float32, P_RING.stages * rows, 128),
+            inv=array(Float32, rows, 128),  # 1 / row sum
+            **softmax.pair_fields(rows),
+            **self.triples.fields,
+            **self.scales.fields,
+            kc=array(F8, cute.cosize(layouts.k[0]), 1024),
+            kr=array(BF16, cute.cosize(layouts.k[1]), 1024),
+            p=array(F8, P_RING.stages * rows * TILE, 1024),
+        )
+
+    # ---------------------------------------------------------------- entry
+
+    @cute.kernel
+    def kernel(self, tma: Tma, gmem: Gmem, call: Call):
+        tidx, _, _ = cute.arch.thread_idx()
+        _, part, _ = cute.arch.block_idx()
+        warp_id = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        wg = cute.arch.make_warp_uniform(tidx // WARPGROUP)
+        layouts = self.layouts()
+        st = cutlass.memory.SmemAllocator().allocate(self.Storage)
+        if warp_id == 0:
+            for loaded in (*tma.q, *tma.kv):
+                cpasync.prefetch_descriptor(loaded.atom)
+            with cute.arch.elect_one():
+                for ring in RINGS:
+                    ring.init(st)  # fenced with the pipe's own, below
+        if warp_id == 3:
+            umma.allocate(st.tmem.data_ptr(), Columns.ALL)
+            umma.before_sync()
+        _, k_pipe = self.loads.pipes(st)
+        umma.after_sync()
+
+        cute.arch.griddepcontrol_wait()  # q, the cache and the plan come from the kernels before
+        span = self.work.items_of(gmem.work, part)
+        cta = Cta(st, k_pipe, gmem, call, span, umma.base_of(st.tmem.data_ptr()))
+        if wg == 0:
+            cute.arch.setmaxregister_decrease(self.regs[0])
+            if warp_id == 0:
+                self.loads.produce_kv(
+                    st, layouts.k, k_pipe, tma.kv, gmem.work, span, gmem.scale.shape[0],
+                    self.scales.copier(st, gmem.scale), tma.q,
+                )  # fmt: skip
+                cute.arch.griddepcontrol_launch_dependents()
+            elif warp_id == 1:
+                self.issue_scores(cta)
+            elif warp_id == 2:
+                self.issue_products(cta)
+        elif wg == 1:
+            cute.arch.setmaxregister_decrease(self.regs[1])
+            self.softmax_loop(cta)
+        else:
+            cute.arch.setmaxregister_increase(self.regs[2])
+            self.promote_loop(cta, wg - 2)
+        umma.before_sync()
+        cute.arch.sync_threads()
+        if warp_id == 3:
+            umma.after_sync()
+            umma.free(st.tmem.data_ptr(), Columns.ALL)
+
+    def ring_state(self, user, stages: int):
+        return pipeline.make_pipeline_state(user, stages)
+
+    # ---------------------------------------------------------------- issuing warps
+
+    @cute.jit
+    def issue_scores(self, cta: Cta):
+        """Q tiles into tensor memory, and S of every tile."""
+        st, k_pipe, gmem, _, span, tmem = cta
+        content = umma.k_major(umma.address_of(st.kc.data_ptr()))
+        rope = umma.k_major(umma.address_of(st.kr.data_ptr()))
+        kst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
+        sst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, S_RING.stages)
+        for i in cutlass.range(span[0], span[1], unroll=1):
+            _, first, last, _ = self.work.item_at(gmem.work, i)
+            k_pipe.consumer_wait(kst)
+            # the MMAs that still read the Q tile before were issued by this warp: they come first
+            if umma.elected():
+                for x in cutlass.range_constexpr(D // 16):
+                    at = umma.advance(content, kst.index * (TILE * D) + _chunk(x))
+                    umma.copy_rows(tmem + Columns.Q_CONTENT + 4 * x, at)
+                for x in cutlass.range_constexpr(2 * R // 16):
+                    at = umma.advance(rope, kst.index * (TILE * 2 * R) + _chunk(x))
+                    umma.copy_rows(tmem + Columns.Q_ROPE + 4 * x, at)
+                umma.commit(k_pipe.sync_object_empty.get_barrier(kst.index))
+            kst.advance()
+            for _ in cutlass.range(first, last, unroll=1):
+                k_pipe.consumer_wait(kst)
+                S_RING.wait_empty(st, sst.index, sst.phase)
+                umma.after_sync()
+                if umma.elected():
+                    s = tmem + Columns.S + sst.index * umma.columns(TILE)
+                    k_c = umma.advance(content, kst.index * (TILE * D))
+                    k_r = umma.advance(rope, kst.index * (TILE * 2 * R))
+                    self.issue_chain(s, tmem, k_c, k_r)
+                    umma.commit(S_RING.full_barrier(st, sst.index))
+                    umma.commit(k_pipe.sync_object_empty.get_barrier(kst.index))
+                kst.advance()
+                sst.advance()
+
+    def issue_chain(self, s, tmem, k_c, k_r):
+        """S = Q K^T of one tile: content, then RoPE, into one accumulator.
+
+        Two kinds of MMA share it: same warp, same accumulator, same shape, so they stay in order.
+        RoPE logits, which can be large, come last.
+        """
+        for dtype, width, q, k in (
+            (F8, D, tmem + Columns.Q_CONTENT, k_c), (BF16, 2 * R, tmem + Columns.Q_ROPE, k_r),
+        ):  # fmt: skip
+            for x in range(width // umma.K_BYTES):
+                umma.mma(
+                    dtype, s, q + x * umma.CELLS, umma.advance(k, umma.k_step(x, TILE)),
+                    umma.instruction(dtype, TILE), dtype is BF16 or x > 0, a_in_tmem=True,
+                )  # fmt: skip
+
+    @cute.jit
+    def issue_products(self, cta: Cta):
+        """X = P V of every tile, half of the channels at a time."""
+        st, k_pipe, gmem, _, span, tmem = cta
+        values = umma.mn_major(umma.address_of(st.kc.data_ptr()), TILE * umma.LINE)
+        weights = umma.k_major(umma.address_of(st.p.data_ptr()), TILE)
+        kst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
+        pst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, P_RING.stages)
+        x_phase = Int32(1)
+        for i in cutlass.range(span[0], span[1], unroll=1):
+            _, first, last, _ = self.work.item_at(gmem.work, i)
+            self.pass_q(k_pipe, kst)
+            for _ in cutlass.range(first, last, unroll=1):
+                k_pipe.consumer_wait(kst)
+                P_RING.wait_full(st, pst.index, pst.phase)
+                for half in cutlass.range_constexpr(HALVES):
+                    X_RING.wait_empty(st, half, x_phase)
+                    umma.after_sync()
+                    if umma.elected():
+                        x = tmem + Columns.X + half * umma.columns(HALF)
+                        p = umma.advance(weights, pst.index * (umma.ROWS * TILE))
+                        v = umma.advance(values, kst.index * (TILE * D) + half * (TILE * HALF))
+                        self.issue_half(x, p, v)
+                        umma.commit(X_RING.full_barrier(st, half))
+                        if cutlass.const_expr(half == HALVES - 1):
+                            umma.commit(P_RING.empty_barrier(st, pst.index))
+                            umma.commit(k_pipe.sync_object_empty.get_barrier(kst.index))
+                x_phase = x_phase ^ 1
+                kst.advance()
+                pst.advance()
+
+    def issue_half(self, x, p, v):
+        """X = P V of 256 channels: 32 tokens a step."""
+        for k in range(TILE // umma.K_BYTES):
+            umma.mma(
+                F8, x, umma.advance(p, k * umma.K_BYTES),
+                umma.advance(v, k * umma.K_BYTES * umma.LINE),
+                umma.instruction(F8, HALF, b_transposed=True), k > 0,
+            )  # fmt: skip
+
+    @cute.jit
+    def pass_q(self, k_pipe, kst):
+        """Frees an item's Q tile, which this warp does not read."""
+        k_pipe.consumer_wait(kst)  # not before it is there: its turn has come
+        cute.arch.sync_warp()
+        k_pipe.consumer_release(kst)
+        kst.advance()
+
+    # ---------------------------------------------------------------- softmax warpgroup
+
+    @cute.jit
+    def softmax_loop(self, cta: Cta):
+        tidx, _, _ = cute.arch.thread_idx()
+        row_block, _, _ = cute.arch.block_idx()
+        st, k_pipe, gmem, call, span, _ = cta
+        row = tidx % umma.ROWS
+        kst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
+        sst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, S_RING.stages)
+        pst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, P_RING.stages)
+        running = cute.make_rmem_tensor((2,), Float32)  # frame, row sum of this thread's tokens
+        inv_phase = Int32(1)
+        for i in cutlass.range(span[0], span[1], unroll=1):
+            batch, first, last, slot = self.work.item_at(gmem.work, i)
+            first_row = row_block * umma.ROWS
+            factor, limit = row_facts(self.work, gmem, call, batch, first_row + row)
+            ragged_from = self.work.ragged_from(gmem.work, call, batch)
+            seqlen = self.work.seqlen_of(gmem.work, batch)
+            running[0], running[1] = Float32(NEVER), Float32(0.0)
+            self.pass_q(k_pipe, kst)
+            for tile in cutlass.range(first, last, unroll=1):
+                k_pipe.consumer_wait(kst)
+                facts = (factor, limit, ragged_from, seqlen)
+                self.softmax_block(cta, tile, kst, sst, pst, facts, running)
+                kst.advance()
+                sst.advance()
+                pst.advance()
+            self.finish_item(cta, batch, slot, inv_phase, running)
+            inv_phase = inv_phase ^ 1
+
+    @cute.jit
+    def softmax_block(self, cta: Cta, tile, kst, sst, pst, facts, running):
+        """One block: S -> P, beta, gamma, and this thread's share of the row sum."""
+        tidx, _, _ = cute.arch.thread_idx()
+        lane, row = tidx % 32, tidx % umma.ROWS
+        wwarp = cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
+        st, k_pipe, tmem = cta.st, cta.k_pipe, cta.tmem
+        factor, limit, ragged_from, seqlen = facts
+        tokens = self.triples.tokens
+        ragged = (tile + 1) * TILE > ragged_from
+        self.triples.make(st, kst.index, wwarp, lane)
+        S_RING.wait_full(st, sst.index, sst.phase)
+        umma.after_sync()
+        s = umma.load(_lanes(tmem, wwarp) + Columns.S + sst.index * umma.columns(TILE), tokens)
+        umma.before_sync()
+        cute.arch.sync_warp()  # one lane frees S for all
+        if lane == 0:
+            S_RING.arrive_empty(st, sst.index)
+        t = cute.make_rmem_tensor((tokens,), Float32)
+        first_token = tile * TILE + wwarp // 2 * tokens
+        softmax.logits(s, t, self.triples, st, wwarp, factor, first_token, limit, ragged)
+        halves = softmax.exchange(
+            st.maxima, pst.index, row, wwarp, softmax.maximum(t), umma.ROWS, Barrier.PAIR
+        )
+        m = softmax.of_row(halves)
+        part = softmax.weights(t, m, self.triples, st, wwarp)
+        old = running[0]
+        running[0], beta, gamma = move_frame(m, old)
+        running[1] = running[1] * gamma + part * beta
+        if ragged:
+            # whatever lies past the end, or under a NaN scale, must not meet P = 0; S being there
+            # means that Q.K has read the rows
+            self.scales.zero_values(
+                st, kst.index, seqlen - tile * TILE, 0, D // umma.LINE, Barrier.SOFTMAX
+            )
+        P_RING.wait_empty(st, pst.index, pst.phase)
+        softmax.store_p(t, st.p.data_ptr() + pst.index * (umma.ROWS * TILE), row, wwarp)
+        if wwarp < SOFTMAX_WARPS // umma.LANE_GROUPS:  # both halves know them
+            factors = cute.make_layout((umma.ROWS, P_RING.stages))
+            st.beta.get_tensor(factors)[row, pst.index] = beta
+            st.gamma.get_tensor(factors)[row, pst.index] = gamma
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_warp()
+        k_pipe.consumer_release(kst)
+        if lane == 0:
+            P_RING.arrive_full(st, pst.index)
+
+    @cute.jit
+    def finish_item(self, cta: Cta, batch, slot, inv_phase, running):
+        """Row sums of an item -> 1/l for the promotion warps, LSE to memory."""
+        tidx, _, _ = cute.arch.thread_idx()
+        row_block, _, _ = cute.arch.block_idx()
+        lane, row = tidx % 32, tidx % umma.ROWS
+        wwarp = cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
+        st = cta.st
+        lower, upper = softmax.exchange(
+            st.sums, inv_phase, row, wwarp, running[1], umma.ROWS, Barrier.PAIR
+        )
+        if wwarp < SOFTMAX_WARPS // umma.LANE_GROUPS:
+            INV_RING.wait_empty(st, 0, inv_phase)
+            st.inv.get_tensor(cute.make_layout(umma.ROWS))[row] = finish_row(
+                cta.gmem.results, cta.call, batch, slot, row_block * umma.ROWS + row,
+                lower + upper, running[0],
+            )  # fmt: skip
+            cute.arch.sync_warp()
+            if lane == 0:
+                INV_RING.arrive_full(st, 0)
+
+    # ---------------------------------------------------------------- promotion warpgroups
+
+    @cute.jit
+    def promote_loop(self, cta: Cta, half):
+        tidx, _, _ = cute.arch.thread_idx()
+        wwarp = cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
+        st, _, gmem, _, span, tmem = cta
+        o = cute.make_rmem_tensor((umma.columns(HALF),), Float32)
+        x_at = _lanes(tmem, wwarp) + Columns.X + half * umma.columns(HALF)
+        pst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, P_RING.stages)
+        x_phase, inv_phase = Int32(0), Int32(0)
+        for i in cutlass.range(span[0], span[1], unroll=1):
+            batch, first, last, slot = self.work.item_at(gmem.work, i)
+            o.fill(0.0)
+            for _ in cutlass.range(first, last, unroll=1):
+                self.promote_block(st, o, x_at, half, pst, x_phase)
+                x_phase = x_phase ^ 1
+                pst.advance()
+            self.write_rows(cta, o, batch, slot, half, inv_phase)
+            inv_phase = inv_phase ^ 1
+
+    @cute.jit
+    def promote_block(self, st, o, x_at, half, pst, x_phase):
+        """O = gamma O + beta X of one block: a thread has one row, so one beta and one gamma."""
+        tidx, _, _ = cute.arch.thread_idx()
+        lane, row = tidx % 32, tidx % umma.ROWS
+        factors = cute.make_layout((umma.ROWS, P_RING.stages))
+        P_RING.wait_full(st, pst.index, pst.phase)
+        beta = st.beta.get_tensor(factors)[row, pst.index]
+        gamma = st.gamma.get_tensor(factors)[row, pst.index]
+        if cute.arch.vote_any_sync(gamma != 1.0):
+            for c in cutlass.range_constexpr(cute.size(o)):
+                o[c] = o[c] * gamma
+        X_RING.wait_full(st, half, x_phase)
+        umma.after_sync()
+        chunks = cute.size(o) // CHUNK
+        for c in cutlass.range_constexpr(chunks):
+            x = umma.load(x_at + c * CHUNK, CHUNK)
+            if cutlass.const_expr(c == chunks - 1):
+                umma.before_sync()
+                cute.arch.sync_warp()  # one lane frees the half, and the factors, for all
+                if lane == 0:
+                    X_RING.arrive_empty(st, half)
+                    P_RING.arrive_empty(st, pst.index)
+            for v in cutlass.range_constexpr(0, CHUNK, 2):
+                at = c * CHUNK + v
+                o[at], o[at + 1] = cute.arch.fma_packed_f32x2(
+                    (x[v], x[v + 1]), (beta, beta), (o[at], o[at + 1])
+                )
+
+    @cute.jit
+    def write_rows(self, cta: Cta, o, batch, slot, half, inv_phase):
+        """A thread's 128 channels of its row, normalised, to memory."""
+        tidx, _, _ = cute.arch.thread_idx()
+        row_block, _, _ = cute.arch.block_idx()
+        st, results, call = cta.st, cta.gmem.results, cta.call
+        group = tidx % WARPGROUP // umma.ROWS
+        INV_RING.wait_full(st, 0, inv_phase)
+        inverse = st.inv.get_tensor(cute.make_layout(umma.ROWS))[tidx % umma.ROWS]
+        channel = half * HALF + group * cute.size(o)
+        row = row_block * umma.ROWS + tidx % umma.ROWS
+        if row < rows_written(results, call, slot):
+            for c in cutlass.range_constexpr(0, cute.size(o), RUN):
+                values = cute.make_rmem_tensor((RUN,), Float32)
+                for v in cutlass.range_constexpr(RUN):
+                    values[v] = o[c + v] * inverse
+                write_run(results, call, batch, slot, row, channel + c, values)
+        cute.arch.sync_warp()
+        if tidx % 32 == 0:
+            INV_RING.arrive_empty(st, 0)
+
+
+def _chunk(x: int) -> int:
+    """Bytes from the first to the x-th 16 bytes of a row of a tile in column blocks of 128."""
+    return 16 * x // umma.LINE * (TILE * umma.LINE) + 16 * x % umma.LINE
+
+
+def _lanes(tmem, wwarp):
+    """Address of the 32 lanes that a warp of a warpgroup may touch."""
+    return tmem + (wwarp << 21)
