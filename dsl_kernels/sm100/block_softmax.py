@@ -78,7 +78,7 @@ def exchange(field, buffer, row, wwarp, value, rows: cutlass.Constexpr, barrier_
 
 @cute.jit
 def logits(s, t, triples: cutlass.Constexpr, st, wwarp, factor, first_token, limit, ragged):
-    """t' = s2 + log2 sigma of a thread's tokens into ``t``; -inf from ``limit`` on if ``ragged``."""
+    """t' = s2 + log2 sigma of a thread's tokens into ``t``; -inf for what its row must not see."""
     n = triples.tokens
     column = cute.make_rmem_tensor((n,), Float32)
     triples.read(st, wwarp, 0, column)

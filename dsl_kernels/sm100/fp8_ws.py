@@ -268,9 +268,6 @@ class Ws(Fp8Entry):
             umma.after_sync()
             umma.free(st.tmem.data_ptr(), Columns.ALL)
 
-    def ring_state(self, user, stages: int):
-        return pipeline.make_pipeline_state(user, stages)
-
     # ---------------------------------------------------------------- issuing warps
 
     @cute.jit
@@ -377,7 +374,7 @@ class Ws(Fp8Entry):
     def softmax_loop(self, cta: Cta):
         tidx, _, _ = cute.arch.thread_idx()
         row_block, _, _ = cute.arch.block_idx()
-        st, k_pipe, gmem, call, span, _ = cta
+        _, k_pipe, gmem, call, span, _ = cta
         row = tidx % umma.ROWS
         kst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
         sst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, S_RING.stages)
