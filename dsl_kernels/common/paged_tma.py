@@ -183,11 +183,7 @@ class PagedTma:
         for i in cutlass.range(span[0], span[1], unroll=1):
             batch, first, last, _ = self.work.item_at(work, i)
             if const_expr(loaded_q is not None):
-                k_pipe.sync_object_empty.wait(kst.index, kst.phase)
-                bar = k_pipe.producer_get_barrier(kst)
-                with cute.arch.elect_one():  # fewer bytes than a KV tile: it has no scales
-                    cute.arch.mbarrier_arrive_and_expect_tx(bar, self.q_bytes)
-                self._copy_q(loaded_q, q_planes, batch, kst.index, bar)
+                self._fill_with_q(k_pipe, kst, loaded_q, q_planes, batch)
                 kst.advance()
             row = work.block_table[batch, None]
             page = self.work.page_of(row, first, lane, num_pages)
@@ -217,6 +213,15 @@ class PagedTma:
             loaded.atom, 0, cute.make_layout(1), cute.group_modes(tiles, 0, 2),
             cute.group_modes(rows, 0, 2),
         )  # fmt: skip
+
+    @cute.jit
+    def _fill_with_q(self, k_pipe, kst, loaded, planes, batch):
+        """A Q tile into the next free stage of the KV ring."""
+        k_pipe.sync_object_empty.wait(kst.index, kst.phase)
+        bar = k_pipe.producer_get_barrier(kst)
+        with cute.arch.elect_one():  # fewer bytes than a KV tile's, which has scales
+            cute.arch.mbarrier_arrive_and_expect_tx(bar, self.q_bytes)
+        self._copy_q(loaded, planes, batch, kst.index, bar)
 
     def _copy_q(self, loaded, planes, batch, stage, bar):
         """This CTA's row tile of a sequence into a stage."""

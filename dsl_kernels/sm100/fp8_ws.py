@@ -115,11 +115,11 @@ class Barrier(IntEnum):
 def feasible(spec: VariantSpec) -> str | None:
     """Reason why the pipeline cannot be built for ``spec``, or None."""
     if spec.row_tile != umma.ROWS:
-        return f"ws: a CTA holds {umma.ROWS} rows on the MMA's M, got row_tile {spec.row_tile}"
+        return f"ws puts {umma.ROWS} rows on M; no other row tile so far"
     if spec.cluster > 1:
         return f"ws: row_tile {spec.row_tile} needs one CTA, not a cluster"
     if spec.page_size != TILE:
-        return f"ws: pages of {TILE} tokens only so far, got {spec.page_size}"
+        return f"ws takes pages of {TILE} tokens only so far"
     if spec.stages and spec.stages < MIN_STAGES:
         return f"ws needs at least {MIN_STAGES} stages, got {spec.stages}"
     reason = bud.check(budget(spec))
