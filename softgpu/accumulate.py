@@ -20,17 +20,17 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from .tensor_core import fp8_step_numpy, half_step_numpy
+from .tensor_core import blackwell_step_numpy, fp8_step_numpy, half_step_numpy, wide_product
 
 F32 = NDArray[np.float32]
 Accumulate = Callable[[F32, F32, F32, str], F32]
 
-_SMALLEST_NORMAL = {"bf16": 2.0**-126, "f16": 2.0**-14, "e4m3": 2.0**-6, "e5m2": 2.0**-14}
+_SMALLEST_NORMAL = {"bf16": 2.0**-126, "f16": 2.0**-14}
 
 
 def exact(acc: F32, a: F32, b: F32, kind: str) -> F32:
     """acc + a b^T in float64, rounded to nearest even once."""
-    out: F32 = (acc + a.astype(np.float64) @ b.astype(np.float64).T).astype(np.float32)
+    out: F32 = (acc + wide_product(a, b)).astype(np.float32)
     return out
 
 
@@ -38,14 +38,14 @@ def hopper(acc: F32, a: F32, b: F32, kind: str) -> F32:
     """As a Hopper tensor core adds.  Raises ValueError for e5m2, which was not recorded."""
     if kind == "e4m3":
         return fp8_step_numpy(acc, a, b)
-    if kind in ("bf16", "f16"):
+    if kind in _SMALLEST_NORMAL:
         return half_step_numpy(acc, a, b, _SMALLEST_NORMAL[kind])
     raise ValueError(f"hopper accumulation: no model for {kind} operands; use softgpu.exact")
 
 
 def blackwell(acc: F32, a: F32, b: F32, kind: str) -> F32:
     """As a Blackwell tensor core is said to add."""
-    return half_step_numpy(acc, a, b, _SMALLEST_NORMAL[kind])
+    return blackwell_step_numpy(acc, a, b, kind)
 
 
 BY_NAME: dict[str, Accumulate] = {"exact": exact, "hopper": hopper, "blackwell": blackwell}

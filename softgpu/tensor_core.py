@@ -1,8 +1,8 @@
-"""How Hopper's tensor core adds: a bit-exact model of one WGMMA step, in numpy.
+"""How tensor cores add: models of one step of WGMMA (bit-exact) and of tcgen05, in numpy.
 
-Fitted to 9.9 million accumulators recorded on an H200 (``profiles/record_wgmma.py``): every one is
-reproduced bit for bit, for m64nNk32 e4m3 x e4m3 and m64nNk16 bf16 x bf16 and f16 x f16 with an fp32
-accumulator, single steps and chains, A from shared memory or registers, any N.
+**Hopper.**  Fitted to 9.9 million accumulators recorded on an H200 (``profiles/record_wgmma.py``):
+every one is reproduced bit for bit, for m64nNk32 e4m3 x e4m3 and m64nNk16 bf16 x bf16 and f16 x f16
+with an fp32 accumulator, single steps and chains, A from shared memory or registers, any N.
 A second record (``profiles/record_softgpu.py``: 10.3 million accumulators of single instructions
 with N of 16, 32 and 64, and 48 decode kernels), not used for the fit, agrees bit for bit too.
 
@@ -20,11 +20,17 @@ zero: it grows with the length of the sum.  A zero sum is +0; infinities follow 
 0x7fffffff.  What happens when the sum exceeds fp32's range was not recorded.
 
 The torch twin is ``snapmla.testing.accumulate``.
+
+**Blackwell** (``blackwell_step_numpy``).  Nothing of ours was recorded on one.  MMA-Sim (arXiv
+2511.10909) reports bit equality on a B200 with the same four rules, F = 25 and a sum cut to fp32
+for every operand format of ``kind::f16`` and ``kind::f8f6f4``; a user's measurement of fp8
+(DeepGEMM issue 176) found 25 bits too.  Both are about plain tcgen05.mma of one CTA: that ``.ws``
+and pairs of CTAs add the same way is a hypothesis.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +42,30 @@ FP32_MIN_NORMAL = 2.0**-126
 HALF_SMALLEST_TOP = 2.0**-133  # seen with products of subnormal bf16 numbers
 _FP8_RESULT_MASK = np.uint32(0xFFFFFFFF << (23 - FP8_FRACTION_BITS) & 0xFFFFFFFF)
 _FP32_RESULT_MASK = np.uint64(0xFFFFFFFFFFFFFFFF << (52 - 23) & 0xFFFFFFFFFFFFFFFF)
+
+_LEAST_TOP = -133  # exponent of HALF_SMALLEST_TOP
+_NO_EXPONENT = np.int16(-8192)  # of zero
+_ONE_THREAD = 1 << 18  # multiplications up to which OpenBLAS stays in the calling thread
+
+
+class _Operand(NamedTuple):
+    """An operand format.
+
+    Attributes:
+        smallest: exponent of the smallest normal number.
+        fraction: bits.
+        wide: a type that holds every product of two such numbers.
+    """
+
+    smallest: int
+    fraction: int
+    wide: type[np.floating[Any]]
+
+
+_OPERANDS = {
+    "e4m3": _Operand(-6, 3, np.float32), "e5m2": _Operand(-14, 3, np.float32),
+    "f16": _Operand(-14, 10, np.float32), "bf16": _Operand(-126, 7, np.float64),
+}  # fmt: skip
 
 F32 = NDArray[np.float32]
 
@@ -116,6 +146,102 @@ def half_step_numpy(acc: F32, a: F32, b: F32, smallest: float = FP32_MIN_NORMAL)
             np.float32
         ) + np.float32(0)
         return _finish(out, acc, special.astype(np.float32))
+
+
+def _exponents(x: F32, smallest: int, zero: Any, dtype: Any) -> NDArray[Any]:
+    """Exponents of finite numbers, at least ``smallest``; ``zero`` where there is none."""
+    e = (x.view(np.uint32) >> np.uint32(23) & np.uint32(0xFF)).astype(np.int16) - np.int16(127)
+    return np.where(x == 0, zero, np.maximum(e, np.int16(smallest))).astype(dtype)
+
+
+def _largest(ea: NDArray[Any], eb: NDArray[Any]) -> NDArray[np.int16]:
+    """The largest ea[i, k] + eb[j, k] over k: (M, N)."""
+    rows, columns = np.ascontiguousarray(ea.T)[:, :, None], np.ascontiguousarray(eb.T)[:, None, :]
+    top = rows[0] + columns[0]
+    step = np.empty_like(top)
+    for k in range(1, len(rows)):
+        np.add(rows[k], columns[k], out=step)
+        np.maximum(top, step, out=top)
+    return top.astype(np.int16)
+
+
+def _powers(exponent: NDArray[np.int16]) -> NDArray[np.float64]:
+    """2^exponent of normal float64 numbers."""
+    return ((exponent.astype(np.int64) + 1023) << 52).view(np.float64)
+
+
+def _cut_products(a: F32, b: F32, cut: NDArray[np.int16], wide: Any) -> NDArray[np.float64]:
+    """The sum over k of a[i, k] b[j, k] / 2^cut[i, j], each product cut to an integer."""
+    scale = _powers(np.minimum(-cut, np.int16(100 if wide is np.float32 else 1000))).astype(wide)
+    rows, columns = a.T.astype(wide)[:, :, None], b.T.astype(wide)[:, None, :]
+    total = np.zeros(cut.shape, np.float64)
+    product = np.empty(cut.shape, wide)
+    for k in range(len(rows)):
+        np.multiply(rows[k], columns[k], out=product)
+        np.multiply(product, scale, out=product)
+        total += np.trunc(product, out=product)
+    return total
+
+
+def wide_product(a: F32, b: F32) -> NDArray[np.float64]:
+    """a b^T in float64, (M, N), in parts too small for the BLAS to start its threads."""
+    rows = max(_ONE_THREAD // (b.shape[0] * b.shape[1]), 1)
+    right = b.T.astype(np.float64)
+    parts = [a[i : i + rows].astype(np.float64) @ right for i in range(0, len(a), rows)]
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def blackwell_step_numpy(acc: F32, a: F32, b: F32, kind: str) -> F32:
+    """One step of tcgen05.mma.
+
+    Args:
+        acc: (M, N) float32, the accumulator before the step.
+        a: (M, K) float32 that hold values of format ``kind``: "e4m3", "e5m2", "f16" or "bf16".
+        b: (N, K) float32; its format may be the other one of the same width.
+
+    Returns:
+        (M, N) float32.
+    """
+    with np.errstate(invalid="ignore", over="ignore", under="ignore", divide="ignore"):
+        if not (np.isfinite(a).all() and np.isfinite(b).all()):
+            return half_step_numpy(acc, a, b, 2.0 ** _OPERANDS[kind].smallest)
+        finite = bool(np.isfinite(acc).all())
+        old = acc if finite else np.where(np.isfinite(acc), acc, np.float32(0))
+        rows = max(_ONE_THREAD // (b.shape[0] * b.shape[1]), 1)
+        out = np.empty(acc.shape, np.float32)
+        for i in range(0, len(a), rows):
+            out[i : i + rows] = _blackwell_rows(old[i : i + rows], a[i : i + rows], b, kind)
+        return out if finite else _finish(out, acc, np.zeros_like(acc))
+
+
+def _blackwell_rows(acc: F32, a: F32, b: F32, kind: str) -> F32:
+    """Some rows of a step on finite numbers.
+
+    Most often no product has a bit below the cut, and then a matrix product in float64 is exact:
+    only the rows of A where one may have pay for cutting.
+    """
+    smallest, fraction, wide = _OPERANDS[kind]
+    zero, dtype = (-64, np.int8) if wide is np.float32 else (_NO_EXPONENT, np.int16)
+    ea, eb = (_exponents(x, smallest, zero, dtype) for x in (a, b))
+    top = _largest(ea, eb)
+    top[top < 2 * smallest] = _NO_EXPONENT  # a product of zeros
+    np.maximum(top, _exponents(acc, -126, _NO_EXPONENT, np.int16), out=top)
+    cut = np.maximum(top, np.int16(_LEAST_TOP)) - np.int16(HALF_FRACTION_BITS)
+    unit = _powers(-cut)
+    total = wide_product(a, b)
+    total *= unit
+    low = [
+        np.where(e > zero, e.astype(np.int16), -_NO_EXPONENT).min(1) - fraction for e in (ea, eb)
+    ]
+    loses = (low[0][:, None] + low[1] < cut).any(1)
+    if loses.any():
+        total[loses] = _cut_products(a[loses], b, cut[loses], wide)
+    total += np.trunc(acc * unit)
+    kept = (total.view(np.uint64) & _FP32_RESULT_MASK).view(np.float64) / unit
+    if int(cut.min()) < -126:  # otherwise no sum but zero is that small
+        subnormal = np.trunc(kept * 2.0**149) * 2.0**-149
+        kept = np.where(np.abs(kept) < FP32_MIN_NORMAL, subnormal, kept)
+    return kept.astype(np.float32) + np.float32(0)  # + 0: no minus zero
 
 
 def chain_numpy(acc: F32, a: F32, b: F32, *, fp8: bool, smallest: float = FP32_MIN_NORMAL) -> F32:

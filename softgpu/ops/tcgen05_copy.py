@@ -21,58 +21,80 @@ from .mbarrier import arrive, find
 from .tcgen05_common import cta_group, memory_of, operand_index
 
 _LANE = np.arange(LANES)
-# shape -> (lanes written, the row of the source that each gets)
-_ROWS: dict[tuple[str, str | None], NDArray[np.int64]] = {
-    ("128x256b", None): _LANE,
-    ("128x128b", None): _LANE,
-    ("64x128b", "warpx2::02_13"): _LANE % 64,
-    ("64x128b", "warpx2::01_23"): _LANE % 32 + _LANE // 64 * 32,
-    ("32x128b", "warpx4"): _LANE % 32,
+_QUARTERS = np.arange(4)
+# shape -> (the lanes written, the row of the source that each of them gets)
+_ROWS: dict[tuple[str, str | None], tuple[NDArray[np.int64], NDArray[np.int64]]] = {
+    ("128x256b", None): (_LANE, _LANE),
+    ("128x128b", None): (_LANE, _LANE),
+    ("64x128b", "warpx2::02_13"): (_LANE, _LANE % 64),
+    ("64x128b", "warpx2::01_23"): (_LANE, _LANE % 32 + _LANE // 64 * 32),
+    ("32x128b", "warpx4"): (_LANE, _LANE % 32),
+    ("4x256b", None): (32 * _QUARTERS, _QUARTERS),
 }
+
+
+class _Copy:
+    """Rows of 128 or 256 bits from shared memory, K-major, to columns of tensor memory.
+
+    4x256b writes one lane of each quarter, the one of the address; the others write all lanes.
+    """
+
+    def __init__(self, ins: Instr, k: Decoder) -> None:
+        mods = Mods(ins, 2)
+        self.ins, self.group = ins, cta_group(ins, k, mods)
+        shape = mods.take("128x256b", "128x128b", "64x128b", "32x128b", "4x256b")
+        cast = mods.take("warpx2::02_13", "warpx2::01_23", "warpx4")
+        mods.done()
+        found = _ROWS.get((shape or "", cast))
+        if shape is None or found is None:
+            raise unmodelled(ins, "shape")
+        self.shape = (shape, cast)
+        self.lanes, self.source = found
+        self.base, self.plus = k.mem(ins.args[0], "u32")
+        self.descriptor = k.src(ins.args[1], "u64")
+        self.rows = int(self.source.max()) + 1
+        self.width = int(shape.split("x")[1].removesuffix("b")) // 8  # bytes of a row
+        self.columns = self.width // 4
+
+    def run(self, w: Any, m: Any) -> None:
+        """The handler."""
+        for lane in lanes_of(m):
+            at = int(w.v[self.base][lane]) + self.plus
+            self._issue(w, int(lane), at, int(w.v[self.descriptor][lane]))
+
+    def _issue(self, w: Any, lane: int, at: int, descriptor: int) -> None:
+        first, low = at & COLUMN_MASK, at >> LANE_SHIFT
+        if low >= (32 if len(self.lanes) == 4 else 1):
+            raise TensorMemoryError(f"{self.ins.opcode}: target at lane {low}")
+        lanes = self.lanes + low
+        writes, shared = [], []
+        blocks = blocks_of(w.block, self.group)
+        for block in blocks:
+            memory_of(block).check(first, self.columns, self.ins.opcode)
+            index = operand_index(block, descriptor, self.rows, self.width, 1, False)
+            writes.append(Cells(block.rank, lanes, first, self.columns))
+            shared.append((block.rank, index))
+
+        def land() -> None:
+            for block, (_, index) in zip(blocks, shared, strict=True):
+                data = operands.read(block.shared.view(np.uint64, 2), index, 1, False)
+                memory = memory_of(block)
+                memory.check(first, self.columns, self.ins.opcode)
+                columns = slice(first, first + self.columns)
+                memory.cells[lanes, columns] = data.view(np.uint32)[self.source]
+            w.machine.version += 1
+
+        issued = TensorOp(
+            "cp", self.ins.opcode, self.group, tuple(writes), False, (), tuple(shared), self.shape
+        )
+        if w.hazard is not None:
+            w.hazard.tensor.issue(issued, lane)
+        w.tensor_queue.submit(lane, issued, land, self.ins)
 
 
 @op("tcgen05.cp")
 def copy(ins: Instr, k: Decoder) -> Handler:
-    """Rows of 128 or 256 bits from shared memory, K-major, to columns of every lane."""
-    mods = Mods(ins, 2)
-    group = cta_group(ins, k, mods)
-    shape = mods.take("128x256b", "128x128b", "64x128b", "32x128b")
-    cast = mods.take("warpx2::02_13", "warpx2::01_23", "warpx4")
-    mods.done()
-    source = _ROWS.get((shape or "", cast))
-    if shape is None or source is None:
-        raise unmodelled(ins, "shape")
-    base, plus = k.mem(ins.args[0], "u32")
-    descriptor = k.src(ins.args[1], "u64")
-    rows, width = int(source.max()) + 1, int(shape.split("x")[1][:-1]) // 8
-    columns = width // 4
-
-    def run(w: Any, m: Any) -> None:
-        for lane in lanes_of(m):
-            at, d = int(w.v[base][lane]) + plus, int(w.v[descriptor][lane])
-            if at >> LANE_SHIFT:
-                raise TensorMemoryError(f"{ins.opcode}: address {at:#x} has a lane")
-            first = at & COLUMN_MASK
-            blocks = blocks_of(w.block, group)
-            for block in blocks:
-                memory_of(block).check(first, columns, ins.opcode)
-            found = [(b, operand_index(b, d, rows, width, 1, False)) for b in blocks]
-
-            def land(found: Any = found, first: int = first) -> None:
-                for block, index in found:
-                    data = operands.read(block.shared.view(np.uint64, 2), index, 1, False)
-                    cells = data.view(np.uint32)[source]
-                    memory_of(block).cells[:, first : first + columns] = cells
-                w.machine.version += 1
-
-            writes = tuple(Cells(b.rank, _LANE, first, columns) for b in blocks)
-            shared = tuple((b.rank, index) for b, index in found)
-            issued = TensorOp("cp", ins.opcode, group, writes, False, (), shared, (shape, cast))
-            if w.hazard is not None:
-                w.hazard.tensor.issue(issued, int(lane))
-            w.tensor_queue.submit(int(lane), issued, land, ins)
-
-    return run
+    return _Copy(ins, k).run
 
 
 @op("tcgen05.commit")

@@ -253,13 +253,19 @@ class _Transfer:
         columns = self.column + (at & COLUMN_MASK)
         if w.hazard is not None:
             (w.hazard.tensor.load if self.load else w.hazard.tensor.store)(cells)
-        memory = memory_of(w.block).cells
+        memory = memory_of(w.block)
         if self.load:
             w.tensor_queue.before_load(cells)
-            w.store[32][self.slots] = self._gather(memory, rows, columns)
+            w.store[32][self.slots] = self._gather(memory.cells, rows, columns)
             return None
         data = np.stack([w.v[s] for s in self.sources])
-        w.tensor_queue.store(cells, lambda: self._scatter(memory, rows, columns, data), self.ins)
+
+        def land() -> None:
+            for part in cells:
+                memory.check(part.first, part.columns, self.ins.opcode)
+            self._scatter(memory.cells, rows, columns, data)
+
+        w.tensor_queue.store(cells, land, self.ins)
         return None
 
     def _cells(self, w: Any, at: int) -> tuple[Cells, ...]:

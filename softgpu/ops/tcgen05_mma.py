@@ -245,6 +245,7 @@ class _Mma:
         b = -b if s.b_sign < 0 else b
         first, width = call.d & COLUMN_MASK, s.n // len(groups)
         for i, block in enumerate(blocks):
+            memory_of(block).check(first, width, self.ins.opcode)
             memory = memory_of(block).cells
             if not self.a_in_tensor_memory:
                 view = block.shared.view(np.uint64, 2)
