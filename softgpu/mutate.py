@@ -31,12 +31,16 @@ OLD = "<old>"  # in a replacement text: the statement that stood there
 
 _FAMILIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("wait", ("mbarrier.try_wait", "mbarrier.test_wait", "wgmma.wait_group", "cp.async.wait",
-              "cp.async.bulk.wait_group", "griddepcontrol.wait", "barrier.cluster.wait")),
+              "cp.async.bulk.wait_group", "griddepcontrol.wait", "barrier.cluster.wait",
+              "tcgen05.wait::ld", "tcgen05.wait::st")),
     ("arrive", ("mbarrier.arrive", "barrier.cluster.arrive", "bar.arrive", "barrier.arrive",
                 "mbarrier.expect_tx", "griddepcontrol.launch_dependents",
                 "cp.async.mbarrier.arrive")),
-    ("fence", ("fence", "membar", "wgmma.fence")),
-    ("commit", ("wgmma.commit_group", "cp.async.commit_group", "cp.async.bulk.commit_group")),
+    ("fence", ("fence", "membar", "wgmma.fence", "tcgen05.fence::before_thread_sync",
+               "tcgen05.fence::after_thread_sync")),
+    ("commit", ("wgmma.commit_group", "cp.async.commit_group", "cp.async.bulk.commit_group",
+                "tcgen05.commit")),
+    ("allocation", ("tcgen05.dealloc", "tcgen05.relinquish_alloc_permit")),
     ("barrier", ("bar.sync", "barrier.sync", "bar.warp.sync", "barrier.warp.sync", "bar.cta.sync",
                  "barrier.cta.sync")),
 )  # fmt: skip
@@ -72,7 +76,11 @@ class Outcome:
 
 
 def sites(program: Program) -> list[Site]:
-    """All waits, arrives, fences, commits and barriers, in program order."""
+    """All waits, arrives, fences, commits and barriers, in program order.
+
+    Of tensor memory's allocation the instructions that end it: without tcgen05.alloc there would be
+    nothing to synchronise.
+    """
     kernel, out = program.kernel, []
     for ins in kernel.code:
         for family, prefixes in _FAMILIES:

@@ -14,6 +14,7 @@ from .errors import Hazard
 
 LANDINGS = ("early", "late", "random")
 HAZARDS = ("off", "raise", "collect")
+RULES = ("tcgen05-fence", "mixed-kind")  # of the hazard checker, those that can be switched
 _OTHER_WORDS = {"": "off", "0": "off", "1": "raise"}  # that SOFTGPU_HAZARDS may be
 
 
@@ -62,6 +63,10 @@ class Options:
             lands; without one that differs from run to run.
         hazards: ``off``, ``raise`` (stop at the first one) or ``collect`` (one a pair of
             instructions, in ``Stats.hazards``).
+        rules: those of ``RULES`` that the hazard checker applies.  ``tcgen05-fence`` asks for
+            tcgen05.fence on both sides of a synchronisation, which many programs of others leave
+            out; ``mixed-kind`` for one kind of MMA in each accumulator, which no edition of the
+            manual but some old ones wants.
         on_hazard: called with every hazard that is collected; may be None.
         resident: clusters that run at the same time; more are admitted when those all wait.
         max_instructions: stop after so many warp instructions, 0 for no limit.
@@ -74,6 +79,7 @@ class Options:
     asynchronous: str = field(default_factory=_asynchronous)
     seed: int | None = field(default_factory=_seed)
     hazards: str = field(default_factory=_hazards)
+    rules: frozenset[str] = frozenset({"tcgen05-fence"})
     resident: int = 1
     max_instructions: int = 0
     on_hazard: Callable[[Hazard], None] | None = None
@@ -81,6 +87,8 @@ class Options:
     def __post_init__(self) -> None:
         _one_of("asynchronous", self.asynchronous, LANDINGS)
         _one_of("hazards", self.hazards, HAZARDS)
+        for rule in self.rules:
+            _one_of("rules", rule, RULES)
         if self.seed is not None and self.seed < 0:
             self.seed = None
 

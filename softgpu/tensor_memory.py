@@ -118,6 +118,7 @@ class Request:
     """A tcgen05.alloc or .dealloc of one CTA of a pair, which waits for the other CTA's.
 
     Attributes:
+        ticket: what its warp stands for, if the hazard checker is on.
         place: first column, as soon as both CTAs have been served.
     """
 
@@ -125,6 +126,7 @@ class Request:
     rank: int
     columns: int
     first: int | None = None
+    ticket: Any = None
     place: int | None = None
 
 

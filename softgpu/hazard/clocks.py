@@ -3,10 +3,11 @@
 A *component* is something whose work can be known or not known: every lane, and for every warp its
 collective accesses (``ldmatrix``, ``stmatrix``), its WGMMA groups, its bulk stores (reads of shared
 memory done, writes done) and its ``cp.async``; every mbarrier (1: initialised, p + 2: phase p has
-completed, with all copies that count on it); and the end of the grids before this one.  Row l of a
-warp's matrix ``vc`` holds, for each component, the time up to which lane l knows its work.
-``avc`` is the same for what the *async proxy* may rely on, if lane l starts asynchronous work: the
-lanes' columns advance only with ``fence.proxy.async`` (PTX ISA 8.1.3, proxies).
+completed, with all copies that count on it); the end of the grids before this one; and what works
+on tensor memory (``tensor_clock``).  Row l of a warp's matrix ``vc`` holds, for each component, the
+time up to which lane l knows its work.  ``avc`` is the same for what the *async proxy* may rely on,
+if lane l starts asynchronous work: the lanes' columns advance only with ``fence.proxy.async`` (PTX
+ISA 8.1.3, proxies).
 
 Synchronisation moves rows: a release takes a ``Stamp``, an acquire joins it.
 """
@@ -19,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import BarrierError
+from .tensor_clock import TensorColumns
 
 Ints = NDArray[np.int32]
 LANES = np.arange(32)
@@ -32,16 +34,21 @@ def lanes_of(m: Any) -> NDArray[np.int64]:
 
 
 class Layout:
-    """Component numbers of one cluster of ``ctas`` blocks of ``warps`` warps."""
+    """Component numbers of one cluster of ``ctas`` blocks of ``warps`` warps.
+
+    Attributes:
+        tensor: the columns of tensor memory's agents, None for kernels that have no such memory.
+    """
 
     KINDS = ("collective", "wgmma", "bulk-read", "bulk-write", "cp.async")
 
-    def __init__(self, ctas: int, warps: int) -> None:
+    def __init__(self, ctas: int, warps: int, tensor: bool = False) -> None:
         self.warps = ctas * warps
         self.lanes = 32 * self.warps
         self.kinds = {k: self.lanes + i * self.warps for i, k in enumerate(self.KINDS)}
         self.prior = self.lanes + len(self.KINDS) * self.warps
-        self.mbarriers = self.prior + 1
+        self.tensor = TensorColumns(self.prior + 1, ctas, self.warps) if tensor else None
+        self.mbarriers = self.tensor.end if self.tensor else self.prior + 1
         self.used = self.mbarriers
         # the last column knows nothing, so that "written by component -1" is never known
         self.size = self.mbarriers + MBARRIERS * ctas + 1
@@ -62,12 +69,17 @@ class Layout:
         return self.used - 1
 
     def name(self, component: int) -> tuple[str, int]:
-        """(kind, warp of the cluster) of a component; the warp is -1 for mbarriers and grids."""
+        """(kind, warp of the cluster) of a component; the warp is -1 for mbarriers and grids.
+
+        The kinds are ``lane``, ``KINDS``, ``TensorColumns.KINDS``, ``prior`` and ``mbarrier``.
+        """
         if component < self.lanes:
             return "lane", component // 32
         if component < self.prior:
             kind, warp = divmod(component - self.lanes, self.warps)
             return self.KINDS[kind], warp
+        if self.tensor is not None and self.tensor.first <= component < self.tensor.end:
+            return self.tensor.name(component - self.tensor.first)
         return ("prior", -1) if component == self.prior else ("mbarrier", -1)
 
 
@@ -166,6 +178,12 @@ class WarpClock:
         rows: Any = slice(None) if m is True else np.nonzero(m)[0]
         for table in (self.vc, self.avc):
             table[rows, component] = np.maximum(table[rows, component], time)
+
+    def note(self, m: Any, source: Any, target: Any) -> None:
+        """Lanes ``m`` know of the components ``target`` at least what they know of ``source``."""
+        self._least = None
+        lanes = lanes_of(m)[:, None]
+        self.vc[lanes, target] = np.maximum(self.vc[lanes, target], self.vc[lanes, source])
 
     def fence_proxy(self, m: Any) -> None:
         """fence.proxy.async: all that lanes ``m`` know becomes visible to the async proxy."""

@@ -11,6 +11,7 @@ from ..memory import OFFSET_MASK, RANK_SHIFT
 from .clocks import Layout, Stamp, joined
 from .reports import Reports
 from .shadow import Index, Shadow
+from .tensor import TensorHazards
 
 if TYPE_CHECKING:
     from ..cluster import Cluster
@@ -48,6 +49,7 @@ class ClusterHazards:
     """The shadow of a cluster's shared memory and what concerns all its warps.
 
     Attributes:
+        tensor: tensor memory, None where the architecture has none.
         number: of the cluster, from 1; 0 means nobody in shadows of global memory.
         pending: by rank, what may still touch a block's shared memory when it ends:
             component -> (time, event).
@@ -59,11 +61,14 @@ class ClusterHazards:
         self.cluster, self.machine = cluster, cluster.machine
         self.number = cluster.first // cluster.size + 1
         self.warps_per_block = -(-self.machine.threads // 32)
-        self.layout: Layout = Layout(cluster.size, self.warps_per_block)
+        blackwell = self.machine.program.architecture >= 100
+        self.layout: Layout = Layout(cluster.size, self.warps_per_block, blackwell)
         self.shift = self.machine.program.shared_shift
         self.per_block = (cluster.shared.limit >> self.shift) + 1
         self.shared = Shadow(cluster.size * self.per_block)
         self.report = Reports(self)
+        columns = self.layout.tensor
+        self.tensor = TensorHazards(self, columns) if columns is not None else None
         self.barrier: Stamp | None = None
         self.barrier_done: Stamp | None = None
         self.pending: list[dict[int, tuple[int, int]]] = [{} for _ in range(cluster.size)]

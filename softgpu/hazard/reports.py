@@ -77,6 +77,8 @@ class Reports:
         kind = self.layout.name(comp)[0] if comp >= 0 else ""
         if kind == "lane":
             lanes = f"lane {comp % 32}"
+        elif kind == "tcgen05":
+            lanes = self.owner.tensor.report.issuer_text(comp) if self.owner.tensor else ""
         elif kind in ("mbarrier", "bulk-read", "bulk-write", "cp.async"):
             lanes = "asynchronous"
         else:
@@ -101,7 +103,9 @@ class Reports:
         """How the work (comp, time) becomes known."""
         kind, _ = self.layout.name(comp)
         if kind == "mbarrier":
-            return f"completes phase {time - 2} of {self._barrier(comp)}"
+            return f"completes phase {time - 2} of {self.barrier(comp)}"
+        if kind.startswith("tcgen05") and self.owner.tensor is not None:
+            return self.owner.tensor.report.note_of(comp, time)
         return {
             "wgmma": "in flight until a wgmma.wait_group covers it",
             "bulk-read": "in flight until a cp.async.bulk.wait_group covers it",
@@ -115,7 +119,8 @@ class Reports:
         where = self.machine.shared_name((offset << self.owner.shift) - SHARED_BASE)
         return f"shared memory, {where}, block {self.owner.cluster.blocks[rank].ctaid}"
 
-    def _barrier(self, comp: int) -> str:
+    def barrier(self, comp: int) -> str:
+        """An mbarrier."""
         return self.machine.barrier_name(self.owner.cluster, comp)
 
     def _registers(self, bits: int) -> str:
@@ -201,7 +206,7 @@ class Reports:
         self.machine.hazard(
             "wrong-tx-count",
             f"a phase completes while {track.flying} bytes of copies for it are on their way",
-            self._barrier(track.comp), events,
+            self.barrier(track.comp), events,
             "expect_tx must count the bytes of all copies of the phase",
         )  # fmt: skip
 
@@ -214,7 +219,7 @@ class Reports:
         first = self.event("initialisation", track.event, -1)
         self.machine.hazard(
             "mbarrier-init", "an mbarrier is used that may not be initialised yet",
-            self._barrier(track.comp), [first, self.here(warp, f"{how} use", lane_text(lane))], why,
+            self.barrier(track.comp), [first, self.here(warp, f"{how} use", lane_text(lane))], why,
         )  # fmt: skip
 
     # ---- registers of WGMMAs -------------------------------------------------------------------

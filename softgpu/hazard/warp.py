@@ -30,17 +30,20 @@ class WarpHazards:
     Attributes:
         agents: components of the warp's collective and asynchronous work, by ``Layout.KINDS``.
         bulk_group, cp_group: numbers of the open groups of bulk stores and of cp.async.
+        tensor: its tcgen05 instructions, None where the architecture has none.
         prior_known: all lanes know that the grids before this one are complete.
     """
 
     def __init__(self, owner: ClusterHazards, warp: Warp) -> None:
         self.owner, self.warp, self.report = owner, warp, owner.report
-        self.index = warp.block.rank * owner.warps_per_block + warp.index
-        self.clock = WarpClock(owner.layout, self.index)
+        self.index: int = warp.block.rank * owner.warps_per_block + warp.index
+        self.clock: WarpClock = WarpClock(owner.layout, self.index)
         self.agents = {k: owner.layout.agent(k, self.index) for k in Layout.KINDS}
         self.tag = self.index << PC_BITS
         self.registers = WgmmaRegisters(self)
-        self.tensor = WarpTensor(self)
+        self.tensor: WarpTensor | None = (
+            None if owner.tensor is None else WarpTensor(self, owner.tensor)
+        )
         self.bulk_group = 1
         self.cp_group = 1
         self.prior_known = not warp.machine.prior
@@ -52,9 +55,9 @@ class WarpHazards:
         """The instruction that runs, see ``reports``."""
         return int(self.tag | self.warp.pc)
 
-    def _key(self, kind: str) -> int:
-        """Row of last reads: generic reads of a warp have its index, the others follow."""
-        return self.agents[kind] - self.owner.layout.lanes + self.owner.layout.warps
+    def _key(self, comp: int) -> int:
+        """Row of last reads: generic reads of a warp have its index, other components follow."""
+        return comp - self.owner.layout.lanes + self.owner.layout.warps
 
     # ---- generic accesses of lanes -------------------------------------------------------------
     def read_shared(self, addr: Any, m: Any, nbytes: int) -> None:
@@ -110,8 +113,8 @@ class WarpHazards:
         """Row i of 16 bytes is addressed by lane i; the warp reads them as one."""
         idx = self.owner.granules(addr, 16)
         self._check_read(idx, _rows(np.arange(len(addr)), idx))
-        comp, key = self.agents["collective"], self._key("collective")
-        self.owner.shared.read(key, idx, comp, self.clock.time, self.event)
+        comp = self.agents["collective"]
+        self.owner.shared.read(self._key(comp), idx, comp, self.clock.time, self.event)
 
     def write_rows(self, addr: Any) -> None:
         """The stores of ``read_rows``."""
@@ -127,6 +130,14 @@ class WarpHazards:
         found = self.owner.shared.unknown_write(idx, avc, None, True)
         if found is not None:
             self.report.unknown_write(self, found._replace(row=lane), "asynchronous read", True)
+
+    def async_read(self, lane: int, idx: Any, comp: int, time: int) -> None:
+        """What ``lane`` issued, or the whole warp (-1), reads granules until (comp, time) is known.
+
+        Each component's reads of a granule are remembered as its last one.
+        """
+        self._check_async_read(idx, lane)
+        self.owner.shared.read(self._key(comp), idx, comp, time, self.event)
 
     def async_write(self, lane: int, idx: Any, comp: int, time: int) -> None:
         """A copy issued by ``lane`` writes shared granules and completes as (comp, time)."""
@@ -160,15 +171,14 @@ class WarpHazards:
 
     def copy_out(self, lane: int, idx: Any, rank: int) -> None:
         """A bulk store reads granules of block ``rank`` until its group has been read."""
-        self._check_async_read(idx, lane)
-        comp, key = self.agents["bulk-read"], self._key("bulk-read")
-        self.owner.shared.read(key, idx, comp, self.bulk_group, self.event)
+        comp = self.agents["bulk-read"]
+        self.async_read(lane, idx, comp, self.bulk_group)
         self.owner.pending[rank][comp] = (self.bulk_group, self.event)
 
     def copied_from(self, lane: int, idx: Any, bar: MBarrier) -> None:
         """A shared-to-shared copy reads its source until ``bar``'s phase completes."""
         self._check_async_read(idx, lane)
-        key = self._key("bulk-read")
+        key = self._key(self.agents["bulk-read"])
         self.owner.shared.read(key, idx, bar.track.comp, bar.phase + 2, self.event)
 
     def bulk_commit(self) -> int:
@@ -225,10 +235,9 @@ class WarpHazards:
         """A wgmma.mma_async is issued: granules of its operands, its registers as bit sets."""
         group = self.registers.group
         self.registers.issue(acc, a, shape)
-        comp, key = self.agents["wgmma"], self._key("wgmma")
+        comp = self.agents["wgmma"]
         for idx in operands:
-            self._check_async_read(idx, -1)
-            self.owner.shared.read(key, idx, comp, group, self.event)
+            self.async_read(-1, idx, comp, group)
         self.owner.pending[self.warp.block.rank][comp] = (group, self.event)
 
     def wgmma_wait(self, keep: int) -> None:

@@ -116,13 +116,15 @@ def commit(ins: Instr, k: Decoder) -> Handler:
             ranks = ranks_of(w, int(w.v[mask][lane])) if multicast else [at >> RANK_SHIFT]
             targets = spread(at, ranks)
 
-            def signal(targets: list[int] = targets) -> None:
+            found = [(target >> RANK_SHIFT, find(w, target, ins.opcode)) for target in targets]
+            stamp = None if w.hazard is None else w.hazard.tensor.commit(int(lane), found)
+
+            def signal(targets: list[int] = targets, stamp: Any = stamp) -> None:
                 for target in targets:
+                    if stamp is not None:
+                        w.hazard.tensor.arrived(find(w, target, ins.opcode), stamp)
                     arrive(w, target, 1)
 
-            found = [find(w, target, ins.opcode) for target in targets]
-            if w.hazard is not None:
-                w.hazard.tensor.commit(int(lane), group, found)
             w.tensor_queue.commit(int(lane), group, signal, ins)
 
     return run

@@ -35,8 +35,11 @@ def _common_room(memories: list[TensorMemory], columns: int) -> int | None:
     return min(set.intersection(*rooms), default=None)
 
 
-def _serve(w: Any, kind: str, group: int, columns: int, first: int) -> int | None:
-    """Allocates or frees in every CTA of the group; None where an allocation has to wait."""
+def _serve(w: Any, kind: str, group: int, columns: int, first: int, *peer: Any) -> int | None:
+    """Allocates or frees in every CTA of the group; None where an allocation has to wait.
+
+    ``peer``: the hazard checker's ticket of the peer's warp.
+    """
     blocks = blocks_of(w.block, group)
     memories = [memory_of(b) for b in blocks]
     place: int | None = first
@@ -53,7 +56,7 @@ def _serve(w: Any, kind: str, group: int, columns: int, first: int) -> int | Non
             memory.free(place, columns)
         if w.hazard is not None:
             note = w.hazard.tensor.allocated if kind == "alloc" else w.hazard.tensor.freed
-            note(block.rank, place, columns)
+            note(block.rank, place, columns, *peer)
     w.machine.version += 1
     return place
 
@@ -79,7 +82,8 @@ def _meet(w: Any, request: Request) -> Any:
             f"tcgen05.{request.kind} of {request.columns} columns, but the CTA's peer executes "
             f"tcgen05.{other.kind} of {other.columns}"
         )
-    place = _serve(w, request.kind, 2, request.columns, request.first or 0)
+    tickets = () if other.ticket is None else (other.ticket,)
+    place = _serve(w, request.kind, 2, request.columns, request.first or 0, *tickets)
     if place is None:
         return Wait(
             lambda: (
@@ -129,7 +133,8 @@ def manage(ins: Instr, k: Decoder) -> Handler:
                 )
             return finish(w, place)
         peer(w.block)
-        request = Request(kind, w.block.rank, count, None if alloc else first)
+        ticket = None if w.hazard is None else w.hazard.tensor.ticket()
+        request = Request(kind, w.block.rank, count, None if alloc else first, ticket)
         met = _meet(w, request)
         if isinstance(met, int):
             return finish(w, met)
@@ -164,8 +169,6 @@ def relinquish(ins: Instr, k: Decoder) -> Handler:
         if m is not True:
             return whole_warp(w, m, ins.opcode)
         memory_of(w.block).permit = False
-        if w.hazard is not None:
-            w.hazard.tensor.permit_given_up()
         return None
 
     return run

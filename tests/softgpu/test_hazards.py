@@ -1,17 +1,13 @@
 """The hazard checker, rule by rule: small programs that break one, each with a correct twin.
 
-A case is a text with a gap.  ``wrong`` in the gap must be reported, as ``kind`` and with the two
-instructions ``events``; ``right`` in the gap must be clean in every schedule.  Every schedule must
-find something in the broken program; with ``some`` the order decides whether it is this report or
-another of the same bug (such as a read of what is not even written yet).  ``order_matters`` marks
-what is found in one order only: reads of global memory by copies are not remembered.
+See ``tests.support.hazards``; tensor memory is in ``test_tcgen05_hazards.py``.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +21,9 @@ from softgpu.hazard import Footprint
 from softgpu.machine import Machine
 from softgpu.pytest_plugin import schedules
 from softgpu.testing import aligned, launch
+from tests.support import hazards
+from tests.support.hazards import GAP, SCHEDULES, wait
 
-GAP = "<gap>"
-SCHEDULES = [(mode, seed) for mode in ("early", "late", "random") for seed in (None, 1, 2)]
 # %r99 thread, %r98 warp, %r97 lane; %p50 thread 0, %p51 warp 0, %p52 the other warps;
 # %r1 two mbarriers; %r2 the thread's word, %r3 its word in the other warp, %r4 its neighbour's;
 # %r5 the first of the words; %r6 the thread's 16 bytes; %rd61 the thread's word of argument 0
@@ -48,34 +44,11 @@ COPY = """@%p50 cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::byte
 STORE = "cp.async.bulk.global.shared::cta.bulk_group [%rd1], [%r5], 128;"
 
 
-def wait(barrier: str = "%r1", parity: str = "0", guard: str = "") -> str:
-    """Waits for a phase; ``guard`` is the predicate of the lanes that do not."""
-    skip = f"@{guard} bra SKIP;" if guard else ""
-    return (
-        f"{{ {skip} W: mbarrier.try_wait.parity.shared.b64 %p60, [{barrier}], {parity};"
-        " @!%p60 bra W; SKIP: }\n"
-    )
-
-
 @dataclass
-class Case:
-    """A program with a gap, see above."""
+class Case(hazards.Case):
+    """A program for 64 threads that begins with ``HEAD``."""
 
-    kind: str
-    body: str
-    right: str
-    wrong: str = ""
-    events: tuple[str, ...] = ()
-    some: bool = False
-    order_matters: bool = False
-    launch: dict[str, Any] = field(default_factory=dict)
-
-    def run(self, text: str, options: Options) -> softgpu.Stats:
-        buffer = aligned(4096, np.uint32)
-        return launch(
-            HEAD + self.body.replace(GAP, text), [buffer], options=options,
-            **{"block": 64, **self.launch},
-        )  # fmt: skip
+    head: str = HEAD
 
 
 ST, LD = "st.shared.b32", "ld.shared.b32"
@@ -381,37 +354,14 @@ CASES = {
 every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
 
-def describes(case: Case, error: SoftGpuError) -> bool:
-    if not isinstance(error, Hazard):
-        return False
-    texts = [e.text for e in error.events]
-    return (
-        error.kind == case.kind
-        and len(texts) == len(case.events)
-        and all(want in text for want, text in zip(case.events, texts, strict=True))
-    )
-
-
 @every_case
 def test_the_broken_program_is_reported(case: Case) -> None:
-    found = []
-    for mode, seed in SCHEDULES[:1] if case.order_matters else SCHEDULES:
-        with pytest.raises(SoftGpuError) as caught:  # without the checker: a deadlock, at best
-            case.run(case.wrong, Options(hazards="raise", asynchronous=mode, seed=seed))
-        found.append(caught.value)
-    print(*found, sep="\n")
-    hazards = [e for e in found if isinstance(e, Hazard)]
-    assert any(describes(case, e) for e in (hazards if case.some else found[:1]))
-    for error in hazards:
-        assert error.place and str(error).endswith(f"  why: {error.why}")
-        for number, event in enumerate(error.events, 1):
-            assert f"  {number}.  {event.action}: " in str(error) and event.ptx_line > 0
+    case.check_broken()
 
 
 @every_case
 def test_the_correct_twin_is_clean(case: Case) -> None:
-    for mode, seed in SCHEDULES:
-        case.run(case.right, Options(hazards="raise", asynchronous=mode, seed=seed))
+    case.check_correct()
 
 
 def test_a_race_names_the_blocks_of_both_sides() -> None:
@@ -424,7 +374,7 @@ def test_a_race_names_the_blocks_of_both_sides() -> None:
 def test_the_suite_covers_every_kind() -> None:
     """Each kind of hazard that the checker can report has a case here or a test below."""
     modules = Path(softgpu.hazard.__file__).parent.glob("*.py")
-    source = "".join(p.read_text() for p in modules)
+    source = "".join(p.read_text() for p in modules if not p.name.startswith("tensor"))
     kinds = set(re.findall(r'hazard\(\s*"([a-z-]+)"', source))
     assert len(kinds) > 8
     assert kinds - {case.kind for case in CASES.values()} == {"early-dependent-access"}
@@ -597,6 +547,8 @@ def test_a_launch_that_does_not_wait_hands_on_what_it_could_overtake(
 PLUGIN_TESTS = """
 import numpy as np, pytest, softgpu
 from softgpu.testing import aligned, launch
+from tests.support import hazards
+from tests.support.hazards import GAP, SCHEDULES, wait
 
 RACE = "mov.u32 %r1, %tid.x; mov.u32 %r2, smem; st.shared.b32 [%r2], %r1;"
 

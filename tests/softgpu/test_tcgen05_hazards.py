@@ -1,0 +1,326 @@
+"""The hazard checker and tensor memory, rule by rule: see ``tests.support.hazards``.
+
+All programs have four warps, a matrix A of 128 x 32 and a B of 8 x 32 bytes in shared memory, and
+tensor memory that warp 0 allocates before ``START`` ends and frees in ``END``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from softgpu.hazard import tensor_reports
+from tests.support import hazards
+from tests.support.hazards import GAP, wait
+
+A_AT, B_AT = 2048, 6144  # addresses in shared memory: smem + 1024, smem + 5120
+DESCRIPTOR = 1 << 46 | 128 >> 4 << 32  # version, SBO of 8 rows without swizzle
+A = DESCRIPTOR | 2048 >> 4 << 16 | A_AT >> 4
+B = DESCRIPTOR | 128 >> 4 << 16 | B_AT >> 4
+F8, F16 = 1 << 4, 1 << 4 | 1 << 7 | 1 << 10  # f32 = e4m3 e4m3, bf16 bf16
+
+
+def idesc(kind: int, n: int = 8, m: int = 128) -> int:
+    return kind | n >> 3 << 17 | m >> 4 << 24
+
+
+# %r99 thread, %r98 warp, %r97 lane; %p50 thread 0, %p51 warp 0, %p52 the other warps,
+# %p53 thread 32, %p54 thread 1; %r1 three mbarriers; %r5 A, %r7 B in shared memory; %r6 16 bytes of
+# A; %r40 tensor memory, %r41 instruction descriptor; %rd20, %rd21 descriptors of A, B; %p2 true
+HEAD = f"""
+mov.u32 %r99, %tid.x; shr.u32 %r98, %r99, 5; and.b32 %r97, %r99, 31; mov.u32 %r1, smem;
+setp.eq.s32 %p50, %r99, 0; setp.eq.s32 %p51, %r98, 0; setp.ne.s32 %p52, %r98, 0;
+setp.eq.s32 %p53, %r99, 32; setp.eq.s32 %p54, %r99, 1; setp.eq.s32 %p2, %r1, %r1;
+add.s32 %r5, %r1, 1024; add.s32 %r7, %r1, 5120; mad.lo.s32 %r6, %r99, 16, %r5;
+mov.b64 %rd20, {A}; mov.b64 %rd21, {B}; mov.b32 %r41, {idesc(F8)};
+@%p50 mbarrier.init.shared.b64 [%r1], 1; @%p50 mbarrier.init.shared.b64 [%r1+8], 128;
+@%p50 mbarrier.init.shared.b64 [%r1+16], 1;
+@%p50 fence.mbarrier_init.release.cluster;
+st.shared.v4.b32 [%r6], {{0, 0, 0, 0}}; st.shared.v4.b32 [%r6+2048], {{0, 0, 0, 0}};
+st.shared.v4.b32 [%r6+4096], {{0, 0, 0, 0}}; fence.proxy.async.shared::cta;
+"""
+ALLOC = "@%p51 tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r1+64], 64;\n"
+START = HEAD + ALLOC + "bar.sync 0; ld.shared.b32 %r40, [%r1+64];\n"
+DEALLOC = "@%p51 tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r40, 64;\n"
+BEFORE, AFTER = "tcgen05.fence::before_thread_sync;\n", "tcgen05.fence::after_thread_sync;\n"
+SYNC = f"{BEFORE} bar.sync 0; {AFTER}"
+WAIT_LD, WAIT_ST = "tcgen05.wait::ld.sync.aligned;\n", "tcgen05.wait::st.sync.aligned;\n"
+END = f"{WAIT_LD} {WAIT_ST} {SYNC} {DEALLOC}"
+OUT = "{" + ", ".join(f"%r{120 + i}" for i in range(8)) + "}"
+LD = f"tcgen05.ld.sync.aligned.32x32b.x8.b32 {OUT}, [%r40];\n"
+ST = "tcgen05.st.sync.aligned.32x32b.x8.b32 [%r40], {0, 0, 0, 0, 0, 0, 0, 0};\n"
+ST_A = ST.replace("%r40", "%r40+32")
+
+
+def mma(
+    d: str = "%r40", a: str = "%rd20", shape: str = "%r41", add: str = "!%p2", by: str = "%p50",
+    kind: str = "f8f6f4", ws: str = "",
+) -> str:  # fmt: skip
+    return f"@{by} tcgen05.mma{ws}.cta_group::1.kind::{kind} [{d}], {a}, %rd21, {shape}, {add};\n"
+
+
+def commit(barrier: str = "%r1", by: str = "%p50") -> str:
+    return (
+        f"@{by} tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64"
+        f" [{barrier}];\n"
+    )
+
+
+MMA, ADD, COMMIT, WAIT = mma(), mma(add="%p2"), commit(), wait()
+TS = mma(a="[%r40+32]")  # A in columns 32 to 39
+WIDE = mma(shape=str(idesc(F8, 16)))  # the same address, another shape
+HALF = mma(shape=str(idesc(F16)), add="%p2", kind="f16")
+CP = "@{0} tcgen05.cp.cta_group::1.128x256b [{1}], %rd20;\n"
+COPY, COPY_A = CP.format("%p50", "%r40"), CP.format("%p50", "%r40+32")
+DONE, DONE_2 = f"{COMMIT} {WAIT} {AFTER}", f"{commit('%r1+16')} {wait('%r1+16')} {AFTER}"
+LD_0, ST_0, ST_A_0 = ("@%p51 " + x for x in (LD, ST, ST_A))
+LD_1, ST_1 = ("@%p52 " + x for x in (LD, ST))
+BULK = """@%p50 mbarrier.arrive.expect_tx.shared.b64 _, [%r1+16], 256;
+    @%p50 cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes
+    [%r7], [%rd1], 256, [%r1+16];\n"""
+MMA_T, LD_T, ST_T, CP_T = "tcgen05.mma", "tcgen05.ld", "tcgen05.st", "tcgen05.cp"
+COMMIT_T, BULK_T = "tcgen05.commit", "cp.async.bulk"
+
+
+@dataclass
+class Case(hazards.Case):
+    """A program for four warps of a Blackwell CTA."""
+
+    head: str = START
+    launch: dict[str, Any] = field(default_factory=lambda: {"target": "sm_100a", "block": 128})
+
+
+COMPLETION = {  # T1: mma and cp are complete when a commit's phase is
+    "load before the phase": Case(
+        "read-before-complete", f"{MMA} {COMMIT} {GAP} {LD_0} {WAIT} {END}", f"{WAIT} {AFTER}",
+        events=(MMA_T, LD_T),
+    ),
+    "load before the phase, by the other warp": Case(
+        "read-before-complete",
+        f"{MMA} {COMMIT} {wait(guard='%p52')} {GAP} {AFTER} {LD_1} {WAIT} {END}", "bar.sync 0;",
+        events=(MMA_T, LD_T), some=True,
+    ),
+    "store before the phase": Case(
+        "race", f"{MMA} {COMMIT} {GAP} {ST_0} {WAIT} {END}", f"{WAIT} {AFTER}", events=(MMA_T, ST_T)
+    ),
+    "A overwritten before the phase": Case(
+        "overwrite-in-use",
+        f"{ST_A} {WAIT_ST} {SYNC} {TS} {COMMIT} {GAP} {ST_A_0} {WAIT} {END}", f"{WAIT} {AFTER}",
+        events=(MMA_T, ST_T),
+    ),
+    "commit before the last mma": Case(
+        "read-before-complete", f"{MMA} {GAP} {WAIT} {AFTER} {LD} {DONE_2} {END}",
+        f"{ADD} {COMMIT}", f"{COMMIT} {ADD}", events=(MMA_T, LD_T),
+    ),
+    "phase of an earlier commit": Case(
+        "read-before-complete", f"{MMA} {COMMIT} {ADD} {commit('%r1+16')} {GAP} {AFTER} {LD}"
+        f"{WAIT} {wait('%r1+16')} {END}", wait("%r1+16"), WAIT, events=(MMA_T, LD_T),
+    ),
+    "load of what a copy writes": Case(
+        "read-before-complete", f"{COPY} {COMMIT} {GAP} {LD_0} {WAIT} {END}", f"{WAIT} {AFTER}",
+        events=(CP_T, LD_T),
+    ),
+    "all datapaths of .ws": Case(
+        "read-before-complete",
+        f"{mma(shape=str(idesc(F8, 64, 64)), ws='.ws')} {COMMIT} {GAP} {LD_0} {WAIT} {END}",
+        f"{WAIT} {AFTER}", events=(MMA_T, LD_T),
+    ),
+    "exit before the phase": Case(
+        "exit-in-flight", f"{MMA} {COMMIT} {GAP}", f"{WAIT} {END}", "exit;", events=(MMA_T,)
+    ),
+}  # fmt: skip
+
+ACCESSES = {  # T2: ld and st are complete after their wait, for others after a barrier
+    "accumulates on a pending store": Case(
+        "read-before-complete", f"{ST} {GAP} {SYNC} {ADD} {DONE} {END}", WAIT_ST,
+        events=(ST_T, MMA_T),
+    ),
+    "A from a pending store": Case(
+        "read-before-complete", f"{ST_A} {GAP} {SYNC} {TS} {DONE} {END}", WAIT_ST,
+        events=(ST_T, MMA_T),
+    ),
+    "A without a barrier": Case(
+        "read-before-complete", f"{ST_A} {WAIT_ST} {GAP} {TS} {DONE} {END}", SYNC,
+        events=(ST_T, MMA_T), some=True,
+    ),
+    "D over a pending store": Case(
+        "race", f"{ST} {GAP} {SYNC} {MMA} {DONE} {END}", WAIT_ST, events=(ST_T, MMA_T)
+    ),
+    "D over a pending load": Case(
+        "overwrite-in-use",
+        f"{ST} {WAIT_ST} {LD} {GAP} {SYNC} {MMA} {DONE} {END}", WAIT_LD, events=(LD_T, MMA_T),
+    ),
+    "D over a load of the other warp": Case(
+        "overwrite-in-use",
+        f"{ST} {WAIT_ST} {SYNC} {LD_1} {WAIT_LD} {GAP} {MMA} {DONE} {END}", SYNC,
+        events=(LD_T, MMA_T), some=True,
+    ),
+    "a slot is used again": Case(
+        "overwrite-in-use",
+        f"{MMA} {COMMIT} {WAIT} {AFTER} {LD} {WAIT_LD} {BEFORE} bar.warp.sync -1;"
+        f"mbarrier.arrive.shared.b64 _, [%r1+8]; {GAP} {AFTER} {MMA} {DONE_2} {END}",
+        wait("%r1+8"), events=(LD_T, MMA_T), some=True,
+    ),
+    "a copy over a pending load": Case(
+        "overwrite-in-use",
+        f"{ST} {WAIT_ST} {LD} {GAP} {SYNC} {COPY} {DONE} {END}", WAIT_LD, events=(LD_T, CP_T),
+    ),
+}  # fmt: skip
+
+PIPELINES = {  # T3 to T5: what follows each other in order without a wait
+    "another shape": Case(
+        "unordered-mma", f"{MMA} {GAP} {WIDE} {DONE_2} {END}", DONE, events=(MMA_T, MMA_T)
+    ),
+    "overlapping accumulators": Case(
+        "unordered-mma", f"{MMA} {GAP} {mma(d='%r40+4')} {DONE_2} {END}", DONE,
+        events=(MMA_T, MMA_T),
+    ),
+    "another warp": Case(
+        "unordered-mma",
+        f"{MMA} {COMMIT} bar.sync 0; {GAP} {mma(add='%p2', by='%p53')}"
+        f"{commit('%r1+16', '%p53')} {WAIT} {wait('%r1+16')} {END}",
+        f"{WAIT} {AFTER}", events=(MMA_T, MMA_T),
+    ),
+    "D becomes A": Case(
+        "unordered-mma", f"{mma(d='%r40+32')} {GAP} {TS} {DONE_2} {END}", DONE,
+        events=(MMA_T, MMA_T),
+    ),
+    "a copy over D": Case(
+        "unordered-mma", f"{MMA} {GAP} {COPY} {DONE_2} {END}", DONE, events=(MMA_T, CP_T)
+    ),
+    "D over a copy": Case(
+        "unordered-cp", f"{COPY} {GAP} {ADD} {DONE_2} {END}", DONE, events=(CP_T, MMA_T)
+    ),
+    "a copy over a copy": Case(
+        "unordered-cp", f"{COPY} {GAP} {COPY} {DONE_2} {END}", DONE, events=(CP_T, CP_T)
+    ),
+    "A copied by another warp": Case(
+        "unordered-cp",
+        f"{CP.format('%p53', '%r40+32')} {commit(by='%p53')} bar.sync 0; {GAP} {TS} {DONE_2} {WAIT}"
+        f"{END}", f"{WAIT} {AFTER}", events=(CP_T, MMA_T),
+    ),
+    "another kind": Case(
+        "mixed-kind", f"{MMA} {GAP} {HALF} {DONE_2} {END}", DONE, events=(MMA_T, MMA_T),
+        options={"rules": frozenset({"mixed-kind"})},
+    ),
+}  # fmt: skip
+
+OPERANDS = {  # T6: operands in shared memory
+    "without a proxy fence": Case(
+        "missing-proxy-fence", f"st.shared.v4.b32 [%r6], {{1, 1, 1, 1}}; {GAP} bar.sync 0; {MMA}"
+        f"{DONE} {END}", "fence.proxy.async.shared::cta;", events=("st.shared", MMA_T),
+    ),
+    "before the copy has landed": Case(
+        "read-before-complete", f"{BULK} {GAP} {MMA} {DONE} {wait('%r1+16')} {END}",
+        wait("%r1+16"), events=(BULK_T, MMA_T),
+    ),
+    "overwritten before the phase": Case(
+        "overwrite-in-use", f"{MMA} {COMMIT} {GAP} @%p51 st.shared.v4.b32 [%r6], {{1, 1, 1, 1}};"
+        f"{WAIT} {END}", WAIT, events=(MMA_T, "st.shared"),
+    ),
+    "overwritten by a copy before the phase": Case(
+        "overwrite-in-use", f"{MMA} {COMMIT} {GAP} {BULK} {wait('%r1+16')} {WAIT} {END}", WAIT,
+        events=(MMA_T, BULK_T),
+    ),
+    "a copy's source overwritten": Case(
+        "overwrite-in-use", f"{COPY} {COMMIT} {GAP} @%p51 st.shared.v4.b32 [%r6], {{1, 1, 1, 1}};"
+        f"{WAIT} {END}", WAIT, events=(CP_T, "st.shared"),
+    ),
+    "a commit tells what its thread knew": Case(
+        "race", f"{BULK} {wait('%r1+16', guard='%p52')} {MMA} {COMMIT} {GAP}"
+        f"fence.proxy.async; @%p53 st.shared.b32 [%r7], 1; {WAIT} {wait('%r1+16')} {END}", WAIT,
+        events=(BULK_T, "st.shared"), some=True,
+    ),
+}  # fmt: skip
+
+COMMITS = {  # T7
+    "by another lane": Case(
+        "commit-tracks-nothing", f"{MMA} {GAP} {WAIT} {AFTER} {LD} {DONE_2} {END}", COMMIT,
+        commit(by="%p54"), events=(MMA_T, COMMIT_T),
+    ),
+    "by another warp": Case(
+        "commit-tracks-nothing", f"{MMA} bar.sync 0; {GAP} {WAIT} {AFTER} {LD} {DONE_2} {END}",
+        COMMIT, commit(by="%p53"), events=(MMA_T, COMMIT_T),
+    ),
+}  # fmt: skip
+
+FENCES = {  # T8
+    "after a commit's phase": Case(
+        "tcgen05-fence", f"{MMA} {COMMIT} {WAIT} {GAP} {LD} {END}", AFTER, events=(MMA_T, LD_T)
+    ),
+    "before the stores are handed on": Case(
+        "tcgen05-fence", f"{ST_A} {WAIT_ST} {GAP} bar.sync 0; {AFTER} {TS} {DONE} {END}", BEFORE,
+        events=(ST_T, MMA_T),
+    ),
+    "too early": Case(
+        "tcgen05-fence", f"{ST_A} {GAP} bar.sync 0; {AFTER} {TS} {DONE} {END}",
+        f"{WAIT_ST} {BEFORE}", f"{BEFORE} {WAIT_ST}", events=(ST_T, MMA_T),
+    ),
+    "after the stores are taken over": Case(
+        "tcgen05-fence", f"{ST_A} {WAIT_ST} {BEFORE} bar.sync 0; {GAP} {TS} {DONE} {END}", AFTER,
+        events=(ST_T, MMA_T),
+    ),
+    "before the loads are handed on": Case(
+        "tcgen05-fence",
+        f"{ST} {WAIT_ST} {LD} {WAIT_LD} {GAP} bar.sync 0; {AFTER} {MMA} {DONE} {END}", BEFORE,
+        events=("tcgen05", MMA_T),
+    ),
+}  # fmt: skip
+
+ALLOCATION = {  # T9, T12
+    "allocation without a barrier": Case(
+        "race", f"{HEAD} {ALLOC} mov.b32 %r40, 0; {GAP} {ST_1} {WAIT_ST} {SYNC} {DEALLOC}",
+        "bar.sync 0;", events=("tcgen05.alloc", ST_T), some=True, head="",
+    ),
+    "dealloc before the phase": Case(
+        "early-dealloc", f"{MMA} {COMMIT} {GAP} {DEALLOC} {WAIT}", f"{WAIT}",
+        events=(MMA_T, "tcgen05.dealloc"),
+    ),
+    "dealloc before the other warp has loaded": Case(
+        "early-dealloc", f"{ST} {WAIT_ST} {SYNC} {LD_1} {WAIT_LD} {GAP} {DEALLOC}", "bar.sync 0;",
+        events=(LD_T, "tcgen05.dealloc"), some=True,
+    ),
+    "dealloc before the other warp's store is complete": Case(
+        "early-dealloc", f"{ST_1} {GAP} bar.sync 0; {DEALLOC}", WAIT_ST,
+        events=(ST_T, "tcgen05.dealloc"),
+    ),
+    "load of nothing": Case("uninitialised", f"{GAP} {LD} {END}", ST, events=(LD_T,)),
+    "accumulates on nothing": Case(
+        "uninitialised", f"{GAP} {DONE} {END}", MMA, ADD, events=(MMA_T,)
+    ),
+    "A of nothing": Case("uninitialised", f"{GAP} {TS} {DONE} {END}", COPY_A, events=(MMA_T,)),
+    "what an earlier allocation held": Case(
+        "uninitialised",
+        f"{ST} {WAIT_ST} {BEFORE} bar.sync 0; {DEALLOC} {ALLOC} bar.sync 0; {GAP} {LD} {END}", ST,
+        events=(LD_T,),
+    ),
+}  # fmt: skip
+
+CASES = {
+    f"{family}: {name}": case
+    for family, cases in (
+        ("completion", COMPLETION), ("accesses", ACCESSES), ("pipelines", PIPELINES),
+        ("operands", OPERANDS), ("commits", COMMITS), ("fences", FENCES),
+        ("allocation", ALLOCATION),
+    )
+    for name, case in cases.items()
+}  # fmt: skip
+every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+
+
+@every_case
+def test_the_broken_program_is_reported(case: Case) -> None:
+    case.check_broken()
+
+
+@every_case
+def test_the_correct_twin_is_clean(case: Case) -> None:
+    case.check_correct()
+
+
+def test_the_suite_covers_every_kind() -> None:
+    assert set(tensor_reports.WHAT) == {case.kind for case in CASES.values()} - {
+        "missing-proxy-fence", "exit-in-flight",
+    }  # fmt: skip
