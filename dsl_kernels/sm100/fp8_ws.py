@@ -281,14 +281,14 @@ class Ws(Fp8Entry):
         for i in cutlass.range(span[0], span[1], unroll=1):
             _, first, last, _ = self.work.item_at(gmem.work, i)
             k_pipe.consumer_wait(kst)
-            # the MMAs that still read the Q tile before were issued by this warp: they come first
             if umma.elected():
-                for x in cutlass.range_constexpr(D // 16):
-                    at = umma.advance(content, kst.index * (TILE * D) + _chunk(x))
-                    umma.copy_rows(tmem + Columns.Q_CONTENT + 4 * x, at)
-                for x in cutlass.range_constexpr(2 * R // 16):
-                    at = umma.advance(rope, kst.index * (TILE * 2 * R) + _chunk(x))
-                    umma.copy_rows(tmem + Columns.Q_ROPE + 4 * x, at)
+                # Copies come behind the MMAs that read the Q tile before, which this warp issued;
+                # nothing would order them behind copies that no MMA has read.
+                if first < last:
+                    self.copy_q(
+                        tmem, umma.advance(content, kst.index * (TILE * D)),
+                        umma.advance(rope, kst.index * (TILE * 2 * R)),
+                    )  # fmt: skip
                 umma.commit(k_pipe.sync_object_empty.get_barrier(kst.index))
             kst.advance()
             for _ in cutlass.range(first, last, unroll=1):
@@ -304,6 +304,12 @@ class Ws(Fp8Entry):
                     umma.commit(k_pipe.sync_object_empty.get_barrier(kst.index))
                 kst.advance()
                 sst.advance()
+
+    def copy_q(self, tmem, q_c, q_r):
+        """A Q tile, content and RoPE, into tensor memory: 16 bytes of each row at a time."""
+        for column, width, q in ((Columns.Q_CONTENT, D, q_c), (Columns.Q_ROPE, 2 * R, q_r)):
+            for x in range(width // 16):
+                umma.copy_rows(tmem + column + 4 * x, umma.advance(q, _chunk(x)))
 
     def issue_chain(self, s, tmem, k_c, k_r):
         """S = Q K^T of one tile: content, then RoPE, into one accumulator.
