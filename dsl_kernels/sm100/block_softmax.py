@@ -1,15 +1,17 @@
-"""Softmax of one block when a thread holds half of a row: S in Layout E (umma.py).
+"""Softmax of one block when a thread holds a share of one row: S as ``.ws`` leaves it (umma.py).
 
-Thread t of the warpgroup has row t % 64 of S and the tokens 32 * (t // 64) ... + 31 of the block,
-one register each, so a warp's lanes differ in the row and share the tokens.  Warps w and w + 2 hold
-the same rows and meet at a barrier of 64 threads.  Logits are in log2 units throughout.
+Thread t of the warpgroup has row t % M of S and the tokens of lane group t // M, one register each,
+so a warp's lanes differ in the row and share the tokens.  With M = 64 warps w and w + 2 hold the
+same rows and meet at a barrier of 64 threads.  Logits are in log2 units throughout.
 """
 
 from __future__ import annotations
 
+import functools
+
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Uint32
+from cutlass import Float32, Uint32, const_expr
 
 from ..common.fp8_per_token import TokenScales, safe_reciprocal
 from ..common.frames import NEVER, P_LOG2_MAX
@@ -26,11 +28,12 @@ class WarpTriples:
 
     Attributes:
         scales: of the KV ring.
-        tokens: of a warp.
+        form: of the MMA.
+        tokens: of a warp; at most 32.
     """
 
-    def __init__(self, scales: TokenScales, tokens: int):
-        self.scales, self.tokens = scales, tokens
+    def __init__(self, scales: TokenScales, form: umma.Form):
+        self.scales, self.form, self.tokens = scales, form, form.share(scales.tile)
 
     @property
     def fields(self) -> dict:
@@ -40,7 +43,7 @@ class WarpTriples:
     @cute.jit
     def make(self, st, stage, wwarp, lane):
         """By a whole warp, which must have read those of the block before."""
-        token = self.tokens * (wwarp // (WARPS // umma.LANE_GROUPS)) + lane
+        token = self.tokens * group_of(self.form, wwarp) + lane
         s = self.scales.of_stages(st)[token, stage]
         out = self._of_warps(st)
         out[lane, 0, wwarp] = s
@@ -57,23 +60,29 @@ class WarpTriples:
         return st.triple.get_tensor(cute.make_layout((self.tokens, 3, WARPS)))
 
 
-def pair_fields(rows: int) -> dict:
-    """Storage of what the two halves of a row tell each other: maxima, sums."""
-    count = BUFFERS * umma.LANE_GROUPS * rows
+def group_of(form: umma.Form, wwarp):
+    """Lane group of a warp: which of the tokens it holds."""
+    return wwarp // (WARPS // form.groups)
+
+
+def exchange_fields() -> dict:
+    """Storage of what the shares of a row tell each other: maxima, sums."""
+    count = BUFFERS * umma.LANES
     return dict(maxima=array(Float32, count, 128), sums=array(Float32, count, 128))
 
 
 @cute.jit
-def exchange(field, buffer, row, wwarp, value, rows: cutlass.Constexpr, barrier_id):
-    """What both halves of a row have to say of it, the lower tokens' first.
+def exchange(field, form: cutlass.Constexpr, buffer, row, wwarp, value, barrier_id):
+    """What every share of a row has to say of it, in the order of their tokens.
 
-    ``buffer`` alternates.  Barriers ``barrier_id`` and the next are those of the warp pairs.
+    ``buffer`` alternates.  The warps of the same rows meet at barrier ``barrier_id`` or one of the
+    next, of which there are WARPS / groups.
     """
-    pairs = WARPS // umma.LANE_GROUPS
-    both = field.get_tensor(cute.make_layout((rows, umma.LANE_GROUPS, BUFFERS)))
-    both[row, wwarp // pairs, buffer] = value
-    cute.arch.barrier(barrier_id=barrier_id + wwarp % pairs, number_of_threads=64)
-    return both[row, 0, buffer], both[row, 1, buffer]
+    sets = const_expr(WARPS // form.groups)
+    shares = field.get_tensor(cute.make_layout((form.rows, form.groups, BUFFERS)))
+    shares[row, wwarp // sets, buffer] = value
+    cute.arch.barrier(barrier_id=barrier_id + wwarp % sets, number_of_threads=32 * form.groups)
+    return [shares[row, g, buffer] for g in range(form.groups)]
 
 
 @cute.jit
@@ -116,11 +125,11 @@ def weights(t, m, triples: cutlass.Constexpr, st, wwarp):
 
 
 def of_row(maxima) -> Float32:
-    """Maximum of a row from its halves', finite also where it saw no token."""
-    return cute.arch.fmax(cute.arch.fmax(*maxima), Float32(NEVER))
+    """Maximum of a row from its shares', finite also where it saw no token."""
+    return functools.reduce(cute.arch.fmax, maxima, Float32(NEVER))
 
 
-def store_p(t, tile, row, wwarp) -> None:
+def store_p(t, tile, form: umma.Form, row, wwarp) -> None:
     """P8 of a thread's tokens into the tile at pointer ``tile``: rows of 64 bytes, 64-byte swizzle.
 
     Eight lanes write 16 bytes each at a time: the swizzle spreads their rows over all banks.
@@ -129,9 +138,8 @@ def store_p(t, tile, row, wwarp) -> None:
     p8 = cute.make_rmem_tensor((n,), F8)
     p8.store(t.load().to(F8))
     words = cute.recast_tensor(p8, Uint32)
-    pitch = n * umma.LANE_GROUPS
     for chunk in range(n // 16):
-        at = row * pitch + wwarp // (WARPS // umma.LANE_GROUPS) * n + 16 * chunk
+        at = row * (n * form.groups) + group_of(form, wwarp) * n + 16 * chunk
         at = at ^ (((at >> 7) & 3) << 4)
         target = cute.recast_ptr((tile + at).align(16), dtype=Uint32)
         source = cute.make_tensor(words.iterator + 4 * chunk, cute.make_layout(4))

@@ -76,6 +76,7 @@ if TYPE_CHECKING:
     from ..spec import VariantSpec
 
 WARPGROUP = 128
+ROW_TILES = (64,)
 STAGES = 5  # of the KV ring, unless the spec says otherwise
 MIN_STAGES = 3  # a Q tile, the tile in Q.K, the tile in P.V
 STAGE_BYTES = TILE * FORMAT.token_bytes
@@ -85,37 +86,57 @@ HALF = D // HALVES
 RUN = 8  # channels that a thread stores at a time
 CHUNK = 32  # columns of X in registers at a time
 
-S_RING = Ring("s", 2, {"Q.K commit": 1}, {"softmax": SOFTMAX_WARPS})
-P_RING = Ring(
-    "p", 2, {"softmax": SOFTMAX_WARPS}, {"P.V commit": 1, "promotion": HALVES * HALF_WARPS}
-)
-X_RING = Ring("x", HALVES, {"P.V commit": 1}, {"promotion": HALF_WARPS})
-INV_RING = Ring("inv", 1, {"softmax": SOFTMAX_WARPS // 2}, {"promotion": HALVES * HALF_WARPS})
-RINGS = (S_RING, P_RING, X_RING, INV_RING)
 K_READERS = {"Q.K commit": 1, "P.V commit": 1, "softmax": SOFTMAX_WARPS}
+P_STAGES = S_STAGES = 2
+
+
+class Rings(NamedTuple):
+    """Barriers of the roles, beside those of the KV ring."""
+
+    s: Ring
+    p: Ring
+    x: Ring
+    inv: Ring
+
+
+def rings_of(form: umma.Form) -> Rings:
+    """The first lane group's softmax warps finish the rows."""
+    finishers, promotion = SOFTMAX_WARPS // form.groups, HALVES * HALF_WARPS
+    return Rings(
+        Ring("s", S_STAGES, {"Q.K commit": 1}, {"softmax": SOFTMAX_WARPS}),
+        Ring("p", P_STAGES, {"softmax": SOFTMAX_WARPS}, {"P.V commit": 1, "promotion": promotion}),
+        Ring("x", HALVES, {"P.V commit": 1}, {"promotion": HALF_WARPS}),
+        Ring("inv", 1, {"softmax": finishers}, {"promotion": promotion}),
+    )
 
 
 class Columns:
     """Tensor memory: first column of each array."""
 
-    X = 0
-    S = X + HALVES * umma.columns(HALF)
-    Q_CONTENT = S + S_RING.stages * umma.columns(TILE)
-    Q_ROPE = Q_CONTENT + D // 4
-    ALL = 512  # what is allocated: a power of two, and nobody else is on the SM
+    def __init__(self, form: umma.Form):
+        self.x = 0
+        self.s = self.x + HALVES * form.share(HALF)
+        self.q_content = self.s + S_STAGES * form.share(TILE)
+        self.q_rope = self.q_content + D // 4
+        self.end = self.q_rope + 2 * R // 4
+
+    @property
+    def allocated(self) -> int:
+        """A power of two."""
+        return 1 << (self.end - 1).bit_length()
 
 
 class Barrier(IntEnum):
-    """Named barriers; each of the two pairs of softmax warps has its own, ``PAIR`` and the next."""
+    """Named barriers; ``SAME_ROWS`` and the next: of the softmax warps that share rows."""
 
-    PAIR = 1
+    SAME_ROWS = 1
     SOFTMAX = 3
 
 
 def feasible(spec: VariantSpec) -> str | None:
     """Reason why the pipeline cannot be built for ``spec``, or None."""
-    if spec.row_tile != umma.ROWS:
-        return f"ws puts {umma.ROWS} rows on M; no other row tile so far"
+    if spec.row_tile not in ROW_TILES:
+        return f"ws puts {' or '.join(map(str, ROW_TILES))} rows on M; no other row tile so far"
     if spec.cluster > 1:
         return f"ws: row_tile {spec.row_tile} needs one CTA, not a cluster"
     if spec.page_size != TILE:
@@ -128,24 +149,24 @@ def feasible(spec: VariantSpec) -> str | None:
 
 def budget(spec: VariantSpec) -> bud.Budget:
     """Warpgroups, registers, barriers, shared and tensor memory of a CTA."""
-    stages = spec.stages or STAGES
+    stages, form = spec.stages or STAGES, umma.Form(spec.row_tile)
     return bud.Budget(
         groups=(
             bud.WarpGroup("producer and issuers", 40),
             bud.WarpGroup("softmax", 136),
             bud.WarpGroup("promotion", 168, count=HALVES),
         ),
-        smem=stages * STAGE_BYTES + P_RING.stages * umma.ROWS * TILE + SMALL_BYTES,
+        smem=stages * STAGE_BYTES + P_STAGES * form.rows * TILE + SMALL_BYTES,
         barriers=(
             *pipe_barriers(0, {}, stages, K_READERS, spec.cluster),
-            *(barrier for ring in RINGS for barrier in ring.budget()),
+            *(barrier for ring in rings_of(form) for barrier in ring.budget()),
         ),
         mmas=(
-            bud.Mma("Q.K content", umma.ROWS, TILE, D, "e4m3"),
-            bud.Mma("Q.K RoPE", umma.ROWS, TILE, R, "bf16"),
-            bud.Mma("P.V", umma.ROWS, HALF, TILE, "e4m3"),
+            bud.Mma("Q.K content", form.rows, TILE, D, "e4m3"),
+            bud.Mma("Q.K RoPE", form.rows, TILE, R, "bf16"),
+            bud.Mma("P.V", form.rows, HALF, TILE, "e4m3"),
         ),
-        tmem_columns=Columns.ALL,
+        tmem_columns=Columns(form).allocated,
         arch=spec.arch,
     )
 
@@ -177,24 +198,25 @@ class Ws(Fp8Entry):
     """The kernel: one CTA of 16 warps."""
 
     def __init__(self, spec: VariantSpec):
-        self.stages = spec.stages or STAGES
+        self.stages, self.form = spec.stages or STAGES, umma.Form(spec.row_tile)
+        self.rings, self.columns = rings_of(self.form), Columns(self.form)
         self.work = WorkList(spec.page_size, TILE)
         loads = PagedTma(
-            FORMAT, self.work, rows=umma.ROWS, stages=self.stages, q_stages=0,
+            FORMAT, self.work, rows=self.form.rows, stages=self.stages, q_stages=0,
             cluster=spec.cluster, q_warps=0, k_warps=sum(K_READERS.values()),
         )  # fmt: skip
         needs = budget(spec)
         super().__init__(spec, loads, needs.threads)
         self.regs = tuple(group.registers for group in needs.groups)
         self.scales = TokenScales(TILE, self.stages, self.work.box)
-        self.triples = softmax.WarpTriples(self.scales, TILE // umma.LANE_GROUPS)
+        self.triples = softmax.WarpTriples(self.scales, self.form)
 
     # ---------------------------------------------------------------- host half
 
     def layouts(self) -> Layouts:
         """K-major tiles of 64 rows in column blocks of 128 bytes, 128-byte swizzle."""
         make = helpers.make_smem_layout_b
-        tile = (umma.ROWS, TILE)
+        tile = (TILE, TILE)
         ring = (
             make(ROW_MAJOR, (*tile, D), F8, self.stages),
             make(ROW_MAJOR, (*tile, R), BF16, self.stages),
@@ -202,21 +224,21 @@ class Ws(Fp8Entry):
         return Layouts(ring, ring)
 
     def storage(self, layouts: Layouts):
-        rows = umma.ROWS
-        fields = dict(pair for ring in RINGS for pair in ring.field.items())
+        rows = self.form.rows
+        fields = dict(pair for ring in self.rings for pair in ring.field.items())
         return struct_of(
             **self.loads.fields,
             **fields,
             tmem=array(Int32, 4, 16),
-            beta=array(Float32, P_RING.stages * rows, 128),
-            gamma=array(Float32, P_RING.stages * rows, 128),
+            beta=array(Float32, P_STAGES * rows, 128),
+            gamma=array(Float32, P_STAGES * rows, 128),
             inv=array(Float32, rows, 128),  # 1 / row sum
-            **softmax.pair_fields(rows),
+            **softmax.exchange_fields(),
             **self.triples.fields,
             **self.scales.fields,
             kc=array(F8, cute.cosize(layouts.k[0]), 1024),
             kr=array(BF16, cute.cosize(layouts.k[1]), 1024),
-            p=array(F8, P_RING.stages * rows * TILE, 1024),
+            p=array(F8, P_STAGES * rows * TILE, 1024),
         )
 
     # ---------------------------------------------------------------- entry
@@ -233,10 +255,10 @@ class Ws(Fp8Entry):
             for loaded in (*tma.q, *tma.kv):
                 cpasync.prefetch_descriptor(loaded.atom)
             with cute.arch.elect_one():
-                for ring in RINGS:
+                for ring in self.rings:
                     ring.init(st)  # fenced with the pipe's own, below
         if warp_id == 3:
-            umma.allocate(st.tmem.data_ptr(), Columns.ALL)
+            umma.allocate(st.tmem.data_ptr(), self.columns.allocated)
             umma.before_sync()
         _, k_pipe = self.loads.pipes(st)
         umma.after_sync()
@@ -266,7 +288,7 @@ class Ws(Fp8Entry):
         cute.arch.sync_threads()
         if warp_id == 3:
             umma.after_sync()
-            umma.free(st.tmem.data_ptr(), Columns.ALL)
+            umma.free(st.tmem.data_ptr(), self.columns.allocated)
 
     # ---------------------------------------------------------------- issuing warps
 
@@ -277,7 +299,7 @@ class Ws(Fp8Entry):
         content = umma.k_major(umma.address_of(st.kc.data_ptr()))
         rope = umma.k_major(umma.address_of(st.kr.data_ptr()))
         kst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
-        sst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, S_RING.stages)
+        sst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, S_STAGES)
         for i in cutlass.range(span[0], span[1], unroll=1):
             _, first, last, _ = self.work.item_at(gmem.work, i)
             k_pipe.consumer_wait(kst)
@@ -293,23 +315,26 @@ class Ws(Fp8Entry):
             kst.advance()
             for _ in cutlass.range(first, last, unroll=1):
                 k_pipe.consumer_wait(kst)
-                S_RING.wait_empty(st, sst.index, sst.phase)
+                self.rings.s.wait_empty(st, sst.index, sst.phase)
                 umma.after_sync()
                 if umma.elected():
-                    s = tmem + Columns.S + sst.index * umma.columns(TILE)
+                    s = tmem + self.columns.s + sst.index * self.form.share(TILE)
                     k_c = umma.advance(content, kst.index * (TILE * D))
                     k_r = umma.advance(rope, kst.index * (TILE * 2 * R))
                     self.issue_chain(s, tmem, k_c, k_r)
-                    umma.commit(S_RING.full_barrier(st, sst.index))
+                    umma.commit(self.rings.s.full_barrier(st, sst.index))
                     umma.commit(k_pipe.sync_object_empty.get_barrier(kst.index))
                 kst.advance()
                 sst.advance()
 
     def copy_q(self, tmem, q_c, q_r):
         """A Q tile, content and RoPE, into tensor memory: 16 bytes of each row at a time."""
-        for column, width, q in ((Columns.Q_CONTENT, D, q_c), (Columns.Q_ROPE, 2 * R, q_r)):
+        for column, width, q in (
+            (self.columns.q_content, D, q_c),
+            (self.columns.q_rope, 2 * R, q_r),
+        ):
             for x in range(width // 16):
-                umma.copy_rows(tmem + column + 4 * x, umma.advance(q, _chunk(x)))
+                self.form.copy_rows(tmem + column + 4 * x, umma.advance(q, _chunk(x)))
 
     def issue_chain(self, s, tmem, k_c, k_r):
         """S = Q K^T of one tile: content, then RoPE, into one accumulator.
@@ -318,12 +343,13 @@ class Ws(Fp8Entry):
         RoPE logits, which can be large, come last.
         """
         for dtype, width, q, k in (
-            (F8, D, tmem + Columns.Q_CONTENT, k_c), (BF16, 2 * R, tmem + Columns.Q_ROPE, k_r),
+            (F8, D, tmem + self.columns.q_content, k_c),
+            (BF16, 2 * R, tmem + self.columns.q_rope, k_r),
         ):  # fmt: skip
             for x in range(width // umma.K_BYTES):
                 umma.mma(
                     dtype, s, q + x * umma.CELLS, umma.advance(k, umma.k_step(x, TILE)),
-                    umma.instruction(dtype, TILE), dtype is BF16 or x > 0, a_in_tmem=True,
+                    self.form.instruction(dtype, TILE), dtype is BF16 or x > 0, a_in_tmem=True,
                 )  # fmt: skip
 
     @cute.jit
@@ -333,25 +359,25 @@ class Ws(Fp8Entry):
         values = umma.mn_major(umma.address_of(st.kc.data_ptr()), TILE * umma.LINE)
         weights = umma.k_major(umma.address_of(st.p.data_ptr()), TILE)
         kst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
-        pst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, P_RING.stages)
+        pst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, P_STAGES)
         x_phase = Int32(1)
         for i in cutlass.range(span[0], span[1], unroll=1):
             _, first, last, _ = self.work.item_at(gmem.work, i)
             self.pass_q(k_pipe, kst)
             for _ in cutlass.range(first, last, unroll=1):
                 k_pipe.consumer_wait(kst)
-                P_RING.wait_full(st, pst.index, pst.phase)
+                self.rings.p.wait_full(st, pst.index, pst.phase)
                 for half in cutlass.range_constexpr(HALVES):
-                    X_RING.wait_empty(st, half, x_phase)
+                    self.rings.x.wait_empty(st, half, x_phase)
                     umma.after_sync()
                     if umma.elected():
-                        x = tmem + Columns.X + half * umma.columns(HALF)
-                        p = umma.advance(weights, pst.index * (umma.ROWS * TILE))
+                        x = tmem + self.columns.x + half * self.form.share(HALF)
+                        p = umma.advance(weights, pst.index * (self.form.rows * TILE))
                         v = umma.advance(values, kst.index * (TILE * D) + half * (TILE * HALF))
                         self.issue_half(x, p, v)
-                        umma.commit(X_RING.full_barrier(st, half))
+                        umma.commit(self.rings.x.full_barrier(st, half))
                         if cutlass.const_expr(half == HALVES - 1):
-                            umma.commit(P_RING.empty_barrier(st, pst.index))
+                            umma.commit(self.rings.p.empty_barrier(st, pst.index))
                             umma.commit(k_pipe.sync_object_empty.get_barrier(kst.index))
                 x_phase = x_phase ^ 1
                 kst.advance()
@@ -363,7 +389,7 @@ class Ws(Fp8Entry):
             umma.mma(
                 F8, x, umma.advance(p, k * umma.K_BYTES),
                 umma.advance(v, k * umma.K_BYTES * umma.LINE),
-                umma.instruction(F8, HALF, b_transposed=True), k > 0,
+                self.form.instruction(F8, HALF, b_transposed=True), k > 0,
             )  # fmt: skip
 
     @cute.jit
@@ -381,15 +407,15 @@ class Ws(Fp8Entry):
         tidx, _, _ = cute.arch.thread_idx()
         row_block, _, _ = cute.arch.block_idx()
         _, k_pipe, gmem, call, span, _ = cta
-        row = tidx % umma.ROWS
+        row = tidx % self.form.rows
         kst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
-        sst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, S_RING.stages)
-        pst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, P_RING.stages)
+        sst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, S_STAGES)
+        pst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, P_STAGES)
         running = cute.make_rmem_tensor((2,), Float32)  # frame, row sum of this thread's tokens
         inv_phase = Int32(1)
         for i in cutlass.range(span[0], span[1], unroll=1):
             batch, first, last, slot = self.work.item_at(gmem.work, i)
-            first_row = row_block * umma.ROWS
+            first_row = row_block * self.form.rows
             factor, limit = row_facts(self.work, gmem, call, batch, first_row + row)
             ragged_from = self.work.ragged_from(gmem.work, call, batch)
             seqlen = self.work.seqlen_of(gmem.work, batch)
@@ -409,27 +435,29 @@ class Ws(Fp8Entry):
     def softmax_block(self, cta: Cta, tile, kst, sst, pst, facts, running):
         """One block: S -> P, beta, gamma, and this thread's share of the row sum."""
         tidx, _, _ = cute.arch.thread_idx()
-        lane, row = tidx % 32, tidx % umma.ROWS
+        lane, row = tidx % 32, tidx % self.form.rows
         wwarp = cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
         st, k_pipe, tmem = cta.st, cta.k_pipe, cta.tmem
         factor, limit, ragged_from, seqlen = facts
         tokens = self.triples.tokens
         ragged = (tile + 1) * TILE > ragged_from
         self.triples.make(st, kst.index, wwarp, lane)
-        S_RING.wait_full(st, sst.index, sst.phase)
+        self.rings.s.wait_full(st, sst.index, sst.phase)
         umma.after_sync()
-        s = umma.load(_lanes(tmem, wwarp) + Columns.S + sst.index * umma.columns(TILE), tokens)
+        s = umma.load(
+            umma.lanes_of(tmem, wwarp) + self.columns.s + sst.index * self.form.share(TILE), tokens
+        )
         umma.before_sync()
         cute.arch.sync_warp()  # one lane frees S for all
         if lane == 0:
-            S_RING.arrive_empty(st, sst.index)
+            self.rings.s.arrive_empty(st, sst.index)
         t = cute.make_rmem_tensor((tokens,), Float32)
-        first_token = tile * TILE + wwarp // 2 * tokens
+        first_token = tile * TILE + softmax.group_of(self.form, wwarp) * tokens
         softmax.logits(s, t, self.triples, st, wwarp, factor, first_token, limit, ragged)
-        halves = softmax.exchange(
-            st.maxima, pst.index, row, wwarp, softmax.maximum(t), umma.ROWS, Barrier.PAIR
+        maxima = softmax.exchange(
+            st.maxima, self.form, pst.index, row, wwarp, softmax.maximum(t), Barrier.SAME_ROWS
         )
-        m = softmax.of_row(halves)
+        m = softmax.of_row(maxima)
         part = softmax.weights(t, m, self.triples, st, wwarp)
         old = running[0]
         running[0], beta, gamma = move_frame(m, old)
@@ -440,38 +468,41 @@ class Ws(Fp8Entry):
             self.scales.zero_values(
                 st, kst.index, seqlen - tile * TILE, 0, D // umma.LINE, Barrier.SOFTMAX
             )
-        P_RING.wait_empty(st, pst.index, pst.phase)
-        softmax.store_p(t, st.p.data_ptr() + pst.index * (umma.ROWS * TILE), row, wwarp)
-        if wwarp < SOFTMAX_WARPS // umma.LANE_GROUPS:  # both halves know them
-            factors = cute.make_layout((umma.ROWS, P_RING.stages))
+        self.rings.p.wait_empty(st, pst.index, pst.phase)
+        softmax.store_p(
+            t, st.p.data_ptr() + pst.index * (self.form.rows * TILE), self.form, row, wwarp
+        )
+        if softmax.group_of(self.form, wwarp) == 0:  # every share knows them
+            factors = cute.make_layout((self.form.rows, P_STAGES))
             st.beta.get_tensor(factors)[row, pst.index] = beta
             st.gamma.get_tensor(factors)[row, pst.index] = gamma
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
         k_pipe.consumer_release(kst)
         if lane == 0:
-            P_RING.arrive_full(st, pst.index)
+            self.rings.p.arrive_full(st, pst.index)
 
     @cute.jit
     def finish_item(self, cta: Cta, batch, slot, inv_phase, running):
         """Row sums of an item -> 1/l for the promotion warps, LSE to memory."""
         tidx, _, _ = cute.arch.thread_idx()
         row_block, _, _ = cute.arch.block_idx()
-        lane, row = tidx % 32, tidx % umma.ROWS
+        lane, row = tidx % 32, tidx % self.form.rows
         wwarp = cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
         st = cta.st
-        lower, upper = softmax.exchange(
-            st.sums, inv_phase, row, wwarp, running[1], umma.ROWS, Barrier.PAIR
+        sums = softmax.exchange(
+            st.sums, self.form, inv_phase, row, wwarp, running[1], Barrier.SAME_ROWS
         )
-        if wwarp < SOFTMAX_WARPS // umma.LANE_GROUPS:
-            INV_RING.wait_empty(st, 0, inv_phase)
-            st.inv.get_tensor(cute.make_layout(umma.ROWS))[row] = finish_row(
-                cta.gmem.results, cta.call, batch, slot, row_block * umma.ROWS + row,
-                lower + upper, running[0],
+        inverses = st.inv.get_tensor(cute.make_layout(self.form.rows))
+        if softmax.group_of(self.form, wwarp) == 0:
+            self.rings.inv.wait_empty(st, 0, inv_phase)
+            inverses[row] = finish_row(
+                cta.gmem.results, cta.call, batch, slot, row_block * self.form.rows + row,
+                sum(sums[1:], sums[0]), running[0],
             )  # fmt: skip
             cute.arch.sync_warp()
             if lane == 0:
-                INV_RING.arrive_full(st, 0)
+                self.rings.inv.arrive_full(st, 0)
 
     # ---------------------------------------------------------------- promotion warpgroups
 
@@ -480,9 +511,9 @@ class Ws(Fp8Entry):
         tidx, _, _ = cute.arch.thread_idx()
         wwarp = cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
         st, _, gmem, _, span, tmem = cta
-        o = cute.make_rmem_tensor((umma.columns(HALF),), Float32)
-        x_at = _lanes(tmem, wwarp) + Columns.X + half * umma.columns(HALF)
-        pst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, P_RING.stages)
+        o = cute.make_rmem_tensor((self.form.share(HALF),), Float32)
+        x_at = umma.lanes_of(tmem, wwarp) + self.columns.x + half * self.form.share(HALF)
+        pst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, P_STAGES)
         x_phase, inv_phase = Int32(0), Int32(0)
         for i in cutlass.range(span[0], span[1], unroll=1):
             batch, first, last, slot = self.work.item_at(gmem.work, i)
@@ -498,15 +529,15 @@ class Ws(Fp8Entry):
     def promote_block(self, st, o, x_at, half, pst, x_phase):
         """O = gamma O + beta X of one block: a thread has one row, so one beta and one gamma."""
         tidx, _, _ = cute.arch.thread_idx()
-        lane, row = tidx % 32, tidx % umma.ROWS
-        factors = cute.make_layout((umma.ROWS, P_RING.stages))
-        P_RING.wait_full(st, pst.index, pst.phase)
+        lane, row = tidx % 32, tidx % self.form.rows
+        factors = cute.make_layout((self.form.rows, P_STAGES))
+        self.rings.p.wait_full(st, pst.index, pst.phase)
         beta = st.beta.get_tensor(factors)[row, pst.index]
         gamma = st.gamma.get_tensor(factors)[row, pst.index]
         if cute.arch.vote_any_sync(gamma != 1.0):
             for c in cutlass.range_constexpr(cute.size(o)):
                 o[c] = o[c] * gamma
-        X_RING.wait_full(st, half, x_phase)
+        self.rings.x.wait_full(st, half, x_phase)
         umma.after_sync()
         chunks = cute.size(o) // CHUNK
         for c in cutlass.range_constexpr(chunks):
@@ -515,8 +546,8 @@ class Ws(Fp8Entry):
                 umma.before_sync()
                 cute.arch.sync_warp()  # one lane frees the half, and the factors, for all
                 if lane == 0:
-                    X_RING.arrive_empty(st, half)
-                    P_RING.arrive_empty(st, pst.index)
+                    self.rings.x.arrive_empty(st, half)
+                    self.rings.p.arrive_empty(st, pst.index)
             for v in cutlass.range_constexpr(0, CHUNK, 2):
                 at = c * CHUNK + v
                 o[at], o[at + 1] = cute.arch.fma_packed_f32x2(
@@ -529,11 +560,11 @@ class Ws(Fp8Entry):
         tidx, _, _ = cute.arch.thread_idx()
         row_block, _, _ = cute.arch.block_idx()
         st, results, call = cta.st, cta.gmem.results, cta.call
-        group = tidx % WARPGROUP // umma.ROWS
-        INV_RING.wait_full(st, 0, inv_phase)
-        inverse = st.inv.get_tensor(cute.make_layout(umma.ROWS))[tidx % umma.ROWS]
+        group = tidx % WARPGROUP // self.form.rows
+        self.rings.inv.wait_full(st, 0, inv_phase)
+        inverse = st.inv.get_tensor(cute.make_layout(self.form.rows))[tidx % self.form.rows]
         channel = half * HALF + group * cute.size(o)
-        row = row_block * umma.ROWS + tidx % umma.ROWS
+        row = row_block * self.form.rows + tidx % self.form.rows
         if row < rows_written(results, call, slot):
             for c in cutlass.range_constexpr(0, cute.size(o), RUN):
                 values = cute.make_rmem_tensor((RUN,), Float32)
@@ -542,14 +573,9 @@ class Ws(Fp8Entry):
                 write_run(results, call, batch, slot, row, channel + c, values)
         cute.arch.sync_warp()
         if tidx % 32 == 0:
-            INV_RING.arrive_empty(st, 0)
+            self.rings.inv.arrive_empty(st, 0)
 
 
 def _chunk(x: int) -> int:
     """Bytes from the first to the x-th 16 bytes of a row of a tile in column blocks of 128."""
     return 16 * x // umma.LINE * (TILE * umma.LINE) + 16 * x % umma.LINE
-
-
-def _lanes(tmem, wwarp):
-    """Address of the 32 lanes that a warp of a warpgroup may touch."""
-    return tmem + (wwarp << 21)

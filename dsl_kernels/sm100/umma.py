@@ -1,15 +1,18 @@
 """tcgen05 as our kernels use it: descriptors, tensor-memory addresses, issue, commit, fences.
 
-Section numbers are those of PTX ISA 9.1.  Everything here is the ``.ws`` form of one CTA: M = 64
-rows take all 128 lanes of tensor memory (*Layout E*, 9.7.16.10.5),
+Section numbers are those of PTX ISA 9.1.  Everything here is the ``.ws`` form of one CTA, whose few
+rows take all 128 lanes of tensor memory (9.7.16.10.5; *Layout E* for M = 64, *G* for M = 32): in
+128 / M groups of lanes, each with its share of the columns of D.
 
-    D(m, n) = lane m + 64 * (n // (N / 2)), column n % (N / 2)
+    D(m, n) = lane m + M * (n // share), column n % share       share = N / groups
 
-so an accumulator has N / 2 columns, and A in tensor memory stands in both halves of the lanes.
-Instructions carry the line of the caller (``dsl_user_op``).
+A in tensor memory stands in every group.  Instructions carry the line of the caller
+(``dsl_user_op``).
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32
@@ -18,8 +21,7 @@ from cutlass.experimental import primitives as prim
 from .. import compat
 from ..common.types import BF16, F8
 
-ROWS = 64  # M
-LANE_GROUPS = 128 // ROWS  # halves of the lanes, each with its share of the columns of D
+LANES = 128  # of tensor memory
 K_BYTES = 32  # of an operand's row, consumed by one instruction
 CELLS = K_BYTES // 4  # columns of A in tensor memory, likewise
 LINE = 128  # bytes of a row of a swizzled column block
@@ -28,11 +30,45 @@ _SWIZZLE = {
     128: prim.Tcgen05SmemSwizzle.SWIZZLE_128B,
     64: prim.Tcgen05SmemSwizzle.SWIZZLE_64B,
 }
+_COPY = {  # 16 bytes of each row, to every group of lanes
+    64: (prim.Tcgen05CpShape.SHAPE_64X128B, prim.Tcgen05CpMulticast.WARPX2_02_13),
+    32: (prim.Tcgen05CpShape.SHAPE_32X128B, prim.Tcgen05CpMulticast.WARPX4),
+}
 
 
-def columns(n: int) -> int:
-    """Columns of tensor memory that an accumulator of N = ``n`` takes."""
-    return n // LANE_GROUPS
+@dataclass(frozen=True)
+class Form:
+    """MMAs of ``rows`` rows, 64 or 32."""
+
+    rows: int
+
+    @property
+    def groups(self) -> int:
+        """Groups of lanes."""
+        return LANES // self.rows
+
+    def share(self, n: int) -> int:
+        """Columns of tensor memory that an accumulator of N = ``n`` takes."""
+        return n // self.groups
+
+    def instruction(self, dtype, n: int, *, b_transposed: bool = False):
+        """Instruction descriptor of rows x ``n``: operands of ``dtype``, fp32 accumulator."""
+        return prim.Tcgen05InstrDesc.build(
+            c_dtype=Float32, a_dtype=dtype, b_dtype=dtype, m_dim=self.rows, n_dim=n,
+            b_major=int(b_transposed),
+        )  # fmt: skip
+
+    @compat.dsl_user_op
+    def copy_rows(self, d, source, *, loc=None, ip=None) -> None:
+        """16 bytes of each row to 4 columns at ``d``, in every group of lanes; by one thread.
+
+        ``source``: a K-major descriptor (9.7.16.9).
+        """
+        shape, multicast = _COPY[self.rows]
+        prim.tcgen05_cp(
+            shape, prim.make_tmem_ptr(d, Int32, loc=loc, ip=ip), source, multicast=multicast,
+            loc=loc, ip=ip,
+        )  # fmt: skip
 
 
 def address_of(pointer):
@@ -73,14 +109,6 @@ def k_step(k: int, rows: int) -> int:
     return at // LINE * (rows * LINE) + at % LINE
 
 
-def instruction(dtype, n: int, *, b_transposed: bool = False):
-    """Instruction descriptor of ROWS x ``n``, both operands of ``dtype``, fp32 accumulator."""
-    return prim.Tcgen05InstrDesc.build(
-        c_dtype=Float32, a_dtype=dtype, b_dtype=dtype, m_dim=ROWS, n_dim=n,
-        b_major=int(b_transposed),
-    )  # fmt: skip
-
-
 # ------------------------------------------------------------------------ asynchronous operations
 
 
@@ -92,16 +120,6 @@ def mma(dtype, d, a, b, idesc, accumulate: bool, *, a_in_tmem=False, loc=None, i
         _KIND[dtype], prim.make_tmem_ptr(d, Int32, loc=loc, ip=ip),
         prim.make_tmem_ptr(a, Int32, loc=loc, ip=ip) if a_in_tmem else a, b, idesc, accumulate,
         loc=loc, ip=ip,
-    )  # fmt: skip
-
-
-@compat.dsl_user_op
-def copy_rows(d, source, *, loc=None, ip=None) -> None:
-    """16 bytes of each of ROWS rows to 4 columns at ``d``, in both halves of the lanes; by one
-    thread.  ``source``: a K-major descriptor (9.7.16.9)."""
-    prim.tcgen05_cp(
-        prim.Tcgen05CpShape.SHAPE_64X128B, prim.make_tmem_ptr(d, Int32, loc=loc, ip=ip), source,
-        multicast=prim.Tcgen05CpMulticast.WARPX2_02_13, loc=loc, ip=ip,
     )  # fmt: skip
 
 
@@ -142,6 +160,11 @@ def elected():
 
 
 # ------------------------------------------------------------------------------------- allocation
+
+
+def lanes_of(base, wwarp):
+    """Address of the 32 lanes that warp ``wwarp`` of a warpgroup may touch (9.7.16.2)."""
+    return base + (wwarp << 21)
 
 
 def allocate(hold, count: int) -> None:
