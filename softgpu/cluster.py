@@ -112,6 +112,7 @@ class Cluster:
         self.mbarriers: dict[int, MBarrier] = {}
         self.barrier_arrived = 0
         self.barrier_generation = 0
+        self.cancel_refused = False  # it has read that no further cluster can be cancelled
         self.barrier_expected = self.size * machine.threads
         checking = machine.options.hazards != "off"
         self.hazards: ClusterHazards | None = ClusterHazards(self) if checking else None

@@ -21,12 +21,13 @@ from .ptx import TYPE_BYTES, Imm, Instr, Kernel, Mem, Module, Not, Operand, Pair
 Handler = Callable[[Any, Any], Any]
 Builder = Callable[[Instr, "Decoder"], Handler]
 
+B128 = np.dtype([("low", np.uint64), ("high", np.uint64)])  # only ever moved
 DTYPES: dict[str, Any] = {
     "pred": np.bool_, "b8": np.uint8, "u8": np.uint8, "s8": np.int8,
     "b16": np.uint16, "u16": np.uint16, "s16": np.int16, "f16": np.float16, "bf16": np.uint16,
     "b32": np.uint32, "u32": np.uint32, "s32": np.int32, "f32": np.float32,
     "f16x2": np.uint32, "bf16x2": np.uint32,
-    "b64": np.uint64, "u64": np.uint64, "s64": np.int64, "f64": np.float64,
+    "b64": np.uint64, "u64": np.uint64, "s64": np.int64, "f64": np.float64, "b128": B128,
 }  # fmt: skip
 
 # Special registers (PTX ISA section 10): of the grid, of a block, of a warp.  Clocks are ``mov``'s.
@@ -51,7 +52,7 @@ NORMAL, BRANCH, EXIT = 0, 1, 2
 _BUILDERS: dict[str, Builder] = {}
 _WIDTH = {"pred": 0, "b8": 16, "u8": 16, "s8": 16, "b16": 16, "u16": 16, "s16": 16, "f16": 16,
           "bf16": 16, "b32": 32, "u32": 32, "s32": 32, "f32": 32, "b64": 64, "u64": 64, "s64": 64,
-          "f64": 64}  # fmt: skip
+          "f64": 64, "b128": 128}  # fmt: skip
 
 
 def op(*names: str) -> Callable[[Builder], Builder]:
@@ -179,7 +180,7 @@ class Decoder:
         self.architecture = module.architecture
         self.cta_group = 0  # of the tcgen05 instructions, which all have the same
         self.slots: dict[str, tuple[int, int]] = {}
-        self.counts = {0: 0, 16: 0, 32: 0, 64: 0}
+        self.counts = {0: 0, 16: 0, 32: 0, 64: 0, 128: 0}
         self.views: list[tuple[Any, ...]] = []
         self._index: dict[tuple[Any, ...], int] = {}
         self._scratch = 0

@@ -10,7 +10,7 @@ import ctypes
 import itertools
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -59,6 +59,7 @@ class Machine:
         self.stats = Stats()
         self.random = random.Random(options.seed)
         self.clock = 0
+        self.waiting: Iterator[tuple[int, tuple[int, int, int]]] = iter(())  # clusters not started
         self.shared_limit = SHARED_BASE + program.static_shared + launch.dynamic_smem
         self._check()
         self._params()
@@ -191,6 +192,16 @@ class Machine:
         x, y, z = (-(-g // c) for g, c in zip(self.launch.grid, self.launch.cluster, strict=True))
         return x, y, z
 
+    def cancel(self) -> tuple[int, int, int] | None:
+        """Takes a cluster that has not started off the grid: its first CTA; None is a refusal.
+
+        Hardware may refuse at any time; the adversarial scheduler now and then does.
+        """
+        if self.options.seed is not None and self.random.random() < 0.1:
+            return None
+        taken = next(self.waiting, None)
+        return None if taken is None else taken[1]
+
     def block_at(self, index: int, rank: int = 0) -> tuple[int, int, int]:
         """Coordinates of CTA ``rank`` of cluster ``index``; x runs fastest."""
         sizes = self.launch.cluster
@@ -201,12 +212,12 @@ class Machine:
     def run(self) -> Stats:
         """Runs the grid to its end.  Raises SoftGpuError."""
         clusters = math.prod(self._clusters())
-        waiting = ((index, self.block_at(index)) for index in range(clusters))
+        self.waiting = ((index, self.block_at(index)) for index in range(clusters))
         resident: list[Cluster] = []
         expired_at = -1
         passes, seen_version = 0, -1
         with np.errstate(all="ignore"):
-            for index, origin in itertools.islice(waiting, self.options.resident):
+            for index, origin in itertools.islice(self.waiting, self.options.resident):
                 resident.append(Cluster(self, index, origin))
             while resident:
                 moved = self._pass(resident)
@@ -217,7 +228,7 @@ class Machine:
                         c.check_end()
                     resident = [c for c in resident if c not in finished]
                     self.stats.blocks += sum(len(c.blocks) for c in finished)
-                    for index, origin in itertools.islice(waiting, len(finished)):
+                    for index, origin in itertools.islice(self.waiting, len(finished)):
                         resident.append(Cluster(self, index, origin))
                     continue
                 passes = passes + 1 if self.version == seen_version else 0
@@ -230,7 +241,7 @@ class Machine:
                 if expired_at != self.version and self._expire(resident):
                     expired_at = self.version
                     continue
-                more = next(waiting, None)
+                more = next(self.waiting, None)
                 if more is None or len(resident) * len(resident[0].blocks) >= self.sms:
                     raise Deadlock(self.report(resident, bool(moved)))
                 resident.append(Cluster(self, *more))

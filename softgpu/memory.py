@@ -24,6 +24,7 @@ SHARED_MAX = 232448
 SHARED_WINDOW = 1 << 60
 LOCAL_WINDOW = 1 << 61
 WINDOW_MASK = SHARED_WINDOW | LOCAL_WINDOW
+WIDEST = 32  # bytes that one lane can load or store at once
 POISON = 0xFF  # uninitialised shared memory reads as NaN in every format
 
 
@@ -36,8 +37,8 @@ class Region:
 
     def __init__(self, start: int, end: int) -> None:
         self.start, self.end = start, end
-        self.base = start & ~15
-        self.bytes = _view_of(self.base, ((end + 15) & ~15) - self.base)
+        self.base = start & ~(WIDEST - 1)
+        self.bytes = _view_of(self.base, ((end + WIDEST - 1) & ~(WIDEST - 1)) - self.base)
         self._views: dict[tuple[Any, int], NDArray[Any]] = {}
 
     def view(self, dtype: Any, n: int) -> NDArray[Any]:

@@ -102,6 +102,7 @@ class Warp:
             16: np.zeros((program.counts[16], 32), np.uint16),
             32: np.zeros((program.counts[32], 32), np.uint32),
             64: np.zeros((program.counts[64], 32), np.uint64),
+            128: np.zeros((program.counts[128], 64), np.uint64),
         }
         self.store = store
         typed: dict[tuple[int, Any], NDArray[Any]] = {}

@@ -18,7 +18,7 @@ import numpy as np
 
 from .clocks import OWN, Ints, Stamp, joined
 from .tensor_clock import Issuer, TensorColumns
-from .tensor_reports import TensorReports
+from .tensor_reports import FREE, TensorReports
 from .tensor_shadow import Area, Pipeline, Pipelines, TensorShadow, area_of, columns_of
 
 if TYPE_CHECKING:
@@ -37,12 +37,13 @@ class Ticket(NamedTuple):
 
     Attributes:
         component, time: who knows this knows that the warp came here.
-        known: what all lanes of the warp know.
+        known, usable: what all lanes of the warp know and may rely on, by agent.
     """
 
     component: int
     time: int
     known: Ints
+    usable: Ints
 
 
 class _Allocation(NamedTuple):
@@ -187,7 +188,9 @@ class WarpTensor:
     # ---- allocation ----------------------------------------------------------------------------
     def ticket(self) -> Ticket:
         """The warp as one that allocates or frees, now."""
-        return Ticket(self.owner.agents["collective"], self.clock.time, self.clock.least()[0])
+        known = self.clock.least()[0][self._agents]
+        usable = self.usable.min(0) if FENCE in self.tensor.rules else known
+        return Ticket(self.owner.agents["collective"], self.clock.time, known, usable)
 
     def allocated(self, rank: int, first: int, columns: int, *peer: Ticket) -> None:
         """The warp has been given columns of CTA ``rank``; ``peer``: with a warp of the peer."""
@@ -199,19 +202,12 @@ class WarpTensor:
 
     def freed(self, rank: int, first: int, columns: int, *peer: Ticket) -> None:
         """The warp gives columns of CTA ``rank`` back: every access must be known to be over."""
-        area = columns_of(rank, first, columns)
-        known = self.ticket().known
-        for other in peer:
-            known = np.maximum(known, other.known)
-        known = known[self._agents]
-        bad = self.shadow.unknown_writes(area, known)
-        bad &= self.shadow.agent[area] != self.shadow.nobody
-        if bad.any():
-            self.report.early_dealloc(self.owner, self.shadow.writer(area, bad), False)
-        else:
-            found = self.shadow.unknown_read(area, known, _NONE)
-            if found is not None:
-                self.report.early_dealloc(self.owner, found, True)
+        area, tickets = columns_of(rank, first, columns), (self.ticket(), *peer)
+        known = np.max([t.known for t in tickets], 0)
+        usable = np.max([t.usable for t in tickets], 0)
+        who = _Accessor(known, usable, -1, FREE)
+        self._check_reads(area, who)
+        self._check_last_write(area, who, False)
         self.shadow.forget(area)
         kept = [a for a in self.tensor.allocations if (a.rank, a.first) != (rank, first)]
         self.tensor.allocations[:] = kept

@@ -30,6 +30,7 @@ WHAT = {
     "early-dealloc": "tensor memory is deallocated while an access to it may still be on its way",
     "commit-tracks-nothing": "a commit by a thread that has issued nothing it could wait for",
 }
+FREE = "deallocation"  # an action
 _COMMIT = "tcgen05.commit by the issuing thread, behind the operation; then a wait for that phase"
 _LOAD = "tcgen05.wait::ld by the loading warp, then a barrier, or an arrive and a wait"
 _STORE = "tcgen05.wait::st by the storing warp, then a barrier, or an arrive and a wait"
@@ -99,7 +100,9 @@ class TensorReports:
             self._tell("uninitialised", found.place, [second], "what it holds is undefined")
             return
         issued, issues = self.columns.issuer_of(found.agent) is not None, lane >= 0
-        if issued and issues:
+        if action == FREE:
+            kind = "early-dealloc"
+        elif issued and issues:
             kind = f"unordered-{self._is(found, False)}"
         else:
             kind = "read-before-complete" if reads else "race"
@@ -111,7 +114,8 @@ class TensorReports:
     ) -> None:
         """``action`` overwrites cells that a reader may not have finished with."""
         both = self._both(warp, found, action, lane, True)
-        self._tell("overwrite-in-use", found.place, both, self._remedy(found.agent))
+        kind = "early-dealloc" if action == FREE else "overwrite-in-use"
+        self._tell(kind, found.place, both, self._remedy(found.agent))
 
     def unfenced(
         self, warp: WarpHazards, found: TensorConflict, action: str, lane: int, read: bool = False
@@ -141,11 +145,6 @@ class TensorReports:
         ]  # fmt: skip
         why = "a barrier between tcgen05.alloc and the first access of another warp"
         self._tell("race", cells_text(area_of(cells)), events, why)
-
-    def early_dealloc(self, warp: WarpHazards, found: TensorConflict, read: bool) -> None:
-        """Columns are given back that something may still access."""
-        both = self._both(warp, found, "deallocation", -1, read)
-        self._tell("early-dealloc", found.place, both, self._remedy(found.agent))
 
     def commit_tracks_nothing(self, warp: WarpHazards, other: Issuer, lane: int) -> None:
         """``lane`` commits; what is outstanding was issued by ``other``."""

@@ -7,6 +7,7 @@ from . import (
     copy_async,
     float_alu,
     integer_alu,
+    launch_control,
     load_store,
     matrix,
     mbarrier,
@@ -21,7 +22,7 @@ from . import (
 )
 
 __all__ = [
-    "atomic", "barrier", "convert", "copy_async", "float_alu", "integer_alu", "load_store",
-    "matrix", "mbarrier", "misc", "move", "tcgen05_copy", "tcgen05_memory", "tcgen05_mma", "tma",
-    "warp_ops", "wgmma",
+    "atomic", "barrier", "convert", "copy_async", "float_alu", "integer_alu", "launch_control",
+    "load_store", "matrix", "mbarrier", "misc", "move", "tcgen05_copy", "tcgen05_memory",
+    "tcgen05_mma", "tma", "warp_ops", "wgmma",
 ]  # fmt: skip

@@ -42,6 +42,8 @@ def _extreme(name: str, nan: bool) -> Any:
 def arithmetic(ins: Instr, k: Decoder) -> Handler:
     """add sub mul max min mad div neg abs of floating types (dispatched from integer_alu)."""
     kind = ins.parts[-1]
+    if kind in ("f16", "bf16") and ins.parts[-2] == "f32":
+        return _mixed(ins, k)
     if kind in ("f16", "bf16", "f16x2", "bf16x2"):
         return _half(ins, k)
     if kind == "f32x2":
@@ -155,6 +157,8 @@ def _quotient(ins: Instr, k: Decoder, kind: str, ftz: bool, approx: bool, roundi
 @op("fma")
 def fma(ins: Instr, k: Decoder) -> Handler:
     kind = ins.parts[-1]
+    if kind in ("f16", "bf16") and ins.parts[-2] == "f32":
+        return _mixed(ins, k)
     if kind in ("f16", "bf16", "f16x2", "bf16x2"):
         return _half(ins, k)
     if kind == "f32x2":
@@ -274,6 +278,25 @@ def _half(ins: Instr, k: Decoder) -> Handler:
             np.copyto(v[i], r, where=m)
 
     return run
+
+
+def _mixed(ins: Instr, k: Decoder) -> Handler:
+    """add / sub / fma .rn.f32.bf16 or .f16 (sm_100): the last source is f32, the others widen."""
+    name, narrow = ins.parts[0], ins.parts[-1]
+    mods = Mods(ins)
+    mods.left = mods.left[:-2]
+    mods.take("rn")
+    mods.done()
+    function: Any = {"add": np.add, "sub": np.subtract, "fma": floats.fma32}[name]
+    d = k.dst(ins.args[0], "f32")
+    wide = [k.src(x, np.uint16) for x in ins.args[1:-1]]
+    last = k.src(ins.args[-1], "f32")
+
+    def compute(v: Any) -> Any:
+        sources = [_read16(v[i], narrow == "bf16").astype(f32) for i in wide]
+        return floats.canonical(function(*sources, v[last]))
+
+    return write(d, compute)
 
 
 # ---- special functions ---------------------------------------------------------------------------

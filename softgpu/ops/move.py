@@ -41,7 +41,7 @@ def mov(ins: Instr, k: Decoder) -> Handler:
         base, offset = k.src(source.base, kind), source.offset
         d = k.dst(target, kind)
         return write(d, lambda v: v[base] + v[base].dtype.type(offset))
-    if kind == "pred":
+    if kind in ("pred", "b128"):
         return copy(k.dst(target, kind), k.src(source, kind))
     unsigned = f"u{8 * np.dtype(DTYPES[kind]).itemsize}"
     if np.dtype(DTYPES[kind]).kind == "f":  # an f32 literal keeps its bits either way

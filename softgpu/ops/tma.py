@@ -6,14 +6,14 @@ read off maps that the exported host code encodes (element types, ranks 1-5, all
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..decode import Decoder, Handler, Mods, op, unmodelled
-from ..errors import DescriptorError, MemoryFault
+from ..errors import DescriptorError, MemoryFault, SoftGpuError
 from ..memory import RANK_SHIFT
 from ..ptx import Instr, Mem, Operand
 from .common import lanes_of
@@ -24,6 +24,7 @@ from .mbarrier import complete_tx, find
 _ELEMENT = {0: ("u8", 1), 1: ("u16", 2), 2: ("u32", 4), 3: ("s32", 4), 6: ("f16", 2),
             7: ("f32", 4), 10: ("bf16", 2)}  # fmt: skip
 _SWIZZLE_BITS = {0: 0, 1: 1, 2: 3, 3: 7}  # mask of the XOR: none, 32, 64, 128 bytes
+_GATHERED = 4  # rows of a tile::gather4
 _SWIZZLE_SPAN = {0: 256, 1: 32, 2: 64, 3: 128}
 
 
@@ -37,6 +38,8 @@ class TensorMap:
         stride: bytes of dimensions 1 .. rank-1.
         box: elements of each dimension of a copy.
         swizzle: 0 none, 1 32 bytes, 2 64 bytes, 3 128 bytes.
+        kind: element type.
+        gather: the rows of the box are named one by one (tile::gather4).
     """
 
     address: int
@@ -46,6 +49,8 @@ class TensorMap:
     stride: tuple[int, ...]
     box: tuple[int, ...]
     swizzle: int
+    kind: str
+    gather: bool = False
 
     @property
     def box_bytes(self) -> int:
@@ -76,6 +81,7 @@ def decode_map(raw: bytes) -> TensorMap:
     return TensorMap(
         words[0], rank, _ELEMENT[kind][1], tuple(e + 1 for e in extent[:rank]),
         tuple(stride[: rank - 1]), tuple(b + 1 for b in box[:rank]), flags >> 13 & 3,
+        _ELEMENT[kind][0],
     )  # fmt: skip
 
 
@@ -105,6 +111,9 @@ def shared_index(shared: int, rows: int, inner: int, swizzle: int) -> NDArray[np
 
 def _rows(t: TensorMap, coords: list[int]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     """(byte offset, inside) of every row of the box: all dimensions but the innermost."""
+    if t.gather:
+        at = np.array(coords[1:], np.int64)
+        return at * t.stride[0], (at >= 0) & (at < t.extent[1])
     offset, inside = np.zeros(1, np.int64), np.ones(1, bool)
     for d in range(1, t.rank):
         at = coords[d] + np.arange(t.box[d], dtype=np.int64)
@@ -151,8 +160,8 @@ def _gather(
         out[i] = w.machine.memory.read(int(at[i]), n, "tensor load")
 
 
-def store(w: Any, t: TensorMap, coords: list[int], source: int) -> None:
-    """Copies the box from shared memory; elements outside the tensor are dropped."""
+def store(w: Any, t: TensorMap, coords: list[int], source: int, add: bool) -> None:
+    """Copies the box from shared memory, or adds it; elements outside the tensor are dropped."""
     offset, inside = _rows(t, coords)
     inner = t.box[0] * t.element
     w.shared.check(np.array([source], np.uint32), len(offset) * inner, None, "tensor store", 16)
@@ -164,7 +173,11 @@ def store(w: Any, t: TensorMap, coords: list[int], source: int) -> None:
     start, n = (coords[0] + first) * t.element, (last - first) * t.element
     for i in np.nonzero(inside)[0]:
         to = w.machine.memory.read(t.address + int(offset[i]) + start, n, "tensor store")
-        to[:] = data[i, first * t.element : last * t.element]
+        row = data[i, first * t.element : last * t.element]
+        if add:
+            to.view(np.float32)[...] += row.view(np.float32)
+        else:
+            to[:] = row
 
 
 def _inside(t: TensorMap, coords: list[int]) -> tuple[Any, int]:
@@ -196,23 +209,36 @@ def _track_load(
         w.hazard.copy_in(lane, target, _box(w, t, target), bar, t.box_bytes)
 
 
-def _track_store(w: Any, lane: int, t: TensorMap, coords: list[int], source: int) -> None:
+def _track_store(
+    w: Any, lane: int, t: TensorMap, coords: list[int], source: int, add: bool
+) -> None:
     w.shared.check(np.array([source], np.uint32), t.box_bytes, None, "tensor store", 16)
     w.hazard.copy_out(lane, _box(w, t, source), source >> RANK_SHIFT)
     rows, nbytes = _inside(t, coords)
-    if nbytes:
+    if nbytes and not add:  # additions are atomic: they do not race with each other
         w.machine.globals.async_write(w.hazard, lane, rows, nbytes)
+
+
+def _gathered(t: TensorMap) -> TensorMap:
+    """The map of a tile::gather4: its box is one row, of which four are copied."""
+    if t.rank != 2 or t.box[1] != 1:
+        raise DescriptorError(f"tile::gather4: expected a map of rank 2 with a box of one row: {t}")
+    return replace(t, box=(t.box[0], _GATHERED), gather=True)
 
 
 class _Tensor:
     """The operand ``[map, {coordinates}]`` of a copy of ``rank`` dimensions."""
 
-    def __init__(self, ins: Instr, k: Decoder, operand: Operand, rank: int) -> None:
+    def __init__(
+        self, ins: Instr, k: Decoder, operand: Operand, rank: int, gather: bool = False
+    ) -> None:
         if not isinstance(operand, Mem) or operand.coords is None:
             raise unmodelled(ins, "[map, {coordinates}] expected")
         self.base, self.offset = k.mem(Mem(operand.base, operand.offset))
         self.coords = [k.src(c, "s32") for c in operand.coords]
-        self.rank = rank
+        self.rank, self.gather = rank, gather
+        if len(self.coords) != (_GATHERED + 1 if gather else rank):
+            raise unmodelled(ins, f"{len(self.coords)} coordinates")
         self._decoded: dict[bytes, TensorMap] = {}
 
     def of(self, w: Any, lane: int) -> tuple[TensorMap, list[int]]:
@@ -223,7 +249,10 @@ class _Tensor:
         raw = w.machine.memory.read(at, 128, "tensor map load").tobytes()
         t = self._decoded.get(raw)
         if t is None:
-            t = self._decoded[raw] = decode_map(raw)
+            t = decode_map(raw)
+            if self.gather:
+                t = _gathered(t)
+            self._decoded[raw] = t
         if t.rank != self.rank:
             raise DescriptorError(f"{self.rank}d copy through a tensor map of rank {t.rank}")
         return t, [int(w.v[c][lane]) for c in self.coords]
@@ -238,11 +267,11 @@ def tensor(ins: Instr, k: Decoder) -> Handler:
     """
     mods = Mods(ins, 4)
     dim = mods.take("1d", "2d", "3d", "4d", "5d")
-    mods.take("tile")
+    gather = mods.take("tile", "tile::gather4") == "tile::gather4"
     if dim is None:
         raise unmodelled(ins)
-    if mods.left and mods.left[0] == "global":
-        return _tensor_store(ins, k, mods, int(dim[0]))
+    if mods.left and mods.left[0] == "global" and not gather:
+        return _tensor_store(ins, k, mods, int(dim[0]), False)
     target = mods.take("shared::cluster", "shared::cta", "shared")
     mods.take("global")
     mods.take("mbarrier::complete_tx::bytes")
@@ -253,7 +282,7 @@ def tensor(ins: Instr, k: Decoder) -> Handler:
     if target is None:
         raise unmodelled(ins)
     to, bar = address(k, ins.args[0], "shared"), address(k, ins.args[2], "shared")
-    source = _Tensor(ins, k, ins.args[1], int(dim[0]))
+    source = _Tensor(ins, k, ins.args[1], int(dim[0]), gather)
     mask = k.src(ins.args[3], "u16") if multicast else -1
 
     def run(w: Any, m: Any) -> None:
@@ -289,7 +318,18 @@ def _issue_load(
     w.machine.issue(land, text)
 
 
-def _tensor_store(ins: Instr, k: Decoder, mods: Mods, rank: int) -> Handler:
+@op("cp.reduce.async.bulk.tensor")
+def reduction(ins: Instr, k: Decoder) -> Handler:
+    """cp.reduce.async.bulk.tensor.Nd.global.shared::cta.add.tile.bulk_group: of f32."""
+    mods = Mods(ins, 5)
+    dim = mods.take("1d", "2d", "3d", "4d", "5d")
+    mods.take("tile")
+    if dim is None or not mods.flag("add"):
+        raise unmodelled(ins)
+    return _tensor_store(ins, k, mods, int(dim[0]), True)
+
+
+def _tensor_store(ins: Instr, k: Decoder, mods: Mods, rank: int, add: bool) -> Handler:
     """cp.async.bulk.tensor.Nd.global.shared::cta.tile.bulk_group [map, {coords}], [src]"""
     mods.take("global")
     mods.take("shared::cta", "shared")
@@ -305,13 +345,15 @@ def _tensor_store(ins: Instr, k: Decoder, mods: Mods, rank: int) -> Handler:
             t, at = target.of(w, lane)
             s = int(source(w.v)[lane])
             check_map(t, s)
+            if add and t.kind != "f32":
+                raise SoftGpuError(f"{ins.opcode}: elements of type {t.kind} are not modelled")
 
             def land(t: TensorMap = t, at: Any = at, s: int = s) -> None:
-                store(w, t, at, s)
+                store(w, t, at, s, add)
                 w.machine.version += 1
 
             if w.hazard is not None:
-                _track_store(w, int(lane), t, at, s)
+                _track_store(w, int(lane), t, at, s, add)
             bulk_group(w, int(lane)).items.append(w.machine.issue(land, ins.opcode))
 
     return run

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.ptx import FEW, check, compare, covers, evaluate, numbers, rounded, values
+from tests.support.ptx import FEW, check, compare, covers, evaluate, numbers, rounded, same, values
 
 
 def flushed(x: float) -> float:
@@ -158,6 +158,28 @@ def test_half_precision(kind: str, data: Any) -> None:
         once = evaluate([(opcode, np.uint16, operands)], **words)[0]
         low, high = (twice & 0xFFFF).astype(np.uint16), (twice >> 16).astype(np.uint16)
         assert low.tolist() == once.tolist() and high.tolist() == np.roll(once, 5).tolist(), opcode
+
+
+@covers("add", "sub", "fma")
+@pytest.mark.parametrize("kind", ["f16", "bf16"])
+@FEW
+@given(data=st.data())
+def test_mixed_precision(kind: str, data: Any) -> None:
+    """16-bit sources and an f32 addend, rounded once to f32."""
+    a, b, c = data.draw(values(kind)), data.draw(values(kind)), data.draw(values("f32"))
+    cases = [
+        ("add", "a, c", lambda x, y, z: exactly("add", x, z, 0.0, "f32", "rn")),
+        ("sub", "a, c", lambda x, y, z: exactly("sub", x, z, 0.0, "f32", "rn")),
+        ("fma", "a, b, c", lambda x, y, z: exactly("fma", x, y, z, "f32", "rn")),
+    ]
+    got = evaluate(
+        [(f"{name}.rn.f32.{kind}", np.uint32, operands) for name, operands, _ in cases],
+        a=a, b=b, c=c,
+    )  # fmt: skip
+    rows = list(zip(numbers(a, kind), numbers(b, kind), numbers(c, "f32"), strict=True))
+    for (name, _, oracle), result in zip(cases, got, strict=True):
+        for value, row in zip(numbers(result, "f32"), rows, strict=True):
+            assert same(value, oracle(*row)), f"{name}: {row} gave {value!r}"
 
 
 @covers("add", "sub", "mul", "fma", "div", "min", "sqrt", "rcp", "neg", "abs", "setp")

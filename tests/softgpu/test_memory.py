@@ -241,7 +241,7 @@ def test_tensor_map_fields() -> None:
     array = aligned((5, 4, 8, 64), np.uint16)
     raw = encode_map(array, (64, 8, 4, 5), (128, 1024, 4096), (64, 4, 2, 1), 3)
     assert decode_map(raw) == TensorMap(
-        array.ctypes.data, 4, 2, (64, 8, 4, 5), (128, 1024, 4096), (64, 4, 2, 1), 3
+        array.ctypes.data, 4, 2, (64, 8, 4, 5), (128, 1024, 4096), (64, 4, 2, 1), 3, "u16"
     )
     with pytest.raises(DescriptorError, match="element type 15"):
         decode_map(np.array([0, 2 | 15 << 7, *[0] * 14], np.uint64).tobytes())

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from softgpu.testing import aligned
-from tests.support.ptx import covers, run
+from softgpu.testing import aligned, launch
+from tests.support.ptx import TID, covers, run
 
 
 @covers("mov", "cvta", "isspacep", "mapa", "getctarank", "createpolicy", "prefetch", "prefetchu",
@@ -46,3 +46,21 @@ def test_moves_addresses_and_hints() -> None:
     """, source, grid=2, cluster=2)  # fmt: skip
     flags = 1 | 2 | 8 | 64 | 128
     assert got == [flags | 0x300] * 32 + [flags] * 32
+
+
+@covers("mov", "ld", "st")
+def test_wide_registers_and_accesses() -> None:
+    """128-bit registers, packed and unpacked, through shared memory; 32 bytes a lane to global."""
+    out, data = aligned((32, 4), np.uint64), aligned((32, 4), np.uint64)
+    data[...] = np.random.default_rng(0).integers(0, 2**63, data.shape, np.uint64)
+    launch(TID + """
+    mad.lo.s64 %rd10, %rd60, 32, %rd2; mad.lo.s64 %rd11, %rd60, 32, %rd1;
+    ld.global.v4.b64 {%rd20, %rd21, %rd22, %rd23}, [%rd10];
+    mov.b128 %q1, {%rd20, %rd21}; mad.lo.s32 %r1, %r99, 16, %r50;
+    st.shared.b128 [%r1], %q1; mov.b128 %q2, %q1; ld.shared.b128 %q3, [%r1];
+    mov.b128 {%rd30, %rd31}, %q3; mov.b128 {%rd32, %rd33}, %q2; setp.lt.u32 %p1, %r99, 16;
+    @%p1 st.global.v4.b64 [%rd11], {%rd31, %rd30, %rd32, %rd23};
+    """, [out, data], declarations=".reg .b128 %q<4>;")  # fmt: skip
+    want = data[:, [1, 0, 0, 3]]
+    want[16:] = 0
+    np.testing.assert_array_equal(out, want)

@@ -270,6 +270,10 @@ FENCES = {  # T8
         f"{ST} {WAIT_ST} {LD} {WAIT_LD} {GAP} bar.sync 0; {AFTER} {MMA} {DONE} {END}", BEFORE,
         events=("tcgen05", MMA_T),
     ),
+    "before the deallocation": Case(
+        "tcgen05-fence", f"{ST} {WAIT_ST} {GAP} bar.sync 0; {AFTER} {DEALLOC}", BEFORE,
+        events=(ST_T, "tcgen05.dealloc"),
+    ),
 }  # fmt: skip
 
 ALLOCATION = {  # T9, T12
@@ -278,15 +282,15 @@ ALLOCATION = {  # T9, T12
         "bar.sync 0;", events=("tcgen05.alloc", ST_T), some=True, head="",
     ),
     "dealloc before the phase": Case(
-        "early-dealloc", f"{MMA} {COMMIT} {GAP} {DEALLOC} {WAIT}", f"{WAIT}",
+        "early-dealloc", f"{MMA} {COMMIT} {GAP} {DEALLOC} {WAIT}", f"{WAIT} {AFTER}",
         events=(MMA_T, "tcgen05.dealloc"),
     ),
     "dealloc before the other warp has loaded": Case(
-        "early-dealloc", f"{ST} {WAIT_ST} {SYNC} {LD_1} {WAIT_LD} {GAP} {DEALLOC}", "bar.sync 0;",
+        "early-dealloc", f"{ST} {WAIT_ST} {SYNC} {LD_1} {WAIT_LD} {GAP} {DEALLOC}", SYNC,
         events=(LD_T, "tcgen05.dealloc"), some=True,
     ),
     "dealloc before the other warp's store is complete": Case(
-        "early-dealloc", f"{ST_1} {GAP} bar.sync 0; {DEALLOC}", WAIT_ST,
+        "early-dealloc", f"{ST_1} {GAP} {SYNC} {DEALLOC}", WAIT_ST,
         events=(ST_T, "tcgen05.dealloc"),
     ),
     "load of nothing": Case("uninitialised", f"{GAP} {LD} {END}", ST, events=(LD_T,)),
@@ -296,7 +300,7 @@ ALLOCATION = {  # T9, T12
     "A of nothing": Case("uninitialised", f"{GAP} {TS} {DONE} {END}", COPY_A, events=(MMA_T,)),
     "what an earlier allocation held": Case(
         "uninitialised",
-        f"{ST} {WAIT_ST} {BEFORE} bar.sync 0; {DEALLOC} {ALLOC} bar.sync 0; {GAP} {LD} {END}", ST,
+        f"{ST} {WAIT_ST} {SYNC} {DEALLOC} {ALLOC} bar.sync 0; {GAP} {LD} {END}", ST,
         events=(LD_T,),
     ),
 }  # fmt: skip

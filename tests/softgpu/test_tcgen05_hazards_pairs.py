@@ -106,7 +106,8 @@ CASES = {
     ),
     "dealloc in the peer": Case(
         "early-dealloc",
-        f"{MMA} {COMMIT} {WAIT} {AFTER} @%p54 {LD} @%p54 {WAIT_LD} {GAP} {DEALLOC}", "bar.sync 0;",
+        f"{MMA} {COMMIT} {WAIT} {AFTER} @%p54 {LD} @%p54 {WAIT_LD} {GAP} {AFTER} {DEALLOC}",
+        f"{BEFORE} bar.sync 0;",
         events=(LD_T, DEALLOC_T), some=True,
     ),
 }  # fmt: skip

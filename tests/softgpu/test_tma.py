@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from softgpu import Options
+from softgpu import DescriptorError, Options, SoftGpuError, UnmodelledInstruction
 from softgpu.testing import aligned, launch
 from tests.softgpu.test_memory import encode_map, swizzled
 from tests.support.ptx import FEW, TID, WAIT, covers
@@ -77,3 +77,89 @@ def test_tensor_copies(swizzle: int, data: Any) -> None:
     inside = tuple(slice(b, b + e) for b, e in zip(reversed(box), reversed(extent), strict=True))
     np.testing.assert_array_equal(copy[..., : extent[0]], back[inside])
     assert not copy[..., extent[0] :].any()
+
+
+ROWS = [3, -1, 0, 7]
+GATHER = """
+mov.u64 %rd10, arg1; add.s32 %r1, %r50, 1024;
+@%p50 mbarrier.init.shared.b64 [%r50], 1; @%p50 fence.mbarrier_init.release.cluster;
+@%p50 mbarrier.arrive.expect_tx.shared.b64 _, [%r50], 512; bar.warp.sync -1;
+@%p50 cp.async.bulk.tensor.2d.shared::cta.global.tile::gather4.mbarrier::complete_tx::bytes
+    [%r1], [%rd10, {{16, {}}}], [%r50];
+"""
+
+
+@covers("cp.async.bulk.tensor")
+@pytest.mark.parametrize("mode", ["early", "late"])
+def test_gathered_rows(mode: str) -> None:
+    """Four rows of a 128-byte swizzle, named one by one; one that does not exist gives zeros."""
+    tensor, out = aligned((7, 160), np.uint8), aligned(512, np.uint8)
+    tensor[...] = np.random.default_rng(0).integers(1, 256, tensor.shape)
+    tail = f"""{WAIT.format(0, 0)}
+    mul.lo.s32 %r3, %r99, 16; add.s32 %r4, %r3, %r1; cvt.u64.u32 %rd12, %r3;
+    add.s64 %rd12, %rd12, %rd1; ld.shared.v4.b32 {{%r5,%r6,%r7,%r8}}, [%r4];
+    st.global.v4.b32 [%rd12], {{%r5,%r6,%r7,%r8}};
+    """
+    coded = encode_map(tensor, (160, 7), (160,), (128, 1), 3)
+    names = ", ".join(map(str, ROWS))
+    launch(TID + GATHER.format(names) + tail, [out, coded, tensor],
+           options=Options(asynchronous=mode, hazards="raise"))  # fmt: skip
+    for i, row in enumerate(ROWS):
+        want = tensor[row, 16:144] if 0 <= row < 7 else np.zeros(128, np.uint8)
+        got = [out[swizzled(128 * i + x, 3)] for x in range(128)]
+        assert got == want.tolist()
+    with pytest.raises(DescriptorError, match="a box of one row"):
+        wrong = encode_map(tensor, (160, 7), (160,), (128, 2), 3)
+        launch(TID + GATHER.format(names), [out, wrong, tensor])
+    with pytest.raises(UnmodelledInstruction, match="3 coordinates"):
+        launch(TID + GATHER.format("0, 1"), [out, coded, tensor])
+
+
+@covers("cp.reduce.async.bulk.tensor", "cp.async.bulk.commit_group", "cp.async.bulk.wait_group")
+def test_boxes_that_are_added() -> None:
+    """Two additions of a box of f32 that reaches past the tensor; other types are refused."""
+    tensor, out = aligned((3, 8), np.float32), aligned(1, np.uint32)
+    tensor[...] = np.arange(24).reshape(3, 8)
+    body = """
+    cvt.rn.f32.u32 %f1, %r99; shl.b32 %r3, %r99, 2; add.s32 %r3, %r3, %r50;
+    st.shared.f32 [%r3], %f1; fence.proxy.async.shared::cta; bar.warp.sync -1;
+    mov.u64 %rd10, arg1; @!%p50 bra END;
+    cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.tile.bulk_group [%rd10, {4, 1}], [%r50];
+    cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.tile.bulk_group [%rd10, {4, 1}], [%r50];
+    cp.async.bulk.commit_group; cp.async.bulk.wait_group 0; END:
+    """
+    want = tensor.copy()
+    want[1:, 4:] += 2 * np.arange(32).reshape(4, 8)[:2, :4]
+    f32 = 7 << 7 ^ 2 << 7
+    coded = np.frombuffer(encode_map(tensor, (8, 3), (32,), (8, 4), 0), np.uint64).copy()
+    with pytest.raises(SoftGpuError, match="elements of type u32"):
+        launch(TID + body, [out, coded.tobytes(), tensor])
+    coded[1] ^= np.uint64(f32)
+    launch(TID + body, [out, coded.tobytes(), tensor], options=Options(asynchronous="late"))
+    np.testing.assert_array_equal(tensor, want)
+
+
+@covers("cp.async.bulk.tensor")
+@pytest.mark.parametrize("multicast", [False, True])
+def test_loads_of_a_pair(multicast: bool) -> None:
+    """.cta_group::2: both CTAs' loads complete on the even one's mbarrier, multicast or not."""
+    tensor, out = aligned((2, 16), np.uint8), aligned((2, 16), np.uint8)
+    tensor[...] = np.random.default_rng(0).integers(1, 256, tensor.shape)
+    word = ".multicast::cluster" if multicast else ""
+    mask = ", %rs1" if multicast else ""
+    body = f"""
+    mov.u64 %rd10, arg1; add.s32 %r1, %r50, 1024; mov.u32 %r90, %cluster_ctarank;
+    and.b32 %r2, %r50, 0xFEFFFFFF; setp.eq.u32 %p1, %r90, 0; and.pred %p2, %p1, %p50;
+    @%p2 mbarrier.init.shared.b64 [%r50], 1; fence.mbarrier_init.release.cluster;
+    @%p2 mbarrier.arrive.expect_tx.shared.b64 _, [%r50], 32;
+    barrier.cluster.arrive; barrier.cluster.wait; mov.b16 %rs1, 3; and.pred %p3, %p50, %p50;
+    {"mov.pred %p3, %p2;" if multicast else ""} mov.u32 %r5, {0 if multicast else "%r90"};
+    @%p3 cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes{word}.cta_group::2
+        [%r1], [%rd10, {{0, %r5}}], [%r2]{mask};
+    @!%p1 bra OVER; {WAIT.format(0, 0)} OVER: barrier.cluster.arrive; barrier.cluster.wait;
+    ld.shared.v4.b32 {{%r5,%r6,%r7,%r8}}, [%r1]; mul.wide.u32 %rd12, %r90, 16;
+    add.s64 %rd12, %rd12, %rd1; st.global.v4.b32 [%rd12], {{%r5,%r6,%r7,%r8}};
+    """  # noqa: E501
+    coded = encode_map(tensor, (16, 2), (16,), (16, 1), 0)
+    launch(TID + body, [out, coded, tensor], grid=2, cluster=2, target="sm_100a")
+    np.testing.assert_array_equal(out, tensor[[0, 0]] if multicast else tensor)
