@@ -183,14 +183,12 @@ class Layouts(NamedTuple):
 
 
 class Cta(NamedTuple):
-    """What every role of a CTA works with; ``span``: its items of the work list, ``tmem``: the
-    address of its tensor memory."""
+    """What every role of a CTA works with; ``tmem``: the address of its tensor memory."""
 
     st: Any
     k_pipe: Any
     gmem: Gmem
     call: Call
-    span: tuple
     tmem: Int32
 
 
@@ -246,7 +244,6 @@ class Ws(Fp8Entry):
     @cute.kernel
     def kernel(self, tma: Tma, gmem: Gmem, call: Call):
         tidx, _, _ = cute.arch.thread_idx()
-        _, part, _ = cute.arch.block_idx()
         warp_id = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         wg = cute.arch.make_warp_uniform(tidx // WARPGROUP)
         layouts = self.layouts()
@@ -264,13 +261,12 @@ class Ws(Fp8Entry):
         umma.after_sync()
 
         cute.arch.griddepcontrol_wait()  # q, the cache and the plan come from the kernels before
-        span = self.work.items_of(gmem.work, part)
-        cta = Cta(st, k_pipe, gmem, call, span, umma.base_of(st.tmem.data_ptr()))
+        cta = Cta(st, k_pipe, gmem, call, umma.base_of(st.tmem.data_ptr()))
         if wg == 0:
             cute.arch.setmaxregister_decrease(self.regs[0])
             if warp_id == 0:
                 self.loads.produce_kv(
-                    st, layouts.k, k_pipe, tma.kv, gmem.work, span, gmem.scale.shape[0],
+                    st, layouts.k, k_pipe, tma.kv, gmem.work, self.items(cta), gmem.scale.shape[0],
                     self.scales.copier(st, gmem.scale), tma.q,
                 )  # fmt: skip
                 cute.arch.griddepcontrol_launch_dependents()
@@ -290,12 +286,20 @@ class Ws(Fp8Entry):
             umma.after_sync()
             umma.free(st.tmem.data_ptr(), self.columns.allocated)
 
+    @cute.jit
+    def items(self, cta: Cta):
+        """(first, end) of the CTA's items; every role looks for itself: where all shared one value,
+        it would live, and be spilled, through the role that needs most registers."""
+        _, part, _ = cute.arch.block_idx()
+        return self.work.items_of(cta.gmem.work, part)
+
     # ---------------------------------------------------------------- issuing warps
 
     @cute.jit
     def issue_scores(self, cta: Cta):
         """Q tiles into tensor memory, and S of every tile."""
-        st, k_pipe, gmem, _, span, tmem = cta
+        st, k_pipe, gmem, _, tmem = cta
+        span = self.items(cta)
         content = umma.k_major(umma.address_of(st.kc.data_ptr()))
         rope = umma.k_major(umma.address_of(st.kr.data_ptr()))
         kst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
@@ -355,7 +359,8 @@ class Ws(Fp8Entry):
     @cute.jit
     def issue_products(self, cta: Cta):
         """X = P V of every tile, half of the channels at a time."""
-        st, k_pipe, gmem, _, span, tmem = cta
+        st, k_pipe, gmem, _, tmem = cta
+        span = self.items(cta)
         values = umma.mn_major(umma.address_of(st.kc.data_ptr()), TILE * umma.LINE)
         weights = umma.k_major(umma.address_of(st.p.data_ptr()), TILE)
         kst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
@@ -406,7 +411,8 @@ class Ws(Fp8Entry):
     def softmax_loop(self, cta: Cta):
         tidx, _, _ = cute.arch.thread_idx()
         row_block, _, _ = cute.arch.block_idx()
-        _, k_pipe, gmem, call, span, _ = cta
+        _, k_pipe, gmem, call, _ = cta
+        span = self.items(cta)
         row = tidx % self.form.rows
         kst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
         sst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, S_STAGES)
@@ -510,7 +516,8 @@ class Ws(Fp8Entry):
     def promote_loop(self, cta: Cta, half):
         tidx, _, _ = cute.arch.thread_idx()
         wwarp = cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
-        st, _, gmem, _, span, tmem = cta
+        st, _, gmem, _, tmem = cta
+        span = self.items(cta)
         o = cute.make_rmem_tensor((self.form.share(HALF),), Float32)
         x_at = umma.lanes_of(tmem, wwarp) + self.columns.x + half * self.form.share(HALF)
         pst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, P_STAGES)
