@@ -29,7 +29,7 @@ Barriers (Ring: full, empty; "commit" is one arrival when the issued MMAs are co
     p      softmax warps        | P.V commit, promotion warps                2  (P, beta, gamma)
     x      P.V commit           | promotion warps of the half                2  (halves, not stages)
     inv    softmax warps 0, 1   | promotion warps                            1  (1/l of an item)
-The Q tile passes through the KV ring: Q.K's issuer commits its copies, the others free it unread.
+The Q tile passes through the KV ring: Q.K's issuer, its only reader, frees it for all.
 
 Tensor memory (columns of 512)
     0    X, lower half   128    lane m + 64 g, column c: row m, channel 128 g + c
@@ -130,7 +130,6 @@ class Barrier(IntEnum):
     """Named barriers; ``SAME_ROWS`` and the next: of the softmax warps that share rows."""
 
     SAME_ROWS = 1
-    SOFTMAX = 3
 
 
 def feasible(spec: VariantSpec) -> str | None:
@@ -256,9 +255,7 @@ class Ws(Fp8Entry):
                     ring.init(st)  # fenced with the pipe's own, below
         if warp_id == 3:
             umma.allocate(st.tmem.data_ptr(), self.columns.allocated)
-            umma.before_sync()
-        _, k_pipe = self.loads.pipes(st)
-        umma.after_sync()
+        _, k_pipe = self.loads.pipes(st)  # its barrier also publishes the address
 
         cute.arch.griddepcontrol_wait()  # q, the cache and the plan come from the kernels before
         cta = Cta(st, k_pipe, gmem, call, umma.base_of(st.tmem.data_ptr()))
@@ -315,7 +312,9 @@ class Ws(Fp8Entry):
                         tmem, umma.advance(content, kst.index * (TILE * D)),
                         umma.advance(rope, kst.index * (TILE * 2 * R)),
                     )  # fmt: skip
-                umma.commit(k_pipe.sync_object_empty.get_barrier(kst.index))
+                free = k_pipe.sync_object_empty.get_barrier(kst.index)
+                umma.commit(free)
+                cute.arch.mbarrier_arrive(free, arrive_count=sum(K_READERS.values()) - 1)
             kst.advance()
             for _ in cutlass.range(first, last, unroll=1):
                 k_pipe.consumer_wait(kst)
@@ -368,9 +367,9 @@ class Ws(Fp8Entry):
         x_phase = Int32(1)
         for i in cutlass.range(span[0], span[1], unroll=1):
             _, first, last, _ = self.work.item_at(gmem.work, i)
-            self.pass_q(k_pipe, kst)
+            kst.advance()  # over the Q tile, which Q.K's issuer frees
             for _ in cutlass.range(first, last, unroll=1):
-                k_pipe.consumer_wait(kst)
+                # P being there means that the tile is: the softmax warps have waited for it
                 self.rings.p.wait_full(st, pst.index, pst.phase)
                 for half in cutlass.range_constexpr(HALVES):
                     self.rings.x.wait_empty(st, half, x_phase)
@@ -397,14 +396,6 @@ class Ws(Fp8Entry):
                 self.form.instruction(F8, HALF, b_transposed=True), k > 0,
             )  # fmt: skip
 
-    @cute.jit
-    def pass_q(self, k_pipe, kst):
-        """Frees an item's Q tile, which this warp does not read."""
-        k_pipe.consumer_wait(kst)  # not before it is there: its turn has come
-        cute.arch.sync_warp()
-        k_pipe.consumer_release(kst)
-        kst.advance()
-
     # ---------------------------------------------------------------- softmax warpgroup
 
     @cute.jit
@@ -426,7 +417,7 @@ class Ws(Fp8Entry):
             ragged_from = self.work.ragged_from(gmem.work, call, batch)
             seqlen = self.work.seqlen_of(gmem.work, batch)
             running[0], running[1] = Float32(NEVER), Float32(0.0)
-            self.pass_q(k_pipe, kst)
+            kst.advance()  # over the Q tile, which Q.K's issuer frees
             for tile in cutlass.range(first, last, unroll=1):
                 k_pipe.consumer_wait(kst)
                 facts = (factor, limit, ragged_from, seqlen)
@@ -470,10 +461,8 @@ class Ws(Fp8Entry):
         running[1] = running[1] * gamma + part * beta
         if ragged:
             # whatever lies past the end, or under a NaN scale, must not meet P = 0; S being there
-            # means that Q.K has read the rows
-            self.scales.zero_values(
-                st, kst.index, seqlen - tile * TILE, 0, D // umma.LINE, Barrier.SOFTMAX
-            )
+            # means that Q.K has read the rows, and P being there will mean that they are cleared
+            self.scales.zero_values(st, kst.index, seqlen - tile * TILE, 0, D // umma.LINE)
         self.rings.p.wait_empty(st, pst.index, pst.phase)
         softmax.store_p(
             t, st.p.data_ptr() + pst.index * (self.form.rows * TILE), self.form, row, wwarp
