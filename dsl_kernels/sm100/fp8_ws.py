@@ -277,8 +277,7 @@ class Ws(Fp8Entry):
         else:
             cute.arch.setmaxregister_increase(self.regs[2])
             self.promote_loop(cta, wg - 2)
-        umma.before_sync()
-        cute.arch.sync_threads()
+        cute.arch.sync_threads()  # behind the fences and commits of each role's last access
         if warp_id == 3:
             umma.after_sync()
             umma.free(st.tmem.data_ptr(), self.columns.allocated)
