@@ -45,7 +45,10 @@ STATE = ROOT / "build" / "prove"
 RECORD = ROOT / "profiles" / "results" / "prove.md"
 SCHEDULES = 100
 # Instructions whose removal no schedule can notice; docs/software-gpu.md says why.
-EXPLAINED = ("griddepcontrol.launch_dependents", "bar.warp.sync")
+EXPLAINED = (
+    "griddepcontrol.launch_dependents", "bar.warp.sync", "tcgen05.relinquish_alloc_permit",
+    "tcgen05.wait::ld",
+)  # fmt: skip
 KINDS = {
     "build": "every variant compiled and audited",
     "variant": "the shipped object, hazard check on, in all cache layouts; bits against the H200's",

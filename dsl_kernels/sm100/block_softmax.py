@@ -42,14 +42,14 @@ class WarpTriples:
 
     @cute.jit
     def make(self, st, stage, wwarp, lane):
-        """By a whole warp, which must have read those of the block before."""
+        """By a whole warp, which must have read those of the block before; a ``sync_warp`` later
+        its lanes may ``read``."""
         token = self.tokens * group_of(self.form, wwarp) + lane
         s = self.scales.of_stages(st)[token, stage]
         out = self._of_warps(st)
         out[lane, 0, wwarp] = s
         out[lane, 1, wwarp] = cute.math.log2(s, fastmath=True)
         out[lane, 2, wwarp] = safe_reciprocal(s)
-        cute.arch.sync_warp()
 
     def read(self, st, wwarp, which: int, into) -> None:
         """One of the three of all tokens of the warp: the lanes read the same words."""

@@ -6,7 +6,8 @@ through a second descriptor (MN-major B): nothing is transposed, nothing is load
 are those of SM90 (docs/numerics.md): per-token scales, a P of every block in a frame of its own,
 fp32 sums of blocks in registers; Q.K is one chain, because this tensor core keeps its bits.
 
-Executed on the software GPU (softgpu); no Blackwell GPU has run it.
+Executed on the software GPU (softgpu); no Blackwell GPU has run it.  A copy of 16 bytes a row from
+a 128-byte swizzled tile into tensor memory is the form that no shipped kernel is known to use.
 
 Roles (4 warpgroups of 128 threads)
     wg 0  warp 0  producer        TMA: an item's Q tile, then its 64-token KV tiles, one ring
@@ -444,7 +445,7 @@ class Ws(Fp8Entry):
             umma.lanes_of(tmem, wwarp) + self.columns.s + sst.index * self.form.share(TILE), tokens
         )
         umma.before_sync()
-        cute.arch.sync_warp()  # one lane frees S for all
+        cute.arch.sync_warp()  # one lane frees S for all, and the triples are there for all
         if lane == 0:
             self.rings.s.arrive_empty(st, sst.index)
         t = cute.make_rmem_tensor((tokens,), Float32)
