@@ -241,8 +241,9 @@ def test_a_sample_of_unusual_variants_is_a_cover_too() -> None:
 @pytest.mark.skipif(not toolchain.have_compiler(), reason="feasible() imports the compiler")
 def test_the_switch_takes_the_whole_matrix() -> None:
     """Without it the test set; tests that are marked so run with it only."""
-    every = {s.name for s in matrix.default_specs("sm_90a", "decode_*")}
-    sample = {s.name for s in matrix.sample_specs("sm_90a") if s.op == "decode"}
+    every = {s.name for arch in ARCHS for s in matrix.default_specs(arch, "decode_*")}
+    chosen = (s for arch in ARCHS for s in matrix.sample_specs(arch))
+    sample = {s.name for s in chosen if s.op == "decode"}
     for switch, names in (([], sample), (["--whole-matrix"], every)):
         done = subprocess.run(
             [
