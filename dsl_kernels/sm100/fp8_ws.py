@@ -41,7 +41,7 @@ Tensor memory (columns of 512)
 
 Shared memory, 5 stages (bytes)
     KV ring 5 x (32768 content + 8192 RoPE + 256 scales) | P 2 x 4096 | sigma triples 1536
-    beta, gamma, 1/l, maxima, sums, barriers                            = 218.9 KB at most
+    beta, gamma, 1/l, maxima, sums, barriers                            = 220160
 """
 
 from __future__ import annotations
@@ -294,7 +294,7 @@ class Ws(Fp8Entry):
 
     @cute.jit
     def issue_scores(self, cta: Cta):
-        """Q tiles into tensor memory, and S of every tile."""
+        """Q tiles into tensor memory, and S of every tile; the whole warp waits, one lane issues."""
         st, k_pipe, gmem, _, tmem = cta
         span = self.items(cta)
         content = umma.k_major(umma.address_of(st.kc.data_ptr()))

@@ -82,7 +82,7 @@ def address_of(pointer):
 def k_major(address, pitch: int = LINE):
     """Operand whose rows of ``pitch`` bytes run along K, swizzled by as much; 8 rows an atom.
 
-    The first K step; ``step`` advances it.
+    This is the first K step; ``advance`` it by ``k_step`` bytes for others.
     """
     return prim.Tcgen05SmemDesc.build(
         address, leading_byte_offset=16, stride_byte_offset=8 * pitch, layout=_SWIZZLE[pitch]
