@@ -294,7 +294,7 @@ class Ws(Fp8Entry):
 
     @cute.jit
     def issue_scores(self, cta: Cta):
-        """Q tiles into tensor memory, and S of every tile; the whole warp waits, one lane issues."""
+        """Q tiles into tensor memory, and S of every tile; the warp waits, one lane issues."""
         st, k_pipe, gmem, _, tmem = cta
         span = self.items(cta)
         content = umma.k_major(umma.address_of(st.kc.data_ptr()))
