@@ -6,7 +6,7 @@ An accumulate function has the signature
         acc   float32 (M, N)   accumulator before the step (zeros where it is not to be added)
         a     float32 (M, K)   decoded A elements of one instruction: 32 of e4m3, 16 of bf16 / f16
         b     float32 (N, K)   decoded B elements
-        kind  "e4m3", "e5m2", "bf16" or "f16" (of A)
+        kind  "e4m3", "e5m2", "bf16" or "f16"; "e4m3/e5m2" if a tcgen05.mma's B has another format
 
 and is chosen by ``Options.accumulate``, or by the target of the module.  ``hopper`` is the tensor
 core of an H200, bit for bit; ``blackwell`` is what is published about a B200's (both models and

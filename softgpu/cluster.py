@@ -116,7 +116,7 @@ class Cluster:
         self.barrier_expected = self.size * machine.threads
         checking = machine.options.hazards != "off"
         self.hazards: ClusterHazards | None = ClusterHazards(self) if checking else None
-        self.pairs = [PairRequests() for _ in range(self.size // 2)]
+        self.pairs: list[PairRequests] = [{} for _ in range(self.size // 2)]
         self.blocks: list[Block] = []
         for rank in range(self.size):
             x, y, z = place_of(rank, machine.launch.cluster)

@@ -14,7 +14,8 @@ were solved for from all 2^23 mantissas of a binade of each function recorded on
 binades, which show up to 36 fraction bits).  One pair (C1, C2) alone fits each interval.  The
 result was then compared with the H200 for all 2^32 arguments of each function, subnormal numbers,
 infinities, NaNs and both signs included: no bit differs (``python -m profiles.record_softgpu replay
-mufu --all``, from hashes of whole binades).  Other GPUs may differ.
+mufu --all``, from hashes of whole binades).  Other GPUs may differ; that a B200's
+unit is the same is a hypothesis, on which modules for sm_100a run.
 
 Coefficients are in units of 2^-38 (C1: a step of f, 2^-23; C2: the lowest column kept).
 """

@@ -14,7 +14,11 @@ from .errors import Hazard
 
 LANDINGS = ("early", "late", "random")
 HAZARDS = ("off", "raise", "collect")
-RULES = ("tcgen05-fence", "mixed-kind")  # of the hazard checker, those that can be switched
+RULES = (
+    "tcgen05-fence",
+    "operand-format",
+    "mixed-kind",
+)  # of the hazard checker, those that can be switched
 _OTHER_WORDS = {"": "off", "0": "off", "1": "raise"}  # that SOFTGPU_HAZARDS may be
 
 
@@ -65,8 +69,9 @@ class Options:
             instructions, in ``Stats.hazards``).
         rules: those of ``RULES`` that the hazard checker applies.  ``tcgen05-fence`` asks for
             tcgen05.fence on both sides of a synchronisation, which many programs of others leave
-            out; ``mixed-kind`` for one kind of MMA in each accumulator, which no edition of the
-            manual but some old ones wants.
+            out; ``operand-format`` for one element format in which MMAs take the same bytes of
+            shared memory; ``mixed-kind`` for one kind of MMA in each accumulator, which only some
+            editions of the manual want.
         on_hazard: called with every hazard that is collected; may be None.
         resident: clusters that run at the same time; more are admitted when those all wait.
         max_instructions: stop after so many warp instructions, 0 for no limit.
@@ -79,7 +84,7 @@ class Options:
     asynchronous: str = field(default_factory=_asynchronous)
     seed: int | None = field(default_factory=_seed)
     hazards: str = field(default_factory=_hazards)
-    rules: frozenset[str] = frozenset({"tcgen05-fence"})
+    rules: frozenset[str] = frozenset({"tcgen05-fence", "operand-format"})
     resident: int = 1
     max_instructions: int = 0
     on_hazard: Callable[[Hazard], None] | None = None

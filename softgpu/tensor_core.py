@@ -165,6 +165,12 @@ def _largest(ea: NDArray[Any], eb: NDArray[Any]) -> NDArray[np.int16]:
     return top.astype(np.int16)
 
 
+def _lowest_bit(e: NDArray[Any], zero: Any, fraction: int) -> NDArray[np.int16]:
+    """The exponent of the lowest bit that any number of a row can have."""
+    out: NDArray[np.int16] = np.where(e > zero, e.astype(np.int16), -_NO_EXPONENT).min(1) - fraction
+    return out
+
+
 def _powers(exponent: NDArray[np.int16]) -> NDArray[np.float64]:
     """2^exponent of normal float64 numbers."""
     return ((exponent.astype(np.int64) + 1023) << 52).view(np.float64)
@@ -196,44 +202,50 @@ def blackwell_step_numpy(acc: F32, a: F32, b: F32, kind: str) -> F32:
 
     Args:
         acc: (M, N) float32, the accumulator before the step.
-        a: (M, K) float32 that hold values of format ``kind``: "e4m3", "e5m2", "f16" or "bf16".
-        b: (N, K) float32; its format may be the other one of the same width.
+        a: (M, K) float32 that hold values of its format.
+        b: (N, K) float32, likewise.
+        kind: the format, "e4m3", "e5m2", "f16" or "bf16"; two as in "e4m3/e5m2" if B has another.
 
     Returns:
         (M, N) float32.
     """
+    formats = tuple(_OPERANDS[name] for name in kind.split("/"))
     with np.errstate(invalid="ignore", over="ignore", under="ignore", divide="ignore"):
-        if not (np.isfinite(a).all() and np.isfinite(b).all()):
-            return half_step_numpy(acc, a, b, 2.0 ** _OPERANDS[kind].smallest)
-        finite = bool(np.isfinite(acc).all())
+        finite = bool(np.isfinite(a).all() and np.isfinite(b).all())
+        special = np.zeros(acc.shape)
+        if not finite:
+            special = wide_product(a, b)
+            a, b = (np.where(np.isfinite(x), x, np.float32(0)) for x in (a, b))
+        finite = finite and bool(np.isfinite(acc).all())
         old = acc if finite else np.where(np.isfinite(acc), acc, np.float32(0))
         rows = max(_ONE_THREAD // (b.shape[0] * b.shape[1]), 1)
         out = np.empty(acc.shape, np.float32)
         for i in range(0, len(a), rows):
-            out[i : i + rows] = _blackwell_rows(old[i : i + rows], a[i : i + rows], b, kind)
-        return out if finite else _finish(out, acc, np.zeros_like(acc))
+            part = slice(i, i + rows)
+            out[part] = _blackwell_rows(old[part], a[part], b, formats[0], formats[-1])
+        return out if finite else _finish(out, acc, special)
 
 
-def _blackwell_rows(acc: F32, a: F32, b: F32, kind: str) -> F32:
+def _blackwell_rows(acc: F32, a: F32, b: F32, of_a: _Operand, of_b: _Operand) -> F32:
     """Some rows of a step on finite numbers.
 
     Most often no product has a bit below the cut, and then a matrix product in float64 is exact:
     only the rows of A where one may have pay for cutting.
     """
-    smallest, fraction, wide = _OPERANDS[kind]
-    zero, dtype = (-64, np.int8) if wide is np.float32 else (_NO_EXPONENT, np.int16)
-    ea, eb = (_exponents(x, smallest, zero, dtype) for x in (a, b))
+    wide = np.promote_types(of_a.wide, of_b.wide).type
+    narrow = wide is np.float32  # sums of two exponents fit in a byte
+    zero, dtype = (-64, np.int8) if narrow else (_NO_EXPONENT, np.int16)
+    ea = _exponents(a, of_a.smallest, zero, dtype)
+    eb = _exponents(b, of_b.smallest, zero, dtype)
     top = _largest(ea, eb)
-    top[top < 2 * smallest] = _NO_EXPONENT  # a product of zeros
+    top[top < of_a.smallest + of_b.smallest] = _NO_EXPONENT  # a product of zeros
     np.maximum(top, _exponents(acc, -126, _NO_EXPONENT, np.int16), out=top)
     cut = np.maximum(top, np.int16(_LEAST_TOP)) - np.int16(HALF_FRACTION_BITS)
     unit = _powers(-cut)
     total = wide_product(a, b)
     total *= unit
-    low = [
-        np.where(e > zero, e.astype(np.int16), -_NO_EXPONENT).min(1) - fraction for e in (ea, eb)
-    ]
-    loses = (low[0][:, None] + low[1] < cut).any(1)
+    low_a, low_b = _lowest_bit(ea, zero, of_a.fraction), _lowest_bit(eb, zero, of_b.fraction)
+    loses = (low_a[:, None] + low_b < cut).any(1)
     if loses.any():
         total[loses] = _cut_products(a[loses], b, cut[loses], wide)
     total += np.trunc(acc * unit)

@@ -6,7 +6,7 @@ hands out whole columns, to a CTA or to the two CTAs of a pair at once.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -118,6 +118,8 @@ class Request:
     """A tcgen05.alloc or .dealloc of one CTA of a pair, which waits for the other CTA's.
 
     Attributes:
+        kind: "alloc" or "dealloc".
+        first: column to free; None for an allocation.
         ticket: what its warp stands for, if the hazard checker is on.
         place: first column, as soon as both CTAs have been served.
     """
@@ -129,12 +131,14 @@ class Request:
     ticket: Any = None
     place: int | None = None
 
+    @property
+    def meets(self) -> tuple[str, int | None]:
+        """What the peer's request must have in common with it."""
+        return self.kind, self.first
 
-@dataclass
-class PairRequests:
-    """Where the two CTAs of a pair meet: the request of the one that came first."""
 
-    open: Request | None = field(default=None)
+# Where the two CTAs of a pair meet: requests that wait for the peer's, by ``Request.meets``.
+PairRequests = dict[tuple[str, int | None], Request]
 
 
 def peer(block: Block) -> Block:

@@ -48,7 +48,8 @@ class TensorOp:
         writes: cells of D, or of the target of a copy.
         accumulates: D is read too.
         reads: cells of A in tensor memory.
-        shared: (rank, 16-byte chunks of the cluster's shared memory) of every operand there.
+        shared: (rank, 16-byte chunks of the cluster's shared memory, element format) of every
+            operand there; a copy's format is "".
         shape: M, N and form of an mma; shape of a copy.
         elements: "f16", "f8f6f4" of an mma; "" of a copy.
     """
@@ -59,7 +60,7 @@ class TensorOp:
     writes: tuple[Cells, ...]
     accumulates: bool
     reads: tuple[Cells, ...]
-    shared: tuple[tuple[int, Any], ...]
+    shared: tuple[tuple[int, Any, str], ...]
     shape: Hashable
     elements: str = ""
 

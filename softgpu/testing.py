@@ -74,6 +74,7 @@ def launch(
     Args:
         args: numpy arrays (passed by address, registered as buffers), ints (``.b32``), or bytes
             (passed by value as an array parameter aligned to 64 bytes, such as a tensor map).
+        target: of the module; "sm_100a" has tensor memory.
     """
     params, blobs, memory = [], [], GlobalMemory()
     for i, a in enumerate(args):

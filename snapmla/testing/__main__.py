@@ -97,7 +97,8 @@ def run(
         typer.Option(help="hazard check: off, raise, collect", callback=_one_of(HAZARDS)),
     ] = None,
     accumulate: Annotated[
-        str | None, typer.Option(help="arithmetic: hopper, exact", callback=_one_of(BY_NAME))
+        str | None,
+        typer.Option(help="arithmetic: hopper, blackwell, exact", callback=_one_of(BY_NAME)),
     ] = None,
 ) -> None:
     """Run variants once on small inputs and compare with the reference.

@@ -65,7 +65,7 @@ class ClusterHazards:
         self.layout: Layout = Layout(cluster.size, self.warps_per_block, blackwell)
         self.shift = self.machine.program.shared_shift
         self.per_block = (cluster.shared.limit >> self.shift) + 1
-        self.shared = Shadow(cluster.size * self.per_block)
+        self.shared: Shadow = Shadow(cluster.size * self.per_block)
         self.report = Reports(self)
         columns = self.layout.tensor
         self.tensor = TensorHazards(self, columns) if columns is not None else None

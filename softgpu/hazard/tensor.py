@@ -17,9 +17,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from .clocks import OWN, Ints, Stamp, joined
+from .shadow import Index
 from .tensor_clock import Issuer, TensorColumns
 from .tensor_reports import FREE, TensorReports
-from .tensor_shadow import Area, Pipeline, Pipelines, TensorShadow, area_of, columns_of
+from .tensor_shadow import (
+    Area,
+    OperandFormats,
+    Pipeline,
+    Pipelines,
+    TensorShadow,
+    area_of,
+    columns_of,
+)
 
 if TYPE_CHECKING:
     from ..cluster import MBarrier
@@ -28,7 +37,8 @@ if TYPE_CHECKING:
     from .cluster import ClusterHazards
     from .warp import WarpHazards
 
-FENCE, MIXED = "tcgen05-fence", "mixed-kind"  # the rules that ``Options.rules`` switches
+# the rules that ``Options.rules`` switches
+FENCE, MIXED, FORMAT = "tcgen05-fence", "mixed-kind", "operand-format"
 _NONE: frozenset[int] = frozenset()
 
 
@@ -64,6 +74,7 @@ class TensorHazards:
         self.owner, self.columns = owner, columns
         self.shadow = TensorShadow(owner.cluster.size, columns.nobody)
         self.pipelines = Pipelines()
+        self.formats = OperandFormats(owner.shared.granules)
         self.report = TensorReports(owner, columns, self.pipelines)
         self.allocations: list[_Allocation] = []
         self.numbers = itertools.count()  # of allocations
@@ -95,15 +106,17 @@ class WarpTensor:
             by its side's fence::before_thread_sync, taken over by this lane's
             fence::after_thread_sync.
         loads, stores: number of the group that the next tcgen05.wait::ld or ::st completes.
+        allocations: number of the next allocation or deallocation.
     """
 
     def __init__(self, owner: WarpHazards, tensor: TensorHazards) -> None:
         self.owner, self.clock, self.tensor = owner, owner.clock, tensor
         self.columns, self.shadow, self.report = tensor.columns, tensor.shadow, tensor.report
         self.usable: Ints = np.zeros((32, self.columns.agents + 1), np.int32)
-        self.loads = self.stores = 1
-        self._load = self.columns.load(owner.index)
-        self._store = self.columns.store(owner.index)
+        self.loads = self.stores = self.allocations = 1
+        self._load, self._store, self._alloc = (
+            self.columns.of_warp(kind, owner.index) for kind in TensorColumns.OF_WARP
+        )
         first = self.columns.first
         self._agents = slice(first, first + self.columns.agents + 1)
         self._told: set[tuple[int, int]] = set()
@@ -126,8 +139,11 @@ class WarpTensor:
         bad = self.shadow.unknown_writes(area, who.usable)
         if not bad.any():
             return
+        blank = self.shadow.agent[area] == self.shadow.nobody
         if not reads:
-            bad &= self.shadow.agent[area] != self.shadow.nobody
+            bad &= ~blank
+        elif who.lane < 0:  # of layout F a warp loads the lanes between as well
+            bad &= ~blank | blank.all(0)
         if who.order >= 0:
             self._leave_out_pipelined(area, bad, who, role)
         if not bad.any():
@@ -151,19 +167,19 @@ class WarpTensor:
         for number in np.unique(orders[bad]):
             if number < 0 or not pipelines[number].leads(mine, role):
                 continue
-            same = bad & (orders == number)
+            same, first = bad & (orders == number), pipelines[number]
             bad &= ~same
-            first = pipelines[number].elements
-            if MIXED in self.tensor.rules and role == "D" and first != mine.elements:
+            if role == "A":
+                taken = first._replace(taken=True)
+                self.shadow.relabel(area, same, self.tensor.pipelines.number(taken))
+            mixed = first.kind == mine.kind and first.elements != mine.elements
+            if MIXED in self.tensor.rules and mixed:
                 found = self.shadow.writer(area, same)
                 self.report.mixed_kind(self.owner, found, who.action, who.lane)
 
     def _check_reads(self, area: Area, who: _Accessor) -> None:
         """Nobody may still read what ``who`` writes."""
-        but = _NONE
-        if who.order >= 0:  # an mma of this warp reads its A before a later mma or cp writes
-            issuers = self.columns.issuers
-            but = frozenset(i.agent for (w, _), i in issuers.items() if w == self.owner.index)
+        but = self._own_issuers() if who.order >= 0 else _NONE
         found = self.shadow.unknown_read(area, who.usable, but)
         if found is None:
             return
@@ -172,6 +188,11 @@ class WarpTensor:
             self.report.unknown_read(self.owner, unordered, who.action, who.lane)
         else:
             self.report.unfenced(self.owner, found, who.action, who.lane, read=True)
+
+    def _own_issuers(self) -> frozenset[int]:
+        """An mma of this warp reads its A before a later mma or cp of the warp writes."""
+        issuers = self.columns.issuers
+        return frozenset(i.agent for (w, _), i in issuers.items() if w == self.owner.index)
 
     def _check_allocated(self, cells: Cells, lane: int, action: str) -> None:
         """The allocation must be known, not only have happened."""
@@ -190,7 +211,10 @@ class WarpTensor:
         """The warp as one that allocates or frees, now."""
         known = self.clock.least()[0][self._agents]
         usable = self.usable.min(0) if FENCE in self.tensor.rules else known
-        return Ticket(self.owner.agents["collective"], self.clock.time, known, usable)
+        component, number = self.columns.first + self._alloc, self.allocations
+        self.clock.learn(True, component, number)
+        self.allocations += 1
+        return Ticket(component, number, known, usable)
 
     def allocated(self, rank: int, first: int, columns: int, *peer: Ticket) -> None:
         """The warp has been given columns of CTA ``rank``; ``peer``: with a warp of the peer."""
@@ -230,6 +254,7 @@ class WarpTensor:
             self._check_allocated(c, -1, who.action)
             self._check_reads(area, who)
             self._check_last_write(area, who, False)
+            self.shadow.superseded(area, (self._load,))
             self.shadow.write(area, self._store, self.stores, self.owner.event)
 
     def wait_load(self) -> None:
@@ -269,18 +294,30 @@ class WarpTensor:
         for area in reads:
             self.shadow.read(area, issuer.agent, issuer.issued, issuer.event)
         for area in writes:
+            self.shadow.superseded(area, self._own_issuers())
             self.shadow.write(area, issuer.agent, issuer.issued, issuer.event, who.order)
         self._shared_operands(op, issuer)
 
     def _shared_operands(self, op: TensorOp, issuer: Issuer) -> None:
         """Operands in shared memory: read by the async proxy until a commit's phase."""
         cluster, component = self.owner.owner, self.columns.first + issuer.agent
-        for _, chunks in op.shared:
+        for _, chunks, form in op.shared:
             idx = cluster.granules(chunks.reshape(-1) << 4, 16)
             self.owner.async_read(issuer.lane, idx, component, issuer.issued)
-        ranks = {c.rank for c in op.writes} | {rank for rank, _ in op.shared}
+            if form and FORMAT in self.tensor.rules:
+                self._check_format(idx if idx.ndim == 1 else idx[:, 0], form, issuer)
+        ranks = {c.rank for c in op.writes} | {rank for rank, _, _ in op.shared}
         for rank in ranks:
             self._busy(rank, issuer, component)
+
+    def _check_format(self, granules: Index, form: str, issuer: Issuer) -> None:
+        """Nobody means the same bytes, chunks by their first granules, in another format."""
+        shared = self.owner.owner.shared
+        found = self.tensor.formats.take(
+            granules, form, shared.comp[granules], shared.time[granules], issuer.event
+        )
+        if found is not None:
+            self.report.other_format(self.owner, *found, form, issuer.lane)
 
     def _busy(self, rank: int, issuer: Issuer, component: int) -> None:
         """What has been issued works on CTA ``rank``, which must not end before it is complete."""

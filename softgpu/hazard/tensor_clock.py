@@ -1,7 +1,8 @@
 """Who works on tensor memory, as columns of the vector clocks: PTX ISA 9.7.18.6.
 
-tcgen05.ld and tcgen05.st are agents of their warp; each thread that issues tcgen05.mma or
-tcgen05.cp has an agent of its own, because tcgen05.commit speaks for the thread that executes it.
+tcgen05.ld, tcgen05.st and tcgen05.alloc are agents of their warp; each thread that issues
+tcgen05.mma or tcgen05.cp has an agent of its own, because tcgen05.commit speaks for the thread that
+executes it.
 Every agent has two columns in a lane's row: what the lane knows to be complete, and, its *twin*,
 what it knows to be complete and to have been followed by ``tcgen05.fence::before_thread_sync``.
 Releases and acquires move both as they move everything else.
@@ -47,24 +48,22 @@ class TensorColumns:
         issuers: those that exist, by (warp of the cluster, lane).
     """
 
-    KINDS = ("tcgen05.ld", "tcgen05.st", "tcgen05")
+    OF_WARP = ("tcgen05.ld", "tcgen05.st", "tcgen05.alloc")
+    KINDS = (*OF_WARP, "tcgen05")
 
     def __init__(self, first: int, ctas: int, warps: int) -> None:
         self.first, self.warps = first, warps
-        self.agents = self.nobody = 2 * warps + ISSUERS * ctas
+        self._issuers_from = len(self.OF_WARP) * warps
+        self.agents = self.nobody = self._issuers_from + ISSUERS * ctas
         self.end = first + 2 * self.agents + 1
         self.issuers: dict[tuple[int, int], Issuer] = {}
         self._by_agent: dict[int, Issuer] = {}
         self._per_cta = warps // ctas
         self._room = [ISSUERS] * ctas
 
-    def load(self, warp: int) -> int:
-        """The agent of a warp's tcgen05.ld."""
-        return warp
-
-    def store(self, warp: int) -> int:
-        """The agent of a warp's tcgen05.st."""
-        return self.warps + warp
+    def of_warp(self, kind: str, warp: int) -> int:
+        """The agent of a warp's instructions, one of ``OF_WARP``."""
+        return self.OF_WARP.index(kind) * self.warps + warp
 
     def twin(self, agent: int) -> int:
         """The column, counted from ``first``, of what fences have passed on."""
@@ -86,18 +85,18 @@ class TensorColumns:
                 "of the warp (elect.sync) issue for all?"
             )
         self._room[cta] -= 1
-        agent = 2 * self.warps + cta * ISSUERS + self._room[cta]
+        agent = self._issuers_from + cta * ISSUERS + self._room[cta]
         found = self.issuers[warp, lane] = self._by_agent[agent] = Issuer(agent, warp, lane)
         return found
 
     def issuer_of(self, agent: int) -> Issuer | None:
-        """The issuer behind an agent, None for a warp's ld or st."""
+        """The issuer behind an agent, None for what is of a warp."""
         return self._by_agent.get(agent)
 
     def name(self, agent: int) -> tuple[str, int]:
         """(one of ``KINDS``, warp of the cluster)."""
-        if agent < 2 * self.warps:
+        if agent < self._issuers_from:
             kind, warp = divmod(agent, self.warps)
-            return self.KINDS[kind], warp
+            return self.OF_WARP[kind], warp
         issuer = self._by_agent.get(agent)
         return "tcgen05", -1 if issuer is None else issuer.warp

@@ -27,6 +27,7 @@ WHAT = {
     "tcgen05-fence": "an access to tensor memory is handed on by a synchronisation of threads "
     "without tcgen05.fence",
     "mixed-kind": "an mma accumulates on what an mma of another kind, still in flight, writes",
+    "operand-format": "two MMAs take the same bytes of shared memory in different formats",
     "early-dealloc": "tensor memory is deallocated while an access to it may still be on its way",
     "commit-tracks-nothing": "a commit by a thread that has issued nothing it could wait for",
 }
@@ -77,7 +78,8 @@ class TensorReports:
         self, warp: WarpHazards, found: TensorConflict, action: str, lane: int, read: bool
     ) -> list[Event]:
         report, component = self.owner.report, self.columns.first + found.agent
-        note = self.note_of(component, found.time)
+        known = warp.clock.knowledge(lane)[component] >= found.time
+        note = "" if known else self.note_of(component, found.time)
         first = report.event(self._is(found, read), found.event, component, note)
         return [first, report.here(warp, action, lane_text(lane))]
 
@@ -133,6 +135,18 @@ class TensorReports:
         both = self._both(warp, found, action, lane, False)
         why = "editions of the manual differ in whether the kind must be the same"
         self._tell("mixed-kind", found.place, both, why)
+
+    def other_format(
+        self, warp: WarpHazards, granule: int, before: str, event: int, now: str, lane: int
+    ) -> None:
+        """An mma takes bytes as ``now`` that the one of ``event`` took as ``before``."""
+        report = self.owner.report
+        first = report.event(f"operand as {before}", event, -1)
+        self.machine.hazard(
+            "operand-format", WHAT["operand-format"], report.place(granule),
+            [first, report.here(warp, f"operand as {now}", lane_text(lane))],
+            "one of the instruction descriptors names another element format than the bytes have",
+        )  # fmt: skip
 
     # ---- allocation and commit -----------------------------------------------------------------
     def unknown_allocation(

@@ -6,6 +6,7 @@ an mma.  CTA r's blocks are rows 8 r to 8 r + 7 of (rows, 512) tables; an *area*
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -114,12 +115,26 @@ class TensorShadow:
         self.agent[area], self.time[area] = agent, time
         self.event[area], self.order[area] = event, order
 
+    def relabel(self, area: Area, marked: NDArray[np.bool_], order: int) -> None:
+        """The last write of the marked blocks belongs to another pipeline from now on."""
+        labels = self.order[area]
+        labels[marked] = order
+        self.order[area] = labels
+
     def read(self, area: Area, agent: int, time: int, event: int) -> None:
         """Blocks are read."""
         row = self.readers.get(agent)
         if row is None:
             row = self.readers[agent] = _Readers(len(self.agent))
         row.time[area], row.event[area], row.latest = time, event, time
+
+    def superseded(self, area: Area, agents: Iterable[int]) -> None:
+        """A write that comes after these agents' reads stands for them: whoever knows that it is
+        complete knows that they are."""
+        for agent in agents:
+            row = self.readers.get(agent)
+            if row is not None:
+                row.time[area] = 0
 
     def forget(self, area: Area) -> None:
         """Blocks hold nothing: nobody has written or read them."""
@@ -163,6 +178,43 @@ class TensorShadow:
         return None
 
 
+class OperandFormats:
+    """The element format in which an mma last took each 16-byte chunk of shared memory.
+
+    A chunk, named by its first granule, counts while it holds what it held then: its last write is
+    the same.
+    """
+
+    def __init__(self, granules: int) -> None:
+        self._names = [""]
+        self.format: Table = np.zeros(granules, np.int32)
+        self.event: Table = np.zeros(granules, np.int32)
+        self._writer: Table = np.zeros(granules, np.int32)
+        self._time: Table = np.zeros(granules, np.int32)
+
+    def take(
+        self, chunks: NDArray[Any], name: str, writer: NDArray[Any], time: NDArray[Any], event: int
+    ) -> tuple[int, str, int] | None:
+        """An mma takes chunks, last written by ``writer`` at ``time``, in format ``name``.
+
+        Returns:
+            (a chunk, its other format, that mma), if one took the same bytes in another format.
+        """
+        if name not in self._names:
+            self._names.append(name)
+        mine, before, found = self._names.index(name), self.format[chunks], None
+        other = (before != mine) & (before != 0)
+        if other.any():
+            other &= (self._writer[chunks] == writer) & (self._time[chunks] == time)
+            if other.any():
+                first = int(np.argmax(other))
+                chunk = int(chunks[first])
+                found = chunk, self._names[int(before[first])], int(self.event[chunk])
+        self.format[chunks], self.event[chunks] = mine, event
+        self._writer[chunks], self._time[chunks] = writer, time
+        return found
+
+
 class Pipeline(NamedTuple):
     """What makes two asynchronous operations follow each other in order, PTX ISA 9.7.18.6.
 
@@ -171,6 +223,8 @@ class Pipeline(NamedTuple):
         kind, group, shape: as in ``TensorOp``.
         address: first lane and column of what it writes.
         elements: "f16" or "f8f6f4" of an mma.
+        taken: of cells that an mma of the warp has taken as its A since a cp wrote them: what may
+            follow that mma follows the cp.
     """
 
     warp: int
@@ -179,13 +233,17 @@ class Pipeline(NamedTuple):
     shape: Any
     address: tuple[int, int]
     elements: str
+    taken: bool = False
 
     def leads(self, after: Pipeline, role: str) -> bool:
-        """``after``, which uses what this one writes as its ``role`` (A or D), waits for it."""
-        if (self.warp, self.group) != (after.warp, after.group) or after.kind != "mma":
+        """``after``, which uses what this one writes as its ``role``, comes after it.
+
+        ``role``: A or D of an mma, empty for what a cp writes.
+        """
+        if (self.warp, self.group) != (after.warp, after.group):
             return False
         if self.kind == "cp":
-            return role == "A"
+            return self.taken or role == "A"
         return role == "D" and (self.shape, self.address) == (after.shape, after.address)
 
 

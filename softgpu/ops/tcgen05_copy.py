@@ -73,10 +73,10 @@ class _Copy:
             memory_of(block).check(first, self.columns, self.ins.opcode)
             index = operand_index(block, descriptor, self.rows, self.width, 1, False)
             writes.append(Cells(block.rank, lanes, first, self.columns))
-            shared.append((block.rank, index))
+            shared.append((block.rank, index, ""))
 
         def land() -> None:
-            for block, (_, index) in zip(blocks, shared, strict=True):
+            for block, (_, index, _) in zip(blocks, shared, strict=True):
                 data = operands.read(block.shared.view(np.uint64, 2), index, 1, False)
                 memory = memory_of(block)
                 memory.check(first, self.columns, self.ins.opcode)

@@ -67,17 +67,17 @@ def _meet(w: Any, request: Request) -> Any:
     The CTA that asks first waits for its peer, and then for room.
     """
     pair = w.block.cluster.pairs[request.rank // 2]
-    other = pair.open
+    other = pair.get(request.meets)
     if other is None:
-        pair.open = request
+        pair[request.meets] = request
         w.machine.version += 1
         return None
     if other.rank == request.rank:
         return Wait(
-            lambda: pair.open is not other,
+            lambda: pair.get(request.meets) is not other,
             lambda: f"an earlier tcgen05.{other.kind} of this CTA to meet its peer's",
         )
-    if (other.kind, other.columns, other.first) != (request.kind, request.columns, request.first):
+    if other.columns != request.columns:
         raise TensorMemoryError(
             f"tcgen05.{request.kind} of {request.columns} columns, but the CTA's peer executes "
             f"tcgen05.{other.kind} of {other.columns}"
@@ -92,7 +92,8 @@ def _meet(w: Any, request: Request) -> Any:
             ),
             lambda: f"tcgen05.alloc: {request.columns} free columns in both CTAs",
         )
-    other.place, pair.open = place, None
+    other.place = place
+    del pair[request.meets]
     w.machine.version += 1
     return place
 
@@ -118,7 +119,7 @@ def manage(ins: Instr, k: Decoder) -> Handler:
 
     def run(w: Any, m: Any) -> Any:
         if m is not True:
-            return whole_warp(w, m, ins.opcode)
+            return whole_warp(w, m, f"tcgen05.{ins.parts[1]}")
         count = int(w.v[columns][0])
         first = 0 if alloc else _start(int(w.v[freed][0]), ins.opcode)
         memory = memory_of(w.block)
@@ -167,7 +168,7 @@ def relinquish(ins: Instr, k: Decoder) -> Handler:
 
     def run(w: Any, m: Any) -> Any:
         if m is not True:
-            return whole_warp(w, m, ins.opcode)
+            return whole_warp(w, m, f"tcgen05.{ins.parts[1]}")
         memory_of(w.block).permit = False
         return None
 
@@ -246,7 +247,7 @@ class _Transfer:
     def run(self, w: Any, m: Any) -> Any:
         """The handler."""
         if m is not True:
-            return whole_warp(w, m, self.ins.opcode)
+            return whole_warp(w, m, f"tcgen05.{self.ins.parts[1]}")
         where = w.v[self.base]
         if (where != where[0]).any():
             raise TensorMemoryError(f"{self.ins.opcode}: the lanes name different addresses")
@@ -327,7 +328,7 @@ def wait(ins: Instr, k: Decoder) -> Handler:
 
     def run(w: Any, m: Any) -> Any:
         if m is not True:
-            return whole_warp(w, m, ins.opcode)
+            return whole_warp(w, m, f"tcgen05.{ins.parts[1]}")
         if not load:
             w.tensor_queue.wait_store()
         if w.hazard is not None:

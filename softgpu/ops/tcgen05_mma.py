@@ -54,6 +54,11 @@ class Instruction:
     b_sign: int
 
     @property
+    def formats(self) -> str:
+        """Of A and B, as an accumulate function wants them."""
+        return self.a if self.a == self.b else f"{self.a}/{self.b}"
+
+    @property
     def depth(self) -> int:
         """K, in elements."""
         return operands.STEP // self.element
@@ -215,14 +220,14 @@ class _Mma:
             writes.append(Cells(block.rank, lanes, first, width))
             index = operand_index(block, call.b, s.n // self.group, s.depth, s.element, s.b_mn)
             b_index.append(index)
-            shared.append((block.rank, index))
+            shared.append((block.rank, index, s.b))
             if self.a_in_tensor_memory:
                 memory_of(block).check(call.a & COLUMN_MASK, A_COLUMNS, self.ins.opcode)
                 reads.append(Cells(block.rank, lanes, call.a & COLUMN_MASK, A_COLUMNS))
             else:
                 index = operand_index(block, call.a, rows, s.depth, s.element, s.a_mn)
                 a_index.append(index)
-                shared.append((block.rank, index))
+                shared.append((block.rank, index, s.a))
         issued = TensorOp(
             "mma", self.ins.opcode, self.group, tuple(writes), call.keep, tuple(reads),
             tuple(shared), (s.m, s.n, self.ws, low), self.kind,
@@ -238,33 +243,38 @@ class _Mma:
         """Reads the operands and replaces D."""
         s = call.shape
         parts = [
-            operands.read(x.shared.view(np.uint64, 2), index, s.element, s.b_mn)
-            for x, index in zip(blocks, b_index, strict=True)
+            self._shared(x, index, s.b_mn, s) for x, index in zip(blocks, b_index, strict=True)
         ]
-        b = operands.decode(np.concatenate(parts) if len(parts) > 1 else parts[0], s.b)
-        b = -b if s.b_sign < 0 else b
+        b = operands.decode(np.concatenate(parts), s.b) * np.float32(s.b_sign)
         first, width = call.d & COLUMN_MASK, s.n // len(groups)
         for i, block in enumerate(blocks):
-            memory_of(block).check(first, width, self.ins.opcode)
-            memory = memory_of(block).cells
+            memory = memory_of(block)
+            memory.check(first, width, self.ins.opcode)
             if not self.a_in_tensor_memory:
-                view = block.shared.view(np.uint64, 2)
-                raw = operands.read(view, a_index[i], s.element, s.a_mn)
+                raw = self._shared(block, a_index[i], s.a_mn, s)
             for g, lanes in enumerate(groups):
                 if self.a_in_tensor_memory:
-                    at = call.a & COLUMN_MASK
-                    raw = np.ascontiguousarray(memory[lanes, at : at + A_COLUMNS]).view(np.uint8)
-                a = operands.decode(raw, s.a)
-                a = -a if s.a_sign < 0 else a
-                cells = memory[lanes, first : first + width]
+                    raw = self._from_cells(memory.cells, lanes, call.a & COLUMN_MASK)
+                a = operands.decode(raw, s.a) * np.float32(s.a_sign)
+                cells = memory.cells[lanes, first : first + width]
                 acc = self._accumulator(cells, call)
-                out = machine.accumulate(acc, a, b[g * width : (g + 1) * width], s.a)
+                out = machine.accumulate(acc, a, b[g * width : (g + 1) * width], s.formats)
                 new = out.view(np.uint32)
                 if call.off is not None:
-                    off = call.off[LANES * i + lanes]
-                    new = np.where(off[:, None], cells, new)
-                memory[lanes, first : first + width] = new
+                    new = np.where(call.off[LANES * i + lanes][:, None], cells, new)
+                memory.cells[lanes, first : first + width] = new
         machine.version += 1
+
+    def _shared(self, block: Any, index: Any, mn_major: bool, s: Instruction) -> NDArray[np.uint8]:
+        """(rows, 32) bytes of an operand in shared memory."""
+        return operands.read(block.shared.view(np.uint64, 2), index, s.element, mn_major)
+
+    def _from_cells(self, cells: NDArray[np.uint32], lanes: Any, first: int) -> NDArray[np.uint8]:
+        """The same of A in tensor memory, row by row in ``lanes``."""
+        found: NDArray[np.uint8] = np.ascontiguousarray(
+            cells[lanes, first : first + A_COLUMNS]
+        ).view(np.uint8)
+        return found
 
     def _accumulator(self, cells: NDArray[np.uint32], call: _Call) -> NDArray[np.float32]:
         if not call.keep:

@@ -6,11 +6,13 @@ tensor memory that warp 0 allocates before ``START`` ends and frees in ``END``.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 
+from softgpu import Hazard, Options
+from softgpu.errors import TensorMemoryError
 from softgpu.hazard import tensor_reports
 from tests.support import hazards
 from tests.support.hazards import GAP, wait
@@ -19,7 +21,8 @@ A_AT, B_AT = 2048, 6144  # addresses in shared memory: smem + 1024, smem + 5120
 DESCRIPTOR = 1 << 46 | 128 >> 4 << 32  # version, SBO of 8 rows without swizzle
 A = DESCRIPTOR | 2048 >> 4 << 16 | A_AT >> 4
 B = DESCRIPTOR | 128 >> 4 << 16 | B_AT >> 4
-F8, F16 = 1 << 4, 1 << 4 | 1 << 7 | 1 << 10  # f32 = e4m3 e4m3, bf16 bf16
+F8, E5M2 = 1 << 4, 1 << 4 | 1 << 7 | 1 << 10  # f32 = e4m3 e4m3, e5m2 e5m2
+F16 = E5M2  # f32 = bf16 bf16 for kind::f16
 
 
 def idesc(kind: int, n: int = 8, m: int = 128) -> int:
@@ -80,6 +83,7 @@ LD_1, ST_1 = ("@%p52 " + x for x in (LD, ST))
 BULK = """@%p50 mbarrier.arrive.expect_tx.shared.b64 _, [%r1+16], 256;
     @%p50 cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes
     [%r7], [%rd1], 256, [%r1+16];\n"""
+REWRITE = "".join(f"st.shared.v4.b32 [%r6+{at}], {{0, 0, 0, 0}};\n" for at in (0, 2048, 4096))
 MMA_T, LD_T, ST_T, CP_T = "tcgen05.mma", "tcgen05.ld", "tcgen05.st", "tcgen05.cp"
 COMMIT_T, BULK_T = "tcgen05.commit", "cp.async.bulk"
 
@@ -167,6 +171,11 @@ ACCESSES = {  # T2: ld and st are complete after their wait, for others after a 
         "overwrite-in-use",
         f"{ST} {WAIT_ST} {LD} {GAP} {SYNC} {COPY} {DONE} {END}", WAIT_LD, events=(LD_T, CP_T),
     ),
+    "a store stands for the load before it": Case(
+        "overwrite-in-use",
+        f"{ST} {WAIT_ST} {LD} {GAP} {WAIT_ST} {SYNC} {MMA} {DONE} {END}", ST, ST_A,
+        events=(LD_T, MMA_T),
+    ),
 }  # fmt: skip
 
 PIPELINES = {  # T3 to T5: what follows each other in order without a wait
@@ -236,6 +245,14 @@ OPERANDS = {  # T6: operands in shared memory
         f"fence.proxy.async; @%p53 st.shared.b32 [%r7], 1; {WAIT} {wait('%r1+16')} {END}", WAIT,
         events=(BULK_T, "st.shared"), some=True,
     ),
+    "the same bytes in two formats": Case(
+        "operand-format", f"{MMA} {GAP} {DONE_2} {END}", ADD,
+        mma(shape=str(idesc(E5M2)), add="%p2"), events=(MMA_T, MMA_T),
+    ),
+    "bytes that were written again": Case(
+        "operand-format", f"{MMA} {DONE} bar.sync 0; {GAP} fence.proxy.async; bar.sync 0;"
+        f"{mma(shape=str(idesc(E5M2)))} {DONE_2} {END}", REWRITE, events=(MMA_T, MMA_T),
+    ),
 }  # fmt: skip
 
 COMMITS = {  # T7
@@ -246,6 +263,15 @@ COMMITS = {  # T7
     "by another warp": Case(
         "commit-tracks-nothing", f"{MMA} bar.sync 0; {GAP} {WAIT} {AFTER} {LD} {DONE_2} {END}",
         COMMIT, commit(by="%p53"), events=(MMA_T, COMMIT_T),
+    ),
+    "hands on no store of its thread": Case(
+        "race", f"{MMA} @%p50 st.shared.b32 [%r1+128], 1; {COMMIT} {WAIT} {GAP}"
+        f"ld.shared.b32 %r10, [%r1+128]; {END}", "bar.sync 0;", events=("st.shared", "ld.shared"),
+    ),
+    "hands on what has been stored to tensor memory": Case(
+        "race", f"{ST_0} {GAP} {mma('%r40+16')} {COMMIT} {WAIT} {AFTER} {mma(by='%p53')}"
+        f"{commit('%r1+16', '%p53')} {wait('%r1+16')} {AFTER} {END}", "@%p51 " + WAIT_ST,
+        events=(ST_T, MMA_T),
     ),
 }  # fmt: skip
 
@@ -294,6 +320,10 @@ ALLOCATION = {  # T9, T12
         events=(ST_T, "tcgen05.dealloc"),
     ),
     "load of nothing": Case("uninitialised", f"{GAP} {LD} {END}", ST, events=(LD_T,)),
+    "load of a column of which nothing is written": Case(
+        "uninitialised", f"{mma(shape=str(idesc(F8, m=64)))} {DONE} {GAP} {END}", LD,
+        LD.replace("%r40]", "%r40+4]"), events=(LD_T,),
+    ),
     "accumulates on nothing": Case(
         "uninitialised", f"{GAP} {DONE} {END}", MMA, ADD, events=(MMA_T,)
     ),
@@ -331,3 +361,100 @@ def test_the_suite_covers_every_kind() -> None:
     assert set(tensor_reports.WHAT) == {case.kind for case in CASES.values()} - {
         "missing-proxy-fence", "exit-in-flight",
     }  # fmt: skip
+
+
+# ---- rules that can be switched, limits, words ---------------------------------------------------
+@pytest.mark.parametrize(
+    ("case", "rule"),
+    [
+        (FENCES["after a commit's phase"], "tcgen05-fence"),
+        (FENCES["before the stores are handed on"], "tcgen05-fence"),
+        (OPERANDS["the same bytes in two formats"], "operand-format"),
+    ],
+)
+def test_a_rule_is_switched_off(case: Case, rule: str) -> None:
+    options = Options(hazards="raise")
+    assert rule in options.rules
+    case.run(case.wrong, replace(options, rules=options.rules - {rule}))
+
+
+def test_mixed_kinds_are_allowed_unless_asked_for() -> None:
+    case = replace(PIPELINES["another kind"], options={"rules": frozenset({"tcgen05-fence"})})
+    assert "mixed-kind" not in Options().rules
+    case.run(case.wrong, Options(hazards="raise"))
+    with pytest.raises(ValueError, match="rules: expected one of tcgen05-fence, operand-format,"):
+        Options(rules=frozenset({"mixed"}))
+
+
+def test_one_batch_may_be_committed_twice() -> None:
+    text = f"{MMA} {COMMIT} {commit('%r1+16')} {WAIT} {wait('%r1+16')} {AFTER} {LD} {END}"
+    Case("", GAP, "").run(text, Options(hazards="raise"))
+
+
+def test_a_phase_publishes_its_own_commit_and_no_later_one() -> None:
+    """Two commits on their way to one mbarrier; whoever saw only the first knows only its MMAs."""
+    late = Options(hazards="raise", asynchronous="late")
+    body = f"{MMA} {COMMIT} {ADD} {COMMIT} {WAIT} {GAP} {AFTER} {LD_0} {wait(parity='1')} {END}"
+    Case("", body, "").run(wait(parity="1"), late)
+    with pytest.raises(Hazard, match="read-before-complete"):
+        Case("", body, "").run("", late)
+
+
+@pytest.mark.parametrize(
+    "text",
+    {
+        "A, then D": f"{COPY_A} {TS} {mma(d='%r40+32')} {DONE}",
+        "A, then a copy": f"{COPY_A} {TS} {COPY_A} {DONE}",
+        "a copy, then A": f"{COPY_A} {TS} {DONE}",
+        "one accumulator": f"{MMA} {ADD} {mma(add='%p2', by='%p54')} {commit(by='%p54')} {DONE_2}"
+        f"{wait()}",
+        "a store, then a load and a store": f"{ST} {LD} {ST}",
+        "stores of the issuing warp": f"{ST_0} @%p51 {WAIT_ST} {MMA} {DONE}",
+    }.values(),
+)
+def test_what_needs_nothing_between(text: str) -> None:
+    """Implicit pipelines of one warp, and what a warp has waited for itself."""
+    for mode in ("early", "late"):
+        options = Options(hazards="raise", asynchronous=mode, rules=frozenset({"tcgen05-fence"}))
+        Case("", f"{GAP} {END}", "").run(text, options)
+
+
+def test_a_commit_hands_on_that_columns_are_allocated() -> None:
+    text = f"{HEAD} bar.sync 0; {ALLOC} mov.b32 %r40, 0; {MMA} {DONE} {LD} {END}"
+    for seed in (None, 1, 2):
+        Case("", GAP, "", head="").run(text, Options(hazards="raise", seed=seed))
+
+
+def test_a_second_commit_beside_another_warps_mma() -> None:
+    other = mma("%r40+16", by="%p53")
+    text = f"{MMA} {COMMIT} {other} bar.sync 0; {commit('%r1+16')} bar.sync 0; {commit(by='%p53')}"
+    text += f"{wait(parity='1')} {AFTER} {END}"
+    Case("", GAP, "").run(text, Options(hazards="raise"))
+
+
+def test_a_report_names_cells_and_what_is_missing() -> None:
+    """Layout F leaves out 16 of every 32 lanes."""
+    case = Case("", f"{GAP} {LD_0.replace('%r40]', '%r40+32]')} {END}", "")
+    texts = {
+        "": "no tcgen05.commit of its thread has followed",
+        COMMIT: "when a tcgen05.commit arrives at mbarrier at CTA 0, offset 0",
+    }
+    for then, note in texts.items():
+        with pytest.raises(Hazard) as caught:
+            case.run(
+                f"{ST_A} {WAIT_ST} {SYNC} {mma('%r40+32', shape=str(idesc(F8, m=64)))} {then}",
+                Options(hazards="raise"),
+            )
+        assert "lanes 0-15, block (0, 0, 0)" in caught.value.place
+        assert caught.value.place.startswith("tensor memory, columns 32-39, ")
+        assert note in str(caught.value) and "issued by lane 0" in str(caught.value)
+
+
+def test_a_warp_that_forgets_to_elect() -> None:
+    with pytest.raises(TensorMemoryError, match=r"more than 16 threads of a CTA .*elect\.sync"):
+        Case("", GAP, "").run(mma(by="%p51"), Options(hazards="raise"))
+
+
+def test_off_reports_nothing() -> None:
+    for case in (COMPLETION["load before the phase"], FENCES["too early"]):
+        assert case.run(case.wrong, Options(hazards="off")).hazards == []

@@ -126,6 +126,18 @@ def test_fresh_columns_are_poison() -> None:
     assert (run("", columns=64, commit=False) == POISON).all()
 
 
+def test_columns_are_poison_again() -> None:
+    """What was stored before a dealloc is gone after the next alloc."""
+    out = aligned(2, np.uint32)
+    take, free = ALLOC.format(g=1, at=0, n=32), FREE.format(g=1, a="%r10", n=32)
+    look = "tcgen05.ld.sync.aligned.32x32b.x1.b32 {{%r11}}, [%r10]; st.global.b32 [%rd1+{}], %r11;"
+    body = f"""mov.u32 %r2, smem; mov.u32 %r12, 7; {take} ld.shared.b32 %r10, [%r2];
+    tcgen05.st.sync.aligned.32x32b.x1.b32 [%r10], {{%r12}}; tcgen05.wait::st.sync.aligned;
+    {look.format(0)} {free} {take} {look.format(4)} {free}"""
+    launch(body, [out], target="sm_100a")
+    assert out.tolist() == [7, POISON]
+
+
 def test_stores_land_late_and_in_order() -> None:
     """Two stores of a warp to one cell, then its own load: always the second one."""
     every = """
@@ -287,6 +299,8 @@ def test_pairs_allocate_together() -> None:
         assert pair(work, work, options=Options(seed=seed))[0] == 256
     with pytest.raises(Deadlock, match=r"tcgen05\.alloc of the CTA's peer"):
         pair(work, "")
+    with pytest.raises(Deadlock, match="free columns in both CTAs"):
+        pair(take + take + take, take + take + take)
     with pytest.raises(Deadlock, match=r"tcgen05\.dealloc of the CTA's peer"):
         pair(take, take + free)
     with pytest.raises(TensorMemoryError, match="peer executes tcgen05.alloc of 256"):
@@ -295,6 +309,27 @@ def test_pairs_allocate_together() -> None:
         pair(take, GIVE_UP.format(g=2) + take)
 
 
+def test_pairs_wait_for_room() -> None:
+    """Two warps of each CTA: one frees what the other waits for, whoever comes first."""
+    take = [ALLOC.format(g=2, at=at, n=n) for at, n in ((0, 512), (4, 256))]
+    free = [FREE.format(g=2, a="%r10", n=n) for n in (512, 256)]
+    body = f"""
+    setp.ge.u32 %p1, %r1, 32; @%p1 bra SECOND;
+    {take[0]} bar.sync 0; ld.shared.b32 %r10, [%r2]; {free[0]} bra END;
+    SECOND: bar.sync 0; {take[1]} ld.shared.b32 %r10, [%r2+4]; {free[1]}
+    END: bar.sync 0;
+    """
+    for seed in (None, *range(12)):
+        assert manage(body, block=64, grid=2, cluster=2, options=Options(seed=seed))[:2] == [0, 0]
+
+
 def test_the_whole_warp_takes_part() -> None:
     with pytest.raises((SoftGpuError, Deadlock)):
         manage("setp.eq.u32 %p1, %r1, 0; @%p1 bra END;" + ALLOC.format(g=1, at=0, n=32) + "END:")
+
+
+@pytest.mark.parametrize(("target", "count"), [("sm_90a", 132), ("sm_100a", 148)])
+def test_multiprocessors(target: str, count: int) -> None:
+    out = aligned(1, np.uint32)
+    launch("mov.u32 %r1, %nsmid; st.global.b32 [%rd1], %r1;", [out], target=target)
+    assert out[0] == count

@@ -229,6 +229,24 @@ def test_another_shape_may_overtake() -> None:
     assert seen == {0.0, float(want[0, 0])}
 
 
+@pytest.mark.parametrize("mode", ["late", "random"])
+def test_copies_and_products_in_order(mode: str) -> None:
+    """A product follows the copy that writes its A; a copy over A follows the product."""
+    copy = "tcgen05.cp.cta_group::1.128x256b [%r80+128], %rd20;\n"
+    for seed in range(4):
+        options = Options(asynchronous=mode, seed=seed)
+        case = Case("1", 128, 16)
+        step = case.step().replace("%rd20", "[%r80+128]")
+        got = case.run(case.operands() + copy + step, options=options)
+        raw, _ = small_numbers((128, 32), "e4m3", 1)
+        case.cells[0, :, 128:136] = raw.view(np.uint32)
+        case.check(got, case.old)
+        case = Case("1", 128, 16, from_cells=True)  # zeros where A would be in shared memory
+        got = case.run(case.body() + copy, options=options)
+        case.cells[0, :, 128:136] = 0
+        case.check(got, case.old)
+
+
 WORD = idesc(64, 16)
 MISUSE: list[tuple[dict[str, Any], type[SoftGpuError], str]] = [
     ({"word": WORD | 1}, DescriptorError, "sparsity selector"),

@@ -105,7 +105,7 @@ def chain(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     directory = tmp_path_factory.mktemp("ws_chain")
     subprocess.run(
         [sys.executable, "-m", "tests.support.ws_chain", str(directory)], check=True, timeout=300,
-        cwd=artifacts.ROOT,
+        cwd=directory,
         env={**os.environ, "PYTHONPATH": str(artifacts.ROOT), "CUTE_DSL_ARCH": "sm_100a"},
     )  # fmt: skip
     kernel = softgpu.load(directory / "ws_chain.o", directory / "ws_chain.ptx", "ws_chain")
@@ -212,6 +212,17 @@ def test_wrong_descriptor_of_v(chain: Bench, number: int, change: str, mode: str
         check(error, "uninitialised", PK)
     else:
         check(error, "read-before-complete", LOAD_K, PK)
+
+
+@modes
+def test_instruction_descriptor_of_the_other_kind(chain: Bench, mode: str) -> None:
+    """bf16's codes mean e5m2 for kind::f8f6f4; the second GEMM takes the same bytes as e4m3."""
+    mmas = [i for i in chain.all("tcgen05.mma", QK)]
+    other = "xor.b32 n, {}, " + str(1 << 7 | 1 << 10) + ";"
+    changes = {i.pc: with_operand(i, 3, other) for i in mmas}
+    error = chain.broken(changes, mode)
+    check(error, "operand-format", QK, PK)
+    assert "operand as e5m2" in str(error) and "operand as e4m3" in str(error)
 
 
 @modes
