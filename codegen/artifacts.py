@@ -85,8 +85,10 @@ class Record:
         launch_registers: of a CTA, all threads: of the kernel that wants most.
         warpgroup_registers: values of the setmaxnreg instructions, in program order.
         barrier_counts: arrivals of mbarrier.init -> number of barriers initialised so.
+        tmem_columns: of tensor memory that are allocated.
         declared: the kernel module's budget (threads, registers per warpgroup, barrier_counts,
-            smem, opcodes), which the audit holds against the above; None where there is none.
+            smem, tmem_columns, opcodes), which the audit holds against the above; None where there
+            is none.
         shared_plan: [name, offset] of the arrays in dynamic shared memory, in order of offset.
         sass: instruction count by base opcode.
         host_beyond: instructions of the host half that ``host_cpu`` lacks; None: not looked.
@@ -118,6 +120,7 @@ class Record:
     dynamic_smem: int | None = None
     warpgroup_registers: list[int] = field(default_factory=list)
     barrier_counts: dict[str, int] = field(default_factory=dict)
+    tmem_columns: int = 0
     declared: dict[str, Any] | None = None
     shared_plan: list[list[Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)

@@ -27,7 +27,7 @@ WARPGROUP = 128
 
 _SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _USED = re.compile(r"Used (\d+) registers(?:, used (\d+) barriers)?(.*)")
-_ENTRY_USED = re.compile(r"Compiling entry function '(\w+)'.*?Used (\d+) registers", re.DOTALL)
+_ENTRY_USED = re.compile(r"Compiling entry function\s+'(\w+)'.*?Used (\d+) registers", re.DOTALL)
 _ENTRY_THREADS = re.compile(
     r"\.entry (\w+)\(.*?^\.reqntid (\d+(?:, ?\d+)*)", re.DOTALL | re.MULTILINE
 )
@@ -78,12 +78,17 @@ def read_ptx(record: Record, ptx: str) -> None:
     ]
 
 
-def read_barriers(record: Record, ptx: str) -> None:
-    """Fills the arrival counts of the mbarriers that the kernel initialises."""
+def read_counts(record: Record, ptx: str) -> None:
+    """Fills the arrival counts of the mbarriers that the kernel initialises, and the columns of
+    tensor memory that it allocates."""
     constants = dict(re.findall(r"mov\.[bu]32\s+(%r\d+), (\d+);", ptx))
-    found = re.findall(r"mbarrier\.init\.\S+\s+\[[^\]]+\], (%r\d+|\d+)", ptx)
-    counts = Counter(constants.get(value, value) for value in found)
-    record.barrier_counts = dict(sorted(counts.items()))
+
+    def operands(opcode: str) -> list[str]:
+        found = re.findall(rf"{opcode}\.\S+\s+\[[^\]]+\], (%r\d+|\d+)", ptx)
+        return [constants.get(value, value) for value in found]
+
+    record.barrier_counts = dict(sorted(Counter(operands(r"mbarrier\.init")).items()))
+    record.tmem_columns = sum(map(int, operands(r"tcgen05\.alloc")))
 
 
 def read_host(record: Record, obj: Path) -> None:
@@ -188,6 +193,7 @@ def _undeclared(record: Record) -> list[str]:
         ("threads", record.threads),
         ("warpgroup_registers", sorted(set(record.warpgroup_registers))),
         ("barrier_counts", record.barrier_counts),
+        ("tmem_columns", record.tmem_columns),
     ):
         if built != declared[what]:
             found.append(f"budget: {what} is declared {declared[what]}, built {built}")

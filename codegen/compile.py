@@ -178,7 +178,7 @@ def build(spec: VariantSpec, out_dir: Path, *, linked: bool = True, strict: bool
         record.shared_plan = made.shared_plan
         audit.read_ptxas(record, log[0])
         audit.read_ptx(record, made.ptx)
-        audit.read_barriers(record, made.ptx)
+        audit.read_counts(record, made.ptx)
         audit.read_host_module(record, made.module)
         audit.read_sass(record, made.cubin)
     except Exception as error:
@@ -295,6 +295,7 @@ def _declared(spec: VariantSpec) -> dict[str, Any] | None:
         "warpgroup_registers": sorted({g.registers for g in budget.groups if g.registers}),
         "barrier_counts": {str(count): n for count, n in budget.barrier_counts().items()},
         "smem": budget.smem,
+        "tmem_columns": budget.tmem_columns,
         "opcodes": budget.opcodes(),
     }
 

@@ -18,9 +18,9 @@ from codegen.artifacts import Record
 from dsl_kernels.spec import VariantSpec
 
 SHOWN_OPCODES = (
-    "QGMMA", "HGMMA", "UTCQMMA", "UTCHMMA", "UTMALDG", "UTMASTG", "UBLKCP", "LDSM", "STSM", "LDS",
-    "STS", "LDG", "STG", "MUFU", "FFMA", "FMUL", "F2FP", "PRMT", "SHFL", "WARPGROUP", "SYNCS",
-    "BAR", "LDL", "STL",
+    "QGMMA", "HGMMA", "UTCQMMA", "UTCHMMA", "UTCCP", "LDTM", "UTMALDG", "UTMASTG", "UBLKCP",
+    "LDSM", "STSM", "LDS", "STS", "LDG", "STG", "MUFU", "FFMA", "FFMA2", "FMUL", "F2FP", "PRMT",
+    "SHFL", "WARPGROUP", "SYNCS", "BAR", "LDL", "STL",
 )  # fmt: skip
 
 
@@ -40,6 +40,8 @@ def show(record: Record, console: Console) -> None:
     table.add_row("spill stores / loads", f"{record.spill_stores} / {record.spill_loads} B")
     table.add_row("stack frame", f"{record.stack_frame} B")
     table.add_row("shared memory", f"{record.static_smem:,} static + {dynamic} dynamic B")
+    if record.tmem_columns:
+        table.add_row("tensor memory", f"{record.tmem_columns} columns")
     table.add_row("named barriers", str(record.barriers))
     table.add_row("SASS instructions", f"{record.instructions:,}")
     shown = {op: record.sass[op] for op in SHOWN_OPCODES if record.sass.get(op)}

@@ -45,7 +45,10 @@ STATE = ROOT / "build" / "prove"
 RECORD = ROOT / "profiles" / "results" / "prove.md"
 SCHEDULES = 100
 # Instructions whose removal no schedule can notice; docs/software-gpu.md says why.
-EXPLAINED = ("griddepcontrol.launch_dependents", "bar.warp.sync")
+EXPLAINED = (
+    "griddepcontrol.launch_dependents", "bar.warp.sync", "tcgen05.relinquish_alloc_permit",
+    "tcgen05.wait::ld",
+)  # fmt: skip
 KINDS = {
     "build": "every variant compiled and audited",
     "variant": "the shipped object, hazard check on, in all cache layouts; bits against the H200's",
@@ -122,10 +125,13 @@ def steps() -> list[Step]:
     variant_key.cache_clear()
     hopper, blackwell = (matrix.default_specs(arch) for arch in ("sm_90a", "sm_100a"))
     every = [*hopper, *blackwell]
+    # helper kernels have one source for both architectures: they are studied on one
+    decodes = [spec for spec in blackwell if not spec.family.helper]
     found = [_build(group) for group in _families(every)]
     found += [_variant(spec) for spec in every]
-    found += [_schedules(spec) for spec in matrix.sample(hopper)]
-    found += [_mutants(min(group, key=matrix.changed)) for group in _families(hopper)]
+    found += [_schedules(spec) for some in (hopper, decodes) for spec in matrix.sample(some)]
+    studied = _families([*hopper, *decodes])
+    found += [_mutants(min(group, key=matrix.changed)) for group in studied]
     replay = ("-m", "profiles.record_softgpu", "replay", "mufu", "--all")
     found.append(step("replay", "mufu", replay, reads=REPLAYED, specs=()))
     found += [_tests(path, every) for path in whole_matrix_files()]

@@ -1,8 +1,8 @@
 """MLA decode in plain torch: the fp64 truth, the kernels' rounding mimic and the paper's variants.
 
 One function computes all of them; a ``QuantConfig`` says which rounding points it has and whether
-the two matrix products accumulate exactly or as Hopper's tensor core does.  Runs on CPU and CUDA
-tensors, in chunks of tokens, so that 1M tokens of one sequence fit.
+the two matrix products accumulate exactly or as a tensor core does, Hopper's or Blackwell's.  Runs
+on CPU and CUDA tensors, in chunks of tokens, so that 1M tokens of one sequence fit.
 
 The code is in ``snapmla.testing``: ``reference``, ``rounding``, ``accumulate``.
 """
@@ -11,6 +11,7 @@ from snapmla.testing.reference import mla_decode_reference, reference_from_unqua
 from snapmla.testing.rounding import (
     FP64,
     MIMIC,
+    MIMIC_BLACKWELL,
     MIMIC_HW,
     MIMIC_HW_FULL,
     SNAPMLA,
@@ -22,7 +23,7 @@ from snapmla.testing.rounding import (
 )
 
 __all__ = [
-    "FP64", "MIMIC", "MIMIC_HW", "MIMIC_HW_FULL", "SNAPMLA", "TABLE_2", "QuantConfig",
-    "dequantize_rows", "mla_decode_reference", "quantize_rows", "reference_from_unquantised",
-    "to_e4m3",
+    "FP64", "MIMIC", "MIMIC_BLACKWELL", "MIMIC_HW", "MIMIC_HW_FULL", "SNAPMLA", "TABLE_2",
+    "QuantConfig", "dequantize_rows", "mla_decode_reference", "quantize_rows",
+    "reference_from_unquantised", "to_e4m3",
 ]  # fmt: skip

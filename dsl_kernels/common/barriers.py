@@ -6,9 +6,10 @@ A ring has ``stages`` slots that one side fills and, where ``empty`` is declared
     full[i]    arrives whoever has filled slot i; readers wait for it
     empty[i]   arrives whoever has read slot i; writers wait for it, a phase ahead
 
-Counts are warps: one lane of a warp arrives, after ``sync_warp``.  Instructions carry the line of
-the caller, which is what a hazard report should name (``dsl_user_op``).  Rings that TMA fills are
-``cutlass.pipeline``'s (common/paged_tma.py); their budget entries come from there.
+Counts are warps: one lane of a warp arrives, after ``sync_warp``, or a commit of its MMAs does.
+Instructions carry the line of the caller, which is what a hazard report should name
+(``dsl_user_op``).  Rings that TMA fills are ``cutlass.pipeline``'s (common/paged_tma.py); their
+budget entries come from there.
 """
 
 from __future__ import annotations
@@ -58,38 +59,40 @@ class Ring:
         assert self.empty is not None
         return [("full", self.full), ("empty", self.empty)]
 
-    def _full(self, st, index):
+    def full_barrier(self, st, index):
+        """Pointer to ``full[index]``, for what arrives by itself: TMA, a commit of MMAs."""
         return getattr(st, f"{self.name}_bar").data_ptr() + index
 
-    def _empty(self, st, index):
+    def empty_barrier(self, st, index):
+        """Pointer to ``empty[index]``."""
         return getattr(st, f"{self.name}_bar").data_ptr() + self.stages + index
 
     def init(self, st) -> None:
         """By one thread, before the fence that publishes all barriers."""
         for i in range(self.stages):
-            cute.arch.mbarrier_init(self._full(st, i), sum(self.full.values()))
+            cute.arch.mbarrier_init(self.full_barrier(st, i), sum(self.full.values()))
             if self.empty is not None:
-                cute.arch.mbarrier_init(self._empty(st, i), sum(self.empty.values()))
+                cute.arch.mbarrier_init(self.empty_barrier(st, i), sum(self.empty.values()))
 
     @compat.dsl_user_op
     def wait_full(self, st, index, phase, *, loc=None, ip=None) -> None:
         """Until slot ``index`` is filled for the ``phase``-th time."""
-        cute.arch.mbarrier_wait(self._full(st, index), phase, loc=loc, ip=ip)
+        cute.arch.mbarrier_wait(self.full_barrier(st, index), phase, loc=loc, ip=ip)
 
     @compat.dsl_user_op
     def wait_empty(self, st, index, phase, *, loc=None, ip=None) -> None:
         """Until slot ``index`` is free; a writer's first phase is 1, which is free at once."""
-        cute.arch.mbarrier_wait(self._empty(st, index), phase, loc=loc, ip=ip)
+        cute.arch.mbarrier_wait(self.empty_barrier(st, index), phase, loc=loc, ip=ip)
 
     @compat.dsl_user_op
     def arrive_full(self, st, index, *, loc=None, ip=None) -> None:
         """By one lane of a warp that has filled its share of the slot."""
-        cute.arch.mbarrier_arrive(self._full(st, index), loc=loc, ip=ip)
+        cute.arch.mbarrier_arrive(self.full_barrier(st, index), loc=loc, ip=ip)
 
     @compat.dsl_user_op
     def arrive_empty(self, st, index, *, loc=None, ip=None) -> None:
         """By one lane of a warp that has read what it needs of the slot."""
-        cute.arch.mbarrier_arrive(self._empty(st, index), loc=loc, ip=ip)
+        cute.arch.mbarrier_arrive(self.empty_barrier(st, index), loc=loc, ip=ip)
 
 
 @compat.dsl_user_op

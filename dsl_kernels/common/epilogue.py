@@ -45,18 +45,28 @@ def finish_row(results, call, batch, slot, row, row_sum, frame):
 
 
 @cute.jit
-def write_pair(results, call, batch, slot, row, channel, pair):
-    """Two neighbouring normalised channels of a row: into ``out``, or the split's slot."""
+def write_run(results, call, batch, slot, row, channel, values):
+    """Neighbouring normalised channels of a row: into ``out``, or the split's slot.
+
+    ``values``: n fp32 channels from ``channel`` on, a multiple of n, which is a power of two.
+    """
     if slot < 0:
-        store_pair(results.out, (Int64(batch) * call.rows + row) * D + channel, pair)
+        store_run(results.out, (Int64(batch) * call.rows + row) * D + channel, values)
     else:
         slot_begin = Int64(slot) * results.o_accum.stride[0]
-        store_pair(results.o_accum, slot_begin + row * D + channel, pair)
+        store_run(results.o_accum, slot_begin + row * D + channel, values)
 
 
-def store_pair(t, offset, pair):
-    """Two neighbouring fp32 values, converted to the element type of ``t``."""
-    ptr = (t.iterator + cute.assume(offset, divby=2)).align(2 * t.element_type.width // 8)
-    value = cute.make_rmem_tensor((2,), t.element_type)
-    value.store(pair.load().to(t.element_type))
-    cute.autovec_copy(value, cute.make_tensor(ptr, cute.make_layout(2)))
+def store_run(t, offset, values):
+    """Neighbouring fp32 values, converted to the element type of ``t``; 16 bytes a store at most.
+
+    ``offset``: of the first, in elements, a multiple of their number.
+    """
+    n = min(cute.size(values), 16 * 8 // t.element_type.width)
+    for first in range(0, cute.size(values), n):
+        ptr = t.iterator + cute.assume(offset, divby=n) + first
+        part = cute.make_rmem_tensor((n,), t.element_type)
+        source = cute.make_tensor(values.iterator + first, cute.make_layout(n))
+        part.store(source.load().to(t.element_type))
+        target = ptr.align(n * t.element_type.width // 8)
+        cute.autovec_copy(part, cute.make_tensor(target, cute.make_layout(n)))

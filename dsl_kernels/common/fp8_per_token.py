@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int64
+from cutlass import Float32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from ..dims import KV_LORA_RANK as D
@@ -60,11 +60,15 @@ class TokenScales:
         return copy
 
     @cute.jit
-    def zero_values(self, st, stage, valid, first_block, blocks: cutlass.Constexpr, barrier_id):
+    def zero_values(
+        self, st, stage, valid, first_block, blocks: cutlass.Constexpr, barrier_id=None
+    ):
         """Zeroes V bytes of tokens >= ``valid`` or with a NaN scale: 0 * NaN must not reach O.
 
         One warpgroup clears ``blocks`` column blocks (128 channels each) from ``first_block``; a
-        thread clears whole 128-byte lines, so there is no swizzle to mind.
+        thread clears whole 128-byte lines, so there is no swizzle to mind.  The warpgroup may use
+        them as operands when it has met at ``barrier_id``; without one the caller has a proxy fence
+        and a synchronisation to make.
         """
         tidx, _, _ = cute.arch.thread_idx()
         token, column = tidx % 128 // 2, tidx % 2
@@ -78,9 +82,10 @@ class TokenScales:
                 offset = stage * (self.tile * D) + block * (self.tile * LINE) + token * LINE
                 ptr = cute.recast_ptr((st.kc.data_ptr() + offset).align(128), dtype=U32)
                 cute.autovec_copy(zero, cute.make_tensor(ptr, cute.make_layout(32)))
-        # later TMA writes of this stage must come after these stores
-        cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.barrier(barrier_id=barrier_id, number_of_threads=128)
+        if const_expr(barrier_id is not None):
+            # later TMA writes of this stage must come after these stores
+            cute.arch.fence_proxy("async.shared", space="cta")
+            cute.arch.barrier(barrier_id=barrier_id, number_of_threads=128)
 
 
 @cute.jit

@@ -6,6 +6,10 @@ Works for any ``CacheFormat``, on every arch that has TMA.  Queries have the pla
     q_pipe   Q producer warp  -> who reads Q    (full: TMA bytes, empty: warps)
     k_pipe   KV producer warp -> who reads the KV tile
 
+A Q tile has the planes of a KV tile and may be as large, so it can also pass through the KV ring
+(no Q stages: ``q_stages`` 0): an item is then one Q tile and its KV tiles, and whoever reads the
+ring sees the Q tile first.
+
 Shared memory: a field ``q<plane>`` and ``k<plane>`` for each plane, ``q_bar``, ``k_bar``, and the
 format's field of scales.
 """
@@ -38,7 +42,7 @@ class PagedTma:
 
     Attributes:
         rows: query rows of a CTA.
-        stages, q_stages: KV tiles, Q tiles in flight.
+        stages, q_stages: KV tiles, Q tiles in flight; 0: Q tiles are in the KV ring.
         cluster: CTAs that receive each KV tile.
         q_warps, k_warps: warps of a CTA that free a Q tile, a KV tile.
     """
@@ -97,21 +101,28 @@ class PagedTma:
     @property
     def fields(self) -> dict:
         """Storage of the barriers."""
-        return dict(q_bar=array(Int64, 2 * self.q_stages), k_bar=array(Int64, 2 * self.stages))
+        fields = dict(k_bar=array(Int64, 2 * self.stages))
+        return dict(q_bar=array(Int64, 2 * self.q_stages), **fields) if self.q_stages else fields
+
+    @property
+    def q_bytes(self) -> int:
+        """Of a Q tile."""
+        return self.rows * sum(p.token_bytes for p in self.format.planes)
 
     def pipes(self, st):
         """(q_pipe, k_pipe): TMA bytes fill a stage, one lane of each reading warp frees it.
 
-        The second one's fence and barrier publish every mbarrier initialised so far.
+        The second one's fence and barrier publish every mbarrier initialised so far; without Q
+        stages there is no first.
         """
         group = lambda n: pipeline.CooperativeGroup(pipeline.Agent.Thread, n)
-        row_bytes = sum(p.token_bytes for p in self.format.planes)
-        q_pipe = pipeline.PipelineTmaAsync.create(
-            barrier_storage=st.q_bar.data_ptr(), num_stages=self.q_stages,
-            producer_group=group(1), consumer_group=group(self.q_warps),
-            tx_count=self.rows * row_bytes, defer_sync=True,
-        )  # fmt: skip
-        extra = {}
+        q_pipe, extra = None, {}
+        if self.q_stages:
+            q_pipe = pipeline.PipelineTmaAsync.create(
+                barrier_storage=st.q_bar.data_ptr(), num_stages=self.q_stages,
+                producer_group=group(1), consumer_group=group(self.q_warps),
+                tx_count=self.q_bytes, defer_sync=True,
+            )  # fmt: skip
         if self.cluster > 1:
             extra = dict(
                 cta_layout_vmnk=cute.make_layout((1, self.cluster, 1, 1)), mcast_mode_mn=(0, 1)
@@ -149,10 +160,13 @@ class PagedTma:
         return list(zip(self.format.planes, loaded, tiles, strict=True))
 
     @cute.jit
-    def produce_kv(self, st, layouts, k_pipe, loaded, work, span, num_pages, copy_scales):
+    def produce_kv(
+        self, st, layouts, k_pipe, loaded, work, span, num_pages, copy_scales, loaded_q=None
+    ):
         """One warp: for each tile, every plane and the scales into the next free stage.
 
         ``copy_scales(page, part, box, stage, bar)`` is run by one lane for every box; None without.
+        ``loaded_q``: planes of the queries where their tiles pass through this ring.
         """
         lane = cute.arch.lane_idx()
         rank, extra = self.cluster_copy()
@@ -160,9 +174,17 @@ class PagedTma:
             self._boxes(x, tiles, p.width, rank)
             for p, x, tiles in self._planes(st, "k", loaded, layouts)
         ]
+        if const_expr(loaded_q is not None):
+            q_planes = [
+                self._row_tiles(x, tiles, p.width)
+                for p, x, tiles in self._planes(st, "k", loaded_q, layouts)
+            ]
         kst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
         for i in cutlass.range(span[0], span[1], unroll=1):
             batch, first, last, _ = self.work.item_at(work, i)
+            if const_expr(loaded_q is not None):
+                self._fill_with_q(k_pipe, kst, loaded_q, q_planes, batch)
+                kst.advance()
             row = work.block_table[batch, None]
             page = self.work.page_of(row, first, lane, num_pages)
             for tile in cutlass.range(first, last, unroll=1):
@@ -184,30 +206,43 @@ class PagedTma:
         # no producer_tail: every stage is read before the math warps end, and a cluster leaves
         # together, so no arrival can reach a CTA that is gone
 
+    def _row_tiles(self, loaded, tiles, width):
+        """TMA view of staged Q tiles and of the queries: (values, stage), (values, block, b)."""
+        rows = cute.local_tile(loaded.coords, (self.rows, width), (None, 0, None))
+        return cpasync.tma_partition(
+            loaded.atom, 0, cute.make_layout(1), cute.group_modes(tiles, 0, 2),
+            cute.group_modes(rows, 0, 2),
+        )  # fmt: skip
+
+    @cute.jit
+    def _fill_with_q(self, k_pipe, kst, loaded, planes, batch):
+        """A Q tile into the next free stage of the KV ring."""
+        k_pipe.sync_object_empty.wait(kst.index, kst.phase)
+        bar = k_pipe.producer_get_barrier(kst)
+        with cute.arch.elect_one():  # fewer bytes than a KV tile's, which has scales
+            cute.arch.mbarrier_arrive_and_expect_tx(bar, self.q_bytes)
+        self._copy_q(loaded, planes, batch, kst.index, bar)
+
+    def _copy_q(self, loaded, planes, batch, stage, bar):
+        """This CTA's row tile of a sequence into a stage."""
+        row_block, _, _ = cute.arch.block_idx()
+        for x, (target, source) in zip(loaded, planes, strict=True):
+            cute.copy(
+                x.atom, source[None, row_block, batch], target[None, stage], tma_bar_ptr=bar
+            )  # fmt: skip
+
     @cute.jit
     def produce_q(self, st, layouts, q_pipe, loaded, work, span):
         """One warp: the row tile of each item's sequence."""
-        row_block, _, _ = cute.arch.block_idx()
-
-        def part(x, tiles, width):
-            rows = cute.local_tile(x.coords, (self.rows, width), (None, 0, None))
-            return cpasync.tma_partition(
-                x.atom, 0, cute.make_layout(1), cute.group_modes(tiles, 0, 2),
-                cute.group_modes(rows, 0, 2),
-            )  # fmt: skip
-
-        planes = [part(x, tiles, p.width) for p, x, tiles in self._planes(st, "q", loaded, layouts)]
+        planes = [
+            self._row_tiles(x, tiles, p.width)
+            for p, x, tiles in self._planes(st, "q", loaded, layouts)
+        ]
         qst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.q_stages)
         for i in cutlass.range(span[0], span[1], unroll=1):
             batch, _, _, _ = self.work.item_at(work, i)
             q_pipe.producer_acquire(qst)
-            bar = q_pipe.producer_get_barrier(qst)
-            for x in cutlass.range_constexpr(len(planes)):
-                target, source = planes[x]
-                cute.copy(
-                    loaded[x].atom, source[None, row_block, batch], target[None, qst.index],
-                    tma_bar_ptr=bar,
-                )  # fmt: skip
+            self._copy_q(loaded, planes, batch, qst.index, q_pipe.producer_get_barrier(qst))
             qst.advance()
 
 
@@ -216,9 +251,12 @@ def pipe_barriers(
 ) -> tuple[bud.Barrier, ...]:
     """The pipes' barriers in a budget; ``*_readers``: role -> warps that free a stage."""
     k_free = {role: n * cluster for role, n in k_readers.items()}  # the peer's warps arrive too
-    return (
+    q_pipe = (
         bud.Barrier("q_full", 1, {"Q producer": 1}, q_stages),
         bud.Barrier("q_empty", sum(q_readers.values()), q_readers, q_stages),
+    )
+    return (
+        *(q_pipe if q_stages else ()),
         bud.Barrier("k_full", 1, {"KV producer": 1}, k_stages),
         bud.Barrier("k_empty", sum(k_readers.values()) * cluster, k_free, k_stages),
     )

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from ..dims import TOKEN_TILE
 from .family import OUT_DTYPE, Axis, Family, Values
 
-PIPELINES = ("etap", "dual_wg")
+PIPELINES = ("etap", "dual_wg", "ws")
 ROW_TILES = (16, 32, 64, 128)  # query rows, num_heads * s_q, that a CTA or a cluster owns
 PAGE_SIZES = (16, 32, 64, 128)
 
@@ -28,16 +28,22 @@ AXES = (
 MODULES = {
     ("sm_90a", "etap"): "dsl_kernels.sm90.fp8_etap",
     ("sm_90a", "dual_wg"): "dsl_kernels.sm90.fp8_dual_wg",
+    ("sm_100a", "ws"): "dsl_kernels.sm100.fp8_ws",
 }
 # Tokens of a KV tile: what a kernel walks, so what its plans are made of.
 TOKEN_TILES = dict.fromkeys(MODULES, TOKEN_TILE)
 # dual_wg is the paper's form, kept to be compared: slower everywhere (docs/performance.md)
-DEFAULT_PAGES = {"etap": PAGE_SIZES, "dual_wg": (64,)}
+DEFAULT_PAGES = {"etap": PAGE_SIZES, "dual_wg": (64,), "ws": PAGE_SIZES}
 
 
-def points(_arch: str) -> Iterator[Values]:
+def pipelines_of(arch: str) -> tuple[str, ...]:
+    """Pipelines that an architecture has; none is for two."""
+    return tuple(pipeline for pipeline in PIPELINES if (arch, pipeline) in MODULES)
+
+
+def points(arch: str) -> Iterator[Values]:
     """The default matrix: every row tile and result dtype, pages as ``DEFAULT_PAGES`` says."""
-    for pipeline in PIPELINES:
+    for pipeline in pipelines_of(arch):
         for row_tile in ROW_TILES:
             for page_size in DEFAULT_PAGES[pipeline]:
                 for out_dtype in OUT_DTYPE.values:

@@ -40,13 +40,14 @@ from cutlass.cute.nvgpu import warp, warpgroup
 
 from ..common import budget as bud
 from ..common.barriers import warps_meet
-from ..common.epilogue import finish_row, rows_written, write_pair
+from ..common.epilogue import finish_row, rows_written, write_run
 from ..common.frames import NEVER, move_frame
 from ..common.smem import array, staged, struct_of
 from ..common.types import F8, ROW_MAJOR, U16
 from ..dims import KV_LORA_RANK as D
 from ..dims import QK_ROPE_HEAD_DIM as R
 from ..dims import TOKEN_TILE as TILE
+from ..smxx.fp8_entry import fake_args, row_facts
 from . import transpose
 from .block_softmax import block_p, store_p
 from .fp8_decode import (
@@ -57,7 +58,6 @@ from .fp8_decode import (
     Fp8Decode,
     Parts,
     barriers,
-    fake_args,
     infeasible,
 )
 from .qk import QK_GROUPS
@@ -180,7 +180,9 @@ class DualWg:
         for i in cutlass.range(span[0], span[1], unroll=1):
             batch, first, last, slot = self.parts.work.item_at(gmem.work, i)
             for x in cutlass.range_constexpr(2):
-                factor[x], limit[x] = self.parts.row_facts(gmem, call, batch, first_row + 8 * x)
+                factor[x], limit[x] = row_facts(
+                    self.parts.work, gmem, call, batch, first_row + 8 * x
+                )
             ragged_from = self.parts.work.ragged_from(gmem.work, call, batch)
             seqlen = self.parts.work.seqlen_of(gmem.work, batch)
             rows_in = (factor, limit, ragged_from, seqlen)
@@ -429,6 +431,6 @@ class DualWg:
                         v, pair = 4 * j + 2 * i, cute.make_rmem_tensor((2,), Float32)
                         pair[0], pair[1] = acc_O[d][v] * inverse, acc_O[d][v + 1] * inverse
                         channel = me * (D // 2) + 64 * d + 8 * j + 2 * quad
-                        write_pair(results, call, batch, slot, row, channel, pair)
+                        write_run(results, call, batch, slot, row, channel, pair)
         # ``sums`` is written again by the next item
         warps_meet(Barrier.BOTH, MATH_WARPS)

@@ -47,7 +47,7 @@ from cutlass.cute.nvgpu import warp, warpgroup
 
 from ..common import budget as bud
 from ..common.barriers import Ring, warps_meet
-from ..common.epilogue import finish_row, rows_written, write_pair
+from ..common.epilogue import finish_row, rows_written, write_run
 from ..common.fp8_per_token import safe_reciprocal
 from ..common.frames import NEVER, P_LOG2_MAX, move_frame
 from ..common.smem import array, staged, struct_of
@@ -55,6 +55,7 @@ from ..common.types import F8, ROW_MAJOR, U16
 from ..dims import KV_LORA_RANK as D
 from ..dims import QK_ROPE_HEAD_DIM as R
 from ..dims import TOKEN_TILE as TILE
+from ..smxx.fp8_entry import fake_args, row_facts
 from . import transpose
 from .block_softmax import block_p, store_p
 from .fp8_decode import (
@@ -65,7 +66,6 @@ from .fp8_decode import (
     Fp8Decode,
     Parts,
     barriers,
-    fake_args,
     infeasible,
 )
 from .fragments import RowsOnM, TokensOnM, mask, pad_layout, padded_size, row_position
@@ -212,7 +212,9 @@ class Etap:
         for i in cutlass.range(span[0], span[1], unroll=1):
             batch, first, last, slot = self.parts.work.item_at(gmem.work, i)
             for x in cutlass.range_constexpr(n_rows):
-                factor[x], limit[x] = self.parts.row_facts(gmem, call, batch, first_row + row_of[x])
+                factor[x], limit[x] = row_facts(
+                    self.parts.work, gmem, call, batch, first_row + row_of[x]
+                )
             m_ref.fill(NEVER)
             l_run.fill(0.0)
             ragged_from = self.parts.work.ragged_from(gmem.work, call, batch)
@@ -556,7 +558,7 @@ class Etap:
                 for d in cutlass.range_constexpr(4):
                     pair = cute.make_rmem_tensor((2,), Float32)
                     pair[0], pair[1] = acc_O[d][v] * inverse, acc_O[d][v + 2] * inverse
-                    write_pair(results, call, batch, slot, row, channel + 64 * d, pair)
+                    write_run(results, call, batch, slot, row, channel + 64 * d, pair)
         cute.arch.sync_warp()
         if lane == 0:
             INV_RING.arrive_empty(st, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NoReturn
 
 import torch
@@ -33,14 +34,16 @@ def choose(
     Depends on rows, page size and card only, never on batch or lengths (see the package).
 
     Args:
-        device: where it runs; ``cpu`` is the software GPU, which decides as an H200 would.
+        device: where it runs; ``cpu`` is the software GPU, which decides as an H200 would, or a
+            B200 (``SNAPMLA_SOFTGPU_ARCH``).
         num_heads, s_q, page_size: checked already.
         out_dtype: ``bf16`` or ``f32``.
         pipeline, row_tile: the caller's wish, None for the best.
 
     Raises:
-        ValueError: the wishes do not go together; names the argument and the nearest choice.
-        VariantError: no decode kernel exists for the device's architecture.
+        ValueError: the wishes do not go together, or not with the device's architecture; names the
+            argument and the nearest choice.
+        VariantError: no decode kernel exists for the device's architecture, or none for such pages.
     """
     _check_wishes(pipeline, row_tile)
     problem = Problem(
@@ -48,7 +51,7 @@ def choose(
     )
     best, reasons = contest.judge(problem)
     if best is None:
-        _refuse(problem, list(reasons.values()))
+        _refuse(problem, reasons)
     return best
 
 
@@ -59,27 +62,36 @@ def _check_wishes(pipeline: str | None, row_tile: int | None) -> None:
         checks.choice("row_tile", row_tile, FP8_DECODE.values("row_tile"))
 
 
-def _refuse(problem: Problem, reasons: list[str]) -> NoReturn:
+def _refuse(problem: Problem, reasons: Mapping[VariantSpec, str]) -> NoReturn:
     """Raises what tells the caller how to change the call."""
-    op = problem.op
-    archs = sorted({c.arch for c in cards() for p in op.values("pipeline") if op.exists(p, c.arch)})
-    if problem.card.arch not in archs:
+    op, arch = problem.op, problem.card.arch
+    pipelines = op.pipelines(arch)
+    if not pipelines:
+        there = [card for card in cards() if op.pipelines(card.arch)]
+        archs = ", ".join(sorted({card.arch for card in there}))
         raise VariantError(
-            f"{problem.card.arch}: no decode kernel exists for this architecture yet; decode runs "
-            f"on {', '.join(archs)} (H100, H200, H800, H20) and on cpu tensors (software GPU); "
+            f"{arch}: no decode kernel exists for this architecture yet; decode runs on {archs} "
+            f"({', '.join(card.name for card in there)}) and on cpu tensors (software GPU); "
             "snapmla.reference.mla_decode_reference runs anywhere"
         )
     pipeline, row_tile = problem.pipeline, problem.row_tile
-    if pipeline is not None and row_tile is not None:
-        features = op.features[pipeline]
-        near = min(features.row_tiles, key=lambda t: abs(t - row_tile))
-        tiles = " or ".join(map(str, features.row_tiles))
+    if pipeline is not None and pipeline not in pipelines:
         checks.value_error(
-            "row_tile", f"{tiles} with pipeline {pipeline!r}", row_tile,
-            f"{features.why_tiles}; the nearest is row_tile={near}, or leave row_tile out",
+            "pipeline", f"{' or '.join(map(repr, pipelines))} on {arch}", pipeline,
+            "or leave pipeline out",
         )  # fmt: skip
-    first = next(iter(reasons), "no pipeline is registered")
-    raise VariantError(f"no decode kernel fits: {first}")
+    asked = pipelines if pipeline is None else [pipeline]
+    tiles = sorted({tile for each in asked for tile in op.features[each].row_tiles})
+    if row_tile is not None and row_tile not in tiles:
+        near = min(tiles, key=lambda tile: abs(tile - row_tile))
+        where = f"on {arch}" if pipeline is None else f"with pipeline {pipeline!r}"
+        checks.value_error(
+            "row_tile", f"{' or '.join(map(str, tiles))} {where}", row_tile,
+            f"{op.features[asked[0]].why_tiles}; the nearest is row_tile={near}, or leave row_tile "
+            "out",
+        )  # fmt: skip
+    near_miss = (why for spec, why in reasons.items() if spec.row_tile in tiles)
+    raise VariantError(f"no decode kernel fits: {next(near_miss)}")
 
 
 def explain(

@@ -83,9 +83,9 @@ def _words(name: str) -> list[str]:
 def card_of(device: torch.device) -> Card:
     """The card behind a device.
 
-    The software GPU decides as an H200 would.  A CUDA device that is not on file takes the
-    datasheet of an H100 (sm_90a) or B200 (sm_100a), another form (PCIe, NVL, MIG) of a card on file
-    that card's, with its own SM count, and says ``assumed``.
+    The software GPU decides as an H200 or a B200 would.  A CUDA device that is not on file takes
+    the datasheet of an H100 (sm_90a) or B200 (sm_100a), another form (PCIe, NVL, MIG) of a card on
+    file that card's, with its own SM count, and says ``assumed``.
     """
     arch = runtime.arch_of(device)
     if device.type != "cuda":

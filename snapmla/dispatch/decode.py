@@ -40,7 +40,7 @@ class DecodeOp:
     """What the dispatcher knows of decode over one kind of cache.
 
     Attributes:
-        family: whose variants are the candidates: all its pipelines and row tiles.
+        family: whose variants are the candidates: all row tiles of the pipelines of an arch.
         features: by pipeline; one without cannot be chosen.
         token_bytes: of one cached token, and of one row of the query.
         tensor_cycles: in which an H100's tensor core does a tile of a variant.
@@ -63,6 +63,10 @@ class DecodeOp:
         """Whether a kernel module builds the pipeline."""
         spec = VariantSpec(op=self.family.op, arch=arch, pipeline=pipeline)
         return registry.module_name(spec) is not None
+
+    def pipelines(self, arch: str) -> list[str]:
+        """Those that an architecture has."""
+        return [pipeline for pipeline in self.values("pipeline") if self.exists(pipeline, arch)]
 
 
 @dataclass(frozen=True)
@@ -100,7 +104,7 @@ class Problem:
                 op=self.op.family.op, arch=self.card.arch, pipeline=pipeline, row_tile=row_tile,
                 page_size=self.page_size, out_dtype=self.out_dtype,
             )
-            for pipeline in self.op.values("pipeline")
+            for pipeline in self.op.pipelines(self.card.arch)
             for row_tile in self.op.values("row_tile")
         ]  # fmt: skip
 
@@ -109,8 +113,6 @@ class Problem:
         features = self.op.features.get(pipeline)
         if features is None:
             return f"{pipeline} declares no features yet"
-        if not self.op.exists(pipeline, spec.arch):
-            return f"no {spec.arch} decode kernel of pipeline {pipeline} exists yet"
         if row_tile not in features.row_tiles:
             return f"{pipeline} has no row tile of {row_tile}: {features.why_tiles}"
         if self.page_size not in features.page_sizes:

@@ -34,6 +34,10 @@ FP8_DECODE = DecodeOp(
             (64, 128), "it puts rows on the MMA's M = 64", "Algorithm 1 of the SnapMLA paper",
             PAGE_SIZES,
         ),
+        "ws": Features(
+            (64,), "it puts rows on the MMA's M = 64",
+            "tcgen05.mma.ws, so far on the software GPU only", (64,),
+        ),
     },
     token_bytes=644,  # content, RoPE, scale
     tensor_cycles=tensor_cycles,

@@ -1,15 +1,17 @@
-"""How Hopper's tensor core adds: the torch form of ``softgpu.tensor_core``.
+"""How tensor cores add, Hopper's and Blackwell's: the torch form of ``softgpu.accumulate``.
 
-The rules and where they come from are told there.  Here they run on whole matrices, on a CPU or a
-GPU, in fp32 for e4m3 operands (every intermediate is exact) and fp64 for 16-bit ones, chunked so
-that the products of one step of one chunk are all that is ever held.  The constants are spelled
-here again: the reference runs where no software GPU is installed, and tests hold the two forms
-together bit for bit.
+The rules and where they come from are told in ``softgpu.tensor_core``.  Here they run on whole
+matrices, on a CPU or a GPU, in fp32 for Hopper's e4m3 (every intermediate is exact) and in fp64
+for the others, chunked so that the products of one step of one chunk are all that is ever held.
+The constants are spelled here again: the reference runs where no software GPU is installed, and
+tests hold the two forms together bit for bit.
 
 Shapes carry any leading batch dimensions: a (..., R, K), b (..., N, K) -> (..., R, N).
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -85,7 +87,11 @@ def half_step(acc: Tensor, a: Tensor, b: Tensor) -> Tensor:
     Returns:
         (...) float32, bit for bit what WGMMA leaves.
     """
-    smallest = _HALF_MIN_NORMAL[a.dtype]
+    return _wide_step(acc, a, b, _HALF_MIN_NORMAL[a.dtype])
+
+
+def _wide_step(acc: Tensor, a: Tensor, b: Tensor, smallest: float) -> Tensor:
+    """One step of any k that keeps fp32; ``smallest``: normal number of the operands' format."""
     wide_a, wide_b = a.double(), b.double()
     products = wide_a * wide_b
     special = products.sum(-1)  # not finite where an operand is not
@@ -120,11 +126,19 @@ def hopper_fp8_dot(a: Tensor, b: Tensor, acc: Tensor | None = None) -> Tensor:
     Returns:
         (..., R, N) float32.
     """
-    return _dot(a.float(), b.float(), acc, FP8_STEP)
+    return _dot(a.float(), b.float(), acc, FP8_STEP, _hopper_fp8_chain)
 
 
-def hopper_bf16_dot(acc: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
-    """acc + a . b^T as a chain of k16 bf16 (or f16) WGMMAs into one fp32 accumulator.
+def blackwell_fp8_dot(a: Tensor, b: Tensor, acc: Tensor | None = None) -> Tensor:
+    """a . b^T as a chain of k32 e4m3 tcgen05.mma into one fp32 accumulator, which keeps fp32.
+
+    Arguments and result as of ``hopper_fp8_dot``.
+    """
+    return _dot(a.float(), b.float(), acc, FP8_STEP, _wide_chain)
+
+
+def bf16_dot(acc: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+    """acc + a . b^T as a chain of k16 bf16 (or f16) MMAs into one fp32 accumulator, of either arch.
 
     Args:
         acc: (..., R, N) float32, or None for zero.
@@ -136,10 +150,13 @@ def hopper_bf16_dot(acc: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
     """
     if a.dtype not in _HALF_MIN_NORMAL or a.dtype != b.dtype:
         raise TypeError(f"a, b: expected bfloat16 or float16, both alike, got {a.dtype}, {b.dtype}")
-    return _dot(a, b, acc, HALF_STEP)
+    return _dot(a, b, acc, HALF_STEP, _wide_chain)
 
 
-def _dot(a: Tensor, b: Tensor, acc: Tensor | None, step: int) -> Tensor:
+Chain = Callable[[Tensor, Tensor, Tensor, int], Tensor]
+
+
+def _dot(a: Tensor, b: Tensor, acc: Tensor | None, step: int, chain: Chain) -> Tensor:
     k = a.shape[-1]
     if b.shape[-1] != k or k % step:
         raise ValueError(
@@ -153,23 +170,28 @@ def _dot(a: Tensor, b: Tensor, acc: Tensor | None, step: int) -> Tensor:
         part = b[..., start : start + size, :]
         cur = out[..., start : start + size]
         cur.copy_(acc[..., start : start + size]) if acc is not None else cur.zero_()
-        cur.copy_(_chain(cur, a, part, step))
+        cur.copy_(chain(cur.contiguous(), a, part, step))
     return out
 
 
-def _chain(acc: Tensor, a: Tensor, b: Tensor, step: int) -> Tensor:
-    """All steps of one chunk: acc (..., R, N), a (..., R, K), b (..., N, K)."""
-    cur = acc.contiguous()
-    if step == FP8_STEP:
-        power_a, power_b = _power_of_two(a, _FP8_MIN_NORMAL), _power_of_two(b, _FP8_MIN_NORMAL)
-    for i in range(0, a.shape[-1], step):
-        part_a, part_b = a[..., :, None, i : i + step], b[..., None, :, i : i + step]
-        if step == FP8_STEP:
-            part_power_a, part_power_b = (
-                power_a[..., :, None, i : i + step],
-                power_b[..., None, :, i : i + step],
-            )
-            cur = _fp8_step(cur, part_a, part_b, part_power_a, part_power_b)
-        else:
-            cur = half_step(cur, part_a, part_b)
+def _hopper_fp8_chain(cur: Tensor, a: Tensor, b: Tensor, step: int) -> Tensor:
+    """All steps of one chunk: cur (..., R, N), a (..., R, K), b (..., N, K)."""
+    power_a, power_b = _power_of_two(a, _FP8_MIN_NORMAL), _power_of_two(b, _FP8_MIN_NORMAL)
+    for part in _steps(a.shape[-1], step):
+        cur = _fp8_step(
+            cur, a[..., :, None, part], b[..., None, :, part], power_a[..., :, None, part],
+            power_b[..., None, :, part],
+        )  # fmt: skip
     return cur
+
+
+def _wide_chain(cur: Tensor, a: Tensor, b: Tensor, step: int) -> Tensor:
+    """Likewise, of steps that keep fp32; fp32 operands hold e4m3 values."""
+    smallest = _HALF_MIN_NORMAL.get(a.dtype, _FP8_MIN_NORMAL)
+    for part in _steps(a.shape[-1], step):
+        cur = _wide_step(cur, a[..., :, None, part], b[..., None, :, part], smallest)
+    return cur
+
+
+def _steps(k: int, step: int) -> list[slice]:
+    return [slice(i, i + step) for i in range(0, k, step)]

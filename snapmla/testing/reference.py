@@ -1,7 +1,7 @@
 """MLA decode in plain torch: the fp64 truth, the kernels' rounding mimic and the paper's variants.
 
 One function computes all of them; a ``QuantConfig`` says which rounding points it has and whether
-the two matrix products accumulate exactly or as Hopper's tensor core does
+the two matrix products accumulate exactly or as a tensor core does
 (``snapmla.testing.accumulate``).  Runs on CPU and CUDA tensors, in chunks of tokens, so that 1M
 tokens of one sequence fit.
 
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from snapmla.testing.accumulate import hopper_bf16_dot, hopper_fp8_dot
+from snapmla.testing.accumulate import bf16_dot, blackwell_fp8_dot, hopper_fp8_dot
 from snapmla.testing.rounding import (
     D_V,
     FP8,
@@ -31,6 +31,7 @@ from snapmla.testing.rounding import (
 )
 
 LOG2E = math.log2(math.e)
+FP8_DOT = {"hopper": hopper_fp8_dot, "blackwell": blackwell_fp8_dot}
 RESIDUAL_GAIN = 32.0  # of the second term of P: the residual is at most 2^-4 of P'
 
 
@@ -108,13 +109,13 @@ def _dot_qk(rows: _Rows, chunk: _Chunk, config: QuantConfig) -> Tensor:
         return content + rows.rope.double() @ chunk.rope.double().T
     a, b = rows.nope.float(), chunk.content.float()
     rope_a, rope_b = rows.rope.bfloat16(), chunk.rope.bfloat16()
-    acc = hopper_bf16_dot(None, rope_a, rope_b) if config.rope_first else None
-    step = config.qk_promote_channels
-    total = hopper_fp8_dot(a[:, :step], b[:, :step], acc)
+    acc = bf16_dot(None, rope_a, rope_b) if config.rope_first else None
+    step, fp8_dot = config.qk_promote_channels, FP8_DOT[config.qk_accumulation]
+    total = fp8_dot(a[:, :step], b[:, :step], acc)
     if not config.rope_first:
-        total = hopper_bf16_dot(total, rope_a, rope_b)
+        total = bf16_dot(total, rope_a, rope_b)
     for i in range(step, D_V, step):
-        total = total + hopper_fp8_dot(a[:, i : i + step], b[:, i : i + step])
+        total = total + fp8_dot(a[:, i : i + step], b[:, i : i + step])
     return total
 
 
@@ -182,20 +183,21 @@ def _add_exact(state: _State, p: Tensor, frames: Tensor, v: Tensor, columns: sli
     state.o[:, columns] += flat @ v[:, columns].double()
 
 
-def _add_hopper(state: _State, terms: list[Tensor], frames: Tensor, v: Tensor, size: int) -> None:
-    """O += ..., groups of ``size`` tokens in one tensor-core accumulator each (size <= p_block)."""
+def _add_modelled(
+    state: _State, terms: list[Tensor], frames: Tensor, v: Tensor, config: QuantConfig
+) -> None:
+    """O += ..., groups of ``promote_tokens`` (<= p_block) in one tensor-core accumulator each."""
+    size, fp8_dot = config.promote_tokens, FP8_DOT[config.pv_accumulation]
     groups = frames.shape[1] * terms[0].shape[2] // size
     v_t = v.float().unflatten(0, (groups, size)).transpose(1, 2)  # (groups, 512, size)
     weight = _exp2(frames - state.frame[:, None]).repeat_interleave(groups // frames.shape[1], 1)
     for term, gain in zip(terms, (1.0, 1.0 / RESIDUAL_GAIN), strict=False):
         p = term.float().flatten(1).unflatten(1, (groups, size)).transpose(0, 1)
-        product = hopper_fp8_dot(p, v_t)  # (groups, R, 512)
+        product = fp8_dot(p, v_t)  # (groups, R, 512)
         state.o += gain * torch.einsum("rg,grd->rd", weight, product.double())
 
 
-def _add_hopper_chained(
-    state: _State, p: Tensor, frames: Tensor, v: Tensor, config: QuantConfig
-) -> None:
+def _add_chained(state: _State, p: Tensor, frames: Tensor, v: Tensor, config: QuantConfig) -> None:
     """O kept in the tensor core's accumulator across blocks, rescaled in fp32 as the paper does.
 
     gamma = 2^(m'_old - m'_new) overflows when a block lies far below the one before: the paper's
@@ -208,7 +210,7 @@ def _add_hopper_chained(
         seen = torch.isfinite(frame)
         scaled = torch.where(seen[:, None], state.acc * gamma[:, None], state.acc)
         tokens = slice(i * config.p_block, (i + 1) * config.p_block)
-        state.acc = hopper_fp8_dot(p[:, i].float(), v[tokens].float().T, scaled)
+        state.acc = FP8_DOT[config.pv_accumulation](p[:, i].float(), v[tokens].float().T, scaled)
         state.acc_frame = torch.where(seen, frame, state.acc_frame)
         state.acc_tokens += config.p_block
         if config.promote_tokens and state.acc_tokens >= config.promote_tokens:
@@ -272,9 +274,9 @@ def _add_chunk(
     elif config.pv_accumulation == "exact":
         _add_exact(state, total, frames, v, slice(0, D_V))
     elif config.promote_tokens and config.promote_tokens <= config.p_block:
-        _add_hopper(state, terms, frames, v, config.promote_tokens)
+        _add_modelled(state, terms, frames, v, config)
     else:
-        _add_hopper_chained(state, terms[0], frames, v, config)
+        _add_chained(state, terms[0], frames, v, config)
 
 
 def _attend(
@@ -292,14 +294,14 @@ def _attend(
     return out, lse
 
 
-def _check_hopper(config: QuantConfig, k8: Tensor) -> None:
-    modelled = "hopper" in (config.qk_accumulation, config.pv_accumulation)
+def _check_modelled(config: QuantConfig, k8: Tensor) -> None:
+    modelled = {config.qk_accumulation, config.pv_accumulation} != {"exact"}
     if modelled and k8.dtype != FP8:
         raise ValueError(
             "config: modelled accumulation needs e4m3 operands, that is granularity 'token' or"
             f" 'tensor' without joint RoPE, got {config.granularity!r}, {config.rope_quantised!r}"
         )
-    if config.pv_accumulation == "hopper":
+    if config.pv_accumulation != "exact":
         if config.p_scale == "none":
             raise ValueError("p_scale: modelled P.V accumulation needs an e4m3 P, got 'none'")
         if config.order == "inverted" or (config.p_terms == 2 and config.group > config.p_block):
@@ -386,7 +388,7 @@ def mla_decode_reference(
     num_heads, page_size = q_nope.shape[2], content.shape[1]
     if q_scale.ndim == 2:
         q_scale = q_scale[..., None].expand(q_nope.shape[:3])
-    _check_hopper(config, content)
+    _check_modelled(config, content)
     pick = list(range(num_heads)) if heads is None else list(heads)
     capacity = block_table.shape[1] * page_size
     results = []
@@ -463,7 +465,7 @@ def reference_from_unquantised(
     for i in range(q_nope.shape[0]):
         length = c_kv.shape[1] if lengths is None else lengths[i]
         k8, rope, sigma = quantise_cache(c_kv[i, :length], k_rope[i, :length], config)
-        _check_hopper(config, k8)
+        _check_modelled(config, k8)
         rows = _query_rows(*quantise_query(q_nope[i], q_rope[i], config), length, causal)
         chunks = _plain_chunks(k8, rope, sigma, config)
         result = _attend(rows, chunks, softmax_scale, float(sigma.max()) if length else 1.0, config)

@@ -25,8 +25,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "p_scale": ("none", "tile", "running", "static"),
     "order": ("monotone", "inverted"),
     "normaliser": ("unquantised", "quantised"),
-    "qk_accumulation": ("exact", "hopper"),
-    "pv_accumulation": ("exact", "hopper"),
+    "qk_accumulation": ("exact", "hopper", "blackwell"),
+    "pv_accumulation": ("exact", "hopper", "blackwell"),
     "arithmetic": ("fp64", "fp32"),
 }
 
@@ -51,14 +51,14 @@ class QuantConfig:
         p_terms: 2 adds an e4m3 term for the residual of the first.
         p_block: tokens that share a scale of P.
         promote_tokens: tokens whose P.V shares one tensor-core accumulator before it is added to
-            the fp32 one; 0: never promoted.  Matters for ``hopper`` P.V accumulation only.
+            the fp32 one; 0: never promoted.  Matters for modelled P.V accumulation only.
         order: ``inverted`` is the double-buffered order that the paper abandons: the right half of
             d_v meets the odd block first and P of the even one is requantised to its scale.
         normaliser: whether the row sum is taken of P before or after quantisation.
-        qk_accumulation, pv_accumulation: ``exact`` or ``hopper``.
-        qk_promote_channels: content channels per accumulator in ``hopper`` Q.K; the partial sums
+        qk_accumulation, pv_accumulation: ``exact``, or modelled: ``hopper``, ``blackwell``.
+        qk_promote_channels: content channels per accumulator in modelled Q.K; the partial sums
             are added in fp32.
-        rope_first: RoPE before, not after, the content of the first ``hopper`` Q.K chain.
+        rope_first: RoPE before, not after, the content of the first modelled Q.K chain.
         arithmetic: of the softmax: ``fp64``, or ``fp32`` in the order of the kernels' operations.
 
     Raises:
@@ -119,6 +119,9 @@ FP64 = QuantConfig(granularity="none", q_granularity="none", p_scale="none")
 MIMIC = QuantConfig(qk_promote_channels=256)
 MIMIC_HW = replace(MIMIC, qk_accumulation="hopper", arithmetic="fp32")
 MIMIC_HW_FULL = replace(MIMIC_HW, pv_accumulation="hopper")
+MIMIC_BLACKWELL = QuantConfig(
+    qk_accumulation="blackwell", pv_accumulation="blackwell", arithmetic="fp32"
+)  # one chain of Q.K
 
 # The paper's Table 2.  Its P is scaled to 448; its accumulators are never promoted, which shows
 # with pv_accumulation="hopper" only.

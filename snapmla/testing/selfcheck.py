@@ -39,6 +39,7 @@ SHAPES = {16: (7, 2), 32: (16, 2), 64: (20, 3), 128: (64, 2)}  # row tile: (head
 LENGTHS = (64, 0, 130, 1)
 PARTS = 2
 HEAD_SCALE = 576**-0.5
+MIMIC_OF = {"sm_90a": rounding.MIMIC_HW_FULL, "sm_100a": rounding.MIMIC_BLACKWELL}
 # What a decode's errors may exceed those of the mimic by.  Over all built variants they are 1.001
 # times the mimic's at most: what rounds the other way is a P at a tie, where both are as wrong.
 MIMIC_FACTOR = 1.1
@@ -239,7 +240,7 @@ class DecodeJob:
         exact = os.environ.get("SOFTGPU_ACCUMULATE") == "exact"
         return decode_errors(
             out, lse, self.q, self.cache, self.table, self.seqlens, HEAD_SCALE,
-            config=rounding.MIMIC if exact else rounding.MIMIC_HW_FULL,
+            config=rounding.MIMIC if exact else MIMIC_OF[self.spec.arch],
         )  # fmt: skip
 
 
@@ -249,7 +250,7 @@ class DecodeErrors:
 
     Attributes:
         error: relative L2 of the output; ``allowed`` is 1.1 times that of the mimic (FP8 P, matrix
-            products as Hopper's tensor core accumulates them) in the output's dtype, plus 2e-5.
+            products as the tensor core accumulates them) in the output's dtype, plus 2e-5.
         lse_error: largest absolute error; ``lse_allowed`` is 1.1 times the mimic's, plus 2e-5.
         apart: relative L2 of the output to the mimic; ``apart_allowed`` is 1.1 times the rounding
             to the output's dtype with ``FLIPS``.  It sees what is small beside FP8 P.

@@ -160,6 +160,10 @@ class WarpTensor:
         """Unmarks what an implicit pipeline orders before ``who``."""
         pipelines, orders = self.tensor.pipelines.all, self.shadow.order[area]
         mine = pipelines[who.order]
+        if mine.kind == "cp":  # behind an mma of this warp that read, as its A, an earlier copy
+            for issuer in self.columns.issuers.values():
+                if issuer.warp == self.owner.index:
+                    bad &= ~self.shadow.read_since_written(area, issuer.agent)
         for number in np.unique(orders[bad]):
             if number < 0 or not pipelines[number].leads(mine, role):
                 continue

@@ -156,6 +156,12 @@ class TensorShadow:
         same = bad & (self.agent[area] == agent) & (self.event[area] == event)
         return TensorConflict(cells_text(area, same), agent, time, event, order)
 
+    def read_since_written(self, area: Area, agent: int) -> NDArray[np.bool_]:
+        """Blocks that ``agent`` wrote last, and has read after that."""
+        mine: NDArray[np.bool_] = self.agent[area] == agent
+        row = self.readers.get(agent)
+        return mine & (row.time[area] > self.time[area]) if row is not None else mine & False
+
     def unknown_read(
         self, area: Area, known: NDArray[Any], but: frozenset[int]
     ) -> TensorConflict | None:

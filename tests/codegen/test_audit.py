@@ -18,7 +18,7 @@ from tests.support.needs import needs_compiler
 pytestmark = needs_compiler
 DECLARED = {
     "threads": 512, "warpgroup_registers": [24, 88, 200], "barrier_counts": {"1": 9, "4": 4},
-    "smem": 200_000, "opcodes": ["HGMMA", "QGMMA"],
+    "smem": 200_000, "tmem_columns": 0, "opcodes": ["HGMMA", "QGMMA"],
 }  # fmt: skip
 
 
@@ -72,12 +72,25 @@ def test_clean_record_passes() -> None:
         ({"declared": {**DECLARED, "threads": 384}}, "budget: threads"),
         ({"declared": {**DECLARED, "warpgroup_registers": [24, 200]}}, "warpgroup_registers"),
         ({"declared": {**DECLARED, "barrier_counts": {"1": 9}}}, "barrier_counts"),
+        ({"declared": {**DECLARED, "tmem_columns": 512}}, "tmem_columns is declared 512, built 0"),
         ({"declared": {**DECLARED, "smem": 199_999}}, "199999 bytes of shared memory declared"),
     ],
 )
 def test_audit_refuses(changes: dict, word: str) -> None:
     found = audit.problems(sample(**changes))
     assert any(word in problem for problem in found), found
+
+
+def test_counts_are_read() -> None:
+    """Operands of mbarrier.init and tcgen05.alloc, immediate or in a register."""
+    record = sample()
+    audit.read_counts(
+        record,
+        "mov.b32 %r7, 512;\nmov.b32 %r8, 4;\n"
+        "mbarrier.init.shared.b64 [%r1+8], %r8;\nmbarrier.init.shared.b64 [%r1], 1;\n"
+        "tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r1+192], %r7;\n",
+    )
+    assert (record.barrier_counts, record.tmem_columns) == ({"1": 1, "4": 1}, 512)
 
 
 def test_ptxas_remarks_are_read() -> None:
@@ -100,7 +113,7 @@ def test_registers_are_counted_by_kernel() -> None:
         record,
         "ptxas info    : Compiling entry function 'big' for 'sm_90a'\n"
         "ptxas info    : Used 128 registers, used 16 barriers\n"
-        "ptxas info    : Compiling entry function 'wide' for 'sm_90a'\n"
+        "ptxas info    : Compiling entry function\n          'wide'\n          for 'sm_90a'\n"
         "ptxas info    : Used 168 registers, used 1 barriers\n",
     )
     entry = ".visible .entry {}(\n.param .u64 p\n)\n.reqntid {}, 1, 1\n{{\nret;\n}}\n"

@@ -19,18 +19,23 @@ from dsl_kernels.families.family import OUT_DTYPE
 from dsl_kernels.families.fp8_decode import (
     DEFAULT_PAGES,
     PAGE_SIZES,
-    PIPELINES,
     ROW_TILES,
     cluster_of,
+    pipelines_of,
 )
 from dsl_kernels.spec import VariantSpec, decode_spec
 
-DECODES = sum(map(len, DEFAULT_PAGES.values())) * len(ROW_TILES) * len(OUT_DTYPE.values)
+
+def decodes_of(arch: str) -> int:
+    """Points of its default matrix."""
+    pages = sum(len(DEFAULT_PAGES[pipeline]) for pipeline in pipelines_of(arch))
+    return pages * len(ROW_TILES) * len(OUT_DTYPE.values)
 
 
-def test_decode_axes_are_complete() -> None:
-    decode = [s for s in matrix.points("sm_90a") if s.op == "decode"]
-    assert len(decode) == DECODES
+@pytest.mark.parametrize("arch", ARCHS)
+def test_decode_axes_are_complete(arch: str) -> None:
+    decode = [s for s in matrix.points(arch) if s.op == "decode"]
+    assert len(decode) == decodes_of(arch) > 0
     assert all(s.cluster == cluster_of(s.row_tile) for s in decode)
 
 
@@ -52,13 +57,15 @@ def test_reasons() -> None:
             assert by_name[spec.name] is None, by_name[spec.name]
 
 
-def test_kernel_limits_are_the_kernels_own() -> None:
+@pytest.mark.parametrize("arch", ARCHS)
+def test_kernel_limits_are_the_kernels_own(arch: str) -> None:
     """Listed without the compiler, the matrix repeats no rule of a kernel's ``feasible``."""
-    assert not [p for p in matrix.matrix("sm_90a", ask_kernels=False) if p.reason]
+    assert not [p for p in matrix.matrix(arch, ask_kernels=False) if p.reason]
 
 
-def test_every_kernel_module_exists() -> None:
-    for spec in matrix.points("sm_90a"):
+@pytest.mark.parametrize("arch", ARCHS)
+def test_every_kernel_module_exists(arch: str) -> None:
+    for spec in matrix.points(arch):
         assert closure.has_source(spec), spec.name
 
 
@@ -74,7 +81,7 @@ def test_command_prints_counts_and_reasons() -> None:
     assert "M = 64" in result.output
     total = next(line for line in result.output.splitlines() if "total" in line)
     numbers = [int(x) for x in total.replace("│", " ").split() if x.isdigit()]
-    assert sum(numbers) == DECODES
+    assert sum(numbers) == decodes_of("sm_90a")
 
 
 def test_unknown_arch_is_refused() -> None:
@@ -92,7 +99,7 @@ def test_closure_follows_imports_only() -> None:
 
 def test_no_kernel_depends_on_what_axes_and_ops_there_are() -> None:
     """So that a new axis or op recompiles nothing that exists."""
-    for spec in matrix.points("sm_90a"):
+    for spec in (spec for arch in ARCHS for spec in matrix.points(arch)):
         for name in closure.sources(spec)[1]:
             assert not re.search(r"spec\.py|registry\.py|families/", name), (spec.name, name)
 
@@ -146,11 +153,13 @@ def test_a_cta_that_does_not(changes: dict[str, Any], reason: str) -> None:
 
 
 @pytest.mark.skipif(not toolchain.have_compiler(), reason="budgets import the kernel modules")
-def test_every_decode_variant_declares_a_budget_that_fits() -> None:
-    for spec in matrix.default_specs("sm_90a", "decode_*"):
+@pytest.mark.parametrize("arch", ARCHS)
+def test_every_decode_variant_declares_a_budget_that_fits(arch: str) -> None:
+    for spec in matrix.default_specs(arch, "decode_*"):
         declared = registry.budget(spec)
         assert declared is not None and bud.check(declared) is None
-        assert declared.barriers and declared.mmas
+        assert declared.barriers and declared.mmas and declared.arch == arch
+        assert bool(declared.tmem_columns) == (arch == "sm_100a")
     assert registry.budget(VariantSpec(op="merge")) is None
 
 
@@ -167,6 +176,22 @@ def test_every_decode_variant_declares_a_budget_that_fits() -> None:
 )
 def test_infeasible_points(changes: dict[str, Any], reason: str) -> None:
     spec = VariantSpec(op="decode", pipeline="etap", **changes)
+    assert reason in (matrix.exclusion(spec) or "")
+
+
+@pytest.mark.skipif(not toolchain.have_compiler(), reason="feasible() imports the compiler")
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"stages": 6}, "bytes of shared memory, an SM grants 232448"),
+        ({"stages": 2}, "at least 3 stages"),
+        ({"row_tile": 32}, "ws puts 64 rows on M"),
+        ({"cluster": 2}, "needs one CTA, not a cluster"),
+        ({"page_size": 16}, "pages of 64 tokens only so far"),
+    ],
+)
+def test_infeasible_points_of_sm100(changes: dict[str, Any], reason: str) -> None:
+    spec = VariantSpec(op="decode", arch="sm_100a", pipeline="ws", **changes)
     assert reason in (matrix.exclusion(spec) or "")
 
 
@@ -200,22 +225,25 @@ def test_a_sample_of_unusual_variants_is_a_cover_too() -> None:
     """Without any variant on 64-token pages with bf16 results."""
     every = [
         decode_spec(pipeline, row_tile, page_size, "f32")
-        for pipeline in PIPELINES
+        for pipeline in pipelines_of("sm_90a")
         for row_tile in ROW_TILES
         for page_size in (16, 128)
     ]
     chosen = matrix.sample(every)
     assert {(s.pipeline, s.row_tile) for s in chosen} == {(s.pipeline, s.row_tile) for s in every}
     assert {s.page_size for s in chosen} == {16, 128}
-    assert len(chosen) == len(PIPELINES) * len(ROW_TILES), "no more than the pairs ask for"
+    assert len(chosen) == len(pipelines_of("sm_90a")) * len(ROW_TILES), (
+        "no more than the pairs ask for"
+    )
     assert matrix.sample([]) == []
 
 
 @pytest.mark.skipif(not toolchain.have_compiler(), reason="feasible() imports the compiler")
 def test_the_switch_takes_the_whole_matrix() -> None:
     """Without it the test set; tests that are marked so run with it only."""
-    every = {s.name for s in matrix.default_specs("sm_90a", "decode_*")}
-    sample = {s.name for s in matrix.sample_specs("sm_90a") if s.op == "decode"}
+    every = {s.name for arch in ARCHS for s in matrix.default_specs(arch, "decode_*")}
+    chosen = (s for arch in ARCHS for s in matrix.sample_specs(arch))
+    sample = {s.name for s in chosen if s.op == "decode"}
     for switch, names in (([], sample), (["--whole-matrix"], every)):
         done = subprocess.run(
             [

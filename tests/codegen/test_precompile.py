@@ -20,10 +20,11 @@ from codegen import artifacts, audit, closure, matrix
 from codegen import compile as compiler
 from codegen.__main__ import app
 from codegen.precompile import Report, precompile
+from dsl_kernels.families import ARCHS, FAMILIES
 from dsl_kernels.spec import VariantSpec
 from tests.support.builds import borrow, codegen, entries
 from tests.support.needs import needs_compiler
-from tests.support.variants import HELPER_OPS, shipped
+from tests.support.variants import shipped
 
 pytestmark = needs_compiler
 
@@ -41,7 +42,9 @@ def test_variant(spec: VariantSpec, built: Report, variant_dir: Path) -> None:
     assert record.dynamic_smem is not None
     assert record.static_smem + record.dynamic_smem <= audit.SMEM_LIMIT
     if spec.op == "decode":
-        assert record.sass["QGMMA"] > 0 and record.sass["HGMMA"] > 0 and record.sass["UTMALDG"] > 0
+        mmas = {"sm_90a": ("QGMMA", "HGMMA"), "sm_100a": ("UTCQMMA", "UTCHMMA")}[spec.arch]
+        assert all(record.sass[opcode] > 0 for opcode in (*mmas, "UTMALDG"))
+        assert bool(record.tmem_columns) == (spec.arch == "sm_100a")
     files = artifacts.paths(variant_dir, spec)
     ptx = files["ptx"].read_text()
     assert f".target {spec.arch}" in ptx
@@ -50,8 +53,8 @@ def test_variant(spec: VariantSpec, built: Report, variant_dir: Path) -> None:
 
 
 def test_run_covers_both_archs(built: Report, specs: list[VariantSpec]) -> None:
-    helpers = {s.op for s in specs if s.arch == "sm_100a"}
-    assert helpers == set(HELPER_OPS)
+    for arch in ARCHS:
+        assert {s.op for s in specs if s.arch == arch} == set(FAMILIES)
     assert not built.failed
 
 

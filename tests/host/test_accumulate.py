@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from snapmla.testing import accumulate
 from snapmla.testing.rounding import FP8
 from softgpu import tensor_core
+from softgpu.accumulate import blackwell
 from tests.support import ROOT
 
 quick = settings(max_examples=25, deadline=None)
@@ -62,7 +63,7 @@ def test_torch_model_equals_recorded_hardware(kind: str, record: dict[str, np.nd
             if fmt.name == "fp8":
                 out = accumulate.hopper_fp8_dot(x.view(FP8), y.view(FP8), out)
             else:
-                out = accumulate.hopper_bf16_dot(out, x.view(half), y.view(half))
+                out = accumulate.bf16_dot(out, x.view(half), y.view(half))
         assert (out.view(torch.int32).numpy().view(np.uint32) == record[name]).all(), name
 
 
@@ -78,6 +79,20 @@ def test_torch_and_numpy_models_agree(seed: int, size: float) -> None:
     ).view(np.uint32)
     got = accumulate.hopper_fp8_dot(a, b, acc).view(torch.int32).numpy().view(np.uint32)
     assert (want == got).all()
+
+
+@quick
+@given(st.integers(0, 2**31), st.sampled_from([1e-30, 1e-3, 1.0, 1e4, 1e30]))
+def test_torch_and_numpy_models_of_blackwell_agree(seed: int, size: float) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 256, (16, 64), generator=generator, dtype=torch.uint8)
+    a, b = codes[:8].view(FP8), codes[8:].view(FP8)
+    acc = torch.randn(8, 8, generator=generator) * size
+    want = acc.numpy()
+    for k in (slice(0, 32), slice(32, 64)):
+        want = blackwell(want, a[:, k].float().numpy(), b[:, k].float().numpy(), "e4m3")
+    got = accumulate.blackwell_fp8_dot(a, b, acc).numpy()
+    assert (want.view(np.uint32) == got.view(np.uint32)).all()
 
 
 def test_batched_dot_equals_single_ones() -> None:

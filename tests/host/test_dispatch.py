@@ -14,9 +14,9 @@ import torch
 import snapmla
 from codegen import matrix, toolchain
 from dsl_kernels import registry
-from dsl_kernels.families import FAMILIES, Axis, Family
+from dsl_kernels.families import ARCHS, FAMILIES, Axis, Family
 from dsl_kernels.families.family import OUT_DTYPE
-from dsl_kernels.families.fp8_decode import PIPELINES, ROW_TILES
+from dsl_kernels.families.fp8_decode import ROW_TILES, pipelines_of
 from dsl_kernels.spec import VariantSpec, decode_spec
 from profiles import dispatch_data, roofline
 from profiles.shapes import DecodeShape
@@ -93,14 +93,46 @@ def test_no_kernel_for_the_architecture(monkeypatch: pytest.MonkeyPatch) -> None
         dispatch.choose(CPU, 16, 1, 64)
 
 
+@pytest.fixture
+def blackwell(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPU tensors stand for a B200's."""
+    card = dispatch.card_named("B200")
+    monkeypatch.setattr("snapmla.dispatch.calls.card_of", lambda device: card)
+
+
+@pytest.mark.parametrize(("heads", "s_q"), [(1, 1), (16, 1), (20, 4), (64, 1), (128, 4)])
+def test_choice_on_blackwell(blackwell: None, heads: int, s_q: int) -> None:
+    """One kernel so far: blocks of 64 rows, whatever the rows."""
+    want = decode_spec("ws", 64, 64, "f32", "sm_100a")
+    assert dispatch.choose(CPU, heads, s_q, 64, out_dtype="f32") == want
+    found = snapmla.explain(heads, s_q, card="B200")
+    assert found.chosen is not None and found.chosen.variant == "decode_ws_r64_p64_obf16_sm100a"
+
+
+@pytest.mark.parametrize(
+    ("wish", "error", "message"),
+    [
+        ({"pipeline": "etap"}, ValueError, "^pipeline: expected 'ws' on sm_100a, got etap"),
+        ({"row_tile": 128}, ValueError, "^row_tile: expected 64 on sm_100a, got 128 .*M = 64"),
+        ({"page_size": 16}, VariantError, "^no decode kernel fits: ws has no page size of 16"),
+    ],
+)
+def test_wishes_that_blackwell_does_not_grant(
+    blackwell: None, wish: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        dispatch.choose(CPU, 16, 1, wish.pop("page_size", 64), **wish)
+
+
 def test_features_are_what_can_be_built() -> None:
     """What pipelines declare is what their modules build, point by point, and all that is built."""
     if not toolchain.have_compiler():
         pytest.skip("needs nvidia-cutlass-dsl")
     family = FP8_DECODE.family
     points = {
-        (pipeline, tile, page, out): registry.feasible(decode_spec(pipeline, tile, page, out))
-        for pipeline in FP8_DECODE.values("pipeline")
+        (pipeline, tile, page, out): registry.feasible(decode_spec(pipeline, tile, page, out, arch))
+        for arch in ARCHS
+        for pipeline in FP8_DECODE.pipelines(arch)
         for tile in FP8_DECODE.values("row_tile")
         for page in FP8_DECODE.values("page_size")
         for out in FP8_DECODE.values("out_dtype")
@@ -113,8 +145,9 @@ def test_features_are_what_can_be_built() -> None:
         for out in features.out_dtypes
     }
     assert declared == {point for point, reason in points.items() if reason is None}
-    built = {p.spec for p in matrix.matrix("sm_90a", f"{family.op}_*") if p.reason is None}
-    assert built <= {decode_spec(*point) for point in declared}
+    for arch in ARCHS:
+        built = {p.spec for p in matrix.matrix(arch, f"{family.op}_*") if p.reason is None}
+        assert built and built <= {decode_spec(*point, arch) for point in declared}
 
 
 @pytest.mark.parametrize("card", [c.name for c in dispatch.cards()])
@@ -185,7 +218,7 @@ def test_data_file_comes_from_the_tables() -> None:
 def test_explain_lists_every_candidate() -> None:
     found = snapmla.explain(16, 1, batch=32, seqlen=16384, card="H200")
     assert {(v.pipeline, v.row_tile) for v in found.verdicts} == {
-        (p, t) for p in PIPELINES for t in ROW_TILES
+        (p, t) for p in pipelines_of("sm_90a") for t in ROW_TILES
     }
     assert [v.chosen for v in found.verdicts].count(True) == 1
     assert found.chosen == found.verdicts[0] and found.chosen.us == pytest.approx(88, rel=0.02)
@@ -414,10 +447,9 @@ def test_another_op_is_one_file(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_planning_where_no_decode_kernel_exists(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before anything is allocated or launched, and with a way out."""
     monkeypatch.setattr(runtime, "arch_of", lambda device: "sm_100a")
+    monkeypatch.setattr(DecodeOp, "exists", lambda op, pipeline, arch: arch == "sm_90a")
     dispatch.card_of.cache_clear()
     try:
-        if any(FP8_DECODE.exists(p, "sm_100a") for p in FP8_DECODE.values("pipeline")):
-            pytest.skip("sm_100a has a decode kernel by now")
         with pytest.raises(VariantError, match=r"sm_100a: no decode kernel.* on sm_90a .*cpu"):
             snapmla.plan_decode(torch.ones(2, dtype=torch.int32), 16, 1, page_size=64, max_pages=3)
     finally:

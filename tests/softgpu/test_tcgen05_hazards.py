@@ -205,6 +205,9 @@ PIPELINES = {  # T3 to T5: what follows each other in order without a wait
     "a copy over a copy": Case(
         "unordered-cp", f"{COPY} {GAP} {COPY} {DONE_2} {END}", DONE, events=(CP_T, CP_T)
     ),
+    "A over an A that no product has read": Case(
+        "unordered-cp", f"{COPY_A} {GAP} {COPY_A} {DONE_2} {END}", TS, events=(CP_T, CP_T)
+    ),
     "A copied by another warp": Case(
         "unordered-cp",
         f"{CP.format('%p53', '%r40+32')} {commit(by='%p53')} bar.sync 0; {GAP} {TS} {DONE_2} {WAIT}"

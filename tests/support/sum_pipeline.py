@@ -19,7 +19,7 @@ from cutlass import Float32, Int32
 from dsl_kernels import compat
 from dsl_kernels.common import budget as bud
 from dsl_kernels.common.cache_format import CacheFormat, Plane
-from dsl_kernels.common.epilogue import Results, finish_row, write_pair
+from dsl_kernels.common.epilogue import Results, finish_row, write_run
 from dsl_kernels.common.paged_tma import PagedTma, pipe_barriers
 from dsl_kernels.common.smem import array, staged, struct_of
 from dsl_kernels.common.types import BF16, ROW_MAJOR
@@ -115,4 +115,4 @@ class SumRows:
                 if first_row + r < call.rows:
                     if channel == 0:
                         finish_row(results, call, batch, slot, first_row + r, Float32(1.0), 0.0)
-                    write_pair(results, call, batch, slot, first_row + r, channel, total[None, r])
+                    write_run(results, call, batch, slot, first_row + r, channel, total[None, r])

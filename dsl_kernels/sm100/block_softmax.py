@@ -1,0 +1,146 @@
+"""Softmax of one block when a thread holds a share of one row: S as ``.ws`` leaves it (umma.py).
+
+Thread t of the warpgroup has row t % M of S and the tokens of lane group t // M, one register each,
+so a warp's lanes differ in the row and share the tokens.  With M = 64 warps w and w + 2 hold the
+same rows and meet at a barrier of 64 threads.  Logits are in log2 units throughout.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Uint32, const_expr
+
+from ..common.fp8_per_token import TokenScales, safe_reciprocal
+from ..common.frames import NEVER, P_LOG2_MAX
+from ..common.smem import array
+from ..common.types import F8
+from . import umma
+
+WARPS = 4
+BUFFERS = 2  # of what warp pairs exchange: one barrier a block is enough
+
+
+class WarpTriples:
+    """sigma, log2 sigma, 1/sigma of a warp's tokens, field ``triple``: a lane makes one token's.
+
+    Attributes:
+        scales: of the KV ring.
+        form: of the MMA.
+        tokens: of a warp; at most 32.
+    """
+
+    def __init__(self, scales: TokenScales, form: umma.Form):
+        self.scales, self.form, self.tokens = scales, form, form.share(scales.tile)
+
+    @property
+    def fields(self) -> dict:
+        """Storage."""
+        return dict(triple=array(Float32, 3 * self.tokens * WARPS, 128))
+
+    @cute.jit
+    def make(self, st, stage, wwarp, lane):
+        """By a whole warp, which must have read those of the block before; a ``sync_warp`` later
+        its lanes may ``read``."""
+        token = self.tokens * group_of(self.form, wwarp) + lane
+        s = self.scales.of_stages(st)[token, stage]
+        out = self._of_warps(st)
+        out[lane, 0, wwarp] = s
+        out[lane, 1, wwarp] = cute.math.log2(s, fastmath=True)
+        out[lane, 2, wwarp] = safe_reciprocal(s)
+
+    def read(self, st, wwarp, which: int, into) -> None:
+        """One of the three of all tokens of the warp: the lanes read the same words."""
+        cute.autovec_copy(self._of_warps(st)[None, which, wwarp], into)
+
+    def _of_warps(self, st):
+        """(token, which, warp)"""
+        return st.triple.get_tensor(cute.make_layout((self.tokens, 3, WARPS)))
+
+
+def group_of(form: umma.Form, wwarp):
+    """Lane group of a warp: which of the tokens it holds."""
+    return wwarp // (WARPS // form.groups)
+
+
+def exchange_fields() -> dict:
+    """Storage of what the shares of a row tell each other: maxima, sums."""
+    count = BUFFERS * umma.LANES
+    return dict(maxima=array(Float32, count, 128), sums=array(Float32, count, 128))
+
+
+@cute.jit
+def exchange(field, form: cutlass.Constexpr, buffer, row, wwarp, value, barrier_id):
+    """What every share of a row has to say of it, in the order of their tokens.
+
+    ``buffer`` alternates.  The warps of the same rows meet at barrier ``barrier_id`` or one of the
+    next, of which there are WARPS / groups.
+    """
+    sets = const_expr(WARPS // form.groups)
+    shares = field.get_tensor(cute.make_layout((form.rows, form.groups, BUFFERS)))
+    shares[row, wwarp // sets, buffer] = value
+    cute.arch.barrier(barrier_id=barrier_id + wwarp % sets, number_of_threads=32 * form.groups)
+    return [shares[row, g, buffer] for g in range(form.groups)]
+
+
+@cute.jit
+def logits(s, t, triples: cutlass.Constexpr, st, wwarp, factor, first_token, limit, ragged):
+    """t' = s2 + log2 sigma of a thread's tokens into ``t``; -inf for what its row must not see."""
+    n = triples.tokens
+    column = cute.make_rmem_tensor((n,), Float32)
+    triples.read(st, wwarp, 0, column)
+    for v in cutlass.range_constexpr(n):
+        t[v] = s[v] * column[v]
+    triples.read(st, wwarp, 1, column)
+    for v in cutlass.range_constexpr(n):
+        t[v] = t[v] * factor + column[v]
+    if ragged:
+        for v in cutlass.range_constexpr(n):
+            if first_token + v >= limit:
+                t[v] = -Float32.inf
+
+
+def maximum(t):
+    """Of a thread's values, in four chains; NaN loses."""
+    tops = [t[v] for v in range(4)]
+    for v in range(4, cute.size(t)):
+        tops[v % 4] = cute.arch.fmax(tops[v % 4], t[v])
+    return cute.arch.fmax(cute.arch.fmax(tops[0], tops[1]), cute.arch.fmax(tops[2], tops[3]))
+
+
+@cute.jit
+def weights(t, m, triples: cutlass.Constexpr, st, wwarp):
+    """P' = exp2(t' - m + 8) in place; returns the sum of the thread's P' / sigma."""
+    n = triples.tokens
+    column = cute.make_rmem_tensor((n,), Float32)
+    triples.read(st, wwarp, 2, column)
+    part = [Float32(0.0) for _ in range(4)]
+    base = P_LOG2_MAX - m
+    for v in cutlass.range_constexpr(n):
+        t[v] = cute.math.exp2(t[v] + base, fastmath=True)
+        part[v % 4] = part[v % 4] + t[v] * column[v]
+    return (part[0] + part[1]) + (part[2] + part[3])
+
+
+def of_row(maxima) -> Float32:
+    """Maximum of a row from its shares', finite also where it saw no token."""
+    return functools.reduce(cute.arch.fmax, maxima, Float32(NEVER))
+
+
+def store_p(t, tile, form: umma.Form, row, wwarp) -> None:
+    """P8 of a thread's tokens into the tile at pointer ``tile``: rows of 64 bytes, 64-byte swizzle.
+
+    Eight lanes write 16 bytes each at a time: the swizzle spreads their rows over all banks.
+    """
+    n = cute.size(t)
+    p8 = cute.make_rmem_tensor((n,), F8)
+    p8.store(t.load().to(F8))
+    words = cute.recast_tensor(p8, Uint32)
+    for chunk in range(n // 16):
+        at = row * (n * form.groups) + group_of(form, wwarp) * n + 16 * chunk
+        at = at ^ (((at >> 7) & 3) << 4)
+        target = cute.recast_ptr((tile + at).align(16), dtype=Uint32)
+        source = cute.make_tensor(words.iterator + 4 * chunk, cute.make_layout(4))
+        cute.autovec_copy(source, cute.make_tensor(target, cute.make_layout(4)))

@@ -1,0 +1,577 @@
+"""FP8 MLA decode for SM100, pipeline ``ws``: tcgen05.mma.ws, V is K's own bytes, P promoted.
+
+Idea: weight-stationary MMAs give 64 query rows all lanes of tensor memory (umma.py), so S of 64
+tokens takes 32 columns and a block product P.V of 512 channels takes 256.  P.V reads the K tile
+through a second descriptor (MN-major B): nothing is transposed, nothing is loaded twice.  Numerics
+are those of SM90 (docs/numerics.md): per-token scales, a P of every block in a frame of its own,
+fp32 sums of blocks in registers; Q.K is one chain, because this tensor core keeps its bits.
+
+Executed on the software GPU (softgpu); no Blackwell GPU has run it.  A copy of 16 bytes a row from
+a 128-byte swizzled tile into tensor memory is the form that no shipped kernel is known to use.
+
+Roles (4 warpgroups of 128 threads)
+    wg 0  warp 0  producer        TMA: an item's Q tile, then its 64-token KV tiles, one ring
+          warp 1  Q.K issuer      Q tile -> tensor memory; S = Q K^T, content then RoPE, one chain
+          warp 2  P.V issuer      X = P V in two halves of 256 channels
+          warp 3                  allocates tensor memory, frees it at the end
+    wg 1          softmax         S -> registers, block softmax, P8 -> smem, beta, gamma
+    wg 2, 3       promotion       O = gamma O + beta X, 256 channels each, 128 of one row a thread
+
+Timeline of tile i (one stage of the KV ring)
+    producer      |TMA i+4 ...
+    Q.K issuer    | Q.K i+1 |
+    softmax       | S i -> registers | max, exp2, e4m3 -> P i | S i+1 ...
+    P.V issuer    |                   wait P i | X lower i | X upper i | ...
+    promotion     |                            | wg 2: lower i | wg 3: upper i | ...
+
+Barriers (Ring: full, empty; "commit" is one arrival when the issued MMAs are complete)
+    k      TMA bytes            | Q.K commit, P.V commit, softmax warps      stages
+    s      Q.K commit           | softmax warps, S is in registers           2
+    p      softmax warps        | P.V commit, promotion warps                2  (P, beta, gamma)
+    x      P.V commit           | promotion warps of the half                2  (halves, not stages)
+    inv    softmax warps 0, 1   | promotion warps                            1  (1/l of an item)
+The Q tile passes through the KV ring: Q.K's issuer, its only reader, frees it for all.
+
+Tensor memory (columns of 512)
+    0    X, lower half   128    lane m + 64 g, column c: row m, channel 128 g + c
+    128  X, upper half   128    likewise, channel 256 + 128 g + c
+    256  S               2 x 32 lane m + 64 g, column c: row m, token 32 g + c
+    320  Q content       128    A operand, 4 e4m3 a cell, in both halves of the lanes
+    448  Q RoPE          32     A operand, 2 bf16 a cell, likewise
+
+Shared memory, 5 stages (bytes)
+    KV ring 5 x (32768 content + 8192 RoPE + 256 scales) | P 2 x 4096 | sigma triples 1536
+    beta, gamma, 1/l, maxima, sums, barriers                            = 220160
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.memory
+import cutlass.pipeline as pipeline
+import cutlass.utils.hopper_helpers as helpers
+from cutlass import Float32, Int32
+from cutlass.cute.nvgpu import cpasync
+
+from ..common import budget as bud
+from ..common.barriers import Ring
+from ..common.epilogue import finish_row, rows_written, write_run
+from ..common.fp8_per_token import FORMAT, TokenScales
+from ..common.frames import NEVER, move_frame
+from ..common.paged_tma import PagedTma, pipe_barriers
+from ..common.smem import array, struct_of
+from ..common.types import BF16, F8, ROW_MAJOR
+from ..common.work_list import Call, WorkList
+from ..dims import KV_LORA_RANK as D
+from ..dims import QK_ROPE_HEAD_DIM as R
+from ..dims import TOKEN_TILE as TILE
+from ..smxx.fp8_entry import Fp8Entry, Gmem, Tma, fake_args, row_facts
+from . import block_softmax as softmax
+from . import umma
+
+if TYPE_CHECKING:
+    from ..spec import VariantSpec
+
+WARPGROUP = 128
+ROW_TILES = (64,)
+STAGES = 5  # of the KV ring, unless the spec says otherwise
+MIN_STAGES = 3  # a Q tile, the tile in Q.K, the tile in P.V
+STAGE_BYTES = TILE * FORMAT.token_bytes
+SMALL_BYTES = 8192  # triples, factors, barriers, alignment: an upper bound
+SOFTMAX_WARPS, HALVES, HALF_WARPS = 4, 2, 4  # a promotion warpgroup owns a half of the channels
+HALF = D // HALVES
+RUN = 8  # channels that a thread stores at a time
+CHUNK = 32  # columns of X in registers at a time
+
+K_READERS = {"Q.K commit": 1, "P.V commit": 1, "softmax": SOFTMAX_WARPS}
+P_STAGES = S_STAGES = 2
+
+
+class Rings(NamedTuple):
+    """Barriers of the roles, beside those of the KV ring."""
+
+    s: Ring
+    p: Ring
+    x: Ring
+    inv: Ring
+
+
+def rings_of(form: umma.Form) -> Rings:
+    """The first lane group's softmax warps finish the rows."""
+    finishers, promotion = SOFTMAX_WARPS // form.groups, HALVES * HALF_WARPS
+    return Rings(
+        Ring("s", S_STAGES, {"Q.K commit": 1}, {"softmax": SOFTMAX_WARPS}),
+        Ring("p", P_STAGES, {"softmax": SOFTMAX_WARPS}, {"P.V commit": 1, "promotion": promotion}),
+        Ring("x", HALVES, {"P.V commit": 1}, {"promotion": HALF_WARPS}),
+        Ring("inv", 1, {"softmax": finishers}, {"promotion": promotion}),
+    )
+
+
+class Columns:
+    """Tensor memory: first column of each array."""
+
+    def __init__(self, form: umma.Form):
+        self.x = 0
+        self.s = self.x + HALVES * form.share(HALF)
+        self.q_content = self.s + S_STAGES * form.share(TILE)
+        self.q_rope = self.q_content + D // 4
+        self.end = self.q_rope + 2 * R // 4
+
+    @property
+    def allocated(self) -> int:
+        """A power of two."""
+        return 1 << (self.end - 1).bit_length()
+
+
+class Barrier(IntEnum):
+    """Named barriers; ``SAME_ROWS`` and the next: of the softmax warps that share rows."""
+
+    SAME_ROWS = 1
+
+
+def feasible(spec: VariantSpec) -> str | None:
+    """Reason why the pipeline cannot be built for ``spec``, or None."""
+    if spec.row_tile not in ROW_TILES:
+        return f"ws puts {' or '.join(map(str, ROW_TILES))} rows on M; no other row tile so far"
+    if spec.cluster > 1:
+        return f"ws: row_tile {spec.row_tile} needs one CTA, not a cluster"
+    if spec.page_size != TILE:
+        return f"ws takes pages of {TILE} tokens only so far"
+    if spec.stages and spec.stages < MIN_STAGES:
+        return f"ws needs at least {MIN_STAGES} stages, got {spec.stages}"
+    reason = bud.check(budget(spec))
+    return None if reason is None else f"ws: {reason}"
+
+
+def budget(spec: VariantSpec) -> bud.Budget:
+    """Warpgroups, registers, barriers, shared and tensor memory of a CTA."""
+    stages, form = spec.stages or STAGES, umma.Form(spec.row_tile)
+    return bud.Budget(
+        groups=(
+            bud.WarpGroup("producer and issuers", 40),
+            bud.WarpGroup("softmax", 136),
+            bud.WarpGroup("promotion", 168, count=HALVES),
+        ),
+        smem=stages * STAGE_BYTES + P_STAGES * form.rows * TILE + SMALL_BYTES,
+        barriers=(
+            *pipe_barriers(0, {}, stages, K_READERS, spec.cluster),
+            *(barrier for ring in rings_of(form) for barrier in ring.budget()),
+        ),
+        mmas=(
+            bud.Mma("Q.K content", form.rows, TILE, D, "e4m3"),
+            bud.Mma("Q.K RoPE", form.rows, TILE, R, "bf16"),
+            bud.Mma("P.V", form.rows, HALF, TILE, "e4m3"),
+        ),
+        tmem_columns=Columns(form).allocated,
+        arch=spec.arch,
+    )
+
+
+def build(spec: VariantSpec):
+    return Ws(spec), fake_args(spec)
+
+
+class Layouts(NamedTuple):
+    """Shared-memory layouts of the ring, content and RoPE: ``k`` of KV tiles, ``q`` of Q tiles."""
+
+    q: tuple
+    k: tuple
+
+
+class Cta(NamedTuple):
+    """What every role of a CTA works with; ``tmem``: the address of its tensor memory."""
+
+    st: Any
+    k_pipe: Any
+    gmem: Gmem
+    call: Call
+    tmem: Int32
+
+
+class Ws(Fp8Entry):
+    """The kernel: one CTA of 16 warps."""
+
+    def __init__(self, spec: VariantSpec):
+        self.stages, self.form = spec.stages or STAGES, umma.Form(spec.row_tile)
+        self.rings, self.columns = rings_of(self.form), Columns(self.form)
+        self.work = WorkList(spec.page_size, TILE)
+        loads = PagedTma(
+            FORMAT, self.work, rows=self.form.rows, stages=self.stages, q_stages=0,
+            cluster=spec.cluster, q_warps=0, k_warps=sum(K_READERS.values()),
+        )  # fmt: skip
+        needs = budget(spec)
+        super().__init__(spec, loads, needs.threads)
+        self.regs = tuple(group.registers for group in needs.groups)
+        self.scales = TokenScales(TILE, self.stages, self.work.box)
+        self.triples = softmax.WarpTriples(self.scales, self.form)
+
+    # ---------------------------------------------------------------- host half
+
+    def layouts(self) -> Layouts:
+        """K-major tiles of 64 rows in column blocks of 128 bytes, 128-byte swizzle."""
+        make = helpers.make_smem_layout_b
+        tile = (TILE, TILE)
+        ring = (
+            make(ROW_MAJOR, (*tile, D), F8, self.stages),
+            make(ROW_MAJOR, (*tile, R), BF16, self.stages),
+        )
+        return Layouts(ring, ring)
+
+    def storage(self, layouts: Layouts):
+        rows = self.form.rows
+        fields = dict(pair for ring in self.rings for pair in ring.field.items())
+        return struct_of(
+            **self.loads.fields,
+            **fields,
+            tmem=array(Int32, 4, 16),
+            beta=array(Float32, P_STAGES * rows, 128),
+            gamma=array(Float32, P_STAGES * rows, 128),
+            inv=array(Float32, rows, 128),  # 1 / row sum
+            **softmax.exchange_fields(),
+            **self.triples.fields,
+            **self.scales.fields,
+            kc=array(F8, cute.cosize(layouts.k[0]), 1024),
+            kr=array(BF16, cute.cosize(layouts.k[1]), 1024),
+            p=array(F8, P_STAGES * rows * TILE, 1024),
+        )
+
+    # ---------------------------------------------------------------- entry
+
+    @cute.kernel
+    def kernel(self, tma: Tma, gmem: Gmem, call: Call):
+        tidx, _, _ = cute.arch.thread_idx()
+        warp_id = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        wg = cute.arch.make_warp_uniform(tidx // WARPGROUP)
+        layouts = self.layouts()
+        st = cutlass.memory.SmemAllocator().allocate(self.Storage)
+        if warp_id == 0:
+            for loaded in (*tma.q, *tma.kv):
+                cpasync.prefetch_descriptor(loaded.atom)
+            with cute.arch.elect_one():
+                for ring in self.rings:
+                    ring.init(st)  # fenced with the pipe's own, below
+        if warp_id == 3:
+            umma.allocate(st.tmem.data_ptr(), self.columns.allocated)
+        _, k_pipe = self.loads.pipes(st)  # its barrier also publishes the address
+
+        cute.arch.griddepcontrol_wait()  # q, the cache and the plan come from the kernels before
+        cta = Cta(st, k_pipe, gmem, call, umma.base_of(st.tmem.data_ptr()))
+        if wg == 0:
+            cute.arch.setmaxregister_decrease(self.regs[0])
+            if warp_id == 0:
+                self.loads.produce_kv(
+                    st, layouts.k, k_pipe, tma.kv, gmem.work, self.items(cta), gmem.scale.shape[0],
+                    self.scales.copier(st, gmem.scale), tma.q,
+                )  # fmt: skip
+                cute.arch.griddepcontrol_launch_dependents()
+            elif warp_id == 1:
+                self.issue_scores(cta)
+            elif warp_id == 2:
+                self.issue_products(cta)
+        elif wg == 1:
+            cute.arch.setmaxregister_decrease(self.regs[1])
+            self.softmax_loop(cta)
+        else:
+            cute.arch.setmaxregister_increase(self.regs[2])
+            self.promote_loop(cta, wg - 2)
+        cute.arch.sync_threads()  # behind the fences and commits of each role's last access
+        if warp_id == 3:
+            umma.after_sync()
+            umma.free(st.tmem.data_ptr(), self.columns.allocated)
+
+    @cute.jit
+    def items(self, cta: Cta):
+        """(first, end) of the CTA's items; every role looks for itself: where all shared one value,
+        it would live, and be spilled, through the role that needs most registers."""
+        _, part, _ = cute.arch.block_idx()
+        return self.work.items_of(cta.gmem.work, part)
+
+    # ---------------------------------------------------------------- issuing warps
+
+    @cute.jit
+    def issue_scores(self, cta: Cta):
+        """Q tiles into tensor memory, and S of every tile; the warp waits, one lane issues."""
+        st, k_pipe, gmem, _, tmem = cta
+        span = self.items(cta)
+        content = umma.k_major(umma.address_of(st.kc.data_ptr()))
+        rope = umma.k_major(umma.address_of(st.kr.data_ptr()))
+        kst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
+        sst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, S_STAGES)
+        for i in cutlass.range(span[0], span[1], unroll=1):
+            _, first, last, _ = self.work.item_at(gmem.work, i)
+            k_pipe.consumer_wait(kst)
+            if umma.elected():
+                # Copies come behind the MMAs that read the Q tile before, which this warp issued;
+                # nothing would order them behind copies that no MMA has read.
+                if first < last:
+                    self.copy_q(
+                        tmem, umma.advance(content, kst.index * (TILE * D)),
+                        umma.advance(rope, kst.index * (TILE * 2 * R)),
+                    )  # fmt: skip
+                free = k_pipe.sync_object_empty.get_barrier(kst.index)
+                umma.commit(free)
+                cute.arch.mbarrier_arrive(free, arrive_count=sum(K_READERS.values()) - 1)
+            kst.advance()
+            for _ in cutlass.range(first, last, unroll=1):
+                k_pipe.consumer_wait(kst)
+                self.rings.s.wait_empty(st, sst.index, sst.phase)
+                umma.after_sync()
+                if umma.elected():
+                    s = tmem + self.columns.s + sst.index * self.form.share(TILE)
+                    k_c = umma.advance(content, kst.index * (TILE * D))
+                    k_r = umma.advance(rope, kst.index * (TILE * 2 * R))
+                    self.issue_chain(s, tmem, k_c, k_r)
+                    umma.commit(self.rings.s.full_barrier(st, sst.index))
+                    umma.commit(k_pipe.sync_object_empty.get_barrier(kst.index))
+                kst.advance()
+                sst.advance()
+
+    def copy_q(self, tmem, q_c, q_r):
+        """A Q tile, content and RoPE, into tensor memory: 16 bytes of each row at a time."""
+        for column, width, q in (
+            (self.columns.q_content, D, q_c),
+            (self.columns.q_rope, 2 * R, q_r),
+        ):
+            for x in range(width // 16):
+                self.form.copy_rows(tmem + column + 4 * x, umma.advance(q, _chunk(x)))
+
+    def issue_chain(self, s, tmem, k_c, k_r):
+        """S = Q K^T of one tile: content, then RoPE, into one accumulator.
+
+        Two kinds of MMA share it: same warp, same accumulator, same shape, so they stay in order.
+        RoPE logits, which can be large, come last.
+        """
+        for dtype, width, q, k in (
+            (F8, D, tmem + self.columns.q_content, k_c),
+            (BF16, 2 * R, tmem + self.columns.q_rope, k_r),
+        ):  # fmt: skip
+            for x in range(width // umma.K_BYTES):
+                umma.mma(
+                    dtype, s, q + x * umma.CELLS, umma.advance(k, umma.k_step(x, TILE)),
+                    self.form.instruction(dtype, TILE), dtype is BF16 or x > 0, a_in_tmem=True,
+                )  # fmt: skip
+
+    @cute.jit
+    def issue_products(self, cta: Cta):
+        """X = P V of every tile, half of the channels at a time."""
+        st, k_pipe, gmem, _, tmem = cta
+        span = self.items(cta)
+        values = umma.mn_major(umma.address_of(st.kc.data_ptr()), TILE * umma.LINE)
+        weights = umma.k_major(umma.address_of(st.p.data_ptr()), TILE)
+        kst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
+        pst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, P_STAGES)
+        x_phase = Int32(1)
+        for i in cutlass.range(span[0], span[1], unroll=1):
+            _, first, last, _ = self.work.item_at(gmem.work, i)
+            kst.advance()  # over the Q tile, which Q.K's issuer frees
+            for _ in cutlass.range(first, last, unroll=1):
+                # P being there means that the tile is: the softmax warps have waited for it
+                self.rings.p.wait_full(st, pst.index, pst.phase)
+                for half in cutlass.range_constexpr(HALVES):
+                    self.rings.x.wait_empty(st, half, x_phase)
+                    umma.after_sync()
+                    if umma.elected():
+                        x = tmem + self.columns.x + half * self.form.share(HALF)
+                        p = umma.advance(weights, pst.index * (self.form.rows * TILE))
+                        v = umma.advance(values, kst.index * (TILE * D) + half * (TILE * HALF))
+                        self.issue_half(x, p, v)
+                        umma.commit(self.rings.x.full_barrier(st, half))
+                        if cutlass.const_expr(half == HALVES - 1):
+                            umma.commit(self.rings.p.empty_barrier(st, pst.index))
+                            umma.commit(k_pipe.sync_object_empty.get_barrier(kst.index))
+                x_phase = x_phase ^ 1
+                kst.advance()
+                pst.advance()
+
+    def issue_half(self, x, p, v):
+        """X = P V of 256 channels: 32 tokens a step."""
+        for k in range(TILE // umma.K_BYTES):
+            umma.mma(
+                F8, x, umma.advance(p, k * umma.K_BYTES),
+                umma.advance(v, k * umma.K_BYTES * umma.LINE),
+                self.form.instruction(F8, HALF, b_transposed=True), k > 0,
+            )  # fmt: skip
+
+    # ---------------------------------------------------------------- softmax warpgroup
+
+    @cute.jit
+    def softmax_loop(self, cta: Cta):
+        tidx, _, _ = cute.arch.thread_idx()
+        row_block, _, _ = cute.arch.block_idx()
+        _, k_pipe, gmem, call, _ = cta
+        span = self.items(cta)
+        row = tidx % self.form.rows
+        kst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
+        sst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, S_STAGES)
+        pst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, P_STAGES)
+        running = cute.make_rmem_tensor((2,), Float32)  # frame, row sum of this thread's tokens
+        inv_phase = Int32(1)
+        for i in cutlass.range(span[0], span[1], unroll=1):
+            batch, first, last, slot = self.work.item_at(gmem.work, i)
+            first_row = row_block * self.form.rows
+            factor, limit = row_facts(self.work, gmem, call, batch, first_row + row)
+            ragged_from = self.work.ragged_from(gmem.work, call, batch)
+            seqlen = self.work.seqlen_of(gmem.work, batch)
+            running[0], running[1] = Float32(NEVER), Float32(0.0)
+            kst.advance()  # over the Q tile, which Q.K's issuer frees
+            for tile in cutlass.range(first, last, unroll=1):
+                k_pipe.consumer_wait(kst)
+                facts = (factor, limit, ragged_from, seqlen)
+                self.softmax_block(cta, tile, kst, sst, pst, facts, running)
+                kst.advance()
+                sst.advance()
+                pst.advance()
+            self.finish_item(cta, batch, slot, inv_phase, running)
+            inv_phase = inv_phase ^ 1
+
+    @cute.jit
+    def softmax_block(self, cta: Cta, tile, kst, sst, pst, facts, running):
+        """One block: S -> P, beta, gamma, and this thread's share of the row sum."""
+        tidx, _, _ = cute.arch.thread_idx()
+        lane, row = tidx % 32, tidx % self.form.rows
+        wwarp = cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
+        st, k_pipe, tmem = cta.st, cta.k_pipe, cta.tmem
+        factor, limit, ragged_from, seqlen = facts
+        tokens = self.triples.tokens
+        ragged = (tile + 1) * TILE > ragged_from
+        self.triples.make(st, kst.index, wwarp, lane)
+        self.rings.s.wait_full(st, sst.index, sst.phase)
+        umma.after_sync()
+        s = umma.load(
+            umma.lanes_of(tmem, wwarp) + self.columns.s + sst.index * self.form.share(TILE), tokens
+        )
+        umma.before_sync()
+        cute.arch.sync_warp()  # one lane frees S for all, and the triples are there for all
+        if lane == 0:
+            self.rings.s.arrive_empty(st, sst.index)
+        t = cute.make_rmem_tensor((tokens,), Float32)
+        first_token = tile * TILE + softmax.group_of(self.form, wwarp) * tokens
+        softmax.logits(s, t, self.triples, st, wwarp, factor, first_token, limit, ragged)
+        maxima = softmax.exchange(
+            st.maxima, self.form, pst.index, row, wwarp, softmax.maximum(t), Barrier.SAME_ROWS
+        )
+        m = softmax.of_row(maxima)
+        part = softmax.weights(t, m, self.triples, st, wwarp)
+        old = running[0]
+        running[0], beta, gamma = move_frame(m, old)
+        running[1] = running[1] * gamma + part * beta
+        if ragged:
+            # whatever lies past the end, or under a NaN scale, must not meet P = 0; S being there
+            # means that Q.K has read the rows, and P being there will mean that they are cleared
+            self.scales.zero_values(st, kst.index, seqlen - tile * TILE, 0, D // umma.LINE)
+        self.rings.p.wait_empty(st, pst.index, pst.phase)
+        softmax.store_p(
+            t, st.p.data_ptr() + pst.index * (self.form.rows * TILE), self.form, row, wwarp
+        )
+        if softmax.group_of(self.form, wwarp) == 0:  # every share knows them
+            factors = cute.make_layout((self.form.rows, P_STAGES))
+            st.beta.get_tensor(factors)[row, pst.index] = beta
+            st.gamma.get_tensor(factors)[row, pst.index] = gamma
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_warp()
+        k_pipe.consumer_release(kst)
+        if lane == 0:
+            self.rings.p.arrive_full(st, pst.index)
+
+    @cute.jit
+    def finish_item(self, cta: Cta, batch, slot, inv_phase, running):
+        """Row sums of an item -> 1/l for the promotion warps, LSE to memory."""
+        tidx, _, _ = cute.arch.thread_idx()
+        row_block, _, _ = cute.arch.block_idx()
+        lane, row = tidx % 32, tidx % self.form.rows
+        wwarp = cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
+        st = cta.st
+        sums = softmax.exchange(
+            st.sums, self.form, inv_phase, row, wwarp, running[1], Barrier.SAME_ROWS
+        )
+        inverses = st.inv.get_tensor(cute.make_layout(self.form.rows))
+        if softmax.group_of(self.form, wwarp) == 0:
+            self.rings.inv.wait_empty(st, 0, inv_phase)
+            inverses[row] = finish_row(
+                cta.gmem.results, cta.call, batch, slot, row_block * self.form.rows + row,
+                sum(sums[1:], sums[0]), running[0],
+            )  # fmt: skip
+            cute.arch.sync_warp()
+            if lane == 0:
+                self.rings.inv.arrive_full(st, 0)
+
+    # ---------------------------------------------------------------- promotion warpgroups
+
+    @cute.jit
+    def promote_loop(self, cta: Cta, half):
+        tidx, _, _ = cute.arch.thread_idx()
+        wwarp = cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
+        st, _, gmem, _, tmem = cta
+        span = self.items(cta)
+        o = cute.make_rmem_tensor((self.form.share(HALF),), Float32)
+        x_at = umma.lanes_of(tmem, wwarp) + self.columns.x + half * self.form.share(HALF)
+        pst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, P_STAGES)
+        x_phase, inv_phase = Int32(0), Int32(0)
+        for i in cutlass.range(span[0], span[1], unroll=1):
+            batch, first, last, slot = self.work.item_at(gmem.work, i)
+            o.fill(0.0)
+            for _ in cutlass.range(first, last, unroll=1):
+                self.promote_block(st, o, x_at, half, pst, x_phase)
+                x_phase = x_phase ^ 1
+                pst.advance()
+            self.write_rows(cta, o, batch, slot, half, inv_phase)
+            inv_phase = inv_phase ^ 1
+
+    @cute.jit
+    def promote_block(self, st, o, x_at, half, pst, x_phase):
+        """O = gamma O + beta X of one block: a thread has one row, so one beta and one gamma."""
+        tidx, _, _ = cute.arch.thread_idx()
+        lane, row = tidx % 32, tidx % self.form.rows
+        factors = cute.make_layout((self.form.rows, P_STAGES))
+        self.rings.p.wait_full(st, pst.index, pst.phase)
+        beta = st.beta.get_tensor(factors)[row, pst.index]
+        gamma = st.gamma.get_tensor(factors)[row, pst.index]
+        if cute.arch.vote_any_sync(gamma != 1.0):
+            for c in cutlass.range_constexpr(cute.size(o)):
+                o[c] = o[c] * gamma
+        self.rings.x.wait_full(st, half, x_phase)
+        umma.after_sync()
+        chunks = cute.size(o) // CHUNK
+        for c in cutlass.range_constexpr(chunks):
+            x = umma.load(x_at + c * CHUNK, CHUNK)
+            if cutlass.const_expr(c == chunks - 1):
+                umma.before_sync()
+                cute.arch.sync_warp()  # one lane frees the half, and the factors, for all
+                if lane == 0:
+                    self.rings.x.arrive_empty(st, half)
+                    self.rings.p.arrive_empty(st, pst.index)
+            for v in cutlass.range_constexpr(0, CHUNK, 2):
+                at = c * CHUNK + v
+                o[at], o[at + 1] = cute.arch.fma_packed_f32x2(
+                    (x[v], x[v + 1]), (beta, beta), (o[at], o[at + 1])
+                )
+
+    @cute.jit
+    def write_rows(self, cta: Cta, o, batch, slot, half, inv_phase):
+        """A thread's 128 channels of its row, normalised, to memory."""
+        tidx, _, _ = cute.arch.thread_idx()
+        row_block, _, _ = cute.arch.block_idx()
+        st, results, call = cta.st, cta.gmem.results, cta.call
+        group = tidx % WARPGROUP // self.form.rows
+        self.rings.inv.wait_full(st, 0, inv_phase)
+        inverse = st.inv.get_tensor(cute.make_layout(self.form.rows))[tidx % self.form.rows]
+        channel = half * HALF + group * cute.size(o)
+        row = row_block * self.form.rows + tidx % self.form.rows
+        if row < rows_written(results, call, slot):
+            for c in cutlass.range_constexpr(0, cute.size(o), RUN):
+                values = cute.make_rmem_tensor((RUN,), Float32)
+                for v in cutlass.range_constexpr(RUN):
+                    values[v] = o[c + v] * inverse
+                write_run(results, call, batch, slot, row, channel + c, values)
+        cute.arch.sync_warp()
+        if tidx % 32 == 0:
+            self.rings.inv.arrive_empty(st, 0)
+
+
+def _chunk(x: int) -> int:
+    """Bytes from the first to the x-th 16 bytes of a row of a tile in column blocks of 128."""
+    return 16 * x // umma.LINE * (TILE * umma.LINE) + 16 * x % umma.LINE

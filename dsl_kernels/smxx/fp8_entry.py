@@ -1,0 +1,125 @@
+"""The exported function of FP8 decode: its arguments and its host half, one for every arch.
+
+A kernel of an arch is a subclass of ``Fp8Entry`` that adds shared memory and the device code.  The
+order of arguments is written down here alone, in ``__call__`` and in ``fake_args``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from .. import compat
+from ..common.epilogue import Results
+from ..common.paged_tma import PagedTma
+from ..common.types import BF16, U8
+from ..common.work_list import Call, Work
+from ..dims import KV_LORA_RANK as D
+from ..dims import QK_ROPE_HEAD_DIM as R
+from . import merge
+
+if TYPE_CHECKING:
+    from ..spec import VariantSpec
+
+
+class Tma(NamedTuple):
+    """Planes of Q and of the cache: content, RoPE."""
+
+    q: tuple
+    kv: tuple
+
+
+class Gmem(NamedTuple):
+    """Tensors that are read and written without TMA."""
+
+    q_scale: cute.Tensor  # (b, s_q, h)
+    scale: cute.Tensor  # (pages, P)
+    work: Work
+    results: Results
+
+
+class Fp8Entry:
+    """TMA descriptors, the launch, and the merge behind it.
+
+    A subclass has ``layouts()`` with the shared-memory layouts ``q`` and ``k`` (content and RoPE),
+    ``storage(layouts)`` and the kernel, ``kernel(tma, gmem, call)``.
+
+    Attributes:
+        spec: the variant; a CTA, or a cluster of ``spec.cluster``, owns ``spec.row_tile`` rows.
+        loads: its producers.
+        threads: of a CTA.
+    """
+
+    def __init__(self, spec: VariantSpec, loads: PagedTma, threads: int):
+        self.spec, self.loads, self.threads = spec, loads, threads
+
+    @cute.jit
+    def __call__(
+        self,
+        q_nope: cute.Tensor, q_rope: cute.Tensor, q_scale: cute.Tensor, content: cute.Tensor,
+        rope: cute.Tensor, scale: cute.Tensor, block_table: cute.Tensor,
+        cache_seqlens: cute.Tensor, work_items: cute.Tensor, part_begin: cute.Tensor,
+        split_begin: cute.Tensor, out: cute.Tensor, lse: cute.Tensor, o_accum: cute.Tensor,
+        lse_accum: cute.Tensor, softmax_scale: Float32, causal: Int32, lse_factor: Float32,
+        empty_lse: Float32, may_split: Int32, stream,
+    ):  # fmt: skip
+        layouts, loads = self.layouts(), self.loads
+        self.Storage = self.storage(layouts)
+        tma = Tma(
+            loads.load_q((q_nope, q_rope), layouts.q), loads.load_kv((content, rope), layouts.k)
+        )
+        gmem = Gmem(
+            q_scale, scale, Work(block_table, cache_seqlens, work_items, part_begin),
+            Results(out, lse, o_accum, lse_accum),
+        )  # fmt: skip
+        rows = q_nope.shape[1] * q_nope.shape[2]
+        call = Call(q_nope.shape[2], rows, softmax_scale, causal, lse_factor, empty_lse)
+        cluster = self.spec.cluster
+        self.kernel(tma, gmem, call).launch(
+            grid=(cute.ceil_div(rows, self.spec.row_tile) * cluster,
+                  cute.size(part_begin) - 1, 1),
+            block=(self.threads, 1, 1), cluster=(cluster, 1, 1),
+            stream=stream, min_blocks_per_mp=1, use_pdl=True,
+        )  # fmt: skip
+        if may_split != 0:  # on the host: the caller knows when no plan could cut a sequence
+            merge.merge(
+                o_accum, lse_accum, split_begin, out, lse, lse_factor, empty_lse, stream
+            )  # fmt: skip
+
+
+def fake_args(spec: VariantSpec) -> dict[str, Any]:
+    """Symbolic arguments of the exported function by name, in the order of ``__call__``."""
+    names = ["b", "s_q", "h", "pages", "width", "n_items", "parts_plus_1", "slots", "rows_pad"]
+    b, s_q, h, pages, width, items, parts1, slots, rows_pad = (
+        compat.sym(name=name) for name in names
+    )
+    free = compat.sym64
+    return {
+        "q_nope": compat.contiguous(U8, (b, s_q, h, D)),
+        "q_rope": compat.contiguous(BF16, (b, s_q, h, R)),
+        "q_scale": compat.strided(Float32, (b, s_q, h), (free(), free(), free()), 4),
+        **compat.cache_fakes(pages, spec.page_size),
+        "block_table": compat.strided(Int32, (b, width), (free(), 1), 4),
+        "cache_seqlens": compat.vector(Int32, b),
+        "work_items": compat.contiguous(Int32, (items, 4)),
+        "part_begin": compat.vector(Int32, parts1),
+        "split_begin": compat.vector(Int32, compat.sym(name="b_plus_1")),
+        "out": compat.contiguous(compat.dtype(spec.out_dtype), (b, s_q, h, D)),
+        "lse": compat.contiguous(Float32, (b, h, s_q), 4),
+        "o_accum": compat.contiguous(Float32, (slots, rows_pad, D)),
+        "lse_accum": compat.contiguous(Float32, (slots, rows_pad), 4),
+        "softmax_scale": Float32(1.0),
+        "causal": Int32(1),
+        "lse_factor": Float32(1.0),
+        "empty_lse": Float32(0.0),
+        "may_split": Int32(1),
+    }
+
+
+@cute.jit
+def row_facts(work_list, gmem, call, batch, row):
+    """(factor of the logits in log2 units, number of visible tokens) of one query row."""
+    scale_of = lambda b, s, head: gmem.q_scale[b, s, head]
+    return work_list.row_facts(gmem.work, call, batch, row, scale_of)
