@@ -195,7 +195,7 @@ class HostModule:
             raise self._error
 
 
-class _CudaDlpack:
+class CudaDlpack:
     """DLPack producer that reports a CPU tensor as living on CUDA device 0, strides untouched."""
 
     def __init__(self, tensor: Any) -> None:
@@ -227,4 +227,4 @@ def as_cuda(tensor: Any) -> Any:
     """A TVM-FFI tensor over the memory of a CPU torch tensor that claims to be on CUDA device 0."""
     import tvm_ffi
 
-    return tvm_ffi.from_dlpack(_CudaDlpack(tensor))
+    return tvm_ffi.from_dlpack(CudaDlpack(tensor))

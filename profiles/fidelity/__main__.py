@@ -40,7 +40,9 @@ LEAST = 30.0  # seconds that training is begun with
 app = typer.Typer(
     add_completion=False, help="The accuracy study (docs/fidelity.md).", no_args_is_help=True
 )
-console = Console(width=None if Console().is_terminal else 140, highlight=False, emoji=False)
+console = Console(
+    width=None if Console().is_terminal else 140, highlight=False, markup=False, emoji=False
+)
 
 Work = Annotated[Path, typer.Option(help="corpus, training states, checkpoints")]
 Out = Annotated[Path, typer.Option(help="JSON of the parts")]
@@ -58,8 +60,7 @@ def corpus_of(size: str, work: Path) -> Corpus:
     tokens = corpus.listing["tokens"]
     console.print(
         f"corpus: {tokens['train'] / 1e6:.1f} M tokens ({corpus.tokenizer.kind}), held out "
-        f"{tokens['held'] / 1e6:.2f} M of {', '.join(held)}; {time.monotonic() - begin:.0f} s",
-        markup=False,
+        f"{tokens['held'] / 1e6:.2f} M of {', '.join(held)}; {time.monotonic() - begin:.0f} s"
     )
     return corpus
 
@@ -78,7 +79,7 @@ def trained(
         device = device_of(size)
         trainer = Trainer(name, RECIPES[size], corpus, seed, work, device, compiled)
         if not trainer.run(limit - (time.monotonic() - begin), console):
-            console.print(f"{name}: stopped at step {trainer.step}, call again", markup=False)
+            console.print(f"{name}: stopped at step {trainer.step}, call again")
             return False
     facts = json.loads((work / f"{name}.json").read_text())
     record = {"model": name, "kind": size, "part": "training", "data": {}} | facts
@@ -104,7 +105,7 @@ def study_of(name: str, size: str, work: Path) -> Study:
     )
     study.check_peers()
     for skipped, reason in study.skipped.items():
-        console.print(f"{name}: without {skipped}: {reason}", markup=False)
+        console.print(f"{name}: without {skipped}: {reason}")
     return study
 
 
@@ -135,7 +136,7 @@ def run_all(
             study = study or study_of(name, size, work)
             result = evaluate(study, part)
             write_result(out, result)
-            console.print(f"{name}: {part} in {result['seconds']} s", markup=False)
+            console.print(f"{name}: {part} in {result['seconds']} s")
     return True
 
 
@@ -144,7 +145,7 @@ def report(out: Path) -> list[gates.Gate]:
     found = gates.gates(read_results(out))
     write_atomic(out / "gates.md", "# The study's acceptance\n\n" + gates.page(found))
     for gate in found:
-        console.print(f"{gate.verdict:13} {gate.name}: {gate.claim}", markup=False)
+        console.print(f"{gate.verdict:13} {gate.name}: {gate.claim}")
     return found
 
 
@@ -202,7 +203,7 @@ def judge(out: Out = RESULTS) -> None:
 def draw(out: Out = RESULTS, to: Annotated[Path, typer.Option(help="folder")] = DRAWN) -> None:
     """Draw every figure whose part was measured."""
     for path in figures.draw(read_results(out), to):
-        console.print(f"{path}, {path.stat().st_size} bytes", markup=False)
+        console.print(f"{path}, {path.stat().st_size} bytes")
 
 
 @app.command()
@@ -215,9 +216,9 @@ def rehearse(work: Work = WORK / "rehearsal") -> None:
     report(out)
     wrong = off(gates.Results(read_results(out)))
     for line in wrong:
-        console.print(f"off: {line}", markup=False)
+        console.print(f"off: {line}")
     if not wrong:
-        console.print(in_short(gates.Results(read_results(out))), markup=False)
+        console.print(in_short(gates.Results(read_results(out))))
     raise typer.Exit(1 if wrong else 0)
 
 

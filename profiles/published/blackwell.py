@@ -139,13 +139,13 @@ def pretend(compile_: Callable[..., Any]) -> Iterator[Comparisons]:
     import cutlass.utils as utils
     import tvm_ffi
 
-    from softgpu.runtime import _CudaDlpack
+    from softgpu.runtime import CudaDlpack
 
     real_from_dlpack = runtime.from_dlpack
 
     def from_dlpack(tensor: Any, *rest: Any, **named: Any) -> Any:
         named.pop("enable_tvm_ffi", None)
-        made = real_from_dlpack(_CudaDlpack(tensor), *rest, **named)
+        made = real_from_dlpack(CudaDlpack(tensor), *rest, **named)
         made.softgpu_source = tensor
         return made
 
