@@ -353,11 +353,13 @@ class Machine:
         for c in resident:
             for w in (w for w in c.warps if not w.done):
                 for g in w.groups:
-                    ins = kernel.code[g.pc]
+                    behind = g.wait is not None and not g.wait.retry
+                    pc = g.pc - 1 if behind else g.pc
+                    ins = kernel.code[pc]
                     why = g.wait.text() if g.wait is not None else "runs: " + ins.text
                     lanes = 32 if g.mask is True else int(g.mask.sum())
                     lines.append(
-                        f"  {w.block} warp {w.index} ({lanes} lanes) pc {g.pc} "
+                        f"  {w.block} warp {w.index} ({lanes} lanes) pc {pc} "
                         f"{kernel.where(ins)}: {why}"
                     )
             for address, b in sorted(c.mbarriers.items()):

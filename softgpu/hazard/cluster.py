@@ -53,6 +53,7 @@ class ClusterHazards:
         number: of the cluster, from 1; 0 means nobody in shadows of global memory.
         pending: by rank, what may still touch a block's shared memory when it ends:
             component -> (time, event).
+        ended: event of the last exit of each block.
         barrier, barrier_done: what the arrivals at barrier.cluster published, those of the open
             and of the last completed generation.
     """
@@ -73,6 +74,7 @@ class ClusterHazards:
         self.barrier_done: Stamp | None = None
         self.pending: list[dict[int, tuple[int, int]]] = [{} for _ in range(cluster.size)]
         self._steps = {n: np.arange(n >> self.shift) for n in (1, 2, 4, 8, 16, 32)}
+        self.ended = [0] * cluster.size
         self._exits: list[Stamp | None] = [None] * cluster.size
 
     def cluster_complete(self) -> None:
@@ -97,8 +99,9 @@ class ClusterHazards:
         return slice(first, first + max(nbytes >> self.shift, 1))
 
     # ---- end of a block ------------------------------------------------------------------------
-    def leave(self, rank: int, stamp: Stamp) -> None:
-        """Threads of block ``rank`` exit and publish ``stamp``."""
+    def leave(self, rank: int, stamp: Stamp, event: int) -> None:
+        """Threads of block ``rank`` exit, in ``event``, and publish ``stamp``."""
+        self.ended[rank] = event
         self._exits[rank] = joined(self._exits[rank], stamp)
 
     def block_done(self, rank: int) -> None:

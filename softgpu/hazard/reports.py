@@ -183,9 +183,13 @@ class Reports:
         self.machine.hazard(
             "exited-block", "distributed shared memory of a block that has ended is accessed",
             f"shared memory of block {self.owner.cluster.blocks[rank].ctaid}",
-            [self.here(warp, "access", lane_text(lane))],
+            [self._end(rank), self.here(warp, "access", lane_text(lane))],
             "blocks of a cluster must not end before the last access to them",
         )  # fmt: skip
+
+    def _end(self, rank: int) -> Event:
+        """The last exit of block ``rank``, which has ended."""
+        return self.event("end of the block", self.owner.ended[rank], -1)
 
     def exit_in_flight(self, rank: int, comp: int, time: int, event: int) -> None:
         """Block ``rank`` ends and nothing says that the work (comp, time) on it is over."""
@@ -193,7 +197,7 @@ class Reports:
             "exit-in-flight",
             "a block ends while an access to its shared memory may still be on its way",
             f"shared memory of block {self.owner.cluster.blocks[rank].ctaid}",
-            [self.event("access", event, comp, self.note_of(comp, time))],
+            [self.event("access", event, comp, self.note_of(comp, time)), self._end(rank)],
             "wait for the operation (or a cluster barrier) before the block's last warp exits",
         )  # fmt: skip
 

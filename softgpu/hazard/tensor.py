@@ -301,14 +301,13 @@ class WarpTensor:
     def _shared_operands(self, op: TensorOp, issuer: Issuer) -> None:
         """Operands in shared memory: read by the async proxy until a commit's phase."""
         cluster, component = self.owner.owner, self.columns.first + issuer.agent
+        for rank in {c.rank for c in op.writes} | {rank for rank, _, _ in op.shared}:
+            self._busy(rank, issuer, component)
         for _, chunks, form in op.shared:
             idx = cluster.granules(chunks.reshape(-1) << 4, 16)
             self.owner.async_read(issuer.lane, idx, component, issuer.issued)
             if form and FORMAT in self.tensor.rules:
                 self._check_format(idx if idx.ndim == 1 else idx[:, 0], form, issuer)
-        ranks = {c.rank for c in op.writes} | {rank for rank, _, _ in op.shared}
-        for rank in ranks:
-            self._busy(rank, issuer, component)
 
     def _check_format(self, granules: Index, form: str, issuer: Issuer) -> None:
         """Nobody means the same bytes, chunks by their first granules, in another format."""

@@ -262,4 +262,4 @@ class WarpHazards:
     # ---- end -----------------------------------------------------------------------------------
     def exit(self, m: Any) -> None:
         """Lanes ``m`` exit."""
-        self.owner.leave(self.warp.block.rank, self.clock.release(m))
+        self.owner.leave(self.warp.block.rank, self.clock.release(m), self.event)

@@ -200,10 +200,10 @@ COPIES = {
         "exit-in-flight",
         f"@%p51 {ST} [%r2], 1; fence.proxy.async; bar.sync 0; @%p50 {STORE}"
         f"@%p50 cp.async.bulk.commit_group; {GAP}",
-        "@%p50 cp.async.bulk.wait_group.read 0;", events=("cp.async.bulk.global",),
+        "@%p50 cp.async.bulk.wait_group.read 0;", events=("cp.async.bulk.global", "ret"),
     ),
     "exit with a copy on its way": Case(
-        "exit-in-flight", f"{INIT} {EXPECT} {COPY} {GAP}", wait(), events=("cp.async.bulk",)
+        "exit-in-flight", f"{INIT} {EXPECT} {COPY} {GAP}", wait(), events=("cp.async.bulk", "ret")
     ),
     "phase complete with a copy on its way": Case(
         "wrong-tx-count",
@@ -217,11 +217,11 @@ COPIES = {
 CLUSTERS = {
     "access to a block that may have ended": Case(
         "exit-in-flight", REMOTE.replace("<rank>", "1") + GAP, CLUSTER,
-        events=("st.shared::cluster",), launch={"grid": 2, "cluster": 2, "block": 32},
+        events=("st.shared::cluster", "ret"), launch={"grid": 2, "cluster": 2, "block": 32},
     ),
     "access to a block that has ended": Case(
         "exited-block", REMOTE.replace("<rank>", "0") + GAP, CLUSTER,
-        events=("st.shared::cluster",), launch={"grid": 2, "cluster": 2, "block": 32},
+        events=("ret", "st.shared::cluster"), launch={"grid": 2, "cluster": 2, "block": 32},
     ),
     "remote write, local read": Case(
         "race",

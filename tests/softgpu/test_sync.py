@@ -173,7 +173,9 @@ def test_deadlock_report_names_what_is_waited_for() -> None:
     shr.u32 %r2, %r51, 5; setp.eq.s32 %p1, %r2, 0; @%p1 bra OTHER;
     .loc 1 77 3
     W: mbarrier.try_wait.parity.shared.b64 %p4, [%r50], 0; @!%p4 bra W;
+    .loc 1 78 3
     OTHER: bar.sync 2, 64;
+    .loc 1 79 3
     """
     )
     with pytest.raises(Deadlock) as error:
@@ -183,6 +185,8 @@ def test_deadlock_report_names_what_is_waited_for() -> None:
     assert "pending 1 of 1" in text
     assert "barrier 2: 32 of 64 threads have arrived" in text
     assert "warp 1" in text and "PTX line" in text
+    [barrier] = [x for x in text.splitlines() if "barrier 2: " in x]
+    assert ":78 (PTX line" in barrier, barrier
 
 
 def test_spinning_without_effect_is_reported() -> None:

@@ -132,7 +132,8 @@ COMPLETION = {  # T1: mma and cp are complete when a commit's phase is
         f"{WAIT} {AFTER}", events=(MMA_T, LD_T),
     ),
     "exit before the phase": Case(
-        "exit-in-flight", f"{MMA} {COMMIT} {GAP}", f"{WAIT} {END}", "exit;", events=(MMA_T,)
+        "exit-in-flight", f"{MMA} {COMMIT} {GAP}", f"{WAIT} {END}", "exit;",
+        events=(MMA_T, "exit"),
     ),
 }  # fmt: skip
 

@@ -98,11 +98,11 @@ CASES = {
     ),
     "the peer has ended": Case(  # barrier.cluster does not wait for threads that have exited
         "exited-block", f"{GAP} {CLUSTER} {MMA} {COMMIT} {WAIT} {END}", "", "@%p53 exit;",
-        events=(MMA_T,),
+        events=("exit", MMA_T),
     ),
     "the peer may end before the mma does": Case(
         "exit-in-flight", f"{MMA} {COMMIT} {CLUSTER} {GAP} {END}", WAIT, "@%p53 exit;",
-        events=("tcgen05",), some=True,
+        events=("tcgen05", "exit"), some=True,
     ),
     "dealloc in the peer": Case(
         "early-dealloc",

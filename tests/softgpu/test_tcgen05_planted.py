@@ -1,46 +1,24 @@
 """Bugs planted into a tcgen05 program (tests/support/ws_chain.py), and what is said about each.
 
-As in ``test_planted``: a test changes instructions of the built program's PTX, found by what they
-are and by the text of their source line, and expects the report.  A bug in the life of a CTA's peer
-is in ``test_tcgen05_hazards_pairs``.
+As in ``test_planted``; bugs between the two CTAs of a pair are in ``test_tcgen05_planted_pair``.
 """
 
 from __future__ import annotations
-
-import os
-import re
-import subprocess
-import sys
-from collections.abc import Iterable
-from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
 
 import softgpu
-from codegen import artifacts
 from softgpu import mutate
-from softgpu.ptx import Instr, Reg
 from tests.support.needs import needs_compiler
+from tests.support.planting import Bench, Source, at, check, granted, with_operand
 
 pytestmark = needs_compiler
-SOURCE = Path(__file__).parents[1] / "support" / "ws_chain.py"
+SOURCE = Source("ws_chain")
 TILES, ROWS, TOKENS, WIDTH, ROPE = 4, 64, 64, 256, 64
 BLOCK = 64 * 128  # bytes from one block of 128 channels of a tile to the next
-SCHEDULES = [(mode, seed) for mode in ("early", "late", "random") for seed in (None, *range(1, 7))]
 
-
-def line(text: str, after: str = "") -> str:
-    """``ws_chain.py:12``: the first line with ``text``, behind the first line with ``after``."""
-    seen = not after
-    for number, content in enumerate(SOURCE.read_text().splitlines(), 1):
-        if seen and text in content:
-            return f"{SOURCE.name}:{number}"
-        seen = seen or after in content
-    raise AssertionError(f"no line with {text!r} behind {after!r}")
-
-
+line = SOURCE.line
 LOAD_K = line("cute.copy(atom, dg[None, i]")
 QK, QK_ROPE = line("prim.tcgen05_mma_ws(content"), line("prim.tcgen05_mma_ws(rope")
 PK = line("prim.tcgen05_mma_ws(weighed")
@@ -53,62 +31,10 @@ ALLOC, PERMIT = line("alloc_tmem("), line("relinquish_tmem")
 LAST_BARRIER, DEALLOC = line("cute.arch.sync_threads()", "self.finish"), line("dealloc_tmem(")
 
 
-@dataclass
-class Bench:
-    """The program with one input, and the oracle's result for it."""
-
-    kernel: softgpu.LoadedKernel
-    arguments: list[torch.Tensor]
-    want: torch.Tensor
-
-    @property
-    def entry(self) -> str:
-        return self.kernel.entry
-
-    def all(self, opcode: str, source: str) -> list[Instr]:
-        found = mutate.matching(self.kernel.program(self.entry), opcode, source)
-        assert found, f"no {opcode} at {source}"
-        return found
-
-    def result(self, mode: str, seed: int | None, hazards: str = "raise") -> torch.Tensor:
-        self.kernel.options = softgpu.Options(hazards=hazards, asynchronous=mode, seed=seed)
-        out = torch.full_like(self.want, torch.nan)
-        self.kernel(*self.arguments, out)
-        return out
-
-    def right(self) -> bool:
-        """A run with the kernel's present options, for ``mutate.study``."""
-        out = torch.full_like(self.want, torch.nan)
-        self.kernel(*self.arguments, out)
-        return torch.allclose(out, self.want, rtol=1e-5, atol=1e-5)
-
-    def broken(
-        self, changes: dict[int, str], mode: str = "early", seed: int | None = None
-    ) -> softgpu.SoftGpuError:
-        with (
-            mutate.planted(self.kernel, self.entry, changes),
-            pytest.raises(softgpu.SoftGpuError) as error,
-        ):
-            self.result(mode, seed)
-        return error.value
-
-    def reports(self, changes: dict[int, str], seeds: Iterable[int]) -> set[tuple[str, ...]]:
-        """(kind, source lines) of the hazards under several schedules; each finds something."""
-        errors = [self.broken(changes, "random", seed) for seed in seeds]
-        hazards = [e for e in errors if isinstance(e, softgpu.Hazard)]
-        return {(e.kind, *(event.source for event in e.events)) for e in hazards}
-
-
 @pytest.fixture(scope="module")
 def chain(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     """Built for sm_100a; the oracle is a float64 matrix product, exact for these small integers."""
-    directory = tmp_path_factory.mktemp("ws_chain")
-    subprocess.run(
-        [sys.executable, "-m", "tests.support.ws_chain", str(directory)], check=True, timeout=300,
-        cwd=directory,
-        env={**os.environ, "PYTHONPATH": str(artifacts.ROOT), "CUTE_DSL_ARCH": "sm_100a"},
-    )  # fmt: skip
-    kernel = softgpu.load(directory / "ws_chain.o", directory / "ws_chain.ptx", "ws_chain")
+    kernel = SOURCE.build(tmp_path_factory.mktemp(SOURCE.name))
     generator, f8 = torch.Generator().manual_seed(3), torch.float8_e4m3fn
 
     def integers(*shape: int) -> torch.Tensor:
@@ -122,36 +48,11 @@ def chain(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     return Bench(kernel, arguments, (p @ k).sum(0).float())
 
 
-def check(error: softgpu.SoftGpuError, kind: str, *sources: str) -> None:
-    """``error`` is a hazard of that kind between instructions of these source lines."""
-    assert isinstance(error, softgpu.Hazard), error
-    assert (error.kind, [e.source for e in error.events]) == (kind, list(sources)), error
-    for event in error.events:
-        assert f"{event.source} (PTX line {event.ptx_line})" in str(error)
-
-
-def at(error: softgpu.SoftGpuError, kind: type[Exception], source: str, text: str) -> None:
-    """``error`` is a fault of that kind, at this source line, and says ``text``."""
-    assert type(error) is kind and source in str(error) and text in str(error), error
-
-
-def with_operand(mma: Instr, number: int, change: str) -> str:
-    """The mma with its register operand ``number`` changed: ``change`` makes ``n`` from it."""
-    operand = mma.args[number]
-    assert isinstance(operand, Reg)
-    width = "b64" if operand.name.startswith("%rd") else "b32"
-    text, count = re.subn(re.escape(operand.name) + r"(?!\d)", "n", mma.text)
-    assert count == 1, mma.text
-    return f"{{ .reg .{width} n; {change.format(operand.name)} {text}; }}"
-
-
 modes = pytest.mark.parametrize("mode", ["early", "late"])
 
 
 def test_every_schedule_gives_one_clean_result(chain: Bench) -> None:
-    assert len(SCHEDULES) > 20
-    for mode, seed in SCHEDULES:
-        assert torch.equal(chain.result(mode, seed), chain.want), (mode, seed)
+    chain.check_schedules()
 
 
 # ---- the order of instructions -------------------------------------------------------------------
@@ -174,9 +75,7 @@ def test_commit_before_the_last_mma(chain: Bench, mode: str) -> None:
 
 def test_slot_of_s_used_again(chain: Bench) -> None:
     [wait] = chain.all("mbarrier.try_wait", S_WAIT)
-    [done] = [x for x in wait.args[:1] if isinstance(x, Reg)]
-    changes = {wait.pc: f"setp.eq.u32 {done.name.split('@')[0]}, 0, 0"}
-    found = chain.reports(changes, range(8))
+    found = chain.reports({wait.pc: granted(wait)}, range(8))
     assert ("overwrite-in-use", LOAD_S, QK) in found, found
 
 

@@ -9,13 +9,11 @@ Roles           warps 0-3 math: S -> P, O to memory | warp 4 loads | warp 5 Q K 
 Tensor memory   O 128 columns, zeros at first | S 32 | Q content 64, by tcgen05.cp
 Shared memory   Q, Q RoPE | 2 stages of K and its RoPE | P
 
-    python -m tests.support.ws_chain OUT       writes OUT/ws_chain.o and .ptx; CUTE_DSL_ARCH=sm_100a
+Built as ``tests.support.dsl_program`` says.
 """
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import cutlass
@@ -24,14 +22,14 @@ import cutlass.memory
 import cutlass.utils.blackwell_helpers as sm100
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
-from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
 from cutlass.experimental import primitives as prim
+
+from tests.support.dsl_program import SW, at, command, desc, fake, lanes, rows_first, sides
 
 F8, BF = cutlass.Float8E4M3FN, cutlass.BFloat16
 M, N, D, R = 64, 64, 256, 64  # rows, tokens of a tile, content and RoPE channels
 STAGES, MATH = 2, 128  # tiles in flight; threads that do the arithmetic
 T_O, T_S, T_Q, COLUMNS = 0, 128, 192, 256  # tensor memory
-SW = prim.Tcgen05SmemSwizzle
 Q_FULL, K_FULL, K_EMPTY, S_FULL, S_EMPTY, P_FULL, P_EMPTY, O_FULL, BARRIERS = (
     0, 1, 1 + STAGES, 1 + 2 * STAGES, 2 + 2 * STAGES, 3 + 2 * STAGES, 4 + 2 * STAGES,
     5 + 2 * STAGES, 6 + 2 * STAGES,
@@ -50,16 +48,6 @@ class Cta(NamedTuple):
     p: Any
     tmem: Any
     tiles: Any
-
-
-def desc(address, lbo: int, sbo: int, layout):
-    return prim.Tcgen05SmemDesc.build(
-        address, leading_byte_offset=lbo, stride_byte_offset=sbo, layout=layout
-    )
-
-
-def at(address, dtype=Int32):
-    return prim.make_tmem_ptr(address, dtype)
 
 
 def idesc(dtype, n: int, **kw):
@@ -82,9 +70,7 @@ class Chain:
         for i, (t, dtype, x, stages) in enumerate(
             ((q, F8, D, 1), (qr, BF, R, 1), (kv, F8, D, STAGES), (kr, BF, R, STAGES))
         ):
-            g = cute.make_tensor(
-                cute.recast_ptr(t.iterator, dtype=dtype), cute.select(t.layout, mode=[1, 2, 0])
-            )
+            g = rows_first(t, dtype)
             layout = sm100.make_smem_layout_a(mmas[i % 2], (M, N, x), dtype, stages)
             tile = cute.slice_(layout, (None, None, None, 0))
             atoms.append(
@@ -226,7 +212,7 @@ class Chain:
         """O = 0."""
         zeros = cutlass.Vector.from_elements([Int32(0) for _ in range(32)], Int32)
         for c in cutlass.range_constexpr(0, D // 2, 32):
-            prim.tcgen05_st("32x32b", at(lanes(cta) + T_O + c), zeros)
+            prim.tcgen05_st("32x32b", at(lanes(cta.tmem) + T_O + c), zeros)
         prim.tcgen05_wait(prim.Tcgen05Wait.STORE)
 
     @cute.jit
@@ -235,7 +221,7 @@ class Chain:
         tidx, _, _ = cute.arch.thread_idx()
         cute.arch.mbarrier_wait(cta.bars + S_FULL, i & 1)
         prim.tcgen05_fence(prim.Tcgen05Fence.AFTER_THREAD_SYNC)
-        s = prim.tcgen05_ld("32x32b", at(lanes(cta) + T_S, Float32), num=N // 2)
+        s = prim.tcgen05_ld("32x32b", at(lanes(cta.tmem) + T_S, Float32), num=N // 2)
         prim.tcgen05_wait(prim.Tcgen05Wait.LOAD)
         prim.tcgen05_fence(prim.Tcgen05Fence.BEFORE_THREAD_SYNC)
         cute.arch.mbarrier_arrive(cta.bars + S_EMPTY)
@@ -260,7 +246,7 @@ class Chain:
         tidx, _, _ = cute.arch.thread_idx()
         cute.arch.mbarrier_wait(cta.bars + O_FULL, 0)
         prim.tcgen05_fence(prim.Tcgen05Fence.AFTER_THREAD_SYNC)
-        part = prim.tcgen05_ld("32x32b", at(lanes(cta) + T_O, Float32), num=D // 2)
+        part = prim.tcgen05_ld("32x32b", at(lanes(cta.tmem) + T_O, Float32), num=D // 2)
         prim.tcgen05_wait(prim.Tcgen05Wait.LOAD)
         for v in cutlass.range_constexpr(D // 2):
             o[tidx % M, tidx // M * (D // 2) + v] = part[v]
@@ -269,10 +255,7 @@ class Chain:
 def parts(mma, atom, g, s, width):
     """(atom, shared side by stage, global side by tile) of a load of 64 rows."""
     part = mma.get_slice(0).partition_A(cute.local_tile(g, (M, width), (0, 0, None)))
-    sides = cpasync.tma_partition(
-        atom, 0, cute.make_layout(1), cute.group_modes(s, 0, 3), cute.group_modes(part, 0, 3)
-    )
-    return (atom, *sides)
+    return sides(atom, s, part)
 
 
 def store_16(address, words):
@@ -280,26 +263,9 @@ def store_16(address, words):
     prim.store_ext(words, cutlass.Array(address, dtype=Int32, shape=(4,), addrspace=3))
 
 
-def lanes(cta):
-    """Address of the 32 lanes that a warp may touch."""
-    return cta.tmem + (cute.arch.make_warp_uniform(cute.arch.warp_idx()) << 21)
-
-
-def build(directory: Path) -> None:
-    def fake(dtype, *shape):
-        order = tuple(reversed(range(len(shape))))
-        return make_fake_compact_tensor(dtype, shape, stride_order=order, assumed_align=16)
-
-    tiles, u8 = cute.sym_int(), cutlass.Uint8
-    compiled = cute.compile(
-        Chain(), fake(u8, 1, M, D), fake(BF, 1, M, R), fake(u8, tiles, N, D), fake(BF, tiles, N, R),
-        fake(Float32, M, D), make_fake_stream(use_tvm_ffi_env_stream=True),
-        options="--enable-tvm-ffi --keep-ptx --generate-line-info",
-    )  # fmt: skip
-    directory.mkdir(exist_ok=True)
-    compiled.export_to_c(str(directory / "ws_chain.o"), function_name="ws_chain")
-    (directory / "ws_chain.ptx").write_text(compiled.__ptx__)
-
-
 if __name__ == "__main__":
-    build(Path(sys.argv[1]))
+    tiles, u8 = cute.sym_int(), cutlass.Uint8
+    command("ws_chain", Chain(), (
+        fake(u8, 1, M, D), fake(BF, 1, M, R), fake(u8, tiles, N, D), fake(BF, tiles, N, R),
+        fake(Float32, M, D),
+    ))  # fmt: skip
