@@ -62,10 +62,10 @@ def fake(dtype, *shape):
 def command(name: str, program: Any, arguments: Sequence[Any]) -> None:
     """Compiles ``program`` for these arguments and a stream into the directory ``sys.argv[1]``."""
     directory = Path(sys.argv[1])
+    directory.mkdir(exist_ok=True)
     compiled = cute.compile(
         program, *arguments, make_fake_stream(use_tvm_ffi_env_stream=True),
-        options="--enable-tvm-ffi --keep-ptx --generate-line-info",
+        options=f"--enable-tvm-ffi --keep-ptx --generate-line-info --dump-dir={directory}",
     )  # fmt: skip
-    directory.mkdir(exist_ok=True)
     compiled.export_to_c(str(directory / f"{name}.o"), function_name=name)
     (directory / f"{name}.ptx").write_text(compiled.__ptx__)

@@ -87,9 +87,10 @@ def main() -> None:
 
     count = len(DESCRIPTORS) + len(INSTRUCTIONS)
     fake = make_fake_compact_tensor(Int64, (count,), assumed_align=16)
-    compiled = cute.compile(host, fake, options="--enable-tvm-ffi --keep-ptx")
     words = torch.zeros(count, dtype=torch.int64)
     with tempfile.TemporaryDirectory() as folder:
+        options = f"--enable-tvm-ffi --keep-ptx --dump-dir={folder}"
+        compiled = cute.compile(host, fake, options=options)
         path = Path(folder, "words.o")
         compiled.export_to_c(str(path), function_name="words")
         path.with_suffix(".ptx").write_text(compiled.__ptx__)
