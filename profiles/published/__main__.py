@@ -12,7 +12,6 @@ DIR holds the folders named in ``programs.SOURCES``: ``cutlass`` (a checkout), `
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import importlib
 import importlib.util
@@ -27,13 +26,17 @@ import traceback
 import types
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from .programs import PROGRAMS, SOURCES, Program
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "build" / "published"
-SEEDS = (0, 1)
+SEEDS = 2
+
+app = typer.Typer(add_completion=False, help=__doc__, no_args_is_help=True)
 
 
 class _Nothing(types.ModuleType):
@@ -130,58 +133,71 @@ def verdict(
     return "passes"
 
 
-def run(arguments: argparse.Namespace) -> int:
+Folder = Annotated[
+    Path,
+    typer.Option("--from", help="local copies of the programs", exists=True, file_okay=False),
+]
+Seeds = Annotated[int, typer.Option(min=0, help="random schedules")]
+Hazards = Annotated[bool, typer.Option("--hazards/--no-hazards", help="check for hazards")]
+
+
+def _known(names: list[str]) -> list[str]:
+    if unknown := set(names) - PROGRAMS.keys():
+        known = ", ".join(PROGRAMS)
+        raise typer.BadParameter(f"no program {', '.join(sorted(unknown))}; there are {known}")
+    return names
+
+
+@app.command("list")
+def list_() -> None:
+    """The programs and what each shows."""
+    for program in PROGRAMS.values():
+        print(f"{program.name:32} {program.shows}")
+
+
+@app.command()
+def run(
+    folder: Folder,
+    names: Annotated[list[str] | None, typer.Argument(help="programs; all by default")] = None,
+    seeds: Seeds = SEEDS,
+    hazards: Hazards = True,
+    verbose: Annotated[bool, typer.Option(help="print tracebacks")] = False,
+) -> None:
+    """Runs programs, each in a process of its own.  Exit status 1: one did not pass."""
     RESULTS.mkdir(parents=True, exist_ok=True)
     failed = 0
-    for name in arguments.names or PROGRAMS:
+    for name in _known(names or []) or PROGRAMS:
         command = [sys.executable, "-m", "profiles.published", "one", name]
-        command += ["--from", str(arguments.folder), "--seeds", str(arguments.seeds)]
-        command += [] if arguments.hazards else ["--no-hazards"]
+        command += ["--from", str(folder), "--seeds", str(seeds)]
+        command += [] if hazards else ["--no-hazards"]
         done = subprocess.run(command, cwd=ROOT)
         path = RESULTS / f"{name}.json"
         result = json.loads(path.read_text()) if done.returncode == 0 else {}
         text = result.get("verdict", f"the process ended with {done.returncode}")
         failed += text != "passes"
         print(f"{name:32} {result.get('seconds', 0):6.1f} s  {text}", flush=True)
-        if result.get("error") and arguments.verbose:
+        if result.get("error") and verbose:
             print(result["error"])
-    return 1 if failed else 0
+    raise typer.Exit(1 if failed else 0)
 
 
-def one(arguments: argparse.Namespace) -> int:
-    name = arguments.names[0]
+@app.command()
+def one(name: str, folder: Folder, seeds: Seeds = SEEDS, hazards: Hazards = True) -> None:
+    """Runs one program in this process, for ``run``."""
+    _known([name])
     path = RESULTS / f"{name}.json"
     path.unlink(missing_ok=True)
-    seeds = tuple(range(arguments.seeds))
-    result = run_one(name, arguments.folder, arguments.hazards, seeds)
+    result = run_one(name, folder, hazards, tuple(range(seeds)))
     path.write_text(json.dumps(result, indent=1))
-    return 0
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m profiles.published")
-    parser.add_argument("command", choices=("list", "run", "one", "page"))
-    parser.add_argument("names", nargs="*", metavar="NAME")
-    parser.add_argument("--from", dest="folder", type=Path, help="local copies of the programs")
-    parser.add_argument("--seeds", type=int, default=len(SEEDS), help="random schedules")
-    parser.add_argument("--no-hazards", dest="hazards", action="store_false")
-    parser.add_argument("--verbose", action="store_true", help="print tracebacks")
-    arguments = parser.parse_args()
-    unknown = set(arguments.names) - PROGRAMS.keys()
-    if unknown:
-        parser.error(f"no program {sorted(unknown)}; there are {', '.join(PROGRAMS)}")
-    if arguments.command == "list":
-        print("\n".join(f"{p.name:32} {p.shows}" for p in PROGRAMS.values()))
-        return 0
-    if arguments.command == "page":
-        from .page import write
+@app.command()
+def page() -> None:
+    """Puts the results into profiles/results/tcgen05-programs.md."""
+    from .page import write
 
-        write()
-        return 0
-    if arguments.folder is None:
-        parser.error("--from: which folder holds the programs?")
-    return (run if arguments.command == "run" else one)(arguments)
+    write()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    app()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
-from profiles.published.__main__ import main, verdict
+from profiles.published.__main__ import app, verdict
 from profiles.published.blackwell import CudaOnCpu, relative_l2
 from profiles.published.programs import BF16, E4M3, PROGRAMS, SOURCES, roundings
 
@@ -49,11 +50,19 @@ def test_tensors_on_cuda_are_made_on_the_cpu() -> None:
     assert all(t.device.type == "cpu" for t in there) and host[0] == 0
 
 
-def test_the_command_refuses_what_it_does_not_know(capsys: pytest.CaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["run", "nothing", "--from", "."], "no program nothing; there are 1cta_mma_basic"),
+        (["one", "nothing", "--from", "."], "no program nothing"),
+        (["run"], "--from"),
+        (["run", "--from", "not there"], "not there"),
+    ],
+)
+def test_the_command_refuses_what_it_does_not_know(arguments: list[str], text: str) -> None:
+    done = CliRunner().invoke(app, arguments, env={"COLUMNS": "400", "NO_COLOR": "1"})
+    assert done.exit_code == 2 and text in done.output
+
+
+def test_every_source_has_a_program() -> None:
     assert {p.source for p in PROGRAMS.values()} == SOURCES.keys()
-    for arguments in (["run", "nothing"], ["run"]):
-        with pytest.raises(SystemExit) as end, pytest.MonkeyPatch.context() as patch:
-            patch.setattr("sys.argv", ["published", *arguments])
-            main()
-        assert end.value.code == 2
-    assert "--from" in capsys.readouterr().err
