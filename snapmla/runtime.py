@@ -38,6 +38,7 @@ log = logging.getLogger("snapmla")
 BUNDLE = "bundle.json"  # all records of a bundle's variants
 OLDEST_CUDA = 12  # major that variants can be built for
 _ARCH_OF_CAPABILITY = {(9, 0): "sm_90a", (10, 0): "sm_100a"}
+_NEVER_ON_HARDWARE = ("sm_100a",)
 _kernels: dict[tuple[VariantSpec, str], Kernel] = {}
 _modules: list[Any] = []  # libraries must outlive the functions taken from them
 _lock = threading.RLock()
@@ -88,7 +89,8 @@ def arch_of(device: torch.device) -> str:
     """Compilation target for tensors on ``device``.
 
     CPU tensors run on the software GPU, as ``SNAPMLA_SOFTGPU_ARCH`` (sm_90a by default).
-    Raises UnsupportedDeviceError for other devices.
+    Raises UnsupportedDeviceError for other devices.  Logs a warning, once a device, where the
+    kernels have been executed on the software GPU only.
     """
     if device.type == "cpu":
         return env.SOFTGPU_ARCH.get()
@@ -103,7 +105,13 @@ def arch_of(device: torch.device) -> str:
             f"{torch.cuda.get_device_name(device)} is sm_{capability[0]}{capability[1]}: kernels "
             "are built for sm_90 (Hopper) and sm_100 (Blackwell); snapmla.reference runs anywhere"
         )
-    return _ARCH_OF_CAPABILITY[capability]
+    arch = _ARCH_OF_CAPABILITY[capability]
+    if arch in _NEVER_ON_HARDWARE:
+        log.warning(
+            "%s: the %s kernels have been executed on the software GPU only, never on hardware; "
+            "compare results with snapmla.reference", torch.cuda.get_device_name(device), arch,
+        )  # fmt: skip
+    return arch
 
 
 def kernel(spec: VariantSpec, device_type: str) -> Kernel:

@@ -384,6 +384,25 @@ def test_other_architectures_get_one_sentence(monkeypatch: pytest.MonkeyPatch) -
     )
 
 
+@pytest.mark.parametrize(("capability", "said"), [((9, 0), 0), ((10, 0), 1)])
+def test_kernels_that_no_hardware_has_run_say_so(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capability: tuple[int, int],
+    said: int,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA B200")
+    runtime.arch_of.cache_clear()
+    try:
+        for _ in range(2):
+            runtime.arch_of(torch.device("cuda", 7))
+    finally:
+        runtime.arch_of.cache_clear()
+    texts = [r.getMessage() for r in caplog.records if r.name == "snapmla"]
+    assert len(texts) == said and all("never on hardware" in text for text in texts)
+
+
 def test_missing_variant_names_the_nearest(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Any, no_jit: None
 ) -> None:
