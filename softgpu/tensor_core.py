@@ -63,7 +63,7 @@ class _Operand(NamedTuple):
 
 
 _OPERANDS = {
-    "e4m3": _Operand(-6, 3, np.float32), "e5m2": _Operand(-14, 3, np.float32),
+    "e4m3": _Operand(-6, 3, np.float32), "e5m2": _Operand(-14, 2, np.float32),
     "f16": _Operand(-14, 10, np.float32), "bf16": _Operand(-126, 7, np.float64),
 }  # fmt: skip
 

@@ -67,13 +67,19 @@ def test_torch_model_equals_recorded_hardware(kind: str, record: dict[str, np.nd
         assert (out.view(torch.int32).numpy().view(np.uint32) == record[name]).all(), name
 
 
-@quick
-@given(st.integers(0, 2**31), st.sampled_from([1e-30, 1e-3, 1.0, 1e4, 1e30]))
-def test_torch_and_numpy_models_agree(seed: int, size: float) -> None:
+def random_operands(seed: int, size: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """a, b (8, 64) of any e4m3, an accumulator (8, 8) of about ``size``."""
     generator = torch.Generator().manual_seed(seed)
     codes = torch.randint(0, 256, (16, 64), generator=generator, dtype=torch.uint8)
     a, b = codes[:8].view(FP8), codes[8:].view(FP8)
     acc = torch.randn(8, 8, generator=generator) * size
+    return a, b, acc
+
+
+@quick
+@given(st.integers(0, 2**31), st.sampled_from([1e-30, 1e-3, 1.0, 1e4, 1e30]))
+def test_torch_and_numpy_models_agree(seed: int, size: float) -> None:
+    a, b, acc = random_operands(seed, size)
     want = tensor_core.chain_numpy(
         acc.numpy(), a.float().numpy(), b.float().numpy(), fp8=True
     ).view(np.uint32)
@@ -84,10 +90,7 @@ def test_torch_and_numpy_models_agree(seed: int, size: float) -> None:
 @quick
 @given(st.integers(0, 2**31), st.sampled_from([1e-30, 1e-3, 1.0, 1e4, 1e30]))
 def test_torch_and_numpy_models_of_blackwell_agree(seed: int, size: float) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    codes = torch.randint(0, 256, (16, 64), generator=generator, dtype=torch.uint8)
-    a, b = codes[:8].view(FP8), codes[8:].view(FP8)
-    acc = torch.randn(8, 8, generator=generator) * size
+    a, b, acc = random_operands(seed, size)
     want = acc.numpy()
     for k in (slice(0, 32), slice(32, 64)):
         want = blackwell(want, a[:, k].float().numpy(), b[:, k].float().numpy(), "e4m3")

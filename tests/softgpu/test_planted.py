@@ -24,6 +24,7 @@ from snapmla.testing import selfcheck
 from softgpu import mutate
 from softgpu.ptx import Imm, Instr, Reg, Vec
 from tests.support.needs import needs_compiler
+from tests.support.planting import granted
 
 pytestmark = needs_compiler
 SOURCES = Path(dsl_kernels.__file__).parent
@@ -89,10 +90,7 @@ class Bench:
         self, ins: Instr, mode: str = "early", seed: int | None = None
     ) -> softgpu.SoftGpuError:
         """What it reports without the mbarrier wait ``ins``."""
-        done = ins.args[0]
-        assert isinstance(done, Reg)
-        name = done.name.split("@")[0]
-        return self.broken({ins.pc: f"setp.eq.u32 {name}, 0, 0"}, mode, seed)
+        return self.broken({ins.pc: granted(ins)}, mode, seed)
 
 
 @functools.cache
