@@ -47,7 +47,6 @@ SCHEDULES = 100
 # Instructions whose removal no schedule can notice; docs/software-gpu.md says why.
 EXPLAINED = (
     "griddepcontrol.launch_dependents", "bar.warp.sync", "tcgen05.relinquish_alloc_permit",
-    "tcgen05.wait::ld",
 )  # fmt: skip
 KINDS = {
     "build": "every variant compiled and audited",

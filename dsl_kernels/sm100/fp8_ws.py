@@ -444,6 +444,7 @@ class Ws(Fp8Entry):
         s = umma.load(
             umma.lanes_of(tmem, wwarp) + self.columns.s + sst.index * self.form.share(TILE), tokens
         )
+        umma.wait_loads()
         umma.before_sync()
         cute.arch.sync_warp()  # one lane frees S for all, and the triples are there for all
         if lane == 0:
@@ -539,6 +540,7 @@ class Ws(Fp8Entry):
         for c in cutlass.range_constexpr(chunks):
             x = umma.load(x_at + c * CHUNK, CHUNK)
             if cutlass.const_expr(c == chunks - 1):
+                umma.wait_loads()  # of every chunk; a sum waits for its own registers by itself
                 umma.before_sync()
                 cute.arch.sync_warp()  # one lane frees the half, and the factors, for all
                 if lane == 0:

@@ -131,12 +131,19 @@ def commit(barrier, *, loc=None, ip=None) -> None:
 
 @compat.dsl_user_op
 def load(address, count: int, *, loc=None, ip=None):
-    """``count`` columns from ``address`` on of this thread's lane, as fp32 values, complete."""
-    values = prim.tcgen05_ld(
+    """``count`` columns from ``address`` on of this thread's lane, as fp32 values.
+
+    A use of the values waits for them (9.7.16.6.4.5); the columns are read until ``wait_loads``.
+    """
+    return prim.tcgen05_ld(
         "32x32b", prim.make_tmem_ptr(address, Float32, loc=loc, ip=ip), num=count, loc=loc, ip=ip
     )
+
+
+@compat.dsl_user_op
+def wait_loads(*, loc=None, ip=None) -> None:
+    """All loads of this warp are complete: what they read may be overwritten."""
     prim.tcgen05_wait(prim.Tcgen05Wait.LOAD, loc=loc, ip=ip)
-    return values
 
 
 # ------------------------------------------------------------------------------- order (9.7.16.6)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -315,6 +316,14 @@ def test_digest_sees_contents_and_names(tmp_path: Path, monkeypatch: pytest.Monk
         found.append(prove.digest("a"))
     prove.digest.cache_clear()
     assert len(set(found[:3])) == 3 and found[2] == found[3]
+
+
+def test_the_page_explains_what_may_survive() -> None:
+    """Tables of survivors in docs/software-gpu.md name what ``EXPLAINED`` lets pass, no more."""
+    text = (prove.ROOT / "docs/software-gpu.md").read_text()
+    section = text.partition("\n## Mutation")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| [^|`]*`([\w.:]+)`[^|]* \| \S.* \|$", section, re.MULTILINE)
+    assert set(rows) == set(prove.EXPLAINED)
 
 
 def test_files_that_ask_for_the_matrix_are_found() -> None:
