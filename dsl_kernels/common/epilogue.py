@@ -9,6 +9,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from ..dims import KV_LORA_RANK as D
+from ..dims import PARTIAL_ROW
+from . import partials
 
 
 class Results(NamedTuple):
@@ -16,7 +18,7 @@ class Results(NamedTuple):
 
     out: cute.Tensor  # (b, s_q, h, 512)
     lse: cute.Tensor  # (b, h, s_q)
-    o_accum: cute.Tensor  # (slots, rows_pad, 512)
+    o_accum: cute.Tensor  # (slots, rows_pad, PARTIAL_ROW) fp16, see partials.py
     lse_accum: cute.Tensor  # (slots, rows_pad)
 
 
@@ -45,16 +47,24 @@ def finish_row(results, call, batch, slot, row, row_sum, frame):
 
 
 @cute.jit
-def write_run(results, call, batch, slot, row, channel, values):
-    """Neighbouring normalised channels of a row: into ``out``, or the split's slot.
+def write_run(results, call, batch, row, channel, values):
+    """Neighbouring normalised channels of a row of an unsplit sequence into ``out``.
 
     ``values``: n fp32 channels from ``channel`` on, a multiple of n, which is a power of two.
     """
-    if slot < 0:
-        store_run(results.out, (Int64(batch) * call.rows + row) * D + channel, values)
-    else:
-        slot_begin = Int64(slot) * results.o_accum.stride[0]
-        store_run(results.o_accum, slot_begin + row * D + channel, values)
+    store_run(results.out, (Int64(batch) * call.rows + row) * D + channel, values)
+
+
+@cute.jit
+def write_partial_run(results, slot, row, channel, values, exponent):
+    """The same of a split's row, into its slot; who holds the channels' maximum also writes their
+    ``exponent`` (``partials.store_exponents``)."""
+    factor = partials.factor_to_stored(exponent)
+    stored = cute.make_rmem_tensor((cute.size(values),), Float32)
+    for i in cutlass.range_constexpr(cute.size(values)):
+        stored[i] = values[i] * factor
+    slot_begin = Int64(slot) * results.o_accum.stride[0]
+    store_run(results.o_accum, slot_begin + row * PARTIAL_ROW + channel, stored)
 
 
 def store_run(t, offset, values):

@@ -59,13 +59,15 @@ from cutlass.cute.nvgpu import cpasync
 
 from ..common import budget as bud
 from ..common.barriers import Ring
-from ..common.epilogue import finish_row, rows_written, write_run
+from ..common import partials
+from ..common.epilogue import finish_row, rows_written, write_partial_run, write_run
 from ..common.fp8_per_token import FORMAT, TokenScales
 from ..common.frames import NEVER, move_frame
 from ..common.paged_tma import PagedTma, pipe_barriers
 from ..common.smem import array, struct_of
 from ..common.types import BF16, F8, ROW_MAJOR
 from ..common.work_list import Call, WorkList
+from ..dims import EXPONENT_CHANNELS
 from ..dims import KV_LORA_RANK as D
 from ..dims import QK_ROPE_HEAD_DIM as R
 from ..dims import TOKEN_TILE as TILE
@@ -562,11 +564,20 @@ class Ws(Fp8Entry):
         channel = half * HALF + group * cute.size(o)
         row = row_block * self.form.rows + tidx % self.form.rows
         if row < rows_written(results, call, slot):
-            for c in cutlass.range_constexpr(0, cute.size(o), RUN):
-                values = cute.make_rmem_tensor((RUN,), Float32)
-                for v in cutlass.range_constexpr(RUN):
-                    values[v] = o[c + v] * inverse
-                write_run(results, call, batch, slot, row, channel + c, values)
+            for c in cutlass.range_constexpr(cute.size(o)):
+                o[c] = o[c] * inverse
+            runs = cute.logical_divide(o, cute.make_layout(RUN))
+            if slot < 0:
+                for x in cutlass.range_constexpr(cute.size(o) // RUN):
+                    write_run(results, call, batch, row, channel + RUN * x, runs[None, x])
+            else:
+                exponent = partials.exponent_of([o[c] for c in range(cute.size(o))])
+                for x in cutlass.range_constexpr(cute.size(o) // RUN):
+                    write_partial_run(
+                        results, slot, row, channel + RUN * x, runs[None, x], exponent
+                    )
+                groups = cute.size(o) // EXPONENT_CHANNELS
+                partials.store_exponents(results.o_accum, slot, row, channel, exponent, groups)
         cute.arch.sync_warp()
         if tidx % 32 == 0:
             self.rings.inv.arrive_empty(st, 0)
