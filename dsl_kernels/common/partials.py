@@ -18,12 +18,12 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int64, Uint32
+from cutlass import Float32, Uint32
 
 from .. import compat
-from ..dims import EXPONENT_CHANNELS, PARTIAL_ROW
+from ..dims import EXPONENT_CHANNELS
 from ..dims import KV_LORA_RANK as D
-from .types import F16, U8, U32
+from .types import U8
 
 FRACTION_BITS = 23  # of fp32
 LEAST, MOST = 15, 254  # of an exponent
@@ -43,9 +43,13 @@ def exponent_of(values: list[Any], lane_bits: tuple[int, ...] = ()) -> Any:
     return cutlass.min(cutlass.max(field, Uint32(LEAST)), Uint32(MOST))
 
 
-def factor_to_stored(exponent: Any) -> Any:
-    """2^(141 - e)."""
-    return ((Uint32(TOP + 254) - exponent) << FRACTION_BITS).bitcast(Float32)
+def stored(values: Any, exponent: Any) -> Any:
+    """fp32 values (a register tensor) times 2^(141 - e), to be rounded to fp16."""
+    factor = ((Uint32(TOP + 254) - exponent) << FRACTION_BITS).bitcast(Float32)
+    scaled = cute.make_rmem_tensor(values.layout.shape, Float32)
+    for i in range(cute.size(values)):
+        scaled[i] = values[i] * factor
+    return scaled
 
 
 def factor_from_stored(exponent: Any) -> Any:
@@ -53,17 +57,19 @@ def factor_from_stored(exponent: Any) -> Any:
     return ((exponent - Uint32(TOP)) << FRACTION_BITS).bitcast(Float32)
 
 
-def store_exponents(o_accum: Any, slot: Any, row: Any, channel: Any, exponent: Any, groups: int):
-    """Stores the exponent of ``groups`` (1, or a multiple of 4) groups from ``channel`` on, which is
-    a multiple of their channels."""
-    at = Int64(slot) * o_accum.stride[0] + row * PARTIAL_ROW
-    first = cute.recast_ptr(o_accum.iterator + at, dtype=U8) + 2 * D + channel // EXPONENT_CHANNELS
+def store_exponents(row: Any, channel: Any, exponent: Any, groups: int) -> None:
+    """The exponent of ``groups`` (1, or a multiple of 4) groups into their bytes.
+
+    Args:
+        row: points at a partial row.
+        channel: first of the groups', a multiple of 16, or of 64 for 4 groups or more.
+    """
+    first = cute.recast_ptr(row, dtype=U8) + (2 * D + channel // EXPONENT_CHANNELS)
     if groups == 1:
         cute.arch.store(first, exponent.to(U8))
         return
-    word = exponent * Uint32(EVERY_BYTE)
-    for i in range(groups // 4):
-        compat.store_words(first + 4 * i, [word])
+    for i in range(0, groups, 4):
+        compat.store_words(first + i, [exponent * Uint32(EVERY_BYTE)])
 
 
 def load_exponent(row: Any, channel: Any, **hint: str) -> Any:

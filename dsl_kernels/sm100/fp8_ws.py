@@ -59,8 +59,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from ..common import budget as bud
 from ..common.barriers import Ring
-from ..common import partials
-from ..common.epilogue import finish_row, rows_written, write_partial_run, write_run
+from ..common.epilogue import Shared, finish_row, write_runs
 from ..common.fp8_per_token import FORMAT, TokenScales
 from ..common.frames import NEVER, move_frame
 from ..common.paged_tma import PagedTma, pipe_barriers
@@ -563,21 +562,14 @@ class Ws(Fp8Entry):
         inverse = st.inv.get_tensor(cute.make_layout(self.form.rows))[tidx % self.form.rows]
         channel = half * HALF + group * cute.size(o)
         row = row_block * self.form.rows + tidx % self.form.rows
-        if row < rows_written(results, call, slot):
-            for c in cutlass.range_constexpr(cute.size(o)):
-                o[c] = o[c] * inverse
-            runs = cute.logical_divide(o, cute.make_layout(RUN))
-            if slot < 0:
-                for x in cutlass.range_constexpr(cute.size(o) // RUN):
-                    write_run(results, call, batch, row, channel + RUN * x, runs[None, x])
-            else:
-                exponent = partials.exponent_of([o[c] for c in range(cute.size(o))])
-                for x in cutlass.range_constexpr(cute.size(o) // RUN):
-                    write_partial_run(
-                        results, slot, row, channel + RUN * x, runs[None, x], exponent
-                    )
-                groups = cute.size(o) // EXPONENT_CHANNELS
-                partials.store_exponents(results.o_accum, slot, row, channel, exponent, groups)
+        runs = []
+        for c in cutlass.range_constexpr(0, cute.size(o), RUN):
+            values = cute.make_rmem_tensor((RUN,), Float32)
+            for v in cutlass.range_constexpr(RUN):
+                values[v] = o[c + v] * inverse
+            runs.append((channel + c, values))
+        shared = Shared((), channel, cute.size(o) // EXPONENT_CHANNELS)
+        write_runs(results, call, batch, slot, row, runs, shared)
         cute.arch.sync_warp()
         if tidx % 32 == 0:
             self.rings.inv.arrive_empty(st, 0)

@@ -40,8 +40,7 @@ from cutlass.cute.nvgpu import warp, warpgroup
 
 from ..common import budget as bud
 from ..common.barriers import warps_meet
-from ..common import partials
-from ..common.epilogue import finish_row, rows_written, write_partial_run, write_run
+from ..common.epilogue import Shared, finish_row, write_runs
 from ..common.frames import NEVER, move_frame
 from ..common.smem import array, staged, struct_of
 from ..common.types import F8, ROW_MAJOR, U16
@@ -410,7 +409,6 @@ class DualWg:
         tidx, _, _ = cute.arch.thread_idx()
         row_block, _, _ = cute.arch.block_idx()
         quad, local = tidx % 4, self.thread_row()
-        rows = rows_written(results, call, slot)
         sums = st.sums.get_tensor(cute.make_layout((ROWS, 2)))
         for i in cutlass.range_constexpr(2):
             mine = l_run[i]
@@ -426,31 +424,14 @@ class DualWg:
             inverse = Float32(0.0) if total == 0.0 else inverse
             if me == 0 and quad == 0:
                 finish_row(results, call, batch, slot, row, total, m_ref[i])
-            values = [
-                acc_O[d][4 * j + 2 * i + e] * inverse
-                for d in range(4) for j in range(8) for e in range(2)
-            ]  # fmt: skip
-            first = me * (D // 2) + 2 * quad
-            if slot < 0:
-                if row < rows:
-                    for x in cutlass.range_constexpr(32):
-                        write_run(results, call, batch, row, first + 8 * x, _pair(values, x))
-            else:
-                # the quad holds the warpgroup's 256 channels of the row: one exponent for them
-                exponent = partials.exponent_of(values, lane_bits=(1, 2))
-                if row < rows:
-                    for x in cutlass.range_constexpr(32):
-                        write_partial_run(
-                            results, slot, row, first + 8 * x, _pair(values, x), exponent
-                        )
-                    groups = me * (D // 2) + 64 * quad  # a quarter of them
-                    partials.store_exponents(results.o_accum, slot, row, groups, exponent, 4)
+            # a quad holds the warpgroup's 256 channels of a row: one exponent, a lane writes 4 of 16
+            shared = Shared((1, 2), me * (D // 2) + 64 * quad, 4)
+            runs = []
+            for d in cutlass.range_constexpr(4):
+                for j in cutlass.range_constexpr(8):
+                    v, pair = 4 * j + 2 * i, cute.make_rmem_tensor((2,), Float32)
+                    pair[0], pair[1] = acc_O[d][v] * inverse, acc_O[d][v + 1] * inverse
+                    runs.append((me * (D // 2) + 64 * d + 8 * j + 2 * quad, pair))
+            write_runs(results, call, batch, slot, row, runs, shared)
         # ``sums`` is written again by the next item
         warps_meet(Barrier.BOTH, MATH_WARPS)
-
-
-def _pair(values: list, x: int):
-    """Values 2x and 2x + 1 as a register tensor."""
-    pair = cute.make_rmem_tensor((2,), Float32)
-    pair[0], pair[1] = values[2 * x], values[2 * x + 1]
-    return pair
