@@ -29,7 +29,6 @@ from .cache_format import CacheFormat
 from .smem import array, one_stage, staged
 from .work_list import WorkList
 
-
 # KV tiles of a part in flight until its first has landed.  All CTAs start at once: if each asks for
 # all stages, everyone's first tile comes when nearly everyone's last does.  Two keep DRAM busy.
 START_TILES = 2

@@ -73,6 +73,6 @@ def store_exponents(row: Any, channel: Any, exponent: Any, groups: int) -> None:
 
 
 def load_exponent(row: Any, channel: Any, **hint: str) -> Any:
-    """The exponent (Uint32) of a channel; ``row`` points at a partial row.  ``hint``: of the load."""
+    """The exponent (Uint32) of a channel of the partial row at ``row``; ``hint``: of the load."""
     at = cute.recast_ptr(row, dtype=U8) + (2 * D + channel // EXPONENT_CHANNELS)
     return Uint32(cute.arch.load(at, U8, **hint))

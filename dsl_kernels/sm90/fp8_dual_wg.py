@@ -424,7 +424,7 @@ class DualWg:
             inverse = Float32(0.0) if total == 0.0 else inverse
             if me == 0 and quad == 0:
                 finish_row(results, call, batch, slot, row, total, m_ref[i])
-            # a quad holds the warpgroup's 256 channels of a row: one exponent, a lane writes 4 of 16
+            # a quad has the warpgroup's 256 channels of a row: one exponent, a quarter a lane
             shared = Shared((1, 2), me * (D // 2) + 64 * quad, 4)
             runs = []
             for d in cutlass.range_constexpr(4):

@@ -549,7 +549,7 @@ class Etap:
         inv_s = cute.make_tensor(st.inv.data_ptr(), pad_layout(self.rows_cta))
         INV_RING.wait_full(st, 0, inv_phase)
         channel = half * (D // 2) + wwarp * 16 + 2 * (lane // 4)
-        # a warp's four groups of 16 channels share an exponent, of a row's eight lanes four write it
+        # the warp's four groups of 16 channels share an exponent; four lanes of a row write it
         own_group = half * (D // 2) + 64 * (lane // 4) + wwarp * 16
         shared = Shared((4, 8, 16), own_group, 1, lane < 16)
         for x in cutlass.range_constexpr(self.rows_cta // 4):

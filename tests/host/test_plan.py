@@ -92,9 +92,9 @@ def test_fixed_splits_agree_with_balanced() -> None:
     everyone = list(range(5))
     out, lse = pool.decode(everyone, fixed_split_tokens=64, out_dtype=torch.float32)
     want, want_lse = pool.decode(everyone, num_parts=1, out_dtype=torch.float32)
-    # Pieces are fp16, and so is no whole sequence: an error spread evenly over half a step, 2^-11 of
-    # the value, is 2^-11 / sqrt(3) in the mean.  LSEs are fp32 sums in another order.  Measured:
-    # 1.5e-4 and 1.9e-6.
+    # Pieces are fp16, whole sequences are not: an error spread evenly over half a step, 2^-11 of a
+    # value, is 2^-11 / sqrt(3) in the mean.  LSEs are fp32 sums in another order.
+    # Measured: 1.5e-4 and 1.9e-6.
     assert selfcheck.metrics.relative_l2(out, want) < 2**-11 / math.sqrt(3)
     assert selfcheck.metrics.lse_error(lse, want_lse) < 1e-5
 
