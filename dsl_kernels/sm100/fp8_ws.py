@@ -562,14 +562,16 @@ class Ws(Fp8Entry):
         inverse = st.inv.get_tensor(cute.make_layout(self.form.rows))[tidx % self.form.rows]
         channel = half * HALF + group * cute.size(o)
         row = row_block * self.form.rows + tidx % self.form.rows
-        runs = []
-        for c in cutlass.range_constexpr(0, cute.size(o), RUN):
-            values = cute.make_rmem_tensor((RUN,), Float32)
-            for v in cutlass.range_constexpr(RUN):
-                values[v] = o[c + v] * inverse
-            runs.append((channel + c, values))
-        shared = Shared((), channel, cute.size(o) // EXPONENT_CHANNELS)
-        write_runs(results, call, batch, slot, row, runs, shared)
+        for first in cutlass.range_constexpr(0, cute.size(o), EXPONENT_CHANNELS):
+            runs = []
+            for c in cutlass.range_constexpr(first, first + EXPONENT_CHANNELS, RUN):
+                values = cute.make_rmem_tensor((RUN,), Float32)
+                for v in cutlass.range_constexpr(RUN):
+                    values[v] = o[c + v] * inverse
+                runs.append((channel + c, values))
+            # an exponent for more channels would keep their products alive beside O: spills
+            shared = Shared((), channel + first, 1)
+            write_runs(results, call, batch, slot, row, runs, shared)
         cute.arch.sync_warp()
         if tidx % 32 == 0:
             self.rings.inv.arrive_empty(st, 0)

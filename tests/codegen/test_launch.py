@@ -31,7 +31,7 @@ PROGRAM = r"""
 #include <stdlib.h>
 #include "merge_obf16_sm90a.h"
 #include <tvm/ffi/extra/c_env_api.h>
-static int64_t acc[] = {4, 64, 512}, acc_s[] = {64 * 512, 512, 1}, la[] = {4, 64}, la_s[] = {64, 1};
+static int64_t acc[] = {4, 64, 528}, acc_s[] = {64 * 528, 528, 1}, la[] = {4, 64}, la_s[] = {64, 1};
 static int64_t sb[] = {3}, one[] = {1}, o[] = {2, 1, 64, 512}, o_s[] = {64 * 512, 64 * 512, 512, 1};
 static int64_t l[] = {2, 64, 1}, l_s[] = {64, 1, 1};
 static DLTensor make(int n, int64_t *shape, int64_t *strides, int code, int bits) {
@@ -41,7 +41,7 @@ static DLTensor make(int n, int64_t *shape, int64_t *strides, int code, int bits
 }
 static pthread_barrier_t gate;
 static void *first_use(void *unused) {
-  DLTensor a = make(3, acc, acc_s, kDLFloat, 32), b = make(2, la, la_s, kDLFloat, 32);
+  DLTensor a = make(3, acc, acc_s, kDLFloat, 16), b = make(2, la, la_s, kDLFloat, 32);
   DLTensor c = make(1, sb, one, kDLInt, 32), d = make(4, o, o_s, kDLBfloat, 16);
   DLTensor e = make(3, l, l_s, kDLFloat, 32);
   (void)unused;
@@ -66,7 +66,7 @@ static void report(void) {
   TVMFFIObjectDecRef(h);
 }
 static int nothing(void) {
-  DLTensor a = make(3, acc, acc_s, kDLFloat, 32), b = make(2, la, la_s, kDLFloat, 32);
+  DLTensor a = make(3, acc, acc_s, kDLFloat, 16), b = make(2, la, la_s, kDLFloat, 32);
   DLTensor c = make(1, sb, one, kDLInt, 32), d = make(4, o, o_s, kDLBfloat, 16);
   if (snapmla_merge_obf16_sm90a(NULL, NULL, NULL, NULL, NULL, 1.0, 0.0)) report();
   if (snapmla_merge_obf16_sm90a(&a, &b, &c, &d, NULL, 1.0, 0.0)) report();
@@ -77,7 +77,7 @@ static int nothing(void) {
   return 1;
 }
 int main(int argc, char **argv) {
-  DLTensor a = make(3, acc, acc_s, kDLFloat, 32), b = make(2, la, la_s, kDLFloat, 32);
+  DLTensor a = make(3, acc, acc_s, kDLFloat, 16), b = make(2, la, la_s, kDLFloat, 32);
   DLTensor c = make(1, sb, one, kDLInt, 32), d = make(4, o, o_s, kDLBfloat, 16);
   DLTensor e = make(3, l, l_s, kDLFloat, 32);
   int code, i;
