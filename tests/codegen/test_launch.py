@@ -311,7 +311,12 @@ def test_a_function_of_two_kernels(folder: Path) -> None:
     ]  # fmt: skip
 
 
-C_TYPES = {"uint8": "kDLUInt, 8", "int32": "kDLInt, 32", "bfloat16": "kDLBfloat, 16"}
+C_TYPES = {
+    "float16": "kDLFloat, 16",
+    "uint8": "kDLUInt, 8",
+    "int32": "kDLInt, 32",
+    "bfloat16": "kDLBfloat, 16",
+}
 EXTENTS = {"pages": 8, "P": 64, "b": 2, "s_q": 1, "h": 16, "rows_pad": 64}  # others: 16
 
 
@@ -361,7 +366,8 @@ import sys, threading
 from pathlib import Path
 import torch
 from dsl_kernels.spec import decode_spec
-from snapmla import runtime
+shapes = {"uint8": torch.uint8, "int32": torch.int32, "bfloat16": torch.bfloat16,
+          "float16": torch.float16}
 from softgpu.runtime import as_cuda
 
 spec = decode_spec("etap", 16, 64, "bf16")
