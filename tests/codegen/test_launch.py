@@ -366,13 +366,13 @@ import sys, threading
 from pathlib import Path
 import torch
 from dsl_kernels.spec import decode_spec
-shapes = {"uint8": torch.uint8, "int32": torch.int32, "bfloat16": torch.bfloat16,
-          "float16": torch.float16}
+from snapmla import runtime
 from softgpu.runtime import as_cuda
 
 spec = decode_spec("etap", 16, 64, "bf16")
 decode = runtime.load(runtime.find(spec, [Path(sys.argv[1])]), "cuda")
-shapes = {"uint8": torch.uint8, "int32": torch.int32, "bfloat16": torch.bfloat16}
+shapes = {"uint8": torch.uint8, "int32": torch.int32, "bfloat16": torch.bfloat16,
+          "float16": torch.float16}
 extents = {"pages": 8, "b": 2, "s_q": 1, "h": 16, "width": 4, "b_plus_1": 3}
 record = runtime._record(Path(sys.argv[1]), spec.name)
 arguments = [
