@@ -10,4 +10,7 @@ KV_LORA_RANK = 512  # d_v: content channels of the latent, c_kv
 QK_ROPE_HEAD_DIM = 64  # channels of k_rope
 HEAD_DIM_QK = KV_LORA_RANK + QK_ROPE_HEAD_DIM  # 576
 E4M3_MAX = 448.0
+EXPONENT_CHANNELS = 16  # channels of a split's partial row that share an exponent byte
+# fp16 elements of such a row: channels, and two exponents an element (common/partials.py)
+PARTIAL_ROW = KV_LORA_RANK + KV_LORA_RANK // EXPONENT_CHANNELS // 2  # 528
 TOKEN_TILE = 64  # tokens of a KV tile of the SM90 pipelines, which share one softmax step

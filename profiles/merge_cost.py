@@ -24,6 +24,7 @@ import typer
 
 import snapmla
 from codegen.artifacts import write_atomic
+from dsl_kernels.dims import PARTIAL_ROW
 from dsl_kernels.spec import VariantSpec
 from profiles import timing
 from profiles.bench import command_line, commit
@@ -104,7 +105,7 @@ def row(shape: DecodeShape, device: torch.device) -> str:
     ]
     begin = plan.split_begin.tolist()
     most = max(y - x for x, y in zip(begin, begin[1:]))  # noqa: RUF007
-    bound = most * min(h, 64) * 2048 / SM_GBS * 1e-3
+    bound = most * min(h, 64) * PARTIAL_ROW * 2 / SM_GBS * 1e-3
     cells = [f"{t:.1f}" for t in (times[0], times[1], times[0] - times[1], times[2], bound)]
     return f"| {shape.label} | {begin[-1]} | {most} | {' | '.join(cells)} |"
 

@@ -34,6 +34,7 @@ from dsl_kernels.spec import VariantSpec
 from profiles import bench
 from profiles.device import require_cuda
 from snapmla import runtime
+from snapmla.testing import partials
 
 PEAK = "pct_of_peak_sustained_elapsed"
 STALL = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
@@ -315,7 +316,7 @@ class Values(dict[str, Any]):
             "work_items": lambda: self._i32(items),
             "part_begin": lambda: self._i32(part_begin),
             "split_begin": lambda: self._i32(split_begin),
-            "o_accum": lambda: self._normal(slots, rows_pad, KV_LORA_RANK, dtype=torch.float32),
+            "o_accum": lambda: partials.encode(self._normal(slots, rows_pad, KV_LORA_RANK)),
             "lse_accum": lambda: self._zeros(slots, rows_pad),
         }
 

@@ -44,9 +44,10 @@ from profiles.bench import commit
 STATE = ROOT / "build" / "prove"
 RECORD = ROOT / "profiles" / "results" / "prove.md"
 SCHEDULES = 100
-# Instructions whose removal no schedule can notice; docs/software-gpu.md says why.
+# What no schedule can miss, opcodes or text of source lines: docs/software-gpu.md says why.
 EXPLAINED = (
     "griddepcontrol.launch_dependents", "bar.warp.sync", "tcgen05.relinquish_alloc_permit",
+    "k_pipe.consumer_wait(landed)",
 )  # fmt: skip
 KINDS = {
     "build": "every variant compiled and audited",

@@ -20,9 +20,11 @@ import torch
 from numpy.typing import NDArray
 
 from codegen import abi
+from dsl_kernels.dims import PARTIAL_ROW
 from dsl_kernels.spec import VariantSpec
 from profiles import record_wgmma as classes
 from profiles.record_wgmma import BF16, FP8, Bits
+from snapmla.testing import partials
 
 Array = NDArray[Any]
 Rows = dict[str, Array]  # name -> (rows, ...) results
@@ -501,7 +503,10 @@ def _merge(case: KernelCase, device: Device) -> Result:
     out = torch.full((b, s_q, heads, D_V), 3.0, dtype=TORCH[spec.out_dtype], device=dev)
     lse_out = torch.full((b, heads, s_q), 3.0, device=dev)
     factor, empty = ((LN2, float("-inf")), (1.0, float("inf")))[case.index % 2]
-    o_there, lse_there, begin_there = (torch.from_numpy(x).to(dev) for x in (o, lse, begin))
+    rows = partials.encode(torch.from_numpy(o))
+    o_there, lse_there, begin_there = (
+        x.to(dev) for x in (rows, torch.from_numpy(lse), torch.from_numpy(begin))
+    )
     call(
         device, case.variant, o_accum=o_there, lse_accum=lse_there, split_begin=begin_there,
         out=out, lse=lse_out, lse_factor=factor, empty_lse=empty,
@@ -656,7 +661,7 @@ def _decode(case: KernelCase, device: Device) -> Result:
     fill(cache, problem.content, problem.rope, problem.scale)
     plan, slots = _work(problem.lengths, 8 if case.index >= LONG else 2, spec.token_tile)
     work, part, split = (there(x) for x in plan)
-    o_accum = torch.full((slots, rows_pad, D_V), 5.0, device=dev)
+    o_accum = torch.full((slots, rows_pad, PARTIAL_ROW), 5.0, dtype=torch.float16, device=dev)
     lse_accum = torch.full((slots, rows_pad), 5.0, device=dev)
     out = torch.full((b, s_q, heads, D_V), 5.0, dtype=TORCH[spec.out_dtype], device=dev)
     lse = torch.full((b, heads, s_q), 5.0, device=dev)
@@ -674,7 +679,7 @@ def _decode(case: KernelCase, device: Device) -> Result:
     merge = VariantSpec(op="merge", arch=spec.arch, out_dtype=spec.out_dtype)
     call(device, merge.name, **partials, **results)
     rows = {
-        "o_accum": bits_of(o_accum).reshape(-1, D_V),
+        "o_accum": bits_of(o_accum).reshape(-1, PARTIAL_ROW),
         "lse_accum": bits_of(lse_accum).reshape(-1, 1),
         "unmerged": before,
         "out": bits_of(out).reshape(-1, D_V),

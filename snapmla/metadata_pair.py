@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dsl_kernels.dims import KV_LORA_RANK
 from dsl_kernels.spec import VariantSpec
 from snapmla import checks, dispatch, env, launch, tracing
 from snapmla import plan as plans
@@ -37,18 +36,10 @@ def capacity(metadata: torch.Tensor) -> int:
     return (parts * width - (parts + 1) - 4 * parts) // 5
 
 
-def _new_workspace(like: torch.Tensor, parts: int, rows_pad: int) -> Pair:
-    """Partial results: fp32 (2 * parts, rows_pad, 512) and (2 * parts, rows_pad)."""
-    return (
-        like.new_empty((2 * parts, rows_pad, KV_LORA_RANK), dtype=torch.float32),
-        like.new_empty((2 * parts, rows_pad), dtype=torch.float32),
-    )
-
-
 @functools.lru_cache(maxsize=16)
 def _kept_workspace(device: torch.device, stream: int, parts: int, rows_pad: int) -> Pair:
     """Partial results of one stream."""
-    return _new_workspace(torch.empty(0, device=device), parts, rows_pad)
+    return plans.new_workspace(torch.empty(0, device=device), 2 * parts, rows_pad)
 
 
 def _stream_of(device: torch.device) -> int | None:
@@ -63,7 +54,7 @@ def _stream_of(device: torch.device) -> int | None:
 def _workspace(metadata: torch.Tensor, stream: int | None, parts: int, rows_pad: int) -> Pair:
     """The stream's workspace; under capture a fresh one, which lives in the graph's memory."""
     if stream is None:
-        return _new_workspace(metadata, parts, rows_pad)
+        return plans.new_workspace(metadata, 2 * parts, rows_pad)
     return _kept_workspace(metadata.device, stream, parts, rows_pad)
 
 

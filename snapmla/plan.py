@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from dsl_kernels.dims import KV_LORA_RANK
+from dsl_kernels.dims import KV_LORA_RANK, PARTIAL_ROW
 from dsl_kernels.spec import VariantSpec
 from snapmla import checks, dispatch, env, launch, plan_text, runtime, tracing
 
@@ -67,7 +67,8 @@ class DecodePlan(launch.OverTensors):
         part_begin: int32 (parts + 1,): items of part p are [part_begin[p], part_begin[p + 1]).
         split_begin: int32 (b + 1,): slots of sequence i are [split_begin[i], split_begin[i + 1]).
         planned_seqlens: int32 (b,): the lengths that were planned for.
-        o_accum: float32 (2 * parts, rows_pad, 512) (fixed splits: b * pieces).
+        o_accum: float16 (2 * parts, rows_pad, 528) (fixed splits: b * pieces): partial rows of 512
+            channels and their exponents (docs/formats.md).
         lse_accum: float32 (2 * parts, rows_pad), log2.
         batch, num_heads, s_q: the step's shape.
         page_size, max_pages: of the cache and of the block table; longer sequences are clamped to
@@ -127,7 +128,7 @@ class DecodePlan(launch.OverTensors):
             ("part_begin", (self.num_parts + 1,)),
             ("split_begin", (self.batch + 1,)),
             ("planned_seqlens", (self.batch,)),
-            ("o_accum", (slots, rows_pad, KV_LORA_RANK)),
+            ("o_accum", (slots, rows_pad, PARTIAL_ROW)),
             ("lse_accum", (slots, rows_pad)),
         ):
             got = tuple(getattr(self, name).shape)
@@ -270,7 +271,7 @@ class DecodePlan(launch.OverTensors):
         """The same plan over another workspace of the same shapes (one per concurrent stream).
 
         Args:
-            o_accum: float32, shaped like this plan's ``o_accum``; contiguous.
+            o_accum: float16, shaped like this plan's ``o_accum``; contiguous.
             lse_accum: float32, shaped like this plan's ``lse_accum``; contiguous.
 
         Raises:
@@ -278,7 +279,7 @@ class DecodePlan(launch.OverTensors):
         """
         device = self.device
         shape = tuple(self.o_accum.shape)
-        checks.output("o_accum", o_accum, (torch.float32,), shape, device)
+        checks.output("o_accum", o_accum, (torch.float16,), shape, device)
         checks.output("lse_accum", lse_accum, (torch.float32,), shape[:2], device)
         return replace(self, o_accum=o_accum, lse_accum=lse_accum)
 
@@ -287,6 +288,16 @@ TENSORS = (
     "work_items", "part_begin", "split_begin", "planned_seqlens", "o_accum", "lse_accum",
 )  # fmt: skip
 STATIC = tuple(f.name for f in fields(DecodePlan) if f.name not in TENSORS)
+
+
+def new_workspace(
+    like: torch.Tensor, slots: int, rows_pad: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Uninitialised (o_accum, lse_accum) on the device of ``like``."""
+    return (
+        like.new_empty((slots, rows_pad, PARTIAL_ROW), dtype=torch.float16),
+        like.new_empty((slots, rows_pad), dtype=torch.float32),
+    )
 
 
 def launch_plan(
@@ -424,16 +435,14 @@ def plan_decode(
     def ints(*shape: int) -> torch.Tensor:
         return cache_seqlens.new_zeros(shape, dtype=torch.int32)
 
-    def floats(*shape: int) -> torch.Tensor:
-        return cache_seqlens.new_empty(shape, dtype=torch.float32)
-
+    o_accum, lse_accum = new_workspace(cache_seqlens, slots, rows_pad)
     plan = DecodePlan(
         work_items=ints(items, 4),
         part_begin=ints(num_parts + 1),
         split_begin=ints(batch + 1),
         planned_seqlens=ints(batch),
-        o_accum=floats(slots, rows_pad, KV_LORA_RANK),
-        lse_accum=floats(slots, rows_pad),
+        o_accum=o_accum,
+        lse_accum=lse_accum,
         batch=batch,
         num_heads=num_heads,
         s_q=s_q,

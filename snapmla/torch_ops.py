@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from dsl_kernels.dims import KV_LORA_RANK, QK_ROPE_HEAD_DIM
+from dsl_kernels.dims import KV_LORA_RANK, PARTIAL_ROW, QK_ROPE_HEAD_DIM
 from snapmla import attention, checks, layouts, plan, quant
 from snapmla.cache import PagedKVCache
 from snapmla.plan import DecodePlan, PlanVariant
@@ -184,7 +184,7 @@ def _check_tables(tables: tuple[Tensor, ...], sizes: tuple[int, int, int]) -> No
             checks.value_error(name, wanted, tuple(value.shape), hint)
     for name, value, shape in (
         ("split_begin", split_begin, (b + 1,)),
-        ("o_accum", o_accum, (o_accum.shape[0], rows_pad, KV_LORA_RANK)),
+        ("o_accum", o_accum, (o_accum.shape[0], rows_pad, PARTIAL_ROW)),
         ("lse_accum", lse_accum, (o_accum.shape[0], rows_pad)),
     ):
         if value.shape != shape:

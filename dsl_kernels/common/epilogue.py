@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from ..dims import KV_LORA_RANK as D
+from ..dims import PARTIAL_ROW
+from . import partials
 
 
 class Results(NamedTuple):
@@ -16,7 +18,7 @@ class Results(NamedTuple):
 
     out: cute.Tensor  # (b, s_q, h, 512)
     lse: cute.Tensor  # (b, h, s_q)
-    o_accum: cute.Tensor  # (slots, rows_pad, 512)
+    o_accum: cute.Tensor  # (slots, rows_pad, PARTIAL_ROW) fp16, see partials.py
     lse_accum: cute.Tensor  # (slots, rows_pad)
 
 
@@ -44,17 +46,51 @@ def finish_row(results, call, batch, slot, row, row_sum, frame):
     return Float32(0.0) if empty else inverse
 
 
-@cute.jit
-def write_run(results, call, batch, slot, row, channel, values):
-    """Neighbouring normalised channels of a row: into ``out``, or the split's slot.
+class Shared(NamedTuple):
+    """Who shares the exponent of a thread's channels in a split's partial row (partials.py).
 
-    ``values``: n fp32 channels from ``channel`` on, a multiple of n, which is a power of two.
+    Attributes:
+        lane_bits: lanes that differ from this one in these bits of their numbers alone hold the
+            other channels of the row; together, whole groups of 16.
+        channel, groups: this lane writes the exponents of so many groups from this channel on.
+        writes: whether it writes any.
     """
+
+    lane_bits: tuple[int, ...]
+    channel: Any
+    groups: int
+    writes: Any = True
+
+
+@cute.jit
+def write_runs(results, call, batch, slot, row, runs, shared):
+    """A thread's normalised channels of a row: into ``out``, or the split's slot.
+
+    With ``shared.lane_bits`` all lanes of a warp call this, each with its row.
+
+    Args:
+        runs: (channel, values) of each run of neighbouring channels: n fp32 values from a multiple
+            of n on, n a power of two.
+        shared: a ``Shared``.
+    """
+    rows = rows_written(results, call, slot)
     if slot < 0:
-        store_run(results.out, (Int64(batch) * call.rows + row) * D + channel, values)
+        if row < rows:
+            row_begin = (Int64(batch) * call.rows + row) * D
+            for x in cutlass.range_constexpr(len(runs)):
+                store_run(results.out, row_begin + runs[x][0], runs[x][1])
     else:
-        slot_begin = Int64(slot) * results.o_accum.stride[0]
-        store_run(results.o_accum, slot_begin + row * D + channel, values)
+        mine = [values[i] for _, values in runs for i in range(cute.size(values))]
+        exponent = partials.exponent_of(mine, shared.lane_bits)
+        if row < rows:
+            slot_row = Int64(slot) * results.o_accum.stride[0] + row * PARTIAL_ROW
+            for x in cutlass.range_constexpr(len(runs)):
+                stored = partials.stored(runs[x][1], exponent)
+                store_run(results.o_accum, slot_row + runs[x][0], stored)
+            if shared.writes:
+                partials.store_exponents(
+                    results.o_accum.iterator + slot_row, shared.channel, exponent, shared.groups
+                )
 
 
 def store_run(t, offset, values):

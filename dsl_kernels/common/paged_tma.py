@@ -29,6 +29,10 @@ from .cache_format import CacheFormat
 from .smem import array, one_stage, staged
 from .work_list import WorkList
 
+# KV tiles of a part in flight until its first has landed.  All CTAs start at once: if each asks for
+# all stages, everyone's first tile comes when nearly everyone's last does.  Two keep DRAM busy.
+START_TILES = 2
+
 
 class Loaded(NamedTuple):
     """A plane as TMA sees it: Q (rows, k, b), cache (tokens of a page, k, page)."""
@@ -180,6 +184,9 @@ class PagedTma:
                 for p, x, tiles in self._planes(st, "k", loaded_q, layouts)
             ]
         kst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
+        landed = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
+        if const_expr(loaded_q is not None):
+            landed.advance()  # the ring's first tile is Q's
         for i in cutlass.range(span[0], span[1], unroll=1):
             batch, first, last, _ = self.work.item_at(work, i)
             if const_expr(loaded_q is not None):
@@ -191,6 +198,9 @@ class PagedTma:
                 now = page
                 page = self.work.page_of(row, tile + 1, lane, num_pages)
                 part = tile % self.work.tiles_of_page
+                if (i == span[0]) & (tile == first + START_TILES):
+                    # this warp alone begins the stage's next phase, so it cannot miss this one
+                    k_pipe.consumer_wait(landed)
                 k_pipe.producer_acquire(kst)
                 bar = k_pipe.producer_get_barrier(kst)
                 for j in cutlass.range_constexpr(self.work.boxes):

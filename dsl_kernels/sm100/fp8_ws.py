@@ -59,13 +59,14 @@ from cutlass.cute.nvgpu import cpasync
 
 from ..common import budget as bud
 from ..common.barriers import Ring
-from ..common.epilogue import finish_row, rows_written, write_run
+from ..common.epilogue import Shared, finish_row, write_runs
 from ..common.fp8_per_token import FORMAT, TokenScales
 from ..common.frames import NEVER, move_frame
 from ..common.paged_tma import PagedTma, pipe_barriers
 from ..common.smem import array, struct_of
 from ..common.types import BF16, F8, ROW_MAJOR
 from ..common.work_list import Call, WorkList
+from ..dims import EXPONENT_CHANNELS
 from ..dims import KV_LORA_RANK as D
 from ..dims import QK_ROPE_HEAD_DIM as R
 from ..dims import TOKEN_TILE as TILE
@@ -563,12 +564,16 @@ class Ws(Fp8Entry):
         inverse = st.inv.get_tensor(cute.make_layout(self.form.rows))[tidx % self.form.rows]
         channel = half * HALF + group * cute.size(o)
         row = row_block * self.form.rows + tidx % self.form.rows
-        if row < rows_written(results, call, slot):
-            for c in cutlass.range_constexpr(0, cute.size(o), RUN):
+        for first in cutlass.range_constexpr(0, cute.size(o), EXPONENT_CHANNELS):
+            runs = []
+            for c in cutlass.range_constexpr(first, first + EXPONENT_CHANNELS, RUN):
                 values = cute.make_rmem_tensor((RUN,), Float32)
                 for v in cutlass.range_constexpr(RUN):
                     values[v] = o[c + v] * inverse
-                write_run(results, call, batch, slot, row, channel + c, values)
+                runs.append((channel + c, values))
+            # an exponent for more channels would keep their products alive beside O: spills
+            shared = Shared((), channel + first, 1)
+            write_runs(results, call, batch, slot, row, runs, shared)
         cute.arch.sync_warp()
         if tidx % 32 == 0:
             self.rings.inv.arrive_empty(st, 0)

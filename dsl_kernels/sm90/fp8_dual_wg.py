@@ -40,7 +40,7 @@ from cutlass.cute.nvgpu import warp, warpgroup
 
 from ..common import budget as bud
 from ..common.barriers import warps_meet
-from ..common.epilogue import finish_row, rows_written, write_run
+from ..common.epilogue import Shared, finish_row, write_runs
 from ..common.frames import NEVER, move_frame
 from ..common.smem import array, staged, struct_of
 from ..common.types import F8, ROW_MAJOR, U16
@@ -409,7 +409,6 @@ class DualWg:
         tidx, _, _ = cute.arch.thread_idx()
         row_block, _, _ = cute.arch.block_idx()
         quad, local = tidx % 4, self.thread_row()
-        rows = rows_written(results, call, slot)
         sums = st.sums.get_tensor(cute.make_layout((ROWS, 2)))
         for i in cutlass.range_constexpr(2):
             mine = l_run[i]
@@ -425,12 +424,14 @@ class DualWg:
             inverse = Float32(0.0) if total == 0.0 else inverse
             if me == 0 and quad == 0:
                 finish_row(results, call, batch, slot, row, total, m_ref[i])
-            if row < rows:
-                for d in cutlass.range_constexpr(4):
-                    for j in cutlass.range_constexpr(8):
-                        v, pair = 4 * j + 2 * i, cute.make_rmem_tensor((2,), Float32)
-                        pair[0], pair[1] = acc_O[d][v] * inverse, acc_O[d][v + 1] * inverse
-                        channel = me * (D // 2) + 64 * d + 8 * j + 2 * quad
-                        write_run(results, call, batch, slot, row, channel, pair)
+            # a quad has the warpgroup's 256 channels of a row: one exponent, a quarter a lane
+            shared = Shared((1, 2), me * (D // 2) + 64 * quad, 4)
+            runs = []
+            for d in cutlass.range_constexpr(4):
+                for j in cutlass.range_constexpr(8):
+                    v, pair = 4 * j + 2 * i, cute.make_rmem_tensor((2,), Float32)
+                    pair[0], pair[1] = acc_O[d][v] * inverse, acc_O[d][v + 1] * inverse
+                    runs.append((me * (D // 2) + 64 * d + 8 * j + 2 * quad, pair))
+            write_runs(results, call, batch, slot, row, runs, shared)
         # ``sums`` is written again by the next item
         warps_meet(Barrier.BOTH, MATH_WARPS)

@@ -47,7 +47,7 @@ from cutlass.cute.nvgpu import warp, warpgroup
 
 from ..common import budget as bud
 from ..common.barriers import Ring, warps_meet
-from ..common.epilogue import finish_row, rows_written, write_run
+from ..common.epilogue import Shared, finish_row, write_runs
 from ..common.fp8_per_token import safe_reciprocal
 from ..common.frames import NEVER, P_LOG2_MAX, move_frame
 from ..common.smem import array, staged, struct_of
@@ -549,16 +549,19 @@ class Etap:
         inv_s = cute.make_tensor(st.inv.data_ptr(), pad_layout(self.rows_cta))
         INV_RING.wait_full(st, 0, inv_phase)
         channel = half * (D // 2) + wwarp * 16 + 2 * (lane // 4)
-        rows = rows_written(results, call, slot)
+        # the warp's four groups of 16 channels share an exponent; four lanes of a row write it
+        own_group = half * (D // 2) + 64 * (lane // 4) + wwarp * 16
+        shared = Shared((4, 8, 16), own_group, 1, lane < 16)
         for x in cutlass.range_constexpr(self.rows_cta // 4):
             row = row_block * self.rows_cta + 8 * (x // 2) + 2 * (lane % 4) + x % 2
             v = 4 * (x // 2) + x % 2
             inverse = inv_s[x, lane % 4]
-            if row < rows:
-                for d in cutlass.range_constexpr(4):
-                    pair = cute.make_rmem_tensor((2,), Float32)
-                    pair[0], pair[1] = acc_O[d][v] * inverse, acc_O[d][v + 2] * inverse
-                    write_run(results, call, batch, slot, row, channel + 64 * d, pair)
+            runs = []
+            for d in cutlass.range_constexpr(4):
+                pair = cute.make_rmem_tensor((2,), Float32)
+                pair[0], pair[1] = acc_O[d][v] * inverse, acc_O[d][v + 2] * inverse
+                runs.append((channel + 64 * d, pair))
+            write_runs(results, call, batch, slot, row, runs, shared)
         cute.arch.sync_warp()
         if lane == 0:
             INV_RING.arrive_empty(st, 0)

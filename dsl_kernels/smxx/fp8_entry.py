@@ -14,9 +14,10 @@ from cutlass import Float32, Int32
 from .. import compat
 from ..common.epilogue import Results
 from ..common.paged_tma import PagedTma
-from ..common.types import BF16, U8
+from ..common.types import BF16, F16, U8
 from ..common.work_list import Call, Work
 from ..dims import KV_LORA_RANK as D
+from ..dims import PARTIAL_ROW
 from ..dims import QK_ROPE_HEAD_DIM as R
 from . import merge
 
@@ -108,7 +109,7 @@ def fake_args(spec: VariantSpec) -> dict[str, Any]:
         "split_begin": compat.vector(Int32, compat.sym(name="b_plus_1")),
         "out": compat.contiguous(compat.dtype(spec.out_dtype), (b, s_q, h, D)),
         "lse": compat.contiguous(Float32, (b, h, s_q), 4),
-        "o_accum": compat.contiguous(Float32, (slots, rows_pad, D)),
+        "o_accum": compat.contiguous(F16, (slots, rows_pad, PARTIAL_ROW)),
         "lse_accum": compat.contiguous(Float32, (slots, rows_pad), 4),
         "softmax_scale": Float32(1.0),
         "causal": Int32(1),

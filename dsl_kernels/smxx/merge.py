@@ -1,23 +1,25 @@
 """merge: combine the partial results of split sequences into out and lse.
 
-A *unit* is a quarter of one query row (128 channels, one 16-byte load a lane) of one batch.
+A *unit* is a quarter of one query row (128 channels, one 8-byte load a lane) of one batch.
 
 Roles        WARPS warps a CTA. The CTAs are dealt to the batches in proportion to their slots, at
              least one each, so one sequence cut into a hundred pieces keeps as many CTAs busy as
              thirty cut into three; the CTAs of a batch share its units evenly.
-             up to CHUNK slots: a warp reads all slots of a unit at once; of two slots it reads
-             two units at once.
+             up to CHUNK slots: a warp reads all slots of a unit at once; of up to four slots it
+             reads two or four units at once.
              more slots: all warps share a unit, each takes a run of consecutive slots, the first
              warp combines their partial sums.
 Memory       6 KiB of shared memory for the partial sums (many slots); registers otherwise.
 Timeline     wait for decode | exit if no slot is in use | which batch | o and lse of CHUNK slots in
              flight | weights, FMA, next chunk | (exchange, combine) | normalise, store
-Bytes moved  per row 2048 read a slot + 1024 (bf16) or 2048 (fp32) written; nothing if unsplit.
+Bytes moved  per row 1060 read a slot + 1024 (bf16) or 2048 (fp32) written; nothing if unsplit.
 
     out = sum_i 2^(lse_i - M) o_i / sum_i 2^(lse_i - M)     lse = (M + log2 sum) * lse_factor
 
-o_i is already normalised.  The order of summation depends only on the number of slots: ascending
-within a run, then ascending over runs, so results do not depend on timing.  lse_i = -inf (the
+o_i is already normalised; it is stored as common/partials.py says, and the factor of its 16-bit
+channels goes into the weight: fp32 with denormals, so only what is below 2^-112 loses bits.  The
+order of summation depends only on the number of slots: ascending within a run, then ascending over
+runs, so results do not depend on timing.  lse_i = -inf (the
 split saw no token for the row) weighs 0; if all are, out is 0 and lse is ``empty_lse``.  A NaN
 lse_i makes out and lse NaN.  The grid depends on shapes alone: lengths live on the device.
 
@@ -35,7 +37,9 @@ import cutlass.memory
 from cutlass import Float32, Int32, Int64, Uint32, cute
 
 from .. import compat
-from ..dims import KV_LORA_RANK
+from ..common import partials
+from ..common.types import F16
+from ..dims import KV_LORA_RANK, PARTIAL_ROW
 from . import quant
 
 if TYPE_CHECKING:
@@ -43,15 +47,16 @@ if TYPE_CHECKING:
 
 WARPS = 8
 CHUNK = 8  # slots in flight in one lane
-FLIGHT = 4  # loads of a lane that hide the latency, if its units have fewer slots
-VEC = 4  # fp32 channels of a lane
+FLIGHT = 8  # loads of a lane that hide the latency, if its units have fewer slots
+VEC = 4  # channels of a lane, under one exponent; 8 take 130 registers: one CTA an SM, not three
+WORDS = VEC // 2  # that it loads of a slot
 PARTS = KV_LORA_RANK // (quant.WARP * VEC)  # units of a row
 CTAS = 364  # with 32 batches three on each of 132 SMs: one wave, whether there is work or not
 
 
 @cute.jit
 def merge(
-    o_accum: cute.Tensor,  # f32 (slots, rows_pad, 512)
+    o_accum: cute.Tensor,  # f16 (slots, rows_pad, PARTIAL_ROW)
     lse_accum: cute.Tensor,  # f32 (slots, rows_pad), log2 domain
     split_begin: cute.Tensor,  # i32 (b + 1,)
     out: cute.Tensor,  # bf16|f32 (b, s_q, h, 512)
@@ -98,10 +103,12 @@ class _Partial:
             self.state[i] = self.state[i] * shrink
         return reference
 
-    def add(self, weight: Any, values: list[Any]) -> None:
+    def add(self, weight: Any, values: list[Any], factor: Any) -> None:
+        """Adds ``values`` times ``factor``."""
         self.state[1] = self.state[1] + weight
+        scaled = weight * factor
         for i in range(VEC):
-            self.state[2 + i] = self.state[2 + i] + weight * values[i]
+            self.state[2 + i] = self.state[2 + i] + scaled * values[i]
 
 
 def _exp2(x: Any) -> Any:
@@ -113,13 +120,16 @@ def _select(condition: Any, yes: Any, no: Any) -> Any:
 
 
 class _Loads:
-    """``units`` x ``slots`` loads of VEC channels and as many lse, in flight together."""
+    """``units`` x ``slots`` loads of VEC channels, and as many exponents and lse, in flight
+    together."""
 
     def __init__(self, units: int, slots: int) -> None:
         self.units, self.slots = units, slots
-        self.words = cute.make_rmem_tensor((units, slots, VEC), Uint32)
+        self.words = cute.make_rmem_tensor((units, slots, WORDS), Uint32)
+        self.exponents = cute.make_rmem_tensor((units, slots), Uint32)
         self.lses = cute.make_rmem_tensor((units, slots), Float32)
         self.words.fill(0)
+        self.exponents.fill(partials.LEAST)
         self.lses.fill(-Float32.inf)
 
     def add_to(self, partial: _Partial, unit: int) -> None:
@@ -129,8 +139,9 @@ class _Loads:
             top = cute.arch.fmax(top, self.lses[unit, j])
         reference = partial.rescale(top)
         for j in range(self.slots):
-            values = [self.words[unit, j, i].bitcast(Float32) for i in range(VEC)]
-            partial.add(_exp2(self.lses[unit, j] - reference), values)
+            values = quant.to_f32([self.words[unit, j, i] for i in range(WORDS)], F16)
+            factor = partials.factor_from_stored(self.exponents[unit, j])
+            partial.add(_exp2(self.lses[unit, j] - reference), values, factor)
 
 
 @cute.jit
@@ -146,13 +157,15 @@ def _issue(
     """Loads slots first .. first + count - 1 of one unit, at = (row, channel); ``count`` may be
     larger than what ``loads`` holds."""
     row, channel = at
-    words, lses = loads.words, loads.lses
-    o_at = o_accum.iterator + (Int64(first) * o_accum.stride[0] + row * o_accum.stride[1] + channel)
+    words, exponents, lses = loads.words, loads.exponents, loads.lses
+    o_at = o_accum.iterator + (Int64(first) * o_accum.stride[0] + row * PARTIAL_ROW)
     lse_at = lse_accum.iterator + (Int64(first) * lse_accum.stride[0] + row)
     for j in cutlass.range_constexpr(loads.slots):
         if j < count:
-            loaded = compat.load_words(o_at + j * Int64(o_accum.stride[0]), VEC, **compat.STRONG)
-            for i in cutlass.range_constexpr(VEC):
+            o_row = o_at + j * Int64(o_accum.stride[0])
+            loaded = compat.load_words(o_row + channel, WORDS, **compat.STRONG)
+            exponents[unit, j] = partials.load_exponent(o_row, channel, **compat.STRONG)
+            for i in cutlass.range_constexpr(WORDS):
                 words[unit, j, i] = loaded[i]
     for j in cutlass.range_constexpr(loads.slots):
         if j < count:
@@ -342,7 +355,7 @@ def build(spec: VariantSpec) -> tuple[Callable[..., Any], dict[str, Any]]:
     slots, rows_pad = compat.sym(name="slots"), compat.sym(name="rows_pad")
     b, s_q, h = compat.sym(name="b"), compat.sym(name="s_q"), compat.sym(name="h")
     fakes = {
-        "o_accum": compat.contiguous(f32, (slots, rows_pad, KV_LORA_RANK)),
+        "o_accum": compat.contiguous(F16, (slots, rows_pad, PARTIAL_ROW)),
         "lse_accum": compat.contiguous(f32, (slots, rows_pad), align=4),
         "split_begin": compat.vector(i32, compat.sym(name="b_plus_1")),
         "out": compat.contiguous(compat.dtype(spec.out_dtype), (b, s_q, h, KV_LORA_RANK)),

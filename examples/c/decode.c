@@ -71,7 +71,8 @@ typedef struct {
 } tensor;
 
 static const DLDataType U8 = {kDLUInt, 8, 1}, I32 = {kDLInt, 32, 1};
-static const DLDataType BF16 = {kDLBfloat, 16, 1}, F32 = {kDLFloat, 32, 1};
+static const DLDataType BF16 = {kDLBfloat, 16, 1}, F32 = {kDLFloat, 32, 1},
+                        F16 = {kDLFloat, 16, 1};
 
 /* A contiguous tensor on device 0, filled from `from`, or with zeros if that is NULL. */
 static DLTensor *make(tensor *t, DLDataType type, int ndim, const int64_t *shape, const void *from) {
@@ -166,7 +167,7 @@ int main(void) {
             MAKE(table, I32, 2, pages, BATCH, WIDTH), &lengths.dl, &items.dl, &parts.dl,
             &splits.dl, MAKE(out, BF16, 4, NULL, BATCH, S_Q, HEADS, 512),
             MAKE(lse, F32, 3, NULL, BATCH, HEADS, S_Q),
-            MAKE(o_accum, F32, 3, NULL, SLOTS, ROWS, 512), MAKE(lse_accum, F32, 2, NULL, SLOTS, ROWS),
+            MAKE(o_accum, F16, 3, NULL, SLOTS, ROWS, 528), MAKE(lse_accum, F32, 2, NULL, SLOTS, ROWS),
             1 / sqrt(192), /* causal */ 1, /* natural logarithm */ log(2), /* empty rows */ -INFINITY,
             /* may split */ 1),
         "decode");

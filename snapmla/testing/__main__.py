@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import track
 
 from codegen import matrix
+from dsl_kernels import dims
 from dsl_kernels.spec import VariantSpec
 from snapmla import env
 from snapmla.errors import VariantError
@@ -177,7 +178,10 @@ def mutate(
     reports: Annotated[bool, typer.Option(help="print what killed each mutant")] = False,
     explained: Annotated[
         list[str] | None,
-        typer.Option(help="opcode whose removal may go unnoticed; given, other survivors fail"),
+        typer.Option(
+            help="opcode, or text of a source line, whose removal may go unnoticed; given, other "
+            "survivors fail"
+        ),
     ] = None,
 ) -> None:
     """Remove each synchronisation instruction in turn: which removals go unnoticed?"""
@@ -215,8 +219,15 @@ def mutate(
 
 def _unexplained(outcomes: list[mutation.Outcome], explained: list[str]) -> bool:
     """Whether a mutant survived whose missing instruction is none of ``explained``."""
-    survivors = [o.site.text for o in outcomes if not o.killed]
+    survivors = [f"{o.site.text} {_source_text(o.site)}" for o in outcomes if not o.killed]
     return any(not any(opcode in text for opcode in explained) for text in survivors)
+
+
+def _source_text(site: mutation.Site) -> str:
+    """The line of kernel source that a site comes from; nothing if that is not ours."""
+    name, _, number = site.source.partition(":")
+    found = list(Path(dims.__file__).parent.rglob(name)) if name else []
+    return found[0].read_text().splitlines()[int(number) - 1] if len(found) == 1 else ""
 
 
 def main(argv: list[str] | None = None) -> int:

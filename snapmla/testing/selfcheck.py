@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from codegen import abi
-from dsl_kernels.dims import KV_LORA_RANK, QK_ROPE_HEAD_DIM
+from dsl_kernels.dims import KV_LORA_RANK, PARTIAL_ROW, QK_ROPE_HEAD_DIM
 from dsl_kernels.spec import VariantSpec
 from snapmla import runtime
 from snapmla.cache import PagedKVCache
 from snapmla.errors import VariantError
 from snapmla.quant import QuantizedQuery
-from snapmla.testing import metrics, reference, rounding
+from snapmla.testing import metrics, partials, reference, rounding
 from snapmla.testing.reference_plan import plan_reference
 
 if TYPE_CHECKING:
@@ -202,7 +202,7 @@ class DecodeJob:
         out = torch.full((b, self.s_q, self.heads, KV_LORA_RANK), math.nan)
         out = out.to(DTYPES[self.spec.out_dtype])
         lse = torch.full((b, self.heads, self.s_q), math.nan)
-        o_accum = torch.full((2 * self.parts, rows_pad, KV_LORA_RANK), math.nan)
+        o_accum = torch.full((2 * self.parts, rows_pad, PARTIAL_ROW), math.nan).half()
         lse_accum = torch.full((2 * self.parts, rows_pad), math.nan)
         items, part_begin, split_begin = self._planned()
         values = {
@@ -329,6 +329,7 @@ def merge_reference(
     lse: torch.Tensor,
 ) -> None:
     """What the merge kernel does, in torch, in place on ``out`` and ``lse`` (natural log)."""
+    partial_rows = partials.decode(o_accum).double()
     _, s_q, heads, _ = out.shape
     for i, (first, end) in enumerate(itertools.pairwise(split_begin)):
         if first == end:
@@ -337,7 +338,7 @@ def merge_reference(
         top = part_lse.amax(0)
         weight = torch.exp2(part_lse - torch.where(torch.isneginf(top), 0.0, top))
         total = weight.sum(0)
-        o = (weight[..., None] * o_accum[first:end, : s_q * heads].double()).sum(0)
+        o = (weight[..., None] * partial_rows[first:end, : s_q * heads]).sum(0)
         o = torch.where(total[:, None] == 0, 0.0, o / total[:, None])
         out[i] = o.view(s_q, heads, -1).to(out.dtype)
         lse[i] = ((top + torch.log2(total)) * LN2).view(s_q, heads).T.float()
@@ -346,10 +347,11 @@ def merge_reference(
 def _check_merge(spec: VariantSpec, kernel: runtime.Kernel) -> Result:
     # few slots and none; so many that warps share a unit, with two units a CTA and with one
     s_q, heads, split_begin = 2, 5, [0, 3, 3, 12, 40]
-    o_accum = torch.randn(41, 16, KV_LORA_RANK)
+    rows = torch.randn(41, 16, KV_LORA_RANK)
     lse_accum = 4.0 * torch.randn(41, 16)
     lse_accum[3:12, 4] = -math.inf  # a row that no split saw
-    o_accum[3:12, 4] = 0.0
+    rows[3:12, 4] = 0.0
+    o_accum = partials.encode(rows)
     out = torch.full((4, s_q, heads, KV_LORA_RANK), 7.0).to(DTYPES[spec.out_dtype])
     lse = torch.full((4, heads, s_q), 7.0)
     want_out, want_lse = out.float().clone(), lse.clone()

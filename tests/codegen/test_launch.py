@@ -31,7 +31,7 @@ PROGRAM = r"""
 #include <stdlib.h>
 #include "merge_obf16_sm90a.h"
 #include <tvm/ffi/extra/c_env_api.h>
-static int64_t acc[] = {4, 64, 512}, acc_s[] = {64 * 512, 512, 1}, la[] = {4, 64}, la_s[] = {64, 1};
+static int64_t acc[] = {4, 64, 528}, acc_s[] = {64 * 528, 528, 1}, la[] = {4, 64}, la_s[] = {64, 1};
 static int64_t sb[] = {3}, one[] = {1}, o[] = {2, 1, 64, 512}, o_s[] = {64 * 512, 64 * 512, 512, 1};
 static int64_t l[] = {2, 64, 1}, l_s[] = {64, 1, 1};
 static DLTensor make(int n, int64_t *shape, int64_t *strides, int code, int bits) {
@@ -41,7 +41,7 @@ static DLTensor make(int n, int64_t *shape, int64_t *strides, int code, int bits
 }
 static pthread_barrier_t gate;
 static void *first_use(void *unused) {
-  DLTensor a = make(3, acc, acc_s, kDLFloat, 32), b = make(2, la, la_s, kDLFloat, 32);
+  DLTensor a = make(3, acc, acc_s, kDLFloat, 16), b = make(2, la, la_s, kDLFloat, 32);
   DLTensor c = make(1, sb, one, kDLInt, 32), d = make(4, o, o_s, kDLBfloat, 16);
   DLTensor e = make(3, l, l_s, kDLFloat, 32);
   (void)unused;
@@ -66,7 +66,7 @@ static void report(void) {
   TVMFFIObjectDecRef(h);
 }
 static int nothing(void) {
-  DLTensor a = make(3, acc, acc_s, kDLFloat, 32), b = make(2, la, la_s, kDLFloat, 32);
+  DLTensor a = make(3, acc, acc_s, kDLFloat, 16), b = make(2, la, la_s, kDLFloat, 32);
   DLTensor c = make(1, sb, one, kDLInt, 32), d = make(4, o, o_s, kDLBfloat, 16);
   if (snapmla_merge_obf16_sm90a(NULL, NULL, NULL, NULL, NULL, 1.0, 0.0)) report();
   if (snapmla_merge_obf16_sm90a(&a, &b, &c, &d, NULL, 1.0, 0.0)) report();
@@ -77,7 +77,7 @@ static int nothing(void) {
   return 1;
 }
 int main(int argc, char **argv) {
-  DLTensor a = make(3, acc, acc_s, kDLFloat, 32), b = make(2, la, la_s, kDLFloat, 32);
+  DLTensor a = make(3, acc, acc_s, kDLFloat, 16), b = make(2, la, la_s, kDLFloat, 32);
   DLTensor c = make(1, sb, one, kDLInt, 32), d = make(4, o, o_s, kDLBfloat, 16);
   DLTensor e = make(3, l, l_s, kDLFloat, 32);
   int code, i;
@@ -311,7 +311,12 @@ def test_a_function_of_two_kernels(folder: Path) -> None:
     ]  # fmt: skip
 
 
-C_TYPES = {"uint8": "kDLUInt, 8", "int32": "kDLInt, 32", "bfloat16": "kDLBfloat, 16"}
+C_TYPES = {
+    "float16": "kDLFloat, 16",
+    "uint8": "kDLUInt, 8",
+    "int32": "kDLInt, 32",
+    "bfloat16": "kDLBfloat, 16",
+}
 EXTENTS = {"pages": 8, "P": 64, "b": 2, "s_q": 1, "h": 16, "rows_pad": 64}  # others: 16
 
 
@@ -366,7 +371,8 @@ from softgpu.runtime import as_cuda
 
 spec = decode_spec("etap", 16, 64, "bf16")
 decode = runtime.load(runtime.find(spec, [Path(sys.argv[1])]), "cuda")
-shapes = {"uint8": torch.uint8, "int32": torch.int32, "bfloat16": torch.bfloat16}
+shapes = {"uint8": torch.uint8, "int32": torch.int32, "bfloat16": torch.bfloat16,
+          "float16": torch.float16}
 extents = {"pages": 8, "b": 2, "s_q": 1, "h": 16, "width": 4, "b_plus_1": 3}
 record = runtime._record(Path(sys.argv[1]), spec.name)
 arguments = [

@@ -1,4 +1,4 @@
-"""``merge`` against weighted sums in fp64."""
+"""``merge`` against weighted sums in fp64 of the partial rows as they are stored."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from snapmla.plan import MAX_SLOTS
+from snapmla.testing import partials
 from softgpu.machine import Machine
 from tests.support.needs import TARGETS, needs_kernels
 from tests.support.rows import DTYPES, device_of, kernel
@@ -22,12 +23,13 @@ def merged(
     o: Tensor, lse: Tensor, begin: list[int], rows: int, factor: float, empty: float
 ) -> list[tuple[Tensor, Tensor] | None]:
     """fp64 oracle: (out (rows, 512), lse (rows,)) for every split batch, else None."""
+    decoded = partials.decode(o).double()
     results: list[tuple[Tensor, Tensor] | None] = []
     for x, y in itertools.pairwise(begin):
         if x == y:
             results.append(None)
             continue
-        part, logs = o[x:y, :rows].double(), lse[x:y, :rows].double()
+        part, logs = decoded[x:y, :rows], lse[x:y, :rows].double()
         logs = torch.where(logs == math.inf, math.nan, logs)  # an infinite weight has no result
         top = torch.where(logs.isnan(), -math.inf, logs).amax(0)
         none = logs.eq(-math.inf).all(0)
@@ -70,6 +72,7 @@ def test_merge(
     if rows > 4:
         lse[1, 1] = math.nan
         lse[0, 2], o[0, 2] = math.inf, 1
+    o = partials.encode(o)
     begin = [0]
     for n in counts:
         begin.append(begin[-1] + n)
@@ -107,7 +110,7 @@ def test_merge_units_share_a_cta(target: str, counts: list[int]) -> None:
     counts = counts * (30 if target == "cuda" else 1)
     b, slots = len(counts), sum(counts)
     begin = [0, *itertools.accumulate(counts)]
-    o, lse = torch.randn(slots, 32, 512), torch.randn(slots, 32)
+    o, lse = partials.encode(torch.randn(slots, 32, 512)), torch.randn(slots, 32)
     out, out_lse = (
         torch.full((b, 1, h, 512), 7.0, device=device),
         torch.zeros(b, h, 1, device=device),
@@ -127,7 +130,8 @@ def test_merge_units_share_a_cta(target: str, counts: list[int]) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("slots", [9, 132, 264])
 def test_merge_is_deterministic(slots: int) -> None:
-    o, lse = torch.randn(slots, 16, 512, device="cuda"), torch.randn(slots, 16, device="cuda")
+    o = partials.encode(torch.randn(slots, 16, 512, device="cuda"))
+    lse = torch.randn(slots, 16, device="cuda")
     begin = torch.tensor([0, slots], dtype=torch.int32, device="cuda")
     run = kernel("cuda", op="merge", out_dtype="f32")
     seen = []
@@ -157,7 +161,7 @@ def test_merge_finds_the_sequence_of_a_huge_batch(monkeypatch: pytest.MonkeyPatc
     wanted = {bisect.bisect_right(starts, block) - 1 for block in picked}
     monkeypatch.setattr(Machine, "_clusters", lambda self: (len(picked), 1, 1))
     monkeypatch.setattr(Machine, "block_at", lambda self, index, rank=0: (picked[index], 0, 0))
-    o, lse = torch.ones(1, 1, 512), torch.zeros(1, 1)
+    o, lse = partials.encode(torch.ones(1, 1, 512)), torch.zeros(1, 1)
     out, out_lse = torch.zeros(batch, 1, 1, 512), torch.zeros(batch, 1, 1)
     slots = batch * pieces
     run = kernel("sm_90a", op="merge", out_dtype="f32")

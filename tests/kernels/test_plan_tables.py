@@ -17,10 +17,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsl_kernels.dims import TOKEN_TILE
+from dsl_kernels.dims import PARTIAL_ROW, TOKEN_TILE
 from dsl_kernels.spec import VariantSpec
 from snapmla import runtime
-from snapmla.testing import selfcheck
+from snapmla.testing import partials, selfcheck
 from snapmla.testing.reference_plan import plan_reference
 from softgpu import Options, using
 from tests.support.needs import needs_compiler
@@ -72,7 +72,8 @@ class Step:
         rows_pad = -(-job.heads * job.s_q // self.spec.row_tile) * self.spec.row_tile
         out = Fenced((b, job.s_q, job.heads, 512), selfcheck.DTYPES[self.spec.out_dtype])
         lse = Fenced((b, job.heads, job.s_q))
-        o_accum, lse_accum = Fenced((2 * PARTS, rows_pad, 512)), Fenced((2 * PARTS, rows_pad))
+        o_accum = Fenced((2 * PARTS, rows_pad, PARTIAL_ROW), torch.float16)
+        lse_accum = Fenced((2 * PARTS, rows_pad))
         before = [t.clone() for t in tables]
         self.kernel(
             job.q.nope_u8, job.q.rope, job.q.row_scale, job.cache.content_u8, job.cache.rope,
@@ -199,7 +200,7 @@ def test_random_tables_of_merge() -> None:
     for case in range(MERGES):
         b, slots = pick.choice(((3, 4), (2, 12), (5, 20)))
         begin = torch.tensor(random_splits(pick, case % 3, b, slots), dtype=torch.int32)
-        o, lse = torch.randn(slots, 16, 512), torch.randn(slots, 16)
+        o, lse = partials.encode(torch.randn(slots, 16, 512)), torch.randn(slots, 16)
         out, out_lse = Fenced((b, 1, 1, 512), torch.bfloat16), Fenced((b, 1, 1))
         with using(checked(case)):
             kernel(o, lse, begin, out.tensor, out_lse.tensor, 1.0, -math.inf)

@@ -19,12 +19,12 @@ from cutlass import Float32, Int32
 from dsl_kernels import compat
 from dsl_kernels.common import budget as bud
 from dsl_kernels.common.cache_format import CacheFormat, Plane
-from dsl_kernels.common.epilogue import Results, finish_row, write_run
+from dsl_kernels.common.epilogue import Results, Shared, finish_row, write_runs
 from dsl_kernels.common.paged_tma import PagedTma, pipe_barriers
 from dsl_kernels.common.smem import array, staged, struct_of
-from dsl_kernels.common.types import BF16, ROW_MAJOR
+from dsl_kernels.common.types import BF16, F16, ROW_MAJOR
 from dsl_kernels.common.work_list import Call, Work, WorkList
-from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK
+from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK, PARTIAL_ROW
 
 TILE, STAGES, ADDERS = 64, 2, 8  # tokens; tiles in flight; warps
 FORMAT = CacheFormat((Plane("v", BF16, HEAD_DIM_QK),))
@@ -43,7 +43,8 @@ def build(spec):
         cache=compat.rows(BF16, (pages, spec.page_size, HEAD_DIM_QK)), block_table=i32(b, width),
         cache_seqlens=i32(b), work_items=i32(items, 4), part_begin=i32(parts1),
         out=f32(b, s_q, h, KV_LORA_RANK), lse=f32(b, h, s_q),
-        o_accum=f32(slots, rows_pad, KV_LORA_RANK), lse_accum=f32(slots, rows_pad), causal=Int32(1),
+        o_accum=compat.contiguous(F16, (slots, rows_pad, PARTIAL_ROW)),
+        lse_accum=f32(slots, rows_pad), causal=Int32(1),
     )  # fmt: skip
 
 
@@ -112,7 +113,8 @@ class SumRows:
                 k_pipe.consumer_release(kst)
                 kst.advance()
             for r in cutlass.range_constexpr(self.rows):
-                if first_row + r < call.rows:
-                    if channel == 0:
-                        finish_row(results, call, batch, slot, first_row + r, Float32(1.0), 0.0)
-                    write_run(results, call, batch, slot, first_row + r, channel, total[None, r])
+                row = first_row + r
+                if (row < call.rows) & (channel == 0):
+                    finish_row(results, call, batch, slot, row, Float32(1.0), 0.0)
+                shared = Shared((1, 2, 4), channel, 1, channel % 16 == 0)  # of eight lanes
+                write_runs(results, call, batch, slot, row, [(channel, total[None, r])], shared)

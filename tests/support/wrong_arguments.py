@@ -47,7 +47,7 @@ def plan(**changes: Any) -> DecodePlan:
         "part_begin": torch.zeros(5, dtype=I32),
         "split_begin": torch.zeros(b + 1, dtype=I32),
         "planned_seqlens": torch.zeros(b, dtype=I32),
-        "o_accum": torch.zeros(8, rows, 512),
+        "o_accum": torch.zeros(8, rows, 528, dtype=F16),
         "lse_accum": torch.zeros(8, rows),
         "batch": B, "num_heads": H, "s_q": S_Q, "page_size": P, "max_pages": WIDTH,
         "num_parts": 4, "pipeline": "etap", "row_tile": 16, "token_tile": 64, "fixed_overhead": 4,
@@ -116,7 +116,7 @@ def query_arguments() -> dict[str, Any]:
 
 
 def workspace_arguments() -> dict[str, Any]:
-    return {"o_accum": torch.zeros(8, 32, 512), "lse_accum": torch.zeros(8, 32)}
+    return {"o_accum": torch.zeros(8, 32, 528, dtype=F16), "lse_accum": torch.zeros(8, 32)}
 
 
 def flash_mla_arguments() -> dict[str, Any]:
@@ -468,10 +468,10 @@ WRONG: dict[str, list[Row]] = {
         ("cache_seqlens", torch.ones(B, dtype=I64), TypeError, "cache_seqlens: ", "torch.int32"),
     ],
     "with_workspace": [
-        ("o_accum", torch.zeros(4, 16, 512), ValueError,
-         r"o_accum: expected shape \(8, 32, 512\), got \(4, 16, 512\)", "torch.empty_like(plan.o_accum)"),
-        ("o_accum", torch.zeros(8, 32, 512, dtype=BF16), TypeError,
-         "o_accum: expected dtype float32, got bfloat16", "allocate it with dtype=torch.float32"),
+        ("o_accum", torch.zeros(4, 16, 528, dtype=F16), ValueError,
+         r"o_accum: expected shape \(8, 32, 528\), got \(4, 16, 528\)", "torch.empty_like(plan.o_accum)"),
+        ("o_accum", torch.zeros(8, 32, 528), TypeError,
+         "o_accum: expected dtype float16, got float32", "allocate it with dtype=torch.float16"),
         ("lse_accum", torch.zeros(8, 8), ValueError,
          r"lse_accum: expected shape \(8, 32\), got \(8, 8\)", "torch.empty_like(plan.lse_accum)"),
     ],

@@ -1,0 +1,78 @@
+"""Partial results of split sequences: fp16 channels that share exponents.
+
+A row of a slot is 1056 bytes, half of fp32's, in a tensor (slots, rows_pad, PARTIAL_ROW) of fp16:
+
+    [0, 1024)     512 channels, x * 2^(141 - e) rounded to fp16
+    [1024, 1056)  32 exponents e, a byte for each 16 neighbouring channels
+
+e is the biased fp32 exponent of the largest |x| that shares it, held within 15 and 254; whole
+groups of 16 may share one, which is then written for each.  What is stored is at most 2^15 whatever
+the row's magnitude, and what is up to 2^28 times smaller than the largest keeps fp16's 11 bits.
+Both factors, 2^(141 - e) and 2^(e - 141), are normal fp32 numbers.  NaN and infinity stay what they
+are; beside an infinity finite values of its group are lost (e is 254: 0 below 2^88).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Uint32
+
+from .. import compat
+from ..dims import EXPONENT_CHANNELS
+from ..dims import KV_LORA_RANK as D
+from .types import U8
+
+FRACTION_BITS = 23  # of fp32
+LEAST, MOST = 15, 254  # of an exponent
+TOP = 14  # log2 of the binade where the largest value is stored
+EVERY_BYTE = 0x01010101
+
+
+def exponent_of(values: list[Any], lane_bits: tuple[int, ...] = ()) -> Any:
+    """Exponent (Uint32) that fp32 ``values`` share, with those of the lanes whose numbers differ
+    from this one's in ``lane_bits`` alone; with lane bits, for whole warps."""
+    top = abs(values[0])
+    for x in values[1:]:
+        top = cute.arch.fmax(top, abs(x))
+    for bit in lane_bits:
+        top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, bit))
+    field = top.bitcast(Uint32) >> FRACTION_BITS  # no sign
+    return cutlass.min(cutlass.max(field, Uint32(LEAST)), Uint32(MOST))
+
+
+def stored(values: Any, exponent: Any) -> Any:
+    """fp32 values (a register tensor) times 2^(141 - e), to be rounded to fp16."""
+    factor = ((Uint32(TOP + 254) - exponent) << FRACTION_BITS).bitcast(Float32)
+    scaled = cute.make_rmem_tensor(values.layout.shape, Float32)
+    for i in range(cute.size(values)):
+        scaled[i] = values[i] * factor
+    return scaled
+
+
+def factor_from_stored(exponent: Any) -> Any:
+    """2^(e - 141); some finite number for a byte that no kernel writes."""
+    return ((exponent - Uint32(TOP)) << FRACTION_BITS).bitcast(Float32)
+
+
+def store_exponents(row: Any, channel: Any, exponent: Any, groups: int) -> None:
+    """The exponent of ``groups`` (1, or a multiple of 4) groups into their bytes.
+
+    Args:
+        row: points at a partial row.
+        channel: first of the groups', a multiple of 16, or of 64 for 4 groups or more.
+    """
+    first = cute.recast_ptr(row, dtype=U8) + (2 * D + channel // EXPONENT_CHANNELS)
+    if groups == 1:
+        cute.arch.store(first, exponent.to(U8))
+        return
+    for i in range(0, groups, 4):
+        compat.store_words(first + i, [exponent * Uint32(EVERY_BYTE)])
+
+
+def load_exponent(row: Any, channel: Any, **hint: str) -> Any:
+    """The exponent (Uint32) of a channel of the partial row at ``row``; ``hint``: of the load."""
+    at = cute.recast_ptr(row, dtype=U8) + (2 * D + channel // EXPONENT_CHANNELS)
+    return Uint32(cute.arch.load(at, U8, **hint))

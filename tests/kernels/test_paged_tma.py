@@ -1,0 +1,81 @@
+"""The start of a part: two KV tiles are asked for, and more when the first has landed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import softgpu
+from dsl_kernels.common import paged_tma
+from dsl_kernels.spec import VariantSpec
+from snapmla import runtime
+from snapmla.testing import selfcheck
+from softgpu import Options, mutate
+from softgpu.in_flight import InFlight
+from softgpu.machine import Machine
+from tests.softgpu.test_planted import line
+from tests.support.needs import needs_compiler
+from tests.support.planting import granted
+
+TILE = 64
+
+
+class Copies:
+    """Copies that a decode asks for: all of them, and those before any has landed."""
+
+    def __init__(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.spec, self.asked, self.at_once = VariantSpec.from_name(name), 0, 0
+        kernel = runtime.kernel(self.spec, "cpu")
+        assert isinstance(kernel, softgpu.LoadedKernel)
+        self.kernel, self.landed = kernel, False
+        kernel.options = Options(asynchronous="late")
+        put = Machine.put
+
+        def counted(machine: Machine, op: InFlight) -> InFlight:
+            if op.text.startswith("cp.async.bulk"):
+                self.asked += 1
+                self.at_once += not self.landed
+                action = op.action
+                op.action = lambda: (setattr(self, "landed", True), action())[1]  # type: ignore
+            return put(machine, op)
+
+        monkeypatch.setattr(Machine, "put", counted)
+
+    def of(self, *tiles: int) -> tuple[int, int]:
+        """(all, at once) with one part and sequences of so many tiles."""
+        torch.manual_seed(0)
+        self.asked, self.at_once, self.landed = 0, 0, False
+        job = selfcheck.DecodeJob(self.spec, [TILE * n for n in tiles], 1)
+        assert job.errors(job.run(self.kernel)).right
+        return self.asked, self.at_once
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("name", "stages"),
+    [
+        ("decode_etap_r16_p64_obf16_sm90a", 4), ("decode_etap_r16_p16_obf16_sm90a", 4),
+        ("decode_etap_r128_p64_obf16_sm90a", 4), ("decode_ws_r64_p64_obf16_sm100a", 4),
+    ],
+)  # fmt: skip
+def test_two_tiles_at_first(name: str, stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is in flight before anything has landed is what two tiles take altogether; without the
+    wait it is what the ring holds (of five stages on SM100 the first is Q's)."""
+    copies = Copies(name, monkeypatch)
+    alone = {n: copies.of(n)[0] for n in (1, paged_tma.START_TILES, stages)}
+    assert alone[1] < alone[paged_tma.START_TILES] < alone[stages]
+    assert copies.of(stages + 2)[1] == alone[paged_tma.START_TILES]
+    wait = line("paged_tma.py", "k_pipe.consumer_wait(landed)")
+    entry = copies.kernel.entry
+    [ins] = mutate.matching(copies.kernel.program(entry), "mbarrier.try_wait", wait)
+    with mutate.planted(copies.kernel, entry, {ins.pc: granted(ins)}):
+        assert copies.of(stages + 2)[1] == alone[stages]
+
+
+@needs_compiler
+@pytest.mark.parametrize("tiles", [(0, 5), (1, 5), (2, 9), (3, 3, 3), (6, 3)])
+def test_later_items_do_not_wait(tiles: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the first item has; a wait for a phase long over might never end."""
+    copies = Copies("decode_etap_r16_p64_obf16_sm90a", monkeypatch)
+    copies.kernel.options = Options(hazards="raise", asynchronous="early")
+    assert copies.of(*tiles)[0] > copies.of(sum(tiles))[0]  # a Q tile for each item
