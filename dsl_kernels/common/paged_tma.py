@@ -161,12 +161,14 @@ class PagedTma:
 
     @cute.jit
     def produce_kv(
-        self, st, layouts, k_pipe, loaded, work, span, num_pages, copy_scales, loaded_q=None
-    ):
+        self, st, layouts, k_pipe, loaded, work, span, num_pages, copy_scales, loaded_q=None,
+        mark=None,
+    ):  # fmt: skip
         """One warp: for each tile, every plane and the scales into the next free stage.
 
         ``copy_scales(page, part, box, stage, bar)`` is run by one lane for every box; None without.
         ``loaded_q``: planes of the queries where their tiles pass through this ring.
+        ``mark(is_first)`` is run behind each tile's copies; None without.
         """
         lane = cute.arch.lane_idx()
         rank, extra = self.cluster_copy()
@@ -202,6 +204,8 @@ class PagedTma:
                     if const_expr(copy_scales is not None):
                         with cute.arch.elect_one():
                             copy_scales(p, part, j, kst.index, bar)
+                if const_expr(mark is not None):
+                    mark(kst.count == 0)
                 kst.advance()
         # no producer_tail: every stage is read before the math warps end, and a cluster leaves
         # together, so no arrival can reach a CTA that is gone
