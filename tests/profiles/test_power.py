@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import time
@@ -151,6 +152,74 @@ def test_without_nvml_nvidia_smi_is_asked(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(power, "smi_meter", lambda card_id: card_id)
     for instant, cap in ((None, 700.0), (650.0, None)):
         assert power.open_meter(FakeNvml(instant, None, cap)) == "0"
+
+
+class FakeEvent:
+    """An event of a device that is never ahead of its host."""
+
+    def __init__(self, enable_timing: bool) -> None:
+        self.t = math.inf
+
+    def record(self, stream: object = None) -> None:
+        self.t = time.monotonic()
+
+    def query(self) -> bool:
+        return time.monotonic() >= self.t
+
+    def synchronize(self) -> None:
+        time.sleep(0.05)  # what was asked of the device goes on that long
+
+    def elapsed_time(self, other: FakeEvent) -> float:
+        return (other.t - self.t) * 1e3
+
+
+def test_a_loop_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long a lead-in as the measurement; calls are counted, power is read meanwhile."""
+    monkeypatch.setattr(power.torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(power.torch.cuda, "current_stream", lambda: None)
+    runs = []
+
+    def run() -> None:
+        runs.append(time.monotonic())
+        time.sleep(0.005)
+
+    loop = timing.Loop("x", [run], run, 50, "graph", run)
+    with power.open_meter(FakeNvml(640.0, None, 700.0)).running() as meter:
+        solo = power.alone(loop, meter, seconds=0.1)
+    assert 9 <= (len(runs) - 1) // 2 <= 20 and len(runs) % 2 == 1
+    assert solo.us == pytest.approx(100.0, rel=0.5)  # 5 ms for 50 calls
+    assert (solo.watts, solo.mhz, solo.source) == (640.0, 1400.0, "instantaneous power")
+
+
+def test_energies_follow_from_probes(monkeypatch: pytest.MonkeyPatch) -> None:
+    meter = power.Meter("x", 700.0, lambda: None)
+    solo = lambda us, watts: power.Solo(us, watts, 1500.0, "x")
+    parts = {
+        "_idle": {"idle": (solo(1.0, 80.0), 0.0)},
+        "_wait": {"wait": (solo(1.0, 200.0), 0.0)},
+        "_reads": {"dram": (solo(1e3, 500.0), 4.7e9), "l2": (solo(1e3, 400.0), 8e9)},
+        "_products": {"bf16": (solo(1e3, 700.0), 6.7e11), "fp8": (solo(1e3, 700.0), 1.25e12)},
+    }
+    for name, found in parts.items():
+        monkeypatch.setattr(power, name, lambda meter, found=found: found)
+    energies, probes, notes = power.probe(meter)
+    assert energies is not None and not notes
+    assert (energies.cap_w, energies.floor_w) == (700.0, 200.0)
+    assert energies.dram_pj == pytest.approx(300 / 4.7)  # W over TB/s
+    assert energies.l2_pj == pytest.approx(200 / 8)
+    assert energies.bf16_pj == pytest.approx(500 / 670) and energies.fp8_pj == pytest.approx(0.4)
+    rates = {p.what: (round(p.rate), p.unit) for p in probes}
+    assert rates["dram"] == (4700, "GB/s") and rates["fp8"] == (1250, "TFLOP/s")
+    assert rates["idle"] == (0, "")
+
+    def broken(meter: power.Meter) -> dict:
+        raise RuntimeError("no Triton")
+
+    broken.__name__ = "_reads"
+    monkeypatch.setattr(power, "_reads", broken)
+    energies, probes, notes = power.probe(meter)
+    assert energies is None and notes == ["power, reads: RuntimeError: no Triton"]
+    assert [p.what for p in probes] == ["idle", "wait", "bf16", "fp8"]
 
 
 # --------------------------------------------------------------------------------- energy, roof
