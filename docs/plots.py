@@ -79,7 +79,7 @@ def speed_data() -> Data:
     """heads -> backend -> [[tokens, speed as a multiple of the fastest peer's in that run]]."""
     found: dict[tuple[int, int], dict[str, float]] = {}
     commits: dict[str, str] = {}
-    cards = set()
+    cards: set[str] = set()
     for name in SPEED_TABLES:
         if not (RESULTS / f"{name}.json").is_file():
             continue

@@ -15,6 +15,7 @@ numbers of readings.
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import json
 import statistics
@@ -40,7 +41,7 @@ from profiles.bench import command_line, commit
 from profiles.pools import Latents, SnapPool, fill
 from profiles.shapes import DecodeShape, parse
 from profiles.worker import machine
-from snapmla import attention, launch, runtime
+from snapmla import attention, runtime
 from snapmla.plan import PlanVariant
 
 PAGE, GRAIN = 64, 128
@@ -126,13 +127,12 @@ class Step:
         rows = (shape.batch, shape.s_q, shape.num_heads)
         self.out = torch.empty(*rows, 512, dtype=torch.bfloat16, device=device)
         self.lse = torch.empty(rows[0], rows[2], rows[1], device=device)
-        o, lse = self.plan.o_accum, self.plan.lse_accum
-        self.o_accum = o.new_zeros(o.shape[0] + 1, *o.shape[1:])
-        lse_accum = lse.new_zeros(lse.shape[0] + 1, *lse.shape[1:])
-        self.arguments = launch.prepared(
-            self.plan.work_items, self.plan.part_begin, self.o_accum, lse_accum,
-            self.plan.split_begin,
-        )  # fmt: skip
+        grown = {}
+        for name in ("o_accum", "lse_accum"):  # one slot more, for the records
+            tensor = getattr(self.plan, name)
+            grown[name] = tensor.new_zeros(tensor.shape[0] + 1, *tensor.shape[1:])
+        self.o_accum = grown["o_accum"]
+        self.arguments = dataclasses.replace(self.plan, **grown).arguments
 
     @property
     def spec(self) -> VariantSpec:

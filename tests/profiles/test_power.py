@@ -215,11 +215,12 @@ def test_energies_follow_from_probes(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(meter: power.Meter) -> dict:
         raise RuntimeError("no Triton")
 
-    broken.__name__ = "_reads"
-    monkeypatch.setattr(power, "_reads", broken)
-    energies, probes, notes = power.probe(meter)
-    assert energies is None and notes == ["power, reads: RuntimeError: no Triton"]
-    assert [p.what for p in probes] == ["idle", "wait", "bf16", "fp8"]
+    for lost, left in (("_products", ["idle", "wait", "dram", "l2"]), ("_reads", ["idle", "wait"])):
+        broken.__name__ = lost
+        monkeypatch.setattr(power, lost, broken)
+        energies, probes, notes = power.probe(meter)
+        assert energies is None and [p.what for p in probes] == left
+        assert "RuntimeError: no Triton" in notes[0]
 
 
 # --------------------------------------------------------------------------------- energy, roof
