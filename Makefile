@@ -73,8 +73,8 @@ try: setup  ## recompile and check one variant: VARIANT=decode_etap_r64_p64_obf1
 profile: setup  ## Nsight Compute on one variant, as one table: VARIANT=decode_etap_r64_p64_obf16_sm90a
 	$(PY) -m profiles.ncu $(VARIANT)
 
-docs: setup  ## write what the docs generate: variants, API, byte maps, picture, the README's numbers
-	$(PY) -m codegen docs && $(PY) docs/render.py && $(PY) docs/figures.py
+docs: setup  ## write what the docs generate: variants, API, byte maps, pictures, the README's numbers
+	$(PY) -m codegen docs && $(PY) docs/render.py && $(PY) docs/figures.py && $(PY) docs/plots.py
 
 lint: setup  ## ruff and mypy
 	$(PY) -m ruff check . && $(PY) -m ruff format --check . && $(PY) -m mypy

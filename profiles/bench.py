@@ -22,7 +22,7 @@ import typer
 from profiles import report as reports
 from profiles import roofline, shapes, supervise
 from profiles.device import require_cuda
-from profiles.roofline import FORMATS, Card, Ceilings
+from profiles.roofline import FORMATS, Card, Ceilings, Energies
 from profiles.shapes import DecodeShape, Shape
 from profiles.supervise import RunConfig
 
@@ -109,14 +109,16 @@ def make_report(name: str, job: RunConfig, outcome: supervise.Outcome) -> dict[s
     best = outcome.ceilings.get("best")
     probe = Ceilings(**best) if best else None
     used = card.ceilings.raised_by(probe) if card else probe
+    costs = outcome.power.get("best")
+    energies = Energies(**costs) if costs else None
     rows = [
-        reports.enrich(row, label, card, used)
+        reports.enrich(row, label, card, used, energies)
         for label, job_rows in outcome.jobs.items()
         for row in job_rows
     ]
     rows = reports.with_copy_fractions(rows)
     left = [s for s in job.shapes if s not in outcome.jobs]
-    notes = outcome.notes + outcome.ceilings.get("notes", [])
+    notes = [*outcome.notes, *outcome.ceilings.get("notes", []), *outcome.power.get("notes", [])]
     return {
         "name": name,
         "command": command_line(sys.argv[1:]),
@@ -129,6 +131,7 @@ def make_report(name: str, job: RunConfig, outcome: supervise.Outcome) -> dict[s
             "used": asdict(used) if used else None,
             "probes": outcome.ceilings.get("probes", []),
         },
+        "power": {"energies": costs, "probes": outcome.power.get("probes", [])},
         "dequant_model": roofline.dequant_lines(card) if card else [],
         "config": {**asdict(job), "peers": job.peers is not None},
         "notes": notes + ([f"not finished: {', '.join(left)}"] if left else []),
@@ -174,6 +177,9 @@ def bench(
     dry_run: Annotated[bool, typer.Option(help="Print rows and roofs; run nothing.")] = False,
     card: Annotated[str, typer.Option(help="The card of a dry run.")] = "H200",
     probe: Annotated[bool, typer.Option(help="Measure the ceilings first.")] = True,
+    power: Annotated[
+        bool, typer.Option(help="Also run each row alone for 1/4 s: watts, energy, power roof.")
+    ] = False,
     quick: Annotated[bool, typer.Option(help="Fewer rounds, a smaller probe.")] = False,
     mean: Annotated[float, typer.Option(help="Mean of the latents' channels.")] = 0.0,
     amplitude: Annotated[float, typer.Option(help="Log-normal spread of tokens.")] = 0.0,
@@ -211,6 +217,7 @@ def bench(
         peers=str(peers.resolve()) if peers else None,
         probe=probe and device == "cuda",
         quick=quick,
+        power=power and device == "cuda",
         latents={"mean": mean, "amplitude": amplitude},
         timing=dict(CPU_TIMING) if device == "cpu" else timing,
     )

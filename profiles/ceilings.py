@@ -88,20 +88,17 @@ def _read_stream(config: timing.TimingConfig, nvml: timing.Nvml, quick: bool) ->
     return [*probes, copy]
 
 
-def _matmul(config: timing.TimingConfig, nvml: timing.Nvml, quick: bool) -> list[Probe]:
-    n = MATRIX
-    flops = 2.0 * n**3
+def matmul_calls(n: int = MATRIX) -> dict[str, list[timing.Call]]:
+    """Products of n x n matrices of N(0, 1), ``bf16`` and ``fp8`` (e4m3), two pairs of operands."""
     a = [torch.randn(n, n, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
     b = [torch.randn(n, n, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
     out = torch.empty(n, n, device="cuda", dtype=torch.bfloat16)
-
-    def bf16(i: int) -> timing.Call:
-        return lambda: torch.mm(a[i], b[i].t(), out=out)
-
-    probes = [_measure(f"bf16 mm {n}^3", [bf16(0), bf16(1)], flops, "TFLOP/s", config, nvml)]
     a8 = [x.to(torch.float8_e4m3fn) for x in a]
     b8 = [x.to(torch.float8_e4m3fn).t() for x in b]
     one = torch.ones((), device="cuda", dtype=torch.float32)
+
+    def bf16(i: int) -> timing.Call:
+        return lambda: torch.mm(a[i], b[i].t(), out=out)
 
     def fp8(i: int) -> timing.Call:
         def call() -> Any:
@@ -112,5 +109,12 @@ def _matmul(config: timing.TimingConfig, nvml: timing.Nvml, quick: bool) -> list
 
         return call
 
-    probes.append(_measure(f"fp8 mm {n}^3", [fp8(0), fp8(1)], flops, "TFLOP/s", config, nvml))
-    return probes
+    return {"bf16": [bf16(0), bf16(1)], "fp8": [fp8(0), fp8(1)]}
+
+
+def _matmul(config: timing.TimingConfig, nvml: timing.Nvml, quick: bool) -> list[Probe]:
+    flops = 2.0 * MATRIX**3
+    return [
+        _measure(f"{kind} mm {MATRIX}^3", calls, flops, "TFLOP/s", config, nvml)
+        for kind, calls in matmul_calls().items()
+    ]

@@ -20,6 +20,8 @@
 #   profile:VARIANT[,VARIANT]  Nsight Compute on variants, as one table (profiles.ncu)
 #   host[:ARG,ARG...]          host time of eager calls (profiles.host_time ARG ARG...)
 #   merge                      what the merge launch costs (profiles.merge_cost)
+#   stamps[:SHAPE,SHAPE...]    times of a CTA's events, from stamped builds (profiles.stamps has
+#                              the commands that build them, before pack)
 #   fidelity[:--compile]       the accuracy study, or go on with it: repeat until nothing is left
 #   model:NAME                 the packed checkpoint of the study's NAME to $OUT, a few files
 #   demo                       make demo's job
@@ -171,6 +173,10 @@ run_part() {
             timeout -k 10 "$seconds" "$python" -m profiles.host_time --out "$work" ${what//,/ }
             ;;
         merge) timeout -k 10 "$seconds" "$python" -m profiles.merge_cost --out "$work" ;;
+        stamps)
+            # shellcheck disable=SC2086  # a list of words
+            timeout -k 10 "$seconds" "$python" -m profiles.stamps --out "$work" ${what//,/ }
+            ;;
         demo) timeout -k 10 "$seconds" "$python" -m profiles.demo 2>&1 | tee "$work/demo.log" ;;
         fidelity)
             # what was finished stays in build/fidelity for the next call
@@ -185,7 +191,7 @@ run_part() {
             ;;
         model) cp build/fidelity/"$what".json build/fidelity/"$what".*.pack "$out" ;;
         *)
-            echo "part: expected info, tests[:FILES], host, merge, demo, bench:PRESET, shape:LABEL," \
+            echo "part: expected info, tests[:FILES], host, merge, stamps[:SHAPES], demo, bench:PRESET, shape:LABEL," \
                 "profile:VARIANTS, fidelity, model:NAME or check[:ARGS];" \
                 "got '$part'"
             return 2

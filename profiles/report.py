@@ -14,21 +14,25 @@ from typing import Any
 
 from codegen.artifacts import write_atomic
 from profiles import roofline
-from profiles.roofline import FORMATS, Card, Ceilings
+from profiles.roofline import FORMATS, Card, Ceilings, Energies
 from profiles.shapes import DecodeShape, HelperShape, parse
 
 Row = dict[str, Any]
 PEERS = ("flashmla_bf16", "flashmla_fp8", "fa3", "torch")
 DEQUANT_ROWS = 64
+TILE = 64  # rows and tokens of the tile that energy and cycles are told for
 
 
-def enrich(row: Row, label: str, card: Card | None, ceilings: Ceilings | None) -> Row:
+def enrich(
+    row: Row, label: str, card: Card | None, ceilings: Ceilings | None,
+    energies: Energies | None = None,
+) -> Row:  # fmt: skip
     """Adds to a worker's row what follows from shape, time and card.
 
     Adds ``shape``, ``op``, ``bytes``, ``flops`` and, where there is a time, ``gbs``, ``tflops``,
     ``roof_us``, ``roof_fraction`` (of the contender's own cache format and tensor-core rate),
     ``eq7_fraction`` and ``dequant_model_us`` (the least a kernel that dequantises to BF16 could
-    take at this row's clock).
+    take at this row's clock).  Rows that were also run alone get ``power_fields``.
     """
     shape = parse(label)
     us = row.get("us")
@@ -53,6 +57,39 @@ def enrich(row: Row, label: str, card: Card | None, ceilings: Ceilings | None) -
         new["roof_fraction"] = new["roof_us"] / us
         new["eq7_fraction"] = new["tflops"] / card.eq7_tflops
         new["dequant_model_us"] = _dequant_us(shape, card, row.get("mhz") or card.boost_mhz)
+        if row.get("alone_us"):
+            new.update(power_fields(new, shape, card, ceilings, energies))
+    return new
+
+
+def tiles(shape: DecodeShape) -> int:
+    """Tiles of 64 rows x 64 tokens of a decode; fewer rows, or a sequence's last tokens, fill one.
+
+    That is what CTAs walk, except that a CTA of 16 or 32 rows has smaller ones.
+    """
+    row_blocks = -(-shape.num_heads * shape.s_q // TILE)
+    return row_blocks * sum(-(-n // TILE) for n in shape.lengths())
+
+
+def power_fields(
+    row: Row, shape: DecodeShape, card: Card, ceilings: Ceilings, energies: Energies | None
+) -> Row:
+    """What follows from a row's time, clock and power alone on the card.
+
+    ``uj_tile``: board power x time over ``tiles``, microjoules.  ``cycles_tile``: SM cycles, time x
+    clock x SMs over ``tiles``; launch, ramp and merge are in both.  With ``energies`` also
+    ``power_roof_us`` and ``power_roof_fraction``, that roof over the time *alone*.
+    """
+    us, count = row["alone_us"], tiles(shape)
+    new: Row = {"uj_tile": row["alone_watts"] * us / count}
+    if row.get("alone_mhz"):
+        new["cycles_tile"] = us * row["alone_mhz"] * card.sms / count
+    if energies:
+        fmt = FORMATS[row["format"]]
+        work = row["bytes"], row["flops"]
+        new["energy_roof_us"] = energies.row_us(*work, fmt)
+        new["power_roof_us"] = roofline.power_roof_us(*work, ceilings, energies, fmt)
+        new["power_roof_fraction"] = new["power_roof_us"] / us
     return new
 
 
@@ -142,6 +179,12 @@ DECODE_COLUMNS = (
     ("dequant. model µs", "dequant_model_us", ".1f"), ("error", "error", ".1e"),
     ("LSE error", "lse_error", ".1e"), ("MHz", "mhz", ".0f"), ("W", "watts", ".0f"),
 )  # fmt: skip
+POWER_COLUMNS = (
+    ("µs alone", "alone_us", ".1f"), ("W", "alone_watts", ".0f"), ("MHz", "alone_mhz", ".0f"),
+    ("cycles a tile", "cycles_tile", ".0f"), ("µJ a tile", "uj_tile", ".2f"),
+    ("roof µs", "roof_us", ".1f"), ("energy / (cap − floor) µs", "energy_roof_us", ".1f"),
+    ("power roof µs", "power_roof_us", ".1f"), ("of power roof", "power_roof_fraction", "%"),
+)  # fmt: skip
 HELPER_COLUMNS = (
     ("µs", "us", ".2f"), ("cold µs", "us_cold", ".1f"), ("host µs", "host_us", ".1f"),
     ("GB/s", "gbs", ".0f"), ("of copy", "copy_fraction", "%"), ("of roof", "roof_fraction", "%"),
@@ -202,7 +245,35 @@ def short_table(report: dict[str, Any]) -> list[str]:
                 f"{_cell(row.get('copy_fraction'), '%')}  {row.get('status')} {row.get('note', '')}"
             )
     own = [*uneven_lines(decode), *quantise_lines(by_shape)]
-    return [*lines, "", *own, *summary_lines(report["summary"])]
+    return [*lines, "", *own, *summary_lines(report["summary"]), *power_lines(report)]
+
+
+def power_lines(report: dict[str, Any]) -> list[str]:
+    """Rows alone on the card beside their power roof, and what that roof rests on."""
+    rows = [r for r in report["rows"] if r.get("alone_us")]
+    found = report.get("power", {})  # not in tables made before
+    lines: list[str] = []
+    if found.get("energies"):
+        e = Energies(**found["energies"])
+        lines += [
+            f"power: cap {e.cap_w:.0f} W, {e.floor_w:.0f} W while all SMs wait; above that a byte "
+            f"costs {e.dram_pj:.1f} pJ from memory, {e.l2_pj:.1f} from L2, a FLOP "
+            f"{e.fp8_pj:.3f} pJ in FP8, {e.bf16_pj:.3f} in BF16",
+        ]
+    if found.get("probes"):
+        lines += ["", *_probe_table(found["probes"])]
+    return ["", *lines, "", *_full_table(rows, POWER_COLUMNS)] if rows or lines else []
+
+
+def _probe_table(probes: Iterable[dict[str, Any]]) -> list[str]:
+    return _table(
+        ["what", "µs", "rate", "MHz", "W"],
+        [
+            [p["what"], f"{p['us']:.1f}", f"{p['rate']:.0f} {p['unit']}" if p["unit"] else "–",
+             _cell(p["mhz"], ".0f"), _cell(p["watts"], ".0f")]
+            for p in probes
+        ],
+    )  # fmt: skip
 
 
 def uneven_lines(rows: Sequence[Row]) -> list[str]:
@@ -271,12 +342,7 @@ def markdown(report: dict[str, Any]) -> str:
     if helpers:
         lines += ["", "## Helper rows", "", *_full_table(helpers, HELPER_COLUMNS)]
     if report["ceilings"]["probes"]:
-        lines += ["", "## Probes", ""]
-        lines += _table(
-            ["what", "µs", "rate", "MHz", "W"],
-            [[p["what"], f"{p['us']:.1f}", f"{p['rate']:.0f} {p['unit']}", _cell(p["mhz"], ".0f"),
-              _cell(p["watts"], ".0f")] for p in report["ceilings"]["probes"]],
-        )  # fmt: skip
+        lines += ["", "## Probes", "", *_probe_table(report["ceilings"]["probes"])]
     lines += ["", "## Reproduce", "", "```"]
     lines += list(dict.fromkeys(r["reproduce"] for r in report["rows"]))
     lines += ["```", "", "How figures come about: `profiles/results/README.md`.", ""]

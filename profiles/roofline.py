@@ -3,10 +3,11 @@
 Nothing here touches a GPU or imports torch.  Units: bytes, FLOP, microseconds, GB/s (1e9 bytes),
 TFLOP/s (1e12).
 
-Roof of a decode = max(bytes / read rate, FLOP / effective peak).  *Bytes* count what has to cross
-the memory bus once: cached tokens, queries, ``out`` and ``lse``; workspaces of a split do not
-count, because a better kernel would not need them.  *FLOP* follow the convention of all MLA
-kernels, ``2 * b * s_q * h * L * (576 + 512)``, with the causal triangle not subtracted.
+Roof of a decode = max(bytes / read rate, FLOP / effective peak); the power roof is a figure of its
+own (``Energies``).  *Bytes* count what has to cross the memory bus once: cached tokens, queries,
+``out`` and ``lse``; workspaces of a split do not count, because a better kernel would not need
+them.  *FLOP* follow the convention of all MLA kernels, ``2 * b * s_q * h * L * (576 + 512)``, with
+the causal triangle not subtracted.
 
 The effective peak follows the SnapMLA paper's Eq. 7: a token costs 17 tiles of 64 channels
 (8 content Q.K, 1 RoPE Q.K, 8 P.V); with a BF16 RoPE 16 of them run at the FP8 rate and one at the
@@ -86,6 +87,46 @@ class Ceilings:
             fp8_tflops=max(self.fp8_tflops, probe.fp8_tflops),
             source=f"{self.source}, raised by probe",
         )
+
+
+@dataclass(frozen=True)
+class Energies:
+    """What work costs above a card that only waits: the *power roof*.
+
+    The cap holds for the whole board.  ``floor_w`` of it are spent while every SM holds a CTA and
+    nothing is done, so what a row needs on top has to fit into cap - floor, and
+    time >= energy / (cap - floor).  A probe's energy is its power above the floor, alone on the
+    card, at the clock and voltage that it then has.
+
+    A matrix product pays for its operands' way out of the L2 cache, about as many bytes a FLOP as
+    a decode of 64 rows (a 128 x 256 tile 1/170, decode 1/216), so that way must not count twice:
+    the energy of a row is FLOP at the products' cost plus what a byte from memory costs more than
+    one from L2; of few rows, which read more a FLOP, at least bytes at the stream's cost.
+
+    Attributes:
+        cap_w: enforced power limit of the board, W.
+        floor_w: power while every SM waits, W.
+        dram_pj, l2_pj: one byte read from device memory, from the L2 cache, pJ.
+        bf16_pj, fp8_pj: one FLOP of a dense product, pJ.
+    """
+
+    cap_w: float
+    floor_w: float
+    dram_pj: float
+    l2_pj: float
+    bf16_pj: float
+    fp8_pj: float
+
+    def row_uj(self, nbytes: float, flops: float, fmt: CacheFormat) -> float:
+        """Least energy of a decode above the floor, microjoules."""
+        bf16_tiles = TILES_PER_TOKEN - fmt.fp8_tiles
+        flop_pj = (fmt.fp8_tiles * self.fp8_pj + bf16_tiles * self.bf16_pj) / TILES_PER_TOKEN
+        both = flops * flop_pj + nbytes * (self.dram_pj - self.l2_pj)
+        return max(both, nbytes * self.dram_pj) * 1e-6
+
+    def row_us(self, nbytes: float, flops: float, fmt: CacheFormat) -> float:
+        """Time in which the cap allows that energy."""
+        return self.row_uj(nbytes, flops, fmt) / (self.cap_w - self.floor_w)
 
 
 @dataclass(frozen=True)
@@ -190,6 +231,13 @@ def roof_us(nbytes: float, flops: float, ceilings: Ceilings, fmt: CacheFormat) -
     return max(
         memory_us(nbytes, ceilings.read_gbs), compute_us(flops, ceilings.effective_tflops(fmt))
     )
+
+
+def power_roof_us(
+    nbytes: float, flops: float, ceilings: Ceilings, energies: Energies, fmt: CacheFormat
+) -> float:
+    """``roof_us``, or the time that the power cap asks for where that is longer."""
+    return max(roof_us(nbytes, flops, ceilings, fmt), energies.row_us(nbytes, flops, fmt))
 
 
 def ridge_rows(ceilings: Ceilings, fmt: CacheFormat) -> float:

@@ -215,6 +215,13 @@ PRESETS: dict[str, list[Shape]] = {
     ],
     # What unequal lengths cost: our scheduling alone.
     "ragged-cost": _ragged_cost(),
+    # What docs/plots.py draws: even batches of 32, one query token.
+    "lengths": [DecodeShape(32, 1024 << i, h) for h in (16, 64, 128) for i in range(8)],
+    # Where the time goes at the power cap (--power): split and unsplit, both well filled.
+    "power": [
+        *(DecodeShape(32, 16384, h) for h in (16, 64, 128)),
+        DecodeShape(132, 8192, 16), DecodeShape(132, 8192, 64), DecodeShape(66, 8192, 128),
+    ],
     # Quantise and decode of one layer beside decode alone (--backends snapmla,snapmla:quantise).
     "layer": [
         DecodeShape(32, 1024, 16), DecodeShape(32, 1024, 128), DecodeShape(32, 16384, 16),

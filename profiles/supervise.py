@@ -35,6 +35,7 @@ class RunConfig:
         device: ``cuda`` or ``cpu``.
         peers: folder of the peers' libraries.
         probe: measure the ceilings first; ``quick`` with less data.
+        power: also measure rows alone, with watts, and with ``probe`` what bytes and FLOP cost.
         latents: fields of ``pools.Latents``.
         timing: fields of ``timing.TimingConfig``.
     """
@@ -46,6 +47,7 @@ class RunConfig:
     peers: str | None = None
     probe: bool = True
     quick: bool = False
+    power: bool = False
     latents: dict[str, float] = field(default_factory=dict)
     timing: dict[str, float] = field(default_factory=dict)
 
@@ -67,13 +69,14 @@ class Outcome:
     """What the workers reported.
 
     Attributes:
-        machine, ceilings: their events, empty if none came.
+        machine, ceilings, power: their events, empty if none came.
         jobs: shape label -> rows, in the order they were finished.
         notes: crashes, hangs, limits.
     """
 
     machine: dict[str, Any] = field(default_factory=dict)
     ceilings: dict[str, Any] = field(default_factory=dict)
+    power: dict[str, Any] = field(default_factory=dict)
     jobs: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
@@ -208,6 +211,8 @@ class _Child:
             outcome.machine = event
         elif kind == "ceilings":
             outcome.ceilings = event
+        elif kind == "power":
+            outcome.power = event
         elif kind == "job":
             outcome.jobs[event["job"]] = event["rows"]
             progress(outcome, event["job"])

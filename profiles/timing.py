@@ -104,6 +104,21 @@ class Nvml:
         """Board power; the driver averages it over a window longer than one replay."""
         return self._read(lambda n, h: n.nvmlDeviceGetPowerUsage(h) / 1000.0)
 
+    def instant_watts(self) -> float | None:
+        """Board power now, where the driver offers it (Hopper does)."""
+
+        def reader(n: Any, h: Any) -> float:
+            (found,) = n.nvmlDeviceGetFieldValues(h, [n.NVML_FI_DEV_POWER_INSTANT])
+            if found.nvmlReturn != n.NVML_SUCCESS:
+                raise ValueError(found.nvmlReturn)
+            return found.value.uiVal / 1000.0
+
+        return self._read(reader)
+
+    def joules(self) -> float | None:
+        """The board's energy since the driver was loaded."""
+        return self._read(lambda n, h: n.nvmlDeviceGetTotalEnergyConsumption(h) / 1000.0)
+
     def describe(self) -> dict[str, Any]:
         """Facts for the head of a report."""
         facts: dict[str, Any] = {}

@@ -4,13 +4,14 @@
 context down, starts another one that leaves the culprit out.  Events are JSON lines:
 
     {"kind": "start", "job": .., "backend": .., "stage": ..}   what is about to happen, to whom
-    {"kind": "ceilings" | "machine", ...}
+    {"kind": "ceilings" | "machine" | "power", ...}
     {"kind": "job", "job": .., "rows": [..]}                    a finished row of all contenders
     {"kind": "end"}
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import hashlib
@@ -24,7 +25,7 @@ from typing import Any, TextIO
 
 import torch
 
-from profiles import ceilings, contenders, helper_rows, timing
+from profiles import ceilings, contenders, helper_rows, power, timing
 from profiles.check import Check, Truth, check_decode, decode_truth, mimic_gate
 from profiles.contenders import Contender, Entry, Problem
 from profiles.pools import CHUNK_TOKENS, Latents, Pool, fill
@@ -54,6 +55,7 @@ class Worker:
         self.shapes = [parse(label) for label in config.shapes]
         self.nvml = timing.Nvml() if self.cuda else None
         self.flush: timing.L2Flush | None = None
+        self.meter: power.Meter | None = None
         self.pools: dict[tuple[Any, ...], Pool] = {}
 
     def emit(self, kind: str, **fields: Any) -> None:
@@ -70,12 +72,35 @@ class Worker:
         if self.cuda and self.config.probe and self.nvml is not None:
             self.emit("start", job="ceilings", backend="", stage="probe")
             best, probes, notes = ceilings.probe(self.nvml, self.config.quick)
-            self.emit(
-                "ceilings",
-                best=dataclasses.asdict(best) if best else None,
-                probes=[dataclasses.asdict(p) for p in probes],
-                notes=notes,
-            )
+            self._emit_probes("ceilings", best, probes, notes)
+        with contextlib.ExitStack() as stack:
+            if self.cuda and self.config.power and self.nvml is not None:
+                self._start_meter(self.nvml, stack)
+            self._jobs()
+        self.emit("end")
+
+    def _start_meter(self, nvml: timing.Nvml, stack: contextlib.ExitStack) -> None:
+        """Power from now on; what bytes and FLOP cost first."""
+        self.emit("start", job="ceilings", backend="", stage="power")
+        try:
+            self.meter = stack.enter_context(power.open_meter(nvml).running())
+        except ValueError as error:
+            self._emit_probes("power", None, [], [str(error)])
+            return
+        best, probes, notes = power.probe(self.meter) if self.config.probe else (None, [], [])
+        self._emit_probes("power", best, probes, [f"power: {self.meter.source}", *notes])
+
+    def _emit_probes(
+        self, kind: str, best: Any, probes: Sequence[ceilings.Probe], notes: list[str]
+    ) -> None:
+        self.emit(
+            kind,
+            best=dataclasses.asdict(best) if best else None,
+            probes=[dataclasses.asdict(p) for p in probes],
+            notes=notes,
+        )
+
+    def _jobs(self) -> None:
         if self.cuda:
             self.flush = timing.L2Flush(self.device)
         names = self.config.backends
@@ -91,7 +116,6 @@ class Worker:
             gc.collect()
             if self.cuda:
                 torch.cuda.empty_cache()
-        self.emit("end")
 
     # ------------------------------------------------------------------------------ decode rows
 
@@ -170,7 +194,18 @@ class Worker:
                 self._raise_if_context_lost()
         self._start(shape, "", "time")
         self._finish(rows, loops)
+        if self.meter is not None:
+            for loop in loops:
+                self._start(shape, loop.name, "alone")
+                rows[loop.name].update(self._alone(loop, self.meter))
         return list(rows.values())
+
+    def _alone(self, loop: timing.Loop, meter: power.Meter) -> dict[str, Any]:
+        try:
+            solo = power.alone(loop, meter)
+        except ValueError as error:  # no reading: the row keeps its time
+            return {"note": f"power: {error}"}
+        return {f"alone_{key}": value for key, value in dataclasses.asdict(solo).items()}
 
     def _check(self, problem: Problem, entrant: Contender, entry: Entry, pool: Pool) -> Check:
         """Runs the very calls that are timed, first and last buffer, on poisoned outputs."""

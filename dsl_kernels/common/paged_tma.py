@@ -29,8 +29,8 @@ from .cache_format import CacheFormat
 from .smem import array, one_stage, staged
 from .work_list import WorkList
 
-# KV tiles of a part in flight until its first has landed.  All CTAs start at once: if each asks for
-# all stages, everyone's first tile comes when nearly everyone's last does.  Two keep DRAM busy.
+# ``start_tiles`` of SM90.  All CTAs start at once: if each asks for all stages, everyone's first
+# tile comes when nearly everyone's last does.  Two keep DRAM busy.
 START_TILES = 2
 
 
@@ -49,16 +49,17 @@ class PagedTma:
         stages, q_stages: KV tiles, Q tiles in flight; 0: Q tiles are in the KV ring.
         cluster: CTAs that receive each KV tile.
         q_warps, k_warps: warps of a CTA that free a Q tile, a KV tile.
+        start_tiles: KV tiles of a part in flight until its first has landed; 0: all stages.
     """
 
     def __init__(
         self, fmt: CacheFormat, work: WorkList, *, rows: int, stages: int, q_stages: int,
-        cluster: int, q_warps: int, k_warps: int,
+        cluster: int, q_warps: int, k_warps: int, start_tiles: int = 0,
     ):  # fmt: skip
         self.format, self.work = fmt, work
         self.rows, self.cluster = rows, cluster
         self.stages, self.q_stages = stages, q_stages
-        self.q_warps, self.k_warps = q_warps, k_warps
+        self.q_warps, self.k_warps, self.start_tiles = q_warps, k_warps, start_tiles
 
     # ---------------------------------------------------------------- host half
 
@@ -165,12 +166,14 @@ class PagedTma:
 
     @cute.jit
     def produce_kv(
-        self, st, layouts, k_pipe, loaded, work, span, num_pages, copy_scales, loaded_q=None
-    ):
+        self, st, layouts, k_pipe, loaded, work, span, num_pages, copy_scales, loaded_q=None,
+        mark=None,
+    ):  # fmt: skip
         """One warp: for each tile, every plane and the scales into the next free stage.
 
         ``copy_scales(page, part, box, stage, bar)`` is run by one lane for every box; None without.
         ``loaded_q``: planes of the queries where their tiles pass through this ring.
+        ``mark(is_first)`` is run behind each tile's copies; None without.
         """
         lane = cute.arch.lane_idx()
         rank, extra = self.cluster_copy()
@@ -185,8 +188,6 @@ class PagedTma:
             ]
         kst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
         landed = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
-        if const_expr(loaded_q is not None):
-            landed.advance()  # the ring's first tile is Q's
         for i in cutlass.range(span[0], span[1], unroll=1):
             batch, first, last, _ = self.work.item_at(work, i)
             if const_expr(loaded_q is not None):
@@ -198,9 +199,10 @@ class PagedTma:
                 now = page
                 page = self.work.page_of(row, tile + 1, lane, num_pages)
                 part = tile % self.work.tiles_of_page
-                if (i == span[0]) & (tile == first + START_TILES):
-                    # this warp alone begins the stage's next phase, so it cannot miss this one
-                    k_pipe.consumer_wait(landed)
+                if const_expr(self.start_tiles):
+                    if (i == span[0]) & (tile == first + self.start_tiles):
+                        # this warp alone begins the stage's next phase, so it cannot miss this one
+                        k_pipe.consumer_wait(landed)
                 k_pipe.producer_acquire(kst)
                 bar = k_pipe.producer_get_barrier(kst)
                 for j in cutlass.range_constexpr(self.work.boxes):
@@ -212,6 +214,8 @@ class PagedTma:
                     if const_expr(copy_scales is not None):
                         with cute.arch.elect_one():
                             copy_scales(p, part, j, kst.index, bar)
+                if const_expr(mark is not None):
+                    mark(kst.count == 0)
                 kst.advance()
         # no producer_tail: every stage is read before the math warps end, and a cluster leaves
         # together, so no arrival can reach a CTA that is gone

@@ -23,6 +23,7 @@ AXES = (
     Axis("page_size", "p", PAGE_SIZES, 64),
     OUT_DTYPE,
     Axis("stages", "st", tuple(range(9)), 0, named=False),  # of the KV ring; 0: the pipeline's own
+    Axis("stamps", "stamps", (0, 1), 0, named=False),  # 1: a CTA records its events (stamp.py)
     Axis("cluster", "c", (1, 2), lambda values: cluster_of(values["row_tile"]), named=False),
 )
 MODULES = {

@@ -138,6 +138,8 @@ def feasible(spec: VariantSpec) -> str | None:
     """Reason why the pipeline cannot be built for ``spec``, or None."""
     if spec.row_tile not in ROW_TILES:
         return f"ws puts {' or '.join(map(str, ROW_TILES))} rows on M; no other row tile so far"
+    if spec.stamps:
+        return "ws records no stamps so far"
     if spec.cluster > 1:
         return f"ws: row_tile {spec.row_tile} needs one CTA, not a cluster"
     if spec.page_size != TILE:

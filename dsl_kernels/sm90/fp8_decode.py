@@ -31,12 +31,14 @@ from cutlass.cute.nvgpu import cpasync
 
 from ..common import budget as bud
 from ..common.fp8_per_token import FORMAT, TokenScales
-from ..common.paged_tma import PagedTma, pipe_barriers
+from ..common.paged_tma import START_TILES, PagedTma, pipe_barriers
 from ..common.smem import array
+from ..common.stamps import Stamps
 from ..common.types import BF16, F8
 from ..common.work_list import Call, WorkList
 from ..dims import TOKEN_TILE as TILE
 from ..smxx.fp8_entry import Fp8Entry, Gmem, Tma
+from ..stamp import Stamp
 from .qk import ScoreMma
 from .scale_triples import ScaleTriples
 
@@ -77,6 +79,7 @@ class Parts:
         stages, q_stages: KV tiles, Q tiles in flight.
         work, loads, scales, triples, score: work list, producers, scales in the ring, their
             triples, Q.K.
+        stamps: recorder of events, off in ordinary builds.
     """
 
     def __init__(
@@ -89,11 +92,12 @@ class Parts:
         self.work = WorkList(spec.page_size, TILE)
         self.loads = PagedTma(
             FORMAT, self.work, rows=self.rows, stages=stages, q_stages=q_stages,
-            cluster=spec.cluster, q_warps=q_warps, k_warps=k_warps,
+            cluster=spec.cluster, q_warps=q_warps, k_warps=k_warps, start_tiles=START_TILES,
         )  # fmt: skip
         self.scales = TokenScales(TILE, stages, self.work.box)
         self.triples = ScaleTriples(self.scales, self.work, scale_warp)
         self.score = ScoreMma(self.rows, few_rows)
+        self.stamps = Stamps(bool(spec.stamps))
 
     @property
     def barrier_fields(self) -> dict:
@@ -150,6 +154,7 @@ class Fp8Decode(Fp8Entry):
 
     @cute.kernel
     def kernel(self, tma: Tma, gmem: Gmem, call: Call):
+        entered = self.parts.stamps.now()
         tidx, _, _ = cute.arch.thread_idx()
         _, part, _ = cute.arch.block_idx()
         warp_id = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -164,13 +169,17 @@ class Fp8Decode(Fp8Entry):
         q_pipe, k_pipe = self.parts.loads.pipes(st)
 
         cute.arch.griddepcontrol_wait()  # q, the cache and the plan come from the kernels before
+        waited = self.parts.stamps.now()
         span = self.parts.work.items_of(gmem.work, part)
         if wg == 0:
             cute.arch.setmaxregister_decrease(self.pipeline.producer_regs)
             if warp_id == 0:
+                self.parts.stamps.put(gmem.results, Stamp.ENTRY, value=entered)
+                self.parts.stamps.put(gmem.results, Stamp.WAITED, value=waited)
                 self.parts.loads.produce_kv(
                     st, layouts.k, k_pipe, tma.kv, gmem.work, span, gmem.scale.shape[0],
                     self.parts.scales.copier(st, gmem.scale),
+                    mark=self.parts.stamps.marker(gmem.results, Stamp.FIRST_TMA),
                 )  # fmt: skip
                 cute.arch.griddepcontrol_launch_dependents()
             elif warp_id == 1:

@@ -84,6 +84,8 @@ def feasible(spec: VariantSpec) -> str | None:
     """Reason why the pipeline cannot be built for ``spec``, or None."""
     if spec.row_tile < ROWS:
         return "dual_wg puts rows on M = 64; row tile 64 with predicated rows serves fewer"
+    if spec.stamps:
+        return "dual_wg records no stamps; etap does"
     return infeasible(spec, 2, budget(spec))  # both blocks of a pair are in flight
 
 

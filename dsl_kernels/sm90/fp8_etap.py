@@ -56,6 +56,7 @@ from ..dims import KV_LORA_RANK as D
 from ..dims import QK_ROPE_HEAD_DIM as R
 from ..dims import TOKEN_TILE as TILE
 from ..smxx.fp8_entry import fake_args, row_facts
+from ..stamp import Stamp
 from . import transpose
 from .block_softmax import block_p, store_p
 from .fp8_decode import (
@@ -222,6 +223,7 @@ class Etap:
             q_pipe.consumer_wait(qst)
             for tile in cutlass.range(first, last, unroll=1):
                 k_pipe.consumer_wait(kst)
+                self.parts.stamps.put(gmem.results, Stamp.FIRST_TILE, kst.count == 0)
                 self.parts.score.issue(acc_S, frags, qst.index, kst.index)
                 block = self.block_few_rows if const_expr(self.few_rows) else self.block_many_rows
                 block(st, k_pipe, tile, acc_S, p16, kst, pst, rows_in, m_ref, l_run)
@@ -229,6 +231,7 @@ class Etap:
                 pst.advance()
             q_pipe.consumer_release(qst)
             qst.advance()
+            self.parts.stamps.put(gmem.results, Stamp.SOFTMAX_END)
             self.finish_rows(st, gmem.results, call, inv_phase, m_ref, l_run, batch, slot)
             inv_phase = inv_phase ^ 1
 
@@ -482,6 +485,7 @@ class Etap:
                 kst.advance()
                 pst.advance()
             self.write_rows(st, gmem.results, call, inv_phase, acc_O, batch, slot, half)
+            self.parts.stamps.put(gmem.results, Stamp.ROWS_WRITTEN + half)
             inv_phase = inv_phase ^ 1
 
     @cute.jit

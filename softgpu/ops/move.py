@@ -36,7 +36,8 @@ def mov(ins: Instr, k: Decoder) -> Handler:
     if isinstance(source, Vec):
         return _pack(target, source, kind, k)
     if isinstance(source, Reg) and source.name in _CLOCKS:
-        return _clock(k.dst(target, kind), DTYPES[kind])
+        shift = 32 if source.name.endswith("_hi") else 0
+        return _clock(k.dst(target, kind), DTYPES[kind], shift)
     if isinstance(source, Mem):
         base, offset = k.src(source.base, kind), source.offset
         d = k.dst(target, kind)
@@ -49,10 +50,12 @@ def mov(ins: Instr, k: Decoder) -> Handler:
     return copy(k.dst(target, unsigned), k.src(source, unsigned))
 
 
-def _clock(d: int, dtype: Any) -> Handler:
+def _clock(d: int, dtype: Any, shift: int) -> Handler:
+    """All clocks are one counter of readings, so later readings are larger, in any thread."""
+
     def run(w: Any, m: Any) -> None:
         w.machine.clock += 1
-        np.copyto(w.v[d], np.array(w.machine.clock).astype(dtype), where=m)
+        np.copyto(w.v[d], np.array(w.machine.clock >> shift).astype(dtype), where=m)
 
     return run
 

@@ -48,6 +48,21 @@ def test_moves_addresses_and_hints() -> None:
     assert got == [flags | 0x300] * 32 + [flags] * 32
 
 
+def test_clocks_only_go_forward() -> None:
+    """A reading is later than all before it, of whatever thread; its high half is apart."""
+    got = run("""
+    mov.u32 %r1, %globaltimer_lo; mov.u64 %rd5, %globaltimer; mov.u32 %r2, %clock;
+    mov.u64 %rd6, %clock64; mov.u32 %r3, %globaltimer_lo; mov.u32 %r4, %globaltimer_hi;
+    cvt.u32.u64 %r5, %rd5; cvt.u32.u64 %r6, %rd6;
+    setp.lt.u32 %p1, %r1, %r5; setp.lt.u32 %p2, %r5, %r2; setp.lt.u32 %p3, %r2, %r6;
+    setp.lt.u32 %p4, %r6, %r3; setp.eq.u32 %p5, %r4, 0; mov.u32 %r10, %r1;
+    and.pred %p1, %p1, %p2; and.pred %p1, %p1, %p3; and.pred %p1, %p1, %p4;
+    and.pred %p1, %p1, %p5; @!%p1 mov.u32 %r10, 0;
+    """, grid=2)  # fmt: skip
+    first, second = set(got[:32]), set(got[32:])
+    assert len(first) == len(second) == 1 and first != second and 0 not in first | second
+
+
 @covers("mov", "ld", "st")
 def test_wide_registers_and_accesses() -> None:
     """128-bit registers, packed and unpacked, through shared memory; 32 bytes a lane to global."""
