@@ -199,7 +199,7 @@ class PagedTma:
                 now = page
                 page = self.work.page_of(row, tile + 1, lane, num_pages)
                 part = tile % self.work.tiles_of_page
-                if const_expr(self.start_tiles):
+                if const_expr(self.start_tiles):  # noqa: SIM102 (only this is a compile-time one)
                     if (i == span[0]) & (tile == first + self.start_tiles):
                         # this warp alone begins the stage's next phase, so it cannot miss this one
                         k_pipe.consumer_wait(landed)

@@ -55,7 +55,6 @@ class Copies:
     ("name", "stages"),
     [
         ("decode_etap_r16_p64_obf16_sm90a", 4), ("decode_etap_r16_p16_obf16_sm90a", 4),
-        ("decode_etap_r128_p64_obf16_sm90a", 4), ("decode_ws_r64_p64_obf16_sm100a", 4),
     ],
 )  # fmt: skip
 def test_two_tiles_at_first(name: str, stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
