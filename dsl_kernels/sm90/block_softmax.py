@@ -21,7 +21,7 @@ ROWS_ON_M = RowsOnM()
 
 
 @cute.jit
-def logits(acc_S, t, sigma, tile, factor, limit, ragged_from):
+def logits(acc_S, t, sigma, tile, factor, limit):
     """t = S sigma_k f + log2 sigma_k, masked; returns 1/sigma_k of this thread's tokens.
 
     ``acc_S``: the two partial sums of Q.K (qk.py).  ``sigma`` (16, 3): this thread's tokens' sigma,
@@ -36,7 +36,8 @@ def logits(acc_S, t, sigma, tile, factor, limit, ragged_from):
     cute.autovec_copy(sigma[None, 1], col)
     for v in cutlass.range_constexpr(32):
         t[v] = t[v] * factor[row(v)] + col[token(v)]
-    if (tile + 1) * TILE > ragged_from:
+    end = (tile + 1) * TILE
+    if cute.arch.vote_any_sync((end > limit[0]) | (end > limit[1])):
         # rows on M: of a thread's place only the quad lane, tidx % 4, says which tokens it holds
         mask(t, ROWS_ON_M, tile * TILE, limit, 0, tidx)
     inv = cute.make_rmem_tensor((16,), Float32)
@@ -64,14 +65,13 @@ def maxima(t):
 
 
 @cute.jit
-def exp2_half(t, inv, m, half: cutlass.Constexpr):
-    """P' = exp2(t - m + 8) of 32 of the block's tokens, in place; sums of P'/sigma, two a row."""
+def exp2_half(t, inv, shift, part, half: cutlass.Constexpr):
+    """P' = exp2(t + shift) of 32 of the block's tokens, in place; ``part``, a sum for
+    each row, gains their P'/sigma."""
     row, token = ROWS_ON_M.row, ROWS_ON_M.token
-    part = [Float32(0.0) for _ in range(4)]
     for v in cutlass.range_constexpr(16 * half, 16 * half + 16):
-        t[v] = cute.math.exp2(t[v] + (P_LOG2_MAX - m[row(v)]), fastmath=True)
-        c = 2 * row(v) + v % 2
-        part[c] = part[c] + t[v] * inv[token(v)]
+        t[v] = cute.math.exp2(t[v] + shift[row(v)], fastmath=True)
+        part[row(v)] = part[row(v)] + t[v] * inv[token(v)]
     return part
 
 

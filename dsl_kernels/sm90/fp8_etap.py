@@ -95,7 +95,7 @@ def budget(spec: VariantSpec) -> bud.Budget:
     """Warpgroups, registers, barriers, shared memory of a CTA."""
     few, rows, stages = spec.row_tile <= 32, min(spec.row_tile, 64), spec.stages or STAGES
     # setmaxnreg hands out one pool of 65536 registers: 128, 128 and 256 threads
-    producer, softmax, pv = (40, 120, 160) if few else (24, 120, 184)
+    producer, softmax, pv = (40, 120, 160) if few else (24, 112, 184)
     tiles = stages * STAGE_BYTES + q_stages(spec) * rows * 640 + P_STAGES * rows * TILE
     m, n = (TILE, rows) if few else (rows, TILE)  # S^T = K Q^T or S = Q K^T
     readers = {"softmax": SOFTMAX_WARPS}, {"softmax": SOFTMAX_WARPS, "P.V": PV_WARPS}
@@ -186,7 +186,8 @@ class Etap:
     @cute.jit
     def pv_loop(self, cta: Cta, half):
         tidx, _, _ = cute.arch.thread_idx()
-        st, layouts, _, k_pipe, gmem, call, span = cta
+        st, layouts, _, k_pipe, gmem, call, part = cta
+        span = self.parts.work.items_of(gmem.work, part)
         mma_o = self.pv_mma()
         acc_O = [cute.make_rmem_tensor((self.rows_cta // 2,), Float32) for _ in range(4)]
         tmp = cute.make_rmem_tensor(mma_o.partition_shape_C((64, self.pv_rows)), Float32)
@@ -201,7 +202,7 @@ class Etap:
         pst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, P_STAGES)
         inv_phase = Int32(0)
         wwarp = cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
-        offset = compat.opaque(transpose.lane_offset(wwarp, tidx % 32))  # not once a tile
+        offset = transpose.lane_offset(wwarp, tidx % 32)  # not once a tile
         for i in cutlass.range(span[0], span[1], unroll=1):
             batch, first, last, slot = self.parts.work.item_at(gmem.work, i)
             seqlen = self.parts.work.seqlen_of(gmem.work, batch)

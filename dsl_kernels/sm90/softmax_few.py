@@ -56,21 +56,23 @@ class FewRowsSoftmax(SoftmaxRole):
     @cute.jit
     def tiles(self, cta, tools, span, states, rows_in, rows_out):
         acc_S, frags, p16 = tools
-        qst, kst, pst = states
+        qst, kst, blocks = states
         for tile in cutlass.range(span[0], span[1], unroll=1):
             cta.k_pipe.consumer_wait(kst)
             self.parts.score.issue(acc_S, frags, qst.index, kst.index)
-            self.block(cta, tile, acc_S, p16, kst, pst, rows_in, rows_out)
+            self.block(cta, tile, acc_S, p16, kst, blocks, rows_in, rows_out)
             kst.advance()
-            pst.advance()
+            blocks += 1
+        return kst, blocks
 
     @cute.jit
-    def block(self, cta, tile, acc_S, p16, kst, pst, rows_in, rows_out):
+    def block(self, cta, tile, acc_S, p16, kst, blocks, rows_in, rows_out):
         """Softmax of one block: a thread holds 2 tokens x rows/4 rows."""
         tidx, _, _ = cute.arch.thread_idx()
         lane = tidx % 32
         wwarp = cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
         n_rows, row, token = self.fragment.rows, self.fragment.row, self.fragment.token
+        buf = blocks & 1
         st, (factor, limit, ragged_from), (m_ref, l_run) = cta.st, rows_in, rows_out
         sig, lg, inv = self.scales_of(st, kst.index, wwarp, lane)
         warpgroup.wait_group(0)
@@ -82,7 +84,7 @@ class FewRowsSoftmax(SoftmaxRole):
             t[v] = (acc_S[0][v] + acc_S[1][v]) * (factor[row(v)] * sig[i]) + lg[i]
         if (tile + 1) * TILE > ragged_from:
             mask(t, self.fragment, tile * TILE, limit, wwarp, lane)
-        m = self.maxima(st, t, pst.index, wwarp, lane)
+        m = self.maxima(st, t, buf, wwarp, lane)
         beta = cute.make_rmem_tensor((n_rows,), Float32)
         gamma = cute.make_rmem_tensor((n_rows,), Float32)
         moved = False
@@ -96,22 +98,22 @@ class FewRowsSoftmax(SoftmaxRole):
             m_ref[x], beta[x], gamma[x] = move_frame(m[x], old)
             l_run[x] = l_run[x] * gamma[x] + part * beta[x]
             moved = moved or m_ref[x] > old
-        P_RING.wait_empty(st, pst.index, pst.phase)
-        self.store_p(t, p16, pst.index, wwarp, lane)
+        P_RING.wait_empty(st, buf, (blocks >> 1 & 1) ^ 1)
+        self.store_p(t, p16, buf, wwarp, lane)
         if (wwarp == 0) & (lane < 4):
             pad = pad_layout(self.rows_cta)
-            at = pst.index * padded_size(self.rows_cta)
+            at = buf * padded_size(self.rows_cta)
             for values, array_s in ((beta, st.beta), (gamma, st.gamma)):
                 cute.autovec_copy(
                     values, cute.make_tensor(array_s.data_ptr() + at, pad)[None, lane % 4]
                 )
         any_moved = cute.arch.vote_any_sync(moved)
         if lane == 0:
-            flags_of(st)[wwarp, pst.index] = cutlass.Uint8(1) if any_moved else cutlass.Uint8(0)
+            flags_of(st)[wwarp, buf] = cutlass.Uint8(1) if any_moved else cutlass.Uint8(0)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
         if lane == 0:
-            P_RING.arrive_full(st, pst.index)
+            P_RING.arrive_full(st, buf)
 
     def scales_of(self, st, stage, wwarp, lane):
         """(sigma, log2 sigma, 1/sigma) of the thread's two tokens."""

@@ -30,7 +30,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from .. import compat
 from ..common.epilogue import finish_row
-from ..common.frames import move_frame
+from ..common.frames import P_LOG2_MAX, move_frame
 from .block_softmax import ROWS_ON_M, exp2_half, logits, maxima, pack_half, store_words_of_p
 from .fp8_decode import WARPGROUP, Parts
 from .fragments import padded_size, row_position
@@ -85,7 +85,7 @@ class ManyRowsSoftmax(SoftmaxRole):
     @cute.jit
     def tiles(self, cta, tools, span, states, rows_in, rows_out):
         acc_S, operands, _ = tools
-        _, kst, pst = states
+        _, kst, blocks = states
         first, last = span
         if first < last:
             cta.k_pipe.consumer_wait(kst)
@@ -94,15 +94,16 @@ class ManyRowsSoftmax(SoftmaxRole):
         for tile in cutlass.range(first, last, unroll=1):
             t = cute.make_rmem_tensor((ROWS_ON_M.values,), Float32)
             inv = self.finish_scores(cta, tile, acc_S, t, kst, rows_in)
-            P_RING.wait_empty(cta.st, pst.index, pst.phase)
+            P_RING.wait_empty(cta.st, blocks & 1, (blocks >> 1 & 1) ^ 1)
             kst.advance()
             if tile + 1 < last:
                 cta.k_pipe.consumer_wait(kst)
-                self.block(True, cta.st, t, inv, tools, kst.index, pst.index, rows_out)
+                self.block(True, cta.st, t, inv, tools, kst.index, blocks & 1, rows_out)
             else:
-                self.block(False, cta.st, t, inv, tools, kst.index, pst.index, rows_out)
+                self.block(False, cta.st, t, inv, tools, kst.index, blocks & 1, rows_out)
                 self.chains.forget(acc_S)
-            pst.advance()
+            blocks += 1
+        return kst, blocks
 
     @cute.jit
     def finish_scores(self, cta, tile, acc_S, t, kst, rows_in):
@@ -110,7 +111,8 @@ class ManyRowsSoftmax(SoftmaxRole):
         tidx, _, _ = cute.arch.thread_idx()
         sigma = self.parts.triples.view(cta.st, tidx % 4, kst.index)
         self.parts.triples.ready.wait_full(cta.st, kst.index, kst.phase)
-        inv = logits(acc_S, t, sigma, tile, *rows_in)
+        factor, limit, _ = rows_in
+        inv = logits(acc_S, t, sigma, tile, factor, limit)
         cute.arch.sync_warp()  # one lane frees the stage for all: their reads come first
         cta.k_pipe.consumer_release(kst)
         return inv
@@ -125,9 +127,10 @@ class ManyRowsSoftmax(SoftmaxRole):
         m = maxima(t)
         if const_expr(more):
             self.chains.content_a(acc_S, operands, k_next, 4, 8)
-        first = exp2_half(t, inv, m, 0)
+        shift = [P_LOG2_MAX - m[0], P_LOG2_MAX - m[1]]  # m is taken from it again: a register each
+        part = exp2_half(t, inv, shift, [Float32(0.0), Float32(0.0)], 0)
         words = pack_half(t, 0)
-        second = exp2_half(t, inv, m, 1)
+        part = exp2_half(t, inv, shift, part, 1)
         words_2 = pack_half(t, 1)
         store_words_of_p(words, at.p + buf * P_BYTES)
         store_words_of_p(words_2, (at.p ^ 32) + buf * P_BYTES)
@@ -136,9 +139,8 @@ class ManyRowsSoftmax(SoftmaxRole):
         moved = False
         for i in cutlass.range_constexpr(2):
             old = m_ref[i]
-            m_ref[i], beta, gamma = move_frame(m[i], old)
-            part = first[2 * i] + first[2 * i + 1] + (second[2 * i] + second[2 * i + 1])
-            l_run[i] = l_run[i] * gamma + part * beta
+            m_ref[i], beta, gamma = move_frame(P_LOG2_MAX - shift[i], old)
+            l_run[i] = l_run[i] * gamma + part[i] * beta
             moved = moved or m_ref[i] > old
             # the four lanes of a quad store the same: cheaper than a branch
             offset = buf * (4 * padded_size(64)) + i * ROW_8

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from .fragments import RowsOnM, TokensOnM
 
 P_STAGES = 2
+import os
+TG = os.environ.get("TG", "")
 SOFTMAX_WARPS, PV_WARPS = 4, 8
 P_RING = Ring("p", P_STAGES, {"softmax": SOFTMAX_WARPS}, {"P.V": PV_WARPS})
 INV_RING = Ring("inv", 1, {"softmax": SOFTMAX_WARPS}, {"P.V": PV_WARPS})  # 1 / row sums of an item
@@ -86,10 +88,18 @@ class SoftmaxRole:
         consumer = pipeline.PipelineUserType.Consumer
         qst = pipeline.make_pipeline_state(consumer, self.parts.q_stages)
         kst = pipeline.make_pipeline_state(consumer, self.parts.stages)
-        pst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, P_STAGES)
-        inv_phase = Int32(1)
-        for i in cutlass.range(cta.span[0], cta.span[1], unroll=1):
+        blocks, items = Int32(0), Int32(0)  # behind us
+        span = self.parts.work.items_of(gmem.work, cta.part)
+        for i in cutlass.range(span[0], span[1], unroll=1):
             batch, first, last, slot = self.parts.work.item_at(gmem.work, i)
+            if const_expr("l" in TG):
+                last = cute.arch.make_warp_uniform(last)
+            if const_expr("s" in TG):
+                slot = cute.arch.make_warp_uniform(slot)
+            if const_expr("b" in TG):
+                batch = cute.arch.make_warp_uniform(batch)
+            if const_expr("f" in TG):
+                first = cute.arch.make_warp_uniform(first)
             for x in cutlass.range_constexpr(n_rows):
                 factor[x], limit[x] = row_facts(
                     self.parts.work, gmem, cta.call, batch, first_row + row_of[x]
@@ -97,13 +107,17 @@ class SoftmaxRole:
             m_ref.fill(NEVER)
             l_run.fill(0.0)
             ragged_from = self.parts.work.ragged_from(gmem.work, cta.call, batch)
+            if const_expr("r" in TG):
+                ragged_from = cute.arch.make_warp_uniform(ragged_from)
             rows_in = (factor, limit, ragged_from)
             cta.q_pipe.consumer_wait(qst)
-            self.tiles(cta, tools, (first, last), (qst, kst, pst), rows_in, (m_ref, l_run))
+            kst, blocks = self.tiles(
+                cta, tools, (first, last), (qst, kst, blocks), rows_in, (m_ref, l_run)
+            )
             cta.q_pipe.consumer_release(qst)
             qst.advance()
-            self.finish_rows(cta, inv_phase, m_ref, l_run, batch, slot)
-            inv_phase = inv_phase ^ 1
+            self.finish_rows(cta, (items & 1) ^ 1, m_ref, l_run, batch, slot)
+            items += 1
 
     def tools(self, st, layouts) -> Any:
         """What a form makes once: accumulators, descriptors, addresses."""
