@@ -14,6 +14,7 @@ from typing import Any
 import cutlass
 from cutlass import cute
 from cutlass._mlir import ir
+from cutlass._mlir.dialects import llvm
 from cutlass._mlir.dialects import vector as mlir_vector
 from cutlass._mlir_helpers.arith import ArithValue
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
@@ -154,6 +155,32 @@ def store_words(
     values = [w.ir_value(loc=loc, ip=ip) for w in words]
     v = mlir_vector.from_elements(ty, values, loc=loc, ip=ip)
     cute.arch.store(ptr, v, loc=loc, ip=ip, **hint)
+
+
+@dsl_user_op
+def store_shared(address: Any, value: Any, kind: str = "f32", *, loc: Any = None, ip: Any = None):
+    """``value`` to a shared-memory ``address`` (an Int32): no tensor, so no address arithmetic."""
+    inline_ptx(
+        f"st.shared.{kind} [{{$r0}}], {{$r1}};", read_only_args=[address, value], loc=loc, ip=ip
+    )
+
+
+@dsl_user_op
+def opaque(x: Any, *, loc: Any = None, ip: Any = None) -> Any:
+    """The Int32 ``x``, which the compiler cannot compute a second time.
+
+    ptxas recomputes what is cheaper than a register, from special registers on, in every round of a
+    loop.
+    """
+    return inline_ptx(
+        "mov.b32 {$w0}, {$r0};", write_only_types=[cutlass.Int32], read_only_args=[x], loc=loc, ip=ip
+    )
+
+
+@dsl_user_op
+def undefined(dt: Any, *, loc: Any = None, ip: Any = None) -> Any:
+    """A value of type ``dt`` that nobody has computed and nobody may use."""
+    return dt(llvm.mlir_undef(dt.mlir_type, loc=loc, ip=ip))
 
 
 def env_stream() -> Any:

@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import cutlass.cute as cute
-from cutlass import Int64
+from cutlass import Int32, Int64
 
 from .. import compat
 from . import budget as bud
@@ -88,6 +88,16 @@ class Ring:
     def arrive_full(self, st, index, *, loc=None, ip=None) -> None:
         """By one lane of a warp that has filled its share of the slot."""
         cute.arch.mbarrier_arrive(self.full_barrier(st, index), loc=loc, ip=ip)
+
+    @compat.dsl_user_op
+    def arrive_full_if(self, st, index, chosen, *, loc=None, ip=None) -> None:
+        """``arrive_full`` by the threads with ``chosen``, without a branch."""
+        compat.inline_ptx(
+            "{\n.reg .pred p;\nsetp.ne.s32 p, {$r0}, 0;\n"
+            "@p mbarrier.arrive.shared::cta.b64 _, [{$r1}];\n}",
+            read_only_args=[Int32(chosen), self.full_barrier(st, index).toint(loc=loc, ip=ip)],
+            loc=loc, ip=ip,
+        )  # fmt: skip
 
     @compat.dsl_user_op
     def arrive_empty(self, st, index, *, loc=None, ip=None) -> None:

@@ -12,11 +12,92 @@ from cutlass import Float32
 from cutlass.cute.nvgpu import warp, warpgroup
 
 from ..common.frames import NEVER, P_LOG2_MAX
-from ..common.types import F8, U16
+from ..common.types import F8, U16, U32
+from ..compat import dsl_user_op, inline_ptx
 from ..dims import TOKEN_TILE as TILE
 from .fragments import RowsOnM, mask
 
 ROWS_ON_M = RowsOnM()
+
+
+@cute.jit
+def logits(acc_S, t, sigma, tile, factor, limit):
+    """t = S sigma_k f + log2 sigma_k, masked; returns 1/sigma_k of this thread's tokens.
+
+    ``acc_S``: the two partial sums of Q.K (qk.py).  ``sigma`` (16, 3): this thread's tokens' sigma,
+    log2 sigma, 1/sigma in shared memory, fetched in three turns: registers are what is short.
+    """
+    tidx, _, _ = cute.arch.thread_idx()
+    row, token = ROWS_ON_M.row, ROWS_ON_M.token
+    col = cute.make_rmem_tensor((16,), Float32)
+    cute.autovec_copy(sigma[None, 0], col)
+    for v in cutlass.range_constexpr(32):
+        t[v] = (acc_S[0][v] + acc_S[1][v]) * col[token(v)]
+    cute.autovec_copy(sigma[None, 1], col)
+    for v in cutlass.range_constexpr(32):
+        t[v] = t[v] * factor[row(v)] + col[token(v)]
+    end = (tile + 1) * TILE
+    if cute.arch.vote_any_sync((end > limit[0]) | (end > limit[1])):
+        # rows on M: of a thread's place only the quad lane, tidx % 4, says which tokens it holds
+        mask(t, ROWS_ON_M, tile * TILE, limit, 0, tidx)
+    inv = cute.make_rmem_tensor((16,), Float32)
+    cute.autovec_copy(sigma[None, 2], inv)
+    return inv
+
+
+@cute.jit
+def maxima(t):
+    """Maxima of the thread's two rows over the block, at least ``NEVER``."""
+    m4 = [t[v] for v in range(8)]  # four chains a row
+    for v in cutlass.range_constexpr(8, 32):
+        m4[v % 8] = cute.arch.fmax(m4[v % 8], t[v])
+    m = [None] * 2
+    for i in cutlass.range_constexpr(2):
+        m[i] = cute.arch.fmax(
+            cute.arch.fmax(m4[2 * i], m4[2 * i + 1]), cute.arch.fmax(m4[2 * i + 4], m4[2 * i + 5])
+        )
+    for off in cutlass.range_constexpr(2):  # both rows' shuffles side by side
+        for i in cutlass.range_constexpr(2):
+            m[i] = cute.arch.fmax(m[i], cute.arch.shuffle_sync_bfly(m[i], 1 << off))
+    for i in cutlass.range_constexpr(2):
+        m[i] = cute.arch.fmax(m[i], Float32(NEVER))
+    return m
+
+
+@cute.jit
+def exp2_half(t, inv, shift, part, half: cutlass.Constexpr):
+    """P' = exp2(t + shift) of 32 of the block's tokens, in place; ``part``, a sum for
+    each row, gains their P'/sigma."""
+    row, token = ROWS_ON_M.row, ROWS_ON_M.token
+    for v in cutlass.range_constexpr(16 * half, 16 * half + 16):
+        t[v] = cute.math.exp2(t[v] + shift[row(v)], fastmath=True)
+        part[row(v)] = part[row(v)] + t[v] * inv[token(v)]
+    return part
+
+
+def pack_half(t, half: int):
+    """P8 of 32 tokens as the four words that stmatrix takes.
+
+    Tokens are renamed as transpose.ROWS_ON_M, which makes this pure reindexing: no byte shuffles.
+    """
+    view = cute.make_tensor(
+        t.iterator + 16 * half, cute.make_layout((2, 2, 2, 2), stride=(1, 4, 2, 8))
+    )
+    ordered = cute.make_rmem_tensor((2, 2, 2, 2), Float32)
+    ordered.store(view.load())
+    p8 = cute.make_rmem_tensor((16,), F8)
+    cute.make_tensor(p8.iterator, ordered.layout).store(ordered.load().to(F8))
+    words = cute.recast_tensor(p8, U32)
+    return [words[i] for i in range(4)]
+
+
+@dsl_user_op
+def store_words_of_p(words, address, *, loc=None, ip=None):
+    """``pack_half``'s words to the row that this lane names; ``address``: in shared memory."""
+    inline_ptx(
+        "stmatrix.sync.aligned.m8n8.x4.shared.b16 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+        read_only_args=[address, *words], loc=loc, ip=ip,
+    )  # fmt: skip
 
 
 @cute.jit

@@ -60,7 +60,7 @@ class Layouts(NamedTuple):
 
 
 class Cta(NamedTuple):
-    """What every role of a CTA works with; ``span``: its items of the work list."""
+    """What every role of a CTA works with; ``part``: whose items it walks."""
 
     st: Any
     layouts: Layouts
@@ -68,7 +68,7 @@ class Cta(NamedTuple):
     k_pipe: Any
     gmem: Gmem
     call: Call
-    span: tuple
+    part: Any
 
 
 class Parts:
@@ -170,12 +170,12 @@ class Fp8Decode(Fp8Entry):
 
         cute.arch.griddepcontrol_wait()  # q, the cache and the plan come from the kernels before
         waited = self.parts.stamps.now()
-        span = self.parts.work.items_of(gmem.work, part)
         if wg == 0:
             cute.arch.setmaxregister_decrease(self.pipeline.producer_regs)
             if warp_id == 0:
                 self.parts.stamps.put(gmem.results, Stamp.ENTRY, value=entered)
                 self.parts.stamps.put(gmem.results, Stamp.WAITED, value=waited)
+                span = self.parts.work.items_of(gmem.work, part)
                 self.parts.loads.produce_kv(
                     st, layouts.k, k_pipe, tma.kv, gmem.work, span, gmem.scale.shape[0],
                     self.parts.scales.copier(st, gmem.scale),
@@ -183,12 +183,14 @@ class Fp8Decode(Fp8Entry):
                 )  # fmt: skip
                 cute.arch.griddepcontrol_launch_dependents()
             elif warp_id == 1:
+                span = self.parts.work.items_of(gmem.work, part)
                 self.parts.loads.produce_q(st, layouts.q, q_pipe, tma.q, gmem.work, span)
             elif warp_id == 2:  # noqa: SIM102 (only the inner condition is a compile-time one)
                 if const_expr(self.parts.triples.wanted):
+                    span = self.parts.work.items_of(gmem.work, part)
                     self.parts.triples.prepare(st, k_pipe, gmem.work, span)
         else:
-            self.pipeline.math_roles(Cta(st, layouts, q_pipe, k_pipe, gmem, call, span), wg - 1)
+            self.pipeline.math_roles(Cta(st, layouts, q_pipe, k_pipe, gmem, call, part), wg - 1)
         if const_expr(self.spec.cluster > 1):
             # the peer signals barriers in this CTA's shared memory: leave together
             cute.arch.cluster_arrive()

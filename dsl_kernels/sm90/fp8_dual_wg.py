@@ -168,7 +168,8 @@ class DualWg:
     @cute.jit
     def math_loop(self, me: cutlass.Constexpr, cta: Cta):
         """Items and pairs of one math warpgroup; ``me`` 0 is the paper's WG0, 1 its WG1."""
-        st, layouts, q_pipe, k_pipe, gmem, call, span = cta
+        st, layouts, q_pipe, k_pipe, gmem, call, part = cta
+        span = self.parts.work.items_of(gmem.work, part)
         frags, acc_S = self.fragments(st, layouts), self.parts.score.accumulators()
         shape_o = self.pv_mma().partition_shape_C((64, 64))
         acc_O = [cute.make_rmem_tensor(shape_o, Float32) for _ in range(4)]

@@ -1,17 +1,23 @@
-"""Q.K of one warpgroup: content in FP8 and RoPE in BF16 into one accumulator."""
+"""Q.K of one warpgroup: content in FP8 and RoPE in BF16 into one accumulator.
+
+``ScoreMma`` issues all of a tile at once; ``ScoreChains`` in pieces, between other work.
+"""
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float32
 from cutlass.cute.nvgpu import warpgroup
 
+from .. import compat
 from ..common.types import BF16, F8, ROW_MAJOR
 from ..dims import KV_LORA_RANK as D
 from ..dims import QK_ROPE_HEAD_DIM as R
 from ..dims import TOKEN_TILE as TILE
-from .wgmma import issue, tiled_mma
+from .wgmma import issue, issue_words, low_word, tiled_mma
 
 QK_GROUPS = 2  # partial sums of Q.K over the content channels
 
@@ -71,3 +77,68 @@ class ScoreMma:
         warpgroup.fence()  # another shape of WGMMA on the same accumulator: order the two chains
         issue(mma_r, acc_S[0], rAr, rBr, accumulate=True)
         warpgroup.commit_group()
+
+
+class Words(NamedTuple):
+    """Low descriptor words (wgmma.low_word) of Q's tile and of the K ring's first stage."""
+
+    q: Any
+    q_rope: Any
+    k: Any
+    k_rope: Any
+
+
+class ScoreChains:
+    """S = Q K^T of 64 rows in pieces, the same sums as ``ScoreMma`` makes.
+
+    WGMMAs are issued from descriptor words (wgmma.issue_words): one Q tile, stage ``k`` of the K
+    ring.  ``acc``: chain A, content channels 0..255 and RoPE; chain B, channels 256..511.
+    """
+
+    steps = D // 32 // QK_GROUPS  # WGMMAs of a chain over the content
+
+    def words(self, st) -> Words:
+        """Where Q and K are."""
+        return Words(*(low_word(field) for field in (st.qc, st.qr, st.kc, st.kr)))
+
+    def accumulators(self):
+        """A, B."""
+        return [cute.make_rmem_tensor((32,), Float32) for _ in range(QK_GROUPS)]
+
+    def content_a(self, acc, words, k, first: int, last: int):
+        """WGMMAs ``first``..``last`` of chain A's eight."""
+        if first == 0:
+            warpgroup.fence()
+        self._content(acc, words, k, 0, first, last)
+
+    def content_b(self, acc, words, k):
+        """Chain B, all eight."""
+        warpgroup.fence()
+        self._content(acc, words, k, 1, 0, self.steps)
+
+    def rope(self, acc, words, k):
+        """RoPE on top of chain A, and the commit of everything."""
+        warpgroup.fence()  # another shape of WGMMA on the same accumulator
+        key = words.k_rope + k * (TILE * R // 8)
+        for x in range(R // 16):
+            issue_words(acc[0], words.q_rope + 2 * x, key + 2 * x, BF16, accumulate=True)
+        warpgroup.commit_group()
+
+    def issue(self, acc, words, k):
+        """All of a tile at once."""
+        self.content_a(acc, words, k, 0, self.steps)
+        self.content_b(acc, words, k)
+        self.rope(acc, words, k)
+
+    def forget(self, acc):
+        """S becomes undefined, so that a loop need not carry it past its last round."""
+        for chain in acc:
+            for v in range(32):
+                chain[v] = Float32(0.0)
+
+    def _content(self, acc, words, k, chain: int, first: int, last: int):
+        key = words.k + k * (TILE * D // 16)
+        for x in range(first, last):
+            step = chain * self.steps + x
+            at = step // 4 * (TILE * 128 // 16) + step % 4 * 2  # 128 channels a column block
+            issue_words(acc[chain], words.q + at, key + at, F8, accumulate=x > 0)

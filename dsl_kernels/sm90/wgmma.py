@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import Float32
+from cutlass import Float32, Int32
+from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
-from ..common.types import U16
+from ..common.types import BF16, F8, U16
+from ..compat import dsl_user_op, undefined
+
+# High word of a shared-memory descriptor: 128-byte swizzle, 1024 bytes between groups of 8 rows.
+DESCRIPTOR_HIGH = 0x40000040
+KIND = {F8: ("k32.f32.e4m3.e4m3", ""), BF16: ("k16.f32.bf16.bf16", ", 0, 0")}  # K-major both
 
 
 def tiled_mma(dtype, n: int, a_in_registers: bool = False):
@@ -39,3 +45,40 @@ def u16_view(t, swizzle):
     return cute.make_tensor(
         cute.recast_ptr(t.iterator, swizzle, dtype=U16), cute.recast_layout(16, 8, t.layout)
     )
+
+
+def low_word(field):
+    """Low word of the descriptor of a storage field's first byte: address / 16, leading offset 1
+    (unused with a swizzle).  Byte offsets / 16 may be added to it."""
+    return ((field.data_ptr().toint() >> 4) & 0x3FFF) | 0x10000
+
+
+@dsl_user_op
+def issue_words(acc, a, b, dtype, *, accumulate: bool, loc=None, ip=None) -> None:
+    """One m64n64 WGMMA of K-major operands in shared memory with the 128-byte swizzle.
+
+    ``a``, ``b``: low words of their descriptors.  With the high word a constant, an instruction
+    takes four instructions of the uniform path instead of seven.  Without ``accumulate`` the old
+    values of ``acc`` are no operands, so that their registers are free until here.
+    """
+    f32, n = Float32.mlir_type, cute.size(acc)
+    kind, major = KIND[dtype]
+    registers = ", ".join(f"${i}" for i in range(n))
+    code = (
+        "{\n.reg .b64 da, db;\n.reg .pred p;\n"
+        f"mov.b64 da, {{${n}, ${n + 2}}};\nmov.b64 db, {{${n + 1}, ${n + 2}}};\n"
+        f"setp.ne.b32 p, {int(accumulate)}, 0;\n"
+        f"wgmma.mma_async.sync.aligned.m64n64{kind} {{{registers}}}, da, db, p, 1, 1{major};\n}}"
+    )
+    words = [Int32(x).ir_value(loc=loc, ip=ip) for x in (a, b, Int32(DESCRIPTOR_HIGH))]
+    old = [
+        (acc[v] if accumulate else undefined(Float32)).ir_value(loc=loc, ip=ip)
+        for v in range(n)
+    ]
+    out = llvm.inline_asm(
+        llvm.StructType.get_literal([f32] * n), words + old, code,
+        ",".join(["=f"] * n + ["r"] * 3 + [str(i) for i in range(n)]),
+        has_side_effects=True, loc=loc, ip=ip,
+    )  # fmt: skip
+    for v in range(n):
+        acc[v] = Float32(llvm.extractvalue(f32, out, [v], loc=loc, ip=ip))

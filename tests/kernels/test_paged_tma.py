@@ -55,11 +55,12 @@ class Copies:
     ("name", "stages"),
     [
         ("decode_etap_r16_p64_obf16_sm90a", 4), ("decode_etap_r16_p16_obf16_sm90a", 4),
+        ("decode_etap_r128_p64_obf16_sm90a", 4),
     ],
 )  # fmt: skip
 def test_two_tiles_at_first(name: str, stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is in flight before anything has landed is what two tiles take altogether; without the
-    wait it is what the ring holds (of five stages on SM100 the first is Q's)."""
+    wait it is what the ring holds."""
     copies = Copies(name, monkeypatch)
     alone = {n: copies.of(n)[0] for n in (1, paged_tma.START_TILES, stages)}
     assert alone[1] < alone[paged_tma.START_TILES] < alone[stages]

@@ -1,0 +1,184 @@
+"""Softmax of ``etap`` with 64 query rows: rows lie on M, S = Q K^T, and Q.K of the next block runs
+under the softmax of this one.
+
+Q.K streams both operands out of shared memory for 700 cycles a tile and starves every load of the
+other roles meanwhile; issued in pieces between the steps of softmax it does neither.  S is in two
+chains (qk.ScoreChains).  Chain A is issued early; chain B, whose 32 accumulators have no room
+beside t, when P(i) is packed; RoPE last, on top of A.
+
+Timeline of block i (registers: S in two chains of 32, then t 32, 1/sigma 16, chain A 32)
+    wait sigma(i) | t = S sigma f + log2 sigma, mask | free K(i) | wait P free | wait K(i+1)
+    A 0..3 -> | maxima | A 4..7 -> | exp2, e4m3, first half, second | P to shared memory
+    | B 0..7 -> | beta, gamma, flag | hand over | RoPE -> | wait for all of Q.K(i+1)
+
+**The rule: no branch, no wait and no address arithmetic while WGMMAs are in flight.**  ptxas
+serialises every WGMMA for the first (note C7514), the second holds P back, the third takes issue
+slots of a role that is short of them.  So waits come before the first WGMMA, addresses are computed
+once (``opaque``), arrivals are predicated, and the last block of an item, which has nothing to
+issue, takes a branch of its own.  ptxas decides in the end where the WGMMAs go, and moves of a few
+instructions cost or gain 5 %: codegen's audit holds the order (``FIRST_IN_ORDER``).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+from cutlass.cute.nvgpu import warpgroup
+
+from .. import compat
+from ..common.epilogue import finish_row
+from ..common.frames import P_LOG2_MAX, move_frame
+from ..stamp import Stamp
+from .block_softmax import ROWS_ON_M, exp2_half, logits, maxima, pack_half, store_words_of_p
+from .fp8_decode import WARPGROUP, Parts
+from .fragments import padded_size, row_position
+from .qk import ScoreChains
+from .softmax_role import INV_RING, P_RING, SoftmaxRole
+
+P_BYTES = 64 * 64  # of a buffer
+ROW_8 = 8  # bytes between the factors of rows g and g + 8 of a warp (fragments.row_position)
+
+
+class Addresses(NamedTuple):
+    """Shared addresses of what this thread hands over, in buffer 0.
+
+    Attributes:
+        p: the row that it names to stmatrix, for the block's first 32 tokens.
+        beta: factor of its row g.
+        to_gamma: distance of gamma from there, a constant.
+        flag: its warp's byte.
+    """
+
+    p: Any
+    beta: Any
+    to_gamma: Any
+    flag: Any
+
+
+class ManyRowsSoftmax(SoftmaxRole):
+    """The form with rows on M."""
+
+    def __init__(self, parts: Parts):
+        super().__init__(parts, ROWS_ON_M)
+        self.chains = ScoreChains()
+
+    def tools(self, st, layouts):
+        """S, descriptor words of Q and K, addresses of the hand-over."""
+        return self.chains.accumulators(), self.chains.words(st), self.addresses(st)
+
+    def addresses(self, st):
+        """``Addresses``, hidden from the compiler, which would compute them anew in every tile."""
+        tidx, _, _ = cute.arch.thread_idx()
+        lane, wwarp = tidx % 32, tidx % WARPGROUP // 32
+        row, chunk = wwarp * 16 + lane % 16, lane // 16  # matrix lane // 8 of stmatrix, row lane % 8
+        p = st.p.data_ptr().toint() + row * 64 + chunk * 16
+        factor = 4 * row_position(wwarp * 16 + lane // 4, 64)
+        return Addresses(
+            compat.opaque(p ^ ((p >> 3) & 0x30)),  # the 64-byte swizzle
+            compat.opaque(st.beta.data_ptr().toint() + factor),
+            st.gamma.data_ptr().toint() - st.beta.data_ptr().toint(),
+            st.flag.data_ptr().toint() + wwarp,
+        )
+
+    @cute.jit
+    def tiles(self, cta, tools, span, states, rows_in, rows_out):
+        acc_S, operands, _ = tools
+        _, kst, blocks = states
+        first, last = span
+        if first < last:
+            cta.k_pipe.consumer_wait(kst)
+            self.parts.stamps.put(cta.gmem.results, Stamp.FIRST_TILE, kst.count == 0)
+            self.chains.issue(acc_S, operands, kst.index)
+            warpgroup.wait_group(0)
+        for tile in cutlass.range(first, last, unroll=1):
+            t = cute.make_rmem_tensor((ROWS_ON_M.values,), Float32)
+            inv = self.finish_scores(cta, tile, acc_S, t, kst, rows_in)
+            P_RING.wait_empty(cta.st, blocks & 1, (blocks >> 1 & 1) ^ 1)
+            kst.advance()
+            if tile + 1 < last:
+                cta.k_pipe.consumer_wait(kst)
+                self.block(True, cta.st, t, inv, tools, kst.index, blocks & 1, rows_out)
+            else:
+                self.block(False, cta.st, t, inv, tools, kst.index, blocks & 1, rows_out)
+                self.chains.forget(acc_S)
+            blocks += 1
+        return kst, blocks
+
+    @cute.jit
+    def finish_scores(self, cta, tile, acc_S, t, kst, rows_in):
+        """Accumulators -> t of a block, whose K stage is free of us then; returns 1/sigma."""
+        tidx, _, _ = cute.arch.thread_idx()
+        sigma = self.parts.triples.view(cta.st, tidx % 4, kst.index)
+        self.parts.triples.ready.wait_full(cta.st, kst.index, kst.phase)
+        factor, limit, _ = rows_in
+        inv = logits(acc_S, t, sigma, tile, factor, limit)
+        cute.arch.sync_warp()  # one lane frees the stage for all: their reads come first
+        cta.k_pipe.consumer_release(kst)
+        return inv
+
+    @cute.jit
+    def block(self, more: cutlass.Constexpr, st, t, inv, tools, k_next, buf, rows_out):
+        """t -> P of one block, handed over; with ``more`` the next one's Q.K under it."""
+        tidx, _, _ = cute.arch.thread_idx()
+        (acc_S, operands, at), (m_ref, l_run) = tools, rows_out
+        if const_expr(more):
+            self.chains.content_a(acc_S, operands, k_next, 0, 4)
+        m = maxima(t)
+        if const_expr(more):
+            self.chains.content_a(acc_S, operands, k_next, 4, 8)
+        shift = [P_LOG2_MAX - m[0], P_LOG2_MAX - m[1]]  # m is taken from it again: a register each
+        part = exp2_half(t, inv, shift, [Float32(0.0), Float32(0.0)], 0)
+        words = pack_half(t, 0)
+        part = exp2_half(t, inv, shift, part, 1)
+        words_2 = pack_half(t, 1)
+        store_words_of_p(words, at.p + buf * P_BYTES)
+        store_words_of_p(words_2, (at.p ^ 32) + buf * P_BYTES)
+        if const_expr(more):
+            self.chains.content_b(acc_S, operands, k_next)
+        moved = False
+        for i in cutlass.range_constexpr(2):
+            old = m_ref[i]
+            m_ref[i], beta, gamma = move_frame(P_LOG2_MAX - shift[i], old)
+            l_run[i] = l_run[i] * gamma + part[i] * beta
+            moved = moved or m_ref[i] > old
+            # the four lanes of a quad store the same: cheaper than a branch
+            offset = buf * (4 * padded_size(64)) + i * ROW_8
+            compat.store_shared(at.beta + offset, beta)
+            compat.store_shared(at.beta + at.to_gamma + offset, gamma)
+        self.hand_over(st, at, buf, cute.arch.vote_any_sync(moved), tidx % 32)
+        if const_expr(more):
+            self.chains.rope(acc_S, operands, k_next)
+            warpgroup.wait_group(0)
+
+    def hand_over(self, st, at, buf, any_moved, lane):
+        """P, beta, gamma of a block are written: tell the P.V warps.  No branch (see above)."""
+        flag = cutlass.select_(any_moved, Int32(1), Int32(0))
+        compat.store_shared(at.flag + 4 * buf, flag, "u8")
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_warp()
+        P_RING.arrive_full_if(st, buf, lane == 0)
+
+    @cute.jit
+    def finish_rows(self, cta, inv_phase, m_ref, l_run, batch, slot):
+        """Sums over the lanes of a quad by shuffles."""
+        tidx, _, _ = cute.arch.thread_idx()
+        row_block, _, _ = cute.arch.block_idx()
+        st, lane, first_row = cta.st, tidx % 32, row_block * self.rows_cta
+        wwarp = cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
+        inv_s = st.inv.get_tensor(cute.make_layout(padded_size(self.rows_cta)))
+        INV_RING.wait_empty(st, 0, inv_phase)
+        for i in cutlass.range_constexpr(2):
+            total = l_run[i]
+            for off in cutlass.range_constexpr(2):
+                total = total + cute.arch.shuffle_sync_bfly(total, 1 << off)
+            if lane % 4 == 0:
+                row = wwarp * 16 + lane // 4 + 8 * i
+                inv_s[row_position(row, self.rows_cta)] = finish_row(
+                    cta.gmem.results, cta.call, batch, slot, first_row + row, total, m_ref[i]
+                )
+        cute.arch.sync_warp()
+        if lane == 0:
+            INV_RING.arrive_full(st, 0)
