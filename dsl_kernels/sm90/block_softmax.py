@@ -21,7 +21,7 @@ ROWS_ON_M = RowsOnM()
 
 
 @cute.jit
-def logits(acc_S, t, sigma, tile, factor, limit):
+def logits(acc_S, t, sigma, tile, factor, limit, ragged_from):
     """t = S sigma_k f + log2 sigma_k, masked; returns 1/sigma_k of this thread's tokens.
 
     ``acc_S``: the two partial sums of Q.K (qk.py).  ``sigma`` (16, 3): this thread's tokens' sigma,
@@ -36,8 +36,7 @@ def logits(acc_S, t, sigma, tile, factor, limit):
     cute.autovec_copy(sigma[None, 1], col)
     for v in cutlass.range_constexpr(32):
         t[v] = t[v] * factor[row(v)] + col[token(v)]
-    end = (tile + 1) * TILE
-    if cute.arch.vote_any_sync((end > limit[0]) | (end > limit[1])):
+    if (tile + 1) * TILE > ragged_from:
         # rows on M: of a thread's place only the quad lane, tidx % 4, says which tokens it holds
         mask(t, ROWS_ON_M, tile * TILE, limit, 0, tidx)
     inv = cute.make_rmem_tensor((16,), Float32)

@@ -32,6 +32,7 @@ from .. import compat
 from ..common.epilogue import finish_row
 from ..common.frames import P_LOG2_MAX, move_frame
 from ..stamp import Stamp
+from ..common.smem import array
 from .block_softmax import ROWS_ON_M, exp2_half, logits, maxima, pack_half, store_words_of_p
 from .fp8_decode import WARPGROUP, Parts
 from .fragments import padded_size, row_position
@@ -65,9 +66,29 @@ class ManyRowsSoftmax(SoftmaxRole):
         super().__init__(parts, ROWS_ON_M)
         self.chains = ScoreChains()
 
+    @staticmethod
+    def fields(rows: int) -> dict:
+        """Storage of the rows' facts: registers are short, and a tile needs them once."""
+        return dict(factor=array(Float32, rows, 128), limit=array(Int32, rows, 128))
+
+    def own(self, values):
+        """The thread's two rows in an array of all, where they lie side by side."""
+        tidx, _, _ = cute.arch.thread_idx()
+        pair = tidx % WARPGROUP // 4
+        return cute.make_tensor((values.data_ptr() + 2 * pair).align(8), cute.make_layout(2))
+
     def tools(self, st, layouts):
         """S, descriptor words of Q and K, addresses of the hand-over."""
         return self.chains.accumulators(), self.chains.words(st), self.addresses(st)
+
+    @staticmethod
+    def first(cta):
+        """0, which the compiler does not know.  As an index of barriers it keeps ptxas from holding
+        the base of shared memory in a vector register for the sake of their waits' slow paths."""
+        return cta.call.causal >> 31
+
+    def wait_q(self, cta, qst):
+        cta.q_pipe.sync_object_full.wait(self.first(cta), qst.phase)
 
     def addresses(self, st):
         """``Addresses``, hidden from the compiler, which would compute them anew in every tile."""
@@ -88,21 +109,18 @@ class ManyRowsSoftmax(SoftmaxRole):
         acc_S, operands, _ = tools
         _, kst, blocks = states
         first, last = span
+        for facts, kept in zip(rows_in[:2], (cta.st.factor, cta.st.limit)):
+            cute.autovec_copy(facts, self.own(kept))
         if first < last:
             cta.k_pipe.consumer_wait(kst)
             self.parts.stamps.put(cta.gmem.results, Stamp.FIRST_TILE, kst.count == 0)
             self.chains.issue(acc_S, operands, kst.index)
             warpgroup.wait_group(0)
         for tile in cutlass.range(first, last, unroll=1):
-            t = cute.make_rmem_tensor((ROWS_ON_M.values,), Float32)
-            inv = self.finish_scores(cta, tile, acc_S, t, kst, rows_in)
-            P_RING.wait_empty(cta.st, blocks & 1, (blocks >> 1 & 1) ^ 1)
-            kst.advance()
             if tile + 1 < last:
-                cta.k_pipe.consumer_wait(kst)
-                self.block(True, cta.st, t, inv, tools, kst.index, blocks & 1, rows_out)
+                kst = self.block(True, cta, tile, tools, kst, blocks, rows_in, rows_out)
             else:
-                self.block(False, cta.st, t, inv, tools, kst.index, blocks & 1, rows_out)
+                kst = self.block(False, cta, tile, tools, kst, blocks, rows_in, rows_out)
                 self.chains.forget(acc_S)
             blocks += 1
         return kst, blocks
@@ -113,17 +131,26 @@ class ManyRowsSoftmax(SoftmaxRole):
         tidx, _, _ = cute.arch.thread_idx()
         sigma = self.parts.triples.view(cta.st, tidx % 4, kst.index)
         self.parts.triples.ready.wait_full(cta.st, kst.index, kst.phase)
-        factor, limit, _ = rows_in
-        inv = logits(acc_S, t, sigma, tile, factor, limit)
+        factor = cute.make_rmem_tensor((2,), Float32)
+        cute.autovec_copy(self.own(cta.st.factor), factor)
+        inv = logits(acc_S, t, sigma, tile, factor, self.own(cta.st.limit), rows_in[2])
         cute.arch.sync_warp()  # one lane frees the stage for all: their reads come first
         cta.k_pipe.consumer_release(kst)
         return inv
 
     @cute.jit
-    def block(self, more: cutlass.Constexpr, st, t, inv, tools, k_next, buf, rows_out):
+    def block(self, more: cutlass.Constexpr, cta, tile, tools, kst, blocks, rows_in, rows_out):
         """t -> P of one block, handed over; with ``more`` the next one's Q.K under it."""
         tidx, _, _ = cute.arch.thread_idx()
         (acc_S, operands, at), (m_ref, l_run) = tools, rows_out
+        st, buf = cta.st, blocks & 1
+        t = cute.make_rmem_tensor((ROWS_ON_M.values,), Float32)
+        inv = self.finish_scores(cta, tile, acc_S, t, kst, rows_in)
+        P_RING.wait_empty(st, buf, (blocks >> 1 & 1) ^ 1)
+        kst.advance()
+        k_next = kst.index
+        if const_expr(more):
+            cta.k_pipe.consumer_wait(kst)
         if const_expr(more):
             self.chains.content_a(acc_S, operands, k_next, 0, 4)
         m = maxima(t)
@@ -152,6 +179,7 @@ class ManyRowsSoftmax(SoftmaxRole):
         if const_expr(more):
             self.chains.rope(acc_S, operands, k_next)
             warpgroup.wait_group(0)
+        return kst
 
     def hand_over(self, st, at, buf, any_moved, lane):
         """P, beta, gamma of a block are written: tell the P.V warps.  No branch (see above)."""
@@ -169,7 +197,7 @@ class ManyRowsSoftmax(SoftmaxRole):
         st, lane, first_row = cta.st, tidx % 32, row_block * self.rows_cta
         wwarp = cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
         inv_s = st.inv.get_tensor(cute.make_layout(padded_size(self.rows_cta)))
-        INV_RING.wait_empty(st, 0, inv_phase)
+        INV_RING.wait_empty(st, self.first(cta), inv_phase)
         for i in cutlass.range_constexpr(2):
             total = l_run[i]
             for off in cutlass.range_constexpr(2):

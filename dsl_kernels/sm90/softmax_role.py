@@ -97,9 +97,11 @@ class SoftmaxRole:
                 )
             m_ref.fill(NEVER)
             l_run.fill(0.0)
-            ragged_from = self.parts.work.ragged_from(gmem.work, cta.call, batch)
+            ragged_from = cute.arch.make_warp_uniform(
+                self.parts.work.ragged_from(gmem.work, cta.call, batch)
+            )
             rows_in = (factor, limit, ragged_from)
-            cta.q_pipe.consumer_wait(qst)
+            self.wait_q(cta, qst)
             kst, blocks = self.tiles(
                 cta, tools, (first, last), (qst, kst, blocks), rows_in, (m_ref, l_run)
             )
@@ -108,6 +110,10 @@ class SoftmaxRole:
             self.parts.stamps.put(gmem.results, Stamp.SOFTMAX_END)
             self.finish_rows(cta, (items & 1) ^ 1, m_ref, l_run, batch, slot)
             items += 1
+
+    def wait_q(self, cta, qst) -> None:
+        """Until the item's row tile of Q is there."""
+        cta.q_pipe.consumer_wait(qst)
 
     def tools(self, st, layouts) -> Any:
         """What a form makes once: accumulators, descriptors, addresses."""
