@@ -111,6 +111,7 @@ class ManyRowsSoftmax(SoftmaxRole):
         first, last = span
         for facts, kept in zip(rows_in[:2], (cta.st.factor, cta.st.limit)):
             cute.autovec_copy(facts, self.own(kept))
+        cute.arch.sync_warp()  # a quad's lanes write the same
         if first < last:
             cta.k_pipe.consumer_wait(kst)
             self.parts.stamps.put(cta.gmem.results, Stamp.FIRST_TILE, kst.count == 0)
