@@ -173,7 +173,11 @@ def opaque(x: Any, *, loc: Any = None, ip: Any = None) -> Any:
     loop.
     """
     return inline_ptx(
-        "mov.b32 {$w0}, {$r0};", write_only_types=[cutlass.Int32], read_only_args=[x], loc=loc, ip=ip
+        "mov.b32 {$w0}, {$r0};",
+        write_only_types=[cutlass.Int32],
+        read_only_args=[x],
+        loc=loc,
+        ip=ip,
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32
+from cutlass import Float32, const_expr
 from cutlass.cute.nvgpu import warp, warpgroup
 
 from ..common.frames import NEVER, P_LOG2_MAX
@@ -21,16 +21,21 @@ ROWS_ON_M = RowsOnM()
 
 
 @cute.jit
-def logits(acc_S, t, sigma, tile, factor, limit, ragged_from):
+def logits(
+    acc_S, t, sigma, tile, factor, limit, ragged_from, pending: cutlass.Constexpr = False
+):  # fmt: skip
     """t = S sigma_k f + log2 sigma_k, masked; returns 1/sigma_k of this thread's tokens.
 
     ``acc_S``: the two partial sums of Q.K (qk.py).  ``sigma`` (16, 3): this thread's tokens' sigma,
     log2 sigma, 1/sigma in shared memory, fetched in three turns: registers are what is short.
+    ``pending``: Q.K is in flight and is waited for behind the first fetch.
     """
     tidx, _, _ = cute.arch.thread_idx()
     row, token = ROWS_ON_M.row, ROWS_ON_M.token
     col = cute.make_rmem_tensor((16,), Float32)
     cute.autovec_copy(sigma[None, 0], col)
+    if const_expr(pending):
+        warpgroup.wait_group(0)
     for v in cutlass.range_constexpr(32):
         t[v] = (acc_S[0][v] + acc_S[1][v]) * col[token(v)]
     cute.autovec_copy(sigma[None, 1], col)
@@ -65,12 +70,13 @@ def maxima(t):
 
 @cute.jit
 def exp2_half(t, inv, shift, part, half: cutlass.Constexpr):
-    """P' = exp2(t + shift) of 32 of the block's tokens, in place; ``part``, a sum for
-    each row, gains their P'/sigma."""
+    """P' = exp2(t + shift) of 32 of the block's tokens, in place; ``part``, two sums a
+    row, gains their P'/sigma."""
     row, token = ROWS_ON_M.row, ROWS_ON_M.token
     for v in cutlass.range_constexpr(16 * half, 16 * half + 16):
         t[v] = cute.math.exp2(t[v] + shift[row(v)], fastmath=True)
-        part[row(v)] = part[row(v)] + t[v] * inv[token(v)]
+        c = 2 * row(v) + v % 2
+        part[c] = part[c] + t[v] * inv[token(v)]
     return part
 
 
@@ -101,44 +107,17 @@ def store_words_of_p(words, address, *, loc=None, ip=None):
 
 @cute.jit
 def block_p(acc_S, t, sigma, tile, factor, limit, ragged_from):
-    """Finishes S and turns it into P' = exp2(t' - m' + 8), t' = s2 + log2 sigma_k.
+    """All of a block: finishes S and turns it into P' = exp2(t - m' + 8).
 
-    ``acc_S``: the two partial sums of Q.K (qk.ScoreMma).  ``sigma`` (16, 3): this thread's
-    tokens' sigma, log2 sigma, 1/sigma in shared memory, fetched in three turns rather than kept:
-    registers are what this warpgroup lacks.  Returns (m'_0, m'_1, l_0, l_1) of the two rows; l sums
-    unquantised P'/sigma over this thread's tokens.  Waits for the Q.K WGMMAs itself, so that the
-    first fetch hides under them.
+    Returns (m'_0, m'_1, l_0, l_1) of the two rows; l sums unquantised P'/sigma over this thread's
+    tokens.  Waits for the Q.K WGMMAs itself, so that the first fetch hides under them.
     """
-    tidx, _, _ = cute.arch.thread_idx()
-    row, token = ROWS_ON_M.row, ROWS_ON_M.token
-    col = cute.make_rmem_tensor((16,), Float32)
-    cute.autovec_copy(sigma[None, 0], col)
-    warpgroup.wait_group(0)
-    for v in cutlass.range_constexpr(32):
-        t[v] = (acc_S[0][v] + acc_S[1][v]) * col[token(v)]
-    cute.autovec_copy(sigma[None, 1], col)
-    for v in cutlass.range_constexpr(32):
-        t[v] = t[v] * factor[row(v)] + col[token(v)]
-    if (tile + 1) * TILE > ragged_from:
-        # rows on M: of a thread's place only the quad lane, tidx % 4, says which tokens it holds
-        mask(t, ROWS_ON_M, tile * TILE, limit, 0, tidx)
-    m4 = [t[v] for v in range(8)]  # four chains a row
-    for v in cutlass.range_constexpr(8, 32):
-        m4[v % 8] = cute.arch.fmax(m4[v % 8], t[v])
-    m = [None] * 2
-    for i in cutlass.range_constexpr(2):
-        m[i] = cute.arch.fmax(
-            cute.arch.fmax(m4[2 * i], m4[2 * i + 1]), cute.arch.fmax(m4[2 * i + 4], m4[2 * i + 5])
-        )
-        for off in cutlass.range_constexpr(2):
-            m[i] = cute.arch.fmax(m[i], cute.arch.shuffle_sync_bfly(m[i], 1 << off))
-        m[i] = cute.arch.fmax(m[i], Float32(NEVER))
-    cute.autovec_copy(sigma[None, 2], col)
+    inv = logits(acc_S, t, sigma, tile, factor, limit, ragged_from, pending=True)
+    m = maxima(t)
+    shift = [P_LOG2_MAX - m[0], P_LOG2_MAX - m[1]]
     part = [Float32(0.0) for _ in range(4)]
-    for v in cutlass.range_constexpr(32):
-        t[v] = cute.math.exp2(t[v] + (P_LOG2_MAX - m[row(v)]), fastmath=True)
-        c = 2 * row(v) + v % 2
-        part[c] = part[c] + t[v] * col[token(v)]
+    for half in cutlass.range_constexpr(2):
+        part = exp2_half(t, inv, shift, part, half)
     return m[0], m[1], part[0] + part[1], part[2] + part[3]
 
 

@@ -10,13 +10,14 @@ Roles (4 warpgroups of 128 threads)
           warp 1  Q producer      TMA: the row tile of each item
           warp 2  scale warp      sigma_k -> sigma, log2 sigma, 1/sigma in fragment order
                                   (64 rows only; with few rows a thread has just two tokens)
-    wg 1          softmax         S = Q K^T (S^T = K Q^T for <= 32 rows), block softmax, P8 -> smem
+    wg 1          softmax         S = Q K^T, or S^T = K Q^T for <= 32 rows; block softmax, P8 -> smem
+                                  (softmax_many.py, softmax_few.py)
     wg 2, 3       P.V             O^T += beta * (V^T P8^T), half of d_v each, beta in fp32
 
 Timeline of tile i (one stage of the K ring)
     KV producer   |TMA i+3 ...
     scale warp    |  sigma i+1 |
-    softmax       | Q.K i | max, exp2, e4m3 | Q.K i+1 | ...
+    softmax       | max, exp2, e4m3 of i, Q.K i+1 under it (64 rows; else Q.K i | softmax i)
     P.V           |  V^T frags i | wait P i | 4 x (WGMMA 64 channels, FFMA into O) | V^T frags i+1
 
 Frames (log2 units).  A block has its own exponent frame m'_b = max_t(s2 + log2 sigma_k), so its
@@ -25,12 +26,12 @@ largest P' is 2^8 whatever the row's running maximum is.  O and l live in frame 
 element, O += beta * tmp with beta = 2^(m'_b - 8 - m_ref), and no rescale; nothing overflows
 however block maxima rise and fall.
 
-Registers, 64 rows: softmax 104 (S in two partial sums of 32), P.V 192 (O 128, beta 16, product tile
-16: rows are taken in halves of 32, because a tile of 64 would not fit beside S in two).
+Registers, 64 rows: softmax 112 (softmax_many.py), P.V 184 (O 128, beta 16, product tile 16: rows are
+taken in halves of 32).
 
 Shared memory, 64 rows and 4 stages (bytes)
     Q 40960 | K ring 4 x (32768 content + 8192 RoPE + 256 scales) | scale triples 4 x 960
-    P 2 x 4096 | beta, gamma, flags, 1/l, maxima, barriers                        = 222208
+    P 2 x 4096 | beta, gamma, flags, 1/l, barriers                                = 220160
 """
 
 from __future__ import annotations
@@ -44,7 +45,6 @@ import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
-from .. import compat
 from ..common import budget as bud
 from ..common.epilogue import Shared, write_runs
 from ..common.smem import staged, struct_of
@@ -96,7 +96,7 @@ def budget(spec: VariantSpec) -> bud.Budget:
     """Warpgroups, registers, barriers, shared memory of a CTA."""
     few, rows, stages = spec.row_tile <= 32, min(spec.row_tile, 64), spec.stages or STAGES
     # setmaxnreg hands out one pool of 65536 registers: 128, 128 and 256 threads
-    producer, softmax, pv = (40, 120, 160) if few else (24, 120, 184)
+    producer, softmax, pv = (40, 120, 160) if few else (24, 112, 184)
     tiles = stages * STAGE_BYTES + q_stages(spec) * rows * 640 + P_STAGES * rows * TILE
     m, n = (TILE, rows) if few else (rows, TILE)  # S^T = K Q^T or S = Q K^T
     readers = {"softmax": SOFTMAX_WARPS}, {"softmax": SOFTMAX_WARPS, "P.V": PV_WARPS}

@@ -12,7 +12,6 @@ import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float32
 from cutlass.cute.nvgpu import warpgroup
 
-from .. import compat
 from ..common.types import BF16, F8, ROW_MAJOR
 from ..dims import KV_LORA_RANK as D
 from ..dims import QK_ROPE_HEAD_DIM as R

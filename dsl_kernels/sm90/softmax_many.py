@@ -2,7 +2,7 @@
 under the softmax of this one.
 
 Q.K streams both operands out of shared memory for 700 cycles a tile and starves every load of the
-other roles meanwhile; issued in pieces between the steps of softmax it does neither.  S is in two
+other roles meanwhile; issued in pieces between the steps of softmax it does so less.  S is in two
 chains (qk.ScoreChains).  Chain A is issued early; chain B, whose 32 accumulators have no room
 beside t, when P(i) is packed; RoPE last, on top of A.
 
@@ -11,12 +11,13 @@ Timeline of block i (registers: S in two chains of 32, then t 32, 1/sigma 16, ch
     A 0..3 -> | maxima | A 4..7 -> | exp2, e4m3, first half, second | P to shared memory
     | B 0..7 -> | beta, gamma, flag | hand over | RoPE -> | wait for all of Q.K(i+1)
 
-**The rule: no branch, no wait and no address arithmetic while WGMMAs are in flight.**  ptxas
-serialises every WGMMA for the first (note C7514), the second holds P back, the third takes issue
-slots of a role that is short of them.  So waits come before the first WGMMA, addresses are computed
-once (``opaque``), arrivals are predicated, and the last block of an item, which has nothing to
-issue, takes a branch of its own.  ptxas decides in the end where the WGMMAs go, and moves of a few
-instructions cost or gain 5 %: codegen's audit holds the order (``FIRST_IN_ORDER``).
+**The rule: no branch, no wait and as little address arithmetic as can be while WGMMAs are in
+flight.**  ptxas serialises every WGMMA for the first (note C7514), the second holds P back, the
+third takes issue slots of a role that is short of them.  So waits come before the first WGMMA,
+addresses are computed once, arrivals are predicated, and the last block of an item, which has
+nothing to issue, takes a branch of its own and leaves S undefined (``ScoreChains.forget``): else
+the old S would be carried around the loop, 64 registers more.  ptxas decides in the end where the
+WGMMAs go; docs/performance.md tells what orders were tried and what they cost.
 """
 
 from __future__ import annotations
@@ -32,7 +33,6 @@ from .. import compat
 from ..common.epilogue import finish_row
 from ..common.frames import P_LOG2_MAX, move_frame
 from ..stamp import Stamp
-from ..common.smem import array
 from .block_softmax import ROWS_ON_M, exp2_half, logits, maxima, pack_half, store_words_of_p
 from .fp8_decode import WARPGROUP, Parts
 from .fragments import padded_size, row_position
@@ -66,17 +66,6 @@ class ManyRowsSoftmax(SoftmaxRole):
         super().__init__(parts, ROWS_ON_M)
         self.chains = ScoreChains()
 
-    @staticmethod
-    def fields(rows: int) -> dict:
-        """Storage of the rows' facts: registers are short, and a tile needs them once."""
-        return dict(factor=array(Float32, rows, 128), limit=array(Int32, rows, 128))
-
-    def own(self, values):
-        """The thread's two rows in an array of all, where they lie side by side."""
-        tidx, _, _ = cute.arch.thread_idx()
-        pair = tidx % WARPGROUP // 4
-        return cute.make_tensor((values.data_ptr() + 2 * pair).align(8), cute.make_layout(2))
-
     def tools(self, st, layouts):
         """S, descriptor words of Q and K, addresses of the hand-over."""
         return self.chains.accumulators(), self.chains.words(st), self.addresses(st)
@@ -91,10 +80,13 @@ class ManyRowsSoftmax(SoftmaxRole):
         cta.q_pipe.sync_object_full.wait(self.first(cta), qst.phase)
 
     def addresses(self, st):
-        """``Addresses``, hidden from the compiler, which would compute them anew in every tile."""
+        """``Addresses``, which the compiler is not to compute anew in every tile."""
         tidx, _, _ = cute.arch.thread_idx()
         lane, wwarp = tidx % 32, tidx % WARPGROUP // 32
-        row, chunk = wwarp * 16 + lane % 16, lane // 16  # matrix lane // 8 of stmatrix, row lane % 8
+        row, chunk = (
+            wwarp * 16 + lane % 16,
+            lane // 16,
+        )  # matrix lane // 8 of stmatrix, row lane % 8
         p = st.p.data_ptr().toint() + row * 64 + chunk * 16
         factor = 4 * row_position(wwarp * 16 + lane // 4, 64)
         return Addresses(
@@ -109,9 +101,6 @@ class ManyRowsSoftmax(SoftmaxRole):
         acc_S, operands, _ = tools
         _, kst, blocks = states
         first, last = span
-        for facts, kept in zip(rows_in[:2], (cta.st.factor, cta.st.limit)):
-            cute.autovec_copy(facts, self.own(kept))
-        cute.arch.sync_warp()  # a quad's lanes write the same
         if first < last:
             cta.k_pipe.consumer_wait(kst)
             self.parts.stamps.put(cta.gmem.results, Stamp.FIRST_TILE, kst.count == 0)
@@ -132,16 +121,17 @@ class ManyRowsSoftmax(SoftmaxRole):
         tidx, _, _ = cute.arch.thread_idx()
         sigma = self.parts.triples.view(cta.st, tidx % 4, kst.index)
         self.parts.triples.ready.wait_full(cta.st, kst.index, kst.phase)
-        factor = cute.make_rmem_tensor((2,), Float32)
-        cute.autovec_copy(self.own(cta.st.factor), factor)
-        inv = logits(acc_S, t, sigma, tile, factor, self.own(cta.st.limit), rows_in[2])
+        inv = logits(acc_S, t, sigma, tile, *rows_in)
         cute.arch.sync_warp()  # one lane frees the stage for all: their reads come first
         cta.k_pipe.consumer_release(kst)
         return inv
 
     @cute.jit
     def block(self, more: cutlass.Constexpr, cta, tile, tools, kst, blocks, rows_in, rows_out):
-        """t -> P of one block, handed over; with ``more`` the next one's Q.K under it."""
+        """S -> P of one block, handed over; with ``more`` the next one's Q.K under it.
+
+        Returns the K state of the next tile.
+        """
         tidx, _, _ = cute.arch.thread_idx()
         (acc_S, operands, at), (m_ref, l_run) = tools, rows_out
         st, buf = cta.st, blocks & 1
@@ -152,13 +142,12 @@ class ManyRowsSoftmax(SoftmaxRole):
         k_next = kst.index
         if const_expr(more):
             cta.k_pipe.consumer_wait(kst)
-        if const_expr(more):
             self.chains.content_a(acc_S, operands, k_next, 0, 4)
         m = maxima(t)
         if const_expr(more):
             self.chains.content_a(acc_S, operands, k_next, 4, 8)
         shift = [P_LOG2_MAX - m[0], P_LOG2_MAX - m[1]]  # m is taken from it again: a register each
-        part = exp2_half(t, inv, shift, [Float32(0.0), Float32(0.0)], 0)
+        part = exp2_half(t, inv, shift, [Float32(0.0) for _ in range(4)], 0)
         words = pack_half(t, 0)
         part = exp2_half(t, inv, shift, part, 1)
         words_2 = pack_half(t, 1)
@@ -170,7 +159,7 @@ class ManyRowsSoftmax(SoftmaxRole):
         for i in cutlass.range_constexpr(2):
             old = m_ref[i]
             m_ref[i], beta, gamma = move_frame(P_LOG2_MAX - shift[i], old)
-            l_run[i] = l_run[i] * gamma + part[i] * beta
+            l_run[i] = l_run[i] * gamma + (part[2 * i] + part[2 * i + 1]) * beta
             moved = moved or m_ref[i] > old
             # the four lanes of a quad store the same: cheaper than a branch
             offset = buf * (4 * padded_size(64)) + i * ROW_8

@@ -1,6 +1,6 @@
 """The softmax warpgroup of ``etap``: what its two forms share, and what it hands to P.V.
 
-    rows on M    softmax_many.py   64 rows: S = Q K^T, Q.K of the next block under this one's softmax
+    rows on M    softmax_many.py   64 rows: S = Q K^T, the next block's Q.K under this softmax
     tokens on M  softmax_few.py    32 rows or fewer: S^T = K Q^T
 
 Hand-over of a block, in one of ``P_STAGES`` buffers: P8, factors beta and gamma of its rows, and a

@@ -72,8 +72,7 @@ def issue_words(acc, a, b, dtype, *, accumulate: bool, loc=None, ip=None) -> Non
     )
     words = [Int32(x).ir_value(loc=loc, ip=ip) for x in (a, b, Int32(DESCRIPTOR_HIGH))]
     old = [
-        (acc[v] if accumulate else undefined(Float32)).ir_value(loc=loc, ip=ip)
-        for v in range(n)
+        (acc[v] if accumulate else undefined(Float32)).ir_value(loc=loc, ip=ip) for v in range(n)
     ]
     out = llvm.inline_asm(
         llvm.StructType.get_literal([f32] * n), words + old, code,
