@@ -10,8 +10,8 @@ Roles (4 warpgroups of 128 threads)
           warp 1  Q producer      TMA: the row tile of each item
           warp 2  scale warp      sigma_k -> sigma, log2 sigma, 1/sigma in fragment order
                                   (64 rows only; with few rows a thread has just two tokens)
-    wg 1          softmax         S = Q K^T, or S^T = K Q^T for <= 32 rows; block softmax, P8 -> smem
-                                  (softmax_many.py, softmax_few.py)
+    wg 1          softmax         S = Q K^T, or S^T = K Q^T for <= 32 rows; block softmax, P8 to
+                                  shared memory (softmax_many.py, softmax_few.py)
     wg 2, 3       P.V             O^T += beta * (V^T P8^T), half of d_v each, beta in fp32
 
 Timeline of tile i (one stage of the K ring)
@@ -26,8 +26,8 @@ largest P' is 2^8 whatever the row's running maximum is.  O and l live in frame 
 element, O += beta * tmp with beta = 2^(m'_b - 8 - m_ref), and no rescale; nothing overflows
 however block maxima rise and fall.
 
-Registers, 64 rows: softmax 112 (softmax_many.py), P.V 184 (O 128, beta 16, product tile 16: rows are
-taken in halves of 32).
+Registers, 64 rows: softmax 112 (softmax_many.py), P.V 184 (O 128, beta 16, product tile 16: rows
+are taken in halves of 32).
 
 Shared memory, 64 rows and 4 stages (bytes)
     Q 40960 | K ring 4 x (32768 content + 8192 RoPE + 256 scales) | scale triples 4 x 960
