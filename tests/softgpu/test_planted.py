@@ -122,10 +122,10 @@ KV_CONTENT = line("paged_tma.py", "cute.copy(loaded[x].atom, source, at[x]")
 KV_SCALES = line("fp8_per_token.py", "cute.copy(bulk, src, dst")
 ACQUIRE = line("paged_tma.py", "k_pipe.producer_acquire(kst)")
 GEMM = line("wgmma.py", "cute.gemm(atom, acc,")
-K_WAIT = line("fp8_etap.py", "k_pipe.consumer_wait(kst)")
-READ_SCALE = line("fp8_etap.py", "sigma = [s_ks[", "def scales_few")
+K_WAIT = line("softmax_few.py", "k_pipe.consumer_wait(kst)")
+READ_SCALE = line("softmax_few.py", "sigma = [s_ks[", "def scales_of")
 READ_V = line("transpose.py", "cute.copy(ldsm,")
-STORE_P = line("fp8_etap.py", "cute.copy(stsm,", "def store_p_few")
+STORE_P = line("softmax_few.py", "cute.copy(stsm,", "def store_p")
 PV_WAIT = line("fp8_etap.py", "warpgroup.wait_group(0)", "def pv_block")
 FREE_P = line("fp8_etap.py", "P_RING.arrive_empty(", "def pv_block")
 modes = pytest.mark.parametrize("mode", ["early", "late"])
@@ -239,7 +239,7 @@ def test_arrival_count_too_large(etap: Bench, mode: str) -> None:
 
 @modes
 def test_missing_proxy_fence_before_wgmma_reads_p(etap: Bench, mode: str) -> None:
-    source = line("fp8_etap.py", "fence_proxy(", "def hand_over")
+    source = line("softmax_few.py", "fence_proxy(")
     error = etap.broken({etap.one("fence.proxy.async", source).pc: ""}, mode)
     check(error, "missing-proxy-fence", STORE_P, GEMM)
 
@@ -368,7 +368,7 @@ def test_deadlock_by_phase_error(etap: Bench, mode: str) -> None:
 @pytest.mark.softgpu(seeds=(None, 5), asynchronous=("early", "late"))
 def test_the_fixture_turns_the_check_on(etap: Bench, software_gpu: softgpu.Options) -> None:
     assert etap.run(hazards="off")
-    fence = etap.one("fence.proxy.async", line("fp8_etap.py", "fence_proxy(", "def hand_over"))
+    fence = etap.one("fence.proxy.async", line("softmax_few.py", "fence_proxy("))
     with (
         mutate.planted(etap.kernel, etap.entry, {fence.pc: ""}),
         pytest.raises(softgpu.Hazard) as error,
