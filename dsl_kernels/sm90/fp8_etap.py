@@ -96,7 +96,7 @@ def budget(spec: VariantSpec) -> bud.Budget:
     """Warpgroups, registers, barriers, shared memory of a CTA."""
     few, rows, stages = spec.row_tile <= 32, min(spec.row_tile, 64), spec.stages or STAGES
     # setmaxnreg hands out one pool of 65536 registers: 128, 128 and 256 threads
-    producer, softmax, pv = (40, 120, 160) if few else (24, 112, 184)
+    producer, softmax, pv = (40, 120, 160) if few else (32, 112, 184)
     tiles = stages * STAGE_BYTES + q_stages(spec) * rows * 640 + P_STAGES * rows * TILE
     m, n = (TILE, rows) if few else (rows, TILE)  # S^T = K Q^T or S = Q K^T
     readers = {"softmax": SOFTMAX_WARPS}, {"softmax": SOFTMAX_WARPS, "P.V": PV_WARPS}
