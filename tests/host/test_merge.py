@@ -1,0 +1,189 @@
+"""``merge_state`` and ``merge_states``: which kernel serves a call, shapes, results given, places."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import snapmla
+from snapmla import merge, overlap
+from snapmla.testing.reference import merge_states_reference
+from tests.support.bits import assert_same_bits
+from tests.support.needs import DEVICES, needs_kernels
+
+pytestmark = needs_kernels
+B, S_Q, H = 2, 2, 3
+
+
+def states(n: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> tuple[Tensor, ...]:
+    """n results of which one row is empty in the first and one in all; NaN where nothing counts."""
+    outs, lses = torch.randn(n, B, S_Q, H, 512), torch.randn(n, B, H, S_Q) * 3
+    lses[0, 0, 0, 0], outs[0, 0, 0, 0] = math.inf, math.nan
+    lses[:, 1, 2, 1], outs[:, 1, 1, 2] = -math.inf, math.nan
+    return outs.to(device, dtype), lses.to(device)
+
+
+@pytest.fixture
+def modes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Modes of the kernels that calls have asked for."""
+    asked: list[str] = []
+    found = merge._kernel
+
+    def noted(*arguments: Any) -> Any:
+        asked.append(arguments[-1])
+        return found(*arguments)
+
+    monkeypatch.setattr(merge, "_kernel", noted)
+    return asked
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("base", ["e", "2"])
+def test_merge_state(dtype: torch.dtype, base: str, device: str) -> None:
+    outs, lses = states(2, dtype, device)
+    out, lse = snapmla.merge_state(outs[0], lses[0], outs[1], lses[1], lse_base=base)
+    want, want_lse = merge_states_reference(outs.cpu(), lses.cpu(), lse_base=base)
+    assert out.dtype == dtype and lse.dtype == torch.float32
+    assert out.is_contiguous() and lse.is_contiguous()
+    step = 2.0**-8 if dtype == torch.bfloat16 else 2.0**-20
+    torch.testing.assert_close(out.cpu().double(), want, rtol=step, atol=2.0**-20)
+    torch.testing.assert_close(lse.cpu().double(), want_lse, rtol=2.0**-22, atol=2.0**-20)
+
+
+@pytest.mark.parametrize(
+    ("n", "of_list", "of_stack"),
+    [(1, "list", "stack"), (2, "pair", "pair"), (3, "list", "stack"), (8, "list", "stack"),
+     (9, "stack", "stack")],
+)  # fmt: skip
+def test_merge_states(modes: list[str], n: int, of_list: str, of_stack: str) -> None:
+    """Lists and stacks by the kernel that reads them where they are; the same bits of both."""
+    outs, lses = states(n)
+    of_parts = snapmla.merge_states(list(outs), tuple(lses))
+    stacked = snapmla.merge_states(outs, lses)
+    assert modes == [of_list, of_stack]
+    for got, want in zip(of_parts, merge_states_reference(outs, lses), strict=True):
+        torch.testing.assert_close(got.double(), want, rtol=2.0**-20, atol=2.0**-20)
+    assert_same_bits(stacked, of_parts)
+    if n == 2:
+        assert_same_bits(snapmla.merge_state(outs[0], lses[0], outs[1], lses[1]), of_parts)
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 9])
+def test_packed_rows(n: int) -> None:
+    """(total, h, 512) and (h, total): the rows of one sequence."""
+    outs, lses = states(n)
+    packed, logs = outs.flatten(1, 2), lses.mT.flatten(1, 2).mT
+    assert packed.shape == (n, B * S_Q, H, 512) and logs.shape == (n, H, B * S_Q)
+    want, want_lse = snapmla.merge_states(outs, lses)
+    for parts in ((packed, logs), (list(packed), list(logs))):
+        out, lse = snapmla.merge_states(*parts)
+        assert_same_bits([out, lse.mT], [want.flatten(0, 1), want_lse.mT.flatten(0, 1)])
+        given = torch.zeros_like(out), torch.zeros_like(lse)
+        returned = snapmla.merge_states(*parts, out=given[0], lse=given[1])
+        assert returned[0] is given[0] and returned[1] is given[1]
+        assert_same_bits(given, (out, lse))
+
+
+def test_results_of_another_dtype() -> None:
+    outs, lses = states(2)
+    for parts, result in ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)):
+        given = torch.zeros(B, S_Q, H, 512, dtype=result)
+        rounded = outs.to(parts)
+        out, lse = snapmla.merge_states(rounded, lses, out=given)
+        want, _ = merge_states_reference(rounded, lses)
+        assert out is given and lse.dtype == torch.float32
+        step = 2.0**-8 if result == torch.bfloat16 else 2.0**-20
+        torch.testing.assert_close(out.double(), want, rtol=step, atol=2.0**-20)
+
+
+def test_calls_without_rows() -> None:
+    for shape, logs in (((0, 1, 4, 512), (0, 4, 1)), ((0, 4, 512), (4, 0)), ((3, 0, 512), (0, 3))):
+        outs, lses = torch.zeros(3, *shape), torch.zeros(3, *logs)
+        for parts in ((outs, lses), (list(outs), list(lses))):
+            out, lse = snapmla.merge_states(*parts)
+            assert out.shape == shape and lse.shape == logs
+    for lead in ((), (B,)):
+        with pytest.raises(ValueError, match=r"^outs: expected 1 part or more, got 0 \(a list"):
+            snapmla.merge_states(torch.zeros(0, *lead, 5, H, 512), torch.zeros(0, *lead, H, 5))
+
+
+# ---------------------------------------------------------------------------- places
+
+
+@pytest.mark.parametrize("n", [2, 4, 9])
+@pytest.mark.parametrize("stacked", [True, False])
+@pytest.mark.parametrize("packed", [True, False])
+def test_over_a_part(n: int, stacked: bool, packed: bool) -> None:
+    """``out`` and ``lse`` may be those of any one part, and not of the same one."""
+    outs, lses = states(n)
+    if packed:
+        outs, lses = outs.flatten(1, 2), lses.mT.flatten(1, 2).mT
+    want = [t.clone() for t in snapmla.merge_states(outs, lses)]
+    for at, lse_at in ((0, 0), (n - 1, 0)):
+        new, logs = outs.clone(), lses.clone()
+        given = (new, logs) if stacked else (list(new), list(logs))
+        snapmla.merge_states(*given, out=new[at], lse=logs[lse_at])
+        assert_same_bits((new[at], logs[lse_at]), want)
+        assert_same_bits([new[1:-1], logs[1:]], [outs[1:-1], lses[1:]])
+
+
+def test_memory_that_is_a_part_only_in_part() -> None:
+    """The same bytes under other strides, another dtype or from another row on are refused."""
+    size = B * S_Q * H * 512
+    memory = torch.randn(3 * size)
+
+    def rows(first: int) -> Tensor:
+        return memory[first : first + size].view(B, S_Q, H, 512)
+
+    lses = torch.randn(3, B, H, S_Q)
+    call = {"out_a": rows(0), "lse_a": lses[0], "out_b": rows(size), "lse_b": lses[1]}
+    before = memory.clone(), lses.clone()
+    halves = memory.view(torch.bfloat16)[:size].view(B, S_Q, H, 512)
+    for name, over, other in (
+        ("out", rows(512), "out_a"),
+        ("out", rows(size - 512), "out_a"),
+        ("out", rows(size + 512), "out_b"),
+        ("out", rows(0).transpose(0, 1), "out_a"),
+        ("out", halves, "out_a"),
+        ("lse", lses[0].as_strided(lses[0].shape, (1, B * S_Q, B)), "lse_a"),
+        ("lse", memory[: lses[0].numel()].view_as(lses[0]), "out_a"),
+    ):
+        with pytest.raises(ValueError, match=f"^{name}: expected memory apart from {other}, got"):
+            snapmla.merge_state(**call, **{name: over})
+    both = torch.zeros(size + 8)
+    out, lse = both[:size].view_as(rows(0)), both[size - 4 :].view_as(lses[0])
+    with pytest.raises(ValueError, match="^lse: expected memory apart from out, got"):
+        snapmla.merge_state(**call, out=out, lse=lse)
+    stack = memory.view(3, B, S_Q, H, 512)
+    with pytest.raises(ValueError, match=r"^out: expected memory apart from outs\[1\], got"):
+        snapmla.merge_states(stack, lses, out=rows(size + 512))
+    assert_same_bits((memory, lses), before)
+
+
+def test_places_are_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the same addresses, shapes and strides; another stride is asked for again."""
+    outs, lses = states(3)
+    out = torch.zeros(B, S_Q, H, 512)
+    snapmla.merge_states(outs, lses, out=out)
+    asked: list[object] = []
+    shared = overlap.shared
+    monkeypatch.setattr(overlap, "shared", lambda *pair: asked.append(pair) or shared(*pair))
+    snapmla.merge_states(outs, lses, out=out)
+    assert not asked
+    snapmla.merge_states(outs, lses, out=out.transpose(0, 1))
+    assert asked
+
+
+def test_parts_may_overlap_one_another() -> None:
+    """They are only read."""
+    outs, lses = states(1)
+    same, logs = outs.expand(5, -1, -1, -1, -1), lses.expand(5, -1, -1, -1)
+    out, lse = snapmla.merge_states(same, logs)
+    want, want_lse = merge_states_reference(same, logs)
+    torch.testing.assert_close(out.double(), want, rtol=2.0**-20, atol=2.0**-20)
+    torch.testing.assert_close(lse.double(), want_lse, rtol=2.0**-22, atol=2.0**-20)
