@@ -58,7 +58,7 @@ def merge_state(
             16-byte aligned.
         lse_a: float32 (b, h, s_q), or (h, total) beside a packed ``out_a``, as ``decode`` gives it;
             any strides: where tokens come before heads, give ``lse.mT``.
-        out_b, lse_b: of the same shapes and dtypes; strides may differ.
+        out_b, lse_b: of the same dtype and shape as ``out_a`` and ``lse_a``; strides may differ.
         lse_base: base of the LSE given and returned: ``e`` (here, FlashAttention, vLLM) or ``2``
             (FlashInfer).
         out: bfloat16 or float32, of the shape of ``out_a``; may be ``out_a`` or ``out_b`` (the same
@@ -137,9 +137,7 @@ def _listed(
     return list(outs), list(lses)
 
 
-def named(
-    outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor], stacked: bool
-) -> list[Part]:
+def named(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor], stacked: bool) -> list[Part]:
     """Parts as arguments of ``merge_states`` are called."""
     if stacked:
         return [Part(outs[0], lses[0], "outs", "lses")]

@@ -24,9 +24,9 @@ them.
 or (b, s_q).  Where content, RoPE and scale are views of one memory, operators take that memory
 (``PagedKVCache.memory``): (block, None, None) for layout ``paged``, (rows, None, scale) for
 ``row640``.  ``outs`` and ``lses`` are the parts, or with ``stacked`` one tensor of them each;
-``out!`` and ``lse!`` may be those of a part.  The cache, ``plan`` and ``q`` are pytrees of their tensors, so they may be arguments
-of compiled functions.  Operators have no gradients, and their results never require any: this is
-inference.
+``out!`` and ``lse!`` may be those of a part.  The cache, ``plan`` and ``q`` are pytrees of their
+tensors, so they may be arguments of compiled functions.  Operators have no gradients, and their
+results never require any: this is inference.
 """
 
 from __future__ import annotations

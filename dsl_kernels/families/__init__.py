@@ -18,11 +18,15 @@ from . import (
 from .family import Axis, Family
 
 ARCHS: tuple[str, ...] = ("sm_90a", "sm_100a")
-FAMILIES: dict[str, Family] = {
-    module.FAMILY.op: module.FAMILY
-    for module in (
-        plan_decode, merge, merge_states, append_kv, quantize_q, fetch_dequant, fp8_decode,
-    )  # fmt: skip
-}
+_MODULES = (
+    plan_decode,
+    merge,
+    merge_states,
+    append_kv,
+    quantize_q,
+    fetch_dequant,
+    fp8_decode,
+)
+FAMILIES: dict[str, Family] = {module.FAMILY.op: module.FAMILY for module in _MODULES}
 
 __all__ = ["ARCHS", "FAMILIES", "Axis", "Family"]

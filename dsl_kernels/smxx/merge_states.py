@@ -1,8 +1,8 @@
 """merge_states: combine attention results over disjoint sets of tokens into out and lse.
 
-A *part* is one such result: rows of 512 channels, each normalised, and their LSE.  Unlike ``merge``,
-which finishes the splits of a decode by its plan, this is for results from anywhere: of other ranks
-(context parallelism), of a shared prefix (cascades), of chunks.
+A *part* is one such result: rows of 512 channels, each normalised, and their LSE.  ``merge``
+finishes the splits of a decode by its plan; parts come from anywhere: other ranks (context
+parallelism), a shared prefix (cascades), chunks.
 
 Roles        one warp owns a query row, all parts of it; WARPS warps a CTA, no barrier.
              mode ``pair``: two tensors; ``list``: up to MOST of them, of which the first n count;
@@ -232,16 +232,12 @@ def _issue(
     for j in cutlass.range_constexpr(loads.parts):
         o_at = _pointer(outs, first + j, (batch, s, head, channel))
         ptrs = (o_at, _pointer(lses, first + j, (batch, head, s)))
-        if cutlass.const_expr(count is None):
-            _load_part(words, logs, j, ptrs)
-        elif j < count:
+        if cutlass.const_expr(count is None) or j < count:
             _load_part(words, logs, j, ptrs)
 
 
 @cute.kernel
-def _merge_states(
-    outs: Any, lses: Any, results: Any, parts: Any, factors: Any, by: Any
-) -> None:
+def _merge_states(outs: Any, lses: Any, results: Any, parts: Any, factors: Any, by: Any) -> None:
     tidx, _, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()
     lane = tidx % quant.WARP

@@ -1,4 +1,4 @@
-"""``merge_state`` and ``merge_states``: which kernel serves a call, shapes, results given, places."""
+"""``merge_state`` and ``merge_states``: kernels that serve calls, shapes, results given, places."""
 
 from __future__ import annotations
 
