@@ -58,13 +58,15 @@ def merge_state(
             16-byte aligned.
         lse_a: float32 (b, h, s_q), or (h, total) beside a packed ``out_a``, as ``decode`` gives it;
             any strides: where tokens come before heads, give ``lse.mT``.
-        out_b, lse_b: of the same dtype and shape as ``out_a`` and ``lse_a``; strides may differ.
+        out_b, lse_b: of the same dtype and the same shape as those of part a; any strides that
+            those may have.
         lse_base: base of the LSE given and returned: ``e`` (here, FlashAttention, vLLM) or ``2``
             (FlashInfer).
-        out: bfloat16 or float32, of the shape of ``out_a``; may be ``out_a`` or ``out_b`` (the same
-            memory with the same strides), else memory of its own.  None allocates, in the dtype of
-            the parts.
-        lse: float32, of the shape of ``lse_a``; may be ``lse_a`` or ``lse_b``.  None allocates.
+        out: bfloat16 or float32, of the same shape as ``out_a``; may be ``out_a`` or ``out_b`` (the
+            same memory with the same strides), else memory of its own.  None allocates, in the
+            dtype of the parts.
+        lse: float32, of the same shape as ``lse_a``; may be ``lse_a`` or ``lse_b``.  None
+            allocates.
 
     Returns:
         (out, lse).
