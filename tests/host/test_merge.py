@@ -168,6 +168,17 @@ def test_memory_that_is_a_part_only_in_part() -> None:
     assert_same_bits((memory, lses), before)
 
 
+def test_a_dimension_of_one_has_no_stride() -> None:
+    """The same memory, whatever stride is written down where nothing is stepped over."""
+    outs, lses = torch.randn(2, B, 1, H, 512), torch.randn(2, B, H, 1)
+    want = snapmla.merge_states(outs, lses)
+    out = outs[0].as_strided((B, 1, H, 512), (H * 512, 8, 512, 1))
+    lse = lses[1].as_strided((B, H, 1), (H, 1, 77))
+    assert out.stride() != outs[0].stride() and lse.stride() != lses[1].stride()
+    snapmla.merge_states(list(outs), list(lses), out=out, lse=lse)
+    assert torch.equal(out, want[0]) and torch.equal(lse, want[1])
+
+
 def test_places_are_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """For the same addresses, shapes and strides; another stride is asked for again."""
     outs, lses = states(3)
@@ -180,6 +191,16 @@ def test_places_are_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not asked
     snapmla.merge_states(outs, lses, out=out.transpose(0, 1))
     assert asked
+
+
+def test_another_lse_is_asked_for() -> None:
+    """Also where the call on the same ``out`` and the rightful ``lse`` went before."""
+    outs, lses = states(3)
+    out, lse = torch.zeros(B, S_Q, H, 512), torch.zeros(B, H, S_Q)
+    snapmla.merge_states(outs, lses, out=out, lse=lse)
+    over = out.view(-1)[: lse.numel()].view_as(lse)
+    with pytest.raises(ValueError, match="^lse: expected memory apart from out, got"):
+        snapmla.merge_states(outs, lses, out=out, lse=over)
 
 
 def test_parts_may_overlap_one_another() -> None:
