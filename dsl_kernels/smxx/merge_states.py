@@ -4,7 +4,7 @@ A *part* is one such result: rows of 512 channels, each normalised, and their LS
 finishes the splits of a decode by its plan; parts come from anywhere: other ranks (context
 parallelism), a shared prefix (cascades), chunks.
 
-Roles        one warp owns a query row, all parts of it; WARPS warps a CTA, no barrier.
+Roles        one warp owns a query row, all parts of it; WARPS warps a CTA, which share nothing.
              mode ``pair``: two tensors; ``list``: up to MOST of them, of which the first n count;
              ``stack``: one tensor of n parts.
 Memory       registers only: FLIGHT 16-byte loads a lane, and its 16 sums; no shared memory.
@@ -23,7 +23,9 @@ do not depend on timing.
 
 In place: ``out`` may be the memory of a part with the same strides, ``lse`` that of a part's lse.
 A lane writes the channels that it has read, and a row's lse is written behind a barrier of the one
-warp that reads it; so no load may go past the coherent caches (``ld.global.nc``).
+warp that reads it; no load may be one of read-only memory (``ld.global.nc``).
+
+Bound: b * s_q * h < 2^31 rows, of which ``out`` alone would be 2 TB.
 """
 
 from __future__ import annotations
@@ -195,13 +197,17 @@ class _Loads:
         return quant.to_f32(words, self.dt)
 
 
-def _pointer(tensors: Any, part: Any, coord: tuple[Any, ...]) -> Any:
-    """The element ``coord`` of a part; tensors = one for each part, or (one of all parts,)."""
-    tensor = tensors[0] if len(tensors) == 1 else tensors[part]
-    where = (part, *coord) if len(tensors) == 1 else coord
-    return tensor.iterator + sum(
-        (Int64(x) * stride for x, stride in zip(where, tensor.stride)), Int64(0)
-    )
+def _at(tensor: Any, coord: tuple[Any, ...]) -> Any:
+    """Pointer to an element, whatever the strides; its offset has 64 bits."""
+    terms = (Int64(x) * stride for x, stride in zip(coord, tensor.stride))
+    return tensor.iterator + sum(terms, Int64(0))
+
+
+def _in_part(tensors: Any, part: Any, coord: tuple[Any, ...]) -> Any:
+    """Pointer to an element of a part; tensors = one for each part, or (one of all parts,)."""
+    if len(tensors) == 1:
+        return _at(tensors[0], (part, *coord))
+    return _at(tensors[part], coord)
 
 
 def _load_part(words: Any, logs: Any, part: int, ptrs: tuple[Any, Any]) -> None:
@@ -230,8 +236,8 @@ def _issue(
     words, logs = loads.words, loads.lses
     channel = lane * quant.lane_channels(loads.dt)
     for j in cutlass.range_constexpr(loads.parts):
-        o_at = _pointer(outs, first + j, (batch, s, head, channel))
-        ptrs = (o_at, _pointer(lses, first + j, (batch, head, s)))
+        o_at = _in_part(outs, first + j, (*row, channel))
+        ptrs = (o_at, _in_part(lses, first + j, (batch, head, s)))
         if cutlass.const_expr(count is None) or j < count:
             _load_part(words, logs, j, ptrs)
 
@@ -272,17 +278,15 @@ def _merge_states(outs: Any, lses: Any, results: Any, parts: Any, factors: Any, 
         _store(out, channels, row, lane, dt)
         cute.arch.sync_warp()  # every lane has read the lse, which may be overwritten here
         if lane == 0:
-            lse_at = _pointer((lse,), batch, (head, s))
             if empty:
-                value = _load_lse(_pointer(lses, 0, (batch, head, s)))
-            compat.store_words(lse_at, [value.bitcast(Uint32)])
+                value = _load_lse(_in_part(lses, 0, (batch, head, s)))
+            compat.store_words(_at(lse, (batch, head, s)), [value.bitcast(Uint32)])
 
 
 def _store(out: Any, channels: list[Any], row: Any, lane: Any, dt: Any) -> None:
     """Stores a lane's channels of one row, which were loaded as elements of ``dt``."""
-    batch, s, head = row
     vec, wide = quant.lane_channels(dt), quant.lane_channels(out.element_type)
-    at = _pointer((out,), batch, (s, head, lane * vec))
+    at = _at(out, (*row, lane * vec))
     for k in range(quant.content_chunks(dt)):
         for i in range(0, vec, wide):
             values = channels[k * vec + i : k * vec + min(i + wide, vec)]
