@@ -166,24 +166,58 @@ def merge_now(
         parts: one for each result, or the one that is a stack of them; unchecked.
         stacked: whether it is.
     """
-    shape, lse_shape = check_parts(parts, stacked)
-    first = parts[0].out
-    if out is not None:
-        checks.tensor("out", out, _DTYPES, shape, first.device)
-        checks.aligned_rows("out", out)
-        checks.distinct("out", out)
-    if lse is not None:
-        checks.tensor("lse", lse, _FLOAT32, lse_shape, first.device)
-        checks.distinct("lse", lse)
-    if out is not None or lse is not None:
-        _check_apart(parts, stacked, out, lse)
-    if out is None:
-        out = torch.empty(shape, dtype=first.dtype, device=first.device)
-    if lse is None:
-        lse = torch.empty(lse_shape, dtype=torch.float32, device=first.device)
+    key = _described(out, lse, *(tensor for part in parts for tensor in part[:2]))
+    known = _CHECKED[stacked]  # one part of a list has the shape of a packed stack
+    if key is None or key not in known:
+        _check(parts, stacked, out, lse)
+        if key is not None:
+            known.see(key)
+    if out is None or lse is None:
+        out, lse = _allocated(parts[0], int(stacked), out, lse)
     if out.numel():
         _launch(parts, stacked, lse_factor, out, lse)
     return out, lse
+
+
+# calls that were seen to be right, by whether their parts are stacked
+_CHECKED = {stacked: overlap.Apart() for stacked in (False, True)}
+
+
+def _described(*tensors: torch.Tensor | None) -> tuple[object, ...] | None:
+    """All of some tensors that the checks look at; None if one is no tensor, or has no memory."""
+    try:
+        return tuple(
+            None if t is None else
+            (t.data_ptr(), t.shape, t.stride(), t.dtype, t.device, t.is_neg())
+            for t in tensors
+        )  # fmt: skip
+    except (AttributeError, RuntimeError, TypeError):
+        return None
+
+
+def _allocated(part: Part, lead: int, out: torch.Tensor | None, lse: torch.Tensor | None) -> Merged:
+    """The results, made where they were not given; ``lead``: dimensions of a part that are n."""
+    if out is None:
+        out = torch.empty(part.out.shape[lead:], dtype=part.out.dtype, device=part.out.device)
+    if lse is None:
+        lse = torch.empty(part.lse.shape[lead:], dtype=torch.float32, device=part.out.device)
+    return out, lse
+
+
+def _check(
+    parts: list[Part], stacked: bool, out: torch.Tensor | None, lse: torch.Tensor | None
+) -> None:
+    """Checks all of a call on tensors with memory."""
+    shape, lse_shape = check_parts(parts, stacked)
+    device = parts[0].out.device
+    if out is not None:
+        checks.tensor("out", out, _DTYPES, shape, device)
+        checks.aligned_rows("out", out)
+        checks.distinct("out", out)
+    if lse is not None:
+        checks.tensor("lse", lse, _FLOAT32, lse_shape, device)
+        checks.distinct("lse", lse)
+    _check_apart(parts, stacked, out, lse)
 
 
 def check_parts(parts: list[Part], stacked: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -205,15 +239,11 @@ def check_parts(parts: list[Part], stacked: bool) -> tuple[tuple[int, ...], tupl
     return shape[lead:], lse_shape[lead:]
 
 
-_APART = overlap.Apart()
-
-
 def _check_apart(
     parts: list[Part], stacked: bool, out: torch.Tensor | None, lse: torch.Tensor | None
 ) -> None:
     """Checks that results share no memory with what is read, but for a part that is all theirs."""
-    key = tuple(map(_place, (out, lse, *(t for part in parts for t in part[:2]))))
-    if key in _APART:
+    if out is None and lse is None:
         return
     if stacked:
         singles = enumerate(zip(parts[0].out.unbind(), parts[0].lse.unbind()))
@@ -226,13 +256,10 @@ def _check_apart(
             checks.apart("lse", lse, {part.lse_name: part.lse})
         checks.apart("out", out, {part.lse_name: part.lse})
         checks.apart("lse", lse, {part.out_name: part.out})
-    _APART.see(key)
 
 
-def _place(tensor: torch.Tensor | None) -> tuple[object, ...] | None:
+def _place(tensor: torch.Tensor) -> tuple[object, ...]:
     """Where a tensor's elements lie; a dimension of one element has no stride."""
-    if tensor is None:
-        return None
     steps = tuple(s for s, n in zip(tensor.stride(), tensor.shape) if n > 1)
     return tensor.data_ptr(), tensor.shape, steps, tensor.dtype
 

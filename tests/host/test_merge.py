@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, distributed
 
 import snapmla
-from snapmla import merge, overlap
+from snapmla import merge
 from snapmla.testing import metrics, selfcheck
 from snapmla.testing.reference import merge_states_reference, mla_decode_reference
 from snapmla.testing.rounding import FP64, MIMIC_HW_FULL
@@ -111,6 +111,8 @@ def test_calls_without_rows() -> None:
             out, lse = snapmla.merge_states(*parts)
             assert out.shape == shape and lse.shape == logs
     for lead in ((), (B,)):
+        if not lead:  # of the same shapes: no sequence, and then no part
+            snapmla.merge_states([torch.zeros(0, 5, H, 512)], [torch.zeros(0, H, 5)])
         with pytest.raises(ValueError, match=r"^outs: expected 1 part or more, got 0 \(a list"):
             snapmla.merge_states(torch.zeros(0, *lead, 5, H, 512), torch.zeros(0, *lead, H, 5))
 
@@ -179,18 +181,40 @@ def test_a_dimension_of_one_has_no_stride() -> None:
     assert torch.equal(out, want[0]) and torch.equal(lse, want[1])
 
 
-def test_places_are_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For the same addresses, shapes and strides; another stride is asked for again."""
+def test_calls_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the same memory; nothing is remembered of a call that was refused."""
     outs, lses = states(3)
     out = torch.zeros(B, S_Q, H, 512)
+    with pytest.raises(ValueError, match="^lse: expected shape"):
+        snapmla.merge_states(outs, lses, out=out, lse=lses[0].mT)
+    with pytest.raises(ValueError, match="^lse: expected shape"):
+        snapmla.merge_states(outs, lses, out=out, lse=lses[0].mT)
+    want, _ = snapmla.merge_states(outs, lses)
     snapmla.merge_states(outs, lses, out=out)
-    asked: list[object] = []
-    shared = overlap.shared
-    monkeypatch.setattr(overlap, "shared", lambda *pair: asked.append(pair) or shared(*pair))
+    monkeypatch.setattr(merge, "_check", lambda *_: pytest.fail("checked anew"))
+    got, _ = snapmla.merge_states(outs, lses)
     snapmla.merge_states(outs, lses, out=out)
-    assert not asked
-    snapmla.merge_states(outs, lses, out=out.transpose(0, 1))
-    assert asked
+    assert_same_bits((got, out), (want, want))
+
+
+def test_other_strides_are_asked_for() -> None:
+    """The same addresses, shapes and dtypes."""
+    memory = torch.zeros(B * S_Q * H * 516)
+    (other,), (lse,) = states(1)
+    right = memory[: other.numel()].view_as(other)
+    odd = memory.as_strided(other.shape, (S_Q * H * 513, H * 513, 513, 1))
+    snapmla.merge_states([right, other], [lse, lse])
+    with pytest.raises(ValueError, match=r"^outs\[0\]: expected outer strides that are multiples"):
+        snapmla.merge_states([odd, other], [lse, lse])
+    same = other[:1].expand(B, S_Q, H, 512)
+    snapmla.merge_states([right, other], [lse, lse], out=right)
+    with pytest.raises(ValueError, match="^out: expected memory apart from outs"):
+        snapmla.merge_states([right, other], [lse, lse], out=right.transpose(0, 1))
+    snapmla.merge_states([same, other], [lse, lse])
+    with pytest.raises(ValueError, match="^out: expected strides of distinct rows"):
+        snapmla.merge_states([right, other], [lse, lse], out=same)
+    with pytest.raises(ValueError, match="negative bit"):
+        snapmla.merge_states([torch._neg_view(right), other], [lse, lse])
 
 
 def test_another_lse_is_asked_for() -> None:
