@@ -1,4 +1,4 @@
-"""The helper kernels' rows: append, quantise, fetch, plan, beside a copy of as many bytes.
+"""The helper kernels' rows: append, quantise, fetch, merge, plan, beside a copy of as many bytes.
 
 ``torch_copy`` moves half the bytes of the operation from one tensor to another, so that bytes read
 plus bytes written are equal; it says what rate is attainable at that size.
@@ -18,6 +18,7 @@ from profiles.pools import Latents, SnapPool
 from profiles.roofline import CONTENT_DIM, HEAD_DIM_QK, ROPE_DIM
 from profiles.shapes import HelperShape
 from profiles.timing import Call, TimingConfig, buffer_count
+from snapmla.testing.reference import merge_states_reference
 from snapmla.testing.rounding import quantize_rows
 
 PAGE = 64
@@ -25,6 +26,7 @@ PAGE = 64
 # element of a thousand.
 GATE_EXACT = 1e-3
 CHECKED_TOKENS = 8192
+CHECKED_BATCH = 64  # sequences of a merge
 
 
 @dataclass
@@ -43,6 +45,7 @@ def build(shape: HelperShape, config: TimingConfig, device: torch.device) -> lis
         "append_kv": _append,
         "quantize_q": _quantize,
         "fetch_dequant": _fetch,
+        "merge_states": _merge,
         "plan_decode": _plan,
     }[shape.op]
     if shape.op == "plan_decode":
@@ -182,6 +185,40 @@ def _fetch(shape: HelperShape, buffers: int, device: torch.device) -> Helper:
             for part in (slice(0, CHECKED_TOKENS), slice(max(0, n - CHECKED_TOKENS), n)):
                 want = pool.load(ids[i][part]).float().bfloat16()
                 pairs.append((got[part], want))
+        return _compare(pairs)
+
+    return Helper("snapmla", [call(i) for i in range(buffers)], check, peer=False)
+
+
+def _merge(shape: HelperShape, buffers: int, device: torch.device) -> Helper:
+    import snapmla
+
+    n, rows = shape.tokens, (shape.batch, shape.s_q, shape.num_heads)
+    dtype = torch.float32 if shape.mode.endswith("_f32") else torch.bfloat16
+    rng = torch.Generator(device=device).manual_seed(6)
+
+    def normal(*extents: int) -> torch.Tensor:
+        return torch.randn(extents, generator=rng, device=device, dtype=dtype)
+
+    outs = [normal(n, *rows, CONTENT_DIM) for _ in range(buffers)]
+    lses = [normal(n, rows[0], rows[2], rows[1]).float() for _ in range(buffers)]
+    out = [torch.empty_like(x[0]) for x in outs]
+    lse = [torch.empty_like(x[0]) for x in lses]
+    stacked = shape.mode.startswith("stack")
+
+    def call(i: int) -> Call:
+        parts = (outs[i], lses[i]) if stacked else (list(outs[i]), list(lses[i]))
+        return lambda: snapmla.merge_states(*parts, out=out[i], lse=lse[i])
+
+    def check() -> Check:
+        pairs = []
+        for i in (0, buffers - 1):
+            out[i].fill_(float("nan"))
+            lse[i].fill_(float("nan"))
+            call(i)()
+            for part in (slice(0, CHECKED_BATCH), slice(-CHECKED_BATCH, None)):
+                want, want_lse = merge_states_reference(outs[i][:, part], lses[i][:, part])
+                pairs += [(out[i][part], want.to(dtype)), (lse[i][part], want_lse)]
         return _compare(pairs)
 
     return Helper("snapmla", [call(i) for i in range(buffers)], check, peer=False)

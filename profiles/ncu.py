@@ -34,6 +34,7 @@ from dsl_kernels.spec import VariantSpec
 from profiles import bench
 from profiles.device import require_cuda
 from snapmla import runtime
+from snapmla.merge import MAX_LIST
 from snapmla.testing import partials
 
 PEAK = "pct_of_peak_sustained_elapsed"
@@ -240,7 +241,9 @@ class Values(dict[str, Any]):
         self.split = split_evenly(sizes.batch, tiles, parts)
 
     def __missing__(self, name: str) -> Any:
-        for makers in (self._scalars, self._query, self._cache, self._plan, self._results):
+        for makers in (
+            self._scalars, self._query, self._cache, self._plan, self._parts, self._results,
+        ):  # fmt: skip
             if name in (known := makers()):
                 self[name] = known[name]()
                 return self[name]
@@ -319,6 +322,22 @@ class Values(dict[str, Any]):
             "o_accum": lambda: partials.encode(self._normal(slots, rows_pad, KV_LORA_RANK)),
             "lse_accum": lambda: self._zeros(slots, rows_pad),
         }
+
+    def _parts(self) -> dict[str, Maker]:
+        """What merge_states reads; a sequence has as many parts as tensors are possible."""
+        given = DTYPES[self.axes.in_dtype]
+        rows = (self.sizes.batch, self.sizes.s_q, self.heads, KV_LORA_RANK)
+        logs = (self.sizes.batch, self.heads, self.sizes.s_q)
+        stacked = {
+            "o": lambda: self._normal(MAX_LIST, *rows, dtype=given),
+            "lses": lambda: self._normal(MAX_LIST, *logs, dtype=torch.float32),
+            "parts": lambda: MAX_LIST,
+        }
+        singles: dict[str, Maker] = {}
+        for i in range(MAX_LIST):
+            singles[f"o_{i}"] = lambda: self._normal(*rows, dtype=given)
+            singles[f"lse_{i}"] = lambda: self._normal(*logs, dtype=torch.float32)
+        return {**stacked, **singles}
 
     def _results(self) -> dict[str, Maker]:
         batch, s_q, tokens = self.sizes.batch, self.sizes.s_q, self.sizes.tokens

@@ -152,7 +152,10 @@ def _build(specs: list[VariantSpec]) -> Step:
     first = specs[0]
     helper = first.family.helper
     family = first.op if helper else f"{first.op}_{first.pipeline}_r{first.row_tile}"
-    command = ("-m", "codegen", "precompile", "--arch", first.arch, "--filter", f"{family}_*")
+    # an op's name may begin another's (merge, merge_states): its first axis tells them apart
+    letters = first.family.axes[0].letters if helper and first.family.axes else ""
+    pattern = f"{family}_{letters}*"
+    command = ("-m", "codegen", "precompile", "--arch", first.arch, "--filter", pattern)
     what = f"{family}_*_{first.arch.replace('_', '')}"
     return step("build", what, command, reads=(), specs=specs)
 

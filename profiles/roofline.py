@@ -216,6 +216,11 @@ def fetch_dequant_bytes(tokens: int, out_bytes: int = 2) -> float:
     return float(tokens) * (FORMATS["snapmla"].token_bytes + HEAD_DIM_QK * out_bytes)
 
 
+def merge_states_bytes(parts: int, rows: int, element_bytes: int = 2) -> float:
+    """merge_states: reads ``parts`` results of ``rows`` = b*s_q*h rows and LSE, writes one."""
+    return float(parts + 1) * rows * (HEAD_DIM_V * element_bytes + 4)
+
+
 def memory_us(nbytes: float, gbs: float) -> float:
     """Time to move ``nbytes`` at ``gbs`` GB/s."""
     return nbytes / gbs * 1e-3

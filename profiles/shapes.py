@@ -81,11 +81,12 @@ class HelperShape:
     """One call of a helper kernel.
 
     Attributes:
-        op: ``append_kv``, ``quantize_q``, ``fetch_dequant`` or ``plan_decode``.
-        tokens: tokens appended or fetched; 0 for the others.
-        batch, num_heads, s_q: shape of the queries (quantize_q, plan_decode); fetch_dequant by
-            pages splits ``tokens`` evenly over ``batch`` requests.
-        mode: ``token_head``/``token`` (quantize_q), ``pages``/``indices`` (fetch_dequant).
+        op: ``append_kv``, ``quantize_q``, ``fetch_dequant``, ``merge_states`` or ``plan_decode``.
+        tokens: tokens appended or fetched, parts merged; 0 for the others.
+        batch, num_heads, s_q: shape of the queries (quantize_q, merge_states, plan_decode);
+            fetch_dequant by pages splits ``tokens`` evenly over ``batch`` requests.
+        mode: ``token_head``/``token`` (quantize_q), ``pages``/``indices`` (fetch_dequant),
+            ``pair``/``list``/``stack`` (merge_states), of bfloat16 or with ``_f32``.
     """
 
     op: str
@@ -101,7 +102,7 @@ class HelperShape:
         parts = [f"n{self.tokens}"] if self.tokens else []
         if self.op != "append_kv":
             parts.append(f"b{self.batch}")
-        if self.op in ("quantize_q", "plan_decode"):
+        if self.op in ("quantize_q", "merge_states", "plan_decode"):
             parts += [f"h{self.num_heads}", f"q{self.s_q}"]
         return "_".join([self.op, *parts] + ([self.mode] if self.mode else []))
 
@@ -112,8 +113,10 @@ class HelperShape:
             return roofline.append_bytes(self.tokens)
         if self.op == "fetch_dequant":
             return roofline.fetch_dequant_bytes(self.tokens)
+        rows = self.batch * self.s_q * self.num_heads
+        if self.op == "merge_states":
+            return roofline.merge_states_bytes(self.tokens, rows, 4 if "f32" in self.mode else 2)
         if self.op == "quantize_q":
-            rows = self.batch * self.s_q * self.num_heads
             scales = rows if self.mode == "token_head" else self.batch * self.s_q
             return roofline.quantize_q_bytes(rows, scales)
         return 4.0 * self.batch
@@ -125,6 +128,7 @@ HELPER_MODES = {
     "append_kv": ("",),
     "quantize_q": ("token_head", "token"),
     "fetch_dequant": ("pages", "indices"),
+    "merge_states": ("pair", "list", "stack", "pair_f32", "list_f32", "stack_f32"),
     "plan_decode": ("",),
 }
 
@@ -183,6 +187,11 @@ def _helpers() -> list[Shape]:
         HelperShape("quantize_q", batch=128, num_heads=128, mode="token"),
         HelperShape("fetch_dequant", tokens=131072, batch=8, mode="pages"),
         HelperShape("fetch_dequant", tokens=131072, mode="indices"),
+        HelperShape("merge_states", tokens=2, batch=32, num_heads=128, mode="pair"),
+        HelperShape("merge_states", tokens=2, batch=1024, num_heads=128, mode="pair"),
+        HelperShape("merge_states", tokens=2, batch=1024, num_heads=128, mode="pair_f32"),
+        HelperShape("merge_states", tokens=4, batch=512, num_heads=128, mode="list"),
+        HelperShape("merge_states", tokens=8, batch=256, num_heads=128, mode="stack"),
         HelperShape("plan_decode", batch=32, num_heads=128),
         HelperShape("plan_decode", batch=256, num_heads=16, s_q=2),
     ]

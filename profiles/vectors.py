@@ -516,6 +516,38 @@ def _merge(case: KernelCase, device: Device) -> Result:
     )
 
 
+def _merge_states(case: KernelCase, device: Device) -> Result:
+    """Parts of which some are empty, of either sign, over values that are NaN or infinite."""
+    spec, dev = case.spec, device.torch_device
+    n = {"pair": 2, "list": (3, 8)[case.index % 2], "stack": (5, 19)[case.index % 2]}[spec.mode]
+    b, s_q, heads = ((3, 2, 5), (1, 7, 3))[case.index % 2]
+    bits = Bits(case.name)
+    o = bell(bits, (n, b, s_q, heads, D_V), np.array(2))
+    lse = bell(bits, (n, b, heads, s_q), bits.below(9, (n, b, heads, s_q)) - 2)
+    hit = bits.below(8, lse.shape)
+    lse[hit == 0], lse[hit == 1] = -np.inf, np.inf
+    lse[hit == 2] = np.float32(3.25)  # equal weights
+    o.swapaxes(2, 3)[hit == 0], o.swapaxes(2, 3)[hit == 1] = np.nan, np.inf
+    lse[:, 0, 0, 0], lse[0, 0, 1, 0], lse[:, 0, 2, 1] = np.inf, -np.inf, -np.inf
+    lse[1, 0, 1, 1] = np.nan
+    check = digest([o, lse])
+    parts = as_tensor(o, TORCH[spec.in_dtype], dev), torch.from_numpy(lse).to(dev)
+    out = torch.full((b, s_q, heads, D_V), 3.0, dtype=TORCH[spec.out_dtype], device=dev)
+    lse_out = torch.full((b, heads, s_q), 3.0, device=dev)
+    factor = (LN2, 1.0)[case.index % 2]
+    results = {"out": out, "lse": lse_out, "lse_factor": factor}
+    if spec.mode == "stack":
+        call(device, case.variant, o=parts[0], lses=parts[1], **results)
+    else:
+        count = 2 if spec.mode == "pair" else 8
+        given = {f"o_{i}": parts[0][min(i, n - 1)] for i in range(count)}
+        given |= {f"lse_{i}": parts[1][min(i, n - 1)] for i in range(count)}
+        call(device, case.variant, **given, **results, **({"parts": n} if count > 2 else {}))
+    return Result(
+        check, {"out": bits_of(out).reshape(-1, D_V), "lse": bits_of(lse_out).reshape(-1, 1)}
+    )
+
+
 def _plan(case: KernelCase, device: Device) -> Result:
     """Several problems in one case; a row is one problem."""
     dev, bits, found, seen = device.torch_device, Bits(case.name), [], []
@@ -694,6 +726,7 @@ _RUNNERS: dict[str, Callable[[KernelCase, Device], Result]] = {
     "quantize_q": _quantize,
     "fetch_dequant": _fetch,
     "merge": _merge,
+    "merge_states": _merge_states,
     "plan_decode": _plan,
     "decode": _decode,
 }

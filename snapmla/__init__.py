@@ -18,6 +18,7 @@ from snapmla.attention import decode
 from snapmla.cache import PagedKVCache
 from snapmla.dispatch import explain
 from snapmla.errors import SnapMLAError, UnsupportedDeviceError, VariantError
+from snapmla.merge import merge_state, merge_states
 from snapmla.plan import DecodePlan, plan_decode
 from snapmla.quant import QuantizedQuery, append_kv, fetch_dequant, quantize_q
 
@@ -33,6 +34,8 @@ __all__ = [
     "decode",
     "explain",
     "fetch_dequant",
+    "merge_state",
+    "merge_states",
     "plan_decode",
     "quantize_q",
 ]

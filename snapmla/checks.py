@@ -62,6 +62,12 @@ ADVICE: dict[str, str] = {
     "out.nope": "leave out= away, or keep one QuantizedQuery for each shape",
     "out.scale": "leave out= away, or keep one QuantizedQuery for each shape and granularity",
     "lse": "heads come before query tokens; leave it out to have it allocated",
+    "out_a": "rows as decode gives them, or packed without the batch",
+    "out_b": "both parts have the same rows in the same dtype",
+    "lse_a": "heads come before tokens: .mT of an LSE in which they do not",
+    "lse_b": "heads come before tokens: .mT of an LSE in which they do not",
+    "outs": "a list of n tensors, or one that stacks them in its first dimension",
+    "lses": "as outs: a list beside a list, a tensor beside a tensor; heads come before tokens",
     "o_accum": "allocate it like plan.o_accum: torch.empty_like(plan.o_accum)",
     "lse_accum": "allocate it like plan.lse_accum: torch.empty_like(plan.lse_accum)",
     "plan": "make one for this step's shapes with snapmla.plan_decode",
@@ -131,7 +137,7 @@ def type_error(name: str, expected: str, got: object, hint: str = "") -> NoRetur
 
 
 def _text(name: str, expected: str, got: object, hint: str) -> str:
-    advice = hint or ADVICE.get(name, "")
+    advice = hint or ADVICE.get(name) or ADVICE.get(name.partition("[")[0], "")
     got = str(got)
     got = got if len(got) <= MAX_GOT else f"{got[:MAX_GOT]}..."
     return f"{name}: expected {expected}, got {got}{f' ({advice})' if advice else ''}"
@@ -210,7 +216,7 @@ def negative(value: torch.Tensor) -> bool:
 
 def _is_output(name: str) -> bool:
     """Whether the caller gives this argument to be written."""
-    return name.startswith("out") or name in ("lse", "o_accum", "lse_accum")
+    return name.startswith(("out.", "out[")) or name in ("out", "lse", "o_accum", "lse_accum")
 
 
 def _dtype_hint(name: str, dtypes: tuple[torch.dtype, ...]) -> str:

@@ -2,8 +2,9 @@
 
 For ``torch.compile``, ``torch.export`` and code that wants operators.  Where something traces or
 watches, or stands in for tensors (``snapmla.tracing``), the public functions become these operators
-(``snapmla.append_kv``, ``quantize_q``, ``decode``, ``fetch_dequant``, ``plan.update_``, and so
-``flash_mla_fp8``); in eager mode they do not go through them.
+(``snapmla.append_kv``, ``quantize_q``, ``decode``, ``fetch_dequant``, ``merge_state``,
+``merge_states``, ``plan.update_``, and so ``flash_mla_fp8``); in eager mode they do not go through
+them.
 
     append_kv(content!, rope?!, scale?!, c_kv, k_rope, slot_mapping)
     quantize_q(q_nope, q_rope, granularity) -> (nope, rope, scale)
@@ -16,13 +17,16 @@ watches, or stands in for tensors (``snapmla.tracing``), the public functions be
     decode_out(..., out!, lse!)
     fetch_dequant(content, rope?, scale?, where, cache_seqlens?, dtype) -> (c_kv, k_rope)
     fetch_dequant_out(content, rope?, scale?, where, cache_seqlens?, c_kv!, k_rope!)
+    merge_states(outs[], lses[], stacked, lse_factor) -> (out, lse)
+    merge_states_out(outs[], lses[], stacked, lse_factor, out!, lse!)
 
 ``!`` is written.  ``content`` and ``nope`` are the FP8 bytes as uint8, ``q_scale`` is (b, s_q, h)
 or (b, s_q).  Where content, RoPE and scale are views of one memory, operators take that memory
 (``PagedKVCache.memory``): (block, None, None) for layout ``paged``, (rows, None, scale) for
-``row640``.  The cache, ``plan`` and ``q`` are pytrees of their tensors, so they may be arguments
-of compiled functions.  Operators have no gradients, and their results never require any: this is
-inference.
+``row640``.  ``outs`` and ``lses`` are the parts, or with ``stacked`` one tensor of them each;
+``out!`` and ``lse!`` may be those of a part.  The cache, ``plan`` and ``q`` are pytrees of their
+tensors, so they may be arguments of compiled functions.  Operators have no gradients, and their
+results never require any: this is inference.
 """
 
 from __future__ import annotations
@@ -34,7 +38,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from dsl_kernels.dims import KV_LORA_RANK, PARTIAL_ROW, QK_ROPE_HEAD_DIM
-from snapmla import attention, checks, layouts, plan, quant
+from snapmla import attention, checks, layouts, merge, plan, quant
 from snapmla.cache import PagedKVCache
 from snapmla.plan import DecodePlan, PlanVariant
 from snapmla.quant import QuantizedQuery
@@ -49,6 +53,7 @@ _DECODE_ARGUMENTS = (
 _FETCH_ARGUMENTS = (
     "Tensor content, Tensor? rope, Tensor? scale, Tensor where, Tensor? cache_seqlens"
 )
+_MERGE_ARGUMENTS = "Tensor[] outs, Tensor[] lses, bool stacked, float lse_factor"
 SCHEMAS = (
     "append_kv(Tensor(a!) content, Tensor(b!)? rope, Tensor(c!)? scale, Tensor c_kv, "
     "Tensor k_rope, Tensor slot_mapping) -> ()",
@@ -62,6 +67,8 @@ SCHEMAS = (
     f"decode_out({_DECODE_ARGUMENTS}, Tensor(c!) out, Tensor(d!) lse) -> ()",
     f"fetch_dequant({_FETCH_ARGUMENTS}, ScalarType dtype) -> (Tensor, Tensor)",
     f"fetch_dequant_out({_FETCH_ARGUMENTS}, Tensor(a!) c_kv, Tensor(b!) k_rope) -> ()",
+    f"merge_states({_MERGE_ARGUMENTS}) -> (Tensor, Tensor)",
+    f"merge_states_out({_MERGE_ARGUMENTS}, Tensor(a!) out, Tensor(b!) lse) -> ()",
 )
 
 
@@ -216,6 +223,23 @@ def _fetch_dequant_out(
     quant.fetch_now(cache, where, cache_seqlens, (c_kv, k_rope), c_kv.dtype)
 
 
+def _merge_states(
+    outs: list[Tensor], lses: list[Tensor], stacked: bool, lse_factor: float
+) -> tuple[Tensor, Tensor]:
+    return merge.merge_now(merge.named(outs, lses, stacked), stacked, lse_factor, None, None)
+
+
+def _merge_states_out(
+    outs: list[Tensor],
+    lses: list[Tensor],
+    stacked: bool,
+    lse_factor: float,
+    out: Tensor,
+    lse: Tensor,
+) -> None:
+    merge.merge_now(merge.named(outs, lses, stacked), stacked, lse_factor, out, lse)
+
+
 # ------------------------------------------------------------------------------ shapes alone
 
 
@@ -267,6 +291,13 @@ def _fake_fetch_dequant(
     )
 
 
+def _fake_merge_states(
+    outs: list[Tensor], lses: list[Tensor], stacked: bool, lse_factor: float
+) -> tuple[Tensor, Tensor]:
+    shape, lse_shape = merge.check_parts(merge.named(outs, lses, stacked), stacked)
+    return outs[0].new_empty(shape), lses[0].new_empty(lse_shape)
+
+
 def _fake_nothing(*_: Any) -> None:
     return None
 
@@ -282,11 +313,14 @@ _REAL = {
     "decode_out": _decode_out,
     "fetch_dequant": _fetch_dequant,
     "fetch_dequant_out": _fetch_dequant_out,
+    "merge_states": _merge_states,
+    "merge_states_out": _merge_states_out,
 }
 _FAKE = {
     "quantize_q": _fake_quantize_q,
     "decode": _fake_decode,
     "fetch_dequant": _fake_fetch_dequant,
+    "merge_states": _fake_merge_states,
 }
 
 

@@ -6,13 +6,27 @@ the list of ops; matrix, registry, names, docs and tests ask it.
 
 from __future__ import annotations
 
-from . import append_kv, fetch_dequant, fp8_decode, merge, plan_decode, quantize_q
+from . import (
+    append_kv,
+    fetch_dequant,
+    fp8_decode,
+    merge,
+    merge_states,
+    plan_decode,
+    quantize_q,
+)
 from .family import Axis, Family
 
 ARCHS: tuple[str, ...] = ("sm_90a", "sm_100a")
-FAMILIES: dict[str, Family] = {
-    module.FAMILY.op: module.FAMILY
-    for module in (plan_decode, merge, append_kv, quantize_q, fetch_dequant, fp8_decode)
-}
+_MODULES = (
+    plan_decode,
+    merge,
+    merge_states,
+    append_kv,
+    quantize_q,
+    fetch_dequant,
+    fp8_decode,
+)
+FAMILIES: dict[str, Family] = {module.FAMILY.op: module.FAMILY for module in _MODULES}
 
 __all__ = ["ARCHS", "FAMILIES", "Axis", "Family"]

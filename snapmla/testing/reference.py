@@ -487,3 +487,30 @@ def _plain_chunks(k8: Tensor, rope: Tensor, sigma: Tensor, config: QuantConfig) 
             _pad(rope[part], padded),
             _pad(sigma[part], padded, 1.0),
         )
+
+
+def merge_states_reference(
+    outs: Tensor, lses: Tensor, *, lse_base: str = "e"
+) -> tuple[Tensor, Tensor]:
+    """What ``snapmla.merge_states`` computes.
+
+    Args:
+        outs: (n, ..., tokens, h, 512) floating point, partial results over disjoint sets of tokens.
+        lses: (n, ..., h, tokens), to base ``lse_base``; infinite, of either sign, where a part has
+            seen no token.
+        lse_base: ``e`` or ``2``.
+
+    Returns:
+        (out (..., tokens, h, 512), lse (..., h, tokens)), fp64; 0 and the first part's LSE where
+        all parts are empty.
+    """
+    factor = math.log(2.0) if lse_base == "e" else 1.0
+    logs, empty = lses.double(), torch.isinf(lses)
+    seen = torch.where(empty | torch.isnan(logs), -torch.inf, logs)
+    top = seen.amax(0).nan_to_num(0.0, neginf=0.0)
+    weight = torch.where(empty, 0.0, torch.exp2((logs - top) / factor))
+    total = weight.sum(0)
+    values = torch.where(empty.mT[..., None], 0.0, outs.double())
+    out = (weight.mT[..., None] * values).sum(0) / torch.where(total == 0, 1.0, total).mT[..., None]
+    lse = top + torch.log2(total) * factor
+    return out, torch.where(empty.all(0), lses[0].double(), lse)

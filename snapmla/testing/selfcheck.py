@@ -366,6 +366,36 @@ def _check_merge(spec: VariantSpec, kernel: runtime.Kernel) -> Result:
     )
 
 
+def _check_merge_states(spec: VariantSpec, kernel: softgpu.LoadedKernel) -> Result:
+    """Over a part where the dtype allows it, and over its LSE; then a merge of what that left."""
+    n, b, s_q, heads = {"pair": 2, "list": 5, "stack": 11}[spec.mode], 2, 3, 5
+    rows = torch.randn(n, b, s_q, heads, KV_LORA_RANK + 8).to(DTYPES[spec.in_dtype])
+    outs, lses = rows[..., :KV_LORA_RANK], 4.0 * torch.randn(n, b, s_q, heads).mT
+    lses[0, 0, 1], lses[1, 0, 2], lses[:, 1, 3] = -math.inf, math.inf, math.inf
+    outs[0, 0, :, 1], outs[1, 0, :, 2], outs[:, 1, :, 3] = math.nan, math.nan, math.nan
+    values: dict[str, Any] = {"o": outs, "lses": lses, "parts": n, "lse_factor": LN2}
+    for i in range(8):
+        values |= {f"o_{i}": outs[min(i, n - 1)], f"lse_{i}": lses[min(i, n - 1)]}
+    names = kernel.names.arguments
+    error, lse_error, allowed = 0.0, 0.0, 0.0
+    for in_place in (True, False):
+        want, want_lse = reference.merge_states_reference(outs, lses)
+        out = torch.full((b, s_q, heads, KV_LORA_RANK), 7.0).to(DTYPES[spec.out_dtype])
+        lse = torch.full((b, heads, s_q), 7.0)
+        if in_place:
+            out, lse = outs[1] if out.dtype == outs.dtype else out, lses[1]
+        values |= {"out": out, "lse": lse}
+        kernel(*abi.ordered(names, {name: values[name] for name in names}))
+        rounded = metrics.relative_l2(want.to(out.dtype), want)
+        error, allowed = max(error, metrics.relative_l2(out, want)), max(allowed, rounded)
+        lse_error = max(lse_error, metrics.lse_error(lse, want_lse))
+    allowed = MIMIC_FACTOR * allowed + 5e-7
+    return Result(
+        error <= allowed and lse_error <= 2e-6,
+        f"relative L2 {error:.1e} (allowed {allowed:.1e}), LSE {lse_error:.1e} (allowed 2e-6)",
+    )
+
+
 def _check_plan(spec: VariantSpec, kernel: runtime.Kernel) -> Result:
     lengths, parts, overhead, capacity = (3000, 0, 64, 1, 900), 5, 3, 2048
     items = torch.zeros((parts + len(lengths), 4), dtype=torch.int32)
@@ -479,6 +509,7 @@ _CHECKS: dict[str, Callable[[VariantSpec, Any], Result]] = {
     "decode": _check_decode,
     "plan_decode": _check_plan,
     "merge": _check_merge,
+    "merge_states": _check_merge_states,
     "append_kv": _check_append,
     "quantize_q": _check_quantize,
     "fetch_dequant": _check_fetch,

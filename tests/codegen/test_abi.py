@@ -186,3 +186,20 @@ def test_fetch(calls: Calls) -> None:
     indices = torch.zeros(5, **INTS)
     c_kv, k_rope = snapmla.fetch_dequant(cache, indices)
     check(calls, "fetch_dequant", **planes, indices=indices, out_nope=c_kv, out_rope=k_rope)
+
+
+@needs_compiler
+def test_merge_states(calls: Calls) -> None:
+    outs, lses = torch.zeros(5, B, S_Q, HEADS, 512), torch.zeros(5, B, HEADS, S_Q)
+    out, lse = torch.zeros(B, S_Q, HEADS, 512), torch.zeros(B, HEADS, S_Q)
+    results = {"out": out, "lse": lse, "lse_factor": math.log(2.0)}
+    snapmla.merge_state(outs[0], lses[0], outs[1], lses[1], out=out, lse=lse)
+    pair = {"o_0": outs[0], "o_1": outs[1], "lse_0": lses[0], "lse_1": lses[1]}
+    check(calls, "merge_states", **pair, **results)
+    snapmla.merge_states(outs, lses, out=out, lse=lse)
+    check(calls, "merge_states", o=outs, lses=lses, **results)
+    snapmla.merge_states(list(outs), list(lses), out=out, lse=lse)
+    which = [i if i < 5 else 0 for i in range(8)]
+    eight = {f"o_{k}": outs[i] for k, i in enumerate(which)}
+    eight |= {f"lse_{k}": lses[i] for k, i in enumerate(which)}
+    check(calls, "merge_states", **eight, parts=5, **results)

@@ -129,6 +129,35 @@ def test_compiled_update_out_and_fetch() -> None:
     assert torch.equal(layer.plan.planned_seqlens, lengths)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("result", "backend"), [("out_b", "aot_eager"), ("none", "aot_eager"), ("both", "inductor")]
+)
+def test_compiled_merge(result: str, backend: str, device: str) -> None:
+    """Over a part, whose memory a tracer replaces by a new value; packed rows."""
+    parts = {
+        "out_a": torch.randn(3, HEADS, 512), "lse_a": torch.randn(HEADS, 3),
+        "out_b": torch.randn(3, HEADS, 512), "lse_b": torch.randn(HEADS, 3),
+    }  # fmt: skip
+    parts = {name: value.to(device) for name, value in parts.items()}
+
+    def body(parts: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        given = {
+            "out_b": {"out": parts["out_b"]},
+            "both": {"out": parts["out_a"], "lse": parts["lse_a"]},
+            "none": {},
+        }[result]
+        out, lse = snapmla.merge_state(**parts, lse_base="2", **given)
+        return out * 2, lse
+
+    other = {name: value.clone() for name, value in parts.items()}
+    want = body(other)
+    torch._dynamo.reset()
+    got = torch.compile(body, fullgraph=True, backend=backend)(parts)
+    for a, b in zip((*got, *parts.values()), (*want, *other.values()), strict=True):
+        assert same_bits(a, b)
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -255,12 +284,17 @@ def operator_calls(device: str, layout: str = "split") -> dict[str, tuple[Any, .
         "decode_out": (*decode, out, lse),
         "fetch_dequant": (*cache, layer.table, short, torch.float32),
         "fetch_dequant_out": (*cache, layer.table, short, *fetched),
+        "merge_states": ([out + 1, out + 2], [lse, lse + 1], False, 1.0),
+        "merge_states_out": (
+            [torch.stack([out, out + 1, out + 2])], [torch.stack([lse] * 3)], True, 1.0,
+            out.clone(), lse.clone(),
+        ),
     }  # fmt: skip
 
 
 NAMES = (
     "append_kv", "quantize_q", "quantize_q_out", "plan_update", "decode", "decode_out",
-    "fetch_dequant", "fetch_dequant_out",
+    "fetch_dequant", "fetch_dequant_out", "merge_states", "merge_states_out",
 )  # fmt: skip
 
 

@@ -82,6 +82,19 @@ def step(seed: int) -> tuple[Any, ...]:
     return snapmla.quantize_q(*queries()), cache("split"), table(seed), lengths(seed)
 
 
+def states(n: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """n results to be merged, one of which has an empty row."""
+    outs = [torch.randn(2, 1, HEADS, 512).bfloat16() for _ in range(n)]
+    lses = [torch.randn(2, HEADS, 1) for _ in range(n)]
+    lses[0][0, 0] = -torch.inf
+    return outs, lses
+
+
+def two_states() -> tuple[torch.Tensor, ...]:
+    (out_a, out_b), (lse_a, lse_b) = states(2)
+    return out_a, lse_a, out_b, lse_b
+
+
 def slots(seed: int) -> torch.Tensor:
     return torch.arange(seed, seed + ROWS, dtype=torch.int32)
 
@@ -176,6 +189,21 @@ OPERATIONS = {
         lambda c, where, out: snapmla.fetch_dequant(c, where, out=out),
         lambda s: (cache("row640"), slots(s), torch.zeros(ROWS, 576)),
         ("fetch_dequant_out",),
+    ),
+    "merge_state": Operation(
+        lambda *a: snapmla.merge_state(*a), lambda _: two_states(), ("merge_states",)
+    ),
+    "merge_state in place": Operation(
+        lambda *a: snapmla.merge_state(*a, lse_base="2", out=a[0], lse=a[1]),
+        lambda _: two_states(), ("merge_states_out",),
+    ),
+    "merge_states list": Operation(
+        lambda outs, lses, lse: snapmla.merge_states(outs, lses, lse=lse),
+        lambda _: (*states(3), torch.zeros(2, HEADS, 1)), ("merge_states_out",),
+    ),
+    "merge_states packed": Operation(
+        lambda outs, lses: snapmla.merge_states(outs, lses),
+        lambda _: (torch.randn(3, 5, HEADS, 512), torch.randn(3, HEADS, 5)), ("merge_states",),
     ),
     "get_mla_metadata": Operation(
         lambda n: names.get_mla_metadata(n, HEADS, 1, max_batch=2), lambda s: (lengths(s),),

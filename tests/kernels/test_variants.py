@@ -38,7 +38,7 @@ def test_clean_and_right(spec: VariantSpec) -> None:
     assert result.passed, result.summary
 
 
-@pytest.mark.variants("merge_*_sm90a")
+@pytest.mark.variants("merge_o*_sm90a")
 def test_a_wrong_merge_is_noticed(spec: VariantSpec) -> None:
     """Without the hazard check: the comparison alone."""
     kernel = selfcheck.load(spec, up_to_date(spec))

@@ -79,6 +79,8 @@ def test_bytes_count_queries_and_outputs() -> None:
     assert got == 1000 * 644 + rows * (644 + 512 * 4 + 4)
     assert roofline.append_bytes(4096) == 4096 * (1152 + 4 + 644)
     assert roofline.fetch_dequant_bytes(131072) == 131072 * (644 + 1152)
+    assert roofline.merge_states_bytes(2, 32 * 128) == 3 * 32 * 128 * 1028
+    assert roofline.merge_states_bytes(8, 10, 4) == 9 * 10 * 2052
     assert roofline.quantize_q_bytes(128 * 128, 128 * 128) == 128 * 128 * (1152 + 644)
     assert roofline.quantize_q_bytes(128 * 128, 128) == 128 * 128 * (1152 + 640) + 512
 

@@ -157,6 +157,24 @@ def pool_fetch_arguments() -> dict[str, Any]:
     }
 
 
+def merge_arguments() -> dict[str, Any]:
+    out, lse = torch.zeros((B, S_Q, H, 512), dtype=BF16), torch.zeros(B, H, S_Q)
+    return {
+        "out_a": out, "lse_a": lse, "out_b": out.clone(), "lse_b": lse.clone(),
+        "out": out.clone(), "lse": lse.clone(),
+    }  # fmt: skip
+
+
+def merge_list_arguments() -> dict[str, Any]:
+    outs = [torch.zeros((B, S_Q, H, 512), dtype=BF16) for _ in range(3)]
+    return {"outs": outs, "lses": [torch.zeros(B, H, S_Q) for _ in range(3)]}
+
+
+def second(value: Any) -> Callable[[list[Any]], list[Any]]:
+    """A list with another second element."""
+    return lambda values: [values[0], value, *values[2:]]
+
+
 def freed() -> PagedKVCache:
     """A cache whose owner gave its memory back."""
     cache = PagedKVCache.allocate(PAGES, P, device="cpu")
@@ -384,6 +402,72 @@ WRONG: dict[str, list[Row]] = {
          "leave it out to have it allocated"),
         ("dtype", torch.float64, TypeError, "dtype: expected bfloat16",
          "convert the result afterwards"),
+    ],
+    "merge_state": [
+        ("out_a", [0.0], TypeError, "out_a: expected a torch.Tensor, got list", "torch.as_tensor"),
+        ("out_a", lambda t: t.half(), TypeError,
+         "out_a: expected dtype bfloat16 or float32, got float16", "convert it with .to(torch.bfloat16)"),
+        ("out_a", torch.zeros(H, 512), ValueError,
+         r"out_a: expected shape \(b, s_q, h, 512\), got \(16, 512\)", "or packed without the batch"),
+        ("out_a", torch.zeros(B, S_Q, H, 576), ValueError,
+         r"out_a: expected shape \(b, s_q, h, 512\)", "rows as decode gives them"),
+        ("out_a", lambda t: t.repeat_interleave(2, -1)[..., ::2], ValueError, "out_a: expected innermost stride 1",
+         "it is transposed or strided inside a row"),
+        ("out_a", torch.zeros(B, S_Q, H, 513, dtype=BF16)[..., :512], ValueError,
+         "out_a: expected outer strides that are multiples of 16 bytes", "pad rows to a multiple of 8"),
+        ("out_b", lambda t: t.float(), TypeError,
+         "out_b: expected dtype bfloat16, got float32", "convert it with .to(torch.bfloat16)"),
+        ("out_b", lambda t: t[:, :1], ValueError,
+         r"out_b: expected shape \(2, 2, 16, 512\), got \(2, 1, 16, 512\)", "the same rows"),
+        ("out_b", lambda t: t.to("meta"), ValueError, "out_b: expected a tensor on cpu, got meta",
+         "move it with .to('cpu')"),
+        ("lse_a", lambda t: t.bfloat16(), TypeError, "lse_a: expected dtype float32, got bfloat16",
+         "convert it with .to(torch.float32)"),
+        ("lse_a", lambda t: t.mT, ValueError,
+         r"lse_a: expected shape \(2, 16, 2\), got \(2, 2, 16\)", "the last two dimensions are exchanged"),
+        ("lse_b", lambda t: t.unsqueeze(-1), ValueError, "lse_b: expected shape", "drop the dimension of 1"),
+        ("lse_b", None, TypeError, "lse_b: expected a torch.Tensor, got NoneType", "torch.as_tensor"),
+        ("lse_base", "10", ValueError, "lse_base: expected one of 'e', '2', got '10'",
+         "e is the natural logarithm"),
+        ("lse_base", 2, ValueError, "lse_base: expected one of 'e', '2', got 2",
+         "e is the natural logarithm"),
+        ("out", lambda t: t.half(), TypeError,
+         "out: expected dtype bfloat16 or float32, got float16", "allocate it with dtype=torch.bfloat16"),
+        ("out", lambda t: t.flatten(0, 1), ValueError, r"out: expected shape \(2, 2, 16, 512\)",
+         "leave it out to have it allocated"),
+        ("out", torch.zeros(1, S_Q, H, 512).expand(B, S_Q, H, 512), ValueError,
+         "out: expected strides of distinct rows", "allocate them"),
+        ("out", lambda t: t.repeat_interleave(2, -1)[..., ::2], ValueError, "out: expected innermost stride 1", "strided inside a row"),
+        ("lse", torch.zeros(1, H, S_Q).expand(B, H, S_Q), ValueError,
+         "lse: expected strides of distinct rows", "allocate them"),
+        ("lse", lambda t: t.double(), TypeError, "lse: expected dtype float32, got float64",
+         "allocate it with dtype=torch.float32"),
+        ("lse", lambda t: t.mT, ValueError, r"lse: expected shape \(2, 16, 2\)",
+         "leave it out to have it allocated"),
+    ],
+    "merge_states": [
+        ("outs", 3, TypeError, "outs: expected a torch.Tensor, or a list of them, got int",
+         "one that stacks them in its first dimension"),
+        ("outs", [], ValueError, "outs: expected 1 part or more, got 0", "a list of n tensors"),
+        ("outs", torch.zeros(3, B, S_Q, H, 512), TypeError,
+         "lses: expected a torch.Tensor, as outs is, got list", "a tensor beside a tensor"),
+        ("outs", second(None), TypeError, r"outs\[1\]: expected a torch.Tensor, got NoneType",
+         "torch.as_tensor"),
+        ("outs", second(torch.zeros(B, S_Q, H, 512)), TypeError,
+         r"outs\[1\]: expected dtype bfloat16, got float32", "convert it with .to(torch.bfloat16)"),
+        ("outs", second(torch.zeros(B, 1, H, 512, dtype=BF16)), ValueError,
+         r"outs\[1\]: expected shape \(2, 2, 16, 512\), got \(2, 1, 16, 512\)", "a list of n tensors"),
+        ("lses", torch.zeros(3, B, H, S_Q), TypeError, "lses: expected a list, as outs is, got Tensor",
+         "a list beside a list"),
+        ("lses", lambda t: t[:2], ValueError, "lses: expected 3 tensors, one for each of outs, got 2",
+         "a list beside a list"),
+        ("lses", second(torch.zeros(B, S_Q, H)), ValueError,
+         r"lses\[1\]: expected shape \(2, 16, 2\), got \(2, 2, 16\)", "exchanged"),
+        ("lse_base", "10", ValueError, "lse_base: expected one of 'e', '2'", "natural"),
+        ("out", torch.zeros(3, B, S_Q, H, 512), ValueError, r"out: expected shape \(2, 2, 16, 512\)",
+         "leave it out to have it allocated"),
+        ("lse", torch.zeros(B, S_Q, H), ValueError, r"lse: expected shape \(2, 16, 2\)",
+         "leave it out to have it allocated"),
     ],
     "from_tensors": [
         ("content", torch.zeros(65536, dtype=torch.uint8).as_strided((PAGES, P, 512), (16, 512, 1)),
@@ -622,6 +706,8 @@ RIGHT: dict[str, Callable[[], dict[str, Any]]] = {
     "append_kv": append_arguments,
     "quantize_q": quantize_arguments,
     "fetch_dequant": fetch_arguments,
+    "merge_state": merge_arguments,
+    "merge_states": merge_list_arguments,
     "from_tensors": cache_arguments,
     "plan_decode": plan_arguments,
     "allocate": lambda: {"num_pages": 2, "page_size": 64, "layout": "split", "device": "cpu"},

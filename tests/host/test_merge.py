@@ -1,0 +1,317 @@
+"""``merge_state`` and ``merge_states``: kernels that serve calls, shapes, results given, places."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, distributed
+
+import snapmla
+from snapmla import merge
+from snapmla.testing import metrics, selfcheck
+from snapmla.testing.reference import merge_states_reference, mla_decode_reference
+from snapmla.testing.rounding import FP64, MIMIC_HW_FULL
+from tests.support.bits import assert_same_bits
+from tests.support.needs import DEVICES, needs_compiler, needs_kernels
+
+pytestmark = needs_kernels
+B, S_Q, H = 2, 2, 3
+
+
+def states(n: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> tuple[Tensor, ...]:
+    """n results of which one row is empty in the first and one in all; NaN where nothing counts."""
+    outs, lses = torch.randn(n, B, S_Q, H, 512), torch.randn(n, B, H, S_Q) * 3
+    lses[0, 0, 0, 0], outs[0, 0, 0, 0] = math.inf, math.nan
+    lses[:, 1, 2, 1], outs[:, 1, 1, 2] = -math.inf, math.nan
+    return outs.to(device, dtype), lses.to(device)
+
+
+@pytest.fixture
+def modes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Modes of the kernels that calls have asked for."""
+    asked: list[str] = []
+    found = merge._kernel
+
+    def noted(*arguments: Any) -> Any:
+        asked.append(arguments[-1])
+        return found(*arguments)
+
+    monkeypatch.setattr(merge, "_kernel", noted)
+    return asked
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("base", ["e", "2"])
+def test_merge_state(dtype: torch.dtype, base: str, device: str) -> None:
+    outs, lses = states(2, dtype, device)
+    out, lse = snapmla.merge_state(outs[0], lses[0], outs[1], lses[1], lse_base=base)
+    want, want_lse = merge_states_reference(outs.cpu(), lses.cpu(), lse_base=base)
+    assert out.dtype == dtype and lse.dtype == torch.float32
+    assert out.is_contiguous() and lse.is_contiguous()
+    step = 2.0**-8 if dtype == torch.bfloat16 else 2.0**-20
+    torch.testing.assert_close(out.cpu().double(), want, rtol=step, atol=2.0**-20)
+    torch.testing.assert_close(lse.cpu().double(), want_lse, rtol=2.0**-22, atol=2.0**-20)
+
+
+@pytest.mark.parametrize(
+    ("n", "of_list", "of_stack"),
+    [(1, "list", "stack"), (2, "pair", "pair"), (3, "list", "stack"), (8, "list", "stack"),
+     (9, "stack", "stack")],
+)  # fmt: skip
+def test_merge_states(modes: list[str], n: int, of_list: str, of_stack: str) -> None:
+    """Lists and stacks by the kernel that reads them where they are; the same bits of both."""
+    outs, lses = states(n)
+    of_parts = snapmla.merge_states(list(outs), tuple(lses))
+    stacked = snapmla.merge_states(outs, lses)
+    assert modes == [of_list, of_stack]
+    for got, want in zip(of_parts, merge_states_reference(outs, lses), strict=True):
+        torch.testing.assert_close(got.double(), want, rtol=2.0**-20, atol=2.0**-20)
+    assert_same_bits(stacked, of_parts)
+    if n == 2:
+        assert_same_bits(snapmla.merge_state(outs[0], lses[0], outs[1], lses[1]), of_parts)
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 9])
+def test_packed_rows(n: int) -> None:
+    """(total, h, 512) and (h, total): the rows of one sequence."""
+    outs, lses = states(n)
+    packed, logs = outs.flatten(1, 2), lses.mT.flatten(1, 2).mT
+    assert packed.shape == (n, B * S_Q, H, 512) and logs.shape == (n, H, B * S_Q)
+    want, want_lse = snapmla.merge_states(outs, lses)
+    for parts in ((packed, logs), (list(packed), list(logs))):
+        out, lse = snapmla.merge_states(*parts)
+        assert_same_bits([out, lse.mT], [want.flatten(0, 1), want_lse.mT.flatten(0, 1)])
+        given = torch.zeros_like(out), torch.zeros_like(lse)
+        returned = snapmla.merge_states(*parts, out=given[0], lse=given[1])
+        assert returned[0] is given[0] and returned[1] is given[1]
+        assert_same_bits(given, (out, lse))
+
+
+def test_results_of_another_dtype() -> None:
+    outs, lses = states(2)
+    for parts, result in ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)):
+        given = torch.zeros(B, S_Q, H, 512, dtype=result)
+        rounded = outs.to(parts)
+        out, lse = snapmla.merge_states(rounded, lses, out=given)
+        want, _ = merge_states_reference(rounded, lses)
+        assert out is given and lse.dtype == torch.float32
+        step = 2.0**-8 if result == torch.bfloat16 else 2.0**-20
+        torch.testing.assert_close(out.double(), want, rtol=step, atol=2.0**-20)
+
+
+def test_calls_without_rows() -> None:
+    for shape, logs in (((0, 1, 4, 512), (0, 4, 1)), ((0, 4, 512), (4, 0)), ((3, 0, 512), (0, 3))):
+        outs, lses = torch.zeros(3, *shape), torch.zeros(3, *logs)
+        for parts in ((outs, lses), (list(outs), list(lses))):
+            out, lse = snapmla.merge_states(*parts)
+            assert out.shape == shape and lse.shape == logs
+    for lead in ((), (B,)):
+        if not lead:  # of the same shapes: no sequence, and then no part
+            snapmla.merge_states([torch.zeros(0, 5, H, 512)], [torch.zeros(0, H, 5)])
+        with pytest.raises(ValueError, match=r"^outs: expected 1 part or more, got 0 \(a list"):
+            snapmla.merge_states(torch.zeros(0, *lead, 5, H, 512), torch.zeros(0, *lead, H, 5))
+
+
+# ---------------------------------------------------------------------------- places
+
+
+@pytest.mark.parametrize("n", [2, 4, 9])
+@pytest.mark.parametrize("stacked", [True, False])
+@pytest.mark.parametrize("packed", [True, False])
+def test_over_a_part(n: int, stacked: bool, packed: bool) -> None:
+    """``out`` and ``lse`` may be those of any one part, and not of the same one."""
+    outs, lses = states(n)
+    if packed:
+        outs, lses = outs.flatten(1, 2), lses.mT.flatten(1, 2).mT
+    want = [t.clone() for t in snapmla.merge_states(outs, lses)]
+    for at, lse_at in ((0, 0), (n - 1, 0)):
+        new, logs = outs.clone(), lses.clone()
+        given = (new, logs) if stacked else (list(new), list(logs))
+        snapmla.merge_states(*given, out=new[at], lse=logs[lse_at])
+        assert_same_bits((new[at], logs[lse_at]), want)
+        assert_same_bits([new[1:-1], logs[1:]], [outs[1:-1], lses[1:]])
+
+
+def test_memory_that_is_a_part_only_in_part() -> None:
+    """The same bytes under other strides, another dtype or from another row on are refused."""
+    size = B * S_Q * H * 512
+    memory = torch.randn(3 * size)
+
+    def rows(first: int) -> Tensor:
+        return memory[first : first + size].view(B, S_Q, H, 512)
+
+    lses = torch.randn(3, B, H, S_Q)
+    call = {"out_a": rows(0), "lse_a": lses[0], "out_b": rows(size), "lse_b": lses[1]}
+    before = memory.clone(), lses.clone()
+    halves = memory.view(torch.bfloat16)[:size].view(B, S_Q, H, 512)
+    for name, over, other in (
+        ("out", rows(512), "out_a"),
+        ("out", rows(size - 512), "out_a"),
+        ("out", rows(size + 512), "out_b"),
+        ("out", rows(0).transpose(0, 1), "out_a"),
+        ("out", halves, "out_a"),
+        ("lse", lses[0].as_strided(lses[0].shape, (1, B * S_Q, B)), "lse_a"),
+        ("lse", memory[: lses[0].numel()].view_as(lses[0]), "out_a"),
+    ):
+        with pytest.raises(ValueError, match=f"^{name}: expected memory apart from {other}, got"):
+            snapmla.merge_state(**call, **{name: over})
+    both = torch.zeros(size + 8)
+    out, lse = both[:size].view_as(rows(0)), both[size - 4 :].view_as(lses[0])
+    with pytest.raises(ValueError, match="^lse: expected memory apart from out, got"):
+        snapmla.merge_state(**call, out=out, lse=lse)
+    stack = memory.view(3, B, S_Q, H, 512)
+    with pytest.raises(ValueError, match=r"^out: expected memory apart from outs\[1\], got"):
+        snapmla.merge_states(stack, lses, out=rows(size + 512))
+    assert_same_bits((memory, lses), before)
+
+
+def test_a_dimension_of_one_has_no_stride() -> None:
+    """The same memory, whatever stride is written down where nothing is stepped over."""
+    outs, lses = torch.randn(2, B, 1, H, 512), torch.randn(2, B, H, 1)
+    want = snapmla.merge_states(outs, lses)
+    out = outs[0].as_strided((B, 1, H, 512), (H * 512, 8, 512, 1))
+    lse = lses[1].as_strided((B, H, 1), (H, 1, 77))
+    assert out.stride() != outs[0].stride() and lse.stride() != lses[1].stride()
+    snapmla.merge_states(list(outs), list(lses), out=out, lse=lse)
+    assert torch.equal(out, want[0]) and torch.equal(lse, want[1])
+
+
+def test_calls_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the same memory; nothing is remembered of a call that was refused."""
+    outs, lses = states(3)
+    out = torch.zeros(B, S_Q, H, 512)
+    with pytest.raises(ValueError, match="^lse: expected shape"):
+        snapmla.merge_states(outs, lses, out=out, lse=lses[0].mT)
+    with pytest.raises(ValueError, match="^lse: expected shape"):
+        snapmla.merge_states(outs, lses, out=out, lse=lses[0].mT)
+    want, _ = snapmla.merge_states(outs, lses)
+    snapmla.merge_states(outs, lses, out=out)
+    monkeypatch.setattr(merge, "_check", lambda *_: pytest.fail("checked anew"))
+    got, _ = snapmla.merge_states(outs, lses)
+    snapmla.merge_states(outs, lses, out=out)
+    assert_same_bits((got, out), (want, want))
+
+
+def test_other_strides_are_asked_for() -> None:
+    """The same addresses, shapes and dtypes."""
+    memory = torch.zeros(B * S_Q * H * 516)
+    (other,), (lse,) = states(1)
+    right = memory[: other.numel()].view_as(other)
+    odd = memory.as_strided(other.shape, (S_Q * H * 513, H * 513, 513, 1))
+    snapmla.merge_states([right, other], [lse, lse])
+    with pytest.raises(ValueError, match=r"^outs\[0\]: expected outer strides that are multiples"):
+        snapmla.merge_states([odd, other], [lse, lse])
+    same = other[:1].expand(B, S_Q, H, 512)
+    snapmla.merge_states([right, other], [lse, lse], out=right)
+    with pytest.raises(ValueError, match="^out: expected memory apart from outs"):
+        snapmla.merge_states([right, other], [lse, lse], out=right.transpose(0, 1))
+    snapmla.merge_states([same, other], [lse, lse])
+    with pytest.raises(ValueError, match="^out: expected strides of distinct rows"):
+        snapmla.merge_states([right, other], [lse, lse], out=same)
+    with pytest.raises(ValueError, match="negative bit"):
+        snapmla.merge_states([torch._neg_view(right), other], [lse, lse])
+
+
+def test_another_lse_is_asked_for() -> None:
+    """Also where the call on the same ``out`` and the rightful ``lse`` went before."""
+    outs, lses = states(3)
+    out, lse = torch.zeros(B, S_Q, H, 512), torch.zeros(B, H, S_Q)
+    snapmla.merge_states(outs, lses, out=out, lse=lse)
+    over = out.view(-1)[: lse.numel()].view_as(lse)
+    with pytest.raises(ValueError, match="^lse: expected memory apart from out, got"):
+        snapmla.merge_states(outs, lses, out=out, lse=over)
+
+
+def test_parts_may_overlap_one_another() -> None:
+    """They are only read."""
+    outs, lses = states(1)
+    same, logs = outs.expand(5, -1, -1, -1, -1), lses.expand(5, -1, -1, -1)
+    out, lse = snapmla.merge_states(same, logs)
+    want, want_lse = merge_states_reference(same, logs)
+    torch.testing.assert_close(out.double(), want, rtol=2.0**-20, atol=2.0**-20)
+    torch.testing.assert_close(lse.double(), want_lse, rtol=2.0**-22, atol=2.0**-20)
+
+
+# ---------------------------------------------------------------------------- context parallelism
+
+LENGTHS, PAGE, SCALE, RANKS = (130, 1, 71), 64, 192**-0.5, 2  # of one token rank 1 has none
+
+
+def shard(rank: int, ranks: int) -> tuple[snapmla.PagedKVCache, Tensor, Tensor]:
+    """(cache, block_table, cache_seqlens) of every ``ranks``-th token of the same sequences."""
+    torch.manual_seed(3)
+    cache = snapmla.PagedKVCache.allocate(3 * len(LENGTHS), PAGE, device="cpu")
+    table = torch.arange(3 * len(LENGTHS), dtype=torch.int32).view(len(LENGTHS), 3)
+    lengths = []
+    for i, length in enumerate(LENGTHS):
+        c, r = (t.bfloat16()[rank::ranks] for t in selfcheck.sample_tokens(length))
+        lengths.append(len(c))
+        snapmla.append_kv(cache, c, r, 3 * PAGE * i + torch.arange(len(c)))
+    return cache, table, torch.tensor(lengths, dtype=torch.int32)
+
+
+def queries() -> snapmla.QuantizedQuery:
+    torch.manual_seed(4)
+    return selfcheck.sample_query(len(LENGTHS), 1, 4)
+
+
+def gathered(result: Tensor) -> list[Tensor]:
+    """A result of every rank."""
+    found = [torch.empty_like(result) for _ in range(RANKS)]
+    distributed.all_gather(found, result)
+    return found
+
+
+def decode_a_shard(rank: int, store: str) -> None:
+    """One process: attention over its tokens, merged with the other's."""
+    distributed.init_process_group("gloo", f"file://{store}", rank=rank, world_size=RANKS)
+    try:
+        out, lse = snapmla.decode(queries(), *shard(rank, RANKS), softmax_scale=SCALE)
+        outs, lses = gathered(out), gathered(lse)
+        merged = snapmla.merge_states(outs, lses)
+        snapmla.merge_state(outs[0], lses[0], outs[1], lses[1], out=outs[rank], lse=lses[rank])
+        assert_same_bits((outs[rank], lses[rank]), merged)
+        torch.save((*merged, lse), f"{store}.{rank}")
+    finally:
+        distributed.destroy_process_group()
+
+
+@needs_compiler
+@pytest.mark.skipif(not distributed.is_available(), reason="torch without distributed")
+def test_two_ranks_share_the_tokens(tmp_path: Path) -> None:
+    """As near to fp64 over all tokens as the rounding of P on each rank, and no farther; one
+    sequence has no token on the second rank."""
+    torch.multiprocessing.spawn(decode_a_shard, (str(tmp_path / "store"),), nprocs=RANKS)
+    (out, lse, _), (again, lse_again, lse_1) = (
+        torch.load(tmp_path / f"store.{rank}") for rank in range(RANKS)
+    )
+    assert_same_bits((out, lse), (again, lse_again))
+    assert (lse_1[1] == -math.inf).all() and lse_1[[0, 2]].isfinite().all()
+    q = queries()
+
+    def attention(rank: int, ranks: int, config: Any) -> tuple[Tensor, Tensor]:
+        cache, table, lengths = shard(rank, ranks)
+        return mla_decode_reference(
+            q.nope, q.rope, q.scale, cache.content, cache.rope, cache.scale, table, lengths, SCALE,
+            config=config,
+        )  # fmt: skip
+
+    truth, truth_lse = attention(0, 1, FP64)
+    parts = [attention(rank, RANKS, MIMIC_HW_FULL) for rank in range(RANKS)]
+    mimic, mimic_lse = merge_states_reference(
+        torch.stack([o.bfloat16() for o, _ in parts]), torch.stack([x for _, x in parts])
+    )
+    factor, slack = selfcheck.MIMIC_FACTOR, selfcheck.FP32_SLACK
+    rounded = mimic.bfloat16()
+    error, own = metrics.relative_l2(out, truth), metrics.relative_l2(rounded, truth)
+    assert error <= factor * own + slack
+    assert metrics.lse_error(lse, truth_lse) <= (
+        factor * metrics.lse_error(mimic_lse, truth_lse) + slack
+    )
+    allowed = factor * math.hypot(metrics.relative_l2(rounded, mimic), selfcheck.FLIPS)
+    assert metrics.relative_l2(out, mimic) <= allowed
