@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsl_kernels.smxx import merge_states
+from snapmla import merge
 from snapmla.testing import metrics
 from snapmla.testing.reference import merge_states_reference
 from softgpu import Options, using
@@ -37,7 +37,7 @@ def run(
         call(*outs, *lses, *results, FACTOR[base])
     else:
         unused = (torch.full_like(outs[0], math.nan), torch.full_like(lses[0], math.nan))
-        fill = merge_states.MOST - len(outs)
+        fill = merge.MAX_LIST - len(outs)
         call(
             *outs, *[unused[0]] * fill, *lses, *[unused[1]] * fill, *results, len(outs),
             FACTOR[base],

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import softgpu
-from dsl_kernels.common import paged_tma
 from dsl_kernels.spec import VariantSpec
 from snapmla import runtime
 from snapmla.testing import selfcheck
@@ -62,6 +61,8 @@ def test_two_tiles_at_first(name: str, stages: int, monkeypatch: pytest.MonkeyPa
     """What is in flight before anything has landed is what two tiles take altogether; without the
     wait it is what the ring holds."""
     copies = Copies(name, monkeypatch)
+    from dsl_kernels.common import paged_tma
+
     alone = {n: copies.of(n)[0] for n in (1, paged_tma.START_TILES, stages)}
     assert alone[1] < alone[paged_tma.START_TILES] < alone[stages]
     assert copies.of(stages + 2)[1] == alone[paged_tma.START_TILES]
