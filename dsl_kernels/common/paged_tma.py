@@ -220,19 +220,6 @@ class PagedTma:
         # no producer_tail: every stage is read before the math warps end, and a cluster leaves
         # together, so no arrival can reach a CTA that is gone
 
-    @cute.jit
-    def release(self, k_pipe, kst):
-        """A reading warp is done with a stage: lane r tells CTA r of the cluster.
-
-        As ``k_pipe.consumer_release``, which keeps rank and predicate in registers all the time.
-        """
-        if const_expr(self.cluster == 1):
-            k_pipe.consumer_release(kst)
-        else:
-            lane = cute.arch.lane_idx()
-            if lane < self.cluster:
-                k_pipe.sync_object_empty.arrive_mbarrier(kst.index, lane)
-
     def _row_tiles(self, loaded, tiles, width):
         """TMA view of staged Q tiles and of the queries: (values, stage), (values, block, b)."""
         rows = cute.local_tile(loaded.coords, (self.rows, width), (None, 0, None))

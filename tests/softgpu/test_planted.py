@@ -24,7 +24,7 @@ from snapmla.testing import selfcheck
 from softgpu import mutate
 from softgpu.ptx import Imm, Instr, Reg, Vec
 from tests.support.needs import needs_compiler
-from tests.support.planting import granted
+from tests.support.planting import error_of, granted, line_of
 
 pytestmark = needs_compiler
 SOURCES = Path(dsl_kernels.__file__).parent
@@ -39,12 +39,7 @@ TILES = {ETAP: (380,), PAGED: (140,), DUAL: (200,)}  # tokens: two laps of etap'
 def line(file: str, text: str, after: str = "") -> str:
     """``file.py:12``: the first line with ``text``, behind the first line with ``after``."""
     [path] = SOURCES.rglob(file)
-    seen = not after
-    for number, content in enumerate(path.read_text().splitlines(), 1):
-        if seen and text in content:
-            return f"{file}:{number}"
-        seen = seen or after in content
-    raise AssertionError(f"{file} has no line with {text!r} behind {after!r}")
+    return line_of(path, text, after)
 
 
 @dataclass
@@ -79,12 +74,7 @@ class Bench:
         self, changes: dict[int, str], mode: str = "early", seed: int | None = None
     ) -> softgpu.SoftGpuError:
         """What the kernel with these changes reports."""
-        with (
-            mutate.planted(self.kernel, self.entry, changes),
-            pytest.raises(softgpu.SoftGpuError) as error,
-        ):
-            self.run(mode, seed)
-        return error.value
+        return error_of(self.kernel, self.entry, changes, lambda: self.run(mode, seed))
 
     def unwaited(
         self, ins: Instr, mode: str = "early", seed: int | None = None

@@ -10,7 +10,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +25,28 @@ from softgpu.ptx import Instr, Reg
 SCHEDULES = [(mode, seed) for mode in ("early", "late", "random") for seed in (None, *range(1, 7))]
 
 
+def line_of(path: Path, text: str, after: str = "") -> str:
+    """``ws_chain.py:12``: the first line with ``text``, behind the first with ``after``."""
+    seen = not after
+    for number, content in enumerate(path.read_text().splitlines(), 1):
+        if seen and text in content:
+            return f"{path.name}:{number}"
+        seen = seen or after in content
+    raise AssertionError(f"{path.name} has no line with {text!r} behind {after!r}")
+
+
+def error_of(
+    kernel: softgpu.LoadedKernel, entry: str, changes: dict[int, str], run: Callable[[], object]
+) -> softgpu.SoftGpuError:
+    """What ``run`` reports while ``kernel`` has these changes."""
+    with (
+        mutate.planted(kernel, entry, changes),
+        pytest.raises(softgpu.SoftGpuError) as error,
+    ):
+        run()
+    return error.value
+
+
 @dataclass(frozen=True)
 class Source:
     """The text of program ``name``."""
@@ -33,12 +55,7 @@ class Source:
 
     def line(self, text: str, after: str = "") -> str:
         """``ws_chain.py:12``: the first line with ``text``, behind the first with ``after``."""
-        seen, path = not after, Path(__file__).with_name(f"{self.name}.py")
-        for number, content in enumerate(path.read_text().splitlines(), 1):
-            if seen and text in content:
-                return f"{path.name}:{number}"
-            seen = seen or after in content
-        raise AssertionError(f"no line with {text!r} behind {after!r}")
+        return line_of(Path(__file__).with_name(f"{self.name}.py"), text, after)
 
     def build(self, directory: Path) -> softgpu.LoadedKernel:
         """Built for sm_100a, in a process of its own, and loaded."""
@@ -90,12 +107,7 @@ class Bench:
     def broken(
         self, changes: dict[int, str], mode: str = "early", seed: int | None = None
     ) -> softgpu.SoftGpuError:
-        with (
-            mutate.planted(self.kernel, self.entry, changes),
-            pytest.raises(softgpu.SoftGpuError) as error,
-        ):
-            self.result(mode, seed)
-        return error.value
+        return error_of(self.kernel, self.entry, changes, lambda: self.result(mode, seed))
 
     def reports(self, changes: dict[int, str], seeds: Iterable[int]) -> set[tuple[str, ...]]:
         """(kind, source lines) of the hazards under several schedules; each finds something."""
