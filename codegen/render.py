@@ -103,7 +103,10 @@ def _decode_row(specs: list[VariantSpec]) -> dict[str, str]:
         "name": f"decode_{first.pipeline}_r{first.row_tile}",
         "pages": _distinct([s.page_size for s in specs]),
         "outs": _distinct([s.out_dtype for s in specs]),
-        "note": f"cluster of {first.cluster}" if first.cluster > 1 else "",
+        "note": ", ".join(
+            [f"cluster of {first.cluster}"] * (first.cluster > 1)
+            + [f"{first.p_terms} terms of P: `pt{first.p_terms}` in the name"] * (first.p_terms > 1)
+        ),
         **dict.fromkeys(("threads", "registers", "smem"), ""),
     }
     if budget is not None:
@@ -127,7 +130,9 @@ def _arch(arch: str) -> dict[str, Any]:
         "built": len(built),
         "decode": [
             _decode_row(specs)
-            for specs in _groups(decode, lambda s: (s.pipeline, s.row_tile, s.cluster)).values()
+            for specs in _groups(
+                decode, lambda s: (s.pipeline, s.row_tile, s.cluster, s.p_terms)
+            ).values()
         ],
         "others": [
             {"op": op, "names": ", ".join(f"`{s.name}`" for s in specs)}

@@ -97,6 +97,14 @@ def vector(dt: Any, n: Any, align: int | None = None) -> Any:
     return strided(dt, (n,), (1,), align or max(1, dt.width // 8))
 
 
+def units_fake(dt: Any) -> Any:
+    """Fake of a plan's table of units, (n_units, 2) or (0, 2).
+
+    Its row stride is free: torch before 2.10 names any for a tensor without rows.
+    """
+    return strided(dt, (sym(name="n_units_or_0"), 2), (sym64(1), 1), 4)
+
+
 def cache_fakes(pages: Any = None, page_size: Any = None) -> dict[str, Any]:
     """Fakes of one paged cache, by argument name.
 

@@ -13,4 +13,5 @@ E4M3_MAX = 448.0
 EXPONENT_CHANNELS = 16  # channels of a split's partial row that share an exponent byte
 # fp16 elements of such a row: channels, and two exponents an element (common/partials.py)
 PARTIAL_ROW = KV_LORA_RANK + KV_LORA_RANK // EXPONENT_CHANNELS // 2  # 528
+ITEM_WORDS = 8  # of a work item (common/work_list.py, smxx/plan_decode.py)
 TOKEN_TILE = 64  # tokens of a KV tile of the SM90 pipelines, which share one softmax step

@@ -16,8 +16,9 @@ class Stamp(IntEnum):
     FIRST_TMA = 2  # the first KV tile is asked for
     FIRST_TILE = 3  # and has landed
     SOFTMAX_END = 4  # of the last tile
-    ROWS_WRITTEN = 5  # stores issued, by the first half of the P.V warps
-    ROWS_WRITTEN_TOO = 6  # by the second
+    PRODUCTS_END = 5  # P.V of the last tile added up, by the first half of the P.V warps
+    ROWS_WRITTEN = 6  # stores issued, by the same
+    ROWS_WRITTEN_TOO = 7  # by the second half
 
 
 WORDS = 8  # of 32 bits, a CTA's record: low halves of %globaltimer, nanoseconds; 0: never happened

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -102,13 +102,14 @@ def mimic_gate(mimic: torch.Tensor, truth: Truth) -> float:
 
 
 def check_decode(
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
+    out: Mapping[int, torch.Tensor] | torch.Tensor,
+    lse: Mapping[int, torch.Tensor] | torch.Tensor | None,
     truths: dict[int, Truth],
     gates: dict[int, float],
     strict_lse: bool,
 ) -> Check:
-    """Compares requests ``truths`` of a decode's ``out`` (b, s_q, h, 512) and ``lse`` (b, h, s_q).
+    """Compares requests ``truths`` of a decode's ``out`` (b, s_q, h, 512) and ``lse`` (b, h, s_q),
+    or of these by request.
 
     ``gates``: allowed relative L2 error of each request's ``out``.  ``strict_lse`` also gates the
     LSE: |error| <= 2e-4 + 1e-3 * largest |logit|.

@@ -4,7 +4,8 @@ A contender named on the command line is one of
 
 * ``snapmla``, ours, followed by any of ``:etap`` ``:dual_wg`` (else the default pipeline),
   ``:bf16`` ``:f32`` (dtype of ``out``), ``:quantise`` (the call quantises the query too),
-  ``:page=``, ``:layout=``, ``:row_tile=``, ``:num_parts=``, ``:fixed_overhead=``,
+  ``:padded`` (ragged queries as even ones, as a kernel without them must), ``:page=``,
+  ``:layout=``, ``:row_tile=``, ``:row_blocks=``, ``:num_parts=``, ``:fixed_overhead=``,
   ``:fixed_split=``
 * ``snapmla@DIR``, the same with the host package and the built variants of another checkout
 * ``flashmla_bf16``: FlashMLA's dense BF16 kernel
@@ -57,7 +58,7 @@ class Problem:
 
     Attributes:
         shape: the workload.
-        query: (b, s_q, h, 576) bf16.
+        query: (b, s_q, h, 576) bf16; of a request with fewer tokens the last ones count.
         lengths: (b,) int32 on the device.
         tables: page size -> block tables, one (b, width) int32 per buffer.
     """
@@ -77,6 +78,7 @@ class Entry:
         query: (b, s_q, h, 576) float64, the query as this contender sees it.
         outputs: preallocated results, poisoned before a check.
         note: which kernel the dispatcher picked, if it says.
+        packed: results are (total, h, 512) and (h, total), with the query tokens that count.
         mimic: (buffer, request) -> (s_q, h, 512) float64, the result with no error but that of the
             contender's e4m3 P; None if a constant gate judges it.
     """
@@ -85,6 +87,7 @@ class Entry:
     query: torch.Tensor
     outputs: list[torch.Tensor] = field(default_factory=list)
     note: str = ""
+    packed: bool = False
     mimic: Callable[[int, int], torch.Tensor] | None = None
 
 
@@ -132,10 +135,12 @@ class SnapOptions:
     page: int = 64
     layout: str = "split"
     row_tile: int | None = None
+    row_blocks: str | None = None
     num_parts: int | None = None
     fixed_overhead: int | None = None
     fixed_split: int | None = None
     quantise: bool = False
+    padded: bool = False
 
     @classmethod
     def parse(cls, name: str) -> SnapOptions:
@@ -147,16 +152,16 @@ class SnapOptions:
                 values["pipeline"] = part
             elif not given and part in OUT_DTYPES:
                 values["out"] = part
-            elif part == "quantise":
-                values["quantise"] = True
-            elif key == "layout" and given:
-                values["layout"] = value
+            elif part in ("quantise", "padded"):
+                values[part] = True
+            elif key in ("layout", "row_blocks") and given:
+                values[key] = value
             elif key in COUNTS and value.isdigit():
                 values[key] = int(value)
             else:
                 raise ValueError(
                     f"backend {name!r}: expected one of {', '.join((*PIPELINES, *OUT_DTYPES))}, "
-                    f"quantise or layout=, {'=, '.join(COUNTS)}=; got {part!r}"
+                    f"quantise, padded or layout=, row_blocks=, {'=, '.join(COUNTS)}=; got {part!r}"
                 )
         return cls(**values)
 
@@ -207,24 +212,15 @@ class SnapMla(Contender):
 
     def _enter(self, snapmla: Any, problem: Problem, cache: Any) -> Entry:
         shape, options, tables = problem.shape, self.options, problem.tables[self.options.page]
-        content, rope = problem.query[..., :CONTENT_DIM], problem.query[..., CONTENT_DIM:]
-        q = snapmla.quantize_q(content, rope)
-        plan = snapmla.plan_decode(
-            problem.lengths,
-            shape.num_heads,
-            shape.s_q,
-            page_size=options.page,
-            max_pages=tables[0].shape[1],
-            num_parts=options.num_parts,
-            pipeline=options.pipeline,
-            row_tile=options.row_tile,
-            fixed_overhead=options.fixed_overhead,
-            fixed_split_tokens=options.fixed_split,
-        )
-        b, s_q, h = shape.batch, shape.s_q, shape.num_heads
+        packed = shape.ragged_q and not options.padded
+        every = snapmla.quantize_q(*_halves(problem.query))
+        halves = _halves(_packed(problem)) if packed else _halves(problem.query)
+        q = snapmla.quantize_q(*halves) if packed else every
+        plan = self._plan(snapmla, problem, packed)
+        rows = q.nope.shape[:-1]
         device = problem.query.device
-        out = torch.empty(b, s_q, h, CONTENT_DIM, dtype=OUT_DTYPES[options.out], device=device)
-        lse = torch.empty(b, h, s_q, dtype=torch.float32, device=device)
+        out = torch.empty(*rows, CONTENT_DIM, dtype=OUT_DTYPES[options.out], device=device)
+        lse = torch.empty(rows, dtype=torch.float32, device=device).mT.contiguous()
 
         def call(table: torch.Tensor) -> DecodeCall:
             decode = lambda: snapmla.decode(
@@ -235,21 +231,50 @@ class SnapMla(Contender):
                 return decode
 
             def layer() -> tuple[torch.Tensor, torch.Tensor]:
-                snapmla.quantize_q(content, rope, out=q)
+                snapmla.quantize_q(*halves, out=q)
                 return decode()
 
             return layer
 
         def mimic(buffer: int, request: int) -> torch.Tensor:
             return mla_decode_reference(
-                q.nope, q.rope, q.scale, cache.content, cache.rope, cache.scale, tables[buffer],
-                problem.lengths, SOFTMAX_SCALE, config=MIMIC, batches=[request],
+                every.nope, every.rope, every.scale, cache.content, cache.rope, cache.scale,
+                tables[buffer], problem.lengths, SOFTMAX_SCALE, config=MIMIC, batches=[request],
             )[0][0]  # fmt: skip
 
-        scale = q.row_scale.double()[..., None]
-        query = torch.cat([q.nope.double(), q.rope.double()], -1) * scale
+        scale = every.row_scale.double()[..., None]
+        query = torch.cat([every.nope.double(), every.rope.double()], -1) * scale
         note = f"{plan.pipeline} row_tile {plan.row_tile} parts {plan.num_parts}"
-        return Entry([call(t) for t in tables], query, [out, lse], note, mimic)
+        return Entry([call(t) for t in tables], query, [out, lse], note, packed, mimic)
+
+    def _plan(self, snapmla: Any, problem: Problem, packed: bool) -> Any:
+        """The step's plan; options not given are not passed: other checkouts may lack them."""
+        shape, options = problem.shape, self.options
+        chosen = dict(
+            num_parts=options.num_parts, pipeline=options.pipeline, row_tile=options.row_tile,
+            row_blocks=options.row_blocks, fixed_overhead=options.fixed_overhead,
+            fixed_split_tokens=options.fixed_split,
+        )  # fmt: skip
+        given = {name: value for name, value in chosen.items() if value is not None}
+        given.update(page_size=options.page, max_pages=problem.tables[options.page][0].shape[1])
+        if not packed:
+            return snapmla.plan_decode(problem.lengths, shape.num_heads, shape.s_q, **given)
+        ends = torch.tensor([0, *shape.query_tokens()], device=problem.lengths.device).cumsum(0)
+        return snapmla.plan_decode(
+            problem.lengths, shape.num_heads, cu_seqlens_q=ends.int(),
+            total_q=sum(shape.query_tokens()), **given,
+        )  # fmt: skip
+
+
+def _halves(query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Content and RoPE of (..., 576)."""
+    return query[..., :CONTENT_DIM], query[..., CONTENT_DIM:]
+
+
+def _packed(problem: Problem) -> torch.Tensor:
+    """(total, h, 576): the query tokens that count, request by request."""
+    tokens = problem.shape.query_tokens()
+    return torch.cat([q[-n:] for q, n in zip(problem.query, tokens, strict=True)])
 
 
 class PeerLibrary(Contender):

@@ -1,7 +1,9 @@
 """``make demo``: a realistic decode job, end to end, checked and timed.
 
 A ragged batch with a long-tailed length distribution decodes a few steps through a few layers:
-append the new tokens, quantise the queries, plan once per step, decode.  The data has what makes
+append the new tokens, quantise the queries, plan once per step, decode.  Then come speculative
+steps: every request verifies as many draft tokens as it has and accepts some of them, in one ragged
+call.  The data has what makes
 MLA quantisation hard: RoPE channels with outliers to +-1000, latent channels with a bias, token
 amplitudes that vary, an attention sink at token 0.  Results are compared with fp64 on the stored
 inputs (``snapmla.testing``); tolerances come from the errors that a model of the rounding (FP8 P,
@@ -31,13 +33,15 @@ import snapmla
 from profiles import ceilings, roofline, timing
 from snapmla import checks, layouts
 from snapmla.cache import PagedKVCache
+from snapmla.decode_plan import DecodePlan
 from snapmla.errors import SnapMLAError
-from snapmla.plan import DecodePlan
 from snapmla.quant import QuantizedQuery
 from snapmla.testing.rounding import quantize_rows
 from snapmla.testing.selfcheck import DecodeErrors, decode_errors
 
 D, R = 512, 64
+DRAFTS = (3, 0, 1, 2)  # tokens that requests verify beside the next one, by request and step
+SPECULATIVE_STEPS = 2
 ROPE_OUTLIERS = 4  # channels that reach +-1000
 SINK_LOGIT = 6.0
 
@@ -114,10 +118,14 @@ class Model:
             c_kv[sinks] += SINK_LOGIT / (4.0 * self.job.softmax_scale) * self.direction
         return c_kv.bfloat16(), k_rope.bfloat16()
 
-    def queries(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(q_nope, q_rope) bfloat16 (b, s_q, h, 512 | 64), slices of one joint tensor."""
+    def queries(self, *tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(q_nope, q_rope) bfloat16 (b, s_q, h, 512 | 64), slices of one joint tensor.
+
+        Args:
+            tokens: extents in place of (b, s_q).
+        """
         job = self.job
-        q = self._normal(job.batch, job.s_q, job.num_heads, D + R)
+        q = self._normal(*(tokens or (job.batch, job.s_q)), job.num_heads, D + R)
         q[..., :D] = 0.4 * q[..., :D] + 4.0 * self.direction
         q[..., D : D + ROPE_OUTLIERS] *= 2e-3  # outlier channels of K meet small ones of Q
         joint = q.bfloat16()
@@ -149,7 +157,8 @@ def make_batch(job: Job, seed: int = 0) -> Batch:
     spread = torch.exp(torch.randn(job.batch, generator=random))
     lengths = (job.median_length * spread).long().clamp(1, job.max_length).tolist()
     lengths[0], lengths[-1] = job.max_length, 1
-    grown = [n + job.steps * job.s_q for n in lengths]
+    most = job.steps * job.s_q + SPECULATIVE_STEPS * (1 + max(DRAFTS))
+    grown = [n + most for n in lengths]
     counts = [-(-n // job.page_size) for n in grown]
     order = torch.randperm(sum(counts) + 1, generator=random)
     table = torch.full((job.batch, max(counts)), -1, dtype=torch.int32)
@@ -220,6 +229,52 @@ def decode_steps(
     return results, plan, queries
 
 
+def speculative_steps(
+    job: Job, batch: Batch, cache: PagedKVCache, model: Model, console: Console
+) -> list[Checked]:
+    """One layer: requests verify different numbers of tokens, and accept different numbers.
+
+    Queries are packed, (total_q, h, ...), with room for the most that there may be; where each
+    request's begin stays on the device.  One request has none this time (it waits for its pages).
+    """
+    plan: DecodePlan | None = None
+    results: list[Checked] = []
+    room = job.batch * (1 + max(DRAFTS))
+    cu_seqlens_q = torch.zeros(job.batch + 1, dtype=torch.int32, device=job.device)
+    lengths = batch.cache_seqlens.tolist()
+    for step in range(job.steps, job.steps + SPECULATIVE_STEPS):
+        tokens = [1 + DRAFTS[(i + step) % len(DRAFTS)] for i in range(job.batch)]
+        tokens[step % job.batch] = 0
+        grown = [n + new for n, new in zip(lengths, tokens, strict=True)]
+        slots = batch.slots(lengths, grown, job.page_size)
+        cu_seqlens_q[1:] = torch.tensor(tokens).cumsum(0)
+        batch.cache_seqlens.copy_(torch.tensor(grown))
+        if plan is None:
+            plan = snapmla.plan_decode(
+                batch.cache_seqlens, job.num_heads, cu_seqlens_q=cu_seqlens_q, total_q=room,
+                page_size=job.page_size, max_pages=batch.block_table.shape[1],
+            )  # fmt: skip
+        else:
+            plan.update_(batch.cache_seqlens, cu_seqlens_q)
+        c_kv, k_rope = model.tokens(len(slots))
+        snapmla.append_kv(cache, c_kv, k_rope, slots)
+        q_nope, q_rope = model.queries(room)
+        q = snapmla.quantize_q(q_nope, q_rope)
+        out, lse = snapmla.decode(
+            q, cache, batch.block_table, batch.cache_seqlens, softmax_scale=job.softmax_scale,
+            plan=plan,
+        )  # fmt: skip
+        exact = same_rows(stored(cache, slots), quantize_rows(c_kv, k_rope))
+        exact &= same_rows((q.nope, q.rope, q.scale), quantize_rows(q_nope, q_rope))
+        results.append(check(job, batch, grown, q, cache, out, lse, step, 0, exact, cu_seqlens_q))
+        # the target model's verdict: the first token always, of the drafts about half
+        accepted = [min(new, 1 + new // 2) for new in tokens]
+        lengths = [n + new for n, new in zip(lengths, accepted, strict=True)]
+        console.print(f"speculative step {step}: {sum(tokens)} tokens of {job.batch} requests in "
+                      f"one call, {sum(accepted)} accepted", highlight=False)  # fmt: skip
+    return results
+
+
 Rows = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -246,6 +301,7 @@ def check(
     step: int,
     layer: int,
     exact_bits: bool,
+    cu_seqlens_q: torch.Tensor | None = None,
 ) -> Checked:
     """Compares one call with fp64; on a GPU for a few sequences and heads, else for all."""
     picks, heads = list(range(job.batch)), list(range(job.num_heads))
@@ -254,7 +310,7 @@ def check(
         picks, heads = [0, middle, job.batch - 1], heads[:: max(1, job.num_heads // 8)]
     errors = decode_errors(
         out, lse, q, cache, batch.block_table, batch.cache_seqlens, job.softmax_scale,
-        batches=picks, heads=heads,
+        batches=picks, heads=heads, cu_seqlens_q=cu_seqlens_q,
     )  # fmt: skip
     return Checked(step, layer, len(picks), errors, exact_bits)
 
@@ -445,6 +501,9 @@ def run(job: Job, console: Console) -> tuple[int, int]:
     models = [Model(job, seed) for seed in range(job.layers)]
     caches = fill(job, batch, models)
     results, plan, queries = decode_steps(job, batch, caches, models, console)
+    lengths = batch.cache_seqlens.clone()
+    results += speculative_steps(job, batch, caches[0], models[0], console)
+    batch.cache_seqlens.copy_(lengths)
     show_checks(results, console)
     if job.device.type == "cuda":
         show_times(job, batch, caches, models, plan, queries, console)

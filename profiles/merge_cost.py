@@ -97,11 +97,11 @@ def row(shape: DecodeShape, device: torch.device) -> str:
         )  # fmt: skip
 
     merge = runtime.kernel(VariantSpec(op="merge", arch=runtime.arch_of(device)), device.type)
-    _, _, *partials = plan.arguments
+    _, _, split_begin, units, _, *accum = plan.arguments
     times = [
         graph_us(decode(True)),
         graph_us(decode(False)),
-        graph_us(lambda: merge(*partials, out, lse, 0.69, 0.0)),
+        graph_us(lambda: merge(*accum, split_begin, units, out, lse, 0.69, 0.0)),
     ]
     begin = plan.split_begin.tolist()
     most = max(y - x for x, y in zip(begin, begin[1:]))  # noqa: RUF007

@@ -36,6 +36,7 @@ from profiles.device import require_cuda
 from snapmla import runtime
 from snapmla.merge import MAX_LIST
 from snapmla.testing import partials
+from snapmla.testing.reference_plan import NOTHING_HIDDEN
 
 PEAK = "pct_of_peak_sustained_elapsed"
 STALL = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
@@ -195,7 +196,7 @@ def versions() -> str:
 # ---------------------------------------------------------------- the workload
 
 
-def split_evenly(batch: int, tiles: int, parts: int) -> tuple[Any, Any, Any, int]:
+def split_evenly(batch: int, rows: int, tiles: int, parts: int) -> tuple[Any, Any, Any, int]:
     """(work_items, part_begin, split_begin, slots) that give each part the same number of tiles."""
     total, items, part_begin, split_begin = batch * tiles, [], [0], [0]
     slots = 0
@@ -207,7 +208,7 @@ def split_evenly(batch: int, tiles: int, parts: int) -> tuple[Any, Any, Any, int
             b, first = divmod(at, tiles)
             last = min(tiles, first + cuts[p + 1] - at)
             pieces[b].append((len(items), p))
-            items.append([b, first, last, -1])
+            items.append([b, first, last, -1, b * rows, (b + 1) * rows, NOTHING_HIDDEN, 0])
             at += last - first
         part_begin.append(len(items))
     for found in pieces:
@@ -238,7 +239,7 @@ class Values(dict[str, Any]):
         self.pages = sizes.batch * self.width
         walks = spec.family.token_tile is not None
         tiles = -(-sizes.tokens // (spec.token_tile if walks else TOKEN_TILE))
-        self.split = split_evenly(sizes.batch, tiles, parts)
+        self.split = split_evenly(sizes.batch, self.heads * sizes.s_q, tiles, parts)
 
     def __missing__(self, name: str) -> Any:
         for makers in (
@@ -321,6 +322,8 @@ class Values(dict[str, Any]):
             "split_begin": lambda: self._i32(split_begin),
             "o_accum": lambda: partials.encode(self._normal(slots, rows_pad, KV_LORA_RANK)),
             "lse_accum": lambda: self._zeros(slots, rows_pad),
+            "units": lambda: self._i32([]).view(0, 2),  # a unit is a sequence
+            "row_limits": lambda: self._i32([]),
         }
 
     def _parts(self) -> dict[str, Maker]:

@@ -130,7 +130,7 @@ def steps() -> list[Step]:
     found = [_build(group) for group in _families(every)]
     found += [_variant(spec) for spec in every]
     found += [_schedules(spec) for some in (hopper, decodes) for spec in matrix.sample(some)]
-    studied = _families([*hopper, *decodes])
+    studied = _families([*matrix.sample(hopper), *matrix.sample(decodes)], apart=("p_terms",))
     found += [_mutants(min(group, key=matrix.changed)) for group in studied]
     replay = ("-m", "profiles.record_softgpu", "replay", "mufu", "--all")
     found.append(step("replay", "mufu", replay, reads=REPLAYED, specs=()))
@@ -138,12 +138,12 @@ def steps() -> list[Step]:
     return [*found, _rehearsal()]
 
 
-def _families(specs: Iterable[VariantSpec]) -> list[list[VariantSpec]]:
-    """Variants that differ in page size and dtypes only."""
+def _families(specs: Iterable[VariantSpec], apart: Sequence[str] = ()) -> list[list[VariantSpec]]:
+    """Variants of one kernel and row tile; also of one value of the axes ``apart``."""
     found: dict[tuple[object, ...], list[VariantSpec]] = {}
     for spec in specs:
         values = dict(spec.values)
-        key = (spec.arch, spec.op, values.get("pipeline"), values.get("row_tile"))
+        key = (spec.arch, spec.op, *map(values.get, ("pipeline", "row_tile", *apart)))
         found.setdefault(key, []).append(spec)
     return list(found.values())
 

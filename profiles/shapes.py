@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from profiles import roofline
 
-_DECODE = re.compile(r"b(\d+)_L(\d+)_h(\d+)_q(\d+)(_ragged|_skewed)?")
+_DECODE = re.compile(r"b(\d+)_L(\d+)_h(\d+)_q(\d+)(_ragged|_skewed)?(_ragged_q)?")
 SHORT = 1024  # tokens of the short requests of a skewed batch
 _FIELD = re.compile(r"([a-z]+)(\d+)")
 
@@ -22,6 +22,7 @@ class DecodeShape:
         seqlen: cached tokens of a request; with ``ragged`` the longest, the others are uniform
             in [seqlen/2, seqlen].
         skewed: one request has ``seqlen`` tokens, the others SHORT each.
+        ragged_q: the first request has ``s_q`` query tokens, the others 1 to ``s_q``, uniform.
     """
 
     batch: int
@@ -30,6 +31,7 @@ class DecodeShape:
     s_q: int = 1
     ragged: bool = False
     skewed: bool = False
+    ragged_q: bool = False
 
     op = "decode"
 
@@ -37,6 +39,7 @@ class DecodeShape:
     def label(self) -> str:
         """Short name; ``parse`` reads it back."""
         tail = "_ragged" if self.ragged else "_skewed" if self.skewed else ""
+        tail += "_ragged_q" if self.ragged_q else ""
         return f"b{self.batch}_L{self.seqlen}_h{self.num_heads}_q{self.s_q}{tail}"
 
     def lengths(self) -> list[int]:
@@ -48,6 +51,13 @@ class DecodeShape:
         rng = random.Random(f"{self.batch}/{self.seqlen}")
         short = [rng.randint(self.seqlen // 2, self.seqlen) for _ in range(self.batch - 1)]
         return [self.seqlen, *short]
+
+    def query_tokens(self) -> list[int]:
+        """Query tokens of each request; the same list every time."""
+        if not self.ragged_q:
+            return [self.s_q] * self.batch
+        rng = random.Random(f"{self.batch}/{self.s_q}/queries")
+        return [self.s_q] + [rng.randint(1, self.s_q) for _ in range(self.batch - 1)]
 
     @property
     def uneven(self) -> bool:
@@ -67,12 +77,13 @@ class DecodeShape:
     @property
     def flops(self) -> float:
         """By the convention of ``roofline.decode_flops``."""
-        return roofline.decode_flops(self.tokens, self.num_heads, self.s_q)
+        seen = sum(n * q for n, q in zip(self.lengths(), self.query_tokens(), strict=True))
+        return roofline.decode_flops(seen, self.num_heads, 1)
 
     def bytes(self, fmt: roofline.CacheFormat, out_bytes: int = 2) -> float:
         """Bytes that must cross the bus with cache format ``fmt``."""
         return roofline.decode_bytes(
-            fmt, self.tokens, self.batch, self.num_heads, self.s_q, out_bytes
+            fmt, self.tokens, sum(self.query_tokens()), self.num_heads, 1, out_bytes
         )
 
 
@@ -145,11 +156,13 @@ def parse(label: str) -> Shape:
         if min(b, length, h, q) < 1:
             raise ValueError(f"shape: expected positive sizes; got {label!r}")
         tail = found.group(5)
-        return DecodeShape(b, length, h, q, ragged=tail == "_ragged", skewed=tail == "_skewed")
+        return DecodeShape(
+            b, length, h, q, tail == "_ragged", tail == "_skewed", bool(found.group(6))
+        )
     op = next((o for o in HELPER_MODES if label == o or label.startswith(o + "_")), None)
     if op is None:
         raise ValueError(
-            "shape: expected b<batch>_L<tokens>_h<heads>_q<s_q>[_ragged|_skewed] or "
+            "shape: expected b<batch>_L<tokens>_h<heads>_q<s_q>[_ragged|_skewed][_ragged_q] or "
             f"<{'|'.join(HELPER_MODES)}>_...; got {label!r}"
         )
     rest = label[len(op) + 1 :]
@@ -224,6 +237,13 @@ PRESETS: dict[str, list[Shape]] = {
     ],
     # What unequal lengths cost: our scheduling alone.
     "ragged-cost": _ragged_cost(),
+    # Speculative steps and short prefills: more and more query tokens.
+    "mtp": [DecodeShape(8, 8192, h, q) for h in (16, 128) for q in (1, 2, 4, 8, 16, 33, 128)],
+    # Different numbers of query tokens (backends snapmla,snapmla:padded: packed, or each padded).
+    "ragged-q": [
+        DecodeShape(b, n, h, q, ragged_q=True)
+        for b, n, q in ((32, 8192, 8), (64, 4096, 4), (8, 8192, 128)) for h in (16, 128)
+    ],
     # What docs/plots.py draws: even batches of 32, one query token.
     "lengths": [DecodeShape(32, 1024 << i, h) for h in (16, 64, 128) for i in range(8)],
     # Where the time goes at the power cap (--power): split and unsplit, both well filled.

@@ -1,4 +1,4 @@
-"""Where a decode CTA's time goes: %globaltimer at six events, from builds that record it.
+"""Where a decode CTA's time goes: %globaltimer at seven events, from builds that record it.
 
     for rows in 16 64 128; do
         python -m codegen build decode_etap_r${rows}_p64_obf16_stamps1_sm90a
@@ -42,7 +42,7 @@ from profiles.pools import Latents, SnapPool, fill
 from profiles.shapes import DecodeShape, parse
 from profiles.worker import machine
 from snapmla import attention, runtime
-from snapmla.plan import PlanVariant
+from snapmla.decode_plan import PlanVariant
 
 PAGE, GRAIN = 64, 128
 NUMBERS = (192**-0.5, 1, 0.6931471805599453, -float("inf"))  # scale, causal, lse factor, empty LSE
@@ -52,6 +52,7 @@ EVENTS: dict[str, tuple[Stamp, ...]] = {  # of several words the latest counts
     "first TMA issued": (Stamp.FIRST_TMA,),
     "first tile landed": (Stamp.FIRST_TILE,),
     "softmax ends": (Stamp.SOFTMAX_END,),
+    "products end": (Stamp.PRODUCTS_END,),
     "rows written": (Stamp.ROWS_WRITTEN, Stamp.ROWS_WRITTEN_TOO),
 }
 SHAPES = [DecodeShape(32, n, h).label for h in (16, 64, 128) for n in (1024, 4096, 16384)]

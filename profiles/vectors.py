@@ -20,11 +20,12 @@ import torch
 from numpy.typing import NDArray
 
 from codegen import abi
-from dsl_kernels.dims import PARTIAL_ROW
+from dsl_kernels.dims import ITEM_WORDS, PARTIAL_ROW
 from dsl_kernels.spec import VariantSpec
 from profiles import record_wgmma as classes
 from profiles.record_wgmma import BF16, FP8, Bits
 from snapmla.testing import partials
+from snapmla.testing.reference_plan import NOTHING_HIDDEN
 
 Array = NDArray[Any]
 Rows = dict[str, Array]  # name -> (rows, ...) results
@@ -509,7 +510,7 @@ def _merge(case: KernelCase, device: Device) -> Result:
     )
     call(
         device, case.variant, o_accum=o_there, lse_accum=lse_there, split_begin=begin_there,
-        out=out, lse=lse_out, lse_factor=factor, empty_lse=empty,
+        **_alone(dev, "units"), out=out, lse=lse_out, lse_factor=factor, empty_lse=empty,
     )  # fmt: skip
     return Result(
         check, {"out": bits_of(out).reshape(-1, D_V), "lse": bits_of(lse_out).reshape(-1, 1)}
@@ -548,6 +549,14 @@ def _merge_states(case: KernelCase, device: Device) -> Result:
     )
 
 
+def _alone(device: torch.device, *names: str) -> dict[str, torch.Tensor]:
+    """Tables that are empty where every sequence is one unit of query rows."""
+    return {
+        name: torch.zeros((0, 2) if name == "units" else 0, dtype=torch.int32, device=device)
+        for name in names
+    }
+
+
 def _plan(case: KernelCase, device: Device) -> Result:
     """Several problems in one case; a row is one problem."""
     dev, bits, found, seen = device.torch_device, Bits(case.name), [], []
@@ -560,17 +569,19 @@ def _plan(case: KernelCase, device: Device) -> Result:
         lengths[0] = (-5, 2**31 - 1, lengths[0], 64)[i // 3 % 4]
         pieces = b + (b * 65536 // 64 // split_tiles if split_tiles else parts)
         planned = torch.zeros(b, dtype=torch.int32, device=dev)
-        work = torch.zeros((pieces, 4), dtype=torch.int32, device=dev)
+        work = torch.zeros((pieces, ITEM_WORDS), dtype=torch.int32, device=dev)
         part = torch.zeros(parts + 1, dtype=torch.int32, device=dev)
         split = torch.zeros(b + 1, dtype=torch.int32, device=dev)
         call(
             device, case.variant, cache_seqlens=torch.from_numpy(lengths).to(dev),
             work_items=work, part_begin=part, split_begin=split, planned_seqlens=planned,
             max_tokens=65536, token_tile=64, fixed_overhead=(4, 0, 1)[i % 3],
-            split_tiles=split_tiles,
+            split_tiles=split_tiles, num_heads=1, s_q=1, unit_rows=1, causal=0,
+            **_alone(dev, "cu_seqlens_q", "row_seqlens", "units", "unit_begin", "row_limits"),
         )  # fmt: skip
         seen.append(lengths)
-        both = [bits_of(x).reshape(-1) for x in (work, part, split, planned)]
+        tiles = work[:, :4].contiguous()  # the words that are recorded: rows follow from the first
+        both = [bits_of(x).reshape(-1) for x in (tiles, part, split, planned)]
         found.append(hash_rows(np.concatenate(both)[None])[0])
     return Result(digest(seen), {"plan": np.array(found)[:, None]})
 
@@ -665,14 +676,22 @@ def _problem(case: KernelCase) -> _Problem:
     )  # fmt: skip
 
 
-def _work(lengths: NDArray[np.int32], size: int, tile: int) -> tuple[list[NDArray[np.int32]], int]:
-    """([work items, part_begin, split_begin], slots): ``size`` tiles an item, two items a part."""
-    items: list[tuple[int, int, int, int]] = []
+def _work(
+    lengths: NDArray[np.int32], rows: int, size: int, tile: int
+) -> tuple[list[NDArray[np.int32]], int]:
+    """([work items, part_begin, split_begin], slots): ``size`` tiles an item, two items a part.
+
+    Args:
+        rows: query rows of a sequence.
+    """
+    items: list[tuple[int, ...]] = []
     split, slots = [0], 0
     for i, tiles in enumerate(-(-lengths // tile)):
         split_up = int(tiles > size)
         for first in range(0, max(int(tiles), 1), size):
-            items.append((i, first, min(first + size, int(tiles)), slots if split_up else -1))
+            own = (i * rows, (i + 1) * rows, NOTHING_HIDDEN, 0)
+            slot = slots if split_up else -1
+            items.append((i, first, min(first + size, int(tiles)), slot, *own))
             slots += split_up
         split.append(slots)
     part = [*range(0, len(items), 2), len(items)]
@@ -691,7 +710,8 @@ def _decode(case: KernelCase, device: Device) -> Result:
     pages = len(problem.scale) // spec.page_size
     cache = pool(pages, spec.page_size, LAYOUTS[case.index % 3], dev)
     fill(cache, problem.content, problem.rope, problem.scale)
-    plan, slots = _work(problem.lengths, 8 if case.index >= LONG else 2, spec.token_tile)
+    size = 8 if case.index >= LONG else 2
+    plan, slots = _work(problem.lengths, s_q * heads, size, spec.token_tile)
     work, part, split = (there(x) for x in plan)
     o_accum = torch.full((slots, rows_pad, PARTIAL_ROW), 5.0, dtype=torch.float16, device=dev)
     lse_accum = torch.full((slots, rows_pad), 5.0, device=dev)
@@ -699,12 +719,15 @@ def _decode(case: KernelCase, device: Device) -> Result:
     lse = torch.full((b, heads, s_q), 5.0, device=dev)
     factor, empty = ((LN2, float("-inf")), (1.0, float("inf")))[case.index // 2 % 2]
     results = {"out": out, "lse": lse, "lse_factor": factor, "empty_lse": empty}
-    partials = {"o_accum": o_accum, "lse_accum": lse_accum, "split_begin": split}
+    partials = {
+        "o_accum": o_accum, "lse_accum": lse_accum, "split_begin": split, **_alone(dev, "units")
+    }  # fmt: skip
     call(
         device, case.variant, q_nope=there(problem.q8), q_rope=bf16(problem.q_rope).to(dev),
         q_scale=there(problem.q_scale.view(np.float32)), **named(cache),
         block_table=there(problem.table), cache_seqlens=there(problem.lengths), work_items=work,
-        part_begin=part, **results, **partials, softmax_scale=SOFTMAX_SCALE,
+        part_begin=part, **_alone(dev, "row_limits"), **results, **partials,
+        softmax_scale=SOFTMAX_SCALE,
         causal=int(case.index % 3 != 2), may_split=0,
     )  # fmt: skip
     before = bits_of(out).reshape(-1, D_V)

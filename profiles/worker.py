@@ -211,7 +211,7 @@ class Worker:
         """Runs the very calls that are timed, first and last buffer, on poisoned outputs."""
         shape, page = problem.shape, pool.page_size
         requests = sorted({0, shape.batch - 1})
-        lengths = shape.lengths()
+        lengths, queries = shape.lengths(), shape.query_tokens()
         worst: Check | None = None
         for index in sorted({0, len(entry.calls) - 1}):
             for tensor in entry.outputs:
@@ -227,13 +227,20 @@ class Worker:
                     position = torch.arange(begin, end, device=self.device)
                     return pool.load(table[position // page] * page + position % page)
 
+                tokens = queries[request] if entry.packed else shape.s_q
                 truth = truths[request] = decode_truth(
-                    entry.query[request], keys, lengths[request], contenders.SOFTMAX_SCALE
-                )
+                    entry.query[request][-tokens:], keys, lengths[request],
+                    contenders.SOFTMAX_SCALE,
+                )  # fmt: skip
                 gates[request] = entrant.gate
                 if entry.mimic is not None:
-                    gates[request] = mimic_gate(entry.mimic(index, request), truth)
-            result = check_decode(out, lse, truths, gates, entrant.strict_lse)
+                    gates[request] = mimic_gate(entry.mimic(index, request)[-tokens:], truth)
+            if entry.packed:
+                result = check_decode(
+                    *unpacked(out, lse, queries, requests), truths, gates, entrant.strict_lse
+                )
+            else:
+                result = check_decode(out, lse, truths, gates, entrant.strict_lse)
             if worst is None or (not result.ok, result.error) > (not worst.ok, worst.error):
                 worst = result
         assert worst is not None
@@ -289,6 +296,14 @@ class Worker:
     def _raise_if_context_lost(self) -> None:
         """After an illegal access nothing works any more: leave, so that a new process goes on."""
         self._sync()
+
+
+def unpacked(
+    out: torch.Tensor, lse: torch.Tensor, queries: Sequence[int], requests: Sequence[int]
+) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
+    """Results of ``requests`` from packed ``out`` (total, h, 512) and ``lse`` (h, total)."""
+    spans = {i: slice(sum(queries[:i]), sum(queries[: i + 1])) for i in requests}
+    return {i: out[at] for i, at in spans.items()}, {i: lse[:, at] for i, at in spans.items()}
 
 
 def _check_fields(result: Check) -> dict[str, Any]:

@@ -16,10 +16,11 @@ from snapmla import torch_ops as _torch_ops  # noqa: F401 (registers operators a
 from snapmla._version import __version__
 from snapmla.attention import decode
 from snapmla.cache import PagedKVCache
+from snapmla.decode_plan import DecodePlan
 from snapmla.dispatch import explain
 from snapmla.errors import SnapMLAError, UnsupportedDeviceError, VariantError
 from snapmla.merge import merge_state, merge_states
-from snapmla.plan import DecodePlan, plan_decode
+from snapmla.plan import plan_decode
 from snapmla.quant import QuantizedQuery, append_kv, fetch_dequant, quantize_q
 
 __all__ = [

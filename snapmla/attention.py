@@ -1,4 +1,4 @@
-"""``decode``: MLA attention of a few query tokens per sequence over the paged FP8 cache."""
+"""``decode``: MLA attention of each sequence's query tokens over the paged FP8 cache."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from dsl_kernels.dims import KV_LORA_RANK
 from dsl_kernels.spec import decode_spec
 from snapmla import checks, launch, overlap, runtime, tracing
 from snapmla.cache import PagedKVCache, expect_cache
-from snapmla.plan import TENSORS, DecodePlan, PlanVariant, plan_decode
-from snapmla.quant import QuantizedQuery, expect_query, named
+from snapmla.decode_plan import TENSORS, DecodePlan, PlanVariant
+from snapmla.plan import plan_decode
+from snapmla.quant import QuantizedQuery, as_batch, expect_query, named
 
 LSE_FACTOR = {"e": math.log(2.0), "2": 1.0}
 EMPTY_LSE = {"-inf": -math.inf, "+inf": math.inf}
@@ -33,7 +34,7 @@ def _kernel(variant: PlanVariant, out_dtype: torch.dtype) -> runtime.Kernel:
     device, out = variant.device, OUT_NAMES[out_dtype]
     arch = runtime.arch_of(device)
     spec = decode_spec(variant.pipeline, variant.row_tile, variant.page_size, out, arch)
-    variant.kernels[out_dtype] = runtime.kernel(spec, device.type)
+    variant.kernels[out_dtype] = runtime.kernel(spec.replace(p_terms=variant.p_terms), device.type)
     return variant.kernels[out_dtype]
 
 
@@ -63,17 +64,19 @@ def decode(
     Results never require grad: this is inference.
 
     Args:
-        q: from ``quantize_q``; (b, s_q, h, ...).
+        q: from ``quantize_q``; (b, s_q, h, ...), or ragged (total_q, h, ...), which needs a plan.
         cache: pages that ``block_table`` points into.
         block_table: int32 (b, width); row i lists the pages of sequence i.  Entries past a
             sequence's end may be anything.
-        cache_seqlens: int32 (b,), tokens per sequence, the s_q new ones included; 0 is fine.
+        cache_seqlens: int32 (b,), tokens per sequence, the new ones included; 0 is fine.
         softmax_scale: factor of the logits, positive, at most 2**57.  There is no default:
             DeepSeek's models want ``192**-0.5 * mscale**2``, FlashMLA's default is ``576**-0.5``.
         plan: from ``plan_decode`` for these ``cache_seqlens``; None plans here (and allocates).
-        causal: query token s of s_q sees the first ``length - (s_q - 1 - s)`` tokens; False: all.
-        out: bfloat16 or float32 (b, s_q, h, 512), contiguous, memory of its own; None allocates.
-        lse: float32 (b, h, s_q), contiguous, memory of its own; None allocates.
+        causal: query token s of s_q sees the first ``length - (s_q - 1 - s)`` tokens; False: all,
+            with a plan made so.  Of no effect with a plan that has ``row_seqlens``.
+        out: bfloat16 or float32 (b, s_q, h, 512) or (total_q, h, 512), contiguous, memory of its
+            own; None allocates.
+        lse: float32 (b, h, s_q) or (h, total_q), contiguous, memory of its own; None allocates.
         lse_base: ``e`` for the natural logarithm of the sum of exponentials, ``2`` for base 2.
         empty_lse: LSE of a row that sees no token, ``-inf`` or ``+inf``; its output is 0.
         out_dtype: dtype of an allocated ``out``, bfloat16 if None.
@@ -98,21 +101,23 @@ def decode(
         try:
             if _fits_plan(q, cache, block_table, cache_seqlens, plan, out, lse, out_dtype):
                 return run_plan(
-                    (q.nope_u8, q.rope, q.row_scale), cache.arguments, block_table, cache_seqlens,
+                    q.arguments, cache.arguments, block_table, cache_seqlens,
                     plan, out, lse, out_dtype, options,
                 )  # fmt: skip
         except Exception as error:
             arguments = (q, cache, block_table, cache_seqlens, plan, out, lse, out_dtype, pipeline)
-            checks.explain(error, checked, *arguments)
+            checks.explain(error, checked, *arguments, causal=causal)
             raise
     if not tracing.plain(q, cache, block_table, cache_seqlens, plan, out, lse):
         return _traced(
             q, cache, block_table, cache_seqlens, plan, options, out, lse, out_dtype, pipeline
         )
-    plan = checked(q, cache, block_table, cache_seqlens, plan, out, lse, out_dtype, pipeline)
+    plan = checked(
+        q, cache, block_table, cache_seqlens, plan, out, lse, out_dtype, pipeline, causal=causal
+    )
     return run_plan(
-        (q.nope_u8, q.rope, q.row_scale), cache.arguments, block_table, cache_seqlens, plan, out,
-        lse, out_dtype, options,
+        q.arguments, cache.arguments, block_table, cache_seqlens, plan, out, lse, out_dtype,
+        options,
     )  # fmt: skip
 
 
@@ -137,17 +142,20 @@ def run_plan(
     if type(softmax_scale) is not float or not 0.0 < softmax_scale <= checks.MAX_SOFTMAX_SCALE:
         softmax_scale = checks.softmax_scale(softmax_scale)
     numbers = (softmax_scale, *_choices(causal, lse_base, empty_lse))
+    if plan.trims and not causal:
+        _check_causal(plan, causal)
+    given = out is not None and lse is not None
     if out is None:
         out = torch.empty(plan.out_shape, dtype=out_dtype or torch.bfloat16, device=plan.device)
     if lse is None:
         lse = torch.empty(plan.lse_shape, dtype=torch.float32, device=plan.device)
-    if plan.batch == 0:
+    if plan.idle:
         return out, lse
     if plan.check_stale:
         plan.check(cache_seqlens)
     launch_decode(
         query, cache, block_table, cache_seqlens, plan.variant, plan.arguments, plan.may_split,
-        (out, lse), numbers,
+        plan._kernel_results(out, lse, given) if plan.ragged else (out, lse), numbers,
     )  # fmt: skip
     return out, lse
 
@@ -177,19 +185,19 @@ def launch_decode(
     """One call of the exported function, which launches decode and merge, on checked arguments.
 
     Args:
-        query: content bytes, RoPE, one scale per row.
+        query: content bytes, RoPE, one scale per row; (b, s_q, h, ...).
         cache: content bytes, RoPE, scale.
         tables: as ``DecodePlan.arguments``.
         may_split: whether sequences may be cut; False saves the merge launch.
-        results: out, lse.
+        results: out, lse; (b, s_q, h, 512), (b, h, s_q).
         numbers: softmax_scale, causal, lse_factor, empty_lse.
     """
     out, lse = results
-    work_items, part_begin, o_accum, lse_accum, split_begin = tables
+    work_items, part_begin, split_begin, units, row_limits, o_accum, lse_accum = tables
     kernel = variant.kernels.get(out.dtype) or _kernel(variant, out.dtype)
     kernel(
-        *query, *cache, block_table, cache_seqlens, work_items, part_begin, split_begin, out, lse,
-        o_accum, lse_accum, *numbers, int(may_split),
+        *query, *cache, block_table, cache_seqlens, work_items, part_begin, split_begin, units,
+        row_limits, out, lse, o_accum, lse_accum, *numbers, int(may_split),
     )  # fmt: skip
 
 
@@ -208,7 +216,6 @@ def _traced(
     """``decode`` as an operator, for tracers; arguments as in ``run_plan``, checked."""
     expect_query("q", q)
     expect_cache(cache)
-    b, s_q, heads, _ = q.nope.shape
     if plan is None:
         if tracing.by_dynamo():
             return tracing.between_graphs(
@@ -216,27 +223,34 @@ def _traced(
                 softmax_scale=options[0], causal=options[1], lse_base=options[2],
                 empty_lse=options[3], out_dtype=out_dtype, pipeline=pipeline,
             )  # fmt: skip
-        checks.block_table(block_table, b, q.device)
-        plan = _planned(q, cache, block_table, cache_seqlens, pipeline)
-    page_size, device = cache.content.shape[1], q.nope.device
-    _check_plan(plan, b, s_q, heads, page_size, block_table, pipeline, device)
+        plan = _planned(q, cache, block_table, cache_seqlens, pipeline, options[1])
+    page_size, rows = cache.content.shape[1], tuple(q.nope.shape[:-1])
+    _check_plan(plan, rows, page_size, block_table, pipeline, q.nope.device)
     softmax_scale, causal, lse_base, empty_lse = options
+    _check_causal(plan, causal)
     causal_, lse_factor, empty = _choices(causal, lse_base, empty_lse)
     common = (
-        q.nope.view(torch.uint8), q.rope, q.scale, *cache.memory_now(), block_table,
-        cache_seqlens, plan.work_items, plan.part_begin, plan.split_begin, plan.o_accum,
-        plan.lse_accum, plan.pipeline, plan.row_tile, plan.can_split(), softmax_scale,
-        bool(causal_), lse_factor, empty,
+        *as_batch(q.nope.view(torch.uint8), q.rope, q.scale), *cache.memory_now(), block_table,
+        cache_seqlens, plan.work_items, plan.part_begin, plan.split_begin, plan.units,
+        plan.row_limits, plan.o_accum, plan.lse_accum, plan.pipeline, plan.row_tile,
+        plan.can_split(), softmax_scale, bool(causal_), lse_factor, empty,
     )  # fmt: skip
     if out is None and lse is None:
-        return torch.ops.snapmla.decode(*common, out_dtype or torch.bfloat16)
+        made = torch.ops.snapmla.decode(*common, out_dtype or torch.bfloat16, p_terms=plan.p_terms)
+        return (made[0].squeeze(0), made[1].squeeze(0)) if len(rows) == 2 else made
     if out is None:
-        shape = (b, s_q, heads, KV_LORA_RANK)
-        out = q.rope.new_empty(shape, dtype=out_dtype or torch.bfloat16)
+        out = q.rope.new_empty((*rows, KV_LORA_RANK), dtype=out_dtype or torch.bfloat16)
     if lse is None:
-        lse = q.rope.new_empty((b, heads, s_q), dtype=torch.float32)
-    torch.ops.snapmla.decode_out(*common, out, lse)
+        lse = q.rope.new_empty(_lse_shape(rows), dtype=torch.float32)
+    results = (out.unsqueeze(0), lse.unsqueeze(0)) if len(rows) == 2 else (out, lse)
+    torch.ops.snapmla.decode_out(*common, *results, p_terms=plan.p_terms)
     return out, lse
+
+
+def _lse_shape(rows: tuple[int, ...]) -> tuple[int, ...]:
+    """Shape of ``lse`` for rows (b, s_q, h) or (total_q, h)."""
+    *batch, tokens, heads = rows
+    return *batch, heads, tokens
 
 
 def _fits_plan(
@@ -326,24 +340,41 @@ def checked(
     lse: torch.Tensor | None,
     out_dtype: torch.dtype | None,
     pipeline: str | None,
+    *,
+    causal: bool = True,
 ) -> DecodePlan:
     """Checks all tensors with full messages; plans if no plan is given, launches nothing else."""
     expect_query("q", q)
     expect_cache(cache)
-    b, s_q, heads, _ = q.nope.shape
-    device = q.nope.device
+    rows, device = q.rows_shape, q.nope.device
     if cache.content.device != device:
         checks.value_error("cache", f"tensors on {device}, where q is", cache.content.device)
+    if plan is not None:
+        _expect_plan(plan)
+    b = _batch_of(q, plan)
     checks.block_table(block_table, b, device)
     checks.lengths(cache_seqlens, b, device)
-    _check_outputs(out, lse, (b, s_q, heads, KV_LORA_RANK), out_dtype, device)
+    _check_outputs(out, lse, rows, out_dtype, device)
     page_size = cache.page_size
     if plan is not None:
-        _check_plan(plan, b, s_q, heads, page_size, block_table, pipeline, device)
+        _check_plan(plan, rows, page_size, block_table, pipeline, device)
+        _check_causal(plan, causal)
     _check_apart(q, cache, block_table, cache_seqlens, plan, out, lse)
     if plan is not None:
         return plan
-    return _planned(q, cache, block_table, cache_seqlens, pipeline)
+    return _planned(q, cache, block_table, cache_seqlens, pipeline, causal)
+
+
+def _batch_of(q: QuantizedQuery, plan: DecodePlan | None) -> int:
+    """Sequences of a call; ragged queries do not tell."""
+    if not q.ragged:
+        return q.nope.shape[0]
+    if plan is None:
+        checks.value_error(
+            "plan", "one made with cu_seqlens_q, beside ragged queries", None,
+            "only a plan knows where a sequence's query tokens begin",
+        )  # fmt: skip
+    return plan.batch
 
 
 def _planned(
@@ -352,8 +383,10 @@ def _planned(
     block_table: torch.Tensor,
     cache_seqlens: torch.Tensor,
     pipeline: str | None,
+    causal: bool,
 ) -> DecodePlan:
     """A plan for a call that gave none."""
+    checks.block_table(block_table, _batch_of(q, None), q.nope.device)
     _, s_q, heads, _ = q.nope.shape
     return plan_decode(
         cache_seqlens,
@@ -361,6 +394,7 @@ def _planned(
         s_q,
         page_size=cache.content.shape[1],
         max_pages=max(block_table.shape[1], 1),
+        causal=causal,
         pipeline=pipeline,
     )
 
@@ -368,7 +402,7 @@ def _planned(
 def _check_outputs(
     out: torch.Tensor | None,
     lse: torch.Tensor | None,
-    shape: tuple[int, int, int, int],
+    rows: tuple[int, ...],
     out_dtype: torch.dtype | None,
     device: torch.device,
 ) -> None:
@@ -378,10 +412,9 @@ def _check_outputs(
         checks.type_error("out_dtype", wanted, out_dtype)
     if out is not None:
         dtypes = tuple(OUT_NAMES) if out_dtype is None else (out_dtype,)
-        checks.output("out", out, dtypes, shape, device)
+        checks.output("out", out, dtypes, (*rows, KV_LORA_RANK), device)
     if lse is not None:
-        b, s_q, heads, _ = shape
-        checks.output("lse", lse, (torch.float32,), (b, heads, s_q), device, align=4)
+        checks.output("lse", lse, (torch.float32,), _lse_shape(rows), device, align=4)
 
 
 def _check_apart(
@@ -405,28 +438,38 @@ def _check_apart(
     checks.apart("lse", lse, read)
 
 
+def _expect_plan(plan: object) -> None:
+    if not isinstance(plan, DecodePlan):
+        checks.type_error("plan", "a snapmla.DecodePlan or None", type(plan).__name__)
+
+
 def _check_plan(
     plan: DecodePlan,
-    b: int,
-    s_q: int,
-    heads: int,
+    rows: tuple[int, ...],
     page_size: int,
     block_table: torch.Tensor,
     pipeline: str | None,
     device: torch.device,
 ) -> None:
-    """Checks that ``plan`` was made for this call's shapes."""
-    if not isinstance(plan, DecodePlan):
-        checks.type_error("plan", "a snapmla.DecodePlan or None", type(plan).__name__)
+    """Checks that ``plan`` was made for this call's shapes; rows = (b, s_q, h) or (total_q, h)."""
+    _expect_plan(plan)
     if plan.work_items.device != device:
         checks.value_error("plan", f"a plan on {device}, where q is", plan.work_items.device)
-    got = (plan.batch, plan.s_q, plan.num_heads, plan.page_size)
-    if got != (b, s_q, heads, page_size):
-        names = "(b, s_q, num_heads, page_size)"
-        checks.value_error("plan", f"one made for {names} = {(b, s_q, heads, page_size)}", got)
+    got = (*plan._shape_of_rows(), plan.page_size)
+    if got != (*rows, page_size):
+        tokens = "b, s_q" if len(rows) == 3 else "total_q"
+        wanted = f"one made for ({tokens}, num_heads, page_size) = {(*rows, page_size)}"
+        checks.value_error("plan", wanted, got)
     _check_width(plan, block_table)
     if pipeline is not None:
         _check_pipeline(plan, pipeline)
+
+
+def _check_causal(plan: DecodePlan, causal: bool) -> None:
+    """That no tile is missing that the call would see."""
+    if plan.may_trim() and isinstance(causal, int) and not causal:
+        wanted = "True, as planned: tiles that the causal rule hides may be left out"
+        checks.value_error("causal", wanted, causal, "plan_decode(..., causal=False) serves both")
 
 
 def _check_width(plan: DecodePlan, block_table: torch.Tensor) -> None:

@@ -8,6 +8,7 @@ what to change: the particular advice if the check knows one, else ``ADVICE`` of
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
@@ -23,7 +24,7 @@ FP8 = torch.float8_e4m3fn
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})  # what surely has an address
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 MAX_HEADS = 128
-MAX_S_Q = 8
+MAX_ROWS = 2**29 - 1  # query tokens * heads: four counts a row fit int32 (smxx/merge.py)
 ALIGN = 16  # bytes; rows are moved by vector instructions and TMA
 TRANSPOSED = "it is transposed or strided inside a row: call .contiguous() once"
 # Kernels start their running maximum at -1e30, in log2 units: a logit below it would be no token.
@@ -73,12 +74,17 @@ ADVICE: dict[str, str] = {
     "plan": "make one for this step's shapes with snapmla.plan_decode",
     "pipeline": "leave it out to let the dispatcher choose",
     "row_tile": "leave it out to let the dispatcher choose",
+    "accuracy": "leave it out for one term of P, as fast as it gets",
     "num_parts": "leave it out to fill the device",
     "fixed_split_tokens": "leave it out to cut for balance",
     "fixed_overhead": "leave it out for the measured default",
     "max_pages": "the width of the block table",
     "num_heads": "query heads of this rank; without any no call is needed",
     "s_q": "query tokens of each sequence; without any no call is needed",
+    "cu_seqlens_q": "where each sequence's query tokens begin, and the end of the last",
+    "total_q": "the first extent of q",
+    "row_seqlens": "for each query token how many of its sequence's cached tokens it sees",
+    "row_blocks": "leave it out to go by how many SMs would idle",
     "check_stale": "leave it out to go by SNAPMLA_CHECK_PLAN",
     "num_pages": "pages of the pool",
     "softmax_scale": "DeepSeek models want 192**-0.5 * mscale**2; FlashMLA's default is 576**-0.5",
@@ -338,10 +344,15 @@ def num_heads(value: Any) -> int:
 
 
 def s_q(value: Any) -> int:
-    """Checks the number of query tokens per sequence, 1 to 8."""
-    more = isinstance(value, int) and value > MAX_S_Q
-    hint = "give decode at most 8 query tokens a sequence; more is prefill" if more else ""
-    return integer("s_q", value, 1, MAX_S_Q, hint)
+    """Checks the number of query tokens per sequence, 1 or more."""
+    return integer("s_q", value, 1, MAX_ROWS)
+
+
+def rows(name: str, tokens: int, heads: int) -> None:
+    """Checks how many query rows a call has: a kernel counts them in 32 bits."""
+    if tokens * heads > MAX_ROWS:
+        wanted = f"at most {MAX_ROWS} query tokens times heads"
+        value_error(name, wanted, f"{tokens} * {heads}", "split the tokens over several calls")
 
 
 def softmax_scale(value: Any) -> float:
@@ -431,26 +442,44 @@ def flag(name: str, value: Any) -> int:
 
 
 def query(nope: Any, rope: Any, scale: Any) -> None:
-    """Checks a quantised query: dtypes, shapes, contiguity, ranges of heads and s_q."""
-    tensor("q.nope", nope, (FP8,), ("b", "s_q", "num_heads", KV_LORA_RANK))
-    b, queries, heads, _ = nope.shape
-    s_q(queries)
-    num_heads(heads)
-    shape = (b, queries, heads, QK_ROPE_HEAD_DIM)
-    tensor("q.rope", rope, (torch.bfloat16,), shape, nope.device)
-    if isinstance(scale, torch.Tensor) and scale.ndim == 2:
-        tensor("q.scale", scale, (torch.float32,), (b, queries), nope.device)
-    else:
-        tensor("q.scale", scale, (torch.float32,), (b, queries, heads), nope.device)
+    """Checks a quantised query, of one or of ragged numbers of tokens: dtypes, shapes, contiguity,
+    ranges of heads and tokens."""
+    tokens = query_tokens("q.nope", nope)
+    tensor("q.nope", nope, (FP8,), (*tokens, "num_heads", KV_LORA_RANK))
+    outer = tuple(nope.shape[:-1])
+    query_rows(outer)
+    tensor("q.rope", rope, (torch.bfloat16,), (*outer, QK_ROPE_HEAD_DIM), nope.device)
+    shared = isinstance(scale, torch.Tensor) and scale.ndim == len(outer) - 1
+    tensor("q.scale", scale, (torch.float32,), outer[:-1] if shared else outer, nope.device)
     for name, part in (("q.nope", nope), ("q.rope", rope)):
         contiguous(name, part)
         _aligned(name, part)
+
+
+def query_tokens(name: str, value: Any) -> tuple[str, ...]:
+    """Names of the extents before ``num_heads``: a tensor of three dimensions is ragged."""
+    return ("total_q",) if isinstance(value, torch.Tensor) and value.ndim == 3 else ("b", "s_q")
+
+
+def query_rows(outer: tuple[int, ...]) -> None:
+    """Checks the extents (b, s_q, h) or (total_q, h) of a query."""
+    *tokens, heads = outer
+    if len(tokens) == 2:
+        s_q(tokens[1])
+    num_heads(heads)
+    rows("s_q" if len(tokens) == 2 else "total_q", math.prod(tokens), heads)
 
 
 def lengths(value: Any, batch: int | str, device: torch.device | None = None) -> None:
     """Checks ``cache_seqlens``: int32 (b,), contiguous.  Its values are never read here."""
     tensor("cache_seqlens", value, (torch.int32,), (batch,), device)
     contiguous("cache_seqlens", value)
+
+
+def vector(name: str, value: Any, shape: tuple[int, ...], device: torch.device) -> None:
+    """Checks an int32 table of a step: contiguous.  Its values are never read here."""
+    tensor(name, value, (torch.int32,), shape, device)
+    contiguous(name, value)
 
 
 def block_table(value: Any, batch: int, device: torch.device) -> None:

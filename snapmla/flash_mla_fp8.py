@@ -35,6 +35,7 @@ import torch
 from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK, QK_ROPE_HEAD_DIM
 from snapmla import attention, checks, launch, overlap, quant, tracing
 from snapmla.cache import PagedKVCache, expect_cache
+from snapmla.decode_plan import DecodePlan
 from snapmla.metadata_pair import (
     MAX_BATCH,
     Pair,
@@ -44,7 +45,6 @@ from snapmla.metadata_pair import (
     pair_of,
     planned_pair,
 )
-from snapmla.plan import DecodePlan
 from snapmla.quant import QuantizedQuery
 
 __all__ = [
@@ -55,7 +55,6 @@ __all__ = [
     "quantize_ckv_per_token_head",
 ]
 
-MAX_ROWS = checks.MAX_HEADS * checks.MAX_S_Q
 _FLAT_PAGES = (128, 64, 32, 16)  # any page size addresses a flat pool
 
 _BYTES = (checks.FP8, torch.uint8)
@@ -82,7 +81,7 @@ def get_mla_metadata(
 
     Args:
         cache_seqlens: int32 (b,), tokens per sequence, the new ones included.
-        num_heads_per_head_k: query rows of a sequence, s_q * num_heads, 1 to 1024.
+        num_heads_per_head_k: query rows of a sequence, s_q * num_heads.
         num_heads_k: 1; MLA shares one latent among all heads.
         max_batch: sequences the metadata tensor has room for; the same for all pairs that are
             copied onto one another.
@@ -105,7 +104,7 @@ def get_mla_metadata(
         )  # fmt: skip
     checks.lengths(cache_seqlens, "b")
     hint = "s_q * num_heads of one sequence"
-    rows = checks.integer("num_heads_per_head_k", num_heads_per_head_k, 1, MAX_ROWS, hint)
+    rows = checks.integer("num_heads_per_head_k", num_heads_per_head_k, 1, checks.MAX_ROWS, hint)
     checks.integer("num_heads_k", num_heads_k, 1, 1, "MLA shares one latent among all heads")
     checks.integer("max_batch", max_batch, 1)
     return planned_pair(cache_seqlens, rows, max_batch, out)
@@ -220,6 +219,7 @@ def _quick_decode(call: Call) -> tuple[Any, ...] | None:
         and q_nope.dtype is checks.FP8
         and lora_dtype in _BYTES
         and k_scale.shape == (pages, page_size, 1, 1)
+        and block_table.shape[0] == b  # the exported function knows sequences by their lengths
         and q_nope.__class__ is q_rope.__class__ is q_scale.__class__ is _Tensor
         and lora.__class__ is rope.__class__ is k_scale.__class__ is _Tensor
         and block_table.__class__ is cache_seqlens.__class__ is _Tensor
@@ -300,6 +300,10 @@ def _primary(
     """Query, cache and plan (None for an empty batch) as the primary API knows them."""
     (q_nope, q_rope, q_scale), (lora, rope, k_scale) = query, pool
     checks.integer("head_dim_v", head_dim_v, KV_LORA_RANK, KV_LORA_RANK)
+    if isinstance(q_nope, torch.Tensor) and q_nope.ndim == 3:
+        hint = "ragged queries are for snapmla.decode"
+        wanted = "shape (b, s_q, num_heads, 512)"
+        checks.value_error("q_nope", wanted, tuple(q_nope.shape), hint)
     _four_d("k_cache_lora", lora, KV_LORA_RANK)
     _four_d("k_cache_rope", rope, QK_ROPE_HEAD_DIM)
     _four_d("k_scale", k_scale, 1)
@@ -311,11 +315,12 @@ def _primary(
             checks.value_error("q_scale", wanted, tuple(q_scale.shape))
     q = QuantizedQuery(q_nope, q_rope, q_scale)
     cache = PagedKVCache.from_tensors(lora[:, :, 0], rope[:, :, 0], k_scale[:, :, 0, 0])
-    check_pair(*pair, q.batch, q.device)
-    checks.block_table(block_table, q.batch, q.device)
-    if not q.batch:
+    batch, s_q, heads, _ = q.nope.shape
+    check_pair(*pair, batch, q.device)
+    checks.block_table(block_table, batch, q.device)
+    if not batch:
         return q, cache, None
-    shape = (q.batch, q.num_heads, q.s_q, cache.page_size, block_table.shape[1])
+    shape = (batch, heads, s_q, cache.page_size, block_table.shape[1])
     if tracing.wanted(*pair):  # not one to keep: its memory is the tracer's
         return q, cache, make_plan(*pair, *shape, None)
     return q, cache, kept_plan(*pair, *shape)

@@ -4,6 +4,9 @@
 its slots of partial results.  What a ``DecodePlan`` has beside them is found again at each decode:
 plans over a pair are kept while their memory lives, workspaces one a stream.  Shared by all names
 that take a pair, so messages name these two arguments and ``get_mla_metadata``.
+
+A pair knows the number of query rows, not the tokens they are of, nor whether the call will be
+causal: it is planned in step, a unit a sequence, and leaves no tile out.
 """
 
 from __future__ import annotations
@@ -13,11 +16,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from dsl_kernels.dims import ITEM_WORDS
 from dsl_kernels.spec import VariantSpec
-from snapmla import checks, dispatch, env, launch, tracing
+from snapmla import checks, decode_plan, dispatch, env, launch, tracing
 from snapmla import plan as plans
 
-MAX_BATCH = 2048  # sequences that a metadata tensor holds unless told: 43 KB on an H200
+MAX_BATCH = 2048  # sequences that a metadata tensor holds unless told: 78 KB on an H200
 MOST_TOKENS = 1 << 30  # of a sequence in a plan that does not know the block table
 USUAL_PAGE = 64  # of every pipeline
 
@@ -26,20 +30,20 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 def width_for(parts: int, max_batch: int) -> int:
     """Columns of a (parts, width) tensor that holds the plan's tables: from the front the work
-    items, 4 * (parts + b); from the back part_begin, parts + 1, and the planned lengths, b."""
-    return -(-(4 * (parts + max_batch) + max_batch + parts + 1) // parts)
+    items, 8 * (parts + b); from the back part_begin, parts + 1, and the planned lengths, b."""
+    return -(-(ITEM_WORDS * (parts + max_batch) + max_batch + parts + 1) // parts)
 
 
 def capacity(metadata: torch.Tensor) -> int:
     """Sequences that a metadata tensor has room for."""
     parts, width = metadata.shape
-    return (parts * width - (parts + 1) - 4 * parts) // 5
+    return (parts * width - (parts + 1) - ITEM_WORDS * parts) // (ITEM_WORDS + 1)
 
 
 @functools.lru_cache(maxsize=16)
-def _kept_workspace(device: torch.device, stream: int, parts: int, rows_pad: int) -> Pair:
+def _kept_workspace(device: torch.device, stream: int, parts: int, unit_rows: int) -> Pair:
     """Partial results of one stream."""
-    return plans.new_workspace(torch.empty(0, device=device), 2 * parts, rows_pad)
+    return decode_plan.new_workspace(torch.empty(0, device=device), 2 * parts, unit_rows)
 
 
 def _stream_of(device: torch.device) -> int | None:
@@ -51,14 +55,14 @@ def _stream_of(device: torch.device) -> int | None:
     return torch._C._cuda_getCurrentRawStream(device.index)
 
 
-def _workspace(metadata: torch.Tensor, stream: int | None, parts: int, rows_pad: int) -> Pair:
+def _workspace(metadata: torch.Tensor, stream: int | None, parts: int, unit_rows: int) -> Pair:
     """The stream's workspace; under capture a fresh one, which lives in the graph's memory."""
     if stream is None:
-        return plans.new_workspace(metadata, 2 * parts, rows_pad)
-    return _kept_workspace(metadata.device, stream, parts, rows_pad)
+        return decode_plan.new_workspace(metadata, 2 * parts, unit_rows)
+    return _kept_workspace(metadata.device, stream, parts, unit_rows)
 
 
-class PairPlan(plans.DecodePlan):
+class PairPlan(decode_plan.DecodePlan):
     """A plan over a pair's memory, planned before anyone knew the block table."""
 
     _STALE = (
@@ -96,49 +100,70 @@ def tables_of(metadata: torch.Tensor, batch: int) -> Tables:
     """The tables of a plan for ``batch`` sequences; the work list with all the room there is."""
     flat, parts = metadata.view(-1), metadata.shape[0]
     tail, room = flat.shape[0] - (parts + 1), parts + capacity(metadata)
-    items = flat[: 4 * room].view(room, 4)
+    items = flat[: ITEM_WORDS * room].view(room, ITEM_WORDS)
     return Tables(items, flat[tail:], flat[tail - batch : tail])
 
 
 def make_plan(
     metadata: torch.Tensor, num_splits: torch.Tensor, batch: int, num_heads: int, s_q: int,
     page_size: int, max_pages: int, stream: int | None,
-) -> plans.DecodePlan:  # fmt: skip
+) -> decode_plan.DecodePlan:  # fmt: skip
     """A ``DecodePlan`` over the checked pair's memory."""
     num_heads, s_q = checks.num_heads(num_heads), checks.s_q(s_q)
+    checks.rows("s_q", batch * s_q, num_heads)
     page_size = checks.page_size(page_size)
     max_pages = checks.integer("max_pages", max_pages, 1)
     parts, rows = metadata.shape[0], num_heads * s_q
     spec = dispatch.choose(metadata.device, num_heads, s_q, page_size)
-    rows_pad = -(-rows // spec.row_tile) * spec.row_tile
-    o_accum, lse_accum = _workspace(metadata, stream, parts, rows_pad)
+    unit_rows = dispatch.rows_of_unit(rows, spec, in_step=True)
+    o_accum, lse_accum = _workspace(metadata, stream, parts, unit_rows)
+    units, unit_begin, row_limits = _no_tables(metadata)
     return PairPlan(
         **tables_of(metadata, batch)._asdict(),
         split_begin=num_splits,
+        units=units,
+        unit_begin=unit_begin,
+        row_limits=row_limits,
         o_accum=o_accum,
         lse_accum=lse_accum,
         batch=batch,
         num_heads=num_heads,
         s_q=s_q,
+        total_q=batch * s_q,
         page_size=page_size,
         max_pages=max_pages,
         num_parts=parts,
         pipeline=spec.pipeline,
         row_tile=spec.row_tile,
+        unit_rows=unit_rows,
         token_tile=spec.token_tile,
         fixed_overhead=plans.DEFAULT_FIXED_OVERHEAD,
+        causal=False,
         check_stale=env.CHECK_PLAN.enabled(),
     )
 
 
-_plans: dict[tuple[object, ...], plans.DecodePlan] = {}
+def _no_tables(metadata: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """units, unit_begin and row_limits of a plan in which a sequence is a unit."""
+    if tracing.wanted(metadata):
+        return metadata.new_empty((0, 2)), metadata.new_empty(0), metadata.new_empty(0)
+    return _kept_no_tables(metadata.device)
+
+
+@functools.lru_cache(maxsize=16)
+def _kept_no_tables(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    units, begin, limits = (torch.empty(0, dtype=torch.int32, device=device) for _ in range(3))
+    return units.view(0, 2), begin, limits
+
+
+_plans: dict[tuple[object, ...], decode_plan.DecodePlan] = {}
 KEPT_PLANS = 64  # a few per captured batch size; each holds a metadata tensor
 
 
 def kept_plan(
     metadata: torch.Tensor, num_splits: torch.Tensor, batch: int, num_heads: int, s_q: int,
     page_size: int, max_pages: int,
-) -> plans.DecodePlan:  # fmt: skip
+) -> decode_plan.DecodePlan:  # fmt: skip
     """The pair's plan, checked and made once for all layers of a step.
 
     A kept plan holds the pair's memory, so addresses in the key cannot have become other tensors';
@@ -213,6 +238,7 @@ def planned_pair(cache_seqlens: torch.Tensor, rows: int, max_batch: int, out: Pa
         out: a pair to write into; unchecked.
     """
     device, batch = cache_seqlens.device, cache_seqlens.shape[0]
+    checks.rows("num_heads_per_head_k", batch, rows)
     if out is None:
         parts = plans.default_num_parts(device, rows, kernel_for(device, rows))
         if batch > max_batch:
@@ -229,12 +255,13 @@ def planned_pair(cache_seqlens: torch.Tensor, rows: int, max_batch: int, out: Pa
     check_pair(metadata, num_splits, batch, device)
     if batch:
         tables, overhead = tables_of(metadata, batch), plans.DEFAULT_FIXED_OVERHEAD
-        token_tile = kernel_for(device, rows).token_tile
-        longest = (plans.MAX_COST // batch - overhead) * token_tile  # the sum stays in 32 bits
+        spec = kernel_for(device, rows)
+        longest = (plans.MAX_COST // batch - overhead) * spec.token_tile  # the sum fits 32 bits
         traced = tracing.wanted(cache_seqlens, metadata, num_splits)
-        (torch.ops.snapmla.plan_update if traced else plans.launch_plan)(
-            cache_seqlens, tables.work_items, tables.part_begin, num_splits,
-            tables.planned_seqlens, min(longest, MOST_TOKENS), token_tile,
-            overhead, 0,
+        (torch.ops.snapmla.plan_update if traced else decode_plan.launch_plan)(
+            cache_seqlens, None, None, tables.work_items, tables.part_begin, num_splits,
+            tables.planned_seqlens, *_no_tables(metadata), min(longest, MOST_TOKENS),
+            spec.token_tile, overhead, 0, 1, rows,
+            dispatch.rows_of_unit(rows, spec, in_step=True), False,
         )  # fmt: skip
     return metadata, num_splits

@@ -10,28 +10,32 @@ from typing import TYPE_CHECKING
 from snapmla import checks
 
 if TYPE_CHECKING:
-    from snapmla.plan import DecodePlan
+    from snapmla.decode_plan import DecodePlan
 
-Item = tuple[int, int, int, int]  # sequence, first tile, end tile, slot
+# sequence, first tile, end tile, slot, first row, end row of the sequence, first hidden token, 0
+Item = tuple[int, ...]
 
 
 def explain(plan: DecodePlan, limit: int) -> str:
     """The text of ``DecodePlan.explain``; at most ``limit`` sequences and parts are listed."""
     checks.integer("limit", limit, 0)
     everything: list[Item] = [tuple(row) for row in plan.work_items.tolist()]
+    units = plan.unit_begin.tolist() or _even(plan)
     begin, slots_of = plan.part_begin.tolist(), plan.split_begin.tolist()
-    damage = list(_damage(plan, everything, begin, slots_of))
+    damage = list(_damage(plan, everything, begin, slots_of, units))
     if damage:
         shown = [f"  {line}" for line in damage[: max(limit, 1)]]
         head = "decode plan: its tables are damaged (plan.update_ writes them anew)"
         return "\n".join([head, *shown, *_rest(len(damage), max(limit, 1), "entries")])
     items = everything[: begin[-1]]
     parts = [items[x:y] for x, y in itertools.pairwise(begin)]
-    costs = [sum(end - first + plan.fixed_overhead for _, first, end, _ in p) for p in parts]
+    costs = [sum(item[2] - item[1] + plan.fixed_overhead for item in p) for p in parts]
     busy = [cost for cost in costs if cost]
     lines = [
-        f"decode plan: {plan.batch} sequences, {plan.num_heads} heads x {plan.s_q} query tokens, "
-        f"pipeline {plan.pipeline}, row tile {plan.row_tile}, on {plan.device}",
+        f"decode plan: {plan.batch} sequences, {plan.num_heads} heads x {_tokens(plan)}, "
+        f"pipeline {plan.pipeline}, row tile {plan.row_tile}, on {plan.device}"
+        + ("" if plan.p_terms == 1 else f", {plan.p_terms} terms of P"),
+        *_units(plan, units),
         _rule(plan),
         f"{len(items)} items in {len(busy)} of {plan.num_parts} parts; an item costs its "
         f"{plan.token_tile}-token tiles + {plan.fixed_overhead}",
@@ -48,32 +52,64 @@ def explain(plan: DecodePlan, limit: int) -> str:
         f"{plan.workspace_bytes / 1e6:.1f} MB; merge "
         + ("runs for split sequences" if plan.may_split else "is never launched")
     )
-    return "\n".join(lines + _sequences(plan, parts, limit) + _parts(parts, costs, limit))
+    shown = _sequences(plan, parts, units, limit) + _parts(plan, parts, costs, limit)
+    return "\n".join(lines + shown)
+
+
+def _even(plan: DecodePlan) -> list[int]:
+    """First unit of each sequence, and their number, where all have the same."""
+    each = plan.n_units // max(plan.batch, 1)
+    return [i * each for i in range(plan.batch + 1)]
+
+
+def _tokens(plan: DecodePlan) -> str:
+    if plan.s_q is None:
+        return f"ragged query tokens, {plan.total_q} at most"
+    return f"{plan.s_q} query tokens"
+
+
+def _units(plan: DecodePlan, units: list[int]) -> list[str]:
+    """What a unit is, where one is not a sequence."""
+    lines = []
+    if plan.units.shape[0]:
+        lines.append(
+            f"{units[-1]} units of {plan.unit_rows} query rows, each scheduled for itself; a "
+            f"sequence has up to {max(y - x for x, y in itertools.pairwise(units))}"
+        )
+    if plan.row_limits.shape[0]:
+        lines.append("each query token sees as many tokens as row_seqlens says")
+    elif not plan.causal:
+        lines.append("no tile is left out that the causal rule would hide")
+    return lines
 
 
 def _damage(
-    plan: DecodePlan, items: list[Item], begin: list[int], slots_of: list[int]
+    plan: DecodePlan, items: list[Item], begin: list[int], slots_of: list[int], units: list[int]
 ) -> Iterator[str]:
     """What no planning kernel writes: entries out of range or out of order."""
     for name, values, most in (
         ("part_begin", begin, len(items)),
         ("split_begin", slots_of, plan.o_accum.shape[0]),
+        *([("unit_begin", units, plan.n_units)] if plan.ragged else []),
     ):
         for i, (value, least) in enumerate(zip(values, [0, *values])):
             if not least <= value <= most or (i == 0 and value):
                 wanted = f"{least} to {most}" if i else "0"
                 yield f"{name}[{i}] is {value}, expected {wanted}"
     slots = plan.o_accum.shape[0]
-    for i, (batch, first, end, slot) in enumerate(items[: max(begin[-1], 0)]):
+    used, rows = items[: max(begin[-1], 0)], plan.total_q * plan.num_heads
+    for i, (batch, first, end, slot, row, end_row, *_) in enumerate(used):
         if not 0 <= batch < plan.batch:
             yield f"work_items[{i}] is of sequence {batch}, expected 0 to {plan.batch - 1}"
         elif not 0 <= first <= end:
             yield f"work_items[{i}] has tiles {first}..{end}, expected an ascending range"
         elif not -1 <= slot < slots:
             yield f"work_items[{i}] has slot {slot}, expected -1 to {slots - 1}"
-    known = {item[0] for item in items[: max(begin[-1], 0)]}
-    for i in range(plan.batch):
-        if i not in known:
+        elif not 0 <= row < end_row <= rows:
+            yield f"work_items[{i}] has rows {row}..{end_row}, expected a range within {rows}"
+    known = {item[0] for item in used}
+    for i, (first, end) in enumerate(itertools.pairwise(units)):
+        if i not in known and first < end:
             yield f"no item is of sequence {i}"
 
 
@@ -84,8 +120,10 @@ def _rule(plan: DecodePlan) -> str:
     return "sequences are cut so that the costliest part costs as little as possible"
 
 
-def _sequences(plan: DecodePlan, parts: list[list[Item]], limit: int) -> list[str]:
-    """One line a sequence: tokens, items, the parts that work on it."""
+def _sequences(
+    plan: DecodePlan, parts: list[list[Item]], units: list[int], limit: int
+) -> list[str]:
+    """One line a sequence: tokens, units, items, the parts that work on it."""
     workers: dict[int, list[int]] = defaultdict(list)
     for number, part in enumerate(parts):
         for item in part:
@@ -93,24 +131,35 @@ def _sequences(plan: DecodePlan, parts: list[list[Item]], limit: int) -> list[st
     lengths, capacity = plan.planned_seqlens.tolist(), plan.max_pages * plan.page_size
     lines = []
     for i, length in list(enumerate(lengths))[:limit]:
-        own = workers[i]
+        own, count = workers[i], units[i + 1] - units[i]
         clamped = f" (clamped to {capacity})" if length > capacity else ""
+        if not count:
+            lines.append(f"  sequence {i}: {length} tokens{clamped}, no query tokens")
+            continue
         who = f"part {own[0]}" if own[0] == own[-1] else f"parts {own[0]} to {own[-1]}"
-        how = "written directly" if len(own) == 1 else f"{len(own)} pieces, merged"
-        lines.append(f"  sequence {i}: {length} tokens{clamped}, {who}, {how}")
+        how = "written directly" if len(own) == count else f"{len(own)} pieces, merged"
+        several = f"{count} units, " if count > 1 else ""
+        lines.append(f"  sequence {i}: {length} tokens{clamped}, {several}{who}, {how}")
     return lines + _rest(len(lengths), limit, "sequences")
 
 
-def _parts(parts: list[list[Item]], costs: list[int], limit: int) -> list[str]:
+def _parts(plan: DecodePlan, parts: list[list[Item]], costs: list[int], limit: int) -> list[str]:
     """One line a part: its items."""
     lines = []
     for number, part in list(enumerate(parts))[:limit]:
-        texts = [
-            f"sequence {batch} tiles {first}..{end}" + (f" -> slot {slot}" if slot >= 0 else "")
-            for batch, first, end, slot in part[:limit]
-        ] + _rest(len(part), limit, "items", "")
+        texts = [_item(plan, item) for item in part[:limit]]
+        texts += _rest(len(part), limit, "items", "")
         lines.append(f"  part {number}: cost {costs[number]}: {', '.join(texts) or 'idle'}")
     return lines + _rest(len(parts), limit, "parts")
+
+
+def _item(plan: DecodePlan, item: Item) -> str:
+    batch, first, end, slot, row, end_row, *_ = item
+    rows = ""
+    if plan.units.shape[0]:
+        rows = f" rows {row}..{min(row + plan.unit_rows, end_row)}"
+    where = f" -> slot {slot}" if slot >= 0 else ""
+    return f"sequence {batch}{rows} tiles {first}..{end}{where}"
 
 
 def _rest(count: int, limit: int, what: str, indent: str = "  ") -> list[str]:

@@ -30,11 +30,13 @@ class QuantizedQuery(launch.OverTensors):
     """A quantised query: q_nope is ``nope * scale``, q_rope is ``rope * scale``.
 
     Attributes:
-        nope: float8_e4m3fn (b, s_q, h, 512), contiguous.
+        nope: float8_e4m3fn (b, s_q, h, 512), contiguous; ragged queries are packed,
+            (total_q, h, 512), and so for the other two.
         rope: bfloat16 (b, s_q, h, 64), contiguous, divided by the scale.
         scale: float32 (b, s_q, h) for granularity ``token_head``, (b, s_q) for ``token``.
         nope_u8: ``nope`` as bytes.
         row_scale: ``scale`` as (b, s_q, h), stride 0 over heads for granularity ``token``.
+        arguments: nope_u8, rope, row_scale as kernels take them: ragged ones (1, total_q, h, ...).
         plain: whether kernels may take the addresses of its tensors.
 
     Raises:
@@ -51,6 +53,7 @@ class QuantizedQuery(launch.OverTensors):
     scale: torch.Tensor
     nope_u8: torch.Tensor = field(init=False, repr=False)
     row_scale: torch.Tensor = field(init=False, repr=False)
+    arguments: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not torch.compiler.is_compiling():  # a tracer's tensors have no address to check
@@ -59,40 +62,59 @@ class QuantizedQuery(launch.OverTensors):
             if not tracing.plain(self.nope, self.rope, self.scale):
                 object.__setattr__(self, "plain", False)
         object.__setattr__(self, "nope_u8", self.nope.view(torch.uint8))
-        object.__setattr__(self, "row_scale", per_row(self.scale, self.nope.shape[2]))
+        object.__setattr__(self, "row_scale", per_row(self.scale, self.nope.shape[:-1]))
+        query = (self.nope_u8, self.rope, self.row_scale)
+        object.__setattr__(self, "arguments", as_batch(*query))
 
     @functools.cached_property
-    def rows_shape(self) -> tuple[int, int, int]:
-        """(b, s_q, h)"""
-        b, s_q, heads, _ = self.nope.shape
-        return b, s_q, heads
+    def rows_shape(self) -> tuple[int, ...]:
+        """(b, s_q, h); (total_q, h) of ragged queries"""
+        return tuple(self.nope.shape[:-1])
+
+    @property
+    def ragged(self) -> bool:
+        """Whether sequences have different numbers of query tokens, packed one after another."""
+        return self.nope.ndim == 3
 
     @property
     def granularity(self) -> str:
-        return "token_head" if self.scale.ndim == 3 else "token"
+        return "token_head" if self.scale.ndim == self.nope.ndim - 1 else "token"
 
     @property
-    def batch(self) -> int:
-        return self.nope.shape[0]
+    def batch(self) -> int | None:
+        """Sequences; None of ragged queries, which do not tell."""
+        return None if self.ragged else self.nope.shape[0]
 
     @property
-    def s_q(self) -> int:
-        return self.nope.shape[1]
+    def s_q(self) -> int | None:
+        """Query tokens of every sequence; None of ragged queries."""
+        return None if self.ragged else self.nope.shape[1]
 
     @property
     def num_heads(self) -> int:
-        return self.nope.shape[2]
+        return self.nope.shape[-2]
 
     @property
     def device(self) -> torch.device:
         return self.nope.device
 
 
-def per_row(scale: torch.Tensor, heads: int) -> torch.Tensor:
-    """A scale (b, s_q, h), or (b, s_q) of whole tokens, as (b, s_q, h) without copying."""
-    if scale.ndim == 3:
+def per_row(scale: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+    """A scale of ``rows``, (b, s_q, h) or (total_q, h), or of whole tokens, as that of rows without
+    copying."""
+    if scale.ndim == len(rows):
         return scale
-    return scale.unsqueeze(-1).expand(*scale.shape, heads)
+    return scale.unsqueeze(-1).expand(*scale.shape, rows[-1])
+
+
+Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def as_batch(nope: torch.Tensor, rope: torch.Tensor, scale: torch.Tensor) -> Triple:
+    """Parts of a query as kernels take them: ragged ones are of one sequence for them."""
+    if nope.ndim == 4:
+        return nope, rope, scale
+    return nope.unsqueeze(0), rope.unsqueeze(0), scale.unsqueeze(0)
 
 
 @functools.lru_cache(maxsize=256)
@@ -205,8 +227,9 @@ def quantize_q(
 
     Args:
         q_nope: bfloat16, float16 or float32 (b, s_q, h, 512), absorbed into the latent space;
-            1 <= h <= 128, 1 <= s_q <= 8; may be strided with 16-byte aligned rows.
-        q_rope: same dtype, (b, s_q, h, 64), RoPE already applied.
+            1 <= h <= 128, s_q >= 1; may be strided with 16-byte aligned rows.  Ragged queries are
+            packed: (total_q, h, 512).
+        q_rope: same dtype, (b, s_q, h, 64) or (total_q, h, 64), RoPE already applied.
         granularity: ``token_head``: a scale per token and head; ``token``: per token.
         out: tensors to write into; None allocates.
 
@@ -228,13 +251,13 @@ def quantize_now(
 ) -> QuantizedQuery:
     """``quantize_q`` on tensors with memory, whoever traces."""
     checks.choice("granularity", granularity, GRANULARITIES)
-    checks.tensor("q_nope", q_nope, checks.FLOATS, ("b", "s_q", "num_heads", KV_LORA_RANK))
-    b, s_q, heads, _ = q_nope.shape
-    checks.s_q(s_q)
-    checks.num_heads(heads)
-    rope_shape = (b, s_q, heads, QK_ROPE_HEAD_DIM)
+    tokens = checks.query_tokens("q_nope", q_nope)
+    checks.tensor("q_nope", q_nope, checks.FLOATS, (*tokens, "num_heads", KV_LORA_RANK))
+    rows = tuple(q_nope.shape[:-1])
+    checks.query_rows(rows)
+    rope_shape = (*rows, QK_ROPE_HEAD_DIM)
     checks.tensor("q_rope", q_rope, (q_nope.dtype,), rope_shape, q_nope.device)
-    scale_shape = (b, s_q, heads) if granularity == "token_head" else (b, s_q)
+    scale_shape = rows if granularity == "token_head" else rows[:-1]
     device = q_nope.device
     if out is None:
         out = _empty_query(tuple(q_nope.shape), scale_shape, device)
@@ -243,12 +266,15 @@ def quantize_now(
         checks.tensor("out.nope", out.nope, (checks.FP8,), tuple(q_nope.shape), device)
         checks.output("out.scale", out.scale, (torch.float32,), scale_shape, device, align=4)
         _check_query_apart(q_nope, q_rope, out)
-    if b == 0:
+    if not rows[0]:
         return out
     checks.aligned_rows("q_nope", q_nope)
     checks.aligned_rows("q_rope", q_rope)
     kernel = _kernel(device, "quantize_q", in_dtype=_SHORT[q_nope.dtype], mode=granularity)
-    kernel(q_nope, q_rope, out.nope_u8, out.rope, out.scale)
+    nope_u8, rope, _ = out.arguments
+    if len(rows) == 2:
+        q_nope, q_rope = q_nope.unsqueeze(0), q_rope.unsqueeze(0)
+    kernel(q_nope, q_rope, nope_u8, rope, out.scale if len(rows) == 3 else out.scale.unsqueeze(0))
     return out
 
 
@@ -275,13 +301,16 @@ def _empty_query(
     """Uninitialised tensors that need no checks: made to measure."""
     query = object.__new__(QuantizedQuery)
     nope_u8 = torch.empty(shape, dtype=torch.uint8, device=device)
+    rope = nope_u8.new_empty((*shape[:-1], QK_ROPE_HEAD_DIM), dtype=torch.bfloat16)
     scale = torch.empty(scale_shape, dtype=torch.float32, device=device)
+    row_scale = per_row(scale, shape[:-1])
     for name, value in (
         ("nope", nope_u8.view(checks.FP8)),
-        ("rope", nope_u8.new_empty((*shape[:-1], QK_ROPE_HEAD_DIM), dtype=torch.bfloat16)),
+        ("rope", rope),
         ("scale", scale),
         ("nope_u8", nope_u8),
-        ("row_scale", per_row(scale, shape[-2])),
+        ("row_scale", row_scale),
+        ("arguments", as_batch(nope_u8, rope, row_scale)),
     ):
         object.__setattr__(query, name, value)
     return query

@@ -9,23 +9,27 @@ them.
     append_kv(content!, rope?!, scale?!, c_kv, k_rope, slot_mapping)
     quantize_q(q_nope, q_rope, granularity) -> (nope, rope, scale)
     quantize_q_out(q_nope, q_rope, granularity, nope!, rope!, scale!)
-    plan_update(cache_seqlens, work_items!, part_begin!, split_begin!, planned_seqlens!, max_tokens,
-        token_tile, fixed_overhead, split_tiles)
+    plan_update(cache_seqlens, cu_seqlens_q?, row_seqlens?, work_items!, part_begin!, split_begin!,
+        planned_seqlens!, units!, unit_begin!, row_limits!, max_tokens, token_tile, fixed_overhead,
+        split_tiles, num_heads, s_q, unit_rows, causal)
     decode(q_nope, q_rope, q_scale, content, rope?, scale?, block_table, cache_seqlens, work_items,
-        part_begin, split_begin, o_accum!, lse_accum!, pipeline, row_tile, may_split,
-        softmax_scale, causal, lse_factor, empty_lse, out_dtype) -> (out, lse)
-    decode_out(..., out!, lse!)
+        part_begin, split_begin, units, row_limits, o_accum!, lse_accum!, pipeline, row_tile,
+        may_split, softmax_scale, causal, lse_factor, empty_lse, out_dtype, *, p_terms=1)
+        -> (out, lse)
+    decode_out(..., out!, lse!, *, p_terms=1)
     fetch_dequant(content, rope?, scale?, where, cache_seqlens?, dtype) -> (c_kv, k_rope)
     fetch_dequant_out(content, rope?, scale?, where, cache_seqlens?, c_kv!, k_rope!)
     merge_states(outs[], lses[], stacked, lse_factor) -> (out, lse)
     merge_states_out(outs[], lses[], stacked, lse_factor, out!, lse!)
 
-``!`` is written.  ``content`` and ``nope`` are the FP8 bytes as uint8, ``q_scale`` is (b, s_q, h)
-or (b, s_q).  Where content, RoPE and scale are views of one memory, operators take that memory
+``!`` is written. ``content`` and ``nope`` are the FP8 bytes as uint8, ``q_scale`` is (b, s_q, h) or
+(b, s_q). ``decode`` takes ragged queries, and gives their results, as those of one sequence, (1,
+total_q, h, ...); ``row_seqlens`` is flat, and ``s_q`` of ``plan_update`` then total_q. Where
+content, RoPE and scale are views of one memory, operators take that memory
 (``PagedKVCache.memory``): (block, None, None) for layout ``paged``, (rows, None, scale) for
-``row640``.  ``outs`` and ``lses`` are the parts, or with ``stacked`` one tensor of them each;
-``out!`` and ``lse!`` may be those of a part.  The cache, ``plan`` and ``q`` are pytrees of their
-tensors, so they may be arguments of compiled functions.  Operators have no gradients, and their
+``row640``. ``outs`` and ``lses`` are the parts, or with ``stacked`` one tensor of them each;
+``out!`` and ``lse!`` may be those of a part. The cache, ``plan`` and ``q`` are pytrees of their
+tensors, so they may be arguments of compiled functions. Operators have no gradients, and their
 results never require any: this is inference.
 """
 
@@ -37,18 +41,19 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from dsl_kernels.dims import KV_LORA_RANK, PARTIAL_ROW, QK_ROPE_HEAD_DIM
-from snapmla import attention, checks, layouts, merge, plan, quant
+from dsl_kernels.dims import ITEM_WORDS, KV_LORA_RANK, PARTIAL_ROW, QK_ROPE_HEAD_DIM
+from snapmla import attention, checks, layouts, merge, quant
 from snapmla.cache import PagedKVCache
-from snapmla.plan import DecodePlan, PlanVariant
+from snapmla.decode_plan import STATIC, TENSORS, DecodePlan, PlanVariant, launch_plan
 from snapmla.quant import QuantizedQuery
 
 NAMESPACE = "snapmla"
 _DECODE_ARGUMENTS = (
     "Tensor q_nope, Tensor q_rope, Tensor q_scale, Tensor content, Tensor? rope, Tensor? scale, "
     "Tensor block_table, Tensor cache_seqlens, Tensor work_items, Tensor part_begin, "
-    "Tensor split_begin, Tensor(a!) o_accum, Tensor(b!) lse_accum, str pipeline, int row_tile, "
-    "bool may_split, float softmax_scale, bool causal, float lse_factor, float empty_lse"
+    "Tensor split_begin, Tensor units, Tensor row_limits, Tensor(a!) o_accum, "
+    "Tensor(b!) lse_accum, str pipeline, int row_tile, bool may_split, float softmax_scale, "
+    "bool causal, float lse_factor, float empty_lse"
 )
 _FETCH_ARGUMENTS = (
     "Tensor content, Tensor? rope, Tensor? scale, Tensor where, Tensor? cache_seqlens"
@@ -60,11 +65,13 @@ SCHEMAS = (
     "quantize_q(Tensor q_nope, Tensor q_rope, str granularity) -> (Tensor, Tensor, Tensor)",
     "quantize_q_out(Tensor q_nope, Tensor q_rope, str granularity, Tensor(a!) nope, "
     "Tensor(b!) rope, Tensor(c!) scale) -> ()",
-    "plan_update(Tensor cache_seqlens, Tensor(a!) work_items, Tensor(b!) part_begin, "
-    "Tensor(c!) split_begin, Tensor(d!) planned_seqlens, int max_tokens, int token_tile, "
-    "int fixed_overhead, int split_tiles) -> ()",
-    f"decode({_DECODE_ARGUMENTS}, ScalarType out_dtype) -> (Tensor, Tensor)",
-    f"decode_out({_DECODE_ARGUMENTS}, Tensor(c!) out, Tensor(d!) lse) -> ()",
+    "plan_update(Tensor cache_seqlens, Tensor? cu_seqlens_q, Tensor? row_seqlens, "
+    "Tensor(a!) work_items, Tensor(b!) part_begin, Tensor(c!) split_begin, "
+    "Tensor(d!) planned_seqlens, Tensor(e!) units, Tensor(f!) unit_begin, Tensor(g!) row_limits, "
+    "int max_tokens, int token_tile, int fixed_overhead, int split_tiles, int num_heads, int s_q, "
+    "int unit_rows, bool causal) -> ()",
+    f"decode({_DECODE_ARGUMENTS}, ScalarType out_dtype, *, int p_terms=1) -> (Tensor, Tensor)",
+    f"decode_out({_DECODE_ARGUMENTS}, Tensor(c!) out, Tensor(d!) lse, *, int p_terms=1) -> ()",
     f"fetch_dequant({_FETCH_ARGUMENTS}, ScalarType dtype) -> (Tensor, Tensor)",
     f"fetch_dequant_out({_FETCH_ARGUMENTS}, Tensor(a!) c_kv, Tensor(b!) k_rope) -> ()",
     f"merge_states({_MERGE_ARGUMENTS}) -> (Tensor, Tensor)",
@@ -101,17 +108,37 @@ def _quantize_q_out(
     quant.quantize_now(q_nope, q_rope, granularity, out)
 
 
-def _plan_update(cache_seqlens: Tensor, *rest: Any) -> None:
-    checks.lengths(cache_seqlens, rest[2].shape[0] - 1, rest[0].device)
-    checks.integer("token_tile", rest[5], 1)
-    if cache_seqlens.shape[0]:
-        plan.launch_plan(cache_seqlens, *rest)
+def _plan_update(
+    cache_seqlens: Tensor,
+    cu_seqlens_q: Tensor | None,
+    row_seqlens: Tensor | None,
+    work_items: Tensor,
+    part_begin: Tensor,
+    split_begin: Tensor,
+    planned_seqlens: Tensor,
+    units: Tensor,
+    unit_begin: Tensor,
+    row_limits: Tensor,
+    *numbers: int,
+) -> None:
+    b, device = planned_seqlens.shape[0], work_items.device
+    checks.lengths(cache_seqlens, b, device)
+    for name, given, table in (("cu_seqlens_q", cu_seqlens_q, unit_begin),
+                               ("row_seqlens", row_seqlens, row_limits)):  # fmt: skip
+        if given is not None or table.shape[0]:
+            checks.vector(name, given, tuple(table.shape), device)
+    for name, value in zip(("token_tile", "num_heads", "unit_rows"), (numbers[1], *numbers[4::2])):
+        checks.integer(name, value, 1)
+    if b and numbers[5]:
+        tables = (work_items, part_begin, split_begin, planned_seqlens, units, unit_begin)
+        launch_plan(cache_seqlens, cu_seqlens_q, row_seqlens, *tables, row_limits, *numbers)
 
 
-def _decode(*arguments: Any) -> tuple[Tensor, Tensor]:
+def _decode(*arguments: Any, p_terms: int = 1) -> tuple[Tensor, Tensor]:
     *common, out_dtype = arguments
     out, lse = _decode_results(common[0], out_dtype)
-    _decode_out(*common, out, lse)  # type: ignore[call-arg]
+    given: Any = (*common, out, lse)
+    _decode_out(*given, p_terms=p_terms)
     return out, lse
 
 
@@ -127,6 +154,8 @@ def _decode_out(
     work_items: Tensor,
     part_begin: Tensor,
     split_begin: Tensor,
+    units: Tensor,
+    row_limits: Tensor,
     o_accum: Tensor,
     lse_accum: Tensor,
     pipeline: str,
@@ -138,25 +167,28 @@ def _decode_out(
     empty_lse: float,
     out: Tensor,
     lse: Tensor,
+    *,
+    p_terms: int = 1,
 ) -> None:
-    b, s_q, heads, _ = q_nope.shape
-    if b == 0:
+    b_q, s_q, heads, _ = q_nope.shape
+    b = cache_seqlens.shape[0] if units.shape[0] else b_q
+    if b_q * s_q * b == 0:
         return
     _check_query(q_nope, q_rope)
-    tables = (work_items, part_begin, split_begin, o_accum, lse_accum)
-    _check_tables(tables, (b, s_q * heads, row_tile))
+    tables = (work_items, part_begin, split_begin, units, row_limits, o_accum, lse_accum)
+    _check_tables(tables, q_nope, b, row_tile)
     checks.lengths(cache_seqlens, b, q_nope.device)
     views = layouts.views_of(content, rope, scale)
     checks.block_table(block_table, b, q_nope.device)
     checks.output("out", out, tuple(attention.OUT_NAMES), tuple(q_nope.shape), q_nope.device)
-    checks.output("lse", lse, (torch.float32,), (b, heads, s_q), q_nope.device, align=4)
+    checks.output("lse", lse, (torch.float32,), (b_q, heads, s_q), q_nope.device, align=4)
     attention.launch_decode(
-        (q_nope, q_rope, quant.per_row(q_scale, heads)),
+        (q_nope, q_rope, quant.per_row(q_scale, q_nope.shape[:3])),
         views,
         block_table,
         cache_seqlens,
-        PlanVariant.of(q_nope.device, pipeline, row_tile, views[0].shape[1]),
-        (work_items, part_begin, o_accum, lse_accum, split_begin),
+        PlanVariant.of(q_nope.device, pipeline, row_tile, views[0].shape[1], p_terms),
+        tables,
         may_split,
         (out, lse),
         (checks.softmax_scale(softmax_scale), int(causal), lse_factor, empty_lse),
@@ -165,37 +197,44 @@ def _decode_out(
 
 def _check_query(q_nope: Tensor, q_rope: Tensor) -> None:
     """What ``QuantizedQuery`` checks where nobody traces; gaps would be misread silently."""
-    rows, device = q_nope.shape[:3], q_nope.device
-    checks.s_q(rows[1])
-    checks.num_heads(rows[2])
+    rows, device = tuple(q_nope.shape[:3]), q_nope.device
+    checks.query_rows(rows)
     parts = ((q_nope, torch.uint8, KV_LORA_RANK), (q_rope, torch.bfloat16, QK_ROPE_HEAD_DIM))
     for name, (value, dtype, width) in zip(("q_nope", "q_rope"), parts):
         checks.tensor(name, value, (dtype,), (*rows, width), device)
         checks.contiguous(name, value)
 
 
-def _check_tables(tables: tuple[Tensor, ...], sizes: tuple[int, int, int]) -> None:
-    """That a plan is for this many sequences and rows; sizes = (b, rows, row tile).
+def _check_tables(tables: tuple[Tensor, ...], q_nope: Tensor, b: int, row_tile: int) -> None:
+    """That a plan is for this many sequences, and has room for a row tile of partial results.
 
-    Every sequence is an item, and there is one part at least; what else the tables hold is the
-    kernels' to survive.
+    Without ``units`` every sequence is one, and an item.  There is one part at least; what else the
+    tables hold is the kernels' to survive.
     """
-    work_items, part_begin, split_begin, o_accum, lse_accum = tables
-    b, rows, row_tile = sizes
-    rows_pad = -(-rows // row_tile) * row_tile
+    work_items, part_begin, split_begin, units, row_limits, o_accum, lse_accum = tables
+    b_q, s_q, heads, _ = q_nope.shape
+    unit_rows, count = -(-s_q * heads // row_tile) * row_tile, b
+    if units.shape[0]:
+        blocks = o_accum.shape[1] // row_tile if o_accum.ndim == 3 else 1
+        unit_rows, count = max(blocks, 1) * row_tile, units.shape[0]
     hint = "the plan is for another batch, head count or s_q: make one with snapmla.plan_decode"
-    for name, value, least, rest in (("work_items", work_items, b, (4,)),
+    for name, value, least, rest in (("work_items", work_items, b, (ITEM_WORDS,)),
                                      ("part_begin", part_begin, 2, ())):  # fmt: skip
         if value.ndim == 0 or value.shape[0] < least or value.shape[1:] != rest:
             wanted = f"shape ({', '.join(map(str, (f'at least {least}', *rest)))})"
             checks.value_error(name, wanted, tuple(value.shape), hint)
+    limits = row_limits.shape[0] if row_limits.ndim else -1
     for name, value, shape in (
-        ("split_begin", split_begin, (b + 1,)),
-        ("o_accum", o_accum, (o_accum.shape[0], rows_pad, PARTIAL_ROW)),
-        ("lse_accum", lse_accum, (o_accum.shape[0], rows_pad)),
+        ("split_begin", split_begin, (count + 1,)),
+        ("units", units, (units.shape[0], 2)),
+        ("row_limits", row_limits, (b_q * s_q if limits else 0,)),
+        ("o_accum", o_accum, (o_accum.shape[0], unit_rows, PARTIAL_ROW)),
+        ("lse_accum", lse_accum, (o_accum.shape[0], unit_rows)),
     ):
         if value.shape != shape:
             checks.value_error(name, f"shape {shape}", tuple(value.shape), hint)
+    if b_q not in (1, b):
+        checks.value_error("q_nope", f"{b} sequences, or ragged ones as 1", b_q, hint)
 
 
 def _fetch_dequant(
@@ -253,8 +292,10 @@ def _fake_quantize_q(
     q_nope: Tensor, q_rope: Tensor, granularity: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     checks.choice("granularity", granularity, quant.GRANULARITIES)
-    checks.tensor("q_nope", q_nope, checks.FLOATS, ("b", "s_q", "num_heads", KV_LORA_RANK))
-    checks.tensor("q_rope", q_rope, (q_nope.dtype,), ("b", "s_q", "num_heads", QK_ROPE_HEAD_DIM))
+    tokens = checks.query_tokens("q_nope", q_nope)
+    checks.tensor("q_nope", q_nope, checks.FLOATS, (*tokens, "num_heads", KV_LORA_RANK))
+    rope_shape: checks.Shape = (*tokens, "num_heads", QK_ROPE_HEAD_DIM)
+    checks.tensor("q_rope", q_rope, (q_nope.dtype,), rope_shape)
     rows = q_nope.shape[:-1]
     scales = rows if granularity == "token_head" else rows[:-1]
     return (
@@ -264,7 +305,7 @@ def _fake_quantize_q(
     )
 
 
-def _fake_decode(*arguments: Any) -> tuple[Tensor, Tensor]:
+def _fake_decode(*arguments: Any, p_terms: int = 1) -> tuple[Tensor, Tensor]:
     q_nope, block_table = arguments[0], arguments[6]
     content, _, _ = layouts.views_of(*arguments[3:6])
     checks.tensor("q_nope", q_nope, (torch.uint8,), ("b", "s_q", "num_heads", KV_LORA_RANK))
@@ -298,7 +339,7 @@ def _fake_merge_states(
     return outs[0].new_empty(shape), lses[0].new_empty(lse_shape)
 
 
-def _fake_nothing(*_: Any) -> None:
+def _fake_nothing(*_: Any, **__: Any) -> None:
     return None
 
 
@@ -349,13 +390,13 @@ def _children(cls: type) -> tuple[str, ...]:
     return {
         PagedKVCache: ("content", "rope", "scale"),
         QuantizedQuery: ("nope", "rope", "scale"),
-        DecodePlan: plan.TENSORS,
+        DecodePlan: TENSORS,
     }[cls]
 
 
 def _flatten(value: Any) -> tuple[list[Any], tuple[Any, ...]]:
     names = _children(type(value))
-    static = plan.STATIC if isinstance(value, DecodePlan) else ()
+    static = STATIC if isinstance(value, DecodePlan) else ()
     return [getattr(value, n) for n in names], tuple(getattr(value, n) for n in static)
 
 
@@ -363,7 +404,7 @@ def _unflatten(cls: type, leaves: Any, static: tuple[Any, ...]) -> Any:
     """Puts a value together again; leaves may be stand-ins of tensors."""
     fields: dict[str, Any] = dict(zip(_children(cls), leaves))
     if cls is DecodePlan:
-        fields.update(zip(plan.STATIC, static))
+        fields.update(zip(STATIC, static))
         return DecodePlan(**fields)
     if all(isinstance(leaf, Tensor) for leaf in fields.values()):
         return cls(**fields)

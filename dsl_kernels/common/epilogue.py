@@ -8,6 +8,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
+from .. import compat
 from ..dims import KV_LORA_RANK as D
 from ..dims import PARTIAL_ROW
 from . import partials
@@ -18,30 +19,30 @@ class Results(NamedTuple):
 
     out: cute.Tensor  # (b, s_q, h, 512)
     lse: cute.Tensor  # (b, h, s_q)
-    o_accum: cute.Tensor  # (slots, rows_pad, PARTIAL_ROW) fp16, see partials.py
-    lse_accum: cute.Tensor  # (slots, rows_pad)
-
-
-def rows_written(results, call, slot):
-    """Query rows below which results are stored: all, or none if the slot does not exist."""
-    return cutlass.select_(slot < results.o_accum.shape[0], call.rows, Int32(0))
+    o_accum: cute.Tensor  # (slots, unit_rows, PARTIAL_ROW) fp16, see partials.py
+    lse_accum: cute.Tensor  # (slots, unit_rows)
 
 
 @cute.jit
-def finish_row(results, call, batch, slot, row, row_sum, frame):
-    """LSE of row ``row`` of the sequence to memory, final or (log2) into the split's slot.
+def finish_row(results, call, slot, rows, row, row_sum, frame):
+    """LSE of the CTA's row ``row`` to memory, final or (log2) into the split's slot.
+
+    Args:
+        rows: the CTA's rows of the item (``work_list.Rows``).
 
     Returns 1/row_sum, by which the row's values are multiplied; 0 for a row that saw no token.
     """
     empty = row_sum == 0.0
     value = cute.math.log2(row_sum, fastmath=True) + frame
     if slot < 0:
-        if row < call.rows:
-            s = row // call.num_heads
+        at = rows.first + row
+        if compat.unsigned(at) < compat.unsigned(rows.end):
+            token, head = divmod(at, call.by_heads)
+            b, s = divmod(token, call.by_tokens)
             final = value * call.lse_factor
-            results.lse[batch, row - s * call.num_heads, s] = call.empty_lse if empty else final
+            results.lse[b, head, s] = call.empty_lse if empty else final
     elif slot < results.o_accum.shape[0]:
-        results.lse_accum[slot, row] = -Float32.inf if empty else value
+        results.lse_accum[slot, rows.of_slot + row] = -Float32.inf if empty else value
     inverse = 1.0 / row_sum
     return Float32(0.0) if empty else inverse
 
@@ -62,47 +63,81 @@ class Shared(NamedTuple):
     writes: Any = True
 
 
-@cute.jit
-def write_runs(results, call, batch, slot, row, runs, shared):
-    """A thread's normalised channels of a row: into ``out``, or the split's slot.
+class Held(NamedTuple):
+    """What a thread holds of a row of its CTA.
 
-    With ``shared.lane_bits`` all lanes of a warp call this, each with its row.
+    Attributes:
+        row: how far from the thread's first row; an int.
+        runs: channel -> fp32 values of neighbouring channels from there on; the channel is a
+            distance, too, an int; n values lie at a multiple of n, a power of two.
+    """
+
+    row: int
+    runs: dict[int, Any]
+
+
+@cute.jit
+def write_rows(results, slot, rows, at, held, shared):
+    """A thread's normalised channels of its rows: into ``out``, or the split's slot.
+
+    With ``shared.lane_bits`` all lanes of a warp call this, each with its rows.  Whatever is known
+    at compile time is a distance from the thread's first row and channel: then addresses are
+    immediates of the stores, of which there are so many that else their arithmetic takes longer.
+    All exponents come before the first store: each is a chain of shuffles, and branches between
+    them would let every row wait for its own.
 
     Args:
-        runs: (channel, values) of each run of neighbouring channels: n fp32 values from a multiple
-            of n on, n a power of two.
+        rows: as in ``finish_row``.
+        at: (row of the CTA, channel) of the thread's first.
+        held: a ``Held`` for each row.
         shared: a ``Shared``.
     """
-    rows = rows_written(results, call, slot)
+    row, channel = at
+    first = rows.first + row
+    left = rows.end - first if compat.unsigned(first) < compat.unsigned(rows.end) else Int32(0)
+    n = min(cute.size(run) for run in held[0].runs.values())
     if slot < 0:
-        if row < rows:
-            row_begin = (Int64(batch) * call.rows + row) * D
-            for x in cutlass.range_constexpr(len(runs)):
-                store_run(results.out, row_begin + runs[x][0], runs[x][1])
+        target = results.out.iterator + cute.assume(Int64(first) * D + channel, divby=n)
+        for one in held:
+            if one.row < left:
+                for c, values in one.runs.items():
+                    store_run(target, one.row * D + c, values)
     else:
-        mine = [values[i] for _, values in runs for i in range(cute.size(values))]
-        exponent = partials.exponent_of(mine, shared.lane_bits)
-        if row < rows:
-            slot_row = Int64(slot) * results.o_accum.stride[0] + row * PARTIAL_ROW
-            for x in cutlass.range_constexpr(len(runs)):
-                stored = partials.stored(runs[x][1], exponent)
-                store_run(results.o_accum, slot_row + runs[x][0], stored)
-            if shared.writes:
+        exponents = [
+            partials.exponent_of(
+                [run[i] for run in one.runs.values() for i in range(cute.size(run))],
+                shared.lane_bits,
+            )
+            for one in held
+        ]
+        t = results.o_accum
+        left = left if slot < t.shape[0] else Int32(0)
+        place = Int64(slot) * t.stride[0] + (rows.of_slot + row) * PARTIAL_ROW
+        bytes_at = partials.exponents_at(t.iterator + place, shared.channel)
+        target = t.iterator + cute.assume(place + channel, divby=n)
+        for x in cutlass.range_constexpr(len(held)):
+            one = held[x]
+            runs = {c: partials.stored(run, exponents[x]) for c, run in one.runs.items()}
+            if one.row < left:
+                for c, values in runs.items():
+                    store_run(target, one.row * PARTIAL_ROW + c, values)
+            if (one.row < left) & shared.writes:
                 partials.store_exponents(
-                    results.o_accum.iterator + slot_row, shared.channel, exponent, shared.groups
+                    bytes_at + 2 * PARTIAL_ROW * one.row, exponents[x], shared.groups
                 )
 
 
-def store_run(t, offset, values):
-    """Neighbouring fp32 values, converted to the element type of ``t``; 16 bytes a store at most.
+def store_run(target, offset: int, values):
+    """Neighbouring fp32 values, converted to the element type of the pointer ``target``; 16 bytes a
+    store at most.
 
-    ``offset``: of the first, in elements, a multiple of their number.
+    ``offset``: of the first from there; it lies at a multiple of their number.
     """
-    n = min(cute.size(values), 16 * 8 // t.element_type.width)
+    dtype = target.dtype
+    n = min(cute.size(values), 16 * 8 // dtype.width)
     for first in range(0, cute.size(values), n):
-        ptr = t.iterator + cute.assume(offset, divby=n) + first
-        part = cute.make_rmem_tensor((n,), t.element_type)
+        part = cute.make_rmem_tensor((n,), dtype)
         source = cute.make_tensor(values.iterator + first, cute.make_layout(n))
-        part.store(source.load().to(t.element_type))
-        target = ptr.align(n * t.element_type.width // 8)
-        cute.autovec_copy(part, cute.make_tensor(target, cute.make_layout(n)))
+        part.store(source.load().to(dtype))
+        place = (target + (offset + first)).align(n * dtype.width // 8)
+        cute.autovec_copy(part, cute.make_tensor(place, cute.make_layout(n)))

@@ -1,7 +1,7 @@
 """Q tiles and the ring of KV tiles, loaded by TMA: the two producer warps of a decode kernel.
 
 Works for any ``CacheFormat``, on every arch that has TMA.  Queries have the planes of the cache:
-(b, s_q, h, width) each, rows r = s * num_heads + head.
+(b, s_q, h, width) each, and a Q tile is any run of rows of theirs (work_list.Rows).
 
     q_pipe   Q producer warp  -> who reads Q    (full: TMA bytes, empty: warps)
     k_pipe   KV producer warp -> who reads the KV tile
@@ -35,7 +35,7 @@ START_TILES = 2
 
 
 class Loaded(NamedTuple):
-    """A plane as TMA sees it: Q (rows, k, b), cache (tokens of a page, k, page)."""
+    """A plane as TMA sees it: Q (rows, k), cache (tokens of a page, k, page)."""
 
     atom: cute.CopyAtom
     coords: cute.Tensor
@@ -89,11 +89,9 @@ class PagedTma:
         out = []
         for plane, t, layout in zip(self.format.planes, tensors, layouts, strict=True):
             b, s_q, h, width = t.shape
-            rows = s_q * h
-            batch_stride = cute.assume(Int64(rows) * width, divby=width)
             view = cute.make_tensor(
                 cute.recast_ptr(t.iterator, dtype=plane.dtype),
-                cute.make_layout((rows, width, b), stride=(width, 1, batch_stride)),
+                cute.make_layout((b * s_q * h, width), stride=(width, 1)),
             )
             atom = cpasync.make_tiled_tma_atom(
                 cpasync.CopyBulkTensorTileG2SOp(), view, one_stage(layout), (self.rows, width)
@@ -172,7 +170,7 @@ class PagedTma:
         """One warp: for each tile, every plane and the scales into the next free stage.
 
         ``copy_scales(page, part, box, stage, bar)`` is run by one lane for every box; None without.
-        ``loaded_q``: planes of the queries where their tiles pass through this ring.
+        ``loaded_q``: planes of the queries where their tiles pass through this ring, and the call.
         ``mark(is_first)`` is run behind each tile's copies; None without.
         """
         lane = cute.arch.lane_idx()
@@ -182,16 +180,16 @@ class PagedTma:
             for p, x, tiles in self._planes(st, "k", loaded, layouts)
         ]
         if const_expr(loaded_q is not None):
-            q_planes = [
-                self._row_tiles(x, tiles, p.width)
-                for p, x, tiles in self._planes(st, "k", loaded_q, layouts)
-            ]
+            loaded_q, call = loaded_q
+            q_planes = self._planes(st, "k", loaded_q, layouts)
         kst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
         landed = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
         for i in cutlass.range(span[0], span[1], unroll=1):
             batch, first, last, _ = self.work.item_at(work, i)
             if const_expr(loaded_q is not None):
-                self._fill_with_q(k_pipe, kst, loaded_q, q_planes, batch)
+                self._fill_with_q(
+                    k_pipe, kst, q_planes, self.work.rows_at(work, call, i, self.rows)
+                )
                 kst.advance()
             row = work.block_table[batch, None]
             page = self.work.page_of(row, first, lane, num_pages)
@@ -220,43 +218,35 @@ class PagedTma:
         # no producer_tail: every stage is read before the math warps end, and a cluster leaves
         # together, so no arrival can reach a CTA that is gone
 
-    def _row_tiles(self, loaded, tiles, width):
-        """TMA view of staged Q tiles and of the queries: (values, stage), (values, block, b)."""
-        rows = cute.local_tile(loaded.coords, (self.rows, width), (None, 0, None))
-        return cpasync.tma_partition(
-            loaded.atom, 0, cute.make_layout(1), cute.group_modes(tiles, 0, 2),
-            cute.group_modes(rows, 0, 2),
-        )  # fmt: skip
-
     @cute.jit
-    def _fill_with_q(self, k_pipe, kst, loaded, planes, batch):
+    def _fill_with_q(self, k_pipe, kst, planes, rows):
         """A Q tile into the next free stage of the KV ring."""
         k_pipe.sync_object_empty.wait(kst.index, kst.phase)
         bar = k_pipe.producer_get_barrier(kst)
         with cute.arch.elect_one():  # fewer bytes than a KV tile's, which has scales
             cute.arch.mbarrier_arrive_and_expect_tx(bar, self.q_bytes)
-        self._copy_q(loaded, planes, batch, kst.index, bar)
+        self._copy_q(planes, rows, kst.index, bar)
 
-    def _copy_q(self, loaded, planes, batch, stage, bar):
-        """This CTA's row tile of a sequence into a stage."""
-        row_block, _, _ = cute.arch.block_idx()
-        for x, (target, source) in zip(loaded, planes, strict=True):
-            cute.copy(
-                x.atom, source[None, row_block, batch], target[None, stage], tma_bar_ptr=bar
+    def _copy_q(self, planes, rows, stage, bar):
+        """This CTA's row tile of an item into a stage: rows behind the sequence's end, which may be
+        another's, are nobody's and are not written; behind the last query there are zeros."""
+        for plane, loaded, tiles in planes:
+            moved = cute.domain_offset((rows.first, 0), loaded.coords)
+            target, source = cpasync.tma_partition(
+                loaded.atom, 0, cute.make_layout(1), cute.group_modes(tiles, 0, 2),
+                cute.group_modes(cute.local_tile(moved, (self.rows, plane.width), (0, 0)), 0, 2),
             )  # fmt: skip
+            cute.copy(loaded.atom, source, target[None, stage], tma_bar_ptr=bar)
 
     @cute.jit
-    def produce_q(self, st, layouts, q_pipe, loaded, work, span):
-        """One warp: the row tile of each item's sequence."""
-        planes = [
-            self._row_tiles(x, tiles, p.width)
-            for p, x, tiles in self._planes(st, "q", loaded, layouts)
-        ]
+    def produce_q(self, st, layouts, q_pipe, loaded, work, call, span):
+        """One warp: this CTA's row tile of each item."""
+        planes = self._planes(st, "q", loaded, layouts)
         qst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.q_stages)
         for i in cutlass.range(span[0], span[1], unroll=1):
-            batch, _, _, _ = self.work.item_at(work, i)
+            rows = self.work.rows_at(work, call, i, self.rows)
             q_pipe.producer_acquire(qst)
-            self._copy_q(loaded, planes, batch, qst.index, q_pipe.producer_get_barrier(qst))
+            self._copy_q(planes, rows, qst.index, q_pipe.producer_get_barrier(qst))
             qst.advance()
 
 

@@ -57,14 +57,17 @@ def factor_from_stored(exponent: Any) -> Any:
     return ((exponent - Uint32(TOP)) << FRACTION_BITS).bitcast(Float32)
 
 
-def store_exponents(row: Any, channel: Any, exponent: Any, groups: int) -> None:
+def exponents_at(row: Any, channel: Any) -> Any:
+    """Points at the exponent of ``channel`` in the partial row at ``row``."""
+    return cute.recast_ptr(row, dtype=U8) + (2 * D + channel // EXPONENT_CHANNELS)
+
+
+def store_exponents(first: Any, exponent: Any, groups: int) -> None:
     """The exponent of ``groups`` (1, or a multiple of 4) groups into their bytes.
 
     Args:
-        row: points at a partial row.
-        channel: first of the groups', a multiple of 16, or of 64 for 4 groups or more.
+        first: ``exponents_at`` the first group; of the channel 0 of 64 for 4 groups or more.
     """
-    first = cute.recast_ptr(row, dtype=U8) + (2 * D + channel // EXPONENT_CHANNELS)
     if groups == 1:
         cute.arch.store(first, exponent.to(U8))
         return
@@ -74,5 +77,4 @@ def store_exponents(row: Any, channel: Any, exponent: Any, groups: int) -> None:
 
 def load_exponent(row: Any, channel: Any, **hint: str) -> Any:
     """The exponent (Uint32) of a channel of the partial row at ``row``; ``hint``: of the load."""
-    at = cute.recast_ptr(row, dtype=U8) + (2 * D + channel // EXPONENT_CHANNELS)
-    return Uint32(cute.arch.load(at, U8, **hint))
+    return Uint32(cute.arch.load(exponents_at(row, channel), U8, **hint))

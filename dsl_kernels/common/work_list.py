@@ -1,21 +1,26 @@
 """The work list of a decode kernel, whatever its arch, cache format or MMA.
 
 A *part* (one CTA, or one cluster) walks its items; an item is (sequence, first tile, end tile,
-slot): the token tiles of one sequence, whose result goes to ``out`` (slot -1) or to a slot of
-partial results.  Lengths and tables live on the device and are clamped here.
+slot) and the *unit* of query rows that sees those tokens: a whole sequence's row blocks, or some of
+them.  Its result goes to ``out`` (slot -1) or to a slot of partial results.  Lengths and tables
+live on the device and are clamped here.
 
-Query rows of a sequence are numbered r = s * num_heads + head, the memory order of (s_q, h).
+Query rows are numbered over all sequences, in the memory order of the queries: row
+token * num_heads + head, where the tokens of a sequence are neighbours.  So ragged batches look
+like even ones, and only the plan knows where a sequence's rows begin.
 """
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from .. import compat
+from ..dims import ITEM_WORDS
 
 LOG2E = math.log2(math.e)
 NOWHERE = 2**31 - 1  # slot of an item whose results are not stored
@@ -26,19 +31,37 @@ class Work(NamedTuple):
 
     block_table: cute.Tensor  # (b, width)
     cache_seqlens: cute.Tensor  # (b,)
-    work_items: cute.Tensor  # (n_items, 4): batch, first tile, end tile, slot
+    work_items: cute.Tensor  # (n_items, ITEM_WORDS), see ``item_at`` and ``rows_at``
     part_begin: cute.Tensor  # (parts + 1,)
+    row_limits: cute.Tensor  # (tokens,): how many cached tokens a query token sees; or (0,)
 
 
 class Call(NamedTuple):
     """Scalars of a call."""
 
-    num_heads: Int32
-    rows: Int32  # num_heads * s_q
+    by_heads: compat.FastDivisor  # a query row by it is (token, head)
+    by_tokens: compat.FastDivisor  # a token by it is its place on the first two axes of ``out``
+    rows: Int32  # of all queries
     softmax_scale: Float32
     causal: Int32
     lse_factor: Float32
     empty_lse: Float32
+
+
+class Rows(NamedTuple):
+    """The query rows of an item that this CTA takes.
+
+    Attributes:
+        first: the first one.
+        end: behind the sequence's last one; rows from here on are another's.
+        of_slot: place of the first one in a slot of partial results.
+        hidden_from: no row of the item sees less than this many tokens, if ``row_limits`` tell.
+    """
+
+    first: Any
+    end: Any
+    of_slot: Any
+    hidden_from: Any
 
 
 class WorkList:
@@ -69,13 +92,26 @@ class WorkList:
         begins before the first tile, has none and goes nowhere; nor does one whose slot does not
         exist (``epilogue.rows_written``).
         """
-        batch, first, last, slot = (work.work_items[i, x] for x in range(4))
+        words = compat.load_words(work.work_items.iterator + i * ITEM_WORDS, 4)
+        batch, first, last, slot = (Int32(word) for word in words)
         tiles = cute.ceil_div(work.block_table.shape[1] * self.page_size, self.tile)
         last = compat.at_most(last, tiles)
         there = compat.unsigned(batch) < compat.unsigned(work.cache_seqlens.shape[0])
         if not (there & (first >= 0)):
             batch, last, slot = Int32(0), first, Int32(NOWHERE)
         return batch, first, last, slot
+
+    @cute.jit
+    def rows_at(self, work, call, i, rows_cta: cutlass.Constexpr):
+        """``Rows`` of item ``i`` for this CTA, which takes ``rows_cta``.
+
+        ``end`` is a row of the queries whatever the work list holds; ``first`` may be anything:
+        compare it unsigned.
+        """
+        words = compat.load_words(work.work_items.iterator + (i * ITEM_WORDS + 4), 4)
+        of_slot = cute.arch.block_idx()[0] * rows_cta
+        first, end, hidden_from = (Int32(word) for word in words[:3])
+        return Rows(first + of_slot, compat.at_most(end, call.rows), of_slot, hidden_from)
 
     @cute.jit
     def page_of(self, row, tile, lane, num_pages):
@@ -99,24 +135,32 @@ class WorkList:
         return seqlen if seqlen < most else most
 
     @cute.jit
-    def row_facts(self, work, call, batch, row, scale_of=None):
+    def row_facts(self, work, call, batch, row, end, scale_of=None):
         """(factor of the logits in log2 units, number of visible tokens) of one query row.
 
-        ``scale_of(batch, s, head)`` is the row's scale, a Float32; None: queries have none.
+        ``end``: of the sequence's rows.  ``scale_of(b, s, head)`` is the row's scale, a Float32,
+        at its place in the queries' shape; None: queries have none.
         """
         seqlen = self.seqlen_of(work, batch)
         factor, limit = Float32(0.0), seqlen
-        if row < call.rows:
-            s = row // call.num_heads
+        if compat.unsigned(row) < compat.unsigned(end):
+            token, head = divmod(row, call.by_heads)
             factor = call.softmax_scale * LOG2E
             if const_expr(scale_of is not None):
-                factor = scale_of(batch, s, row - s * call.num_heads) * factor
-            if call.causal != 0:
-                limit = seqlen - (call.rows // call.num_heads - 1 - s)
+                b, s = divmod(token, call.by_tokens)
+                factor = scale_of(b, s, head) * factor
+            if work.row_limits.shape[0] > 0:
+                limit = cutlass.min(work.row_limits[token], seqlen)
+            elif call.causal != 0:
+                behind, _ = divmod(end - 1 - row, call.by_heads)
+                limit = seqlen - behind
         return factor, limit
 
     @cute.jit
-    def ragged_from(self, work, call, batch):
-        """First token that some row of the sequence must not see."""
-        hidden = call.rows // call.num_heads - 1 if call.causal != 0 else Int32(0)
-        return self.seqlen_of(work, batch) - hidden
+    def ragged_from(self, work, call, batch, rows):
+        """First token that some row of the CTA must not see."""
+        seqlen = self.seqlen_of(work, batch)
+        hidden = Int32(0)
+        if (call.causal != 0) & (work.row_limits.shape[0] == 0):
+            hidden, _ = divmod(cutlass.max(rows.end - 1 - rows.first, 0), call.by_heads)
+        return cutlass.min(seqlen - hidden, rows.hidden_from)

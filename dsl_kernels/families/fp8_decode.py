@@ -25,6 +25,7 @@ AXES = (
     Axis("stages", "st", tuple(range(9)), 0, named=False),  # of the KV ring; 0: the pipeline's own
     Axis("stamps", "stamps", (0, 1), 0, named=False),  # 1: a CTA records its events (stamp.py)
     Axis("cluster", "c", (1, 2), lambda values: cluster_of(values["row_tile"]), named=False),
+    Axis("p_terms", "pt", (1, 2), 1, named=False),  # e4m3 terms of P; 2: an accuracy setting
 )
 MODULES = {
     ("sm_90a", "etap"): "dsl_kernels.sm90.fp8_etap",
@@ -35,6 +36,9 @@ MODULES = {
 TOKEN_TILES = dict.fromkeys(MODULES, TOKEN_TILE)
 # dual_wg is the paper's form, kept to be compared: slower everywhere (docs/performance.md)
 DEFAULT_PAGES = {"etap": PAGE_SIZES, "dual_wg": (64,), "ws": PAGE_SIZES}
+# An accuracy setting: (arch, pipeline) -> row tiles that are built with two terms of P, for pages
+# of 64 tokens; more rows are several blocks.
+TWO_TERMS = {("sm_90a", "etap"): (16, 32)}
 
 
 def pipelines_of(arch: str) -> tuple[str, ...]:
@@ -43,7 +47,8 @@ def pipelines_of(arch: str) -> tuple[str, ...]:
 
 
 def points(arch: str) -> Iterator[Values]:
-    """The default matrix: every row tile and result dtype, pages as ``DEFAULT_PAGES`` says."""
+    """The default matrix: every row tile and result dtype, pages as ``DEFAULT_PAGES`` says; then
+    two terms of P as ``TWO_TERMS`` does."""
     for pipeline in pipelines_of(arch):
         for row_tile in ROW_TILES:
             for page_size in DEFAULT_PAGES[pipeline]:
@@ -52,6 +57,12 @@ def points(arch: str) -> Iterator[Values]:
                         "pipeline": pipeline, "row_tile": row_tile, "page_size": page_size,
                         "out_dtype": out_dtype,
                     }  # fmt: skip
+        for row_tile in TWO_TERMS.get((arch, pipeline), ()):
+            for out_dtype in OUT_DTYPE.values:
+                yield {
+                    "pipeline": pipeline, "row_tile": row_tile, "page_size": 64,
+                    "out_dtype": out_dtype, "p_terms": 2,
+                }  # fmt: skip
 
 
 FAMILY = Family(

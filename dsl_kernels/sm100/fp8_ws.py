@@ -59,7 +59,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from ..common import budget as bud
 from ..common.barriers import Ring
-from ..common.epilogue import Shared, finish_row, write_runs
+from ..common.epilogue import Held, Shared, finish_row, write_rows
 from ..common.fp8_per_token import FORMAT, TokenScales
 from ..common.frames import NEVER, move_frame
 from ..common.paged_tma import PagedTma, pipe_barriers
@@ -140,6 +140,8 @@ def feasible(spec: VariantSpec) -> str | None:
         return f"ws puts {' or '.join(map(str, ROW_TILES))} rows on M; no other row tile so far"
     if spec.stamps:
         return "ws records no stamps so far"
+    if spec.p_terms > 1:
+        return "ws has one term of P so far"
     if spec.cluster > 1:
         return f"ws: row_tile {spec.row_tile} needs one CTA, not a cluster"
     if spec.page_size != TILE:
@@ -268,7 +270,7 @@ class Ws(Fp8Entry):
             if warp_id == 0:
                 self.loads.produce_kv(
                     st, layouts.k, k_pipe, tma.kv, gmem.work, self.items(cta), gmem.scale.shape[0],
-                    self.scales.copier(st, gmem.scale), tma.q,
+                    self.scales.copier(st, gmem.scale), (tma.q, call),
                 )  # fmt: skip
                 cute.arch.griddepcontrol_launch_dependents()
             elif warp_id == 1:
@@ -404,7 +406,6 @@ class Ws(Fp8Entry):
     @cute.jit
     def softmax_loop(self, cta: Cta):
         tidx, _, _ = cute.arch.thread_idx()
-        row_block, _, _ = cute.arch.block_idx()
         _, k_pipe, gmem, call, _ = cta
         span = self.items(cta)
         row = tidx % self.form.rows
@@ -415,9 +416,9 @@ class Ws(Fp8Entry):
         inv_phase = Int32(1)
         for i in cutlass.range(span[0], span[1], unroll=1):
             batch, first, last, slot = self.work.item_at(gmem.work, i)
-            first_row = row_block * self.form.rows
-            factor, limit = row_facts(self.work, gmem, call, batch, first_row + row)
-            ragged_from = self.work.ragged_from(gmem.work, call, batch)
+            rows = self.work.rows_at(gmem.work, call, i, self.form.rows)
+            factor, limit = row_facts(self.work, gmem, call, batch, rows, row)
+            ragged_from = self.work.ragged_from(gmem.work, call, batch, rows)
             seqlen = self.work.seqlen_of(gmem.work, batch)
             running[0], running[1] = Float32(NEVER), Float32(0.0)
             kst.advance()  # over the Q tile, which Q.K's issuer frees
@@ -428,7 +429,7 @@ class Ws(Fp8Entry):
                 kst.advance()
                 sst.advance()
                 pst.advance()
-            self.finish_item(cta, batch, slot, inv_phase, running)
+            self.finish_item(cta, slot, rows, inv_phase, running)
             inv_phase = inv_phase ^ 1
 
     @cute.jit
@@ -482,10 +483,9 @@ class Ws(Fp8Entry):
             self.rings.p.arrive_full(st, pst.index)
 
     @cute.jit
-    def finish_item(self, cta: Cta, batch, slot, inv_phase, running):
+    def finish_item(self, cta: Cta, slot, rows, inv_phase, running):
         """Row sums of an item -> 1/l for the promotion warps, LSE to memory."""
         tidx, _, _ = cute.arch.thread_idx()
-        row_block, _, _ = cute.arch.block_idx()
         lane, row = tidx % 32, tidx % self.form.rows
         wwarp = cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
         st = cta.st
@@ -496,8 +496,7 @@ class Ws(Fp8Entry):
         if softmax.group_of(self.form, wwarp) == 0:
             self.rings.inv.wait_empty(st, 0, inv_phase)
             inverses[row] = finish_row(
-                cta.gmem.results, cta.call, batch, slot, row_block * self.form.rows + row,
-                sum(sums[1:], sums[0]), running[0],
+                cta.gmem.results, cta.call, slot, rows, row, sum(sums[1:], sums[0]), running[0]
             )  # fmt: skip
             cute.arch.sync_warp()
             if lane == 0:
@@ -516,13 +515,14 @@ class Ws(Fp8Entry):
         pst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, P_STAGES)
         x_phase, inv_phase = Int32(0), Int32(0)
         for i in cutlass.range(span[0], span[1], unroll=1):
-            batch, first, last, slot = self.work.item_at(gmem.work, i)
+            _, first, last, slot = self.work.item_at(gmem.work, i)
             o.fill(0.0)
             for _ in cutlass.range(first, last, unroll=1):
                 self.promote_block(st, o, x_at, half, pst, x_phase)
                 x_phase = x_phase ^ 1
                 pst.advance()
-            self.write_rows(cta, o, batch, slot, half, inv_phase)
+            rows = self.work.rows_at(gmem.work, cta.call, i, self.form.rows)
+            self.write_rows(cta, o, slot, rows, half, inv_phase)
             inv_phase = inv_phase ^ 1
 
     @cute.jit
@@ -556,26 +556,25 @@ class Ws(Fp8Entry):
                 )
 
     @cute.jit
-    def write_rows(self, cta: Cta, o, batch, slot, half, inv_phase):
+    def write_rows(self, cta: Cta, o, slot, rows, half, inv_phase):
         """A thread's 128 channels of its row, normalised, to memory."""
         tidx, _, _ = cute.arch.thread_idx()
-        row_block, _, _ = cute.arch.block_idx()
-        st, results, call = cta.st, cta.gmem.results, cta.call
+        st, results = cta.st, cta.gmem.results
         group = tidx % WARPGROUP // self.form.rows
         self.rings.inv.wait_full(st, 0, inv_phase)
         inverse = st.inv.get_tensor(cute.make_layout(self.form.rows))[tidx % self.form.rows]
         channel = half * HALF + group * cute.size(o)
-        row = row_block * self.form.rows + tidx % self.form.rows
+        row = tidx % self.form.rows
         for first in cutlass.range_constexpr(0, cute.size(o), EXPONENT_CHANNELS):
-            runs = []
+            runs = {}
             for c in cutlass.range_constexpr(first, first + EXPONENT_CHANNELS, RUN):
                 values = cute.make_rmem_tensor((RUN,), Float32)
                 for v in cutlass.range_constexpr(RUN):
                     values[v] = o[c + v] * inverse
-                runs.append((channel + c, values))
+                runs[c] = values
             # an exponent for more channels would keep their products alive beside O: spills
             shared = Shared((), channel + first, 1)
-            write_runs(results, call, batch, slot, row, runs, shared)
+            write_rows(results, slot, rows, (row, channel), [Held(0, runs)], shared)
         cute.arch.sync_warp()
         if tidx % 32 == 0:
             self.rings.inv.arrive_empty(st, 0)

@@ -70,12 +70,12 @@ def maxima(t):
 
 @cute.jit
 def exp2_half(t, inv, shift, part, half: cutlass.Constexpr):
-    """P' = exp2(t + shift) of 32 of the block's tokens, in place; ``part``, two sums a
-    row, gains their P'/sigma."""
+    """P' = exp2(t + shift) of 32 of the block's tokens, in place; ``part``, one or two sums a row,
+    gains their P'/sigma."""
     row, token = ROWS_ON_M.row, ROWS_ON_M.token
     for v in cutlass.range_constexpr(16 * half, 16 * half + 16):
         t[v] = cute.math.exp2(t[v] + shift[row(v)], fastmath=True)
-        c = 2 * row(v) + v % 2
+        c = 2 * row(v) + v % 2 if len(part) == 4 else row(v)
         part[c] = part[c] + t[v] * inv[token(v)]
     return part
 

@@ -16,8 +16,8 @@ Shared memory   Q tile(s) of rows x 640 bytes | K ring, a stage: 64 x 512 conten
 Timeline        PDL wait | an item: Q tile | a tile: wait empty, TMA content and RoPE, bulk
                 scales -> full -> scale warp -> sigma ring -> softmax | PDL trigger at the end
 
-CTA x owns query rows x * rows_cta ... of each sequence; rows past the end are zero-filled by TMA
-and not written.
+CTA x owns query rows x * rows_cta ... of each item; what lies past the end of the sequence's rows
+is computed with them and not written.
 """
 
 from __future__ import annotations
@@ -75,19 +75,21 @@ class Parts:
     """What the pipelines are composed of.
 
     Attributes:
-        rows: query rows of a CTA.
+        rows, cluster: query rows of a CTA; CTAs that share their K tiles.
         stages, q_stages: KV tiles, Q tiles in flight.
         work, loads, scales, triples, score: work list, producers, scales in the ring, their
             triples, Q.K.
         stamps: recorder of events, off in ordinary builds.
+        p_terms: e4m3 terms of P (p_terms.py).
     """
 
     def __init__(
         self, spec: VariantSpec, *, stages: int, q_stages: int, q_warps: int, k_warps: int,
         few_rows: bool = False, scale_warp: bool = True,
     ):  # fmt: skip
-        self.rows = min(spec.row_tile, ROWS_OF_CTA)
+        self.rows, self.cluster = min(spec.row_tile, ROWS_OF_CTA), spec.cluster
         self.stages, self.q_stages = stages, q_stages
+        self.p_terms = spec.p_terms
         self.few_rows = few_rows  # S^T = K Q^T instead of S = Q K^T
         self.work = WorkList(spec.page_size, TILE)
         self.loads = PagedTma(
@@ -184,7 +186,7 @@ class Fp8Decode(Fp8Entry):
                 cute.arch.griddepcontrol_launch_dependents()
             elif warp_id == 1:
                 span = self.parts.work.items_of(gmem.work, part)
-                self.parts.loads.produce_q(st, layouts.q, q_pipe, tma.q, gmem.work, span)
+                self.parts.loads.produce_q(st, layouts.q, q_pipe, tma.q, gmem.work, call, span)
             elif warp_id == 2:  # noqa: SIM102 (only the inner condition is a compile-time one)
                 if const_expr(self.parts.triples.wanted):
                     span = self.parts.work.items_of(gmem.work, part)

@@ -40,7 +40,7 @@ from cutlass.cute.nvgpu import warp, warpgroup
 
 from ..common import budget as bud
 from ..common.barriers import warps_meet
-from ..common.epilogue import Shared, finish_row, write_runs
+from ..common.epilogue import Held, Shared, finish_row, write_rows
 from ..common.frames import NEVER, move_frame
 from ..common.smem import array, staged, struct_of
 from ..common.types import F8, ROW_MAJOR, U16
@@ -86,6 +86,8 @@ def feasible(spec: VariantSpec) -> str | None:
         return "dual_wg puts rows on M = 64; row tile 64 with predicated rows serves fewer"
     if spec.stamps:
         return "dual_wg records no stamps; etap does"
+    if spec.p_terms > 1:
+        return "dual_wg has one term of P; etap has two"
     return infeasible(spec, 2, budget(spec))  # both blocks of a pair are in flight
 
 
@@ -175,18 +177,18 @@ class DualWg:
         acc_O = [cute.make_rmem_tensor(shape_o, Float32) for _ in range(4)]
         factor, m_ref, l_run = (cute.make_rmem_tensor((2,), Float32) for _ in range(3))
         limit = cute.make_rmem_tensor((2,), Int32)
-        first_row = cute.arch.block_idx()[0] * ROWS + self.thread_row()
         consumer = functools.partial(
             pipeline.make_pipeline_state, pipeline.PipelineUserType.Consumer
         )
         qst, ka, pst = consumer(1), consumer(self.stages), consumer(PAIR_BUFFERS)
         for i in cutlass.range(span[0], span[1], unroll=1):
             batch, first, last, slot = self.parts.work.item_at(gmem.work, i)
+            rows = self.parts.work.rows_at(gmem.work, call, i, ROWS)
             for x in cutlass.range_constexpr(2):
                 factor[x], limit[x] = row_facts(
-                    self.parts.work, gmem, call, batch, first_row + 8 * x
+                    self.parts.work, gmem, call, batch, rows, self.thread_row() + 8 * x
                 )
-            ragged_from = self.parts.work.ragged_from(gmem.work, call, batch)
+            ragged_from = self.parts.work.ragged_from(gmem.work, call, batch, rows)
             seqlen = self.parts.work.seqlen_of(gmem.work, batch)
             rows_in = (factor, limit, ragged_from, seqlen)
             m_ref.fill(NEVER)
@@ -207,7 +209,8 @@ class DualWg:
                 pst.advance()
             q_pipe.consumer_release(qst)
             qst.advance()
-            self.finish_item(me, st, acc_O, m_ref, l_run, gmem.results, call, batch, slot)
+            rows = self.parts.work.rows_at(gmem.work, call, i, ROWS)  # again: registers
+            self.finish_item(me, st, acc_O, m_ref, l_run, gmem.results, call, slot, rows)
 
     def vt_view(self, st):
         l_vt = self.vt_layout()
@@ -318,7 +321,7 @@ class DualWg:
         Even and odd channels trade places in the upper half of the lanes, so that the eight rows
         of one stmatrix matrix fall into eight different bank groups.
         """
-        base = st.kc.data_ptr() + stage * (TILE * D)
+        base = st.kc.data_ptr() + cute.assume(stage * (TILE * D), divby=1024)
         offset = transpose.lane_offset(wwarp, lane)
         vt16 = u16_view(self.vt_view(st), self.vt_layout().inner)[None, None, stage]
         stsm = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), U16)
@@ -406,11 +409,10 @@ class DualWg:
 
     @cute.jit
     def finish_item(
-        self, me: cutlass.Constexpr, st, acc_O, m_ref, l_run, results, call, batch, slot
+        self, me: cutlass.Constexpr, st, acc_O, m_ref, l_run, results, call, slot, rows
     ):
         """BlockReduceSum of l over both warpgroups, normalise, write rows and LSE."""
         tidx, _, _ = cute.arch.thread_idx()
-        row_block, _, _ = cute.arch.block_idx()
         quad, local = tidx % 4, self.thread_row()
         sums = st.sums.get_tensor(cute.make_layout((ROWS, 2)))
         for i in cutlass.range_constexpr(2):
@@ -421,20 +423,21 @@ class DualWg:
                 sums[local + 8 * i, me] = mine
         warps_meet(Barrier.BOTH, MATH_WARPS)
         for i in cutlass.range_constexpr(2):
-            row = row_block * ROWS + local + 8 * i
+            row = local + 8 * i
             total = sums[local + 8 * i, 0] + sums[local + 8 * i, 1]
             inverse = 1.0 / total
             inverse = Float32(0.0) if total == 0.0 else inverse
             if me == 0 and quad == 0:
-                finish_row(results, call, batch, slot, row, total, m_ref[i])
+                finish_row(results, call, slot, rows, row, total, m_ref[i])
             # a quad has the warpgroup's 256 channels of a row: one exponent, a quarter a lane
             shared = Shared((1, 2), me * (D // 2) + 64 * quad, 4)
-            runs = []
+            runs = {}
             for d in cutlass.range_constexpr(4):
                 for j in cutlass.range_constexpr(8):
                     v, pair = 4 * j + 2 * i, cute.make_rmem_tensor((2,), Float32)
                     pair[0], pair[1] = acc_O[d][v] * inverse, acc_O[d][v + 1] * inverse
-                    runs.append((me * (D // 2) + 64 * d + 8 * j + 2 * quad, pair))
-            write_runs(results, call, batch, slot, row, runs, shared)
+                    runs[64 * d + 8 * j] = pair
+            at = (local, me * (D // 2) + 2 * quad)
+            write_rows(results, slot, rows, at, [Held(8 * i, runs)], shared)
         # ``sums`` is written again by the next item
         warps_meet(Barrier.BOTH, MATH_WARPS)

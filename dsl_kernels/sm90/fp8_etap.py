@@ -46,7 +46,7 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from ..common import budget as bud
-from ..common.epilogue import Shared, write_runs
+from ..common.epilogue import Held, Shared, write_rows
 from ..common.smem import staged, struct_of
 from ..common.types import F8, ROW_MAJOR
 from ..dims import KV_LORA_RANK as D
@@ -66,6 +66,7 @@ from .fp8_decode import (
     infeasible,
 )
 from .fragments import pad_layout, padded_size
+from .p_terms import order, stage_of
 from .qk import QK_GROUPS
 from .softmax_few import FewRowsSoftmax
 from .softmax_many import ManyRowsSoftmax
@@ -85,19 +86,26 @@ if TYPE_CHECKING:
     from ..spec import VariantSpec
 
 STAGES = 4  # of the K ring, unless the spec says otherwise
+FEW_ROWS = 32  # and less: S^T = K Q^T
 
 
 def feasible(spec: VariantSpec) -> str | None:
     """Reason why the pipeline cannot be built for ``spec``, or None."""
+    if spec.p_terms > 1 and spec.row_tile > FEW_ROWS:
+        return (
+            f"etap has two terms of P in row tiles up to {FEW_ROWS}; the softmax of 64 rows has no "
+            "registers for them"
+        )
     return infeasible(spec, 2, budget(spec))
 
 
 def budget(spec: VariantSpec) -> bud.Budget:
     """Warpgroups, registers, barriers, shared memory of a CTA."""
-    few, rows, stages = spec.row_tile <= 32, min(spec.row_tile, 64), spec.stages or STAGES
+    few, rows, stages = spec.row_tile <= FEW_ROWS, min(spec.row_tile, 64), spec.stages or STAGES
     # setmaxnreg hands out one pool of 65536 registers: 128, 128 and 256 threads
     producer, softmax, pv = (40, 120, 160) if few else (32, 112, 184)
-    tiles = stages * STAGE_BYTES + q_stages(spec) * rows * 640 + P_STAGES * rows * TILE
+    p_tiles = P_STAGES * spec.p_terms * rows * TILE
+    tiles = stages * STAGE_BYTES + q_stages(spec) * rows * 640 + p_tiles
     m, n = (TILE, rows) if few else (rows, TILE)  # S^T = K Q^T or S = Q K^T
     readers = {"softmax": SOFTMAX_WARPS}, {"softmax": SOFTMAX_WARPS, "P.V": PV_WARPS}
     return bud.Budget(
@@ -115,14 +123,14 @@ def budget(spec: VariantSpec) -> bud.Budget:
         mmas=(
             bud.Mma("Q.K content", m, n, D // QK_GROUPS, "e4m3"),
             bud.Mma("Q.K RoPE", m, n, R, "bf16"),
-            bud.Mma("P.V", 64, min(rows, 32), TILE, "e4m3"),
+            bud.Mma("P.V", 64, min(rows, 32), TILE * spec.p_terms, "e4m3"),
         ),
     )
 
 
 def q_stages(spec: VariantSpec) -> int:
     """Row tiles of Q in flight: the next item's is prefetched where there is room."""
-    return 2 if spec.row_tile <= 32 and (spec.stages or STAGES) <= STAGES else 1
+    return 2 if spec.row_tile <= FEW_ROWS and (spec.stages or STAGES) <= STAGES else 1
 
 
 def build(spec: VariantSpec):
@@ -135,13 +143,14 @@ class Etap:
     threads = 512
 
     def __init__(self, spec: VariantSpec):
-        few_rows = spec.row_tile <= 32  # S^T = K Q^T
+        few_rows = spec.row_tile <= FEW_ROWS  # S^T = K Q^T
         self.parts = Parts(
             spec, stages=spec.stages or STAGES, q_stages=q_stages(spec), q_warps=SOFTMAX_WARPS,
             k_warps=SOFTMAX_WARPS + PV_WARPS, few_rows=few_rows,
             scale_warp=not few_rows,
         )  # fmt: skip
         self.rows_cta, self.stages = self.parts.rows, self.parts.stages
+        self.p_terms = spec.p_terms
         # rows of one P.V product tile: halves of 64, because O takes 128 registers and S is in two
         self.pv_rows = min(self.rows_cta, 32)
         self.names = transpose.TOKENS_ON_M if few_rows else transpose.ROWS_ON_M
@@ -152,7 +161,8 @@ class Etap:
     # ---------------------------------------------------------------- host half
 
     def p_layout(self):
-        return sm90.make_smem_layout_b(ROW_MAJOR, (64, self.rows_cta, TILE), F8, P_STAGES)
+        stages = P_STAGES * self.p_terms
+        return sm90.make_smem_layout_b(ROW_MAJOR, (64, self.rows_cta, TILE), F8, stages)
 
     def pv_mma(self):
         return tiled_mma(F8, self.pv_rows, a_in_registers=True)
@@ -203,11 +213,14 @@ class Etap:
         pst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, P_STAGES)
         inv_phase = Int32(0)
         wwarp = cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
-        offset = transpose.lane_offset(wwarp, tidx % 32)  # not once a tile
         for i in cutlass.range(span[0], span[1], unroll=1):
             batch, first, last, slot = self.parts.work.item_at(gmem.work, i)
+            rows = self.parts.work.rows_at(gmem.work, call, i, self.rows_cta)
             seqlen = self.parts.work.seqlen_of(gmem.work, batch)
-            ragged_from = self.parts.work.ragged_from(gmem.work, call, batch)
+            ragged_from = self.parts.work.ragged_from(gmem.work, call, batch, rows)
+            # Once an item, not a tile: ptxas computes anew what is cheap, but not what comes out of
+            # a shuffle.  Before V's first fetch of each tile that cost 7 % of the time.
+            offset = cute.arch.shuffle_sync(transpose.lane_offset(wwarp, tidx % 32), tidx % 32)
             for d_block in cutlass.range_constexpr(4):
                 acc_O[d_block].fill(0.0)
             for tile in cutlass.range(first, last, unroll=1):
@@ -222,17 +235,22 @@ class Etap:
                 self.pv_block(st, k_pipe, acc_O, tmp, rP, half, kst, pst, offset)
                 kst.advance()
                 pst.advance()
-            self.write_rows(st, gmem.results, call, inv_phase, acc_O, batch, slot, half)
+            self.parts.stamps.put(gmem.results, Stamp.PRODUCTS_END, half == 0)
+            if const_expr(not self.parts.few_rows):  # across the tiles they would take registers
+                _, _, _, slot = self.parts.work.item_at(gmem.work, i)
+                rows = self.parts.work.rows_at(gmem.work, call, i, self.rows_cta)
+            self.write_rows(st, gmem.results, inv_phase, acc_O, slot, rows, half)
             self.parts.stamps.put(gmem.results, Stamp.ROWS_WRITTEN + half)
             inv_phase = inv_phase ^ 1
 
     @cute.jit
     def pv_block(self, st, k_pipe, acc_O, tmp, rP, half, kst, pst, offset):
-        """O^T += beta * (V^T P8^T) of one tile, 64 channels at a time."""
+        """O^T += beta * (V^T P8^T) of one tile and all terms of P, 64 channels at a time."""
         tidx, _, _ = cute.arch.thread_idx()
         mma_o = self.pv_mma()
         lane, n = tidx % 32, self.rows_cta // 2
-        base = st.kc.data_ptr() + (kst.index * (TILE * D) + half * (D // 2 * TILE))
+        at = kst.index * (TILE * D) + half * (D // 2 * TILE)
+        base = st.kc.data_ptr() + cute.assume(at, divby=1024)
         size = padded_size(self.rows_cta)
         raw = [transpose.load_raw(base, offset, d) for d in range(2)] + [None] * 2
         frags = [transpose.to_fragment(mma_o, raw[0], self.names)] + [None] * 3
@@ -245,7 +263,8 @@ class Etap:
                 ga = gamma_s[2 * (v // 4) + v % 2, lane % 4]
                 for d in cutlass.range_constexpr(4):
                     acc_O[d][v] = acc_O[d][v] * ga
-        beta_s = cute.make_tensor((st.beta.data_ptr() + pst.index * size).align(16), pad)
+        at = cute.assume(pst.index * size, divby=4)
+        beta_s = cute.make_tensor(st.beta.data_ptr() + at, pad)
         self.issue_pv(mma_o, tmp, frags[0], rP[0], pst.index)
         cute.autovec_copy(beta_s[None, lane % 4], beta)
         parts, n_tmp = len(rP), self.pv_rows // 2
@@ -272,14 +291,15 @@ class Etap:
 
     def issue_pv(self, mma_o, tmp, frag, rP, buf):
         warpgroup.fence()
-        issue(mma_o, tmp, frag, rP[None, None, None, buf], accumulate=False)
+        for i, term in enumerate(order(self.p_terms)):
+            stage = stage_of(buf, term, self.p_terms)
+            issue(mma_o, tmp, frag, rP[None, None, None, stage], accumulate=i > 0)
         warpgroup.commit_group()
 
     @cute.jit
-    def write_rows(self, st, results, call, inv_phase, acc_O, batch, slot, half):
+    def write_rows(self, st, results, inv_phase, acc_O, slot, rows, half):
         """Normalised O^T fragment -> rows: fragment rows g and g + 8 are d = 2g and 2g + 1."""
         tidx, _, _ = cute.arch.thread_idx()
-        row_block, _, _ = cute.arch.block_idx()
         lane = tidx % 32
         wwarp = cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
         inv_s = cute.make_tensor(st.inv.data_ptr(), pad_layout(self.rows_cta))
@@ -288,16 +308,17 @@ class Etap:
         # the warp's four groups of 16 channels share an exponent; four lanes of a row write it
         own_group = half * (D // 2) + 64 * (lane // 4) + wwarp * 16
         shared = Shared((4, 8, 16), own_group, 1, lane < 16)
+        held = []
         for x in cutlass.range_constexpr(self.rows_cta // 4):
-            row = row_block * self.rows_cta + 8 * (x // 2) + 2 * (lane % 4) + x % 2
             v = 4 * (x // 2) + x % 2
             inverse = inv_s[x, lane % 4]
-            runs = []
+            runs = {}
             for d in cutlass.range_constexpr(4):
                 pair = cute.make_rmem_tensor((2,), Float32)
                 pair[0], pair[1] = acc_O[d][v] * inverse, acc_O[d][v + 2] * inverse
-                runs.append((channel + 64 * d, pair))
-            write_runs(results, call, batch, slot, row, runs, shared)
+                runs[64 * d] = pair
+            held.append(Held(8 * (x // 2) + x % 2, runs))
+        write_rows(results, slot, rows, (2 * (lane % 4), channel), held, shared)
         cute.arch.sync_warp()
         if lane == 0:
             INV_RING.arrive_empty(st, 0)

@@ -104,30 +104,29 @@ class ScoreChains:
         """A, B."""
         return [cute.make_rmem_tensor((32,), Float32) for _ in range(QK_GROUPS)]
 
-    def content_a(self, acc, words, k, first: int, last: int):
-        """WGMMAs ``first``..``last`` of chain A's eight."""
-        if first == 0:
-            warpgroup.fence()
-        self._content(acc, words, k, 0, first, last)
+    def content_a(self, acc, words, k):
+        """Chain A without RoPE."""
+        warpgroup.fence()
+        self._content(acc, words, k, 0)
 
     def content_b(self, acc, words, k):
-        """Chain B, all eight."""
+        """Chain B, and the commit of everything."""
         warpgroup.fence()
-        self._content(acc, words, k, 1, 0, self.steps)
+        self._content(acc, words, k, 1)
+        warpgroup.commit_group()
 
     def rope(self, acc, words, k):
-        """RoPE on top of chain A, and the commit of everything."""
+        """RoPE on top of chain A."""
         warpgroup.fence()  # another shape of WGMMA on the same accumulator
         key = words.k_rope + k * (TILE * R // 8)
         for x in range(R // 16):
             issue_words(acc[0], words.q_rope + 2 * x, key + 2 * x, BF16, accumulate=True)
-        warpgroup.commit_group()
 
     def issue(self, acc, words, k):
         """All of a tile at once."""
-        self.content_a(acc, words, k, 0, self.steps)
-        self.content_b(acc, words, k)
+        self.content_a(acc, words, k)
         self.rope(acc, words, k)
+        self.content_b(acc, words, k)
 
     def forget(self, acc):
         """S becomes undefined, so that a loop need not carry it past its last round."""
@@ -135,9 +134,9 @@ class ScoreChains:
             for v in range(32):
                 chain[v] = Float32(0.0)
 
-    def _content(self, acc, words, k, chain: int, first: int, last: int):
+    def _content(self, acc, words, k, chain: int):
         key = words.k + k * (TILE * D // 16)
-        for x in range(first, last):
+        for x in range(self.steps):
             step = chain * self.steps + x
             at = step // 4 * (TILE * 128 // 16) + step % 4 * 2  # 128 channels a column block
             issue_words(acc[chain], words.q + at, key + at, F8, accumulate=x > 0)

@@ -17,11 +17,12 @@ from ..common.epilogue import finish_row
 from ..common.fp8_per_token import safe_reciprocal
 from ..common.frames import NEVER, P_LOG2_MAX, move_frame
 from ..common.smem import array, staged
-from ..common.types import F8, U16
+from ..common.types import U16
 from ..dims import TOKEN_TILE as TILE
 from ..stamp import Stamp
 from .fp8_decode import WARPGROUP, Parts
 from .fragments import TokensOnM, mask, pad_layout, padded_size, row_position
+from .p_terms import quantised, stage_of
 from .softmax_role import INV_RING, P_RING, SOFTMAX_WARPS, Barrier, SoftmaxRole, flags_of
 
 
@@ -158,7 +159,7 @@ class FewRowsSoftmax(SoftmaxRole):
         return m
 
     def store_p(self, t, p16, buf, wwarp, lane):
-        """P8 into shared memory as [row][token], tokens renamed as TOKENS_ON_M.
+        """P8, each term, into shared memory as [row][token], tokens renamed as TOKENS_ON_M.
 
         A thread's pair (token g, token g + 8) is one 16-bit unit of row 2c + e: stmatrix.trans.
         """
@@ -166,21 +167,20 @@ class FewRowsSoftmax(SoftmaxRole):
         view = cute.make_tensor(t.iterator, cute.make_layout((2, 2, n_mat), stride=(2, 1, 4)))
         ordered = cute.make_rmem_tensor((2, 2, n_mat), Float32)
         ordered.store(view.load())
-        p8 = cute.make_rmem_tensor((4 * n_mat,), F8)
-        cute.make_tensor(p8.iterator, ordered.layout).store(ordered.load().to(F8))
         stsm = cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, n_mat), U16)
         row = lane % self.rows_cta  # matrix lane // 8, row lane % 8
-        dst = cute.local_tile(p16[None, None, buf], (1, 8), (row, wwarp))
-        # stmatrix takes 2 n_mat values a lane; the address is what matters
-        line = cute.make_tensor(dst[0, None].iterator, cute.make_layout(2 * n_mat))
-        cute.copy(stsm, cute.recast_tensor(p8, U16), line)
+        for term, p8 in enumerate(quantised(ordered, self.terms)):
+            stage = stage_of(buf, term, self.terms)
+            dst = cute.local_tile(p16[None, None, stage], (1, 8), (row, wwarp))
+            # stmatrix takes 2 n_mat values a lane; the address is what matters
+            line = cute.make_tensor(dst[0, None].iterator, cute.make_layout(2 * n_mat))
+            cute.copy(stsm, cute.recast_tensor(p8, U16), line)
 
     @cute.jit
-    def finish_rows(self, cta, inv_phase, m_ref, l_run, batch, slot):
+    def finish_rows(self, cta, inv_phase, m_ref, l_run, slot, rows):
         """Sums over the lanes by shuffles, over the warps as the maxima."""
         tidx, _, _ = cute.arch.thread_idx()
-        row_block, _, _ = cute.arch.block_idx()
-        st, ctid, lane, first_row = cta.st, tidx % WARPGROUP, tidx % 32, row_block * self.rows_cta
+        st, ctid, lane = cta.st, tidx % WARPGROUP, tidx % 32
         wwarp = cute.arch.make_warp_uniform(ctid // 32)
         inv_s = st.inv.get_tensor(cute.make_layout(padded_size(self.rows_cta)))
         INV_RING.wait_empty(st, 0, inv_phase)
@@ -201,7 +201,7 @@ class FewRowsSoftmax(SoftmaxRole):
         if ctid < self.rows_cta:
             total = (sums[ctid, 0] + sums[ctid, 1]) + (sums[ctid, 2] + sums[ctid, 3])
             inv_s[row_position(ctid, self.rows_cta)] = finish_row(
-                cta.gmem.results, cta.call, batch, slot, first_row + ctid, total, frame[ctid]
+                cta.gmem.results, cta.call, slot, rows, ctid, total, frame[ctid]
             )
         # the next item's first block writes ``across`` again
         warps_meet(Barrier.SOFTMAX, SOFTMAX_WARPS)

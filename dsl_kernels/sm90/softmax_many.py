@@ -3,13 +3,14 @@ under the softmax of this one.
 
 Q.K streams both operands out of shared memory for 700 cycles a tile and starves every load of the
 other roles meanwhile; issued in pieces between the steps of softmax it does so less.  S is in two
-chains (qk.ScoreChains).  Chain A is issued early; chain B, whose 32 accumulators have no room
-beside t, when P(i) is packed; RoPE last, on top of A.
+chains (qk.ScoreChains).  Chain A is issued first of all; RoPE on top of it while the first half of
+P(i) is on its way to shared memory; chain B, whose 32 accumulators have no room beside t, when P(i)
+is packed.
 
 Timeline of block i (registers: S in two chains of 32, then t 32, 1/sigma 16, chain A 32)
     wait sigma(i) | t = S sigma f + log2 sigma, mask | free K(i) | wait P free | wait K(i+1)
-    A 0..3 -> | maxima | A 4..7 -> | exp2, e4m3, first half, second | P to shared memory
-    | B 0..7 -> | beta, gamma, flag | hand over | RoPE -> | wait for all of Q.K(i+1)
+    A -> | maxima | exp2, e4m3, first half, second | P, first half | RoPE -> | P, second half
+    | B -> | beta, gamma, flag | hand over | wait for all of Q.K(i+1)
 
 **The rule: no branch, no wait and as little address arithmetic as can be while WGMMAs are in
 flight.**  ptxas serialises every WGMMA for the first (note C7514), the second holds P back, the
@@ -64,6 +65,9 @@ class ManyRowsSoftmax(SoftmaxRole):
 
     def __init__(self, parts: Parts):
         super().__init__(parts, ROWS_ON_M)
+        # P'/sigma of a row's second half in one chain of sums instead of two: 2 % slower with one
+        # CTA, as much faster with two (docs/performance.md)
+        self.one_sum = parts.cluster > 1
         self.chains = ScoreChains()
 
     def tools(self, st, layouts):
@@ -91,7 +95,7 @@ class ManyRowsSoftmax(SoftmaxRole):
         factor = 4 * row_position(wwarp * 16 + lane // 4, 64)
         return Addresses(
             compat.opaque(p ^ ((p >> 3) & 0x30)),  # the 64-byte swizzle
-            compat.opaque(st.beta.data_ptr().toint() + factor),
+            st.beta.data_ptr().toint() + factor,  # computed anew: a register less
             st.gamma.data_ptr().toint() - st.beta.data_ptr().toint(),
             st.flag.data_ptr().toint() + wwarp,
         )
@@ -142,16 +146,18 @@ class ManyRowsSoftmax(SoftmaxRole):
         k_next = kst.index
         if const_expr(more):
             cta.k_pipe.consumer_wait(kst)
-            self.chains.content_a(acc_S, operands, k_next, 0, 4)
+            self.chains.content_a(acc_S, operands, k_next)
         m = maxima(t)
-        if const_expr(more):
-            self.chains.content_a(acc_S, operands, k_next, 4, 8)
         shift = [P_LOG2_MAX - m[0], P_LOG2_MAX - m[1]]  # m is taken from it again: a register each
         part = exp2_half(t, inv, shift, [Float32(0.0) for _ in range(4)], 0)
         words = pack_half(t, 0)
+        if const_expr(self.one_sum):
+            part = [part[0] + part[1], part[2] + part[3]]
         part = exp2_half(t, inv, shift, part, 1)
         words_2 = pack_half(t, 1)
         store_words_of_p(words, at.p + buf * P_BYTES)
+        if const_expr(more):
+            self.chains.rope(acc_S, operands, k_next)
         store_words_of_p(words_2, (at.p ^ 32) + buf * P_BYTES)
         if const_expr(more):
             self.chains.content_b(acc_S, operands, k_next)
@@ -159,7 +165,8 @@ class ManyRowsSoftmax(SoftmaxRole):
         for i in cutlass.range_constexpr(2):
             old = m_ref[i]
             m_ref[i], beta, gamma = move_frame(P_LOG2_MAX - shift[i], old)
-            l_run[i] = l_run[i] * gamma + (part[2 * i] + part[2 * i + 1]) * beta
+            row_sum = part[i] if const_expr(self.one_sum) else part[2 * i] + part[2 * i + 1]
+            l_run[i] = l_run[i] * gamma + row_sum * beta
             moved = moved or m_ref[i] > old
             # the four lanes of a quad store the same: cheaper than a branch
             offset = buf * (4 * padded_size(64)) + i * ROW_8
@@ -167,7 +174,6 @@ class ManyRowsSoftmax(SoftmaxRole):
             compat.store_shared(at.beta + at.to_gamma + offset, gamma)
         self.hand_over(st, at, buf, cute.arch.vote_any_sync(moved), tidx % 32)
         if const_expr(more):
-            self.chains.rope(acc_S, operands, k_next)
             warpgroup.wait_group(0)
         return kst
 
@@ -180,11 +186,10 @@ class ManyRowsSoftmax(SoftmaxRole):
         P_RING.arrive_full_if(st, buf, lane == 0)
 
     @cute.jit
-    def finish_rows(self, cta, inv_phase, m_ref, l_run, batch, slot):
+    def finish_rows(self, cta, inv_phase, m_ref, l_run, slot, rows):
         """Sums over the lanes of a quad by shuffles."""
         tidx, _, _ = cute.arch.thread_idx()
-        row_block, _, _ = cute.arch.block_idx()
-        st, lane, first_row = cta.st, tidx % 32, row_block * self.rows_cta
+        st, lane = cta.st, tidx % 32
         wwarp = cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
         inv_s = st.inv.get_tensor(cute.make_layout(padded_size(self.rows_cta)))
         INV_RING.wait_empty(st, self.first(cta), inv_phase)
@@ -195,7 +200,7 @@ class ManyRowsSoftmax(SoftmaxRole):
             if lane % 4 == 0:
                 row = wwarp * 16 + lane // 4 + 8 * i
                 inv_s[row_position(row, self.rows_cta)] = finish_row(
-                    cta.gmem.results, cta.call, batch, slot, first_row + row, total, m_ref[i]
+                    cta.gmem.results, cta.call, slot, rows, row, total, m_ref[i]
                 )
         cute.arch.sync_warp()
         if lane == 0:

@@ -3,8 +3,9 @@
     rows on M    softmax_many.py   64 rows: S = Q K^T, the next block's Q.K under this softmax
     tokens on M  softmax_few.py    32 rows or fewer: S^T = K Q^T
 
-Hand-over of a block, in one of ``P_STAGES`` buffers: P8, factors beta and gamma of its rows, and a
-byte a warp that says whether a frame moved.  Hand-over of an item: 1 / row sums.
+Hand-over of a block, in one of ``P_STAGES`` buffers: P8 (each term of P, p_terms.py), factors beta
+and gamma of its rows, and a byte a warp that says whether a frame moved.  Hand-over of an item:
+1 / row sums.
 """
 
 from __future__ import annotations
@@ -62,10 +63,12 @@ class SoftmaxRole:
         parts: what the pipeline is composed of.
         fragment: which rows and tokens a thread holds.
         rows_cta: query rows of the CTA.
+        terms: of P.
     """
 
     def __init__(self, parts: Parts, fragment: RowsOnM | TokensOnM):
         self.parts, self.fragment, self.rows_cta = parts, fragment, parts.rows
+        self.terms = parts.p_terms
 
     @staticmethod
     def fields(rows: int) -> dict:
@@ -75,8 +78,7 @@ class SoftmaxRole:
     @cute.jit
     def loop(self, cta: Cta):
         """The role, from the first item to the last."""
-        row_block, _, _ = cute.arch.block_idx()
-        first_row, n_rows = row_block * self.rows_cta, const_expr(self.fragment.rows)
+        n_rows = const_expr(self.fragment.rows)
         row_of, gmem = self.thread_rows(), cta.gmem
         m_ref = cute.make_rmem_tensor((n_rows,), Float32)
         l_run = cute.make_rmem_tensor((n_rows,), Float32)
@@ -91,14 +93,15 @@ class SoftmaxRole:
         span = self.parts.work.items_of(gmem.work, cta.part)
         for i in cutlass.range(span[0], span[1], unroll=1):
             batch, first, last, slot = self.parts.work.item_at(gmem.work, i)
+            rows = self.parts.work.rows_at(gmem.work, cta.call, i, self.rows_cta)
             for x in cutlass.range_constexpr(n_rows):
                 factor[x], limit[x] = row_facts(
-                    self.parts.work, gmem, cta.call, batch, first_row + row_of[x]
+                    self.parts.work, gmem, cta.call, batch, rows, row_of[x]
                 )
             m_ref.fill(NEVER)
             l_run.fill(0.0)
             ragged_from = cute.arch.make_warp_uniform(
-                self.parts.work.ragged_from(gmem.work, cta.call, batch)
+                self.parts.work.ragged_from(gmem.work, cta.call, batch, rows)
             )
             rows_in = (factor, limit, ragged_from)
             self.wait_q(cta, qst)
@@ -108,7 +111,10 @@ class SoftmaxRole:
             cta.q_pipe.consumer_release(qst)
             qst.advance()
             self.parts.stamps.put(gmem.results, Stamp.SOFTMAX_END)
-            self.finish_rows(cta, (items & 1) ^ 1, m_ref, l_run, batch, slot)
+            if const_expr(not self.parts.few_rows):  # across the tiles they would take registers
+                _, _, _, slot = self.parts.work.item_at(gmem.work, i)
+                rows = self.parts.work.rows_at(gmem.work, cta.call, i, self.rows_cta)
+            self.finish_rows(cta, (items & 1) ^ 1, m_ref, l_run, slot, rows)
             items += 1
 
     def wait_q(self, cta, qst) -> None:
@@ -123,7 +129,7 @@ class SoftmaxRole:
         """Tiles ``span`` of an item: ``states`` of Q, K and P advance, ``rows_out`` is updated."""
         raise NotImplementedError
 
-    def finish_rows(self, cta, inv_phase, m_ref, l_run, batch, slot) -> None:
+    def finish_rows(self, cta, inv_phase, m_ref, l_run, slot, rows) -> None:
         """Row sums of an item -> 1/l for the P.V warps, LSE to memory."""
         raise NotImplementedError
 

@@ -57,7 +57,8 @@ def load_raw(base, offset, d_block: int):
     lane_part = offset ^ 64 if d_block % 2 else offset
     raw = []
     for kb in range(2):
-        p = (base + (lane_part + ((d_block // 2) * COLUMN_BLOCK + kb * 4096))).align(16)
+        block = (d_block // 2) * COLUMN_BLOCK + kb * 4096
+        p = base + cute.assume(lane_part + block, divby=16)
         r = cute.make_rmem_tensor((8,), U16)
         cute.copy(ldsm, cute.make_tensor(cute.recast_ptr(p, dtype=U16), cute.make_layout(8)), r)
         raw.append(cute.recast_tensor(r, U32))

@@ -16,8 +16,8 @@ from ..common.epilogue import Results
 from ..common.paged_tma import PagedTma
 from ..common.types import BF16, F16, U8
 from ..common.work_list import Call, Work
+from ..dims import ITEM_WORDS, PARTIAL_ROW
 from ..dims import KV_LORA_RANK as D
-from ..dims import PARTIAL_ROW
 from ..dims import QK_ROPE_HEAD_DIM as R
 from . import merge
 
@@ -62,9 +62,9 @@ class Fp8Entry:
         q_nope: cute.Tensor, q_rope: cute.Tensor, q_scale: cute.Tensor, content: cute.Tensor,
         rope: cute.Tensor, scale: cute.Tensor, block_table: cute.Tensor,
         cache_seqlens: cute.Tensor, work_items: cute.Tensor, part_begin: cute.Tensor,
-        split_begin: cute.Tensor, out: cute.Tensor, lse: cute.Tensor, o_accum: cute.Tensor,
-        lse_accum: cute.Tensor, softmax_scale: Float32, causal: Int32, lse_factor: Float32,
-        empty_lse: Float32, may_split: Int32, stream,
+        split_begin: cute.Tensor, units: cute.Tensor, row_limits: cute.Tensor, out: cute.Tensor,
+        lse: cute.Tensor, o_accum: cute.Tensor, lse_accum: cute.Tensor, softmax_scale: Float32,
+        causal: Int32, lse_factor: Float32, empty_lse: Float32, may_split: Int32, stream,
     ):  # fmt: skip
         layouts, loads = self.layouts(), self.loads
         self.Storage = self.storage(layouts)
@@ -72,45 +72,53 @@ class Fp8Entry:
             loads.load_q((q_nope, q_rope), layouts.q), loads.load_kv((content, rope), layouts.k)
         )
         gmem = Gmem(
-            q_scale, scale, Work(block_table, cache_seqlens, work_items, part_begin),
+            q_scale, scale, Work(block_table, cache_seqlens, work_items, part_begin, row_limits),
             Results(out, lse, o_accum, lse_accum),
         )  # fmt: skip
-        rows = q_nope.shape[1] * q_nope.shape[2]
-        call = Call(q_nope.shape[2], rows, softmax_scale, causal, lse_factor, empty_lse)
+        b, s_q, h, _ = q_nope.shape
+        call = Call(
+            compat.fast_divisor(h), compat.fast_divisor(s_q), b * s_q * h, softmax_scale, causal,
+            lse_factor, empty_lse,
+        )  # fmt: skip
         cluster = self.spec.cluster
         self.kernel(tma, gmem, call).launch(
-            grid=(cute.ceil_div(rows, self.spec.row_tile) * cluster,
+            grid=(cute.ceil_div(o_accum.shape[1], self.spec.row_tile) * cluster,
                   cute.size(part_begin) - 1, 1),
             block=(self.threads, 1, 1), cluster=(cluster, 1, 1),
             stream=stream, min_blocks_per_mp=1, use_pdl=True,
         )  # fmt: skip
         if may_split != 0:  # on the host: the caller knows when no plan could cut a sequence
-            merge.merge(
-                o_accum, lse_accum, split_begin, out, lse, lse_factor, empty_lse, stream
+            merge.launch(
+                True, o_accum, lse_accum, split_begin, units, out, lse, lse_factor, empty_lse,
+                stream,
             )  # fmt: skip
 
 
 def fake_args(spec: VariantSpec) -> dict[str, Any]:
-    """Symbolic arguments of the exported function by name, in the order of ``__call__``."""
-    names = ["b", "s_q", "h", "pages", "width", "n_items", "parts_plus_1", "slots", "rows_pad"]
-    b, s_q, h, pages, width, items, parts1, slots, rows_pad = (
-        compat.sym(name=name) for name in names
-    )
+    """Symbolic arguments of the exported function by name, in the order of ``__call__``.
+
+    Queries are (b_q, s_q, h, ...): b_q = b, or 1 for ragged ones, whose tokens then are all of s_q.
+    """
+    names = ["b_q", "s_q", "h", "b", "pages", "width", "n_items", "parts_plus_1", "slots"]
+    b_q, s_q, h, b, pages, width, items, parts1, slots = (compat.sym(name=x) for x in names)
+    unit_rows = compat.sym(name="unit_rows")
     free = compat.sym64
     return {
-        "q_nope": compat.contiguous(U8, (b, s_q, h, D)),
-        "q_rope": compat.contiguous(BF16, (b, s_q, h, R)),
-        "q_scale": compat.strided(Float32, (b, s_q, h), (free(), free(), free()), 4),
+        "q_nope": compat.contiguous(U8, (b_q, s_q, h, D)),
+        "q_rope": compat.contiguous(BF16, (b_q, s_q, h, R)),
+        "q_scale": compat.strided(Float32, (b_q, s_q, h), (free(), free(), free()), 4),
         **compat.cache_fakes(pages, spec.page_size),
         "block_table": compat.strided(Int32, (b, width), (free(), 1), 4),
         "cache_seqlens": compat.vector(Int32, b),
-        "work_items": compat.contiguous(Int32, (items, 4)),
+        "work_items": compat.contiguous(Int32, (items, ITEM_WORDS)),
         "part_begin": compat.vector(Int32, parts1),
-        "split_begin": compat.vector(Int32, compat.sym(name="b_plus_1")),
-        "out": compat.contiguous(compat.dtype(spec.out_dtype), (b, s_q, h, D)),
-        "lse": compat.contiguous(Float32, (b, h, s_q), 4),
-        "o_accum": compat.contiguous(F16, (slots, rows_pad, PARTIAL_ROW)),
-        "lse_accum": compat.contiguous(Float32, (slots, rows_pad), 4),
+        "split_begin": compat.vector(Int32, compat.sym(name="n_units_plus_1")),
+        "units": compat.units_fake(Int32),
+        "row_limits": compat.vector(Int32, compat.sym(name="tokens_or_0")),
+        "out": compat.contiguous(compat.dtype(spec.out_dtype), (b_q, s_q, h, D)),
+        "lse": compat.contiguous(Float32, (b_q, h, s_q), 4),
+        "o_accum": compat.contiguous(F16, (slots, unit_rows, PARTIAL_ROW)),
+        "lse_accum": compat.contiguous(Float32, (slots, unit_rows), 4),
         "softmax_scale": Float32(1.0),
         "causal": Int32(1),
         "lse_factor": Float32(1.0),
@@ -120,7 +128,7 @@ def fake_args(spec: VariantSpec) -> dict[str, Any]:
 
 
 @cute.jit
-def row_facts(work_list, gmem, call, batch, row):
-    """(factor of the logits in log2 units, number of visible tokens) of one query row."""
+def row_facts(work_list, gmem, call, batch, rows, row):
+    """(factor of the logits in log2 units, number of visible tokens) of the CTA's row ``row``."""
     scale_of = lambda b, s, head: gmem.q_scale[b, s, head]
-    return work_list.row_facts(gmem.work, call, batch, row, scale_of)
+    return work_list.row_facts(gmem.work, call, batch, rows.first + row, rows.end, scale_of)

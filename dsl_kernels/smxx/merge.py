@@ -1,17 +1,19 @@
 """merge: combine the partial results of split sequences into out and lse.
 
-A *unit* is a quarter of one query row (128 channels, one 8-byte load a lane) of one batch.
+A *unit* is the plan's: query rows of one sequence that are split together (common/work_list.py).  A
+*quarter* is one of a query row: 128 channels, one 8-byte load a lane.
 
-Roles        WARPS warps a CTA. The CTAs are dealt to the batches in proportion to their slots, at
+Roles        WARPS warps a CTA. The CTAs are dealt to the units in proportion to their slots, at
              least one each, so one sequence cut into a hundred pieces keeps as many CTAs busy as
-             thirty cut into three; the CTAs of a batch share its units evenly.
-             up to CHUNK slots: a warp reads all slots of a unit at once; of up to four slots it
-             reads two or four units at once.
-             more slots: all warps share a unit, each takes a run of consecutive slots, the first
+             thirty cut into three; the CTAs of a unit share its quarters evenly.
+             up to CHUNK slots: a warp reads all slots of a quarter at once; of up to four slots it
+             reads two or four quarters at once.
+             more slots: all warps share a quarter, each takes a run of consecutive slots, the first
              warp combines their partial sums.
 Memory       6 KiB of shared memory for the partial sums (many slots); registers otherwise.
-Timeline     wait for decode | exit if no slot is in use | which batch | o and lse of CHUNK slots in
-             flight | weights, FMA, next chunk | (exchange, combine) | normalise, store
+Timeline     (behind decode: split_begin) | wait | exit if no slot is in use | which unit | o and
+             lse of CHUNK slots in flight | weights, FMA, next chunk | (exchange, combine)
+             | normalise, store
 Bytes moved  per row 1060 read a slot + 1024 (bf16) or 2048 (fp32) written; nothing if unsplit.
 
     out = sum_i 2^(lse_i - M) o_i / sum_i 2^(lse_i - M)     lse = (M + log2 sum) * lse_factor
@@ -23,6 +25,10 @@ runs, so results do not depend on timing.  lse_i = -inf (the
 split saw no token for the row) weighs 0; if all are, out is 0 and lse is ``empty_lse``.  A NaN
 lse_i makes out and lse NaN.  The grid depends on shapes alone: lengths live on the device.
 
+Tables are read in one trip while there are fewer than 2 * WARP units, and before the wait where
+merge is launched by decode: a CTA of decode lets merge start behind its own wait only, when the
+plan's kernel has ended.
+
 Bound: (CTAS + 1) * slots < 2^32, that is 11.7 million slots; a plan has at most 2^23.  Whatever
 ``split_begin`` holds, nothing outside of the arguments is read or written.
 """
@@ -30,7 +36,7 @@ Bound: (CTAS + 1) * slots < 2^32, that is 11.7 million slots; a plan has at most
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cutlass
 import cutlass.memory
@@ -47,37 +53,58 @@ if TYPE_CHECKING:
 
 WARPS = 8
 CHUNK = 8  # slots in flight in one lane
-FLIGHT = 8  # loads of a lane that hide the latency, if its units have fewer slots
+FLIGHT = 8  # loads of a lane that hide the latency, if its quarters have fewer slots
 VEC = 4  # channels of a lane, under one exponent; 8 take 130 registers: one CTA an SM, not three
 WORDS = VEC // 2  # that it loads of a slot
-PARTS = KV_LORA_RANK // (quant.WARP * VEC)  # units of a row
-CTAS = 364  # with 32 batches three on each of 132 SMs: one wave, whether there is work or not
+PARTS = KV_LORA_RANK // (quant.WARP * VEC)  # quarters of a row
+CTAS = 364  # with 32 units three on each of 132 SMs: one wave, whether there is work or not
 
 
 @cute.jit
 def merge(
-    o_accum: cute.Tensor,  # f16 (slots, rows_pad, PARTIAL_ROW)
-    lse_accum: cute.Tensor,  # f32 (slots, rows_pad), log2 domain
-    split_begin: cute.Tensor,  # i32 (b + 1,)
+    o_accum: cute.Tensor,  # f16 (slots, unit_rows, PARTIAL_ROW)
+    lse_accum: cute.Tensor,  # f32 (slots, unit_rows), log2 domain
+    split_begin: cute.Tensor,  # i32 (n_units + 1,)
+    units: cute.Tensor,  # i32 (n_units, 2) first row, end row; (0, 2): unit i is sequence i
     out: cute.Tensor,  # bf16|f32 (b, s_q, h, 512)
     lse: cute.Tensor,  # f32 (b, h, s_q)
     lse_factor: Float32,
     empty_lse: Float32,
     stream: Any,
 ) -> None:
-    """Host half: a CTA a unit, up to CTAS, and one a batch."""
+    """Host half of the variant of its own."""
+    launch(
+        False, o_accum, lse_accum, split_begin, units, out, lse, lse_factor, empty_lse, stream
+    )  # fmt: skip
+
+
+@cute.jit
+def launch(
+    behind_decode: cutlass.Constexpr, o_accum: cute.Tensor, lse_accum: cute.Tensor,
+    split_begin: cute.Tensor, units: cute.Tensor, out: cute.Tensor, lse: cute.Tensor,
+    lse_factor: Float32, empty_lse: Float32, stream: Any,
+) -> None:  # fmt: skip
+    """A CTA a quarter, up to CTAS, and one a unit; arguments as of ``merge``."""
     b, s_q, h, _ = out.shape
-    units = b * s_q * h * PARTS
-    if units > 0:  # an empty grid is a launch error
+    quarters = b * s_q * h * PARTS
+    if quarters > 0:  # an empty grid is a launch error
+        by = By(compat.fast_divisor(h), compat.fast_divisor(s_q))
         _merge(
-            o_accum, lse_accum, split_begin, out, lse, lse_factor, empty_lse,
-            compat.fast_divisor(h),
+            o_accum, lse_accum, split_begin, units, out, lse, lse_factor, empty_lse, by,
+            behind_decode,
         ).launch(
-            grid=(cutlass.min(units, CTAS) + b, 1, 1),
+            grid=(cutlass.min(quarters, CTAS) + split_begin.shape[0] - 1, 1, 1),
             block=(WARPS * quant.WARP, 1, 1),
             stream=stream,
             use_pdl=True,
         )  # fmt: skip
+
+
+class By(NamedTuple):
+    """Divisors: a row by heads is its token, a token by tokens its place in ``out``."""
+
+    heads: compat.FastDivisor
+    tokens: compat.FastDivisor
 
 
 class _Partial:
@@ -120,42 +147,42 @@ def _select(condition: Any, yes: Any, no: Any) -> Any:
 
 
 class _Loads:
-    """``units`` x ``slots`` loads of VEC channels, and as many exponents and lse, in flight
+    """``quarters`` x ``slots`` loads of VEC channels, and as many exponents and lse, in flight
     together."""
 
-    def __init__(self, units: int, slots: int) -> None:
-        self.units, self.slots = units, slots
-        self.words = cute.make_rmem_tensor((units, slots, WORDS), Uint32)
-        self.exponents = cute.make_rmem_tensor((units, slots), Uint32)
-        self.lses = cute.make_rmem_tensor((units, slots), Float32)
+    def __init__(self, quarters: int, slots: int) -> None:
+        self.quarters, self.slots = quarters, slots
+        self.words = cute.make_rmem_tensor((quarters, slots, WORDS), Uint32)
+        self.exponents = cute.make_rmem_tensor((quarters, slots), Uint32)
+        self.lses = cute.make_rmem_tensor((quarters, slots), Float32)
         self.words.fill(0)
         self.exponents.fill(partials.LEAST)
         self.lses.fill(-Float32.inf)
 
-    def add_to(self, partial: _Partial, unit: int) -> None:
-        """Adds the slots of one unit in ascending order; a slot that was not loaded weighs 0."""
-        top = self.lses[unit, 0]
+    def add_to(self, partial: _Partial, quarter: int) -> None:
+        """Adds the slots of one quarter in ascending order; a slot not loaded weighs 0."""
+        top = self.lses[quarter, 0]
         for j in range(1, self.slots):
-            top = cute.arch.fmax(top, self.lses[unit, j])
+            top = cute.arch.fmax(top, self.lses[quarter, j])
         reference = partial.rescale(top)
         for j in range(self.slots):
-            values = quant.to_f32([self.words[unit, j, i] for i in range(WORDS)], F16)
-            factor = partials.factor_from_stored(self.exponents[unit, j])
-            partial.add(_exp2(self.lses[unit, j] - reference), values, factor)
+            values = quant.to_f32([self.words[quarter, j, i] for i in range(WORDS)], F16)
+            factor = partials.factor_from_stored(self.exponents[quarter, j])
+            partial.add(_exp2(self.lses[quarter, j] - reference), values, factor)
 
 
 @cute.jit
 def _issue(
     loads: cutlass.Constexpr,
-    unit: cutlass.Constexpr,
+    quarter: cutlass.Constexpr,
     o_accum: cute.Tensor,
     lse_accum: cute.Tensor,
     first: Int32,
     count: Int32,
     at: Any,
 ) -> None:
-    """Loads slots first .. first + count - 1 of one unit, at = (row, channel); ``count`` may be
-    larger than what ``loads`` holds."""
+    """Loads slots first .. first + count - 1 of one quarter, at = (row of the slots, channel);
+    ``count`` may be larger than what ``loads`` holds."""
     row, channel = at
     words, exponents, lses = loads.words, loads.exponents, loads.lses
     o_at = o_accum.iterator + (Int64(first) * o_accum.stride[0] + row * PARTIAL_ROW)
@@ -164,13 +191,13 @@ def _issue(
         if j < count:
             o_row = o_at + j * Int64(o_accum.stride[0])
             loaded = compat.load_words(o_row + channel, WORDS, **compat.STRONG)
-            exponents[unit, j] = partials.load_exponent(o_row, channel, **compat.STRONG)
+            exponents[quarter, j] = partials.load_exponent(o_row, channel, **compat.STRONG)
             for i in cutlass.range_constexpr(WORDS):
-                words[unit, j, i] = loaded[i]
+                words[quarter, j, i] = loaded[i]
     for j in cutlass.range_constexpr(loads.slots):
         if j < count:
             word = compat.load_words(lse_at + j * Int64(lse_accum.stride[0]), 1, **compat.STRONG)[0]
-            lses[unit, j] = word.bitcast(Float32)
+            lses[quarter, j] = word.bitcast(Float32)
 
 
 @cute.jit
@@ -180,22 +207,22 @@ def _finish(
     lse: cute.Tensor,
     factors: Any,
     where: Any,
-    by_h: compat.FastDivisor,
+    by: By,
 ) -> None:
-    """Normalises and stores one unit; where = (batch, row, channel)."""
-    batch, row, channel = where
+    """Normalises and stores one quarter; where = (query row, channel)."""
+    row, channel = where
     lse_factor, empty_lse = factors
-    _, s_q, h, _ = out.shape
     top, total = partial.state[0], partial.state[1]
     empty = total == 0.0  # a NaN total is not empty
     inv = Float32(1.0) / _select(empty, Float32(1.0), total)
     values = [partial.state[2 + i] * inv for i in range(VEC)]
-    at = (Int64(batch) * (s_q * h) + row) * KV_LORA_RANK + channel
+    at = Int64(row) * KV_LORA_RANK + channel
     compat.store_words(out.iterator + at, quant.pack(values, out.element_type))
     if channel == 0:
-        s, head = divmod(row, by_h)
+        token, head = divmod(row, by.heads)
+        b, s = divmod(token, by.tokens)
         value = (top + cute.math.log2(total, fastmath=True)) * lse_factor
-        lse[batch, head, s] = _select(empty, empty_lse, value)
+        lse[b, head, s] = _select(empty, empty_lse, value)
 
 
 @cute.kernel
@@ -203,11 +230,13 @@ def _merge(
     o_accum: cute.Tensor,
     lse_accum: cute.Tensor,
     split_begin: cute.Tensor,
+    units: cute.Tensor,
     out: cute.Tensor,
     lse: cute.Tensor,
     lse_factor: Float32,
     empty_lse: Float32,
-    by_h: compat.FastDivisor,
+    by: By,
+    behind_decode: cutlass.Constexpr,
 ) -> None:
     block, _, _ = cute.arch.block_idx()
     grid, _, _ = cute.arch.grid_dim()
@@ -215,25 +244,45 @@ def _merge(
     sums = smem.allocate_tensor(
         Float32, cute.make_layout((2 + VEC, WARPS, quant.WARP), stride=(WARPS * 32, 32, 1)), 16
     )
-    compat.pdl_wait()
+    count = split_begin.shape[0] - 1
+    if cutlass.const_expr(behind_decode):
+        near, slots = Near.of(split_begin), split_begin[count]
+        compat.pdl_wait()
+    else:
+        compat.pdl_wait()
+        near, slots = Near.of(split_begin), split_begin[count]
     compat.pdl_launch_dependents()
-    b = split_begin.shape[0] - 1
-    slots = cutlass.min(split_begin[b], o_accum.shape[0])
+    slots = cutlass.min(slots, o_accum.shape[0])
     if slots > 0:
-        ctas = grid - b
-        batch = _batch_of(split_begin, block, ctas, slots)
-        begin = split_begin[batch]
-        end = cutlass.min(split_begin[batch + 1], slots)
+        ctas = grid - count
+        unit = _unit_of(split_begin, near, block, ctas, slots)
+        begin, end = _entry(near, unit), _entry(near, unit + 1)
+        if unit + 1 >= 2 * quant.WARP:
+            begin, end = split_begin[unit], split_begin[unit + 1]
+        end = cutlass.min(end, slots)
         if (begin >= 0) & (end > begin):
-            mine = block - batch - _share(begin, ctas, slots)
+            mine = block - unit - _share(begin, ctas, slots)
             team = 1 + _share(end, ctas, slots) - _share(begin, ctas, slots)
-            units = out.shape[1] * out.shape[2] * PARTS  # of a batch
-            per_cta = (units + (team - 1)) // team
-            first = compat.at_most(mine * per_cta, units)  # all of them if the table is damaged
-            _merge_units(
-                (o_accum, lse_accum, out, lse), sums, (batch, begin, end - begin),
-                (first, cutlass.min(first + per_cta, units)), (lse_factor, empty_lse), by_h,
+            row, rows = _rows_of(units, out, unit, o_accum.shape[1])
+            quarters = rows * PARTS
+            per_cta = (quarters + (team - 1)) // team
+            first = compat.at_most(mine * per_cta, quarters)  # all if the table is damaged
+            _merge_quarters(
+                (o_accum, lse_accum, out, lse), sums, (row, begin, end - begin),
+                (first, cutlass.min(first + per_cta, quarters)), (lse_factor, empty_lse), by,
             )  # fmt: skip
+
+
+@cute.jit
+def _rows_of(units: cute.Tensor, out: cute.Tensor, unit: Int32, unit_rows: Int32) -> Any:
+    """(first query row, rows) of a unit; rows that exist, whatever the table holds."""
+    b, s_q, h, _ = out.shape
+    everything = b * s_q * h
+    first, end = unit * (s_q * h), (unit + 1) * (s_q * h)
+    if units.shape[0] > 0:
+        first, end = units[unit, 0], units[unit, 1]
+    first, end = compat.at_most(first, everything), compat.at_most(end, everything)
+    return first, cutlass.min(cutlass.max(end - first, 0), unit_rows)
 
 
 @cute.jit
@@ -242,78 +291,110 @@ def _share(slot: Int32, ctas: Int32, slots: Int32) -> Int32:
     return Int32(compat.unsigned(slot) * compat.unsigned(ctas) // compat.unsigned(slots))
 
 
-@cute.jit
-def _batch_of(split_begin: cute.Tensor, block: Int32, ctas: Int32, slots: Int32) -> Int32:
-    """The batch of CTA ``block``: the last i with i + share(split_begin[i]) <= block.
+class Near(NamedTuple):
+    """The first entries of ``split_begin``, two a lane: one trip to memory instead of three."""
 
-    Every batch has one CTA, and one more for each share of the slots that ends in it.  No share is
+    low: Any  # entry lane
+    high: Any  # entry WARP + lane
+
+    @classmethod
+    def of(cls, split_begin: cute.Tensor) -> Near:
+        """Loads them."""
+        tidx, _, _ = cute.arch.thread_idx()
+        last = split_begin.shape[0] - 1
+        places = [tidx % quant.WARP + quant.WARP * x for x in range(2)]
+        return cls(*(split_begin[cutlass.min(i, last)] for i in places))
+
+
+def _entry(near: Near, i: Any) -> Any:
+    """Entry ``i``, the same in all lanes; some other one if i is not below 2 * WARP."""
+    low, high = (cute.arch.shuffle_sync(value, i % quant.WARP) for value in near)
+    return Int32(cutlass.select_(i < quant.WARP, low, high))
+
+
+@cute.jit
+def _unit_of(
+    split_begin: cute.Tensor, near: Near, block: Int32, ctas: Int32, slots: Int32
+) -> Int32:
+    """The unit of CTA ``block``: the last i with i + share(split_begin[i]) <= block.
+
+    Every unit has one CTA, and one more for each share of the slots that ends in it.  No share is
     larger than ``ctas``: with ``left`` cut there, all products fit 32 bits.
     """
     tidx, _, _ = cute.arch.thread_idx()
-    found = Int32(0)  # batches after the first that begin at this CTA or before
-    b = split_begin.shape[0] - 1
-    for i in cutlass.range(1 + tidx % quant.WARP, b, quant.WARP, unroll=4):
-        left = cutlass.min(block - i, ctas)  # share(slot) <= left, without the division
-        upto = compat.unsigned(split_begin[i]) * compat.unsigned(ctas)
-        if left >= 0 and upto < compat.unsigned(left + 1) * compat.unsigned(slots):
+    found = Int32(0)  # units after the first that begin at this CTA or before
+    count = split_begin.shape[0] - 1
+    for x in cutlass.range_constexpr(2):
+        i = tidx % quant.WARP + quant.WARP * x
+        if (i > 0) & (i < count) & _begins(i, near[x], block, ctas, slots):
+            found += 1
+    for i in cutlass.range(tidx % quant.WARP + 2 * quant.WARP, count, quant.WARP, unroll=4):
+        if _begins(i, split_begin[i], block, ctas, slots):
             found += 1
     return cute.arch.warp_redux_sync(found, "add")
 
 
-def _place(unit: Any, lane: Any) -> tuple[Any, Any]:
-    """(row, first of the lane's channels) of a unit."""
-    return unit // PARTS, unit % PARTS * (quant.WARP * VEC) + lane * VEC
+def _begins(unit: Any, slot: Any, block: Any, ctas: Any, slots: Any) -> Any:
+    """Whether unit + share(slot) <= block, without the division."""
+    left = cutlass.min(block - unit, ctas)
+    upto = compat.unsigned(slot) * compat.unsigned(ctas)
+    return (left >= 0) & (upto < compat.unsigned(left + 1) * compat.unsigned(slots))
+
+
+def _place(quarter: Any, lane: Any) -> tuple[Any, Any]:
+    """(row of its unit, first of the lane's channels) of a quarter."""
+    return quarter // PARTS, quarter % PARTS * (quant.WARP * VEC) + lane * VEC
 
 
 @cute.jit
-def _merge_units(
-    tensors: Any, sums: cute.Tensor, piece: Any, span: Any, factors: Any, by_h: compat.FastDivisor
+def _merge_quarters(
+    tensors: Any, sums: cute.Tensor, piece: Any, span: Any, factors: Any, by: By
 ) -> None:
-    """Merges units span[0] .. span[1] - 1 of one batch; piece = (batch, first slot, slots)."""
+    """Merges quarters span[0] .. span[1] - 1 of one unit; piece = (its first query row, first slot,
+    slots)."""
     n = piece[2]
     if n <= 2:
-        _few_slots(2, tensors, piece, span, factors, by_h)
+        _few_slots(2, tensors, piece, span, factors, by)
     elif n <= 4:
-        _few_slots(4, tensors, piece, span, factors, by_h)
+        _few_slots(4, tensors, piece, span, factors, by)
     elif n <= CHUNK:
-        _few_slots(CHUNK, tensors, piece, span, factors, by_h)
+        _few_slots(CHUNK, tensors, piece, span, factors, by)
     else:
-        _many_slots(tensors, sums, piece, span, factors, by_h)
+        _many_slots(tensors, sums, piece, span, factors, by)
 
 
 @cute.jit
 def _few_slots(
-    most: cutlass.Constexpr, tensors: Any, piece: Any, span: Any, factors: Any,
-    by_h: compat.FastDivisor,
-) -> None:  # fmt: skip
+    most: cutlass.Constexpr, tensors: Any, piece: Any, span: Any, factors: Any, by: By
+) -> None:
     """Up to ``most`` slots, all in flight at once."""
     o_accum, lse_accum, out, lse = tensors
-    batch, begin, n = piece
+    first_row, begin, n = piece
     tidx, _, _ = cute.arch.thread_idx()
     lane, warp = tidx % quant.WARP, tidx // quant.WARP
-    units = max(1, FLIGHT // most)
-    for base in cutlass.range(span[0] + warp, span[1], WARPS * units, unroll=1):
-        loads = _Loads(units, most)
-        for k in cutlass.range_constexpr(units):
+    together = max(1, FLIGHT // most)
+    for base in cutlass.range(span[0] + warp, span[1], WARPS * together, unroll=1):
+        loads = _Loads(together, most)
+        for k in cutlass.range_constexpr(together):
             u = base + k * WARPS
             count = n if u < span[1] else 0
             _issue(loads, k, o_accum, lse_accum, begin, count, _place(u, lane))
-        for k in cutlass.range_constexpr(units):
+        for k in cutlass.range_constexpr(together):
             u = base + k * WARPS
             partial = _Partial()
             loads.add_to(partial, k)
             row, channel = _place(u, lane)
             if u < span[1]:
-                _finish(partial, out, lse, factors, (batch, row, channel), by_h)
+                _finish(partial, out, lse, factors, (first_row + row, channel), by)
 
 
 @cute.jit
 def _many_slots(
-    tensors: Any, sums: cute.Tensor, piece: Any, span: Any, factors: Any, by_h: compat.FastDivisor
+    tensors: Any, sums: cute.Tensor, piece: Any, span: Any, factors: Any, by: By
 ) -> None:
-    """More slots: the CTA's warps share a unit's slots."""
+    """More slots: the CTA's warps share a quarter's slots."""
     o_accum, lse_accum, out, lse = tensors
-    batch, begin, n = piece
+    first_row, begin, n = piece
     tidx, _, _ = cute.arch.thread_idx()
     lane, warp = tidx % quant.WARP, tidx // quant.WARP
     run = (n + (WARPS - 1)) // WARPS
@@ -330,7 +411,7 @@ def _many_slots(
         cute.arch.sync_threads()
         if warp == 0:
             total = _combine(sums, lane)
-            _finish(total, out, lse, factors, (batch, row, channel), by_h)
+            _finish(total, out, lse, factors, (first_row + row, channel), by)
         cute.arch.sync_threads()
 
 
@@ -352,12 +433,13 @@ def _combine(sums: Any, lane: Any) -> _Partial:
 def build(spec: VariantSpec) -> tuple[Callable[..., Any], dict[str, Any]]:
     """(callable, fake arguments by name) of one variant; see ``registry``."""
     f32, i32 = compat.DTYPES["f32"], compat.DTYPES["i32"]
-    slots, rows_pad = compat.sym(name="slots"), compat.sym(name="rows_pad")
+    slots, unit_rows = compat.sym(name="slots"), compat.sym(name="unit_rows")
     b, s_q, h = compat.sym(name="b"), compat.sym(name="s_q"), compat.sym(name="h")
     fakes = {
-        "o_accum": compat.contiguous(F16, (slots, rows_pad, PARTIAL_ROW)),
-        "lse_accum": compat.contiguous(f32, (slots, rows_pad), align=4),
-        "split_begin": compat.vector(i32, compat.sym(name="b_plus_1")),
+        "o_accum": compat.contiguous(F16, (slots, unit_rows, PARTIAL_ROW)),
+        "lse_accum": compat.contiguous(f32, (slots, unit_rows), align=4),
+        "split_begin": compat.vector(i32, compat.sym(name="n_units_plus_1")),
+        "units": compat.units_fake(i32),
         "out": compat.contiguous(compat.dtype(spec.out_dtype), (b, s_q, h, KV_LORA_RANK)),
         "lse": compat.contiguous(f32, (b, h, s_q), align=4),
         "lse_factor": Float32(1.0),

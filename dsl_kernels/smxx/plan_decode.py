@@ -1,22 +1,27 @@
 """plan_decode: cut a ragged batch into parts of nearly equal cost, on the device.
 
-Roles        one CTA, a thread a sequence. Warp w tries part capacity T0 + w; all threads number and
+What is cut is *units*: ``unit_rows`` query rows of one sequence, which see the tokens up to the
+last that any of them sees.  Usually a unit is a whole sequence.
+
+Roles        one CTA, a thread a unit. Warp w tries part capacity T0 + w; all threads number and
              write the items.
-Memory       dynamic shared, 72 KiB: for CHUNK sequences tile counts, running costs, first items,
-             last parts, first slots, and for each warp's capacity where every sequence begins.
+Memory       dynamic shared, 72 KiB: for CHUNK units tile counts, running costs, first items,
+             last parts, first slots, and for each warp's capacity where every unit begins.
              A batch of any size passes through in chunks.
 Timeline     wait for the previous grid
-             | all: lengths to tiles, prefix sum of costs              -> lower bound T0
+             | ragged queries, all: prefix sum of the sequences' units -> unit_begin
+             | all: lengths to tiles, prefix sum of costs              -> lower bound T0; copies
              | warp w: greedy fill with T0 + w, a step a part boundary -> smallest T that fits
              | all: prefix sums of items and slots
-             | all: a thread an item: find its sequence, write it, part_begin, split_begin
+             | all: a thread an item: find its unit, write it, part_begin, split_begin
              Each step is made for all chunks in turn, if there is more than one.
-Bytes moved  4 a sequence read; 16 an item + 4 a part + 8 a sequence written.
+Bytes moved  4 a sequence read; 32 an item + 4 a part + 4 a unit + 4 a sequence written; 8 a unit
+             where sequences have several; 8 a query token with limits of its own.
 
-The fill advances by part boundaries, not by sequences: with the running costs in the lanes of a
-warp, one ballot finds the first sequence that does not fit, and that sequence says by a division
-how many further parts it fills.  So a step costs what a division and two warp exchanges cost, and
-there are at most min(b, parts) + b / 32 of them, however large the batch is.
+The fill advances by part boundaries, not by units: with the running costs in the lanes of a warp,
+one ballot finds the first unit that does not fit, and that unit says by a division how many further
+parts it fills.  So a step costs what a division and two warp exchanges cost, and there are at most
+min(units, parts) + units / 32 of them, however large the batch is.
 
 The rule, its optimality, its capacity and the batch-independent form (``split_tiles`` > 0) are
 written in ``snapmla/testing/reference_plan.py``, whose output this kernel equals entry for entry.
@@ -33,6 +38,7 @@ import cutlass.memory
 from cutlass import Boolean, Int32, Uint32, cute
 
 from .. import compat
+from ..dims import ITEM_WORDS
 from . import quant
 
 if TYPE_CHECKING:
@@ -40,17 +46,29 @@ if TYPE_CHECKING:
 
 WARPS = 16
 THREADS = WARPS * quant.WARP
-CHUNK = THREADS  # sequences in shared memory; a power of two
-NEVER = -(2**31)  # running cost of a lane without a sequence: it always fits
+CHUNK = THREADS  # units in shared memory; a power of two
+NEVER = -(2**31)  # running cost of a lane without a unit: it always fits
+NOTHING_HIDDEN = 2**31 - 1  # first hidden token of a unit whose rows have no limits of their own
+
+
+class Lengths(NamedTuple):
+    """What is read."""
+
+    cache_seqlens: cute.Tensor  # i32 (b,)
+    cu_seqlens_q: cute.Tensor  # i32 (b + 1,) of ragged queries, or (0,)
+    row_seqlens: cute.Tensor  # i32 (tokens,), or (0,)
 
 
 class Tables(NamedTuple):
     """What is written."""
 
-    work_items: cute.Tensor  # i32 (n_items, 4)
+    work_items: cute.Tensor  # i32 (n_items, ITEM_WORDS)
     part_begin: cute.Tensor  # i32 (parts + 1,)
-    split_begin: cute.Tensor  # i32 (b + 1,)
+    split_begin: cute.Tensor  # i32 (n_units + 1,)
     planned_seqlens: cute.Tensor  # i32 (b,), cache_seqlens as they were
+    units: cute.Tensor  # i32 (n_units, 2) first row, end row; (0, 2) if merge needs no table
+    unit_begin: cute.Tensor  # i32 (b + 1,) of ragged queries, or (0,)
+    row_limits: cute.Tensor  # i32 (tokens,), row_seqlens as they were, or (0,)
 
 
 class Rule(NamedTuple):
@@ -59,16 +77,31 @@ class Rule(NamedTuple):
     max_tokens: Int32
     overhead: Int32
     split_tiles: Int32  # 0: cut for balance
+    tokens: Int32  # query tokens of a sequence; of all, if ragged
+    unit_rows: Int32
+    causal: Int32
     by_tile: compat.FastDivisor
+    by_heads: compat.FastDivisor
+    by_units: compat.FastDivisor  # of a sequence
+
+
+class Unit(NamedTuple):
+    """A unit: whose, which query rows, and what they see."""
+
+    batch: Int32
+    first: Int32
+    end: Int32  # behind the sequence's last row
+    most: Int32  # tokens that some row sees
+    hidden_from: Int32  # first token that some row does not see, if rows have limits of their own
 
 
 class Smem(NamedTuple):
-    """Shared memory, one entry a sequence of the chunk unless said otherwise."""
+    """Shared memory, one entry a unit of the chunk unless said otherwise."""
 
     tiles: cute.Tensor
-    cost: cute.Tensor  # running cost of the batch, this sequence included
-    item: cute.Tensor  # (CHUNK + 1): items of the chunk before this sequence
-    slot: cute.Tensor  # slots before this sequence
+    cost: cute.Tensor  # running cost of the batch, this unit included
+    item: cute.Tensor  # (CHUNK + 1): items of the chunk before this unit
+    slot: cute.Tensor  # slots before this unit
     last: cute.Tensor  # part of its last item
     part: cute.Tensor  # (CHUNK, WARPS): part of its first item, by capacity tried
     head: cute.Tensor  # (CHUNK, WARPS): tiles of its first item
@@ -87,61 +120,80 @@ class Walk(NamedTuple):
 @cute.jit
 def plan_decode(
     cache_seqlens: cute.Tensor,  # i32 (b,)
-    work_items: cute.Tensor,  # i32 (n_items, 4)
+    cu_seqlens_q: cute.Tensor,  # i32 (b + 1,) or (0,)
+    row_seqlens: cute.Tensor,  # i32 (tokens,) or (0,)
+    work_items: cute.Tensor,  # i32 (n_items, ITEM_WORDS)
     part_begin: cute.Tensor,  # i32 (parts + 1,)
-    split_begin: cute.Tensor,  # i32 (b + 1,)
+    split_begin: cute.Tensor,  # i32 (n_units + 1,)
     planned_seqlens: cute.Tensor,  # i32 (b,)
+    units: cute.Tensor,  # i32 (n_units, 2) or (0, 2)
+    unit_begin: cute.Tensor,  # i32 (b + 1,) or (0,)
+    row_limits: cute.Tensor,  # i32 (tokens,) or (0,)
     max_tokens: Int32,
     token_tile: Int32,
     fixed_overhead: Int32,
     split_tiles: Int32,
+    num_heads: Int32,
+    s_q: Int32,
+    unit_rows: Int32,
+    causal: Int32,
     stream: Any,
 ) -> None:
     """Host half: one CTA."""
-    tables = Tables(work_items, part_begin, split_begin, planned_seqlens)
-    rule = Rule(max_tokens, fixed_overhead, split_tiles, compat.fast_divisor(token_tile))
-    _plan(cache_seqlens, tables, rule).launch(
+    tables = Tables(
+        work_items, part_begin, split_begin, planned_seqlens, units, unit_begin, row_limits
+    )
+    rule = Rule(
+        max_tokens, fixed_overhead, split_tiles, s_q, unit_rows, causal,
+        compat.fast_divisor(token_tile), compat.fast_divisor(num_heads),
+        compat.fast_divisor(cute.ceil_div(s_q * num_heads, unit_rows)),
+    )  # fmt: skip
+    _plan(Lengths(cache_seqlens, cu_seqlens_q, row_seqlens), tables, rule).launch(
         grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True
     )
 
 
 @cute.kernel
-def _plan(cache_seqlens: cute.Tensor, tables: Tables, rule: Rule) -> None:
+def _plan(lengths: Lengths, tables: Tables, rule: Rule) -> None:
     tidx, _, _ = cute.arch.thread_idx()
     sm = _allocate()
     compat.pdl_wait()
     compat.pdl_launch_dependents()
-    b, parts = cache_seqlens.shape[0], tables.part_begin.shape[0] - 1
+    parts, room = tables.part_begin.shape[0] - 1, tables.split_begin.shape[0] - 1
+    count = Int32(room)  # of units
+    if lengths.cu_seqlens_q.shape[0] > 0:
+        count = cutlass.min(_number_units(sm, lengths, tables, rule), room)
     total = Int32(0)
-    for first in cutlass.range(0, b, CHUNK, unroll=1):
-        if first + tidx < b:
-            tables.planned_seqlens[first + tidx] = cache_seqlens[first + tidx]
-        total = _stage(sm, cache_seqlens, rule, first, total)
+    for first in cutlass.range(0, count, CHUNK, unroll=1):
+        total = _stage(sm, lengths, tables, rule, first, count, total)
+    # not first: what they read is on its way to this thread by now
+    _copy(lengths.cache_seqlens, tables.planned_seqlens)
+    _copy(lengths.row_seqlens, tables.row_limits)
     share = cutlass.max((total + (parts - 1)) // parts, 1)
     capacity, row = Int32(1), Int32(0)
     if rule.split_tiles == 0:
-        capacity, row = _search(sm, cache_seqlens, rule, share, parts)
+        capacity, row = _search(sm, lengths, tables, rule, count, share)
 
-    if b > CHUNK:
+    if count > CHUNK:
         row = Int32(0)  # the fill of the last chunk tried is not the first one's: filled anew
     zero = Int32(0)
     walk = Walk(zero, zero, zero, Int32(-1))
     part, reach = zero, capacity
-    for first in cutlass.range(0, b, CHUNK, unroll=1):
-        count = cutlass.min(b - first, CHUNK)
+    for first in cutlass.range(0, count, CHUNK, unroll=1):
+        here = cutlass.min(count - first, CHUNK)
         end_cost = total
-        if b > CHUNK:
-            end_cost = _stage(sm, cache_seqlens, rule, first, walk.cost)
+        if count > CHUNK:
+            end_cost = _stage(sm, lengths, tables, rule, first, count, walk.cost)
             if rule.split_tiles == 0:
                 if tidx < quant.WARP:
-                    part, reach = _fill(sm, Int32(0), count, part, reach, capacity, rule.overhead)
+                    part, reach = _fill(sm, Int32(0), here, part, reach, capacity, rule.overhead)
                 cute.arch.sync_threads()
-        walk = _emit(sm, tables, rule, (first, count, row, capacity, share), walk)
+        walk = _emit(sm, lengths, tables, rule, (first, here, row, capacity, share), walk)
         walk = Walk(end_cost, walk.item, walk.slot, walk.part)
     for p in cutlass.range(walk.part + 1 + tidx, parts + 1, THREADS, unroll=1):
         tables.part_begin[p] = walk.item
-    if tidx == 0:
-        tables.split_begin[b] = walk.slot
+    for u in cutlass.range(count + tidx, room + 1, THREADS, unroll=1):
+        tables.split_begin[u] = walk.slot
 
 
 def _allocate() -> Smem:
@@ -187,16 +239,108 @@ def _scan(sm: Smem, a: Int32, b: Int32) -> Any:
     return a, b, all_a, all_b
 
 
+# ---------------------------------------------------------------- units
+
+
 @cute.jit
-def _stage(sm: Smem, cache_seqlens: cute.Tensor, rule: Rule, first: Int32, base: Int32) -> Int32:
+def _copy(source: cute.Tensor, target: cute.Tensor) -> None:
+    """By all threads."""
+    tidx, _, _ = cute.arch.thread_idx()
+    for i in cutlass.range(tidx, target.shape[0], THREADS, unroll=1):
+        target[i] = source[i]
+
+
+@cute.jit
+def _tokens_of(lengths: Lengths, rule: Rule, batch: Int32) -> Any:
+    """(first, end) query token of a sequence of ragged queries, within 0 .. rule.tokens."""
+    first = cutlass.min(cutlass.max(lengths.cu_seqlens_q[batch], 0), rule.tokens)
+    end = cutlass.min(cutlass.max(lengths.cu_seqlens_q[batch + 1], first), rule.tokens)
+    return first, end
+
+
+@cute.jit
+def _number_units(sm: Smem, lengths: Lengths, tables: Tables, rule: Rule) -> Int32:
+    """Writes ``unit_begin`` of ragged queries; returns how many units there are."""
+    tidx, _, _ = cute.arch.thread_idx()
+    b, heads = lengths.cache_seqlens.shape[0], rule.by_heads.divisor
+    total = Int32(0)
+    for chunk in cutlass.range(0, b, THREADS, unroll=1):
+        batch, mine = chunk + tidx, Int32(0)
+        if batch < b:
+            first, end = _tokens_of(lengths, rule, batch)
+            mine = ((end - first) * heads + (rule.unit_rows - 1)) // rule.unit_rows
+        upto, _, all_units, _ = _scan(sm, mine, Int32(0))
+        if batch < b:
+            tables.unit_begin[batch] = total + upto - mine
+        total += all_units
+    if tidx == 0:
+        tables.unit_begin[b] = total
+    cute.arch.sync_threads()
+    return total
+
+
+@cute.jit
+def _unit_at(lengths: Lengths, tables: Tables, rule: Rule, u: Int32) -> Unit:
+    """Unit ``u``, whose tile counts and items are the plan's."""
+    heads = rule.by_heads.divisor
+    batch, j = divmod(u, rule.by_units)
+    first, tokens_end = batch * rule.tokens, (batch + 1) * rule.tokens
+    if lengths.cu_seqlens_q.shape[0] > 0:
+        batch = _sequence_of(tables.unit_begin, lengths.cache_seqlens.shape[0], u)
+        j = u - tables.unit_begin[batch]
+        first, tokens_end = _tokens_of(lengths, rule, batch)
+    first, end = first * heads + j * rule.unit_rows, tokens_end * heads
+    last = cutlass.min(first + rule.unit_rows, end) - 1
+    seqlen = cutlass.min(cutlass.max(lengths.cache_seqlens[batch], 0), rule.max_tokens)
+    most, hidden_from = seqlen, Int32(NOTHING_HIDDEN)
+    if lengths.row_seqlens.shape[0] > 0:
+        most = Int32(0)
+        begin, _ = divmod(first, rule.by_heads)
+        behind, _ = divmod(last, rule.by_heads)
+        # as many rounds for every thread: see ``_sequence_of``
+        for k in cutlass.range((rule.unit_rows - 2) // heads + 2, unroll=1):
+            token = cutlass.min(begin + k, behind)
+            limit = cutlass.min(cutlass.max(lengths.row_seqlens[token], 0), seqlen)
+            most, hidden_from = cutlass.max(most, limit), cutlass.min(hidden_from, limit)
+    elif rule.causal != 0:
+        after, _ = divmod(end - 1 - last, rule.by_heads)
+        most = cutlass.max(seqlen - after, 0)
+    return Unit(batch, first, end, most, hidden_from)
+
+
+@cute.jit
+def _sequence_of(unit_begin: cute.Tensor, b: Int32, u: Int32) -> Int32:
+    """The sequence of unit ``u``: the last one that begins there or before.
+
+    All threads go the same number of rounds: divergent loops so deep inside need more registers of
+    convergence than there are, and ptxas puts them into local memory.
+    """
+    found, bits = Int32(0), 32 - Int32(cute.arch.clz(b))
+    for k in cutlass.range(bits, unroll=1):
+        probe = found + (Int32(1) << (bits - 1 - k))
+        if probe < b:
+            found = _choose(unit_begin[cutlass.min(probe, b - 1)] <= u, probe, found)
+    return found
+
+
+# ---------------------------------------------------------------- costs
+
+
+@cute.jit
+def _stage(
+    sm: Smem, lengths: Lengths, tables: Tables, rule: Rule, first: Int32, count: Int32, base: Int32
+) -> Int32:
     """Tile counts and running costs of one chunk; returns the running cost at its end."""
     tidx, _, _ = cute.arch.thread_idx()
     number, pieces = Int32(0), Int32(1)
-    valid = first + tidx < cache_seqlens.shape[0]
+    valid = first + tidx < count
     if valid:
-        tokens = cutlass.min(cutlass.max(cache_seqlens[first + tidx], 0), rule.max_tokens)
-        whole, rest = divmod(tokens, rule.by_tile)
+        unit = _unit_at(lengths, tables, rule, first + tidx)
+        whole, rest = divmod(unit.most, rule.by_tile)
         number = whole + cutlass.min(rest, 1)
+        if tables.units.shape[0] > 0:
+            tables.units[first + tidx, 0] = unit.first
+            tables.units[first + tidx, 1] = unit.end
     if rule.split_tiles > 0:
         pieces = _pieces(number, rule.split_tiles)
     cost = number + rule.overhead * pieces if valid else Int32(0)
@@ -209,7 +353,7 @@ def _stage(sm: Smem, cache_seqlens: cute.Tensor, rule: Rule, first: Int32, base:
 
 @cute.jit
 def _pieces(number: Int32, split_tiles: Int32) -> Int32:
-    """Items of a sequence with fixed splits; an empty sequence is one item."""
+    """Items of a unit with fixed splits; an empty one is one item."""
     return cutlass.max((number + (split_tiles - 1)) // split_tiles, 1)
 
 
@@ -218,19 +362,19 @@ def _pieces(number: Int32, split_tiles: Int32) -> Int32:
 
 @cute.jit
 def _search(
-    sm: Smem, cache_seqlens: cute.Tensor, rule: Rule, share: Int32, parts: Int32
+    sm: Smem, lengths: Lengths, tables: Tables, rule: Rule, count: Int32, share: Int32
 ) -> tuple[Int32, Int32]:
-    """(smallest capacity with which the greedy fill needs at most ``parts`` parts, its warp)."""
+    """(smallest capacity with which the greedy fill does with the parts there are, its warp)."""
     tidx, _, _ = cute.arch.thread_idx()
     lane, warp = tidx % quant.WARP, tidx // quant.WARP
-    overhead = rule.overhead
+    overhead, parts = rule.overhead, tables.part_begin.shape[0] - 1
     lower = cutlass.max(share, overhead + 1)
     capacity, row = Int32(0), Int32(0)
     # lower + 2 * overhead + 1 is feasible, so the loop always finds one
     for extra in cutlass.range(0, 2 * overhead + 2, WARPS, unroll=1):
         mine = lower + extra + warp
         if capacity == 0:
-            part = _last_part(sm, cache_seqlens, rule, mine)
+            part = _last_part(sm, lengths, tables, rule, count, mine)
             cute.arch.sync_threads()
             if lane == 0:
                 sm.sums[warp, 0] = part
@@ -247,16 +391,17 @@ def _search(
 
 
 @cute.jit
-def _last_part(sm: Smem, cache_seqlens: cute.Tensor, rule: Rule, capacity: Int32) -> Int32:
+def _last_part(
+    sm: Smem, lengths: Lengths, tables: Tables, rule: Rule, count: Int32, capacity: Int32
+) -> Int32:
     """Part in which the greedy fill with this warp's ``capacity`` ends."""
     tidx, _, _ = cute.arch.thread_idx()
-    b = cache_seqlens.shape[0]
     base, part, reach = Int32(0), Int32(0), capacity
-    for first in cutlass.range(0, b, CHUNK, unroll=1):
-        if b > CHUNK:
-            base = _stage(sm, cache_seqlens, rule, first, base)
-        count = cutlass.min(b - first, CHUNK)
-        part, reach = _fill(sm, tidx // quant.WARP, count, part, reach, capacity, rule.overhead)
+    for first in cutlass.range(0, count, CHUNK, unroll=1):
+        if count > CHUNK:
+            base = _stage(sm, lengths, tables, rule, first, count, base)
+        here = cutlass.min(count - first, CHUNK)
+        part, reach = _fill(sm, tidx // quant.WARP, here, part, reach, capacity, rule.overhead)
     return part
 
 
@@ -280,10 +425,10 @@ def _fill(
     capacity: Int32,
     overhead: Int32,
 ) -> tuple[Int32, Int32]:
-    """Greedy fill of one chunk by one warp: notes part and first tiles of every sequence.
+    """Greedy fill of one chunk by one warp: notes part and first tiles of every unit.
 
     What ends at a running cost of at most ``reach`` fits into ``part``.
-    Every lane works out what happens if its own sequence is the one that does not fit, so that
+    Every lane works out what happens if its own unit is the one that does not fit, so that
     only one exchange follows the ballot.  Returns the state after the chunk.
     """
     tidx, _, _ = cute.arch.thread_idx()
@@ -329,8 +474,8 @@ def _ceil_div(x: Int32, cap: Int32, magic: Uint32) -> Int32:
 
 
 @cute.jit
-def _emit(sm: Smem, tables: Tables, rule: Rule, where: Any, walk: Walk) -> Walk:
-    """Writes items, part_begin and split_begin of one chunk; where = (first sequence, count,
+def _emit(sm: Smem, lengths: Lengths, tables: Tables, rule: Rule, where: Any, walk: Walk) -> Walk:
+    """Writes items, part_begin and split_begin of one chunk; where = (first unit, count,
     column of ``part`` and ``head``, capacity, share)."""
     tidx, _, _ = cute.arch.thread_idx()
     first, count, row, capacity, share = where
@@ -355,13 +500,13 @@ def _emit(sm: Smem, tables: Tables, rule: Rule, where: Any, walk: Walk) -> Walk:
         tables.split_begin[first + tidx] = walk.slot + slot_end - slots
     cute.arch.sync_threads()
     for i in cutlass.range(tidx, all_items, THREADS, unroll=1):
-        _emit_item(sm, tables, rule, where, walk, i)
+        _emit_item(sm, lengths, tables, rule, where, walk, i)
     return Walk(walk.cost, walk.item + all_items, walk.slot + all_slots, sm.last[count - 1])
 
 
 @cute.jit
 def _balanced_item(sm: Smem, at: Int32, q: Int32, row: Int32, cap: Int32) -> Any:
-    """(first tile, end tile, part) of item ``q`` of a sequence."""
+    """(first tile, end tile, part) of item ``q`` of a unit."""
     head = sm.head[at, row]
     begin = cutlass.max(head + (q - 1) * cap, 0)
     if q == 0:
@@ -380,12 +525,14 @@ def _fixed_item(sm: Smem, rule: Rule, at: Int32, q: Int32, share: Int32, parts: 
 
 
 @cute.jit
-def _emit_item(sm: Smem, tables: Tables, rule: Rule, where: Any, walk: Walk, i: Int32) -> None:
+def _emit_item(
+    sm: Smem, lengths: Lengths, tables: Tables, rule: Rule, where: Any, walk: Walk, i: Int32
+) -> None:
     """Item ``i`` of the chunk, and the entries of part_begin between its predecessor's part and
     its own."""
     first, _, row, capacity, share = where
     parts = tables.part_begin.shape[0] - 1
-    at = Int32(0)  # the sequence: the last one whose first item is i or earlier
+    at = Int32(0)  # the unit: the last one whose first item is i or earlier
     for bit in cutlass.range_constexpr(CHUNK.bit_length() - 1):
         probe = at + (CHUNK >> (bit + 1))
         if sm.item[probe] <= i:
@@ -408,8 +555,12 @@ def _emit_item(sm: Smem, tables: Tables, rule: Rule, where: Any, walk: Walk, i: 
         slot = sm.slot[at] + q
     item = walk.item + i
     if item < tables.work_items.shape[0]:
-        words = [Uint32(x) for x in (first + at, begin, end, slot)]
-        compat.store_words(tables.work_items.iterator + item * 4, words)
+        unit = _unit_at(lengths, tables, rule, first + at)
+        target = tables.work_items.iterator + item * ITEM_WORDS
+        what = (unit.batch, begin, end, slot)
+        compat.store_words(target, [Uint32(x) for x in what])
+        whose = (unit.first, unit.end, unit.hidden_from, Int32(0))
+        compat.store_words(target + 4, [Uint32(x) for x in whose])
     for p in cutlass.range(before + 1, part + 1, unroll=1):
         tables.part_begin[p] = item
 
@@ -417,16 +568,26 @@ def _emit_item(sm: Smem, tables: Tables, rule: Rule, where: Any, walk: Walk, i: 
 def build(spec: VariantSpec) -> tuple[Callable[..., Any], dict[str, Any]]:
     """(callable, fake arguments by name) of one variant; see ``registry``."""
     i32 = compat.DTYPES["i32"]
-    b = compat.sym(name="b")
+    b, tokens = compat.sym(name="b"), compat.sym(name="tokens_or_0")
+    ragged = compat.sym(name="b_plus_1_or_0")
     fakes = {
         "cache_seqlens": compat.vector(i32, b),
-        "work_items": compat.contiguous(i32, (compat.sym(name="n_items"), 4)),
+        "cu_seqlens_q": compat.vector(i32, ragged),
+        "row_seqlens": compat.vector(i32, tokens),
+        "work_items": compat.contiguous(i32, (compat.sym(name="n_items"), ITEM_WORDS)),
         "part_begin": compat.vector(i32, compat.sym(name="parts_plus_1")),
-        "split_begin": compat.vector(i32, compat.sym(name="b_plus_1")),
+        "split_begin": compat.vector(i32, compat.sym(name="n_units_plus_1")),
         "planned_seqlens": compat.vector(i32, b),
+        "units": compat.units_fake(i32),
+        "unit_begin": compat.vector(i32, ragged),
+        "row_limits": compat.vector(i32, tokens),
         "max_tokens": Int32(0),
         "token_tile": Int32(64),
         "fixed_overhead": Int32(0),
         "split_tiles": Int32(0),
+        "num_heads": Int32(1),
+        "s_q": Int32(1),
+        "unit_rows": Int32(1),
+        "causal": Int32(0),
     }
     return plan_decode, fakes

@@ -85,7 +85,7 @@ static DLTensor *make(tensor *t, DLDataType type, int ndim, const int64_t *shape
     t->strides[i] = i == ndim - 1 ? 1 : t->strides[i + 1] * shape[i + 1];
     t->bytes *= (size_t)shape[i];
   }
-  if (have_driver) {
+  if (have_driver && t->bytes) {
     need(cu.MemAlloc_v2(&address, t->bytes), "memory");
     if (!from && !(zeros = calloc(1, t->bytes))) exit(1);
     need(cu.MemcpyHtoD_v2(address, from ? from : zeros, t->bytes), "a copy");
@@ -134,6 +134,7 @@ int main(void) {
   const int32_t lengths_host[BATCH] = {TOKENS, 0}, pages[BATCH][WIDTH] = {{0, 1}, {0, 0}};
   tensor content, rope, scale, c_kv, k_rope, slot_mapping;        /* cache, new tokens */
   tensor lengths, table, items, parts, splits, planned;           /* work list */
+  tensor queries, limits, units, unit_begin, row_limits;          /* empty: see below */
   tensor q_nope, q_rope, q_scale, out, lse, o_accum, lse_accum;   /* decode */
   void *stream = open_device();
   int i, j;
@@ -154,10 +155,15 @@ int main(void) {
             MAKE(slot_mapping, I32, 1, slots, TOKENS)),
         "append");
 
+  /* All sequences have S_Q query tokens, and all their rows are scheduled together: no queries of
+   * different length, no limits of their own, no table of units of rows. */
   check(snapmla_plan_decode_sm90a(
-            MAKE(lengths, I32, 1, lengths_host, BATCH), MAKE(items, I32, 2, NULL, ITEMS, 4),
+            MAKE(lengths, I32, 1, lengths_host, BATCH), MAKE(queries, I32, 1, NULL, 0),
+            MAKE(limits, I32, 1, NULL, 0), MAKE(items, I32, 2, NULL, ITEMS, 8),
             MAKE(parts, I32, 1, NULL, PARTS + 1), MAKE(splits, I32, 1, NULL, BATCH + 1),
-            MAKE(planned, I32, 1, NULL, BATCH), WIDTH * PAGE, TILE, OVERHEAD, 0),
+            MAKE(planned, I32, 1, NULL, BATCH), MAKE(units, I32, 2, NULL, 0, 2),
+            MAKE(unit_begin, I32, 1, NULL, 0), MAKE(row_limits, I32, 1, NULL, 0), WIDTH * PAGE,
+            TILE, OVERHEAD, /* fixed splits */ 0, HEADS, S_Q, ROWS, /* causal */ 1),
         "plan");
 
   check(snapmla_decode_etap_r16_p64_obf16_sm90a(
@@ -165,7 +171,7 @@ int main(void) {
             MAKE(q_rope, BF16, 4, NULL, BATCH, S_Q, HEADS, 64),
             MAKE(q_scale, F32, 3, ones, BATCH, S_Q, HEADS), &content.dl, &rope.dl, &scale.dl,
             MAKE(table, I32, 2, pages, BATCH, WIDTH), &lengths.dl, &items.dl, &parts.dl,
-            &splits.dl, MAKE(out, BF16, 4, NULL, BATCH, S_Q, HEADS, 512),
+            &splits.dl, &units.dl, &row_limits.dl, MAKE(out, BF16, 4, NULL, BATCH, S_Q, HEADS, 512),
             MAKE(lse, F32, 3, NULL, BATCH, HEADS, S_Q),
             MAKE(o_accum, F16, 3, NULL, SLOTS, ROWS, 528), MAKE(lse_accum, F32, 2, NULL, SLOTS, ROWS),
             1 / sqrt(192), /* causal */ 1, /* natural logarithm */ log(2), /* empty rows */ -INFINITY,

@@ -118,11 +118,11 @@ def kernels(terms: int = 1) -> Attend:
     """snapmla's own: append to a paged cache, quantise queries, plan, decode.
 
     Args:
-        terms: e4m3 terms of P; 2 wants a library whose ``plan_decode`` has them.
+        terms: e4m3 terms of P; 2 wants a library whose ``plan_decode`` has an ``accuracy``.
     """
     import snapmla
 
-    options: dict[str, Any] = {} if terms == 1 else {"p_terms": terms}
+    options: dict[str, Any] = {} if terms == 1 else {"accuracy": "high"}
 
     def attend(
         q_nope: Tensor, q_rope: Tensor, c_kv: Tensor, k_rope: Tensor, softmax_scale: float
@@ -285,7 +285,7 @@ def _without_kernels(terms: int) -> str | None:
         return "apache-tvm-ffi is not installed"
     import snapmla
 
-    if terms > 1 and "p_terms" not in inspect.signature(snapmla.plan_decode).parameters:
+    if terms > 1 and "accuracy" not in inspect.signature(snapmla.plan_decode).parameters:
         return "this library has no kernel with two terms of P"
     return None
 

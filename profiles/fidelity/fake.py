@@ -25,7 +25,6 @@ from snapmla.testing.rounding import (
 
 LOG2E = math.log2(math.e)
 GOLDEN = (math.sqrt(5) - 1) / 2  # multiples of it fill an interval evenly
-RESIDUAL_GAIN = 32.0  # of P's second term, as in the kernels
 CHUNK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 27}  # logits held at once
 
 # A quantised operand: values (..., 512) and (..., 64) under scales (...)
@@ -201,4 +200,4 @@ def _rounded(p: Tensor, config: QuantConfig) -> Tensor:
     first = to_e4m3(p).to(p.dtype)
     if config.p_terms == 1:
         return first
-    return first + to_e4m3((p - first) * RESIDUAL_GAIN).to(p.dtype) / RESIDUAL_GAIN
+    return first + to_e4m3(p - first).to(p.dtype)

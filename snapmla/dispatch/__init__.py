@@ -15,12 +15,13 @@ sequence meets the same kernel whatever else is in the batch, and the host does 
 anyway.
 """
 
-from snapmla.dispatch.calls import choose, explain
+from snapmla.dispatch.calls import choose, explain, p_terms_of
 from snapmla.dispatch.cards import Card, card_named, card_of, cards
 from snapmla.dispatch.contest import Explanation, Verdict
-from snapmla.dispatch.costs import parts_of
+from snapmla.dispatch.costs import ROW_BLOCKS, parts_of, rows_of_unit, unit_rows
 
 __all__ = [
+    "ROW_BLOCKS",
     "Card",
     "Explanation",
     "Verdict",
@@ -29,5 +30,8 @@ __all__ = [
     "cards",
     "choose",
     "explain",
+    "p_terms_of",
     "parts_of",
+    "rows_of_unit",
+    "unit_rows",
 ]

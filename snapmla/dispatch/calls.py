@@ -17,6 +17,8 @@ from snapmla.dispatch.fp8_decode import FP8_DECODE
 from snapmla.errors import VariantError
 
 NAMES_OF_OUT = {torch.bfloat16: "bf16", torch.float32: "f32"}
+STANDARD = "standard"
+P_TERMS = {STANDARD: 1, "high": 2}  # of an accuracy, as users name it
 
 
 def choose(
@@ -28,6 +30,7 @@ def choose(
     out_dtype: str = "bf16",
     pipeline: str | None = None,
     row_tile: int | None = None,
+    p_terms: int = 1,
 ) -> VariantSpec:
     """The decode kernel for a call.
 
@@ -39,6 +42,7 @@ def choose(
         num_heads, s_q, page_size: checked already.
         out_dtype: ``bf16`` or ``f32``.
         pipeline, row_tile: the caller's wish, None for the best.
+        p_terms: e4m3 terms of P, 1 or 2; more rows than a kernel of two takes are several blocks.
 
     Raises:
         ValueError: the wishes do not go together, or not with the device's architecture; names the
@@ -47,12 +51,24 @@ def choose(
     """
     _check_wishes(pipeline, row_tile)
     problem = Problem(
-        FP8_DECODE, num_heads, s_q, page_size, out_dtype, card_of(device), pipeline, row_tile
-    )
+        FP8_DECODE, num_heads, s_q, page_size, out_dtype, card_of(device), pipeline, row_tile,
+        p_terms,
+    )  # fmt: skip
     best, reasons = contest.judge(problem)
     if best is None:
         _refuse(problem, reasons)
     return best
+
+
+def name_of(p_terms: int) -> str:
+    """The accuracy of so many terms of P."""
+    return next(name for name, terms in P_TERMS.items() if terms == p_terms)
+
+
+def p_terms_of(accuracy: str) -> int:
+    """Terms of P of an accuracy.  Raises ValueError for one that does not exist."""
+    checks.choice("accuracy", accuracy, tuple(P_TERMS))
+    return P_TERMS[accuracy]
 
 
 def _check_wishes(pipeline: str | None, row_tile: int | None) -> None:
@@ -81,14 +97,21 @@ def _refuse(problem: Problem, reasons: Mapping[VariantSpec, str]) -> NoReturn:
             "or leave pipeline out",
         )  # fmt: skip
     asked = pipelines if pipeline is None else [pipeline]
-    tiles = sorted({tile for each in asked for tile in op.features[each].row_tiles})
+    tiles = sorted({tile for each in asked for tile in op.features[each].tiles(problem.p_terms)})
+    where = f"on {arch}" if pipeline is None else f"with pipeline {pipeline!r}"
+    features = op.features[asked[0]]
+    if not tiles:
+        checks.value_error(
+            "accuracy", f"{STANDARD!r} {where}", name_of(problem.p_terms),
+            f"two terms of P: {features.why_two_terms}",
+        )  # fmt: skip
     if row_tile is not None and row_tile not in tiles:
         near = min(tiles, key=lambda tile: abs(tile - row_tile))
-        where = f"on {arch}" if pipeline is None else f"with pipeline {pipeline!r}"
+        why = features.why_tiles if problem.p_terms == 1 else features.why_two_terms
+        where += "" if problem.p_terms == 1 else f" and accuracy {name_of(problem.p_terms)!r}"
         checks.value_error(
             "row_tile", f"{' or '.join(map(str, tiles))} {where}", row_tile,
-            f"{op.features[asked[0]].why_tiles}; the nearest is row_tile={near}, or leave row_tile "
-            "out",
+            f"{why}; the nearest is row_tile={near}, or leave row_tile out",
         )  # fmt: skip
     near_miss = (why for spec, why in reasons.items() if spec.row_tile in tiles)
     raise VariantError(f"no decode kernel fits: {next(near_miss)}")
@@ -106,12 +129,13 @@ def explain(
     card: str | None = None,
     pipeline: str | None = None,
     row_tile: int | None = None,
+    accuracy: str = STANDARD,
 ) -> Explanation:
     """Every candidate for a decode call: predicted time, roof, and why it is used or not.
 
     Args:
         num_heads: 1 to 128.
-        s_q: query tokens of a sequence, 1 to 8.
+        s_q: query tokens of a sequence, 1 or more.
         page_size: 16, 32, 64 or 128 tokens.
         batch, seqlen: the size that times are for (sequences, tokens each); they do not change the
             choice.
@@ -119,6 +143,8 @@ def explain(
         device: whose card to ask about; None takes the current CUDA device, or an H200 without one.
         card: a card on file instead, such as ``H200``, ``H100``, ``H800``, ``H20``.
         pipeline, row_tile: as given to ``plan_decode``.
+        accuracy: ``standard``, or ``high`` for kernels that sum P as two e4m3 terms; the text then
+            says what the second costs.
 
     Returns:
         An ``Explanation``; print it.
@@ -137,6 +163,8 @@ def explain(
     if out_dtype not in NAMES_OF_OUT:
         checks.type_error("out_dtype", "torch.bfloat16 or torch.float32", out_dtype)
     _check_wishes(pipeline, row_tile)
-    where, out = find_card(device, card), NAMES_OF_OUT[out_dtype]
-    problem = Problem(FP8_DECODE, num_heads, s_q, page_size, out, where, pipeline, row_tile)
+    where, out, p_terms = find_card(device, card), NAMES_OF_OUT[out_dtype], p_terms_of(accuracy)
+    problem = Problem(
+        FP8_DECODE, num_heads, s_q, page_size, out, where, pipeline, row_tile, p_terms
+    )
     return contest.explain(problem, Size(batch, seqlen))

@@ -53,6 +53,9 @@ class Problem(Protocol):
     def describe(self, size: Size) -> tuple[str, str]:
         """What was asked, and the ceilings that the roof is made of."""
 
+    def remarks(self, size: Size) -> list[str]:
+        """Lines for people, beside that."""
+
     def __hash__(self) -> int:
         """What was judged is remembered."""
 
@@ -139,9 +142,11 @@ class Explanation:
         return next((v for v in self.verdicts if v.chosen), None)
 
     def __str__(self) -> str:
-        asked, ceilings = self.problem.describe(Size(self.batch, self.seqlen))
+        size = Size(self.batch, self.seqlen)
+        asked, ceilings = self.problem.describe(size)
         source = self.problem.card.source
         lines = [asked, f"roof {self.roof_us:.1f} us: {ceilings} ({source})"]
+        lines += self.problem.remarks(size)
         for v in self.verdicts:
             time = "      ?" if v.us is None else f"{v.us:7.1f}"
             share = "" if v.us is None else f"{100 * self.roof_us / v.us:3.0f} % of roof"

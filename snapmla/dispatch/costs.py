@@ -17,6 +17,9 @@ from dsl_kernels.spec import VariantSpec
 from snapmla.dispatch.cards import Card, card_named, data
 from snapmla.dispatch.contest import Size
 
+ROW_BLOCKS = ("in_step", "balanced")  # ``row_blocks`` of ``plan_decode``
+FEW_IDLE = 0.95  # of the SMs, where row blocks run in step
+
 
 class Tile(NamedTuple):
     """What a kernel takes beside the number of tiles that its parts walk, and for each of them."""
@@ -51,31 +54,48 @@ class Costs:
 
     def model_us(
         self, spec: VariantSpec, rows: int, size: Size, card: Card, *, tensor_cycles: float,
-        token_bytes: int,
+        token_bytes: int, more_cycles: float = 0.0,
     ) -> float | None:  # fmt: skip
         """Time on a card of the same arch; None of a kernel that nobody measured.
 
         Args:
             tensor_cycles: that a tile keeps an H100's tensor core busy.
             token_bytes: of the cache.
+            more_cycles: those of them that the measured kernel did not have.
         """
         entry = self.tiles.get((spec.pipeline, spec.row_tile))
         if entry is None:
             return None
         issue_us = entry.tile_us * self.card.mhz / card.mhz
+        issue_us += more_cycles * card.tensor_slowdown / card.mhz
         tile_us = max(issue_us, tensor_cycles * card.tensor_slowdown / card.mhz)
-        blocks = -(-rows // spec.row_tile)
-        parts = parts_of(card.sms, rows, spec)
-        waves = -(-blocks * parts * spec.cluster // card.sms)
-        work = waves * size.batch * -(-size.seqlen // spec.token_tile) / parts
+        own = unit_rows(card.sms, rows, spec)
+        parts, units = parts_of(card.sms, own, spec), -(-rows // own)
+        work = units * size.batch * -(-size.seqlen // spec.token_tile) / parts
         read_gbs = self.read_fraction * card.read_gbs
         read_us = size.batch * size.seqlen * token_bytes / read_gbs * 1e-3
         return entry.fixed_us + max(work * tile_us, read_us)
 
 
-def parts_of(sms: int, rows: int, spec: VariantSpec) -> int:
-    """CTAs (or clusters) that share the tokens of each row block so that they fill the SMs."""
-    return max(1, sms // (-(-rows // spec.row_tile) * spec.cluster))
+def parts_of(sms: int, unit_rows: int, spec: VariantSpec) -> int:
+    """CTAs (or clusters) that share the tokens of each row block of a unit so that they fill the
+    SMs."""
+    return max(1, sms // (-(-unit_rows // spec.row_tile) * spec.cluster))
+
+
+def unit_rows(sms: int, rows: int, spec: VariantSpec) -> int:
+    """Query rows that are scheduled together, of a sequence that has ``rows``.
+
+    All of them where its row blocks, side by side, leave few SMs idle: CTAs that read the same
+    tokens at the same time read them from memory once.  Else a row block.
+    """
+    blocks, parts = -(-rows // spec.row_tile), sms // spec.cluster
+    return rows_of_unit(rows, spec, in_step=parts // blocks * blocks >= FEW_IDLE * parts)
+
+
+def rows_of_unit(rows: int, spec: VariantSpec, *, in_step: bool) -> int:
+    """Rows of a unit, in whole row tiles: those of a sequence, or of a row block."""
+    return -(-rows // spec.row_tile) * spec.row_tile if in_step else spec.row_tile
 
 
 @functools.lru_cache(maxsize=16)

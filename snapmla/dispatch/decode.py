@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dsl_kernels import registry
 from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK
@@ -11,7 +11,7 @@ from dsl_kernels.families import Family
 from dsl_kernels.families.family import OUT_DTYPE
 from dsl_kernels.spec import VariantSpec
 from snapmla.dispatch.cards import Card
-from snapmla.dispatch.contest import Size
+from snapmla.dispatch.contest import Size, judge
 from snapmla.dispatch.costs import Costs, costs_of
 
 OUT_BYTES = {"bf16": 2, "f32": 4}
@@ -26,6 +26,8 @@ class Features:
         row_tiles, page_sizes, out_dtypes: the variants that can be built.
         why_tiles: the reason behind ``row_tiles``, for messages.
         about: one line for people.
+        two_terms: those of ``row_tiles`` that are there with two terms of P.
+        why_two_terms: the reason behind ``two_terms``.
     """
 
     row_tiles: tuple[int, ...]
@@ -33,6 +35,12 @@ class Features:
     about: str
     page_sizes: tuple[int, ...]
     out_dtypes: tuple[str, ...] = OUT_DTYPE.values
+    two_terms: tuple[int, ...] = ()
+    why_two_terms: str = "it sums one"
+
+    def tiles(self, p_terms: int) -> tuple[int, ...]:
+        """Row tiles with so many terms of P."""
+        return self.row_tiles if p_terms == 1 else self.two_terms
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,6 +86,7 @@ class Problem:
         num_heads, s_q, page_size, out_dtype (``bf16``, ``f32``): of the call.
         card: where it runs.
         pipeline, row_tile: what the caller insists on, None for no wish.
+        p_terms: e4m3 terms of P.
     """
 
     op: DecodeOp
@@ -88,6 +97,7 @@ class Problem:
     card: Card
     pipeline: str | None = None
     row_tile: int | None = None
+    p_terms: int = 1
 
     @property
     def rows(self) -> int:
@@ -99,10 +109,11 @@ class Problem:
         return REFERENCE
 
     def candidates(self) -> list[VariantSpec]:
+        more = {} if self.p_terms == 1 else {"p_terms": self.p_terms}  # not every op has the axis
         return [
             VariantSpec(
                 op=self.op.family.op, arch=self.card.arch, pipeline=pipeline, row_tile=row_tile,
-                page_size=self.page_size, out_dtype=self.out_dtype,
+                page_size=self.page_size, out_dtype=self.out_dtype, **more,
             )
             for pipeline in self.op.pipelines(self.card.arch)
             for row_tile in self.op.values("row_tile")
@@ -115,6 +126,11 @@ class Problem:
             return f"{pipeline} declares no features yet"
         if row_tile not in features.row_tiles:
             return f"{pipeline} has no row tile of {row_tile}: {features.why_tiles}"
+        if row_tile not in features.tiles(self.p_terms):
+            return (
+                f"{pipeline} has no two terms of P with a row tile of {row_tile}: "
+                f"{features.why_two_terms}"
+            )
         if self.page_size not in features.page_sizes:
             return f"{pipeline} has no page size of {self.page_size}"
         if self.out_dtype not in features.out_dtypes:
@@ -132,14 +148,19 @@ class Problem:
         costs = self._costs()
         if costs is None:
             return None
+        cycles = self.op.tensor_cycles(spec)
+        # what was measured is one term: what the second adds is assumed to be hidden by nothing
+        more = 0.0 if self.p_terms == 1 else cycles - self.op.tensor_cycles(spec.replace(p_terms=1))
         return costs.model_us(
-            spec, self.rows, size, self.card, tensor_cycles=self.op.tensor_cycles(spec),
+            spec, self.rows, size, self.card, tensor_cycles=cycles, more_cycles=more,
             token_bytes=self.op.token_bytes,
         )  # fmt: skip
 
     def measured_us(self, spec: VariantSpec, size: Size) -> float | None:
         costs = self._costs()
-        if costs is None or self.card.name != costs.card.name or self.out_dtype != "bf16":
+        if costs is None or self.card.name != costs.card.name:
+            return None
+        if self.out_dtype != "bf16" or self.p_terms > 1:  # as the tables are
             return None
         return costs.measured_us(spec, self.rows, size)
 
@@ -159,5 +180,21 @@ class Problem:
             f"s_q {self.s_q} ({self.rows} rows), pages of {self.page_size}, {self.out_dtype} out, "
             f"on {self.card.name}"
         )
+        asked += "" if self.p_terms == 1 else f", {self.p_terms} terms of P"
         peak = self.op.effective_tflops(self.card)
         return asked, f"{self.card.read_gbs:.0f} GB/s, {peak:.0f} TFLOP/s"
+
+    def remarks(self, size: Size) -> list[str]:
+        """What the second term of P costs."""
+        if self.p_terms == 1:
+            return []
+        plain = replace(self, p_terms=1)
+        (best, _), (usual, _) = judge(self), judge(plain)
+        us = None if best is None else self.model_us(best, size)
+        usual_us = None if usual is None else plain.model_us(usual, size)
+        if usual is None or us is None or usual_us is None:
+            return []
+        return [
+            f"the second term of P: {us / usual_us:.2f}x the time of one ({usual_us:.1f} us, "
+            f"{usual.pipeline} row_tile {usual.row_tile}), both by the model"
+        ]

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from dsl_kernels.families.fp8_decode import FAMILY, PAGE_SIZES, ROW_TILES
+from dsl_kernels.families.fp8_decode import FAMILY, PAGE_SIZES, ROW_TILES, TWO_TERMS
 from dsl_kernels.spec import VariantSpec
 from snapmla.dispatch.cards import Card
 from snapmla.dispatch.decode import DecodeOp, Features
 
 BF16_TILES, FP8_TILES = 1, 16  # of the 17 64-channel tiles a token costs (SnapMLA, Eq. 7)
-# Tensor-core cycles of one 64-token tile and 64 rows: Q.K 16 x 32 FP8 + 4 x 32 BF16, P.V 512.
-TENSOR_CYCLES = 1152
+# Tensor-core cycles of one 64-token tile and 64 rows: Q.K 16 x 32 FP8 + 4 x 32 BF16; P.V, a term.
+QK_CYCLES, PV_CYCLES = 640, 512
 
 
 def tensor_cycles(spec: VariantSpec) -> float:
     """Of one tile; a CTA of a cluster has 64 rows of it."""
-    return TENSOR_CYCLES * (min(spec.row_tile, 64) / 64) * (spec.token_tile / 64)
+    cycles = QK_CYCLES + spec.p_terms * PV_CYCLES
+    return cycles * (min(spec.row_tile, 64) / 64) * (spec.token_tile / 64)
 
 
 def effective_tflops(card: Card) -> float:
@@ -28,7 +29,8 @@ FP8_DECODE = DecodeOp(
     features={
         "etap": Features(
             ROW_TILES, "any row tile", "V^T as register operand; up to 32 rows as S^T = K Q^T",
-            PAGE_SIZES,
+            PAGE_SIZES, two_terms=TWO_TERMS["sm_90a", "etap"],
+            why_two_terms="the softmax of 64 rows has no registers for them",
         ),
         "dual_wg": Features(
             (64, 128), "it puts rows on the MMA's M = 64", "Algorithm 1 of the SnapMLA paper",

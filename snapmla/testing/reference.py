@@ -32,7 +32,6 @@ from snapmla.testing.rounding import (
 
 LOG2E = math.log2(math.e)
 FP8_DOT = {"hopper": hopper_fp8_dot, "blackwell": blackwell_fp8_dot}
-RESIDUAL_GAIN = 32.0  # of the second term of P: the residual is at most 2^-4 of P'
 
 
 @dataclass(frozen=True)
@@ -148,17 +147,17 @@ def _block_frames(
 
 
 def _quantised_p(p: Tensor, config: QuantConfig) -> list[Tensor]:
-    """e4m3 terms of P' (fp32 values); their sum, the second over RESIDUAL_GAIN, stands for P'."""
+    """e4m3 terms of P' (fp32 values); their sum stands for P'."""
     if config.p_scale == "none":
         return [p]
     first = to_e4m3(p).to(p.dtype)
     if config.p_terms == 1:
         return [first]
-    return [first, to_e4m3((p - first) * RESIDUAL_GAIN).to(p.dtype)]
+    return [first, to_e4m3(p - first).to(p.dtype)]
 
 
 def _sum_terms(terms: list[Tensor]) -> Tensor:
-    return terms[0] if len(terms) == 1 else terms[0] + terms[1] / RESIDUAL_GAIN
+    return terms[0] if len(terms) == 1 else terms[0] + terms[1]
 
 
 def _requantise_even(p: Tensor, frames: Tensor) -> tuple[Tensor, Tensor]:
@@ -186,15 +185,20 @@ def _add_exact(state: _State, p: Tensor, frames: Tensor, v: Tensor, columns: sli
 def _add_modelled(
     state: _State, terms: list[Tensor], frames: Tensor, v: Tensor, config: QuantConfig
 ) -> None:
-    """O += ..., groups of ``promote_tokens`` (<= p_block) in one tensor-core accumulator each."""
+    """O += ..., groups of ``promote_tokens`` (<= p_block) in one tensor-core accumulator each.
+
+    The second term of P goes first, the first on top of it.
+    """
     size, fp8_dot = config.promote_tokens, FP8_DOT[config.pv_accumulation]
     groups = frames.shape[1] * terms[0].shape[2] // size
     v_t = v.float().unflatten(0, (groups, size)).transpose(1, 2)  # (groups, 512, size)
     weight = _exp2(frames - state.frame[:, None]).repeat_interleave(groups // frames.shape[1], 1)
-    for term, gain in zip(terms, (1.0, 1.0 / RESIDUAL_GAIN), strict=False):
+    product: Tensor | None = None  # (groups, R, 512)
+    for term in reversed(terms):
         p = term.float().flatten(1).unflatten(1, (groups, size)).transpose(0, 1)
-        product = fp8_dot(p, v_t)  # (groups, R, 512)
-        state.o += gain * torch.einsum("rg,grd->rd", weight, product.double())
+        product = fp8_dot(p, v_t, product)
+    assert product is not None
+    state.o += torch.einsum("rg,grd->rd", weight, product.double())
 
 
 def _add_chained(state: _State, p: Tensor, frames: Tensor, v: Tensor, config: QuantConfig) -> None:
@@ -331,12 +335,12 @@ def _limits(length: int, s_q: int, heads: int, causal: bool, device: torch.devic
 
 
 def _to_shape(
-    out: Tensor, lse: Tensor, s_q: int, lse_base: str, empty_lse: float | str
+    out: Tensor, lse: Tensor, s_q: int, heads: int, lse_base: str, empty_lse: float | str
 ) -> tuple[Tensor, Tensor]:
     """(s_q, h, 512), (h, s_q) of one sequence from rows (R, 512) and log2 LSE (R,)."""
     scaled = lse * (math.log(2.0) if lse_base == "e" else 1.0)
     scaled = torch.where(torch.isneginf(lse), float(empty_lse), scaled)
-    return out.unflatten(0, (s_q, -1)), scaled.unflatten(0, (s_q, -1)).T
+    return out.unflatten(0, (s_q, heads)), scaled.unflatten(0, (s_q, heads)).T
 
 
 def mla_decode_reference(
@@ -351,6 +355,8 @@ def mla_decode_reference(
     softmax_scale: float,
     *,
     causal: bool = True,
+    cu_seqlens_q: Tensor | None = None,
+    row_seqlens: Tensor | None = None,
     config: QuantConfig = FP64,
     batches: Sequence[int] | None = None,
     heads: Sequence[int] | None = None,
@@ -360,9 +366,9 @@ def mla_decode_reference(
     """Decode over a paged cache of *stored* (quantised) tensors.
 
     Args:
-        q_nope: (b, s_q, h, 512) float8_e4m3fn.
-        q_rope: (b, s_q, h, 64) bfloat16, divided by q_scale.
-        q_scale: (b, s_q, h) float32, or (b, s_q) for one scale per token.
+        q_nope: (b, s_q, h, 512) float8_e4m3fn; ragged queries (total_q, h, 512).
+        q_rope: (b, s_q, h, 64) bfloat16, divided by q_scale; (total_q, h, 64).
+        q_scale: (b, s_q, h) float32, or (b, s_q) for one scale per token; (total_q, h), (total_q,).
         content: (pages, P, 512) float8_e4m3fn, any strides.
         rope: (pages, P, 64) bfloat16, divided by ``scale``.
         scale: (pages, P) float32.
@@ -370,13 +376,19 @@ def mla_decode_reference(
         cache_seqlens: (b,) int32 or int64, tokens of each sequence.
         softmax_scale: factor of the logits.
         causal: query s sees the first cache_seqlens - (s_q - 1 - s) tokens.
+        cu_seqlens_q: (b + 1,) int32 or int64, beside ragged queries: where each sequence's query
+            tokens begin.
+        row_seqlens: (b, s_q) or (total_q,) int32 or int64: how many tokens each query token sees,
+            instead.
         config: rounding points and accumulation.
         batches, heads: indices to compute, in that order; None: all.
         lse_base: ``e`` or ``2``.
         empty_lse: LSE of a row that sees no token.
 
     Returns:
-        (out (len(batches), s_q, len(heads), 512), lse (len(batches), len(heads), s_q)), fp64.
+        (out (len(batches), s_q, len(heads), 512), lse (len(batches), len(heads), s_q)), fp64; of
+        ragged queries (tokens, len(heads), 512), (len(heads), tokens), the query tokens of those
+        sequences one after another.
 
     Raises:
         ValueError: naming the argument.
@@ -385,29 +397,47 @@ def mla_decode_reference(
     """
     if lse_base not in ("e", "2"):
         raise ValueError(f"lse_base: expected 'e' or '2', got {lse_base!r}")
-    num_heads, page_size = q_nope.shape[2], content.shape[1]
-    if q_scale.ndim == 2:
-        q_scale = q_scale[..., None].expand(q_nope.shape[:3])
+    num_heads, page_size = q_nope.shape[-2], content.shape[1]
+    if q_scale.ndim == q_nope.ndim - 2:
+        q_scale = q_scale[..., None].expand(q_nope.shape[:-1])
     _check_modelled(config, content)
     pick = list(range(num_heads)) if heads is None else list(heads)
     capacity = block_table.shape[1] * page_size
     results = []
-    for i in range(q_nope.shape[0]) if batches is None else batches:
+    for i in range(block_table.shape[0]) if batches is None else batches:
         length = min(max(int(cache_seqlens[i]), 0), capacity)
         table = block_table[i, : -(-length // page_size)].long().clamp(0, content.shape[0] - 1)
+        own: int | slice = i
+        if cu_seqlens_q is not None:
+            own = slice(int(cu_seqlens_q[i]), int(cu_seqlens_q[i + 1]))
+        limits = None if row_seqlens is None else row_seqlens[own]
         rows = _query_rows(
-            q_nope[i][:, pick], q_rope[i][:, pick], q_scale[i][:, pick], length, causal
+            q_nope[own][:, pick],
+            q_rope[own][:, pick],
+            q_scale[own][:, pick],
+            length,
+            causal,
+            limits,
         )
         sigma = scale[table].flatten()[:length].nan_to_num(0.0)
         chunks = _paged_chunks(content, rope, scale, table, length, config)
         result = _attend(rows, chunks, softmax_scale, float(sigma.max()) if length else 1.0, config)
-        results.append(_to_shape(*result, q_nope.shape[1], lse_base, empty_lse))
-    return torch.stack([out for out, _ in results]), torch.stack([lse for _, lse in results])
+        tokens = len(rows.limit) // len(pick)
+        results.append(_to_shape(*result, tokens, len(pick), lse_base, empty_lse))
+    outs, lses = zip(*results)
+    if cu_seqlens_q is not None:
+        return torch.cat(outs), torch.cat(lses, 1)
+    return torch.stack(outs), torch.stack(lses)
 
 
-def _query_rows(nope: Tensor, rope: Tensor, scale: Tensor, length: int, causal: bool) -> _Rows:
+def _query_rows(
+    nope: Tensor, rope: Tensor, scale: Tensor, length: int, causal: bool,
+    row_seqlens: Tensor | None = None,
+) -> _Rows:  # fmt: skip
     """Rows of one sequence from nope (s_q, h, 512), rope (s_q, h, 64), scale (s_q, h)."""
     limit = _limits(length, nope.shape[0], nope.shape[1], causal, nope.device)
+    if row_seqlens is not None:
+        limit = row_seqlens.long().clamp(0, length).repeat_interleave(nope.shape[1])
     return _Rows(nope.flatten(0, 1), rope.flatten(0, 1), scale.flatten(), limit)
 
 
@@ -461,6 +491,7 @@ def reference_from_unquantised(
 
     Source: SnapMLA paper, Table 2 and Figure 4.
     """
+    s_q, heads = q_nope.shape[1:3]
     results = []
     for i in range(q_nope.shape[0]):
         length = c_kv.shape[1] if lengths is None else lengths[i]
@@ -469,7 +500,7 @@ def reference_from_unquantised(
         rows = _query_rows(*quantise_query(q_nope[i], q_rope[i], config), length, causal)
         chunks = _plain_chunks(k8, rope, sigma, config)
         result = _attend(rows, chunks, softmax_scale, float(sigma.max()) if length else 1.0, config)
-        results.append(_to_shape(*result, q_nope.shape[1], lse_base, empty_lse))
+        results.append(_to_shape(*result, s_q, heads, lse_base, empty_lse))
     return torch.stack([out for out, _ in results]), torch.stack([lse for _, lse in results])
 
 

@@ -1,38 +1,78 @@
 """The decode schedule in plain Python: the mirror of the ``plan_decode`` kernel.
 
-A *part* is the share of work of one row of CTAs (``grid.y`` of the decode kernel).  Sequences are
-laid end to end in batch order and cut into at most ``parts`` parts; a piece of a sequence inside
-one part is an *item*.  An item of n tiles costs n + fixed_overhead tiles: the overhead stands for
-what every item pays (loading Q, first tile's latency, epilogue).
+Query rows are numbered in memory order over the whole call: row g = token * num_heads + head.  A
+*unit* is ``unit_rows`` consecutive rows of one sequence, fewer at its end.  A sequence of n query
+tokens has ceil(n * num_heads / unit_rows) of them, none if n = 0.  With as many rows as a sequence
+has, a unit is a sequence, and its row blocks run side by side (*in step*); with a row tile's,
+every row block is scheduled for itself (*balanced*).
+
+A unit reads the token tiles that some row of it sees.  Let seqlen be the sequence's length, clamped
+to 0..max_tokens.  A query token sees
+
+* with ``row_seqlens`` as many tokens as that says, clamped to 0..seqlen;
+* by the causal rule seqlen minus the number of the sequence's query tokens behind it;
+* else seqlen.
+
+A *part* is the share of work of one row of CTAs (``grid.y`` of the decode kernel).  Units are laid
+end to end, sequence by sequence, and cut into at most ``parts`` parts; a piece of a unit inside one
+part is an *item*.  An item of n tiles costs n + fixed_overhead tiles: the overhead stands for what
+every item pays (loading Q, first tile's latency, epilogue).  A unit that sees nothing still is an
+item: somebody must write its rows.
 
 Among all in-order cuts the one returned has the smallest possible largest part cost T:
 
-* For a given T the greedy fill (take as much of the next sequence as fits, move on when less than
-  one tile would fit) needs the fewest parts.  From a later starting position one part reaches at
-  least as far, because any range costs no more when its beginning is cut off; so taking the
-  farthest end in every part is optimal.
+* For a given T the greedy fill (take as much of the next unit as fits, move on when less than one
+  tile would fit) needs the fewest parts.  From a later starting position one part reaches at least
+  as far, because any range costs no more when its beginning is cut off; so taking the farthest end
+  in every part is optimal.
 * Feasibility is monotone in T, so trying T = T0, T0 + 1, ... from a lower bound finds the optimum.
   T0 = max(ceil(total cost / parts), fixed_overhead + 1).
 * T0 + 2 * fixed_overhead + 1 is always feasible: a part that the greedy fill leaves has less than
-  fixed_overhead + 1 of room, and every part adds at most one overhead by cutting a sequence.
+  fixed_overhead + 1 of room, and every part adds at most one overhead by cutting a unit.
 
-Capacity: every cut of a sequence is a boundary between two parts, so there are at most parts - 1
-cuts and n_items <= b + parts - 1.  A sequence with c cuts is split into c + 1 <= 2 c items that
-need an accumulation slot, hence slots <= 2 * (parts - 1).
+Capacity: every cut of a unit is a boundary between two parts, so there are at most parts - 1 cuts
+and n_items <= units + parts - 1.  A unit with c cuts is split into c + 1 <= 2 c items that need an
+accumulation slot, hence slots <= 2 * (parts - 1).  Ragged queries of at most total_q tokens have at
+most b + floor(total_q * num_heads / unit_rows) units: a sequence rounds up by less than one.
 
-Fixed splits (``split_tiles`` > 0) trade balance for independence of the batch: every sequence is
-cut after each ``split_tiles`` tiles, whoever its neighbours are, so the pieces, and the order in
-which they are merged, are its own.  Items are laid end to end by cost and part p gets those that
-begin in [p, p + 1) * ceil(total / parts); a part exceeds that by less than one item.  There are at
-most b * ceil(max_tokens / token_tile / split_tiles) items, and as many slots.
+Fixed splits (``split_tiles`` > 0) trade balance for independence of the batch: every unit is cut
+after each ``split_tiles`` tiles, whoever its neighbours are, so the pieces, and the order in which
+they are merged, are its own.  Items are laid end to end by cost and part p gets those that begin in
+[p, p + 1) * ceil(total / parts); a part exceeds that by less than one item.  There are at most
+units * ceil(max_tokens / token_tile / split_tiles) items, and as many slots.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-Piece = tuple[int, int, int]  # (batch, tile_begin, tile_end)
+NOTHING_HIDDEN = 2**31 - 1  # first hidden token of a unit whose rows have no limits of their own
+
+Piece = tuple[int, int, int]  # (unit, tile_begin, tile_end)
+# sequence, first tile, end tile, slot, first row, end row of the sequence, first hidden token, 0
+Item = tuple[int, int, int, int, int, int, int, int]
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Consecutive rows of one sequence, which share items.
+
+    Attributes:
+        sequence: whose.
+        first_row: its first row, numbered over all query tokens.
+        end_row: end of the *sequence's* rows; the unit's are at most ``unit_rows``.
+        tiles: token tiles that some row of it sees.
+        first_hidden: first token that some row must not see, with row limits; else
+            ``NOTHING_HIDDEN``.
+    """
+
+    sequence: int
+    first_row: int
+    end_row: int
+    tiles: int
+    first_hidden: int = NOTHING_HIDDEN
 
 
 @dataclass(frozen=True)
@@ -40,16 +80,94 @@ class PlanReference:
     """The schedule's tables.
 
     Attributes:
-        work_items: (batch, tile_begin, tile_end, slot); slot -1 writes the output directly.
+        work_items: (sequence, first tile, end tile, slot, first row, end row of the sequence, first
+            hidden token, 0); slot -1 writes the output directly.
         part_begin: parts + 1 indices into ``work_items``.
-        split_begin: b + 1 indices of accumulation slots; an empty range means unsplit.
+        split_begin: an index of accumulation slots for each unit that there may be, and the end;
+            an empty range means unsplit.
         part_cost: the T that was found, in tiles; with fixed splits ceil(total / parts).
+        units: (first row, end row of the sequence) of each unit; empty where every sequence is one.
+        unit_begin: b + 1 indices into ``units`` with ragged queries, else empty.
+        row_limits: what ``row_seqlens`` says, if given, else empty.
     """
 
-    work_items: list[tuple[int, int, int, int]]
+    work_items: list[Item]
     part_begin: list[int]
     split_begin: list[int]
     part_cost: int
+    units: list[tuple[int, int]]
+    unit_begin: list[int]
+    row_limits: list[int]
+
+
+@dataclass(frozen=True)
+class Queries:
+    """The query tokens of a step, and how their rows are dealt to units.
+
+    Attributes:
+        num_heads: rows of a token.
+        s_q: query tokens of every sequence; of the whole step, at most, with ``begins``.
+        unit_rows: rows of a unit; 0: those of a sequence.
+        causal: whether the causal rule holds (not with ``row_seqlens``).
+        begins: where each sequence's query tokens begin, and the end of the last; None: all
+            sequences have ``s_q``.  Anything may stand there: values are clamped to 0..s_q, a
+            sequence's end to its beginning, and units past the capacity are dropped.
+        row_seqlens: how many cached tokens each query token sees; None: by rule.
+    """
+
+    num_heads: int = 1
+    s_q: int = 1
+    unit_rows: int = 0
+    causal: bool = False
+    begins: Sequence[int] | None = None
+    row_seqlens: Sequence[int] | None = None
+
+    @property
+    def rows(self) -> int:
+        """Rows of ``s_q`` tokens."""
+        return self.s_q * self.num_heads
+
+    def capacity(self, batch: int) -> int:
+        """Units that there may be."""
+        if self.begins is None:
+            return batch * -(-self.rows // self.unit_rows)
+        return batch + self.rows // self.unit_rows
+
+    def tokens_of(self, batch: int) -> list[tuple[int, int]]:
+        """First and end query token of each sequence."""
+        if self.begins is None:
+            return [(i * self.s_q, (i + 1) * self.s_q) for i in range(batch)]
+        inside = (min(max(x, 0), self.s_q) for x in self.begins)
+        return [(first, max(first, end)) for first, end in itertools.pairwise(inside)]
+
+    def unit(
+        self, sequence: int, first_row: int, tokens: tuple[int, int], seqlen: int, token_tile: int
+    ) -> Unit:
+        """The unit of a sequence with these query tokens that begins at a row."""
+        end_row = tokens[1] * self.num_heads
+        last = (min(first_row + self.unit_rows, end_row) - 1) // self.num_heads
+        most, hidden = seqlen, NOTHING_HIDDEN
+        if self.row_seqlens is not None:
+            own = self.row_seqlens[first_row // self.num_heads : last + 1]
+            limits = [min(max(n, 0), seqlen) for n in own]
+            most, hidden = max(limits), min(limits)
+        elif self.causal:
+            most = max(0, seqlen - (tokens[1] - 1 - last))
+        return Unit(sequence, first_row, end_row, -(-most // token_tile), hidden)
+
+    def units(self, lengths: Sequence[int], token_tile: int) -> tuple[list[Unit], list[int]]:
+        """(units of all sequences, index of each sequence's first, and their number)."""
+        found: list[Unit] = []
+        begin = [0]
+        for i, tokens in enumerate(self.tokens_of(len(lengths))):
+            first, end = (x * self.num_heads for x in tokens)
+            for row in range(first, end, self.unit_rows):
+                found.append(self.unit(i, row, tokens, lengths[i], token_tile))
+            begin.append(len(found))
+        return found[: self.capacity(len(lengths))], begin
+
+
+ONE_ROW = Queries()
 
 
 def tile_counts(cache_seqlens: Sequence[int], token_tile: int, max_tokens: int) -> list[int]:
@@ -69,6 +187,7 @@ def plan_reference(
     fixed_overhead: int,
     max_tokens: int = 2**31 - 1,
     split_tiles: int = 0,
+    queries: Queries = ONE_ROW,
 ) -> PlanReference:
     """The schedule that ``plan_decode`` computes on the device, entry for entry.
 
@@ -79,6 +198,7 @@ def plan_reference(
         fixed_overhead: cost of an item beyond its tiles, in tiles, >= 0.
         max_tokens: capacity of a block-table row in tokens.
         split_tiles: tiles of a piece with fixed splits; 0 cuts for balance.
+        queries: the query tokens; a unit of one row for each sequence unless told.
 
     Raises:
         ValueError: for an empty batch or a parameter out of range.
@@ -91,42 +211,65 @@ def plan_reference(
         ("fixed_overhead", fixed_overhead, 0),
         ("max_tokens", max_tokens, 0),
         ("split_tiles", split_tiles, 0),
+        ("queries.num_heads", queries.num_heads, 1),
+        ("queries.s_q", queries.s_q, 1),
+        ("queries.unit_rows", queries.unit_rows, 0),
     ):
         if value < least:
             raise ValueError(f"{name}: expected at least {least}, got {value}")
-    tiles = tile_counts(cache_seqlens, token_tile, max_tokens)
+    if not queries.unit_rows:
+        queries = replace(queries, unit_rows=queries.rows)
+    lengths = [min(max(n, 0), max_tokens) for n in cache_seqlens]
+    units, unit_begin = queries.units(lengths, token_tile)
+    tiles = [unit.tiles for unit in units]
     if split_tiles:
         filled, capacity = _fixed(tiles, parts, fixed_overhead, split_tiles)
-        return _number(filled, len(tiles), parts, capacity)
-    total = sum(tiles) + fixed_overhead * len(tiles)
-    capacity = max(-(-total // parts), fixed_overhead + 1)
-    while parts_needed(tiles, capacity, fixed_overhead) > parts:
-        capacity += 1
-    return _number(_fill(tiles, capacity, fixed_overhead), len(tiles), parts, capacity)
+    else:
+        total = sum(tiles) + fixed_overhead * len(tiles)
+        capacity = max(-(-total // parts), fixed_overhead + 1)
+        while parts_needed(tiles, capacity, fixed_overhead) > parts:
+            capacity += 1
+        filled = _fill(tiles, capacity, fixed_overhead)
+    items, part_begin, split_begin = _number(filled, units, parts)
+    ragged = queries.begins is not None
+    split_begin += [split_begin[-1]] * (queries.capacity(len(lengths)) - len(units))
+    alone = not ragged and queries.unit_rows >= queries.rows
+    return PlanReference(
+        work_items=items,
+        part_begin=part_begin,
+        split_begin=split_begin,
+        part_cost=capacity,
+        units=[] if alone else [(unit.first_row, unit.end_row) for unit in units],
+        unit_begin=unit_begin if ragged else [],
+        row_limits=list(queries.row_seqlens or ()),
+    )
 
 
-def _number(filled: list[list[Piece]], batch_size: int, parts: int, capacity: int) -> PlanReference:
-    """Numbers items and slots of pieces that are already dealt to parts."""
-    pieces = [0] * batch_size
+def _number(
+    filled: list[list[Piece]], units: list[Unit], parts: int
+) -> tuple[list[Item], list[int], list[int]]:
+    """(work_items, part_begin, split_begin) of pieces that are already dealt to parts."""
+    pieces = [0] * len(units)
     for part in filled:
-        for batch, _, _ in part:
-            pieces[batch] += 1
+        for at, _, _ in part:
+            pieces[at] += 1
     split_begin = [0]
     for count in pieces:
         split_begin.append(split_begin[-1] + (count if count > 1 else 0))
-    work_items: list[tuple[int, int, int, int]] = []
+    work_items: list[Item] = []
     part_begin = [0]
     used = list(split_begin)
     for part in filled:
-        for batch, begin, end in part:
-            slot = -1
-            if pieces[batch] > 1:
-                slot = used[batch]
-                used[batch] += 1
-            work_items.append((batch, begin, end, slot))
+        for at, begin, end in part:
+            slot, unit = -1, units[at]
+            if pieces[at] > 1:
+                slot = used[at]
+                used[at] += 1
+            rows = (unit.first_row, unit.end_row, unit.first_hidden)
+            work_items.append((unit.sequence, begin, end, slot, *rows, 0))
         part_begin.append(len(work_items))
     part_begin += [len(work_items)] * (parts + 1 - len(part_begin))
-    return PlanReference(work_items, part_begin, split_begin, capacity)
+    return work_items, part_begin, split_begin
 
 
 def _fixed(
@@ -134,8 +277,8 @@ def _fixed(
 ) -> tuple[list[list[Piece]], int]:
     """Pieces of ``split_tiles`` tiles, dealt to parts by where they begin; and a part's share."""
     pieces = [
-        (batch, begin, min(begin + split_tiles, count))
-        for batch, count in enumerate(tiles)
+        (unit, begin, min(begin + split_tiles, count))
+        for unit, count in enumerate(tiles)
         for begin in range(0, max(count, 1), split_tiles)
     ]
     total = sum(end - begin + fixed_overhead for _, begin, end in pieces)
@@ -149,18 +292,18 @@ def _fixed(
 
 
 def _fill(tiles: Sequence[int], capacity: int, fixed_overhead: int) -> list[list[Piece]]:
-    """Greedy in-order fill: parts as lists of (batch, tile_begin, tile_end)."""
+    """Greedy in-order fill: parts as lists of (unit, tile_begin, tile_end)."""
     parts: list[list[Piece]] = [[]]
     room = capacity
-    for batch, count in enumerate(tiles):
+    for unit, count in enumerate(tiles):
         begin = 0
         while True:
-            # an empty sequence still is an item, and needs room for its overhead only
+            # a unit that sees nothing still is an item, and needs room for its overhead only
             if room < fixed_overhead + min(1, count):
                 parts.append([])
                 room = capacity
             end = min(count, begin + room - fixed_overhead)
-            parts[-1].append((batch, begin, end))
+            parts[-1].append((unit, begin, end))
             room -= end - begin + fixed_overhead
             begin = end
             if begin == count:

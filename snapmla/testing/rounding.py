@@ -48,7 +48,8 @@ class QuantConfig:
             tokens; ``running``: the running maximum's scale; ``static``: a scale fixed before the
             sequence is seen, relative to the running softmax maximum; ``none``: not quantised.
         p_max: the largest P' of a block: 2^8 in the kernels, 448 in the paper.
-        p_terms: 2 adds an e4m3 term for the residual of the first.
+        p_terms: 2 adds an e4m3 term for what the first leaves, of the same scale; summed before
+            it.
         p_block: tokens that share a scale of P.
         promote_tokens: tokens whose P.V shares one tensor-core accumulator before it is added to
             the fp32 one; 0: never promoted.  Matters for modelled P.V accumulation only.

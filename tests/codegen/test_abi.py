@@ -102,10 +102,15 @@ def test_planning(calls: Calls) -> None:
         lengths, HEADS, S_Q, page_size=PAGE, max_pages=WIDTH, fixed_overhead=5,
         fixed_split_tokens=192,
     )  # fmt: skip
-    numbers = {"max_tokens": PAGE * WIDTH, "token_tile": 64, "fixed_overhead": 5, "split_tiles": 3}
+    numbers = {
+        "max_tokens": PAGE * WIDTH, "token_tile": 64, "fixed_overhead": 5, "split_tiles": 3,
+        "num_heads": HEADS, "s_q": S_Q, "unit_rows": plan.unit_rows, "causal": 1,
+    }  # fmt: skip
     tables = {
         "work_items": plan.work_items, "part_begin": plan.part_begin,
         "split_begin": plan.split_begin, "planned_seqlens": plan.planned_seqlens,
+        "units": plan.units, "unit_begin": plan.unit_begin, "row_limits": plan.row_limits,
+        "cu_seqlens_q": torch.zeros(0, **INTS), "row_seqlens": torch.zeros(0, **INTS),
     }  # fmt: skip
     check(calls, "plan_decode", cache_seqlens=lengths, **tables, **numbers)
     later = torch.ones(B, **INTS)
@@ -118,12 +123,15 @@ def test_decode(calls: Calls) -> None:
     """The hot path, and the operator that stands for it."""
     q, (cache, planes), lengths = query(), cache_of(), torch.ones(B, **INTS)
     table = torch.zeros(B, WIDTH, **INTS)
-    plan = snapmla.plan_decode(lengths, HEADS, S_Q, page_size=PAGE, max_pages=WIDTH, num_parts=5)
+    plan = snapmla.plan_decode(
+        lengths, HEADS, S_Q, page_size=PAGE, max_pages=WIDTH, num_parts=5, causal=False
+    )
     out, lse = torch.empty(B, S_Q, HEADS, 512), torch.empty(B, HEADS, S_Q)
     want = {
         "q_nope": q.nope, "q_rope": q.rope, "q_scale": q.scale, **planes,
         "block_table": table, "cache_seqlens": lengths, "work_items": plan.work_items,
-        "part_begin": plan.part_begin, "split_begin": plan.split_begin, "out": out, "lse": lse,
+        "part_begin": plan.part_begin, "split_begin": plan.split_begin, "units": plan.units,
+        "row_limits": plan.row_limits, "out": out, "lse": lse,
         "o_accum": plan.o_accum, "lse_accum": plan.lse_accum, "softmax_scale": 0.3, "causal": 0,
         "lse_factor": math.log(2.0), "empty_lse": math.inf, "may_split": 1,
     }  # fmt: skip
@@ -135,8 +143,9 @@ def test_decode(calls: Calls) -> None:
     del calls["decode"]
     torch.ops.snapmla.decode_out(
         q.nope_u8, q.rope, q.scale, cache.content_u8, cache.rope, cache.scale, table, lengths,
-        plan.work_items, plan.part_begin, plan.split_begin, plan.o_accum, plan.lse_accum,
-        plan.pipeline, plan.row_tile, True, 0.3, False, math.log(2.0), math.inf, out, lse,
+        plan.work_items, plan.part_begin, plan.split_begin, plan.units, plan.row_limits,
+        plan.o_accum, plan.lse_accum, plan.pipeline, plan.row_tile, True, 0.3, False,
+        math.log(2.0), math.inf, out, lse,
     )  # fmt: skip
     check(calls, "decode", **want)
 
@@ -150,7 +159,7 @@ def test_merge_inside_decode() -> None:
     found = [
         [argument.id for argument in node.args if isinstance(argument, ast.Name)]
         for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "merge.merge"
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "merge.launch"
     ]
     assert found == [[*names_of(VariantSpec(op="merge")), "stream"]]
 

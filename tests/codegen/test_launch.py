@@ -33,7 +33,7 @@ PROGRAM = r"""
 #include <tvm/ffi/extra/c_env_api.h>
 static int64_t acc[] = {4, 64, 528}, acc_s[] = {64 * 528, 528, 1}, la[] = {4, 64}, la_s[] = {64, 1};
 static int64_t sb[] = {3}, one[] = {1}, o[] = {2, 1, 64, 512}, o_s[] = {64 * 512, 64 * 512, 512, 1};
-static int64_t l[] = {2, 64, 1}, l_s[] = {64, 1, 1};
+static int64_t l[] = {2, 64, 1}, l_s[] = {64, 1, 1}, u[] = {0, 2}, u_s[] = {2, 1};
 static DLTensor make(int n, int64_t *shape, int64_t *strides, int code, int bits) {
   DLDataType type = {(uint8_t)code, (uint8_t)bits, 1};
   DLTensor t = {(void *)0x1000, {kDLCUDA, 1}, n, type, shape, strides, 0};
@@ -43,10 +43,10 @@ static pthread_barrier_t gate;
 static void *first_use(void *unused) {
   DLTensor a = make(3, acc, acc_s, kDLFloat, 16), b = make(2, la, la_s, kDLFloat, 32);
   DLTensor c = make(1, sb, one, kDLInt, 32), d = make(4, o, o_s, kDLBfloat, 16);
-  DLTensor e = make(3, l, l_s, kDLFloat, 32);
+  DLTensor e = make(3, l, l_s, kDLFloat, 32), f = make(2, u, u_s, kDLInt, 32);
   (void)unused;
   pthread_barrier_wait(&gate);
-  if (snapmla_merge_obf16_sm90a(&a, &b, &c, &d, &e, 1.0, 0.0)) printf("failed\n");
+  if (snapmla_merge_obf16_sm90a(&a, &b, &c, &f, &d, &e, 1.0, 0.0)) printf("failed\n");
   return NULL;
 }
 static int many(int n) {
@@ -68,29 +68,30 @@ static void report(void) {
 static int nothing(void) {
   DLTensor a = make(3, acc, acc_s, kDLFloat, 16), b = make(2, la, la_s, kDLFloat, 32);
   DLTensor c = make(1, sb, one, kDLInt, 32), d = make(4, o, o_s, kDLBfloat, 16);
-  if (snapmla_merge_obf16_sm90a(NULL, NULL, NULL, NULL, NULL, 1.0, 0.0)) report();
-  if (snapmla_merge_obf16_sm90a(&a, &b, &c, &d, NULL, 1.0, 0.0)) report();
+  DLTensor f = make(2, u, u_s, kDLInt, 32);
+  if (snapmla_merge_obf16_sm90a(NULL, NULL, NULL, NULL, NULL, NULL, 1.0, 0.0)) report();
+  if (snapmla_merge_obf16_sm90a(&a, &b, &c, &f, &d, NULL, 1.0, 0.0)) report();
   b.shape = NULL;
-  if (snapmla_merge_obf16_sm90a(&a, &b, &c, &d, NULL, 1.0, 0.0)) report();
+  if (snapmla_merge_obf16_sm90a(&a, &b, &c, &f, &d, NULL, 1.0, 0.0)) report();
   a.strides = NULL;
-  if (snapmla_merge_obf16_sm90a(&a, &b, &c, &d, NULL, 1.0, 0.0)) report();
+  if (snapmla_merge_obf16_sm90a(&a, &b, &c, &f, &d, NULL, 1.0, 0.0)) report();
   return 1;
 }
 int main(int argc, char **argv) {
   DLTensor a = make(3, acc, acc_s, kDLFloat, 16), b = make(2, la, la_s, kDLFloat, 32);
   DLTensor c = make(1, sb, one, kDLInt, 32), d = make(4, o, o_s, kDLBfloat, 16);
-  DLTensor e = make(3, l, l_s, kDLFloat, 32);
+  DLTensor e = make(3, l, l_s, kDLFloat, 32), f = make(2, u, u_s, kDLInt, 32);
   int code, i;
   if (argc == 2 && !strcmp(argv[1], "null")) return nothing();
   if (argc > 2 && strcmp(argv[1], "device")) return many(atoi(argv[2]));
   if (argc > 2) {
     a.device.device_id = b.device.device_id = c.device.device_id = atoi(argv[2]);
-    d.device.device_id = e.device.device_id = atoi(argv[2]);
+    d.device.device_id = e.device.device_id = f.device.device_id = atoi(argv[2]);
   }
   TVMFFIEnvSetStream(kDLCUDA, a.device.device_id, (void *)0x77, NULL);
   if (argc == 2) a.ndim = 2;
   for (i = 0; i < 2; ++i) {
-    code = snapmla_merge_obf16_sm90a(&a, &b, &c, &d, &e, 1.0, 0.0);
+    code = snapmla_merge_obf16_sm90a(&a, &b, &c, &f, &d, &e, 1.0, 0.0);
     if (code) {
       report();
       return 1;
@@ -317,7 +318,10 @@ C_TYPES = {
     "int32": "kDLInt, 32",
     "bfloat16": "kDLBfloat, 16",
 }
-EXTENTS = {"pages": 8, "P": 64, "b": 2, "s_q": 1, "h": 16, "rows_pad": 64}  # others: 16
+EXTENTS = {  # others: 16
+    "pages": 8, "P": 64, "b": 2, "b_q": 2, "s_q": 1, "h": 16, "n_units_or_0": 0,
+    "tokens_or_0": 0,
+}  # fmt: skip
 
 
 def caller(record: Record) -> str:

@@ -20,6 +20,7 @@ from dsl_kernels.families.fp8_decode import (
     DEFAULT_PAGES,
     PAGE_SIZES,
     ROW_TILES,
+    TWO_TERMS,
     cluster_of,
     pipelines_of,
 )
@@ -29,7 +30,8 @@ from dsl_kernels.spec import VariantSpec, decode_spec
 def decodes_of(arch: str) -> int:
     """Points of its default matrix."""
     pages = sum(len(DEFAULT_PAGES[pipeline]) for pipeline in pipelines_of(arch))
-    return pages * len(ROW_TILES) * len(OUT_DTYPE.values)
+    two_terms = sum(len(tiles) for (of, _), tiles in TWO_TERMS.items() if of == arch)
+    return (pages * len(ROW_TILES) + two_terms) * len(OUT_DTYPE.values)
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -55,6 +57,11 @@ def test_reasons() -> None:
         for page_size in PAGE_SIZES:
             spec = decode_spec("etap", row_tile, page_size, "bf16")
             assert by_name[spec.name] is None, by_name[spec.name]
+    for pipeline, row_tile in (("etap", 64), ("etap", 128), ("dual_wg", 64)):
+        spec = decode_spec(pipeline, row_tile, 64, "bf16").replace(p_terms=2)
+        assert f"{pipeline} has " in str(registry.feasible(spec)), spec.name
+    ws = decode_spec("ws", 64, 64, "bf16", "sm_100a").replace(p_terms=2)
+    assert registry.feasible(ws) == "ws has one term of P so far"
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -71,7 +78,7 @@ def test_every_kernel_module_exists(arch: str) -> None:
 
 def test_filter() -> None:
     found = matrix.matrix("sm_90a", "decode_etap_r16_*", ask_kernels=False)
-    assert len(found) == len(PAGE_SIZES) * 2
+    assert len(found) == (len(PAGE_SIZES) + 1) * 2  # and two terms of P with pages of 64
 
 
 @pytest.mark.skipif(not toolchain.have_compiler(), reason="feasible() imports the compiler")
@@ -217,7 +224,8 @@ def test_the_test_set_is_small_and_what_most_calls_take() -> None:
     decodes = [s for s in matrix.sample_specs("sm_90a") if s.op == "decode"]
     rows = {(s.pipeline, s.row_tile) for s in decodes}
     assert {decode_spec(str(p), r, 64, "bf16") for p, r in rows} <= set(decodes)
-    others = len(PAGE_SIZES) - 1 + len(OUT_DTYPE.values) - 1
+    others = len(PAGE_SIZES) - 1 + len(OUT_DTYPE.values) - 1 + 1  # and two terms of P
+    assert sum(s.p_terms > 1 for s in decodes) == 1
     assert len(decodes) <= len(rows) + others
 
 

@@ -18,7 +18,7 @@ plots = load(ROOT / "docs" / "plots.py")
 NAMES = [plot.file for plot in plots.PLOTS]
 EVENTS = (
     "entry", "behind the PDL wait", "first TMA issued", "first tile landed", "softmax ends",
-    "rows written",
+    "products end", "rows written",
 )  # fmt: skip
 
 

@@ -248,6 +248,7 @@ def run_decode(
         max_pages=inputs.block_table.shape[1],
         num_parts=num_parts,
         pipeline=pipeline,
+        causal=case.causal,
     )
     out = torch.full(inputs.q_nope.shape, math.nan, dtype=out_dtype, device=inputs.q_nope.device)
     lse = torch.full((case.b, case.heads, case.s_q), math.nan, device=inputs.q_nope.device)

@@ -6,6 +6,7 @@ Lengths include 0 and 1; truth, poison and layouts of single variants: tests/ker
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,12 @@ import torch
 import snapmla
 import softgpu
 from snapmla import PagedKVCache, attention, env, metrics, runtime
-from snapmla.plan import PlanVariant
+from snapmla.decode_plan import PlanVariant
+from snapmla.reference import MIMIC_HW_FULL
 from snapmla.testing import selfcheck
+from tests.support.bits import same_bits
 from tests.support.needs import needs_compiler
-from tests.support.steps import SCALE, assert_right, make_step, plan_for
+from tests.support.steps import SCALE, Step, assert_right, make_step, plan_for
 
 pytestmark = needs_compiler
 PIPELINE_CASES = [
@@ -67,6 +70,222 @@ def test_pipeline(
     assert out.dtype == dtype and tuple(lse.shape) == (5, heads, s_q)
     assert (out[1] == 0).all() and torch.isneginf(lse[1]).all()
     assert_right(step, out, lse)
+
+
+@pytest.mark.parametrize(
+    ("heads", "s_q", "lengths", "row_blocks"),
+    [(1, 9, (70, 5), None), (20, 9, (70, 5), "balanced"), (1, 33, (70, 5), None),
+     pytest.param(20, 9, (70,), "in_step", marks=pytest.mark.whole_matrix),
+     pytest.param(16, 33, (70,), None, marks=pytest.mark.whole_matrix)],
+)  # fmt: skip
+def test_any_number_of_query_tokens(
+    heads: int, s_q: int, lengths: tuple[int, ...], row_blocks: str | None
+) -> None:
+    """Also more than the sequence is long; units leave out tiles that none of their rows sees."""
+    step = make_step(lengths, heads, s_q)
+    plan = plan_for(step, num_parts=3, fixed_overhead=1, row_blocks=row_blocks)
+    blocks = -(-heads * s_q // plan.row_tile)
+    alone = blocks == 1 or row_blocks == "in_step"
+    assert plan.unit_rows == (blocks * plan.row_tile if alone else plan.row_tile)
+    assert len(plan.units) == (0 if alone else blocks * len(lengths))
+    tiles = (plan.work_items[:, 2] - plan.work_items[:, 1])[: int(plan.part_begin[-1])].sum()
+    whole = sum(-(-n // 64) for n in lengths) * (1 if alone else blocks)
+    assert tiles == whole if alone else tiles < whole
+    out, lse = snapmla.decode(
+        step.q, step.cache, step.block_table, step.cache_seqlens, softmax_scale=SCALE, plan=plan
+    )
+    assert_right(step, out, lse)
+
+
+# ---------------------------------------------------------------------------- ragged queries
+
+
+RAGGED_LENGTHS, RAGGED_TOKENS, RAGGED_HEADS = (65, 1, 63, 0, 70), (2, 1, 0, 1, 4), 5
+
+
+@dataclasses.dataclass
+class Ragged:
+    """A step of requests with different numbers of query tokens; room for three more."""
+
+    step: Step
+    q: torch.Tensor  # (total_q, h, 576) bfloat16
+    begin: torch.Tensor
+
+    @staticmethod
+    def make(lengths: tuple[int, ...] = RAGGED_LENGTHS) -> Ragged:
+        step = make_step(lengths, 1, 1)
+        q = torch.randn(sum(RAGGED_TOKENS) + 3, RAGGED_HEADS, 576).bfloat16()
+        begin = torch.tensor([0, *itertools.accumulate(RAGGED_TOKENS)], dtype=torch.int32)
+        return Ragged(step, q, begin)
+
+    def plan(self, **options: Any) -> snapmla.DecodePlan:
+        given: dict[str, Any] = {"cu_seqlens_q": self.begin, "total_q": len(self.q), **options}
+        return snapmla.plan_decode(
+            self.step.cache_seqlens, RAGGED_HEADS, page_size=64,
+            max_pages=self.step.block_table.shape[1], **given,
+        )  # fmt: skip
+
+    def decode(
+        self, plan: snapmla.DecodePlan, q: snapmla.QuantizedQuery | None = None, **options: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        step = self.step
+        q = snapmla.quantize_q(self.q[..., :512], self.q[..., 512:]) if q is None else q
+        return snapmla.decode(
+            q, step.cache, step.block_table, step.cache_seqlens, softmax_scale=SCALE, plan=plan,
+            **options,
+        )  # fmt: skip
+
+    def assert_right(
+        self, out: torch.Tensor, lse: torch.Tensor, q: snapmla.QuantizedQuery, **rule: Any
+    ) -> None:
+        step = self.step
+        errors = selfcheck.decode_errors(
+            out, lse, q, step.cache, step.block_table, step.cache_seqlens, SCALE,
+            cu_seqlens_q=self.begin, **rule,
+        )  # fmt: skip
+        assert errors.right, str(errors)
+
+
+def test_ragged_queries() -> None:
+    """Also of no token; another step of the same room, in place; rows of nobody stay."""
+    ragged = Ragged.make()
+    plan = ragged.plan(num_parts=5, fixed_overhead=0, row_tile=16)
+    assert int(plan.split_begin[-1]) > 0, "the case should exercise splits"
+    q = snapmla.quantize_q(ragged.q[..., :512], ragged.q[..., 512:], "token")
+    assert q.granularity == "token" and q.ragged and q.batch is None and q.s_q is None
+    total, heads = ragged.q.shape[:2]
+    out, lse = torch.full((total, heads, 512), 7.0), torch.full((heads, total), 7.0)
+    for tokens in (RAGGED_TOKENS, (0, 3, 7, 1, 0), (0, 0, 0, 0, 0)):
+        ragged.begin = torch.tensor([0, *itertools.accumulate(tokens)], dtype=torch.int32)
+        plan.update_(ragged.step.cache_seqlens, ragged.begin)
+        out.fill_(7.0), lse.fill_(7.0)
+        assert ragged.decode(plan, q, out=out, lse=lse)[0] is out
+        used = sum(tokens)
+        assert (out[used:] == 7).all() and (lse[:, used:] == 7).all()
+        if used:
+            ragged.assert_right(out, lse, q)
+
+
+def test_ragged_queries_are_each_requests_own() -> None:
+    """With fixed splits the same bits alone, and as a request of so many query tokens."""
+    ragged = Ragged.make()
+    options: dict[str, Any] = {"fixed_split_tokens": 64, "row_tile": 16}
+    out, lse = ragged.decode(ragged.plan(**options))
+    begin = ragged.begin.tolist()
+    for i, n in enumerate(RAGGED_TOKENS):
+        if n < 2:
+            continue
+        at, own = slice(begin[i], begin[i + 1]), slice(i, i + 1)
+        table, lengths = ragged.step.block_table[own], ragged.step.cache_seqlens[own]
+        shape = {"page_size": 64, "max_pages": table.shape[1], **options}
+        ends = torch.tensor([0, n], dtype=torch.int32)
+        packed = snapmla.plan_decode(lengths, RAGGED_HEADS, cu_seqlens_q=ends, total_q=n, **shape)
+        even = snapmla.plan_decode(lengths, RAGGED_HEADS, n, **shape)
+        for plan, q in ((packed, ragged.q[at]), (even, ragged.q[None, at])):
+            query = snapmla.quantize_q(q[..., :512], q[..., 512:])
+            alone, alone_lse = snapmla.decode(
+                query, ragged.step.cache, table, lengths, softmax_scale=SCALE, plan=plan
+            )
+            assert same_bits(alone.view(n, RAGGED_HEADS, 512), out[at])
+            assert same_bits(alone_lse.view(RAGGED_HEADS, n), lse[:, at])
+
+
+def test_row_seqlens() -> None:
+    """As the causal rule has them: the same bits; else as many as they say, none among them.
+
+    With two terms of P, too.
+    """
+    ragged = Ragged.make()
+    lengths, begin = ragged.step.cache_seqlens.tolist(), ragged.begin.tolist()
+    by_rule = [
+        n - (end - 1 - t)
+        for n, (first, end) in zip(lengths, itertools.pairwise(begin), strict=True)
+        for t in range(first, end)
+    ]
+    odd = [0, 70, 1, -5, 64, 2**31 - 1, -(2**31), 65]
+    q = snapmla.quantize_q(ragged.q[..., :512], ragged.q[..., 512:])
+    shape: dict[str, Any] = {"num_parts": 2, "fixed_overhead": 1, "row_tile": 16}
+    want, want_lse = ragged.decode(ragged.plan(**shape), q)
+    used = begin[-1]
+    rows = torch.tensor([*by_rule, 5, 5, 5], dtype=torch.int32)
+    plan = ragged.plan(row_seqlens=rows, **shape)
+    out, lse = ragged.decode(plan, q, causal=False)  # which is of no effect
+    assert same_bits(out[:used], want[:used]) and same_bits(lse[:, :used], want_lse[:, :used])
+    rows[:used] = torch.tensor(odd)
+    plan.update_(ragged.step.cache_seqlens, ragged.begin, rows)
+    out, lse = ragged.decode(plan, q)
+    ragged.assert_right(out, lse, q, row_seqlens=rows)
+    assert (out[0] == 0).all() and torch.isneginf(lse[:, [0, 3]]).all()
+    precise = ragged.plan(row_seqlens=rows, accuracy="high", **shape)
+    assert (plan.p_terms, precise.p_terms) == (1, 2)
+    out, high_lse = ragged.decode(precise, q, out_dtype=torch.float32)
+    assert same_bits(high_lse[:, :used], lse[:, :used])
+    two = dataclasses.replace(MIMIC_HW_FULL, p_terms=2)
+    ragged.assert_right(out, lse, q, row_seqlens=rows, config=two)
+
+
+def test_row_seqlens_of_an_even_step() -> None:
+    step = make_step((70, 3), 4, 4)
+    rows = torch.tensor([[64, 1, 70, 0], [3, 2, 1, 3]], dtype=torch.int32)
+    out, lse = snapmla.decode(
+        step.q, step.cache, step.block_table, step.cache_seqlens, softmax_scale=SCALE,
+        plan=plan_for(step, row_seqlens=rows),
+    )  # fmt: skip
+    assert_right(step, out, lse, row_seqlens=rows)
+
+
+@pytest.mark.parametrize("begin", [[-3, 2, 2**31 - 1, 0, 9, 9], [11, 0, 11, 0, 11, 0]])
+def test_garbage_offsets_stay_inside(begin: list[int]) -> None:
+    """Whatever they are, nothing outside of the arguments is read or written, and calls end."""
+    ragged = Ragged.make((65, 1, 3, 0, 7))
+    ragged.begin = torch.tensor(begin, dtype=torch.int32)
+    plan = ragged.plan(num_parts=2, row_tile=16)
+    with softgpu.using(softgpu.Options(hazards="collect")):
+        out, _ = ragged.decode(plan)
+    assert out.shape == (11, RAGGED_HEADS, 512)
+
+
+def test_ragged_queries_need_their_plan() -> None:
+    ragged = Ragged.make()
+    q = snapmla.quantize_q(ragged.q[..., :512], ragged.q[..., 512:])
+    with pytest.raises(ValueError, match=r"^plan: expected one made with cu_seqlens_q, beside rag"):
+        ragged.decode(None, q)  # type: ignore[arg-type]
+    plan = ragged.plan()
+    even = snapmla.quantize_q(ragged.q[None, :5, :, :512], ragged.q[None, :5, :, 512:])
+    with pytest.raises(ValueError, match=r"^block_table: expected shape \(1, width\)"):
+        ragged.decode(plan, even)
+    even = make_step(RAGGED_LENGTHS, RAGGED_HEADS, 1).q
+    with pytest.raises(ValueError, match=r"^plan: expected one made for \(b, s_q, num_heads, page"):
+        ragged.decode(plan, even)
+    short = snapmla.quantize_q(ragged.q[:9, :, :512], ragged.q[:9, :, 512:])
+    with pytest.raises(ValueError, match=r"\(total_q, num_heads, page_size\) = \(9, 5, 64\), got"):
+        ragged.decode(plan, short)
+    with pytest.raises(ValueError, match=r"^lse: expected shape \(5, 11\), got \(11, 5\)"):
+        ragged.decode(plan, q, lse=torch.zeros(11, 5))
+
+
+def test_a_trimmed_plan_is_causal() -> None:
+    """Its work list may lack tiles; a plan that leaves none out serves both."""
+    step = make_step((70, 3), 4, 4)
+    arguments = (step.q, step.cache, step.block_table, step.cache_seqlens)
+    for call in (
+        lambda plan: snapmla.decode(*arguments, softmax_scale=SCALE, plan=plan, causal=False),
+        lambda plan: snapmla.decode(*arguments, softmax_scale=1, plan=plan, causal=0),
+    ):
+        with pytest.raises(
+            ValueError, match=r"^causal: .*\(plan_decode\(..., causal=False\) serves"
+        ):
+            call(plan_for(step))
+    plan = plan_for(step, causal=False)
+    for causal in (True, False):
+        out, lse = snapmla.decode(*arguments, softmax_scale=SCALE, plan=plan, causal=causal)
+        assert_right(step, out, lse, causal=causal)
+    one = make_step((70, 3), 4, 1)  # one query token: there is nothing to hide
+    out, lse = snapmla.decode(
+        one.q, one.cache, one.block_table, one.cache_seqlens, softmax_scale=SCALE,
+        plan=plan_for(one), causal=False,
+    )  # fmt: skip
+    assert_right(one, out, lse)
 
 
 def test_without_a_plan_and_not_causal() -> None:
@@ -302,7 +521,7 @@ def test_several_gpus_take_the_quick_way_too(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(attention.launch, "several_gpus", lambda: True)
     checked = []
     full = attention.checked
-    monkeypatch.setattr(attention, "checked", lambda *a: checked.append(1) or full(*a))
+    monkeypatch.setattr(attention, "checked", lambda *a, **b: checked.append(1) or full(*a, **b))
     snapmla.decode(**call)
     assert not checked and call["out"].abs().sum() > 0
     with pytest.raises(ValueError, match="lse: expected a tensor on cpu, got meta"):

@@ -166,7 +166,6 @@ def test_right_arguments_pass_the_checks(no_kernel: None, function: str) -> None
     ("changes", "words"),
     [
         ({"h": 129}, "q_nope, num_heads: expected 1 to 128, got 129"),
-        ({"s_q": 9}, "q_nope, s_q: expected 1 to 8, got 9"),
         ({"page": 48}, "k_cache_lora, page_size: expected one of 16, 32, 64, 128, got 48"),
         ({"pages": 0}, "k_cache_lora: expected 1 page or more, got 0"),
         ({"width": 0}, "block_table: expected a width of 1 or more pages, got 0"),

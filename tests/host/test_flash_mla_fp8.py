@@ -13,7 +13,7 @@ import snapmla
 import snapmla.plan
 from snapmla import attention, metadata_pair, quant
 from snapmla import flash_mla_fp8 as names
-from snapmla.plan import PlanVariant
+from snapmla.decode_plan import PlanVariant
 from snapmla.testing import selfcheck
 from tests.support.bits import assert_same_bits
 from tests.support.needs import needs_compiler
@@ -50,6 +50,24 @@ def test_decode_has_the_primary_bits(
         step.lengths, SCALE,
     )  # fmt: skip
     assert errors.right, str(errors)
+
+
+def test_any_number_of_query_tokens() -> None:
+    """Row blocks in step, of a pair that knows rows alone and leaves no tile out."""
+    step = Step((66,), 8, 9)
+    pair = step.metadata()
+    out, lse = step.decode(pair, causal=True, empty_lse="-inf")
+    errors = selfcheck.decode_errors(
+        out, lse, snapmla.quantize_q(step.q[..., :512], step.q[..., 512:]), step.pool.primary(),
+        step.table, step.lengths, SCALE,
+    )  # fmt: skip
+    assert errors.right, str(errors)
+    with pytest.raises(
+        ValueError, match=r"^q_nope: expected shape \(b, s_q, num_heads, 512\), got"
+    ):
+        step.decode(pair, q_nope=torch.zeros(9, 8, 512).to(torch.float8_e4m3fn))
+    with pytest.raises(ValueError, match="^block_table: expected shape"):
+        step.decode(pair, block_table=step.table.repeat(2, 1))
 
 
 def test_defaults_are_flashmlas() -> None:

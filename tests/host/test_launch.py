@@ -55,6 +55,7 @@ for dtype in (torch.int32, torch.uint8, torch.bfloat16, torch.float32):
     assert made.data_ptr() == whole[1:5].data_ptr()
 merge = tvm_ffi.load_module(sys.argv[1])["snapmla_merge_obf16_sm90a"]
 tensors = [torch.zeros(4, 64, 512), torch.zeros(4, 64), torch.zeros(3, dtype=torch.int32),
+           torch.zeros(0, 2, dtype=torch.int32),
            torch.zeros(2, 1, 64, 512, dtype=torch.bfloat16), torch.zeros(2, 64, 1)]
 for given in (tensors, [launch.as_argument(t) for t in tensors]):
     try:

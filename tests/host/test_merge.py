@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 
 import snapmla
 from snapmla import merge
-from snapmla.testing import metrics, selfcheck
-from snapmla.testing.reference import merge_states_reference, mla_decode_reference
-from snapmla.testing.rounding import FP64, MIMIC_HW_FULL
+from snapmla.testing.reference import merge_states_reference
 from tests.support.bits import assert_same_bits
-from tests.support.needs import DEVICES, needs_compiler, needs_kernels
+from tests.support.needs import DEVICES, needs_kernels
 
 pytestmark = needs_kernels
 B, S_Q, H = 2, 2, 3
@@ -235,83 +232,3 @@ def test_parts_may_overlap_one_another() -> None:
     want, want_lse = merge_states_reference(same, logs)
     torch.testing.assert_close(out.double(), want, rtol=2.0**-20, atol=2.0**-20)
     torch.testing.assert_close(lse.double(), want_lse, rtol=2.0**-22, atol=2.0**-20)
-
-
-# ---------------------------------------------------------------------------- context parallelism
-
-LENGTHS, PAGE, SCALE, RANKS = (130, 1, 71), 64, 192**-0.5, 2  # of one token rank 1 has none
-
-
-def shard(rank: int, ranks: int) -> tuple[snapmla.PagedKVCache, Tensor, Tensor]:
-    """(cache, block_table, cache_seqlens) of every ``ranks``-th token of the same sequences."""
-    torch.manual_seed(3)
-    cache = snapmla.PagedKVCache.allocate(3 * len(LENGTHS), PAGE, device="cpu")
-    table = torch.arange(3 * len(LENGTHS), dtype=torch.int32).view(len(LENGTHS), 3)
-    lengths = []
-    for i, length in enumerate(LENGTHS):
-        c, r = (t.bfloat16()[rank::ranks] for t in selfcheck.sample_tokens(length))
-        lengths.append(len(c))
-        snapmla.append_kv(cache, c, r, 3 * PAGE * i + torch.arange(len(c)))
-    return cache, table, torch.tensor(lengths, dtype=torch.int32)
-
-
-def queries() -> snapmla.QuantizedQuery:
-    torch.manual_seed(4)
-    return selfcheck.sample_query(len(LENGTHS), 1, 4)
-
-
-def gathered(result: Tensor) -> list[Tensor]:
-    """A result of every rank."""
-    found = [torch.empty_like(result) for _ in range(RANKS)]
-    distributed.all_gather(found, result)
-    return found
-
-
-def decode_a_shard(rank: int, store: str) -> None:
-    """One process: attention over its tokens, merged with the other's."""
-    distributed.init_process_group("gloo", f"file://{store}", rank=rank, world_size=RANKS)
-    try:
-        out, lse = snapmla.decode(queries(), *shard(rank, RANKS), softmax_scale=SCALE)
-        outs, lses = gathered(out), gathered(lse)
-        merged = snapmla.merge_states(outs, lses)
-        snapmla.merge_state(outs[0], lses[0], outs[1], lses[1], out=outs[rank], lse=lses[rank])
-        assert_same_bits((outs[rank], lses[rank]), merged)
-        torch.save((*merged, lse), f"{store}.{rank}")
-    finally:
-        distributed.destroy_process_group()
-
-
-@needs_compiler
-@pytest.mark.skipif(not distributed.is_available(), reason="torch without distributed")
-def test_two_ranks_share_the_tokens(tmp_path: Path) -> None:
-    """As near to fp64 over all tokens as the rounding of P on each rank, and no farther; one
-    sequence has no token on the second rank."""
-    torch.multiprocessing.spawn(decode_a_shard, (str(tmp_path / "store"),), nprocs=RANKS)
-    (out, lse, _), (again, lse_again, lse_1) = (
-        torch.load(tmp_path / f"store.{rank}") for rank in range(RANKS)
-    )
-    assert_same_bits((out, lse), (again, lse_again))
-    assert (lse_1[1] == -math.inf).all() and lse_1[[0, 2]].isfinite().all()
-    q = queries()
-
-    def attention(rank: int, ranks: int, config: Any) -> tuple[Tensor, Tensor]:
-        cache, table, lengths = shard(rank, ranks)
-        return mla_decode_reference(
-            q.nope, q.rope, q.scale, cache.content, cache.rope, cache.scale, table, lengths, SCALE,
-            config=config,
-        )  # fmt: skip
-
-    truth, truth_lse = attention(0, 1, FP64)
-    parts = [attention(rank, RANKS, MIMIC_HW_FULL) for rank in range(RANKS)]
-    mimic, mimic_lse = merge_states_reference(
-        torch.stack([o.bfloat16() for o, _ in parts]), torch.stack([x for _, x in parts])
-    )
-    factor, slack = selfcheck.MIMIC_FACTOR, selfcheck.FP32_SLACK
-    rounded = mimic.bfloat16()
-    error, own = metrics.relative_l2(out, truth), metrics.relative_l2(rounded, truth)
-    assert error <= factor * own + slack
-    assert metrics.lse_error(lse, truth_lse) <= (
-        factor * metrics.lse_error(mimic_lse, truth_lse) + slack
-    )
-    allowed = factor * math.hypot(metrics.relative_l2(rounded, mimic), selfcheck.FLIPS)
-    assert metrics.relative_l2(out, mimic) <= allowed

@@ -12,7 +12,7 @@ import snapmla.plan
 from dsl_kernels.families import fp8_decode
 from snapmla import dispatch, metadata_pair
 from snapmla import flash_mla_fp8 as names
-from snapmla.testing.reference_plan import plan_reference
+from snapmla.testing.reference_plan import PlanReference, Queries, plan_reference
 from tests.support.bits import assert_same_bits
 from tests.support.needs import needs_compiler
 from tests.support.pairs import PAGE, WIDTH, Step
@@ -39,13 +39,19 @@ def test_static_buffers_of_a_graph() -> None:
         torch.testing.assert_close(got, want, equal_nan=True, rtol=0, atol=0)
 
 
+def schedule(lengths: list[int], parts: int, token_tile: int = 64) -> PlanReference:
+    """What a pair for 16 rows holds."""
+    overhead = snapmla.plan.DEFAULT_FIXED_OVERHEAD
+    return plan_reference(lengths, parts, token_tile, overhead, queries=Queries(16, 1, 16))
+
+
 def test_metadata_is_the_schedule() -> None:
     lengths = torch.tensor([300, 0, 64, 700], dtype=torch.int32)
     metadata, splits = names.get_mla_metadata(lengths, 16, 1, max_batch=9)
     parts = metadata.shape[0]
-    want = plan_reference(lengths.tolist(), parts, 64, snapmla.plan.DEFAULT_FIXED_OVERHEAD)
+    want = schedule(lengths.tolist(), parts)
     flat = metadata.view(-1).tolist()
-    found = [tuple(flat[4 * i : 4 * i + 4]) for i in range(len(want.work_items))]
+    found = [tuple(flat[8 * i : 8 * i + 8]) for i in range(len(want.work_items))]
     assert found == want.work_items
     assert flat[-(parts + 1) :] == want.part_begin and splits.tolist() == want.split_begin
     assert metadata.shape[1] == metadata_pair.width_for(parts, 9)
@@ -58,7 +64,7 @@ def test_metadata_counts_in_the_tiles_of_its_kernel(monkeypatch: pytest.MonkeyPa
     lengths = torch.tensor([300, 0, 129, 700], dtype=torch.int32)
     pair = names.get_mla_metadata(lengths, 16, 1)
     parts = pair[0].shape[0]
-    want = plan_reference(lengths.tolist(), parts, 128, snapmla.plan.DEFAULT_FIXED_OVERHEAD)
+    want = schedule(lengths.tolist(), parts, 128)
     for page_size in fp8_decode.PAGE_SIZES:
         plan = metadata_pair.make_plan(*pair, 4, 16, 1, page_size, 5, None)
         found = plan.work_items[: len(want.work_items)].tolist()
@@ -82,7 +88,7 @@ def test_metadata_has_room(parts: int, batch: int) -> None:
     """Items and, from the back, part_begin and lengths never overlap; room for what was asked."""
     metadata = torch.zeros(parts, metadata_pair.width_for(parts, batch), dtype=torch.int32)
     assert metadata_pair.capacity(metadata) >= batch
-    assert 4 * (parts + batch) + batch + parts + 1 <= metadata.numel()
+    assert 8 * (parts + batch) + batch + parts + 1 <= metadata.numel()
 
 
 def ints_of(metadata: torch.Tensor, batch: int) -> list[tuple[int, int]]:
@@ -94,7 +100,7 @@ def ints_of(metadata: torch.Tensor, batch: int) -> list[tuple[int, int]]:
     )
 
 
-@pytest.mark.parametrize("columns", range(9, 14))
+@pytest.mark.parametrize("columns", range(18, 27, 2))
 @pytest.mark.parametrize("parts", [1, 2, 4, 33])
 def test_a_full_metadata_tensor(parts: int, columns: int) -> None:
     """As many sequences as there is room for: tables side by side, and no room for one more."""
@@ -104,11 +110,11 @@ def test_a_full_metadata_tensor(parts: int, columns: int) -> None:
     assert spans[0][0] >= 0 and spans[-1][1] <= metadata.numel()
     assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(spans))
 
-    one_more = 4 * (parts + room + 1) + (room + 1) + (parts + 1)  # items, lengths, part_begin
+    one_more = 8 * (parts + room + 1) + (room + 1) + (parts + 1)  # items, lengths, part_begin
     assert metadata.numel() < one_more
     lengths, splits = torch.ones(room, dtype=torch.int32), torch.zeros(room + 1, dtype=torch.int32)
     names.get_mla_metadata(lengths, 16, 1, out=(metadata, splits))
-    want = plan_reference([1] * room, parts, 64, snapmla.plan.DEFAULT_FIXED_OVERHEAD)
+    want = schedule([1] * room, parts)
     items = metadata_pair.tables_of(metadata, room).work_items[:room].tolist()
     assert [tuple(item) for item in items] == want.work_items
     more = torch.ones(room + 1, dtype=torch.int32)
@@ -228,7 +234,7 @@ def test_garbage_lengths_do_not_overflow_the_schedule(batch: int) -> None:
     parts = metadata.shape[0]
     begin = metadata.view(-1)[-(parts + 1) :].tolist()
     assert begin[0] == 0 and begin == sorted(begin) and batch <= begin[-1] < batch + parts
-    items = metadata.view(-1)[: 4 * begin[-1]].view(-1, 4)
+    items = metadata.view(-1)[: 8 * begin[-1]].view(-1, 8)
     assert (items[:, 2] > items[:, 1]).all() and splits[-1] <= 2 * parts
     assert items[:, 0].unique().numel() == batch
 

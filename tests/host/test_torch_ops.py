@@ -264,14 +264,18 @@ def operator_calls(device: str, layout: str = "split") -> dict[str, tuple[Any, .
     plan = layer.plan
     decode = (
         q.nope_u8, q.rope, token.scale, *cache, layer.table, layer.lengths, plan.work_items,
-        plan.part_begin, plan.split_begin, plan.o_accum.zero_(), plan.lse_accum.zero_(),
-        plan.pipeline, plan.row_tile, True, SCALE, True, 1.0, 0.0,
+        plan.part_begin, plan.split_begin, plan.units, plan.row_limits, plan.o_accum.zero_(),
+        plan.lse_accum.zero_(), plan.pipeline, plan.row_tile, True, SCALE, True, 1.0, 0.0,
     )  # fmt: skip
     out = torch.zeros(2, 1, HEADS, 512, dtype=torch.bfloat16, device=device)
     lse = torch.zeros(2, HEADS, 1, device=device)
     fetched = torch.zeros(2, PAGE, 512, device=device), torch.zeros(2, PAGE, 64, device=device)
     short = torch.tensor([60, 3], dtype=torch.int32, device=device)
-    tables = (plan.work_items, plan.part_begin, plan.split_begin, plan.planned_seqlens)
+    tables = (
+        plan.work_items, plan.part_begin, plan.split_begin, plan.planned_seqlens, plan.units,
+        plan.unit_begin, plan.row_limits,
+    )  # fmt: skip
+    numbers = (WIDTH * PAGE, plan.token_tile, 4, 0, HEADS, 1, plan.unit_rows, True)
     return {
         "append_kv": (*cache, *layer.new),
         "quantize_q": (layer.q_nope, layer.q_rope, "token_head"),
@@ -279,7 +283,7 @@ def operator_calls(device: str, layout: str = "split") -> dict[str, tuple[Any, .
             layer.q_nope, layer.q_rope, "token_head", q.nope_u8.clone(), q.rope.clone(),
             q.scale.clone(),
         ),
-        "plan_update": (layer.lengths, *tables, WIDTH * PAGE, plan.token_tile, 4, 0),
+        "plan_update": (layer.lengths, None, None, *tables, *numbers),
         "decode": (*decode, torch.float32),
         "decode_out": (*decode, out, lse),
         "fetch_dequant": (*cache, layer.table, short, torch.float32),
@@ -350,7 +354,6 @@ def test_operators_check_their_arguments() -> None:
     [
         (0, lambda t: torch.cat([t, t], 1)[:, :1], "q_nope: .*contiguous"),
         (1, lambda t: torch.cat([t, t], 1)[:, :1], "q_rope: .*contiguous"),
-        (0, lambda t: t.repeat(1, 9, 1, 1), "s_q: expected 1 to 8, got 9"),
         (0, lambda t: t.repeat(1, 1, 17, 1), "num_heads: expected 1 to 128, got 136"),
         (7, lambda t: t.repeat_interleave(2)[::2], "cache_seqlens: .*contiguous"),
         (7, lambda t: t[:1], "cache_seqlens: expected shape"),
@@ -358,13 +361,15 @@ def test_operators_check_their_arguments() -> None:
         (
             8,
             lambda t: t[:1],
-            r"work_items: expected shape \(at least 2, 4\), got \(1, 4\) .* another",
+            r"work_items: expected shape \(at least 2, 8\), got \(1, 8\) .* another",
         ),
-        (8, lambda t: t[:, :3].contiguous(), r"work_items: expected shape \(at least 2, 4\)"),
+        (8, lambda t: t[:, :3].contiguous(), r"work_items: expected shape \(at least 2, 8\)"),
         (9, lambda t: t[:1], r"part_begin: expected shape \(at least 2\), got \(1,\)"),
         (10, lambda t: t[:2], r"split_begin: expected shape \(3,\), got .* another batch"),
-        (11, lambda t: t.repeat(1, 2, 1), r"o_accum: expected shape \(6, 16, 528\), got .*32"),
-        (12, lambda t: t[1:], "lse_accum: expected shape"),
+        (11, lambda t: t.new_zeros(4, 2), r"split_begin: expected shape \(5,\), got .* another"),
+        (12, lambda t: t.new_zeros(3), r"row_limits: expected shape \(2,\), got \(3,\)"),
+        (13, lambda t: t.repeat(1, 2, 1), r"o_accum: expected shape \(6, 16, 528\), got .*32"),
+        (14, lambda t: t[1:], "lse_accum: expected shape"),
     ],
 )
 def test_a_traced_decode_checks_what_no_python_did(
@@ -386,7 +391,7 @@ def test_pytree_round_trip() -> None:
     q = snapmla.quantize_q(layer.q_nope, layer.q_rope, "token")
     value = {"cache": layer.cache, "q": [q], "plan": layer.plan}
     leaves, spec = pytree.tree_flatten(value)
-    assert len(leaves) == 3 + 3 + 6 and all(isinstance(t, torch.Tensor) for t in leaves)
+    assert len(leaves) == 3 + 3 + 9 and all(isinstance(t, torch.Tensor) for t in leaves)
     again = pytree.tree_unflatten(leaves, spec)
     assert again["cache"].content is layer.cache.content
     assert again["cache"].layout == "split" and again["q"][0].granularity == "token"

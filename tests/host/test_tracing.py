@@ -82,6 +82,39 @@ def step(seed: int) -> tuple[Any, ...]:
     return snapmla.quantize_q(*queries()), cache("split"), table(seed), lengths(seed)
 
 
+def ragged_queries() -> tuple[torch.Tensor, torch.Tensor]:
+    return tuple(x.flatten(0, 1).contiguous() for x in queries())  # type: ignore[return-value]
+
+
+def ragged_lengths(seed: int) -> tuple[torch.Tensor, ...]:
+    """cache_seqlens, cu_seqlens_q, row_seqlens of two query tokens."""
+    begins, seen = ([0, 0, 2], [0, 2, 2])[seed - 1], ([3, 4], [2, 100])[seed - 1]
+    ints = (torch.tensor(x, dtype=torch.int32) for x in (begins, seen))
+    return lengths(seed), *ints
+
+
+def ragged_plan(seed: int) -> snapmla.DecodePlan:
+    seqlens, begins, seen = ragged_lengths(seed)
+    return snapmla.plan_decode(
+        seqlens, HEADS, page_size=PAGE, max_pages=WIDTH, cu_seqlens_q=begins, total_q=2,
+        row_seqlens=seen, num_parts=2, fixed_overhead=0,
+    )  # fmt: skip
+
+
+def ragged_step(*a: Any, **options: Any) -> Any:
+    """All that an engine does with ragged queries."""
+    planned = a[0].update_(*a[1:4])
+    q = snapmla.quantize_q(*a[4:6])
+    return snapmla.decode(q, *a[6:8], a[1], softmax_scale=SCALE, plan=planned, **options)
+
+
+def ragged_arguments(seed: int) -> tuple[Any, ...]:
+    return (
+        ragged_plan(3 - seed), *ragged_lengths(seed), *ragged_queries(), cache("split"),
+        table(seed),
+    )  # fmt: skip
+
+
 def states(n: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """n results to be merged, one of which has an empty row."""
     outs = [torch.randn(2, 1, HEADS, 512).bfloat16() for _ in range(n)]
@@ -173,6 +206,14 @@ OPERATIONS = {
         lambda *a: decode(*a, plan=a[4], out=a[5], lse=a[6]),
         lambda s: (*step(s), plan(s), *results()),
         ("decode_out",),
+    ),
+    "decode ragged": Operation(
+        lambda *a: ragged_step(*a), ragged_arguments, ("plan_update", "quantize_q", "decode")
+    ),
+    "decode ragged out": Operation(
+        lambda *a: ragged_step(*a[:8], out=a[8]),
+        lambda s: (*ragged_arguments(s), torch.zeros(2, HEADS, 512, dtype=torch.bfloat16)),
+        ("plan_update", "quantize_q", "decode_out"),
     ),
     "decode without a plan": Operation(decode, step, ("plan_update", "decode"), breaks=True),
     "fetch_dequant pages": Operation(

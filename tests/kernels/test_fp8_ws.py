@@ -16,7 +16,7 @@ import torch
 
 import snapmla
 from dsl_kernels.spec import decode_spec
-from snapmla import dispatch, plan, runtime
+from snapmla import decode_plan, dispatch, runtime
 from snapmla.reference import FP64, MIMIC_BLACKWELL, MIMIC_HW_FULL, mla_decode_reference
 from snapmla.testing import metrics, selfcheck
 from softgpu import Options, mutate, using
@@ -45,7 +45,7 @@ GRID = [
 @pytest.fixture
 def blackwell(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """CPU tensors run on a software B200."""
-    kept = (runtime.arch_of, dispatch.card_of, plan._plan_kernel)
+    kept = (runtime.arch_of, dispatch.card_of, decode_plan._plan_kernel)
     monkeypatch.setenv("SNAPMLA_SOFTGPU_ARCH", "sm_100a")
     for cached in kept:
         cached.cache_clear()
@@ -62,7 +62,7 @@ def decode(inputs: cases.DecodeInputs, parts: int) -> tuple[Any, selfcheck.Decod
     table, lengths = inputs.block_table, inputs.cache_seqlens
     made = snapmla.plan_decode(
         lengths, case.heads, case.s_q, page_size=case.page_size, max_pages=table.shape[1],
-        num_parts=parts, fixed_overhead=1,
+        num_parts=parts, fixed_overhead=1, causal=case.causal,
     )  # fmt: skip
     out, lse = snapmla.decode(
         q, cache, table, lengths, softmax_scale=inputs.softmax_scale, plan=made,

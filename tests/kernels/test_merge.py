@@ -19,6 +19,11 @@ from tests.support.rows import DTYPES, device_of, kernel
 pytestmark = needs_kernels
 
 
+def alone(device: torch.device | str) -> Tensor:
+    """``units`` of a plan in which every sequence is one."""
+    return torch.zeros((0, 2), dtype=torch.int32, device=device)
+
+
 def merged(
     o: Tensor, lse: Tensor, begin: list[int], rows: int, factor: float, empty: float
 ) -> list[tuple[Tensor, Tensor] | None]:
@@ -84,6 +89,7 @@ def test_merge(
         o.to(device),
         lse.to(device),
         torch.tensor(begin, dtype=torch.int32, device=device),
+        alone(device),
         out,
         out_lse,
         factor,
@@ -117,7 +123,7 @@ def test_merge_units_share_a_cta(target: str, counts: list[int]) -> None:
     )
     table = torch.tensor(begin, dtype=torch.int32, device=device)
     kernel(target, op="merge", out_dtype="f32")(
-        o.to(device), lse.to(device), table, out, out_lse, 1.0, -math.inf
+        o.to(device), lse.to(device), table, alone(device), out, out_lse, 1.0, -math.inf
     )
     for i, result in enumerate(merged(o, lse, begin, h, 1.0, -math.inf)):
         if result is None:
@@ -125,6 +131,32 @@ def test_merge_units_share_a_cta(target: str, counts: list[int]) -> None:
             continue
         torch.testing.assert_close(out[i, 0].cpu().double(), result[0], rtol=2e-6, atol=1e-6)
         torch.testing.assert_close(out_lse[i, :, 0].cpu().double(), result[1], rtol=1e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("counts", [[2, 0, 3, 9, 0], [12, 3, 2, 4, 2]])
+def test_merge_of_units(target: str, counts: list[int]) -> None:
+    """Ragged units of 8 rows: ends of sequences within one, tokens within two, nobody's rows."""
+    device, h, tokens = device_of(target), 3, 11
+    units = [(0, 15), (8, 15), (15, 18), (18, 30), (26, 30)]  # row 30 on: no sequence's
+    begin = [0, *itertools.accumulate(counts)]
+    o, lse = partials.encode(torch.randn(begin[-1] + 1, 8, 512)), torch.randn(begin[-1] + 1, 8)
+    out = torch.full((1, tokens, h, 512), 7.0, device=device)
+    out_lse = torch.full((1, h, tokens), 7.0, device=device)
+    i32 = lambda x: torch.tensor(x, dtype=torch.int32, device=device)
+    # two units behind the live ones: the capacity, whose entries may be anything
+    table, rows = i32([*begin, begin[-1], begin[-1]]), i32([*units, (-5, 2**31 - 1), (99, 0)])
+    kernel(target, op="merge", out_dtype="f32")(
+        o.to(device), lse.to(device), table, rows, out, out_lse, 1.0, -math.inf
+    )
+    want, want_lse = torch.full((tokens * h, 512), 7.0).double(), torch.full((tokens * h,), 7.0)
+    for (first, end), result in zip(units, merged(o, lse, begin, 8, 1.0, -math.inf), strict=True):
+        if result is not None:
+            end = min(first + 8, end)
+            want[first:end], want_lse[first:end] = (x[: end - first] for x in result)
+    got, got_lse = out.cpu().view(-1, 512).double(), out_lse[0].cpu().T.reshape(-1)
+    torch.testing.assert_close(got, want, rtol=2e-6, atol=1e-6)
+    torch.testing.assert_close(got_lse, want_lse, rtol=1e-6, atol=2e-6)
 
 
 @pytest.mark.gpu
@@ -140,7 +172,7 @@ def test_merge_is_deterministic(slots: int) -> None:
             torch.empty(1, 1, 16, 512, device="cuda"),
             torch.empty(1, 16, 1, device="cuda"),
         )
-        run(o, lse, begin, out, out_lse, 1.0, -math.inf)
+        run(o, lse, begin, alone("cuda"), out, out_lse, 1.0, -math.inf)
         seen.append((out.cpu(), out_lse.cpu()))
     assert all(torch.equal(x[0], seen[0][0]) and torch.equal(x[1], seen[0][1]) for x in seen)
 
@@ -165,6 +197,7 @@ def test_merge_finds_the_sequence_of_a_huge_batch(monkeypatch: pytest.MonkeyPatc
     out, out_lse = torch.zeros(batch, 1, 1, 512), torch.zeros(batch, 1, 1)
     slots = batch * pieces
     run = kernel("sm_90a", op="merge", out_dtype="f32")
-    run(o.expand(slots, -1, -1), lse.expand(slots, -1), begin, out, out_lse, 1.0, -math.inf)
+    one = (o.expand(slots, -1, -1), lse.expand(slots, -1))
+    run(*one, begin, alone("cpu"), out, out_lse, 1.0, -math.inf)
     written = out.view(batch, -1).ne(0).any(1).nonzero().flatten().tolist()
     assert set(written) == wanted

@@ -67,14 +67,17 @@ def test_it_adds_up(
     lengths = [100, 300, 0, 64]
     # sequence 1 in two slots, of two CTAs; sequence 2 has no tokens
     items = [(0, 0, 2, -1), (1, 0, 3, 0), (1, 3, 5, 1), (2, 0, 0, -1), (3, 0, 1, -1)]
+    own = heads * s_q
+    items = [(*item, item[0] * own, (item[0] + 1) * own, 2**31 - 1, 0) for item in items]
     cache, table = pool(lengths)
     rows = -(-heads * s_q // 8) * 8
     out, lse = torch.full((4, s_q, heads, 512), 7.0), torch.full((4, heads, s_q), 7.0)
     o_accum, lse_accum = torch.full((2, rows, 528), 7.0).half(), torch.full((2, rows), 7.0)
     ints = lambda x: torch.tensor(x, dtype=torch.int32)
     kernel(
-        cache, table, ints(lengths), ints(items), ints([0, 2, 5]), out, lse, o_accum, lse_accum, 1
-    )
+        cache, table, ints(lengths), ints([0, 2, 5]), ints([]), ints(items), out, lse, o_accum,
+        lse_accum, 1,
+    )  # fmt: skip
     # whole numbers of at most 11 bits, so exact in fp16
     out[1] = partials.decode(o_accum)[:, : heads * s_q].sum(0).view(s_q, heads, 512)
     assert torch.equal(out, expected(cache, table, lengths, heads, s_q))

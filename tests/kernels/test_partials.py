@@ -134,6 +134,7 @@ def test_rows_of_every_kind_merge(program: softgpu.LoadedKernel, slots: int) -> 
     weight = (weight / weight.sum(0))[..., None]
     want = (weight * x.double()).sum(0)
     begin = torch.tensor([0, slots], dtype=torch.int32)
+    alone = torch.zeros((0, 2), dtype=torch.int32)  # a unit is a sequence
     for channels, o_accum in written(program, x).items():
         known = x.abs().double().nan_to_num(0.0, math.inf)
         largest = known.unflatten(-1, (-1, channels)).amax(-1, keepdim=True)
@@ -142,7 +143,7 @@ def test_rows_of_every_kind_merge(program: softgpu.LoadedKernel, slots: int) -> 
         allowed += 1e-6 * (weight * x.double().abs()).sum(0) + 2.0**-134
         out, out_lse = torch.zeros(1, 1, heads, 512), torch.zeros(1, heads, 1)
         kernel("sm_100a", op="merge", out_dtype="f32")(
-            o_accum, lse, begin, out, out_lse, 1.0, -math.inf
+            o_accum, lse, begin, alone, out, out_lse, 1.0, -math.inf
         )
         got = out[0, 0].double()
         finite = want.isfinite()

@@ -17,10 +17,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsl_kernels.dims import PARTIAL_ROW, TOKEN_TILE
+from dsl_kernels.dims import ITEM_WORDS, PARTIAL_ROW, TOKEN_TILE
 from dsl_kernels.spec import VariantSpec
 from snapmla import runtime
 from snapmla.testing import partials, selfcheck
+from snapmla.testing.plan_tables import PlanTables
 from snapmla.testing.reference_plan import plan_reference
 from softgpu import Options, using
 from tests.support.needs import needs_compiler
@@ -34,6 +35,8 @@ HEADS = 3  # few CTAs to merge: most of the time is theirs
 MOST_INSTRUCTIONS = 2_000_000  # the slowest case needs a third of it
 LAST = 2**31 - 1
 Tables = tuple[Tensor, Tensor, Tensor]  # work_items, part_begin, split_begin
+# units and row_limits of a plan in which every sequence is one unit
+ALONE = (torch.zeros((0, 2), dtype=torch.int32), torch.zeros(0, dtype=torch.int32))
 
 
 class Fenced:
@@ -60,28 +63,34 @@ class Step:
 
     def tables(self, lengths: tuple[int, ...] = LENGTHS) -> Tables:
         """A right plan for these lengths; the item list has room for the most there can be."""
-        plan = plan_reference(lengths, PARTS, TOKEN_TILE, 1)
-        items = torch.zeros(PARTS + len(lengths), 4, dtype=torch.int32)
-        items[: len(plan.work_items)] = torch.tensor(plan.work_items)
-        ints = [torch.tensor(x, dtype=torch.int32) for x in (plan.part_begin, plan.split_begin)]
-        return items, ints[0], ints[1][: len(LENGTHS) + 1].clone()
+        plan = plan_reference(lengths, PARTS, TOKEN_TILE, 1, queries=self.job.queries)
+        tables = PlanTables.of(plan)
+        room = torch.zeros(PARTS + len(lengths), ITEM_WORDS, dtype=torch.int32)
+        room[: len(plan.work_items)] = tables.work_items
+        return room, tables.part_begin, tables.split_begin[: len(LENGTHS) + 1].clone()
 
-    def run(self, tables: Tables, merges: bool = True) -> tuple[Tensor, Tensor]:
-        """(out, lse), with everything around them, the workspace and the inputs compared."""
+    def run(
+        self, tables: Tables, merges: bool = True, more: tuple[Tensor, Tensor] = ALONE
+    ) -> tuple[Tensor, Tensor]:
+        """(out, lse), with everything around them, the workspace and the inputs compared.
+
+        Args:
+            more: units, row_limits.
+        """
         job, b = self.job, len(LENGTHS)
-        rows_pad = -(-job.heads * job.s_q // self.spec.row_tile) * self.spec.row_tile
+        rows_pad = job.queries.unit_rows
         out = Fenced((b, job.s_q, job.heads, 512), selfcheck.DTYPES[self.spec.out_dtype])
         lse = Fenced((b, job.heads, job.s_q))
         o_accum = Fenced((2 * PARTS, rows_pad, PARTIAL_ROW), torch.float16)
         lse_accum = Fenced((2 * PARTS, rows_pad))
-        before = [t.clone() for t in tables]
+        before = [t.clone() for t in (*tables, *more)]
         self.kernel(
             job.q.nope_u8, job.q.rope, job.q.row_scale, job.cache.content_u8, job.cache.rope,
-            job.cache.scale, job.table, job.seqlens, *tables, out.tensor, lse.tensor,
+            job.cache.scale, job.table, job.seqlens, *tables, *more, out.tensor, lse.tensor,
             o_accum.tensor, lse_accum.tensor, 0.1, 1, math.log(2), -math.inf, int(merges),
         )  # fmt: skip
         assert all(x.intact() for x in (out, lse, o_accum, lse_accum)), "written outside"
-        assert all(torch.equal(x, y) for x, y in zip(before, tables, strict=True))
+        assert all(torch.equal(x, y) for x, y in zip(before, (*tables, *more), strict=True))
         kinds = {h.kind for stats in self.kernel.last_stats for h in stats.hazards}
         assert kinds <= {"global-race"}, kinds
         return out.tensor, lse.tensor
@@ -107,7 +116,10 @@ def small(step: Step, pick: random.Random) -> Tables:
         ]
         t.copy_(torch.tensor(values).view_as(t))
 
-    for column, most in enumerate((len(LENGTHS), step.most_tiles, step.most_tiles, 2 * PARTS)):
+    rows, tokens = HEADS * len(LENGTHS), step.most_tiles * TOKEN_TILE
+    for column, most in enumerate(
+        (len(LENGTHS), step.most_tiles, step.most_tiles, 2 * PARTS, rows, rows, tokens, 0)
+    ):
         fill(items[:, column], most)
     fill(part_begin, len(items))
     fill(split_begin, 2 * PARTS)
@@ -148,6 +160,12 @@ CASES = {
 MERGES = 60
 
 
+def any_ints(pick: random.Random, *shape: int) -> Tensor:
+    """Small numbers and the extremes of int32."""
+    values = [pick.choice((-LAST - 1, -1, 0, 2, 5, 64, LAST)) for _ in range(math.prod(shape))]
+    return torch.tensor(values, dtype=torch.int32).view(shape)
+
+
 def checked(case: int) -> Options:
     """Hazards collected; every eighth case under an adversarial schedule, which takes longer."""
     return Options(
@@ -161,8 +179,9 @@ def test_random_tables(name: str) -> None:
     step, pick = Step(name), random.Random(name)
     for case in range(CASES[name]):
         tables = KINDS[case % len(KINDS)](step, pick)
+        more = (any_ints(pick, len(LENGTHS), 2), any_ints(pick, len(LENGTHS)))
         with using(checked(case)):
-            step.run(tables, merges=case % 8 == 7)
+            step.run(tables, merges=case % 8 == 7, more=more if case % 3 else ALONE)
 
 
 @pytest.mark.parametrize("name", list(CASES)[:4])
@@ -202,8 +221,9 @@ def test_random_tables_of_merge() -> None:
         begin = torch.tensor(random_splits(pick, case % 3, b, slots), dtype=torch.int32)
         o, lse = partials.encode(torch.randn(slots, 16, 512)), torch.randn(slots, 16)
         out, out_lse = Fenced((b, 1, 1, 512), torch.bfloat16), Fenced((b, 1, 1))
+        units = any_ints(pick, b, 2) if case % 2 else ALONE[0]
         with using(checked(case)):
-            kernel(o, lse, begin, out.tensor, out_lse.tensor, 1.0, -math.inf)
+            kernel(o, lse, begin, units, out.tensor, out_lse.tensor, 1.0, -math.inf)
         assert out.intact() and out_lse.intact(), begin.tolist()
 
 

@@ -45,7 +45,7 @@ def test_a_wrong_merge_is_noticed(spec: VariantSpec) -> None:
 
     def one_row_is_off(*arguments: Any) -> None:
         kernel(*arguments)
-        out = arguments[3]
+        out = arguments[4]
         out[0, 0, 0] *= 1.1
 
     assert not selfcheck._check_merge(spec, one_row_is_off).passed

@@ -72,12 +72,12 @@ def test_no_kernel_is_an_error(report: str) -> None:
 
 @pytest.mark.parametrize(("batch", "tiles", "parts"), [(1, 1, 132), (32, 256, 132), (3, 10, 4)])
 def test_even_split_covers_every_tile_once(batch: int, tiles: int, parts: int) -> None:
-    items, part_begin, split_begin, slots = ncu.split_evenly(batch, tiles, parts)
-    covered = [(b, t) for b, first, last, _ in items for t in range(first, last)]
+    items, part_begin, split_begin, slots = ncu.split_evenly(batch, 5, tiles, parts)
+    covered = [(b, t) for b, first, last, *_ in items for t in range(first, last)]
     assert sorted(covered) == [(b, t) for b in range(batch) for t in range(tiles)]
     assert len(part_begin) == parts + 1 and part_begin[-1] == len(items)
     loads = [
-        sum(last - first for _, first, last, _ in items[part_begin[p] : part_begin[p + 1]])
+        sum(last - first for _, first, last, *_ in items[part_begin[p] : part_begin[p + 1]])
         for p in range(parts)
     ]
     assert max(loads) - min(loads) <= 1
@@ -86,6 +86,7 @@ def test_even_split_covers_every_tile_once(batch: int, tiles: int, parts: int) -
         wanted = list(range(split_begin[b], split_begin[b + 1])) if len(mine) > 1 else [-1]
         assert [item[3] for item in sorted(mine, key=lambda item: item[1])] == wanted
     assert slots == max(1, split_begin[-1])
+    assert all(item[4:6] == [5 * item[0], 5 * item[0] + 5] for item in items)
 
 
 def test_script_passes_the_sizes_and_opens_the_profiler(tmp_path: Path) -> None:
@@ -154,5 +155,5 @@ def test_records_carry_what_the_workload_reads(built: Report, variant_dir: Path)
     record = Record.read(variant_dir / "merge_obf16_sm90a.json")
     assert record is not None
     assert [a["name"] for a in record.arguments] == [
-        "o_accum", "lse_accum", "split_begin", "out", "lse", "lse_factor", "empty_lse",
+        "o_accum", "lse_accum", "split_begin", "units", "out", "lse", "lse_factor", "empty_lse",
     ]  # fmt: skip

@@ -22,8 +22,8 @@ def _records(*rows: tuple[int, ...]) -> torch.Tensor:
 def test_times_are_after_the_first_entry() -> None:
     times = stamps.event_times(
         _records(
-            (5000, 6000, 7000, 9000, 20000, 21000, 22500),
-            (4000, 6500, 8000, 9500, 19000, 24000, 21000),
+            (5000, 6000, 7000, 9000, 20000, 20500, 21000, 22500),
+            (4000, 6500, 8000, 9500, 19000, 20000, 24000, 21000),
             (4500, 6400),  # without work
         )
     )
@@ -34,21 +34,22 @@ def test_times_are_after_the_first_entry() -> None:
         "first TMA issued": [3.0, 4.0],
         "first tile landed": [5.0, 5.5],
         "softmax ends": [16.0, 15.0],
+        "products end": [16.5, 16.0],
         "rows written": [18.5, 20.0],  # the later half
     }
 
 
 @pytest.mark.parametrize("start", [2**32 - 3000, 2**31 - 3000, 1])
 def test_the_counter_may_wrap(start: int) -> None:
-    rows = [tuple((start + i * 500 + j * 1000) % 2**32 for j in range(7)) for i in range(2)]
+    rows = [tuple((start + i * 500 + j * 1000) % 2**32 for j in range(8)) for i in range(2)]
     times = stamps.event_times(_records(*rows))
     assert times["entry"].tolist() == [0.0, 0.5]
-    assert times["rows written"].tolist() == [6.0, 6.5]
+    assert times["rows written"].tolist() == [7.0, 7.5]
 
 
 def test_half_a_record_is_no_time() -> None:
     """Rows of which only one half was written are not written."""
-    times = stamps.event_times(_records((10, 20, 30, 40, 50, 60)))
+    times = stamps.event_times(_records((10, 20, 30, 40, 50, 60, 70)))
     assert len(times["softmax ends"]) == 1 and len(times["rows written"]) == 0
     with pytest.raises(ValueError, match="stamped"):
         stamps.event_times(_records((), ()))
@@ -61,7 +62,7 @@ def test_spread_is_over_ctas_then_launches() -> None:
 
 
 def test_page_shows_every_event() -> None:
-    words = _records(tuple(range(1000, 1000 + 700 * 7, 700)))
+    words = _records(tuple(range(1000, 1000 + 700 * 8, 700)))
     events = {name: stamps.spread([t]) for name, t in stamps.event_times(words).items()}
     entry = {
         "shape": "b1_L64_h16_q1", "kernel": "x", "parts": 4, "ctas": 4, "idle_ctas": 3,
@@ -73,6 +74,6 @@ def test_page_shows_every_event() -> None:
         "machine": {"gpu": "NVIDIA H200"}, "stamps": [entry],
     }  # fmt: skip
     text = stamps.page(json.loads(json.dumps(report, allow_nan=False)))
-    assert "| rows written | 4.2 / 4.2 / 4.2 |" in text and "| softmax ends | – |" in text
+    assert "| rows written | 4.9 / 4.9 / 4.9 |" in text and "| softmax ends | – |" in text
     assert "| decode alone, in a graph | 12.3 |" in text and "| CTAs (idle) | 4 (3) |" in text
     assert set(Stamp) == {word for which in stamps.EVENTS.values() for word in which}

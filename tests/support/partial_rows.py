@@ -13,8 +13,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float16, Float32, Int32, const_expr
 
-from dsl_kernels.common.epilogue import Results, Shared, write_runs
-from dsl_kernels.common.work_list import Call
+from dsl_kernels.common.epilogue import Held, Results, Shared, write_rows
+from dsl_kernels.common.work_list import Rows
 from dsl_kernels.dims import KV_LORA_RANK, PARTIAL_ROW
 from tests.support.dsl_program import command, fake
 
@@ -33,18 +33,19 @@ class PartialRows:
     def kernel(self, channels: cutlass.Constexpr, x: cute.Tensor, o_accum: cute.Tensor):
         tidx, _, _ = cute.arch.thread_idx()
         row, slot, _ = cute.arch.block_idx()
-        run, runs = const_expr(8 if channels == 128 else 2), []
+        run, runs = const_expr(8 if channels == 128 else 2), {}
         first = tidx * const_expr(128 if channels == 128 else 2)
         for c in cutlass.range_constexpr(0, 128 if channels == 128 else 2, run):
             values = cute.make_rmem_tensor((run,), Float32)
             for v in cutlass.range_constexpr(run):
                 values[v] = x[slot, row, first + c + v]
-            runs.append((first + c, values))
+            runs[c] = values
         lane_bits = {16: (1, 2, 4), 64: (1, 2, 4, 8, 16), 128: ()}[channels]
         shared = Shared(lane_bits, first, {16: 1, 64: 4, 128: 8}[channels], first % channels == 0)
-        zero, one = Int32(0), Float32(1.0)
-        call = Call(x.shape[1], x.shape[1], one, zero, one, one)
-        write_runs(Results(x, x, o_accum, x), call, zero, slot, row, runs, shared)
+        zero = Int32(0)
+        rows = Rows(zero, x.shape[1], zero, zero)
+        results = Results(x, x, o_accum, x)
+        write_rows(results, slot, rows, (row, first), [Held(0, runs)], shared)
 
 
 if __name__ == "__main__":

@@ -54,10 +54,18 @@ def make_step(
     return Step(cache, query, table, torch.tensor(lengths, dtype=torch.int32))
 
 
-def assert_right(step: Step, out: torch.Tensor, lse: torch.Tensor, *, causal: bool = True) -> None:
+def assert_right(
+    step: Step,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    *,
+    causal: bool = True,
+    row_seqlens: torch.Tensor | None = None,
+) -> None:
     errors = selfcheck.decode_errors(
-        out, lse, step.q, step.cache, step.block_table, step.cache_seqlens, SCALE, causal=causal
-    )
+        out, lse, step.q, step.cache, step.block_table, step.cache_seqlens, SCALE, causal=causal,
+        row_seqlens=row_seqlens,
+    )  # fmt: skip
     assert errors.right, str(errors)
 
 

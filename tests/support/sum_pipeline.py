@@ -19,12 +19,12 @@ from cutlass import Float32, Int32
 from dsl_kernels import compat
 from dsl_kernels.common import budget as bud
 from dsl_kernels.common.cache_format import CacheFormat, Plane
-from dsl_kernels.common.epilogue import Results, Shared, finish_row, write_runs
+from dsl_kernels.common.epilogue import Held, Results, Shared, finish_row, write_rows
 from dsl_kernels.common.paged_tma import PagedTma, pipe_barriers
 from dsl_kernels.common.smem import array, staged, struct_of
 from dsl_kernels.common.types import BF16, F16, ROW_MAJOR
 from dsl_kernels.common.work_list import Call, Work, WorkList
-from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK, PARTIAL_ROW
+from dsl_kernels.dims import HEAD_DIM_QK, ITEM_WORDS, KV_LORA_RANK, PARTIAL_ROW
 
 TILE, STAGES, ADDERS = 64, 2, 8  # tokens; tiles in flight; warps
 FORMAT = CacheFormat((Plane("v", BF16, HEAD_DIM_QK),))
@@ -37,44 +37,43 @@ def budget(spec) -> bud.Budget:
 
 
 def build(spec):
-    b, s_q, h, pages, width, items, parts1, slots, rows_pad = (compat.sym() for _ in range(9))
+    b, s_q, h, pages, width, items, parts1, slots, unit_rows = (compat.sym() for _ in range(9))
     f32, i32 = (lambda *shape, t=t: compat.contiguous(t, shape, 4) for t in (Float32, Int32))
     return SumRows(spec), dict(
         cache=compat.rows(BF16, (pages, spec.page_size, HEAD_DIM_QK)), block_table=i32(b, width),
-        cache_seqlens=i32(b), work_items=i32(items, 4), part_begin=i32(parts1),
+        cache_seqlens=i32(b), part_begin=i32(parts1), row_limits=i32(compat.sym()),
+        work_items=compat.contiguous(Int32, (items, ITEM_WORDS)),
         out=f32(b, s_q, h, KV_LORA_RANK), lse=f32(b, h, s_q),
-        o_accum=compat.contiguous(F16, (slots, rows_pad, PARTIAL_ROW)),
-        lse_accum=f32(slots, rows_pad), causal=Int32(1),
+        o_accum=compat.contiguous(F16, (slots, unit_rows, PARTIAL_ROW)),
+        lse_accum=f32(slots, unit_rows), causal=Int32(1),
     )  # fmt: skip
 
 
 class SumRows:
     def __init__(self, spec):
         self.rows, self.work = spec.row_tile, WorkList(spec.page_size, TILE)
-        self.loads = PagedTma(
-            FORMAT, self.work, rows=self.rows, stages=STAGES, q_stages=1, cluster=1,
-            q_warps=ADDERS, k_warps=ADDERS)  # fmt: skip
+        self.loads = PagedTma(FORMAT, self.work, rows=self.rows, stages=STAGES, q_stages=1,
+                              cluster=1, q_warps=ADDERS, k_warps=ADDERS)  # fmt: skip
 
     def layout(self):
         return helpers.make_smem_layout_b(ROW_MAJOR, (64, TILE, HEAD_DIM_QK), BF16, STAGES)
 
     @cute.jit
     def __call__(self, cache: cute.Tensor, block_table: cute.Tensor, cache_seqlens: cute.Tensor,
-                 work_items: cute.Tensor, part_begin: cute.Tensor, out: cute.Tensor,
-                 lse: cute.Tensor, o_accum: cute.Tensor, lse_accum: cute.Tensor, causal: Int32,
-                 stream):  # fmt: skip
+                 part_begin: cute.Tensor, row_limits: cute.Tensor, work_items: cute.Tensor,
+                 out: cute.Tensor, lse: cute.Tensor, o_accum: cute.Tensor, lse_accum: cute.Tensor,
+                 causal: Int32, stream):  # fmt: skip
         ring = array(BF16, cute.cosize(self.layout()), 1024)
         self.Storage = struct_of(**self.loads.fields, kv=ring)
-        rows = out.shape[1] * out.shape[2]
+        b, s_q, h, _ = out.shape
+        divisors = compat.fast_divisor(h), compat.fast_divisor(s_q)
         self.kernel(
             self.loads.load_kv((cache,), (self.layout(),)), cache.shape[0],
-            Work(block_table, cache_seqlens, work_items, part_begin),
+            Work(block_table, cache_seqlens, work_items, part_begin, row_limits),
             Results(out, lse, o_accum, lse_accum),
-            Call(out.shape[2], rows, Float32(1.0), causal, Float32(1.0), Float32(0.0)),
-        ).launch(
-            grid=(cute.ceil_div(rows, self.rows), cute.size(part_begin) - 1, 1),
-            block=(384, 1, 1), stream=stream,
-        )  # fmt: skip
+            Call(*divisors, b * s_q * h, Float32(1.0), causal, Float32(1.0), Float32(0.0)),
+        ).launch(grid=(cute.ceil_div(o_accum.shape[1], self.rows), cute.size(part_begin) - 1, 1),
+                 block=(384, 1, 1), stream=stream)  # fmt: skip
 
     @cute.kernel
     def kernel(self, loaded: tuple, num_pages: Int32, work: Work, results: Results, call: Call):
@@ -90,7 +89,6 @@ class SumRows:
 
     @cute.jit
     def add(self, st, k_pipe, work, results, call, span):
-        first_row = cute.arch.block_idx()[0] * self.rows
         channel = (cute.arch.thread_idx()[0] - 128) * 2
         tokens_s = staged(st.kv, self.layout())
         total = cute.make_rmem_tensor((2, self.rows), Float32)
@@ -98,8 +96,9 @@ class SumRows:
         kst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, STAGES)
         for i in cutlass.range(span[0], span[1], unroll=1):
             batch, first, last, slot = self.work.item_at(work, i)
+            rows = self.work.rows_at(work, call, i, self.rows)
             for r in cutlass.range_constexpr(self.rows):
-                _, limit[r] = self.work.row_facts(work, call, batch, first_row + r)
+                _, limit[r] = self.work.row_facts(work, call, batch, rows.first + r, rows.end)
             total.fill(0.0)
             for tile in cutlass.range(first, last, unroll=1):
                 k_pipe.consumer_wait(kst)
@@ -113,8 +112,8 @@ class SumRows:
                 k_pipe.consumer_release(kst)
                 kst.advance()
             for r in cutlass.range_constexpr(self.rows):
-                row = first_row + r
-                if (row < call.rows) & (channel == 0):
-                    finish_row(results, call, batch, slot, row, Float32(1.0), 0.0)
+                if channel == 0:
+                    finish_row(results, call, slot, rows, r, Float32(1.0), 0.0)
                 shared = Shared((1, 2, 4), channel, 1, channel % 16 == 0)  # of eight lanes
-                write_runs(results, call, batch, slot, row, [(channel, total[None, r])], shared)
+                held = [Held(r, {0: total[None, r]})]
+                write_rows(results, slot, rows, (0, channel), held, shared)

@@ -14,7 +14,7 @@ import torch
 
 import snapmla
 from snapmla import PagedKVCache, QuantizedQuery, flash_mla_fp8
-from snapmla.plan import DecodePlan
+from snapmla.decode_plan import DecodePlan
 
 # argument; its value, or a function of the right one; error; how its words begin; what advice it gives
 Row = tuple[str, Any, type[Exception], str, str]
@@ -43,14 +43,18 @@ def query(b: int = B, s_q: int = S_Q, h: int = H, scale_dims: int = 3) -> Quanti
 def plan(**changes: Any) -> DecodePlan:
     b, rows = changes.get("batch", B), 16 * -(-changes.get("num_heads", H) * S_Q // 16)
     fields: dict[str, Any] = {
-        "work_items": torch.zeros((4 + b, 4), dtype=I32),
+        "work_items": torch.zeros((4 + b, 8), dtype=I32),
         "part_begin": torch.zeros(5, dtype=I32),
         "split_begin": torch.zeros(b + 1, dtype=I32),
         "planned_seqlens": torch.zeros(b, dtype=I32),
+        "units": torch.zeros((0, 2), dtype=I32),
+        "unit_begin": torch.zeros(0, dtype=I32),
+        "row_limits": torch.zeros(0, dtype=I32),
         "o_accum": torch.zeros(8, rows, 528, dtype=F16),
         "lse_accum": torch.zeros(8, rows),
-        "batch": B, "num_heads": H, "s_q": S_Q, "page_size": P, "max_pages": WIDTH,
-        "num_parts": 4, "pipeline": "etap", "row_tile": 16, "token_tile": 64, "fixed_overhead": 4,
+        "batch": B, "num_heads": H, "s_q": S_Q, "total_q": b * S_Q, "page_size": P,
+        "max_pages": WIDTH, "num_parts": 4, "pipeline": "etap", "row_tile": 16, "unit_rows": rows,
+        "token_tile": 64, "fixed_overhead": 4,
     }  # fmt: skip
     return DecodePlan(**{**fields, **changes})
 
@@ -290,7 +294,7 @@ WRONG: dict[str, list[Row]] = {
          "make one for this step's shapes with"),
         ("plan", plan(batch=3), ValueError, "plan: ",
          "make one for this step's shapes with"),
-        ("plan", plan(work_items=torch.zeros((6, 4), dtype=I32, **META)), ValueError,
+        ("plan", plan(work_items=torch.zeros((6, 8), dtype=I32, **META)), ValueError,
          "plan: expected a plan on cpu.*got meta",
          "make one for this step's shapes with"),
         ("out", torch.zeros(B, S_Q, H, 512, dtype=BF16, **META), ValueError,
@@ -353,14 +357,16 @@ WRONG: dict[str, list[Row]] = {
     "quantize_q": [
         ("granularity", "channel", ValueError, "granularity: .*'token_head'.*got 'channel'",
          "token_head is SnapMLA's, token is for one"),
-        ("q_nope", torch.zeros(B, H, 512, dtype=BF16), ValueError, "q_nope: expected shape",
+        ("q_nope", torch.zeros(H, 512, dtype=BF16), ValueError, "q_nope: expected shape",
          "queries absorbed into the latent space:"),
+        ("q_nope", torch.zeros(B, H, 512, dtype=BF16), ValueError,  # ragged, beside what is not
+         r"q_rope: expected shape \(2, 16, 64\)", "one row for each row of q_nope"),
+        ("q_nope", torch.zeros(1, 1, 1, 512, dtype=BF16).expand(B, 2**28, 1, 512), ValueError,
+         "s_q: expected at most 536870911 query tokens times heads, got 536870912",
+         "split the tokens over several calls"),
         ("q_nope", torch.zeros(B, 1, 129, 512, dtype=BF16), ValueError,
          "num_heads: expected 1 to 128, got 129",
          "split more heads over several calls"),
-        ("q_nope", torch.zeros(B, 9, H, 512, dtype=BF16), ValueError,
-         "s_q: expected 1 to 8, got 9",
-         "give decode at most 8 query tokens a"),
         ("q_nope", torch.zeros(B, 0, H, 512, dtype=BF16), ValueError, "s_q: .*got 0",
          "query tokens of each sequence; without any no call is needed"),
         ("q_nope", torch.zeros(B, 1, 0, 512, dtype=BF16), ValueError,
@@ -508,8 +514,21 @@ WRONG: dict[str, list[Row]] = {
          "split more heads over several calls"),
         ("num_heads", 16.0, TypeError, "num_heads: expected an int, got float",
          "convert it with int(...)"),
-        ("s_q", 9, ValueError, "s_q: expected 1 to 8, got 9",
-         "give decode at most 8 query tokens a"),
+        ("s_q", 0, ValueError, "s_q: expected 1 to 536870911, got 0", "query tokens of each"),
+        ("s_q", 2**24, ValueError, "s_q: expected at most 536870911 query tokens times heads",
+         "split the tokens over several calls"),
+        ("s_q", None, ValueError, "s_q: expected one of s_q and cu_seqlens_q, got neither",
+         "cu_seqlens_q and total_q for ragged ones"),
+        ("cu_seqlens_q", torch.zeros(B + 1, dtype=I32), ValueError,
+         "s_q: expected one of s_q and cu_seqlens_q, got both", "s_q for one number"),
+        ("total_q", 4, ValueError, "total_q: expected None beside s_q, got 4", "beside cu_seqlens_q"),
+        ("row_seqlens", torch.zeros(B, dtype=I32), ValueError,
+         r"row_seqlens: expected shape \(2, 1\), got \(2,\)", "for each query token how many"),
+        ("row_seqlens", torch.zeros(B, 1, dtype=I64), TypeError, "row_seqlens: .*int64",
+         ".to(torch.int32) once"),
+        ("causal", None, TypeError, "causal: expected True or False, got NoneType", "query token s"),
+        ("row_blocks", "in step", ValueError, "row_blocks: expected one of 'in_step', 'balanced'",
+         "did you mean 'in_step'?"),
         ("page_size", 48, ValueError, "page_size: .*got 48 .*nearest is 32",
          "the nearest is 32"),
         ("max_pages", 0, ValueError, "max_pages: expected 1",
@@ -520,6 +539,8 @@ WRONG: dict[str, list[Row]] = {
          "leave it out to let the dispatcher choose"),
         ("row_tile", 8, ValueError, "row_tile: expected one of 16, 32, 64, 128, got 8",
          "leave it out to let the dispatcher choose"),
+        ("accuracy", "hi", ValueError, "accuracy: expected one of 'standard', 'high', got 'hi'",
+         "did you mean 'high'"),
         ("fixed_overhead", -1, ValueError, "fixed_overhead: ",
          "leave it out for the measured default"),
         ("fixed_split_tokens", 100, ValueError,
@@ -538,7 +559,8 @@ WRONG: dict[str, list[Row]] = {
     "query": [
         ("nope", torch.zeros((B, S_Q, H, 512), dtype=F16), TypeError,
          "q.nope: expected dtype float8_e4m3fn, got float16", "snapmla.quantize_q"),
-        ("nope", fp8(B, 9, H, 512), ValueError, "s_q: expected 1 to 8, got 9", "is prefill"),
+        ("nope", fp8(B, 0, H, 512), ValueError, "s_q: expected 1 to 536870911, got 0", "query tokens"),
+        ("nope", fp8(H, 512), ValueError, "q.nope: expected shape", "snapmla.quantize_q"),
         ("nope", fp8(B, S_Q, 129, 512), ValueError, "num_heads: .*got 129", "split more heads"),
         ("nope", fp8(B, S_Q, 2 * H, 512)[:, :, ::2], ValueError,
          "q.nope: expected a contiguous tensor", ".contiguous()"),
@@ -550,6 +572,10 @@ WRONG: dict[str, list[Row]] = {
         ("cache_seqlens", torch.ones(B + 1, dtype=I32), ValueError,
          r"cache_seqlens: expected shape \(2,\), got \(3,\)", "one length for each sequence"),
         ("cache_seqlens", torch.ones(B, dtype=I64), TypeError, "cache_seqlens: ", "torch.int32"),
+        ("cu_seqlens_q", torch.ones(B + 1, dtype=I32), ValueError,
+         "cu_seqlens_q: expected None: the plan is for s_q = 2, got a tensor", "makes one for ragged"),
+        ("row_seqlens", torch.ones(B, S_Q, dtype=I32), ValueError,
+         "row_seqlens: expected None: the plan is without, got a tensor", "makes one that takes it"),
     ],
     "with_workspace": [
         ("o_accum", torch.zeros(4, 16, 528, dtype=F16), ValueError,
@@ -644,8 +670,10 @@ WRONG: dict[str, list[Row]] = {
     ],
     "get_mla_metadata": [
         ("cache_seqlens", torch.ones(B, dtype=I64), TypeError, "cache_seqlens: ", "int32"),
-        ("num_heads_per_head_k", 2048, ValueError,
-         "num_heads_per_head_k: expected 1 to 1024, got 2048", "s_q * num_heads of one sequence"),
+        ("num_heads_per_head_k", 0, ValueError,
+         "num_heads_per_head_k: expected 1 to 536870911, got 0", "s_q * num_heads of one sequence"),
+        ("num_heads_per_head_k", 2**28, ValueError,
+         "num_heads_per_head_k: expected at most 536870911 query tokens times heads", "several calls"),
         ("num_heads_k", 2, ValueError, "num_heads_k: expected 1, got 2", "one latent"),
         ("out", torch.zeros((4, 20), dtype=I32), TypeError,
          "out: expected a pair of tensors, got Tensor", "leave it out to have it allocated"),

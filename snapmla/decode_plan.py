@@ -1,0 +1,480 @@
+"""``DecodePlan``: who computes what in one decode step, as device tensors.
+
+The lengths stay on the device: the host only knows capacities, so a plan is made (``snapmla.plan``)
+and updated in place without synchronisation, and one plan serves all layers of a step.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, ClassVar
+
+import torch
+
+from dsl_kernels.dims import ITEM_WORDS, KV_LORA_RANK, PARTIAL_ROW
+from dsl_kernels.spec import VariantSpec
+from snapmla import checks, launch, plan_text, runtime, tracing
+
+STALE_SHOWN = 8  # changed sequences that an error names
+
+
+@dataclass(frozen=True, eq=False)
+class PlanVariant:
+    """What chooses the decode kernel, beside the output's dtype.
+
+    There is one object of each (``of``), which remembers its kernels by that dtype.
+    """
+
+    device: torch.device
+    pipeline: str
+    row_tile: int
+    page_size: int
+    kernels: dict[torch.dtype, runtime.Kernel] = field(default_factory=dict, repr=False)
+    p_terms: int = 1
+
+    @staticmethod
+    def of(
+        device: torch.device, pipeline: str, row_tile: int, page_size: int, p_terms: int = 1
+    ) -> PlanVariant:
+        """The one of these values."""
+        values = (device, pipeline, row_tile, page_size)
+        made = PlanVariant(*values, p_terms=p_terms)
+        return _variants.setdefault((*values, p_terms), made)
+
+    @staticmethod
+    def forget() -> None:
+        """Drops the kernels of all variants."""
+        for variant in _variants.values():
+            variant.kernels.clear()
+
+
+_variants: dict[tuple[torch.device, str, int, int, int], PlanVariant] = {}
+runtime.on_forget(PlanVariant.forget)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class DecodePlan(launch.OverTensors):
+    """Work list and workspace of one decode step; made by ``plan_decode``.
+
+    A *part* is one CTA (or one cluster, for 128 rows); it walks its items.  An item is a range of
+    token tiles of one sequence for a *unit* of its query rows.  A unit cut into several items
+    writes normalised partial results to slots, which ``merge`` combines in order.
+
+    Query rows are numbered over all query tokens in memory order: token * num_heads + head.
+
+    Attributes:
+        work_items: int32 (parts + n_units, 8) (fixed splits: n_units * pieces): sequence, first
+            tile, end tile, slot (-1: not split), first row, end row of the sequence, first hidden
+            token (2**31 - 1 without ``row_seqlens``), 0.
+        part_begin: int32 (parts + 1,): items of part p are [part_begin[p], part_begin[p + 1]).
+        split_begin: int32 (n_units + 1,): slots of unit u are [split_begin[u], split_begin[u + 1]).
+        planned_seqlens: int32 (b,): the lengths that were planned for.
+        units: int32 (n_units, 2): first row, end row of the sequence; (0, 2) where every sequence
+            is one unit.
+        unit_begin: int32 (b + 1,): units of sequence i are [unit_begin[i], unit_begin[i + 1]), with
+            ragged queries; else (0,).
+        row_limits: int32 (tokens,): copy of ``row_seqlens``, if the plan has it; else (0,).
+        o_accum: float16 (2 * parts, unit_rows, 528) (fixed splits: n_units * pieces): partial rows
+            of 512 channels and their exponents (docs/formats.md).
+        lse_accum: float32 (2 * parts, unit_rows), log2.
+        batch, num_heads: the step's shape.
+        s_q: query tokens of every sequence; None with ragged queries.
+        total_q: query tokens of the step, b * s_q; with ragged queries the most there may be.
+        page_size, max_pages: of the cache and of the block table; longer sequences are clamped to
+            ``max_pages * page_size`` tokens.
+        num_parts: CTAs (or clusters) per row block of a unit that share the tokens.
+        pipeline, row_tile: which decode kernel the plan is for.
+        unit_rows: query rows of a unit, a multiple of the row tile.
+        token_tile: tokens of that kernel's KV tile, in which the plan counts.
+        fixed_overhead: cost of one item beside its tiles, in tiles.
+        causal: whether tiles that the causal rule hides from all rows of a unit are left out.
+        split_tiles: tiles of a piece with fixed splits, 0 without.
+        check_stale: whether ``decode`` compares its lengths with the planned ones.
+        p_terms: e4m3 terms in which that kernel sums P: 2 with ``accuracy="high"``.
+
+    Raises:
+        TypeError, ValueError: from the methods, naming the argument.
+
+    Source: the work list with a fixed cost per item is FlashMLA's scheduling idea; tables and
+    capacity search are our own (``snapmla.testing.reference_plan``).
+    """
+
+    # what a stale plan's error calls the argument, and advises
+    _STALE: ClassVar[tuple[str, str]] = (
+        "plan", "call plan.update_(cache_seqlens) once after the lengths change",
+    )  # fmt: skip
+
+    # block table and lengths of the last call, which need not be looked at again (``attention``)
+    _seen: ClassVar[tuple[torch.Tensor | None, torch.Tensor | None]] = (None, None)
+    # results of the last call with ragged queries, and the views that kernels take
+    _results: ClassVar[tuple[torch.Tensor, ...] | None] = None
+
+    work_items: torch.Tensor
+    part_begin: torch.Tensor
+    split_begin: torch.Tensor
+    planned_seqlens: torch.Tensor
+    units: torch.Tensor
+    unit_begin: torch.Tensor
+    row_limits: torch.Tensor
+    o_accum: torch.Tensor
+    lse_accum: torch.Tensor
+    batch: int
+    num_heads: int
+    s_q: int | None
+    total_q: int
+    page_size: int
+    max_pages: int
+    num_parts: int
+    pipeline: str
+    row_tile: int
+    unit_rows: int
+    token_tile: int
+    fixed_overhead: int
+    causal: bool = True
+    split_tiles: int = 0
+    check_stale: bool = False
+    p_terms: int = 1
+
+    def __post_init__(self) -> None:
+        tables = tuple(getattr(self, name) for name in TENSORS)
+        if all(type(t) is torch.Tensor for t in tables):  # not a tracer's, nor a stand-in of one
+            self._check_sizes()
+
+    def _check_sizes(self) -> None:
+        """That tables and numbers are of one plan: ``dataclasses.replace`` can mix two."""
+        slots, count = self.o_accum.shape[0], self.n_units
+        ragged, limits = self.s_q is None, self.row_limits.shape[0]
+        alone = not ragged and count == self.batch
+        for name, shape in (
+            ("work_items", (self.work_items.shape[0], ITEM_WORDS)),
+            ("part_begin", (self.num_parts + 1,)),
+            ("split_begin", (count + 1,)),
+            ("planned_seqlens", (self.batch,)),
+            ("units", (0 if alone else count, 2)),
+            ("unit_begin", (self.batch + 1 if ragged else 0,)),
+            ("row_limits", (self.total_q if limits else 0,)),
+            ("o_accum", (slots, self.unit_rows, PARTIAL_ROW)),
+            ("lse_accum", (slots, self.unit_rows)),
+        ):
+            got = tuple(getattr(self, name).shape)
+            if got != shape:
+                hint = "plans come from snapmla.plan_decode; with_workspace changes the workspace"
+                checks.value_error(f"plan.{name}", f"shape {shape} beside its numbers", got, hint)
+
+    @property
+    def n_units(self) -> int:
+        """Units that there may be."""
+        return unit_capacity(self.batch, self.s_q, self.total_q, self.num_heads, self.unit_rows)
+
+    @property
+    def rows(self) -> int:
+        """Query rows of a sequence; with ragged queries the most of all together."""
+        return self.num_heads * (self.total_q if self.s_q is None else self.s_q)
+
+    @functools.cached_property
+    def ragged(self) -> bool:
+        """Whether sequences have different numbers of query tokens, packed (total_q, h, ...)."""
+        return self.s_q is None
+
+    @functools.cached_property
+    def trims(self) -> bool:
+        """Whether tiles that the causal rule hides may be missing from the work list."""
+        return self.may_trim()
+
+    def may_trim(self) -> bool:
+        """``trims`` without remembering it (for tracers)."""
+        return self.causal and self.s_q != 1 and not self.row_limits.shape[0]
+
+    @functools.cached_property
+    def idle(self) -> bool:
+        """Whether there is nothing to compute, whatever the lengths."""
+        return self.batch == 0 or self.total_q == 0
+
+    @functools.cached_property
+    def device(self) -> torch.device:
+        """Where the plan lives, and must be used."""
+        return self.work_items.device
+
+    @functools.cached_property
+    def variant(self) -> PlanVariant:
+        """What chooses the decode kernel."""
+        return PlanVariant.of(
+            self.device, self.pipeline, self.row_tile, self.page_size, self.p_terms
+        )
+
+    @functools.cached_property
+    def rows_shape(self) -> tuple[int, ...]:
+        """(b, s_q, h); (total_q, h) with ragged queries"""
+        return self._shape_of_rows()
+
+    def _shape_of_rows(self) -> tuple[int, ...]:
+        """``rows_shape`` without remembering it (for tracers)."""
+        if self.s_q is None:
+            return self.total_q, self.num_heads
+        return self.batch, self.s_q, self.num_heads
+
+    @functools.cached_property
+    def table_shape(self) -> tuple[int, int]:
+        """Shape of the block table: (b, max_pages)."""
+        return self.batch, self.max_pages
+
+    @functools.cached_property
+    def out_shape(self) -> tuple[int, ...]:
+        """Shape of ``out``: (b, s_q, h, 512); (total_q, h, 512) with ragged queries."""
+        return *self.rows_shape, KV_LORA_RANK
+
+    @functools.cached_property
+    def lse_shape(self) -> tuple[int, ...]:
+        """Shape of ``lse``: (b, h, s_q); (h, total_q) with ragged queries."""
+        *batch, tokens, heads = self.rows_shape
+        return *batch, heads, tokens
+
+    @functools.cached_property
+    def arguments(self) -> tuple[Any, ...]:
+        """work_items, part_begin, split_begin, units, row_limits, o_accum, lse_accum as kernels
+        take them."""
+        return launch.prepared(
+            self.work_items, self.part_begin, self.split_begin, self.units, self.row_limits,
+            self.o_accum, self.lse_accum,
+        )  # fmt: skip
+
+    @property
+    def _tables(self) -> tuple[torch.Tensor, ...]:
+        """What the planning kernel writes, in its order."""
+        return (
+            self.work_items, self.part_begin, self.split_begin, self.planned_seqlens, self.units,
+            self.unit_begin, self.row_limits,
+        )  # fmt: skip
+
+    @functools.cached_property
+    def _written(self) -> tuple[Any, ...]:
+        """The same as kernels take them."""
+        return launch.prepared(*self._tables)
+
+    @property
+    def _numbers(self) -> tuple[int, int, int, int, int, int, int, bool]:
+        """Scalars of the planning kernel, in its order."""
+        return (
+            self.max_pages * self.page_size, self.token_tile, self.fixed_overhead,
+            self.split_tiles, self.num_heads, self.total_q if self.s_q is None else self.s_q,
+            self.unit_rows, self.causal,
+        )  # fmt: skip
+
+    def _kernel_results(
+        self, out: torch.Tensor, lse: torch.Tensor, keep: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``out`` and ``lse`` of ragged queries as kernels take them, (1, total_q, ...).
+
+        Args:
+            keep: remember them, for the next call that writes the same tensors.
+        """
+        seen = self._results
+        if seen is not None and seen[0] is out and seen[1] is lse:
+            return seen[2], seen[3]
+        views = (out.unsqueeze(0), lse.unsqueeze(0))
+        if keep:
+            object.__setattr__(self, "_results", (out, lse, *views))
+        return views
+
+    @functools.cached_property
+    def plain(self) -> bool:
+        """Whether kernels may take the addresses of its tensors."""
+        return tracing.plain(*(getattr(self, name) for name in TENSORS))
+
+    @functools.cached_property
+    def may_split(self) -> bool:
+        """False only if the shapes rule out that any sequence is split."""
+        return self.can_split()
+
+    def can_split(self) -> bool:
+        """``may_split`` without remembering it (for tracers)."""
+        tokens = self.max_pages * self.page_size
+        if self.split_tiles:
+            return tokens > self.split_tiles * self.token_tile
+        return self.num_parts > 1 and tokens > self.token_tile
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes of ``o_accum`` and ``lse_accum``."""
+        return self.o_accum.nbytes + self.lse_accum.nbytes
+
+    def update_(
+        self,
+        cache_seqlens: torch.Tensor,
+        cu_seqlens_q: torch.Tensor | None = None,
+        row_seqlens: torch.Tensor | None = None,
+    ) -> DecodePlan:
+        """Plans anew for other lengths, in place: one launch, no sync, no allocation.
+
+        Args:
+            cache_seqlens: int32 (b,), the same b; what lies beyond the block table is clamped.
+            cu_seqlens_q: int32 (b + 1,), needed with ragged queries: query tokens of sequence i are
+                [cu_seqlens_q[i], cu_seqlens_q[i + 1]).  What does not ascend within 0..total_q is
+                clamped.
+            row_seqlens: int32 (b, s_q), or (total_q,) with ragged queries: how many cached tokens
+                of its sequence each query token sees; needed if the plan was made with it.
+
+        Returns:
+            This plan.
+
+        Raises:
+            TypeError, ValueError: an argument is not what the plan was made for, is missing, or is
+                one that the plan does not take.
+        """
+        given = (cache_seqlens, cu_seqlens_q, row_seqlens)
+        traced = tracing.wanted(*given, self)
+        if not (traced and tracing.by_dynamo()):
+            self._check_lengths(*given)
+        limits = None if row_seqlens is None else row_seqlens.view(-1)
+        if traced:
+            torch.ops.snapmla.plan_update(
+                cache_seqlens, cu_seqlens_q, limits, *self._tables, *self._numbers
+            )
+        elif not self.idle:
+            launch_plan(cache_seqlens, cu_seqlens_q, limits, *self._written, *self._numbers)
+        return self
+
+    def _check_lengths(
+        self,
+        cache_seqlens: torch.Tensor,
+        cu_seqlens_q: torch.Tensor | None,
+        row_seqlens: torch.Tensor | None,
+    ) -> None:
+        """Checks what ``update_`` is given."""
+        checks.lengths(cache_seqlens, self.batch, self.device)
+        if cu_seqlens_q is not None or self.s_q is None:
+            if self.s_q is not None:
+                hint = "plan_decode(..., cu_seqlens_q=, total_q=) makes one for ragged queries"
+                checks.value_error("cu_seqlens_q", f"None: the plan is for s_q = {self.s_q}",
+                                   "a tensor", hint)  # fmt: skip
+            checks.vector("cu_seqlens_q", cu_seqlens_q, (self.batch + 1,), self.device)
+        limited = self.row_limits.shape[0] > 0
+        if row_seqlens is not None or limited:
+            if not limited and self.total_q:
+                hint = "plan_decode(..., row_seqlens=) makes one that takes it"
+                checks.value_error("row_seqlens", "None: the plan is without", "a tensor", hint)
+            checks.vector("row_seqlens", row_seqlens, self._shape_of_rows()[:-1], self.device)
+
+    def check(self, cache_seqlens: torch.Tensor) -> None:
+        """Compares lengths with the planned ones; waits for the device (a debugging aid).
+
+        ``decode`` calls it if the plan was made with ``check_stale``.  It does nothing while a CUDA
+        graph is being captured, where the device cannot be asked.
+
+        Args:
+            cache_seqlens: int32 (b,), as given to ``decode``.
+
+        Raises:
+            ValueError: they differ; the message names the sequences.
+        """
+        if self.device.type != "cuda" or not launch.capturing(self.device):
+            self._compare(cache_seqlens)
+
+    def _compare(self, cache_seqlens: torch.Tensor) -> None:
+        """``check`` where the device can be asked."""
+        changed = (cache_seqlens != self.planned_seqlens).nonzero().flatten().tolist()
+        if not changed:
+            return
+        now, planned = cache_seqlens.tolist(), self.planned_seqlens.tolist()
+        shown = [f"{i} ({planned[i]} -> {now[i]})" for i in changed[:STALE_SHOWN]]
+        if len(changed) > STALE_SHOWN:
+            shown.append(f"{len(changed) - STALE_SHOWN} more")
+        name, hint = self._STALE
+        checks.value_error(
+            name,
+            "the lengths it was last updated for",
+            f"other tokens (planned -> now) in sequence {', '.join(shown)}",
+            hint,
+        )
+
+    def explain(self, limit: int = 16) -> str:
+        """Who computes what, as text; reads the tables back, so it waits for the device.
+
+        Args:
+            limit: sequences and parts to list, each; 0 or more.
+        """
+        return plan_text.explain(self, limit)
+
+    def with_workspace(self, o_accum: torch.Tensor, lse_accum: torch.Tensor) -> DecodePlan:
+        """The same plan over another workspace of the same shapes (one per concurrent stream).
+
+        Args:
+            o_accum: float16, shaped like this plan's ``o_accum``; contiguous.
+            lse_accum: float32, shaped like this plan's ``lse_accum``; contiguous.
+
+        Raises:
+            TypeError, ValueError: naming the argument.
+        """
+        device = self.device
+        shape = tuple(self.o_accum.shape)
+        checks.output("o_accum", o_accum, (torch.float16,), shape, device)
+        checks.output("lse_accum", lse_accum, (torch.float32,), shape[:2], device)
+        return replace(self, o_accum=o_accum, lse_accum=lse_accum)
+
+
+TENSORS = (
+    "work_items", "part_begin", "split_begin", "planned_seqlens", "units", "unit_begin",
+    "row_limits", "o_accum", "lse_accum",
+)  # fmt: skip
+STATIC = tuple(f.name for f in fields(DecodePlan) if f.name not in TENSORS)
+
+
+def unit_capacity(batch: int, s_q: int | None, total_q: int, num_heads: int, unit_rows: int) -> int:
+    """Units of query rows that there may be (``snapmla.testing.reference_plan`` says why).
+
+    Args:
+        s_q: query tokens of every sequence, None with ragged queries.
+        total_q: the most query tokens of all sequences together.
+    """
+    if s_q is None:
+        return batch + total_q * num_heads // unit_rows
+    return batch * -(-s_q * num_heads // unit_rows)
+
+
+def new_workspace(
+    like: torch.Tensor, slots: int, unit_rows: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Uninitialised (o_accum, lse_accum) on the device of ``like``."""
+    return (
+        like.new_empty((slots, unit_rows, PARTIAL_ROW), dtype=torch.float16),
+        like.new_empty((slots, unit_rows), dtype=torch.float32),
+    )
+
+
+def launch_plan(
+    cache_seqlens: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None,
+    row_seqlens: torch.Tensor | None,
+    *rest: Any,
+) -> None:
+    """Launches the planning kernel on checked arguments.
+
+    Args:
+        row_seqlens: (tokens,).
+        rest: the tables that are written, and numbers: max_tokens, token_tile, fixed_overhead,
+            split_tiles, num_heads, s_q (ragged: total_q), unit_rows, causal.
+    """
+    device = cache_seqlens.device
+    _plan_kernel(device)(
+        cache_seqlens,
+        nothing(device) if cu_seqlens_q is None else cu_seqlens_q,
+        nothing(device) if row_seqlens is None else row_seqlens,
+        *rest[:-1],
+        int(rest[-1]),
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def nothing(device: torch.device) -> Any:
+    """An int32 table without entries, as kernels take it."""
+    return launch.prepared(torch.empty(0, dtype=torch.int32, device=device))[0]
+
+
+@functools.lru_cache(maxsize=64)
+def _plan_kernel(device: torch.device) -> runtime.Kernel:
+    spec = VariantSpec(op="plan_decode", arch=runtime.arch_of(device))
+    return runtime.kernel(spec, device.type)
+
+
+runtime.on_forget(_plan_kernel.cache_clear)

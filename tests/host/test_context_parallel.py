@@ -1,0 +1,115 @@
+"""Context parallelism with several query tokens: two gloo processes, tokens dealt in turns.
+
+Each rank decodes over its own tokens; ``row_seqlens`` says how many of them a query token sees.
+What ``snapmla.merge_states`` makes of both is attention over all of them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, distributed
+
+import snapmla
+from snapmla.testing import metrics, selfcheck
+from snapmla.testing.reference import mla_decode_reference
+from snapmla.testing.rounding import FP64, MIMIC_HW_FULL
+from tests.support.bits import assert_same_bits
+from tests.support.needs import needs_compiler
+
+pytestmark = needs_compiler
+
+# of one token rank 1 has none; in turns of 16 it has one of the last sequence
+LENGTHS, HEADS, PAGE, RANKS, SCALE = (80, 1, 17), 4, 64, 2, 192**-0.5
+CASES = [(1, 1), (16, 4), (1, 4), (16, 1)]  # interleave, s_q
+Shard = tuple[snapmla.PagedKVCache, Tensor, Tensor]
+
+
+def own_tokens(count: int, rank: int, ranks: int, interleave: int) -> int:
+    """How many of the first ``count`` tokens are this rank's (docs/integration.md)."""
+    turns, rest = divmod(max(count, 0), interleave * ranks)
+    return turns * interleave + min(max(rest - rank * interleave, 0), interleave)
+
+
+def shard(rank: int, ranks: int, interleave: int) -> Shard:
+    """(cache, block_table, cache_seqlens) of this rank's tokens of the same sequences."""
+    torch.manual_seed(3)
+    cache = snapmla.PagedKVCache.allocate(3 * len(LENGTHS), PAGE, device="cpu")
+    table = torch.arange(3 * len(LENGTHS), dtype=torch.int32).view(len(LENGTHS), 3)
+    lengths = []
+    for i, length in enumerate(LENGTHS):
+        mine = torch.arange(length) // interleave % ranks == rank
+        c, r = (t.bfloat16()[mine] for t in selfcheck.sample_tokens(length))
+        lengths.append(len(c))
+        snapmla.append_kv(cache, c, r, 3 * PAGE * i + torch.arange(len(c)))
+    assert lengths == [own_tokens(n, rank, ranks, interleave) for n in LENGTHS]
+    return cache, table, torch.tensor(lengths, dtype=torch.int32)
+
+
+def queries(s_q: int) -> snapmla.QuantizedQuery:
+    torch.manual_seed(4)
+    return selfcheck.sample_query(len(LENGTHS), s_q, HEADS)
+
+
+def attention(rank: int, ranks: int, interleave: int, s_q: int) -> tuple[Tensor, Tensor]:
+    """One rank's result, in fp32 so that merging rounds nothing."""
+    cache, table, lengths = shard(rank, ranks, interleave)
+    seen = [
+        [own_tokens(n - (s_q - 1 - s), rank, ranks, interleave) for s in range(s_q)]
+        for n in LENGTHS
+    ]
+    plan = snapmla.plan_decode(
+        lengths, HEADS, s_q, page_size=PAGE, max_pages=3,
+        row_seqlens=torch.tensor(seen, dtype=torch.int32),
+    )  # fmt: skip
+    return snapmla.decode(
+        queries(s_q), cache, table, lengths, softmax_scale=SCALE, plan=plan,
+        out_dtype=torch.float32,
+    )  # fmt: skip
+
+
+def decode_shards(rank: int, store: str) -> None:
+    """One process: its part of every case, merged with the other's."""
+    distributed.init_process_group("gloo", f"file://{store}", rank=rank, world_size=RANKS)
+    results = []
+    try:
+        for case in CASES:
+            parts = []
+            for result in attention(rank, RANKS, *case):
+                found = [torch.empty_like(result) for _ in range(RANKS)]
+                distributed.all_gather(found, result)
+                parts.append(found)
+            outs, lses = parts
+            merged = snapmla.merge_states(outs, lses)
+            results.append((*merged, lses[1].clone()))
+            snapmla.merge_state(outs[0], lses[0], outs[1], lses[1], out=outs[rank], lse=lses[rank])
+            assert_same_bits((outs[rank], lses[rank]), merged)
+        torch.save(results, f"{store}.{rank}")
+    finally:
+        distributed.destroy_process_group()
+
+
+@pytest.mark.skipif(not distributed.is_available(), reason="torch without distributed")
+def test_two_ranks_share_tokens_in_turns(tmp_path: Path) -> None:
+    """Within decode's gates to fp64; from one process no farther than two roundings of P are."""
+    torch.multiprocessing.spawn(decode_shards, (str(tmp_path / "store"),), nprocs=RANKS)
+    found, again = (torch.load(tmp_path / f"store.{rank}") for rank in range(RANKS))
+    for (interleave, s_q), (out, lse, lse_1), other in zip(CASES, found, again, strict=True):
+        assert torch.equal(out, other[0]) and torch.equal(lse, other[1])
+        assert torch.isneginf(lse_1[1]).all(), "rank 1 has no token of it"
+        seen = torch.isfinite(lse_1[2, 0]).tolist()  # of the last sequence, by query token
+        assert seen == ([True] * s_q if interleave == 1 else [False] * (s_q - 1) + [True])
+        q, (cache, table, lengths) = queries(s_q), shard(0, 1, 1)
+        errors = selfcheck.decode_errors(out, lse, q, cache, table, lengths, SCALE)
+        assert errors.error <= errors.allowed and errors.lse_error <= errors.lse_allowed, errors
+        run = (q.nope, q.rope, q.scale, cache.content, cache.rope, cache.scale, table, lengths)
+        truth, _ = mla_decode_reference(*run, SCALE, config=FP64)
+        mimic, _ = mla_decode_reference(*run, SCALE, config=MIMIC_HW_FULL)
+        one, one_lse = attention(0, 1, 1, s_q)
+        assert metrics.relative_l2(out, one) <= 1.6 * metrics.relative_l2(mimic, truth)
+        seen = torch.isfinite(one_lse)
+        assert torch.equal(seen, torch.isfinite(lse))
+        apart = (lse - one_lse)[seen].abs() / one_lse[seen].abs().clamp_min(1.0)
+        assert apart.max() <= 1e-5
