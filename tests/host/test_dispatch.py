@@ -84,6 +84,42 @@ def test_wishes_that_do_not_go_together() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("heads", "s_q", "tile"), [(1, 1, 16), (16, 1, 16), (17, 1, 32), (64, 1, 32), (128, 2, 32)]
+)
+def test_choice_of_two_terms(heads: int, s_q: int, tile: int) -> None:
+    """More rows than 32 are several blocks."""
+    spec = dispatch.choose(CPU, heads, s_q, 64, out_dtype="f32", p_terms=2)
+    assert spec == decode_spec("etap", tile, 64, "f32").replace(p_terms=2)
+
+
+@pytest.mark.parametrize(
+    ("wish", "message"),
+    [
+        ({"row_tile": 64}, r"^row_tile: expected 16 or 32 on sm_90a and accuracy 'high', got 64"),
+        ({"pipeline": "dual_wg"}, "^accuracy: expected 'standard' with pipeline 'dual_wg', got h"),
+    ],
+)
+def test_wishes_beside_two_terms(wish: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        dispatch.choose(CPU, 16, 1, 64, p_terms=2, **wish)
+
+
+def test_explain_says_what_the_second_term_costs() -> None:
+    """By the model: no table has it, so no measured point may be shown for it."""
+    one, two = (snapmla.explain(16, card="H200", accuracy=a) for a in ("standard", "high"))
+    assert one.chosen is not None and two.chosen is not None
+    assert one.chosen.us is not None and two.chosen.us is not None
+    assert (one.chosen.source, two.chosen.source) == ("measured", "model")
+    assert two.chosen.variant == "decode_etap_r16_p64_obf16_pt2_sm90a"
+    assert 1.0 < two.chosen.us / one.chosen.us < 1.1
+    assert "2 terms of P" in str(two) and "the second term of P: 1.0" in str(two)
+    assert "term" not in str(one)
+    assert "dual_wg has no two terms of P with a row tile of 64: it sums one" in str(two)
+    with pytest.raises(ValueError, match="^accuracy: expected one of 'standard', 'high', got"):
+        snapmla.explain(16, accuracy="hi")
+
+
 def test_no_kernel_for_the_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
     blackwell = dispatch.card_named("B200")
     assert blackwell is not None
@@ -130,24 +166,29 @@ def test_features_are_what_can_be_built() -> None:
         pytest.skip("needs nvidia-cutlass-dsl")
     family = FP8_DECODE.family
     points = {
-        (pipeline, tile, page, out): registry.feasible(decode_spec(pipeline, tile, page, out, arch))
+        (pipeline, tile, page, out, terms): registry.feasible(
+            decode_spec(pipeline, tile, page, out, arch).replace(p_terms=terms)
+        )
         for arch in ARCHS
         for pipeline in FP8_DECODE.pipelines(arch)
         for tile in FP8_DECODE.values("row_tile")
         for page in FP8_DECODE.values("page_size")
         for out in FP8_DECODE.values("out_dtype")
+        for terms in FP8_DECODE.values("p_terms")
     }
     declared = {
-        (name, tile, page, out)
+        (name, tile, page, out, terms)
         for name, features in FP8_DECODE.features.items()
-        for tile in features.row_tiles
+        for terms in FP8_DECODE.values("p_terms")
+        for tile in features.tiles(terms)
         for page in features.page_sizes
         for out in features.out_dtypes
     }
     assert declared == {point for point, reason in points.items() if reason is None}
     for arch in ARCHS:
         built = {p.spec for p in matrix.matrix(arch, f"{family.op}_*") if p.reason is None}
-        assert built and built <= {decode_spec(*point, arch) for point in declared}
+        specs = {decode_spec(*point, arch).replace(p_terms=terms) for *point, terms in declared}
+        assert built and built <= specs
 
 
 @pytest.mark.parametrize("card", [c.name for c in dispatch.cards()])
@@ -225,7 +266,10 @@ def test_explain_lists_every_candidate() -> None:
     assert all(v.reason for v in found.verdicts[1:])
     assert all(VariantSpec.from_name(v.variant).name == v.variant for v in found.verdicts)
     text = str(found)
-    assert "on H200" in text and "roof 71.8 us: 4715 GB/s" in text and "(measured)" in text
+    rate = roofline.card_by_name("H200").ceilings.read_gbs
+    roof = DecodeShape(32, 16384, 16, 1).bytes(roofline.FORMATS["snapmla"]) / rate / 1e3
+    assert f"roof {roof:.1f} us: {rate:.0f} GB/s" in text
+    assert "on H200" in text and "(measured)" in text
     assert "dual_wg has no row tile of 16: it puts rows on the MMA's M = 64" in text
     slow = next(v for v in found.verdicts if (v.pipeline, v.row_tile) == ("dual_wg", 64))
     assert slow.us > 1.4 * found.chosen.us
