@@ -58,7 +58,7 @@ FORMATS: dict[str, CacheFormat] = {
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Highest rates a card has been seen to reach, or its datasheet's where nobody measured.
+    """Rates that a card reached in its committed table, or its datasheet's where nobody measured.
 
     Attributes:
         read_gbs: read-only stream from device memory, GB/s.

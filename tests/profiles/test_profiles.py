@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -26,7 +27,10 @@ from profiles import (
 from profiles.roofline import FORMATS, Ceilings
 from profiles.shapes import DecodeShape, HelperShape
 
-H200 = roofline.card_by_name("NVIDIA H200")
+# The ceilings of the hand-made figures below; those on file follow the newest table.
+H200 = dataclasses.replace(
+    roofline.card_by_name("NVIDIA H200"), ceilings=Ceilings(4715.0, 670.0, 1280.0, "by hand")
+)
 SNAP = FORMATS["snapmla"]
 
 # b, L, h, s_q -> roof in microseconds, as worked out by hand from 644 bytes a token at 4715 GB/s
@@ -298,7 +302,10 @@ def test_reports_are_written_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     again = json.loads(json_path.read_text(), parse_constant=pytest.fail)
     assert again["rows"][0]["lse_error"] == "nan" and "/x/y" not in json_path.read_text()
     text = md_path.read_text()
-    assert "72 %" in text and "python -m profiles.bench --shape b32_L16384_h64_q1" in text
+    shape = DecodeShape(32, 16384, 64, 1)
+    on_file = roofline.card_by_name("NVIDIA H200").ceilings
+    roof = roofline.roof_us(shape.bytes(SNAP), shape.flops, on_file, SNAP)
+    assert f"{roof:.0f} %" in text and "python -m profiles.bench --shape b32_L16384_h64_q1" in text
     assert report.short_table(again)
 
     def fail(*_: object) -> None:
