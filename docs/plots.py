@@ -38,7 +38,15 @@ HEADS, BATCH = (16, 64, 128), 32
 PEERS = {"flashmla_bf16": "FlashMLA BF16", "flashmla_fp8": "FlashMLA FP8"}
 COLOURS = {"snapmla": "#2e7d4f", "flashmla_bf16": "#8a94a3", "flashmla_fp8": "#c08a2b"}
 INK = "#33475f"
-PHASES = ("#eceff3", "#c9ced6", "#f6d9a8", "#8fc3e8", "#c08a2b", "#8a3fa0")  # up to each event
+PHASES = (
+    "#eceff3",
+    "#c9ced6",
+    "#f6d9a8",
+    "#8fc3e8",
+    "#c08a2b",
+    "#8a3fa0",
+    "#5b6b2f",
+)  # up to each event
 MERGE: dict[str, Any] = {"facecolor": "white", "edgecolor": INK, "hatch": "//"}
 STYLE = {
     "svg.hashsalt": "snapmla", "svg.fonttype": "none", "font.size": 9, "axes.spines.top": False,
