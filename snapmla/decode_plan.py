@@ -16,6 +16,7 @@ from dsl_kernels.dims import ITEM_WORDS, KV_LORA_RANK, PARTIAL_ROW
 from dsl_kernels.spec import VariantSpec
 from snapmla import checks, launch, plan_text, runtime, tracing
 
+_Tensor = torch.Tensor  # looked up on every call
 STALE_SHOWN = 8  # changed sequences that an error names
 
 
@@ -261,6 +262,11 @@ class DecodePlan(launch.OverTensors):
             self.unit_rows, self.causal,
         )  # fmt: skip
 
+    @functools.cached_property
+    def _planned(self) -> tuple[Any, ...]:
+        """Tables and scalars of the planning kernel."""
+        return *self._written, *self._numbers
+
     def _kernel_results(
         self, out: torch.Tensor, lse: torch.Tensor, keep: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -323,6 +329,13 @@ class DecodePlan(launch.OverTensors):
                 one that the plan does not take.
         """
         given = (cache_seqlens, cu_seqlens_q, row_seqlens)
+        if not tracing.active() and self._fits(*given):
+            try:
+                launch_plan(*given, *self._planned)
+            except Exception as error:
+                checks.explain(error, self._check_lengths, *given)
+                raise
+            return self
         traced = tracing.wanted(*given, self)
         if not (traced and tracing.by_dynamo()):
             self._check_lengths(*given)
@@ -334,6 +347,33 @@ class DecodePlan(launch.OverTensors):
         elif not self.idle:
             launch_plan(cache_seqlens, cu_seqlens_q, limits, *self._written, *self._numbers)
         return self
+
+    def _fits(
+        self,
+        cache_seqlens: torch.Tensor,
+        cu_seqlens_q: torch.Tensor | None,
+        row_seqlens: torch.Tensor | None,
+    ) -> bool:
+        """Whether the launch may be tried without the full checks: the exported function sees
+        dtypes, sizes and strides, and which tables are missing."""
+        try:
+            return (
+                row_seqlens is None  # may have two dimensions
+                and cache_seqlens.__class__ is _Tensor
+                and not cache_seqlens.is_neg()
+                and (
+                    cu_seqlens_q is None
+                    or (cu_seqlens_q.__class__ is _Tensor and not cu_seqlens_q.is_neg())
+                )
+                and self.plain
+                and not self.idle
+                and (
+                    not launch.several_gpus()
+                    or launch.all_on(self.device, cache_seqlens, cu_seqlens_q)
+                )
+            )
+        except (AttributeError, RuntimeError):
+            return False  # something is of another kind
 
     def _check_lengths(
         self,

@@ -123,7 +123,23 @@ def _kernel(device: torch.device, op: str, **axes: str) -> runtime.Kernel:
     return runtime.kernel(spec, device.type)
 
 
-runtime.on_forget(_kernel.cache_clear)
+@functools.lru_cache(maxsize=64)
+def _appender(device: torch.device, dtype: torch.dtype, index: torch.dtype) -> runtime.Kernel:
+    return _kernel(device, "append_kv", in_dtype=_SHORT[dtype], index_dtype=_INDEX[index])
+
+
+@functools.lru_cache(maxsize=64)
+def _quantizer(device: torch.device, dtype: torch.dtype, granularity: str) -> runtime.Kernel:
+    return _kernel(device, "quantize_q", in_dtype=_SHORT[dtype], mode=granularity)
+
+
+for _cached in (_kernel, _appender, _quantizer):
+    runtime.on_forget(_cached.cache_clear)
+
+# Calls that passed every check, as keys of what the exported functions do not see: a repeated call
+# goes straight to its kernel, whose own checks are the rest.
+_APPENDED, _QUANTIZED = overlap.Apart(), overlap.Apart()
+_Tensor = torch.Tensor  # looked up on every call
 
 
 def append_kv(
@@ -144,24 +160,49 @@ def append_kv(
     Source: SnapMLA paper, section 3.3.1 (fused K-append); the scale's floors are our own
     (docs/numerics.md).
     """
+    if not tracing.active() and _append_known(cache, c_kv, k_rope, slot_mapping):
+        try:
+            return launch_append(cache.arguments, c_kv, k_rope, slot_mapping)
+        except Exception as error:
+            checks.explain(error, check_append, cache, c_kv, k_rope, slot_mapping)
+            raise
     expect_cache(cache)
     if tracing.wanted(cache, c_kv, k_rope, slot_mapping):
-        if not cache.traceable and tracing.functionalises():
-            checks.value_error(
-                "cache", "layout split, paged or row640, made outside of torch.compile",
-                f"layout {cache.layout!r}, whose views share memory in a way that tracers cannot "
-                "follow",
-                "append outside of the compiled function",
-            )  # fmt: skip
-        if not tracing.by_dynamo():
-            check_tokens(c_kv, k_rope, slot_mapping, cache.device)
-        torch.ops.snapmla.append_kv(*cache.memory_now(), c_kv, k_rope, slot_mapping)
-        return
+        return _traced_append(cache, c_kv, k_rope, slot_mapping)
     check_append(cache, c_kv, k_rope, slot_mapping)
     launch_append(cache.arguments, c_kv, k_rope, slot_mapping)
 
 
-_APART = overlap.Apart()
+def _append_key(
+    cache: PagedKVCache, c_kv: torch.Tensor, k_rope: torch.Tensor, slot_mapping: torch.Tensor
+) -> tuple[Any, ...]:
+    """What decides whether tokens lie apart from the cache."""
+    return (
+        c_kv.data_ptr(), k_rope.data_ptr(), slot_mapping.data_ptr(), c_kv.shape, c_kv.stride(),
+        k_rope.stride(), c_kv.dtype, slot_mapping.dtype, cache.place,
+    )  # fmt: skip
+
+
+def _append_known(
+    cache: PagedKVCache, c_kv: torch.Tensor, k_rope: torch.Tensor, slot_mapping: torch.Tensor
+) -> bool:
+    """Whether the launch may be tried without the full checks: one like it passed them.
+
+    The exported function sees dtypes, extents, strides and alignment by itself; see ``attention``.
+    """
+    try:
+        return (
+            c_kv.__class__ is _Tensor and k_rope.__class__ is _Tensor
+            and slot_mapping.__class__ is _Tensor
+            and _append_key(cache, c_kv, k_rope, slot_mapping) in _APPENDED
+            and not (c_kv.is_neg() or k_rope.is_neg() or slot_mapping.is_neg())
+            and (
+                not launch.several_gpus()
+                or launch.all_on(cache.device, c_kv, k_rope, slot_mapping)
+            )
+        )  # fmt: skip
+    except (AttributeError, RuntimeError):
+        return False  # something is of another kind
 
 
 def check_append(
@@ -169,16 +210,29 @@ def check_append(
 ) -> None:
     """The checks of ``append_kv`` on a cache that ``expect_cache`` has seen."""
     check_tokens(c_kv, k_rope, slot_mapping, cache.device)
-    key = (
-        c_kv.data_ptr(), k_rope.data_ptr(), slot_mapping.data_ptr(), c_kv.shape[0], c_kv.stride(),
-        k_rope.stride(), c_kv.dtype, slot_mapping.dtype, cache.place,
-    )  # fmt: skip
-    if key in _APART:
+    key = _append_key(cache, c_kv, k_rope, slot_mapping)
+    if key in _APPENDED:
         return
     read = {"c_kv": c_kv, "k_rope": k_rope, "slot_mapping": slot_mapping}
-    if not _APART.see(key, cache.spans, tuple(map(overlap.span, read.values()))):
+    if not _APPENDED.see(key, cache.spans, tuple(map(overlap.span, read.values()))):
         for name, value in read.items():
             checks.apart(name, value, named("cache", cache))
+
+
+def _traced_append(
+    cache: PagedKVCache, c_kv: torch.Tensor, k_rope: torch.Tensor, slot_mapping: torch.Tensor
+) -> None:
+    """``append_kv`` as an operator, for tracers."""
+    if not cache.traceable and tracing.functionalises():
+        checks.value_error(
+            "cache", "layout split, paged or row640, made outside of torch.compile",
+            f"layout {cache.layout!r}, whose views share memory in a way that tracers cannot "
+            "follow",
+            "append outside of the compiled function",
+        )  # fmt: skip
+    if not tracing.by_dynamo():
+        check_tokens(c_kv, k_rope, slot_mapping, cache.device)
+    torch.ops.snapmla.append_kv(*cache.memory_now(), c_kv, k_rope, slot_mapping)
 
 
 def named(owner: str, value: PagedKVCache | QuantizedQuery) -> dict[str, torch.Tensor]:
@@ -208,12 +262,7 @@ def launch_append(
     """The launch of ``append_kv`` on checked arguments; cache = (content bytes, rope, scale)."""
     if c_kv.shape[0] == 0:
         return
-    kernel = _kernel(
-        c_kv.device,
-        "append_kv",
-        in_dtype=_SHORT[c_kv.dtype],
-        index_dtype=_INDEX[slot_mapping.dtype],
-    )
+    kernel = _appender(c_kv.device, c_kv.dtype, slot_mapping.dtype)
     kernel(*cache, c_kv, k_rope, slot_mapping)
 
 
@@ -241,15 +290,59 @@ def quantize_q(
 
     Source: SnapMLA paper, section 3.3.1 (fused Q-quant).
     """
+    if not tracing.active() and _quantize_known(q_nope, q_rope, granularity, out):
+        try:
+            return _quantize(q_nope, q_rope, granularity, out)
+        except Exception as error:
+            checks.explain(error, check_quantize, q_nope, q_rope, granularity, out)
+            raise
     if tracing.wanted(q_nope, q_rope, out):
         return _traced_quantize(q_nope, q_rope, granularity, out)
     return quantize_now(q_nope, q_rope, granularity, out)
+
+
+def _quantize_key(
+    q_nope: torch.Tensor, q_rope: torch.Tensor, granularity: str, out: QuantizedQuery | None
+) -> tuple[Any, ...]:
+    """What decides whether a query has rows that kernels can count, and lies apart from ``out``."""
+    if out is None:
+        return q_nope.shape, granularity
+    return (
+        q_nope.data_ptr(), q_rope.data_ptr(), q_nope.shape, q_nope.stride(), q_rope.stride(),
+        q_nope.dtype, granularity, out.place,
+    )  # fmt: skip
+
+
+def _quantize_known(
+    q_nope: torch.Tensor, q_rope: torch.Tensor, granularity: str, out: QuantizedQuery | None
+) -> bool:
+    """Whether the launch may be tried without the full checks, as ``_append_known``."""
+    try:
+        return (
+            q_nope.__class__ is _Tensor and q_rope.__class__ is _Tensor
+            and _quantize_key(q_nope, q_rope, granularity, out) in _QUANTIZED
+            and not (q_nope.is_neg() or q_rope.is_neg())
+            and (
+                not launch.several_gpus()
+                or launch.all_on(q_nope.device, q_rope, None if out is None else out.nope)
+            )
+        )  # fmt: skip
+    except (AttributeError, RuntimeError, TypeError):
+        return False  # something is of another kind
 
 
 def quantize_now(
     q_nope: torch.Tensor, q_rope: torch.Tensor, granularity: str, out: QuantizedQuery | None
 ) -> QuantizedQuery:
     """``quantize_q`` on tensors with memory, whoever traces."""
+    check_quantize(q_nope, q_rope, granularity, out)
+    return _quantize(q_nope, q_rope, granularity, out)
+
+
+def check_quantize(
+    q_nope: torch.Tensor, q_rope: torch.Tensor, granularity: str, out: QuantizedQuery | None
+) -> None:
+    """The checks of ``quantize_q``; remembers what passes and has something to compute."""
     checks.choice("granularity", granularity, GRANULARITIES)
     tokens = checks.query_tokens("q_nope", q_nope)
     checks.tensor("q_nope", q_nope, checks.FLOATS, (*tokens, "num_heads", KV_LORA_RANK))
@@ -257,62 +350,77 @@ def quantize_now(
     checks.query_rows(rows)
     rope_shape = (*rows, QK_ROPE_HEAD_DIM)
     checks.tensor("q_rope", q_rope, (q_nope.dtype,), rope_shape, q_nope.device)
-    scale_shape = rows if granularity == "token_head" else rows[:-1]
-    device = q_nope.device
-    if out is None:
-        out = _empty_query(tuple(q_nope.shape), scale_shape, device)
-    else:
+    apart: list[Sequence[overlap.Span]] = []
+    if out is not None:
         expect_query("out", out)
+        device = q_nope.device
         checks.tensor("out.nope", out.nope, (checks.FP8,), tuple(q_nope.shape), device)
+        scale_shape = rows if granularity == "token_head" else rows[:-1]
         checks.output("out.scale", out.scale, (torch.float32,), scale_shape, device, align=4)
-        _check_query_apart(q_nope, q_rope, out)
+        apart = [*((span,) for span in out.spans), (overlap.span(q_nope), overlap.span(q_rope))]
     if not rows[0]:
-        return out
+        return
     checks.aligned_rows("q_nope", q_nope)
     checks.aligned_rows("q_rope", q_rope)
-    kernel = _kernel(device, "quantize_q", in_dtype=_SHORT[q_nope.dtype], mode=granularity)
+    key = _quantize_key(q_nope, q_rope, granularity, out)
+    if key not in _QUANTIZED and not _QUANTIZED.see(key, *apart):
+        _check_query_apart(q_nope, q_rope, out)
+
+
+def _quantize(
+    q_nope: torch.Tensor, q_rope: torch.Tensor, granularity: str, out: QuantizedQuery | None
+) -> QuantizedQuery:
+    """Allocates what is not given and launches, on checked arguments."""
+    shape, device = q_nope.shape, q_nope.device
+    if out is None:
+        out = _empty_query(shape, granularity, device)
+    if not shape[0]:
+        return out
+    kernel = _quantizer(device, q_nope.dtype, granularity)
     nope_u8, rope, _ = out.arguments
-    if len(rows) == 2:
-        q_nope, q_rope = q_nope.unsqueeze(0), q_rope.unsqueeze(0)
-    kernel(q_nope, q_rope, nope_u8, rope, out.scale if len(rows) == 3 else out.scale.unsqueeze(0))
+    if len(shape) == 4:
+        kernel(q_nope, q_rope, nope_u8, rope, out.scale)
+    else:
+        kernel(q_nope.unsqueeze(0), q_rope.unsqueeze(0), nope_u8, rope, out.scale.unsqueeze(0))
     return out
 
 
-def _check_query_apart(q_nope: torch.Tensor, q_rope: torch.Tensor, out: QuantizedQuery) -> None:
+def _check_query_apart(
+    q_nope: torch.Tensor, q_rope: torch.Tensor, out: QuantizedQuery | None
+) -> None:
     """Checks that ``out`` shares no memory with what is quantised, nor its parts with another."""
-    key = (
-        q_nope.data_ptr(), q_rope.data_ptr(), q_nope.shape, q_nope.stride(), q_rope.stride(),
-        q_nope.dtype, out.place,
-    )  # fmt: skip
-    if key in _APART:
-        return
-    read = (overlap.span(q_nope), overlap.span(q_rope))
-    if _APART.see(key, *((span,) for span in out.spans), read):
-        return
     others: dict[str, torch.Tensor] = {"q_nope": q_nope, "q_rope": q_rope}
-    for name, value in named("out", out).items():
+    for name, value in ({} if out is None else named("out", out)).items():
         checks.apart(name, value, others)
         others[name] = value
 
 
-def _empty_query(
-    shape: tuple[int, ...], scale_shape: tuple[int, ...], device: torch.device
-) -> QuantizedQuery:
+@functools.lru_cache(maxsize=256)
+def _patterns(shape: tuple[int, ...], granularity: str, device: torch.device) -> Triple:
+    """Expanded from one element each: ``empty_like`` makes a query of them in less than ``empty``
+    takes."""
+    rows = shape[:-1]
+    shapes = (shape, (*rows, QK_ROPE_HEAD_DIM), rows if granularity == "token_head" else rows[:-1])
+    dtypes = (torch.uint8, torch.bfloat16, torch.float32)
+    nope, rope, scale = (
+        torch.empty((), dtype=dtype, device=device).expand(extents)
+        for dtype, extents in zip(dtypes, shapes, strict=True)
+    )
+    return nope, rope, scale
+
+
+def _empty_query(shape: tuple[int, ...], granularity: str, device: torch.device) -> QuantizedQuery:
     """Uninitialised tensors that need no checks: made to measure."""
     query = object.__new__(QuantizedQuery)
-    nope_u8 = torch.empty(shape, dtype=torch.uint8, device=device)
-    rope = nope_u8.new_empty((*shape[:-1], QK_ROPE_HEAD_DIM), dtype=torch.bfloat16)
-    scale = torch.empty(scale_shape, dtype=torch.float32, device=device)
-    row_scale = per_row(scale, shape[:-1])
-    for name, value in (
-        ("nope", nope_u8.view(checks.FP8)),
-        ("rope", rope),
-        ("scale", scale),
-        ("nope_u8", nope_u8),
-        ("row_scale", row_scale),
-        ("arguments", as_batch(nope_u8, rope, row_scale)),
-    ):
-        object.__setattr__(query, name, value)
+    nope_u8, rope, scale = [
+        torch.empty_like(pattern, memory_format=torch.contiguous_format)
+        for pattern in _patterns(shape, granularity, device)
+    ]
+    row_scale = scale if granularity == "token_head" else per_row(scale, shape[:-1])
+    query.__dict__.update(  # as __post_init__ sets them, in a third of the time
+        nope=nope_u8.view(checks.FP8), rope=rope, scale=scale, nope_u8=nope_u8,
+        row_scale=row_scale, arguments=as_batch(nope_u8, rope, row_scale),
+    )  # fmt: skip
     return query
 
 

@@ -218,7 +218,7 @@ def test_a_failing_kernel_is_called_once(monkeypatch: pytest.MonkeyPatch, error:
         patch.setattr(names, "_quick_decode", lambda *_: None)
         check(lambda: step.decode(pair))
     lora, scale, rope = step.pool.lora, step.pool.scale, step.pool.rope
-    monkeypatch.setattr(quant, "_kernel", lambda *_, **axes: failing)
+    monkeypatch.setattr(quant, "_appender", lambda *_: failing)
     check(lambda: step.pool.append(step.keys, step.slots))
     paged = [t.view(-1, PAGE, 1, t.shape[2]) for t in (lora, scale, rope)]
     check(lambda: names.quantize_and_cache_k(step.keys, *paged, step.slots, 512))

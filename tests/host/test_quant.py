@@ -71,3 +71,24 @@ def test_copies_of_a_query(again: Callable[[Any], Any], scale_dims: int) -> None
         assert (a.dtype, a.stride()) == (b.dtype, b.stride()) and same_bits(a, b)
         assert a.data_ptr() != b.data_ptr()
     assert twin.nope_u8.data_ptr() == twin.nope.data_ptr()
+
+
+@needs_compiler
+def test_a_repeated_quantize_is_still_checked() -> None:
+    """A call like one that passed goes straight to its kernel, which sees what is wrong now."""
+    joint = torch.randn(2, 1, 4, 584).bfloat16()
+    nope, rope = joint[..., :512], joint[..., 512:576]
+    out = snapmla.quantize_q(nope, rope)
+    for given in (None, out):
+        first = snapmla.quantize_q(nope, rope, out=given)
+        again = snapmla.quantize_q(nope, rope, out=given)
+        assert same_bits(first.nope_u8, again.nope_u8) and (again is out) is (given is out)
+    for wrong, error, text in (  # what tests/host/test_checks.py leaves out
+        ({"q_nope": joint[..., 1:513]}, ValueError, "q_nope: expected storage aligned"),
+        ({"q_nope": nope.half()}, TypeError, "q_rope: expected dtype float16, got bfloat16"),
+        ({"q_nope": torch._neg_view(nope)}, ValueError, "q_nope: .*negative bit"),
+        ({"granularity": ["token"]}, ValueError, "granularity: expected one of"),
+        ({"granularity": "token", "out": out}, ValueError, r"out.scale: expected shape \(2, 1\)"),
+    ):
+        with pytest.raises(error, match=text):
+            snapmla.quantize_q(**{"q_nope": nope, "q_rope": rope, **wrong})

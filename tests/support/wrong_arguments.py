@@ -761,11 +761,15 @@ METHODS: dict[str, Callable[..., Any]] = {
     "update_": lambda **arguments: plan().update_(**arguments),
     "with_workspace": lambda **arguments: plan().with_workspace(**arguments),
 }
-# What these calls write.  A repeated one leaves its checks to the exported function.
+# What these calls write, as far as it shows.  A repeated one leaves its checks to the exported
+# function.
 QUICK = {
     "decode": ("out", "lse"),
     "flash_mla_ckv_fp8_per_token": ("out", "lse"),
     "quantize_and_cache_k": ("k_lora_cache", "k_lora_scale_cache", "k_rope_cache"),
+    "append_kv": (),
+    "quantize_q": (),
+    "update_": (),
 }
 
 
@@ -782,7 +786,7 @@ def repeated(function: str) -> dict[str, Any]:
     lengths = arguments.get("cache_seqlens")
     if function == "decode":
         arguments["plan"] = snapmla.plan_decode(lengths, H, S_Q, page_size=P, max_pages=WIDTH)
-    elif lengths is not None:
+    elif function == "flash_mla_ckv_fp8_per_token":
         pair = flash_mla_fp8.get_mla_metadata(lengths, S_Q * H, 1)
         arguments |= dict(zip(("tile_scheduler_metadata", "num_splits"), pair))
     call(function)(**arguments)
