@@ -38,14 +38,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """``@pytest.mark.variants(pattern)``: ``spec`` is each variant of the run that matches."""
+    """``@pytest.mark.variants(pattern, everyday=narrower)``: ``spec`` is each variant of the run
+    that matches; ``everyday`` is for runs of the test set."""
     marker = metafunc.definition.get_closest_marker("variants")
     if marker is not None:
-        specs = [
-            spec
-            for spec in shipped(whole=metafunc.config.getoption("--whole-matrix"))
-            if fnmatch.fnmatchcase(spec.name, *marker.args)
-        ]
+        whole = metafunc.config.getoption("--whole-matrix")
+        pattern = marker.args[0] if whole else marker.kwargs.get("everyday", marker.args[0])
+        specs = [s for s in shipped(whole=whole) if fnmatch.fnmatchcase(s.name, pattern)]
+        if not specs:
+            raise pytest.UsageError(f"{metafunc.definition.nodeid}: no variant is {pattern!r}")
         metafunc.parametrize("spec", specs, ids=[spec.name for spec in specs])
 
 

@@ -134,7 +134,7 @@ def test_helper_kernels(record: Record, spec: VariantSpec) -> None:
 
 
 @needs_compiler
-@pytest.mark.variants("decode_*_sm90a")
+@pytest.mark.variants("decode_*_sm90a", everyday="decode_etap_r*_p64_obf16_sm90a")
 def test_decode(record: Record, spec: VariantSpec) -> None:
     """No row is excepted: P never rounds another way."""
     tally = record_softgpu.replay_variant(record, recorded(record, spec.name))

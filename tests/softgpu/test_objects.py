@@ -134,8 +134,14 @@ def test_cuda_disguise_keeps_strides() -> None:
     assert ctypes.c_float.from_address(x.data_ptr()).value == 0.0
 
 
-@pytest.mark.parametrize(("pipeline", "rows"), [("etap", 16), ("etap", 64), ("dual_wg", 64)])
-@pytest.mark.parametrize("mode", ["early", "late", "random"])
+KERNELS, MODES = (("etap", 16), ("etap", 64), ("dual_wg", 64)), ("early", "late", "random")
+EVERYDAY = tuple(zip(KERNELS, MODES, strict=True))
+
+
+@pytest.mark.parametrize("pipeline, rows, mode", [
+    pytest.param(*k, mode, marks=() if (k, mode) in EVERYDAY else pytest.mark.whole_matrix)
+    for k in KERNELS for mode in MODES
+])  # fmt: skip
 def test_decode(pipeline: str, rows: int, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOFTGPU_ASYNC", mode)
     monkeypatch.setenv("SOFTGPU_SEED", "5")
