@@ -1,0 +1,1 @@
+"""Inference engines on snapmla's kernels; each subpackage imports its engine when it is used."""

@@ -1,0 +1,53 @@
+"""vLLM's multi-head latent attention on snapmla's kernels, as a plugin.
+
+``register`` is the entry point (group ``vllm.general_plugins``), which vLLM calls in each of its
+processes; nothing of vLLM is imported before.  Then::
+
+    vllm serve MODEL --attention-backend CUSTOM --kv-cache-dtype fp8_ds_mla --block-size 64  # 0.26
+    vllm serve MODEL --attention-backend SNAPMLA --kv-cache-dtype snapmla --block-size 64    # 0.33
+
+``python -m snapmla.integrations.vllm check`` says whether this installation will work.
+"""
+
+from __future__ import annotations
+
+__all__ = ["BACKEND", "CACHE_DTYPE", "register"]
+
+BACKEND = "SNAPMLA"  # its name where a release lets a plugin choose one, else CUSTOM
+CACHE_DTYPE = "snapmla"  # where a release lets a plugin add one, else fp8_ds_mla
+_CLASS = "snapmla.integrations.vllm.backend.SnapMLABackend"
+
+
+def register() -> None:
+    """Makes the backend known to vLLM; may be called again.
+
+    ``CUSTOM`` is given to it in every release.  Releases that take new names get ``SNAPMLA`` and
+    the cache dtype ``snapmla``, whose tokens take 644 bytes.
+    """
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    register_backend(AttentionBackendEnum.CUSTOM, _CLASS)
+    try:
+        from vllm.config.cache import KV_CACHE_DTYPES, register_kv_cache_dtype
+    except ImportError:
+        return  # a release of fixed names
+    if BACKEND not in AttentionBackendEnum.__members__:
+        register_backend(BACKEND, _CLASS)
+    if CACHE_DTYPE not in KV_CACHE_DTYPES:
+        register_kv_cache_dtype(CACHE_DTYPE)(_CacheDtype)
+
+
+class _CacheDtype:
+    """What vLLM asks of a cache dtype: bytes, in a format that only the backend knows."""
+
+    name = CACHE_DTYPE
+
+    def torch_dtype(self):  # type: ignore[no-untyped-def]
+        import torch
+
+        return torch.uint8
+
+    def quant_mode(self):  # type: ignore[no-untyped-def]
+        from vllm.v1.kv_cache_interface import KVQuantMode
+
+        return KVQuantMode.CUSTOM

@@ -1,0 +1,438 @@
+"""vLLM's own MLA layer, metadata builder and cache spec on CPU tensors, with our backend.
+
+    PYTHONPATH=... python -m tests.support.vllm_driver CASE...
+
+Runs in a process of its own, whose path has an unpacked vLLM (``tests/support/fetch_vllm.py``).
+Kernels run on the software GPU.  What vLLM computes with CUDA outside of our backend (prefill
+attention and merging by LSE) is done by torch here.  Prints a line a case, last ``all right``.
+
+What is compared: attention of the layer against multi-head attention in fp32 over the latents
+before they were quantised.  Its error may be what the reference that rounds as the kernels do
+predicts, and 15 % more or less.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+import snapmla.reference
+from snapmla.integrations import vllm as plugin
+from snapmla.testing import metrics
+
+HEADS, NOPE, ROPE, V, LATENT, PAGE = 4, 128, 64, 128, 512, 64
+PAGES, WIDTH = 8, 3
+SCALE = 192**-0.5
+LENGTHS = (130, 7, 64)  # of the requests whose tokens are cached
+TABLE = ((5, 0, 3), (1, 7, 2), (6, 4, 0))
+SLACK = 1.15
+SETTINGS = contextlib.ExitStack()  # vLLM's current configuration
+MODEL = {
+    "model_type": "deepseek_v2", "architectures": ["DeepseekV2ForCausalLM"], "hidden_size": 256,
+    "num_attention_heads": HEADS, "num_key_value_heads": HEADS, "num_hidden_layers": 1,
+    "kv_lora_rank": LATENT, "q_lora_rank": None, "qk_nope_head_dim": NOPE,
+    "qk_rope_head_dim": ROPE, "v_head_dim": V, "intermediate_size": 512,
+    "moe_intermediate_size": 128, "n_routed_experts": 4, "first_k_dense_replace": 1,
+    "vocab_size": 512, "max_position_embeddings": 2048, "torch_dtype": "bfloat16",
+    "rope_theta": 10000.0,
+}  # fmt: skip
+
+
+def plain_attention(
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """What a prefill backend computes: ragged attention and its LSE (h, tokens)."""
+    out = q.new_empty(*q.shape[:2], v.shape[-1])
+    lse = torch.empty(q.shape[1], q.shape[0])
+    for i in range(len(cu_q) - 1):
+        a, b, c, d = int(cu_q[i]), int(cu_q[i + 1]), int(cu_k[i]), int(cu_k[i + 1])
+        logits = torch.einsum("qhd,khd->hqk", q[a:b].float(), k[c:d].float()) * SCALE
+        if causal:
+            logits = logits.masked_fill(torch.ones(b - a, d - c).triu(1).bool(), -torch.inf)
+        lse[:, a:b] = logits.logsumexp(-1)
+        out[a:b] = torch.einsum("hqk,khd->qhd", logits.softmax(-1), v[c:d].float()).to(out.dtype)
+    return out, lse
+
+
+def prefill_backend() -> type:
+    """A prefill backend of torch, for both forms of a chunk of context."""
+    from vllm.v1.attention.backends.mla.prefill.base import MLAPrefillBackend
+
+    class Plain(MLAPrefillBackend):
+        @staticmethod
+        def get_name() -> str:
+            return "PLAIN"
+
+        def prepare_metadata(self, prefill_metadata: Any) -> None:
+            self.metadata = prefill_metadata
+
+        def run_prefill_new_tokens(
+            self, q: Tensor, k: Tensor, v: Tensor, return_softmax_lse: bool, **_: Any
+        ) -> Any:
+            begin = self.metadata.query_start_loc
+            result = plain_attention(q, k, v, begin, begin, True)
+            return result if return_softmax_lse else result[0]
+
+        def run_prefill_context_chunk(
+            self, q: Tensor, k: Tensor, v: Tensor, chunk_idx: int = 0, chunk: Any = None
+        ) -> Any:
+            if chunk is not None:
+                begin, cached = chunk.query_start_loc, chunk.cu_seq_lens
+            else:
+                begin = self.metadata.query_start_loc
+                cached = self.metadata.chunked_context.cu_seq_lens[chunk_idx]
+            return plain_attention(q, k, v, begin, cached, False)
+
+    return Plain
+
+
+def merged(
+    output: Tensor,
+    prefix_output: Tensor,
+    prefix_lse: Tensor,
+    suffix_output: Tensor,
+    suffix_lse: Tensor,
+    **_: Any,
+) -> None:
+    """vLLM's ``merge_attn_states``; LSE (h, tokens)."""
+    total = torch.logaddexp(prefix_lse, suffix_lse)
+    share = lambda lse: (lse - total).exp().mT[..., None]
+    output.copy_(prefix_output * share(prefix_lse) + suffix_output * share(suffix_lse))
+
+
+class Projection(torch.nn.Module):
+    """The layer's kv_b_proj."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        weight = torch.randn(HEADS * (NOPE + V), LATENT) * LATENT**-0.5
+        self.weight = torch.nn.Parameter(weight.bfloat16(), requires_grad=False)
+        self.quant_method = None
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        return torch.nn.functional.linear(x, self.weight), None
+
+
+class Engine:
+    """One layer of vLLM's with its cache, and what its tokens were before they were quantised."""
+
+    def __init__(self) -> None:
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.layers.attention import mla_attention as mla
+        from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+        plugin.register()
+        plugin.register()  # every process does, some twice
+        backend = AttentionBackendEnum.CUSTOM.get_class()
+        self.has_specs = hasattr(mla.MLACommonBackend, "customize_spec")
+        (self.dtype,) = backend.supported_kv_cache_dtypes
+        self.config = self.make_config()
+        SETTINGS.enter_context(set_current_vllm_config(self.config))
+        self.kv_b_proj = Projection()
+        self.layer = mla.MLAAttention(
+            num_heads=HEADS, scale=SCALE, qk_nope_head_dim=NOPE, qk_rope_head_dim=ROPE,
+            v_head_dim=V, q_lora_rank=None, kv_lora_rank=LATENT, kv_b_proj=self.kv_b_proj,
+            cache_config=self.config.cache_config, prefix="model.layers.0.self_attn.attn",
+            attn_backend=backend,
+        )  # fmt: skip
+        self.layer.process_weights_after_loading(torch.bfloat16)
+        self.layer.impl.dcp_world_size = 1
+        spec = self.layer.get_kv_cache_spec(self.config)
+        if self.has_specs:
+            spec = backend.customize_spec(spec)
+        self.spec = spec
+        assert spec.page_size_bytes == PAGE * (644 if self.has_specs else 656)
+        self.cached = [(torch.empty(0, LATENT), torch.empty(0, ROPE)) for _ in LENGTHS]
+        self.kv = self.new_cache()
+        self.builder = self.new_builder()
+
+    def make_config(self) -> Any:
+        from vllm.config import (
+            CacheConfig,
+            DeviceConfig,
+            ModelConfig,
+            ParallelConfig,
+            SchedulerConfig,
+            VllmConfig,
+        )
+
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "config.json").write_text(json.dumps(MODEL))
+            model = ModelConfig(
+                model=folder, tokenizer=folder, skip_tokenizer_init=True, dtype="bfloat16",
+                max_model_len=1024, enforce_eager=True,
+            )  # fmt: skip
+        return VllmConfig(
+            model_config=model,
+            cache_config=CacheConfig(block_size=PAGE, cache_dtype=self.dtype),
+            device_config=DeviceConfig(device="cpu"),
+            scheduler_config=SchedulerConfig(
+                max_num_seqs=8, max_num_batched_tokens=1024, max_model_len=1024,
+                is_encoder_decoder=False,
+            ),
+            parallel_config=ParallelConfig(),
+        )  # fmt: skip
+
+    def new_cache(self) -> Tensor:
+        """Pages of this release, full of NaN's bytes: what was not written must not be read."""
+        raw = torch.full((PAGES * self.spec.page_size_bytes,), 0xFF, dtype=torch.uint8)
+        if not self.has_specs:
+            shape = self.layer.attn_backend.get_kv_cache_shape(PAGES, PAGE, 1, 576, self.dtype)
+            return raw.view(shape)
+        from vllm.v1.kv_cache_interface import compute_layer_kv_cache_shape_bytes
+
+        self.layer.bind_kv_cache(raw.view(compute_layer_kv_cache_shape_bytes(self.spec, PAGES)))
+        return self.layer.kv_cache
+
+    def new_builder(self) -> Any:
+        make = self.layer.attn_backend.get_builder_cls()
+        return make(self.spec, [self.layer.layer_name], self.config, torch.device("cpu"))
+
+    def append(self, request: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """New tokens of a request: latents, RoPE parts, slots; they count as cached from now on."""
+        c, r = torch.randn(count, LATENT).bfloat16(), torch.randn(count, ROPE).bfloat16()
+        before = self.cached[request]
+        at = len(before[0]) + torch.arange(count)
+        self.cached[request] = (torch.cat([before[0], c.float()]), torch.cat([before[1], r.float()]))
+        slots = torch.tensor(TABLE[request])[at // PAGE] * PAGE + at % PAGE
+        return c, r, slots
+
+    def write(self, kv: Tensor, c: Tensor, r: Tensor, slots: Tensor) -> None:
+        """What the layer does with new tokens, int64 slots and some of them -1."""
+        skipped = torch.cat([slots, torch.tensor([-1])])
+        c, r = torch.cat([c, c[:1] * 9]), torch.cat([r, r[:1] * 9])
+        self.layer.impl.do_kv_cache_update(
+            c, r.unsqueeze(1), kv, skipped, self.dtype, self.layer._k_scale, False
+        )
+
+    def step(self, new: list[int], requests: list[int], padding: int = 0, **more: Any) -> Any:
+        """vLLM's metadata of a step with ``new[i]`` query tokens of ``requests[i]``."""
+        from vllm.v1.attention.backend import CommonAttentionMetadata
+
+        b = len(requests) + padding
+        begin = torch.tensor([0, *new]).cumsum(0).int()
+        begin = torch.cat([begin, begin[-1:].repeat(padding)])
+        lengths = torch.tensor(
+            [len(self.cached[i][0]) for i in requests] + [0] * padding, dtype=torch.int32
+        )
+        table = torch.tensor([TABLE[i] for i in requests] + [[0] * WIDTH] * padding).int()
+        tokens = int(begin[-1]) + padding * max(new)
+        return CommonAttentionMetadata(
+            query_start_loc=begin, query_start_loc_cpu=begin, seq_lens=lengths, num_reqs=b,
+            num_actual_tokens=tokens, max_query_len=max(new), max_seq_len=int(lengths.max()),
+            block_table_tensor=table, slot_mapping=torch.full((tokens,), -1),
+            seq_lens_cpu_upper_bound=lengths, **more,
+        )  # fmt: skip
+
+    def run(self, metadata: Any, tokens: int) -> tuple[Tensor, Tensor]:
+        """(queries, attention of the layer before the output projection)."""
+        q = torch.randn(tokens, HEADS, NOPE + ROPE).bfloat16()
+        out = torch.zeros(tokens, HEADS * V, dtype=torch.bfloat16)
+        new = torch.zeros(tokens, LATENT).bfloat16(), torch.zeros(tokens, 1, ROPE).bfloat16()
+        self.layer.forward_impl(q, *new, self.kv, metadata, output=out)
+        return q, out.view(tokens, HEADS, V)
+
+    # ------------------------------------------------------------------ what it should have been
+
+    def weights(self) -> tuple[Tensor, Tensor]:
+        """(h, nope, latent), (h, v, latent)."""
+        weight = self.kv_b_proj.weight.float().view(HEADS, NOPE + V, LATENT)
+        return weight[:, :NOPE], weight[:, NOPE:]
+
+    def truth(self, q: Tensor, request: int, seen: int) -> Tensor:
+        """fp32 multi-head attention of one query token over the first ``seen`` tokens."""
+        c, r = (part[:seen] for part in self.cached[request])
+        up_k, up_v = self.weights()
+        k, v = torch.einsum("nr,hdr->hnd", c, up_k), torch.einsum("nr,hdr->hnd", c, up_v)
+        logits = torch.einsum("hd,hnd->hn", q[:, :NOPE].float(), k)
+        logits += q[:, NOPE:].float() @ r.T
+        return torch.einsum("hn,hnd->hd", (logits * SCALE).softmax(-1), v)
+
+    def predicted(self, q: Tensor, request: int, seen: int) -> Tensor:
+        """The same with the kernels' rounding, of bf16 queries that were absorbed."""
+        c, r = (part[None, :seen] for part in self.cached[request])
+        up_k, up_v = self.weights()
+        absorbed = torch.einsum("hd,hdr->hr", q[:, :NOPE].float(), up_k).bfloat16().float()
+        out, _ = snapmla.reference.reference_from_unquantised(
+            absorbed[None, None], q[None, None, :, NOPE:].float(), c, r, SCALE,
+            config=snapmla.reference.MIMIC,
+        )  # fmt: skip
+        return torch.einsum("hr,hdr->hd", out[0, 0].float(), up_v)
+
+    def check(self, what: str, rows: list[tuple[Tensor, Tensor, int, int]]) -> None:
+        """Rows of (q, got, request, tokens seen): their error is the predicted one."""
+        got = torch.stack([row[1].float() for row in rows])
+        truth = torch.stack([self.truth(q, *at) for q, _, *at in rows])
+        mimic = torch.stack([self.predicted(q, *at) for q, _, *at in rows])
+        error, expected = metrics.relative_l2(got, truth), metrics.relative_l2(mimic, truth)
+        print(f"{what}: relative L2 {error:.2e}, predicted {expected:.2e}", flush=True)
+        assert expected / SLACK <= error <= expected * SLACK, what
+
+
+def with_past() -> Engine:
+    """An engine whose requests have cached tokens."""
+    engine = Engine()
+    for request, length in enumerate(LENGTHS):
+        engine.write(engine.kv, *engine.append(request, length))
+    return engine
+
+
+def decode_rows(
+    engine: Engine, q: Tensor, got: Tensor, new: list[int], requests: list[int]
+) -> list[tuple[Tensor, Tensor, int, int]]:
+    """Each query token, what came, its request, and how many tokens it sees."""
+    rows, at = [], 0
+    for count, request in zip(new, requests, strict=True):
+        length = len(engine.cached[request][0])
+        for j in range(count):
+            rows.append((q[at], got[at], request, length - (count - 1 - j)))
+            at += 1
+    return rows
+
+
+def decode() -> None:
+    """s_q of 1 and 2, different numbers of query tokens, the same plan again, padded slots."""
+    engine = with_past()
+    requests = [0, 1, 2]
+    for new in ([1, 1, 1], [2, 2, 2], [3, 1, 2]):
+        metadata = [engine.builder.build(0, engine.step(new, requests)) for _ in range(2)]
+        assert metadata[0].decode.plan is metadata[1].decode.plan
+        assert metadata[1].num_decodes == 3 and metadata[1].num_prefills == 0
+        assert metadata[1].decode.s_q == (None if new[0] == 3 else new[0])
+        q, got = engine.run(metadata[1], sum(new))
+        engine.check(f"decode of {new}", decode_rows(engine, q, got, new, requests))
+    captured = engine.builder.build_for_cudagraph_capture(engine.step([1, 1], [0, 2], padding=2))
+    replayed = engine.builder.build(0, engine.step([1, 1], [1, 2], padding=2))
+    assert replayed.decode.plan is captured.decode.plan
+    assert engine.builder.plans.stats().pinned == 1
+    q, got = engine.run(replayed, 4)
+    engine.check("slots that pad a graph", decode_rows(engine, q[:2], got[:2], [1, 1], [1, 2]))
+    assert got[2:].isfinite().all()
+
+
+def prefill() -> None:
+    """One request decodes, another is a chunk of prefill over a cached prefix."""
+    engine, new = with_past(), 30
+    c, r, slots = engine.append(2, new)
+    step = engine.step([1, new], [0, 2], is_prefilling=torch.tensor([False, True]))
+    metadata = engine.builder.build(0, step)
+    assert (metadata.num_decodes, metadata.num_prefills) == (1, 1)
+    engine.write(engine.kv, c, r, slots)
+    q = torch.randn(1 + new, HEADS, NOPE + ROPE).bfloat16()
+    out = torch.empty(1 + new, HEADS * V, dtype=torch.bfloat16)
+    latents = torch.cat([torch.zeros(1, LATENT).bfloat16(), c])
+    ropes = torch.cat([torch.zeros(1, ROPE).bfloat16(), r]).unsqueeze(1)
+    with torch.no_grad():
+        engine.layer.forward_impl(q, latents, ropes, engine.kv, metadata, output=out)
+    got = out.view(1 + new, HEADS, V)
+    engine.check("decode beside a prefill", decode_rows(engine, q[:1], got[:1], [1], [0]))
+    truth = torch.stack([engine.truth(q[1 + j], 2, LENGTHS[2] + j + 1) for j in range(new)])
+    error = metrics.relative_l2(got[1:].float(), truth)
+    print(f"prefill over a cached prefix: relative L2 {error:.2e}")
+    assert 5e-3 < error < 4.5e-2  # e4m3 of the prefix; its own tokens are exact to bf16
+
+
+def ranks() -> None:
+    """Decode context parallelism: two ranks hold tokens in turns, one of them none of a request."""
+    from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens
+
+    engine = Engine()  # whose backend can be imported now
+    from snapmla.integrations.vllm import backend
+
+    for interleave, new in ((1, [2, 2]), (64, [2, 2]), (16, [1, 3])):
+        parts, requests = [], [0, 1]
+        engine.cached = [(torch.empty(0, LATENT), torch.empty(0, ROPE)) for _ in LENGTHS]
+        tokens = [engine.append(i, (100, 5)[i])[:2] for i in requests]
+        q = torch.randn(sum(new), HEADS, LATENT + ROPE).bfloat16()
+        for rank in range(2):
+            kv = engine.new_cache()
+            for i, (c, r) in zip(requests, tokens):
+                mine = torch.arange(len(c)) // interleave % 2 == rank
+                at = torch.arange(int(mine.sum()))
+                slots = torch.tensor(TABLE[i])[at // PAGE] * PAGE + at % PAGE
+                engine.write(kv, c[mine], r[mine], slots) if len(at) else None
+            group = mock.Mock(rank_in_group=rank)
+            builder = engine.new_builder()
+            builder.dcp_world_size, builder.cp_kv_cache_interleave_size = 2, interleave
+            step = engine.step(new, requests)
+            step.dcp_local_seq_lens = get_dcp_local_seq_lens(step.seq_lens, 2, rank, interleave)
+            with mock.patch.object(backend, "get_dcp_group", lambda: group):
+                metadata = builder.build(0, step)
+            parts.append(engine.layer.impl.forward_mqa(q, kv, metadata, engine.layer))
+        if interleave == 64:  # request 1 has 5 tokens: all are rank 0's
+            assert (parts[1][1][new[0] :] == -torch.inf).all()
+        out, _ = snapmla.merge_state(
+            *(t for o, lse in parts for t in (o.unsqueeze(0), lse.mT.unsqueeze(0).contiguous()))
+        )
+        begin = torch.tensor([0, *new]).cumsum(0)
+        for i in requests:
+            c, r = (part[None] for part in engine.cached[i])
+            mine = q[None, begin[i] : begin[i + 1]].float()
+            want, _ = snapmla.reference.reference_from_unquantised(
+                mine[..., :LATENT], mine[..., LATENT:], c, r, SCALE, config=snapmla.reference.MIMIC
+            )
+            error = metrics.relative_l2(out[0, begin[i] : begin[i + 1]].float(), want[0].float())
+            print(f"two ranks, turns of {interleave}, {new}, request {i}: {error:.2e} of one's")
+            assert error < 2e-2, i
+
+
+def refusals() -> None:
+    """Settings with which vLLM would go past the backend stop the engine, in a sentence."""
+    engine = Engine()
+    passes = engine.config.compilation_config.pass_config
+    for name, holder in (("fuse_rope_kvcache_cat_mla", passes),):
+        with mock.patch.object(holder, name, True):
+            try:
+                engine.new_builder()
+            except ValueError as error:
+                print(f"refused: {error}")
+                assert name in str(error)
+            else:
+                raise AssertionError(name)
+
+
+CASES: dict[str, Callable[[], None]] = {
+    "decode": decode, "prefill": prefill, "ranks": ranks, "refusals": refusals,
+}  # fmt: skip
+
+
+def without_pinning(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A constructor of tensors on a machine that cannot pin memory."""
+
+    def call(*arguments: Any, **options: Any) -> Tensor:
+        options.pop("pin_memory", None)
+        return make(*arguments, **options)
+
+    return call
+
+
+def main(names: list[str]) -> None:
+    import vllm
+    from vllm.model_executor.layers.attention import mla_attention as mla
+
+    print(f"vLLM {vllm.__version__}, torch {torch.__version__}")
+    torch.manual_seed(0)
+    plain = prefill_backend()
+    with (
+        mock.patch.object(torch, "empty", without_pinning(torch.empty)),
+        mock.patch.object(torch, "zeros", without_pinning(torch.zeros)),
+        mock.patch.object(mla, "get_mla_prefill_backend", lambda *_: plain),
+        mock.patch.object(mla, "merge_attn_states", merged),
+        SETTINGS,
+    ):
+        for name in names:
+            CASES[name]()
+    print("all right")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:] or list(CASES))
