@@ -21,11 +21,13 @@ from snapmla.dispatch import explain
 from snapmla.errors import SnapMLAError, UnsupportedDeviceError, VariantError
 from snapmla.merge import merge_state, merge_states
 from snapmla.plan import plan_decode
+from snapmla.plan_cache import PlanCache
 from snapmla.quant import QuantizedQuery, append_kv, fetch_dequant, quantize_q
 
 __all__ = [
     "DecodePlan",
     "PagedKVCache",
+    "PlanCache",
     "QuantizedQuery",
     "SnapMLAError",
     "UnsupportedDeviceError",

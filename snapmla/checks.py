@@ -87,6 +87,8 @@ ADVICE: dict[str, str] = {
     "row_blocks": "leave it out to go by how many SMs would idle",
     "check_stale": "leave it out to go by SNAPMLA_CHECK_PLAN",
     "num_pages": "pages of the pool",
+    "capacity": "plans that are not pinned; pinned ones do not count",
+    "pin": "True keeps the plan for a graph until release",
     "softmax_scale": "DeepSeek models want 192**-0.5 * mscale**2; FlashMLA's default is 576**-0.5",
     "dtype": "convert the result afterwards",
     "out_dtype": "convert out afterwards",

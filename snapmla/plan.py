@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -153,27 +155,100 @@ def plan_decode(
             fixed_overhead=fixed_overhead, fixed_split_tokens=fixed_split_tokens,
             check_stale=check_stale, accuracy=accuracy,
         )  # fmt: skip
-    checks.lengths(cache_seqlens, "b")
-    batch, num_heads = cache_seqlens.shape[0], checks.num_heads(num_heads)
-    queries = _queries(batch, num_heads, s_q, cu_seqlens_q, total_q)
-    page_size = checks.page_size(page_size)
-    checks.flag("causal", causal)
-    if check_stale is not None:
-        checks.flag("check_stale", check_stale)
-    max_pages = checks.integer("max_pages", max_pages, 1, 2**31 // page_size - 1)
-    device, typical = cache_seqlens.device, queries.typical(batch, fixed_split_tokens is not None)
-    spec = dispatch.choose(
-        device, num_heads, typical, page_size, pipeline=pipeline, row_tile=row_tile,
-        p_terms=dispatch.p_terms_of(accuracy),
+    options = PlanOptions(
+        num_heads=num_heads, page_size=page_size, causal=causal, num_parts=num_parts,
+        pipeline=pipeline, row_tile=row_tile, row_blocks=row_blocks,
+        fixed_overhead=fixed_overhead, fixed_split_tokens=fixed_split_tokens,
+        check_stale=check_stale, accuracy=accuracy,
     )  # fmt: skip
-    unit_rows = _unit_rows(device, typical * num_heads, spec, row_blocks)
+    shape = StepShape(s_q, max_pages, total_q)
+    return make_plan(options, new_workspace, cache_seqlens, shape, cu_seqlens_q, row_seqlens)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """What the plans of a model have in common: arguments of ``plan_decode``, checked as far as
+    they can be without a device."""
+
+    num_heads: int
+    page_size: int
+    causal: bool = True
+    num_parts: int | None = None
+    pipeline: str | None = None
+    row_tile: int | None = None
+    row_blocks: str | None = None
+    fixed_overhead: int | None = None
+    fixed_split_tokens: int | None = None
+    check_stale: bool | None = None
+    accuracy: str = "standard"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "num_heads", checks.num_heads(self.num_heads))
+        object.__setattr__(self, "page_size", checks.page_size(self.page_size))
+        checks.flag("causal", self.causal)
+        if self.check_stale is not None:
+            checks.flag("check_stale", self.check_stale)
+        if self.row_blocks is not None:
+            checks.choice("row_blocks", self.row_blocks, dispatch.ROW_BLOCKS)
+        if self.num_parts is not None:
+            checks.integer("num_parts", self.num_parts, 1, 65535)
+        if self.fixed_overhead is not None:
+            checks.integer("fixed_overhead", self.fixed_overhead, 0, 1 << 16)
+
+    def kernel(self, device: torch.device, s_q: int) -> VariantSpec:
+        """The decode kernel on a device; checks what concerns it.
+
+        Args:
+            s_q: query tokens of a typical sequence.
+        """
+        spec = dispatch.choose(
+            device, self.num_heads, s_q, self.page_size, pipeline=self.pipeline,
+            row_tile=self.row_tile, p_terms=dispatch.p_terms_of(self.accuracy),
+        )  # fmt: skip
+        _split_tiles(self.fixed_split_tokens, spec.token_tile)
+        return spec
+
+
+class StepShape(NamedTuple):
+    """Extents of a step beside its batch, as ``plan_decode`` takes them; unchecked."""
+
+    s_q: int | None
+    max_pages: int
+    total_q: int | None
+
+
+# (cache_seqlens, slots, unit_rows) -> (o_accum, lse_accum)
+Workspaces = Callable[[torch.Tensor, int, int], tuple[torch.Tensor, torch.Tensor]]
+
+
+def make_plan(
+    options: PlanOptions,
+    workspace: Workspaces,
+    cache_seqlens: torch.Tensor,
+    shape: StepShape,
+    cu_seqlens_q: torch.Tensor | None,
+    row_seqlens: torch.Tensor | None,
+) -> DecodePlan:
+    """``plan_decode`` over a workspace that is not of its making.
+
+    Args:
+        workspace: gives one as ``decode_plan.new_workspace`` does.
+        cache_seqlens, cu_seqlens_q, row_seqlens: as in ``plan_decode``.
+    """
+    checks.lengths(cache_seqlens, "b")
+    batch, num_heads, page_size = cache_seqlens.shape[0], options.num_heads, options.page_size
+    queries = _queries(batch, num_heads, shape.s_q, cu_seqlens_q, shape.total_q)
+    max_pages = checks.integer("max_pages", shape.max_pages, 1, 2**31 // page_size - 1)
+    device = cache_seqlens.device
+    typical = queries.typical(batch, options.fixed_split_tokens is not None)
+    spec = options.kernel(device, typical)
+    unit_rows = _unit_rows(device, typical * num_heads, spec, options.row_blocks)
+    num_parts, fixed_overhead = options.num_parts, options.fixed_overhead
     if num_parts is None:
         num_parts = default_num_parts(device, unit_rows, spec)
-    checks.integer("num_parts", num_parts, 1, 65535)
     if fixed_overhead is None:
         fixed_overhead = DEFAULT_FIXED_OVERHEAD
-    checks.integer("fixed_overhead", fixed_overhead, 0, 1 << 16)
-    split_tiles = _split_tiles(fixed_split_tokens, spec.token_tile)
+    split_tiles = _split_tiles(options.fixed_split_tokens, spec.token_tile)
     units = unit_capacity(batch, *queries, num_heads, unit_rows)
     max_tiles = -(-max_pages * page_size // spec.token_tile)
     items, slots = _room(units, max_tiles, num_parts, fixed_overhead, split_tiles)
@@ -181,8 +256,8 @@ def plan_decode(
     def ints(*shape: int) -> torch.Tensor:
         return cache_seqlens.new_zeros(shape, dtype=torch.int32)
 
-    o_accum, lse_accum = new_workspace(cache_seqlens, slots, unit_rows)
-    ragged = queries.s_q is None
+    o_accum, lse_accum = workspace(cache_seqlens, slots, unit_rows)
+    ragged, stale = queries.s_q is None, options.check_stale
     plan = DecodePlan(
         work_items=ints(items, ITEM_WORDS),
         part_begin=ints(num_parts + 1),
@@ -205,19 +280,18 @@ def plan_decode(
         unit_rows=unit_rows,
         token_tile=spec.token_tile,
         fixed_overhead=fixed_overhead,
-        causal=bool(causal),
+        causal=bool(options.causal),
         split_tiles=split_tiles,
-        check_stale=env.CHECK_PLAN.enabled() if check_stale is None else bool(check_stale),
+        check_stale=env.CHECK_PLAN.enabled() if stale is None else bool(stale),
         p_terms=spec.p_terms,
     )
     return plan.update_(cache_seqlens, cu_seqlens_q, row_seqlens)
 
 
 def _unit_rows(device: torch.device, rows: int, spec: VariantSpec, row_blocks: str | None) -> int:
-    """Query rows that are scheduled together; checks the caller's wish."""
+    """Query rows that are scheduled together."""
     if row_blocks is None:
         return dispatch.unit_rows(sm_count(device), rows, spec)
-    checks.choice("row_blocks", row_blocks, dispatch.ROW_BLOCKS)
     return dispatch.rows_of_unit(rows, spec, in_step=row_blocks == "in_step")
 
 

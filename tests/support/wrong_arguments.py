@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import snapmla
-from snapmla import PagedKVCache, QuantizedQuery, flash_mla_fp8
+from snapmla import PagedKVCache, PlanCache, QuantizedQuery, flash_mla_fp8
 from snapmla.decode_plan import DecodePlan
 
 # argument; its value, or a function of the right one; error; how its words begin; what advice it gives
@@ -112,6 +112,10 @@ def plan_arguments() -> dict[str, Any]:
     return {
         "cache_seqlens": lengths, "num_heads": H, "s_q": 1, "page_size": 64, "max_pages": 3,
     }  # fmt: skip
+
+
+def plan_cache() -> PlanCache:
+    return PlanCache(H, page_size=P, device="cpu")
 
 
 def query_arguments() -> dict[str, Any]:
@@ -585,6 +589,50 @@ WRONG: dict[str, list[Row]] = {
         ("lse_accum", torch.zeros(8, 8), ValueError,
          r"lse_accum: expected shape \(8, 32\), got \(8, 8\)", "torch.empty_like(plan.lse_accum)"),
     ],
+    "PlanCache": [
+        ("num_heads", 0, ValueError, "num_heads: expected 1 to 128, got 0", "query heads of this rank"),
+        ("page_size", 48, ValueError, "page_size: .*got 48 .*nearest is 32", "the nearest is 32"),
+        ("capacity", 0, ValueError, "capacity: expected 1 or more, got 0", "plans that are not pinned"),
+        ("causal", None, TypeError, "causal: expected True or False, got NoneType", "query token s"),
+        ("num_parts", 0, ValueError, "num_parts: expected 1 to 65535", "leave it out to fill the device"),
+        ("pipeline", "magic", ValueError, "pipeline: expected one of 'etap', 'dual_wg'",
+         "leave it out to let the dispatcher choose"),
+        ("row_tile", 8, ValueError, "row_tile: expected one of 16, 32, 64, 128, got 8",
+         "leave it out to let the dispatcher choose"),
+        ("row_blocks", "in step", ValueError, "row_blocks: expected one of 'in_step', 'balanced'",
+         "did you mean 'in_step'?"),
+        ("accuracy", "hi", ValueError, "accuracy: expected one of 'standard', 'high', got 'hi'",
+         "did you mean 'high'"),
+        ("fixed_overhead", -1, ValueError, "fixed_overhead: ", "leave it out for the measured default"),
+        ("fixed_split_tokens", 100, ValueError,
+         "fixed_split_tokens: expected a multiple of 64, got 100", "the nearest is 128"),
+        ("check_stale", "no", TypeError,
+         "check_stale: expected True or False, got str", "SNAPMLA_CHECK_PLAN"),
+        *DEVICES,
+    ],
+    "PlanCache.get": [
+        ("cache_seqlens", torch.ones(B, dtype=I64), TypeError, "cache_seqlens: .*int64",
+         "use .to(torch.int32) once when you build"),
+        ("cache_seqlens", [1, 1], TypeError, "cache_seqlens: expected .*got list", "torch.as_tensor"),
+        ("cache_seqlens", torch.ones(B, dtype=I32, **META), ValueError,
+         "cache_seqlens: expected a tensor on cpu, got meta", "cpu"),
+        ("s_q", 0, ValueError, "s_q: expected 1 to 536870911, got 0", "query tokens of each"),
+        ("s_q", [1], TypeError, "s_q: expected an int, got list", "convert it with int(...)"),
+        ("s_q", None, ValueError, "s_q: expected one of s_q and cu_seqlens_q, got neither",
+         "cu_seqlens_q and total_q for ragged ones"),
+        ("cu_seqlens_q", torch.zeros(B + 1, dtype=I32), ValueError,
+         "s_q: expected one of s_q and cu_seqlens_q, got both", "s_q for one number"),
+        ("total_q", 4, ValueError, "total_q: expected None beside s_q, got 4", "beside cu_seqlens_q"),
+        ("row_seqlens", torch.zeros(B, dtype=I32), ValueError,
+         r"row_seqlens: expected shape \(2, 1\), got \(2,\)", "for each query token how many"),
+        ("max_pages", 0, ValueError, "max_pages: expected 1", "the width of the block table"),
+        ("pin", None, TypeError, "pin: expected True or False, got NoneType", "a graph"),
+    ],
+    "PlanCache.release": [
+        ("plan", 3, TypeError, "plan: expected a snapmla.DecodePlan or None, got int", "pin=True"),
+        ("plan", plan(), ValueError, "plan: expected a plan that is pinned here, got another",
+         "pin=True"),
+    ],
     "explain": [
         ("card", 5, TypeError, "card: expected a name such as 'H200', got int", "leave it out"),
         ("num_heads", 0, ValueError, "num_heads: expected 1 to 128, got 0", "without any no call is needed"),
@@ -742,6 +790,9 @@ RIGHT: dict[str, Callable[[], dict[str, Any]]] = {
     "query": query_arguments,
     "update_": lambda: {"cache_seqlens": torch.ones(B, dtype=I32)},
     "with_workspace": workspace_arguments,
+    "PlanCache": lambda: {"num_heads": H, "page_size": P, "device": "cpu"},
+    "PlanCache.get": lambda: {"cache_seqlens": torch.ones(B, dtype=I32), "s_q": 1, "max_pages": 3},
+    "PlanCache.release": lambda: {"plan": None},
     "explain": lambda: {"num_heads": H, "s_q": 1, "device": "cpu"},
     "flash_mla_ckv_fp8_per_token": flash_mla_arguments,
     "get_mla_metadata": lambda: {
@@ -753,13 +804,17 @@ RIGHT: dict[str, Callable[[], dict[str, Any]]] = {
     "quantize_and_cache_k": pool_arguments,
     "dequantize_ckv_fused_indexed": pool_fetch_arguments,
 }  # fmt: skip
-NO_LAUNCH = {"from_tensors", "allocate", "query", "with_workspace", "explain"}
+NO_LAUNCH = {
+    "from_tensors", "allocate", "query", "with_workspace", "PlanCache", "PlanCache.release", "explain",
+}  # fmt: skip
 METHODS: dict[str, Callable[..., Any]] = {
     "from_tensors": PagedKVCache.from_tensors,
     "allocate": PagedKVCache.allocate,
     "query": QuantizedQuery,
     "update_": lambda **arguments: plan().update_(**arguments),
     "with_workspace": lambda **arguments: plan().with_workspace(**arguments),
+    "PlanCache.get": lambda **arguments: plan_cache().get(**arguments),
+    "PlanCache.release": lambda **arguments: plan_cache().release(**arguments),
 }
 # What these calls write, as far as it shows.  A repeated one leaves its checks to the exported
 # function.

@@ -1,0 +1,288 @@
+"""``PlanCache``: the decode plans of an engine, one for each shape of step, over one workspace.
+
+A shape is what a plan's addresses and sizes follow from: batch, query tokens, width of the block
+table, and whether query tokens have lengths of their own.  Lengths and offsets are no part of it.
+
+Two tables hold the plans: those that a graph may hold the addresses of, which never leave, and the
+rest by last use.  A plan never changes its memory, so a workspace that has become too small for a
+new plan is succeeded by another one and lives on as long as a plan of it does.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import NamedTuple, NoReturn
+
+import torch
+
+from dsl_kernels.dims import PARTIAL_ROW
+from snapmla import checks, launch, tracing
+from snapmla.decode_plan import TENSORS, DecodePlan, new_workspace
+from snapmla.plan import PlanOptions, StepShape, make_plan
+
+MOST_UNPINNED = 64  # tables of some 10 KB each
+
+# What plans of a cache differ in: batch, s_q, max_pages, total_q, whether there are row_seqlens.
+# A plain tuple: it is made on every call.
+_Key = tuple[int, int | None, int, int | None, bool]
+
+
+class Stats(NamedTuple):
+    """What ``PlanCache.stats`` says."""
+
+    plans: int
+    pinned: int
+    bytes: int
+
+
+class PlanCache:
+    """Decode plans by shape of step: made on first use, updated in place from then on.
+
+    An engine keeps one for each stream of steps and asks it once a step; the plan serves all
+    layers.  Results are those of ``plan_decode`` with the same arguments.
+
+    Shape: the batch, ``s_q`` (with ragged queries ``total_q``), ``max_pages`` and whether there are
+    ``row_seqlens``.  Lengths, offsets and limits stay on the device and are no part of it.
+
+    Graphs: a plan that is *pinned* keeps its place and its memory until ``release``.  ``get`` pins
+    with ``pin=True``, and whatever it hands out while the current stream is captured.  Other plans
+    are given up, the longest unused first, when there are more than ``capacity``.  Keep the cache
+    as long as the graphs.
+
+    Memory: all plans share one workspace, sized for the largest.  Without ``fixed_split_tokens``
+    the batch does not matter to it.  A plan that needs more brings a new one, at least twice as
+    large; older plans stay on theirs, so those together take at most four times what the largest
+    needs, and with the largest shape first there is one.
+
+    Threads: calls may come from any; two that ask for one shape get one plan.  What runs on the
+    plans is the caller's to order: updates and decodes of one cache belong to one stream, or to
+    streams that wait for each other, as they write one workspace.
+
+    Tracing: under ``torch.compile`` ``get`` runs between two graphs.  Where else calls are recorded
+    or watched (``make_fx``, dispatch modes) its launch is an operator, as that of ``plan.update_``;
+    a plan of stand-ins (FakeTensors) is made each time and not kept.
+
+    Args:
+        num_heads: 1 to 128.
+        page_size: of the KV cache: 16, 32, 64 or 128.
+        device: of all tensors; ``cpu`` is the software GPU.
+        capacity: plans that are kept without being pinned, 1 or more.
+        causal, num_parts, pipeline, row_tile, row_blocks, fixed_overhead, fixed_split_tokens,
+            check_stale, accuracy: of all plans, as in ``plan_decode``.
+
+    Raises:
+        TypeError, ValueError: naming the argument.
+        VariantError: no decode kernel exists for the device.
+
+    Source: our own; the FlashInfer backends of SGLang and vLLM keep wrappers by captured batch size
+    in the same way.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        *,
+        page_size: int,
+        device: torch.device | str | int = "cuda",
+        capacity: int = MOST_UNPINNED,
+        causal: bool = True,
+        num_parts: int | None = None,
+        pipeline: str | None = None,
+        row_tile: int | None = None,
+        row_blocks: str | None = None,
+        fixed_overhead: int | None = None,
+        fixed_split_tokens: int | None = None,
+        check_stale: bool | None = None,
+        accuracy: str = "standard",
+    ) -> None:
+        self._options = PlanOptions(
+            num_heads=num_heads, page_size=page_size, causal=causal, num_parts=num_parts,
+            pipeline=pipeline, row_tile=row_tile, row_blocks=row_blocks,
+            fixed_overhead=fixed_overhead, fixed_split_tokens=fixed_split_tokens,
+            check_stale=check_stale, accuracy=accuracy,
+        )  # fmt: skip
+        self._capacity = checks.integer("capacity", capacity, 1)
+        nothing = torch.empty(0, device=checks.device("device", device))
+        self._device = nothing.device  # with its index, as tensors have it
+        self._options.kernel(self._device, 1)  # raises now what every plan would
+        self._is_cuda = self._device.type == "cuda"
+        self._lock = threading.RLock()  # garbage collection may run a finaliser that releases
+        self._pinned: dict[_Key, DecodePlan] = {}
+        self._unpinned: dict[_Key, DecodePlan] = {}  # the latest used last
+        self._buffers = new_workspace(nothing, 1, 0)  # for new plans: o_accum, lse_accum
+
+    @property
+    def device(self) -> torch.device:
+        """Where the plans live."""
+        return self._device
+
+    def get(
+        self,
+        cache_seqlens: torch.Tensor,
+        s_q: int | None = None,
+        *,
+        max_pages: int,
+        cu_seqlens_q: torch.Tensor | None = None,
+        total_q: int | None = None,
+        row_seqlens: torch.Tensor | None = None,
+        pin: bool = False,
+    ) -> DecodePlan:
+        """The plan for a step of this shape, updated for these lengths.
+
+        For a shape that the cache holds this is ``plan.update_``: one launch, in place, nothing
+        allocated or waited for.  A new one is planned as by ``plan_decode``.
+
+        While the current stream is captured, the update is recorded: every replay plans anew from
+        what ``cache_seqlens`` and the other tables hold by then, so keep them where they are.  A
+        shape that the cache does not hold is refused there: its plan would be empty before the
+        first replay, in memory that belongs to the graph.  Call ``get`` for it before, which loads
+        the planning kernel as well.
+
+        Args:
+            cache_seqlens: int32 (b,), tokens in the cache per sequence, the new ones included.
+            s_q: query tokens of every sequence, 1 or more; None with ``cu_seqlens_q``.
+            max_pages: width of the block table that ``decode`` will get, exactly.
+            cu_seqlens_q: ragged queries, int32 (b + 1,), as in ``plan_decode``.
+            total_q: room for ragged query tokens: the first extent of ``q`` and ``out``.
+            row_seqlens: int32 (b, s_q), or (total_q,) with ragged queries, as in ``plan_decode``.
+            pin: keep the plan until ``release``: a graph will be captured with it.
+
+        Returns:
+            The plan; the same object as long as the cache holds it.
+
+        Raises:
+            TypeError, ValueError: naming the argument, or that the shape is new under capture.
+            VariantError: the planning kernel is not there.
+        """
+        if tracing.by_dynamo():
+            return tracing.between_graphs(
+                self.get, cache_seqlens, s_q, max_pages=max_pages, cu_seqlens_q=cu_seqlens_q,
+                total_q=total_q, row_seqlens=row_seqlens, pin=pin,
+            )  # fmt: skip
+        if pin is not False:
+            checks.flag("pin", pin)
+        key: _Key | None = None  # a tracer's stand-in has none
+        if cache_seqlens.__class__ in checks.PLAIN:  # and is (b,), says update_
+            key = (cache_seqlens.numel(), s_q, max_pages, total_q, row_seqlens is not None)
+        plan = None
+        if key is not None:
+            try:
+                plan = self._pinned.get(key)  # at every replay: without the lock
+            except TypeError:  # a value that cannot be hashed, a tracer's number or a mistake
+                key = None
+        if plan is None and key is not None:
+            pin = pin or self._capturing()
+            with self._lock:
+                plan = self._unpinned.pop(key, None)
+                if plan is not None:
+                    (self._pinned if pin else self._unpinned)[key] = plan
+        if plan is None:
+            step = StepShape(s_q, max_pages, total_q)
+            return self._new(key, step, pin, cache_seqlens, cu_seqlens_q, row_seqlens)
+        return plan.update_(cache_seqlens, cu_seqlens_q, row_seqlens)
+
+    def _capturing(self) -> bool:
+        """Whether the current stream is being captured."""
+        return self._is_cuda and launch.capturing(self._device)
+
+    def _new(
+        self,
+        key: _Key | None,
+        step: StepShape,
+        pin: bool,
+        cache_seqlens: torch.Tensor,
+        cu_seqlens_q: torch.Tensor | None,
+        row_seqlens: torch.Tensor | None,
+    ) -> DecodePlan:
+        """A plan that was not there; without a key it is not kept."""
+        given = (cache_seqlens, step, cu_seqlens_q, row_seqlens)
+        checks.lengths(cache_seqlens, "b", self._device)
+        if key is None:
+            return make_plan(self._options, new_workspace, *given)
+        # a trace would take views of the shared workspace for constants
+        recorded = tracing.wanted(cache_seqlens, cu_seqlens_q, row_seqlens)
+        with self._lock:
+            plan = self._pinned.get(key) or self._unpinned.get(key)
+            if plan is not None:  # another thread was first
+                plan.update_(cache_seqlens, cu_seqlens_q, row_seqlens)
+            elif self._capturing():
+                self._refuse(key)
+            else:
+                plan = make_plan(
+                    self._options, new_workspace if recorded else self._workspace, *given
+                )
+            if plan.plain:
+                self._keep(key, plan, pin)
+            return plan
+
+    def _keep(self, key: _Key, plan: DecodePlan, pin: bool) -> None:
+        """Holds a plan as the latest used, and gives up those that are too many; under the lock."""
+        self._unpinned.pop(key, None)
+        (self._pinned if pin or key in self._pinned else self._unpinned)[key] = plan
+        while len(self._unpinned) > self._capacity:
+            del self._unpinned[next(iter(self._unpinned))]
+
+    def _refuse(self, key: _Key) -> NoReturn:
+        """Raises what a shape that is new under capture gets."""
+        names = ("b", "s_q", "max_pages", "total_q")
+        got = ", ".join(f"{n} = {v}" for n, v in zip(names, key) if v is not None)
+        checks.value_error(
+            "PlanCache.get",
+            "a shape that the cache holds, while a graph is captured",
+            got + (", row_seqlens" if key[-1] else ""),
+            "call get for it before the capture, with pin=True if more than "
+            f"capacity = {self._capacity} shapes are to come",
+        )
+
+    def _workspace(
+        self, like: torch.Tensor, slots: int, unit_rows: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Workspace for a new plan: the front of the one that all share; the lock is held."""
+        o_accum, lse_accum = self._buffers
+        rows, room = slots * unit_rows, lse_accum.shape[1]
+        if rows > room:
+            self._buffers = o_accum, lse_accum = new_workspace(like, 1, max(rows, 2 * room))
+        return (
+            o_accum[0, :rows].view(slots, unit_rows, PARTIAL_ROW),
+            lse_accum[0, :rows].view(slots, unit_rows),
+        )
+
+    def release(self, plan: DecodePlan | None = None) -> None:
+        """Unpins a plan, or all: no graph that was captured with it will be replayed again.
+
+        It counts as just used, and may be given up from now on.
+
+        Args:
+            plan: one that ``get`` has pinned; None for all.
+
+        Raises:
+            TypeError, ValueError: ``plan`` is no plan, or not one that is pinned here.
+        """
+        hint = "release takes what get(..., pin=True), or get under capture, returned"
+        if plan is not None and not isinstance(plan, DecodePlan):
+            checks.type_error("plan", "a snapmla.DecodePlan or None", type(plan).__name__, hint)
+        with self._lock:
+            found = [k for k, held in self._pinned.items() if plan is None or held is plan]
+            if plan is not None and not found:
+                checks.value_error("plan", "a plan that is pinned here", "another", hint)
+            for key in found:
+                self._keep(key, self._pinned.pop(key), pin=False)
+
+    def stats(self) -> Stats:
+        """What the cache holds: (plans, pinned, bytes).
+
+        Returns:
+            Plans, pinned ones included; those of them that are pinned; bytes of device memory of
+            their tables, of their workspaces and of the workspace for new plans.
+        """
+        with self._lock:
+            plans, pinned = (*self._pinned.values(), *self._unpinned.values()), len(self._pinned)
+            tensors = (*self._buffers, *(getattr(p, name) for p in plans for name in TENSORS))
+            memories = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}
+        return Stats(len(plans), pinned, sum(m.nbytes() for m in memories.values()))
+
+    def __repr__(self) -> str:
+        plans, pinned, size = self.stats()
+        model = f"{self._options.num_heads} heads, pages of {self._options.page_size}"
+        what = f"{plans} plans, {pinned} pinned, {size / 1e6:.1f} MB"
+        return f"PlanCache({model}, {self._device}: {what})"
