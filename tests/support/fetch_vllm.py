@@ -48,8 +48,8 @@ def fetch(release: str) -> None:
         pip("download", f"vllm=={release}", "--no-deps", "--only-binary=:all:", "-d", scratch)
         (wheel,) = Path(scratch).glob("*.whl")
         with zipfile.ZipFile(wheel) as archive:
-            names = [n for n in archive.namelist() if not n.endswith(".so")]  # nothing runs on a GPU
-            archive.extractall(Path(scratch) / release, names)
+            without = [n for n in archive.namelist() if not n.endswith(".so")]  # of a GPU's
+            archive.extractall(Path(scratch) / release, without)
         os.replace(Path(scratch) / release, home() / release)
 
 

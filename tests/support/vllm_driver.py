@@ -200,9 +200,9 @@ class Engine:
     def append(self, request: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
         """New tokens of a request: latents, RoPE parts, slots; they count as cached from now on."""
         c, r = torch.randn(count, LATENT).bfloat16(), torch.randn(count, ROPE).bfloat16()
-        before = self.cached[request]
-        at = len(before[0]) + torch.arange(count)
-        self.cached[request] = (torch.cat([before[0], c.float()]), torch.cat([before[1], r.float()]))
+        old_c, old_r = self.cached[request]
+        at = len(old_c) + torch.arange(count)
+        self.cached[request] = torch.cat([old_c, c.float()]), torch.cat([old_r, r.float()])
         slots = torch.tensor(TABLE[request])[at // PAGE] * PAGE + at % PAGE
         return c, r, slots
 
@@ -360,12 +360,12 @@ def ranks() -> None:
                 at = torch.arange(int(mine.sum()))
                 slots = torch.tensor(TABLE[i])[at // PAGE] * PAGE + at % PAGE
                 engine.write(kv, c[mine], r[mine], slots) if len(at) else None
-            group = mock.Mock(rank_in_group=rank)
+            group = mock.Mock(return_value=mock.Mock(rank_in_group=rank))
             builder = engine.new_builder()
             builder.dcp_world_size, builder.cp_kv_cache_interleave_size = 2, interleave
             step = engine.step(new, requests)
             step.dcp_local_seq_lens = get_dcp_local_seq_lens(step.seq_lens, 2, rank, interleave)
-            with mock.patch.object(backend, "get_dcp_group", lambda: group):
+            with mock.patch.object(backend, "get_dcp_group", group):
                 metadata = builder.build(0, step)
             parts.append(engine.layer.impl.forward_mqa(q, kv, metadata, engine.layer))
         if interleave == 64:  # request 1 has 5 tokens: all are rank 0's

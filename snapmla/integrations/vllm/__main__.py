@@ -55,8 +55,7 @@ def names() -> Iterator[Finding]:
     records = surface.recorded()
     known = records.get(importlib.metadata.version("vllm")) or records[max(records)]
     said = surface.differences(found, known)
-    for text in said:
-        yield Finding(False, text)
+    yield from (Finding(*each) for each in said)
     if not said:
         yield Finding(True, f"{len(surface.RELIED)} names and signatures of vllm are as known")
 
@@ -78,7 +77,8 @@ def card() -> Finding:
         return Finding(False, "no CUDA device")
     name, capability = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
     fits = capability == (9, 0)
-    return Finding(fits, f"{name}, sm_{capability[0]}{capability[1]}{'' if fits else ': wants sm_90'}")
+    wanted = "" if fits else "; the backend is for sm_90"
+    return Finding(fits, f"{name}, sm_{capability[0]}{capability[1]}{wanted}")
 
 
 def kernels() -> Finding:
@@ -88,7 +88,7 @@ def kernels() -> Finding:
     if not missing:
         return Finding(True, f"{len(specs)} decode kernels are built")
     text = f"not built: {', '.join(missing)}"
-    if env.NO_JIT.get():
+    if env.NO_JIT.enabled():
         return Finding(False, f"{text}, and SNAPMLA_NO_JIT forbids to compile them")
     return Finding(None, f"{text}; compiled at first use if nvidia-cutlass-dsl is installed")
 

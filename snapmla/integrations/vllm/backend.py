@@ -165,7 +165,7 @@ class SnapMLAMetadataBuilder(mla.MLACommonMetadataBuilder[SnapMLAMetadata]):
         longest = int((query_start_loc_cpu[1:] - query_start_loc_cpu[:-1]).max())
         even = num_decode_tokens == b * longest  # slots that pad a graph's batch count as even
         limits = None
-        if self.dcp_world_size > 1 and longest > 1:
+        if dcp_tot_seq_lens_device is not None and longest > 1:
             limits = self._local_limits(
                 dcp_tot_seq_lens_device, query_start_loc_device, num_decode_tokens
             )

@@ -84,20 +84,24 @@ def recorded() -> dict[str, Surface]:
     return json.loads(RECORD.read_text())
 
 
-def differences(found: Surface, known: Surface) -> list[str]:
-    """What of ``known`` is otherwise in ``found``, a sentence each."""
-    said = []
+def differences(found: Surface, known: Surface) -> list[tuple[bool | None, str]]:
+    """What of ``known`` is otherwise in ``found``: (None if it may do, else False; a sentence)."""
+    said: list[tuple[bool | None, str]] = []
     for name, wanted in known.items():
         got = found.get(name, False)
-        if got == wanted or (isinstance(got, list) and _adds(got, wanted)):
+        if got == wanted or _adds(got, wanted):
             continue
-        said.append(f"{name}: {_text(wanted)} is {_text(got)} here")
+        lists = isinstance(got, list) and isinstance(wanted, list)
+        ok = None if lists and set(wanted) <= set(got) else False  # type: ignore[arg-type]
+        said.append((ok, f"{name}: {_text(wanted)} is {_text(got)} here"))
     return said
 
 
-def _adds(got: list[str], wanted: list[str] | bool) -> bool:
-    """Whether parameters are those that are known and others behind them."""
-    return isinstance(wanted, list) and got[: len(wanted)] == wanted
+def _adds(got: list[str] | bool, wanted: list[str] | bool) -> bool:
+    """Whether parameters are those that are known and others behind them, or nothing was needed."""
+    if isinstance(got, list) and isinstance(wanted, list):
+        return got[: len(wanted)] == wanted
+    return wanted is False
 
 
 def _text(value: list[str] | bool) -> str:
