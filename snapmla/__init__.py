@@ -19,10 +19,11 @@ from snapmla.cache import PagedKVCache
 from snapmla.decode_plan import DecodePlan
 from snapmla.dispatch import explain
 from snapmla.errors import SnapMLAError, UnsupportedDeviceError, VariantError
+from snapmla.fetch import fetch_dequant
 from snapmla.merge import merge_state, merge_states
 from snapmla.plan import plan_decode
 from snapmla.plan_cache import PlanCache
-from snapmla.quant import QuantizedQuery, append_kv, fetch_dequant, quantize_q
+from snapmla.quant import QuantizedQuery, append_kv, quantize_q
 
 __all__ = [
     "DecodePlan",

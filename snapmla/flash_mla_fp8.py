@@ -33,7 +33,7 @@ from typing import Any
 import torch
 
 from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK, QK_ROPE_HEAD_DIM
-from snapmla import attention, checks, launch, overlap, quant, tracing
+from snapmla import attention, checks, fetch, launch, overlap, quant, tracing
 from snapmla.cache import PagedKVCache, expect_cache
 from snapmla.decode_plan import DecodePlan
 from snapmla.metadata_pair import (
@@ -546,7 +546,7 @@ def dequantize_ckv_fused_indexed(
             other two.
         k_rope: bfloat16 (slots, 1, 64).
         k_scale: float32 (slots, 1, 1); mind the order, lora, rope, scale.
-        indices: int32 (n,), slots; one outside the pool gives zeros.
+        indices: int32 or int64 (n,), slots; one outside the pool gives zeros.
         out: a pair to write into, bfloat16, float16 or float32 (n, 1, 512) and (n, 1, 64); None
             allocates.
 
@@ -560,7 +560,7 @@ def dequantize_ckv_fused_indexed(
     """
     try:
         cache = _flat_cache(("k_lora", "k_rope", "k_scale"), k_lora, k_rope, k_scale)
-        checks.tensor("indices", indices, (torch.int32,), ("n",), cache.device)
+        checks.tensor("indices", indices, tuple(fetch.INDEX_NAMES), ("n",), cache.device)
         flat = None
         if out is not None:
             first, second = pair_of("out", out)
@@ -568,7 +568,7 @@ def dequantize_ckv_fused_indexed(
             checks.tensor("out[0]", first, checks.FLOATS, (n, 1, KV_LORA_RANK), cache.device)
             checks.tensor("out[1]", second, checks.FLOATS, (n, 1, QK_ROPE_HEAD_DIM), cache.device)
             flat = (first[:, 0], second[:, 0])
-        lora, rope = quant.fetch_dequant(cache, indices, out=flat)
+        lora, rope = fetch.fetch_dequant(cache, indices, out=flat)
     except (TypeError, ValueError) as error:
         raise checks.renamed(error, _FETCH_NAMES) from None
     return (lora.unsqueeze(1), rope.unsqueeze(1)) if out is None else out

@@ -1,4 +1,4 @@
-"""The fused quantisation kernels: append to the cache, quantise queries, fetch back.
+"""The fused quantisation kernels: append to the cache, quantise queries.
 
 Rounding, for a row c (512 content values) and r (64 RoPE values):
 ``scale = max(max|c| / 448, max|r| * 2^-40, 2^-80)``, ``nope = e4m3(c / scale)``,
@@ -20,7 +20,6 @@ from snapmla import checks, launch, overlap, runtime, tracing
 from snapmla.cache import PagedKVCache, expect_cache
 
 GRANULARITIES = ("token_head", "token")
-MAX_FETCHED = 65535  # sequences of a block table: the kernel's grid.y
 _SHORT = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
 _INDEX = {torch.int32: "i32", torch.int64: "i64"}
 
@@ -434,145 +433,6 @@ def _traced_quantize(
     nope = out.nope.view(torch.uint8)  # made here, as in ``PagedKVCache.memory_now``
     torch.ops.snapmla.quantize_q_out(q_nope, q_rope, granularity, nope, out.rope, out.scale)
     return out
-
-
-Fetched = tuple[torch.Tensor, torch.Tensor]
-
-
-def fetch_dequant(
-    cache: PagedKVCache,
-    where: torch.Tensor,
-    cache_seqlens: torch.Tensor | None = None,
-    *,
-    out: torch.Tensor | Fetched | None = None,
-    dtype: torch.dtype = torch.bfloat16,
-) -> Fetched:
-    """Reads tokens back: c_kv = content * scale, k_rope = rope * scale (SnapMLA's fetch-dequant).
-
-    Args:
-        cache: the pages to read.
-        where: int32 block table (b, width), or int32 flat token indices (n,)
-            (``page * page_size + offset``); an index outside the pool gives zeros.
-        cache_seqlens: int32 (b,), needed with a block table.
-        out: where to write, bfloat16, float16 or float32: a pair (c_kv, k_rope), or one joint
-            (..., 576) tensor.  With a block table its second extent bounds the tokens fetched per
-            sequence, and rows past a sequence's length are left as they are.  None allocates zeros
-            for width * page_size tokens per sequence, or for n tokens.
-        dtype: of the result if ``out`` is None: bfloat16, float16 or float32.
-
-    Returns:
-        (c_kv, k_rope): (b, tokens, 512) and (b, tokens, 64) for a block table, (n, 512) and (n, 64)
-        for indices.
-
-    Raises:
-        TypeError, ValueError: naming the argument.
-
-    Source: SnapMLA paper, section 3.3.1 (fused fetch-dequant).
-    """
-    expect_cache(cache)
-    if tracing.wanted(cache, where, cache_seqlens, *_parts(out)):
-        return _traced_fetch(cache, where, cache_seqlens, out, dtype)
-    return fetch_now(cache, where, cache_seqlens, out, dtype)
-
-
-def _parts(out: torch.Tensor | Fetched | None) -> Sequence[object]:
-    """The tensors of ``out``, checked or not."""
-    return out if isinstance(out, (tuple, list)) else (out,)
-
-
-def fetch_now(
-    cache: PagedKVCache,
-    where: torch.Tensor,
-    cache_seqlens: torch.Tensor | None,
-    out: torch.Tensor | Fetched | None,
-    dtype: torch.dtype,
-) -> Fetched:
-    """``fetch_dequant`` on tensors with memory, whoever traces."""
-    device = cache.device
-    if not isinstance(where, torch.Tensor) or where.ndim not in (1, 2):
-        got = tuple(where.shape) if isinstance(where, torch.Tensor) else type(where).__name__
-        checks.value_error("where", "a block table (b, width) or indices (n,)", got)
-    by_pages = where.ndim == 2
-    if by_pages:
-        checks.block_table(where, where.shape[0], device)
-        if where.shape[0] > MAX_FETCHED:
-            wanted = f"at most {MAX_FETCHED} sequences"
-            checks.value_error("where", wanted, where.shape[0], "fetch them in several calls")
-        if cache_seqlens is None:
-            checks.value_error("cache_seqlens", "int32 (b,) beside a block table", None)
-        checks.lengths(cache_seqlens, where.shape[0], device)
-        rows: tuple[int, ...] = (where.shape[0], where.shape[1] * cache.page_size)
-    else:
-        checks.tensor("indices", where, (torch.int32,), ("n",), device)
-        checks.contiguous("indices", where)
-        if cache_seqlens is not None:
-            checks.value_error("cache_seqlens", "None beside flat indices", "a tensor")
-        rows = (where.shape[0],)
-    c_kv, k_rope = _fetch_outputs(out, rows, by_pages, dtype, device)
-    if out is not None:
-        read = {**named("cache", cache), "where": where, "cache_seqlens": cache_seqlens}
-        first, second = ("out", "out") if isinstance(out, torch.Tensor) else ("out[0]", "out[1]")
-        checks.apart(first, c_kv, read)
-        checks.apart(second, k_rope, {**read, first: c_kv})
-    if c_kv.numel() == 0:
-        return c_kv, k_rope
-    mode = "pages" if by_pages else "indices"
-    kernel = _kernel(device, "fetch_dequant", in_dtype=_SHORT[c_kv.dtype], mode=mode)
-    selector = (where, cache_seqlens) if by_pages else (where,)
-    kernel(*cache.arguments, *selector, c_kv, k_rope)
-    return c_kv, k_rope
-
-
-def _traced_fetch(
-    cache: PagedKVCache,
-    where: torch.Tensor,
-    cache_seqlens: torch.Tensor | None,
-    out: torch.Tensor | Fetched | None,
-    dtype: torch.dtype,
-) -> Fetched:
-    """``fetch_dequant`` as an operator, for tracers."""
-    common = (*cache.memory_now(), where, cache_seqlens)
-    if out is None:
-        return torch.ops.snapmla.fetch_dequant(*common, dtype)
-    if isinstance(out, torch.Tensor):
-        out = out[..., :KV_LORA_RANK], out[..., KV_LORA_RANK:]
-    torch.ops.snapmla.fetch_dequant_out(*common, *out)
-    return out
-
-
-def _fetch_outputs(
-    out: torch.Tensor | Fetched | None,
-    rows: tuple[int, ...],
-    by_pages: bool,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Fetched:
-    """The two tensors to write, allocated or checked."""
-    if out is None:
-        if dtype not in _SHORT:
-            names = " or ".join(checks.dtype_name(d) for d in _SHORT)
-            checks.type_error("dtype", names, dtype)
-        make = torch.zeros if by_pages else torch.empty
-        return (
-            make((*rows, KV_LORA_RANK), dtype=dtype, device=device),
-            make((*rows, QK_ROPE_HEAD_DIM), dtype=dtype, device=device),
-        )
-    shape: tuple[int | str, ...] = (rows[0], "tokens") if by_pages else rows
-    if isinstance(out, torch.Tensor):
-        width = KV_LORA_RANK + QK_ROPE_HEAD_DIM
-        checks.tensor("out", out, checks.FLOATS, (*shape, width), device)
-        c_kv, k_rope = out[..., :KV_LORA_RANK], out[..., KV_LORA_RANK:]
-    elif isinstance(out, (tuple, list)) and len(out) == 2:
-        c_kv, k_rope = out
-        checks.tensor("out[0]", c_kv, checks.FLOATS, (*shape, KV_LORA_RANK), device)
-        rope_shape = (*c_kv.shape[:-1], QK_ROPE_HEAD_DIM)
-        checks.tensor("out[1]", k_rope, (c_kv.dtype,), rope_shape, device)
-    else:
-        checks.type_error("out", "a (..., 576) tensor or a pair of tensors", type(out).__name__)
-    for part in (c_kv, k_rope):
-        checks.aligned_rows("out", part)
-        checks.distinct("out", part)
-    return c_kv, k_rope
 
 
 def expect_query(name: str, value: object) -> None:

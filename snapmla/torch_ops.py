@@ -17,8 +17,10 @@ them.
         may_split, softmax_scale, causal, lse_factor, empty_lse, out_dtype, *, p_terms=1)
         -> (out, lse)
     decode_out(..., out!, lse!, *, p_terms=1)
-    fetch_dequant(content, rope?, scale?, where, cache_seqlens?, dtype) -> (c_kv, k_rope)
-    fetch_dequant_out(content, rope?, scale?, where, cache_seqlens?, c_kv!, k_rope!)
+    fetch_dequant(content, rope?, scale?, where, cache_seqlens?, dtype, *, cu_seqlens?=None,
+        seq_starts?=None, total?=None) -> (c_kv, k_rope)
+    fetch_dequant_out(content, rope?, scale?, where, cache_seqlens?, c_kv!, k_rope!, *,
+        cu_seqlens?=None, seq_starts?=None)
     merge_states(outs[], lses[], stacked, lse_factor) -> (out, lse)
     merge_states_out(outs[], lses[], stacked, lse_factor, out!, lse!)
 
@@ -42,7 +44,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from dsl_kernels.dims import ITEM_WORDS, KV_LORA_RANK, PARTIAL_ROW, QK_ROPE_HEAD_DIM
-from snapmla import attention, checks, layouts, merge, quant
+from snapmla import attention, checks, fetch, layouts, merge, quant
 from snapmla.cache import PagedKVCache
 from snapmla.decode_plan import STATIC, TENSORS, DecodePlan, PlanVariant, launch_plan
 from snapmla.quant import QuantizedQuery
@@ -58,6 +60,7 @@ _DECODE_ARGUMENTS = (
 _FETCH_ARGUMENTS = (
     "Tensor content, Tensor? rope, Tensor? scale, Tensor where, Tensor? cache_seqlens"
 )
+_FETCH_CHUNKS = "Tensor? cu_seqlens=None, Tensor? seq_starts=None"
 _MERGE_ARGUMENTS = "Tensor[] outs, Tensor[] lses, bool stacked, float lse_factor"
 SCHEMAS = (
     "append_kv(Tensor(a!) content, Tensor(b!)? rope, Tensor(c!)? scale, Tensor c_kv, "
@@ -72,8 +75,10 @@ SCHEMAS = (
     "int unit_rows, bool causal) -> ()",
     f"decode({_DECODE_ARGUMENTS}, ScalarType out_dtype, *, int p_terms=1) -> (Tensor, Tensor)",
     f"decode_out({_DECODE_ARGUMENTS}, Tensor(c!) out, Tensor(d!) lse, *, int p_terms=1) -> ()",
-    f"fetch_dequant({_FETCH_ARGUMENTS}, ScalarType dtype) -> (Tensor, Tensor)",
-    f"fetch_dequant_out({_FETCH_ARGUMENTS}, Tensor(a!) c_kv, Tensor(b!) k_rope) -> ()",
+    f"fetch_dequant({_FETCH_ARGUMENTS}, ScalarType dtype, *, {_FETCH_CHUNKS}, "
+    "SymInt? total=None) -> (Tensor, Tensor)",
+    f"fetch_dequant_out({_FETCH_ARGUMENTS}, Tensor(a!) c_kv, Tensor(b!) k_rope, *, "
+    f"{_FETCH_CHUNKS}) -> ()",
     f"merge_states({_MERGE_ARGUMENTS}) -> (Tensor, Tensor)",
     f"merge_states_out({_MERGE_ARGUMENTS}, Tensor(a!) out, Tensor(b!) lse) -> ()",
 )
@@ -244,9 +249,10 @@ def _fetch_dequant(
     where: Tensor,
     cache_seqlens: Tensor | None,
     dtype: torch.dtype,
+    **chunks: Any,
 ) -> tuple[Tensor, Tensor]:
     cache = PagedKVCache.from_tensors(*layouts.views_of(content, rope, scale))
-    return quant.fetch_now(cache, where, cache_seqlens, None, dtype)
+    return fetch.fetch_now(cache, fetch.Tokens(where, cache_seqlens, **chunks), None, dtype)
 
 
 def _fetch_dequant_out(
@@ -257,9 +263,11 @@ def _fetch_dequant_out(
     cache_seqlens: Tensor | None,
     c_kv: Tensor,
     k_rope: Tensor,
+    **chunks: Any,
 ) -> None:
     cache = PagedKVCache.from_tensors(*layouts.views_of(content, rope, scale))
-    quant.fetch_now(cache, where, cache_seqlens, (c_kv, k_rope), c_kv.dtype)
+    tokens = fetch.Tokens(where, cache_seqlens, **chunks)
+    fetch.fetch_now(cache, tokens, (c_kv, k_rope), c_kv.dtype)
 
 
 def _merge_states(
@@ -321,11 +329,11 @@ def _fake_fetch_dequant(
     where: Tensor,
     cache_seqlens: Tensor | None,
     dtype: torch.dtype,
+    **chunks: Any,
 ) -> tuple[Tensor, Tensor]:
-    rows: tuple[Any, ...] = (where.shape[0],)
-    if where.ndim == 2:
-        page_size = layouts.views_of(content, rope, scale)[0].shape[1]
-        rows = (where.shape[0], where.shape[1] * page_size)
+    tokens = fetch.Tokens(where, cache_seqlens, **chunks)
+    page_size = layouts.views_of(content, rope, scale)[0].shape[1]
+    rows = fetch.rows(tokens, page_size, given=False)
     return (
         content.new_empty((*rows, KV_LORA_RANK), dtype=dtype),
         content.new_empty((*rows, QK_ROPE_HEAD_DIM), dtype=dtype),

@@ -4,15 +4,27 @@ Roles        one warp owns TOKENS tokens, no barrier.
              mode ``pages``: token t of request i is found through the block table; grid
              (ceil(max_len / tokens a CTA), b); rows past the request's length are not touched.
              mode ``indices``: flat slots page * P + offset; an index out of range writes zeros.
+             mode ``ragged``: packed rows, row cu_seqlens[r] + t is token seq_starts[r] + t of
+             request r; grid ceil(rows / rows a CTA). SEARCHERS lanes find a row's request.
 Memory       registers only: TOKENS * 6 words a lane; no shared memory.
 Timeline     wait for the previous grid | page id(s) | load TOKENS rows | convert, scale | store
+             ragged: wait | search, a load a round | begin, start | page ids | load, and so on
 Bytes moved  per token 644 read + 1152 written (16-bit output; 2304 for fp32).
+             ragged: 4 more a request and a page.
+
+Ragged rows are dealt to warps evenly and search for their request: a grid (request, tile) would
+launch the tiles of the whole capacity for every request, since only the device knows the longest.
+A search of SEARCHERS + 1 ways is one load for up to 8 entries of cu_seqlens, two for 80, three for
+728, each from L1 or L2 while other warps wait for DRAM.
 
 content = e4m3 -> f16 -> fp32 (both exact) * scale, rounded once to the output dtype; RoPE is
-multiplied back by the scale it was divided by.  A token with NaN scale gives NaN.  Page ids are
-clamped on the device, so ids behind the last valid page are harmless.  Row strides of the outputs
-are free: they may be two slices of one (..., 576) tensor.  SnapMLA paper section 3.3
-(Fused-Fetch-Dequant).
+multiplied back by the scale it was divided by.  A token with NaN scale gives NaN.  Mode ``pages``
+clamps page ids on the device, so ids behind the last valid page are harmless; mode ``ragged``
+writes zeros for ids outside the pool and for tokens outside the block table.  Whatever
+``cu_seqlens`` and ``seq_starts`` hold, nothing outside of the arguments is read or written.  Row
+strides of the outputs are free: they may be two slices of one (..., 576) tensor.  SnapMLA paper
+section 3.3 (Fused-Fetch-Dequant); packed chunks of cached prefixes are what vLLM's and SGLang's
+chunked prefill reads.
 """
 
 from __future__ import annotations
@@ -21,7 +33,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import cutlass
-from cutlass import Float32, Int32, Int64, Uint32, cute
+from cutlass import Boolean, Float32, Int32, Int64, Uint32, cute
 
 from .. import compat
 from ..dims import KV_LORA_RANK, QK_ROPE_HEAD_DIM
@@ -34,6 +46,8 @@ WARPS = 4
 TOKENS = 4  # tokens in flight in one warp; divides every page size
 MIN_PAGE = 16
 ROPE_PER_LANE = QK_ROPE_HEAD_DIM // quant.WARP
+SEARCHERS = quant.WARP // TOKENS  # lanes that find one row of a ragged batch
+ZEROS, NO_ROW = -1, -2  # in the place of a page id: a row of zeros; one that is not written
 
 
 @cute.jit
@@ -66,7 +80,7 @@ def fetch_indices(
     content: cute.Tensor,  # u8 (pages, P, 512)
     rope: cute.Tensor,  # bf16 (pages, P, 64)
     scale: cute.Tensor,  # f32 (pages, P)
-    indices: cute.Tensor,  # i32 (n,)
+    indices: cute.Tensor,  # i32|i64 (n,)
     out_nope: cute.Tensor,  # out dtype (n, 512)
     out_rope: cute.Tensor,  # out dtype (n, 64)
     stream: Any,
@@ -77,6 +91,32 @@ def fetch_indices(
     if n > 0:
         _indices(content, rope, scale, indices, out_nope, out_rope, by_page).launch(
             grid=((n + (WARPS * TOKENS - 1)) // (WARPS * TOKENS), 1, 1),
+            block=(WARPS * quant.WARP, 1, 1),
+            stream=stream,
+            use_pdl=True,
+        )
+
+
+@cute.jit
+def fetch_ragged(
+    content: cute.Tensor,  # u8 (pages, P, 512)
+    rope: cute.Tensor,  # bf16 (pages, P, 64)
+    scale: cute.Tensor,  # f32 (pages, P)
+    block_table: cute.Tensor,  # i32 (b, width)
+    cu_seqlens: cute.Tensor,  # i32 (b + 1,)
+    seq_starts: cute.Tensor,  # i32 (b,), or (0,): all 0
+    out_nope: cute.Tensor,  # out dtype (total, 512)
+    out_rope: cute.Tensor,  # out dtype (total, 64)
+    stream: Any,
+) -> None:
+    """Host half: one CTA for WARPS * TOKENS rows of the capacity."""
+    total, b = out_nope.shape[0], block_table.shape[0]
+    by_page = compat.fast_divisor(content.shape[1])
+    if cutlass.min(total, b) > 0:  # an empty grid is a launch error
+        _ragged(
+            content, rope, scale, block_table, cu_seqlens, seq_starts, out_nope, out_rope, by_page
+        ).launch(
+            grid=((total - 1) // (WARPS * TOKENS) + 1, 1, 1),
             block=(WARPS * quant.WARP, 1, 1),
             stream=stream,
             use_pdl=True,
@@ -119,6 +159,21 @@ def _store_token(
     for j, words in enumerate(chunks):
         put(to[0] + j * quant.WARP * vec, quant.unpack_e4m3(words))
     put(to[1], quant.to_f32([rope_word], cutlass.BFloat16))
+
+
+def _load_at(cache: tuple[Any, Any, Any], page: Any, offset: Any, lane: Any, dt: Any) -> Any:
+    """Issues the loads of the token at ``offset`` of ``page``: (``_load_token``'s, sigma)."""
+    at = _row_pointers(cache, page, offset, lane, dt)
+    token = _load_token(at, dt)
+    return token, compat.load_words(at[2], 1, **compat.STRONG)[0].bitcast(Float32)
+
+
+def _output_pointers(out_nope: Any, out_rope: Any, row: Any, lane: Any) -> tuple[Any, Any]:
+    """Where this lane writes ``row`` of outputs (rows, ...)."""
+    vec = quant.lane_channels(out_nope.element_type)
+    nope_to = out_nope.iterator + (Int64(row) * out_nope.stride[0] + lane * vec)
+    rope_to = out_rope.iterator + (Int64(row) * out_rope.stride[0] + lane * ROPE_PER_LANE)
+    return nope_to, rope_to
 
 
 @cute.kernel
@@ -187,23 +242,113 @@ def _indices(
     compat.pdl_launch_dependents()
     if first < n:
         index = [indices[cutlass.min(first + i, n - 1)] for i in range(TOKENS)]
-        valid, loaded, sigma = [], [], []
+        valid, loaded = [], []
         for i in cutlass.range_constexpr(TOKENS):
             ok = index[i] >= 0 and Int64(index[i]) < slots
-            # an invalid index reads slot 0, whose page exists, and stores zeros
-            page, offset = divmod(index[i] if ok else Int32(0), by_page)
+            # an invalid index reads slot 0, whose page exists, and stores zeros; of valid ones 32
+            # bits are enough: 2^31 tokens would be a pool of more than 1 TB
+            page, offset = divmod(Int32(index[i]) if ok else Int32(0), by_page)
             valid.append(ok)
-            row = _row_pointers((content, rope, scale), page, offset, lane, dt)
-            loaded.append(_load_token(row, dt))
-            sigma.append(compat.load_words(row[2], 1, **compat.STRONG)[0])
-        nope_to = out_nope.iterator + (
-            Int64(first) * out_nope.stride[0] + lane * quant.lane_channels(dt)
-        )
-        rope_to = out_rope.iterator + (Int64(first) * out_rope.stride[0] + lane * ROPE_PER_LANE)
+            loaded.append(_load_at((content, rope, scale), page, offset, lane, dt))
+        to = _output_pointers(out_nope, out_rope, first, lane)
         for i in cutlass.range_constexpr(TOKENS):
             if first + i < n:
-                to = (nope_to + i * out_nope.stride[0], rope_to + i * out_rope.stride[0])
-                _store_token(loaded[i], sigma[i].bitcast(Float32), to, dt, valid[i])
+                row = (to[0] + i * out_nope.stride[0], to[1] + i * out_rope.stride[0])
+                _store_token(loaded[i][0], loaded[i][1], row, dt, valid[i])
+
+
+@cute.kernel
+def _ragged(
+    content: cute.Tensor,
+    rope: cute.Tensor,
+    scale: cute.Tensor,
+    block_table: cute.Tensor,
+    cu_seqlens: cute.Tensor,
+    seq_starts: cute.Tensor,
+    out_nope: cute.Tensor,
+    out_rope: cute.Tensor,
+    by_page: compat.FastDivisor,
+) -> None:
+    tidx, _, _ = cute.arch.thread_idx()
+    block, _, _ = cute.arch.block_idx()
+    lane = tidx % quant.WARP
+    first = (block * WARPS + tidx // quant.WARP) * TOKENS
+    dt = out_nope.element_type
+    compat.pdl_wait()
+    compat.pdl_launch_dependents()
+    if first < out_nope.shape[0]:
+        # each lane looks up one row, SEARCHERS lanes the same
+        mine = first + lane // SEARCHERS
+        request = _request_of(cu_seqlens, mine, lane)
+        page, offset = _place(
+            (block_table, cu_seqlens, seq_starts), request, mine, content.shape, by_page
+        )
+        if mine >= out_nope.shape[0]:
+            page = Int32(NO_ROW)
+        if cute.arch.vote_any_sync(page != NO_ROW):
+            pages, loaded = [], []
+            for i in cutlass.range_constexpr(TOKENS):
+                pages.append(cute.arch.shuffle_sync(page, i * SEARCHERS))
+                at = cute.arch.shuffle_sync(offset, i * SEARCHERS)
+                # zeros read page 0, which exists
+                real = cutlass.max(pages[i], 0)
+                loaded.append(_load_at((content, rope, scale), real, at, lane, dt))
+            to = _output_pointers(out_nope, out_rope, first, lane)
+            for i in cutlass.range_constexpr(TOKENS):
+                if pages[i] != NO_ROW:
+                    row = (to[0] + i * out_nope.stride[0], to[1] + i * out_rope.stride[0])
+                    _store_token(loaded[i][0], loaded[i][1], row, dt, pages[i] >= 0)
+
+
+@cute.jit
+def _request_of(cu_seqlens: cute.Tensor, row: Int32, lane: Int32) -> Int32:
+    """The last request that begins at ``row`` or before: -1 if none does, b behind the last.
+
+    SEARCHERS lanes probe as many entries, which leaves one of SEARCHERS + 1 ranges between them;
+    every warp takes as many rounds.  Of entries that do not ascend: some number of that range.
+    """
+    last = cu_seqlens.shape[0] - 1
+    group, turn = lane // SEARCHERS, lane % SEARCHERS
+    begun, left = Int32(0), last + 1  # entries known to be at most ``row``; not known of
+    while left > 0:
+        step = (left + SEARCHERS) // (SEARCHERS + 1)
+        probe = begun + (turn + 1) * step - 1
+        entry = cu_seqlens[cutlass.min(probe, last)]
+        votes = Uint32(cute.arch.vote_ballot_sync(Boolean(probe <= last) & Boolean(entry <= row)))
+        votes = (votes >> Uint32(group * SEARCHERS)) & Uint32((1 << SEARCHERS) - 1)
+        begun += Int32(cute.arch.popc(votes)) * step
+        left = step - 1
+    return begun - 1
+
+
+@cute.jit
+def _place(tables: Any, request: Int32, row: Int32, shape: Any, by_page: Any) -> Any:
+    """(page or ZEROS or NO_ROW, offset in it) of ``row``, whatever the tables hold.
+
+    ``tables``: block_table, cu_seqlens, seq_starts; ``shape``: the cache's, (pages, P, ...).
+    """
+    block_table, cu_seqlens, seq_starts = tables
+    b, width = block_table.shape
+    known = cutlass.max(cutlass.min(request, b - 1), 0)
+    token = Int64(row) - cu_seqlens[known]  # 64 bits: sums of any two entries
+    if seq_starts.shape[0] > 0:
+        token += seq_starts[known]
+    held = cutlass.min(Int64(width) * shape[1], Int64(1 << 31))  # a table's tokens, in 32 bits
+    cached = token >= 0 and token < held
+    index, offset = divmod(Int32(token) if cached else Int32(0), by_page)
+    page = block_table[known, index]
+    if (page < 0) | (page >= shape[0]) | (not cached):
+        page = Int32(ZEROS)
+    if known != request:
+        page = Int32(NO_ROW)
+    return page, offset
+
+
+def feasible(spec: VariantSpec) -> str | None:
+    """Why this variant cannot be built, or None."""
+    if spec.mode != "indices" and spec.index_dtype != "i32":
+        return f"mode {spec.mode} reads no indices"
+    return None
 
 
 def build(spec: VariantSpec) -> tuple[Callable[..., Any], dict[str, Any]]:
@@ -212,11 +357,19 @@ def build(spec: VariantSpec) -> tuple[Callable[..., Any], dict[str, Any]]:
     cache = compat.cache_fakes(page_size=compat.sym(MIN_PAGE, name="P"))
     widths = {"out_nope": KV_LORA_RANK, "out_rope": QK_ROPE_HEAD_DIM}
     n = compat.sym(name="n")
+    flat = {name: compat.rows(dt, (n, d)) for name, d in widths.items()}
     if spec.mode == "indices":
-        outs = {name: compat.rows(dt, (n, d)) for name, d in widths.items()}
-        return fetch_indices, {**cache, "indices": compat.vector(i32, n), **outs}
+        return fetch_indices, {
+            **cache, "indices": compat.vector(compat.dtype(spec.index_dtype), n), **flat
+        }  # fmt: skip
     b, max_len = compat.sym(name="b"), compat.sym(name="max_len")
     table = compat.strided(i32, (b, compat.sym(name="width")), (compat.sym64(), 1), align=4)
+    if spec.mode == "ragged":
+        begins = compat.vector(i32, compat.sym(name="b_plus_1"))
+        starts = compat.vector(i32, compat.sym(name="b_or_0"))
+        return fetch_ragged, {
+            **cache, "block_table": table, "cu_seqlens": begins, "seq_starts": starts, **flat
+        }  # fmt: skip
     outs = {name: compat.rows(dt, (b, max_len, d)) for name, d in widths.items()}
     lengths = compat.vector(i32, b)
     return fetch_pages, {**cache, "block_table": table, "cache_seqlens": lengths, **outs}

@@ -21,11 +21,11 @@ import torch
 from codegen import abi
 from dsl_kernels.dims import KV_LORA_RANK, PARTIAL_ROW, QK_ROPE_HEAD_DIM
 from dsl_kernels.spec import VariantSpec
-from snapmla import runtime
+from snapmla import layouts, runtime
 from snapmla.cache import PagedKVCache
 from snapmla.errors import VariantError
 from snapmla.quant import QuantizedQuery
-from snapmla.testing import metrics, partials, reference, rounding
+from snapmla.testing import fetched, metrics, partials, reference, rounding
 from snapmla.testing.plan_tables import PlanTables
 from snapmla.testing.reference_plan import Queries, plan_reference
 
@@ -480,34 +480,36 @@ def _check_quantize(spec: VariantSpec, kernel: runtime.Kernel) -> Result:
 
 
 def _check_fetch(spec: VariantSpec, kernel: runtime.Kernel) -> Result:
-    dtype, lengths = DTYPES[spec.in_dtype], (20, 0, 33)
-    cache, table, seqlens = filled_cache(lengths, 16)
-    flat = cache.content.view(-1, KV_LORA_RANK), cache.rope.view(-1, QK_ROPE_HEAD_DIM)
-    scale = cache.scale.view(-1)
-    if spec.mode == "indices":
-        used = torch.isfinite(scale).nonzero().flatten()
-        indices = used[torch.randperm(len(used))[:7]].int()
-        nope, rope = torch.full((8, 512), 7.0).to(dtype), torch.full((8, 64), 7.0).to(dtype)
-        rows = indices.long()
-        want_nope, want_rope = nope.clone(), rope.clone()
-        want_nope[:7], want_rope[:7] = rounding.dequantize_rows(
-            flat[0][rows], flat[1][rows], scale[rows], dtype
-        )
-        want_nope[7], want_rope[7] = 0.0, 0.0
-        indices = torch.cat([indices, torch.tensor([-1], dtype=torch.int32)])
-        kernel(cache.content_u8, cache.rope, cache.scale, indices, nope, rope)
-    else:
-        nope = torch.full((3, 40, KV_LORA_RANK), 7.0).to(dtype)
-        rope = torch.full((3, 40, QK_ROPE_HEAD_DIM), 7.0).to(dtype)
-        want_nope, want_rope = nope.clone(), rope.clone()
-        for i, n in enumerate(lengths):
-            t = torch.arange(n)
-            rows = table[i, t // 16].long() * 16 + t % 16
-            want_nope[i, :n], want_rope[i, :n] = rounding.dequantize_rows(
-                flat[0][rows], flat[1][rows], scale[rows], dtype
-            )
-        kernel(cache.content_u8, cache.rope, cache.scale, table, seqlens, nope, rope)
-    return _same_bits({"nope": (nope, want_nope), "rope": (rope, want_rope)})
+    """In every layout, where pages that nobody asks for are NaN; rows joint or apart."""
+    dtype, pairs = DTYPES[spec.in_dtype], {}
+    for layout in layouts.LAYOUTS:
+        cache, table, seqlens = filled_cache((20, 0, 33), 16, layout)
+        if spec.mode == "indices":
+            page, offset = torch.isfinite(cache.scale).nonzero().T
+            used = (page * 16 + offset)[torch.randperm(len(page))[:7]]
+            slots = torch.cat([used, torch.tensor([fetched.ZEROS] * 3)])
+            indices = slots.clone()
+            # outside of the pool; beyond 32 bits what would be a token, were it cut
+            indices[8:] = torch.tensor([cache.num_slots, 2**31 - 1])
+            if spec.index_dtype == "i64":
+                indices[8:] = torch.stack([used[0] + 2**32, used[1] - 2**32])
+            selector: tuple[torch.Tensor, ...] = (indices.to(INDEX[spec.index_dtype]),)
+        elif spec.mode == "ragged":
+            # a start in mid-page, a sequence without pages, one without rows, the end of a page
+            table = torch.cat([table, table[:1]])
+            begins, starts = (0, 17, 19, 19, 38), (3, 1, 5, 1)
+            cu_seqlens, seq_starts = (torch.tensor(v).int() for v in (begins, starts))
+            table[3], starts = table[2], None if layout == "paged" else seq_starts
+            selector = (table, cu_seqlens, torch.zeros(0).int() if starts is None else starts)
+            slots = fetched.packed_slots(table, cu_seqlens, starts, cache, 41)
+        else:
+            selector = (table, seqlens)
+            slots = fetched.padded_slots(table, seqlens, 16, 40)
+        got = fetched.outputs(tuple(slots.shape), dtype, 7.0, joint=layout == "row640")
+        kernel(cache.content_u8, cache.rope, cache.scale, *selector, *got)
+        want = fetched.rows_at(cache, slots, dtype, 7.0)
+        pairs[f"nope of {layout}"], pairs[f"rope of {layout}"] = zip(got, want, strict=True)
+    return _same_bits(pairs)
 
 
 def _same_bits(pairs: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> Result:

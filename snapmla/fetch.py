@@ -1,0 +1,254 @@
+"""``fetch_dequant``: reads tokens of the cache back, by sequence, by slot or as packed chunks."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from dsl_kernels.dims import KV_LORA_RANK, QK_ROPE_HEAD_DIM
+from dsl_kernels.spec import VariantSpec
+from snapmla import checks, runtime, tracing
+from snapmla.cache import PagedKVCache, expect_cache
+from snapmla.decode_plan import nothing
+from snapmla.quant import named
+
+MAX_FETCHED = 65535  # sequences of a block table with cache_seqlens: the kernel's grid.y
+MAX_TOTAL = 2**31 - 1  # rows of a packed result: the kernel's int32
+INDEX_NAMES = {torch.int32: "i32", torch.int64: "i64"}
+_OUT_NAMES = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
+Fetched = tuple[torch.Tensor, torch.Tensor]
+
+
+class Tokens(NamedTuple):
+    """Which tokens are wanted: arguments of ``fetch_dequant``, checked or not."""
+
+    where: torch.Tensor
+    cache_seqlens: torch.Tensor | None = None
+    cu_seqlens: torch.Tensor | None = None
+    seq_starts: torch.Tensor | None = None
+    total: Any = None  # an int, or a tracer's
+
+    @property
+    def mode(self) -> str:
+        """The kernel's: ``pages``, ``indices`` or ``ragged``."""
+        if self.cu_seqlens is not None:
+            return "ragged"
+        return "pages" if self.where.ndim == 2 else "indices"
+
+
+def fetch_dequant(
+    cache: PagedKVCache,
+    where: torch.Tensor,
+    cache_seqlens: torch.Tensor | None = None,
+    *,
+    cu_seqlens: torch.Tensor | None = None,
+    seq_starts: torch.Tensor | None = None,
+    total: int | None = None,
+    out: torch.Tensor | Fetched | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Fetched:
+    """Reads tokens back: c_kv = content * scale, k_rope = rope * scale (SnapMLA's fetch-dequant).
+
+    Three ways to say which.  ``where`` and ``cache_seqlens``: the first tokens of each sequence,
+    padded to one length.  ``where`` and ``cu_seqlens``: a chunk of each sequence, packed.  Flat
+    indices alone: any tokens.  Lengths stay on the device; nothing is waited for.
+
+    Args:
+        cache: the pages to read.
+        where: int32 block table (b, width), or int32 or int64 flat token indices (n,)
+            (``page * page_size + offset``); an index outside the pool gives zeros.
+        cache_seqlens: int32 (b,), tokens of each sequence of a block table.
+        cu_seqlens: packed chunks, int32 (b + 1,), instead of ``cache_seqlens``: rows
+            [cu_seqlens[r], cu_seqlens[r + 1]) of the result are sequence r's; none is fine.  The
+            host never reads it.  Where it does not ascend within 0..total it is undefined which
+            tokens, or zeros, the rows hold, and which of them are written.
+        seq_starts: beside ``cu_seqlens``, int32 (b,): row cu_seqlens[r] + t is cached token
+            seq_starts[r] + t of sequence r.  None: all 0.  A token outside the block table's width
+            and one whose page id is outside the pool give zeros, so table entries of all tokens
+            asked for must be right: there is no other bound.
+        total: room for packed chunks if ``out`` is None: rows of the result.
+        out: where to write, bfloat16, float16 or float32: a pair (c_kv, k_rope), or one joint
+            (..., 576) tensor; rows may be strided, 16-byte aligned.  With ``cache_seqlens`` its
+            second extent bounds the tokens fetched per sequence, and rows past a sequence's length
+            are left as they are; with ``cu_seqlens`` its first is the room, and rows from
+            cu_seqlens[b] on are left as they are.  None allocates: zeros for width * page_size
+            tokens per sequence or for ``total`` rows, or n rows.
+        dtype: of the result if ``out`` is None: bfloat16, float16 or float32.
+
+    Returns:
+        (c_kv, k_rope): (b, tokens, 512) and (b, tokens, 64) with ``cache_seqlens``, (total, 512)
+        and (total, 64) with ``cu_seqlens``, (n, 512) and (n, 64) for indices.
+
+    Raises:
+        TypeError, ValueError: naming the argument.
+
+    Source: SnapMLA paper, section 3.3.1 (fused fetch-dequant); packed chunks are what chunked
+    prefill in vLLM gathers (``gather_and_maybe_dequant_cache``).
+    """
+    expect_cache(cache)
+    tokens = Tokens(where, cache_seqlens, cu_seqlens, seq_starts, total)
+    if tracing.wanted(cache, *tokens[:4], *_parts(out)):
+        return _traced_fetch(cache, tokens, out, dtype)
+    return fetch_now(cache, tokens, out, dtype)
+
+
+def _parts(out: torch.Tensor | Fetched | None) -> Sequence[object]:
+    """The tensors of ``out``, checked or not."""
+    return out if isinstance(out, (tuple, list)) else (out,)
+
+
+def fetch_now(
+    cache: PagedKVCache, tokens: Tokens, out: torch.Tensor | Fetched | None, dtype: torch.dtype
+) -> Fetched:
+    """``fetch_dequant`` on tensors with memory, whoever traces."""
+    check_tokens(tokens, cache.device)
+    shape = rows(tokens, cache.page_size, given=out is not None)
+    c_kv, k_rope = _fetch_outputs(out, shape, tokens.mode, dtype, cache.device)
+    if out is not None:
+        read = {**named("cache", cache), **dict(zip(Tokens._fields[:4], tokens))}
+        first, second = ("out", "out") if isinstance(out, torch.Tensor) else ("out[0]", "out[1]")
+        checks.apart(first, c_kv, read)
+        checks.apart(second, k_rope, {**read, first: c_kv})
+    if c_kv.numel() == 0:
+        return c_kv, k_rope
+    where, mode, index = tokens.where, tokens.mode, torch.int32
+    selector: tuple[Any, ...] = (where,)
+    if mode == "pages":
+        selector = (where, tokens.cache_seqlens)
+    elif mode == "ragged":
+        starts = nothing(cache.device) if tokens.seq_starts is None else tokens.seq_starts
+        selector = (where, tokens.cu_seqlens, starts)
+    else:
+        index = where.dtype
+    kernel = _kernel(cache.device, c_kv.dtype, mode, index)
+    kernel(*cache.arguments, *selector, c_kv, k_rope)
+    return c_kv, k_rope
+
+
+@functools.lru_cache(maxsize=64)
+def _kernel(
+    device: torch.device, dtype: torch.dtype, mode: str, index: torch.dtype
+) -> runtime.Kernel:
+    spec = VariantSpec(
+        op="fetch_dequant", arch=runtime.arch_of(device), in_dtype=_OUT_NAMES[dtype], mode=mode,
+        index_dtype=INDEX_NAMES[index],
+    )  # fmt: skip
+    return runtime.kernel(spec, device.type)
+
+
+runtime.on_forget(_kernel.cache_clear)
+
+
+def check_tokens(tokens: Tokens, device: torch.device) -> None:
+    """Checks all of ``tokens`` but ``total``."""
+    where = tokens.where
+    if not isinstance(where, torch.Tensor) or where.ndim not in (1, 2):
+        got = tuple(where.shape) if isinstance(where, torch.Tensor) else type(where).__name__
+        checks.value_error("where", "a block table (b, width) or indices (n,)", got)
+    if where.ndim == 1:
+        checks.tensor("indices", where, tuple(INDEX_NAMES), ("n",), device)
+        checks.contiguous("indices", where)
+        _absent(tokens, ("cache_seqlens", "cu_seqlens", "seq_starts", "total"), "flat indices")
+        return
+    b = where.shape[0]
+    checks.block_table(where, b, device)
+    if tokens.cu_seqlens is not None:
+        _absent(tokens, ("cache_seqlens",), "cu_seqlens")
+        checks.vector("cu_seqlens", tokens.cu_seqlens, (b + 1,), device)
+        if tokens.seq_starts is not None:
+            checks.vector("seq_starts", tokens.seq_starts, (b,), device)
+        return
+    _absent(tokens, ("seq_starts", "total"), "cache_seqlens")
+    if b > MAX_FETCHED:
+        wanted = f"at most {MAX_FETCHED} sequences"
+        checks.value_error("where", wanted, b, "fetch them in several calls")
+    if tokens.cache_seqlens is None:
+        hint = "one length for each sequence of the batch, or cu_seqlens for packed chunks"
+        checks.value_error("cache_seqlens", "int32 (b,) beside a block table", None, hint)
+    checks.lengths(tokens.cache_seqlens, b, device)
+
+
+def _absent(tokens: Tokens, names: Sequence[str], beside: str) -> None:
+    """Checks that arguments of another way to name tokens are None."""
+    for name in names:
+        value = getattr(tokens, name)
+        if value is not None:
+            got = value if isinstance(value, int) else f"a {type(value).__name__}"
+            checks.value_error(name, f"None beside {beside}", got)
+
+
+def rows(tokens: Tokens, page_size: int, *, given: bool) -> tuple[Any, ...]:
+    """Extents of the result before its channels, of checked tokens; checks ``total``.
+
+    Args:
+        given: whether the caller gives the result's tensors, which then decide: ``"total"``.
+    """
+    where, total = tokens.where, tokens.total
+    if tokens.mode == "pages":
+        return where.shape[0], where.shape[1] * page_size
+    if tokens.mode == "indices":
+        return (where.shape[0],)
+    if given == (total is not None):
+        wanted, got = "one of total and out beside cu_seqlens", "both" if given else "neither"
+        hint = "out to write into, total for rows to allocate; lengths stay on the device"
+        checks.value_error("total", wanted, got, hint)
+    if given:
+        return ("total",)
+    if not isinstance(total, torch.SymInt):
+        checks.integer("total", total, 0, MAX_TOTAL)
+    return (total,)
+
+
+def _traced_fetch(
+    cache: PagedKVCache, tokens: Tokens, out: torch.Tensor | Fetched | None, dtype: torch.dtype
+) -> Fetched:
+    """``fetch_dequant`` as an operator, for tracers."""
+    common = (*cache.memory_now(), tokens.where, tokens.cache_seqlens)
+    chunks = {"cu_seqlens": tokens.cu_seqlens, "seq_starts": tokens.seq_starts}
+    if out is None:
+        return torch.ops.snapmla.fetch_dequant(*common, dtype, **chunks, total=tokens.total)
+    if tokens.total is not None:
+        rows(tokens, cache.page_size, given=True)  # the operator takes no total beside out
+    if isinstance(out, torch.Tensor):
+        out = out[..., :KV_LORA_RANK], out[..., KV_LORA_RANK:]
+    torch.ops.snapmla.fetch_dequant_out(*common, *out, **chunks)
+    return out
+
+
+def _fetch_outputs(
+    out: torch.Tensor | Fetched | None,
+    shape: tuple[Any, ...],
+    mode: str,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Fetched:
+    """The two tensors to write, allocated or checked."""
+    if out is None:
+        if dtype not in _OUT_NAMES:
+            names = " or ".join(checks.dtype_name(d) for d in _OUT_NAMES)
+            checks.type_error("dtype", names, dtype)
+        make = torch.empty if mode == "indices" else torch.zeros
+        return (
+            make((*shape, KV_LORA_RANK), dtype=dtype, device=device),
+            make((*shape, QK_ROPE_HEAD_DIM), dtype=dtype, device=device),
+        )
+    if mode == "pages":
+        shape = (shape[0], "tokens")
+    if isinstance(out, torch.Tensor):
+        width = KV_LORA_RANK + QK_ROPE_HEAD_DIM
+        checks.tensor("out", out, checks.FLOATS, (*shape, width), device)
+        c_kv, k_rope = out[..., :KV_LORA_RANK], out[..., KV_LORA_RANK:]
+    elif isinstance(out, (tuple, list)) and len(out) == 2:
+        c_kv, k_rope = out
+        checks.tensor("out[0]", c_kv, checks.FLOATS, (*shape, KV_LORA_RANK), device)
+        rope_shape = (*c_kv.shape[:-1], QK_ROPE_HEAD_DIM)
+        checks.tensor("out[1]", k_rope, (c_kv.dtype,), rope_shape, device)
+    else:
+        checks.type_error("out", "a (..., 576) tensor or a pair of tensors", type(out).__name__)
+    for part in (c_kv, k_rope):
+        checks.aligned_rows("out", part)
+        checks.distinct("out", part)
+    return c_kv, k_rope

@@ -1,0 +1,70 @@
+"""What ``fetch_dequant`` gives, by plain indexing: which slot each row is, and what lies there."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dsl_kernels.dims import KV_LORA_RANK, QK_ROPE_HEAD_DIM
+from snapmla.cache import PagedKVCache
+from snapmla.testing.rounding import dequantize_rows
+
+ZEROS, UNTOUCHED = -1, -2  # instead of a slot
+
+
+def padded_slots(block_table: Tensor, cache_seqlens: Tensor, page_size: int, tokens: int) -> Tensor:
+    """Slots (b, tokens) of the first tokens of each sequence; ``UNTOUCHED`` past its length.
+
+    Page ids of tokens within the lengths must be in the pool.
+    """
+    t = torch.arange(tokens, device=block_table.device)
+    inside = t < cache_seqlens[:, None]
+    index = (t // page_size).expand(inside.shape)
+    pages = torch.where(inside, block_table.long().gather(1, torch.where(inside, index, 0)), 0)
+    return torch.where(inside, pages * page_size + t % page_size, UNTOUCHED)
+
+
+def packed_slots(
+    block_table: Tensor, cu_seqlens: Tensor, seq_starts: Tensor | None, cache: PagedKVCache,
+    total: int,
+) -> Tensor:  # fmt: skip
+    """Slots (total,) of packed chunks: ``ZEROS`` for tokens outside the table and pages outside the
+    pool, ``UNTOUCHED`` for rows of no sequence."""
+    device, page_size = block_table.device, cache.page_size
+    slots = torch.full((total,), UNTOUCHED, dtype=torch.int64, device=device)
+    begins = cu_seqlens.tolist()
+    for i, (begin, end) in enumerate(zip(begins, begins[1:])):
+        first = 0 if seq_starts is None else int(seq_starts[i])
+        t = first + torch.arange(end - begin, device=device)
+        held = (t >= 0) & (t < block_table.shape[1] * page_size)
+        t = torch.where(held, t, 0)
+        page = block_table[i, t // page_size].long()
+        held &= (page >= 0) & (page < cache.num_pages)
+        slots[begin:end] = torch.where(held, page * page_size + t % page_size, ZEROS)
+    return slots
+
+
+def rows_at(
+    cache: PagedKVCache, slots: Tensor, dtype: torch.dtype, untouched: float
+) -> tuple[Tensor, Tensor]:
+    """(c_kv, k_rope) of slots of any shape; rows that nobody writes hold ``untouched``."""
+    known = slots.clamp(min=0)
+    at = known // cache.page_size, known % cache.page_size
+    content = cache.content_u8[at].view(cache.content.dtype)
+    results = dequantize_rows(content, cache.rope[at], cache.scale[at], dtype)
+    for rows in results:
+        rows[slots == ZEROS] = 0.0
+        rows[slots == UNTOUCHED] = untouched
+    return results
+
+
+def outputs(
+    shape: tuple[int, ...], dtype: torch.dtype, untouched: float, *, joint: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Tensors to fetch into, full of ``untouched``; ``joint``: slices of one (..., 576) tensor."""
+    widths = KV_LORA_RANK, QK_ROPE_HEAD_DIM
+    if joint:
+        both = torch.full((*shape, sum(widths)), untouched, dtype=dtype)
+        return both[..., :KV_LORA_RANK], both[..., KV_LORA_RANK:]
+    first, second = (torch.full((*shape, n), untouched, dtype=dtype) for n in widths)
+    return first, second
