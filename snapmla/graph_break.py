@@ -12,7 +12,7 @@ _Result = TypeVar("_Result")
 
 
 @torch.compiler.disable(
-    reason="call snapmla.plan_decode, or PlanCache.get, outside of the compiled function, once; in "
+    reason="call snapmla.plan_decode outside of the compiled function (or PlanCache.get), once; in "
     "it plan.update_ and snapmla.decode with that plan are operators"
 )
 def call(function: Callable[..., _Result], *arguments: Any, **options: Any) -> _Result:

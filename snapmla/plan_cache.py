@@ -49,10 +49,11 @@ class PlanCache:
     are given up, the longest unused first, when there are more than ``capacity``.  Keep the cache
     as long as the graphs.
 
-    Memory: all plans share one workspace, sized for the largest.  Without ``fixed_split_tokens``
-    the batch does not matter to it.  A plan that needs more brings a new one, at least twice as
-    large; older plans stay on theirs, so those together take at most four times what the largest
-    needs, and with the largest shape first there is one.
+    Memory: all plans share one workspace, which grows with the batch only if there are
+    ``fixed_split_tokens``.  A plan that needs more than there is brings a new one, at least twice
+    as large; older plans stay on theirs.  So all together take at most four times what the largest
+    plan needs; with the largest shape first there is one.  A plan that is given up leaves its
+    tables to the stream on which it was made, as every tensor of torch does.
 
     Threads: calls may come from any; two that ask for one shape get one plan.  What runs on the
     plans is the caller's to order: updates and decodes of one cache belong to one stream, or to
