@@ -425,6 +425,7 @@ def main(names: list[str]) -> None:
     with (
         mock.patch.object(torch, "empty", without_pinning(torch.empty)),
         mock.patch.object(torch, "zeros", without_pinning(torch.zeros)),
+        mock.patch.object(torch, "tensor", without_pinning(torch.tensor)),
         mock.patch.object(mla, "get_mla_prefill_backend", lambda *_: plain),
         mock.patch.object(mla, "merge_attn_states", merged),
         SETTINGS,
