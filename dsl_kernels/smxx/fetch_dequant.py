@@ -311,7 +311,7 @@ def _request_of(cu_seqlens: cute.Tensor, row: Int32, lane: Int32) -> Int32:
     group, turn = lane // SEARCHERS, lane % SEARCHERS
     begun, left = Int32(0), last + 1  # entries known to be at most ``row``; not known of
     while left > 0:
-        step = (left + SEARCHERS) // (SEARCHERS + 1)
+        step = left // (SEARCHERS + 1) + 1  # ranges of step - 1 entries between the probes
         probe = begun + (turn + 1) * step - 1
         entry = cu_seqlens[cutlass.min(probe, last)]
         votes = Uint32(cute.arch.vote_ballot_sync(Boolean(probe <= last) & Boolean(entry <= row)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -33,7 +35,7 @@ def packed_slots(
     device, page_size = block_table.device, cache.page_size
     slots = torch.full((total,), UNTOUCHED, dtype=torch.int64, device=device)
     begins = cu_seqlens.tolist()
-    for i, (begin, end) in enumerate(zip(begins, begins[1:])):
+    for i, (begin, end) in enumerate(itertools.pairwise(begins)):
         first = 0 if seq_starts is None else int(seq_starts[i])
         t = first + torch.arange(end - begin, device=device)
         held = (t >= 0) & (t < block_table.shape[1] * page_size)
