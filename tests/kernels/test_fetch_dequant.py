@@ -108,7 +108,8 @@ def test_fetch_ragged(target: str, dtype: str, layout: str, page_size: int, slic
     table[2, 1], table[3, 0], table[3, 1] = -1, pages, 2147480000
     end = width * page_size
     chunks = [(0, 0), (5, 7), (page_size - 1, 3), (page_size - 2, page_size - 1), (0, 0),
-              (1, end - 1), (3, end - 2), (2, 2**31 - 1), (2, -(2**31)), (0, 3), (6, -3)]  # fmt: skip
+              (1, end - 1), (3, end - 2), (2, 2**31 - 1), (2, -(2**31)), (0, 3),
+              (6, -3)]  # fmt: skip
     begins = packed([n for n, _ in chunks])
     starts = torch.tensor([start for _, start in chunks], dtype=torch.int32)
     # of whole pages only those are read that hold a token
