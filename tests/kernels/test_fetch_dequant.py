@@ -156,7 +156,7 @@ def fetch_chunks(
 )
 @example([3], 0, 0, None)
 @example([1] * 8, 90, 0, None)
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_any_lengths(head: list[int], empty: int, behind: int, data: st.DataObject | None) -> None:
     """Up to 188 sequences, most of them empty: searches of one, two and three rounds."""
     lengths = [*[0] * empty, *head, *[0] * behind]
@@ -176,7 +176,7 @@ EDGES = st.one_of(st.integers(-3, 20), st.sampled_from([2**31 - 1, -(2**31), 2**
 @given(st.lists(EDGES, min_size=2, max_size=30), EDGES)
 @example([0, 2**31 - 1, -(2**31), 5], 2**31 - 1)
 @example([-(2**31), 5, 5], -(2**31))
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_begins_that_do_not_ascend(begins: list[int], start: int) -> None:
     """Nothing is written or read out of bounds; a row is a token's, zeros, or as it was."""
     cache, _ = small_pool()

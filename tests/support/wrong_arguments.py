@@ -400,7 +400,7 @@ WRONG: dict[str, list[Row]] = {
         ("where", torch.zeros((B, WIDTH), dtype=I64), TypeError, "block_table: .*int64",
          "use .to(torch.int32) once when you build"),
         ("where", torch.zeros((1, B, WIDTH), dtype=I32), ValueError, "where: expected a bl",
-         "a 2-D block table with cache_seqlens, or"),
+         "a 2-D block table with cache_seqlens or cu_seqlens"),
         ("where", torch.zeros((65536, 1), dtype=I32), ValueError,
          "where: expected at most 65535 sequences, got 65536", "fetch them in several calls"),
         ("where", torch.zeros((B, 0), dtype=I32), ValueError,
