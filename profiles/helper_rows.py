@@ -27,6 +27,7 @@ PAGE = 64
 GATE_EXACT = 1e-3
 CHECKED_TOKENS = 8192
 CHECKED_BATCH = 64  # sequences of a merge
+RAGGED = (37, 5)  # of packed chunks: first token, and how far lengths are from their mean
 
 
 @dataclass
@@ -149,8 +150,11 @@ def _fetch(shape: HelperShape, buffers: int, device: torch.device) -> Helper:
     import snapmla
 
     n, b = shape.tokens, shape.batch
-    each = n // b
-    pages = -(-each // PAGE) * b
+    each, ragged = n // b, shape.mode == "ragged"
+    start, uneven = RAGGED if ragged else (0, 0)
+    # one request longer, the next shorter by as much
+    counts = [each + (uneven if i % 2 else -uneven) * (i < b // 2 * 2) for i in range(b)]
+    pages = -(-(start + each + uneven) // PAGE) * b
     pool = SnapPool(pages * PAGE * buffers, device)
     latents = Latents(seed=9)
     for i in range(buffers):
@@ -160,9 +164,15 @@ def _fetch(shape: HelperShape, buffers: int, device: torch.device) -> Helper:
         torch.randperm(pages, generator=rng, device=device) + i * pages for i in range(buffers)
     ]
     tables = [o.int().view(b, -1) for o in order]
-    lengths = torch.full((b,), each, dtype=torch.int32, device=device)
+    lengths = torch.tensor(counts, dtype=torch.int32, device=device)
+    begins = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    starts = torch.full_like(lengths, start)
     within = torch.arange(PAGE, device=device)
-    ids = [(o[:, None] * PAGE + within).view(b, -1)[:, :each].reshape(-1) for o in order]
+    slots = [(o[:, None] * PAGE + within).view(b, -1) for o in order]
+    ids = [
+        torch.cat([row[start : start + count] for row, count in zip(s, counts, strict=True)])
+        for s in slots
+    ]
     indices = [i.int() for i in ids]
     extents = (b, each) if shape.mode == "pages" else (n,)
     out = [
@@ -174,6 +184,10 @@ def _fetch(shape: HelperShape, buffers: int, device: torch.device) -> Helper:
         pair = (out[i][..., :CONTENT_DIM], out[i][..., CONTENT_DIM:])
         if shape.mode == "pages":
             return lambda: snapmla.fetch_dequant(pool.cache, tables[i], lengths, out=pair)
+        if ragged:
+            return lambda: snapmla.fetch_dequant(
+                pool.cache, tables[i], cu_seqlens=begins, seq_starts=starts, out=pair
+            )
         return lambda: snapmla.fetch_dequant(pool.cache, indices[i], out=pair)
 
     def check() -> Check:

@@ -307,9 +307,11 @@ class Values(dict[str, Any]):
             "slot_mapping": lambda: scattered(n, self.pages * page).to(
                 INDEX[self.axes.index_dtype]
             ),
-            "indices": lambda: scattered(n, self.pages * page).int(),
+            "indices": lambda: scattered(n, self.pages * page).to(INDEX[self.axes.index_dtype]),
             "block_table": lambda: scattered(self.pages, self.pages).int().view(-1, self.width),
             "cache_seqlens": lambda: self._i32([self.sizes.tokens] * self.sizes.batch),
+            "cu_seqlens": lambda: self._i32(range(0, n + 1, self.sizes.tokens)),
+            "seq_starts": lambda: self._i32([]),
         }
 
     def _plan(self) -> dict[str, Maker]:

@@ -95,8 +95,9 @@ class HelperShape:
         op: ``append_kv``, ``quantize_q``, ``fetch_dequant``, ``merge_states`` or ``plan_decode``.
         tokens: tokens appended or fetched, parts merged; 0 for the others.
         batch, num_heads, s_q: shape of the queries (quantize_q, merge_states, plan_decode);
-            fetch_dequant by pages splits ``tokens`` evenly over ``batch`` requests.
-        mode: ``token_head``/``token`` (quantize_q), ``pages``/``indices`` (fetch_dequant),
+            fetch_dequant by pages or ragged splits ``tokens`` over ``batch`` requests.
+        mode: ``token_head``/``token`` (quantize_q), ``pages``/``indices``/``ragged``
+            (fetch_dequant; ``ragged``: chunks that begin in mid-page, in uneven lengths),
             ``pair``/``list``/``stack`` (merge_states), of bfloat16 or with ``_f32``.
     """
 
@@ -138,7 +139,7 @@ Shape = DecodeShape | HelperShape
 HELPER_MODES = {
     "append_kv": ("",),
     "quantize_q": ("token_head", "token"),
-    "fetch_dequant": ("pages", "indices"),
+    "fetch_dequant": ("pages", "indices", "ragged"),
     "merge_states": ("pair", "list", "stack", "pair_f32", "list_f32", "stack_f32"),
     "plan_decode": ("",),
 }
@@ -200,6 +201,8 @@ def _helpers() -> list[Shape]:
         HelperShape("quantize_q", batch=128, num_heads=128, mode="token"),
         HelperShape("fetch_dequant", tokens=131072, batch=8, mode="pages"),
         HelperShape("fetch_dequant", tokens=131072, mode="indices"),
+        HelperShape("fetch_dequant", tokens=131072, batch=8, mode="ragged"),
+        HelperShape("fetch_dequant", tokens=131072, batch=256, mode="ragged"),
         HelperShape("merge_states", tokens=2, batch=32, num_heads=128, mode="pair"),
         HelperShape("merge_states", tokens=2, batch=1024, num_heads=128, mode="pair"),
         HelperShape("merge_states", tokens=2, batch=1024, num_heads=128, mode="pair_f32"),

@@ -465,12 +465,21 @@ def _fetch(case: KernelCase, device: Device) -> Result:
         lengths = np.array([page_size * 2 + 7, page_size, 0], np.int32)
         lead = (3, page_size * 2 + 9)
         selector = {"block_table": table, "cache_seqlens": lengths}
+    elif spec.mode == "ragged":
+        table = np.array([[3, 1, 5], [0, 2**31 - 9, -1], [4, 2, 0]], np.int32)
+        begins = np.array([0, page_size + 9, page_size + 9, 2 * page_size + 30], np.int32)
+        starts = np.array([page_size - 3, 5, 2 * page_size - 11], np.int32)
+        selector = {"block_table": table, "cu_seqlens": begins, "seq_starts": starts}
+        lead = (2 * page_size + 37, 1)
     else:
-        index = bits.below(tokens, (90,)).astype(np.int32)
+        width = {"i32": np.int32, "i64": np.int64}[spec.index_dtype]
+        index = bits.below(tokens, (90,)).astype(width)
         index[7], index[11], index[40] = -1, tokens, 2**31 - 1
+        if spec.index_dtype == "i64":
+            index[50], index[51] = 2**32 + 1, 1 - 2**32
         selector, lead = {"indices": index}, (90, 1)
     both = torch.full((*lead, D_V + D_ROPE), 7.0, dtype=out_dtype, device=dev)
-    if spec.mode == "indices":
+    if spec.mode != "pages":
         both = both[:, 0]
     nope, r = both[..., :D_V], both[..., D_V:]
     if case.index % 2 == 0:

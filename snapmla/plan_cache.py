@@ -65,7 +65,7 @@ class PlanCache:
 
     Args:
         num_heads: 1 to 128.
-        page_size: of the KV cache: 16, 32, 64 or 128.
+        page_size: of the KV cache, in tokens.
         device: of all tensors; ``cpu`` is the software GPU.
         capacity: plans that are kept without being pinned, 1 or more.
         causal, num_parts, pipeline, row_tile, row_blocks, fixed_overhead, fixed_split_tokens,

@@ -286,18 +286,19 @@ def _ragged(
         if mine >= out_nope.shape[0]:
             page = Int32(NO_ROW)
         if cute.arch.vote_any_sync(page != NO_ROW):
-            pages, loaded = [], []
+            loaded = []
             for i in cutlass.range_constexpr(TOKENS):
-                pages.append(cute.arch.shuffle_sync(page, i * SEARCHERS))
-                at = cute.arch.shuffle_sync(offset, i * SEARCHERS)
                 # zeros read page 0, which exists
-                real = cutlass.max(pages[i], 0)
+                real = cutlass.max(cute.arch.shuffle_sync(page, i * SEARCHERS), 0)
+                at = cute.arch.shuffle_sync(offset, i * SEARCHERS)
                 loaded.append(_load_at((content, rope, scale), real, at, lane, dt))
             to = _output_pointers(out_nope, out_rope, first, lane)
             for i in cutlass.range_constexpr(TOKENS):
-                if pages[i] != NO_ROW:
+                # again: a page id of each row, kept, would be registers that fp32 rows lack
+                found = cute.arch.shuffle_sync(page, i * SEARCHERS)
+                if found != NO_ROW:
                     row = (to[0] + i * out_nope.stride[0], to[1] + i * out_rope.stride[0])
-                    _store_token(loaded[i][0], loaded[i][1], row, dt, pages[i] >= 0)
+                    _store_token(loaded[i][0], loaded[i][1], row, dt, found >= 0)
 
 
 @cute.jit
@@ -311,7 +312,7 @@ def _request_of(cu_seqlens: cute.Tensor, row: Int32, lane: Int32) -> Int32:
     group, turn = lane // SEARCHERS, lane % SEARCHERS
     begun, left = Int32(0), last + 1  # entries known to be at most ``row``; not known of
     while left > 0:
-        step = (left + SEARCHERS) // (SEARCHERS + 1)
+        step = left // (SEARCHERS + 1) + 1  # ranges of step - 1 entries between the probes
         probe = begun + (turn + 1) * step - 1
         entry = cu_seqlens[cutlass.min(probe, last)]
         votes = Uint32(cute.arch.vote_ballot_sync(Boolean(probe <= last) & Boolean(entry <= row)))

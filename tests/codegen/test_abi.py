@@ -192,9 +192,17 @@ def test_fetch(calls: Calls) -> None:
     c_kv, k_rope = snapmla.fetch_dequant(cache, table, lengths)
     where = {"block_table": table, "cache_seqlens": lengths}
     check(calls, "fetch_dequant", **planes, **where, out_nope=c_kv, out_rope=k_rope)
-    indices = torch.zeros(5, **INTS)
-    c_kv, k_rope = snapmla.fetch_dequant(cache, indices)
-    check(calls, "fetch_dequant", **planes, indices=indices, out_nope=c_kv, out_rope=k_rope)
+    for dtype in (torch.int32, torch.int64):
+        indices = torch.zeros(5, dtype=dtype)
+        c_kv, k_rope = snapmla.fetch_dequant(cache, indices)
+        check(calls, "fetch_dequant", **planes, indices=indices, out_nope=c_kv, out_rope=k_rope)
+    begins, starts = torch.arange(B + 1, **INTS), torch.ones(B, **INTS)
+    for given, passed in ((starts, starts), (None, torch.zeros(0, **INTS))):
+        c_kv, k_rope = snapmla.fetch_dequant(
+            cache, table, cu_seqlens=begins, seq_starts=given, total=4
+        )
+        where = {"block_table": table, "cu_seqlens": begins, "seq_starts": passed}
+        check(calls, "fetch_dequant", **planes, **where, out_nope=c_kv, out_rope=k_rope)
 
 
 @needs_compiler

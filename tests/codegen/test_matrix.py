@@ -43,7 +43,7 @@ def test_decode_axes_are_complete(arch: str) -> None:
 
 def test_helper_axes_are_complete() -> None:
     helpers = [s for s in matrix.points("sm_100a") if s.op != "decode"]
-    assert len(helpers) == 1 + 2 + 2 * 2 * 3 + 3 * (2 + 2 + 2)
+    assert len(helpers) == 1 + 2 + 2 * 2 * 3 + 3 * (2 + 2 + 4)
 
 
 @pytest.mark.skipif(not toolchain.have_compiler(), reason="feasible() imports the compiler")

@@ -299,7 +299,7 @@ def quant(run: Run) -> None:
 def quant_figures(
     device: torch.device, dtype: torch.dtype, layout: str, page_size: int, n: int, wide: bool
 ) -> dict[str, float]:
-    """Differing elements of append_kv, quantize_q (both modes) and fetch_dequant (both modes)."""
+    """Differing elements of append_kv, quantize_q and fetch_dequant, each in all its modes."""
     c, rope = special_rows(n, dtype, device)
     pages = -(-n // page_size) + 3
     slots = torch.randperm(pages * page_size, device=device)[:n]
@@ -316,7 +316,7 @@ def quant_figures(
     return {
         "append_kv": float(sum(_differing(a, e) for a, e in zip(pool, want, strict=True))),
         **query_figures(c[: 8 * (n // 8)], rope[: 8 * (n // 8)]),
-        **fetch_figures(cache, want, slots.int(), dtype),
+        **fetch_figures(cache, want, slots if wide else slots.int(), dtype),
     }
 
 
@@ -336,7 +336,8 @@ def fetch_figures(
     dtype: torch.dtype,
 ) -> dict[str, float]:  # fmt: skip
     size, device = cache.page_size, cache.device
-    indices = torch.cat((slots, slots.new_tensor([-1, 2**31 - 1])))
+    absurd = [-1, 2**31 - 1] if slots.dtype == torch.int32 else [2**32, -(2**32)]
+    indices = torch.cat((slots, slots.new_tensor(absurd)))
     fetched = snapmla.fetch_dequant(cache, indices, dtype=dtype)
     valid = (indices >= 0) & (indices < cache.num_slots)
     figures = {"fetch indices": _fetch_differences(fetched, pool, indices, valid, size)}
@@ -348,7 +349,24 @@ def fetch_figures(
     figures["fetch pages"] = _fetch_differences(
         (c_kv[0], k_rope[0]), pool, flat, position < length, size
     )
+    figures["fetch ragged"] = _ragged_differences(cache, pool, table, flat, dtype)
     return figures
+
+
+def _ragged_differences(
+    cache: snapmla.PagedKVCache, pool: tuple[Tensor, Tensor, Tensor], table: Tensor, flat: Tensor,
+    dtype: torch.dtype,
+) -> float:  # fmt: skip
+    """Differing elements of packed chunks: ``flat`` cut at odd places, and 9 tokens past its end."""
+    tokens, device = cache.num_slots, cache.device
+    cuts = [0, 0, 3, tokens // 3 + 1, tokens // 3 + 1, tokens - 7, tokens + 9]
+    begins = torch.tensor(cuts, dtype=torch.int32, device=device)
+    fetched = snapmla.fetch_dequant(
+        cache, table.expand(len(cuts) - 1, -1), cu_seqlens=begins, seq_starts=begins[:-1],
+        total=tokens + 20, dtype=dtype,
+    )  # fmt: skip
+    valid = torch.arange(tokens + 20, device=device) < tokens
+    return _fetch_differences(fetched, pool, torch.cat((flat, flat[:20])), valid, cache.page_size)
 
 
 def _fetch_differences(

@@ -1,4 +1,4 @@
-"""``append_kv``, ``quantize_q``, ``fetch_dequant`` and ``QuantizedQuery``."""
+"""``append_kv``, ``quantize_q`` and ``QuantizedQuery``."""
 
 from __future__ import annotations
 
@@ -14,27 +14,6 @@ from snapmla.testing import selfcheck
 from tests.support.bits import same_bits
 from tests.support.copies import COPIES
 from tests.support.needs import needs_compiler
-from tests.support.steps import make_step
-
-
-@needs_compiler
-def test_append_then_fetch() -> None:
-    step = make_step((33, 0, 64), 4, 1, page_size=16, layout="paged")
-    c_kv, k_rope = snapmla.fetch_dequant(step.cache, step.block_table, step.cache_seqlens)
-    assert tuple(c_kv.shape) == (3, step.block_table.shape[1] * 16, 512)
-    for i, n in enumerate((33, 0, 64)):
-        t = torch.arange(n)
-        page = step.block_table[i, t // 16].long()
-        want = reference.dequantize_rows(
-            step.cache.content[page, t % 16], step.cache.rope[page, t % 16],
-            step.cache.scale[page, t % 16],
-        )  # fmt: skip
-        assert torch.equal(c_kv[i, :n], want[0]) and torch.equal(k_rope[i, :n], want[1])
-        assert (c_kv[i, n:] == 0).all() and (k_rope[i, n:] == 0).all()
-    indices = (step.block_table[2, :1] * 16 + 5).int()
-    joint = torch.zeros(1, 576, dtype=torch.bfloat16)
-    flat, _ = snapmla.fetch_dequant(step.cache, indices, out=joint)
-    assert torch.equal(flat[0], c_kv[2, 5]) and torch.equal(joint[0, 512:], k_rope[2, 5])
 
 
 @needs_compiler

@@ -116,7 +116,9 @@ def test_compiled_update_out_and_fetch() -> None:
             lse_base="2",
         )  # fmt: skip
         c, r = snapmla.fetch_dequant(layer.cache, layer.table, lengths)
-        return lse, c[0, :60], r[0, :60]
+        begins = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+        packed, _ = snapmla.fetch_dequant(layer.cache, layer.table, cu_seqlens=begins, total=250)
+        return lse, c[0, :60], r[0, :60], packed
 
     lengths = torch.tensor([60, 190], dtype=torch.int32)
     out, want_out = (torch.zeros(2, 1, HEADS, 512) for _ in range(2))

@@ -132,6 +132,12 @@ def slots(seed: int) -> torch.Tensor:
     return torch.arange(seed, seed + ROWS, dtype=torch.int32)
 
 
+def chunks(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(cu_seqlens, seq_starts) of two sequences, and room for a row more."""
+    made = [0, seed, 5], [seed, 3]
+    return torch.tensor(made[0], dtype=torch.int32), torch.tensor(made[1], dtype=torch.int32)
+
+
 def pool() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """A flat pool as the names take it: latent, RoPE, scale."""
     made = cache("split")
@@ -225,6 +231,23 @@ OPERATIONS = {
         lambda c, where: snapmla.fetch_dequant(c, where),
         lambda s: (cache("paged"), slots(s)),
         ("fetch_dequant",),
+    ),
+    "fetch_dequant wide indices": Operation(
+        lambda c, where: snapmla.fetch_dequant(c, where),
+        lambda s: (cache("split"), slots(s).long()),
+        ("fetch_dequant",),
+    ),
+    "fetch_dequant chunks": Operation(
+        lambda c, where, begins: snapmla.fetch_dequant(c, where, cu_seqlens=begins, total=7),
+        lambda s: (cache("split"), table(s), chunks(s)[0]),
+        ("fetch_dequant",),
+    ),
+    "fetch_dequant chunks out": Operation(
+        lambda c, where, begins, starts, out: snapmla.fetch_dequant(
+            c, where, cu_seqlens=begins, seq_starts=starts, out=out
+        ),
+        lambda s: (cache("paged"), table(s), *chunks(s), torch.zeros(7, 576)),
+        ("fetch_dequant_out",),
     ),
     "fetch_dequant out": Operation(
         lambda c, where, out: snapmla.fetch_dequant(c, where, out=out),

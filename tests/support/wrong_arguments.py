@@ -99,6 +99,16 @@ def fetch_arguments() -> dict[str, Any]:
     }
 
 
+def chunk_arguments() -> dict[str, Any]:
+    return {
+        "cache": PagedKVCache.allocate(PAGES, P, device="cpu"),
+        "where": torch.zeros((B, WIDTH), dtype=I32),
+        "cu_seqlens": torch.arange(B + 1, dtype=I32),
+        "seq_starts": torch.zeros(B, dtype=I32),
+        "out": torch.zeros((5, 576), dtype=BF16),
+    }
+
+
 def cache_arguments() -> dict[str, Any]:
     return {
         "content": torch.zeros((PAGES, P, 512), dtype=torch.uint8),
@@ -394,7 +404,7 @@ WRONG: dict[str, list[Row]] = {
         ("where", torch.zeros((B, WIDTH), dtype=I64), TypeError, "block_table: .*int64",
          "use .to(torch.int32) once when you build"),
         ("where", torch.zeros((1, B, WIDTH), dtype=I32), ValueError, "where: expected a bl",
-         "a 2-D block table with cache_seqlens, or"),
+         "a 2-D block table with cache_seqlens or cu_seqlens"),
         ("where", torch.zeros((65536, 1), dtype=I32), ValueError,
          "where: expected at most 65535 sequences, got 65536", "fetch them in several calls"),
         ("where", torch.zeros((B, 0), dtype=I32), ValueError,
@@ -412,6 +422,42 @@ WRONG: dict[str, list[Row]] = {
          "leave it out to have it allocated"),
         ("dtype", torch.float64, TypeError, "dtype: expected bfloat16",
          "convert the result afterwards"),
+        ("seq_starts", torch.zeros(B, dtype=I32), ValueError,
+         "seq_starts: expected None beside cache_seqlens, got a Tensor", "beside cu_seqlens"),
+        ("total", 5, ValueError, "total: expected None beside cache_seqlens, got 5", "beside cu_seqlens"),
+        ("where", torch.zeros(5, dtype=I64), ValueError,
+         "cache_seqlens: expected None beside flat indices, got a Tensor", "one length for each"),
+        ("where", torch.zeros(5, dtype=torch.int16), TypeError,
+         "indices: expected dtype int32 or int64, got int16", "use .to(torch.int32) once when you build"),
+    ],
+    "fetch_dequant_chunks": [
+        ("where", torch.zeros(5, dtype=I32), ValueError,
+         "cu_seqlens: expected None beside flat indices, got a Tensor", "where each sequence's rows begin"),
+        ("where", torch.zeros((B, 0), dtype=I32), ValueError,
+         "block_table: expected a width of 1", "give even empty sequences one column"),
+        ("cu_seqlens", lambda t: t[1:], ValueError, r"cu_seqlens: expected shape \(3,\), got \(2,\)",
+         "and the end of the last"),
+        ("cu_seqlens", lambda t: t.long(), TypeError, "cu_seqlens: expected dtype int32, got int64",
+         "use .to(torch.int32) once when you build"),
+        ("cu_seqlens", lambda t: t.repeat_interleave(2)[::2], ValueError,
+         "cu_seqlens: expected a contiguous tensor", "call .contiguous() once when you build"),
+        ("cu_seqlens", [0, 1, 2], TypeError, "cu_seqlens: expected a torch.Tensor, got list", "torch.as_tensor"),
+        ("cu_seqlens", None, ValueError, "seq_starts: expected None beside cache_seqlens, got a Tensor",
+         "beside cu_seqlens"),
+        ("seq_starts", lambda t: t[:1], ValueError, r"seq_starts: expected shape \(2,\), got \(1,\)",
+         "the first cached token wanted"),
+        ("seq_starts", lambda t: t.to("meta"), ValueError, "seq_starts: expected a tensor on cpu, got meta",
+         "move it with .to('cpu')"),
+        ("cache_seqlens", torch.ones(B, dtype=I32), ValueError,
+         "cache_seqlens: expected None beside cu_seqlens, got a Tensor", "one length for each"),
+        ("out", None, ValueError, "total: expected one of total and out beside cu_seqlens, got neither",
+         "total for rows to allocate"),
+        ("total", 5, ValueError, "total: expected one of total and out beside cu_seqlens, got both",
+         "out to write into"),
+        ("out", torch.zeros((B, 5, 576), dtype=BF16), ValueError,
+         r"out: expected shape \(total, 576\), got \(2, 5, 576\)", "leave it out to have it allocated"),
+        ("out", (torch.zeros((5, 512), dtype=BF16), torch.zeros((4, 64), dtype=BF16)), ValueError,
+         r"out\[1\]: expected shape \(5, 64\), got \(4, 64\)", "leave out= away"),
     ],
     "merge_state": [
         ("out_a", [0.0], TypeError, "out_a: expected a torch.Tensor, got list", "torch.as_tensor"),
@@ -773,8 +819,8 @@ WRONG: dict[str, list[Row]] = {
          r"k_rope: expected shape \(slots, 1, 64\)", "the order is k_lora, k_rope, k_scale"),
         ("out", torch.zeros((5, 1, 576)), TypeError,
          "out: expected a pair of tensors, got Tensor", "leave it out to have it allocated"),
-        ("indices", torch.zeros(5, dtype=I64), TypeError,
-         "indices: expected dtype int32, got int64", "not on every call"),
+        ("indices", torch.zeros(5, dtype=torch.int16), TypeError,
+         "indices: expected dtype int32 or int64, got int16", "not on every call"),
     ],
 }  # fmt: skip
 RIGHT: dict[str, Callable[[], dict[str, Any]]] = {
@@ -782,6 +828,7 @@ RIGHT: dict[str, Callable[[], dict[str, Any]]] = {
     "append_kv": append_arguments,
     "quantize_q": quantize_arguments,
     "fetch_dequant": fetch_arguments,
+    "fetch_dequant_chunks": chunk_arguments,
     "merge_state": merge_arguments,
     "merge_states": merge_list_arguments,
     "from_tensors": cache_arguments,
@@ -811,6 +858,7 @@ METHODS: dict[str, Callable[..., Any]] = {
     "from_tensors": PagedKVCache.from_tensors,
     "allocate": PagedKVCache.allocate,
     "query": QuantizedQuery,
+    "fetch_dequant_chunks": snapmla.fetch_dequant,
     "update_": lambda **arguments: plan().update_(**arguments),
     "with_workspace": lambda **arguments: plan().with_workspace(**arguments),
     "PlanCache.get": lambda **arguments: plan_cache().get(**arguments),
