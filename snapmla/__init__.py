@@ -22,6 +22,7 @@ from snapmla.errors import SnapMLAError, UnsupportedDeviceError, VariantError
 from snapmla.merge import merge_state, merge_states
 from snapmla.plan import plan_decode
 from snapmla.quant import QuantizedQuery, append_kv, fetch_dequant, quantize_q
+from snapmla.rope import rope_append_kv, rope_quantize_q
 
 __all__ = [
     "DecodePlan",
@@ -39,6 +40,8 @@ __all__ = [
     "merge_states",
     "plan_decode",
     "quantize_q",
+    "rope_append_kv",
+    "rope_quantize_q",
 ]
 
 if _env.PROFILE_NAMES.enabled():
