@@ -156,7 +156,7 @@ def launch_append(
     norm_weight: torch.Tensor | None,
     norm_eps: float,
 ) -> None:
-    """The launch of ``rope_append_kv`` on checked arguments; cache = (content bytes, rope, scale)."""
+    """The launch of ``rope_append_kv`` on checked arguments; cache = (bytes, rope, scale)."""
     if c_kv.shape[0] == 0:
         return
     kernel = _kernel(

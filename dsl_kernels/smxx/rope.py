@@ -9,8 +9,8 @@ launches.  All functions are plain Python: they unroll at trace time.
 
 fp32 throughout; ``dt`` rounds to the input's dtype.  Each product of RoPE is rounded before the
 difference: no FMA.  Square root and reciprocal are IEEE's.  The order of the sum of squares is part
-of the definition (``snapmla.testing.rope`` has it in torch): a lane adds its channels of one 16-byte
-load in memory order, then its loads, then lanes l and l ^ 16, l ^ 8, ... l ^ 1.
+of the definition (``snapmla.testing.rope`` has it in torch): a lane adds its channels of one
+16-byte load in memory order, then its loads, then lanes l and l ^ 16, l ^ 8, ... l ^ 1.
 
 A pair (a, b) of RoPE channels is (2 i, 2 i + 1) of style ``interleaved``, which is one lane's, or
 (i, i + 32) of style ``neox``, which lanes l and l ^ 16 share.  cos and sin of pair i are columns i
