@@ -1,8 +1,9 @@
 """RMS norm and rotary embedding as the fused kernels round them, in plain torch.
 
 What ``snapmla.rope_append_kv`` and ``rope_quantize_q`` do is these, then ``quantize_rows``, bit for
-bit, on CPU and on CUDA tensors: no operation here is one of which torch's devices round
-differently (a square root and a quotient, where ``torch.rsqrt`` would be an approximation on one).
+bit, on CPU and on CUDA tensors: sums, products and quotients of fp32 are IEEE's on both; the square
+root, which neither ``torch.rsqrt`` on a GPU nor ``torch.sqrt`` on a CPU with MKL rounds correctly,
+is taken in fp64 and rounded.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ def rms_norm_rows(c: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
         half = total.shape[-1] // 2
         total = total[..., :half] + total[..., half:]
     mean = total * (1.0 / x.shape[-1])
-    inverse = 1.0 / torch.sqrt(mean + torch.tensor(eps, dtype=torch.float32, device=c.device))
+    mean = mean + torch.tensor(eps, dtype=torch.float32, device=c.device)
+    inverse = 1.0 / mean.double().sqrt().float()
     return (x * inverse).to(c.dtype) * weight
 
 
