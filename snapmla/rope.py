@@ -30,7 +30,7 @@ def rope_append_kv(
     norm_weight: torch.Tensor | None = None,
     norm_eps: float = 1e-6,
 ) -> None:
-    """Rotates new tokens, normalises them if asked to, and appends them as ``append_kv`` does.
+    """Rotates new tokens, normalises them if asked to, and appends them in place, as ``append_kv``.
 
     One launch for norm, RoPE, quantisation and append.  Built by default for bfloat16 tokens, int64
     slots and positions; other dtypes are compiled when they are first asked for.
@@ -46,8 +46,8 @@ def rope_append_kv(
         cos_sin_cache: (max_position, 64) float32 or the tokens' dtype: 32 cosines, 32 sines of a
             position, as vLLM and SGLang keep them; rows may be strided.
         is_neox: channels i and i + 32 make a pair; else 2 i and 2 i + 1, as in DeepSeek's models.
-        norm_weight: the tokens' dtype, (512,): c_kv is not yet normalised (``kv_a_layernorm``);
-            None: it is.
+        norm_weight: same dtype as c_kv, (512,), of ``kv_a_layernorm``, which is then done here;
+            None: c_kv is normalised.
         norm_eps: of the norm, 1e-12 to 1.
 
     Raises:

@@ -58,7 +58,8 @@ def rotate_rows(
 
     Args:
         x: (..., 64) bfloat16, float16 or float32.
-        positions: integers of x's first dimensions; the others, such as heads, share them.
+        positions: int32 or int64, (n,) or (b, s_q): the first dimensions of x; others, as heads,
+            share them.
         cos_sin_cache: (max_position, 64) float32 or x's dtype: 32 cosines, 32 sines.
         is_neox: pairs are (i, i + 32); else (2 i, 2 i + 1).
 
