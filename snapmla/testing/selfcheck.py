@@ -434,7 +434,9 @@ def _check_plan(spec: VariantSpec, kernel: runtime.Kernel) -> Result:
     return Result(not bad, f"{summary} but for {', '.join(bad)}" if bad else summary)
 
 
-def sample_angles(n: int, dtype: torch.dtype, positions: torch.dtype) -> tuple[torch.Tensor, ...]:
+def sample_angles(
+    n: int, dtype: torch.dtype, positions: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(positions (n,), cos_sin (50, 64)); the last position is past the table."""
     frequency = 10000.0 ** -(torch.arange(32) / 32)
     angle = torch.arange(50.0)[:, None] * frequency

@@ -16,7 +16,7 @@ import torch
 import snapmla
 from snapmla import layouts, reference
 from tests.support.bits import assert_same
-from tests.support.rotation import EPS, Rotation, rotation
+from tests.support.rotation import DIAGONAL, EPS, Rotation, rotation
 from tests.support.rows import joint, latents
 
 pytestmark = pytest.mark.gpu
@@ -39,6 +39,7 @@ def on_gpu(is_neox: bool, table: torch.dtype, norm: bool, n: int = TOKENS) -> Ro
 def test_append(layout: str, is_neox: bool, table: torch.dtype, norm: bool) -> None:
     how = on_gpu(is_neox, table, norm)
     c, r = (x.cuda() for x in joint(*latents((TOKENS,), torch.bfloat16)))
+    r[:2] = DIAGONAL
     pages = TOKENS // PAGE + 1
     slots = torch.randperm(pages * PAGE, device="cuda")[:TOKENS]
     slots[5::11] = -1
@@ -69,6 +70,7 @@ def test_append(layout: str, is_neox: bool, table: torch.dtype, norm: bool) -> N
 def test_quantize(tokens: int, is_neox: bool, table: torch.dtype) -> None:
     how = on_gpu(is_neox, table, False, n=tokens)
     c, r = (x.cuda() for x in joint(*latents((tokens, 1, HEADS), torch.bfloat16)))
+    r[:2] = DIAGONAL
     got = snapmla.rope_quantize_q(c, r, how.positions, how.cos_sin_cache, is_neox=is_neox)
     _, turned = how.steps(c.flatten(0, 1), r.flatten(0, 1))
     want = snapmla.quantize_q(c, turned.view_as(r))

@@ -10,6 +10,9 @@ from torch import Tensor
 from snapmla import reference
 
 MAX_POSITION = 200
+DIAGONAL = (
+    1.1  # of RoPE channels: rows of it cancel at the first two positions, with FMA they do not
+)
 EPS = 1e-6
 
 
@@ -18,7 +21,8 @@ class Rotation:
     """What rotates (and normalises) tokens, on the CPU.
 
     Attributes:
-        positions: (n,), the last two outside of the table, if there are more than two.
+        positions: (n,); the first two of more than three have angles whose cosine is the sine or
+            its opposite, the last two of more than two are outside of the table.
         cos_sin_cache: (MAX_POSITION, 64), a slice of a wider tensor.
         is_neox: which channels make a pair.
         weight: (512,) of the norm, None without one.
@@ -45,7 +49,11 @@ def rotation(
     g = torch.Generator().manual_seed(seed)
     angle = torch.arange(MAX_POSITION)[:, None] * 10000.0 ** -(torch.arange(32) / 32)
     wide = torch.cat([angle.cos(), angle.sin(), torch.full_like(angle, torch.nan)], -1).to(table)
+    wide[:2, :64] = 0.5**0.5
+    wide[1, 32:64] *= -1
     positions = torch.randint(0, MAX_POSITION, (n,), generator=g)
+    if n > 3:
+        positions[:2] = torch.arange(2)
     if n > 2:
         positions[-2:] = torch.tensor([-1, MAX_POSITION])
     if n > 9:
