@@ -7,15 +7,30 @@ kernels do: results are those of the separate steps bit for bit (``snapmla.refer
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 
 from dsl_kernels.dims import KV_LORA_RANK, QK_ROPE_HEAD_DIM
-from snapmla import checks, overlap, quant, tracing
+from dsl_kernels.spec import VariantSpec
+from snapmla import checks, overlap, quant, runtime, tracing
 from snapmla.cache import PagedKVCache, expect_cache
-from snapmla.quant import _INDEX, _SHORT, QuantizedQuery, Triple, _kernel
+from snapmla.quant import QuantizedQuery, Triple
 
 LEAST_EPS, MOST_EPS = 1e-12, 1.0
+_SHORT = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
+_INDEX = {torch.int32: "i32", torch.int64: "i64"}
 _APART = overlap.Apart()
+
+
+@functools.lru_cache(maxsize=256)
+def _kernel(device: torch.device, op: str, **axes: str) -> runtime.Kernel:
+    return runtime.kernel(VariantSpec(op=op, arch=runtime.arch_of(device), **axes), device.type)
+
+
+runtime.on_forget(_kernel.cache_clear)
 
 
 def rope_append_kv(
@@ -130,19 +145,33 @@ def _check_apart(
     norm_weight: torch.Tensor | None,
 ) -> None:
     """Checks that the cache, which is written, shares no memory with what turns its tokens."""
-    weight = None if norm_weight is None else norm_weight.data_ptr()
-    key = (
-        positions.data_ptr(), positions.shape[0], positions.dtype, cos_sin_cache.data_ptr(),
-        cos_sin_cache.shape[0], cos_sin_cache.stride(0), cos_sin_cache.dtype, weight, cache.place,
-    )  # fmt: skip
-    if key in _APART:
-        return
     read = {"positions": positions, "cos_sin_cache": cos_sin_cache}
     if norm_weight is not None:
         read["norm_weight"] = norm_weight
+    key = (cache.place, *_places(read))
+    if key in _APART:
+        return
     if not _APART.see(key, cache.spans, tuple(map(overlap.span, read.values()))):
         for name, value in read.items():
             checks.apart(name, value, quant.named("cache", cache))
+
+
+def _check_query_apart(out: QuantizedQuery, read: dict[str, torch.Tensor]) -> None:
+    """Checks that ``out`` shares no memory with what is read, nor its parts with another."""
+    key = (out.place, *_places(read))
+    if key in _APART:
+        return
+    spans = tuple(map(overlap.span, read.values()))
+    if _APART.see(key, *((span,) for span in out.spans), spans):
+        return
+    for name, value in quant.named("out", out).items():
+        checks.apart(name, value, read)
+        read[name] = value
+
+
+def _places(read: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
+    """What decides which bytes these tensors are, whoever made them."""
+    return tuple((t.data_ptr(), t.shape, t.stride(), t.dtype) for t in read.values())
 
 
 def launch_append(
@@ -254,14 +283,17 @@ def quantize_now(
     check_angles(q_nope.dtype, rows[:-1], positions, cos_sin_cache, device)
     scale_shape = rows if granularity == "token_head" else rows[:-1]
     if out is None:
-        out = quant._empty_query(tuple(q_nope.shape), scale_shape, device)
+        nope = torch.empty(q_nope.shape, dtype=torch.uint8, device=device).view(checks.FP8)
+        rope = torch.empty(q_rope.shape, dtype=torch.bfloat16, device=device)
+        scale = torch.empty(scale_shape, dtype=torch.float32, device=device)
+        out = QuantizedQuery(nope, rope, scale)
     else:
         quant.expect_query("out", out)
         checks.tensor("out.nope", out.nope, (checks.FP8,), tuple(q_nope.shape), device)
         checks.output("out.scale", out.scale, (torch.float32,), scale_shape, device, align=4)
-        quant._check_query_apart(q_nope, q_rope, out)
-        for name, value in quant.named("out", out).items():
-            checks.apart(name, value, {"positions": positions, "cos_sin_cache": cos_sin_cache})
+        names = ("q_nope", "q_rope", "positions", "cos_sin_cache")
+        read = (q_nope, q_rope, positions, cos_sin_cache)
+        _check_query_apart(out, dict(zip(names, read)))
     if not rows[0]:
         return out
     checks.aligned_rows("q_nope", q_nope)
