@@ -52,7 +52,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "snapmla.layouts": ("paged_views", "rows640_views"),
     "snapmla.reference": (
         "mla_decode_reference", "reference_from_unquantised", "quantize_rows", "dequantize_rows",
-        "QuantConfig",
+        "rms_norm_rows", "rotate_rows", "QuantConfig",
     ),
 }  # fmt: skip
 SECTIONS = ("Args", "Attributes", "Returns", "Raises", "Source")

@@ -1,4 +1,5 @@
-"""The helper kernels' rows: append, quantise, fetch, merge, plan, beside a copy of as many bytes.
+"""The helper kernels' rows: append, quantise (both also behind RoPE), fetch, merge, plan, beside a
+copy of as many bytes.
 
 ``torch_copy`` moves half the bytes of the operation from one tensor to another, so that bytes read
 plus bytes written are equal; it says what rate is attainable at that size.
@@ -19,6 +20,7 @@ from profiles.roofline import CONTENT_DIM, HEAD_DIM_QK, ROPE_DIM
 from profiles.shapes import HelperShape
 from profiles.timing import Call, TimingConfig, buffer_count
 from snapmla.testing.reference import merge_states_reference
+from snapmla.testing.rope import rms_norm_rows, rotate_rows
 from snapmla.testing.rounding import quantize_rows
 
 PAGE = 64
@@ -28,6 +30,7 @@ GATE_EXACT = 1e-3
 CHECKED_TOKENS = 8192
 CHECKED_BATCH = 64  # sequences of a merge
 RAGGED = (37, 5)  # of packed chunks: first token, and how far lengths are from their mean
+MAX_POSITION = 163840  # of DeepSeek-V3's rotary embedding
 
 
 @dataclass
@@ -44,7 +47,9 @@ def build(shape: HelperShape, config: TimingConfig, device: torch.device) -> lis
     """Our kernel and, where bytes are what it is about, the copy beside it."""
     ours = {
         "append_kv": _append,
+        "rope_append_kv": _append,
         "quantize_q": _quantize,
+        "rope_quantize_q": _quantize,
         "fetch_dequant": _fetch,
         "merge_states": _merge,
         "plan_decode": _plan,
@@ -79,23 +84,61 @@ def _compare(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Check:
     return Check(ok, error, text="" if ok else f"error {error:.2e} > {GATE_EXACT:.0e}")
 
 
+@dataclass(frozen=True)
+class _Rotation:
+    """Random positions, one set a buffer, in a table that they share; the weight of a norm."""
+
+    positions: Sequence[torch.Tensor]
+    table: torch.Tensor
+    weight: torch.Tensor | None
+
+    @classmethod
+    def of(cls, shape: HelperShape, tokens: int, buffers: int, device: torch.device) -> _Rotation:
+        rng = torch.Generator(device=device).manual_seed(10)
+        frequency = 10000.0 ** -(torch.arange(ROPE_DIM // 2, device=device) * 2 / ROPE_DIM)
+        angle = torch.arange(MAX_POSITION, device=device)[:, None] * frequency
+        positions = [
+            torch.randint(0, MAX_POSITION, (tokens,), generator=rng, device=device)
+            for _ in range(buffers)
+        ]
+        weight = None
+        if shape.mode == "norm":
+            weight = 1 + 0.2 * torch.randn(CONTENT_DIM, generator=rng, device=device)
+            weight = weight.bfloat16()
+        return cls(positions, torch.cat([angle.cos(), angle.sin()], -1), weight)
+
+    def steps(self, x: torch.Tensor, i: int) -> torch.Tensor:
+        """Rows of buffer i, (tokens, ..., 576), as separate kernels leave them."""
+        content, rope = x[..., :CONTENT_DIM], x[..., CONTENT_DIM:]
+        if self.weight is not None:
+            content = rms_norm_rows(content, self.weight)
+        return torch.cat([content, rotate_rows(rope, self.positions[i], self.table)], -1)
+
+
 def _append(shape: HelperShape, buffers: int, device: torch.device) -> Helper:
     import snapmla
 
     n = shape.tokens
+    how = _Rotation.of(shape, n, buffers, device) if shape.op.startswith("rope") else None
     per_buffer = -(-n // PAGE) * PAGE
     pool = SnapPool(per_buffer * buffers, device)
     latents = Latents(seed=7)
     x = [latents.chunk(i, n, device) for i in range(buffers)]
     rng = torch.Generator(device=device).manual_seed(3)
     slots = [
-        torch.randperm(per_buffer, generator=rng, device=device)[:n].int() + i * per_buffer
+        torch.randperm(per_buffer, generator=rng, device=device)[:n] + i * per_buffer
         for i in range(buffers)
     ]
+    if how is None:
+        slots = [slot.int() for slot in slots]
 
     def call(i: int) -> Call:
         content, rope, slot = x[i][:, :CONTENT_DIM], x[i][:, CONTENT_DIM:], slots[i]
-        return lambda: snapmla.append_kv(pool.cache, content, rope, slot)
+        if how is None:
+            return lambda: snapmla.append_kv(pool.cache, content, rope, slot)
+        return lambda: snapmla.rope_append_kv(
+            pool.cache, content, rope, slot, how.positions[i], how.table, norm_weight=how.weight
+        )
 
     def check() -> Check:
         pool.cache.content_u8.fill_(0x7F)
@@ -104,7 +147,8 @@ def _append(shape: HelperShape, buffers: int, device: torch.device) -> Helper:
         pairs = []
         for i in (0, buffers - 1):
             call(i)()
-            pairs.append((pool.load(slots[i].long()), _stored(x[i])))
+            steps = x[i] if how is None else how.steps(x[i], i)
+            pairs.append((pool.load(slots[i].long()), _stored(steps)))
         return _compare(pairs)
 
     return Helper("snapmla", [call(i) for i in range(buffers)], check, peer=False)
@@ -114,6 +158,7 @@ def _quantize(shape: HelperShape, buffers: int, device: torch.device) -> Helper:
     import snapmla
 
     b, s_q, h = shape.batch, shape.s_q, shape.num_heads
+    how = _Rotation.of(shape, b * s_q, buffers, device) if shape.op.startswith("rope") else None
     latents = Latents(seed=8)
     x = [latents.chunk(i, b * s_q * h, device).view(b, s_q, h, -1) for i in range(buffers)]
     out = [
@@ -123,7 +168,11 @@ def _quantize(shape: HelperShape, buffers: int, device: torch.device) -> Helper:
 
     def call(i: int) -> Call:
         content, rope = x[i][..., :CONTENT_DIM], x[i][..., CONTENT_DIM:]
-        return lambda: snapmla.quantize_q(content, rope, granularity=shape.mode, out=out[i])
+        if how is None:
+            return lambda: snapmla.quantize_q(content, rope, granularity=shape.mode, out=out[i])
+        return lambda: snapmla.rope_quantize_q(
+            content, rope, how.positions[i], how.table, granularity=shape.mode, out=out[i]
+        )
 
     def check() -> Check:
         pairs = []
@@ -133,7 +182,8 @@ def _quantize(shape: HelperShape, buffers: int, device: torch.device) -> Helper:
             call(i)()
             got = torch.cat([out[i].nope.double(), out[i].rope.double()], -1)
             got = got * out[i].row_scale.double()[..., None]
-            pairs.append((got, _stored(x[i], shared=int(shape.mode == "token"))))
+            steps = x[i] if how is None else how.steps(x[i].flatten(0, 1), i).view_as(x[i])
+            pairs.append((got, _stored(steps, shared=int(shape.mode == "token"))))
         return _compare(pairs)
 
     return Helper("snapmla", [call(i) for i in range(buffers)], check, peer=False)

@@ -211,6 +211,11 @@ def quantize_q_bytes(rows: int, scales: int, in_bytes: int = 2) -> float:
     return float(rows) * (HEAD_DIM_QK * in_bytes + CONTENT_DIM + 2 * ROPE_DIM) + 4.0 * scales
 
 
+def angle_bytes(tokens: int) -> float:
+    """What rotates tokens: a 64-bit position and 64 fp32 cosines and sines each."""
+    return float(tokens) * (8 + 4 * ROPE_DIM)
+
+
 def fetch_dequant_bytes(tokens: int, out_bytes: int = 2) -> float:
     """fetch_dequant: reads 644 bytes a token, writes 576 elements."""
     return float(tokens) * (FORMATS["snapmla"].token_bytes + HEAD_DIM_QK * out_bytes)

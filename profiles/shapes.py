@@ -92,12 +92,14 @@ class HelperShape:
     """One call of a helper kernel.
 
     Attributes:
-        op: ``append_kv``, ``quantize_q``, ``fetch_dequant``, ``merge_states`` or ``plan_decode``.
+        op: ``append_kv``, ``quantize_q`` (with ``rope_``: behind a rotary embedding),
+            ``fetch_dequant``, ``merge_states`` or ``plan_decode``.
         tokens: tokens appended or fetched, parts merged; 0 for the others.
         batch, num_heads, s_q: shape of the queries (quantize_q, merge_states, plan_decode);
             fetch_dequant by pages or ragged splits ``tokens`` over ``batch`` requests.
-        mode: ``token_head``/``token`` (quantize_q), ``pages``/``indices``/``ragged``
-            (fetch_dequant; ``ragged``: chunks that begin in mid-page, in uneven lengths),
+        mode: ``norm`` (rope_append_kv that also normalises), ``token_head``/``token`` (quantize_q),
+            ``pages``/``indices``/``ragged`` (fetch_dequant; ``ragged``: chunks that begin in
+            mid-page, in uneven lengths),
             ``pair``/``list``/``stack`` (merge_states), of bfloat16 or with ``_f32``.
     """
 
@@ -112,9 +114,9 @@ class HelperShape:
     def label(self) -> str:
         """Short name; ``parse`` reads it back."""
         parts = [f"n{self.tokens}"] if self.tokens else []
-        if self.op != "append_kv":
+        if not self.op.endswith("append_kv"):
             parts.append(f"b{self.batch}")
-        if self.op in ("quantize_q", "merge_states", "plan_decode"):
+        if self.op.endswith("quantize_q") or self.op in ("merge_states", "plan_decode"):
             parts += [f"h{self.num_heads}", f"q{self.s_q}"]
         return "_".join([self.op, *parts] + ([self.mode] if self.mode else []))
 
@@ -123,14 +125,18 @@ class HelperShape:
         """Bytes read plus bytes written."""
         if self.op == "append_kv":
             return roofline.append_bytes(self.tokens)
+        if self.op == "rope_append_kv":
+            moved = roofline.append_bytes(self.tokens, slot_bytes=8)
+            return moved + roofline.angle_bytes(self.tokens)
         if self.op == "fetch_dequant":
             return roofline.fetch_dequant_bytes(self.tokens)
         rows = self.batch * self.s_q * self.num_heads
         if self.op == "merge_states":
             return roofline.merge_states_bytes(self.tokens, rows, 4 if "f32" in self.mode else 2)
-        if self.op == "quantize_q":
-            scales = rows if self.mode == "token_head" else self.batch * self.s_q
-            return roofline.quantize_q_bytes(rows, scales)
+        if self.op.endswith("quantize_q"):
+            tokens = self.batch * self.s_q
+            moved = roofline.quantize_q_bytes(rows, rows if self.mode == "token_head" else tokens)
+            return moved + (roofline.angle_bytes(tokens) if self.op.startswith("rope") else 0.0)
         return 4.0 * self.batch
 
 
@@ -138,7 +144,9 @@ Shape = DecodeShape | HelperShape
 
 HELPER_MODES = {
     "append_kv": ("",),
+    "rope_append_kv": ("", "norm"),
     "quantize_q": ("token_head", "token"),
+    "rope_quantize_q": ("token_head",),
     "fetch_dequant": ("pages", "indices", "ragged"),
     "merge_states": ("pair", "list", "stack", "pair_f32", "list_f32", "stack_f32"),
     "plan_decode": ("",),
@@ -197,7 +205,10 @@ def _fig5() -> list[Shape]:
 def _helpers() -> list[Shape]:
     return [
         HelperShape("append_kv", tokens=4096),
+        HelperShape("rope_append_kv", tokens=4096),
+        HelperShape("rope_append_kv", tokens=4096, mode="norm"),
         HelperShape("quantize_q", batch=128, num_heads=128, mode="token_head"),
+        HelperShape("rope_quantize_q", batch=128, num_heads=128, mode="token_head"),
         HelperShape("quantize_q", batch=128, num_heads=128, mode="token"),
         HelperShape("fetch_dequant", tokens=131072, batch=8, mode="pages"),
         HelperShape("fetch_dequant", tokens=131072, mode="indices"),

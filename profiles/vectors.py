@@ -387,6 +387,27 @@ class KernelCase:
         return _RUNNERS[self.spec.op](self, device)
 
 
+def _rotation(case: KernelCase, tokens: int, dev: str) -> dict[str, Any]:
+    """Arguments of a variant with RoPE; numbers of [-1, 1] stand for cosines and sines."""
+    spec = case.spec
+    if spec.rope_style == "applied":
+        return {}
+    bits = Bits(case.name + ".rope")
+    unit = (bits.below(1 << 24, (40, D_ROPE)) * 2.0**-23 - 1).astype(np.float32)
+    ends = np.iinfo(np.int32 if spec.position_dtype == "i32" else np.int64)
+    positions = bits.below(40, (tokens,)).astype(ends.dtype)
+    outside = (-1, 40, ends.min, ends.max)[: tokens // 2]
+    positions[: len(outside)] = outside
+    given: dict[str, Any] = {
+        "positions": torch.from_numpy(positions).to(dev),
+        "cos_sin": as_tensor(unit, TORCH[spec.cos_sin_dtype], dev),
+    }
+    if dict(spec.values).get("norm") == "rms":
+        weight = (bits.below(1 << 16, (D_V,)) * 2.0**-15).astype(np.float32)
+        given |= {"norm_weight": as_tensor(weight, TORCH[spec.in_dtype], dev), "norm_eps": 1e-6}
+    return given
+
+
 def _append(case: KernelCase, device: Device) -> Result:
     spec, dev = case.spec, device.torch_device
     n, page_size = 57, (16, 64, 128)[case.index % 3]
@@ -405,7 +426,7 @@ def _append(case: KernelCase, device: Device) -> Result:
     cache = pool(pages, page_size, LAYOUTS[case.index % 3], dev)
     call(
         device, case.variant, **named(cache), c_kv=c.to(dev), k_rope=r.to(dev),
-        slot_mapping=index.to(dev),
+        slot_mapping=index.to(dev), **_rotation(case, n, dev),
     )  # fmt: skip
     content, rope, scale = (bits_of(x) for x in cache)
     rows = np.concatenate(
@@ -434,7 +455,7 @@ def _quantize(case: KernelCase, device: Device) -> Result:
     scale = torch.zeros(shape if spec.mode == "token_head" else shape[:2], device=dev)
     call(
         device, case.variant, q_nope=nope, q_rope=rope, out_nope=q8, out_rope=q_rope,
-        out_scale=scale,
+        out_scale=scale, **_rotation(case, b * s_q, dev),
     )  # fmt: skip
     return Result(
         check,

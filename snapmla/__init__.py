@@ -24,6 +24,7 @@ from snapmla.merge import merge_state, merge_states
 from snapmla.plan import plan_decode
 from snapmla.plan_cache import PlanCache
 from snapmla.quant import QuantizedQuery, append_kv, quantize_q
+from snapmla.rope import rope_append_kv, rope_quantize_q
 
 __all__ = [
     "DecodePlan",
@@ -42,6 +43,8 @@ __all__ = [
     "merge_states",
     "plan_decode",
     "quantize_q",
+    "rope_append_kv",
+    "rope_quantize_q",
 ]
 
 if _env.PROFILE_NAMES.enabled():

@@ -4,10 +4,11 @@ One function computes all of them; a ``QuantConfig`` says which rounding points 
 the two matrix products accumulate exactly or as a tensor core does, Hopper's or Blackwell's.  Runs
 on CPU and CUDA tensors, in chunks of tokens, so that 1M tokens of one sequence fit.
 
-The code is in ``snapmla.testing``: ``reference``, ``rounding``, ``accumulate``.
+The code is in ``snapmla.testing``: ``reference``, ``rounding``, ``rope``, ``accumulate``.
 """
 
 from snapmla.testing.reference import mla_decode_reference, reference_from_unquantised
+from snapmla.testing.rope import rms_norm_rows, rotate_rows
 from snapmla.testing.rounding import (
     FP64,
     MIMIC,
@@ -25,5 +26,5 @@ from snapmla.testing.rounding import (
 __all__ = [
     "FP64", "MIMIC", "MIMIC_BLACKWELL", "MIMIC_HW", "MIMIC_HW_FULL", "SNAPMLA", "TABLE_2",
     "QuantConfig", "dequantize_rows", "mla_decode_reference", "quantize_rows",
-    "reference_from_unquantised", "to_e4m3",
+    "reference_from_unquantised", "rms_norm_rows", "rotate_rows", "to_e4m3",
 ]  # fmt: skip

@@ -2,13 +2,19 @@
 
 For ``torch.compile``, ``torch.export`` and code that wants operators.  Where something traces or
 watches, or stands in for tensors (``snapmla.tracing``), the public functions become these operators
-(``snapmla.append_kv``, ``quantize_q``, ``decode``, ``fetch_dequant``, ``merge_state``,
-``merge_states``, ``plan.update_``, and so ``flash_mla_fp8``); in eager mode they do not go through
-them.
+(``snapmla.append_kv``, ``rope_append_kv``, ``quantize_q``, ``rope_quantize_q``, ``decode``,
+``fetch_dequant``, ``merge_state``, ``merge_states``, ``plan.update_``, and so ``flash_mla_fp8``);
+in eager mode they do not go through them.
 
     append_kv(content!, rope?!, scale?!, c_kv, k_rope, slot_mapping)
+    rope_append_kv(content!, rope?!, scale?!, c_kv, k_rope, slot_mapping, positions, cos_sin_cache,
+        is_neox, norm_weight?, norm_eps)
     quantize_q(q_nope, q_rope, granularity) -> (nope, rope, scale)
     quantize_q_out(q_nope, q_rope, granularity, nope!, rope!, scale!)
+    rope_quantize_q(q_nope, q_rope, positions, cos_sin_cache, is_neox, granularity)
+        -> (nope, rope, scale)
+    rope_quantize_q_out(q_nope, q_rope, positions, cos_sin_cache, is_neox, granularity, nope!,
+        rope!, scale!)
     plan_update(cache_seqlens, cu_seqlens_q?, row_seqlens?, work_items!, part_begin!, split_begin!,
         planned_seqlens!, units!, unit_begin!, row_limits!, max_tokens, token_tile, fixed_overhead,
         split_tiles, num_heads, s_q, unit_rows, causal)
@@ -45,6 +51,7 @@ from torch.utils import _pytree as pytree
 
 from dsl_kernels.dims import ITEM_WORDS, KV_LORA_RANK, PARTIAL_ROW, QK_ROPE_HEAD_DIM
 from snapmla import attention, checks, fetch, layouts, merge, quant
+from snapmla import rope as rotary
 from snapmla.cache import PagedKVCache
 from snapmla.decode_plan import STATIC, TENSORS, DecodePlan, PlanVariant, launch_plan
 from snapmla.quant import QuantizedQuery
@@ -61,13 +68,23 @@ _FETCH_ARGUMENTS = (
     "Tensor content, Tensor? rope, Tensor? scale, Tensor where, Tensor? cache_seqlens"
 )
 _FETCH_CHUNKS = "Tensor? cu_seqlens=None, Tensor? seq_starts=None"
+_ROTATED_QUERY = (
+    "Tensor q_nope, Tensor q_rope, Tensor positions, Tensor cos_sin_cache, bool is_neox, "
+    "str granularity"
+)
 _MERGE_ARGUMENTS = "Tensor[] outs, Tensor[] lses, bool stacked, float lse_factor"
 SCHEMAS = (
     "append_kv(Tensor(a!) content, Tensor(b!)? rope, Tensor(c!)? scale, Tensor c_kv, "
     "Tensor k_rope, Tensor slot_mapping) -> ()",
+    "rope_append_kv(Tensor(a!) content, Tensor(b!)? rope, Tensor(c!)? scale, Tensor c_kv, "
+    "Tensor k_rope, Tensor slot_mapping, Tensor positions, Tensor cos_sin_cache, bool is_neox, "
+    "Tensor? norm_weight, float norm_eps) -> ()",
     "quantize_q(Tensor q_nope, Tensor q_rope, str granularity) -> (Tensor, Tensor, Tensor)",
     "quantize_q_out(Tensor q_nope, Tensor q_rope, str granularity, Tensor(a!) nope, "
     "Tensor(b!) rope, Tensor(c!) scale) -> ()",
+    f"rope_quantize_q({_ROTATED_QUERY}) -> (Tensor, Tensor, Tensor)",
+    f"rope_quantize_q_out({_ROTATED_QUERY}, Tensor(a!) nope, Tensor(b!) rope, Tensor(c!) scale) "
+    "-> ()",
     "plan_update(Tensor cache_seqlens, Tensor? cu_seqlens_q, Tensor? row_seqlens, "
     "Tensor(a!) work_items, Tensor(b!) part_begin, Tensor(c!) split_begin, "
     "Tensor(d!) planned_seqlens, Tensor(e!) units, Tensor(f!) unit_begin, Tensor(g!) row_limits, "
@@ -101,6 +118,28 @@ def _append_kv(
     quant.launch_append(views, c_kv, k_rope, slots)
 
 
+def _rope_append_kv(
+    content: Tensor,
+    rope: Tensor | None,
+    scale: Tensor | None,
+    c_kv: Tensor,
+    k_rope: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    is_neox: bool,
+    norm_weight: Tensor | None,
+    norm_eps: float,
+) -> None:
+    views = layouts.views_of(content, rope, scale)
+    checks.tensor("content", views[0], (torch.uint8,), ("num_pages", "page_size", KV_LORA_RANK))
+    quant.check_tokens(c_kv, k_rope, slots, content.device)
+    rotary.check_angles(c_kv.dtype, c_kv.shape[:1], positions, cos_sin_cache, content.device)
+    rotary.check_weight(norm_weight, c_kv)
+    rotation = (is_neox, norm_weight, rotary.check_eps(norm_eps))
+    rotary.launch_append(views, c_kv, k_rope, slots, positions, cos_sin_cache, *rotation)
+
+
 def _quantize_q(q_nope: Tensor, q_rope: Tensor, granularity: str) -> tuple[Tensor, Tensor, Tensor]:
     q = quant.quantize_now(q_nope, q_rope, granularity, None)
     return q.nope_u8, q.rope, q.scale
@@ -111,6 +150,34 @@ def _quantize_q_out(
 ) -> None:
     out = QuantizedQuery(nope.view(checks.FP8), rope, scale)
     quant.quantize_now(q_nope, q_rope, granularity, out)
+
+
+def _rope_quantize_q(
+    q_nope: Tensor,
+    q_rope: Tensor,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    is_neox: bool,
+    granularity: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    rotation = (positions, cos_sin_cache, is_neox)
+    q = rotary.quantize_now(q_nope, q_rope, *rotation, granularity, None)
+    return q.nope_u8, q.rope, q.scale
+
+
+def _rope_quantize_q_out(
+    q_nope: Tensor,
+    q_rope: Tensor,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    is_neox: bool,
+    granularity: str,
+    nope: Tensor,
+    rope: Tensor,
+    scale: Tensor,
+) -> None:
+    out = QuantizedQuery(nope.view(checks.FP8), rope, scale)
+    rotary.quantize_now(q_nope, q_rope, positions, cos_sin_cache, is_neox, granularity, out)
 
 
 def _plan_update(
@@ -313,6 +380,17 @@ def _fake_quantize_q(
     )
 
 
+def _fake_rope_quantize_q(
+    q_nope: Tensor,
+    q_rope: Tensor,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    is_neox: bool,
+    granularity: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _fake_quantize_q(q_nope, q_rope, granularity)
+
+
 def _fake_decode(*arguments: Any, p_terms: int = 1) -> tuple[Tensor, Tensor]:
     q_nope, block_table = arguments[0], arguments[6]
     content, _, _ = layouts.views_of(*arguments[3:6])
@@ -355,8 +433,11 @@ def _fake_nothing(*_: Any, **__: Any) -> None:
 
 _REAL = {
     "append_kv": _append_kv,
+    "rope_append_kv": _rope_append_kv,
     "quantize_q": _quantize_q,
     "quantize_q_out": _quantize_q_out,
+    "rope_quantize_q": _rope_quantize_q,
+    "rope_quantize_q_out": _rope_quantize_q_out,
     "plan_update": _plan_update,
     "decode": _decode,
     "decode_out": _decode_out,
@@ -367,6 +448,7 @@ _REAL = {
 }
 _FAKE = {
     "quantize_q": _fake_quantize_q,
+    "rope_quantize_q": _fake_rope_quantize_q,
     "decode": _fake_decode,
     "fetch_dequant": _fake_fetch_dequant,
     "merge_states": _fake_merge_states,

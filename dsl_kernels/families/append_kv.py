@@ -1,9 +1,31 @@
-"""``append_kv``: quantises tokens into the cache."""
+"""``append_kv``: quantises tokens into the cache, as they are or after RMS norm and RoPE."""
 
 from __future__ import annotations
 
-from .family import IN_DTYPE, Axis, helper
+import itertools
+from collections.abc import Iterator
+
+from .family import COS_SIN_DTYPE, IN_DTYPE, ROPE_STYLE, Axis, Family, Values, every
 
 INDEX_DTYPE = Axis("index_dtype", "i", ("i32", "i64"), "i32")  # of slot_mapping
+# Of positions: engines keep both in one dtype.
+POSITION_DTYPE = Axis(
+    "position_dtype", "pos", ("i32", "i64"), lambda values: values["index_dtype"], named=False
+)
+NORM = Axis("norm", "", ("given", "rms"), "given", named=False)  # whether c_kv comes normalised
+AXES = (IN_DTYPE, INDEX_DTYPE, ROPE_STYLE, NORM, COS_SIN_DTYPE, POSITION_DTYPE)
 
-FAMILY = helper("append_kv", IN_DTYPE, INDEX_DTYPE)
+
+def points(arch: str) -> Iterator[Values]:
+    """Every dtype of tokens as they are; of what rotates them too, what engines call it with."""
+    yield from every(AXES)(arch)
+    for style, norm, table in itertools.product(
+        ("interleaved", "neox"), NORM.values, ("f32", "bf16")
+    ):
+        yield {
+            "in_dtype": "bf16", "index_dtype": "i64", "rope_style": style, "norm": norm,
+            "cos_sin_dtype": table,
+        }  # fmt: skip
+
+
+FAMILY = Family("append_kv", AXES, lambda _arch, _values: "dsl_kernels.smxx.append_kv", points)

@@ -89,3 +89,6 @@ def helper(op: str, *axes: Axis) -> Family:
 
 OUT_DTYPE = Axis("out_dtype", "o", ("bf16", "f32"), "bf16")
 IN_DTYPE = Axis("in_dtype", "x", ("bf16", "f16", "f32"), "bf16")
+# Of rows that append_kv and quantize_q are given; "applied": their RoPE is.
+ROPE_STYLE = Axis("rope_style", "", ("applied", "interleaved", "neox"), "applied", named=False)
+COS_SIN_DTYPE = Axis("cos_sin_dtype", "cs", ("f32", "bf16", "f16"), "f32", named=False)

@@ -1,13 +1,20 @@
 """append_kv: quantise new tokens and scatter them into the paged cache.
 
+A spec with a ``rope_style`` is given tokens as a layer's projection leaves them: it turns their
+RoPE channels by their positions' angles, with ``norm`` also normalises the content, and goes on as
+the others do, from the same rounded values (``rope.py``).
+
 Roles        one warp a token, WARPS warps a CTA, no barrier; a CTA is 128 threads so that a decode
              step's few hundred tokens already spread over the SMs, and 4096 tokens are one wave.
-Memory       registers only: 9 (16-bit input) or 18 (fp32) words of the row a lane; no shared
-             memory.
+Memory       registers only: 9 (16-bit input) or 18 (fp32) words of the row a lane, 8 (16) of the
+             norm's weight, 2 to 4 angles; no shared memory.
 Timeline     wait for the previous grid | load row, slot | max, redux | scale, divide, pack | store
+             wait | load position, row, slot, weight | load angles | norm | turn | max, redux | ...
              All loads of a row are in flight before the first is used; the slot is loaded with
-             them and only decides where (and whether) to store.
-Bytes moved  per token 1152 read (16-bit input) + 644 written + the slot.
+             them and only decides where (and whether) to store.  The position is asked for first:
+             its angles are the one load that waits for another.
+Bytes moved  per token 1152 read (16-bit input) + 644 written + the slot; + 256 (fp32) or 128 of
+             angles and the position, and the weight's 1024 once (L1, L2).
 
 Slots outside [0, pages * P), such as -1, are skipped.  Offsets are 64-bit: pools may exceed 4 GiB.
 Quantisation rule: see ``quant.py``.  This is the Fused-K-Append kernel of the SnapMLA paper
@@ -19,11 +26,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from cutlass import Int32, Int64, Uint32, cute
+import cutlass
+from cutlass import Float32, Int32, Int64, Uint32, cute
 
 from .. import compat
 from ..dims import KV_LORA_RANK, QK_ROPE_HEAD_DIM
 from . import quant
+from . import rope as rotary
 
 if TYPE_CHECKING:
     from ..spec import VariantSpec
@@ -41,11 +50,70 @@ def append_kv(
     slot_mapping: cute.Tensor,  # i32|i64 (n,)
     stream: Any,
 ) -> None:
-    """Host half: one CTA for every WARPS tokens."""
-    n = c_kv.shape[0]
-    by_page = compat.fast_divisor(content.shape[1])
+    """Host half for tokens as the cache keeps them."""
+    _launch((content, rope, scale), (c_kv, k_rope), slot_mapping, None, None, False, stream)
+
+
+class Rotated:
+    """Host halves for tokens whose RoPE is still to be applied."""
+
+    def __init__(self, neox: bool) -> None:
+        self.neox = neox
+
+    @cute.jit
+    def rope(
+        self,
+        content: cute.Tensor,  # u8 (pages, P, 512)
+        rope: cute.Tensor,  # bf16 (pages, P, 64)
+        scale: cute.Tensor,  # f32 (pages, P)
+        c_kv: cute.Tensor,  # in_dtype (n, 512)
+        k_rope: cute.Tensor,  # in_dtype (n, 64)
+        slot_mapping: cute.Tensor,  # i32|i64 (n,)
+        positions: cute.Tensor,  # i32|i64 (n,)
+        cos_sin: cute.Tensor,  # f32 or in_dtype (max_position, 64)
+        stream: Any,
+    ) -> None:
+        """RoPE alone."""
+        angles = rotary.Angles(positions, cos_sin)
+        cache, tokens = (content, rope, scale), (c_kv, k_rope)
+        _launch(cache, tokens, slot_mapping, angles, None, self.neox, stream)
+
+    @cute.jit
+    def norm_rope(
+        self,
+        content: cute.Tensor,  # u8 (pages, P, 512)
+        rope: cute.Tensor,  # bf16 (pages, P, 64)
+        scale: cute.Tensor,  # f32 (pages, P)
+        c_kv: cute.Tensor,  # in_dtype (n, 512)
+        k_rope: cute.Tensor,  # in_dtype (n, 64)
+        slot_mapping: cute.Tensor,  # i32|i64 (n,)
+        positions: cute.Tensor,  # i32|i64 (n,)
+        cos_sin: cute.Tensor,  # f32 or in_dtype (max_position, 64)
+        norm_weight: cute.Tensor,  # in_dtype (512,)
+        norm_eps: Float32,
+        stream: Any,
+    ) -> None:
+        """RMS norm and RoPE."""
+        angles, norm = rotary.Angles(positions, cos_sin), rotary.Norm(norm_weight, norm_eps)
+        cache, tokens = (content, rope, scale), (c_kv, k_rope)
+        _launch(cache, tokens, slot_mapping, angles, norm, self.neox, stream)
+
+
+@cute.jit
+def _launch(
+    cache: Any,
+    tokens: Any,
+    slot_mapping: Any,
+    angles: Any,
+    norm: Any,
+    neox: cutlass.Constexpr,
+    stream: Any,
+) -> None:
+    """One CTA for every WARPS tokens."""
+    n = tokens[0].shape[0]
+    by_page = compat.fast_divisor(cache[0].shape[1])
     if n > 0:  # an empty grid is a launch error
-        _append_kv(content, rope, scale, c_kv, k_rope, slot_mapping, by_page).launch(
+        _append_kv(*cache, *tokens, slot_mapping, by_page, angles, norm, neox).launch(
             grid=((n + (WARPS - 1)) // WARPS, 1, 1),
             block=(WARPS * quant.WARP, 1, 1),
             stream=stream,
@@ -62,6 +130,9 @@ def _append_kv(
     k_rope: cute.Tensor,
     slot_mapping: cute.Tensor,
     by_page: compat.FastDivisor,
+    angles: Any,  # rope.Angles, None: RoPE is applied
+    norm: Any,  # rope.Norm, None: the content is normalised
+    neox: cutlass.Constexpr,
 ) -> None:
     tidx, _, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()
@@ -71,6 +142,7 @@ def _append_kv(
     compat.pdl_wait()
     compat.pdl_launch_dependents()
     if token < c_kv.shape[0]:
+        position = None if angles is None else angles.positions[token]
         chunks, rope_words = quant.load_row(
             c_kv.iterator + Int64(token) * c_kv.stride[0],
             k_rope.iterator + Int64(token) * k_rope.stride[0],
@@ -78,6 +150,15 @@ def _append_kv(
             dt,
         )
         slot = Int64(slot_mapping[token])
+        if cutlass.const_expr(norm is not None):
+            weight = rotary.load_weight(norm, lane, dt)
+        if cutlass.const_expr(angles is not None):
+            rotary.loads_are_issued()
+            turns = rotary.load_angles(angles, position, lane, neox)
+        if cutlass.const_expr(norm is not None):
+            chunks = rotary.normalise(chunks, weight, norm.eps, dt)
+        if cutlass.const_expr(angles is not None):
+            rope_words = rotary.rotate(rope_words, turns, lane, dt, neox)
         bits = quant.warp_max(quant.scale_bits(chunks, rope_words, dt))
         sigma, inv = quant.finish_scale(bits)
         page_size = content.shape[1]
@@ -100,6 +181,13 @@ def _append_kv(
                 )
 
 
+def feasible(spec: VariantSpec) -> str | None:
+    """Why this variant cannot be built, or None; see ``registry``."""
+    if spec.norm != "given" and spec.rope_style == "applied":
+        return "the norm comes with a rotary embedding, of style interleaved or neox"
+    return rotary.refusal(spec)
+
+
 def build(spec: VariantSpec) -> tuple[Callable[..., Any], dict[str, Any]]:
     """(callable, fake arguments by name) of one variant; see ``registry``."""
     dt = compat.dtype(spec.in_dtype)
@@ -110,4 +198,11 @@ def build(spec: VariantSpec) -> tuple[Callable[..., Any], dict[str, Any]]:
         "k_rope": compat.rows(dt, (n, QK_ROPE_HEAD_DIM)),
         "slot_mapping": compat.vector(compat.dtype(spec.index_dtype), n),
     }
-    return append_kv, fakes
+    if spec.rope_style == "applied":
+        return append_kv, fakes
+    fakes |= rotary.angle_fakes(n, spec.cos_sin_dtype, spec.position_dtype)
+    entry = Rotated(spec.rope_style == "neox")
+    if spec.norm == "given":
+        return entry.rope, fakes
+    weight = compat.vector(dt, KV_LORA_RANK, compat.VECTOR_BYTES)
+    return entry.norm_rope, {**fakes, "norm_weight": weight, "norm_eps": Float32(1e-6)}

@@ -25,7 +25,7 @@ from snapmla import layouts, runtime
 from snapmla.cache import PagedKVCache
 from snapmla.errors import VariantError
 from snapmla.quant import QuantizedQuery
-from snapmla.testing import fetched, metrics, partials, reference, rounding
+from snapmla.testing import fetched, metrics, partials, reference, rope, rounding
 from snapmla.testing.plan_tables import PlanTables
 from snapmla.testing.reference_plan import Queries, plan_reference
 
@@ -434,42 +434,69 @@ def _check_plan(spec: VariantSpec, kernel: runtime.Kernel) -> Result:
     return Result(not bad, f"{summary} but for {', '.join(bad)}" if bad else summary)
 
 
+def sample_angles(
+    n: int, dtype: torch.dtype, positions: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(positions (n,), cos_sin (50, 64)); the last position is past the table."""
+    frequency = 10000.0 ** -(torch.arange(32) / 32)
+    angle = torch.arange(50.0)[:, None] * frequency
+    at = torch.randint(0, 50, (n,))
+    at[-1] = 50
+    return at.to(positions), torch.cat([angle.cos(), angle.sin()], -1).to(dtype)
+
+
 def _check_append(spec: VariantSpec, kernel: runtime.Kernel) -> Result:
-    cache, n = poisoned_cache(3, 16), 9
-    c_kv, k_rope = (t.to(DTYPES[spec.in_dtype]) for t in sample_tokens(n))
+    n = 9
+    dtype = DTYPES[spec.in_dtype]
+    c_kv, k_rope = (t.to(dtype) for t in sample_tokens(n))
     c_kv[2], k_rope[2] = 0.0, 1e3  # an all-zero latent with a large RoPE
     c_kv[3, 7] = math.nan
-    slots = torch.randperm(cache.num_slots)[:n].to(INDEX[spec.index_dtype])
+    slots = torch.randperm(48)[:n].to(INDEX[spec.index_dtype])
     slots[5] = -1
-    kernel(cache.content_u8, cache.rope, cache.scale, c_kv, k_rope, slots)
-    want = poisoned_cache(3, 16)
+    given: tuple[Any, ...] = (c_kv, k_rope, slots)
+    stored = (c_kv, k_rope)
+    if spec.rope_style != "applied":
+        angles = sample_angles(n, DTYPES[spec.cos_sin_dtype], INDEX[spec.position_dtype])
+        given += angles
+        stored = (c_kv, rope.rotate_rows(k_rope, *angles, spec.rope_style == "neox"))
+    if spec.norm == "rms":
+        weight = (1 + 0.2 * torch.randn(KV_LORA_RANK)).to(dtype)
+        given += (weight, 1e-6)
+        stored = (rope.rms_norm_rows(c_kv, weight, 1e-6), stored[1])
     kept = slots >= 0
     rows = slots[kept].long()
-    content, rope, scale = rounding.quantize_rows(c_kv[kept], k_rope[kept])
+    content, rope_channels, scale = rounding.quantize_rows(*(x[kept] for x in stored))
+    want = poisoned_cache(3, 16)
     want.content_u8.view(-1, KV_LORA_RANK)[rows] = content.view(torch.uint8)
-    want.rope.view(-1, QK_ROPE_HEAD_DIM)[rows] = rope
+    want.rope.view(-1, QK_ROPE_HEAD_DIM)[rows] = rope_channels
     want.scale.view(-1)[rows] = scale
-    return _same_bits(
-        {
-            "content": (cache.content_u8, want.content_u8),
-            "rope": (cache.rope, want.rope),
-            "scale": (cache.scale, want.scale),
-        }
-    )
+    caches = [poisoned_cache(3, 16, layout) for layout in layouts.LAYOUTS]
+    for cache in caches:
+        kernel(cache.content_u8, cache.rope, cache.scale, *given)
+    pairs = {}
+    for name, part in (("content", "content_u8"), ("rope", "rope"), ("scale", "scale")):
+        got = torch.stack([getattr(cache, part) for cache in caches])
+        pairs[name] = got, getattr(want, part).expand_as(got)
+    return _same_bits(pairs)
 
 
 def _check_quantize(spec: VariantSpec, kernel: runtime.Kernel) -> Result:
     b, s_q, heads = 2, 2, 5
     joint = torch.randn(b, s_q, heads, 576).to(DTYPES[spec.in_dtype])
-    nope, rope = joint[..., :KV_LORA_RANK], joint[..., KV_LORA_RANK:]
-    shared = 1 if spec.mode == "token" else 0
-    want = rounding.quantize_rows(nope, rope, shared=shared)
+    nope, rope_channels = joint[..., :KV_LORA_RANK], joint[..., KV_LORA_RANK:]
+    angles: tuple[torch.Tensor, ...] = ()
+    turned = rope_channels
+    if spec.rope_style != "applied":
+        angles = sample_angles(b * s_q, DTYPES[spec.cos_sin_dtype], INDEX[spec.position_dtype])
+        positions = angles[0].view(b, s_q)
+        turned = rope.rotate_rows(rope_channels, positions, angles[1], spec.rope_style == "neox")
+    want = rounding.quantize_rows(nope, turned, shared=1 if spec.mode == "token" else 0)
     got = (
         torch.zeros(nope.shape, dtype=torch.uint8),
-        torch.zeros(rope.shape, dtype=torch.bfloat16),
+        torch.zeros(rope_channels.shape, dtype=torch.bfloat16),
         torch.zeros(want[2].shape),
     )
-    kernel(nope, rope, *got)
+    kernel(nope, rope_channels, *angles, *got)
     return _same_bits(
         {
             "nope": (got[0], want[0].view(torch.uint8)),

@@ -43,7 +43,8 @@ def test_decode_axes_are_complete(arch: str) -> None:
 
 def test_helper_axes_are_complete() -> None:
     helpers = [s for s in matrix.points("sm_100a") if s.op != "decode"]
-    assert len(helpers) == 1 + 2 + 2 * 2 * 3 + 3 * (2 + 2 + 4)
+    rotating = 2 * 2 * 2 + 2 * 2  # append_kv by style, norm and table; quantize_q by two of them
+    assert len(helpers) == 1 + 2 + 2 * 2 * 3 + 3 * (2 + 2 + 4) + rotating
 
 
 @pytest.mark.skipif(not toolchain.have_compiler(), reason="feasible() imports the compiler")
@@ -215,7 +216,9 @@ def test_the_test_set_shows_every_value_of_every_axis(arch: str) -> None:
             assert {getattr(s, axis) for s in chosen if s.op == op} == values, (op, axis)
     rows = {(s.pipeline, s.row_tile) for s in every if s.op == "decode"}
     assert {(s.pipeline, s.row_tile) for s in chosen if s.op == "decode"} == rows
-    assert {s for s in every if s.op != "decode"} <= set(chosen)
+    helpers = {s for s in every if s.op != "decode"}
+    rotating = {s for s in helpers if dict(s.values).get("rope_style", "applied") != "applied"}
+    assert helpers - rotating <= set(chosen) and len(rotating & set(chosen)) == 4 < len(rotating)
     assert chosen == [s for s in every if s in set(chosen)] == matrix.sample_specs(arch)
 
 

@@ -272,6 +272,9 @@ def operator_calls(device: str, layout: str = "split") -> dict[str, tuple[Any, .
     out = torch.zeros(2, 1, HEADS, 512, dtype=torch.bfloat16, device=device)
     lse = torch.zeros(2, HEADS, 1, device=device)
     fetched = torch.zeros(2, PAGE, 512, device=device), torch.zeros(2, PAGE, 64, device=device)
+    angles = torch.rand(9, 64, device=device).bfloat16()
+    rotation = (torch.tensor([[8], [0]], device=device), angles, True)
+    weight = torch.ones(512, dtype=torch.bfloat16, device=device)
     short = torch.tensor([60, 3], dtype=torch.int32, device=device)
     tables = (
         plan.work_items, plan.part_begin, plan.split_begin, plan.planned_seqlens, plan.units,
@@ -280,9 +283,17 @@ def operator_calls(device: str, layout: str = "split") -> dict[str, tuple[Any, .
     numbers = (WIDTH * PAGE, plan.token_tile, 4, 0, HEADS, 1, plan.unit_rows, True)
     return {
         "append_kv": (*cache, *layer.new),
+        "rope_append_kv": (
+            *cache, *layer.new, torch.arange(7, device=device), angles, True, weight, 1e-6
+        ),
         "quantize_q": (layer.q_nope, layer.q_rope, "token_head"),
         "quantize_q_out": (
             layer.q_nope, layer.q_rope, "token_head", q.nope_u8.clone(), q.rope.clone(),
+            q.scale.clone(),
+        ),
+        "rope_quantize_q": (layer.q_nope, layer.q_rope, *rotation, "token_head"),
+        "rope_quantize_q_out": (
+            layer.q_nope, layer.q_rope, *rotation, "token_head", q.nope_u8.clone(), q.rope.clone(),
             q.scale.clone(),
         ),
         "plan_update": (layer.lengths, None, None, *tables, *numbers),
@@ -299,8 +310,9 @@ def operator_calls(device: str, layout: str = "split") -> dict[str, tuple[Any, .
 
 
 NAMES = (
-    "append_kv", "quantize_q", "quantize_q_out", "plan_update", "decode", "decode_out",
-    "fetch_dequant", "fetch_dequant_out", "merge_states", "merge_states_out",
+    "append_kv", "rope_append_kv", "quantize_q", "quantize_q_out", "rope_quantize_q",
+    "rope_quantize_q_out", "plan_update", "decode", "decode_out", "fetch_dequant",
+    "fetch_dequant_out", "merge_states", "merge_states_out",
 )  # fmt: skip
 
 

@@ -168,9 +168,12 @@ class Operation:
     breaks: bool = False  # under torch.compile: between two graphs
 
 
-def quantized(*a: Any) -> tuple[torch.Tensor, ...]:
-    q = snapmla.quantize_q(*a)
+def fields(q: snapmla.QuantizedQuery) -> tuple[torch.Tensor, ...]:
     return q.nope, q.rope, q.scale
+
+
+def quantized(*a: Any) -> tuple[torch.Tensor, ...]:
+    return fields(snapmla.quantize_q(*a))
 
 
 def decode(*a: Any, **options: Any) -> Any:
@@ -186,11 +189,38 @@ def appended(layout: str) -> Callable[[int], tuple[Any, ...]]:
     return lambda seed: (cache(layout), *tokens(ROWS), slots(seed))
 
 
+def angles() -> torch.Tensor:
+    return torch.rand(12, 64).bfloat16()
+
+
+def rotated(seed: int) -> tuple[Any, ...]:
+    """Tokens to be appended to 64-bit slots, their positions, angles, the weight of the norm."""
+    return (
+        cache("split"), *tokens(ROWS), slots(seed).long(), torch.arange(seed, seed + ROWS),
+        angles(), torch.randn(512).bfloat16(),
+    )  # fmt: skip
+
+
 OPERATIONS = {
     **{
         f"append_kv {layout}": Operation(snapmla.append_kv, appended(layout), ("append_kv",))
         for layout in ("split", "paged", "row640", "strided")
     },
+    "rope_append_kv": Operation(
+        lambda *a: snapmla.rope_append_kv(*a[:6], is_neox=True, norm_weight=a[6]), rotated,
+        ("rope_append_kv",),
+    ),
+    "rope_quantize_q": Operation(
+        lambda *a: fields(snapmla.rope_quantize_q(*a)),
+        lambda s: (*queries(), torch.tensor([[s], [9]]), angles().float()), ("rope_quantize_q",),
+    ),
+    "rope_quantize_q out": Operation(
+        lambda *a: fields(snapmla.rope_quantize_q(*a[:4], is_neox=True, out=a[4])),
+        lambda s: (
+            *queries(), torch.tensor([s, 9]), angles(), snapmla.quantize_q(*queries())
+        ),
+        ("rope_quantize_q_out",),
+    ),
     "quantize_q token_head": Operation(quantized, lambda _: queries(), ("quantize_q",)),
     "quantize_q token": Operation(
         lambda n, r: quantized(n, r, "token"), lambda _: queries(), ("quantize_q",)

@@ -82,6 +82,9 @@ def test_bytes_count_queries_and_outputs() -> None:
     got = roofline.decode_bytes(SNAP, tokens=1000, batch=3, num_heads=16, s_q=2, out_bytes=4)
     assert got == 1000 * 644 + rows * (644 + 512 * 4 + 4)
     assert roofline.append_bytes(4096) == 4096 * (1152 + 4 + 644)
+    assert HelperShape("rope_append_kv", tokens=4096).bytes == 4096 * (1152 + 8 + 644 + 8 + 256)
+    rope_q = HelperShape("rope_quantize_q", batch=8, num_heads=16, mode="token_head")
+    assert rope_q.bytes == 8 * (16 * (1152 + 644) + 8 + 256)
     assert roofline.fetch_dequant_bytes(131072) == 131072 * (644 + 1152)
     assert roofline.merge_states_bytes(2, 32 * 128) == 3 * 32 * 128 * 1028
     assert roofline.merge_states_bytes(8, 10, 4) == 9 * 10 * 2052

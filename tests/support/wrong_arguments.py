@@ -91,6 +91,26 @@ def quantize_arguments() -> dict[str, Any]:
     }
 
 
+def rope_append_arguments() -> dict[str, Any]:
+    return {
+        **append_arguments(),
+        "positions": torch.zeros(5, dtype=I64),
+        "cos_sin_cache": torch.zeros(10, 64),
+        "is_neox": False,
+        "norm_weight": torch.ones(512, dtype=BF16),
+        "norm_eps": 1e-6,
+    }
+
+
+def rope_quantize_arguments() -> dict[str, Any]:
+    return {
+        **quantize_arguments(),
+        "positions": torch.zeros((B, S_Q), dtype=I64),
+        "cos_sin_cache": torch.zeros(10, 64, dtype=BF16),
+        "is_neox": True,
+    }
+
+
 def fetch_arguments() -> dict[str, Any]:
     return {
         "cache": PagedKVCache.allocate(PAGES, P, device="cpu"),
@@ -367,6 +387,63 @@ WRONG: dict[str, list[Row]] = {
          "call .contiguous() once when you build it"),
         ("slot_mapping", torch.zeros(5, dtype=I32, **META), ValueError, "slot_mapping: .*meta",
          "move it with .to('cpu') when you build it"),
+    ],
+    "rope_append_kv": [
+        ("cache", None, TypeError, "cache: expected a snapmla.PagedKVCache, got NoneType",
+         "PagedKVCache.from_tensors wraps existing"),
+        ("c_kv", torch.zeros(5, 576, dtype=BF16), ValueError, r"c_kv: expected shape \(n, 512\)",
+         "the latent alone: joint[:, :512], with"),
+        ("k_rope", torch.zeros(5, 64), TypeError, "k_rope: expected dtype bfloat16, got float32",
+         "convert it with .to(torch.bfloat16)"),
+        ("positions", torch.zeros(4, dtype=I64), ValueError, r"positions: expected shape \(5,\), got \(4,\)",
+         "one row of cos_sin_cache for each token"),
+        ("positions", torch.zeros(5), TypeError, "positions: expected dtype int32 or int64, got float32",
+         "use .to(torch.int32) once when you build"),
+        ("positions", torch.zeros(10, dtype=I64)[::2], ValueError, "positions: expected a contiguous",
+         "call .contiguous() once when you build it"),
+        ("positions", torch.zeros(5, dtype=I64, **META), ValueError, "positions: .*got meta",
+         "move it with .to('cpu') when you build it"),
+        ("cos_sin_cache", torch.zeros(10, 32), ValueError,
+         r"cos_sin_cache: expected shape \(max_position, 64\), got \(10, 32\)",
+         "torch.cat([cos, sin], -1) of the 32 angles"),
+        ("cos_sin_cache", torch.zeros(10, 64, dtype=F16), TypeError,
+         "cos_sin_cache: expected dtype float32 or bfloat16, got float16", "convert it with .to(torch.float32)"),
+        ("cos_sin_cache", torch.zeros(0, 64), ValueError, "cos_sin_cache: expected 1 position or more, got 0",
+         "torch.cat([cos, sin], -1) of the 32 angles"),
+        ("cos_sin_cache", torch.zeros(64, 10).T, ValueError, "cos_sin_cache: expected innermost stride 1",
+         "it is transposed or strided inside a row:"),
+        ("cos_sin_cache", torch.zeros(10, 65)[:, :64], ValueError, "cos_sin_cache: .*multiples of 16 bytes",
+         "pad rows to a multiple of 4 elements"),
+        ("is_neox", "neox", TypeError, "is_neox: expected True or False, got str", "as DeepSeek's models do"),
+        ("norm_weight", torch.ones(512), TypeError, "norm_weight: expected dtype bfloat16, got float32",
+         "convert it with .to(torch.bfloat16)"),
+        ("norm_weight", torch.ones(576, dtype=BF16), ValueError, r"norm_weight: expected shape \(512,\)",
+         "kv_a_layernorm's weight in c_kv's dtype"),
+        ("norm_weight", torch.ones(513, dtype=BF16)[1:], ValueError, "norm_weight: .*aligned to 16 bytes",
+         "start slices at multiples of 8 elements"),
+        ("norm_eps", 0.0, ValueError, "norm_eps: expected 1e-12 to 1, got 0.0", "rms_norm_eps of the model"),
+        ("norm_eps", float("nan"), ValueError, "norm_eps: expected 1e-12 to 1, got nan", "rms_norm_eps of the model"),
+        ("norm_eps", torch.tensor(1e-6), TypeError, "norm_eps: expected a Python float, got Tensor",
+         "rms_norm_eps of the model"),
+    ],
+    "rope_quantize_q": [
+        ("q_nope", torch.zeros(B, 1, 129, 512, dtype=BF16), ValueError,
+         "num_heads: expected 1 to 128, got 129", "split more heads over several calls"),
+        ("q_rope", torch.zeros(B, 1, H, 64), TypeError, "q_rope: .*bfloat16.*float32",
+         "convert it with .to(torch.bfloat16)"),
+        ("positions", torch.zeros((S_Q + 1, B), dtype=I64), ValueError,
+         r"positions: expected shape \(2, 2\), got \(3, 2\)", "one row of cos_sin_cache for each token"),
+        ("positions", torch.zeros(B, dtype=I64), ValueError, r"positions: expected shape \(4,\), got \(2,\)",
+         "one row of cos_sin_cache for each token"),
+        ("positions", None, TypeError, "positions: expected a torch.Tensor, got NoneType",
+         "build it once with torch.as_tensor(..., dtype=torch.int32)"),
+        ("cos_sin_cache", torch.zeros(10, 64, dtype=torch.float64), TypeError,
+         "cos_sin_cache: expected dtype float32 or bfloat16, got float64", "convert it with .to(torch.float32)"),
+        ("is_neox", None, TypeError, "is_neox: expected True or False, got NoneType", "as DeepSeek's models do"),
+        ("granularity", "channel", ValueError, "granularity: .*'token_head'.*got 'channel'",
+         "token_head is SnapMLA's, token is for one"),
+        ("out", 3, TypeError, "out: expected a snapmla.QuantizedQuery, got int", "call snapmla.quantize_q(q_nope, q_rope)"),
+        ("out", query(b=1), ValueError, "out.nope: expected shape", "keep one QuantizedQuery for each shape"),
     ],
     "quantize_q": [
         ("granularity", "channel", ValueError, "granularity: .*'token_head'.*got 'channel'",
@@ -826,6 +903,8 @@ WRONG: dict[str, list[Row]] = {
 RIGHT: dict[str, Callable[[], dict[str, Any]]] = {
     "decode": decode_arguments,
     "append_kv": append_arguments,
+    "rope_append_kv": rope_append_arguments,
+    "rope_quantize_q": rope_quantize_arguments,
     "quantize_q": quantize_arguments,
     "fetch_dequant": fetch_arguments,
     "fetch_dequant_chunks": chunk_arguments,
