@@ -357,7 +357,7 @@ def _ragged_differences(
     cache: snapmla.PagedKVCache, pool: tuple[Tensor, Tensor, Tensor], table: Tensor, flat: Tensor,
     dtype: torch.dtype,
 ) -> float:  # fmt: skip
-    """Differing elements of packed chunks: ``flat`` cut at odd places, and 9 tokens past its end."""
+    """Differing elements of packed chunks: ``flat`` cut at odd places, 9 tokens past its end."""
     tokens, device = cache.num_slots, cache.device
     cuts = [0, 0, 3, tokens // 3 + 1, tokens // 3 + 1, tokens - 7, tokens + 9]
     begins = torch.tensor(cuts, dtype=torch.int32, device=device)
