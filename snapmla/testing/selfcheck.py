@@ -524,20 +524,12 @@ def _check_fetch(spec: VariantSpec, kernel: runtime.Kernel) -> Result:
         elif spec.mode == "ragged":
             # a start in mid-page, a sequence without pages, one without rows, the end of a page
             table = torch.cat([table, table[:1]])
-<<<<<<< HEAD
-            cu_seqlens = torch.tensor((0, 17, 19, 19, 38), dtype=torch.int32)
-            starts = None if layout == "paged" else torch.tensor((3, 1, 5, 14), dtype=torch.int32)
-            table[3] = table[2]
-            selector = (table, cu_seqlens, torch.zeros(0).int() if starts is None else starts)
-            slots = fetched.packed_slots(table, cu_seqlens, starts, cache, 41)
-=======
             table[3] = table[2]
             begins = torch.tensor([0, 17, 19, 19, 38], dtype=torch.int32)
             none, starts = torch.zeros(0).int(), torch.tensor([3, 1, 5, 14], dtype=torch.int32)
             given = None if layout == "paged" else starts
             selector = (table, begins, none if given is None else given)
             slots = fetched.packed_slots(table, begins, given, cache, 41)
->>>>>>> t-fetch
         else:
             selector = (table, seqlens)
             slots = fetched.padded_slots(table, seqlens, 16, 40)
