@@ -243,7 +243,8 @@ class Values(dict[str, Any]):
 
     def __missing__(self, name: str) -> Any:
         for makers in (
-            self._scalars, self._query, self._cache, self._plan, self._parts, self._results,
+            self._scalars, self._query, self._rotary, self._cache, self._plan, self._parts,
+            self._results,
         ):  # fmt: skip
             if name in (known := makers()):
                 self[name] = known[name]()
@@ -289,6 +290,21 @@ class Values(dict[str, Any]):
         return {
             "q_nope": lambda: self._normal(*rows, KV_LORA_RANK, dtype=given),
             "q_rope": lambda: self._normal(*rows, QK_ROPE_HEAD_DIM, dtype=given),
+        }
+
+    def _rotary(self) -> dict[str, Maker]:
+        """Positions all over a table of as many."""
+        each = self.sizes.s_q if self.spec.op == "quantize_q" else self.sizes.tokens
+        n = self.sizes.batch * each
+        return {
+            "positions": lambda: torch.randperm(n, device=self.device).to(
+                INDEX[self.axes.position_dtype]
+            ),
+            "cos_sin": lambda: self._normal(
+                n, QK_ROPE_HEAD_DIM, dtype=DTYPES[self.axes.cos_sin_dtype]
+            ),
+            "norm_weight": lambda: self._normal(KV_LORA_RANK, dtype=DTYPES[self.axes.in_dtype]),
+            "norm_eps": lambda: 1e-6,
         }
 
     def _cache(self) -> dict[str, Maker]:

@@ -118,7 +118,8 @@ def test_script_passes_the_sizes_and_opens_the_profiler(tmp_path: Path) -> None:
         "quantize_q_xf32_token_head_sm90a", "fetch_dequant_xbf16_pages_sm90a",
         "fetch_dequant_xf16_indices_sm90a", "fetch_dequant_xbf16_ragged_sm90a",
         "fetch_dequant_xbf16_indices_ii64_sm90a", "merge_states_xf32_obf16_list_sm90a",
-        "merge_states_xbf16_of32_stack_sm90a",
+        "merge_states_xbf16_of32_stack_sm90a", "append_kv_xbf16_ii64_neox_rms_csbf16_sm90a",
+        "quantize_q_xbf16_token_head_interleaved_sm90a",
     ],
 )  # fmt: skip
 def test_workload_is_a_legal_call(built: Report, name: str) -> None:
