@@ -190,7 +190,7 @@ def _on_objects(kind: str, spec: VariantSpec, command: Command) -> Step:
 
 def whole_matrix_files() -> list[str]:
     """Test files that ``--whole-matrix`` gives more to do and that no step ``variant`` runs."""
-    asks = re.compile(r"mark\.(variants|whole_matrix)\b|\b(built: Report|specs: list)\b")
+    asks = re.compile(r"mark\.(variants|whole_matrix)\b|\b(built: Report|specs: list|TARGETS)\b")
     files = sorted((ROOT / "tests").rglob("test_*.py"))
     names = [str(p.relative_to(ROOT)) for p in files if asks.search(p.read_text())]
     return [name for name in names if name not in PER_VARIANT]

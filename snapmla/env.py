@@ -64,6 +64,9 @@ TABLE: tuple[EnvVar, ...] = (
     EnvVar("SOFTGPU_CACHE_DIR", "", "folder of softgpu's linked objects, a per-user one if empty"),
     EnvVar("SNAPMLA_COMMIT", "", "commit that benchmarks record where there is no git"),
     EnvVar("SNAPMLA_PEERS", "", "folder of other libraries' kernels that the GPU check compares"),
+    EnvVar(
+        "SNAPMLA_VLLM", "", "folder of vLLM's releases that tests drive, a per-user one if empty"
+    ),
     EnvVar("SNAPMLA_TEST_GPU", "1", "0 skips the tests that need a CUDA device"),
 )
 

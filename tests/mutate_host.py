@@ -144,7 +144,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("fetch.py", "if given == (total is not None):", "if total is None and not given:",
            "host/test_checks.py::test_wrong_argument",
            "a total beside out says nothing"),
-    Mutant("quant.py", 'granularity == "token_head" else', 'granularity == "token" else',
+    Mutant("quant.py", "DIM), rows if granularity ==", "DIM), rows if granularity !=",
            "host/test_quant.py::test_quantize_into_given_tensors",
            "scales of the other granularity are made"),
     Mutant("fetch.py", "b > MAX_FETCHED", "b > MAX_FETCHED + 1",

@@ -218,7 +218,9 @@ def test_the_test_set_shows_every_value_of_every_axis(arch: str) -> None:
     assert {(s.pipeline, s.row_tile) for s in chosen if s.op == "decode"} == rows
     helpers = {s for s in every if s.op != "decode"}
     rotating = {s for s in helpers if dict(s.values).get("rope_style", "applied") != "applied"}
-    assert helpers - rotating <= set(chosen) and len(rotating & set(chosen)) == 4 < len(rotating)
+    if arch == "sm_90a":  # of SM100's, the same sources, one for each value
+        assert helpers - rotating <= set(chosen) and len(rotating & set(chosen)) == 4
+    assert len(helpers & set(chosen)) < len(helpers)
     assert chosen == [s for s in every if s in set(chosen)] == matrix.sample_specs(arch)
 
 

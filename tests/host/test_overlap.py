@@ -410,4 +410,4 @@ def test_what_is_remembered_is_bounded() -> None:
         overlap.place(((i, i + 1),))
     assert overlap.place(((0, 4),)) != first, "a number came back after it was forgotten"
     assert overlap.place(((0, 4),)) == overlap.place(((0, 4),))
-    assert quant._APART is not attention._APART
+    assert quant._APPENDED is not quant._QUANTIZED is not attention._APART

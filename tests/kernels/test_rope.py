@@ -45,8 +45,8 @@ whole = pytest.mark.whole_matrix
         ("sm_90a", NORMED, 300, "split", True),
         ("sm_90a", PLAIN, 1, "row640", False),
         ("sm_90a", NORMED, 1, "paged", False),
-        ("sm_100a", PLAIN, 41, "row640", False),
-        ("sm_100a", NORMED, 41, "split", False),
+        pytest.param("sm_100a", PLAIN, 41, "row640", False, marks=whole),
+        pytest.param("sm_100a", NORMED, 41, "split", False, marks=whole),
         ("sm_90a", OTHERS[0], 41, "split", True),
         *(pytest.param("sm_90a", axes, 41, "split", True, marks=whole) for axes in OTHERS[1:]),
         *(
@@ -101,8 +101,13 @@ def test_append_is_the_steps(
         ("sm_90a", "token_head", {"rope_style": "interleaved"}, (2, 2, 75), True),
         ("sm_90a", "token_head", {"rope_style": "neox", "cos_sin_dtype": "bf16"}, (5, 3, 7), True),
         ("sm_90a", "token_head", {"rope_style": "interleaved"}, (1, 1, 1), False),
-        ("sm_100a", "token_head", {"rope_style": "interleaved"}, (1, 5, 7), False),
-        ("sm_100a", "token_head", {"rope_style": "neox", "cos_sin_dtype": "bf16"}, (3, 1, 7), True),
+        pytest.param(
+            "sm_100a", "token_head", {"rope_style": "interleaved"}, (1, 5, 7), False, marks=whole
+        ),
+        pytest.param(
+            "sm_100a", "token_head", {"rope_style": "neox", "cos_sin_dtype": "bf16"}, (3, 1, 7),
+            True, marks=whole,
+        ),
         *(
             pytest.param("sm_90a", mode, axes, (3, 1, 7), True, marks=whole)
             for mode, axes in (

@@ -51,7 +51,7 @@ def test_a_wrong_merge_is_noticed(spec: VariantSpec) -> None:
     assert not selfcheck._check_merge(spec, one_row_is_off).passed
 
 
-@pytest.mark.variants("decode_*_sm90a", everyday="decode_etap_r*_p64_obf16_sm90a")
+@pytest.mark.variants("decode_*_sm90a", everyday="decode_etap_r[16][64]_p64_obf16_sm90a")
 @pytest.mark.parametrize(
     "layout", [pytest.param("paged", marks=pytest.mark.whole_matrix), "row640"]
 )

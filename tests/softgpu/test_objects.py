@@ -246,7 +246,10 @@ def test_coverage_reports_what_is_missing(
     assert "frobnicate.b32  MISSING" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("pipeline", "rows"), [("etap", 16), ("dual_wg", 64)])
+@pytest.mark.parametrize(
+    ("pipeline", "rows"),
+    [("etap", 16), pytest.param("dual_wg", 64, marks=pytest.mark.whole_matrix)],
+)
 @pytest.mark.parametrize("opcode", ["wgmma.wait_group", "mbarrier.arrive.shared", "bar.sync"])
 def test_a_removed_synchronisation_shows(pipeline: str, rows: int, opcode: str) -> None:
     """Late completion and shuffled warps make a missing wait, arrival or barrier visible."""
