@@ -167,8 +167,8 @@ def _cards() -> tuple[Card, ...]:
     )  # fmt: skip
 
 
-# H200: medians of CUDA-graph replays on one card, driver 580, boost 1980 MHz, 700 W cap: read-only
-# stream 4715 GB/s, bf16 8192^3 668-671 TFLOP/s, fp8 8192^3 with fast accumulation 1280 TFLOP/s.
+# What was measured: medians of CUDA-graph replays of a read-only stream, and of 8192^3 products in
+# bf16 and in fp8 with fast accumulation (profiles/ceilings.py), from the card's committed table.
 CARDS: tuple[Card, ...] = _cards()
 
 

@@ -16,7 +16,6 @@ from dsl_kernels.dims import ITEM_WORDS, KV_LORA_RANK, PARTIAL_ROW
 from dsl_kernels.spec import VariantSpec
 from snapmla import checks, launch, plan_text, runtime, tracing
 
-_Tensor = torch.Tensor  # looked up on every call
 STALE_SHOWN = 8  # changed sequences that an error names
 
 
@@ -345,7 +344,7 @@ class DecodePlan(launch.OverTensors):
                 cache_seqlens, cu_seqlens_q, limits, *self._tables, *self._numbers
             )
         elif not self.idle:
-            launch_plan(cache_seqlens, cu_seqlens_q, limits, *self._written, *self._numbers)
+            launch_plan(cache_seqlens, cu_seqlens_q, limits, *self._planned)
         return self
 
     def _fits(
@@ -359,18 +358,10 @@ class DecodePlan(launch.OverTensors):
         try:
             return (
                 row_seqlens is None  # may have two dimensions
-                and cache_seqlens.__class__ is _Tensor
-                and not cache_seqlens.is_neg()
-                and (
-                    cu_seqlens_q is None
-                    or (cu_seqlens_q.__class__ is _Tensor and not cu_seqlens_q.is_neg())
-                )
+                and cache_seqlens is not None
+                and launch.addressable(self.device, cache_seqlens, cu_seqlens_q)
                 and self.plain
                 and not self.idle
-                and (
-                    not launch.several_gpus()
-                    or launch.all_on(self.device, cache_seqlens, cu_seqlens_q)
-                )
             )
         except (AttributeError, RuntimeError):
             return False  # something is of another kind

@@ -94,13 +94,14 @@ def places() -> list[Place]:
         found.append(Place("the checkout's `build/variants`", path, True))
     packed = Path(__file__).resolve().parent / "variants"  # a wheel or bundle
     found.append(Place("the package's own `variants`", packed, False))
-    if (cache_home := _cache_home()) is not None:  # not there without a home directory
-        path = cache_home / "snapmla" / __version__ / "variants"
+    if (home := cache_home()) is not None:  # not there without a home directory
+        path = home / "snapmla" / __version__ / "variants"
         found.append(Place("the user's cache folder", path, True))
     return found
 
 
-def _cache_home() -> Path | None:
+def cache_home() -> Path | None:
+    """The user's folder of caches; None for a user without a home directory."""
     if os.environ.get("XDG_CACHE_HOME"):
         return Path(os.environ["XDG_CACHE_HOME"])
     try:

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from dsl_kernels.dims import KV_LORA_RANK, QK_ROPE_HEAD_DIM
-from dsl_kernels.spec import VariantSpec
-from snapmla import checks, runtime, tracing
+from snapmla import checks, tracing
 from snapmla.cache import PagedKVCache, expect_cache
 from snapmla.decode_plan import nothing
-from snapmla.quant import named
+from snapmla.quant import FLOAT_NAMES, INDEX_NAMES, named, variant_kernel
 
 MAX_FETCHED = 65535  # sequences of a block table with cache_seqlens: the kernel's grid.y
 MAX_TOTAL = 2**31 - 1  # rows of a packed result: the kernel's int32
-INDEX_NAMES = {torch.int32: "i32", torch.int64: "i64"}
-_OUT_NAMES = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
 Fetched = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -123,23 +119,12 @@ def fetch_now(
         selector = (where, tokens.cu_seqlens, starts)
     else:
         index = where.dtype
-    kernel = _kernel(cache.device, c_kv.dtype, mode, index)
-    kernel(*cache.arguments, *selector, c_kv, k_rope)
-    return c_kv, k_rope
-
-
-@functools.lru_cache(maxsize=64)
-def _kernel(
-    device: torch.device, dtype: torch.dtype, mode: str, index: torch.dtype
-) -> runtime.Kernel:
-    spec = VariantSpec(
-        op="fetch_dequant", arch=runtime.arch_of(device), in_dtype=_OUT_NAMES[dtype], mode=mode,
+    kernel = variant_kernel(
+        cache.device, "fetch_dequant", in_dtype=FLOAT_NAMES[c_kv.dtype], mode=mode,
         index_dtype=INDEX_NAMES[index],
     )  # fmt: skip
-    return runtime.kernel(spec, device.type)
-
-
-runtime.on_forget(_kernel.cache_clear)
+    kernel(*cache.arguments, *selector, c_kv, k_rope)
+    return c_kv, k_rope
 
 
 def check_tokens(tokens: Tokens, device: torch.device) -> None:
@@ -227,8 +212,8 @@ def _fetch_outputs(
 ) -> Fetched:
     """The two tensors to write, allocated or checked."""
     if out is None:
-        if dtype not in _OUT_NAMES:
-            names = " or ".join(checks.dtype_name(d) for d in _OUT_NAMES)
+        if dtype not in FLOAT_NAMES:
+            names = " or ".join(checks.dtype_name(d) for d in FLOAT_NAMES)
             checks.type_error("dtype", names, dtype)
         make = torch.empty if mode == "indices" else torch.zeros
         return (

@@ -560,7 +560,7 @@ def dequantize_ckv_fused_indexed(
     """
     try:
         cache = _flat_cache(("k_lora", "k_rope", "k_scale"), k_lora, k_rope, k_scale)
-        checks.tensor("indices", indices, tuple(fetch.INDEX_NAMES), ("n",), cache.device)
+        checks.tensor("indices", indices, tuple(quant.INDEX_NAMES), ("n",), cache.device)
         flat = None
         if out is not None:
             first, second = pair_of("out", out)

@@ -15,6 +15,8 @@ import torch
 
 from snapmla import overlap
 
+_Tensor = torch.Tensor  # looked up on every call
+
 
 @functools.lru_cache(maxsize=1)
 def several_gpus() -> bool:
@@ -44,6 +46,15 @@ def none_negative(*tensors: torch.Tensor | None) -> bool:
         if tensor is not None and tensor.is_neg():
             return False
     return True
+
+
+def addressable(device: torch.device, *tensors: torch.Tensor | None) -> bool:
+    """Whether kernels may take the addresses of those that are given as they are: plain tensors on
+    ``device``, whose memory holds their values."""
+    for tensor in tensors:
+        if tensor is not None and (tensor.__class__ is not _Tensor or tensor.is_neg()):
+            return False
+    return not several_gpus() or all_on(device, *tensors)  # functions ask for its kind only
 
 
 class OverTensors:

@@ -20,8 +20,8 @@ from snapmla import checks, launch, overlap, runtime, tracing
 from snapmla.cache import PagedKVCache, expect_cache
 
 GRANULARITIES = ("token_head", "token")
-_SHORT = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
-_INDEX = {torch.int32: "i32", torch.int64: "i64"}
+FLOAT_NAMES = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
+INDEX_NAMES = {torch.int32: "i32", torch.int64: "i64"}
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -117,28 +117,30 @@ def as_batch(nope: torch.Tensor, rope: torch.Tensor, scale: torch.Tensor) -> Tri
 
 
 @functools.lru_cache(maxsize=256)
-def _kernel(device: torch.device, op: str, **axes: str) -> runtime.Kernel:
+def variant_kernel(device: torch.device, op: str, **axes: str) -> runtime.Kernel:
+    """The kernel of these axes for tensors on ``device``, loaded once."""
     spec = VariantSpec(op=op, arch=runtime.arch_of(device), **axes)  # type: ignore[arg-type]
     return runtime.kernel(spec, device.type)
 
 
 @functools.lru_cache(maxsize=64)
 def _appender(device: torch.device, dtype: torch.dtype, index: torch.dtype) -> runtime.Kernel:
-    return _kernel(device, "append_kv", in_dtype=_SHORT[dtype], index_dtype=_INDEX[index])
+    return variant_kernel(
+        device, "append_kv", in_dtype=FLOAT_NAMES[dtype], index_dtype=INDEX_NAMES[index]
+    )
 
 
 @functools.lru_cache(maxsize=64)
 def _quantizer(device: torch.device, dtype: torch.dtype, granularity: str) -> runtime.Kernel:
-    return _kernel(device, "quantize_q", in_dtype=_SHORT[dtype], mode=granularity)
+    return variant_kernel(device, "quantize_q", in_dtype=FLOAT_NAMES[dtype], mode=granularity)
 
 
-for _cached in (_kernel, _appender, _quantizer):
+for _cached in (variant_kernel, _appender, _quantizer):
     runtime.on_forget(_cached.cache_clear)
 
 # Calls that passed every check, as keys of what the exported functions do not see: a repeated call
 # goes straight to its kernel, whose own checks are the rest.
 _APPENDED, _QUANTIZED = overlap.Apart(), overlap.Apart()
-_Tensor = torch.Tensor  # looked up on every call
 
 
 def append_kv(
@@ -190,16 +192,10 @@ def _append_known(
     The exported function sees dtypes, extents, strides and alignment by itself; see ``attention``.
     """
     try:
+        tokens = (c_kv, k_rope, slot_mapping)
         return (
-            c_kv.__class__ is _Tensor and k_rope.__class__ is _Tensor
-            and slot_mapping.__class__ is _Tensor
-            and _append_key(cache, c_kv, k_rope, slot_mapping) in _APPENDED
-            and not (c_kv.is_neg() or k_rope.is_neg() or slot_mapping.is_neg())
-            and (
-                not launch.several_gpus()
-                or launch.all_on(cache.device, c_kv, k_rope, slot_mapping)
-            )
-        )  # fmt: skip
+            launch.addressable(cache.device, *tokens) and _append_key(cache, *tokens) in _APPENDED
+        )
     except (AttributeError, RuntimeError):
         return False  # something is of another kind
 
@@ -222,6 +218,14 @@ def _traced_append(
     cache: PagedKVCache, c_kv: torch.Tensor, k_rope: torch.Tensor, slot_mapping: torch.Tensor
 ) -> None:
     """``append_kv`` as an operator, for tracers."""
+    expect_traceable(cache)
+    if not tracing.by_dynamo():
+        check_tokens(c_kv, k_rope, slot_mapping, cache.device)
+    torch.ops.snapmla.append_kv(*cache.memory_now(), c_kv, k_rope, slot_mapping)
+
+
+def expect_traceable(cache: PagedKVCache) -> None:
+    """Refuses memory that a tracer, which makes new values of what is written, would lose."""
     if not cache.traceable and tracing.functionalises():
         checks.value_error(
             "cache", "layout split, paged or row640, made outside of torch.compile",
@@ -229,9 +233,6 @@ def _traced_append(
             "follow",
             "append outside of the compiled function",
         )  # fmt: skip
-    if not tracing.by_dynamo():
-        check_tokens(c_kv, k_rope, slot_mapping, cache.device)
-    torch.ops.snapmla.append_kv(*cache.memory_now(), c_kv, k_rope, slot_mapping)
 
 
 def named(owner: str, value: PagedKVCache | QuantizedQuery) -> dict[str, torch.Tensor]:
@@ -248,7 +249,7 @@ def check_tokens(
     checks.tensor("c_kv", c_kv, checks.FLOATS, ("n", KV_LORA_RANK), device)
     n = c_kv.shape[0]
     checks.tensor("k_rope", k_rope, (c_kv.dtype,), (n, QK_ROPE_HEAD_DIM), device)
-    checks.tensor("slot_mapping", slot_mapping, tuple(_INDEX), (n,), device)
+    checks.tensor("slot_mapping", slot_mapping, tuple(INDEX_NAMES), (n,), device)
     checks.contiguous("slot_mapping", slot_mapping)
     if n:
         checks.aligned_rows("c_kv", c_kv)
@@ -317,15 +318,11 @@ def _quantize_known(
 ) -> bool:
     """Whether the launch may be tried without the full checks, as ``_append_known``."""
     try:
+        written = None if out is None else out.nope
         return (
-            q_nope.__class__ is _Tensor and q_rope.__class__ is _Tensor
+            launch.addressable(q_nope.device, q_nope, q_rope, written)
             and _quantize_key(q_nope, q_rope, granularity, out) in _QUANTIZED
-            and not (q_nope.is_neg() or q_rope.is_neg())
-            and (
-                not launch.several_gpus()
-                or launch.all_on(q_nope.device, q_rope, None if out is None else out.nope)
-            )
-        )  # fmt: skip
+        )
     except (AttributeError, RuntimeError, TypeError):
         return False  # something is of another kind
 
@@ -372,15 +369,12 @@ def _quantize(
     """Allocates what is not given and launches, on checked arguments."""
     shape, device = q_nope.shape, q_nope.device
     if out is None:
-        out = _empty_query(shape, granularity, device)
+        out = empty_query(shape, granularity, device)
     if not shape[0]:
         return out
     kernel = _quantizer(device, q_nope.dtype, granularity)
-    nope_u8, rope, _ = out.arguments
-    if len(shape) == 4:
-        kernel(q_nope, q_rope, nope_u8, rope, out.scale)
-    else:
-        kernel(q_nope.unsqueeze(0), q_rope.unsqueeze(0), nope_u8, rope, out.scale.unsqueeze(0))
+    q_nope, q_rope, scale = as_batch(q_nope, q_rope, out.scale)
+    kernel(q_nope, q_rope, *out.arguments[:2], scale)
     return out
 
 
@@ -408,7 +402,7 @@ def _patterns(shape: tuple[int, ...], granularity: str, device: torch.device) ->
     return nope, rope, scale
 
 
-def _empty_query(shape: tuple[int, ...], granularity: str, device: torch.device) -> QuantizedQuery:
+def empty_query(shape: tuple[int, ...], granularity: str, device: torch.device) -> QuantizedQuery:
     """Uninitialised tensors that need no checks: made to measure."""
     query = object.__new__(QuantizedQuery)
     nope_u8, rope, scale = [

@@ -7,30 +7,17 @@ kernels do: results are those of the separate steps bit for bit (``snapmla.refer
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
 from dsl_kernels.dims import KV_LORA_RANK, QK_ROPE_HEAD_DIM
-from dsl_kernels.spec import VariantSpec
-from snapmla import checks, overlap, quant, runtime, tracing
+from snapmla import checks, overlap, quant, tracing
 from snapmla.cache import PagedKVCache, expect_cache
 from snapmla.quant import QuantizedQuery, Triple
 
 LEAST_EPS, MOST_EPS = 1e-12, 1.0
-_SHORT = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
-_INDEX = {torch.int32: "i32", torch.int64: "i64"}
 _APART = overlap.Apart()
-
-
-@functools.lru_cache(maxsize=256)
-def _kernel(device: torch.device, op: str, **axes: str) -> runtime.Kernel:
-    return runtime.kernel(VariantSpec(op=op, arch=runtime.arch_of(device), **axes), device.type)
-
-
-runtime.on_forget(_kernel.cache_clear)
 
 
 def rope_append_kv(
@@ -75,7 +62,7 @@ def rope_append_kv(
     norm_eps = check_eps(norm_eps)
     given = (c_kv, k_rope, slot_mapping, positions, cos_sin_cache)
     if tracing.wanted(cache, *given, norm_weight):
-        _expect_traceable(cache)
+        quant.expect_traceable(cache)
         if not tracing.by_dynamo():
             quant.check_tokens(c_kv, k_rope, slot_mapping, cache.device)
             check_angles(c_kv.dtype, c_kv.shape[:1], positions, cos_sin_cache, cache.device)
@@ -87,19 +74,13 @@ def rope_append_kv(
     check_angles(c_kv.dtype, c_kv.shape[:1], positions, cos_sin_cache, cache.device)
     check_weight(norm_weight, c_kv)
     checks.flag("is_neox", is_neox)
-    _check_apart(cache, positions, cos_sin_cache, norm_weight)
+    read = {"positions": positions, "cos_sin_cache": cos_sin_cache}
+    if norm_weight is not None:
+        read["norm_weight"] = norm_weight
+    if not _apart(cache, read):
+        for name, value in read.items():
+            checks.apart(name, value, quant.named("cache", cache))
     launch_append(cache.arguments, *given, is_neox, norm_weight, norm_eps)
-
-
-def _expect_traceable(cache: PagedKVCache) -> None:
-    """Refuses memory that a tracer would lose, as ``append_kv`` does."""
-    if not cache.traceable and tracing.functionalises():
-        checks.value_error(
-            "cache", "layout split, paged or row640, made outside of torch.compile",
-            f"layout {cache.layout!r}, whose views share memory in a way that tracers cannot "
-            "follow",
-            "append outside of the compiled function",
-        )  # fmt: skip
 
 
 def check_angles(
@@ -112,7 +93,7 @@ def check_angles(
     """Checks what rotates ``tokens``, (n,) or (b, s_q), of this dtype; (b, s_q) may be flat."""
     if len(tokens) == 2 and isinstance(positions, torch.Tensor) and positions.ndim == 1:
         tokens = (tokens[0] * tokens[1],)
-    checks.tensor("positions", positions, tuple(_INDEX), tokens, device)
+    checks.tensor("positions", positions, tuple(quant.INDEX_NAMES), tokens, device)
     checks.contiguous("positions", positions)
     dtypes = (torch.float32,) if dtype == torch.float32 else (torch.float32, dtype)
     table = ("max_position", QK_ROPE_HEAD_DIM)
@@ -138,40 +119,11 @@ def check_eps(norm_eps: float) -> float:
     return float(norm_eps)
 
 
-def _check_apart(
-    cache: PagedKVCache,
-    positions: torch.Tensor,
-    cos_sin_cache: torch.Tensor,
-    norm_weight: torch.Tensor | None,
-) -> None:
-    """Checks that the cache, which is written, shares no memory with what turns its tokens."""
-    read = {"positions": positions, "cos_sin_cache": cos_sin_cache}
-    if norm_weight is not None:
-        read["norm_weight"] = norm_weight
-    key = (cache.place, *_places(read))
-    if key in _APART:
-        return
-    if not _APART.see(key, cache.spans, tuple(map(overlap.span, read.values()))):
-        for name, value in read.items():
-            checks.apart(name, value, quant.named("cache", cache))
-
-
-def _check_query_apart(out: QuantizedQuery, read: dict[str, torch.Tensor]) -> None:
-    """Checks that ``out`` shares no memory with what is read, nor its parts with another."""
-    key = (out.place, *_places(read))
-    if key in _APART:
-        return
-    spans = tuple(map(overlap.span, read.values()))
-    if _APART.see(key, *((span,) for span in out.spans), spans):
-        return
-    for name, value in quant.named("out", out).items():
-        checks.apart(name, value, read)
-        read[name] = value
-
-
-def _places(read: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
-    """What decides which bytes these tensors are, whoever made them."""
-    return tuple((t.data_ptr(), t.shape, t.stride(), t.dtype) for t in read.values())
+def _apart(written: PagedKVCache | QuantizedQuery, read: Mapping[str, torch.Tensor]) -> bool:
+    """Whether what is written lies apart from what turns its rows; if so it is remembered."""
+    places = ((t.data_ptr(), t.shape, t.stride(), t.dtype) for t in read.values())
+    key = (written.place, *places)
+    return key in _APART or _APART.see(key, written.spans, tuple(map(overlap.span, read.values())))
 
 
 def launch_append(
@@ -188,11 +140,11 @@ def launch_append(
     """The launch of ``rope_append_kv`` on checked arguments; cache = (bytes, rope, scale)."""
     if c_kv.shape[0] == 0:
         return
-    kernel = _kernel(
+    kernel = quant.variant_kernel(
         c_kv.device,
         "append_kv",
-        in_dtype=_SHORT[c_kv.dtype],
-        index_dtype=_INDEX[slot_mapping.dtype],
+        in_dtype=quant.FLOAT_NAMES[c_kv.dtype],
+        index_dtype=quant.INDEX_NAMES[slot_mapping.dtype],
         norm="given" if norm_weight is None else "rms",
         **_rotation(positions, cos_sin_cache, is_neox),
     )
@@ -209,8 +161,8 @@ def _rotation(
     """The axes of a variant that these arguments decide."""
     return {
         "rope_style": "neox" if is_neox else "interleaved",
-        "cos_sin_dtype": _SHORT[cos_sin_cache.dtype],
-        "position_dtype": _INDEX[positions.dtype],
+        "cos_sin_dtype": quant.FLOAT_NAMES[cos_sin_cache.dtype],
+        "position_dtype": quant.INDEX_NAMES[positions.dtype],
     }
 
 
@@ -272,38 +224,25 @@ def quantize_now(
     out: QuantizedQuery | None,
 ) -> QuantizedQuery:
     """``rope_quantize_q`` on tensors with memory, whoever traces."""
-    checks.choice("granularity", granularity, quant.GRANULARITIES)
+    quant.check_quantize(q_nope, q_rope, granularity, out)
     checks.flag("is_neox", is_neox)
-    tokens = checks.query_tokens("q_nope", q_nope)
-    checks.tensor("q_nope", q_nope, checks.FLOATS, (*tokens, "num_heads", KV_LORA_RANK))
-    rows = tuple(q_nope.shape[:-1])
-    device = q_nope.device
-    checks.query_rows(rows)
-    checks.tensor("q_rope", q_rope, (q_nope.dtype,), (*rows, QK_ROPE_HEAD_DIM), device)
-    check_angles(q_nope.dtype, rows[:-1], positions, cos_sin_cache, device)
-    scale_shape = rows if granularity == "token_head" else rows[:-1]
+    device, shape = q_nope.device, q_nope.shape
+    check_angles(q_nope.dtype, tuple(shape[:-2]), positions, cos_sin_cache, device)
+    read = {"positions": positions, "cos_sin_cache": cos_sin_cache}
     if out is None:
-        nope = torch.empty(q_nope.shape, dtype=torch.uint8, device=device).view(checks.FP8)
-        rope = torch.empty(q_rope.shape, dtype=torch.bfloat16, device=device)
-        scale = torch.empty(scale_shape, dtype=torch.float32, device=device)
-        out = QuantizedQuery(nope, rope, scale)
-    else:
-        quant.expect_query("out", out)
-        checks.tensor("out.nope", out.nope, (checks.FP8,), tuple(q_nope.shape), device)
-        checks.output("out.scale", out.scale, (torch.float32,), scale_shape, device, align=4)
-        names = ("q_nope", "q_rope", "positions", "cos_sin_cache")
-        read = (q_nope, q_rope, positions, cos_sin_cache)
-        _check_query_apart(out, dict(zip(names, read)))
-    if not rows[0]:
+        out = quant.empty_query(shape, granularity, device)
+    elif not _apart(out, read):
+        for name, value in quant.named("out", out).items():
+            checks.apart(name, value, read)
+    if not shape[0]:
         return out
-    checks.aligned_rows("q_nope", q_nope)
-    checks.aligned_rows("q_rope", q_rope)
-    rotation = _rotation(positions, cos_sin_cache, is_neox)
-    in_dtype = _SHORT[q_nope.dtype]
-    kernel = _kernel(device, "quantize_q", in_dtype=in_dtype, mode=granularity, **rotation)
-    nope_u8, rope, _ = out.arguments
-    scale = out.scale
-    if len(rows) == 2:
-        q_nope, q_rope, scale = q_nope.unsqueeze(0), q_rope.unsqueeze(0), scale.unsqueeze(0)
-    kernel(q_nope, q_rope, positions.view(-1), cos_sin_cache, nope_u8, rope, scale)
+    kernel = quant.variant_kernel(
+        device,
+        "quantize_q",
+        in_dtype=quant.FLOAT_NAMES[q_nope.dtype],
+        mode=granularity,
+        **_rotation(positions, cos_sin_cache, is_neox),
+    )
+    q_nope, q_rope, scale = quant.as_batch(q_nope, q_rope, out.scale)
+    kernel(q_nope, q_rope, positions.view(-1), cos_sin_cache, *out.arguments[:2], scale)
     return out

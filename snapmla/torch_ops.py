@@ -152,32 +152,16 @@ def _quantize_q_out(
     quant.quantize_now(q_nope, q_rope, granularity, out)
 
 
-def _rope_quantize_q(
-    q_nope: Tensor,
-    q_rope: Tensor,
-    positions: Tensor,
-    cos_sin_cache: Tensor,
-    is_neox: bool,
-    granularity: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    rotation = (positions, cos_sin_cache, is_neox)
-    q = rotary.quantize_now(q_nope, q_rope, *rotation, granularity, None)
+def _rope_quantize_q(*query: Any) -> tuple[Tensor, Tensor, Tensor]:
+    given: Any = (*query, None)
+    q = rotary.quantize_now(*given)
     return q.nope_u8, q.rope, q.scale
 
 
-def _rope_quantize_q_out(
-    q_nope: Tensor,
-    q_rope: Tensor,
-    positions: Tensor,
-    cos_sin_cache: Tensor,
-    is_neox: bool,
-    granularity: str,
-    nope: Tensor,
-    rope: Tensor,
-    scale: Tensor,
-) -> None:
-    out = QuantizedQuery(nope.view(checks.FP8), rope, scale)
-    rotary.quantize_now(q_nope, q_rope, positions, cos_sin_cache, is_neox, granularity, out)
+def _rope_quantize_q_out(*arguments: Any) -> None:
+    *query, nope, rope, scale = arguments
+    given: Any = (*query, QuantizedQuery(nope.view(checks.FP8), rope, scale))
+    rotary.quantize_now(*given)
 
 
 def _plan_update(
@@ -380,15 +364,8 @@ def _fake_quantize_q(
     )
 
 
-def _fake_rope_quantize_q(
-    q_nope: Tensor,
-    q_rope: Tensor,
-    positions: Tensor,
-    cos_sin_cache: Tensor,
-    is_neox: bool,
-    granularity: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _fake_quantize_q(q_nope, q_rope, granularity)
+def _fake_rope_quantize_q(*query: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _fake_quantize_q(query[0], query[1], query[-1])
 
 
 def _fake_decode(*arguments: Any, p_terms: int = 1) -> tuple[Tensor, Tensor]:

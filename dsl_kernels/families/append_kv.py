@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
-from .family import COS_SIN_DTYPE, IN_DTYPE, ROPE_STYLE, Axis, Family, Values, every
+from .family import COS_SIN_DTYPE, IN_DTYPE, ROPE_STYLE, Axis, Values, every, helper
 
 INDEX_DTYPE = Axis("index_dtype", "i", ("i32", "i64"), "i32")  # of slot_mapping
 # Of positions: engines keep both in one dtype.
@@ -28,4 +28,4 @@ def points(arch: str) -> Iterator[Values]:
         }  # fmt: skip
 
 
-FAMILY = Family("append_kv", AXES, lambda _arch, _values: "dsl_kernels.smxx.append_kv", points)
+FAMILY = helper("append_kv", *AXES, points=points)

@@ -82,9 +82,10 @@ def every(axes: tuple[Axis, ...]) -> Callable[[str], Iterator[Values]]:
     return points
 
 
-def helper(op: str, *axes: Axis) -> Family:
-    """An op that one module in ``smxx`` builds, for every arch, in all combinations."""
-    return Family(op, axes, lambda _arch, _values: f"dsl_kernels.smxx.{op}", every(axes))
+def helper(op: str, *axes: Axis, points: Callable[[str], Iterator[Values]] | None = None) -> Family:
+    """An op that one module in ``smxx`` builds, for every arch; all combinations if not told."""
+    module = f"dsl_kernels.smxx.{op}"
+    return Family(op, axes, lambda _arch, _values: module, points or every(axes))
 
 
 OUT_DTYPE = Axis("out_dtype", "o", ("bf16", "f32"), "bf16")

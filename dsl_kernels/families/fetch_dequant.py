@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
-from .family import IN_DTYPE, Axis, Values, helper
+from .family import IN_DTYPE, Axis, Values, every, helper
 
 # How tokens are named: block table and lengths, flat indices, or block table and packed chunks.
 MODE = Axis("mode", "", ("pages", "indices", "ragged"))
 INDEX_DTYPE = Axis("index_dtype", "i", ("i32", "i64"), "i32", named=False)  # of mode ``indices``
 
-_EVERY = helper("fetch_dequant", IN_DTYPE, MODE, INDEX_DTYPE)
+AXES = (IN_DTYPE, MODE, INDEX_DTYPE)
 
 
-def _points(arch: str) -> Iterator[Values]:
+def points(arch: str) -> Iterator[Values]:
     """All modes with int32 indices; int64 ones too where there are any."""
-    yield from _EVERY.points(arch)
+    yield from every(AXES)(arch)
     for dtype in IN_DTYPE.values:
         yield {IN_DTYPE.name: dtype, MODE.name: "indices", INDEX_DTYPE.name: "i64"}
 
 
-FAMILY = replace(_EVERY, points=_points)
+FAMILY = helper("fetch_dequant", *AXES, points=points)

@@ -52,7 +52,7 @@ def test_a_bundle_comes_before_the_cache(
     packed = Path(env.__file__).parent / "variants"
     monkeypatch.setenv("SNAPMLA_VARIANT_DIR", str(tmp_path / "mine"))
     monkeypatch.setattr(env, "is_checkout", lambda: False)
-    monkeypatch.setattr(env, "_cache_home", lambda: tmp_path if home else None)
+    monkeypatch.setattr(env, "cache_home", lambda: tmp_path if home else None)
     assert env.variant_dirs() == [tmp_path / "mine", packed, *([cache] if home else [])]
 
 

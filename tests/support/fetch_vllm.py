@@ -17,6 +17,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+from snapmla import env
 from tests.support import ROOT
 
 RELEASES = ("0.26.0", "0.33.0")
@@ -28,8 +29,7 @@ def home() -> Path:
     """Where releases are kept; ``SNAPMLA_VLLM`` names another folder."""
     if os.environ.get("SNAPMLA_VLLM"):
         return Path(os.environ["SNAPMLA_VLLM"])
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(cache) / "snapmla" / "vllm"
+    return (env.cache_home() or Path(tempfile.gettempdir())) / "snapmla" / "vllm"
 
 
 def path_of(release: str) -> list[Path] | None:

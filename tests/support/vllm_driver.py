@@ -389,8 +389,16 @@ def refusals() -> None:
     """Settings with which vLLM would go past the backend stop the engine, in a sentence."""
     engine = Engine()
     passes = engine.config.compilation_config.pass_config
-    for name, holder in (("fuse_rope_kvcache_cat_mla", passes),):
-        with mock.patch.object(holder, name, True):
+    builder = engine.layer.attn_backend.get_builder_cls()
+    fp8 = staticmethod(lambda *_: torch.float8_e4m3fn)
+    for name, patched in (
+        ("fuse_rope_kvcache_cat_mla", mock.patch.object(passes, "fuse_rope_kvcache_cat_mla", True)),
+        (
+            "use_prefill_query_quantization",
+            mock.patch.object(builder, "determine_prefill_query_data_type", fp8),
+        ),
+    ):
+        with patched:
             try:
                 engine.new_builder()
             except ValueError as error:
