@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from snapmla.testing.rounding import (
+    E4M3_MAX,
     MIMIC,
     SNAPMLA,
     TABLE_2,
@@ -25,6 +26,10 @@ from snapmla.testing.rounding import (
 
 LOG2E = math.log2(math.e)
 GOLDEN = (math.sqrt(5) - 1) / 2  # multiples of it fill an interval evenly
+SCALES = ("exact", "powers", "phased", "maxima")
+PAGE = 64
+# e4m3's values of the top binade and the highest below it, neighbours in position far apart
+MAXIMA = (448.0, 320.0, 384.0, 256.0, 416.0, 288.0, 352.0, 240.0)
 CHUNK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 27}  # logits held at once
 
 # A quantised operand: values (..., 512) and (..., 64) under scales (...)
@@ -40,7 +45,8 @@ class Setting:
         text: what a legend says.
         scales: ``exact`` as the configuration has them; ``powers``: of tokens and query rows,
             rounded up to powers of two; ``phased``: of tokens, times 1 to 2 by position, so that
-            equal latents do not round alike.
+            equal latents do not round alike; ``maxima``: the same end by scales under which a
+            token's largest element is one of ``MAXIMA``, and exact, by its position in a page.
 
     Raises:
         ValueError: no such scales, or scales that are not those of a token.
@@ -51,8 +57,8 @@ class Setting:
     scales: str = "exact"
 
     def __post_init__(self) -> None:
-        if self.scales not in ("exact", "powers", "phased"):
-            raise ValueError(f"scales: expected exact, powers or phased; got {self.scales!r}")
+        if self.scales not in SCALES:
+            raise ValueError(f"scales: expected {', '.join(SCALES)}; got {self.scales!r}")
         if self.scales != "exact" and self.config.granularity != "token":
             raise ValueError(f"scales: {self.scales} are for granularity token alone")
 
@@ -63,8 +69,13 @@ class Setting:
             return stored
         if self.scales == "powers":
             return _rescaled(c_kv, k_rope, _next_power(stored[2]))
-        positions = torch.arange(len(c_kv), dtype=torch.float64, device=c_kv.device)
-        return _rescaled(c_kv, k_rope, stored[2] * torch.exp2(positions * GOLDEN % 1).float())
+        positions = torch.arange(len(c_kv), device=c_kv.device)
+        if self.scales == "maxima":
+            top = torch.tensor(MAXIMA, device=c_kv.device)[positions % PAGE % len(MAXIMA)]
+            return _rescaled(c_kv, k_rope, stored[2] * (E4M3_MAX / top))
+        return _rescaled(
+            c_kv, k_rope, stored[2] * torch.exp2(positions.double() * GOLDEN % 1).float()
+        )
 
     def query(self, nope: Tensor, rope: Tensor) -> Stored:
         """Of one sequence's query tokens, nope (n, h, 512), rope (n, h, 64)."""
@@ -99,6 +110,7 @@ SETTINGS = {
     "D": Setting(TABLE_2["D"], "D: 64 x 64 blocks"),
     "pow2": Setting(MIMIC, "power-of-two scales", "powers"),
     "phased": Setting(MIMIC, "scales of many phases", "phased"),
+    "maxima": Setting(MIMIC, "the largest element at one of eight values", "maxima"),
     "c128": Setting(
         replace(MIMIC, granularity="block", block=(1, 128)), "a scale per 128 channels"
     ),

@@ -14,6 +14,7 @@ WHOLE = ("bf16", "ours", "ours2", "A", "kernel", "kernel2", "flashmla_bf16", "fl
 LABELS = {
     "bf16": "BF16", "ours": "ours", "ours2": "ours, two terms", "paper": "paper's P",
     "pow2": "power-of-two scales", "phased": "scales of many phases",
+    "maxima": "eight maxima",
     "c128": "128-channel scales", "exact_p": "P exact",
     "kernel": "our kernel", "kernel2": "our kernel, two terms", "flashmla_bf16": "FlashMLA BF16",
     "flashmla_fp8": "FlashMLA FP8",
@@ -55,7 +56,8 @@ def distribution(results: Results) -> Any:
             worst = [max(column) for column in zip(*data["dials"][dial][part])]
             axes[0].plot(worst, style, marker=".", linewidth=1, label=f"{part}, {dial}")
     axes[0].set_xticks(range(5), [f"{q:.3g}" for q in data["quantiles"]])
-    axes[0].legend(fontsize=5, frameon=False)
+    axes[0].legend(fontsize=5, frameon=False, loc="upper left")
+    axes[0].set(ylim=(0.1, 1e8))
     axes[0].set(yscale="log", xlabel="quantile", ylabel="|x|, largest layer", title=model)
     natural, loud = (data["dials"][dial] for dial in ("natural", "rope 1000"))
     for label, row in (("content", natural["content_mse"]), ("RoPE", natural["rope_mse"]),
@@ -137,7 +139,7 @@ def greedy(results: Results) -> Any:
     """How many greedy continuations still are BF16's after so many tokens."""
     model, data = _largest(results.data("greedy"))
     figure, axes = _plot(1, width=4.5)
-    for name in data["first"]:
+    for name in [each for each in WHOLE if each in data["first"]]:
         first = [step for seed in data["first"][name] for step in seed]
         steps = range(data["steps"] + 1)
         alive = [fmean(at >= step for at in first) for step in steps]
@@ -185,7 +187,8 @@ def draw(results: Iterable[Result], folder: Path) -> list[Path]:
             continue
         figure, axes = drawn(found)
         for axis in axes[-1:]:
-            axis.legend(fontsize=6, frameon=False)
+            lines = axis.get_legend_handles_labels()
+            figure.legend(*lines, loc="outside right center", fontsize=6, frameon=False)
         path = folder / f"{name}.svg"
         figure.savefig(path, metadata={"Date": None})
         _close(figure)

@@ -18,7 +18,7 @@ NEAR, FAR = "1024", "65536"
 MODELS, SEEDS = 3, 3
 MINUTES = 60.0
 TWINS = {"kernel": "ours", "kernel2": "ours2"}
-COMPARED = ("ours2", "paper", *PAPER, "pow2", "phased", "c128")
+COMPARED = ("ours2", "paper", *PAPER, "pow2", "phased", "maxima", "c128")
 
 
 @dataclass(frozen=True)

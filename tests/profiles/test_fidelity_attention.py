@@ -13,7 +13,7 @@ from torch import Tensor
 from profiles.contenders import PeerLibrary
 from profiles.fidelity import attention, fake
 from profiles.fidelity.attention import Blocks, attend_plainly
-from profiles.fidelity.fake import SETTINGS, Setting, attend_quantised
+from profiles.fidelity.fake import MAXIMA, SETTINGS, Setting, attend_quantised
 from profiles.fidelity.study import biased, divergence, errors
 from snapmla.testing.reference import reference_from_unquantised
 from snapmla.testing.rounding import FP64, MIMIC, MIMIC_HW_FULL
@@ -90,7 +90,26 @@ def test_phased_scales_do_not_round_equal_latents_alike() -> None:
         for kept in ((content, rope, scale), SETTINGS["ours"].cache(same, k_rope))
     ]
     assert distance(means[0], same[0]) < 0.5 * distance(means[1], same[0])
-    with pytest.raises(ValueError, match="scales: expected exact, powers or phased"):
+
+
+def test_eight_maxima_keep_the_largest_element_and_round_equal_latents_unlike() -> None:
+    *_, c_kv, k_rope = problem(length=256)
+    same = c_kv[:1].expand(256, -1)
+    content, rope, scale = SETTINGS["maxima"].cache(same, k_rope)
+    assert sorted(content.float().abs().amax(-1).unique().tolist()) == sorted(MAXIMA)
+    restored = content.float() * scale[:, None]
+    largest = same.float().abs().amax(-1)
+    assert float((restored.abs().amax(-1) / largest - 1).abs().max()) < 2**-22
+    assert float((rope.float() * scale[:, None] - k_rope).abs().max()) < 2**-8 * float(
+        k_rope.abs().max()
+    )
+    kept, _, plain = SETTINGS["ours"].cache(same, k_rope)
+    alike = distance((kept.float() * plain[:, None]).mean(0), same[0])
+    assert distance(restored.mean(0), same[0]) < 0.5 * alike
+
+
+def test_scales_that_do_not_exist_are_refused() -> None:
+    with pytest.raises(ValueError, match="scales: expected exact, powers, phased, maxima"):
         Setting(MIMIC, "", "random")
     with pytest.raises(ValueError, match="scales: phased are for granularity token alone"):
         Setting(SETTINGS["C"].config, "", "phased")
@@ -120,7 +139,7 @@ def test_modelled_accumulators_are_refused() -> None:
 def test_what_an_attention_stores_is_what_it_attends_to() -> None:
     """Exact attention over ``stored`` is fake quantisation with an exact P."""
     inputs = [x[None] for x in problem()]
-    for name in ("ours", "A", "B", "C", "D", "pow2", "phased", "c128"):
+    for name in ("ours", "A", "B", "C", "D", "pow2", "phased", "maxima", "c128"):
         (backend,) = attention.backends([name], torch.device("cpu"), None)
         stored = backend.stored(tuple(inputs))  # type: ignore[arg-type]
         exact = replace(SETTINGS[name], config=replace(SETTINGS[name].config, p_scale="none"))
