@@ -23,6 +23,8 @@
 #   stamps[:SHAPE,SHAPE...]    times of a CTA's events, from stamped builds (profiles.stamps has
 #                              the commands that build them, before pack)
 #   fidelity[:--compile]       the accuracy study, or go on with it: repeat until nothing is left
+#   engine:accuracy|speed      vLLM with the plugin beside its own backends; takes build/vllm along
+#                              (profiles.engine bring makes it), where no vLLM is installed
 #   model:NAME                 the packed checkpoint of the study's NAME to $OUT, a few files
 #   demo                       make demo's job
 #
@@ -129,6 +131,21 @@ for name in ("torch", "triton", "tvm_ffi", "typer", "pynvml", "snapmla"):
 PY
 }
 
+# vLLM and what it imports, unpacked once, on the module path.
+engine_site() {
+    local begin=$SECONDS wheel
+    if [ -z "${engine_path:-}" ] && [ -d build/vllm ]; then
+        engine_path=$(mktemp -d)
+        "$python" -m tarfile -e build/vllm/vllm.tar.xz "$engine_path" 2>/dev/null &
+        for wheel in build/vllm/whl/*.whl; do "$python" -m zipfile -e "$wheel" "$engine_path" & done
+        wait
+        cp -r build/vllm/snapmla-0.dist-info "$engine_path"
+        export PYTHONPATH="$engine_path:$PYTHONPATH" VLLM_CACHE_ROOT="$engine_path/cache"
+    fi
+    "$python" -c "import importlib.metadata as m; print('vLLM', m.version('vllm'))" &&
+        echo "on the path in $((SECONDS - begin)) s"
+}
+
 # The limit of the next part: what is left of TOTAL_LIMIT, at most PART_LIMIT.
 limit() {
     local left=$((total_limit - SECONDS))
@@ -189,10 +206,19 @@ run_part() {
             [ "$code" -eq 3 ] && code=0 # more to run: no failure
             return "$code"
             ;;
+        engine)
+            engine_site || return 1
+            timeout -k 10 "$seconds" "$python" -m profiles.engine "$what" --work build/engine \
+                --out "$work/engine" --limit $((seconds - 60)) 2>&1 | tee "$work/engine-$what.log"
+            local code=${PIPESTATUS[0]}
+            mkdir -p "$work/engine"
+            cp build/engine/*.log build/engine/*-*.json "$work/engine" 2>/dev/null
+            return "$code"
+            ;;
         model) cp build/fidelity/"$what".json build/fidelity/"$what".*.pack "$out" ;;
         *)
             echo "part: expected info, tests[:FILES], host, merge, stamps[:SHAPES], demo, bench:PRESET, shape:LABEL," \
-                "profile:VARIANTS, fidelity, model:NAME or check[:ARGS];" \
+                "profile:VARIANTS, fidelity, model:NAME, engine:accuracy|speed or check[:ARGS];" \
                 "got '$part'"
             return 2
             ;;

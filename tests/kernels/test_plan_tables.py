@@ -174,7 +174,10 @@ def checked(case: int) -> Options:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.whole_matrix] if "dual_wg" in n else []) for n in CASES],
+)
 def test_random_tables(name: str) -> None:
     step, pick = Step(name), random.Random(name)
     for case in range(CASES[name]):

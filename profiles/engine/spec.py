@@ -1,0 +1,122 @@
+"""What an engine is asked: a case, as JSON between processes; the models and prompts."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from codegen.artifacts import write_atomic
+from profiles.fidelity.config import MlaConfig
+from profiles.fidelity.model import MlaModel
+
+VOCABULARY = 1024
+LONG, SHORT = 16, 16  # prompts of at least LONG_TOKENS, and shorter ones
+LONG_TOKENS = 4096
+SHORT_LENGTHS = (3, 7, 8, 63, 64, 65, 127, 128, 129, 200, 500, 777, 1000, 1500, 2100, 3000)
+NEW_TOKENS = 64
+ALONE = (0, 5, 16, 19, 20, 27)  # prompts that are also run by themselves
+SEED = 7
+# Deviations of random weights times sqrt(inputs), such that attention chooses and logits differ.
+SPREAD = {"q_proj": 2.5, "o_proj": 2.0, "embed_tokens": 2.0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One engine.
+
+    Attributes:
+        name: of its files.
+        model: folder of a Hugging Face model; without weights in it they are vLLM's random ones.
+        backend, cache_dtype: vLLM's ``attention_backend`` and ``kv_cache_dtype``.
+        graphs: CUDA graphs of decode steps.
+        own_process: the engine in a process of its own, scheduled ahead: vLLM's default.
+        batch_invariant: ``VLLM_BATCH_INVARIANT``.
+        prompts: file of token lists to continue, none if empty.
+        force: file of a result whose tokens are to be followed, none if empty.
+        timings: ``BxTOKENS`` each.
+        rounds: how often each is timed.
+        profile: also tell attention's share of a step.
+        cache_gib: memory of the cache.
+        longest: ``max_model_len``.
+    """
+
+    name: str
+    model: str
+    backend: str
+    cache_dtype: str = "auto"
+    graphs: bool = True
+    own_process: bool = False
+    batch_invariant: bool = False
+    prompts: str = ""
+    force: str = ""
+    timings: tuple[str, ...] = ()
+    rounds: int = 1
+    profile: bool = False
+    cache_gib: float = 8.0
+    longest: int = 8192
+
+    def write(self, path: Path) -> None:
+        write_atomic(path, json.dumps(asdict(self), indent=1))
+
+    @classmethod
+    def read(cls, path: Path) -> Case:
+        values = json.loads(path.read_text())
+        return cls(**values | {"timings": tuple(values["timings"])})
+
+
+def shape_of(timing: str) -> tuple[int, int]:
+    """(requests, tokens) of ``BxTOKENS``."""
+    requests, tokens = timing.split("x")
+    return int(requests), int(tokens)
+
+
+def config(layers: int, heads: int) -> MlaConfig:
+    """A DeepSeek-V3 of dense layers, narrow but for attention."""
+    return MlaConfig(
+        vocab_size=VOCABULARY, hidden_size=512, num_hidden_layers=layers,
+        num_attention_heads=heads, intermediate_size=1024, rope_theta=10_000.0,
+        max_position_embeddings=131_072,
+    )  # fmt: skip
+
+
+def random_model(layers: int, heads: int) -> MlaModel:
+    """Random weights from a fixed seed, rounded to bf16."""
+    model = MlaModel(config(layers, heads)).requires_grad_(False)
+    generator = torch.Generator().manual_seed(SEED)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim > 1:
+            spread = next((s for part, s in SPREAD.items() if part in name), 1.0)
+            values = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_((values * spread * parameter.shape[1] ** -0.5).bfloat16())
+    return model.eval()
+
+
+def write_config(folder: Path, made: MlaConfig) -> None:
+    """``config.json`` as engines read it; the output has weights of its own."""
+    folder.mkdir(parents=True, exist_ok=True)
+    values = made.deepseek_v3() | {
+        "tie_word_embeddings": False, "torch_dtype": "bfloat16", "num_nextn_predict_layers": 0,
+        "n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1,
+        "topk_group": 1, "moe_intermediate_size": 256, "eos_token_id": 1,
+    }  # fmt: skip
+    write_atomic(folder / "config.json", json.dumps(values, indent=1))
+
+
+def write_model(folder: Path, model: MlaModel) -> None:
+    """A Hugging Face folder of a model."""
+    from safetensors.torch import save_file
+
+    write_config(folder, model.config)
+    weights = {name: value.bfloat16().contiguous() for name, value in model.state_dict().items()}
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    save_file(weights, str(folder / "model.safetensors"), metadata={"format": "pt"})
+
+
+def prompts() -> list[list[int]]:
+    """Random tokens: ``LONG`` prompts of ``LONG_TOKENS`` and more, then ``SHORT`` short ones."""
+    generator = torch.Generator().manual_seed(SEED)
+    lengths = [LONG_TOKENS + 61 * i for i in range(LONG)] + list(SHORT_LENGTHS)
+    return [torch.randint(2, VOCABULARY, (n,), generator=generator).tolist() for n in lengths]
