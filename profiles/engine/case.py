@@ -53,7 +53,8 @@ class Engine:
     def __init__(self, case: Case) -> None:
         from vllm import LLM
 
-        self.case, self.rows = case, {}  # type: ignore[var-annotated]
+        self.case = case
+        self.rows: dict[int, dict[int, Tensor]] = {}  # log-probabilities by request and step
         processors = None if case.own_process else [self._recorder()]
         weights = (Path(case.model) / "model.safetensors").exists()
         self.llm = LLM(
@@ -85,10 +86,11 @@ class Engine:
                 asked = params.extra_args or {}
                 if "row" not in asked:
                     return None
-                kept, force = rows.setdefault(asked["row"], []), asked.get("force")
+                kept, force = rows.setdefault(asked["row"], {}), asked.get("force")
 
                 def step(ids: Sequence[int], logits: Tensor) -> Tensor:
-                    kept.append(logits.float().log_softmax(-1).cpu())
+                    # by step: a chunk of a prompt is sampled from, too, and thrown away
+                    kept[len(ids)] = logits.float().log_softmax(-1).cpu()
                     if force is not None:
                         token = force[min(len(ids), len(force) - 1)]
                         logits.fill_(-torch.inf)[token] = 0.0
@@ -122,7 +124,8 @@ class Engine:
         given = [TokensPrompt(prompt_token_ids=list(p)) for p in prompts]
         found = self.llm.generate(given, asked, use_tqdm=False)
         ids = [list(each.outputs[0].token_ids) for each in found]
-        return ids, torch.stack([torch.stack(self.rows[i]) for i in range(len(prompts))])
+        logs = [torch.stack([self.rows[i][j] for j in range(NEW_TOKENS)]) for i in range(len(ids))]
+        return ids, torch.stack(logs)
 
     def step_times(self, timing: str) -> tuple[list[float], dict[str, float]]:
         """Seconds of steps with all requests past their prefill; attention's share if asked."""
