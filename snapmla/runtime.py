@@ -19,7 +19,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -129,8 +129,17 @@ def kernel(spec: VariantSpec, device_type: str) -> Kernel:
     with _lock:
         if (spec, device_type) not in _kernels:
             artifact = find_or_build(spec, need_library=device_type == "cuda")
-            _kernels[spec, device_type] = load(artifact, device_type)
+            _kernels[spec, device_type] = _watched(spec, load(artifact, device_type))
         return _kernels[spec, device_type]
+
+
+def _watched(spec: VariantSpec, loaded: Kernel) -> Kernel:
+    """What callers get: the function itself, unless ``SNAPMLA_LOG`` or ``SNAPMLA_DUMP`` is set."""
+    if not env.LOG.enabled() and not env.DUMP.get():
+        return loaded
+    from snapmla import watch
+
+    return watch.watched(loaded, spec, argument_names(spec))
 
 
 def forget() -> None:
@@ -166,7 +175,7 @@ def load(artifact: Artifact, device_type: str) -> Kernel:
             f"{artifact.name}: {artifact.directory} has the object but no .so; run "
             "`python -m codegen precompile` on a machine with a C compiler"
         )
-    if (reason := _too_new(artifact)) is not None:
+    if (reason := too_new(artifact)) is not None:
         raise VariantError(reason)
     import tvm_ffi
 
@@ -185,12 +194,33 @@ def load(artifact: Artifact, device_type: str) -> Kernel:
 def argument_names(spec: VariantSpec) -> tuple[str, ...]:
     """Names of a built variant's arguments, in ABI order.  Raises VariantError if it is not built.
 
-    Host functions know the order; this is for tools, which call by name (``codegen.abi.ordered``).
+    Host functions know the order; this is for tools, which call by name (``ordered``).
     """
     artifact = find(spec)
     if artifact is None:
         raise VariantError(f"variant {spec.name} is not built")
     return _names(_record(artifact.directory, artifact.name) or {})
+
+
+def ordered(names: Iterable[str], values: Mapping[str, Any]) -> list[Any]:
+    """What a function is called with, from values by argument name.
+
+    For whoever calls a compiled function off the hot path: the order is written down once, in the
+    kernel, and comes here from a variant's record.
+
+    Args:
+        names: of the arguments, in ABI order (``argument_names``).
+        values: one of each.
+
+    Raises:
+        TypeError: a value is missing, or of no argument.
+    """
+    wanted = list(names)
+    if missing := [name for name in wanted if name not in values]:
+        raise TypeError(f"arguments: expected {', '.join(wanted)}, got no {', '.join(missing)}")
+    if unknown := [name for name in values if name not in wanted]:
+        raise TypeError(f"arguments: expected {', '.join(wanted)}, got {', '.join(unknown)} too")
+    return [values[name] for name in wanted]
 
 
 def _names(record: dict[str, Any]) -> tuple[str, ...]:
@@ -314,7 +344,7 @@ def driver_version() -> tuple[int, int] | None:
     return version.value // 1000, version.value % 1000 // 10
 
 
-def _too_new(artifact: Artifact) -> str | None:
+def too_new(artifact: Artifact) -> str | None:
     """Why the driver cannot load the variant, or None: it was built with a newer CUDA."""
     driver = driver_version()
     if driver is None or artifact.cuda <= driver[0]:
@@ -333,11 +363,11 @@ def find_or_build(spec: VariantSpec, *, need_library: bool) -> Artifact:
     if registry.module_name(spec) is None:
         raise VariantError(_no_kernel(spec))
     artifact = find(spec)
-    refusal = _jit_refusal()
+    refusal = jit_refusal()
     wrong = _damaged_record(spec.name) if artifact is None else damage(artifact, need_library)
     if artifact is not None and wrong is None:
         complete = artifact.library is not None if need_library else artifact.ptx.is_file()
-        if complete and need_library and (reason := _too_new(artifact)) is not None:
+        if complete and need_library and (reason := too_new(artifact)) is not None:
             if refusal is not None:
                 raise VariantError(reason)
         elif complete and (refusal is not None or not _outdated(spec, artifact)):
@@ -366,7 +396,7 @@ def _refused(
     return _missing(spec, refusal)
 
 
-def _jit_refusal() -> str | None:
+def jit_refusal() -> str | None:
     """Why variants cannot be compiled in this process, or None."""
     if env.NO_JIT.enabled():
         return f"{env.NO_JIT.name} forbids compiling"
@@ -419,6 +449,8 @@ def _missing(spec: VariantSpec, refusal: str) -> str:
     archs = {other.arch for other in available()}
     if archs and spec.arch not in archs:
         hint = f"; all variants there are for {', '.join(sorted(archs))}, not for {spec.arch}"
+    refused = [place.refused for place in env.places() if place.refused is not None]
+    hint += "".join(f"; {reason}" for reason in refused)
     looked = ", ".join(str(d) for d in env.variant_dirs() if d.is_dir()) or "no directory"
     return f"variant {spec.name} is not built and {refusal}{hint} (looked in {looked})"
 

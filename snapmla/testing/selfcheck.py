@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from codegen import abi
 from dsl_kernels.dims import KV_LORA_RANK, PARTIAL_ROW, QK_ROPE_HEAD_DIM
 from dsl_kernels.spec import VariantSpec
 from snapmla import layouts, runtime
@@ -222,7 +221,7 @@ class DecodeJob:
             "softmax_scale": HEAD_SCALE, "causal": 1, "lse_factor": LN2, "empty_lse": -math.inf,
             "may_split": int(self.plan.split_begin[-1] > 0),
         }  # fmt: skip
-        kernel(*abi.ordered(kernel.names.arguments, values))
+        kernel(*runtime.ordered(kernel.names.arguments, values))
         return out, lse
 
     def _planned(self) -> PlanTables:
@@ -402,7 +401,7 @@ def _check_merge_states(spec: VariantSpec, kernel: softgpu.LoadedKernel) -> Resu
         if in_place:
             out, lse = outs[1] if out.dtype == outs.dtype else out, lses[1]
         values |= {"out": out, "lse": lse}
-        kernel(*abi.ordered(names, {name: values[name] for name in names}))
+        kernel(*runtime.ordered(names, {name: values[name] for name in names}))
         rounded = metrics.relative_l2(want.to(out.dtype), want)
         error, allowed = max(error, metrics.relative_l2(out, want)), max(allowed, rounded)
         lse_error = max(lse_error, metrics.lse_error(lse, want_lse))
