@@ -400,10 +400,10 @@ def jit_refusal() -> str | None:
     """Why variants cannot be compiled in this process, or None."""
     if env.NO_JIT.enabled():
         return f"{env.NO_JIT.name} forbids compiling"
+    if not (env.ROOT / "codegen" / "compile.py").is_file():
+        return "the compiler is not installed (a source checkout has it, wheels and bundles do not)"
     if importlib.util.find_spec("cutlass") is None:
         return "the compiler is not installed (pip install 'snapmla[compile]')"
-    if not (env.ROOT / "codegen" / "compile.py").is_file():
-        return "the codegen package is not installed"
     return None
 
 
