@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from codegen import abi
 from dsl_kernels.dims import ITEM_WORDS, PARTIAL_ROW
 from dsl_kernels.spec import VariantSpec
 from profiles import record_wgmma as classes
@@ -53,7 +54,7 @@ def call(device: Device, variant: str, **values: Any) -> None:
 
     kernel = device.kernel(variant)  # compiles it if need be
     names = runtime.argument_names(VariantSpec.from_name(variant))
-    kernel(*runtime.ordered(names, values))
+    kernel(*abi.ordered(names, values))
 
 
 def hash_rows(rows: Array) -> NDArray[np.uint64]:

@@ -77,7 +77,10 @@ def repeat(path: Path, device: str, *, reference: bool = True) -> tuple[Dump, Ou
     # Not runtime.kernel, which would watch this call as well.
     artifact = runtime.find_or_build(spec, need_library=device == "cuda")
     kernel = runtime.load(artifact, device)
-    arguments = runtime.ordered(runtime.argument_names(spec), call.arguments)
+    names = runtime.argument_names(spec)
+    if tuple(call.arguments) != names:
+        raise DumpError(f"{path}: {call.variant} takes other arguments here: {', '.join(names)}")
+    arguments = call.arguments.values()
     try:
         with _hazards(outcome.hazards) if device == "cpu" else contextlib.nullcontext():
             kernel(*arguments)
@@ -86,8 +89,8 @@ def repeat(path: Path, device: str, *, reference: bool = True) -> tuple[Dump, Ou
     except Exception as error:  # the one that is looked for, of whatever kind
         outcome.error = error
         return call, outcome
-    names = RESULTS.get(call.op, ())
-    outcome.results = {name: call.arguments[name] for name in names if name in call.arguments}
+    written = (name for name in RESULTS.get(call.op, ()) if name in call.arguments)
+    outcome.results = {name: call.arguments[name] for name in written}
     outcome.compared = bool(call.results)
     outcome.differs = [
         f"{name}: {text}"

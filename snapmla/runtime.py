@@ -19,7 +19,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -194,33 +194,12 @@ def load(artifact: Artifact, device_type: str) -> Kernel:
 def argument_names(spec: VariantSpec) -> tuple[str, ...]:
     """Names of a built variant's arguments, in ABI order.  Raises VariantError if it is not built.
 
-    Host functions know the order; this is for tools, which call by name (``ordered``).
+    Host functions know the order; this is for tools, which call by name (``codegen.abi.ordered``).
     """
     artifact = find(spec)
     if artifact is None:
         raise VariantError(f"variant {spec.name} is not built")
     return _names(_record(artifact.directory, artifact.name) or {})
-
-
-def ordered(names: Iterable[str], values: Mapping[str, Any]) -> list[Any]:
-    """What a function is called with, from values by argument name.
-
-    For whoever calls a compiled function off the hot path: the order is written down once, in the
-    kernel, and comes here from a variant's record.
-
-    Args:
-        names: of the arguments, in ABI order (``argument_names``).
-        values: one of each.
-
-    Raises:
-        TypeError: a value is missing, or of no argument.
-    """
-    wanted = list(names)
-    if missing := [name for name in wanted if name not in values]:
-        raise TypeError(f"arguments: expected {', '.join(wanted)}, got no {', '.join(missing)}")
-    if unknown := [name for name in values if name not in wanted]:
-        raise TypeError(f"arguments: expected {', '.join(wanted)}, got {', '.join(unknown)} too")
-    return [values[name] for name in wanted]
 
 
 def _names(record: dict[str, Any]) -> tuple[str, ...]:

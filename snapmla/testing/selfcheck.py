@@ -211,6 +211,8 @@ class DecodeJob:
         lse = torch.full((b, self.heads, self.s_q), math.nan)
         o_accum = torch.full((2 * self.parts, unit_rows, PARTIAL_ROW), math.nan).half()
         lse_accum = torch.full((2 * self.parts, unit_rows), math.nan)
+        from codegen import abi  # not at the top: ``decode_errors`` is of use without the compiler
+
         tables = self._planned()
         values = {
             "q_nope": q.nope_u8, "q_rope": q.rope, "q_scale": q.row_scale,
@@ -221,7 +223,7 @@ class DecodeJob:
             "softmax_scale": HEAD_SCALE, "causal": 1, "lse_factor": LN2, "empty_lse": -math.inf,
             "may_split": int(self.plan.split_begin[-1] > 0),
         }  # fmt: skip
-        kernel(*runtime.ordered(kernel.names.arguments, values))
+        kernel(*abi.ordered(kernel.names.arguments, values))
         return out, lse
 
     def _planned(self) -> PlanTables:
@@ -384,6 +386,8 @@ def _check_merge(spec: VariantSpec, kernel: runtime.Kernel) -> Result:
 
 def _check_merge_states(spec: VariantSpec, kernel: softgpu.LoadedKernel) -> Result:
     """Over a part where the dtype allows it, and over its LSE; then a merge of what that left."""
+    from codegen import abi
+
     n, b, s_q, heads = {"pair": 2, "list": 5, "stack": 11}[spec.mode], 2, 3, 5
     rows = torch.randn(n, b, s_q, heads, KV_LORA_RANK + 8).to(DTYPES[spec.in_dtype])
     outs, lses = rows[..., :KV_LORA_RANK], 4.0 * torch.randn(n, b, s_q, heads).mT
@@ -401,7 +405,7 @@ def _check_merge_states(spec: VariantSpec, kernel: softgpu.LoadedKernel) -> Resu
         if in_place:
             out, lse = outs[1] if out.dtype == outs.dtype else out, lses[1]
         values |= {"out": out, "lse": lse}
-        kernel(*runtime.ordered(names, {name: values[name] for name in names}))
+        kernel(*abi.ordered(names, {name: values[name] for name in names}))
         rounded = metrics.relative_l2(want.to(out.dtype), want)
         error, allowed = max(error, metrics.relative_l2(out, want)), max(allowed, rounded)
         lse_error = max(lse_error, metrics.lse_error(lse, want_lse))

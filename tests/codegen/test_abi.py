@@ -37,6 +37,14 @@ def test_fakes_are_the_parameters_in_order(spec: VariantSpec) -> None:
             abi.describe(function, wrong)
 
 
+def test_values_are_ordered_by_name() -> None:
+    assert abi.ordered(["a", "b"], {"b": 2, "a": 1}) == [1, 2]
+    with pytest.raises(TypeError, match="expected a, b, got no b"):
+        abi.ordered(["a", "b"], {"a": 1})
+    with pytest.raises(TypeError, match="expected a, b, got c too"):
+        abi.ordered(["a", "b"], {"a": 1, "b": 2, "c": 3})
+
+
 # ---------------------------------------------------------------------------- who calls by position
 
 

@@ -428,11 +428,3 @@ def test_unwritten_kernel_is_one_sentence(monkeypatch: pytest.MonkeyPatch, forbi
         "variant decode_etap_r64_p64_obf16_sm100a: no sm_100a decode kernel of pipeline etap "
         "exists yet; the nearest one that can be built is decode_etap_r64_p64_obf16_sm90a"
     )
-
-
-def test_values_are_ordered_by_name() -> None:
-    assert runtime.ordered(["a", "b"], {"b": 2, "a": 1}) == [1, 2]
-    with pytest.raises(TypeError, match="expected a, b, got no b"):
-        runtime.ordered(["a", "b"], {"a": 1})
-    with pytest.raises(TypeError, match="expected a, b, got c too"):
-        runtime.ordered(["a", "b"], {"a": 1, "b": 2, "c": 3})
