@@ -154,30 +154,31 @@ def kernel_wheels() -> tuple[Place, ...]:
         name, root = entry.dist.name, Path(spec.origin).parent
         path = root / "variants"
         theirs, ours = _note(root), _note(Path(__file__).resolve().parent)
-        refused = None
-        same = ours["sources"] == theirs["sources"] if ours else theirs["version"] == __version__
-        if not same:
-            refused = (
-                f"{name} {theirs['version']} was built from other kernel sources than snapmla "
-                f"{__version__}: install both from one release"
-            )
-        found.append(Place(f"an installed `{name}`", path, False, refused))
+        if ours["sources"]:
+            same = ours["sources"] == theirs["sources"]
+        else:
+            same = theirs["version"] == __version__
+        refused = (
+            f"{name} {theirs['version'] or 'of no version'} was built from other kernel sources "
+            f"than snapmla {__version__}: install both from one release"
+        )
+        found.append(Place(f"an installed `{name}`", path, False, None if same else refused))
     return tuple(found)
 
 
 def _note(package: Path) -> dict[str, str]:
-    """What the build of a wheel noted of it: version, commit, digest of the kernels' sources."""
+    """What the build of a wheel noted: version, commit, digest of the kernels' sources; or ""."""
     try:
         found = json.loads((package / NOTE).read_text())
     except (OSError, ValueError):
-        return {}
+        found = {}
     return {name: str(found.get(name, "")) for name in ("version", "commit", "sources")}
 
 
 def commit() -> str:
     """The commit that this package was made from, empty where nobody knows."""
     if not is_checkout():
-        return _note(Path(__file__).resolve().parent).get("commit", "")
+        return _note(Path(__file__).resolve().parent)["commit"]
     command = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
     try:
         return subprocess.run(command, capture_output=True, text=True).stdout.strip()

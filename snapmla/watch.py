@@ -119,9 +119,13 @@ def _dump_options() -> tuple[str, int]:
 class _Written:
     """What this process wrote: bytes, and a number for each file."""
 
-    bytes = 0
-    numbers = itertools.count()
-    lock = threading.Lock()
+    def __init__(self) -> None:
+        self.bytes = 0
+        self.numbers = itertools.count()
+        self.lock = threading.Lock()
+
+
+written = _Written()
 
 
 class Dumper:
@@ -143,10 +147,11 @@ class Dumper:
 
         @functools.wraps(kernel, updated=())
         def call(*arguments: Any) -> Any:
-            values = dict(zip(self.names, map(_tensor, arguments)))
-            device = next(v.device for v in values.values() if isinstance(v, Tensor))
+            device = next(value.device for value in arguments if isinstance(value, Tensor))
             if device.type == "cuda" and launch.capturing(device):
+                _say_captured()
                 return kernel(*arguments)
+            values = dict(zip(self.names, map(_tensor, arguments)))
             content = self._copied(values, device)
             if content is None:
                 return kernel(*arguments)
@@ -175,10 +180,10 @@ class Dumper:
             with torch.no_grad():
                 kept, notes = dump.reduced(values)
                 wanted = dump.size(kept)
-                if _Written.bytes + wanted > self.limit:
+                if written.bytes + wanted > self.limit:
                     log.warning(
                         "%s is not dumped: it takes %.0f MB and %s leaves %.0f", self.spec.name,
-                        wanted / 1e6, env.DUMP_MB.name, (self.limit - _Written.bytes) / 1e6,
+                        wanted / 1e6, env.DUMP_MB.name, (self.limit - written.bytes) / 1e6,
                     )  # fmt: skip
                     return None
                 facts = _facts(device)
@@ -205,10 +210,10 @@ class Dumper:
 
     def _write(self, path: Path | None, content: dict[str, Any]) -> Path | None:
         """Writes a new file, or again the one that there is; None if that fails."""
-        with _Written.lock:
+        with written.lock:
             if path is None:
                 now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-                number = next(_Written.numbers)
+                number = next(written.numbers)
                 host = f"{socket.gethostname()}-{os.getpid()}"
                 path = self.folder / f"{now}-{host}-{number:06d}-{self.spec.name}.pt"
                 before = 0
@@ -219,8 +224,14 @@ class Dumper:
             except OSError as error:
                 log.warning("%s cannot be written: %s", path, error)
                 return None
-            _Written.bytes += path.stat().st_size - before
+            written.bytes += path.stat().st_size - before
             return path
+
+
+@functools.cache
+def _say_captured() -> None:
+    """Once: a graph's calls are no files."""
+    log.warning("%s: calls that a CUDA graph captures are not written", env.DUMP.name)
 
 
 def _tensor(value: Any) -> Any:
