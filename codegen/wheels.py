@@ -72,8 +72,7 @@ def make(specs: list[VariantSpec], variant_dir: Path, out_dir: Path) -> Wheels:
     with tempfile.TemporaryDirectory(prefix="snapmla-wheels-") as tmp:
         host = _host(Path(tmp, "host"), note)
         kernels = _kernels(Path(tmp, "kernels"), records, variant_dir, arch, note)
-        made = [_build(tree, out_dir) for tree in (host, kernels)]
-    return Wheels(*made, len(records))
+        return Wheels(_build(host, out_dir), _build(kernels, out_dir), len(records))
 
 
 def sources_digest() -> str:
