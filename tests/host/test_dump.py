@@ -36,6 +36,14 @@ def test_tensors_come_back(tensor: torch.Tensor) -> None:
     assert torch.equal(again.float(), tensor.float())
 
 
+def test_a_pair_that_shares_memory() -> None:
+    """A dimension of two that repeats one row, as scales of a token of two heads do."""
+    tensor = torch.randn(3, 1).expand(3, 2)
+    packed = dump.pack(tensor)
+    assert packed["values"].shape == (3, 1)
+    assert torch.equal(dump.unpack(packed), tensor)
+
+
 def test_what_is_packed_is_a_copy() -> None:
     pool = torch.zeros(1000)
     packed = dump.pack(pool[10:20])

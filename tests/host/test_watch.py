@@ -13,7 +13,7 @@ import torch
 import snapmla
 import softgpu
 from dsl_kernels.spec import VariantSpec
-from snapmla import dump, runtime, watch
+from snapmla import dump, launch, runtime, watch
 from tests.support.needs import needs_compiler
 
 Q = VariantSpec(op="quantize_q", mode="token_head")
@@ -152,6 +152,26 @@ def test_refused_arguments_are_no_failed_call(settings: Set, tmp_path: Path, whe
     with pytest.raises(RuntimeError, match="launch"):
         watch.watched(failing(RuntimeError("launch")), Q, NAMES)(*tensors)
     assert len(files(tmp_path)) == 1
+
+
+def test_a_call_that_returns_leaves_nothing(settings: Set, tmp_path: Path) -> None:
+    """... NaN in its results or not, unless that is asked for."""
+    settings(DUMP=str(tmp_path))
+    tensors = [torch.zeros(2) for _ in NAMES]
+    watch.watched(lambda *a: a[-1].fill_(float("nan")), Q, NAMES)(*tensors)
+    assert not files(tmp_path)
+
+
+def test_arguments_in_the_form_of_tvm_ffi(settings: Set, tmp_path: Path) -> None:
+    """As a plan's and a cache's are on a GPU; tables without entries among them."""
+    settings(LOG="1", DUMP=str(tmp_path), DUMP_WHEN="all")
+    given = [torch.zeros(2), *map(launch.as_argument, (torch.ones(2, 3), torch.zeros(0, 2).int()))]
+    passed: list[Any] = []
+    watch.watched(lambda *a: passed.extend(a), Q, NAMES)(*given)
+    assert all(a is b for a, b in zip(passed, given, strict=True)), "the call gets them as they are"
+    (path,) = files(tmp_path)
+    found = dump.read(path).arguments
+    assert found["q_rope"].tolist() == [[1.0] * 3] * 2 and found["out_nope"].shape == (0, 2)
 
 
 @needs_compiler
