@@ -23,7 +23,7 @@ ARCH ?= sm_90a
 FILTER ?= *
 ## BENCH    preset of shapes: h200-table, helpers, ... (profiles/shapes.py has them)
 BENCH ?= h200-table
-## CUDA     major that precompile and bundle build for, 12 or 13; the driver's, or the newest, if empty
+## CUDA     major that precompile, bundle and wheels build for, 12 or 13; the driver's, or the newest, if empty
 CUDA ?=
 flavour = $(if $(CUDA),--cuda $(CUDA))
 
@@ -35,7 +35,7 @@ VARIANT=decode_etap_r64_p64_obf16_sm90a (`make matrix` lists them))
 endif
 endif
 
-.PHONY: help setup demo test prove precompile matrix try lint bench bundle profile docs clean distclean
+.PHONY: help setup demo test prove precompile matrix try lint bench bundle wheels profile docs clean distclean
 .DEFAULT_GOAL := demo
 
 help:  ## print this
@@ -63,6 +63,9 @@ precompile: setup  ## build the default matrix: ARCH=sm_90a CUDA=13 FILTER='*'
 bundle: precompile  ## pack what a server without the compiler needs: ARCH= CUDA= FILTER=
 	$(PY) -m codegen bundle --arch $(ARCH) $(flavour) --filter '$(FILTER)'
 
+wheels: precompile  ## build wheels of the host package and of the variants: ARCH= CUDA= FILTER=
+	$(PY) -m codegen wheels --arch $(ARCH) $(flavour) --filter '$(FILTER)'
+
 matrix: setup  ## print the matrix with reasons: ARCH=sm_90a
 	$(PY) -m codegen matrix --arch $(ARCH)
 
@@ -82,7 +85,7 @@ lint: setup  ## ruff and mypy
 bench: setup  ## measure on a GPU: BENCH=preset
 	$(PY) -m profiles.bench $(BENCH)
 
-clean:  ## remove what was built (build/: variants, bundles, measurements) and caches; not $(VENV)
+clean:  ## remove what was built (build/: variants, bundles, wheels, measurements) and caches; not $(VENV)
 	rm -rf build .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find snapmla codegen dsl_kernels softgpu profiles tests docs -name __pycache__ -prune -exec rm -rf {} +
 

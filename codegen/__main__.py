@@ -1,4 +1,4 @@
-"""Command line of codegen: matrix, precompile, build, try, bundle, header, docs."""
+"""Command line of codegen: matrix, precompile, build, try, bundle, wheels, header, docs."""
 
 from __future__ import annotations
 
@@ -227,6 +227,32 @@ def bundle_command(
         highlight=False,
         soft_wrap=True,
     )
+
+
+@app.command("wheels")
+def wheels_command(
+    arch: Arch = "sm_90a",
+    pattern: Filter = "*",
+    cuda: Cuda = "",
+    out: Out = None,
+    into: Annotated[Path, typer.Option(help="where wheels go")] = ROOT / "build" / "wheels",
+) -> None:
+    """Build wheels of the host package and of up-to-date variants."""
+    from codegen import bundle, wheels
+
+    _check_arch(arch)
+    _need_compiler()
+    usual = _use_cuda(cuda)
+    specs = mx.default_specs(arch, pattern)
+    try:
+        with _writing(into):
+            made = wheels.make(specs, out or usual, into)
+    except (bundle.BundleError, wheels.WheelError) as error:
+        raise _fail(str(error)) from None
+    for path in (made.host, made.kernels):
+        size = path.stat().st_size / 1e6
+        console.print(f"{path}  {size:.1f} MB", highlight=False, soft_wrap=True)
+    console.print(f"{made.variants} variants", highlight=False)
 
 
 @app.command("header")

@@ -105,16 +105,14 @@ def make(specs: list[VariantSpec], variant_dir: Path, out_dir: Path) -> Bundle:
     """
     requirements()
     records = collect(specs, variant_dir)
-    targets = {(r.spec["arch"], r.flavour) for r in records}
-    if len(targets) != 1:
-        raise BundleError(f"a bundle has one arch and toolkit, got {sorted(targets)}")
-    arch, flavour = targets.pop()
+    arch, flavour = target(records)
     name = f"snapmla-{VERSION}-{arch.replace('_', '')}-{flavour}"
     out_dir.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out_dir, prefix=".bundle.") as tmp:
         root = Path(tmp, name)
         _host(root)
-        _variants(root, records, variant_dir)
+        variants, include = root / "snapmla" / "variants", root / "include" / "snapmla"
+        copy_variants(variants, include, records, variant_dir)
         _papers(root, records, arch, flavour)
         size = sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
         if size > LIMIT:
@@ -129,6 +127,14 @@ def make(specs: list[VariantSpec], variant_dir: Path, out_dir: Path) -> Bundle:
         root.rename(directory)
         packed.rename(archive)
     return Bundle(directory, archive, size, len(records))
+
+
+def target(records: list[Record]) -> tuple[str, str]:
+    """Arch and toolkit flavour of the records; BundleError if they are of several."""
+    targets = {(r.spec["arch"], r.flavour) for r in records}
+    if len(targets) != 1:
+        raise BundleError(f"a bundle has one arch and toolkit, got {sorted(targets)}")
+    return targets.pop()
 
 
 def _pack(root: Path, archive: Path) -> None:
@@ -151,30 +157,39 @@ def _pack(root: Path, archive: Path) -> None:
 
 def _host(root: Path) -> None:
     """The host package, and the names of variants without device code."""
-    for source, patterns in (("snapmla", HOST_FILES), ("dsl_kernels", SPEC_FILES)):
-        for pattern in patterns:
-            paths = sorted((ROOT / source).glob(pattern))
-            for path in (p for p in paths if p.name not in NOT_PACKED):
-                target = root / path.relative_to(ROOT)
-                target.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(path, target)
+    _copy(root, "snapmla", HOST_FILES)
+    copy_names(root)
 
 
-def _variants(root: Path, records: list[Record], variant_dir: Path) -> None:
-    """Libraries, their records with checksums, and headers."""
-    target, include = root / "snapmla" / "variants", root / "include" / "snapmla"
-    target.mkdir(parents=True)
+def copy_names(root: Path) -> None:
+    """``dsl_kernels`` below ``root``, without device code: names of variants only."""
+    _copy(root, "dsl_kernels", SPEC_FILES)
+
+
+def _copy(root: Path, source: str, patterns: tuple[str, ...]) -> None:
+    """Those files of a package that match, below ``root``."""
+    for pattern in patterns:
+        for path in sorted((ROOT / source).glob(pattern)):
+            if path.name not in NOT_PACKED:
+                copied = root / path.relative_to(ROOT)
+                copied.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, copied)
+
+
+def copy_variants(folder: Path, include: Path, records: list[Record], variant_dir: Path) -> None:
+    """Libraries and their records with checksums into ``folder``, headers into ``include``."""
+    folder.mkdir(parents=True)
     include.mkdir(parents=True)
     listed = []
     for record in records:
         library = f"{record.name}.so"
-        shutil.copyfile(variant_dir / library, target / library)
+        shutil.copyfile(variant_dir / library, folder / library)
         (include / f"{record.name}.h").write_text(render.header(record))
         entry = {k: v for k, v in dataclasses.asdict(record).items() if k not in artifacts.VOLATILE}
-        entry["sha256"] = hashlib.sha256((target / library).read_bytes()).hexdigest()
+        entry["sha256"] = hashlib.sha256((folder / library).read_bytes()).hexdigest()
         listed.append(entry)
     text = json.dumps({"format": artifacts.FORMAT, "version": VERSION, "variants": listed})
-    (target / RECORDS).write_text(text + "\n")
+    (folder / RECORDS).write_text(text + "\n")
 
 
 def _papers(root: Path, records: list[Record], arch: str, flavour: str) -> None:

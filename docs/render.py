@@ -360,7 +360,11 @@ def environment_rows() -> str:
 def search_order() -> str:
     """Where variants are looked for, in order."""
     everything = {env.VARIANT_DIR.name: "set", "XDG_CACHE_HOME": "set"}
-    with mock.patch.dict(os.environ, everything):
+    wheel = env.Place("an installed `snapmla-kernels-sm90`", Path(), False)
+    with (
+        mock.patch.dict(os.environ, everything),
+        mock.patch.object(env, "kernel_wheels", return_value=(wheel,)),
+    ):
         listed = [place.what for place in env.places()]
     sentence = f"A server finds its variants in {', then in '.join(listed)}."
     return textwrap.fill(sentence, 106, break_on_hyphens=False)

@@ -1,7 +1,7 @@
 """``python -m snapmla.bundle``: is this installation complete, and does it decode?
 
-Lists the compiled variants, compares the libraries with the checksums of the bundle, and on a GPU
-runs append, quantise, plan and decode once, against attention in fp32 on what ``fetch_dequant``
+Lists the compiled variants, compares libraries of bundles and wheels with their checksums, and on a
+GPU runs append, quantise, plan and decode once, against attention in fp32 on what ``fetch_dequant``
 reads back.  Needs torch, numpy and apache-tvm-ffi only; exit status 1 if anything is wrong.
 """
 
@@ -25,7 +25,7 @@ TOLERANCE = 2e-2  # relative L2; FP8 P alone makes a few 1e-3 here
 
 
 def damaged(directory: Path) -> list[str]:
-    """What is wrong with an unpacked bundle: libraries missing or different from its checksums."""
+    """What is wrong with a bundle's variants: libraries missing or other than its checksums."""
     try:
         entries = json.loads((directory / runtime.BUNDLE).read_text())["variants"]
         listed = {entry["name"]: entry["sha256"] for entry in entries}
@@ -94,8 +94,8 @@ def decode_once(device: torch.device) -> float:
 def main() -> int:
     """Prints the report; 0 if all is well."""
     print(f"snapmla {snapmla.__version__}, torch {torch.__version__}, {Path(__file__).parent}")
-    packed = Path(__file__).resolve().parent / "variants"
-    wrong = damaged(packed) if (packed / runtime.BUNDLE).is_file() else []
+    packed = (folder for folder in env.variant_dirs() if (folder / runtime.BUNDLE).is_file())
+    wrong = [problem for folder in packed for problem in damaged(folder)]
     for problem in wrong:
         print(f"damaged: {problem}")
     count = list_variants()

@@ -1,13 +1,18 @@
 """Every environment variable of the project, in one table (``TABLE``).
 
-The first five are read through this module.  The others are read where they are used, by parts
+The first ones are read through this module.  The others are read where they are used, by parts
 that do not import this package (softgpu) or are not installed with it (benchmarks, GPU tests).
 ``XDG_CACHE_HOME`` and ``CC`` have their usual meaning.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib.metadata
+import importlib.util
+import json
 import os
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -15,6 +20,8 @@ from typing import NamedTuple
 from snapmla._version import __version__
 
 ROOT = Path(__file__).resolve().parent.parent
+KERNELS = "snapmla.kernels"  # entry points of packages that hold variants
+NOTE = "build.json"  # in a wheel's package, as codegen.wheels writes it
 
 
 @dataclass(frozen=True)
@@ -48,12 +55,26 @@ CHECK_PLAN = EnvVar(
 PROFILE_NAMES = EnvVar(
     "SNAPMLA_PROFILE_NAMES", "0", "1, set before the import, names calls in profiles (NVTX, too)"
 )
+LOG = EnvVar(
+    "SNAPMLA_LOG", "0", "1 logs a line a call (logger snapmla); read when a kernel is first called"
+)
+DUMP = EnvVar(
+    "SNAPMLA_DUMP", "", "folder that calls which fail are written to, for `snapmla repro` (slow)"
+)
+DUMP_WHEN = EnvVar(
+    "SNAPMLA_DUMP_WHEN", "error", "calls to write: error, nan (and those that give NaN), all"
+)
+DUMP_MB = EnvVar("SNAPMLA_DUMP_MB", "1024", "the most that a process writes there, in megabytes")
 TABLE: tuple[EnvVar, ...] = (
     VARIANT_DIR,
     NO_JIT,
     SOFTGPU_ARCH,
     CHECK_PLAN,
     PROFILE_NAMES,
+    LOG,
+    DUMP,
+    DUMP_WHEN,
+    DUMP_MB,
     EnvVar(
         "SNAPMLA_CUDA", "", "CUDA major that codegen builds for, 12 or 13; the driver's if empty"
     ),
@@ -77,11 +98,17 @@ def is_checkout() -> bool:
 
 
 class Place(NamedTuple):
-    """A directory of variants: what it is, in words, and whether run-time compiles may go there."""
+    """A directory of variants.
+
+    Attributes:
+        what: it is, in words. writable: whether run-time compiles may go there.
+        refused: why variants there are not used, in a sentence, or None.
+    """
 
     what: str
     path: Path
     writable: bool
+    refused: str | None = None
 
 
 def places() -> list[Place]:
@@ -92,8 +119,9 @@ def places() -> list[Place]:
     if is_checkout():
         path = ROOT / "build" / "variants"
         found.append(Place("the checkout's `build/variants`", path, True))
-    packed = Path(__file__).resolve().parent / "variants"  # a wheel or bundle
+    packed = Path(__file__).resolve().parent / "variants"  # a bundle
     found.append(Place("the package's own `variants`", packed, False))
+    found += kernel_wheels()
     if (home := cache_home()) is not None:  # not there without a home directory
         path = home / "snapmla" / __version__ / "variants"
         found.append(Place("the user's cache folder", path, True))
@@ -110,9 +138,57 @@ def cache_home() -> Path | None:
         return None
 
 
+@functools.cache
+def kernel_wheels() -> tuple[Place, ...]:
+    """Installed packages of variants (``snapmla-kernels-sm90``), by the name of their entry point.
+
+    One that was built from other device sources than this package is refused: its functions may
+    take other arguments.  Where this package has no note of its sources (a checkout, a bundle),
+    versions are compared.
+    """
+    found = []
+    for entry in sorted(importlib.metadata.entry_points(group=KERNELS), key=lambda e: e.name):
+        spec = importlib.util.find_spec(entry.module)
+        if spec is None or spec.origin is None or entry.dist is None:
+            continue
+        name, root = entry.dist.name, Path(spec.origin).parent
+        path = root / "variants"
+        theirs, ours = _note(root), _note(Path(__file__).resolve().parent)
+        if ours["sources"]:
+            same = ours["sources"] == theirs["sources"]
+        else:
+            same = theirs["version"] == __version__
+        refused = (
+            f"{name} {theirs['version'] or 'of no version'} was built from other kernel sources "
+            f"than snapmla {__version__}: install both from one release"
+        )
+        found.append(Place(f"an installed `{name}`", path, False, None if same else refused))
+    return tuple(found)
+
+
+def _note(package: Path) -> dict[str, str]:
+    """What the build of a wheel noted: version, commit, digest of the kernels' sources; or ""."""
+    try:
+        found = json.loads((package / NOTE).read_text())
+    except (OSError, ValueError):
+        found = {}
+    return {name: str(found.get(name, "")) for name in ("version", "commit", "sources")}
+
+
+def commit() -> str:
+    """The commit that this package was made from, empty where nobody knows."""
+    if not is_checkout():
+        return _note(Path(__file__).resolve().parent)["commit"]
+    command = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    except OSError:
+        return ""
+
+
 def variant_dirs() -> list[Path]:
     """Directories searched for variants, in order."""
-    return [place.path for place in places()]
+    return [place.path for place in places() if place.refused is None]
 
 
 def compile_dir() -> Path:

@@ -129,8 +129,17 @@ def kernel(spec: VariantSpec, device_type: str) -> Kernel:
     with _lock:
         if (spec, device_type) not in _kernels:
             artifact = find_or_build(spec, need_library=device_type == "cuda")
-            _kernels[spec, device_type] = load(artifact, device_type)
+            _kernels[spec, device_type] = _watched(spec, load(artifact, device_type))
         return _kernels[spec, device_type]
+
+
+def _watched(spec: VariantSpec, loaded: Kernel) -> Kernel:
+    """What callers get: the function itself, unless ``SNAPMLA_LOG`` or ``SNAPMLA_DUMP`` is set."""
+    if not env.LOG.enabled() and not env.DUMP.get():
+        return loaded
+    from snapmla import watch
+
+    return watch.watched(loaded, spec, argument_names(spec))
 
 
 def forget() -> None:
@@ -166,7 +175,7 @@ def load(artifact: Artifact, device_type: str) -> Kernel:
             f"{artifact.name}: {artifact.directory} has the object but no .so; run "
             "`python -m codegen precompile` on a machine with a C compiler"
         )
-    if (reason := _too_new(artifact)) is not None:
+    if (reason := too_new(artifact)) is not None:
         raise VariantError(reason)
     import tvm_ffi
 
@@ -314,7 +323,7 @@ def driver_version() -> tuple[int, int] | None:
     return version.value // 1000, version.value % 1000 // 10
 
 
-def _too_new(artifact: Artifact) -> str | None:
+def too_new(artifact: Artifact) -> str | None:
     """Why the driver cannot load the variant, or None: it was built with a newer CUDA."""
     driver = driver_version()
     if driver is None or artifact.cuda <= driver[0]:
@@ -333,11 +342,11 @@ def find_or_build(spec: VariantSpec, *, need_library: bool) -> Artifact:
     if registry.module_name(spec) is None:
         raise VariantError(_no_kernel(spec))
     artifact = find(spec)
-    refusal = _jit_refusal()
+    refusal = jit_refusal()
     wrong = _damaged_record(spec.name) if artifact is None else damage(artifact, need_library)
     if artifact is not None and wrong is None:
         complete = artifact.library is not None if need_library else artifact.ptx.is_file()
-        if complete and need_library and (reason := _too_new(artifact)) is not None:
+        if complete and need_library and (reason := too_new(artifact)) is not None:
             if refusal is not None:
                 raise VariantError(reason)
         elif complete and (refusal is not None or not _outdated(spec, artifact)):
@@ -366,14 +375,14 @@ def _refused(
     return _missing(spec, refusal)
 
 
-def _jit_refusal() -> str | None:
+def jit_refusal() -> str | None:
     """Why variants cannot be compiled in this process, or None."""
     if env.NO_JIT.enabled():
         return f"{env.NO_JIT.name} forbids compiling"
+    if not (env.ROOT / "codegen" / "compile.py").is_file():
+        return "the compiler is not installed (a source checkout has it, wheels and bundles do not)"
     if importlib.util.find_spec("cutlass") is None:
         return "the compiler is not installed (pip install 'snapmla[compile]')"
-    if not (env.ROOT / "codegen" / "compile.py").is_file():
-        return "the codegen package is not installed"
     return None
 
 
@@ -419,6 +428,8 @@ def _missing(spec: VariantSpec, refusal: str) -> str:
     archs = {other.arch for other in available()}
     if archs and spec.arch not in archs:
         hint = f"; all variants there are for {', '.join(sorted(archs))}, not for {spec.arch}"
+    refused = [place.refused for place in env.places() if place.refused is not None]
+    hint += "".join(f"; {reason}" for reason in refused)
     looked = ", ".join(str(d) for d in env.variant_dirs() if d.is_dir()) or "no directory"
     return f"variant {spec.name} is not built and {refusal}{hint} (looked in {looked})"
 

@@ -269,6 +269,21 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("testing/selfcheck.py", "FLIPS = 1e-3", "FLIPS = 1e-2",
            "host/test_selfcheck.py::test_fp32_results_get_no_allowance_for_bf16",
            "fp32 results may be rounded to bf16 on the way"),
+    Mutant("dump.py", "* page_size < lengths", "* page_size <= lengths",
+           "host/test_dump.py::test_a_pool_is_cut_down_to_the_pages_in_use[split]",
+           "a page behind a sequence's end is kept, and named"),
+    Mutant("dump.py", "(slots < pages * page_size)", "(slots <= pages * page_size)",
+           "host/test_dump.py::test_slots_name_pages_of_the_small_pool[indices-dtype0]",
+           "a slot behind the pool becomes one inside"),
+    Mutant("dump.py", "if extent > 1 and not stride", "if extent > 2 and not stride",
+           "host/test_dump.py::test_a_pair_that_shares_memory",
+           "a replayed tensor is filled by a copy that torch refuses"),
+    Mutant("watch.py", 'self.when == "nan" and any(', 'self.when != "all" and any(',
+           "host/test_watch.py::test_a_call_that_returns_leaves_nothing",
+           "files of calls that nobody asked for"),
+    Mutant("repro.py", "end_row // heads)", "end_row // heads + 1)",
+           "host/test_repro.py::test_where_ragged_queries_begin",
+           "the reference takes a neighbour's query token"),
 )  # fmt: skip
 
 

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from codegen import abi
 from dsl_kernels.dims import KV_LORA_RANK, PARTIAL_ROW, QK_ROPE_HEAD_DIM
 from dsl_kernels.spec import VariantSpec
 from snapmla import layouts, runtime
@@ -212,6 +211,8 @@ class DecodeJob:
         lse = torch.full((b, self.heads, self.s_q), math.nan)
         o_accum = torch.full((2 * self.parts, unit_rows, PARTIAL_ROW), math.nan).half()
         lse_accum = torch.full((2 * self.parts, unit_rows), math.nan)
+        from codegen import abi  # not at the top: ``decode_errors`` is of use without the compiler
+
         tables = self._planned()
         values = {
             "q_nope": q.nope_u8, "q_rope": q.rope, "q_scale": q.row_scale,
@@ -385,6 +386,8 @@ def _check_merge(spec: VariantSpec, kernel: runtime.Kernel) -> Result:
 
 def _check_merge_states(spec: VariantSpec, kernel: softgpu.LoadedKernel) -> Result:
     """Over a part where the dtype allows it, and over its LSE; then a merge of what that left."""
+    from codegen import abi
+
     n, b, s_q, heads = {"pair": 2, "list": 5, "stack": 11}[spec.mode], 2, 3, 5
     rows = torch.randn(n, b, s_q, heads, KV_LORA_RANK + 8).to(DTYPES[spec.in_dtype])
     outs, lses = rows[..., :KV_LORA_RANK], 4.0 * torch.randn(n, b, s_q, heads).mT

@@ -133,7 +133,7 @@ def not_built(folder: Path) -> str:
 
 def old_driver(folder: Path) -> str:
     found = runtime.Artifact(folder, SPEC.name, SPEC.symbol, "", cuda=13)
-    return str(runtime._too_new(found))
+    return str(runtime.too_new(found))
 
 
 IN_A_FOLDER: dict[str, Callable[[Path], str]] = {

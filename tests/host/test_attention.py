@@ -475,7 +475,7 @@ def test_a_kernel_that_does_not_compile_is_compiled_once(
         raise snapmla.errors.VariantError("it did not compile")
 
     monkeypatch.setattr(runtime, "compile_variant", broken)
-    monkeypatch.setattr(runtime, "_jit_refusal", lambda: None)
+    monkeypatch.setattr(runtime, "jit_refusal", lambda: None)
     runtime.forget()
     with pytest.raises(snapmla.errors.VariantError, match="^it did not compile"):
         snapmla.decode(**call)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -11,6 +12,10 @@ from snapmla import env
 
 QUOTED = re.compile(r"""["']((?:SNAPMLA|SOFTGPU)_[A-Z_]+)["']""")
 SOFTGPU_OPTION = re.compile(r"""_environment\(["']([A-Z_]+)["']""")
+
+
+WHEEL = env.Place("an installed wheel", Path("wheel/variants"), False)
+REFUSED = env.Place("an older wheel", Path("other/variants"), False, "of another release")
 
 
 def used(root: Path) -> set[str]:
@@ -47,13 +52,17 @@ def test_words_that_switch_off(monkeypatch: pytest.MonkeyPatch, word: str, on: b
 def test_a_bundle_comes_before_the_cache(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, home: bool
 ) -> None:
-    """What was packed with the package is searched last but for a per-user cache, if there is."""
+    """What was packed with the package, and packages of kernels that are of the same sources, are
+    searched last but for a per-user cache, if there is."""
     cache = tmp_path / "snapmla" / env.__version__ / "variants"
     packed = Path(env.__file__).parent / "variants"
     monkeypatch.setenv("SNAPMLA_VARIANT_DIR", str(tmp_path / "mine"))
     monkeypatch.setattr(env, "is_checkout", lambda: False)
     monkeypatch.setattr(env, "cache_home", lambda: tmp_path if home else None)
-    assert env.variant_dirs() == [tmp_path / "mine", packed, *([cache] if home else [])]
+    monkeypatch.setattr(env, "kernel_wheels", lambda: (WHEEL, REFUSED))
+    found = [tmp_path / "mine", packed, WHEEL.path, *([cache] if home else [])]
+    assert env.variant_dirs() == found
+    assert REFUSED in env.places() and env.compile_dir() == tmp_path / "mine"
 
 
 def test_the_docs_tell_where_variants_are_searched(
@@ -63,13 +72,51 @@ def test_the_docs_tell_where_variants_are_searched(
     monkeypatch.setenv("SNAPMLA_VARIANT_DIR", str(tmp_path / "chosen"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(env, "is_checkout", lambda: True)
+    monkeypatch.setattr(env, "kernel_wheels", lambda: (WHEEL,))
     cache = tmp_path / "cache" / "snapmla" / env.__version__ / "variants"
     words = {
         tmp_path / "chosen": "`SNAPMLA_VARIANT_DIR`", env.ROOT / "build/variants": "the checkout's",
-        env.ROOT / "snapmla/variants": "the package's own", cache: "the user's cache folder",
+        env.ROOT / "snapmla/variants": "the package's own",
+        WHEEL.path: "an installed `snapmla-kernels-sm90`", cache: "the user's cache folder",
     }  # fmt: skip
     assert set(env.variant_dirs()) == set(words)
     page = (env.ROOT / "docs" / "integration.md").read_text("utf-8")
     found = " ".join(page[page.index("A server finds its variants in") :].split())
     places = [found.index(words[folder]) for folder in env.variant_dirs()]
     assert places == sorted(places) and places[-1] < found.index("<!-- end")
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "fits"),
+    [
+        ({"sources": "a", "version": "1"}, {"sources": "a", "version": "2"}, True),
+        ({"sources": "a", "version": "1"}, {"sources": "b", "version": "1"}, False),
+        (None, {"sources": "a", "version": env.__version__}, True),
+        (None, {"sources": "a", "version": "0.0.1"}, False),
+        ({"sources": "a", "version": "1"}, None, False),
+        (None, None, False),
+    ],
+)
+def test_packages_of_kernels(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    ours: dict[str, str] | None,
+    theirs: dict[str, str] | None,
+    fits: bool,
+) -> None:
+    """Those of other device sources are refused; a checkout, which notes none, goes by version."""
+    for folder, note in (("snapmla", ours), ("kernels", theirs)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "__init__.py").touch()
+        if note is not None:
+            (tmp_path / folder / env.NOTE).write_text(json.dumps(note))
+    info = tmp_path / "some_kernels-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: some-kernels\nVersion: 1\n")
+    (info / "entry_points.txt").write_text(f"[{env.KERNELS}]\nsm90 = kernels\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(env, "__file__", str(tmp_path / "snapmla" / "env.py"))
+    (found,) = env.kernel_wheels.__wrapped__()
+    assert (found.path, found.writable) == (tmp_path / "kernels" / "variants", False)
+    assert found.what == "an installed `some-kernels`"
+    assert (found.refused is None) == fits

@@ -70,7 +70,7 @@ def test_newer_cuda_is_compiled_anew_where_allowed(
 ) -> None:
     place(folder, SPEC)
     monkeypatch.setattr(runtime, "driver_version", lambda: (12, 4))
-    monkeypatch.setattr(runtime, "_jit_refusal", lambda: None)
+    monkeypatch.setattr(runtime, "jit_refusal", lambda: None)
     monkeypatch.setattr(runtime, "compile_variant", lambda spec: "compiled")
     assert runtime.find_or_build(SPEC, need_library=True) == "compiled"
 
@@ -127,7 +127,7 @@ def test_compiling_is_announced_and_its_failure_told(
     folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bad = VariantSpec(op="decode", pipeline="etap", stages=7)
-    monkeypatch.setattr(runtime, "_jit_refusal", lambda: None)
+    monkeypatch.setattr(runtime, "jit_refusal", lambda: None)
     with (
         caplog.at_level(logging.WARNING, logger="snapmla"),
         pytest.raises(VariantError, match=r"did not compile: .*bytes of shared memory"),

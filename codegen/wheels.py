@@ -1,0 +1,218 @@
+"""``make wheels``: the host package as a wheel, and the built variants of one architecture as one.
+
+    snapmla-<version>-py3-none-any.whl
+        snapmla/                    but for ``python -m snapmla.testing``, which needs this package
+        snapmla/build.json          version, commit, digest of the kernels' sources
+        dsl_kernels/                names of variants only: spec, families, registry; no device code
+        softgpu/                    the software GPU
+    snapmla_kernels_sm90-<version>-py3-none-manylinux_<glibc>_<machine>.whl
+        snapmla_kernels_sm90/variants/   <name>.so of every variant, bundle.json (all records)
+        snapmla_kernels_sm90/include/    a C header for each
+        snapmla_kernels_sm90/build.json
+
+The host finds the variants by an entry point (``snapmla.env.kernel_wheels``) and compares the
+digests.  setuptools writes both; nothing is fetched.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from codegen import bundle, render
+from codegen.artifacts import ROOT, VERSION, Record
+from dsl_kernels.spec import VariantSpec
+
+HOST = ("snapmla", "softgpu")  # packages of the host wheel, beside the names of variants
+NOT_PACKED = ("testing/__main__.py",)  # of snapmla/: needs codegen
+EPOCH = "315532800"  # 1980, as early as a zip file goes: equal contents make equal wheels
+OLDEST = (2, 17)  # glibc that a manylinux tag may name
+LEFT_OUT = ("filelock",)  # dependencies of codegen alone
+
+
+class WheelError(RuntimeError):
+    """A wheel cannot be made; the message says what to do."""
+
+
+@dataclass(frozen=True)
+class Wheels:
+    """What was made: both files, and how many variants the second has."""
+
+    host: Path
+    kernels: Path
+    variants: int
+
+
+def make(specs: list[VariantSpec], variant_dir: Path, out_dir: Path) -> Wheels:
+    """Builds both wheels into ``out_dir``, over older ones of the same name.
+
+    Raises:
+        BundleError: variants missing, stale or of several targets; this is no checkout.
+        WheelError: setuptools is missing or too old, or fails.
+    """
+    bundle.requirements()  # in a checkout only
+    _check_setuptools()
+    records = bundle.collect(specs, variant_dir)
+    arch, _ = bundle.target(records)
+    note = {"version": VERSION, "commit": commit(), "sources": sources_digest()}
+    out_dir.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="snapmla-wheels-") as tmp:
+        host = _host(Path(tmp, "host"), note)
+        kernels = _kernels(Path(tmp, "kernels"), records, variant_dir, arch, note)
+        return Wheels(_build(host, out_dir), _build(kernels, out_dir), len(records))
+
+
+def sources_digest() -> str:
+    """Of all device code and of what is linked to it: equal digests are equal functions."""
+    digest = hashlib.sha256()
+    paths = sorted((ROOT / "dsl_kernels").rglob("*.py"))
+    for path in (*paths, ROOT / "codegen" / "launch.c"):
+        digest.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
+def commit() -> str:
+    """The checkout's commit, ``+`` behind it if files differ from it; empty without git."""
+    try:
+        found = [
+            subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True)
+            for words in (("rev-parse", "HEAD"), ("status", "--porcelain", "-uno"))
+        ]
+    except OSError:
+        return ""
+    return found[0].stdout.strip() + ("+" if found[1].stdout.strip() else "")
+
+
+def _check_setuptools() -> None:
+    (needs,) = _project()["build-system"]["requires"]
+    least = int(needs.partition(">=")[2])
+    try:
+        found = importlib.metadata.version("setuptools")
+    except importlib.metadata.PackageNotFoundError:
+        found = "0"
+    if int(found.partition(".")[0]) < least:
+        raise WheelError(f"wheels need {needs}: pip install '{needs}'")
+
+
+def _project() -> dict[str, Any]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def name_of(arch: str) -> str:
+    """Of the package with the variants for an architecture: ``snapmla-kernels-sm90``."""
+    return f"snapmla-kernels-{arch.replace('_', '').rstrip('a')}"
+
+
+def _host(root: Path, note: dict[str, str]) -> Path:
+    """The tree of the host wheel."""
+    skip = shutil.ignore_patterns("__pycache__", "variants")
+    for package in HOST:
+        shutil.copytree(ROOT / package, root / package, ignore=skip)
+    for name in NOT_PACKED:
+        (root / "snapmla" / name).unlink()
+    bundle.copy_names(root)
+    project = _project()["project"]
+    scripts = {k: v for k, v in project["scripts"].items() if not v.startswith("codegen")}
+    kept = [d for d in project["dependencies"] if not d.startswith(LEFT_OUT)]
+    extras = {name_of(arch).rpartition("-")[2]: [f"{name_of(arch)}=={VERSION}"]
+              for arch in ("sm_90a", "sm_100a")}  # fmt: skip
+    _describe(
+        root, note, {**project, "scripts": scripts, "dependencies": kept},
+        packages=[*HOST, "dsl_kernels"], extras=extras, entry_points=project["entry-points"],
+        module="snapmla",
+    )  # fmt: skip
+    return root
+
+
+def _kernels(
+    root: Path, records: list[Record], variant_dir: Path, arch: str, note: dict[str, str]
+) -> Path:
+    """The tree of the wheel with the variants."""
+    name = name_of(arch)
+    module = name.replace("-", "_")
+    package = root / module
+    bundle.copy_variants(package / "variants", package / "include", records, variant_dir)
+    about = (
+        f"Compiled kernels of snapmla for {arch}: `snapmla.env` finds them when it is installed."
+    )
+    (package / "__init__.py").write_text(f'"""{about}."""\n')
+    project = {
+        **_project()["project"], "name": name, "description": about, "scripts": {},
+        "dependencies": [f"snapmla=={VERSION}"],
+    }  # fmt: skip
+    libraries = sorted((package / "variants").glob("*.so"))
+    major, minor = max(OLDEST, glibc_of(libraries))
+    _describe(
+        root, note, project, packages=[module], extras={}, module=module,
+        entry_points={"snapmla.kernels": {module.rpartition("_")[2]: module}},
+        platform=f"manylinux_{major}_{minor}_{platform.machine()}",
+    )  # fmt: skip
+    return root
+
+
+def glibc_of(libraries: Iterable[Path]) -> tuple[int, int]:
+    """The newest version of glibc whose symbols the libraries use; (0, 0) of none.
+
+    Raises WheelError without objdump, which comes with the C compiler.
+    """
+    command = ["objdump", "-T", *map(str, libraries)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise WheelError(f"symbols' versions cannot be read: {error}") from None
+    versions = re.findall(r"\bGLIBC_(\d+)\.(\d+)", done.stdout)
+    return max(((int(a), int(b)) for a, b in versions), default=(0, 0))
+
+
+def _describe(
+    root: Path,
+    note: dict[str, str],
+    project: dict[str, Any],
+    *,
+    packages: list[str],
+    extras: dict[str, list[str]],
+    entry_points: dict[str, dict[str, str]],
+    module: str,
+    platform: str = "",
+) -> None:
+    """What the backend reads: pyproject.toml, licence, README; and the note in the package."""
+    shutil.copyfile(ROOT / "LICENSE", root / "LICENSE")
+    if module == "snapmla":
+        shutil.copyfile(ROOT / "README.md", root / "README.md")
+    else:
+        (root / "README.md").write_text(f"{project['description']}\n")
+    (root / module / "build.json").write_text(json.dumps(note) + "\n")
+    text = render.text(
+        "wheel.toml.j2", project=project, version=VERSION, packages=packages, extras=extras,
+        entry_points=entry_points, needs=_project()["build-system"]["requires"],
+    )  # fmt: skip
+    (root / "pyproject.toml").write_text(text)
+    if platform:
+        (root / "setup.py").write_text(render.text("wheel_setup.py.j2", platform=platform))
+
+
+def _build(tree: Path, out_dir: Path) -> Path:
+    """Runs the build backend over a tree; returns the wheel."""
+    code = (
+        "import sys; from setuptools import build_meta; print(build_meta.build_wheel(sys.argv[1]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(out_dir.resolve())], cwd=tree, capture_output=True,
+        text=True, env={"SOURCE_DATE_EPOCH": EPOCH, **os.environ},
+    )  # fmt: skip
+    if done.returncode:
+        raise WheelError(f"setuptools failed:\n{done.stderr.strip()[-2000:]}")
+    return out_dir / done.stdout.split()[-1]

@@ -1,0 +1,123 @@
+"""``snapmla`` (``python -m snapmla``): what this installation can do; a dumped call once more."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from snapmla import dump, info, repro
+from snapmla.errors import SnapMLAError
+
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__
+)
+console = Console(soft_wrap=True, highlight=False, markup=False, emoji=False)
+
+
+@app.command("info")
+def info_command(
+    as_json: Annotated[bool, typer.Option("--json", help="the same as JSON")] = False,
+) -> None:
+    """Card, driver, versions, variants, and what is missing.
+
+    Exit status 1 if a GPU that is here cannot decode or, without a GPU, neither can the CPU.
+    """
+    found = info.collect()
+    if as_json:
+        print(json.dumps(dataclasses.asdict(found) | {"good": found.good}, indent=1))
+    else:
+        _show(found)
+    raise typer.Exit(0 if found.good else 1)
+
+
+def _show(found: info.Info) -> None:
+    """The report as tables."""
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    package, versions = found.package, found.versions
+    commit = f", commit {package['commit'][:12]}" if package["commit"] else ""
+    table.add_row("snapmla", f"{package['version']}{commit}, {package['kind']}")
+    table.add_row("", package["directory"])
+    for name, version in versions.items():
+        table.add_row(name, version or "not installed")
+    table.add_row("driver", f"CUDA {found.driver}" if found.driver else "none")
+    for card, decodes in zip(found.cards, found.decodes, strict=True):
+        verdict = "decodes" if decodes else "CANNOT DECODE"
+        table.add_row("GPU", f"{card.name}, {card.capability}: {verdict}")
+    if not found.cards:
+        runs = "runs CPU tensors" if found.software_gpu else "cannot run here"
+        table.add_row("GPU", f"none; the software GPU {runs}")
+    for name, value in found.settings.items():
+        table.add_row(name, value)
+    console.print(table)
+    console.print("\nvariants, in the order of the search:")
+    for folder in found.folders:
+        total = sum(folder.variants.values())
+        there = f"{total} variants" if folder.refused is None else "not used"
+        console.print(f"  {folder.what}: {there}\n    {folder.path}")
+        for name, count in sorted(folder.variants.items()):
+            console.print(f"      {name:28} {count}")
+    if found.missing:
+        console.print("\nmissing:")
+    for text in found.missing:
+        console.print(f"  {text}")
+
+
+@app.command("repro")
+def repro_command(
+    file: Annotated[Path, typer.Argument(help="what SNAPMLA_DUMP wrote")],
+    software: Annotated[
+        bool, typer.Option("--software", help="on the software GPU, even if there is a GPU")
+    ] = False,
+    reference: Annotated[bool, typer.Option(help="compare a decode with fp64")] = True,
+    save: Annotated[Path | None, typer.Option(help="write the results there (torch.save)")] = None,
+) -> None:
+    """Run a dumped call again and say what is wrong with it.
+
+    Exit status 1 if it fails, if the hazard check of the software GPU finds anything, or if results
+    differ from those in the file or from the reference; 2 if it cannot be run.
+    """
+    where = "cuda" if torch.cuda.is_available() and not software else "cpu"
+    try:
+        call, outcome = repro.repeat(file, where, reference=reference)
+    except (dump.DumpError, SnapMLAError) as error:
+        print(error, file=sys.stderr)
+        raise typer.Exit(2) from None
+    console.print(f"{call.variant}, {', '.join(f'{k} {v}' for k, v in call.facts.items())}")
+    for text in call.notes:
+        console.print(text)
+    if call.error:
+        console.print(f"then: {call.error.strip().splitlines()[-1]}")
+    place = "the GPU" if where == "cuda" else "the software GPU"
+    console.print(f"now, on {place}: {_verdict(outcome)}")
+    for text in (*outcome.hazards, *outcome.differs):
+        console.print(text)
+    if outcome.compared and not outcome.differs:
+        console.print("results: the bits in the file")
+    if outcome.reference is not None:
+        verdict = "right" if outcome.right else "WRONG"
+        console.print(f"against the reference: {verdict}, {outcome.reference}")
+    if save is not None:
+        torch.save({name: value.cpu() for name, value in outcome.results.items()}, save)
+    raise typer.Exit(0 if outcome.good else 1)
+
+
+def _verdict(outcome: repro.Outcome) -> str:
+    """How the call ended, and how many results are NaN."""
+    if outcome.error is not None:
+        return f"{type(outcome.error).__name__}: {outcome.error}"
+    floats = {k: v for k, v in outcome.results.items() if v.is_floating_point()}
+    nans = {name: int(value.isnan().sum()) for name, value in floats.items()}
+    bad = [f"{count} NaN in {name}" for name, count in nans.items() if count]
+    return f"returned{', ' + ', '.join(bad) if bad else ''}, {len(outcome.hazards)} hazards"
+
+
+if __name__ == "__main__":
+    app(prog_name="snapmla")

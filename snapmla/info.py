@@ -1,0 +1,226 @@
+"""What this installation is, what of it this machine can run, and what is missing (``collect``).
+
+Works without a GPU, without the compiler and without TVM FFI.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from dsl_kernels.spec import VariantSpec, decode_spec
+from snapmla import env, runtime
+from snapmla.errors import SnapMLAError
+
+PAGE, ROW_TILES = 64, (16, 32, 64, 128)
+_PIPELINES = {"sm_90a": "etap", "sm_100a": "ws"}
+_LIBRARIES = ("apache-tvm-ffi", "numpy", "nvidia-cutlass-dsl")
+
+
+@dataclass(frozen=True)
+class Card:
+    """One GPU: name, ``sm_90`` and so on, and the target of its kernels, None if there are none."""
+
+    name: str
+    capability: str
+    arch: str | None
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A place where variants are searched.
+
+    Attributes:
+        what: in words. path: of the directory.
+        variants: ``arch family`` -> how many; the family is a decode's pipeline, else the op.
+        refused: why what is there is not used, or None.
+    """
+
+    what: str
+    path: str
+    variants: dict[str, int]
+    refused: str | None = None
+
+
+@dataclass
+class Info:
+    """The report; ``missing`` has one sentence for each thing that is to be mended.
+
+    Attributes:
+        package: ``checkout``, ``wheel`` or ``bundle``, with version, commit (empty if nobody knows)
+            and directory.
+        versions: of Python, torch and libraries; an empty string where one is not installed.
+        driver: CUDA that the driver supports, ``13.0``; empty without a driver.
+        cards: the GPUs that torch sees.
+        folders: in the order of the search.
+        settings: variables of the project that are set.
+        decodes: a card's index -> whether the common decode shapes have kernels, or may compile.
+        software_gpu: whether CPU tensors run.
+        missing: for a GPU that cannot decode, and for the software GPU where there is no GPU.
+    """
+
+    package: dict[str, str]
+    versions: dict[str, str]
+    driver: str
+    cards: list[Card]
+    folders: list[Folder]
+    settings: dict[str, str]
+    decodes: list[bool] = field(default_factory=list)
+    software_gpu: bool = False
+    missing: list[str] = field(default_factory=list)
+
+    @property
+    def good(self) -> bool:
+        """Whether every GPU decodes or, without one, the software GPU does."""
+        return all(self.decodes) if self.cards else self.software_gpu
+
+
+def collect() -> Info:
+    """Looks at this machine and installation; compiles and loads nothing."""
+    driver = runtime.driver_version()
+    cards = [_card(i) for i in range(torch.cuda.device_count())]
+    info = Info(
+        package=_package(),
+        versions=_versions(),
+        driver="" if driver is None else f"{driver[0]}.{driver[1]}",
+        cards=cards,
+        folders=[_folder(place) for place in env.places()],
+        settings={v.name: os.environ[v.name] for v in env.TABLE if v.name in os.environ},
+    )
+    info.missing += (folder.refused for folder in info.folders if folder.refused is not None)
+    for card in cards:
+        wrong = [*_without_libraries(info), *_wrong_with(card)]
+        info.decodes.append(not wrong)
+        info.missing += (text for text in wrong if text not in info.missing)
+    if not cards and driver is not None:
+        built = torch.version.cuda
+        info.missing.append(
+            "there is a driver, but torch sees no GPU: "
+            + ("CUDA_VISIBLE_DEVICES may hide it" if built else "install a CUDA build of torch")
+        )
+    wrong = [*_without_libraries(info), *_wrong_with_software_gpu()]
+    info.software_gpu = not wrong
+    if not cards:
+        info.missing += (text for text in wrong if text not in info.missing)
+    return info
+
+
+def _package() -> dict[str, str]:
+    here = Path(env.__file__).resolve().parent
+    kind = "checkout" if env.is_checkout() else "wheel"
+    if not (here / "__main__.py").is_file() or (here / "variants" / runtime.BUNDLE).is_file():
+        kind = "bundle"
+    return {
+        "version": env.__version__, "commit": env.commit(), "kind": kind, "directory": str(here),
+    }  # fmt: skip
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), "torch": str(torch.__version__)}
+    for name in _LIBRARIES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = ""
+    return found
+
+
+def _card(index: int) -> Card:
+    capability = torch.cuda.get_device_capability(index)
+    try:
+        arch = runtime.arch_of(torch.device("cuda", index))
+    except SnapMLAError:
+        arch = None
+    return Card(torch.cuda.get_device_name(index), f"sm_{capability[0]}{capability[1]}", arch)
+
+
+def family(spec: VariantSpec) -> str:
+    """What a variant is counted as."""
+    return f"{spec.op} {spec.pipeline}" if spec.op == "decode" else spec.op
+
+
+def _folder(place: env.Place) -> Folder:
+    count: dict[str, int] = {}
+    if place.refused is None:
+        for spec in runtime.available([place.path]):
+            name = f"{spec.arch} {family(spec)}"
+            count[name] = count.get(name, 0) + 1
+    return Folder(place.what.replace("`", ""), str(place.path), count, place.refused)
+
+
+def _without_libraries(info: Info) -> Iterator[str]:
+    if importlib.util.find_spec("tvm_ffi") is None:
+        yield "apache-tvm-ffi is not installed: pip install apache-tvm-ffi"
+
+
+def _needed(arch: str) -> list[VariantSpec]:
+    """Kernels of a decode step of a common shape, pages of 64 tokens, results in bfloat16."""
+    rows = ROW_TILES if arch == "sm_90a" else (64,)
+    step = [VariantSpec(op="plan_decode", arch=arch)]
+    step += [VariantSpec(op="append_kv", arch=arch)]
+    step += [VariantSpec(op="quantize_q", arch=arch, mode="token_head")]
+    return step + [decode_spec(_PIPELINES[arch], n, PAGE, "bf16", arch) for n in rows]
+
+
+def _wrong_with(card: Card) -> Iterator[str]:
+    """Why a card does not decode; nothing where what is missing would be compiled."""
+    if card.arch is None:
+        yield (
+            f"{card.name} is {card.capability}: kernels are built for sm_90 (Hopper) and sm_100 "
+            "(Blackwell); snapmla.reference runs anywhere"
+        )
+        return
+    refusal = runtime.jit_refusal()
+    if refusal is None:
+        return
+    specs = _needed(card.arch)
+    absent = [spec.name for spec in specs if runtime.find(spec) is None]
+    if absent:
+        family_ = f"sm{card.capability.removeprefix('sm_')}"
+        yield (
+            f"{len(absent)} of {len(specs)} kernels of a decode step are not built for "
+            f"{card.arch} ({absent[0]}), and {refusal}: pip install snapmla-kernels-{family_}, run "
+            f"`make precompile ARCH={card.arch}` in a checkout, or let {env.VARIANT_DIR.name} "
+            "name a directory that has them"
+        )
+    for spec in specs:
+        artifact = runtime.find(spec)
+        if artifact is None:
+            continue
+        reason = runtime.too_new(artifact) or runtime.damage(artifact, need_library=True)
+        if reason is not None:
+            yield str(reason)
+            return
+        if artifact.library is None:
+            yield f"{artifact.name} in {artifact.directory} has no .so: build it where gcc is"
+            return
+
+
+def _wrong_with_software_gpu() -> Iterator[str]:
+    if importlib.util.find_spec("softgpu") is None:
+        yield "the software GPU is not in this package: a checkout and the wheel have it"
+        return
+    if shutil.which(os.environ.get("CC") or "gcc") is None:
+        yield "the software GPU needs a C compiler: install gcc, or let CC name one"
+    refusal = runtime.jit_refusal()
+    if refusal is None:
+        return
+    try:
+        arch = runtime.arch_of(torch.device("cpu"))
+        found = [runtime.find(spec) for spec in _needed(arch)]
+    except (KeyError, ValueError):
+        yield f"{env.SOFTGPU_ARCH.name}: no architecture {env.SOFTGPU_ARCH.get()!r}"
+        return
+    if any(artifact is None or not artifact.ptx.is_file() for artifact in found):
+        yield (
+            f"the software GPU, which CPU tensors run on, has no kernels with PTX, and {refusal}: "
+            f"let {env.VARIANT_DIR.name} name what `make precompile` built"
+        )

@@ -1,0 +1,174 @@
+"""``snapmla repro``: a dumped call (``snapmla.dump``) run again, on a GPU or on the software GPU.
+
+Results are compared with those in the file, if it has any, and a decode's with the reference, whose
+tolerance follows from the rounding (``snapmla.selfcheck.decode_errors``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsl_kernels.spec import VariantSpec
+from snapmla import runtime
+from snapmla.cache import PagedKVCache
+from snapmla.dump import RESULTS, Dump, DumpError, read
+from snapmla.quant import QuantizedQuery
+
+LN2 = math.log(2.0)
+
+
+@dataclass
+class Outcome:
+    """What came of a call that was run again.
+
+    Attributes:
+        results: what it wrote, by name; empty if it raised.
+        error: the exception, or None.
+        hazards: what the software GPU's checker found, each once.
+        differs: one sentence for each result that differs from the one in the file.
+        compared: whether the file had results.
+        reference: figures of the comparison with the reference; None where there is none.
+        right: whether those are within what rounding explains.
+    """
+
+    results: dict[str, Tensor] = field(default_factory=dict)
+    error: Exception | None = None
+    hazards: list[str] = field(default_factory=list)
+    differs: list[str] = field(default_factory=list)
+    compared: bool = False
+    reference: str | None = None
+    right: bool = True
+
+    @property
+    def good(self) -> bool:
+        """Whether nothing is wrong."""
+        return self.error is None and not self.hazards and not self.differs and self.right
+
+
+def repeat(path: Path, device: str, *, reference: bool = True) -> tuple[Dump, Outcome]:
+    """Runs the call in a file again.
+
+    Args:
+        device: ``cuda`` or ``cpu`` (the software GPU, with its hazard check).
+        reference: compare a decode with the reference, which may take minutes if it is large.
+
+    Returns:
+        The call, in whose arguments the results are by now, and what came of it.
+
+    Raises:
+        DumpError: the file cannot be read.
+        VariantError: the variant is not here and cannot be compiled.
+    """
+    call = read(path, device)
+    try:
+        spec = VariantSpec.from_name(call.variant)
+    except (TypeError, ValueError) as error:
+        raise DumpError(f"{path}: {error}") from None
+    outcome = Outcome()
+    # Not runtime.kernel, which would watch this call as well.
+    artifact = runtime.find_or_build(spec, need_library=device == "cuda")
+    kernel = runtime.load(artifact, device)
+    names = runtime.argument_names(spec)
+    if tuple(call.arguments) != names:
+        raise DumpError(f"{path}: {call.variant} takes other arguments here: {', '.join(names)}")
+    arguments = call.arguments.values()
+    try:
+        with _hazards(outcome.hazards) if device == "cpu" else contextlib.nullcontext():
+            kernel(*arguments)
+        if device == "cuda":
+            torch.cuda.synchronize()
+    except Exception as error:  # the one that is looked for, of whatever kind
+        outcome.error = error
+        return call, outcome
+    written = (name for name in RESULTS.get(call.op, ()) if name in call.arguments)
+    outcome.results = {name: call.arguments[name] for name in written}
+    outcome.compared = bool(call.results)
+    outcome.differs = [
+        f"{name}: {text}"
+        for name, want in call.results.items()
+        if (text := difference(call.arguments[name], want)) is not None
+    ]
+    if reference and call.op == "decode":
+        outcome.reference, outcome.right = against_reference(spec, call)
+    return call, outcome
+
+
+@contextlib.contextmanager
+def _hazards(found: list[str]) -> Iterator[None]:
+    """Collects what the hazard check of the software GPU finds in the block."""
+    import softgpu
+
+    seen: list[Any] = []
+    options = dataclasses.replace(softgpu.Options(), hazards="collect", on_hazard=seen.append)
+    try:
+        with softgpu.using(options):
+            yield
+    finally:
+        found += dict.fromkeys(map(str, seen))
+
+
+def difference(got: Tensor, want: Tensor) -> str | None:
+    """How many bits differ and where first, None if none do; any NaN equals any NaN."""
+    same = got == want
+    if got.is_floating_point():
+        same |= got.isnan() & want.isnan()
+    if bool(same.all()):
+        return None
+    at = tuple((~same).nonzero()[0].tolist())
+    return (
+        f"{int((~same).sum())} of {same.numel()} values differ from those in the file, first at "
+        f"{at}: {got[at].item():.6g}, was {want[at].item():.6g}"
+    )
+
+
+def against_reference(spec: VariantSpec, call: Dump) -> tuple[str, bool]:
+    """A decode's results against fp64 on its stored inputs: figures, and whether they are right."""
+    from snapmla.testing import selfcheck
+
+    given = call.arguments
+    out, lse = given["out"], given["lse"] * (LN2 / given["lse_factor"])
+    if given["empty_lse"] == math.inf:
+        lse = torch.where(torch.isposinf(lse), -math.inf, lse)
+    query = [given[name].contiguous() for name in ("q_nope", "q_rope", "q_scale")]
+    limits, begin = given["row_limits"], None
+    if given["units"].numel() and len(query[0]) == 1:  # packed, or one sequence, which is the same
+        begin = ragged_begin(call)
+        query, out, lse = [t[0] for t in query], out[0], lse[0]
+    query[0] = query[0].view(torch.float8_e4m3fn)
+    if limits.numel() and begin is None:
+        limits = limits.view(query[0].shape[:2])
+    cache = PagedKVCache.from_tensors(given["content"], given["rope"], given["scale"])
+    mimic = selfcheck.MIMIC_OF[spec.arch]
+    errors = selfcheck.decode_errors(
+        out, lse, QuantizedQuery(*query), cache, given["block_table"], given["cache_seqlens"],
+        given["softmax_scale"], causal=bool(given["causal"]), cu_seqlens_q=begin,
+        row_seqlens=limits if limits.numel() else None,
+        config=dataclasses.replace(mimic, p_terms=spec.p_terms),
+    )  # fmt: skip
+    return str(errors), errors.right
+
+
+def ragged_begin(call: Dump) -> Tensor:
+    """``cu_seqlens_q`` of a plan with ragged queries, from its items: int32 (b + 1,).
+
+    The exported function has no such table; a sequence's first and last rows stand in its items,
+    and a sequence of no query token has none.
+    """
+    given = call.arguments
+    heads, batch = given["q_nope"].shape[2], len(given["cache_seqlens"])
+    items = given["work_items"][: int(given["part_begin"][-1])].tolist()
+    ends = [0] * batch
+    for sequence, _, _, _, _, end_row, *_ in items:
+        ends[sequence] = max(ends[sequence], end_row // heads)
+    for i in range(1, batch):
+        ends[i] = max(ends[i], ends[i - 1])
+    return given["cache_seqlens"].new_tensor([0, *ends])

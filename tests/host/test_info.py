@@ -1,0 +1,165 @@
+"""``snapmla info``: what this machine can run, and what is missing."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from dsl_kernels.spec import VariantSpec, decode_spec
+from snapmla import __main__ as commands
+from snapmla import env, info, runtime
+
+
+def card(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], name: str = "a card"
+) -> None:
+    """Lets torch see one GPU."""
+    runtime.arch_of.cache_clear()
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+
+
+@pytest.fixture
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """An empty directory of variants, the only one; no compiler."""
+    place = env.Place("`here`", tmp_path, True)
+    monkeypatch.setattr(env, "places", lambda: [place])
+    monkeypatch.setattr(runtime, "jit_refusal", lambda: "there is no compiler")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(runtime, "driver_version", lambda: None)
+    yield tmp_path
+    runtime.arch_of.cache_clear()
+
+
+def place(folder: Path, spec: VariantSpec, flavour: str = "cu13") -> None:
+    for suffix in ("o", "ptx", "so"):
+        (folder / f"{spec.name}.{suffix}").touch()
+    (folder / f"{spec.name}.json").write_text(json.dumps({"name": spec.name, "flavour": flavour}))
+
+
+def step(folder: Path, flavour: str = "cu13") -> None:
+    """Variants of a decode step on SM90."""
+    place(folder, VariantSpec(op="plan_decode"), flavour)
+    place(folder, VariantSpec(op="append_kv"), flavour)
+    place(folder, VariantSpec(op="quantize_q", mode="token_head"), flavour)
+    for rows in (16, 32, 64, 128):
+        place(folder, decode_spec("etap", rows, 64, "bf16"), flavour)
+
+
+def test_a_card_that_decodes(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    step(folder)
+    card(monkeypatch, (9, 0), "NVIDIA H200")
+    found = info.collect()
+    assert found.good and found.decodes == [True] and not found.missing
+    assert found.cards == [info.Card("NVIDIA H200", "sm_90", "sm_90a")]
+    (where,) = found.folders
+    assert (where.what, where.path) == ("here", str(folder))
+    assert where.variants == {
+        "sm_90a plan_decode": 1, "sm_90a append_kv": 1, "sm_90a quantize_q": 1,
+        "sm_90a decode etap": 4,
+    }  # fmt: skip
+
+
+def test_what_a_card_lacks(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    step(folder)
+    card(monkeypatch, (9, 0))
+    spec = decode_spec("etap", 32, 64, "bf16")
+    (folder / f"{spec.name}.json").unlink()
+    found = info.collect()
+    assert not found.good
+    (text,) = found.missing
+    assert text.startswith(f"1 of 7 kernels of a decode step are not built for sm_90a ({spec.name}")
+    assert (
+        "and there is no compiler: pip install snapmla-kernels-sm90, run `make precompile" in text
+    )
+    monkeypatch.setattr(runtime, "jit_refusal", lambda: None)
+    assert info.collect().good, "it would be compiled"
+
+
+def test_a_driver_that_is_too_old(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    step(folder)
+    card(monkeypatch, (9, 0))
+    monkeypatch.setattr(runtime, "driver_version", lambda: (12, 4))
+    found = info.collect()
+    assert found.driver == "12.4" and not found.good
+    (text,) = found.missing
+    assert "was built with CUDA 13 and the driver supports CUDA 12.4: update the driver" in text
+
+
+def test_damage_and_a_missing_library(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    step(folder)
+    card(monkeypatch, (9, 0))
+    (folder / "plan_decode_sm90a.so").unlink()
+    (text,) = info.collect().missing
+    assert text == f"plan_decode_sm90a in {folder} has no .so: build it where gcc is"
+    (folder / "plan_decode_sm90a.so").touch()
+    (folder / "plan_decode_sm90a.json").write_text(
+        json.dumps({"name": "plan_decode_sm90a", "flavour": "cu13", "checksums": {"so": "0"}})
+    )
+    (text,) = info.collect().missing
+    assert "plan_decode_sm90a.so is damaged" in text
+
+
+def test_another_card(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    card(monkeypatch, (8, 0), "NVIDIA A100")
+    found = info.collect()
+    assert not found.good and found.cards[0].arch is None
+    assert found.missing == [
+        "NVIDIA A100 is sm_80: kernels are built for sm_90 (Hopper) and sm_100 (Blackwell); "
+        "snapmla.reference runs anywhere"
+    ]
+
+
+def test_no_card_but_the_software_gpu(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    step(folder)
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
+    found = info.collect()
+    assert found.good and found.software_gpu and not found.missing
+    (folder / "append_kv_xbf16_ii32_sm90a.ptx").unlink()
+    found = info.collect()
+    assert not found.good
+    assert found.missing[0].startswith("the software GPU, which CPU tensors run on, has no kernels")
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert "needs a C compiler" in info.collect().missing[0]
+
+
+def test_a_driver_without_a_card(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    monkeypatch.setattr(runtime, "driver_version", lambda: (13, 0))
+    for built, words in ((None, "install a CUDA build of torch"), ("13.0", "CUDA_VISIBLE_DEVICES")):
+        monkeypatch.setattr(torch.version, "cuda", built)
+        assert words in info.collect().missing[0]
+
+
+def test_a_refused_package_is_told(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    step(folder)
+    refused = env.Place("an installed `x`", folder, False, "x is of another release")
+    monkeypatch.setattr(env, "places", lambda: [refused])
+    found = info.collect()
+    assert found.missing[0] == "x is of another release" and found.folders[0].variants == {}
+
+
+def test_the_command(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    step(folder)
+    card(monkeypatch, (9, 0), "NVIDIA H200 [a]")
+    monkeypatch.setenv("SNAPMLA_NO_JIT", "1")
+    done = CliRunner().invoke(commands.app, ["info"])
+    assert done.exit_code == 0, done.output
+    for words in (
+        f"snapmla             {env.__version__}, commit ", "NVIDIA H200 [a], sm_90: decodes",
+        "here: 7 variants", "sm_90a decode etap           4", "SNAPMLA_NO_JIT      1",
+    ):  # fmt: skip
+        assert words in done.output, done.output
+    assert "missing" not in done.output
+    as_json = json.loads(CliRunner().invoke(commands.app, ["info", "--json"]).output)
+    assert as_json == dataclasses.asdict(info.collect()) | {"good": True}
+    card(monkeypatch, (8, 0), "NVIDIA A100")
+    done = CliRunner().invoke(commands.app, ["info"])
+    assert done.exit_code == 1 and "NVIDIA A100, sm_80: CANNOT DECODE" in done.output
+    assert "missing:\n  NVIDIA A100 is sm_80" in done.output
