@@ -195,7 +195,7 @@ class PagedKVCache(launch.OverTensors):
         """float8_e4m3fn, bfloat16 or float16"""
         return self.content.dtype
 
-    @property
+    @functools.cached_property
     def num_kv_heads(self) -> int:
         return 1 if self.kv is None else self.kv.shape[2]
 

@@ -439,6 +439,8 @@ def cache_rows(value: Any) -> None:
         value_error("rope", "a tensor beside FP8 content", None, hint)
     heads = () if isinstance(value, torch.Tensor) and value.ndim == 3 else ("num_kv_heads",)
     tensor("content", value, ROWS, ("num_pages", "page_size", *heads, HEAD_DIM_QK))
+    if value.stride(-1) != 1:
+        value_error("content", "innermost stride 1", f"strides {value.stride()}", TRANSPOSED)
 
 
 def _cache_rows(content: torch.Tensor, rope: Any) -> None:

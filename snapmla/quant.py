@@ -153,8 +153,8 @@ def append_kv(
 ) -> None:
     """Quantises tokens and scatters them into the cache (SnapMLA's fused K-append), in place.
 
-    A cache of 16 bits takes them as they are, of another dtype rounded to nearest.  Built by default
-    for tokens of its dtype; others are compiled when they are first asked for.
+    A cache of 16 bits takes them as they are, of another dtype rounded to nearest.  Built by
+    default for tokens of its dtype; others are compiled when they are first asked for.
 
     Args:
         cache: written at the slots.
@@ -187,10 +187,10 @@ def append_kv(
 def _append_key(
     cache: PagedKVCache, c_kv: torch.Tensor, k_rope: torch.Tensor, slot_mapping: torch.Tensor
 ) -> tuple[Any, ...]:
-    """What decides whether tokens lie apart from the cache."""
+    """What decides whether tokens fit the cache and lie apart from it."""
     return (
         c_kv.data_ptr(), k_rope.data_ptr(), slot_mapping.data_ptr(), c_kv.shape, c_kv.stride(),
-        k_rope.stride(), c_kv.dtype, slot_mapping.dtype, cache.place,
+        k_rope.stride(), c_kv.dtype, slot_mapping.dtype, cache.place, cache.num_kv_heads,
     )  # fmt: skip
 
 

@@ -35,10 +35,11 @@ in eager mode they do not go through them.
 total_q, h, ...); ``row_seqlens`` is flat, and ``s_q`` of ``plan_update`` then total_q. Where
 content, RoPE and scale are views of one memory, operators take that memory
 (``PagedKVCache.memory``): (block, None, None) for layout ``paged``, (rows, None, scale) for
-``row640``. A cache of 16 bits is (kv, None, None) to ``append_kv`` and ``fetch_dequant``. ``outs`` and ``lses`` are the parts, or with ``stacked`` one tensor of them each;
-``out!`` and ``lse!`` may be those of a part. The cache, ``plan`` and ``q`` are pytrees of their
-tensors, so they may be arguments of compiled functions. Operators have no gradients, and their
-results never require any: this is inference.
+``row640``. A cache of 16 bits is (kv, None, None) to ``append_kv`` and ``fetch_dequant``. ``outs``
+and ``lses`` are the parts, or with ``stacked`` one tensor of them each; ``out!`` and ``lse!`` may
+be those of a part. The cache, ``plan`` and ``q`` are pytrees of their tensors, so they may be
+arguments of compiled functions. Operators have no gradients, and their results never require any:
+this is inference.
 """
 
 from __future__ import annotations
