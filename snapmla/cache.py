@@ -32,6 +32,8 @@ class PagedKVCache(launch.OverTensors):
         content_u8: ``content`` as bytes, the form kernels take of an FP8 cache.
         kv: of 16 bits the whole rows (num_pages, page_size, num_kv_heads, 576), the form kernels
             take; None of an FP8 cache.
+        dtype: float8_e4m3fn, bfloat16 or float16.
+        num_kv_heads: 1 of an FP8 cache.
         layout: ``split``, ``paged``, ``row640``, of 16 bits ``rows``; or ``strided`` for any other
             legal strides.
         memory: what operators of ``torch.ops.snapmla`` take: content_u8, rope, scale, or the memory
@@ -50,6 +52,8 @@ class PagedKVCache(launch.OverTensors):
     scale: torch.Tensor | None = None
     content_u8: torch.Tensor = field(init=False, repr=False)
     kv: torch.Tensor | None = field(init=False, repr=False)
+    dtype: torch.dtype = field(init=False, repr=False)
+    num_kv_heads: int = field(init=False, repr=False)
     layout: str = field(init=False)
     memory: layouts.Memory = field(init=False, repr=False)
     traceable: bool = field(init=False, repr=False)
@@ -59,10 +63,12 @@ class PagedKVCache(launch.OverTensors):
             tracing.refuse_transforms()
             checks.cache(self.content, self.rope, self.scale)
         object.__setattr__(self, "content_u8", self.content.view(torch.uint8))
+        object.__setattr__(self, "dtype", self.content.dtype)
         if self.scale is None:
             self._over_rows(layouts.joined(self.content))
             return
         object.__setattr__(self, "kv", None)
+        object.__setattr__(self, "num_kv_heads", 1)
         object.__setattr__(self, "layout", layouts.name_of(self.content, self.rope, self.scale))
         views = (self.content_u8, self.rope, self.scale)
         memory = layouts.memory_of(*views)
@@ -75,6 +81,7 @@ class PagedKVCache(launch.OverTensors):
     def _over_rows(self, kv: torch.Tensor) -> None:
         """Sets what follows from whole rows of 16 bits, one memory of one dtype."""
         object.__setattr__(self, "kv", kv)
+        object.__setattr__(self, "num_kv_heads", kv.shape[2])
         object.__setattr__(self, "layout", "rows" if kv.is_contiguous() else "strided")
         object.__setattr__(self, "memory", (kv, None, None))
         object.__setattr__(self, "traceable", True)
@@ -189,15 +196,6 @@ class PagedKVCache(launch.OverTensors):
     @functools.cached_property
     def page_size(self) -> int:
         return self.content.shape[1]
-
-    @functools.cached_property
-    def dtype(self) -> torch.dtype:
-        """float8_e4m3fn, bfloat16 or float16"""
-        return self.content.dtype
-
-    @functools.cached_property
-    def num_kv_heads(self) -> int:
-        return 1 if self.kv is None else self.kv.shape[2]
 
     @property
     def device(self) -> torch.device:
