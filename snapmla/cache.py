@@ -115,7 +115,7 @@ class PagedKVCache(launch.OverTensors):
         checks.integer("num_pages", num_pages, 1)
         checks.choice("dtype", dtype, ("fp8", *checks.ROWS))
         where = checks.device("device", device)
-        if dtype == "fp8":
+        if isinstance(dtype, str):
             checks.page_size(page_size)
             checks.integer("num_kv_heads", num_kv_heads, 1, 1, "an FP8 cache has one KV head")
             layout = "split" if layout is None else layout
@@ -155,7 +155,7 @@ class PagedKVCache(launch.OverTensors):
         is_tensor = isinstance(content, torch.Tensor)
         if is_tensor and content.dtype == torch.uint8 and not checks.negative(content):
             content = content.view(layouts.FP8)
-        return cls(content, rope, scale)
+        return cls(content, rope, scale)  # type: ignore[arg-type]  # which refuses None
 
     @functools.cached_property
     def plain(self) -> bool:

@@ -489,14 +489,12 @@ def _unflatten(cls: type, leaves: Any, static: tuple[Any, ...]) -> Any:
     leaves = list(leaves)
     if cls is DecodePlan:
         return DecodePlan(**dict(zip(TENSORS, leaves)), **dict(zip(STATIC, static)))
-    names = ("nope", "rope", "scale") if cls is QuantizedQuery else FP8_PARTS
-    if cls is PagedKVCache and len(leaves) == len(ROWS_PARTS):
-        names = ROWS_PARTS
+    names: tuple[str, ...] = ("nope", "rope", "scale")
+    if cls is PagedKVCache:
+        names = FP8_PARTS if len(leaves) == len(FP8_PARTS) else ROWS_PARTS
     fields: dict[str, Any] = dict(zip(names, leaves))
     if all(isinstance(leaf, Tensor) for leaf in leaves):
-        if names is ROWS_PARTS:
-            return PagedKVCache.from_tensors(*leaves)
-        return cls(**fields)
+        return PagedKVCache.from_tensors(*leaves) if names is ROWS_PARTS else cls(**fields)
     value: Any = object.__new__(cls)
     for name, leaf in fields.items():
         object.__setattr__(value, name, leaf)

@@ -116,9 +116,8 @@ def poisoned_cache(pages: int, page_size: int, layout: str = "split") -> PagedKV
     """A cache whose every byte is NaN in all three tensors."""
     cache = PagedKVCache.allocate(pages, page_size, layout, "cpu")
     cache.content_u8.fill_(0x7F)
-    for part in (cache.rope, cache.scale):
-        assert part is not None
-        part.fill_(math.nan)
+    cache.rope.fill_(math.nan)
+    cache.named_tensors["scale"].fill_(math.nan)
     return cache
 
 
@@ -158,13 +157,12 @@ def filled_cache(
     """(cache, block_table, cache_seqlens) with shuffled pages and poison wherever no token is."""
     pool, table = shuffled_table(lengths, page_size)
     cache = poisoned_cache(pool, page_size, layout)
-    assert cache.scale is not None
     for i, n in enumerate(lengths):
         content, rope, scale = rounding.quantize_rows(*sample_tokens(n))
         at = places(table[i], n, page_size)
         cache.content_u8[at] = content.view(torch.uint8)
         cache.rope[at] = rope
-        cache.scale[at] = scale
+        cache.named_tensors["scale"][at] = scale
     return cache, table, torch.tensor(lengths, dtype=torch.int32)
 
 
@@ -179,10 +177,9 @@ def filled_rows(
     """As ``filled_cache``, of 16 bits."""
     pool, table = shuffled_table(lengths, page_size)
     cache = poisoned_rows(pool, page_size, dtype, heads, strided=strided)
-    assert cache.kv is not None
     for i, n in enumerate(lengths):
         rows = torch.cat(sample_tokens(n * heads), -1).view(n, heads, HEAD_DIM_QK)
-        cache.kv[places(table[i], n, page_size)] = rows.to(dtype)
+        cache.named_tensors["kv"][places(table[i], n, page_size)] = rows.to(dtype)
     return cache, table, torch.tensor(lengths, dtype=torch.int32)
 
 
@@ -348,8 +345,8 @@ def decode_errors(
     """
     run = functools.partial(
         reference.mla_decode_reference,
-        q.nope, q.rope, q.scale, cache.content, cache.rope, cache.scale, block_table,
-        cache_seqlens, softmax_scale, causal=causal, cu_seqlens_q=cu_seqlens_q,
+        q.nope, q.rope, q.scale, cache.content, cache.rope, cache.named_tensors["scale"],
+        block_table, cache_seqlens, softmax_scale, causal=causal, cu_seqlens_q=cu_seqlens_q,
         row_seqlens=row_seqlens, batches=batches, heads=heads,
     )  # fmt: skip
     truth, truth_lse = run(config=rounding.FP64)
@@ -493,13 +490,12 @@ def _check_append_rows(spec: VariantSpec, kernel: runtime.Kernel) -> Result:
         tokens[3, 7], tokens[4, 520] = math.nan, math.inf
         slots = torch.randperm(48)[:n].to(INDEX[spec.index_dtype])
         slots[5], slots[6] = -1, 48
-        want = poisoned_rows(3, 16, own, heads)
+        want = poisoned_rows(3, 16, own, heads).named_tensors["kv"]
         kept = (slots >= 0) & (slots < 48)
-        assert want.kv is not None
-        want.kv.view(48, heads, -1)[slots[kept].long()] = tokens.view(n, heads, -1)[kept].to(own)
-        cache = poisoned_rows(3, 16, own, heads, strided=heads > 1)
-        kernel(cache.kv, tokens[:, :KV_LORA_RANK], tokens[:, KV_LORA_RANK:], slots)
-        pairs[f"rows of {heads} heads"] = cache.kv, want.kv
+        want.view(48, heads, -1)[slots[kept].long()] = tokens.view(n, heads, -1)[kept].to(own)
+        got = poisoned_rows(3, 16, own, heads, strided=heads > 1).named_tensors["kv"]
+        kernel(got, tokens[:, :KV_LORA_RANK], tokens[:, KV_LORA_RANK:], slots)
+        pairs[f"rows of {heads} heads"] = got, want
     return _same_bits(pairs)
 
 
@@ -529,8 +525,7 @@ def _check_append(spec: VariantSpec, kernel: runtime.Kernel) -> Result:
     want = poisoned_cache(3, 16)
     want.content_u8.view(-1, KV_LORA_RANK)[rows] = content.view(torch.uint8)
     want.rope.view(-1, QK_ROPE_HEAD_DIM)[rows] = rope_channels
-    assert want.scale is not None
-    want.scale.view(-1)[rows] = scale
+    want.named_tensors["scale"].view(-1)[rows] = scale
     caches = [poisoned_cache(3, 16, layout) for layout in layouts.LAYOUTS]
     for cache in caches:
         kernel(cache.content_u8, cache.rope, cache.scale, *given)
