@@ -138,17 +138,3 @@ def test_append_then_fetch_of_16_bits(dtype: torch.dtype, heads: int, page_size:
 
 def _same_or_nan(a: torch.Tensor, b: torch.Tensor) -> bool:
     return bool(((a == b) | (a.isnan() & b.isnan())).all())
-
-
-@needs_compiler
-def test_two_views_of_one_memory_are_two_caches() -> None:
-    """Remembered calls know heads: the same memory as more tokens of one head."""
-    rows = torch.zeros((2, 64, 2, 576), dtype=BF16)
-    two = snapmla.PagedKVCache.from_tensors(rows)
-    one = snapmla.PagedKVCache.from_tensors(rows.view(2, 128, 1, 576))
-    assert one.place == two.place
-    c_kv, k_rope = torch.ones((3, 512), dtype=BF16), torch.ones((3, 64), dtype=BF16)
-    slots = torch.arange(3, dtype=I32)
-    snapmla.append_kv(one, c_kv, k_rope, slots)
-    with pytest.raises(ValueError, match=r"c_kv: expected shape \(n, 2, 512\)"):
-        snapmla.append_kv(two, c_kv, k_rope, slots)

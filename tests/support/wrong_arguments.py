@@ -414,6 +414,8 @@ WRONG: dict[str, list[Row]] = {
          r"c_kv: expected shape \(n, 3, 512\), got \(5, 512\)", "the latent alone"),
         ("c_kv", torch.zeros((3, 5, 512), dtype=BF16).transpose(0, 1), ValueError,
          "c_kv: expected rows evenly spaced over tokens and heads, got strides", "call .contiguous()"),
+        ("c_kv", torch.zeros((5, 4, 512), dtype=BF16)[:, :3], ValueError,
+         "c_kv: expected rows evenly spaced over tokens and heads, got strides", "call .contiguous()"),
         ("k_rope", torch.zeros((3, 5, 64), dtype=BF16).transpose(0, 1), ValueError,
          "k_rope: expected rows evenly spaced over tokens and heads, got strides", "call .contiguous()"),
         ("k_rope", torch.zeros((5, 1, 64), dtype=BF16), ValueError,
