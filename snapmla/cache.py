@@ -151,7 +151,9 @@ class PagedKVCache(launch.OverTensors):
             if not torch.compiler.is_compiling():
                 checks.cache_rows(content)
             kv = layouts.with_heads(content)
-            return cls(kv[..., :KV_LORA_RANK], kv[..., KV_LORA_RANK:])
+            made = cls(kv[..., :KV_LORA_RANK], kv[..., KV_LORA_RANK:])
+            made._over_rows(kv)  # a tracer knows this tensor, not others over its memory
+            return made
         is_tensor = isinstance(content, torch.Tensor)
         if is_tensor and content.dtype == torch.uint8 and not checks.negative(content):
             content = content.view(layouts.FP8)
@@ -185,7 +187,7 @@ class PagedKVCache(launch.OverTensors):
         if tracing.by_dynamo():
             return self.memory
         if self.scale is None:
-            return layouts.joined(self.content), None, None
+            return self.memory
         views = (self.content.view(torch.uint8), self.rope, self.scale)
         return layouts.memory_of(*views) or views
 

@@ -192,9 +192,13 @@ def views_of(memory: torch.Tensor, rope: torch.Tensor | None, scale: torch.Tenso
 
 
 def with_heads(rows: torch.Tensor) -> torch.Tensor:
-    """16-bit rows with their dimension of heads, whose stride is a row's where there is one."""
-    if rows.ndim == 4 and rows.shape[2] == 1:
-        rows = rows[:, :, 0]  # whoever made it may have given the single head any stride
+    """16-bit rows with their dimension of heads; the same tensor where nothing need be changed.
+
+    Whoever made a single head may have given it any stride: one that is not aligned becomes a
+    row's.
+    """
+    if rows.ndim == 4 and rows.shape[2] == 1 and (rows.stride(2) < 1 or rows.stride(2) % 8):
+        rows = rows[:, :, 0]
     return rows.unsqueeze(2) if rows.ndim == 3 else rows
 
 

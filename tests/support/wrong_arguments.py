@@ -679,6 +679,14 @@ WRONG: dict[str, list[Row]] = {
         ("scale", torch.zeros((PAGES, P, 1)), ValueError,
          r"scale: expected shape \(4, 64\), got \(4, 64, 1\)", "drop the dimension of 1"),
     ],
+    "from_rows": [
+        ("content", torch.zeros((PAGES, 48, 576), dtype=BF16), ValueError,
+         "page_size: expected 16, 32 or a multiple of 64, got 48", "the nearest is 32"),
+        ("content", torch.zeros((PAGES, P, 512), dtype=BF16), ValueError,
+         r"content: expected shape \(num_pages, page_size, 576\)", "docs/formats.md draws them"),
+        ("content", ones(PAGES, P, 512), ValueError, "rope: expected a tensor beside FP8 content, got None",
+         "content, rope and scale make an FP8 cache"),
+    ],
     "plan_decode": [
         ("cache_seqlens", torch.ones(B, dtype=I64), TypeError, "cache_seqlens: .*int64",
          "use .to(torch.int32) once when you build"),
@@ -958,6 +966,7 @@ RIGHT: dict[str, Callable[[], dict[str, Any]]] = {
     "merge_state": merge_arguments,
     "merge_states": merge_list_arguments,
     "from_tensors": cache_arguments,
+    "from_rows": lambda: {"content": torch.zeros((PAGES, P, 576), dtype=BF16)},
     "plan_decode": plan_arguments,
     "allocate": lambda: {"num_pages": 2, "page_size": 64, "layout": "split", "device": "cpu"},
     "query": query_arguments,
@@ -978,10 +987,11 @@ RIGHT: dict[str, Callable[[], dict[str, Any]]] = {
     "dequantize_ckv_fused_indexed": pool_fetch_arguments,
 }  # fmt: skip
 NO_LAUNCH = {
-    "from_tensors", "allocate", "query", "with_workspace", "PlanCache", "PlanCache.release", "explain",
+    "from_tensors", "from_rows", "allocate", "query", "with_workspace", "PlanCache", "PlanCache.release", "explain",
 }  # fmt: skip
 METHODS: dict[str, Callable[..., Any]] = {
     "from_tensors": PagedKVCache.from_tensors,
+    "from_rows": PagedKVCache.from_tensors,
     "allocate": PagedKVCache.allocate,
     "query": QuantizedQuery,
     "append_rows": snapmla.append_kv,
