@@ -180,7 +180,7 @@ def fill(job: Job, batch: Batch, models: list[Model]) -> list[PagedKVCache]:
         cache = PagedKVCache.allocate(batch.num_pages, job.page_size, job.layout, job.device)
         cache.content_u8.fill_(0x7F)  # what torch.empty may hold: unused slots are NaN
         cache.rope.fill_(math.nan)
-        cache.scale.fill_(math.nan)
+        cache.named_tensors["scale"].fill_(math.nan)
         snapmla.append_kv(cache, *model.tokens(len(slots), sinks), slots)
         caches.append(cache)
     return caches
@@ -282,7 +282,8 @@ def stored(cache: PagedKVCache, slots: torch.Tensor) -> Rows:
     """(content, rope, scale) rows of the cache at flat slots."""
     page, offset = slots.long() // cache.page_size, slots.long() % cache.page_size
     content = cache.content_u8[page, offset].view(cache.content.dtype)
-    return content, cache.rope[page, offset], cache.scale[page, offset]
+    scale = cache.named_tensors["scale"]
+    return content, cache.rope[page, offset], scale[page, offset]
 
 
 def same_rows(got: Rows, want: Rows) -> bool:

@@ -15,7 +15,7 @@ import torch
 
 from profiles import check as checks
 from profiles.check import Check
-from profiles.pools import Latents, SnapPool
+from profiles.pools import Bf16Pool, Latents, Pool, SnapPool
 from profiles.roofline import CONTENT_DIM, HEAD_DIM_QK, ROPE_DIM
 from profiles.shapes import HelperShape
 from profiles.timing import Call, TimingConfig, buffer_count
@@ -115,13 +115,24 @@ class _Rotation:
         return torch.cat([content, rotate_rows(rope, self.positions[i], self.table)], -1)
 
 
+def _pool(shape: HelperShape, tokens: int, device: torch.device) -> tuple[Pool, Any]:
+    """Pages for so many tokens, and the cache over them."""
+    import snapmla
+
+    if shape.rows:
+        rows = Bf16Pool(tokens, device)
+        return rows, snapmla.PagedKVCache.from_tensors(rows.cache)
+    pool = SnapPool(tokens, device)
+    return pool, pool.cache
+
+
 def _append(shape: HelperShape, buffers: int, device: torch.device) -> Helper:
     import snapmla
 
     n = shape.tokens
     how = _Rotation.of(shape, n, buffers, device) if shape.op.startswith("rope") else None
     per_buffer = -(-n // PAGE) * PAGE
-    pool = SnapPool(per_buffer * buffers, device)
+    pool, cache = _pool(shape, per_buffer * buffers, device)
     latents = Latents(seed=7)
     x = [latents.chunk(i, n, device) for i in range(buffers)]
     rng = torch.Generator(device=device).manual_seed(3)
@@ -135,20 +146,21 @@ def _append(shape: HelperShape, buffers: int, device: torch.device) -> Helper:
     def call(i: int) -> Call:
         content, rope, slot = x[i][:, :CONTENT_DIM], x[i][:, CONTENT_DIM:], slots[i]
         if how is None:
-            return lambda: snapmla.append_kv(pool.cache, content, rope, slot)
+            return lambda: snapmla.append_kv(cache, content, rope, slot)
         return lambda: snapmla.rope_append_kv(
-            pool.cache, content, rope, slot, how.positions[i], how.table, norm_weight=how.weight
+            cache, content, rope, slot, how.positions[i], how.table, norm_weight=how.weight
         )
 
     def check() -> Check:
-        pool.cache.content_u8.fill_(0x7F)
-        pool.cache.rope.fill_(float("nan"))
-        pool.cache.scale.fill_(float("nan"))
+        for part in cache.named_tensors.values():
+            whole = part.view(torch.uint8) if part.element_size() == 1 else part
+            whole.fill_(0x7F if part.element_size() == 1 else float("nan"))
         pairs = []
         for i in (0, buffers - 1):
             call(i)()
             steps = x[i] if how is None else how.steps(x[i], i)
-            pairs.append((pool.load(slots[i].long()), _stored(steps)))
+            want = steps.double() if shape.rows else _stored(steps)
+            pairs.append((pool.load(slots[i].long()), want))
         return _compare(pairs)
 
     return Helper("snapmla", [call(i) for i in range(buffers)], check, peer=False)
@@ -200,12 +212,13 @@ def _fetch(shape: HelperShape, buffers: int, device: torch.device) -> Helper:
     import snapmla
 
     n, b = shape.tokens, shape.batch
-    each, ragged = n // b, shape.mode == "ragged"
+    mode = shape.mode.removesuffix("_bf16")
+    each, ragged = n // b, mode == "ragged"
     start, uneven = RAGGED if ragged else (0, 0)
     # one request longer, the next shorter by as much
     counts = [each + (uneven if i % 2 else -uneven) * (i < b // 2 * 2) for i in range(b)]
     pages = -(-(start + each + uneven) // PAGE) * b
-    pool = SnapPool(pages * PAGE * buffers, device)
+    pool, cache = _pool(shape, pages * PAGE * buffers, device)
     latents = Latents(seed=9)
     for i in range(buffers):
         pool.store(i * pages * PAGE, latents.chunk(i, pages * PAGE, device))
@@ -224,7 +237,7 @@ def _fetch(shape: HelperShape, buffers: int, device: torch.device) -> Helper:
         for s in slots
     ]
     indices = [i.int() for i in ids]
-    extents = (b, each) if shape.mode == "pages" else (n,)
+    extents = (b, each) if mode == "pages" else (n,)
     out = [
         torch.empty(*extents, HEAD_DIM_QK, dtype=torch.bfloat16, device=device)
         for _ in range(buffers)
@@ -232,13 +245,13 @@ def _fetch(shape: HelperShape, buffers: int, device: torch.device) -> Helper:
 
     def call(i: int) -> Call:
         pair = (out[i][..., :CONTENT_DIM], out[i][..., CONTENT_DIM:])
-        if shape.mode == "pages":
-            return lambda: snapmla.fetch_dequant(pool.cache, tables[i], lengths, out=pair)
+        if mode == "pages":
+            return lambda: snapmla.fetch_dequant(cache, tables[i], lengths, out=pair)
         if ragged:
             return lambda: snapmla.fetch_dequant(
-                pool.cache, tables[i], cu_seqlens=begins, seq_starts=starts, out=pair
+                cache, tables[i], cu_seqlens=begins, seq_starts=starts, out=pair
             )
-        return lambda: snapmla.fetch_dequant(pool.cache, indices[i], out=pair)
+        return lambda: snapmla.fetch_dequant(cache, indices[i], out=pair)
 
     def check() -> Check:
         pairs = []

@@ -200,9 +200,12 @@ def decode_bytes(
     return float(tokens) * fmt.token_bytes + float(rows) * per_row
 
 
-def append_bytes(tokens: int, in_bytes: int = 2, slot_bytes: int = 4) -> float:
-    """append_kv: reads ``tokens`` rows of 576 and a slot each, writes 644 bytes a token."""
-    stored = FORMATS["snapmla"].token_bytes
+def append_bytes(
+    tokens: int, in_bytes: int = 2, slot_bytes: int = 4, fmt: str = "snapmla"
+) -> float:
+    """append_kv: reads ``tokens`` rows of 576 and a slot each, writes 644 bytes a token, or those
+    of another of ``FORMATS``."""
+    stored = FORMATS[fmt].token_bytes
     return float(tokens) * (HEAD_DIM_QK * in_bytes + slot_bytes + stored)
 
 
@@ -216,9 +219,10 @@ def angle_bytes(tokens: int) -> float:
     return float(tokens) * (8 + 4 * ROPE_DIM)
 
 
-def fetch_dequant_bytes(tokens: int, out_bytes: int = 2) -> float:
-    """fetch_dequant: reads 644 bytes a token, writes 576 elements."""
-    return float(tokens) * (FORMATS["snapmla"].token_bytes + HEAD_DIM_QK * out_bytes)
+def fetch_dequant_bytes(tokens: int, out_bytes: int = 2, fmt: str = "snapmla") -> float:
+    """fetch_dequant: reads 644 bytes a token, or those of another of ``FORMATS``, writes 576
+    elements."""
+    return float(tokens) * (FORMATS[fmt].token_bytes + HEAD_DIM_QK * out_bytes)
 
 
 def merge_states_bytes(parts: int, rows: int, element_bytes: int = 2) -> float:

@@ -100,7 +100,8 @@ class HelperShape:
         mode: ``norm`` (rope_append_kv that also normalises), ``token_head``/``token`` (quantize_q),
             ``pages``/``indices``/``ragged`` (fetch_dequant; ``ragged``: chunks that begin in
             mid-page, in uneven lengths),
-            ``pair``/``list``/``stack`` (merge_states), of bfloat16 or with ``_f32``.
+            ``pair``/``list``/``stack`` (merge_states), of bfloat16 or with ``_f32``.  ``bf16``,
+            alone or behind a mode: a cache of 16 bits (append_kv, fetch_dequant).
     """
 
     op: str
@@ -121,15 +122,21 @@ class HelperShape:
         return "_".join([self.op, *parts] + ([self.mode] if self.mode else []))
 
     @property
+    def rows(self) -> bool:
+        """Whether the cache is of 16 bits."""
+        return self.mode.endswith("bf16")
+
+    @property
     def bytes(self) -> float:
         """Bytes read plus bytes written."""
+        fmt = "bf16" if self.rows else "snapmla"
         if self.op == "append_kv":
-            return roofline.append_bytes(self.tokens)
+            return roofline.append_bytes(self.tokens, fmt=fmt)
         if self.op == "rope_append_kv":
             moved = roofline.append_bytes(self.tokens, slot_bytes=8)
             return moved + roofline.angle_bytes(self.tokens)
         if self.op == "fetch_dequant":
-            return roofline.fetch_dequant_bytes(self.tokens)
+            return roofline.fetch_dequant_bytes(self.tokens, fmt=fmt)
         rows = self.batch * self.s_q * self.num_heads
         if self.op == "merge_states":
             return roofline.merge_states_bytes(self.tokens, rows, 4 if "f32" in self.mode else 2)
@@ -143,11 +150,18 @@ class HelperShape:
 Shape = DecodeShape | HelperShape
 
 HELPER_MODES = {
-    "append_kv": ("",),
+    "append_kv": ("", "bf16"),
     "rope_append_kv": ("", "norm"),
     "quantize_q": ("token_head", "token"),
     "rope_quantize_q": ("token_head",),
-    "fetch_dequant": ("pages", "indices", "ragged"),
+    "fetch_dequant": (
+        "pages",
+        "indices",
+        "ragged",
+        "pages_bf16",
+        "indices_bf16",
+        "ragged_bf16",
+    ),
     "merge_states": ("pair", "list", "stack", "pair_f32", "list_f32", "stack_f32"),
     "plan_decode": ("",),
 }
@@ -202,6 +216,14 @@ def _fig5() -> list[Shape]:
     return [DecodeShape(32, n, h) for h in (16, 64, 128) for n in lengths]
 
 
+def _rows16() -> list[Shape]:
+    fetches = [("pages_bf16", 8), ("indices_bf16", 1), ("ragged_bf16", 8)]
+    return [
+        HelperShape("append_kv", tokens=4096, mode="bf16"),
+        *(HelperShape("fetch_dequant", tokens=131072, batch=b, mode=mode) for mode, b in fetches),
+    ]
+
+
 def _helpers() -> list[Shape]:
     return [
         HelperShape("append_kv", tokens=4096),
@@ -245,6 +267,7 @@ PRESETS: dict[str, list[Shape]] = {
     "etap-fig1": [DecodeShape(b, 512 << i, 16) for b in (16, 32) for i in range(8)],
     "h200-table": _h200_table(),
     "helpers": _helpers(),
+    "rows16": _rows16(),  # the helpers of a cache of 16 bits
     "ragged": [
         DecodeShape(32, 32768, 16, 1, True), DecodeShape(32, 32768, 128, 1, True),
         DecodeShape(64, 8192, 64, 2, True), DecodeShape(128, 4096, 128, 1, True),

@@ -10,7 +10,7 @@ import torch
 from dsl_kernels.dims import KV_LORA_RANK
 from dsl_kernels.spec import decode_spec
 from snapmla import checks, launch, overlap, runtime, tracing
-from snapmla.cache import PagedKVCache, expect_cache
+from snapmla.cache import PagedKVCache, expect_cache, expect_fp8
 from snapmla.decode_plan import TENSORS, DecodePlan, PlanVariant
 from snapmla.plan import plan_decode
 from snapmla.quant import QuantizedQuery, as_batch, expect_query, named
@@ -23,6 +23,7 @@ _CHOICES = {
     for base, factor in LSE_FACTOR.items()
     for empty, value in EMPTY_LSE.items()
 }
+ONLY_FP8 = "decode reads FP8 caches only"
 OUT_NAMES = {torch.bfloat16: "bf16", torch.float32: "f32"}
 # calls whose results were seen to lie apart from all else, by dtype of ``out``
 _APART = {dtype: overlap.Apart() for dtype in OUT_NAMES}
@@ -216,6 +217,7 @@ def _traced(
     """``decode`` as an operator, for tracers; arguments as in ``run_plan``, checked."""
     expect_query("q", q)
     expect_cache(cache)
+    expect_fp8(cache, ONLY_FP8)
     if plan is None:
         if tracing.by_dynamo():
             return tracing.between_graphs(
@@ -346,6 +348,7 @@ def checked(
     """Checks all tensors with full messages; plans if no plan is given, launches nothing else."""
     expect_query("q", q)
     expect_cache(cache)
+    expect_fp8(cache, ONLY_FP8)
     rows, device = q.rows_shape, q.nope.device
     if cache.content.device != device:
         checks.value_error("cache", f"tensors on {device}, where q is", cache.content.device)

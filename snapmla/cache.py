@@ -1,4 +1,4 @@
-"""``PagedKVCache``: the FP8 latent cache of one layer, as three strided views."""
+"""``PagedKVCache``: the latent cache of one layer as strided views, in FP8 or in 16 bits."""
 
 from __future__ import annotations
 
@@ -8,38 +8,52 @@ from typing import Any
 
 import torch
 
+from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK
 from snapmla import checks, launch, layouts, tracing
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class PagedKVCache(launch.OverTensors):
-    """Paged MLA cache with one scale per token (SnapMLA, section 3: RoPE-aware per-token scales).
+    """Paged MLA cache: FP8 with one scale per token, or rows of 16 bits.
 
-    c_kv of a token is ``content * scale`` and its k_rope is ``rope * scale``: RoPE channels stay in
-    bf16 and are stored *divided by the content's scale*, so that one factor serves both parts of
-    the logit.
+    FP8 (SnapMLA, section 3: RoPE-aware per-token scales): c_kv of a token is ``content * scale``
+    and its k_rope is ``rope * scale``: RoPE channels stay in bf16 and are stored *divided by the
+    content's scale*, so that one factor serves both parts of the logit.
+
+    16 bits: a row of 576 channels, 512 of c_kv and 64 of k_rope, as they are, for each token and KV
+    head; ``scale`` is None.  Made by ``allocate`` or ``from_tensors``.
 
     Attributes:
-        content: float8_e4m3fn (num_pages, page_size, 512).
-        rope: bfloat16 (num_pages, page_size, 64).
-        scale: float32 (num_pages, page_size), max|c_kv| / 448 with a floor.
-        content_u8: ``content`` as bytes, the form kernels take.
-        layout: ``split``, ``paged``, ``row640``, or ``strided`` for any other legal strides.
+        content: float8_e4m3fn (num_pages, page_size, 512); bfloat16 or float16 (num_pages,
+            page_size, num_kv_heads, 512).
+        rope: bfloat16 (num_pages, page_size, 64); as ``content`` (num_pages, page_size,
+            num_kv_heads, 64), the channels behind it.
+        scale: float32 (num_pages, page_size), max|c_kv| / 448 with a floor; None.
+        content_u8: ``content`` as bytes, the form kernels take of an FP8 cache.
+        kv: of 16 bits the whole rows (num_pages, page_size, num_kv_heads, 576), the form kernels
+            take; None of an FP8 cache.
+        dtype: float8_e4m3fn, bfloat16 or float16.
+        num_kv_heads: 1 of an FP8 cache.
+        layout: ``split``, ``paged``, ``row640``, of 16 bits ``rows``; or ``strided`` for any other
+            legal strides.
         memory: what operators of ``torch.ops.snapmla`` take: content_u8, rope, scale, or the memory
-            that they are views of (``snapmla.layouts.memory_of``).
+            that they are views of (``snapmla.layouts.memory_of``); of 16 bits kv, None, None.
         traceable: whether ``memory`` may be written under ``torch.compile``.
 
     Raises:
         TypeError, ValueError: see ``snapmla.checks.cache``.
 
     Source: SnapMLA paper, section 3.1 (per-token scales, RoPE in the pre-scaled domain); layout
-    ``row640`` is Modular's, ``paged`` our own.
+    ``row640`` is Modular's, ``paged`` our own, ``rows`` FlashMLA's.
     """
 
     content: torch.Tensor
     rope: torch.Tensor
-    scale: torch.Tensor
+    scale: torch.Tensor | None = None
     content_u8: torch.Tensor = field(init=False, repr=False)
+    kv: torch.Tensor | None = field(init=False, repr=False)
+    dtype: torch.dtype = field(init=False, repr=False)
+    num_kv_heads: int = field(init=False, repr=False)
     layout: str = field(init=False)
     memory: layouts.Memory = field(init=False, repr=False)
     traceable: bool = field(init=False, repr=False)
@@ -49,6 +63,12 @@ class PagedKVCache(launch.OverTensors):
             tracing.refuse_transforms()
             checks.cache(self.content, self.rope, self.scale)
         object.__setattr__(self, "content_u8", self.content.view(torch.uint8))
+        object.__setattr__(self, "dtype", self.content.dtype)
+        if self.scale is None:
+            self._over_rows(layouts.joined(self.content))
+            return
+        object.__setattr__(self, "kv", None)
+        object.__setattr__(self, "num_kv_heads", 1)
         object.__setattr__(self, "layout", layouts.name_of(self.content, self.rope, self.scale))
         views = (self.content_u8, self.rope, self.scale)
         memory = layouts.memory_of(*views)
@@ -58,56 +78,106 @@ class PagedKVCache(launch.OverTensors):
         object.__setattr__(self, "memory", views if memory is None else memory)
         object.__setattr__(self, "traceable", memory is not None)
 
+    def _over_rows(self, kv: torch.Tensor) -> None:
+        """Sets what follows from whole rows of 16 bits, one memory of one dtype."""
+        object.__setattr__(self, "kv", kv)
+        object.__setattr__(self, "num_kv_heads", kv.shape[2])
+        object.__setattr__(self, "layout", "rows" if kv.is_contiguous() else "strided")
+        object.__setattr__(self, "memory", (kv, None, None))
+        object.__setattr__(self, "traceable", True)
+
     @classmethod
     def allocate(
         cls,
         num_pages: int,
         page_size: int = 64,
-        layout: str = "split",
+        layout: str | None = None,
         device: torch.device | str | int = "cuda",
+        *,
+        dtype: str | torch.dtype = "fp8",
+        num_kv_heads: int = 1,
     ) -> PagedKVCache:
         """A cache of uninitialised memory (unused slots may hold NaN; no kernel minds).
 
         Args:
             num_pages: pages in the pool, 1 or more.
-            page_size: tokens in a page: 16, 32, 64 or 128.
-            layout: ``split``, ``paged`` or ``row640`` (see ``snapmla.layouts``).
+            page_size: tokens in a page: 16, 32, 64 or 128; of 16 bits also any multiple of 64, one
+                page a sequence.
+            layout: of an FP8 cache ``split`` (None), ``paged`` or ``row640`` (see
+                ``snapmla.layouts``); rows of 16 bits lie in one way only.
             device: where; a ``cpu`` cache is the software GPU's, which needs no GPU.
+            dtype: ``fp8``, torch.bfloat16 or torch.float16.
+            num_kv_heads: KV heads of a 16-bit cache, 1 to 128; an FP8 cache has one.
 
         Raises:
             TypeError, ValueError: naming the argument.
         """
         checks.integer("num_pages", num_pages, 1)
-        checks.page_size(page_size)
-        checks.choice("layout", layout, layouts.LAYOUTS)
+        checks.choice("dtype", dtype, ("fp8", *checks.ROWS))
         where = checks.device("device", device)
-        return cls(*layouts.LAYOUTS[layout].allocate(num_pages, page_size, where))
+        if isinstance(dtype, str):
+            checks.page_size(page_size)
+            checks.integer("num_kv_heads", num_kv_heads, 1, 1, "an FP8 cache has one KV head")
+            layout = "split" if layout is None else layout
+            checks.choice("layout", layout, layouts.LAYOUTS)
+            return cls(*layouts.LAYOUTS[layout].allocate(num_pages, page_size, where))
+        checks.rows_page_size(page_size)
+        checks.integer("num_kv_heads", num_kv_heads, 1, checks.MAX_HEADS)
+        if layout is not None:
+            hint = "rows of 16 bits lie in one way only"
+            checks.value_error("layout", f"None beside dtype={dtype}", repr(layout), hint)
+        shape = (num_pages, page_size, num_kv_heads, HEAD_DIM_QK)
+        return cls.from_tensors(torch.empty(shape, dtype=dtype, device=where))
 
     @classmethod
     def from_tensors(
-        cls, content: torch.Tensor, rope: torch.Tensor, scale: torch.Tensor
+        cls,
+        content: torch.Tensor,
+        rope: torch.Tensor | None = None,
+        scale: torch.Tensor | None = None,
     ) -> PagedKVCache:
         """A cache over existing memory; any strides whose rows are 16-byte aligned.
 
+        Three tensors are an FP8 cache, one is a cache of 16 bits.
+
         Args:
-            content: float8_e4m3fn or uint8 (num_pages, page_size, 512).
+            content: float8_e4m3fn or uint8 (num_pages, page_size, 512); or alone, bfloat16 or
+                float16 rows (num_pages, page_size, num_kv_heads, 576), where one KV head may be
+                left out.
             rope: bfloat16 (num_pages, page_size, 64).
             scale: float32 (num_pages, page_size).
         """
+        if rope is None and scale is None:
+            if not torch.compiler.is_compiling():
+                checks.cache_rows(content)
+            kv = layouts.with_heads(content)
+            made = cls(kv[..., :KV_LORA_RANK], kv[..., KV_LORA_RANK:])
+            made._over_rows(kv)  # a tracer knows this tensor, not others over its memory
+            return made
         is_tensor = isinstance(content, torch.Tensor)
         if is_tensor and content.dtype == torch.uint8 and not checks.negative(content):
             content = content.view(layouts.FP8)
-        return cls(content, rope, scale)
+        return cls(content, rope, scale)  # type: ignore[arg-type]  # which refuses None
 
     @functools.cached_property
     def plain(self) -> bool:
         """Whether kernels may take the addresses of its tensors."""
-        return tracing.plain(self.content, self.rope, self.scale)
+        return tracing.plain(*self.named_tensors.values())
 
     @functools.cached_property
     def arguments(self) -> tuple[Any, ...]:
-        """content_u8, rope, scale as kernels take them."""
+        """content_u8, rope, scale, or kv of 16 bits, as kernels take them."""
+        if self.scale is None:
+            return launch.prepared(*self.named_tensors.values())
         return launch.prepared(self.content_u8, self.rope, self.scale)
+
+    @functools.cached_property
+    def named_tensors(self) -> dict[str, torch.Tensor]:
+        """The tensors that make it up, as messages call them."""
+        if self.kv is not None:
+            return {"kv": self.kv}
+        assert self.scale is not None
+        return {"content": self.content, "rope": self.rope, "scale": self.scale}
 
     def memory_now(self) -> layouts.Memory:
         """``memory`` as views made here: a tracer takes those made before it began for constants.
@@ -115,6 +185,8 @@ class PagedKVCache(launch.OverTensors):
         Dynamo follows the stored ones to the cache, and cannot ask for storages.
         """
         if tracing.by_dynamo():
+            return self.memory
+        if self.scale is None:
             return self.memory
         views = (self.content.view(torch.uint8), self.rope, self.scale)
         return layouts.memory_of(*views) or views
@@ -152,3 +224,10 @@ def expect_cache(value: object) -> None:
     if not content.data_ptr() and not content.untyped_storage().nbytes():
         hint = "keep the storage, or make another cache"
         checks.value_error("cache", "memory", "a storage that was freed", hint)
+
+
+def expect_fp8(cache: PagedKVCache, hint: str) -> None:
+    """ValueError for a cache of 16 bits, where only FP8 caches are taken; says what to do."""
+    if cache.kv is not None:
+        got = f"one of {checks.dtype_name(cache.dtype)} rows"
+        checks.value_error("cache", "an FP8 cache", got, hint)

@@ -16,13 +16,15 @@ from typing import Any, NoReturn
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from dsl_kernels.dims import KV_LORA_RANK, QK_ROPE_HEAD_DIM
+from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK, QK_ROPE_HEAD_DIM
 from dsl_kernels.families.fp8_decode import PAGE_SIZES
 from snapmla import overlap
 
 FP8 = torch.float8_e4m3fn
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})  # what surely has an address
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+ROWS = (torch.bfloat16, torch.float16)  # what a cache that is not FP8 holds
+ROWS_TILE = 64  # tokens: larger pages of 16-bit rows are multiples of a KV tile
 MAX_HEADS = 128
 MAX_ROWS = 2**29 - 1  # query tokens * heads: four counts a row fit int32 (smxx/merge.py)
 ALIGN = 16  # bytes; rows are moved by vector instructions and TMA
@@ -95,6 +97,7 @@ ADVICE: dict[str, str] = {
     "row_blocks": "leave it out to go by how many SMs would idle",
     "check_stale": "leave it out to go by SNAPMLA_CHECK_PLAN",
     "num_pages": "pages of the pool",
+    "num_kv_heads": "query heads j * g to (j + 1) * g - 1 share KV head j",
     "capacity": "plans that are not pinned; pinned ones do not count",
     "pin": "True keeps the plan for a graph until release",
     "softmax_scale": "DeepSeek models want 192**-0.5 * mscale**2; FlashMLA's default is 576**-0.5",
@@ -346,6 +349,15 @@ def page_size(value: Any) -> int:
     return value
 
 
+def rows_page_size(value: Any) -> int:
+    """Checks a page size of 16-bit rows: 16 or 32 tokens, or a multiple of 64."""
+    integer("page_size", value, 1)
+    if value % ROWS_TILE and value not in PAGE_SIZES:
+        near = min((16, 32, -(-value // ROWS_TILE) * ROWS_TILE), key=lambda p: (abs(p - value), p))
+        value_error("page_size", "16, 32 or a multiple of 64", value, f"the nearest is {near}")
+    return value
+
+
 def num_heads(value: Any) -> int:
     """Checks a head count, 1 to 128."""
     more = isinstance(value, int) and value > MAX_HEADS
@@ -396,7 +408,10 @@ def device(name: str, value: Any) -> torch.device:
 
 
 def cache(content: Any, rope: Any, scale: Any) -> None:
-    """Checks the three views of a cache: dtypes, shapes, strides, alignment, one device."""
+    """Checks the views of a cache: dtypes, shapes, strides, alignment, one device."""
+    if scale is None and isinstance(content, torch.Tensor) and content.dtype in ROWS:
+        _cache_rows(content, rope)
+        return
     tensor("content", content, (FP8,), ("num_pages", "page_size", KV_LORA_RANK))
     pages, tokens = content.shape[0], page_size(content.shape[1])
     if pages < 1:
@@ -404,12 +419,47 @@ def cache(content: Any, rope: Any, scale: Any) -> None:
     tensor("rope", rope, (torch.bfloat16,), (pages, tokens, QK_ROPE_HEAD_DIM), content.device)
     tensor("scale", scale, (torch.float32,), (pages, tokens), content.device)
     for name, view in (("content", content), ("rope", rope), ("scale", scale)):
-        aligned_rows(name, view, least=1)  # TMA descriptors hold the strides of even one page
-        if min(view.stride()) < 1 or _overlaps(view):
-            hint = "expanded views share memory between tokens: allocate them"
-            value_error(name, "strides of distinct tokens", f"strides {view.stride()}", hint)
+        _cache_strides(name, view)
     apart("rope", rope, {"content": content})
     apart("scale", scale, {"content": content, "rope": rope})
+
+
+def _cache_strides(name: str, view: torch.Tensor) -> None:
+    """Checks that rows of a cache are aligned, and memory of their own."""
+    aligned_rows(name, view, least=1)  # TMA descriptors hold the strides of even one page
+    if min(view.stride()) < 1 or _overlaps(view):
+        hint = "expanded views share memory between tokens: allocate them"
+        value_error(name, "strides of distinct tokens", f"strides {view.stride()}", hint)
+
+
+def cache_rows(value: Any) -> None:
+    """Checks kind, dtype and shape of 16-bit rows, with or without a dimension of heads."""
+    if isinstance(value, torch.Tensor) and value.dtype in (FP8, torch.uint8):
+        hint = "content, rope and scale make an FP8 cache"
+        value_error("rope", "a tensor beside FP8 content", None, hint)
+    heads = () if isinstance(value, torch.Tensor) and value.ndim == 3 else ("num_kv_heads",)
+    tensor("content", value, ROWS, ("num_pages", "page_size", *heads, HEAD_DIM_QK))
+    if value.stride(-1) != 1:
+        value_error("content", "innermost stride 1", f"strides {value.stride()}", TRANSPOSED)
+
+
+def _cache_rows(content: torch.Tensor, rope: Any) -> None:
+    """Checks the two slices of 16-bit rows."""
+    tensor("content", content, ROWS, ("num_pages", "page_size", "num_kv_heads", KV_LORA_RANK))
+    pages, tokens, heads, _ = content.shape
+    if pages < 1:
+        value_error("content", "1 page or more", pages, "allocate at least one page")
+    rows_page_size(tokens)
+    integer("num_kv_heads", heads, 1, MAX_HEADS)
+    shape = (pages, tokens, heads, QK_ROPE_HEAD_DIM)
+    tensor("rope", rope, (content.dtype,), shape, content.device)
+    first, second = address_of(content), address_of(rope)
+    behind = None if first is None else first + KV_LORA_RANK * content.element_size()
+    if rope.stride() != content.stride() or behind != second:
+        hint = "PagedKVCache.from_tensors takes rows of 576 channels whole"
+        value_error("rope", "the 64 channels behind content's, in the same rows", "others", hint)
+    whole = content.as_strided((*content.shape[:-1], HEAD_DIM_QK), content.stride())
+    _cache_strides("content", whole)
 
 
 def _overlaps(view: torch.Tensor) -> bool:

@@ -31,7 +31,7 @@ RESULTS: dict[str, tuple[str, ...]] = {
         "work_items", "part_begin", "split_begin", "planned_seqlens", "units", "unit_begin",
         "row_limits",
     ),
-    "append_kv": POOL,
+    "append_kv": (*POOL, "kv"),
     "quantize_q": ("out_nope", "out_rope", "out_scale"),
     "fetch_dequant": ("out_nope", "out_rope"),
     "merge_states": ("out", "lse"),

@@ -11,7 +11,7 @@ from dsl_kernels.dims import KV_LORA_RANK, QK_ROPE_HEAD_DIM
 from snapmla import checks, tracing
 from snapmla.cache import PagedKVCache, expect_cache
 from snapmla.decode_plan import nothing
-from snapmla.quant import FLOAT_NAMES, INDEX_NAMES, named, variant_kernel
+from snapmla.quant import CACHE_NAMES, FLOAT_NAMES, INDEX_NAMES, named, variant_kernel
 
 MAX_FETCHED = 65535  # sequences of a block table with cache_seqlens: the kernel's grid.y
 MAX_TOTAL = 2**31 - 1  # rows of a packed result: the kernel's int32
@@ -44,9 +44,12 @@ def fetch_dequant(
     seq_starts: torch.Tensor | None = None,
     total: int | None = None,
     out: torch.Tensor | Fetched | None = None,
-    dtype: torch.dtype = torch.bfloat16,
+    dtype: torch.dtype | None = None,
 ) -> Fetched:
     """Reads tokens back: c_kv = content * scale, k_rope = rope * scale (SnapMLA's fetch-dequant).
+
+    From a cache of 16 bits rows are copied as they are; to another dtype they are rounded to
+    nearest, by variants that are compiled when they are first asked for.
 
     Three ways to say which.  ``where`` and ``cache_seqlens``: the first tokens of each sequence,
     padded to one length.  ``where`` and ``cu_seqlens``: a chunk of each sequence, packed.  Flat
@@ -72,11 +75,13 @@ def fetch_dequant(
             are left as they are; with ``cu_seqlens`` its first is the room, and rows from
             cu_seqlens[b] on are left as they are.  None allocates: zeros for width * page_size
             tokens per sequence or for ``total`` rows, or n rows.
-        dtype: of the result if ``out`` is None: bfloat16, float16 or float32.
+        dtype: of the result if ``out`` is None: bfloat16, float16 or float32; None: bfloat16, or
+            that of a cache of 16 bits.
 
     Returns:
         (c_kv, k_rope): (b, tokens, 512) and (b, tokens, 64) with ``cache_seqlens``, (total, 512)
-        and (total, 64) with ``cu_seqlens``, (n, 512) and (n, 64) for indices.
+        and (total, 64) with ``cu_seqlens``, (n, 512) and (n, 64) for indices.  Of several KV heads
+        these, and ``out``, have num_kv_heads before the channels: (n, num_kv_heads, 512).
 
     Raises:
         TypeError, ValueError: naming the argument.
@@ -86,6 +91,8 @@ def fetch_dequant(
     """
     expect_cache(cache)
     tokens = Tokens(where, cache_seqlens, cu_seqlens, seq_starts, total)
+    if dtype is None:
+        dtype = torch.bfloat16 if cache.kv is None else cache.dtype
     if tracing.wanted(cache, *tokens[:4], *_parts(out)):
         return _traced_fetch(cache, tokens, out, dtype)
     return fetch_now(cache, tokens, out, dtype)
@@ -101,7 +108,8 @@ def fetch_now(
 ) -> Fetched:
     """``fetch_dequant`` on tensors with memory, whoever traces."""
     check_tokens(tokens, cache.device)
-    shape = rows(tokens, cache.page_size, given=out is not None)
+    heads = cache.num_kv_heads
+    shape = rows(tokens, cache.page_size, heads, given=out is not None)
     c_kv, k_rope = _fetch_outputs(out, shape, tokens.mode, dtype, cache.device)
     if out is not None:
         read = {**named("cache", cache), **dict(zip(Tokens._fields[:4], tokens))}
@@ -121,9 +129,12 @@ def fetch_now(
         index = where.dtype
     kernel = variant_kernel(
         cache.device, "fetch_dequant", in_dtype=FLOAT_NAMES[c_kv.dtype], mode=mode,
-        index_dtype=INDEX_NAMES[index],
+        index_dtype=INDEX_NAMES[index], cache_dtype=CACHE_NAMES[cache.dtype],
     )  # fmt: skip
-    kernel(*cache.arguments, *selector, c_kv, k_rope)
+    parts: Fetched = (c_kv, k_rope)
+    if cache.kv is not None and heads == 1:
+        parts = (c_kv.unsqueeze(-2), k_rope.unsqueeze(-2))
+    kernel(*cache.arguments, *selector, *parts)
     return c_kv, k_rope
 
 
@@ -165,26 +176,29 @@ def _absent(tokens: Tokens, names: Sequence[str], beside: str) -> None:
             checks.value_error(name, f"None beside {beside}", got)
 
 
-def rows(tokens: Tokens, page_size: int, *, given: bool) -> tuple[Any, ...]:
+def rows(tokens: Tokens, page_size: int, heads: int, *, given: bool) -> tuple[Any, ...]:
     """Extents of the result before its channels, of checked tokens; checks ``total``.
 
     Args:
-        given: whether the caller gives the result's tensors, which then decide: ``"total"``.
+        heads: KV heads; one has no extent.
+        given: whether the caller gives the result's tensors, which then decide: ``"total"``,
+            ``"tokens"``.
     """
+    own = () if heads == 1 else (heads,)
     where, total = tokens.where, tokens.total
     if tokens.mode == "pages":
-        return where.shape[0], where.shape[1] * page_size
+        return where.shape[0], "tokens" if given else where.shape[1] * page_size, *own
     if tokens.mode == "indices":
-        return (where.shape[0],)
+        return (where.shape[0], *own)
     if given == (total is not None):
         wanted, got = "one of total and out beside cu_seqlens", "both" if given else "neither"
         hint = "out to write into, total for rows to allocate; lengths stay on the device"
         checks.value_error("total", wanted, got, hint)
     if given:
-        return ("total",)
+        return ("total", *own)
     if not isinstance(total, torch.SymInt):
         checks.integer("total", total, 0, MAX_TOTAL)
-    return (total,)
+    return (total, *own)
 
 
 def _traced_fetch(
@@ -196,7 +210,9 @@ def _traced_fetch(
     if out is None:
         return torch.ops.snapmla.fetch_dequant(*common, dtype, **chunks, total=tokens.total)
     if tokens.total is not None:
-        rows(tokens, cache.page_size, given=True)  # the operator takes no total beside out
+        rows(
+            tokens, cache.page_size, cache.num_kv_heads, given=True
+        )  # the operator takes no total beside out
     if isinstance(out, torch.Tensor):
         out = out[..., :KV_LORA_RANK], out[..., KV_LORA_RANK:]
     torch.ops.snapmla.fetch_dequant_out(*common, *out, **chunks)
@@ -220,8 +236,6 @@ def _fetch_outputs(
             make((*shape, KV_LORA_RANK), dtype=dtype, device=device),
             make((*shape, QK_ROPE_HEAD_DIM), dtype=dtype, device=device),
         )
-    if mode == "pages":
-        shape = (shape[0], "tokens")
     if isinstance(out, torch.Tensor):
         width = KV_LORA_RANK + QK_ROPE_HEAD_DIM
         checks.tensor("out", out, checks.FLOATS, (*shape, width), device)

@@ -10,6 +10,8 @@ One compiled kernel serves all of them, because it only sees three strided tenso
     paged    one byte block per page, page-planar: content [0, 512 P), rope [512 P, 640 P),
              scale [640 P, 644 P)
     row640   rows of 512 content + 128 RoPE bytes; scale is a tensor of its own
+
+A cache of 16 bits is one tensor, rows bf16|f16 (pages, P, h_kv, 576).
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dsl_kernels.dims import KV_LORA_RANK, QK_ROPE_HEAD_DIM
+from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK, QK_ROPE_HEAD_DIM
 from snapmla import checks, tracing
 
 FP8 = torch.float8_e4m3fn
@@ -187,6 +189,22 @@ def views_of(memory: torch.Tensor, rope: torch.Tensor | None, scale: torch.Tenso
         "content", "content beside rope and scale, pages (n, 644 P), or rows (n, P, 640) and scale",
         tuple(memory.shape),
     )  # fmt: skip
+
+
+def with_heads(rows: torch.Tensor) -> torch.Tensor:
+    """16-bit rows with their dimension of heads; the same tensor where nothing need be changed.
+
+    Whoever made a single head may have given it any stride: one that is not aligned becomes a
+    row's.
+    """
+    if rows.ndim == 4 and rows.shape[2] == 1 and (rows.stride(2) < 1 or rows.stride(2) % 8):
+        rows = rows[:, :, 0]
+    return rows.unsqueeze(2) if rows.ndim == 3 else rows
+
+
+def joined(content: torch.Tensor) -> torch.Tensor:
+    """Whole 16-bit rows from their first 512 channels."""
+    return content.as_strided((*content.shape[:-1], HEAD_DIM_QK), content.stride())
 
 
 LAYOUTS: dict[str, Layout] = {

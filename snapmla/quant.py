@@ -1,8 +1,9 @@
-"""The fused quantisation kernels: append to the cache, quantise queries.
+"""Rows that go into kernels: append to the cache, quantise queries.
 
 Rounding, for a row c (512 content values) and r (64 RoPE values):
 ``scale = max(max|c| / 448, max|r| * 2^-40, 2^-80)``, ``nope = e4m3(c / scale)``,
 ``rope = bf16(r / scale)``; a row with NaN or Inf is stored as NaN (bytes, scale and RoPE).
+A cache of 16 bits holds rows as they are.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from snapmla.cache import PagedKVCache, expect_cache
 GRANULARITIES = ("token_head", "token")
 FLOAT_NAMES = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
 INDEX_NAMES = {torch.int32: "i32", torch.int64: "i64"}
+CACHE_NAMES = {checks.FP8: "fp8", torch.bfloat16: "bf16", torch.float16: "f16"}
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -124,10 +126,13 @@ def variant_kernel(device: torch.device, op: str, **axes: str) -> runtime.Kernel
 
 
 @functools.lru_cache(maxsize=64)
-def _appender(device: torch.device, dtype: torch.dtype, index: torch.dtype) -> runtime.Kernel:
+def _appender(
+    device: torch.device, dtype: torch.dtype, index: torch.dtype, cache: torch.dtype
+) -> runtime.Kernel:
     return variant_kernel(
-        device, "append_kv", in_dtype=FLOAT_NAMES[dtype], index_dtype=INDEX_NAMES[index]
-    )
+        device, "append_kv", in_dtype=FLOAT_NAMES[dtype], index_dtype=INDEX_NAMES[index],
+        cache_dtype=CACHE_NAMES[cache],
+    )  # fmt: skip
 
 
 @functools.lru_cache(maxsize=64)
@@ -148,10 +153,15 @@ def append_kv(
 ) -> None:
     """Quantises tokens and scatters them into the cache (SnapMLA's fused K-append), in place.
 
+    A cache of 16 bits takes them as they are, of another dtype rounded to nearest.  Built by
+    default for tokens of its dtype; others are compiled when they are first asked for.
+
     Args:
         cache: written at the slots.
-        c_kv: bfloat16, float16 or float32 (n, 512); rows may be strided, 16-byte aligned.
-        k_rope: same dtype, (n, 64), RoPE already applied; rows may be strided.
+        c_kv: bfloat16, float16 or float32 (n, 512); rows may be strided, 16-byte aligned.  Of
+            several KV heads (n, num_kv_heads, 512), rows evenly spaced.
+        k_rope: same dtype, (n, 64), RoPE already applied; rows may be strided.  Of several KV heads
+            (n, num_kv_heads, 64).
         slot_mapping: int32 or int64 (n,), ``page * page_size + offset``; negative slots and slots
             past the pool are skipped.
 
@@ -163,7 +173,7 @@ def append_kv(
     """
     if not tracing.active() and _append_known(cache, c_kv, k_rope, slot_mapping):
         try:
-            return launch_append(cache.arguments, c_kv, k_rope, slot_mapping)
+            return launch_append(cache.arguments, c_kv, k_rope, slot_mapping, cache.dtype)
         except Exception as error:
             checks.explain(error, check_append, cache, c_kv, k_rope, slot_mapping)
             raise
@@ -171,16 +181,16 @@ def append_kv(
     if tracing.wanted(cache, c_kv, k_rope, slot_mapping):
         return _traced_append(cache, c_kv, k_rope, slot_mapping)
     check_append(cache, c_kv, k_rope, slot_mapping)
-    launch_append(cache.arguments, c_kv, k_rope, slot_mapping)
+    launch_append(cache.arguments, c_kv, k_rope, slot_mapping, cache.dtype)
 
 
 def _append_key(
     cache: PagedKVCache, c_kv: torch.Tensor, k_rope: torch.Tensor, slot_mapping: torch.Tensor
 ) -> tuple[Any, ...]:
-    """What decides whether tokens lie apart from the cache."""
+    """What decides whether tokens fit the cache and lie apart from it."""
     return (
         c_kv.data_ptr(), k_rope.data_ptr(), slot_mapping.data_ptr(), c_kv.shape, c_kv.stride(),
-        k_rope.stride(), c_kv.dtype, slot_mapping.dtype, cache.place,
+        k_rope.stride(), c_kv.dtype, slot_mapping.dtype, cache.place, cache.num_kv_heads,
     )  # fmt: skip
 
 
@@ -204,7 +214,7 @@ def check_append(
     cache: PagedKVCache, c_kv: torch.Tensor, k_rope: torch.Tensor, slot_mapping: torch.Tensor
 ) -> None:
     """The checks of ``append_kv`` on a cache that ``expect_cache`` has seen."""
-    check_tokens(c_kv, k_rope, slot_mapping, cache.device)
+    check_tokens(c_kv, k_rope, slot_mapping, cache.device, cache.num_kv_heads)
     key = _append_key(cache, c_kv, k_rope, slot_mapping)
     if key in _APPENDED:
         return
@@ -220,7 +230,7 @@ def _traced_append(
     """``append_kv`` as an operator, for tracers."""
     expect_traceable(cache)
     if not tracing.by_dynamo():
-        check_tokens(c_kv, k_rope, slot_mapping, cache.device)
+        check_tokens(c_kv, k_rope, slot_mapping, cache.device, cache.num_kv_heads)
     torch.ops.snapmla.append_kv(*cache.memory_now(), c_kv, k_rope, slot_mapping)
 
 
@@ -237,32 +247,56 @@ def expect_traceable(cache: PagedKVCache) -> None:
 
 def named(owner: str, value: PagedKVCache | QuantizedQuery) -> dict[str, torch.Tensor]:
     """The tensors that make up a cache or a query, as messages call them."""
-    content = value.content if isinstance(value, PagedKVCache) else value.nope
-    first = "content" if isinstance(value, PagedKVCache) else "nope"
-    return {f"{owner}.{first}": content, f"{owner}.rope": value.rope, f"{owner}.scale": value.scale}
+    if isinstance(value, PagedKVCache):
+        return {f"{owner}.{name}": part for name, part in value.named_tensors.items()}
+    parts = {"nope": value.nope, "rope": value.rope, "scale": value.scale}
+    return {f"{owner}.{name}": part for name, part in parts.items()}
 
 
 def check_tokens(
-    c_kv: torch.Tensor, k_rope: torch.Tensor, slot_mapping: torch.Tensor, device: torch.device
+    c_kv: torch.Tensor,
+    k_rope: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    device: torch.device,
+    heads: int = 1,
 ) -> None:
-    """Checks what ``append_kv`` is given beside the cache."""
-    checks.tensor("c_kv", c_kv, checks.FLOATS, ("n", KV_LORA_RANK), device)
+    """Checks what ``append_kv`` is given beside a cache of so many KV heads."""
+    own = () if heads == 1 else (heads,)
+    checks.tensor("c_kv", c_kv, checks.FLOATS, ("n", *own, KV_LORA_RANK), device)
     n = c_kv.shape[0]
-    checks.tensor("k_rope", k_rope, (c_kv.dtype,), (n, QK_ROPE_HEAD_DIM), device)
+    checks.tensor("k_rope", k_rope, (c_kv.dtype,), (n, *own, QK_ROPE_HEAD_DIM), device)
     checks.tensor("slot_mapping", slot_mapping, tuple(INDEX_NAMES), (n,), device)
     checks.contiguous("slot_mapping", slot_mapping)
     if n:
         checks.aligned_rows("c_kv", c_kv)
         checks.aligned_rows("k_rope", k_rope)
+    if n > 1 and own:
+        for name, value in (("c_kv", c_kv), ("k_rope", k_rope)):
+            if value.stride(0) != heads * value.stride(1):
+                hint = "kernels see heads as rows: call .contiguous() once"
+                wanted = "rows evenly spaced over tokens and heads"
+                checks.value_error(name, wanted, f"strides {value.stride()}", hint)
 
 
 def launch_append(
-    cache: tuple[Any, ...], c_kv: torch.Tensor, k_rope: torch.Tensor, slot_mapping: torch.Tensor
+    cache: tuple[Any, ...],
+    c_kv: torch.Tensor,
+    k_rope: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    dtype: torch.dtype = checks.FP8,
 ) -> None:
-    """The launch of ``append_kv`` on checked arguments; cache = (content bytes, rope, scale)."""
+    """The launch of ``append_kv`` on checked arguments.
+
+    Args:
+        cache: content bytes, RoPE and scale; or rows of 16 bits alone.
+        dtype: of the cache.
+    """
     if c_kv.shape[0] == 0:
         return
-    kernel = _appender(c_kv.device, c_kv.dtype, slot_mapping.dtype)
+    if c_kv.ndim == 3:
+        c_kv, k_rope = (rows.as_strided((rows.shape[0] * rows.shape[1], rows.shape[2]),
+                                        rows.stride()[1:]) for rows in (c_kv, k_rope))  # fmt: skip
+    kernel = _appender(c_kv.device, c_kv.dtype, slot_mapping.dtype, dtype)
     kernel(*cache, c_kv, k_rope, slot_mapping)
 
 

@@ -13,7 +13,7 @@ import torch
 
 from dsl_kernels.dims import KV_LORA_RANK, QK_ROPE_HEAD_DIM
 from snapmla import checks, overlap, quant, tracing
-from snapmla.cache import PagedKVCache, expect_cache
+from snapmla.cache import PagedKVCache, expect_cache, expect_fp8
 from snapmla.quant import QuantizedQuery, Triple
 
 LEAST_EPS, MOST_EPS = 1e-12, 1.0
@@ -38,7 +38,7 @@ def rope_append_kv(
     slots and positions; other dtypes are compiled when they are first asked for.
 
     Args:
-        cache: written at the slots.
+        cache: FP8, written at the slots.
         c_kv: bfloat16, float16 or float32 (n, 512); rows may be strided, 16-byte aligned.
         k_rope: same dtype, (n, 64), RoPE not yet applied; rows may be strided.
         slot_mapping: int32 or int64 (n,), ``page * page_size + offset``; negative slots and slots
@@ -59,6 +59,7 @@ def rope_append_kv(
     3.3.1) and ``DeepseekV3RMSNorm``.
     """
     expect_cache(cache)
+    expect_fp8(cache, "rotate and normalise the tokens, then snapmla.append_kv")
     norm_eps = check_eps(norm_eps)
     given = (c_kv, k_rope, slot_mapping, positions, cos_sin_cache)
     if tracing.wanted(cache, *given, norm_weight):

@@ -35,10 +35,11 @@ in eager mode they do not go through them.
 total_q, h, ...); ``row_seqlens`` is flat, and ``s_q`` of ``plan_update`` then total_q. Where
 content, RoPE and scale are views of one memory, operators take that memory
 (``PagedKVCache.memory``): (block, None, None) for layout ``paged``, (rows, None, scale) for
-``row640``. ``outs`` and ``lses`` are the parts, or with ``stacked`` one tensor of them each;
-``out!`` and ``lse!`` may be those of a part. The cache, ``plan`` and ``q`` are pytrees of their
-tensors, so they may be arguments of compiled functions. Operators have no gradients, and their
-results never require any: this is inference.
+``row640``. A cache of 16 bits is (kv, None, None) to ``append_kv`` and ``fetch_dequant``. ``outs``
+and ``lses`` are the parts, or with ``stacked`` one tensor of them each; ``out!`` and ``lse!`` may
+be those of a part. The cache, ``plan`` and ``q`` are pytrees of their tensors, so they may be
+arguments of compiled functions. Operators have no gradients, and their results never require any:
+this is inference.
 """
 
 from __future__ import annotations
@@ -72,6 +73,7 @@ _ROTATED_QUERY = (
     "Tensor q_nope, Tensor q_rope, Tensor positions, Tensor cos_sin_cache, bool is_neox, "
     "str granularity"
 )
+FP8_PARTS, ROWS_PARTS = ("content", "rope", "scale"), ("kv",)  # of a cache as a pytree
 _MERGE_ARGUMENTS = "Tensor[] outs, Tensor[] lses, bool stacked, float lse_factor"
 SCHEMAS = (
     "append_kv(Tensor(a!) content, Tensor(b!)? rope, Tensor(c!)? scale, Tensor c_kv, "
@@ -112,6 +114,12 @@ def _append_kv(
     k_rope: Tensor,
     slots: Tensor,
 ) -> None:
+    if content.dtype in checks.ROWS:
+        checks.cache_rows(content)
+        kv = layouts.with_heads(content)
+        quant.check_tokens(c_kv, k_rope, slots, kv.device, kv.shape[2])
+        quant.launch_append((kv,), c_kv, k_rope, slots, kv.dtype)
+        return
     views = layouts.views_of(content, rope, scale)
     checks.tensor("content", views[0], (torch.uint8,), ("num_pages", "page_size", KV_LORA_RANK))
     quant.check_tokens(c_kv, k_rope, slots, content.device)
@@ -293,6 +301,13 @@ def _check_tables(tables: tuple[Tensor, ...], q_nope: Tensor, b: int, row_tile: 
         checks.value_error("q_nope", f"{b} sequences, or ragged ones as 1", b_q, hint)
 
 
+def _cache_of(content: Tensor, rope: Tensor | None, scale: Tensor | None) -> PagedKVCache:
+    """The cache over what ``PagedKVCache.memory`` is."""
+    if content.dtype in checks.ROWS:
+        return PagedKVCache.from_tensors(content)
+    return PagedKVCache.from_tensors(*layouts.views_of(content, rope, scale))
+
+
 def _fetch_dequant(
     content: Tensor,
     rope: Tensor | None,
@@ -302,7 +317,7 @@ def _fetch_dequant(
     dtype: torch.dtype,
     **chunks: Any,
 ) -> tuple[Tensor, Tensor]:
-    cache = PagedKVCache.from_tensors(*layouts.views_of(content, rope, scale))
+    cache = _cache_of(content, rope, scale)
     return fetch.fetch_now(cache, fetch.Tokens(where, cache_seqlens, **chunks), None, dtype)
 
 
@@ -316,7 +331,7 @@ def _fetch_dequant_out(
     k_rope: Tensor,
     **chunks: Any,
 ) -> None:
-    cache = PagedKVCache.from_tensors(*layouts.views_of(content, rope, scale))
+    cache = _cache_of(content, rope, scale)
     tokens = fetch.Tokens(where, cache_seqlens, **chunks)
     fetch.fetch_now(cache, tokens, (c_kv, k_rope), c_kv.dtype)
 
@@ -387,8 +402,12 @@ def _fake_fetch_dequant(
     **chunks: Any,
 ) -> tuple[Tensor, Tensor]:
     tokens = fetch.Tokens(where, cache_seqlens, **chunks)
-    page_size = layouts.views_of(content, rope, scale)[0].shape[1]
-    rows = fetch.rows(tokens, page_size, given=False)
+    if content.dtype in checks.ROWS:
+        pages = layouts.with_heads(content)
+        heads = pages.shape[2]
+    else:
+        pages, heads = layouts.views_of(content, rope, scale)[0], 1
+    rows = fetch.rows(tokens, pages.shape[1], heads, given=False)
     return (
         content.new_empty((*rows, KV_LORA_RANK), dtype=dtype),
         content.new_empty((*rows, QK_ROPE_HEAD_DIM), dtype=dtype),
@@ -452,29 +471,30 @@ def _register() -> torch.library.Library:
 # ------------------------------------------------------------------------------ pytrees
 
 
-def _children(cls: type) -> tuple[str, ...]:
-    """Names of the tensors that make up a ``cls``."""
-    return {
-        PagedKVCache: ("content", "rope", "scale"),
-        QuantizedQuery: ("nope", "rope", "scale"),
-        DecodePlan: TENSORS,
-    }[cls]
+def _children(value: Any) -> tuple[str, ...]:
+    """Names of the tensors that make up a value."""
+    if isinstance(value, PagedKVCache):
+        return FP8_PARTS if value.__dict__.get("kv") is None else ROWS_PARTS
+    return TENSORS if isinstance(value, DecodePlan) else ("nope", "rope", "scale")
 
 
 def _flatten(value: Any) -> tuple[list[Any], tuple[Any, ...]]:
-    names = _children(type(value))
+    names = _children(value)
     static = STATIC if isinstance(value, DecodePlan) else ()
     return [getattr(value, n) for n in names], tuple(getattr(value, n) for n in static)
 
 
 def _unflatten(cls: type, leaves: Any, static: tuple[Any, ...]) -> Any:
     """Puts a value together again; leaves may be stand-ins of tensors."""
-    fields: dict[str, Any] = dict(zip(_children(cls), leaves))
+    leaves = list(leaves)
     if cls is DecodePlan:
-        fields.update(zip(STATIC, static))
-        return DecodePlan(**fields)
-    if all(isinstance(leaf, Tensor) for leaf in fields.values()):
-        return cls(**fields)
+        return DecodePlan(**dict(zip(TENSORS, leaves)), **dict(zip(STATIC, static)))
+    names: tuple[str, ...] = ("nope", "rope", "scale")
+    if cls is PagedKVCache:
+        names = FP8_PARTS if len(leaves) == len(FP8_PARTS) else ROWS_PARTS
+    fields: dict[str, Any] = dict(zip(names, leaves))
+    if all(isinstance(leaf, Tensor) for leaf in leaves):
+        return PagedKVCache.from_tensors(*leaves) if names is ROWS_PARTS else cls(**fields)
     value: Any = object.__new__(cls)
     for name, leaf in fields.items():
         object.__setattr__(value, name, leaf)
@@ -489,7 +509,7 @@ def _register_pytrees() -> None:
             lambda leaves, static: _unflatten(cls, leaves, tuple(static)),
             serialized_type_name=f"snapmla.{cls.__name__}",
             flatten_with_keys_fn=lambda value: (
-                [(pytree.GetAttrKey(n), getattr(value, n)) for n in _children(cls)],
+                [(pytree.GetAttrKey(n), getattr(value, n)) for n in _children(value)],
                 _flatten(value)[1],
             ),
         )

@@ -35,9 +35,9 @@ WHEN = ("error", "nan", "all")
 _SHOWN: dict[str, tuple[str, ...]] = {
     "decode": ("q_nope", "content", "block_table"),
     "plan_decode": ("cache_seqlens",),
-    "append_kv": ("c_kv", "content"),
+    "append_kv": ("c_kv", "content", "kv"),
     "quantize_q": ("q_nope",),
-    "fetch_dequant": ("content", "block_table", "indices", "out_nope"),
+    "fetch_dequant": ("content", "kv", "block_table", "indices", "out_nope"),
     "merge_states": ("o", "o_0", "out"),
 }
 

@@ -93,3 +93,6 @@ IN_DTYPE = Axis("in_dtype", "x", ("bf16", "f16", "f32"), "bf16")
 # Of rows that append_kv and quantize_q are given; "applied": their RoPE is.
 ROPE_STYLE = Axis("rope_style", "", ("applied", "interleaved", "neox"), "applied", named=False)
 COS_SIN_DTYPE = Axis("cos_sin_dtype", "cs", ("f32", "bf16", "f16"), "f32", named=False)
+# What a paged cache holds: e4m3 content with a scale a token, or rows of 16 bits as they are.
+CACHE_DTYPE = Axis("cache_dtype", "kv", ("fp8", "bf16", "f16"), "fp8", named=False)
+ROWS = ("bf16", "f16")  # the values of ``CACHE_DTYPE`` that are rows of 16 bits

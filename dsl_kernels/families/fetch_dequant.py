@@ -4,20 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from .family import IN_DTYPE, Axis, Values, every, helper
+from .family import CACHE_DTYPE, IN_DTYPE, ROWS, Axis, Values, every, helper
 
 # How tokens are named: block table and lengths, flat indices, or block table and packed chunks.
 MODE = Axis("mode", "", ("pages", "indices", "ragged"))
 INDEX_DTYPE = Axis("index_dtype", "i", ("i32", "i64"), "i32", named=False)  # of mode ``indices``
 
-AXES = (IN_DTYPE, MODE, INDEX_DTYPE)
+AXES = (IN_DTYPE, MODE, INDEX_DTYPE, CACHE_DTYPE)
 
 
 def points(arch: str) -> Iterator[Values]:
-    """All modes with int32 indices; int64 ones too where there are any."""
+    """All modes with int32 indices; int64 ones too where there are any; of 16-bit caches, results
+    of the cache's dtype."""
     yield from every(AXES)(arch)
     for dtype in IN_DTYPE.values:
         yield {IN_DTYPE.name: dtype, MODE.name: "indices", INDEX_DTYPE.name: "i64"}
+    for dtype in ROWS:
+        rows = {IN_DTYPE.name: dtype, CACHE_DTYPE.name: dtype}
+        for mode in MODE.values:
+            yield {**rows, MODE.name: mode}
+        yield {**rows, MODE.name: "indices", INDEX_DTYPE.name: "i64"}
 
 
 FAMILY = helper("fetch_dequant", *AXES, points=points)

@@ -1,4 +1,5 @@
-"""append_kv: quantise new tokens and scatter them into the paged cache.
+"""append_kv: quantise new tokens and scatter them into the paged cache; into one of 16-bit rows as
+they are.
 
 A spec with a ``rope_style`` is given tokens as a layer's projection leaves them: it turns their
 RoPE channels by their positions' angles, with ``norm`` also normalises the content, and goes on as
@@ -16,6 +17,9 @@ Timeline     wait for the previous grid | load row, slot | max, redux | scale, d
 Bytes moved  per token 1152 read (16-bit input) + 644 written + the slot; + 256 (fp32) or 128 of
              angles and the position, and the weight's 1024 once (L1, L2).
 
+16-bit rows  one warp a token and head, load row, slot | store; 1152 read + 1152 written; another
+             dtype than the cache's is rounded once.
+
 Slots outside [0, pages * P), such as -1, are skipped.  Offsets are 64-bit: pools may exceed 4 GiB.
 Quantisation rule: see ``quant.py``.  This is the Fused-K-Append kernel of the SnapMLA paper
 (section 3.3), with the scale floors this project adds.
@@ -31,7 +35,7 @@ from cutlass import Float32, Int32, Int64, Uint32, cute
 
 from .. import compat
 from ..dims import KV_LORA_RANK, QK_ROPE_HEAD_DIM
-from . import quant
+from . import quant, stored
 from . import rope as rotary
 
 if TYPE_CHECKING:
@@ -52,6 +56,26 @@ def append_kv(
 ) -> None:
     """Host half for tokens as the cache keeps them."""
     _launch((content, rope, scale), (c_kv, k_rope), slot_mapping, None, None, False, stream)
+
+
+@cute.jit
+def append_rows(
+    kv: cute.Tensor,  # bf16|f16 (pages, P, h_kv, 576)
+    c_kv: cute.Tensor,  # in_dtype (n * h_kv, 512)
+    k_rope: cute.Tensor,  # in_dtype (n * h_kv, 64)
+    slot_mapping: cute.Tensor,  # i32|i64 (n,)
+    stream: Any,
+) -> None:
+    """Host half for a cache of 16-bit rows; heads of a token are rows side by side."""
+    rows = cutlass.min(c_kv.shape[0], slot_mapping.shape[0] * kv.shape[2])
+    by_page, by_head = compat.fast_divisor(kv.shape[1]), compat.fast_divisor(kv.shape[2])
+    if rows > 0:  # an empty grid is a launch error
+        _append_rows(kv, c_kv, k_rope, slot_mapping, rows, by_page, by_head).launch(
+            grid=((rows + (WARPS - 1)) // WARPS, 1, 1),
+            block=(WARPS * quant.WARP, 1, 1),
+            stream=stream,
+            use_pdl=True,
+        )
 
 
 class Rotated:
@@ -181,10 +205,43 @@ def _append_kv(
                 )
 
 
+@cute.kernel
+def _append_rows(
+    kv: cute.Tensor,
+    c_kv: cute.Tensor,
+    k_rope: cute.Tensor,
+    slot_mapping: cute.Tensor,
+    rows: Int32,
+    by_page: compat.FastDivisor,
+    by_head: compat.FastDivisor,
+) -> None:
+    tidx, _, _ = cute.arch.thread_idx()
+    block, _, _ = cute.arch.block_idx()
+    lane = tidx % quant.WARP
+    row = block * WARPS + tidx // quant.WARP
+    dt = c_kv.element_type
+    compat.pdl_wait()
+    compat.pdl_launch_dependents()
+    if row < rows:
+        token, head = divmod(row, by_head)
+        words = quant.load_row(
+            c_kv.iterator + Int64(row) * c_kv.stride[0],
+            k_rope.iterator + Int64(row) * k_rope.stride[0],
+            lane,
+            dt,
+        )
+        slot = Int64(slot_mapping[token])
+        if slot >= 0 and slot < Int64(kv.shape[0]) * kv.shape[1]:
+            page, offset = divmod(Int32(slot), by_page)
+            stored.Rows16(kv).store(words, dt, (Int64(page), Int64(offset), Int64(head)), lane)
+
+
 def feasible(spec: VariantSpec) -> str | None:
     """Why this variant cannot be built, or None; see ``registry``."""
     if spec.norm != "given" and spec.rope_style == "applied":
         return "the norm comes with a rotary embedding, of style interleaved or neox"
+    if spec.cache_dtype != "fp8" and spec.rope_style != "applied":
+        return "what rotates or normalises tokens writes FP8 caches"
     return rotary.refusal(spec)
 
 
@@ -192,14 +249,16 @@ def build(spec: VariantSpec) -> tuple[Callable[..., Any], dict[str, Any]]:
     """(callable, fake arguments by name) of one variant; see ``registry``."""
     dt = compat.dtype(spec.in_dtype)
     n = compat.sym(name="n")
+    fp8 = spec.cache_dtype == "fp8"
+    rows = n if fp8 else compat.sym(name="n_times_h_kv")
     fakes = {
-        **compat.cache_fakes(),
-        "c_kv": compat.rows(dt, (n, KV_LORA_RANK)),
-        "k_rope": compat.rows(dt, (n, QK_ROPE_HEAD_DIM)),
+        **stored.fakes(spec.cache_dtype),
+        "c_kv": compat.rows(dt, (rows, KV_LORA_RANK)),
+        "k_rope": compat.rows(dt, (rows, QK_ROPE_HEAD_DIM)),
         "slot_mapping": compat.vector(compat.dtype(spec.index_dtype), n),
     }
     if spec.rope_style == "applied":
-        return append_kv, fakes
+        return append_kv if fp8 else append_rows, fakes
     fakes |= rotary.angle_fakes(n, spec.cos_sin_dtype, spec.position_dtype)
     entry = Rotated(spec.rope_style == "neox")
     if spec.norm == "given":

@@ -1,5 +1,7 @@
 """fetch_dequant: gather cached tokens and turn them back into 16- or 32-bit latents.
 
+One source for both formats of a cache (``stored.py``); of rows of 16 bits the grid's z is the head.
+
 Roles        one warp owns TOKENS tokens, no barrier.
              mode ``pages``: token t of request i is found through the block table; grid
              (ceil(max_len / tokens a CTA), b); rows past the request's length are not touched.
@@ -10,7 +12,7 @@ Memory       registers only: TOKENS * 6 words a lane; no shared memory.
 Timeline     wait for the previous grid | page id(s) | load TOKENS rows | convert, scale | store
              ragged: wait | search, a load a round | begin, start | page ids | load, and so on
 Bytes moved  per token 644 read + 1152 written (16-bit output; 2304 for fp32).
-             ragged: 4 more a request and a page.
+             ragged: 4 more a request and a page.  From rows of 16 bits 1152 read a row, no scale.
 
 Ragged rows are dealt to warps evenly and search for their request: a grid (request, tile) would
 launch the tiles of the whole capacity for every request, since only the device knows the longest.
@@ -22,7 +24,8 @@ multiplied back by the scale it was divided by.  A token with NaN scale gives Na
 clamps page ids on the device, so ids behind the last valid page are harmless; mode ``ragged``
 writes zeros for ids outside the pool and for tokens outside the block table.  Whatever
 ``cu_seqlens`` and ``seq_starts`` hold, nothing outside of the arguments is read or written.  Row
-strides of the outputs are free: they may be two slices of one (..., 576) tensor.  SnapMLA paper
+strides of the outputs are free: they may be two slices of one (..., 576) tensor.  Rows of 16 bits
+are copied; to another dtype they are rounded once.  SnapMLA paper
 section 3.3 (Fused-Fetch-Dequant); packed chunks of cached prefixes are what vLLM's and SGLang's
 chunked prefill reads.
 """
@@ -33,11 +36,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import cutlass
-from cutlass import Boolean, Float32, Int32, Int64, Uint32, cute
+from cutlass import Boolean, Int32, Int64, Uint32, cute
 
 from .. import compat
 from ..dims import KV_LORA_RANK, QK_ROPE_HEAD_DIM
-from . import quant
+from . import quant, stored
 
 if TYPE_CHECKING:
     from ..spec import VariantSpec
@@ -45,7 +48,6 @@ if TYPE_CHECKING:
 WARPS = 4
 TOKENS = 4  # tokens in flight in one warp; divides every page size
 MIN_PAGE = 16
-ROPE_PER_LANE = QK_ROPE_HEAD_DIM // quant.WARP
 SEARCHERS = quant.WARP // TOKENS  # lanes that find one row of a ragged batch
 ZEROS, NO_ROW = -1, -2  # in the place of a page id: a row of zeros; one that is not written
 
@@ -61,18 +63,9 @@ def fetch_pages(
     out_rope: cute.Tensor,  # out dtype (b, max_len, 64)
     stream: Any,
 ) -> None:
-    """Host half: one CTA for WARPS * TOKENS consecutive tokens of a request."""
-    b, max_len, _ = out_nope.shape
-    by_page = compat.fast_divisor(content.shape[1])
-    if b * max_len > 0:  # an empty grid is a launch error
-        _pages(
-            content, rope, scale, block_table, cache_seqlens, out_nope, out_rope, by_page
-        ).launch(
-            grid=((max_len + (WARPS * TOKENS - 1)) // (WARPS * TOKENS), b, 1),
-            block=(WARPS * quant.WARP, 1, 1),
-            stream=stream,
-            use_pdl=True,
-        )
+    """Host half of mode ``pages``."""
+    cache = stored.Fp8Cache(content, rope, scale)
+    _launch_pages(cache, block_table, cache_seqlens, (out_nope, out_rope), 1, stream)
 
 
 @cute.jit
@@ -85,16 +78,9 @@ def fetch_indices(
     out_rope: cute.Tensor,  # out dtype (n, 64)
     stream: Any,
 ) -> None:
-    """Host half: one CTA for WARPS * TOKENS indices."""
-    n = indices.shape[0]
-    by_page = compat.fast_divisor(content.shape[1])
-    if n > 0:
-        _indices(content, rope, scale, indices, out_nope, out_rope, by_page).launch(
-            grid=((n + (WARPS * TOKENS - 1)) // (WARPS * TOKENS), 1, 1),
-            block=(WARPS * quant.WARP, 1, 1),
-            stream=stream,
-            use_pdl=True,
-        )
+    """Host half of mode ``indices``."""
+    cache = stored.Fp8Cache(content, rope, scale)
+    _launch_indices(cache, indices, (out_nope, out_rope), 1, stream)
 
 
 @cute.jit
@@ -109,78 +95,140 @@ def fetch_ragged(
     out_rope: cute.Tensor,  # out dtype (total, 64)
     stream: Any,
 ) -> None:
-    """Host half: one CTA for WARPS * TOKENS rows of the capacity."""
-    total, b = out_nope.shape[0], block_table.shape[0]
-    by_page = compat.fast_divisor(content.shape[1])
-    if cutlass.min(total, b) > 0:  # an empty grid is a launch error
-        _ragged(
-            content, rope, scale, block_table, cu_seqlens, seq_starts, out_nope, out_rope, by_page
-        ).launch(
-            grid=((total - 1) // (WARPS * TOKENS) + 1, 1, 1),
+    """Host half of mode ``ragged``."""
+    cache = stored.Fp8Cache(content, rope, scale)
+    tables = (block_table, cu_seqlens, seq_starts)
+    _launch_ragged(cache, tables, (out_nope, out_rope), 1, stream)
+
+
+@cute.jit
+def fetch_rows_pages(
+    kv: cute.Tensor,  # bf16|f16 (pages, P, h_kv, 576)
+    block_table: cute.Tensor,  # i32 (b, width)
+    cache_seqlens: cute.Tensor,  # i32 (b,)
+    out_nope: cute.Tensor,  # out dtype (b, max_len, h_kv, 512)
+    out_rope: cute.Tensor,  # out dtype (b, max_len, h_kv, 64)
+    stream: Any,
+) -> None:
+    """``fetch_pages`` from rows of 16 bits."""
+    outs = (out_nope, out_rope)
+    _launch_pages(stored.Rows16(kv), block_table, cache_seqlens, outs, kv.shape[2], stream)
+
+
+@cute.jit
+def fetch_rows_indices(
+    kv: cute.Tensor,  # bf16|f16 (pages, P, h_kv, 576)
+    indices: cute.Tensor,  # i32|i64 (n,)
+    out_nope: cute.Tensor,  # out dtype (n, h_kv, 512)
+    out_rope: cute.Tensor,  # out dtype (n, h_kv, 64)
+    stream: Any,
+) -> None:
+    """``fetch_indices`` from rows of 16 bits."""
+    _launch_indices(stored.Rows16(kv), indices, (out_nope, out_rope), kv.shape[2], stream)
+
+
+@cute.jit
+def fetch_rows_ragged(
+    kv: cute.Tensor,  # bf16|f16 (pages, P, h_kv, 576)
+    block_table: cute.Tensor,  # i32 (b, width)
+    cu_seqlens: cute.Tensor,  # i32 (b + 1,)
+    seq_starts: cute.Tensor,  # i32 (b,), or (0,): all 0
+    out_nope: cute.Tensor,  # out dtype (total, h_kv, 512)
+    out_rope: cute.Tensor,  # out dtype (total, h_kv, 64)
+    stream: Any,
+) -> None:
+    """``fetch_ragged`` from rows of 16 bits."""
+    tables = (block_table, cu_seqlens, seq_starts)
+    _launch_ragged(stored.Rows16(kv), tables, (out_nope, out_rope), kv.shape[2], stream)
+
+
+@cute.jit
+def _launch_pages(
+    cache: Any, block_table: Any, cache_seqlens: Any, outs: Any, heads: Any, stream: Any
+) -> None:
+    """One CTA for WARPS * TOKENS consecutive tokens of a request and head."""
+    b, max_len = outs[0].shape[0], outs[0].shape[1]
+    by_page = compat.fast_divisor(cache.shape[1])
+    if b * max_len > 0:  # an empty grid is a launch error
+        _pages(cache, block_table, cache_seqlens, *outs, by_page).launch(
+            grid=((max_len + (WARPS * TOKENS - 1)) // (WARPS * TOKENS), b, heads),
             block=(WARPS * quant.WARP, 1, 1),
             stream=stream,
             use_pdl=True,
         )
 
 
-def _row_pointers(cache: tuple[Any, Any, Any], page: Any, offset: Any, lane: Any, dt: Any) -> Any:
-    """Where this lane reads a cached token: pointers into (content, rope, scale)."""
-    content, rope, scale = cache
-    page, offset = Int64(page), Int64(offset)
-    nope_at = page * content.stride[0] + offset * content.stride[1] + lane * quant.lane_channels(dt)
-    rope_at = page * rope.stride[0] + offset * rope.stride[1] + lane * ROPE_PER_LANE
-    scale_at = page * scale.stride[0] + offset
-    return content.iterator + nope_at, rope.iterator + rope_at, scale.iterator + scale_at
+@cute.jit
+def _launch_indices(cache: Any, indices: Any, outs: Any, heads: Any, stream: Any) -> None:
+    """One CTA for WARPS * TOKENS indices and a head."""
+    n = indices.shape[0]
+    by_page = compat.fast_divisor(cache.shape[1])
+    if n > 0:
+        _indices(cache, indices, *outs, by_page).launch(
+            grid=((n + (WARPS * TOKENS - 1)) // (WARPS * TOKENS), 1, heads),
+            block=(WARPS * quant.WARP, 1, 1),
+            stream=stream,
+            use_pdl=True,
+        )
 
 
-def _load_token(at: Any, dt: Any) -> tuple[list[list[Any]], Any]:
-    """Issues the loads of one cached token: (content words by chunk, RoPE word)."""
-    vec = quant.lane_channels(dt)
-    chunks = [
-        compat.load_words(at[0] + j * quant.WARP * vec, vec // 4, **compat.STRONG)
-        for j in range(quant.content_chunks(dt))
-    ]
-    return chunks, compat.load_words(at[1], 1, **compat.STRONG)[0]
+@cute.jit
+def _launch_ragged(cache: Any, tables: Any, outs: Any, heads: Any, stream: Any) -> None:
+    """One CTA for WARPS * TOKENS rows of the capacity and a head."""
+    total, b = outs[0].shape[0], tables[0].shape[0]
+    by_page = compat.fast_divisor(cache.shape[1])
+    if cutlass.min(total, b) > 0:  # an empty grid is a launch error
+        _ragged(cache, *tables, *outs, by_page).launch(
+            grid=((total - 1) // (WARPS * TOKENS) + 1, 1, heads),
+            block=(WARPS * quant.WARP, 1, 1),
+            stream=stream,
+            use_pdl=True,
+        )
 
 
 def _store_token(
-    loaded: tuple[list[list[Any]], Any], sigma: Any, to: tuple[Any, Any], dt: Any, valid: Any
+    cache: Any, loaded: Any, sigma: Any, to: tuple[Any, Any], dt: Any, valid: Any
 ) -> None:
     """Converts and stores one token at the pointers; zeros where ``valid`` (or None) is false."""
     chunks, rope_word = loaded
 
-    def put(ptr: Any, values: list[Any]) -> None:
-        words = quant.pack([v * sigma for v in values], dt)
+    def put(ptr: Any, words: list[Any]) -> None:
         if valid is not None:
             words = [Uint32(cutlass.select_(valid, w, Uint32(0))) for w in words]
         compat.store_words(ptr, words)
 
     vec = quant.lane_channels(dt)
     for j, words in enumerate(chunks):
-        put(to[0] + j * quant.WARP * vec, quant.unpack_e4m3(words))
-    put(to[1], quant.to_f32([rope_word], cutlass.BFloat16))
+        put(to[0] + j * quant.WARP * vec, cache.content_words(words, sigma, dt))
+    put(to[1], cache.rope_words(rope_word, sigma, dt))
 
 
-def _load_at(cache: tuple[Any, Any, Any], page: Any, offset: Any, lane: Any, dt: Any) -> Any:
-    """Issues the loads of the token at ``offset`` of ``page``: (``_load_token``'s, sigma)."""
-    at = _row_pointers(cache, page, offset, lane, dt)
-    token = _load_token(at, dt)
-    return token, compat.load_words(at[2], 1, **compat.STRONG)[0].bitcast(Float32)
+def _load_at(cache: Any, page: Any, offset: Any, head: Any, lane: Any, dt: Any) -> Any:
+    """Issues the loads of the token at ``offset`` of ``page``: (its words, sigma)."""
+    at = cache.row(page, offset, head, lane, dt)
+    token = cache.load(at, dt)
+    return token, stored.scale_of(cache.load_scales(at, 1)[0])
 
 
-def _output_pointers(out_nope: Any, out_rope: Any, row: Any, lane: Any) -> tuple[Any, Any]:
+def _output_pointers(cache: Any, outs: tuple[Any, Any], row: Any, head: Any, lane: Any) -> Any:
     """Where this lane writes ``row`` of outputs (rows, ...)."""
-    vec = quant.lane_channels(out_nope.element_type)
-    nope_to = out_nope.iterator + (Int64(row) * out_nope.stride[0] + lane * vec)
-    rope_to = out_rope.iterator + (Int64(row) * out_rope.stride[0] + lane * ROPE_PER_LANE)
-    return nope_to, rope_to
+    nope, rope = outs
+    vec = quant.lane_channels(nope.element_type)
+    nope_to = nope.iterator + (Int64(row) * nope.stride[0] + lane * vec)
+    rope_to = rope.iterator + (Int64(row) * rope.stride[0] + lane * stored.ROPE_PER_LANE)
+    return _of_head(cache, (nope_to, rope_to), outs, head)
+
+
+def _of_head(cache: Any, to: tuple[Any, Any], outs: tuple[Any, Any], head: Any) -> Any:
+    """Pointers into a head's rows; results of a one-headed cache have no such dimension."""
+    if not cache.heads:
+        return to
+    return tuple(ptr + Int64(head) * out.stride[-2] for ptr, out in zip(to, outs))
 
 
 @cute.kernel
 def _pages(
-    content: cute.Tensor,
-    rope: cute.Tensor,
-    scale: cute.Tensor,
+    cache: Any,
     block_table: cute.Tensor,
     cache_seqlens: cute.Tensor,
     out_nope: cute.Tensor,
@@ -188,11 +236,11 @@ def _pages(
     by_page: compat.FastDivisor,
 ) -> None:
     tidx, _, _ = cute.arch.thread_idx()
-    block, batch, _ = cute.arch.block_idx()
+    block, batch, head = cute.arch.block_idx()
     lane = tidx % quant.WARP
     first = (block * WARPS + tidx // quant.WARP) * TOKENS
     dt = out_nope.element_type
-    pages, page_size, _ = content.shape
+    pages, page_size = cache.shape[0], cache.shape[1]
     compat.pdl_wait()
     compat.pdl_launch_dependents()
     length = cutlass.min(cache_seqlens[batch], out_nope.shape[1])
@@ -202,42 +250,40 @@ def _pages(
         index, offset = divmod(first, by_page)
         page = block_table[batch, index]
         page = cutlass.max(cutlass.min(page, pages - 1), 0)
-        nope_at, rope_at, scale_at = _row_pointers((content, rope, scale), page, offset, lane, dt)
+        at = cache.row(page, offset, head, lane, dt)
         loaded = []
         for i in cutlass.range_constexpr(TOKENS):
             # tokens past the length lie in the same page: read, never stored
-            row = (nope_at + i * content.stride[1], rope_at + i * rope.stride[1])
-            loaded.append(_load_token(row, dt))
-        sigma = compat.load_words(scale_at, TOKENS, **compat.STRONG)
+            loaded.append(cache.load(cache.behind(at, i), dt))
+        sigma = cache.load_scales(at, TOKENS)
         nope_to = out_nope.iterator + (
             batch * out_nope.stride[0] + first * out_nope.stride[1] + lane * quant.lane_channels(dt)
         )
         rope_to = out_rope.iterator + (
-            batch * out_rope.stride[0] + first * out_rope.stride[1] + lane * ROPE_PER_LANE
+            batch * out_rope.stride[0] + first * out_rope.stride[1] + lane * stored.ROPE_PER_LANE
         )
+        to = _of_head(cache, (nope_to, rope_to), (out_nope, out_rope), head)
         for i in cutlass.range_constexpr(TOKENS):
             if first + i < length:
-                to = (nope_to + i * out_nope.stride[1], rope_to + i * out_rope.stride[1])
-                _store_token(loaded[i], sigma[i].bitcast(Float32), to, dt, None)
+                row = (to[0] + i * out_nope.stride[1], to[1] + i * out_rope.stride[1])
+                _store_token(cache, loaded[i], stored.scale_of(sigma[i]), row, dt, None)
 
 
 @cute.kernel
 def _indices(
-    content: cute.Tensor,
-    rope: cute.Tensor,
-    scale: cute.Tensor,
+    cache: Any,
     indices: cute.Tensor,
     out_nope: cute.Tensor,
     out_rope: cute.Tensor,
     by_page: compat.FastDivisor,
 ) -> None:
     tidx, _, _ = cute.arch.thread_idx()
-    block, _, _ = cute.arch.block_idx()
+    block, _, head = cute.arch.block_idx()
     lane = tidx % quant.WARP
     first = (block * WARPS + tidx // quant.WARP) * TOKENS
     dt = out_nope.element_type
     n = indices.shape[0]
-    slots = Int64(content.shape[0]) * content.shape[1]
+    slots = Int64(cache.shape[0]) * cache.shape[1]
     compat.pdl_wait()
     compat.pdl_launch_dependents()
     if first < n:
@@ -249,19 +295,17 @@ def _indices(
             # bits are enough: 2^31 tokens would be a pool of more than 1 TB
             page, offset = divmod(Int32(index[i]) if ok else Int32(0), by_page)
             valid.append(ok)
-            loaded.append(_load_at((content, rope, scale), page, offset, lane, dt))
-        to = _output_pointers(out_nope, out_rope, first, lane)
+            loaded.append(_load_at(cache, page, offset, head, lane, dt))
+        to = _output_pointers(cache, (out_nope, out_rope), first, head, lane)
         for i in cutlass.range_constexpr(TOKENS):
             if first + i < n:
                 row = (to[0] + i * out_nope.stride[0], to[1] + i * out_rope.stride[0])
-                _store_token(loaded[i][0], loaded[i][1], row, dt, valid[i])
+                _store_token(cache, *loaded[i], row, dt, valid[i])
 
 
 @cute.kernel
 def _ragged(
-    content: cute.Tensor,
-    rope: cute.Tensor,
-    scale: cute.Tensor,
+    cache: Any,
     block_table: cute.Tensor,
     cu_seqlens: cute.Tensor,
     seq_starts: cute.Tensor,
@@ -270,7 +314,7 @@ def _ragged(
     by_page: compat.FastDivisor,
 ) -> None:
     tidx, _, _ = cute.arch.thread_idx()
-    block, _, _ = cute.arch.block_idx()
+    block, _, head = cute.arch.block_idx()
     lane = tidx % quant.WARP
     first = (block * WARPS + tidx // quant.WARP) * TOKENS
     dt = out_nope.element_type
@@ -281,7 +325,7 @@ def _ragged(
         mine = first + lane // SEARCHERS
         request = _request_of(cu_seqlens, mine, lane)
         page, offset = _place(
-            (block_table, cu_seqlens, seq_starts), request, mine, content.shape, by_page
+            (block_table, cu_seqlens, seq_starts), request, mine, cache.shape, by_page
         )
         if mine >= out_nope.shape[0]:
             page = Int32(NO_ROW)
@@ -291,14 +335,14 @@ def _ragged(
                 # zeros read page 0, which exists
                 real = cutlass.max(cute.arch.shuffle_sync(page, i * SEARCHERS), 0)
                 at = cute.arch.shuffle_sync(offset, i * SEARCHERS)
-                loaded.append(_load_at((content, rope, scale), real, at, lane, dt))
-            to = _output_pointers(out_nope, out_rope, first, lane)
+                loaded.append(_load_at(cache, real, at, head, lane, dt))
+            to = _output_pointers(cache, (out_nope, out_rope), first, head, lane)
             for i in cutlass.range_constexpr(TOKENS):
                 # again: a page id of each row, kept, would be registers that fp32 rows lack
                 found = cute.arch.shuffle_sync(page, i * SEARCHERS)
                 if found != NO_ROW:
                     row = (to[0] + i * out_nope.stride[0], to[1] + i * out_rope.stride[0])
-                    _store_token(loaded[i][0], loaded[i][1], row, dt, found >= 0)
+                    _store_token(cache, *loaded[i], row, dt, found >= 0)
 
 
 @cute.jit
@@ -355,22 +399,25 @@ def feasible(spec: VariantSpec) -> str | None:
 def build(spec: VariantSpec) -> tuple[Callable[..., Any], dict[str, Any]]:
     """(callable, fake arguments by name) of one variant; see ``registry``."""
     dt, i32 = compat.dtype(spec.in_dtype), compat.DTYPES["i32"]
-    cache = compat.cache_fakes(page_size=compat.sym(MIN_PAGE, name="P"))
-    widths = {"out_nope": KV_LORA_RANK, "out_rope": QK_ROPE_HEAD_DIM}
+    fp8 = spec.cache_dtype == "fp8"
+    cache = stored.fakes(spec.cache_dtype, page_size=compat.sym(MIN_PAGE, name="P"))
+    heads = () if fp8 else (cache["kv"].shape[2],)
+    widths = {"out_nope": (*heads, KV_LORA_RANK), "out_rope": (*heads, QK_ROPE_HEAD_DIM)}
     n = compat.sym(name="n")
-    flat = {name: compat.rows(dt, (n, d)) for name, d in widths.items()}
+    flat = {name: compat.rows(dt, (n, *d)) for name, d in widths.items()}
     if spec.mode == "indices":
-        return fetch_indices, {
-            **cache, "indices": compat.vector(compat.dtype(spec.index_dtype), n), **flat
-        }  # fmt: skip
+        indices = compat.vector(compat.dtype(spec.index_dtype), n)
+        entry = fetch_indices if fp8 else fetch_rows_indices
+        return entry, {**cache, "indices": indices, **flat}
     b, max_len = compat.sym(name="b"), compat.sym(name="max_len")
     table = compat.strided(i32, (b, compat.sym(name="width")), (compat.sym64(), 1), align=4)
     if spec.mode == "ragged":
         begins = compat.vector(i32, compat.sym(name="b_plus_1"))
         starts = compat.vector(i32, compat.sym(name="b_or_0"))
-        return fetch_ragged, {
+        return fetch_ragged if fp8 else fetch_rows_ragged, {
             **cache, "block_table": table, "cu_seqlens": begins, "seq_starts": starts, **flat
         }  # fmt: skip
-    outs = {name: compat.rows(dt, (b, max_len, d)) for name, d in widths.items()}
+    outs = {name: compat.rows(dt, (b, max_len, *d)) for name, d in widths.items()}
+    entry = fetch_pages if fp8 else fetch_rows_pages
     lengths = compat.vector(i32, b)
-    return fetch_pages, {**cache, "block_table": table, "cache_seqlens": lengths, **outs}
+    return entry, {**cache, "block_table": table, "cache_seqlens": lengths, **outs}

@@ -49,11 +49,17 @@ def packed_slots(
 def rows_at(
     cache: PagedKVCache, slots: Tensor, dtype: torch.dtype, untouched: float
 ) -> tuple[Tensor, Tensor]:
-    """(c_kv, k_rope) of slots of any shape; rows that nobody writes hold ``untouched``."""
+    """(c_kv, k_rope) of slots of any shape; rows that nobody writes hold ``untouched``.
+
+    Of 16 bits there is a dimension of KV heads before the channels.
+    """
     known = slots.clamp(min=0)
     at = known // cache.page_size, known % cache.page_size
-    content = cache.content_u8[at].view(cache.content.dtype)
-    results = dequantize_rows(content, cache.rope[at], cache.scale[at], dtype)
+    if cache.scale is None:
+        results = cache.content[at].to(dtype), cache.rope[at].to(dtype)
+    else:
+        content = cache.content_u8[at].view(cache.content.dtype)
+        results = dequantize_rows(content, cache.rope[at], cache.scale[at], dtype)
     for rows in results:
         rows[slots == ZEROS] = 0.0
         rows[slots == UNTOUCHED] = untouched

@@ -328,8 +328,17 @@ def _pad(x: Tensor, to: int, value: float = 0.0) -> Tensor:
     return torch.cat((x, filler.to(x.dtype)))
 
 
-def _limits(length: int, s_q: int, heads: int, causal: bool, device: torch.device) -> Tensor:
-    """Visible tokens of row s * heads + h (R,)."""
+def visible_tokens(
+    length: int,
+    s_q: int,
+    heads: int,
+    causal: bool,
+    device: torch.device,
+    row_seqlens: Tensor | None = None,
+) -> Tensor:
+    """Visible tokens of row s * heads + h (R,), by the causal rule or as ``row_seqlens`` (s_q,)."""
+    if row_seqlens is not None:
+        return row_seqlens.long().clamp(0, length).repeat_interleave(heads)
     behind = (s_q - 1 - torch.arange(s_q, device=device)) * int(causal)
     return (length - behind).clamp_min(0).repeat_interleave(heads)
 
@@ -435,9 +444,8 @@ def _query_rows(
     row_seqlens: Tensor | None = None,
 ) -> _Rows:  # fmt: skip
     """Rows of one sequence from nope (s_q, h, 512), rope (s_q, h, 64), scale (s_q, h)."""
-    limit = _limits(length, nope.shape[0], nope.shape[1], causal, nope.device)
-    if row_seqlens is not None:
-        limit = row_seqlens.long().clamp(0, length).repeat_interleave(nope.shape[1])
+    s_q, heads = nope.shape[:2]
+    limit = visible_tokens(length, s_q, heads, causal, nope.device, row_seqlens)
     return _Rows(nope.flatten(0, 1), rope.flatten(0, 1), scale.flatten(), limit)
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from dsl_kernels.dims import KV_LORA_RANK, PARTIAL_ROW, QK_ROPE_HEAD_DIM
+from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK, PARTIAL_ROW, QK_ROPE_HEAD_DIM
 from dsl_kernels.spec import VariantSpec
 from snapmla import layouts, runtime
 from snapmla.cache import PagedKVCache
@@ -116,32 +116,69 @@ def poisoned_cache(pages: int, page_size: int, layout: str = "split") -> PagedKV
     cache = PagedKVCache.allocate(pages, page_size, layout, "cpu")
     cache.content_u8.fill_(0x7F)
     cache.rope.fill_(math.nan)
-    cache.scale.fill_(math.nan)
+    cache.named_tensors["scale"].fill_(math.nan)
     return cache
+
+
+def poisoned_rows(
+    pages: int, page_size: int, dtype: torch.dtype, heads: int = 1, *, strided: bool = False
+) -> PagedKVCache:
+    """A cache of 16 bits whose every value is NaN; ``strided``: heads before tokens, and gaps."""
+    if not strided:
+        rows = torch.full((pages, page_size, heads, HEAD_DIM_QK), math.nan, dtype=dtype)
+        return PagedKVCache.from_tensors(rows)
+    memory = torch.full((pages, heads, page_size + 1, HEAD_DIM_QK + 8), math.nan, dtype=dtype)
+    return PagedKVCache.from_tensors(memory[:, :, 1:, 8:].transpose(1, 2))
+
+
+def shuffled_table(lengths: tuple[int, ...], page_size: int) -> tuple[int, torch.Tensor]:
+    """(pages of the pool, block_table) with shuffled pages and ids of none where no token is."""
+    counts = [-(-n // page_size) for n in lengths]
+    order = torch.randperm(sum(counts) + 2).tolist()
+    pool = len(order)
+    table = torch.full((len(lengths), max(counts) + 1), ABSURD_PAGE, dtype=torch.int32)
+    for i, count in enumerate(counts):
+        pages = [order.pop() for _ in range(count)]
+        table[i, :count] = torch.tensor(pages, dtype=torch.int32)
+        table[i, count:-1] = -1
+    return pool, table
+
+
+def places(table: torch.Tensor, n: int, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(page, offset) of the first ``n`` tokens of a sequence, whose row of the table is given."""
+    t = torch.arange(n)
+    return table[t // page_size].long(), t % page_size
 
 
 def filled_cache(
     lengths: tuple[int, ...], page_size: int, layout: str = "split"
 ) -> tuple[PagedKVCache, torch.Tensor, torch.Tensor]:
     """(cache, block_table, cache_seqlens) with shuffled pages and poison wherever no token is."""
-    counts = [-(-n // page_size) for n in lengths]
-    width = max(counts) + 1
-    order = torch.randperm(sum(counts) + 2).tolist()
-    cache = poisoned_cache(len(order), page_size, layout)
-    table = torch.full((len(lengths), width), ABSURD_PAGE, dtype=torch.int32)
-    for i, (n, count) in enumerate(zip(lengths, counts, strict=True)):
-        pages = [order.pop() for _ in range(count)]
-        table[i, :count] = torch.tensor(pages, dtype=torch.int32)
-        table[i, count:-1] = -1
-        rows = torch.tensor(
-            [pages[t // page_size] * page_size + t % page_size for t in range(n)],
-            dtype=torch.int64,
-        )
+    pool, table = shuffled_table(lengths, page_size)
+    cache = poisoned_cache(pool, page_size, layout)
+    for i, n in enumerate(lengths):
         content, rope, scale = rounding.quantize_rows(*sample_tokens(n))
-        page, slot = rows // page_size, rows % page_size
-        cache.content_u8[page, slot] = content.view(torch.uint8)
-        cache.rope[page, slot] = rope
-        cache.scale[page, slot] = scale
+        at = places(table[i], n, page_size)
+        cache.content_u8[at] = content.view(torch.uint8)
+        cache.rope[at] = rope
+        cache.named_tensors["scale"][at] = scale
+    return cache, table, torch.tensor(lengths, dtype=torch.int32)
+
+
+def filled_rows(
+    lengths: tuple[int, ...],
+    page_size: int,
+    dtype: torch.dtype,
+    heads: int = 1,
+    *,
+    strided: bool = False,
+) -> tuple[PagedKVCache, torch.Tensor, torch.Tensor]:
+    """As ``filled_cache``, of 16 bits."""
+    pool, table = shuffled_table(lengths, page_size)
+    cache = poisoned_rows(pool, page_size, dtype, heads, strided=strided)
+    for i, n in enumerate(lengths):
+        rows = torch.cat(sample_tokens(n * heads), -1).view(n, heads, HEAD_DIM_QK)
+        cache.named_tensors["kv"][places(table[i], n, page_size)] = rows.to(dtype)
     return cache, table, torch.tensor(lengths, dtype=torch.int32)
 
 
@@ -309,8 +346,8 @@ def decode_errors(
     """
     run = functools.partial(
         reference.mla_decode_reference,
-        q.nope, q.rope, q.scale, cache.content, cache.rope, cache.scale, block_table,
-        cache_seqlens, softmax_scale, causal=causal, cu_seqlens_q=cu_seqlens_q,
+        q.nope, q.rope, q.scale, cache.content, cache.rope, cache.named_tensors["scale"],
+        block_table, cache_seqlens, softmax_scale, causal=causal, cu_seqlens_q=cu_seqlens_q,
         row_seqlens=row_seqlens, batches=batches, heads=heads,
     )  # fmt: skip
     truth, truth_lse = run(config=rounding.FP64)
@@ -448,7 +485,26 @@ def sample_angles(
     return at.to(positions), torch.cat([angle.cos(), angle.sin()], -1).to(dtype)
 
 
+def _check_append_rows(spec: VariantSpec, kernel: runtime.Kernel) -> Result:
+    """One KV head, and three that lie apart; values as they are, NaN and infinity too."""
+    n, own, pairs = 9, DTYPES[spec.cache_dtype], {}
+    for heads in (1, 3):
+        tokens = torch.cat(sample_tokens(n * heads), -1).to(DTYPES[spec.in_dtype])
+        tokens[3, 7], tokens[4, 520] = math.nan, math.inf
+        slots = torch.randperm(48)[:n].to(INDEX[spec.index_dtype])
+        slots[5], slots[6] = -1, 48
+        want = poisoned_rows(3, 16, own, heads).named_tensors["kv"]
+        kept = (slots >= 0) & (slots < 48)
+        want.view(48, heads, -1)[slots[kept].long()] = tokens.view(n, heads, -1)[kept].to(own)
+        got = poisoned_rows(3, 16, own, heads, strided=heads > 1).named_tensors["kv"]
+        kernel(got, tokens[:, :KV_LORA_RANK], tokens[:, KV_LORA_RANK:], slots)
+        pairs[f"rows of {heads} heads"] = got, want
+    return _same_bits(pairs)
+
+
 def _check_append(spec: VariantSpec, kernel: runtime.Kernel) -> Result:
+    if spec.cache_dtype != "fp8":
+        return _check_append_rows(spec, kernel)
     n = 9
     dtype = DTYPES[spec.in_dtype]
     c_kv, k_rope = (t.to(dtype) for t in sample_tokens(n))
@@ -472,7 +528,7 @@ def _check_append(spec: VariantSpec, kernel: runtime.Kernel) -> Result:
     want = poisoned_cache(3, 16)
     want.content_u8.view(-1, KV_LORA_RANK)[rows] = content.view(torch.uint8)
     want.rope.view(-1, QK_ROPE_HEAD_DIM)[rows] = rope_channels
-    want.scale.view(-1)[rows] = scale
+    want.named_tensors["scale"].view(-1)[rows] = scale
     caches = [poisoned_cache(3, 16, layout) for layout in layouts.LAYOUTS]
     for cache in caches:
         kernel(cache.content_u8, cache.rope, cache.scale, *given)
@@ -511,36 +567,54 @@ def _check_quantize(spec: VariantSpec, kernel: runtime.Kernel) -> Result:
 
 def _check_fetch(spec: VariantSpec, kernel: runtime.Kernel) -> Result:
     """In every layout, where pages that nobody asks for are NaN; rows joint or apart."""
-    dtype, pairs = DTYPES[spec.in_dtype], {}
-    for layout in layouts.LAYOUTS:
-        cache, table, seqlens = filled_cache((20, 0, 33), 16, layout)
-        if spec.mode == "indices":
-            page, offset = torch.isfinite(cache.scale).nonzero().T
-            used = (page * 16 + offset)[torch.randperm(len(page))[:7]]
-            slots = torch.cat([used, torch.tensor([fetched.ZEROS] * 3)])
-            indices = slots.clone()
-            # outside of the pool; beyond 32 bits what would be a token, were it cut
-            indices[8:] = torch.tensor([cache.num_slots, 2**31 - 1])
-            if spec.index_dtype == "i64":
-                indices[8:] = torch.stack([used[0] + 2**32, used[1] - 2**32])
-            selector: tuple[torch.Tensor, ...] = (indices.to(INDEX[spec.index_dtype]),)
-        elif spec.mode == "ragged":
-            # a start in mid-page, a sequence without pages, one without rows, the end of a page
-            table = torch.cat([table, table[:1]])
-            table[3] = table[2]
-            begins = torch.tensor([0, 17, 19, 19, 38], dtype=torch.int32)
-            none, starts = torch.zeros(0).int(), torch.tensor([3, 1, 5, 14], dtype=torch.int32)
-            given = None if layout == "paged" else starts
-            selector = (table, begins, none if given is None else given)
-            slots = fetched.packed_slots(table, begins, given, cache, 41)
-        else:
-            selector = (table, seqlens)
-            slots = fetched.padded_slots(table, seqlens, 16, 40)
-        got = fetched.outputs(tuple(slots.shape), dtype, 7.0, joint=layout == "row640")
-        kernel(cache.content_u8, cache.rope, cache.scale, *selector, *got)
+    dtype, pairs, lengths = DTYPES[spec.in_dtype], {}, (20, 0, 33)
+    made: dict[str, tuple[PagedKVCache, torch.Tensor, torch.Tensor]] = {}
+    if spec.cache_dtype == "fp8":
+        made = {layout: filled_cache(lengths, 16, layout) for layout in layouts.LAYOUTS}
+    else:
+        own = DTYPES[spec.cache_dtype]
+        made["rows"] = filled_rows(lengths, 16, own)
+        made["3 heads"] = filled_rows(lengths, 16, own, 3, strided=True)
+    for i, (name, (cache, table, seqlens)) in enumerate(made.items()):
+        selector, slots = _fetch_selector(spec, cache, table, seqlens, from_start=i == 1)
+        heads = () if cache.kv is None else (cache.num_kv_heads,)
+        got = fetched.outputs((*slots.shape, *heads), dtype, 7.0, joint=i == len(made) - 1)
+        kernel(*cache.arguments, *selector, *got)
         want = fetched.rows_at(cache, slots, dtype, 7.0)
-        pairs[f"nope of {layout}"], pairs[f"rope of {layout}"] = zip(got, want, strict=True)
+        pairs[f"nope of {name}"], pairs[f"rope of {name}"] = zip(got, want, strict=True)
     return _same_bits(pairs)
+
+
+def _fetch_selector(
+    spec: VariantSpec,
+    cache: PagedKVCache,
+    table: torch.Tensor,
+    seqlens: torch.Tensor,
+    *,
+    from_start: bool,
+) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+    """(what a fetch is told, the slots that it means) for the mode of ``spec``."""
+    if spec.mode == "pages":
+        return (table, seqlens), fetched.padded_slots(table, seqlens, 16, 40)
+    if spec.mode == "indices":
+        at = [places(table[i], n, 16) for i, n in enumerate(seqlens.tolist())]
+        used = torch.cat([page * 16 + offset for page, offset in at])
+        used = used[torch.randperm(len(used))[:7]]
+        slots = torch.cat([used, torch.tensor([fetched.ZEROS] * 3)])
+        indices = slots.clone()
+        # outside of the pool; beyond 32 bits what would be a token, were it cut
+        indices[8:] = torch.tensor([cache.num_slots, 2**31 - 1])
+        if spec.index_dtype == "i64":
+            indices[8:] = torch.stack([used[0] + 2**32, used[1] - 2**32])
+        return (indices.to(INDEX[spec.index_dtype]),), slots
+    # a start in mid-page, a sequence without pages, one without rows, the end of a page
+    table = torch.cat([table, table[:1]])
+    table[3] = table[2]
+    begins = torch.tensor([0, 17, 19, 19, 38], dtype=torch.int32)
+    none, starts = torch.zeros(0).int(), torch.tensor([3, 1, 5, 14], dtype=torch.int32)
+    given = None if from_start else starts
+    slots = fetched.packed_slots(table, begins, given, cache, 41)
+    return (table, begins, none if given is None else given), slots
 
 
 def _same_bits(pairs: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> Result:

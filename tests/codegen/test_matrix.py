@@ -44,7 +44,8 @@ def test_decode_axes_are_complete(arch: str) -> None:
 def test_helper_axes_are_complete() -> None:
     helpers = [s for s in matrix.points("sm_100a") if s.op != "decode"]
     rotating = 2 * 2 * 2 + 2 * 2  # append_kv by style, norm and table; quantize_q by two of them
-    assert len(helpers) == 1 + 2 + 2 * 2 * 3 + 3 * (2 + 2 + 4) + rotating
+    rows = 2 * 2 + 2 * 4  # append_kv by dtype and index; fetch_dequant by dtype and mode
+    assert len(helpers) == 1 + 2 + 2 * 2 * 3 + 3 * (2 + 2 + 4) + rotating + rows
 
 
 @pytest.mark.skipif(not toolchain.have_compiler(), reason="feasible() imports the compiler")
@@ -219,7 +220,10 @@ def test_the_test_set_shows_every_value_of_every_axis(arch: str) -> None:
     helpers = {s for s in every if s.op != "decode"}
     rotating = {s for s in helpers if dict(s.values).get("rope_style", "applied") != "applied"}
     if arch == "sm_90a":  # of SM100's, the same sources, one for each value
-        assert helpers - rotating <= set(chosen) and len(rotating & set(chosen)) == 4
+        rows = {s for s in helpers if dict(s.values).get("cache_dtype", "fp8") != "fp8"}
+        wide = {s for s in helpers if s.op == "fetch_dequant" and s.index_dtype == "i64"}
+        assert helpers - rotating - rows - wide <= set(chosen) and wide & set(chosen)
+        assert len(rotating & set(chosen)) == len(rows & set(chosen)) == 4
     assert len(helpers & set(chosen)) < len(helpers)
     assert chosen == [s for s in every if s in set(chosen)] == matrix.sample_specs(arch)
 

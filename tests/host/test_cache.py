@@ -42,6 +42,65 @@ def test_views_do_not_overlap(layout: str) -> None:
     assert (cache.scale == 0.5).all()
 
 
+@pytest.mark.parametrize("page_size", [16, 32, 64, 128, 192, 4096])
+@pytest.mark.parametrize(("dtype", "heads"), [(torch.bfloat16, 1), (torch.float16, 3)])
+def test_allocate_rows(dtype: torch.dtype, heads: int, page_size: int) -> None:
+    cache = PagedKVCache.allocate(3, page_size, device="cpu", dtype=dtype, num_kv_heads=heads)
+    assert cache.layout == "rows" and cache.scale is None and cache.kv is not None
+    assert (cache.num_pages, cache.page_size, cache.num_slots) == (3, page_size, 3 * page_size)
+    assert cache.dtype == dtype and cache.num_kv_heads == heads
+    assert tuple(cache.kv.shape) == (3, page_size, heads, 576)
+    cache.content.fill_(2.0)
+    cache.rope.fill_(3.0)
+    assert (cache.kv[..., :512] == 2.0).all() and (cache.kv[..., 512:] == 3.0).all()
+    assert cache.content_u8.data_ptr() == cache.kv.data_ptr()
+
+
+def test_rows_of_an_engine() -> None:
+    """Layers side by side, heads before tokens, no dimension of heads, one of an odd stride."""
+    pool = torch.zeros((4, 2, 3, 64, 584), dtype=torch.bfloat16)
+    some = PagedKVCache.from_tensors(pool[:, 1, :, :, 8:].transpose(1, 2))
+    assert some.layout == "strided" and some.num_kv_heads == 3 and some.kv is not None
+    assert some.kv.stride() == (2 * 3 * 64 * 584, 584, 64 * 584, 1)
+    flat = PagedKVCache.from_tensors(pool[:, 0, 0, :, :576])
+    odd = pool[:, 0, 0, :, :576].as_strided((4, 64, 1, 576), (2 * 3 * 64 * 584, 584, 7, 1))
+    for cache in (flat, PagedKVCache.from_tensors(odd)):
+        assert cache.kv is not None and cache.num_kv_heads == 1
+        assert cache.kv.shape == (4, 64, 1, 576) and cache.kv.stride(2) % 8 == 0
+
+
+F16 = torch.float16
+ROWS = torch.zeros(4, 64, 576, dtype=F16)
+ONE_HEAD = ROWS.view(4, 64, 1, 576)
+
+
+@pytest.mark.parametrize(
+    ("rows", "error", "words"),
+    [
+        (ROWS.float(), TypeError, "content: expected dtype bfloat16 or float16, got float32"),
+        (ROWS[..., :512], ValueError, r"content: .*\(num_pages, page_size, 576\), got"),
+        (ROWS[:, :48], ValueError, "page_size: .* 16, 32 or a multiple of 64, got 48 .*is 32"),
+        (ROWS[:0], ValueError, "content: expected 1 page or more, got 0"),
+        (ONE_HEAD[:, :, :0], ValueError, "num_kv_heads: expected 1 to 128, got 0"),
+        (ROWS[:1].expand(4, 64, 576), ValueError, "content: expected strides of distinct tokens"),
+        (ONE_HEAD.expand(4, 64, 2, 576), ValueError, "content: .*distinct tokens"),
+        (torch.zeros(4, 576, 64).half().mT, ValueError, "content: expected innermost stride 1"),
+        (torch.zeros(4, 64, 580).half()[..., :576], ValueError, "content: .*16 bytes"),
+        (torch.zeros(4, 64, 584).half()[..., 4:580], ValueError, "content: .*bytes, got address"),
+        (torch.zeros(4, 64, 512).byte(), ValueError, "rope: expected a tensor beside FP8"),
+        ([1], TypeError, "content: expected a torch.Tensor, got list"),
+    ],
+)  # fmt: skip
+def test_wrong_rows(rows: Any, error: type, words: str) -> None:
+    with pytest.raises(error, match=words):
+        PagedKVCache.from_tensors(rows)
+
+
+def test_slices_of_other_rows_are_no_cache() -> None:
+    with pytest.raises(ValueError, match="rope: expected the 64 channels behind content's"):
+        PagedKVCache(ONE_HEAD[..., :512], ONE_HEAD.clone()[..., 512:])
+
+
 def test_from_tensors_takes_bytes_and_slices() -> None:
     pool = torch.zeros((8, 64, 512), dtype=torch.uint8)
     rope = torch.zeros((8, 64, 64), dtype=torch.bfloat16)
@@ -87,6 +146,17 @@ def test_wrong_memory(name: str, value: torch.Tensor, error: type, words: str) -
         ({"num_pages": 2.0}, TypeError, "num_pages: expected an int"),
         ({"page_size": 48}, ValueError, "page_size.*got 48.*nearest is"),
         ({"layout": "interleaved"}, ValueError, "layout.*'split'.*got 'interleaved'"),
+        ({"dtype": "bf16"}, ValueError, "dtype: expected one of 'fp8', torch.bfloat16, torch.fl"),
+        ({"dtype": torch.float32}, ValueError, "dtype: .*got torch.float32"),
+        ({"num_kv_heads": 2}, ValueError, "num_kv_heads: expected 1, got 2 .*one KV head"),
+        (
+            {"dtype": torch.float16, "num_kv_heads": 0},
+            ValueError,
+            "num_kv_heads: .*1 to 128, got 0",
+        ),
+        ({"dtype": torch.float16, "layout": "paged"}, ValueError, "layout: expected None beside"),
+        ({"dtype": torch.float16, "page_size": 96}, ValueError, "page_size: .*got 96 .*is 128"),
+        ({"dtype": torch.float16, "page_size": "64"}, TypeError, "page_size: expected an int"),
     ],
 )
 def test_wrong_allocation(arguments: dict, error: type, words: str) -> None:
@@ -141,11 +211,28 @@ def test_copies(layout: str, again: Callable[[Any], Any]) -> None:
     assert same_bits(twin.rope, cache.rope), "views of a copy overlap"
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("again", COPIES.values(), ids=COPIES)
+@pytest.mark.parametrize("heads", [1, 2])
+def test_copies_of_rows(heads: int, again: Callable[[Any], Any]) -> None:
+    """Two layers in one pool: the copy has the memory of both."""
+    pool = torch.randn(4, 2, 32, heads, 576).half()
+    cache = PagedKVCache.from_tensors(pool[:, 1])
+    twin = again(cache)
+    assert type(twin) is PagedKVCache and twin.kv is not None and cache.kv is not None
+    assert twin.kv.stride() == cache.kv.stride() and twin.num_kv_heads == heads
+    assert torch.equal(twin.kv, cache.kv) and twin.place != cache.place
+    assert twin.content.data_ptr() == twin.kv.data_ptr() and twin.memory[0] is twin.kv
+    assert "float16(4, 32" in repr(twin)
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, "rows"])
 def test_memory_is_saved_once(layout: str) -> None:
-    cache = PagedKVCache.allocate(8, 64, layout, "cpu")
+    if layout == "rows":
+        cache, size_of = PagedKVCache.allocate(8, device="cpu", dtype=torch.bfloat16), 1152
+    else:
+        cache, size_of = PagedKVCache.allocate(8, 64, layout, "cpu"), 644
     for size in (len(pickle.dumps(cache)), _size_saved(cache)):
-        assert cache.num_slots * 644 <= size < cache.num_slots * 644 * 1.1
+        assert cache.num_slots * size_of <= size < cache.num_slots * size_of * 1.1
 
 
 def _size_saved(value: Any) -> int:

@@ -104,3 +104,37 @@ def test_indices_of_either_width(dtype: torch.dtype) -> None:
     want = fetched.rows_at(cache, torch.tensor([first + 6, -1, first] + [-1] * (n - 3)), BF16, 0.0)
     assert torch.equal(c_kv, want[0]) and torch.equal(k_rope, want[1])
     assert c_kv[0].any() and c_kv[2].any()
+
+
+@needs_compiler
+@pytest.mark.parametrize(("dtype", "heads", "page_size"), [(BF16, 1, 64), (torch.float16, 3, 192)])
+def test_append_then_fetch_of_16_bits(dtype: torch.dtype, heads: int, page_size: int) -> None:
+    """The bits that went in; unused slots are NaN, and a second pool beside it stays."""
+    pool = torch.full((4, 2, page_size, heads, 576), float("nan"), dtype=dtype)
+    cache = snapmla.PagedKVCache.from_tensors(pool[:, 1])
+    own = () if heads == 1 else (heads,)
+    tokens = torch.randn(33, *own, 576).to(dtype)
+    slots = torch.randperm(cache.num_slots)[:33].int()
+    slots[4] = -1
+    for _ in range(2):  # the second goes straight to the kernel
+        snapmla.append_kv(cache, tokens[..., :512], tokens[..., 512:], slots)
+    assert pool[:, 0].isnan().all()
+    assert (~pool[:, 1].isnan()).any(-1).sum() == 32 * heads
+    c_kv, k_rope = snapmla.fetch_dequant(cache, slots)
+    tokens[4] = 0.0
+    assert c_kv.dtype == dtype and torch.equal(torch.cat([c_kv, k_rope], -1), tokens)
+    table = torch.randperm(4)[:2].view(1, 2).int()
+    lengths = torch.tensor([page_size + 3], dtype=I32)
+    rows = pool[table[0].long(), 1].flatten(0, 1)[: page_size + 3].view(-1, *own, 576)
+    joint = torch.full((1, page_size + 5, *own, 576), 7.0, dtype=dtype)
+    snapmla.fetch_dequant(cache, table, lengths, out=joint)
+    chunk, _ = snapmla.fetch_dequant(
+        cache, table, cu_seqlens=packed([9]), seq_starts=lengths - 9, total=12
+    )
+    same = torch.equal if rows.isfinite().all() else _same_or_nan
+    assert same(joint[0, : page_size + 3], rows) and (joint[0, page_size + 3 :] == 7.0).all()
+    assert same(chunk[:9], rows[-9:, ..., :512]) and (chunk[9:] == 0).all()
+
+
+def _same_or_nan(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return bool(((a == b) | (a.isnan() & b.isnan())).all())

@@ -139,3 +139,13 @@ def test_rows_that_reach_into_one_another_are_no_rows() -> None:
 def test_memory_of_no_layout(shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="^content: expected content beside rope and scale"):
         layouts.views_of(torch.zeros(shape, dtype=torch.uint8), None, None)
+
+
+def test_the_stride_of_a_single_head() -> None:
+    """Aligned ones stay, tensor and all; others become a row's."""
+    rows = torch.zeros((4, 64, 1, 576), dtype=torch.bfloat16)
+    assert layouts.with_heads(rows) is rows
+    for stride in (7, 0):
+        odd = rows.as_strided(rows.shape, (64 * 576, 576, stride, 1))
+        assert layouts.with_heads(odd).stride() == (64 * 576, 576, 576, 1)
+    assert layouts.with_heads(rows[:, :, 0]).shape == rows.shape

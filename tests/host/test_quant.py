@@ -71,3 +71,20 @@ def test_a_repeated_quantize_is_still_checked() -> None:
     ):
         with pytest.raises(error, match=text):
             snapmla.quantize_q(**{"q_nope": nope, "q_rope": rope, **wrong})
+
+
+@needs_compiler
+def test_two_views_of_one_memory_are_two_caches() -> None:
+    """Remembered calls know heads: the same memory as more tokens of one head."""
+    rows = torch.zeros((2, 64, 2, 576), dtype=torch.bfloat16)
+    two = snapmla.PagedKVCache.from_tensors(rows)
+    one = snapmla.PagedKVCache.from_tensors(rows.view(2, 128, 1, 576))
+    assert one.place == two.place
+    c_kv, k_rope = (
+        torch.ones((3, 512), dtype=torch.bfloat16),
+        torch.ones((3, 64), dtype=torch.bfloat16),
+    )
+    slots = torch.arange(3, dtype=torch.int32)
+    snapmla.append_kv(one, c_kv, k_rope, slots)
+    with pytest.raises(ValueError, match=r"c_kv: expected shape \(n, 2, 512\)"):
+        snapmla.append_kv(two, c_kv, k_rope, slots)

@@ -254,6 +254,35 @@ def test_memory_that_tracers_cannot_follow_is_refused() -> None:
     assert torch.equal(got, decode_only(layer))
 
 
+@pytest.mark.parametrize("heads", [1, 2])
+def test_compiled_append_and_fetch_of_16_bits(heads: int) -> None:
+    """Pages of another layer lie between; a cache made inside of the graph, one that is given."""
+    own = () if heads == 1 else (heads,)
+
+    def body(
+        cache: snapmla.PagedKVCache, pool: torch.Tensor, tokens: torch.Tensor, slots: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        snapmla.append_kv(cache, tokens[..., :512], tokens[..., 512:], slots)
+        other = snapmla.PagedKVCache.from_tensors(pool)
+        snapmla.append_kv(other, tokens[..., :512] * 2, tokens[..., 512:], slots)
+        c_kv, k_rope = snapmla.fetch_dequant(cache, slots)
+        return c_kv + 1, k_rope, snapmla.fetch_dequant(other, slots)[0]
+
+    results = []
+    for compiled in (False, True):
+        torch.manual_seed(3)
+        memory = torch.zeros((3, 2, 16, heads, 576), dtype=torch.bfloat16)
+        pool = torch.zeros((3, 16, heads, 576), dtype=torch.bfloat16)
+        cache = snapmla.PagedKVCache.from_tensors(memory[:, 1])
+        tokens = torch.randn(5, *own, 576).bfloat16()
+        slots = torch.tensor([3, 40, -1, 17, 0])
+        torch._dynamo.reset()
+        run = torch.compile(body, fullgraph=True, backend="aot_eager") if compiled else body
+        results.append((*run(cache, pool, tokens, slots), memory, pool))
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b) and a.any()
+
+
 # ---------------------------------------------------------------------------- opcheck
 
 
@@ -335,6 +364,18 @@ def test_opcheck(name: str, device: str) -> None:
 def test_opcheck_of_shared_memory(name: str, layout: str) -> None:
     operator = getattr(torch.ops.snapmla, name).default
     torch.library.opcheck(operator, operator_calls("cpu", layout)[name])
+
+
+@pytest.mark.parametrize("name", ["append_kv", "fetch_dequant"])
+def test_opcheck_of_16_bits(name: str) -> None:
+    kv = torch.zeros((3, 16, 2, 576), dtype=torch.float16)
+    c_kv, k_rope = torch.ones((5, 2, 512)).half(), torch.ones((5, 2, 64)).half()
+    rest: dict[str, tuple[Any, ...]] = {
+        "append_kv": (c_kv, k_rope, torch.arange(5)),
+        "fetch_dequant": (torch.arange(4).int(), None, torch.float16),
+    }
+    operator = getattr(torch.ops.snapmla, name).default
+    torch.library.opcheck(operator, (kv, None, None, *rest[name]))
 
 
 def test_opcheck_can_fail() -> None:
@@ -428,6 +469,16 @@ def test_pytree_leaves_may_be_anything() -> None:
     assert shapes[0].content == (6, PAGE, 512) and shapes[1].part_begin == (4,)
     keys = [pytree.keystr(k) for k, _ in pytree.tree_flatten_with_path(layer.cache)[0]]
     assert keys == [".content", ".rope", ".scale"]
+
+
+def test_a_cache_of_16_bits_is_one_leaf() -> None:
+    cache = snapmla.PagedKVCache.allocate(2, 64, device="cpu", dtype=torch.float16, num_kv_heads=3)
+    leaves, spec = pytree.tree_flatten({"cache": cache})
+    assert len(leaves) == 1 and leaves[0] is cache.kv
+    again = pytree.tree_unflatten(leaves, spec)["cache"]
+    assert again.num_kv_heads == 3 and again.place == cache.place and again.scale is None
+    assert pytree.tree_map(lambda t: tuple(t.shape), cache).kv == (2, 64, 3, 576)
+    assert spec != pytree.tree_structure({"cache": Layer("cpu").cache})
 
 
 def test_plans_of_other_shapes_have_other_structure() -> None:

@@ -46,6 +46,8 @@ def tokens(n: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def cache(layout: str) -> snapmla.PagedKVCache:
+    if layout == "rows":  # of 16 bits, of which another layer's lie between
+        return snapmla.PagedKVCache.from_tensors(torch.randn(PAGES, 2, PAGE, 576).bfloat16()[:, 1])
     if layout == "strided":  # pages of another layer lie between
         pool = torch.empty((PAGES, 2, PAGE * 644), dtype=torch.uint8)
         made = snapmla.PagedKVCache.from_tensors(*layouts.views_of(pool[:, 1], None, None))
@@ -204,7 +206,7 @@ def rotated(seed: int) -> tuple[Any, ...]:
 OPERATIONS = {
     **{
         f"append_kv {layout}": Operation(snapmla.append_kv, appended(layout), ("append_kv",))
-        for layout in ("split", "paged", "row640", "strided")
+        for layout in ("split", "paged", "row640", "strided", "rows")
     },
     "rope_append_kv": Operation(
         lambda *a: snapmla.rope_append_kv(*a[:6], is_neox=True, norm_weight=a[6]), rotated,
@@ -277,6 +279,15 @@ OPERATIONS = {
             c, where, cu_seqlens=begins, seq_starts=starts, out=out
         ),
         lambda s: (cache("paged"), table(s), *chunks(s), torch.zeros(7, 576)),
+        ("fetch_dequant_out",),
+    ),
+    "fetch_dequant rows": Operation(
+        lambda c, where, begins, starts, out: snapmla.fetch_dequant(
+            c, where, cu_seqlens=begins, seq_starts=starts, out=out
+        ),
+        lambda s: (
+            cache("rows"), table(s), *chunks(s), torch.zeros(7, 576, dtype=torch.bfloat16)
+        ),
         ("fetch_dequant_out",),
     ),
     "fetch_dequant out": Operation(

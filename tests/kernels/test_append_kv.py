@@ -76,6 +76,49 @@ def test_append_kv(
     assert bad.sum() >= 3 and torch.equal(sigma[kept].isnan(), bad)
 
 
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(
+    ("in_dtype", "cache_dtype", "index_dtype", "page_size", "heads", "strided"),
+    [
+        ("bf16", "bf16", "i32", 16, 1, False),
+        ("f16", "f16", "i32", 192, 3, True),
+        ("f32", "bf16", "i32", 64, 2, True),
+    ],
+)
+def test_append_rows(
+    target: str,
+    in_dtype: str,
+    cache_dtype: str,
+    index_dtype: str,
+    page_size: int,
+    heads: int,
+    strided: bool,
+) -> None:
+    """Values as they are, NaN's and infinity's bits too; nothing else of the pool is written."""
+    device, dtype = device_of(target), DTYPES[cache_dtype]
+    n, pages = 41, 128 // page_size + 2
+    c, r = latents((n * heads,), DTYPES[in_dtype])
+    slots = torch.randperm(pages * page_size)[:n]
+    slots[5], slots[17], slots[40] = -1, pages * page_size, torch.iinfo(INDEX[index_dtype]).max
+    kept = (slots >= 0) & (slots < pages * page_size)
+    memory = torch.full((pages, heads, page_size + 1, 584), 7.0, dtype=dtype, device=device)
+    kv = memory[:, :, 1:, 8:].transpose(1, 2)
+    run = kernel(
+        target, op="append_kv", in_dtype=in_dtype, index_dtype=index_dtype, cache_dtype=cache_dtype
+    )
+    inputs = joint(c, r) if strided else (c, r)
+    slot_mapping = slots.to(INDEX[index_dtype]).to(device)
+    run(kv, *(x.to(device) for x in inputs), slot_mapping)
+    want = torch.full(memory.shape, 7.0, dtype=dtype)
+    rows = torch.cat([c, r], 1).view(n, heads, 576)[kept].to(dtype)
+    at = slots[kept] // page_size, slots[kept] % page_size
+    want[:, :, 1:, 8:].transpose(1, 2)[at] = rows
+    assert rows.isnan().any() and rows.isinf().any()
+    if in_dtype == cache_dtype:
+        assert torch.equal(memory.cpu().view(torch.int16), want.view(torch.int16))
+    assert_same(memory.cpu(), want)
+
+
 @pytest.mark.parametrize("n", [0, 1])
 def test_append_kv_few(n: int) -> None:
     pool = allocate_pool(2, 16, "split", torch.device("cpu"), 0)
@@ -120,3 +163,17 @@ def test_pool_beyond_4_gib() -> None:
     kernel("sm_90a", op="fetch_dequant", mode="pages")(*cache, table, length, *out)
     assert_same(out[0][0], content[[1, 3]].bfloat16())
     assert_same(out[1][0], rope[[1, 3]].bfloat16())
+
+
+def test_rows_beyond_4_gib() -> None:
+    kv = far_apart(torch.bfloat16, 576).unsqueeze(2)
+    c, r = latents((5,), torch.bfloat16)
+    slots = torch.tensor([31, 16, 0, 17, 5], dtype=torch.int32)
+    kernel("sm_90a", op="append_kv", cache_dtype="bf16")(kv, c, r, slots)
+    rows = torch.cat([c, r], 1)
+    assert_same(torch.stack([kv[s // 16, s % 16, 0] for s in slots.tolist()]), rows)
+    table, begins = torch.tensor([[1]], dtype=torch.int32), torch.tensor([0, 2], dtype=torch.int32)
+    out = outputs((2, 1), torch.bfloat16, "cpu", True)
+    fetch = kernel("sm_90a", op="fetch_dequant", mode="ragged", cache_dtype="bf16")
+    fetch(kv, table, begins, torch.zeros(0, dtype=torch.int32), *out)
+    assert_same(torch.cat(out, -1)[:, 0], rows[[1, 3]])

@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from snapmla import PagedKVCache
-from snapmla.testing import fetched
+from snapmla.testing import fetched, selfcheck
 from tests.support.bits import assert_same
 from tests.support.cases import allocate_pool
 from tests.support.needs import TARGETS, needs_kernels
@@ -125,6 +125,42 @@ def test_fetch_ragged(target: str, dtype: str, layout: str, page_size: int, slic
     want = fetched.rows_at(cache, slots, DTYPES[dtype], 7.0)
     assert_same(out[0], want[0])
     assert_same(out[1], want[1])
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(
+    ("mode", "dtype", "cache_dtype", "page_size", "heads", "slices"),
+    [
+        ("pages", "f16", "f16", 192, 2, True),
+        ("ragged", "bf16", "bf16", 16, 1, True),
+        ("indices", "f32", "f16", 64, 3, False),
+    ],
+)
+def test_fetch_rows(
+    target: str, mode: str, dtype: str, cache_dtype: str, page_size: int, heads: int, slices: bool
+) -> None:
+    """16-bit rows whose heads lie before tokens; pages that nobody asks for are NaN."""
+    device, own = device_of(target), DTYPES[cache_dtype]
+    cache, table, lengths = selfcheck.filled_rows((75, 0, 33), page_size, own, heads, strided=True)
+    assert cache.kv is not None
+    tables: tuple[torch.Tensor, ...] = (table, lengths)
+    if mode == "pages":
+        slots = fetched.padded_slots(table, lengths, page_size, 80)
+    elif mode == "ragged":
+        begins, starts = packed([30, 0, 19]), torch.tensor([45, 0, 14], dtype=torch.int32)
+        tables = (table, begins, starts)
+        slots = fetched.packed_slots(table, begins, starts, cache, 53)
+        assert (slots >= 0).sum() == 30 + 19
+    else:
+        slots = fetched.padded_slots(table, lengths, page_size, 75).flatten()[::3]
+        slots = torch.where(slots < 0, fetched.ZEROS, slots)
+        tables = (slots.int(),)
+    out = outputs((*slots.shape, heads), DTYPES[dtype], device, slices)
+    run = kernel(target, op="fetch_dequant", in_dtype=dtype, mode=mode, cache_dtype=cache_dtype)
+    run(cache.kv.to(device), *(t.to(device) for t in tables), *out)
+    for got, want in zip(out, fetched.rows_at(cache, slots, DTYPES[dtype], 7.0), strict=True):
+        assert_same(got, want)
+        assert not want.isnan().any()
 
 
 @functools.cache

@@ -84,6 +84,25 @@ def append_arguments() -> dict[str, Any]:
     }
 
 
+def latent_cache(heads: int = 1, dtype: torch.dtype = BF16) -> PagedKVCache:
+    """A cache of 16 bits."""
+    rows = torch.zeros((PAGES, P, heads, 576), dtype=dtype)
+    return PagedKVCache.from_tensors(rows)
+
+
+def append_rows_arguments() -> dict[str, Any]:
+    return {
+        **append_arguments(),
+        "cache": latent_cache(3),
+        "c_kv": torch.zeros((5, 3, 512), dtype=BF16),
+        "k_rope": torch.zeros((5, 3, 64), dtype=BF16),
+    }
+
+
+def fetch_rows_arguments() -> dict[str, Any]:
+    return {**fetch_arguments(), "cache": latent_cache(3), "out": torch.zeros(B, 9, 3, 576)}
+
+
 def quantize_arguments() -> dict[str, Any]:
     return {
         "q_nope": torch.zeros((B, S_Q, H, 512), dtype=BF16),
@@ -246,6 +265,8 @@ WRONG: dict[str, list[Row]] = {
          "call snapmla.quantize_q(q_nope, q_rope)"),
         ("cache", torch.zeros(4, 64, 576), TypeError, "cache: .*PagedKVCache.*from_tensors",
          "PagedKVCache.from_tensors wraps existing"),
+        ("cache", latent_cache(), ValueError, "cache: expected an FP8 cache, got one of bfloat16 rows",
+         "decode reads FP8 caches only"),
         ("block_table", torch.zeros((B, WIDTH), dtype=I64), TypeError,
          r"block_table: expected dtype int32, got int64 \(use \.to\(torch\.int32\) once",
          "use .to(torch.int32) once when you build"),
@@ -388,7 +409,25 @@ WRONG: dict[str, list[Row]] = {
         ("slot_mapping", torch.zeros(5, dtype=I32, **META), ValueError, "slot_mapping: .*meta",
          "move it with .to('cpu') when you build it"),
     ],
+    "append_rows": [
+        ("c_kv", torch.zeros((5, 512), dtype=BF16), ValueError,
+         r"c_kv: expected shape \(n, 3, 512\), got \(5, 512\)", "the latent alone"),
+        ("c_kv", torch.zeros((3, 5, 512), dtype=BF16).transpose(0, 1), ValueError,
+         "c_kv: expected rows evenly spaced over tokens and heads, got strides", "call .contiguous()"),
+        ("c_kv", torch.zeros((5, 4, 512), dtype=BF16)[:, :3], ValueError,
+         "c_kv: expected rows evenly spaced over tokens and heads, got strides", "call .contiguous()"),
+        ("k_rope", torch.zeros((3, 5, 64), dtype=BF16).transpose(0, 1), ValueError,
+         "k_rope: expected rows evenly spaced over tokens and heads, got strides", "call .contiguous()"),
+        ("k_rope", torch.zeros((5, 1, 64), dtype=BF16), ValueError,
+         r"k_rope: expected shape \(5, 3, 64\), got \(5, 1, 64\)", "one row for each row of c_kv"),
+        ("slot_mapping", torch.zeros(15, dtype=I32), ValueError,
+         r"slot_mapping: expected shape \(5,\), got \(15,\)", "one slot for each row of c_kv"),
+        ("cache", latent_cache(), ValueError, r"c_kv: expected shape \(n, 512\), got \(5, 3, 512\)",
+         "the latent alone"),
+    ],
     "rope_append_kv": [
+        ("cache", latent_cache(), ValueError, "cache: expected an FP8 cache, got one of bfloat16 rows",
+         "rotate and normalise the tokens, then snapmla.append_kv"),
         ("cache", None, TypeError, "cache: expected a snapmla.PagedKVCache, got NoneType",
          "PagedKVCache.from_tensors wraps existing"),
         ("c_kv", torch.zeros(5, 576, dtype=BF16), ValueError, r"c_kv: expected shape \(n, 512\)",
@@ -506,6 +545,12 @@ WRONG: dict[str, list[Row]] = {
          "cache_seqlens: expected None beside flat indices, got a Tensor", "one length for each"),
         ("where", torch.zeros(5, dtype=torch.int16), TypeError,
          "indices: expected dtype int32 or int64, got int16", "use .to(torch.int32) once when you build"),
+    ],
+    "fetch_rows": [
+        ("out", torch.zeros(B, 9, 576), ValueError,
+         r"out: expected shape \(2, tokens, 3, 576\), got \(2, 9, 576\)", "have it allocated"),
+        ("out", (torch.zeros(B, 9, 3, 512), torch.zeros(B, 9, 64)), ValueError,
+         r"out\[1\]: expected shape \(2, 9, 3, 64\), got \(2, 9, 64\)", "leave out= away"),
     ],
     "fetch_dequant_chunks": [
         ("where", torch.zeros(5, dtype=I32), ValueError,
@@ -633,6 +678,14 @@ WRONG: dict[str, list[Row]] = {
          "scale: expected dtype float32, got float16", ".to(torch.float32)"),
         ("scale", torch.zeros((PAGES, P, 1)), ValueError,
          r"scale: expected shape \(4, 64\), got \(4, 64, 1\)", "drop the dimension of 1"),
+    ],
+    "from_rows": [
+        ("content", torch.zeros((PAGES, 48, 576), dtype=BF16), ValueError,
+         "page_size: expected 16, 32 or a multiple of 64, got 48", "the nearest is 32"),
+        ("content", torch.zeros((PAGES, P, 512), dtype=BF16), ValueError,
+         r"content: expected shape \(num_pages, page_size, 576\)", "docs/formats.md draws them"),
+        ("content", ones(PAGES, P, 512), ValueError, "rope: expected a tensor beside FP8 content, got None",
+         "content, rope and scale make an FP8 cache"),
     ],
     "plan_decode": [
         ("cache_seqlens", torch.ones(B, dtype=I64), TypeError, "cache_seqlens: .*int64",
@@ -903,14 +956,17 @@ WRONG: dict[str, list[Row]] = {
 RIGHT: dict[str, Callable[[], dict[str, Any]]] = {
     "decode": decode_arguments,
     "append_kv": append_arguments,
+    "append_rows": append_rows_arguments,
     "rope_append_kv": rope_append_arguments,
     "rope_quantize_q": rope_quantize_arguments,
     "quantize_q": quantize_arguments,
     "fetch_dequant": fetch_arguments,
+    "fetch_rows": fetch_rows_arguments,
     "fetch_dequant_chunks": chunk_arguments,
     "merge_state": merge_arguments,
     "merge_states": merge_list_arguments,
     "from_tensors": cache_arguments,
+    "from_rows": lambda: {"content": torch.zeros((PAGES, P, 576), dtype=BF16)},
     "plan_decode": plan_arguments,
     "allocate": lambda: {"num_pages": 2, "page_size": 64, "layout": "split", "device": "cpu"},
     "query": query_arguments,
@@ -931,13 +987,16 @@ RIGHT: dict[str, Callable[[], dict[str, Any]]] = {
     "dequantize_ckv_fused_indexed": pool_fetch_arguments,
 }  # fmt: skip
 NO_LAUNCH = {
-    "from_tensors", "allocate", "query", "with_workspace", "PlanCache", "PlanCache.release", "explain",
+    "from_tensors", "from_rows", "allocate", "query", "with_workspace", "PlanCache", "PlanCache.release", "explain",
 }  # fmt: skip
 METHODS: dict[str, Callable[..., Any]] = {
     "from_tensors": PagedKVCache.from_tensors,
+    "from_rows": PagedKVCache.from_tensors,
     "allocate": PagedKVCache.allocate,
     "query": QuantizedQuery,
+    "append_rows": snapmla.append_kv,
     "fetch_dequant_chunks": snapmla.fetch_dequant,
+    "fetch_rows": snapmla.fetch_dequant,
     "update_": lambda **arguments: plan().update_(**arguments),
     "with_workspace": lambda **arguments: plan().with_workspace(**arguments),
     "PlanCache.get": lambda **arguments: plan_cache().get(**arguments),
@@ -950,6 +1009,7 @@ QUICK = {
     "flash_mla_ckv_fp8_per_token": ("out", "lse"),
     "quantize_and_cache_k": ("k_lora_cache", "k_lora_scale_cache", "k_rope_cache"),
     "append_kv": (),
+    "append_rows": (),
     "quantize_q": (),
     "update_": (),
 }
