@@ -210,9 +210,8 @@ def _traced_fetch(
     if out is None:
         return torch.ops.snapmla.fetch_dequant(*common, dtype, **chunks, total=tokens.total)
     if tokens.total is not None:
-        rows(
-            tokens, cache.page_size, cache.num_kv_heads, given=True
-        )  # the operator takes no total beside out
+        # the operator takes no total beside out
+        rows(tokens, cache.page_size, cache.num_kv_heads, given=True)
     if isinstance(out, torch.Tensor):
         out = out[..., :KV_LORA_RANK], out[..., KV_LORA_RANK:]
     torch.ops.snapmla.fetch_dequant_out(*common, *out, **chunks)

@@ -1,4 +1,4 @@
-"""A cached token as the kernels see it that write or read whole rows: two formats, one interface.
+"""A cached token as append and fetch see it: two formats, one interface for reading.
 
     Fp8Cache   e4m3 content, RoPE in bf16 divided by the token's scale, the scale; one head
     Rows16     rows of 576 16-bit channels as they are, content before RoPE; any number of heads
@@ -127,9 +127,6 @@ class Rows16(NamedTuple):
             compat.store_words(ptr, converted(words, dt, own))
         ptr = to + (KV_LORA_RANK + lane * ROPE_PER_LANE)
         compat.store_words(ptr, converted(rope_words, dt, own))
-
-
-Cache = Fp8Cache | Rows16
 
 
 def converted(words: list[Any], dt: Any, to: Any) -> list[Any]:

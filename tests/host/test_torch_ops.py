@@ -275,7 +275,7 @@ def test_compiled_append_and_fetch_of_16_bits(heads: int) -> None:
         pool = torch.zeros((3, 16, heads, 576), dtype=torch.bfloat16)
         cache = snapmla.PagedKVCache.from_tensors(memory[:, 1])
         tokens = torch.randn(5, *own, 576).bfloat16()
-        slots = torch.tensor([3, 40, -1, 17, 0])
+        slots = torch.tensor([3, 40, -1, 17, 0], dtype=torch.int32)
         torch._dynamo.reset()
         run = torch.compile(body, fullgraph=True, backend="aot_eager") if compiled else body
         results.append((*run(cache, pool, tokens, slots), memory, pool))
@@ -371,8 +371,8 @@ def test_opcheck_of_16_bits(name: str) -> None:
     kv = torch.zeros((3, 16, 2, 576), dtype=torch.float16)
     c_kv, k_rope = torch.ones((5, 2, 512)).half(), torch.ones((5, 2, 64)).half()
     rest: dict[str, tuple[Any, ...]] = {
-        "append_kv": (c_kv, k_rope, torch.arange(5)),
-        "fetch_dequant": (torch.arange(4).int(), None, torch.float16),
+        "append_kv": (c_kv, k_rope, torch.arange(5).int()),
+        "fetch_dequant": (torch.zeros(1, 2).int(), torch.tensor([5]).int(), torch.float16),
     }
     operator = getattr(torch.ops.snapmla, name).default
     torch.library.opcheck(operator, (kv, None, None, *rest[name]))
