@@ -72,10 +72,13 @@ class PagedTma:
         )
         out = []
         for plane, t, layout in zip(self.format.planes, tensors, layouts, strict=True):
-            view = cute.make_tensor(
-                cute.recast_ptr(t.iterator, dtype=plane.dtype),
-                cute.select(t.layout, mode=[1, 2, 0]),
-            )
+            order = [1, 2, 0]
+            if const_expr(cute.rank(t) == 4):  # (pages, P, KV heads, width)
+                order = [1, 3, 2, 0]
+            layout_of = cute.select(t.layout, mode=order)
+            if const_expr(cute.rank(t) == 4):
+                layout_of = cute.group_modes(layout_of, 2, 4)
+            view = cute.make_tensor(cute.recast_ptr(t.iterator, dtype=plane.dtype), layout_of)
             one, tiler = one_stage(layout), (self.work.box, plane.width)
             box = cute.make_composed_layout(
                 one.inner, 0, cute.get(cute.zipped_divide(one.outer, tiler), mode=[0])
@@ -165,13 +168,15 @@ class PagedTma:
     @cute.jit
     def produce_kv(
         self, st, layouts, k_pipe, loaded, work, span, num_pages, copy_scales, loaded_q=None,
-        mark=None,
+        mark=None, kv_heads=None,
     ):  # fmt: skip
         """One warp: for each tile, every plane and the scales into the next free stage.
 
         ``copy_scales(page, part, box, stage, bar)`` is run by one lane for every box; None without.
         ``loaded_q``: planes of the queries where their tiles pass through this ring, and the call.
         ``mark(is_first)`` is run behind each tile's copies; None without.
+        ``kv_heads``: divisor by their number where the cache has several: sequence i reads head
+        i % heads; None where a page has none.
         """
         lane = cute.arch.lane_idx()
         rank, extra = self.cluster_copy()
@@ -186,6 +191,8 @@ class PagedTma:
         landed = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
         for i in cutlass.range(span[0], span[1], unroll=1):
             batch, first, last, _ = self.work.item_at(work, i)
+            if const_expr(kv_heads is not None):
+                _, head = divmod(batch, kv_heads)
             if const_expr(loaded_q is not None):
                 self._fill_with_q(
                     k_pipe, kst, q_planes, self.work.rows_at(work, call, i, self.rows)
@@ -206,8 +213,9 @@ class PagedTma:
                 for j in cutlass.range_constexpr(self.work.boxes):
                     p = cute.arch.make_warp_uniform(cute.arch.shuffle_sync(now, j))
                     at = [target[None, j, kst.index] for target, _ in planes]
+                    page_at = p if const_expr(kv_heads is None) else (head, p)
                     for x in cutlass.range_constexpr(len(planes)):
-                        source = planes[x][1][None, part, p]
+                        source = planes[x][1][None, part, page_at]
                         cute.copy(loaded[x].atom, source, at[x], tma_bar_ptr=bar, **extra)
                     if const_expr(copy_scales is not None):
                         with cute.arch.elect_one():

@@ -1,0 +1,3 @@
+"""stub"""
+class FewRows:
+    registers = (40, 120, 160)
