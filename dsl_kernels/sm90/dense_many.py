@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-import cutlass.pipeline as pipeline
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warp, warpgroup
@@ -30,14 +29,12 @@ from cutlass.cute.nvgpu import warp, warpgroup
 from .. import compat
 from ..common.barriers import warps_meet
 from ..common.epilogue import Held, Shared, finish_row, write_rows
-from ..common.frames import NEVER
-from ..common.smem import array, staged, struct_of
+from ..common.smem import staged
 from ..common.types import ROW_MAJOR, U16, U32
 from ..dims import HEAD_DIM_QK
-from ..dims import KV_LORA_RANK as D
 from ..dims import TOKEN_TILE as TILE
-from ..stamp import Stamp
 from .block_softmax import ROWS_ON_M, maxima, store_words_of_p
+from .dense_form import HALF, Form
 from .dense_frames import move_frame
 from .dense_parts import (
     INV_RING,
@@ -45,7 +42,6 @@ from .dense_parts import (
     SOFTMAX_WARPS,
     WARPGROUP,
     Barrier,
-    Cta,
     Layouts,
     Parts,
     k_layout,
@@ -53,7 +49,6 @@ from .dense_parts import (
 from .fragments import mask
 from .wgmma import issue, tiled_mma
 
-HALF = D // 2  # channels of a P.V warpgroup
 # N of its WGMMAs: ptxas takes no instruction of more registers than the launch grants a thread,
 # 128, and m64n256 has as many accumulators alone
 PV_N = 128
@@ -61,15 +56,13 @@ REGISTER_STEPS = 24  # of Q.K's 36 whose Q operand is in registers
 LINE_BLOCK = TILE * 128  # bytes of 64 channels of a tile: 64 swizzled lines
 
 
-class ManyRows:
+class ManyRows(Form):
     """The form with rows on M."""
 
-    registers = (32, 160, 160)  # of producers, softmax, P.V
+    registers = (32, 160, 160)
 
     def __init__(self, parts: Parts):
-        self.parts = parts
-
-    # ---------------------------------------------------------------- host half
+        super().__init__(parts, ROWS_ON_M)
 
     def layouts(self) -> Layouts:
         k = k_layout(sm90.make_smem_layout_b, self.parts)
@@ -77,17 +70,6 @@ class ManyRows:
         q = make(ROW_MAJOR, (*shape, HEAD_DIM_QK), self.parts.dtype, self.parts.q_stages)
         p = make(ROW_MAJOR, (*shape, TILE), self.parts.dtype, 1)
         return Layouts(q, k, self.parts.of_stages(p))
-
-    def storage(self, layouts: Layouts):
-        return struct_of(
-            **self.parts.loads.fields,
-            **self.parts.p_ring.field,
-            **INV_RING.field,
-            flag=array(Int32, SOFTMAX_WARPS * self.parts.stages, 16),  # did a row of w's move?
-            gamma=array(Float32, ROWS_OF_CTA * self.parts.stages, 16),
-            inv=array(Float32, ROWS_OF_CTA, 16),  # 1 / row sum
-            **self.parts.tile_fields(layouts),
-        )
 
     def score_mmas(self):
         """Q from registers, from shared memory."""
@@ -97,11 +79,6 @@ class ManyRows:
 
     def pv_mma(self):
         return tiled_mma(self.parts.dtype, PV_N, b_mn=True)
-
-    @cute.jit
-    def init_barriers(self, st):
-        self.parts.p_ring.init(st)
-        INV_RING.init(st)
 
     # ---------------------------------------------------------------- softmax warpgroup
 
@@ -113,8 +90,9 @@ class ManyRows:
         return row * 128 + ((lane // 16) ^ (row % 8)) * 16
 
     @cute.jit
-    def load_q(self, st, line, rQ):
+    def take_q(self, st, operands):
         """The Q tile -> A fragments of the first steps."""
+        rQ, _, _, line = operands
         ldsm = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), U16)
         words = cute.recast_tensor(rQ, U32)
         base = st.qc.data_ptr().toint()
@@ -127,67 +105,29 @@ class ManyRows:
             for i in cutlass.range_constexpr(4):
                 words[4 * x + i] = four[i]
 
-    @cute.jit
-    def softmax_loop(self, cta: Cta):
-        """The role, from the first item to the last."""
-        tidx, _, _ = cute.arch.thread_idx()
-        lane = tidx % 32
-        wwarp = cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
-        st, gmem = cta.st, cta.gmem
-        operands = self.score_operands(st, cta.layouts)
-        line = self.lane_line(wwarp, lane)
-        m_ref, l_run, factor = (cute.make_rmem_tensor((2,), Float32) for _ in range(3))
-        limit = cute.make_rmem_tensor((2,), Int32)
-        qst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
-        kst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.parts.stages)
-        items = Int32(0)
-        span = self.parts.work.items_of(gmem.work, cta.part)
-        for i in cutlass.range(span[0], span[1], unroll=1):
-            batch, first, last, slot = self.parts.work.item_at(gmem.work, i)
-            rows = self.parts.work.rows_at(gmem.work, cta.call, i, ROWS_OF_CTA)
-            for x in cutlass.range_constexpr(2):
-                row = ROWS_ON_M.row_at(wwarp, lane, x)
-                factor[x], limit[x] = self.parts.row_facts(cta, batch, rows, row)
-            ragged_from = cute.arch.make_warp_uniform(
-                self.parts.work.ragged_from(gmem.work, cta.call, batch, rows)
-            )
-            m_ref.fill(NEVER)
-            l_run.fill(0.0)
-            cta.q_pipe.consumer_wait(qst)
-            self.load_q(st, line, operands[0])
-            rows_in = (factor, limit, ragged_from)
-            for tile in cutlass.range(first, last, unroll=1):
-                cta.k_pipe.consumer_wait(kst)
-                self.parts.stamps.put(gmem.results, Stamp.FIRST_TILE, kst.count == 0)
-                self.block(cta, tile, operands, kst, line, rows_in, (m_ref, l_run))
-                kst.advance()
-            cta.q_pipe.consumer_release(qst)
-            qst.advance()
-            self.parts.stamps.put(gmem.results, Stamp.SOFTMAX_END)
-            self.finish_rows(cta, (items & 1) ^ 1, m_ref, l_run, slot, rows)
-            items += 1
-
     def score_operands(self, st, layouts):
-        """(Q's first steps in registers, all of Q in shared memory, K in the ring)."""
+        """(Q's first steps in registers, all of Q in shared memory, K in the ring, lane's line)."""
         tidx, _, _ = cute.arch.thread_idx()
+        wwarp = cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
         mma_r, mma_s = self.score_mmas()
         thr_s = mma_s.get_slice(tidx % WARPGROUP)
         return (
             mma_r.make_fragment_A(mma_r.partition_shape_A((ROWS_OF_CTA, 16 * REGISTER_STEPS))),
             mma_s.make_fragment_A(thr_s.partition_A(staged(st.qc, layouts.q))),
             mma_s.make_fragment_B(thr_s.partition_B(staged(st.kc, layouts.k))),
+            self.lane_line(wwarp, tidx % 32),
         )
 
     @cute.jit
-    def block(self, cta, tile, operands, kst, line, rows_in, rows_out):
-        """S -> P of one block, handed over."""
+    def block(self, cta, tile, operands, stages, blocks, rows_in, rows_out):
         tidx, _, _ = cute.arch.thread_idx()
         lane = tidx % 32
         wwarp = cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
         st, (factor, limit, ragged_from), (m_ref, l_run) = cta.st, rows_in, rows_out
-        (rQ, sQ, sK), (mma_r, mma_s) = operands, self.score_mmas()
+        (rQ, sQ, sK, line), (mma_r, mma_s) = operands, self.score_mmas()
+        q_stage, stage = stages
         acc_S = cute.make_rmem_tensor(mma_s.partition_shape_C((ROWS_OF_CTA, TILE)), Float32)
-        sQ_now, sK_now = sQ[None, None, None, 0], sK[None, None, None, kst.index]
+        sQ_now, sK_now = sQ[None, None, None, q_stage], sK[None, None, None, stage]
         warpgroup.fence()
         issue(mma_r, acc_S, rQ, sK_now, accumulate=False, last=REGISTER_STEPS)
         issue(mma_s, acc_S, sQ_now, sK_now, accumulate=True, first=REGISTER_STEPS)
@@ -214,7 +154,6 @@ class ManyRows:
         words = cute.recast_tensor(p16, U32)
         any_moved = cute.arch.vote_any_sync(moved)
         warps_meet(Barrier.SOFTMAX, SOFTMAX_WARPS)  # all have read the RoPE columns
-        stage = kst.index
         p_at = self.parts.rope(st).toint() + stage * (TILE * HEAD_DIM_QK * 2)
         for x in cutlass.range_constexpr(4):
             store_words_of_p([words[4 * x + i] for i in range(4)], p_at + (line ^ (32 * x)))
@@ -229,11 +168,9 @@ class ManyRows:
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
         self.parts.p_ring.arrive_full_if(st, stage, lane == 0)
-        cta.k_pipe.consumer_release(kst)
 
     @cute.jit
     def finish_rows(self, cta, inv_phase, m_ref, l_run, slot, rows):
-        """Row sums of an item -> 1/l for the P.V warps, LSE to memory."""
         tidx, _, _ = cute.arch.thread_idx()
         st, lane = cta.st, tidx % 32
         wwarp = cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
@@ -254,83 +191,44 @@ class ManyRows:
 
     # ---------------------------------------------------------------- P.V warpgroups
 
-    @cute.jit
-    def pv_loop(self, cta: Cta, half):
+    def pv_operands(self, st, layouts, half):
+        """(P, V of each ``PV_N`` of the half's channels)."""
         tidx, _, _ = cute.arch.thread_idx()
-        st, layouts, _, k_pipe, gmem, call, part = cta
-        span = self.parts.work.items_of(gmem.work, part)
         mma_o = self.pv_mma()
-        thr_o, s_v = mma_o.get_slice(tidx % WARPGROUP), self.v_tiles(st)
-        rP = mma_o.make_fragment_A(thr_o.partition_A(self.p_tiles(st, layouts)))
-        rV = [
-            mma_o.make_fragment_B(
-                thr_o.partition_B(cute.local_tile(s_v, (PV_N, TILE), (2 * half + x, 0, None)))
-            )
+        thr_o, s_v = mma_o.get_slice(tidx % WARPGROUP), self.v_tiles(st, sm90.make_smem_layout_b)
+        parts = [
+            cute.local_tile(s_v, (PV_N, TILE), (HALF // PV_N * half + x, 0, None))
             for x in range(HALF // PV_N)
         ]
-        shape = mma_o.partition_shape_C((ROWS_OF_CTA, PV_N))
-        acc_O = [cute.make_rmem_tensor(shape, Float32) for _ in range(HALF // PV_N)]
-        kst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.parts.stages)
-        inv_phase = Int32(0)
-        for i in cutlass.range(span[0], span[1], unroll=1):
-            batch, first, last, _ = self.parts.work.item_at(gmem.work, i)
-            rows = self.parts.work.rows_at(gmem.work, call, i, ROWS_OF_CTA)
-            seqlen = self.parts.work.seqlen_of(gmem.work, batch)
-            ragged_from = self.parts.work.ragged_from(gmem.work, call, batch, rows)
-            for x in cutlass.range_constexpr(HALF // PV_N):
-                acc_O[x].fill(0.0)
-            for tile in cutlass.range(first, last, unroll=1):
-                k_pipe.consumer_wait(kst)
-                self.parts.p_ring.wait_full(st, kst.index, kst.phase)
-                if (tile + 1) * TILE > ragged_from:  # P being there means that Q.K has read K
-                    at = tile * TILE
-                    self.parts.values.clear(
-                        st, kst.index, ragged_from - at, seqlen - at, 4 * half, 4,
-                        Barrier.PV + half,
-                    )  # fmt: skip
-                self.pv_block(st, acc_O, rP, rV, kst)
-                cute.arch.sync_warp()  # one lane frees the stage for all: their reads come first
-                k_pipe.consumer_release(kst)
-                kst.advance()
-            self.parts.stamps.put(gmem.results, Stamp.PRODUCTS_END, half == 0)
-            _, _, _, slot = self.parts.work.item_at(gmem.work, i)  # again: registers
-            rows = self.parts.work.rows_at(gmem.work, call, i, ROWS_OF_CTA)
-            self.write_rows(st, gmem.results, inv_phase, acc_O, slot, rows, half)
-            self.parts.stamps.put(gmem.results, Stamp.ROWS_WRITTEN + half)
-            inv_phase = inv_phase ^ 1
+        return (
+            mma_o.make_fragment_A(thr_o.partition_A(self.p_tiles(st, layouts))),
+            [mma_o.make_fragment_B(thr_o.partition_B(v)) for v in parts],
+        )
 
-    def p_tiles(self, st, layouts):
-        """P (64, 64 tokens, stage)."""
-        pointer = cute.recast_ptr(self.parts.rope(st), layouts.p.inner, dtype=self.parts.dtype)
-        return cute.make_tensor(pointer, layouts.p.outer)
-
-    def v_tiles(self, st):
-        """V (512, 64 tokens, stage)."""
-        return staged(st.kc, self.parts.v_layout(sm90.make_smem_layout_b))
+    def accumulators(self):
+        shape = self.pv_mma().partition_shape_C((ROWS_OF_CTA, PV_N))
+        return [cute.make_rmem_tensor(shape, Float32) for _ in range(HALF // PV_N)]
 
     @cute.jit
-    def pv_block(self, st, acc_O, rP, rV, kst):
-        """O = gamma O + P V of one tile."""
+    def pv_block(self, st, acc_O, operands, stage):
         tidx, _, _ = cute.arch.thread_idx()
         lane, wwarp = tidx % 32, cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
-        stages = self.parts.stages
-        flags = st.flag.get_tensor(cute.make_layout((SOFTMAX_WARPS, stages)))
-        if cute.arch.make_warp_uniform(flags[wwarp, kst.index]) != 0:
-            gamma_s = st.gamma.get_tensor(cute.make_layout((ROWS_OF_CTA, stages)))
-            gamma = [gamma_s[ROWS_ON_M.row_at(wwarp, lane, x), kst.index] for x in range(2)]
+        if cute.arch.make_warp_uniform(self.flags(st)[wwarp, stage]) != 0:
+            gamma_s = st.gamma.get_tensor(cute.make_layout((ROWS_OF_CTA, self.parts.stages)))
+            gamma = [gamma_s[ROWS_ON_M.row_at(wwarp, lane, x), stage] for x in range(2)]
             for acc in acc_O:
                 for v in cutlass.range_constexpr(PV_N // 2):
                     acc[v] = acc[v] * gamma[v // 2 % 2]
         warpgroup.fence()
+        rP, rV = operands
         for acc, v in zip(acc_O, rV):
-            rV_now = v[None, None, None, kst.index]
-            issue(self.pv_mma(), acc, rP[None, None, None, kst.index], rV_now, accumulate=True)
+            rV_now = v[None, None, None, stage]
+            issue(self.pv_mma(), acc, rP[None, None, None, stage], rV_now, accumulate=True)
         warpgroup.commit_group()
         warpgroup.wait_group(0)
 
     @cute.jit
     def write_rows(self, st, results, inv_phase, acc_O, slot, rows, half):
-        """Normalised O fragment -> rows, one of the thread's two after the other."""
         tidx, _, _ = cute.arch.thread_idx()
         lane, quad = tidx % 32, tidx % 4
         wwarp = cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
