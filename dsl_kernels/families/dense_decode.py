@@ -44,4 +44,9 @@ FAMILY = Family(
     points=points,
     helper=False,
     token_tile=lambda _arch, _values: TOKEN_TILE,
+    # both forms, both dtypes; the rest is of the same sources and runs with the whole matrix
+    everyday=(
+        {"pipeline": "split", "row_tile": 16, "page_size": 16, "dtype": "f16"},
+        {"pipeline": "split", "row_tile": 64, "page_size": 64, "dtype": "bf16"},
+    ),
 )

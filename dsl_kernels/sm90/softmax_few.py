@@ -29,7 +29,7 @@ class FewRowsSoftmax(AcrossWarps, SoftmaxRole):
     """The form with tokens on M."""
 
     inv_ring = INV_RING
-    fields = AcrossWarps.exchange_fields
+    fields = staticmethod(AcrossWarps.exchange_fields)
 
     def __init__(self, parts: Parts):
         super().__init__(parts, TokensOnM(parts.rows))
