@@ -191,8 +191,6 @@ class PagedTma:
         landed = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
         for i in cutlass.range(span[0], span[1], unroll=1):
             batch, first, last, _ = self.work.item_at(work, i)
-            if const_expr(kv_heads is not None):
-                _, head = divmod(batch, kv_heads)
             if const_expr(loaded_q is not None):
                 self._fill_with_q(
                     k_pipe, kst, q_planes, self.work.rows_at(work, call, i, self.rows)
@@ -213,9 +211,8 @@ class PagedTma:
                 for j in cutlass.range_constexpr(self.work.boxes):
                     p = cute.arch.make_warp_uniform(cute.arch.shuffle_sync(now, j))
                     at = [target[None, j, kst.index] for target, _ in planes]
-                    page_at = p if const_expr(kv_heads is None) else (head, p)
                     for x in cutlass.range_constexpr(len(planes)):
-                        source = planes[x][1][None, part, page_at]
+                        source = planes[x][1][None, part, page_at(p, batch, kv_heads)]
                         cute.copy(loaded[x].atom, source, at[x], tma_bar_ptr=bar, **extra)
                     if const_expr(copy_scales is not None):
                         with cute.arch.elect_one():
@@ -256,6 +253,12 @@ class PagedTma:
             q_pipe.producer_acquire(qst)
             self._copy_q(planes, rows, qst.index, q_pipe.producer_get_barrier(qst))
             qst.advance()
+
+
+def page_at(page, sequence, kv_heads):
+    """A page as coordinate of a cache: with the KV head that ``sequence`` reads, where there are
+    several (``kv_heads``: divisor by their number; None: pages have none)."""
+    return page if kv_heads is None else (divmod(sequence, kv_heads)[1], page)
 
 
 def pipe_barriers(

@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from codegen import abi
 from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK, PARTIAL_ROW
 from dsl_kernels.spec import VariantSpec
 from snapmla import runtime
@@ -18,13 +17,16 @@ from snapmla.testing import metrics
 from snapmla.testing.plan_tables import PlanTables
 from snapmla.testing.reference_plan import Queries, plan_reference
 
-if TYPE_CHECKING:
-    import softgpu
-
 LN2 = math.log(2.0)
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
 SHAPES = {16: (7, 2), 32: (16, 2), 64: (20, 3), 128: (64, 2)}  # row tile: (heads, s_q)
 SCALE = HEAD_DIM_QK**-0.5
+# The exported function's, in order (dsl_kernels/smxx/dense_entry.py).
+ARGUMENTS = (
+    "q", "cache", "block_table", "cache_seqlens", "work_items", "part_begin", "split_begin",
+    "units", "row_limits", "out", "lse", "o_accum", "lse_accum", "softmax_scale", "causal",
+    "lse_factor", "empty_lse", "may_split",
+)  # fmt: skip
 TILE = 64
 P_LOG2_MAX, HEADROOM = 8.0, 15.0  # of the kernels' frames (dsl_kernels/sm90/dense_frames.py)
 
@@ -136,15 +138,17 @@ class DenseJob:
         kv_heads: KV heads of the cache; each (sequence, KV head) is a sequence of the plan.
         planner: the plan_decode kernel; None plans with ``reference_plan``.
         amplitude: of the queries; large ones make peaked rows, whose frames move.
+        device: where ``run`` puts tensors; results come back to the CPU.
     """
 
     def __init__(
         self, spec: VariantSpec, lengths: Sequence[int] = (64, 0, 130, 1), parts: int = 2, *,
         heads: int | None = None, s_q: int | None = None, kv_heads: int = 1,
         planner: runtime.Kernel | None = None, amplitude: float = 10.0,
+        device: str = "cpu",
     ) -> None:  # fmt: skip
         usual = SHAPES[spec.row_tile]
-        self.spec, self.parts, self.planner = spec, parts, planner
+        self.spec, self.parts, self.planner, self.device = spec, parts, planner, device
         self.heads, self.s_q, self.kv_heads = heads or usual[0], s_q or usual[1], kv_heads
         self.lengths = tuple(n for n in lengths for _ in range(kv_heads))
         dtype = DTYPES[spec.dtype]
@@ -184,7 +188,7 @@ class DenseJob:
                 cache[page, : len(rows)] = rows
         return cache, table.repeat_interleave(self.kv_heads, 0)
 
-    def run(self, kernel: softgpu.LoadedKernel) -> tuple[Tensor, Tensor]:
+    def run(self, kernel: runtime.Kernel) -> tuple[Tensor, Tensor]:
         """(out, lse) of one call, into fresh NaN-filled buffers."""
         b, unit_rows = len(self.lengths), self.queries.unit_rows
         dtype = DTYPES[self.spec.dtype]
@@ -199,8 +203,11 @@ class DenseJob:
             "softmax_scale": SCALE, "causal": 1, "lse_factor": LN2, "empty_lse": -math.inf,
             "may_split": int(self.plan.split_begin[-1] > 0),
         }  # fmt: skip
-        kernel(*abi.ordered(kernel.names.arguments, values))
-        return out, lse
+        moved = {
+            name: x.to(self.device) if isinstance(x, Tensor) else x for name, x in values.items()
+        }
+        kernel(*(moved[name] for name in ARGUMENTS))
+        return moved["out"].cpu(), moved["lse"].cpu()
 
     def _planned(self) -> PlanTables:
         """The plan's tables, by the kernel or the reference."""
