@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from codegen import closure
 from dsl_kernels import registry
 from dsl_kernels.families import ARCHS, FAMILIES
+from dsl_kernels.families.family import Values
 from dsl_kernels.spec import VariantSpec
 
 
@@ -107,7 +108,7 @@ def sample(specs: Iterable[VariantSpec]) -> list[VariantSpec]:
     Of the others (those with RoPE, and SM100's, which are of the same sources), and of each other
     family, a greedy cover: first from variants of default values (64-token pages, bf16 results),
     which most calls take, then from those that differ from that in one axis, then from all; of
-    equals the first.
+    equals the first.  A family that declares its ``everyday`` variants has those instead.
     """
     specs = list(specs)
     chosen = {
@@ -117,8 +118,16 @@ def sample(specs: Iterable[VariantSpec]) -> list[VariantSpec]:
     }
     rest = [spec for spec in specs if spec not in chosen]
     for op in dict.fromkeys(spec.op for spec in rest):
-        chosen |= _cover([spec for spec in rest if spec.op == op])
+        of_op = [spec for spec in rest if spec.op == op]
+        everyday = of_op[0].family.everyday
+        chosen |= _cover(of_op) if everyday is None else _declared(of_op, everyday)
     return [spec for spec in specs if spec in chosen]
+
+
+def _declared(specs: list[VariantSpec], everyday: tuple[Values, ...]) -> set[VariantSpec]:
+    """Those of ``specs`` that have the values of an entry of ``everyday``; else a cover."""
+    found = {s for s in specs if any(v.items() <= dict(s.values).items() for v in everyday)}
+    return found or _cover(specs)
 
 
 def _unusual(spec: VariantSpec) -> bool:

@@ -98,14 +98,14 @@ def _groups(points: Sequence[Any], key: Callable[[Any], Any]) -> dict[Any, list[
 def _decode_row(specs: list[VariantSpec]) -> dict[str, str]:
     """One line of the decode table: variants that differ in page size and output only."""
     first = specs[0]
-    budget = registry.budget(first)
+    budget, terms = registry.budget(first), dict(first.values).get("p_terms", 1)
     row = {
-        "name": f"decode_{first.pipeline}_r{first.row_tile}",
+        "name": f"{first.op}_{first.pipeline}_r{first.row_tile}",
         "pages": _distinct([s.page_size for s in specs]),
-        "outs": _distinct([s.out_dtype for s in specs]),
+        "outs": _distinct([_result_dtype(s) for s in specs]),
         "note": ", ".join(
             [f"cluster of {first.cluster}"] * (first.cluster > 1)
-            + [f"{first.p_terms} terms of P: `pt{first.p_terms}` in the name"] * (first.p_terms > 1)
+            + [f"{terms} terms of P: `pt{terms}` in the name"] * (terms > 1)
         ),
         **dict.fromkeys(("threads", "registers", "smem"), ""),
     }
@@ -119,11 +119,23 @@ def _decode_row(specs: list[VariantSpec]) -> dict[str, str]:
     return row
 
 
+def _row_of(spec: VariantSpec) -> tuple[Any, ...]:
+    """What the variants of a line have in common."""
+    terms = dict(spec.values).get("p_terms")
+    return spec.op, spec.pipeline, spec.row_tile, spec.cluster, terms
+
+
+def _result_dtype(spec: VariantSpec) -> str:
+    """Dtype of ``out``: an axis of its own, or that of everything."""
+    values = dict(spec.values)
+    return str(values.get("out_dtype") or values["dtype"])
+
+
 def _arch(arch: str) -> dict[str, Any]:
     points = mx.matrix(arch)
     built = [p.spec for p in points if p.reason is None]
-    decode = [s for s in built if s.op == "decode"]
-    others = _groups([s for s in built if s.op != "decode"], lambda s: s.op)
+    decode = [s for s in built if not s.family.helper]
+    others = _groups([s for s in built if s.family.helper], lambda s: s.op)
     pruned = _groups([p for p in points if p.reason is not None], lambda p: p.reason)
     return {
         "name": arch,
@@ -131,7 +143,8 @@ def _arch(arch: str) -> dict[str, Any]:
         "decode": [
             _decode_row(specs)
             for specs in _groups(
-                decode, lambda s: (s.pipeline, s.row_tile, s.cluster, s.p_terms)
+                decode,
+                _row_of,
             ).values()
         ],
         "others": [

@@ -162,7 +162,7 @@ def _build(specs: list[VariantSpec]) -> Step:
 
 def _needs(spec: VariantSpec) -> list[VariantSpec]:
     """The variant, and what plans for it."""
-    return [spec, VariantSpec(op="plan_decode", arch=spec.arch)] if spec.op == "decode" else [spec]
+    return [spec] if spec.family.helper else [spec, VariantSpec(op="plan_decode", arch=spec.arch)]
 
 
 def _variant(spec: VariantSpec) -> Step:

@@ -72,10 +72,13 @@ class PagedTma:
         )
         out = []
         for plane, t, layout in zip(self.format.planes, tensors, layouts, strict=True):
-            view = cute.make_tensor(
-                cute.recast_ptr(t.iterator, dtype=plane.dtype),
-                cute.select(t.layout, mode=[1, 2, 0]),
-            )
+            order = [1, 2, 0]
+            if const_expr(cute.rank(t) == 4):  # (pages, P, KV heads, width)
+                order = [1, 3, 2, 0]
+            layout_of = cute.select(t.layout, mode=order)
+            if const_expr(cute.rank(t) == 4):
+                layout_of = cute.group_modes(layout_of, 2, 4)
+            view = cute.make_tensor(cute.recast_ptr(t.iterator, dtype=plane.dtype), layout_of)
             one, tiler = one_stage(layout), (self.work.box, plane.width)
             box = cute.make_composed_layout(
                 one.inner, 0, cute.get(cute.zipped_divide(one.outer, tiler), mode=[0])
@@ -165,13 +168,15 @@ class PagedTma:
     @cute.jit
     def produce_kv(
         self, st, layouts, k_pipe, loaded, work, span, num_pages, copy_scales, loaded_q=None,
-        mark=None,
+        mark=None, kv_heads=None,
     ):  # fmt: skip
         """One warp: for each tile, every plane and the scales into the next free stage.
 
         ``copy_scales(page, part, box, stage, bar)`` is run by one lane for every box; None without.
         ``loaded_q``: planes of the queries where their tiles pass through this ring, and the call.
         ``mark(is_first)`` is run behind each tile's copies; None without.
+        ``kv_heads``: divisor by their number where the cache has several: sequence i reads head
+        i % heads; None where a page has none.
         """
         lane = cute.arch.lane_idx()
         rank, extra = self.cluster_copy()
@@ -207,7 +212,7 @@ class PagedTma:
                     p = cute.arch.make_warp_uniform(cute.arch.shuffle_sync(now, j))
                     at = [target[None, j, kst.index] for target, _ in planes]
                     for x in cutlass.range_constexpr(len(planes)):
-                        source = planes[x][1][None, part, p]
+                        source = planes[x][1][None, part, page_at(p, batch, kv_heads)]
                         cute.copy(loaded[x].atom, source, at[x], tma_bar_ptr=bar, **extra)
                     if const_expr(copy_scales is not None):
                         with cute.arch.elect_one():
@@ -248,6 +253,12 @@ class PagedTma:
             q_pipe.producer_acquire(qst)
             self._copy_q(planes, rows, qst.index, q_pipe.producer_get_barrier(qst))
             qst.advance()
+
+
+def page_at(page, sequence, kv_heads):
+    """A page as coordinate of a cache: with the KV head that ``sequence`` reads, where there are
+    several (``kv_heads``: divisor by their number; None: pages have none)."""
+    return page if kv_heads is None else (divmod(sequence, kv_heads)[1], page)
 
 
 def pipe_barriers(

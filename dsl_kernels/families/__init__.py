@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from . import (
     append_kv,
+    dense_decode,
     fetch_dequant,
     fp8_decode,
     merge,
@@ -26,6 +27,7 @@ _MODULES = (
     quantize_q,
     fetch_dequant,
     fp8_decode,
+    dense_decode,
 )
 FAMILIES: dict[str, Family] = {module.FAMILY.op: module.FAMILY for module in _MODULES}
 

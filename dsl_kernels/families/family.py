@@ -57,6 +57,8 @@ class Family:
         helper: prepares or finishes what the attention kernels do; runs on every arch.
         token_tile: (arch, values) -> tokens of a KV tile, the unit of its work list; None of an op
             that walks no work list.
+        everyday: values of the variants that everyday tests run; None: few that show each value of
+            each axis (``codegen.matrix.sample``).
     """
 
     op: str
@@ -65,6 +67,7 @@ class Family:
     points: Callable[[str], Iterator[Values]]
     helper: bool = True
     token_tile: Callable[[str, Values], int] | None = None
+    everyday: tuple[Values, ...] | None = None
 
     def axis(self, name: str) -> Axis | None:
         """The axis of that name, None if the op has none."""

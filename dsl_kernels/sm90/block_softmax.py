@@ -97,10 +97,14 @@ def pack_half(t, half: int):
 
 
 @dsl_user_op
-def store_words_of_p(words, address, *, loc=None, ip=None):
-    """``pack_half``'s words to the row that this lane names; ``address``: in shared memory."""
+def store_words_of_p(words, address, *, transposed: bool = False, loc=None, ip=None):
+    """Four words of 16-bit values to the row that this lane names; ``address``: in shared memory.
+
+    ``transposed``: a matrix' columns become rows there.
+    """
+    opcode = f"stmatrix.sync.aligned.m8n8.x4{'.trans' if transposed else ''}.shared.b16"
     inline_ptx(
-        "stmatrix.sync.aligned.m8n8.x4.shared.b16 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+        opcode + " [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
         read_only_args=[address, *words], loc=loc, ip=ip,
     )  # fmt: skip
 

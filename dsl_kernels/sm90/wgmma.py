@@ -16,15 +16,16 @@ DESCRIPTOR_HIGH = 0x40000040
 KIND = {F8: ("k32.f32.e4m3.e4m3", ""), BF16: ("k16.f32.bf16.bf16", ", 0, 0")}  # K-major both
 
 
-def tiled_mma(dtype, n: int, a_in_registers: bool = False):
-    """m64 x n WGMMA of one warpgroup, both operands K-major, fp32 accumulator."""
-    k = OperandMajorMode.K
+def tiled_mma(dtype, n: int, a_in_registers: bool = False, *, a_mn=False, b_mn=False):
+    """m64 x n WGMMA of one warpgroup, fp32 accumulator; operands K-major, or MN-major where told,
+    which 16-bit types may be."""
+    a, b = (OperandMajorMode.MN if mn else OperandMajorMode.K for mn in (a_mn, b_mn))
     shape = ((1, 1, 1), (64, n))
     if a_in_registers:
         return sm90.make_trivial_tiled_mma(
-            dtype, dtype, k, k, Float32, *shape, warpgroup.OperandSource.RMEM
+            dtype, dtype, a, b, Float32, *shape, warpgroup.OperandSource.RMEM
         )
-    return sm90.make_trivial_tiled_mma(dtype, dtype, k, k, Float32, *shape)
+    return sm90.make_trivial_tiled_mma(dtype, dtype, a, b, Float32, *shape)
 
 
 def issue(mma, acc, rA, rB, *, accumulate: bool, first: int = 0, last: int | None = None) -> None:

@@ -25,6 +25,7 @@ from snapmla.cache import PagedKVCache
 from snapmla.errors import VariantError
 from snapmla.quant import QuantizedQuery
 from snapmla.testing import fetched, metrics, partials, reference, rope, rounding
+from snapmla.testing.dense_job import DenseJob
 from snapmla.testing.plan_tables import PlanTables
 from snapmla.testing.reference_plan import Queries, plan_reference
 
@@ -89,11 +90,11 @@ class Workload:
 
     def __init__(self, spec: VariantSpec, directory: Path) -> None:
         self.spec, self.kernel = spec, load(spec, directory)
-        self.job: DecodeJob | None = None
-        if spec.op == "decode":
+        self.job: DecodeJob | DenseJob | None = None
+        if spec.op in _JOBS:
             torch.manual_seed(0)
             planner = load(VariantSpec(op="plan_decode", arch=spec.arch), directory)
-            self.job = DecodeJob(spec, self.LENGTHS, planner=planner)
+            self.job = _JOBS[spec.op](spec, self.LENGTHS, planner=planner)
         self.expected: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def run(self) -> Result:
@@ -200,7 +201,7 @@ def sample_query(b: int, s_q: int, heads: int) -> QuantizedQuery:
 
 
 def _check_decode(spec: VariantSpec, kernel: softgpu.LoadedKernel) -> Result:
-    job = DecodeJob(spec)
+    job = _JOBS[spec.op](spec)
     errors = job.errors(job.run(kernel))
     return Result(errors.right, str(errors))
 
@@ -629,8 +630,13 @@ def _same_bits(pairs: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> Result:
     return Result(not bad, "; ".join(bad.values()) or f"{', '.join(pairs)} bit for bit")
 
 
+_JOBS: dict[str, Callable[..., DecodeJob | DenseJob]] = {
+    "decode": DecodeJob,
+    "dense_decode": DenseJob,
+}
 _CHECKS: dict[str, Callable[[VariantSpec, Any], Result]] = {
     "decode": _check_decode,
+    "dense_decode": _check_decode,
     "plan_decode": _check_plan,
     "merge": _check_merge,
     "merge_states": _check_merge_states,

@@ -42,7 +42,7 @@ def test_decode_axes_are_complete(arch: str) -> None:
 
 
 def test_helper_axes_are_complete() -> None:
-    helpers = [s for s in matrix.points("sm_100a") if s.op != "decode"]
+    helpers = [s for s in matrix.points("sm_100a") if s.family.helper]
     rotating = 2 * 2 * 2 + 2 * 2  # append_kv by style, norm and table; quantize_q by two of them
     rows = 2 * 2 + 2 * 4  # append_kv by dtype and index; fetch_dequant by dtype and mode
     assert len(helpers) == 1 + 2 + 2 * 2 * 3 + 3 * (2 + 2 + 4) + rotating + rows
@@ -211,13 +211,13 @@ def test_infeasible_points_of_sm100(changes: dict[str, Any], reason: str) -> Non
 @pytest.mark.parametrize("arch", ARCHS)
 def test_the_test_set_shows_every_value_of_every_axis(arch: str) -> None:
     every, chosen = matrix.default_specs(arch), matrix.sample_specs(arch)
-    for op in {spec.op for spec in every}:
+    for op in {spec.op for spec in every if spec.family.everyday is None}:
         for axis in (a.name for a in FAMILIES[op].axes):
             values = {getattr(s, axis) for s in every if s.op == op}
             assert {getattr(s, axis) for s in chosen if s.op == op} == values, (op, axis)
     rows = {(s.pipeline, s.row_tile) for s in every if s.op == "decode"}
     assert {(s.pipeline, s.row_tile) for s in chosen if s.op == "decode"} == rows
-    helpers = {s for s in every if s.op != "decode"}
+    helpers = {s for s in every if s.family.helper}
     rotating = {s for s in helpers if dict(s.values).get("rope_style", "applied") != "applied"}
     if arch == "sm_90a":  # of SM100's, the same sources, one for each value
         rows = {s for s in helpers if dict(s.values).get("cache_dtype", "fp8") != "fp8"}
@@ -236,6 +236,15 @@ def test_the_test_set_is_small_and_what_most_calls_take() -> None:
     others = len(PAGE_SIZES) - 1 + len(OUT_DTYPE.values) - 1 + 1  # and two terms of P
     assert sum(s.p_terms > 1 for s in decodes) == 1
     assert len(decodes) <= len(rows) + others
+
+
+def test_a_family_may_say_what_runs_every_day() -> None:
+    every = [s for s in matrix.points("sm_90a") if s.op == "dense_decode"]
+    assert len(every) == len(ROW_TILES) * len(PAGE_SIZES) * 2
+    chosen = {s.name for s in matrix.sample(every)}
+    assert chosen == {f"dense_decode_split_{x}_sm90a" for x in ("r16_p16_df16", "r64_p64_dbf16")}
+    others = [s for s in every if s.name not in chosen]
+    assert {s.row_tile for s in matrix.sample(others)} == set(ROW_TILES), "a cover of what is there"
 
 
 def test_a_sample_of_unusual_variants_is_a_cover_too() -> None:

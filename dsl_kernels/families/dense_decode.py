@@ -1,0 +1,52 @@
+"""``dense_decode``: attention of a few query tokens over a paged 16-bit cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ..dims import TOKEN_TILE
+from .family import Axis, Family, Values
+from .fp8_decode import PAGE_SIZES, ROW_TILES, cluster_of
+
+PIPELINES = ("split",)
+DTYPES = ("bf16", "f16")
+
+AXES = (
+    Axis("pipeline", "", PIPELINES),
+    Axis("row_tile", "r", ROW_TILES, 64),
+    Axis("page_size", "p", PAGE_SIZES, 64),
+    Axis("dtype", "d", DTYPES, "bf16"),  # of queries, cache and results
+    Axis("stages", "st", tuple(range(5)), 0, named=False),  # of the KV ring; 0: the pipeline's own
+    Axis("stamps", "stamps", (0, 1), 0, named=False),  # 1: a CTA records its events (stamp.py)
+    Axis("cluster", "c", (1, 2), lambda values: cluster_of(values["row_tile"]), named=False),
+)
+MODULES = {("sm_90a", "split"): "dsl_kernels.sm90.dense_decode"}
+
+
+def points(arch: str) -> Iterator[Values]:
+    """The default matrix: every row tile, page and dtype."""
+    for pipeline in PIPELINES:
+        if (arch, pipeline) not in MODULES:
+            continue
+        for row_tile in ROW_TILES:
+            for page_size in PAGE_SIZES:
+                for dtype in DTYPES:
+                    yield {
+                        "pipeline": pipeline, "row_tile": row_tile, "page_size": page_size,
+                        "dtype": dtype,
+                    }  # fmt: skip
+
+
+FAMILY = Family(
+    "dense_decode",
+    AXES,
+    module=lambda arch, values: MODULES.get((arch, values["pipeline"])),
+    points=points,
+    helper=False,
+    token_tile=lambda _arch, _values: TOKEN_TILE,
+    # both forms, both dtypes; the rest is of the same sources and runs with the whole matrix
+    everyday=(
+        {"pipeline": "split", "row_tile": 16, "page_size": 16, "dtype": "f16"},
+        {"pipeline": "split", "row_tile": 64, "page_size": 64, "dtype": "bf16"},
+    ),
+)

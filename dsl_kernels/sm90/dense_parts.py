@@ -1,0 +1,140 @@
+"""What the two forms of 16-bit decode share (dense_decode.py): sizes, barriers, ``Parts``."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import cutlass.cute as cute
+import cutlass.tensor_utils
+
+from .. import compat
+from ..common.barriers import Ring
+from ..common.latent16 import LatentValues, latent_format
+from ..common.paged_tma import PagedTma
+from ..common.smem import array
+from ..common.stamps import Stamps
+from ..common.types import ROW_MAJOR
+from ..common.work_list import Call, WorkList
+from ..dims import HEAD_DIM_QK, KV_LORA_RANK
+from ..dims import TOKEN_TILE as TILE
+from ..smxx.dense_entry import Gmem
+
+if TYPE_CHECKING:
+    from ..spec import VariantSpec
+
+WARPGROUP = 128
+ROWS_OF_CTA = 64
+FEW_ROWS = 32  # and less: S^T = K Q^T
+TOKEN_BYTES = 2 * HEAD_DIM_QK
+SOFTMAX_WARPS, PV_WARPS = 4, 8
+COLUMN_MAJOR = cutlass.tensor_utils.LayoutEnum.COL_MAJOR
+INV_RING = Ring("inv", 1, {"softmax": SOFTMAX_WARPS}, {"P.V": PV_WARPS})  # 1 / row sums of an item
+
+
+class Barrier(IntEnum):
+    """Named barriers; each P.V warpgroup has one of its own, ``PV`` and the next."""
+
+    SOFTMAX = 1
+    PV = 2
+
+
+class Layouts(NamedTuple):
+    """Shared-memory layouts of Q, KV ring and P (in the ring)."""
+
+    q: Any
+    k: Any
+    p: Any
+
+
+class Cta(NamedTuple):
+    """What every role of a CTA works with; ``part``: whose items it walks."""
+
+    st: Any
+    layouts: Layouts
+    q_pipe: Any
+    k_pipe: Any
+    gmem: Gmem
+    call: Call
+    part: Any
+
+
+def is_few(spec: VariantSpec) -> bool:
+    """Whether rows lie on N."""
+    return spec.row_tile <= FEW_ROWS
+
+
+def stages_of(spec: VariantSpec) -> int:
+    """Of the KV ring."""
+    return spec.stages or 2
+
+
+def q_stages_of(spec: VariantSpec) -> int:
+    """Q tiles in flight: the next item's is prefetched where there is room."""
+    return 2 if spec.row_tile <= FEW_ROWS // stages_of(spec) else 1
+
+
+def p_ring(stages: int) -> Ring:
+    """P of a tile lies in its stage of the ring, where RoPE was: the stage's release frees it."""
+    return Ring("p", stages, {"softmax": SOFTMAX_WARPS})
+
+
+class Parts:
+    """What the forms are composed of.
+
+    Attributes:
+        dtype: of Q, K, V and P.
+        rows, cluster: query rows of a CTA; CTAs that share their K tiles.
+        stages, q_stages: KV tiles, Q tiles in flight.
+        work, loads, values: work list, producers, V in the ring.
+        p_ring: barriers of P.
+        stamps: recorder of events, off in ordinary builds.
+    """
+
+    def __init__(self, spec: VariantSpec):
+        self.dtype = compat.dtype(spec.dtype)
+        self.rows, self.cluster = min(spec.row_tile, ROWS_OF_CTA), spec.cluster
+        self.stages, self.q_stages = stages_of(spec), q_stages_of(spec)
+        self.work = WorkList(spec.page_size, TILE)
+        self.loads = PagedTma(
+            latent_format(self.dtype), self.work, rows=self.rows, stages=self.stages,
+            q_stages=self.q_stages, cluster=spec.cluster, q_warps=SOFTMAX_WARPS,
+            k_warps=SOFTMAX_WARPS + PV_WARPS,
+        )  # fmt: skip
+        self.p_ring = p_ring(self.stages)
+        self.values = LatentValues(self.dtype, TILE)
+        self.stamps = Stamps(bool(spec.stamps))
+
+    def tile_fields(self, layouts: Layouts) -> dict:
+        """Ring and Q, at multiples of the 1024-byte swizzle period."""
+        return dict(
+            kc=array(self.dtype, cute.cosize(layouts.k), 1024),
+            qc=array(self.dtype, cute.cosize(layouts.q), 1024),
+        )
+
+    def of_stages(self, one):
+        """The layout ``one`` of what lies in a stage of the ring, for all of them."""
+        stages = cute.make_layout(self.stages, stride=TILE * HEAD_DIM_QK)
+        outer = cute.append(cute.select(one.outer, mode=[0, 1]), stages)
+        return cute.make_composed_layout(one.inner, 0, outer)
+
+    def rope(self, st):
+        """Pointer to the RoPE columns of the ring's first stage."""
+        return st.kc.data_ptr() + TILE * KV_LORA_RANK
+
+    def v_layout(self, make):
+        """V of every stage: MN-major over the bytes of the K tile.
+
+        ``make``: of hopper_helpers, for the operand that V is.
+        """
+        one = make(COLUMN_MAJOR, (KV_LORA_RANK, KV_LORA_RANK, TILE), self.dtype, 1)
+        return self.of_stages(one)
+
+    def row_facts(self, cta: Cta, batch, rows, row):
+        """(factor of the logits in log2 units, number of visible tokens) of the CTA's ``row``."""
+        return self.work.row_facts(cta.gmem.work, cta.call, batch, rows.first + row, rows.end)
+
+
+def k_layout(make, parts: Parts):
+    """The KV ring, and Q's tile where it passes through it, by a maker of hopper_helpers."""
+    return make(ROW_MAJOR, (TILE, TILE, HEAD_DIM_QK), parts.dtype, parts.stages)

@@ -1,0 +1,242 @@
+"""A decode over a 16-bit cache at the level of the ABI, its fp64 reference and FlashMLA's gates."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK, PARTIAL_ROW
+from dsl_kernels.spec import VariantSpec
+from snapmla import runtime
+from snapmla.testing import metrics
+from snapmla.testing.plan_tables import PlanTables
+from snapmla.testing.reference_plan import Queries, plan_reference
+
+LN2 = math.log(2.0)
+DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
+SHAPES = {16: (7, 2), 32: (16, 2), 64: (20, 3), 128: (64, 2)}  # row tile: (heads, s_q)
+SCALE = HEAD_DIM_QK**-0.5
+# The exported function's, in order (dsl_kernels/smxx/dense_entry.py).
+ARGUMENTS = (
+    "q", "cache", "block_table", "cache_seqlens", "work_items", "part_begin", "split_begin",
+    "units", "row_limits", "out", "lse", "o_accum", "lse_accum", "softmax_scale", "causal",
+    "lse_factor", "empty_lse", "may_split",
+)  # fmt: skip
+TILE = 64
+P_LOG2_MAX, HEADROOM = 8.0, 15.0  # of the kernels' frames (dsl_kernels/sm90/dense_frames.py)
+
+# FlashMLA's gates of its dense decode: an element is right by either, the cosine is of all
+OUT_GATE, LSE_GATE, COSINE_GATE = (8e-4, 2.01 / 128), (1e-6, 8.01 / 65536), 5e-6
+# What the error may exceed that of the mimic by: ties of P that round the other way, tensor cores
+# that cut sums instead of rounding them, partial results in 16 bits.
+MIMIC_FACTOR, FP32_SLACK = 1.1, 2e-5
+
+
+@dataclass(frozen=True)
+class DenseErrors:
+    """Errors of a dense decode against fp64 on the same 16-bit inputs.
+
+    Attributes:
+        outside: elements of out and lse outside of FlashMLA's gates, or NaN or infinite where the
+            reference is not.
+        cosine: 1 - cosine of the output.
+        error: relative L2 of the output; ``allowed`` is 1.1 times that of the mimic (P in 16 bits)
+            in the output's dtype, plus 2e-5.
+        lse_error: largest absolute error of the LSE.
+    """
+
+    outside: int
+    cosine: float
+    error: float
+    allowed: float
+    lse_error: float
+
+    @property
+    def right(self) -> bool:
+        return self.outside == 0 and self.cosine <= COSINE_GATE and self.error <= self.allowed
+
+    def __str__(self) -> str:
+        return (
+            f"relative L2 {self.error:.2e} (allowed {self.allowed:.2e}), LSE {self.lse_error:.1e}, "
+            f"1 - cosine {self.cosine:.1e} (allowed {COSINE_GATE:.0e}), {self.outside} outside of "
+            "FlashMLA's gates"
+        )
+
+
+def dense_reference(
+    q: Tensor, tokens: Sequence[Tensor], limits: Sequence[Tensor], scale: float, p_dtype: Any = None
+) -> tuple[Tensor, Tensor]:
+    """(out (b, s_q, h, 512), lse (b, h, s_q)) in fp64, of each sequence's tokens.
+
+    Args:
+        q: (b, s_q, h, 576).
+        tokens: (n, h_kv, 576) a sequence; query heads j g ... (j + 1) g - 1 read KV head j.
+        limits: (s_q,) a sequence: how many tokens a query token sees.
+        p_dtype: P is rounded to it in the kernels' frames; None: the truth.
+    """
+    b, s_q, h, _ = q.shape
+    out = torch.zeros(b, s_q, h, KV_LORA_RANK, dtype=torch.float64)
+    lse = torch.full((b, h, s_q), -math.inf, dtype=torch.float64)
+    for i, k in enumerate(tokens):
+        n, h_kv, _ = k.shape
+        if not n:
+            continue
+        key = k.double().repeat_interleave(h // h_kv, 1)
+        logits = torch.einsum("shd,nhd->shn", q[i].double(), key) * scale
+        seen = torch.arange(n) < limits[i][:, None]
+        logits = logits.masked_fill(~seen[:, None], -math.inf)
+        frame = _frames(logits / LN2, p_dtype is not None)
+        p = torch.exp2(logits / LN2 - frame)
+        total = p.sum(-1)
+        weights = p if p_dtype is None else p.to(p_dtype).double()
+        # a token that no row sees may be anything
+        value = key[..., :KV_LORA_RANK].masked_fill(~seen.any(0)[:, None, None], 0.0)
+        o = torch.einsum("shn,nhd->shd", weights, value) / total[..., None]
+        none = (~seen.any(-1))[:, None].expand(s_q, h)
+        out[i] = o.masked_fill(none[..., None], 0.0)
+        top = frame[..., -1]
+        lse[i] = ((torch.log2(total) + top) * LN2).masked_fill(none, -math.inf).T
+    return out, lse
+
+
+def _frames(t: Tensor, lazy: bool) -> Tensor:
+    """The exponent frame (log2) of each row, ``t`` (s, h, n): the maximum; or where a kernel's
+    frame ends that starts with the first tile and moves lazily."""
+    if not lazy:
+        top = t.amax(-1, keepdim=True)
+        return torch.where(torch.isneginf(top), 0.0, top)
+    frame = torch.full(t.shape[:-1], -1e30, dtype=t.dtype)
+    for block in t.split(TILE, -1):
+        m = block.amax(-1)
+        frame = torch.where(m > frame + HEADROOM, m - P_LOG2_MAX, frame)
+    return frame[..., None]
+
+
+def gate_violations(actual: Tensor, expected: Tensor, gate: tuple[float, float]) -> int:
+    """Elements that neither an absolute nor a relative error makes right, and NaN or infinities
+    that are not the reference's."""
+    a, e = actual.double(), expected.double()
+    special = ~torch.isfinite(a) | ~torch.isfinite(e)
+    same = (a == e) | (torch.isnan(a) & torch.isnan(e))
+    error = (a - e).abs()
+    right = torch.where(special, same, (error <= gate[0]) | (error <= gate[1] * e.abs()))
+    return int((~right).sum())
+
+
+class DenseJob:
+    """One decode: ragged lengths, splits, NaN wherever no token is.
+
+    Args:
+        spec: the variant; its row tile picks heads and s_q.
+        lengths: tokens per sequence.  parts: CTAs (or clusters) that share them.
+        heads, s_q: None takes ``SHAPES``; with several KV heads, query heads of one.
+        kv_heads: KV heads of the cache; each (sequence, KV head) is a sequence of the plan.
+        planner: the plan_decode kernel; None plans with ``reference_plan``.
+        amplitude: of the queries; large ones make peaked rows, whose frames move.
+        device: where ``run`` puts tensors; results come back to the CPU.
+    """
+
+    def __init__(
+        self, spec: VariantSpec, lengths: Sequence[int] = (64, 0, 130, 1), parts: int = 2, *,
+        heads: int | None = None, s_q: int | None = None, kv_heads: int = 1,
+        planner: runtime.Kernel | None = None, amplitude: float = 10.0,
+        device: str = "cpu",
+    ) -> None:  # fmt: skip
+        usual = SHAPES[spec.row_tile]
+        self.spec, self.parts, self.planner, self.device = spec, parts, planner, device
+        self.heads, self.s_q, self.kv_heads = heads or usual[0], s_q or usual[1], kv_heads
+        self.lengths = tuple(n for n in lengths for _ in range(kv_heads))
+        dtype = DTYPES[spec.dtype]
+        self.tokens = [self._sample(n, dtype) for n in lengths]
+        self.cache, self.table = self._paged(lengths, dtype)
+        b = len(self.lengths)
+        q = amplitude * torch.randn(b, self.s_q, self.heads, HEAD_DIM_QK)
+        self.q = q.to(dtype)
+        self.seqlens = torch.tensor(self.lengths, dtype=torch.int32)
+        rows = -(-self.heads * self.s_q // spec.row_tile) * spec.row_tile
+        self.queries = Queries(self.heads, self.s_q, rows, causal=True)
+        self.capacity = self.table.shape[1] * spec.page_size
+        self.plan = plan_reference(
+            self.lengths, parts, spec.token_tile, 1, self.capacity, queries=self.queries
+        )
+
+    def _sample(self, n: int, dtype: torch.dtype) -> Tensor:
+        """(n, KV heads, 576): biased channels, log-normal token amplitudes; a tenth of a standard
+        deviation, for which FlashMLA's absolute gate is made."""
+        amplitude = 0.1 * torch.exp(0.3 * torch.randn(n, self.kv_heads, 1))
+        return (amplitude * (torch.randn(n, self.kv_heads, HEAD_DIM_QK) + 0.5)).to(dtype)
+
+    def _paged(self, lengths: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """(cache, block_table): shuffled pages of padded rows, NaN and absurd ids elsewhere."""
+        size = self.spec.page_size
+        counts = [-(-n // size) for n in lengths]
+        order = torch.randperm(sum(counts) + 2).tolist()
+        pool = torch.full((len(order), size, self.kv_heads, HEAD_DIM_QK + 8), math.nan).to(dtype)
+        cache = pool[..., :HEAD_DIM_QK]
+        table = torch.full((len(lengths), max(counts) + 1), 2147480000, dtype=torch.int32)
+        for i, count in enumerate(counts):
+            pages = [order.pop() for _ in range(count)]
+            table[i, :count] = torch.tensor(pages, dtype=torch.int32)
+            table[i, count:-1] = -1
+            for j, page in enumerate(pages):
+                rows = self.tokens[i][j * size : (j + 1) * size]
+                cache[page, : len(rows)] = rows
+        return cache, table.repeat_interleave(self.kv_heads, 0)
+
+    def run(self, kernel: runtime.Kernel) -> tuple[Tensor, Tensor]:
+        """(out, lse) of one call, into fresh NaN-filled buffers."""
+        b, unit_rows = len(self.lengths), self.queries.unit_rows
+        dtype = DTYPES[self.spec.dtype]
+        out = torch.full((b, self.s_q, self.heads, KV_LORA_RANK), math.nan).to(dtype)
+        lse = torch.full((b, self.heads, self.s_q), math.nan)
+        values = {
+            "q": self.q, "cache": self.cache, "block_table": self.table,
+            "cache_seqlens": self.seqlens, "out": out, "lse": lse,
+            "o_accum": torch.full((2 * self.parts, unit_rows, PARTIAL_ROW), math.nan).half(),
+            "lse_accum": torch.full((2 * self.parts, unit_rows), math.nan),
+            **self._planned().arguments(),
+            "softmax_scale": SCALE, "causal": 1, "lse_factor": LN2, "empty_lse": -math.inf,
+            "may_split": int(self.plan.split_begin[-1] > 0),
+        }  # fmt: skip
+        moved = {
+            name: x.to(self.device) if isinstance(x, Tensor) else x for name, x in values.items()
+        }
+        kernel(*(moved[name] for name in ARGUMENTS))
+        return moved["out"].cpu(), moved["lse"].cpu()
+
+    def _planned(self) -> PlanTables:
+        """The plan's tables, by the kernel or the reference."""
+        if self.planner is None:
+            return PlanTables.of(self.plan)
+        tables = PlanTables.empty(len(self.lengths), self.parts, self.queries)
+        tables.fill(
+            self.planner, self.seqlens, self.queries, (self.capacity, self.spec.token_tile, 1, 0)
+        )
+        return tables
+
+    def limits(self) -> list[Tensor]:
+        """Tokens that each query token sees, a sequence."""
+        behind = self.s_q - 1 - torch.arange(self.s_q)
+        return [torch.clamp(n - behind, min=0) for n in self.lengths]
+
+    def errors(self, result: tuple[Tensor, Tensor]) -> DenseErrors:
+        """What ``run`` returned against the reference."""
+        out, lse = result
+        tokens = [x[:, j : j + 1] for x in self.tokens for j in range(self.kv_heads)]
+        given = (self.q, tokens, self.limits(), SCALE)
+        truth, truth_lse = dense_reference(*given)
+        mimic, _ = dense_reference(*given, p_dtype=DTYPES[self.spec.dtype])
+        rounded = metrics.relative_l2(mimic.to(out.dtype), truth)
+        return DenseErrors(
+            outside=gate_violations(out, truth, OUT_GATE)
+            + gate_violations(lse, truth_lse, LSE_GATE),
+            cosine=metrics.one_minus_cosine(out, truth),
+            error=metrics.relative_l2(out, truth),
+            allowed=MIMIC_FACTOR * rounded + FP32_SLACK,
+            lse_error=metrics.lse_error(lse, truth_lse),
+        )
