@@ -204,7 +204,9 @@ def _append_known(
     try:
         tokens = (c_kv, k_rope, slot_mapping)
         return (
-            launch.addressable(cache.device, *tokens) and _append_key(cache, *tokens) in _APPENDED
+            cache.content_u8.data_ptr() != 0  # its storage may have been freed
+            and launch.addressable(cache.device, *tokens)
+            and _append_key(cache, *tokens) in _APPENDED
         )
     except (AttributeError, RuntimeError):
         return False  # something is of another kind

@@ -482,16 +482,17 @@ def test_caches_are_made_of_fake_tensors() -> None:
 
 @pytest.mark.parametrize("layout", layouts.LAYOUTS)
 def test_memory_that_was_freed_is_no_memory(layout: str) -> None:
-    made = cache(layout)
+    made, given = cache(layout), (*tokens(ROWS), slots(1))
+    snapmla.append_kv(made, *given)  # what is known by now must not be taken for granted
     held = made.content.untyped_storage().nbytes()
     made.content.untyped_storage().resize_(held - 8)
     with pytest.raises(MemoryFault, match=rf"^\w+ \w+\[4, 64\b.*reaches .* that has {held - 8}"):
-        snapmla.append_kv(made, *tokens(ROWS), slots(1))
+        snapmla.append_kv(made, *given)
     made.content.untyped_storage().resize_(0)
     with pytest.raises(MemoryFault, match=r"^\w+ \w+\[4, 64\b.*reaches .* that has 0"):
-        quant.launch_append(made.arguments, *tokens(ROWS), slots(1))
+        quant.launch_append(made.arguments, *given)
     with pytest.raises(ValueError, match="cache: expected memory, got a storage that was freed"):
-        snapmla.append_kv(made, *tokens(ROWS), slots(1))
+        snapmla.append_kv(made, *given)
 
 
 class Wrapped(torch.Tensor):
