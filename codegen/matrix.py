@@ -101,14 +101,15 @@ def traits(spec: VariantSpec) -> set[Trait]:
     return {*spec.values, ("rows", *rows)}
 
 
-def sample(specs: Iterable[VariantSpec]) -> list[VariantSpec]:
+def sample(specs: Iterable[VariantSpec], *, thorough: bool = False) -> list[VariantSpec]:
     """The test set of ``specs``, in their order: few variants, and every trait.
 
     All helper kernels of SM90 whose unnamed axes have their defaults, which compile in a second.
     Of the others (those with RoPE, and SM100's, which are of the same sources), and of each other
     family, a greedy cover: first from variants of default values (64-token pages, bf16 results),
     which most calls take, then from those that differ from that in one axis, then from all; of
-    equals the first.  A family that declares its ``everyday`` variants has those instead.
+    equals the first.  A family that declares its ``everyday`` variants has those instead,
+    unless the set is to be ``thorough``.
     """
     specs = list(specs)
     chosen = {
@@ -120,7 +121,7 @@ def sample(specs: Iterable[VariantSpec]) -> list[VariantSpec]:
     for op in dict.fromkeys(spec.op for spec in rest):
         of_op = [spec for spec in rest if spec.op == op]
         everyday = of_op[0].family.everyday
-        chosen |= _cover(of_op) if everyday is None else _declared(of_op, everyday)
+        chosen |= _cover(of_op) if everyday is None or thorough else _declared(of_op, everyday)
     return [spec for spec in specs if spec in chosen]
 
 

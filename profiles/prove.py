@@ -129,8 +129,9 @@ def steps() -> list[Step]:
     decodes = [spec for spec in blackwell if not spec.family.helper]
     found = [_build(group) for group in _families(every)]
     found += [_variant(spec) for spec in every]
-    found += [_schedules(spec) for some in (hopper, decodes) for spec in matrix.sample(some)]
-    studied = _families([*matrix.sample(hopper), *matrix.sample(decodes)], apart=("p_terms",))
+    chosen = [spec for some in (hopper, decodes) for spec in matrix.sample(some, thorough=True)]
+    found += [_schedules(spec) for spec in chosen]
+    studied = _families(chosen, apart=("p_terms",))
     found += [_mutants(min(group, key=matrix.changed)) for group in studied]
     replay = ("-m", "profiles.record_softgpu", "replay", "mufu", "--all")
     found.append(step("replay", "mufu", replay, reads=REPLAYED, specs=()))
