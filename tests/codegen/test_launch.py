@@ -433,7 +433,8 @@ EXAMPLE_SPECS = [
 def example(folder: Path, variant_dir: Path) -> Path:
     """examples/c/decode.c, compiled as its README says against what a bundle has of it."""
     records = list(precompile(EXAMPLE_SPECS, variant_dir, jobs=1).records.values())
-    bundle._variants(folder / "bundle", records, variant_dir)
+    root = folder / "bundle"
+    bundle.copy_variants(root / "snapmla/variants", root / "include/snapmla", records, variant_dir)
     subprocess.run(
         ["sh", EXAMPLE / "build.sh", folder / "bundle", folder / "decode"], check=True,
         env={**os.environ, "PYTHON": sys.executable, "CC": str(toolchain.c_compiler())},

@@ -26,7 +26,10 @@ def test_decoding_from_c(tmp_path: Path) -> None:
         artifact = runtime.find_or_build(spec, need_library=True)
         record = Record.read(artifact.directory / f"{spec.name}.json")
         assert record is not None
-        bundle._variants(tmp_path / spec.op, [record], artifact.directory)
+        root = tmp_path / spec.op
+        bundle.copy_variants(
+            root / "snapmla/variants", root / "include/snapmla", [record], artifact.directory
+        )
         shutil.copytree(tmp_path / spec.op, tmp_path / "bundle", dirs_exist_ok=True)
     program = tmp_path / "example"
     subprocess.run(
