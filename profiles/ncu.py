@@ -29,7 +29,7 @@ import typer
 
 from codegen import artifacts, matrix, render
 from codegen.artifacts import Record
-from dsl_kernels.dims import KV_LORA_RANK, QK_ROPE_HEAD_DIM
+from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK, QK_ROPE_HEAD_DIM
 from dsl_kernels.spec import VariantSpec
 from profiles import bench
 from profiles.device import require_cuda
@@ -63,7 +63,7 @@ INDEX = {"i32": torch.int32, "i64": torch.int64}
 TOKEN_TILE = 64  # of a work list whose op walks none
 USUAL = {  # of ops that have no such axis
     "row_tile": 64, "page_size": 64, "in_dtype": "bf16", "out_dtype": "bf16",
-    "index_dtype": "i32", "mode": "",
+    "index_dtype": "i32", "mode": "", "cache_dtype": "fp8", "dtype": "bf16",
 }  # fmt: skip
 Maker = Callable[[], Any]
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -288,6 +288,7 @@ class Values(dict[str, Any]):
                 "q_scale": lambda: self._full(*rows),
             }
         return {
+            "q": lambda: self._normal(*rows, HEAD_DIM_QK, dtype=DTYPES[self.axes.dtype]),
             "q_nope": lambda: self._normal(*rows, KV_LORA_RANK, dtype=given),
             "q_rope": lambda: self._normal(*rows, QK_ROPE_HEAD_DIM, dtype=given),
         }
@@ -314,7 +315,12 @@ class Values(dict[str, Any]):
         def scattered(count: int, total: int) -> torch.Tensor:
             return torch.randperm(total, device=self.device)[:count]
 
+        def rows16(dtype: str) -> torch.Tensor:
+            return self._normal(self.pages, page, 1, HEAD_DIM_QK, dtype=DTYPES[dtype])
+
         return {
+            "kv": lambda: rows16(self.axes.cache_dtype),
+            "cache": lambda: rows16(self.axes.dtype),
             "content": lambda: self._e4m3(self.pages, page, KV_LORA_RANK),
             "rope": lambda: self._normal(self.pages, page, QK_ROPE_HEAD_DIM),
             "scale": lambda: self._full(self.pages, page),
@@ -367,9 +373,12 @@ class Values(dict[str, Any]):
         if self.spec.op == "fetch_dequant":
             rows = (batch, tokens) if self.axes.mode == "pages" else (batch * tokens,)
             content = rope = DTYPES[self.axes.in_dtype]
+            if self.axes.cache_dtype != "fp8":
+                rows = (*rows, 1)  # KV heads
+        own = self.axes.dtype if self.spec.op == "dense_decode" else self.axes.out_dtype
         scales = rows[:2] if self.axes.mode == "token" else rows
         return {
-            "out": lambda: self._zeros(*rows, KV_LORA_RANK, dtype=DTYPES[self.axes.out_dtype]),
+            "out": lambda: self._zeros(*rows, KV_LORA_RANK, dtype=DTYPES[own]),
             "lse": lambda: self._zeros(batch, self.heads, s_q),
             "out_nope": lambda: self._zeros(*rows, KV_LORA_RANK, dtype=content),
             "out_rope": lambda: self._zeros(*rows, QK_ROPE_HEAD_DIM, dtype=rope),

@@ -118,8 +118,9 @@ def test_script_passes_the_sizes_and_opens_the_profiler(tmp_path: Path) -> None:
         "quantize_q_xf32_token_head_sm90a", "fetch_dequant_xbf16_pages_sm90a",
         "fetch_dequant_xf16_indices_sm90a", "fetch_dequant_xbf16_ragged_sm90a",
         "fetch_dequant_xbf16_indices_ii64_sm90a", "merge_states_xf32_obf16_list_sm90a",
-        "merge_states_xbf16_of32_stack_sm90a", "append_kv_xbf16_ii64_neox_rms_csbf16_sm90a",
-        "quantize_q_xbf16_token_head_interleaved_sm90a",
+        "merge_states_xbf16_of32_stack_sm90a", "append_kv_xbf16_ii64_interleaved_rms_csbf16_sm90a",
+        "quantize_q_xbf16_token_head_interleaved_sm90a", "append_kv_xbf16_ii32_kvbf16_sm90a",
+        "fetch_dequant_xf16_pages_kvf16_sm90a", "dense_decode_split_r16_p16_df16_sm90a",
     ],
 )  # fmt: skip
 def test_workload_is_a_legal_call(built: Report, name: str) -> None:
@@ -127,7 +128,7 @@ def test_workload_is_a_legal_call(built: Report, name: str) -> None:
     spec = VariantSpec.from_name(name)
     known = ncu.Values(spec, ncu.Sizes(batch=2, tokens=100, s_q=2), "cpu", parts=3)
     runtime.kernel(spec, "cpu")(*(known[a["name"]] for a in built.records[name].arguments))
-    results = [known[n] for n in ("out", "out_nope", "content") if n in known]
+    results = [known[n] for n in ("out", "out_nope", "content", "kv") if n in known]
     assert results and any(result.to(torch.float32).abs().sum() > 0 for result in results)
 
 
