@@ -201,6 +201,14 @@ def try_command(name: str, out: Out = None) -> None:
         raise typer.Exit(1)
 
 
+def _packed(arch: str, pattern: str, cuda: str) -> tuple[list[VariantSpec], Path]:
+    """What a bundle or a wheel is made of: variants, and where their builds usually are."""
+    _check_arch(arch)
+    _need_compiler()
+    usual = _use_cuda(cuda)
+    return mx.default_specs(arch, pattern), usual
+
+
 @app.command("bundle")
 def bundle_command(
     arch: Arch = "sm_90a",
@@ -212,10 +220,7 @@ def bundle_command(
     """Pack host package and up-to-date variants for a server without the compiler."""
     from codegen import bundle
 
-    _check_arch(arch)
-    _need_compiler()
-    usual = _use_cuda(cuda)
-    specs = mx.default_specs(arch, pattern)
+    specs, usual = _packed(arch, pattern, cuda)
     try:
         with _writing(into):
             made = bundle.make(specs, out or usual, into)
@@ -240,10 +245,7 @@ def wheels_command(
     """Build wheels of the host package and of up-to-date variants."""
     from codegen import bundle, wheels
 
-    _check_arch(arch)
-    _need_compiler()
-    usual = _use_cuda(cuda)
-    specs = mx.default_specs(arch, pattern)
+    specs, usual = _packed(arch, pattern, cuda)
     try:
         with _writing(into):
             made = wheels.make(specs, out or usual, into)

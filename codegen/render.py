@@ -140,13 +140,7 @@ def _arch(arch: str) -> dict[str, Any]:
     return {
         "name": arch,
         "built": len(built),
-        "decode": [
-            _decode_row(specs)
-            for specs in _groups(
-                decode,
-                _row_of,
-            ).values()
-        ],
+        "decode": [_decode_row(specs) for specs in _groups(decode, _row_of).values()],
         "others": [
             {"op": op, "names": ", ".join(f"`{s.name}`" for s in specs)}
             for op, specs in others.items()

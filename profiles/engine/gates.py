@@ -9,6 +9,7 @@ from typing import Any
 
 from profiles.engine.spec import LONG, LONG_TOKENS, shape_of
 from profiles.fidelity.gates import Gate
+from profiles.fidelity.gates import page as gates_page
 
 CLOSE = 1.15  # KL of an engine over that of the model with fake-quantised attention
 EQUAL = 1.02  # times that count as equal
@@ -99,14 +100,8 @@ def speed_table(speed: dict[str, Any]) -> list[str]:
 
 def page(header: Sequence[str], accuracy: dict[str, Any], speed: dict[str, Any]) -> str:
     """All of it as Markdown."""
-    found = gates(accuracy, speed)
-    lines = ["# vLLM on an H200", "", *header, "", "| gate | what has to hold | verdict |",
-             "|---|---|---|"]  # fmt: skip
-    lines += [f"| {gate.name} | {gate.claim} | {gate.verdict} |" for gate in found]
-    for gate in found:
-        if gate.figures:
-            lines += ["", f"## {gate.name}: {gate.verdict}", ""]
-            lines += [f"- {figure}" for figure in gate.figures]
+    judged = gates_page(gates(accuracy, speed)).rstrip()
+    lines = ["# vLLM on an H200", "", *header, "", judged]
     greedy = {n: r["greedy_until"] for n, r in accuracy.items() if "greedy_until" in r}
     if greedy:
         lines += ["", "## Greedy tokens equal to the base's until step", ""]

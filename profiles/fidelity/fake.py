@@ -27,8 +27,8 @@ from snapmla.testing.rounding import (
 LOG2E = math.log2(math.e)
 GOLDEN = (math.sqrt(5) - 1) / 2  # multiples of it fill an interval evenly
 SCALES = ("exact", "powers", "phased", "maxima")
-PAGE = 64
-# e4m3's values of the top binade and the highest below it, neighbours in position far apart
+# e4m3's values of the top binade and the highest below it, neighbours in position far apart;
+# eight divide every page, so that the offset in the page decides
 MAXIMA = (448.0, 320.0, 384.0, 256.0, 416.0, 288.0, 352.0, 240.0)
 CHUNK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 27}  # logits held at once
 
@@ -71,7 +71,7 @@ class Setting:
             return _rescaled(c_kv, k_rope, _next_power(stored[2]))
         positions = torch.arange(len(c_kv), device=c_kv.device)
         if self.scales == "maxima":
-            top = torch.tensor(MAXIMA, device=c_kv.device)[positions % PAGE % len(MAXIMA)]
+            top = torch.tensor(MAXIMA, device=c_kv.device)[positions % len(MAXIMA)]
             return _rescaled(c_kv, k_rope, stored[2] * (E4M3_MAX / top))
         return _rescaled(
             c_kv, k_rope, stored[2] * torch.exp2(positions.double() * GOLDEN % 1).float()

@@ -57,8 +57,8 @@ def distribution(results: Results) -> Any:
             axes[0].plot(worst, style, marker=".", linewidth=1, label=f"{part}, {dial}")
     axes[0].set_xticks(range(5), [f"{q:.3g}" for q in data["quantiles"]])
     axes[0].legend(fontsize=5, frameon=False, loc="upper left")
-    axes[0].set(ylim=(0.1, 1e8))
-    axes[0].set(yscale="log", xlabel="quantile", ylabel="|x|, largest layer", title=model)
+    axes[0].set(ylim=(0.1, 1e8), yscale="log", title=model)
+    axes[0].set(xlabel="quantile", ylabel="|x|, largest layer")
     natural, loud = (data["dials"][dial] for dial in ("natural", "rope 1000"))
     for label, row in (("content", natural["content_mse"]), ("RoPE", natural["rope_mse"]),
                        ("RoPE at 1e3", loud["rope_mse"])):  # fmt: skip
