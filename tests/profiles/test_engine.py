@@ -95,6 +95,7 @@ def speed(**ms: float) -> dict[str, Any]:
         ((1.2e-2, [True, False]), {"ours": 1.0, "bf16": 1.55, "fp8": 1.22},
          [False, False, False, True, True]),
         ((1e-2, [True]), {"ours": 1.0, "bf16": 1.7, "fp8": 0.9}, [True, True, *[False] * 3]),
+        ((1e-2, [True]), {"ours": 1.0, "bf16": 1.45, "fp8": 1.3}, [True, True, False, False, True]),
         ((1e-2, [True]), {"ours": 1.0}, [True, True, *[None] * 3]),
     ],
 )  # fmt: skip
