@@ -84,6 +84,7 @@ class Record:
         kernel_registers: the same by kernel; a decode variant has its merge beside it.
         launch_registers: of a CTA, all threads: of the kernel that wants most.
         warpgroup_registers: values of the setmaxnreg instructions, in program order.
+        wrong_way: setmaxnreg that would raise a thread's registers to fewer, or lower them to more.
         barrier_counts: arrivals of mbarrier.init -> number of barriers initialised so.
         tmem_columns: of tensor memory that are allocated.
         declared: the kernel module's budget (threads, registers per warpgroup, barrier_counts,
@@ -119,6 +120,7 @@ class Record:
     static_smem: int = 0
     dynamic_smem: int | None = None
     warpgroup_registers: list[int] = field(default_factory=list)
+    wrong_way: list[str] = field(default_factory=list)
     barrier_counts: dict[str, int] = field(default_factory=dict)
     tmem_columns: int = 0
     declared: dict[str, Any] | None = None

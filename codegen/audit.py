@@ -76,6 +76,11 @@ def read_ptx(record: Record, ptx: str) -> None:
     record.warpgroup_registers = [
         int(n) for n in re.findall(r"setmaxnreg\.(?:inc|dec)\.\S+\s+(\d+)", ptx)
     ]
+    record.wrong_way = [
+        f"setmaxnreg.{way} {count}"
+        for way, count in re.findall(r"setmaxnreg\.(inc|dec)\.\S+\s+(\d+)", ptx)
+        if (int(count) - record.registers) * (1 if way == "inc" else -1) < 0
+    ]
 
 
 def read_counts(record: Record, ptx: str) -> None:
@@ -162,6 +167,11 @@ def problems(record: Record) -> list[str]:
             "(often a register tensor indexed by a runtime value)"
         )
     found += [f"ptxas note: {note}" for note in record.notes]
+    if record.wrong_way:
+        found.append(
+            f"{', '.join(record.wrong_way)}: launched with {record.registers} registers a thread; "
+            "the wrong direction is an illegal instruction"
+        )
     granted = granted_registers(record)
     pool = record.launch_registers
     if granted is not None and granted > min(pool, 65536):

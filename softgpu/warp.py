@@ -27,6 +27,7 @@ LANES = np.arange(32, dtype=np.uint32)
 ALL = np.ones(32, bool).tobytes()
 NONE = np.zeros(32, bool).tobytes()
 FAR = 1 << 60
+REGISTERS = 65536  # of an SM
 
 
 def uniform_view(values: NDArray[np.uint64], dtype: Any) -> NDArray[Any]:
@@ -86,6 +87,9 @@ class Warp:
         checker = block.cluster.hazards
         self.hazard = WarpHazards(checker, self) if checker is not None else None
         self.code = program.code if checker is None else program.checked
+        # a kernel that moves registers about is launched with all that its CTA can own; with few
+        # threads it is what the compiler chose, which the PTX does not say
+        self.registers = REGISTERS // threads // 8 * 8 if threads > REGISTERS // 256 else None
         self.mood: float | None = None  # how often an adversarial scheduler passes it over
         self.cluster_gen = -1  # generation of barrier.cluster it arrived at and did not wait for
         self.bulk_groups: dict[int, list[Any]] = {}  # cp.async.bulk, by lane; the last is open

@@ -126,6 +126,13 @@ class DenseDecode(DenseEntry):
     def storage(self, layouts: Layouts):
         return self.form.storage(layouts)
 
+    def claim_registers(self, count: int):
+        """setmaxnreg; the wrong direction is an illegal instruction."""
+        if count < budget(self.spec).at_launch:
+            cute.arch.setmaxregister_decrease(count)
+        else:
+            cute.arch.setmaxregister_increase(count)
+
     @cute.kernel
     def kernel(self, tma: Tma, gmem: Gmem, call: Call):
         entered = self.parts.stamps.now()
@@ -145,7 +152,7 @@ class DenseDecode(DenseEntry):
         cute.arch.griddepcontrol_wait()  # q, the cache and the plan come from the kernels before
         waited = self.parts.stamps.now()
         if wg == 0:
-            cute.arch.setmaxregister_decrease(self.form.registers[0])
+            self.claim_registers(self.form.registers[0])
             if warp_id == 0:
                 self.parts.stamps.put(gmem.results, Stamp.ENTRY, value=entered)
                 self.parts.stamps.put(gmem.results, Stamp.WAITED, value=waited)
@@ -162,10 +169,10 @@ class DenseDecode(DenseEntry):
         else:
             cta = Cta(st, layouts, q_pipe, k_pipe, gmem, call, part)
             if wg == 1:
-                cute.arch.setmaxregister_increase(self.form.registers[1])
+                self.claim_registers(self.form.registers[1])
                 self.form.softmax_loop(cta)
             else:
-                cute.arch.setmaxregister_increase(self.form.registers[2])
+                self.claim_registers(self.form.registers[2])
                 self.form.pv_loop(cta, wg - 2)
         if const_expr(self.spec.cluster > 1):
             # the peer signals barriers in this CTA's shared memory: leave together

@@ -57,13 +57,20 @@ def griddepcontrol(ins: Instr, k: Decoder) -> Handler:
     return run
 
 
-@op("setmaxnreg")
+@op("setmaxnreg.inc", "setmaxnreg.dec")
 def setmaxnreg(ins: Instr, k: Decoder) -> Handler:
-    count = k.imm(ins.args[0])
+    count, way = k.imm(ins.args[0]), ins.parts[1]
 
     def run(w: Any, m: Any) -> Any:
         if not 24 <= count <= 256 or count % 8:
             raise SoftGpuError(f"setmaxnreg {count}: expected a multiple of 8 from 24 to 256")
+        had = w.registers
+        if had is not None and (count < had if way == "inc" else count > had):
+            raise SoftGpuError(
+                f"setmaxnreg.{way} {count}: the warp has {had} registers a thread; a GPU calls "
+                "this an illegal instruction"
+            )
+        w.registers = count
         return w.join(m, -1, "setmaxnreg.sync")
 
     return run

@@ -64,6 +64,7 @@ def test_clean_record_passes() -> None:
         ({"sass": {"QGMMA": 1, "HGMMA": 1, "LDL": 2}}, "local memory"),
         ({"notes": ["ptxas info : (C7510) Potential Performance Loss"]}, "C7510"),
         ({"warpgroup_registers": [40, 120, 200]}, "setmaxnreg"),
+        ({"wrong_way": ["setmaxnreg.inc 120"]}, "illegal instruction"),
         ({"launch_registers": 86016}, "65536"),
         ({"dynamic_smem": 232_449}, "shared memory"),
         ({"sass": {"HGMMA": 1}}, "QGMMA"),
@@ -91,6 +92,14 @@ def test_counts_are_read() -> None:
         "tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r1+192], %r7;\n",
     )
     assert (record.barrier_counts, record.tmem_columns) == ({"1": 1, "4": 1}, 512)
+
+
+def test_setmaxnreg_the_wrong_way_is_read() -> None:
+    record, lines = sample(registers=128, kernel_registers={}), []
+    for way, count in (("dec", 40), ("inc", 120), ("inc", 128), ("dec", 160), ("inc", 160)):
+        lines.append(f"setmaxnreg.{way}.sync.aligned.u32 \t{count};")
+    audit.read_ptx(record, "\n".join(lines))
+    assert record.wrong_way == ["setmaxnreg.inc 120", "setmaxnreg.dec 160"]
 
 
 def test_ptxas_remarks_are_read() -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
+from softgpu import SoftGpuError
 from softgpu.testing import aligned, launch
 from tests.support.ptx import TID, covers, run
 
 
 @covers("mov", "cvta", "isspacep", "mapa", "getctarank", "createpolicy", "prefetch", "prefetchu",
-        "applypriority", "discard", "nanosleep", "pmevent", "setmaxnreg", "fence", "membar",
+        "applypriority", "discard", "nanosleep", "pmevent", "setmaxnreg.inc", "fence", "membar",
         "griddepcontrol.wait", "griddepcontrol.launch_dependents", "cp.async.bulk.prefetch",
         "cp.async.bulk.prefetch.tensor")  # fmt: skip
 def test_moves_addresses_and_hints() -> None:
@@ -46,6 +48,18 @@ def test_moves_addresses_and_hints() -> None:
     """, source, grid=2, cluster=2)  # fmt: skip
     flags = 1 | 2 | 8 | 64 | 128
     assert got == [flags | 0x300] * 32 + [flags] * 32
+
+
+@covers("setmaxnreg.dec")
+@pytest.mark.parametrize("moves", ["inc 120", "dec 136", "dec 40; inc 32", "dec 120; dec 128"])
+def test_registers_the_wrong_way_are_an_illegal_instruction(moves: str) -> None:
+    """512 threads are launched with 128 each."""
+    code = [f"setmaxnreg.{'.sync.aligned.u32 '.join(m.split())};" for m in moves.split("; ")]
+    with pytest.raises(SoftGpuError, match="an illegal instruction"):
+        run(" ".join(code), threads=512)
+    way, count = moves.split("; ")[0].split()
+    other = {"inc": "dec", "dec": "inc"}[way] if ";" not in moves else way
+    run(f"setmaxnreg.{other}.sync.aligned.u32 {count}; mov.u32 %r10, 0;", threads=512)
 
 
 def test_clocks_only_go_forward() -> None:
