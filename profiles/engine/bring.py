@@ -30,7 +30,7 @@ PLATFORMS = tuple(
 NEEDS = ROOT / "constraints" / "vllm-gpu.txt"
 KEEP = 90  # compute capability * 10
 GROUP = "vllm.general_plugins"
-LEFT_OUT = ("vllm-rs", "deep_gemm", "_qutlass_C", "_rust_tool_parser")
+LEFT_OUT = ("vllm-rs", "third_party/deep_gemm", "_qutlass_C", "_rust_tool_parser")
 
 # The driver's container format: a wrapper's magic, then entries of code.
 MAGIC, HEADER = struct.pack("<I", 0xBA55ED50), struct.Struct("<HHQ")  # version, bytes, bytes behind

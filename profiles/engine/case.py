@@ -30,7 +30,7 @@ from profiles.engine.spec import ALONE, NEW_TOKENS, VOCABULARY, Case, shape_of
 
 CHUNK = 32_768  # tokens of a step's prefill
 GRAPH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
-WARM, STEPS, PROFILED = 6, 40, 8
+WARM, STEPS, PROFILED = 6, 34, 8
 # Kernels of attention over the cache: ours, FlashMLA's, Triton's; not of prefill.
 ATTENTION = re.compile(r"dsl_kernels|mla|splitkv|combine|get_mla_metadata", re.IGNORECASE)
 SETTINGS = {
@@ -127,15 +127,17 @@ class Engine:
         logs = [torch.stack([self.rows[i][j] for j in range(NEW_TOKENS)]) for i in range(len(ids))]
         return ids, torch.stack(logs)
 
-    def step_times(self, timing: str) -> tuple[list[float], dict[str, float]]:
-        """Seconds of steps with all requests past their prefill; attention's share if asked."""
+    def step_times(self, timing: str) -> tuple[list[list[float]], dict[str, float]]:
+        """Seconds of steps with all requests past their prefill, the case's rounds one behind the
+        other; attention's share if asked."""
         from vllm import SamplingParams, TokensPrompt
 
         requests, tokens = shape_of(timing)
         engine, name = self.llm.llm_engine, f"{timing}-{time.monotonic()}"
         names = [f"{name}-{i}" for i in range(requests)]
         generator = torch.Generator().manual_seed(len(timing))
-        longest = STEPS + PROFILED + 60 + 2 * requests * tokens // CHUNK
+        steps = WARM + STEPS * self.case.rounds
+        longest = steps + PROFILED + 60 + 2 * requests * tokens // CHUNK
         for each in names:
             ids = torch.randint(2, VOCABULARY, (tokens,), generator=generator).tolist()
             engine.add_request(
@@ -147,7 +149,7 @@ class Engine:
         seen: set[str] = set()
         times: list[float] = []
         last = time.perf_counter()
-        while len(times) < STEPS:
+        while len(times) < steps:
             out = engine.step()
             if not self.case.own_process:
                 torch.cuda.synchronize()
@@ -162,7 +164,8 @@ class Engine:
         engine.abort_request(names)
         while engine.has_unfinished_requests():
             engine.step()
-        return times[WARM:], share
+        kept = times[WARM:]
+        return [kept[i : i + STEPS] for i in range(0, len(kept), STEPS)], share
 
     def _share(self, engine: Any) -> dict[str, float]:
         """Microseconds of a step by kernel, the largest, and attention's part of all."""
@@ -209,11 +212,11 @@ def run(case: Case, out: Path) -> dict[str, Any]:
         torch.save(kept, out / f"{case.name}.pt")
     result["times"] = {}
     for timing in case.timings:
-        rounds = [engine.step_times(timing) for _ in range(case.rounds)]
+        rounds, share = engine.step_times(timing)
         result["times"][timing] = {
-            "ms": [round(median(times) * 1e3, 4) for times, _ in rounds],
-            "least_ms": round(min(min(times) for times, _ in rounds) * 1e3, 4),
-            "share": rounds[-1][1],
+            "ms": [round(median(times) * 1e3, 4) for times in rounds],
+            "least_ms": round(min(map(min, rounds)) * 1e3, 4),
+            "share": share,
         }
     result["seconds"] = round(time.monotonic() - begin, 1)
     engine.close()

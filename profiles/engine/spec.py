@@ -37,7 +37,7 @@ class Case:
         prompts: file of token lists to continue, none if empty.
         force: file of a result whose tokens are to be followed, none if empty.
         timings: ``BxTOKENS`` each.
-        rounds: how often each is timed.
+        rounds: of steps that are timed, behind one prefill.
         profile: also tell attention's share of a step.
         cache_gib: memory of the cache.
         longest: ``max_model_len``.
@@ -53,7 +53,7 @@ class Case:
     prompts: str = ""
     force: str = ""
     timings: tuple[str, ...] = ()
-    rounds: int = 1
+    rounds: int = 3
     profile: bool = False
     cache_gib: float = 8.0
     longest: int = 8192

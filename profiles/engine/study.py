@@ -67,7 +67,7 @@ def speed_cases(folder: Path) -> list[list[Case]]:
         )  # fmt: skip
         wide.append(
             Case(name=f"{engine}-{WIDE}", model=many, own_process=True, longest=17_000,
-                 timings=("32x16384",), rounds=3, **shape)
+                 timings=("32x16384",), **shape)
         )  # fmt: skip
         shared.append(
             Case(name=f"{engine}-share", model=few, profile=True, longest=66_000,
@@ -87,9 +87,14 @@ def start(case: Case, folder: Path) -> subprocess.Popen[bytes]:
 
 
 def run(groups: Sequence[Sequence[Case]], folder: Path, limit: float) -> list[str]:
-    """Runs what has no result yet, a group side by side; returns what failed, and why."""
+    """Runs what has no result yet, a group side by side; returns what failed, and why.
+
+    A group needs the results of those before it.
+    """
     end, failed = time.monotonic() + limit, []
     for group in groups:
+        if failed:
+            break
         todo = [case for case in group if not (folder / f"{case.name}.json").exists()]
         running = {case.name: start(case, folder) for case in todo}
         for name, process in running.items():

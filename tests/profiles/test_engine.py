@@ -36,6 +36,13 @@ def test_only_machine_code_of_one_architecture_stays(tmp_path: Path) -> None:
     assert path.read_bytes() == whole
 
 
+def test_python_sources_of_the_release_are_brought() -> None:
+    """What is left out is libraries and one package; models import the others' names."""
+    for needed in ("vllm/utils/deep_gemm.py", "vllm/tool_parsers/rust_tool_parser.py",
+                   "vllm/model_executor/warmup/deep_gemm_warmup.py"):  # fmt: skip
+        assert not any(word in needed for word in bring.LEFT_OUT), needed
+
+
 def test_a_case_survives_its_file(tmp_path: Path) -> None:
     case = spec.Case(name="x", model="m", backend="CUSTOM", timings=("32x128",), rounds=3)
     case.write(tmp_path / "x.json")
