@@ -37,7 +37,7 @@ MLA = "vllm.model_executor.layers.attention.mla_attention"
 
 
 @needs_compiler
-@pytest.mark.parametrize("case", ["decode", "prefill", "ranks", "refusals"])
+@pytest.mark.parametrize("case", ["decode", "prefill", "invariant", "ranks", "refusals"])
 @pytest.mark.parametrize("release", fetch_vllm.RELEASES)
 def test_vllms_own_classes(release: str, case: str) -> None:
     path = fetch_vllm.path_of(release)

@@ -341,6 +341,25 @@ def prefill() -> None:
     assert 5e-3 < error < 4.5e-2  # e4m3 of the prefix; its own tokens are exact to bf16
 
 
+def invariant() -> None:
+    """A prompt of few tokens is prefill: alone, behind a long one, and beside what decodes."""
+    from vllm import envs
+
+    prompt = {"is_prefilling": torch.tensor([True])}
+    for invariant, found in ((False, (1, 0)), (True, (0, 1))):
+        with mock.patch.object(envs, "VLLM_BATCH_INVARIANT", invariant, create=True):
+            engine = with_past()
+        engine.append(1, 3)
+        metadata = engine.builder.build(0, engine.step([3], [1], **prompt))
+        print(f"a short prompt, batch-invariant {invariant}: {found[0]} decode, {found[1]} prefill")
+        assert (metadata.num_decodes, metadata.num_prefills) == found
+    engine.append(2, 30)
+    for new, requests, decodes in (([30, 3], [2, 1], 0), ([1, 3], [0, 1], 1), ([1, 1], [0, 2], 2)):
+        waits = torch.tensor([count > 1 for count in new])
+        metadata = engine.builder.build(0, engine.step(new, requests, is_prefilling=waits))
+        assert (metadata.num_decodes, metadata.num_prefills) == (decodes, 2 - decodes)
+
+
 def ranks() -> None:
     """Decode context parallelism: two ranks hold tokens in turns, one of them none of a request."""
     from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens
@@ -409,7 +428,8 @@ def refusals() -> None:
 
 
 CASES: dict[str, Callable[[], None]] = {
-    "decode": decode, "prefill": prefill, "ranks": ranks, "refusals": refusals,
+    "decode": decode, "prefill": prefill, "invariant": invariant, "ranks": ranks,
+    "refusals": refusals,
 }  # fmt: skip
 
 

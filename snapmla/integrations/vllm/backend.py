@@ -118,8 +118,8 @@ class SnapMLAMetadata(mla.MLACommonMetadata[SnapMLADecodeMetadata]):
 class SnapMLAMetadataBuilder(mla.MLACommonMetadataBuilder[SnapMLAMetadata]):
     """Plans a step; all layers of a cache group share the plan.
 
-    ``VLLM_BATCH_INVARIANT``: sequences are cut at fixed places, so that a request's results do not
-    depend on the others of its batch.
+    ``VLLM_BATCH_INVARIANT``: sequences are cut at fixed places, and a prompt is prefill however
+    short it is, so that a request's results do not depend on the others of its batch.
     """
 
     _cudagraph_support: ClassVar = AttentionCGSupport.UNIFORM_BATCH
@@ -134,6 +134,10 @@ class SnapMLAMetadataBuilder(mla.MLACommonMetadataBuilder[SnapMLAMetadata]):
             supports_dcp_with_varlen=True,
         )  # fmt: skip
         _refuse(vllm_config, self.q_data_type)
+        if envs.VLLM_BATCH_INVARIANT:
+            # Else a prompt of few tokens is decode where it comes first in its batch.  The builder
+            # reads this for nothing else.
+            self.use_pcp = True
         self._pin = False
         self.plans = plan_cache.PlanCache(
             self.num_heads * self.dcp_world_size,  # decode gathers the heads of all ranks

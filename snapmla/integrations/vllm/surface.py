@@ -17,7 +17,7 @@ RECORD = Path(__file__).with_name("surface.json")
 _MLA = "vllm.model_executor.layers.attention.mla_attention"
 _BACKEND = "vllm.v1.attention.backend"
 _BACKENDS = "vllm.v1.attention.backends"
-# module:name, in the order of the backend's text
+# module:name, in the order of the backend's text; name@attribute: what the function's text mentions
 RELIED = (
     f"{_BACKENDS}.registry:AttentionBackendEnum.CUSTOM",
     f"{_BACKENDS}.registry:register_backend",
@@ -35,6 +35,8 @@ RELIED = (
     f"{_MLA}:MLACommonMetadata",
     f"{_MLA}:QueryLenSupport.VARLEN",
     f"{_MLA}:MLACommonMetadataBuilder.__init__",
+    f"{_MLA}:MLACommonMetadataBuilder.__init__@use_pcp",
+    f"{_MLA}:MLACommonMetadataBuilder.build@use_pcp",
     f"{_MLA}:MLACommonMetadataBuilder.build_for_cudagraph_capture",
     f"{_MLA}:MLACommonMetadataBuilder._build_decode",
     f"{_MLA}:MLACommonImpl.__init__",
@@ -62,6 +64,7 @@ def read() -> Surface:
 
 def _described(name: str) -> list[str] | bool:
     module, _, path = name.partition(":")
+    path, _, mentioned = path.partition("@")
     try:
         value: Any = importlib.import_module(module)
         *owners, last = path.split(".")
@@ -72,6 +75,8 @@ def _described(name: str) -> list[str] | bool:
         value = getattr(value, last)
     except (ImportError, AttributeError):
         return False
+    if mentioned:
+        return mentioned in value.__code__.co_names
     if isinstance(value, type):
         if dataclasses.is_dataclass(value):
             return [field.name for field in dataclasses.fields(value)]
