@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 
@@ -67,37 +67,57 @@ class QuantizedQuery(launch.OverTensors):
         query = (self.nope_u8, self.rope, self.row_scale)
         object.__setattr__(self, "arguments", as_batch(*query))
 
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            # ``nope`` of a query that ``empty_query`` made is viewed when it is first asked for:
+            # kernels take its bytes
+            if name != "nope" or "nope_u8" not in self.__dict__:
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            object.__setattr__(self, "nope", self.nope_u8.view(checks.FP8))
+            return self.nope
+
     @functools.cached_property
     def rows_shape(self) -> tuple[int, ...]:
         """(b, s_q, h); (total_q, h) of ragged queries"""
-        return tuple(self.nope.shape[:-1])
+        return tuple(self.rope.shape[:-1])
+
+    @functools.cached_property
+    def written(self) -> tuple[Any, Any, Any]:
+        """What a kernel writes that quantises: nope_u8, rope, scale; ragged ones (1, total_q, ...).
+        Made for tensors that are written more than once."""
+        return launch.prepared(*as_batch(self.nope_u8, self.rope, self.scale))
+
+    @functools.cached_property
+    def spans(self) -> tuple[overlap.Span, ...]:
+        return overlap.span(self.nope_u8), overlap.span(self.rope), overlap.span(self.scale)
 
     @property
     def ragged(self) -> bool:
         """Whether sequences have different numbers of query tokens, packed one after another."""
-        return self.nope.ndim == 3
+        return self.rope.ndim == 3
 
     @property
     def granularity(self) -> str:
-        return "token_head" if self.scale.ndim == self.nope.ndim - 1 else "token"
+        return "token_head" if self.scale.ndim == self.rope.ndim - 1 else "token"
 
     @property
     def batch(self) -> int | None:
         """Sequences; None of ragged queries, which do not tell."""
-        return None if self.ragged else self.nope.shape[0]
+        return None if self.ragged else self.rope.shape[0]
 
     @property
     def s_q(self) -> int | None:
         """Query tokens of every sequence; None of ragged queries."""
-        return None if self.ragged else self.nope.shape[1]
+        return None if self.ragged else self.rope.shape[1]
 
     @property
     def num_heads(self) -> int:
-        return self.nope.shape[-2]
+        return self.rope.shape[-2]
 
     @property
     def device(self) -> torch.device:
-        return self.nope.device
+        return self.rope.device
 
 
 def per_row(scale: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
@@ -142,10 +162,13 @@ def _quantizer(device: torch.device, dtype: torch.dtype, granularity: str) -> ru
 
 for _cached in (variant_kernel, _appender, _quantizer):
     runtime.on_forget(_cached.cache_clear)
+runtime.on_forget(lambda: _QUICK.clear())
 
 # Calls that passed every check, as keys of what the exported functions do not see: a repeated call
 # goes straight to its kernel, whose own checks are the rest.
 _APPENDED, _QUANTIZED = overlap.Apart(), overlap.Apart()
+_Tensor = torch.Tensor  # looked up on every call
+_QUICK: dict[tuple[Any, ...], _Quick] = {}  # of _QUANTIZED's keys, but for what loads kernels
 
 
 def append_kv(
@@ -326,12 +349,16 @@ def quantize_q(
 
     Source: SnapMLA paper, section 3.3.1 (fused Q-quant).
     """
-    if not tracing.active() and _quantize_known(q_nope, q_rope, granularity, out):
-        try:
-            return _quantize(q_nope, q_rope, granularity, out)
-        except Exception as error:
-            checks.explain(error, check_quantize, q_nope, q_rope, granularity, out)
-            raise
+    if not tracing.active():
+        quick = _quantize_known(q_nope, q_rope, granularity, out)
+        if quick is not None:
+            try:
+                return _launch_quantize(
+                    q_nope, q_rope, out or _empty_query(quick.extents), quick.kernel
+                )
+            except Exception as error:
+                checks.explain(error, check_quantize, q_nope, q_rope, granularity, out)
+                raise
     if tracing.wanted(q_nope, q_rope, out):
         return _traced_quantize(q_nope, q_rope, granularity, out)
     return quantize_now(q_nope, q_rope, granularity, out)
@@ -340,27 +367,40 @@ def quantize_q(
 def _quantize_key(
     q_nope: torch.Tensor, q_rope: torch.Tensor, granularity: str, out: QuantizedQuery | None
 ) -> tuple[Any, ...]:
-    """What decides whether a query has rows that kernels can count, and lies apart from ``out``."""
+    """What decides whether a query has rows that kernels can count, lies apart from ``out``, and
+    which kernel takes it."""
     if out is None:
-        return q_nope.shape, granularity
+        return q_nope.shape, q_nope.dtype, granularity, q_nope.device
     return (
         q_nope.data_ptr(), q_rope.data_ptr(), q_nope.shape, q_nope.stride(), q_rope.stride(),
         q_nope.dtype, granularity, out.place,
     )  # fmt: skip
 
 
+class _Quick(NamedTuple):
+    """What a call like one that passed every check needs."""
+
+    kernel: runtime.Kernel
+    extents: _Extents
+
+
 def _quantize_known(
     q_nope: torch.Tensor, q_rope: torch.Tensor, granularity: str, out: QuantizedQuery | None
-) -> bool:
-    """Whether the launch may be tried without the full checks, as ``_append_known``."""
+) -> _Quick | None:
+    """The launch that may be tried without the full checks, as ``_append_known``, or None."""
     try:
-        written = None if out is None else out.nope
-        return (
-            launch.addressable(q_nope.device, q_nope, q_rope, written)
-            and _quantize_key(q_nope, q_rope, granularity, out) in _QUANTIZED
-        )
+        if (  # as launch.addressable, for every tenth of a microsecond counts
+            q_nope.__class__ is not _Tensor
+            or q_rope.__class__ is not _Tensor
+            or q_nope.is_neg()
+            or q_rope.is_neg()
+            or (out is not None and not out.plain)
+            or (launch.several_gpus() and not launch.all_on(q_nope.device, q_rope, out))
+        ):
+            return None
+        return _QUICK.get(_quantize_key(q_nope, q_rope, granularity, out))
     except (AttributeError, RuntimeError, TypeError):
-        return False  # something is of another kind
+        return None  # something is of another kind
 
 
 def quantize_now(
@@ -368,7 +408,17 @@ def quantize_now(
 ) -> QuantizedQuery:
     """``quantize_q`` on tensors with memory, whoever traces."""
     check_quantize(q_nope, q_rope, granularity, out)
-    return _quantize(q_nope, q_rope, granularity, out)
+    device = q_nope.device
+    extents = _extents(q_nope.shape, granularity, device)
+    if not q_nope.shape[0]:
+        return out or _empty_query(extents)
+    kernel = _quantizer(device, q_nope.dtype, granularity)
+    key = _quantize_key(q_nope, q_rope, granularity, out)
+    if key in _QUANTIZED:
+        if len(_QUICK) >= overlap.REMEMBERED:
+            _QUICK.clear()
+        _QUICK[key] = _Quick(kernel, extents)
+    return _launch_quantize(q_nope, q_rope, out or _empty_query(extents), kernel)
 
 
 def check_quantize(
@@ -399,18 +449,13 @@ def check_quantize(
         _check_query_apart(q_nope, q_rope, out)
 
 
-def _quantize(
-    q_nope: torch.Tensor, q_rope: torch.Tensor, granularity: str, out: QuantizedQuery | None
+def _launch_quantize(
+    q_nope: torch.Tensor, q_rope: torch.Tensor, out: QuantizedQuery, kernel: runtime.Kernel
 ) -> QuantizedQuery:
-    """Allocates what is not given and launches, on checked arguments."""
-    shape, device = q_nope.shape, q_nope.device
-    if out is None:
-        out = empty_query(shape, granularity, device)
-    if not shape[0]:
-        return out
-    kernel = _quantizer(device, q_nope.dtype, granularity)
-    q_nope, q_rope, scale = as_batch(q_nope, q_rope, out.scale)
-    kernel(q_nope, q_rope, *out.arguments[:2], scale)
+    """The launch, on checked arguments."""
+    if q_nope.ndim != 4:
+        q_nope, q_rope = q_nope.unsqueeze(0), q_rope.unsqueeze(0)
+    kernel(q_nope, q_rope, *out.written)
     return out
 
 
@@ -424,31 +469,52 @@ def _check_query_apart(
         others[name] = value
 
 
+class _Extents(NamedTuple):
+    """What is allocated for a query, as (shape, strides, dtype), and by what."""
+
+    empty: launch.Allocator
+    nope_u8: tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+    rope: tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+    scale: tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+
+
 @functools.lru_cache(maxsize=256)
-def _patterns(shape: tuple[int, ...], granularity: str, device: torch.device) -> Triple:
-    """Expanded from one element each: ``empty_like`` makes a query of them in less than ``empty``
-    takes."""
-    rows = shape[:-1]
-    shapes = (shape, (*rows, QK_ROPE_HEAD_DIM), rows if granularity == "token_head" else rows[:-1])
-    dtypes = (torch.uint8, torch.bfloat16, torch.float32)
-    nope, rope, scale = (
-        torch.empty((), dtype=dtype, device=device).expand(extents)
-        for dtype, extents in zip(dtypes, shapes, strict=True)
+def _extents(shape: tuple[int, ...], granularity: str, device: torch.device) -> _Extents:
+    rows = tuple(shape[:-1])
+    scales = rows if granularity == "token_head" else rows[:-1]
+    dense = lambda extents, dtype: (extents, _dense_strides(extents), dtype)
+    return _Extents(
+        launch.allocator(device),
+        dense(tuple(shape), torch.uint8),
+        dense((*rows, QK_ROPE_HEAD_DIM), torch.bfloat16),
+        dense(scales, torch.float32),
     )
-    return nope, rope, scale
+
+
+def _dense_strides(extents: tuple[int, ...]) -> tuple[int, ...]:
+    """Of a contiguous tensor of at least one element a dimension."""
+    strides, step = [], 1
+    for n in reversed(extents):
+        strides.append(step)
+        step *= max(n, 1)
+    return tuple(reversed(strides))
 
 
 def empty_query(shape: tuple[int, ...], granularity: str, device: torch.device) -> QuantizedQuery:
     """Uninitialised tensors that need no checks: made to measure."""
+    return _empty_query(_extents(shape, granularity, device))
+
+
+def _empty_query(extents: _Extents) -> QuantizedQuery:
+    empty, *parts = extents
+    nope_u8, rope, scale = (empty(*part) for part in parts)
+    row_scale = scale
+    if scale.ndim != rope.ndim - 1:
+        row_scale = per_row(scale, rope.shape[:-1])
     query = object.__new__(QuantizedQuery)
-    nope_u8, rope, scale = [
-        torch.empty_like(pattern, memory_format=torch.contiguous_format)
-        for pattern in _patterns(shape, granularity, device)
-    ]
-    row_scale = scale if granularity == "token_head" else per_row(scale, shape[:-1])
-    query.__dict__.update(  # as __post_init__ sets them, in a third of the time
-        nope=nope_u8.view(checks.FP8), rope=rope, scale=scale, nope_u8=nope_u8,
-        row_scale=row_scale, arguments=as_batch(nope_u8, rope, row_scale),
+    query.__dict__.update(  # as __post_init__ sets them, in a third of the time; ``nope`` can wait
+        rope=rope, scale=scale, nope_u8=nope_u8, row_scale=row_scale,
+        arguments=as_batch(nope_u8, rope, row_scale), written=as_batch(nope_u8, rope, scale),
     )  # fmt: skip
     return query
 
