@@ -395,12 +395,16 @@ def _quantize_known(
             or q_nope.is_neg()
             or q_rope.is_neg()
             or (out is not None and not out.plain)
-            or (launch.several_gpus() and not launch.all_on(q_nope.device, q_rope, out))
+            or (launch.several_gpus() and not _together(q_nope, q_rope, out))
         ):
             return None
         return _QUICK.get(_quantize_key(q_nope, q_rope, granularity, out))
     except (AttributeError, RuntimeError, TypeError):
         return None  # something is of another kind
+
+
+def _together(q_nope: torch.Tensor, q_rope: torch.Tensor, out: QuantizedQuery | None) -> bool:
+    return launch.all_on(q_nope.device, q_rope, None if out is None else out.rope)
 
 
 def quantize_now(
