@@ -10,6 +10,9 @@ A Q tile has the planes of a KV tile and may be as large, so it can also pass th
 (no Q stages: ``q_stages`` 0): an item is then one Q tile and its KV tiles, and whoever reads the
 ring sees the Q tile first.
 
+A tile may come in ``chunks`` of its channels, each with a full barrier of its own, so that Q.K
+begins on the first while the others are on their way.
+
 Shared memory: a field ``q<plane>`` and ``k<plane>`` for each plane, ``q_bar``, ``k_bar``, and the
 format's field of scales.
 """
@@ -25,6 +28,7 @@ from cutlass import Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from . import budget as bud
+from .barriers import Ring
 from .cache_format import CacheFormat
 from .smem import array, one_stage, staged
 from .work_list import WorkList
@@ -50,16 +54,18 @@ class PagedTma:
         cluster: CTAs that receive each KV tile.
         q_warps, k_warps: warps of a CTA that free a Q tile, a KV tile.
         start_tiles: KV tiles of a part in flight until its first has landed; 0: all stages.
+        chunks: equal parts of a plane's channels; the pipe's barrier is that of the first.
     """
 
     def __init__(
         self, fmt: CacheFormat, work: WorkList, *, rows: int, stages: int, q_stages: int,
-        cluster: int, q_warps: int, k_warps: int, start_tiles: int = 0,
+        cluster: int, q_warps: int, k_warps: int, start_tiles: int = 0, chunks: int = 1,
     ):  # fmt: skip
         self.format, self.work = fmt, work
         self.rows, self.cluster = rows, cluster
         self.stages, self.q_stages = stages, q_stages
         self.q_warps, self.k_warps, self.start_tiles = q_warps, k_warps, start_tiles
+        self.chunks, self.more = chunks, chunk_ring(stages, chunks)
 
     # ---------------------------------------------------------------- host half
 
@@ -79,7 +85,7 @@ class PagedTma:
             if const_expr(cute.rank(t) == 4):
                 layout_of = cute.group_modes(layout_of, 2, 4)
             view = cute.make_tensor(cute.recast_ptr(t.iterator, dtype=plane.dtype), layout_of)
-            one, tiler = one_stage(layout), (self.work.box, plane.width)
+            one, tiler = one_stage(layout), (self.work.box, plane.width // self.chunks)
             box = cute.make_composed_layout(
                 one.inner, 0, cute.get(cute.zipped_divide(one.outer, tiler), mode=[0])
             )
@@ -108,7 +114,14 @@ class PagedTma:
     def fields(self) -> dict:
         """Storage of the barriers."""
         fields = dict(k_bar=array(Int64, 2 * self.stages))
+        if self.chunks > 1:
+            fields.update(self.more.field)
         return dict(q_bar=array(Int64, 2 * self.q_stages), **fields) if self.q_stages else fields
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Of a chunk of a KV tile."""
+        return self.work.tile * self.format.token_bytes // self.chunks
 
     @property
     def q_bytes(self) -> int:
@@ -136,9 +149,23 @@ class PagedTma:
         k_pipe = pipeline.PipelineTmaAsync.create(
             barrier_storage=st.k_bar.data_ptr(), num_stages=self.stages, producer_group=group(1),
             consumer_group=group(self.k_warps * self.cluster),
-            tx_count=self.work.tile * self.format.token_bytes, **extra,
+            tx_count=self.chunk_bytes, **extra,
         )  # fmt: skip
         return q_pipe, k_pipe
+
+    def init_chunks(self, st) -> None:
+        """Barriers of the chunks behind the first; by one thread, before ``pipes``."""
+        if self.chunks > 1:
+            self.more.init(st)
+
+    def wait_chunk(self, st, chunk: int, index, phase) -> None:
+        """Until ``chunk`` of a stage is there; the first one's barrier is the pipe's."""
+        self.more.wait_full(st, index * (self.chunks - 1) + (chunk - 1), phase)
+
+    def wait_chunks(self, st, index, phase) -> None:
+        """Until all behind the first are there."""
+        for chunk in range(1, self.chunks):
+            self.wait_chunk(st, chunk, index, phase)
 
     # ---------------------------------------------------------------- device: producers
 
@@ -152,9 +179,10 @@ class PagedTma:
 
     def _boxes(self, loaded, target, width, rank):
         """TMA view of the KV ring and of the cache, box by box: (values, box, stage), (values, part
-        of a page, page)."""
-        boxes = cute.local_tile(target, (self.work.box, width), (None, 0, None))
-        tiles = cute.local_tile(loaded.coords, (self.work.box, width), (None, 0, None))
+        of a page, page); with several chunks (values, box, chunk, stage), and so on."""
+        pick = (None, 0, None) if self.chunks == 1 else (None, None, None)
+        boxes = cute.local_tile(target, (self.work.box, width // self.chunks), pick)
+        tiles = cute.local_tile(loaded.coords, (self.work.box, width // self.chunks), pick)
         return cpasync.tma_partition(
             loaded.atom, rank, cute.make_layout(self.cluster), cute.group_modes(boxes, 0, 2),
             cute.group_modes(tiles, 0, 2),
@@ -207,21 +235,36 @@ class PagedTma:
                         # this warp alone begins the stage's next phase, so it cannot miss this one
                         k_pipe.consumer_wait(landed)
                 k_pipe.producer_acquire(kst)
-                bar = k_pipe.producer_get_barrier(kst)
-                for j in cutlass.range_constexpr(self.work.boxes):
-                    p = cute.arch.make_warp_uniform(cute.arch.shuffle_sync(now, j))
-                    at = [target[None, j, kst.index] for target, _ in planes]
-                    for x in cutlass.range_constexpr(len(planes)):
-                        source = planes[x][1][None, part, page_at(p, batch, kv_heads)]
-                        cute.copy(loaded[x].atom, source, at[x], tma_bar_ptr=bar, **extra)
-                    if const_expr(copy_scales is not None):
-                        with cute.arch.elect_one():
-                            copy_scales(p, part, j, kst.index, bar)
+                for c in cutlass.range_constexpr(self.chunks):
+                    bar = self._chunk_barrier(st, k_pipe, kst, c)
+                    for j in cutlass.range_constexpr(self.work.boxes):
+                        p = cute.arch.make_warp_uniform(cute.arch.shuffle_sync(now, j))
+                        at = [target[self._at(j, c, kst.index)] for target, _ in planes]
+                        for x in cutlass.range_constexpr(len(planes)):
+                            source = planes[x][1][self._at(part, c, page_at(p, batch, kv_heads))]
+                            cute.copy(loaded[x].atom, source, at[x], tma_bar_ptr=bar, **extra)
+                        if const_expr(copy_scales is not None):
+                            with cute.arch.elect_one():
+                                copy_scales(p, part, j, kst.index, bar)
                 if const_expr(mark is not None):
                     mark(kst.count == 0)
                 kst.advance()
         # no producer_tail: every stage is read before the math warps end, and a cluster leaves
         # together, so no arrival can reach a CTA that is gone
+
+    def _at(self, box, chunk, stage):
+        """Coordinate in a view of ``_boxes``."""
+        return (None, box, stage) if self.chunks == 1 else (None, box, chunk, stage)
+
+    @cute.jit
+    def _chunk_barrier(self, st, k_pipe, kst, chunk: cutlass.Constexpr):
+        """What the copies of a chunk complete; ``producer_acquire`` has armed the first one's."""
+        if const_expr(chunk == 0):
+            return k_pipe.producer_get_barrier(kst)
+        bar = self.more.full_barrier(st, kst.index * (self.chunks - 1) + (chunk - 1))
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(bar, self.chunk_bytes)
+        return bar
 
     @cute.jit
     def _fill_with_q(self, k_pipe, kst, planes, rows):
@@ -253,6 +296,11 @@ class PagedTma:
             q_pipe.producer_acquire(qst)
             self._copy_q(planes, rows, qst.index, q_pipe.producer_get_barrier(qst))
             qst.advance()
+
+
+def chunk_ring(stages: int, chunks: int) -> Ring:
+    """Full barriers of the chunks behind the first: stage by stage."""
+    return Ring("k_more", stages * (chunks - 1), {"KV producer": 1})
 
 
 def page_at(page, sequence, kv_heads):

@@ -35,7 +35,7 @@ from cutlass import const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from ..common import budget as bud
-from ..common.paged_tma import pipe_barriers
+from ..common.paged_tma import chunk_ring, pipe_barriers
 from ..common.work_list import Call
 from ..dims import HEAD_DIM_QK, KV_LORA_RANK
 from ..dims import TOKEN_TILE as TILE
@@ -44,6 +44,7 @@ from ..stamp import Stamp
 from .dense_few import FewRows
 from .dense_many import ManyRows
 from .dense_parts import (
+    CHUNKS,
     INV_RING,
     PV_WARPS,
     ROWS_OF_CTA,
@@ -95,6 +96,7 @@ def budget(spec: VariantSpec) -> bud.Budget:
         smem=tiles + SMALL_BYTES,
         barriers=(
             *pipe_barriers(q_stages, readers[0], stages, readers[1], spec.cluster),
+            *chunk_ring(stages, CHUNKS).budget(),
             *p_ring(stages).budget(),
             *INV_RING.budget(),
         ),

@@ -7,7 +7,7 @@ which 16-bit types may be: nothing is transposed and V needs no registers.  P^T 
 
 Timeline of tile i
     KV producer   |TMA i+1 ...
-    softmax       | wait K i | Q.K i | max over warps, exp2, 16 bits of i | P i -> | wait K i+1
+    softmax       | wait K i, 64 channels at a time | Q.K i | max over warps, exp2, 16 bits of i | P i -> | wait K i+1
     P.V           | wait P i | rescale O if a frame moved | 4 x 4 WGMMAs 64 x rows x 16 | free K i
 
 Registers: softmax 120, P.V 160 (O^T 32 or 64), producers 40.
@@ -31,7 +31,16 @@ from .across_warps import AcrossWarps
 from .block_softmax import store_words_of_p
 from .dense_form import HALF, Form
 from .dense_frames import move_frame
-from .dense_parts import INV_RING, SOFTMAX_WARPS, WARPGROUP, Layouts, Parts, k_layout
+from .dense_parts import (
+    CHUNK_STEPS,
+    CHUNKS,
+    INV_RING,
+    SOFTMAX_WARPS,
+    WARPGROUP,
+    Layouts,
+    Parts,
+    k_layout,
+)
 from .fragments import TokensOnM, mask, pad_layout, padded_size
 from .wgmma import issue, tiled_mma
 
@@ -81,13 +90,16 @@ class FewRows(AcrossWarps, Form):
         lane, n_rows, row = tidx % 32, self.fragment.rows, self.fragment.row
         wwarp = cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
         st, (factor, limit, ragged_from), (m_ref, l_run) = cta.st, rows_in, rows_out
-        (sK, sQ), (q_stage, stage), mma_s = operands, stages, self.score_mma()
+        (sK, sQ), (q_stage, stage, phase), mma_s = operands, stages, self.score_mma()
         acc_S = cute.make_rmem_tensor(mma_s.partition_shape_C((TILE, self.rows_cta)), Float32)
         warpgroup.fence()
-        issue(
-            mma_s, acc_S, sK[None, None, None, stage], sQ[None, None, None, q_stage],
-            accumulate=False,
-        )  # fmt: skip
+        for chunk in cutlass.range_constexpr(CHUNKS):
+            if cutlass.const_expr(chunk > 0):
+                self.parts.loads.wait_chunk(st, chunk, stage, phase)
+            issue(
+                mma_s, acc_S, sK[None, None, None, stage], sQ[None, None, None, q_stage],
+                accumulate=chunk > 0, first=chunk * CHUNK_STEPS, last=(chunk + 1) * CHUNK_STEPS,
+            )  # fmt: skip
         warpgroup.commit_group()
         warpgroup.wait_group(0)
         t = cute.make_rmem_tensor((self.fragment.values,), Float32)

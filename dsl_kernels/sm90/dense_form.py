@@ -64,7 +64,7 @@ class Form:
         """An item's row tile of Q is there."""
 
     def block(self, cta, tile, operands, stages, blocks, rows_in, rows_out) -> None:
-        """S -> P of one block, handed over; ``stages`` of Q and of the ring."""
+        """S -> P of one block, handed over; ``stages`` of Q and of the ring, and its phase."""
         raise NotImplementedError
 
     def finish_rows(self, cta, inv_phase, m_ref, l_run, slot, rows) -> None:
@@ -104,6 +104,7 @@ class Form:
 
     @cute.jit
     def init_barriers(self, st):
+        self.parts.loads.init_chunks(st)
         self.parts.p_ring.init(st)
         INV_RING.init(st)
 
@@ -152,7 +153,7 @@ class Form:
             for tile in cutlass.range(first, last, unroll=1):
                 cta.k_pipe.consumer_wait(kst)
                 self.parts.stamps.put(gmem.results, Stamp.FIRST_TILE, kst.count == 0)
-                stages = (qst.index, kst.index)
+                stages = (qst.index, kst.index, kst.phase)
                 self.block(cta, tile, operands, stages, blocks, rows_in, (m_ref, l_run))
                 cta.k_pipe.consumer_release(kst)
                 kst.advance()
@@ -180,6 +181,7 @@ class Form:
                 acc_O[x].fill(0.0)
             for tile in cutlass.range(first, last, unroll=1):
                 k_pipe.consumer_wait(kst)
+                self.parts.loads.wait_chunks(st, kst.index, kst.phase)
                 self.parts.p_ring.wait_full(st, kst.index, kst.phase)
                 if (tile + 1) * TILE > ragged_from:  # P being there means that Q.K has read K
                     at = tile * TILE

@@ -6,7 +6,7 @@ memory would keep busy longer than the tensor core.
 
 Timeline of tile i
     KV producer   |TMA i+1 ...
-    softmax       | wait K i | Q.K i | max, exp2, 16 bits of i | P i -> | wait K i+1
+    softmax       | wait K i, 64 channels at a time | Q.K i | max, exp2, 16 bits of i | P i -> | wait K i+1
     P.V           | wait P i | rescale O if a frame moved | 8 WGMMAs 64 x 128 x 16 | free K i
 
 Rows of a thread are the same in S and in O, so that warp w of a P.V warpgroup needs the factors
@@ -37,6 +37,8 @@ from .block_softmax import ROWS_ON_M, maxima, store_words_of_p
 from .dense_form import HALF, Form
 from .dense_frames import move_frame
 from .dense_parts import (
+    CHUNK_STEPS,
+    CHUNKS,
     INV_RING,
     ROWS_OF_CTA,
     SOFTMAX_WARPS,
@@ -125,12 +127,17 @@ class ManyRows(Form):
         wwarp = cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
         st, (factor, limit, ragged_from), (m_ref, l_run) = cta.st, rows_in, rows_out
         (rQ, sQ, sK, line), (mma_r, mma_s) = operands, self.score_mmas()
-        q_stage, stage = stages
+        q_stage, stage, phase = stages
         acc_S = cute.make_rmem_tensor(mma_s.partition_shape_C((ROWS_OF_CTA, TILE)), Float32)
         sQ_now, sK_now = sQ[None, None, None, q_stage], sK[None, None, None, stage]
         warpgroup.fence()
-        issue(mma_r, acc_S, rQ, sK_now, accumulate=False, last=REGISTER_STEPS)
-        issue(mma_s, acc_S, sQ_now, sK_now, accumulate=True, first=REGISTER_STEPS)
+        for chunk in cutlass.range_constexpr(CHUNKS):
+            if cutlass.const_expr(chunk > 0):
+                self.parts.loads.wait_chunk(st, chunk, stage, phase)
+            first, last = chunk * CHUNK_STEPS, (chunk + 1) * CHUNK_STEPS
+            in_registers = last <= REGISTER_STEPS
+            mma, of_q = (mma_r, rQ) if in_registers else (mma_s, sQ_now)
+            issue(mma, acc_S, of_q, sK_now, accumulate=chunk > 0, first=first, last=last)
         warpgroup.commit_group()
         warpgroup.wait_group(0)
         t = cute.make_rmem_tensor((ROWS_ON_M.values,), Float32)

@@ -28,6 +28,8 @@ ROWS_OF_CTA = 64
 FEW_ROWS = 32  # and less: S^T = K Q^T
 TOKEN_BYTES = 2 * HEAD_DIM_QK
 SOFTMAX_WARPS, PV_WARPS = 4, 8
+CHUNKS = 9  # of a KV tile, 64 channels each: Q.K begins on the first
+CHUNK_STEPS = HEAD_DIM_QK // 16 // CHUNKS  # of Q.K
 COLUMN_MAJOR = cutlass.tensor_utils.LayoutEnum.COL_MAJOR
 INV_RING = Ring("inv", 1, {"softmax": SOFTMAX_WARPS}, {"P.V": PV_WARPS})  # 1 / row sums of an item
 
@@ -99,7 +101,7 @@ class Parts:
         self.loads = PagedTma(
             latent_format(self.dtype), self.work, rows=self.rows, stages=self.stages,
             q_stages=self.q_stages, cluster=spec.cluster, q_warps=SOFTMAX_WARPS,
-            k_warps=SOFTMAX_WARPS + PV_WARPS,
+            k_warps=SOFTMAX_WARPS + PV_WARPS, chunks=CHUNKS,
         )  # fmt: skip
         self.p_ring = p_ring(self.stages)
         self.values = LatentValues(self.dtype, TILE)
