@@ -72,7 +72,8 @@ def lengths(
 
 
 def _numbers(count: int, like: Tensor) -> Tensor:
-    return torch.arange(count, dtype=like.dtype, device=like.device)
+    """0, 1, ..., as ``like`` makes them, which may be a tracer's stand-in."""
+    return like.new_ones(count).cumsum(0, dtype=like.dtype) - 1
 
 
 def _order(first: Tensor, count: Tensor, heads: int, total_q: int) -> Tensor:
