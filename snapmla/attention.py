@@ -56,7 +56,7 @@ def decode(
 
     Args:
         q: from ``quantize_q``; (b, s_q, h, ...), or ragged (total_q, h, ...), which needs a plan.
-            With a 16-bit cache a tensor of its dtype, (b, s_q, h, 576) or (total_q, h, 576),
+            With a 16-bit cache bfloat16 or float16, as the cache, (b, s_q, h, 576) or ragged,
             contiguous; with several KV heads query heads j * g to (j + 1) * g - 1 read KV head j,
             where g = h / num_kv_heads.
         cache: pages that ``block_table`` points into.
