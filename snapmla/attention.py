@@ -1,17 +1,16 @@
-"""``decode``: MLA attention of each sequence's query tokens over the paged FP8 cache."""
+"""``decode``: MLA attention of each sequence's query tokens over a paged cache."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
 from dsl_kernels.dims import KV_LORA_RANK
-from dsl_kernels.spec import decode_spec
-from snapmla import checks, launch, overlap, runtime, tracing
-from snapmla.cache import PagedKVCache, expect_cache, expect_fp8
-from snapmla.decode_plan import TENSORS, DecodePlan, PlanVariant
+from snapmla import checks, kv_heads, launch, layouts, overlap, tracing
+from snapmla.cache import PagedKVCache, expect_cache
+from snapmla.decode_plan import DTYPES, FP8, NAMES, TENSORS, DecodePlan, PlanVariant
 from snapmla.plan import plan_decode
 from snapmla.quant import QuantizedQuery, as_batch, expect_query, named
 
@@ -23,24 +22,15 @@ _CHOICES = {
     for base, factor in LSE_FACTOR.items()
     for empty, value in EMPTY_LSE.items()
 }
-ONLY_FP8 = "decode reads FP8 caches only"
-OUT_NAMES = {torch.bfloat16: "bf16", torch.float32: "f32"}
+OUT_NAMES = {torch.bfloat16: "bf16", torch.float32: "f32"}  # of an FP8 cache
 # calls whose results were seen to lie apart from all else, by dtype of ``out``
-_APART = {dtype: overlap.Apart() for dtype in OUT_NAMES}
+_APART = {dtype: overlap.Apart() for dtype in NAMES}
 _Tensor = torch.Tensor  # looked up on every call
-
-
-def _kernel(variant: PlanVariant, out_dtype: torch.dtype) -> runtime.Kernel:
-    """The exported function that runs a plan of this kind, loaded once."""
-    device, out = variant.device, OUT_NAMES[out_dtype]
-    arch = runtime.arch_of(device)
-    spec = decode_spec(variant.pipeline, variant.row_tile, variant.page_size, out, arch)
-    variant.kernels[out_dtype] = runtime.kernel(spec.replace(p_terms=variant.p_terms), device.type)
-    return variant.kernels[out_dtype]
+Query = QuantizedQuery | torch.Tensor
 
 
 def decode(
-    q: QuantizedQuery,
+    q: QuantizedQuery | torch.Tensor,
     cache: PagedKVCache,
     block_table: torch.Tensor,
     cache_seqlens: torch.Tensor,
@@ -66,6 +56,9 @@ def decode(
 
     Args:
         q: from ``quantize_q``; (b, s_q, h, ...), or ragged (total_q, h, ...), which needs a plan.
+            With a 16-bit cache bfloat16 or float16, as the cache, (b, s_q, h, 576) or ragged,
+            contiguous; with several KV heads query heads j * g to (j + 1) * g - 1 read KV head j,
+            where g = h / num_kv_heads.
         cache: pages that ``block_table`` points into.
         block_table: int32 (b, width); row i lists the pages of sequence i.  Entries past a
             sequence's end may be anything.
@@ -76,11 +69,11 @@ def decode(
         causal: query token s of s_q sees the first ``length - (s_q - 1 - s)`` tokens; False: all,
             with a plan made so.  Of no effect with a plan that has ``row_seqlens``.
         out: bfloat16 or float32 (b, s_q, h, 512) or (total_q, h, 512), contiguous, memory of its
-            own; None allocates.
+            own; None allocates.  With a 16-bit cache of its dtype.
         lse: float32 (b, h, s_q) or (h, total_q), contiguous, memory of its own; None allocates.
         lse_base: ``e`` for the natural logarithm of the sum of exponentials, ``2`` for base 2.
         empty_lse: LSE of a row that sees no token, ``-inf`` or ``+inf``; its output is 0.
-        out_dtype: dtype of an allocated ``out``, bfloat16 if None.
+        out_dtype: dtype of an allocated ``out``; None: bfloat16, or that of a 16-bit cache.
         pipeline: decode pipeline of a plan made here; must agree with a given plan.
 
     Returns:
@@ -100,7 +93,13 @@ def decode(
         )
     if plan is not None and pipeline is None:
         try:
-            if _fits_plan(q, cache, block_table, cache_seqlens, plan, out, lse, out_dtype):
+            if q.__class__ is _Tensor:
+                if _rows_fit_plan(q, cache, block_table, cache_seqlens, plan, out, lse, out_dtype):
+                    return run_plan(
+                        (q,), cache.decode_arguments, block_table, cache_seqlens,
+                        plan, out, lse, plan.dtype, options,
+                    )  # fmt: skip
+            elif _fits_plan(q, cache, block_table, cache_seqlens, plan, out, lse, out_dtype):
                 return run_plan(
                     q.arguments, cache.arguments, block_table, cache_seqlens,
                     plan, out, lse, out_dtype, options,
@@ -116,14 +115,15 @@ def decode(
     plan = checked(
         q, cache, block_table, cache_seqlens, plan, out, lse, out_dtype, pipeline, causal=causal
     )
+    query = (q,) if isinstance(q, torch.Tensor) else q.arguments
     return run_plan(
-        q.arguments, cache.arguments, block_table, cache_seqlens, plan, out, lse, out_dtype,
-        options,
+        query, cache.decode_arguments, block_table, cache_seqlens, plan, out, lse,
+        out_dtype or plan.variant.out_dtypes[0], options,
     )  # fmt: skip
 
 
 def run_plan(
-    query: tuple[Any, Any, Any],
+    query: tuple[Any, ...],
     cache: tuple[Any, ...],
     block_table: torch.Tensor,
     cache_seqlens: torch.Tensor,
@@ -136,7 +136,9 @@ def run_plan(
     """Allocates results that are not given and launches.
 
     Args:
-        query, cache: as ``launch_decode``; unchecked but for what the exported function checks.
+        query, cache: as ``launch_decode``, queries of 16 bits as the caller has them; unchecked but
+            for what the exported function checks.
+        out_dtype: of an allocated ``out``, bfloat16 if None.
         options: softmax_scale, causal, lse_base, empty_lse as in ``decode``; checked.
     """
     softmax_scale, causal, lse_base, empty_lse = options
@@ -154,10 +156,27 @@ def run_plan(
         return out, lse
     if plan.check_stale:
         plan.check(cache_seqlens)
+    if plan.as_given:
+        launch_decode(
+            query, cache, block_table, cache_seqlens, plan.variant, plan.arguments, plan.may_split,
+            (out, lse), numbers,
+        )  # fmt: skip
+        return out, lse
+    moved = None
+    if plan.regroups:
+        moved = kv_heads.regroup(plan, query[0], block_table, cache_seqlens, out, lse)
+        query, results = (moved.q,), (moved.out, moved.lse)
+        block_table, cache_seqlens = moved.block_table, moved.cache_seqlens
+    else:
+        results = plan._kernel_results(out, lse, given)
+        if len(query) == 1:
+            query = (query[0].unsqueeze(0),)
     launch_decode(
         query, cache, block_table, cache_seqlens, plan.variant, plan.arguments, plan.may_split,
-        plan._kernel_results(out, lse, given) if plan.ragged else (out, lse), numbers,
+        results, numbers,
     )  # fmt: skip
+    if moved is not None:
+        kv_heads.back(plan, moved, out, lse)
     return out, lse
 
 
@@ -173,7 +192,7 @@ def _choices(causal: bool, lse_base: str, empty_lse: str) -> tuple[int, float, f
 
 
 def launch_decode(
-    query: tuple[Any, Any, Any],
+    query: tuple[Any, ...],
     cache: tuple[Any, ...],
     block_table: torch.Tensor,
     cache_seqlens: torch.Tensor,
@@ -186,8 +205,8 @@ def launch_decode(
     """One call of the exported function, which launches decode and merge, on checked arguments.
 
     Args:
-        query: content bytes, RoPE, one scale per row; (b, s_q, h, ...).
-        cache: content bytes, RoPE, scale.
+        query: content bytes, RoPE, one scale per row; (b, s_q, h, ...).  Of 16 bits one tensor.
+        cache: content bytes, RoPE, scale.  Of 16 bits one tensor.
         tables: as ``DecodePlan.arguments``.
         may_split: whether sequences may be cut; False saves the merge launch.
         results: out, lse; (b, s_q, h, 512), (b, h, s_q).
@@ -195,7 +214,7 @@ def launch_decode(
     """
     out, lse = results
     work_items, part_begin, split_begin, units, row_limits, o_accum, lse_accum = tables
-    kernel = variant.kernels.get(out.dtype) or _kernel(variant, out.dtype)
+    kernel = variant.kernels.get(out.dtype) or variant.kernel(out.dtype)
     kernel(
         *query, *cache, block_table, cache_seqlens, work_items, part_begin, split_begin, units,
         row_limits, out, lse, o_accum, lse_accum, *numbers, int(may_split),
@@ -203,7 +222,7 @@ def launch_decode(
 
 
 def _traced(
-    q: QuantizedQuery,
+    q: Query,
     cache: PagedKVCache,
     block_table: torch.Tensor,
     cache_seqlens: torch.Tensor,
@@ -215,9 +234,7 @@ def _traced(
     pipeline: str | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``decode`` as an operator, for tracers; arguments as in ``run_plan``, checked."""
-    expect_query("q", q)
-    expect_cache(cache)
-    expect_fp8(cache, ONLY_FP8)
+    _expect_query(q, cache)
     if plan is None:
         if tracing.by_dynamo():
             return tracing.between_graphs(
@@ -226,16 +243,21 @@ def _traced(
                 empty_lse=options[3], out_dtype=out_dtype, pipeline=pipeline,
             )  # fmt: skip
         plan = _planned(q, cache, block_table, cache_seqlens, pipeline, options[1])
-    page_size, rows = cache.content.shape[1], tuple(q.nope.shape[:-1])
-    _check_plan(plan, rows, page_size, block_table, pipeline, q.nope.device)
+    rows = _rows_of(q)
+    _check_plan(plan, rows, cache, block_table, pipeline, q.device)
     softmax_scale, causal, lse_base, empty_lse = options
     _check_causal(plan, causal)
     causal_, lse_factor, empty = _choices(causal, lse_base, empty_lse)
+    rest = (
+        plan.work_items, plan.part_begin, plan.split_begin, plan.units, plan.row_limits,
+        plan.o_accum, plan.lse_accum, plan.pipeline, plan.row_tile, plan.can_split(),
+        softmax_scale, bool(causal_), lse_factor, empty,
+    )  # fmt: skip
+    if isinstance(q, torch.Tensor):
+        return _traced_rows(q, cache, block_table, cache_seqlens, plan, rest, out, lse, out_dtype)
     common = (
         *as_batch(q.nope.view(torch.uint8), q.rope, q.scale), *cache.memory_now(), block_table,
-        cache_seqlens, plan.work_items, plan.part_begin, plan.split_begin, plan.units,
-        plan.row_limits, plan.o_accum, plan.lse_accum, plan.pipeline, plan.row_tile,
-        plan.can_split(), softmax_scale, bool(causal_), lse_factor, empty,
+        cache_seqlens, *rest,
     )  # fmt: skip
     if out is None and lse is None:
         made = torch.ops.snapmla.decode(*common, out_dtype or torch.bfloat16, p_terms=plan.p_terms)
@@ -249,6 +271,51 @@ def _traced(
     return out, lse
 
 
+def _traced_rows(
+    q: torch.Tensor,
+    cache: PagedKVCache,
+    block_table: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    plan: DecodePlan,
+    rest: tuple[Any, ...],
+    out: torch.Tensor | None,
+    lse: torch.Tensor | None,
+    out_dtype: torch.dtype | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``_traced`` of a query of 16 bits; what kernels see otherwise is regrouped by operators too.
+
+    Args:
+        rest: of the operator's arguments.
+    """
+    _check_outputs(out, lse, _rows_of(q), out_dtype, q.device, (cache.dtype,))
+    kv = layouts.small_pages(cache.memory_now()[0])
+    ragged, regroups = q.ndim == 3, plan.must_regroup()
+    if out is None and lse is None and not regroups:
+        query = q.unsqueeze(0) if ragged else q
+        made = torch.ops.snapmla.dense_decode(query, kv, block_table, cache_seqlens, *rest)
+        return (made[0].squeeze(0), made[1].squeeze(0)) if ragged else made
+    if out is None:
+        out = q.new_empty((*q.shape[:-1], KV_LORA_RANK))
+    if lse is None:
+        lse = q.new_empty(_lse_shape(_rows_of(q)), dtype=torch.float32)
+    if regroups:
+        call = kv_heads.regroup(plan, q, block_table, cache_seqlens, out, lse)
+        torch.ops.snapmla.dense_decode_out(
+            call.q, kv, call.block_table, call.cache_seqlens, *rest, call.out, call.lse
+        )
+        kv_heads.back(plan, call, out, lse)
+        return out, lse
+    given = (q, out, lse)
+    query, results, sums = (x.unsqueeze(0) for x in given) if ragged else given
+    torch.ops.snapmla.dense_decode_out(query, kv, block_table, cache_seqlens, *rest, results, sums)
+    return out, lse
+
+
+def _rows_of(q: Query) -> tuple[int, ...]:
+    """(b, s_q, h) or (total_q, h) of a query."""
+    return tuple((q if isinstance(q, torch.Tensor) else q.rope).shape[:-1])
+
+
 def _lse_shape(rows: tuple[int, ...]) -> tuple[int, ...]:
     """Shape of ``lse`` for rows (b, s_q, h) or (total_q, h)."""
     *batch, tokens, heads = rows
@@ -256,7 +323,7 @@ def _lse_shape(rows: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _fits_plan(
-    q: QuantizedQuery,
+    q: Any,
     cache: PagedKVCache,
     block_table: torch.Tensor,
     cache_seqlens: torch.Tensor,
@@ -264,7 +331,7 @@ def _fits_plan(
     out: torch.Tensor | None,
     lse: torch.Tensor | None,
     out_dtype: torch.dtype | None,
-) -> bool:
+) -> TypeGuard[QuantizedQuery]:
     """Whether the launches may be tried without the full checks.
 
     The exported functions check dtypes, ranks, alignment, strides of static extents and that sizes
@@ -303,6 +370,51 @@ def _fits_plan(
         return False  # something is of another kind
 
 
+def _rows_fit_plan(
+    q: torch.Tensor,
+    cache: PagedKVCache,
+    block_table: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    plan: DecodePlan,
+    out: torch.Tensor | None,
+    lse: torch.Tensor | None,
+    out_dtype: torch.dtype | None,
+) -> bool:
+    """``_fits_plan`` of a query of 16 bits, which comes anew with every call."""
+    try:
+        table, lengths = plan._seen
+        known = _APART[plan.dtype if out is None else out.dtype]
+        key = (
+            out is None or out.data_ptr(), lse is None or lse.data_ptr(),
+            q.data_ptr(), cache.place, plan.place,
+        )  # fmt: skip
+        return (
+            (out is None or (out.__class__ is _Tensor and out.dtype is plan.dtype))
+            and (lse is None or lse.__class__ is _Tensor)
+            and q.shape == plan.q_shape
+            and cache.page_size == plan.page_size
+            and cache.num_kv_heads == plan.num_kv_heads
+            and (key in known or _see_apart(known, key, q, cache, plan, out, lse))
+            and q.is_contiguous()
+            and not q.is_neg()
+            and (out is None or (out.is_contiguous() and not out.is_neg()))
+            and (lse is None or (not lse.is_neg() and lse.is_contiguous()))
+            and (
+                (block_table is table and cache_seqlens is lengths)
+                or _see_tables(plan, block_table, cache_seqlens)
+            )
+            and (out_dtype is None or out_dtype is plan.dtype)
+            and (
+                not launch.several_gpus()  # the exported functions ask for the kind of device only
+                or launch.all_on(
+                    plan.device, q, cache.content, block_table, cache_seqlens, out, lse
+                )
+            )
+        )
+    except (AttributeError, KeyError, RuntimeError):
+        return False  # something is of another kind
+
+
 def _see_tables(plan: DecodePlan, block_table: torch.Tensor, cache_seqlens: torch.Tensor) -> bool:
     """Whether tables are as planned and hold their values; if so they are known by identity."""
     if not tracing.plain(block_table, cache_seqlens) or block_table.shape != plan.table_shape:
@@ -316,7 +428,7 @@ def _see_tables(plan: DecodePlan, block_table: torch.Tensor, cache_seqlens: torc
 def _see_apart(
     known: overlap.Apart,
     key: tuple[int, ...],
-    q: QuantizedQuery,
+    q: Query,
     cache: PagedKVCache,
     plan: DecodePlan,
     out: torch.Tensor | None,
@@ -329,11 +441,12 @@ def _see_apart(
     if not tracing.plain(q, cache, plan):  # what has no memory is never remembered
         return False
     results = [() if result is None else (overlap.span(result),) for result in (out, lse)]
-    return known.see(key, *results, (*q.spans, *cache.spans, *plan.spans))
+    query = (overlap.span(q),) if isinstance(q, torch.Tensor) else q.spans
+    return known.see(key, *results, (*query, *cache.spans, *plan.spans))
 
 
 def checked(
-    q: QuantizedQuery,
+    q: Query,
     cache: PagedKVCache,
     block_table: torch.Tensor,
     cache_seqlens: torch.Tensor,
@@ -346,10 +459,8 @@ def checked(
     causal: bool = True,
 ) -> DecodePlan:
     """Checks all tensors with full messages; plans if no plan is given, launches nothing else."""
-    expect_query("q", q)
-    expect_cache(cache)
-    expect_fp8(cache, ONLY_FP8)
-    rows, device = q.rows_shape, q.nope.device
+    _expect_query(q, cache)
+    rows, device = _rows_of(q), q.device
     if cache.content.device != device:
         checks.value_error("cache", f"tensors on {device}, where q is", cache.content.device)
     if plan is not None:
@@ -357,10 +468,10 @@ def checked(
     b = _batch_of(q, plan)
     checks.block_table(block_table, b, device)
     checks.lengths(cache_seqlens, b, device)
-    _check_outputs(out, lse, rows, out_dtype, device)
-    page_size = cache.page_size
+    dtypes = tuple(OUT_NAMES) if cache.kv is None else (cache.dtype,)
+    _check_outputs(out, lse, rows, out_dtype, device, dtypes)
     if plan is not None:
-        _check_plan(plan, rows, page_size, block_table, pipeline, device)
+        _check_plan(plan, rows, cache, block_table, pipeline, device)
         _check_causal(plan, causal)
     _check_apart(q, cache, block_table, cache_seqlens, plan, out, lse)
     if plan is not None:
@@ -368,10 +479,25 @@ def checked(
     return _planned(q, cache, block_table, cache_seqlens, pipeline, causal)
 
 
-def _batch_of(q: QuantizedQuery, plan: DecodePlan | None) -> int:
+def _expect_query(q: Query, cache: PagedKVCache) -> None:
+    """That query and cache are of one kind, and a query of 16 bits what the kernels take."""
+    if not isinstance(cache, PagedKVCache) or cache.scale is not None:
+        expect_query("q", q)
+        expect_cache(cache)
+        return
+    expect_cache(cache)
+    if isinstance(q, QuantizedQuery):
+        hint = "a 16-bit cache takes queries as they are"
+        wanted = f"a {checks.dtype_name(cache.dtype)} tensor, as the cache's rows"
+        checks.type_error("q", wanted, "a snapmla.QuantizedQuery", hint)
+    checks.query_of_rows(q, cache.dtype, cache.num_kv_heads)
+
+
+def _batch_of(q: Query, plan: DecodePlan | None) -> int:
     """Sequences of a call; ragged queries do not tell."""
-    if not q.ragged:
-        return q.nope.shape[0]
+    rows = _rows_of(q)
+    if len(rows) == 3:
+        return rows[0]
     if plan is None:
         checks.value_error(
             "plan", "one made with cu_seqlens_q, beside ragged queries", None,
@@ -381,7 +507,7 @@ def _batch_of(q: QuantizedQuery, plan: DecodePlan | None) -> int:
 
 
 def _planned(
-    q: QuantizedQuery,
+    q: Query,
     cache: PagedKVCache,
     block_table: torch.Tensor,
     cache_seqlens: torch.Tensor,
@@ -389,8 +515,8 @@ def _planned(
     causal: bool,
 ) -> DecodePlan:
     """A plan for a call that gave none."""
-    checks.block_table(block_table, _batch_of(q, None), q.nope.device)
-    _, s_q, heads, _ = q.nope.shape
+    checks.block_table(block_table, _batch_of(q, None), q.device)
+    _, s_q, heads = _rows_of(q)
     return plan_decode(
         cache_seqlens,
         heads,
@@ -399,6 +525,8 @@ def _planned(
         max_pages=max(block_table.shape[1], 1),
         causal=causal,
         pipeline=pipeline,
+        cache_dtype="fp8" if cache.scale is not None else cache.dtype,
+        num_kv_heads=cache.num_kv_heads,
     )
 
 
@@ -408,20 +536,21 @@ def _check_outputs(
     rows: tuple[int, ...],
     out_dtype: torch.dtype | None,
     device: torch.device,
+    dtypes: tuple[torch.dtype, ...],
 ) -> None:
     """Checks the results that are given, and the dtype of those that are not."""
-    if out_dtype is not None and out_dtype not in OUT_NAMES:
-        wanted = " or ".join(checks.dtype_name(d) for d in OUT_NAMES)
+    if out_dtype is not None and out_dtype not in dtypes:
+        wanted = " or ".join(checks.dtype_name(d) for d in dtypes)
         checks.type_error("out_dtype", wanted, out_dtype)
     if out is not None:
-        dtypes = tuple(OUT_NAMES) if out_dtype is None else (out_dtype,)
+        dtypes = dtypes if out_dtype is None else (out_dtype,)
         checks.output("out", out, dtypes, (*rows, KV_LORA_RANK), device)
     if lse is not None:
         checks.output("lse", lse, (torch.float32,), _lse_shape(rows), device, align=4)
 
 
 def _check_apart(
-    q: QuantizedQuery,
+    q: Query,
     cache: PagedKVCache,
     block_table: torch.Tensor,
     cache_seqlens: torch.Tensor,
@@ -431,7 +560,7 @@ def _check_apart(
 ) -> None:
     """Checks that given results share no memory with what the call reads, or one another."""
     read = {
-        **named("q", q),
+        **({"q": q} if isinstance(q, torch.Tensor) else named("q", q)),
         **named("cache", cache),
         "block_table": block_table,
         "cache_seqlens": cache_seqlens,
@@ -449,7 +578,7 @@ def _expect_plan(plan: object) -> None:
 def _check_plan(
     plan: DecodePlan,
     rows: tuple[int, ...],
-    page_size: int,
+    cache: PagedKVCache,
     block_table: torch.Tensor,
     pipeline: str | None,
     device: torch.device,
@@ -458,6 +587,8 @@ def _check_plan(
     _expect_plan(plan)
     if plan.work_items.device != device:
         checks.value_error("plan", f"a plan on {device}, where q is", plan.work_items.device)
+    _check_cache_dtype(plan, cache)
+    page_size = cache.content.shape[1]
     got = (*plan._shape_of_rows(), plan.page_size)
     if got != (*rows, page_size):
         tokens = "b, s_q" if len(rows) == 3 else "total_q"
@@ -466,6 +597,19 @@ def _check_plan(
     _check_width(plan, block_table)
     if pipeline is not None:
         _check_pipeline(plan, pipeline)
+
+
+def _check_cache_dtype(plan: DecodePlan, cache: PagedKVCache) -> None:
+    """That the plan is for the cache's family of kernels."""
+    wanted = FP8 if cache.scale is not None else NAMES[cache.dtype]
+    if plan.cache_dtype != wanted:
+        dtypes = (wanted, plan.cache_dtype)
+        want, got = (repr(FP8) if d == FP8 else f"{DTYPES[d]}" for d in dtypes)
+        hint = "a plan is for one kind of cache"
+        checks.value_error("plan", f"one made with cache_dtype={want}", got, hint)
+    if plan.num_kv_heads != cache.num_kv_heads:
+        wanted = f"one made with num_kv_heads={cache.num_kv_heads}, as the cache"
+        checks.value_error("plan", wanted, plan.num_kv_heads)
 
 
 def _check_causal(plan: DecodePlan, causal: bool) -> None:

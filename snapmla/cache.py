@@ -172,6 +172,13 @@ class PagedKVCache(launch.OverTensors):
         return launch.prepared(self.content_u8, self.rope, self.scale)
 
     @functools.cached_property
+    def decode_arguments(self) -> tuple[Any, ...]:
+        """``arguments``, of 16 bits in pages of 128 tokens or less."""
+        if self.kv is None or self.page_size == layouts.kernel_page_size(self.page_size):
+            return self.arguments
+        return launch.prepared(layouts.small_pages(self.kv))
+
+    @functools.cached_property
     def named_tensors(self) -> dict[str, torch.Tensor]:
         """The tensors that make it up, as messages call them."""
         if self.kv is not None:

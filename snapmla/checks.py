@@ -40,7 +40,7 @@ Shape = Sequence[int | str]  # a string names a free extent
 
 # What to change, by argument, where the check itself has no better idea.
 ADVICE: dict[str, str] = {
-    "q": "make it with snapmla.quantize_q(q_nope, q_rope)",
+    "q": "512 channels absorbed into the latent space, then 64 of RoPE",
     "q.nope": "make it with snapmla.quantize_q(q_nope, q_rope)",
     "q.rope": "make it with snapmla.quantize_q(q_nope, q_rope)",
     "q.scale": "make it with snapmla.quantize_q(q_nope, q_rope)",
@@ -109,6 +109,7 @@ ADVICE: dict[str, str] = {
     "layout": "split is the default",
     "batch": "sequences",
     "seqlen": "tokens of a sequence",
+    "cache_dtype": "the dtype that PagedKVCache.allocate was given",
     "card": "leave it out to ask about this machine",
     "device": "device='cpu' runs the software GPU",
     "causal": "True: query token s of s_q sees the first length - (s_q - 1 - s) tokens",
@@ -245,7 +246,7 @@ def _dtype_hint(name: str, dtypes: tuple[torch.dtype, ...]) -> str:
         return f"allocate it with dtype=torch.{first}"
     if FP8 in dtypes:
         if name.startswith("q"):
-            return ADVICE["q"]
+            return ADVICE["q.nope"]
         return "append_kv quantises bfloat16 latents into it; bytes are .view(torch.float8_e4m3fn)"
     if dtypes == (torch.uint8,):
         return "its bytes are .view(torch.uint8)"
@@ -356,6 +357,19 @@ def rows_page_size(value: Any) -> int:
         near = min((16, 32, -(-value // ROWS_TILE) * ROWS_TILE), key=lambda p: (abs(p - value), p))
         value_error("page_size", "16, 32 or a multiple of 64", value, f"the nearest is {near}")
     return value
+
+
+def cache_dtype(value: Any) -> None:
+    """Checks what a cache may hold: ``fp8``, or a dtype of 16-bit rows."""
+    choice("cache_dtype", value, ("fp8", *ROWS))
+
+
+def kv_heads(value: Any, heads: int, fp8: bool) -> None:
+    """Checks the KV heads that ``heads`` query heads share evenly; an FP8 cache has one."""
+    hint = "an FP8 cache has one KV head" if fp8 else ""
+    integer("num_kv_heads", value, 1, 1 if fp8 else MAX_HEADS, hint)
+    if heads % value:
+        value_error("num_kv_heads", f"a divisor of num_heads = {heads}", value)
 
 
 def num_heads(value: Any) -> int:
@@ -514,6 +528,18 @@ def query(nope: Any, rope: Any, scale: Any) -> None:
     for name, part in (("q.nope", nope), ("q.rope", rope)):
         contiguous(name, part)
         _aligned(name, part)
+
+
+def query_of_rows(value: Any, dtype: torch.dtype, heads: int) -> None:
+    """Checks a query for a cache of 16-bit rows of ``heads`` KV heads: as ``query``."""
+    tokens = query_tokens("q", value)
+    tensor("q", value, (dtype,), (*tokens, "num_heads", HEAD_DIM_QK))
+    query_rows(tuple(value.shape[:-1]))
+    if value.shape[-2] % heads:
+        wanted = f"a multiple of the cache's {heads} KV heads"
+        value_error("q", wanted, f"{value.shape[-2]} heads", ADVICE["num_kv_heads"])
+    contiguous("q", value)
+    _aligned("q", value)
 
 
 def query_tokens(name: str, value: Any) -> tuple[str, ...]:

@@ -12,11 +12,14 @@ from typing import Any, ClassVar
 
 import torch
 
-from dsl_kernels.dims import ITEM_WORDS, KV_LORA_RANK, PARTIAL_ROW
-from dsl_kernels.spec import VariantSpec
-from snapmla import checks, launch, plan_text, runtime, tracing
+from dsl_kernels.dims import HEAD_DIM_QK, ITEM_WORDS, KV_LORA_RANK, PARTIAL_ROW
+from dsl_kernels.spec import VariantSpec, decode_spec
+from snapmla import checks, kv_heads, launch, layouts, plan_text, runtime, tracing
 
 STALE_SHOWN = 8  # changed sequences that an error names
+FP8 = "fp8"  # ``cache_dtype`` of a plan, as variants' names have it
+DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,15 +35,45 @@ class PlanVariant:
     page_size: int
     kernels: dict[torch.dtype, runtime.Kernel] = field(default_factory=dict, repr=False)
     p_terms: int = 1
+    cache_dtype: str = FP8
 
     @staticmethod
     def of(
-        device: torch.device, pipeline: str, row_tile: int, page_size: int, p_terms: int = 1
+        device: torch.device,
+        pipeline: str,
+        row_tile: int,
+        page_size: int,
+        p_terms: int = 1,
+        cache_dtype: str = FP8,
     ) -> PlanVariant:
         """The one of these values."""
         values = (device, pipeline, row_tile, page_size)
-        made = PlanVariant(*values, p_terms=p_terms)
-        return _variants.setdefault((*values, p_terms), made)
+        made = PlanVariant(*values, p_terms=p_terms, cache_dtype=cache_dtype)
+        return _variants.setdefault((*values, p_terms, cache_dtype), made)
+
+    @property
+    def out_dtypes(self) -> tuple[torch.dtype, ...]:
+        """Dtypes that its kernels write; the first is that of an allocated ``out``."""
+        if self.cache_dtype == FP8:
+            return torch.bfloat16, torch.float32
+        return (DTYPES[self.cache_dtype],)
+
+    def kernel(self, out_dtype: torch.dtype) -> runtime.Kernel:
+        """The exported function that writes ``out_dtype``, loaded once."""
+        if out_dtype not in self.out_dtypes:
+            wanted = " or ".join(checks.dtype_name(d) for d in self.out_dtypes)
+            checks.type_error("out", f"dtype {wanted}", checks.dtype_name(out_dtype))
+        arch, name = runtime.arch_of(self.device), NAMES[out_dtype]
+        if self.cache_dtype == FP8:
+            spec = decode_spec(self.pipeline, self.row_tile, self.page_size, name, arch)
+            spec = spec.replace(p_terms=self.p_terms)
+        else:
+            spec = VariantSpec(
+                op="dense_decode", arch=arch, pipeline=self.pipeline, row_tile=self.row_tile,
+                page_size=self.page_size, dtype=name,
+            )  # fmt: skip
+        self.kernels[out_dtype] = runtime.kernel(spec, self.device.type)
+        return self.kernels[out_dtype]
 
     @staticmethod
     def forget() -> None:
@@ -49,7 +82,7 @@ class PlanVariant:
             variant.kernels.clear()
 
 
-_variants: dict[tuple[torch.device, str, int, int, int], PlanVariant] = {}
+_variants: dict[tuple[torch.device, str, int, int, int, str], PlanVariant] = {}
 runtime.on_forget(PlanVariant.forget)
 
 
@@ -62,6 +95,10 @@ class DecodePlan(launch.OverTensors):
     writes normalised partial results to slots, which ``merge`` combines in order.
 
     Query rows are numbered over all query tokens in memory order: token * num_heads + head.
+
+    With several KV heads each (sequence, KV head) is a sequence of the tables, number sequence *
+    num_kv_heads + KV head, of num_heads / num_kv_heads heads: their ``b`` below is then b *
+    num_kv_heads.
 
     Attributes:
         work_items: int32 (parts + n_units, 8) (fixed splits: n_units * pieces): sequence, first
@@ -92,6 +129,8 @@ class DecodePlan(launch.OverTensors):
         split_tiles: tiles of a piece with fixed splits, 0 without.
         check_stale: whether ``decode`` compares its lengths with the planned ones.
         p_terms: e4m3 terms in which that kernel sums P: 2 with ``accuracy="high"``.
+        cache_dtype: of the cache that it reads: ``fp8``, ``bf16`` or ``f16``.
+        num_kv_heads: KV heads of that cache.
 
     Raises:
         TypeError, ValueError: from the methods, naming the argument.
@@ -135,6 +174,8 @@ class DecodePlan(launch.OverTensors):
     split_tiles: int = 0
     check_stale: bool = False
     p_terms: int = 1
+    cache_dtype: str = FP8
+    num_kv_heads: int = 1
 
     def __post_init__(self) -> None:
         tables = tuple(getattr(self, name) for name in TENSORS)
@@ -143,17 +184,17 @@ class DecodePlan(launch.OverTensors):
 
     def _check_sizes(self) -> None:
         """That tables and numbers are of one plan: ``dataclasses.replace`` can mix two."""
-        slots, count = self.o_accum.shape[0], self.n_units
+        slots, count, batch = self.o_accum.shape[0], self.n_units, self.sequences
         ragged, limits = self.s_q is None, self.row_limits.shape[0]
-        alone = not ragged and count == self.batch
+        alone = not ragged and count == batch
         for name, shape in (
             ("work_items", (self.work_items.shape[0], ITEM_WORDS)),
             ("part_begin", (self.num_parts + 1,)),
             ("split_begin", (count + 1,)),
-            ("planned_seqlens", (self.batch,)),
+            ("planned_seqlens", (batch,)),
             ("units", (0 if alone else count, 2)),
-            ("unit_begin", (self.batch + 1 if ragged else 0,)),
-            ("row_limits", (self.total_q if limits else 0,)),
+            ("unit_begin", (batch + 1 if ragged else 0,)),
+            ("row_limits", (self.total_q * self.num_kv_heads if limits else 0,)),
             ("o_accum", (slots, self.unit_rows, PARTIAL_ROW)),
             ("lse_accum", (slots, self.unit_rows)),
         ):
@@ -163,9 +204,20 @@ class DecodePlan(launch.OverTensors):
                 checks.value_error(f"plan.{name}", f"shape {shape} beside its numbers", got, hint)
 
     @property
+    def sequences(self) -> int:
+        """Sequences of the tables: one for each KV head of each."""
+        return self.batch * self.num_kv_heads
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a KV head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
     def n_units(self) -> int:
         """Units that there may be."""
-        return unit_capacity(self.batch, self.s_q, self.total_q, self.num_heads, self.unit_rows)
+        tokens = self.total_q * self.num_kv_heads
+        return unit_capacity(self.sequences, self.s_q, tokens, self.group, self.unit_rows)
 
     @property
     def rows(self) -> int:
@@ -200,8 +252,29 @@ class DecodePlan(launch.OverTensors):
     def variant(self) -> PlanVariant:
         """What chooses the decode kernel."""
         return PlanVariant.of(
-            self.device, self.pipeline, self.row_tile, self.page_size, self.p_terms
-        )
+            self.device, self.pipeline, self.row_tile, layouts.kernel_page_size(self.page_size),
+            self.p_terms, self.cache_dtype,
+        )  # fmt: skip
+
+    @functools.cached_property
+    def dtype(self) -> torch.dtype:
+        """Of the cache, and with 16 bits of queries and results."""
+        return torch.float8_e4m3fn if self.cache_dtype == FP8 else DTYPES[self.cache_dtype]
+
+    @functools.cached_property
+    def as_given(self) -> bool:
+        """Whether kernels take ``out`` and ``lse``, and all else, in the shapes of the caller."""
+        return self.s_q is not None and not self.regroups
+
+    @functools.cached_property
+    def regroups(self) -> bool:
+        """Whether kernels see other sequences or pages than the caller (``snapmla.kv_heads``)."""
+        return self.must_regroup()
+
+    def must_regroup(self) -> bool:
+        """``regroups`` without remembering it (for tracers)."""
+        large = self.page_size != layouts.kernel_page_size(self.page_size)
+        return self.num_kv_heads > 1 or large
 
     @functools.cached_property
     def rows_shape(self) -> tuple[int, ...]:
@@ -213,6 +286,11 @@ class DecodePlan(launch.OverTensors):
         if self.s_q is None:
             return self.total_q, self.num_heads
         return self.batch, self.s_q, self.num_heads
+
+    @functools.cached_property
+    def q_shape(self) -> tuple[int, ...]:
+        """Shape of a query of 16 bits: (b, s_q, h, 576); (total_q, h, 576)"""
+        return *self.rows_shape, HEAD_DIM_QK
 
     @functools.cached_property
     def table_shape(self) -> tuple[int, int]:
@@ -252,12 +330,18 @@ class DecodePlan(launch.OverTensors):
         """The same as kernels take them."""
         return launch.prepared(*self._tables)
 
+    @functools.cached_property
+    def _quick(self) -> bool:
+        """Whether ``update_`` may give tensors to the planning kernel as they are."""
+        return self.plain and not self.idle and self.num_kv_heads == 1
+
     @property
     def _numbers(self) -> tuple[int, int, int, int, int, int, int, bool]:
         """Scalars of the planning kernel, in its order."""
         return (
             self.max_pages * self.page_size, self.token_tile, self.fixed_overhead,
-            self.split_tiles, self.num_heads, self.total_q if self.s_q is None else self.s_q,
+            self.split_tiles, self.group,
+            self.total_q * self.num_kv_heads if self.s_q is None else self.s_q,
             self.unit_rows, self.causal,
         )  # fmt: skip
 
@@ -338,6 +422,9 @@ class DecodePlan(launch.OverTensors):
         traced = tracing.wanted(*given, self)
         if not (traced and tracing.by_dynamo()):
             self._check_lengths(*given)
+        if self.num_kv_heads > 1:
+            given = kv_heads.lengths(self, *given)
+        cache_seqlens, cu_seqlens_q, row_seqlens = given
         limits = None if row_seqlens is None else row_seqlens.view(-1)
         if traced:
             torch.ops.snapmla.plan_update(
@@ -360,8 +447,7 @@ class DecodePlan(launch.OverTensors):
                 row_seqlens is None  # may have two dimensions
                 and cache_seqlens is not None
                 and launch.addressable(self.device, cache_seqlens, cu_seqlens_q)
-                and self.plain
-                and not self.idle
+                and self._quick
             )
         except (AttributeError, RuntimeError):
             return False  # something is of another kind
@@ -404,10 +490,11 @@ class DecodePlan(launch.OverTensors):
 
     def _compare(self, cache_seqlens: torch.Tensor) -> None:
         """``check`` where the device can be asked."""
-        changed = (cache_seqlens != self.planned_seqlens).nonzero().flatten().tolist()
+        lengths = self.planned_seqlens[:: self.num_kv_heads]
+        changed = (cache_seqlens != lengths).nonzero().flatten().tolist()
         if not changed:
             return
-        now, planned = cache_seqlens.tolist(), self.planned_seqlens.tolist()
+        now, planned = cache_seqlens.tolist(), lengths.tolist()
         shown = [f"{i} ({planned[i]} -> {now[i]})" for i in changed[:STALE_SHOWN]]
         if len(changed) > STALE_SHOWN:
             shown.append(f"{len(changed) - STALE_SHOWN} more")

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import torch
 
 from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK, QK_ROPE_HEAD_DIM
+from dsl_kernels.families.fp8_decode import PAGE_SIZES
 from snapmla import checks, tracing
 
 FP8 = torch.float8_e4m3fn
@@ -189,6 +190,23 @@ def views_of(memory: torch.Tensor, rope: torch.Tensor | None, scale: torch.Tenso
         "content", "content beside rope and scale, pages (n, 644 P), or rows (n, P, 640) and scale",
         tuple(memory.shape),
     )  # fmt: skip
+
+
+def kernel_page_size(page_size: int) -> int:
+    """Tokens of a page as kernels see it: larger ones are several of 64."""
+    return page_size if page_size in PAGE_SIZES else checks.ROWS_TILE
+
+
+def small_pages(kv: torch.Tensor) -> torch.Tensor:
+    """16-bit rows in pages as kernels see them.  ValueError where larger ones have gaps."""
+    pages, tokens, heads, width = kv.shape
+    size = kernel_page_size(tokens)
+    if size == tokens:
+        return kv
+    if pages > 1 and kv.stride(0) != tokens * kv.stride(1):
+        hint = "pages of more than 128 tokens are read as several"
+        checks.value_error("cache", "pages without gaps between them", kv.stride(), hint)
+    return kv.view(pages * (tokens // size), size, heads, width)
 
 
 def with_heads(rows: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,7 @@ from dsl_kernels.dims import ITEM_WORDS
 from dsl_kernels.spec import VariantSpec
 from snapmla import checks, dispatch, env, tracing
 from snapmla.decode_plan import DecodePlan, new_workspace, unit_capacity
+from snapmla.layouts import kernel_page_size
 
 DEFAULT_FIXED_OVERHEAD = 6  # token tiles that starting an item costs (prologue, epilogue, merge)
 # Tiles and overheads of a whole batch: running costs and one part beyond them fit 32 bits.
@@ -97,6 +98,8 @@ def plan_decode(
     fixed_split_tokens: int | None = None,
     check_stale: bool | None = None,
     accuracy: str = "standard",
+    cache_dtype: str | torch.dtype = "fp8",
+    num_kv_heads: int = 1,
 ) -> DecodePlan:
     """Plans one decode step on the device of ``cache_seqlens``; share it between layers.
 
@@ -104,7 +107,8 @@ def plan_decode(
         cache_seqlens: int32 (b,), tokens in the cache per sequence, the new ones included.
         num_heads: 1 to 128.
         s_q: query tokens of every sequence, 1 or more; None with ``cu_seqlens_q``.
-        page_size: of the cache: 16, 32, 64 or 128.
+        page_size: of the cache: 16, 32, 64 or 128; of 16 bits also any multiple of 64, one page a
+            sequence.
         max_pages: width of the block table that ``decode`` will get, exactly.
         cu_seqlens_q: ragged queries, int32 (b + 1,): query tokens of sequence i are
             [cu_seqlens_q[i], cu_seqlens_q[i + 1]) of a query (total_q, h, ...); none is fine.
@@ -117,7 +121,8 @@ def plan_decode(
         causal: leave out tiles that the causal rule hides from all rows of a unit.  Such a plan is
             for ``decode(causal=True)``; one with ``causal=False`` serves both.
         num_parts: None fills the device.
-        pipeline: ``etap`` or ``dual_wg``; None lets the dispatcher choose.
+        pipeline: ``etap`` or ``dual_wg``, of a 16-bit cache ``split``; None lets the dispatcher
+            choose.
         row_tile: query rows per CTA or cluster (16, 32, 64, 128); None lets the dispatcher choose
             (``snapmla.explain`` lists the candidates).
         row_blocks: who takes a sequence's row blocks, if it has several: ``in_step``, CTAs side by
@@ -136,7 +141,12 @@ def plan_decode(
             graph is captured or replayed, nor under ``torch.compile``).  None: the environment
             variable SNAPMLA_CHECK_PLAN, read here.
         accuracy: ``standard``, or ``high``: softmax weights as two e4m3 terms, 6e-4 relative L2
-            where one gives 2.6e-2 (docs/numerics.md); ``snapmla.explain`` says what it costs.
+            where one gives 2.6e-2 (docs/numerics.md); ``snapmla.explain`` says what it costs.  With
+            a 16-bit cache P has 16 bits, and there is ``standard`` alone.
+        cache_dtype: of the cache that ``decode`` will get, as ``PagedKVCache.allocate`` takes it:
+            ``fp8``, torch.bfloat16 or torch.float16.
+        num_kv_heads: of that cache; query heads j * g to (j + 1) * g - 1, g = num_heads /
+            num_kv_heads, read KV head j.
 
     Returns:
         The plan, updated for ``cache_seqlens``.
@@ -153,13 +163,15 @@ def plan_decode(
             cu_seqlens_q=cu_seqlens_q, total_q=total_q, row_seqlens=row_seqlens, causal=causal,
             num_parts=num_parts, pipeline=pipeline, row_tile=row_tile, row_blocks=row_blocks,
             fixed_overhead=fixed_overhead, fixed_split_tokens=fixed_split_tokens,
-            check_stale=check_stale, accuracy=accuracy,
+            check_stale=check_stale, accuracy=accuracy, cache_dtype=cache_dtype,
+            num_kv_heads=num_kv_heads,
         )  # fmt: skip
     options = PlanOptions(
         num_heads=num_heads, page_size=page_size, causal=causal, num_parts=num_parts,
         pipeline=pipeline, row_tile=row_tile, row_blocks=row_blocks,
         fixed_overhead=fixed_overhead, fixed_split_tokens=fixed_split_tokens,
-        check_stale=check_stale, accuracy=accuracy,
+        check_stale=check_stale, accuracy=accuracy, cache_dtype=cache_dtype,
+        num_kv_heads=num_kv_heads,
     )  # fmt: skip
     shape = StepShape(s_q, max_pages, total_q)
     return make_plan(options, new_workspace, cache_seqlens, shape, cu_seqlens_q, row_seqlens)
@@ -181,10 +193,16 @@ class PlanOptions:
     fixed_split_tokens: int | None = None
     check_stale: bool | None = None
     accuracy: str = "standard"
+    cache_dtype: str | torch.dtype = "fp8"
+    num_kv_heads: int = 1
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "num_heads", checks.num_heads(self.num_heads))
-        object.__setattr__(self, "page_size", checks.page_size(self.page_size))
+        checks.cache_dtype(self.cache_dtype)
+        fp8 = isinstance(self.cache_dtype, str)
+        page_size = (checks.page_size if fp8 else checks.rows_page_size)(self.page_size)
+        object.__setattr__(self, "page_size", page_size)
+        checks.kv_heads(self.num_kv_heads, self.num_heads, fp8)
         checks.flag("causal", self.causal)
         if self.check_stale is not None:
             checks.flag("check_stale", self.check_stale)
@@ -195,6 +213,16 @@ class PlanOptions:
         if self.fixed_overhead is not None:
             checks.integer("fixed_overhead", self.fixed_overhead, 0, 1 << 16)
 
+    @property
+    def cache_name(self) -> str:
+        """``cache_dtype`` as variants' names and plans have it."""
+        return dispatch.cache_name(self.cache_dtype)
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a KV head."""
+        return self.num_heads // self.num_kv_heads
+
     def kernel(self, device: torch.device, s_q: int) -> VariantSpec:
         """The decode kernel on a device; checks what concerns it.
 
@@ -202,8 +230,9 @@ class PlanOptions:
             s_q: query tokens of a typical sequence.
         """
         spec = dispatch.choose(
-            device, self.num_heads, s_q, self.page_size, pipeline=self.pipeline,
+            device, self.group, s_q, kernel_page_size(self.page_size), pipeline=self.pipeline,
             row_tile=self.row_tile, p_terms=dispatch.p_terms_of(self.accuracy),
+            cache=self.cache_name,
         )  # fmt: skip
         _split_tiles(self.fixed_split_tokens, spec.token_tile)
         return spec
@@ -237,19 +266,21 @@ def make_plan(
     """
     checks.lengths(cache_seqlens, "b")
     batch, num_heads, page_size = cache_seqlens.shape[0], options.num_heads, options.page_size
+    kv_heads, group = options.num_kv_heads, options.group
     queries = _queries(batch, num_heads, shape.s_q, cu_seqlens_q, shape.total_q)
     max_pages = checks.integer("max_pages", shape.max_pages, 1, 2**31 // page_size - 1)
     device = cache_seqlens.device
     typical = queries.typical(batch, options.fixed_split_tokens is not None)
     spec = options.kernel(device, typical)
-    unit_rows = _unit_rows(device, typical * num_heads, spec, options.row_blocks)
+    unit_rows = _unit_rows(device, typical * group, spec, options.row_blocks)
     num_parts, fixed_overhead = options.num_parts, options.fixed_overhead
     if num_parts is None:
         num_parts = default_num_parts(device, unit_rows, spec)
     if fixed_overhead is None:
         fixed_overhead = DEFAULT_FIXED_OVERHEAD
     split_tiles = _split_tiles(options.fixed_split_tokens, spec.token_tile)
-    units = unit_capacity(batch, *queries, num_heads, unit_rows)
+    sequences, tokens = batch * kv_heads, queries.total_q * kv_heads
+    units = unit_capacity(sequences, queries.s_q, tokens, group, unit_rows)
     max_tiles = -(-max_pages * page_size // spec.token_tile)
     items, slots = _room(units, max_tiles, num_parts, fixed_overhead, split_tiles)
 
@@ -262,10 +293,10 @@ def make_plan(
         work_items=ints(items, ITEM_WORDS),
         part_begin=ints(num_parts + 1),
         split_begin=ints(units + 1),
-        planned_seqlens=ints(batch),
-        units=ints(units if ragged or units > batch else 0, 2),
-        unit_begin=ints(batch + 1 if ragged else 0),
-        row_limits=ints(0 if row_seqlens is None else queries.total_q),
+        planned_seqlens=ints(sequences),
+        units=ints(units if ragged or units > sequences else 0, 2),
+        unit_begin=ints(sequences + 1 if ragged else 0),
+        row_limits=ints(0 if row_seqlens is None else tokens),
         o_accum=o_accum,
         lse_accum=lse_accum,
         batch=batch,
@@ -283,7 +314,9 @@ def make_plan(
         causal=bool(options.causal),
         split_tiles=split_tiles,
         check_stale=env.CHECK_PLAN.enabled() if stale is None else bool(stale),
-        p_terms=spec.p_terms,
+        p_terms=dispatch.p_terms_of(options.accuracy),
+        cache_dtype=options.cache_name,
+        num_kv_heads=kv_heads,
     )
     return plan.update_(cache_seqlens, cu_seqlens_q, row_seqlens)
 

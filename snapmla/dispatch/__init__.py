@@ -8,6 +8,7 @@ is the chosen one.  ``plan_decode`` asks ``choose``, people ask ``explain``; bot
     costs.py       times of decode kernels, from committed tables and by a model
     decode.py      decode calls as problems of the contest
     fp8_decode.py  decode over the FP8 cache: features and figures; another cache, another such file
+    dense_decode.py  decode over a 16-bit cache
     calls.py       ``choose`` and ``explain``
 
 The choice looks at shapes that fix a kernel's efficiency (rows, card), not at batch or lengths: a
@@ -15,7 +16,7 @@ sequence meets the same kernel whatever else is in the batch, and the host does 
 anyway.
 """
 
-from snapmla.dispatch.calls import choose, explain, p_terms_of
+from snapmla.dispatch.calls import cache_name, choose, explain, p_terms_of
 from snapmla.dispatch.cards import Card, card_named, card_of, cards
 from snapmla.dispatch.contest import Explanation, Verdict
 from snapmla.dispatch.costs import ROW_BLOCKS, parts_of, rows_of_unit, unit_rows
@@ -25,6 +26,7 @@ __all__ = [
     "Card",
     "Explanation",
     "Verdict",
+    "cache_name",
     "card_named",
     "card_of",
     "cards",

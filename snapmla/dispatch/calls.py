@@ -12,11 +12,15 @@ from snapmla import checks
 from snapmla.dispatch import contest
 from snapmla.dispatch.cards import card_of, cards, find_card
 from snapmla.dispatch.contest import Explanation, Size
-from snapmla.dispatch.decode import REFERENCE, Problem
+from snapmla.dispatch.decode import REFERENCE, DecodeOp, Problem
+from snapmla.dispatch.dense_decode import DENSE_DECODE
 from snapmla.dispatch.fp8_decode import FP8_DECODE
 from snapmla.errors import VariantError
+from snapmla.layouts import kernel_page_size
 
 NAMES_OF_OUT = {torch.bfloat16: "bf16", torch.float32: "f32"}
+FP8 = "fp8"
+ROWS = {torch.bfloat16: "bf16", torch.float16: "f16"}  # of 16-bit caches
 STANDARD = "standard"
 P_TERMS = {STANDARD: 1, "high": 2}  # of an accuracy, as users name it
 
@@ -31,6 +35,7 @@ def choose(
     pipeline: str | None = None,
     row_tile: int | None = None,
     p_terms: int = 1,
+    cache: str = FP8,
 ) -> VariantSpec:
     """The decode kernel for a call.
 
@@ -39,25 +44,37 @@ def choose(
     Args:
         device: where it runs; ``cpu`` is the software GPU, which decides as an H200 would, or a
             B200 (``SNAPMLA_SOFTGPU_ARCH``).
-        num_heads, s_q, page_size: checked already.
-        out_dtype: ``bf16`` or ``f32``.
+        num_heads, s_q, page_size: checked already; heads that read one KV head.
+        out_dtype: ``bf16`` or ``f32``; of a 16-bit cache its dtype, whatever this is.
         pipeline, row_tile: the caller's wish, None for the best.
         p_terms: e4m3 terms of P, 1 or 2; more rows than a kernel of two takes are several blocks.
+        cache: ``fp8``, ``bf16`` or ``f16``.
 
     Raises:
         ValueError: the wishes do not go together, or not with the device's architecture; names the
             argument and the nearest choice.
         VariantError: no decode kernel exists for the device's architecture, or none for such pages.
     """
-    _check_wishes(pipeline, row_tile)
+    op = op_of(cache)
+    _check_wishes(op, pipeline, row_tile, p_terms)
     problem = Problem(
-        FP8_DECODE, num_heads, s_q, page_size, out_dtype, card_of(device), pipeline, row_tile,
-        p_terms,
+        op, num_heads, s_q, page_size, out_dtype if cache == FP8 else cache, card_of(device),
+        pipeline, row_tile, p_terms,
     )  # fmt: skip
     best, reasons = contest.judge(problem)
     if best is None:
         _refuse(problem, reasons)
     return best
+
+
+def op_of(cache: str) -> DecodeOp:
+    """Decode over a cache of ``fp8``, ``bf16`` or ``f16``."""
+    return FP8_DECODE if cache == FP8 else DENSE_DECODE
+
+
+def cache_name(cache_dtype: str | torch.dtype) -> str:
+    """A checked ``cache_dtype`` as variants' names have it."""
+    return cache_dtype if isinstance(cache_dtype, str) else ROWS[cache_dtype]
 
 
 def name_of(p_terms: int) -> str:
@@ -71,11 +88,14 @@ def p_terms_of(accuracy: str) -> int:
     return P_TERMS[accuracy]
 
 
-def _check_wishes(pipeline: str | None, row_tile: int | None) -> None:
+def _check_wishes(op: DecodeOp, pipeline: str | None, row_tile: int | None, p_terms: int) -> None:
     if pipeline is not None:
-        checks.choice("pipeline", pipeline, FP8_DECODE.values("pipeline"))
+        checks.choice("pipeline", pipeline, op.values("pipeline"))
     if row_tile is not None:
-        checks.choice("row_tile", row_tile, FP8_DECODE.values("row_tile"))
+        checks.choice("row_tile", row_tile, op.values("row_tile"))
+    if p_terms > 1 and op.family.axis("p_terms") is None:
+        hint = "its P has 16 bits"
+        checks.value_error("accuracy", f"{STANDARD!r} with {op.about}", name_of(p_terms), hint)
 
 
 def _refuse(problem: Problem, reasons: Mapping[VariantSpec, str]) -> NoReturn:
@@ -85,10 +105,11 @@ def _refuse(problem: Problem, reasons: Mapping[VariantSpec, str]) -> NoReturn:
     if not pipelines:
         there = [card for card in cards() if op.pipelines(card.arch)]
         archs = ", ".join(sorted({card.arch for card in there}))
+        what = "decode kernel" if op is FP8_DECODE else f"decode kernel for {op.about}"
         raise VariantError(
-            f"{arch}: no decode kernel exists for this architecture yet; decode runs on {archs} "
+            f"{arch}: no {what} exists for this architecture yet; decode runs on {archs} "
             f"({', '.join(card.name for card in there)}) and on cpu tensors (software GPU); "
-            "snapmla.reference.mla_decode_reference runs anywhere"
+            f"{op.reference} runs anywhere"
         )
     pipeline, row_tile = problem.pipeline, problem.row_tile
     if pipeline is not None and pipeline not in pipelines:
@@ -124,27 +145,30 @@ def explain(
     page_size: int = 64,
     batch: int = REFERENCE.batch,
     seqlen: int = REFERENCE.seqlen,
-    out_dtype: torch.dtype = torch.bfloat16,
+    out_dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     card: str | None = None,
     pipeline: str | None = None,
     row_tile: int | None = None,
     accuracy: str = STANDARD,
+    cache_dtype: str | torch.dtype = FP8,
+    num_kv_heads: int = 1,
 ) -> Explanation:
     """Every candidate for a decode call: predicted time, roof, and why it is used or not.
 
     Args:
         num_heads: 1 to 128.
         s_q: query tokens of a sequence, 1 or more.
-        page_size: 16, 32, 64 or 128 tokens.
+        page_size: 16, 32, 64 or 128 tokens; of a 16-bit cache also any multiple of 64.
         batch, seqlen: the size that times are for (sequences, tokens each); they do not change the
             choice.
-        out_dtype: torch.bfloat16 or torch.float32.
+        out_dtype: torch.bfloat16 (None) or torch.float32; of a 16-bit cache its dtype.
         device: whose card to ask about; None takes the current CUDA device, or an H200 without one.
         card: a card on file instead, such as ``H200``, ``H100``, ``H800``, ``H20``.
         pipeline, row_tile: as given to ``plan_decode``.
         accuracy: ``standard``, or ``high`` for kernels that sum P as two e4m3 terms; the text then
             says what the second costs.
+        cache_dtype, num_kv_heads: of the cache, as given to ``plan_decode``.
 
     Returns:
         An ``Explanation``; print it.
@@ -157,14 +181,20 @@ def explain(
     """
     checks.num_heads(num_heads)
     checks.s_q(s_q)
-    checks.page_size(page_size)
+    checks.cache_dtype(cache_dtype)
+    cache, p_terms = cache_name(cache_dtype), p_terms_of(accuracy)
+    (checks.page_size if cache == FP8 else checks.rows_page_size)(page_size)
+    checks.kv_heads(num_kv_heads, num_heads, cache == FP8)
     checks.integer("batch", batch, 1)
     checks.integer("seqlen", seqlen, 1)
-    if out_dtype not in NAMES_OF_OUT:
-        checks.type_error("out_dtype", "torch.bfloat16 or torch.float32", out_dtype)
-    _check_wishes(pipeline, row_tile)
-    where, out, p_terms = find_card(device, card), NAMES_OF_OUT[out_dtype], p_terms_of(accuracy)
+    names = NAMES_OF_OUT if isinstance(cache_dtype, str) else {cache_dtype: cache}
+    out = next(iter(names)) if out_dtype is None else out_dtype
+    if out not in names:
+        checks.type_error("out_dtype", " or ".join(map(str, names)), out_dtype)
+    op = op_of(cache)
+    _check_wishes(op, pipeline, row_tile, p_terms)
     problem = Problem(
-        FP8_DECODE, num_heads, s_q, page_size, out, where, pipeline, row_tile, p_terms
-    )
+        op, num_heads, s_q, kernel_page_size(page_size), names[out], find_card(device, card),
+        pipeline, row_tile, p_terms, num_kv_heads,
+    )  # fmt: skip
     return contest.explain(problem, Size(batch, seqlen))

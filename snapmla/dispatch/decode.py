@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from dsl_kernels import registry
 from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK
@@ -14,7 +15,7 @@ from snapmla.dispatch.cards import Card
 from snapmla.dispatch.contest import Size, judge
 from snapmla.dispatch.costs import Costs, costs_of
 
-OUT_BYTES = {"bf16": 2, "f32": 4}
+OUT_BYTES = {"bf16": 2, "f16": 2, "f32": 4}
 REFERENCE = Size(32, 16384)  # at which candidates are compared
 
 
@@ -53,6 +54,9 @@ class DecodeOp:
         token_bytes: of one cached token, and of one row of the query.
         tensor_cycles: in which an H100's tensor core does a tile of a variant.
         effective_tflops: attainable rate of a card on the op's mix of formats.
+        about: its cache, for messages; ``reference`` is what computes it anywhere.
+        out_axis: axis of the family that is the dtype of results.
+        assumed: costs on an architecture where no table has any, if others stand in for them.
     """
 
     family: Family
@@ -60,6 +64,17 @@ class DecodeOp:
     token_bytes: int
     tensor_cycles: Callable[[VariantSpec], float]
     effective_tflops: Callable[[Card], float]
+    about: str = "an FP8 cache"
+    reference: str = "snapmla.reference.mla_decode_reference"
+    out_axis: str = "out_dtype"
+    assumed: Callable[[str], Costs | None] | None = None
+
+    def costs(self, arch: str) -> tuple[Costs | None, bool]:
+        """What is known of its kernels on an architecture, and whether they were measured."""
+        found = costs_of(self.family.op, arch)
+        if found is not None or self.assumed is None:
+            return found, found is not None
+        return self.assumed(arch), False
 
     def values(self, axis: str) -> tuple:
         """Values of an axis of the family."""
@@ -83,10 +98,11 @@ class Problem:
 
     Attributes:
         op: over which cache.
-        num_heads, s_q, page_size, out_dtype (``bf16``, ``f32``): of the call.
+        num_heads, s_q, page_size, out_dtype (``bf16``, ``f16``, ``f32``): of the call.
         card: where it runs.
         pipeline, row_tile: what the caller insists on, None for no wish.
         p_terms: e4m3 terms of P.
+        num_kv_heads: of the cache, which query heads share evenly.
     """
 
     op: DecodeOp
@@ -98,22 +114,29 @@ class Problem:
     pipeline: str | None = None
     row_tile: int | None = None
     p_terms: int = 1
+    num_kv_heads: int = 1
 
     @property
     def rows(self) -> int:
-        """Query rows of a sequence."""
-        return self.num_heads * self.s_q
+        """Query rows of a sequence that read one KV head."""
+        return self.num_heads // self.num_kv_heads * self.s_q
+
+    def _sequences(self, size: Size) -> Size:
+        """What a kernel sees of a size: each (sequence, KV head) is a sequence."""
+        return size._replace(batch=size.batch * self.num_kv_heads)
 
     @property
     def reference(self) -> Size:
         return REFERENCE
 
     def candidates(self) -> list[VariantSpec]:
-        more = {} if self.p_terms == 1 else {"p_terms": self.p_terms}  # not every op has the axis
+        more: dict[str, Any] = {self.op.out_axis: self.out_dtype}
+        if self.p_terms > 1:  # not every op has the axis
+            more["p_terms"] = self.p_terms
         return [
             VariantSpec(
                 op=self.op.family.op, arch=self.card.arch, pipeline=pipeline, row_tile=row_tile,
-                page_size=self.page_size, out_dtype=self.out_dtype, **more,
+                page_size=self.page_size, **more,
             )
             for pipeline in self.op.pipelines(self.card.arch)
             for row_tile in self.op.values("row_tile")
@@ -141,31 +164,30 @@ class Problem:
             return f"row_tile={self.row_tile} was asked for"
         return None
 
-    def _costs(self) -> Costs | None:
-        return costs_of(self.op.family.op, self.card.arch)
-
     def model_us(self, spec: VariantSpec, size: Size) -> float | None:
-        costs = self._costs()
+        costs, _ = self.op.costs(self.card.arch)
         if costs is None:
             return None
         cycles = self.op.tensor_cycles(spec)
         # what was measured is one term: what the second adds is assumed to be hidden by nothing
         more = 0.0 if self.p_terms == 1 else cycles - self.op.tensor_cycles(spec.replace(p_terms=1))
         return costs.model_us(
-            spec, self.rows, size, self.card, tensor_cycles=cycles, more_cycles=more,
-            token_bytes=self.op.token_bytes,
+            spec, self.rows, self._sequences(size), self.card, tensor_cycles=cycles,
+            more_cycles=more, token_bytes=self.op.token_bytes,
         )  # fmt: skip
 
     def measured_us(self, spec: VariantSpec, size: Size) -> float | None:
-        costs = self._costs()
+        costs, _ = self.op.costs(self.card.arch)
         if costs is None or self.card.name != costs.card.name:
             return None
-        if self.out_dtype != "bf16" or self.p_terms > 1:  # as the tables are
+        # as the tables are
+        if self.out_dtype != "bf16" or self.p_terms > 1 or self.num_kv_heads > 1:
             return None
         return costs.measured_us(spec, self.rows, size)
 
     def roof_us(self, size: Size) -> float:
         """max(bytes / read rate, FLOP / effective peak)"""
+        size = self._sequences(size)
         tokens = size.batch * size.seqlen
         results = KV_LORA_RANK * OUT_BYTES[self.out_dtype] + 4  # out, lse
         per_row = self.op.token_bytes + results
@@ -181,11 +203,15 @@ class Problem:
             f"on {self.card.name}"
         )
         asked += "" if self.p_terms == 1 else f", {self.p_terms} terms of P"
+        asked += "" if self.num_kv_heads == 1 else f", {self.num_kv_heads} KV heads"
         peak = self.op.effective_tflops(self.card)
         return asked, f"{self.card.read_gbs:.0f} GB/s, {peak:.0f} TFLOP/s"
 
     def remarks(self, size: Size) -> list[str]:
-        """What the second term of P costs."""
+        """What the second term of P costs; whose times these are, if not the kernels' own."""
+        costs, measured = self.op.costs(self.card.arch)
+        if costs is not None and not measured:
+            return [f"no table has decode over {self.op.about} yet: times are scaled from FP8's"]
         if self.p_terms == 1:
             return []
         plain = replace(self, p_terms=1)

@@ -440,7 +440,7 @@ def test_a_failing_kernel_is_called_once(monkeypatch: pytest.MonkeyPatch, error:
         raise error
 
     PlanVariant.forget()  # the kernels that were loaded
-    monkeypatch.setattr(attention, "_kernel", lambda *_: failing)
+    monkeypatch.setattr(PlanVariant, "kernel", lambda *_: failing)
     for changes in ({}, {"out": None, "lse": None}, {"pipeline": call["plan"].pipeline}):
         calls.clear()
         with pytest.raises(type(error)) as caught:
@@ -509,7 +509,7 @@ def test_a_failure_beside_a_wrong_argument_stays_in_sight(monkeypatch: pytest.Mo
         snapmla.decode(**call)
     assert caught.value.__cause__ is None and caught.value.__suppress_context__
     PlanVariant.forget()  # the kernels that were loaded
-    monkeypatch.setattr(attention, "_kernel", lambda *_: failing)
+    monkeypatch.setattr(PlanVariant, "kernel", lambda *_: failing)
     with pytest.raises(ValueError, match="^lse: expected shape") as caught:
         snapmla.decode(**call)
     assert str(caught.value.__cause__) == "CUDA error 700"

@@ -1,0 +1,56 @@
+"""Decode over a 16-bit cache: what its pipelines can do, and what a token costs."""
+
+from __future__ import annotations
+
+from dsl_kernels.dims import HEAD_DIM_QK
+from dsl_kernels.families.dense_decode import DTYPES, FAMILY, PAGE_SIZES, ROW_TILES
+from dsl_kernels.spec import VariantSpec
+from snapmla.dispatch.costs import Costs, Tile, costs_of
+from snapmla.dispatch.decode import DecodeOp, Features
+from snapmla.dispatch.fp8_decode import FP8_DECODE
+
+TOKEN_BYTES = 2 * HEAD_DIM_QK
+# Tensor-core cycles of one 64-token tile and 64 rows: Q.K 36 x 32, P.V 8 x 4 x 32, all 16-bit.
+TILE_CYCLES = 1152 + 1024
+STANDS_IN = "etap"  # whose row tiles ``split`` shares: up to 32 rows transposed, 64, 128 as pairs
+
+
+def tensor_cycles(spec: VariantSpec) -> float:
+    """Of one tile; a CTA of a cluster has 64 rows of it."""
+    return TILE_CYCLES * (min(spec.row_tile, 64) / 64) * (spec.token_tile / 64)
+
+
+def assumed(arch: str) -> Costs | None:
+    """FP8's costs, a tile's by the bytes of a token, until a table has this op's own.
+
+    On an H200 and an H100 the choice of row tile so is FP8's.
+    """
+    fp8 = costs_of(FP8_DECODE.family.op, arch)
+    if fp8 is None:
+        return None
+    factor = TOKEN_BYTES / FP8_DECODE.token_bytes
+    tiles = {
+        ("split", row_tile): Tile(tile.fixed_us, factor * tile.tile_us)
+        for (pipeline, row_tile), tile in fp8.tiles.items()
+        if pipeline == STANDS_IN
+    }
+    return Costs(fp8.card, fp8.read_fraction, tiles, points={})
+
+
+DENSE_DECODE = DecodeOp(
+    FAMILY,
+    features={
+        "split": Features(
+            ROW_TILES, "any row tile",
+            "Q mostly in registers; up to 32 rows transposed as S^T = K Q^T", PAGE_SIZES, DTYPES,
+            why_two_terms="P has 16 bits with a 16-bit cache",
+        ),
+    },
+    token_bytes=TOKEN_BYTES,
+    tensor_cycles=tensor_cycles,
+    effective_tflops=lambda card: card.bf16_tflops,
+    about="a 16-bit cache",
+    reference="snapmla.testing.dense_reference.dense_decode_reference",
+    out_axis="dtype",
+    assumed=assumed,
+)  # fmt: skip
