@@ -5,8 +5,8 @@ A contender named on the command line is one of
 * ``snapmla``, ours, followed by any of ``:etap`` ``:dual_wg`` (else the default pipeline),
   ``:bf16`` ``:f32`` (dtype of ``out``), ``:quantise`` (the call quantises the query too),
   ``:padded`` (ragged queries as even ones, as a kernel without them must), ``:page=``,
-  ``:layout=``, ``:row_tile=``, ``:row_blocks=``, ``:num_parts=``, ``:fixed_overhead=``,
-  ``:fixed_split=``
+  ``:layout=``, ``:cache=`` (``bf16``, ``f16``: a cache of 16 bits), ``:row_tile=``,
+  ``:row_blocks=``, ``:num_parts=``, ``:fixed_overhead=``, ``:fixed_split=``
 * ``snapmla@DIR``, the same with the host package and the built variants of another checkout
 * ``flashmla_bf16``: FlashMLA's dense BF16 kernel
 * ``flashmla_fp8``: FlashMLA's dense FP8 kernel, one scale per tensor
@@ -33,7 +33,7 @@ import torch
 
 from profiles import check as checks
 from profiles import checkouts
-from profiles.pools import Bf16Pool, Fp8TensorPool, Pool, SnapPool
+from profiles.pools import Fp8TensorPool, Pool, RowsPool, SnapPool
 from profiles.roofline import CONTENT_DIM, HEAD_DIM_QK
 from profiles.shapes import DecodeShape
 from snapmla.testing.reference import mla_decode_reference
@@ -47,6 +47,8 @@ PEER_FILES = {
     "fa3": "fa3/_vllm_fa3_C.abi3.so",
 }
 PIPELINES = ("etap", "dual_wg")
+CACHES = {"fp8": "fp8", "bf16": torch.bfloat16, "f16": torch.float16}  # ``dtype`` of a cache
+CHOICES = {"cache": tuple(CACHES)}
 COUNTS = ("page", "row_tile", "num_parts", "fixed_overhead", "fixed_split")
 OUT_DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
 DecodeCall = Callable[[], tuple[torch.Tensor, torch.Tensor | None]]
@@ -114,7 +116,7 @@ class Contender:
 
     def make_pool(self, tokens: int, device: torch.device) -> Pool:
         """Allocates this contender's cache."""
-        return Bf16Pool(tokens, device)
+        return RowsPool(tokens, device)
 
     @property
     def page_size(self) -> int:
@@ -134,6 +136,7 @@ class SnapOptions:
     out: str = "bf16"
     page: int = 64
     layout: str = "split"
+    cache: str = "fp8"
     row_tile: int | None = None
     row_blocks: str | None = None
     num_parts: int | None = None
@@ -154,14 +157,15 @@ class SnapOptions:
                 values["out"] = part
             elif part in ("quantise", "padded"):
                 values[part] = True
-            elif key in ("layout", "row_blocks") and given:
+            elif value in CHOICES.get(key, ()) or (key in ("layout", "row_blocks") and given):
                 values[key] = value
             elif key in COUNTS and value.isdigit():
                 values[key] = int(value)
             else:
                 raise ValueError(
                     f"backend {name!r}: expected one of {', '.join((*PIPELINES, *OUT_DTYPES))}, "
-                    f"quantise, padded or layout=, row_blocks=, {'=, '.join(COUNTS)}=; got {part!r}"
+                    f"quantise, padded or layout=, row_blocks=, {'=, '.join(COUNTS)}= or "
+                    f"cache={'|'.join(CACHES)}; got {part!r}"
                 )
         return cls(**values)
 
@@ -189,9 +193,14 @@ class SnapMla(Contender):
         return None
 
     def pool_key(self) -> tuple[Any, ...]:
+        if self.options.cache != "fp8":  # bf16 in pages of 64 is the peers' memory
+            page = () if self.options.page == 64 else (self.options.page,)
+            return (self.options.cache, *page)
         return ("snapmla", self.options.page, self.options.layout)
 
     def make_pool(self, tokens: int, device: torch.device) -> Pool:
+        if self.options.cache != "fp8":
+            return RowsPool(tokens, device, CACHES[self.options.cache], self.options.page)
         return SnapPool(tokens, device, self.options.page, self.options.layout)
 
     @property
@@ -202,11 +211,16 @@ class SnapMla(Contender):
         if self.checkout is None:
             import snapmla
 
+            if self.options.cache != "fp8":
+                return self._enter_rows(snapmla, problem, pool)
             return self._enter(snapmla, problem, pool.cache)
         with self.checkout.active() as other:
-            mine = pool.cache
-            cache = other.PagedKVCache.from_tensors(mine.content, mine.rope, mine.scale)
-            entry = self._enter(other, problem, cache)
+            if self.options.cache == "fp8":
+                mine = pool.cache
+                cache = other.PagedKVCache.from_tensors(mine.content, mine.rope, mine.scale)
+                entry = self._enter(other, problem, cache)
+            else:
+                entry = self._enter_rows(other, problem, pool)
             entry.calls[0]()  # loads its kernels
         return replace(entry, note=f"{entry.note}, commit {self.checkout.commit}")
 
@@ -247,7 +261,28 @@ class SnapMla(Contender):
         note = f"{plan.pipeline} row_tile {plan.row_tile} parts {plan.num_parts}"
         return Entry([call(t) for t in tables], query, [out, lse], note, packed, mimic)
 
-    def _plan(self, snapmla: Any, problem: Problem, packed: bool) -> Any:
+    def _enter_rows(self, snapmla: Any, problem: Problem, pool: Any) -> Entry:
+        """A cache of 16 bits, the very memory of the peers' where that is BF16."""
+        options, packed = self.options, problem.shape.ragged_q and not self.options.padded
+        cache = snapmla.PagedKVCache.from_tensors(pool.cache)
+        q = (_packed(problem) if packed else problem.query).to(CACHES[options.cache])
+        plan = self._plan(snapmla, problem, packed, cache_dtype=CACHES[options.cache])
+        rows = q.shape[:-1]
+        out = q.new_empty(*rows, CONTENT_DIM)
+        lse = q.new_empty(rows, dtype=torch.float32).mT.contiguous()
+
+        def call(table: torch.Tensor) -> DecodeCall:
+            return lambda: snapmla.decode(
+                q, cache, table, problem.lengths, softmax_scale=SOFTMAX_SCALE, plan=plan,
+                out=out, lse=lse,
+            )  # fmt: skip
+
+        query = problem.query.to(q.dtype).double()
+        note = f"{plan.pipeline} row_tile {plan.row_tile} parts {plan.num_parts}"
+        calls = [call(table) for table in problem.tables[options.page]]
+        return Entry(calls, query, [out, lse], note, packed)
+
+    def _plan(self, snapmla: Any, problem: Problem, packed: bool, **more: Any) -> Any:
         """The step's plan; options not given are not passed: other checkouts may lack them."""
         shape, options = problem.shape, self.options
         chosen = dict(
@@ -255,7 +290,7 @@ class SnapMla(Contender):
             row_blocks=options.row_blocks, fixed_overhead=options.fixed_overhead,
             fixed_split_tokens=options.fixed_split,
         )  # fmt: skip
-        given = {name: value for name, value in chosen.items() if value is not None}
+        given = {name: value for name, value in chosen.items() if value is not None} | more
         given.update(page_size=options.page, max_pages=problem.tables[options.page][0].shape[1])
         if not packed:
             return snapmla.plan_decode(problem.lengths, shape.num_heads, shape.s_q, **given)

@@ -15,7 +15,7 @@ import torch
 
 from profiles import check as checks
 from profiles.check import Check
-from profiles.pools import Bf16Pool, Latents, Pool, SnapPool
+from profiles.pools import Latents, Pool, RowsPool, SnapPool
 from profiles.roofline import CONTENT_DIM, HEAD_DIM_QK, ROPE_DIM
 from profiles.shapes import HelperShape
 from profiles.timing import Call, TimingConfig, buffer_count
@@ -120,7 +120,7 @@ def _pool(shape: HelperShape, tokens: int, device: torch.device) -> tuple[Pool, 
     import snapmla
 
     if shape.rows:
-        rows = Bf16Pool(tokens, device)
+        rows = RowsPool(tokens, device)
         return rows, snapmla.PagedKVCache.from_tensors(rows.cache)
     pool = SnapPool(tokens, device)
     return pool, pool.cache

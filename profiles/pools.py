@@ -55,14 +55,16 @@ class Pool:
         raise NotImplementedError
 
 
-class Bf16Pool(Pool):
-    """(pages, 64, 1, 576) bf16, as FlashMLA's dense kernels take it."""
+class RowsPool(Pool):
+    """(pages, page_size, 1, 576) as they are; bf16 in pages of 64 is FlashMLA's."""
 
     fmt = FORMATS["bf16"]
-    page_size = 64
-    dtype = torch.bfloat16
 
-    def __init__(self, tokens: int, device: torch.device) -> None:
+    def __init__(
+        self, tokens: int, device: torch.device, dtype: torch.dtype = torch.bfloat16,
+        page_size: int = 64,
+    ) -> None:  # fmt: skip
+        self.dtype, self.page_size = dtype, page_size
         pages = -(-tokens // self.page_size)
         shape = (pages, self.page_size, 1, HEAD_DIM_QK)
         self.cache = torch.empty(shape, dtype=self.dtype, device=device)
@@ -77,11 +79,13 @@ class Bf16Pool(Pool):
         return self.cache.view(-1, HEAD_DIM_QK)
 
 
-class Fp8TensorPool(Bf16Pool):
+class Fp8TensorPool(RowsPool):
     """(pages, 64, 1, 576) e4m3 under one scale of 1 for the whole tensor, RoPE included."""
 
     fmt = FORMATS["fp8_tensor"]
-    dtype = torch.float8_e4m3fn
+
+    def __init__(self, tokens: int, device: torch.device) -> None:
+        super().__init__(tokens, device, torch.float8_e4m3fn)
 
     def load(self, token_ids: torch.Tensor) -> torch.Tensor:
         # float8 has no gather kernel on every backend; its bytes do.

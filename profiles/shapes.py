@@ -224,6 +224,14 @@ def _rows16() -> list[Shape]:
     ]
 
 
+def _flashmla_dense() -> list[Shape]:
+    """Of FlashMLA's own tests and benchmark of its dense decode."""
+    rows = [DecodeShape(128, n, 128, q, ragged=True) for q in (1, 2) for n in (4096, 8192, 16384)]
+    rows += [DecodeShape(128, 1024 << i, 128) for i in range(6)]
+    rows += [DecodeShape(b, n, 128, q) for b in (1, 2, 6, 64) for n in (140, 4096) for q in (1, 4)]
+    return [*rows, *(DecodeShape(64, 4096, h) for h in (1, 9, 16, 63, 64))]
+
+
 def _helpers() -> list[Shape]:
     return [
         HelperShape("append_kv", tokens=4096),
@@ -266,6 +274,13 @@ PRESETS: dict[str, list[Shape]] = {
     # FlashMLA-ETAP paper, Figure 1: 16 heads, batch 16 and 32, 512 to 64K tokens.
     "etap-fig1": [DecodeShape(b, 512 << i, 16) for b in (16, 32) for i in range(8)],
     "h200-table": _h200_table(),
+    # FlashMLA's shapes of 16 bits (--backends snapmla:cache=bf16,flashmla_bf16,fa3).
+    "flashmla-dense": _flashmla_dense(),
+    # What a cache of 16 bits is compared on, with the same backends.
+    "dense-table": [
+        *(DecodeShape(32, 16384, h) for h in (16, 32, 64, 128)), DecodeShape(32, 16384, 128, 2),
+        DecodeShape(16, 1024, 16), DecodeShape(1, 131072, 16),
+    ],
     "helpers": _helpers(),
     "rows16": _rows16(),  # the helpers of a cache of 16 bits
     "ragged": [

@@ -7,7 +7,7 @@ which 16-bit types may be: nothing is transposed and V needs no registers.  P^T 
 
 Timeline of tile i
     KV producer   |TMA i+1 ...
-    softmax       | wait K i, 64 channels at a time | Q.K i | max over warps, exp2, 16 bits of i | P i -> | wait K i+1
+    softmax       | wait K i by 64 channels, Q.K i | max over warps, exp2 | P i -> | wait K i+1
     P.V           | wait P i | rescale O if a frame moved | 4 x 4 WGMMAs 64 x rows x 16 | free K i
 
 Registers: softmax 120, P.V 160 (O^T 32 or 64), producers 40.

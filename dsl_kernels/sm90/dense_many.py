@@ -6,7 +6,7 @@ memory would keep busy longer than the tensor core.
 
 Timeline of tile i
     KV producer   |TMA i+1 ...
-    softmax       | wait K i, 64 channels at a time | Q.K i | max, exp2, 16 bits of i | P i -> | wait K i+1
+    softmax       | wait K i by 64 channels, Q.K i | max, exp2, 16 bits of i | P i -> | wait K i+1
     P.V           | wait P i | rescale O if a frame moved | 8 WGMMAs 64 x 128 x 16 | free K i
 
 Rows of a thread are the same in S and in O, so that warp w of a P.V warpgroup needs the factors

@@ -211,7 +211,7 @@ class Problem:
         """What the second term of P costs; whose times these are, if not the kernels' own."""
         costs, measured = self.op.costs(self.card.arch)
         if costs is not None and not measured:
-            return [f"no table has decode over {self.op.about} yet: times are scaled from FP8's"]
+            return [f"no table has decode over {self.op.about} yet: times are estimates"]
         if self.p_terms == 1:
             return []
         plain = replace(self, p_terms=1)

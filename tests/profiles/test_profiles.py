@@ -230,7 +230,7 @@ def test_pools_store_what_they_are_given() -> None:
     x = pools.Latents(mean=0.5, amplitude=0.3).chunk(0, 256, device)
     assert torch.equal(x, pools.Latents(mean=0.5, amplitude=0.3).chunk(0, 256, device))
     made = [
-        pools.Bf16Pool(256, device),
+        pools.RowsPool(256, device),
         pools.Fp8TensorPool(256, device),
         pools.SnapPool(256, device, page_size=32, layout="paged"),
     ]
