@@ -134,15 +134,16 @@ def dense_reference(
         p_dtype: P is rounded to it in the kernels' frames; None: the truth.
     """
     b, s_q, h, _ = q.shape
-    out = torch.zeros(b, s_q, h, KV_LORA_RANK, dtype=torch.float64)
-    lse = torch.full((b, h, s_q), -math.inf, dtype=torch.float64)
+    fp64: dict[str, Any] = {"dtype": torch.float64, "device": q.device}
+    out = torch.zeros(b, s_q, h, KV_LORA_RANK, **fp64)
+    lse = torch.full((b, h, s_q), -math.inf, **fp64)
     for i, k in enumerate(tokens):
         n, h_kv, _ = k.shape
         if not n:
             continue
         key = k.double().repeat_interleave(h // h_kv, 1)
         logits = torch.einsum("shd,nhd->shn", q[i].double(), key) * scale
-        seen = torch.arange(n) < limits[i][:, None]
+        seen = torch.arange(n, device=q.device) < limits[i][:, None]
         logits = logits.masked_fill(~seen[:, None], -math.inf)
         frame = _frames(logits / LN2, p_dtype is not None)
         p = torch.exp2(logits / LN2 - frame)
@@ -279,10 +280,13 @@ class DenseJob:
         return [torch.clamp(n - behind, min=0) for n in self.lengths]
 
     def errors(self, result: tuple[Tensor, Tensor]) -> DenseErrors:
-        """What ``run`` returned against the reference."""
-        out, lse = result
-        tokens = [x[:, j : j + 1] for x in self.tokens for j in range(self.kv_heads)]
-        given = (self.q, tokens, self.limits(), SCALE)
+        """What ``run`` returned against the reference, which is computed where the kernel ran."""
+        out, lse = (x.to(self.device) for x in result)
+        tokens = [
+            x[:, j : j + 1].to(self.device) for x in self.tokens for j in range(self.kv_heads)
+        ]
+        limits = [limit.to(self.device) for limit in self.limits()]
+        given = (self.q.to(self.device), tokens, limits, SCALE)
         truth, truth_lse = dense_reference(*given)
         mimic, _ = dense_reference(*given, p_dtype=DTYPES[self.spec.dtype])
         rounded = metrics.relative_l2(mimic.to(out.dtype), truth)
