@@ -90,7 +90,7 @@ def test_the_new_value_compiles_and_is_right(copy: Path) -> None:
     assert VARIANT in PAGE and "relative L2" in done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.whole_matrix
 def test_the_tests_that_complain(copy: Path) -> None:
     """Those that the page names fail after its first diff, and pass after the others."""
     names = complaining()
