@@ -47,7 +47,11 @@ PEER_FILES = {
     "fa3": "fa3/_vllm_fa3_C.abi3.so",
 }
 PIPELINES = ("etap", "dual_wg")
-CACHES = {"fp8": "fp8", "bf16": torch.bfloat16, "f16": torch.float16}  # ``dtype`` of a cache
+CACHES: dict[str, Any] = {
+    "fp8": "fp8",
+    "bf16": torch.bfloat16,
+    "f16": torch.float16,
+}  # ``dtype`` of a cache
 CHOICES = {"cache": tuple(CACHES)}
 COUNTS = ("page", "row_tile", "num_parts", "fixed_overhead", "fixed_split")
 OUT_DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
