@@ -292,7 +292,7 @@ def _traced_rows(
     ragged, regroups = q.ndim == 3, plan.must_regroup()
     if out is None and lse is None and not regroups:
         query = q.unsqueeze(0) if ragged else q
-        made = torch.ops.snapmla.decode_rows(query, kv, block_table, cache_seqlens, *rest)
+        made = torch.ops.snapmla.dense_decode(query, kv, block_table, cache_seqlens, *rest)
         return (made[0].squeeze(0), made[1].squeeze(0)) if ragged else made
     if out is None:
         out = q.new_empty((*q.shape[:-1], KV_LORA_RANK))
@@ -300,14 +300,14 @@ def _traced_rows(
         lse = q.new_empty(_lse_shape(_rows_of(q)), dtype=torch.float32)
     if regroups:
         call = kv_heads.regroup(plan, q, block_table, cache_seqlens, out, lse)
-        torch.ops.snapmla.decode_rows_out(
+        torch.ops.snapmla.dense_decode_out(
             call.q, kv, call.block_table, call.cache_seqlens, *rest, call.out, call.lse
         )
         kv_heads.back(plan, call, out, lse)
         return out, lse
     given = (q, out, lse)
     query, results, sums = (x.unsqueeze(0) for x in given) if ragged else given
-    torch.ops.snapmla.decode_rows_out(query, kv, block_table, cache_seqlens, *rest, results, sums)
+    torch.ops.snapmla.dense_decode_out(query, kv, block_table, cache_seqlens, *rest, results, sums)
     return out, lse
 
 

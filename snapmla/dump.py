@@ -24,14 +24,16 @@ from snapmla._version import __version__
 
 FORMAT = 1
 POOL = ("content", "rope", "scale")
+ROWS = ("kv", "cache")  # a pool of 16-bit rows, as append_kv and fetch_dequant call it, and decode
 WORKSPACE = ("o_accum", "lse_accum")  # of a decode: what they hold before it does not matter
 RESULTS: dict[str, tuple[str, ...]] = {
     "decode": ("out", "lse"),
+    "dense_decode": ("out", "lse"),
     "plan_decode": (
         "work_items", "part_begin", "split_begin", "planned_seqlens", "units", "unit_begin",
         "row_limits",
     ),
-    "append_kv": (*POOL, "kv"),
+    "append_kv": (*POOL, *ROWS),
     "quantize_q": ("out_nope", "out_rope", "out_scale"),
     "fetch_dequant": ("out_nope", "out_rope"),
     "merge_states": ("out", "lse"),
@@ -74,10 +76,11 @@ def reduced(values: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]
     Args:
         values: the arguments by name, tensors on the call's device.
     """
-    if "content" not in values or not values["content"].shape[0]:
+    pool = [name for name in (*POOL, *ROWS) if name in values]
+    if not pool or not values[pool[0]].shape[0]:
         return dict(values), ()
     kept = dict(values)
-    pages, page_size = values["content"].shape[:2]
+    pages, page_size = values[pool[0]].shape[:2]
     for name in ("slot_mapping", "indices"):
         if name in values:
             keep, kept[name] = _pages_of_slots(values[name], pages, page_size)
@@ -88,12 +91,14 @@ def reduced(values: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]
             begin = values["cu_seqlens"]
             starts = values["seq_starts"]
             lengths = (begin[1:] - begin[:-1]) + (starts if starts.numel() else 0)
-        keep, kept["block_table"] = _pages_of_table(values["block_table"], lengths, values)
+        keep, kept["block_table"] = _pages_of_table(
+            values["block_table"], lengths, pages, page_size
+        )
     if len(keep) == pages:
         return dict(values), ()
-    for name in POOL:
+    for name in pool:
         kept[name] = values[name][keep]
-    for name in POOL:  # gaps between pages and rows are the layout's: a replay has them, too
+    for name in pool:  # gaps between pages and rows are the layout's: a replay has them, too
         kept[name] = _as_strided_like(kept[name], values[name])
     return kept, (f"{len(keep)} of the pool's {pages} pages are kept, numbered anew",)
 
@@ -110,10 +115,9 @@ def _pages_of_slots(slots: Tensor, pages: int, page_size: int) -> tuple[Tensor, 
 
 
 def _pages_of_table(
-    table: Tensor, lengths: Tensor, values: Mapping[str, Any]
+    table: Tensor, lengths: Tensor, pages: int, page_size: int
 ) -> tuple[Tensor, Tensor]:
     """Pages that sequences reach, and the table in a pool of those; -1 behind their ends."""
-    pages, page_size = values["content"].shape[:2]
     column = torch.arange(table.shape[1], device=table.device)
     used = column[None, :] * page_size < lengths[:, None]
     ids = table.clamp(0, pages - 1)  # as kernels do

@@ -72,7 +72,8 @@ def lengths(
 
 
 def _numbers(count: int, like: Tensor) -> Tensor:
-    return torch.arange(count, dtype=like.dtype, device=like.device)
+    """0, 1, ..., as ``like`` makes them, which may be a tracer's stand-in."""
+    return like.new_ones(count).cumsum(0, dtype=like.dtype) - 1
 
 
 def _order(first: Tensor, count: Tensor, heads: int, total_q: int) -> Tensor:
@@ -124,9 +125,9 @@ def regroup(
     if plan.s_q is None:
         order = _order_of(plan)
         # rows of no sequence keep what they hold, so results are brought along
-        given = (_rows(x, group)[order].unsqueeze(0) for x in (q, out))
-        own, given_lse = *given, _columns(lse, plan).flatten(1)[:, order].unsqueeze(0)
-        return Regrouped(own[0], *tables, own[1], given_lse, order, moved=True)
+        q, out = (_rows(x, group)[order].unsqueeze(0) for x in (q, out))
+        lse = _columns(lse, plan).flatten(1)[:, order].unsqueeze(0)
+        return Regrouped(q, *tables, out, lse, order, moved=True)
     q = _by_head(q, plan).reshape(plan.sequences, plan.s_q, group, -1)
     lse = lse.view(plan.sequences, group, plan.s_q)
     shape = (plan.sequences, plan.s_q, group, out.shape[-1])

@@ -69,7 +69,7 @@ class PlanCache:
         device: of all tensors; ``cpu`` is the software GPU.
         capacity: plans that are kept without being pinned, 1 or more.
         causal, num_parts, pipeline, row_tile, row_blocks, fixed_overhead, fixed_split_tokens,
-            check_stale, accuracy: of all plans, as in ``plan_decode``.
+            check_stale, accuracy, cache_dtype, num_kv_heads: of all plans, as in ``plan_decode``.
 
     Raises:
         TypeError, ValueError: naming the argument.
@@ -95,12 +95,15 @@ class PlanCache:
         fixed_split_tokens: int | None = None,
         check_stale: bool | None = None,
         accuracy: str = "standard",
+        cache_dtype: str | torch.dtype = "fp8",
+        num_kv_heads: int = 1,
     ) -> None:
         self._options = PlanOptions(
             num_heads=num_heads, page_size=page_size, causal=causal, num_parts=num_parts,
             pipeline=pipeline, row_tile=row_tile, row_blocks=row_blocks,
             fixed_overhead=fixed_overhead, fixed_split_tokens=fixed_split_tokens,
-            check_stale=check_stale, accuracy=accuracy,
+            check_stale=check_stale, accuracy=accuracy, cache_dtype=cache_dtype,
+            num_kv_heads=num_kv_heads,
         )  # fmt: skip
         self._capacity = checks.integer("capacity", capacity, 1)
         nothing = torch.empty(0, device=checks.device("device", device))

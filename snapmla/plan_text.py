@@ -34,7 +34,9 @@ def explain(plan: DecodePlan, limit: int) -> str:
     lines = [
         f"decode plan: {plan.batch} sequences, {plan.num_heads} heads x {_tokens(plan)}, "
         f"pipeline {plan.pipeline}, row tile {plan.row_tile}, on {plan.device}"
-        + ("" if plan.p_terms == 1 else f", {plan.p_terms} terms of P"),
+        + ("" if plan.p_terms == 1 else f", {plan.p_terms} terms of P")
+        + ("" if plan.cache_dtype == "fp8" else f", {plan.cache_dtype} cache"),
+        *_kv_heads(plan),
         *_units(plan, units),
         _rule(plan),
         f"{len(items)} items in {len(busy)} of {plan.num_parts} parts; an item costs its "
@@ -58,8 +60,18 @@ def explain(plan: DecodePlan, limit: int) -> str:
 
 def _even(plan: DecodePlan) -> list[int]:
     """First unit of each sequence, and their number, where all have the same."""
-    each = plan.n_units // max(plan.batch, 1)
-    return [i * each for i in range(plan.batch + 1)]
+    each = plan.n_units // max(plan.sequences, 1)
+    return [i * each for i in range(plan.sequences + 1)]
+
+
+def _kv_heads(plan: DecodePlan) -> list[str]:
+    """What a sequence of the tables is with several KV heads."""
+    if plan.num_kv_heads == 1:
+        return []
+    return [
+        f"{plan.num_kv_heads} KV heads, each read by {plan.group} heads: below, sequence i is KV "
+        f"head i % {plan.num_kv_heads} of sequence i // {plan.num_kv_heads}"
+    ]
 
 
 def _tokens(plan: DecodePlan) -> str:
@@ -98,9 +110,10 @@ def _damage(
                 yield f"{name}[{i}] is {value}, expected {wanted}"
     slots = plan.o_accum.shape[0]
     used, rows = items[: max(begin[-1], 0)], plan.total_q * plan.num_heads
+    batches = plan.sequences
     for i, (batch, first, end, slot, row, end_row, *_) in enumerate(used):
-        if not 0 <= batch < plan.batch:
-            yield f"work_items[{i}] is of sequence {batch}, expected 0 to {plan.batch - 1}"
+        if not 0 <= batch < batches:
+            yield f"work_items[{i}] is of sequence {batch}, expected 0 to {batches - 1}"
         elif not 0 <= first <= end:
             yield f"work_items[{i}] has tiles {first}..{end}, expected an ascending range"
         elif not -1 <= slot < slots:

@@ -99,6 +99,8 @@ def repeat(path: Path, device: str, *, reference: bool = True) -> tuple[Dump, Ou
     ]
     if reference and call.op == "decode":
         outcome.reference, outcome.right = against_reference(spec, call)
+    if reference and call.op == "dense_decode":
+        outcome.reference, outcome.right = against_dense_reference(call)
     return call, outcome
 
 
@@ -135,9 +137,7 @@ def against_reference(spec: VariantSpec, call: Dump) -> tuple[str, bool]:
     from snapmla.testing import selfcheck
 
     given = call.arguments
-    out, lse = given["out"], given["lse"] * (LN2 / given["lse_factor"])
-    if given["empty_lse"] == math.inf:
-        lse = torch.where(torch.isposinf(lse), -math.inf, lse)
+    out, lse = _results(given)
     query = [given[name].contiguous() for name in ("q_nope", "q_rope", "q_scale")]
     limits, begin = given["row_limits"], None
     if given["units"].numel() and len(query[0]) == 1:  # packed, or one sequence, which is the same
@@ -157,6 +157,34 @@ def against_reference(spec: VariantSpec, call: Dump) -> tuple[str, bool]:
     return str(errors), errors.right
 
 
+def _results(given: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """out, and the LSE as the references have it: natural, -inf of rows that see no token."""
+    lse = given["lse"] * (LN2 / given["lse_factor"])
+    if given["empty_lse"] == math.inf:
+        lse = torch.where(torch.isposinf(lse), -math.inf, lse)
+    return given["out"], lse
+
+
+def against_dense_reference(call: Dump) -> tuple[str, bool]:
+    """``against_reference`` of a 16-bit cache, by FlashMLA's gates."""
+    from snapmla.testing import dense_job
+
+    given = call.arguments
+    (out, lse), q, limits = _results(given), given["q"], given["row_limits"]
+    begin = None
+    if given["units"].numel() and len(q) == 1:  # packed, or one sequence, which is the same
+        begin = ragged_begin(call)
+        q, out, lse = q[0], out[0], lse[0]
+    elif limits.numel():
+        limits = limits.view(q.shape[:2])
+    errors = dense_job.decode_errors(
+        out, lse, q, given["cache"], given["block_table"], given["cache_seqlens"],
+        given["softmax_scale"], causal=bool(given["causal"]), cu_seqlens_q=begin,
+        row_seqlens=limits if limits.numel() else None, by_sequence=True,
+    )  # fmt: skip
+    return str(errors), errors.right
+
+
 def ragged_begin(call: Dump) -> Tensor:
     """``cu_seqlens_q`` of a plan with ragged queries, from its items: int32 (b + 1,).
 
@@ -164,7 +192,8 @@ def ragged_begin(call: Dump) -> Tensor:
     and a sequence of no query token has none.
     """
     given = call.arguments
-    heads, batch = given["q_nope"].shape[2], len(given["cache_seqlens"])
+    query = given["q" if call.op == "dense_decode" else "q_nope"]
+    heads, batch = query.shape[2], len(given["cache_seqlens"])
     items = given["work_items"][: int(given["part_begin"][-1])].tolist()
     ends = [0] * batch
     for sequence, _, _, _, _, end_row, *_ in items:

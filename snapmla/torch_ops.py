@@ -23,6 +23,10 @@ in eager mode they do not go through them.
         may_split, softmax_scale, causal, lse_factor, empty_lse, out_dtype, *, p_terms=1)
         -> (out, lse)
     decode_out(..., out!, lse!, *, p_terms=1)
+    dense_decode(q, kv, block_table, cache_seqlens, work_items, part_begin, split_begin, units,
+        row_limits, o_accum!, lse_accum!, pipeline, row_tile, may_split, softmax_scale, causal,
+        lse_factor, empty_lse) -> (out, lse)
+    dense_decode_out(..., out!, lse!)
     fetch_dequant(content, rope?, scale?, where, cache_seqlens?, dtype, *, cu_seqlens?=None,
         seq_starts?=None, total?=None) -> (c_kv, k_rope)
     fetch_dequant_out(content, rope?, scale?, where, cache_seqlens?, c_kv!, k_rope!, *,
@@ -35,11 +39,12 @@ in eager mode they do not go through them.
 total_q, h, ...); ``row_seqlens`` is flat, and ``s_q`` of ``plan_update`` then total_q. Where
 content, RoPE and scale are views of one memory, operators take that memory
 (``PagedKVCache.memory``): (block, None, None) for layout ``paged``, (rows, None, scale) for
-``row640``. A cache of 16 bits is (kv, None, None) to ``append_kv`` and ``fetch_dequant``. ``outs``
-and ``lses`` are the parts, or with ``stacked`` one tensor of them each; ``out!`` and ``lse!`` may
-be those of a part. The cache, ``plan`` and ``q`` are pytrees of their tensors, so they may be
-arguments of compiled functions. Operators have no gradients, and their results never require any:
-this is inference.
+``row640``. A cache of 16 bits is (kv, None, None) to ``append_kv`` and ``fetch_dequant``, and kv,
+in pages of 128 tokens at most, to ``dense_decode``, whose sequences read KV head number modulo
+num_kv_heads (``snapmla.kv_heads``). ``outs`` and ``lses`` are the parts, or with ``stacked`` one
+tensor of them each; ``out!`` and ``lse!`` may be those of a part. The cache, ``plan`` and ``q`` are
+pytrees of their tensors, so they may be arguments of compiled functions. Operators have no
+gradients, and their results never require any: this is inference.
 """
 
 from __future__ import annotations
@@ -50,8 +55,14 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from dsl_kernels.dims import ITEM_WORDS, KV_LORA_RANK, PARTIAL_ROW, QK_ROPE_HEAD_DIM
-from snapmla import attention, checks, fetch, layouts, merge, quant
+from dsl_kernels.dims import (
+    HEAD_DIM_QK,
+    ITEM_WORDS,
+    KV_LORA_RANK,
+    PARTIAL_ROW,
+    QK_ROPE_HEAD_DIM,
+)
+from snapmla import attention, checks, dispatch, fetch, layouts, merge, quant
 from snapmla import rope as rotary
 from snapmla.cache import PagedKVCache
 from snapmla.decode_plan import STATIC, TENSORS, DecodePlan, PlanVariant, launch_plan
@@ -64,6 +75,9 @@ _DECODE_ARGUMENTS = (
     "Tensor split_begin, Tensor units, Tensor row_limits, Tensor(a!) o_accum, "
     "Tensor(b!) lse_accum, str pipeline, int row_tile, bool may_split, float softmax_scale, "
     "bool causal, float lse_factor, float empty_lse"
+)
+_DENSE_ARGUMENTS = (
+    "Tensor q, Tensor kv, " + _DECODE_ARGUMENTS[_DECODE_ARGUMENTS.index("Tensor bl") :]
 )
 _FETCH_ARGUMENTS = (
     "Tensor content, Tensor? rope, Tensor? scale, Tensor where, Tensor? cache_seqlens"
@@ -94,6 +108,8 @@ SCHEMAS = (
     "int unit_rows, bool causal) -> ()",
     f"decode({_DECODE_ARGUMENTS}, ScalarType out_dtype, *, int p_terms=1) -> (Tensor, Tensor)",
     f"decode_out({_DECODE_ARGUMENTS}, Tensor(c!) out, Tensor(d!) lse, *, int p_terms=1) -> ()",
+    f"dense_decode({_DENSE_ARGUMENTS}) -> (Tensor, Tensor)",
+    f"dense_decode_out({_DENSE_ARGUMENTS}, Tensor(c!) out, Tensor(d!) lse) -> ()",
     f"fetch_dequant({_FETCH_ARGUMENTS}, ScalarType dtype, *, {_FETCH_CHUNKS}, "
     "SymInt? total=None) -> (Tensor, Tensor)",
     f"fetch_dequant_out({_FETCH_ARGUMENTS}, Tensor(a!) c_kv, Tensor(b!) k_rope, *, "
@@ -240,7 +256,7 @@ def _decode_out(
         return
     _check_query(q_nope, q_rope)
     tables = (work_items, part_begin, split_begin, units, row_limits, o_accum, lse_accum)
-    _check_tables(tables, q_nope, b, row_tile)
+    _check_tables(tables, "q_nope", q_nope, b, row_tile)
     checks.lengths(cache_seqlens, b, q_nope.device)
     views = layouts.views_of(content, rope, scale)
     checks.block_table(block_table, b, q_nope.device)
@@ -259,6 +275,65 @@ def _decode_out(
     )
 
 
+def _dense_decode(*arguments: Any) -> tuple[Tensor, Tensor]:
+    out, lse = _decode_results(arguments[0], arguments[0].dtype)
+    given: Any = (*arguments, out, lse)
+    _dense_decode_out(*given)
+    return out, lse
+
+
+def _dense_decode_out(
+    q: Tensor,
+    kv: Tensor,
+    block_table: Tensor,
+    cache_seqlens: Tensor,
+    work_items: Tensor,
+    part_begin: Tensor,
+    split_begin: Tensor,
+    units: Tensor,
+    row_limits: Tensor,
+    o_accum: Tensor,
+    lse_accum: Tensor,
+    pipeline: str,
+    row_tile: int,
+    may_split: bool,
+    softmax_scale: float,
+    causal: bool,
+    lse_factor: float,
+    empty_lse: float,
+    out: Tensor,
+    lse: Tensor,
+) -> None:
+    b_q, s_q, heads, _ = q.shape
+    b = cache_seqlens.shape[0] if units.shape[0] else b_q
+    if b_q * s_q * b == 0:
+        return
+    checks.cache_rows(kv)
+    kv = layouts.with_heads(kv)
+    checks.page_size(kv.shape[1])
+    checks.query_of_rows(q, kv.dtype, 1)
+    if b % kv.shape[2]:
+        checks.value_error("kv", f"a divisor of {b} sequences as KV heads", kv.shape[2])
+    tables = (work_items, part_begin, split_begin, units, row_limits, o_accum, lse_accum)
+    _check_tables(tables, "q", q, b, row_tile)
+    checks.lengths(cache_seqlens, b, q.device)
+    checks.block_table(block_table, b, q.device)
+    checks.output("out", out, (q.dtype,), (*q.shape[:3], KV_LORA_RANK), q.device)
+    checks.output("lse", lse, (torch.float32,), (b_q, heads, s_q), q.device, align=4)
+    name = dispatch.cache_name(kv.dtype)
+    attention.launch_decode(
+        (q,),
+        (kv,),
+        block_table,
+        cache_seqlens,
+        PlanVariant.of(q.device, pipeline, row_tile, kv.shape[1], cache_dtype=name),
+        tables,
+        may_split,
+        (out, lse),
+        (checks.softmax_scale(softmax_scale), int(causal), lse_factor, empty_lse),
+    )
+
+
 def _check_query(q_nope: Tensor, q_rope: Tensor) -> None:
     """What ``QuantizedQuery`` checks where nobody traces; gaps would be misread silently."""
     rows, device = tuple(q_nope.shape[:3]), q_nope.device
@@ -269,14 +344,14 @@ def _check_query(q_nope: Tensor, q_rope: Tensor) -> None:
         checks.contiguous(name, value)
 
 
-def _check_tables(tables: tuple[Tensor, ...], q_nope: Tensor, b: int, row_tile: int) -> None:
+def _check_tables(tables: tuple[Tensor, ...], query: str, q: Tensor, b: int, row_tile: int) -> None:
     """That a plan is for this many sequences, and has room for a row tile of partial results.
 
     Without ``units`` every sequence is one, and an item.  There is one part at least; what else the
     tables hold is the kernels' to survive.
     """
     work_items, part_begin, split_begin, units, row_limits, o_accum, lse_accum = tables
-    b_q, s_q, heads, _ = q_nope.shape
+    b_q, s_q, heads, _ = q.shape
     unit_rows, count = -(-s_q * heads // row_tile) * row_tile, b
     if units.shape[0]:
         blocks = o_accum.shape[1] // row_tile if o_accum.ndim == 3 else 1
@@ -298,7 +373,7 @@ def _check_tables(tables: tuple[Tensor, ...], q_nope: Tensor, b: int, row_tile: 
         if value.shape != shape:
             checks.value_error(name, f"shape {shape}", tuple(value.shape), hint)
     if b_q not in (1, b):
-        checks.value_error("q_nope", f"{b} sequences, or ragged ones as 1", b_q, hint)
+        checks.value_error(query, f"{b} sequences, or ragged ones as 1", b_q, hint)
 
 
 def _cache_of(content: Tensor, rope: Tensor | None, scale: Tensor | None) -> PagedKVCache:
@@ -392,6 +467,19 @@ def _fake_decode(*arguments: Any, p_terms: int = 1) -> tuple[Tensor, Tensor]:
     return _decode_results(q_nope, arguments[-1])
 
 
+def _fake_dense_decode(*arguments: Any) -> tuple[Tensor, Tensor]:
+    q, kv, block_table = arguments[:3]
+    checks.tensor("q", q, checks.ROWS, ("b", "s_q", "num_heads", HEAD_DIM_QK))
+    checks.tensor(
+        "kv",
+        layouts.with_heads(kv),
+        (q.dtype,),
+        ("num_pages", "page_size", "num_kv_heads", HEAD_DIM_QK),
+    )
+    checks.tensor("block_table", block_table, (torch.int32,), ("b", "width"))
+    return _decode_results(q, q.dtype)
+
+
 def _fake_fetch_dequant(
     content: Tensor,
     rope: Tensor | None,
@@ -437,6 +525,8 @@ _REAL = {
     "plan_update": _plan_update,
     "decode": _decode,
     "decode_out": _decode_out,
+    "dense_decode": _dense_decode,
+    "dense_decode_out": _dense_decode_out,
     "fetch_dequant": _fetch_dequant,
     "fetch_dequant_out": _fetch_dequant_out,
     "merge_states": _merge_states,
@@ -446,6 +536,7 @@ _FAKE = {
     "quantize_q": _fake_quantize_q,
     "rope_quantize_q": _fake_rope_quantize_q,
     "decode": _fake_decode,
+    "dense_decode": _fake_dense_decode,
     "fetch_dequant": _fake_fetch_dequant,
     "merge_states": _fake_merge_states,
 }

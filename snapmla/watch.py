@@ -34,6 +34,7 @@ WHEN = ("error", "nan", "all")
 # Arguments whose shapes a line shows, by op; those that a variant lacks are left out.
 _SHOWN: dict[str, tuple[str, ...]] = {
     "decode": ("q_nope", "content", "block_table"),
+    "dense_decode": ("q", "cache", "block_table"),
     "plan_decode": ("cache_seqlens",),
     "append_kv": ("c_kv", "content", "kv"),
     "quantize_q": ("q_nope",),

@@ -109,7 +109,7 @@ def _refuse(problem: Problem, reasons: Mapping[VariantSpec, str]) -> NoReturn:
         raise VariantError(
             f"{arch}: no {what} exists for this architecture yet; decode runs on {archs} "
             f"({', '.join(card.name for card in there)}) and on cpu tensors (software GPU); "
-            "snapmla.reference.mla_decode_reference runs anywhere"
+            f"{op.reference} runs anywhere"
         )
     pipeline, row_tile = problem.pipeline, problem.row_tile
     if pipeline is not None and pipeline not in pipelines:

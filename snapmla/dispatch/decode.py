@@ -53,7 +53,7 @@ class DecodeOp:
         token_bytes: of one cached token, and of one row of the query.
         tensor_cycles: in which an H100's tensor core does a tile of a variant.
         effective_tflops: attainable rate of a card on the op's mix of formats.
-        about: its cache, for messages.
+        about: its cache, for messages; ``reference`` is what computes it anywhere.
         out_axis: axis of the family that is the dtype of results.
         assumed: costs on an architecture where no table has any, if others stand in for them.
     """
@@ -64,6 +64,7 @@ class DecodeOp:
     tensor_cycles: Callable[[VariantSpec], float]
     effective_tflops: Callable[[Card], float]
     about: str = "an FP8 cache"
+    reference: str = "snapmla.reference.mla_decode_reference"
     out_axis: str = "out_dtype"
     assumed: Callable[[str], Costs | None] | None = None
 

@@ -23,7 +23,7 @@ def tensor_cycles(spec: VariantSpec) -> float:
 def assumed(arch: str) -> Costs | None:
     """FP8's costs, a tile's by the bytes of a token, until a table has this op's own.
 
-    So the choice of row tile is FP8's.
+    On an H200 and an H100 the choice of row tile so is FP8's.
     """
     fp8 = costs_of(FP8_DECODE.family.op, arch)
     if fp8 is None:
@@ -50,6 +50,7 @@ DENSE_DECODE = DecodeOp(
     tensor_cycles=tensor_cycles,
     effective_tflops=lambda card: card.bf16_tflops,
     about="a 16-bit cache",
+    reference="snapmla.testing.dense_reference.dense_decode_reference",
     out_axis="dtype",
     assumed=assumed,
 )  # fmt: skip

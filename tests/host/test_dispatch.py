@@ -25,6 +25,7 @@ from snapmla.dispatch import contest, costs
 from snapmla.dispatch.cards import Card
 from snapmla.dispatch.contest import Size
 from snapmla.dispatch.decode import REFERENCE, DecodeOp, Features, Problem
+from snapmla.dispatch.dense_decode import DENSE_DECODE
 from snapmla.dispatch.fp8_decode import FP8_DECODE
 from snapmla.errors import VariantError
 
@@ -189,6 +190,71 @@ def test_features_are_what_can_be_built() -> None:
         built = {p.spec for p in matrix.matrix(arch, f"{family.op}_*") if p.reason is None}
         specs = {decode_spec(*point, arch).replace(p_terms=terms) for *point, terms in declared}
         assert built and built <= specs
+
+
+# ------------------------------------------------------------------------------ 16-bit caches
+
+
+@pytest.mark.parametrize("s_q", [1, 2, 4, 7, 33])
+@pytest.mark.parametrize("heads", [1, 3, 8, 16, 20, 40, 64, 96, 128])
+def test_row_tiles_of_a_16_bit_cache_are_fp8_s(heads: int, s_q: int) -> None:
+    """Until a table has its own times, which then decide."""
+    for card in ("H200", "H100 SXM"):
+        found = snapmla.explain(heads, s_q, card=card, cache_dtype=torch.float16)
+        fp8 = snapmla.explain(heads, s_q, card=card)
+        assert found.chosen is not None and fp8.chosen is not None
+        assert found.chosen.row_tile == fp8.chosen.row_tile
+        assert found.chosen.variant == f"dense_decode_split_r{fp8.chosen.row_tile}_p64_df16_sm90a"
+    spec = dispatch.choose(CPU, heads, s_q, 16, cache="bf16")
+    assert (spec.page_size, spec.dtype) == (16, "bf16") and spec.cluster == spec.row_tile // 128 + 1
+
+
+def test_explain_of_a_16_bit_cache() -> None:
+    """Bytes of 16 bits, KV heads as sequences of their own, whose times these are."""
+    found = snapmla.explain(16, card="H200", batch=4, cache_dtype=torch.bfloat16, num_kv_heads=2)
+    one = snapmla.explain(8, card="H200", batch=8, cache_dtype=torch.bfloat16)
+    assert found.roof_us == one.roof_us and found.verdicts == one.verdicts
+    card = dispatch.card_named("H200")
+    assert card is not None
+    nbytes = 8 * 16384 * 1152 + 8 * 8 * (1152 + 1028)
+    assert found.roof_us == pytest.approx(nbytes / card.read_gbs * 1e-3)
+    text = str(found)
+    assert "16 heads, s_q 1 (8 rows)" in text and "2 KV heads" in text and "bfloat16" not in text
+    assert "no table has decode over a 16-bit cache yet: times are scaled from FP8's" in text
+    large = snapmla.explain(16, card="H200", cache_dtype=torch.bfloat16, page_size=192)
+    assert large.chosen is not None and "_p64_dbf16_" in large.chosen.variant
+    with pytest.raises(TypeError, match="^out_dtype: expected torch.float16, got torch.bfloat16"):
+        snapmla.explain(16, cache_dtype=torch.float16, out_dtype=torch.bfloat16, card="H200")
+
+
+def test_measured_times_of_a_16_bit_cache_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once a table has them, the stand-ins are forgotten."""
+    own = dataclasses.replace(_h200_costs(), tiles={("split", 64): costs.Tile(1.0, 1.0)})
+    monkeypatch.setattr("snapmla.dispatch.decode.costs_of", lambda op, arch: own)
+    found = snapmla.explain(16, card="H200", cache_dtype=torch.bfloat16)
+    assert found.chosen is not None and found.chosen.row_tile == 64
+    assert "scaled from FP8" not in str(found)
+
+
+def test_a_16_bit_cache_on_blackwell(blackwell: None) -> None:
+    lengths = torch.ones(2, dtype=torch.int32)
+    said = "^sm_100a: no decode kernel for a 16-bit cache exists .* on sm_90a .*dense_decode_refere"
+    with pytest.raises(VariantError, match=said):
+        snapmla.plan_decode(lengths, 16, 1, page_size=64, max_pages=3, cache_dtype=torch.bfloat16)
+
+
+def test_features_of_a_16_bit_cache_are_what_is_built() -> None:
+    if not toolchain.have_compiler():
+        pytest.skip("needs nvidia-cutlass-dsl")
+    (name, features), op = next(iter(DENSE_DECODE.features.items())), DENSE_DECODE.family.op
+    declared = {
+        VariantSpec(op=op, pipeline=name, row_tile=tile, page_size=page, dtype=dtype)
+        for tile in features.row_tiles
+        for page in features.page_sizes
+        for dtype in features.out_dtypes
+    }
+    points = [p for arch in ARCHS for p in matrix.matrix(arch, f"{op}_*")]
+    assert declared == {p.spec for p in points if p.reason is None} == {p.spec for p in points}
 
 
 @pytest.mark.parametrize("card", [c.name for c in dispatch.cards()])

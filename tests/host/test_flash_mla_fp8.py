@@ -11,8 +11,8 @@ import torch
 
 import snapmla
 import snapmla.plan
-from snapmla import attention, metadata_pair, quant
 from snapmla import flash_mla_fp8 as names
+from snapmla import metadata_pair, quant
 from snapmla.decode_plan import PlanVariant
 from snapmla.testing import selfcheck
 from tests.support.bits import assert_same_bits
@@ -213,7 +213,7 @@ def test_a_failing_kernel_is_called_once(monkeypatch: pytest.MonkeyPatch, error:
 
     with monkeypatch.context() as patch:
         PlanVariant.forget()  # the kernels that were loaded
-        patch.setattr(attention, "_kernel", lambda *_: failing)
+        patch.setattr(PlanVariant, "kernel", lambda *_: failing)
         check(lambda: step.decode(pair))
         patch.setattr(names, "_quick_decode", lambda *_: None)
         check(lambda: step.decode(pair))

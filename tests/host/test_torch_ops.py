@@ -298,6 +298,19 @@ def operator_calls(device: str, layout: str = "split") -> dict[str, tuple[Any, .
         plan.part_begin, plan.split_begin, plan.units, plan.row_limits, plan.o_accum.zero_(),
         plan.lse_accum.zero_(), plan.pipeline, plan.row_tile, True, SCALE, True, 1.0, 0.0,
     )  # fmt: skip
+    kv = torch.ones(4, 16, 2, 576, dtype=torch.float16, device=device)
+    dense_plan = snapmla.plan_decode(
+        torch.tensor([17, 3], dtype=torch.int32, device=device), HEADS, 1, page_size=16,
+        max_pages=2, num_parts=2, cache_dtype=torch.float16,
+    )  # fmt: skip
+    dense = (
+        torch.ones(2, 1, HEADS, 576, dtype=torch.float16, device=device), kv,
+        torch.zeros(2, 2, dtype=torch.int32, device=device), dense_plan.planned_seqlens.clone(),
+        dense_plan.work_items, dense_plan.part_begin, dense_plan.split_begin, dense_plan.units,
+        dense_plan.row_limits, dense_plan.o_accum.zero_(), dense_plan.lse_accum.zero_(),
+        dense_plan.pipeline, dense_plan.row_tile, True, SCALE, True, 1.0, 0.0,
+    )  # fmt: skip
+    dense_out = torch.zeros(2, 1, HEADS, 512, dtype=torch.float16, device=device)
     out = torch.zeros(2, 1, HEADS, 512, dtype=torch.bfloat16, device=device)
     lse = torch.zeros(2, HEADS, 1, device=device)
     fetched = torch.zeros(2, PAGE, 512, device=device), torch.zeros(2, PAGE, 64, device=device)
@@ -328,6 +341,8 @@ def operator_calls(device: str, layout: str = "split") -> dict[str, tuple[Any, .
         "plan_update": (layer.lengths, None, None, *tables, *numbers),
         "decode": (*decode, torch.float32),
         "decode_out": (*decode, out, lse),
+        "dense_decode": dense,
+        "dense_decode_out": (*dense, dense_out, lse.clone()),
         "fetch_dequant": (*cache, layer.table, short, torch.float32),
         "fetch_dequant_out": (*cache, layer.table, short, *fetched),
         "merge_states": ([out + 1, out + 2], [lse, lse + 1], False, 1.0),
@@ -340,8 +355,8 @@ def operator_calls(device: str, layout: str = "split") -> dict[str, tuple[Any, .
 
 NAMES = (
     "append_kv", "rope_append_kv", "quantize_q", "quantize_q_out", "rope_quantize_q",
-    "rope_quantize_q_out", "plan_update", "decode", "decode_out", "fetch_dequant",
-    "fetch_dequant_out", "merge_states", "merge_states_out",
+    "rope_quantize_q_out", "plan_update", "decode", "decode_out", "dense_decode",
+    "dense_decode_out", "fetch_dequant", "fetch_dequant_out", "merge_states", "merge_states_out",
 )  # fmt: skip
 
 
@@ -435,6 +450,31 @@ def test_a_traced_decode_checks_what_no_python_did(
     call[at] = change(call[at])
     with pytest.raises((TypeError, ValueError), match=f"^{text}"):
         torch.ops.snapmla.decode_out(*call)
+    assert not call[-2].any()
+
+
+@pytest.mark.parametrize(
+    ("at", "change", "text"),
+    [
+        (0, lambda t: torch.cat([t, t], 1)[:, :1], "q: .*contiguous"),
+        (0, lambda t: t.bfloat16(), "q: expected dtype float16"),
+        (0, lambda t: t.repeat(3, 1, 1, 1), "kv: .*|work_items: .*another batch"),
+        (1, lambda t: t[..., :512], r"content: expected shape"),
+        (1, lambda t: t.repeat(1, 3, 1, 1), "page_size: expected one of 16, .*got 48"),
+        (1, lambda t: t.repeat(1, 1, 2, 1), "kv: expected a divisor of 2 sequences as KV heads"),
+        (2, lambda t: t.long(), "block_table: .*int64"),
+        (3, lambda t: t[:1], "cache_seqlens: expected shape"),
+        (9, lambda t: t.repeat(1, 2, 1), "o_accum: expected shape"),
+        (-2, lambda t: t.bfloat16(), "out: expected dtype float16"),
+    ],
+)
+def test_a_traced_decode_of_rows_checks_its_arguments(
+    at: int, change: Callable[[torch.Tensor], torch.Tensor], text: str
+) -> None:
+    call = list(operator_calls("cpu")["dense_decode_out"])
+    call[at] = change(call[at])
+    with pytest.raises((TypeError, ValueError), match=f"^{text}"):
+        torch.ops.snapmla.dense_decode_out(*call)
     assert not call[-2].any()
 
 

@@ -117,6 +117,32 @@ def ragged_arguments(seed: int) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
+def rows_step(seed: int, kv_heads: int, ragged: bool) -> tuple[Any, ...]:
+    """Over a 16-bit cache: plan and lengths for ``update_``, then what decode takes."""
+    torch.manual_seed(seed)
+    seqlens = torch.tensor([(20, 5), (3, 40)][seed - 1], dtype=torch.int32)
+    begins = torch.tensor([[0, 1, 3], [0, 3, 3]][seed - 1], dtype=torch.int32)
+    kv = torch.randn(7, 16, kv_heads, 576).half()
+    pages = torch.randperm(7, dtype=torch.int32)[:6].view(2, 3).clone()
+    shape: dict[str, Any] = {"cu_seqlens_q": begins, "total_q": 4} if ragged else {"s_q": 2}
+    made = snapmla.plan_decode(
+        seqlens.flip(0), 2 * kv_heads, page_size=16, max_pages=3, cache_dtype=torch.float16,
+        num_kv_heads=kv_heads, num_parts=2, fixed_overhead=0, **shape,
+    )  # fmt: skip
+    q = torch.randn(*((4,) if ragged else (2, 2)), 2 * kv_heads, 576).half()
+    updates = (seqlens, begins) if ragged else (seqlens,)
+    return made, updates, q, snapmla.PagedKVCache.from_tensors(kv), pages
+
+
+def rows_decode(
+    made: Any, updates: Any, q: Any, cache: Any, pages: Any, out: Any = None, lse: Any = None
+) -> Any:
+    planned = made.update_(*updates)
+    return snapmla.decode(
+        q, cache, pages, updates[0], softmax_scale=SCALE, plan=planned, out=out, lse=lse
+    )
+
+
 def states(n: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """n results to be merged, one of which has an empty row."""
     outs = [torch.randn(2, 1, HEADS, 512).bfloat16() for _ in range(n)]
@@ -252,6 +278,19 @@ OPERATIONS = {
         lambda *a: ragged_step(*a[:8], out=a[8]),
         lambda s: (*ragged_arguments(s), torch.zeros(2, HEADS, 512, dtype=torch.bfloat16)),
         ("plan_update", "quantize_q", "decode_out"),
+    ),
+    "decode rows": Operation(
+        lambda *a: rows_decode(*a), lambda s: rows_step(s, 1, False),
+        ("plan_update", "dense_decode"),
+    ),
+    "decode rows of KV heads": Operation(
+        lambda *a: rows_decode(*a), lambda s: rows_step(s, 2, False),
+        ("plan_update", "dense_decode_out"),
+    ),
+    "decode rows ragged": Operation(
+        lambda *a: rows_decode(*a[:5], *a[5:]),
+        lambda s: (*rows_step(s, 2, True), torch.ones(4, 4, 512).half(), torch.ones(4, 4)),
+        ("plan_update", "dense_decode_out"),
     ),
     "decode without a plan": Operation(decode, step, ("plan_update", "decode"), breaks=True),
     "fetch_dequant pages": Operation(

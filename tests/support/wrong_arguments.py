@@ -75,6 +75,22 @@ def decode_arguments() -> dict[str, Any]:
     }
 
 
+def rows_plan(**changes: Any) -> DecodePlan:
+    """A plan for a cache of 16 bits; its rows are a block of 64."""
+    fields = {"pipeline": "split", "row_tile": 64, "unit_rows": 64, "cache_dtype": "bf16"}
+    accum = {"o_accum": torch.zeros(8, 64, 528, dtype=F16), "lse_accum": torch.zeros(8, 64)}
+    return plan(**{**fields, **accum, **changes})
+
+
+def decode_rows_arguments() -> dict[str, Any]:
+    return {
+        **decode_arguments(),
+        "q": torch.ones(B, S_Q, H, 576, dtype=BF16),
+        "cache": PagedKVCache.from_tensors(torch.ones(PAGES, P, 1, 576, dtype=BF16)),
+        "plan": rows_plan(),
+    }
+
+
 def append_arguments() -> dict[str, Any]:
     return {
         "cache": PagedKVCache.allocate(PAGES, P, device="cpu"),
@@ -265,8 +281,11 @@ WRONG: dict[str, list[Row]] = {
          "call snapmla.quantize_q(q_nope, q_rope)"),
         ("cache", torch.zeros(4, 64, 576), TypeError, "cache: .*PagedKVCache.*from_tensors",
          "PagedKVCache.from_tensors wraps existing"),
-        ("cache", latent_cache(), ValueError, "cache: expected an FP8 cache, got one of bfloat16 rows",
-         "decode reads FP8 caches only"),
+        ("cache", latent_cache(), TypeError,
+         "q: expected a bfloat16 tensor, as the cache's rows, got a snapmla.QuantizedQuery",
+         "a 16-bit cache takes queries as they are"),
+        ("plan", rows_plan(), ValueError,
+         "plan: expected one made with cache_dtype='fp8', got torch.bfloat16", "one kind of cache"),
         ("block_table", torch.zeros((B, WIDTH), dtype=I64), TypeError,
          r"block_table: expected dtype int32, got int64 \(use \.to\(torch\.int32\) once",
          "use .to(torch.int32) once when you build"),
@@ -382,6 +401,53 @@ WRONG: dict[str, list[Row]] = {
         ("lse", lambda t: t.mT.contiguous().mT, ValueError, "lse: .*contiguous", "allocate it contiguous; a slice or"),
         ("lse", lambda t: t.double(), TypeError, "lse: .*float64", "allocate it with dtype=torch.float32"),
         ("out_dtype", F32, TypeError, "out: expected dtype float32, got bfloat16", "allocate it with dtype=torch.float32"),
+    ],
+    "decode_rows": [
+        ("q", query(), TypeError, "q: expected a bfloat16 tensor, .*got a snapmla.QuantizedQuery",
+         "a 16-bit cache takes queries as they are"),
+        ("q", torch.ones(B, S_Q, H, 576, dtype=F16), TypeError,
+         "q: expected dtype bfloat16, got float16", "convert it with .to(torch.bfloat16)"),
+        ("q", torch.ones(B, S_Q, H, 512, dtype=BF16), ValueError,
+         r"q: expected shape \(b, s_q, num_heads, 576\)", "then 64 of RoPE"),
+        ("q", torch.ones(B, S_Q, 2 * H, 576, dtype=BF16)[:, :, ::2], ValueError,
+         "q: expected a contiguous tensor", ".contiguous()"),
+        ("q", torch.ones(B * S_Q * H * 576 + 1, dtype=BF16)[1:].view(B, S_Q, H, 576), ValueError,
+         "q: expected storage aligned to 16 bytes", "multiples of 8 elements"),
+        ("q", torch.ones(B, S_Q, 129, 576, dtype=BF16), ValueError,
+         "num_heads: expected 1 to 128, got 129", "split more heads"),
+        ("q", torch.ones(B + 2, S_Q, H, 576, dtype=BF16), ValueError,
+         r"block_table: expected shape \(4, width\)", "one row of page ids"),
+        ("q", torch.ones(B, S_Q, H, 576, dtype=BF16, **META), ValueError,
+         "cache: expected tensors on meta, where q is, got cpu", "PagedKVCache.allocate"),
+        ("q", None, TypeError, "q: expected a torch.Tensor, got NoneType", "build it once"),
+        ("cache", decode_arguments()["cache"], TypeError,
+         "q: expected a snapmla.QuantizedQuery, got a bfloat16 tensor", "snapmla.quantize_q"),
+        ("cache", latent_cache(dtype=F16), TypeError, "q: expected dtype float16, got bfloat16",
+         ".to(torch.float16)"),
+        ("cache", latent_cache(2), ValueError,
+         "plan: expected one made with num_kv_heads=2, as the cache, got 1", "snapmla.plan_decode"),
+        ("cache", latent_cache(3), ValueError,
+         "q: expected a multiple of the cache's 3 KV heads, got 16 heads", "share KV head j"),
+        ("cache", None, TypeError, "q: expected a snapmla.QuantizedQuery", "snapmla.quantize_q"),
+        ("plan", plan(), ValueError,
+         "plan: expected one made with cache_dtype=torch.bfloat16, got 'fp8'", "one kind of cache"),
+        ("plan", rows_plan(cache_dtype="f16"), ValueError,
+         "plan: expected one made with cache_dtype=torch.bfloat16, got torch.float16", "one kind"),
+        ("plan", rows_plan(page_size=32), ValueError, r"plan: expected one made for .*\(2, 2, 16, 64\)",
+         "snapmla.plan_decode"),
+        ("pipeline", "etap", ValueError, "pipeline: expected 'split', as planned", "leave it out"),
+        ("out", torch.zeros(B, S_Q, H, 512), TypeError, "out: expected dtype bfloat16, got float32",
+         "allocate it with dtype=torch.bfloat16"),
+        ("out", torch.zeros(B, S_Q, 2 * H, 512, dtype=BF16)[:, :, ::2], ValueError,
+         "out: expected a contiguous tensor", "allocate it contiguous"),
+        ("out_dtype", F32, TypeError, "out_dtype: expected bfloat16, got torch.float32", "afterwards"),
+        ("lse", torch.zeros(B, H, 2 * S_Q)[..., ::2], ValueError, "lse: expected a contiguous",
+         "allocate it contiguous"),
+        ("block_table", torch.zeros((B, WIDTH), dtype=I64), TypeError, "block_table: .*int64",
+         "use .to(torch.int32) once"),
+        ("block_table", torch.zeros((B, 2), dtype=I32), ValueError,
+         "block_table: expected a width of 3, the plan's max_pages", "slice the table"),
+        ("cache_seqlens", torch.ones(B, dtype=I64), TypeError, "cache_seqlens: .*int64", "torch.int32"),
     ],
     "append_kv": [
         ("cache", freed(), ValueError, "cache: expected memory, got a storage that was freed",
@@ -727,6 +793,20 @@ WRONG: dict[str, list[Row]] = {
          "fixed_split_tokens: expected a multiple of 64, got 100", "the nearest is 128"),
         ("check_stale", "no", TypeError,
          "check_stale: expected True or False, got str", "SNAPMLA_CHECK_PLAN"),
+        ("cache_dtype", "bf16", ValueError, "cache_dtype: expected one of 'fp8', torch.bfloat16",
+         "PagedKVCache.allocate was given"),
+        ("num_kv_heads", 2, ValueError, "num_kv_heads: expected 1, got 2", "one KV head"),
+    ],
+    "plan_rows": [
+        ("num_kv_heads", 3, ValueError, "num_kv_heads: expected a divisor of num_heads = 16, got 3",
+         "share KV head j"),
+        ("num_kv_heads", 0, ValueError, "num_kv_heads: expected 1 to 128, got 0", "share KV head j"),
+        ("page_size", 100, ValueError, "page_size: expected 16, 32 or a multiple of 64, got 100",
+         "the nearest is 128"),
+        ("accuracy", "high", ValueError,
+         "accuracy: expected 'standard' with a 16-bit cache, got high", "its P has 16 bits"),
+        ("pipeline", "etap", ValueError, "pipeline: expected one of 'split'", "leave it out"),
+        ("cache_dtype", F32, ValueError, "cache_dtype: .*got torch.float32", "was given"),
     ],
     "allocate": [
         ("num_pages", 0, ValueError, "num_pages: expected 1 or more, got 0", "pages of the pool"),
@@ -784,6 +864,9 @@ WRONG: dict[str, list[Row]] = {
          "fixed_split_tokens: expected a multiple of 64, got 100", "the nearest is 128"),
         ("check_stale", "no", TypeError,
          "check_stale: expected True or False, got str", "SNAPMLA_CHECK_PLAN"),
+        ("cache_dtype", "bf16", ValueError, "cache_dtype: expected one of 'fp8', torch.bfloat16",
+         "PagedKVCache.allocate was given"),
+        ("num_kv_heads", 2, ValueError, "num_kv_heads: expected 1, got 2", "one KV head"),
         *DEVICES,
     ],
     "PlanCache.get": [
@@ -815,6 +898,8 @@ WRONG: dict[str, list[Row]] = {
         ("seqlen", 0, ValueError, "seqlen: expected 1 or more, got 0", "tokens of a sequence"),
         ("out_dtype", F16, TypeError, "out_dtype: .*got torch.float16", "convert out afterwards"),
         ("card", "A100", ValueError, "card: expected one of 'H200', .*got 'A100'", "this machine"),
+        ("cache_dtype", F32, ValueError, "cache_dtype: expected one of 'fp8'", "was given"),
+        ("num_kv_heads", 2, ValueError, "num_kv_heads: expected 1, got 2", "one KV head"),
         *DEVICES,
     ],
     "flash_mla_ckv_fp8_per_token": [
@@ -955,6 +1040,7 @@ WRONG: dict[str, list[Row]] = {
 }  # fmt: skip
 RIGHT: dict[str, Callable[[], dict[str, Any]]] = {
     "decode": decode_arguments,
+    "decode_rows": decode_rows_arguments,
     "append_kv": append_arguments,
     "append_rows": append_rows_arguments,
     "rope_append_kv": rope_append_arguments,
@@ -968,6 +1054,7 @@ RIGHT: dict[str, Callable[[], dict[str, Any]]] = {
     "from_tensors": cache_arguments,
     "from_rows": lambda: {"content": torch.zeros((PAGES, P, 576), dtype=BF16)},
     "plan_decode": plan_arguments,
+    "plan_rows": lambda: {**plan_arguments(), "cache_dtype": BF16, "num_kv_heads": 2},
     "allocate": lambda: {"num_pages": 2, "page_size": 64, "layout": "split", "device": "cpu"},
     "query": query_arguments,
     "update_": lambda: {"cache_seqlens": torch.ones(B, dtype=I32)},
@@ -995,6 +1082,8 @@ METHODS: dict[str, Callable[..., Any]] = {
     "allocate": PagedKVCache.allocate,
     "query": QuantizedQuery,
     "append_rows": snapmla.append_kv,
+    "decode_rows": snapmla.decode,
+    "plan_rows": snapmla.plan_decode,
     "fetch_dequant_chunks": snapmla.fetch_dequant,
     "fetch_rows": snapmla.fetch_dequant,
     "update_": lambda **arguments: plan().update_(**arguments),
@@ -1006,6 +1095,7 @@ METHODS: dict[str, Callable[..., Any]] = {
 # function.
 QUICK = {
     "decode": ("out", "lse"),
+    "decode_rows": ("out", "lse"),
     "flash_mla_ckv_fp8_per_token": ("out", "lse"),
     "quantize_and_cache_k": ("k_lora_cache", "k_lora_scale_cache", "k_rope_cache"),
     "append_kv": (),
@@ -1028,6 +1118,10 @@ def repeated(function: str) -> dict[str, Any]:
     lengths = arguments.get("cache_seqlens")
     if function == "decode":
         arguments["plan"] = snapmla.plan_decode(lengths, H, S_Q, page_size=P, max_pages=WIDTH)
+    elif function == "decode_rows":
+        arguments["plan"] = snapmla.plan_decode(
+            lengths, H, S_Q, page_size=P, max_pages=WIDTH, cache_dtype=BF16, row_tile=64
+        )
     elif function == "flash_mla_ckv_fp8_per_token":
         pair = flash_mla_fp8.get_mla_metadata(lengths, S_Q * H, 1)
         arguments |= dict(zip(("tile_scheduler_metadata", "num_splits"), pair))

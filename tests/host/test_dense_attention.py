@@ -1,0 +1,201 @@
+"""``decode`` over a 16-bit cache on the software GPU: queries as they are, KV heads, large pages.
+
+Results by FlashMLA's gates to fp64.  Every pool is NaN where no token is, tables end in absurd ids.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+
+import snapmla
+from snapmla import attention
+from tests.support.bits import same_bits
+from tests.support.dense_steps import SCALE, DenseStep
+from tests.support.needs import needs_compiler
+
+pytestmark = needs_compiler
+BF16, F16 = torch.bfloat16, torch.float16
+# what the test set has: rows on N and on M
+FEW: dict[str, Any] = {"page_size": 16, "dtype": F16}
+MANY: dict[str, Any] = {"page_size": 64, "dtype": BF16}
+SPLIT = {"num_parts": 3, "fixed_overhead": 0}
+
+
+def results(step: DenseStep, fill: float = 7.0) -> dict[str, torch.Tensor]:
+    """``out`` and ``lse`` of a step."""
+    *batch, tokens, heads, _ = step.q.shape
+    out = torch.full((*batch, tokens, heads, 512), fill, dtype=step.q.dtype)
+    return {"out": out, "lse": torch.full((*batch, heads, tokens), fill)}
+
+
+@pytest.mark.parametrize(
+    ("heads", "s_q", "lengths", "kind", "row_tile"),
+    [(4, 3, (70, 0, 1), FEW, 16), (2, 2, (130, 0), MANY, 64)],
+    ids=["few", "many"],
+)
+def test_a_planned_call(
+    monkeypatch: pytest.MonkeyPatch, heads: int, s_q: int, lengths: tuple[int, ...],
+    kind: dict[str, Any], row_tile: int,
+) -> None:  # fmt: skip
+    """Splits, an empty sequence; a repeated call has the same bits and skips the full checks."""
+    step = DenseStep.make(lengths, heads, s_q, **kind)
+    plan = step.plan(row_tile=row_tile, **SPLIT)
+    assert (plan.pipeline, plan.row_tile) == ("split", row_tile)
+    assert int(plan.split_begin[-1]) > 0, "the case should exercise splits"
+    out, lse = step.decode(plan)
+    assert out.dtype == step.q.dtype and out.shape == plan.out_shape
+    assert (out[1] == 0).all() and torch.isneginf(lse[1]).all()
+    step.assert_right(out, lse)
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("the full checks were made")
+
+    monkeypatch.setattr(attention, "checked", refuse)
+    for _ in range(2):
+        given = results(step)
+        assert step.decode(plan, **given, out_dtype=step.q.dtype) == (given["out"], given["lse"])
+        assert same_bits(given["out"], out) and same_bits(given["lse"], lse)
+
+
+def test_without_a_plan_and_not_causal() -> None:
+    step = DenseStep.make((20, 0), 4, 2, **FEW)
+    out, lse = step.decode(None, causal=False, lse_base="2", empty_lse="+inf")
+    assert torch.isposinf(lse[1]).all()
+    lse = torch.where(torch.isposinf(lse), -math.inf, lse * math.log(2))
+    step.assert_right(out, lse, causal=False)
+
+
+@pytest.mark.parametrize(("heads", "s_q", "kv_heads"), [(4, 1, 2), (6, 3, 3), (8, 2, 8)], ids=str)
+def test_kv_heads(heads: int, s_q: int, kv_heads: int) -> None:
+    """Results land where the caller has them: nothing else is written."""
+    step = DenseStep.make((20, 0, 3), heads, s_q, kv_heads=kv_heads, **FEW)
+    plan, given = step.plan(**SPLIT), results(step)
+    step.decode(plan, **given)
+    step.assert_right(**given)
+    # other lengths, in place, and a stale plan
+    step.cache_seqlens.copy_(torch.tensor([5, 0, 2]))
+    with pytest.raises(ValueError, match=r"sequence 0 \(20 -> 5\), 2 \(3 -> 2\) \("):
+        plan.check(step.cache_seqlens)
+    plan.update_(step.cache_seqlens)
+    plan.check(step.cache_seqlens)
+    step.assert_right(*step.decode(plan))
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_ragged_queries(kv_heads: int) -> None:
+    """Rows of no sequence stay as they are, before the first sequence too."""
+    lengths, tokens = (17, 0, 5, 20), (2, 0, 1, 3)
+    step = DenseStep.make(lengths, 2 * kv_heads, kv_heads=kv_heads, tokens=tokens, **FEW)
+    plan = step.plan(row_tile=16, **SPLIT)
+    for begins in (list(itertools.accumulate(tokens, initial=0)), [1, 2, 2, 5, 8]):
+        assert step.begin is not None
+        step.begin.copy_(torch.tensor(begins))
+        plan.update_(step.cache_seqlens, step.begin)
+        given = results(step)
+        step.decode(plan, **given)
+        step.assert_right(**given)
+        for kept in (slice(0, begins[0]), slice(begins[-1], None)):
+            assert (given["out"][kept] == 7).all() and (given["lse"][:, kept] == 7).all()
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_row_seqlens_of_kv_heads(ragged: bool) -> None:
+    tokens = (2, 1) if ragged else None
+    step = DenseStep.make((17, 20), 4, 2, kv_heads=2, tokens=tokens, **FEW)
+    seen = torch.randint(0, 21, step.q.shape[:-2], dtype=torch.int32)
+    out, lse = step.decode(step.plan(row_seqlens=seen, row_tile=16))
+    step.assert_right(out, lse, row_seqlens=seen)
+
+
+@pytest.mark.parametrize(("page_size", "kv_heads"), [(192, 2), (256, 1)])
+def test_a_page_a_sequence(page_size: int, kv_heads: int) -> None:
+    """(b, T, num_kv_heads, 576), T a multiple of 64, is read as pages of 64."""
+    step = DenseStep.make((130, 3), 2, 1, page_size, BF16, kv_heads)
+    step.assert_right(*step.decode(step.plan(row_tile=64, **SPLIT)))
+
+
+def test_pages_with_gaps_are_no_large_pages() -> None:
+    pool = torch.zeros(3, 2, 192, 1, 576, dtype=BF16)
+    cache = snapmla.PagedKVCache.from_tensors(pool[:, 0])
+    step = DenseStep.make((70,), 2, 1, 192, BF16)
+    step.cache = cache
+    with pytest.raises(ValueError, match="^cache: expected pages without gaps between them, got"):
+        step.decode(step.plan(row_tile=64))
+
+
+def test_fixed_splits_are_each_requests_own() -> None:
+    """The same bits alone and in a batch."""
+    step = DenseStep.make((20, 100), 4, 1, **FEW)
+    plan = step.plan(fixed_split_tokens=64)
+    out, lse = step.decode(plan)
+    step.assert_right(out, lse)
+    one = DenseStep(step.cache, step.q[1:].clone(), step.block_table[1:], step.cache_seqlens[1:])
+    alone = one.decode(one.plan(fixed_split_tokens=64))
+    assert same_bits(alone[0], out[1:]) and same_bits(alone[1], lse[1:])
+
+
+def test_a_plan_cache_of_kv_heads() -> None:
+    step = DenseStep.make((20, 3), 4, 1, kv_heads=2, **FEW)
+    plans = snapmla.PlanCache(
+        4, page_size=16, device="cpu", cache_dtype=F16, num_kv_heads=2, num_parts=3
+    )
+    width = step.block_table.shape[1]
+    plan = plans.get(step.cache_seqlens.flip(0).contiguous(), 1, max_pages=width)
+    assert plans.get(step.cache_seqlens, 1, max_pages=width) is plan
+    step.assert_right(*step.decode(plan))
+
+
+def test_no_query_and_no_sequence() -> None:
+    """An empty batch and no ragged token: nothing is launched."""
+    step = DenseStep.make((5,), 4, 1, kv_heads=2, **FEW)
+    none = step.cache_seqlens[:0]
+    plan = snapmla.plan_decode(
+        none, 4, 1, page_size=16, max_pages=3, cache_dtype=F16, num_kv_heads=2
+    )
+    out, lse = snapmla.decode(
+        step.q[:0], step.cache, step.block_table[:0], none, softmax_scale=SCALE, plan=plan
+    )
+    assert out.shape == (0, 1, 4, 512) and lse.shape == (0, 4, 1)
+
+
+# ---------------------------------------------------------------------------- the grid
+
+HEADS, TOKENS = (1, 3, 8, 16, 20, 40, 96, 128), (1, 2, 4, 7, 33)
+PAGES = (16, 32, 64, 128, 192)
+
+
+@pytest.mark.whole_matrix
+@pytest.mark.parametrize("s_q", TOKENS)
+@pytest.mark.parametrize("heads", HEADS)
+def test_grid(heads: int, s_q: int) -> None:
+    """Pages, dtypes and KV heads rotate; long sequences where there are few rows."""
+    index = HEADS.index(heads) * len(TOKENS) + TOKENS.index(s_q)
+    kv_heads = [n for n in (1, 2, 3, 8) if heads % n == 0]
+    lengths = (200, 0, 65) if heads * s_q <= 64 else (70, 0) if heads * s_q <= 256 else (9,)
+    step = DenseStep.make(
+        lengths, heads, s_q, PAGES[index % 5], (BF16, F16)[index % 2],
+        kv_heads[index % len(kv_heads)], seed=index,
+    )  # fmt: skip
+    causal = index % 4 != 3
+    plan = step.plan(num_parts=5, fixed_overhead=0, causal=causal)
+    given = results(step, math.nan)
+    step.decode(plan, causal=causal, **given)
+    step.assert_right(**given, causal=causal)
+
+
+@pytest.mark.whole_matrix
+@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 8), (20, 2), (96, 3), (128, 1)])
+@pytest.mark.parametrize("fixed", [None, 64])
+def test_ragged_grid(heads: int, kv_heads: int, fixed: int | None) -> None:
+    step = DenseStep.make(
+        (130, 0, 7), heads, kv_heads=kv_heads, tokens=(2, 1, 4), page_size=32, seed=heads
+    )
+    seen = torch.randint(-3, 140, step.q.shape[:1], dtype=torch.int32)
+    for rule in ({}, {"row_seqlens": seen}):
+        plan = step.plan(num_parts=4, fixed_overhead=1, fixed_split_tokens=fixed, **rule)
+        step.assert_right(*step.decode(plan), **rule)
