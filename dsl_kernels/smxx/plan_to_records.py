@@ -1,9 +1,9 @@
 """plan_to_records: FlashMLA's scheduling records and split counts from a plan's tables.
 
 Row p of ``records`` is what part p does: [first request, its first block, last request, the end
-block in it, piece of the first request, whether the first is split, whether the last is, 0].  A part
-without work begins behind the last request.  ``num_splits`` counts pieces of requests, cumulative;
-a request that is not split is one.  FlashMLA's meaning throughout (its blocks are our tiles).
+block in it, piece of the first request, whether the first is split, whether the last is, 0].  A
+part without work begins behind the last request.  ``num_splits`` counts pieces of requests,
+cumulative; one that is not split is one.  FlashMLA's meaning throughout (its blocks are our tiles).
 
 Roles        one CTA, a thread a part, then a thread a request.
 Memory       shared: sums of warps.

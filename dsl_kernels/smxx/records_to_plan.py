@@ -209,12 +209,12 @@ def _deal(sm: Smem, tables: Tables, rule: Rule, parts: Int32) -> None:
     heads, total = rule.by_heads.divisor, Int32(0)
     for chunk in cutlass.range(0, parts, THREADS, unroll=1):
         part, mine = chunk + tidx, Int32(0)
-        if part < parts:
-            if sm.cut[part + 1] > sm.cut[part]:
-                last = sm.request[part + 1]
-                mine = last - sm.request[part]
-                if sm.cut[part + 1] > tables.tile_begin[last]:
-                    mine += 1
+        at = cutlass.min(part, parts - 1)
+        if (part < parts) & (sm.cut[at + 1] > sm.cut[at]):
+            last = sm.request[at + 1]
+            mine = last - sm.request[at]
+            if sm.cut[at + 1] > tables.tile_begin[last]:
+                mine += 1
         upto, _, all_items, _ = scan(sm.sums, mine, Int32(0))
         if part < parts:
             first = total + upto - mine
