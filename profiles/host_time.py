@@ -70,7 +70,8 @@ def calls_to_time(snapmla: Any, device: torch.device, inner: bool) -> dict[str, 
     """Name -> call of a ``snapmla`` package; every one runs on the same small problem.
 
     Args:
-        inner: also the exported function alone, whose call another checkout may spell otherwise.
+        inner: also what another checkout may lack or spell otherwise: 16-bit caches, the exported
+            function alone.
     """
     flash_mla_fp8 = importlib.import_module("snapmla.flash_mla_fp8")
     pages = LENGTH // PAGE
@@ -117,13 +118,37 @@ def calls_to_time(snapmla: Any, device: torch.device, inner: bool) -> dict[str, 
         "decode, plan and results given (2 launches)": decode(),
         "the same, of a plan that cannot split (1 launch)": decode(plan=whole),
         "the same, results allocated": decode(out=None, lse=None),
-        **(alone if inner else {}),
+        **(alone | decode_rows(snapmla, device) if inner else {}),
         "SnapMLA's name of decode, results given (2 launches)": snapmla_name,
         "plan.update_": lambda: plan.update_(lengths),
         "quantize_q into given tensors": lambda: snapmla.quantize_q(nope, rope, out=q),
         "quantize_q": lambda: snapmla.quantize_q(nope, rope),
         "append_kv": lambda: snapmla.append_kv(cache, new_c, new_r, new_slots),
         "torch: empty kernel launch (out.zero_())": lambda: lse.zero_(),
+    }
+
+
+def decode_rows(snapmla: Any, device: torch.device) -> dict[str, Call]:
+    """The same problem over a 16-bit cache."""
+    pages = LENGTH // PAGE
+    kv = torch.randn(BATCH * pages, PAGE, 1, 576, device=device).bfloat16()
+    cache = snapmla.PagedKVCache.from_tensors(kv)
+    table = torch.arange(BATCH * pages, dtype=torch.int32, device=device).view(BATCH, pages)
+    lengths = torch.full((BATCH,), LENGTH, dtype=torch.int32, device=device)
+    q = torch.randn(BATCH, 1, HEADS, 576, device=device).bfloat16()
+    plan = snapmla.plan_decode(
+        lengths, HEADS, 1, page_size=PAGE, max_pages=pages, cache_dtype=torch.bfloat16
+    )
+    out = torch.empty(BATCH, 1, HEADS, 512, dtype=torch.bfloat16, device=device)
+    lse = torch.empty(BATCH, HEADS, 1, device=device)
+    given = {"softmax_scale": 0.07, "plan": plan}
+    return {
+        "decode of a 16-bit cache, plan and results given (2 launches)": lambda: snapmla.decode(
+            q, cache, table, lengths, out=out, lse=lse, **given
+        ),
+        "the same of 16 bits, results allocated": lambda: snapmla.decode(
+            q, cache, table, lengths, **given
+        ),
     }
 
 

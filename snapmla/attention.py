@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -56,7 +56,7 @@ def decode(
 
     Args:
         q: from ``quantize_q``; (b, s_q, h, ...), or ragged (total_q, h, ...), which needs a plan.
-            With a 16-bit cache a tensor of its dtype, (b, s_q, h, 576) or (total_q, h, 576),
+            With a 16-bit cache bfloat16 or float16, as the cache, (b, s_q, h, 576) or ragged,
             contiguous; with several KV heads query heads j * g to (j + 1) * g - 1 read KV head j,
             where g = h / num_kv_heads.
         cache: pages that ``block_table`` points into.
@@ -164,7 +164,7 @@ def run_plan(
         return out, lse
     moved = None
     if plan.regroups:
-        moved = kv_heads.regroup(plan, *query, block_table, cache_seqlens, out, lse)
+        moved = kv_heads.regroup(plan, query[0], block_table, cache_seqlens, out, lse)
         query, results = (moved.q,), (moved.out, moved.lse)
         block_table, cache_seqlens = moved.block_table, moved.cache_seqlens
     else:
@@ -323,7 +323,7 @@ def _lse_shape(rows: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _fits_plan(
-    q: QuantizedQuery,
+    q: Any,
     cache: PagedKVCache,
     block_table: torch.Tensor,
     cache_seqlens: torch.Tensor,
@@ -331,7 +331,7 @@ def _fits_plan(
     out: torch.Tensor | None,
     lse: torch.Tensor | None,
     out_dtype: torch.dtype | None,
-) -> bool:
+) -> TypeGuard[QuantizedQuery]:
     """Whether the launches may be tried without the full checks.
 
     The exported functions check dtypes, ranks, alignment, strides of static extents and that sizes

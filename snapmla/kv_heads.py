@@ -47,7 +47,8 @@ class Regrouped(NamedTuple):
 
 def _each(table: Tensor, heads: int) -> Tensor:
     """Rows of a table, each ``heads`` times."""
-    return table.unsqueeze(1).expand(-1, heads, *table.shape[1:]).flatten(0, 1)
+    rows = table.unsqueeze(1).expand(-1, heads, *table.shape[1:]).flatten(0, 1)
+    return rows.contiguous()  # a single one is not copied yet
 
 
 def lengths(
@@ -125,10 +126,11 @@ def regroup(
     if plan.s_q is None:
         order = _order_of(plan)
         # rows of no sequence keep what they hold, so results are brought along
-        q, out = (_rows(x, group)[order].unsqueeze(0) for x in (q, out))
-        lse = _columns(lse, plan).flatten(1)[:, order].unsqueeze(0)
+        q, out = (_rows(x, group).index_select(0, order).unsqueeze(0) for x in (q, out))
+        lse = _columns(lse, plan).flatten(1).index_select(1, order).unsqueeze(0)
         return Regrouped(q, *tables, out, lse, order, moved=True)
-    q = _by_head(q, plan).reshape(plan.sequences, plan.s_q, group, -1)
+    # of one sequence the reshaped query would still be a view with strides of its own
+    q = _by_head(q, plan).reshape(plan.sequences, plan.s_q, group, -1).contiguous()
     lse = lse.view(plan.sequences, group, plan.s_q)
     shape = (plan.sequences, plan.s_q, group, out.shape[-1])
     if plan.s_q == 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from dsl_kernels import registry
 from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK
@@ -129,8 +130,9 @@ class Problem:
         return REFERENCE
 
     def candidates(self) -> list[VariantSpec]:
-        more = {} if self.p_terms == 1 else {"p_terms": self.p_terms}  # not every op has the axis
-        more[self.op.out_axis] = self.out_dtype
+        more: dict[str, Any] = {self.op.out_axis: self.out_dtype}
+        if self.p_terms > 1:  # not every op has the axis
+            more["p_terms"] = self.p_terms
         return [
             VariantSpec(
                 op=self.op.family.op, arch=self.card.arch, pipeline=pipeline, row_tile=row_tile,

@@ -86,6 +86,12 @@ def test_kv_heads(heads: int, s_q: int, kv_heads: int) -> None:
     step.assert_right(*step.decode(plan))
 
 
+def test_kv_heads_of_one_sequence() -> None:
+    """Its tables, each row so many times, are no views of stride 0, nor is its query one."""
+    step = DenseStep.make((17,), 8, 2, kv_heads=4, **FEW)
+    step.assert_right(*step.decode(step.plan(**SPLIT)))
+
+
 @pytest.mark.parametrize("kv_heads", [1, 2])
 def test_ragged_queries(kv_heads: int) -> None:
     """Rows of no sequence stay as they are, before the first sequence too."""

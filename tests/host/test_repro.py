@@ -18,6 +18,7 @@ from snapmla import __main__ as commands
 from snapmla import dump, repro, runtime
 from snapmla.testing import selfcheck
 from tests.support import ROOT
+from tests.support.dense_steps import DenseStep
 from tests.support.needs import needs_compiler
 
 SCALE = 192**-0.5
@@ -99,6 +100,22 @@ def test_ragged_queries_meet_the_reference(folder: Path, limits: bool) -> None:
     assert repro.ragged_begin(call).tolist() == [0, 2, 3, 4]
     assert outcome.good and outcome.compared and outcome.reference is not None, outcome
     assert bool((call.arguments["row_limits"] == seen).all() if limits else True)
+
+
+@needs_compiler
+@pytest.mark.parametrize("tokens", [None, (2, 0, 1)])
+def test_a_decode_of_rows_meets_the_reference(folder: Path, tokens: tuple[int, ...] | None) -> None:
+    """With KV heads, as kernels see them; a file holds the pages in use, a wrong result shows."""
+    step = DenseStep.make((20, 3, 0), 4, 1, 16, torch.float16, 2, tokens=tokens)
+    seen = None if tokens is None else torch.tensor([20, 7, 3, 0, 0, 0], dtype=torch.int32)
+    plan = step.plan(row_seqlens=seen, num_parts=2, row_tile=16)
+    step.decode(plan, lse_base="2", empty_lse="+inf")
+    call, outcome = repro.repeat(max(folder.glob("*-dense_decode_*.pt")), "cpu")
+    assert call.notes == ("3 of the pool's 4 pages are kept, numbered anew",)
+    assert outcome.good and outcome.compared and outcome.reference is not None, outcome
+    call.arguments["out"][0, 0, 0, 3] += 0.1
+    text, right = repro.against_dense_reference(call)
+    assert not right and "1 outside of FlashMLA's gates" in text
 
 
 def changed(path: Path, target: Path, **arguments: object) -> Path:

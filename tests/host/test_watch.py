@@ -68,6 +68,18 @@ def test_a_decode_in_one_line() -> None:
     assert watch.line(spec, {**values, "may_split": 0}) == f"{head}; {plan}, no splits"
 
 
+def test_a_decode_of_rows_in_one_line() -> None:
+    sizes = {
+        "q": (4, 1, 16, 576), "cache": (9, 64, 1, 576), "block_table": (4, 3),
+        "part_begin": (133,), "split_begin": (5,), "o_accum": (264, 16, 528),
+    }  # fmt: skip
+    values = {name: torch.empty(shape, device="meta") for name, shape in sizes.items()}
+    spec = VariantSpec(op="dense_decode", pipeline="split", row_tile=16)
+    head = f"{spec.name} on meta: q (4, 1, 16, 576), cache (9, 64, 1, 576), block_table (4, 3)"
+    line = watch.line(spec, {**values, "may_split": 1})
+    assert line == f"{head}; plan: 132 parts, 4 units, splits up to 264"
+
+
 @needs_compiler
 def test_each_call_is_a_line(settings: Set, caplog: pytest.LogCaptureFixture) -> None:
     settings(LOG="1")
