@@ -438,12 +438,15 @@ def _check_pool(k_cache: Tensor) -> None:
 def _plan(call: Call, cache: PagedKVCache) -> decode_plan.DecodePlan:
     """The plan of a checked call, made or read here."""
     q, _, _, lengths, metadata, _, _, _ = call
+    # not one to keep: its memory is the tracer's
+    traced = tracing.wanted(q, cache, lengths, metadata)
     if _plans_itself(metadata):
-        return _plan_of(metadata, call, cache)
+        return _made(call, cache) if traced else _plan_of(metadata, call, cache)
     given = _records_of(metadata)
     records.check_records(given, q.device)
-    if tracing.wanted(q, cache, given, lengths):  # not one to keep: its memory is the tracer's
-        reader = records.make_reader(given, given.shape[0], _shape(call), None)
+    if traced or not tracing.plain(given):
+        numbers = (x if isinstance(x, str) else int(x) for x in _shape(call))  # none symbolic
+        reader = records.make_reader(given, int(given.shape[0]), records.Shape(*numbers), None)
         return reader.traced(given, lengths)
     return records.kept_reader(given, _shape(call)).read(given, lengths)
 
@@ -452,7 +455,7 @@ def _plan_of(
     metadata: FlashMLASchedMeta, call: Call, cache: PagedKVCache
 ) -> decode_plan.DecodePlan:
     """The object's plan; the first call makes it, others must be like that one."""
-    q, _, table, lengths, _, _, _, _ = call
+    q, _, table, *_ = call
     key = _key(call)
     plan = metadata._plans.get(key)
     if plan is not None:
@@ -467,14 +470,20 @@ def _plan_of(
         o_accum, lse_accum = decode_plan.new_workspace(table, *first.lse_accum.shape)
         plan = replace(first, max_pages=table.shape[1], o_accum=o_accum, lse_accum=lse_accum)
     else:
-        plan = plan_decode(
-            lengths, heads, s_q, page_size=cache.page_size, max_pages=table.shape[1],
-            causal=causal, cache_dtype=q.dtype, num_kv_heads=cache.num_kv_heads,
-        )  # fmt: skip
-    if plan.plain:  # a tracer's is not one to keep
+        plan = _made(call, cache)
         metadata.have_initialized, metadata.config = True, config
-        metadata._plans[key] = plan
+    metadata._plans[key] = plan
     return plan
+
+
+def _made(call: Call, cache: PagedKVCache) -> decode_plan.DecodePlan:
+    """A plan for the lengths of a checked call."""
+    q, _, table, lengths, _, _, _, (_, causal, *_) = call
+    _, s_q, heads, _ = q.shape
+    return plan_decode(
+        lengths, heads, s_q, page_size=cache.page_size, max_pages=table.shape[1],
+        causal=bool(causal and s_q > 1), cache_dtype=q.dtype, num_kv_heads=cache.num_kv_heads,
+    )  # fmt: skip
 
 
 def _check_config(planned: Config, asked: Config) -> None:
