@@ -3,14 +3,15 @@
 ``made`` writes FlashMLA's meaning (``dsl_kernels/smxx/plan_to_records.py``), so that engines may
 copy, slice and edit what they get.  ``read`` takes any table of that width for cut points
 (``dsl_kernels/smxx/records_to_plan.py``): one launch before the decode, which gives every tile of
-the lengths as they are *then* to some part, whatever the records were made for.  Its tables and
-workspace are kept by stream and shape; calls on one stream come one after the other, as launches
-do.  Messages name ``tile_scheduler_metadata`` and ``get_mla_metadata``.
+the lengths as they are *then* to some part, whatever the records were made for.  Its tables are
+kept by stream, thread and shape: another thread may launch between ``read`` and the decode.
+Messages name ``tile_scheduler_metadata`` and ``get_mla_metadata``.
 """
 
 from __future__ import annotations
 
 import functools
+import threading
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -183,7 +184,7 @@ KEPT_READERS = 64  # tables of some 10 KB each; workspaces are the streams'
 
 
 def kept_reader(records: torch.Tensor, shape: Shape) -> Reader:
-    """The reader of the current stream for these shapes; a fresh one under capture.
+    """The reader of stream and thread for these shapes; a fresh one under capture.
 
     Args:
         records: (num_sm_parts, 8), checked; only its device and extents count.
@@ -192,7 +193,7 @@ def kept_reader(records: torch.Tensor, shape: Shape) -> Reader:
     parts = records.shape[0]
     if stream is None:
         return make_reader(records, parts, shape, None)
-    key = (records.device, stream, parts, shape)
+    key = (records.device, stream, threading.get_ident(), parts, shape)
     reader = _readers.get(key)
     if reader is None:
         reader = make_reader(records, parts, shape, stream)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import math
 import random
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -348,6 +349,28 @@ def test_readers_are_kept_and_given_up(monkeypatch: pytest.MonkeyPatch, no_decod
     for parts, kept in ((1, 1), (1, 1), (2, 2), (3, 1), (2, 2)):
         decode(step, (torch.zeros(parts, 8, dtype=torch.int32), None))
         assert len(records._readers) == kept
+
+
+def test_as_many_records_as_the_kernel_holds() -> None:
+    for parts, room in ((1024, True), (1025, False), (0, False)):
+        table = torch.zeros(parts, 8, dtype=torch.int32)
+        if room:
+            records.check_records(table, table.device)
+            continue
+        with pytest.raises(ValueError, match="expected 1 to 1024 parts, got"):
+            records.check_records(table, table.device)
+
+
+def test_threads_have_readers_of_their_own(no_decode: None) -> None:
+    """Another thread may convert its records between this one's conversion and decode."""
+    shape = records.Shape(2, 4, 1, 16, 4, "f16", 1)
+    table = torch.zeros(2, 8, dtype=torch.int32)
+    mine, theirs = records.kept_reader(table, shape), []
+    thread = threading.Thread(target=lambda: theirs.append(records.kept_reader(table, shape)))
+    thread.start()
+    thread.join()
+    assert records.kept_reader(table, shape) is mine and theirs[0] is not mine
+    assert theirs[0].plan.work_items is not mine.plan.work_items
 
 
 def test_a_batch_of_too_many_tiles() -> None:
