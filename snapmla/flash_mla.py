@@ -79,7 +79,12 @@ class FlashMLASchedMeta:
         config: a ``Config`` then.
         tile_scheduler_metadata: None, or int32 (num_sm_parts, 8) records that the caller assigns,
             which are used instead.
-        num_splits: None, or int32; not read.
+        num_splits: None, or int32 (b + 1,); not read.
+
+    Raises:
+        ValueError: from the call that it does not fit, naming ``tile_scheduler_metadata``.
+
+    Source: FlashMLA, ``FlashMLASchedMeta``.
     """
 
     have_initialized: bool = False
@@ -177,8 +182,8 @@ def flash_mla_with_kvcache(
 
     Args:
         q: bfloat16 or float16 (b, s_q, num_heads_q, 576); a copy is made unless contiguous.
-        k_cache: of q's dtype (num_pages, page_size, num_heads_k, 576), innermost stride 1; query
-            heads j * g to (j + 1) * g - 1 read KV head j, g = num_heads_q / num_heads_k.
+        k_cache: bfloat16 or float16 as q (num_pages, page_size, num_heads_k, 576), innermost stride
+            1; query heads j * g to (j + 1) * g - 1 read KV head j, g = num_heads_q / num_heads_k.
         block_table: int32 (b, width), pages of each sequence; past its end anything.
         cache_seqlens: int32 (b,), tokens of each sequence, the new ones included; 0 is fine.
         head_dim_v: 512.
@@ -187,10 +192,15 @@ def flash_mla_with_kvcache(
         num_splits: int32 or None; not read.
         softmax_scale: factor of the logits; None is 576**-0.5, which DeepSeek's models do not want.
         causal: query token s of s_q sees the first length - (s_q - 1 - s) tokens.
-        is_fp8_kvcache, indices, attn_sink, extra_k_cache, extra_indices_in_kvcache, topk_length,
-            extra_topk_length, descale_q, descale_k: False and None: not built yet.
-        out: of q's dtype (b, s_q, num_heads_q, 512), contiguous; None allocates.
+        is_fp8_kvcache: False.  FlashMLA's FP8 caches are not built yet.
+        indices: None; int32 (b, s_q, topk) of sparse decode, not built yet.
+        attn_sink: None; float32 (num_heads_q,), not built yet.
+        extra_k_cache: None; uint8 (num_pages, page_size, 1, bytes), not built yet.
+        extra_indices_in_kvcache: None; int32 (b, s_q, extra_topk), not built yet.
+        topk_length, extra_topk_length: None; int32 (b,), not built yet.
+        out: bfloat16 or float16 as q (b, s_q, num_heads_q, 512), contiguous; None allocates.
         lse: float32 (b, num_heads_q, s_q), contiguous; None allocates.
+        descale_q, descale_k: None; float32 (1,) of FP8 caches with one scale, not built yet.
 
     Returns:
         (out, lse): natural logarithm; out 0 and LSE +inf of a row that sees no token.
@@ -425,12 +435,10 @@ def _checked(call: Call, head_dim_v: int, num_splits: Tensor | None) -> PagedKVC
 
 def _check_pool(k_cache: Tensor) -> None:
     """Checks kind, dtype and shape of the cache, by its name here."""
-    if isinstance(k_cache, torch.Tensor):
-        shape = tuple(k_cache.shape)
-        if len(shape) != 4 or shape[3] != HEAD_DIM_QK:
-            hint = f"pass pool.view(-1, page_size, 1, {HEAD_DIM_QK})"
-            wanted = f"shape (num_pages, page_size, num_heads_k, {HEAD_DIM_QK})"
-            checks.value_error("k_cache", wanted, shape, hint)
+    if isinstance(k_cache, torch.Tensor) and (k_cache.ndim, k_cache.shape[-1]) != (4, HEAD_DIM_QK):
+        hint = f"pass pool.view(-1, page_size, 1, {HEAD_DIM_QK})"
+        wanted = f"shape (num_pages, page_size, num_heads_k, {HEAD_DIM_QK})"
+        checks.value_error("k_cache", wanted, tuple(k_cache.shape), hint)
     shape = ("num_pages", "page_size", "num_heads_k", HEAD_DIM_QK)
     checks.tensor("k_cache", k_cache, checks.ROWS, shape)
 
@@ -445,8 +453,8 @@ def _plan(call: Call, cache: PagedKVCache) -> decode_plan.DecodePlan:
     given = _records_of(metadata)
     records.check_records(given, q.device)
     if traced or not tracing.plain(given):
-        numbers = (x if isinstance(x, str) else int(x) for x in _shape(call))  # none symbolic
-        reader = records.make_reader(given, int(given.shape[0]), records.Shape(*numbers), None)
+        shape = _shape(call).known()
+        reader = records.make_reader(given, int(given.shape[0]), shape, None)
         return reader.traced(given, lengths)
     return records.kept_reader(given, _shape(call)).read(given, lengths)
 
@@ -533,6 +541,19 @@ def flash_mla_sparse_fwd(
 ) -> NoReturn:
     """Sparse prefill: not built yet.
 
+    Args:
+        q: bfloat16 (s_q, num_heads_q, 576).
+        kv: bfloat16 (s_kv, 1, 576).
+        indices: int32 (s_q, 1, topk).
+        sm_scale: factor of the logits.
+        d_v: 512.
+        attn_sink: float32 (num_heads_q,).
+        topk_length: int32 (s_q,).
+        out: bfloat16 (s_q, num_heads_q, 512).
+
+    Returns:
+        Nothing yet.
+
     Raises:
         NotImplementedError: always.
 
@@ -557,6 +578,17 @@ def flash_attn_varlen_func(
 ) -> NoReturn:
     """Attention of separate heads (prefill, training): not built yet.
 
+    Args:
+        q: bfloat16 (total_q, num_heads, 192).
+        k: bfloat16 (total_kv, num_heads_k, 192).
+        v: bfloat16 (total_kv, num_heads_k, 128).
+        cu_seqlens_qo, cu_seqlens_kv: int32 (b + 1,).
+        max_seqlen_qo, max_seqlen_kv: of all sequences.
+        dropout_p, softmax_scale, causal, deterministic, is_varlen: as FlashMLA's.
+
+    Returns:
+        Nothing yet.
+
     Raises:
         NotImplementedError: always.
 
@@ -577,6 +609,16 @@ def flash_attn_varlen_qkvpacked_func(
     is_varlen: bool = True,
 ) -> NoReturn:
     """As ``flash_attn_varlen_func``: not built yet.
+
+    Args:
+        qkv: bfloat16 (total, num_heads, 512), q, k and v side by side.
+        cu_seqlens: int32 (b + 1,).
+        max_seqlen: of all sequences.
+        head_dim_qk: channels of q and k.
+        dropout_p, softmax_scale, causal, deterministic, is_varlen: as FlashMLA's.
+
+    Returns:
+        Nothing yet.
 
     Raises:
         NotImplementedError: always.
@@ -601,6 +643,17 @@ def flash_attn_varlen_kvpacked_func(
     is_varlen: bool = True,
 ) -> NoReturn:
     """As ``flash_attn_varlen_func``: not built yet.
+
+    Args:
+        q: bfloat16 (total_q, num_heads, 192).
+        kv: bfloat16 (total_kv, num_heads_k, 320), k and v side by side.
+        cu_seqlens_qo, cu_seqlens_kv: int32 (b + 1,).
+        max_seqlen_qo, max_seqlen_kv: of all sequences.
+        head_dim_qk: channels of q and k.
+        dropout_p, softmax_scale, causal, deterministic, is_varlen: as FlashMLA's.
+
+    Returns:
+        Nothing yet.
 
     Raises:
         NotImplementedError: always.

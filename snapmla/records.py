@@ -46,6 +46,13 @@ class Shape(NamedTuple):
         """Query rows of a request that read one KV head."""
         return self.s_q * self.num_heads // self.num_kv_heads
 
+    def known(self) -> Shape:
+        """The same in numbers, where a tracer has symbols."""
+        return Shape(
+            int(self.batch), int(self.num_heads), int(self.s_q), int(self.page_size),
+            int(self.max_pages), self.cache_dtype, int(self.num_kv_heads),
+        )  # fmt: skip
+
 
 def parts_of(device: torch.device, rows: int, num_kv_heads: int) -> int:
     """Records that FlashMLA makes: SMs / KV heads / row blocks, at least 1, whatever the batch."""

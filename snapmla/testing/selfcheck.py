@@ -479,7 +479,7 @@ def _check_records_to_plan(spec: VariantSpec, kernel: runtime.Kernel) -> Result:
     """Records that are FlashMLA's own, out of order, out of range; one KV head and three."""
     lengths, capacity, rows = (3000, 0, 64, 1, 900), 2048, 16
     b, seqlens = len(lengths), torch.tensor(lengths, dtype=torch.int32)
-    tables = {
+    tables: dict[str, Sequence[Sequence[int]]] = {
         "fresh": records_of(plan_reference(lengths, 5, 64, 3, capacity))[0],
         "one part": [(0, 0, 4, 9999, 0, 0, 0, 0)],
         "stale": [(0, 0, 1, 2, 0, 0, 0, 0), (3, 0) * 4, (0, 40) * 4, (2**31 - 1, -5) * 4],
@@ -498,16 +498,11 @@ def _check_records_to_plan(spec: VariantSpec, kernel: runtime.Kernel) -> Result:
             ]  # fmt: skip
             scratch = torch.empty(b + 1, dtype=torch.int32)
             kernel(given, seqlens, scratch, *made, capacity, 64, rows, heads)
-            wanted = (want.work_items, want.part_begin, want.split_begin)
-            if any(x.tolist() != list(map(_plain, y)) for x, y in zip(made, wanted)):
+            wanted = ([list(x) for x in want.work_items], want.part_begin, want.split_begin)
+            if any(x.tolist() != y for x, y in zip(made, wanted)):
                 bad.append(f"{name}, {heads} heads")
     summary = f"{', '.join(tables)}: entry for entry"
     return Result(not bad, f"{summary} but for {'; '.join(bad)}" if bad else summary)
-
-
-def _plain(entry: Any) -> Any:
-    """A row of a table as ``Tensor.tolist`` gives it."""
-    return list(entry) if isinstance(entry, tuple) else entry
 
 
 def _check_plan_to_records(spec: VariantSpec, kernel: runtime.Kernel) -> Result:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import math
 import random
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch
 
 import snapmla
 from snapmla import attention, decode_plan, flash_mla, records
-from snapmla.testing.reference_plan import plan_reference, records_of, records_reference
+from snapmla.testing.reference_plan import records_reference
 from softgpu import Options, using
 from tests.support.bits import assert_same_bits, same_bits
 from tests.support.dense_steps import SCALE, DenseStep
@@ -154,24 +153,6 @@ def test_patterns(monkeypatch: pytest.MonkeyPatch, pattern: Callable[..., Metada
     want = records_reference(given.tolist(), [1, 5, 90], room, 64, 8)
     n = len(want.work_items)
     assert [tuple(x) for x in plan.work_items[:n].tolist()] == want.work_items
-
-
-def test_records_are_flashmlas() -> None:
-    """Shape without the batch, values as its records have them; several KV heads share the SMs."""
-    for lengths in ([1000, 0, 64, 65, 5000], [3]):
-        made, splits = flash_mla.get_mla_metadata(torch.tensor(lengths, dtype=torch.int32), 16, 1)
-        assert isinstance(made, torch.Tensor) and splits is not None
-        assert made.shape == (4, 8) and made.dtype == splits.dtype == torch.int32
-        want, want_splits = records_of(plan_reference(lengths, 4, 64, 6))
-        assert list(map(tuple, made.tolist())) == want and splits.tolist() == want_splits
-    one = torch.ones(2, dtype=torch.int32)
-    for rows, heads, parts in ((64, 1, 4), (65, 1, 2), (16, 2, 2), (128, 2, 1), (1000, 8, 1)):
-        made, _ = flash_mla.get_mla_metadata(one, rows, heads)
-        assert made.shape == (parts, 8)
-        again, _ = flash_mla.get_mla_metadata(one, num_heads_per_head_k=rows, num_heads_k=heads)
-        assert torch.equal(again, made)
-    nothing, splits = flash_mla.get_mla_metadata(torch.zeros(0, dtype=torch.int32), 16, 1)
-    assert nothing.shape == (4, 8) and splits.tolist() == [0]
 
 
 @pytest.mark.whole_matrix
@@ -339,44 +320,6 @@ def test_what_is_not_built(function: Callable[..., Any], what: str) -> None:
     with pytest.raises(NotImplementedError) as caught:
         function(*([None] * 7)[: 4 if what.startswith("sparse") else 7])
     assert str(caught.value) == f"{function.__name__}: {what} is not built yet"
-
-
-def test_readers_are_kept_and_given_up(monkeypatch: pytest.MonkeyPatch, no_decode: None) -> None:
-    """By shape and number of records; no more than there may be."""
-    monkeypatch.setattr(records, "_readers", {})
-    monkeypatch.setattr(records, "KEPT_READERS", 2)
-    step = DenseStep.make((20, 0), 4, 2, **FEW)
-    for parts, kept in ((1, 1), (1, 1), (2, 2), (3, 1), (2, 2)):
-        decode(step, (torch.zeros(parts, 8, dtype=torch.int32), None))
-        assert len(records._readers) == kept
-
-
-def test_as_many_records_as_the_kernel_holds() -> None:
-    for parts, room in ((1024, True), (1025, False), (0, False)):
-        table = torch.zeros(parts, 8, dtype=torch.int32)
-        if room:
-            records.check_records(table, table.device)
-            continue
-        with pytest.raises(ValueError, match="expected 1 to 1024 parts, got"):
-            records.check_records(table, table.device)
-
-
-def test_threads_have_readers_of_their_own(no_decode: None) -> None:
-    """Another thread may convert its records between this one's conversion and decode."""
-    shape = records.Shape(2, 4, 1, 16, 4, "f16", 1)
-    table = torch.zeros(2, 8, dtype=torch.int32)
-    mine, theirs = records.kept_reader(table, shape), []
-    thread = threading.Thread(target=lambda: theirs.append(records.kept_reader(table, shape)))
-    thread.start()
-    thread.join()
-    assert records.kept_reader(table, shape) is mine and theirs[0] is not mine
-    assert theirs[0].plan.work_items is not mine.plan.work_items
-
-
-def test_a_batch_of_too_many_tiles() -> None:
-    shape = records.Shape(2**20, 4, 1, 64, 2**12, "bf16", 1)
-    with pytest.raises(ValueError, match="^block_table: expected at most .* tiles of 64 tokens"):
-        records.make_reader(torch.zeros(1, 8, dtype=torch.int32), 1, shape, None)
 
 
 def test_the_primary_api_has_the_same_bits() -> None:
