@@ -398,7 +398,7 @@ def _rows_fit_plan(
             and q.is_contiguous()
             and not q.is_neg()
             and (out is None or (out.is_contiguous() and not out.is_neg()))
-            and (lse is None or (lse.is_contiguous() and not lse.is_neg()))
+            and (lse is None or (not lse.is_neg() and lse.is_contiguous()))
             and (
                 (block_table is table and cache_seqlens is lengths)
                 or _see_tables(plan, block_table, cache_seqlens)

@@ -97,10 +97,10 @@ def _order_of(plan: DecodePlan) -> Tensor:
     begin, rows = plan.unit_begin.long(), plan.units.long() // plan.group
     at = begin[:-1].clamp_max(max(len(rows) - 1, 0))
     some = begin[1:] > begin[:-1]
-    end = torch.where(some, rows[at, 1], 0).cummax(0).values
+    end = (rows[at, 1] * some).cummax(0).values
     before = torch.cat([torch.zeros_like(end[:1]), end[:-1]])
     first = torch.where(some, rows[at, 0], before)
-    count = torch.where(some, rows[at, 1] - first, 0)
+    count = (rows[at, 1] - first) * some
     return _order(first, count, plan.num_kv_heads, plan.total_q)
 
 

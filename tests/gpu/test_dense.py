@@ -14,7 +14,7 @@ import torch
 
 import snapmla
 from tests.support.bits import same_bits
-from tests.support.dense_steps import SCALE, DenseStep
+from tests.support.dense_steps import SCALE, DenseStep, results
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
@@ -23,13 +23,6 @@ SHORTER = ((0, 1, 3, 64, 40, 4000), (0, 0, 2, 1, 33, 130))
 HEADS, TOKENS = (1, 3, 8, 16, 20, 40, 96, 128), (1, 2, 4, 7, 33)
 PAGES = (16, 32, 64, 128, 192)
 DTYPES = (torch.bfloat16, torch.float16)
-
-
-def results(step: DenseStep) -> dict[str, torch.Tensor]:
-    """``out`` and ``lse`` of a step, full of NaN."""
-    *batch, tokens, heads, _ = step.q.shape
-    out = step.q.new_full((*batch, tokens, heads, 512), float("nan"))
-    return {"out": out, "lse": out.new_full((*batch, heads, tokens), float("nan")).float()}
 
 
 def shorten(step: DenseStep, lengths: tuple[int, ...]) -> None:
@@ -85,7 +78,7 @@ def captured(
 def test_graphs(heads: int, s_q: int, page_size: int, kv_heads: int, dtype: torch.dtype) -> None:
     """A replay gives what an eager call gives, for lengths that are others each time."""
     step = DenseStep.make(LENGTHS, heads, s_q, page_size, dtype, kv_heads, device=DEVICE)
-    plan, given = step.plan(), results(step)
+    plan, given = step.plan(), results(step, float("nan"))
     graph = captured(step, plan, given)
     for lengths in (LENGTHS, *SHORTER):
         shorten(step, lengths)
@@ -108,7 +101,7 @@ def test_ragged_queries(tokens: tuple[int, ...], heads: int, kv_heads: int) -> N
     step = DenseStep.make(
         LENGTHS, heads, page_size=64, kv_heads=kv_heads, tokens=tokens, device=DEVICE
     )
-    used, given = sum(tokens), results(step)
+    used, given = sum(tokens), results(step, float("nan"))
     seen = torch.randint(-5, 4200, step.q.shape[:1], dtype=torch.int32, device=DEVICE)
     for rule in ({}, {"row_seqlens": seen}):
         for row_blocks in ("in_step", "balanced"):

@@ -149,3 +149,20 @@ def test_the_stride_of_a_single_head() -> None:
         odd = rows.as_strided(rows.shape, (64 * 576, 576, stride, 1))
         assert layouts.with_heads(odd).stride() == (64 * 576, 576, 576, 1)
     assert layouts.with_heads(rows[:, :, 0]).shape == rows.shape
+
+
+@pytest.mark.parametrize(("tokens", "size"), [(16, 16), (128, 128), (192, 64), (256, 64)])
+def test_large_pages_are_several(tokens: int, size: int) -> None:
+    """The same slots, in pages that kernels know."""
+    kv = torch.arange(3 * tokens * 2 * 8, dtype=torch.float32).view(3, tokens, 2, 8)
+    small = layouts.small_pages(kv)
+    assert layouts.kernel_page_size(tokens) == size
+    assert small.shape == (3 * tokens // size, size, 2, 8) and small.data_ptr() == kv.data_ptr()
+    assert torch.equal(small.flatten(0, 1), kv.flatten(0, 1))
+
+
+def test_large_pages_have_no_gaps_between_them() -> None:
+    pool = torch.zeros(3, 2, 192, 1, 576)
+    assert layouts.small_pages(pool[:1, 0]).shape == (3, 64, 1, 576)
+    with pytest.raises(ValueError, match="^cache: expected pages without gaps between them, got"):
+        layouts.small_pages(pool[:, 0])

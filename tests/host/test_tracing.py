@@ -290,12 +290,8 @@ OPERATIONS = {
         lambda *a: rows_decode(*a), lambda s: rows_step(s, 1, False),
         ("plan_update", "dense_decode"),
     ),
-    "decode rows of KV heads": Operation(
-        lambda *a: rows_decode(*a), lambda s: rows_step(s, 2, False),
-        ("plan_update", "dense_decode_out"),
-    ),
     "decode rows ragged": Operation(
-        lambda *a: rows_decode(*a[:5], *a[5:]),
+        lambda *a: rows_decode(*a),
         lambda s: (*rows_step(s, 2, True), torch.ones(4, 4, 512).half(), torch.ones(4, 4)),
         ("plan_update", "dense_decode_out"),
     ),

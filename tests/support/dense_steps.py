@@ -92,3 +92,10 @@ class DenseStep:
     def assert_right(self, out: torch.Tensor, lse: torch.Tensor, **rule: Any) -> None:
         errors = self.errors(out, lse, **rule)
         assert errors.right, str(errors)
+
+
+def results(step: DenseStep, fill: float = 7.0) -> dict[str, torch.Tensor]:
+    """``out`` and ``lse`` of a step."""
+    *batch, tokens, heads, _ = step.q.shape
+    out = step.q.new_full((*batch, tokens, heads, 512), fill)
+    return {"out": out, "lse": out.new_full((*batch, heads, tokens), fill, dtype=torch.float32)}

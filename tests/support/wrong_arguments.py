@@ -427,7 +427,7 @@ WRONG: dict[str, list[Row]] = {
          "q: expected dtype bfloat16, got float16", "convert it with .to(torch.bfloat16)"),
         ("q", torch.ones(B, S_Q, H, 512, dtype=BF16), ValueError,
          r"q: expected shape \(b, s_q, num_heads, 576\)", "then 64 of RoPE"),
-        ("q", torch.ones(B, S_Q, 2 * H, 576, dtype=BF16)[:, :, ::2], ValueError,
+        ("q", torch.ones(B, 2 * S_Q, H, 576, dtype=BF16)[:, ::2], ValueError,
          "q: expected a contiguous tensor", ".contiguous()"),
         ("q", torch.ones(B * S_Q * H * 576 + 1, dtype=BF16)[1:].view(B, S_Q, H, 576), ValueError,
          "q: expected storage aligned to 16 bytes", "multiples of 8 elements"),
