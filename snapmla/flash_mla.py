@@ -95,6 +95,19 @@ class FlashMLASchedMeta:
     def __post_init__(self) -> None:
         # by ``_key``; the first one is what was planned, others are the same over other workspaces
         self._plans: dict[tuple[object, ...], decode_plan.DecodePlan] = {}
+        self._last: Last | None = None
+
+
+class Last(NamedTuple):
+    """A call with an object: what the next layer's has in common with it, and the plan of both."""
+
+    table: Tensor
+    lengths: Tensor
+    q_shape: tuple[int, ...]
+    pool_shape: tuple[int, ...]
+    causal: bool
+    stream: int
+    plan: decode_plan.DecodePlan
 
 
 Metadata = FlashMLASchedMeta | Tensor
@@ -246,24 +259,19 @@ def flash_mla_with_kvcache(
     if ready is None:
         return _checked_decode(call, head_dim_v, num_splits)
     try:
-        if ready.reader is not None:
-            ready.reader.read(_records_of(tile_scheduler_metadata), cache_seqlens)
+        plan, reader = ready
+        if reader is not None:
+            reader.read(_records_of(tile_scheduler_metadata), cache_seqlens)
         return attention.run_plan(
-            (q,), (k_cache,), block_table, cache_seqlens, ready.plan, out, lse, ready.plan.dtype,
-            call[-1],
-        )  # fmt: skip
+            (q,), (k_cache,), block_table, cache_seqlens, plan, out, lse, plan.dtype, call[-1]
+        )
     except Exception as error:
         checks.explain(error, _check, call, head_dim_v, num_splits)
         raise
 
 
-class Ready(NamedTuple):
-    """A plan, and what fills it before the decode, if it is not the metadata's own."""
-
-    plan: decode_plan.DecodePlan
-    reader: records.Reader | None
-
-
+# a plan, and what fills it before the decode, if it is not the metadata's own
+Ready = tuple[decode_plan.DecodePlan, records.Reader | None]
 # raised where tensors are not as the quick way wants them, before anything is launched
 _OTHER_KIND = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
 _APART = overlap.Apart()
@@ -281,47 +289,96 @@ def _quick(call: Call) -> Ready | None:
     from here (see ``attention.decode``); checked here is what they do not see.  If they refuse, the
     full checks say which argument it was.
     """
-    q, k_cache, table, lengths, metadata, out, lse, _ = call
-    b = q.shape[0]
+    q, k_cache, _, _, metadata, out, lse, _ = call
     if not (
-        b
-        and k_cache.shape[0]
-        and q.ndim == k_cache.ndim == 4
+        q.__class__ is k_cache.__class__ is _Tensor
         and q.dtype is k_cache.dtype
-        and table.shape[0] == lengths.shape[0] == b
-        and table.shape[1]
-        and q.__class__ is k_cache.__class__ is table.__class__ is lengths.__class__ is _Tensor
         and q.is_contiguous()
-        and (out is None or (out.__class__ is _Tensor and out.is_contiguous()))
-        and (lse is None or (lse.__class__ is _Tensor and lse.is_contiguous()))
-        and launch.none_negative(q, k_cache, table, lengths, out, lse)
-        and (
-            not launch.several_gpus() or launch.all_on(q.device, k_cache, table, lengths, out, lse)
-        )
+        and not q.is_neg()
+        and not k_cache.is_neg()
+        and (out is None or (out.__class__ is _Tensor and out.is_contiguous() and not out.is_neg()))
+        and (lse is None or (lse.__class__ is _Tensor and lse.is_contiguous() and not lse.is_neg()))
     ):
         return None
-    plan: decode_plan.DecodePlan | None
+    itself = _plans_itself(metadata)
+    plan = _next_layers(metadata, call) if itself else None  # type: ignore[arg-type]
     reader = None
-    if _plans_itself(metadata):
-        plan = metadata._plans.get(_key(call))
-    else:
-        given = _records_of(metadata)
-        if not (
-            given.__class__ is _Tensor
-            and given.dtype is lengths.dtype is torch.int32
-            and given.shape[1] == records.RECORD_WORDS
-            and 0 < given.shape[0] <= records.MOST_PARTS
-            and given.device == q.device
-            and not given.is_neg()
-        ):
+    if plan is None:
+        if not _whole(call):
             return None
-        reader = records.kept_reader(given, _shape(call))
-        plan = reader.plan
+        if itself:
+            plan = _again(metadata, call)  # type: ignore[arg-type]
+        else:
+            reader = _reader(call)
+            plan = None if reader is None else reader.plan
     if plan is None or not plan.as_given:
+        return None
+    if launch.several_gpus() and not launch.all_on(plan.device, q, k_cache, *call[2:4], out, lse):
         return None
     if not (out is lse is None or _lie_apart(call, plan)):
         return None
-    return Ready(plan, reader)
+    return plan, reader
+
+
+def _next_layers(metadata: FlashMLASchedMeta, call: Call) -> decode_plan.DecodePlan | None:
+    """The plan of the call before, if this one is the next layer's of the same step.
+
+    Tables are known by identity, as in ``attention.decode``.
+    """
+    last = metadata._last
+    q, k_cache, table, lengths, _, _, _, options = call
+    if (
+        last is not None
+        and table is last.table
+        and lengths is last.lengths
+        and q.shape == last.q_shape
+        and k_cache.shape == last.pool_shape
+        and options[1] is last.causal
+        and q.dtype is last.plan.dtype
+        and _stream(last.plan.device) == last.stream
+    ):
+        return last.plan
+    return None
+
+
+def _again(metadata: FlashMLASchedMeta, call: Call) -> decode_plan.DecodePlan | None:
+    """The plan of an object that has one for such a call, which becomes its last."""
+    plan = metadata._plans.get(_key(call))
+    if plan is not None:
+        q, k_cache, table, lengths, _, _, _, options = call
+        stream = _stream(plan.device)
+        metadata._last = Last(table, lengths, q.shape, k_cache.shape, options[1], stream, plan)
+    return plan
+
+
+def _whole(call: Call) -> bool:
+    """Whether shapes and tables are what the exported functions take for granted."""
+    q, k_cache, table, lengths, *_ = call
+    b = q.shape[0]
+    return (
+        b > 0
+        and k_cache.shape[0] > 0
+        and q.ndim == k_cache.ndim == 4
+        and table.shape[0] == lengths.shape[0] == b
+        and table.shape[1] > 0
+        and table.__class__ is lengths.__class__ is _Tensor
+        and launch.none_negative(table, lengths)
+    )
+
+
+def _reader(call: Call) -> records.Reader | None:
+    """What reads the records of a call; None if they are of another kind."""
+    given, lengths = _records_of(call[4]), call[3]
+    if not (
+        given.__class__ is _Tensor
+        and given.dtype is lengths.dtype is torch.int32
+        and given.shape[1] == records.RECORD_WORDS
+        and 0 < given.shape[0] <= records.MOST_PARTS
+        and given.device == call[0].device
+        and not given.is_neg()
+    ):
+        return None
+    return records.kept_reader(given, _shape(call))
 
 
 def _plans_itself(metadata: object) -> TypeGuard[FlashMLASchedMeta]:
@@ -340,9 +397,14 @@ def _records_of(metadata: Metadata) -> Tensor:
 def _key(call: Call) -> tuple[object, ...]:
     """Which plan of a ``FlashMLASchedMeta`` a call takes."""
     q, k_cache, table, _, _, _, _, options = call
-    stream = torch._C._cuda_getCurrentRawStream(q.device.index) if q.is_cuda else 0
     causal = bool(options[1]) and q.shape[1] > 1
-    return q.shape, q.dtype, k_cache.shape[1:3], causal, table.shape, stream
+    return q.shape, q.dtype, k_cache.shape[1:3], causal, table.shape, _stream(q.device)
+
+
+def _stream(device: torch.device) -> int:
+    """Handle of the current stream."""
+    index = device.index
+    return 0 if index is None else torch._C._cuda_getCurrentRawStream(index)
 
 
 def _shape(call: Call) -> records.Shape:
@@ -357,13 +419,13 @@ def _shape(call: Call) -> records.Shape:
 def _lie_apart(call: Call, plan: decode_plan.DecodePlan) -> bool:
     """Whether given results share no memory with what is read; see ``attention.decode``."""
     q, k_cache, _, _, _, out, lse, _ = call
-    results = [t for t in (out, lse) if t is not None]
     key = (
-        q.data_ptr(), k_cache.data_ptr(), k_cache.shape, k_cache.stride(), plan.place,
-        plan.rows_shape, lse is None, *(t.data_ptr() for t in results),
+        out is None or out.data_ptr(), lse is None or lse.data_ptr(), q.data_ptr(),
+        k_cache.data_ptr(), k_cache.shape, k_cache.stride(), plan.place, plan.rows_shape,
     )  # fmt: skip
     if key in _APART:
         return True
+    results = [t for t in (out, lse) if t is not None]
     read = (overlap.span(q), overlap.span(k_cache), *plan.spans)
     return _APART.see(key, *((overlap.span(t),) for t in results), read)
 
