@@ -421,7 +421,7 @@ def _lie_apart(call: Call, plan: decode_plan.DecodePlan) -> bool:
     q, k_cache, _, _, _, out, lse, _ = call
     key = (
         out is None or out.data_ptr(), lse is None or lse.data_ptr(), q.data_ptr(),
-        k_cache.data_ptr(), k_cache.shape, k_cache.stride(), plan.place, plan.rows_shape,
+        k_cache.data_ptr(), k_cache.shape[0], k_cache.stride(), plan.place,
     )  # fmt: skip
     if key in _APART:
         return True
