@@ -49,10 +49,12 @@ def decode(
 
     With ``plan``, ``out`` and ``lse`` given, a call is two launches by one exported function (one
     launch if the plan's shapes rule out splits): no synchronisation, no allocation, no copy to the
-    device.  Where calls are recorded or watched (``torch.compile``, ``make_fx``, FakeTensors,
-    dispatch modes) it is one node, ``torch.ops.snapmla.decode``; without a plan, ``torch.compile``
-    runs it between two graphs.  Inside ``torch.func`` transforms (vmap, grad) it is refused.
-    Results never require grad: this is inference.
+    device.  Several KV heads, and pages of more than 128 tokens, cost a few small launches and
+    allocations more.  Where calls are recorded or watched (``torch.compile``, ``make_fx``,
+    FakeTensors, dispatch modes) it is one node, ``torch.ops.snapmla.decode``, or ``dense_decode``
+    over 16 bits; without a plan, ``torch.compile`` runs it between two graphs.  Inside
+    ``torch.func`` transforms (vmap, grad) it is refused.  Results never require grad: this is
+    inference.
 
     Args:
         q: from ``quantize_q``; (b, s_q, h, ...), or ragged (total_q, h, ...), which needs a plan.

@@ -103,7 +103,9 @@ def test_ragged_queries_meet_the_reference(folder: Path, limits: bool) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("tokens", [None, (2, 0, 1)])
+@pytest.mark.parametrize(
+    "tokens", [None, pytest.param((2, 0, 1), marks=pytest.mark.whole_matrix)], ids=str
+)
 def test_a_decode_of_rows_meets_the_reference(folder: Path, tokens: tuple[int, ...] | None) -> None:
     """With KV heads, as kernels see them; a file holds the pages in use, a wrong result shows."""
     step = DenseStep.make((20, 3, 0), 4, 1, 16, torch.float16, 2, tokens=tokens)

@@ -300,7 +300,7 @@ def operator_calls(device: str, layout: str = "split") -> dict[str, tuple[Any, .
     )  # fmt: skip
     kv = torch.ones(4, 16, 2, 576, dtype=torch.float16, device=device)
     dense_plan = snapmla.plan_decode(
-        torch.tensor([17, 3], dtype=torch.int32, device=device), HEADS, 1, page_size=16,
+        torch.tensor([3, 0], dtype=torch.int32, device=device), HEADS, 1, page_size=16,
         max_pages=2, num_parts=2, cache_dtype=torch.float16,
     )  # fmt: skip
     dense = (

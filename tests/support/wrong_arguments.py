@@ -76,18 +76,23 @@ def decode_arguments() -> dict[str, Any]:
 
 
 def rows_plan(**changes: Any) -> DecodePlan:
-    """A plan for a cache of 16 bits; its rows are a block of 64."""
-    fields = {"pipeline": "split", "row_tile": 64, "unit_rows": 64, "cache_dtype": "bf16"}
-    accum = {"o_accum": torch.zeros(8, 64, 528, dtype=F16), "lse_accum": torch.zeros(8, 64)}
-    return plan(**{**fields, **accum, **changes})
+    """A plan for a cache of 16 bits."""
+    fields = {"pipeline": "split", "page_size": 16, "cache_dtype": "f16"}
+    return plan(**{**fields, **changes})
+
+
+def rows_cache(heads: int = 1, dtype: torch.dtype = F16) -> PagedKVCache:
+    """Pages of 16 tokens, whose kernel is quick on the software GPU."""
+    return PagedKVCache.from_tensors(torch.ones(PAGES, 16, heads, 576, dtype=dtype))
 
 
 def decode_rows_arguments() -> dict[str, Any]:
     return {
         **decode_arguments(),
-        "q": torch.ones(B, S_Q, H, 576, dtype=BF16),
-        "cache": PagedKVCache.from_tensors(torch.ones(PAGES, P, 1, 576, dtype=BF16)),
+        "q": torch.ones(B, S_Q, H, 576, dtype=F16),
+        "cache": rows_cache(),
         "plan": rows_plan(),
+        "out": torch.zeros(B, S_Q, H, 512, dtype=F16),
     }
 
 
@@ -421,44 +426,44 @@ WRONG: dict[str, list[Row]] = {
         ("out_dtype", F32, TypeError, "out: expected dtype float32, got bfloat16", "allocate it with dtype=torch.float32"),
     ],
     "decode_rows": [
-        ("q", query(), TypeError, "q: expected a bfloat16 tensor, .*got a snapmla.QuantizedQuery",
+        ("q", query(), TypeError, "q: expected a float16 tensor, .*got a snapmla.QuantizedQuery",
          "a 16-bit cache takes queries as they are"),
-        ("q", torch.ones(B, S_Q, H, 576, dtype=F16), TypeError,
-         "q: expected dtype bfloat16, got float16", "convert it with .to(torch.bfloat16)"),
-        ("q", torch.ones(B, S_Q, H, 512, dtype=BF16), ValueError,
+        ("q", torch.ones(B, S_Q, H, 576, dtype=BF16), TypeError,
+         "q: expected dtype float16, got bfloat16", "convert it with .to(torch.float16)"),
+        ("q", torch.ones(B, S_Q, H, 512, dtype=F16), ValueError,
          r"q: expected shape \(b, s_q, num_heads, 576\)", "then 64 of RoPE"),
-        ("q", torch.ones(B, 2 * S_Q, H, 576, dtype=BF16)[:, ::2], ValueError,
+        ("q", torch.ones(B, 2 * S_Q, H, 576, dtype=F16)[:, ::2], ValueError,
          "q: expected a contiguous tensor", ".contiguous()"),
-        ("q", torch.ones(B * S_Q * H * 576 + 1, dtype=BF16)[1:].view(B, S_Q, H, 576), ValueError,
+        ("q", torch.ones(B * S_Q * H * 576 + 1, dtype=F16)[1:].view(B, S_Q, H, 576), ValueError,
          "q: expected storage aligned to 16 bytes", "multiples of 8 elements"),
-        ("q", torch.ones(B, S_Q, 129, 576, dtype=BF16), ValueError,
+        ("q", torch.ones(B, S_Q, 129, 576, dtype=F16), ValueError,
          "num_heads: expected 1 to 128, got 129", "split more heads"),
-        ("q", torch.ones(B + 2, S_Q, H, 576, dtype=BF16), ValueError,
+        ("q", torch.ones(B + 2, S_Q, H, 576, dtype=F16), ValueError,
          r"block_table: expected shape \(4, width\)", "one row of page ids"),
-        ("q", torch.ones(B, S_Q, H, 576, dtype=BF16, **META), ValueError,
+        ("q", torch.ones(B, S_Q, H, 576, dtype=F16, **META), ValueError,
          "cache: expected tensors on meta, where q is, got cpu", "PagedKVCache.allocate"),
         ("q", None, TypeError, "q: expected a torch.Tensor, got NoneType", "build it once"),
         ("cache", decode_arguments()["cache"], TypeError,
-         "q: expected a snapmla.QuantizedQuery, got a bfloat16 tensor", "snapmla.quantize_q"),
-        ("cache", latent_cache(dtype=F16), TypeError, "q: expected dtype float16, got bfloat16",
-         ".to(torch.float16)"),
-        ("cache", latent_cache(2), ValueError,
+         "q: expected a snapmla.QuantizedQuery, got a float16 tensor", "snapmla.quantize_q"),
+        ("cache", rows_cache(dtype=BF16), TypeError, "q: expected dtype bfloat16, got float16",
+         ".to(torch.bfloat16)"),
+        ("cache", rows_cache(2), ValueError,
          "plan: expected one made with num_kv_heads=2, as the cache, got 1", "snapmla.plan_decode"),
-        ("cache", latent_cache(3), ValueError,
+        ("cache", rows_cache(3), ValueError,
          "q: expected a multiple of the cache's 3 KV heads, got 16 heads", "share KV head j"),
         ("cache", None, TypeError, "q: expected a snapmla.QuantizedQuery", "snapmla.quantize_q"),
         ("plan", plan(), ValueError,
-         "plan: expected one made with cache_dtype=torch.bfloat16, got 'fp8'", "one kind of cache"),
-        ("plan", rows_plan(cache_dtype="f16"), ValueError,
-         "plan: expected one made with cache_dtype=torch.bfloat16, got torch.float16", "one kind"),
-        ("plan", rows_plan(page_size=32), ValueError, r"plan: expected one made for .*\(2, 2, 16, 64\)",
+         "plan: expected one made with cache_dtype=torch.float16, got 'fp8'", "one kind of cache"),
+        ("plan", rows_plan(cache_dtype="bf16"), ValueError,
+         "plan: expected one made with cache_dtype=torch.float16, got torch.bfloat16", "one kind"),
+        ("plan", rows_plan(page_size=32), ValueError, r"plan: expected one made for .*\(2, 2, 16, 16\)",
          "snapmla.plan_decode"),
         ("pipeline", "etap", ValueError, "pipeline: expected 'split', as planned", "leave it out"),
-        ("out", torch.zeros(B, S_Q, H, 512), TypeError, "out: expected dtype bfloat16, got float32",
-         "allocate it with dtype=torch.bfloat16"),
-        ("out", torch.zeros(B, S_Q, 2 * H, 512, dtype=BF16)[:, :, ::2], ValueError,
+        ("out", torch.zeros(B, S_Q, H, 512), TypeError, "out: expected dtype float16, got float32",
+         "allocate it with dtype=torch.float16"),
+        ("out", torch.zeros(B, S_Q, 2 * H, 512, dtype=F16)[:, :, ::2], ValueError,
          "out: expected a contiguous tensor", "allocate it contiguous"),
-        ("out_dtype", F32, TypeError, "out_dtype: expected bfloat16, got torch.float32", "afterwards"),
+        ("out_dtype", F32, TypeError, "out_dtype: expected float16, got torch.float32", "afterwards"),
         ("lse", torch.zeros(B, H, 2 * S_Q)[..., ::2], ValueError, "lse: expected a contiguous",
          "allocate it contiguous"),
         ("block_table", torch.zeros((B, WIDTH), dtype=I64), TypeError, "block_table: .*int64",
@@ -1206,7 +1211,7 @@ def repeated(function: str) -> dict[str, Any]:
         arguments["plan"] = snapmla.plan_decode(lengths, H, S_Q, page_size=P, max_pages=WIDTH)
     elif function == "decode_rows":
         arguments["plan"] = snapmla.plan_decode(
-            lengths, H, S_Q, page_size=P, max_pages=WIDTH, cache_dtype=BF16, row_tile=64
+            lengths, H, S_Q, page_size=16, max_pages=WIDTH, cache_dtype=F16, row_tile=16
         )
     elif function == "flash_mla_ckv_fp8_per_token":
         pair = flash_mla_fp8.get_mla_metadata(lengths, S_Q * H, 1)
