@@ -552,7 +552,8 @@ def _made(call: Call, cache: PagedKVCache) -> decode_plan.DecodePlan:
     _, s_q, heads, _ = q.shape
     return plan_decode(
         lengths, heads, s_q, page_size=cache.page_size, max_pages=table.shape[1],
-        causal=bool(causal and s_q > 1), cache_dtype=q.dtype, num_kv_heads=cache.num_kv_heads,
+        causal=bool(causal and s_q > 1), cache_dtype=q.dtype,
+        num_kv_heads=int(cache.num_kv_heads),  # not a tracer's symbol
     )  # fmt: skip
 
 
