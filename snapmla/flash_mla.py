@@ -511,7 +511,7 @@ def _plan(call: Call, cache: PagedKVCache) -> decode_plan.DecodePlan:
     # not one to keep: its memory is the tracer's
     traced = tracing.wanted(q, cache, lengths, metadata)
     if _plans_itself(metadata):
-        return _made(call, cache) if traced else _plan_of(metadata, call, cache)
+        return _made(call) if traced else _plan_of(metadata, call, cache)
     given = _records_of(metadata)
     records.check_records(given, q.device)
     if traced or not tracing.plain(given):
@@ -540,20 +540,20 @@ def _plan_of(
         o_accum, lse_accum = decode_plan.new_workspace(table, *first.lse_accum.shape)
         plan = replace(first, max_pages=table.shape[1], o_accum=o_accum, lse_accum=lse_accum)
     else:
-        plan = _made(call, cache)
+        plan = _made(call)
         metadata.have_initialized, metadata.config = True, config
     metadata._plans[key] = plan
     return plan
 
 
-def _made(call: Call, cache: PagedKVCache) -> decode_plan.DecodePlan:
+def _made(call: Call) -> decode_plan.DecodePlan:
     """A plan for the lengths of a checked call."""
     q, _, table, lengths, _, _, _, (_, causal, *_) = call
-    _, s_q, heads, _ = q.shape
+    shape = _shape(call).known()
     return plan_decode(
-        lengths, heads, s_q, page_size=cache.page_size, max_pages=table.shape[1],
-        causal=bool(causal and s_q > 1), cache_dtype=q.dtype,
-        num_kv_heads=int(cache.num_kv_heads),  # not a tracer's symbol
+        lengths, shape.num_heads, shape.s_q, page_size=shape.page_size, max_pages=table.shape[1],
+        causal=bool(causal) and shape.s_q > 1, cache_dtype=q.dtype,
+        num_kv_heads=shape.num_kv_heads,
     )  # fmt: skip
 
 
