@@ -12,7 +12,7 @@ With several KV heads every request is one for each of them, sequence request * 
 so is every part: part * heads + head has what its record says of that head.
 
 Roles        one CTA, a thread a request, a cut, a part, an item, in turn.
-Memory       static shared, 16 KiB: for each cut its position, its request, slots and items before
+Memory       dynamic shared, 16 KiB: for each cut its position, its request, slots and items before
              it; sums of warps.  ``tile_begin`` is scratch in global memory: a position a request.
 Timeline     wait for the previous grid
              | requests: lengths to tiles, prefix sum      -> tile_begin
