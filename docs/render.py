@@ -48,6 +48,7 @@ SHAPES = (
 # What users import from.  The surface of a module is its __all__, or what is named here.
 MODULES: dict[str, tuple[str, ...]] = {
     "snapmla": (),
+    "snapmla.flash_mla": (),
     "snapmla.flash_mla_fp8": (),
     "snapmla.layouts": ("paged_views", "rows640_views"),
     "snapmla.reference": (

@@ -142,7 +142,23 @@ def decode_rows(snapmla: Any, device: torch.device) -> dict[str, Call]:
     out = torch.empty(BATCH, 1, HEADS, 512, dtype=torch.bfloat16, device=device)
     lse = torch.empty(BATCH, HEADS, 1, device=device)
     given = {"softmax_scale": 0.07, "plan": plan}
+    flash_mla = importlib.import_module("snapmla.flash_mla")
+    metadata, _ = flash_mla.get_mla_metadata()
+    records, splits = flash_mla.get_mla_metadata(lengths, HEADS, 1)
+    step = (q, kv, table, lengths, 512)
     return {
+        "FlashMLA's name, a planned object, results given (2 launches)": lambda: (
+            flash_mla.flash_mla_with_kvcache(*step, metadata, None, 0.07, out=out, lse=lse)
+        ),
+        "FlashMLA's name, a planned object, out given": lambda: flash_mla.flash_mla_with_kvcache(
+            *step, metadata, None, 0.07, out=out
+        ),
+        "FlashMLA's name, a planned object, results allocated": lambda: (
+            flash_mla.flash_mla_with_kvcache(*step, metadata, None, 0.07)
+        ),
+        "FlashMLA's name, two tensors, out given (3 launches)": lambda: (
+            flash_mla.flash_mla_with_kvcache(*step, records, splits, 0.07, out=out)
+        ),
         "decode of a 16-bit cache, plan and results given (2 launches)": lambda: snapmla.decode(
             q, cache, table, lengths, out=out, lse=lse, **given
         ),

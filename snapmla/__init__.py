@@ -48,9 +48,11 @@ __all__ = [
 ]
 
 if _env.PROFILE_NAMES.enabled():
+    from snapmla import flash_mla as _flash_mla
     from snapmla import flash_mla_fp8 as _flash_mla_fp8
     from snapmla import profiler as _profiler
 
     _profiler.name_calls(_sys.modules[__name__], __all__)
+    _profiler.name_calls(_flash_mla, _flash_mla.__all__)
     _profiler.name_calls(_flash_mla_fp8, _flash_mla_fp8.__all__)
     _profiler.name_calls(DecodePlan, ["update_"], "snapmla::plan.")

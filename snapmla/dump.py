@@ -33,6 +33,10 @@ RESULTS: dict[str, tuple[str, ...]] = {
         "work_items", "part_begin", "split_begin", "planned_seqlens", "units", "unit_begin",
         "row_limits",
     ),
+    "records_to_plan": (
+        "tile_begin", "work_items", "part_begin", "split_begin", "planned_seqlens",
+    ),
+    "plan_to_records": ("records", "num_splits"),
     "append_kv": (*POOL, *ROWS),
     "quantize_q": ("out_nope", "out_rope", "out_scale"),
     "fetch_dequant": ("out_nope", "out_rope"),

@@ -46,7 +46,7 @@ def _kept_workspace(device: torch.device, stream: int, parts: int, unit_rows: in
     return decode_plan.new_workspace(torch.empty(0, device=device), 2 * parts, unit_rows)
 
 
-def _stream_of(device: torch.device) -> int | None:
+def stream_of(device: torch.device) -> int | None:
     """Handle of the current stream; None while it is being captured."""
     if device.type != "cuda":
         return 0
@@ -55,7 +55,7 @@ def _stream_of(device: torch.device) -> int | None:
     return torch._C._cuda_getCurrentRawStream(device.index)
 
 
-def _workspace(metadata: torch.Tensor, stream: int | None, parts: int, unit_rows: int) -> Pair:
+def workspace(metadata: torch.Tensor, stream: int | None, parts: int, unit_rows: int) -> Pair:
     """The stream's workspace; under capture a fresh one, which lives in the graph's memory."""
     if stream is None:
         return decode_plan.new_workspace(metadata, 2 * parts, unit_rows)
@@ -116,8 +116,8 @@ def make_plan(
     parts, rows = metadata.shape[0], num_heads * s_q
     spec = dispatch.choose(metadata.device, num_heads, s_q, page_size)
     unit_rows = dispatch.rows_of_unit(rows, spec, in_step=True)
-    o_accum, lse_accum = _workspace(metadata, stream, parts, unit_rows)
-    units, unit_begin, row_limits = _no_tables(metadata)
+    o_accum, lse_accum = workspace(metadata, stream, parts, unit_rows)
+    units, unit_begin, row_limits = no_tables(metadata)
     return PairPlan(
         **tables_of(metadata, batch)._asdict(),
         split_begin=num_splits,
@@ -143,7 +143,7 @@ def make_plan(
     )
 
 
-def _no_tables(metadata: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def no_tables(metadata: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """units, unit_begin and row_limits of a plan in which a sequence is a unit."""
     if tracing.wanted(metadata):
         return metadata.new_empty((0, 2)), metadata.new_empty(0), metadata.new_empty(0)
@@ -170,7 +170,7 @@ def kept_plan(
     what else could lie there are other views of the same memory.  Under capture plans are not kept:
     their workspace is the graph's.
     """
-    stream = _stream_of(metadata.device)
+    stream = stream_of(metadata.device)
     key = (
         metadata.data_ptr(), num_splits.data_ptr(), metadata.shape, batch, num_heads, s_q,
         page_size, max_pages, stream,
@@ -260,7 +260,7 @@ def planned_pair(cache_seqlens: torch.Tensor, rows: int, max_batch: int, out: Pa
         traced = tracing.wanted(cache_seqlens, metadata, num_splits)
         (torch.ops.snapmla.plan_update if traced else decode_plan.launch_plan)(
             cache_seqlens, None, None, tables.work_items, tables.part_begin, num_splits,
-            tables.planned_seqlens, *_no_tables(metadata), min(longest, MOST_TOKENS),
+            tables.planned_seqlens, *no_tables(metadata), min(longest, MOST_TOKENS),
             spec.token_tile, overhead, 0, 1, rows,
             dispatch.rows_of_unit(rows, spec, in_step=True), False,
         )  # fmt: skip

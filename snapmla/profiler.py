@@ -1,9 +1,10 @@
 """Names of the public calls in profiles; in use where ``SNAPMLA_PROFILE_NAMES`` asks for them.
 
 Eager calls go straight to compiled kernels, so a profile shows kernels without saying who launched
-them.  With the switch set, the functions of ``snapmla`` and ``snapmla.flash_mla_fp8`` and a plan's
-``update_`` are ranges called ``snapmla::decode`` and so on, in ``torch.profiler`` and, where torch
-has CUDA, as NVTX ranges for Nsight.  Without it nothing is wrapped and nothing is paid.
+them.  With the switch set, the functions of ``snapmla``, ``snapmla.flash_mla`` and
+``snapmla.flash_mla_fp8`` and a plan's ``update_`` are ranges called ``snapmla::decode`` and so on,
+in ``torch.profiler`` and, where torch has CUDA, as NVTX ranges for Nsight.  Without it nothing is
+wrapped and nothing is paid.
 """
 
 from __future__ import annotations

@@ -18,6 +18,9 @@ in eager mode they do not go through them.
     plan_update(cache_seqlens, cu_seqlens_q?, row_seqlens?, work_items!, part_begin!, split_begin!,
         planned_seqlens!, units!, unit_begin!, row_limits!, max_tokens, token_tile, fixed_overhead,
         split_tiles, num_heads, s_q, unit_rows, causal)
+    plan_to_records(work_items, part_begin, split_begin, records!, num_splits!)
+    records_to_plan(records, cache_seqlens, tile_begin!, work_items!, part_begin!, split_begin!,
+        planned_seqlens!, max_tokens, token_tile, rows, num_kv_heads)
     decode(q_nope, q_rope, q_scale, content, rope?, scale?, block_table, cache_seqlens, work_items,
         part_begin, split_begin, units, row_limits, o_accum!, lse_accum!, pipeline, row_tile,
         may_split, softmax_scale, causal, lse_factor, empty_lse, out_dtype, *, p_terms=1)
@@ -63,6 +66,7 @@ from dsl_kernels.dims import (
     QK_ROPE_HEAD_DIM,
 )
 from snapmla import attention, checks, dispatch, fetch, layouts, merge, quant
+from snapmla import records as scheduling
 from snapmla import rope as rotary
 from snapmla.cache import PagedKVCache
 from snapmla.decode_plan import STATIC, TENSORS, DecodePlan, PlanVariant, launch_plan
@@ -106,6 +110,11 @@ SCHEMAS = (
     "Tensor(d!) planned_seqlens, Tensor(e!) units, Tensor(f!) unit_begin, Tensor(g!) row_limits, "
     "int max_tokens, int token_tile, int fixed_overhead, int split_tiles, int num_heads, int s_q, "
     "int unit_rows, bool causal) -> ()",
+    "plan_to_records(Tensor work_items, Tensor part_begin, Tensor split_begin, Tensor(a!) records, "
+    "Tensor(b!) num_splits) -> ()",
+    "records_to_plan(Tensor records, Tensor cache_seqlens, Tensor(a!) tile_begin, "
+    "Tensor(b!) work_items, Tensor(c!) part_begin, Tensor(d!) split_begin, "
+    "Tensor(e!) planned_seqlens, int max_tokens, int token_tile, int rows, int num_kv_heads) -> ()",
     f"decode({_DECODE_ARGUMENTS}, ScalarType out_dtype, *, int p_terms=1) -> (Tensor, Tensor)",
     f"decode_out({_DECODE_ARGUMENTS}, Tensor(c!) out, Tensor(d!) lse, *, int p_terms=1) -> ()",
     f"dense_decode({_DENSE_ARGUMENTS}) -> (Tensor, Tensor)",
@@ -212,6 +221,42 @@ def _plan_update(
     if b and numbers[5]:
         tables = (work_items, part_begin, split_begin, planned_seqlens, units, unit_begin)
         launch_plan(cache_seqlens, cu_seqlens_q, row_seqlens, *tables, row_limits, *numbers)
+
+
+def _plan_to_records(*tables: Tensor) -> None:
+    _, part_begin, split_begin, records, num_splits = tables
+    for name, value, n in (("part_begin", part_begin, len(records) + 1),
+                           ("num_splits", num_splits, len(split_begin))):  # fmt: skip
+        checks.vector(name, value, (n,), records.device)
+    if len(split_begin) > 1:
+        scheduling.launch_records(*tables)
+
+
+def _records_to_plan(
+    records: Tensor,
+    cache_seqlens: Tensor,
+    tile_begin: Tensor,
+    work_items: Tensor,
+    part_begin: Tensor,
+    split_begin: Tensor,
+    planned_seqlens: Tensor,
+    *numbers: int,
+) -> None:
+    b, device, heads = cache_seqlens.shape[0], work_items.device, numbers[-1]
+    scheduling.check_records(records, device)
+    checks.lengths(cache_seqlens, b, device)
+    for name, value in zip(("token_tile", "rows", "num_kv_heads"), numbers[1:]):
+        checks.integer(name, value, 1)
+    for name, table, n in (
+        ("tile_begin", tile_begin, b + 1),
+        ("part_begin", part_begin, len(records) * heads + 1),
+        ("split_begin", split_begin, b * heads + 1),
+        ("planned_seqlens", planned_seqlens, b * heads),
+    ):
+        checks.vector(name, table, (n,), device)
+    if b:
+        tables = (tile_begin, work_items, part_begin, split_begin, planned_seqlens)
+        scheduling.launch_plan_of(records, cache_seqlens, *tables, *numbers)
 
 
 def _decode(*arguments: Any, p_terms: int = 1) -> tuple[Tensor, Tensor]:
@@ -523,6 +568,8 @@ _REAL = {
     "rope_quantize_q": _rope_quantize_q,
     "rope_quantize_q_out": _rope_quantize_q_out,
     "plan_update": _plan_update,
+    "plan_to_records": _plan_to_records,
+    "records_to_plan": _records_to_plan,
     "decode": _decode,
     "decode_out": _decode_out,
     "dense_decode": _dense_decode,

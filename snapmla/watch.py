@@ -36,6 +36,8 @@ _SHOWN: dict[str, tuple[str, ...]] = {
     "decode": ("q_nope", "content", "block_table"),
     "dense_decode": ("q", "cache", "block_table"),
     "plan_decode": ("cache_seqlens",),
+    "records_to_plan": ("records", "cache_seqlens"),
+    "plan_to_records": ("records",),
     "append_kv": ("c_kv", "content", "kv"),
     "quantize_q": ("q_nope",),
     "fetch_dequant": ("content", "kv", "block_table", "indices", "out_nope"),

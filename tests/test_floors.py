@@ -189,7 +189,9 @@ def test_no_private_name_crosses_modules() -> None:
     assert not wrong, "\n" + "\n".join(wrong)
 
 
-@pytest.mark.parametrize("start", ["snapmla", "snapmla.flash_mla_fp8", "snapmla.bundle"])
+@pytest.mark.parametrize(
+    "start", ["snapmla", "snapmla.flash_mla", "snapmla.flash_mla_fp8", "snapmla.bundle"]
+)
 def test_service_reaches_no_reference(drawn: list[Import], start: str) -> None:
     seen = reached(drawn, start)
     assert "snapmla.attention" in seen

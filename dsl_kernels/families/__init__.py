@@ -14,13 +14,17 @@ from . import (
     merge,
     merge_states,
     plan_decode,
+    plan_to_records,
     quantize_q,
+    records_to_plan,
 )
 from .family import Axis, Family
 
 ARCHS: tuple[str, ...] = ("sm_90a", "sm_100a")
 _MODULES = (
     plan_decode,
+    records_to_plan,
+    plan_to_records,
     merge,
     merge_states,
     append_kv,

@@ -40,12 +40,11 @@ from cutlass import Boolean, Int32, Uint32, cute
 from .. import compat
 from ..dims import ITEM_WORDS
 from . import quant
+from .prefix_sum import SUMS, THREADS, WARPS, scan
 
 if TYPE_CHECKING:
     from ..spec import VariantSpec
 
-WARPS = 16
-THREADS = WARPS * quant.WARP
 CHUNK = THREADS  # units in shared memory; a power of two
 NEVER = -(2**31)  # running cost of a lane without a unit: it always fits
 NOTHING_HIDDEN = 2**31 - 1  # first hidden token of a unit whose rows have no limits of their own
@@ -200,43 +199,7 @@ def _allocate() -> Smem:
     smem = cutlass.memory.SmemAllocator()
     one = [smem.allocate_tensor(Int32, cute.make_layout(CHUNK + 1), 16) for _ in range(5)]
     many = [smem.allocate_tensor(Int32, cute.make_layout((CHUNK, WARPS)), 16) for _ in range(2)]
-    return Smem(*one, *many, smem.allocate_tensor(Int32, cute.make_layout((WARPS, 2)), 16))
-
-
-# ---------------------------------------------------------------- prefix sums
-
-
-def _warp_scan(value: Any, lane: Any, width: int = quant.WARP) -> Any:
-    """Inclusive prefix sum over the first ``width`` lanes."""
-    step = 1
-    while step < width:
-        before = cute.arch.shuffle_sync_up(value, step, mask_and_clamp=0)
-        value = value + Int32(cutlass.select_(lane >= step, before, Int32(0)))
-        step *= 2
-    return value
-
-
-@cute.jit
-def _scan(sm: Smem, a: Int32, b: Int32) -> Any:
-    """Inclusive prefix sums over all threads of two values, and their totals."""
-    tidx, _, _ = cute.arch.thread_idx()
-    lane, warp = tidx % quant.WARP, tidx // quant.WARP
-    a, b = _warp_scan(a, lane), _warp_scan(b, lane)
-    cute.arch.sync_threads()  # sums may still be read
-    if lane == quant.WARP - 1:
-        sm.sums[warp, 0] = a
-        sm.sums[warp, 1] = b
-    cute.arch.sync_threads()
-    sum_a = _warp_scan(sm.sums[lane % WARPS, 0], lane, WARPS)
-    sum_b = _warp_scan(sm.sums[lane % WARPS, 1], lane, WARPS)
-    all_a = cute.arch.shuffle_sync(sum_a, WARPS - 1)
-    all_b = cute.arch.shuffle_sync(sum_b, WARPS - 1)
-    before_a = cute.arch.shuffle_sync(sum_a, cutlass.max(warp - 1, 0))
-    before_b = cute.arch.shuffle_sync(sum_b, cutlass.max(warp - 1, 0))
-    if warp > 0:
-        a += before_a
-        b += before_b
-    return a, b, all_a, all_b
+    return Smem(*one, *many, smem.allocate_tensor(Int32, cute.make_layout(SUMS), 16))
 
 
 # ---------------------------------------------------------------- units
@@ -269,7 +232,7 @@ def _number_units(sm: Smem, lengths: Lengths, tables: Tables, rule: Rule) -> Int
         if batch < b:
             first, end = _tokens_of(lengths, rule, batch)
             mine = ((end - first) * heads + (rule.unit_rows - 1)) // rule.unit_rows
-        upto, _, all_units, _ = _scan(sm, mine, Int32(0))
+        upto, _, all_units, _ = scan(sm.sums, mine, Int32(0))
         if batch < b:
             tables.unit_begin[batch] = total + upto - mine
         total += all_units
@@ -344,7 +307,7 @@ def _stage(
     if rule.split_tiles > 0:
         pieces = _pieces(number, rule.split_tiles)
     cost = number + rule.overhead * pieces if valid else Int32(0)
-    upto, _, total, _ = _scan(sm, cost, Int32(0))
+    upto, _, total, _ = scan(sm.sums, cost, Int32(0))
     sm.tiles[tidx] = number
     sm.cost[tidx] = base + upto if valid else Int32(NEVER)
     cute.arch.sync_threads()
@@ -490,7 +453,7 @@ def _emit(sm: Smem, lengths: Lengths, tables: Tables, rule: Rule, where: Any, wa
             items = 1 + (number - sm.head[tidx, row] + (cap - 1)) // cap
             last = sm.part[tidx, row] + items - 1
     slots = items if items > 1 else Int32(0)
-    item_end, slot_end, all_items, all_slots = _scan(sm, items, slots)
+    item_end, slot_end, all_items, all_slots = scan(sm.sums, items, slots)
     sm.item[tidx] = item_end - items
     if tidx == 0:
         sm.item[CHUNK] = all_items

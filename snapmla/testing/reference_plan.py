@@ -44,6 +44,7 @@ units * ceil(max_tokens / token_tile / split_tiles) items, and as many slots.
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -309,3 +310,82 @@ def _fill(tiles: Sequence[int], capacity: int, fixed_overhead: int) -> list[list
             if begin == count:
                 break
     return parts
+
+
+def records_reference(
+    records: Sequence[Sequence[int]],
+    cache_seqlens: Sequence[int],
+    max_tokens: int,
+    token_tile: int = 64,
+    rows: int = 1,
+    num_kv_heads: int = 1,
+) -> PlanReference:
+    """The tables that ``records_to_plan`` makes of FlashMLA's records, entry for entry.
+
+    Only where a record begins counts, as a cut on the line of all requests' tiles, on which an
+    empty request has one place; ``dsl_kernels/smxx/records_to_plan.py`` says more.
+
+    Args:
+        records: one a part; its request and block come first.
+        cache_seqlens: tokens of each of the b >= 1 requests.
+        max_tokens: capacity of a block-table row in tokens.
+        rows: query rows of a request that read one KV head.
+        num_kv_heads: every request is one sequence for each.
+    """
+    tiles = tile_counts(cache_seqlens, token_tile, max_tokens)
+    at = [0, *itertools.accumulate(max(count, 1) for count in tiles)]
+
+    def position(request: int, block: int) -> int:
+        if request < 0:
+            return 0
+        if request >= len(tiles):
+            return at[-1]
+        return min(at[request] + max(block, 0), at[request + 1])
+
+    begins = (position(*record[:2]) for record in records[1:])
+    cuts = [0, *itertools.accumulate(begins, max), at[-1]]
+    pieces = [
+        1 + len({cut for cut in cuts if first < cut < end}) for first, end in itertools.pairwise(at)
+    ]
+    counts = [n if n > 1 else 0 for n in pieces for _ in range(num_kv_heads)]
+    split_begin = [0, *itertools.accumulate(counts)]
+    used = list(split_begin)
+    work_items: list[Item] = []
+    part_begin = [0]
+    for first, end in itertools.pairwise(cuts):
+        for head in range(num_kv_heads):
+            place = first
+            while place < end:
+                request = bisect.bisect_right(at, place) - 1
+                stop = min(end, at[request + 1])
+                sequence, slot = request * num_kv_heads + head, -1
+                if pieces[request] > 1:
+                    slot = used[sequence]
+                    used[sequence] += 1
+                what = (place - at[request], min(stop - at[request], tiles[request]), slot)
+                whose = (sequence * rows, (sequence + 1) * rows, NOTHING_HIDDEN, 0)
+                work_items.append((sequence, *what, *whose))
+                place = stop
+            part_begin.append(len(work_items))
+    return PlanReference(work_items, part_begin, split_begin, 0, [], [], [])
+
+
+def records_of(plan: PlanReference) -> tuple[list[tuple[int, ...]], list[int]]:
+    """(records, num_splits) that ``plan_to_records`` makes of a plan whose units are sequences.
+
+    Row p: first request, its first block, last request, the end block in it, piece of the first
+    request, whether the first is split, whether the last is, 0; a part without work begins behind
+    the last request.  num_splits: pieces of requests, cumulative, one of a request that is whole.
+    """
+    split = plan.split_begin
+    records: list[tuple[int, ...]] = []
+    for first, end in itertools.pairwise(plan.part_begin):
+        if first == end:
+            records.append((len(split) - 1, 0, len(split) - 1, 0, 0, 0, 0, 0))
+            continue
+        one, last = plan.work_items[first], plan.work_items[end - 1]
+        piece = one[3] - split[one[0]] if one[3] >= 0 else 0
+        own = (one[0], one[1], last[0], last[2], piece, int(one[3] >= 0), int(last[3] >= 0), 0)
+        records.append(own)
+    pieces = (max(end - first, 1) for first, end in itertools.pairwise(split))
+    return records, [0, *itertools.accumulate(pieces)]

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK, PARTIAL_ROW, QK_ROPE_HEAD_DIM
+from dsl_kernels.dims import HEAD_DIM_QK, ITEM_WORDS, KV_LORA_RANK, PARTIAL_ROW, QK_ROPE_HEAD_DIM
 from dsl_kernels.spec import VariantSpec
 from snapmla import layouts, runtime
 from snapmla.cache import PagedKVCache
@@ -27,7 +27,7 @@ from snapmla.quant import QuantizedQuery
 from snapmla.testing import fetched, metrics, partials, reference, rope, rounding
 from snapmla.testing.dense_job import DenseJob
 from snapmla.testing.plan_tables import PlanTables
-from snapmla.testing.reference_plan import Queries, plan_reference
+from snapmla.testing.reference_plan import Queries, plan_reference, records_of, records_reference
 
 if TYPE_CHECKING:
     import softgpu
@@ -475,6 +475,51 @@ def _check_plan(spec: VariantSpec, kernel: runtime.Kernel) -> Result:
     return Result(not bad, f"{summary} but for {', '.join(bad)}" if bad else summary)
 
 
+def _check_records_to_plan(spec: VariantSpec, kernel: runtime.Kernel) -> Result:
+    """Records that are FlashMLA's own, out of order, out of range; one KV head and three."""
+    lengths, capacity, rows = (3000, 0, 64, 1, 900), 2048, 16
+    b, seqlens = len(lengths), torch.tensor(lengths, dtype=torch.int32)
+    tables: dict[str, Sequence[Sequence[int]]] = {
+        "fresh": records_of(plan_reference(lengths, 5, 64, 3, capacity))[0],
+        "one part": [(0, 0, 4, 9999, 0, 0, 0, 0)],
+        "stale": [(0, 0, 1, 2, 0, 0, 0, 0), (3, 0) * 4, (0, 40) * 4, (2**31 - 1, -5) * 4],
+    }
+    bad = []
+    for name, records in tables.items():
+        for heads in (1, 3):
+            want = records_reference(records, lengths, capacity, 64, rows, heads)
+            given = torch.tensor(records, dtype=torch.int32)
+            made = [
+                torch.full(shape, -7, dtype=torch.int32)
+                for shape in (
+                    (len(want.work_items), ITEM_WORDS), (len(want.part_begin),),
+                    (len(want.split_begin),), (b * heads,),
+                )
+            ]  # fmt: skip
+            scratch = torch.empty(b + 1, dtype=torch.int32)
+            kernel(given, seqlens, scratch, *made, capacity, 64, rows, heads)
+            wanted = ([list(x) for x in want.work_items], want.part_begin, want.split_begin)
+            if any(x.tolist() != y for x, y in zip(made, wanted)):
+                bad.append(f"{name}, {heads} heads")
+    summary = f"{', '.join(tables)}: entry for entry"
+    return Result(not bad, f"{summary} but for {'; '.join(bad)}" if bad else summary)
+
+
+def _check_plan_to_records(spec: VariantSpec, kernel: runtime.Kernel) -> Result:
+    """Parts that share requests, that have several, and that have none."""
+    bad = []
+    for lengths, parts in (((3000, 0, 64, 1, 900), 5), ((64,) * 3, 7), ((1,) * 600, 3)):
+        plan = plan_reference(lengths, parts, 64, 3)
+        records, num_splits = records_of(plan)
+        tables = PlanTables.of(plan)
+        made = torch.full((parts, 8), -7, dtype=torch.int32)
+        splits = torch.full((len(lengths) + 1,), -7, dtype=torch.int32)
+        kernel(tables.work_items, tables.part_begin, tables.split_begin, made, splits)
+        if made.tolist() != list(map(list, records)) or splits.tolist() != num_splits:
+            bad.append(f"{len(lengths)} sequences in {parts} parts")
+    return Result(not bad, "; ".join(bad) or "records and num_splits, entry for entry")
+
+
 def sample_angles(
     n: int, dtype: torch.dtype, positions: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -638,6 +683,8 @@ _CHECKS: dict[str, Callable[[VariantSpec, Any], Result]] = {
     "decode": _check_decode,
     "dense_decode": _check_decode,
     "plan_decode": _check_plan,
+    "records_to_plan": _check_records_to_plan,
+    "plan_to_records": _check_plan_to_records,
     "merge": _check_merge,
     "merge_states": _check_merge_states,
     "append_kv": _check_append,

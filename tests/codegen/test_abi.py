@@ -15,7 +15,8 @@ import snapmla
 from codegen import abi, matrix
 from dsl_kernels import registry
 from dsl_kernels.spec import VariantSpec
-from snapmla import runtime
+from snapmla import flash_mla, runtime
+from snapmla import records as scheduling
 from tests.support.needs import needs_compiler
 
 B, S_Q, HEADS, PAGES, PAGE, WIDTH = 2, 2, 3, 7, 16, 20
@@ -116,6 +117,37 @@ def test_planning(calls: Calls) -> None:
     later = torch.ones(B, **INTS)
     plan.update_(later)
     check(calls, "plan_decode", cache_seqlens=later, **tables, **numbers)
+
+
+@needs_compiler
+def test_records(calls: Calls) -> None:
+    lengths, rows = torch.ones(B, **INTS), HEADS * S_Q
+    records, num_splits = flash_mla.get_mla_metadata(lengths, rows, 1)
+    assert isinstance(records, torch.Tensor)
+    planned = calls.by_name("plan_decode")
+    assert [planned[name] for name in ("token_tile", "num_heads", "s_q", "unit_rows")] == [
+        64, 1, rows, rows,
+    ]  # fmt: skip
+    tables = {name: planned[name] for name in ("work_items", "part_begin", "split_begin")}
+    check(calls, "plan_to_records", **tables, records=records, num_splits=num_splits)
+    pool = torch.zeros(PAGES, PAGE, 1, 576, dtype=torch.bfloat16)
+    q, table = torch.zeros(B, S_Q, HEADS, 576).bfloat16(), torch.zeros(B, WIDTH, **INTS)
+    shape = scheduling.Shape(B, HEADS, S_Q, PAGE, WIDTH, "bf16", 1)
+    reader = scheduling.kept_reader(records, shape)
+    names = ("work_items", "part_begin", "split_begin", "planned_seqlens")
+    want = {
+        "records": records, "cache_seqlens": lengths, "tile_begin": reader.tile_begin,
+        **{name: getattr(reader.plan, name) for name in names},
+        "max_tokens": PAGE * WIDTH, "token_tile": 64, "rows": rows, "num_kv_heads": 1,
+    }  # fmt: skip
+    out, lse = flash_mla.flash_mla_with_kvcache(q, pool, table, lengths, 512, records, num_splits)
+    check(calls, "records_to_plan", **want)
+    got = calls.by_name("dense_decode")
+    assert same(got["q"], q) and same(got["cache"], pool) and same(got["out"], out)
+    assert same(got["lse"], lse) and (got["causal"], got["empty_lse"]) == (0, math.inf)
+    del calls["records_to_plan"]
+    reader.traced(records, lengths)  # the operator
+    check(calls, "records_to_plan", **want)
 
 
 @needs_compiler

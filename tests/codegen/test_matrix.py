@@ -45,7 +45,7 @@ def test_helper_axes_are_complete() -> None:
     helpers = [s for s in matrix.points("sm_100a") if s.family.helper]
     rotating = 2 * 2 * 2 + 2 * 2  # append_kv by style, norm and table; quantize_q by two of them
     rows = 2 * 2 + 2 * 4  # append_kv by dtype and index; fetch_dequant by dtype and mode
-    assert len(helpers) == 1 + 2 + 2 * 2 * 3 + 3 * (2 + 2 + 4) + rotating + rows
+    assert len(helpers) == 3 + 2 + 2 * 2 * 3 + 3 * (2 + 2 + 4) + rotating + rows
 
 
 @pytest.mark.skipif(not toolchain.have_compiler(), reason="feasible() imports the compiler")

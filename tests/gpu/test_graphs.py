@@ -321,7 +321,7 @@ def test_capture_on_a_device_that_is_not_current() -> None:
         torch.zeros(1, device=device)
         with torch.cuda.device(0):
             assert not torch.cuda.is_current_stream_capturing()
-            assert launch.capturing(device) and metadata_pair._stream_of(device) is None
+            assert launch.capturing(device) and metadata_pair.stream_of(device) is None
             assert torch.cuda.current_device() == 0
     assert not launch.capturing(device)
 

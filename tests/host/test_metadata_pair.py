@@ -142,11 +142,11 @@ def test_another_shape_at_the_same_address(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_workspace_is_kept() -> None:
     like = torch.zeros(1, dtype=torch.int32)
-    first = metadata_pair._workspace(like, 0, 3, 16)
-    assert metadata_pair._workspace(like, 0, 3, 16)[0] is first[0]
+    first = metadata_pair.workspace(like, 0, 3, 16)
+    assert metadata_pair.workspace(like, 0, 3, 16)[0] is first[0]
     for other in ((0, 4, 16), (0, 3, 32), (7, 3, 16), (None, 3, 16)):
-        assert metadata_pair._workspace(like, *other)[0] is not first[0]
-    captured = [metadata_pair._workspace(like, None, 3, 16)[0] for _ in range(2)]
+        assert metadata_pair.workspace(like, *other)[0] is not first[0]
+    captured = [metadata_pair.workspace(like, None, 3, 16)[0] for _ in range(2)]
     assert captured[0] is not captured[1]
 
 

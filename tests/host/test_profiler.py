@@ -15,7 +15,7 @@ from snapmla import env, flash_mla_fp8, profiler
 
 PROGRAM = """
 import json, torch, snapmla
-from snapmla import flash_mla_fp8
+from snapmla import flash_mla, flash_mla_fp8
 from torch.fx.experimental.proxy_tensor import make_fx
 
 lengths = torch.tensor([1], dtype=torch.int32)
@@ -30,6 +30,7 @@ with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as
     snapmla.fetch_dequant(cache, table[0])
     plan.update_(lengths)
     flash_mla_fp8.get_mla_metadata(lengths, 1, 1)
+    flash_mla.get_mla_metadata()
 def quantised(x):
     return snapmla.quantize_q(x[..., :512], x[..., 512:]).row_scale
 graph = make_fx(quantised)(tokens[None, None])
@@ -39,7 +40,7 @@ print(json.dumps([names, "record_function" in graph.code]))
 """
 NAMED = {
     "append_kv": 1, "plan_decode": 1, "quantize_q": 1, "decode": 1, "fetch_dequant": 1,
-    "plan.update_": 2, "get_mla_metadata": 1,
+    "plan.update_": 2, "get_mla_metadata": 2,
 }  # fmt: skip
 
 

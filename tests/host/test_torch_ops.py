@@ -322,6 +322,8 @@ def operator_calls(device: str, layout: str = "split") -> dict[str, tuple[Any, .
         plan.work_items, plan.part_begin, plan.split_begin, plan.planned_seqlens, plan.units,
         plan.unit_begin, plan.row_limits,
     )  # fmt: skip
+    records = torch.zeros(len(plan.part_begin) - 1, 8, dtype=torch.int32, device=device)
+    splits = torch.zeros_like(plan.split_begin)
     numbers = (WIDTH * PAGE, plan.token_tile, 4, 0, HEADS, 1, plan.unit_rows, True)
     return {
         "append_kv": (*cache, *layer.new),
@@ -339,6 +341,8 @@ def operator_calls(device: str, layout: str = "split") -> dict[str, tuple[Any, .
             q.scale.clone(),
         ),
         "plan_update": (layer.lengths, None, None, *tables, *numbers),
+        "plan_to_records": (*tables[:3], records, splits),
+        "records_to_plan": (records, layer.lengths, splits.clone(), *tables[:4], 99, 64, HEADS, 1),
         "decode": (*decode, torch.float32),
         "decode_out": (*decode, out, lse),
         "dense_decode": dense,
@@ -355,8 +359,9 @@ def operator_calls(device: str, layout: str = "split") -> dict[str, tuple[Any, .
 
 NAMES = (
     "append_kv", "rope_append_kv", "quantize_q", "quantize_q_out", "rope_quantize_q",
-    "rope_quantize_q_out", "plan_update", "decode", "decode_out", "dense_decode",
-    "dense_decode_out", "fetch_dequant", "fetch_dequant_out", "merge_states", "merge_states_out",
+    "rope_quantize_q_out", "plan_update", "plan_to_records", "records_to_plan", "decode",
+    "decode_out", "dense_decode", "dense_decode_out", "fetch_dequant", "fetch_dequant_out",
+    "merge_states", "merge_states_out",
 )  # fmt: skip
 
 

@@ -23,8 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import snapmla
 from dsl_kernels.spec import VariantSpec
+from snapmla import flash_mla, layouts, quant, runtime, tracing
 from snapmla import flash_mla_fp8 as names
-from snapmla import layouts, quant, runtime, tracing
 from snapmla.testing import selfcheck
 from softgpu import MemoryFault
 from tests.support.bits import assert_same_bits
@@ -132,6 +132,13 @@ def rows_step(seed: int, kv_heads: int, ragged: bool) -> tuple[Any, ...]:
     q = torch.randn(*((4,) if ragged else (2, 2)), 2 * kv_heads, 576).half()
     updates = (seqlens, begins) if ragged else (seqlens,)
     return made, updates, q, snapmla.PagedKVCache.from_tensors(kv), pages
+
+
+def dense_call(seed: int) -> tuple[torch.Tensor, ...]:
+    """q, pool, block table, lengths and records, as FlashMLA's names take them."""
+    _, (seqlens,), q, held, pages = rows_step(seed, 1, False)
+    records = torch.tensor([[0, 0] + [0] * 6, [seed - 1, 1] + [0] * 6], dtype=torch.int32)
+    return q, held.kv, pages, seqlens, records
 
 
 def rows_decode(
@@ -352,6 +359,20 @@ OPERATIONS = {
     "flash_mla_ckv_fp8_per_token": Operation(
         lambda *a: names.flash_mla_ckv_fp8_per_token(*a[:8], 512, *a[8:], SCALE),
         named_decode, ("decode",), breaks=True,
+    ),
+    "flash_mla.get_mla_metadata": Operation(
+        lambda n: flash_mla.get_mla_metadata(n, HEADS, 1), lambda s: (lengths(s),),
+        ("plan_update", "plan_to_records"), breaks=True,
+    ),
+    "flash_mla_with_kvcache of records": Operation(
+        lambda *a: flash_mla.flash_mla_with_kvcache(*a[:4], 512, a[4]), lambda s: dense_call(s),
+        ("records_to_plan", "dense_decode"), breaks=True,
+    ),
+    "flash_mla_with_kvcache of an object": Operation(
+        lambda *a: flash_mla.flash_mla_with_kvcache(
+            *a[:4], 512, flash_mla.FlashMLASchedMeta(), causal=True
+        ),
+        lambda s: dense_call(s), ("plan_update", "dense_decode"), breaks=True,
     ),
     "quantize_ckv_per_token_head": Operation(
         lambda q: names.quantize_ckv_per_token_head(q, 512),

@@ -100,7 +100,7 @@ def test_wgmma(record: Record, form: vectors.WgmmaForm) -> None:
 
 
 # fp16, and operands that are MN-major: the record is older than their kernels
-NOT_RECORDED_YET = ("dense_decode",)
+NOT_RECORDED_YET = ("dense_decode", "records_to_plan", "plan_to_records")
 
 
 @needs_compiler

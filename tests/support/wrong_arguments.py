@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import snapmla
-from snapmla import PagedKVCache, PlanCache, QuantizedQuery, flash_mla_fp8
+from snapmla import PagedKVCache, PlanCache, QuantizedQuery, flash_mla, flash_mla_fp8
 from snapmla.decode_plan import DecodePlan
 
 # argument; its value, or a function of the right one; error; how its words begin; what advice it gives
@@ -212,6 +212,24 @@ def flash_mla_arguments() -> dict[str, Any]:
         "tile_scheduler_metadata": torch.zeros((4, 20), dtype=I32),
         "num_splits": torch.zeros(B + 1, dtype=I32),
         **results(),
+    }
+
+
+def flash_mla_dense_arguments() -> dict[str, Any]:
+    """FlashMLA's decode, with records of two parts."""
+    heads, page = 8, 16
+    return {
+        "q": torch.ones((B, S_Q, heads, 576), dtype=F16),
+        "k_cache": torch.ones((PAGES, page, 1, 576), dtype=F16),
+        "block_table": torch.zeros((B, WIDTH), dtype=I32),
+        "cache_seqlens": torch.full((B,), 3, dtype=I32),
+        "head_dim_v": 512,
+        "tile_scheduler_metadata": torch.zeros((2, 8), dtype=I32),
+        "num_splits": torch.zeros(B + 1, dtype=I32),
+        "softmax_scale": 0.1,
+        "causal": True,
+        "out": torch.zeros((B, S_Q, heads, 512), dtype=F16),
+        "lse": torch.zeros((B, heads, S_Q)),
     }
 
 
@@ -996,6 +1014,67 @@ WRONG: dict[str, list[Row]] = {
         ("max_batch", 1, ValueError,
          "cache_seqlens: expected at most max_batch = 1 sequences, got 2", "pass a larger max_batch"),
     ],
+    "flash_mla_with_kvcache": [
+        ("q", lambda t: t[0], ValueError, r"q: expected shape \(b, s_q, num_heads_q, 576\), got \(2, 8, 576\)",
+         "ragged queries are for snapmla.decode"),
+        ("q", lambda t: t[..., :512], ValueError, r"q: expected shape \(b, s_q, num_heads, 576\)", "512 channels absorbed"),
+        ("q", lambda t: t.bfloat16(), TypeError, "q: expected dtype float16, got bfloat16", "convert it with"),
+        ("q", 3, TypeError, "q: expected a torch.Tensor, got int", "build it once"),
+        ("k_cache", lambda t: t.view(PAGES, 16, 576), ValueError,
+         r"k_cache: expected shape \(num_pages, page_size, num_heads_k, 576\)", "pool.view(-1, page_size, 1, 576)"),
+        ("k_cache", lambda t: t.view(torch.int16), TypeError, "k_cache: expected dtype bfloat16 or float16, got int16",
+         "convert it with"),
+        ("k_cache", lambda t: t.view(PAGES * 2, 8, 1, 576), ValueError,
+         "k_cache, page_size: expected 16, 32 or a multiple of 64, got 8", "the nearest is 16"),
+        ("k_cache", lambda t: t[:0], ValueError, "k_cache: expected 1 page or more, got 0", "allocate at least one page"),
+        ("k_cache", lambda t: t.repeat_interleave(2, -1)[..., ::2], ValueError, "k_cache: expected innermost stride 1", "transposed"),
+        ("k_cache", lambda t: t.expand(-1, -1, 3, -1).contiguous(), ValueError,
+         "q: expected a multiple of the cache's 3 KV heads, got 8 heads", "share KV head j"),
+        ("block_table", lambda t: t[:1], ValueError, "block_table: expected shape", "one row of page ids"),
+        ("block_table", lambda t: t[:, :0], ValueError, "block_table: expected a width of 1", "one column"),
+        ("block_table", lambda t: t.long(), TypeError, "block_table: .*int64", "not on every call"),
+        ("cache_seqlens", lambda t: t[:1], ValueError, "cache_seqlens: expected shape", "one length for each"),
+        ("cache_seqlens", lambda t: t.long(), TypeError, "cache_seqlens: .*int64", "use .to(torch.int32) once"),
+        ("cache_seqlens", every_other, ValueError, "cache_seqlens: .*contiguous", "call .contiguous() once"),
+        ("head_dim_v", 576, ValueError, "head_dim_v: expected 512, got 576", "kernels are built for"),
+        ("tile_scheduler_metadata", None, TypeError,
+         "tile_scheduler_metadata: expected a FlashMLASchedMeta or a tensor, got NoneType", "get_mla_metadata makes either"),
+        ("tile_scheduler_metadata", lambda t: t[:, :7], ValueError,
+         r"tile_scheduler_metadata: expected shape \(num_sm_parts, 8\), got \(2, 7\)", "make it with get_mla_metadata"),
+        ("tile_scheduler_metadata", lambda t: t[:0], ValueError,
+         "tile_scheduler_metadata: expected 1 to 1024 parts, got 0", "make it with get_mla_metadata"),
+        ("tile_scheduler_metadata", torch.zeros((1025, 8), dtype=I32), ValueError,
+         "tile_scheduler_metadata: expected 1 to 1024 parts, got 1025", "make it with get_mla_metadata"),
+        ("tile_scheduler_metadata", lambda t: t.long(), TypeError, "tile_scheduler_metadata: .*int64", "use .to(torch.int32)"),
+        ("tile_scheduler_metadata", lambda t: t.mT.contiguous().mT, ValueError,
+         "tile_scheduler_metadata: expected innermost stride 1", "transposed"),
+        ("num_splits", lambda t: t.float(), TypeError, "num_splits: .*float32", "use .to(torch.int32) once"),
+        ("num_splits", [0, 1, 2], TypeError, "num_splits: expected a torch.Tensor, got list", "build it once"),
+        ("softmax_scale", 0.0, ValueError, "softmax_scale: .*got 0.0", "FlashMLA's default is"),
+        ("causal", 2, TypeError, "causal: expected True or False, got 2", "query token s of s_q"),
+        ("is_fp8_kvcache", True, ValueError, "is_fp8_kvcache: expected False: FlashMLA's FP8 caches are not built yet, got True",
+         "a scale a token"),
+        ("indices", torch.zeros((B, S_Q, 64), dtype=I32), ValueError,
+         "indices: expected None: sparse decode is not built yet, got a tensor", "keep FlashMLA"),
+        ("topk_length", torch.zeros(B, dtype=I32), ValueError, "topk_length: .*sparse decode is not built", "keep FlashMLA"),
+        ("attn_sink", torch.zeros(8), ValueError, "attn_sink: .*sinks are not built yet", "keep FlashMLA"),
+        ("extra_k_cache", torch.zeros(8), ValueError, "extra_k_cache: .*second cache is not built yet", "keep FlashMLA"),
+        ("descale_q", torch.ones(1), ValueError, "descale_q: .*FP8 caches are not built yet", "a scale a token"),
+        ("out", gaps, ValueError, "out: .*contiguous", "allocate it contiguous; a slice or"),
+        ("out", lambda t: t.float(), TypeError, "out: expected dtype float16, got float32", "allocate it with"),
+        ("out", lambda t: t[:1], ValueError, "out: expected shape", "have it allocated"),
+        ("lse", lambda t: t.mT.contiguous().mT, ValueError, "lse: .*contiguous", "allocate it contiguous; a slice or"),
+        ("lse", lambda t: t.half(), TypeError, "lse: .*float16", "allocate it with"),
+    ],
+    "flash_mla.get_mla_metadata": [
+        ("cache_seqlens", torch.ones(B, dtype=I64), TypeError, "cache_seqlens: ", "int32"),
+        ("num_q_tokens_per_head_k", 0, ValueError,
+         "num_q_tokens_per_head_k: expected 1 to 536870911, got 0", "s_q * num_heads_q // num_heads_k"),
+        ("num_q_tokens_per_head_k", None, TypeError, "num_q_tokens_per_head_k: expected an int", "convert it with"),
+        ("num_heads_k", 0, ValueError, "num_heads_k: expected 1 to 128, got 0", "1 for MLA"),
+        ("topk", 2048, ValueError, "topk: expected None: sparse decode is not built yet, got 2048", "keep FlashMLA"),
+        ("is_fp8_kvcache", True, ValueError, "is_fp8_kvcache: expected False", "a scale a token"),
+    ],
     "quantize_ckv_per_token_head": [
         ("q", torch.zeros((B, S_Q, H, 512), dtype=BF16), ValueError,
          r"q: expected shape \(b, s_q, num_heads, 576\)", "latent and RoPE channels in one row"),
@@ -1072,6 +1151,10 @@ RIGHT: dict[str, Callable[[], dict[str, Any]]] = {
     "get_mla_metadata": lambda: {
         "cache_seqlens": torch.ones(B, dtype=I32), "num_heads_per_head_k": H, "num_heads_k": 1,
     },
+    "flash_mla_with_kvcache": flash_mla_dense_arguments,
+    "flash_mla.get_mla_metadata": lambda: {
+        "cache_seqlens": torch.ones(B, dtype=I32), "num_q_tokens_per_head_k": H, "num_heads_k": 1,
+    },
     "quantize_ckv_per_token_head": lambda: {
         "q": torch.zeros((B, S_Q, H, 576), dtype=BF16), "kv_lora_rank": 512,
     },
@@ -1088,6 +1171,8 @@ METHODS: dict[str, Callable[..., Any]] = {
     "query": QuantizedQuery,
     "append_rows": snapmla.append_kv,
     "decode_rows": snapmla.decode,
+    "flash_mla_with_kvcache": flash_mla.flash_mla_with_kvcache,
+    "flash_mla.get_mla_metadata": flash_mla.get_mla_metadata,
     "plan_rows": snapmla.plan_decode,
     "fetch_dequant_chunks": snapmla.fetch_dequant,
     "fetch_rows": snapmla.fetch_dequant,
@@ -1102,6 +1187,7 @@ QUICK = {
     "decode": ("out", "lse"),
     "decode_rows": ("out", "lse"),
     "flash_mla_ckv_fp8_per_token": ("out", "lse"),
+    "flash_mla_with_kvcache": ("out", "lse"),
     "quantize_and_cache_k": ("k_lora_cache", "k_lora_scale_cache", "k_rope_cache"),
     "append_kv": (),
     "append_rows": (),

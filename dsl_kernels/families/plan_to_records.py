@@ -1,0 +1,7 @@
+"""``plan_to_records``: FlashMLA's scheduling records of a work list; one variant an arch."""
+
+from __future__ import annotations
+
+from .family import helper
+
+FAMILY = helper("plan_to_records")

@@ -1,0 +1,7 @@
+"""``records_to_plan``: a work list from FlashMLA's scheduling records; one variant an arch."""
+
+from __future__ import annotations
+
+from .family import helper
+
+FAMILY = helper("records_to_plan")

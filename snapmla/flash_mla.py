@@ -1,0 +1,726 @@
+"""FlashMLA's host names over this package's kernels: replace ``import flash_mla`` by
+``from snapmla import flash_mla``.
+
+Dense decode over a BF16 or fp16 cache, in the call forms of all of FlashMLA's versions and of the
+copies in vLLM and SGLang.  The metadata may be
+
+* two int32 tensors, (num_sm_parts, 8) and (b + 1,), from ``get_mla_metadata`` with arguments; or
+  copies, slices and hand-written tables of that width (vLLM's one part of everything);
+* a ``FlashMLASchedMeta``, from ``get_mla_metadata()``, which the first call plans and the layers
+  behind it reuse, or whose field ``tile_scheduler_metadata`` the caller has assigned.
+
+Tensors are taken for where each part begins, and for the lengths of the very call: records that are
+stale, cut off or wrong cost balance, never a result, and nothing behind a sequence's end is read
+for them.  ``num_splits`` is not read.  That costs a small launch a call; an object costs none.
+
+Defaults are FlashMLA's: ``softmax_scale`` 576**-0.5, natural LSE, a row that sees no token gives
+out 0 and LSE +inf.  Differences on purpose: a NaN in what a row reads gives NaN (FlashMLA: LSE
++inf); pages of 16, 32, 128 and any multiple of 64 tokens work; ``out=`` and ``lse=`` save the
+allocations; what is not built is refused by name.
+
+Under ``torch.compile`` both functions break the graph; other tracers see operators.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import NamedTuple, NoReturn, TypeGuard, cast
+
+import torch
+
+from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK
+from snapmla import attention, checks, decode_plan, launch, overlap, records, tracing
+from snapmla.cache import PagedKVCache
+from snapmla.plan import plan_decode
+
+__all__ = [
+    "FlashMLASchedMeta",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_mla_sparse_fwd",
+    "flash_mla_with_kvcache",
+    "get_mla_metadata",
+]
+
+Tensor = torch.Tensor
+Pair = tuple[Tensor, Tensor]
+_Tensor = torch.Tensor  # looked up on every call
+SCALE = HEAD_DIM_QK**-0.5
+LSE = ("e", "+inf")  # natural; of a row that sees no token
+
+
+@dataclass(frozen=True)
+class Config:
+    """What a ``FlashMLASchedMeta`` was planned for; other calls with it are refused."""
+
+    b: int
+    s_q: int
+    h_q: int
+    page_block_size: int
+    h_k: int
+    causal: bool
+    dtype: torch.dtype
+    is_fp8_kvcache: bool = False
+    topk: int | None = None
+
+
+@dataclass
+class FlashMLASchedMeta:
+    """FlashMLA's scheduling object, one for all layers of a step that share lengths.
+
+    The first ``flash_mla_with_kvcache`` plans (inside of a graph, if one is captured: its replays
+    plan anew), later ones reuse the plan, on other streams with a workspace of theirs.  Values of
+    lengths are not compared: make a new object when they change.  Keep it as long as graphs that
+    hold its plan.
+
+    Attributes:
+        have_initialized: whether a call has planned it.
+        config: a ``Config`` then.
+        tile_scheduler_metadata: None, or int32 (num_sm_parts, 8) records that the caller assigns,
+            which are used instead.
+        num_splits: None, or int32 (b + 1,); not read.
+
+    Raises:
+        ValueError: from the call that it does not fit, naming ``tile_scheduler_metadata``.
+
+    Source: FlashMLA, ``FlashMLASchedMeta``.
+    """
+
+    have_initialized: bool = False
+    config: Config | None = None
+    tile_scheduler_metadata: Tensor | None = None
+    num_splits: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        # by ``_key``; the first one is what was planned, others are the same over other workspaces
+        self._plans: dict[tuple[object, ...], decode_plan.DecodePlan] = {}
+        self._last: Last | None = None
+
+
+class Last(NamedTuple):
+    """A call with an object: what the next layer's has in common with it, and the plan of both."""
+
+    table: Tensor
+    lengths: Tensor
+    q_shape: tuple[int, ...]
+    pool_shape: tuple[int, ...]
+    causal: bool
+    stream: int
+    plan: decode_plan.DecodePlan
+
+
+Metadata = FlashMLASchedMeta | Tensor
+# q, k_cache, block table, lengths, metadata, out, lse and (softmax_scale, causal, lse_base,
+# empty_lse)
+Call = tuple[
+    Tensor, Tensor, Tensor, Tensor, Metadata, Tensor | None, Tensor | None,
+    tuple[float, bool, str, str],
+]  # fmt: skip
+
+
+def get_mla_metadata(
+    cache_seqlens: Tensor | None = None,
+    num_q_tokens_per_head_k: int | None = None,
+    num_heads_k: int | None = None,
+    num_heads_q: int | None = None,
+    is_fp8_kvcache: bool = False,
+    topk: int | None = None,
+    *,
+    num_heads_per_head_k: int | None = None,
+) -> tuple[Metadata, Tensor | None]:
+    """Metadata of a step: an object without arguments, two tensors with them.
+
+    Args:
+        cache_seqlens: int32 (b,), tokens per sequence, the new ones included.
+        num_q_tokens_per_head_k: query rows of a sequence that read one KV head,
+            s_q * num_heads_q // num_heads_k.
+        num_heads_k: KV heads, 1 for MLA.
+        num_heads_q: accepted, not needed.
+        is_fp8_kvcache, topk: False and None: dense decode over 16 bits is what there is.
+        num_heads_per_head_k: ``num_q_tokens_per_head_k`` as it was first called.
+
+    Returns:
+        (FlashMLASchedMeta, None); or (int32 (num_sm_parts, 8), int32 (b + 1,)) in FlashMLA's
+        meaning, two launches, where num_sm_parts does not depend on the batch.
+
+    Raises:
+        TypeError, ValueError: naming the argument.
+        VariantError: a planning kernel is not there.
+
+    Source: FlashMLA, ``get_mla_metadata``; the schedule is ours
+    (``snapmla.testing.reference_plan``).
+    """
+    if cache_seqlens is None:
+        return FlashMLASchedMeta(), None
+    if tracing.by_dynamo():
+        return tracing.between_graphs(
+            get_mla_metadata, cache_seqlens, num_q_tokens_per_head_k, num_heads_k, num_heads_q,
+            is_fp8_kvcache, topk, num_heads_per_head_k=num_heads_per_head_k,
+        )  # fmt: skip
+    _refuse(is_fp8_kvcache=is_fp8_kvcache, topk=topk)
+    checks.lengths(cache_seqlens, "b")
+    rows = num_q_tokens_per_head_k if num_heads_per_head_k is None else num_heads_per_head_k
+    hint = "s_q * num_heads_q // num_heads_k of one sequence"
+    rows = checks.integer("num_q_tokens_per_head_k", rows, 1, checks.MAX_ROWS, hint)
+    heads = checks.integer("num_heads_k", num_heads_k, 1, checks.MAX_HEADS, "KV heads, 1 for MLA")
+    checks.rows("num_q_tokens_per_head_k", cache_seqlens.shape[0] * heads, rows)
+    return records.made(cache_seqlens, rows, heads)
+
+
+def flash_mla_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    block_table: Tensor,
+    cache_seqlens: Tensor,
+    head_dim_v: int,
+    tile_scheduler_metadata: Metadata,
+    num_splits: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    is_fp8_kvcache: bool = False,
+    indices: Tensor | None = None,
+    attn_sink: Tensor | None = None,
+    extra_k_cache: Tensor | None = None,
+    extra_indices_in_kvcache: Tensor | None = None,
+    topk_length: Tensor | None = None,
+    extra_topk_length: Tensor | None = None,
+    out: Tensor | None = None,
+    *,
+    lse: Tensor | None = None,
+    descale_q: Tensor | None = None,
+    descale_k: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Dense MLA decode over a paged 16-bit cache (``snapmla.decode``).
+
+    Args:
+        q: bfloat16 or float16 (b, s_q, num_heads_q, 576); a copy is made unless contiguous.
+        k_cache: bfloat16 or float16 as q (num_pages, page_size, num_heads_k, 576), innermost stride
+            1; query heads j * g to (j + 1) * g - 1 read KV head j, g = num_heads_q / num_heads_k.
+        block_table: int32 (b, width), pages of each sequence; past its end anything.
+        cache_seqlens: int32 (b,), tokens of each sequence, the new ones included; 0 is fine.
+        head_dim_v: 512.
+        tile_scheduler_metadata: of ``get_mla_metadata``, or int32 (num_sm_parts, 8) of any origin,
+            1024 parts at most.
+        num_splits: int32 or None; not read.
+        softmax_scale: factor of the logits; None is 576**-0.5, which DeepSeek's models do not want.
+        causal: query token s of s_q sees the first length - (s_q - 1 - s) tokens.
+        is_fp8_kvcache: False.  FlashMLA's FP8 caches are not built yet.
+        indices: None; int32 (b, s_q, topk) of sparse decode, not built yet.
+        attn_sink: None; float32 (num_heads_q,), not built yet.
+        extra_k_cache: None; uint8 (num_pages, page_size, 1, bytes), not built yet.
+        extra_indices_in_kvcache: None; int32 (b, s_q, extra_topk), not built yet.
+        topk_length, extra_topk_length: None; int32 (b,), not built yet.
+        out: bfloat16 or float16 as q (b, s_q, num_heads_q, 512), contiguous; None allocates.
+        lse: float32 (b, num_heads_q, s_q), contiguous; None allocates.
+        descale_q, descale_k: None; float32 (1,) of FP8 caches with one scale, not built yet.
+
+    Returns:
+        (out, lse): natural logarithm; out 0 and LSE +inf of a row that sees no token.
+
+    Raises:
+        TypeError, ValueError: naming the argument; a ``FlashMLASchedMeta`` is for another call.
+        VariantError: no compiled kernel fits and none can be compiled.
+
+    Source: FlashMLA, ``flash_mla_with_kvcache``; the kernel is ``snapmla.decode``'s.
+    """
+    if tracing.by_dynamo():
+        return tracing.between_graphs(
+            flash_mla_with_kvcache, q, k_cache, block_table, cache_seqlens, head_dim_v,
+            tile_scheduler_metadata, num_splits, softmax_scale, causal, is_fp8_kvcache, indices,
+            attn_sink, extra_k_cache, extra_indices_in_kvcache, topk_length, extra_topk_length, out,
+            lse=lse, descale_q=descale_q, descale_k=descale_k,
+        )  # fmt: skip
+    if is_fp8_kvcache or not (
+        indices is attn_sink is extra_k_cache is extra_indices_in_kvcache is topk_length
+        is extra_topk_length is descale_q is descale_k is None
+    ):  # fmt: skip
+        _refuse(
+            indices=indices, is_fp8_kvcache=is_fp8_kvcache, attn_sink=attn_sink,
+            extra_k_cache=extra_k_cache, extra_indices_in_kvcache=extra_indices_in_kvcache,
+            topk_length=topk_length, extra_topk_length=extra_topk_length, descale_q=descale_q,
+            descale_k=descale_k,
+        )  # fmt: skip
+    scale = SCALE if softmax_scale is None else softmax_scale
+    call: Call = (
+        q, k_cache, block_table, cache_seqlens, tile_scheduler_metadata, out, lse,
+        (scale, causal, *LSE),
+    )  # fmt: skip
+    ready = None
+    if (
+        head_dim_v == KV_LORA_RANK
+        and (num_splits is None or _may_be_splits(num_splits))
+        and not tracing.active()
+    ):
+        try:  # noqa: SIM105 (suppress takes 0.3 us more)
+            ready = _quick(call)
+        except _OTHER_KIND:
+            pass
+    if ready is None:
+        return _checked_decode(call, head_dim_v, num_splits)
+    try:
+        plan, reader = ready
+        if reader is not None:
+            reader.read(_records_of(tile_scheduler_metadata), cache_seqlens)
+        return attention.run_plan(
+            (q,), (k_cache,), block_table, cache_seqlens, plan, out, lse, plan.dtype, call[-1]
+        )
+    except Exception as error:
+        checks.explain(error, _check, call, head_dim_v, num_splits)
+        raise
+
+
+# a plan, and what fills it before the decode, if it is not the metadata's own
+Ready = tuple[decode_plan.DecodePlan, records.Reader | None]
+# raised where tensors are not as the quick way wants them, before anything is launched
+_OTHER_KIND = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
+_APART = overlap.Apart()
+
+
+def _may_be_splits(value: Tensor) -> bool:
+    """Whether a ``num_splits``, which nobody reads, is of the kind that it should be."""
+    return value.__class__ is _Tensor and value.dtype is torch.int32 and not value.is_neg()
+
+
+def _quick(call: Call) -> Ready | None:
+    """The plan for tensors as an engine passes them; None for others.
+
+    The exported functions check dtypes, sizes, alignment and strides in less time than it takes
+    from here (see ``attention.decode``); checked here is what they do not see.  If they refuse, the
+    full checks say which argument it was.
+    """
+    q, k_cache, _, _, metadata, out, lse, _ = call
+    if not (
+        q.__class__ is k_cache.__class__ is _Tensor
+        and q.dtype is k_cache.dtype
+        and q.is_contiguous()
+        and not q.is_neg()
+        and not k_cache.is_neg()
+        and (out is None or (out.__class__ is _Tensor and out.is_contiguous() and not out.is_neg()))
+        and (lse is None or (lse.__class__ is _Tensor and lse.is_contiguous() and not lse.is_neg()))
+    ):
+        return None
+    itself = _plans_itself(metadata)
+    plan = _next_layers(metadata, call) if itself else None  # type: ignore[arg-type]
+    reader = None
+    if plan is None:
+        if not _whole(call):
+            return None
+        if itself:
+            plan = _again(metadata, call)  # type: ignore[arg-type]
+        else:
+            reader = _reader(call)
+            plan = None if reader is None else reader.plan
+    if plan is None or not plan.as_given:
+        return None
+    if launch.several_gpus() and not launch.all_on(plan.device, q, k_cache, *call[2:4], out, lse):
+        return None
+    if not (out is lse is None or _lie_apart(call, plan)):
+        return None
+    return plan, reader
+
+
+def _next_layers(metadata: FlashMLASchedMeta, call: Call) -> decode_plan.DecodePlan | None:
+    """The plan of the call before, if this one is the next layer's of the same step.
+
+    Tables are known by identity, as in ``attention.decode``.
+    """
+    last = metadata._last
+    q, k_cache, table, lengths, _, _, _, options = call
+    if (
+        last is not None
+        and table is last.table
+        and lengths is last.lengths
+        and q.shape == last.q_shape
+        and k_cache.shape == last.pool_shape
+        and options[1] is last.causal
+        and q.dtype is last.plan.dtype
+        and _stream(last.plan.device) == last.stream
+    ):
+        return last.plan
+    return None
+
+
+def _again(metadata: FlashMLASchedMeta, call: Call) -> decode_plan.DecodePlan | None:
+    """The plan of an object that has one for such a call, which becomes its last."""
+    plan = metadata._plans.get(_key(call))
+    if plan is not None:
+        q, k_cache, table, lengths, _, _, _, options = call
+        stream = _stream(plan.device)
+        metadata._last = Last(table, lengths, q.shape, k_cache.shape, options[1], stream, plan)
+    return plan
+
+
+def _whole(call: Call) -> bool:
+    """Whether shapes and tables are what the exported functions take for granted."""
+    q, k_cache, table, lengths, *_ = call
+    b = q.shape[0]
+    return (
+        b > 0
+        and k_cache.shape[0] > 0
+        and q.ndim == k_cache.ndim == 4
+        and table.shape[0] == lengths.shape[0] == b
+        and table.shape[1] > 0
+        and table.__class__ is lengths.__class__ is _Tensor
+        and launch.none_negative(table, lengths)
+    )
+
+
+def _reader(call: Call) -> records.Reader | None:
+    """What reads the records of a call; None if they are of another kind."""
+    given, lengths = _records_of(call[4]), call[3]
+    if not (
+        given.__class__ is _Tensor
+        and given.dtype is lengths.dtype is torch.int32
+        and given.shape[1] == records.RECORD_WORDS
+        and 0 < given.shape[0] <= records.MOST_PARTS
+        and given.device == call[0].device
+        and not given.is_neg()
+    ):
+        return None
+    return records.kept_reader(given, _shape(call))
+
+
+def _plans_itself(metadata: object) -> TypeGuard[FlashMLASchedMeta]:
+    """Whether it is an object without records of the caller's."""
+    return isinstance(metadata, FlashMLASchedMeta) and metadata.tile_scheduler_metadata is None
+
+
+def _records_of(metadata: Metadata) -> Tensor:
+    """The records of what does not plan itself."""
+    given = (
+        metadata.tile_scheduler_metadata if isinstance(metadata, FlashMLASchedMeta) else metadata
+    )
+    return cast(Tensor, given)
+
+
+def _key(call: Call) -> tuple[object, ...]:
+    """Which plan of a ``FlashMLASchedMeta`` a call takes."""
+    q, k_cache, table, _, _, _, _, options = call
+    causal = bool(options[1]) and q.shape[1] > 1
+    return q.shape, q.dtype, k_cache.shape[1:3], causal, table.shape, _stream(q.device)
+
+
+def _stream(device: torch.device) -> int:
+    """Handle of the current stream."""
+    index = device.index
+    return 0 if index is None else torch._C._cuda_getCurrentRawStream(index)
+
+
+def _shape(call: Call) -> records.Shape:
+    """What a plan of records is for."""
+    q, k_cache, table, *_ = call
+    b, s_q, heads, _ = q.shape
+    name = decode_plan.NAMES[q.dtype]
+    _, page_size, kv_heads, _ = k_cache.shape
+    return records.Shape(b, heads, s_q, page_size, table.shape[1], name, kv_heads)
+
+
+def _lie_apart(call: Call, plan: decode_plan.DecodePlan) -> bool:
+    """Whether given results share no memory with what is read; see ``attention.decode``."""
+    q, k_cache, _, _, _, out, lse, _ = call
+    key = (
+        out is None or out.data_ptr(), lse is None or lse.data_ptr(), q.data_ptr(),
+        k_cache.data_ptr(), k_cache.shape[0], k_cache.stride(), plan.place,
+    )  # fmt: skip
+    if key in _APART:
+        return True
+    results = [t for t in (out, lse) if t is not None]
+    read = (overlap.span(q), overlap.span(k_cache), *plan.spans)
+    return _APART.see(key, *((overlap.span(t),) for t in results), read)
+
+
+_NAMES = {
+    "plan": "tile_scheduler_metadata", "content": "k_cache", "rope": "k_cache",
+    "cache": "k_cache", "cache.kv": "k_cache", "num_heads": "q, num_heads_q", "s_q": "q, s_q",
+    "page_size": "k_cache, page_size", "num_kv_heads": "k_cache, num_heads_k",
+    "max_pages": "block_table, width",
+    **{f"plan.{name}": "tile_scheduler_metadata" for name in decode_plan.TENSORS},
+}  # fmt: skip
+
+
+def _checked_decode(call: Call, head_dim_v: int, num_splits: Tensor | None) -> Pair:
+    """The same call through the primary API, with every check and its words."""
+    q, _, table, lengths, _, out, lse, (scale, causal, base, empty) = call
+    try:
+        cache = _checked(call, head_dim_v, num_splits)
+        return attention.decode(
+            q.contiguous(), cache, table, lengths, softmax_scale=scale,
+            plan=_plan(call, cache) if q.shape[0] else None, causal=bool(causal), out=out, lse=lse,
+            lse_base=base, empty_lse=empty,
+        )  # fmt: skip
+    except (TypeError, ValueError) as error:
+        raise checks.renamed(error, _NAMES) from None
+
+
+def _check(call: Call, head_dim_v: int, num_splits: Tensor | None) -> None:
+    """The checks of ``_checked_decode``; launches nothing."""
+    q, _, table, lengths, metadata, out, lse, _ = call
+    try:
+        cache = _checked(call, head_dim_v, num_splits)
+        if _plans_itself(metadata):
+            plan = metadata._plans[_key(call)]
+        else:
+            given = _records_of(metadata)
+            records.check_records(given, q.device)
+            plan = records.kept_reader(given, _shape(call)).plan
+        attention.checked(q.contiguous(), cache, table, lengths, plan, out, lse, None, None)
+    except (TypeError, ValueError) as error:
+        raise checks.renamed(error, _NAMES) from None
+
+
+def _checked(call: Call, head_dim_v: int, num_splits: Tensor | None) -> PagedKVCache:
+    """The cache as the primary API knows it; checks all but metadata and results."""
+    q, k_cache, table, lengths, _, out, lse, (scale, causal, *_) = call
+    checks.integer("head_dim_v", head_dim_v, KV_LORA_RANK, KV_LORA_RANK)
+    checks.flag("causal", causal)
+    checks.softmax_scale(scale)
+    if num_splits is not None:
+        checks.tensor("num_splits", num_splits, (torch.int32,), ("b + 1",))
+    if isinstance(q, torch.Tensor) and q.ndim == 3:
+        hint = "ragged queries are for snapmla.decode"
+        wanted = f"shape (b, s_q, num_heads_q, {HEAD_DIM_QK})"
+        checks.value_error("q", wanted, tuple(q.shape), hint)
+    _check_pool(k_cache)
+    cache = PagedKVCache.from_tensors(k_cache)
+    contiguous = q.contiguous() if isinstance(q, torch.Tensor) else q
+    checks.query_of_rows(contiguous, cache.dtype, cache.num_kv_heads)
+    checks.block_table(table, q.shape[0], q.device)
+    checks.lengths(lengths, q.shape[0], q.device)
+    b, s_q, heads, _ = q.shape
+    if out is not None:
+        checks.output("out", out, (q.dtype,), (b, s_q, heads, KV_LORA_RANK), q.device)
+    if lse is not None:
+        checks.output("lse", lse, (torch.float32,), (b, heads, s_q), q.device, align=4)
+    return cache
+
+
+def _check_pool(k_cache: Tensor) -> None:
+    """Checks kind, dtype and shape of the cache, by its name here."""
+    if isinstance(k_cache, torch.Tensor) and (k_cache.ndim, k_cache.shape[-1]) != (4, HEAD_DIM_QK):
+        hint = f"pass pool.view(-1, page_size, 1, {HEAD_DIM_QK})"
+        wanted = f"shape (num_pages, page_size, num_heads_k, {HEAD_DIM_QK})"
+        checks.value_error("k_cache", wanted, tuple(k_cache.shape), hint)
+    shape = ("num_pages", "page_size", "num_heads_k", HEAD_DIM_QK)
+    checks.tensor("k_cache", k_cache, checks.ROWS, shape)
+
+
+def _plan(call: Call, cache: PagedKVCache) -> decode_plan.DecodePlan:
+    """The plan of a checked call, made or read here."""
+    q, _, _, lengths, metadata, _, _, _ = call
+    # not one to keep: its memory is the tracer's
+    traced = tracing.wanted(q, cache, lengths, metadata)
+    if _plans_itself(metadata):
+        return _made(call) if traced else _plan_of(metadata, call, cache)
+    given = _records_of(metadata)
+    records.check_records(given, q.device)
+    if traced or not tracing.plain(given):
+        shape = _shape(call).known()
+        reader = records.make_reader(given, int(given.shape[0]), shape, None)
+        return reader.traced(given, lengths)
+    return records.kept_reader(given, _shape(call)).read(given, lengths)
+
+
+def _plan_of(
+    metadata: FlashMLASchedMeta, call: Call, cache: PagedKVCache
+) -> decode_plan.DecodePlan:
+    """The object's plan; the first call makes it, others must be like that one."""
+    q, _, table, *_ = call
+    key = _key(call)
+    plan = metadata._plans.get(key)
+    if plan is not None:
+        return plan
+    b, s_q, heads, _ = q.shape
+    causal = bool(key[3])
+    config = Config(b, s_q, heads, cache.page_size, cache.num_kv_heads, causal, q.dtype)
+    if metadata._plans:
+        assert metadata.config is not None
+        _check_config(metadata.config, config)
+        first = next(iter(metadata._plans.values()))
+        o_accum, lse_accum = decode_plan.new_workspace(table, *first.lse_accum.shape)
+        plan = replace(first, max_pages=table.shape[1], o_accum=o_accum, lse_accum=lse_accum)
+    else:
+        plan = _made(call)
+        metadata.have_initialized, metadata.config = True, config
+    metadata._plans[key] = plan
+    return plan
+
+
+def _made(call: Call) -> decode_plan.DecodePlan:
+    """A plan for the lengths of a checked call."""
+    q, _, table, lengths, _, _, _, (_, causal, *_) = call
+    shape = _shape(call).known()
+    return plan_decode(
+        lengths, shape.num_heads, shape.s_q, page_size=shape.page_size, max_pages=table.shape[1],
+        causal=bool(causal) and shape.s_q > 1, cache_dtype=q.dtype,
+        num_kv_heads=shape.num_kv_heads,
+    )  # fmt: skip
+
+
+def _check_config(planned: Config, asked: Config) -> None:
+    """Checks that a call is like the one that planned an object."""
+    for field in fields(Config):
+        want, got = getattr(planned, field.name), getattr(asked, field.name)
+        if want != got:
+            checks.value_error(
+                "tile_scheduler_metadata", f"calls like its first, {field.name} = {want}",
+                f"{field.name} = {got}", "make another object by get_mla_metadata()",
+            )  # fmt: skip
+
+
+_SPARSE, _FP8 = "sparse decode is not built yet", "FlashMLA's FP8 caches are not built yet"
+_SECOND, _SINKS = "a second cache is not built yet", "attention sinks are not built yet"
+_LEAVE = "keep FlashMLA for layers that need it"
+_OWN_FP8 = "snapmla.flash_mla_fp8 decodes an FP8 cache with a scale a token"
+_NOT_BUILT = {
+    "indices": (f"None: {_SPARSE}", _LEAVE), "topk": (f"None: {_SPARSE}", _LEAVE),
+    "topk_length": (f"None: {_SPARSE}", _LEAVE), "attn_sink": (f"None: {_SINKS}", _LEAVE),
+    "extra_k_cache": (f"None: {_SECOND}", _LEAVE),
+    "extra_indices_in_kvcache": (f"None: {_SECOND}", _LEAVE),
+    "extra_topk_length": (f"None: {_SECOND}", _LEAVE),
+    "is_fp8_kvcache": (f"False: {_FP8}", _OWN_FP8), "descale_q": (f"None: {_FP8}", _OWN_FP8),
+    "descale_k": (f"None: {_FP8}", _OWN_FP8),
+}  # fmt: skip
+
+
+def _refuse(**given: object) -> None:
+    """Raises ValueError for the first argument that asks for what is not built."""
+    for name, value in given.items():
+        if value is not None and value is not False:
+            expected, hint = _NOT_BUILT[name]
+            got = "a tensor" if isinstance(value, torch.Tensor) else value
+            checks.value_error(name, expected, got, hint)
+
+
+def flash_mla_sparse_fwd(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    sm_scale: float,
+    d_v: int = KV_LORA_RANK,
+    attn_sink: Tensor | None = None,
+    topk_length: Tensor | None = None,
+    out: Tensor | None = None,
+) -> NoReturn:
+    """Sparse prefill: not built yet.
+
+    Args:
+        q: bfloat16 (s_q, num_heads_q, 576).
+        kv: bfloat16 (s_kv, 1, 576).
+        indices: int32 (s_q, 1, topk).
+        sm_scale: factor of the logits.
+        d_v: 512.
+        attn_sink: float32 (num_heads_q,).
+        topk_length: int32 (s_q,).
+        out: bfloat16 (s_q, num_heads_q, 512).
+
+    Returns:
+        Nothing yet.
+
+    Raises:
+        NotImplementedError: always.
+
+    Source: FlashMLA, ``flash_mla_sparse_fwd``.
+    """
+    raise NotImplementedError("flash_mla_sparse_fwd: sparse prefill is not built yet")
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_qo: Tensor,
+    cu_seqlens_kv: Tensor,
+    max_seqlen_qo: int,
+    max_seqlen_kv: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    deterministic: bool = False,
+    is_varlen: bool = True,
+) -> NoReturn:
+    """Attention of separate heads (prefill, training): not built yet.
+
+    Args:
+        q: bfloat16 (total_q, num_heads, 192).
+        k: bfloat16 (total_kv, num_heads_k, 192).
+        v: bfloat16 (total_kv, num_heads_k, 128).
+        cu_seqlens_qo, cu_seqlens_kv: int32 (b + 1,).
+        max_seqlen_qo, max_seqlen_kv: of all sequences.
+        dropout_p, softmax_scale, causal, deterministic, is_varlen: as FlashMLA's.
+
+    Returns:
+        Nothing yet.
+
+    Raises:
+        NotImplementedError: always.
+
+    Source: FlashMLA, ``flash_attn_varlen_func``.
+    """
+    raise NotImplementedError("flash_attn_varlen_func: dense prefill is not built yet")
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    head_dim_qk: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    deterministic: bool = False,
+    is_varlen: bool = True,
+) -> NoReturn:
+    """As ``flash_attn_varlen_func``: not built yet.
+
+    Args:
+        qkv: bfloat16 (total, num_heads, 512), q, k and v side by side.
+        cu_seqlens: int32 (b + 1,).
+        max_seqlen: of all sequences.
+        head_dim_qk: channels of q and k.
+        dropout_p, softmax_scale, causal, deterministic, is_varlen: as FlashMLA's.
+
+    Returns:
+        Nothing yet.
+
+    Raises:
+        NotImplementedError: always.
+
+    Source: FlashMLA, ``flash_attn_varlen_qkvpacked_func``.
+    """
+    raise NotImplementedError("flash_attn_varlen_qkvpacked_func: dense prefill is not built yet")
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    cu_seqlens_qo: Tensor,
+    cu_seqlens_kv: Tensor,
+    max_seqlen_qo: int,
+    max_seqlen_kv: int,
+    head_dim_qk: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    deterministic: bool = False,
+    is_varlen: bool = True,
+) -> NoReturn:
+    """As ``flash_attn_varlen_func``: not built yet.
+
+    Args:
+        q: bfloat16 (total_q, num_heads, 192).
+        kv: bfloat16 (total_kv, num_heads_k, 320), k and v side by side.
+        cu_seqlens_qo, cu_seqlens_kv: int32 (b + 1,).
+        max_seqlen_qo, max_seqlen_kv: of all sequences.
+        head_dim_qk: channels of q and k.
+        dropout_p, softmax_scale, causal, deterministic, is_varlen: as FlashMLA's.
+
+    Returns:
+        Nothing yet.
+
+    Raises:
+        NotImplementedError: always.
+
+    Source: FlashMLA, ``flash_attn_varlen_kvpacked_func``.
+    """
+    raise NotImplementedError("flash_attn_varlen_kvpacked_func: dense prefill is not built yet")

@@ -1,0 +1,334 @@
+"""FlashMLA's names: metadata of all its versions, engines' ways with it, what every call promises.
+
+Results by FlashMLA's gates to fp64.  Every pool is NaN where no token is, tables end in absurd ids.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import snapmla
+from snapmla import attention, decode_plan, flash_mla, records
+from snapmla.testing.reference_plan import records_reference
+from softgpu import Options, using
+from tests.support.bits import assert_same_bits, same_bits
+from tests.support.dense_steps import SCALE, DenseStep
+from tests.support.needs import needs_compiler
+from tests.support.records import drawn
+
+pytestmark = needs_compiler
+# what the test set has
+FEW: dict[str, Any] = {"page_size": 16, "dtype": torch.float16}
+Metadata = tuple[Any, torch.Tensor | None]
+
+
+def decode(step: DenseStep, metadata: Metadata, **options: Any) -> tuple[torch.Tensor, ...]:
+    kv = step.cache.kv
+    assert kv is not None
+    return flash_mla.flash_mla_with_kvcache(
+        step.q, kv, step.block_table, step.cache_seqlens, 512, *metadata,
+        **{"causal": True, **options},
+    )  # fmt: skip
+
+
+def assert_right(step: DenseStep, out: torch.Tensor, lse: torch.Tensor, **rule: Any) -> None:
+    """FlashMLA's convention of empty rows, and the gates."""
+    empty = step.cache_seqlens == 0
+    assert (out[empty] == 0).all() and torch.isposinf(lse[empty]).all()
+    step.assert_right(out, torch.where(torch.isposinf(lse), -math.inf, lse), **rule)
+
+
+def pair(step: DenseStep, lengths: list[int] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Metadata in two tensors, for other lengths if given."""
+    _, s_q, heads, _ = step.q.shape
+    seqlens = step.cache_seqlens if lengths is None else torch.tensor(lengths, dtype=torch.int32)
+    made, splits = flash_mla.get_mla_metadata(seqlens, s_q * heads, 1)
+    assert isinstance(made, torch.Tensor) and splits is not None
+    return made, splits
+
+
+# ---------------------------------------------------------------- what engines do with records
+
+
+def fresh(step: DenseStep) -> Metadata:
+    return pair(step)
+
+
+def sglang(step: DenseStep) -> Metadata:
+    """Static buffers of the largest batch, made for ones; each step copies and slices."""
+    static, static_splits = pair(step, [1] * 9)
+    made, splits = pair(step)
+    static.copy_(made)
+    static_splits[: len(splits)].copy_(splits)
+    return static, static_splits[: len(splits)]
+
+
+def sglang_whole(step: DenseStep) -> Metadata:
+    """Its draft workers hand over all of ``num_splits``."""
+    return sglang(step)[0], torch.zeros(10, dtype=torch.int32)
+
+
+def vllm_form(step: DenseStep) -> Metadata:
+    """``meta, _ = get_mla_metadata(...)``; num_splits is left out of the decode."""
+    return pair(step)[0], None
+
+
+def vllm_static(step: DenseStep) -> Metadata:
+    """Rows of a buffer of (num_sms, 8) are filled; the rest is of another step."""
+    buffer = torch.randint(-5, 100, (7, 8), dtype=torch.int32)
+    made, splits = pair(step)
+    buffer[: len(made)] = made
+    return buffer, splits
+
+
+def vllm_batch_invariant(step: DenseStep) -> Metadata:
+    """One part by hand, whose end is in blocks of blocks, assigned to an object."""
+    b, width = step.block_table.shape
+    metadata = flash_mla.FlashMLASchedMeta()
+    one = torch.tensor([[0, 0, b - 1, width // 64, 0, 0, 0, 0]], dtype=torch.int32)
+    metadata.tile_scheduler_metadata = one
+    metadata.num_splits = torch.zeros(b + 1, dtype=torch.int32)
+    return metadata, None
+
+
+def stale(step: DenseStep) -> Metadata:
+    """Made when the first sequence was short and there were fewer."""
+    return pair(step, [1, 200])
+
+
+def inside_a_larger(step: DenseStep) -> Metadata:
+    made, splits = pair(step)
+    wide = torch.full((len(made), 11), 3, dtype=torch.int32)
+    wide[:, :8] = made
+    return wide[:, :8], splits
+
+
+PATTERNS: list[Callable[[DenseStep], Metadata]] = [
+    fresh, sglang, sglang_whole, vllm_form, vllm_static, vllm_batch_invariant, stale,
+    inside_a_larger,
+]  # fmt: skip
+DECODED = (sglang, vllm_batch_invariant)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS, ids=lambda f: f.__name__)
+def test_patterns(monkeypatch: pytest.MonkeyPatch, pattern: Callable[..., Metadata]) -> None:
+    """Every way becomes the plan that the rule makes of its records and the present lengths."""
+    step = DenseStep.make((70, 0, 3), 4, 2, **FEW)
+    metadata = pattern(step)
+    given = metadata[0]
+    if isinstance(given, flash_mla.FlashMLASchedMeta):
+        given = given.tile_scheduler_metadata
+    assert isinstance(given, torch.Tensor)
+    room = 16 * step.block_table.shape[1]
+    want = records_reference(given.tolist(), step.cache_seqlens.tolist(), room, 64, 8)
+    plans = []
+
+    def seen(*arguments: Any) -> tuple[torch.Tensor, ...]:
+        plans.append(arguments[4])
+        return run_plan(*arguments)
+
+    run_plan = attention.run_plan
+    if pattern not in DECODED:
+        run_plan = lambda *_: ()
+    monkeypatch.setattr(attention, "run_plan", seen)
+    results = decode(step, metadata)
+    (plan,) = plans
+    n = len(want.work_items)
+    assert [tuple(x) for x in plan.work_items[:n].tolist()] == want.work_items
+    assert plan.part_begin.tolist() == want.part_begin
+    assert plan.split_begin.tolist() == want.split_begin
+    if pattern in DECODED:
+        assert_right(step, *results)
+    # other lengths, for which nobody plans
+    step.cache_seqlens.copy_(torch.tensor([1, 5, 90]))
+    monkeypatch.setattr(attention, "run_plan", lambda *_: ())
+    decode(step, metadata)
+    want = records_reference(given.tolist(), [1, 5, 90], room, 64, 8)
+    n = len(want.work_items)
+    assert [tuple(x) for x in plan.work_items[:n].tolist()] == want.work_items
+
+
+@pytest.mark.whole_matrix
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_random_records(kv_heads: int) -> None:
+    """200 cases under the hazard check: the right results, nothing written beside them."""
+    g = random.Random(kv_heads)
+    step = DenseStep.make((40, 0, 3), 4, 1, kv_heads=kv_heads, **FEW)
+    written: list[torch.Tensor] = []  # by the call before, which the next launch may overtake
+    for case in range(100):
+        table, _ = drawn(g, case)
+        step.cache_seqlens.copy_(torch.tensor([g.randint(0, 40), 0, g.randint(0, 3)]))
+        new, new_lse = torch.full((3 * 4 * 512 + 512,), 7.0).half(), torch.full((3, 4, 1), 7.0)
+        out, behind = new[:-512].view(3, 1, 4, 512), new[-512:]
+        with using(Options(hazards="raise", seed=case)):
+            decode(step, (torch.tensor(table, dtype=torch.int32), None), out=out, lse=new_lse)
+        assert_right(step, out, new_lse)
+        assert (behind == 7).all()
+        written = [new, new_lse]
+    assert written
+
+
+# ---------------------------------------------------------------- the object
+
+
+def test_an_object_is_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first call plans, the next launches a decode alone and skips the full checks."""
+    step = DenseStep.make((20, 0), 4, 2, **FEW)
+    metadata, nothing = flash_mla.get_mla_metadata()
+    assert nothing is None and metadata == flash_mla.FlashMLASchedMeta(False, None, None, None)
+    out, lse = decode(step, (metadata, None))
+    assert_right(step, out, lse)
+    assert metadata.have_initialized and metadata.config == flash_mla.Config(
+        2, 2, 4, 16, 1, True, torch.float16
+    )
+    assert metadata.tile_scheduler_metadata is metadata.num_splits is None
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("planned, or checked in full")
+
+    for module, name in (
+        (decode_plan, "launch_plan"), (records, "launch_plan_of"), (attention, "checked"),
+        (flash_mla, "_checked_decode"),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, refuse)
+    given = {"out": torch.full_like(out, 7.0), "lse": torch.full_like(lse, 7.0)}
+    assert decode(step, (metadata, None), **given) == (given["out"], given["lse"])
+    assert same_bits(given["out"], out) and same_bits(given["lse"], lse)
+
+
+def test_an_object_is_for_calls_like_its_first(no_decode: None) -> None:
+    step = DenseStep.make((70, 0), 4, 2, **FEW)
+    metadata, _ = flash_mla.get_mla_metadata()
+    with pytest.raises(ValueError, match="^out: expected shape"):
+        decode(step, (metadata, None), out=torch.zeros(1, dtype=torch.float16))
+    assert not metadata.have_initialized, "of a call that was refused"
+    decode(step, (metadata, None))
+    words = r"^tile_scheduler_metadata: expected calls like its first, {}, got {} \(make another"
+    with pytest.raises(ValueError, match=words.format("causal = True", "causal = False")):
+        decode(step, (metadata, None), causal=False)
+    other = DenseStep.make((70, 0), 2, 2, **FEW)
+    with pytest.raises(ValueError, match=words.format("h_q = 4", "h_q = 2")):
+        decode(other, (metadata, None))
+    # a narrower table is the same call; lengths are not compared
+    plan = next(iter(metadata._plans.values()))
+    step.block_table = step.block_table[:, :-1]
+    decode(step, (metadata, None))
+    first, second = metadata._plans.values()
+    assert first is plan and second.max_pages == plan.max_pages - 1
+    assert second.work_items is plan.work_items and second.o_accum is not plan.o_accum
+
+
+@pytest.fixture
+def no_decode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans are made, decodes are not."""
+    monkeypatch.setattr(attention, "launch_decode", lambda *_: None)
+
+
+def test_a_query_token_alone_is_not_causal(no_decode: None) -> None:
+    step = DenseStep.make((20,), 4, 1, **FEW)
+    metadata, _ = flash_mla.get_mla_metadata()
+    decode(step, (metadata, None), causal=True)
+    decode(step, (metadata, None), causal=False)
+    assert metadata.config is not None and not metadata.config.causal
+    assert len(metadata._plans) == 1
+
+
+def test_defaults_are_flashmlas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """softmax_scale 576**-0.5, not causal, natural LSE, +inf of empty rows."""
+    seen: list[Any] = []
+    monkeypatch.setattr(attention, "run_plan", lambda *x: seen.append(x[-1]))
+    step = DenseStep.make((20, 0), 4, 2, **FEW)
+    kv = step.cache.kv
+    assert kv is not None
+    flash_mla.flash_mla_with_kvcache(
+        step.q, kv, step.block_table, step.cache_seqlens, 512, *pair(step)
+    )
+    assert seen == [(SCALE, False, "e", "+inf")]
+
+
+def test_nan_is_no_empty_row() -> None:
+    """FlashMLA gives LSE +inf; queries may have gaps."""
+    step = DenseStep.make((20, 3), 4, 1, **FEW)
+    step.q[0, 0, 1, 5] = math.nan
+    kept = step.q
+    step.q = torch.cat([step.q, step.q], -1)[..., :576]
+    assert not step.q.is_contiguous()
+    out, lse = decode(step, pair(step))
+    assert torch.isnan(out[0, 0, 1]).all() and torch.isnan(lse[0, 1]).all()
+    step.q = kept
+    kept[0, 0, 1, 5] = 0.0
+    out[0, 0, 1], lse[0, 1] = 0.0, 0.0
+    truth, truth_lse = step.decode(step.plan())
+    truth[0, 0, 1], truth_lse[0, 1] = 0.0, 0.0
+    assert_same_bits((out, lse), (truth, truth_lse))
+
+
+@pytest.mark.parametrize(
+    "make", [pair, lambda _: flash_mla.get_mla_metadata()], ids=["pair", "meta"]
+)
+def test_kv_heads(make: Callable[..., Metadata]) -> None:
+    step = DenseStep.make((20, 0, 3), 4, 2, kv_heads=2, **FEW)
+    metadata = make(step)
+    assert_right(step, *decode(step, metadata))
+
+
+def test_no_sequences() -> None:
+    step = DenseStep.make((20, 0), 4, 2, **FEW)
+    none = DenseStep(step.cache, step.q[:0], step.block_table[:0], step.cache_seqlens[:0])
+    for metadata in (flash_mla.get_mla_metadata(), pair(none)):
+        out, lse = decode(none, metadata)
+        assert out.shape == (0, 2, 4, 512) and lse.shape == (0, 4, 2)
+
+
+def test_copies_of_objects(no_decode: None) -> None:
+    """A copy is planned as its original, for the same lengths."""
+    step = DenseStep.make((20, 0), 4, 2, **FEW)
+    metadata, _ = flash_mla.get_mla_metadata()
+    decode(step, (metadata, None))
+    other = copy.deepcopy(metadata)
+    decode(step, (other, None))
+    assert other == metadata
+    mine, theirs = (next(iter(m._plans.values())) for m in (metadata, other))
+    assert torch.equal(mine.work_items, theirs.work_items)
+
+
+def test_results_over_the_pool_are_refused() -> None:
+    step = DenseStep.make((20,), 4, 1, **FEW)
+    kv = step.cache.kv
+    assert kv is not None
+    over = kv.view(-1)[: 4 * 512].view(1, 1, 4, 512)
+    for metadata in (flash_mla.get_mla_metadata(), pair(step)):
+        with pytest.raises(ValueError, match="^out: expected memory apart from k_cache, got"):
+            decode(step, metadata, out=over)
+
+
+@pytest.mark.parametrize(
+    ("function", "what"),
+    [
+        (flash_mla.flash_mla_sparse_fwd, "sparse prefill"),
+        (flash_mla.flash_attn_varlen_func, "dense prefill"),
+        (flash_mla.flash_attn_varlen_qkvpacked_func, "dense prefill"),
+        (flash_mla.flash_attn_varlen_kvpacked_func, "dense prefill"),
+    ],
+)
+def test_what_is_not_built(function: Callable[..., Any], what: str) -> None:
+    with pytest.raises(NotImplementedError) as caught:
+        function(*([None] * 7)[: 4 if what.startswith("sparse") else 7])
+    assert str(caught.value) == f"{function.__name__}: {what} is not built yet"
+
+
+def test_the_primary_api_has_the_same_bits() -> None:
+    """An object's plan is ``plan_decode``'s."""
+    step = DenseStep.make((20, 3), 4, 2, **FEW)
+    out, lse = decode(step, flash_mla.get_mla_metadata())
+    assert_same_bits((out, lse), snapmla.decode(
+        step.q, step.cache, step.block_table, step.cache_seqlens, softmax_scale=SCALE,
+        plan=step.plan(), empty_lse="+inf",
+    ))  # fmt: skip
