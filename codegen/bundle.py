@@ -37,6 +37,7 @@ SPEC_FILES = (
     "__init__.py",
     "py.typed",
     "dims.py",
+    "records.py",
     "spec.py",
     "registry.py",
     "families/*.py",

@@ -340,6 +340,9 @@ class Values(dict[str, Any]):
         items, part_begin, split_begin, slots = self.split
         rows = self.heads * self.sizes.s_q
         rows_pad = -(-rows // self.axes.row_tile) * self.axes.row_tile
+        parts = len(part_begin) - 1
+        if self.spec.op == "records_to_plan":  # which writes as many as there may be
+            items = [[0] * 8] * (parts + self.sizes.batch)
         return {
             "work_items": lambda: self._i32(items),
             "part_begin": lambda: self._i32(part_begin),
@@ -348,6 +351,17 @@ class Values(dict[str, Any]):
             "lse_accum": lambda: self._zeros(slots, rows_pad),
             "units": lambda: self._i32([]).view(0, 2),  # a unit is a sequence
             "row_limits": lambda: self._i32([]),
+            # FlashMLA's records: as many parts, which begin with some sequence's first tile
+            "records": lambda: self._i32(
+                [[p * self.sizes.batch // parts, *[0] * 7] for p in range(parts)]
+            ),
+            "num_splits": lambda: self._i32([0] * (self.sizes.batch + 1)),
+            "tile_begin": lambda: self._i32([0] * (self.sizes.batch + 1)),
+            "planned_seqlens": lambda: self._i32([0] * self.sizes.batch),
+            "max_tokens": lambda: self.width * self.axes.page_size,
+            "token_tile": lambda: TOKEN_TILE,
+            "rows": lambda: rows,
+            "num_kv_heads": lambda: 1,
         }
 
     def _parts(self) -> dict[str, Maker]:

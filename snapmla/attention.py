@@ -151,9 +151,9 @@ def run_plan(
         _check_causal(plan, causal)
     given = out is not None and lse is not None
     if out is None:
-        out = torch.empty(plan.out_shape, dtype=out_dtype or torch.bfloat16, device=plan.device)
+        out = plan.empty_out(out_dtype or torch.bfloat16)
     if lse is None:
-        lse = torch.empty(plan.lse_shape, dtype=torch.float32, device=plan.device)
+        lse = plan.empty_lse()
     if plan.idle:
         return out, lse
     if plan.check_stale:

@@ -309,6 +309,22 @@ class DecodePlan(launch.OverTensors):
         return *batch, heads, tokens
 
     @functools.cached_property
+    def _empty(self) -> tuple[launch.Allocator, tuple[int, ...], tuple[int, ...]]:
+        """What makes results, and strides of ``out`` and ``lse``."""
+        strides = (launch.dense_strides(shape) for shape in (self.out_shape, self.lse_shape))
+        return launch.allocator(self.device), *strides
+
+    def empty_out(self, dtype: torch.dtype) -> torch.Tensor:
+        """Uninitialised, for a call that nobody watches."""
+        empty, strides, _ = self._empty
+        return empty(self.out_shape, strides, dtype)
+
+    def empty_lse(self) -> torch.Tensor:
+        """Uninitialised, for a call that nobody watches."""
+        empty, _, strides = self._empty
+        return empty(self.lse_shape, strides, torch.float32)
+
+    @functools.cached_property
     def arguments(self) -> tuple[Any, ...]:
         """work_items, part_begin, split_begin, units, row_limits, o_accum, lse_accum as kernels
         take them."""

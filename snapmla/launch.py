@@ -77,6 +77,15 @@ def allocator(device: torch.device) -> Allocator:
     )
 
 
+def dense_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of a contiguous tensor."""
+    strides, step = [], 1
+    for n in reversed(shape):
+        strides.append(step)
+        step *= max(n, 1)
+    return tuple(reversed(strides))
+
+
 class OverTensors:
     """A frozen dataclass over tensors, which remembers what follows from where they lie.
 

@@ -486,22 +486,13 @@ class _Extents(NamedTuple):
 def _extents(shape: tuple[int, ...], granularity: str, device: torch.device) -> _Extents:
     rows = tuple(shape[:-1])
     scales = rows if granularity == "token_head" else rows[:-1]
-    dense = lambda extents, dtype: (extents, _dense_strides(extents), dtype)
+    dense = lambda extents, dtype: (extents, launch.dense_strides(extents), dtype)
     return _Extents(
         launch.allocator(device),
         dense(tuple(shape), torch.uint8),
         dense((*rows, QK_ROPE_HEAD_DIM), torch.bfloat16),
         dense(scales, torch.float32),
     )
-
-
-def _dense_strides(extents: tuple[int, ...]) -> tuple[int, ...]:
-    """Of a contiguous tensor of at least one element a dimension."""
-    strides, step = [], 1
-    for n in reversed(extents):
-        strides.append(step)
-        step *= max(n, 1)
-    return tuple(reversed(strides))
 
 
 def empty_query(shape: tuple[int, ...], granularity: str, device: torch.device) -> QuantizedQuery:

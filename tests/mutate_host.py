@@ -189,7 +189,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("quant.py", "!= heads * value.stride(1):", "< heads * value.stride(1):",
            "host/test_checks.py::test_wrong_argument",
            "heads that lie apart are read as if side by side"),
-    Mutant("quant.py", "DIM), rows if granularity ==", "DIM), rows if granularity !=",
+    Mutant("quant.py", "scales = rows if granularity ==", "scales = rows if granularity !=",
            "host/test_quant.py::test_quantize_into_given_tensors",
            "scales of the other granularity are made"),
     Mutant("fetch.py", "b > MAX_FETCHED", "b > MAX_FETCHED + 1",

@@ -63,6 +63,7 @@ from ..common.epilogue import Held, Shared, finish_row, write_rows
 from ..common.fp8_per_token import FORMAT, TokenScales
 from ..common.frames import NEVER, move_frame
 from ..common.paged_tma import PagedTma, pipe_barriers
+from ..common.registers import claim_registers
 from ..common.smem import array, struct_of
 from ..common.types import BF16, F8, ROW_MAJOR
 from ..common.work_list import Call, WorkList
@@ -210,7 +211,7 @@ class Ws(Fp8Entry):
         )  # fmt: skip
         needs = budget(spec)
         super().__init__(spec, loads, needs.threads)
-        self.regs = tuple(group.registers for group in needs.groups)
+        self.budget, self.regs = needs, tuple(group.registers for group in needs.groups)
         self.scales = TokenScales(TILE, self.stages, self.work.box)
         self.triples = softmax.WarpTriples(self.scales, self.form)
 
@@ -266,7 +267,7 @@ class Ws(Fp8Entry):
         cute.arch.griddepcontrol_wait()  # q, the cache and the plan come from the kernels before
         cta = Cta(st, k_pipe, gmem, call, umma.base_of(st.tmem.data_ptr()))
         if wg == 0:
-            cute.arch.setmaxregister_decrease(self.regs[0])
+            claim_registers(self.budget, self.regs[0])
             if warp_id == 0:
                 self.loads.produce_kv(
                     st, layouts.k, k_pipe, tma.kv, gmem.work, self.items(cta), gmem.scale.shape[0],
@@ -278,10 +279,10 @@ class Ws(Fp8Entry):
             elif warp_id == 2:
                 self.issue_products(cta)
         elif wg == 1:
-            cute.arch.setmaxregister_decrease(self.regs[1])
+            claim_registers(self.budget, self.regs[1])
             self.softmax_loop(cta)
         else:
-            cute.arch.setmaxregister_increase(self.regs[2])
+            claim_registers(self.budget, self.regs[2])
             self.promote_loop(cta, wg - 2)
         cute.arch.sync_threads()  # behind the fences and commits of each role's last access
         if warp_id == 3:

@@ -36,6 +36,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from ..common import budget as bud
 from ..common.paged_tma import chunk_ring, pipe_barriers
+from ..common.registers import claim_registers
 from ..common.work_list import Call
 from ..dims import HEAD_DIM_QK, KV_LORA_RANK
 from ..dims import TOKEN_TILE as TILE
@@ -128,13 +129,6 @@ class DenseDecode(DenseEntry):
     def storage(self, layouts: Layouts):
         return self.form.storage(layouts)
 
-    def claim_registers(self, count: int):
-        """setmaxnreg; the wrong direction is an illegal instruction."""
-        if count < budget(self.spec).at_launch:
-            cute.arch.setmaxregister_decrease(count)
-        else:
-            cute.arch.setmaxregister_increase(count)
-
     @cute.kernel
     def kernel(self, tma: Tma, gmem: Gmem, call: Call):
         entered = self.parts.stamps.now()
@@ -154,7 +148,7 @@ class DenseDecode(DenseEntry):
         cute.arch.griddepcontrol_wait()  # q, the cache and the plan come from the kernels before
         waited = self.parts.stamps.now()
         if wg == 0:
-            self.claim_registers(self.form.registers[0])
+            claim_registers(budget(self.spec), self.form.registers[0])
             if warp_id == 0:
                 self.parts.stamps.put(gmem.results, Stamp.ENTRY, value=entered)
                 self.parts.stamps.put(gmem.results, Stamp.WAITED, value=waited)
@@ -171,10 +165,10 @@ class DenseDecode(DenseEntry):
         else:
             cta = Cta(st, layouts, q_pipe, k_pipe, gmem, call, part)
             if wg == 1:
-                self.claim_registers(self.form.registers[1])
+                claim_registers(budget(self.spec), self.form.registers[1])
                 self.form.softmax_loop(cta)
             else:
-                self.claim_registers(self.form.registers[2])
+                claim_registers(budget(self.spec), self.form.registers[2])
                 self.form.pv_loop(cta, wg - 2)
         if const_expr(self.spec.cluster > 1):
             # the peer signals barriers in this CTA's shared memory: leave together

@@ -36,8 +36,8 @@ def test_capture_is_asked_of_the_tensors_device(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: current[0] == 1)
     monkeypatch.setattr(launch, "several_gpus", lambda: True)
     assert [launch.capturing(torch.device("cuda", i)) for i in (0, 1)] == [False, True]
-    assert metadata_pair._stream_of(torch.device("cpu")) == 0 and current == [0]
-    assert metadata_pair._stream_of(torch.device("cuda", 1)) is None
+    assert metadata_pair.stream_of(torch.device("cpu")) == 0 and current == [0]
+    assert metadata_pair.stream_of(torch.device("cuda", 1)) is None
 
 
 MERGE = VariantSpec(op="merge")

@@ -308,7 +308,7 @@ WRONG: dict[str, list[Row]] = {
          "q: expected a bfloat16 tensor, as the cache's rows, got a snapmla.QuantizedQuery",
          "a 16-bit cache takes queries as they are"),
         ("plan", rows_plan(), ValueError,
-         "plan: expected one made with cache_dtype='fp8', got torch.bfloat16", "one kind of cache"),
+         "plan: expected one made with cache_dtype='fp8', got torch.float16", "one kind of cache"),
         ("block_table", torch.zeros((B, WIDTH), dtype=I64), TypeError,
          r"block_table: expected dtype int32, got int64 \(use \.to\(torch\.int32\) once",
          "use .to(torch.int32) once when you build"),
