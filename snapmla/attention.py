@@ -151,9 +151,9 @@ def run_plan(
         _check_causal(plan, causal)
     given = out is not None and lse is not None
     if out is None:
-        out = plan.empty_out(out_dtype or torch.bfloat16)
+        out = plan._empty_out(out_dtype or torch.bfloat16)
     if lse is None:
-        lse = plan.empty_lse()
+        lse = plan._empty_lse()
     if plan.idle:
         return out, lse
     if plan.check_stale:

@@ -314,12 +314,12 @@ class DecodePlan(launch.OverTensors):
         strides = (launch.dense_strides(shape) for shape in (self.out_shape, self.lse_shape))
         return launch.allocator(self.device), *strides
 
-    def empty_out(self, dtype: torch.dtype) -> torch.Tensor:
+    def _empty_out(self, dtype: torch.dtype) -> torch.Tensor:
         """Uninitialised, for a call that nobody watches."""
         empty, strides, _ = self._empty
         return empty(self.out_shape, strides, dtype)
 
-    def empty_lse(self) -> torch.Tensor:
+    def _empty_lse(self) -> torch.Tensor:
         """Uninitialised, for a call that nobody watches."""
         empty, _, strides = self._empty
         return empty(self.lse_shape, strides, torch.float32)
