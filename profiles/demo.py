@@ -221,7 +221,7 @@ def decode_steps(
                 softmax_scale=job.softmax_scale, plan=plan,
             )  # fmt: skip
             queries.append(q)
-            exact = same_rows(stored(cache, slots), quantize_rows(c_kv, k_rope))
+            exact = same_rows(stored(cache, slots), quantize_rows(c_kv, k_rope, slots=slots))
             exact &= same_rows((q.nope, q.rope, q.scale), quantize_rows(q_nope, q_rope))
             results.append(check(job, batch, lengths, q, cache, out, lse, step, layer, exact))
         console.print(f"step {step}: {job.layers} layers, {time.perf_counter() - started:.1f} s")
@@ -264,7 +264,7 @@ def speculative_steps(
             q, cache, batch.block_table, batch.cache_seqlens, softmax_scale=job.softmax_scale,
             plan=plan,
         )  # fmt: skip
-        exact = same_rows(stored(cache, slots), quantize_rows(c_kv, k_rope))
+        exact = same_rows(stored(cache, slots), quantize_rows(c_kv, k_rope, slots=slots))
         exact &= same_rows((q.nope, q.rope, q.scale), quantize_rows(q_nope, q_rope))
         results.append(check(job, batch, grown, q, cache, out, lse, step, 0, exact, cu_seqlens_q))
         # the target model's verdict: the first token always, of the drafts about half

@@ -110,7 +110,8 @@ class SnapPool(Pool):
         )
 
     def store(self, first: int, x: torch.Tensor) -> None:
-        content, rope, scale = quantize_rows(x[:, :CONTENT_DIM], x[:, CONTENT_DIM:])
+        slots = first + torch.arange(x.shape[0], device=x.device)
+        content, rope, scale = quantize_rows(x[:, :CONTENT_DIM], x[:, CONTENT_DIM:], slots=slots)
         pages = slice(first // self.page_size, (first + x.shape[0]) // self.page_size)
         count = pages.stop - pages.start
         bytes_ = content.view(torch.uint8).view(count, self.page_size, CONTENT_DIM)

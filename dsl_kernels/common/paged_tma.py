@@ -11,7 +11,8 @@ A Q tile has the planes of a KV tile and may be as large, so it can also pass th
 ring sees the Q tile first.
 
 A tile may come in ``chunks`` of its channels, each with a full barrier of its own, so that Q.K
-begins on the first while the others are on their way.
+begins on the first while the others are on their way.  Some of them may also be freed ``early``, by
+a barrier of the stage for them all, and come first.
 
 Shared memory: a field ``q<plane>`` and ``k<plane>`` for each plane, ``q_bar``, ``k_bar``, and the
 format's field of scales.
@@ -45,6 +46,18 @@ class Loaded(NamedTuple):
     coords: cute.Tensor
 
 
+class Early(NamedTuple):
+    """Chunks of a tile that are freed before its stage is, and come first.
+
+    Attributes:
+        chunks: which.
+        warps: that read them last.
+    """
+
+    chunks: tuple[int, ...]
+    warps: int
+
+
 class PagedTma:
     """Host half (descriptors), barriers and producer warps of one kernel.
 
@@ -55,17 +68,23 @@ class PagedTma:
         q_warps, k_warps: warps of a CTA that free a Q tile, a KV tile.
         start_tiles: KV tiles of a part in flight until its first has landed; 0: all stages.
         chunks: equal parts of a plane's channels; the pipe's barrier is that of the first.
+        early: those that are freed before the stage is; ``order``: of arrival, these first.
     """
 
     def __init__(
         self, fmt: CacheFormat, work: WorkList, *, rows: int, stages: int, q_stages: int,
         cluster: int, q_warps: int, k_warps: int, start_tiles: int = 0, chunks: int = 1,
+        early: Early | None = None,
     ):  # fmt: skip
         self.format, self.work = fmt, work
         self.rows, self.cluster = rows, cluster
         self.stages, self.q_stages = stages, q_stages
         self.q_warps, self.k_warps, self.start_tiles = q_warps, k_warps, start_tiles
         self.chunks, self.more = chunks, chunk_ring(stages, chunks)
+        self.early = early or Early((), 0)
+        self.freed = early_ring(stages, self.early)
+        rest = [c for c in range(chunks) if c not in self.early.chunks]
+        self.order = (*self.early.chunks, *rest)
 
     # ---------------------------------------------------------------- host half
 
@@ -116,6 +135,8 @@ class PagedTma:
         fields = dict(k_bar=array(Int64, 2 * self.stages))
         if self.chunks > 1:
             fields.update(self.more.field)
+        if self.early.chunks:
+            fields.update(self.freed.field)
         return dict(q_bar=array(Int64, 2 * self.q_stages), **fields) if self.q_stages else fields
 
     @property
@@ -157,15 +178,21 @@ class PagedTma:
         """Barriers of the chunks behind the first; by one thread, before ``pipes``."""
         if self.chunks > 1:
             self.more.init(st)
+        if self.early.chunks:
+            self.freed.init(st)
 
-    def wait_chunk(self, st, chunk: int, index, phase) -> None:
-        """Until ``chunk`` of a stage is there; the first one's barrier is the pipe's."""
-        self.more.wait_full(st, index * (self.chunks - 1) + (chunk - 1), phase)
+    def wait_chunk(self, st, turn: int, index, phase) -> None:
+        """Until ``order[turn]`` of a stage is there; the first one's barrier is the pipe's."""
+        self.more.wait_full(st, index * (self.chunks - 1) + (turn - 1), phase)
+
+    def free_early(self, st, index, chosen) -> None:
+        """By the lanes with ``chosen``, one of each reading warp: the early chunks are read."""
+        self.freed.arrive_full_if(st, index, chosen)
 
     def wait_chunks(self, st, index, phase) -> None:
         """Until all behind the first are there."""
-        for chunk in range(1, self.chunks):
-            self.wait_chunk(st, chunk, index, phase)
+        for turn in range(1, self.chunks):
+            self.wait_chunk(st, turn, index, phase)
 
     # ---------------------------------------------------------------- device: producers
 
@@ -234,9 +261,9 @@ class PagedTma:
                     if (i == span[0]) & (tile == first + self.start_tiles):
                         # this warp alone begins the stage's next phase, so it cannot miss this one
                         k_pipe.consumer_wait(landed)
-                k_pipe.producer_acquire(kst)
-                for c in cutlass.range_constexpr(self.chunks):
-                    bar = self._chunk_barrier(st, k_pipe, kst, c)
+                for turn in cutlass.range_constexpr(self.chunks):
+                    c = self.order[turn]
+                    bar = self._chunk_barrier(st, k_pipe, kst, turn)
                     for j in cutlass.range_constexpr(self.work.boxes):
                         p = cute.arch.make_warp_uniform(cute.arch.shuffle_sync(now, j))
                         at = [target[self._at(j, c, kst.index)] for target, _ in planes]
@@ -257,11 +284,19 @@ class PagedTma:
         return (None, box, stage) if self.chunks == 1 else (None, box, chunk, stage)
 
     @cute.jit
-    def _chunk_barrier(self, st, k_pipe, kst, chunk: cutlass.Constexpr):
-        """What the copies of a chunk complete; ``producer_acquire`` has armed the first one's."""
-        if const_expr(chunk == 0):
+    def _chunk_barrier(self, st, k_pipe, kst, turn: cutlass.Constexpr):
+        """What the copies of ``order[turn]`` complete, armed, once the chunk is free."""
+        early = len(self.early.chunks)
+        if const_expr(turn == 0 and early == 0):
+            k_pipe.producer_acquire(kst)
             return k_pipe.producer_get_barrier(kst)
-        bar = self.more.full_barrier(st, kst.index * (self.chunks - 1) + (chunk - 1))
+        if const_expr(early > 0 and turn == 0):
+            self.freed.wait_full(st, kst.index, kst.phase)  # at once, the first time: phase 1
+        if const_expr(early > 0 and turn == early):
+            k_pipe.sync_object_empty.wait(kst.index, kst.phase)
+        bar = k_pipe.producer_get_barrier(kst)
+        if const_expr(turn > 0):
+            bar = self.more.full_barrier(st, kst.index * (self.chunks - 1) + (turn - 1))
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(bar, self.chunk_bytes)
         return bar
@@ -301,6 +336,11 @@ class PagedTma:
 def chunk_ring(stages: int, chunks: int) -> Ring:
     """Full barriers of the chunks behind the first: stage by stage."""
     return Ring("k_more", stages * (chunks - 1), {"KV producer": 1})
+
+
+def early_ring(stages: int, early: Early) -> Ring:
+    """Who has read the early chunks of a stage (its ``full`` side)."""
+    return Ring("k_early", stages, {"P.V": early.warps})
 
 
 def page_at(page, sequence, kv_heads):

@@ -35,7 +35,7 @@ from cutlass import const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from ..common import budget as bud
-from ..common.paged_tma import chunk_ring, pipe_barriers
+from ..common.paged_tma import chunk_ring, early_ring, pipe_barriers
 from ..common.registers import claim_registers
 from ..common.work_list import Call
 from ..dims import HEAD_DIM_QK, KV_LORA_RANK
@@ -55,6 +55,7 @@ from .dense_parts import (
     Cta,
     Layouts,
     Parts,
+    early_of,
     is_few,
     p_ring,
     q_stages_of,
@@ -87,7 +88,7 @@ def budget(spec: VariantSpec) -> bud.Budget:
     producer, softmax, pv = form.registers
     tiles = (stages * TILE + q_stages * rows) * TOKEN_BYTES
     readers = {"softmax": SOFTMAX_WARPS}, {"softmax": SOFTMAX_WARPS, "P.V": PV_WARPS}
-    half = KV_LORA_RANK // 2
+    half, early = KV_LORA_RANK // 2, early_of(spec)
     return bud.Budget(
         groups=(
             bud.WarpGroup("producers", producer),
@@ -98,6 +99,7 @@ def budget(spec: VariantSpec) -> bud.Budget:
         barriers=(
             *pipe_barriers(q_stages, readers[0], stages, readers[1], spec.cluster),
             *chunk_ring(stages, CHUNKS).budget(),
+            *(early_ring(stages, early).budget() if early else ()),
             *p_ring(stages).budget(),
             *INV_RING.budget(),
         ),

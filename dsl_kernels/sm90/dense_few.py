@@ -93,12 +93,13 @@ class FewRows(AcrossWarps, Form):
         (sK, sQ), (q_stage, stage, phase), mma_s = operands, stages, self.score_mma()
         acc_S = cute.make_rmem_tensor(mma_s.partition_shape_C((TILE, self.rows_cta)), Float32)
         warpgroup.fence()
-        for chunk in cutlass.range_constexpr(CHUNKS):
-            if cutlass.const_expr(chunk > 0):
-                self.parts.loads.wait_chunk(st, chunk, stage, phase)
+        for turn in cutlass.range_constexpr(CHUNKS):
+            if cutlass.const_expr(turn > 0):
+                self.parts.loads.wait_chunk(st, turn, stage, phase)
+            first = self.parts.loads.order[turn] * CHUNK_STEPS
             issue(
                 mma_s, acc_S, sK[None, None, None, stage], sQ[None, None, None, q_stage],
-                accumulate=chunk > 0, first=chunk * CHUNK_STEPS, last=(chunk + 1) * CHUNK_STEPS,
+                accumulate=turn > 0, first=first, last=first + CHUNK_STEPS,
             )  # fmt: skip
         warpgroup.commit_group()
         warpgroup.wait_group(0)
@@ -178,10 +179,14 @@ class FewRows(AcrossWarps, Form):
                 for acc in acc_O:
                     acc[v] = acc[v] * factor
         warpgroup.fence()
-        for acc, v in zip(acc_O, sV):
-            now = v[None, None, None, stage]
-            issue(self.pv_mma(), acc, now, sP[None, None, None, stage], accumulate=True)
+        for d in cutlass.range_constexpr(D_BLOCKS):
+            now = sV[d][None, None, None, stage]
+            issue(self.pv_mma(), acc_O[d], now, sP[None, None, None, stage], accumulate=True)
+            if cutlass.const_expr(2 * d + 2 == D_BLOCKS):
+                warpgroup.commit_group()
         warpgroup.commit_group()
+        warpgroup.wait_group(1)
+        self.half_read(st, stage)
         warpgroup.wait_group(0)
 
     @cute.jit

@@ -108,6 +108,12 @@ class Form:
         self.parts.p_ring.init(st)
         INV_RING.init(st)
 
+    def half_read(self, st, stage):
+        """The first half of a P.V warpgroup's WGMMAs has been waited for."""
+        if self.parts.loads.early.chunks:
+            cute.arch.sync_warp()  # one lane tells for all
+            self.parts.loads.free_early(st, stage, cute.arch.lane_idx() == 0)
+
     def p_tiles(self, st, layouts):
         """P (rows, 64 tokens, stage), over the tiles' RoPE columns."""
         pointer = cute.recast_ptr(self.parts.rope(st), layouts.p.inner, dtype=self.parts.dtype)

@@ -131,13 +131,14 @@ class ManyRows(Form):
         acc_S = cute.make_rmem_tensor(mma_s.partition_shape_C((ROWS_OF_CTA, TILE)), Float32)
         sQ_now, sK_now = sQ[None, None, None, q_stage], sK[None, None, None, stage]
         warpgroup.fence()
-        for chunk in cutlass.range_constexpr(CHUNKS):
-            if cutlass.const_expr(chunk > 0):
-                self.parts.loads.wait_chunk(st, chunk, stage, phase)
-            first, last = chunk * CHUNK_STEPS, (chunk + 1) * CHUNK_STEPS
+        for turn in cutlass.range_constexpr(CHUNKS):
+            if cutlass.const_expr(turn > 0):
+                self.parts.loads.wait_chunk(st, turn, stage, phase)
+            first = self.parts.loads.order[turn] * CHUNK_STEPS
+            last = first + CHUNK_STEPS
             in_registers = last <= REGISTER_STEPS
             mma, of_q = (mma_r, rQ) if in_registers else (mma_s, sQ_now)
-            issue(mma, acc_S, of_q, sK_now, accumulate=chunk > 0, first=first, last=last)
+            issue(mma, acc_S, of_q, sK_now, accumulate=turn > 0, first=first, last=last)
         warpgroup.commit_group()
         warpgroup.wait_group(0)
         t = cute.make_rmem_tensor((ROWS_ON_M.values,), Float32)
@@ -231,7 +232,9 @@ class ManyRows(Form):
         for acc, v in zip(acc_O, rV):
             rV_now = v[None, None, None, stage]
             issue(self.pv_mma(), acc, rP[None, None, None, stage], rV_now, accumulate=True)
-        warpgroup.commit_group()
+            warpgroup.commit_group()
+        warpgroup.wait_group(1)
+        self.half_read(st, stage)
         warpgroup.wait_group(0)
 
     @cute.jit

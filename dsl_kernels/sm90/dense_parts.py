@@ -11,7 +11,7 @@ import cutlass.tensor_utils
 from .. import compat
 from ..common.barriers import Ring
 from ..common.latent16 import LatentValues, latent_format
-from ..common.paged_tma import PagedTma
+from ..common.paged_tma import Early, PagedTma
 from ..common.smem import array
 from ..common.stamps import Stamps
 from ..common.types import ROW_MAJOR
@@ -29,6 +29,7 @@ FEW_ROWS = 32  # and less: S^T = K Q^T
 TOKEN_BYTES = 2 * HEAD_DIM_QK
 SOFTMAX_WARPS, PV_WARPS = 4, 8
 CHUNKS = 9  # of a KV tile, 64 channels each: Q.K begins on the first
+EARLY = (0, 1, 4, 5)  # of them: the first half of what each P.V warpgroup reads
 CHUNK_STEPS = HEAD_DIM_QK // 16 // CHUNKS  # of Q.K
 COLUMN_MAJOR = cutlass.tensor_utils.LayoutEnum.COL_MAJOR
 INV_RING = Ring("inv", 1, {"softmax": SOFTMAX_WARPS}, {"P.V": PV_WARPS})  # 1 / row sums of an item
@@ -81,6 +82,11 @@ def p_ring(stages: int) -> Ring:
     return Ring("p", stages, {"softmax": SOFTMAX_WARPS})
 
 
+def early_of(spec: VariantSpec) -> Early | None:
+    """What P.V frees at half time; a cluster frees its stages as a whole."""
+    return Early(EARLY, PV_WARPS) if spec.cluster == 1 else None
+
+
 class Parts:
     """What the forms are composed of.
 
@@ -101,7 +107,7 @@ class Parts:
         self.loads = PagedTma(
             latent_format(self.dtype), self.work, rows=self.rows, stages=self.stages,
             q_stages=self.q_stages, cluster=spec.cluster, q_warps=SOFTMAX_WARPS,
-            k_warps=SOFTMAX_WARPS + PV_WARPS, chunks=CHUNKS,
+            k_warps=SOFTMAX_WARPS + PV_WARPS, chunks=CHUNKS, early=early_of(spec),
         )  # fmt: skip
         self.p_ring = p_ring(self.stages)
         self.values = LatentValues(self.dtype, TILE)

@@ -183,7 +183,8 @@ def _append_kv(
             chunks = rotary.normalise(chunks, weight, norm.eps, dt)
         if cutlass.const_expr(angles is not None):
             rope_words = rotary.rotate(rope_words, turns, lane, dt, neox)
-        bits = quant.warp_max(quant.scale_bits(chunks, rope_words, dt))
+        factor = quant.amax_to_scale(slot)
+        bits = quant.warp_max(quant.scale_bits(chunks, rope_words, dt, factor))
         sigma, inv = quant.finish_scale(bits)
         page_size = content.shape[1]
         if slot >= 0 and slot < Int64(content.shape[0]) * page_size:

@@ -7,9 +7,10 @@ run of bytes.  All functions are plain Python: they unroll at trace time.
 
 The quantisation rule (per token, or per query row; all fp32):
 
-    scale = max(amax_c / 448, amax_r * 2^-40, 2^-80)    inv = 1 / scale
+    scale = max(amax_c / top, amax_r * 2^-40, 2^-80)    inv = 1 / scale
     nope8 = e4m3(c * inv)                               rope' = bf16(rope * inv)
 
+where top is 448 for queries and, for a token that goes into slot s, CACHE_TOPS[s % 8].
 The second term keeps rope' finite where the content is (nearly) zero, the third keeps inv finite.
 The maximum is taken on the bit patterns: unsigned integers order like absolute values, and NaN and
 Inf come out on top, so one reduction finds both the scale and the rows that must become NaN.
@@ -22,13 +23,13 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass
-from cutlass import Float32, Uint32, cute
+from cutlass import Float32, Int32, Uint32, cute
 
 from .. import compat
-from ..dims import E4M3_MAX, KV_LORA_RANK, QK_ROPE_HEAD_DIM
+from ..dims import CACHE_TOPS, E4M3_MAX, KV_LORA_RANK, QK_ROPE_HEAD_DIM
 
 WARP = 32
-AMAX_TO_SCALE = 1.0 / E4M3_MAX  # rounded to fp32 where it is used
+AMAX_TO_SCALE = 1.0 / E4M3_MAX  # rounded to fp32 where it is used, as those of CACHE_TOPS
 ROPE_FLOOR = 2.0**-40  # scale >= amax_rope * ROPE_FLOOR: |rope'| <= 2^40
 SCALE_FLOOR = 2.0**-80
 INF_BITS = 0x7F800000
@@ -89,11 +90,26 @@ def _amax(words: list[Any], dt: Any) -> Any:
     return to_f32([top], dt)[0] if dt is not cutlass.BFloat16 else (top << 16).bitcast(Float32)
 
 
-def scale_bits(chunks: list[list[Any]], rope_words: list[Any], dt: Any) -> Any:
-    """This lane's candidate for the row's scale, as bits: reduce with an unsigned maximum."""
+def amax_to_scale(slot: Any) -> Any:
+    """1 / top of a token that goes into ``slot`` (an integer of any sign)."""
+    low, left = Int32(slot) & 7, [Float32(1.0 / top) for top in CACHE_TOPS]
+    for bit in range(3):
+        odd = (low >> bit) & 1
+        pairs = zip(left[::2], left[1::2], strict=True)
+        left = [cutlass.select_(odd != 0, b, a) for a, b in pairs]
+    return left[0]
+
+
+def scale_bits(
+    chunks: list[list[Any]], rope_words: list[Any], dt: Any, factor: Any = AMAX_TO_SCALE
+) -> Any:
+    """This lane's candidate for the row's scale, as bits: reduce with an unsigned maximum.
+
+    ``factor``: 1 / top.
+    """
     amax_c = _amax([w for chunk in chunks for w in chunk], dt)
     amax_r = _amax(rope_words, dt)
-    from_content = (amax_c * Float32(AMAX_TO_SCALE)).bitcast(Uint32)
+    from_content = (amax_c * Float32(factor)).bitcast(Uint32)
     return cutlass.max(from_content, (amax_r * Float32(ROPE_FLOOR)).bitcast(Uint32))
 
 

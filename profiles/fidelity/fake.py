@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from snapmla.testing.rounding import (
-    E4M3_MAX,
     MIMIC,
     SNAPMLA,
     TABLE_2,
@@ -26,10 +25,7 @@ from snapmla.testing.rounding import (
 
 LOG2E = math.log2(math.e)
 GOLDEN = (math.sqrt(5) - 1) / 2  # multiples of it fill an interval evenly
-SCALES = ("exact", "powers", "phased", "maxima")
-# e4m3's values of the top binade and the highest below it, neighbours in position far apart;
-# eight divide every page, so that the offset in the page decides
-MAXIMA = (448.0, 320.0, 384.0, 256.0, 416.0, 288.0, 352.0, 240.0)
+SCALES = ("exact", "powers", "phased")
 CHUNK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 27}  # logits held at once
 
 # A quantised operand: values (..., 512) and (..., 64) under scales (...)
@@ -45,8 +41,7 @@ class Setting:
         text: what a legend says.
         scales: ``exact`` as the configuration has them; ``powers``: of tokens and query rows,
             rounded up to powers of two; ``phased``: of tokens, times 1 to 2 by position, so that
-            equal latents do not round alike; ``maxima``: the same end by scales under which a
-            token's largest element is one of ``MAXIMA``, and exact, by its position in a page.
+            equal latents do not round alike.
 
     Raises:
         ValueError: no such scales, or scales that are not those of a token.
@@ -70,9 +65,6 @@ class Setting:
         if self.scales == "powers":
             return _rescaled(c_kv, k_rope, _next_power(stored[2]))
         positions = torch.arange(len(c_kv), device=c_kv.device)
-        if self.scales == "maxima":
-            top = torch.tensor(MAXIMA, device=c_kv.device)[positions % len(MAXIMA)]
-            return _rescaled(c_kv, k_rope, stored[2] * (E4M3_MAX / top))
         return _rescaled(
             c_kv, k_rope, stored[2] * torch.exp2(positions.double() * GOLDEN % 1).float()
         )
@@ -100,6 +92,7 @@ def _rescaled(content: Tensor, rope: Tensor, scale: Tensor) -> Stored:
 
 # Configuration A rounds K and Q over all 576 channels; B to D keep RoPE in bf16.  B to D see a
 # whole sequence when they choose a scale, tokens to come included: kinder than a decode could be.
+PLAIN = replace(MIMIC, top="fixed")
 SETTINGS = {
     "ours": Setting(MIMIC, "snapmla, one term of P"),
     "ours2": Setting(replace(MIMIC, p_terms=2), "snapmla, two terms of P"),
@@ -108,11 +101,11 @@ SETTINGS = {
     "B": Setting(TABLE_2["B"], "B: per tensor, static 1.0"),
     "C": Setting(TABLE_2["C"], "C: per tensor, dynamic"),
     "D": Setting(TABLE_2["D"], "D: 64 x 64 blocks"),
-    "pow2": Setting(MIMIC, "power-of-two scales", "powers"),
-    "phased": Setting(MIMIC, "scales of many phases", "phased"),
-    "maxima": Setting(MIMIC, "the largest element at one of eight values", "maxima"),
+    "plain": Setting(PLAIN, "every token's largest element at 448"),
+    "pow2": Setting(PLAIN, "power-of-two scales", "powers"),
+    "phased": Setting(PLAIN, "scales of many phases", "phased"),
     "c128": Setting(
-        replace(MIMIC, granularity="block", block=(1, 128)), "a scale per 128 channels"
+        replace(PLAIN, granularity="block", block=(1, 128)), "a scale per 128 channels"
     ),
     "exact_p": Setting(replace(MIMIC, p_scale="none"), "P not quantised"),
 }

@@ -14,8 +14,7 @@ WHOLE = ("bf16", "ours", "ours2", "A", "kernel", "kernel2", "flashmla_bf16", "fl
 LABELS = {
     "bf16": "BF16", "ours": "ours", "ours2": "ours, two terms", "paper": "paper's P",
     "pow2": "power-of-two scales", "phased": "scales of many phases",
-    "maxima": "eight maxima",
-    "c128": "128-channel scales", "exact_p": "P exact",
+    "plain": "largest element at 448", "c128": "128-channel scales", "exact_p": "P exact",
     "kernel": "our kernel", "kernel2": "our kernel, two terms", "flashmla_bf16": "FlashMLA BF16",
     "flashmla_fp8": "FlashMLA FP8",
 }  # fmt: skip

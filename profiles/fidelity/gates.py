@@ -14,11 +14,12 @@ PRESERVING = ("natural", "rope", "gain", "channels")
 CLOSE = 1.05  # ours over the best of A to D
 ALIKE = 1.2  # KL of a kernel and of its fake-quantised twin
 DRIFT, STEADY = 5.0, 1.3  # error at 64K over that at 1K
+MAIN = "full"  # FlashMLA FP8's drift is judged on this model, and reported of the others
 NEAR, FAR = "1024", "65536"
 MODELS, SEEDS = 3, 3
 MINUTES = 60.0
 TWINS = {"kernel": "ours", "kernel2": "ours2"}
-COMPARED = ("ours2", "paper", *PAPER, "pow2", "phased", "maxima", "c128")
+COMPARED = ("ours2", "paper", *PAPER, "plain", "pow2", "phased", "c128")
 
 
 @dataclass(frozen=True)
@@ -181,10 +182,13 @@ def drift(results: Results) -> Gate:
             if name in TWINS:
                 passed.append(grown["own"] <= STEADY)
                 seen.add(name)
-            elif name == "flashmla_fp8":
+            elif name == "flashmla_fp8" and model == MAIN:
                 passed.append(grown["own"] >= DRIFT)
                 seen.add(name)
-    claim = f"2-sigma constant, 64K over 1K: FlashMLA FP8 >= {DRIFT:g}, our kernels <= {STEADY:g}"
+    claim = (
+        f"2-sigma constant, 64K over 1K: FlashMLA FP8 >= {DRIFT:g} in the {MAIN} model, "
+        f"our kernels <= {STEADY:g} in all"
+    )
     whole = seen == {*TWINS, "flashmla_fp8"}
     return Gate("drift", claim, _verdict(passed, whole), tuple(figures))
 

@@ -165,7 +165,7 @@ def _frames(t: Tensor, lazy: bool) -> Tensor:
     if not lazy:
         top = t.amax(-1, keepdim=True)
         return torch.where(torch.isneginf(top), 0.0, top)
-    frame = torch.full(t.shape[:-1], -1e30, dtype=t.dtype)
+    frame = torch.full(t.shape[:-1], -1e30, dtype=t.dtype, device=t.device)
     for block in t.split(TILE, -1):
         m = block.amax(-1)
         frame = torch.where(m > frame + HEADROOM, m - P_LOG2_MAX, frame)

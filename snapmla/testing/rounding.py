@@ -11,13 +11,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-D_V = 512  # content channels
-E4M3_MAX = 448.0
+from dsl_kernels.dims import CACHE_TOPS, E4M3_MAX
+from dsl_kernels.dims import KV_LORA_RANK as D_V
+
 FP8 = torch.float8_e4m3fn
 ROPE_FLOOR = 2.0**-40  # scale >= max|rope| * ROPE_FLOOR
 SCALE_FLOOR = 2.0**-80
 
 CHOICES: dict[str, tuple[str, ...]] = {
+    "top": ("fixed", "spread"),
     "granularity": ("none", "tensor", "token", "channel", "block"),
     "q_granularity": ("none", "token_head", "token"),
     "scaling": ("dynamic", "static"),
@@ -38,6 +40,8 @@ class QuantConfig:
     Attributes:
         granularity: of the cache's content scale; used by ``reference_from_unquantised`` only.
         scaling: ``dynamic`` (max / 448) or ``static`` (``static_scale``).
+        top: where dynamic scales of tokens put the largest channel: ``fixed``, 448; ``spread``, as
+            append_kv: one of eight e4m3 values by position.
         static_scale: the scale if static.
         block: (tokens, channels) of one scale if ``granularity`` is ``block``.
         rope_quantised: ``none`` keeps RoPE in bf16; ``own`` quantises it to e4m3 with a scale of
@@ -70,6 +74,7 @@ class QuantConfig:
 
     granularity: str = "token"
     scaling: str = "dynamic"
+    top: str = "fixed"
     static_scale: float = 1.0
     block: tuple[int, int] = (64, 64)
     rope_quantised: str = "none"
@@ -117,11 +122,11 @@ class QuantConfig:
 
 
 FP64 = QuantConfig(granularity="none", q_granularity="none", p_scale="none")
-MIMIC = QuantConfig(qk_promote_channels=256)
+MIMIC = QuantConfig(top="spread", qk_promote_channels=256)
 MIMIC_HW = replace(MIMIC, qk_accumulation="hopper", arithmetic="fp32")
 MIMIC_HW_FULL = replace(MIMIC_HW, pv_accumulation="hopper")
 MIMIC_BLACKWELL = QuantConfig(
-    qk_accumulation="blackwell", pv_accumulation="blackwell", arithmetic="fp32"
+    top="spread", qk_accumulation="blackwell", pv_accumulation="blackwell", arithmetic="fp32"
 )  # one chain of Q.K
 
 # The paper's Table 2.  Its P is scaled to 448; its accumulators are never promoted, which shows
@@ -139,7 +144,9 @@ def to_e4m3(x: Tensor) -> Tensor:
     return x.float().clamp(-E4M3_MAX, E4M3_MAX).to(FP8)
 
 
-def quantize_rows(c: Tensor, rope: Tensor, *, shared: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+def quantize_rows(
+    c: Tensor, rope: Tensor, *, shared: int = 0, slots: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """The kernels' quantisation of a token (append_kv) or query row (quantize_q), bit for bit.
 
     Args:
@@ -147,21 +154,29 @@ def quantize_rows(c: Tensor, rope: Tensor, *, shared: int = 0) -> tuple[Tensor, 
         rope: (..., 64) floating point.
         shared: trailing leading-dimensions that share one scale: 1 for quantize_q's ``token``
             granularity, where the last dimension before the channels is the heads.
+        slots: integers (...), where in the cache each token goes (append_kv), or its offset in the
+            page; None for query rows.
 
     Returns:
         (nope (..., 512) float8_e4m3fn, rope (..., 64) bfloat16 divided by the scale, scale (...)
-        float32 without the shared dimensions).  scale = max(max|c| / 448, max|rope| * 2^-40,
-        2^-80); a row with a NaN or infinity has NaN content, RoPE and scale.
+        float32 without the shared dimensions).  scale = max(max|c| / top, max|rope| * 2^-40,
+        2^-80), where top is 448 or, for slot s, CACHE_TOPS[s % 8]: so that the largest channel is
+        exact and tokens that are alike do not round alike; a row with a NaN or infinity has NaN
+        content, RoPE and scale.
 
     Raises:
         RuntimeError: from torch, if shapes do not go together.
 
-    Source: SnapMLA paper, section 3.1; the floors are our own.
+    Source: SnapMLA paper, section 3.1; the floors and the tops are our own.
     """
     c, rope = c.float(), rope.float()
     dims = tuple(range(-1 - shared, 0))
     amax_c, amax_r = c.abs().amax(dims), rope.abs().amax(dims)
-    scale = torch.maximum(amax_c * (1.0 / E4M3_MAX), amax_r * ROPE_FLOOR).clamp_min(SCALE_FLOOR)
+    factor = torch.tensor([1.0 / E4M3_MAX], device=c.device)
+    if slots is not None:
+        factor = torch.tensor([1.0 / top for top in CACHE_TOPS], device=c.device)
+        factor = factor[slots.to(c.device).long() % len(CACHE_TOPS)]
+    scale = torch.maximum(amax_c * factor, amax_r * ROPE_FLOOR).clamp_min(SCALE_FLOOR)
     good = torch.isfinite(c).all(-1) & torch.isfinite(rope).all(-1)
     for _ in range(shared):
         good = good.all(-1)
@@ -232,7 +247,8 @@ def quantise_cache(c: Tensor, rope: Tensor, config: QuantConfig) -> tuple[Tensor
         back = _scaled(whole, _content_scale(whole, config))
         return back[:, :D_V], back[:, D_V:], ones
     if config.granularity == "token" and config.scaling == "dynamic":
-        k8, rope_in_domain, sigma = quantize_rows(c, rope)
+        positions = torch.arange(len(c)) if config.top == "spread" else None
+        k8, rope_in_domain, sigma = quantize_rows(c, rope, slots=positions)
     else:
         scale = _content_scale(c, config)
         if scale.numel() == 1:

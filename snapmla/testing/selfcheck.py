@@ -158,7 +158,7 @@ def filled_cache(
     pool, table = shuffled_table(lengths, page_size)
     cache = poisoned_cache(pool, page_size, layout)
     for i, n in enumerate(lengths):
-        content, rope, scale = rounding.quantize_rows(*sample_tokens(n))
+        content, rope, scale = rounding.quantize_rows(*sample_tokens(n), slots=torch.arange(n))
         at = places(table[i], n, page_size)
         cache.content_u8[at] = content.view(torch.uint8)
         cache.rope[at] = rope
@@ -570,7 +570,7 @@ def _check_append(spec: VariantSpec, kernel: runtime.Kernel) -> Result:
         stored = (rope.rms_norm_rows(c_kv, weight, 1e-6), stored[1])
     kept = slots >= 0
     rows = slots[kept].long()
-    content, rope_channels, scale = rounding.quantize_rows(*(x[kept] for x in stored))
+    content, rope_channels, scale = rounding.quantize_rows(*(x[kept] for x in stored), slots=rows)
     want = poisoned_cache(3, 16)
     want.content_u8.view(-1, KV_LORA_RANK)[rows] = content.view(torch.uint8)
     want.rope.view(-1, QK_ROPE_HEAD_DIM)[rows] = rope_channels

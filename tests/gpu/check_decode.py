@@ -309,7 +309,7 @@ def quant_figures(
     snapmla.append_kv(cache, c, rope, slots if wide else slots.int())
     want = cases.allocate_pool(pages, page_size, layout, device, 255)
     kept = slots >= 0
-    k8, k_rope, sigma = quantize_rows(c[kept], rope[kept])
+    k8, k_rope, sigma = quantize_rows(c[kept], rope[kept], slots=slots[kept])
     where = (slots[kept] // page_size, slots[kept] % page_size)
     want[0].view(torch.uint8)[where] = k8.view(torch.uint8)
     want[1][where], want[2][where] = k_rope, sigma

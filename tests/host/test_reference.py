@@ -290,7 +290,7 @@ def test_papers_recurrence_overflows_where_ours_does_not() -> None:
 @pytest.mark.parametrize("at", [0.0, 0.7])
 def test_sink_keeps_its_tail(at: float) -> None:
     """A tail of weights around 1e-5 keeps its mass within 2 %, wherever the sink is."""
-    case = cases.sink_case(1 << 14, at, heads=2)
+    case = cases.sink_case(1 << 14, at, heads=2, alike=True)  # eight scales would blur the loss
     inputs = cases.build(case)
     truth = decode(inputs)[0][0, 0, :, 1]
     assert (truth > 0.05).all()

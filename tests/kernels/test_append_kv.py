@@ -15,6 +15,7 @@ from tests.support.rows import (
     DTYPES,
     FP8,
     INDEX,
+    TOPS,
     device_of,
     joint,
     kernel,
@@ -65,7 +66,7 @@ def test_append_kv(
 
     content, rope, scale = (x.clone() for x in allocate_pool(pages, page_size, "split", "cpu", 255))
     kept = (slots >= 0) & (slots < pages * page_size)
-    q8, rope_q, sigma = quantised(c, r)
+    q8, rope_q, sigma = quantised(c, r, slots=slots)
     content.view(torch.uint8).view(-1, 512)[slots[kept]] = q8[kept]
     rope.view(-1, 64)[slots[kept]] = rope_q[kept]
     scale.view(-1)[slots[kept]] = sigma[kept]
@@ -127,7 +128,24 @@ def test_append_kv_few(n: int) -> None:
     kernel("sm_90a", op="append_kv")(pool[0].view(torch.uint8), *pool[1:], c, r, slots)
     assert pool[2].count_nonzero() == n
     if n:
-        assert pool[2][1, 3] == torch.tensor(1 / 448) and (pool[0][1, 3].float() == 448).all()
+        assert pool[2][1, 3] == torch.tensor(1 / 256) and (pool[0][1, 3].float() == 256).all()
+
+
+@pytest.mark.parametrize("in_dtype", ["bf16", "f32"])
+def test_alike_tokens_do_not_round_alike(in_dtype: str) -> None:
+    """Eight scales for eight neighbours, each with its largest channel exact."""
+    pool = allocate_pool(2, 16, "split", torch.device("cpu"), 255)
+    c = torch.randn(1, 512).to(DTYPES[in_dtype]).expand(8, -1).contiguous()
+    slots = torch.arange(20, 28, dtype=torch.int32)
+    run = kernel("sm_90a", op="append_kv", in_dtype=in_dtype)
+    run(pool[0].view(torch.uint8), *pool[1:], c, torch.zeros(8, 64).to(c.dtype), slots)
+    content, scale = pool[0][1, 4:12].float(), pool[2][1, 4:12]
+    assert set(content.abs().amax(1).tolist()) == set(TOPS) and len(set(scale.tolist())) == 8
+    where = c[0].abs().argmax()
+    back = content[:, where] * scale
+    assert torch.allclose(back, c[:, where].float(), rtol=2.0**-22, atol=0)
+    other = (content * scale[:, None])[:, torch.arange(512) != where]
+    assert len(other.unique(dim=0)) == 8
 
 
 def far_apart(dtype: torch.dtype, *row: int) -> Tensor:
@@ -149,7 +167,7 @@ def test_pool_beyond_4_gib() -> None:
     c, r = latents((5,), torch.bfloat16)
     slots = torch.tensor([31, 16, 0, 17, 5], dtype=torch.int32)
     kernel("sm_90a", op="append_kv")(*cache, c, r, slots)
-    expected = quantised(c, r)
+    expected = quantised(c, r, slots=slots)
     for got, want in zip(cache, expected, strict=True):
         assert_same(torch.stack([got[s // 16, s % 16] for s in slots.tolist()]), want)
     sigma = expected[2][:, None]

@@ -209,7 +209,9 @@ def test_the_order_of_squares() -> None:
         pool[0].view(torch.uint8), *pool[1:], c, torch.zeros(n, 64).half(),
         torch.arange(n, dtype=torch.int32), zero, torch.zeros(1, 64).half(), ones, EPS,
     )  # fmt: skip
-    assert_same(pool[2][0, :n], reference.quantize_rows(want, torch.zeros(n, 64))[2])
+    assert_same(
+        pool[2][0, :n], reference.quantize_rows(want, torch.zeros(n, 64), slots=torch.arange(n))[2]
+    )
 
 
 @pytest.mark.parametrize("is_neox", [False, True])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -10,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from dsl_kernels.dims import CACHE_TOPS
 from profiles.contenders import PeerLibrary
 from profiles.fidelity import attention, fake
 from profiles.fidelity.attention import Blocks, attend_plainly
-from profiles.fidelity.fake import MAXIMA, SETTINGS, Setting, attend_quantised
+from profiles.fidelity.fake import SETTINGS, Setting, attend_quantised
 from profiles.fidelity.study import biased, divergence, errors
 from snapmla.testing.reference import reference_from_unquantised
 from snapmla.testing.rounding import FP64, MIMIC, MIMIC_HW_FULL
@@ -81,35 +83,35 @@ def test_phased_scales_do_not_round_equal_latents_alike() -> None:
     *_, c_kv, k_rope = problem(length=256)
     same = c_kv[:1].expand(256, -1)
     content, rope, scale = SETTINGS["phased"].cache(same, k_rope)
-    factor = scale / SETTINGS["ours"].cache(same, k_rope)[2]
+    factor = scale / SETTINGS["plain"].cache(same, k_rope)[2]
     assert 1 <= factor.min() < 1.01 and 1.98 < factor.max() <= 2
     back = rope.float() * scale[:, None]
     assert float((back - k_rope).abs().max()) < 2**-8 * float(k_rope.abs().max())
     means = [
         (kept[0].float() * kept[2][:, None]).mean(0)
-        for kept in ((content, rope, scale), SETTINGS["ours"].cache(same, k_rope))
+        for kept in ((content, rope, scale), SETTINGS["plain"].cache(same, k_rope))
     ]
     assert distance(means[0], same[0]) < 0.5 * distance(means[1], same[0])
 
 
-def test_eight_maxima_keep_the_largest_element_and_round_equal_latents_unlike() -> None:
+def test_our_scales_keep_the_largest_element_and_round_equal_latents_unlike() -> None:
     *_, c_kv, k_rope = problem(length=256)
     same = c_kv[:1].expand(256, -1)
-    content, rope, scale = SETTINGS["maxima"].cache(same, k_rope)
-    assert sorted(content.float().abs().amax(-1).unique().tolist()) == sorted(MAXIMA)
+    content, rope, scale = SETTINGS["ours"].cache(same, k_rope)
+    assert sorted(content.float().abs().amax(-1).unique().tolist()) == sorted(CACHE_TOPS)
     restored = content.float() * scale[:, None]
     largest = same.float().abs().amax(-1)
     assert float((restored.abs().amax(-1) / largest - 1).abs().max()) < 2**-22
     assert float((rope.float() * scale[:, None] - k_rope).abs().max()) < 2**-8 * float(
         k_rope.abs().max()
     )
-    kept, _, plain = SETTINGS["ours"].cache(same, k_rope)
+    kept, _, plain = SETTINGS["plain"].cache(same, k_rope)
     alike = distance((kept.float() * plain[:, None]).mean(0), same[0])
     assert distance(restored.mean(0), same[0]) < 0.5 * alike
 
 
 def test_scales_that_do_not_exist_are_refused() -> None:
-    with pytest.raises(ValueError, match="scales: expected exact, powers, phased, maxima"):
+    with pytest.raises(ValueError, match="scales: expected exact, powers, phased"):
         Setting(MIMIC, "", "random")
     with pytest.raises(ValueError, match="scales: phased are for granularity token alone"):
         Setting(SETTINGS["C"].config, "", "phased")
@@ -139,7 +141,7 @@ def test_modelled_accumulators_are_refused() -> None:
 def test_what_an_attention_stores_is_what_it_attends_to() -> None:
     """Exact attention over ``stored`` is fake quantisation with an exact P."""
     inputs = [x[None] for x in problem()]
-    for name in ("ours", "A", "B", "C", "D", "pow2", "phased", "maxima", "c128"):
+    for name in ("ours", "A", "B", "C", "D", "plain", "pow2", "phased", "c128"):
         (backend,) = attention.backends([name], torch.device("cpu"), None)
         stored = backend.stored(tuple(inputs))  # type: ignore[arg-type]
         exact = replace(SETTINGS[name], config=replace(SETTINGS[name].config, p_scale="none"))
@@ -181,7 +183,9 @@ def test_our_kernels_in_the_loop() -> None:
     got = attention.kernels()(*inputs, scale)
     twin = attention.fake(SETTINGS["ours"])(*inputs, scale)
     truth = attend_plainly(*inputs, scale)
-    assert distance(got, twin) < 4e-3, "bf16 results, and P at ties"
+    rows = [distance(a, b) for a, b in zip(got.flatten(0, 2), twin.flatten(0, 2), strict=True)]
+    assert statistics.median(rows) < 2.5e-3, "bf16 results"
+    assert distance(got, twin) < 1e-2, "and P at ties: the tensor core's logits have 13 bits less"
     assert 5e-3 < distance(got, truth) < 8e-2
     assert distance(got[1], twin[0]) > 0.5, "sequences that could be exchanged prove nothing"
 

@@ -50,6 +50,7 @@ class DecodeCase:
         pool_tokens: smallest size of the pool; pages are spread over all of it.
         causal: as in decode.
         granularity: of q's scale, ``token_head`` or ``token``.
+        alike: every token's largest channel at 448, as other writers of such caches have it.
         seed: of everything random.
     """
 
@@ -70,6 +71,7 @@ class DecodeCase:
     pool_tokens: int = 0
     causal: bool = True
     granularity: str = "token_head"
+    alike: bool = False
     seed: int = 0
 
     @property
@@ -231,7 +233,8 @@ def build(
         c, r = _tokens(case, length, generator, device)
         position = torch.arange(length, device=device)
         page, offset = table[i].long()[position // case.page_size], position % case.page_size
-        k8, rope[page, offset], scale[page, offset] = quantize_rows(c, r)
+        stored = quantize_rows(c, r, slots=None if case.alike else offset)
+        k8, rope[page, offset], scale[page, offset] = stored
         content.view(torch.uint8)[page, offset] = k8.view(torch.uint8)
         if keep_source:
             source.append((c.bfloat16(), r.bfloat16()))

@@ -38,15 +38,23 @@ def device_of(target: str) -> str:
     return "cuda" if target == "cuda" else "cpu"
 
 
-def quantised(c: Tensor, r: Tensor, token_dims: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+TOPS = (448, 320, 384, 256, 416, 288, 352, 240)
+
+
+def quantised(
+    c: Tensor, r: Tensor, token_dims: int = 1, slots: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """The quantisation rule in torch: (content bytes, rope bf16, scale f32).
 
-    The scale is shared over the last ``token_dims`` dimensions.
+    The scale is shared over the last ``token_dims`` dimensions; ``slots`` of cached tokens.
     """
     c, r = c.float().cpu(), r.float().cpu()
     dims = tuple(range(-token_dims, 0))
     amax_c, amax_r = c.abs().amax(dims, keepdim=True), r.abs().amax(dims, keepdim=True)
-    scale = torch.maximum(amax_c * torch.tensor(1 / 448), amax_r * 2.0**-40)
+    factor = torch.tensor([1 / 448])
+    if slots is not None:
+        factor = torch.tensor([1 / TOPS[s % 8] for s in slots.tolist()])[:, None]
+    scale = torch.maximum(amax_c * factor, amax_r * 2.0**-40)
     scale = torch.maximum(scale, torch.tensor(2.0**-80))
     scale = torch.where(scale.isfinite(), scale, math.nan)
     inv = 1 / scale

@@ -396,12 +396,20 @@ def ranks() -> None:
         for i in requests:
             c, r = (part[None] for part in engine.cached[i])
             mine = q[None, begin[i] : begin[i + 1]].float()
-            want, _ = snapmla.reference.reference_from_unquantised(
-                mine[..., :LATENT], mine[..., LATENT:], c, r, SCALE, config=snapmla.reference.MIMIC
+            # tokens lie at other places of a page than on one rank, and so have other scales
+            truth, mimic = (
+                snapmla.reference.reference_from_unquantised(
+                    mine[..., :LATENT], mine[..., LATENT:], c, r, SCALE, config=config
+                )[0][0].float()
+                for config in (snapmla.reference.FP64, snapmla.reference.MIMIC)
             )
-            error = metrics.relative_l2(out[0, begin[i] : begin[i + 1]].float(), want[0].float())
-            print(f"two ranks, turns of {interleave}, {new}, request {i}: {error:.2e} of one's")
-            assert error < 2e-2, i
+            error = metrics.relative_l2(out[0, begin[i] : begin[i + 1]].float(), truth)
+            expected = metrics.relative_l2(mimic, truth)
+            print(
+                f"two ranks, turns of {interleave}, {new}, request {i}: relative L2 {error:.2e}, "
+                f"one rank's predicted {expected:.2e}"
+            )
+            assert error <= expected * SLACK, i
 
 
 def refusals() -> None:
