@@ -146,6 +146,8 @@ class DecodePlan(launch.OverTensors):
 
     # block table and lengths of the last call, which need not be looked at again (``attention``)
     _seen: ClassVar[tuple[torch.Tensor | None, torch.Tensor | None]] = (None, None)
+    # what calls like the last one have in common (``attention.Repeat``)
+    _repeat: ClassVar[Any] = None
     # results of the last call with ragged queries, and the views that kernels take
     _results: ClassVar[tuple[torch.Tensor, ...] | None] = None
 
