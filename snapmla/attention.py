@@ -149,7 +149,7 @@ def decode(
                 q, cache, block_table, cache_seqlens, plan, options, out, lse, out_dtype
             )
             if prepared is not None:
-                query = (q,) if q.__class__ is _Tensor else q.arguments
+                query = (q,) if isinstance(q, _Tensor) else q.arguments
                 return run_prepared(
                     prepared, (*query, *cache.decode_arguments), block_table, cache_seqlens, out,
                     lse,
@@ -560,14 +560,15 @@ def _remember(
     Args:
         seen: the plan's tables before the call: those that come once are not worth a note.
     """
-    table, lengths = plan._seen
-    if table is seen[0] and lengths is seen[1]:
-        prepared = Prepared.of(plan, options, made[0].dtype)
-        if prepared is not None:
-            like_q = launch.alike(q) if isinstance(q, torch.Tensor) else None
-            likes = (like_q, *map(launch.alike, made))
-            repeat = Repeat(table, lengths, options, out_dtype, *likes, prepared)
-            object.__setattr__(plan, "_repeat", repeat)
+    table, lengths = seen
+    if table is None or lengths is None or plan._seen is not seen:
+        return made
+    prepared = Prepared.of(plan, options, made[0].dtype)
+    if prepared is not None:
+        like_q = launch.alike(q) if isinstance(q, torch.Tensor) else None
+        like_out, like_lse = map(launch.alike, made)
+        repeat = Repeat(table, lengths, options, out_dtype, like_q, like_out, like_lse, prepared)
+        object.__setattr__(plan, "_repeat", repeat)
     return made
 
 

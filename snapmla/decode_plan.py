@@ -313,8 +313,8 @@ class DecodePlan(launch.OverTensors):
     @functools.cached_property
     def _empty(self) -> tuple[launch.Allocator, tuple[int, ...], tuple[int, ...]]:
         """What makes results, and strides of ``out`` and ``lse``."""
-        strides = (launch.dense_strides(shape) for shape in (self.out_shape, self.lse_shape))
-        return launch.allocator(self.device), *strides
+        out, lse = launch.dense_strides(self.out_shape), launch.dense_strides(self.lse_shape)
+        return launch.allocator(self.device), out, lse
 
     def _empty_out(self, dtype: torch.dtype) -> torch.Tensor:
         """Uninitialised, for a call that nobody watches."""

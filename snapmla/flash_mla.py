@@ -47,7 +47,7 @@ __all__ = [
 Tensor = torch.Tensor
 Pair = tuple[Tensor, Tensor]
 _Tensor = torch.Tensor  # looked up on every call
-_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # of a torch with CUDA
+_raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # with CUDA
 SCALE = HEAD_DIM_QK**-0.5
 LSE = ("e", "+inf")  # natural; of a row that sees no token
 
@@ -470,7 +470,7 @@ def _key(call: Call) -> tuple[object, ...]:
 def _stream(device: torch.device) -> int:
     """Handle of the current stream."""
     index = device.index
-    return 0 if index is None or _raw_stream is None else int(_raw_stream(index))
+    return 0 if index is None else int(_raw_stream(index))
 
 
 def _shape(call: Call) -> records.Shape:

@@ -85,20 +85,23 @@ def alike(*tensors: torch.Tensor) -> Callable[..., bool]:
     compiled code of torch: one call, which takes 0.1 us a tensor, half of asking each.
     """
     guards = getattr(_guards, "TensorGuards", None)
-    if guards is None:
-        forms = tuple(map(_form, tensors))
-        return lambda *others: (
-            len(set(map(id, others))) == len(others) and tuple(map(_form, others)) == forms
-        )
-    made = guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
-    return cast("Callable[..., bool]", made.check)
+    if guards is not None:
+        made = guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+        return cast("Callable[..., bool]", made.check)
+    forms = tuple(map(_form, tensors))
+
+    def check(*others: object) -> bool:
+        return len(set(map(id, others))) == len(others) and tuple(map(_form, others)) == forms
+
+    return check
 
 
-def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
+def _form(value: object) -> tuple[Any, ...]:
     """What ``alike`` compares."""
-    bits = tensor.is_neg(), tensor.is_conj(), tensor.is_inference()
-    form = tensor.device, tensor.dtype, tensor.shape, tensor.stride()
-    return (type(tensor), *form, *bits)
+    if not isinstance(value, torch.Tensor):
+        return (type(value),)
+    form = type(value), value.device, value.dtype, value.shape, value.stride()
+    return *form, value.is_neg(), value.is_conj(), value.is_inference()
 
 
 def dense_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
