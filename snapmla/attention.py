@@ -76,6 +76,7 @@ class Repeat:
     like_q: Callable[..., bool] | None  # of 16 bits
     like_out: Callable[..., bool]
     like_lse: Callable[..., bool]
+    allocates: bool  # whether an ``out`` that is not given is of the dtype that ran
     prepared: Prepared
 
 
@@ -525,7 +526,7 @@ def _repeated(
             or cache.page_size != plan.page_size
             or cache.num_kv_heads != plan.num_kv_heads
             or (launch.several_gpus() and not q.device == cache.device == plan.device)
-            or (out is not None and not last.like_out(out))
+            or not (last.allocates if out is None else last.like_out(out))
             or (lse is not None and not last.like_lse(lse))
         ):
             return None
@@ -558,16 +559,22 @@ def _remember(
     """Notes a call that ran, for ``_repeated``; returns its results.
 
     Args:
-        seen: the plan's tables before the call: those that come once are not worth a note.
+        seen: the plan's tables before the call.
     """
     table, lengths = seen
-    if table is None or lengths is None or plan._seen is not seen:
+    unlike = plan._unlike + 1 if plan._seen is seen else 1
+    object.__setattr__(plan, "_unlike", unlike)
+    if table is None or lengths is None or not launch.worth_a_note(unlike):
         return made
-    prepared = Prepared.of(plan, options, made[0].dtype)
+    dtype = made[0].dtype
+    prepared = Prepared.of(plan, options, dtype)
     if prepared is not None:
         like_q = launch.alike(q) if isinstance(q, torch.Tensor) else None
         like_out, like_lse = map(launch.alike, made)
-        repeat = Repeat(table, lengths, options, out_dtype, like_q, like_out, like_lse, prepared)
+        allocates = dtype is (out_dtype or plan.variant.out_dtypes[0])
+        repeat = Repeat(
+            table, lengths, options, out_dtype, like_q, like_out, like_lse, allocates, prepared
+        )
         object.__setattr__(plan, "_repeat", repeat)
     return made
 

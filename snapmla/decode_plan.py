@@ -148,6 +148,7 @@ class DecodePlan(launch.OverTensors):
     _seen: ClassVar[tuple[torch.Tensor | None, torch.Tensor | None]] = (None, None)
     # what calls like the last one have in common (``attention.Repeat``)
     _repeat: ClassVar[Any] = None
+    _unlike: ClassVar[int] = 0  # calls over those tables that it did not serve
     # results of the last call with ragged queries, and the views that kernels take
     _results: ClassVar[tuple[torch.Tensor, ...] | None] = None
 

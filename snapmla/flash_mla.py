@@ -99,6 +99,7 @@ class FlashMLASchedMeta:
         self._plans: dict[tuple[object, ...], decode_plan.DecodePlan] = {}
         self._tables: tuple[Tensor | None, Tensor | None] = (None, None)  # of the last call
         self._layer: Layer | None = None
+        self._unlike = 0  # calls over those tables that it did not serve
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_tables": (None, None), "_layer": None}  # the original's memory
@@ -356,7 +357,9 @@ def _run(call: Call, plan: decode_plan.DecodePlan, reader: records.Reader | None
     made = attention.run_plan((q,), (k_cache,), table, lengths, plan, out, lse, plan.dtype, options)
     if reader is None and isinstance(metadata, FlashMLASchedMeta):
         before, metadata._tables = metadata._tables, (table, lengths)
-        if table is before[0] and lengths is before[1]:  # those that come once need no note
+        same = table is before[0] and lengths is before[1]
+        metadata._unlike = metadata._unlike + 1 if same else 1
+        if launch.worth_a_note(metadata._unlike):
             metadata._layer = _layer(call, plan)
     return made
 

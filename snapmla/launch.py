@@ -104,6 +104,15 @@ def _form(value: object) -> tuple[Any, ...]:
     return *form, value.is_neg(), value.is_conj(), value.is_inference()
 
 
+def worth_a_note(unlike: int) -> bool:
+    """Whether to note a call for those behind it, the ``unlike``-th that no note served.
+
+    The 2nd over its tables, as the first may be the only one, and then every 16th: kinds of calls
+    that take turns do not pay at each turn for a note that serves none.
+    """
+    return unlike % 16 == 2
+
+
 def dense_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Strides of a contiguous tensor."""
     strides, step = [], 1

@@ -220,8 +220,9 @@ def test_a_layer_unlike_the_last(monkeypatch: pytest.MonkeyPatch, no_decode: Non
 
     def is_quick(other: DenseStep = step, **options: Any) -> bool:
         """Whether a call like the last is quick, and this one as well."""
-        while not quick:
+        for _ in range(18):  # calls of a kind until one is like the last that was noted
             decode(step, metadata, out=out)
+        assert quick
         quick.clear()
         decode(other, metadata, **{"out": out, **options})
         return len(quick) == 1
@@ -259,6 +260,31 @@ def test_a_layer_unlike_the_last(monkeypatch: pytest.MonkeyPatch, no_decode: Non
     quick.clear()
     decode(step, metadata, out=out)
     assert not quick, "the caller's records"
+
+
+def test_a_layer_whose_kernel_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is called once and its error is the caller's, on the quick way of a repeated call too."""
+    step = DenseStep.make((20, 0), 4, 2, **FEW)
+    metadata, _ = flash_mla.get_mla_metadata()
+    calls: list[int] = []
+    error = RuntimeError("CUDA error 700")
+
+    def failing(*_: Any) -> None:
+        calls.append(1)
+        raise error
+
+    variant = step.plan().variant
+    monkeypatch.setitem(variant.kernels, torch.float16, lambda *_: None)
+    for _ in range(4):
+        decode(step, (metadata, None))
+    assert metadata._layer is not None
+    monkeypatch.setitem(variant.kernels, torch.float16, failing)
+    for options in ({}, {"lse": torch.empty(2, 4, 2)}):  # the second is unlike the last
+        calls.clear()
+        with pytest.raises(RuntimeError) as caught:
+            decode(step, (metadata, None), **options)
+        assert caught.value is error and calls == [1]
+        assert error.__cause__ is None and error.__context__ is None
 
 
 def test_an_object_is_for_calls_like_its_first(no_decode: None) -> None:
