@@ -146,25 +146,25 @@ def decode_rows(snapmla: Any, device: torch.device, peers: Path | None) -> dict[
     lse = torch.empty(BATCH, HEADS, 1, device=device)
     given = {"softmax_scale": 0.07, "plan": plan}
     flash_mla = importlib.import_module("snapmla.flash_mla")
-    metadata, _ = flash_mla.get_mla_metadata()
     records, splits = flash_mla.get_mla_metadata(lengths, HEADS, 1)
     step = (q, kv, table, lengths, 512)
     # a page a sequence: nothing to split, whatever the lengths
     short = (q, kv, table[:, :1].contiguous(), torch.full_like(lengths, PAGE), 512)
-    page_alone, _ = flash_mla.get_mla_metadata()
+
+    def planned(
+        step: tuple[Any, ...], out: torch.Tensor | None = None, lse: torch.Tensor | None = None
+    ) -> Call:
+        call = flash_mla.flash_mla_with_kvcache
+        metadata, _ = flash_mla.get_mla_metadata()  # its own: a step's layers are all of one kind
+        return lambda: call(*step, metadata, None, 0.07, out=out, lse=lse)
+
     return {
         **flashmla_itself(q, kv, table, lengths, peers),
-        "FlashMLA's name, a planned object of one page a sequence, out given (1 launch)": lambda: (
-            flash_mla.flash_mla_with_kvcache(*short, page_alone, None, 0.07, out=out)
-        ),
-        "FlashMLA's name, a planned object, results given (2 launches)": lambda: (
-            flash_mla.flash_mla_with_kvcache(*step, metadata, None, 0.07, out=out, lse=lse)
-        ),
-        "FlashMLA's name, a planned object, out given": lambda: flash_mla.flash_mla_with_kvcache(
-            *step, metadata, None, 0.07, out=out
-        ),
-        "FlashMLA's name, a planned object, results allocated": lambda: (
-            flash_mla.flash_mla_with_kvcache(*step, metadata, None, 0.07)
+        "FlashMLA's name, a planned object, results given (2 launches)": planned(step, out, lse),
+        "FlashMLA's name, a planned object, out given": planned(step, out),
+        "FlashMLA's name, a planned object, results allocated": planned(step),
+        "FlashMLA's name, a planned object of one page a sequence, out given (1 launch)": planned(
+            short, out
         ),
         "FlashMLA's name, two tensors, out given (3 launches)": lambda: (
             flash_mla.flash_mla_with_kvcache(*step, records, splits, 0.07, out=out)
@@ -185,7 +185,7 @@ def flashmla_itself(
     lengths: torch.Tensor,
     peers: Path | None,
 ) -> dict[str, Call]:
-    """FlashMLA's own call, planned before, results allocated; none, and why, if it is not there."""
+    """FlashMLA's own call, planned before, which allocates; none, and why, if it is not there."""
     flashmla = contenders.make("flashmla_bf16", peers)
     assert isinstance(flashmla, contenders.PeerLibrary)
     if (reason := flashmla.unavailable()) is not None:
@@ -195,7 +195,7 @@ def flashmla_itself(
     op = torch.ops._flashmla_C.dense_decode_fwd
     step = (q, kv, 512, lengths, table, 0.07, False)
     _, _, records, splits = op(*step, None, None, None)
-    return {"FlashMLA itself, planned, results allocated": lambda: op(*step, records, splits, None)}
+    return {"FlashMLA's own operator, planned": lambda: op(*step, records, splits, None)}
 
 
 def measure(
