@@ -35,7 +35,7 @@ import torch
 import typer
 
 from codegen.artifacts import write_atomic
-from profiles import checkouts, timing
+from profiles import checkouts, contenders, timing
 from profiles.bench import command_line, commit
 from profiles.worker import machine
 
@@ -66,12 +66,15 @@ def cpu_name() -> str:
     return "unknown processor"
 
 
-def calls_to_time(snapmla: Any, device: torch.device, inner: bool) -> dict[str, Call]:
+def calls_to_time(
+    snapmla: Any, device: torch.device, inner: bool, peers: Path | None
+) -> dict[str, Call]:
     """Name -> call of a ``snapmla`` package; every one runs on the same small problem.
 
     Args:
         inner: also what another checkout may lack or spell otherwise: 16-bit caches, the exported
             function alone.
+        peers: folder of FlashMLA's library, or None.
     """
     flash_mla_fp8 = importlib.import_module("snapmla.flash_mla_fp8")
     pages = LENGTH // PAGE
@@ -118,7 +121,7 @@ def calls_to_time(snapmla: Any, device: torch.device, inner: bool) -> dict[str, 
         "decode, plan and results given (2 launches)": decode(),
         "the same, of a plan that cannot split (1 launch)": decode(plan=whole),
         "the same, results allocated": decode(out=None, lse=None),
-        **(alone | decode_rows(snapmla, device) if inner else {}),
+        **(alone | decode_rows(snapmla, device, peers) if inner else {}),
         "SnapMLA's name of decode, results given (2 launches)": snapmla_name,
         "plan.update_": lambda: plan.update_(lengths),
         "quantize_q into given tensors": lambda: snapmla.quantize_q(nope, rope, out=q),
@@ -128,8 +131,8 @@ def calls_to_time(snapmla: Any, device: torch.device, inner: bool) -> dict[str, 
     }
 
 
-def decode_rows(snapmla: Any, device: torch.device) -> dict[str, Call]:
-    """The same problem over a 16-bit cache."""
+def decode_rows(snapmla: Any, device: torch.device, peers: Path | None) -> dict[str, Call]:
+    """The same problem over a 16-bit cache, by FlashMLA too if ``peers`` has it."""
     pages = LENGTH // PAGE
     kv = torch.randn(BATCH * pages, PAGE, 1, 576, device=device).bfloat16()
     cache = snapmla.PagedKVCache.from_tensors(kv)
@@ -143,18 +146,25 @@ def decode_rows(snapmla: Any, device: torch.device) -> dict[str, Call]:
     lse = torch.empty(BATCH, HEADS, 1, device=device)
     given = {"softmax_scale": 0.07, "plan": plan}
     flash_mla = importlib.import_module("snapmla.flash_mla")
-    metadata, _ = flash_mla.get_mla_metadata()
     records, splits = flash_mla.get_mla_metadata(lengths, HEADS, 1)
     step = (q, kv, table, lengths, 512)
+    # a page a sequence: nothing to split, whatever the lengths
+    short = (q, kv, table[:, :1].contiguous(), torch.full_like(lengths, PAGE), 512)
+
+    def planned(
+        step: tuple[Any, ...], out: torch.Tensor | None = None, lse: torch.Tensor | None = None
+    ) -> Call:
+        call = flash_mla.flash_mla_with_kvcache
+        metadata, _ = flash_mla.get_mla_metadata()  # its own: a step's layers are all of one kind
+        return lambda: call(*step, metadata, None, 0.07, out=out, lse=lse)
+
     return {
-        "FlashMLA's name, a planned object, results given (2 launches)": lambda: (
-            flash_mla.flash_mla_with_kvcache(*step, metadata, None, 0.07, out=out, lse=lse)
-        ),
-        "FlashMLA's name, a planned object, out given": lambda: flash_mla.flash_mla_with_kvcache(
-            *step, metadata, None, 0.07, out=out
-        ),
-        "FlashMLA's name, a planned object, results allocated": lambda: (
-            flash_mla.flash_mla_with_kvcache(*step, metadata, None, 0.07)
+        **flashmla_itself(q, kv, table, lengths, peers),
+        "FlashMLA's name, a planned object, results given (2 launches)": planned(step, out, lse),
+        "FlashMLA's name, a planned object, out given": planned(step, out),
+        "FlashMLA's name, a planned object, results allocated": planned(step),
+        "FlashMLA's name, a planned object of one page a sequence, out given (1 launch)": planned(
+            short, out
         ),
         "FlashMLA's name, two tensors, out given (3 launches)": lambda: (
             flash_mla.flash_mla_with_kvcache(*step, records, splits, 0.07, out=out)
@@ -168,7 +178,29 @@ def decode_rows(snapmla: Any, device: torch.device) -> dict[str, Call]:
     }
 
 
-def measure(calls: int, folder: Path | None, inner: bool) -> dict[str, list[float]]:
+def flashmla_itself(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    table: torch.Tensor,
+    lengths: torch.Tensor,
+    peers: Path | None,
+) -> dict[str, Call]:
+    """FlashMLA's own call, planned before, which allocates; none, and why, if it is not there."""
+    flashmla = contenders.make("flashmla_bf16", peers)
+    assert isinstance(flashmla, contenders.PeerLibrary)
+    if (reason := flashmla.unavailable()) is not None:
+        typer.echo(f"FlashMLA itself is left out: {reason}")
+        return {}
+    flashmla.load()
+    op = torch.ops._flashmla_C.dense_decode_fwd
+    step = (q, kv, 512, lengths, table, 0.07, False)
+    _, _, records, splits = op(*step, None, None, None)
+    return {"FlashMLA's own operator, planned": lambda: op(*step, records, splits, None)}
+
+
+def measure(
+    calls: int, folder: Path | None, inner: bool, peers: Path | None = None
+) -> dict[str, list[float]]:
     """Name -> times of all its calls, of our package or of the checkout in ``folder``."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.inference_mode())
@@ -176,7 +208,7 @@ def measure(calls: int, folder: Path | None, inner: bool) -> dict[str, list[floa
             package: Any = importlib.import_module("snapmla")
         else:
             package = stack.enter_context(checkouts.Checkout(folder).active())
-        kinds = calls_to_time(package, torch.device("cuda"), inner)
+        kinds = calls_to_time(package, torch.device("cuda"), inner, peers)
         times: dict[str, list[float]] = {name: [] for name in kinds}
         for turn in range(ROUNDS + 1):
             for name, call in kinds.items():
@@ -210,9 +242,9 @@ def alternate(calls: int, folder: Path, turns: int) -> list[str]:
     return lines
 
 
-def _rows(calls: int) -> list[str]:
+def _rows(calls: int, peers: Path | None) -> list[str]:
     lines = ["| eager call | host µs, median | 90th percentile |", "|---|---|---|"]
-    for name, values in measure(calls, None, inner=True).items():
+    for name, values in measure(calls, None, True, peers).items():
         late = sorted(values)[len(values) * 9 // 10]
         lines.append(f"| {name} | {statistics.median(values):.2f} | {late:.2f} |")
     return lines
@@ -223,6 +255,9 @@ def main(
     calls: Annotated[int, typer.Option(help="Calls timed of each kind.")] = 2000,
     against: Annotated[Path | None, typer.Option(help="Another checkout, timed in turn.")] = None,
     turns: Annotated[int, typer.Option(help="Processes of either checkout.")] = 5,
+    peers: Annotated[
+        Path | None, typer.Option(envvar="SNAPMLA_PEERS", help="Folder of the peers' libraries.")
+    ] = None,
     child: Annotated[Path | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Times the calls and writes ``host_time.md`` (``host_time_against.md``)."""
@@ -230,7 +265,7 @@ def main(
         times = measure(calls, against, inner=False)
         write_atomic(child, json.dumps({n: statistics.median(v) for n, v in times.items()}))
         return
-    rows = _rows(calls) if against is None else alternate(calls, against, turns)
+    rows = _rows(calls, peers) if against is None else alternate(calls, against, turns)
     facts = machine(torch.device("cuda"), timing.Nvml())
     named = ("gpu", "driver", "cuda", "torch", "tvm_ffi", "python")
     lines = [

@@ -146,6 +146,9 @@ class DecodePlan(launch.OverTensors):
 
     # block table and lengths of the last call, which need not be looked at again (``attention``)
     _seen: ClassVar[tuple[torch.Tensor | None, torch.Tensor | None]] = (None, None)
+    # what calls like the last one have in common (``attention.Repeat``)
+    _repeat: ClassVar[Any] = None
+    _unlike: ClassVar[int] = 0  # calls over those tables that it did not serve
     # results of the last call with ragged queries, and the views that kernels take
     _results: ClassVar[tuple[torch.Tensor, ...] | None] = None
 
@@ -311,8 +314,8 @@ class DecodePlan(launch.OverTensors):
     @functools.cached_property
     def _empty(self) -> tuple[launch.Allocator, tuple[int, ...], tuple[int, ...]]:
         """What makes results, and strides of ``out`` and ``lse``."""
-        strides = (launch.dense_strides(shape) for shape in (self.out_shape, self.lse_shape))
-        return launch.allocator(self.device), *strides
+        out, lse = launch.dense_strides(self.out_shape), launch.dense_strides(self.lse_shape)
+        return launch.allocator(self.device), out, lse
 
     def _empty_out(self, dtype: torch.dtype) -> torch.Tensor:
         """Uninitialised, for a call that nobody watches."""

@@ -23,8 +23,9 @@ Under ``torch.compile`` both functions break the graph; other tracers see operat
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import NamedTuple, NoReturn, TypeGuard, cast
+from typing import Any, NoReturn, TypeGuard, cast
 
 import torch
 
@@ -46,6 +47,7 @@ __all__ = [
 Tensor = torch.Tensor
 Pair = tuple[Tensor, Tensor]
 _Tensor = torch.Tensor  # looked up on every call
+_raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # with CUDA
 SCALE = HEAD_DIM_QK**-0.5
 LSE = ("e", "+inf")  # natural; of a row that sees no token
 
@@ -95,19 +97,31 @@ class FlashMLASchedMeta:
     def __post_init__(self) -> None:
         # by ``_key``; the first one is what was planned, others are the same over other workspaces
         self._plans: dict[tuple[object, ...], decode_plan.DecodePlan] = {}
-        self._last: Last | None = None
+        self._tables: tuple[Tensor | None, Tensor | None] = (None, None)  # of the last call
+        self._layer: Layer | None = None
+        self._unlike = 0  # calls over those tables that it did not serve
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_tables": (None, None), "_layer": None}  # the original's memory
 
 
-class Last(NamedTuple):
-    """A call with an object: what the next layer's has in common with it, and the plan of both."""
+@dataclass(frozen=True, slots=True, eq=False)  # quicker to read than a NamedTuple
+class Layer:
+    """A call with an object: what the next layer's, if it is like it, need not look at again.
+
+    Tables are known by identity, as in ``attention.decode``, other tensors by ``launch.alike``.
+    """
 
     table: Tensor
     lengths: Tensor
-    q_shape: tuple[int, ...]
-    pool_shape: tuple[int, ...]
+    scale: float
     causal: bool
+    device: int | None  # index; None of a CPU
     stream: int
+    alike: Callable[..., bool]  # of q, k_cache and the results that were given
+    place: int  # of the plan's tensors, and how far q and k_cache reach from their addresses
     plan: decode_plan.DecodePlan
+    prepared: attention.Prepared
 
 
 Metadata = FlashMLASchedMeta | Tensor
@@ -242,32 +256,37 @@ def flash_mla_with_kvcache(
             descale_k=descale_k,
         )  # fmt: skip
     scale = SCALE if softmax_scale is None else softmax_scale
+    quick = (
+        head_dim_v == KV_LORA_RANK
+        and (num_splits is None or _may_be_splits(num_splits))
+        and not tracing.watched()
+    )
+    failed = None
+    if quick and tile_scheduler_metadata.__class__ is FlashMLASchedMeta:
+        layer = _next_layer(
+            tile_scheduler_metadata, q, k_cache, block_table, cache_seqlens, scale, causal, out, lse
+        )
+        if layer is not None:
+            try:
+                return attention.run_prepared(
+                    layer.prepared, (q, k_cache), block_table, cache_seqlens, out, lse
+                )
+            except Exception as error:
+                failed = error
     call: Call = (
         q, k_cache, block_table, cache_seqlens, tile_scheduler_metadata, out, lse,
         (scale, causal, *LSE),
     )  # fmt: skip
-    ready = None
-    if (
-        head_dim_v == KV_LORA_RANK
-        and (num_splits is None or _may_be_splits(num_splits))
-        and not tracing.active()
-    ):
-        try:  # noqa: SIM105 (suppress takes 0.3 us more)
-            ready = _quick(call)
-        except _OTHER_KIND:
-            pass
-    if ready is None:
-        return _checked_decode(call, head_dim_v, num_splits)
-    try:
-        plan, reader = ready
-        if reader is not None:
-            reader.read(_records_of(tile_scheduler_metadata), cache_seqlens)
-        return attention.run_plan(
-            (q,), (k_cache,), block_table, cache_seqlens, plan, out, lse, plan.dtype, call[-1]
-        )
-    except Exception as error:
-        checks.explain(error, _check, call, head_dim_v, num_splits)
-        raise
+    if failed is None:
+        ready = _ready(call) if quick else None
+        if ready is None:
+            return _checked_decode(call, head_dim_v, num_splits)
+        try:
+            return _run(call, *ready)
+        except Exception as error:
+            failed = error
+    checks.explain(failed, _check, call, head_dim_v, num_splits)
+    raise failed
 
 
 # a plan, and what fills it before the decode, if it is not the metadata's own
@@ -282,7 +301,7 @@ def _may_be_splits(value: Tensor) -> bool:
     return value.__class__ is _Tensor and value.dtype is torch.int32 and not value.is_neg()
 
 
-def _quick(call: Call) -> Ready | None:
+def _ready(call: Call) -> Ready | None:
     """The plan for tensors as an engine passes them; None for others.
 
     The exported functions check dtypes, sizes, alignment and strides in less time than it takes
@@ -290,65 +309,115 @@ def _quick(call: Call) -> Ready | None:
     full checks say which argument it was.
     """
     q, k_cache, _, _, metadata, out, lse, _ = call
-    if not (
-        q.__class__ is k_cache.__class__ is _Tensor
-        and q.dtype is k_cache.dtype
-        and q.is_contiguous()
-        and not q.is_neg()
-        and not k_cache.is_neg()
-        and (out is None or (out.__class__ is _Tensor and out.is_contiguous() and not out.is_neg()))
-        and (lse is None or (lse.__class__ is _Tensor and lse.is_contiguous() and not lse.is_neg()))
-    ):
-        return None
-    itself = _plans_itself(metadata)
-    plan = _next_layers(metadata, call) if itself else None  # type: ignore[arg-type]
-    reader = None
-    if plan is None:
-        if not _whole(call):
+    try:
+        if not (
+            q.__class__ is k_cache.__class__ is _Tensor
+            and q.dtype is k_cache.dtype
+            and q.is_contiguous()
+            and not q.is_neg()
+            and not k_cache.is_neg()
+            and (out is None or _dense(out))
+            and (lse is None or _dense(lse))
+            and _whole(call)
+        ):
             return None
-        if itself:
-            plan = _again(metadata, call)  # type: ignore[arg-type]
+        if _plans_itself(metadata):
+            reader, plan = None, metadata._plans.get(_key(call))
         else:
             reader = _reader(call)
             plan = None if reader is None else reader.plan
-    if plan is None or not plan.as_given:
-        return None
-    if launch.several_gpus() and not launch.all_on(plan.device, q, k_cache, *call[2:4], out, lse):
-        return None
-    if not (out is lse is None or _lie_apart(call, plan)):
+        if plan is None or not plan.as_given:
+            return None
+        if launch.several_gpus() and not launch.all_on(
+            plan.device, q, k_cache, *call[2:4], out, lse
+        ):
+            return None
+        if out is not None or lse is not None:
+            key = (
+                out is None or out.data_ptr(), lse is None or lse.data_ptr(), q.data_ptr(),
+                k_cache.data_ptr(), k_cache.shape[0], k_cache.stride(), plan.place,
+            )  # fmt: skip
+            if not (key in _APART or _lie_apart(key, q, k_cache, out, lse, plan)):
+                return None
+    except _OTHER_KIND:
         return None
     return plan, reader
 
 
-def _next_layers(metadata: FlashMLASchedMeta, call: Call) -> decode_plan.DecodePlan | None:
-    """The plan of the call before, if this one is the next layer's of the same step.
+def _dense(result: Tensor) -> bool:
+    """Whether a given result is a plain tensor without gaps, whose memory holds its values."""
+    return result.__class__ is _Tensor and result.is_contiguous() and not result.is_neg()
 
-    Tables are known by identity, as in ``attention.decode``.
-    """
-    last = metadata._last
-    q, k_cache, table, lengths, _, _, _, options = call
+
+def _run(call: Call, plan: decode_plan.DecodePlan, reader: records.Reader | None) -> Pair:
+    """Runs a call that ``_ready`` has a plan for; one with an object is noted for the next."""
+    q, k_cache, table, lengths, metadata, out, lse, options = call
+    if reader is not None:
+        reader.read(_records_of(metadata), lengths)
+    made = attention.run_plan((q,), (k_cache,), table, lengths, plan, out, lse, plan.dtype, options)
+    if reader is None and isinstance(metadata, FlashMLASchedMeta):
+        before, metadata._tables = metadata._tables, (table, lengths)
+        same = table is before[0] and lengths is before[1]
+        metadata._unlike = metadata._unlike + 1 if same else 1
+        if launch.worth_a_note(metadata._unlike):
+            metadata._layer = _layer(call, plan)
+    return made
+
+
+def _layer(call: Call, plan: decode_plan.DecodePlan) -> Layer | None:
+    """A call that ran, for ``_next_layer``; None if its plan asks for more at every call."""
+    q, k_cache, table, lengths, _, out, lse, options = call
+    prepared = attention.Prepared.of(plan, options, plan.dtype)
+    if prepared is None:
+        return None
+    read = overlap.span(q), overlap.span(k_cache)
+    given = launch.alike(q, k_cache, *(t for t in (out, lse) if t is not None))
+    return Layer(
+        table, lengths, options[0], options[1], plan.device.index, _stream(plan.device), given,
+        overlap.place((*((0, end - first) for first, end in read), *plan.spans)), plan, prepared,
+    )  # fmt: skip
+
+
+def _next_layer(
+    metadata: FlashMLASchedMeta,
+    q: Tensor,
+    k_cache: Tensor,
+    table: Tensor,
+    lengths: Tensor,
+    scale: float,
+    causal: bool,
+    out: Tensor | None,
+    lse: Tensor | None,
+) -> Layer | None:
+    """The object's last call, if this one is the next layer's of the same step: ``_ready`` in half
+    the time, as the tensors need only be like those that passed there."""
+    layer = metadata._layer
     if (
-        last is not None
-        and table is last.table
-        and lengths is last.lengths
-        and q.shape == last.q_shape
-        and k_cache.shape == last.pool_shape
-        and options[1] is last.causal
-        and q.dtype is last.plan.dtype
-        and _stream(last.plan.device) == last.stream
+        layer is None
+        or table is not layer.table
+        or lengths is not layer.lengths
+        or scale != layer.scale
+        or scale.__class__ is not float  # others are equal to one, too
+        or causal is not layer.causal
+        or metadata.tile_scheduler_metadata is not None
+        or (layer.device is not None and _raw_stream(layer.device) != layer.stream)
     ):
-        return last.plan
+        return None
+    try:
+        if out is lse is None:
+            return layer if layer.alike(q, k_cache) else None
+        given = (q, k_cache) if out is None else (q, k_cache, out)
+        if not (layer.alike(*given) if lse is None else layer.alike(*given, lse)):
+            return None
+        key = (
+            out is None or out.data_ptr(), lse is None or lse.data_ptr(), q.data_ptr(),
+            k_cache.data_ptr(), layer.place,
+        )  # fmt: skip
+        if key in _APART or _lie_apart(key, q, k_cache, out, lse, layer.plan):
+            return layer
+    except _OTHER_KIND:
+        pass
     return None
-
-
-def _again(metadata: FlashMLASchedMeta, call: Call) -> decode_plan.DecodePlan | None:
-    """The plan of an object that has one for such a call, which becomes its last."""
-    plan = metadata._plans.get(_key(call))
-    if plan is not None:
-        q, k_cache, table, lengths, _, _, _, options = call
-        stream = _stream(plan.device)
-        metadata._last = Last(table, lengths, q.shape, k_cache.shape, options[1], stream, plan)
-    return plan
 
 
 def _whole(call: Call) -> bool:
@@ -404,7 +473,7 @@ def _key(call: Call) -> tuple[object, ...]:
 def _stream(device: torch.device) -> int:
     """Handle of the current stream."""
     index = device.index
-    return 0 if index is None else torch._C._cuda_getCurrentRawStream(index)
+    return 0 if index is None else int(_raw_stream(index))
 
 
 def _shape(call: Call) -> records.Shape:
@@ -416,18 +485,21 @@ def _shape(call: Call) -> records.Shape:
     return records.Shape(b, heads, s_q, page_size, table.shape[1], name, kv_heads)
 
 
-def _lie_apart(call: Call, plan: decode_plan.DecodePlan) -> bool:
-    """Whether given results share no memory with what is read; see ``attention.decode``."""
-    q, k_cache, _, _, _, out, lse, _ = call
-    key = (
-        out is None or out.data_ptr(), lse is None or lse.data_ptr(), q.data_ptr(),
-        k_cache.data_ptr(), k_cache.shape[0], k_cache.stride(), plan.place,
-    )  # fmt: skip
-    if key in _APART:
-        return True
-    results = [t for t in (out, lse) if t is not None]
-    read = (overlap.span(q), overlap.span(k_cache), *plan.spans)
-    return _APART.see(key, *((overlap.span(t),) for t in results), read)
+def _lie_apart(
+    key: tuple[Any, ...],
+    q: Tensor,
+    k_cache: Tensor,
+    out: Tensor | None,
+    lse: Tensor | None,
+    plan: decode_plan.DecodePlan,
+) -> bool:
+    """Whether given results share no memory with what is read; see ``attention.decode``.
+
+    Args:
+        key: addresses of results, q and k_cache, and what their sizes and the plan's memory are.
+    """
+    results = ((overlap.span(t),) for t in (out, lse) if t is not None)
+    return _APART.see(key, *results, (overlap.span(q), overlap.span(k_cache), *plan.spans))
 
 
 _NAMES = {

@@ -44,8 +44,11 @@ def active() -> bool:
     Raises:
         ValueError: inside a transform of ``torch.func``.
     """
-    if by_dynamo():
-        return True
+    return by_dynamo() or watched()
+
+
+def watched() -> bool:
+    """``active`` of a caller that asked ``by_dynamo`` before."""
     if _transforms():
         refuse_transforms()
     return _modes() > 0 or _fx._is_fx_tracing_flag

@@ -351,6 +351,7 @@ def test_empty_calls_return_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 HEADS, WIDTH = 16, 4
+NOTED = 18  # calls of a kind until one is like the last that was noted
 BF16 = torch.bfloat16
 
 
@@ -408,6 +409,50 @@ def test_complete_call_takes_the_quick_way(monkeypatch: pytest.MonkeyPatch) -> N
     assert torch.equal(fresh.bfloat16(), out), "the same fp32 values, rounded at the very end"
 
 
+def without_kernels(monkeypatch: pytest.MonkeyPatch, plan: snapmla.DecodePlan) -> list[Any]:
+    """Launches nothing; returns where calls that are like their last are noted."""
+    for dtype in plan.variant.out_dtypes:
+        monkeypatch.setitem(plan.variant.kernels, dtype, lambda *_: None)
+    repeated, run = [], attention.run_prepared
+    monkeypatch.setattr(attention, "run_prepared", lambda *a: repeated.append(a) or run(*a))
+    return repeated
+
+
+def test_a_repeated_call_allocates_what_a_first_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever results the calls before it were given."""
+    call = complete_call()
+    repeated = without_kernels(monkeypatch, call["plan"])
+    wide = call["out"].float()
+    kinds: list[tuple[dict[str, Any], torch.dtype]] = [
+        ({"out": None}, BF16), ({"out": None, "out_dtype": torch.float32}, torch.float32),
+        ({}, BF16), ({"out": wide}, torch.float32),
+    ]  # fmt: skip
+    for before, _ in kinds:
+        for other, dtype in kinds:
+            repeated.clear()
+            for _ in range(NOTED):
+                snapmla.decode(**{**call, **before})
+            assert repeated
+            out, _ = snapmla.decode(**{**call, **other})
+            assert out.dtype is dtype, (before, other)
+
+
+def test_kinds_of_calls_that_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are noted seldom; one that comes again and again is, in the end."""
+    call, notes = complete_call(), []
+    repeated = without_kernels(monkeypatch, call["plan"])
+    note = attention.Prepared.of
+    monkeypatch.setattr(attention.Prepared, "of", lambda *a: notes.append(a) or note(*a))
+    for _ in range(50):
+        for scale in (0.1, 0.2):
+            snapmla.decode(**{**call, "softmax_scale": scale})
+    assert 0 < len(notes) <= 100 // 16 + 1
+    repeated.clear()
+    for _ in range(NOTED):
+        snapmla.decode(**{**call, "softmax_scale": 0.3})
+    assert repeated
+
+
 @pytest.mark.parametrize("width", [WIDTH - 1, WIDTH + 1])
 def test_the_table_is_as_wide_as_planned(width: int) -> None:
     """Kernels clamp lengths by the table's own width, plans by the one they were told."""
@@ -439,6 +484,10 @@ def test_a_failing_kernel_is_called_once(monkeypatch: pytest.MonkeyPatch, error:
         calls.append(1)
         raise error
 
+    repeated = without_kernels(monkeypatch, call["plan"])
+    for _ in range(NOTED):
+        snapmla.decode(**call)
+    assert repeated
     PlanVariant.forget()  # the kernels that were loaded
     monkeypatch.setattr(PlanVariant, "kernel", lambda *_: failing)
     for changes in ({}, {"out": None, "lse": None}, {"pipeline": call["plan"].pipeline}):

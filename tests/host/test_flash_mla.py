@@ -199,8 +199,92 @@ def test_an_object_is_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
     ):  # fmt: skip
         monkeypatch.setattr(module, name, refuse)
     given = {"out": torch.full_like(out, 7.0), "lse": torch.full_like(lse, 7.0)}
+    for _ in range(2):
+        assert decode(step, (metadata, None), **given) == (given["out"], given["lse"])
+        assert same_bits(given["out"], out) and same_bits(given["lse"], lse)
+    monkeypatch.setattr(attention, "run_plan", refuse)  # from here on, as the last
+    given = {name: torch.full_like(t, 7.0) for name, t in given.items()}
     assert decode(step, (metadata, None), **given) == (given["out"], given["lse"])
     assert same_bits(given["out"], out) and same_bits(given["lse"], lse)
+
+
+def test_a_layer_unlike_the_last(monkeypatch: pytest.MonkeyPatch, no_decode: None) -> None:
+    """What the quick way of a repeated call must not take, or must refuse, in the usual words."""
+    step = DenseStep.make((20, 0), 4, 2, **FEW)
+    kv = step.cache.kv
+    assert kv is not None
+    metadata = flash_mla.get_mla_metadata()
+    out, lse = torch.empty(2, 2, 4, 512, dtype=torch.float16), torch.empty(2, 4, 2)
+    quick: list[Any] = []
+    monkeypatch.setattr(attention, "run_prepared", lambda *x: quick.append(x))
+
+    def is_quick(other: DenseStep = step, **options: Any) -> bool:
+        """Whether a call like the last is quick, and this one as well."""
+        for _ in range(18):  # calls of a kind until one is like the last that was noted
+            decode(step, metadata, out=out)
+        assert quick
+        quick.clear()
+        decode(other, metadata, **{"out": out, **options})
+        return len(quick) == 1
+
+    def changed(**fields: Any) -> DenseStep:
+        return DenseStep(**{**vars(step), **fields})
+
+    assert is_quick() and is_quick(changed(q=step.q.clone()), out=out.clone())
+    wide = torch.zeros(2, 2, 4, 640, dtype=torch.float16)
+    for other in (
+        changed(q=wide[..., :576]),
+        changed(q=step.q.as_subclass(torch.nn.Parameter)),
+        changed(block_table=step.block_table.clone()),
+        changed(cache_seqlens=step.cache_seqlens.clone()),
+    ):  # fmt: skip
+        assert not is_quick(other)
+    assert not is_quick(out=None) and not is_quick(lse=lse) and not is_quick(softmax_scale=0.5)
+    for name, value, words in (
+        ("out", out[..., :256], "out: expected shape"),
+        ("out", wide[..., :512], "out: expected a contiguous"),
+        ("out", torch._neg_view(out), "out: expected "),
+        ("out", kv.view(-1)[:8192].view(out.shape), "out: expected memory apart from k_cache,"),
+        ("out", step.q.view(-1)[:8192].view(out.shape), "out: expected memory apart from q,"),
+        ("other", changed(q=torch._neg_view(step.q)), "q: expected values as memory holds them"),
+        ("softmax_scale", torch.tensor(SCALE), "softmax_scale: expected"),
+        ("causal", False, "tile_scheduler_metadata: expected calls like its first"),
+        ("indices", out, "indices: expected None"),
+    ):  # fmt: skip
+        with pytest.raises((TypeError, ValueError), match=f"^{words}"):
+            is_quick(**{name: value})
+        assert not quick
+    records_, _ = pair(step)
+    assert is_quick()
+    metadata[0].tile_scheduler_metadata = records_
+    quick.clear()
+    decode(step, metadata, out=out)
+    assert not quick, "the caller's records"
+
+
+def test_a_layer_whose_kernel_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is called once and its error is the caller's, on the quick way of a repeated call too."""
+    step = DenseStep.make((20, 0), 4, 2, **FEW)
+    metadata, _ = flash_mla.get_mla_metadata()
+    calls: list[int] = []
+    error = RuntimeError("CUDA error 700")
+
+    def failing(*_: Any) -> None:
+        calls.append(1)
+        raise error
+
+    variant = step.plan().variant
+    monkeypatch.setitem(variant.kernels, torch.float16, lambda *_: None)
+    for _ in range(4):
+        decode(step, (metadata, None))
+    assert metadata._layer is not None
+    monkeypatch.setitem(variant.kernels, torch.float16, failing)
+    for options in ({}, {"lse": torch.empty(2, 4, 2)}):  # the second is unlike the last
+        calls.clear()
+        with pytest.raises(RuntimeError) as caught:
+            decode(step, (metadata, None), **options)
+        assert caught.value is error and calls == [1]
+        assert error.__cause__ is None and error.__context__ is None
 
 
 def test_an_object_is_for_calls_like_its_first(no_decode: None) -> None:
@@ -291,8 +375,11 @@ def test_copies_of_objects(no_decode: None) -> None:
     """A copy is planned as its original, for the same lengths."""
     step = DenseStep.make((20, 0), 4, 2, **FEW)
     metadata, _ = flash_mla.get_mla_metadata()
-    decode(step, (metadata, None))
+    for _ in range(3):
+        decode(step, (metadata, None))
+    assert metadata._layer is not None
     other = copy.deepcopy(metadata)
+    assert other._layer is None
     decode(step, (other, None))
     assert other == metadata
     mine, theirs = (next(iter(m._plans.values())) for m in (metadata, other))

@@ -40,6 +40,23 @@ def test_capture_is_asked_of_the_tensors_device(monkeypatch: pytest.MonkeyPatch)
     assert metadata_pair.stream_of(torch.device("cuda", 1)) is None
 
 
+@pytest.mark.parametrize("guards", [True, False], ids=["torch's guards", "without them"])
+def test_alike_but_for_addresses(monkeypatch: pytest.MonkeyPatch, guards: bool) -> None:
+    if not guards:
+        monkeypatch.setattr(launch, "_guards", None)
+    x, y = torch.zeros(3, 2, 8), torch.zeros(4, dtype=torch.int32)
+    alike = launch.alike(x, y)
+    assert alike(x, y) and alike(torch.ones(3, 2, 8), y.clone())
+    with torch.inference_mode():
+        made_there = torch.zeros_like(x)
+    for other in (
+        x.double(), x[:2], x[:, :1].expand(3, 2, 8), torch.zeros(3, 2, 9)[..., :8], x.flatten(1),
+        torch._neg_view(x), x.as_subclass(torch.nn.Parameter), x.to("meta"), made_there, None, y,
+    ):  # fmt: skip
+        assert not alike(other, y), other
+    assert not launch.alike(x, x.clone())(x, x), "one tensor twice"
+
+
 MERGE = VariantSpec(op="merge")
 WITHOUT_EXCHANGE_API = (
     WITHOUT_API

@@ -88,19 +88,23 @@ def test_results_over_what_is_read(
     other: str,
     quick: bool,
 ) -> None:
-    """Also where a call on the rightful memory went before."""
+    """Also where calls on the rightful memory went before, the third as the second."""
     call = complete_call()
     if not quick:
         call["pipeline"] = call["plan"].pipeline
     launches: list[object] = []
+    repeated: list[object] = []
     monkeypatch.setattr(attention, "launch_decode", lambda *a: launches.append(a))
-    snapmla.decode(**call)
+    monkeypatch.setattr(attention, "run_prepared", lambda *a: repeated.append(a))
+    for _ in range(3):
+        snapmla.decode(**call)
+    assert len(repeated) == quick
     given = call[name]
     aliased = view_at(memory(call), 0, given.shape, given.dtype)
     named = "out" if other == "lse" else name
     with pytest.raises(ValueError, match=rf"^{named}: expected memory apart from {other}, got te"):
         snapmla.decode(**{**call, name: aliased})
-    assert len(launches) == 1
+    assert len(launches) + len(repeated) == 3
 
 
 @needs_compiler
@@ -110,8 +114,10 @@ def test_an_accepted_result_is_asked_again_where_something_else_lies_over_it(
 ) -> None:
     """The same ``out`` and ``lse``; another query, cache or workspace that lies there."""
     monkeypatch.setattr(attention, "launch_decode", lambda *_: None)
+    monkeypatch.setattr(attention, "run_prepared", lambda *_: None)
     call = complete_call()
-    snapmla.decode(**call)
+    for _ in range(3):
+        snapmla.decode(**call)
     out = call["out"]
     if name == "q":
         nope = view_at(out, 0, (B, S_Q, HEADS, 512), torch.uint8).view(torch.float8_e4m3fn)
