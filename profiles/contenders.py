@@ -10,7 +10,7 @@ A contender named on the command line is one of
 * ``snapmla@DIR``, the same with the host package and the built variants of another checkout
 * ``flashmla_bf16``: FlashMLA's dense BF16 kernel
 * ``flashmla_fp8``: FlashMLA's dense FP8 kernel, one scale per tensor
-* ``fa3``: FlashAttention-3, MLA through q_v, BF16
+* ``fa3``: FlashAttention-3, MLA through q_v
 * ``torch``: gather and scaled_dot_product_attention in BF16, small shapes only
 
 Peers are shared libraries in a folder of your own (``--peers`` or ``SNAPMLA_PEERS``), never part of
@@ -64,7 +64,8 @@ class Problem:
 
     Attributes:
         shape: the workload.
-        query: (b, s_q, h, 576) bf16; of a request with fewer tokens the last ones count.
+        query: (b, s_q, h, 576) bf16, or fp16 beside a pool of fp16; of a request with fewer
+            tokens the last ones count.
         lengths: (b,) int32 on the device.
         tables: page size -> block tables, one (b, width) int32 per buffer.
     """
@@ -418,8 +419,9 @@ class FlashAttention3(PeerLibrary):
         content, rope = pool.cache[..., :CONTENT_DIM], pool.cache[..., CONTENT_DIM:]
         longest = tables[0].shape[1] * 64  # as the kernel sees it: the split heuristic must agree
         schedule = ops.get_scheduler_metadata(
-            shape.batch, shape.s_q, longest, shape.num_heads, 1, 64, CONTENT_DIM, torch.bfloat16,
-            lengths, None, None, None, None, None, 64, 0, True, -1, -1, False, 0, None, 0,
+            shape.batch, shape.s_q, longest, shape.num_heads, 1, 64, CONTENT_DIM,
+            problem.query.dtype, lengths, None, None, None, None, None, 64, 0, True, -1, -1,
+            False, 0, None, 0,
         )  # fmt: skip
 
         def call(table: torch.Tensor) -> DecodeCall:

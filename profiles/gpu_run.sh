@@ -20,6 +20,8 @@
 #   profile:VARIANT[,VARIANT]  Nsight Compute on variants, as one table (profiles.ncu)
 #   host[:ARG,ARG...]          host time of eager calls (profiles.host_time ARG ARG...)
 #   merge                      what the merge launch costs (profiles.merge_cost)
+#   dense-accuracy[:PART,PART]  16-bit decode to float64 beside the peers: sweep, rmse, grid
+#                              (profiles.dense_accuracy)
 #   stamps[:SHAPE,SHAPE...]    times of a CTA's events, from stamped builds (profiles.stamps has
 #                              the commands that build them, before pack)
 #   fidelity[:--compile]       the accuracy study, or go on with it: repeat until nothing is left
@@ -190,6 +192,10 @@ run_part() {
             timeout -k 10 "$seconds" "$python" -m profiles.host_time --out "$work" ${what//,/ }
             ;;
         merge) timeout -k 10 "$seconds" "$python" -m profiles.merge_cost --out "$work" ;;
+        dense-accuracy)
+            # shellcheck disable=SC2086  # a list of words
+            timeout -k 10 "$seconds" "$python" -m profiles.dense_accuracy --out "$work" ${what//,/ }
+            ;;
         stamps)
             # shellcheck disable=SC2086  # a list of words
             timeout -k 10 "$seconds" "$python" -m profiles.stamps --out "$work" ${what//,/ }
@@ -217,7 +223,7 @@ run_part() {
             ;;
         model) cp build/fidelity/"$what".json build/fidelity/"$what".*.pack "$out" ;;
         *)
-            echo "part: expected info, tests[:FILES], host, merge, stamps[:SHAPES], demo, bench:PRESET, shape:LABEL," \
+            echo "part: expected info, tests[:FILES], host, merge, dense-accuracy[:PARTS], stamps[:SHAPES], demo, bench:PRESET, shape:LABEL," \
                 "profile:VARIANTS, fidelity, model:NAME, engine:accuracy|speed or check[:ARGS];" \
                 "got '$part'"
             return 2

@@ -33,6 +33,7 @@ P_LOG2_MAX, HEADROOM = 8.0, 15.0  # of the kernels' frames (dsl_kernels/sm90/den
 
 # FlashMLA's gates of its dense decode: an element is right by either, the cosine is of all
 OUT_GATE, LSE_GATE, COSINE_GATE = (8e-4, 2.01 / 128), (1e-6, 8.01 / 65536), 5e-6
+PLACES = 3  # of elements outside that are named
 # What the error may exceed that of the mimic by: ties of P that round the other way, tensor cores
 # that cut sums instead of rounding them, partial results in 16 bits.
 MIMIC_FACTOR, FP32_SLACK = 1.1, 2e-5
@@ -49,6 +50,7 @@ class DenseErrors:
         error: relative L2 of the output; ``allowed`` is 1.1 times that of the mimic (P in 16 bits)
             in the output's dtype, plus 2e-5; None where no mimic was asked.
         lse_error: largest absolute error of the LSE.
+        where: the first elements outside, with value and reference.
     """
 
     outside: int
@@ -56,6 +58,7 @@ class DenseErrors:
     error: float
     allowed: float | None
     lse_error: float
+    where: tuple[str, ...] = ()
 
     @property
     def right(self) -> bool:
@@ -64,10 +67,11 @@ class DenseErrors:
 
     def __str__(self) -> str:
         allowed = "" if self.allowed is None else f" (allowed {self.allowed:.2e})"
+        where = f": {'; '.join(self.where)}" if self.where else ""
         return (
             f"relative L2 {self.error:.2e}{allowed}, LSE {self.lse_error:.1e}, "
             f"1 - cosine {self.cosine:.1e} (allowed {COSINE_GATE:.0e}), {self.outside} outside of "
-            "FlashMLA's gates"
+            f"FlashMLA's gates{where}"
         )
 
 
@@ -96,6 +100,7 @@ def decode_errors(
     """
     step = kv.shape[2] if by_sequence else 1
     pairs: list[tuple[Tensor, Tensor]] = []  # truth and result, of out and of lse in turn
+    outside, where = 0, []
     for first in range(step):
         own = range(first, len(block_table), step)
         truth = dense_decode_reference(
@@ -104,21 +109,25 @@ def decode_errors(
             batches=own,
         )  # fmt: skip
         if cu_seqlens_q is None:
-            got = out[list(own)], lse[list(own)]
+            ids, axis = list(own), 0  # which sequences or query tokens, and the LSE's axis of them
+            got = out[ids], lse[ids]
         else:
             begin = cu_seqlens_q.tolist()
-            tokens = [t for i in own for t in range(begin[i], begin[i + 1])]
-            got = out[tokens], lse[:, tokens]
+            ids, axis = [t for i in own for t in range(begin[i], begin[i + 1])], 1
+            got = out[ids], lse[:, ids]
+        outside += sum(map(gate_violations, got, truth, (OUT_GATE, LSE_GATE)))
+        where += _places("out", got[0], truth[0], OUT_GATE, ids, 0)
+        where += _places("lse", got[1], truth[1], LSE_GATE, ids, axis)
         pairs += [(x.flatten(), y.flatten()) for x, y in zip(truth, got, strict=True)]
     truth_out, got_out = (torch.cat(side) for side in zip(*pairs[::2], strict=True))
     truth_lse, got_lse = (torch.cat(side) for side in zip(*pairs[1::2], strict=True))
     return DenseErrors(
-        outside=gate_violations(got_out, truth_out, OUT_GATE)
-        + gate_violations(got_lse, truth_lse, LSE_GATE),
+        outside=outside,
         cosine=metrics.one_minus_cosine(got_out, truth_out),
         error=metrics.relative_l2(got_out, truth_out),
         allowed=None,
         lse_error=metrics.lse_error(got_lse, truth_lse),
+        where=tuple(where),
     )
 
 
@@ -175,12 +184,31 @@ def _frames(t: Tensor, lazy: bool) -> Tensor:
 def gate_violations(actual: Tensor, expected: Tensor, gate: tuple[float, float]) -> int:
     """Elements that neither an absolute nor a relative error makes right, and NaN or infinities
     that are not the reference's."""
+    return int(_outside(actual, expected, gate).sum())
+
+
+def _outside(actual: Tensor, expected: Tensor, gate: tuple[float, float]) -> Tensor:
+    """Which elements ``gate_violations`` counts."""
     a, e = actual.double(), expected.double()
     special = ~torch.isfinite(a) | ~torch.isfinite(e)
     same = (a == e) | (torch.isnan(a) & torch.isnan(e))
     error = (a - e).abs()
     right = torch.where(special, same, (error <= gate[0]) | (error <= gate[1] * e.abs()))
-    return int((~right).sum())
+    return ~right
+
+
+def _places(
+    name: str, actual: Tensor, expected: Tensor, gate: tuple[float, float],
+    ids: Sequence[int], axis: int,
+) -> list[str]:  # fmt: skip
+    """The first elements outside of the gate; position x of ``axis`` is ``ids[x]`` in the result
+    called ``name``."""
+    texts = []
+    for place in _outside(actual, expected, gate).nonzero()[:PLACES].tolist():
+        value, truth = float(actual[tuple(place)]), float(expected[tuple(place)])
+        place[axis] = ids[place[axis]]
+        texts.append(f"{name}{place} is {value:.6e} for {truth:.6e}")
+    return texts
 
 
 class DenseJob:

@@ -53,6 +53,43 @@ def test_grid(heads: int, s_q: int) -> None:
     step.assert_right(out, lse, causal=False)
 
 
+@pytest.mark.parametrize("heads", HEADS)
+def test_many_query_tokens(heads: int) -> None:
+    """128 of them, more than a short sequence has tokens; pages, dtypes and KV heads rotate."""
+    index = HEADS.index(heads)
+    kv_heads = [n for n in (1, 2, 3, 8) if heads % n == 0]
+    step = DenseStep.make(
+        (0, 1, 65, 4097), heads, 128, PAGES[index % len(PAGES)], DTYPES[index // 2 % 2],
+        kv_heads[-1 - index % len(kv_heads)], device=DEVICE,
+    )  # fmt: skip
+    out, lse = step.decode(step.plan())
+    assert (out[0] == 0).all() and torch.isneginf(lse[0]).all()
+    assert (out[1, :-1] == 0).all() and torch.isneginf(lse[1, :, :-1]).all()
+    step.assert_right(out, lse)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "s_q", "kv_heads"), [(8, 2, 2), (40, 1, 1), (128, 2, 1)])
+def test_nan_and_infinity(heads: int, s_q: int, kv_heads: int, dtype: torch.dtype) -> None:
+    """In the elements of out and LSE where the reference has them, and nowhere else."""
+    step = DenseStep.make(
+        (5, 70, 130, 64, 3, 4100, 65), heads, s_q, 64, dtype, kv_heads, device=DEVICE
+    )
+    kv, table = step.cache.kv, step.block_table.long()
+    assert kv is not None
+    kv[table[0, 0], 2, 0, 7] = float("nan")
+    kv[table[1, 1], 5, -1, 575] = float("nan")  # of the last token, which the last query sees
+    kv[table[2, 0], 9, 0, 3] = float("inf")
+    kv[table[5, 40], 1, 0, 40] = float("-inf")
+    step.q[3, 0, 1, 100] = float("nan")
+    step.q[4, -1, 0, 5] = float("inf")
+    out, lse = step.decode(step.plan())
+    errors = step.errors(out, lse)
+    assert errors.outside == 0, str(errors)
+    some = torch.isnan(lse).flatten(1)
+    assert some[:6].any(1).all() and not some[6].any() and not some[3].all()
+
+
 def captured(
     step: DenseStep, plan: snapmla.DecodePlan, given: dict[str, Any]
 ) -> torch.cuda.CUDAGraph:
@@ -97,10 +134,13 @@ RAGGED = ((0, 1, 0, 5, 2, 9), (3, 0, 33, 1, 64, 2), (0, 0, 128, 0, 0, 1))
 @pytest.mark.parametrize("heads", [16, 40, 128])
 @pytest.mark.parametrize("tokens", RAGGED, ids=str)
 def test_ragged_queries(tokens: tuple[int, ...], heads: int, kv_heads: int) -> None:
-    """Also in a graph, and as ``row_seqlens`` says; rows of no sequence stay as they are."""
+    """Also in a graph, and as ``row_seqlens`` says; rows of no sequence stay as they are; pages and
+    dtypes rotate."""
+    index = RAGGED.index(tokens)
     step = DenseStep.make(
-        LENGTHS, heads, page_size=64, kv_heads=kv_heads, tokens=tokens, device=DEVICE
-    )
+        LENGTHS, heads, page_size=PAGES[(index + heads // 16) % len(PAGES)],
+        dtype=DTYPES[index % 2], kv_heads=kv_heads, tokens=tokens, device=DEVICE,
+    )  # fmt: skip
     used, given = sum(tokens), results(step, float("nan"))
     seen = torch.randint(-5, 4200, step.q.shape[:1], dtype=torch.int32, device=DEVICE)
     for rule in ({}, {"row_seqlens": seen}):

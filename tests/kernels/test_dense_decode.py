@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,7 +13,10 @@ from dsl_kernels.spec import VariantSpec
 from snapmla import runtime
 from snapmla.testing import dense_job, selfcheck
 from snapmla.testing.dense_job import DenseJob
+from snapmla.testing.dense_reference import dense_decode_reference
 from softgpu import Options, using
+from softgpu.tensor_core import half_step_numpy
+from tests.support.dense_steps import SCALE, DenseStep
 from tests.support.needs import needs_compiler
 
 pytestmark = needs_compiler
@@ -61,6 +65,47 @@ def test_a_nan_is_its_readers_alone(name: str) -> None:
         out, lse = job.run(kernel)
     assert torch.isnan(out[0, 2]).all() and torch.isnan(lse[0, :, 2]).all()
     assert torch.isfinite(out[0, :2]).all() and torch.isfinite(lse[0, :, :2]).all()
+
+
+def test_lse_of_one_token_is_the_tensor_cores() -> None:
+    """Frame, exp2 and log2 add less than a fifth of what the sum of Q.K cuts off; so much that an
+    LSE near 0 misses FlashMLA's gate is the sum's."""
+    step = DenseStep.make((1,), 16, 1, 64, torch.float16)
+    assert step.cache.kv is not None
+    k = step.cache.kv[step.block_table[0, 0], 0].float().numpy()
+    q = step.q[0, 0].float().numpy()
+    acc = np.zeros((16, 1), np.float32)
+    for x in range(0, 576, 16):
+        acc = half_step_numpy(acc, q[:, x : x + 16], k[:, x : x + 16], 2.0**-14)
+    summed = torch.from_numpy(acc)[:, 0].double() * SCALE
+    truth = torch.from_numpy(q.astype(np.float64) @ k[0].astype(np.float64)) * SCALE
+    _, lse = step.decode(step.plan())
+    cut, added = summed - truth, lse[0, :, 0].double() - summed
+    assert 5e-7 < float(cut.abs().max()) < 5e-6
+    assert float(added.norm()) < 0.2 * float(cut.norm()) and float(added.abs().max()) < 5e-7
+
+
+@pytest.mark.parametrize("tokens", [None, (2, 0, 1)], ids=["even", "ragged"])
+def test_elements_outside_are_named(tokens: tuple[int, ...] | None) -> None:
+    """By their place in the result."""
+    step = DenseStep.make((3, 0, 66), 2, 2, tokens=tokens)
+    out = torch.zeros(*step.q.shape[:-1], 512)
+    lse = torch.zeros(*step.q.shape[:-1]).mT.contiguous()
+    truth, truth_lse = dense_decode_reference(
+        step.q, step.cache.kv, step.block_table, step.cache_seqlens, SCALE,
+        cu_seqlens_q=step.begin,
+    )  # fmt: skip
+    used = len(truth) if tokens else None  # rows of no sequence follow
+    out[:used], lse[..., :used] = truth, truth_lse
+    assert step.errors(out, lse).where == ()
+    place, seen = ((2, 1, 511), (0, 2)) if tokens else ((2, 1, 0, 511), (2, 0, 1))
+    out[place] += 1
+    lse[seen] = math.nan
+    errors = step.errors(out, lse)
+    assert errors.outside == 2 and [w.split(" is ")[0] for w in errors.where] == [
+        f"out{list(place)}", f"lse{list(seen)}"
+    ]  # fmt: skip
+    assert "is nan for" in str(errors)
 
 
 def test_the_gates_can_fail() -> None:

@@ -18,12 +18,10 @@ from torch import Tensor
 from dsl_kernels.families.fp8_decode import PAGE_SIZES
 from snapmla import layouts
 from snapmla.reference import quantize_rows
+from snapmla.testing import draws
+from snapmla.testing.draws import D_ROPE, D_V, SINK_CHANNEL, SOFTMAX_SCALE
 
-D_V, D_ROPE = 512, 64
 FP8 = torch.float8_e4m3fn
-SOFTMAX_SCALE = 192**-0.5
-SINK_CHANNEL = 63  # of RoPE; other tokens have 0 there
-OUTLIER_CHANNELS = 4
 TAIL_IDS = (2147480000, -1)
 LAYOUTS = tuple(layouts.LAYOUTS)
 RAGGED = (0, 1, 63, 64, 65, 4097)
@@ -177,17 +175,11 @@ def _tokens(
 ) -> tuple[Tensor, Tensor]:
     """Unquantised c_kv (L, 512), k_rope (L, 64) of one sequence, fp32 holding bf16 values."""
 
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, device=device)
-
-    amplitude = torch.exp(case.amplitude_std * normal(length, 1))
-    c = (normal(length, D_V) + case.latent_mean) * amplitude
-    rope = normal(length, D_ROPE)
+    c, rope = draws.draw_tokens(
+        length, generator, device, mean=case.latent_mean, amplitude_std=case.amplitude_std,
+        rope_outlier=case.rope_outlier,
+    )  # fmt: skip
     positions = torch.arange(length, device=device)
-    if case.rope_outlier:
-        rope[:, :OUTLIER_CHANNELS] *= case.rope_outlier / 3
-        rope.clamp_(-case.rope_outlier, case.rope_outlier)
-    rope[:, SINK_CHANNEL] = 0
     if case.sink and length:
         rope[0, SINK_CHANNEL] = math.log(length) + case.logit_std**2 + 1
     if case.content is not None:
@@ -201,21 +193,14 @@ def _tokens(
 def _queries(
     case: DecodeCase, generator: torch.Generator, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """q_nope, q_rope in bf16 that give the logits the wanted spread.
-
-    Channel means are removed, so that a biased latent does not shift every logit.
-    """
-    shape = (case.b, case.s_q, case.heads)
-    nope = torch.randn(*shape, D_V, generator=generator, device=device)
-    rope = torch.randn(*shape, D_ROPE, generator=generator, device=device)
-    nope -= nope.mean(-1, keepdim=True)
-    spread = math.sqrt(D_V) * math.exp(case.amplitude_std**2)
-    nope *= 0.0 if case.logits else case.logit_std / (SOFTMAX_SCALE * spread)
-    rope_std = case.logit_std if case.rope_logit_std is None else case.rope_logit_std
-    if case.rope_outlier:
-        rope[..., :OUTLIER_CHANNELS] /= case.rope_outlier / 3
-    rope *= rope_std / (SOFTMAX_SCALE * math.sqrt(D_ROPE - 1))
-    rope[..., SINK_CHANNEL] = 1 / SOFTMAX_SCALE
+    """q_nope, q_rope in bf16; with ``case.logits`` content does not contribute."""
+    nope, rope = draws.draw_queries(
+        (case.b, case.s_q, case.heads), generator, device, logit_std=case.logit_std,
+        rope_logit_std=case.rope_logit_std, amplitude_std=case.amplitude_std,
+        rope_outlier=case.rope_outlier,
+    )  # fmt: skip
+    if case.logits:
+        nope *= 0.0
     return nope.bfloat16(), rope.bfloat16()
 
 
