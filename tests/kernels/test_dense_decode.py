@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from dsl_kernels.families.fp8_decode import ROW_TILES
 from dsl_kernels.spec import VariantSpec
 from snapmla import runtime
 from snapmla.testing import dense_job, selfcheck
 from snapmla.testing.dense_job import DenseJob
-from softgpu import Options, using
+from softgpu import LoadedKernel, Options, mutate, using
 from tests.support.needs import needs_compiler
 
 pytestmark = needs_compiler
@@ -61,6 +62,28 @@ def test_a_nan_is_its_readers_alone(name: str) -> None:
         out, lse = job.run(kernel)
     assert torch.isnan(out[0, 2]).all() and torch.isnan(lse[0, :, 2]).all()
     assert torch.isfinite(out[0, :2]).all() and torch.isfinite(lse[0, :, :2]).all()
+
+
+@pytest.mark.whole_matrix
+@pytest.mark.parametrize("row_tile", ROW_TILES)
+def test_both_dtypes_are_ordered_alike(row_tile: int) -> None:
+    """Synchronisation and accesses to shared memory, in program order: what schedules and mutants
+    of one dtype show (profiles/prove.py) holds for the other."""
+    ordered = []
+    for dtype in dense_job.DTYPES:
+        spec = VariantSpec(op="dense_decode", pipeline="split", row_tile=row_tile, dtype=dtype)
+        _, kernel = kernel_of(spec.name)
+        assert isinstance(kernel, LoadedKernel)
+        program = kernel.program(kernel.entry)
+        waits = {site.pc for site in mutate.sites(program)}
+        ordered.append(
+            [
+                (ins.opcode.replace("bf16", "f16"), program.kernel.source_of(ins))
+                for ins in program.kernel.code
+                if ins.pc in waits or ".shared" in ins.opcode or ins.opcode.startswith("wgmma")
+            ]
+        )
+    assert ordered[0] == ordered[1] and len(ordered[0]) > 100
 
 
 def test_the_gates_can_fail() -> None:
