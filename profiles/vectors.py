@@ -577,13 +577,10 @@ def _fetch(case: KernelCase, device: Device) -> Result:
     where = {name: torch.from_numpy(s).to(dev) for name, s in selector.items()}
     call(device, case.variant, **cache, **where, out_nope=nope, out_rope=r)
     tokens_out = int(np.prod(lead))
-    return Result(
-        check,
-        {
-            "nope": bits_of(nope).reshape(tokens_out, -1),
-            "rope": bits_of(r).reshape(tokens_out, -1),
-        },
-    )
+    found = {"nope": nope, "rope": r}
+    if own:  # one plane: one hash
+        found = {"kv": torch.cat([nope, r], -1)}
+    return Result(check, {k: bits_of(x).reshape(tokens_out, -1) for k, x in found.items()})
 
 
 def _fetch_selector(
@@ -996,9 +993,9 @@ def _dense(case: KernelCase, device: Device) -> Result:
         out=out, lse=lse, **partial, softmax_scale=SOFTMAX_SCALE, causal=int(case.index % 4 != 1),
         lse_factor=factor, empty_lse=empty, may_split=1,
     )  # fmt: skip
+    rows_of = [bits_of(x).reshape(slots * rows_pad, -1).view(np.uint8) for x in partial.values()]
     found = {
-        "o_accum": bits_of(partial["o_accum"]).reshape(-1, PARTIAL_ROW),
-        "lse_accum": bits_of(partial["lse_accum"]).reshape(-1, 1),
+        "partial": np.concatenate(rows_of, 1),
         "out": bits_of(out).reshape(-1, D_V),
         "lse": bits_of(lse).reshape(-1, 1),
     }
