@@ -5,9 +5,10 @@
     python -m profiles.record_softgpu replay [PART...] [--all] [--file FILE]     anywhere
 
 Parts: ``mufu`` (ex2, lg2, rcp over all 2^32 arguments, a hash for each binade), ``wgmma`` (each
-instruction form alone, over 10^6 accumulators a form, hand-written PTX through the driver's
-compiler), ``helpers`` (append, quantise, fetch, merge, plan) and ``decode`` (plan, decode, merge),
-the last two from the compiled variants.  ``profiles.vectors`` builds the inputs.  Without ``--all``
+instruction form alone, over 10^6 accumulators a form, of MN-major ones a third of that,
+hand-written PTX through the driver's compiler), ``helpers`` (append, quantise, fetch, merge, plan,
+FlashMLA's records) and ``decode`` (decode, merge; of 16-bit caches too), the last two from the
+compiled variants.  ``profiles.vectors`` builds the inputs.  Without ``--all``
 replay takes a sample of mufu and decode; with it, everything.  It prints what differs and
 returns 1 if anything does.
 
