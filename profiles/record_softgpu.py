@@ -1,6 +1,7 @@
 """Records what an H200 computes, and replays it on the software GPU.
 
     bash profiles/gpu_run.sh pack && python -m profiles.record_softgpu hashes     where they compile
+    bash profiles/gpu_run.sh record           there, with what the first line packed, or
     python -m profiles.record_softgpu record [--out FILE]     on a GPU; no compiler needed
     python -m profiles.record_softgpu replay [PART...] [--all] [--file FILE]     anywhere
 
