@@ -162,11 +162,6 @@ class PagedTma:
         """Until ``chunk`` of a stage is there; the first one's barrier is the pipe's."""
         self.more.wait_full(st, index * (self.chunks - 1) + (chunk - 1), phase)
 
-    def wait_chunks(self, st, index, phase) -> None:
-        """Until all behind the first are there."""
-        for chunk in range(1, self.chunks):
-            self.wait_chunk(st, chunk, index, phase)
-
     # ---------------------------------------------------------------- device: producers
 
     def cluster_copy(self):
