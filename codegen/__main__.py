@@ -1,4 +1,4 @@
-"""Command line of codegen: matrix, precompile, build, try, bundle, wheels, header, docs."""
+"""Command line of codegen: matrix, precompile, build, try, audit, bundle, wheels, header, docs."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from codegen import compile as compiler
 from codegen import link as linker
 from codegen import matrix as mx
 from codegen.artifacts import ROOT, Record
+from codegen.family_audit import FamilyAudit
 from codegen.precompile import precompile as run_precompile
 from dsl_kernels.families import ARCHS
 from dsl_kernels.spec import VariantSpec
@@ -199,6 +200,59 @@ def try_command(name: str, out: Out = None) -> None:
         good = tryout.run(spec, out_dir, console)
     if not good:
         raise typer.Exit(1)
+
+
+@app.command("audit")
+def audit_command(arch: Arch = "sm_90a", pattern: Filter = "*", out: Out = None) -> None:
+    """Audit what is built of the default matrix, by family; exit code 1 if any may not ship."""
+    _check_arch(arch)
+    _need_compiler()
+    out_dir = out or _default_dir()
+    specs = mx.default_specs(arch, pattern)
+    if not specs:
+        raise _fail(f"--filter: no variant of {arch} matches {pattern!r}; see `matrix`")
+    families: dict[str, FamilyAudit] = {}
+    for spec in specs:
+        found = artifacts.paths(out_dir, spec)
+        record = Record.read(found["json"])
+        if record is not None and record.key != compiler.draft(spec).key:
+            record = None
+        name = " ".join(filter(None, (spec.op, dict(spec.values).get("pipeline"))))
+        families.setdefault(name, FamilyAudit()).add(spec, record, found["so"])
+    _show_audit(f"{arch}, {out_dir}", families)
+    failed = {k: v for family in families.values() for k, v in family.problems.items()}
+    absent = [name for family in families.values() for name in family.absent]
+    _show_failures(failed)
+    if absent:
+        some = ", ".join(absent[:3]) + (", ..." if len(absent) > 3 else "")
+        console.print(
+            f"{len(absent)} not built from these sources ({some}): "
+            f"`python -m codegen precompile --arch {arch}`",
+            style="red", highlight=False, soft_wrap=True,
+        )  # fmt: skip
+    if failed or absent:
+        raise typer.Exit(1)
+
+
+def _show_audit(title: str, families: dict[str, FamilyAudit]) -> None:
+    """A row for each family, and their sum."""
+    table = Table(
+        "family", "variants", "built", "may ship", "registers", "shared KB", "libraries MB",
+        title=title,
+    )  # fmt: skip
+    counts = [0, 0, 0]
+    for name, family in families.items():
+        built = family.variants - len(family.absent)
+        own = [family.variants, built, built - len(family.problems)]
+        counts = [a + b for a, b in zip(counts, own, strict=True)]
+        megabytes = f"{family.library_bytes / 1e6:.2f}"
+        table.add_row(
+            name, *map(str, own), str(family.registers), f"{family.smem / 1e3:.1f}", megabytes
+        )
+    table.add_section()
+    everything = sum(family.library_bytes for family in families.values())
+    table.add_row("total", *map(str, counts), "", "", f"{everything / 1e6:.2f}")
+    console.print(table)
 
 
 def _packed(arch: str, pattern: str, cuda: str) -> tuple[list[VariantSpec], Path]:

@@ -28,6 +28,8 @@
 #   engine:accuracy|speed      vLLM with the plugin beside its own backends; takes build/vllm along
 #                              (profiles.engine bring makes it), where no vLLM is installed
 #   model:NAME                 the packed checkpoint of the study's NAME to $OUT, a few files
+#   record                     what the software GPU replays, to $OUT/softgpu_h200.npz; before pack's
+#                              files leave: python -m profiles.record_softgpu hashes
 #   demo                       make demo's job
 #
 # Environment, all optional: OUT (results; default build/gpu), PART_LIMIT and TOTAL_LIMIT (seconds
@@ -200,6 +202,11 @@ run_part() {
             # shellcheck disable=SC2086  # a list of words
             timeout -k 10 "$seconds" "$python" -m profiles.stamps --out "$work" ${what//,/ }
             ;;
+        record)
+            timeout -k 10 "$seconds" "$python" -m profiles.record_softgpu record \
+                --out "$out/softgpu_h200.npz" 2>&1 | tee "$work/record.log"
+            return "${PIPESTATUS[0]}"
+            ;;
         demo) timeout -k 10 "$seconds" "$python" -m profiles.demo 2>&1 | tee "$work/demo.log" ;;
         fidelity)
             # what was finished stays in build/fidelity for the next call
@@ -223,7 +230,7 @@ run_part() {
             ;;
         model) cp build/fidelity/"$what".json build/fidelity/"$what".*.pack "$out" ;;
         *)
-            echo "part: expected info, tests[:FILES], host, merge, dense-accuracy[:PARTS], stamps[:SHAPES], demo, bench:PRESET, shape:LABEL," \
+            echo "part: expected info, tests[:FILES], host, merge, dense-accuracy[:PARTS], stamps[:SHAPES], record, demo, bench:PRESET, shape:LABEL," \
                 "profile:VARIANTS, fidelity, model:NAME, engine:accuracy|speed or check[:ARGS];" \
                 "got '$part'"
             return 2

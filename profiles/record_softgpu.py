@@ -1,13 +1,15 @@
 """Records what an H200 computes, and replays it on the software GPU.
 
     bash profiles/gpu_run.sh pack && python -m profiles.record_softgpu hashes     where they compile
+    bash profiles/gpu_run.sh record           there, with what the first line packed, or
     python -m profiles.record_softgpu record [--out FILE]     on a GPU; no compiler needed
     python -m profiles.record_softgpu replay [PART...] [--all] [--file FILE]     anywhere
 
 Parts: ``mufu`` (ex2, lg2, rcp over all 2^32 arguments, a hash for each binade), ``wgmma`` (each
-instruction form alone, over 10^6 accumulators a form, hand-written PTX through the driver's
-compiler), ``helpers`` (append, quantise, fetch, merge, plan) and ``decode`` (plan, decode, merge),
-the last two from the compiled variants.  ``profiles.vectors`` builds the inputs.  Without ``--all``
+instruction form alone, over 10^6 accumulators a form, of MN-major ones a third of that,
+hand-written PTX through the driver's compiler), ``helpers`` (append, quantise, fetch, merge, plan,
+FlashMLA's records) and ``decode`` (decode, merge; of 16-bit caches too), the last two from the
+compiled variants.  ``profiles.vectors`` builds the inputs.  Without ``--all``
 replay takes a sample of mufu and decode; with it, everything.  It prints what differs and
 returns 1 if anything does.
 
@@ -280,6 +282,18 @@ class Record:
         names = {k.split("/")[0].rsplit(".", 1)[0] for k in self.data if "/" in k}
         return sorted(n for n in names if not n.startswith(("wgmma", "mufu")))
 
+    @property
+    def forms(self) -> list[WgmmaForm]:
+        """The instruction forms that it has, in their order.
+
+        Raises ValueError if ``profiles.vectors`` has no such form.
+        """
+        names = {k.split(".")[1] for k in self.data if k.startswith("wgmma.")}
+        found = [form for form in vectors.WGMMA_FORMS if form.name in names]
+        if unknown := names - {form.name for form in found}:
+            raise ValueError(f"the record has unknown wgmma forms: {', '.join(sorted(unknown))}")
+        return found
+
     def compare(self, case: WgmmaCase | KernelCase, result: Result) -> Tally:
         """Counts rows (of wgmma: instructions) whose hash differs."""
         tally = Tally(cases=1)
@@ -300,7 +314,8 @@ class Record:
                     f"rows {different[:8].tolist()}"
                 )
         for what, rows in result.raw.items():
-            want = self.data[f"{case.name}/raw/{what}"]
+            kept = self.data[f"{case.name}/raw/{what}"]
+            want = kept[tuple(map(slice, rows.shape))]  # older records kept more
             spots = np.argwhere(rows != want)
             for spot in map(tuple, spots[:2]):
                 tally.notes.append(
@@ -385,11 +400,11 @@ def _replay_part(record: Record, part: str, everything: bool) -> Iterator[tuple[
             binades = range(BINADES) if everything else SAMPLE_BINADES[name]
             yield name, replay_mufu(record, name, list(binades))
     elif part == "wgmma":
-        for form in vectors.WGMMA_FORMS:
+        for form in record.forms:
             yield form.name, replay_wgmma(record, form)
     else:
-        names = [n for n in record.variants if n.startswith("decode_") == (part == "decode")]
-        specs = [VariantSpec.from_name(name) for name in sorted(names)]
+        found = map(VariantSpec.from_name, record.variants)
+        specs = [spec for spec in found if spec.family.helper == (part == "helpers")]
         for spec in specs if everything else matrix.sample(specs):
             yield spec.name, replay_variant(record, spec.name)
 

@@ -21,19 +21,20 @@ from numpy.typing import NDArray
 
 from codegen import abi
 from dsl_kernels.dims import ITEM_WORDS, PARTIAL_ROW
+from dsl_kernels.records import RECORD_WORDS
 from dsl_kernels.spec import VariantSpec
 from profiles import record_wgmma as classes
-from profiles.record_wgmma import BF16, FP8, Bits
+from profiles.record_wgmma import BF16, F16, FP8, Bits
 from snapmla.testing import partials
-from snapmla.testing.reference_plan import NOTHING_HIDDEN
+from snapmla.testing.reference_plan import NOTHING_HIDDEN, plan_reference, records_of
 
 Array = NDArray[Any]
 Rows = dict[str, Array]  # name -> (rows, ...) results
 
-D_V, D_ROPE = 512, 64
+D_V, D_ROPE, D_QK = 512, 64, 576
 SOFTMAX_SCALE = 0.07216878364870323  # 192^-0.5
 LN2 = 0.6931471805599453
-STEPS = 4  # k steps in one 128-byte row of a wgmma image
+STEPS = 4  # k steps of a wgmma image
 
 
 class Device(Protocol):
@@ -104,27 +105,69 @@ def _module(body: str, params: list[str]) -> str:
 
 
 # ---- wgmma ---------------------------------------------------------------------------------------
+FORMATS = {"e4m3": FP8, "bf16": BF16, "f16": F16}
+
+
+@dataclass(frozen=True)
+class Major:
+    """How an operand lies in 128-byte lines: its descriptor without the address, and what the next
+    k step adds to it (both in units of 16 bytes)."""
+
+    descriptor: int
+    step: int
+
+
+_SWIZZLE_128B = 1 << 62
+K_MAJOR = Major(_SWIZZLE_128B | 64 << 32, 2)  # a line: a row's four steps; 8 rows are 1024 bytes
+# a line: a k of 64 rows; 8 k are 1024 bytes, the next 64 rows 8192
+MN_MAJOR = Major(_SWIZZLE_128B | 64 << 32 | 512 << 16, 128)
+
+
 @dataclass(frozen=True)
 class WgmmaForm:
-    """One instruction form: K-major operands in 128-byte swizzled rows, A there or in registers."""
+    """One instruction form on operands in 128-byte swizzled lines of shared memory.
+
+    Attributes:
+        kind: of both operands, of ``FORMATS``.
+        registers: A is in registers instead.
+        a_mn, b_mn: the operand is MN-major: a line is one k of 64 rows (16-bit kinds only).
+    """
 
     n: int
-    fp8: bool
-    registers: bool
+    kind: str
+    registers: bool = False
+    a_mn: bool = False
+    b_mn: bool = False
 
     @property
     def name(self) -> str:
-        kind = "k32_e4m3" if self.fp8 else "k16_bf16"
-        return f"m64n{self.n}{kind}_{'rs' if self.registers else 'ss'}"
+        tail = f"{'_amn' if self.a_mn else ''}{'_bmn' if self.b_mn else ''}"
+        source = "rs" if self.registers else "ss"
+        return f"m64n{self.n}k{self.format.k}_{self.kind}_{source}{tail}"
+
+    @property
+    def format(self) -> classes.Format:
+        return FORMATS[self.kind]
 
     @property
     def opcode(self) -> str:
-        tail = "k32.f32.e4m3.e4m3" if self.fp8 else "k16.f32.bf16.bf16"
-        return f"wgmma.mma_async.sync.aligned.m64n{self.n}{tail}"
+        kinds = f"k{self.format.k}.f32.{self.kind}.{self.kind}"
+        return f"wgmma.mma_async.sync.aligned.m64n{self.n}{kinds}"
 
     @property
     def image_bytes(self) -> int:
         return 128 * (64 + self.n)
+
+    @property
+    def classes(self) -> tuple[tuple[str, str, float], ...]:
+        """Of ``WGMMA_CLASSES``.  What is new of an MN-major operand is where it lies: a few."""
+        return WGMMA_CLASSES[:: 4 if self.a_mn or self.b_mn else 1]
+
+    @property
+    def _flags(self) -> str:
+        """Signs, then of 16-bit operands in shared memory whether they are MN-major."""
+        majors = [int(self.b_mn)] if self.registers else [int(self.a_mn), int(self.b_mn)]
+        return ", ".join(map(str, [1, 1, *(majors if self.kind != "e4m3" else [])]))
 
     def ptx(self) -> str:
         """One tile a block: four independent instructions on the four 32-byte slices of its rows.
@@ -135,7 +178,7 @@ class WgmmaForm:
         regs = self.n // 2
         d = ", ".join(f"%r{100 + i}" for i in range(regs))
         a = "{%r80, %r81, %r82, %r83}" if self.registers else "%rd20"
-        tail = "%p2, 1, 1" if self.fp8 else "%p2, 1, 1, 0, 0"
+        of_a, of_b = (MN_MAJOR if mn else K_MAJOR for mn in (self.a_mn, self.b_mn))
         body = f"""
         mov.u32 %r1, %tid.x; mov.u32 %r2, smem; mov.u32 %r9, %ctaid.x;
         mul.wide.u32 %rd10, %r9, {self.image_bytes}; add.s64 %rd2, %rd2, %rd10;
@@ -151,8 +194,9 @@ class WgmmaForm:
         add.s32 %r3, %r3, 128; bra COPY;
         READY: fence.proxy.async.shared::cta; bar.sync 0;
         mul.wide.s32 %rd12, %r1, 4; add.s64 %rd13, %rd1, %rd12; add.s64 %rd14, %rd3, %rd12;
-        shr.u32 %r11, %r2, 4; cvt.u64.u32 %rd15, %r11; mov.b64 %rd16, {1 << 62 | 64 << 32};
-        or.b64 %rd20, %rd15, %rd16; add.s64 %rd21, %rd20, {8192 // 16};
+        shr.u32 %r11, %r2, 4; cvt.u64.u32 %rd15, %r11; mov.b64 %rd16, {of_a.descriptor};
+        mov.b64 %rd17, {of_b.descriptor}; or.b64 %rd20, %rd15, %rd16;
+        add.s64 %rd15, %rd15, {8192 // 16}; or.b64 %rd21, %rd15, %rd17;
         """
         for step in range(STEPS):
             at = step * regs * 512
@@ -164,19 +208,23 @@ class WgmmaForm:
                     f"ld.global.b32 %r{80 + i}, [%rd14+{2048 * step + 512 * i}];\n"
                     for i in range(4)
                 )
-            body += f"wgmma.fence.sync.aligned;\n{self.opcode} {{{d}}}, {a}, %rd21, {tail};\n"
+            operands = f"{{{d}}}, {a}, %rd21, %p2, {self._flags}"
+            body += f"wgmma.fence.sync.aligned;\n{self.opcode} {operands};\n"
             body += "wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;\n"
             body += "".join(
                 f"st.global.b32 [%rd13+{at + 512 * i}], %r{100 + i};\n" for i in range(regs)
             )
-            body += "add.s64 %rd20, %rd20, 2; add.s64 %rd21, %rd21, 2;\n"
+            body += f"add.s64 %rd20, %rd20, {of_a.step}; add.s64 %rd21, %rd21, {of_b.step};\n"
         return _module(body, [f".param .b64 arg{i}" for i in range(4)])
 
 
-WGMMA_FORMS = tuple(
-    WgmmaForm(n, fp8, registers)
-    for n in (16, 32, 64)
-    for fp8, registers in ((True, False), (True, True), (False, False))
+# those that the kernels have, and one more
+WGMMA_FORMS = (
+    *(WgmmaForm(n, "e4m3", registers) for n in (16, 32, 64) for registers in (False, True)),
+    *(WgmmaForm(n, kind) for kind in ("bf16", "f16") for n in (16, 32, 64)),
+    *(WgmmaForm(64, kind, registers=True) for kind in ("bf16", "f16")),
+    *(WgmmaForm(n, kind, a_mn=True) for kind in ("bf16", "f16") for n in (16, 32)),
+    *(WgmmaForm(128, kind, b_mn=True) for kind in ("bf16", "f16")),
 )
 # operand class, initial accumulators, share of the accumulators; shares of 1 make 10^6 a form
 WGMMA_CLASSES = (
@@ -206,30 +254,35 @@ class WgmmaCase:
     def tiles(self) -> int:
         return -(-int(self.share * FULL_ACCUMULATORS) // (STEPS * 64 * self.form.n))
 
-    def run(self, device: Device) -> Result:
-        form, count = self.form, self.tiles
-        fmt = FP8 if form.fp8 else BF16
-        bits = Bits(self.name)
-        a, b = classes.operands(fmt, self.mode, bits, count * STEPS, form.n, fmt.k)
-        exact = np.zeros((count * STEPS, 64, form.n))
+    def operands(self) -> tuple[Array, Array, Array]:
+        """Codes of A (tiles * 4, 64, k), B (tiles * 4, n, k), accumulators (tiles * 4, 64, n)."""
+        form, fmt, bits = self.form, self.form.format, Bits(self.name)
+        a, b = classes.operands(fmt, self.mode, bits, self.tiles * STEPS, form.n, fmt.k)
+        exact = np.zeros((len(a), 64, form.n))
         with np.errstate(invalid="ignore"):
             x, y = classes.decode(fmt, a), classes.decode(fmt, b)
             for i in range(fmt.k):  # in this order everywhere
                 exact += x[:, :, None, i] * y[:, None, :, i]
         start = classes.accumulators(self.acc, bits, exact)
-        flags = np.full(count, self.acc != "zero", np.int32)
         if self.acc == "zero":  # must not be read
             start = classes.accumulators("wide", bits, exact)
-        acc = _to_fragments(start).reshape(count, STEPS, form.n // 2, 128)
+        return a, b, start
+
+    def run(self, device: Device) -> Result:
+        form, count = self.form, self.tiles
+        a, b, start = self.operands()
+        flags = np.full(count, self.acc != "zero", np.int32)
+        acc = to_fragments(start).reshape(count, STEPS, form.n // 2, 128)
         a_bytes, b_bytes = (
             np.ascontiguousarray(v).view(np.uint8).reshape(count, STEPS, -1, 32) for v in (a, b)
         )
-        images = np.concatenate([_image(a_bytes), _image(b_bytes)], axis=1)
+        pairs = ((a_bytes, form.a_mn), (b_bytes, form.b_mn))
+        images = np.concatenate([_image(v, mn_major) for v, mn_major in pairs], axis=1)
         words = _a_fragments(a_bytes)
         check = digest([acc, images, words, flags])
         device.launch(form.ptx(), [acc, images, words, flags], count, 128, 32768)
         out = acc.reshape(count * STEPS, -1)
-        return Result(check, {"d": out}, {"d": out[:1, :512].view(np.uint32)})
+        return Result(check, {"d": out}, {"d": out[:1, :64].view(np.uint32)})
 
 
 def _fragment_index(n: int) -> tuple[Array, Array]:
@@ -238,7 +291,8 @@ def _fragment_index(n: int) -> tuple[Array, Array]:
     return 16 * (t // 32) + t % 32 // 4 + 8 * (i // 2 % 2), 8 * (i // 4) + 2 * (t % 4) + i % 2
 
 
-def _to_fragments(d: Array) -> Array:
+def to_fragments(d: Array) -> Array:
+    """(..., 64, n) -> (..., n / 2, 128): registers of threads."""
     row, column = _fragment_index(d.shape[-1])
     return np.ascontiguousarray(d[..., row, column])
 
@@ -251,13 +305,17 @@ def _a_fragments(a: NDArray[np.uint8]) -> NDArray[np.uint32]:
     return np.ascontiguousarray(words[..., row, word])
 
 
-def _image(rows: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """(tiles, 4, R, 32) bytes -> (tiles, R * 128): row r holds its four slices, swizzled."""
-    lines = rows.transpose(0, 2, 1, 3)  # (tiles, R, 4, 32)
-    count = lines.shape[1]
-    chunks = np.ascontiguousarray(lines).reshape(len(rows), count, 8, 16)
-    order = np.arange(8)[None, :] ^ (np.arange(count)[:, None] & 7)
-    return chunks[:, np.arange(count)[:, None], order].reshape(len(rows), count * 128)
+def _image(rows: NDArray[np.uint8], mn_major: bool) -> NDArray[np.uint8]:
+    """(tiles, 4, R, 32) bytes -> (tiles, R * 128): lines of either major, swizzled."""
+    if mn_major:
+        codes = rows.view(np.uint16)  # (tiles, 4, R, 16)
+        blocks = codes.reshape(*codes.shape[:2], -1, 64, 16).transpose(0, 2, 1, 4, 3)
+        lines = np.ascontiguousarray(blocks).view(np.uint8)  # (tiles, R / 64, 4, 16, 128)
+    else:
+        lines = np.ascontiguousarray(rows.transpose(0, 2, 1, 3))  # (tiles, R, 4, 32)
+    chunks = lines.reshape(len(rows), -1, 8, 16)
+    line = np.arange(chunks.shape[1])[:, None]
+    return chunks[:, line, np.arange(8) ^ (line & 7)].reshape(len(rows), -1)
 
 
 # ---- tensors -------------------------------------------------------------------------------------
@@ -350,9 +408,26 @@ def named(cache: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> dict[str, t
     return dict(zip(("content", "rope", "scale"), cache, strict=True))
 
 
+def rows_pool(
+    pages: int, page_size: int, heads: int, dtype: str, device: str, style: int
+) -> torch.Tensor:
+    """(pages, page_size, heads, 576) of a 16-bit cache whose every byte is 255; ``style`` 0 is
+    contiguous, 1 has gaps behind rows, 2 also heads before tokens."""
+    gap = 8 if style else 0
+    shape = (pages, page_size, heads) if style < 2 else (pages, heads, page_size)
+    memory = torch.full((*shape, D_QK + gap), -1, dtype=torch.int16, device=device)
+    rows = memory.view(TORCH[dtype])[..., :D_QK]
+    return rows if style < 2 else rows.transpose(1, 2)
+
+
+def from_bits(x: NDArray[np.uint16], dtype: str) -> torch.Tensor:
+    """Tensor (CPU) of a 16-bit dtype with these bit patterns."""
+    return torch.from_numpy(x.view(np.int16)).view(TORCH[dtype])
+
+
 def bf16(x: NDArray[np.uint16]) -> torch.Tensor:
     """bfloat16 tensor (CPU) of these bit patterns."""
-    return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
+    return from_bits(x, "bf16")
 
 
 def fill(
@@ -412,7 +487,8 @@ def _append(case: KernelCase, device: Device) -> Result:
     spec, dev = case.spec, device.torch_device
     n, page_size = 57, (16, 64, 128)[case.index % 3]
     pages = 128 // page_size + 2
-    c, r = latents(case.name, n, spec.in_dtype)
+    heads = 3 if spec.cache_dtype != "fp8" and case.index % 2 else 1
+    c, r = latents(case.name, n * heads, spec.in_dtype)
     bits = Bits(case.name)
     slots = np.argsort(bits.below(1 << 40, (pages * page_size,)), kind="stable")[:n]
     slots[18], slots[19] = -1, pages * page_size
@@ -423,11 +499,13 @@ def _append(case: KernelCase, device: Device) -> Result:
     if case.index % 2:  # slices of one (n, 576) tensor
         both = torch.cat([c, r], -1).to(dev)
         c, r = both[:, :D_V], both[:, D_V:]
+    given = {"c_kv": c.to(dev), "k_rope": r.to(dev), "slot_mapping": index.to(dev)}
+    if spec.cache_dtype != "fp8":
+        kv = rows_pool(pages, page_size, heads, spec.cache_dtype, dev, case.index % 3)
+        call(device, case.variant, kv=kv, **given)
+        return Result(check, {"pool": bits_of(kv).reshape(pages * page_size, -1)})
     cache = pool(pages, page_size, LAYOUTS[case.index % 3], dev)
-    call(
-        device, case.variant, **named(cache), c_kv=c.to(dev), k_rope=r.to(dev),
-        slot_mapping=index.to(dev), **_rotation(case, n, dev),
-    )  # fmt: skip
+    call(device, case.variant, **named(cache), **given, **_rotation(case, n, dev))
     content, rope, scale = (bits_of(x) for x in cache)
     rows = np.concatenate(
         [
@@ -471,46 +549,59 @@ def _fetch(case: KernelCase, device: Device) -> Result:
     spec, dev = case.spec, device.torch_device
     page_size, pages = (16, 64, 128)[case.index % 3], 6
     bits = Bits(case.name)
-    tokens = pages * page_size
-    content = bits.below(256, (tokens, D_V)).astype(np.uint8)  # NaN codes too
-    rope = (float_fields(bits, (tokens, D_ROPE), 90, 150) >> 16).astype(np.uint16)
-    rope[::37, 3], rope[1::41, 9], rope[2::43, 1] = 0x7FC1, 0xFF80, 0x0001
-    scale = float_fields(bits, (tokens,), 90, 140) & np.uint32(0x7FFFFFFF)
-    scale[3::19], scale[4::23], scale[5::29] = 0x7FC00000, 0, 0x00000123
-    check = digest([content, rope, scale])
-    cache = pool(pages, page_size, LAYOUTS[case.index % 3], dev)
-    fill(cache, content, rope, scale)
-    out_dtype = TORCH[spec.in_dtype]
-    if spec.mode == "pages":
-        table = np.array([[3, 1, 5], [0, 2**31 - 9, -1], [4, 2, 0]], np.int32)
-        lengths = np.array([page_size * 2 + 7, page_size, 0], np.int32)
-        lead = (3, page_size * 2 + 9)
-        selector = {"block_table": table, "cache_seqlens": lengths}
-    elif spec.mode == "ragged":
-        table = np.array([[3, 1, 5], [0, 2**31 - 9, -1], [4, 2, 0]], np.int32)
-        begins = np.array([0, page_size + 9, page_size + 9, 2 * page_size + 30], np.int32)
-        starts = np.array([page_size - 3, 5, 2 * page_size - 11], np.int32)
-        selector = {"block_table": table, "cu_seqlens": begins, "seq_starts": starts}
-        lead = (2 * page_size + 37, 1)
+    tokens, heads = pages * page_size, 1
+    cache: dict[str, torch.Tensor]
+    if spec.cache_dtype == "fp8":
+        content = bits.below(256, (tokens, D_V)).astype(np.uint8)  # NaN codes too
+        rope = (float_fields(bits, (tokens, D_ROPE), 90, 150) >> 16).astype(np.uint16)
+        rope[::37, 3], rope[1::41, 9], rope[2::43, 1] = 0x7FC1, 0xFF80, 0x0001
+        scale = float_fields(bits, (tokens,), 90, 140) & np.uint32(0x7FFFFFFF)
+        scale[3::19], scale[4::23], scale[5::29] = 0x7FC00000, 0, 0x00000123
+        check = digest([content, rope, scale])
+        planes = pool(pages, page_size, LAYOUTS[case.index % 3], dev)
+        fill(planes, content, rope, scale)
+        cache = named(planes)
     else:
+        heads = (1, 3)[case.index % 2]
+        codes = bits.below(1 << 16, (pages, page_size, heads, D_QK)).astype(np.uint16)
+        check = digest([codes])
+        kv = rows_pool(pages, page_size, heads, spec.cache_dtype, dev, case.index % 3)
+        kv.copy_(from_bits(codes, spec.cache_dtype))
+        cache = {"kv": kv}
+    selector, lead = _fetch_selector(spec, bits, tokens, page_size)
+    own = () if spec.cache_dtype == "fp8" else (heads,)
+    both = torch.full((*lead, *own, D_QK), 7.0, dtype=TORCH[spec.in_dtype], device=dev)
+    nope, r = both[..., :D_V], both[..., D_V:]
+    if case.index % 2 == 0:
+        nope, r = nope.contiguous(), r.contiguous()
+    where = {name: torch.from_numpy(s).to(dev) for name, s in selector.items()}
+    call(device, case.variant, **cache, **where, out_nope=nope, out_rope=r)
+    tokens_out = int(np.prod(lead))
+    found = {"nope": nope, "rope": r}
+    if own:  # one plane: one hash
+        found = {"kv": torch.cat([nope, r], -1)}
+    return Result(check, {k: bits_of(x).reshape(tokens_out, -1) for k, x in found.items()})
+
+
+def _fetch_selector(
+    spec: VariantSpec, bits: Bits, tokens: int, page_size: int
+) -> tuple[dict[str, Array], tuple[int, ...]]:
+    """(what a fetch is told, leading dimensions of its result)."""
+    if spec.mode == "indices":
         width = {"i32": np.int32, "i64": np.int64}[spec.index_dtype]
         index = bits.below(tokens, (90,)).astype(width)
         index[7], index[11], index[40] = -1, tokens, 2**31 - 1
         if spec.index_dtype == "i64":
             index[50], index[51] = 2**32 + 1, 1 - 2**32
-        selector, lead = {"indices": index}, (90, 1)
-    both = torch.full((*lead, D_V + D_ROPE), 7.0, dtype=out_dtype, device=dev)
-    if spec.mode != "pages":
-        both = both[:, 0]
-    nope, r = both[..., :D_V], both[..., D_V:]
-    if case.index % 2 == 0:
-        nope, r = nope.contiguous(), r.contiguous()
-    where = {name: torch.from_numpy(s).to(dev) for name, s in selector.items()}
-    call(device, case.variant, **named(cache), **where, out_nope=nope, out_rope=r)
-    return Result(
-        check,
-        {"nope": bits_of(nope).reshape(-1, D_V), "rope": bits_of(r).reshape(-1, D_ROPE)},
-    )
+        return {"indices": index}, (90,)
+    table = np.array([[3, 1, 5], [0, 2**31 - 9, -1], [4, 2, 0]], np.int32)
+    if spec.mode == "pages":
+        lengths = np.array([page_size * 2 + 7, page_size, 0], np.int32)
+        return {"block_table": table, "cache_seqlens": lengths}, (3, page_size * 2 + 9)
+    begins = np.array([0, page_size + 9, page_size + 9, 2 * page_size + 30], np.int32)
+    starts = np.array([page_size - 3, 5, 2 * page_size - 11], np.int32)
+    selector = {"block_table": table, "cu_seqlens": begins, "seq_starts": starts}
+    return selector, (2 * page_size + 37,)
 
 
 def _merge(case: KernelCase, device: Device) -> Result:
@@ -616,6 +707,70 @@ def _plan(case: KernelCase, device: Device) -> Result:
     return Result(digest(seen), {"plan": np.array(found)[:, None]})
 
 
+def _schedules(case: KernelCase) -> Iterator[tuple[Bits, NDArray[np.int32], int]]:
+    """(stream, lengths, parts) of a case's problems."""
+    for i in range(12):
+        bits = Bits(f"{case.name}.{i}")
+        b = (1, 2, 5, 33, 64, 700)[i % 6]
+        lengths = bits.below((2, 200, 5000, 70000)[i % 4], (b,)).astype(np.int32)
+        lengths[bits.below(7, (b,)) == 0] = 0
+        yield bits, lengths, (1, 4, 66, 132, 3, 17)[i // 2 % 6]
+
+
+def _records_to_plan(case: KernelCase, device: Device) -> Result:
+    """Records that FlashMLA would make, the same of other lengths, and any words; a row is one
+    problem."""
+    dev, found, seen = device.torch_device, [], []
+    for i, (bits, lengths, parts) in enumerate(_schedules(case)):
+        b, heads, capacity = len(lengths), (1, 3)[i % 2], 65536
+        records = bits.below(1 << 32, (parts, RECORD_WORDS)).astype(np.uint32).view(np.int32)
+        if i % 3 == 1:
+            records[:, 0] = bits.below(b + 3, (parts,)) - 1
+            records[:, 1] = bits.below(1100, (parts,)) - 3
+        elif i % 3 == 2:
+            planned = lengths if i % 2 else lengths[::-1]
+            plan = plan_reference(planned.tolist(), parts, 64, 5, capacity)
+            records = np.array(records_of(plan)[0], np.int32)
+        if i % 4 == 3:
+            lengths[0], lengths[-1] = 2**31 - 1, -5
+        shapes = {
+            "work_items": ((b + parts - 1) * heads, ITEM_WORDS), "part_begin": (parts * heads + 1,),
+            "split_begin": (b * heads + 1,), "planned_seqlens": (b * heads,),
+        }  # fmt: skip
+        made = {k: torch.full(v, -7, dtype=torch.int32, device=dev) for k, v in shapes.items()}
+        call(
+            device, case.variant, records=torch.from_numpy(records).to(dev),
+            cache_seqlens=torch.from_numpy(lengths).to(dev), **made,
+            tile_begin=torch.empty(b + 1, dtype=torch.int32, device=dev), max_tokens=capacity,
+            token_tile=64, rows=(16, 77)[i % 2], num_kv_heads=heads,
+        )  # fmt: skip
+        seen += [records, lengths]
+        found.append(np.concatenate([bits_of(x).reshape(-1) for x in made.values()])[None])
+    return _of_problems(seen, found)
+
+
+def _plan_to_records(case: KernelCase, device: Device) -> Result:
+    """Of plans by ``plan_reference``; a row is one problem."""
+    dev, found, seen = device.torch_device, [], []
+    for i, (_, lengths, parts) in enumerate(_schedules(case)):
+        plan = plan_reference(lengths.tolist(), parts, 64, (4, 0, 1)[i % 3], 65536)
+        names = ("work_items", "part_begin", "split_begin")
+        tables = {name: np.array(getattr(plan, name), np.int32) for name in names}
+        shapes = {"records": (parts, RECORD_WORDS), "num_splits": (len(lengths) + 1,)}
+        made = {k: torch.full(v, -7, dtype=torch.int32, device=dev) for k, v in shapes.items()}
+        given = {name: torch.from_numpy(x).to(dev) for name, x in tables.items()}
+        call(device, case.variant, **given, **made)
+        seen += tables.values()
+        found.append(np.concatenate([bits_of(x).reshape(-1) for x in made.values()])[None])
+    return _of_problems(seen, found)
+
+
+def _of_problems(seen: list[Array], found: list[Array]) -> Result:
+    """A row of one hash for each problem."""
+    hashes = np.array([hash_rows(words)[0] for words in found])
+    return Result(digest(seen), {"tables": hashes[:, None]})
+
+
 # ---- decode --------------------------------------------------------------------------------------
 SHAPES = {  # row tile -> (heads, s_q) by index; rows below the tile leave padding
     16: ((16, 1), (6, 2)), 32: ((32, 1), (15, 2)), 64: ((64, 1), (20, 3)), 128: ((128, 1), (60, 2)),
@@ -675,14 +830,20 @@ def _tokens(case: KernelCase, bits: Bits, tokens: int, style: str) -> tuple[Arra
     return content, rope, scale.astype(np.float32)
 
 
+def _lengths(case: KernelCase) -> NDArray[np.int32]:
+    """Tokens of each sequence."""
+    if case.index >= LONG:
+        return np.array([700, 65], np.int32)
+    few = [0, 1, 150, 65] if case.spec.row_tile > 32 else [0, 1, 64, 63, 197, 65]
+    return np.array(few, np.int32)
+
+
 def _problem(case: KernelCase) -> _Problem:
     """Content logits of deviation 1 to 3; unused bytes NaN, page ids behind the end absurd."""
     spec, bits = case.spec, Bits(case.name)
     style, p = STYLES[case.index % 4], spec.page_size
     heads, s_q = SHAPES[spec.row_tile][case.index // 2 % 2]
-    lengths = np.array([0, 1, 150, 65] if spec.row_tile > 32 else [0, 1, 64, 63, 197, 65], np.int32)
-    if case.index >= LONG:
-        lengths = np.array([700, 65], np.int32)
+    lengths = _lengths(case)
     table, pages = _block_table(bits, lengths, p)
     shape = (len(lengths), s_q, heads)
     q8 = _e4m3(bits, (*shape, D_V), np.array(0))
@@ -774,6 +935,73 @@ def _decode(case: KernelCase, device: Device) -> Result:
     return Result(digest(problem.arrays), rows, raw)
 
 
+def _dense_rows(case: KernelCase, bits: Bits, slot: Array, shape: tuple[int, ...]) -> Array:
+    """(tokens, KV heads, 576) float32: NaN where no sequence has a token.
+
+    Args:
+        slot: (tokens of all sequences,), one behind the other.
+        shape: tokens of the pool, KV heads.
+    """
+    style = STYLES[case.index % 4]
+    rows = bell(bits, (len(slot), shape[1], D_QK), bits.below(2, (len(slot), 1, 1)) - 1)
+    if case.index // 4 % 2:  # latents with a mean: sums that grow
+        rows = np.where(bits.below(3, rows.shape) > 0, np.abs(rows), rows)
+    if style == "outlier":  # logits far apart: frames move
+        rows *= np.where(bits.below(24, (len(slot), 1, 1)) == 0, np.float32(16), np.float32(1))
+    elif style == "awkward":  # of the last sequence; some query tokens do not see its last token
+        rows[-9], rows[-1, :, 3] = 0, np.nan
+        rows[-40, :, 9], rows[-20] = 2.0**-24, rows[-20] * np.float32(2.0**-14)
+        rows[-70, :, 550] = np.inf  # of the sequence before, in RoPE alone
+    out = np.full((*shape, D_QK), np.nan, np.float32)
+    out[slot] = rows
+    return out
+
+
+def _dense(case: KernelCase, device: Device) -> Result:
+    """With its merge, in one call; a short case may have two KV heads, each a sequence."""
+    spec, dev, bits = case.spec, device.torch_device, Bits(case.name)
+    heads, s_q = SHAPES[spec.row_tile][case.index // 2 % 2]
+    p, rows_pad = spec.page_size, -(-s_q * heads // spec.row_tile) * spec.row_tile
+    lengths, kv_heads = _lengths(case), 1
+    if case.index < LONG and case.index % 3 == 2:
+        lengths, kv_heads = lengths[-2:], 2
+    table, pages = _block_table(bits, lengths, p)
+    places = (table[:, :, None].astype(np.int64) * p + np.arange(p)).reshape(len(lengths), -1)
+    slot = np.concatenate([places[i, :n] for i, n in enumerate(lengths)])
+    rows = _dense_rows(case, bits, slot, (pages * p, kv_heads))
+    own, table = np.repeat(lengths, kv_heads), np.repeat(table, kv_heads, 0)
+    amplitude = np.array(1 if STYLES[case.index % 4] == "sharp" else -1)
+    q = as_tensor(bell(bits, (len(own), s_q, heads, D_QK), amplitude), TORCH[spec.dtype], "cpu")
+    codes = as_tensor(rows, TORCH[spec.dtype], "cpu")
+    check = digest([bits_of(q), bits_of(codes), own, table])
+    cache = rows_pool(pages, p, kv_heads, spec.dtype, dev, case.index % 3)
+    cache.copy_(codes.view(cache.shape))
+    plan, slots = _work(own, s_q * heads, 8 if case.index >= LONG else 2, spec.token_tile)
+    work, part, split, seqlens, pages_of = (
+        torch.from_numpy(x).to(dev) for x in (*plan, own, table)
+    )
+    partial = {
+        "o_accum": torch.full((slots, rows_pad, PARTIAL_ROW), 5.0, dtype=torch.float16, device=dev),
+        "lse_accum": torch.full((slots, rows_pad), 5.0, device=dev),
+    }
+    out = torch.full((*q.shape[:3], D_V), 5.0, dtype=TORCH[spec.dtype], device=dev)
+    lse = torch.full((len(own), heads, s_q), 5.0, device=dev)
+    factor, empty = ((LN2, float("-inf")), (1.0, float("inf")))[case.index // 2 % 2]
+    call(
+        device, case.variant, q=q.to(dev), cache=cache, block_table=pages_of, cache_seqlens=seqlens,
+        work_items=work, part_begin=part, split_begin=split, **_alone(dev, "units", "row_limits"),
+        out=out, lse=lse, **partial, softmax_scale=SOFTMAX_SCALE, causal=int(case.index % 4 != 1),
+        lse_factor=factor, empty_lse=empty, may_split=1,
+    )  # fmt: skip
+    rows_of = [bits_of(x).reshape(slots * rows_pad, -1).view(np.uint8) for x in partial.values()]
+    found = {
+        "partial": np.concatenate(rows_of, 1),
+        "out": bits_of(out).reshape(-1, D_V),
+        "lse": bits_of(lse).reshape(-1, 1),
+    }
+    return Result(check, found, {"lse": found["lse"][:32, 0]})
+
+
 _RUNNERS: dict[str, Callable[[KernelCase, Device], Result]] = {
     "append_kv": _append,
     "quantize_q": _quantize,
@@ -781,21 +1009,25 @@ _RUNNERS: dict[str, Callable[[KernelCase, Device], Result]] = {
     "merge": _merge,
     "merge_states": _merge_states,
     "plan_decode": _plan,
+    "records_to_plan": _records_to_plan,
+    "plan_to_records": _plan_to_records,
     "decode": _decode,
+    "dense_decode": _dense,
 }
 
 
 def wgmma_cases() -> Iterator[WgmmaCase]:
-    """Every form in use (nine: one more than the variants have), every class."""
+    """Every form, every class."""
     for form in WGMMA_FORMS:
-        for mode, acc, share in WGMMA_CLASSES:
+        for mode, acc, share in form.classes:
             yield WgmmaCase(form, mode, acc, share)
 
 
 def kernel_cases(variant: str) -> list[KernelCase]:
     """Two cases of a helper kernel, one or two of a decode one; the index varies the inputs."""
     index = zlib.crc32(variant.encode()) % 12
-    if variant.startswith("decode_"):
-        long = [KernelCase(variant, index + LONG)] if "_p64_obf16" in variant else []
+    if not VariantSpec.from_name(variant).family.helper:
+        long_too = "_p64_obf16" in variant or "_p64_d" in variant
+        long = [KernelCase(variant, index + LONG)] if long_too else []
         return [KernelCase(variant, index), *long]
     return [KernelCase(variant, 2 * index), KernelCase(variant, 2 * index + 1)]

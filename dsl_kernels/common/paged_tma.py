@@ -189,11 +189,6 @@ class PagedTma:
         """By the lanes with ``chosen``, one of each reading warp: the early chunks are read."""
         self.freed.arrive_full_if(st, index, chosen)
 
-    def wait_chunks(self, st, index, phase) -> None:
-        """Until all behind the first are there."""
-        for turn in range(1, self.chunks):
-            self.wait_chunk(st, turn, index, phase)
-
     # ---------------------------------------------------------------- device: producers
 
     def cluster_copy(self):

@@ -186,10 +186,9 @@ class Form:
             for x in cutlass.range_constexpr(len(acc_O)):
                 acc_O[x].fill(0.0)
             for tile in cutlass.range(first, last, unroll=1):
-                k_pipe.consumer_wait(kst)
-                self.parts.loads.wait_chunks(st, kst.index, kst.phase)
+                # P being there means that all of K is, and that Q.K has read it
                 self.parts.p_ring.wait_full(st, kst.index, kst.phase)
-                if (tile + 1) * TILE > ragged_from:  # P being there means that Q.K has read K
+                if (tile + 1) * TILE > ragged_from:
                     at = tile * TILE
                     self.parts.values.clear(
                         st, kst.index, ragged_from - at, seqlen - at, 4 * half, 4,

@@ -204,7 +204,8 @@ def _open_slots(sm: Smem, given: Given, tables: Tables, parts: Int32) -> None:
 
 @cute.jit
 def _deal(sm: Smem, tables: Tables, rule: Rule, parts: Int32) -> None:
-    """Items of the parts: the requests that lie between two cuts."""
+    """Items of the parts: the requests that lie between two cuts.  ``sm.item`` may be read behind
+    the next barrier, that of ``_number_slots``, which does not read it."""
     tidx, _, _ = cute.arch.thread_idx()
     heads, total = rule.by_heads.divisor, Int32(0)
     for chunk in cutlass.range(0, parts, THREADS, unroll=1):
@@ -225,7 +226,6 @@ def _deal(sm: Smem, tables: Tables, rule: Rule, parts: Int32) -> None:
     if tidx == 0:
         sm.item[parts] = total
         tables.part_begin[parts * heads] = total * heads
-    cute.arch.sync_threads()
 
 
 @cute.jit

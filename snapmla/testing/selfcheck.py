@@ -476,17 +476,21 @@ def _check_plan(spec: VariantSpec, kernel: runtime.Kernel) -> Result:
 
 
 def _check_records_to_plan(spec: VariantSpec, kernel: runtime.Kernel) -> Result:
-    """Records that are FlashMLA's own, out of order, out of range; one KV head and three."""
-    lengths, capacity, rows = (3000, 0, 64, 1, 900), 2048, 16
-    b, seqlens = len(lengths), torch.tensor(lengths, dtype=torch.int32)
-    tables: dict[str, Sequence[Sequence[int]]] = {
-        "fresh": records_of(plan_reference(lengths, 5, 64, 3, capacity))[0],
-        "one part": [(0, 0, 4, 9999, 0, 0, 0, 0)],
-        "stale": [(0, 0, 1, 2, 0, 0, 0, 0), (3, 0) * 4, (0, 40) * 4, (2**31 - 1, -5) * 4],
+    """Records that are FlashMLA's own, out of order, out of range; more requests and parts than
+    threads, which then take turns; one KV head and three."""
+    few, capacity, rows = (3000, 0, 64, 1, 900), 2048, 16
+    many = tuple(7 * i % 200 for i in range(600))
+    stale = [(0, 0, 1, 2, 0, 0, 0, 0), (3, 0) * 4, (0, 40) * 4, (2**31 - 1, -5) * 4]
+    tables: dict[str, tuple[tuple[int, ...], Sequence[Sequence[int]], tuple[int, ...]]] = {
+        "fresh": (few, records_of(plan_reference(few, 5, 64, 3, capacity))[0], (1, 3)),
+        "one part": (few, [(0, 0, 4, 9999, 0, 0, 0, 0)], (1, 3)),
+        "stale": (few, stale, (1, 3)),
+        "many": (many, [(i + i // 90, i % 3, 0, 0, 0, 0, 0, 0) for i in range(580)], (1,)),
     }
     bad = []
-    for name, records in tables.items():
-        for heads in (1, 3):
+    for name, (lengths, records, kv_heads) in tables.items():
+        b, seqlens = len(lengths), torch.tensor(lengths, dtype=torch.int32)
+        for heads in kv_heads:
             want = records_reference(records, lengths, capacity, 64, rows, heads)
             given = torch.tensor(records, dtype=torch.int32)
             made = [

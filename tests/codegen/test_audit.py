@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from codegen import __main__ as cli
 from codegen import audit, toolchain
 from codegen import compile as compiler
 from codegen.artifacts import Record
 from codegen.precompile import Report
-from dsl_kernels.spec import decode_spec
+from dsl_kernels.spec import VariantSpec, decode_spec
 from tests.support.needs import needs_compiler
 
 pytestmark = needs_compiler
@@ -140,3 +143,38 @@ def test_dynamic_smem_is_read_from_the_launch(built: Report) -> None:
     for record in built.records.values():
         if record.spec["op"] == "decode":  # two 64-token tiles of 41,216 B at the very least
             assert (record.dynamic_smem or 0) > 82_000, record.name
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "words"),
+    [
+        ({}, 0, "0.50"),
+        ({"spill_stores": 8}, 1, "registers spill (8 B stored, 0 B loaded)\n  merge_obf16_sm90a"),
+        ({"key": "of other sources"}, 1, "1 not built from these sources (merge_obf16_sm90a)"),
+    ],
+)
+def test_families_are_audited(
+    tmp_path: Path, changes: dict[str, object], code: int, words: str
+) -> None:
+    """Two variants, of which one is good, spills or is of other sources."""
+    for name in ("merge_obf16_sm90a", "merge_of32_sm90a"):
+        record = compiler.draft(VariantSpec.from_name(name))
+        record.registers, record.static_smem = 40, 6100
+        if name == "merge_obf16_sm90a":
+            record.registers = 50
+            for key, value in changes.items():
+                setattr(record, key, value)
+        (tmp_path / f"{name}.json").write_text(record.to_json())
+        (tmp_path / f"{name}.so").write_bytes(bytes(250_000))
+    result = CliRunner().invoke(cli.app, ["audit", "--filter", "merge_o*", "--out", str(tmp_path)])
+    assert result.exit_code == code and words in result.output, result.output
+    built = 1 if "key" in changes else 2
+    registers, megabytes = (50, "0.50") if built == 2 else (40, "0.25")
+    cells = ["merge", 2, built, 2 - code, registers, "6.1", megabytes]
+    row = "│ " + " *│ ".join(re.escape(str(cell)) for cell in cells) + " *│"
+    assert re.search(row, result.output), result.output
+
+
+def test_an_audit_of_nothing_is_refused() -> None:
+    result = CliRunner().invoke(cli.app, ["audit", "--filter", "nonsense"])
+    assert result.exit_code == 1 and "no variant of sm_90a matches 'nonsense'" in result.output

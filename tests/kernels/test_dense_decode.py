@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 import torch
 
+from dsl_kernels.families.fp8_decode import ROW_TILES
 from dsl_kernels.spec import VariantSpec
 from snapmla import runtime
 from snapmla.testing import dense_job, selfcheck
 from snapmla.testing.dense_job import DenseJob
 from snapmla.testing.dense_reference import dense_decode_reference
-from softgpu import Options, using
+from softgpu import LoadedKernel, Options, mutate, using
 from softgpu.tensor_core import half_step_numpy
 from tests.support.dense_steps import SCALE, DenseStep
 from tests.support.needs import needs_compiler
@@ -75,7 +76,8 @@ def test_lse_of_one_token_is_the_tensor_cores() -> None:
     k = step.cache.kv[step.block_table[0, 0], 0].float().numpy()
     q = step.q[0, 0].float().numpy()
     acc = np.zeros((16, 1), np.float32)
-    for x in range(0, 576, 16):
+    chunks = (0, 1, 4, 5, 2, 3, 6, 7, 8)  # 64 channels each, in the order in which they come
+    for x in (64 * chunk + k16 for chunk in chunks for k16 in range(0, 64, 16)):
         acc = half_step_numpy(acc, q[:, x : x + 16], k[:, x : x + 16], 2.0**-14)
     summed = torch.from_numpy(acc)[:, 0].double() * SCALE
     truth = torch.from_numpy(q.astype(np.float64) @ k[0].astype(np.float64)) * SCALE
@@ -106,6 +108,28 @@ def test_elements_outside_are_named(tokens: tuple[int, ...] | None) -> None:
         f"out{list(place)}", f"lse{list(seen)}"
     ]  # fmt: skip
     assert "is nan for" in str(errors)
+
+
+@pytest.mark.whole_matrix
+@pytest.mark.parametrize("row_tile", ROW_TILES)
+def test_both_dtypes_are_ordered_alike(row_tile: int) -> None:
+    """Synchronisation and accesses to shared memory, in program order: what schedules and mutants
+    of one dtype show (profiles/prove.py) holds for the other."""
+    ordered = []
+    for dtype in dense_job.DTYPES:
+        spec = VariantSpec(op="dense_decode", pipeline="split", row_tile=row_tile, dtype=dtype)
+        _, kernel = kernel_of(spec.name)
+        assert isinstance(kernel, LoadedKernel)
+        program = kernel.program(kernel.entry)
+        waits = {site.pc for site in mutate.sites(program)}
+        ordered.append(
+            [
+                (ins.opcode.replace("bf16", "f16"), program.kernel.source_of(ins))
+                for ins in program.kernel.code
+                if ins.pc in waits or ".shared" in ins.opcode or ins.opcode.startswith("wgmma")
+            ]
+        )
+    assert ordered[0] == ordered[1] and len(ordered[0]) > 100
 
 
 def test_the_gates_can_fail() -> None:

@@ -57,7 +57,7 @@ def test_layers(tiny: Study) -> None:
             for values in row.values():
                 assert np.isfinite(values).all() and np.shape(values) == (2, 2)
     natural = found["natural"]["errors"]
-    # powers of two: nothing changes but where P is at a tie, because log2 of a scale rounds otherwise
+    # powers of two: nothing changes but where P is at a tie, log2 of a scale rounds otherwise
     for dial in ("rope 1000", "gain 1e-3", "gain 1e3"):
         turned = found[dial]["errors"]["ours"]
         for measure in ("l2", "median", "worst"):

@@ -20,8 +20,8 @@ MODELS = ("full", "small-2", "small-3")
 LAYERS, SEEDS = 3, 3
 BASE = {
     "ours": 1.0, "ours2": 0.9, "paper": 1.02, "A": 1.3, "B": 1.1, "C": 1.1, "D": 1.04,
-    "plain": 1.05, "pow2": 1.05, "phased": 0.95, "c128": 0.97, "bf16": 0.05, "kernel": 1.0, "kernel2": 0.9,
-    "flashmla_bf16": 0.1, "flashmla_fp8": 1.6,
+    "plain": 1.05, "pow2": 1.05, "phased": 0.95, "c128": 0.97, "bf16": 0.05, "kernel": 1.0,
+    "kernel2": 0.9, "flashmla_bf16": 0.1, "flashmla_fp8": 1.6,
 }  # fmt: skip
 Results = dict[tuple[str, str], dict[str, Any]]
 
