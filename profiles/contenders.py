@@ -11,6 +11,7 @@ A contender named on the command line is one of
 * ``flashmla_bf16``: FlashMLA's dense BF16 kernel
 * ``flashmla_fp8``: FlashMLA's dense FP8 kernel, one scale per tensor
 * ``fa3``: FlashAttention-3, MLA through q_v
+* ``etap``: FlashMLA-ETAP's BF16 kernel (``snapmla:etap`` is our pipeline of that name)
 * ``torch``: gather and scaled_dot_product_attention in BF16, small shapes only
 
 Peers are shared libraries in a folder of your own (``--peers`` or ``SNAPMLA_PEERS``), never part of
@@ -27,7 +28,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -45,6 +46,7 @@ PEER_FILES = {
     "flashmla_bf16": "vllm_flashmla/_flashmla_C.abi3.so",
     "flashmla_fp8": "vllm_flashmla/_flashmla_extension_C.abi3.so",
     "fa3": "fa3/_vllm_fa3_C.abi3.so",
+    "etap": "flashmla_etap/libflashmla_etap.so",
 }
 PIPELINES = ("etap", "dual_wg")
 CACHES: dict[str, Any] = {
@@ -55,6 +57,7 @@ CACHES: dict[str, Any] = {
 CHOICES = {"cache": tuple(CACHES)}
 COUNTS = ("page", "row_tile", "num_parts", "fixed_overhead", "fixed_split")
 OUT_DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
+_PTR, _INT = ctypes.c_void_p, ctypes.c_int
 DecodeCall = Callable[[], tuple[torch.Tensor, torch.Tensor | None]]
 
 
@@ -333,6 +336,12 @@ class PeerLibrary(Contender):
 
     def load(self) -> None:
         """Loads the library; an error names the symbol or library that lacks."""
+        path = self.library()
+        ctypes.CDLL(str(path))
+        torch.ops.load_library(str(path))
+
+    def library(self) -> Path:
+        """Its file, unpacked if only the ``.xz`` is there."""
         assert self.folder is not None
         path = self.folder / PEER_FILES[self.name]
         packed = path.with_name(path.name + ".xz")
@@ -345,8 +354,7 @@ class PeerLibrary(Contender):
                     shutil.copyfileobj(source, sink, 1 << 22)
                 partial.replace(target)
             path = target
-        ctypes.CDLL(str(path.resolve()))
-        torch.ops.load_library(str(path.resolve()))
+        return path.resolve()
 
     def pool_key(self) -> tuple[Any, ...]:
         return ("bf16",)
@@ -439,6 +447,101 @@ class FlashAttention3(PeerLibrary):
         return Entry([call(t) for t in tables], problem.query.double())
 
 
+class FlashMlaEtap(PeerLibrary):
+    """FlashMLA-ETAP: S and O transposed, 16 query rows a CTA; BF16, pages of 64.
+
+    No torch operator: two C functions that launch on a stream and give nothing back (``CALLS``).
+    Lengths, ``metadata`` (parts, 8), ``splits`` (b + 1,) and tables are int32, ``lse`` (b, s_q, h)
+    and the accumulators float32, everything contiguous:
+
+    * ``flashmla_etap_plan(lengths, b, parts, metadata, splits, stream)``
+    * ``flashmla_etap_decode(dtype, q, cache, lengths, table, table's row stride, b, s_q, h,
+      softmax_scale, metadata, parts, splits, out, lse, out_accum (b + parts, s_q, h, 512),
+      lse_accum (b + parts, s_q, h), stream)``, ``dtype`` 0 for BF16, 1 for fp16
+
+    Schedule and results are those of its Python binding, but for ``lse``: the binding copies it
+    where s_q > 1, here it is a view.
+    """
+
+    BF16 = 0
+    PLAN_ROWS = 64  # of a block in its schedule, though its CTAs take 16: the binding's number
+    META_INTS = 8
+    MAX_BATCH = 4095  # what its schedule holds in shared memory
+    MAX_PARTS = 160  # what its merge takes
+    MAX_S_Q = 66  # it masks a split's last two tiles only: 65 tokens where the last holds one
+    CALLS: ClassVar = {
+        "flashmla_etap_plan": (_PTR, _INT, _INT, _PTR, _PTR, _PTR),
+        "flashmla_etap_decode": (
+            _INT, _PTR, _PTR, _PTR, _PTR, ctypes.c_int64, _INT, _INT, _INT, ctypes.c_float,
+            _PTR, _INT, _PTR, _PTR, _PTR, _PTR, _PTR, _PTR,
+        ),
+    }  # fmt: skip
+
+    def refuses(self, shape: DecodeShape) -> str | None:
+        rows = shape.num_heads * shape.s_q
+        if shape.s_q > self.MAX_S_Q:
+            return f"FlashMLA-ETAP masks right with at most {self.MAX_S_Q} query tokens"
+        if shape.batch > self.MAX_BATCH:
+            return f"FlashMLA-ETAP takes at most {self.MAX_BATCH} requests"
+        if (shape.batch + self.MAX_PARTS) * rows * CONTENT_DIM >= 1 << 31:
+            return "FlashMLA-ETAP counts the elements of its partial results in 32 bits"
+        return None
+
+    def functions(self) -> tuple[Callable[..., None], Callable[..., None]]:
+        """``plan`` and ``decode`` of the library."""
+        library = ctypes.CDLL(str(self.library()))
+        found = []
+        for name, arguments in self.CALLS.items():
+            function = getattr(library, name)
+            function.argtypes, function.restype = arguments, None
+            found.append(function)
+        return found[0], found[1]
+
+    def enter(self, problem: Problem, pool: Any) -> Entry:
+        plan, decode = self.functions()
+        shape, q, lengths = problem.shape, problem.query.contiguous(), problem.lengths
+        b, s_q, h = shape.batch, shape.s_q, shape.num_heads
+        parts = _sm90_count(q.device) // -(-h * s_q // self.PLAN_ROWS)
+        if not 0 < parts <= self.MAX_PARTS:
+            raise ValueError(f"etap: expected 1 to {self.MAX_PARTS} parts, got {parts}")
+        meta = lengths.new_empty(parts, self.META_INTS)
+        splits = lengths.new_empty(b + 1)
+        plan(lengths.data_ptr(), b, parts, meta.data_ptr(), splits.data_ptr(), _stream(q.device))
+        out = q.new_empty(b, s_q, h, CONTENT_DIM)
+        lse = q.new_empty(b, s_q, h, dtype=torch.float32)
+        out_accum = q.new_empty(b + parts, s_q, h, CONTENT_DIM, dtype=torch.float32)
+        lse_accum = q.new_empty(b + parts, s_q, h, dtype=torch.float32)
+
+        def call(table: torch.Tensor) -> DecodeCall:
+            def run() -> tuple[torch.Tensor, torch.Tensor | None]:
+                decode(
+                    self.BF16, q.data_ptr(), pool.cache.data_ptr(), lengths.data_ptr(),
+                    table.data_ptr(), table.stride(0), b, s_q, h, SOFTMAX_SCALE, meta.data_ptr(),
+                    parts, splits.data_ptr(), out.data_ptr(), lse.data_ptr(),
+                    out_accum.data_ptr(), lse_accum.data_ptr(), _stream(q.device),
+                )  # fmt: skip
+                return out, lse.mT
+
+            return run
+
+        calls = [call(table) for table in problem.tables[64]]
+        return Entry(calls, q.double(), [out, lse], f"parts {parts}")
+
+
+def _sm90_count(device: torch.device) -> int:
+    """SMs of a Hopper card; ValueError elsewhere, where the library would end the process."""
+    if device.type == "cuda":
+        card = torch.cuda.get_device_properties(device)
+        if (card.major, card.minor) == (9, 0):
+            return card.multi_processor_count
+    raise ValueError(f"etap: expected a GPU of compute capability 9.0, got {device}")
+
+
+def _stream(device: torch.device) -> int:
+    """The current stream's handle: another one while a graph is captured."""
+    return torch.cuda.current_stream(device).cuda_stream
+
+
 class TorchSdpa(Contender):
     """Gathers the pages and calls scaled_dot_product_attention; what one writes first."""
 
@@ -491,6 +594,7 @@ def make(name: str, peers: Path | None) -> Contender:
         "flashmla_bf16": lambda: FlashMlaBf16(name, peers),
         "flashmla_fp8": lambda: FlashMlaFp8(name, peers),
         "fa3": lambda: FlashAttention3(name, peers),
+        "etap": lambda: FlashMlaEtap(name, peers),
         "torch": TorchSdpa,
     }
     if name not in plain:

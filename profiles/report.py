@@ -18,7 +18,7 @@ from profiles.roofline import FORMATS, Card, Ceilings, Energies
 from profiles.shapes import DecodeShape, HelperShape, parse
 
 Row = dict[str, Any]
-PEERS = ("flashmla_bf16", "flashmla_fp8", "fa3", "torch")
+PEERS = ("flashmla_bf16", "flashmla_fp8", "fa3", "etap", "torch")
 DEQUANT_ROWS = 64
 TILE = 64  # rows and tokens of the tile that energy and cycles are told for
 

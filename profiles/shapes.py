@@ -271,7 +271,8 @@ PRESETS: dict[str, list[Shape]] = {
     "snapmla-fig5": _fig5(),
     # SnapMLA paper, Figure 6: batch 32, heads times MTP.
     "snapmla-fig6": [DecodeShape(32, 16384, h, q) for h in (16, 32, 64, 128) for q in (1, 2)],
-    # FlashMLA-ETAP paper, Figure 1: 16 heads, batch 16 and 32, 512 to 64K tokens.
+    # FlashMLA-ETAP paper, Figure 1: 16 heads, batch 16 and 32, 512 to 64K tokens.  In BF16, as
+    # there: --backends snapmla:cache=bf16,etap,flashmla_bf16,fa3 --name etap-fig1-bf16.
     "etap-fig1": [DecodeShape(b, 512 << i, 16) for b in (16, 32) for i in range(8)],
     "h200-table": _h200_table(),
     # FlashMLA's shapes of 16 bits (--backends snapmla:cache=bf16,flashmla_bf16,fa3).
