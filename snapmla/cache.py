@@ -28,7 +28,7 @@ class PagedKVCache(launch.OverTensors):
             page_size, num_kv_heads, 512).
         rope: bfloat16 (num_pages, page_size, 64); as ``content`` (num_pages, page_size,
             num_kv_heads, 64), the channels behind it.
-        scale: float32 (num_pages, page_size), max|c_kv| / 448 with a floor; None.
+        scale: float32 (num_pages, page_size), max|c_kv| / top with a floor; None.
         content_u8: ``content`` as bytes, the form kernels take of an FP8 cache.
         kv: of 16 bits the whole rows (num_pages, page_size, num_kv_heads, 576), the form kernels
             take; None of an FP8 cache.

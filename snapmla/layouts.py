@@ -4,7 +4,7 @@ One compiled kernel serves all of them, because it only sees three strided tenso
 
     content u8   (pages, P, 512)     e4m3 bytes of c_kv / scale
     rope    bf16 (pages, P, 64)      k_rope / scale
-    scale   f32  (pages, P)          max|c_kv| / 448
+    scale   f32  (pages, P)          max|c_kv| / top, by offset
 
     split    three tensors
     paged    one byte block per page, page-planar: content [0, 512 P), rope [512 P, 640 P),
