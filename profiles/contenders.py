@@ -498,6 +498,8 @@ class FlashMlaEtap(PeerLibrary):
         return found[0], found[1]
 
     def enter(self, problem: Problem, pool: Any) -> Entry:
+        if problem.query.dtype != torch.bfloat16:
+            raise ValueError(f"etap: expected bfloat16 queries, got {problem.query.dtype}")
         plan, decode = self.functions()
         shape, q, lengths = problem.shape, problem.query.contiguous(), problem.lengths
         b, s_q, h = shape.batch, shape.s_q, shape.num_heads

@@ -2,7 +2,8 @@
 
 Rounding, for a row c (512 content values) and r (64 RoPE values):
 ``scale = max(max|c| / top, max|r| * 2^-40, 2^-80)``, ``nope = e4m3(c / scale)``,
-``rope = bf16(r / scale)``, where top is 448 for queries and ``CACHE_TOPS[slot % 8]`` for tokens; a row with NaN or Inf is stored as NaN (bytes, scale and RoPE).
+``rope = bf16(r / scale)``, where top is 448 for queries and ``CACHE_TOPS[slot % 8]`` for tokens; a
+row with NaN or Inf is stored as NaN (bytes, scale and RoPE).
 A cache of 16 bits holds rows as they are.
 """
 
