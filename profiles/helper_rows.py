@@ -159,7 +159,7 @@ def _append(shape: HelperShape, buffers: int, device: torch.device) -> Helper:
         for i in (0, buffers - 1):
             call(i)()
             steps = x[i] if how is None else how.steps(x[i], i)
-            want = steps.double() if shape.rows else _stored(steps)
+            want = steps.double() if shape.rows else _stored(steps, slots=slots[i])
             pairs.append((pool.load(slots[i].long()), want))
         return _compare(pairs)
 
@@ -201,9 +201,11 @@ def _quantize(shape: HelperShape, buffers: int, device: torch.device) -> Helper:
     return Helper("snapmla", [call(i) for i in range(buffers)], check, peer=False)
 
 
-def _stored(x: torch.Tensor, shared: int = 0) -> torch.Tensor:
+def _stored(x: torch.Tensor, shared: int = 0, slots: torch.Tensor | None = None) -> torch.Tensor:
     """What quantisation leaves of rows (..., 576), in float64."""
-    content, rope, scale = quantize_rows(x[..., :CONTENT_DIM], x[..., CONTENT_DIM:], shared=shared)
+    content, rope, scale = quantize_rows(
+        x[..., :CONTENT_DIM], x[..., CONTENT_DIM:], shared=shared, slots=slots
+    )
     factor = scale.double()[(...,) + (None,) * (1 + shared)]
     return torch.cat([content.double(), rope.double()], -1) * factor
 
