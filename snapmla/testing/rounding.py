@@ -154,8 +154,8 @@ def quantize_rows(
         rope: (..., 64) floating point.
         shared: trailing leading-dimensions that share one scale: 1 for quantize_q's ``token``
             granularity, where the last dimension before the channels is the heads.
-        slots: int32 or int64 (n,) for c (n, 512): where in the cache each token goes (append_kv), or its
-            offset in the page; None for query rows.
+        slots: int32 or int64 (n,) for c (n, 512): where in the cache each token goes (append_kv),
+            or its offset in the page; None for query rows.
 
     Returns:
         (nope (..., 512) float8_e4m3fn, rope (..., 64) bfloat16 divided by the scale, scale (...)
