@@ -48,14 +48,31 @@ def shard(rank: int, ranks: int, interleave: int) -> Shard:
     return cache, table, torch.tensor(lengths, dtype=torch.int32)
 
 
+def whole(interleave: int) -> Shard:
+    """The same stored tokens in one cache: their scales are those of their places in the shards."""
+    cache, table, lengths = shard(0, 1, 1)
+    for rank in range(RANKS):
+        part, _, counts = shard(rank, RANKS, interleave)
+        for i, length in enumerate(LENGTHS):
+            to = 3 * PAGE * i + torch.arange(length)
+            to = to[torch.arange(length) // interleave % RANKS == rank]
+            at = 3 * PAGE * i + torch.arange(int(counts[i]))
+            for name in ("content_u8", "rope", "scale"):
+                target, source = getattr(cache, name), getattr(part, name)
+                target[to // PAGE, to % PAGE] = source[at // PAGE, at % PAGE]
+    return cache, table, lengths
+
+
 def queries(s_q: int) -> snapmla.QuantizedQuery:
     torch.manual_seed(4)
     return selfcheck.sample_query(len(LENGTHS), s_q, HEADS)
 
 
-def attention(rank: int, ranks: int, interleave: int, s_q: int) -> tuple[Tensor, Tensor]:
+def attention(
+    stored: Shard, rank: int, ranks: int, interleave: int, s_q: int
+) -> tuple[Tensor, Tensor]:
     """One rank's result, in fp32 so that merging rounds nothing."""
-    cache, table, lengths = shard(rank, ranks, interleave)
+    cache, table, lengths = stored
     seen = [
         [own_tokens(n - (s_q - 1 - s), rank, ranks, interleave) for s in range(s_q)]
         for n in LENGTHS
@@ -77,7 +94,7 @@ def decode_shards(rank: int, store: str) -> None:
     try:
         for case in CASES:
             parts = []
-            for result in attention(rank, RANKS, *case):
+            for result in attention(shard(rank, RANKS, case[0]), rank, RANKS, *case):
                 found = [torch.empty_like(result) for _ in range(RANKS)]
                 distributed.all_gather(found, result)
                 parts.append(found)
@@ -101,13 +118,13 @@ def test_two_ranks_share_tokens_in_turns(tmp_path: Path) -> None:
         assert torch.isneginf(lse_1[1]).all(), "rank 1 has no token of it"
         seen = torch.isfinite(lse_1[2, 0]).tolist()  # of the last sequence, by query token
         assert seen == ([True] * s_q if interleave == 1 else [False] * (s_q - 1) + [True])
-        q, (cache, table, lengths) = queries(s_q), shard(0, 1, 1)
+        q, (cache, table, lengths) = queries(s_q), whole(interleave)
         errors = selfcheck.decode_errors(out, lse, q, cache, table, lengths, SCALE)
         assert errors.error <= errors.allowed and errors.lse_error <= errors.lse_allowed, errors
         run = (q.nope, q.rope, q.scale, cache.content, cache.rope, cache.scale, table, lengths)
         truth, _ = mla_decode_reference(*run, SCALE, config=FP64)
         mimic, _ = mla_decode_reference(*run, SCALE, config=MIMIC_HW_FULL)
-        one, one_lse = attention(0, 1, 1, s_q)
+        one, one_lse = attention((cache, table, lengths), 0, 1, 1, s_q)
         assert metrics.relative_l2(out, one) <= 1.6 * metrics.relative_l2(mimic, truth)
         seen = torch.isfinite(one_lse)
         assert torch.equal(seen, torch.isfinite(lse))
