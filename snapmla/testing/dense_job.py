@@ -115,9 +115,12 @@ def decode_errors(
             begin = cu_seqlens_q.tolist()
             ids, axis = [t for i in own for t in range(begin[i], begin[i + 1])], 1
             got = out[ids], lse[:, ids]
-        outside += sum(map(gate_violations, got, truth, (OUT_GATE, LSE_GATE)))
-        where += _places("out", got[0], truth[0], OUT_GATE, ids, 0)
-        where += _places("lse", got[1], truth[1], LSE_GATE, ids, axis)
+        for name, x, y, gate, own_axis in zip(
+            ("out", "lse"), got, truth, (OUT_GATE, LSE_GATE), (0, axis), strict=True
+        ):
+            missed = _outside(x, y, gate)
+            outside += int(missed.sum())
+            where += _places(name, x, y, missed, ids, own_axis)
         pairs += [(x.flatten(), y.flatten()) for x, y in zip(truth, got, strict=True)]
     truth_out, got_out = (torch.cat(side) for side in zip(*pairs[::2], strict=True))
     truth_lse, got_lse = (torch.cat(side) for side in zip(*pairs[1::2], strict=True))
@@ -198,13 +201,12 @@ def _outside(actual: Tensor, expected: Tensor, gate: tuple[float, float]) -> Ten
 
 
 def _places(
-    name: str, actual: Tensor, expected: Tensor, gate: tuple[float, float],
-    ids: Sequence[int], axis: int,
-) -> list[str]:  # fmt: skip
-    """The first elements outside of the gate; position x of ``axis`` is ``ids[x]`` in the result
+    name: str, actual: Tensor, expected: Tensor, missed: Tensor, ids: Sequence[int], axis: int
+) -> list[str]:
+    """The first elements that are ``missed``; position x of ``axis`` is ``ids[x]`` in the result
     called ``name``."""
     texts = []
-    for place in _outside(actual, expected, gate).nonzero()[:PLACES].tolist():
+    for place in missed.nonzero()[:PLACES].tolist():
         value, truth = float(actual[tuple(place)]), float(expected[tuple(place)])
         place[axis] = ids[place[axis]]
         texts.append(f"{name}{place} is {value:.6e} for {truth:.6e}")

@@ -13,7 +13,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-D_V, D_ROPE = 512, 64
+from dsl_kernels.dims import KV_LORA_RANK as D_V
+from dsl_kernels.dims import QK_ROPE_HEAD_DIM as D_ROPE
+
 SOFTMAX_SCALE = 192**-0.5
 AMPLITUDE_STD = 0.3
 SINK_CHANNEL = 63  # of RoPE, for sinks: elsewhere 0 in tokens, and 1 / softmax_scale in queries
