@@ -113,7 +113,8 @@ class DecodePlan(launch.OverTensors):
             ragged queries; else (0,).
         row_limits: int32 (tokens,): copy of ``row_seqlens``, if the plan has it; else (0,).
         o_accum: float16 (2 * parts, unit_rows, 528) (fixed splits: n_units * pieces): partial rows
-            of 512 channels and their exponents (docs/formats.md).
+            of 512 channels and their exponents (docs/formats.md); of an fp16 cache float32
+            (2 * parts, unit_rows, 512).
         lse_accum: float32 (2 * parts, unit_rows), log2.
         batch, num_heads: the step's shape.
         s_q: query tokens of every sequence; None with ragged queries.
@@ -198,7 +199,7 @@ class DecodePlan(launch.OverTensors):
             ("units", (0 if alone else count, 2)),
             ("unit_begin", (batch + 1 if ragged else 0,)),
             ("row_limits", (self.total_q * self.num_kv_heads if limits else 0,)),
-            ("o_accum", (slots, self.unit_rows, PARTIAL_ROW)),
+            ("o_accum", (slots, self.unit_rows, partial_rows(self.cache_dtype)[1])),
             ("lse_accum", (slots, self.unit_rows)),
         ):
             got = tuple(getattr(self, name).shape)
@@ -537,15 +538,15 @@ class DecodePlan(launch.OverTensors):
         """The same plan over another workspace of the same shapes (one per concurrent stream).
 
         Args:
-            o_accum: float16, shaped like this plan's ``o_accum``; contiguous.
+            o_accum: of the dtype and shape of this plan's ``o_accum``; contiguous.
             lse_accum: float32, shaped like this plan's ``lse_accum``; contiguous.
 
         Raises:
             TypeError, ValueError: naming the argument.
         """
-        device = self.device
+        device, dtype = self.device, self.o_accum.dtype
         shape = tuple(self.o_accum.shape)
-        checks.output("o_accum", o_accum, (torch.float16,), shape, device)
+        checks.output("o_accum", o_accum, (dtype,), shape, device)
         checks.output("lse_accum", lse_accum, (torch.float32,), shape[:2], device)
         return replace(self, o_accum=o_accum, lse_accum=lse_accum)
 
@@ -569,12 +570,24 @@ def unit_capacity(batch: int, s_q: int | None, total_q: int, num_heads: int, uni
     return batch * -(-s_q * num_heads // unit_rows)
 
 
+def partial_rows(cache_dtype: str) -> tuple[torch.dtype, int]:
+    """(dtype, elements) of a partial row: 16 bits a channel, but 32 where results are fp16."""
+    if cache_dtype == "f16":
+        return torch.float32, KV_LORA_RANK
+    return torch.float16, PARTIAL_ROW
+
+
 def new_workspace(
-    like: torch.Tensor, slots: int, unit_rows: int
+    like: torch.Tensor, slots: int, unit_rows: int, cache_dtype: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Uninitialised (o_accum, lse_accum) on the device of ``like``."""
+    """Uninitialised (o_accum, lse_accum) on the device of ``like``.
+
+    Args:
+        cache_dtype: as of a plan.
+    """
+    dtype, width = partial_rows(cache_dtype)
     return (
-        like.new_empty((slots, unit_rows, PARTIAL_ROW), dtype=torch.float16),
+        like.new_empty((slots, unit_rows, width), dtype=dtype),
         like.new_empty((slots, unit_rows), dtype=torch.float32),
     )
 

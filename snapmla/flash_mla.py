@@ -609,7 +609,8 @@ def _plan_of(
         assert metadata.config is not None
         _check_config(metadata.config, config)
         first = next(iter(metadata._plans.values()))
-        o_accum, lse_accum = decode_plan.new_workspace(table, *first.lse_accum.shape)
+        slots, unit_rows = first.lse_accum.shape
+        o_accum, lse_accum = decode_plan.new_workspace(table, slots, unit_rows, first.cache_dtype)
         plan = replace(first, max_pages=table.shape[1], o_accum=o_accum, lse_accum=lse_accum)
     else:
         plan = _made(call)

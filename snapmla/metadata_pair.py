@@ -41,9 +41,12 @@ def capacity(metadata: torch.Tensor) -> int:
 
 
 @functools.lru_cache(maxsize=16)
-def _kept_workspace(device: torch.device, stream: int, parts: int, unit_rows: int) -> Pair:
+def _kept_workspace(
+    device: torch.device, stream: int, parts: int, unit_rows: int, cache_dtype: str
+) -> Pair:
     """Partial results of one stream."""
-    return decode_plan.new_workspace(torch.empty(0, device=device), 2 * parts, unit_rows)
+    nothing = torch.empty(0, device=device)
+    return decode_plan.new_workspace(nothing, 2 * parts, unit_rows, cache_dtype)
 
 
 def stream_of(device: torch.device) -> int | None:
@@ -55,11 +58,17 @@ def stream_of(device: torch.device) -> int | None:
     return torch._C._cuda_getCurrentRawStream(device.index)
 
 
-def workspace(metadata: torch.Tensor, stream: int | None, parts: int, unit_rows: int) -> Pair:
+def workspace(
+    metadata: torch.Tensor,
+    stream: int | None,
+    parts: int,
+    unit_rows: int,
+    cache_dtype: str = decode_plan.FP8,
+) -> Pair:
     """The stream's workspace; under capture a fresh one, which lives in the graph's memory."""
     if stream is None:
-        return decode_plan.new_workspace(metadata, 2 * parts, unit_rows)
-    return _kept_workspace(metadata.device, stream, parts, unit_rows)
+        return decode_plan.new_workspace(metadata, 2 * parts, unit_rows, cache_dtype)
+    return _kept_workspace(metadata.device, stream, parts, unit_rows, cache_dtype)
 
 
 class PairPlan(decode_plan.DecodePlan):

@@ -246,8 +246,8 @@ class StepShape(NamedTuple):
     total_q: int | None
 
 
-# (cache_seqlens, slots, unit_rows) -> (o_accum, lse_accum)
-Workspaces = Callable[[torch.Tensor, int, int], tuple[torch.Tensor, torch.Tensor]]
+# (cache_seqlens, slots, unit_rows, cache_dtype) -> (o_accum, lse_accum)
+Workspaces = Callable[[torch.Tensor, int, int, str], tuple[torch.Tensor, torch.Tensor]]
 
 
 def make_plan(
@@ -287,7 +287,7 @@ def make_plan(
     def ints(*shape: int) -> torch.Tensor:
         return cache_seqlens.new_zeros(shape, dtype=torch.int32)
 
-    o_accum, lse_accum = workspace(cache_seqlens, slots, unit_rows)
+    o_accum, lse_accum = workspace(cache_seqlens, slots, unit_rows, options.cache_name)
     ragged, stale = queries.s_q is None, options.check_stale
     plan = DecodePlan(
         work_items=ints(items, ITEM_WORDS),

@@ -15,9 +15,8 @@ from typing import NamedTuple, NoReturn
 
 import torch
 
-from dsl_kernels.dims import PARTIAL_ROW
 from snapmla import checks, launch, tracing
-from snapmla.decode_plan import TENSORS, DecodePlan, new_workspace
+from snapmla.decode_plan import TENSORS, DecodePlan, new_workspace, partial_rows
 from snapmla.plan import PlanOptions, StepShape, make_plan
 
 MOST_UNPINNED = 64  # tables of some 10 KB each
@@ -113,7 +112,7 @@ class PlanCache:
         self._lock = threading.RLock()  # garbage collection may run a finaliser that releases
         self._pinned: dict[_Key, DecodePlan] = {}
         self._unpinned: dict[_Key, DecodePlan] = {}  # the latest used last
-        self._buffers = new_workspace(nothing, 1, 0)  # for new plans: o_accum, lse_accum
+        self._buffers = self._room_for(nothing, 0)  # for new plans: o_accum, lse_accum
 
     @property
     def device(self) -> torch.device:
@@ -238,16 +237,20 @@ class PlanCache:
             f"capacity = {self._capacity} shapes are to come",
         )
 
+    def _room_for(self, like: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """A workspace of one slot of so many rows."""
+        return new_workspace(like, 1, rows, self._options.cache_name)
+
     def _workspace(
-        self, like: torch.Tensor, slots: int, unit_rows: int
+        self, like: torch.Tensor, slots: int, unit_rows: int, cache_dtype: str
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Workspace for a new plan: the front of the one that all share; the lock is held."""
         o_accum, lse_accum = self._buffers
         rows, room = slots * unit_rows, lse_accum.shape[1]
         if rows > room:
-            self._buffers = o_accum, lse_accum = new_workspace(like, 1, max(rows, 2 * room))
+            self._buffers = o_accum, lse_accum = self._room_for(like, max(rows, 2 * room))
         return (
-            o_accum[0, :rows].view(slots, unit_rows, PARTIAL_ROW),
+            o_accum[0, :rows].view(slots, unit_rows, partial_rows(cache_dtype)[1]),
             lse_accum[0, :rows].view(slots, unit_rows),
         )
 

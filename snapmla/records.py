@@ -151,7 +151,9 @@ def make_reader(like: torch.Tensor, parts: int, shape: Shape, stream: int | None
             "block_table", f"at most {plans.MAX_COST} tiles of {spec.token_tile} tokens in a batch",
             f"up to {batch * max_tiles}", "narrow the block table",
         )  # fmt: skip
-    o_accum, lse_accum = metadata_pair.workspace(like, stream, all_parts, unit_rows)
+    o_accum, lse_accum = metadata_pair.workspace(
+        like, stream, all_parts, unit_rows, shape.cache_dtype
+    )
     units, unit_begin, row_limits = metadata_pair.no_tables(like)
 
     def ints(*extents: int) -> torch.Tensor:

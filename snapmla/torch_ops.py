@@ -58,18 +58,20 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from dsl_kernels.dims import (
-    HEAD_DIM_QK,
-    ITEM_WORDS,
-    KV_LORA_RANK,
-    PARTIAL_ROW,
-    QK_ROPE_HEAD_DIM,
-)
+from dsl_kernels.dims import HEAD_DIM_QK, ITEM_WORDS, KV_LORA_RANK, QK_ROPE_HEAD_DIM
 from snapmla import attention, checks, dispatch, fetch, layouts, merge, quant
 from snapmla import records as scheduling
 from snapmla import rope as rotary
 from snapmla.cache import PagedKVCache
-from snapmla.decode_plan import STATIC, TENSORS, DecodePlan, PlanVariant, launch_plan
+from snapmla.decode_plan import (
+    FP8,
+    STATIC,
+    TENSORS,
+    DecodePlan,
+    PlanVariant,
+    launch_plan,
+    partial_rows,
+)
 from snapmla.quant import QuantizedQuery
 
 NAMESPACE = "snapmla"
@@ -360,12 +362,12 @@ def _dense_decode_out(
     if b % kv.shape[2]:
         checks.value_error("kv", f"a divisor of {b} sequences as KV heads", kv.shape[2])
     tables = (work_items, part_begin, split_begin, units, row_limits, o_accum, lse_accum)
-    _check_tables(tables, "q", q, b, row_tile)
+    name = dispatch.cache_name(kv.dtype)
+    _check_tables(tables, "q", q, b, row_tile, name)
     checks.lengths(cache_seqlens, b, q.device)
     checks.block_table(block_table, b, q.device)
     checks.output("out", out, (q.dtype,), (*q.shape[:3], KV_LORA_RANK), q.device)
     checks.output("lse", lse, (torch.float32,), (b_q, heads, s_q), q.device, align=4)
-    name = dispatch.cache_name(kv.dtype)
     attention.launch_decode(
         (q,),
         (kv,),
@@ -389,7 +391,14 @@ def _check_query(q_nope: Tensor, q_rope: Tensor) -> None:
         checks.contiguous(name, value)
 
 
-def _check_tables(tables: tuple[Tensor, ...], query: str, q: Tensor, b: int, row_tile: int) -> None:
+def _check_tables(
+    tables: tuple[Tensor, ...],
+    query: str,
+    q: Tensor,
+    b: int,
+    row_tile: int,
+    cache_dtype: str = FP8,
+) -> None:
     """That a plan is for this many sequences, and has room for a row tile of partial results.
 
     Without ``units`` every sequence is one, and an item.  There is one part at least; what else the
@@ -408,11 +417,12 @@ def _check_tables(tables: tuple[Tensor, ...], query: str, q: Tensor, b: int, row
             wanted = f"shape ({', '.join(map(str, (f'at least {least}', *rest)))})"
             checks.value_error(name, wanted, tuple(value.shape), hint)
     limits = row_limits.shape[0] if row_limits.ndim else -1
+    _, row_elements = partial_rows(cache_dtype)
     for name, value, shape in (
         ("split_begin", split_begin, (count + 1,)),
         ("units", units, (units.shape[0], 2)),
         ("row_limits", row_limits, (b_q * s_q if limits else 0,)),
-        ("o_accum", o_accum, (o_accum.shape[0], unit_rows, PARTIAL_ROW)),
+        ("o_accum", o_accum, (o_accum.shape[0], unit_rows, row_elements)),
         ("lse_accum", lse_accum, (o_accum.shape[0], unit_rows)),
     ):
         if value.shape != shape:

@@ -11,6 +11,7 @@ from cutlass import Float32, Int32, Int64
 from .. import compat
 from ..dims import KV_LORA_RANK as D
 from ..dims import PARTIAL_ROW
+from ..smxx import quant
 from . import partials
 
 
@@ -19,7 +20,7 @@ class Results(NamedTuple):
 
     out: cute.Tensor  # (b, s_q, h, 512)
     lse: cute.Tensor  # (b, h, s_q)
-    o_accum: cute.Tensor  # (slots, unit_rows, PARTIAL_ROW) fp16, see partials.py
+    o_accum: cute.Tensor  # (slots, unit_rows, PARTIAL_ROW) fp16 or (.., 512) fp32, see partials.py
     lse_accum: cute.Tensor  # (slots, unit_rows)
 
 
@@ -76,8 +77,57 @@ class Held(NamedTuple):
     runs: dict[int, Any]
 
 
+class Woven(NamedTuple):
+    """Four lanes that hold neighbouring pairs of channels, and swap them to store 16 bytes each.
+
+    A warp's store of pairs touches as many lines as it has rows and carries 16 bytes for each; so
+    many stores are what the end of an item would take its time for.
+
+    Attributes:
+        bits: of their lane numbers, in which they differ.
+        lane: which of the four this one is: its pairs are channel 2 * lane, and the next, of 8.
+        step: channels from a run of a thread to the next, which have 2 channels each.
+    """
+
+    bits: tuple[int, int]
+    lane: Any
+    step: int
+
+    def count(self, dtype: Any) -> int:
+        """Lanes whose pairs are 16 bytes."""
+        return 16 * 8 // dtype.width // 2
+
+    def offset(self, dtype: Any) -> Any:
+        """Channels from the first lane's first run to where this lane's stores begin."""
+        n = self.count(dtype)
+        return self.lane % n * self.step + self.lane // n * (2 * n)
+
+    def swap(self, runs: list[Any], dtype: Any) -> list[Any]:
+        """The words that this lane stores of a group; all lanes of a warp call this."""
+        words = [quant.pack([run[0], run[1]], dtype) for run in runs]
+        for r in range(self.count(dtype).bit_length() - 1):
+            upper = (self.lane >> r) % 2 == 1
+            for i in range(len(words)):
+                if not i >> r & 1:
+                    k = i + (1 << r)
+                    words[i], words[k] = self._traded(words[i], words[k], upper, self.bits[r])
+        return [word for run in words for word in run]
+
+    @staticmethod
+    def _traded(
+        low: list[Any], high: list[Any], upper: Any, bit: int
+    ) -> tuple[list[Any], list[Any]]:
+        """Two runs' words after the lower lane gave its ``high`` for the upper one's ``low``."""
+        kept = ([], [])
+        for a, b in zip(low, high, strict=True):
+            got = cute.arch.shuffle_sync_bfly(cutlass.select_(upper, a, b), bit)
+            kept[0].append(cutlass.select_(upper, got, a))
+            kept[1].append(cutlass.select_(upper, b, got))
+        return kept
+
+
 @cute.jit
-def write_rows(results, slot, rows, at, held, shared):
+def write_rows(results, slot, rows, at, held, shared, woven=None):
     """A thread's normalised channels of its rows: into ``out``, or the split's slot.
 
     With ``shared.lane_bits`` all lanes of a warp call this, each with its rows.  Whatever is known
@@ -88,18 +138,31 @@ def write_rows(results, slot, rows, at, held, shared):
 
     Args:
         rows: as in ``finish_row``.
-        at: (row of the CTA, channel) of the thread's first.
+        at: (row of the CTA, channel) of the thread's first; of the first lane's of those woven.
         held: a ``Held`` for each row.
         shared: a ``Shared``.
+        woven: a ``Woven``; None: a thread stores what it holds.
     """
-    row, channel = at
+    row, _ = at
     first = rows.first + row
     left = rows.end - first if compat.unsigned(first) < compat.unsigned(rows.end) else Int32(0)
-    n = min(cute.size(run) for run in held[0].runs.values())
     if slot < 0:
-        target = results.out.iterator + cute.assume(Int64(first) * D + channel, divby=n)
+        target = target_of(results.out, Int64(first) * D, at, held, woven)
         for one in held:
-            if one.row < left:
+            if cutlass.const_expr(woven is not None):
+                store_woven(target, one.row * D, one.runs, one.row < left, woven)
+            elif one.row < left:
+                for c, values in one.runs.items():
+                    store_run(target, one.row * D + c, values)
+    elif cutlass.const_expr(partials.is_exact(results.o_accum)):
+        t = results.o_accum
+        left = left if slot < t.shape[0] else Int32(0)
+        place = Int64(slot) * t.stride[0] + (rows.of_slot + row) * D
+        target = target_of(t, place, at, held, woven)
+        for one in held:
+            if cutlass.const_expr(woven is not None):
+                store_woven(target, one.row * D, one.runs, one.row < left, woven)
+            elif one.row < left:
                 for c, values in one.runs.items():
                     store_run(target, one.row * D + c, values)
     else:
@@ -114,17 +177,40 @@ def write_rows(results, slot, rows, at, held, shared):
         left = left if slot < t.shape[0] else Int32(0)
         place = Int64(slot) * t.stride[0] + (rows.of_slot + row) * PARTIAL_ROW
         bytes_at = partials.exponents_at(t.iterator + place, shared.channel)
-        target = t.iterator + cute.assume(place + channel, divby=n)
+        target = target_of(t, place, at, held, woven)
         for x in cutlass.range_constexpr(len(held)):
             one = held[x]
             runs = {c: partials.stored(run, exponents[x]) for c, run in one.runs.items()}
-            if one.row < left:
+            if cutlass.const_expr(woven is not None):
+                store_woven(target, one.row * PARTIAL_ROW, runs, one.row < left, woven)
+            elif one.row < left:
                 for c, values in runs.items():
                     store_run(target, one.row * PARTIAL_ROW + c, values)
             if (one.row < left) & shared.writes:
                 partials.store_exponents(
                     bytes_at + 2 * PARTIAL_ROW * one.row, exponents[x], shared.groups
                 )
+
+
+def target_of(tensor, place, at, held, woven):
+    """Where this lane's first value of ``tensor`` goes, whose row lies at ``place``."""
+    _, channel = at
+    if woven is not None:
+        return tensor.iterator + (place + channel + woven.offset(tensor.element_type))
+    n = min(cute.size(run) for run in held[0].runs.values())
+    return tensor.iterator + cute.assume(place + channel, divby=n)
+
+
+@cute.jit
+def store_woven(target, offset, runs, wanted, woven):
+    """Runs of a row, swapped in groups of 16 bytes, to ``offset`` and their channels from there on
+    where ``wanted``.  A store follows its shuffles at once: for more words there are no registers
+    beside the values, and to hide shuffles behind each other gains nothing."""
+    pairs, n = list(runs.items()), woven.count(target.dtype)
+    for i in cutlass.range_constexpr(0, len(pairs), n):
+        words = woven.swap([run for _, run in pairs[i : i + n]], target.dtype)
+        if wanted:
+            compat.store_words(target + (offset + pairs[i][0]), words)
 
 
 def store_run(target, offset: int, values):

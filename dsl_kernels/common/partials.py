@@ -1,6 +1,10 @@
-"""Partial results of split sequences: fp16 channels that share exponents.
+"""Partial results of split sequences: fp16 channels that share exponents, or fp32 ones.
 
-A row of a slot is 1056 bytes, half of fp32's, in a tensor (slots, rows_pad, PARTIAL_ROW) of fp16:
+fp16 results of a 16-bit cache keep fp32 rows, tensor (slots, rows_pad, 512): they have 11 bits
+themselves, and partial rows of no more would add up to a third to their error.
+
+Else a row of a slot is 1056 bytes, half of fp32's, in a tensor (slots, rows_pad, PARTIAL_ROW) of
+fp16:
 
     [0, 1024)     512 channels, x * 2^(141 - e) rounded to fp16
     [1024, 1056)  32 exponents e, a byte for each 16 neighbouring channels
@@ -21,14 +25,27 @@ import cutlass.cute as cute
 from cutlass import Float32, Uint32
 
 from .. import compat
-from ..dims import EXPONENT_CHANNELS
+from ..dims import EXPONENT_CHANNELS, PARTIAL_ROW
 from ..dims import KV_LORA_RANK as D
-from .types import U8
+from .types import F16, U8
 
 FRACTION_BITS = 23  # of fp32
 LEAST, MOST = 15, 254  # of an exponent
 TOP = 14  # log2 of the binade where the largest value is stored
 EVERY_BYTE = 0x01010101
+
+
+def fake(slots: Any, unit_rows: Any, out_dtype: Any = None) -> cute.Tensor:
+    """``o_accum`` of a kernel whose results are ``out_dtype``; None: which need no more than the
+    16 bits."""
+    if out_dtype is F16:
+        return compat.contiguous(Float32, (slots, unit_rows, D))
+    return compat.contiguous(F16, (slots, unit_rows, PARTIAL_ROW))
+
+
+def is_exact(o_accum: cute.Tensor) -> bool:
+    """Whether rows are fp32, without exponents."""
+    return o_accum.element_type is Float32
 
 
 def exponent_of(values: list[Any], lane_bits: tuple[int, ...] = ()) -> Any:

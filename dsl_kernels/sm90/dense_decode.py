@@ -65,7 +65,7 @@ from .dense_parts import (
 if TYPE_CHECKING:
     from ..spec import VariantSpec
 
-SMALL_BYTES = 2816  # factors, barriers, alignment: an upper bound
+SMALL_BYTES = 3072  # factors, barriers, alignment: an upper bound
 
 
 def feasible(spec: VariantSpec) -> str | None:

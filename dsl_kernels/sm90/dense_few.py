@@ -190,14 +190,13 @@ class FewRows(AcrossWarps, Form):
         warpgroup.wait_group(0)
 
     @cute.jit
-    def write_rows(self, st, results, inv_phase, acc_O, slot, rows, half):
+    def write_rows(self, st, results, acc_O, slot, rows, half):
         """Normalised O^T fragment -> rows: a thread has channels g and g + 8 of a row, and after an
         exchange with its neighbour of the next g two adjacent ones."""
         tidx, _, _ = cute.arch.thread_idx()
         lane = tidx % 32
         wwarp = cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
         inv_s = cute.make_tensor(st.inv.data_ptr(), pad_layout(self.rows_cta))
-        INV_RING.wait_full(st, 0, inv_phase)
         g = lane // 4
         odd = g % 2 == 1
         channel = half * HALF + wwarp * 16 + g + (g % 2) * 7

@@ -23,6 +23,7 @@ from ..dims import TOKEN_TILE as TILE
 from ..stamp import Stamp
 from .dense_parts import INV_RING, SOFTMAX_WARPS, WARPGROUP, Barrier, Cta, Layouts, Parts
 from .fragments import padded_size
+from .item_notes import note, note_fields, noted
 
 if TYPE_CHECKING:
     from .fragments import RowsOnM, TokensOnM
@@ -83,8 +84,8 @@ class Form:
         """O = gamma O + P V of one tile."""
         raise NotImplementedError
 
-    def write_rows(self, st, results, inv_phase, acc_O, slot, rows, half) -> None:
-        """Normalised O -> rows."""
+    def write_rows(self, st, results, acc_O, slot, rows, half) -> None:
+        """Normalised O -> rows, the row sums being there."""
         raise NotImplementedError
 
     # ---------------------------------------------------------------- shared memory, barriers
@@ -98,6 +99,7 @@ class Form:
             flag=array(Int32, SOFTMAX_WARPS * stages, 16),  # did a frame of warp w's rows move?
             gamma=array(Float32, padded * stages, 16),
             inv=array(Float32, padded, 16),  # 1 / row sum
+            **note_fields(),
             **self.fields(),
             **self.parts.tile_fields(layouts),
         )
@@ -151,6 +153,7 @@ class Form:
             ragged_from = cute.arch.make_warp_uniform(
                 self.parts.work.ragged_from(gmem.work, cta.call, batch, rows)
             )
+            note(cta.st, items, wwarp, slot, rows)
             m_ref.fill(NEVER)
             l_run.fill(0.0)
             cta.q_pipe.consumer_wait(qst)
@@ -173,11 +176,13 @@ class Form:
     @cute.jit
     def pv_loop(self, cta: Cta, half):
         """Items and tiles of a P.V warpgroup."""
+        tidx, _, _ = cute.arch.thread_idx()
+        wwarp = cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
         st, layouts, _, k_pipe, gmem, call, part = cta
         span = self.parts.work.items_of(gmem.work, part)
         operands, acc_O = self.pv_operands(st, layouts, half), self.accumulators()
         kst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.parts.stages)
-        inv_phase = Int32(0)
+        items = Int32(0)  # behind us
         for i in cutlass.range(span[0], span[1], unroll=1):
             batch, first, last, _ = self.parts.work.item_at(gmem.work, i)
             rows = self.parts.work.rows_at(gmem.work, call, i, self.rows_cta)
@@ -199,8 +204,8 @@ class Form:
                 k_pipe.consumer_release(kst)
                 kst.advance()
             self.parts.stamps.put(gmem.results, Stamp.PRODUCTS_END, half == 0)
-            _, _, _, slot = self.parts.work.item_at(gmem.work, i)  # again: registers
-            rows = self.parts.work.rows_at(gmem.work, call, i, self.rows_cta)
-            self.write_rows(st, gmem.results, inv_phase, acc_O, slot, rows, half)
+            INV_RING.wait_full(st, 0, items & 1)
+            slot, rows = noted(st, items, wwarp, self.rows_cta)
+            self.write_rows(st, gmem.results, acc_O, slot, rows, half)
             self.parts.stamps.put(gmem.results, Stamp.ROWS_WRITTEN + half)
-            inv_phase = inv_phase ^ 1
+            items += 1

@@ -7,7 +7,8 @@ memory would keep busy longer than the tensor core.
 Timeline of tile i
     KV producer   |TMA i+1 ...
     softmax       | wait K i by 64 channels, Q.K i | max, exp2, 16 bits of i | P i -> | wait K i+1
-    P.V           | wait P i | rescale O if a frame moved | 8 WGMMAs 64 x 128 x 16 | free K i
+    P.V           | wait P i | rescale O if a frame moved | 4 WGMMAs 64 x 128 x 16, free half of K i
+                  | 4 WGMMAs on the other half, free K i
 
 Rows of a thread are the same in S and in O, so that warp w of a P.V warpgroup needs the factors
 and the flag of softmax warp w alone.
@@ -28,7 +29,7 @@ from cutlass.cute.nvgpu import warp, warpgroup
 
 from .. import compat
 from ..common.barriers import warps_meet
-from ..common.epilogue import Held, Shared, finish_row, write_rows
+from ..common.epilogue import Held, Shared, Woven, finish_row, write_rows
 from ..common.smem import staged
 from ..common.types import ROW_MAJOR, U16, U32
 from ..dims import HEAD_DIM_QK
@@ -238,16 +239,15 @@ class ManyRows(Form):
         warpgroup.wait_group(0)
 
     @cute.jit
-    def write_rows(self, st, results, inv_phase, acc_O, slot, rows, half):
+    def write_rows(self, st, results, acc_O, slot, rows, half):
         tidx, _, _ = cute.arch.thread_idx()
         lane, quad = tidx % 32, tidx % 4
         wwarp = cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
         inv_s = st.inv.get_tensor(cute.make_layout(ROWS_OF_CTA))
-        INV_RING.wait_full(st, 0, inv_phase)
         row = ROWS_ON_M.row_at(wwarp, lane, 0)
         # a quad has the warpgroup's 256 channels of a row: one exponent, a quarter a lane
         shared = Shared((1, 2), half * HALF + 64 * quad, 4)
-        at = (row, half * HALF + 2 * quad)
+        at, woven = (row, half * HALF), Woven((1, 2), quad, 8)
         for i in cutlass.range_constexpr(2):
             inverse = inv_s[row + 8 * i]
             runs = {}
@@ -256,7 +256,7 @@ class ManyRows(Form):
                 # in place: another 64 registers there are not
                 acc[v], acc[v + 1] = acc[v] * inverse, acc[v + 1] * inverse
                 runs[8 * j] = cute.make_tensor(acc.iterator + v, cute.make_layout(2))
-            write_rows(results, slot, rows, at, [Held(8 * i, runs)], shared)
+            write_rows(results, slot, rows, at, [Held(8 * i, runs)], shared, woven)
         cute.arch.sync_warp()
         if lane == 0:
             INV_RING.arrive_empty(st, 0)

@@ -40,7 +40,7 @@ from cutlass.cute.nvgpu import warp, warpgroup
 
 from ..common import budget as bud
 from ..common.barriers import warps_meet
-from ..common.epilogue import Held, Shared, finish_row, write_rows
+from ..common.epilogue import Held, Shared, Woven, finish_row, write_rows
 from ..common.frames import NEVER, move_frame
 from ..common.smem import array, staged, struct_of
 from ..common.types import F8, ROW_MAJOR, U16
@@ -437,7 +437,7 @@ class DualWg:
                     v, pair = 4 * j + 2 * i, cute.make_rmem_tensor((2,), Float32)
                     pair[0], pair[1] = acc_O[d][v] * inverse, acc_O[d][v + 1] * inverse
                     runs[64 * d + 8 * j] = pair
-            at = (local, me * (D // 2) + 2 * quad)
-            write_rows(results, slot, rows, at, [Held(8 * i, runs)], shared)
+            at, woven = (local, me * (D // 2)), Woven((1, 2), quad, 8)
+            write_rows(results, slot, rows, at, [Held(8 * i, runs)], shared, woven)
         # ``sums`` is written again by the next item
         warps_meet(Barrier.BOTH, MATH_WARPS)

@@ -46,7 +46,7 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from ..common import budget as bud
-from ..common.epilogue import Held, Shared, write_rows
+from ..common.epilogue import Held, Shared, Woven, write_rows
 from ..common.smem import staged, struct_of
 from ..common.types import F8, ROW_MAJOR
 from ..dims import KV_LORA_RANK as D
@@ -66,6 +66,7 @@ from .fp8_decode import (
     infeasible,
 )
 from .fragments import pad_layout, padded_size
+from .item_notes import noted
 from .p_terms import order, stage_of
 from .qk import QK_GROUPS
 from .softmax_few import FewRowsSoftmax
@@ -211,7 +212,7 @@ class Etap:
         ]
         kst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
         pst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, P_STAGES)
-        inv_phase = Int32(0)
+        items = Int32(0)  # behind us
         wwarp = cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
         for i in cutlass.range(span[0], span[1], unroll=1):
             batch, first, last, slot = self.parts.work.item_at(gmem.work, i)
@@ -220,7 +221,7 @@ class Etap:
             ragged_from = self.parts.work.ragged_from(gmem.work, call, batch, rows)
             # Once an item, not a tile: ptxas computes anew what is cheap, but not what comes out of
             # a shuffle.  Before V's first fetch of each tile that cost 7 % of the time.
-            offset = cute.arch.shuffle_sync(transpose.lane_offset(wwarp, tidx % 32), tidx % 32)
+            offset = cute.arch.shuffle_sync(transpose.own_offset(wwarp, tidx % 32), tidx % 32)
             for d_block in cutlass.range_constexpr(4):
                 acc_O[d_block].fill(0.0)
             for tile in cutlass.range(first, last, unroll=1):
@@ -236,12 +237,12 @@ class Etap:
                 kst.advance()
                 pst.advance()
             self.parts.stamps.put(gmem.results, Stamp.PRODUCTS_END, half == 0)
+            INV_RING.wait_full(st, 0, items & 1)
             if const_expr(not self.parts.few_rows):  # across the tiles they would take registers
-                _, _, _, slot = self.parts.work.item_at(gmem.work, i)
-                rows = self.parts.work.rows_at(gmem.work, call, i, self.rows_cta)
-            self.write_rows(st, gmem.results, inv_phase, acc_O, slot, rows, half)
+                slot, rows = noted(st, items, wwarp, self.rows_cta)
+            self.write_rows(st, gmem.results, acc_O, slot, rows, half)
             self.parts.stamps.put(gmem.results, Stamp.ROWS_WRITTEN + half)
-            inv_phase = inv_phase ^ 1
+            items += 1
 
     @cute.jit
     def pv_block(self, st, k_pipe, acc_O, tmp, rP, half, kst, pst, offset):
@@ -252,7 +253,7 @@ class Etap:
         at = kst.index * (TILE * D) + half * (D // 2 * TILE)
         base = st.kc.data_ptr() + cute.assume(at, divby=1024)
         size = padded_size(self.rows_cta)
-        raw = [transpose.load_raw(base, offset, d) for d in range(2)] + [None] * 2
+        raw = [transpose.load_own(base, offset, d) for d in range(2)] + [None] * 2
         frags = [transpose.to_fragment(mma_o, raw[0], self.names)] + [None] * 3
         P_RING.wait_full(st, pst.index, pst.phase)
         pad = pad_layout(self.rows_cta)
@@ -273,7 +274,7 @@ class Etap:
             warpgroup.wait_group(0)
             # the fragment after next travels during the FFMAs, the next WGMMA and its FFMAs
             if const_expr(x == parts - 1 and d < 2):
-                raw[d + 2] = transpose.load_raw(base, offset, d + 2)
+                raw[d + 2] = transpose.load_own(base, offset, d + 2)
             if const_expr(x == parts - 1 and d == 2):
                 k_pipe.consumer_release(kst)
             for v in cutlass.range_constexpr(n_tmp):
@@ -297,17 +298,18 @@ class Etap:
         warpgroup.commit_group()
 
     @cute.jit
-    def write_rows(self, st, results, inv_phase, acc_O, slot, rows, half):
-        """Normalised O^T fragment -> rows: fragment rows g and g + 8 are d = 2g and 2g + 1."""
+    def write_rows(self, st, results, acc_O, slot, rows, half):
+        """Normalised O^T fragment -> rows: fragment rows g and g + 8 are d = 2g and 2g + 1 of 16
+        channels, of which a warp has four times as many, one after the other."""
         tidx, _, _ = cute.arch.thread_idx()
         lane = tidx % 32
         wwarp = cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
         inv_s = cute.make_tensor(st.inv.data_ptr(), pad_layout(self.rows_cta))
-        INV_RING.wait_full(st, 0, inv_phase)
-        channel = half * (D // 2) + wwarp * 16 + 2 * (lane // 4)
-        # the warp's four groups of 16 channels share an exponent; four lanes of a row write it
-        own_group = half * (D // 2) + 64 * (lane // 4) + wwarp * 16
-        shared = Shared((4, 8, 16), own_group, 1, lane < 16)
+        own = half * (D // 2) + wwarp * 64
+        shared = Shared((4, 8, 16), own, 4, lane < 4)  # the warp's 64 channels have one exponent
+        channel, woven = own + 2 * (lane // 4), None
+        if const_expr(not self.parts.few_rows):  # few stores take less time than their shuffles
+            channel, woven = own + lane // 16 * 8, Woven((4, 8), lane // 4 % 4, 16)
         held = []
         for x in cutlass.range_constexpr(self.rows_cta // 4):
             v = 4 * (x // 2) + x % 2
@@ -316,9 +318,10 @@ class Etap:
             for d in cutlass.range_constexpr(4):
                 pair = cute.make_rmem_tensor((2,), Float32)
                 pair[0], pair[1] = acc_O[d][v] * inverse, acc_O[d][v + 2] * inverse
-                runs[64 * d] = pair
+                runs[16 * d] = pair
             held.append(Held(8 * (x // 2) + x % 2, runs))
-        write_rows(results, slot, rows, (2 * (lane % 4), channel), held, shared)
+        at = (2 * (lane % 4), channel)
+        write_rows(results, slot, rows, at, held, shared, woven)
         cute.arch.sync_warp()
         if lane == 0:
             INV_RING.arrive_empty(st, 0)

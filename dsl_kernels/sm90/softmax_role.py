@@ -25,6 +25,7 @@ from ..smxx.fp8_entry import row_facts
 from ..stamp import Stamp
 from .fp8_decode import WARPGROUP, Cta, Parts
 from .fragments import padded_size
+from .item_notes import note, note_fields, noted
 from .wgmma import u16_view
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ def hand_over_fields(rows: int) -> dict:
         beta=array(cutlass.Float32, padded * P_STAGES, 128),
         gamma=array(cutlass.Float32, padded * P_STAGES, 128),
         inv=array(cutlass.Float32, padded, 128),  # 1 / row sum
+        **note_fields(),
     )
 
 
@@ -78,6 +80,8 @@ class SoftmaxRole:
     @cute.jit
     def loop(self, cta: Cta):
         """The role, from the first item to the last."""
+        tidx, _, _ = cute.arch.thread_idx()
+        wwarp = cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
         n_rows = const_expr(self.fragment.rows)
         row_of, gmem = self.thread_rows(), cta.gmem
         m_ref = cute.make_rmem_tensor((n_rows,), Float32)
@@ -98,6 +102,8 @@ class SoftmaxRole:
                 factor[x], limit[x] = row_facts(
                     self.parts.work, gmem, cta.call, batch, rows, row_of[x]
                 )
+            if const_expr(not self.parts.few_rows):
+                note(cta.st, items, wwarp, slot, rows)
             m_ref.fill(NEVER)
             l_run.fill(0.0)
             ragged_from = cute.arch.make_warp_uniform(
@@ -112,8 +118,7 @@ class SoftmaxRole:
             qst.advance()
             self.parts.stamps.put(gmem.results, Stamp.SOFTMAX_END)
             if const_expr(not self.parts.few_rows):  # across the tiles they would take registers
-                _, _, _, slot = self.parts.work.item_at(gmem.work, i)
-                rows = self.parts.work.rows_at(gmem.work, cta.call, i, self.rows_cta)
+                slot, rows = noted(cta.st, items, wwarp, self.rows_cta)
             self.finish_rows(cta, (items & 1) ^ 1, m_ref, l_run, slot, rows)
             items += 1
 

@@ -47,18 +47,33 @@ def lane_offset(wwarp, lane):
     return row * 128 + (wwarp ^ (row % 8)) * 16
 
 
+def own_offset(wwarp, lane):
+    """The same where warp w reads 64 channels of its own, 64w..64w+63 of 256: neighbours, so that
+    it writes whole lines of its rows.  Its 16 channels from 16 * d on lie at offset ^ 16 * d."""
+    row = lane
+    return (wwarp // 2) * COLUMN_BLOCK + row * 128 + ((wwarp % 2 * 4) ^ (row % 8)) * 16
+
+
 def load_raw(base, offset, d_block: int):
     """64 tokens x (16 channels a warp) of d block ``d_block``: two ldmatrix.x4.trans.
 
     ``base`` is the tile's first byte plus 128 * (first channel // 128) * 64; d blocks of 64
     channels are counted from there.
     """
-    ldsm = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(True, 4), U16)
     lane_part = offset ^ 64 if d_block % 2 else offset
+    return _load(base, lane_part, (d_block // 2) * COLUMN_BLOCK)
+
+
+def load_own(base, offset, d: int):
+    """64 tokens x 16 channels from 16 * d on of the warp's own, ``offset`` is ``own_offset``'s."""
+    return _load(base, offset ^ (16 * d) if d else offset, 0)
+
+
+def _load(base, lane_part, block: int):
+    ldsm = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(True, 4), U16)
     raw = []
     for kb in range(2):
-        block = (d_block // 2) * COLUMN_BLOCK + kb * 4096
-        p = base + cute.assume(lane_part + block, divby=16)
+        p = base + cute.assume(lane_part + (block + kb * 4096), divby=16)
         r = cute.make_rmem_tensor((8,), U16)
         cute.copy(ldsm, cute.make_tensor(cute.recast_ptr(p, dtype=U16), cute.make_layout(8)), r)
         raw.append(cute.recast_tensor(r, U32))

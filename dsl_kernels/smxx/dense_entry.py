@@ -11,11 +11,11 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from .. import compat
+from ..common import partials
 from ..common.epilogue import Results
 from ..common.paged_tma import PagedTma
-from ..common.types import F16
 from ..common.work_list import Call, Work
-from ..dims import HEAD_DIM_QK, ITEM_WORDS, PARTIAL_ROW
+from ..dims import HEAD_DIM_QK, ITEM_WORDS
 from ..dims import KV_LORA_RANK as D
 from . import merge
 
@@ -116,7 +116,7 @@ def fake_args(spec: VariantSpec) -> dict[str, Any]:
         "row_limits": compat.vector(Int32, compat.sym(name="tokens_or_0")),
         "out": compat.contiguous(dtype, (b_q, s_q, h, D)),
         "lse": compat.contiguous(Float32, (b_q, h, s_q), 4),
-        "o_accum": compat.contiguous(F16, (slots, unit_rows, PARTIAL_ROW)),
+        "o_accum": partials.fake(slots, unit_rows, dtype),
         "lse_accum": compat.contiguous(Float32, (slots, unit_rows), 4),
         "softmax_scale": Float32(1.0),
         "causal": Int32(1),

@@ -14,7 +14,8 @@ Memory       6 KiB of shared memory for the partial sums (many slots); registers
 Timeline     (behind decode: split_begin) | wait | exit if no slot is in use | which unit | o and
              lse of CHUNK slots in flight | weights, FMA, next chunk | (exchange, combine)
              | normalise, store
-Bytes moved  per row 1060 read a slot + 1024 (bf16) or 2048 (fp32) written; nothing if unsplit.
+Bytes moved  per row 1060 read a slot (2052 of fp32 rows) + 1024 (bf16, fp16) or 2048 (fp32)
+             written; nothing if unsplit.
 
     out = sum_i 2^(lse_i - M) o_i / sum_i 2^(lse_i - M)     lse = (M + log2 sum) * lse_factor
 
@@ -45,7 +46,7 @@ from cutlass import Float32, Int32, Int64, Uint32, cute
 from .. import compat
 from ..common import partials
 from ..common.types import F16
-from ..dims import KV_LORA_RANK, PARTIAL_ROW
+from ..dims import KV_LORA_RANK
 from . import quant
 
 if TYPE_CHECKING:
@@ -55,14 +56,13 @@ WARPS = 8
 CHUNK = 8  # slots in flight in one lane
 FLIGHT = 8  # loads of a lane that hide the latency, if its quarters have fewer slots
 VEC = 4  # channels of a lane, under one exponent; 8 take 130 registers: one CTA an SM, not three
-WORDS = VEC // 2  # that it loads of a slot
 PARTS = KV_LORA_RANK // (quant.WARP * VEC)  # quarters of a row
 CTAS = 364  # with 32 units three on each of 132 SMs: one wave, whether there is work or not
 
 
 @cute.jit
 def merge(
-    o_accum: cute.Tensor,  # f16 (slots, unit_rows, PARTIAL_ROW)
+    o_accum: cute.Tensor,  # f16 (slots, unit_rows, PARTIAL_ROW); f32 (.., 512) behind fp16 decode
     lse_accum: cute.Tensor,  # f32 (slots, unit_rows), log2 domain
     split_begin: cute.Tensor,  # i32 (n_units + 1,)
     units: cute.Tensor,  # i32 (n_units, 2) first row, end row; (0, 2): unit i is sequence i
@@ -130,10 +130,10 @@ class _Partial:
             self.state[i] = self.state[i] * shrink
         return reference
 
-    def add(self, weight: Any, values: list[Any], factor: Any) -> None:
-        """Adds ``values`` times ``factor``."""
+    def add(self, weight: Any, values: list[Any], factor: Any = None) -> None:
+        """Adds ``values`` times ``factor``; None is 1."""
         self.state[1] = self.state[1] + weight
-        scaled = weight * factor
+        scaled = weight if factor is None else weight * factor
         for i in range(VEC):
             self.state[2 + i] = self.state[2 + i] + scaled * values[i]
 
@@ -148,11 +148,17 @@ def _select(condition: Any, yes: Any, no: Any) -> Any:
 
 class _Loads:
     """``quarters`` x ``slots`` loads of VEC channels, and as many exponents and lse, in flight
-    together."""
+    together.
 
-    def __init__(self, quarters: int, slots: int) -> None:
-        self.quarters, self.slots = quarters, slots
-        self.words = cute.make_rmem_tensor((quarters, slots, WORDS), Uint32)
+    Attributes:
+        exact: whether the channels are fp32 and without exponents.
+        count: words of a load.
+    """
+
+    def __init__(self, quarters: int, slots: int, exact: bool) -> None:
+        self.quarters, self.slots, self.exact = quarters, slots, exact
+        self.count = VEC if exact else VEC // 2
+        self.words = cute.make_rmem_tensor((quarters, slots, self.count), Uint32)
         self.exponents = cute.make_rmem_tensor((quarters, slots), Uint32)
         self.lses = cute.make_rmem_tensor((quarters, slots), Float32)
         self.words.fill(0)
@@ -166,9 +172,13 @@ class _Loads:
             top = cute.arch.fmax(top, self.lses[quarter, j])
         reference = partial.rescale(top)
         for j in range(self.slots):
-            values = quant.to_f32([self.words[quarter, j, i] for i in range(WORDS)], F16)
-            factor = partials.factor_from_stored(self.exponents[quarter, j])
-            partial.add(_exp2(self.lses[quarter, j] - reference), values, factor)
+            weight = _exp2(self.lses[quarter, j] - reference)
+            words = [self.words[quarter, j, i] for i in range(self.count)]
+            if self.exact:
+                partial.add(weight, [word.bitcast(Float32) for word in words])
+            else:
+                factor = partials.factor_from_stored(self.exponents[quarter, j])
+                partial.add(weight, quant.to_f32(words, F16), factor)
 
 
 @cute.jit
@@ -185,14 +195,15 @@ def _issue(
     ``count`` may be larger than what ``loads`` holds."""
     row, channel = at
     words, exponents, lses = loads.words, loads.exponents, loads.lses
-    o_at = o_accum.iterator + (Int64(first) * o_accum.stride[0] + row * PARTIAL_ROW)
+    o_at = o_accum.iterator + (Int64(first) * o_accum.stride[0] + row * o_accum.shape[2])
     lse_at = lse_accum.iterator + (Int64(first) * lse_accum.stride[0] + row)
     for j in cutlass.range_constexpr(loads.slots):
         if j < count:
             o_row = o_at + j * Int64(o_accum.stride[0])
-            loaded = compat.load_words(o_row + channel, WORDS, **compat.STRONG)
-            exponents[quarter, j] = partials.load_exponent(o_row, channel, **compat.STRONG)
-            for i in cutlass.range_constexpr(WORDS):
+            loaded = compat.load_words(o_row + channel, loads.count, **compat.STRONG)
+            if cutlass.const_expr(not loads.exact):
+                exponents[quarter, j] = partials.load_exponent(o_row, channel, **compat.STRONG)
+            for i in cutlass.range_constexpr(loads.count):
                 words[quarter, j, i] = loaded[i]
     for j in cutlass.range_constexpr(loads.slots):
         if j < count:
@@ -374,7 +385,7 @@ def _few_slots(
     lane, warp = tidx % quant.WARP, tidx // quant.WARP
     together = max(1, FLIGHT // most)
     for base in cutlass.range(span[0] + warp, span[1], WARPS * together, unroll=1):
-        loads = _Loads(together, most)
+        loads = _Loads(together, most, partials.is_exact(o_accum))
         for k in cutlass.range_constexpr(together):
             u = base + k * WARPS
             count = n if u < span[1] else 0
@@ -403,7 +414,7 @@ def _many_slots(
         row, channel = _place(u, lane)
         partial = _Partial()
         for base in cutlass.range(0, mine, CHUNK, unroll=1):
-            loads = _Loads(1, CHUNK)
+            loads = _Loads(1, CHUNK, partials.is_exact(o_accum))
             _issue(loads, 0, o_accum, lse_accum, first + base, mine - base, (row, channel))
             loads.add_to(partial, 0)
         for i in cutlass.range_constexpr(2 + VEC):
@@ -436,7 +447,7 @@ def build(spec: VariantSpec) -> tuple[Callable[..., Any], dict[str, Any]]:
     slots, unit_rows = compat.sym(name="slots"), compat.sym(name="unit_rows")
     b, s_q, h = compat.sym(name="b"), compat.sym(name="s_q"), compat.sym(name="h")
     fakes = {
-        "o_accum": compat.contiguous(F16, (slots, unit_rows, PARTIAL_ROW)),
+        "o_accum": partials.fake(slots, unit_rows),
         "lse_accum": compat.contiguous(f32, (slots, unit_rows), align=4),
         "split_begin": compat.vector(i32, compat.sym(name="n_units_plus_1")),
         "units": compat.units_fake(i32),

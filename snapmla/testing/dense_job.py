@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK, PARTIAL_ROW
+from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK
 from dsl_kernels.spec import VariantSpec
 from snapmla import runtime
+from snapmla.decode_plan import new_workspace
 from snapmla.testing import metrics
 from snapmla.testing.dense_reference import dense_decode_reference
 from snapmla.testing.plan_tables import PlanTables
@@ -282,8 +283,7 @@ class DenseJob:
         values = {
             "q": self.q, "cache": self.cache, "block_table": self.table,
             "cache_seqlens": self.seqlens, "out": out, "lse": lse,
-            "o_accum": torch.full((2 * self.parts, unit_rows, PARTIAL_ROW), math.nan).half(),
-            "lse_accum": torch.full((2 * self.parts, unit_rows), math.nan),
+            **self._workspace(2 * self.parts, unit_rows),
             **self._planned().arguments(),
             "softmax_scale": SCALE, "causal": 1, "lse_factor": LN2, "empty_lse": -math.inf,
             "may_split": int(self.plan.split_begin[-1] > 0),
@@ -293,6 +293,11 @@ class DenseJob:
         }
         kernel(*(moved[name] for name in ARGUMENTS))
         return moved["out"].cpu(), moved["lse"].cpu()
+
+    def _workspace(self, slots: int, unit_rows: int) -> dict[str, Tensor]:
+        """Partial results, NaN until they are written."""
+        made = new_workspace(self.q, slots, unit_rows, self.spec.dtype)
+        return dict(zip(("o_accum", "lse_accum"), (x.fill_(math.nan) for x in made), strict=True))
 
     def _planned(self) -> PlanTables:
         """The plan's tables, by the kernel or the reference."""

@@ -54,6 +54,22 @@ def test_kv_heads(name: str) -> None:
     assert errors.right, str(errors)
 
 
+@pytest.mark.parametrize(
+    "name", [FEW, pytest.param(MANY.replace("dbf16", "df16"), marks=pytest.mark.whole_matrix)]
+)
+def test_splits_cost_fp16_nothing(name: str) -> None:
+    """In pieces as near to the truth as whole: fp16 partial rows would show 1.1 times the error."""
+    spec, kernel = kernel_of(name)
+    errors = []
+    for parts in (4, 1):
+        torch.manual_seed(4)
+        job = DenseJob(spec, (512, 300), parts, s_q=1, heads=4)
+        assert (job.plan.split_begin[-1] > 0) == (parts > 1)
+        errors.append(job.errors(job.run(kernel)))
+    assert all(e.right for e in errors)
+    assert errors[0].error <= 1.01 * errors[1].error, f"{errors[0]}, whole {errors[1]}"
+
+
 @pytest.mark.parametrize("name", [FEW, MANY])
 def test_a_nan_is_its_readers_alone(name: str) -> None:
     """NaN in the last token: the row that sees it is NaN, LSE included, and no other row is."""

@@ -1,0 +1,46 @@
+"""Where an item's results go, noted in shared memory for its end.
+
+Across its tiles slot and rows would take registers that there are not, and to read the work list
+again is a way to L2 in front of every item's last rows.  The softmax warps note them when an item
+begins, each for itself and for P.V, which finds them behind the row sums: the last item's and this
+one's, as softmax begins the next item while P.V ends the last.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from ..common.smem import array
+from ..common.work_list import Rows
+
+SOFTMAX_WARPS = 4
+ITEMS, WORDS = 2, 4  # slot, first row, end of the sequence's rows, not used
+
+
+def note_fields() -> dict:
+    """Storage of the notes."""
+    return dict(notes=array(Int32, ITEMS * SOFTMAX_WARPS * WORDS, 16))
+
+
+def _of(st, item, wwarp):
+    notes = st.notes.get_tensor(cute.make_layout((WORDS, SOFTMAX_WARPS, ITEMS)))
+    return notes[None, wwarp, item % ITEMS]
+
+
+@cute.jit
+def note(st, item, wwarp, slot, rows):
+    """By softmax warp ``wwarp``, as its ``item``-th item begins."""
+    mine = _of(st, item, wwarp)
+    if cute.arch.lane_idx() == 0:
+        mine[0], mine[1], mine[2] = slot, rows.first, rows.end
+    cute.arch.sync_warp()
+
+
+@cute.jit
+def noted(st, item, wwarp, rows_cta: cutlass.Constexpr):
+    """(slot, ``Rows``) of the ``item``-th item; ``hidden_from`` is not among them."""
+    mine = _of(st, item, wwarp)
+    of_slot = cute.arch.block_idx()[0] * rows_cta
+    return mine[0], Rows(mine[1], mine[2], of_slot, None)
