@@ -697,7 +697,8 @@ def _plan(case: KernelCase, device: Device) -> Result:
             device, case.variant, cache_seqlens=torch.from_numpy(lengths).to(dev),
             work_items=work, part_begin=part, split_begin=split, planned_seqlens=planned,
             max_tokens=65536, token_tile=64, fixed_overhead=(4, 0, 1)[i % 3],
-            split_tiles=split_tiles, num_heads=1, s_q=1, unit_rows=1, causal=0,
+            split_tiles=split_tiles, longest_item=0, max_stretches=1, tile_ns=870 * (i % 2),
+            read_ns=9, num_heads=1, s_q=1, unit_rows=1, causal=0,
             **_alone(dev, "cu_seqlens_q", "row_seqlens", "units", "unit_begin", "row_limits"),
         )  # fmt: skip
         seen.append(lengths)

@@ -101,9 +101,9 @@ class DecodePlan(launch.OverTensors):
     num_kv_heads.
 
     Attributes:
-        work_items: int32 (parts + n_units, 8) (fixed splits: n_units * pieces): sequence, first
-            tile, end tile, slot (-1: not split), first row, end row of the sequence, first hidden
-            token (2**31 - 1 without ``row_seqlens``), 0.
+        work_items: int32 (max_stretches * parts + n_units, 8) (fixed splits: n_units * pieces):
+            sequence, first tile, end tile, slot (-1: not split), first row, end row of the
+            sequence, first hidden token (2**31 - 1 without ``row_seqlens``), 0.
         part_begin: int32 (parts + 1,): items of part p are [part_begin[p], part_begin[p + 1]).
         split_begin: int32 (n_units + 1,): slots of unit u are [split_begin[u], split_begin[u + 1]).
         planned_seqlens: int32 (b,): the lengths that were planned for.
@@ -112,10 +112,10 @@ class DecodePlan(launch.OverTensors):
         unit_begin: int32 (b + 1,): units of sequence i are [unit_begin[i], unit_begin[i + 1]), with
             ragged queries; else (0,).
         row_limits: int32 (tokens,): copy of ``row_seqlens``, if the plan has it; else (0,).
-        o_accum: float16 (2 * parts, unit_rows, 528) (fixed splits: n_units * pieces): partial rows
-            of 512 channels and their exponents (docs/formats.md); of an fp16 cache float32
-            (2 * parts, unit_rows, 512).
-        lse_accum: float32 (2 * parts, unit_rows), log2.
+        o_accum: float16 (2 * max_stretches * parts, unit_rows, 528) (fixed splits: n_units *
+            pieces): partial rows of 512 channels and their exponents (docs/formats.md); of an fp16
+            cache float32 (.., unit_rows, 512).
+        lse_accum: float32 (.., unit_rows), log2.
         batch, num_heads: the step's shape.
         s_q: query tokens of every sequence; None with ragged queries.
         total_q: query tokens of the step, b * s_q; with ragged queries the most there may be.
@@ -132,6 +132,11 @@ class DecodePlan(launch.OverTensors):
         p_terms: e4m3 terms in which that kernel sums P: 2 with ``accuracy="high"``.
         cache_dtype: of the cache that it reads: ``fp8``, ``bf16`` or ``f16``.
         num_kv_heads: KV heads of that cache.
+        longest_item: tiles of an item, about, of an fp16 cache, whose results show what longer sums
+            lose; 0: any number.
+        max_stretches: into how many a part may be cut for that; the workspace has room for them.
+        tile_ns, read_ns: time of a tile where memory does not bound it, and of reading one, by
+            which cuts are weighed against their merge; 0, 0 weighs nothing.
 
     Raises:
         TypeError, ValueError: from the methods, naming the argument.
@@ -180,6 +185,10 @@ class DecodePlan(launch.OverTensors):
     p_terms: int = 1
     cache_dtype: str = FP8
     num_kv_heads: int = 1
+    longest_item: int = 0
+    max_stretches: int = 1
+    tile_ns: int = 0
+    read_ns: int = 0
 
     def __post_init__(self) -> None:
         tables = tuple(getattr(self, name) for name in TENSORS)
@@ -356,11 +365,12 @@ class DecodePlan(launch.OverTensors):
         return self.plain and not self.idle and self.num_kv_heads == 1
 
     @property
-    def _numbers(self) -> tuple[int, int, int, int, int, int, int, bool]:
+    def _numbers(self) -> tuple[int | bool, ...]:
         """Scalars of the planning kernel, in its order."""
         return (
             self.max_pages * self.page_size, self.token_tile, self.fixed_overhead,
-            self.split_tiles, self.group,
+            self.split_tiles, self.longest_item, self.max_stretches, self.tile_ns, self.read_ns,
+            self.group,
             self.total_q * self.num_kv_heads if self.s_q is None else self.s_q,
             self.unit_rows, self.causal,
         )  # fmt: skip
@@ -603,7 +613,8 @@ def launch_plan(
     Args:
         row_seqlens: (tokens,).
         rest: the tables that are written, and numbers: max_tokens, token_tile, fixed_overhead,
-            split_tiles, num_heads, s_q (ragged: total_q), unit_rows, causal.
+            split_tiles, longest_item, max_stretches, tile_ns, read_ns, num_heads, s_q (ragged:
+            total_q), unit_rows, causal.
     """
     device = cache_seqlens.device
     _plan_kernel(device)(

@@ -19,6 +19,9 @@ DEFAULT_FIXED_OVERHEAD = 6  # token tiles that starting an item costs (prologue,
 # Tiles and overheads of a whole batch: running costs and one part beyond them fit 32 bits.
 MAX_COST = 2**30 - 2**18
 MAX_SLOTS = 2**23  # products of slots and merge's CTAs fit 32 bits (smxx/merge.py)
+# Of fp16 items: WGMMA cuts every sum toward zero, which 32K tokens of latent mean 2 show as 2e-4
+# beside an error of 2.4e-4, 16K as 1e-4 (docs/numerics.md); BF16's own rounding hides it.
+FP16_LONGEST_ITEM, MAX_STRETCHES = 16384, 4
 SOFTGPU_SMS = 4  # the software GPU counts as this many SMs: enough parts to split and merge
 
 
@@ -147,6 +150,10 @@ def plan_decode(
             ``fp8``, torch.bfloat16 or torch.float16.
         num_kv_heads: of that cache; query heads j * g to (j + 1) * g - 1, g = num_heads /
             num_kv_heads, read KV head j.
+
+    A sequence is cut where that takes less time than its pieces' merge; of an fp16 cache also after
+    about 16384 tokens, as longer sums would show in its results: its workspace may then be 4 times
+    as large.
 
     Returns:
         The plan, updated for ``cache_seqlens``.
@@ -282,7 +289,14 @@ def make_plan(
     sequences, tokens = batch * kv_heads, queries.total_q * kv_heads
     units = unit_capacity(sequences, queries.s_q, tokens, group, unit_rows)
     max_tiles = -(-max_pages * page_size // spec.token_tile)
-    items, slots = _room(units, max_tiles, num_parts, fixed_overhead, split_tiles)
+    longest, stretches = 0, 1
+    if options.cache_name == "f16" and not split_tiles:
+        longest = FP16_LONGEST_ITEM // spec.token_tile
+        share = -(-units * (max_tiles + fixed_overhead) // num_parts)
+        stretches = min(-(-share // longest), MAX_STRETCHES)
+    room = num_parts * stretches
+    items, slots = _room(units, max_tiles, room, fixed_overhead, split_tiles)
+    tile_ns, read_ns = dispatch.tile_times(device, spec)
 
     def ints(*shape: int) -> torch.Tensor:
         return cache_seqlens.new_zeros(shape, dtype=torch.int32)
@@ -317,6 +331,10 @@ def make_plan(
         p_terms=dispatch.p_terms_of(options.accuracy),
         cache_dtype=options.cache_name,
         num_kv_heads=kv_heads,
+        longest_item=longest,
+        max_stretches=stretches,
+        tile_ns=tile_ns,
+        read_ns=read_ns,
     )
     return plan.update_(cache_seqlens, cu_seqlens_q, row_seqlens)
 

@@ -83,7 +83,8 @@ def made(cache_seqlens: torch.Tensor, rows: int, num_kv_heads: int) -> Pair:
     traced = tracing.wanted(cache_seqlens)
     (torch.ops.snapmla.plan_update if traced else decode_plan.launch_plan)(
         cache_seqlens, None, None, *tables, ints(batch), *metadata_pair.no_tables(cache_seqlens),
-        min(longest, metadata_pair.MOST_TOKENS), TOKEN_TILE, overhead, 0, 1, rows, rows, False,
+        min(longest, metadata_pair.MOST_TOKENS), TOKEN_TILE, overhead, 0, 0, 1, 0, 0,
+        1, rows, rows, False,
     )  # fmt: skip
     (torch.ops.snapmla.plan_to_records if traced else launch_records)(*tables, records, num_splits)
     return records, num_splits

@@ -17,7 +17,8 @@ in eager mode they do not go through them.
         rope!, scale!)
     plan_update(cache_seqlens, cu_seqlens_q?, row_seqlens?, work_items!, part_begin!, split_begin!,
         planned_seqlens!, units!, unit_begin!, row_limits!, max_tokens, token_tile, fixed_overhead,
-        split_tiles, num_heads, s_q, unit_rows, causal)
+        split_tiles, longest_item, max_stretches, tile_ns, read_ns, num_heads, s_q, unit_rows,
+        causal)
     plan_to_records(work_items, part_begin, split_begin, records!, num_splits!)
     records_to_plan(records, cache_seqlens, tile_begin!, work_items!, part_begin!, split_begin!,
         planned_seqlens!, max_tokens, token_tile, rows, num_kv_heads)
@@ -110,7 +111,8 @@ SCHEMAS = (
     "plan_update(Tensor cache_seqlens, Tensor? cu_seqlens_q, Tensor? row_seqlens, "
     "Tensor(a!) work_items, Tensor(b!) part_begin, Tensor(c!) split_begin, "
     "Tensor(d!) planned_seqlens, Tensor(e!) units, Tensor(f!) unit_begin, Tensor(g!) row_limits, "
-    "int max_tokens, int token_tile, int fixed_overhead, int split_tiles, int num_heads, int s_q, "
+    "int max_tokens, int token_tile, int fixed_overhead, int split_tiles, int longest_item, "
+    "int max_stretches, int tile_ns, int read_ns, int num_heads, int s_q, "
     "int unit_rows, bool causal) -> ()",
     "plan_to_records(Tensor work_items, Tensor part_begin, Tensor split_begin, Tensor(a!) records, "
     "Tensor(b!) num_splits) -> ()",
@@ -218,9 +220,9 @@ def _plan_update(
                                ("row_seqlens", row_seqlens, row_limits)):  # fmt: skip
         if given is not None or table.shape[0]:
             checks.vector(name, given, tuple(table.shape), device)
-    for name, value in zip(("token_tile", "num_heads", "unit_rows"), (numbers[1], *numbers[4::2])):
+    for name, value in zip(("token_tile", "num_heads", "unit_rows"), (numbers[1], *numbers[8::2])):
         checks.integer(name, value, 1)
-    if b and numbers[5]:
+    if b and numbers[9]:
         tables = (work_items, part_begin, split_begin, planned_seqlens, units, unit_begin)
         launch_plan(cache_seqlens, cu_seqlens_q, row_seqlens, *tables, row_limits, *numbers)
 

@@ -12,6 +12,7 @@ Timeline     wait for the previous grid
              | ragged queries, all: prefix sum of the sequences' units -> unit_begin
              | all: lengths to tiles, prefix sum of costs              -> lower bound T0; copies
              | warp w: greedy fill with T0 + w, a step a part boundary -> smallest T that fits
+             | warp w: the same without cuts, of what is not much longer -> which takes less time
              | all: prefix sums of items and slots
              | all: a thread an item: find its unit, write it, part_begin, split_begin
              Each step is made for all chunks in turn, if there is more than one.
@@ -23,8 +24,9 @@ one ballot finds the first unit that does not fit, and that unit says by a divis
 parts it fills.  So a step costs what a division and two warp exchanges cost, and there are at most
 min(units, parts) + units / 32 of them, however large the batch is.
 
-The rule, its optimality, its capacity and the batch-independent form (``split_tiles`` > 0) are
-written in ``snapmla/testing/reference_plan.py``, whose output this kernel equals entry for entry.
+The rule, its optimality, its capacity, when units stay whole, stretches of a part and the
+batch-independent form (``split_tiles`` > 0) are written in ``snapmla/testing/reference_plan.py``,
+whose output this kernel equals entry for entry.
 T0 + 2 * fixed_overhead + 1 is always feasible, so 7 tiles of overhead need one round of search.
 """
 
@@ -35,7 +37,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cutlass
 import cutlass.memory
-from cutlass import Boolean, Int32, Uint32, cute
+from cutlass import Boolean, Int32, Int64, Uint32, cute
 
 from .. import compat
 from ..dims import ITEM_WORDS
@@ -47,6 +49,9 @@ if TYPE_CHECKING:
 
 CHUNK = THREADS  # units in shared memory; a power of two
 NEVER = -(2**31)  # running cost of a lane without a unit: it always fits
+TOO_MANY = 1 << 24  # parts, of a warp that tries nothing
+# Nanoseconds of a merge beside one that finds nothing split, and of five rows of a slot (H200)
+MERGE_NS, FIVE_ROWS_NS = 1200, 4
 NOTHING_HIDDEN = 2**31 - 1  # first hidden token of a unit whose rows have no limits of their own
 
 
@@ -76,6 +81,10 @@ class Rule(NamedTuple):
     max_tokens: Int32
     overhead: Int32
     split_tiles: Int32  # 0: cut for balance
+    longest_item: Int32  # tiles of an item, about; 0: any number
+    max_stretches: Int32  # of a part, for that
+    tile_ns: Int32  # time of a tile where memory does not bound it; 0: cuts cost nothing
+    read_ns: Int32  # time of reading one
     tokens: Int32  # query tokens of a sequence; of all, if ragged
     unit_rows: Int32
     causal: Int32
@@ -132,6 +141,10 @@ def plan_decode(
     token_tile: Int32,
     fixed_overhead: Int32,
     split_tiles: Int32,
+    longest_item: Int32,
+    max_stretches: Int32,
+    tile_ns: Int32,
+    read_ns: Int32,
     num_heads: Int32,
     s_q: Int32,
     unit_rows: Int32,
@@ -143,7 +156,8 @@ def plan_decode(
         work_items, part_begin, split_begin, planned_seqlens, units, unit_begin, row_limits
     )
     rule = Rule(
-        max_tokens, fixed_overhead, split_tiles, s_q, unit_rows, causal,
+        max_tokens, fixed_overhead, split_tiles, longest_item, max_stretches, tile_ns, read_ns,
+        s_q, unit_rows, causal,
         compat.fast_divisor(token_tile), compat.fast_divisor(num_heads),
         compat.fast_divisor(cute.ceil_div(s_q * num_heads, unit_rows)),
     )  # fmt: skip
@@ -169,9 +183,15 @@ def _plan(lengths: Lengths, tables: Tables, rule: Rule) -> None:
     _copy(lengths.cache_seqlens, tables.planned_seqlens)
     _copy(lengths.row_seqlens, tables.row_limits)
     share = cutlass.max((total + (parts - 1)) // parts, 1)
-    capacity, row = Int32(1), Int32(0)
+    capacity, row, stretches = Int32(1), Int32(0), Int32(1)
     if rule.split_tiles == 0:
-        capacity, row = _search(sm, lengths, tables, rule, count, share)
+        if rule.longest_item > 0:
+            wanted = (share + (rule.longest_item - 1)) // rule.longest_item
+            stretches = cutlass.max(cutlass.min(wanted, rule.max_stretches), 1)
+            share = cutlass.max((total + (parts * stretches - 1)) // (parts * stretches), 1)
+        capacity, row, used = _search(sm, lengths, tables, rule, count, share, parts * stretches)
+        if (rule.tile_ns > 0) & (stretches == 1) & (count <= CHUNK):
+            capacity, row = _weigh(sm, rule, count, capacity, row, used, parts)
 
     if count > CHUNK:
         row = Int32(0)  # the fill of the last chunk tried is not the first one's: filled anew
@@ -185,11 +205,15 @@ def _plan(lengths: Lengths, tables: Tables, rule: Rule) -> None:
             end_cost = _stage(sm, lengths, tables, rule, first, count, walk.cost)
             if rule.split_tiles == 0:
                 if tidx < quant.WARP:
-                    part, reach = _fill(sm, Int32(0), here, part, reach, capacity, rule.overhead)
+                    part, reach = _fill(
+                        sm, Int32(0), here, part, reach, capacity, rule.overhead, False
+                    )
                 cute.arch.sync_threads()
-        walk = _emit(sm, lengths, tables, rule, (first, here, row, capacity, share), walk)
+        where = (first, here, row, capacity, share, stretches)
+        walk = _emit(sm, lengths, tables, rule, where, walk)
         walk = Walk(end_cost, walk.item, walk.slot, walk.part)
-    for p in cutlass.range(walk.part + 1 + tidx, parts + 1, THREADS, unroll=1):
+    left = (walk.part + stretches) // stretches
+    for p in cutlass.range(left + tidx, parts + 1, THREADS, unroll=1):
         tables.part_begin[p] = walk.item
     for u in cutlass.range(count + tidx, room + 1, THREADS, unroll=1):
         tables.split_begin[u] = walk.slot
@@ -325,32 +349,71 @@ def _pieces(number: Int32, split_tiles: Int32) -> Int32:
 
 @cute.jit
 def _search(
-    sm: Smem, lengths: Lengths, tables: Tables, rule: Rule, count: Int32, share: Int32
-) -> tuple[Int32, Int32]:
-    """(smallest capacity with which the greedy fill does with the parts there are, its warp)."""
+    sm: Smem, lengths: Lengths, tables: Tables, rule: Rule, count: Int32, share: Int32, parts: Int32
+) -> tuple[Int32, Int32, Int32]:
+    """(smallest capacity with which the greedy fill does with ``parts``, its warp, parts that it
+    uses)."""
     tidx, _, _ = cute.arch.thread_idx()
-    lane, warp = tidx % quant.WARP, tidx // quant.WARP
-    overhead, parts = rule.overhead, tables.part_begin.shape[0] - 1
+    warp, overhead = tidx // quant.WARP, rule.overhead
     lower = cutlass.max(share, overhead + 1)
-    capacity, row = Int32(0), Int32(0)
+    capacity, row, used = Int32(0), Int32(0), Int32(0)
     # lower + 2 * overhead + 1 is feasible, so the loop always finds one
     for extra in cutlass.range(0, 2 * overhead + 2, WARPS, unroll=1):
         mine = lower + extra + warp
         if capacity == 0:
-            part = _last_part(sm, lengths, tables, rule, count, mine)
-            cute.arch.sync_threads()
-            if lane == 0:
-                sm.sums[warp, 0] = part
-            cute.arch.sync_threads()
-            fits = Uint32(
-                cute.arch.vote_ballot_sync(
-                    Boolean(lane < WARPS) & Boolean(sm.sums[lane % WARPS, 0] < parts)
-                )
-            )
+            fits = _that_fit(sm, _last_part(sm, lengths, tables, rule, count, mine), parts)
             if fits != 0:
                 row = Int32(_lowest(fits))
                 capacity = lower + extra + row
+                used = sm.sums[row, 0] + 1
+    return capacity, row, used
+
+
+@cute.jit
+def _that_fit(sm: Smem, part: Int32, parts: Int32) -> Uint32:
+    """A bit for each warp whose last ``part`` is one of ``parts``."""
+    tidx, _, _ = cute.arch.thread_idx()
+    lane, warp = tidx % quant.WARP, tidx // quant.WARP
+    cute.arch.sync_threads()
+    if lane == 0:
+        sm.sums[warp, 0] = part
+    cute.arch.sync_threads()
+    fits = Boolean(lane < WARPS) & Boolean(sm.sums[lane % WARPS, 0] < parts)
+    return Uint32(cute.arch.vote_ballot_sync(fits))
+
+
+@cute.jit
+def _weigh(
+    sm: Smem, rule: Rule, count: Int32, capacity: Int32, row: Int32, used: Int32, parts: Int32
+) -> tuple[Int32, Int32]:
+    """(capacity, its warp) of the fill that was found, which uses ``used`` parts, or of one without
+    cuts if that takes no more time.  The first one's column of ``part`` and ``head`` stays."""
+    tidx, _, _ = cute.arch.thread_idx()
+    lane, warp = tidx % quant.WARP, tidx // quant.WARP
+    most = Int32(0)
+    for at in cutlass.range(lane, count, quant.WARP, unroll=1):
+        most = cutlass.max(most, sm.tiles[at])
+    most = cute.arch.warp_redux_sync(most, "max")
+    lower = cutlass.max(capacity, most + rule.overhead)
+    mine = lower + warp - _choose(warp > row, 1, 0)
+    part = Int32(TOO_MANY)
+    if warp != row:
+        part, _ = _fill(sm, warp, count, Int32(0), mine, mine, rule.overhead, True)
+    fits = _that_fit(sm, part, parts)
+    if fits != 0:
+        at = Int32(_lowest(fits))
+        whole = lower + at - _choose(at > row, 1, 0)
+        merge_ns = Int64(MERGE_NS) + Int64(rule.unit_rows) * FIVE_ROWS_NS // 5 * used
+        with_cuts = _time(rule, capacity, used) + merge_ns
+        if _time(rule, whole, sm.sums[at, 0] + 1) <= with_cuts:
+            capacity, row = whole, at
     return capacity, row
+
+
+def _time(rule: Rule, capacity: Any, used: Any) -> Any:
+    """Nanoseconds (Int64) of parts of this capacity, if ``used`` of them share the memory."""
+    tile = cutlass.max(Int64(rule.tile_ns), Int64(rule.read_ns) * used)
+    return Int64(capacity - rule.overhead) * tile
 
 
 @cute.jit
@@ -364,7 +427,9 @@ def _last_part(
         if count > CHUNK:
             base = _stage(sm, lengths, tables, rule, first, count, base)
         here = cutlass.min(count - first, CHUNK)
-        part, reach = _fill(sm, tidx // quant.WARP, here, part, reach, capacity, rule.overhead)
+        part, reach = _fill(
+            sm, tidx // quant.WARP, here, part, reach, capacity, rule.overhead, False
+        )
     return part
 
 
@@ -387,8 +452,10 @@ def _fill(
     reach: Int32,
     capacity: Int32,
     overhead: Int32,
+    whole: cutlass.Constexpr,
 ) -> tuple[Int32, Int32]:
-    """Greedy fill of one chunk by one warp: notes part and first tiles of every unit.
+    """Greedy fill of one chunk by one warp: notes part and first tiles of every unit; of ``whole``
+    ones, which are not cut.
 
     What ends at a running cost of at most ``reach`` fits into ``part``.
     Every lane works out what happens if its own unit is the one that does not fit, so that
@@ -406,6 +473,8 @@ def _fill(
         while over != 0:
             k = Int32(_lowest(over))
             rest = cutlass.min(end - reach, number)  # tiles that the present part cannot take
+            if cutlass.const_expr(whole):
+                rest = number
             more = cutlass.max(_ceil_div(rest, cap, magic), 1)
             skip = rest == number  # not even one tile fits: it starts the next part
             here = (lane >= noted) & (lane <= k)
@@ -439,9 +508,9 @@ def _ceil_div(x: Int32, cap: Int32, magic: Uint32) -> Int32:
 @cute.jit
 def _emit(sm: Smem, lengths: Lengths, tables: Tables, rule: Rule, where: Any, walk: Walk) -> Walk:
     """Writes items, part_begin and split_begin of one chunk; where = (first unit, count,
-    column of ``part`` and ``head``, capacity, share)."""
+    column of ``part`` and ``head``, capacity, share, stretches of a part)."""
     tidx, _, _ = cute.arch.thread_idx()
-    first, count, row, capacity, share = where
+    first, count, row, capacity, share, _ = where
     cap, parts = capacity - rule.overhead, tables.part_begin.shape[0] - 1
     items, last = Int32(0), Int32(0)
     if tidx < count:
@@ -493,7 +562,7 @@ def _emit_item(
 ) -> None:
     """Item ``i`` of the chunk, and the entries of part_begin between its predecessor's part and
     its own."""
-    first, _, row, capacity, share = where
+    first, _, row, capacity, share, stretches = where
     parts = tables.part_begin.shape[0] - 1
     at = Int32(0)  # the unit: the last one whose first item is i or earlier
     for bit in cutlass.range_constexpr(CHUNK.bit_length() - 1):
@@ -524,7 +593,8 @@ def _emit_item(
         compat.store_words(target, [Uint32(x) for x in what])
         whose = (unit.first, unit.end, unit.hidden_from, Int32(0))
         compat.store_words(target + 4, [Uint32(x) for x in whose])
-    for p in cutlass.range(before + 1, part + 1, unroll=1):
+    begun = (before + stretches) // stretches
+    for p in cutlass.range(begun, part // stretches + 1, unroll=1):
         tables.part_begin[p] = item
 
 
@@ -548,6 +618,10 @@ def build(spec: VariantSpec) -> tuple[Callable[..., Any], dict[str, Any]]:
         "token_tile": Int32(64),
         "fixed_overhead": Int32(0),
         "split_tiles": Int32(0),
+        "longest_item": Int32(0),
+        "max_stretches": Int32(1),
+        "tile_ns": Int32(0),
+        "read_ns": Int32(0),
         "num_heads": Int32(1),
         "s_q": Int32(1),
         "unit_rows": Int32(1),

@@ -16,7 +16,7 @@ sequence meets the same kernel whatever else is in the batch, and the host does 
 anyway.
 """
 
-from snapmla.dispatch.calls import cache_name, choose, explain, p_terms_of
+from snapmla.dispatch.calls import cache_name, choose, explain, p_terms_of, tile_times
 from snapmla.dispatch.cards import Card, card_named, card_of, cards
 from snapmla.dispatch.contest import Explanation, Verdict
 from snapmla.dispatch.costs import ROW_BLOCKS, parts_of, rows_of_unit, unit_rows
@@ -35,5 +35,6 @@ __all__ = [
     "p_terms_of",
     "parts_of",
     "rows_of_unit",
+    "tile_times",
     "unit_rows",
 ]

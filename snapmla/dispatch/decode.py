@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dsl_kernels import registry
@@ -57,6 +57,7 @@ class DecodeOp:
         about: its cache, for messages; ``reference`` is what computes it anywhere.
         out_axis: axis of the family that is the dtype of results.
         assumed: costs on an architecture where no table has any, if others stand in for them.
+        tile_ns: nanoseconds of a tile, by pipeline and row tile, where memory does not bound it.
     """
 
     family: Family
@@ -68,6 +69,7 @@ class DecodeOp:
     reference: str = "snapmla.reference.mla_decode_reference"
     out_axis: str = "out_dtype"
     assumed: Callable[[str], Costs | None] | None = None
+    tile_ns: Mapping[tuple[str, int], int] = field(default_factory=dict)
 
     def costs(self, arch: str) -> tuple[Costs | None, bool]:
         """What is known of its kernels on an architecture, and whether they were measured."""

@@ -44,4 +44,6 @@ FP8_DECODE = DecodeOp(
     token_bytes=644,  # content, RoPE, scale
     tensor_cycles=tensor_cycles,
     effective_tflops=effective_tflops,
+    # H200, 6 to 32 sequences of 64 to 1536 tokens: what a tile more takes
+    tile_ns={("etap", 16): 870, ("etap", 32): 870, ("etap", 64): 1270, ("etap", 128): 1270},
 )  # fmt: skip

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass, fields
 from typing import Any
 
 import torch
 
 from dsl_kernels.dims import ITEM_WORDS
 from snapmla import runtime
-from snapmla.testing.reference_plan import PlanReference, Queries
+from snapmla.testing.reference_plan import BALANCE, Cuts, PlanReference, Queries
 
 
 @dataclass(frozen=True)
@@ -33,14 +33,16 @@ class PlanTables:
         pieces: int = 0,
         value: int = 0,
         device: torch.device | str = "cpu",
+        stretches: int = 1,
     ) -> PlanTables:
-        """Tables full of ``value`` with room for any plan; ``pieces``: of a unit, fixed splits."""
+        """Tables full of ``value`` with room for any plan; ``pieces``: of a unit, fixed splits;
+        ``stretches``: of a part, at most."""
         count, ragged = queries.capacity(batch), queries.begins is not None
         alone = not ragged and count == batch
         tokens = queries.s_q * (1 if ragged else batch)
         shapes = (
-            (count * pieces if pieces else parts + count, ITEM_WORDS), (parts + 1,), (count + 1,),
-            (batch,), (0 if alone else count, 2), (batch + 1 if ragged else 0,),
+            (count * pieces if pieces else parts * stretches + count, ITEM_WORDS), (parts + 1,),
+            (count + 1,), (batch,), (0 if alone else count, 2), (batch + 1 if ragged else 0,),
             (0 if queries.row_seqlens is None else tokens,),
         )  # fmt: skip
         return PlanTables(*(torch.full(x, value, dtype=torch.int32, device=device) for x in shapes))
@@ -66,6 +68,7 @@ class PlanTables:
         cache_seqlens: torch.Tensor,
         queries: Queries,
         numbers: tuple[int, int, int, int],
+        cuts: Cuts = BALANCE,
     ) -> None:
         """Plans; numbers = (max_tokens, token_tile, fixed_overhead, split_tiles)."""
         given = (
@@ -75,7 +78,8 @@ class PlanTables:
         own = (queries.num_heads, queries.s_q, queries.unit_rows, int(queries.causal))
         tables = (getattr(self, field.name) for field in fields(self))
         device = cache_seqlens.device
-        kernel(cache_seqlens, *(x.to(device) for x in given), *tables, *numbers, *own)
+        given = (x.to(device) for x in given)
+        kernel(cache_seqlens, *given, *tables, *numbers, *astuple(cuts), *own)
 
     def differs(self, plan: PlanReference, lengths: Sequence[int]) -> list[str]:
         """Names of tables that are not the reference's, as far as it goes."""

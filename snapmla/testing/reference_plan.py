@@ -30,10 +30,22 @@ Among all in-order cuts the one returned has the smallest possible largest part 
 * T0 + 2 * fixed_overhead + 1 is always feasible: a part that the greedy fill leaves has less than
   fixed_overhead + 1 of room, and every part adds at most one overhead by cutting a unit.
 
+A cut costs a merge.  Where a tile's time is known (``Cuts.tile_ns``), the fill with T is weighed
+against the one that cuts nothing (a unit that does not fit begins the next part) with the smallest
+T' >= max(T, longest unit + fixed_overhead) among the first 15 that does with the parts.  With p
+parts in use, which share the memory, capacity T takes (T - fixed_overhead) * max(tile_ns, p *
+read_ns); cuts take ``MERGE_NS`` more, and 0.8 ns for each of p * unit_rows partial rows.  Units
+stay whole if that takes no longer.  (Of batches of more than ``WEIGHED`` units nothing is weighed.)
+
+An accumulator's error grows with the tiles that it sums.  With ``Cuts.longest_item`` a part is k
+*stretches*, k = ceil(ceil(total cost / parts) / longest_item), at most ``max_stretches``: what was
+said of parts is then true of k * parts stretches, and part p walks those from k * p on.
+
 Capacity: every cut of a unit is a boundary between two parts, so there are at most parts - 1 cuts
 and n_items <= units + parts - 1.  A unit with c cuts is split into c + 1 <= 2 c items that need an
 accumulation slot, hence slots <= 2 * (parts - 1).  Ragged queries of at most total_q tokens have at
-most b + floor(total_q * num_heads / unit_rows) units: a sequence rounds up by less than one.
+most b + floor(total_q * num_heads / unit_rows) units: a sequence rounds up by less than one.  With
+stretches read ``max_stretches * parts`` for parts.
 
 Fixed splits (``split_tiles`` > 0) trade balance for independence of the batch: every unit is cut
 after each ``split_tiles`` tiles, whoever its neighbours are, so the pieces, and the order in which
@@ -49,6 +61,9 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+WEIGHED = 512  # units at most
+TRIED = 15  # capacities without cuts
+MERGE_NS = 1200
 NOTHING_HIDDEN = 2**31 - 1  # first hidden token of a unit whose rows have no limits of their own
 
 Piece = tuple[int, int, int]  # (unit, tile_begin, tile_end)
@@ -171,6 +186,26 @@ class Queries:
 ONE_ROW = Queries()
 
 
+@dataclass(frozen=True)
+class Cuts:
+    """What decides about cuts beside balance.
+
+    Attributes:
+        longest_item: tiles of an item, about; 0: any number.
+        max_stretches: of a part, for that.
+        tile_ns: time of a tile where memory does not bound it; 0: cuts cost nothing.
+        read_ns: time of reading a tile, if nobody else reads.
+    """
+
+    longest_item: int = 0
+    max_stretches: int = 1
+    tile_ns: int = 0
+    read_ns: int = 0
+
+
+BALANCE = Cuts()
+
+
 def tile_counts(cache_seqlens: Sequence[int], token_tile: int, max_tokens: int) -> list[int]:
     """Tiles of each sequence; negative lengths count as 0, longer ones than max_tokens as that."""
     return [-(-min(max(n, 0), max_tokens) // token_tile) for n in cache_seqlens]
@@ -189,6 +224,7 @@ def plan_reference(
     max_tokens: int = 2**31 - 1,
     split_tiles: int = 0,
     queries: Queries = ONE_ROW,
+    cuts: Cuts = BALANCE,
 ) -> PlanReference:
     """The schedule that ``plan_decode`` computes on the device, entry for entry.
 
@@ -200,6 +236,7 @@ def plan_reference(
         max_tokens: capacity of a block-table row in tokens.
         split_tiles: tiles of a piece with fixed splits; 0 cuts for balance.
         queries: the query tokens; a unit of one row for each sequence unless told.
+        cuts: what decides beside balance; not with fixed splits.
 
     Raises:
         ValueError: for an empty batch or a parameter out of range.
@@ -223,15 +260,24 @@ def plan_reference(
     lengths = [min(max(n, 0), max_tokens) for n in cache_seqlens]
     units, unit_begin = queries.units(lengths, token_tile)
     tiles = [unit.tiles for unit in units]
+    stretches = 1
     if split_tiles:
         filled, capacity = _fixed(tiles, parts, fixed_overhead, split_tiles)
     else:
         total = sum(tiles) + fixed_overhead * len(tiles)
-        capacity = max(-(-total // parts), fixed_overhead + 1)
-        while parts_needed(tiles, capacity, fixed_overhead) > parts:
+        if cuts.longest_item:
+            share = -(-total // parts)
+            stretches = max(min(-(-share // cuts.longest_item), cuts.max_stretches), 1)
+        capacity = max(-(-total // (parts * stretches)), fixed_overhead + 1)
+        while parts_needed(tiles, capacity, fixed_overhead) > parts * stretches:
             capacity += 1
         filled = _fill(tiles, capacity, fixed_overhead)
-    items, part_begin, split_begin = _number(filled, units, parts)
+        if cuts.tile_ns and stretches == 1 and len(tiles) <= WEIGHED:
+            filled, capacity = _weighed(
+                (filled, capacity), tiles, parts, fixed_overhead, queries.unit_rows, cuts
+            )
+    items, part_begin, split_begin = _number(filled, units, parts * stretches)
+    part_begin = part_begin[::stretches]
     ragged = queries.begins is not None
     split_begin += [split_begin[-1]] * (queries.capacity(len(lengths)) - len(units))
     alone = not ragged and queries.unit_rows >= queries.rows
@@ -292,15 +338,46 @@ def _fixed(
     return filled, share
 
 
-def _fill(tiles: Sequence[int], capacity: int, fixed_overhead: int) -> list[list[Piece]]:
-    """Greedy in-order fill: parts as lists of (unit, tile_begin, tile_end)."""
+def _weighed(
+    found: tuple[list[list[Piece]], int],
+    tiles: Sequence[int],
+    parts: int,
+    fixed_overhead: int,
+    unit_rows: int,
+    cuts: Cuts,
+) -> tuple[list[list[Piece]], int]:
+    """The fill that was ``found`` and its capacity, or those without cuts."""
+
+    def time(used: int, capacity: int) -> int:
+        return (capacity - fixed_overhead) * max(cuts.tile_ns, cuts.read_ns * used)
+
+    filled, capacity = found
+    lower = max(capacity, max(tiles, default=0) + fixed_overhead)
+    for more in range(lower, lower + TRIED):
+        whole = _fill(tiles, more, fixed_overhead, whole=True)
+        if len(whole) <= parts:
+            merge = MERGE_NS + unit_rows * 4 // 5 * len(filled)
+            if time(len(whole), more) <= time(len(filled), capacity) + merge:
+                return whole, more
+            break
+    return found
+
+
+def _fill(
+    tiles: Sequence[int], capacity: int, fixed_overhead: int, *, whole: bool = False
+) -> list[list[Piece]]:
+    """Greedy in-order fill: parts as lists of (unit, tile_begin, tile_end).
+
+    Args:
+        whole: units are not cut; each fits into a part.
+    """
     parts: list[list[Piece]] = [[]]
     room = capacity
     for unit, count in enumerate(tiles):
         begin = 0
         while True:
             # a unit that sees nothing still is an item, and needs room for its overhead only
-            if room < fixed_overhead + min(1, count):
+            if room < fixed_overhead + (count if whole else min(1, count)):
                 parts.append([])
                 room = capacity
             end = min(count, begin + room - fixed_overhead)

@@ -105,6 +105,7 @@ def test_planning(calls: Calls) -> None:
     )  # fmt: skip
     numbers = {
         "max_tokens": PAGE * WIDTH, "token_tile": 64, "fixed_overhead": 5, "split_tiles": 3,
+        "longest_item": 0, "max_stretches": 1, "tile_ns": 0, "read_ns": 0,
         "num_heads": HEADS, "s_q": S_Q, "unit_rows": plan.unit_rows, "causal": 1,
     }  # fmt: skip
     tables = {

@@ -324,7 +324,7 @@ def operator_calls(device: str, layout: str = "split") -> dict[str, tuple[Any, .
     )  # fmt: skip
     records = torch.zeros(len(plan.part_begin) - 1, 8, dtype=torch.int32, device=device)
     splits = torch.zeros_like(plan.split_begin)
-    numbers = (WIDTH * PAGE, plan.token_tile, 4, 0, HEADS, 1, plan.unit_rows, True)
+    numbers = (WIDTH * PAGE, plan.token_tile, 4, 0, 0, 1, 0, 0, HEADS, 1, plan.unit_rows, True)
     return {
         "append_kv": (*cache, *layer.new),
         "rope_append_kv": (

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from dsl_kernels.dims import TOKEN_TILE
 from snapmla.plan import MAX_COST
 from snapmla.testing.plan_tables import PlanTables
-from snapmla.testing.reference_plan import ONE_ROW, Queries, plan_reference
+from snapmla.testing.reference_plan import BALANCE, ONE_ROW, Cuts, Queries, plan_reference
 from tests.support.lengths import many_lengths
 from tests.support.needs import TARGETS, needs_kernels
 from tests.support.rows import device_of, kernel
@@ -29,18 +29,20 @@ def check_plan(
     cap: int = 2**20,
     split: int = 0,
     queries: Queries = ONE_ROW,
+    cuts: Cuts = BALANCE,
 ) -> None:
     """Runs the kernel; every entry that it must write is the mirror's, and no other is written."""
     device = device_of(target)
     if not queries.unit_rows:
         queries = dataclasses.replace(queries, unit_rows=queries.rows)
-    want = plan_reference(lengths, parts, TOKEN_TILE, overhead, cap, split, queries)
+    want = plan_reference(lengths, parts, TOKEN_TILE, overhead, cap, split, queries, cuts)
     pieces = -(-len(want.work_items) // max(queries.capacity(len(lengths)), 1)) if split else 0
-    tables = PlanTables.empty(len(lengths), parts, queries, pieces, UNTOUCHED, device)
-    seqlens = torch.tensor(lengths, dtype=torch.int32, device=device)
-    tables.fill(
-        kernel(target, op="plan_decode"), seqlens, queries, (cap, TOKEN_TILE, overhead, split)
+    tables = PlanTables.empty(
+        len(lengths), parts, queries, pieces, UNTOUCHED, device, cuts.max_stretches
     )
+    seqlens = torch.tensor(lengths, dtype=torch.int32, device=device)
+    numbers = (cap, TOKEN_TILE, overhead, split)
+    tables.fill(kernel(target, op="plan_decode"), seqlens, queries, numbers, cuts)
     assert tables.differs(want, lengths) == []
     assert (tables.work_items[len(want.work_items) :] == UNTOUCHED).all()
     assert (tables.units[len(want.units) :] == UNTOUCHED).all()
@@ -131,6 +133,68 @@ def test_kernel_equals_reference(
     if split == 1 and max_tokens > 8192:
         split = 5  # tens of thousands of items say nothing new
     check_plan("sm_90a", lengths, parts, overhead, cap=max_tokens, split=split)
+
+
+FP8_16_ROWS = Cuts(tile_ns=870, read_ns=9)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(
+    ("lengths", "parts", "cuts", "pieces"),
+    [
+        # six units of three tiles: two tiles sooner cost more than a merge
+        ([192] * 6, 132, Cuts(tile_ns=870, read_ns=9), 18),
+        ([128] * 6, 132, FP8_16_ROWS, 6),
+        ([128] * 6, 132, BALANCE, 12),
+        # 64 parts saturate the memory: 128 read no faster
+        ([1024] * 64, 132, Cuts(tile_ns=1190, read_ns=17), 64),
+        ([16384] * 64, 132, Cuts(tile_ns=1190, read_ns=17), 192),
+        # of 200 units two a part, none cut; nobody has more than 512 weighed
+        ([128] * 200, 132, FP8_16_ROWS, 200),
+        ([128] * 513, 132, FP8_16_ROWS, None),
+        ([0, 0, 70, 0], 4, FP8_16_ROWS, 4),
+    ],
+)
+def test_units_stay_whole_where_cuts_do_not_pay(
+    target: str, lengths: list[int], parts: int, cuts: Cuts, pieces: int | None
+) -> None:
+    queries = Queries(16, 1, 16)
+    plan = plan_reference(lengths, parts, TOKEN_TILE, 6, queries=queries, cuts=cuts)
+    if pieces is not None:
+        assert len(plan.work_items) == pieces
+    else:
+        assert plan == plan_reference(lengths, parts, TOKEN_TILE, 6, queries=queries)
+    check_plan(target, lengths, parts, 6, queries=queries, cuts=cuts)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("parts", [1, 3, 66])
+def test_no_item_is_much_longer_than_the_longest(target: str, parts: int) -> None:
+    cuts = Cuts(longest_item=20, max_stretches=4)
+    lengths = [64 * n for n in (9, 0, 200, 31, 1, 77)]
+    plan = plan_reference(lengths, parts, TOKEN_TILE, 6, cuts=cuts)
+    longest = max(item[2] - item[1] for item in plan.work_items)
+    total = 318 + 6 * 6
+    assert longest <= (20 + 7 if total <= 80 * parts else -(-total // (4 * parts)) + 7)
+    assert plan.part_begin == sorted(plan.part_begin) and len(plan.part_begin) == parts + 1
+    check_plan(target, lengths, parts, 6, cuts=cuts)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    lengths=many_lengths,
+    parts=st.sampled_from([1, 2, 7, 66, 132, 300]),
+    overhead=st.sampled_from([0, 1, 6]),
+    cuts=st.builds(
+        Cuts, st.sampled_from([0, 1, 7, 256]), st.sampled_from([1, 2, 3, 4]),
+        st.sampled_from([0, 1, 870, 2**20]), st.sampled_from([0, 9, 2**16]),
+    ),
+)  # fmt: skip
+def test_kernel_equals_reference_with_cuts(
+    lengths: list[int], parts: int, overhead: int, cuts: Cuts
+) -> None:
+    check_plan("sm_90a", lengths, parts, overhead, cap=131072, cuts=cuts)
+    check_plan("sm_90a", lengths, parts, overhead, cap=131072, split=1000, cuts=cuts)
 
 
 @settings(max_examples=40, deadline=None)
