@@ -11,7 +11,8 @@ A contender named on the command line is one of
 * ``flashmla_bf16``: FlashMLA's dense BF16 kernel
 * ``flashmla_fp8``: FlashMLA's dense FP8 kernel, one scale per tensor
 * ``fa3``: FlashAttention-3, MLA through q_v
-* ``etap``: FlashMLA-ETAP's BF16 kernel (``snapmla:etap`` is our pipeline of that name)
+* ``etap``: FlashMLA-ETAP's BF16 kernel, ``etap:cache=f16`` its fp16 one (``snapmla:etap`` is our
+  pipeline of that name)
 * ``torch``: gather and scaled_dot_product_attention in BF16, small shapes only
 
 Peers are shared libraries in a folder of your own (``--peers`` or ``SNAPMLA_PEERS``), never part of
@@ -326,12 +327,17 @@ class PeerLibrary(Contender):
     def __init__(self, name: str, folder: Path | None) -> None:
         self.name, self.folder = name, folder
 
+    @property
+    def file(self) -> str:
+        """Where in the folder its library is."""
+        return PEER_FILES[self.name.partition(":")[0]]
+
     def unavailable(self) -> str | None:
         if self.folder is None:
             return "no peers folder: give --peers DIR or set SNAPMLA_PEERS"
-        path = self.folder / PEER_FILES[self.name]
+        path = self.folder / self.file
         if not path.exists() and not path.with_name(path.name + ".xz").exists():
-            return f"no {PEER_FILES[self.name]} in {self.folder}"
+            return f"no {self.file} in {self.folder}"
         return None
 
     def load(self) -> None:
@@ -343,7 +349,7 @@ class PeerLibrary(Contender):
     def library(self) -> Path:
         """Its file, unpacked if only the ``.xz`` is there."""
         assert self.folder is not None
-        path = self.folder / PEER_FILES[self.name]
+        path = self.folder / self.file
         packed = path.with_name(path.name + ".xz")
         if not path.exists() and packed.exists():
             target = Path(tempfile.gettempdir()) / f"snapmla-peers-{os.getuid()}" / path.name
@@ -448,7 +454,10 @@ class FlashAttention3(PeerLibrary):
 
 
 class FlashMlaEtap(PeerLibrary):
-    """FlashMLA-ETAP: S and O transposed, 16 query rows a CTA; BF16, pages of 64.
+    """FlashMLA-ETAP: S and O transposed, 16 query rows a CTA; BF16 or fp16, pages of 64.
+
+    The pool's dtype decides, and queries follow it: ``cache``, a key of ``CACHES``, only says which
+    pool is asked for.
 
     No torch operator: two C functions that launch on a stream and give nothing back (``CALLS``).
     Lengths, ``metadata`` (parts, 8), ``splits`` (b + 1,) and tables are int32, ``lse`` (b, s_q, h)
@@ -463,7 +472,7 @@ class FlashMlaEtap(PeerLibrary):
     where s_q > 1, here it is a view.
     """
 
-    BF16 = 0
+    DTYPES: ClassVar = {torch.bfloat16: 0, torch.float16: 1}
     PLAN_ROWS = 64  # of a block in its schedule, though its CTAs take 16: the binding's number
     META_INTS = 8
     MAX_BATCH = 4095  # what its schedule holds in shared memory
@@ -476,6 +485,16 @@ class FlashMlaEtap(PeerLibrary):
             _PTR, _INT, _PTR, _PTR, _PTR, _PTR, _PTR, _PTR,
         ),
     }  # fmt: skip
+
+    def __init__(self, name: str, folder: Path | None, cache: str = "bf16") -> None:
+        super().__init__(name, folder)
+        self.cache = cache
+
+    def pool_key(self) -> tuple[Any, ...]:
+        return (self.cache,)
+
+    def make_pool(self, tokens: int, device: torch.device) -> Pool:
+        return RowsPool(tokens, device, CACHES[self.cache])
 
     def refuses(self, shape: DecodeShape) -> str | None:
         rows = shape.num_heads * shape.s_q
@@ -498,10 +517,14 @@ class FlashMlaEtap(PeerLibrary):
         return found[0], found[1]
 
     def enter(self, problem: Problem, pool: Any) -> Entry:
-        if problem.query.dtype != torch.bfloat16:
-            raise ValueError(f"etap: expected bfloat16 queries, got {problem.query.dtype}")
+        dtype = self.DTYPES.get(pool.cache.dtype)
+        if dtype is None:
+            raise ValueError(
+                f"etap: expected a cache of bfloat16 or float16, got {pool.cache.dtype}"
+            )
         plan, decode = self.functions()
-        shape, q, lengths = problem.shape, problem.query.contiguous(), problem.lengths
+        shape, lengths = problem.shape, problem.lengths
+        q = problem.query.to(pool.cache.dtype).contiguous()
         b, s_q, h = shape.batch, shape.s_q, shape.num_heads
         parts = _sm90_count(q.device) // -(-h * s_q // self.PLAN_ROWS)
         if not 0 < parts <= self.MAX_PARTS:
@@ -517,7 +540,7 @@ class FlashMlaEtap(PeerLibrary):
         def call(table: torch.Tensor) -> DecodeCall:
             def run() -> tuple[torch.Tensor, torch.Tensor | None]:
                 decode(
-                    self.BF16, q.data_ptr(), pool.cache.data_ptr(), lengths.data_ptr(),
+                    dtype, q.data_ptr(), pool.cache.data_ptr(), lengths.data_ptr(),
                     table.data_ptr(), table.stride(0), b, s_q, h, SOFTMAX_SCALE, meta.data_ptr(),
                     parts, splits.data_ptr(), out.data_ptr(), lse.data_ptr(),
                     out_accum.data_ptr(), lse_accum.data_ptr(), _stream(q.device),
@@ -597,6 +620,7 @@ def make(name: str, peers: Path | None) -> Contender:
         "flashmla_fp8": lambda: FlashMlaFp8(name, peers),
         "fa3": lambda: FlashAttention3(name, peers),
         "etap": lambda: FlashMlaEtap(name, peers),
+        "etap:cache=f16": lambda: FlashMlaEtap(name, peers, "f16"),
         "torch": TorchSdpa,
     }
     if name not in plain:

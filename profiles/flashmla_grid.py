@@ -6,13 +6,15 @@ a sequence's end are NaN.  Each case is judged by FlashMLA's own gates (``dense_
 an LSE of +infinity.
 
 ``near 0`` is a case apart: sequences of one token, whose LSE is a logit, often near 0.  There
-the gate is 1e-6 absolute, while a logit is an fp32 sum of 576 products whose magnitudes add up to
-some 17: less than that sum's own rounding.  It shows how many elements of each kernel
-fall outside, and the largest error in units of 2^-24 of the sum of magnitudes; no gate.
+FlashMLA's gate is 1e-6 absolute, while a logit is an fp32 sum of 576 products whose magnitudes add
+up to some 17: less than that sum's own rounding.  Such LSEs are right by their logits' condition
+(``dense_job.LSE_CONDITION``), of which few may have need; how many had, and the largest error in
+units of 2^-24 of the sum of magnitudes, is shown of every kernel.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,7 +26,16 @@ import torch
 from profiles import contenders
 from profiles.roofline import CONTENT_DIM, HEAD_DIM_QK
 from snapmla.testing import metrics
-from snapmla.testing.dense_job import COSINE_GATE, LSE_GATE, OUT_GATE, gate_violations
+from snapmla.testing.dense_job import (
+    COSINE_GATE,
+    LSE_CONDITION,
+    LSE_GATE,
+    OUT_GATE,
+    by_condition_allowed,
+    gate_violations,
+    lse_outside,
+)
+from snapmla.testing.dense_reference import logit_magnitudes
 
 PAGE, SCALE = 64, HEAD_DIM_QK**-0.5
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
@@ -47,9 +58,11 @@ class Tally:
     """What a kernel did in all cases of a dtype and a kind of lengths.
 
     Attributes:
-        gated: whether elements outside are failures: ours, on FlashMLA's grid.
+        gated: whether elements outside are failures: ours.
         cases, elements: judged; elements of out and LSE together.
         out_outside, lse_outside: elements outside of the gates; of ``worst``, the first cases.
+        by_condition: elements of the LSE that their logits' condition alone makes right;
+            ``condition_cases``: cases with more of them than may be.
         cosine_cases: cases beyond the cosine's gate.
         cosine, lse_error: the largest 1 - cosine and absolute error of the LSE.
         condition: the largest LSE error over 2^-24 sum|q_i k_i| softmax_scale (``near 0`` alone).
@@ -64,6 +77,8 @@ class Tally:
     elements: int = 0
     out_outside: int = 0
     lse_outside: int = 0
+    by_condition: int = 0
+    condition_cases: int = 0
     cosine_cases: int = 0
     cosine: float = 0.0
     lse_error: float = 0.0
@@ -85,6 +100,11 @@ class Tally:
         if outside or self.cosine_cases:
             first = "; ".join(self.worst)
             texts.append(f"{at}: {outside} elements outside, {self.cosine_cases} cosines: {first}")
+        if self.condition_cases:
+            texts.append(
+                f"{at}: {self.by_condition} LSEs right by their logits' condition alone, "
+                f"{self.condition_cases} cases with too many"
+            )
         return texts
 
     def refuse(self, error: Exception | str) -> None:
@@ -94,17 +114,20 @@ class Tally:
 
     def judge(
         self, got: tuple[torch.Tensor, torch.Tensor], truth: tuple[torch.Tensor, torch.Tensor],
-        case: str,
+        magnitudes: Callable[[torch.Tensor], torch.Tensor], case: str,
     ) -> None:  # fmt: skip
-        """Adds a case's errors."""
+        """Adds a case's errors; ``magnitudes`` as of ``dense_job.lse_outside``."""
         (out, lse), (want, want_lse) = got, truth
         out, lse = out.reshape(want.shape), lse.reshape(want_lse.shape)
-        bad = gate_violations(out, want, OUT_GATE), gate_violations(lse, want_lse, LSE_GATE)
+        missed, by_condition = lse_outside(lse, want_lse, magnitudes)
+        bad = gate_violations(out, want, OUT_GATE), int(missed.sum())
         cosine, lse_error = metrics.one_minus_cosine(out, want), metrics.lse_error(lse, want_lse)
         self.cases += 1
         self.elements += want.numel() + want_lse.numel()
         self.out_outside += bad[0]
         self.lse_outside += bad[1]
+        self.by_condition += by_condition
+        self.condition_cases += by_condition > by_condition_allowed(lse.numel())
         beyond = not cosine <= COSINE_GATE
         self.cosine_cases += beyond
         self.cosine, self.lse_error = _worse(self.cosine, cosine), _worse(self.lse_error, lse_error)
@@ -253,7 +276,7 @@ def run(
     """The grid, causal and not, then ``near 0``; a tally a kernel, dtype and kind."""
     torch.manual_seed(0)
     tallies = {
-        (who, dtype, kind): Tally(who, dtype, kind, gated=who == "ours" and kind in KINDS)
+        (who, dtype, kind): Tally(who, dtype, kind, gated=who == "ours")
         for kind in (*KINDS, NEAR_ZERO)
         for dtype in DTYPES
         for who in kernels
@@ -263,6 +286,9 @@ def run(
               dtype: str, kind: str) -> None:  # fmt: skip
         truth = reference(q, cache.tokens, seqlens, causal)
         b, s_q, h, _ = q.shape
+        magnitudes = functools.partial(
+            logit_magnitudes, q, cache.paged, cache.table, seqlens, SCALE, causal=causal
+        )
         case = f"b {b} s_q {s_q} h {h} h_kv {cache.tokens.shape[2]} s_k {int(seqlens.max())}"
         for who, kernel in kernels.items():
             tally = tallies[who, dtype, kind]
@@ -274,7 +300,7 @@ def run(
             except Exception as error:  # counted; of ours it is a failure
                 tally.refuse(error)
                 continue
-            tally.judge(got, truth, case + (" causal" if causal else ""))
+            tally.judge(got, truth, magnitudes, case + (" causal" if causal else ""))
             if kind == NEAR_ZERO:
                 tally.condition = condition(got[1], truth[1], q, cache.tokens)
 
@@ -320,20 +346,21 @@ def lines(tallies: Sequence[Tally]) -> list[str]:
         "## FlashMLA's gates on its test grid", "",
         f"b {BATCHES}, s_q {TOKENS}, s_k {LENGTHS}, h_q {HEADS}, h_kv {KV_HEADS}, causal and not."
         f" Gates: out {OUT_GATE[0]:g} absolute or {OUT_GATE[1]:.4g} relative, LSE {LSE_GATE[0]:g}"
-        f" or {LSE_GATE[1]:.4g}, 1 - cosine {COSINE_GATE:g}. `{NEAR_ZERO}`, without a gate: one"
-        " token a sequence; its LSE error, as a multiple of 2^-24 sum|q k| softmax_scale, in the"
-        " last column but one.", "",
-        "| lengths | dtype | who | cases | elements | out outside | LSE outside | cosines beyond "
-        "| worst 1 - cosine | worst LSE | x condition | not run |",
-        "|---" * 12 + "|",
+        f" or {LSE_GATE[1]:.4g}, 1 - cosine {COSINE_GATE:g}; an LSE also by its logits' condition,"
+        f" {LSE_CONDITION * 2**24:g} x 2^-24 sum|q k| softmax_scale. `{NEAR_ZERO}`: one token a"
+        " sequence; its LSE error as a multiple of 2^-24 sum|q k| softmax_scale is in the last"
+        " column but one.", "",
+        "| lengths | dtype | who | cases | elements | out outside | LSE outside | LSE by condition "
+        "| cosines beyond | worst 1 - cosine | worst LSE | x condition | not run |",
+        "|---" * 13 + "|",
     ]  # fmt: skip
     for t in tallies:
         multiple = "" if t.condition is None else f"{t.condition:.1f}"
         missing = f"{t.refused}: {t.reason}" if t.refused else ""
         made.append(
             f"| {t.kind} | {t.dtype} | {t.who} | {t.cases} | {t.elements:.2e} | {t.out_outside} "
-            f"| {t.lse_outside} | {t.cosine_cases} | {t.cosine:.1e} | {t.lse_error:.1e} "
-            f"| {multiple} | {missing} |"
+            f"| {t.lse_outside} | {t.by_condition} | {t.cosine_cases} | {t.cosine:.1e} "
+            f"| {t.lse_error:.1e} | {multiple} | {missing} |"
         )
     outside = [f"- {t.who}, {t.dtype}, {t.kind}: {'; '.join(t.worst)}" for t in tallies if t.worst]
     return [*made, *(["", "Outside, first cases:", "", *outside] if outside else [])]

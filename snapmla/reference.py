@@ -7,7 +7,7 @@ on CPU and CUDA tensors, in chunks of tokens, so that 1M tokens of one sequence 
 The code is in ``snapmla.testing``: ``reference``, ``rounding``, ``rope``, ``accumulate``.
 """
 
-from snapmla.testing.reference import mla_decode_reference, reference_from_unquantised
+from snapmla.testing.reference import Move, mla_decode_reference, reference_from_unquantised
 from snapmla.testing.rope import rms_norm_rows, rotate_rows
 from snapmla.testing.rounding import (
     FP64,
@@ -25,6 +25,6 @@ from snapmla.testing.rounding import (
 
 __all__ = [
     "FP64", "MIMIC", "MIMIC_BLACKWELL", "MIMIC_HW", "MIMIC_HW_FULL", "SNAPMLA", "TABLE_2",
-    "QuantConfig", "dequantize_rows", "mla_decode_reference", "quantize_rows",
+    "Move", "QuantConfig", "dequantize_rows", "mla_decode_reference", "quantize_rows",
     "reference_from_unquantised", "rms_norm_rows", "rotate_rows", "to_e4m3",
 ]  # fmt: skip

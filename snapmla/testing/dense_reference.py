@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,6 +17,44 @@ from snapmla.testing.reference import visible_tokens
 from snapmla.testing.rounding import D_V
 
 CHUNK = 16384  # tokens
+
+
+@dataclass(frozen=True)
+class _Sequence:
+    """One sequence of a batch.
+
+    Attributes:
+        q: (s_q, h, 576).
+        table: (pages,) int64, of the tokens that it has.
+        length: tokens.
+        limit: (s_q,) how many of them each query token sees.
+    """
+
+    q: Tensor
+    table: Tensor
+    length: int
+    limit: Tensor
+
+    def rows(self, head: int, group: int) -> Tensor:
+        """Query rows (s_q * group, 576) of a KV head, fp64."""
+        return self.q[:, head * group : (head + 1) * group].flatten(0, 1).double()
+
+
+def _sequences(
+    q: Tensor, kv: Tensor, block_table: Tensor, cache_seqlens: Tensor, causal: bool,
+    cu_seqlens_q: Tensor | None, row_seqlens: Tensor | None, batches: Sequence[int] | None,
+) -> Iterator[_Sequence]:  # fmt: skip
+    """Arguments as of ``dense_decode_reference``."""
+    page_size, width = kv.shape[1], block_table.shape[1]
+    for i in range(block_table.shape[0]) if batches is None else batches:
+        length = min(max(int(cache_seqlens[i]), 0), width * page_size)
+        table = block_table[i, : -(-length // page_size)].long().clamp(0, kv.shape[0] - 1)
+        own: int | slice = i
+        if cu_seqlens_q is not None:
+            own = slice(int(cu_seqlens_q[i]), int(cu_seqlens_q[i + 1]))
+        limits = None if row_seqlens is None else row_seqlens[own]
+        limit = visible_tokens(length, q[own].shape[0], 1, causal, q.device, limits)
+        yield _Sequence(q[own], table, length, limit)
 
 
 def dense_decode_reference(
@@ -64,22 +103,14 @@ def dense_decode_reference(
     heads, kv_heads = q.shape[-2], kv.shape[2]
     if heads % kv_heads:
         raise ValueError(f"q: expected a multiple of {kv_heads} heads, got {heads}")
-    page_size, width = kv.shape[1], block_table.shape[1]
-    outs, lses = [], []
-    for i in range(block_table.shape[0]) if batches is None else batches:
-        length = min(max(int(cache_seqlens[i]), 0), width * page_size)
-        table = block_table[i, : -(-length // page_size)].long().clamp(0, kv.shape[0] - 1)
-        own: int | slice = i
-        if cu_seqlens_q is not None:
-            own = slice(int(cu_seqlens_q[i]), int(cu_seqlens_q[i + 1]))
-        limits = None if row_seqlens is None else row_seqlens[own]
-        tokens, group = q[own].shape[0], heads // kv_heads
-        limit = visible_tokens(length, tokens, group, causal, q.device, limits)
-        results = []
+    outs, lses, group = [], [], heads // kv_heads
+    for each in _sequences(
+        q, kv, block_table, cache_seqlens, causal, cu_seqlens_q, row_seqlens, batches
+    ):
+        tokens, limit, results = len(each.q), each.limit.repeat_interleave(group), []
         for j in range(kv_heads):
-            rows = q[own][:, j * group : (j + 1) * group].flatten(0, 1)
-            chunks = _chunks(kv[:, :, j], table, length)
-            results.append(_attend(rows.double() * softmax_scale, limit, chunks))
+            chunks = _chunks(kv[:, :, j], each.table, each.length)
+            results.append(_attend(each.rows(j, group) * softmax_scale, limit, chunks))
         out, lse = (torch.stack(part, 0).unflatten(1, (tokens, group)) for part in zip(*results))
         outs.append(out.permute(1, 0, 2, 3).flatten(1, 2))  # (tokens, h, 512)
         lses.append(lse.permute(0, 2, 1).flatten(0, 1))  # (h, tokens)
@@ -88,6 +119,61 @@ def dense_decode_reference(
     lse = torch.cat(lses, 1) if ragged else torch.stack(lses)
     factor = 1.0 if lse_base == "e" else math.log2(math.e)
     return out, torch.where(torch.isneginf(lse), float(empty_lse), lse * factor)
+
+
+def logit_magnitudes(
+    q: Tensor,
+    kv: Tensor,
+    block_table: Tensor,
+    cache_seqlens: Tensor,
+    softmax_scale: float,
+    of: Tensor,
+    *,
+    causal: bool = True,
+    cu_seqlens_q: Tensor | None = None,
+    row_seqlens: Tensor | None = None,
+    batches: Sequence[int] | None = None,
+) -> Tensor:
+    """The largest |softmax_scale| * sum_c |q_c k_c| of the tokens that a row sees.
+
+    Times the rounding of an addition it is what the sum of products of a logit may be off by, and
+    as P weighs logits by 1 in all, what their LSE may be.
+
+    Args:
+        of: bool in the shape of the LSE that ``dense_decode_reference`` returns for the other
+            arguments: which rows to look at.
+
+    Returns:
+        fp64 in the shape of ``of``: 0 where it is False and where a row sees no token; NaN or
+        infinite where a query or a token that is seen is.
+    """
+    kv_heads, group = kv.shape[2], q.shape[-2] // kv.shape[2]
+    found, end = torch.zeros(of.shape, dtype=torch.float64, device=of.device), 0
+    for number, each in enumerate(
+        _sequences(q, kv, block_table, cache_seqlens, causal, cu_seqlens_q, row_seqlens, batches)
+    ):
+        begin, end = end, end + len(each.q)
+        at = number if cu_seqlens_q is None else (slice(None), slice(begin, end))
+        asked, largest = of[at].T, found[at].T  # (s_q, h)
+        for j in range(kv_heads):
+            own = slice(j * group, (j + 1) * group)
+            token, head = asked[:, own].nonzero(as_tuple=True)
+            if not len(token):
+                continue
+            rows = each.q[token, j * group + head].double().abs() * abs(softmax_scale)
+            chunks = _chunks(kv[:, :, j], each.table, each.length)
+            largest[token, j * group + head] = _largest(rows, each.limit[token], chunks)
+    return found
+
+
+def _largest(rows: Tensor, limit: Tensor, chunks: Iterator[Tensor]) -> Tensor:
+    """max over the first ``limit`` (R,) tokens of rows (R, 576) . |token|; (R,), 0 of none."""
+    top, start = rows.new_zeros(len(rows)), 0
+    for keys in chunks:
+        seen = start + torch.arange(len(keys), device=rows.device) < limit[:, None]
+        start += len(keys)
+        top = torch.maximum(top, torch.where(seen, rows @ keys.abs().T, 0.0).amax(1))
+    return top
 
 
 def _chunks(pool: Tensor, table: Tensor, length: int) -> Iterator[Tensor]:

@@ -35,6 +35,19 @@ FP8_DOT = {"hopper": hopper_fp8_dot, "blackwell": blackwell_fp8_dot}
 
 
 @dataclass(frozen=True)
+class Move:
+    """A P so near the middle of two e4m3 values that a kernel may round it to the other one.
+
+    Attributes:
+        row: index of the row in ``mla_decode_reference``'s out.
+        step: (512,) fp64, what that adds to the row.
+    """
+
+    row: tuple[int, ...]
+    step: Tensor
+
+
+@dataclass(frozen=True)
 class _Rows:
     """Query rows of one sequence: nope (R, 512), rope (R, 64), scale (R,), visible tokens (R,)."""
 
@@ -250,6 +263,48 @@ def _block_p(
     return torch.where(visible, p, 0.0), frames - shift, visible
 
 
+@dataclass(frozen=True)
+class _Ties:
+    """P' of a chunk near the middle of two e4m3 values.
+
+    Attributes:
+        row, frame: (k,) where P = 2^frame P'.
+        step: (k, 512) fp64, what the other of the two values adds to P' . V.
+    """
+
+    row: Tensor
+    frame: Tensor
+    step: Tensor
+
+    @classmethod
+    def of(cls, p: Tensor, frames: Tensor, v: Tensor) -> _Ties:
+        """Arguments as of ``_add_exact``, but for P', which is not rounded yet.
+
+        Near is what an ulp each of t' and m' and two of 2^x reach: logarithms and powers are
+        approximate in a kernel, and differ in the last places.
+        """
+        spacing = torch.exp2(torch.floor(torch.log2(p.clamp_min(2.0**-6))) - 3)
+        t = torch.log2(p) + frames[..., None]
+        reach = (_ulp(t) + _ulp(frames)[..., None]) * math.log(2) + 2.0**-22
+        middle = (torch.floor(p / spacing) + 0.5) * spacing
+        near = (p > 0) & ((p - middle).abs() <= reach * p)
+        row, block, token = near.nonzero(as_tuple=True)
+        up = to_e4m3(p[near]).double() > p[near]
+        step = torch.where(up, -spacing[near], spacing[near])
+        values = v[block * p.shape[2] + token].double()
+        return cls(row, frames[row, block], step[:, None] * values)
+
+    def moves(self, state: _State) -> Iterator[tuple[int, Tensor]]:
+        """(row, what is added to its result (512,)) by the final state."""
+        weight = torch.exp2(self.frame - state.frame[self.row]) / state.mass[self.row]
+        yield from zip(self.row.tolist(), self.step * weight[:, None], strict=True)
+
+
+def _ulp(x: Tensor) -> Tensor:
+    """Distance between fp32 numbers of the size of x."""
+    return torch.exp2(torch.floor(torch.log2(x.abs().clamp_min(2.0**-100))) - 23)
+
+
 def _add_chunk(
     state: _State,
     rows: _Rows,
@@ -257,8 +312,9 @@ def _add_chunk(
     softmax_scale: float,
     sigma_max: float,
     config: QuantConfig,
+    ties: list[_Ties] | None = None,
 ) -> None:
-    """Adds one chunk of tokens to the sums."""
+    """Adds one chunk of tokens to the sums, and what is at ties to ``ties``."""
     p, frames, visible = _block_p(state, rows, chunk, softmax_scale, sigma_max, config)
     state.move_to(frames.amax(-1))
     terms = _quantised_p(torch.where(torch.isnan(p), 0.0, p), config)
@@ -271,6 +327,8 @@ def _add_chunk(
     bad = torch.isnan(chunk.sigma) | torch.isnan(chunk.content.float()).any(-1)
     v = chunk.content.float() if chunk.content.dtype == FP8 else chunk.content
     v = torch.where(bad[:, None], 0.0, v)
+    if ties is not None and len(terms) == 1 and config.p_scale != "none":
+        ties.append(_Ties.of(torch.where(torch.isnan(p), 0.0, p), frames, v))
     if config.order == "inverted":
         half = D_V // 2
         _add_exact(state, total, frames, v, slice(0, half))
@@ -285,13 +343,20 @@ def _add_chunk(
 
 def _attend(
     rows: _Rows, chunks: Iterator[_Chunk], softmax_scale: float, sigma_max: float,
-    config: QuantConfig,
+    config: QuantConfig, moves: list[tuple[int, Tensor]] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(out (R, 512), lse in log2 units (R,)); rows that see no token have out 0, lse -inf."""
+    """(out (R, 512), lse in log2 units (R,)); rows that see no token have out 0, lse -inf.
+
+    Args:
+        moves: gets (row, step) of each ``Move``.
+    """
     state = _State.empty(len(rows.scale), rows.scale.device)
+    ties: list[_Ties] | None = None if moves is None else []
     for chunk in chunks:
-        _add_chunk(state, rows, chunk, softmax_scale, sigma_max, config)
+        _add_chunk(state, rows, chunk, softmax_scale, sigma_max, config, ties)
     state.promote()
+    if moves is not None:
+        moves += [move for some in ties or () for move in some.moves(state)]
     empty = state.mass == 0
     out = torch.where(empty[:, None], 0.0, state.o / state.mass[:, None])
     lse = torch.where(empty, -torch.inf, state.frame + torch.log2(state.mass))
@@ -371,6 +436,7 @@ def mla_decode_reference(
     heads: Sequence[int] | None = None,
     lse_base: str = "e",
     empty_lse: float | str = "-inf",
+    moves: list[Move] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Decode over a paged cache of *stored* (quantised) tensors.
 
@@ -393,6 +459,8 @@ def mla_decode_reference(
         batches, heads: indices to compute, in that order; None: all.
         lse_base: ``e`` or ``2``.
         empty_lse: LSE of a row that sees no token.
+        moves: a list that gets a ``Move`` of each P, of P in one term, whose rounding to e4m3 the
+            last places of logarithms and powers decide; None: they are not looked for.
 
     Returns:
         (out (len(batches), s_q, len(heads), 512), lse (len(batches), len(heads), s_q)), fp64; of
@@ -412,7 +480,7 @@ def mla_decode_reference(
     _check_modelled(config, content)
     pick = list(range(num_heads)) if heads is None else list(heads)
     capacity = block_table.shape[1] * page_size
-    results = []
+    results: list[tuple[Tensor, Tensor]] = []
     for i in range(block_table.shape[0]) if batches is None else batches:
         length = min(max(int(cache_seqlens[i]), 0), capacity)
         table = block_table[i, : -(-length // page_size)].long().clamp(0, content.shape[0] - 1)
@@ -430,8 +498,16 @@ def mla_decode_reference(
         )
         sigma = scale[table].flatten()[:length].nan_to_num(0.0)
         chunks = _paged_chunks(content, rope, scale, table, length, config)
-        result = _attend(rows, chunks, softmax_scale, float(sigma.max()) if length else 1.0, config)
+        top = float(sigma.max()) if length else 1.0
+        steps: list[tuple[int, Tensor]] = []
+        result = _attend(rows, chunks, softmax_scale, top, config, None if moves is None else steps)
         tokens = len(rows.limit) // len(pick)
+        if moves is not None:
+            before = sum(len(out) for out, _ in results)
+            for row, step in steps:
+                token, head = divmod(row, len(pick))
+                place = (len(results), token) if cu_seqlens_q is None else (before + token,)
+                moves.append(Move((*place, head), step))
         results.append(_to_shape(*result, tokens, len(pick), lse_base, empty_lse))
     outs, lses = zip(*results)
     if cu_seqlens_q is not None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from snapmla.testing import dense_reference, selfcheck
-from snapmla.testing.dense_reference import dense_decode_reference
+from snapmla.testing.dense_reference import dense_decode_reference, logit_magnitudes
 
 SCALE = 576**-0.5
 LENGTHS = (37, 0, 64, 5)
@@ -43,8 +43,13 @@ def test_equals_softmax(heads: int, rule: str, chunk: int, monkeypatch: pytest.M
     given["row_seqlens"] = limits
     shaped = q if rule == "ragged" else q.unflatten(0, (4, 2))
     out, lse = dense_decode_reference(shaped, cache.kv, table, seqlens, SCALE, **given)
+    of = torch.rand(lse.shape) < 0.5
+    del given["lse_base"], given["empty_lse"]
+    sizes = logit_magnitudes(shaped, cache.kv, table, seqlens, -SCALE, of, **given)
     if rule != "ragged":
-        out, lse = out.flatten(0, 1), lse.permute(1, 0, 2).flatten(1)
+        out, (lse, sizes, of) = (
+            out.flatten(0, 1), (x.permute(1, 0, 2).flatten(1) for x in (lse, sizes, of))
+        )  # fmt: skip
     for i, length in enumerate(LENGTHS):
         own = slice(int(begins[i]), int(begins[i + 1]))
         s_q = own.stop - own.start
@@ -57,7 +62,11 @@ def test_equals_softmax(heads: int, rule: str, chunk: int, monkeypatch: pytest.M
             if s_q == 0:
                 continue
             want, want_lse = by_softmax(q[own, own_heads], cache.kv[(*at, j)], seen)
+            products = q[own, own_heads].double().abs() @ cache.kv[(*at, j)].double().abs().T
             for s, n in enumerate(seen):
+                asked, size = (x[own_heads, own][:, s] for x in (of, sizes))
+                largest = products[s, :, :n].amax(1) * SCALE if n else torch.zeros(2)
+                torch.testing.assert_close(size, torch.where(asked, largest, 0.0).double())
                 got = out[own][s, own_heads], lse[own_heads, own][:, s]
                 if n == 0:
                     assert (got[0] == 0).all() and (got[1] == math.inf).all()
@@ -73,12 +82,14 @@ def test_nan_goes_where_it_is_seen() -> None:
     assert cache.kv is not None
     q = torch.randn(1, 3, 2, 576).half()
     q[..., 7] = 0.0
-    clean, _ = dense_decode_reference(q, cache.kv, table, seqlens, SCALE)
+    clean, clean_lse = dense_decode_reference(q, cache.kv, table, seqlens, SCALE)
     page, offset = selfcheck.places(table[0], 20, 16)
     cache.kv[page[18], offset[18], 0, 100] = math.nan
     out, lse = dense_decode_reference(q, cache.kv, table, seqlens, SCALE)
     assert torch.equal(out[0, 0], clean[0, 0]) and lse[0, :, 0].isfinite().all()
     assert out[0, 1:].isnan().all() and lse[0, :, 1:].isnan().all()
+    sizes = logit_magnitudes(q, cache.kv, table, seqlens, SCALE, torch.isfinite(clean_lse))
+    assert (sizes[0, :, 0] > 0).all() and sizes[0, :, 1:].isnan().all()
     cache.kv[page[18], offset[18], 0, 100] = 0.0
     cache.kv[page[3], offset[3], 0, 7] = math.inf
     q[..., 7] = 1.0

@@ -27,6 +27,7 @@ from snapmla.testing.rounding import (
     quantize_rows,
 )
 from tests.support import cases
+from tests.support.ties import Tied
 
 quick = settings(max_examples=25, deadline=None)
 
@@ -392,6 +393,37 @@ def test_every_granularity_is_close_on_plain_inputs(granularity: str) -> None:
 def test_config_rejects_what_it_cannot_do(changes: dict, name: str) -> None:
     with pytest.raises(ValueError, match=f"^{name}: expected"):
         QuantConfig(**changes)
+
+
+def test_a_p_at_a_tie_rounded_the_other_way() -> None:
+    """A move is what it does to the mimic; of packed queries in its row; of P in one term."""
+    tied = Tied.make()
+    before, move, changes = tied.out, tied.move, []
+    for factor in (1 + 2.0**-20, 1 - 2.0**-20):
+        tied.p(factor)
+        changes.append(tied.out[move.row] - before[move.row])
+    assert min(float(x.norm()) for x in changes) < 0.03 * float(move.step.norm())
+    change = max(changes, key=lambda x: float(x.norm()))  # sums are cut at 13 bits, too
+    assert metrics.relative_l2(move.step, change) < 0.03
+
+    moves: list[reference.Move] = []
+    q, cache = tied.q, tied.cache
+    packed = [x.flatten(0, 1) for x in (q.nope.view(torch.uint8), q.rope, q.scale)]
+    out, _ = mla_decode_reference(
+        packed[0].view(FP8), *packed[1:], cache.content, cache.rope, cache.named_tensors["scale"],
+        tied.block_table, tied.cache_seqlens, 192**-0.5, config=MIMIC_HW_FULL,
+        cu_seqlens_q=torch.tensor([0, 2, 4]), moves=moves,
+    )  # fmt: skip
+    _, token, head = move.row
+    (found,) = (m for m in moves if m.row == (2 + token, head))
+    assert torch.equal(out, before.flatten(0, 1)) and torch.equal(found.step, move.step)
+    for config in (FP64, replace(MIMIC_HW_FULL, p_terms=2)):
+        none: list[reference.Move] = []
+        tied.mimic(none, config)
+        assert not none
+    tied.scales[tied.token] *= 1 + 2.0**-17  # 64 ulps from the tie
+    tied.mimic(none)
+    assert not [m for m in none if m.row == move.row]
 
 
 def test_case_lists() -> None:

@@ -13,6 +13,7 @@ from profiles import check, contenders, shapes
 from profiles.contenders import Problem
 from profiles.pools import RowsPool
 from profiles.shapes import DecodeShape
+from snapmla.testing import metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 STAND_IN = ROOT / "tests" / "support" / "flashmla_etap.c"
@@ -34,25 +35,33 @@ def peers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def problem(heads: int, s_q: int) -> tuple[Problem, RowsPool]:
+def problem(heads: int, s_q: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Problem, RowsPool]:
     """Two requests, two buffers whose tables are columns of wider ones."""
     rng = torch.Generator().manual_seed(heads)
-    pool = RowsPool(PAGES * 64, torch.device("cpu"))
-    pool.store(0, torch.randn(PAGES * 64, 576, generator=rng).bfloat16())
+    pool = RowsPool(PAGES * 64, torch.device("cpu"), dtype)
+    pool.store(0, torch.randn(PAGES * 64, 576, generator=rng))
     wide = torch.randperm(2 * PAGES, generator=rng).view(2, 2, 4).int() % PAGES
-    query = torch.randn(2, s_q, heads, 576, generator=rng).bfloat16()
+    query = torch.randn(2, s_q, heads, 576, generator=rng).to(dtype)
     lengths = torch.tensor(LENGTHS, dtype=torch.int32)
     shape = DecodeShape(2, max(LENGTHS), heads, s_q)
     return Problem(shape, query, lengths, {64: [table[:, :3] for table in wide]}), pool
 
 
-@pytest.mark.parametrize(("heads", "s_q", "parts"), [(16, 1, 132), (33, 3, 66)])
+@pytest.mark.parametrize(
+    ("heads", "s_q", "parts", "dtype"),
+    [(16, 1, 132, torch.bfloat16), (33, 3, 66, torch.bfloat16), (16, 2, 132, torch.float16)],
+)
 def test_etap_gives_its_library_what_it_wants(
-    peers: Path, monkeypatch: pytest.MonkeyPatch, heads: int, s_q: int, parts: int
+    peers: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    heads: int,
+    s_q: int,
+    parts: int,
+    dtype: torch.dtype,
 ) -> None:
     monkeypatch.setattr(contenders, "_sm90_count", lambda device: 132)
     monkeypatch.setattr(contenders, "_stream", lambda device: 0)
-    given, pool = problem(heads, s_q)
+    given, pool = problem(heads, s_q, dtype)
     contender = contenders.make("etap", peers)
     assert contender.unavailable() is None and contender.refuses(given.shape) is None
     entry = contender.enter(given, pool)
@@ -61,7 +70,7 @@ def test_etap_gives_its_library_what_it_wants(
         for tensor in entry.outputs:
             tensor.fill_(float("nan"))
         out, lse = call()
-        assert out.shape == (2, s_q, heads, 512) and lse is not None
+        assert out.shape == (2, s_q, heads, 512) and lse is not None and out.dtype == dtype
         assert lse.shape == (2, heads, s_q)
         truths = {}
         for request, length in enumerate(LENGTHS):
@@ -74,6 +83,29 @@ def test_etap_gives_its_library_what_it_wants(
         gates = dict.fromkeys(truths, contender.gate)
         verdict = check.check_decode(out, lse, truths, gates, strict_lse=True)
         assert verdict.ok, verdict.text
+        error = max(metrics.relative_l2(out[i], truth.out) for i, truth in truths.items())
+        assert error < (2.0**-9 if dtype == torch.bfloat16 else 2.0**-12)  # their roundings
+
+
+def test_etap_in_fp16_in_the_bench(peers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It asks for an fp16 pool, ours of ``cache=f16``, and rounds the bench's BF16 queries."""
+    monkeypatch.setattr(contenders, "_sm90_count", lambda device: 132)
+    monkeypatch.setattr(contenders, "_stream", lambda device: 0)
+    etap = contenders.make("etap:cache=f16", peers)
+    assert etap.pool_key() == contenders.make("snapmla:cache=f16", None).pool_key()
+    assert contenders.make("etap", peers).pool_key() == ("bf16",)
+    assert etap.unavailable() is None and "no peers folder" in str(
+        contenders.make("etap:cache=f16", None).unavailable()
+    )
+    given, _ = problem(16, 1)
+    pool = etap.make_pool(PAGES * 64, torch.device("cpu"))
+    pool.store(0, torch.randn(PAGES * 64, 576).bfloat16())
+    entry = etap.enter(given, pool)
+    assert torch.equal(entry.query, given.query.half().double())
+    assert entry.calls[0]()[0].dtype == torch.float16
+    wide = RowsPool(64, torch.device("cpu"), torch.float32)
+    with pytest.raises(ValueError, match=r"cache of bfloat16 or float16, got torch\.float32"):
+        etap.enter(given, wide)
 
 
 def test_etap_needs_a_hopper_card(peers: Path) -> None:

@@ -157,17 +157,37 @@ def test_grid() -> None:
 @pytest.mark.parametrize(
     ("kernel", "kinds"),
     [
-        (Torch(lse=1e-2), KINDS),
-        (Torch(lse=math.nan), KINDS),
-        (Torch(out=1e-2), KINDS),
+        (Torch(lse=1e-2), (*KINDS, NEAR_ZERO)),
+        (Torch(lse=math.nan), (*KINDS, NEAR_ZERO)),
+        (Torch(out=1e-2), (*KINDS, NEAR_ZERO)),
         (Torch(empty=-math.inf), KINDS[2:]),
-        ("not there", KINDS),
+        ("not there", (*KINDS, NEAR_ZERO)),
     ],
     ids=str,
 )
 def test_grid_fails(kernel: Any, kinds: tuple[str, ...]) -> None:
     failed = {t.kind for t in grid(kernel) if t.failures()}
     assert failed == set(kinds)
+
+
+def test_few_lses_may_be_right_by_their_condition() -> None:
+    """3 of 3000, by less than 8 x 2^-24 of the magnitudes; none on a grid of exact kernels."""
+    assert not any(t.by_condition for t in grid(Torch()))
+    tally = flashmla_grid.Tally("ours", "bf16", NEAR_ZERO, gated=True)
+    truth = torch.ones(3, 2, 500, 512, dtype=torch.float64), torch.zeros(3, 500, 2).double()
+
+    def judge(wrong: int, error: float) -> list[str]:
+        lse = truth[1].clone()
+        lse[0, :wrong, 0] = error
+        tally.judge((truth[0], lse), truth, lambda of: torch.where(of, 10.0, 0.0), "case")
+        return tally.failures()
+
+    unit = 10.0 * 2.0**-24
+    assert judge(3, 7 * unit) == [] and tally.by_condition == 3 and tally.lse_outside == 0
+    assert "LSEs right by their logits' condition alone, 1 cases" in "".join(judge(4, 7 * unit))
+    judge(2, 9 * unit)
+    assert tally.lse_outside == 2 and tally.by_condition == 7 and tally.condition_cases == 1
+    assert "| 2 | 7 | 0 |" in "\n".join(flashmla_grid.lines([tally]))
 
 
 def test_lengths_only_shrink() -> None:
