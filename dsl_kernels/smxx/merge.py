@@ -8,6 +8,7 @@ Roles        WARPS warps a CTA. The CTAs are dealt to the units in proportion to
              thirty cut into three; the CTAs of a unit share its quarters evenly.
              up to CHUNK slots: a warp reads all slots of a quarter at once; of up to four slots it
              reads two or four quarters at once.
+             up to ALONE: the same, CHUNK after CHUNK.
              more slots: all warps share a quarter, each takes a run of consecutive slots, the first
              warp combines their partial sums.
 Memory       6 KiB of shared memory for the partial sums (many slots); registers otherwise.
@@ -30,7 +31,7 @@ Tables are read in one trip while there are fewer than 2 * WARP units, and befor
 merge is launched by decode: a CTA of decode lets merge start behind its own wait only, when the
 plan's kernel has ended.
 
-Bound: (CTAS + 1) * slots < 2^32, that is 11.7 million slots; a plan has at most 2^23.  Whatever
+Bound: (CTAS + 1) * slots < 2^32, that is 10.8 million slots; a plan has at most 2^23.  Whatever
 ``split_begin`` holds, nothing outside of the arguments is read or written.
 """
 
@@ -54,10 +55,11 @@ if TYPE_CHECKING:
 
 WARPS = 8
 CHUNK = 8  # slots in flight in one lane
+ALONE = 2 * CHUNK  # slots that a warp reads by itself: an exchange takes longer than a second trip
 FLIGHT = 8  # loads of a lane that hide the latency, if its quarters have fewer slots
 VEC = 4  # channels of a lane, under one exponent; 8 take 130 registers: one CTA an SM, not three
 PARTS = KV_LORA_RANK // (quant.WARP * VEC)  # quarters of a row
-CTAS = 364  # with 32 units three on each of 132 SMs: one wave, whether there is work or not
+CTAS = 396  # three on each of 132 SMs: one wave, whether there is work or not, of up to 198 units
 
 
 @cute.jit
@@ -84,16 +86,17 @@ def launch(
     split_begin: cute.Tensor, units: cute.Tensor, out: cute.Tensor, lse: cute.Tensor,
     lse_factor: Float32, empty_lse: Float32, stream: Any,
 ) -> None:  # fmt: skip
-    """A CTA a quarter, up to CTAS, and one a unit; arguments as of ``merge``."""
+    """A CTA a quarter and one a unit, CTAS in all, but of units no more than half; arguments as of
+    ``merge``."""
     b, s_q, h, _ = out.shape
-    quarters = b * s_q * h * PARTS
+    quarters, n_units = b * s_q * h * PARTS, split_begin.shape[0] - 1
     if quarters > 0:  # an empty grid is a launch error
         by = By(compat.fast_divisor(h), compat.fast_divisor(s_q))
         _merge(
             o_accum, lse_accum, split_begin, units, out, lse, lse_factor, empty_lse, by,
             behind_decode,
         ).launch(
-            grid=(cutlass.min(quarters, CTAS) + split_begin.shape[0] - 1, 1, 1),
+            grid=(cutlass.min(quarters, cutlass.max(CTAS - n_units, CTAS // 2)) + n_units, 1, 1),
             block=(WARPS * quant.WARP, 1, 1),
             stream=stream,
             use_pdl=True,
@@ -370,6 +373,8 @@ def _merge_quarters(
         _few_slots(4, tensors, piece, span, factors, by)
     elif n <= CHUNK:
         _few_slots(CHUNK, tensors, piece, span, factors, by)
+    elif n <= ALONE:  # whatever the CTA's share is: the order of sums is a matter of n alone
+        _more_slots(tensors, piece, span, factors, by)
     else:
         _many_slots(tensors, sums, piece, span, factors, by)
 
@@ -397,6 +402,23 @@ def _few_slots(
             row, channel = _place(u, lane)
             if u < span[1]:
                 _finish(partial, out, lse, factors, (first_row + row, channel), by)
+
+
+@cute.jit
+def _more_slots(tensors: Any, piece: Any, span: Any, factors: Any, by: By) -> None:
+    """Up to ALONE slots, CHUNK of them in flight."""
+    o_accum, lse_accum, out, lse = tensors
+    first_row, begin, n = piece
+    tidx, _, _ = cute.arch.thread_idx()
+    lane, warp = tidx % quant.WARP, tidx // quant.WARP
+    for u in cutlass.range(span[0] + warp, span[1], WARPS, unroll=1):
+        row, channel = _place(u, lane)
+        partial = _Partial()
+        for base in cutlass.range(0, n, CHUNK, unroll=1):
+            loads = _Loads(1, CHUNK, partials.is_exact(o_accum))
+            _issue(loads, 0, o_accum, lse_accum, begin + base, n - base, (row, channel))
+            loads.add_to(partial, 0)
+        _finish(partial, out, lse, factors, (first_row + row, channel), by)
 
 
 @cute.jit
