@@ -411,7 +411,7 @@ class DecodePlan(launch.OverTensors):
         tokens = self.max_pages * self.page_size
         if self.split_tiles:
             return tokens > self.split_tiles * self.token_tile
-        return self.num_parts > 1 and tokens > self.token_tile
+        return self.num_parts * self.max_stretches > 1 and tokens > self.token_tile
 
     @property
     def workspace_bytes(self) -> int:

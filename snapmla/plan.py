@@ -293,7 +293,7 @@ def make_plan(
     if options.cache_name == "f16" and not split_tiles:
         longest = FP16_LONGEST_ITEM // spec.token_tile
         share = -(-units * (max_tiles + fixed_overhead) // num_parts)
-        stretches = min(-(-share // longest), MAX_STRETCHES)
+        stretches = max(min(-(-share // longest), MAX_STRETCHES), 1)
     room = num_parts * stretches
     items, slots = _room(units, max_tiles, room, fixed_overhead, split_tiles)
     tile_ns, read_ns = dispatch.tile_times(device, spec)

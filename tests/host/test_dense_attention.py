@@ -54,6 +54,30 @@ def test_a_planned_call(
     assert same_bits(given["out"], out) and same_bits(given["lse"], lse)
 
 
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_items_of_fp16_in_stretches(monkeypatch: pytest.MonkeyPatch, kv_heads: int) -> None:
+    """Parts that walk several pieces of one sequence, and a piece across two parts."""
+    monkeypatch.setattr("snapmla.plan.FP16_LONGEST_ITEM", 128)
+    step = DenseStep.make((700, 0, 65, 130), 4, kv_heads=kv_heads, **FEW)
+    plan = step.plan(num_parts=2, fixed_overhead=0)
+    assert plan.longest_item == 2 and plan.max_stretches == 4
+    cut = int(plan.part_begin[1])
+    pieces = plan.work_items[:cut, 0].tolist()
+    assert pieces.count(0) > 1 and pieces[-1] == int(plan.work_items[cut, 0])
+    step.assert_right(*step.decode(plan))
+
+
+def test_stretches_of_one_part_are_merged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One part of several stretches splits a sequence, though nobody shares it."""
+    monkeypatch.setattr("snapmla.plan.FP16_LONGEST_ITEM", 128)
+    step = DenseStep.make((300, 70), 4, dtype=torch.float16, page_size=16)
+    plan = step.plan(num_parts=1, fixed_overhead=0)
+    assert plan.max_stretches == 4 and plan.may_split and int(plan.split_begin[-1]) > 0
+    step.assert_right(*step.decode(plan))
+    short = DenseStep.make((60,), 4, dtype=torch.float16, page_size=16)
+    assert not short.plan(num_parts=1, fixed_overhead=0).may_split
+
+
 def test_without_a_plan_and_not_causal() -> None:
     step = DenseStep.make((20, 0), 4, 2, **FEW)
     out, lse = step.decode(None, causal=False, lse_base="2", empty_lse="+inf")

@@ -21,7 +21,7 @@ from dsl_kernels.spec import VariantSpec, decode_spec
 from snapmla import dispatch
 from snapmla.plan import DEFAULT_FIXED_OVERHEAD, MAX_COST, default_num_parts
 from snapmla.testing import selfcheck
-from snapmla.testing.reference_plan import Queries, plan_reference
+from snapmla.testing.reference_plan import Cuts, Queries, plan_reference
 from tests.support.bits import same_bits
 from tests.support.needs import needs_compiler
 from tests.support.pool import Pool
@@ -201,6 +201,72 @@ def test_workspace_holds_the_worst_cuts() -> None:
     )
     assert int(plan.split_begin[-1]) == 4 <= len(plan.o_accum) == len(plan.lse_accum)
     assert int(plan.part_begin[-1]) == 4 <= len(plan.work_items)
+
+
+def test_tile_times_are_the_cards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cuts are weighed on cards of an architecture that was measured, by their own read rate."""
+    few = decode_spec("etap", 16, 64, "bf16", "sm_90a")
+    dense = VariantSpec(op="dense_decode", pipeline="split", row_tile=64, arch="sm_90a")
+    assert dispatch.tile_times(torch.device("cpu"), few) == (0, 0)
+    found = {}
+    for name in ("h200", "h100"):
+        card = dispatch.card_named(name)
+        monkeypatch.setattr("snapmla.dispatch.calls.card_of", lambda _, card=card: card)
+        found[name] = [dispatch.tile_times(torch.device("cuda"), s) for s in (few, dense)]
+    # 64 tokens of 644 and of 1152 bytes at 0.93 of 4608 and 3162 GB/s
+    assert found == {"h200": [(870, 10), (1660, 17)], "h100": [(870, 14), (1660, 25)]}
+    other = decode_spec("ws", 64, 64, "bf16", "sm_100a")
+    assert dispatch.tile_times(torch.device("cuda"), other) == (0, 0)
+
+
+@needs_compiler
+@pytest.mark.parametrize("parts", [1, 3, 132])
+def test_fp16_items_stay_short(parts: int) -> None:
+    """One plan whose lengths grow from 1K to 128K: within its room, and no item of more than 256
+    tiles and what balance adds, as long as four of them make a part."""
+    lengths = torch.full((9,), 1024, dtype=torch.int32)
+    plan = snapmla.plan_decode(
+        lengths, 16, 1, page_size=64, max_pages=2048, num_parts=parts, cache_dtype=torch.float16
+    )
+    tiles, overhead = 16384 // TOKEN_TILE, DEFAULT_FIXED_OVERHEAD
+    most = 1 if parts == 132 else 4
+    assert plan.longest_item == tiles == 256 and plan.max_stretches == most
+    assert len(plan.o_accum) == 2 * parts * most and plan.o_accum.dtype == torch.float32
+    cuts = Cuts(longest_item=tiles, max_stretches=most)
+    seen = set()
+    for tokens in (1024, 9000, 14000, 20000, 30000, 45000, 60000, 2**17, 2**31 - 1):
+        now = [tokens, 0, *[tokens // 3] * 6, 1]
+        plan.update_(torch.tensor(now, dtype=torch.int32))
+        want = plan_reference(
+            now, parts, TOKEN_TILE, overhead, 2048 * 64, queries=Queries(16, 1, 16), cuts=cuts
+        )
+        assert tables_of(plan) == (want.work_items, want.part_begin, want.split_begin)
+        assert len(want.work_items) <= len(plan.work_items)
+        assert want.split_begin[-1] <= len(plan.o_accum) == len(plan.lse_accum)
+        cost = sum(item[2] - item[1] for item in want.work_items) + overhead * len(now)
+        seen.add(-(-cost // (parts * tiles)))
+        if cost <= 4 * parts * tiles:
+            longest = max(item[2] - item[1] for item in want.work_items)
+            assert longest <= tiles + overhead + 1, tokens
+    assert seen == {1} if most == 1 else {1, 2, 3, 4} < seen, "what was to be tried"
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("cache", "options"),
+    [("bf16", {}), ("fp8", {}), ("f16", {"fixed_split_tokens": 2**16})],
+    ids=["bf16", "fp8", "fixed"],
+)
+def test_other_caches_have_one_stretch_a_part(cache: str, options: dict[str, int]) -> None:
+    """bf16 rounds its output more coarsely than a long sum errs; fixed pieces are as asked."""
+    dtype = {"bf16": torch.bfloat16, "f16": torch.float16}.get(cache, cache)
+    plan = snapmla.plan_decode(
+        torch.tensor([2**17, 1024, 70000], dtype=torch.int32), 16, 1, page_size=64, max_pages=2048,
+        num_parts=2, cache_dtype=dtype, **options,
+    )  # fmt: skip
+    assert plan.longest_item == 0 and plan.max_stretches == 1
+    if not options:
+        assert (len(plan.work_items), len(plan.o_accum)) == (2 + 3, 2 * 2)
 
 
 @needs_compiler
