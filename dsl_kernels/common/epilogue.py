@@ -158,11 +158,11 @@ def write_rows(results, slot, rows, at, held, shared, woven=None):
         t = results.o_accum
         left = left if slot < t.shape[0] else Int32(0)
         place = Int64(slot) * t.stride[0] + (rows.of_slot + row) * D
-        target = target_of(t, place, at, held, woven)
+        if cutlass.const_expr(woven is not None):  # pairs as they are: swaps of 8 bytes spill
+            at = (row, at[1] + 2 * woven.lane)
+        target = target_of(t, place, at, held, None)
         for one in held:
-            if cutlass.const_expr(woven is not None):
-                store_woven(target, one.row * D, one.runs, one.row < left, woven)
-            elif one.row < left:
+            if one.row < left:
                 for c, values in one.runs.items():
                     store_run(target, one.row * D + c, values)
     else:
