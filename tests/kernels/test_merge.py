@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsl_kernels.smxx import merge
 from snapmla.plan import MAX_SLOTS
 from snapmla.testing import partials
 from softgpu.machine import Machine
@@ -179,12 +178,16 @@ def test_merge_is_deterministic(slots: int) -> None:
 
 
 def test_merge_bound_is_the_plans() -> None:
+    from dsl_kernels.smxx import merge
+
     assert (merge.CTAS + 1) * MAX_SLOTS < 2**32
 
 
 def test_merge_finds_the_sequence_of_a_huge_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """8192 sequences of 62 pieces (17 GB of partial results, here one slot seen through stride 0):
     a few CTAs of the grid, which must write rows of their own sequences and of no other."""
+    from dsl_kernels.smxx import merge
+
     batch, pieces, ctas = 8192, 62, merge.CTAS // 2
     begin = torch.arange(batch + 1, dtype=torch.int32) * pieces
     starts = [i + i * pieces * ctas // (batch * pieces) for i in range(batch)]

@@ -77,8 +77,10 @@ def decode_arguments() -> dict[str, Any]:
 
 def rows_plan(**changes: Any) -> DecodePlan:
     """A plan for a cache of 16 bits."""
-    fields = {"pipeline": "split", "page_size": 16, "cache_dtype": "f16"}
-    return plan(**{**fields, **changes})
+    fields = {"pipeline": "split", "page_size": 16, "cache_dtype": "f16", **changes}
+    if fields["cache_dtype"] == "f16":  # 32 bits a channel
+        fields.setdefault("o_accum", torch.zeros(8, 32, 512))
+    return plan(**fields)
 
 
 def rows_cache(heads: int = 1, dtype: torch.dtype = F16) -> PagedKVCache:
