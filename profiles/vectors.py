@@ -25,6 +25,7 @@ from dsl_kernels.records import RECORD_WORDS
 from dsl_kernels.spec import VariantSpec
 from profiles import record_wgmma as classes
 from profiles.record_wgmma import BF16, F16, FP8, Bits
+from snapmla.decode_plan import new_workspace
 from snapmla.testing import partials
 from snapmla.testing.reference_plan import NOTHING_HIDDEN, plan_reference, records_of
 
@@ -981,10 +982,8 @@ def _dense(case: KernelCase, device: Device) -> Result:
     work, part, split, seqlens, pages_of = (
         torch.from_numpy(x).to(dev) for x in (*plan, own, table)
     )
-    partial = {
-        "o_accum": torch.full((slots, rows_pad, PARTIAL_ROW), 5.0, dtype=torch.float16, device=dev),
-        "lse_accum": torch.full((slots, rows_pad), 5.0, device=dev),
-    }
+    workspace = new_workspace(work, slots, rows_pad, spec.dtype)
+    partial = dict(zip(("o_accum", "lse_accum"), (x.fill_(5.0) for x in workspace), strict=True))
     out = torch.full((*q.shape[:3], D_V), 5.0, dtype=TORCH[spec.dtype], device=dev)
     lse = torch.full((len(own), heads, s_q), 5.0, device=dev)
     factor, empty = ((LN2, float("-inf")), (1.0, float("inf")))[case.index // 2 % 2]

@@ -270,7 +270,7 @@ def planned_pair(cache_seqlens: torch.Tensor, rows: int, max_batch: int, out: Pa
         (torch.ops.snapmla.plan_update if traced else decode_plan.launch_plan)(
             cache_seqlens, None, None, tables.work_items, tables.part_begin, num_splits,
             tables.planned_seqlens, *no_tables(metadata), min(longest, MOST_TOKENS),
-            spec.token_tile, overhead, 0, 1, rows,
+            spec.token_tile, overhead, 0, 0, 1, *dispatch.tile_times(device, spec), 1, rows,
             dispatch.rows_of_unit(rows, spec, in_step=True), False,
         )  # fmt: skip
     return metadata, num_splits
