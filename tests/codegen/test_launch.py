@@ -180,6 +180,12 @@ def test_a_thread_without_a_context_ends_without_one(program: Path, device: int)
     code, out = run(program, "", "device", str(device))
     call = [f"device {device}", "launch", "no device"]
     assert code == 0 and around_launches(out) == [f"context on {device}", *call, *call], out
+    assert out.count("function on") == out.count(f"function on {device}") == 1, "looked up once"
+
+
+def test_a_kernel_that_has_no_function_is_launched_as_it_is(program: Path) -> None:
+    code, out = run(program, "kernels")
+    assert code == 0 and "launch" in out, out
 
 
 @pytest.mark.parametrize("case", ["current", "current and failing"])
