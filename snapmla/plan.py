@@ -292,10 +292,8 @@ def make_plan(
     longest, stretches = 0, 1
     if options.cache_name == "f16" and not split_tiles:
         longest = FP16_LONGEST_ITEM // spec.token_tile
-        share = -(-units * (max_tiles + fixed_overhead) // num_parts)
-        stretches = max(min(-(-share // longest), MAX_STRETCHES), 1)
-    room = num_parts * stretches
-    items, slots = _room(units, max_tiles, room, fixed_overhead, split_tiles)
+        stretches = _stretches(units * (max_tiles + fixed_overhead), num_parts, longest)
+    items, slots = _room(units, max_tiles, num_parts * stretches, fixed_overhead, split_tiles)
     tile_ns, read_ns = dispatch.tile_times(device, spec)
 
     def ints(*shape: int) -> torch.Tensor:
@@ -344,6 +342,12 @@ def _unit_rows(device: torch.device, rows: int, spec: VariantSpec, row_blocks: s
     if row_blocks is None:
         return dispatch.unit_rows(sm_count(device), rows, spec)
     return dispatch.rows_of_unit(rows, spec, in_step=row_blocks == "in_step")
+
+
+def _stretches(most_tiles: int, num_parts: int, longest: int) -> int:
+    """Into how many a part may have to be cut, if there are at most so many tiles and overheads."""
+    share = -(-most_tiles // num_parts)
+    return max(min(-(-share // longest), MAX_STRETCHES), 1)
 
 
 def _room(
