@@ -16,7 +16,7 @@ from ..common.smem import array
 from ..common.work_list import Rows
 
 SOFTMAX_WARPS = 4
-ITEMS, WORDS = 2, 4  # slot, first row, end of the sequence's rows, not used
+ITEMS, WORDS = 2, 4  # slot, first row, end of the sequence's rows, 0: they are read together
 
 
 def note_fields() -> dict:
@@ -34,7 +34,7 @@ def note(st, item, wwarp, slot, rows):
     """By softmax warp ``wwarp``, as its ``item``-th item begins."""
     mine = _of(st, item, wwarp)
     if cute.arch.lane_idx() == 0:
-        mine[0], mine[1], mine[2] = slot, rows.first, rows.end
+        mine[0], mine[1], mine[2], mine[3] = slot, rows.first, rows.end, Int32(0)
     cute.arch.sync_warp()
 
 
