@@ -6,12 +6,13 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32
+from cutlass import Float32, Int32, Int64
 
 from .. import compat
 from ..dims import KV_LORA_RANK as D
 from ..dims import PARTIAL_ROW
 from . import partials
+from .packing import pack
 
 
 class Results(NamedTuple):
@@ -76,16 +77,6 @@ class Held(NamedTuple):
     runs: dict[int, Any]
 
 
-def words_of(run: Any, dtype: Any) -> list[Any]:
-    """A pair of fp32 values in ``dtype``, as Uint32 words."""
-    if dtype.width == 32:
-        return [run[0].bitcast(Uint32), run[1].bitcast(Uint32)]
-    pair, narrow = cute.make_rmem_tensor((2,), Float32), cute.make_rmem_tensor((2,), dtype)
-    pair[0], pair[1] = run[0], run[1]
-    narrow.store(pair.load().to(dtype))
-    return [cute.recast_tensor(narrow, Uint32)[0]]
-
-
 class Woven(NamedTuple):
     """Four lanes that hold neighbouring pairs of channels, and swap them to store 16 bytes each.
 
@@ -113,7 +104,7 @@ class Woven(NamedTuple):
 
     def swap(self, runs: list[Any], dtype: Any) -> list[Any]:
         """The words that this lane stores of a group; all lanes of a warp call this."""
-        words = [words_of(run, dtype) for run in runs]
+        words = [pack([run[0], run[1]], dtype) for run in runs]
         for r in range(self.count(dtype).bit_length() - 1):
             upper = (self.lane >> r) % 2 == 1
             for i in range(len(words)):

@@ -405,6 +405,22 @@ def _few_slots(
 
 
 @cute.jit
+def _add_slots(
+    partial: cutlass.Constexpr,
+    o_accum: cute.Tensor,
+    lse_accum: cute.Tensor,
+    first: Int32,
+    count: Int32,
+    at: Any,
+) -> None:
+    """Adds ``count`` slots of one quarter, CHUNK of them in flight; ``at`` as of ``_issue``."""
+    for base in cutlass.range(0, count, CHUNK, unroll=1):
+        loads = _Loads(1, CHUNK, partials.is_exact(o_accum))
+        _issue(loads, 0, o_accum, lse_accum, first + base, count - base, at)
+        loads.add_to(partial, 0)
+
+
+@cute.jit
 def _more_slots(tensors: Any, piece: Any, span: Any, factors: Any, by: By) -> None:
     """Up to ALONE slots, CHUNK of them in flight."""
     o_accum, lse_accum, out, lse = tensors
@@ -414,10 +430,7 @@ def _more_slots(tensors: Any, piece: Any, span: Any, factors: Any, by: By) -> No
     for u in cutlass.range(span[0] + warp, span[1], WARPS, unroll=1):
         row, channel = _place(u, lane)
         partial = _Partial()
-        for base in cutlass.range(0, n, CHUNK, unroll=1):
-            loads = _Loads(1, CHUNK, partials.is_exact(o_accum))
-            _issue(loads, 0, o_accum, lse_accum, begin + base, n - base, (row, channel))
-            loads.add_to(partial, 0)
+        _add_slots(partial, o_accum, lse_accum, begin, n, (row, channel))
         _finish(partial, out, lse, factors, (first_row + row, channel), by)
 
 
@@ -435,10 +448,7 @@ def _many_slots(
     for u in cutlass.range(span[0], span[1], unroll=1):
         row, channel = _place(u, lane)
         partial = _Partial()
-        for base in cutlass.range(0, mine, CHUNK, unroll=1):
-            loads = _Loads(1, CHUNK, partials.is_exact(o_accum))
-            _issue(loads, 0, o_accum, lse_accum, first + base, mine - base, (row, channel))
-            loads.add_to(partial, 0)
+        _add_slots(partial, o_accum, lse_accum, first, mine, (row, channel))
         for i in cutlass.range_constexpr(2 + VEC):
             sums[i, warp, lane] = partial.state[i]
         cute.arch.sync_threads()

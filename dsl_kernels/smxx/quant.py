@@ -26,6 +26,7 @@ import cutlass
 from cutlass import Float32, Int32, Uint32, cute
 
 from .. import compat
+from ..common.packing import pack
 from ..dims import CACHE_TOPS, E4M3_MAX, KV_LORA_RANK, QK_ROPE_HEAD_DIM
 
 WARP = 32
@@ -129,29 +130,12 @@ def finish_scale(bits: Any) -> tuple[Any, Any]:
 
 def pack_e4m3(values: list[Any]) -> list[Any]:
     """fp32 values (a multiple of 4) to e4m3, round to nearest, saturating; as Uint32 words."""
-    return _pack(values, cutlass.Float8E4M3FN)
+    return pack(values, cutlass.Float8E4M3FN)
 
 
 def unpack_e4m3(words: list[Any]) -> list[Any]:
     """Uint32 words of e4m3 to Float32 values (exact), in memory order."""
     return _unpack(words, cutlass.Float8E4M3FN)
-
-
-def pack(values: list[Any], dt: Any) -> list[Any]:
-    """fp32 values to ``dt`` (round to nearest even) as Uint32 words."""
-    if dt.width == 32:
-        return [v.bitcast(Uint32) for v in values]
-    return _pack(values, dt)
-
-
-def _pack(values: list[Any], dt: Any) -> list[Any]:
-    wide = cute.make_rmem_tensor((len(values),), Float32)
-    for i, v in enumerate(values):
-        wide[i] = v
-    narrow = cute.make_rmem_tensor((len(values),), dt)
-    narrow.store(wide.load().to(dt))
-    words = cute.recast_tensor(narrow, Uint32)
-    return [words[i] for i in range(cute.size(words))]
 
 
 def _unpack(words: list[Any], dt: Any) -> list[Any]:
