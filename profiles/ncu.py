@@ -34,6 +34,7 @@ from dsl_kernels.spec import VariantSpec
 from profiles import bench
 from profiles.device import require_cuda
 from snapmla import runtime
+from snapmla.decode_plan import partial_rows
 from snapmla.merge import MAX_LIST
 from snapmla.testing import partials
 from snapmla.testing.reference_plan import NOTHING_HIDDEN
@@ -347,7 +348,7 @@ class Values(dict[str, Any]):
             "work_items": lambda: self._i32(items),
             "part_begin": lambda: self._i32(part_begin),
             "split_begin": lambda: self._i32(split_begin),
-            "o_accum": lambda: partials.encode(self._normal(slots, rows_pad, KV_LORA_RANK)),
+            "o_accum": lambda: self._partial_rows(slots, rows_pad),
             "lse_accum": lambda: self._zeros(slots, rows_pad),
             "units": lambda: self._i32([]).view(0, 2),  # a unit is a sequence
             "row_limits": lambda: self._i32([]),
@@ -363,6 +364,12 @@ class Values(dict[str, Any]):
             "rows": lambda: rows,
             "num_kv_heads": lambda: 1,
         }
+
+    def _partial_rows(self, slots: int, rows_pad: int) -> torch.Tensor:
+        """As kernels over a cache of the spec's dtype keep them."""
+        rows = self._normal(slots, rows_pad, KV_LORA_RANK, dtype=torch.float32)
+        dtype, _ = partial_rows(self.axes.dtype)
+        return rows if dtype is torch.float32 else partials.encode(rows)
 
     def _parts(self) -> dict[str, Maker]:
         """What merge_states reads; a sequence has as many parts as tensors are possible."""
