@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -365,15 +365,21 @@ class DecodePlan(launch.OverTensors):
         return self.plain and not self.idle and self.num_kv_heads == 1
 
     @property
-    def _numbers(self) -> tuple[int | bool, ...]:
-        """Scalars of the planning kernel, in its order."""
-        return (
-            self.max_pages * self.page_size, self.token_tile, self.fixed_overhead,
-            self.split_tiles, self.longest_item, self.max_stretches, self.tile_ns, self.read_ns,
-            self.group,
-            self.total_q * self.num_kv_heads if self.s_q is None else self.s_q,
-            self.unit_rows, self.causal,
-        )  # fmt: skip
+    def _numbers(self) -> PlanNumbers:
+        return PlanNumbers(
+            max_tokens=self.max_pages * self.page_size,
+            token_tile=self.token_tile,
+            fixed_overhead=self.fixed_overhead,
+            split_tiles=self.split_tiles,
+            longest_item=self.longest_item,
+            max_stretches=self.max_stretches,
+            tile_ns=self.tile_ns,
+            read_ns=self.read_ns,
+            num_heads=self.group,
+            s_q=self.total_q * self.num_kv_heads if self.s_q is None else self.s_q,
+            unit_rows=self.unit_rows,
+            causal=self.causal,
+        )
 
     @functools.cached_property
     def _planned(self) -> tuple[Any, ...]:
@@ -602,6 +608,31 @@ def new_workspace(
     )
 
 
+class PlanNumbers(NamedTuple):
+    """Scalars of the planning kernel and of ``torch.ops.snapmla.plan_update``, in their order.
+
+    Attributes:
+        max_tokens: of a sequence; longer ones are cut there.
+        token_tile, fixed_overhead, split_tiles, longest_item, max_stretches, tile_ns, read_ns,
+            unit_rows, causal: as of a ``DecodePlan``.
+        num_heads: rows of a query token.
+        s_q: query tokens of a sequence; of all together, if ragged.
+    """
+
+    max_tokens: int
+    token_tile: int
+    fixed_overhead: int
+    split_tiles: int
+    longest_item: int
+    max_stretches: int
+    tile_ns: int
+    read_ns: int
+    num_heads: int
+    s_q: int
+    unit_rows: int
+    causal: bool
+
+
 def launch_plan(
     cache_seqlens: torch.Tensor,
     cu_seqlens_q: torch.Tensor | None,
@@ -612,9 +643,7 @@ def launch_plan(
 
     Args:
         row_seqlens: (tokens,).
-        rest: the tables that are written, and numbers: max_tokens, token_tile, fixed_overhead,
-            split_tiles, longest_item, max_stretches, tile_ns, read_ns, num_heads, s_q (ragged:
-            total_q), unit_rows, causal.
+        rest: the tables that are written, and ``PlanNumbers``.
     """
     device = cache_seqlens.device
     _plan_kernel(device)(

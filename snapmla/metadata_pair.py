@@ -263,14 +263,42 @@ def planned_pair(cache_seqlens: torch.Tensor, rows: int, max_batch: int, out: Pa
     metadata, num_splits = pair_of("out", out)
     check_pair(metadata, num_splits, batch, device)
     if batch:
-        tables, overhead = tables_of(metadata, batch), plans.DEFAULT_FIXED_OVERHEAD
-        spec = kernel_for(device, rows)
-        longest = (plans.MAX_COST // batch - overhead) * spec.token_tile  # the sum fits 32 bits
+        tables, spec = tables_of(metadata, batch), kernel_for(device, rows)
+        unit_rows = dispatch.rows_of_unit(rows, spec, in_step=True)
         traced = tracing.wanted(cache_seqlens, metadata, num_splits)
         (torch.ops.snapmla.plan_update if traced else decode_plan.launch_plan)(
             cache_seqlens, None, None, tables.work_items, tables.part_begin, num_splits,
-            tables.planned_seqlens, *no_tables(metadata), min(longest, MOST_TOKENS),
-            spec.token_tile, overhead, 0, 0, 1, *dispatch.tile_times(device, spec), 1, rows,
-            dispatch.rows_of_unit(rows, spec, in_step=True), False,
+            tables.planned_seqlens, *no_tables(metadata),
+            *step_numbers(device, batch, rows, spec, unit_rows),
         )  # fmt: skip
     return metadata, num_splits
+
+
+def step_numbers(
+    device: torch.device, batch: int, rows: int, spec: VariantSpec, unit_rows: int
+) -> decode_plan.PlanNumbers:
+    """Of a plan for FlashMLA's callers, whose block table and causality are not known yet.
+
+    Args:
+        batch: requests, at least one.
+        rows: query rows of a request that read one KV head, as if they were tokens of one head.
+        spec: the kernel whose token tile, and times, the plan is for.
+        unit_rows: of them that are split together.
+    """
+    overhead = plans.DEFAULT_FIXED_OVERHEAD
+    longest = (plans.MAX_COST // batch - overhead) * spec.token_tile  # the sum fits 32 bits
+    tile_ns, read_ns = dispatch.tile_times(device, spec)
+    return decode_plan.PlanNumbers(
+        max_tokens=min(longest, MOST_TOKENS),
+        token_tile=spec.token_tile,
+        fixed_overhead=overhead,
+        split_tiles=0,
+        longest_item=0,
+        max_stretches=1,
+        tile_ns=tile_ns,
+        read_ns=read_ns,
+        num_heads=1,
+        s_q=rows,
+        unit_rows=unit_rows,
+        causal=False,
+    )

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dsl_kernels.dims import ITEM_WORDS, TOKEN_TILE
+from dsl_kernels.dims import ITEM_WORDS
 from dsl_kernels.records import MOST_PARTS, RECORD_WORDS
 from dsl_kernels.spec import VariantSpec
 from snapmla import checks, decode_plan, dispatch, launch, metadata_pair, runtime, tracing
@@ -77,16 +77,13 @@ def made(cache_seqlens: torch.Tensor, rows: int, num_kv_heads: int) -> Pair:
     records, num_splits = ints(parts, RECORD_WORDS), ints(batch + 1)
     if not batch:
         return records, num_splits
-    overhead = plans.DEFAULT_FIXED_OVERHEAD
     # pages and the 16-bit dtype do not change what a tile takes
     spec = dispatch.choose(cache_seqlens.device, rows, 1, metadata_pair.USUAL_PAGE, cache="bf16")
     tables = (ints(parts + batch, ITEM_WORDS), ints(parts + 1), ints(batch + 1))
-    longest = (plans.MAX_COST // batch - overhead) * TOKEN_TILE  # the sum fits 32 bits
     traced = tracing.wanted(cache_seqlens)
     (torch.ops.snapmla.plan_update if traced else decode_plan.launch_plan)(
         cache_seqlens, None, None, *tables, ints(batch), *metadata_pair.no_tables(cache_seqlens),
-        min(longest, metadata_pair.MOST_TOKENS), TOKEN_TILE, overhead, 0, 0, 1,
-        *dispatch.tile_times(cache_seqlens.device, spec), 1, rows, rows, False,
+        *metadata_pair.step_numbers(cache_seqlens.device, batch, rows, spec, rows),
     )  # fmt: skip
     (torch.ops.snapmla.plan_to_records if traced else launch_records)(*tables, records, num_splits)
     return records, num_splits
