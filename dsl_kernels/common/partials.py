@@ -92,6 +92,7 @@ def store_exponents(first: Any, exponent: Any, groups: int) -> None:
         compat.store_words(first + i, [exponent * Uint32(EVERY_BYTE)])
 
 
-def load_exponent(row: Any, channel: Any, **hint: str) -> Any:
-    """The exponent (Uint32) of a channel of the partial row at ``row``; ``hint``: of the load."""
-    return Uint32(cute.arch.load(exponents_at(row, channel), U8, **hint))
+def load_exponent(at: Any, **hint: str) -> Any:
+    """The exponent (Uint32) that ``at``, a place of ``exponents_at``, points at; ``hint``: of the
+    load."""
+    return Uint32(cute.arch.load(at, U8, **hint))

@@ -1,19 +1,21 @@
 """merge: combine the partial results of split sequences into out and lse.
 
 A *unit* is the plan's: query rows of one sequence that are split together (common/work_list.py).  A
-*quarter* is one of a query row: 128 channels, one 8-byte load a lane.
+*strip* is what a warp merges of a query row at a time: one or two 16-byte loads a lane and slot, a
+run of 256 channels each (of fp32 rows 128).  A whole row where registers hold its slots: what a row
+costs beside its channels (lse, weights, addresses) is most of the instructions, of which a row of
+two slots takes 220 this way and 720 a quarter of a row at a time.
 
 Roles        WARPS warps a CTA. The CTAs are dealt to the units in proportion to their slots, at
              least one each, so one sequence cut into a hundred pieces keeps as many CTAs busy as
-             thirty cut into three; the CTAs of a unit share its quarters evenly.
-             up to CHUNK slots: a warp reads all slots of a quarter at once; of up to four slots it
-             reads two or four quarters at once.
-             up to ALONE: the same, CHUNK after CHUNK.
-             more slots: all warps share a quarter, each takes a run of consecutive slots, the first
-             warp combines their partial sums.
-Memory       6 KiB of shared memory for the partial sums (many slots); registers otherwise.
+             thirty cut into three; the CTAs of a unit share its strips evenly.
+             up to ALONE slots: a warp reads all slots of a strip at once; of up to two slots it
+             reads two strips at once, of more than CHUNK strips of half as many channels.
+             more slots: all warps share a strip, each takes a run of consecutive slots, CHUNK after
+             CHUNK; the first warp combines their partial sums.
+Memory       10 KiB of shared memory for the partial sums (many slots); registers otherwise.
 Timeline     (behind decode: split_begin) | wait | exit if no slot is in use | which unit | o and
-             lse of CHUNK slots in flight | weights, FMA, next chunk | (exchange, combine)
+             lse of all slots in flight | weights, FMA | (many slots: next chunk, exchange, combine)
              | normalise, store
 Bytes moved  per row 1060 read a slot (2052 of fp32 rows) + 1024 (bf16, fp16) or 2048 (fp32)
              written; nothing if unsplit.
@@ -38,6 +40,7 @@ Bound: (CTAS + 1) * slots < 2^32, that is 10.8 million slots; a plan has at most
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cutlass
@@ -47,19 +50,18 @@ from cutlass import Float32, Int32, Int64, Uint32, cute
 from .. import compat
 from ..common import partials
 from ..common.types import F16
-from ..dims import KV_LORA_RANK
+from ..dims import EXPONENT_CHANNELS, KV_LORA_RANK
 from . import quant
 
 if TYPE_CHECKING:
     from ..spec import VariantSpec
 
 WARPS = 8
-CHUNK = 8  # slots in flight in one lane
-ALONE = 2 * CHUNK  # slots that a warp reads by itself: an exchange takes longer than a second trip
-FLIGHT = 8  # loads of a lane that hide the latency, if its quarters have fewer slots
-VEC = 4  # channels of a lane, under one exponent; 8 take 130 registers: one CTA an SM, not three
-PARTS = KV_LORA_RANK // (quant.WARP * VEC)  # quarters of a row
-CTAS = 396  # three on each of 132 SMs: one wave, whether there is work or not, of up to 198 units
+CHUNK = 8  # slots that are added by their common maximum
+ALONE = 2 * CHUNK  # slots that a warp reads by itself: an exchange takes longer
+LOAD = 4  # words of a lane's load
+ROW_CTAS = 4  # at most; they matter where a few rows have very many slots
+CTAS = 264  # two on each of 132 SMs: one wave, whether there is work or not, of up to 132 units
 
 
 @cute.jit
@@ -86,17 +88,17 @@ def launch(
     split_begin: cute.Tensor, units: cute.Tensor, out: cute.Tensor, lse: cute.Tensor,
     lse_factor: Float32, empty_lse: Float32, stream: Any,
 ) -> None:  # fmt: skip
-    """A CTA a quarter and one a unit, CTAS in all, but of units no more than half; arguments as of
+    """ROW_CTAS a row and one a unit, CTAS in all, but of units no more than half; arguments as of
     ``merge``."""
     b, s_q, h, _ = out.shape
-    quarters, n_units = b * s_q * h * PARTS, split_begin.shape[0] - 1
-    if quarters > 0:  # an empty grid is a launch error
+    useful, n_units = b * s_q * h * ROW_CTAS, split_begin.shape[0] - 1
+    if useful > 0:  # an empty grid is a launch error
         by = By(compat.fast_divisor(h), compat.fast_divisor(s_q))
         _merge(
             o_accum, lse_accum, split_begin, units, out, lse, lse_factor, empty_lse, by,
             behind_decode,
         ).launch(
-            grid=(cutlass.min(quarters, cutlass.max(CTAS - n_units, CTAS // 2)) + n_units, 1, 1),
+            grid=(cutlass.min(useful, cutlass.max(CTAS - n_units, CTAS // 2)) + n_units, 1, 1),
             block=(WARPS * quant.WARP, 1, 1),
             stream=stream,
             use_pdl=True,
@@ -110,35 +112,93 @@ class By(NamedTuple):
     tokens: compat.FastDivisor
 
 
-class _Partial:
-    """Running weighted sum of one lane's VEC channels: maximum, weight sum, channel sums."""
+@dataclass(frozen=True)
+class Form:
+    """What a warp has in flight.
 
-    def __init__(self) -> None:
-        self.state = cute.make_rmem_tensor((2 + VEC,), Float32)
+    Attributes:
+        exact: whether partial rows are fp32 and without exponents.
+        slots: of a strip, at most.
+        runs: of a strip.
+        together: strips.
+        words: of a lane's load.
+    """
+
+    exact: bool
+    slots: int
+    runs: int = 1
+    together: int = 1
+    words: int = LOAD
+
+    @property
+    def channels(self) -> int:
+        """Of a lane's load; under one exponent."""
+        return self.words if self.exact else 2 * self.words
+
+    @property
+    def run(self) -> int:
+        """Channels of a warp's load."""
+        return quant.WARP * self.channels
+
+    @property
+    def strips(self) -> int:
+        """Of a query row."""
+        return KV_LORA_RANK // (self.runs * self.run)
+
+    def place(self, strip: Any, lane: Any) -> tuple[Any, Any]:
+        """(row of its unit, the lane's first channel) of a strip."""
+        row = strip >> (self.strips.bit_length() - 1)
+        part = strip & (self.strips - 1)
+        return row, part * (self.runs * self.run) + lane * self.channels
+
+
+def forms(exact: bool) -> tuple[Form, ...]:
+    """Of up to ALONE slots, in ascending order: at most 32 words a lane."""
+    return (
+        Form(exact, 2, runs=2, together=2),
+        Form(exact, 4, runs=2),
+        Form(exact, 6),
+        Form(exact, CHUNK),
+        Form(exact, ALONE, words=LOAD // 2),
+    )
+
+
+class _Partial:
+    """Running weighted sum of a lane's channels: maximum, weight sum, channel sums."""
+
+    def __init__(self, form: Form) -> None:
+        self.form, self.count = form, form.runs * form.channels
+        self.state = cute.make_rmem_tensor((2 + self.count,), Float32)
         self.state.fill(0.0)
         self.state[0] = -Float32.inf
 
-    def rescale(self, top: Any) -> Any:
+    def rescale(self, top: Any, empty: bool = False) -> Any:
         """Raises the maximum to at least ``top``; returns the reference to subtract from lse.
 
         The reference is finite even if nothing was seen yet, so that -inf - reference is -inf.
         ``fmax`` skips NaN: a NaN lse enters through its weight.
+
+        Args:
+            empty: nothing was added so far.
         """
         old = self.state[0]
         new = cute.arch.fmax(old, top)
         reference = _select(new == -Float32.inf, Float32(0.0), new)
-        shrink = _exp2(old - reference)
         self.state[0] = new
-        for i in range(1, 2 + VEC):
-            self.state[i] = self.state[i] * shrink
+        if not empty:
+            shrink = _exp2(old - reference)
+            for i in range(1, 2 + self.count):
+                self.state[i] = self.state[i] * shrink
         return reference
 
-    def add(self, weight: Any, values: list[Any], factor: Any = None) -> None:
-        """Adds ``values`` times ``factor``; None is 1."""
+    def add(self, weight: Any, runs: list[list[Any]], factors: list[Any] | None = None) -> None:
+        """Adds a slot: the channels of each run, times its factor; None: all 1."""
         self.state[1] = self.state[1] + weight
-        scaled = weight if factor is None else weight * factor
-        for i in range(VEC):
-            self.state[2 + i] = self.state[2 + i] + scaled * values[i]
+        for r, values in enumerate(runs):
+            scaled = weight if factors is None else weight * factors[r]
+            for i, value in enumerate(values):
+                at = 2 + r * self.form.channels + i
+                self.state[at] = self.state[at] + scaled * value
 
 
 def _exp2(x: Any) -> Any:
@@ -150,68 +210,77 @@ def _select(condition: Any, yes: Any, no: Any) -> Any:
 
 
 class _Loads:
-    """``quarters`` x ``slots`` loads of VEC channels, and as many exponents and lse, in flight
-    together.
+    """The channels of ``form.together`` strips, their exponents and lse, in flight together."""
 
-    Attributes:
-        exact: whether the channels are fp32 and without exponents.
-        count: words of a load.
-    """
-
-    def __init__(self, quarters: int, slots: int, exact: bool) -> None:
-        self.quarters, self.slots, self.exact = quarters, slots, exact
-        self.count = VEC if exact else VEC // 2
-        self.words = cute.make_rmem_tensor((quarters, slots, self.count), Uint32)
-        self.exponents = cute.make_rmem_tensor((quarters, slots), Uint32)
-        self.lses = cute.make_rmem_tensor((quarters, slots), Float32)
+    def __init__(self, form: Form) -> None:
+        self.form = form
+        strips, slots, runs = form.together, form.slots, form.runs
+        self.words = cute.make_rmem_tensor((strips, slots, runs, form.words), Uint32)
+        self.exponents = cute.make_rmem_tensor((strips, slots, runs), Uint32)
+        self.lses = cute.make_rmem_tensor((strips, slots), Float32)
         self.words.fill(0)
         self.exponents.fill(partials.LEAST)
         self.lses.fill(-Float32.inf)
 
-    def add_to(self, partial: _Partial, quarter: int) -> None:
-        """Adds the slots of one quarter in ascending order; a slot not loaded weighs 0."""
-        top = self.lses[quarter, 0]
-        for j in range(1, self.slots):
-            top = cute.arch.fmax(top, self.lses[quarter, j])
-        reference = partial.rescale(top)
-        for j in range(self.slots):
-            weight = _exp2(self.lses[quarter, j] - reference)
-            words = [self.words[quarter, j, i] for i in range(self.count)]
-            if self.exact:
-                partial.add(weight, [word.bitcast(Float32) for word in words])
-            else:
-                factor = partials.factor_from_stored(self.exponents[quarter, j])
-                partial.add(weight, quant.to_f32(words, F16), factor)
+    def add_to(self, partial: _Partial, strip: int, empty: bool = False) -> None:
+        """Adds the slots of one strip in ascending order; a slot not loaded weighs 0.
+
+        Args:
+            empty: nothing was added to ``partial`` so far.
+        """
+        slots = range(self.form.slots)
+        for first in slots[::CHUNK]:
+            chunk = slots[first : first + CHUNK]
+            top = self.lses[strip, first]
+            for j in chunk[1:]:
+                top = cute.arch.fmax(top, self.lses[strip, j])
+            reference = partial.rescale(top, empty=empty and first == 0)
+            for j in chunk:
+                self._add(partial, strip, j, _exp2(self.lses[strip, j] - reference))
+
+    def _add(self, partial: _Partial, strip: int, j: int, weight: Any) -> None:
+        runs, words = range(self.form.runs), range(self.form.words)
+        loaded = [[self.words[strip, j, r, i] for i in words] for r in runs]
+        if self.form.exact:
+            partial.add(weight, [[word.bitcast(Float32) for word in run] for run in loaded])
+        else:
+            factors = [partials.factor_from_stored(self.exponents[strip, j, r]) for r in runs]
+            partial.add(weight, [quant.to_f32(run, F16) for run in loaded], factors)
 
 
 @cute.jit
 def _issue(
     loads: cutlass.Constexpr,
-    quarter: cutlass.Constexpr,
+    strip: cutlass.Constexpr,
     o_accum: cute.Tensor,
     lse_accum: cute.Tensor,
     first: Int32,
     count: Int32,
     at: Any,
 ) -> None:
-    """Loads slots first .. first + count - 1 of one quarter, at = (row of the slots, channel);
+    """Loads slots first .. first + count - 1 of one strip, at = (row of the slots, channel);
     ``count`` may be larger than what ``loads`` holds."""
     row, channel = at
-    words, exponents, lses = loads.words, loads.exponents, loads.lses
-    o_at = o_accum.iterator + (Int64(first) * o_accum.stride[0] + row * o_accum.shape[2])
+    form, words, exponents, lses = loads.form, loads.words, loads.exponents, loads.lses
+    row_at = o_accum.iterator + (Int64(first) * o_accum.stride[0] + row * o_accum.shape[2])
+    o_at, byte_at = row_at + channel, partials.exponents_at(row_at, channel)
     lse_at = lse_accum.iterator + (Int64(first) * lse_accum.stride[0] + row)
-    for j in cutlass.range_constexpr(loads.slots):
+    for j in cutlass.range_constexpr(form.slots):
         if j < count:
-            o_row = o_at + j * Int64(o_accum.stride[0])
-            loaded = compat.load_words(o_row + channel, loads.count, **compat.STRONG)
-            if cutlass.const_expr(not loads.exact):
-                exponents[quarter, j] = partials.load_exponent(o_row, channel, **compat.STRONG)
-            for i in cutlass.range_constexpr(loads.count):
-                words[quarter, j, i] = loaded[i]
-    for j in cutlass.range_constexpr(loads.slots):
+            for r in cutlass.range_constexpr(form.runs):
+                loaded = compat.load_words(o_at + r * form.run, form.words, **compat.STRONG)
+                if cutlass.const_expr(not form.exact):
+                    byte = byte_at + r * (form.run // EXPONENT_CHANNELS)
+                    exponents[strip, j, r] = partials.load_exponent(byte, **compat.STRONG)
+                for i in cutlass.range_constexpr(form.words):
+                    words[strip, j, r, i] = loaded[i]
+        o_at = o_at + Int64(o_accum.stride[0])  # a pointer for each slot would be 16 registers
+        byte_at = byte_at + Int64(o_accum.stride[0]) * 2
+    for j in cutlass.range_constexpr(form.slots):
         if j < count:
-            word = compat.load_words(lse_at + j * Int64(lse_accum.stride[0]), 1, **compat.STRONG)[0]
-            lses[quarter, j] = word.bitcast(Float32)
+            word = compat.load_words(lse_at, 1, **compat.STRONG)[0]
+            lses[strip, j] = word.bitcast(Float32)
+        lse_at = lse_at + Int64(lse_accum.stride[0])
 
 
 @cute.jit
@@ -223,15 +292,20 @@ def _finish(
     where: Any,
     by: By,
 ) -> None:
-    """Normalises and stores one quarter; where = (query row, channel)."""
+    """Normalises and stores one strip; where = (query row, channel)."""
     row, channel = where
     lse_factor, empty_lse = factors
-    top, total = partial.state[0], partial.state[1]
+    form, top, total = partial.form, partial.state[0], partial.state[1]
     empty = total == 0.0  # a NaN total is not empty
     inv = Float32(1.0) / _select(empty, Float32(1.0), total)
-    values = [partial.state[2 + i] * inv for i in range(VEC)]
-    at = Int64(row) * KV_LORA_RANK + channel
-    compat.store_words(out.iterator + at, quant.pack(values, out.element_type))
+    first = out.iterator + (Int64(row) * KV_LORA_RANK + channel)
+    for r in cutlass.range_constexpr(form.runs):
+        at = 2 + r * form.channels
+        values = [partial.state[at + i] * inv for i in range(form.channels)]
+        words = quant.pack(values, out.element_type)
+        for i in cutlass.range_constexpr(0, len(words), LOAD):
+            ahead = r * form.run + i * 32 // out.element_type.width
+            compat.store_words(first + ahead, words[i : i + LOAD])
     if channel == 0:
         token, head = divmod(row, by.heads)
         b, s = divmod(token, by.tokens)
@@ -255,8 +329,9 @@ def _merge(
     block, _, _ = cute.arch.block_idx()
     grid, _, _ = cute.arch.grid_dim()
     smem = cutlass.memory.SmemAllocator()
+    most = 2 + Form(partials.is_exact(o_accum), CHUNK).channels
     sums = smem.allocate_tensor(
-        Float32, cute.make_layout((2 + VEC, WARPS, quant.WARP), stride=(WARPS * 32, 32, 1)), 16
+        Float32, cute.make_layout((most, WARPS, quant.WARP), stride=(WARPS * 32, 32, 1)), 16
     )
     count = split_begin.shape[0] - 1
     if cutlass.const_expr(behind_decode):
@@ -278,12 +353,9 @@ def _merge(
             mine = block - unit - _share(begin, ctas, slots)
             team = 1 + _share(end, ctas, slots) - _share(begin, ctas, slots)
             row, rows = _rows_of(units, out, unit, o_accum.shape[1])
-            quarters = rows * PARTS
-            per_cta = (quarters + (team - 1)) // team
-            first = compat.at_most(mine * per_cta, quarters)  # all if the table is damaged
-            _merge_quarters(
+            _merge_unit(
                 (o_accum, lse_accum, out, lse), sums, (row, begin, end - begin),
-                (first, cutlass.min(first + per_cta, quarters)), (lse_factor, empty_lse), by,
+                (mine, team, rows), (lse_factor, empty_lse), by,
             )  # fmt: skip
 
 
@@ -355,112 +427,88 @@ def _begins(unit: Any, slot: Any, block: Any, ctas: Any, slots: Any) -> Any:
     return (left >= 0) & (upto < compat.unsigned(left + 1) * compat.unsigned(slots))
 
 
-def _place(quarter: Any, lane: Any) -> tuple[Any, Any]:
-    """(row of its unit, first of the lane's channels) of a quarter."""
-    return quarter // PARTS, quarter % PARTS * (quant.WARP * VEC) + lane * VEC
+@cute.jit
+def _merge_unit(
+    tensors: Any, sums: cute.Tensor, piece: Any, share: Any, factors: Any, by: By
+) -> None:
+    """A CTA's share of one unit: share = (its number, CTAs of the unit, the unit's rows); piece =
+    (its first query row, first slot, slots)."""
+    n, few = piece[2], forms(partials.is_exact(tensors[0]))
+    for i in cutlass.range_constexpr(len(few)):  # whatever the share: n alone decides on the order
+        most = few[i - 1].slots if i else 0
+        if (n > most) & (n <= few[i].slots):
+            _few_slots(few[i], tensors, piece, share, factors, by)
+    if n > ALONE:
+        _many_slots(Form(few[0].exact, CHUNK), tensors, sums, piece, share, factors, by)
 
 
 @cute.jit
-def _merge_quarters(
-    tensors: Any, sums: cute.Tensor, piece: Any, span: Any, factors: Any, by: By
-) -> None:
-    """Merges quarters span[0] .. span[1] - 1 of one unit; piece = (its first query row, first slot,
-    slots)."""
-    n = piece[2]
-    if n <= 2:
-        _few_slots(2, tensors, piece, span, factors, by)
-    elif n <= 4:
-        _few_slots(4, tensors, piece, span, factors, by)
-    elif n <= CHUNK:
-        _few_slots(CHUNK, tensors, piece, span, factors, by)
-    elif n <= ALONE:  # whatever the CTA's share is: the order of sums is a matter of n alone
-        _more_slots(tensors, piece, span, factors, by)
-    else:
-        _many_slots(tensors, sums, piece, span, factors, by)
+def _span(form: cutlass.Constexpr, share: Any) -> Any:
+    """(first, end) of the CTA's strips of a unit; all if the table is damaged."""
+    mine, team, rows = share
+    strips = rows * form.strips
+    each = (strips + (team - 1)) // team
+    first = compat.at_most(mine * each, strips)
+    return first, cutlass.min(first + each, strips)
 
 
 @cute.jit
 def _few_slots(
-    most: cutlass.Constexpr, tensors: Any, piece: Any, span: Any, factors: Any, by: By
+    form: cutlass.Constexpr, tensors: Any, piece: Any, share: Any, factors: Any, by: By
 ) -> None:
-    """Up to ``most`` slots, all in flight at once."""
+    """Up to ``form.slots`` slots, all in flight at once."""
     o_accum, lse_accum, out, lse = tensors
     first_row, begin, n = piece
     tidx, _, _ = cute.arch.thread_idx()
     lane, warp = tidx % quant.WARP, tidx // quant.WARP
-    together = max(1, FLIGHT // most)
-    for base in cutlass.range(span[0] + warp, span[1], WARPS * together, unroll=1):
-        loads = _Loads(together, most, partials.is_exact(o_accum))
-        for k in cutlass.range_constexpr(together):
+    first, end = _span(form, share)
+    for base in cutlass.range(first + warp, end, WARPS * form.together, unroll=1):
+        loads = _Loads(form)
+        for k in cutlass.range_constexpr(form.together):
             u = base + k * WARPS
-            count = n if u < span[1] else 0
-            _issue(loads, k, o_accum, lse_accum, begin, count, _place(u, lane))
-        for k in cutlass.range_constexpr(together):
+            count = n if u < end else 0
+            _issue(loads, k, o_accum, lse_accum, begin, count, form.place(u, lane))
+        for k in cutlass.range_constexpr(form.together):
             u = base + k * WARPS
-            partial = _Partial()
-            loads.add_to(partial, k)
-            row, channel = _place(u, lane)
-            if u < span[1]:
+            partial = _Partial(form)
+            loads.add_to(partial, k, empty=True)
+            row, channel = form.place(u, lane)
+            if u < end:
                 _finish(partial, out, lse, factors, (first_row + row, channel), by)
 
 
 @cute.jit
-def _add_slots(
-    partial: cutlass.Constexpr,
-    o_accum: cute.Tensor,
-    lse_accum: cute.Tensor,
-    first: Int32,
-    count: Int32,
-    at: Any,
-) -> None:
-    """Adds ``count`` slots of one quarter, CHUNK of them in flight; ``at`` as of ``_issue``."""
-    for base in cutlass.range(0, count, CHUNK, unroll=1):
-        loads = _Loads(1, CHUNK, partials.is_exact(o_accum))
-        _issue(loads, 0, o_accum, lse_accum, first + base, count - base, at)
-        loads.add_to(partial, 0)
-
-
-@cute.jit
-def _more_slots(tensors: Any, piece: Any, span: Any, factors: Any, by: By) -> None:
-    """Up to ALONE slots, CHUNK of them in flight."""
-    o_accum, lse_accum, out, lse = tensors
-    first_row, begin, n = piece
-    tidx, _, _ = cute.arch.thread_idx()
-    lane, warp = tidx % quant.WARP, tidx // quant.WARP
-    for u in cutlass.range(span[0] + warp, span[1], WARPS, unroll=1):
-        row, channel = _place(u, lane)
-        partial = _Partial()
-        _add_slots(partial, o_accum, lse_accum, begin, n, (row, channel))
-        _finish(partial, out, lse, factors, (first_row + row, channel), by)
-
-
-@cute.jit
 def _many_slots(
-    tensors: Any, sums: cute.Tensor, piece: Any, span: Any, factors: Any, by: By
-) -> None:
-    """More slots: the CTA's warps share a quarter's slots."""
+    form: cutlass.Constexpr, tensors: Any, sums: cute.Tensor, piece: Any, share: Any, factors: Any,
+    by: By,
+) -> None:  # fmt: skip
+    """More slots: the CTA's warps share a strip's slots."""
     o_accum, lse_accum, out, lse = tensors
     first_row, begin, n = piece
     tidx, _, _ = cute.arch.thread_idx()
     lane, warp = tidx % quant.WARP, tidx // quant.WARP
     run = (n + (WARPS - 1)) // WARPS
     first, mine = begin + warp * run, cutlass.min(run, n - warp * run)
-    for u in cutlass.range(span[0], span[1], unroll=1):
-        row, channel = _place(u, lane)
-        partial = _Partial()
-        _add_slots(partial, o_accum, lse_accum, first, mine, (row, channel))
-        for i in cutlass.range_constexpr(2 + VEC):
+    strip, end = _span(form, share)
+    for u in cutlass.range(strip, end, unroll=1):
+        row, channel = form.place(u, lane)
+        partial = _Partial(form)
+        for base in cutlass.range(0, mine, CHUNK, unroll=1):
+            loads = _Loads(form)
+            _issue(loads, 0, o_accum, lse_accum, first + base, mine - base, (row, channel))
+            loads.add_to(partial, 0)
+        for i in cutlass.range_constexpr(2 + partial.count):
             sums[i, warp, lane] = partial.state[i]
         cute.arch.sync_threads()
         if warp == 0:
-            total = _combine(sums, lane)
+            total = _combine(form, sums, lane)
             _finish(total, out, lse, factors, (first_row + row, channel), by)
         cute.arch.sync_threads()
 
 
-def _combine(sums: Any, lane: Any) -> _Partial:
+def _combine(form: Form, sums: Any, lane: Any) -> _Partial:
     """Adds the warps' partial sums in ascending order of their runs."""
-    total = _Partial()
+    total = _Partial(form)
     top = sums[0, 0, lane]
     for w in range(1, WARPS):
         top = cute.arch.fmax(top, sums[0, w, lane])
@@ -468,7 +516,7 @@ def _combine(sums: Any, lane: Any) -> _Partial:
     for w in range(WARPS):
         weight = _exp2(sums[0, w, lane] - reference)
         total.state[1] = total.state[1] + weight * sums[1, w, lane]
-        for i in range(2, 2 + VEC):
+        for i in range(2, 2 + total.count):
             total.state[i] = total.state[i] + weight * sums[i, w, lane]
     return total
 
