@@ -34,13 +34,14 @@ enum {
   NO_DRIVER = 35,         /* cudaErrorInsufficientDriver */
   INVALID_CONTEXT = 201,  /* no context is current in this thread */
   INVALID_IMAGE = 200,
+  INVALID_HANDLE = 400,
   NO_BINARY = 209,        /* no code for this GPU */
   UNSUPPORTED_PTX = 222,
   CAPABILITY_MAJOR = 75,  /* device attributes */
   CAPABILITY_MINOR = 76,
   CAPTURE_RELAXED = 2,    /* CU_STREAM_CAPTURE_MODE_RELAXED */
 };
-enum { MAX_DEVICES = 64, MAX_KERNELS = 8 };
+enum { MAX_DEVICES = 64, MAX_KERNELS = 8, MAX_CONTEXTS = 16 };
 
 /* cudaLaunchConfig_t, as the object fills it in; its attributes have the driver's layout. */
 typedef struct {
@@ -69,6 +70,7 @@ static struct {
   int (*DeviceGetCount)(int *);
   int (*DeviceGetAttribute)(int *, int, int);
   int (*CtxGetDevice)(int *);
+  int (*CtxGetId)(void *, unsigned long long *);
   int (*CtxSetCurrent)(void *);
   int (*DevicePrimaryCtxRetain)(void **, int);
   int (*LibraryLoadData)(void **, const void *, void *, void *, unsigned, void *, void *, unsigned);
@@ -98,7 +100,8 @@ static int open_driver(void) {
 #define FIND(name) \
   if (!(*(void **)&cu.name = dlsym(lib, "cu" #name))) return NO_DRIVER
   FIND(Init); FIND(DriverGetVersion); FIND(GetErrorName); FIND(GetErrorString);
-  FIND(DeviceGetCount); FIND(DeviceGetAttribute); FIND(CtxGetDevice); FIND(CtxSetCurrent);
+  FIND(DeviceGetCount); FIND(DeviceGetAttribute); FIND(CtxGetDevice); FIND(CtxGetId);
+  FIND(CtxSetCurrent);
   FIND(DevicePrimaryCtxRetain); FIND(LibraryLoadData); FIND(LibraryUnload);
   FIND(LibraryGetKernel); FIND(KernelGetFunction); FIND(KernelGetAttribute);
   FIND(KernelSetAttribute); FIND(LaunchKernelEx); FIND(ThreadExchangeStreamCaptureMode);
@@ -150,9 +153,14 @@ HIDDEN int _cudaLibraryLoadData(void **lib, const void *data, void *a, void *b, 
                                 void *d, unsigned m) {
   return cu.LibraryLoadData(lib, data, a, b, n, c, d, m);
 }
-/* The library's kernels, and what they are on a device once they were launched there: launching a
- * kernel, the driver looks that up every time, which takes it 0.3 us. */
-static void *kernels[MAX_KERNELS], *functions[MAX_KERNELS][MAX_DEVICES];
+/* The library's kernels, and what they are in a context once they were launched there: launching a
+ * kernel, the driver looks that up every time, which takes it 0.3 us.  An entry is written once, its
+ * context last; no two contexts of a process have the same number, not even one after the other. */
+static void *kernels[MAX_KERNELS];
+static struct {
+  unsigned long long context;
+  void *function;
+} functions[MAX_KERNELS][MAX_CONTEXTS];
 static int kernel_count;
 
 HIDDEN int _cudaLibraryGetKernel(void **kernel, void *lib, const char *name) {
@@ -161,17 +169,26 @@ HIDDEN int _cudaLibraryGetKernel(void **kernel, void *lib, const char *name) {
   return code;
 }
 
-/* The kernel as it is on the current device; itself where that is not known. */
+/* The kernel as it is in the current context; itself where that is not known. */
 static void *function_of(void *kernel) {
+  unsigned long long context = 0, seen = 1;
   void *function = NULL;
-  int device = 0, i = 0;
+  int i = 0, n = 0;
   while (i < kernel_count && kernels[i] != kernel) ++i;
-  if (i == kernel_count || cu.CtxGetDevice(&device) || device < 0 || device >= MAX_DEVICES)
-    return kernel;
-  function = __atomic_load_n(&functions[i][device], __ATOMIC_ACQUIRE);
-  if (function) return function;
+  if (i == kernel_count || cu.CtxGetId(NULL, &context) || !context) return kernel;
+  for (; n < MAX_CONTEXTS && seen; ++n) {
+    seen = __atomic_load_n(&functions[i][n].context, __ATOMIC_ACQUIRE);
+    if (seen == context) return functions[i][n].function;
+  }
   if (cu.KernelGetFunction(&function, kernel)) return kernel;
-  __atomic_store_n(&functions[i][device], function, __ATOMIC_RELEASE);
+  lock();
+  for (n = 0; n < MAX_CONTEXTS && functions[i][n].context; ++n)
+    if (functions[i][n].context == context) break;
+  if (n < MAX_CONTEXTS && !functions[i][n].context) {
+    functions[i][n].function = function;
+    __atomic_store_n(&functions[i][n].context, context, __ATOMIC_RELEASE);
+  }
+  unlock();
   return function;
 }
 HIDDEN int _cuKernelGetAttribute(int *value, int attribute, void *kernel, int device) {
@@ -189,7 +206,10 @@ HIDDEN int _cudaLaunchKernelEx(const runtime_config *c, void *kernel, void **arg
       {c->grid[0], c->grid[1], c->grid[2]}, {c->block[0], c->block[1], c->block[2]},
       (uint32_t)c->dynamic_smem, c->stream, c->attributes, c->attribute_count,
   };
-  const int code = cu.LaunchKernelEx(&d, function_of(kernel), args, NULL);
+  void *const function = function_of(kernel);
+  int code = cu.LaunchKernelEx(&d, function, args, NULL);
+  if (function != kernel && (code == INVALID_HANDLE || code == INVALID_CONTEXT))
+    code = cu.LaunchKernelEx(&d, kernel, args, NULL); /* a stream of another context */
   if (code) cu.CtxGetDevice(&failed_device);
   return code;
 }

@@ -183,6 +183,18 @@ def test_a_thread_without_a_context_ends_without_one(program: Path, device: int)
     assert out.count("function on") == out.count(f"function on {device}") == 1, "looked up once"
 
 
+def test_a_context_has_a_function_of_its_own(program: Path) -> None:
+    """A context of the same device that came later, which may have the first one's address."""
+    code, out = run(program, "contexts", "device", "0")
+    assert code == 0 and out.count("function on 0") == out.count("launch") == 2, out
+
+
+def test_a_stream_of_another_context_gets_the_kernel(program: Path) -> None:
+    """What is current says which function it is, and the driver refuses that."""
+    code, out = run(program, "stream")
+    assert code == 0 and out.count("launch") == 2, out
+
+
 def test_a_kernel_that_has_no_function_is_launched_as_it_is(program: Path) -> None:
     code, out = run(program, "kernels")
     assert code == 0 and "launch" in out, out

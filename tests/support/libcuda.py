@@ -27,6 +27,13 @@ int cuDeviceGetAttribute(int *v, int a, int d) {
   return 0;
 }
 int cuCtxGetDevice(int *d) { *d = context_set - 1; return context_set ? 0 : 201; }
+static int launches; /* "contexts": a new one of the device for each, as if it had been reset */
+static long context_id(void) { return context_set + (PART("contexts") ? 16 * launches : 0); }
+int cuCtxGetId(void *c, unsigned long long *id) {
+  (void)c;
+  *id = (unsigned long long)context_id();
+  return context_set ? 0 : 201;
+}
 int cuCtxSetCurrent(void *c) {
   context_set = (int)(long)c;
   if (c) printf("device %d\n", context_set - 1);
@@ -78,7 +85,7 @@ int cuLibraryGetKernel(void **k, void *l, const char *name) {
 }
 int cuKernelGetFunction(void **f, void *k) {
   if (CASE("kernels")) return 801;
-  *f = (void *)(0x1000L | (long)k << 4 | context_set);
+  *f = (void *)(0x100000L | (long)k << 16 | context_id());
   printf("function on %d\n", context_set - 1);
   return 0;
 }
@@ -94,9 +101,14 @@ int cuKernelSetAttribute(int a, int v, void *k, int d) {
   return 0;
 }
 int cuLaunchKernelEx(const config *c, void *k, void **args, void **extra) {
-  const long here = 0x1000L | 2 << 4 | context_set;
+  const long here = 0x100000L | 2 << 16 | context_id();
   (void)extra;
-  if ((long)k != (CASE("kernels") ? 2 : here)) return 400; /* not this device's function */
+  if (PART("stream")) { /* which is another context's: it takes kernels, not this one's functions */
+    if ((long)k != 2) return 400;
+  } else if ((long)k != (CASE("kernels") ? 2 : here)) {
+    return 400; /* not this context's function */
+  }
+  ++launches;
   printf("launch %u %u %u | %u %u %u | %u | stream %p | attributes %u | tokens %p\n", c->grid[0],
          c->grid[1], c->grid[2], c->block[0], c->block[1], c->block[2], c->smem, c->stream, c->n,
          *(void **)args[0]);
