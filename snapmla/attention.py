@@ -71,6 +71,7 @@ class Repeat:
 
     table: torch.Tensor
     lengths: torch.Tensor
+    tables_place: int
     options: Options
     out_dtype: torch.dtype | None
     like_q: Callable[..., bool] | None  # of 16 bits
@@ -234,7 +235,6 @@ def run_plan(
     numbers = (softmax_scale, *_choices(causal, lse_base, empty_lse))
     if plan.trims and not causal:
         _check_causal(plan, causal)
-    given = out is not None and lse is not None
     if out is None:
         out = plan._empty_out(out_dtype or torch.bfloat16)
     if lse is None:
@@ -255,7 +255,7 @@ def run_plan(
         query, results = (moved.q,), (moved.out, moved.lse)
         block_table, cache_seqlens = moved.block_table, moved.cache_seqlens
     else:
-        results = plan._kernel_results(out, lse, given)
+        results = out.unsqueeze(0), lse.unsqueeze(0)
         if len(query) == 1:
             query = (query[0].unsqueeze(0),)
     launch_decode(
@@ -427,24 +427,22 @@ def _fits_plan(
     what is read, that no tensor waits for its sign to be changed.
     """
     try:
-        table, lengths = plan._seen
+        if not _tables_fit(plan, block_table, cache_seqlens):
+            return False
         known = _APART[torch.bfloat16 if out is None else out.dtype]
         key = (
             out is None or out.data_ptr(), lse is None or lse.data_ptr(),
-            q.place, cache.place, plan.place,
+            q.place, cache.place, plan.place, plan._seen[2],
         )  # fmt: skip
         return (
             (out is None or out.__class__ is _Tensor)  # others need have no memory
             and (lse is None or lse.__class__ is _Tensor)
             and q.rows_shape == plan.rows_shape
             and cache.page_size == plan.page_size
-            and (key in known or _see_apart(known, key, q, cache, plan, out, lse))
+            and cache.stays
+            and (key in known or _see_apart(known, key, q, cache, plan, plan._seen, out, lse))
             and (out is None or (out.is_contiguous() and not out.is_neg()))
             and (lse is None or (lse.is_contiguous() and not lse.is_neg()))
-            and (
-                (block_table is table and cache_seqlens is lengths)
-                or _see_tables(plan, block_table, cache_seqlens)
-            )
             and (out_dtype is None or (out is None and out_dtype in OUT_NAMES))
             and (
                 not launch.several_gpus()  # the exported functions ask for the kind of device only
@@ -469,11 +467,12 @@ def _rows_fit_plan(
 ) -> bool:
     """``_fits_plan`` of a query of 16 bits, which comes anew with every call."""
     try:
-        table, lengths = plan._seen
+        if not _tables_fit(plan, block_table, cache_seqlens):
+            return False
         known = _APART[plan.dtype if out is None else out.dtype]
         key = (
             out is None or out.data_ptr(), lse is None or lse.data_ptr(),
-            q.data_ptr(), cache.place, plan.place,
+            q.data_ptr(), cache.place, plan.place, plan._seen[2],
         )  # fmt: skip
         return (
             (out is None or (out.__class__ is _Tensor and out.dtype is plan.dtype))
@@ -481,15 +480,12 @@ def _rows_fit_plan(
             and q.shape == plan.q_shape
             and cache.page_size == plan.page_size
             and cache.num_kv_heads == plan.num_kv_heads
-            and (key in known or _see_apart(known, key, q, cache, plan, out, lse))
+            and cache.stays
+            and (key in known or _see_apart(known, key, q, cache, plan, plan._seen, out, lse))
             and q.is_contiguous()
             and not q.is_neg()
             and (out is None or (out.is_contiguous() and not out.is_neg()))
             and (lse is None or (not lse.is_neg() and lse.is_contiguous()))
-            and (
-                (block_table is table and cache_seqlens is lengths)
-                or _see_tables(plan, block_table, cache_seqlens)
-            )
             and (out_dtype is None or out_dtype is plan.dtype)
             and (
                 not launch.several_gpus()  # the exported functions ask for the kind of device only
@@ -523,6 +519,8 @@ def _repeated(
             or options != last.options
             or options[0].__class__ is not float  # others are equal to one, too
             or out_dtype is not last.out_dtype
+            or block_table.shape != plan.table_shape
+            or not cache.stays
             or cache.page_size != plan.page_size
             or cache.num_kv_heads != plan.num_kv_heads
             or (launch.several_gpus() and not q.device == cache.device == plan.device)
@@ -539,9 +537,10 @@ def _repeated(
         known = _APART[last.prepared.dtype]
         key = (
             out is None or out.data_ptr(), lse is None or lse.data_ptr(),
-            place, cache.place, plan.place,
+            place, cache.place, plan.place, last.tables_place,
         )  # fmt: skip
-        if key in known or _see_apart(known, key, q, cache, plan, out, lse):
+        tables = last.table, last.lengths
+        if key in known or _see_apart(known, key, q, cache, plan, tables, out, lse):
             return last.prepared
     except (AttributeError, RuntimeError, TypeError):
         pass  # something is of another kind
@@ -550,7 +549,7 @@ def _repeated(
 
 def _remember(
     q: Query,
-    seen: tuple[torch.Tensor | None, torch.Tensor | None],
+    seen: tuple[torch.Tensor | None, torch.Tensor | None, int],
     plan: DecodePlan,
     options: Options,
     out_dtype: torch.dtype | None,
@@ -561,7 +560,7 @@ def _remember(
     Args:
         seen: the plan's tables before the call.
     """
-    table, lengths = seen
+    table, lengths, place = seen
     unlike = plan._unlike + 1 if plan._seen is seen else 1
     object.__setattr__(plan, "_unlike", unlike)
     if table is None or lengths is None or not launch.worth_a_note(unlike):
@@ -573,19 +572,25 @@ def _remember(
         like_out, like_lse = map(launch.alike, made)
         allocates = dtype is (out_dtype or plan.variant.out_dtypes[0])
         repeat = Repeat(
-            table, lengths, options, out_dtype, like_q, like_out, like_lse, allocates, prepared
-        )
+            table, lengths, place, options, out_dtype, like_q, like_out, like_lse, allocates,
+            prepared,
+        )  # fmt: skip
         object.__setattr__(plan, "_repeat", repeat)
     return made
 
 
-def _see_tables(plan: DecodePlan, block_table: torch.Tensor, cache_seqlens: torch.Tensor) -> bool:
+def _tables_fit(plan: DecodePlan, block_table: torch.Tensor, cache_seqlens: torch.Tensor) -> bool:
     """Whether tables are as planned and hold their values; if so they are known by identity."""
-    if not tracing.plain(block_table, cache_seqlens) or block_table.shape != plan.table_shape:
+    if block_table.shape != plan.table_shape:
         return False
-    if not launch.none_negative(block_table, cache_seqlens):
+    table, lengths, _ = plan._seen
+    if block_table is table and cache_seqlens is lengths:
+        return True
+    tables = block_table, cache_seqlens
+    if not tracing.plain(*tables) or not launch.none_negative(*tables):
         return False
-    object.__setattr__(plan, "_seen", (block_table, cache_seqlens))
+    place = overlap.place((overlap.span(block_table), overlap.span(cache_seqlens)))
+    object.__setattr__(plan, "_seen", (*tables, place))
     return True
 
 
@@ -595,6 +600,7 @@ def _see_apart(
     q: Query,
     cache: PagedKVCache,
     plan: DecodePlan,
+    tables: tuple[Any, ...],
     out: torch.Tensor | None,
     lse: torch.Tensor | None,
 ) -> bool:
@@ -606,7 +612,8 @@ def _see_apart(
         return False
     results = [() if result is None else (overlap.span(result),) for result in (out, lse)]
     query = (overlap.span(q),) if isinstance(q, torch.Tensor) else q.spans
-    return known.see(key, *results, (*query, *cache.spans, *plan.spans))
+    lengths = map(overlap.span, tables[:2])
+    return known.see(key, *results, (*query, *cache.spans, *plan.spans, *lengths))
 
 
 def checked(

@@ -58,6 +58,11 @@ class PagedKVCache(launch.OverTensors):
     memory: layouts.Memory = field(init=False, repr=False)
     traceable: bool = field(init=False, repr=False)
 
+    @property
+    def stays(self) -> bool:
+        """Whether its memory is where it was: storage can be freed or moved in place."""
+        return self.content_u8.data_ptr() == self.spans[0][0]
+
     def __post_init__(self) -> None:
         if not torch.compiler.is_compiling():  # a tracer's tensors have no address to check
             tracing.refuse_transforms()
@@ -217,7 +222,8 @@ class PagedKVCache(launch.OverTensors):
 
 
 def expect_cache(value: object) -> None:
-    """TypeError for what is no ``PagedKVCache``, ValueError for one whose memory was freed."""
+    """TypeError for what is no ``PagedKVCache``, ValueError for one whose memory was freed or moved
+    in place."""
     if not isinstance(value, PagedKVCache):
         checks.type_error(
             "cache",
@@ -227,10 +233,11 @@ def expect_cache(value: object) -> None:
         )
     if tracing.by_dynamo() or not value.plain:
         return  # a tracer's tensors have no memory
-    content = value.content_u8
+    content, hint = value.content_u8, "keep the storage, or make another cache"
     if not content.data_ptr() and not content.untyped_storage().nbytes():
-        hint = "keep the storage, or make another cache"
         checks.value_error("cache", "memory", "a storage that was freed", hint)
+    if not value.stays:
+        checks.value_error("cache", "memory where it was", "a storage that was moved", hint)
 
 
 def expect_fp8(cache: PagedKVCache, hint: str) -> None:

@@ -27,6 +27,7 @@ ROWS = (torch.bfloat16, torch.float16)  # what a cache that is not FP8 holds
 ROWS_TILE = 64  # tokens: larger pages of 16-bit rows are multiples of a KV tile
 MAX_HEADS = 128
 MAX_ROWS = 2**29 - 1  # query tokens * heads: four counts a row fit int32 (smxx/merge.py)
+MAX_UNIT_ROWS = 4_000_000  # of one unit: their places in a slot fit int32 (common/epilogue.py)
 ALIGN = 16  # bytes; rows are moved by vector instructions and TMA
 TRANSPOSED = "it is transposed or strided inside a row: call .contiguous() once"
 # Kernels start their running maximum at -1e30, in log2 units: a logit below it would be no token.
@@ -389,6 +390,14 @@ def rows(name: str, tokens: int, heads: int) -> None:
     if tokens * heads > MAX_ROWS:
         wanted = f"at most {MAX_ROWS} query tokens times heads"
         value_error(name, wanted, f"{tokens} * {heads}", "split the tokens over several calls")
+
+
+def unit_rows(name: str, rows: int) -> int:
+    """Checks how many query rows of a sequence are scheduled together."""
+    if rows > MAX_UNIT_ROWS:
+        wanted = f"at most {MAX_UNIT_ROWS} query rows of a sequence in step"
+        value_error(name, wanted, rows, "split the tokens over several calls")
+    return rows
 
 
 def softmax_scale(value: Any) -> float:

@@ -14,7 +14,7 @@ import torch
 
 from dsl_kernels.dims import HEAD_DIM_QK, ITEM_WORDS, KV_LORA_RANK, PARTIAL_ROW
 from dsl_kernels.spec import VariantSpec, decode_spec
-from snapmla import checks, kv_heads, launch, layouts, plan_text, runtime, tracing
+from snapmla import checks, kv_heads, launch, layouts, overlap, plan_text, runtime, tracing
 
 STALE_SHOWN = 8  # changed sequences that an error names
 FP8 = "fp8"  # ``cache_dtype`` of a plan, as variants' names have it
@@ -150,13 +150,12 @@ class DecodePlan(launch.OverTensors):
         "plan", "call plan.update_(cache_seqlens) once after the lengths change",
     )  # fmt: skip
 
-    # block table and lengths of the last call, which need not be looked at again (``attention``)
-    _seen: ClassVar[tuple[torch.Tensor | None, torch.Tensor | None]] = (None, None)
+    # block table and lengths of the last call, which need not be looked at again (``attention``),
+    # and where they lie
+    _seen: ClassVar[tuple[torch.Tensor | None, torch.Tensor | None, int]] = (None, None, 0)
     # what calls like the last one have in common (``attention.Repeat``)
     _repeat: ClassVar[Any] = None
     _unlike: ClassVar[int] = 0  # calls over those tables that it did not serve
-    # results of the last call with ragged queries, and the views that kernels take
-    _results: ClassVar[tuple[torch.Tensor, ...] | None] = None
 
     work_items: torch.Tensor
     part_begin: torch.Tensor
@@ -236,6 +235,11 @@ class DecodePlan(launch.OverTensors):
     def rows(self) -> int:
         """Query rows of a sequence; with ragged queries the most of all together."""
         return self.num_heads * (self.total_q if self.s_q is None else self.s_q)
+
+    @functools.cached_property
+    def place(self) -> int:
+        """A number for the tensors' spans and the shape of a call's rows."""
+        return overlap.place((*self.spans, *((0, extent) for extent in self.rows_shape)))
 
     @functools.cached_property
     def ragged(self) -> bool:
@@ -385,22 +389,6 @@ class DecodePlan(launch.OverTensors):
     def _planned(self) -> tuple[Any, ...]:
         """Tables and scalars of the planning kernel."""
         return *self._written, *self._numbers
-
-    def _kernel_results(
-        self, out: torch.Tensor, lse: torch.Tensor, keep: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``out`` and ``lse`` of ragged queries as kernels take them, (1, total_q, ...).
-
-        Args:
-            keep: remember them, for the next call that writes the same tensors.
-        """
-        seen = self._results
-        if seen is not None and seen[0] is out and seen[1] is lse:
-            return seen[2], seen[3]
-        views = (out.unsqueeze(0), lse.unsqueeze(0))
-        if keep:
-            object.__setattr__(self, "_results", (out, lse, *views))
-        return views
 
     @functools.cached_property
     def plain(self) -> bool:

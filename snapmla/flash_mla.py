@@ -102,7 +102,24 @@ class FlashMLASchedMeta:
         self._unlike = 0  # calls over those tables that it did not serve
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_tables": (None, None), "_layer": None}  # the original's memory
+        # its own dict of plans; what names the original's memory is left behind
+        forgotten = {"_tables": (None, None), "_layer": None}
+        return {**self.__dict__, "_plans": dict(self._plans), **forgotten}
+
+    def _planned(self) -> bool:
+        """Whether its plans are a step's; a caller may set ``have_initialized`` back."""
+        return self.have_initialized and self.config is not None
+
+
+class ObjectPlan(decode_plan.DecodePlan):
+    """A plan of a ``FlashMLASchedMeta``."""
+
+    _STALE = ("tile_scheduler_metadata", "make another object by get_mla_metadata()")
+
+    @classmethod
+    def of(cls, plan: decode_plan.DecodePlan) -> ObjectPlan:
+        """The same plan."""
+        return cls(**{field.name: getattr(plan, field.name) for field in fields(plan)})
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # quicker to read than a NamedTuple
@@ -119,7 +136,8 @@ class Layer:
     device: int | None  # index; None of a CPU
     stream: int
     alike: Callable[..., bool]  # of q, k_cache and the results that were given
-    place: int  # of the plan's tensors, and how far q and k_cache reach from their addresses
+    # of the plan's tensors and the tables, and how far q and k_cache reach from their addresses
+    place: int
     plan: decode_plan.DecodePlan
     prepared: attention.Prepared
 
@@ -322,6 +340,8 @@ def _ready(call: Call) -> Ready | None:
         ):
             return None
         if _plans_itself(metadata):
+            if not metadata._planned():
+                return None
             reader, plan = None, metadata._plans.get(_key(call))
         else:
             reader = _reader(call)
@@ -333,11 +353,13 @@ def _ready(call: Call) -> Ready | None:
         ):
             return None
         if out is not None or lse is not None:
+            tables = call[2:4]
             key = (
                 out is None or out.data_ptr(), lse is None or lse.data_ptr(), q.data_ptr(),
                 k_cache.data_ptr(), k_cache.shape[0], k_cache.stride(), plan.place,
+                *map(overlap.span, tables),
             )  # fmt: skip
-            if not (key in _APART or _lie_apart(key, q, k_cache, out, lse, plan)):
+            if not (key in _APART or _lie_apart(key, (q, k_cache, *tables), out, lse, plan)):
                 return None
     except _OTHER_KIND:
         return None
@@ -370,11 +392,12 @@ def _layer(call: Call, plan: decode_plan.DecodePlan) -> Layer | None:
     prepared = attention.Prepared.of(plan, options, plan.dtype)
     if prepared is None:
         return None
-    read = overlap.span(q), overlap.span(k_cache)
+    read, tables = (overlap.span(q), overlap.span(k_cache)), map(overlap.span, (table, lengths))
     given = launch.alike(q, k_cache, *(t for t in (out, lse) if t is not None))
     return Layer(
         table, lengths, options[0], options[1], plan.device.index, _stream(plan.device), given,
-        overlap.place((*((0, end - first) for first, end in read), *plan.spans)), plan, prepared,
+        overlap.place((*((0, end - first) for first, end in read), *tables, *plan.spans)), plan,
+        prepared,
     )  # fmt: skip
 
 
@@ -400,6 +423,8 @@ def _next_layer(
         or scale.__class__ is not float  # others are equal to one, too
         or causal is not layer.causal
         or metadata.tile_scheduler_metadata is not None
+        or not metadata.have_initialized
+        or metadata.config is None
         or (layer.device is not None and _raw_stream(layer.device) != layer.stream)
     ):
         return None
@@ -413,7 +438,8 @@ def _next_layer(
             out is None or out.data_ptr(), lse is None or lse.data_ptr(), q.data_ptr(),
             k_cache.data_ptr(), layer.place,
         )  # fmt: skip
-        if key in _APART or _lie_apart(key, q, k_cache, out, lse, layer.plan):
+        read = q, k_cache, table, lengths
+        if key in _APART or _lie_apart(key, read, out, lse, layer.plan):
             return layer
     except _OTHER_KIND:
         pass
@@ -487,8 +513,7 @@ def _shape(call: Call) -> records.Shape:
 
 def _lie_apart(
     key: tuple[Any, ...],
-    q: Tensor,
-    k_cache: Tensor,
+    read: tuple[Tensor, ...],
     out: Tensor | None,
     lse: Tensor | None,
     plan: decode_plan.DecodePlan,
@@ -496,10 +521,11 @@ def _lie_apart(
     """Whether given results share no memory with what is read; see ``attention.decode``.
 
     Args:
-        key: addresses of results, q and k_cache, and what their sizes and the plan's memory are.
+        key: addresses of results and of what is ``read``, and what their sizes and the plan's
+            memory are.
     """
     results = ((overlap.span(t),) for t in (out, lse) if t is not None)
-    return _APART.see(key, *results, (overlap.span(q), overlap.span(k_cache), *plan.spans))
+    return _APART.see(key, *results, (*map(overlap.span, read), *plan.spans))
 
 
 _NAMES = {
@@ -513,11 +539,13 @@ _NAMES = {
 
 def _checked_decode(call: Call, head_dim_v: int, num_splits: Tensor | None) -> Pair:
     """The same call through the primary API, with every check and its words."""
+    if isinstance(call[0], torch.Tensor):  # once: a query with gaps is copied
+        call = (call[0].contiguous(), *call[1:])
     q, _, table, lengths, _, out, lse, (scale, causal, base, empty) = call
     try:
         cache = _checked(call, head_dim_v, num_splits)
         return attention.decode(
-            q.contiguous(), cache, table, lengths, softmax_scale=scale,
+            q, cache, table, lengths, softmax_scale=scale,
             plan=_plan(call, cache) if q.shape[0] else None, causal=bool(causal), out=out, lse=lse,
             lse_base=base, empty_lse=empty,
         )  # fmt: skip
@@ -598,6 +626,9 @@ def _plan_of(
 ) -> decode_plan.DecodePlan:
     """The object's plan; the first call makes it, others must be like that one."""
     q, _, table, *_ = call
+    if not metadata._planned():
+        metadata._plans.clear()
+        metadata._layer = None
     key = _key(call)
     plan = metadata._plans.get(key)
     if plan is not None:
@@ -605,15 +636,17 @@ def _plan_of(
     b, s_q, heads, _ = q.shape
     causal = bool(key[3])
     config = Config(b, s_q, heads, cache.page_size, cache.num_kv_heads, causal, q.dtype)
-    if metadata._plans:
-        assert metadata.config is not None
+    if metadata._plans and metadata.config is not None:
         _check_config(metadata.config, config)
-        first = next(iter(metadata._plans.values()))
-        slots, unit_rows = first.lse_accum.shape
-        o_accum, lse_accum = decode_plan.new_workspace(table, slots, unit_rows, first.cache_dtype)
-        plan = replace(first, max_pages=table.shape[1], o_accum=o_accum, lse_accum=lse_accum)
+    width = table.shape[1]
+    # tables that were made for another width may have been cut there
+    like = next((p for p in metadata._plans.values() if p.max_pages == width), None)
+    if like is not None:
+        slots, unit_rows = like.lse_accum.shape
+        o_accum, lse_accum = decode_plan.new_workspace(table, slots, unit_rows, like.cache_dtype)
+        plan = replace(like, o_accum=o_accum, lse_accum=lse_accum)
     else:
-        plan = _made(call)
+        plan = ObjectPlan.of(_made(call))
         metadata.have_initialized, metadata.config = True, config
     metadata._plans[key] = plan
     return plan

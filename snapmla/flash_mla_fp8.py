@@ -232,7 +232,8 @@ def _quick_decode(call: Call) -> tuple[Any, ...] | None:
     ):
         return None
     plan = kept_plan(*pair, b, heads, s_q, page_size, block_table.shape[1])
-    if not (out is lse is None or _lie_apart(query, pool, plan, out, lse)):
+    tables = block_table, cache_seqlens
+    if not (out is lse is None or _lie_apart(query, pool, tables, plan, out, lse)):
         return None
     if launch.several_gpus() and not launch.all_on(
         plan.device, *query, *pool, block_table, cache_seqlens, out, lse
@@ -252,6 +253,7 @@ _APART = overlap.Apart()
 def _lie_apart(
     query: Triple,
     pool: Triple,
+    tables: tuple[torch.Tensor, torch.Tensor],
     plan: DecodePlan,
     out: torch.Tensor | None,
     lse: torch.Tensor | None,
@@ -259,13 +261,13 @@ def _lie_apart(
     """Whether given results share no memory with what is read; see ``attention.decode``."""
     results = [t for t in (out, lse) if t is not None]
     key = (
-        *(t.data_ptr() for t in (*query, *pool, *results)),
-        *(t.stride() for t in (query[2], *pool)), plan.place, plan.rows_shape, pool[0].shape,
+        *(t.data_ptr() for t in (*query, *pool, *tables, *results)),
+        *(t.stride() for t in (query[2], *pool, *tables)), plan.place, pool[0].shape,
         results[0].dtype, lse is None,
     )  # fmt: skip
     if key in _APART:
         return True
-    read = (*map(overlap.span, (*query, *pool)), *plan.spans)
+    read = (*map(overlap.span, (*query, *pool, *tables)), *plan.spans)
     return _APART.see(key, *((overlap.span(t),) for t in results), read)
 
 

@@ -124,7 +124,7 @@ def make_plan(
     max_pages = checks.integer("max_pages", max_pages, 1)
     parts, rows = metadata.shape[0], num_heads * s_q
     spec = dispatch.choose(metadata.device, num_heads, s_q, page_size)
-    unit_rows = dispatch.rows_of_unit(rows, spec, in_step=True)
+    unit_rows = checks.unit_rows("s_q", dispatch.rows_of_unit(rows, spec, in_step=True))
     o_accum, lse_accum = workspace(metadata, stream, parts, unit_rows)
     units, unit_begin, row_limits = no_tables(metadata)
     return PairPlan(

@@ -106,6 +106,12 @@ def plan_decode(
 ) -> DecodePlan:
     """Plans one decode step on the device of ``cache_seqlens``; share it between layers.
 
+    Sequences are cut to share the work out evenly, or left whole where merging pieces would take
+    longer than they save (by measured times, for the batch as a whole, of up to 512 units of query
+    rows).  Long fp16 sums would show in results: where a sequence of an fp16 cache has more than
+    16384 tokens, parts with more than that sum them in two to four items, and the workspace may be
+    4 times as large.
+
     Args:
         cache_seqlens: int32 (b,), tokens in the cache per sequence, the new ones included.
         num_heads: 1 to 128.
@@ -150,10 +156,6 @@ def plan_decode(
             ``fp8``, torch.bfloat16 or torch.float16.
         num_kv_heads: of that cache; query heads j * g to (j + 1) * g - 1, g = num_heads /
             num_kv_heads, read KV head j.
-
-    A sequence is cut where that takes less time than its pieces' merge; of an fp16 cache also after
-    about 16384 tokens, as longer sums would show in its results: its workspace may then be 4 times
-    as large.
 
     Returns:
         The plan, updated for ``cache_seqlens``.
@@ -292,7 +294,8 @@ def make_plan(
     longest, stretches = 0, 1
     if options.cache_name == "f16" and not split_tiles:
         longest = FP16_LONGEST_ITEM // spec.token_tile
-        stretches = _stretches(units * (max_tiles + fixed_overhead), num_parts, longest)
+        if max_tiles > longest:
+            stretches = _stretches(units * (max_tiles + fixed_overhead), num_parts, longest)
     items, slots = _room(units, max_tiles, num_parts * stretches, fixed_overhead, split_tiles)
     tile_ns, read_ns = dispatch.tile_times(device, spec)
 
@@ -341,7 +344,8 @@ def _unit_rows(device: torch.device, rows: int, spec: VariantSpec, row_blocks: s
     """Query rows that are scheduled together."""
     if row_blocks is None:
         return dispatch.unit_rows(sm_count(device), rows, spec)
-    return dispatch.rows_of_unit(rows, spec, in_step=row_blocks == "in_step")
+    unit_rows = dispatch.rows_of_unit(rows, spec, in_step=row_blocks == "in_step")
+    return checks.unit_rows("row_blocks", unit_rows)
 
 
 def _stretches(most_tiles: int, num_parts: int, longest: int) -> int:

@@ -228,7 +228,7 @@ def _append_known(
     try:
         tokens = (c_kv, k_rope, slot_mapping)
         return (
-            cache.content_u8.data_ptr() != 0  # its storage may have been freed
+            cache.stays
             and launch.addressable(cache.device, *tokens)
             and _append_key(cache, *tokens) in _APPENDED
         )

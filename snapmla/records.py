@@ -144,7 +144,7 @@ def make_reader(like: torch.Tensor, parts: int, shape: Shape, stream: int | None
     spec = dispatch.choose(
         like.device, group, shape.s_q, kernel_page_size(shape.page_size), cache=shape.cache_dtype
     )
-    unit_rows = dispatch.rows_of_unit(shape.rows, spec, in_step=True)
+    unit_rows = checks.unit_rows("q", dispatch.rows_of_unit(shape.rows, spec, in_step=True))
     max_tiles = -(-shape.max_pages * shape.page_size // spec.token_tile)
     if batch * max(max_tiles, 1) > plans.MAX_COST:
         checks.value_error(

@@ -4,7 +4,8 @@
     tokens on M  dense_few.py    32 rows or fewer: S^T = K Q^T, O^T = V^T P^T
 
 Hand-over of a block, in the tile's stage of the ring: P over the tile's RoPE columns, factor gamma
-of its rows, and whether a frame moved.  Hand-over of an item: 1 / row sums.
+of its rows, and whether a frame moved.  Hand-over of an item: 1 / row sums, and where its
+rows go (item_notes.py).
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
 Across its tiles slot and rows would take registers that there are not, and to read the work list
 again is a way to L2 in front of every item's last rows.  The softmax warps note them when an item
-begins, each for itself and for P.V, which finds them behind the row sums: the last item's and this
-one's, as softmax begins the next item while P.V ends the last.
+begins, for P.V, which finds them behind the row sums, and for themselves where they have no
+registers either: the last item's and this one's, as softmax begins the next item while P.V ends the
+last.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 
 Hand-over of a block, in one of ``P_STAGES`` buffers: P8 (each term of P, p_terms.py), factors beta
 and gamma of its rows, and a byte a warp that says whether a frame moved.  Hand-over of an item:
-1 / row sums.
+1 / row sums, and where its rows go (item_notes.py; few rows have registers for that).
 """
 
 from __future__ import annotations

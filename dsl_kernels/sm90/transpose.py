@@ -81,7 +81,8 @@ def _load(base, lane_part, block: int):
 
 
 def to_fragment(mma, raw, names: TokenNames):
-    """The A fragment (64 channels x 64 tokens) of ``mma`` from ``load_raw``'s words: 16 prmt."""
+    """The A fragment (64 channels x 64 tokens) of ``mma`` from the words of ``load_raw`` or
+    ``load_own``: 16 prmt."""
     frag = mma.make_fragment_A(mma.partition_shape_A((64, TILE)))
     words = cute.recast_tensor(frag, U32)
     for kb in range(2):

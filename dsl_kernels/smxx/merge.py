@@ -262,7 +262,7 @@ def _issue(
     ``count`` may be larger than what ``loads`` holds."""
     row, channel = at
     form, words, exponents, lses = loads.form, loads.words, loads.exponents, loads.lses
-    row_at = o_accum.iterator + (Int64(first) * o_accum.stride[0] + row * o_accum.shape[2])
+    row_at = o_accum.iterator + (Int64(first) * o_accum.stride[0] + Int64(row) * o_accum.shape[2])
     o_at, byte_at = row_at + channel, partials.exponents_at(row_at, channel)
     lse_at = lse_accum.iterator + (Int64(first) * lse_accum.stride[0] + row)
     for j in cutlass.range_constexpr(form.slots):

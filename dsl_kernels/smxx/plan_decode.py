@@ -81,7 +81,7 @@ class Rule(NamedTuple):
     max_tokens: Int32
     overhead: Int32
     split_tiles: Int32  # 0: cut for balance
-    longest_item: Int32  # tiles of an item, about; 0: any number
+    longest_item: Int32  # tiles of an item, about, where some unit has more; 0: any number
     max_stretches: Int32  # of a part, for that
     tile_ns: Int32  # time of a tile where memory does not bound it; 0: cuts cost nothing
     read_ns: Int32  # time of reading one
@@ -176,16 +176,18 @@ def _plan(lengths: Lengths, tables: Tables, rule: Rule) -> None:
     count = Int32(room)  # of units
     if lengths.cu_seqlens_q.shape[0] > 0:
         count = cutlass.min(_number_units(sm, lengths, tables, rule), room)
-    total = Int32(0)
+    total, largest = Int32(0), Int32(0)
     for first in cutlass.range(0, count, CHUNK, unroll=1):
         total = _stage(sm, lengths, tables, rule, first, count, total)
+        if rule.longest_item > 0:
+            largest = cutlass.max(largest, _largest(sm, cutlass.min(count - first, CHUNK)))
     # not first: what they read is on its way to this thread by now
     _copy(lengths.cache_seqlens, tables.planned_seqlens)
     _copy(lengths.row_seqlens, tables.row_limits)
     share = cutlass.max((total + (parts - 1)) // parts, 1)
     capacity, row, stretches = Int32(1), Int32(0), Int32(1)
     if rule.split_tiles == 0:
-        if rule.longest_item > 0:
+        if largest > rule.longest_item:
             wanted = (share + (rule.longest_item - 1)) // rule.longest_item
             stretches = cutlass.max(cutlass.min(wanted, rule.max_stretches), 1)
             share = cutlass.max((total + (parts * stretches - 1)) // (parts * stretches), 1)
@@ -339,6 +341,16 @@ def _stage(
 
 
 @cute.jit
+def _largest(sm: Smem, here: Int32) -> Int32:
+    """Tiles of the largest of the chunk's ``here`` units; by whole warps."""
+    tidx, _, _ = cute.arch.thread_idx()
+    most = Int32(0)
+    for at in cutlass.range(tidx % quant.WARP, here, quant.WARP, unroll=1):
+        most = cutlass.max(most, sm.tiles[at])
+    return cute.arch.warp_redux_sync(most, "max")
+
+
+@cute.jit
 def _pieces(number: Int32, split_tiles: Int32) -> Int32:
     """Items of a unit with fixed splits; an empty one is one item."""
     return cutlass.max((number + (split_tiles - 1)) // split_tiles, 1)
@@ -389,12 +401,8 @@ def _weigh(
     """(capacity, its warp) of the fill that was found, which uses ``used`` parts, or of one without
     cuts if that takes no more time.  The first one's column of ``part`` and ``head`` stays."""
     tidx, _, _ = cute.arch.thread_idx()
-    lane, warp = tidx % quant.WARP, tidx // quant.WARP
-    most = Int32(0)
-    for at in cutlass.range(lane, count, quant.WARP, unroll=1):
-        most = cutlass.max(most, sm.tiles[at])
-    most = cute.arch.warp_redux_sync(most, "max")
-    lower = cutlass.max(capacity, most + rule.overhead)
+    warp = tidx // quant.WARP
+    lower = cutlass.max(capacity, _largest(sm, count) + rule.overhead)
     mine = lower + warp - _choose(warp > row, 1, 0)
     part = Int32(TOO_MANY)
     if warp != row:

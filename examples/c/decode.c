@@ -164,7 +164,7 @@ int main(void) {
             MAKE(planned, I32, 1, NULL, BATCH), MAKE(units, I32, 2, NULL, 0, 2),
             MAKE(unit_begin, I32, 1, NULL, 0), MAKE(row_limits, I32, 1, NULL, 0), WIDTH * PAGE,
             TILE, OVERHEAD, /* fixed splits */ 0, /* longest item, stretches */ 0, 1,
-            /* ns of a tile, of reading one: as measured for 16 rows */ 870, 9, HEADS, S_Q, ROWS,
+            /* ns of a tile, of reading one: as measured for 16 rows */ 870, 10, HEADS, S_Q, ROWS,
             /* causal */ 1),
         "plan");
 

@@ -21,6 +21,7 @@ from snapmla.layouts import kernel_page_size
 NAMES_OF_OUT = {torch.bfloat16: "bf16", torch.float32: "f32"}
 FP8 = "fp8"
 ROWS = {torch.bfloat16: "bf16", torch.float16: "f16"}  # of 16-bit caches
+TILES_OF = "H200"  # card of ``DecodeOp.tile_ns``
 READ_FRACTION = 0.93  # of a card's read rate, that short contexts reach
 STANDARD = "standard"
 P_TERMS = {STANDARD: 1, "high": 2}  # of an accuracy, as users name it
@@ -70,13 +71,23 @@ def choose(
 
 def tile_times(device: torch.device, spec: VariantSpec) -> tuple[int, int]:
     """(nanoseconds of a tile of a kernel where memory does not bound it, of reading a tile); 0, 0
-    where nobody measured it.  The software GPU has none: it cuts whatever there is to cut."""
+    of a kernel that nobody measured.
+
+    Other cards than the one that was measured scale by clocks, nominal ones as contexts are short,
+    and by their tensor cores.  The software GPU has no times: it cuts whatever there is to cut.
+    """
     op = FP8_DECODE if spec.op == FP8_DECODE.family.op else DENSE_DECODE
     tile = op.tile_ns.get((spec.pipeline, spec.row_tile), 0)
     if device.type != "cuda" or not tile:
         return 0, 0
-    read_gbs = READ_FRACTION * card_of(device).read_gbs
-    return tile, round(spec.token_tile * op.token_bytes / read_gbs)
+    card = card_of(device)
+    measured = next(known for known in cards() if known.name == TILES_OF)
+    tensor = 1e3 * op.tensor_cycles(spec) * card.tensor_slowdown / card.boost_mhz
+    read_gbs = READ_FRACTION * card.read_gbs
+    return (
+        round(max(tile * measured.boost_mhz / card.boost_mhz, tensor)),
+        round(spec.token_tile * op.token_bytes / read_gbs),
+    )
 
 
 def op_of(cache: str) -> DecodeOp:

@@ -37,9 +37,10 @@ parts in use, which share the memory, capacity T takes (T - fixed_overhead) * ma
 read_ns); cuts take ``MERGE_NS`` more, and 0.8 ns for each of p * unit_rows partial rows.  Units
 stay whole if that takes no longer.  (Of batches of more than ``WEIGHED`` units nothing is weighed.)
 
-An accumulator's error grows with the tiles that it sums.  With ``Cuts.longest_item`` a part is k
-*stretches*, k = ceil(ceil(total cost / parts) / longest_item), at most ``max_stretches``: what was
-said of parts is then true of k * parts stretches, and part p walks those from k * p on.
+An accumulator's error grows with the tiles that it sums.  If some unit has more than
+``Cuts.longest_item`` of them, a part is k *stretches*, k = ceil(ceil(total cost / parts) /
+longest_item), at most ``max_stretches``: what was said of parts is then true of k * parts
+stretches, and part p walks those from k * p on.
 
 Capacity: every cut of a unit is a boundary between two parts, so there are at most parts - 1 cuts
 and n_items <= units + parts - 1.  A unit with c cuts is split into c + 1 <= 2 c items that need an
@@ -265,7 +266,7 @@ def plan_reference(
         filled, capacity = _fixed(tiles, parts, fixed_overhead, split_tiles)
     else:
         total = sum(tiles) + fixed_overhead * len(tiles)
-        if cuts.longest_item:
+        if cuts.longest_item and max(tiles, default=0) > cuts.longest_item:
             share = -(-total // parts)
             stretches = max(min(-(-share // cuts.longest_item), cuts.max_stretches), 1)
         capacity = max(-(-total // (parts * stretches)), fixed_overhead + 1)

@@ -23,6 +23,7 @@ from snapmla.testing import selfcheck
 from tests.support.bits import same_bits
 from tests.support.needs import needs_compiler
 from tests.support.steps import SCALE, Step, assert_right, make_step, plan_for
+from tests.support.wrong_arguments import decode_arguments
 
 pytestmark = needs_compiler
 PIPELINE_CASES = [
@@ -144,6 +145,58 @@ class Ragged:
             cu_seqlens_q=self.begin, **rule,
         )  # fmt: skip
         assert errors.right, str(errors)
+
+
+@pytest.mark.parametrize("name", ["block_table", "cache_seqlens"])
+def test_results_over_the_tables_are_refused(name: str) -> None:
+    """Also of a call that is like the last but for that."""
+    arguments = decode_arguments()
+    held, lse = arguments[name], arguments["lse"]
+    memory = torch.zeros(max(held.numel(), lse.numel()))
+    arguments[name] = memory.view(torch.int32)[: held.numel()].view(held.shape).copy_(held)
+    over = memory[: lse.numel()].view(lse.shape)
+    words = f"lse: expected memory apart from {name}, got tensors that overlap"
+    for given in (over, lse, lse, lse, over):
+        if given is lse:
+            snapmla.decode(**arguments)
+        else:
+            with pytest.raises(ValueError, match=words):
+                snapmla.decode(**{**arguments, "lse": given})
+
+
+def test_memory_that_changes_in_place_is_noticed() -> None:
+    """By calls that are like the last but for that."""
+    arguments = decode_arguments()
+    for _ in range(3):
+        snapmla.decode(**arguments)
+    table = arguments["block_table"]
+    whole = table.data
+    table.data = whole[:, 1:].contiguous()
+    with pytest.raises(ValueError, match="^block_table: expected a width of"):
+        snapmla.decode(**arguments)
+    table.data = whole
+    snapmla.decode(**arguments)
+    cache = arguments["cache"]
+    moved = cache.content_u8.data
+    cache.content_u8.data = moved.clone()
+    with pytest.raises(ValueError, match="^cache: expected memory where it was, got a storage"):
+        snapmla.decode(**arguments)
+    cache.content_u8.data = moved
+    snapmla.decode(**arguments)
+    cache.content.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match="^cache: expected memory, got a storage that was freed"):
+        snapmla.decode(**arguments)
+
+
+def test_ragged_results_that_moved_in_place() -> None:
+    ragged = Ragged.make()
+    plan = ragged.plan(num_parts=5, fixed_overhead=0, row_tile=16)
+    total, heads = ragged.q.shape[:2]
+    out, lse = torch.full((total, heads, 512), 7.0), torch.full((heads, total), 7.0)
+    ragged.decode(plan, out=out, lse=lse)
+    want = out.clone()
+    out.data, lse.data = torch.full_like(out, 7), torch.full_like(lse, 7)
+    assert same_bits(ragged.decode(plan, out=out, lse=lse)[0], want)
 
 
 def test_ragged_queries() -> None:

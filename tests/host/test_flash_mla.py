@@ -300,13 +300,73 @@ def test_an_object_is_for_calls_like_its_first(no_decode: None) -> None:
     other = DenseStep.make((70, 0), 2, 2, **FEW)
     with pytest.raises(ValueError, match=words.format("h_q = 4", "h_q = 2")):
         decode(other, (metadata, None))
-    # a narrower table is the same call; lengths are not compared
+    # a narrower table is the same call, but its plan is its own: lengths are cut at the width
     plan = next(iter(metadata._plans.values()))
     step.block_table = step.block_table[:, :-1]
     decode(step, (metadata, None))
     first, second = metadata._plans.values()
     assert first is plan and second.max_pages == plan.max_pages - 1
-    assert second.work_items is plan.work_items and second.o_accum is not plan.o_accum
+    assert second.work_items is not plan.work_items and second.o_accum is not plan.o_accum
+
+
+def test_tables_of_two_widths_with_lengths_beyond_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the first table cut is no part of the second's plan, nor is that no sequence is cut."""
+    step = DenseStep.make((200, 0), 4, 1, **FEW)
+    whole, metadata = step.block_table, flash_mla.get_mla_metadata()[0]
+    step.block_table = whole[:, :3]
+    out, lse = decode(step, (metadata, None))
+    assert torch.isfinite(out[0]).all() and torch.isfinite(lse[0]).all()
+    step.block_table = whole
+    assert_right(step, *decode(step, (metadata, None)))
+
+
+def test_an_object_set_back_is_planned_anew(no_decode: None) -> None:
+    """``have_initialized`` and ``config`` are all of the state that FlashMLA's has."""
+    step = DenseStep.make((70, 0), 4, 2, **FEW)
+    metadata, _ = flash_mla.get_mla_metadata()
+    for _ in range(3):
+        decode(step, (metadata, None))
+    assert metadata._layer is not None and metadata._planned()
+    metadata.have_initialized, metadata.config = False, None
+    step.cache_seqlens.copy_(torch.tensor([3, 64]))
+    decode(step, (metadata, None))
+    (plan,) = metadata._plans.values()
+    assert plan.planned_seqlens.tolist() == [3, 64] and metadata._planned()
+    metadata.config = None
+    decode(DenseStep.make((5,), 4, 2, **FEW), (metadata, None))
+    assert [plan.batch for plan in metadata._plans.values()] == [1]
+
+
+def test_shallow_copies_are_planned_apart(no_decode: None) -> None:
+    step = DenseStep.make((70, 0), 4, 2, **FEW)
+    metadata, _ = flash_mla.get_mla_metadata()
+    other = copy.copy(metadata)
+    decode(step, (other, None))
+    assert other._plans and not metadata._plans and not metadata._planned()
+
+
+def test_a_stale_object_is_told_by_its_own_name(
+    monkeypatch: pytest.MonkeyPatch, no_decode: None
+) -> None:
+    monkeypatch.setenv("SNAPMLA_CHECK_PLAN", "1")
+    step = DenseStep.make((70, 0), 4, 2, **FEW)
+    metadata, _ = flash_mla.get_mla_metadata()
+    decode(step, (metadata, None))
+    step.cache_seqlens[0] = 71
+    words = r"^tile_scheduler_metadata: .*0 \(70 -> 71\) \(make another object by get_mla_metadata"
+    with pytest.raises(ValueError, match=words):
+        decode(step, (metadata, None))
+
+
+def test_a_query_with_gaps_is_copied_once(no_decode: None) -> None:
+    step = DenseStep.make((70, 0), 4, 2, **FEW)
+    step.q = step.q.repeat_interleave(2, 2)[:, :, ::2]
+    assert not step.q.is_contiguous()
+    metadata, _ = flash_mla.get_mla_metadata()
+    decode(step, (metadata, None))
+    with torch.profiler.profile() as profile:
+        decode(step, (metadata, None))
+    assert [event.count for event in profile.key_averages() if event.key == "aten::clone"] == [1]
 
 
 @pytest.fixture
@@ -394,6 +454,29 @@ def test_results_over_the_pool_are_refused() -> None:
     for metadata in (flash_mla.get_mla_metadata(), pair(step)):
         with pytest.raises(ValueError, match="^out: expected memory apart from k_cache, got"):
             decode(step, metadata, out=over)
+
+
+@pytest.mark.parametrize("name", ["block_table", "cache_seqlens"])
+@pytest.mark.parametrize("make", [lambda _: flash_mla.get_mla_metadata(), pair])
+def test_results_over_the_tables_are_refused(
+    make: Callable[..., Metadata], name: str, no_decode: None
+) -> None:
+    """By every way: the first call, and those that are like the last but for that."""
+    step = DenseStep.make((20, 30, 40, 50), 4, 1, **FEW)
+    memory = torch.zeros(32)
+    held = getattr(step, name)
+    over = memory.view(torch.int32)[: held.numel()].view(held.shape)
+    over.copy_(held)
+    setattr(step, name, over)
+    apart, on_it = torch.zeros(4, 4, 1), memory[:16].view(4, 4, 1)
+    metadata = make(step)
+    words = f"^lse: expected memory apart from {name}, got"
+    for lse in (on_it, apart, apart, apart, apart, on_it):
+        if lse is on_it:
+            with pytest.raises(ValueError, match=words):
+                decode(step, metadata, lse=lse)
+        else:
+            decode(step, metadata, lse=lse)
 
 
 @pytest.mark.parametrize(

@@ -209,12 +209,17 @@ def test_tile_times_are_the_cards(monkeypatch: pytest.MonkeyPatch) -> None:
     dense = VariantSpec(op="dense_decode", pipeline="split", row_tile=64, arch="sm_90a")
     assert dispatch.tile_times(torch.device("cpu"), few) == (0, 0)
     found = {}
-    for name in ("h200", "h100"):
+    for name in ("h200", "h100", "h20"):
         card = dispatch.card_named(name)
         monkeypatch.setattr("snapmla.dispatch.calls.card_of", lambda _, card=card: card)
         found[name] = [dispatch.tile_times(torch.device("cuda"), s) for s in (few, dense)]
     # 64 tokens of 644 and of 1152 bytes at 0.93 of 4608 and 3162 GB/s
-    assert found == {"h200": [(870, 10), (1660, 17)], "h100": [(870, 14), (1660, 25)]}
+    # 2176 tensor cycles, of which an H20's SM does a quarter as many
+    assert found == {
+        "h200": [(870, 10), (1660, 17)],
+        "h100": [(870, 14), (1660, 25)],
+        "h20": [(870, 11), (4340, 20)],
+    }
     other = decode_spec("ws", 64, 64, "bf16", "sm_100a")
     assert dispatch.tile_times(torch.device("cuda"), other) == (0, 0)
 
