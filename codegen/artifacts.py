@@ -32,7 +32,7 @@ from filelock import FileLock
 
 from dsl_kernels.spec import VariantSpec
 
-FORMAT = 3
+FORMAT = 4
 MANIFEST = "manifest.json"
 ENV_DIR = "SNAPMLA_VARIANT_DIR"
 VOLATILE = ("compile_seconds", "checksums")  # fields that the manifest leaves out
@@ -88,10 +88,12 @@ class Record:
         barrier_counts: arrivals of mbarrier.init -> number of barriers initialised so.
         tmem_columns: of tensor memory that are allocated.
         declared: the kernel module's budget (threads, registers per warpgroup, barrier_counts,
-            smem, tmem_columns, opcodes), which the audit holds against the above; None where there
-            is none.
+            smem, tmem_columns, opcodes, under_softmax), which the audit holds against the above;
+            None where there is none.
         shared_plan: [name, offset] of the arrays in dynamic shared memory, in order of offset.
         sass: instruction count by base opcode.
+        amid_mmas: the same between the first and the last MMA of the loop that computes softmax,
+            and in that the MMAs; empty where no loop has both.
         host_beyond: instructions of the host half that ``host_cpu`` lacks; None: not looked.
         link: ``codegen.link.identity()`` of the library, None if it was not linked.
         checksums: SHA-256 of the files that there are, by suffix.
@@ -127,6 +129,7 @@ class Record:
     shared_plan: list[list[Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     sass: dict[str, int] = field(default_factory=dict)
+    amid_mmas: dict[str, int] = field(default_factory=dict)
     host_beyond: int | None = None
     compile_seconds: float = 0.0
     link: str | None = None

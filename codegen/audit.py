@@ -5,7 +5,7 @@ SASS through nvdisasm (opcode counts) and the lowered host module (dynamic share
 A build fails on: spills, local memory, a ptxas C75xx note (serialised or injected WGMMA waits),
 register totals that setmaxnreg could never grant, too much shared memory, a kernel that is not what
 its budget declares (tensor-core instructions of another kind among it), host code that only the
-building machine's CPU runs.
+building machine's CPU runs, or an order of Q.K and softmax that is not the one asked for.
 """
 
 from __future__ import annotations
@@ -34,6 +34,12 @@ _ENTRY_THREADS = re.compile(
 _STATIC_SMEM = re.compile(r"(\d+) bytes smem")
 _NOTE = re.compile(r"^.*\bC75\d\d\b.*$", re.MULTILINE)
 _OPCODE = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)", re.MULTILINE)
+_LINE = re.compile(_OPCODE.pattern + r"(.*)$|^(\.L_x_\d+):", re.MULTILINE)
+_TO_LABEL = re.compile(r"`\((\.L_x_\d+)\)")
+_MMA = re.compile(r"[QHI]GMMA")
+# What has to lie between the first and the last MMA of a loop whose Q.K runs under its softmax: the
+# end of the maxima, exponentials, P's way to shared memory.
+SOFTMAX_OPCODES = {"FMNMX": "maxima", "MUFU": "exponentials", "STSM": "stores of P"}
 _BEYOND = re.compile(
     r"\t(?:v[a-z]\w+|andn|bextr|bls(?:i|r|msk)|bzhi|mulx|pdep|pext|rorx|sarx|shlx|shrx|tzcnt|lzcnt|movbe)"
     r"\s"
@@ -127,7 +133,11 @@ def read_host_module(record: Record, module: str) -> None:
 
 
 def read_sass(record: Record, cubin: bytes) -> None:
-    """Fills opcode counts.  Raises RuntimeError if no usable nvdisasm is installed."""
+    """Fills opcode counts and ``amid_mmas``.
+
+    Raises:
+        RuntimeError: no usable nvdisasm is installed.
+    """
     tool = toolchain.nvdisasm()
     if tool is None:
         raise RuntimeError("nvdisasm: not found; install the [compile] extra, which brings it")
@@ -138,6 +148,29 @@ def read_sass(record: Record, cubin: bytes) -> None:
     if done.returncode:
         raise RuntimeError(f"nvdisasm failed on {record.name}: {done.stderr.strip()}")
     record.sass = dict(sorted(Counter(_OPCODE.findall(done.stdout)).items()))
+    record.amid_mmas = amid_mmas(done.stdout)
+
+
+def amid_mmas(sass: str) -> dict[str, int]:
+    """``Record.amid_mmas`` of nvdisasm's text: of the shortest loop with both MMAs and ``ex2``."""
+    opcodes: list[str] = []
+    labels: dict[str, int] = {}
+    loops: list[list[str]] = []
+    for opcode, rest, label in _LINE.findall(sass):
+        if label:
+            labels[label] = len(opcodes)
+            continue
+        opcodes.append("MUFU.EX2" if opcode == "MUFU" and ".EX2" in rest else opcode)
+        target = _TO_LABEL.search(rest) if opcode == "BRA" else None
+        if target and target[1] in labels:  # known already: backwards
+            loops.append(opcodes[labels[target[1]] :])
+    both = [loop for loop in loops if "MUFU.EX2" in loop and any(map(_MMA.fullmatch, loop))]
+    if not both:
+        return {}
+    loop = min(both, key=len)
+    places = [at for at, opcode in enumerate(loop) if _MMA.fullmatch(opcode)]
+    found = Counter(opcode.partition(".")[0] for opcode in loop[places[0] : places[-1] + 1])
+    return dict(sorted(found.items()))
 
 
 def granted_registers(record: Record) -> int | None:
@@ -210,6 +243,17 @@ def _undeclared(record: Record) -> list[str]:
     for opcode in declared["opcodes"]:
         if not record.sass.get(opcode):
             found.append(f"no {opcode} in the SASS: the MMA was not built as intended")
+    if declared["under_softmax"]:
+        amid = record.amid_mmas
+        missing = [op for op in declared["under_softmax"] if not amid.get(op)]
+        missing += [f"{op} ({w})" for op, w in SOFTMAX_OPCODES.items() if not amid.get(op)]
+        if missing:
+            found.append(
+                "Q.K is not under softmax: from the first to the last MMA of the loop there is no "
+                + ", no ".join(missing)
+            )
+        if amid.get("BRA"):
+            found.append(f"{amid['BRA']} branches or waits amid the MMAs that run under softmax")
     smem = record.static_smem + (record.dynamic_smem or 0)
     if smem > declared["smem"]:
         found.append(f"budget: {declared['smem']} bytes of shared memory declared, {smem} built")

@@ -297,6 +297,7 @@ def _declared(spec: VariantSpec) -> dict[str, Any] | None:
         "smem": budget.smem,
         "tmem_columns": budget.tmem_columns,
         "opcodes": budget.opcodes(),
+        "under_softmax": budget.under_softmax(),
     }
 
 

@@ -62,13 +62,17 @@ class Barrier:
 
 @dataclass(frozen=True)
 class Mma:
-    """One MMA tile: M x N accumulator per instruction chain, K elements in all."""
+    """One MMA tile: M x N accumulator per instruction chain, K elements in all.
+
+    ``under_softmax``: it is issued in pieces between the steps of the softmax of the block before.
+    """
 
     name: str
     m: int
     n: int
     k: int
     dtype: str
+    under_softmax: bool = False
 
 
 @dataclass(frozen=True)
@@ -107,6 +111,10 @@ class Budget:
     def opcodes(self) -> list[str]:
         """SASS opcodes that its MMAs must have become."""
         return sorted({MMA_OPCODE[self.arch][mma.dtype] for mma in self.mmas})
+
+    def under_softmax(self) -> list[str]:
+        """SASS opcodes of those among them that run under softmax."""
+        return sorted({MMA_OPCODE[self.arch][m.dtype] for m in self.mmas if m.under_softmax})
 
 
 def check(budget: Budget) -> str | None:

@@ -122,8 +122,8 @@ def budget(spec: VariantSpec) -> bud.Budget:
             *INV_RING.budget(),
         ),
         mmas=(
-            bud.Mma("Q.K content", m, n, D // QK_GROUPS, "e4m3"),
-            bud.Mma("Q.K RoPE", m, n, R, "bf16"),
+            bud.Mma("Q.K content", m, n, D // QK_GROUPS, "e4m3", under_softmax=not few),
+            bud.Mma("Q.K RoPE", m, n, R, "bf16", under_softmax=not few),
             bud.Mma("P.V", 64, min(rows, 32), TILE * spec.p_terms, "e4m3"),
         ),
     )

@@ -18,7 +18,8 @@ third takes issue slots of a role that is short of them.  So waits come before t
 addresses are computed once, arrivals are predicated, and the last block of an item, which has
 nothing to issue, takes a branch of its own and leaves S undefined (``ScoreChains.forget``): else
 the old S would be carried around the loop, 64 registers more.  ptxas decides in the end where the
-WGMMAs go; docs/performance.md tells what orders were tried and what they cost.
+WGMMAs go: codegen's audit refuses a build whose softmax has none of its steps between them, or a
+branch; docs/performance.md tells what orders were tried and what they cost.
 """
 
 from __future__ import annotations

@@ -22,7 +22,9 @@ pytestmark = needs_compiler
 DECLARED = {
     "threads": 512, "warpgroup_registers": [24, 88, 200], "barrier_counts": {"1": 9, "4": 4},
     "smem": 200_000, "tmem_columns": 0, "opcodes": ["HGMMA", "QGMMA"],
+    "under_softmax": ["HGMMA", "QGMMA"],
 }  # fmt: skip
+AMID = {"FMNMX": 25, "HGMMA": 4, "MUFU": 36, "QGMMA": 16, "STSM": 2}
 
 
 def test_host_code_of_the_building_cpu_is_seen(tmp_path: Path) -> None:
@@ -48,6 +50,7 @@ def sample(**changes: object) -> Record:
     record.warpgroup_registers = [24, 88, 200]
     record.dynamic_smem = 200_000
     record.sass = {"QGMMA": 1, "HGMMA": 1}
+    record.amid_mmas = dict(AMID)
     record.barrier_counts, record.declared = {"1": 9, "4": 4}, dict(DECLARED)
     for name, value in changes.items():
         setattr(record, name, value)
@@ -73,6 +76,11 @@ def test_clean_record_passes() -> None:
         ({"sass": {"HGMMA": 1}}, "QGMMA"),
         ({"sass": {"QGMMA": 1}}, "HGMMA"),
         ({"host_beyond": 3, "host_cpu": "x86-64-v2"}, "SIGILL"),
+        ({"amid_mmas": {}}, "no HGMMA, no QGMMA, no FMNMX (maxima)"),
+        ({"amid_mmas": {**AMID, "HGMMA": 0}}, "MMA of the loop there is no HGMMA"),
+        ({"amid_mmas": {**AMID, "FMNMX": 0}}, "MMA of the loop there is no FMNMX (maxima)"),
+        ({"amid_mmas": {**AMID, "STSM": 0}}, "MMA of the loop there is no STSM (stores of P)"),
+        ({"amid_mmas": {**AMID, "BRA": 2}}, "2 branches or waits amid"),
         ({"declared": {**DECLARED, "threads": 384}}, "budget: threads"),
         ({"declared": {**DECLARED, "warpgroup_registers": [24, 200]}}, "warpgroup_registers"),
         ({"declared": {**DECLARED, "barrier_counts": {"1": 9}}}, "barrier_counts"),
@@ -83,6 +91,34 @@ def test_clean_record_passes() -> None:
 def test_audit_refuses(changes: dict, word: str) -> None:
     found = audit.problems(sample(**changes))
     assert any(word in problem for problem in found), found
+
+
+LOOPS = """
+.L_x_0:
+        /*0010*/                   QGMMA.64x64x32.F32.E4M3.E4M3 R24, gdesc[UR4], RZ, !UPT ;
+        /*0020*/              @!P0 FMNMX R1, R2, R3, !PT ;
+.L_x_1:
+        /*0030*/                   FMNMX R1, R2, R3, !PT ;
+        /*0040*/                   QGMMA.64x64x32.F32.E4M3.E4M3 R24, gdesc[UR4], R24 ;
+        /*0050*/              @!P1 BRA `(.L_x_2) ;
+        /*0060*/                   MUFU.EX2 R4, R5 ;
+        /*0070*/                   STSM.16.M88.4 [R6], R8 ;
+.L_x_2:
+        /*0080*/                   HGMMA.64x64x16.F32.BF16 R24, gdesc[UR8], R24 ;
+        /*0090*/                   STSM.16.M88.4 [R6], R8 ;
+        /*00a0*/               @P2 BRA `(.L_x_1) ;
+        /*00b0*/               @P3 BRA `(.L_x_0) ;
+        /*00c0*/                   BRA `(.L_x_3) ;
+.L_x_3:
+"""
+
+
+def test_instructions_amid_the_mmas_are_read() -> None:
+    """Of the inner loop, from its first MMA to its last."""
+    found = {"BRA": 1, "HGMMA": 1, "MUFU": 1, "QGMMA": 1, "STSM": 1}
+    assert audit.amid_mmas(LOOPS) == found
+    assert audit.amid_mmas(LOOPS.replace("EX2", "RCP")) == {}
+    assert audit.amid_mmas(LOOPS.replace("GMMA", "MMA")) == {}
 
 
 def test_counts_are_read() -> None:
