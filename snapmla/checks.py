@@ -7,6 +7,7 @@ what to change: the particular advice if the check knows one, else ``ADVICE`` of
 
 from __future__ import annotations
 
+import builtins
 import difflib
 import math
 import re
@@ -314,12 +315,19 @@ def address_of(value: torch.Tensor) -> int | None:
         return None
 
 
+def class_name(value: Any) -> str:
+    """A value's class, with its module where Python has one of that name too: numpy's ``bool``."""
+    cls = type(value)
+    alike = getattr(builtins, cls.__name__, cls) is not cls
+    return f"{cls.__module__}.{cls.__name__}" if alike else cls.__name__
+
+
 def integer(name: str, value: Any, low: int, high: int | None = None, hint: str = "") -> int:
     """Checks ``low <= value <= high`` and returns it; a tracer's extent becomes its number."""
     if isinstance(value, torch.SymInt):
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int):
-        type_error(name, "an int", type(value).__name__, "convert it with int(...)")
+        type_error(name, "an int", class_name(value), "convert it with int(...)")
     if value < low or (high is not None and value > high):
         wanted = f"{low} or more" if high is None else f"{low} to {high}"
         wanted = str(low) if high == low else wanted
@@ -343,7 +351,7 @@ def page_size(value: Any) -> int:
     if isinstance(value, torch.SymInt):
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int):
-        type_error("page_size", "an int", type(value).__name__, "convert it with int(...)")
+        type_error("page_size", "an int", class_name(value), "convert it with int(...)")
     if value not in PAGE_SIZES:
         near = min(PAGE_SIZES, key=lambda p: (abs(p - value), p))
         options = ", ".join(map(str, PAGE_SIZES))
@@ -403,7 +411,7 @@ def unit_rows(name: str, rows: int) -> int:
 def softmax_scale(value: Any) -> float:
     """Checks the softmax scale: a positive Python number whose logits fp32 can hold."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        type_error("softmax_scale", "a Python float", type(value).__name__)
+        type_error("softmax_scale", "a Python float", class_name(value))
     if not 0 < value <= MAX_SOFTMAX_SCALE:
         wanted = f"a positive finite number of at most {MAX_SOFTMAX_SCALE:.3g}"
         value_error("softmax_scale", wanted, value)
@@ -520,7 +528,8 @@ def distinct(name: str, value: torch.Tensor) -> None:
 def flag(name: str, value: Any) -> int:
     """Checks a bool (or 0, 1) and returns it as an int; a tensor would have to be waited for."""
     if not isinstance(value, int) or value not in (0, 1):
-        type_error(name, "True or False", value if isinstance(value, int) else type(value).__name__)
+        got = value if isinstance(value, int) else class_name(value)
+        type_error(name, "True or False", got)
     return int(value)
 
 

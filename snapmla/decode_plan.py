@@ -418,7 +418,8 @@ class DecodePlan(launch.OverTensors):
         cu_seqlens_q: torch.Tensor | None = None,
         row_seqlens: torch.Tensor | None = None,
     ) -> DecodePlan:
-        """Plans anew for other lengths, in place: one launch, no sync, no allocation.
+        """Plans anew for other lengths, in place: one launch, no sync, no allocation.  With several
+        KV heads torch repeats each argument once a head before, into memory of its own.
 
         Args:
             cache_seqlens: int32 (b,), the same b; what lies beyond the block table is clamped.

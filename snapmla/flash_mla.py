@@ -178,7 +178,7 @@ def get_mla_metadata(
 
     Raises:
         TypeError, ValueError: naming the argument.
-        VariantError: a planning kernel is not there.
+        VariantError: a planning kernel is not there, or the device has no 16-bit decode kernel.
 
     Source: FlashMLA, ``get_mla_metadata``; the schedule is ours
     (``snapmla.testing.reference_plan``).

@@ -195,6 +195,9 @@ def _made_again(cls: type, values: dict[str, Any], memories: list[torch.Tensor])
     return cls(**{n: v.over(memories) if isinstance(v, _View) else v for n, v in values.items()})
 
 
+PICKLED_WITH = (_View, _made_again)  # what ``torch.load`` has to know to load an ``OverTensors``
+
+
 def _brief(value: Any) -> str:
     """``float32(4, 16, 512)`` and where it lives, of a tensor; anything else as it is."""
     if not isinstance(value, torch.Tensor):

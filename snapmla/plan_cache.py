@@ -49,10 +49,11 @@ class PlanCache:
     as long as the graphs.
 
     Memory: all plans share one workspace, which grows with the batch only if there are
-    ``fixed_split_tokens``.  A plan that needs more than there is brings a new one, at least twice
-    as large; older plans stay on theirs.  So all together take at most four times what the largest
-    plan needs; with the largest shape first there is one.  A plan that is given up leaves its
-    tables to the stream on which it was made, as every tensor of torch does.
+    ``fixed_split_tokens``, or of an fp16 cache block tables of more than 16384 tokens.  A plan that
+    needs more than there is brings a new one, at least twice as large; older plans stay on theirs.
+    So all together take at most four times what the largest plan needs; with the largest shape
+    first there is one.  A plan that is given up leaves its tables to the stream on which it was
+    made, as every tensor of torch does.
 
     Threads: calls may come from any; two that ask for one shape get one plan.  What runs on the
     plans is the caller's to order: updates and decodes of one cache belong to one stream, or to
@@ -132,8 +133,9 @@ class PlanCache:
     ) -> DecodePlan:
         """The plan for a step of this shape, updated for these lengths.
 
-        For a shape that the cache holds this is ``plan.update_``: one launch, in place, nothing
-        allocated or waited for.  A new one is planned as by ``plan_decode``.
+        For a shape that the cache holds this is ``plan.update_``: in place, nothing waited for, and
+        with one KV head one launch that allocates nothing.  A new one is planned as by
+        ``plan_decode``.
 
         While the current stream is captured, the update is recorded: every replay plans anew from
         what ``cache_seqlens`` and the other tables hold by then, so keep them where they are.  A

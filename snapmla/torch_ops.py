@@ -53,6 +53,7 @@ gradients, and their results never require any: this is inference.
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import torch
@@ -60,7 +61,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from dsl_kernels.dims import HEAD_DIM_QK, ITEM_WORDS, KV_LORA_RANK, QK_ROPE_HEAD_DIM
-from snapmla import attention, checks, dispatch, fetch, layouts, merge, quant
+from snapmla import attention, checks, dispatch, fetch, launch, layouts, merge, quant
 from snapmla import records as scheduling
 from snapmla import rope as rotary
 from snapmla.cache import PagedKVCache
@@ -656,8 +657,11 @@ def _register_pytrees() -> None:
         pytree.register_pytree_node(
             cls,
             _flatten,
-            lambda leaves, static: _unflatten(cls, leaves, tuple(static)),
+            lambda leaves, static: _unflatten(cls, leaves, static),
             serialized_type_name=f"snapmla.{cls.__name__}",
+            # JSON has no tuples: a loaded program would compare its list with a call's tuple
+            to_dumpable_context=json.dumps,
+            from_dumpable_context=lambda text: tuple(json.loads(text)),
             flatten_with_keys_fn=lambda value: (
                 [(pytree.GetAttrKey(n), getattr(value, n)) for n in _children(value)],
                 _flatten(value)[1],
@@ -666,6 +670,10 @@ def _register_pytrees() -> None:
 
     for cls in (PagedKVCache, QuantizedQuery, DecodePlan):
         register(cls)
+    # a saved program holds its example inputs, and torch loads what is known as mere data
+    torch.serialization.add_safe_globals(
+        [PagedKVCache, QuantizedQuery, DecodePlan, *launch.PICKLED_WITH]
+    )
 
 
 _library = _register()

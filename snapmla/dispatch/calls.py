@@ -16,7 +16,6 @@ from snapmla.dispatch.decode import REFERENCE, DecodeOp, Problem
 from snapmla.dispatch.dense_decode import DENSE_DECODE
 from snapmla.dispatch.fp8_decode import FP8_DECODE
 from snapmla.errors import VariantError
-from snapmla.layouts import kernel_page_size
 
 NAMES_OF_OUT = {torch.bfloat16: "bf16", torch.float32: "f32"}
 FP8 = "fp8"
@@ -217,7 +216,7 @@ def explain(
     op = op_of(cache)
     _check_wishes(op, pipeline, row_tile, p_terms)
     problem = Problem(
-        op, num_heads, s_q, kernel_page_size(page_size), names[out], find_card(device, card),
+        op, num_heads, s_q, page_size, names[out], find_card(device, card),
         pipeline, row_tile, p_terms, num_kv_heads,
     )  # fmt: skip
     return contest.explain(problem, Size(batch, seqlen))

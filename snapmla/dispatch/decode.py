@@ -14,6 +14,7 @@ from dsl_kernels.spec import VariantSpec
 from snapmla.dispatch.cards import Card
 from snapmla.dispatch.contest import Size, judge
 from snapmla.dispatch.costs import Costs, costs_of
+from snapmla.layouts import kernel_page_size
 
 OUT_BYTES = {"bf16": 2, "f16": 2, "f32": 4}
 REFERENCE = Size(32, 16384)  # at which candidates are compared
@@ -138,7 +139,7 @@ class Problem:
         return [
             VariantSpec(
                 op=self.op.family.op, arch=self.card.arch, pipeline=pipeline, row_tile=row_tile,
-                page_size=self.page_size, **more,
+                page_size=kernel_page_size(self.page_size), **more,
             )
             for pipeline in self.op.pipelines(self.card.arch)
             for row_tile in self.op.values("row_tile")
@@ -156,7 +157,7 @@ class Problem:
                 f"{pipeline} has no two terms of P with a row tile of {row_tile}: "
                 f"{features.why_two_terms}"
             )
-        if self.page_size not in features.page_sizes:
+        if kernel_page_size(self.page_size) not in features.page_sizes:
             return f"{pipeline} has no page size of {self.page_size}"
         if self.out_dtype not in features.out_dtypes:
             return f"{pipeline} writes {' or '.join(features.out_dtypes)}, not {self.out_dtype}"
@@ -213,7 +214,7 @@ class Problem:
         """What the second term of P costs; whose times these are, if not the kernels' own."""
         costs, measured = self.op.costs(self.card.arch)
         if costs is not None and not measured:
-            return [f"no table has decode over {self.op.about} yet: times are estimates"]
+            return [f"no table was fitted for decode over {self.op.about} yet: times are estimates"]
         if self.p_terms == 1:
             return []
         plain = replace(self, p_terms=1)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -228,6 +229,18 @@ def test_a_result_over_the_block_table(no_kernel: None) -> None:
         snapmla.decode(**arguments, pipeline="etap")
     with refused(ValueError, words, "memory of its own"):
         snapmla.decode(**arguments)
+
+
+def test_scalars_of_numpy_are_told_from_pythons() -> None:
+    with refused(
+        TypeError, "causal: expected True or False, got (numpy.bool|bool_)", "query token s"
+    ):
+        checks.flag("causal", np.True_)
+    with refused(TypeError, "s_q: expected an int, got int64", "int(...)"):
+        checks.s_q(np.int64(1))
+    with refused(TypeError, "softmax_scale: expected a Python float, got float32", ""):
+        checks.softmax_scale(np.float32(0.1))
+    assert checks.softmax_scale(np.float64(0.1)) == 0.1  # a Python float
 
 
 def test_softmax_scale_has_no_default() -> None:

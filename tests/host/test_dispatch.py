@@ -222,9 +222,10 @@ def test_explain_of_a_16_bit_cache() -> None:
     assert found.roof_us == pytest.approx(nbytes / card.read_gbs * 1e-3)
     text = str(found)
     assert "16 heads, s_q 1 (8 rows)" in text and "2 KV heads" in text and "bfloat16" not in text
-    assert "no table has decode over a 16-bit cache yet: times are estimates" in text
+    assert "no table was fitted for decode over a 16-bit cache yet: times are estimates" in text
     large = snapmla.explain(16, card="H200", cache_dtype=torch.bfloat16, page_size=192)
     assert large.chosen is not None and "_p64_dbf16_" in large.chosen.variant
+    assert "pages of 192" in str(large)
     with pytest.raises(TypeError, match="^out_dtype: expected torch.float16, got torch.bfloat16"):
         snapmla.explain(16, cache_dtype=torch.float16, out_dtype=torch.bfloat16, card="H200")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import re
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,7 @@ import snapmla
 from snapmla import layouts
 from snapmla.testing import selfcheck
 from tests.support.bits import same_bits
+from tests.support.dense_steps import DenseStep
 from tests.support.needs import DEVICES, needs_kernels
 
 pytestmark = needs_kernels
@@ -185,24 +187,33 @@ def test_a_traced_decode_says_what_is_wrong(changes: dict, said: str) -> None:
         torch.compile(body, fullgraph=True, backend="eager")()
 
 
-@pytest.mark.parametrize("strict", [False, True])
-def test_export(strict: bool) -> None:
-    """Caches, plans and queries are arguments of an exported program."""
+class Attention(torch.nn.Module):
+    def forward(
+        self, q: snapmla.QuantizedQuery | torch.Tensor, cache: snapmla.PagedKVCache,
+        plan: snapmla.DecodePlan, table: torch.Tensor, lengths: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        return snapmla.decode(q, cache, table, lengths, softmax_scale=SCALE, plan=plan)[0]
 
-    class Attention(torch.nn.Module):
-        def forward(
-            self, q_nope: torch.Tensor, q_rope: torch.Tensor, cache: snapmla.PagedKVCache,
-            plan: snapmla.DecodePlan, table: torch.Tensor, lengths: torch.Tensor,
-        ) -> torch.Tensor:  # fmt: skip
-            q = snapmla.quantize_q(q_nope, q_rope)
-            return snapmla.decode(q, cache, table, lengths, softmax_scale=SCALE, plan=plan)[0]
 
-    layer = Layer("cpu", "paged")
-    inputs = (layer.q_nope, layer.q_rope, layer.cache, layer.plan, layer.table, layer.lengths)
+@pytest.mark.parametrize(("dtype", "strict"), [("fp8", False), ("fp8", True), ("bf16", False)])
+def test_export(dtype: str, strict: bool) -> None:
+    """Caches, plans and queries are arguments of an exported program, and of one from a file."""
+    if dtype == "fp8":
+        layer = Layer("cpu", "paged")
+        q = snapmla.quantize_q(layer.q_nope, layer.q_rope)
+        inputs: tuple[Any, ...] = (q, layer.cache, layer.plan, layer.table, layer.lengths)
+    else:
+        step = DenseStep.make((70, 0), 4)
+        inputs = (step.q, step.cache, step.plan(num_parts=2), step.block_table, step.cache_seqlens)
     program = torch.export.export(Attention(), inputs, strict=strict)
-    assert any("snapmla.decode" in str(node.target) for node in program.graph.nodes)
-    got = program.module()(*inputs)
-    assert torch.equal(got, Attention()(*inputs)) and got.abs().sum() > 0
+    called = [str(node.target) for node in program.graph.nodes]
+    assert any("snapmla.decode" in name or "snapmla.dense_decode" in name for name in called)
+    file = io.BytesIO()
+    torch.export.save(program, file)
+    file.seek(0)
+    want = Attention()(*inputs)
+    for module in (program.module(), torch.export.load(file).module()):
+        assert torch.equal(module(*inputs), want) and want.abs().sum() > 0
 
 
 def test_a_traced_decode_wants_a_plan() -> None:

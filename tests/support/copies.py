@@ -16,7 +16,7 @@ def saved(value: Any) -> Any:
     file = io.BytesIO()
     torch.save(value, file)
     file.seek(0)
-    return torch.load(file, weights_only=False)
+    return torch.load(file)
 
 
 COPIES: dict[str, Callable[[Any], Any]] = {
