@@ -228,9 +228,9 @@ def _append_known(
     try:
         tokens = (c_kv, k_rope, slot_mapping)
         return (
-            cache.stays
-            and launch.addressable(cache.device, *tokens)
+            launch.addressable(cache.device, *tokens)
             and _append_key(cache, *tokens) in _APPENDED
+            and cache.stays  # last: only of caches that were seen is it known that they have memory
         )
     except (AttributeError, RuntimeError):
         return False  # something is of another kind
