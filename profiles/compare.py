@@ -2,6 +2,7 @@
 
 Each run timed both contenders in turn on the same data (``--backends snapmla,snapmla@DIR``).  A row
 counts as slower if the median over the runs of new time / old time is above 1 + ``--allowed``.
+Rows whose arguments the old contender refuses are no slower; the page names them.
 """
 
 from __future__ import annotations
@@ -19,22 +20,39 @@ from profiles.report import counts, geomean
 Report = dict[str, Any]
 
 
+def refused(reports: list[Report], old: str) -> list[str]:
+    """The shapes that ``old`` does not take, in any of the runs."""
+
+    def says_no(row: dict[str, Any]) -> bool:
+        failed = row["backend"] == old and row.get("status") == "failed"
+        return failed and row.get("note", "").startswith("ValueError: ")
+
+    each = [[row["shape"] for row in report["rows"] if says_no(row)] for report in reports]
+    return [shape for shape in each[0] if all(shape in other for other in each)]
+
+
 def ratios(reports: list[Report], old: str, new: str) -> dict[str, list[float]]:
     """Shape -> new time / old time, one a run, of the rows that both ran and passed.
 
     Raises:
-        ValueError: a run lacks a contender, or a row of it did not pass.
+        ValueError: a run lacks a contender, or a row of it did not pass, but those that ``old``
+            refuses.
     """
+    left_out = refused(reports, old)
     found: dict[str, list[float]] = {}
     for number, report in enumerate(reports, 1):
         times: dict[str, dict[str, float]] = {}
         for row in report["rows"]:
-            if row["backend"] not in (old, new):
+            if row["backend"] not in (old, new) or row["op"] != "decode":
+                continue
+            if row["shape"] in left_out and row["backend"] == old:
                 continue
             if not counts(row):
                 what = f"{row['shape']}, {row['backend']}: {row.get('status')}"
                 raise ValueError(f"run {number}: {what}: {row.get('note', '')}")
             times.setdefault(row["shape"], {})[row["backend"]] = row["us"]
+        for shape in left_out:
+            times.pop(shape, None)
         missing = [s for s, both in times.items() if len(both) < 2]
         if missing or not times:
             raise ValueError(f"run {number}: {old} and {new} not both in {missing or 'any row'}")
@@ -73,7 +91,10 @@ def page(reports: list[Report], old: str, new: str, allowed: float) -> tuple[str
         lines.append(f"| {shape} | {cells} | {medians[shape]:.3f}{mark} |")
     verdict = f"{len(slower)} of {len(found)} rows slower by more than {allowed:.0%}"
     total = f"geometric mean of the medians {geomean(list(medians.values())):.3f}"
-    return "\n".join([*lines, "", f"{verdict}; {total}.", ""]), slower
+    lines += ["", f"{verdict}; {total}."]
+    if left_out := refused(reports, old):
+        lines += ["", f"Not taken by the old one: {', '.join(left_out)}."]
+    return "\n".join([*lines, ""]), slower
 
 
 def main(

@@ -122,6 +122,29 @@ def test_slower_is_a_matter_of_the_median() -> None:
     assert "1 of 2 rows slower by more than 2%" in text
 
 
+def test_what_the_old_one_refuses_is_named() -> None:
+    """Rows that it takes no arguments for; one that crashed, or was refused once only, is none."""
+    no = {"shape": "b", "backend": "old", "op": "decode", "status": "failed"}
+    yes = {"shape": "b", "backend": "new", "op": "decode", "status": "ok", "us": 3.0}
+    helper = {"shape": "h", "backend": "new", "op": "append_kv", "status": "ok", "us": 1.0}
+
+    def run(note: str) -> dict[str, Any]:
+        report = _report({"a": (10.0, 9.0)})
+        report["rows"] += [no | {"note": note}, yes, helper]
+        return report
+
+    refusal, crash = "ValueError: s_q: expected 1 to 8", "RuntimeError: CUDA error"
+    text, slower = compare.page([run(refusal)] * 3, "old", "new", 0.02)
+    assert not slower and "0 of 1 rows" in text and "Not taken by the old one: b." in text
+    for notes in ([crash] * 2, [refusal, crash]):
+        with pytest.raises(ValueError, match="b, old: failed"):
+            compare.ratios([run(note) for note in notes], "old", "new")
+    with pytest.raises(ValueError, match="b, new: failed"):
+        refusing = run(refusal)
+        refusing["rows"][-2] = yes | {"status": "failed"}
+        compare.ratios([refusing], "old", "new")
+
+
 @pytest.mark.parametrize(
     ("runs", "message"),
     [
