@@ -114,8 +114,13 @@ class Run:
     device: torch.device
     pipelines: tuple[str, ...]
     deadline: float
+    all_pages: bool = False
     results: list[Result] = field(default_factory=list)
     unfinished: list[str] = field(default_factory=list)
+
+    def takes(self, pipeline: str, page_size: int) -> bool:
+        """Whether a correctness case of this page size is one of the pipeline's."""
+        return self.all_pages or page_size in DEFAULT_PAGES[pipeline]
 
     def out_of_time(self, what: str) -> bool:
         if time.monotonic() < self.deadline:
@@ -406,7 +411,7 @@ def check_case(run: Run, case: DecodeCase, index: int, group: str = "") -> None:
     prepared = prepare(inputs, append=True)
     empty = torch.isneginf(true_lse)
     num_parts = (None, 1, 5, 264)[index % 4]
-    for pipeline in (p for p in run.pipelines if case.page_size in DEFAULT_PAGES[p]):
+    for pipeline in (p for p in run.pipelines if run.takes(p, case.page_size)):
         out, lse = run_decode(
             inputs, prepared, pipeline, num_parts=num_parts, out_dtype=torch.bfloat16
         )
@@ -788,6 +793,12 @@ def parse() -> argparse.Namespace:
         help=f"seconds for everything ({BUDGET:g}, {FULL_BUDGET:g} if --full)",
     )
     parser.add_argument("--full", action="store_true", help="correctness: multiply all layouts")
+    parser.add_argument(
+        "--all-pages",
+        action="store_true",
+        help="correctness: every pipeline with every page size; what is not built by default must "
+        "be there, where nothing compiles",
+    )
     parser.add_argument("--limit", type=int, help="correctness: a sample of this many cases")
     parser.add_argument("--sweep-heads", nargs="+", type=int, default=[16, 128])
     parser.add_argument("--longest", type=int, default=SWEEP_LONGEST, help="of sweep and sink")
@@ -808,7 +819,7 @@ def parse() -> argparse.Namespace:
 def main() -> int:
     args = parse()
     start = time.monotonic()
-    run = Run(torch.device(args.device), tuple(args.pipelines), start + args.budget)
+    run = Run(torch.device(args.device), tuple(args.pipelines), start + args.budget, args.all_pages)
     work: dict[str, Callable[[], None]] = {
         "quant": lambda: quant(run),
         "correctness": lambda: correctness(run, args.full, args.limit),
