@@ -34,9 +34,9 @@ class Block:
         self.named: dict[int, NamedBarrier] = {}
         blackwell = self.machine.program.architecture >= 100
         self.tensor_memory: TensorMemory | None = TensorMemory() if blackwell else None
-        self.template: list[Any] = list(self.machine.template)
+        self.values: list[tuple[int, Any]] = list(self.machine.values)
         for i, view in self.machine.per_block:
-            self.template[i] = uniform_view(np.full(32, self.value(view), np.uint64), view[2])
+            self.values.append((i, uniform_view(np.full(32, self.value(view), np.uint64), view[2])))
         warps = -(-self.machine.threads // 32)
         self.warps = [Warp(self, i) for i in range(warps)]
         self.live = warps
@@ -108,7 +108,7 @@ class Cluster:
         self.machine = machine
         self.size = math.prod(machine.launch.cluster)
         self.first = index * self.size
-        self.shared = SharedMemory(self.size, machine.shared_limit)
+        self.shared = machine.shared_memory(self.size)
         self.mbarriers: dict[int, MBarrier] = {}
         self.barrier_arrived = 0
         self.barrier_generation = 0

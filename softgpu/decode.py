@@ -17,6 +17,7 @@ import numpy as np
 
 from .errors import UnmodelledInstruction
 from .ptx import TYPE_BYTES, Imm, Instr, Kernel, Mem, Module, Not, Operand, Pair, Reg, Vec
+from .registers import RegisterFiles
 
 Handler = Callable[[Any, Any], Any]
 Builder = Callable[[Instr, "Decoder"], Handler]
@@ -149,6 +150,26 @@ class Program:
     shared_shift: int = 0
     global_shift: int = 0
     shared_map: list[tuple[str, int, int]] = field(default_factory=list)
+
+    @functools.cached_property
+    def register_views(self) -> dict[tuple[int, Any, int], list[tuple[int, int]]]:
+        """The views of registers: (width, dtype, part) to (view, slot) of each."""
+        found: dict[tuple[int, Any, int], list[tuple[int, int]]] = {}
+        for index, view in enumerate(self.views):
+            if view[0] == "reg":
+                _, width, slot, dtype, part = view
+                found.setdefault((width, dtype, part), []).append((index, slot))
+        return found
+
+    @functools.cached_property
+    def files(self) -> RegisterFiles:
+        """Where warps get their registers."""
+        return RegisterFiles(self)
+
+    @functools.cached_property
+    def other_views(self) -> list[tuple[int, tuple[Any, ...]]]:
+        """The views of what is no register: constants, symbols, special registers."""
+        return [(i, view) for i, view in enumerate(self.views) if view[0] != "reg"]
 
     @functools.cached_property
     def checked(self) -> list[tuple[int, Any, int, bool]]:

@@ -22,8 +22,9 @@ from .decode import OF_BLOCK, Program
 from .errors import Deadlock, Hazard, LaunchError, SoftGpuError
 from .hazard import Footprint, GlobalHazards
 from .in_flight import InFlight
-from .memory import OFFSET_MASK, RANK_SHIFT, SHARED_BASE, SHARED_MAX, GlobalMemory
+from .memory import OFFSET_MASK, RANK_SHIFT, SHARED_BASE, SHARED_MAX, GlobalMemory, SharedMemory
 from .options import Options, Stats
+from .registers import of_warp
 from .runtime import Launch
 from .warp import Warp, uniform_view
 
@@ -63,7 +64,7 @@ class Machine:
         self.shared_limit = SHARED_BASE + program.static_shared + launch.dynamic_smem
         self._check()
         self._params()
-        self._template()
+        self._values()
 
     def _check(self) -> None:
         """Raises LaunchError for what the hardware would refuse."""
@@ -115,9 +116,9 @@ class Machine:
             self.symbols[name] = data.ctypes.data + skip
             self.memory.add(name, data.ctypes.data + skip, var.size)
 
-    def _template(self) -> None:
+    def _values(self) -> None:
         """Views that are the same for the whole grid; the rest is sorted by who provides it."""
-        self.template: list[Any] = [None] * len(self.program.views)
+        self.values: list[tuple[int, Any]] = []
         self.per_block: list[tuple[int, tuple[Any, ...]]] = []
         self.per_warp: list[tuple[int, tuple[Any, ...]]] = []
         launch = self.launch
@@ -139,7 +140,7 @@ class Machine:
             fixed[f"%nclusterid.{axis}"] = clusters[i]
             fixed[f"%cluster_nctaid.{axis}"] = launch.cluster[i]
         local = {v.name for v in self.program.kernel.variables.values() if v.space == "local"}
-        for i, view in enumerate(self.program.views):
+        for i, view in self.program.other_views:
             kind, name = view[0], view[1]
             if kind == "const":
                 value = name
@@ -156,10 +157,31 @@ class Machine:
                 self.per_warp.append((i, view))
                 continue
             if view[2] is np.bool_:
-                self.template[i] = np.full(32, bool(value))
+                lanes = np.full(32, bool(value))
             else:
-                self.template[i] = uniform_view(np.full(32, value, np.uint64), view[2])
-            self.template[i].flags.writeable = False
+                lanes = uniform_view(np.full(32, value, np.uint64), view[2])
+            lanes.flags.writeable = False
+            self.values.append((i, lanes))
+        self._specials: dict[int, list[tuple[int, NDArray[Any]]]] = {}
+        self._shared: list[SharedMemory] = []
+
+    def specials(self, index: int) -> list[tuple[int, NDArray[Any]]]:
+        """Views of the special registers of warp ``index`` of any CTA."""
+        if index not in self._specials:
+            block = self.launch.block
+            self._specials[index] = [
+                (i, uniform_view(of_warp(name, index, block), dtype))
+                for i, (_, name, dtype) in self.per_warp
+            ]
+        return self._specials[index]
+
+    def shared_memory(self, ctas: int) -> SharedMemory:
+        """Poison: that of a cluster that is gone, or new; pages of memory cost more than poison."""
+        if not self._shared:
+            return SharedMemory(ctas, self.shared_limit)
+        shared = self._shared.pop()
+        shared.poison()
+        return shared
 
     # ---- running -------------------------------------------------------------------------------
     def issue(self, action: Callable[[], None], text: str) -> InFlight:
@@ -226,6 +248,8 @@ class Machine:
                     self._land(True)
                     for c in finished:
                         c.check_end()
+                        self.program.files.give_back(w.file for w in c.warps)
+                        self._shared.append(c.shared)
                     resident = [c for c in resident if c not in finished]
                     self.stats.blocks += sum(len(c.blocks) for c in finished)
                     for index, origin in itertools.islice(self.waiting, len(finished)):

@@ -125,6 +125,17 @@ class GlobalMemory:
         """Values of all lanes, (32,) or (32, n); lanes outside the mask are zero."""
         size = np.dtype(dtype).itemsize * n
         a = addr if m is True else addr[m]
+        raw = a.tobytes()
+        if n == 1 and raw == raw[:8] * len(a):  # as most are: parameters, tables, what is polled
+            at = int.from_bytes(raw[:8], "little")
+            region = self.find(at)
+            if region is not None and at + size <= region.end and not at & (size - 1):
+                value = region.view(dtype, 1)[(at - region.base) // size]
+                if m is True:
+                    return np.full(32, value, dtype)
+                out = np.zeros(32, dtype)
+                out[m] = value
+                return out
         region = self._uniform(a, size, "load")
         if region is not None:
             got = region.view(dtype, n)[(a - np.uint64(region.base)) // np.uint64(size)]
@@ -163,10 +174,14 @@ class SharedMemory:
     def __init__(self, ctas: int, limit: int) -> None:
         self.ctas, self.limit = ctas, limit  # limit: end offset of a CTA's allocation
         self.bytes = np.zeros(ctas << RANK_SHIFT, np.uint8)
-        for rank in range(ctas):
-            base = rank << RANK_SHIFT
-            self.bytes[base + SHARED_BASE : base + limit] = POISON
+        self.poison()
         self._views: dict[tuple[Any, int], NDArray[Any]] = {}
+
+    def poison(self) -> None:
+        """What new CTAs find."""
+        for rank in range(self.ctas):
+            base = rank << RANK_SHIFT
+            self.bytes[base + SHARED_BASE : base + self.limit] = POISON
 
     def view(self, dtype: Any, n: int) -> NDArray[Any]:
         key = (dtype, n)

@@ -97,50 +97,13 @@ class Warp:
         self.mma_groups: list[list[InFlight]] = [[]]  # wgmma; the last one is open
         self.tensor_queue = TensorQueue(self)  # tcgen05
         self.local = LocalMemory(block.machine.program.local_size)
-        self.v = self._views()
-
-    def _views(self) -> list[NDArray[Any]]:
-        program = self.machine.program
-        store = {
-            0: np.zeros((program.counts[0], 32), np.bool_),
-            16: np.zeros((program.counts[16], 32), np.uint16),
-            32: np.zeros((program.counts[32], 32), np.uint32),
-            64: np.zeros((program.counts[64], 32), np.uint64),
-            128: np.zeros((program.counts[128], 64), np.uint64),
-        }
-        self.store = store
-        typed: dict[tuple[int, Any], NDArray[Any]] = {}
-        out = list(self.block.template)
-        for i, view in self.machine.per_warp:
-            if view[0] == "reg":
-                _, width, slot, dtype, part = view
-                array = typed.get((width, dtype))
-                if array is None:
-                    array = typed[(width, dtype)] = store[width].view(dtype)
-                ratio = array.shape[1] // 32 if width else 1
-                row = array[slot]
-                out[i] = row if ratio == 1 else row[part::ratio]
-            else:
-                out[i] = uniform_view(self.special(view[1]), view[2])
-        return out
-
-    def special(self, name: str) -> NDArray[np.uint64]:
-        """Those of ``decode.OF_WARP``, by lane."""
-        lin = LANES.astype(np.uint64) + np.uint64(32 * self.index)
-        bx, by = np.uint64(self.machine.launch.block[0]), np.uint64(self.machine.launch.block[1])
-        values: dict[str, Callable[[], NDArray[np.uint64]]] = {
-            "%tid.x": lambda: lin % bx,
-            "%tid.y": lambda: lin // bx % by,
-            "%tid.z": lambda: lin // (bx * by),
-            "%laneid": lambda: LANES.astype(np.uint64),
-            "%warpid": lambda: np.full(32, self.index, np.uint64),
-            "%lanemask_eq": lambda: np.uint64(1) << LANES.astype(np.uint64),
-            "%lanemask_lt": lambda: (np.uint64(1) << LANES.astype(np.uint64)) - np.uint64(1),
-            "%lanemask_le": lambda: (np.uint64(2) << LANES.astype(np.uint64)) - np.uint64(1),
-            "%lanemask_gt": lambda: ~((np.uint64(2) << LANES.astype(np.uint64)) - np.uint64(1)),
-            "%lanemask_ge": lambda: ~((np.uint64(1) << LANES.astype(np.uint64)) - np.uint64(1)),
-        }
-        return values[name]()
+        self.file = program.files.take()
+        self.store = self.file.store
+        self.v = self.file.views
+        for i, value in block.values:
+            self.v[i] = value
+        for i, value in block.machine.specials(index):
+            self.v[i] = value
 
     # ---- convergence ---------------------------------------------------------------------------
     def lanes(self, m: Mask) -> NDArray[np.bool_]:

@@ -89,6 +89,8 @@ class GlobalHazards:
         self.shift = machine.program.global_shift
         self.ordered: set[int] = set()
         self._shadows: dict[int, _Shadow] = {}  # by the region's base
+        spans = [(f.start, f.start + len(f.content)) for f in machine.prior]
+        self._before = np.array(spans, np.int64).reshape(-1, 2)  # what grids before this one wrote
 
     def _shadow(self, region: Region) -> _Shadow:
         found = self._shadows.get(region.base)
@@ -192,13 +194,18 @@ class GlobalHazards:
         """Before griddepcontrol.wait: touches what the grid before this one writes?"""
         if wh.prior_known:
             return
-        for lane in wh.ignorant(lanes_of(m)):
-            at = int(addr[lane])
-            region = self.memory.find(at)
-            for f in self.machine.prior:
-                if region is not None and f.stale(at, nbytes, region):
-                    wh.report.early_access(wh, at, int(lane), action, f.kernel)
-                    return
+        lanes = wh.ignorant(lanes_of(m))
+        at = addr[lanes].astype(np.int64)[:, None]
+        begin, end = self._before.T
+        near = (at < end) & (at + nbytes > begin)
+        if not near.any():
+            return
+        for row, grid in np.argwhere(near):
+            address, before = int(at[row, 0]), self.machine.prior[grid]
+            region = self.memory.find(address)
+            if region is not None and before.stale(address, nbytes, region):
+                wh.report.early_access(wh, address, int(lanes[row]), action, before.kernel)
+                return
 
     def _report(
         self, wh: WarpHazards, region: Region, last: _Last, idx: Any, rows: Any,

@@ -9,6 +9,7 @@ from softgpu import DescriptorError, MemoryFault, Options
 from softgpu.memory import GlobalMemory
 from softgpu.ops.tma import TensorMap, decode_map
 from softgpu.testing import aligned, launch
+from tests.support.ptx import run
 from tests.support.tensor_maps import encode_map, swizzled
 
 TID = "mov.u32 %r99, %tid.x; cvt.u64.u32 %rd60, %r99;\n"
@@ -341,3 +342,30 @@ def test_multicast_reaches_every_cta_of_the_mask(mode: str) -> None:
     launch(body, [out, raw, source], grid=2, cluster=2, options=Options(asynchronous=mode))
     np.testing.assert_array_equal(out[0], source.reshape(-1))
     np.testing.assert_array_equal(out[1], source.reshape(-1))
+
+
+@pytest.mark.parametrize("resident", [1, 3])
+def test_a_cta_finds_nothing_of_the_one_before(resident: int) -> None:
+    """Registers are zeros (of every width) and shared memory is poison, in the next launch too."""
+    found = "ld.shared.b32 %r10, [%r50]; not.b32 %r10, %r10; or.b32 %r10, %r10, %r40;\n"
+    found += "cvt.u32.u64 %r41, %rd40; or.b32 %r10, %r10, %r41; @%p40 or.b32 %r10, %r10, 1;\n"
+    left = "bar.sync 0; mov.u32 %r40, 5; mov.u64 %rd40, 6; setp.eq.s32 %p40, %r40, 5;\n"
+    left += "st.shared.b32 [%r50], %r40;\n"
+    for _ in range(2):
+        got = run(found + left, threads=64, grid=5, options=Options(resident=resident))
+        assert got == [0] * 320
+
+
+def test_loads_of_one_address_and_of_many() -> None:
+    """What lanes that agree take a shorter way to: values, masked lanes, faults."""
+    data = aligned(32, np.uint32)
+    data[:] = np.arange(100, 132)
+    one = "add.s64 %rd10, %rd2, 12; ld.global.b32 %r10, [%rd10];\n"
+    assert run(one, data) == [103] * 32
+    each = "mad.lo.s64 %rd10, %rd60, 4, %rd2; ld.global.b32 %r10, [%rd10];\n"
+    assert run(each, data) == data.tolist()
+    some = "mov.u32 %r10, 7; setp.gt.u32 %p1, %r99, 20; " + one.replace("ld.", "@%p1 ld.")
+    assert run(some, data) == [7] * 21 + [103] * 11
+    for offset, said in ((2, "misaligned global load of 4 bytes"), (128, "out-of-bounds global")):
+        with pytest.raises(MemoryFault, match=said):
+            run(one.replace("12", str(offset)), data)
