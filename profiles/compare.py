@@ -21,7 +21,7 @@ Report = dict[str, Any]
 
 
 def refused(reports: list[Report], old: str) -> list[str]:
-    """The shapes that ``old`` does not take, in any of the runs."""
+    """The shapes that ``old`` takes in none of the runs: their arguments are refused."""
 
     def says_no(row: dict[str, Any]) -> bool:
         failed = row["backend"] == old and row.get("status") == "failed"
