@@ -47,7 +47,7 @@ SCHEDULES = 100
 # What no schedule can miss, opcodes or text of source lines: docs/software-gpu.md says why.
 EXPLAINED = (
     "griddepcontrol.launch_dependents", "bar.warp.sync", "tcgen05.relinquish_alloc_permit",
-    "k_pipe.consumer_wait(landed)",
+    "k_pipe.consumer_wait(landed)", "# orders nothing new",
 )  # fmt: skip
 KINDS = {
     "build": "every variant compiled and audited",

@@ -10,6 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+# createpolicy's word for L2::evict_first: a step reads a tile of the cache once, and it should push
+# out its like rather than what is read again (tables, partial rows, the weights of the next layer).
+READ_ONCE = 0x12F0000000000000
+
 
 @dataclass(frozen=True)
 class Plane:

@@ -30,7 +30,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from . import budget as bud
 from .barriers import Ring
-from .cache_format import CacheFormat
+from .cache_format import READ_ONCE, CacheFormat
 from .smem import array, one_stage, staged
 from .work_list import WorkList
 
@@ -230,6 +230,7 @@ class PagedTma:
         """
         lane = cute.arch.lane_idx()
         rank, extra = self.cluster_copy()
+        extra["cache_policy"] = Int64(READ_ONCE)
         planes = [
             self._boxes(x, tiles, p.width, rank)
             for p, x, tiles in self._planes(st, "k", loaded, layouts)

@@ -86,8 +86,10 @@ from .wgmma import issue, tiled_mma
 if TYPE_CHECKING:
     from ..spec import VariantSpec
 
-STAGES = 4  # of the K ring, unless the spec says otherwise
 FEW_ROWS = 32  # and less: S^T = K Q^T
+# Of the K ring, unless the spec says otherwise.  Few rows free a stage soon: with three in flight
+# DRAM is as busy as with four, and SMs get fairer shares of it.
+STAGES, FEW_STAGES = 4, 3
 
 
 def feasible(spec: VariantSpec) -> str | None:
@@ -102,7 +104,7 @@ def feasible(spec: VariantSpec) -> str | None:
 
 def budget(spec: VariantSpec) -> bud.Budget:
     """Warpgroups, registers, barriers, shared memory of a CTA."""
-    few, rows, stages = spec.row_tile <= FEW_ROWS, min(spec.row_tile, 64), spec.stages or STAGES
+    few, rows, stages = spec.row_tile <= FEW_ROWS, min(spec.row_tile, 64), stages_of(spec)
     # setmaxnreg hands out one pool of 65536 registers: 128, 128 and 256 threads
     producer, softmax, pv = (40, 120, 160) if few else (32, 112, 184)
     p_tiles = P_STAGES * spec.p_terms * rows * TILE
@@ -129,9 +131,14 @@ def budget(spec: VariantSpec) -> bud.Budget:
     )
 
 
+def stages_of(spec: VariantSpec) -> int:
+    """KV tiles in flight."""
+    return spec.stages or (FEW_STAGES if spec.row_tile <= FEW_ROWS else STAGES)
+
+
 def q_stages(spec: VariantSpec) -> int:
     """Row tiles of Q in flight: the next item's is prefetched where there is room."""
-    return 2 if spec.row_tile <= FEW_ROWS and (spec.stages or STAGES) <= STAGES else 1
+    return 2 if spec.row_tile <= FEW_ROWS and stages_of(spec) <= STAGES else 1
 
 
 def build(spec: VariantSpec):
@@ -146,7 +153,7 @@ class Etap:
     def __init__(self, spec: VariantSpec):
         few_rows = spec.row_tile <= FEW_ROWS  # S^T = K Q^T
         self.parts = Parts(
-            spec, stages=spec.stages or STAGES, q_stages=q_stages(spec), q_warps=SOFTMAX_WARPS,
+            spec, stages=stages_of(spec), q_stages=q_stages(spec), q_warps=SOFTMAX_WARPS,
             k_warps=SOFTMAX_WARPS + PV_WARPS, few_rows=few_rows,
             scale_warp=not few_rows,
         )  # fmt: skip

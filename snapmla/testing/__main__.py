@@ -209,20 +209,27 @@ def mutate(
     bar = Console(stderr=True, markup=False, emoji=False)
     for outcome in track(study, "mutants", len(places), console=bar, transient=True):
         outcomes.append(outcome)
-        site = outcome.site
-        how = f"{outcome.how}, schedule {outcome.seed}" if outcome.killed else "no schedule noticed"
-        console.print(
-            f"{'killed  ' if outcome.killed else 'SURVIVED'} {site.family:8s}{site.source}: "
-            f"{site.text[:60]}  ({how})"
-        )
+        if outcome.killed:
+            console.print(_line(outcome))
         if reports and outcome.report:
             console.print(outcome.report)
+    for outcome in outcomes:  # last, where a long output is read first
+        if not outcome.killed:
+            console.print(_line(outcome))
     killed = sum(o.killed for o in outcomes)
     console.print(
         f"{names[0]}: {killed} of {len(outcomes)} mutants killed "
         f"({100 * killed / max(len(outcomes), 1):.0f} %), at most {seeds} schedules each"
     )
     raise typer.Exit(1 if explained and _unexplained(outcomes, explained) else 0)
+
+
+def _line(outcome: mutation.Outcome) -> str:
+    """What became of a mutant."""
+    site, fate, how = outcome.site, "SURVIVED", "no schedule noticed"
+    if outcome.killed:
+        fate, how = "killed  ", f"{outcome.how}, schedule {outcome.seed}"
+    return f"{fate} {site.family:8s}{site.source}: {site.text[:60]}  ({how})"
 
 
 def _unexplained(outcomes: list[mutation.Outcome], explained: list[str]) -> bool:
