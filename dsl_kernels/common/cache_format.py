@@ -10,9 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-# createpolicy's word for L2::evict_first: a step reads a tile of the cache once, and it should push
-# out its like rather than what is read again (tables, partial rows, the weights of the next layer).
-READ_ONCE = 0x12F0000000000000
+# Words of createpolicy for all of an access.  A step reads a tile of the cache once: it is evicted
+# first, so that tiles push out tiles, not what is read again (tables, partial rows, the weights of
+# the next layer).  Of a sequence with many row blocks, queries and results would push out what the
+# next row block reads: normal.
+EVICT_FIRST, EVICT_NORMAL = 0x12F0000000000000, 0x1000000000000000
+MANY_BLOCKS = 32
 
 
 @dataclass(frozen=True)

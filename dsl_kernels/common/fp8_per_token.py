@@ -13,7 +13,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from ..dims import KV_LORA_RANK as D
 from ..dims import QK_ROPE_HEAD_DIM as R
-from .cache_format import READ_ONCE, CacheFormat, Plane
+from .cache_format import CacheFormat, Plane
 from .smem import array
 from .types import BF16, F8, U32
 
@@ -55,7 +55,7 @@ class TokenScales:
                 cute.make_layout(self.box),
             )
             dst = cute.local_tile(self.of_stages(st)[None, stage], (self.box,), (box,))
-            cute.copy(bulk, src, dst, mbar_ptr=bar, cache_policy=Int64(READ_ONCE))
+            cute.copy(bulk, src, dst, mbar_ptr=bar)
 
         return copy
 

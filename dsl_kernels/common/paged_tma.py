@@ -30,7 +30,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from . import budget as bud
 from .barriers import Ring
-from .cache_format import READ_ONCE, CacheFormat
+from .cache_format import EVICT_FIRST, EVICT_NORMAL, MANY_BLOCKS, CacheFormat
 from .smem import array, one_stage, staged
 from .work_list import WorkList
 
@@ -199,6 +199,12 @@ class PagedTma:
         vmnk = cute.make_layout((1, self.cluster, 1, 1))
         return rank, {"mcast_mask": cute.make_layout_image_mask(vmnk, (0, rank, 0, 0), mode=1)}
 
+    def _policy(self, work, query_rows):
+        """What L2 does with tiles of the cache (cache_format.py)."""
+        blocks = query_rows // (self.rows * self.cluster)
+        many = blocks // MANY_BLOCKS >= work.cache_seqlens.shape[0]  # of them a sequence
+        return Int64(cutlass.select_(many, Int64(EVICT_NORMAL), Int64(EVICT_FIRST)))
+
     def _boxes(self, loaded, target, width, rank):
         """TMA view of the KV ring and of the cache, box by box: (values, box, stage), (values, part
         of a page, page); with several chunks (values, box, chunk, stage), and so on."""
@@ -217,11 +223,12 @@ class PagedTma:
 
     @cute.jit
     def produce_kv(
-        self, st, layouts, k_pipe, loaded, work, span, num_pages, copy_scales, loaded_q=None,
-        mark=None, kv_heads=None,
+        self, st, layouts, k_pipe, loaded, work, span, num_pages, query_rows, copy_scales,
+        loaded_q=None, mark=None, kv_heads=None,
     ):  # fmt: skip
         """One warp: for each tile, every plane and the scales into the next free stage.
 
+        ``query_rows``: of all sequences.
         ``copy_scales(page, part, box, stage, bar)`` is run by one lane for every box; None without.
         ``loaded_q``: planes of the queries where their tiles pass through this ring, and the call.
         ``mark(is_first)`` is run behind each tile's copies; None without.
@@ -230,7 +237,7 @@ class PagedTma:
         """
         lane = cute.arch.lane_idx()
         rank, extra = self.cluster_copy()
-        extra["cache_policy"] = Int64(READ_ONCE)
+        extra["cache_policy"] = self._policy(work, query_rows)
         planes = [
             self._boxes(x, tiles, p.width, rank)
             for p, x, tiles in self._planes(st, "k", loaded, layouts)

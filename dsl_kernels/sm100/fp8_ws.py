@@ -271,7 +271,7 @@ class Ws(Fp8Entry):
             if warp_id == 0:
                 self.loads.produce_kv(
                     st, layouts.k, k_pipe, tma.kv, gmem.work, self.items(cta), gmem.scale.shape[0],
-                    self.scales.copier(st, gmem.scale), (tma.q, call),
+                    call.rows, self.scales.copier(st, gmem.scale), (tma.q, call),
                 )  # fmt: skip
                 cute.arch.griddepcontrol_launch_dependents()
             elif warp_id == 1:

@@ -156,8 +156,8 @@ class DenseDecode(DenseEntry):
                 self.parts.stamps.put(gmem.results, Stamp.WAITED, value=waited)
                 span = self.parts.work.items_of(gmem.work, part)
                 self.parts.loads.produce_kv(
-                    st, (layouts.k,), k_pipe, tma.kv, gmem.work, span, tma.num_pages, None,
-                    kv_heads=tma.kv_heads,
+                    st, (layouts.k,), k_pipe, tma.kv, gmem.work, span, tma.num_pages,
+                    call.rows, None, kv_heads=tma.kv_heads,
                     mark=self.parts.stamps.marker(gmem.results, Stamp.FIRST_TMA),
                 )  # fmt: skip
                 cute.arch.griddepcontrol_launch_dependents()

@@ -180,7 +180,7 @@ class Fp8Decode(Fp8Entry):
                 span = self.parts.work.items_of(gmem.work, part)
                 self.parts.loads.produce_kv(
                     st, layouts.k, k_pipe, tma.kv, gmem.work, span, gmem.scale.shape[0],
-                    self.parts.scales.copier(st, gmem.scale),
+                    call.rows, self.parts.scales.copier(st, gmem.scale),
                     mark=self.parts.stamps.marker(gmem.results, Stamp.FIRST_TMA),
                 )  # fmt: skip
                 cute.arch.griddepcontrol_launch_dependents()

@@ -1,6 +1,9 @@
-"""The start of a part: two KV tiles are asked for, and more when the first has landed."""
+"""The start of a part: two KV tiles are asked for, and more when the first has landed.  What L2 is
+told of them."""
 
 from __future__ import annotations
+
+import contextlib
 
 import pytest
 import torch
@@ -53,7 +56,7 @@ class Copies:
 @pytest.mark.parametrize(
     ("name", "stages"),
     [
-        ("decode_etap_r16_p64_obf16_sm90a", 4), ("decode_etap_r16_p16_obf16_sm90a", 4),
+        ("decode_etap_r16_p64_obf16_sm90a", 3), ("decode_etap_r16_p16_obf16_sm90a", 3),
         ("decode_etap_r128_p64_obf16_sm90a", 4),
     ],
 )  # fmt: skip
@@ -80,3 +83,27 @@ def test_later_items_do_not_wait(tiles: tuple[int, ...], monkeypatch: pytest.Mon
     copies = Copies("decode_etap_r16_p64_obf16_sm90a", monkeypatch)
     copies.kernel.options = Options(hazards="raise", asynchronous="early")
     assert copies.of(*tiles)[0] > copies.of(sum(tiles))[0]  # a Q tile for each item
+
+
+@needs_compiler
+def test_tiles_are_evicted_first() -> None:
+    """All tiles of the cache carry one policy: evict first, until a sequence has 32 row blocks."""
+    from dsl_kernels.common.cache_format import EVICT_FIRST, EVICT_NORMAL
+
+    spec = VariantSpec.from_name("decode_etap_r16_p64_obf16_sm90a")
+    kernel = runtime.kernel(spec, "cpu")
+    assert isinstance(kernel, softgpu.LoadedKernel)
+    program = kernel.program(kernel.entry)
+    words = [str(word) for word in (EVICT_FIRST, EVICT_NORMAL)]
+    [chosen] = [i for i in mutate.matching(program, "selp") if all(w in i.text for w in words)]
+    policy = chosen.text.replace(",", " ").split()[1]
+    tiles = [i for i in mutate.matching(program, "cp.async.bulk.tensor") if policy in i.text]
+    assert len(tiles) == 4 + 1  # content, RoPE
+    for word, blocks in ((EVICT_FIRST, 31), (EVICT_NORMAL, 32), (EVICT_FIRST, 32)):
+        differs = f"setp.ne.b64 other, {policy}, {word}; @other trap;"
+        stop = f"{{ .reg .pred other; {mutate.OLD} {differs} }}"
+        job = selfcheck.DecodeJob(spec, [5], 1, heads=spec.row_tile, s_q=blocks)
+        wrong = pytest.raises(softgpu.SoftGpuError, match="trap")
+        with mutate.planted(kernel, kernel.entry, {chosen.pc: stop}):
+            with wrong if (word, blocks) == (EVICT_FIRST, 32) else contextlib.nullcontext():
+                job.run(kernel)
