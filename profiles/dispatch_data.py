@@ -29,14 +29,7 @@ CARD = "H200"
 OP = FAMILY.op
 DUAL_WG = "snapmla:dual_wg"
 BOTH = ("snapmla", DUAL_WG)  # default options only, so that rows are comparable
-# contenders that count of each; ``h200-dual-wg`` is an older run, of when h200-table had both
-TABLES = {
-    "h200-table": BOTH,
-    "h200-dual-wg": (DUAL_WG,),
-    "etap-fig1": BOTH,
-    "snapmla-fig5": BOTH,
-    "snapmla-fig6": BOTH,
-}
+TABLES = ("h200-table", "etap-fig1", "snapmla-fig5", "snapmla-fig6")
 LEAST_SPREAD = 2.0  # largest over smallest work that still tells fixed_us from tile_us
 
 _KERNEL = re.compile(r"(\w+) row_tile (\d+) parts (\d+)")
@@ -68,13 +61,13 @@ def read_tables() -> tuple[dict[str, str], list[Row]]:
     """(commit of every table, its usable rows of ours)."""
     commits: dict[str, str] = {}
     rows: list[Row] = []
-    for table, backends in TABLES.items():
+    for table in TABLES:
         report = json.loads((RESULTS / f"{table}.json").read_text())
         commits[table] = report["commit"]
         for entry in report["rows"]:
             kernel = _KERNEL.fullmatch(entry.get("kernel", ""))
             shape = _SHAPE.fullmatch(entry["shape"])
-            usable = entry["backend"] in backends and entry["status"] == "ok" and entry["check_ok"]
+            usable = entry["backend"] in BOTH and entry["status"] == "ok" and entry["check_ok"]
             if not (kernel and shape and usable):
                 continue
             batch, seqlen, heads, s_q = map(int, shape.groups())

@@ -104,6 +104,6 @@ def test_tiles_are_evicted_first() -> None:
         stop = f"{{ .reg .pred other; {mutate.OLD} {differs} }}"
         job = selfcheck.DecodeJob(spec, [5], 1, heads=spec.row_tile, s_q=blocks)
         wrong = pytest.raises(softgpu.SoftGpuError, match="trap")
-        with mutate.planted(kernel, kernel.entry, {chosen.pc: stop}):
-            with wrong if (word, blocks) == (EVICT_FIRST, 32) else contextlib.nullcontext():
-                job.run(kernel)
+        outcome = wrong if (word, blocks) == (EVICT_FIRST, 32) else contextlib.nullcontext()
+        with mutate.planted(kernel, kernel.entry, {chosen.pc: stop}), outcome:
+            job.run(kernel)
