@@ -14,7 +14,7 @@ from typing import Any
 import cutlass
 from cutlass import cute
 from cutlass._mlir import ir
-from cutlass._mlir.dialects import llvm
+from cutlass._mlir.dialects import llvm, nvvm
 from cutlass._mlir.dialects import vector as mlir_vector
 from cutlass._mlir_helpers.arith import ArithValue
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
@@ -42,6 +42,12 @@ FastDivisor = cute.FastDivmodDivisorV2
 fast_divisor = cute.fast_divmod_create_divisor_v2
 pdl_wait = cute.arch.griddepcontrol_wait
 pdl_launch_dependents = cute.arch.griddepcontrol_launch_dependents
+
+
+@dsl_user_op
+def wgmma_fence(*, loc: Any = None, ip: Any = None) -> None:
+    """``wgmma.fence`` with its line: the DSL's own (4.8) drops it, and reports name another."""
+    nvvm.wgmma_fence_aligned(loc=loc, ip=ip)
 
 
 def dtype(name: str) -> Any:

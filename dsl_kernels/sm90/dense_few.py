@@ -92,7 +92,7 @@ class FewRows(AcrossWarps, Form):
         st, (factor, limit, ragged_from), (m_ref, l_run) = cta.st, rows_in, rows_out
         (sK, sQ), (q_stage, stage, phase), mma_s = operands, stages, self.score_mma()
         acc_S = cute.make_rmem_tensor(mma_s.partition_shape_C((TILE, self.rows_cta)), Float32)
-        warpgroup.fence()
+        compat.wgmma_fence()
         for turn in cutlass.range_constexpr(CHUNKS):
             if cutlass.const_expr(turn > 0):
                 self.parts.loads.wait_chunk(st, turn, stage, phase)
@@ -178,7 +178,7 @@ class FewRows(AcrossWarps, Form):
                 factor = gamma_s[2 * (v // 4) + v % 2, tidx % 4]
                 for acc in acc_O:
                     acc[v] = acc[v] * factor
-        warpgroup.fence()
+        compat.wgmma_fence()
         for d in cutlass.range_constexpr(D_BLOCKS):
             now = sV[d][None, None, None, stage]
             issue(self.pv_mma(), acc_O[d], now, sP[None, None, None, stage], accumulate=True)

@@ -131,7 +131,7 @@ class ManyRows(Form):
         q_stage, stage, phase = stages
         acc_S = cute.make_rmem_tensor(mma_s.partition_shape_C((ROWS_OF_CTA, TILE)), Float32)
         sQ_now, sK_now = sQ[None, None, None, q_stage], sK[None, None, None, stage]
-        warpgroup.fence()
+        compat.wgmma_fence()
         for turn in cutlass.range_constexpr(CHUNKS):
             if cutlass.const_expr(turn > 0):
                 self.parts.loads.wait_chunk(st, turn, stage, phase)
@@ -228,7 +228,7 @@ class ManyRows(Form):
             for acc in acc_O:
                 for v in cutlass.range_constexpr(PV_N // 2):
                     acc[v] = acc[v] * gamma[v // 2 % 2]
-        warpgroup.fence()
+        compat.wgmma_fence()
         rP, rV = operands
         for acc, v in zip(acc_O, rV):
             rV_now = v[None, None, None, stage]

@@ -44,6 +44,7 @@ from ..common.epilogue import Held, Shared, Woven, finish_row, write_rows
 from ..common.frames import NEVER, move_frame
 from ..common.smem import array, staged, struct_of
 from ..common.types import F8, ROW_MAJOR, U16
+from ..compat import wgmma_fence
 from ..dims import KV_LORA_RANK as D
 from ..dims import QK_ROPE_HEAD_DIM as R
 from ..dims import TOKEN_TILE as TILE
@@ -402,7 +403,7 @@ class DualWg:
                 self.start_pv(tmp[d], frags, 2 * buf + which, 4 * half + d + 2, stage)
 
     def start_pv(self, tmp, frags, p_stage, d_block: int, stage):
-        warpgroup.fence()
+        wgmma_fence()
         rP, rV = frags[4][None, None, None, p_stage], frags[5][d_block][None, None, None, stage]
         issue(self.pv_mma(), tmp, rP, rV, accumulate=False)
         warpgroup.commit_group()

@@ -49,6 +49,7 @@ from ..common import budget as bud
 from ..common.epilogue import Held, Shared, Woven, write_rows
 from ..common.smem import staged, struct_of
 from ..common.types import F8, ROW_MAJOR
+from ..compat import wgmma_fence
 from ..dims import KV_LORA_RANK as D
 from ..dims import QK_ROPE_HEAD_DIM as R
 from ..dims import TOKEN_TILE as TILE
@@ -87,8 +88,8 @@ if TYPE_CHECKING:
     from ..spec import VariantSpec
 
 FEW_ROWS = 32  # and less: S^T = K Q^T
-# Of the K ring, unless the spec says otherwise.  Few rows free a stage soon: with three in flight
-# DRAM is as busy as with four, and SMs get fairer shares of it.
+# Of the K ring, unless the spec says otherwise.  Few rows free a stage soon, and with four tiles in
+# flight DRAM gives less than with three (docs/performance.md).
 STAGES, FEW_STAGES = 4, 3
 
 
@@ -298,7 +299,7 @@ class Etap:
             P_RING.arrive_empty(st, pst.index)
 
     def issue_pv(self, mma_o, tmp, frag, rP, buf):
-        warpgroup.fence()
+        wgmma_fence()
         for i, term in enumerate(order(self.p_terms)):
             stage = stage_of(buf, term, self.p_terms)
             issue(mma_o, tmp, frag, rP[None, None, None, stage], accumulate=i > 0)

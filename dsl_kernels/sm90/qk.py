@@ -13,6 +13,7 @@ from cutlass import Float32
 from cutlass.cute.nvgpu import warpgroup
 
 from ..common.types import BF16, F8, ROW_MAJOR
+from ..compat import wgmma_fence
 from ..dims import KV_LORA_RANK as D
 from ..dims import QK_ROPE_HEAD_DIM as R
 from ..dims import TOKEN_TILE as TILE
@@ -70,10 +71,10 @@ class ScoreMma:
             for f, s in zip(frags, (a_stage, b_stage, a_stage, b_stage), strict=True)
         )
         steps = D // 32 // QK_GROUPS
-        warpgroup.fence()
+        wgmma_fence()
         for g in range(QK_GROUPS):
             issue(mma_c, acc_S[g], rA, rB, accumulate=False, first=g * steps, last=(g + 1) * steps)
-        warpgroup.fence()  # another shape of WGMMA on the same accumulator: order the two chains
+        wgmma_fence()  # another shape of WGMMA on the same accumulator: order the two chains
         issue(mma_r, acc_S[0], rAr, rBr, accumulate=True)
         warpgroup.commit_group()
 
@@ -106,18 +107,18 @@ class ScoreChains:
 
     def content_a(self, acc, words, k):
         """Chain A without RoPE."""
-        warpgroup.fence()
+        wgmma_fence()
         self._content(acc, words, k, 0)
 
     def content_b(self, acc, words, k):
         """Chain B, and the commit of everything."""
-        warpgroup.fence()  # orders nothing new, but without it ptxas places the chain 5 % slower
+        wgmma_fence()  # orders nothing new, but without it ptxas places the chain 5 % slower
         self._content(acc, words, k, 1)
         warpgroup.commit_group()
 
     def rope(self, acc, words, k):
         """RoPE on top of chain A."""
-        warpgroup.fence()  # another shape of WGMMA on the same accumulator
+        wgmma_fence()  # another shape of WGMMA on the same accumulator
         key = words.k_rope + k * (TILE * R // 8)
         for x in range(R // 16):
             issue_words(acc[0], words.q_rope + 2 * x, key + 2 * x, BF16, accumulate=True)
