@@ -83,7 +83,8 @@ class SumRows:
         _, k_pipe = self.loads.pipes(st)
         span = self.work.items_of(work, part)
         if warp_id == 0:
-            self.loads.produce_kv(st, (self.layout(),), k_pipe, loaded, work, span, num_pages, None)
+            self.loads.produce_kv(st, (self.layout(),), k_pipe, loaded, work, span, num_pages,
+                                  call.rows, None)  # fmt: skip
         elif warp_id >= 4:
             self.add(st, k_pipe, work, results, call, span)
 
