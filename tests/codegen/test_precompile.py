@@ -208,13 +208,17 @@ def test_a_worker_that_dies_fails_nothing(tmp_path: Path) -> None:
     last = matrix.default_specs("sm_90a", SIX)[-1]
     with artifacts.lock(tmp_path, last.name):  # the worker does not come further than that
         process, children = start(tmp_path, SIX)
-        for pid in children:
-            if "spawn_main" in Path(f"/proc/{pid}/cmdline").read_text():
-                os.kill(pid, signal.SIGKILL)  # as the system does when memory is short
+        workers = [
+            pid for pid in children if "spawn_main" in Path(f"/proc/{pid}/cmdline").read_text()
+        ]
+        for pid in workers:
+            os.kill(pid, signal.SIGKILL)  # as the system does when memory is short
     out, _ = process.communicate(timeout=300)
     counts = re.search(r"(\d+) built, (\d+) up to date, 0 failed", out)
-    # what it had written but not told is up to date
-    assert process.returncode == 0 and counts and sum(map(int, counts.groups())) == 6, out
+    assert process.returncode == 0 and counts, out
+    built, written = map(int, counts.groups())
+    # a worker tells of a variant before it takes the next: at most one each is written and not told
+    assert built + written == 6 and written <= len(workers), out
     assert len(entries(tmp_path)) == 6
 
 
