@@ -40,7 +40,7 @@ from cutlass.cute.nvgpu import warp, warpgroup
 
 from ..common import budget as bud
 from ..common.barriers import warps_meet
-from ..common.epilogue import Held, Shared, Woven, finish_row, write_rows
+from ..common.epilogue import Held, Shared, finish_row, write_rows
 from ..common.frames import NEVER, move_frame
 from ..common.smem import array, staged, struct_of
 from ..common.types import F8, ROW_MAJOR, U16
@@ -319,19 +319,21 @@ class DualWg:
     def transpose_in_place(self, me: cutlass.Constexpr, st, stage, wwarp, lane):
         """K tile (64 tokens x 512) -> V^T (512 x 64 tokens), 128 channels (8 KiB) at a time.
 
-        Even and odd channels trade places in the upper half of the lanes, so that the eight rows
-        of one stmatrix matrix fall into eight different bank groups.
+        Of 16 channels 4 q + 2 j + e becomes row 8 j + 2 q + e: what a thread of a quad then has in
+        its accumulators are four neighbours (``finish_item``).  Even and odd channels trade places
+        where j is 1, so that the eight rows of one stmatrix matrix, all four q and both j, fall
+        into eight different bank groups.
         """
         base = st.kc.data_ptr() + cute.assume(stage * (TILE * D), divby=1024)
         offset = transpose.lane_offset(wwarp, lane)
         vt16 = u16_view(self.vt_view(st), self.vt_layout().inner)[None, None, stage]
         stsm = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), U16)
         names = transpose.ROWS_ON_M
-        upper = lane >= 16
-        first = Int32(names.odd) if upper else Int32(names.even)
-        second = Int32(names.even) if upper else Int32(names.odd)
-        row8 = lane % 8
-        channel = 2 * row8 + ((row8 // 4) ^ (lane // 8 % 2))
+        traded = lane // 4 % 2 == 1
+        first = Int32(names.odd) if traded else Int32(names.even)
+        second = Int32(names.even) if traded else Int32(names.odd)
+        q, j = lane % 8 // 2, lane % 2
+        row16 = 8 * j + 2 * q + (j ^ (lane // 8 % 2))
         for block in cutlass.range_constexpr(4):
             raw = [transpose.load_raw(base, offset, 2 * block + x) for x in range(2)]
             warps_meet(Barrier.WG + me, 4)
@@ -342,7 +344,7 @@ class DualWg:
                     for h in cutlass.range_constexpr(2):
                         words[2 * h] = cute.arch.prmt(w[2 * h], w[2 * h + 1], first)
                         words[2 * h + 1] = cute.arch.prmt(w[2 * h], w[2 * h + 1], second)
-                    row = (2 * block + x) * 64 + wwarp * 16 + channel
+                    row = (2 * block + x) * 64 + wwarp * 16 + row16
                     dst = cute.local_tile(vt16, (1, 8), (row, kb * 2 + lane // 16))
                     cute.copy(stsm, cute.recast_tensor(words, U16), dst[0, None])
 
@@ -434,11 +436,12 @@ class DualWg:
             shared = Shared((1, 2), me * (D // 2) + 64 * quad, 4)
             runs = {}
             for d in cutlass.range_constexpr(4):
-                for j in cutlass.range_constexpr(8):
-                    v, pair = 4 * j + 2 * i, cute.make_rmem_tensor((2,), Float32)
-                    pair[0], pair[1] = acc_O[d][v] * inverse, acc_O[d][v + 1] * inverse
-                    runs[64 * d + 8 * j] = pair
-            at, woven = (local, me * (D // 2)), Woven((1, 2), quad, 8)
-            write_rows(results, slot, rows, at, [Held(8 * i, runs)], shared, woven)
+                for j in cutlass.range_constexpr(0, 8, 2):  # two of them are neighbours
+                    four = cute.make_rmem_tensor((4,), Float32)
+                    for v in cutlass.range_constexpr(4):
+                        four[v] = acc_O[d][4 * (j + v // 2) + 2 * i + v % 2] * inverse
+                    runs[64 * d + 8 * j] = four
+            at = (local, me * (D // 2) + 4 * quad)
+            write_rows(results, slot, rows, at, [Held(8 * i, runs)], shared)
         # ``sums`` is written again by the next item
         warps_meet(Barrier.BOTH, MATH_WARPS)
