@@ -37,6 +37,7 @@ from .work_list import WorkList
 # ``start_tiles`` of SM90.  All CTAs start at once: if each asks for all stages, everyone's first
 # tile comes when nearly everyone's last does.  Two keep DRAM busy.
 START_TILES = 2
+LINE_BYTES = 128  # of a swizzled row in shared memory
 
 
 class Loaded(NamedTuple):
@@ -103,6 +104,9 @@ class PagedTma:
             layout_of = cute.select(t.layout, mode=order)
             if const_expr(cute.rank(t) == 4):
                 layout_of = cute.group_modes(layout_of, 2, 4)
+            line = LINE_BYTES * 8 // plane.dtype.width
+            if const_expr(self.work.box == self.work.tile and plane.width // self.chunks > line):
+                layout_of = in_lines(layout_of, line)
             view = cute.make_tensor(cute.recast_ptr(t.iterator, dtype=plane.dtype), layout_of)
             one, tiler = one_stage(layout), (self.work.box, plane.width // self.chunks)
             box = cute.make_composed_layout(
@@ -334,6 +338,18 @@ class PagedTma:
             q_pipe.producer_acquire(qst)
             self._copy_q(planes, rows, qst.index, q_pipe.producer_get_barrier(qst))
             qst.advance()
+
+
+def in_lines(layout, line: int):
+    """A plane's layout (token, channel, page) with the channels as (of a line, line).
+
+    Shared memory has the lines of 128 bytes of a tile one behind the other, each for all tokens; a
+    box of both modes fills them with one copy.
+    """
+    (tokens, channels, pages), (of_token, one, of_page) = layout.shape, layout.stride
+    return cute.make_layout(
+        (tokens, (line, channels // line), pages), stride=(of_token, (one, line * one), of_page)
+    )
 
 
 def chunk_ring(stages: int, chunks: int) -> Ring:

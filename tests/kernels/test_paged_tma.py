@@ -98,7 +98,7 @@ def test_tiles_are_evicted_first() -> None:
     [chosen] = [i for i in mutate.matching(program, "selp") if all(w in i.text for w in words)]
     policy = chosen.text.replace(",", " ").split()[1]
     tiles = [i for i in mutate.matching(program, "cp.async.bulk.tensor") if policy in i.text]
-    assert len(tiles) == 4 + 1  # content, RoPE
+    assert len(tiles) == 2  # content, RoPE
     for word, blocks in ((EVICT_FIRST, 31), (EVICT_NORMAL, 32), (EVICT_FIRST, 32)):
         differs = f"setp.ne.b64 other, {policy}, {word}; @other trap;"
         stop = f"{{ .reg .pred other; {mutate.OLD} {differs} }}"
