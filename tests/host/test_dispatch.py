@@ -331,7 +331,7 @@ def test_explain_lists_every_candidate() -> None:
         (p, t) for p in pipelines_of("sm_90a") for t in ROW_TILES
     }
     assert [v.chosen for v in found.verdicts].count(True) == 1
-    assert found.chosen == found.verdicts[0] and found.chosen.us == pytest.approx(88, rel=0.02)
+    assert found.chosen == found.verdicts[0] and found.chosen.us == pytest.approx(84, rel=0.02)
     assert all(v.reason for v in found.verdicts[1:])
     assert all(VariantSpec.from_name(v.variant).name == v.variant for v in found.verdicts)
     text = str(found)
@@ -352,7 +352,9 @@ def test_explain_says_what_is_not_built(monkeypatch: pytest.MonkeyPatch) -> None
     found = snapmla.explain(16, card="H200")
     assert {v.row_tile for v in found.verdicts if v.built} == {32}
     assert str(found).splitlines()[2].endswith("chosen (not built here)")
-    assert sum("not built here" in line for line in str(found).splitlines()) == 5
+    known = [v for v in found.verdicts if v.us is not None]
+    lines = sum("not built here" in line for line in str(found).splitlines())
+    assert lines == len(known) - 1 >= 4
 
 
 def test_explain_of_wishes_cards_and_architectures() -> None:
