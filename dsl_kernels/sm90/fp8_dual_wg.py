@@ -163,17 +163,17 @@ class DualWg:
     @cute.jit
     def math_roles(self, cta, wg):
         cute.arch.setmaxregister_increase(MATH_REGS)
-        if wg == 0:
-            self.math_loop(0, cta)
-        else:
-            self.math_loop(1, cta)
+        self.math_loop(wg, cta)
 
     @cute.jit
-    def math_loop(self, me: cutlass.Constexpr, cta: Cta):
-        """Items and pairs of one math warpgroup; ``me`` 0 is the paper's WG0, 1 its WG1."""
+    def math_loop(self, me, cta: Cta):
+        """Items and pairs of one math warpgroup; ``me`` 0 is the paper's WG0, 1 its WG1.
+
+        One loop for both: two of them are 39 KB of instructions, more than a scheduler's cache.
+        """
         st, layouts, q_pipe, k_pipe, gmem, call, part = cta
         span = self.parts.work.items_of(gmem.work, part)
-        frags, acc_S = self.fragments(st, layouts), self.parts.score.accumulators()
+        frags = self.fragments(me, st, layouts)
         shape_o = self.pv_mma().partition_shape_C((64, 64))
         acc_O = [cute.make_rmem_tensor(shape_o, Float32) for _ in range(4)]
         factor, m_ref, l_run = (cute.make_rmem_tensor((2,), Float32) for _ in range(3))
@@ -201,9 +201,8 @@ class DualWg:
                 tile = first + 2 * pair
                 kb = ka.clone()
                 kb.advance()
-                step = self.pair_wg0 if const_expr(me == 0) else self.pair_wg1
-                step(st, layouts, k_pipe, frags, acc_S, acc_O, tile, last, rows_in, m_ref, l_run,
-                     qst, ka, kb, pst)  # fmt: skip
+                self.pair(me, st, layouts, k_pipe, frags, acc_O, tile, last, rows_in, m_ref,
+                          l_run, qst, ka, kb, pst)  # fmt: skip
                 ka.advance()
                 if tile + 1 < last:
                     ka.advance()
@@ -218,13 +217,14 @@ class DualWg:
         ptr = cute.recast_ptr(st.kc.data_ptr(), l_vt.inner, dtype=F8)
         return cute.make_tensor(ptr, l_vt.outer)
 
-    def fragments(self, st, layouts):
-        """Descriptors: Q and K of both operand types, P as A, V^T (64-channel chunks) as B."""
+    def fragments(self, me, st, layouts):
+        """Descriptors: Q and K of both operand types, P as A, this warpgroup's half of V^T (chunks
+        of 64 channels) as B."""
         tidx, _, _ = cute.arch.thread_idx()
         (mma_c, mma_r), mma_o = self.parts.score.mmas(), self.pv_mma()
         thr_c, thr_r, thr_o = (m.get_slice(tidx % WARPGROUP) for m in (mma_c, mma_r, mma_o))
         chunks = [
-            cute.local_tile(self.vt_view(st), (64, TILE), (d, 0, None)) for d in range(D // 64)
+            cute.local_tile(self.vt_view(st), (64, TILE), (4 * me + d, 0, None)) for d in range(4)
         ]
         return (
             mma_c.make_fragment_A(thr_c.partition_A(staged(st.qc, layouts.q[0]))),
@@ -245,59 +245,56 @@ class DualWg:
         return st.factors.get_tensor(cute.make_layout((ROWS, 3, 2, PAIR_BUFFERS)))
 
     @cute.jit
-    def pair_wg0(self, st, layouts, k_pipe, frags, acc_S, acc_O, tile, last, rows_in, m_ref, l_run,
-                 qst, ka, kb, pst):  # fmt: skip
-        """WG0's column of Algorithm 1."""
-        buf = pst.index
-        m0, m1, l0, l1 = self.front(
-            0, st, layouts, k_pipe, frags, acc_S, tile, rows_in, qst, ka, buf
-        )
-        beta, gamma = self.own_frame(st, 0, buf, (m0, m1), (l0, l1), m_ref, l_run)
-        self.announce(st, 0, buf)
-        self.add_pv(acc_O, frags, 0, buf, ka.index, 0, beta, gamma)
-        k_pipe.consumer_release(ka)
-        cute.arch.mbarrier_wait(st.ready_bar.data_ptr() + PAIR_BUFFERS + buf, pst.phase)
-        if tile + 1 < last:
-            beta, gamma = self.peer_frame(st, 1, buf, m_ref, l_run)
-            self.add_pv(acc_O, frags, 1, buf, kb.index, 0, beta, gamma)
-            k_pipe.consumer_release(kb)
+    def pair(self, me, st, layouts, k_pipe, frags, acc_O, tile, last, rows_in, m_ref, l_run,
+             qst, ka, kb, pst):  # fmt: skip
+        """A column of Algorithm 1: blocks a and b, of which this warpgroup makes the P of one.
 
-    @cute.jit
-    def pair_wg1(self, st, layouts, k_pipe, frags, acc_S, acc_O, tile, last, rows_in, m_ref, l_run,
-                 qst, ka, kb, pst):  # fmt: skip
-        """WG1's column; a lone block a has no partner, but both barriers keep their phases.
+        A lone block a has no partner, but both barriers keep their phases.
 
         P buffers need no barrier of their own: WG0 rewrites a buffer two pairs later, and has by
         then waited for WG1's announcement of the pair between, which follows WG1's last read; so
         has WG1 for WG0's, which WG0 makes after it has finished the pair before.
         """
-        buf = pst.index
-        m0, m1, l0, l1 = Float32(0.0), Float32(0.0), Float32(0.0), Float32(0.0)
-        if tile + 1 < last:
-            m0, m1, l0, l1 = self.front(
-                1, st, layouts, k_pipe, frags, acc_S, tile + 1, rows_in, qst, kb, buf
+        buf, both = pst.index, tile + 1 < last
+        ready = st.ready_bar.data_ptr() + buf
+        mine = ka.clone()
+        if me == 1:
+            mine.advance()
+        m, row_sums = [Float32(0.0)] * 2, [Float32(0.0)] * 2
+        if tile + me < last:
+            m, row_sums = self.front(
+                me, st, layouts, k_pipe, frags, tile + me, rows_in, qst, mine, buf
             )
-        cute.arch.mbarrier_wait(st.ready_bar.data_ptr() + buf, pst.phase)
-        beta_a, gamma_a = self.peer_frame(st, 0, buf, m_ref, l_run)
-        beta_b, gamma_b = [Float32(0.0)] * 2, [Float32(1.0)] * 2
-        if tile + 1 < last:
-            beta_b, gamma_b = self.own_frame(st, 1, buf, (m0, m1), (l0, l1), m_ref, l_run)
-        self.announce(st, 1, buf)
-        k_pipe.consumer_wait(ka)
-        self.add_pv(acc_O, frags, 0, buf, ka.index, 1, beta_a, gamma_a)
+        # Betas and gammas of two rows.  WG0's own block is a, b's are the peer's; WG1's is b.
+        of_a, of_b = [Float32(0.0)] * 4, [Float32(0.0)] * 4
+        if me == 1:
+            # behind it K(a) is there, too: WG0 has read it
+            cute.arch.mbarrier_wait(ready, pst.phase)
+            of_a = self.peer_frame(st, 0, buf, m_ref, l_run)
+        if tile + me < last:
+            of_b = self.own_frame(st, me, buf, m, row_sums, m_ref, l_run)
+        self.announce(st, me, buf)
+        if me == 0:
+            of_a = of_b
+        wgmma_fence()  # for both blocks: what b's products lie in was last read a pair ago
+        self.add_pv(acc_O, frags, 2 * buf, ka.index, of_a)
         k_pipe.consumer_release(ka)
-        if tile + 1 < last:
-            self.add_pv(acc_O, frags, 1, buf, kb.index, 1, beta_b, gamma_b)
+        if me == 0:
+            cute.arch.mbarrier_wait(ready + PAIR_BUFFERS, pst.phase)
+        if both:
+            if me == 0:
+                of_b = self.peer_frame(st, 1, buf, m_ref, l_run)
+            self.add_pv(acc_O, frags, 2 * buf + 1, kb.index, of_b)
             k_pipe.consumer_release(kb)
 
     @cute.jit
-    def front(self, me: cutlass.Constexpr, st, layouts, k_pipe, frags, acc_S, tile, rows_in, qst,
-              kst, buf):  # fmt: skip
+    def front(self, me, st, layouts, k_pipe, frags, tile, rows_in, qst, kst, buf):
         """Q.K, softmax, P and V^T of this warpgroup's block."""
         factor, limit, ragged_from, seqlen = rows_in
         tidx, _, _ = cute.arch.thread_idx()
         lane = tidx % 32
         wwarp = cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
+        acc_S = self.parts.score.accumulators()
         k_pipe.consumer_wait(kst)
         self.parts.score.issue(acc_S, frags[:4], qst.index, kst.index)
         self.parts.triples.ready.wait_full(st, kst.index, kst.phase)
@@ -308,15 +305,19 @@ class DualWg:
         store_p(t, p16[None, None, 2 * buf + me], wwarp, lane)
         if (tile + 1) * TILE > ragged_from:
             # all four warps' Q.K must have read the rows that are zeroed
-            warps_meet(Barrier.WG + me, 4)
-            self.parts.scales.zero_values(
-                st, kst.index, seqlen - tile * TILE, 0, 4, Barrier.WG + me
-            )
+            self.warpgroup_meets(me)
+            self.parts.scales.zero_values(st, kst.index, seqlen - tile * TILE, 0, 4)
+            self.warpgroup_meets(me)  # the proxy fence is the announcement's
         self.transpose_in_place(me, st, kst.index, wwarp, lane)
-        return m0, m1, l0, l1
+        return [m0, m1], [l0, l1]
+
+    @staticmethod
+    def warpgroup_meets(me):
+        """Whose barrier is known at run time only."""
+        cute.arch.barrier(barrier_id=Barrier.WG + me, number_of_threads=WARPGROUP)
 
     @cute.jit
-    def transpose_in_place(self, me: cutlass.Constexpr, st, stage, wwarp, lane):
+    def transpose_in_place(self, me, st, stage, wwarp, lane):
         """K tile (64 tokens x 512) -> V^T (512 x 64 tokens), 128 channels (8 KiB) at a time.
 
         Of 16 channels 4 q + 2 j + e becomes row 8 j + 2 q + e: what a thread of a quad then has in
@@ -336,7 +337,7 @@ class DualWg:
         row16 = 8 * j + 2 * q + (j ^ (lane // 8 % 2))
         for block in cutlass.range_constexpr(4):
             raw = [transpose.load_raw(base, offset, 2 * block + x) for x in range(2)]
-            warps_meet(Barrier.WG + me, 4)
+            self.warpgroup_meets(me)
             for x in cutlass.range_constexpr(2):
                 for kb in cutlass.range_constexpr(2):
                     w = raw[x][kb]
@@ -349,24 +350,25 @@ class DualWg:
                     cute.copy(stsm, cute.recast_tensor(words, U16), dst[0, None])
 
     @cute.jit
-    def own_frame(self, st, which: cutlass.Constexpr, buf, m, part, m_ref, l_run):
-        """Moves the frame for this warpgroup's block and publishes (frame, beta, gamma)."""
+    def own_frame(self, st, which, buf, m, row_sums, m_ref, l_run):
+        """Moves the frame for this warpgroup's block, publishes (frame, beta, gamma); returns the
+        betas of both rows, then the gammas."""
         factors = self.factors_view(st)
         row = self.thread_row()
         tidx, _, _ = cute.arch.thread_idx()
         beta, gamma = [None] * 2, [None] * 2
         for i in cutlass.range_constexpr(2):
             m_ref[i], beta[i], gamma[i] = move_frame(m[i], m_ref[i])
-            l_run[i] = l_run[i] * gamma[i] + part[i] * beta[i]
+            l_run[i] = l_run[i] * gamma[i] + row_sums[i] * beta[i]
             if tidx % 4 == 0:
                 factors[row + 8 * i, 0, which, buf] = m_ref[i]
                 factors[row + 8 * i, 1, which, buf] = beta[i]
                 factors[row + 8 * i, 2, which, buf] = gamma[i]
-        return beta, gamma
+        return [*beta, *gamma]
 
     @cute.jit
     def peer_frame(self, st, which: cutlass.Constexpr, buf, m_ref, l_run):
-        """Takes over the frame of the other warpgroup's block."""
+        """Takes over the frame of the other warpgroup's block; returns as ``own_frame``."""
         factors = self.factors_view(st)
         row = self.thread_row()
         beta, gamma = [None] * 2, [None] * 2
@@ -375,45 +377,43 @@ class DualWg:
             beta[i] = factors[row + 8 * i, 1, which, buf]
             gamma[i] = factors[row + 8 * i, 2, which, buf]
             l_run[i] = l_run[i] * gamma[i]
-        return beta, gamma
+        return [*beta, *gamma]
 
     @cute.jit
-    def announce(self, st, which: cutlass.Constexpr, buf):
+    def announce(self, st, which, buf):
         """P, V^T and factors of block ``which`` are written: both warpgroups' WGMMAs may read."""
         tidx, _, _ = cute.arch.thread_idx()
         cute.arch.fence_proxy("async.shared", space="cta")
-        warps_meet(Barrier.WG + which, 4)
+        self.warpgroup_meets(which)
         if tidx % 32 == 0:
             cute.arch.mbarrier_arrive(st.ready_bar.data_ptr() + which * PAIR_BUFFERS + buf)
 
     @cute.jit
-    def add_pv(self, acc_O, frags, which: cutlass.Constexpr, buf, stage, half: cutlass.Constexpr,
-               beta, gamma):  # fmt: skip
+    def add_pv(self, acc_O, frags, p_stage, stage, factors):
         """O = gamma O + beta (P8 V8) for this warpgroup's 256 channels, 64 at a time.
 
-        Two product tiles in flight: the FFMAs of one run under the WGMMA of the next.
+        Two product tiles in flight: the FFMAs of one run under the WGMMA of the next.  The caller
+        has a fence to make before.
         """
         tmp = [cute.make_rmem_tensor(acc_O[0].layout, Float32) for _ in range(2)]
         for d in cutlass.range_constexpr(2):
-            self.start_pv(tmp[d], frags, 2 * buf + which, 4 * half + d, stage)
+            self.start_pv(tmp[d], frags, p_stage, d, stage)
         for d in cutlass.range_constexpr(4):
             warpgroup.wait_group(1 if d < 3 else 0)
             for v in cutlass.range_constexpr(32):
                 i = v // 2 % 2
-                acc_O[d][v] = acc_O[d][v] * gamma[i] + tmp[d % 2][v] * beta[i]
+                acc_O[d][v] = acc_O[d][v] * factors[2 + i] + tmp[d % 2][v] * factors[i]
             if const_expr(d < 2):
-                self.start_pv(tmp[d], frags, 2 * buf + which, 4 * half + d + 2, stage)
+                wgmma_fence()
+                self.start_pv(tmp[d], frags, p_stage, d + 2, stage)
 
     def start_pv(self, tmp, frags, p_stage, d_block: int, stage):
-        wgmma_fence()
         rP, rV = frags[4][None, None, None, p_stage], frags[5][d_block][None, None, None, stage]
         issue(self.pv_mma(), tmp, rP, rV, accumulate=False)
         warpgroup.commit_group()
 
     @cute.jit
-    def finish_item(
-        self, me: cutlass.Constexpr, st, acc_O, m_ref, l_run, results, call, slot, rows
-    ):
+    def finish_item(self, me, st, acc_O, m_ref, l_run, results, call, slot, rows):
         """BlockReduceSum of l over both warpgroups, normalise, write rows and LSE."""
         tidx, _, _ = cute.arch.thread_idx()
         quad, local = tidx % 4, self.thread_row()

@@ -10,7 +10,7 @@ is packed.
 Timeline of block i (registers: S in two chains of 32, then t 32, 1/sigma 16, chain A 32)
     wait sigma(i) | t = S sigma f + log2 sigma, mask | free K(i) | wait P free | wait K(i+1)
     A -> | maxima | exp2, e4m3, first half, second | P, first half | RoPE -> | P, second half
-    | B -> | beta, gamma, flag | hand over | wait for all of Q.K(i+1)
+    | B -> | proxy fence | beta, gamma, flag | hand over | wait for all of Q.K(i+1)
 
 **The rule: no branch, no wait and as little address arithmetic as can be while WGMMAs are in
 flight.**  ptxas serialises every WGMMA for the first (note C7514), the second holds P back, the
@@ -162,6 +162,9 @@ class ManyRowsSoftmax(SoftmaxRole):
         store_words_of_p(words_2, (at.p ^ 32) + buf * P_BYTES)
         if const_expr(more):
             self.chains.content_b(acc_S, operands, k_next)
+        # P for the WGMMAs of P.V; what follows is read by ordinary loads, and its arithmetic is
+        # what the fence's latency hides under
+        cute.arch.fence_proxy("async.shared", space="cta")
         moved = False
         for i in cutlass.range_constexpr(2):
             old = m_ref[i]
@@ -179,10 +182,9 @@ class ManyRowsSoftmax(SoftmaxRole):
         return kst
 
     def hand_over(self, st, at, buf, any_moved, lane):
-        """P, beta, gamma of a block are written: tell the P.V warps.  No branch (see above)."""
+        """P, fenced, and beta, gamma are written: tell the P.V warps.  No branch (see above)."""
         flag = cutlass.select_(any_moved, Int32(1), Int32(0))
         compat.store_shared(at.flag + 4 * buf, flag, "u8")
-        cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
         P_RING.arrive_full_if(st, buf, lane == 0)
 

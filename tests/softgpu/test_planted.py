@@ -277,7 +277,7 @@ def test_missing_wgmma_fence(dual: Bench, mode: str) -> None:
     wait = dual.one("wgmma.wait_group", line("fp8_dual_wg.py", "wait_group(1 if d < 3 else 0)"))
     fence = next(i for i in dual.all("wgmma.fence") if i.pc > wait.pc)
     error = dual.broken({fence.pc: ""}, mode)
-    ffma = line("fp8_dual_wg.py", "acc_O[d][v] = acc_O[d][v] * gamma[i] + tmp")
+    ffma = line("fp8_dual_wg.py", "acc_O[d][v] = acc_O[d][v] * factors[2 + i] + tmp")
     check(error, "missing-wgmma-fence", ffma, GEMM)
 
 
