@@ -61,8 +61,10 @@ def made(
 def unpacked(made: bundle.Bundle, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Root of the unpacked archive, in a folder of its own."""
     folder = tmp_path_factory.mktemp("server")
+    # an argument of Python 3.11.4
+    options = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
     with tarfile.open(made.archive) as tar:
-        tar.extractall(folder, filter="data")
+        tar.extractall(folder, **options)
     (root,) = folder.iterdir()
     return root
 
