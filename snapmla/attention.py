@@ -58,7 +58,7 @@ class Prepared:
         return Prepared(
             plan.variant, plan.variant.kernels, dtype, empty, plan.out_shape, out_strides,
             plan.lse_shape, lse_strides, tuple(tables),
-            (o_accum, lse_accum, *numbers, int(plan.may_split)),
+            (o_accum, lse_accum, *numbers, plan.merges),
         )  # fmt: skip
 
 
@@ -245,7 +245,7 @@ def run_plan(
         plan.check(cache_seqlens)
     if plan.as_given:
         launch_decode(
-            query, cache, block_table, cache_seqlens, plan.variant, plan.arguments, plan.may_split,
+            query, cache, block_table, cache_seqlens, plan.variant, plan.arguments, plan.merges,
             (out, lse), numbers,
         )  # fmt: skip
         return out, lse
@@ -259,7 +259,7 @@ def run_plan(
         if len(query) == 1:
             query = (query[0].unsqueeze(0),)
     launch_decode(
-        query, cache, block_table, cache_seqlens, plan.variant, plan.arguments, plan.may_split,
+        query, cache, block_table, cache_seqlens, plan.variant, plan.arguments, plan.merges,
         results, numbers,
     )  # fmt: skip
     if moved is not None:
@@ -285,7 +285,7 @@ def launch_decode(
     cache_seqlens: torch.Tensor,
     variant: PlanVariant,
     tables: tuple[Any, ...],
-    may_split: bool,
+    merges: int,
     results: tuple[torch.Tensor, torch.Tensor],
     numbers: tuple[float, int, float, float],
 ) -> None:
@@ -295,7 +295,7 @@ def launch_decode(
         query: content bytes, RoPE, one scale per row; (b, s_q, h, ...).  Of 16 bits one tensor.
         cache: content bytes, RoPE, scale.  Of 16 bits one tensor.
         tables: as ``DecodePlan.arguments``.
-        may_split: whether sequences may be cut; False saves the merge launch.
+        merges: as ``DecodePlan.merges``.
         results: out, lse; (b, s_q, h, 512), (b, h, s_q).
         numbers: softmax_scale, causal, lse_factor, empty_lse.
     """
@@ -304,7 +304,7 @@ def launch_decode(
     kernel = variant.kernels.get(out.dtype) or variant.kernel(out.dtype)
     kernel(
         *query, *cache, block_table, cache_seqlens, work_items, part_begin, split_begin, units,
-        row_limits, out, lse, o_accum, lse_accum, *numbers, int(may_split),
+        row_limits, out, lse, o_accum, lse_accum, *numbers, merges,
     )  # fmt: skip
 
 
@@ -346,15 +346,16 @@ def _traced(
         *as_batch(q.nope.view(torch.uint8), q.rope, q.scale), *cache.memory_now(), block_table,
         cache_seqlens, *rest,
     )  # fmt: skip
+    extra = {"p_terms": plan.p_terms, "check_tables": plan.from_outside}
     if out is None and lse is None:
-        made = torch.ops.snapmla.decode(*common, out_dtype or torch.bfloat16, p_terms=plan.p_terms)
+        made = torch.ops.snapmla.decode(*common, out_dtype or torch.bfloat16, **extra)
         return (made[0].squeeze(0), made[1].squeeze(0)) if len(rows) == 2 else made
     if out is None:
         out = q.rope.new_empty((*rows, KV_LORA_RANK), dtype=out_dtype or torch.bfloat16)
     if lse is None:
         lse = q.rope.new_empty(_lse_shape(rows), dtype=torch.float32)
     results = (out.unsqueeze(0), lse.unsqueeze(0)) if len(rows) == 2 else (out, lse)
-    torch.ops.snapmla.decode_out(*common, *results, p_terms=plan.p_terms)
+    torch.ops.snapmla.decode_out(*common, *results, **extra)
     return out, lse
 
 

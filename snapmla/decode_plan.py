@@ -12,7 +12,13 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from dsl_kernels.dims import HEAD_DIM_QK, ITEM_WORDS, KV_LORA_RANK, PARTIAL_ROW
+from dsl_kernels.dims import (
+    HEAD_DIM_QK,
+    ITEM_WORDS,
+    KV_LORA_RANK,
+    MERGE_CHECKED,
+    PARTIAL_ROW,
+)
 from dsl_kernels.spec import VariantSpec, decode_spec
 from snapmla import checks, kv_heads, launch, layouts, overlap, plan_text, runtime, tracing
 
@@ -149,6 +155,9 @@ class DecodePlan(launch.OverTensors):
     _STALE: ClassVar[tuple[str, str]] = (
         "plan", "call plan.update_(cache_seqlens) once after the lengths change",
     )  # fmt: skip
+
+    # whether its tables are the caller's memory, so that kernels must ask whether they fit
+    from_outside: ClassVar[bool] = False
 
     # block table and lengths of the last call, which need not be looked at again (``attention``),
     # and where they lie
@@ -406,6 +415,12 @@ class DecodePlan(launch.OverTensors):
         if self.split_tiles:
             return tokens > self.split_tiles * self.token_tile
         return self.num_parts * self.max_stretches > 1 and tokens > self.token_tile
+
+    @functools.cached_property
+    def merges(self) -> int:
+        """``may_split`` of the exported function: which merge is launched behind decode
+        (``dsl_kernels.dims``)."""
+        return MERGE_CHECKED if self.from_outside else int(self.may_split)
 
     @property
     def workspace_bytes(self) -> int:

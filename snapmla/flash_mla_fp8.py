@@ -13,9 +13,11 @@ The metadata pair is two int32 tensors, as engines expect:
   batch; better still is ``get_mla_metadata(..., out=(static, num_splits))``, one launch in place.
 * ``num_splits`` (b + 1,): slots of partial results, cumulative; a slice of a longer tensor will do.
 
-A pair must have been made for the batch that is decoded; shapes cannot tell, ``SNAPMLA_CHECK_PLAN``
-does.  Without it a larger batch's pair serves its first sequences, a smaller one's leaves rows of
-``out`` unwritten.
+A pair must have been made for the lengths that are decoded; shapes cannot tell,
+``SNAPMLA_CHECK_PLAN`` does.  Without it every row is right or NaN: query rows come from the call,
+so a pair made for another number of them costs balance only, and so does a larger batch's; rows of
+a sequence that the pair does not cover (a smaller batch's, one for fewer tokens, halves of two
+pairs) become NaN in ``out`` and ``lse``.
 
 Both may be captured: replaying a graph reads whatever the pair holds by then.  Under
 ``torch.compile`` metadata and decode break the graph (``snapmla.decode`` does not); the three

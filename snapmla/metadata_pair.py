@@ -7,6 +7,10 @@ that take a pair, so messages name these two arguments and ``get_mla_metadata``.
 
 A pair knows the number of query rows, not the tokens they are of, nor whether the call will be
 causal: it is planned in step, a unit a sequence, and leaves no tile out.
+
+It is the caller's memory, so nothing is known of it: kernels take a sequence's query rows from the
+call, and rows of a sequence that the tables do not cover become NaN
+(``dsl_kernels/smxx/coverage.py``; ``covered`` is its rule in Python).
 """
 
 from __future__ import annotations
@@ -71,9 +75,48 @@ def workspace(
     return _kept_workspace(metadata.device, stream, parts, unit_rows, cache_dtype)
 
 
+def covered(
+    items: list[list[int]], part_begin: list[int], split_begin: list[int], tiles: list[int],
+    slots: int,
+) -> list[bool]:  # fmt: skip
+    """Which sequences a pair's tables cover: the rule of ``dsl_kernels/smxx/coverage.py``.
+
+    Args:
+        items: rows of ``work_items``.
+        part_begin, split_begin: as of a ``DecodePlan``.
+        tiles: of each sequence, that its tokens fill.
+        slots: that there are.
+    """
+    count = len(tiles)
+    if not (
+        _ascends(part_begin) and _ascends(split_begin) and part_begin[-1] <= len(items)
+        and split_begin[-1] <= slots
+    ):  # fmt: skip
+        return [False] * count
+    items = items[: part_begin[-1]]
+    found = []
+    for sequence in range(count):
+        first_slot, end_slot = split_begin[sequence : sequence + 2]
+        own = [i for i, item in enumerate(items) if item[0] == sequence]
+        pieces = max(end_slot - first_slot, 1)
+        good = len(own) == pieces and own[-1] - own[0] == pieces - 1
+        at, slot = 0, first_slot if end_slot > first_slot else -1
+        for _, first, last, place, *_ in (items[i] for i in own):
+            good = good and first == at <= last and place == slot
+            at, slot = last, slot + 1
+        taken = any(first_slot <= item[3] < end_slot for item in items if item[0] != sequence)
+        found.append(good and at >= tiles[sequence] and not taken)
+    return found
+
+
+def _ascends(begin: list[int]) -> bool:
+    return begin[0] == 0 and begin == sorted(begin)
+
+
 class PairPlan(decode_plan.DecodePlan):
     """A plan over a pair's memory, planned before anyone knew the block table."""
 
+    from_outside = True
     _STALE = (
         "tile_scheduler_metadata",
         "call get_mla_metadata(..., out=) after the lengths change",
@@ -83,7 +126,7 @@ class PairPlan(decode_plan.DecodePlan):
         return self.num_parts > 1
 
     def _compare(self, cache_seqlens: torch.Tensor) -> None:
-        """Compares the batch, then as every plan the lengths.
+        """Compares the batch, the query rows, what the tables cover, then the lengths.
 
         The pair's memory has room for any batch up to ``max_batch``, so the one that was planned
         cannot be told by shapes; it is that of the last item of the work list.
@@ -94,7 +137,27 @@ class PairPlan(decode_plan.DecodePlan):
             name, _ = self._STALE
             hint = "call get_mla_metadata(..., out=) after the batch changes"
             checks.value_error(name, f"one made for b = {self.batch} sequences", planned, hint)
+        rows = int(self.work_items[0, 5]) - int(self.work_items[0, 4])
+        if rows != self.rows:
+            name, hint = self._STALE[0], "num_heads_per_head_k is s_q * num_heads of the decode"
+            wanted = f"one made for s_q * num_heads = {self.rows} query rows a sequence"
+            checks.value_error(name, wanted, rows, hint)
         super()._compare(cache_seqlens)
+        self._check_covered(cache_seqlens.tolist())
+
+    def _check_covered(self, lengths: list[int]) -> None:
+        """That the tables are of one pair; ``lengths`` are those that were planned for."""
+        most = self.max_pages * self.page_size
+        tiles = [-(-min(max(n, 0), most) // self.token_tile) for n in lengths]
+        tables = (self.work_items, self.part_begin, self.split_begin)
+        found = covered(*(t.tolist() for t in tables), tiles, self.o_accum.shape[0])
+        lost = [str(i) for i, good in enumerate(found) if not good][: decode_plan.STALE_SHOWN]
+        if lost:
+            checks.value_error(
+                f"{self._STALE[0]}, num_splits", "both of one pair, as get_mla_metadata made them",
+                f"tables that do not cover sequence {', '.join(lost)}",
+                "copy or slice both alike; a slice of num_splits begins at its first entry",
+            )  # fmt: skip
 
 
 class Tables(NamedTuple):

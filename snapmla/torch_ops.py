@@ -24,9 +24,9 @@ in eager mode they do not go through them.
         planned_seqlens!, max_tokens, token_tile, rows, num_kv_heads)
     decode(q_nope, q_rope, q_scale, content, rope?, scale?, block_table, cache_seqlens, work_items,
         part_begin, split_begin, units, row_limits, o_accum!, lse_accum!, pipeline, row_tile,
-        may_split, softmax_scale, causal, lse_factor, empty_lse, out_dtype, *, p_terms=1)
-        -> (out, lse)
-    decode_out(..., out!, lse!, *, p_terms=1)
+        may_split, softmax_scale, causal, lse_factor, empty_lse, out_dtype, *, p_terms=1,
+        check_tables=False) -> (out, lse)
+    decode_out(..., out!, lse!, *, p_terms=1, check_tables=False)
     dense_decode(q, kv, block_table, cache_seqlens, work_items, part_begin, split_begin, units,
         row_limits, o_accum!, lse_accum!, pipeline, row_tile, may_split, softmax_scale, causal,
         lse_factor, empty_lse) -> (out, lse)
@@ -49,6 +49,8 @@ num_kv_heads (``snapmla.kv_heads``). ``outs`` and ``lses`` are the parts, or wit
 tensor of them each; ``out!`` and ``lse!`` may be those of a part. The cache, ``plan`` and ``q`` are
 pytrees of their tensors, so they may be arguments of compiled functions. Operators have no
 gradients, and their results never require any: this is inference.
+``check_tables`` says that the tables are somebody else's memory: rows of a sequence that they do
+not cover then become NaN.
 """
 
 from __future__ import annotations
@@ -60,7 +62,13 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from dsl_kernels.dims import HEAD_DIM_QK, ITEM_WORDS, KV_LORA_RANK, QK_ROPE_HEAD_DIM
+from dsl_kernels.dims import (
+    HEAD_DIM_QK,
+    ITEM_WORDS,
+    KV_LORA_RANK,
+    MERGE_CHECKED,
+    QK_ROPE_HEAD_DIM,
+)
 from snapmla import attention, checks, dispatch, fetch, launch, layouts, merge, quant
 from snapmla import records as scheduling
 from snapmla import rope as rotary
@@ -84,6 +92,7 @@ _DECODE_ARGUMENTS = (
     "Tensor(b!) lse_accum, str pipeline, int row_tile, bool may_split, float softmax_scale, "
     "bool causal, float lse_factor, float empty_lse"
 )
+_DECODE_OPTIONS = "int p_terms=1, bool check_tables=False"
 _DENSE_ARGUMENTS = (
     "Tensor q, Tensor kv, " + _DECODE_ARGUMENTS[_DECODE_ARGUMENTS.index("Tensor bl") :]
 )
@@ -120,8 +129,8 @@ SCHEMAS = (
     "records_to_plan(Tensor records, Tensor cache_seqlens, Tensor(a!) tile_begin, "
     "Tensor(b!) work_items, Tensor(c!) part_begin, Tensor(d!) split_begin, "
     "Tensor(e!) planned_seqlens, int max_tokens, int token_tile, int rows, int num_kv_heads) -> ()",
-    f"decode({_DECODE_ARGUMENTS}, ScalarType out_dtype, *, int p_terms=1) -> (Tensor, Tensor)",
-    f"decode_out({_DECODE_ARGUMENTS}, Tensor(c!) out, Tensor(d!) lse, *, int p_terms=1) -> ()",
+    f"decode({_DECODE_ARGUMENTS}, ScalarType out_dtype, *, {_DECODE_OPTIONS}) -> (Tensor, Tensor)",
+    f"decode_out({_DECODE_ARGUMENTS}, Tensor(c!) out, Tensor(d!) lse, *, {_DECODE_OPTIONS}) -> ()",
     f"dense_decode({_DENSE_ARGUMENTS}) -> (Tensor, Tensor)",
     f"dense_decode_out({_DENSE_ARGUMENTS}, Tensor(c!) out, Tensor(d!) lse) -> ()",
     f"fetch_dequant({_FETCH_ARGUMENTS}, ScalarType dtype, *, {_FETCH_CHUNKS}, "
@@ -264,11 +273,11 @@ def _records_to_plan(
         scheduling.launch_plan_of(records, cache_seqlens, *tables, *numbers)
 
 
-def _decode(*arguments: Any, p_terms: int = 1) -> tuple[Tensor, Tensor]:
+def _decode(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
     *common, out_dtype = arguments
     out, lse = _decode_results(common[0], out_dtype)
     given: Any = (*common, out, lse)
-    _decode_out(*given, p_terms=p_terms)
+    _decode_out(*given, **options)
     return out, lse
 
 
@@ -299,6 +308,7 @@ def _decode_out(
     lse: Tensor,
     *,
     p_terms: int = 1,
+    check_tables: bool = False,
 ) -> None:
     b_q, s_q, heads, _ = q_nope.shape
     b = cache_seqlens.shape[0] if units.shape[0] else b_q
@@ -319,7 +329,7 @@ def _decode_out(
         cache_seqlens,
         PlanVariant.of(q_nope.device, pipeline, row_tile, views[0].shape[1], p_terms),
         tables,
-        may_split,
+        MERGE_CHECKED if check_tables else int(may_split),
         (out, lse),
         (checks.softmax_scale(softmax_scale), int(causal), lse_factor, empty_lse),
     )
@@ -378,7 +388,7 @@ def _dense_decode_out(
         cache_seqlens,
         PlanVariant.of(q.device, pipeline, row_tile, kv.shape[1], cache_dtype=name),
         tables,
-        may_split,
+        int(may_split),
         (out, lse),
         (checks.softmax_scale(softmax_scale), int(causal), lse_factor, empty_lse),
     )
@@ -516,7 +526,7 @@ def _fake_rope_quantize_q(*query: Any) -> tuple[Tensor, Tensor, Tensor]:
     return _fake_quantize_q(query[0], query[1], query[-1])
 
 
-def _fake_decode(*arguments: Any, p_terms: int = 1) -> tuple[Tensor, Tensor]:
+def _fake_decode(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
     q_nope, block_table = arguments[0], arguments[6]
     content, _, _ = layouts.views_of(*arguments[3:6])
     checks.tensor("q_nope", q_nope, (torch.uint8,), ("b", "s_q", "num_heads", KV_LORA_RANK))

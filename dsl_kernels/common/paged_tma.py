@@ -254,9 +254,8 @@ class PagedTma:
         for i in cutlass.range(span[0], span[1], unroll=1):
             batch, first, last, _ = self.work.item_at(work, i)
             if const_expr(loaded_q is not None):
-                self._fill_with_q(
-                    k_pipe, kst, q_planes, self.work.rows_at(work, call, i, self.rows)
-                )
+                rows = self.work.rows_at(work, call, i, batch, self.rows)
+                self._fill_with_q(k_pipe, kst, q_planes, rows)
                 kst.advance()
             row = work.block_table[batch, None]
             page = self.work.page_of(row, first, lane, num_pages)
@@ -334,7 +333,8 @@ class PagedTma:
         planes = self._planes(st, "q", loaded, layouts)
         qst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.q_stages)
         for i in cutlass.range(span[0], span[1], unroll=1):
-            rows = self.work.rows_at(work, call, i, self.rows)
+            batch, _, _, _ = self.work.item_at(work, i)
+            rows = self.work.rows_at(work, call, i, batch, self.rows)
             q_pipe.producer_acquire(qst)
             self._copy_q(planes, rows, qst.index, q_pipe.producer_get_barrier(qst))
             qst.advance()

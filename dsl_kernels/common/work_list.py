@@ -42,10 +42,17 @@ class Call(NamedTuple):
     by_heads: compat.FastDivisor  # a query row by it is (token, head)
     by_tokens: compat.FastDivisor  # a token by it is its place on the first two axes of ``out``
     rows: Int32  # of all queries
+    rows_each: Int32  # of every sequence, if each is one unit; 0: items say whose rows they take
     softmax_scale: Float32
     causal: Int32
     lse_factor: Float32
     empty_lse: Float32
+
+
+def rows_of_each(units: cute.Tensor, rows: Any) -> Any:
+    """``Call.rows_each`` of a plan with these ``units``; ``rows``: of one sequence, if all have as
+    many."""
+    return Int32(cutlass.select_(Int32(units.shape[0]) > 0, Int32(0), Int32(rows)))
 
 
 class Rows(NamedTuple):
@@ -102,16 +109,21 @@ class WorkList:
         return batch, first, last, slot
 
     @cute.jit
-    def rows_at(self, work, call, i, rows_cta: cutlass.Constexpr):
-        """``Rows`` of item ``i`` for this CTA, which takes ``rows_cta``.
+    def rows_at(self, work, call, i, batch, rows_cta: cutlass.Constexpr):
+        """``Rows`` of item ``i`` of sequence ``batch`` for this CTA, which takes ``rows_cta``.
 
-        ``end`` is a row of the queries whatever the work list holds; ``first`` may be anything:
-        compare it unsigned.
+        Where a sequence is one unit its rows follow from the queries' shape, and what the item says
+        of them is not used: a work list that was made for another number of rows would name
+        another sequence's.  Else ``end`` is a row of the queries whatever the work list holds, and
+        ``first`` may be anything: compare it unsigned.
         """
         words = compat.load_words(work.work_items.iterator + (i * ITEM_WORDS + 4), 4)
         of_slot = cute.arch.block_idx()[0] * rows_cta
         first, end, hidden_from = (Int32(word) for word in words[:3])
-        return Rows(first + of_slot, compat.at_most(end, call.rows), of_slot, hidden_from)
+        each = call.rows_each
+        first = Int32(cutlass.select_(each > 0, batch * each, first))
+        end = Int32(cutlass.select_(each > 0, first + each, compat.at_most(end, call.rows)))
+        return Rows(first + of_slot, end, of_slot, hidden_from)
 
     @cute.jit
     def page_of(self, row, tile, lane, num_pages):

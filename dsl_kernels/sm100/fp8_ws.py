@@ -417,7 +417,7 @@ class Ws(Fp8Entry):
         inv_phase = Int32(1)
         for i in cutlass.range(span[0], span[1], unroll=1):
             batch, first, last, slot = self.work.item_at(gmem.work, i)
-            rows = self.work.rows_at(gmem.work, call, i, self.form.rows)
+            rows = self.work.rows_at(gmem.work, call, i, batch, self.form.rows)
             factor, limit = row_facts(self.work, gmem, call, batch, rows, row)
             ragged_from = self.work.ragged_from(gmem.work, call, batch, rows)
             seqlen = self.work.seqlen_of(gmem.work, batch)
@@ -516,13 +516,13 @@ class Ws(Fp8Entry):
         pst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, P_STAGES)
         x_phase, inv_phase = Int32(0), Int32(0)
         for i in cutlass.range(span[0], span[1], unroll=1):
-            _, first, last, slot = self.work.item_at(gmem.work, i)
+            batch, first, last, slot = self.work.item_at(gmem.work, i)
             o.fill(0.0)
             for _ in cutlass.range(first, last, unroll=1):
                 self.promote_block(st, o, x_at, half, pst, x_phase)
                 x_phase = x_phase ^ 1
                 pst.advance()
-            rows = self.work.rows_at(gmem.work, cta.call, i, self.form.rows)
+            rows = self.work.rows_at(gmem.work, cta.call, i, batch, self.form.rows)
             self.write_rows(cta, o, slot, rows, half, inv_phase)
             inv_phase = inv_phase ^ 1
 

@@ -147,7 +147,7 @@ class Form:
         span = self.parts.work.items_of(gmem.work, cta.part)
         for i in cutlass.range(span[0], span[1], unroll=1):
             batch, first, last, slot = self.parts.work.item_at(gmem.work, i)
-            rows = self.parts.work.rows_at(gmem.work, cta.call, i, self.rows_cta)
+            rows = self.parts.work.rows_at(gmem.work, cta.call, i, batch, self.rows_cta)
             for x in cutlass.range_constexpr(n):
                 row = self.fragment.row_at(wwarp, tidx % 32, x)
                 factor[x], limit[x] = self.parts.row_facts(cta, batch, rows, row)
@@ -186,7 +186,7 @@ class Form:
         items = Int32(0)  # behind us
         for i in cutlass.range(span[0], span[1], unroll=1):
             batch, first, last, _ = self.parts.work.item_at(gmem.work, i)
-            rows = self.parts.work.rows_at(gmem.work, call, i, self.rows_cta)
+            rows = self.parts.work.rows_at(gmem.work, call, i, batch, self.rows_cta)
             seqlen = self.parts.work.seqlen_of(gmem.work, batch)
             ragged_from = self.parts.work.ragged_from(gmem.work, call, batch, rows)
             for x in cutlass.range_constexpr(len(acc_O)):

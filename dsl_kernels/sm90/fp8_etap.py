@@ -224,7 +224,7 @@ class Etap:
         wwarp = cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
         for i in cutlass.range(span[0], span[1], unroll=1):
             batch, first, last, slot = self.parts.work.item_at(gmem.work, i)
-            rows = self.parts.work.rows_at(gmem.work, call, i, self.rows_cta)
+            rows = self.parts.work.rows_at(gmem.work, call, i, batch, self.rows_cta)
             seqlen = self.parts.work.seqlen_of(gmem.work, batch)
             ragged_from = self.parts.work.ragged_from(gmem.work, call, batch, rows)
             # Once an item, not a tile: ptxas computes anew what is cheap, but not what comes out of

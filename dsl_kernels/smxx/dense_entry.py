@@ -14,7 +14,7 @@ from .. import compat
 from ..common import partials
 from ..common.epilogue import Results
 from ..common.paged_tma import PagedTma
-from ..common.work_list import Call, Work
+from ..common.work_list import Call, Work, rows_of_each
 from ..dims import HEAD_DIM_QK, ITEM_WORDS
 from ..dims import KV_LORA_RANK as D
 from . import merge
@@ -79,8 +79,8 @@ class DenseEntry:
         )
         b, s_q, h, _ = q.shape
         call = Call(
-            compat.fast_divisor(h), compat.fast_divisor(s_q), b * s_q * h, softmax_scale, causal,
-            lse_factor, empty_lse,
+            compat.fast_divisor(h), compat.fast_divisor(s_q), b * s_q * h,
+            rows_of_each(units, s_q * h), softmax_scale, causal, lse_factor, empty_lse,
         )  # fmt: skip
         cluster = self.spec.cluster
         self.kernel(tma, gmem, call).launch(
@@ -91,7 +91,7 @@ class DenseEntry:
         )  # fmt: skip
         if may_split != 0:  # on the host: the caller knows when no plan could cut a sequence
             merge.launch(
-                True, o_accum, lse_accum, split_begin, units, out, lse, lse_factor, empty_lse,
+                merge.Decode(None), o_accum, lse_accum, split_begin, units, out, lse, lse_factor, empty_lse,
                 stream,
             )  # fmt: skip
 

@@ -15,11 +15,12 @@ from .. import compat
 from ..common.epilogue import Results
 from ..common.paged_tma import PagedTma
 from ..common.types import BF16, F16, U8
-from ..common.work_list import Call, Work
-from ..dims import ITEM_WORDS, PARTIAL_ROW
+from ..common.work_list import Call, Work, rows_of_each
+from ..dims import ITEM_WORDS, MERGE, PARTIAL_ROW
 from ..dims import KV_LORA_RANK as D
 from ..dims import QK_ROPE_HEAD_DIM as R
 from . import merge
+from .coverage import Listed
 
 if TYPE_CHECKING:
     from ..spec import VariantSpec
@@ -77,8 +78,8 @@ class Fp8Entry:
         )  # fmt: skip
         b, s_q, h, _ = q_nope.shape
         call = Call(
-            compat.fast_divisor(h), compat.fast_divisor(s_q), b * s_q * h, softmax_scale, causal,
-            lse_factor, empty_lse,
+            compat.fast_divisor(h), compat.fast_divisor(s_q), b * s_q * h,
+            rows_of_each(units, s_q * h), softmax_scale, causal, lse_factor, empty_lse,
         )  # fmt: skip
         cluster = self.spec.cluster
         self.kernel(tma, gmem, call).launch(
@@ -88,9 +89,15 @@ class Fp8Entry:
             stream=stream, min_blocks_per_mp=1, use_pdl=True,
         )  # fmt: skip
         if may_split != 0:  # on the host: the caller knows when no plan could cut a sequence
+            work = loads.work
+            tiles = cute.ceil_div(block_table.shape[1] * work.page_size, work.tile)
+            listed = Listed(
+                work_items, part_begin, cache_seqlens, tiles, compat.fast_divisor(work.tile),
+                may_split - MERGE,
+            )  # fmt: skip
             merge.launch(
-                True, o_accum, lse_accum, split_begin, units, out, lse, lse_factor, empty_lse,
-                stream,
+                merge.Decode(listed), o_accum, lse_accum, split_begin, units, out, lse,
+                lse_factor, empty_lse, stream,
             )  # fmt: skip
 
 

@@ -45,13 +45,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cutlass
 import cutlass.memory
-from cutlass import Float32, Int32, Int64, Uint32, cute
+from cutlass import Boolean, Float32, Int32, Int64, Uint32, cute
 
 from .. import compat
 from ..common import partials
 from ..common.types import F16
 from ..dims import EXPONENT_CHANNELS, KV_LORA_RANK
-from . import quant
+from . import coverage, quant
 
 if TYPE_CHECKING:
     from ..spec import VariantSpec
@@ -78,31 +78,44 @@ def merge(
 ) -> None:
     """Host half of the variant of its own."""
     launch(
-        False, o_accum, lse_accum, split_begin, units, out, lse, lse_factor, empty_lse, stream
+        None, o_accum, lse_accum, split_begin, units, out, lse, lse_factor, empty_lse, stream
     )  # fmt: skip
 
 
 @cute.jit
 def launch(
-    behind_decode: cutlass.Constexpr, o_accum: cute.Tensor, lse_accum: cute.Tensor,
+    decode: Any, o_accum: cute.Tensor, lse_accum: cute.Tensor,
     split_begin: cute.Tensor, units: cute.Tensor, out: cute.Tensor, lse: cute.Tensor,
     lse_factor: Float32, empty_lse: Float32, stream: Any,
 ) -> None:  # fmt: skip
-    """ROW_CTAS a row and one a unit, CTAS in all, but of units no more than half; arguments as of
-    ``merge``."""
+    """ROW_CTAS a row and one a unit, CTAS in all, but of units no more than half.
+
+    Args:
+        decode: the ``Decode`` that it is launched behind; None: it is a variant of its own.
+        others: as of ``merge``.
+    """
     b, s_q, h, _ = out.shape
     useful, n_units = b * s_q * h * ROW_CTAS, split_begin.shape[0] - 1
     if useful > 0:  # an empty grid is a launch error
         by = By(compat.fast_divisor(h), compat.fast_divisor(s_q))
         _merge(
-            o_accum, lse_accum, split_begin, units, out, lse, lse_factor, empty_lse, by,
-            behind_decode,
+            o_accum, lse_accum, split_begin, units, out, lse, lse_factor, empty_lse, by, decode
         ).launch(
             grid=(cutlass.min(useful, cutlass.max(CTAS - n_units, CTAS // 2)) + n_units, 1, 1),
             block=(WARPS * quant.WARP, 1, 1),
             stream=stream,
             use_pdl=True,
         )  # fmt: skip
+
+
+class Decode(NamedTuple):
+    """What merge knows of the decode in front of it.
+
+    Attributes:
+        listed: its work list, where that may be from outside (coverage.py); else None.
+    """
+
+    listed: Any
 
 
 class By(NamedTuple):
@@ -324,24 +337,63 @@ def _merge(
     lse_factor: Float32,
     empty_lse: Float32,
     by: By,
-    behind_decode: cutlass.Constexpr,
+    decode: Any,
 ) -> None:
     block, _, _ = cute.arch.block_idx()
-    grid, _, _ = cute.arch.grid_dim()
     smem = cutlass.memory.SmemAllocator()
     most = 2 + Form(partials.is_exact(o_accum), CHUNK).channels
     sums = smem.allocate_tensor(
         Float32, cute.make_layout((most, WARPS, quant.WARP), stride=(WARPS * 32, 32, 1)), 16
     )
+    if cutlass.const_expr(decode is None):
+        compat.pdl_wait()
     count = split_begin.shape[0] - 1
-    if cutlass.const_expr(behind_decode):
-        near, slots = Near.of(split_begin), split_begin[count]
+    piece = _piece_of(split_begin, o_accum.shape[0])
+    unit, mine, begin, n = piece.unit, piece.mine, piece.begin, piece.n
+    sound, covered = Boolean(True), Boolean(True)
+    if cutlass.const_expr(decode is not None and decode.listed is not None):
+        counts = smem.allocate_tensor(Int32, cute.make_layout((coverage.COUNTS, WARPS)), 16)
+        if decode.listed.wanted != 0:
+            if n == 0:
+                unit, mine = cutlass.min(block, count - 1), block // count
+            sound, covered = coverage.covers(
+                decode.listed, split_begin, o_accum.shape[0], unit, counts, WARPS * quant.WARP
+            )
+            if not sound:
+                unit, mine = cutlass.min(block, count - 1), block // count
+    if cutlass.const_expr(decode is not None):
         compat.pdl_wait()
-    else:
-        compat.pdl_wait()
-        near, slots = Near.of(split_begin), split_begin[count]
     compat.pdl_launch_dependents()
-    slots = cutlass.min(slots, o_accum.shape[0])
+    if covered:
+        if n > 0:
+            row, rows = _rows_of(units, out, unit, o_accum.shape[1])
+            _merge_unit(
+                (o_accum, lse_accum, out, lse), sums, (row, begin, n), (mine, piece.team, rows),
+                (lse_factor, empty_lse), by,
+            )  # fmt: skip
+    elif mine == 0:
+        row, rows = _rows_of(units, out, unit, o_accum.shape[1])
+        coverage.no_result(out, lse, row, rows, WARPS * quant.WARP)
+
+
+class Piece(NamedTuple):
+    """A CTA's share of the slots: its unit, its number among the CTAs of that and how many those
+    are, first slot and slots; none if nothing is split, or if the tables are damaged."""
+
+    unit: Any
+    mine: Any
+    team: Any
+    begin: Any
+    n: Any
+
+
+@cute.jit
+def _piece_of(split_begin: cute.Tensor, most_slots: Int32) -> Piece:
+    block, _, _ = cute.arch.block_idx()
+    grid, _, _ = cute.arch.grid_dim()
+    count = split_begin.shape[0] - 1
+    near, slots = Near.of(split_begin), cutlass.min(split_begin[count], most_slots)
+    unit, mine, team, begin, n = Int32(0), Int32(0), Int32(1), Int32(0), Int32(0)
     if slots > 0:
         ctas = grid - count
         unit = _unit_of(split_begin, near, block, ctas, slots)
@@ -349,14 +401,11 @@ def _merge(
         if unit + 1 >= 2 * quant.WARP:
             begin, end = split_begin[unit], split_begin[unit + 1]
         end = cutlass.min(end, slots)
+        mine = block - unit - _share(begin, ctas, slots)
+        team = 1 + _share(end, ctas, slots) - _share(begin, ctas, slots)
         if (begin >= 0) & (end > begin):
-            mine = block - unit - _share(begin, ctas, slots)
-            team = 1 + _share(end, ctas, slots) - _share(begin, ctas, slots)
-            row, rows = _rows_of(units, out, unit, o_accum.shape[1])
-            _merge_unit(
-                (o_accum, lse_accum, out, lse), sums, (row, begin, end - begin),
-                (mine, team, rows), (lse_factor, empty_lse), by,
-            )  # fmt: skip
+            n = end - begin
+    return Piece(unit, mine, team, begin, n)
 
 
 @cute.jit

@@ -71,7 +71,7 @@ class SumRows:
             self.loads.load_kv((cache,), (self.layout(),)), cache.shape[0],
             Work(block_table, cache_seqlens, work_items, part_begin, row_limits),
             Results(out, lse, o_accum, lse_accum),
-            Call(*divisors, b * s_q * h, Float32(1.0), causal, Float32(1.0), Float32(0.0)),
+            Call(*divisors, b * s_q * h, Int32(0), Float32(1.0), causal, Float32(1.0), Float32(0.0)),
         ).launch(grid=(cute.ceil_div(o_accum.shape[1], self.rows), cute.size(part_begin) - 1, 1),
                  block=(384, 1, 1), stream=stream)  # fmt: skip
 
@@ -97,7 +97,7 @@ class SumRows:
         kst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, STAGES)
         for i in cutlass.range(span[0], span[1], unroll=1):
             batch, first, last, slot = self.work.item_at(work, i)
-            rows = self.work.rows_at(work, call, i, self.rows)
+            rows = self.work.rows_at(work, call, i, batch, self.rows)
             for r in cutlass.range_constexpr(self.rows):
                 _, limit[r] = self.work.row_facts(work, call, batch, rows.first + r, rows.end)
             total.fill(0.0)
