@@ -11,15 +11,16 @@ rows of its own sequence (``work_list.rows_at``), and a sequence is *covered* if
 * no item of another sequence writes to its slots;
 * every item that is listed belongs to one part, and slots are dealt in ascending order.
 
-Of a sequence that is not, ``out`` and ``lse`` become NaN: never another's, nor what the memory held.
+Of a sequence that is not, ``out`` and ``lse`` become NaN: never another's, nor what the memory
+held.
 
-Roles        every CTA of merge, for the unit that it merges, or with nothing to merge the one of its
-             own number; all its threads read the list, entry by entry.
+Roles        every CTA of merge, for the unit that it merges; if nothing is split, or the tables are
+             not sound, for the one of its own number.  All its threads read the list.
 Memory       counts of the warps in shared memory.
 Timeline     in front of merge's wait: under the end of decode, since only tables are read.
 Bytes read   32 an item, 4 a part and 4 a sequence, in every CTA; from L2.
 
-The rule in Python is ``snapmla.testing.reference_plan.covered``.
+The rule in Python is ``snapmla.metadata_pair.covered``.
 """
 
 from __future__ import annotations

@@ -91,8 +91,8 @@ class DenseEntry:
         )  # fmt: skip
         if may_split != 0:  # on the host: the caller knows when no plan could cut a sequence
             merge.launch(
-                merge.Decode(None), o_accum, lse_accum, split_begin, units, out, lse, lse_factor, empty_lse,
-                stream,
+                merge.Decode(None), o_accum, lse_accum, split_begin, units, out, lse, lse_factor,
+                empty_lse, stream,
             )  # fmt: skip
 
 

@@ -33,6 +33,9 @@ Tables are read in one trip while there are fewer than 2 * WARP units, and befor
 merge is launched by decode: a CTA of decode lets merge start behind its own wait only, when the
 plan's kernel has ended.
 
+Behind a decode whose tables are not a plan's, every CTA asks first whether they cover its unit, and
+writes NaN where they do not (coverage.py).
+
 Bound: (CTAS + 1) * slots < 2^32, that is 10.8 million slots; a plan has at most 2^23.  Whatever
 ``split_begin`` holds, nothing outside of the arguments is read or written.
 """
@@ -354,13 +357,11 @@ def _merge(
     if cutlass.const_expr(decode is not None and decode.listed is not None):
         counts = smem.allocate_tensor(Int32, cute.make_layout((coverage.COUNTS, WARPS)), 16)
         if decode.listed.wanted != 0:
-            if n == 0:
-                unit, mine = cutlass.min(block, count - 1), block // count
             sound, covered = coverage.covers(
                 decode.listed, split_begin, o_accum.shape[0], unit, counts, WARPS * quant.WARP
             )
             if not sound:
-                unit, mine = cutlass.min(block, count - 1), block // count
+                unit, mine = _unit_by_number(block, count)
     if cutlass.const_expr(decode is not None):
         compat.pdl_wait()
     compat.pdl_launch_dependents()
@@ -377,8 +378,9 @@ def _merge(
 
 
 class Piece(NamedTuple):
-    """A CTA's share of the slots: its unit, its number among the CTAs of that and how many those
-    are, first slot and slots; none if nothing is split, or if the tables are damaged."""
+    """A CTA's share: its unit, its number among the CTAs of that and how many those are, first slot
+    of the unit and slots; none if it is not split, or if the table is damaged.  Every unit has a
+    CTA of number 0 if the table ascends."""
 
     unit: Any
     mine: Any
@@ -387,13 +389,19 @@ class Piece(NamedTuple):
     n: Any
 
 
+def _unit_by_number(block: Any, count: Any) -> Any:
+    """Unit and ``Piece.mine`` where the slots deal none: CTA i has unit i; there are more CTAs."""
+    return Int32(cutlass.min(block, count - 1)), Int32(block // count)
+
+
 @cute.jit
 def _piece_of(split_begin: cute.Tensor, most_slots: Int32) -> Piece:
     block, _, _ = cute.arch.block_idx()
     grid, _, _ = cute.arch.grid_dim()
     count = split_begin.shape[0] - 1
     near, slots = Near.of(split_begin), cutlass.min(split_begin[count], most_slots)
-    unit, mine, team, begin, n = Int32(0), Int32(0), Int32(1), Int32(0), Int32(0)
+    unit, mine = _unit_by_number(block, count)
+    team, begin, n = Int32(1), Int32(0), Int32(0)
     if slots > 0:
         ctas = grid - count
         unit = _unit_of(split_begin, near, block, ctas, slots)

@@ -103,6 +103,22 @@ def stale(step: DenseStep) -> Metadata:
     return pair(step, [1, 200])
 
 
+def other_rows(step: DenseStep) -> Metadata:
+    """Made for the heads of all ranks, and for one query token."""
+    made, splits = flash_mla.get_mla_metadata(step.cache_seqlens, 128, 1)
+    assert isinstance(made, torch.Tensor)
+    return made, splits
+
+
+def larger_batch(step: DenseStep) -> Metadata:
+    return pair(step, [70, 0, 3, 200])
+
+
+def cut_off(step: DenseStep) -> Metadata:
+    """A slice of half the parts, beside splits of another step."""
+    return pair(step)[0][:2], torch.tensor([0, 2, 4, 6], dtype=torch.int32)
+
+
 def inside_a_larger(step: DenseStep) -> Metadata:
     made, splits = pair(step)
     wide = torch.full((len(made), 11), 3, dtype=torch.int32)
@@ -112,7 +128,7 @@ def inside_a_larger(step: DenseStep) -> Metadata:
 
 PATTERNS: list[Callable[[DenseStep], Metadata]] = [
     fresh, sglang, sglang_whole, vllm_form, vllm_static, vllm_batch_invariant, stale,
-    inside_a_larger,
+    other_rows, larger_batch, cut_off, inside_a_larger,
 ]  # fmt: skip
 DECODED = (sglang, vllm_batch_invariant)
 
