@@ -18,6 +18,6 @@ EXPONENT_CHANNELS = 16  # channels of a split's partial row that share an expone
 PARTIAL_ROW = KV_LORA_RANK + KV_LORA_RANK // EXPONENT_CHANNELS // 2  # 528
 ITEM_WORDS = 8  # of a work item (common/work_list.py, smxx/plan_decode.py)
 TOKEN_TILE = 64  # tokens of a KV tile of the SM90 pipelines, which share one softmax step
-# ``may_split`` of the function of a decode variant: no merge behind it; a merge; one that first asks
-# whether tables from outside cover each sequence (smxx/coverage.py)
+# ``may_split`` of a decode variant's function: no merge behind decode; a merge; a merge that first
+# asks whether tables from outside cover each sequence (smxx/coverage.py)
 NO_MERGE, MERGE, MERGE_CHECKED = 0, 1, 2

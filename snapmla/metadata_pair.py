@@ -149,8 +149,10 @@ class PairPlan(decode_plan.DecodePlan):
         """That the tables are of one pair; ``lengths`` are those that were planned for."""
         most = self.max_pages * self.page_size
         tiles = [-(-min(max(n, 0), most) // self.token_tile) for n in lengths]
-        tables = (self.work_items, self.part_begin, self.split_begin)
-        found = covered(*(t.tolist() for t in tables), tiles, self.o_accum.shape[0])
+        found = covered(
+            self.work_items.tolist(), self.part_begin.tolist(), self.split_begin.tolist(), tiles,
+            self.o_accum.shape[0],
+        )  # fmt: skip
         lost = [str(i) for i, good in enumerate(found) if not good][: decode_plan.STALE_SHOWN]
         if lost:
             checks.value_error(

@@ -183,6 +183,28 @@ def test_patterns(
         assert same_bits(given["out"], eager["out"]) and same_bits(given["lse"], eager["lse"])
 
 
+EVERY = [(h, s_q) for h in (8, 16, 64, 128) for s_q in (1, 2)]
+
+
+@pytest.mark.parametrize(("heads", "s_q"), EVERY, ids=str)
+def test_records_that_do_not_fit(heads: int, s_q: int) -> None:
+    """Made for every other number of rows, for other batches and lengths, slices: always right."""
+    step = make(heads, s_q)
+
+    def made(lengths: tuple[int, ...] = LENGTHS, rows: int = heads * s_q) -> torch.Tensor:
+        seqlens = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+        table, _ = flash_mla.get_mla_metadata(seqlens, rows, 1)
+        assert isinstance(table, torch.Tensor)
+        return table
+
+    tables = [made(rows=h * s) for h, s in EVERY]
+    tables += [made(LENGTHS[:-1]), made((*LENGTHS, 700)), made()[:3], made(SHORTER[1])]
+    for table in tables:
+        given = results(step)
+        decode(step, table, **given)
+        assert_right(step, **given)
+
+
 @pytest.mark.parametrize("heads", [16, 128])
 def test_one_part_is_batch_invariant(heads: int) -> None:
     """A request has the same bits alone and in a batch."""

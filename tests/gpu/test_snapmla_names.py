@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import snapmla
-from snapmla import dispatch, flash_mla_fp8
+from snapmla import dispatch, flash_mla_fp8, metadata_pair
 from tests.support.bits import assert_same_bits
 
 pytestmark = pytest.mark.gpu
@@ -21,14 +21,14 @@ PAGE, WIDTH, BATCH, HEADS, REPLAYS = 64, 40, 5, 16, 20
 class Layer:
     """A layer's static buffers and pool, as the host framework keeps them."""
 
-    def __init__(self, s_q: int = 1, batch: int = BATCH) -> None:
+    def __init__(self, s_q: int = 1, batch: int = BATCH, heads: int = HEADS) -> None:
         generator = torch.Generator(DEVICE).manual_seed(0)
         slots = batch * WIDTH * PAGE
 
         def random(*shape: int) -> torch.Tensor:
             return torch.randn(shape, generator=generator, device=DEVICE).bfloat16()
 
-        self.s_q, self.batch = s_q, batch
+        self.s_q, self.batch, self.heads = s_q, batch, heads
         self.lora = torch.empty((slots, 1, 512), dtype=torch.uint8, device=DEVICE)
         self.scale = torch.empty((slots, 1, 1), device=DEVICE)
         self.rope = torch.empty((slots, 1, 64), dtype=torch.bfloat16, device=DEVICE)
@@ -39,9 +39,9 @@ class Layer:
         pages = torch.randperm(batch * WIDTH, generator=generator, device=DEVICE)
         self.table = pages.int().view(batch, WIDTH)
         self.lengths = torch.full((batch,), 100, dtype=torch.int32, device=DEVICE)
-        self.q = random(batch, s_q, HEADS, 576)
-        self.out = torch.empty((batch, s_q, HEADS, 512), dtype=torch.bfloat16, device=DEVICE)
-        self.lse = torch.empty((batch, HEADS, s_q), device=DEVICE)
+        self.q = random(batch, s_q, heads, 576)
+        self.out = torch.empty((batch, s_q, heads, 512), dtype=torch.bfloat16, device=DEVICE)
+        self.lse = torch.empty((batch, heads, s_q), device=DEVICE)
 
     def decode(self, pair: flash_mla_fp8.Pair, **extra: object) -> flash_mla_fp8.Pair:
         q_nope, q_scale, q_rope = flash_mla_fp8.quantize_ckv_per_token_head(self.q, 512)
@@ -61,7 +61,7 @@ class Layer:
         )
 
     def metadata(self, **extra: object) -> flash_mla_fp8.Pair:
-        rows = self.s_q * HEADS
+        rows = self.s_q * self.heads
         return flash_mla_fp8.get_mla_metadata(self.lengths, rows, 1, **extra)  # type: ignore[arg-type]
 
 
@@ -180,3 +180,69 @@ def test_the_card_is_known() -> None:
     known = dispatch.card_named(properties.name)
     assert (known is not None and card.name == known.name) or "assumed" in card.source
     assert snapmla.explain(HEADS).problem.card == card
+
+
+# ---------------------------------------------------------------- pairs that do not fit their call
+
+EVERY = [(h, s_q) for h in (8, 16, 64, 128) for s_q in (1, 2)]
+MISFITS = (1000, 40, 2000, 64)  # cut into several parts, whatever the rows
+
+
+def right_rows(made: flash_mla_fp8.Pair, want: flash_mla_fp8.Pair) -> list[bool]:
+    """Which sequences are right; the others must be NaN, all of out and lse."""
+    found = []
+    for out, lse, right_out, right_lse in zip(*made, *want):
+        nan = bool(out.isnan().all() and lse.isnan().all())
+        if not nan:
+            error = (out.float() - right_out.float()).norm() / right_out.float().norm()
+            assert error <= 5e-3, float(error)
+            torch.testing.assert_close(lse, right_lse, atol=1e-3, rtol=0)
+        found.append(not nan)
+    return found
+
+
+@pytest.mark.parametrize("called", EVERY, ids=str)
+def test_pairs_that_do_not_fit(called: tuple[int, int]) -> None:
+    """Made for every other number of rows, for other batches and lengths, halves of two pairs,
+    slices, random words: a row is right or NaN, and which is what ``covered`` says."""
+    heads, s_q = called
+    layer = Layer(s_q, len(MISFITS), heads)
+    layer.lengths.copy_(torch.tensor(MISFITS))
+    want = layer.primary()
+
+    def made_for(lengths: tuple[int, ...], rows: int = heads * s_q) -> flash_mla_fp8.Pair:
+        seqlens = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+        return flash_mla_fp8.get_mla_metadata(seqlens, rows, 1)
+
+    def decoded(metadata: torch.Tensor, splits: torch.Tensor) -> list[bool]:
+        layer.out.fill_(7.0)
+        layer.lse.fill_(7.0)
+        made = layer.decode((metadata, splits), out=layer.out, lse=layer.lse)
+        found = right_rows(made, want)
+        tables = metadata_pair.tables_of(metadata, layer.batch)
+        listed = tables.work_items.tolist(), tables.part_begin.tolist(), splits.tolist()
+        tiles = [-(-n // 64) for n in MISFITS]
+        assert found == metadata_pair.covered(*listed, tiles, 2 * len(metadata))
+        return found
+
+    for h, s in EVERY:
+        assert decoded(*made_for(MISFITS, h * s)) == [True] * 4, (h, s)
+    metadata, splits = made_for(MISFITS)
+    small, few = made_for(MISFITS[:3])
+    assert decoded(small, torch.cat([few, few[-1:]])) == [True, True, True, False]
+    large, many = made_for((*MISFITS, 700))
+    assert decoded(large, many[:5].clone())[0]
+    decoded(metadata, made_for((40, 1000, 64, 2000))[1])
+    assert decoded(*made_for((1000, 40, 2000, 200))) == [True] * 4
+    assert decoded(*made_for((900, 40, 2000, 64))) == [False, True, True, True]
+    assert not any(decoded(metadata, splits + 1))
+    decoded(metadata[: len(metadata) // 2].contiguous(), splits)
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    room = 8 * (len(metadata) + 4)
+    for case in range(40):
+        broken, at = metadata.clone(), torch.randint(0, room, (1 + case % 3,))
+        low, high = (-2, 70) if case % 2 else (-(2**31), 2**31 - 1)
+        words = torch.randint(low, high, at.shape, generator=generator, device=DEVICE)
+        broken.view(-1)[at.to(DEVICE)] = words.int()
+        decoded(broken, splits)
+    assert decoded(metadata, splits) == [True] * 4
