@@ -122,9 +122,6 @@ class PairPlan(decode_plan.DecodePlan):
         "call get_mla_metadata(..., out=) after the lengths change",
     )
 
-    def can_split(self) -> bool:
-        return self.num_parts > 1
-
     def _compare(self, cache_seqlens: torch.Tensor) -> None:
         """Compares the batch, the query rows, what the tables cover, then the lengths.
 
