@@ -44,13 +44,14 @@ def load(path: Path) -> ModuleType:
     return module
 
 
+api = load(ROOT / "docs" / "api_page.py")
 render = load(ROOT / "docs" / "render.py")
 figures = load(ROOT / "docs" / "figures.py")
-ENTRIES = list(render.entries())
+ENTRIES = list(api.entries())
 
 
 def is_tensor(annotation: Any) -> bool:
-    return "Tensor" in render.annotation(annotation)
+    return "Tensor" in api.annotation(annotation)
 
 
 def described(doc: Any, section: str) -> dict[str, str]:
@@ -97,7 +98,7 @@ def test_pictures_tell_the_bytes(name: str) -> None:
 def test_public_name_is_documented(entry: Any) -> None:
     if entry.kind == "value":
         return
-    doc = render.parse(entry.value.__doc__)
+    doc = api.parse(entry.value.__doc__)
     assert doc.prose and not doc.prose.startswith(f"{entry.name}("), "no docstring"
     if entry.kind == "exception":
         return
@@ -108,7 +109,7 @@ def test_public_name_is_documented(entry: Any) -> None:
         assert "Returns" in doc.sections or "in place" in doc.prose
         return
     fields = {
-        name: render.annotation(kind)
+        name: api.annotation(kind)
         for name, kind in inspect.get_annotations(entry.value).items()
         if not name.startswith("_")
     }
@@ -124,7 +125,7 @@ def test_public_name_is_documented(entry: Any) -> None:
 def check_parameters(function: Any, doc: Any) -> None:
     """Every parameter is described; tensors with shape and dtype."""
     text = described(doc, "Args")
-    for p in render.parameters(function):
+    for p in api.parameters(function):
         assert p.name in text, f"argument {p.name} is not described"
         if is_tensor(p.annotation) and p.name not in ("tile_scheduler_metadata", "num_splits"):
             whole = text[p.name]
@@ -133,14 +134,14 @@ def check_parameters(function: Any, doc: Any) -> None:
 
 
 def check_member(name: str, member: Any) -> None:
-    function = render.underlying(member)
+    function = api.underlying(member)
     if isinstance(member, property) or hasattr(member, "attrname"):
         assert function.__doc__ or len(inspect.getsource(function).splitlines()) <= 4, name
         return
-    doc = render.parse(function.__doc__)
+    doc = api.parse(function.__doc__)
     assert doc.prose, f"method {name} has no docstring"
     text = described(doc, "Args")
-    for p in render.parameters(function):
+    for p in api.parameters(function):
         assert p.name in text or p.name in doc.prose, f"{name}: {p.name} is not described"
 
 
@@ -154,19 +155,67 @@ def test_the_docstring_check_can_fail() -> None:
 
     bare.__annotations__["cache_seqlens"] = "torch.Tensor"
     with pytest.raises(AssertionError, match="no shape"):
-        check_parameters(bare, render.parse(bare.__doc__))
+        check_parameters(bare, api.parse(bare.__doc__))
 
     def missing(b: int) -> None:
         """Does something."""
 
     with pytest.raises(AssertionError, match="b is not described"):
-        check_parameters(missing, render.parse(missing.__doc__))
+        check_parameters(missing, api.parse(missing.__doc__))
 
 
 def test_every_public_name_is_on_the_page() -> None:
     page = render.API.read_text()
     for entry in ENTRIES:
-        assert f"### {entry.name}\n" in page
+        assert re.search(rf"^### `?{entry.name}`?$", page, re.M)
+    for name in ("snapmla", "snapmla.flash_mla", "snapmla.flash_mla_fp8"):
+        assert sorted(api.MODULES[name]) == sorted(importlib.import_module(name).__all__)
+
+
+def test_contents_of_the_api_page_are_whole() -> None:
+    """Each heading of modules, names and methods once, in order, under the anchor that it has."""
+    page = render.API.read_text()
+    contents, _, rest = page.partition("\n## snapmla\n")
+    links = re.findall(r"\[([^]]+)\]\(#([^)]+)\)", contents)
+    found = headings("## snapmla\n" + rest)
+    assert [anchor for _, anchor in links] == [anchor for _, anchor in found]
+    for (text, _), (title, _) in zip(links, found, strict=True):
+        assert title.endswith(text)
+    titles = {title.strip("`") for title, _ in found}
+    for entry in ENTRIES:
+        assert entry.name in titles
+        for name, member in entry.members() if entry.kind == "class" else ():
+            value = isinstance(member, property) or hasattr(member, "attrname")
+            if not value and name not in api.INTERNALS.get(entry.name, ()):
+                assert f"{entry.name}.{name}" in titles
+
+
+def test_contents_number_headings_that_come_again() -> None:
+    lines = ["## a.b", "### c", "```", "## no heading", "```", "## d", "### c"]
+    assert api.contents(lines, {"d.c": "Second."})[-1] == "  - [c](#c-1): Second."
+    assert len(api.contents(lines, {})) == 4
+
+
+def test_internals_stand_last() -> None:
+    """What a caller leaves alone is below a heading that says so, and nowhere else."""
+    page = render.API.read_text()
+    classes = {e.name: e for e in ENTRIES if e.kind == "class"}
+    assert api.INTERNALS.keys() <= classes.keys()
+    for owner, names in api.INTERNALS.items():
+        section = re.split(r"^##?#? ", page.split(f"\n### {owner}\n")[1], flags=re.M)[0]
+        front, _, last = section.partition(f"\n#### {owner}: internals\n")
+        assert "####" not in last
+        for name in names:
+            item = rf"^(- `([\w, ]+, )?{name}[`,(]|#### {owner}\.{name}$)"
+            assert re.search(item, last, re.M), f"{owner}.{name} is not among the internals"
+            assert not re.search(item, front, re.M), f"{owner}.{name} is among what callers use"
+    plan = page.split("\n### DecodePlan\n")[1].split("\n#### DecodePlan: internals\n")[0]
+    assert "tracers" not in plan and "as kernels take them" not in plan
+
+
+def test_the_api_page_has_no_private_names() -> None:
+    page = render.API.read_text()
+    assert not re.search(r"^(- `|#+ `?(\w+\.)?)_(?!_version__)", page, re.M)
 
 
 # ---------------------------------------------------------------- pages
@@ -217,10 +266,20 @@ def test_named_files_and_targets_exist(path: Path) -> None:
             assert found.is_dir() or found.with_suffix(".py").is_file(), f"{path.name}: {module}"
 
 
+def headings(text: str) -> list[tuple[str, str]]:
+    """(title, what it is called in links) of a page's headings."""
+    found: list[tuple[str, str]] = []
+    taken: dict[str, int] = {}
+    for title in re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", text, flags=re.S), re.M):
+        name = re.sub(r"[^\w\- ]", "", title).strip().lower().replace(" ", "-")
+        taken[name] = taken.get(name, -1) + 1
+        found.append((title, f"{name}-{taken[name]}" if taken[name] else name))
+    return found
+
+
 def anchors(path: Path) -> set[str]:
     """What headings of a page are called in links."""
-    headings = re.findall(r"^#+ (.+)$", path.read_text(), flags=re.M)
-    return {re.sub(r"[^\w\- ]", "", h).strip().lower().replace(" ", "-") for h in headings}
+    return {anchor for _, anchor in headings(path.read_text())}
 
 
 @pytest.mark.parametrize("path", PAGES, ids=[p.name for p in PAGES])
