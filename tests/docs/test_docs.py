@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 
 from codegen import toolchain
@@ -241,6 +242,13 @@ def test_code_blocks_run(name: str) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+@needs_compiler
+def test_code_of_the_faq_runs() -> None:
+    """Here, as its one block needs no process of its own; it asserts what it promises."""
+    (block,) = code_blocks(ROOT / "docs" / "faq.md")
+    exec(compile(block, "faq.md", "exec"), {})
+
+
 @pytest.mark.parametrize("path", PAGES, ids=[p.name for p in PAGES])
 def test_links_lead_somewhere(path: Path) -> None:
     text = re.sub(r"```.*?```", "", path.read_text(), flags=re.S)
@@ -287,6 +295,50 @@ def test_links_into_pages_find_their_heading(path: Path) -> None:
     for target, anchor in re.findall(r"\]\(([^)#:]*\.md)?#([^)]+)\)", path.read_text()):
         page = path.parent / target if target else path
         assert anchor in anchors(page), f"{path.name} links to {target}#{anchor}"
+
+
+def test_faq_is_short() -> None:
+    """150 lines, prose and code of at most 120 characters a line, all questions in the list."""
+    page = ROOT / "docs" / "faq.md"
+    lines = page.read_text().splitlines()
+    assert len(lines) <= 150
+    assert not [line for line in lines if len(line) > 120 and not line.startswith("|")]
+    titles = [title for title, _ in headings(page.read_text())][1:]
+    listed = re.findall(r"^(\d+\.) \[(.+)\]\(#", page.read_text(), flags=re.M)
+    assert [f"{number} {text}" for number, text in listed] == titles and len(titles) == 10
+    assert "(docs/faq.md)" in (ROOT / "README.md").read_text()
+
+
+def test_tables_of_the_lab_book_have_a_legend() -> None:
+    """In the paragraph before or behind each; shorthand is explained before it is used."""
+    page = (ROOT / "docs" / "performance.md").read_text()
+    head = page.split("\n## Where the time goes")[0]
+    for word in ("lab book", "24 / 104 / 192", "*Chain A*", "(109.5 without it)", "*tile*"):
+        assert word in head
+    blocks = [block for block in re.split(r"\n\n+", page) if block.strip()]
+    tables = [i for i, block in enumerate(blocks) if block.startswith("|")]
+    assert len(tables) >= 12
+    for i in tables:
+        near = (blocks[i - 1], blocks[i + 1])
+        assert any(block.startswith("*Legend*") for block in near), blocks[i].splitlines()[0]
+
+
+def test_recorded_variants_are_counted() -> None:
+    """software-gpu.md says how many decode variants the H200's record holds, and their rows."""
+    with np.load(ROOT / "tests" / "data" / "softgpu_h200.npz") as record:
+        sizes = {name: record[name].size for name in record.files if "decode_" in name}
+    rows: dict[str, int] = {"lse": 0, "other": 0}
+    variants: dict[str, set[str]] = {"decode": set(), "dense_decode": set()}
+    for name, size in sizes.items():
+        case, _, what = name.partition("/")
+        op = case.rpartition("decode_")[0] + "decode"
+        if op in variants and what != "inputs" and not what.startswith("raw"):
+            variants[op].add(case.rpartition(".")[0])
+            rows["lse" if "lse" in what else "other"] += size
+    fp8, dense = (len(found) for found in variants.values())
+    page = (ROOT / "docs" / "software-gpu.md").read_text()
+    assert f"decode: all {fp8 + dense} variants, {fp8} of FP8 and {dense} of 16-bit caches" in page
+    assert f"{rows['other']:,} rows, partial ones too, and {rows['lse']:,} LSEs" in page
 
 
 def test_bundle_page_has_the_readmes_example() -> None:
