@@ -3,33 +3,29 @@
     python docs/render.py            # write
     python docs/render.py --check    # name what is stale, exit 1 if anything is
 
-The API page comes from docstrings, byte maps from ``snapmla.layouts``: real caches are allocated
-and the addresses of their bytes drawn, so a picture cannot disagree with the code.
+The API page comes from docstrings (``api_page.py``), byte maps from ``snapmla.layouts``: real
+caches are allocated and the addresses of their bytes drawn, so a picture cannot disagree with the
+code.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
-import importlib
-import inspect
 import json
 import os
 import re
 import sys
 import textwrap
-import types
-from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 from unittest import mock
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
 
 import torch  # noqa: E402
+from api_page import api_page  # noqa: E402
 
 import snapmla  # noqa: E402
 from snapmla import env, layouts  # noqa: E402
@@ -45,234 +41,8 @@ SHAPES = (
     "b32_L16384_h16_q1", "b32_L16384_h16_q2", "b32_L16384_h64_q1", "b32_L16384_h128_q1",
     "b32_L16384_h128_q2", "b16_L1024_h16_q1", "b16_L65536_h16_q1", "b1_L131072_h16_q1",
 )  # fmt: skip
-# What users import from.  The surface of a module is its __all__, or what is named here.
-MODULES: dict[str, tuple[str, ...]] = {
-    "snapmla": (),
-    "snapmla.flash_mla": (),
-    "snapmla.flash_mla_fp8": (),
-    "snapmla.layouts": ("paged_views", "rows640_views"),
-    "snapmla.reference": (
-        "mla_decode_reference", "reference_from_unquantised", "quantize_rows", "dequantize_rows",
-        "rms_norm_rows", "rotate_rows", "QuantConfig",
-    ),
-}  # fmt: skip
-SECTIONS = ("Args", "Attributes", "Returns", "Raises", "Source")
 PICTURE_PAGE = 64  # tokens of a page in the pictures
 BAR = 64  # characters of a byte map
-
-
-# ---------------------------------------------------------------- docstrings
-
-
-@dataclasses.dataclass
-class Doc:
-    """A docstring taken apart: prose, and the Google-style sections' text by name."""
-
-    prose: str
-    sections: dict[str, str]
-
-    def items(self, section: str) -> Iterator[tuple[str, str]]:
-        """(name, text) of the entries of a section; names may share one text (``a, b: ...``)."""
-        entry: list[str] = []
-        for line in [*self.sections.get(section, "").splitlines(), "."]:
-            if entry and not line.startswith(" "):
-                names, _, text = " ".join(part.strip() for part in entry).partition(": ")
-                yield names, text
-                entry = []
-            entry.append(line)
-
-
-def parse(docstring: str | None) -> Doc:
-    """Takes a docstring apart."""
-    prose: list[str] = []
-    sections: dict[str, list[str]] = {}
-    current: list[str] | None = None
-    for line in inspect.cleandoc(docstring or "").splitlines():
-        heading = re.fullmatch(rf"({'|'.join(SECTIONS)}):(.*)", line)
-        if heading:
-            current = sections.setdefault(heading[1], [])
-            if heading[2].strip():
-                current.append(heading[2].strip())
-        elif current is not None:
-            current.append(line.removeprefix("    "))
-        else:
-            prose.append(line)
-    text = {name: "\n".join(lines).strip("\n") for name, lines in sections.items()}
-    return Doc("\n".join(prose).strip(), text)
-
-
-def annotation(value: Any, module: str = "") -> str:
-    """An annotation as it stands in the source, a module's aliases of tuples spelled out."""
-    if not isinstance(value, str):
-        return getattr(value, "__name__", str(value))
-
-    def spelled(found: re.Match[str]) -> str:
-        alias = getattr(sys.modules.get(module), found[0], None)
-        return str(alias) if isinstance(alias, types.GenericAlias) else found[0]
-
-    return re.sub(r"\b[A-Z]\w+\b", spelled, value)
-
-
-def parameters(function: Any) -> list[inspect.Parameter]:
-    """Parameters without self and cls."""
-    found = inspect.signature(function).parameters.values()
-    return [p for p in found if p.name not in ("self", "cls")]
-
-
-def signature(name: str, function: Any) -> str:
-    """``name(...)`` over one line or many."""
-    parts: list[str] = []
-    starred = False
-    for p in parameters(function):
-        if p.kind is p.KEYWORD_ONLY and not starred:
-            parts.append("*")
-            starred = True
-        text = p.name
-        if p.annotation is not p.empty:
-            text += f": {annotation(p.annotation, function.__module__)}"
-        if p.default is not p.empty:
-            text += f" = {'...' if p.default is dataclasses.MISSING else _default(p.default)}"
-        parts.append(text)
-    result = inspect.signature(function).return_annotation
-    tail = ""
-    if result is not inspect.Signature.empty:
-        tail = f" -> {annotation(result, function.__module__)}"
-    line = f"{name}({', '.join(parts)}){tail}"
-    if len(line) <= 96:
-        return line
-    return f"{name}(\n" + "".join(f"    {part},\n" for part in parts) + f"){tail}"
-
-
-def _default(value: Any) -> str:
-    return str(value) if isinstance(value, torch.dtype) else repr(value)
-
-
-# ---------------------------------------------------------------- the API page
-
-
-@dataclasses.dataclass(frozen=True)
-class Entry:
-    """One public name: where it lives, what it is."""
-
-    module: str
-    name: str
-    value: Any
-
-    @property
-    def path(self) -> str:
-        return f"{self.module}.{self.name}"
-
-    @property
-    def kind(self) -> str:
-        if inspect.isclass(self.value):
-            return "exception" if issubclass(self.value, BaseException) else "class"
-        return "function" if callable(self.value) else "value"
-
-    def members(self) -> Iterator[tuple[str, Any]]:
-        """Public methods and properties that the class itself defines, in source order."""
-        for name, value in vars(self.value).items():
-            if name.startswith("_") or not _is_member(value):
-                continue
-            yield name, value
-
-
-def _is_member(value: Any) -> bool:
-    kinds = (property, functools.cached_property, classmethod, staticmethod)
-    return inspect.isfunction(value) or isinstance(value, kinds)
-
-
-def entries() -> Iterator[Entry]:
-    """Every public name of the package, in the order of ``__all__``."""
-    for module_name, names in MODULES.items():
-        module: ModuleType = importlib.import_module(module_name)
-        for name in names or sorted(module.__all__, key=str.lower):
-            yield Entry(module_name, name, getattr(module, name))
-
-
-def underlying(member: Any) -> Any:
-    """The function behind a method or property."""
-    if isinstance(member, property):
-        return member.fget
-    if isinstance(member, functools.cached_property):
-        return member.func
-    return getattr(member, "__func__", member)
-
-
-def _sections(doc: Doc) -> list[str]:
-    lines = []
-    for section in SECTIONS:
-        if section not in doc.sections:
-            continue
-        if section in ("Args", "Attributes"):
-            lines += [f"*{section}*", ""]
-            lines += [f"- `{names}`: {text}" for names, text in doc.items(section)]
-            lines.append("")
-        else:
-            text = " ".join(doc.sections[section].split())
-            lines += [f"*{section}*: {text}", ""]
-    return lines
-
-
-def _paragraphs(text: str) -> list[str]:
-    """Prose as Markdown: indented blocks become code."""
-    lines = []
-    for block in re.split(r"\n\n+", text):
-        if block.startswith("    "):
-            lines += ["```python", inspect.cleandoc(block), "```", ""]
-        elif block.startswith("* "):
-            lines += [" ".join(item.split()) for item in re.split(r"\n(?=\* )", block)] + [""]
-        elif block:
-            lines += [" ".join(block.split()), ""]
-    return lines
-
-
-def _member_lines(owner: str, name: str, member: Any) -> list[str]:
-    function = underlying(member)
-    doc = parse(function.__doc__)
-    if isinstance(member, (property, functools.cached_property)):
-        result = annotation(inspect.signature(function).return_annotation)
-        about = " ".join(doc.prose.split())
-        return [f"**`{name}`** `{result}`" + (f": {about}" if about else ""), ""]
-    head = signature(f"{owner}.{name}", function)
-    return ["```python", head, "```", "", *_paragraphs(doc.prose), *_sections(doc)]
-
-
-def _entry_lines(entry: Entry) -> list[str]:
-    lines = [f"### {entry.name}", ""]
-    if entry.kind == "value":
-        return [*lines, "The package's version, a string.", ""]
-    doc = parse(entry.value.__doc__)
-    if entry.kind == "function":
-        lines += ["```python", signature(entry.path, entry.value), "```", ""]
-    elif entry.kind == "exception":
-        lines += [f"Exception, a `{entry.value.__mro__[1].__name__}`.", ""]
-    lines += [*_paragraphs(doc.prose), *_sections(doc)]
-    if entry.kind == "class":
-        for name, member in entry.members():
-            lines += _member_lines(entry.name, name, member)
-    return lines
-
-
-def api_page() -> str:
-    """docs/api.md."""
-    lines = [
-        "# API",
-        "",
-        "Generated from the docstrings by `python docs/render.py`; a test fails when this page is",
-        "stale. Wrong arguments raise `TypeError` or `ValueError` that name the argument, what was",
-        "expected, what came and what to change. Layouts and scales: [formats.md](formats.md); how",
-        "the calls go together in an engine: [integration.md](integration.md).",
-        "",
-    ]
-    module = ""
-    for entry in entries():
-        if entry.module != module:
-            module = entry.module
-            lines += [f"## {module}", ""]
-            if "." in module:
-                lines += _paragraphs(parse(importlib.import_module(module).__doc__).prose)
-        lines += _entry_lines(entry)
-    return "\n".join(lines).rstrip("\n") + "\n"
 
 
 # ---------------------------------------------------------------- byte maps

@@ -186,7 +186,8 @@ def explain(
             choice.
         out_dtype: torch.bfloat16 (None) or torch.float32; of a 16-bit cache its dtype.
         device: whose card to ask about; None takes the current CUDA device, or an H200 without one.
-        card: a card on file instead, such as ``H200``, ``H100``, ``H800``, ``H20``.
+        card: a card on file instead: ``H200``, ``H100 SXM``, ``H800 SXM``, ``H20`` or ``B200``;
+            ``H100`` and ``H800`` are the same two.
         pipeline, row_tile: as given to ``plan_decode``.
         accuracy: ``standard``, or ``high`` for kernels that sum P as two e4m3 terms; the text then
             says what the second costs.

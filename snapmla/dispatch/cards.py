@@ -116,7 +116,8 @@ def find_card(device: torch.device | str | None, card: str | None) -> Card:
             checks.type_error("card", "a name such as 'H200'", type(card).__name__)
         found = card_named(card)
         if found is None:
-            checks.choice("card", card, [c.name for c in cards()])
+            names = dict.fromkeys(name for c in cards() for name in (c.match.upper(), c.name))
+            checks.value_error("card", "one of " + ", ".join(map(repr, names)), repr(card))
         assert found is not None
         return found
     if device is None:

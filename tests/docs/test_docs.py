@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 
 from codegen import toolchain
@@ -44,13 +45,14 @@ def load(path: Path) -> ModuleType:
     return module
 
 
+api = load(ROOT / "docs" / "api_page.py")
 render = load(ROOT / "docs" / "render.py")
 figures = load(ROOT / "docs" / "figures.py")
-ENTRIES = list(render.entries())
+ENTRIES = list(api.entries())
 
 
 def is_tensor(annotation: Any) -> bool:
-    return "Tensor" in render.annotation(annotation)
+    return "Tensor" in api.annotation(annotation)
 
 
 def described(doc: Any, section: str) -> dict[str, str]:
@@ -97,7 +99,7 @@ def test_pictures_tell_the_bytes(name: str) -> None:
 def test_public_name_is_documented(entry: Any) -> None:
     if entry.kind == "value":
         return
-    doc = render.parse(entry.value.__doc__)
+    doc = api.parse(entry.value.__doc__)
     assert doc.prose and not doc.prose.startswith(f"{entry.name}("), "no docstring"
     if entry.kind == "exception":
         return
@@ -108,7 +110,7 @@ def test_public_name_is_documented(entry: Any) -> None:
         assert "Returns" in doc.sections or "in place" in doc.prose
         return
     fields = {
-        name: render.annotation(kind)
+        name: api.annotation(kind)
         for name, kind in inspect.get_annotations(entry.value).items()
         if not name.startswith("_")
     }
@@ -124,7 +126,7 @@ def test_public_name_is_documented(entry: Any) -> None:
 def check_parameters(function: Any, doc: Any) -> None:
     """Every parameter is described; tensors with shape and dtype."""
     text = described(doc, "Args")
-    for p in render.parameters(function):
+    for p in api.parameters(function):
         assert p.name in text, f"argument {p.name} is not described"
         if is_tensor(p.annotation) and p.name not in ("tile_scheduler_metadata", "num_splits"):
             whole = text[p.name]
@@ -133,14 +135,14 @@ def check_parameters(function: Any, doc: Any) -> None:
 
 
 def check_member(name: str, member: Any) -> None:
-    function = render.underlying(member)
+    function = api.underlying(member)
     if isinstance(member, property) or hasattr(member, "attrname"):
         assert function.__doc__ or len(inspect.getsource(function).splitlines()) <= 4, name
         return
-    doc = render.parse(function.__doc__)
+    doc = api.parse(function.__doc__)
     assert doc.prose, f"method {name} has no docstring"
     text = described(doc, "Args")
-    for p in render.parameters(function):
+    for p in api.parameters(function):
         assert p.name in text or p.name in doc.prose, f"{name}: {p.name} is not described"
 
 
@@ -154,19 +156,67 @@ def test_the_docstring_check_can_fail() -> None:
 
     bare.__annotations__["cache_seqlens"] = "torch.Tensor"
     with pytest.raises(AssertionError, match="no shape"):
-        check_parameters(bare, render.parse(bare.__doc__))
+        check_parameters(bare, api.parse(bare.__doc__))
 
     def missing(b: int) -> None:
         """Does something."""
 
     with pytest.raises(AssertionError, match="b is not described"):
-        check_parameters(missing, render.parse(missing.__doc__))
+        check_parameters(missing, api.parse(missing.__doc__))
 
 
 def test_every_public_name_is_on_the_page() -> None:
     page = render.API.read_text()
     for entry in ENTRIES:
-        assert f"### {entry.name}\n" in page
+        assert re.search(rf"^### `?{entry.name}`?$", page, re.M)
+    for name in ("snapmla", "snapmla.flash_mla", "snapmla.flash_mla_fp8"):
+        assert sorted(api.MODULES[name]) == sorted(importlib.import_module(name).__all__)
+
+
+def test_contents_of_the_api_page_are_whole() -> None:
+    """Each heading of modules, names and methods once, in order, under the anchor that it has."""
+    page = render.API.read_text()
+    contents, _, rest = page.partition("\n## snapmla\n")
+    links = re.findall(r"\[([^]]+)\]\(#([^)]+)\)", contents)
+    found = headings("## snapmla\n" + rest)
+    assert [anchor for _, anchor in links] == [anchor for _, anchor in found]
+    for (text, _), (title, _) in zip(links, found, strict=True):
+        assert title.endswith(text)
+    titles = {title.strip("`") for title, _ in found}
+    for entry in ENTRIES:
+        assert entry.name in titles
+        for name, member in entry.members() if entry.kind == "class" else ():
+            value = isinstance(member, property) or hasattr(member, "attrname")
+            if not value and name not in api.INTERNALS.get(entry.name, ()):
+                assert f"{entry.name}.{name}" in titles
+
+
+def test_contents_number_headings_that_come_again() -> None:
+    lines = ["## a.b", "### c", "```", "## no heading", "```", "## d", "### c"]
+    assert api.contents(lines, {"d.c": "Second."})[-1] == "  - [c](#c-1): Second."
+    assert len(api.contents(lines, {})) == 4
+
+
+def test_internals_stand_last() -> None:
+    """What a caller leaves alone is below a heading that says so, and nowhere else."""
+    page = render.API.read_text()
+    classes = {e.name: e for e in ENTRIES if e.kind == "class"}
+    assert api.INTERNALS.keys() <= classes.keys()
+    for owner, names in api.INTERNALS.items():
+        section = re.split(r"^##?#? ", page.split(f"\n### {owner}\n")[1], flags=re.M)[0]
+        front, _, last = section.partition(f"\n#### {owner}: internals\n")
+        assert "####" not in last
+        for name in names:
+            item = rf"^(- `([\w, ]+, )?{name}[`,(]|#### {owner}\.{name}$)"
+            assert re.search(item, last, re.M), f"{owner}.{name} is not among the internals"
+            assert not re.search(item, front, re.M), f"{owner}.{name} is among what callers use"
+    plan = page.split("\n### DecodePlan\n")[1].split("\n#### DecodePlan: internals\n")[0]
+    assert "tracers" not in plan and "as kernels take them" not in plan
+
+
+def test_the_api_page_has_no_private_names() -> None:
+    page = render.API.read_text()
+    assert not re.search(r"^(- `|#+ `?(\w+\.)?)_(?!_version__)", page, re.M)
 
 
 # ---------------------------------------------------------------- pages
@@ -190,6 +240,13 @@ def test_code_blocks_run(name: str) -> None:
         [sys.executable, "-c", source], capture_output=True, text=True, env=environment, cwd=ROOT
     )
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+@needs_compiler
+def test_code_of_the_faq_runs() -> None:
+    """Here, as its one block needs no process of its own; it asserts what it promises."""
+    (block,) = code_blocks(ROOT / "docs" / "faq.md")
+    exec(compile(block, "faq.md", "exec"), {})
 
 
 @pytest.mark.parametrize("path", PAGES, ids=[p.name for p in PAGES])
@@ -217,10 +274,20 @@ def test_named_files_and_targets_exist(path: Path) -> None:
             assert found.is_dir() or found.with_suffix(".py").is_file(), f"{path.name}: {module}"
 
 
+def headings(text: str) -> list[tuple[str, str]]:
+    """(title, what it is called in links) of a page's headings."""
+    found: list[tuple[str, str]] = []
+    taken: dict[str, int] = {}
+    for title in re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", text, flags=re.S), re.M):
+        name = re.sub(r"[^\w\- ]", "", title).strip().lower().replace(" ", "-")
+        taken[name] = taken.get(name, -1) + 1
+        found.append((title, f"{name}-{taken[name]}" if taken[name] else name))
+    return found
+
+
 def anchors(path: Path) -> set[str]:
     """What headings of a page are called in links."""
-    headings = re.findall(r"^#+ (.+)$", path.read_text(), flags=re.M)
-    return {re.sub(r"[^\w\- ]", "", h).strip().lower().replace(" ", "-") for h in headings}
+    return {anchor for _, anchor in headings(path.read_text())}
 
 
 @pytest.mark.parametrize("path", PAGES, ids=[p.name for p in PAGES])
@@ -228,6 +295,50 @@ def test_links_into_pages_find_their_heading(path: Path) -> None:
     for target, anchor in re.findall(r"\]\(([^)#:]*\.md)?#([^)]+)\)", path.read_text()):
         page = path.parent / target if target else path
         assert anchor in anchors(page), f"{path.name} links to {target}#{anchor}"
+
+
+def test_faq_is_short() -> None:
+    """150 lines, prose and code of at most 120 characters a line, all questions in the list."""
+    page = ROOT / "docs" / "faq.md"
+    lines = page.read_text().splitlines()
+    assert len(lines) <= 150
+    assert not [line for line in lines if len(line) > 120 and not line.startswith("|")]
+    titles = [title for title, _ in headings(page.read_text())][1:]
+    listed = re.findall(r"^(\d+\.) \[(.+)\]\(#", page.read_text(), flags=re.M)
+    assert [f"{number} {text}" for number, text in listed] == titles and len(titles) == 10
+    assert "(docs/faq.md)" in (ROOT / "README.md").read_text()
+
+
+def test_tables_of_the_lab_book_have_a_legend() -> None:
+    """In the paragraph before or behind each; shorthand is explained before it is used."""
+    page = (ROOT / "docs" / "performance.md").read_text()
+    head = page.split("\n## Where the time goes")[0]
+    for word in ("lab book", "24 / 104 / 192", "*Chain A*", "(109.5 without it)", "*tile*"):
+        assert word in head
+    blocks = [block for block in re.split(r"\n\n+", page) if block.strip()]
+    tables = [i for i, block in enumerate(blocks) if block.startswith("|")]
+    assert len(tables) >= 12
+    for i in tables:
+        near = (blocks[i - 1], blocks[i + 1])
+        assert any(block.startswith("*Legend*") for block in near), blocks[i].splitlines()[0]
+
+
+def test_recorded_variants_are_counted() -> None:
+    """software-gpu.md says how many decode variants the H200's record holds, and their rows."""
+    with np.load(ROOT / "tests" / "data" / "softgpu_h200.npz") as record:
+        sizes = {name: record[name].size for name in record.files if "decode_" in name}
+    rows: dict[str, int] = {"lse": 0, "other": 0}
+    variants: dict[str, set[str]] = {"decode": set(), "dense_decode": set()}
+    for name, size in sizes.items():
+        case, _, what = name.partition("/")
+        op = case.rpartition("decode_")[0] + "decode"
+        if op in variants and what != "inputs" and not what.startswith("raw"):
+            variants[op].add(case.rpartition(".")[0])
+            rows["lse" if "lse" in what else "other"] += size
+    fp8, dense = (len(found) for found in variants.values())
+    page = (ROOT / "docs" / "software-gpu.md").read_text()
+    assert f"decode: all {fp8 + dense} variants, {fp8} of FP8 and {dense} of 16-bit caches" in page
+    assert f"{rows['other']:,} rows, partial ones too, and {rows['lse']:,} LSEs" in page
 
 
 def test_bundle_page_has_the_readmes_example() -> None:

@@ -368,6 +368,19 @@ def test_explain_of_wishes_cards_and_architectures() -> None:
     assert snapmla.explain(16, device="cpu").problem.card.name == "H200"
 
 
+def test_names_of_cards_agree() -> None:
+    """Those that are printed, taken, listed by an error and told by the docstring."""
+    with pytest.raises(ValueError, match="expected one of") as error:
+        snapmla.explain(16, card="A100")
+    for card in dispatch.cards():
+        for name in (card.name, card.name.split()[0], card.name.lower()):
+            assert snapmla.explain(16, card=name).problem.card is card
+        assert f", on {card.name}\n" in str(snapmla.explain(16, card=card.name))
+        for name in (card.name, card.name.split()[0]):
+            assert repr(name) in str(error.value)
+            assert f"``{name}``" in (snapmla.explain.__doc__ or "")
+
+
 def test_explain_says_when_the_choice_loses_at_this_size(monkeypatch: pytest.MonkeyPatch) -> None:
     real = Problem.measured_us
 
