@@ -32,7 +32,7 @@ app = typer.Typer(
 console = Console(width=None if Console().is_terminal else 140, markup=False, emoji=False)
 
 Arch = Annotated[str, typer.Option(help=f"target: one of {', '.join(ARCHS)}")]
-Filter = Annotated[str, typer.Option("--filter", help="glob over variant names")]
+Filter = Annotated[str, typer.Option("--filter", help="globs over variant names, by commas")]
 Cuda = Annotated[
     str, typer.Option("--cuda", help="CUDA major to build for, 12 or 13; default: the driver's")
 ]
@@ -47,6 +47,12 @@ def _fail(message: str) -> typer.Exit:
 def _check_arch(arch: str) -> None:
     if arch not in ARCHS:
         raise _fail(f"--arch: expected one of {', '.join(ARCHS)}, got {arch!r}")
+
+
+def _check_filter(arch: str, pattern: str) -> None:
+    """Refuses a filter with a part that names nothing: what was meant would be missing."""
+    if (wrong := mx.no_match(arch, pattern)) is not None:
+        raise _fail(f"--filter (make's FILTER=): {wrong}")
 
 
 def _need_compiler() -> None:
@@ -100,6 +106,7 @@ def _spec(name: str) -> VariantSpec:
 def matrix_command(arch: Arch = "sm_90a", pattern: Filter = "*") -> None:
     """Print the counted matrix and the reason for each point that is not built."""
     _check_arch(arch)
+    _check_filter(arch, pattern)
     ask = toolchain.have_compiler()
     found = mx.matrix(arch, pattern, ask_kernels=ask)
     if not ask:
@@ -134,13 +141,12 @@ def precompile_command(
     """Build the default matrix (or the part that matches --filter) ahead of time."""
     _check_arch(arch)
     _need_compiler()
+    _check_filter(arch, pattern)
     started = time.perf_counter()
     usual = _use_cuda(cuda)
     out_dir = out or usual
     found = mx.matrix(arch, pattern)
     specs = [p.spec for p in found if p.reason is None]
-    if not found:
-        raise _fail(f"--filter: no variant of {arch} matches {pattern!r}; see `matrix`")
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
     with _writing(out_dir), Progress(*columns, TimeElapsedColumn(), console=console) as bar:
         task = bar.add_task(f"{arch} -> {out_dir}", total=len(specs))
@@ -207,10 +213,9 @@ def audit_command(arch: Arch = "sm_90a", pattern: Filter = "*", out: Out = None)
     """Audit what is built of the default matrix, by family; exit code 1 if any may not ship."""
     _check_arch(arch)
     _need_compiler()
+    _check_filter(arch, pattern)
     out_dir = out or _default_dir()
     specs = mx.default_specs(arch, pattern)
-    if not specs:
-        raise _fail(f"--filter: no variant of {arch} matches {pattern!r}; see `matrix`")
     families: dict[str, FamilyAudit] = {}
     for spec in specs:
         found = artifacts.paths(out_dir, spec)
@@ -259,6 +264,7 @@ def _packed(arch: str, pattern: str, cuda: str) -> tuple[list[VariantSpec], Path
     """What a bundle or a wheel is made of: variants, and where their builds usually are."""
     _check_arch(arch)
     _need_compiler()
+    _check_filter(arch, pattern)
     usual = _use_cuda(cuda)
     return mx.default_specs(arch, pattern), usual
 
