@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -314,7 +315,12 @@ def wheels_command(
     for path in (made.host, made.kernels):
         size = path.stat().st_size / 1e6
         console.print(f"{path}  {size:.1f} MB", highlight=False, soft_wrap=True)
-    console.print(f"{made.variants} variants", highlight=False)
+    some = "" if made.variants >= made.total else f" of {made.total}"
+    console.print(
+        f"{made.variants}{some} variants; install both: pip install "
+        f"{shlex.join(map(str, (made.host, made.kernels)))}",
+        highlight=False, soft_wrap=True,
+    )  # fmt: skip
 
 
 @app.command("header")

@@ -380,7 +380,10 @@ def jit_refusal() -> str | None:
     if env.NO_JIT.enabled():
         return f"{env.NO_JIT.name} forbids compiling"
     if not (env.ROOT / "codegen" / "compile.py").is_file():
-        return "the compiler is not installed (a source checkout has it, wheels and bundles do not)"
+        return (
+            "the compiler is not installed (a source checkout and `pip install .` have it, bundles "
+            "and the wheels of `make wheels` do not)"
+        )
     if importlib.util.find_spec("cutlass") is None:
         return "the compiler is not installed (pip install 'snapmla[compile]')"
     return None
