@@ -170,8 +170,8 @@ def precompile_command(
         f"{len(report.built)} built, {len(report.reused)} up to date, {len(report.failed)} failed, "
         f"{len(found) - len(specs)} pruned; {time.perf_counter() - started:.1f} s"
     )
-    if link and linker.identity() is None:
-        console.print("no C compiler here (gcc, or CC): objects for the software GPU, no libraries")
+    if link and (unlinked := linker.refusal()) is not None:
+        console.print(unlinked, highlight=False, soft_wrap=True)
     if report.failed:
         raise typer.Exit(1)
 
@@ -196,6 +196,8 @@ def build_command(name: str, out: Out = None) -> None:
             compiler.ensure(spec, out_dir)
         except (compiler.BuildError, RuntimeError) as error:
             raise _fail(str(error)) from None
+    if (unlinked := linker.refusal()) is not None:
+        console.print(unlinked, highlight=False, soft_wrap=True)
 
 
 @app.command("try")

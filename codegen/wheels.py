@@ -222,8 +222,8 @@ def _describe(
         (root / "README.md").write_text(f"{project['description']}\n")
     (root / module / "build.json").write_text(json.dumps(note) + "\n")
     text = render.text(
-        "wheel.toml.j2", project=project, version=f"{VERSION}+{label}", packages=packages, extras=extras,
-        entry_points=entry_points, needs=_project()["build-system"]["requires"],
+        "wheel.toml.j2", project=project, version=f"{VERSION}+{label}", packages=packages,
+        extras=extras, entry_points=entry_points, needs=_project()["build-system"]["requires"],
     )  # fmt: skip
     (root / "pyproject.toml").write_text(text)
     if platform:
