@@ -145,6 +145,11 @@ def _watched(spec: VariantSpec, loaded: Kernel) -> Kernel:
     return watch.watched(loaded, spec, argument_names(spec))
 
 
+def loaded() -> list[VariantSpec]:
+    """The variants that this process has loaded."""
+    return [spec for spec, _ in _kernels]
+
+
 def forget() -> None:
     """Drops all loaded kernels, so that the next call sees rebuilt files."""
     with _lock:
