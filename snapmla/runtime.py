@@ -529,5 +529,6 @@ def _killed(code: int) -> str:
     if code >= 0:
         return ""
     name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
-    why = " (memory that runs out is the usual cause)" if -code == signal.SIGKILL else ""
-    return f"the compiler was ended by {name}{why}"
+    if -code == signal.SIGKILL:
+        return f"the compiler was ended by {name} (memory that runs out is the usual cause)"
+    return f"the compiler was ended by {name}"
