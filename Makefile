@@ -19,7 +19,7 @@ export TORCH_INDEX
 
 ## ARCH     architecture that kernels are built for: sm_90a or sm_100a
 ARCH ?= sm_90a
-## FILTER   glob over variant names
+## FILTER   globs over variant names, by commas or spaces; `snapmla needs` prints what a model needs
 FILTER ?= *
 ## BENCH    preset of shapes: h200-table, helpers, ... (profiles/shapes.py has them)
 BENCH ?= h200-table

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,7 +33,7 @@ app = typer.Typer(
 console = Console(width=None if Console().is_terminal else 140, markup=False, emoji=False)
 
 Arch = Annotated[str, typer.Option(help=f"target: one of {', '.join(ARCHS)}")]
-Filter = Annotated[str, typer.Option("--filter", help="glob over variant names")]
+Filter = Annotated[str, typer.Option("--filter", help="globs over variant names, by commas")]
 Cuda = Annotated[
     str, typer.Option("--cuda", help="CUDA major to build for, 12 or 13; default: the driver's")
 ]
@@ -47,6 +48,12 @@ def _fail(message: str) -> typer.Exit:
 def _check_arch(arch: str) -> None:
     if arch not in ARCHS:
         raise _fail(f"--arch: expected one of {', '.join(ARCHS)}, got {arch!r}")
+
+
+def _check_filter(arch: str, pattern: str) -> None:
+    """Refuses a filter with a part that names nothing: what was meant would be missing."""
+    if (wrong := mx.no_match(arch, pattern)) is not None:
+        raise _fail(f"--filter (make's FILTER=): {wrong}")
 
 
 def _need_compiler() -> None:
@@ -100,6 +107,7 @@ def _spec(name: str) -> VariantSpec:
 def matrix_command(arch: Arch = "sm_90a", pattern: Filter = "*") -> None:
     """Print the counted matrix and the reason for each point that is not built."""
     _check_arch(arch)
+    _check_filter(arch, pattern)
     ask = toolchain.have_compiler()
     found = mx.matrix(arch, pattern, ask_kernels=ask)
     if not ask:
@@ -134,13 +142,12 @@ def precompile_command(
     """Build the default matrix (or the part that matches --filter) ahead of time."""
     _check_arch(arch)
     _need_compiler()
+    _check_filter(arch, pattern)
     started = time.perf_counter()
     usual = _use_cuda(cuda)
     out_dir = out or usual
     found = mx.matrix(arch, pattern)
     specs = [p.spec for p in found if p.reason is None]
-    if not found:
-        raise _fail(f"--filter: no variant of {arch} matches {pattern!r}; see `matrix`")
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
     with _writing(out_dir), Progress(*columns, TimeElapsedColumn(), console=console) as bar:
         task = bar.add_task(f"{arch} -> {out_dir}", total=len(specs))
@@ -163,8 +170,8 @@ def precompile_command(
         f"{len(report.built)} built, {len(report.reused)} up to date, {len(report.failed)} failed, "
         f"{len(found) - len(specs)} pruned; {time.perf_counter() - started:.1f} s"
     )
-    if link and linker.identity() is None:
-        console.print("no C compiler here (gcc, or CC): objects for the software GPU, no libraries")
+    if link and (unlinked := linker.refusal()) is not None:
+        console.print(unlinked, highlight=False, soft_wrap=True)
     if report.failed:
         raise typer.Exit(1)
 
@@ -189,6 +196,8 @@ def build_command(name: str, out: Out = None) -> None:
             compiler.ensure(spec, out_dir)
         except (compiler.BuildError, RuntimeError) as error:
             raise _fail(str(error)) from None
+    if (unlinked := linker.refusal()) is not None:
+        console.print(unlinked, highlight=False, soft_wrap=True)
 
 
 @app.command("try")
@@ -207,10 +216,9 @@ def audit_command(arch: Arch = "sm_90a", pattern: Filter = "*", out: Out = None)
     """Audit what is built of the default matrix, by family; exit code 1 if any may not ship."""
     _check_arch(arch)
     _need_compiler()
+    _check_filter(arch, pattern)
     out_dir = out or _default_dir()
     specs = mx.default_specs(arch, pattern)
-    if not specs:
-        raise _fail(f"--filter: no variant of {arch} matches {pattern!r}; see `matrix`")
     families: dict[str, FamilyAudit] = {}
     for spec in specs:
         found = artifacts.paths(out_dir, spec)
@@ -259,6 +267,7 @@ def _packed(arch: str, pattern: str, cuda: str) -> tuple[list[VariantSpec], Path
     """What a bundle or a wheel is made of: variants, and where their builds usually are."""
     _check_arch(arch)
     _need_compiler()
+    _check_filter(arch, pattern)
     usual = _use_cuda(cuda)
     return mx.default_specs(arch, pattern), usual
 
@@ -308,7 +317,12 @@ def wheels_command(
     for path in (made.host, made.kernels):
         size = path.stat().st_size / 1e6
         console.print(f"{path}  {size:.1f} MB", highlight=False, soft_wrap=True)
-    console.print(f"{made.variants} variants", highlight=False)
+    some = "" if made.variants >= made.total else f" of {made.total}"
+    console.print(
+        f"{made.variants}{some} variants; install both: pip install "
+        f"{shlex.join(map(str, (made.host, made.kernels)))}",
+        highlight=False, soft_wrap=True,
+    )  # fmt: skip
 
 
 @app.command("header")

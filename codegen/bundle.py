@@ -81,7 +81,7 @@ def collect(specs: list[VariantSpec], variant_dir: Path) -> list[Record]:
     Raises BundleError that counts those that are not.
     """
     if link.identity() is None:
-        raise BundleError("variants cannot be linked here: a C compiler (gcc, or CC) is needed")
+        raise BundleError(f"variants cannot be linked here: {link.refusal()}")
     found = {s.name: compiler.up_to_date(s, variant_dir, linked=True) for s in specs}
     stale = [name for name, record in found.items() if record is None]
     if stale or not found:

@@ -33,6 +33,15 @@ def identity() -> str | None:
     return f"driver-{digest.hexdigest()[:12]}"
 
 
+def refusal() -> str | None:
+    """Why libraries are not linked here, for people, or None."""
+    if identity() is not None:
+        return None
+    if toolchain.c_compiler() is None:
+        return "no C compiler here ($CC, cc, gcc, clang): objects, but no libraries for a GPU"
+    return "no libtvm_ffi.so here (pip install apache-tvm-ffi): objects, but no libraries for a GPU"
+
+
 @functools.cache
 def _launch_object(arch: str, flavour: str) -> bytes:
     """``launch.c`` compiled for the error messages of one target."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -46,13 +47,57 @@ def exclusion(spec: VariantSpec, *, ask_kernels: bool = True) -> str | None:
     return registry.feasible(spec) if ask_kernels else None
 
 
+def globs(pattern: str) -> list[str]:
+    """The parts of a filter: globs over variant names, separated by commas or spaces."""
+    return [part for part in re.split(r"[,\s]+", pattern) if part]
+
+
+def _fits(spec: VariantSpec, glob: str) -> bool:
+    """Whether a name matches, with its architecture at the end or without."""
+    return any(fnmatch.fnmatchcase(n, glob) for n in (spec.name, spec.name.rpartition("_")[0]))
+
+
+def _whole(arch: str, name: str) -> VariantSpec | None:
+    """The variant of an architecture that a part of a filter spells out, None if it is a glob."""
+    for text in (name, f"{name}_{arch.replace('_', '')}"):
+        try:
+            spec = VariantSpec.from_name(text)
+        except ValueError:
+            continue
+        return spec if spec.arch == arch else None
+    return None
+
+
+def selected(arch: str, pattern: str) -> tuple[list[VariantSpec], list[str]]:
+    """(what a filter names, those of its parts that name nothing).
+
+    A name that is spelled out counts whether the default matrix has it or not.
+    """
+    parts, known = globs(pattern), list(points(arch))
+    found = [spec for spec in known if any(_fits(spec, part) for part in parts)]
+    idle = [part for part in parts if not any(_fits(spec, part) for spec in known)]
+    more = {part: spec for part in idle if (spec := _whole(arch, part)) is not None}
+    return [*found, *dict.fromkeys(more.values())], [part for part in idle if part not in more]
+
+
+def no_match(arch: str, pattern: str) -> str | None:
+    """What is wrong with a filter, in one sentence that names close variants, or None."""
+    _, idle = selected(arch, pattern)
+    if globs(pattern) and not idle:
+        return None
+    close = did_you_mean(idle[0], [spec.name for spec in points(arch)]) if idle else ""
+    names = " or ".join(map(repr, idle or [pattern]))
+    return f"no variant of {arch} matches {names} (`make matrix` lists them){close}"
+
+
 def matrix(arch: str, pattern: str = "*", *, ask_kernels: bool = True) -> list[Point]:
-    """Points whose name matches the glob ``pattern``, with their reasons."""
-    return [
-        Point(spec, exclusion(spec, ask_kernels=ask_kernels))
-        for spec in points(arch)
-        if fnmatch.fnmatchcase(spec.name, pattern)
-    ]
+    """Points that a filter names, with their reasons.
+
+    Args:
+        pattern: globs over names, separated by commas or spaces (see ``selected``).
+    """
+    specs, _ = selected(arch, pattern)
+    return [Point(spec, exclusion(spec, ask_kernels=ask_kernels)) for spec in specs]
 
 
 def default_specs(arch: str, pattern: str = "*", *, ask_kernels: bool = True) -> list[VariantSpec]:

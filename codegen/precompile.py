@@ -26,6 +26,9 @@ from codegen.artifacts import Record
 from dsl_kernels.spec import VariantSpec
 
 MAX_JOBS = 8
+_DIED = (
+    "the compiler process died; memory that runs out is the usual cause (see the log file, if any)"
+)
 
 
 @dataclass
@@ -125,7 +128,7 @@ def _build_all(
             try:
                 finish(spec, executor.submit(_build_one, spec, out_dir, linked, force).result())
             except BrokenProcessPool:
-                finish(spec, ["the compiler process died (see the log file, if any)"])
+                finish(spec, [_DIED])
 
 
 @contextlib.contextmanager

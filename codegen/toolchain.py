@@ -152,8 +152,11 @@ def nvdisasm() -> Path | None:
 
 @functools.cache
 def c_compiler() -> str | None:
-    """C compiler driver used for linking."""
-    names = (os.environ.get("CC") or "gcc", "cc", "clang")
+    """C compiler driver used for linking: the first there is of $CC, cc, gcc and clang.
+
+    ``softgpu.runtime``, which does without this package, has the same function.
+    """
+    names = (os.environ.get("CC") or "cc", "cc", "gcc", "clang")
     return next((path for path in map(shutil.which, names) if path), None)
 
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from codegen import artifacts, audit
+from codegen import artifacts, audit, link
 from codegen import compile as compiler
 from codegen.artifacts import Record
 from dsl_kernels.spec import VariantSpec
@@ -62,5 +62,7 @@ def run(spec: VariantSpec, out_dir: Path, console: Console) -> bool:
     found = audit.problems(record)
     for problem in found:
         _say(console, ("problem", "red"), f" {problem}")
+    if (unlinked := link.refusal()) is not None:
+        _say(console, unlinked)
     console.print(f"{time.perf_counter() - started:.1f} s in all")
     return not found

@@ -1,17 +1,23 @@
 """``make wheels``: the host package as a wheel, and the built variants of one architecture as one.
 
-    snapmla-<version>-py3-none-any.whl
+    snapmla-<version>+host-py3-none-any.whl
         snapmla/                    but for ``python -m snapmla.testing``, which needs this package
         snapmla/build.json          version, commit, digest of the kernels' sources
         dsl_kernels/                names of variants only: spec, families, registry; no device code
         softgpu/                    the software GPU
-    snapmla_kernels_sm90-<version>-py3-none-manylinux_<glibc>_<machine>.whl
+    snapmla_kernels_sm90-<version>+cu13.full-py3-none-manylinux_<glibc>_<machine>.whl
         snapmla_kernels_sm90/variants/   <name>.so of every variant, bundle.json (all records)
         snapmla_kernels_sm90/include/    a C header for each
         snapmla_kernels_sm90/build.json
 
 The host finds the variants by an entry point (``snapmla.env.kernel_wheels``) and compares the
 digests.  setuptools writes both; nothing is fetched.
+
+What stands behind ``+`` tells wheels of one version apart: ``pip wheel .`` makes a host package
+with the compiler's part, without a label; kernels' wheels differ in CUDA's major and in what they
+hold, ``full``, or ``4of134.s1a2b3c4d``: how many of the default matrix, and a digest of which.  pip
+leaves labels out of account where a requirement has none (``snapmla==<version>``), and takes the
+greater of two: ``full`` before a part, as letters are greater than digits.
 """
 
 from __future__ import annotations
@@ -32,7 +38,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from codegen import bundle, render
+from codegen import bundle, matrix, render
 from codegen.artifacts import ROOT, VERSION, Record
 from dsl_kernels.spec import VariantSpec
 
@@ -40,6 +46,7 @@ HOST = ("snapmla", "softgpu")  # packages of the host wheel, beside the names of
 NOT_PACKED = ("testing/__main__.py",)  # of snapmla/: needs codegen
 EPOCH = "315532800"  # 1980, as early as a zip file goes: equal contents make equal wheels
 OLDEST = (2, 17)  # glibc that a manylinux tag may name
+HOST_LABEL = "host"  # behind the version of a host package without the compiler's part
 LEFT_OUT = ("filelock",)  # dependencies of codegen alone
 
 
@@ -49,15 +56,17 @@ class WheelError(RuntimeError):
 
 @dataclass(frozen=True)
 class Wheels:
-    """What was made: both files, and how many variants the second has."""
+    """What was made: both files, and how many variants the second has; ``total`` is that of the
+    default matrix."""
 
     host: Path
     kernels: Path
     variants: int
+    total: int
 
 
 def make(specs: list[VariantSpec], variant_dir: Path, out_dir: Path) -> Wheels:
-    """Builds both wheels into ``out_dir``, over older ones of the same name.
+    """Builds both wheels into ``out_dir``, over older ones of the same name (and label).
 
     Raises:
         BundleError: variants missing, stale or of several targets; this is no checkout.
@@ -66,13 +75,24 @@ def make(specs: list[VariantSpec], variant_dir: Path, out_dir: Path) -> Wheels:
     bundle.requirements()  # in a checkout only
     _check_setuptools()
     records = bundle.collect(specs, variant_dir)
-    arch, _ = bundle.target(records)
+    arch, flavour = bundle.target(records)
     note = {"version": VERSION, "commit": commit(), "sources": sources_digest()}
     out_dir.mkdir(parents=True, exist_ok=True)
+    total = [spec.name for spec in matrix.default_specs(arch)]
+    held = label(flavour, [record.name for record in records], total)
     with tempfile.TemporaryDirectory(prefix="snapmla-wheels-") as tmp:
         host = _host(Path(tmp, "host"), note)
-        kernels = _kernels(Path(tmp, "kernels"), records, variant_dir, arch, note)
-        return Wheels(_build(host, out_dir), _build(kernels, out_dir), len(records))
+        kernels = _kernels(Path(tmp, "kernels"), records, variant_dir, arch, note, held)
+        return Wheels(_build(host, out_dir), _build(kernels, out_dir), len(records), len(total))
+
+
+def label(flavour: str, names: list[str], total: list[str]) -> str:
+    """Of a kernels' wheel, in its version: ``cu13.full``, or how many variants it has of the
+    default matrix and a digest of which (PEP 440: letters, digits, dots)."""
+    if set(total) <= set(names):
+        return f"{flavour}.full"
+    digest = hashlib.sha256("\n".join(sorted(names)).encode()).hexdigest()[:8]
+    return f"{flavour}.{len(names)}of{len(total)}.s{digest}"  # digits alone would be a number
 
 
 def sources_digest() -> str:
@@ -132,13 +152,18 @@ def _host(root: Path, note: dict[str, str]) -> Path:
     _describe(
         root, note, {**project, "scripts": scripts, "dependencies": kept},
         packages=[*HOST, "dsl_kernels"], extras=extras, entry_points=project["entry-points"],
-        module="snapmla",
+        module="snapmla", label=HOST_LABEL,
     )  # fmt: skip
     return root
 
 
 def _kernels(
-    root: Path, records: list[Record], variant_dir: Path, arch: str, note: dict[str, str]
+    root: Path,
+    records: list[Record],
+    variant_dir: Path,
+    arch: str,
+    note: dict[str, str],
+    label: str,
 ) -> Path:
     """The tree of the wheel with the variants."""
     name = name_of(arch)
@@ -156,7 +181,7 @@ def _kernels(
     libraries = sorted((package / "variants").glob("*.so"))
     major, minor = max(OLDEST, glibc_of(libraries))
     _describe(
-        root, note, project, packages=[module], extras={}, module=module,
+        root, note, project, packages=[module], extras={}, module=module, label=label,
         entry_points={"snapmla.kernels": {module.rpartition("_")[2]: module}},
         platform=f"manylinux_{major}_{minor}_{platform.machine()}",
     )  # fmt: skip
@@ -186,6 +211,7 @@ def _describe(
     extras: dict[str, list[str]],
     entry_points: dict[str, dict[str, str]],
     module: str,
+    label: str,
     platform: str = "",
 ) -> None:
     """What the backend reads: pyproject.toml, licence, README; and the note in the package."""
@@ -196,8 +222,8 @@ def _describe(
         (root / "README.md").write_text(f"{project['description']}\n")
     (root / module / "build.json").write_text(json.dumps(note) + "\n")
     text = render.text(
-        "wheel.toml.j2", project=project, version=VERSION, packages=packages, extras=extras,
-        entry_points=entry_points, needs=_project()["build-system"]["requires"],
+        "wheel.toml.j2", project=project, version=f"{VERSION}+{label}", packages=packages,
+        extras=extras, entry_points=entry_points, needs=_project()["build-system"]["requires"],
     )  # fmt: skip
     (root / "pyproject.toml").write_text(text)
     if platform:

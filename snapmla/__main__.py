@@ -1,4 +1,5 @@
-"""``snapmla`` (``python -m snapmla``): what this installation can do; a dumped call once more."""
+"""``snapmla`` (``python -m snapmla``): what an installation can do, what a model needs, and a
+dumped call once more."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from snapmla import dump, info, repro
+from snapmla import dispatch, dump, info, repro
 from snapmla.errors import SnapMLAError
 
 app = typer.Typer(
@@ -68,6 +69,54 @@ def _show(found: info.Info) -> None:
         console.print("\nmissing:")
     for text in found.missing:
         console.print(f"  {text}")
+
+
+_Numbers = list[int] | None
+
+
+@app.command("needs")
+def needs_command(
+    heads: Annotated[list[int], typer.Option(help="query heads on one GPU (may be repeated)")],
+    page: Annotated[_Numbers, typer.Option(help="tokens of a page (may be repeated): 64")] = None,
+    s_q: Annotated[_Numbers, typer.Option(help="query tokens (may be repeated): 1")] = None,
+    dtype: Annotated[str, typer.Option(help="of the cache: fp8, bf16 or f16")] = "fp8",
+    kv_heads: Annotated[int, typer.Option(help="of a 16-bit cache")] = 1,
+    accuracy: Annotated[str, typer.Option(help="of an FP8 cache: standard or high")] = "standard",
+    out: Annotated[str, typer.Option(help="results over an FP8 cache: bf16 or f32")] = "bf16",
+    rows: Annotated[str, typer.Option(help="queries and new tokens: bf16, f16 or f32")] = "bf16",
+    index: Annotated[
+        list[str] | None, typer.Option(help="slots: i32 or i64 (both; with --rope i64)")
+    ] = None,
+    rope: Annotated[
+        str, typer.Option(help="neox or interleaved: rope_append_kv and rope_quantize_q")
+    ] = dispatch.PLAIN,
+    table: Annotated[str, typer.Option(help="cos_sin_cache: f32, bf16 or f16")] = "f32",
+    norm: Annotated[bool, typer.Option("--norm", help="rope_append_kv normalises")] = False,
+    prefill: Annotated[bool, typer.Option("--prefill", help="and fetch_dequant")] = False,
+    merge: Annotated[bool, typer.Option("--merge", help="and merge_states")] = False,
+    flash_mla: Annotated[bool, typer.Option("--flash-mla", help="and FlashMLA's names")] = False,
+    arch: Annotated[str, typer.Option(help="sm_90a or sm_100a")] = "sm_90a",
+    card: Annotated[str | None, typer.Option(help="as snapmla.explain knows it: H200")] = None,
+    as_filter: Annotated[
+        bool, typer.Option("--filter", help="on one line, for make's FILTER=")
+    ] = False,
+) -> None:
+    """Print the kernels that a model needs, one a line.
+
+    make wheels FILTER="$(snapmla needs --heads 16 --filter)" builds wheels of these and no others.
+    Exit status 2 if there is no such model.
+    """
+    indices = index or (dispatch.INDICES if rope == dispatch.PLAIN else ("i64",))
+    model = dispatch.Model(
+        tuple(heads), tuple(s_q or (1,)), tuple(page or (64,)), dtype, kv_heads, accuracy, out,
+        rows, tuple(indices), rope, table, norm, prefill, merge, flash_mla, arch, card,
+    )  # fmt: skip
+    try:
+        names = [spec.name for spec in dispatch.needs(model)]
+    except (SnapMLAError, ValueError) as error:
+        print(error, file=sys.stderr)
+        raise typer.Exit(2) from None
+    print(",".join(names) if as_filter else "\n".join(names))
 
 
 @app.command("repro")

@@ -1,8 +1,9 @@
 """``python -m snapmla.bundle``: is this installation complete, and does it decode?
 
-Lists the compiled variants, compares libraries of bundles and wheels with their checksums, and on a
-GPU runs append, quantise, plan and decode once, against attention in fp32 on what ``fetch_dequant``
-reads back.  Needs torch, numpy and apache-tvm-ffi only; exit status 1 if anything is wrong.
+Lists the compiled variants, a bundle's own or else those of the search path, compares libraries of
+bundles and wheels with their checksums, and on a GPU runs append, quantise, plan and decode once,
+against attention in fp32 on what ``fetch_dequant`` reads back.  Needs torch, numpy and
+apache-tvm-ffi only; exit status 1 if anything is wrong.
 """
 
 from __future__ import annotations
@@ -24,13 +25,19 @@ HEADS, S_Q, PAGE, SCALE = 16, 2, 64, 192**-0.5
 TOLERANCE = 2e-2  # relative L2; FP8 P alone makes a few 1e-3 here
 
 
-def damaged(directory: Path) -> list[str]:
-    """What is wrong with a bundle's variants: libraries missing or other than its checksums."""
+def folders() -> list[Path]:
+    """What is looked at: a bundle's own variants, whatever else is searched; else all there are."""
+    own = Path(__file__).resolve().parent / "variants"
+    return [own] if (own / runtime.BUNDLE).is_file() else env.variant_dirs()
+
+
+def damaged(directory: Path) -> tuple[int, list[str]]:
+    """(libraries that a bundle lists, what is wrong: missing, or other than their checksums)."""
     try:
         entries = json.loads((directory / runtime.BUNDLE).read_text())["variants"]
         listed = {entry["name"]: entry["sha256"] for entry in entries}
     except (OSError, ValueError, KeyError, TypeError):
-        return [f"{runtime.BUNDLE} cannot be read"]
+        return 0, [f"{runtime.BUNDLE} cannot be read"]
     found = []
     for name, digest in listed.items():
         library = directory / f"{name}.so"
@@ -38,12 +45,12 @@ def damaged(directory: Path) -> list[str]:
             found.append(f"{library.name} is missing")
         elif hashlib.sha256(library.read_bytes()).hexdigest() != digest:
             found.append(f"{library.name} differs from its checksum")
-    return found
+    return len(listed), found
 
 
-def list_variants() -> int:
+def list_variants(directories: list[Path]) -> int:
     """Prints what is there; returns the number of variants."""
-    specs = runtime.available()
+    specs = runtime.available(directories)
     count: dict[tuple[str, str], int] = {}
     for spec in specs:
         count[spec.arch, spec.op] = count.get((spec.arch, spec.op), 0) + 1
@@ -94,16 +101,21 @@ def decode_once(device: torch.device) -> float:
 def main() -> int:
     """Prints the report; 0 if all is well."""
     print(f"snapmla {snapmla.__version__}, torch {torch.__version__}, {Path(__file__).parent}")
-    packed = (folder for folder in env.variant_dirs() if (folder / runtime.BUNDLE).is_file())
-    wrong = [problem for folder in packed for problem in damaged(folder)]
+    places = folders()
+    packed = [damaged(folder) for folder in places if (folder / runtime.BUNDLE).is_file()]
+    wrong = [problem for _, problems in packed for problem in problems]
     for problem in wrong:
         print(f"damaged: {problem}")
-    count = list_variants()
+    count = list_variants(places)
     if not count:
-        print(f"no variants in {', '.join(map(str, env.variant_dirs()))}")
+        print(f"no variants in {', '.join(map(str, places))}")
+    listed = sum(number for number, _ in packed)
+    compared = f"libraries compared with their checksums: {listed}, wrong: {len(wrong)}"
+    compared = compared if packed else "no list of checksums is here (bundles and wheels have one)"
     if not torch.cuda.is_available():
-        print("no CUDA device: nothing was run")
+        print(f"no CUDA device: nothing was run; {compared}")
         return 1 if wrong or not count else 0
+    print(compared)
     device, driver = torch.device("cuda", 0), runtime.driver_version()
     torch.cuda.init()
     print(f"{torch.cuda.get_device_name(device)}, driver for CUDA {driver}")
@@ -117,6 +129,9 @@ def main() -> int:
     good = error < TOLERANCE
     verdict = "right" if good else "WRONG"
     print(f"decode: relative L2 {error:.1e}, {verdict}; first call {seconds:.2f} s")
+    used = {artifact.directory for spec in runtime.loaded() if (artifact := runtime.find(spec))}
+    for folder in sorted(used - set(places)):
+        print(f"decode: with kernels of {folder}, which is no part of this bundle")
     return 0 if good and not wrong else 1
 
 

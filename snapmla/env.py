@@ -44,7 +44,10 @@ VARIANT_DIR = EnvVar(
     "SNAPMLA_VARIANT_DIR", "", "directory of built variants, searched first and written to"
 )
 NO_JIT = EnvVar(
-    "SNAPMLA_NO_JIT", "0", "1 forbids compiling missing or outdated variants at run time"
+    "SNAPMLA_NO_JIT",
+    "0",
+    "1 forbids compiling at run time: a missing variant is an error, an outdated one runs and is "
+    "logged",
 )
 SOFTGPU_ARCH = EnvVar(
     "SNAPMLA_SOFTGPU_ARCH", "sm_90a", "architecture that CPU tensors run on (software GPU)"

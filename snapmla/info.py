@@ -9,7 +9,6 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,12 +41,17 @@ class Folder:
         what: in words. path: of the directory.
         variants: ``arch family`` -> how many; the family is a decode's pipeline, else the op.
         refused: why what is there is not used, or None.
+        damaged: files that are not as they were built; their variants do not count.
+        outdated: variants of other kernel sources than those here, which run as they are because
+            nothing is compiled; empty where they would be compiled, and where there are no sources.
     """
 
     what: str
     path: str
     variants: dict[str, int]
     refused: str | None = None
+    damaged: list[str] = field(default_factory=list)
+    outdated: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -95,7 +99,7 @@ def collect() -> Info:
         folders=[_folder(place) for place in env.places()],
         settings={v.name: os.environ[v.name] for v in env.TABLE if v.name in os.environ},
     )
-    info.missing += (folder.refused for folder in info.folders if folder.refused is not None)
+    info.missing += (text for folder in info.folders for text in _wrong_with_folder(folder))
     for card in cards:
         wrong = [*_without_libraries(info), *_wrong_with(card)]
         info.decodes.append(not wrong)
@@ -149,11 +153,41 @@ def family(spec: VariantSpec) -> str:
 
 def _folder(place: env.Place) -> Folder:
     count: dict[str, int] = {}
-    if place.refused is None:
-        for spec in runtime.available([place.path]):
-            name = f"{spec.arch} {family(spec)}"
-            count[name] = count.get(name, 0) + 1
-    return Folder(place.what.replace("`", ""), str(place.path), count, place.refused)
+    damaged, outdated = [], []
+    stay = runtime.jit_refusal() is not None
+    for spec in runtime.available([place.path]) if place.refused is None else ():
+        artifact = runtime.find(spec, [place.path])
+        if artifact is None:  # a record without its files
+            continue
+        wrong = [runtime.damage(artifact, need_library=library) for library in (True, False)]
+        if any(wrong):
+            damaged += [found.path.name for found in wrong if found is not None]
+            continue
+        name = f"{spec.arch} {family(spec)}"
+        count[name] = count.get(name, 0) + 1
+        if stay and artifact.source_hash and runtime.other_sources(spec, artifact):
+            outdated.append(spec.name)
+    what = place.what.replace("`", "")
+    return Folder(what, str(place.path), count, place.refused, damaged, outdated)
+
+
+def _wrong_with_folder(folder: Folder) -> Iterator[str]:
+    """Why its variants are not used, or some of them not as they should be."""
+    if folder.refused is not None:
+        yield folder.refused
+    refusal = runtime.jit_refusal()
+    if folder.damaged:
+        files = f"{len(folder.damaged)} files" if len(folder.damaged) > 1 else "1 file"
+        mended = f"put back what was built there: {refusal}"
+        mended = "their variants are compiled anew when they are called" if not refusal else mended
+        yield f"{files} of {folder.path} damaged ({folder.damaged[0]}): {mended}"
+    if folder.outdated:
+        total = sum(folder.variants.values())
+        yield (
+            f"{len(folder.outdated)} of {total} variants in {folder.path} are outdated "
+            f"({folder.outdated[0]}): they were built from other kernel sources than those here, "
+            f"and run as they are, as {refusal}; `make precompile` builds them anew"
+        )
 
 
 def _without_libraries(info: Info) -> Iterator[str]:
@@ -179,17 +213,19 @@ def _wrong_with(card: Card) -> Iterator[str]:
         )
         return
     refusal = runtime.jit_refusal()
-    if refusal is None:
-        return
     specs = _needed(card.arch)
+    if refusal is None:
+        libraries = [found and found.library for found in map(runtime.find, specs)]
+        if None in libraries and not _c_compiler():
+            yield f"kernels for a GPU need a C compiler: {_INSTALL_CC}"
+        return
     absent = [spec.name for spec in specs if runtime.find(spec) is None]
     if absent:
-        family_ = f"sm{card.capability.removeprefix('sm_')}"
         yield (
             f"{len(absent)} of {len(specs)} kernels of a decode step are not built for "
-            f"{card.arch} ({absent[0]}), and {refusal}: pip install snapmla-kernels-{family_}, run "
-            f"`make precompile ARCH={card.arch}` in a checkout, or let {env.VARIANT_DIR.name} "
-            "name a directory that has them"
+            f"{card.arch} ({absent[0]}), and {refusal}: install the wheel of kernels that `make "
+            f"wheels ARCH={card.arch}` builds in a checkout, run `make precompile "
+            f"ARCH={card.arch}` there, or let {env.VARIANT_DIR.name} name a directory that has them"
         )
     for spec in specs:
         artifact = runtime.find(spec)
@@ -200,16 +236,26 @@ def _wrong_with(card: Card) -> Iterator[str]:
             yield str(reason)
             return
         if artifact.library is None:
-            yield f"{artifact.name} in {artifact.directory} has no .so: build it where gcc is"
+            yield f"{artifact.name} in {artifact.directory} has no .so: build it with a C compiler"
             return
+
+
+_INSTALL_CC = "install gcc or clang, or let CC name one"
+
+
+def _c_compiler() -> bool:
+    """Whether there is one, as the software GPU and codegen look for it."""
+    from softgpu.runtime import c_compiler
+
+    return c_compiler() is not None
 
 
 def _wrong_with_software_gpu() -> Iterator[str]:
     if importlib.util.find_spec("softgpu") is None:
         yield "the software GPU is not in this package: a checkout and the wheel have it"
         return
-    if shutil.which(os.environ.get("CC") or "gcc") is None:
-        yield "the software GPU needs a C compiler: install gcc, or let CC name one"
+    if not _c_compiler():
+        yield f"the software GPU needs a C compiler: {_INSTALL_CC}"
     refusal = runtime.jit_refusal()
     if refusal is None:
         return
@@ -224,3 +270,6 @@ def _wrong_with_software_gpu() -> Iterator[str]:
             f"the software GPU, which CPU tensors run on, has no kernels with PTX, and {refusal}: "
             f"let {env.VARIANT_DIR.name} name what `make precompile` built"
         )
+        return
+    broken = (runtime.damage(artifact, need_library=False) for artifact in found if artifact)
+    yield from (str(reason) for reason in broken if reason is not None)

@@ -4,7 +4,8 @@ A variant is looked up by its name in ``env.variant_dirs()``: as ``<name>.json``
 or, where a bundle was unpacked, in the directory's ``bundle.json``.  If it is missing, damaged,
 older than its sources or built for a newer CUDA than the driver's, and the compiler is installed,
 it is compiled in a subprocess, announced on the log, and kept on disk; ``SNAPMLA_NO_JIT=1``
-forbids that.  What is loaded stays loaded.
+forbids that: then, or without the compiler, an outdated one runs, and the log says so.  What is
+loaded stays loaded.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import importlib.util
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -42,6 +44,7 @@ _NEVER_ON_HARDWARE = ("sm_100a",)
 _kernels: dict[tuple[VariantSpec, str], Kernel] = {}
 _modules: list[Any] = []  # libraries must outlive the functions taken from them
 _lock = threading.RLock()
+_told: set[str] = set()  # what was said once
 
 
 @dataclass(frozen=True)
@@ -140,6 +143,11 @@ def _watched(spec: VariantSpec, loaded: Kernel) -> Kernel:
     from snapmla import watch
 
     return watch.watched(loaded, spec, argument_names(spec))
+
+
+def loaded() -> list[VariantSpec]:
+    """The variants that this process has loaded."""
+    return [spec for spec, _ in _kernels]
 
 
 def forget() -> None:
@@ -349,7 +357,10 @@ def find_or_build(spec: VariantSpec, *, need_library: bool) -> Artifact:
         if complete and need_library and (reason := too_new(artifact)) is not None:
             if refusal is not None:
                 raise VariantError(reason)
-        elif complete and (refusal is not None or not _outdated(spec, artifact)):
+        elif complete and refusal is not None:
+            _tell_outdated(spec, artifact, refusal)
+            return artifact
+        elif complete and not _outdated(spec, artifact):
             return artifact
     if refusal is not None:
         raise VariantError(_refused(spec, artifact, wrong, refusal, need_library))
@@ -380,7 +391,10 @@ def jit_refusal() -> str | None:
     if env.NO_JIT.enabled():
         return f"{env.NO_JIT.name} forbids compiling"
     if not (env.ROOT / "codegen" / "compile.py").is_file():
-        return "the compiler is not installed (a source checkout has it, wheels and bundles do not)"
+        return (
+            "the compiler is not installed (a source checkout and `pip install .` have it, bundles "
+            "and the wheels of `make wheels` do not)"
+        )
     if importlib.util.find_spec("cutlass") is None:
         return "the compiler is not installed (pip install 'snapmla[compile]')"
     return None
@@ -393,12 +407,38 @@ def _outdated(spec: VariantSpec, artifact: Artifact) -> bool:
     """
     if not _codegen_is_ours():
         return False
-    from codegen import artifacts, audit, closure
-
-    if closure.sources(spec)[0] != artifact.source_hash:
+    if other_sources(spec, artifact):
         return True
+    from codegen import artifacts, audit
+
     record = artifacts.Record.read(artifact.directory / f"{artifact.name}.json")
     return record is not None and bool(audit.problems(record))
+
+
+def other_sources(spec: VariantSpec, artifact: Artifact) -> bool:
+    """Whether the kernel's sources here are not those of the build; False as of ``_outdated``.
+
+    Nothing is read where no sources of kernels are; else milliseconds a variant.
+    """
+    if not _codegen_is_ours():
+        return False
+    from codegen import closure
+
+    try:
+        return closure.sources(spec)[0] != artifact.source_hash
+    except SyntaxError:  # somebody is at it
+        return True
+
+
+def _tell_outdated(spec: VariantSpec, artifact: Artifact, refusal: str) -> None:
+    """Logs, once a variant, that a build runs which is not of the sources that are here."""
+    if artifact.source_hash and spec.name not in _told and other_sources(spec, artifact):
+        _told.add(spec.name)
+        log.warning(
+            "variant %s in %s is outdated and runs as it is, as %s: it was built from other kernel "
+            "sources than those here (`python -m codegen build %s`)",
+            spec.name, artifact.directory, refusal, spec.name,
+        )  # fmt: skip
 
 
 def _codegen_is_ours() -> bool:
@@ -469,9 +509,26 @@ def compile_variant(spec: VariantSpec) -> Artifact:
     command = [sys.executable, "-P", "-m", "codegen", "build", spec.name, "--out", str(directory)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode:
-        message = (done.stdout + done.stderr).strip()
+        reasons = [_killed(done.returncode), (done.stdout + done.stderr).strip()]
+        message = ": ".join(filter(None, reasons))
         raise VariantError(f"variant {spec.name} did not compile: {message}")
     artifact = find(spec, [directory])
     if artifact is None:
         raise VariantError(f"variant {spec.name}: compiled, but not found in {directory}")
+    if artifact.library is None and "library" not in _told:
+        _told.add("library")
+        log.warning(
+            "no C compiler was found ($CC, cc, gcc, clang): variants that are compiled here have "
+            "no library, which a GPU loads"
+        )
     return artifact
+
+
+def _killed(code: int) -> str:
+    """What to say of a compiler whose exit status is a signal, or nothing."""
+    if code >= 0:
+        return ""
+    name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+    if -code == signal.SIGKILL:
+        return f"the compiler was ended by {name} (memory that runs out is the usual cause)"
+    return f"the compiler was ended by {name}"

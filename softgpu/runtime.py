@@ -90,10 +90,16 @@ def cache_dir() -> pathlib.Path:
     return path
 
 
+def c_compiler() -> str | None:
+    """The C compiler that links: the first there is of $CC, cc, gcc and clang, None without one."""
+    names = (os.environ.get("CC") or "cc", "cc", "gcc", "clang")
+    return next((path for path in map(shutil.which, names) if path), None)
+
+
 def _compiler() -> str:
-    for name in (os.environ.get("CC"), "cc", "gcc", "clang"):
-        if name and shutil.which(name):
-            return name
+    found = c_compiler()
+    if found is not None:
+        return found
     raise ToolchainError(
         "softgpu: no C compiler found (tried $CC, cc, gcc, clang); one is needed once per compiled "
         "variant, to link it with the software runtime"
@@ -104,8 +110,8 @@ def link(object_path: str | os.PathLike[str]) -> pathlib.Path:
     """Links an exported object with the stand-in runtime.
 
     Returns the shared object in ``cache_dir()``, named by the hash of its inputs; a second call
-    with the same inputs links nothing.  Raises FileNotFoundError, or ToolchainError with the
-    linker's words.
+    with the same inputs links nothing.  Raises FileNotFoundError, or ToolchainError: no compiler,
+    a folder that takes nothing, or the linker's words.
     """
     import tvm_ffi
 
@@ -115,17 +121,37 @@ def link(object_path: str | os.PathLike[str]) -> pathlib.Path:
     target = cache_dir() / f"{digest}.so"
     if target.exists():
         return target
+    try:
+        _link(object_path, target, tvm_lib.parent, 2 * len(data))
+    except OSError as error:
+        raise ToolchainError(
+            f"softgpu: {target.parent}, the folder of linked objects, cannot be written: {error}; "
+            "SOFTGPU_CACHE_DIR names another"
+        ) from error
+    return target
+
+
+def _link(
+    object_path: str | os.PathLike[str], target: pathlib.Path, libraries: pathlib.Path, size: int
+) -> None:
+    """Links into ``target``, which is whole as soon as it is there; it has at most ``size`` bytes.
+
+    Raises OSError where its folder takes nothing, ToolchainError with the linker's words.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
     fd, temporary = tempfile.mkstemp(suffix=".so.tmp", dir=target.parent)
     os.close(fd)
     command = [
         _compiler(), "-shared", "-fPIC", "-O1", "-w", "-fvisibility=hidden", "-Wl,-Bsymbolic",
         "-Wl,--no-undefined", "-o", temporary, os.fspath(object_path), os.fspath(_RUNTIME_C),
-        f"-L{tvm_lib.parent}", f"-Wl,-rpath,{tvm_lib.parent}", "-ltvm_ffi",
+        f"-L{libraries}", f"-Wl,-rpath,{libraries}", "-ltvm_ffi",
     ]  # fmt: skip
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
+            with open(temporary, "wb") as probe:  # of a disk that is full linkers say less
+                probe.write(bytes(size))
+                os.fsync(probe.fileno())
             raise ToolchainError(
                 f"softgpu: linking {object_path} with the software runtime failed; an undefined "
                 f"symbol below means the object uses a CUDA call that runtime.c does not offer.\n"
@@ -135,7 +161,6 @@ def link(object_path: str | os.PathLike[str]) -> pathlib.Path:
     finally:
         if os.path.exists(temporary):
             os.unlink(temporary)
-    return target
 
 
 class HostModule:

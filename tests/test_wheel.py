@@ -6,6 +6,7 @@ A run-time compile from an installed package needs them all: kernels, ``launch.c
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
 import subprocess
 import sys
@@ -26,9 +27,8 @@ def version(text: str) -> tuple[int, ...]:
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, set[str]]:
-    """A wheel, and the files of the packages that it was made of."""
-    tmp_path = tmp_path_factory.mktemp("wheel")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A clone in a folder of the project's name; building leaves files in it."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     (needs,) = project["build-system"]["requires"]
     if importlib.util.find_spec("setuptools") is None:
@@ -37,12 +37,19 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, set[str]]:
 
     if version(setuptools.__version__) < version(needs.partition(">=")[2]):
         pytest.skip(f"needs {needs}")
-    tree = tmp_path / "tree"  # building leaves files in the tree
+    tree = tmp_path_factory.mktemp("wheel") / "snapmla"
     for package in PACKAGES:
         ignored = shutil.ignore_patterns("__pycache__", "variants")
         shutil.copytree(ROOT / package, tree / package, ignore=ignored)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tree / name)
+    return tree
+
+
+@pytest.fixture(scope="module")
+def built(tree: Path) -> tuple[Path, set[str]]:
+    """A wheel, and the files of the packages that it was made of."""
+    tmp_path = tree.parent
     wanted = {
         path.relative_to(tree).as_posix()
         for package in PACKAGES
@@ -67,6 +74,31 @@ def test_wheel_holds_every_file(built: tuple[Path, set[str]]) -> None:
     assert not others
     (metadata,) = (name for name in packed if name.endswith("/METADATA"))
     assert "License-Expression: Apache-2.0" in zipfile.ZipFile(wheel).read(metadata).decode()
+
+
+def test_an_editable_install_is_found_beside_the_clone(tree: Path, tmp_path: Path) -> None:
+    """In the clone's parent folder, where the clone itself is a namespace package of that name.
+
+    An import hook, setuptools' other way, comes behind it; ``-S`` leaves out what is installed.
+    """
+    code = "import sys; from setuptools import build_meta; build_meta.build_editable(sys.argv[1])"
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, cwd=tree
+    )
+    assert done.returncode == 0, done.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    zipfile.ZipFile(wheel).extractall(tmp_path)
+    code = (
+        "import importlib.util, site, sys; site.addsitedir(sys.argv[1])\n"
+        "print(*(importlib.util.find_spec(name).origin for name in sys.argv[2:]))"
+    )
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", code, str(tmp_path), *PACKAGES], capture_output=True,
+        text=True, cwd=tree.parent, env=environment,
+    )  # fmt: skip
+    wanted = [str(tree / package / "__init__.py") for package in PACKAGES]
+    assert done.stdout.split() == wanted, done.stdout + done.stderr
 
 
 USER = """

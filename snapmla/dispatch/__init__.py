@@ -10,6 +10,7 @@ is the chosen one.  ``plan_decode`` asks ``choose``, people ask ``explain``; bot
     fp8_decode.py  decode over the FP8 cache: features and figures; another cache, another such file
     dense_decode.py  decode over a 16-bit cache
     calls.py       ``choose`` and ``explain``
+    needs.py       all kernels of a model, those around decode with them
 
 The choice looks at shapes that fix a kernel's efficiency (rows, card), not at batch or lengths: a
 sequence meets the same kernel whatever else is in the batch, and the host does not know lengths
@@ -20,11 +21,15 @@ from snapmla.dispatch.calls import cache_name, choose, explain, p_terms_of, tile
 from snapmla.dispatch.cards import Card, card_named, card_of, cards
 from snapmla.dispatch.contest import Explanation, Verdict
 from snapmla.dispatch.costs import ROW_BLOCKS, parts_of, rows_of_unit, unit_rows
+from snapmla.dispatch.needs import INDICES, PLAIN, Model, needs
 
 __all__ = [
+    "INDICES",
+    "PLAIN",
     "ROW_BLOCKS",
     "Card",
     "Explanation",
+    "Model",
     "Verdict",
     "cache_name",
     "card_named",
@@ -32,6 +37,7 @@ __all__ = [
     "cards",
     "choose",
     "explain",
+    "needs",
     "p_terms_of",
     "parts_of",
     "rows_of_unit",

@@ -10,7 +10,7 @@ import torch
 from dsl_kernels.spec import VariantSpec
 from snapmla import checks
 from snapmla.dispatch import contest
-from snapmla.dispatch.cards import card_of, cards, find_card
+from snapmla.dispatch.cards import Card, card_of, cards, find_card
 from snapmla.dispatch.contest import Explanation, Size
 from snapmla.dispatch.decode import REFERENCE, DecodeOp, Problem
 from snapmla.dispatch.dense_decode import DENSE_DECODE
@@ -56,10 +56,29 @@ def choose(
             argument and the nearest choice.
         VariantError: no decode kernel exists for the device's architecture, or none for such pages.
     """
+    return choose_on(
+        card_of(device), num_heads, s_q, page_size, out_dtype=out_dtype, pipeline=pipeline,
+        row_tile=row_tile, p_terms=p_terms, cache=cache,
+    )  # fmt: skip
+
+
+def choose_on(
+    card: Card,
+    num_heads: int,
+    s_q: int,
+    page_size: int,
+    *,
+    out_dtype: str = "bf16",
+    pipeline: str | None = None,
+    row_tile: int | None = None,
+    p_terms: int = 1,
+    cache: str = FP8,
+) -> VariantSpec:
+    """``choose`` for a card, which need not be here."""
     op = op_of(cache)
     _check_wishes(op, pipeline, row_tile, p_terms)
     problem = Problem(
-        op, num_heads, s_q, page_size, out_dtype if cache == FP8 else cache, card_of(device),
+        op, num_heads, s_q, page_size, out_dtype if cache == FP8 else cache, card,
         pipeline, row_tile, p_terms,
     )  # fmt: skip
     best, reasons = contest.judge(problem)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -19,7 +20,7 @@ from codegen.__main__ import app
 from codegen.precompile import Report
 from dsl_kernels.spec import VariantSpec
 from snapmla import bundle as server
-from snapmla import runtime
+from snapmla import env, runtime
 from snapmla.errors import UnsupportedDeviceError
 
 pytestmark = pytest.mark.skipif(
@@ -129,6 +130,54 @@ def test_lists_its_variants_without_the_compiler(
     assert f"{made.variants} variants" in done.stdout
     decodes = sum(spec.op == "decode" for spec in hopper)
     assert f"{'decode':14} {decodes}\n" in done.stdout and "damaged" not in done.stdout
+    assert (
+        done.stdout.endswith(
+            f"no CUDA device: nothing was run; libraries compared with their checksums: "
+            f"{made.variants}, wrong: 0\n"
+        )
+        or torch.cuda.is_available()
+    )
+
+
+def test_a_bundle_tells_of_its_own_variants(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not of a wheel's beside it, and not of what SNAPMLA_VARIANT_DIR names."""
+    for folder, op in (("own/variants", "merge"), ("other", "plan_decode")):
+        spec, place = VariantSpec(op=op), tmp_path / folder
+        place.mkdir(parents=True)
+        (place / f"{spec.name}.so").touch()
+        entry = {"name": spec.name, "sha256": hashlib.sha256(b"").hexdigest()}
+        (place / runtime.BUNDLE).write_text(json.dumps({"variants": [entry]}))
+    monkeypatch.setattr(
+        env, "variant_dirs", lambda: [tmp_path / "other", tmp_path / "own/variants"]
+    )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert server.main() == 0
+    out = capsys.readouterr().out
+    assert (
+        "plan_decode" in out
+        and "merge" in out
+        and "compared with their checksums: 2, wrong: 0\n" in out
+    )
+    monkeypatch.setattr(server, "__file__", str(tmp_path / "own" / "bundle.py"))
+    assert server.main() == 0
+    out = capsys.readouterr().out
+    assert (
+        "plan_decode" not in out
+        and "merge" in out
+        and "compared with their checksums: 1, wrong: 0\n" in out
+    )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
+    monkeypatch.setattr(server, "decode_once", lambda device: 0.0)
+    monkeypatch.setattr(runtime, "loaded", lambda: [VariantSpec(op="plan_decode")])
+    assert server.main() == 0
+    assert f"with kernels of {tmp_path / 'other'}, which is no part" in capsys.readouterr().out
+    (tmp_path / "own" / "variants" / "merge_obf16_sm90a.so").write_bytes(b"half")
+    assert server.main() == 1
+    assert "compared with their checksums: 1, wrong: 1\n" in capsys.readouterr().out
 
 
 def test_the_reference_runs_on_a_server(unpacked: Path) -> None:
@@ -253,7 +302,7 @@ def test_only_a_checkout_makes_bundles(
 @pytest.mark.parametrize("text", ["", "[]", '{"variants": 3}', '{"variants": [{}]}'])
 def test_a_damaged_list_is_reported(tmp_path: Path, text: str) -> None:
     (tmp_path / runtime.BUNDLE).write_text(text)
-    assert server.damaged(tmp_path) == [f"{runtime.BUNDLE} cannot be read"]
+    assert server.damaged(tmp_path) == (0, [f"{runtime.BUNDLE} cannot be read"])
 
 
 def test_a_gpu_that_nothing_was_built_for_is_one_sentence(

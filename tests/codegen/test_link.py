@@ -7,9 +7,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from codegen import artifacts, link, toolchain
 from codegen import compile as compiler
+from codegen.__main__ import app
 from codegen.artifacts import Record
 from codegen.precompile import Report
 from dsl_kernels.spec import VariantSpec
@@ -84,6 +86,23 @@ def test_linking_in_a_directory_with_an_unusual_name(
     files = artifacts.paths(folder, CHEAP)
     link.link(files["o"], files["so"], CHEAP.arch, toolchain.flavour())
     assert files["so"].read_bytes() == artifacts.paths(variant_dir, CHEAP)["so"].read_bytes()
+
+
+@pytest.mark.parametrize("command", ["build", "try"])
+def test_single_builds_say_too_that_nothing_was_linked(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: str
+) -> None:
+    record = Record(CHEAP.name, CHEAP.symbol, {}, "", "", [], "", "", "")
+    monkeypatch.setattr(compiler, "ensure", lambda *a, **k: (record, True))
+    monkeypatch.setattr(compiler, "build", lambda *a, **k: record)
+    arguments = [command, CHEAP.name, "--out", str(tmp_path)]
+    words = "no C compiler here ($CC, cc, gcc, clang): objects, but no libraries for a GPU\n"
+    assert words not in CliRunner().invoke(app, arguments).output
+    monkeypatch.setattr(link, "identity", lambda: None)
+    monkeypatch.setattr(toolchain, "c_compiler", lambda: None)
+    assert words in CliRunner().invoke(app, arguments).output
+    monkeypatch.setattr(toolchain, "c_compiler", lambda: "/bin/cc")
+    assert "no libtvm_ffi.so here" in CliRunner().invoke(app, arguments).output
 
 
 def test_without_a_c_compiler_it_says_so_and_links_later(tmp_path: Path) -> None:

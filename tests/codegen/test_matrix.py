@@ -83,6 +83,53 @@ def test_filter() -> None:
     assert len(found) == (len(PAGE_SIZES) + 1) * 2  # and two terms of P with pages of 64
 
 
+STEP = ["plan_decode_sm90a", "append_kv_xbf16_ii64_sm90a", "decode_etap_r16_p64_obf16_sm90a"]
+THREE_STAGES = "decode_etap_r64_p64_obf16_st3_sm90a"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "wanted"),
+    [
+        (",".join(STEP), STEP),
+        ("  ".join(reversed(STEP)) + ",", STEP),
+        ("plan_decode", ["plan_decode_sm90a"]),
+        ("plan_decode, plan_d*,merge_o*6", ["plan_decode_sm90a", "merge_obf16_sm90a"]),
+        (f"merge_of32,{THREE_STAGES}", ["merge_of32_sm90a", THREE_STAGES]),
+        ("decode_etap_r64_p64_obf16_st3", [THREE_STAGES]),
+    ],
+)
+def test_a_filter_is_a_list(pattern: str, wanted: list[str]) -> None:
+    """Of globs, each with the architecture or without; whole names need not be in the matrix."""
+    found = matrix.matrix("sm_90a", pattern, ask_kernels=False)
+    assert [point.spec.name for point in found] == wanted
+    assert matrix.no_match("sm_90a", pattern) is None
+
+
+@pytest.mark.parametrize(
+    ("pattern", "words"),
+    [
+        ("plan_decod", "'plan_decod' (`make matrix` lists them); did you mean plan_decode_sm90a?"),
+        ("plan_decode,merge_obf61", "'merge_obf61' (`make matrix` lists them); did you mean "
+         "merge_obf16_sm90a"),
+        ("plan_decode_sm100a", "'plan_decode_sm100a' (`make matrix` lists them); did you mean "
+         "plan_decode_sm90a"),
+        ("no_*,none", "'no_*' or 'none' (`make matrix` lists them)"),
+        (" , ", "' , ' (`make matrix` lists them)"),
+    ],
+)  # fmt: skip
+def test_each_part_of_a_filter_must_match(pattern: str, words: str) -> None:
+    wrong = matrix.no_match("sm_90a", pattern)
+    assert wrong is not None and wrong.startswith(f"no variant of sm_90a matches {words}")
+
+
+@pytest.mark.parametrize("command", ["matrix", "audit", "precompile", "bundle", "wheels"])
+def test_commands_refuse_a_filter_with_a_part_too_many(command: str) -> None:
+    result = CliRunner().invoke(app, [command, "--filter", "plan_decode,plan_decod"])
+    assert result.exit_code == 1 and result.output.count("\n") == 1, result.output
+    start = "--filter (make's FILTER=): no variant of sm_90a matches 'plan_decod' ("
+    assert result.output.startswith(start) or "nvidia-cutlass-dsl" in result.output
+
+
 @pytest.mark.skipif(not toolchain.have_compiler(), reason="feasible() imports the compiler")
 def test_command_prints_counts_and_reasons() -> None:
     result = CliRunner().invoke(app, ["matrix", "--filter", "decode_*"])

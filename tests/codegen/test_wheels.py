@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from codegen import link, toolchain, wheels
+from codegen import link, matrix, toolchain, wheels
 from codegen.precompile import precompile
 from dsl_kernels.spec import VariantSpec
 from snapmla import env
@@ -78,9 +78,15 @@ def run(home: Path, *command: str) -> Done:
 
 
 def test_what_they_are(made: wheels.Wheels) -> None:
-    """The host's for any machine; the kernels' for a platform, whose C library may be old."""
-    assert made.host.name == f"snapmla-{env.__version__}-py3-none-any.whl"
-    head = f"snapmla_kernels_sm90-{env.__version__}-py3-none-manylinux_2_"
+    """The host's for any machine; the kernels' for a platform, whose C library may be old.
+
+    Names tell them from ``pip wheel .``'s and from wheels with other kernels.
+    """
+    assert made.host.name == f"snapmla-{env.__version__}+host-py3-none-any.whl"
+    flavour, total = toolchain.flavour(), [s.name for s in matrix.default_specs("sm_90a")]
+    label = wheels.label(flavour, [spec.name for spec in SPECS], total)
+    assert label.startswith(f"{flavour}.3of{len(total)}.s") and made.total == len(total)
+    head = f"snapmla_kernels_sm90-{env.__version__}+{label}-py3-none-manylinux_2_"
     found = re.fullmatch(rf"{re.escape(head)}(\d+)_(\w+)\.whl", made.kernels.name)
     assert found is not None and 17 <= int(found[1]) <= 28, made.kernels.name
     assert made.variants == len(SPECS)
@@ -97,7 +103,9 @@ def test_what_they_are(made: wheels.Wheels) -> None:
     assert top == {"snapmla_kernels_sm90"}
     for wheel in (host, kernels):
         (metadata,) = (name for name in wheel.namelist() if name.endswith("/METADATA"))
-        assert "License-Expression: Apache-2.0" in wheel.read(metadata).decode()
+        text = wheel.read(metadata).decode()
+        assert "License-Expression: Apache-2.0" in text
+        assert (f"Requires-Dist: snapmla=={env.__version__}\n" in text) == (wheel is kernels)
         assert any(name.endswith("/licenses/LICENSE") for name in wheel.namelist())
     headers = [n for n in kernels.namelist() if n.endswith(".h")]
     assert len(headers) == len(SPECS)
@@ -110,6 +118,17 @@ def test_equal_contents_make_equal_wheels(
     assert again.kernels.read_bytes() == made.kernels.read_bytes()
 
 
+def test_labels() -> None:
+    """Valid in a version, equal for equal sets, and a part's less than the whole's."""
+    names = [f"v{i}" for i in range(134)]
+    full, part = wheels.label("cu13", names, names), wheels.label("cu13", names[:4], names)
+    assert full == "cu13.full" and re.fullmatch(r"cu13\.4of134\.s[0-9a-f]{8}", part)
+    assert part == wheels.label("cu13", names[3::-1], names)
+    assert part != wheels.label("cu13", names[1:5], names)
+    assert wheels.label("cu13", [*names, "outside"], names) == full
+    assert part.split(".")[1] < "full", "letters are greater: pip takes the whole of two"
+
+
 USE = f"""
 import importlib.metadata, sys
 import snapmla
@@ -117,7 +136,7 @@ from dsl_kernels.spec import VariantSpec
 from snapmla import runtime
 
 assert snapmla.__file__.startswith(sys.prefix), snapmla.__file__
-assert snapmla.__version__ == importlib.metadata.version("snapmla")
+assert snapmla.__version__ + "+host" == importlib.metadata.version("snapmla")
 for name in ("snapmla", "snapmla-kernels-sm90"):
     files = importlib.metadata.distribution(name).files
     top = {{f.parts[0] for f in files if f.parts[0] != ".."}}
@@ -153,7 +172,7 @@ def test_the_command_tells_what_is_there_and_what_is_missing(home: Path) -> None
         "sm_90a merge": 1, "sm_90a append_kv": 1, "sm_90a quantize_q": 1,
     }  # fmt: skip
     assert folder["refused"] is None
-    assert any("a source checkout has it" in text for text in found["missing"])
+    assert any("a source checkout and `pip install .` have it" in text for text in found["missing"])
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -11,9 +12,13 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from codegen import closure, toolchain
 from dsl_kernels.spec import VariantSpec, decode_spec
 from snapmla import __main__ as commands
 from snapmla import env, info, runtime
+from softgpu import runtime as softgpu_runtime
+
+DECODE_32 = decode_spec("etap", 32, 64, "bf16")
 
 
 def card(
@@ -77,8 +82,10 @@ def test_what_a_card_lacks(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Non
     (text,) = found.missing
     assert text.startswith(f"1 of 7 kernels of a decode step are not built for sm_90a ({spec.name}")
     assert (
-        "and there is no compiler: pip install snapmla-kernels-sm90, run `make precompile" in text
+        "and there is no compiler: install the wheel of kernels that `make wheels ARCH=sm_90a` "
+        "builds in a checkout, run `make precompile ARCH=sm_90a` there" in text
     )
+    assert "pip install" not in text, "no index has these wheels: the name is anybody's there"
     monkeypatch.setattr(runtime, "jit_refusal", lambda: None)
     assert info.collect().good, "it would be compiled"
 
@@ -98,13 +105,55 @@ def test_damage_and_a_missing_library(monkeypatch: pytest.MonkeyPatch, folder: P
     card(monkeypatch, (9, 0))
     (folder / "plan_decode_sm90a.so").unlink()
     (text,) = info.collect().missing
-    assert text == f"plan_decode_sm90a in {folder} has no .so: build it where gcc is"
+    assert text == f"plan_decode_sm90a in {folder} has no .so: build it with a C compiler"
     (folder / "plan_decode_sm90a.so").touch()
     (folder / "plan_decode_sm90a.json").write_text(
         json.dumps({"name": "plan_decode_sm90a", "flavour": "cu13", "checksums": {"so": "0"}})
     )
-    (text,) = info.collect().missing
+    found = info.collect()
+    first, text = found.missing
     assert "plan_decode_sm90a.so is damaged" in text
+    assert first == (
+        f"1 file of {folder} damaged (plan_decode_sm90a.so): put back what was built there: there "
+        "is no compiler"
+    )
+    (where,) = found.folders
+    assert where.damaged == ["plan_decode_sm90a.so"] and "sm_90a plan_decode" not in where.variants
+
+
+@pytest.mark.parametrize("suffix", ["o", "ptx"])
+def test_damage_counts_for_the_software_gpu(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, suffix: str
+) -> None:
+    step(folder)
+    path = folder / f"plan_decode_sm90a.{suffix}"
+    sums = {other: hashlib.sha256(b"").hexdigest() for other in ("o", "ptx", "so")}
+    record = {"name": "plan_decode_sm90a", "checksums": sums}
+    (folder / "plan_decode_sm90a.json").write_text(json.dumps(record))
+    assert info.collect().good
+    path.write_bytes(b"half")
+    found = info.collect()
+    assert not found.good and found.folders[0].damaged == [path.name]
+    assert f"{path} is damaged: its 4 bytes are not those that were built" in found.missing
+    monkeypatch.setattr(runtime, "jit_refusal", lambda: None)
+    found = info.collect()
+    assert found.good, "it would be compiled"
+    assert found.missing[0].endswith("their variants are compiled anew when they are called")
+
+
+def test_outdated_variants_that_run_are_told(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    step(folder)
+    for spec, digest in ((DECODE_32, "0"), (VariantSpec(op="plan_decode"), None)):
+        digest = digest or closure.sources(spec)[0]
+        record = {"name": spec.name, "source_hash": digest}
+        (folder / f"{spec.name}.json").write_text(json.dumps(record))
+    found = info.collect()
+    assert found.good and found.folders[0].outdated == [DECODE_32.name]
+    (text,) = found.missing
+    assert text.startswith(f"1 of 7 variants in {folder} are outdated ({DECODE_32.name}): ")
+    assert "run as they are, as there is no compiler" in text
+    monkeypatch.setattr(runtime, "jit_refusal", lambda: None)
+    assert not info.collect().folders[0].outdated, "they would be compiled"
 
 
 def test_another_card(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
@@ -119,15 +168,43 @@ def test_another_card(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
 
 def test_no_card_but_the_software_gpu(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     step(folder)
-    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
     found = info.collect()
     assert found.good and found.software_gpu and not found.missing
     (folder / "append_kv_xbf16_ii32_sm90a.ptx").unlink()
     found = info.collect()
     assert not found.good
     assert found.missing[0].startswith("the software GPU, which CPU tensors run on, has no kernels")
-    monkeypatch.setattr(shutil, "which", lambda name: None)
-    assert "needs a C compiler" in info.collect().missing[0]
+
+
+@pytest.mark.parametrize(
+    ("there", "cc", "good"),
+    [
+        ("cc", None, True), ("gcc", "", True), ("clang", None, True), ("clang", "nonsense", True),
+        ("mine", "mine", True), ("mine", None, False), ("", "nonsense", False),
+    ],
+)  # fmt: skip
+def test_any_c_compiler_will_do(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, there: str, cc: str | None, good: bool
+) -> None:
+    """All three that look for one agree: this report, the software GPU, codegen."""
+    step(folder)
+    monkeypatch.setattr(shutil, "which", lambda name: f"/bin/{name}" if name == there else None)
+    if cc is None:
+        monkeypatch.delenv("CC", raising=False)
+    else:
+        monkeypatch.setenv("CC", cc)
+    path = f"/bin/{there}" if good else None
+    assert toolchain.c_compiler.__wrapped__() == softgpu_runtime.c_compiler() == path
+    found = info.collect()
+    assert found.good == good
+    words = ["the software GPU needs a C compiler: install gcc or clang, or let CC name one"]
+    assert found.missing == ([] if good else words)
+    card(monkeypatch, (9, 0))
+    monkeypatch.setattr(runtime, "jit_refusal", lambda: None)
+    (folder / f"{DECODE_32.name}.so").unlink()
+    found = info.collect()
+    assert found.decodes == [good]
+    assert good or found.missing[0].startswith("kernels for a GPU need a C compiler: install gcc")
 
 
 def test_a_driver_without_a_card(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:

@@ -153,6 +153,85 @@ def test_kernels_of_other_sources_are_outdated(
     assert artifact is not None and not runtime._outdated(SPEC, artifact)
 
 
+@pytest.mark.parametrize("why", ["SNAPMLA_NO_JIT forbids compiling", "the compiler is missing"])
+def test_an_outdated_variant_that_runs_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture, why: str
+) -> None:
+    """One of the sources here, and one whose record names none, are not."""
+    monkeypatch.setattr(env, "variant_dirs", lambda: [tmp_path])
+    monkeypatch.setattr(runtime, "jit_refusal", lambda: why)
+    monkeypatch.setattr(runtime, "_told", set())
+    fresh, unknown = VariantSpec(op="merge"), VariantSpec(op="plan_decode")
+    for spec, digest in ((SPEC, "abc"), (fresh, closure.sources(fresh)[0]), (unknown, "")):
+        place(tmp_path, spec)
+        record = {"name": spec.name, "source_hash": digest}
+        (tmp_path / f"{spec.name}.json").write_text(json.dumps(record))
+    for _ in range(2):
+        for spec in (fresh, unknown, SPEC):
+            assert runtime.find_or_build(spec, need_library=True).name == spec.name
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert message.startswith(f"variant {SPEC.name} in {tmp_path} is outdated and runs as it is")
+    assert f", as {why}: " in message
+
+
+def test_sources_are_not_read_where_none_are(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, no_jit: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In a bundle, and beside an application's own ``codegen``."""
+    place(folder, SPEC)
+    monkeypatch.setattr(runtime, "_told", set())
+    monkeypatch.setattr(runtime, "_codegen_is_ours", lambda: False)
+    monkeypatch.setattr(closure, "sources", lambda spec: pytest.fail("read"))
+    assert runtime.find_or_build(SPEC, need_library=True) and not caplog.records
+
+
+def test_a_source_that_is_half_written_is_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(spec: VariantSpec) -> Any:
+        raise SyntaxError("'(' was never closed")
+
+    monkeypatch.setattr(closure, "sources", broken)
+    assert runtime.other_sources(SPEC, runtime.Artifact(Path(), SPEC.name, "", "abc"))
+
+
+@pytest.mark.parametrize(
+    ("ended", "told"),
+    [
+        ("kill -KILL $$", "the compiler was ended by SIGKILL (memory that runs out is the usual "
+         "cause)"),
+        ("echo at a; kill -TERM $$", "the compiler was ended by SIGTERM: at a"),
+        ("echo wrong; exit 3", "wrong"),
+    ],
+)  # fmt: skip
+def test_a_compiler_that_is_killed_leaves_a_reason(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, ended: str, told: str
+) -> None:
+    run = subprocess.run
+
+    def ending(command: list[str], **options: Any) -> Any:
+        return run(["sh", "-c", ended], capture_output=True, text=True)
+
+    monkeypatch.setattr(subprocess, "run", ending)
+    with pytest.raises(VariantError) as caught:
+        runtime.compile_variant(SPEC)
+    assert str(caught.value) == f"variant {SPEC.name} did not compile: {told}"
+
+
+def test_compiling_without_a_c_compiler_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    place(folder, SPEC)
+    library = folder / f"{SPEC.name}.so"
+    monkeypatch.setattr(runtime, "_told", set())
+    done = subprocess.CompletedProcess([], 0, "", "")
+    monkeypatch.setattr(subprocess, "run", lambda *command, **options: done)
+    runtime.compile_variant(SPEC)
+    assert "C compiler" not in caplog.text
+    library.unlink()
+    for _ in range(2):
+        runtime.compile_variant(SPEC)
+    assert caplog.text.count("no C compiler was found ($CC, cc, gcc, clang)") == 1
+
+
 @needs_compiler
 @pytest.mark.parametrize("stale", [False, True])
 def test_an_application_may_have_a_codegen_of_its_own(tmp_path: Path, stale: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import subprocess
 from pathlib import Path
 
@@ -64,6 +65,36 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> runtime.HostModule:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SOFTGPU_CACHE_DIR", str(folder))
         return runtime.HostModule(obj, lambda launch: None)
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_a_folder_that_takes_nothing_is_named_with_its_variable(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, full: bool
+) -> None:
+    """A file in its place stands for a read-only one; of a full disk linkers say not even that."""
+    folder = tmp_path / "folder"
+    if not full:
+        folder.touch()
+    failed = subprocess.CompletedProcess([], 1, "", "collect2: error: ld returned 1 exit status")
+    monkeypatch.setenv("SOFTGPU_CACHE_DIR", str(folder))
+    monkeypatch.setattr(runtime.subprocess, "run", lambda *command, **options: failed)
+    (tmp_path / "a.o").write_bytes(b"object")
+    with monkeypatch.context() as patch:
+        if full:
+            patch.setattr(runtime.os, "fsync", no_space)
+        with pytest.raises(runtime.ToolchainError) as caught:
+            runtime.link(tmp_path / "a.o")
+    message = str(caught.value)
+    assert message.startswith(f"softgpu: {folder}, the folder of linked objects, cannot be written")
+    assert message.endswith("SOFTGPU_CACHE_DIR names another"), message
+    if full:
+        with pytest.raises(runtime.ToolchainError, match="ld returned 1 exit status"):
+            runtime.link(tmp_path / "a.o")
+        assert not list(folder.iterdir()), "something half was left"
+
+
+def no_space(fd: int) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,148 @@
+"""Which kernels a model needs: ``needs``, the command ``snapmla needs``.
+
+The dispatcher names the decode kernels; around them are those of the calls that every step makes,
+and of those that only some engines make.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from dsl_kernels.families import ARCHS, FAMILIES
+from dsl_kernels.families.family import COS_SIN_DTYPE, IN_DTYPE, OUT_DTYPE, ROPE_STYLE
+from dsl_kernels.spec import VariantSpec
+from snapmla import checks
+from snapmla.dispatch.calls import FP8, ROWS, STANDARD, choose_on, p_terms_of
+from snapmla.dispatch.cards import cards, find_card
+from snapmla.layouts import kernel_page_size
+
+PLAIN = "applied"  # the rope style of rows that come rotated
+INDICES = ("i64", "i32")
+
+
+@dataclass(frozen=True)
+class Model:
+    """What of a model and its engine decides which kernels run.
+
+    Attributes:
+        heads: query heads on one GPU, 1 to 128: each number that occurs.
+        s_q: query tokens of a sequence in a step: each number that occurs.
+        pages: tokens of a page: each size that occurs.
+        dtype: of the cache, ``fp8``, ``bf16`` or ``f16``.
+        kv_heads: of the cache; 1 for FP8.
+        accuracy: as ``plan_decode`` takes it.
+        out: results, ``bf16`` or ``f32``; of a 16-bit cache its dtype, whatever this is.
+        rows: tokens and queries as they come, ``bf16``, ``f16`` or ``f32``; as ``out``.
+        indices: ``i32``, ``i64``: dtypes of slots and positions.
+        rope: ``applied``, or the pairing that ``rope_append_kv`` and ``rope_quantize_q`` are to
+            rotate: ``neox``, ``interleaved``.
+        table: dtype of ``cos_sin_cache``. norm: whether ``rope_append_kv`` normalises.
+        prefill, merge, flash_mla: whether tokens are read back (``fetch_dequant``), results of
+            disjoint tokens merged (``merge_states``), FlashMLA's names used.
+        arch: target of the kernels. card: of the dispatcher's, None for the first of the target.
+    """
+
+    heads: tuple[int, ...]
+    s_q: tuple[int, ...] = (1,)
+    pages: tuple[int, ...] = (64,)
+    dtype: str = FP8
+    kv_heads: int = 1
+    accuracy: str = STANDARD
+    out: str = "bf16"
+    rows: str = "bf16"
+    indices: tuple[str, ...] = INDICES
+    rope: str = PLAIN
+    table: str = "f32"
+    norm: bool = False
+    prefill: bool = False
+    merge: bool = False
+    flash_mla: bool = False
+    arch: str = "sm_90a"
+    card: str | None = None
+
+
+def needs(model: Model) -> list[VariantSpec]:
+    """The kernels that a model needs, each once, decode's last.
+
+    Raises:
+        ValueError: naming what of the model is not as it can be.
+        VariantError: no decode kernel fits.
+    """
+    _check(model)
+    found = [*_helpers(model), *_decodes(model)]
+    return list(dict.fromkeys(found))
+
+
+def _check(model: Model) -> None:
+    checks.choice("dtype", model.dtype, (FP8, *ROWS.values()))
+    checks.choice("arch", model.arch, ARCHS)
+    checks.choice("out", model.out, OUT_DTYPE.values)
+    checks.choice("rows", model.rows, IN_DTYPE.values)
+    checks.choice("rope", model.rope, ROPE_STYLE.values)
+    checks.choice("table", model.table, COS_SIN_DTYPE.values)
+    for index in model.indices:
+        checks.choice("index", index, INDICES)
+    for heads, s_q in itertools.product(model.heads, model.s_q):
+        checks.num_heads(heads)
+        checks.s_q(s_q)
+        checks.kv_heads(model.kv_heads, heads, model.dtype == FP8)
+    for page in model.pages:
+        (checks.page_size if model.dtype == FP8 else checks.rows_page_size)(page)
+    if model.rope == PLAIN and model.norm:
+        checks.value_error("norm", "False without rope", True, "the calls with RoPE normalise")
+    if model.rope != PLAIN and model.dtype != FP8:
+        checks.value_error(
+            "rope", f"{PLAIN!r} with a 16-bit cache", model.rope, "its calls take rotated rows"
+        )
+
+
+def _helpers(model: Model) -> Iterator[VariantSpec]:
+    """What runs around decode."""
+    arch, fp8 = model.arch, model.dtype == FP8
+    rows, out = (model.rows, model.out) if fp8 else (model.dtype, model.dtype)
+    yield VariantSpec(op="plan_decode", arch=arch)
+    turned = {"rope_style": model.rope, "cos_sin_dtype": model.table}
+    turned = turned if model.rope != PLAIN else {}
+    for index in model.indices:
+        yield VariantSpec(
+            op="append_kv", arch=arch, in_dtype=rows, index_dtype=index, cache_dtype=model.dtype,
+            norm="rms" if model.norm else "given", **turned,
+        )  # fmt: skip
+        if fp8:
+            positions = {"position_dtype": index} if turned else {}
+            yield VariantSpec(
+                op="quantize_q", arch=arch, in_dtype=rows, mode="token_head", **positions, **turned
+            )
+    if model.prefill:
+        axis = FAMILIES["fetch_dequant"].axis("mode")
+        assert axis is not None
+        for mode in axis.values:
+            for index in model.indices if mode == "indices" else ("i32",):
+                yield VariantSpec(
+                    op="fetch_dequant", arch=arch, in_dtype=rows, mode=mode, index_dtype=index,
+                    cache_dtype=model.dtype,
+                )  # fmt: skip
+    if model.merge:
+        if out not in OUT_DTYPE.values:
+            checks.value_error("merge", "results of bf16 or f32", out, "merge_states takes no f16")
+        for mode in ("pair", "list", "stack"):
+            yield VariantSpec(op="merge_states", arch=arch, in_dtype=out, out_dtype=out, mode=mode)
+    if model.flash_mla:
+        yield VariantSpec(op="records_to_plan", arch=arch)
+        yield VariantSpec(op="plan_to_records", arch=arch)
+
+
+def _decodes(model: Model) -> Iterator[VariantSpec]:
+    """What the dispatcher picks."""
+    card = next(card for card in cards() if card.arch == model.arch)
+    if model.card is not None:
+        card = find_card(None, model.card)
+    if card.arch != model.arch:
+        checks.value_error("card", f"a card of {model.arch}", f"{card.name}, which is {card.arch}")
+    for heads, s_q, page in itertools.product(model.heads, model.s_q, model.pages):
+        yield choose_on(
+            card, heads // model.kv_heads, s_q, kernel_page_size(page), out_dtype=model.out,
+            p_terms=p_terms_of(model.accuracy), cache=model.dtype,
+        )  # fmt: skip
