@@ -147,11 +147,9 @@ def _host(root: Path, note: dict[str, str]) -> Path:
     project = _project()["project"]
     scripts = {k: v for k, v in project["scripts"].items() if not v.startswith("codegen")}
     kept = [d for d in project["dependencies"] if not d.startswith(LEFT_OUT)]
-    extras = {name_of(arch).rpartition("-")[2]: [f"{name_of(arch)}=={VERSION}"]
-              for arch in ("sm_90a", "sm_100a")}  # fmt: skip
     _describe(
         root, note, {**project, "scripts": scripts, "dependencies": kept},
-        packages=[*HOST, "dsl_kernels"], extras=extras, entry_points=project["entry-points"],
+        packages=[*HOST, "dsl_kernels"], entry_points=project["entry-points"],
         module="snapmla", label=HOST_LABEL,
     )  # fmt: skip
     return root
@@ -181,7 +179,7 @@ def _kernels(
     libraries = sorted((package / "variants").glob("*.so"))
     major, minor = max(OLDEST, glibc_of(libraries))
     _describe(
-        root, note, project, packages=[module], extras={}, module=module, label=label,
+        root, note, project, packages=[module], module=module, label=label,
         entry_points={"snapmla.kernels": {module.rpartition("_")[2]: module}},
         platform=f"manylinux_{major}_{minor}_{platform.machine()}",
     )  # fmt: skip
@@ -208,7 +206,6 @@ def _describe(
     project: dict[str, Any],
     *,
     packages: list[str],
-    extras: dict[str, list[str]],
     entry_points: dict[str, dict[str, str]],
     module: str,
     label: str,
@@ -223,7 +220,7 @@ def _describe(
     (root / module / "build.json").write_text(json.dumps(note) + "\n")
     text = render.text(
         "wheel.toml.j2", project=project, version=f"{VERSION}+{label}", packages=packages,
-        extras=extras, entry_points=entry_points, needs=_project()["build-system"]["requires"],
+        entry_points=entry_points, needs=_project()["build-system"]["requires"],
     )  # fmt: skip
     (root / "pyproject.toml").write_text(text)
     if platform:

@@ -195,7 +195,7 @@ def _without_libraries(info: Info) -> Iterator[str]:
         yield "apache-tvm-ffi is not installed: pip install apache-tvm-ffi"
 
 
-def _needed(arch: str) -> list[VariantSpec]:
+def needed(arch: str) -> list[VariantSpec]:
     """Kernels of a decode step of a common shape, pages of 64 tokens, results in bfloat16."""
     rows = ROW_TILES if arch == "sm_90a" else (64,)
     step = [VariantSpec(op="plan_decode", arch=arch)]
@@ -213,7 +213,7 @@ def _wrong_with(card: Card) -> Iterator[str]:
         )
         return
     refusal = runtime.jit_refusal()
-    specs = _needed(card.arch)
+    specs = needed(card.arch)
     if refusal is None:
         libraries = [found and found.library for found in map(runtime.find, specs)]
         if None in libraries and not _c_compiler():
@@ -261,7 +261,7 @@ def _wrong_with_software_gpu() -> Iterator[str]:
         return
     try:
         arch = runtime.arch_of(torch.device("cpu"))
-        found = [runtime.find(spec) for spec in _needed(arch)]
+        found = [runtime.find(spec) for spec in needed(arch)]
     except (KeyError, ValueError):
         yield f"{env.SOFTGPU_ARCH.name}: no architecture {env.SOFTGPU_ARCH.get()!r}"
         return

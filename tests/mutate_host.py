@@ -364,6 +364,17 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("repro.py", "end_row // heads)", "end_row // heads + 1)",
            "host/test_repro.py::test_where_ragged_queries_begin",
            "the reference takes a neighbour's query token"),
+    Mutant("integrations/vllm/refuse.py", "getattr(type(found), method, None) is not",
+           "type(found) is not known and getattr(found, method, None) is",
+           "host/test_vllm.py::test_layers_that_may_write_the_cache_themselves",
+           "a subclass of vLLM's layer writes the cache past us"),
+    Mutant("integrations/vllm/backend.py", "for name in layer_names)",
+           "for name in layer_names[:1])",
+           "host/test_vllm.py::test_the_builder_looks_at_all_its_layers",
+           "a layer behind the first of its group writes the cache past us"),
+    Mutant("integrations/vllm/__main__.py", ', index_dtype="i64"', "",
+           "host/test_vllm.py::test_check_wants_every_kernel_that_is_called",
+           "check asks for a kernel that is not called, and not for the one that is"),
 )  # fmt: skip
 
 

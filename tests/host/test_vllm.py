@@ -7,6 +7,8 @@ is profiles/results/vllm-contract.md).  The rest never skips.
 from __future__ import annotations
 
 import ast
+import enum
+import importlib
 import importlib.metadata
 import json
 import os
@@ -22,10 +24,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from snapmla import runtime
+from snapmla import env, runtime
 from snapmla.integrations import vllm as plugin
 from snapmla.integrations.vllm import __main__ as commands
-from snapmla.integrations.vllm import surface
+from snapmla.integrations.vllm import refuse, surface
 from tests.support import ROOT, fetch_vllm
 from tests.support.needs import needs_compiler
 
@@ -118,8 +120,24 @@ def test_what_the_backend_uses_is_on_record() -> None:
 @pytest.mark.parametrize("release", fetch_vllm.RELEASES)
 def test_records_have_what_is_needed(release: str) -> None:
     record = surface.recorded()[release]
-    assert set(record) == set(surface.RELIED)
-    assert {name for name, value in record.items() if value is False} <= surface.OPTIONAL
+    assert set(record) == {*surface.RELIED, *surface.REFUSED}
+    absent = {name for name, value in record.items() if value is False}
+    assert absent <= surface.OPTIONAL | set(surface.REFUSED)
+
+
+def test_records_have_the_layers_that_are_refused() -> None:
+    """Kimi-K3's, and DeepSeek-V3.2's in its place of each release, with its fused operators."""
+    older, newer = (surface.recorded()[release] for release in fetch_vllm.RELEASES)
+    v32 = ["self", "positions", "hidden_states"]
+    assert older["vllm.models.deepseek_v32.nvidia.attention:DeepseekV32Attention.forward"] == v32
+    there = {name for name in surface.REFUSED if newer[name]}
+    assert {name.partition(":")[2] for name in there} == {
+        "MultiHeadLatentAttention", "MultiHeadLatentAttention._decode_concat_cache",
+        "MultiHeadLatentAttention._forward_prefill_fused",
+        "MultiHeadLatentAttention._gather_context_latent", "DeepseekV32Attention.forward",
+        "fused_norm_rope", "fused_q", "sparse_attn_indexer",
+    }  # fmt: skip
+    assert newer[surface.QUANT_MODE] == ["another name of OCTAVE_K3V4"]
 
 
 def test_differences_are_told() -> None:
@@ -130,6 +148,200 @@ def test_differences_are_told() -> None:
         (None, "m:f: (a, b) is (a, new, b) here"), (False, "m:g: there is missing here"),
     ]  # fmt: skip
     assert surface.differences({}, known)[0] == (False, "m:f: (a, b) is missing here")
+    layer, mode = surface.REFUSED[0], surface.QUANT_MODE
+    known = {layer: True, mode: ["another name of X"]}
+    assert surface.differences({layer: False, mode: True}, known) == [
+        (None, f"{layer}: there is missing here"),
+        (None, f"{mode}: (another name of X) is there here"),
+    ]
+    assert surface.differences({layer: True, mode: False}, known)[0][0] is False
+
+
+def test_what_is_read_without_an_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model's module, which may want what is not here."""
+    text = (
+        "import nothing_of_this_name\nfrom . import fused as renamed\n"
+        "class Layer:\n    def forward(self, x, /, y, *more, z, **rest): ...\n"
+    )
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "layer.py").write_text(text)
+    (tmp_path / "__init__.py").touch()
+    package = tmp_path.rename(tmp_path.with_name("a_package_of_ours"))
+    monkeypatch.syspath_prepend(package.parent)
+    read = lambda name: surface.read_source(f"a_package_of_ours.models.layer:{name}")
+    assert read("Layer.forward") == ["self", "x", "y", "more", "z", "rest"]
+    assert read("Layer") is True and read("renamed") is True
+    assert read("fused") is False and read("Layer.other") is False
+    assert surface.read_source("a_package_of_ours.models.other:Layer") is False
+    assert surface.read_source("no_package_of_this_name.layer:Layer") is False
+
+
+def test_another_name_of_a_member_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.ModuleType("modes_of_ours")
+    module.Mode = enum.IntEnum("Mode", {"OLD": 12, "CUSTOM": 12, "OWN": 13})  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(surface, "RELIED", ("modes_of_ours:Mode.CUSTOM", "modes_of_ours:Mode.OWN"))
+    found = surface.read()
+    assert found["modes_of_ours:Mode.CUSTOM"] == ["another name of OLD"]
+    assert found["modes_of_ours:Mode.OWN"] is True
+
+
+# ---------------------------------------------------------------------------- what stops the engine
+
+
+class MLAAttention:
+    """vLLM's layer, as far as it is looked at."""
+
+    use_sparse = False
+
+    def forward(self) -> None: ...
+
+    def forward_impl(self) -> None: ...
+
+    def get_kv_cache_spec(self) -> None: ...
+
+
+class OwnForward(MLAAttention):
+    def forward(self) -> None: ...
+
+
+class OwnImpl(MLAAttention):
+    def forward_impl(self) -> None: ...
+
+
+class OwnSpec(MLAAttention):
+    def get_kv_cache_spec(self) -> None: ...
+
+
+class MultiHeadLatentAttention:
+    """A class of its own, with methods of the same names."""
+
+    forward, forward_impl = MLAAttention.forward, MLAAttention.forward_impl
+
+
+def replaced() -> MLAAttention:
+    found = MLAAttention()
+    found.forward = lambda: None  # type: ignore[method-assign]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("layer", "said"),
+    [
+        (MultiHeadLatentAttention(), "MultiHeadLatentAttention) is no MLAAttention"),
+        (OwnForward(), "OwnForward) replaces MLAAttention.forward,"),
+        (OwnImpl(), "OwnImpl) replaces MLAAttention.forward_impl,"),
+        (replaced(), "MLAAttention) replaces MLAAttention.forward,"),
+    ],
+)
+def test_layers_that_may_write_the_cache_themselves(layer: Any, said: str) -> None:
+    found = [("layers.0", MLAAttention()), ("layers.1", layer)]
+    with pytest.raises(ValueError, match=r"layer layers\.1 \(") as caught:
+        refuse.layers(found, MLAAttention)
+    assert said in str(caught.value) and str(caught.value).endswith(refuse.INSTEAD)
+
+
+def test_vllms_own_layer_is_served() -> None:
+    refuse.layers([("layers.0", MLAAttention()), ("layers.1", OwnSpec())], MLAAttention)
+
+
+def configuration(layers: dict[str, Any] | None = None, **of_model: Any) -> Any:
+    """vLLM's, as far as it is looked at."""
+    return types.SimpleNamespace(
+        model_config=types.SimpleNamespace(**of_model),
+        compilation_config=types.SimpleNamespace(
+            static_forward_context=layers or {}, pass_config=types.SimpleNamespace()
+        ),
+    )
+
+
+def test_models_of_sparse_attention() -> None:
+    sparse, dense = types.SimpleNamespace(index_topk=2048), types.SimpleNamespace()
+    for part in ("hf_text_config", "hf_config"):
+        with pytest.raises(ValueError, match="DSA.* --kv-cache-dtype.*index_topk = 2048"):
+            refuse.settings(configuration(**{"hf_config": dense, part: sparse}))
+    refuse.settings(configuration(hf_text_config=dense, hf_config=dense))
+    layer = MLAAttention()
+    layer.use_sparse = True
+    with pytest.raises(ValueError, match="DSA.*layer layers.0 is sparse"):
+        refuse.layers([("layers.0", layer)], MLAAttention)
+
+
+class Generic:
+    """A base class of vLLM's that notes how it was made."""
+
+    def __class_getitem__(cls, item: Any) -> type:
+        return cls
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        self.given = given
+
+
+@pytest.fixture
+def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Our backend over the names of vLLM that it imports, without vLLM."""
+    bases = (
+        "MLACommonBackend", "MLACommonDecodeMetadata", "MLACommonMetadata",
+        "MLACommonMetadataBuilder", "MLACommonImpl",
+    )  # fmt: skip
+    mla = types.ModuleType(MLA)
+    mla.__dict__.update({name: type(name, (Generic,), {}) for name in bases})
+    mla.__dict__.update(MLAAttention=MLAAttention, QueryLenSupport=types.SimpleNamespace(VARLEN=1))
+    attention = types.SimpleNamespace(mla_attention=mla)
+    contents: dict[str, dict[str, Any]] = {
+        "vllm": {"envs": types.SimpleNamespace(VLLM_BATCH_INVARIANT=False)},
+        "vllm.config": {"get_current_vllm_config_or_none": lambda: None},
+        "vllm.distributed.parallel_state": {"get_dcp_group": None},
+        "vllm.model_executor.layers.attention": vars(attention),
+        "vllm.v1.attention.backend": {
+            "AttentionCGSupport": types.SimpleNamespace(UNIFORM_BATCH=1),
+            "AttentionType": types.SimpleNamespace(DECODER="decoder"),
+        },
+        "vllm.v1.attention.backends.utils": {"get_dcp_local_seq_lens": None},
+    }
+    for name, content in contents.items():
+        module = types.ModuleType(name)
+        module.__dict__.update(content)
+        monkeypatch.setitem(sys.modules, name, module)
+    name = f"{plugin.__name__}.backend"
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    yield importlib.import_module(name)
+    sys.modules.pop(name, None)
+    vars(plugin).pop("backend", None)
+
+
+def test_the_builder_looks_at_all_its_layers(backend: Any) -> None:
+    """Before vLLM's own, which reads attributes that such a layer may not have."""
+    layers = {"a": MLAAttention(), "b": MLAAttention(), "other": OwnForward()}
+    make = lambda config, *names: backend.SnapMLAMetadataBuilder(None, names, config, None)
+    for names in (("other",), ("a", "b", "other")):
+        with pytest.raises(ValueError, match=r"layer other \(.*OwnForward\)"):
+            make(configuration(layers), *names)
+    with pytest.raises(ValueError, match="index_topk = 8"):
+        make(configuration(layers, hf_config=types.SimpleNamespace(index_topk=8)), "a")
+    with pytest.raises(AttributeError, match="q_data_type"):  # of vLLM's own, so beyond our checks
+        make(configuration(layers), "a", "b")
+
+
+def test_the_impl_looks_at_its_layer_and_model(
+    backend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = lambda: backend.SnapMLAImpl(1, 576, 1.0, 1, None, None, "snapmla", None, "decoder", None)
+    impl, query = make(), (torch.zeros(1), torch.zeros(1))
+    with pytest.raises(ValueError, match="MultiHeadLatentAttention"):
+        impl.forward_mqa(query, None, None, MultiHeadLatentAttention())
+    with pytest.raises(AttributeError, match="decode"):  # of the step, which is None here
+        impl.forward_mqa(query, None, None, MLAAttention())
+    sparse = configuration(hf_text_config=types.SimpleNamespace(index_topk=8))
+    monkeypatch.setattr(backend, "get_current_vllm_config_or_none", lambda: sparse)
+    with pytest.raises(ValueError, match="index_topk = 8"):
+        make()
+
+
+def test_the_selector_is_told_what_to_use_instead(backend: Any) -> None:
+    asked = [576, torch.bfloat16, "snapmla", 64, True, False]
+    assert backend.SnapMLABackend.supports_combination(*asked, True, False, None) == refuse.SPARSE
+    assert backend.SnapMLABackend.supports_combination(*asked, False, False, None) is None
 
 
 # ------------------------------------------------------------------------- register and the check
@@ -210,22 +422,78 @@ def test_check_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert done.exit_code == 1
     assert "MISSING vllm: not installed" in done.stdout
     assert "SNAPMLA_NO_JIT forbids" in done.stdout
+    assert "refused" not in done.stdout, "of a vLLM that is not there"
 
 
-def test_check_of_an_installation_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
+KERNELS = (
+    "append_kv_xbf16_ii64_sm90a", "plan_decode_sm90a", "quantize_q_xbf16_token_head_sm90a",
+    *(f"decode_etap_r{rows}_p64_obf16_sm90a" for rows in (16, 32, 64, 128)),
+    "fetch_dequant_xbf16_ragged_sm90a",
+)  # fmt: skip
+
+
+@pytest.fixture
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The only directory of variants, with all that the backend calls; no compiler."""
+    monkeypatch.setattr(env, "places", lambda: [env.Place("`here`", tmp_path, True)])
+    monkeypatch.setattr(env, "variant_dirs", lambda: [tmp_path])
+    monkeypatch.setattr(runtime, "driver_version", lambda: None)
+    monkeypatch.setattr(runtime, "jit_refusal", lambda: "there is no compiler")
+    for name in KERNELS:
+        (tmp_path / f"{name}.so").touch()
+        (tmp_path / f"{name}.json").write_text(json.dumps({"name": name, "flavour": "cu13"}))
+    return tmp_path
+
+
+def test_check_wants_every_kernel_that_is_called(folder: Path) -> None:
+    (found,) = commands.kernels()
+    ops = "append_kv, plan_decode, quantize_q, decode, fetch_dequant"
+    assert found == (True, f"8 kernels are built: {ops}")
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_check_where_nothing_is_compiled(folder: Path, name: str) -> None:
+    """A wheel: what is missing is missing."""
+    (folder / f"{name}.json").unlink()
+    (found,) = commands.kernels()
+    assert found.ok is False
+    assert found.text.startswith(f"1 of 8 kernels are not built ({name}), and there is no compiler")
+    assert "`make wheels ARCH=sm_90a`" in found.text and "first use" not in found.text
+
+
+def test_check_where_what_is_missing_is_compiled(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / f"{KERNELS[0]}.json").unlink()
+    monkeypatch.setattr(runtime, "jit_refusal", lambda: None)
+    (found,) = commands.kernels()
+    assert found.ok is None and f"({KERNELS[0]}): each is compiled at its first use" in found.text
+
+
+def test_check_of_files_that_cannot_be_loaded(folder: Path) -> None:
+    record = {"name": KERNELS[0], "flavour": "cu13", "checksums": {"so": "0"}}
+    (folder / f"{KERNELS[0]}.json").write_text(json.dumps(record))
+    (folder / f"{KERNELS[1]}.json").unlink()
+    missing, damaged = commands.kernels()
+    assert missing.ok is damaged.ok is False
+    assert KERNELS[1] in missing.text and f"{KERNELS[0]}.so is damaged" in damaged.text
+
+
+def test_check_of_an_installation_that_works(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     release = fetch_vllm.RELEASES[-1]
     point = types.SimpleNamespace(name="snapmla", value="snapmla.integrations.vllm:register")
     monkeypatch.setattr(importlib.metadata, "version", lambda name: release)
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [point])
     monkeypatch.setattr(surface, "read", lambda: surface.recorded()[release])
-    monkeypatch.setattr(runtime, "find", lambda spec: spec)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
     done = CliRunner().invoke(commands.app, ["check"])
     assert done.exit_code == 0, done.stdout
-    assert [line[:2] for line in done.stdout.splitlines()] == ["ok"] * 5
+    assert [line[:2] for line in done.stdout.splitlines()] == ["ok"] * 6
+    (refused,) = (line for line in done.stdout.splitlines() if "refused" in line)
+    assert "(MultiHeadLatentAttention, DeepseekV32Attention), and models with index_topk" in refused
 
 
 def test_the_record_is_written_as_it_is_read(

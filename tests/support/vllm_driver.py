@@ -26,7 +26,9 @@ import torch
 from torch import Tensor
 
 import snapmla.reference
+from snapmla import runtime
 from snapmla.integrations import vllm as plugin
+from snapmla.integrations.vllm.__main__ import needed
 from snapmla.testing import metrics
 
 HEADS, NOPE, ROPE, V, LATENT, PAGE = 4, 128, 64, 128, 512, 64
@@ -193,9 +195,10 @@ class Engine:
         self.layer.bind_kv_cache(raw.view(compute_layer_kv_cache_shape_bytes(self.spec, PAGES)))
         return self.layer.kv_cache
 
-    def new_builder(self) -> Any:
+    def new_builder(self, *names: str) -> Any:
         make = self.layer.attn_backend.get_builder_cls()
-        return make(self.spec, [self.layer.layer_name], self.config, torch.device("cpu"))
+        layers = list(names) or [self.layer.layer_name]
+        return make(self.spec, layers, self.config, torch.device("cpu"))
 
     def append(self, request: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
         """New tokens of a request: latents, RoPE parts, slots; they count as cached from now on."""
@@ -412,27 +415,98 @@ def ranks() -> None:
             assert error <= expected * SLACK, i
 
 
+def refused(what: str, make: Callable[[], Any]) -> None:
+    """``make`` raises ValueError, in one sentence that has ``what``."""
+    try:
+        make()
+    except ValueError as error:
+        print(f"refused: {error}")
+        assert what in str(error) and "\n" not in str(error)
+    else:
+        raise AssertionError(what)
+
+
 def refusals() -> None:
-    """Settings with which vLLM would go past the backend stop the engine, in a sentence."""
+    """What would go past the backend stops the engine, in a sentence."""
     engine = Engine()
     passes = engine.config.compilation_config.pass_config
     builder = engine.layer.attn_backend.get_builder_cls()
     fp8 = staticmethod(lambda *_: torch.float8_e4m3fn)
-    for name, patched in (
-        ("fuse_rope_kvcache_cat_mla", mock.patch.object(passes, "fuse_rope_kvcache_cat_mla", True)),
-        (
-            "use_prefill_query_quantization",
-            mock.patch.object(builder, "determine_prefill_query_data_type", fp8),
-        ),
-    ):
-        with patched:
-            try:
-                engine.new_builder()
-            except ValueError as error:
-                print(f"refused: {error}")
-                assert name in str(error)
-            else:
-                raise AssertionError(name)
+    with mock.patch.object(passes, "fuse_rope_kvcache_cat_mla", True):
+        refused("fuse_rope_kvcache_cat_mla", engine.new_builder)
+    with mock.patch.object(builder, "determine_prefill_query_data_type", fp8):
+        refused("use_prefill_query_quantization", engine.new_builder)
+    refused_layers(engine)
+    sparse_models(engine)
+
+
+def refused_layers(engine: Engine) -> None:
+    """Layers that write the cache themselves, beside one of vLLM's own."""
+    from vllm.model_executor.layers.attention import mla_attention as mla
+
+    class MultiHeadLatentAttention(torch.nn.Module):
+        """A layer as Kimi-K3's: no MLAAttention."""
+
+    class OwnForward(mla.MLAAttention):
+        """A layer as DeepSeek-V3.2's: what is called is its own."""
+
+        def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
+            raise NotImplementedError
+
+    class OwnSpec(mla.MLAAttention):
+        """One that leaves alone what writes the cache."""
+
+        def get_kv_cache_spec(self, vllm_config: Any) -> Any:
+            return super().get_kv_cache_spec(vllm_config)
+
+    kinds = [("k3", MultiHeadLatentAttention), ("mine", OwnForward)]
+    if engine.has_specs:  # 0.26's wants operators of CUDA's to be imported
+        from vllm.models.deepseek_v32.attention import DeepseekV32Attention
+
+        kinds.append(("v32", DeepseekV32Attention))
+    q = torch.zeros(1, HEADS, LATENT + ROPE).bfloat16()
+    layer, known = engine.layer, engine.config.compilation_config.static_forward_context
+    for name, kind in kinds:
+        known[name] = kind.__new__(kind)
+        torch.nn.Module.__init__(known[name])
+        refused(f"layer {name} (", lambda name=name: engine.new_builder(layer.layer_name, name))
+        refused(kind.__name__, lambda name=name: engine.new_builder(name))
+        layer.impl._layer_is_known = False
+        refused(kind.__name__, lambda name=name: layer.impl.forward_mqa(q, q, None, known[name]))
+    layer.__class__ = OwnSpec
+    engine.new_builder()
+    layer.__class__ = mla.MLAAttention
+
+
+def sparse_models(engine: Engine) -> None:
+    """DSA: refused where vLLM chooses a backend, makes a layer's impl, and makes a builder."""
+    from vllm.platforms.interface import DeviceCapability
+
+    backend, layer = engine.layer.attn_backend, engine.layer
+    asked = {
+        "head_size": 576, "dtype": torch.bfloat16, "kv_cache_dtype": engine.dtype,
+        "block_size": PAGE, "use_mla": True, "has_sink": False, "use_mm_prefix": False,
+        "use_per_head_quant_scales": False, "device_capability": DeviceCapability(9, 0),
+        "attn_type": "decoder",
+    }  # fmt: skip
+    assert backend.validate_configuration(**asked, use_sparse=False) == []
+    theirs, ours = backend.validate_configuration(**asked, use_sparse=True)
+    print(f"reasons against: {theirs}; {ours}")
+    assert "sparse attention (DSA" in ours
+    options = {
+        "num_heads": HEADS, "head_size": 576, "scale": SCALE, "num_kv_heads": 1,
+        "alibi_slopes": None, "sliding_window": None, "kv_cache_dtype": engine.dtype,
+        "logits_soft_cap": None, "attn_type": "decoder", "kv_sharing_target_layer_name": None,
+        "q_lora_rank": None, "kv_lora_rank": LATENT, "qk_nope_head_dim": NOPE,
+        "qk_rope_head_dim": ROPE, "qk_head_dim": NOPE + ROPE, "v_head_dim": V,
+        "kv_b_proj": engine.kv_b_proj, "indexer": None,
+    }  # fmt: skip
+    backend.get_impl_cls()(**options)
+    with mock.patch.object(engine.config.model_config.hf_text_config, "index_topk", 7, create=True):
+        refused("index_topk = 7", engine.new_builder)
+        refused("index_topk = 7", lambda: backend.get_impl_cls()(**options))
+    with mock.patch.object(layer, "use_sparse", True):
+        refused(f"layer {layer.layer_name} is sparse", engine.new_builder)
 
 
 CASES: dict[str, Callable[[], None]] = {
@@ -456,18 +530,26 @@ def main(names: list[str]) -> None:
     from vllm.model_executor.layers.attention import mla_attention as mla
 
     print(f"vLLM {vllm.__version__}, torch {torch.__version__}")
-    plain = prefill_backend()
+    plain, loaded, load = prefill_backend(), set(), runtime.kernel
+
+    def noted(spec: Any, *more: Any) -> Any:
+        loaded.add(spec)
+        return load(spec, *more)
+
     with (
         mock.patch.object(torch, "empty", without_pinning(torch.empty)),
         mock.patch.object(torch, "zeros", without_pinning(torch.zeros)),
         mock.patch.object(torch, "tensor", without_pinning(torch.tensor)),
         mock.patch.object(mla, "get_mla_prefill_backend", lambda *_: plain),
         mock.patch.object(mla, "merge_attn_states", merged),
+        mock.patch.object(runtime, "kernel", noted),
         SETTINGS,
     ):
         for name in names:
             torch.manual_seed(0)  # a case has the same numbers alone
             CASES[name]()
+    unknown = {spec.name for spec in loaded - set(needed()) if spec.op != "merge_states"}
+    assert not unknown, f"`check` does not ask for {unknown}"  # merge_states: of ``ranks`` here
     print("all right")
 
 

@@ -6,20 +6,20 @@ import importlib.metadata
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
 import typer
 
-from dsl_kernels.spec import decode_spec
-from snapmla import env, runtime
-from snapmla.errors import SnapMLAError
-from snapmla.integrations.vllm import surface
+from dsl_kernels.spec import VariantSpec
+from snapmla import env, info, runtime
+from snapmla.errors import SnapMLAError, VariantError
+from snapmla.integrations.vllm import refuse, surface
 
 app = typer.Typer(add_completion=False, help=__doc__)
 GROUP = "vllm.general_plugins"
-PAGE, ROW_TILES = 64, (16, 32, 64, 128)
+ARCH = "sm_90a"
 
 
 class Finding(NamedTuple):
@@ -57,7 +57,19 @@ def names() -> Iterator[Finding]:
     said = surface.differences(found, known)
     yield from (Finding(*each) for each in said)
     if not said:
-        yield Finding(True, f"{len(surface.RELIED)} names and signatures of vllm are as known")
+        count = len(surface.RELIED) + len(surface.REFUSED)
+        yield Finding(True, f"{count} names and signatures of vllm are as known")
+
+
+def not_served() -> Finding:
+    """What the backend stops the engine at, of models that vLLM has."""
+    classes = (name.partition(":")[2].partition(".") for name in surface.REFUSED)
+    layers = dict.fromkeys(kind for kind, dot, _ in classes if dot)
+    return Finding(
+        True,
+        "refused, each in a sentence: MLA layers that are not MLAAttention with its own forward "
+        f"({', '.join(layers)}), and models with index_topk (DSA): for those {refuse.INSTEAD}",
+    )
 
 
 def entry_point() -> Finding:
@@ -81,16 +93,51 @@ def card() -> Finding:
     return Finding(fits, f"{name}, sm_{capability[0]}{capability[1]}{wanted}")
 
 
-def kernels() -> Finding:
-    """The variants that decode pages of 64 tokens: built, or to be compiled at first use."""
-    specs = [decode_spec("etap", rows, PAGE, "bf16", "sm_90a") for rows in ROW_TILES]
-    missing = [spec.name for spec in specs if runtime.find(spec) is None]
-    if not missing:
-        return Finding(True, f"{len(specs)} decode kernels are built")
-    text = f"not built: {', '.join(missing)}"
-    if env.NO_JIT.enabled():
-        return Finding(False, f"{text}, and SNAPMLA_NO_JIT forbids to compile them")
-    return Finding(None, f"{text}; compiled at first use if nvidia-cutlass-dsl is installed")
+def needed() -> list[VariantSpec]:
+    """Kernels that the backend calls, whatever the model: those of a decode step with slots as vLLM
+    counts them (int64), and the one that fetches cached prefixes, which it packs."""
+    step = [spec for spec in info.needed(ARCH) if spec.op != "append_kv"]
+    return [
+        VariantSpec(op="append_kv", arch=ARCH, index_dtype="i64"),
+        *step,
+        VariantSpec(op="fetch_dequant", arch=ARCH, mode="ragged"),
+    ]
+
+
+def kernels() -> Iterator[Finding]:
+    """The kernels that the backend calls: built, to be compiled at first use, or missing."""
+    specs = needed()
+    missing = [spec for spec in specs if runtime.find(spec) is None]
+    refusal = runtime.jit_refusal()
+    if missing:
+        names = ", ".join(spec.name for spec in missing)
+        text = f"{len(missing)} of {len(specs)} kernels are not built ({names})"
+        if refusal is None:
+            yield Finding(None, f"{text}: each is compiled at its first use, which takes seconds")
+            return
+        yield Finding(
+            False,
+            f"{text}, and {refusal}: install the kernels' wheel that `make wheels ARCH={ARCH}` "
+            f"makes in a checkout, or let {env.VARIANT_DIR.name} name a directory that has them",
+        )
+    wrong = [] if refusal is None else list(_unusable(s for s in specs if s not in missing))
+    yield from (Finding(False, text) for text in wrong)
+    if not missing and not wrong:
+        yield Finding(True, f"{len(specs)} kernels are built: {_ops(specs)}")
+
+
+def _unusable(specs: Iterable[VariantSpec]) -> Iterator[str]:
+    """Why kernels that are there cannot be loaded; asked only where nothing would be compiled."""
+    for spec in specs:
+        try:
+            runtime.find_or_build(spec, need_library=True)
+        except VariantError as error:
+            yield str(error)
+
+
+def _ops(specs: list[VariantSpec]) -> str:
+    """Of which ops, in order, each once."""
+    return ", ".join(dict.fromkeys(spec.op for spec in specs))
 
 
 @app.command()
@@ -99,8 +146,8 @@ def check() -> None:
     try:
         found = [release()]
         if found[0].ok is not False:
-            found += names()
-        found += [entry_point(), card(), kernels()]
+            found += [*names(), not_served()]
+        found += [entry_point(), card(), *kernels()]
     except SnapMLAError as error:
         found.append(Finding(False, str(error)))
     for finding in found:

@@ -31,6 +31,7 @@ from typing import Any, ClassVar
 
 import torch
 from vllm import envs
+from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed.parallel_state import get_dcp_group
 from vllm.model_executor.layers.attention import mla_attention as mla
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
@@ -40,6 +41,7 @@ from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK, QK_ROPE_HEAD_DIM
 from snapmla import attention, cache, fetch, layouts, plan_cache, quant
 from snapmla.decode_plan import DecodePlan
 from snapmla.integrations import vllm as plugin
+from snapmla.integrations.vllm import refuse
 
 PAGE = 64
 TOKEN_BYTES = KV_LORA_RANK + 2 * QK_ROPE_HEAD_DIM + 4
@@ -90,6 +92,21 @@ class SnapMLABackend(mla.MLACommonBackend):
         return [HEAD_DIM_QK]
 
     @classmethod
+    def supports_combination(
+        cls,
+        head_size: int,
+        dtype: torch.dtype,
+        kv_cache_dtype: str | None,
+        block_size: int | None,
+        use_mla: bool,
+        has_sink: bool,
+        use_sparse: bool,
+        use_mm_prefix: bool,
+        device_capability: Any,
+    ) -> str | None:
+        return refuse.SPARSE if use_sparse else None  # vLLM's own reason does not say what to do
+
+    @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
         return capability.major == 9
 
@@ -129,11 +146,15 @@ class SnapMLAMetadataBuilder(mla.MLACommonMetadataBuilder[SnapMLAMetadata]):
     def __init__(
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
     ) -> None:
+        context = vllm_config.compilation_config.static_forward_context
+        # Before vLLM's own: that reads attributes which a layer of another class may not have.
+        refuse.settings(vllm_config)
+        refuse.layers(((name, context[name]) for name in layer_names), mla.MLAAttention)
         super().__init__(
             kv_cache_spec, layer_names, vllm_config, device, SnapMLAMetadata,
             supports_dcp_with_varlen=True,
         )  # fmt: skip
-        _refuse(vllm_config, self.q_data_type)
+        refuse.prefill(self.q_data_type)
         if envs.VLLM_BATCH_INVARIANT:
             # Else a prompt of few tokens is decode where it comes first in its batch.  The builder
             # reads this for nothing else.
@@ -210,26 +231,6 @@ class SnapMLAMetadataBuilder(mla.MLACommonMetadataBuilder[SnapMLAMetadata]):
         )
 
 
-def _refuse(vllm_config: Any, prefill_dtype: torch.dtype) -> None:
-    """Stops the engine where it would compute something else than it should.
-
-    Raises:
-        ValueError: saying which setting to change.
-    """
-    passes = vllm_config.compilation_config.pass_config
-    if getattr(passes, "fuse_rope_kvcache_cat_mla", False):
-        raise ValueError(
-            "snapmla: the compile pass fuse_rope_kvcache_cat_mla writes the cache in vLLM's own "
-            "format, past this backend: set compilation_config.pass_config."
-            "fuse_rope_kvcache_cat_mla = False"
-        )
-    if prefill_dtype != torch.bfloat16:
-        raise ValueError(
-            f"snapmla: prefill in {prefill_dtype} would read a cached prefix as it is stored: set "
-            "attention_config.use_prefill_query_quantization = False"
-        )
-
-
 class SnapMLAImpl(mla.MLACommonImpl[SnapMLAMetadata]):
     """One layer's attention; prefill is vLLM's own."""
 
@@ -261,6 +262,10 @@ class SnapMLAImpl(mla.MLACommonImpl[SnapMLAMetadata]):
                 "snapmla: decoder attention only, without alibi_slopes, sliding_window, "
                 "logits_soft_cap"
             )
+        config = get_current_vllm_config_or_none()  # of the model that is being built
+        if config is not None:
+            refuse.model(config)  # here before weights are loaded
+        self._layer_is_known = False
         self.supports_quant_query_input = False  # the layer then hands over (q_nope, q_rope)
         self._caches: dict[tuple[Any, ...], cache.PagedKVCache] = {}
 
@@ -297,6 +302,10 @@ class SnapMLAImpl(mla.MLACommonImpl[SnapMLAMetadata]):
         layer: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """q (tokens, h, 576), or its two parts -> out (tokens, h, 512), LSE (tokens, h)."""
+        if not self._layer_is_known:  # an impl has one layer, and meets it here
+            name = getattr(layer, "layer_name", "without a name")
+            refuse.layer(name, layer, mla.MLAAttention)
+            self._layer_is_known = True
         parts = q if isinstance(q, tuple) else q.split([KV_LORA_RANK, QK_ROPE_HEAD_DIM], -1)
         step = attn_metadata.decode
         if step.s_q is not None:

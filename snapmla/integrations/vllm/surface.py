@@ -1,13 +1,18 @@
 """What the backend relies on in vLLM, read from an installation or from the record of releases.
 
 ``surface.json`` holds it for the releases that the backend was run with: parameters of functions
-and methods, fields of dataclasses, and which names are there.
+and methods, fields of dataclasses, which names are there, and where an enumeration's member is
+another name of an older one.  Beside that it has the layers that write the cache themselves, which
+the backend refuses (``refuse.py``): one that gets another name is to be looked at.
 """
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import enum
 import importlib
+import importlib.util
 import inspect
 import json
 from pathlib import Path
@@ -17,6 +22,7 @@ RECORD = Path(__file__).with_name("surface.json")
 _MLA = "vllm.model_executor.layers.attention.mla_attention"
 _BACKEND = "vllm.v1.attention.backend"
 _BACKENDS = "vllm.v1.attention.backends"
+QUANT_MODE = "vllm.v1.kv_cache_interface:KVQuantMode.CUSTOM"  # what our cache dtype counts as
 # module:name, in the order of the backend's text; name@attribute: what the function's text mentions
 RELIED = (
     f"{_BACKENDS}.registry:AttentionBackendEnum.CUSTOM",
@@ -24,13 +30,16 @@ RELIED = (
     "vllm.config.cache:register_kv_cache_dtype",
     "vllm.config.cache:KV_CACHE_DTYPES",
     "vllm.v1.kv_cache_interface:KVQuantMode",
+    QUANT_MODE,
     "vllm.envs:VLLM_BATCH_INVARIANT",
+    "vllm.config:get_current_vllm_config_or_none",
     "vllm.distributed.parallel_state:get_dcp_group",
     f"{_BACKEND}:AttentionCGSupport.UNIFORM_BATCH",
     f"{_BACKEND}:AttentionType.DECODER",
     f"{_BACKENDS}.utils:get_dcp_local_seq_lens",
     f"{_MLA}:MLACommonBackend.customize_spec",
     f"{_MLA}:MLACommonBackend.get_supported_head_sizes",
+    f"{_MLA}:MLACommonBackend.supports_combination",
     f"{_MLA}:MLACommonDecodeMetadata",
     f"{_MLA}:MLACommonMetadata",
     f"{_MLA}:QueryLenSupport.VARLEN",
@@ -47,19 +56,46 @@ RELIED = (
     f"{_MLA}:ops.cp_gather_and_upconvert_fp8_kv_cache",
     f"{_MLA}:ops.gather_and_maybe_dequant_cache",
     "vllm.config.compilation:PassConfig.fuse_rope_kvcache_cat_mla",
+    "vllm.config.compilation:CompilationConfig.static_forward_context",
+    "vllm.config.model:ModelConfig.hf_text_config",
+    f"{_MLA}:MLAAttention.forward",
+    f"{_MLA}:MLAAttention.forward@unified_mla_kv_cache_update",
+    f"{_MLA}:MLAAttention.forward_impl",
+    f"{_MLA}:MLAAttention.update_kv_cache",
+    f"{_MLA}:MLAAttention.update_kv_cache@do_kv_cache_update",
 )
 # of newer releases only; without them the backend takes the older way
 OPTIONAL = frozenset({
     "vllm.config.cache:register_kv_cache_dtype",
     "vllm.config.cache:KV_CACHE_DTYPES",
     f"{_MLA}:MLACommonBackend.customize_spec",
+    f"{_MLA}:MLAAttention.update_kv_cache",
+    f"{_MLA}:MLAAttention.update_kv_cache@do_kv_cache_update",
+    QUANT_MODE,
 })  # fmt: skip
+_K3 = "vllm.models.kimi_k3.nvidia.mla:MultiHeadLatentAttention"
+_V32 = ("vllm.models.deepseek_v32.attention", "vllm.models.deepseek_v32.nvidia.attention")
+# Layers that write the cache themselves, and the names by which they do it.  A release has some.
+REFUSED = (
+    _K3,
+    f"{_K3}._decode_concat_cache",
+    f"{_K3}._forward_prefill_fused",
+    f"{_K3}._gather_context_latent",
+    *(
+        f"{module}:{name}"
+        for module in _V32
+        for name in (
+            "DeepseekV32Attention.forward", "fused_norm_rope", "fused_q", "sparse_attn_indexer",
+        )
+    ),
+)  # fmt: skip
 Surface = dict[str, list[str] | bool]
 
 
 def read() -> Surface:
     """Name -> parameters or fields, True for what has none, False for what is not there."""
-    return {name: _described(name) for name in RELIED}
+    found = {name: _described(name) for name in RELIED}
+    return found | {name: read_source(name) for name in REFUSED}
 
 
 def _described(name: str) -> list[str] | bool:
@@ -77,11 +113,47 @@ def _described(name: str) -> list[str] | bool:
         return False
     if mentioned:
         return mentioned in value.__code__.co_names
+    if isinstance(value, enum.Enum) and value.name != last:
+        return [f"another name of {value.name}"]
     if isinstance(value, type):
         if dataclasses.is_dataclass(value):
             return [field.name for field in dataclasses.fields(value)]
         return True
     return list(inspect.signature(value).parameters) if callable(value) else True
+
+
+def read_source(name: str) -> list[str] | bool:
+    """``_described`` of what is written in a file of vLLM's, which is not imported.
+
+    A model's module may want libraries that are not here, or a GPU.
+    """
+    module, _, path = name.partition(":")
+    package, *folders = module.split(".")
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        return False
+    file = Path(spec.submodule_search_locations[0], *folders).with_suffix(".py")
+    if not file.is_file():
+        return False
+    node: Any = ast.parse(file.read_text())
+    for part in path.split("."):
+        inside = (each for each in node.body if part in _binds(each))
+        node = next(inside, None)
+        if node is None:
+            return False
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        return True
+    given = node.args
+    first = [each.arg for each in (*given.posonlyargs, *given.args)]
+    more = [each.arg for each in (given.vararg, *given.kwonlyargs, given.kwarg) if each]
+    return first + more
+
+
+def _binds(node: ast.stmt) -> set[str]:
+    """The names that a function, a class or an import gives."""
+    if isinstance(node, ast.ImportFrom):
+        return {each.asname or each.name for each in node.names}
+    return {name} if (name := getattr(node, "name", None)) else set()
 
 
 def recorded() -> dict[str, Surface]:
@@ -96,10 +168,19 @@ def differences(found: Surface, known: Surface) -> list[tuple[bool | None, str]]
         got = found.get(name, False)
         if got == wanted or _adds(got, wanted):
             continue
-        lists = isinstance(got, list) and isinstance(wanted, list)
-        ok = None if lists and set(wanted) <= set(got) else False  # type: ignore[arg-type]
-        said.append((ok, f"{name}: {_text(wanted)} is {_text(got)} here"))
+        said.append((_harm(name, got, wanted), f"{name}: {_text(wanted)} is {_text(got)} here"))
     return said
+
+
+def _harm(name: str, got: list[str] | bool, wanted: list[str] | bool) -> bool | None:
+    """None where the backend may do nevertheless, else False."""
+    if name in REFUSED:
+        return None  # by whatever name: it is none that ``refuse`` knows
+    if name == QUANT_MODE and got is not False:
+        return None  # a mode of its own, or another one's
+    if isinstance(got, list) and isinstance(wanted, list) and set(wanted) <= set(got):
+        return None
+    return False
 
 
 def _adds(got: list[str] | bool, wanted: list[str] | bool) -> bool:
