@@ -322,7 +322,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("env.py", 'found.append(Place("the package', 'found.insert(0, Place("the package',
            "host/test_env.py::test_a_bundle_comes_before_the_cache",
            "the package's own variants are preferred to those of the chosen directory"),
-    Mutant("testing/selfcheck.py", "FLIPS = 1e-3", "FLIPS = 1e-2",
+    Mutant("testing/comparison.py", "FLIPS = 1e-3", "FLIPS = 1e-2",
            "host/test_selfcheck.py::test_fp32_results_get_no_allowance_for_bf16",
            "fp32 results may be rounded to bf16 on the way"),
     Mutant("dump.py", "* page_size < lengths", "* page_size <= lengths",
