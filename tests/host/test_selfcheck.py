@@ -11,7 +11,7 @@ import torch
 import snapmla
 from snapmla import reference
 from snapmla.testing import comparison, selfcheck
-from tests.support.aligned import Aligned, two_of_one_logit
+from snapmla.testing.aligned import Aligned, two_of_one_logit
 from tests.support.needs import needs_compiler
 from tests.support.steps import SCALE, make_step
 from tests.support.ties import LENGTHS, Tied
