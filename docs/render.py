@@ -55,6 +55,7 @@ MODULES: dict[str, tuple[str, ...]] = {
         "mla_decode_reference", "reference_from_unquantised", "quantize_rows", "dequantize_rows",
         "rms_norm_rows", "rotate_rows", "QuantConfig",
     ),
+    "snapmla.selfcheck": ("decode_errors", "DecodeErrors", "QkErrors", "lse_bounds"),
 }  # fmt: skip
 SECTIONS = ("Args", "Attributes", "Returns", "Raises", "Source")
 PICTURE_PAGE = 64  # tokens of a page in the pictures

@@ -38,6 +38,11 @@ class QkErrors:
         error: relative L2 to fp64 of attention by the tensor core's logits, all else exact.
         lse_error: the largest of its errors of LSE, with its sign.
         rest: relative L2 of the mimic with exact logits, in the output's dtype: what would remain.
+
+    Raises:
+        Nothing: it holds numbers.
+
+    Source: our own.
     """
 
     error: float
@@ -56,15 +61,23 @@ class DecodeErrors:
     """Errors of a decode against fp64 on the stored inputs, and what the rounding alone explains.
 
     Attributes:
-        error: relative L2 of the output; ``allowed`` is 1.1 times that of the mimic (FP8 P, matrix
-            products as the tensor core accumulates them) in the output's dtype, plus 2e-5.
-        lse_error: largest absolute error; ``lse_allowed`` is 1.1 times the mimic's, plus 2e-5.
-        apart: relative L2 of the output to the mimic; ``apart_allowed`` is 1.1 times the rounding
-            to the output's dtype with ``FLIPS`` (``FLIPS_OF_TWO`` for two terms of P).  It sees
-            what is small beside FP8 P.  Where it would be more, it is to the nearest of the mimics
-            whose P's at ties are rounded one way or the other.
+        error: relative L2 of the output.
+        allowed: 1.1 times that of the mimic (FP8 P, matrix products as the tensor core accumulates
+            them) in the output's dtype, plus 2e-5.
+        lse_error: largest absolute error.
+        lse_allowed: 1.1 times the mimic's, plus 2e-5.
+        apart: relative L2 of the output to the mimic.  It sees what is small beside FP8 P.  Where
+            it would be more than allowed, it is to the nearest of the mimics whose P's at ties are
+            rounded one way or the other.
+        apart_allowed: 1.1 times the rounding to the output's dtype with ``FLIPS``, 1e-3
+            (``FLIPS_OF_TWO``, 2.5e-4, for two terms of P).
         flipped: how many P's that one rounds the other way.
         qk: how much of this is Q.K's; None: not asked for (``decode_errors(plan=)``).
+
+    Raises:
+        Nothing: it holds numbers.
+
+    Source: our own.
     """
 
     error: float
@@ -127,11 +140,15 @@ def decode_errors(
     ``error``, and with ``plan`` how much of it is Q.K's (docs/numerics.md, "Q.K's sums").
 
     Args:
-        out, lse: what ``decode`` returned; ``lse_base`` e, -inf for rows that see no token.
-        q, cache, block_table, cache_seqlens, softmax_scale, causal: as given to ``decode``.
+        out: what ``decode`` returned, bfloat16 or float32 (b, s_q, h, 512), or (total_q, h, 512).
+        lse: float32 (b, h, s_q), or (h, total_q), to base e; -inf for rows that see no token.
+        q, cache, softmax_scale, causal: as given to ``decode``.
+        block_table: int32 or int64 (b, width).
+        cache_seqlens: int32 or int64 (b,).
         plan: that of the call: its kernel's terms of P (``accuracy``) and architecture choose the
             mimic, and Q.K's share of the error is told.  None: one term on Hopper, no share.
-        cu_seqlens_q, row_seqlens: as given to the plan; rows of no sequence are not compared.
+        cu_seqlens_q: int32 (b + 1,), as given to the plan; rows of no sequence are not compared.
+        row_seqlens: int32 (b, s_q) or (total_q,), as given to the plan.
         batches, heads: compare only these; None: all.
         config: another mimic than the plan's.
 
@@ -141,6 +158,8 @@ def decode_errors(
     Raises:
         TypeError, ValueError: the plan is no DecodePlan, or of a 16-bit cache; a ragged plan's
             ``cu_seqlens_q``, or its ``row_seqlens``, is missing.
+
+    Source: our own; the mimic's rounding is told in docs/numerics.md.
     """
     if plan is not None:
         _check_plan(plan, cu_seqlens_q, row_seqlens)

@@ -153,14 +153,25 @@ def lse_bounds(
     between ln sum exp(l + low) - ln sum exp(l) and the same with high.  Rounding to fp32 is in it.
 
     Args:
-        q_nope, q_rope, q_scale, content, rope, scale, block_table, cache_seqlens, softmax_scale,
-            causal, row_seqlens: stored tensors as of ``snapmla.reference.mla_decode_reference``,
-            s_q query tokens a sequence.
+        q_nope: (b, s_q, h, 512) float8_e4m3fn.
+        q_rope: (b, s_q, h, 64) bfloat16, divided by q_scale.
+        q_scale: (b, s_q, h) float32, or (b, s_q) for one scale per token.
+        content: (pages, P, 512) float8_e4m3fn.
+        rope: (pages, P, 64) bfloat16, divided by ``scale``.
+        scale: (pages, P) float32.
+        block_table: (b, width) int32 or int64 page ids.
+        cache_seqlens: (b,) int32 or int64, tokens of each sequence.
+        softmax_scale: factor of the logits.
+        causal: query s sees the first cache_seqlens - (s_q - 1 - s) tokens.
+        row_seqlens: (b, s_q) int32 or int64: how many tokens each query token sees, instead.
         chain: content channels that share an accumulator.
 
     Returns:
         (low, high): (b, h, s_q) fp64, natural logarithm, low <= 0 <= high; 0, 0 for a row that sees
         no token; NaN for one that sees a NaN.
+
+    Raises:
+        RuntimeError, IndexError: from torch, if shapes or page ids do not go together.
 
     Source: the step's rules, recorded on an H200 (``softgpu.tensor_core``).
     """

@@ -11,6 +11,7 @@ from snapmla.testing.accumulate import bf16_dot, hopper_fp8_dot
 from tests.support.needs import DEVICES, needs_kernels
 
 LOGIT = 40.0
+ANY_INPUT = 8 * 34 * 2.0**-13  # of sum |q k|, as the docs have it
 # Share of the bound that every row and the best one reach; the largest |error| / logit.
 REACHED = {
     "key": (0.33, 0.5, 2e-3),
@@ -35,6 +36,7 @@ def test_a_query_that_equals_a_key(kind: str, rows: int, device: str) -> None:
     assert (low <= error).all() and (error <= high).all()
     assert (share >= every).all() and share.max() >= best
     assert -error.min() >= bias * LOGIT
+    assert -low.min() <= ANY_INPUT * LOGIT * 1.001  # its products have one sign
 
 
 def draw(kind: str, rows: int, channels: int, random: torch.Generator) -> torch.Tensor:
