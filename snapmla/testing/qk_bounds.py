@@ -59,7 +59,7 @@ class Interval:
 
     def _lose_of_itself(self, unit: Tensor, grain: Tensor) -> None:
         """A cut of the sum to multiples of ``unit``, if it is one of ``grain``."""
-        loss = torch.where(unit > grain, unit, 0.0)
+        loss = torch.where(unit > grain, torch.minimum(unit, self.most), 0.0)
         self._lose(loss * (self.exact + self.high > 0), loss * (self.exact + self.low < 0))
 
     def add(self, products: Tensor, top: tuple[Tensor, Tensor], fraction: int, kept: int) -> None:

@@ -68,11 +68,12 @@ def test_the_tensor_cores_sums_are_inside(kind: str) -> None:
     assert share.max() > {"any": 0.3, "positive": 0.5, "loud": 0.2}[kind]
 
 
-def test_one_addend_that_is_cut_reaches_the_bound() -> None:
-    """A product below the unit of its step, 2^(16 - 13), is lost whole.  Nothing else is: the
-    accumulator and its sums are multiples of that unit."""
+@pytest.mark.parametrize("channel", [1, 40])
+def test_one_addend_that_is_cut_reaches_the_bound(channel: int) -> None:
+    """A product below the unit of its step, 2^(16 - 13), is lost whole, and an accumulator below
+    that of the step behind it.  Nothing else is: all sums are multiples of that unit."""
     a, rope = torch.zeros(1, 512, dtype=torch.float64), torch.zeros(1, 64, dtype=torch.float64)
-    a[0, :2] = torch.tensor([256.0, 2.75])
+    a[0, 0], a[0, channel] = 2.75, 256.0
     exact, low, high = (float(x) for x in qk_bounds.dot_bounds(a, a, rope, rope))
     got = float(hopper_fp8_dot(a[:, :256].float(), a[:, :256].float()))
     assert (got, exact, got - exact) == (65536, 65536 + 2.75**2, -(2.75**2))
