@@ -38,6 +38,7 @@ MODULES: dict[str, tuple[str, ...]] = {
         "mla_decode_reference", "reference_from_unquantised", "quantize_rows", "dequantize_rows",
         "rms_norm_rows", "rotate_rows", "QuantConfig",
     ),
+    "snapmla.selfcheck": ("decode_errors", "DecodeErrors", "QkErrors", "lse_bounds"),
 }  # fmt: skip
 # What the package's own modules use of a class, and a caller does not: last on the page.
 INTERNALS: dict[str, tuple[str, ...]] = {
@@ -46,7 +47,7 @@ INTERNALS: dict[str, tuple[str, ...]] = {
         "token_tile", "unit_rows", "fixed_overhead", "split_tiles", "longest_item",
         "max_stretches", "tile_ns", "sequences", "group", "n_units", "rows", "place", "trims",
         "may_trim", "idle", "variant", "as_given", "regroups", "must_regroup", "arguments",
-        "plain", "may_split", "can_split",
+        "plain", "may_split", "can_split", "merges", "from_outside",
     ),
     "PagedKVCache": (
         "content_u8", "memory", "traceable", "stays", "plain", "arguments", "decode_arguments",

@@ -1,4 +1,4 @@
-"""Draws plots of committed tables: ``speed.svg``, ``roofline.svg``, ``stamps.svg``.
+"""Draws plots of committed tables: ``speed``, ``roofline``, ``stamps`` and ``lse-bias.svg``.
 
     pip install -e '.[plots]'       # matplotlib
     python docs/plots.py            # write
@@ -14,6 +14,7 @@ import argparse
 import hashlib
 import io
 import json
+import math
 import re
 import sys
 from collections.abc import Callable
@@ -33,7 +34,7 @@ RESULTS = ROOT / "profiles" / "results"
 DOCS = ROOT / "docs"
 # tables with even batches of 32; of a shape in several the first one's row is drawn
 SPEED_TABLES = ("lengths", "h200-table", "snapmla-fig5", "etap-fig1")
-ROOFLINE_TABLE, POWER_TABLE, STAMPS = "h200-table", "power", "stamps-h200"
+ROOFLINE_TABLE, POWER_TABLE, STAMPS, BIAS = "h200-table", "power", "stamps-h200", "qk-bias"
 HEADS, BATCH = (16, 64, 128), 32
 PEERS = {"flashmla_bf16": "FlashMLA BF16", "flashmla_fp8": "FlashMLA FP8"}
 COLOURS = {"snapmla": "#2e7d4f", "flashmla_bf16": "#8a94a3", "flashmla_fp8": "#c08a2b"}
@@ -266,6 +267,50 @@ def draw_stamps(data: Data) -> Any:
     return figure
 
 
+# ---------------------------------------------------------------- bias of LSE
+
+
+def bias_data() -> Data:
+    """Error of two merged ranks by their logit, and the bias of the matching one."""
+    report = table(BIAS, "run `python -m profiles.qk_bias --out profiles/results`")
+    points = [[r["logit"], r["standard"], r["high"], r["bias"][0]] for r in report["merged"]]
+    return {"points": points, "card": card_of(report), "commit": report["commit"][:7]}
+
+
+def merged_error(bias: float) -> float:
+    """Relative L2 of a + b, orthogonal and of one size, where a is weighed exp(bias) of b."""
+    weight = 1 / (1 + math.exp(-bias))
+    return math.hypot(weight - 0.5, 0.5 - weight) / math.hypot(0.5, 0.5)
+
+
+def draw_bias(data: Data) -> Any:
+    """Measured points of both accuracies on the line that the bias predicts."""
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(5.6, 3.2))
+    logits, standard, high, biases = zip(*data["points"], strict=True)
+    slope = sum(b / x for x, b in zip(logits, biases, strict=True)) / len(logits)
+    x = [logits[0] * (logits[-1] / logits[0]) ** (i / 50) for i in range(51)]
+    label = f"by a bias of {slope:.2e} of the logit".replace("e-0", "e-")
+    axes.plot(x, [merged_error(slope * v) for v in x], color=INK, lw=1.2, label=label)
+    axes.plot(logits, standard, "o", color=COLOURS["flashmla_fp8"], ms=7, label='"standard"')
+    axes.plot(logits, high, "o", color=COLOURS["snapmla"], ms=3.5, label='"high"')
+    axes.axhline(6e-4, color=COLOURS["flashmla_bf16"], lw=1, ls="--")
+    axes.text(logits[-1], 6.4e-4, "6e-4", ha="right", va="bottom", fontsize=8, color=INK)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(logits, [f"{v:g}" for v in logits])
+    axes.set_ylim(4e-4, 1.5e-1)
+    axes.set_xlabel("logit of the token that the query equals, on its rank")
+    axes.set_ylabel("relative L2 of the merged output")
+    axes.grid(lw=0.5, alpha=0.4)
+    axes.legend(fontsize=8, loc="upper left")
+    note = f"two ranks of equal LSE; {data['card']}, table {BIAS} ({data['commit']})"
+    figure.text(0.995, 0.01, note, ha="right", va="bottom", fontsize=7, color=INK)
+    figure.subplots_adjust(left=0.125, right=0.985, top=0.97, bottom=0.21)
+    return figure
+
+
 # ---------------------------------------------------------------- files
 
 
@@ -307,6 +352,7 @@ PLOTS = (
     Plot("speed.svg", speed_data, draw_speed),
     Plot("roofline.svg", roofline_data, draw_roofline),
     Plot("stamps.svg", stamps_data, draw_stamps),
+    Plot("lse-bias.svg", bias_data, draw_bias),
 )
 
 

@@ -69,8 +69,9 @@ class Step:
     def right(self, running: int) -> bool:
         """Prints the errors; padded slots must be 0 and -inf."""
         errors = selfcheck.decode_errors(
-            self.out, self.lse, self.query, self.cache, self.block_table, self.lengths, SCALE
-        )
+            self.out, self.lse, self.query, self.cache, self.block_table, self.lengths, SCALE,
+            plan=self.plan,
+        )  # fmt: skip
         padded = self.out[running:].any() or not self.lse[running:].isneginf().all()
         print(f"  {errors}, padded slots {'WRONG' if padded else 'empty'}")
         return errors.right and not padded

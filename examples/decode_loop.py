@@ -78,7 +78,7 @@ def main() -> int:
         print(f"step {step}: lengths {lengths}, pages {[len(p) for p in pages.owned]}")
 
     errors = selfcheck.decode_errors(
-        out, lse, query, caches[-1], pages.block_table, cache_seqlens, SCALE
+        out, lse, query, caches[-1], pages.block_table, cache_seqlens, SCALE, plan=plan
     )
     print(f"last layer of the last step on {device}: {errors}")
     print("right" if errors.right else "WRONG")

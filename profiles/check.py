@@ -112,7 +112,8 @@ def check_decode(
     or of these by request.
 
     ``gates``: allowed relative L2 error of each request's ``out``.  ``strict_lse`` also gates the
-    LSE: |error| <= 2e-4 + 1e-3 * largest |logit|.
+    LSE: |error| <= 2e-4 + 1e-3 * largest |logit|, twice what random logits show and less than a row
+    shows that equals a key (``snapmla.testing.qk_bounds``).
     """
     worst, worst_lse, problems = 0.0, None, []
     for request, truth in truths.items():

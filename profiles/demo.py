@@ -36,8 +36,8 @@ from snapmla.cache import PagedKVCache
 from snapmla.decode_plan import DecodePlan
 from snapmla.errors import SnapMLAError
 from snapmla.quant import QuantizedQuery
+from snapmla.testing.comparison import DecodeErrors, decode_errors
 from snapmla.testing.rounding import quantize_rows
-from snapmla.testing.selfcheck import DecodeErrors, decode_errors
 
 D, R = 512, 64
 DRAFTS = (3, 0, 1, 2)  # tokens that requests verify beside the next one, by request and step

@@ -150,7 +150,9 @@ def plan_decode(
             graph is captured or replayed, nor under ``torch.compile``).  None: the environment
             variable SNAPMLA_CHECK_PLAN, read here.
         accuracy: ``standard``, or ``high``: softmax weights as two e4m3 terms, 6e-4 relative L2
-            where one gives 2.6e-2 (docs/numerics.md); ``snapmla.explain`` says what it costs.  With
+            where one gives 2.6e-2, while logits have a standard deviation of 1 or less (1e-3 at 3).
+            Neither mends Q.K, whose logits are low by some 1.9e-3 of themselves for a token that
+            equals the query (docs/numerics.md).  ``snapmla.explain`` says what it costs.  With
             a 16-bit cache P has 16 bits, and there is ``standard`` alone.
         cache_dtype: of the cache that ``decode`` will get, as ``PagedKVCache.allocate`` takes it:
             ``fp8``, torch.bfloat16 or torch.float16.

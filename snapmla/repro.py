@@ -1,7 +1,7 @@
 """``snapmla repro``: a dumped call (``snapmla.dump``) run again, on a GPU or on the software GPU.
 
 Results are compared with those in the file, if it has any, and a decode's with the reference, whose
-tolerance follows from the rounding (``snapmla.selfcheck.decode_errors``).
+tolerance follows from the rounding (``snapmla.comparison.decode_errors``).
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def difference(got: Tensor, want: Tensor) -> str | None:
 
 def against_reference(spec: VariantSpec, call: Dump) -> tuple[str, bool]:
     """A decode's results against fp64 on its stored inputs: figures, and whether they are right."""
-    from snapmla.testing import selfcheck
+    from snapmla.testing import comparison
 
     given = call.arguments
     out, lse = _results(given)
@@ -147,8 +147,8 @@ def against_reference(spec: VariantSpec, call: Dump) -> tuple[str, bool]:
     if limits.numel() and begin is None:
         limits = limits.view(query[0].shape[:2])
     cache = PagedKVCache.from_tensors(given["content"], given["rope"], given["scale"])
-    mimic = selfcheck.MIMIC_OF[spec.arch]
-    errors = selfcheck.decode_errors(
+    mimic = comparison.MIMIC_OF[spec.arch]
+    errors = comparison.decode_errors(
         out, lse, QuantizedQuery(*query), cache, given["block_table"], given["cache_seqlens"],
         given["softmax_scale"], causal=bool(given["causal"]), cu_seqlens_q=begin,
         row_seqlens=limits if limits.numel() else None,

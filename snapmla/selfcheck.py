@@ -1,5 +1,10 @@
-"""Whether a decode's results are right (``decode_errors``), and a built variant (``check``)."""
+"""Whether a decode's results are right (``decode_errors``), and a built variant (``check``).
 
-from snapmla.testing.selfcheck import DecodeErrors, Result, check, decode_errors
+``lse_bounds`` says how far Hopper's tensor core can put a row's LSE from the exact one.
+"""
 
-__all__ = ["DecodeErrors", "Result", "check", "decode_errors"]
+from snapmla.testing.comparison import DecodeErrors, QkErrors, decode_errors
+from snapmla.testing.qk_bounds import lse_bounds
+from snapmla.testing.selfcheck import Result, check
+
+__all__ = ["DecodeErrors", "QkErrors", "Result", "check", "decode_errors", "lse_bounds"]

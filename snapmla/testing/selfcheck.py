@@ -7,7 +7,6 @@ built, on CPU tensors, with unused cache bytes poisoned, and compares with
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import os
@@ -25,6 +24,7 @@ from snapmla.cache import PagedKVCache
 from snapmla.errors import VariantError
 from snapmla.quant import QuantizedQuery
 from snapmla.testing import fetched, metrics, partials, reference, rope, rounding
+from snapmla.testing.comparison import MIMIC_FACTOR, MIMIC_OF, DecodeErrors, decode_errors
 from snapmla.testing.dense_job import DenseJob
 from snapmla.testing.plan_tables import PlanTables
 from snapmla.testing.reference_plan import Queries, plan_reference, records_of, records_reference
@@ -40,19 +40,6 @@ SHAPES = {16: (7, 2), 32: (16, 2), 64: (20, 3), 128: (64, 2)}  # row tile: (head
 LENGTHS = (64, 0, 130, 1)
 PARTS = 2
 HEAD_SCALE = 576**-0.5
-MIMIC_OF = {"sm_90a": rounding.MIMIC_HW_FULL, "sm_100a": rounding.MIMIC_BLACKWELL}
-# What a decode's errors may exceed those of the mimic by.  Over all built variants they are 1.001
-# times the mimic's at most: what rounds the other way is a P at a tie, where both are as wrong.
-MIMIC_FACTOR = 1.1
-FP32_SLACK = 2e-5  # where the mimic is exact: some ulp of an LSE of 16, ten times what is seen
-# Relative L2 between kernel and mimic, beside the output's rounding, from P's at ties: once in some
-# 10^5.  1.8e-4 at most in the checks here; one in a row of 64 tokens, of 2 rows in all, is 1e-3.
-# One that moves its row by more than that, 3e-2 in a row of 55 tokens on an H200, once in 10^4
-# comparisons, is looked for among those that are at a tie in the mimic.
-FLIPS = 1e-3
-# With two terms of P the second makes up for a tie of the first; what is seen, 1.1e-4 at most, is
-# the 16 bits of partial results.
-FLIPS_OF_TWO = 2.5e-4
 
 
 @dataclass(frozen=True)
@@ -286,124 +273,6 @@ class DecodeJob:
             out, lse, self.q, self.cache, self.table, self.seqlens, HEAD_SCALE,
             config=replace(mimic, p_terms=self.spec.p_terms),
         )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class DecodeErrors:
-    """Errors of a decode against fp64 on the stored inputs, and what the rounding alone explains.
-
-    Attributes:
-        error: relative L2 of the output; ``allowed`` is 1.1 times that of the mimic (FP8 P, matrix
-            products as the tensor core accumulates them) in the output's dtype, plus 2e-5.
-        lse_error: largest absolute error; ``lse_allowed`` is 1.1 times the mimic's, plus 2e-5.
-        apart: relative L2 of the output to the mimic; ``apart_allowed`` is 1.1 times the rounding
-            to the output's dtype with ``FLIPS`` (``FLIPS_OF_TWO`` for two terms of P).  It sees
-            what is small beside FP8 P.  Where it would be more, it is to the nearest of the mimics
-            whose P's at ties are rounded one way or the other.
-        flipped: how many P's that one rounds the other way.
-    """
-
-    error: float
-    allowed: float
-    lse_error: float
-    lse_allowed: float
-    apart: float
-    apart_allowed: float
-    flipped: int = 0
-
-    @property
-    def right(self) -> bool:
-        return (
-            self.error <= self.allowed
-            and self.lse_error <= self.lse_allowed
-            and self.apart <= self.apart_allowed
-        )
-
-    def __str__(self) -> str:
-        return (
-            f"relative L2 {self.error:.2e} (allowed {self.allowed:.2e}), "
-            f"LSE {self.lse_error:.1e} (allowed {self.lse_allowed:.1e}), "
-            f"to the mimic {self.apart:.1e} (allowed {self.apart_allowed:.1e})"
-            + (f", {self.flipped} P at ties rounded the other way" if self.flipped else "")
-        )
-
-
-def decode_errors(
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    q: QuantizedQuery,
-    cache: PagedKVCache,
-    block_table: torch.Tensor,
-    cache_seqlens: torch.Tensor,
-    softmax_scale: float,
-    *,
-    causal: bool = True,
-    cu_seqlens_q: torch.Tensor | None = None,
-    row_seqlens: torch.Tensor | None = None,
-    batches: Sequence[int] | None = None,
-    heads: Sequence[int] | None = None,
-    config: rounding.QuantConfig = rounding.MIMIC_HW_FULL,
-) -> DecodeErrors:
-    """Compares ``snapmla.decode``'s results (natural logarithm) with ``snapmla.reference``.
-
-    Args:
-        cu_seqlens_q, row_seqlens: as given to the plan; rows of no sequence are not compared.
-        batches, heads: compare only these; None: all.
-        config: the mimic, that of the hardware's arithmetic.
-    """
-    run = functools.partial(
-        reference.mla_decode_reference,
-        q.nope, q.rope, q.scale, cache.content, cache.rope, cache.named_tensors["scale"],
-        block_table, cache_seqlens, softmax_scale, causal=causal, cu_seqlens_q=cu_seqlens_q,
-        row_seqlens=row_seqlens, batches=batches, heads=heads,
-    )  # fmt: skip
-    truth, truth_lse = run(config=rounding.FP64)
-    mimic, mimic_lse = run(config=config)
-    if cu_seqlens_q is not None:
-        begin = cu_seqlens_q.tolist()
-        picked = range(len(begin) - 1) if batches is None else batches
-        spans = [(begin[i], begin[i + 1]) for i in picked]
-        out = torch.cat([out[first:end] for first, end in spans])
-        lse = torch.cat([lse[:, first:end] for first, end in spans], 1)
-    elif batches is not None:
-        out, lse = out[list(batches)], lse[list(batches)]
-    if heads is not None:
-        out, lse = out[..., list(heads), :], lse[..., list(heads), :]
-    rounded = mimic.to(out.dtype)
-    flips = FLIPS if config.p_terms == 1 else FLIPS_OF_TWO
-    apart, flipped = metrics.relative_l2(out, mimic), 0
-    apart_allowed = MIMIC_FACTOR * math.hypot(metrics.relative_l2(rounded, mimic), flips)
-    if not apart <= apart_allowed:
-        moves: list[reference.Move] = []
-        run(config=config, moves=moves)
-        nearest, flipped = _nearest(out, mimic, moves)
-        apart = metrics.relative_l2(out, nearest)
-    return DecodeErrors(
-        error=metrics.relative_l2(out, truth),
-        allowed=MIMIC_FACTOR * metrics.relative_l2(rounded, truth) + FP32_SLACK,
-        lse_error=metrics.lse_error(lse, truth_lse),
-        lse_allowed=MIMIC_FACTOR * metrics.lse_error(mimic_lse, truth_lse) + FP32_SLACK,
-        apart=apart,
-        apart_allowed=apart_allowed,
-        flipped=flipped,
-    )
-
-
-def _nearest(
-    out: torch.Tensor, mimic: torch.Tensor, moves: Sequence[reference.Move]
-) -> tuple[torch.Tensor, int]:
-    """The mimic (..., 512) with those P's at ties rounded the other way that brings it nearer to
-    ``out``, largest first, and how many; what moves a row by ``FLIPS`` or less stays."""
-    nearest, flipped = mimic.clone(), 0
-    for move in sorted(moves, key=lambda move: float(move.step.norm()), reverse=True):
-        size = float(move.step.norm())
-        if size <= FLIPS * float(mimic[move.row].norm()):
-            continue
-        off = out[move.row].double() - nearest[move.row]
-        if float(off @ move.step) > size**2 / 2:
-            nearest[move.row] += move.step
-            flipped += 1
-    return nearest, flipped
 
 
 def merge_reference(

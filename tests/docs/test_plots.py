@@ -142,9 +142,23 @@ def test_pictures_are_drawn_the_same_twice(results: Path) -> None:
         assert text == plot.text(data) and f"data {plots.digest(data)}<" in text
         assert plots.drawn_by(text) == plots.matplotlib_version()
         words = "".join(ElementTree.fromstring(text).itertext())
-        assert "H200" in words
+        assert data.get("card", "H200") in words
+
+
+def test_the_merged_error_follows_from_the_bias(results: Path) -> None:
+    """Half of it, of two equal ranks: the weights are wrong by a quarter of it, each."""
+    assert plots.merged_error(-0.01) == pytest.approx(0.005, rel=1e-3)
+    assert plots.merged_error(0.0) == 0.0
+    for _, standard, high, bias in plots.bias_data()["points"]:
+        for error in (standard, high):
+            assert error == pytest.approx(plots.merged_error(bias), rel=0.1)
+    (results / "qk-bias.json").unlink()
+    with pytest.raises(plots.Missing, match=r"run `python -m profiles.qk_bias"):
+        plots.bias_data()
 
 
 def test_pages_show_them() -> None:
+    numerics = (ROOT / "docs" / "numerics.md").read_text()
+    assert "(lse-bias.svg)" in numerics
     readme = (ROOT / "README.md").read_text()
     assert all(f"(docs/{name})" in readme for name in ("speed.svg", "roofline.svg"))

@@ -49,6 +49,7 @@ from dsl_kernels.families.fp8_decode import DEFAULT_PAGES  # noqa: E402
 from profiles.bench import command_line, commit  # noqa: E402
 from profiles.timing import Nvml  # noqa: E402
 from snapmla.testing import metrics  # noqa: E402
+from snapmla.testing.comparison import FP32_SLACK, MIMIC_FACTOR  # noqa: E402
 from snapmla.testing.reference import mla_decode_reference  # noqa: E402
 from snapmla.testing.rounding import (  # noqa: E402
     FP8,
@@ -61,7 +62,6 @@ from snapmla.testing.rounding import (  # noqa: E402
     quantize_rows,
     to_e4m3,
 )
-from snapmla.testing.selfcheck import FP32_SLACK, MIMIC_FACTOR  # noqa: E402
 from tests.support import cases  # noqa: E402
 from tests.support.cases import DecodeCase, DecodeInputs  # noqa: E402
 

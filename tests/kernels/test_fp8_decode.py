@@ -11,7 +11,7 @@ from torch import Tensor
 import snapmla
 from snapmla import checks, metrics
 from snapmla.reference import FP64, MIMIC_HW_FULL, QuantConfig, mla_decode_reference
-from snapmla.testing.selfcheck import FP32_SLACK, MIMIC_FACTOR
+from snapmla.testing.comparison import FP32_SLACK, MIMIC_FACTOR
 from tests.support.needs import DEVICES, needs_kernels
 
 pytestmark = needs_kernels
