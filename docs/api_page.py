@@ -47,7 +47,7 @@ INTERNALS: dict[str, tuple[str, ...]] = {
         "token_tile", "unit_rows", "fixed_overhead", "split_tiles", "longest_item",
         "max_stretches", "tile_ns", "sequences", "group", "n_units", "rows", "place", "trims",
         "may_trim", "idle", "variant", "as_given", "regroups", "must_regroup", "arguments",
-        "plain", "may_split", "can_split", "merges", "from_outside",
+        "plain", "may_split", "can_split", "merges",
     ),
     "PagedKVCache": (
         "content_u8", "memory", "traceable", "stays", "plain", "arguments", "decode_arguments",

@@ -346,7 +346,7 @@ def _traced(
         *as_batch(q.nope.view(torch.uint8), q.rope, q.scale), *cache.memory_now(), block_table,
         cache_seqlens, *rest,
     )  # fmt: skip
-    extra = {"p_terms": plan.p_terms, "check_tables": plan.from_outside}
+    extra = {"p_terms": plan.p_terms, "check_tables": plan._outside}
     if out is None and lse is None:
         made = torch.ops.snapmla.decode(*common, out_dtype or torch.bfloat16, **extra)
         return (made[0].squeeze(0), made[1].squeeze(0)) if len(rows) == 2 else made

@@ -157,7 +157,7 @@ class DecodePlan(launch.OverTensors):
     )  # fmt: skip
 
     # whether its tables are the caller's memory, so that kernels must ask whether they fit
-    from_outside: ClassVar[bool] = False
+    _outside: ClassVar[bool] = False
 
     # block table and lengths of the last call, which need not be looked at again (``attention``),
     # and where they lie
@@ -420,7 +420,7 @@ class DecodePlan(launch.OverTensors):
     def merges(self) -> int:
         """``may_split`` of the exported function: which merge is launched behind decode
         (``dsl_kernels.dims``)."""
-        return MERGE_CHECKED if self.from_outside else int(self.may_split)
+        return MERGE_CHECKED if self._outside else int(self.may_split)
 
     @property
     def workspace_bytes(self) -> int:

@@ -116,7 +116,7 @@ def _ascends(begin: list[int]) -> bool:
 class PairPlan(decode_plan.DecodePlan):
     """A plan over a pair's memory, planned before anyone knew the block table."""
 
-    from_outside = True
+    _outside = True
     _STALE = (
         "tile_scheduler_metadata",
         "call get_mla_metadata(..., out=) after the lengths change",

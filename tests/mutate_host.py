@@ -248,7 +248,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("metadata_pair.py", "num_splits.data_ptr(), metadata.shape,", "num_splits.data_ptr(),",
            "host/test_metadata_pair.py::test_another_shape_at_the_same_address",
            "a pair of other parts is run by the kept plan of the first"),
-    Mutant("decode_plan.py", "MERGE_CHECKED if self.from_outside else", "",
+    Mutant("decode_plan.py", "MERGE_CHECKED if self._outside else", "",
            "host/test_outside_tables.py::test_a_pair_that_does_not_fit",
            "nobody asks whether a pair covers a sequence"),
     Mutant("metadata_pair.py", "at >= tiles[sequence]", "at > tiles[sequence]",
