@@ -35,6 +35,7 @@ from ..dims import ITEM_WORDS, KV_LORA_RANK
 from . import quant
 
 COUNTS = 5  # what threads add up, see ``covers``
+AHEAD = 4  # entries of a table that a thread has in flight
 NAN = {16: 0x7FC07FC0, 32: 0x7FC00000}  # a word of values, by their bits
 
 
@@ -71,20 +72,23 @@ def covers(
     first_slot, end_slot = split_begin[unit], split_begin[unit + 1]
     wrong, heads, own, tiles = Int32(0), Int32(0), Int32(0), Int32(0)
     items = compat.at_most(items, listed.work_items.shape[0])
-    for i in cutlass.range(tidx, items, threads, unroll=1):
-        sequence, first, last, slot = _item(listed, i)
-        if sequence == unit:
-            before, _, begin, slot_before = _item(listed, cutlass.max(i - 1, 0))
-            if (i == 0) | (before != unit):
-                heads += 1
-                begin = Int32(0)
-                slot_before = Int32(cutlass.select_(end_slot > first_slot, first_slot - 1, -2))
-            if (first != begin) | (slot != slot_before + 1) | (last < first):
+    for base in cutlass.range(tidx, items, AHEAD * threads, unroll=1):
+        places = [base + k * threads for k in range(AHEAD)]
+        loaded = [_item(listed, cutlass.min(i, items - 1)) for i in places]
+        for k in cutlass.range_constexpr(AHEAD):
+            i, (sequence, first, last, slot) = places[k], loaded[k]
+            if (i < items) & (sequence == unit):
+                before, _, begin, slot_before = _item(listed, cutlass.max(i - 1, 0))
+                if (i == 0) | (before != unit):
+                    heads += 1
+                    begin = Int32(0)
+                    slot_before = Int32(cutlass.select_(end_slot > first_slot, first_slot - 1, -2))
+                if (first != begin) | (slot != slot_before + 1) | (last < first):
+                    wrong += 1
+                own += 1
+                tiles += last - first
+            elif (i < items) & (slot >= first_slot) & (slot < end_slot):
                 wrong += 1
-            own += 1
-            tiles += last - first
-        elif (slot >= first_slot) & (slot < end_slot):
-            wrong += 1
     total = _added((unsound, wrong, heads, own, tiles), counts, tidx, threads)
     whole, rest = divmod(cutlass.max(listed.cache_seqlens[unit], 0), listed.by_tile)
     needed = cutlass.min(whole + cutlass.min(rest, 1), listed.most_tiles)
@@ -104,9 +108,12 @@ def _descents(table: cute.Tensor, count: Any, tidx: Any, threads: int) -> Any:
 def _descents_behind(
     table: cute.Tensor, count: Int32, tidx: Int32, threads: cutlass.Constexpr, found: Int32
 ) -> Int32:
-    for i in cutlass.range(tidx, count, threads, unroll=1):
-        if table[i] > table[i + 1]:
-            found += 1
+    for base in cutlass.range(tidx, count, AHEAD * threads, unroll=1):
+        places = [cutlass.min(base + k * threads, count - 1) for k in range(AHEAD)]
+        pairs = [(table[i], table[i + 1]) for i in places]
+        for k in cutlass.range_constexpr(AHEAD):
+            if pairs[k][0] > pairs[k][1]:
+                found += 1
     return found
 
 
