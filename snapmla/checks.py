@@ -109,6 +109,7 @@ ADVICE: dict[str, str] = {
     "lse_base": "e is the natural logarithm",
     "empty_lse": "-inf merges like an empty sum; FlashMLA writes +inf",
     "layout": "split is the default",
+    "SNAPMLA_SOFTGPU_ARCH": "sm_90a is the default",
     "batch": "sequences",
     "seqlen": "tokens of a sequence",
     "cache_dtype": "the dtype that PagedKVCache.allocate was given",

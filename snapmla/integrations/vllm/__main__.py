@@ -101,7 +101,7 @@ def check() -> None:
         if found[0].ok is not False:
             found += names()
         found += [entry_point(), card(), kernels()]
-    except SnapMLAError as error:
+    except (SnapMLAError, ValueError) as error:  # or a variable without meaning
         found.append(Finding(False, str(error)))
     for finding in found:
         typer.echo(finding)
