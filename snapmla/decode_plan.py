@@ -544,7 +544,8 @@ class DecodePlan(launch.OverTensors):
 
         Args:
             o_accum: of the dtype and shape of this plan's ``o_accum``; contiguous.
-            lse_accum: float32, shaped like this plan's ``lse_accum``; contiguous.
+            lse_accum: float32, shaped like this plan's ``lse_accum``; contiguous.  Each of them lies
+                apart from the other and from the plan's tables.
 
         Raises:
             TypeError, ValueError: naming the argument.
@@ -553,6 +554,9 @@ class DecodePlan(launch.OverTensors):
         shape = tuple(self.o_accum.shape)
         checks.output("o_accum", o_accum, (dtype,), shape, device)
         checks.output("lse_accum", lse_accum, (torch.float32,), shape[:2], device)
+        tables = {f"plan.{name}": getattr(self, name) for name in TENSORS[:-2]}
+        checks.apart("o_accum", o_accum, {"lse_accum": lse_accum, **tables})
+        checks.apart("lse_accum", lse_accum, tables)
         return replace(self, o_accum=o_accum, lse_accum=lse_accum)
 
 
