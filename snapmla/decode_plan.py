@@ -544,8 +544,8 @@ class DecodePlan(launch.OverTensors):
 
         Args:
             o_accum: of the dtype and shape of this plan's ``o_accum``; contiguous.
-            lse_accum: float32, shaped like this plan's ``lse_accum``; contiguous.  Each of them lies
-                apart from the other and from the plan's tables.
+            lse_accum: float32, shaped like this plan's ``lse_accum``; contiguous.  They lie apart
+                from each other and from the plan's tables.
 
         Raises:
             TypeError, ValueError: naming the argument.
