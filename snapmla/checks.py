@@ -211,12 +211,14 @@ def tensor(
     if not isinstance(value, torch.Tensor):
         made = f"torch.as_tensor(..., dtype=torch.{dtype_name(dtypes[0])})"
         type_error(name, "a torch.Tensor", type(value).__name__, f"build it once with {made}")
+    if value.is_nested:
+        hint = "pad it, or pack its rows: ragged queries are (total_q, num_heads, ...)"
+        type_error(name, "a tensor of one shape", "a nested tensor", hint)
     if value.layout is not torch.strided:
         got = f"layout {str(value.layout).removeprefix('torch.')}"
         value_error(name, "a dense tensor", got, "call .to_dense() once")
-    if negative(value):
-        hint = "call .resolve_neg() once"
-        value_error(name, "values as memory holds them", "a view with the negative bit", hint)
+    if not torch.compiler.is_compiling():
+        _held(name, value)
     if value.dtype not in dtypes:
         wanted = " or ".join(dtype_name(d) for d in dtypes)
         type_error(name, f"dtype {wanted}", dtype_name(value.dtype), _dtype_hint(name, dtypes))
@@ -227,6 +229,21 @@ def tensor(
     if device is not None and value.device != device:
         hint = f"move it with .to({str(device)!r}) when you build it"
         value_error(name, f"a tensor on {device}", value.device, hint)
+
+
+def _held(name: str, value: torch.Tensor) -> None:
+    """Checks that memory, which is what kernels read and write, holds a tensor's values."""
+    if value.is_neg():
+        hint = "call .resolve_neg() once"
+        value_error(name, "values as memory holds them", "a view with the negative bit", hint)
+    if value.__class__ not in PLAIN or address_of(value) != 0 or not value.numel():
+        return
+    if value._is_zerotensor():
+        type_error(
+            name, "a tensor with memory", "one of torch's zeros without", "call .clone() once"
+        )
+    if not value.untyped_storage().nbytes():
+        value_error(name, "memory", "a storage that was freed", "keep the storage")
 
 
 def negative(value: torch.Tensor) -> bool:
@@ -502,6 +519,16 @@ def _overlaps(view: torch.Tensor) -> bool:
             return True
         reach += stride * (extent - 1)
     return False
+
+
+def in_place(name: str, begins: Iterable[tuple[Callable[[], int], int]], hint: str = "") -> None:
+    """Checks that the memory of an ``OverTensors`` is there, and where it was."""
+    for ask, begin in begins:
+        at, part = ask(), ask.__self__  # type: ignore[attr-defined]  # a tensor's method
+        if not at and part.numel() and not part.untyped_storage().nbytes():
+            value_error(name, "memory", "a storage that was freed", hint)
+        if at and at != begin:
+            value_error(name, "memory where it was", "a storage that was moved", hint)
 
 
 def apart(name: str, value: torch.Tensor | None, others: Mapping[str, Any]) -> None:

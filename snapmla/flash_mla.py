@@ -126,7 +126,7 @@ class ObjectPlan(decode_plan.DecodePlan):
 class Layer:
     """A call with an object: what the next layer's, if it is like it, need not look at again.
 
-    Tables are known by identity, as in ``attention.decode``, other tensors by ``launch.alike``.
+    Tables are known by identity, as in ``attention.decode``, and all tensors by ``launch.alike``.
     """
 
     table: Tensor
@@ -135,7 +135,7 @@ class Layer:
     causal: bool
     device: int | None  # index; None of a CPU
     stream: int
-    alike: Callable[..., bool]  # of q, k_cache and the results that were given
+    alike: Callable[..., bool]  # of tables, q, k_cache and the results that were given
     # of the plan's tensors and the tables, and how far q and k_cache reach from their addresses
     place: int
     plan: decode_plan.DecodePlan
@@ -393,7 +393,8 @@ def _layer(call: Call, plan: decode_plan.DecodePlan) -> Layer | None:
     if prepared is None:
         return None
     read, tables = (overlap.span(q), overlap.span(k_cache)), map(overlap.span, (table, lengths))
-    given = launch.alike(q, k_cache, *(t for t in (out, lse) if t is not None))
+    results = (t for t in (out, lse) if t is not None)
+    given = launch.alike(table, lengths, q, k_cache, *results)
     return Layer(
         table, lengths, options[0], options[1], plan.device.index, _stream(plan.device), given,
         overlap.place((*((0, end - first) for first, end in read), *tables, *plan.spans)), plan,
@@ -430,15 +431,17 @@ def _next_layer(
         return None
     try:
         if out is lse is None:
-            return layer if layer.alike(q, k_cache) else None
-        given = (q, k_cache) if out is None else (q, k_cache, out)
-        if not (layer.alike(*given) if lse is None else layer.alike(*given, lse)):
+            return layer if layer.alike(table, lengths, q, k_cache) else None
+        read = table, lengths, q, k_cache
+        if out is not None and lse is not None:
+            if not layer.alike(table, lengths, q, k_cache, out, lse):
+                return None
+        elif not layer.alike(*read, lse if out is None else out):
             return None
         key = (
             out is None or out.data_ptr(), lse is None or lse.data_ptr(), q.data_ptr(),
             k_cache.data_ptr(), layer.place,
         )  # fmt: skip
-        read = q, k_cache, table, lengths
         if key in _APART or _lie_apart(key, read, out, lse, layer.plan):
             return layer
     except _OTHER_KIND:

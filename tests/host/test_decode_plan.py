@@ -102,6 +102,19 @@ def test_a_workspace_over_other_tensors() -> None:
         own.with_workspace(o_at(0), plan.lse_accum)
 
 
+@needs_compiler
+def test_a_plan_whose_tables_were_freed() -> None:
+    lengths = torch.tensor([60, 40], dtype=torch.int32)
+    plan = snapmla.plan_decode(lengths, 16, 1, page_size=64, max_pages=2)
+    plan.update_(lengths)
+    plan.split_begin.untyped_storage().resize_(0)
+    for now in (lengths, lengths.clone()):
+        with pytest.raises(
+            ValueError, match="^plan: expected memory, got a storage that was freed"
+        ):
+            plan.update_(now)
+
+
 # ---------------------------------------------------------------------------- stale plans
 
 
