@@ -263,10 +263,10 @@ def planned_pair(cache_seqlens: torch.Tensor, rows: int, max_batch: int, out: Pa
     metadata, num_splits = pair_of("out", out)
     check_pair(metadata, num_splits, batch, device)
     if batch:
-        _check_apart(metadata, num_splits, cache_seqlens)
         tables, spec = tables_of(metadata, batch), kernel_for(device, rows)
         unit_rows = dispatch.rows_of_unit(rows, spec, in_step=True)
         traced = tracing.wanted(cache_seqlens, metadata, num_splits)
+        _check_apart(metadata, num_splits, cache_seqlens)
         (torch.ops.snapmla.plan_update if traced else decode_plan.launch_plan)(
             cache_seqlens, None, None, tables.work_items, tables.part_begin, num_splits,
             tables.planned_seqlens, *no_tables(metadata),

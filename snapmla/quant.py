@@ -543,5 +543,6 @@ def expect_query(name: str, value: object) -> None:
         if isinstance(value, torch.Tensor):
             got = f"a {checks.dtype_name(value.dtype)} tensor"
         checks.type_error(name, "a snapmla.QuantizedQuery", got, hint)
-    if not tracing.by_dynamo() and value.plain:
+    parts = value.nope_u8, value.rope, value.scale  # made under a tracer it counts as plain
+    if not tracing.by_dynamo() and tracing.plain(*parts):
         checks.in_place(name, value.begins, "keep the storage, or make another query")
