@@ -129,14 +129,14 @@ class PagedKVCache(launch.OverTensors):
             layout: of an FP8 cache ``split`` (None), ``paged`` or ``row640`` (see
                 ``snapmla.layouts``); rows of 16 bits lie in one way only.
             device: where; a ``cpu`` cache is the software GPU's, which needs no GPU.
-            dtype: ``fp8``, torch.bfloat16 or torch.float16.
+            dtype: ``fp8`` or torch.float8_e4m3fn, torch.bfloat16 or torch.float16.
             num_kv_heads: KV heads of a 16-bit cache, 1 to 128; an FP8 cache has one.
 
         Raises:
             TypeError, ValueError: naming the argument.
         """
         checks.integer("num_pages", num_pages, 1)
-        checks.choice("dtype", dtype, ("fp8", *checks.ROWS))
+        dtype = checks.cache_dtype(dtype, "dtype")
         where = checks.device("device", device)
         if isinstance(dtype, str):
             checks.page_size(page_size)

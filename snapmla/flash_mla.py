@@ -184,6 +184,7 @@ def get_mla_metadata(
     (``snapmla.testing.reference_plan``).
     """
     if cache_seqlens is None:
+        _refuse(is_fp8_kvcache=is_fp8_kvcache, topk=topk)
         return FlashMLASchedMeta(), None
     if tracing.by_dynamo():
         return tracing.between_graphs(
@@ -542,6 +543,7 @@ _NAMES = {
 
 def _checked_decode(call: Call, head_dim_v: int, num_splits: Tensor | None) -> Pair:
     """The same call through the primary API, with every check and its words."""
+    checks.not_nested("q", call[0])
     if isinstance(call[0], torch.Tensor):  # once: a query with gaps is copied
         call = (call[0].contiguous(), *call[1:])
     q, _, table, lengths, _, out, lse, (scale, causal, base, empty) = call
@@ -600,6 +602,10 @@ def _checked(call: Call, head_dim_v: int, num_splits: Tensor | None) -> PagedKVC
 
 def _check_pool(k_cache: Tensor) -> None:
     """Checks kind, dtype and shape of the cache, by its name here."""
+    checks.not_nested("k_cache", k_cache)
+    if isinstance(k_cache, torch.Tensor) and k_cache.dtype is checks.FP8:
+        got = checks.dtype_name(k_cache.dtype)
+        checks.type_error("k_cache", "dtype bfloat16 or float16", got, _OWN_FP8)
     if isinstance(k_cache, torch.Tensor) and (k_cache.ndim, k_cache.shape[-1]) != (4, HEAD_DIM_QK):
         hint = f"pass pool.view(-1, page_size, 1, {HEAD_DIM_QK})"
         wanted = f"shape (num_pages, page_size, num_heads_k, {HEAD_DIM_QK})"

@@ -444,7 +444,8 @@ def check_quantize(
     rows = tuple(q_nope.shape[:-1])
     checks.query_rows(rows)
     rope_shape = (*rows, QK_ROPE_HEAD_DIM)
-    checks.tensor("q_rope", q_rope, (q_nope.dtype,), rope_shape, q_nope.device)
+    checks.tensor("q_rope", q_rope, (q_nope.dtype,), rope_shape)
+    checks.together({"q_nope": q_nope, "q_rope": q_rope})
     apart: list[Sequence[overlap.Span]] = []
     if out is not None:
         expect_query("out", out)
