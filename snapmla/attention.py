@@ -83,6 +83,7 @@ class Repeat:
     allocates: bool  # whether an ``out`` that is not given is of the dtype that ran
     prepared: Prepared
     known: overlap.Apart  # of its dtype
+    workspace: Callable[[], int]  # where the plan's begins
 
 
 def decode(
@@ -524,28 +525,46 @@ def _repeated(
             or (launch.several_gpus() and not q.device == cache.device == plan.device)
         ):
             return None
-        tables = block_table, cache_seqlens
-        read = tables if last.quantized else (block_table, cache_seqlens, q)
-        if out is None:
-            like = last.allocates and (
-                last.like_read(*read) if lse is None else last.like_lse(*read, lse)
-            )
+        if last.quantized:
+            query, place = q.nope_u8, q.place
+            if out is not None and lse is not None:
+                like = last.like_both(block_table, cache_seqlens, out, lse)
+            elif out is lse is None:
+                like = last.allocates and last.like_read(block_table, cache_seqlens)
+            else:
+                like = _like_one(last, out, lse, block_table, cache_seqlens)
         else:
-            like = last.like_out(*read, out) if lse is None else last.like_both(*read, out, lse)
+            query, place = q, 0
+            if out is not None and lse is not None:
+                like = last.like_both(block_table, cache_seqlens, q, out, lse)
+            elif out is lse is None:
+                like = last.allocates and last.like_read(block_table, cache_seqlens, q)
+            else:
+                like = _like_one(last, out, lse, block_table, cache_seqlens, q)
         if not like:
             return None
-        query, place = (q.nope_u8, q.place) if last.quantized else (q, 0)
         content, rope, scale = cache.asks
         key = (
             out is None or out.data_ptr(), lse is None or lse.data_ptr(), query.data_ptr(),
-            content(), rope(), scale(), plan.o_accum.data_ptr(),
+            content(), rope(), scale(), last.workspace(),
             place, cache.place, plan.place, last.tables_place,
         )  # fmt: skip
-        if key in last.known or _see_apart(last.known, key, q, cache, plan, tables, out, lse):
+        if key in last.known or _see_apart(
+            last.known, key, q, cache, plan, (block_table, cache_seqlens), out, lse
+        ):
             return last.prepared
     except (AttributeError, RuntimeError, TypeError):
         pass  # something is of another kind
     return None
+
+
+def _like_one(
+    last: Repeat, out: torch.Tensor | None, lse: torch.Tensor | None, *read: torch.Tensor
+) -> bool:
+    """Whether tensors are like the last call's where one of the results is given."""
+    if out is None:
+        return last.allocates and last.like_lse(*read, lse)
+    return last.like_out(*read, out)
 
 
 def _remember(
@@ -575,7 +594,7 @@ def _remember(
         allocates = dtype is (out_dtype or plan.variant.out_dtypes[0])
         repeat = Repeat(
             table, lengths, place, options, out_dtype, not rows, read, out, lse, both, allocates,
-            prepared, _APART[dtype],
+            prepared, _APART[dtype], plan.o_accum.data_ptr,
         )  # fmt: skip
         object.__setattr__(plan, "_repeat", repeat)
     return made

@@ -433,16 +433,17 @@ def _next_layer(
     try:
         if out is lse is None:
             return layer if layer.alike(table, lengths, q, k_cache) else None
-        read = table, lengths, q, k_cache
         if out is not None and lse is not None:
-            if not layer.alike(table, lengths, q, k_cache, out, lse):
-                return None
-        elif not layer.alike(*read, lse if out is None else out):
+            like = layer.alike(table, lengths, q, k_cache, out, lse)
+        else:
+            like = layer.alike(table, lengths, q, k_cache, lse if out is None else out)
+        if not like:
             return None
         key = (
             out is None or out.data_ptr(), lse is None or lse.data_ptr(), q.data_ptr(),
             k_cache.data_ptr(), layer.place,
         )  # fmt: skip
+        read = table, lengths, q, k_cache
         if key in _APART or _lie_apart(key, read, out, lse, layer.plan):
             return layer
     except _OTHER_KIND:
