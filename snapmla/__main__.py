@@ -31,7 +31,11 @@ def info_command(
 
     Exit status 1 if a GPU that is here cannot decode or, without a GPU, neither can the CPU.
     """
-    found = info.collect()
+    try:
+        found = info.collect()
+    except ValueError as error:  # a variable without meaning
+        print(error, file=sys.stderr)
+        raise typer.Exit(1) from None
     if as_json:
         print(json.dumps(dataclasses.asdict(found) | {"good": found.good}, indent=1))
     else:

@@ -66,7 +66,8 @@ class Prepared:
 class Repeat:
     """A call of ``decode`` with a plan that ran: what the next like it need not look at again.
 
-    Tables are known by identity, other tensors by ``launch.alike``, of which addresses are no part.
+    Tables are known by identity, and all tensors by ``launch.alike``, of which addresses are no
+    part: a table's memory, and with it its sign, can be another.
     """
 
     table: torch.Tensor
@@ -74,11 +75,15 @@ class Repeat:
     tables_place: int
     options: Options
     out_dtype: torch.dtype | None
-    like_q: Callable[..., bool] | None  # of 16 bits
-    like_out: Callable[..., bool]
+    quantized: bool  # the query
+    like_read: Callable[..., bool]  # of the tables, and a query that is a tensor
+    like_out: Callable[..., bool]  # of those and results that are given
     like_lse: Callable[..., bool]
+    like_both: Callable[..., bool]
     allocates: bool  # whether an ``out`` that is not given is of the dtype that ran
     prepared: Prepared
+    known: overlap.Apart  # of its dtype
+    workspace: Callable[[], int]  # where the plan's begins
 
 
 def decode(
@@ -431,16 +436,15 @@ def _fits_plan(
         if not _tables_fit(plan, block_table, cache_seqlens):
             return False
         known = _APART[torch.bfloat16 if out is None else out.dtype]
+        content, rope, scale = cache.asks
         key = (
-            out is None or out.data_ptr(), lse is None or lse.data_ptr(),
+            out is None or out.data_ptr(), lse is None or lse.data_ptr(), q.nope_u8.data_ptr(),
+            content(), rope(), scale(), plan.o_accum.data_ptr(),
             q.place, cache.place, plan.place, plan._seen[2],
         )  # fmt: skip
         return (
             (out is None or out.__class__ is _Tensor)  # others need have no memory
             and (lse is None or lse.__class__ is _Tensor)
-            and q.rows_shape == plan.rows_shape
-            and cache.page_size == plan.page_size
-            and cache.stays
             and (key in known or _see_apart(known, key, q, cache, plan, plan._seen, out, lse))
             and (out is None or (out.is_contiguous() and not out.is_neg()))
             and (lse is None or (lse.is_contiguous() and not lse.is_neg()))
@@ -471,17 +475,16 @@ def _rows_fit_plan(
         if not _tables_fit(plan, block_table, cache_seqlens):
             return False
         known = _APART[plan.dtype if out is None else out.dtype]
+        content, rope, scale = cache.asks
         key = (
-            out is None or out.data_ptr(), lse is None or lse.data_ptr(),
-            q.data_ptr(), cache.place, plan.place, plan._seen[2],
+            out is None or out.data_ptr(), lse is None or lse.data_ptr(), q.data_ptr(),
+            content(), rope(), scale(), plan.o_accum.data_ptr(),
+            0, cache.place, plan.place, plan._seen[2],
         )  # fmt: skip
         return (
             (out is None or (out.__class__ is _Tensor and out.dtype is plan.dtype))
             and (lse is None or lse.__class__ is _Tensor)
             and q.shape == plan.q_shape
-            and cache.page_size == plan.page_size
-            and cache.num_kv_heads == plan.num_kv_heads
-            and cache.stays
             and (key in known or _see_apart(known, key, q, cache, plan, plan._seen, out, lse))
             and q.is_contiguous()
             and not q.is_neg()
@@ -520,32 +523,49 @@ def _repeated(
             or options != last.options
             or options[0].__class__ is not float  # others are equal to one, too
             or out_dtype is not last.out_dtype
-            or block_table.shape != plan.table_shape
-            or not cache.stays
-            or cache.page_size != plan.page_size
-            or cache.num_kv_heads != plan.num_kv_heads
             or (launch.several_gpus() and not q.device == cache.device == plan.device)
-            or not (last.allocates if out is None else last.like_out(out))
-            or (lse is not None and not last.like_lse(lse))
         ):
             return None
-        if last.like_q is None:
-            place = q.place if q.rows_shape == plan.rows_shape else None
+        if last.quantized:
+            query, place = q.nope_u8, q.place
+            if out is not None and lse is not None:
+                like = last.like_both(block_table, cache_seqlens, out, lse)
+            elif out is lse is None:
+                like = last.allocates and last.like_read(block_table, cache_seqlens)
+            else:
+                like = _like_one(last, out, lse, block_table, cache_seqlens)
         else:
-            place = q.data_ptr() if last.like_q(q) else None
-        if place is None:
+            query, place = q, 0
+            if out is not None and lse is not None:
+                like = last.like_both(block_table, cache_seqlens, q, out, lse)
+            elif out is lse is None:
+                like = last.allocates and last.like_read(block_table, cache_seqlens, q)
+            else:
+                like = _like_one(last, out, lse, block_table, cache_seqlens, q)
+        if not like:
             return None
-        known = _APART[last.prepared.dtype]
+        content, rope, scale = cache.asks
         key = (
-            out is None or out.data_ptr(), lse is None or lse.data_ptr(),
+            out is None or out.data_ptr(), lse is None or lse.data_ptr(), query.data_ptr(),
+            content(), rope(), scale(), last.workspace(),
             place, cache.place, plan.place, last.tables_place,
         )  # fmt: skip
-        tables = last.table, last.lengths
-        if key in known or _see_apart(known, key, q, cache, plan, tables, out, lse):
+        if key in last.known or _see_apart(
+            last.known, key, q, cache, plan, (block_table, cache_seqlens), out, lse
+        ):
             return last.prepared
     except (AttributeError, RuntimeError, TypeError):
         pass  # something is of another kind
     return None
+
+
+def _like_one(
+    last: Repeat, out: torch.Tensor | None, lse: torch.Tensor | None, *read: torch.Tensor
+) -> bool:
+    """Whether tensors are like the last call's where one of the results is given."""
+    if out is None:
+        return last.allocates and last.like_lse(*read, lse)
+    return last.like_out(*read, out)
 
 
 def _remember(
@@ -569,12 +589,13 @@ def _remember(
     dtype = made[0].dtype
     prepared = Prepared.of(plan, options, dtype)
     if prepared is not None:
-        like_q = launch.alike(q) if isinstance(q, torch.Tensor) else None
-        like_out, like_lse = map(launch.alike, made)
+        rows = (q,) if isinstance(q, torch.Tensor) else ()
+        results = (), made[:1], made[1:], made
+        read, out, lse, both = (launch.alike(table, lengths, *rows, *given) for given in results)
         allocates = dtype is (out_dtype or plan.variant.out_dtypes[0])
         repeat = Repeat(
-            table, lengths, place, options, out_dtype, like_q, like_out, like_lse, allocates,
-            prepared,
+            table, lengths, place, options, out_dtype, not rows, read, out, lse, both, allocates,
+            prepared, _APART[dtype], plan.o_accum.data_ptr,
         )  # fmt: skip
         object.__setattr__(plan, "_repeat", repeat)
     return made
@@ -585,10 +606,12 @@ def _tables_fit(plan: DecodePlan, block_table: torch.Tensor, cache_seqlens: torc
     if block_table.shape != plan.table_shape:
         return False
     table, lengths, _ = plan._seen
+    tables = block_table, cache_seqlens
+    if not launch.none_negative(*tables):  # of known ones, too: their memory can be another
+        return False
     if block_table is table and cache_seqlens is lengths:
         return True
-    tables = block_table, cache_seqlens
-    if not tracing.plain(*tables) or not launch.none_negative(*tables):
+    if not tracing.plain(*tables):
         return False
     place = overlap.place((overlap.span(block_table), overlap.span(cache_seqlens)))
     object.__setattr__(plan, "_seen", (*tables, place))
@@ -605,11 +628,24 @@ def _see_apart(
     out: torch.Tensor | None,
     lse: torch.Tensor | None,
 ) -> bool:
-    """Whether results share no memory with what is read or with one another.
+    """Whether plan, query and cache are of one shape and have the memory that they had, and results
+    share none with what is read or with one another.
 
-    False also where they lie between pages of a pool: the full checks look closer.
+    False also where they lie between pages of a pool: the full checks look closer.  The key has a
+    number for all that is asked here, and where what can be freed begins now.
     """
     if not tracing.plain(q, cache, plan):  # what has no memory is never remembered
+        return False
+    rows, given = _rows_of(q), (out, lse, *((q,) if isinstance(q, torch.Tensor) else ()))
+    if not (
+        rows == plan.rows_shape
+        and cache.page_size == plan.page_size
+        and cache.num_kv_heads == plan.num_kv_heads
+        and cache.stays
+        and plan.stays
+        and (isinstance(q, torch.Tensor) or q.stays)
+        and all(tensor is None or tensor.data_ptr() for tensor in given)
+    ):
         return False
     results = [() if result is None else (overlap.span(result),) for result in (out, lse)]
     query = (overlap.span(q),) if isinstance(q, torch.Tensor) else q.spans
@@ -637,6 +673,7 @@ def checked(
         checks.value_error("cache", f"tensors on {device}, where q is", cache.content.device)
     if plan is not None:
         _expect_plan(plan)
+        plan.expect_memory()
     b = _batch_of(q, plan)
     checks.block_table(block_table, b, device)
     checks.lengths(cache_seqlens, b, device)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK
-from snapmla import checks, launch, layouts, tracing
+from snapmla import checks, launch, layouts, overlap, tracing
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -58,10 +59,27 @@ class PagedKVCache(launch.OverTensors):
     memory: layouts.Memory = field(init=False, repr=False)
     traceable: bool = field(init=False, repr=False)
 
-    @property
-    def stays(self) -> bool:
-        """Whether its memory is where it was: storage can be freed or moved in place."""
-        return self.content_u8.data_ptr() == self.spans[0][0]
+    @functools.cached_property
+    def begins(self) -> tuple[launch.Begin, ...]:
+        """As of every ``OverTensors``; asked is the caller's content, which kernels take as bytes,
+        and of 16 bits the caller's slices."""
+        kv, scale = self.kv, self.scale
+        if kv is not None:
+            parts = (kv, kv), (kv, self.content), (kv[..., KV_LORA_RANK:], self.rope)
+        else:
+            assert scale is not None
+            parts = (self.content_u8, self.content), (self.rope, self.rope), (scale, scale)
+        return tuple(launch.begin_of(*part) for part in parts)
+
+    @functools.cached_property
+    def asks(self) -> tuple[Callable[[], int], ...]:
+        """What says where its three tensors begin, now."""
+        return tuple(ask for ask, _ in self.begins)
+
+    @functools.cached_property
+    def place(self) -> int:
+        """A number for the tensors' spans and for what a plan must have in common with them."""
+        return overlap.place((*self.spans, (0, self.page_size), (0, self.num_kv_heads)))
 
     def __post_init__(self) -> None:
         if not torch.compiler.is_compiling():  # a tracer's tensors have no address to check
@@ -111,14 +129,14 @@ class PagedKVCache(launch.OverTensors):
             layout: of an FP8 cache ``split`` (None), ``paged`` or ``row640`` (see
                 ``snapmla.layouts``); rows of 16 bits lie in one way only.
             device: where; a ``cpu`` cache is the software GPU's, which needs no GPU.
-            dtype: ``fp8``, torch.bfloat16 or torch.float16.
+            dtype: ``fp8`` or torch.float8_e4m3fn, torch.bfloat16 or torch.float16.
             num_kv_heads: KV heads of a 16-bit cache, 1 to 128; an FP8 cache has one.
 
         Raises:
             TypeError, ValueError: naming the argument.
         """
         checks.integer("num_pages", num_pages, 1)
-        checks.choice("dtype", dtype, ("fp8", *checks.ROWS))
+        dtype = checks.cache_dtype(dtype, "dtype")
         where = checks.device("device", device)
         if isinstance(dtype, str):
             checks.page_size(page_size)
@@ -231,13 +249,9 @@ def expect_cache(value: object) -> None:
             type(value).__name__,
             "PagedKVCache.from_tensors wraps existing memory",
         )
-    if tracing.by_dynamo() or not value.plain:
+    if tracing.by_dynamo() or not value.plain or value.stays:
         return  # a tracer's tensors have no memory
-    content, hint = value.content_u8, "keep the storage, or make another cache"
-    if not content.data_ptr() and not content.untyped_storage().nbytes():
-        checks.value_error("cache", "memory", "a storage that was freed", hint)
-    if not value.stays:
-        checks.value_error("cache", "memory where it was", "a storage that was moved", hint)
+    checks.in_place("cache", value.begins, "keep the storage, or make another cache")
 
 
 def expect_fp8(cache: PagedKVCache, hint: str) -> None:

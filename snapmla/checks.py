@@ -109,9 +109,9 @@ ADVICE: dict[str, str] = {
     "lse_base": "e is the natural logarithm",
     "empty_lse": "-inf merges like an empty sum; FlashMLA writes +inf",
     "layout": "split is the default",
+    "SNAPMLA_SOFTGPU_ARCH": "sm_90a is the default",
     "batch": "sequences",
     "seqlen": "tokens of a sequence",
-    "cache_dtype": "the dtype that PagedKVCache.allocate was given",
     "card": "leave it out to ask about this machine",
     "device": "device='cpu' runs the software GPU",
     "causal": "True: query token s of s_q sees the first length - (s_q - 1 - s) tokens",
@@ -155,7 +155,16 @@ def value_error(name: str, expected: str, got: object, hint: str = "") -> NoRetu
 
 def type_error(name: str, expected: str, got: object, hint: str = "") -> NoReturn:
     """Raises the package's standard TypeError."""
-    raise TypeError(_text(name, expected, got, hint))
+    raise TypeError(_text(name, expected, got, _of_a_tracer(got) or hint))
+
+
+def _of_a_tracer(got: object) -> str:
+    """What to say of a value that torch's older tracers put in an argument's place."""
+    if got == torch.fx.Proxy.__name__:
+        return "torch.fx.symbolic_trace cannot record it: use make_fx or torch.compile"
+    if got == torch.Tensor.__name__ and torch.jit.is_tracing():
+        return "torch.jit.trace cannot record it: use make_fx or torch.compile"
+    return ""
 
 
 def _text(name: str, expected: str, got: object, hint: str) -> str:
@@ -210,22 +219,44 @@ def tensor(
     if not isinstance(value, torch.Tensor):
         made = f"torch.as_tensor(..., dtype=torch.{dtype_name(dtypes[0])})"
         type_error(name, "a torch.Tensor", type(value).__name__, f"build it once with {made}")
+    not_nested(name, value)
     if value.layout is not torch.strided:
         got = f"layout {str(value.layout).removeprefix('torch.')}"
         value_error(name, "a dense tensor", got, "call .to_dense() once")
-    if negative(value):
-        hint = "call .resolve_neg() once"
-        value_error(name, "values as memory holds them", "a view with the negative bit", hint)
+    if not torch.compiler.is_compiling():
+        _held(name, value)
     if value.dtype not in dtypes:
         wanted = " or ".join(dtype_name(d) for d in dtypes)
         type_error(name, f"dtype {wanted}", dtype_name(value.dtype), _dtype_hint(name, dtypes))
     actual = value.shape
     if actual != shape and not _fits(actual, shape):
-        hint = "" if _is_output(name) else _shape_hint(actual, shape)
+        hint = "" if _is_output(name) else _shape_hint(actual, shape, name.startswith("lse"))
         value_error(name, f"shape {_shape_text(shape)}", _shape_text(actual), hint)
     if device is not None and value.device != device:
         hint = f"move it with .to({str(device)!r}) when you build it"
         value_error(name, f"a tensor on {device}", value.device, hint)
+
+
+def not_nested(name: str, value: Any) -> None:
+    """Checks that what may be a tensor has a shape to ask for."""
+    if isinstance(value, torch.Tensor) and value.is_nested:
+        hint = "pad it, or pack its rows: ragged queries are (total_q, num_heads, ...)"
+        type_error(name, "a tensor of one shape", "a nested tensor", hint)
+
+
+def _held(name: str, value: torch.Tensor) -> None:
+    """Checks that memory, which is what kernels read and write, holds a tensor's values."""
+    if value.is_neg():
+        hint = "call .resolve_neg() once"
+        value_error(name, "values as memory holds them", "a view with the negative bit", hint)
+    if value.__class__ not in PLAIN or address_of(value) != 0 or not value.numel():
+        return
+    if value._is_zerotensor():
+        type_error(
+            name, "a tensor with memory", "one of torch's zeros without", "call .clone() once"
+        )
+    if not value.untyped_storage().nbytes():
+        value_error(name, "memory", "a storage that was freed", "keep the storage")
 
 
 def negative(value: torch.Tensor) -> bool:
@@ -257,15 +288,20 @@ def _dtype_hint(name: str, dtypes: tuple[torch.dtype, ...]) -> str:
     return f"use .to(torch.{first}) once when you build it, not on every call"
 
 
-def _shape_hint(actual: Sequence[int], shape: Shape) -> str:
-    """What is wrong with a shape, where that can be told."""
+def _shape_hint(actual: Sequence[int], shape: Shape, any_strides: bool) -> str:
+    """What is wrong with a shape, where that can be told.
+
+    Args:
+        any_strides: whether a view with its dimensions exchanged would do.
+    """
     shorter = [[*actual[:i], *actual[i + 1 :]] for i, n in enumerate(actual) if n == 1]
     if any(_fits(one, shape) for one in shorter):
         return "drop the dimension of 1, for example by squeeze()"
     if len(actual) == len(shape) >= 2:
         *outer, a, b = actual
         if _fits([*outer, b, a], shape):
-            return "the last two dimensions are exchanged: .mT.contiguous()"
+            turn = ".mT" if any_strides else ".mT.contiguous()"
+            return f"the last two dimensions are exchanged: {turn}"
     return ""
 
 
@@ -327,7 +363,8 @@ def integer(name: str, value: Any, low: int, high: int | None = None, hint: str 
     if isinstance(value, torch.SymInt):
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int):
-        type_error(name, "an int", class_name(value), "convert it with int(...)")
+        advice = (hint or ADVICE.get(name, "")) if value is None else ""
+        type_error(name, "an int", class_name(value), advice or "convert it with int(...)")
     if value < low or (high is not None and value > high):
         wanted = f"{low} or more" if high is None else f"{low} to {high}"
         wanted = str(low) if high == low else wanted
@@ -335,14 +372,15 @@ def integer(name: str, value: Any, low: int, high: int | None = None, hint: str 
     return value
 
 
-def choice(name: str, value: Any, options: Iterable[Any]) -> None:
-    """Checks that ``value`` is one of ``options``."""
+def choice(name: str, value: Any, options: Iterable[Any], hint: str = "") -> None:
+    """Checks that ``value`` is one of ``options``; one that is close to it is a better hint."""
     options = tuple(options)
     if value not in options:
-        hint = ""
         if isinstance(value, str) and not torch.compiler.is_compiling():  # it cannot trace difflib
-            close = difflib.get_close_matches(value, [o for o in options if isinstance(o, str)], 1)
-            hint = f"did you mean {close[0]!r}?" if close else ""
+            words = [o for o in options if isinstance(o, str)]
+            signed = [word for word in words if word == f"+{value}"]  # as close as the other sign
+            close = signed or difflib.get_close_matches(value, words, 1)
+            hint = f"did you mean {close[0]!r}?" if close else hint
         value_error(name, "one of " + ", ".join(repr(o) for o in options), repr(value), hint)
 
 
@@ -368,9 +406,14 @@ def rows_page_size(value: Any) -> int:
     return value
 
 
-def cache_dtype(value: Any) -> None:
-    """Checks what a cache may hold: ``fp8``, or a dtype of 16-bit rows."""
-    choice("cache_dtype", value, ("fp8", *ROWS))
+def cache_dtype(value: Any, name: str = "cache_dtype") -> Any:
+    """Checks what a cache may hold and returns it: ``fp8``, which float8_e4m3fn is another word
+    for, or a dtype of 16-bit rows."""
+    if value is FP8:
+        return "fp8"
+    hint = "'fp8' is float8_e4m3fn with a scale a token; 16 bits are given as torch's dtype"
+    choice(name, value, ("fp8", *ROWS), hint)
+    return value
 
 
 def kv_heads(value: Any, heads: int, fp8: bool) -> None:
@@ -411,7 +454,8 @@ def unit_rows(name: str, rows: int) -> int:
 def softmax_scale(value: Any) -> float:
     """Checks the softmax scale: a positive Python number whose logits fp32 can hold."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        type_error("softmax_scale", "a Python float", class_name(value))
+        hint = "" if value is None else "convert it with float(...)"
+        type_error("softmax_scale", "a Python float", class_name(value), hint)
     if not 0 < value <= MAX_SOFTMAX_SCALE:
         wanted = f"a positive finite number of at most {MAX_SOFTMAX_SCALE:.3g}"
         value_error("softmax_scale", wanted, value)
@@ -503,6 +547,16 @@ def _overlaps(view: torch.Tensor) -> bool:
     return False
 
 
+def in_place(name: str, begins: Iterable[tuple[Callable[[], int], int]], hint: str = "") -> None:
+    """Checks that the memory of an ``OverTensors`` is there, and where it was."""
+    for ask, begin in begins:
+        at, part = ask(), ask.__self__  # type: ignore[attr-defined]  # a tensor's method
+        if not at and part.numel() and not part.untyped_storage().nbytes():
+            value_error(name, "memory", "a storage that was freed", hint)
+        if at and at != begin:
+            value_error(name, "memory where it was", "a storage that was moved", hint)
+
+
 def apart(name: str, value: torch.Tensor | None, others: Mapping[str, Any]) -> None:
     """Checks that a tensor shares no memory with others, of which it or they are written.
 
@@ -516,6 +570,16 @@ def apart(name: str, value: torch.Tensor | None, others: Mapping[str, Any]) -> N
         if tensor_ is not None and overlap.shared(value, tensor_):
             hint = "give it memory of its own; views may interleave, not overlap"
             value_error(name, f"{APART} {other}", "tensors that overlap", hint)
+
+
+def together(values: Mapping[str, torch.Tensor]) -> None:
+    """Checks that two tensors are on one device; one without memory is the one that is wrong."""
+    (first, a), (second, b) = values.items()
+    if a.device != b.device:
+        if a.is_meta:
+            (first, a), (second, b) = (second, b), (first, a)
+        hint = f"move it with .to({str(a.device)!r}) when you build it"
+        value_error(second, f"a tensor on {a.device}, where {first} is", b.device, hint)
 
 
 def distinct(name: str, value: torch.Tensor) -> None:

@@ -247,8 +247,14 @@ class DecodePlan(launch.OverTensors):
 
     @functools.cached_property
     def place(self) -> int:
-        """A number for the tensors' spans and the shape of a call's rows."""
-        return overlap.place((*self.spans, *((0, extent) for extent in self.rows_shape)))
+        """A number for the tensors' spans, the shape of a call's rows, and of its cache."""
+        shape = *self.rows_shape, self.page_size, self.num_kv_heads
+        return overlap.place((*self.spans, *((0, extent) for extent in shape)))
+
+    def expect_memory(self) -> None:
+        """ValueError if the memory of one of its tensors was freed or moved in place."""
+        if not tracing.by_dynamo() and self.plain:
+            checks.in_place("plan", self.begins, "keep the storage, or make another plan")
 
     @functools.cached_property
     def ragged(self) -> bool:
@@ -498,7 +504,8 @@ class DecodePlan(launch.OverTensors):
         cu_seqlens_q: torch.Tensor | None,
         row_seqlens: torch.Tensor | None,
     ) -> None:
-        """Checks what ``update_`` is given."""
+        """Checks what ``update_`` is given, and that there is memory to write."""
+        self.expect_memory()
         checks.lengths(cache_seqlens, self.batch, self.device)
         if cu_seqlens_q is not None or self.s_q is None:
             if self.s_q is not None:
@@ -559,7 +566,8 @@ class DecodePlan(launch.OverTensors):
 
         Args:
             o_accum: of the dtype and shape of this plan's ``o_accum``; contiguous.
-            lse_accum: float32, shaped like this plan's ``lse_accum``; contiguous.
+            lse_accum: float32, shaped like this plan's ``lse_accum``; contiguous.  They lie apart
+                from each other and from the plan's tables.
 
         Raises:
             TypeError, ValueError: naming the argument.
@@ -568,6 +576,9 @@ class DecodePlan(launch.OverTensors):
         shape = tuple(self.o_accum.shape)
         checks.output("o_accum", o_accum, (dtype,), shape, device)
         checks.output("lse_accum", lse_accum, (torch.float32,), shape[:2], device)
+        tables = {f"plan.{name}": getattr(self, name) for name in TENSORS[:-2]}
+        checks.apart("o_accum", o_accum, {"lse_accum": lse_accum, **tables})
+        checks.apart("lse_accum", lse_accum, tables)
         return replace(self, o_accum=o_accum, lse_accum=lse_accum)
 
 

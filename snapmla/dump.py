@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -215,8 +216,8 @@ def read(path: Path, device: torch.device | str = "cpu") -> Dump:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
         raise DumpError(f"{path}: {error.strerror}") from None
-    except Exception as error:  # torch raises whatever the bytes lead it to
-        raise DumpError(f"{path} is no dump of a call: {type(error).__name__}") from None
+    except Exception:  # torch raises whatever the bytes lead it to
+        raise DumpError(f"{path} is no dump of a call: {_damage(path)}") from None
     if not isinstance(content, dict) or "variant" not in content or "format" not in content:
         raise DumpError(f"{path} is no dump of a call")
     if content["format"] != FORMAT:
@@ -225,10 +226,22 @@ def read(path: Path, device: torch.device | str = "cpu") -> Dump:
             f"{path} has format {content['format']} of snapmla {wrote}, this one ({__version__}) "
             f"reads format {FORMAT}"
         )
-    arguments = {
-        name: unpack(value, device) if isinstance(value, dict) else value
-        for name, value in content.pop("arguments").items()
-    }
-    results = {name: unpack(value, device) for name, value in content.pop("results").items()}
-    del content["format"]
-    return Dump(**content, arguments=arguments, results=results)
+    try:
+        arguments = {
+            name: unpack(value, device) if isinstance(value, dict) else value
+            for name, value in content.pop("arguments").items()
+        }
+        results = {name: unpack(value, device) for name, value in content.pop("results").items()}
+        del content["format"]
+        return Dump(**content, arguments=arguments, results=results)
+    except (AttributeError, KeyError, TypeError):
+        raise DumpError(f"{path} is no dump of a call: its entries are others") from None
+
+
+def _damage(path: Path) -> str:
+    """Why a file cannot be loaded, in words."""
+    if zipfile.is_zipfile(path):
+        return "it holds other things than plain data"
+    with path.open("rb") as file:
+        begun = file.read(2) == b"PK"
+    return "it is cut off or damaged" if begun else "torch.save did not write it"

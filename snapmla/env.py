@@ -20,6 +20,7 @@ from typing import NamedTuple
 from snapmla._version import __version__
 
 ROOT = Path(__file__).resolve().parent.parent
+ON, OFF = ("1", "true", "yes", "on", "y"), ("0", "false", "no", "off", "n")  # words of a switch
 KERNELS = "snapmla.kernels"  # entry points of packages that hold variants
 NOTE = "build.json"  # in a wheel's package, as codegen.wheels writes it
 
@@ -36,8 +37,17 @@ class EnvVar:
         return os.environ.get(self.name, self.default)
 
     def enabled(self) -> bool:
-        """True unless empty, 0, false or no."""
-        return self.get().strip().lower() not in ("", "0", "false", "no")
+        """Whether a switch is on: a word of ``ON``; not of ``OFF``, nor empty; in any case.
+
+        Raises:
+            ValueError: another word, which might have been meant either way.
+        """
+        text = self.get()
+        word = text.strip().lower()
+        if word and word not in (*ON, *OFF):
+            words = ", ".join((*ON, *OFF))
+            raise ValueError(f"{self.name}: expected one of {words}, got {text!r}")
+        return word in ON
 
 
 VARIANT_DIR = EnvVar(
@@ -68,6 +78,7 @@ DUMP_WHEN = EnvVar(
     "SNAPMLA_DUMP_WHEN", "error", "calls to write: error, nan (and those that give NaN), all"
 )
 DUMP_MB = EnvVar("SNAPMLA_DUMP_MB", "1024", "the most that a process writes there, in megabytes")
+TEST_GPU = EnvVar("SNAPMLA_TEST_GPU", "1", "0 skips the tests that need a CUDA device")
 TABLE: tuple[EnvVar, ...] = (
     VARIANT_DIR,
     NO_JIT,
@@ -91,7 +102,7 @@ TABLE: tuple[EnvVar, ...] = (
     EnvVar(
         "SNAPMLA_VLLM", "", "folder of vLLM's releases that tests drive, a per-user one if empty"
     ),
-    EnvVar("SNAPMLA_TEST_GPU", "1", "0 skips the tests that need a CUDA device"),
+    TEST_GPU,
 )
 
 

@@ -141,6 +141,7 @@ def fetch_now(
 def check_tokens(tokens: Tokens, device: torch.device) -> None:
     """Checks all of ``tokens`` but ``total``."""
     where = tokens.where
+    checks.not_nested("where", where)
     if not isinstance(where, torch.Tensor) or where.ndim not in (1, 2):
         got = tuple(where.shape) if isinstance(where, torch.Tensor) else type(where).__name__
         checks.value_error("where", "a block table (b, width) or indices (n,)", got)

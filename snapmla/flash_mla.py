@@ -126,7 +126,7 @@ class ObjectPlan(decode_plan.DecodePlan):
 class Layer:
     """A call with an object: what the next layer's, if it is like it, need not look at again.
 
-    Tables are known by identity, as in ``attention.decode``, other tensors by ``launch.alike``.
+    Tables are known by identity, as in ``attention.decode``, and all tensors by ``launch.alike``.
     """
 
     table: Tensor
@@ -135,7 +135,7 @@ class Layer:
     causal: bool
     device: int | None  # index; None of a CPU
     stream: int
-    alike: Callable[..., bool]  # of q, k_cache and the results that were given
+    alike: Callable[..., bool]  # of tables, q, k_cache and the results that were given
     # of the plan's tensors and the tables, and how far q and k_cache reach from their addresses
     place: int
     plan: decode_plan.DecodePlan
@@ -184,6 +184,7 @@ def get_mla_metadata(
     (``snapmla.testing.reference_plan``).
     """
     if cache_seqlens is None:
+        _refuse(is_fp8_kvcache=is_fp8_kvcache, topk=topk)
         return FlashMLASchedMeta(), None
     if tracing.by_dynamo():
         return tracing.between_graphs(
@@ -393,7 +394,8 @@ def _layer(call: Call, plan: decode_plan.DecodePlan) -> Layer | None:
     if prepared is None:
         return None
     read, tables = (overlap.span(q), overlap.span(k_cache)), map(overlap.span, (table, lengths))
-    given = launch.alike(q, k_cache, *(t for t in (out, lse) if t is not None))
+    results = (t for t in (out, lse) if t is not None)
+    given = launch.alike(table, lengths, q, k_cache, *results)
     return Layer(
         table, lengths, options[0], options[1], plan.device.index, _stream(plan.device), given,
         overlap.place((*((0, end - first) for first, end in read), *tables, *plan.spans)), plan,
@@ -430,15 +432,18 @@ def _next_layer(
         return None
     try:
         if out is lse is None:
-            return layer if layer.alike(q, k_cache) else None
-        given = (q, k_cache) if out is None else (q, k_cache, out)
-        if not (layer.alike(*given) if lse is None else layer.alike(*given, lse)):
+            return layer if layer.alike(table, lengths, q, k_cache) else None
+        if out is not None and lse is not None:
+            like = layer.alike(table, lengths, q, k_cache, out, lse)
+        else:
+            like = layer.alike(table, lengths, q, k_cache, lse if out is None else out)
+        if not like:
             return None
         key = (
             out is None or out.data_ptr(), lse is None or lse.data_ptr(), q.data_ptr(),
             k_cache.data_ptr(), layer.place,
         )  # fmt: skip
-        read = q, k_cache, table, lengths
+        read = table, lengths, q, k_cache
         if key in _APART or _lie_apart(key, read, out, lse, layer.plan):
             return layer
     except _OTHER_KIND:
@@ -539,6 +544,7 @@ _NAMES = {
 
 def _checked_decode(call: Call, head_dim_v: int, num_splits: Tensor | None) -> Pair:
     """The same call through the primary API, with every check and its words."""
+    checks.not_nested("q", call[0])
     if isinstance(call[0], torch.Tensor):  # once: a query with gaps is copied
         call = (call[0].contiguous(), *call[1:])
     q, _, table, lengths, _, out, lse, (scale, causal, base, empty) = call
@@ -597,6 +603,10 @@ def _checked(call: Call, head_dim_v: int, num_splits: Tensor | None) -> PagedKVC
 
 def _check_pool(k_cache: Tensor) -> None:
     """Checks kind, dtype and shape of the cache, by its name here."""
+    checks.not_nested("k_cache", k_cache)
+    if isinstance(k_cache, torch.Tensor) and k_cache.dtype is checks.FP8:
+        got = checks.dtype_name(k_cache.dtype)
+        checks.type_error("k_cache", "dtype bfloat16 or float16", got, _OWN_FP8)
     if isinstance(k_cache, torch.Tensor) and (k_cache.ndim, k_cache.shape[-1]) != (4, HEAD_DIM_QK):
         hint = f"pass pool.view(-1, page_size, 1, {HEAD_DIM_QK})"
         wanted = f"shape (num_pages, page_size, num_heads_k, {HEAD_DIM_QK})"

@@ -87,7 +87,8 @@ def get_mla_metadata(
         num_heads_k: 1; MLA shares one latent among all heads.
         max_batch: sequences the metadata tensor has room for; the same for all pairs that are
             copied onto one another.
-        out: a pair to write into instead of allocating, int32 (num_sm_parts, width) and (b + 1,).
+        out: a pair to write into instead of allocating, int32 (num_sm_parts, width) and (b + 1,);
+            memory apart from each other and from ``cache_seqlens``.
 
     Returns:
         (tile_scheduler_metadata int32 (num_sm_parts, width), num_splits int32 (b + 1,)).

@@ -8,7 +8,7 @@ none.  With several GPUs no guard is needed around them.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import fields
 from typing import Any, NamedTuple, cast
 
@@ -122,6 +122,21 @@ def dense_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
+# what asks where a tensor begins, and the answer that it gave; NOWHERE if it had no memory
+Begin = tuple[Callable[[], int], int]
+NOWHERE = -1
+
+
+def begin_of(tensor: torch.Tensor, asked: torch.Tensor | None = None) -> Begin:
+    """Where ``tensor`` begins.
+
+    Args:
+        asked: one that begins at the same byte, and is asked in its place.
+    """
+    at = tensor.data_ptr()
+    return (tensor if asked is None else asked).data_ptr, at or (NOWHERE if tensor.numel() else 0)
+
+
 class OverTensors:
     """A frozen dataclass over tensors, which remembers what follows from where they lie.
 
@@ -137,11 +152,24 @@ class OverTensors:
         values = (f"{f.name}={_brief(getattr(self, f.name, None))}" for f in shown)
         return f"{type(self).__name__}({', '.join(values)})"
 
+    def _parts(self) -> Iterable[torch.Tensor]:
+        """The tensors that kernels read and write."""
+        return (v for v in _made_of(self).values() if isinstance(v, torch.Tensor))
+
     @functools.cached_property
     def spans(self) -> tuple[overlap.Span, ...]:
         """Where the tensors lie."""
-        values = _made_of(self).values()
-        return tuple(overlap.span(v) for v in values if isinstance(v, torch.Tensor))
+        return tuple(map(overlap.span, self._parts()))
+
+    @functools.cached_property
+    def begins(self) -> tuple[Begin, ...]:
+        """Where each tensor began when a call first asked."""
+        return tuple(map(begin_of, self._parts()))
+
+    @property
+    def stays(self) -> bool:
+        """Whether its memory is where it was: storage can be freed or moved in place."""
+        return all(ask() == at for ask, at in self.begins)
 
     @functools.cached_property
     def place(self) -> int:

@@ -22,7 +22,7 @@ import torch
 
 from dsl_kernels.dims import ITEM_WORDS
 from dsl_kernels.spec import VariantSpec
-from snapmla import checks, decode_plan, dispatch, env, launch, tracing
+from snapmla import checks, decode_plan, dispatch, env, launch, overlap, tracing
 from snapmla import plan as plans
 
 MAX_BATCH = 2048  # sequences that a metadata tensor holds unless told: 78 KB on an H200
@@ -328,12 +328,29 @@ def planned_pair(cache_seqlens: torch.Tensor, rows: int, max_batch: int, out: Pa
         tables, spec = tables_of(metadata, batch), kernel_for(device, rows)
         unit_rows = dispatch.rows_of_unit(rows, spec, in_step=True)
         traced = tracing.wanted(cache_seqlens, metadata, num_splits)
+        _check_apart(metadata, num_splits, cache_seqlens)
         (torch.ops.snapmla.plan_update if traced else decode_plan.launch_plan)(
             cache_seqlens, None, None, tables.work_items, tables.part_begin, num_splits,
             tables.planned_seqlens, *no_tables(metadata),
             *step_numbers(device, batch, rows, spec, unit_rows),
         )  # fmt: skip
     return metadata, num_splits
+
+
+_APART = overlap.Apart()
+
+
+def _check_apart(metadata: torch.Tensor, num_splits: torch.Tensor, lengths: torch.Tensor) -> None:
+    """Checks that the two tensors of a checked pair share no memory with one another, nor with the
+    lengths that are read."""
+    tensors = metadata, num_splits, lengths
+    if tracing.plain(*tensors):
+        key = (*(t.data_ptr() for t in tensors), metadata.shape, lengths.shape)
+        if key in _APART or _APART.see(key, *((overlap.span(t),) for t in tensors)):
+            return
+    read = {"cache_seqlens": lengths}
+    checks.apart("tile_scheduler_metadata", metadata, {"num_splits": num_splits, **read})
+    checks.apart("num_splits", num_splits, read)
 
 
 def step_numbers(

@@ -209,7 +209,7 @@ class PlanOptions:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "num_heads", checks.num_heads(self.num_heads))
-        checks.cache_dtype(self.cache_dtype)
+        object.__setattr__(self, "cache_dtype", checks.cache_dtype(self.cache_dtype))
         fp8 = isinstance(self.cache_dtype, str)
         page_size = (checks.page_size if fp8 else checks.rows_page_size)(self.page_size)
         object.__setattr__(self, "page_size", page_size)

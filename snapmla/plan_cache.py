@@ -10,8 +10,9 @@ new plan is succeeded by another one and lives on as long as a plan of it does.
 
 from __future__ import annotations
 
+import copy
 import threading
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 
@@ -24,6 +25,7 @@ MOST_UNPINNED = 64  # tables of some 10 KB each
 # What plans of a cache differ in: batch, s_q, max_pages, total_q, whether there are row_seqlens.
 # A plain tuple: it is made on every call.
 _Key = tuple[int, int | None, int, int | None, bool]
+_COUNT = frozenset({int, type(None)})
 
 
 class Stats(NamedTuple):
@@ -32,6 +34,16 @@ class Stats(NamedTuple):
     plans: int
     pinned: int
     bytes: int
+
+
+def _counted(key: _Key) -> _Key | None:
+    """A key with Python's own numbers, which alone are known by equality: 3.0 and True are equal to
+    numbers too, and refused.  None of what is a mistake, or a tracer's."""
+    batch, *counts, limited = key
+    if any(isinstance(n, bool) or not isinstance(n, (int, type(None))) for n in counts):
+        return None
+    s_q, max_pages, total_q = (None if n is None else int(n) for n in counts)
+    return batch, s_q, cast(int, max_pages), total_q, limited
 
 
 class PlanCache:
@@ -58,6 +70,10 @@ class PlanCache:
     Threads: calls may come from any; two that ask for one shape get one plan.  What runs on the
     plans is the caller's to order: updates and decodes of one cache belong to one stream, or to
     streams that wait for each other, as they write one workspace.
+
+    Copies: ``copy.deepcopy`` gives a cache of its own, with copies of the plans (pinned ones stay
+    pinned) over a copy of the workspace, and plans that are copied along with it are the copy's.
+    Graphs go on with the original's memory.  ``copy.copy`` and ``pickle`` are refused.
 
     Tracing: under ``torch.compile`` ``get`` runs between two graphs.  Where else calls are recorded
     or watched (``make_fx``, dispatch modes) its launch is an operator, as that of ``plan.update_``;
@@ -169,12 +185,15 @@ class PlanCache:
         key: _Key | None = None  # a tracer's stand-in has none
         if cache_seqlens.__class__ in checks.PLAIN:  # and is (b,), says update_
             key = (cache_seqlens.numel(), s_q, max_pages, total_q, row_seqlens is not None)
+            if not (
+                max_pages.__class__ is int
+                and s_q.__class__ in _COUNT
+                and total_q.__class__ in _COUNT
+            ):
+                key = _counted(key)
         plan = None
         if key is not None:
-            try:
-                plan = self._pinned.get(key)  # at every replay: without the lock
-            except TypeError:  # a value that cannot be hashed, a tracer's number or a mistake
-                key = None
+            plan = self._pinned.get(key)  # at every replay: without the lock
         if plan is None and key is not None:
             pin = pin or self._capturing()
             with self._lock:
@@ -289,6 +308,20 @@ class PlanCache:
             tensors = (*self._buffers, *(getattr(p, name) for p in plans for name in TENSORS))
             memories = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}
         return Stats(len(plans), pinned, sum(m.nbytes() for m in memories.values()))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PlanCache:
+        made = memo[id(self)] = object.__new__(type(self))
+        with self._lock:
+            state = {name: value for name, value in vars(self).items() if name != "_lock"}
+            vars(made).update(copy.deepcopy(state, memo), _lock=threading.RLock())
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        checks.type_error(
+            "PlanCache", "copy.deepcopy, or another PlanCache of the same arguments",
+            "pickle or copy.copy",
+            "its plans are memory of this process, which two caches must not share",
+        )  # fmt: skip
 
     def __repr__(self) -> str:
         plans, pinned, size = self.stats()

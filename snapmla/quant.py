@@ -89,9 +89,18 @@ class QuantizedQuery(launch.OverTensors):
         Made for tensors that are written more than once."""
         return launch.prepared(*as_batch(self.nope_u8, self.rope, self.scale))
 
+    def _parts(self) -> Triple:
+        return self.nope_u8, self.rope, self.scale
+
     @functools.cached_property
-    def spans(self) -> tuple[overlap.Span, ...]:
-        return overlap.span(self.nope_u8), overlap.span(self.rope), overlap.span(self.scale)
+    def begins(self) -> tuple[launch.Begin, ...]:
+        nope = launch.begin_of(self.nope_u8, self.__dict__.get("nope"))
+        return nope, launch.begin_of(self.rope), launch.begin_of(self.scale)
+
+    @functools.cached_property
+    def place(self) -> int:
+        """A number for the tensors' spans and the shape of a call's rows."""
+        return overlap.place((*self.spans, *((0, extent) for extent in self.rows_shape)))
 
     @property
     def ragged(self) -> bool:
@@ -211,10 +220,11 @@ def append_kv(
 def _append_key(
     cache: PagedKVCache, c_kv: torch.Tensor, k_rope: torch.Tensor, slot_mapping: torch.Tensor
 ) -> tuple[Any, ...]:
-    """What decides whether tokens fit the cache and lie apart from it."""
+    """What decides whether tokens fit the cache, where it lies by now, and lie apart from it."""
+    content, rope, scale = cache.asks
     return (
         c_kv.data_ptr(), k_rope.data_ptr(), slot_mapping.data_ptr(), c_kv.shape, c_kv.stride(),
-        k_rope.stride(), c_kv.dtype, slot_mapping.dtype, cache.place, cache.num_kv_heads,
+        k_rope.stride(), c_kv.dtype, slot_mapping.dtype, cache.place, content(), rope(), scale(),
     )  # fmt: skip
 
 
@@ -228,9 +238,7 @@ def _append_known(
     try:
         tokens = (c_kv, k_rope, slot_mapping)
         return (
-            launch.addressable(cache.device, *tokens)
-            and _append_key(cache, *tokens) in _APPENDED
-            and cache.stays  # last: only of caches that were seen is it known that they have memory
+            launch.addressable(cache.device, *tokens) and _append_key(cache, *tokens) in _APPENDED
         )
     except (AttributeError, RuntimeError):
         return False  # something is of another kind
@@ -374,7 +382,7 @@ def _quantize_key(
         return q_nope.shape, q_nope.dtype, granularity, q_nope.device
     return (
         q_nope.data_ptr(), q_rope.data_ptr(), q_nope.shape, q_nope.stride(), q_rope.stride(),
-        q_nope.dtype, granularity, out.place,
+        q_nope.dtype, granularity, out.place, out.nope_u8.data_ptr(),
     )  # fmt: skip
 
 
@@ -436,7 +444,8 @@ def check_quantize(
     rows = tuple(q_nope.shape[:-1])
     checks.query_rows(rows)
     rope_shape = (*rows, QK_ROPE_HEAD_DIM)
-    checks.tensor("q_rope", q_rope, (q_nope.dtype,), rope_shape, q_nope.device)
+    checks.tensor("q_rope", q_rope, (q_nope.dtype,), rope_shape)
+    checks.together({"q_nope": q_nope, "q_rope": q_rope})
     apart: list[Sequence[overlap.Span]] = []
     if out is not None:
         expect_query("out", out)
@@ -535,3 +544,6 @@ def expect_query(name: str, value: object) -> None:
         if isinstance(value, torch.Tensor):
             got = f"a {checks.dtype_name(value.dtype)} tensor"
         checks.type_error(name, "a snapmla.QuantizedQuery", got, hint)
+    parts = value.nope_u8, value.rope, value.scale  # made under a tracer it counts as plain
+    if not tracing.by_dynamo() and tracing.plain(*parts):
+        checks.in_place(name, value.begins, "keep the storage, or make another query")

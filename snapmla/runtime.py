@@ -31,7 +31,7 @@ import torch
 from dsl_kernels import registry
 from dsl_kernels.families import ARCHS
 from dsl_kernels.spec import VariantSpec
-from snapmla import env
+from snapmla import checks, env
 from snapmla.errors import UnsupportedDeviceError, VariantError
 
 Kernel = Callable[..., Any]
@@ -92,10 +92,11 @@ def arch_of(device: torch.device) -> str:
     """Compilation target for tensors on ``device``.
 
     CPU tensors run on the software GPU, as ``SNAPMLA_SOFTGPU_ARCH`` (sm_90a by default).
-    Raises UnsupportedDeviceError for other devices.  Logs a warning, once a device, where the
-    kernels have been executed on the software GPU only.
+    Raises ValueError if that is no architecture, UnsupportedDeviceError for other devices.  Logs a
+    warning, once a device, where the kernels have been executed on the software GPU only.
     """
     if device.type == "cpu":
+        checks.choice(env.SOFTGPU_ARCH.name, env.SOFTGPU_ARCH.get(), ARCHS)
         return env.SOFTGPU_ARCH.get()
     if device.type != "cuda":
         raise UnsupportedDeviceError(

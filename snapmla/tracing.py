@@ -63,7 +63,10 @@ def plain(*values: Any) -> bool:
     for value in values:
         if value is None or value.__class__ in checks.PLAIN:  # quicker than isinstance
             continue
-        if isinstance(value, torch.Tensor) or not getattr(value, "plain", True):
+        if isinstance(value, torch.Tensor):
+            checks.not_nested("snapmla", value)
+            return False
+        if not getattr(value, "plain", True):
             return False
     return True
 

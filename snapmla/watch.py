@@ -179,6 +179,11 @@ class Dumper:
 
     def _copied(self, values: dict[str, Any], device: torch.device) -> dict[str, Any] | None:
         """The call as a file has it, without results; None if it cannot be had."""
+        tensors = ((name, v) for name, v in values.items() if isinstance(v, Tensor) and v.numel())
+        if gone := [name for name, tensor in tensors if not tensor.data_ptr()]:
+            text = "%s is not dumped: the storage of %s was freed, so there is nothing to write"
+            log.warning(text, self.spec.name, ", ".join(gone))
+            return None
         try:
             with torch.no_grad():
                 kept, notes = dump.reduced(values)

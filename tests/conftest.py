@@ -10,7 +10,6 @@ test runs; without it a test that needs a variant compiles just that one.
 from __future__ import annotations
 
 import fnmatch
-import os
 import resource
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +20,7 @@ import torch
 from codegen import artifacts, toolchain
 from codegen.precompile import Report, precompile
 from dsl_kernels.spec import VariantSpec
+from snapmla import env
 from tests.support.variants import shipped
 
 pytest_plugins = ["softgpu.pytest_plugin", "pytester"]
@@ -123,7 +123,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left = [item for item in items if "whole_matrix" in item.keywords]
         items[:] = [item for item in items if "whole_matrix" not in item.keywords]
         config.hook.pytest_deselected(items=left)
-    if torch.cuda.is_available() and os.environ.get("SNAPMLA_TEST_GPU", "1") != "0":
+    if torch.cuda.is_available() and env.TEST_GPU.enabled():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")
     for item in items:

@@ -76,7 +76,7 @@ def choose_on(
 ) -> VariantSpec:
     """``choose`` for a card, which need not be here."""
     op = op_of(cache)
-    _check_wishes(op, pipeline, row_tile, p_terms)
+    _check_wishes(op, card.arch, pipeline, row_tile, p_terms)
     problem = Problem(
         op, num_heads, s_q, page_size, out_dtype if cache == FP8 else cache, card,
         pipeline, row_tile, p_terms,
@@ -129,9 +129,13 @@ def p_terms_of(accuracy: str) -> int:
     return P_TERMS[accuracy]
 
 
-def _check_wishes(op: DecodeOp, pipeline: str | None, row_tile: int | None, p_terms: int) -> None:
-    if pipeline is not None:
-        checks.choice("pipeline", pipeline, op.values("pipeline"))
+def _check_wishes(
+    op: DecodeOp, arch: str, pipeline: str | None, row_tile: int | None, p_terms: int
+) -> None:
+    known = op.values("pipeline")
+    if pipeline is not None and pipeline not in known:  # another architecture's is told apart later
+        here = op.pipelines(arch)
+        checks.choice("pipeline", pipeline, [each for each in known if each in here] or known)
     if row_tile is not None:
         checks.choice("row_tile", row_tile, op.values("row_tile"))
     if p_terms > 1 and op.family.axis("p_terms") is None:
@@ -223,7 +227,7 @@ def explain(
     """
     checks.num_heads(num_heads)
     checks.s_q(s_q)
-    checks.cache_dtype(cache_dtype)
+    cache_dtype = checks.cache_dtype(cache_dtype)
     cache, p_terms = cache_name(cache_dtype), p_terms_of(accuracy)
     (checks.page_size if cache == FP8 else checks.rows_page_size)(page_size)
     checks.kv_heads(num_kv_heads, num_heads, cache == FP8)
@@ -234,9 +238,10 @@ def explain(
     if out not in names:
         checks.type_error("out_dtype", " or ".join(map(str, names)), out_dtype)
     op = op_of(cache)
-    _check_wishes(op, pipeline, row_tile, p_terms)
+    where = find_card(device, card)
+    _check_wishes(op, where.arch, pipeline, row_tile, p_terms)
     problem = Problem(
-        op, num_heads, s_q, page_size, names[out], find_card(device, card),
+        op, num_heads, s_q, page_size, names[out], where,
         pipeline, row_tile, p_terms, num_kv_heads,
     )  # fmt: skip
     return contest.explain(problem, Size(batch, seqlen))

@@ -120,7 +120,21 @@ def wrong_width() -> str:
     return message_of(ValueError, lambda: snapmla.decode(**step))
 
 
+def freed_cache() -> str:
+    step = small_step()
+    step["cache"].scale.untyped_storage().resize_(0)
+    return message_of(ValueError, lambda: snapmla.decode(**step))
+
+
+def moved_cache() -> str:
+    step = small_step()
+    step["cache"].content.data = step["cache"].content.data.clone()
+    return message_of(ValueError, lambda: snapmla.decode(**step))
+
+
 PRODUCED: dict[str, Callable[[], str]] = {
+    "cache: expected memory, got": freed_cache,
+    "cache: expected memory where": moved_cache,
     "plan: expected the lengths": stale_plan,
     "block_table: expected a width": wrong_width,
 }

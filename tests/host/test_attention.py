@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from snapmla.testing import selfcheck
 from tests.support.bits import same_bits
 from tests.support.needs import needs_compiler
 from tests.support.steps import SCALE, Step, assert_right, make_step, plan_for
-from tests.support.wrong_arguments import decode_arguments
+from tests.support.wrong_arguments import decode_arguments, decode_rows_arguments
 
 pytestmark = needs_compiler
 PIPELINE_CASES = [
@@ -164,9 +165,10 @@ def test_results_over_the_tables_are_refused(name: str) -> None:
                 snapmla.decode(**{**arguments, "lse": given})
 
 
-def test_memory_that_changes_in_place_is_noticed() -> None:
+def test_memory_that_changes_in_place_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """By calls that are like the last but for that."""
     arguments = decode_arguments()
+    without_kernels(monkeypatch, arguments["plan"])
     for _ in range(3):
         snapmla.decode(**arguments)
     table = arguments["block_table"]
@@ -177,15 +179,81 @@ def test_memory_that_changes_in_place_is_noticed() -> None:
     table.data = whole
     snapmla.decode(**arguments)
     cache = arguments["cache"]
-    moved = cache.content_u8.data
-    cache.content_u8.data = moved.clone()
-    with pytest.raises(ValueError, match="^cache: expected memory where it was, got a storage"):
+    for part in (cache.content, cache.rope, cache.scale):
+        moved = part.data
+        part.data = moved.clone()
+        with pytest.raises(ValueError, match="^cache: expected memory where it was, got a storage"):
+            snapmla.decode(**arguments)
+        part.data = moved
         snapmla.decode(**arguments)
-    cache.content_u8.data = moved
-    snapmla.decode(**arguments)
-    cache.content.untyped_storage().resize_(0)
-    with pytest.raises(ValueError, match="^cache: expected memory, got a storage that was freed"):
-        snapmla.decode(**arguments)
+
+
+def test_content_that_moved_before_the_first_call() -> None:
+    """Kernels read the bytes that it was over when the cache was made."""
+    for arguments in (decode_arguments(), decode_rows_arguments()):
+        cache = arguments["cache"]
+        cache.content.data = cache.content.data.clone()
+        with pytest.raises(ValueError, match="^cache: expected memory where it was, got a storage"):
+            snapmla.decode(**arguments)
+
+
+# what is freed, as the message calls it, and whether the host sees it before every launch
+FREED: list[tuple[str, Callable[[dict[str, Any]], torch.Tensor], bool]] = [
+    ("cache", lambda call: call["cache"].content, True),
+    ("cache", lambda call: call["cache"].rope, True),
+    ("cache", lambda call: call["cache"].scale, True),
+    ("q", lambda call: call["q"].nope, True),
+    ("q", lambda call: call["q"].rope, False),
+    ("q", lambda call: call["q"].scale, False),
+    ("plan", lambda call: call["plan"].o_accum, True),
+    ("plan", lambda call: call["plan"].work_items, False),
+    ("out", lambda call: call["out"], True),
+    ("lse", lambda call: call["lse"], True),
+    ("block_table", lambda call: call["block_table"], False),
+    ("cache_seqlens", lambda call: call["cache_seqlens"], False),
+]
+
+
+@pytest.mark.parametrize(("name", "part", "seen"), FREED)
+def test_memory_that_was_freed(
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    part: Callable[[dict[str, Any]], torch.Tensor],
+    seen: bool,
+) -> None:
+    """By a first call, one like the last, and one of other options; if not before the launch, then
+    by what the launch says."""
+    words = f"^{name}: expected memory, got a storage that was freed"
+    for calls in (0, 3):
+        call = decode_arguments()
+        without_kernels(monkeypatch, call["plan"])
+        for _ in range(calls):
+            snapmla.decode(**call)
+        if not seen:
+            monkeypatch.undo()
+        part(call).untyped_storage().resize_(0)
+        for base in ("e", "2"):
+            with pytest.raises(ValueError, match=words):
+                snapmla.decode(**{**call, "lse_base": base})
+
+
+@pytest.mark.parametrize("name", ["block_table", "cache_seqlens"])
+def test_a_known_table_that_becomes_its_opposite(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Its identity and its shape stay; by a call like the last, and by one of another kind."""
+    for calls in (1, 3):
+        call = decode_arguments()
+        without_kernels(monkeypatch, call["plan"])
+        for _ in range(calls):
+            snapmla.decode(**call)
+        table = call[name]
+        table.data = torch._neg_view(-table)
+        for base in ("e", "2"):
+            with pytest.raises(ValueError, match=f"^{name}: expected values as memory holds them"):
+                snapmla.decode(**{**call, "lse_base": base})
+        table.data = table.resolve_neg()
+        snapmla.decode(**call)
 
 
 def test_ragged_results_that_moved_in_place() -> None:

@@ -245,3 +245,30 @@ def test_a_shallow_copy_is_over_the_same_memory() -> None:
     cache = PagedKVCache.allocate(2, 32, "paged", "cpu")
     twin = copy.copy(cache)
     assert twin.place == cache.place and twin.memory[0].data_ptr() == cache.memory[0].data_ptr()
+
+
+def test_a_place_is_of_one_shape() -> None:
+    """Calls are remembered by it: the same memory in other pages, or of other heads, is another."""
+    rows = torch.zeros((2, 64, 2, 576), dtype=torch.bfloat16)
+    shapes = (2, 64, 2, 576), (2, 128, 1, 576), (4, 32, 2, 576), (1, 128, 2, 576), (4, 64, 1, 576)
+    places = [PagedKVCache.from_tensors(rows.view(shape)).place for shape in shapes]
+    assert len(set(places)) == len(shapes)
+    assert PagedKVCache.from_tensors(rows).place == places[0]
+
+
+@pytest.mark.parametrize("dtype", ["fp8", torch.float16])
+def test_where_a_cache_begins(dtype: str | torch.dtype) -> None:
+    """What the caller holds is asked; of 16 bits slices of what kernels take."""
+    for part in ("content", "rope", "scale", "kv"):
+        cache = PagedKVCache.allocate(2, 64, device="cpu", dtype=dtype)
+        held = getattr(cache, part)
+        if held is None:
+            continue
+        moved = held.data.clone()
+        assert (moved.data_ptr() != held.data_ptr()) and cache.stays
+        there, held.data = held.data, moved
+        assert not cache.stays, part
+        held.data = there
+        assert cache.stays, part
+        held.untyped_storage().resize_(0)
+        assert not cache.stays, part

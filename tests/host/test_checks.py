@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ import torch
 
 import snapmla
 from dsl_kernels.spec import VariantSpec
-from snapmla import PagedKVCache, checks, flash_mla_fp8, runtime
+from snapmla import PagedKVCache, checks, flash_mla, flash_mla_fp8, runtime
 from tests.support.needs import needs_compiler
 from tests.support.wrong_arguments import (
     BF16,
@@ -41,6 +42,7 @@ from tests.support.wrong_arguments import (
     decode_arguments,
     flash_mla_arguments,
     fp8,
+    quantize_arguments,
     repeated,
     with_one_wrong,
 )
@@ -248,3 +250,55 @@ def test_softmax_scale_has_no_default() -> None:
     del arguments["softmax_scale"]
     with pytest.raises(TypeError, match="softmax_scale"):
         snapmla.decode(**arguments)
+
+
+@pytest.mark.parametrize("name", ["topk", "is_fp8_kvcache"])
+def test_what_is_not_built_is_refused_without_lengths(name: str) -> None:
+    """Not only by the call that the object is given to."""
+    with refused(ValueError, f"{name}: expected (None|False): .* not built yet, got", ""):
+        flash_mla.get_mla_metadata(**{name: 64 if name == "topk" else True})
+    assert flash_mla.get_mla_metadata(is_fp8_kvcache=False, topk=None)[1] is None
+
+
+def test_a_float8_cache_by_its_dtype() -> None:
+    """What ``cache.dtype`` says is taken where caches and their plans are made."""
+    cache = PagedKVCache.allocate(PAGES, P, device="cpu", dtype=checks.FP8)
+    assert cache.dtype is checks.FP8 and cache.scale is not None
+    assert snapmla.explain(H, cache_dtype=cache.dtype, card="H200")
+    plans = snapmla.PlanCache(H, page_size=P, device="cpu", cache_dtype=cache.dtype)
+    assert plans._options == snapmla.PlanCache(H, page_size=P, device="cpu")._options
+
+
+def older_tracers() -> Iterator[tuple[str, Callable[[], object]]]:
+    """Calls under torch.jit.trace and torch.fx.symbolic_trace."""
+    q, cache = quantize_arguments(), append_arguments()["cache"]
+    lengths = torch.ones(B, dtype=I32)
+
+    def plan(n: torch.Tensor) -> torch.Tensor:
+        return snapmla.plan_decode(n, H, n.shape[0], page_size=P, max_pages=1).work_items
+
+    def append(c_kv: torch.Tensor, k_rope: torch.Tensor) -> None:
+        snapmla.append_kv(cache, c_kv, k_rope, torch.arange(B))
+
+    yield "jit.trace", lambda: torch.jit.trace(plan, (lengths,))
+    yield "jit.trace", lambda: torch.jit.trace(snapmla.quantize_q, tuple(q.values()))
+    for function in (append, lambda a, b: snapmla.quantize_q(a, b).scale):
+        yield "fx.symbolic_trace", lambda function=function: torch.fx.symbolic_trace(function)
+
+
+def test_older_tracers_are_told_of_newer_ones(no_kernel: None) -> None:
+    with warnings.catch_warnings(action="ignore"):  # jit.trace is deprecated
+        for tracer, call_ in older_tracers():
+            with pytest.raises(TypeError, match=rf"\(torch.{tracer} cannot record it: use make_fx"):
+                call_()
+
+
+def test_nested_tensors_of_the_newer_layout() -> None:
+    rows = [torch.zeros(n, H, 512) for n in (1, 2)]
+    nested = torch.nested.nested_tensor(rows, layout=torch.jagged)
+    for refuse in (
+        lambda: snapmla.quantize_q(nested, nested),
+        lambda: snapmla.merge_state(nested, nested, nested, nested),
+    ):
+        with pytest.raises(TypeError, match="expected a tensor of one shape, got a nested tensor"):
+            refuse()

@@ -77,6 +77,44 @@ def test_another_workspace() -> None:
     assert plan.o_accum.isnan().all() and plan.lse_accum.isnan().all()
 
 
+@needs_compiler
+def test_a_workspace_over_other_tensors() -> None:
+    """Refused over the plan's tables and where its two tensors overlap; side by side is fine."""
+    lengths = torch.tensor([60, 40], dtype=torch.int32)
+    plan = snapmla.plan_decode(lengths, 16, 1, page_size=64, max_pages=2, num_parts=5)
+    o_size, lse_size = plan.o_accum.nbytes, plan.lse_accum.nbytes
+    memory = torch.zeros(o_size + lse_size, dtype=torch.uint8)
+
+    def o_at(begin: int) -> torch.Tensor:
+        return memory[begin : begin + o_size].view(torch.float16).view(plan.o_accum.shape)
+
+    def lse_at(begin: int) -> torch.Tensor:
+        return memory[begin : begin + lse_size].view(torch.float32).view(plan.lse_accum.shape)
+
+    plan.with_workspace(o_at(0), lse_at(o_size))
+    plan.with_workspace(o_at(lse_size), lse_at(0))
+    with pytest.raises(ValueError, match="^o_accum: expected memory apart from lse_accum, got ten"):
+        plan.with_workspace(o_at(0), lse_at(o_size - 16))
+    own = dataclasses.replace(plan, work_items=lse_at(0).view(torch.int32).view(-1)[:56].view(7, 8))
+    with pytest.raises(ValueError, match="^lse_accum: expected memory apart from plan.work_items,"):
+        own.with_workspace(plan.o_accum, lse_at(0))
+    with pytest.raises(ValueError, match="^o_accum: expected memory apart from plan.work_items, "):
+        own.with_workspace(o_at(0), plan.lse_accum)
+
+
+@needs_compiler
+def test_a_plan_whose_tables_were_freed() -> None:
+    lengths = torch.tensor([60, 40], dtype=torch.int32)
+    plan = snapmla.plan_decode(lengths, 16, 1, page_size=64, max_pages=2)
+    plan.update_(lengths)
+    plan.split_begin.untyped_storage().resize_(0)
+    for now in (lengths, lengths.clone()):
+        with pytest.raises(
+            ValueError, match="^plan: expected memory, got a storage that was freed"
+        ):
+            plan.update_(now)
+
+
 # ---------------------------------------------------------------------------- stale plans
 
 

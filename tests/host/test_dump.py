@@ -143,8 +143,21 @@ def test_what_is_no_dump_is_one_sentence(tmp_path: Path) -> None:
     path = tmp_path / "a.pt"
     with pytest.raises(dump.DumpError, match=r"a\.pt: No such file"):
         dump.read(path)
-    path.write_bytes(b"nothing")
-    with pytest.raises(dump.DumpError, match=r"a\.pt is no dump of a call"):
+    for content in (b"nothing", b"", bytes(range(256)) * 9):
+        path.write_bytes(content)
+        with pytest.raises(
+            dump.DumpError, match=r"a\.pt is no dump of a call: torch.save did not w"
+        ):
+            dump.read(path)
+    torch.save({"weights": torch.zeros(1)}, path)
+    path.write_bytes(path.read_bytes()[:-40])
+    with pytest.raises(dump.DumpError, match=r"a\.pt is no dump of a call: it is cut off or damag"):
+        dump.read(path)
+    torch.save(path, path)
+    with pytest.raises(dump.DumpError, match=r"a\.pt is no dump of a call: it holds other things"):
+        dump.read(path)
+    torch.save({"variant": "v", "format": dump.FORMAT, "arguments": {}}, path)
+    with pytest.raises(dump.DumpError, match=r"a\.pt is no dump of a call: its entries are others"):
         dump.read(path)
     torch.save({"weights": torch.zeros(1)}, path)
     with pytest.raises(dump.DumpError, match=r"a\.pt is no dump of a call$"):

@@ -36,16 +36,26 @@ def test_table_lists_what_is_read() -> None:
     assert all(variable.doc for variable in env.TABLE)
 
 
-@pytest.mark.parametrize(
-    ("word", "on"),
-    [("", False), ("0", False), ("false", False), ("False", False), (" no ", False), ("NO", False),
-     ("1", True), ("yes", True), ("true", True), ("00", True)],
-)  # fmt: skip
-def test_words_that_switch_off(monkeypatch: pytest.MonkeyPatch, word: str, on: bool) -> None:
-    monkeypatch.setenv("SNAPMLA_NO_JIT", word)
-    assert env.NO_JIT.enabled() == on
-    monkeypatch.delenv("SNAPMLA_NO_JIT")
-    assert not env.NO_JIT.enabled()
+SWITCHES = (env.NO_JIT, env.CHECK_PLAN, env.PROFILE_NAMES, env.LOG, env.TEST_GPU)
+
+
+@pytest.mark.parametrize("switch", SWITCHES, ids=lambda switch: switch.name)
+def test_words_of_a_switch(monkeypatch: pytest.MonkeyPatch, switch: env.EnvVar) -> None:
+    """On or off by known words; another is refused, as it might have been meant either way."""
+    for word in ("", "0", "false", "False", " no ", "NO", "off", "Off", "n"):
+        monkeypatch.setenv(switch.name, word)
+        assert not switch.enabled(), word
+    for word in ("1", "true", "yes", "YES", " on", "y", "Y"):
+        monkeypatch.setenv(switch.name, word)
+        assert switch.enabled(), word
+    for word in ("00", "disabled", "2", "nope", "t"):
+        monkeypatch.setenv(switch.name, word)
+        known = "1, true, yes, on, y, 0, false, no, off, n"
+        words = f"{switch.name}: expected one of {known}, got {word!r}"
+        with pytest.raises(ValueError, match=f"^{re.escape(words)}$"):
+            switch.enabled()
+    monkeypatch.delenv(switch.name)
+    assert switch.enabled() == (switch.default == "1")
 
 
 @pytest.mark.parametrize("home", [True, False])

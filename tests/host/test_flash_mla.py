@@ -270,6 +270,15 @@ def test_a_layer_unlike_the_last(monkeypatch: pytest.MonkeyPatch, no_decode: Non
         with pytest.raises((TypeError, ValueError), match=f"^{words}"):
             is_quick(**{name: value})
         assert not quick
+    for name in ("block_table", "cache_seqlens"):  # the same tensor, whose memory is another
+        assert is_quick()
+        quick.clear()
+        table = getattr(step, name)
+        there, table.data = table.data, torch._neg_view(-table)
+        with pytest.raises(ValueError, match=f"^{name}: expected values as memory holds them"):
+            decode(step, metadata, out=out)
+        assert not quick
+        table.data = there
     records_, _ = pair(step)
     assert is_quick()
     metadata[0].tile_scheduler_metadata = records_

@@ -240,3 +240,13 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     done = CliRunner().invoke(commands.app, ["info"])
     assert done.exit_code == 1 and "NVIDIA A100, sm_80: CANNOT DECODE" in done.output
     assert "missing:\n  NVIDIA A100 is sm_80" in done.output
+
+
+def test_a_word_without_meaning_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
+    monkeypatch.setattr(runtime, "jit_refusal", env.NO_JIT.enabled)
+    monkeypatch.setenv("SNAPMLA_NO_JIT", "disabled")
+    done = CliRunner().invoke(commands.app, ["info"])
+    assert done.exit_code == 1 and done.output.startswith("SNAPMLA_NO_JIT: expected one of 1, true")
+    assert done.output.count("\n") == 1

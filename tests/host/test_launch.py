@@ -102,3 +102,15 @@ def test_arguments_of_a_torch_without_the_exchange_api(variant_dir: Path) -> Non
         cwd=artifacts.ROOT,
     )  # fmt: skip
     assert done.returncode == 0 and done.stdout == "right\n", done.stderr
+
+
+def test_where_a_tensor_begins() -> None:
+    """Asked again it says so; what had no memory then is never where it was."""
+    tensor, empty = torch.zeros(4), torch.zeros(0)
+    ask, at = launch.begin_of(tensor)
+    assert ask() == at == tensor.data_ptr()
+    assert launch.begin_of(empty)[1] == empty.data_ptr()
+    tensor.untyped_storage().resize_(0)
+    assert ask() != at
+    ask, at = launch.begin_of(tensor)
+    assert ask() != at

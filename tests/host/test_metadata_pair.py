@@ -39,6 +39,31 @@ def test_static_buffers_of_a_graph() -> None:
         torch.testing.assert_close(got, want, equal_nan=True, rtol=0, atol=0)
 
 
+def test_a_pair_lies_apart_from_the_lengths() -> None:
+    """Else the launch would overwrite what it reads; also behind calls whose tensors lie apart."""
+    columns = metadata_pair.width_for(4, 9)
+    memory = torch.zeros(4 * columns + 8, dtype=torch.int32)
+    metadata = memory[: 4 * columns].view(4, columns)
+    lengths, splits = memory[4 * columns :], torch.zeros(9, dtype=torch.int32)
+    lengths.copy_(torch.arange(1, 9))
+
+    def plan(n: torch.Tensor, out: metadata_pair.Pair) -> None:
+        names.get_mla_metadata(n, 16, 1, out=out)
+
+    for batch in (2, 8):
+        plan(lengths[:batch], (metadata, splits[: batch + 1]))
+        for _ in range(2):  # the splits behind the lengths, and over the last of them
+            plan(lengths[:2], (metadata, lengths[2:5]))
+            with pytest.raises(ValueError, match="^num_splits: expected memory apart from cache_s"):
+                plan(lengths[:3], (metadata, lengths[2:6]))
+    kept = lengths.clone()
+    with pytest.raises(ValueError, match="^tile_scheduler_metadata: .* memory apart from num_spl"):
+        plan(lengths[:2], (metadata, metadata.view(-1)[:3]))
+    with pytest.raises(ValueError, match="^tile_scheduler_metadata: .* memory apart from cache_s"):
+        plan(metadata[1, :2], (metadata, splits[:3]))
+    assert torch.equal(lengths, kept)
+
+
 def schedule(lengths: list[int], parts: int, token_tile: int = 64) -> PlanReference:
     """What a pair for 16 rows holds."""
     overhead = snapmla.plan.DEFAULT_FIXED_OVERHEAD

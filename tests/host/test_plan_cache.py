@@ -6,8 +6,11 @@ with kernels that do nothing.  Graphs: tests/gpu/test_plan_cache.py.
 
 from __future__ import annotations
 
+import copy
+import enum
 import itertools
 import math
+import pickle
 import random
 import threading
 import time
@@ -165,6 +168,39 @@ def test_what_makes_another_plan() -> None:
     assert len(set(map(id, plans))) == len(plans)
     assert [call() for call in calls] == plans
     assert cache.get(lengths(2, 5), 1, max_pages=WIDTH) is plans[0]
+
+
+@pytest.mark.usefixtures("no_launch")
+@pytest.mark.parametrize(
+    ("name", "value"), [("max_pages", 3.0), ("s_q", True), ("total_q", 4.0), ("s_q", 1.0)]
+)
+def test_what_equals_a_number_is_none(name: str, value: object) -> None:
+    """Refused, whether a plan of an equal shape is there or not."""
+    cache = plan_cache()
+    step: dict[str, Any] = {"s_q": 1}
+    if name == "total_q":
+        step = {"cu_seqlens_q": torch.zeros(3, dtype=torch.int32), "total_q": 4}
+    step["max_pages"] = WIDTH
+
+    def refused() -> None:
+        with pytest.raises(
+            TypeError, match=f"^{name}: expected an int, got {type(value).__name__}"
+        ):
+            cache.get(lengths(2), **{**step, name: value})
+
+    refused()
+    cache.get(lengths(2), **step)
+    refused()
+    cache.get(lengths(2), **step, pin=True)
+    refused()
+    assert cache.stats().plans == 1
+
+
+@pytest.mark.usefixtures("no_launch")
+def test_an_enumerated_number_is_one() -> None:
+    cache, shape = plan_cache(), enum.IntEnum("shape", {"s_q": 1, "pages": WIDTH})
+    plan = cache.get(lengths(2), shape.s_q, max_pages=shape.pages, pin=True)
+    assert get(cache, 2) is plan and cache.stats()[:2] == (1, 1)
 
 
 # ---------------------------------------------------------------------------- what is kept
@@ -424,6 +460,35 @@ def test_under_torch_compile() -> None:
     torch.compiler.reset()
     with pytest.raises(Exception, match=r"outside of the compiled function \(or PlanCache.get\)"):
         torch.compile(step, backend="eager", fullgraph=True)(now)
+
+
+@needs_compiler
+def test_a_runner_that_is_copied() -> None:
+    """Its copy has a cache, a plan and a workspace of its own; what is shared in it stays so."""
+    cache = plan_cache(capacity=3, **SPLITTING)
+    runner = {"plan": get(cache, 1, pin=True), "cache": cache}
+    others = [get(cache, b) for b in (2, 3)]
+    twin = copy.deepcopy(runner)
+    copied, plan = twin["cache"], twin["plan"]
+    assert copied.stats() == cache.stats() and copied.stats()[:2] == (3, 1)
+    mine = [runner["plan"], *others]
+    theirs = [plan, *(get(copied, b) for b in (2, 3))]
+    assert get(copied, 1) is plan and len({storage(p) for p in theirs}) == 1
+    memory = [{getattr(p, n).data_ptr() for p in ps for n in TENSORS if getattr(p, n).numel()}
+              for ps in (mine, theirs)]  # fmt: skip
+    assert not memory[0] & memory[1]
+    before = runner["plan"].planned_seqlens.clone()
+    assert copied.get(lengths(1, 7), 1, max_pages=WIDTH).planned_seqlens.tolist() == [7]
+    assert torch.equal(runner["plan"].planned_seqlens, before)
+    assert storage(get(copied, 4)) == storage(plan), "a new one is over the same workspace"
+    copied.release(plan)
+    assert cache.stats()[:2] == (3, 1) and copied.stats()[:2] == (3, 0)
+
+
+def test_what_is_no_copy_is_refused() -> None:
+    for make in (copy.copy, pickle.dumps):
+        with pytest.raises(TypeError, match=r"^PlanCache: expected copy.deepcopy, or another Plan"):
+            make(plan_cache())
 
 
 @needs_compiler

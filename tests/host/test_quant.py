@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import snapmla
-from snapmla import QuantizedQuery, reference
+from snapmla import QuantizedQuery, quant, reference
 from snapmla.testing import selfcheck
 from tests.support.bits import same_bits
 from tests.support.copies import COPIES
@@ -79,7 +79,7 @@ def test_two_views_of_one_memory_are_two_caches() -> None:
     rows = torch.zeros((2, 64, 2, 576), dtype=torch.bfloat16)
     two = snapmla.PagedKVCache.from_tensors(rows)
     one = snapmla.PagedKVCache.from_tensors(rows.view(2, 128, 1, 576))
-    assert one.place == two.place
+    assert one.spans[0][0] == two.spans[0][0]
     c_kv, k_rope = (
         torch.ones((3, 512), dtype=torch.bfloat16),
         torch.ones((3, 64), dtype=torch.bfloat16),
@@ -88,3 +88,44 @@ def test_two_views_of_one_memory_are_two_caches() -> None:
     snapmla.append_kv(one, c_kv, k_rope, slots)
     with pytest.raises(ValueError, match=r"c_kv: expected shape \(n, 2, 512\)"):
         snapmla.append_kv(two, c_kv, k_rope, slots)
+
+
+@needs_compiler
+@pytest.mark.parametrize("part", ["content", "rope", "scale"])
+def test_a_cache_that_was_freed_or_moved(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
+    """Before the launch, by a first call and by one like the last."""
+    monkeypatch.setattr(quant, "launch_append", lambda *_: None)
+    tokens = torch.ones(3, 512).bfloat16(), torch.ones(3, 64).bfloat16(), torch.arange(3)
+    for calls in (0, 2):
+        cache = snapmla.PagedKVCache.allocate(2, 64, device="cpu")
+        for _ in range(calls):
+            snapmla.append_kv(cache, *tokens)
+        held = getattr(cache, part)
+        if calls:
+            there, held.data = held.data, held.data.clone()
+            with pytest.raises(
+                ValueError, match="^cache: expected memory where it was, got a stor"
+            ):
+                snapmla.append_kv(cache, *tokens)
+            held.data = there
+            snapmla.append_kv(cache, *tokens)
+        held.untyped_storage().resize_(0)
+        for _ in range(2):
+            with pytest.raises(ValueError, match="^cache: expected memory, got a storage that was"):
+                snapmla.append_kv(cache, *tokens)
+
+
+@needs_compiler
+def test_a_query_to_write_that_was_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its content before the launch; what a launch finds is said in the same words."""
+    nope, rope = torch.ones(1, 1, 4, 512).bfloat16(), torch.ones(1, 1, 4, 64).bfloat16()
+    for part in ("nope_u8", "rope", "scale"):
+        out = snapmla.quantize_q(nope, rope)
+        for _ in range(2):
+            snapmla.quantize_q(nope, rope, out=out)
+        getattr(out, part).untyped_storage().resize_(0)
+        with monkeypatch.context() as patch:
+            if part == "nope_u8":
+                patch.setattr(quant, "_launch_quantize", lambda *_: pytest.fail("launched"))
+            with pytest.raises(ValueError, match="^out: expected memory, got a storage that was"):
+                snapmla.quantize_q(nope, rope, out=out)

@@ -496,6 +496,17 @@ def test_missing_variant_names_the_nearest(
         runtime.find_or_build(wanted, need_library=False)
 
 
+def test_no_architecture_of_the_software_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SNAPMLA_SOFTGPU_ARCH", "sm90")
+    runtime.arch_of.cache_clear()
+    words = "SNAPMLA_SOFTGPU_ARCH: expected one of 'sm_90a', 'sm_100a', got 'sm90'"
+    try:
+        with pytest.raises(ValueError, match=f"^{words}"):
+            runtime.arch_of(torch.device("cpu"))
+    finally:
+        runtime.arch_of.cache_clear()
+
+
 @pytest.mark.parametrize("forbidden", ["0", "1"])
 def test_unwritten_kernel_is_one_sentence(monkeypatch: pytest.MonkeyPatch, forbidden: str) -> None:
     monkeypatch.setenv("SNAPMLA_NO_JIT", forbidden)

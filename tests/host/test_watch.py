@@ -253,3 +253,30 @@ def test_settings_of_no_meaning(settings: Set, name: str, value: str, words: str
     with pytest.raises(ValueError) as caught:
         watch.watched(lambda *a: None, Q, NAMES)
     assert str(caught.value) == words
+
+
+@needs_compiler
+def test_a_call_whose_memory_was_freed_is_no_file(
+    settings: Set, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """A sentence says why, and the call is refused as without the variable."""
+    settings(DUMP=str(tmp_path))
+    out = quantise()
+    out.scale.untyped_storage().resize_(0)
+    q = torch.ones((1, 1, 2, 576)).bfloat16()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="^out: expected memory, got a storage that was freed"):
+            snapmla.quantize_q(q[..., :512], q[..., 512:], out=out)
+    assert not files(tmp_path)
+    with pytest.raises(softgpu.MemoryFault):
+        runtime.kernel(Q, "cpu")(q[..., :512], q[..., 512:], *out.written)
+    words = "is not dumped: the storage of out_scale was freed, so there is nothing to write"
+    assert caplog.messages == [f"{Q.name} {words}"] and not files(tmp_path)
+
+
+def test_a_call_with_an_empty_table_is_a_file(settings: Set, tmp_path: Path) -> None:
+    """Which has no address, and needs none."""
+    settings(DUMP=str(tmp_path), DUMP_WHEN="all")
+    tensors = [torch.zeros(2) for _ in NAMES[1:]]
+    watch.watched(lambda *_: None, Q, NAMES)(torch.zeros(0), *tensors)
+    assert len(files(tmp_path)) == 1

@@ -7,9 +7,11 @@ mistake.  tests/host/test_checks.py tries them.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 import snapmla
@@ -291,6 +293,8 @@ def every_other(t: torch.Tensor) -> torch.Tensor:
 
 
 META = {"device": "meta"}
+with warnings.catch_warnings(action="ignore"):  # of a prototype
+    NESTED = torch.nested.nested_tensor([torch.zeros(n, H, 576) for n in (1, 2)])
 DEVICES: list[Row] = [
     ("device", value, error, f"device: expected 'cpu' or a CUDA device.*got {got}",
      "device='cpu' runs the software GPU")
@@ -358,7 +362,9 @@ WRONG: dict[str, list[Row]] = {
         ("softmax_scale", 10**400, ValueError, "softmax_scale: ",
          "DeepSeek models want 192**-0.5 * mscale**2;"),
         ("softmax_scale", torch.tensor(0.1), TypeError, "softmax_scale: .*got Tensor",
-         "DeepSeek models want 192**-0.5 * mscale**2;"),
+         "convert it with float(...)"),
+        ("softmax_scale", np.float32(0.1), TypeError, "softmax_scale: .*got float32",
+         "convert it with float(...)"),
         ("causal", None, TypeError, "causal: expected True or False, got NoneType",
          "query token s of s_q"),
         ("causal", torch.tensor(True), TypeError,
@@ -369,6 +375,7 @@ WRONG: dict[str, list[Row]] = {
          "e is the natural logarithm"),
         ("empty_lse", "nan", ValueError, "empty_lse: expected one of '-inf', '\\+inf', got 'nan'",
          "-inf merges like an empty sum; FlashMLA"),
+        ("empty_lse", "inf", ValueError, "empty_lse: .*got 'inf'", "did you mean '+inf'?"),
         ("out", torch.zeros(B, S_Q, H, 512, dtype=F16), TypeError,
          "out: expected dtype bfloat16 or float32, got float16",
          "allocate it with dtype=torch.bfloat16"),
@@ -499,6 +506,8 @@ WRONG: dict[str, list[Row]] = {
          "call .contiguous() once when you build it"),
         ("slot_mapping", torch.zeros(5, dtype=I32, **META), ValueError, "slot_mapping: .*meta",
          "move it with .to('cpu') when you build it"),
+        ("slot_mapping", torch._efficientzerotensor((5,), dtype=I32), TypeError,
+         "slot_mapping: expected a tensor with memory, got one of torch's zeros", "call .clone() once"),
     ],
     "append_rows": [
         ("c_kv", torch.zeros((5, 512), dtype=BF16), ValueError,
@@ -596,6 +605,12 @@ WRONG: dict[str, list[Row]] = {
          "q_nope: expected a dense tensor, got layout sparse_coo", "call .to_dense() once"),
         ("q_nope", torch.zeros(B, 1, H, 512, dtype=torch.int8), TypeError, "q_nope: .*int8",
          "convert it with .to(torch.bfloat16)"),
+        ("q_nope", lambda t: t.to("meta"), ValueError,
+         "q_nope: expected a tensor on cpu, where q_rope is, got meta", ".to('cpu')"),
+        ("q_rope", lambda t: t.to("meta"), ValueError,
+         "q_rope: expected a tensor on cpu, where q_nope is, got meta", ".to('cpu')"),
+        ("q_nope", NESTED, TypeError, "q_nope: expected a tensor of one shape, got a nested tensor",
+         "ragged queries are (total_q, num_heads, ...)"),
         ("q_rope", torch.zeros(B, 1, H, 64), TypeError, "q_rope: .*bfloat16.*float32",
          "convert it with .to(torch.bfloat16)"),
         ("q_rope", torch.zeros(B, S_Q, H, 65, dtype=BF16)[..., 1:], ValueError, "q_rope: ",
@@ -610,6 +625,7 @@ WRONG: dict[str, list[Row]] = {
     "fetch_dequant": [
         ("where", torch.zeros((B, WIDTH), dtype=I64), TypeError, "block_table: .*int64",
          "use .to(torch.int32) once when you build"),
+        ("where", NESTED, TypeError, "where: expected a tensor of one shape, got a nested", "pad it"),
         ("where", torch.zeros((1, B, WIDTH), dtype=I32), ValueError, "where: expected a bl",
          "a 2-D block table with cache_seqlens or cu_seqlens"),
         ("where", torch.zeros((65536, 1), dtype=I32), ValueError,
@@ -693,7 +709,7 @@ WRONG: dict[str, list[Row]] = {
         ("lse_a", lambda t: t.bfloat16(), TypeError, "lse_a: expected dtype float32, got bfloat16",
          "convert it with .to(torch.float32)"),
         ("lse_a", lambda t: t.mT, ValueError,
-         r"lse_a: expected shape \(2, 16, 2\), got \(2, 2, 16\)", "the last two dimensions are exchanged"),
+         r"lse_a: expected shape \(2, 16, 2\), got \(2, 2, 16\)", "the last two dimensions are exchanged: .mT)"),
         ("lse_b", lambda t: t.unsqueeze(-1), ValueError, "lse_b: expected shape", "drop the dimension of 1"),
         ("lse_b", None, TypeError, "lse_b: expected a torch.Tensor, got NoneType", "torch.as_tensor"),
         ("lse_base", "10", ValueError, "lse_base: expected one of 'e', '2', got '10'",
@@ -731,7 +747,7 @@ WRONG: dict[str, list[Row]] = {
         ("lses", lambda t: t[:2], ValueError, "lses: expected 3 tensors, one for each of outs, got 2",
          "a list beside a list"),
         ("lses", second(torch.zeros(B, S_Q, H)), ValueError,
-         r"lses\[1\]: expected shape \(2, 16, 2\), got \(2, 2, 16\)", "exchanged"),
+         r"lses\[1\]: expected shape \(2, 16, 2\), got \(2, 2, 16\)", "exchanged: .mT)"),
         ("lse_base", "10", ValueError, "lse_base: expected one of 'e', '2'", "natural"),
         ("out", torch.zeros(3, B, S_Q, H, 512), ValueError, r"out: expected shape \(2, 2, 16, 512\)",
          "leave it out to have it allocated"),
@@ -806,7 +822,7 @@ WRONG: dict[str, list[Row]] = {
          "the width of the block table"),
         ("num_parts", 0, ValueError, "num_parts: ",
          "leave it out to fill the device"),
-        ("pipeline", "magic", ValueError, "pipeline: expected one of 'etap', 'dual_wg'",
+        ("pipeline", "magic", ValueError, "pipeline: expected one of 'etap', 'dual_wg', got",
          "leave it out to let the dispatcher choose"),
         ("row_tile", 8, ValueError, "row_tile: expected one of 16, 32, 64, 128, got 8",
          "leave it out to let the dispatcher choose"),
@@ -819,7 +835,7 @@ WRONG: dict[str, list[Row]] = {
         ("check_stale", "no", TypeError,
          "check_stale: expected True or False, got str", "SNAPMLA_CHECK_PLAN"),
         ("cache_dtype", "bf16", ValueError, "cache_dtype: expected one of 'fp8', torch.bfloat16",
-         "PagedKVCache.allocate was given"),
+         "16 bits are given as torch's dtype"),
         ("num_kv_heads", 2, ValueError, "num_kv_heads: expected 1, got 2", "one KV head"),
     ],
     "plan_rows": [
@@ -831,7 +847,7 @@ WRONG: dict[str, list[Row]] = {
         ("accuracy", "high", ValueError,
          "accuracy: expected 'standard' with a 16-bit cache, got high", "its P has 16 bits"),
         ("pipeline", "etap", ValueError, "pipeline: expected one of 'split'", "leave it out"),
-        ("cache_dtype", F32, ValueError, "cache_dtype: .*got torch.float32", "was given"),
+        ("cache_dtype", F32, ValueError, "cache_dtype: .*got torch.float32", "'fp8' is float8_e4m3fn"),
     ],
     "allocate": [
         ("num_pages", 0, ValueError, "num_pages: expected 1 or more, got 0", "pages of the pool"),
@@ -839,6 +855,8 @@ WRONG: dict[str, list[Row]] = {
         ("page_size", "64", TypeError, "page_size: expected an int, got str", "int(...)"),
         ("layout", "row_640", ValueError, "layout: .*got 'row_640'", "did you mean 'row640'?"),
         ("layout", "interleaved", ValueError, "layout: expected one of 'split'", "split is the"),
+        ("dtype", "bf16", ValueError, "dtype: expected one of 'fp8', torch.bfloat16, .*got 'bf16'", "as torch's dtype"),
+        ("dtype", F32, ValueError, "dtype: .*got torch.float32", "'fp8' is float8_e4m3fn with a scale a token"),
         *DEVICES,
     ],
     "query": [
@@ -876,7 +894,7 @@ WRONG: dict[str, list[Row]] = {
         ("capacity", 0, ValueError, "capacity: expected 1 or more, got 0", "plans that are not pinned"),
         ("causal", None, TypeError, "causal: expected True or False, got NoneType", "query token s"),
         ("num_parts", 0, ValueError, "num_parts: expected 1 to 65535", "leave it out to fill the device"),
-        ("pipeline", "magic", ValueError, "pipeline: expected one of 'etap', 'dual_wg'",
+        ("pipeline", "magic", ValueError, "pipeline: expected one of 'etap', 'dual_wg', got",
          "leave it out to let the dispatcher choose"),
         ("row_tile", 8, ValueError, "row_tile: expected one of 16, 32, 64, 128, got 8",
          "leave it out to let the dispatcher choose"),
@@ -890,7 +908,7 @@ WRONG: dict[str, list[Row]] = {
         ("check_stale", "no", TypeError,
          "check_stale: expected True or False, got str", "SNAPMLA_CHECK_PLAN"),
         ("cache_dtype", "bf16", ValueError, "cache_dtype: expected one of 'fp8', torch.bfloat16",
-         "PagedKVCache.allocate was given"),
+         "16 bits are given as torch's dtype"),
         ("num_kv_heads", 2, ValueError, "num_kv_heads: expected 1, got 2", "one KV head"),
         *DEVICES,
     ],
@@ -923,7 +941,7 @@ WRONG: dict[str, list[Row]] = {
         ("seqlen", 0, ValueError, "seqlen: expected 1 or more, got 0", "tokens of a sequence"),
         ("out_dtype", F16, TypeError, "out_dtype: .*got torch.float16", "convert out afterwards"),
         ("card", "A100", ValueError, "card: expected one of 'H200', .*got 'A100'", "this machine"),
-        ("cache_dtype", F32, ValueError, "cache_dtype: expected one of 'fp8'", "was given"),
+        ("cache_dtype", F32, ValueError, "cache_dtype: expected one of 'fp8'", "'fp8' is float8_e4m3fn"),
         ("num_kv_heads", 2, ValueError, "num_kv_heads: expected 1, got 2", "one KV head"),
         *DEVICES,
     ],
@@ -943,7 +961,7 @@ WRONG: dict[str, list[Row]] = {
         ("softmax_scale", -1.0, ValueError,
          "softmax_scale: expected a positive finite number", "192**-0.5"),
         ("softmax_scale", torch.tensor(0.1), TypeError,
-         "softmax_scale: expected a Python float, got Tensor", "192**-0.5"),
+         "softmax_scale: expected a Python float, got Tensor", "convert it with float(...)"),
         ("out", torch.zeros(B, S_Q, H, 512, dtype=F16), TypeError,
          "out: expected dtype bfloat16 or float32, got float16", "allocate it"),
         ("lse", torch.zeros(B, S_Q, H), ValueError,
@@ -1026,6 +1044,10 @@ WRONG: dict[str, list[Row]] = {
          r"k_cache: expected shape \(num_pages, page_size, num_heads_k, 576\)", "pool.view(-1, page_size, 1, 576)"),
         ("k_cache", lambda t: t.view(torch.int16), TypeError, "k_cache: expected dtype bfloat16 or float16, got int16",
          "convert it with"),
+        ("k_cache", lambda t: t.to(torch.float8_e4m3fn), TypeError,
+         "k_cache: expected dtype bfloat16 or float16, got float8_e4m3fn", "snapmla.flash_mla_fp8"),
+        ("k_cache", NESTED, TypeError, "k_cache: expected a tensor of one shape, got a nested tensor", "pad it"),
+        ("q", NESTED, TypeError, "q: expected a tensor of one shape, got a nested tensor", "pack its rows"),
         ("k_cache", lambda t: t.view(PAGES * 2, 8, 1, 576), ValueError,
          "k_cache, page_size: expected 16, 32 or a multiple of 64, got 8", "the nearest is 16"),
         ("k_cache", lambda t: t[:0], ValueError, "k_cache: expected 1 page or more, got 0", "allocate at least one page"),
@@ -1072,7 +1094,9 @@ WRONG: dict[str, list[Row]] = {
         ("cache_seqlens", torch.ones(B, dtype=I64), TypeError, "cache_seqlens: ", "int32"),
         ("num_q_tokens_per_head_k", 0, ValueError,
          "num_q_tokens_per_head_k: expected 1 to 536870911, got 0", "s_q * num_heads_q // num_heads_k"),
-        ("num_q_tokens_per_head_k", None, TypeError, "num_q_tokens_per_head_k: expected an int", "convert it with"),
+        ("num_q_tokens_per_head_k", None, TypeError, "num_q_tokens_per_head_k: expected an int, got NoneType",
+         "s_q * num_heads_q // num_heads_k"),
+        ("num_heads_k", None, TypeError, "num_heads_k: expected an int, got NoneType", "1 for MLA"),
         ("num_heads_k", 0, ValueError, "num_heads_k: expected 1 to 128, got 0", "1 for MLA"),
         ("topk", 2048, ValueError, "topk: expected None: sparse decode is not built yet, got 2048", "keep FlashMLA"),
         ("is_fp8_kvcache", True, ValueError, "is_fp8_kvcache: expected False", "a scale a token"),

@@ -148,7 +148,7 @@ def check() -> None:
         if found[0].ok is not False:
             found += [*names(), not_served()]
         found += [entry_point(), card(), *kernels()]
-    except SnapMLAError as error:
+    except (SnapMLAError, ValueError) as error:  # or a variable without meaning
         found.append(Finding(False, str(error)))
     for finding in found:
         typer.echo(finding)
