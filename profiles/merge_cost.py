@@ -92,7 +92,7 @@ def row(shape: DecodeShape, device: torch.device) -> str:
     def decode(split: bool) -> Callable[[], Any]:
         query = (q.nope_u8, q.rope, q.row_scale)
         return lambda: attention.launch_decode(
-            query, cache.arguments, table, lengths, plan.variant, plan.arguments, split,
+            query, cache.arguments, table, lengths, plan.variant, plan.arguments, int(split),
             (out, lse), (0.04, 1, 0.69, 0.0),
         )  # fmt: skip
 

@@ -160,7 +160,7 @@ class Step:
         variant = PlanVariant(self.device, plan.pipeline, plan.row_tile, PAGE, kernel)
         attention.launch_decode(
             (self.q.nope_u8, self.q.rope, self.q.row_scale), self.cache.arguments, table,
-            self.lengths, variant, self.arguments, merge, (self.out, self.lse), NUMBERS,
+            self.lengths, variant, self.arguments, int(merge), (self.out, self.lse), NUMBERS,
         )  # fmt: skip
 
     def sync(self) -> None:

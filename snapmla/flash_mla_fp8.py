@@ -13,11 +13,11 @@ The metadata pair is two int32 tensors, as engines expect:
   batch; better still is ``get_mla_metadata(..., out=(static, num_splits))``, one launch in place.
 * ``num_splits`` (b + 1,): slots of partial results, cumulative; a slice of a longer tensor will do.
 
-A pair must have been made for the lengths that are decoded; shapes cannot tell,
-``SNAPMLA_CHECK_PLAN`` does.  Without it every row is right or NaN: query rows come from the call,
-so a pair made for another number of them costs balance only, and so does a larger batch's; rows of
-a sequence that the pair does not cover (a smaller batch's, one for fewer tokens, halves of two
-pairs) become NaN in ``out`` and ``lse``.
+A pair is made for the lengths that are decoded; shapes cannot tell, ``SNAPMLA_CHECK_PLAN`` does.
+Without it every row is right or NaN.  Query rows come from the call, so a pair made for another
+number of them costs balance only.  Of a larger batch's pair the first sequences are right.  Rows of
+a sequence that the pair does not cover (a smaller batch's, one for fewer tiles of 64 tokens, halves
+of two pairs) become NaN in ``out`` and ``lse``.
 
 Both may be captured: replaying a graph reads whatever the pair holds by then.  Under
 ``torch.compile`` metadata and decode break the graph (``snapmla.decode`` does not); the three
@@ -156,7 +156,8 @@ def flash_mla_ckv_fp8_per_token(
         block_table: int32 (b, width), pages of each sequence.
         cache_seqlens: int32 (b,), tokens of each sequence, the new ones included.
         head_dim_v: 512.
-        tile_scheduler_metadata, num_splits: from ``get_mla_metadata`` for these lengths.
+        tile_scheduler_metadata, num_splits: from ``get_mla_metadata`` for these lengths; rows of a
+            sequence that they do not cover become NaN.
         softmax_scale: factor of the logits; None is 576**-0.5, which DeepSeek's models do not want.
         causal: query token s of s_q sees the first length - (s_q - 1 - s) tokens.
         out: bfloat16 or float32 (b, s_q, h, 512); None allocates.

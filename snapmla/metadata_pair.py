@@ -84,7 +84,7 @@ def covered(
     Args:
         items: rows of ``work_items``.
         part_begin, split_begin: as of a ``DecodePlan``.
-        tiles: of each sequence, that its tokens fill.
+        tiles: of each sequence, that its tokens fill, no more than the block table can name.
         slots: that there are.
     """
     count = len(tiles)

@@ -52,7 +52,7 @@ def explain(plan: DecodePlan, limit: int) -> str:
     lines.append(
         f"{slots} of {plan.o_accum.shape[0]} slots in use, workspace "
         f"{plan.workspace_bytes / 1e6:.1f} MB; merge "
-        + ("runs for split sequences" if plan.may_split else "is never launched")
+        + ("runs for split sequences" if plan.merges else "is never launched")
     )
     shown = _sequences(plan, parts, units, limit) + _parts(plan, parts, costs, limit)
     return "\n".join(lines + shown)

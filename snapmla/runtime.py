@@ -171,10 +171,11 @@ def load(artifact: Artifact, device_type: str) -> Kernel:
     """Loads one artifact.  Raises VariantError with the reason if that fails."""
     if (wrong := damage(artifact, need_library=device_type == "cuda")) is not None:
         raise VariantError(str(wrong))
+    record = _record(artifact.directory, artifact.name) or {}
+    _expect_sources(artifact, record)
     if device_type == "cpu":
         import softgpu
 
-        record = _record(artifact.directory, artifact.name) or {}
         names = softgpu.Names(
             _names(record), tuple((name, at) for name, at in record.get("shared_plan") or ())
         )
@@ -198,6 +199,22 @@ def load(artifact: Artifact, device_type: str) -> Kernel:
     # another Python thread must not come between them.  Holding on is 80 ns faster, too.
     function.release_gil = False
     return function
+
+
+# Sources of which a variant of an op must be made: without them it takes the same arguments, and
+# does not do what this package relies on.  Decode: rows of tables that do not fit become NaN.
+_RELIED_ON = {"decode": "smxx/coverage.py"}
+
+
+def _expect_sources(artifact: Artifact, record: dict[str, Any]) -> None:
+    """Raises VariantError for a variant of an older release that looks like one of this."""
+    wanted = _RELIED_ON.get(VariantSpec.from_name(artifact.name).op)
+    sources = record.get("sources")
+    if wanted and sources is not None and not any(name.endswith(wanted) for name in sources):
+        raise VariantError(
+            f"{artifact.name} in {artifact.directory} is of an older release (made without "
+            f"{wanted}): build it anew, `make precompile` in a checkout"
+        )
 
 
 def argument_names(spec: VariantSpec) -> tuple[str, ...]:

@@ -49,8 +49,8 @@ num_kv_heads (``snapmla.kv_heads``). ``outs`` and ``lses`` are the parts, or wit
 tensor of them each; ``out!`` and ``lse!`` may be those of a part. The cache, ``plan`` and ``q`` are
 pytrees of their tensors, so they may be arguments of compiled functions. Operators have no
 gradients, and their results never require any: this is inference.
-``check_tables`` says that the tables are somebody else's memory: rows of a sequence that they do
-not cover then become NaN.
+``check_tables`` says that the tables, without ``units``, are somebody else's memory: rows of a
+sequence that they do not cover then become NaN.
 """
 
 from __future__ import annotations
@@ -329,7 +329,7 @@ def _decode_out(
         cache_seqlens,
         PlanVariant.of(q_nope.device, pipeline, row_tile, views[0].shape[1], p_terms),
         tables,
-        MERGE_CHECKED if check_tables else int(may_split),
+        MERGE_CHECKED if check_tables and not units.shape[0] else int(may_split),
         (out, lse),
         (checks.softmax_scale(softmax_scale), int(causal), lse_factor, empty_lse),
     )

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsl_kernels.dims import MERGE_CHECKED
 from dsl_kernels.spec import VariantSpec
 from snapmla import dump, env, launch
 from snapmla._version import __version__
@@ -102,8 +103,9 @@ def _plan_of(values: dict[str, Any]) -> str | None:
     text = f"plan: {parts} parts, {units} units"
     if "may_split" not in values:
         return text
-    room = values["o_accum"].shape[0]
-    return f"{text}, {f'splits up to {room}' if values['may_split'] else 'no splits'}"
+    room, merges = values["o_accum"].shape[0], values["may_split"]
+    text = f"{text}, {f'splits up to {room}' if merges else 'no splits'}"
+    return f"{text}, tables from outside" if merges == MERGE_CHECKED else text
 
 
 # ------------------------------------------------------------------------------------------ a file

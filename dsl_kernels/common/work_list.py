@@ -97,7 +97,7 @@ class WorkList:
         Every role reads items here, and so they agree about tiles, which are those of the block
         table: behind its end there are none.  An item of a sequence that is not there, or that
         begins before the first tile, has none and goes nowhere; nor does one whose slot does not
-        exist (``epilogue.rows_written``).
+        exist (``epilogue.write_rows``).
         """
         words = compat.load_words(work.work_items.iterator + i * ITEM_WORDS, 4)
         batch, first, last, slot = (Int32(word) for word in words)

@@ -8,7 +8,7 @@ rows of its own sequence (``work_list.rows_at``), and a sequence is *covered* if
 * its items stand together, the first begins at tile 0, each begins where the one before it ends,
   and the last ends behind the sequence's tokens;
 * it is one item without a slot, or as many as it has slots, one behind the other;
-* no item of another sequence writes to its slots;
+* no item of another sequence names its slots;
 * every item that is listed belongs to one part, and slots are dealt in ascending order.
 
 Of a sequence that is not, ``out`` and ``lse`` become NaN: never another's, nor what the memory
@@ -47,7 +47,7 @@ class Listed(NamedTuple):
     cache_seqlens: cute.Tensor  # i32 (b,)
     most_tiles: Int32  # that a row of the block table can name
     by_tile: compat.FastDivisor  # tokens of a tile
-    wanted: Int32  # whether to ask; 0: the tables are a plan's
+    wanted: Int32  # whether to ask; 0: the tables are a plan's, or have units of other rows
 
 
 @cute.jit

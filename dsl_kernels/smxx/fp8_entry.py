@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
@@ -77,9 +78,10 @@ class Fp8Entry:
             Results(out, lse, o_accum, lse_accum),
         )  # fmt: skip
         b, s_q, h, _ = q_nope.shape
+        rows_each = rows_of_each(units, s_q * h)
         call = Call(
-            compat.fast_divisor(h), compat.fast_divisor(s_q), b * s_q * h,
-            rows_of_each(units, s_q * h), softmax_scale, causal, lse_factor, empty_lse,
+            compat.fast_divisor(h), compat.fast_divisor(s_q), b * s_q * h, rows_each,
+            softmax_scale, causal, lse_factor, empty_lse,
         )  # fmt: skip
         cluster = self.spec.cluster
         self.kernel(tma, gmem, call).launch(
@@ -88,12 +90,12 @@ class Fp8Entry:
             block=(self.threads, 1, 1), cluster=(cluster, 1, 1),
             stream=stream, min_blocks_per_mp=1, use_pdl=True,
         )  # fmt: skip
-        if may_split != 0:  # on the host: the caller knows when no plan could cut a sequence
+        if may_split != 0:  # on the host: the caller knows when nobody has to merge or to ask
             work = loads.work
             tiles = cute.ceil_div(block_table.shape[1] * work.page_size, work.tile)
             listed = Listed(
                 work_items, part_begin, cache_seqlens, tiles, compat.fast_divisor(work.tile),
-                may_split - MERGE,
+                Int32(cutlass.select_(rows_each > 0, may_split - MERGE, Int32(0))),
             )  # fmt: skip
             merge.launch(
                 merge.Decode(listed), o_accum, lse_accum, split_begin, units, out, lse,

@@ -14,9 +14,9 @@ Roles        WARPS warps a CTA. The CTAs are dealt to the units in proportion to
              more slots: all warps share a strip, each takes a run of consecutive slots, CHUNK after
              CHUNK; the first warp combines their partial sums.
 Memory       10 KiB of shared memory for the partial sums (many slots); registers otherwise.
-Timeline     (behind decode: split_begin) | wait | exit if no slot is in use | which unit | o and
-             lse of all slots in flight | weights, FMA | (many slots: next chunk, exchange, combine)
-             | normalise, store
+Timeline     (behind decode: split_begin, which unit, do tables from outside cover it) | wait |
+             (else: split_begin, which unit) | exit if it has no slots | o and lse of all slots in
+             flight | weights, FMA | (many slots: next chunk, exchange, combine) | normalise, store
 Bytes moved  per row 1060 read a slot (2052 of fp32 rows) + 1024 (bf16, fp16) or 2048 (fp32)
              written; nothing if unsplit.
 
@@ -380,7 +380,7 @@ def _merge(
 class Piece(NamedTuple):
     """A CTA's share: its unit, its number among the CTAs of that and how many those are, first slot
     of the unit and slots; none if it is not split, or if the table is damaged.  Every unit has a
-    CTA of number 0 if the table ascends."""
+    CTA of number 0 if the table ascends from 0 to no more slots than there are."""
 
     unit: Any
     mine: Any

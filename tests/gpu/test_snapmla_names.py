@@ -238,11 +238,49 @@ def test_pairs_that_do_not_fit(called: tuple[int, int]) -> None:
     assert not any(decoded(metadata, splits + 1))
     decoded(metadata[: len(metadata) // 2].contiguous(), splits)
     generator = torch.Generator(DEVICE).manual_seed(0)
-    room = 8 * (len(metadata) + 4)
-    for case in range(40):
-        broken, at = metadata.clone(), torch.randint(0, room, (1 + case % 3,))
+    items = 8 * (len(metadata) + 4)
+    for case in range(60):
+        broken, slots = metadata.clone(), splits.clone()
+        table = (broken.view(-1)[:items], broken.view(-1)[-(len(metadata) + 1) :], slots)[case % 3]
+        at = torch.randint(0, len(table), (1 + case % 4,), generator=generator, device=DEVICE)
         low, high = (-2, 70) if case % 2 else (-(2**31), 2**31 - 1)
         words = torch.randint(low, high, at.shape, generator=generator, device=DEVICE)
-        broken.view(-1)[at.to(DEVICE)] = words.int()
-        decoded(broken, splits)
+        table[at] = words.int()
+        decoded(broken, slots)
     assert decoded(metadata, splits) == [True] * 4
+
+
+@pytest.mark.parametrize("batch", [100, 300])
+def test_pairs_of_many_sequences_that_do_not_fit(batch: int) -> None:
+    """More sequences than merge has CTAs to spare, split and whole; replayed with a bad pair."""
+    layer = Layer(1, batch)
+    lengths = torch.randint(1, 200, (batch,), generator=torch.Generator().manual_seed(0))
+    lengths[::17] = WIDTH * PAGE
+    layer.lengths.copy_(lengths)
+    want = layer.primary()
+    metadata, splits = layer.metadata()
+    pair = metadata.clone(), splits.clone()
+    layer.decode(pair, out=layer.out, lse=layer.lse)  # loads the kernels
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        layer.decode(pair, out=layer.out, lse=layer.lse)
+
+    def replayed() -> list[bool]:
+        layer.out.fill_(7.0)
+        layer.lse.fill_(7.0)
+        graph.replay()
+        return right_rows((layer.out, layer.lse), want)
+
+    assert replayed() == [True] * batch
+    longer = layer.lengths + 64 * (torch.arange(batch, device=DEVICE) % 3 == 0).int()
+    layer.lengths.copy_(longer.clamp(max=WIDTH * PAGE))
+    want = layer.primary()
+    grown = [i % 3 == 0 and lengths[i] < WIDTH * PAGE for i in range(batch)]
+    assert replayed() == [not x for x in grown]
+    pair[0].copy_(layer.metadata()[0])  # of this step, beside the splits of the last
+    assert any(replayed())
+    pair[1].add_(1)
+    assert not any(replayed())
+    pair[1].copy_(layer.metadata()[1])
+    assert replayed() == [True] * batch

@@ -12,6 +12,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from snapmla import flash_mla_fp8 as names
 from snapmla import metadata_pair
@@ -23,6 +24,15 @@ pytestmark = needs_compiler
 LENGTHS = (300, 40, 130)
 SPLIT = (300, 100, 40)  # with cheap cuts the first one is split
 CLOSE = 5e-3  # relative L2 of two orders of the same sums
+
+
+class Watching(TorchDispatchMode):
+    """Watches, so that calls become operators."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        return func(*args, **(kwargs or {}))
+
+
 EVERY = [(h, s_q) for h in (8, 16, 64, 128) for s_q in (1, 2)]
 FEW = {((8, 1), (16, 1)), ((16, 2), (16, 1))}
 HAZARDS = Options(hazards="raise")
@@ -200,6 +210,34 @@ def test_covered_wants_sound_tables() -> None:
         assert not any(metadata_pair.covered(ITEMS, good, begin, tiles, slots))
     apart = [ITEMS[0], ITEMS[2], ITEMS[1], ITEMS[3]]
     assert metadata_pair.covered(apart, good, splits, tiles, 4) == [False, True, True]
+
+
+@whole
+def test_random_words() -> None:
+    """In the work list, where parts begin and in the splits."""
+    step, want = prepared(SPLIT, 8, 1)
+    metadata, splits = step.metadata()
+    generator, parts = torch.Generator().manual_seed(0), len(metadata)
+    for case in range(60):
+        broken, slots = metadata.clone(), splits.clone()
+        flat = broken.view(-1)
+        table = (flat[: 8 * (parts + 3)], flat[-(parts + 1) :], slots)[case % 3]
+        at = torch.randint(0, len(table), (1 + case % 4,), generator=generator)
+        low, high = (-2, 8) if case % 2 else (-(2**31), 2**31 - 1)
+        table[at] = torch.randint(low, high, at.shape, generator=generator).int()
+        found = verdict(step, decode(step, (broken, slots)), want)
+        listed = metadata_pair.tables_of(broken, 3)
+        tables = listed.work_items.tolist(), listed.part_begin.tolist(), slots.tolist()
+        assert found == metadata_pair.covered(*tables, [-(-n // 64) for n in SPLIT], 2 * parts)
+
+
+def test_the_operator_asks_too() -> None:
+    """Where calls are watched they are operators: ``check_tables``."""
+    step, want = prepared(SPLIT, 8, 1)
+    metadata, splits = step.metadata()
+    with Watching():
+        made = step.decode((metadata, splits + 1))
+    assert verdict(step, made, want) == [False] * 3
 
 
 def test_a_pair_without_splits_is_asked_too() -> None:

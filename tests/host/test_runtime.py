@@ -45,6 +45,18 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path
 
 
+def test_a_decode_of_an_older_release_is_not_loaded(folder: Path, no_jit: None) -> None:
+    """It takes the same arguments, but does not ask whether tables from outside fit."""
+    place(folder, SPEC)
+    path = folder / f"{SPEC.name}.json"
+    record = json.loads(path.read_text())
+    for sources in (["dsl_kernels/smxx/merge.py"], []):
+        path.write_text(json.dumps({**record, "sources": sources}))
+        artifact = runtime.find_or_build(SPEC, need_library=True)
+        with pytest.raises(VariantError, match=rf"^{SPEC.name} in .* is of an older release"):
+            runtime.load(artifact, "cuda")
+
+
 @pytest.mark.parametrize(("driver", "loads"), [((13, 0), True), ((12, 4), False), (None, True)])
 def test_newer_cuda_than_the_driver(
     folder: Path, monkeypatch: pytest.MonkeyPatch, no_jit: None, driver: tuple | None, loads: bool

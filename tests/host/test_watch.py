@@ -66,6 +66,8 @@ def test_a_decode_in_one_line() -> None:
     line = watch.line(spec, {**values, "may_split": 1})
     assert line == f"{head}; {plan}, splits up to 264"
     assert watch.line(spec, {**values, "may_split": 0}) == f"{head}; {plan}, no splits"
+    line = watch.line(spec, {**values, "may_split": 2})
+    assert line == f"{head}; {plan}, splits up to 264, tables from outside"
 
 
 def test_a_decode_of_rows_in_one_line() -> None:
