@@ -50,10 +50,10 @@ INTERNALS: dict[str, tuple[str, ...]] = {
         "plain", "may_split", "can_split", "merges",
     ),
     "PagedKVCache": (
-        "content_u8", "memory", "traceable", "stays", "plain", "arguments", "decode_arguments",
+        "content_u8", "memory", "traceable", "plain", "arguments", "decode_arguments",
         "named_tensors", "memory_now",
     ),
-    "QuantizedQuery": ("nope_u8", "row_scale", "arguments", "plain", "written", "spans"),
+    "QuantizedQuery": ("nope_u8", "row_scale", "arguments", "plain", "written"),
     "QuantConfig": ("group",),
 }  # fmt: skip
 SECTIONS = ("Args", "Attributes", "Returns", "Raises", "Source")

@@ -399,3 +399,16 @@ def test_update_then_decode_again() -> None:
         )  # fmt: skip
         assert got[0] is out and got[1] is lse
         assert_right(step, out, lse)
+
+
+def test_who_merges() -> None:
+    """Nobody, a merge, or one that asks whether the tables fit: the exported function's number."""
+
+    class Outside(snapmla.DecodePlan):
+        _outside = True
+
+    lengths = torch.tensor([300], dtype=torch.int32)
+    for parts, merges in ((1, 0), (4, 1)):
+        plan = snapmla.plan_decode(lengths, 16, 1, page_size=64, max_pages=5, num_parts=parts)
+        values = {field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)}
+        assert plan.merges == merges and Outside(**values).merges == 2

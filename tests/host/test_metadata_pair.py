@@ -299,3 +299,58 @@ def test_kept_plans_are_bounded() -> None:
     for width in range(1, metadata_pair.KEPT_PLANS + 10):
         metadata_pair.kept_plan(*names.get_mla_metadata(lengths, 16, 1), 1, 16, 1, 64, width)
         assert 0 < len(metadata_pair._plans) <= metadata_pair.KEPT_PLANS
+
+
+@pytest.mark.parametrize("called", [(8, 1), (16, 2)])
+def test_other_rows_are_refused_in_debug_mode(
+    monkeypatch: pytest.MonkeyPatch, called: tuple[int, int]
+) -> None:
+    monkeypatch.setenv("SNAPMLA_CHECK_PLAN", "1")
+    step = Step((40, 3), *called)
+    rows = called[0] * called[1]
+    for planned in {8, 16, 32, 64, 128, 256} - {rows}:
+        pair = names.get_mla_metadata(step.lengths, planned, 1)
+        with pytest.raises(
+            ValueError,
+            match=r"^tile_scheduler_metadata: expected one made for s_q \* num_heads = "
+            rf"{rows} query rows a sequence, got {planned} \(num_heads_per_head_k is s_q \* num",
+        ):
+            step.decode(pair)
+    step.decode(step.metadata())
+
+
+# two parts, three sequences of 4, 1 and 2 tiles, of which the first is cut in two
+ITEMS = [[0, 0, 3, 0], [0, 3, 4, 1], [1, 0, 1, -1], [2, 0, 2, -1], [0, 0, 0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "right"),
+    [
+        (None, 0, [True] * 3),
+        ((1, 1), 4, [False, True, True]),  # a gap
+        ((1, 2), 3, [False, True, True]),  # ends early
+        ((1, 2), 2, [False, True, True]),  # ends before it begins
+        ((1, 3), 2, [False, True, True]),  # a slot left out
+        ((2, 3), 1, [False, False, True]),  # the slot of another sequence
+        ((2, 0), 0, [False, False, True]),  # one item too many
+        ((2, 0), 7, [True, False, True]),  # none
+        ((3, 1), 1, [True, True, False]),
+        ((3, 3), 0, [False, True, False]),
+    ],
+)
+def test_covered(place: tuple[int, int] | None, value: int, right: list[bool]) -> None:
+    items = [list(item) for item in ITEMS]
+    if place is not None:
+        items[place[0]][place[1]] = value
+    assert metadata_pair.covered(items, [0, 1, 4], [0, 2, 2, 2], [4, 1, 2], 4) == right
+
+
+def test_covered_wants_sound_tables() -> None:
+    """Parts and slots from 0, ascending, no more than there are; items together."""
+    good, splits, tiles = [0, 1, 4], [0, 2, 2, 2], [4, 1, 2]
+    for parts in ([1, 1, 4], [0, 5, 4], [0, 1, 6]):
+        assert not any(metadata_pair.covered(ITEMS, parts, splits, tiles, 4))
+    for begin, slots in (([0, 2, 2, 2], 1), ([1, 2, 2, 2], 4), ([0, 2, 1, 2], 4)):
+        assert not any(metadata_pair.covered(ITEMS, good, begin, tiles, slots))
+    apart = [ITEMS[0], ITEMS[2], ITEMS[1], ITEMS[3]]
+    assert metadata_pair.covered(apart, good, splits, tiles, 4) == [False, True, True]
