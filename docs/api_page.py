@@ -50,10 +50,10 @@ INTERNALS: dict[str, tuple[str, ...]] = {
         "plain", "may_split", "can_split", "merges",
     ),
     "PagedKVCache": (
-        "content_u8", "memory", "traceable", "plain", "arguments", "decode_arguments",
-        "named_tensors", "memory_now",
+        "content_u8", "memory", "traceable", "plain", "begins", "asks", "arguments",
+        "decode_arguments", "named_tensors", "memory_now",
     ),
-    "QuantizedQuery": ("nope_u8", "row_scale", "arguments", "plain", "written"),
+    "QuantizedQuery": ("nope_u8", "row_scale", "arguments", "plain", "written", "begins"),
     "QuantConfig": ("group",),
 }  # fmt: skip
 SECTIONS = ("Args", "Attributes", "Returns", "Raises", "Source")
