@@ -71,8 +71,7 @@ class SumRows:
             self.loads.load_kv((cache,), (self.layout(),)), cache.shape[0],
             Work(block_table, cache_seqlens, work_items, part_begin, row_limits),
             Results(out, lse, o_accum, lse_accum),
-            Call(*divisors, b * s_q * h, Int32(0), Float32(1.0), causal, Float32(1.0),
-                 Float32(0.0)),
+            Call(*divisors, b * s_q * h, Int32(0), Float32(1.0), causal, Float32(1.0), Float32(0)),
         ).launch(grid=(cute.ceil_div(o_accum.shape[1], self.rows), cute.size(part_begin) - 1, 1),
                  block=(384, 1, 1), stream=stream)  # fmt: skip
 
