@@ -123,7 +123,7 @@ class PairPlan(decode_plan.DecodePlan):
     )
 
     def _compare(self, cache_seqlens: torch.Tensor) -> None:
-        """Compares the batch, the query rows, what the tables cover, then the lengths.
+        """Compares the batch, the query rows, the lengths, then what the tables cover.
 
         The pair's memory has room for any batch up to ``max_batch``, so the one that was planned
         cannot be told by shapes; it is that of the last item of the work list.
