@@ -20,6 +20,7 @@
 #   profile:VARIANT[,VARIANT]  Nsight Compute on variants, as one table (profiles.ncu)
 #   host[:ARG,ARG...]          host time of eager calls (profiles.host_time ARG ARG...)
 #   merge                      what the merge launch costs (profiles.merge_cost)
+#   pair:DIR                   what a pair's call costs beside DIR's (profiles.pair_cost)
 #   dense-accuracy[:PART,PART]  16-bit decode to float64 beside the peers: sweep, rmse, grid
 #                              (profiles.dense_accuracy)
 #   stamps[:SHAPE,SHAPE...]    times of a CTA's events, from stamped builds (profiles.stamps has
@@ -192,6 +193,9 @@ run_part() {
         host)
             # shellcheck disable=SC2086  # a list of words
             timeout -k 10 "$seconds" "$python" -m profiles.host_time --out "$work" ${what//,/ }
+            ;;
+        pair)
+            timeout -k 10 "$seconds" "$python" -m profiles.pair_cost --against "$what" --out "$work"
             ;;
         merge) timeout -k 10 "$seconds" "$python" -m profiles.merge_cost --out "$work" ;;
         dense-accuracy)

@@ -14,11 +14,12 @@ rows of its own sequence (``work_list.rows_at``), and a sequence is *covered* if
 Of a sequence that is not, ``out`` and ``lse`` become NaN: never another's, nor what the memory
 held.
 
-Roles        every CTA of merge, for the unit that it merges; if nothing is split, or the tables are
-             not sound, for the one of its own number.  All its threads read the list.
+Roles        every CTA of merge that has strips to merge, or would write NaN: for its unit there; if
+             nothing is split, or the tables are not sound, for the unit of its own number.  All its
+             threads read the list.
 Memory       counts of the warps in shared memory.
 Timeline     in front of merge's wait: under the end of decode, since only tables are read.
-Bytes read   32 an item, 4 a part and 4 a sequence, in every CTA; from L2.
+Bytes read   32 an item, 4 a part and 4 a sequence, in each such CTA; from L2.
 
 The rule in Python is ``snapmla.metadata_pair.covered``.
 """
@@ -72,8 +73,8 @@ def covers(
     first_slot, end_slot = split_begin[unit], split_begin[unit + 1]
     wrong, heads, own, tiles = Int32(0), Int32(0), Int32(0), Int32(0)
     items = compat.at_most(items, listed.work_items.shape[0])
-    for base in cutlass.range(tidx, items, AHEAD * threads, unroll=1):
-        places = [base + k * threads for k in range(AHEAD)]
+    for base in cutlass.range(AHEAD * tidx, items, AHEAD * threads, unroll=1):
+        places = [base + k for k in range(AHEAD)]
         loaded = [_item(listed, cutlass.min(i, items - 1)) for i in places]
         for k in cutlass.range_constexpr(AHEAD):
             i, (sequence, first, last, slot) = places[k], loaded[k]
@@ -108,8 +109,8 @@ def _descents(table: cute.Tensor, count: Any, tidx: Any, threads: int) -> Any:
 def _descents_behind(
     table: cute.Tensor, count: Int32, tidx: Int32, threads: cutlass.Constexpr, found: Int32
 ) -> Int32:
-    for base in cutlass.range(tidx, count, AHEAD * threads, unroll=1):
-        places = [cutlass.min(base + k * threads, count - 1) for k in range(AHEAD)]
+    for base in cutlass.range(AHEAD * tidx, count, AHEAD * threads, unroll=1):
+        places = [cutlass.min(base + k, count - 1) for k in range(AHEAD)]
         pairs = [(table[i], table[i + 1]) for i in places]
         for k in cutlass.range_constexpr(AHEAD):
             if pairs[k][0] > pairs[k][1]:

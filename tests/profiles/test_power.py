@@ -359,4 +359,6 @@ def test_a_product_alone_draws_power() -> None:
     with power.open_meter(timing.Nvml()).running() as meter:
         solo = power.alone(loop, meter)
     assert 2 * 4096**3 / solo.us * 1e-6 > 50  # TFLOP/s
-    assert 100 < solo.watts <= 1.1 * meter.cap_w and solo.mhz and solo.mhz > 500
+    # About units and intervals: errors of those are factors of 2 and more.  The power limit is no
+    # bound of half a second: an H100 of 700 W read 779 and 784 W here.
+    assert 100 < solo.watts <= 1.25 * meter.cap_w and solo.mhz and solo.mhz > 500
