@@ -41,8 +41,8 @@ SHAPES = (  # batch, tokens, heads
 )
 
 
-def captured(package: Any, batch: int, tokens: int, heads: int) -> torch.cuda.CUDAGraph:
-    """A graph of CALLS calls of one step, random, with pages in any order."""
+def captured(package: Any, batch: int, tokens: int, heads: int) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """A graph of CALLS calls of one step, random, with pages in any order; and what it reads."""
     device = torch.device("cuda")
     names = importlib.import_module(f"{package.__name__}.flash_mla_fp8")
     lengths = torch.full((batch,), tokens, dtype=torch.int32, device=device)
@@ -72,7 +72,7 @@ def captured(package: Any, batch: int, tokens: int, heads: int) -> torch.cuda.CU
     with torch.cuda.graph(graph):
         for _ in range(CALLS):
             names.flash_mla_ckv_fp8_per_token(**arguments)
-    return graph
+    return graph, arguments
 
 
 def row(shape: tuple[int, int, int], other: checkouts.Checkout) -> str:
@@ -86,7 +86,7 @@ def row(shape: tuple[int, int, int], other: checkouts.Checkout) -> str:
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             torch.cuda._sleep(1_000_000)
             begin.record()
-            graphs[which].replay()
+            graphs[which][0].replay()
             end.record()
             end.synchronize()
             times[which].append(begin.elapsed_time(end) * 1e3 / CALLS)

@@ -73,8 +73,8 @@ def covers(
     first_slot, end_slot = split_begin[unit], split_begin[unit + 1]
     wrong, heads, own, tiles = Int32(0), Int32(0), Int32(0), Int32(0)
     items = compat.at_most(items, listed.work_items.shape[0])
-    for base in cutlass.range(AHEAD * tidx, items, AHEAD * threads, unroll=1):
-        places = [base + k for k in range(AHEAD)]
+    for base in cutlass.range(tidx, items, AHEAD * threads, unroll=1):
+        places = [base + k * threads for k in range(AHEAD)]
         loaded = [_item(listed, cutlass.min(i, items - 1)) for i in places]
         for k in cutlass.range_constexpr(AHEAD):
             i, (sequence, first, last, slot) = places[k], loaded[k]
