@@ -61,7 +61,10 @@ KINDS = {
 # Whole-matrix tests of these files run variant by variant, in the steps ``variant``.
 PER_VARIANT = ("tests/kernels/test_variants.py", "tests/softgpu/test_h200.py")
 CONFTEST = ("tests/conftest.py", "tests/support/needs.py", "tests/support/variants.py")
-REPLAYED = ("softgpu", "profiles/record_softgpu.py", "profiles/vectors.py", "tests/data")
+REPLAYED = (
+    "softgpu", "profiles/record_softgpu.py", "profiles/vectors.py", "profiles/instructions.py",
+    "snapmla/testing/workloads", "tests/data",
+)  # fmt: skip
 SAID = 4000  # characters of a failed step's output that are kept
 
 app = typer.Typer(add_completion=False, help=__doc__)

@@ -44,9 +44,11 @@ from numpy.typing import NDArray
 
 from codegen import matrix
 from dsl_kernels.spec import VariantSpec
-from profiles import vectors
+from profiles import instructions, vectors
 from profiles.device import require_cuda
-from profiles.vectors import KernelCase, Result, WgmmaCase, WgmmaForm
+from profiles.instructions import WgmmaCase, WgmmaForm
+from profiles.vectors import KernelCase
+from snapmla.testing.workloads.exact import Recorded, hash_rows
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RECORD = ROOT / "tests" / "data" / "softgpu_h200.npz"
@@ -188,18 +190,21 @@ def ptx_hashes() -> dict[str, str]:
 
 def _mufu_hashes(gpu: Gpu, name: str) -> NDArray[np.uint64]:
     """One hash for each of the 512 binades of 2^23 arguments."""
-    text, out = vectors.mufu_ptx(name), torch.empty(vectors.BINADE, dtype=torch.int32).cuda()
+    text, out = (
+        instructions.mufu_ptx(name),
+        torch.empty(instructions.BINADE, dtype=torch.int32).cuda(),
+    )
 
     def result(binade: int) -> NDArray[np.uint32]:
         address = ctypes.c_uint64(out.data_ptr())
-        first = ctypes.c_uint32(binade * vectors.BINADE)
-        gpu.enqueue(text, [address, first], vectors.BINADE // 256, 256, 0)
+        first = ctypes.c_uint32(binade * instructions.BINADE)
+        gpu.enqueue(text, [address, first], instructions.BINADE // 256, 256, 0)
         torch.cuda.synchronize()
         bits: NDArray[np.uint32] = out.cpu().numpy().view(np.uint32)
         return bits
 
     with ThreadPoolExecutor(8) as pool:
-        jobs = [pool.submit(vectors.hash_rows, result(i)[None]) for i in range(BINADES)]
+        jobs = [pool.submit(hash_rows, result(i)[None]) for i in range(BINADES)]
         return np.concatenate([job.result() for job in jobs])
 
 
@@ -207,17 +212,17 @@ def record(out: pathlib.Path) -> int:
     """Runs everything on the GPU and writes the record."""
     begin, gpu = time.time(), Gpu()
     store: dict[str, NDArray[Any]] = {}
-    for name in vectors.MUFU_OPS:
+    for name in instructions.MUFU_OPS:
         store[f"mufu.{name}/hash"] = _mufu_hashes(gpu, name)
     print(f"mufu: {time.time() - begin:.1f} s", flush=True)
     names = variants()
-    todo: list[WgmmaCase | KernelCase] = [*vectors.wgmma_cases()]
+    todo: list[WgmmaCase | KernelCase] = [*instructions.wgmma_cases()]
     todo += [case for name in names for case in vectors.kernel_cases(name)]
     unstable = []
     for case in todo:
         first, second = case.run(gpu), case.run(gpu)
         for what, rows in first.rows.items():
-            store[f"{case.name}/{what}"] = vectors.hash_rows(rows)
+            store[f"{case.name}/{what}"] = hash_rows(rows)
             if rows.tobytes() != second.rows[what].tobytes():
                 unstable.append(f"{case.name}/{what}")
         store[f"{case.name}/inputs"] = first.inputs
@@ -286,15 +291,15 @@ class Record:
     def forms(self) -> list[WgmmaForm]:
         """The instruction forms that it has, in their order.
 
-        Raises ValueError if ``profiles.vectors`` has no such form.
+        Raises ValueError if ``profiles.instructions`` has no such form.
         """
         names = {k.split(".")[1] for k in self.data if k.startswith("wgmma.")}
-        found = [form for form in vectors.WGMMA_FORMS if form.name in names]
+        found = [form for form in instructions.WGMMA_FORMS if form.name in names]
         if unknown := names - {form.name for form in found}:
             raise ValueError(f"the record has unknown wgmma forms: {', '.join(sorted(unknown))}")
         return found
 
-    def compare(self, case: WgmmaCase | KernelCase, result: Result) -> Tally:
+    def compare(self, case: WgmmaCase | KernelCase, result: Recorded) -> Tally:
         """Counts rows (of wgmma: instructions) whose hash differs."""
         tally = Tally(cases=1)
         if not np.array_equal(self.data[f"{case.name}/inputs"], result.inputs):
@@ -304,7 +309,7 @@ class Record:
             )
         for what, rows in result.rows.items():
             want = self.data[f"{case.name}/{what}"]
-            got = vectors.hash_rows(rows)
+            got = hash_rows(rows)
             different = np.flatnonzero(got != want[: len(got)])
             tally.results += len(got)
             tally.different += len(different)
@@ -343,14 +348,14 @@ def replay_mufu(record: Record, name: str, binades: list[int]) -> Tally:
     tally, want = Tally(cases=1), record.data[f"mufu.{name}/hash"]
 
     def one(binade: int) -> bool:
-        base = np.uint32(binade * vectors.BINADE)
-        x = (np.arange(vectors.BINADE, dtype=np.uint32) + base).view(np.float32)
+        base = np.uint32(binade * instructions.BINADE)
+        x = (np.arange(instructions.BINADE, dtype=np.uint32) + base).view(np.float32)
         y = np.concatenate([mufu.FUNCTIONS[name](part) for part in np.split(x, 64)])
-        return bool(vectors.hash_rows(y[None])[0] == want[binade])
+        return bool(hash_rows(y[None])[0] == want[binade])
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for binade, same in zip(binades, pool.map(one, binades), strict=True):
-            tally.results += vectors.BINADE
+            tally.results += instructions.BINADE
             if not same:
                 tally.different += 1
                 tally.notes.append(f"{name}: binade {binade} differs")
@@ -360,7 +365,7 @@ def replay_mufu(record: Record, name: str, binades: list[int]) -> Tally:
 def replay_wgmma(record: Record, form: WgmmaForm) -> Tally:
     """Counts accumulators, in whole instructions."""
     total = Tally()
-    for case in vectors.wgmma_cases():
+    for case in instructions.wgmma_cases():
         if case.form == form:
             tally = record.compare(case, case.run(SoftGpu()))
             tally.results *= 64 * form.n
@@ -396,7 +401,7 @@ def replay(record: Record, parts: list[str], everything: bool) -> int:
 
 def _replay_part(record: Record, part: str, everything: bool) -> Iterator[tuple[str, Tally]]:
     if part == "mufu":
-        for name in vectors.MUFU_OPS:
+        for name in instructions.MUFU_OPS:
             binades = range(BINADES) if everything else SAMPLE_BINADES[name]
             yield name, replay_mufu(record, name, list(binades))
     elif part == "wgmma":

@@ -20,7 +20,6 @@ import pathlib
 import subprocess
 import sys
 import tempfile
-import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from typing import Any
 import numpy as np
 
 from profiles.device import require_cuda
+from snapmla.testing.workloads.exact import Bits
 
 ROWS = 64
 HERE = pathlib.Path(__file__).resolve().parent
@@ -88,24 +88,6 @@ def encode(fmt: Format, values: np.ndarray) -> np.ndarray:
     codes = np.searchsorted((table[1:] + table[:-1]) / 2, np.abs(values))
     sign = np.signbit(values).astype(np.int64) << (fmt.exponent_bits + fmt.fraction_bits)
     return (codes | sign).astype(fmt.dtype)
-
-
-class Bits:
-    """Random integers whose stream numpy guarantees (raw PCG64), seeded by a name."""
-
-    def __init__(self, name: str):
-        self._raw = np.random.PCG64(zlib.crc32(name.encode()))
-
-    def below(self, bound: int, shape: tuple[int, ...]) -> np.ndarray:
-        raw = self._raw.random_raw(int(np.prod(shape)))
-        return ((raw >> np.uint64(16)) % np.uint64(bound)).astype(np.int64).reshape(shape)
-
-    def unit(self, shape: tuple[int, ...]) -> np.ndarray:
-        return (self.below(1 << 40, shape) + 0.5) / float(1 << 40)
-
-    def normal(self, shape: tuple[int, ...]) -> np.ndarray:
-        """Near-normal: the sum of 12 uniforms."""
-        return self.unit((*shape, 12)).sum(-1) - 6.0
 
 
 def _fields(fmt: Format, bits: Bits, shape: tuple[int, ...], low: int, high: int) -> np.ndarray:

@@ -6,8 +6,14 @@ import difflib
 import random
 import re
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+from dsl_kernels.families import FAMILIES
+from dsl_kernels.spec import VariantSpec
 from profiles import roofline
+
+if TYPE_CHECKING:
+    from snapmla.testing.workloads.call import Sizes
 
 _DECODE = re.compile(r"b(\d+)_L(\d+)_h(\d+)_q(\d+)(_ragged|_skewed)?(_ragged_q)?")
 SHORT = 1024  # tokens of the short requests of a skewed batch
@@ -122,49 +128,40 @@ class HelperShape:
         return "_".join([self.op, *parts] + ([self.mode] if self.mode else []))
 
     @property
-    def rows(self) -> bool:
-        """Whether the cache is of 16 bits."""
-        return self.mode.endswith("bf16")
+    def spec(self) -> VariantSpec:
+        """The variant that is called."""
+        from snapmla.testing import workloads  # here: who only lists decodes needs no torch
+
+        work = workloads.benched()[self.op]
+        name = next(op for op in FAMILIES if workloads.of(op) is work)
+        return VariantSpec(op=name, **work.bench[self.op][self.mode])
+
+    @property
+    def sizes(self) -> Sizes:
+        """As its workload takes them."""
+        from snapmla.testing.workloads.call import Sizes
+
+        each = self.tokens // self.batch if self.spec.op == "fetch_dequant" else self.tokens
+        return Sizes(self.batch, each, self.s_q, self.num_heads, self.tokens)
 
     @property
     def bytes(self) -> float:
         """Bytes read plus bytes written."""
-        fmt = "bf16" if self.rows else "snapmla"
-        if self.op == "append_kv":
-            return roofline.append_bytes(self.tokens, fmt=fmt)
-        if self.op == "rope_append_kv":
-            moved = roofline.append_bytes(self.tokens, slot_bytes=8)
-            return moved + roofline.angle_bytes(self.tokens)
-        if self.op == "fetch_dequant":
-            return roofline.fetch_dequant_bytes(self.tokens, fmt=fmt)
-        rows = self.batch * self.s_q * self.num_heads
-        if self.op == "merge_states":
-            return roofline.merge_states_bytes(self.tokens, rows, 4 if "f32" in self.mode else 2)
-        if self.op.endswith("quantize_q"):
-            tokens = self.batch * self.s_q
-            moved = roofline.quantize_q_bytes(rows, rows if self.mode == "token_head" else tokens)
-            return moved + (roofline.angle_bytes(tokens) if self.op.startswith("rope") else 0.0)
-        return 4.0 * self.batch
+        from snapmla.testing import workloads
+
+        moved = workloads.of(self.spec.op).moved
+        assert moved is not None  # of all that are benched
+        return moved(self.spec, self.sizes)
 
 
 Shape = DecodeShape | HelperShape
 
-HELPER_MODES = {
-    "append_kv": ("", "bf16"),
-    "rope_append_kv": ("", "norm"),
-    "quantize_q": ("token_head", "token"),
-    "rope_quantize_q": ("token_head",),
-    "fetch_dequant": (
-        "pages",
-        "indices",
-        "ragged",
-        "pages_bf16",
-        "indices_bf16",
-        "ragged_bf16",
-    ),
-    "merge_states": ("pair", "list", "stack", "pair_f32", "list_f32", "stack_f32"),
-    "plan_decode": ("",),
-}
+
+def helper_modes() -> dict[str, tuple[str, ...]]:
+    """Name of a helper row -> its modes."""
+    from snapmla.testing import workloads
+
+    return {name: tuple(work.bench[name]) for name, work in workloads.benched().items()}
 
 
 def parse(label: str) -> Shape:
@@ -182,18 +179,17 @@ def parse(label: str) -> Shape:
         return DecodeShape(
             b, length, h, q, tail == "_ragged", tail == "_skewed", bool(found.group(6))
         )
-    op = next((o for o in HELPER_MODES if label == o or label.startswith(o + "_")), None)
+    modes = helper_modes()
+    op = next((o for o in modes if label == o or label.startswith(o + "_")), None)
     if op is None:
         raise ValueError(
             "shape: expected b<batch>_L<tokens>_h<heads>_q<s_q>[_ragged|_skewed][_ragged_q] or "
-            f"<{'|'.join(HELPER_MODES)}>_...; got {label!r}"
+            f"<{'|'.join(modes)}>_...; got {label!r}"
         )
     rest = label[len(op) + 1 :]
-    mode = next(
-        (m for m in sorted(HELPER_MODES[op], key=len, reverse=True) if rest.endswith(m)), None
-    )
+    mode = next((m for m in sorted(modes[op], key=len, reverse=True) if rest.endswith(m)), None)
     if mode is None:
-        raise ValueError(f"shape: {label!r} must end in one of {HELPER_MODES[op]}")
+        raise ValueError(f"shape: {label!r} must end in one of {modes[op]}")
     fields = {"n": 0, "b": 1, "h": 1, "q": 1}
     for part in filter(None, rest[: len(rest) - len(mode)].split("_")):
         item = _FIELD.fullmatch(part)

@@ -324,13 +324,13 @@ class DenseJob:
                 cache[page, : len(rows)] = rows
         return cache, table.repeat_interleave(self.kv_heads, 0)
 
-    def run(self, kernel: runtime.Kernel) -> tuple[Tensor, Tensor]:
-        """(out, lse) of one call, into fresh NaN-filled buffers."""
+    def arguments(self) -> dict[str, Any]:
+        """Of one call, into fresh NaN-filled buffers; on the CPU."""
         b, unit_rows = len(self.lengths), self.queries.unit_rows
         dtype = DTYPES[self.spec.dtype]
         out = torch.full((b, self.s_q, self.heads, KV_LORA_RANK), math.nan).to(dtype)
         lse = torch.full((b, self.heads, self.s_q), math.nan)
-        values = {
+        return {
             "q": self.q, "cache": self.cache, "block_table": self.table,
             "cache_seqlens": self.seqlens, "out": out, "lse": lse,
             **self._workspace(2 * self.parts, unit_rows),
@@ -338,8 +338,12 @@ class DenseJob:
             "softmax_scale": SCALE, "causal": 1, "lse_factor": LN2, "empty_lse": -math.inf,
             "may_split": int(self.plan.split_begin[-1] > 0),
         }  # fmt: skip
+
+    def run(self, kernel: runtime.Kernel) -> tuple[Tensor, Tensor]:
+        """(out, lse) of one call."""
         moved = {
-            name: x.to(self.device) if isinstance(x, Tensor) else x for name, x in values.items()
+            name: x.to(self.device) if isinstance(x, Tensor) else x
+            for name, x in self.arguments().items()
         }
         kernel(*(moved[name] for name in ARGUMENTS))
         return moved["out"].cpu(), moved["lse"].cpu()

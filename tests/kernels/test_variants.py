@@ -48,7 +48,9 @@ def test_a_wrong_merge_is_noticed(spec: VariantSpec) -> None:
         out = arguments[4]
         out[0, 0, 0] *= 1.1
 
-    assert not selfcheck._check_merge(spec, one_row_is_off).passed
+    names = kernel.names.arguments
+    assert selfcheck.check_kernel(spec, kernel).passed
+    assert not selfcheck.check_kernel(spec, one_row_is_off, names).passed
 
 
 @pytest.mark.variants("decode_*_sm90a", everyday="decode_etap_r[16][64]_p64_obf16_sm90a")

@@ -15,6 +15,7 @@ from codegen.precompile import Report
 from dsl_kernels.spec import VariantSpec
 from profiles import ncu
 from snapmla import runtime
+from snapmla.testing.workloads import samples
 
 REPORT = (artifacts.ROOT / "tests" / "data" / "ncu_h200.csv").read_text()
 
@@ -72,7 +73,7 @@ def test_no_kernel_is_an_error(report: str) -> None:
 
 @pytest.mark.parametrize(("batch", "tiles", "parts"), [(1, 1, 132), (32, 256, 132), (3, 10, 4)])
 def test_even_split_covers_every_tile_once(batch: int, tiles: int, parts: int) -> None:
-    items, part_begin, split_begin, slots = ncu.split_evenly(batch, 5, tiles, parts)
+    items, part_begin, split_begin, slots = samples.split_evenly(batch, 5, tiles, parts)
     covered = [(b, t) for b, first, last, *_ in items for t in range(first, last)]
     assert sorted(covered) == [(b, t) for b in range(batch) for t in range(tiles)]
     assert len(part_begin) == parts + 1 and part_begin[-1] == len(items)
@@ -126,7 +127,7 @@ def test_script_passes_the_sizes_and_opens_the_profiler(tmp_path: Path) -> None:
 def test_workload_is_a_legal_call(built: Report, name: str) -> None:
     """The object's own argument checks accept it, and it runs (on the software GPU)."""
     spec = VariantSpec.from_name(name)
-    known = ncu.Values(spec, ncu.Sizes(batch=2, tokens=100, s_q=2), "cpu", parts=3)
+    known = ncu.arguments(spec, ncu.Sizes(batch=2, tokens=100, s_q=2), "cpu", parts=3)
     runtime.kernel(spec, "cpu")(*(known[a["name"]] for a in built.records[name].arguments))
     results = [known[n] for n in ("out", "out_nope", "content", "kv") if n in known]
     assert results and any(result.to(torch.float32).abs().sum() > 0 for result in results)
@@ -135,13 +136,10 @@ def test_workload_is_a_legal_call(built: Report, name: str) -> None:
 def test_every_argument_has_a_value(built: Report) -> None:
     for name, record in built.records.items():
         spec = VariantSpec.from_name(name)
-        if spec.op == "plan_decode":
-            continue  # through the public API
-        known = ncu.Values(spec, ncu.Sizes(batch=1, tokens=1, s_q=1), "meta", parts=1)
+        device = "cpu" if spec.op == "plan_decode" else "meta"  # whose plan a kernel makes
+        known = ncu.arguments(spec, ncu.Sizes(batch=1, tokens=1, s_q=1), device, parts=1)
         for argument in record.arguments:
             assert known[argument["name"]] is not None
-    with pytest.raises(ValueError, match="argument nonsense: no profiling value"):
-        ncu.Values(VariantSpec(op="merge"), ncu.Sizes(1, 1, 1), "cpu", 1)["nonsense"]
 
 
 def test_without_a_gpu_it_says_so() -> None:

@@ -19,8 +19,9 @@ import pytest
 
 from codegen.precompile import Report
 from dsl_kernels.spec import VariantSpec, decode_spec
-from profiles import record_softgpu, vectors
+from profiles import instructions, record_softgpu, vectors
 from profiles.record_softgpu import COMMAND, Record, SoftGpu, Tally
+from snapmla.testing.workloads.exact import Recorded
 from softgpu import Options, exact, mufu, tensor_core
 from softgpu.testing import aligned, launch
 from tests.support.needs import needs_compiler
@@ -47,10 +48,10 @@ def recorded(record: Record, name: str) -> str:
 # ---------------------------------------------------------------------------- special functions
 
 
-@pytest.mark.parametrize("name", list(vectors.MUFU_OPS))
+@pytest.mark.parametrize("name", list(instructions.MUFU_OPS))
 def test_special_functions(record: Record, name: str) -> None:
     tally = record_softgpu.replay_mufu(record, name, list(record_softgpu.SAMPLE_BINADES[name]))
-    assert tally.results >= 2 * vectors.BINADE
+    assert tally.results >= 2 * instructions.BINADE
     assert_equal(tally)
 
 
@@ -61,7 +62,7 @@ def test_interpreter_uses_the_unit_unless_told_to_be_exact(name: str) -> None:
     out = aligned(32, np.float32)
     body = f"""
     mov.u32 %r1, %tid.x; mul.wide.u32 %rd3, %r1, 4; add.s64 %rd4, %rd2, %rd3;
-    ld.global.f32 %f1, [%rd4]; {vectors.MUFU_OPS[name]} %f2, %f1;
+    ld.global.f32 %f1, [%rd4]; {instructions.MUFU_OPS[name]} %f2, %f1;
     add.s64 %rd5, %rd1, %rd3; st.global.f32 [%rd5], %f2;
     """
     launch(body, [out, x])
@@ -93,8 +94,8 @@ def test_special_functions_outside_the_normal_numbers() -> None:
 # ---------------------------------------------------------------------------------------- wgmma
 
 
-@pytest.mark.parametrize("form", vectors.WGMMA_FORMS, ids=lambda form: form.name)
-def test_wgmma(record: Record, form: vectors.WgmmaForm) -> None:
+@pytest.mark.parametrize("form", instructions.WGMMA_FORMS, ids=lambda form: form.name)
+def test_wgmma(record: Record, form: instructions.WgmmaForm) -> None:
     if form not in record.forms:
         pytest.skip(f"{form.name} is newer than the record; on a GPU: {COMMAND}")
     tally = record_softgpu.replay_wgmma(record, form)
@@ -103,23 +104,27 @@ def test_wgmma(record: Record, form: vectors.WgmmaForm) -> None:
     assert_equal(tally)
 
 
-@pytest.mark.parametrize("form", vectors.WGMMA_FORMS, ids=lambda form: form.name)
-def test_images_and_fragments_are_those_of_the_form(form: vectors.WgmmaForm) -> None:
+@pytest.mark.parametrize("form", instructions.WGMMA_FORMS, ids=lambda form: form.name)
+def test_images_and_fragments_are_those_of_the_form(form: instructions.WgmmaForm) -> None:
     """Wherever a form has its operands, it computes with the model's step on these very numbers."""
-    case = next(c for c in vectors.wgmma_cases() if c.form == form and c.acc == "near")
+    case = next(c for c in instructions.wgmma_cases() if c.form == form and c.acc == "near")
     case = dataclasses.replace(case, share=1e-3)  # one tile
     (a, b), start = case.operands()[:2], case.operands()[2]
     got = case.run(SoftGpu()).rows["d"].view(np.uint32)
-    assert len(got) == len(a) == vectors.STEPS
+    assert len(got) == len(a) == instructions.STEPS
     for step, result in enumerate(got):
-        x, y = (vectors.classes.decode(form.format, v[step]).astype(np.float32) for v in (a, b))
+        x, y = (
+            instructions.classes.decode(form.format, v[step]).astype(np.float32) for v in (a, b)
+        )
         want = tensor_core.chain_numpy(
             start[step], x, y, fp8=form.kind == "e4m3", smallest=2.0 ** (1 - form.format.bias)
         )
-        np.testing.assert_array_equal(result, vectors.to_fragments(want).view(np.uint32).ravel())
+        np.testing.assert_array_equal(
+            result, instructions.to_fragments(want).view(np.uint32).ravel()
+        )
 
 
-def forms_in(ptx: str) -> set[vectors.WgmmaForm]:
+def forms_in(ptx: str) -> set[instructions.WgmmaForm]:
     """The wgmma forms of a PTX text; fails where a sign is not 1 or two operands differ in kind."""
     found = set()
     for call in re.findall(r"wgmma\.mma_async[^;]*;", ptx):
@@ -131,7 +136,7 @@ def forms_in(ptx: str) -> set[vectors.WgmmaForm]:
         assert signs == ["1", "1"], call
         assert len(majors) == (0 if shape[2] == "e4m3" else 1 if registers else 2), call
         b_mn, a_mn = ([x == "1" for x in reversed(majors)] + [False, False])[:2]
-        found.add(vectors.WgmmaForm(int(shape[1]), shape[2], registers, a_mn, b_mn))
+        found.add(instructions.WgmmaForm(int(shape[1]), shape[2], registers, a_mn, b_mn))
     return found
 
 
@@ -147,14 +152,16 @@ def test_every_form_in_use_is_recorded(record: Record, built: Report, variant_di
         (recorded_too if name in record.variants else newer).update(forms_in(text))
     missing = recorded_too - set(record.forms)
     assert recorded_too and not missing, f"{missing}; on a GPU: {COMMAND}"
-    assert recorded_too | newer <= set(vectors.WGMMA_FORMS), newer - set(vectors.WGMMA_FORMS)
-    assert approximate == set(vectors.MUFU_OPS.values())
+    assert recorded_too | newer <= set(instructions.WGMMA_FORMS), newer - set(
+        instructions.WGMMA_FORMS
+    )
+    assert approximate == set(instructions.MUFU_OPS.values())
 
 
 def test_forms_are_told_apart() -> None:
-    for form in vectors.WGMMA_FORMS:
+    for form in instructions.WGMMA_FORMS:
         assert forms_in(form.ptx()) == {form}
-    assert len({form.name for form in vectors.WGMMA_FORMS}) == len(vectors.WGMMA_FORMS)
+    assert len({form.name for form in instructions.WGMMA_FORMS}) == len(instructions.WGMMA_FORMS)
 
 
 def test_a_record_of_unknown_forms_is_refused(
@@ -168,7 +175,7 @@ def test_a_record_of_unknown_forms_is_refused(
 
 def test_a_wrong_model_is_noticed(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensor_core, "HALF_FRACTION_BITS", 24)
-    tally = record_softgpu.replay_wgmma(record, vectors.WgmmaForm(16, "bf16"))
+    tally = record_softgpu.replay_wgmma(record, instructions.WgmmaForm(16, "bf16"))
     assert 0 < tally.different < tally.results
     assert any("recorded 0x" in note for note in tally.notes)
 
@@ -230,8 +237,8 @@ def test_record_says_where_it_comes_from(record: Record) -> None:
 
 
 def test_inputs_of_another_generator_are_refused(record: Record) -> None:
-    case = vectors.WgmmaCase(vectors.WGMMA_FORMS[0], "any", "zero", 1.0)
-    result = vectors.Result(np.zeros(16, np.uint8), {})
+    case = instructions.WgmmaCase(instructions.WGMMA_FORMS[0], "any", "zero", 1.0)
+    result = Recorded(np.zeros(16, np.uint8), {})
     with pytest.raises(ValueError, match="inputs are not those of the record"):
         record.compare(case, result)
 
@@ -248,7 +255,7 @@ def test_other_code_is_mentioned_only_where_bits_differ(
     monkeypatch.setenv("SNAPMLA_VARIANT_DIR", str(tmp_path))
     data = record.data
     rows = {"lse": np.zeros((len(data[f"{case.name}/lse"]), 1), np.uint32)}
-    tally = record.compare(case, vectors.Result(data[f"{case.name}/inputs"], rows))
+    tally = record.compare(case, Recorded(data[f"{case.name}/inputs"], rows))
     assert tally.different == tally.results
     assert any("recorded from other code" in n and spec.name in n for n in tally.notes)
 

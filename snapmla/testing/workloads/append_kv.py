@@ -1,0 +1,148 @@
+"""``append_kv``: tokens into slots of a cache, as they are or behind RMS norm and RoPE."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import snapmla
+from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK, QK_ROPE_HEAD_DIM
+from dsl_kernels.spec import VariantSpec
+from snapmla import layouts
+from snapmla.testing import rounding
+from snapmla.testing.workloads import exact, rotary, samples
+from snapmla.testing.workloads.call import DTYPES, INDEX, Call, Sizes, Workload, bit_for_bit
+from snapmla.testing.workloads.exact import Case, Recorded, Runner
+from snapmla.testing.workloads.samples import PAGE, Source
+
+
+def truth(spec: VariantSpec, given: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Each plane of the cache with the tokens in their slots; where no slot is, as before."""
+    planes = {
+        name: given[name].clone(memory_format=torch.contiguous_format)
+        for name in ("content", "rope", "scale", "kv") if name in given
+    }  # fmt: skip
+    slots = given["slot_mapping"].long()
+    pages, page_size = next(iter(planes.values())).shape[:2]
+    kept = (slots >= 0) & (slots < pages * page_size)
+    rows = slots[kept]
+    if "kv" in planes:
+        heads = planes["kv"].shape[2]
+        tokens = torch.cat([given["c_kv"], given["k_rope"]], -1).view(len(slots), heads, -1)
+        planes["kv"].view(-1, heads, HEAD_DIM_QK)[rows] = tokens[kept].to(planes["kv"].dtype)
+        return planes
+    stored = rotary.truth(spec, given, given["c_kv"], given["k_rope"])
+    content, rope, scale = rounding.quantize_rows(*(x[kept] for x in stored), slots=rows)
+    planes["content"].view(-1, KV_LORA_RANK)[rows] = content.view(torch.uint8)
+    planes["rope"].view(-1, QK_ROPE_HEAD_DIM)[rows] = rope
+    planes["scale"].view(-1)[rows] = scale
+    return planes
+
+
+def small(spec: VariantSpec) -> Iterator[Call]:
+    """Nine tokens into each layout; of 16 bits, into one KV head and three that lie apart, values
+    as they are, NaN and infinity too."""
+    if spec.cache_dtype != "fp8":
+        yield from _small_rows(spec)
+        return
+    n = 9
+    c_kv, k_rope = (t.to(DTYPES[spec.in_dtype]) for t in samples.sample_tokens(n))
+    c_kv[2], k_rope[2] = 0.0, 1e3  # an all-zero latent with a large RoPE
+    c_kv[3, 7] = math.nan
+    slots = torch.randperm(48)[:n].to(INDEX[spec.index_dtype])
+    slots[5] = -1
+    tokens = {"c_kv": c_kv, "k_rope": k_rope, "slot_mapping": slots, **rotary.small(spec, n)}
+    for layout in layouts.LAYOUTS:
+        given = samples.planes(samples.poisoned_cache(3, 16, layout)) | tokens
+        yield Call(given, {name: name for name in ("content", "rope", "scale")}, truth(spec, given))
+
+
+def _small_rows(spec: VariantSpec) -> Iterator[Call]:
+    n, own = 9, DTYPES[spec.cache_dtype]
+    for heads in (1, 3):
+        tokens = torch.cat(samples.sample_tokens(n * heads), -1).to(DTYPES[spec.in_dtype])
+        tokens[3, 7], tokens[4, 520] = math.nan, math.inf
+        slots = torch.randperm(48)[:n].to(INDEX[spec.index_dtype])
+        slots[5], slots[6] = -1, 48
+        cache = samples.poisoned_rows(3, 16, own, heads, strided=heads > 1)
+        given = {
+            **samples.planes(cache), "c_kv": tokens[:, :KV_LORA_RANK],
+            "k_rope": tokens[:, KV_LORA_RANK:], "slot_mapping": slots,
+        }  # fmt: skip
+        yield Call(given, {f"rows of {heads} heads": "kv"}, truth(spec, given))
+
+
+def recorded(case: Case, run: Runner) -> Recorded:
+    """57 tokens; slots outside of the pool, and outside of any."""
+    spec, n, page_size = case.spec, 57, (16, 64, 128)[case.index % 3]
+    pages, fp8 = 128 // page_size + 2, spec.cache_dtype == "fp8"
+    heads = 3 if not fp8 and case.index % 2 else 1
+    c, r = exact.latents(case, n * heads, spec.in_dtype)
+    order = case.bits().below(1 << 40, (pages * page_size,))
+    slots = np.argsort(order, kind="stable")[:n]
+    slots[18], slots[19] = -1, pages * page_size
+    ends = np.iinfo(exact.WIDTH[spec.index_dtype])
+    slots[20], slots[21] = ends.min, ends.max
+    index = torch.from_numpy(slots.astype(ends.dtype))
+    check = exact.digest([exact.bits_of(c), exact.bits_of(r), slots])
+    if case.index % 2:  # slices of one (n, 576) tensor
+        both = torch.cat([c, r], -1).to(run.device)
+        c, r = both[:, :KV_LORA_RANK], both[:, KV_LORA_RANK:]
+    given = {"c_kv": c.to(run.device), "k_rope": r.to(run.device)}
+    given["slot_mapping"] = index.to(run.device)
+    cache: dict[str, Tensor]
+    if fp8:
+        cache = exact.pool(pages, page_size, exact.LAYOUTS[case.index % 3], run.device)
+    else:
+        style = (heads, spec.cache_dtype, run.device, case.index % 3)
+        cache = {"kv": exact.rows_pool(pages, page_size, *style)}
+    run.call(case.variant, **cache, **given, **rotary.recorded(case, n, run))
+    rows = [exact.bits_of(x).reshape(pages * page_size, -1) for x in cache.values()]
+    if fp8:
+        rows = [np.concatenate([x.view(np.uint8) for x in rows], axis=1)]
+    return Recorded(check, {"pool": rows[0]})
+
+
+def sized(spec: VariantSpec, sizes: Sizes, device: str, seed: int) -> dict[str, Any]:
+    """All tokens of the batch, to slots in random order."""
+    source, n = Source(device, seed), sizes.batch * sizes.tokens
+    pages = -(-n // PAGE)
+    joint = source.normal(n, HEAD_DIM_QK, dtype=DTYPES[spec.in_dtype])
+    return {
+        **source.planes(pages, PAGE, spec.cache_dtype),
+        "c_kv": joint[:, :KV_LORA_RANK], "k_rope": joint[:, KV_LORA_RANK:],
+        "slot_mapping": source.order(pages * PAGE)[:n].to(INDEX[spec.index_dtype]),
+        **rotary.sized(spec, n, source),
+    }  # fmt: skip
+
+
+def public(spec: VariantSpec, given: Mapping[str, Any]) -> Callable[[], Any]:
+    """``snapmla.append_kv`` or ``rope_append_kv``."""
+    cache = samples.cache_of(given)
+    tokens = given["c_kv"], given["k_rope"], given["slot_mapping"]
+    if spec.rope_style == "applied":
+        return lambda: snapmla.append_kv(cache, *tokens)
+    where, told = rotary.options(spec, given)
+    return lambda: snapmla.rope_append_kv(cache, *tokens, *where, **told)
+
+
+def moved(spec: VariantSpec, sizes: Sizes) -> float:
+    """Reads rows of 576 and a slot each, writes a token each."""
+    n = sizes.batch * sizes.tokens
+    read = HEAD_DIM_QK * DTYPES[spec.in_dtype].itemsize + INDEX[spec.index_dtype].itemsize
+    return float(n) * (read + samples.token_bytes(spec.cache_dtype)) + rotary.moved(spec, n)
+
+
+_ROPE = {"rope_style": "interleaved", "index_dtype": "i64"}
+WORKLOAD = Workload(
+    small, bit_for_bit, recorded, sized, truth, public, moved,
+    bench={
+        "append_kv": {"": {}, "bf16": {"cache_dtype": "bf16"}},
+        "rope_append_kv": {"": _ROPE, "norm": {**_ROPE, "norm": "rms"}},
+    },
+)  # fmt: skip

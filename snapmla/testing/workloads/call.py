@@ -1,0 +1,194 @@
+"""The types of workloads, and what their judges share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dsl_kernels.spec import VariantSpec
+from snapmla import runtime
+from snapmla.testing.workloads.exact import Case, Recorded, Runner
+
+LN2 = math.log(2.0)
+DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
+INDEX = {"i32": torch.int32, "i64": torch.int64}
+NATURAL = {"lse_factor": LN2, "empty_lse": -math.inf}  # the LSE that torch computes
+
+
+@dataclass(frozen=True)
+class Result:
+    """Outcome of a check; ``summary`` is one line of figures."""
+
+    passed: bool
+    summary: str
+
+
+class Call(NamedTuple):
+    """One call of a variant.
+
+    Attributes:
+        arguments: by name, as the exported function takes them; on the CPU.
+        results: what messages call a result -> the argument that holds it after the call.
+        want: argument -> what it must hold then, as ``Workload.truth`` says; of what a judge works
+            out by itself nothing.
+        job: what the arguments were made from, if the judge asks it.
+        note: for messages.
+    """
+
+    arguments: dict[str, Any]
+    results: dict[str, str]
+    want: Mapping[str, Tensor] = MappingProxyType({})
+    job: Any = None
+    note: str = ""
+
+    @property
+    def pairs(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """(value, truth) of each result."""
+        return {k: (self.arguments[n], self.want[n]) for k, n in self.results.items()}
+
+
+class Sizes(NamedTuple):
+    """Extents of a call as large as in service.
+
+    Attributes:
+        batch: sequences.
+        tokens: cached (appended, fetched) tokens of each.
+        s_q, heads: query tokens of each, and their heads.
+        parts: CTAs (clusters) that a work list is for; results that merge_states merges.
+    """
+
+    batch: int
+    tokens: int
+    s_q: int = 1
+    heads: int = 1
+    parts: int = 1
+
+
+class Job(NamedTuple):
+    """A call that the hazard check repeats: ``run`` of a kernel, ``errors`` of what that gave."""
+
+    run: Callable[[runtime.Kernel], tuple[Tensor, Tensor]]
+    errors: Callable[[tuple[Tensor, Tensor]], Any]
+
+
+Small = Callable[[VariantSpec], Iterator[Call]]
+Judge = Callable[[VariantSpec, Iterable[Call]], Result]
+Truth = Callable[[VariantSpec, Mapping[str, Any]], dict[str, Tensor]]
+
+
+class Workload(NamedTuple):
+    """What is known about calls of an op.
+
+    Attributes:
+        small: (spec) -> few small calls that take every path, poison wherever nothing may be read.
+            A call has been run when the next is asked for; numbers are torch's, of its global seed.
+        judge: (spec, calls that have been run) -> whether they are right, and figures.  It must
+            take all calls.
+        recorded: (case, run) -> what a case of the H200's record gave; inputs by ``exact`` alone.
+        sized: (spec, sizes, device, seed) -> arguments of a call as large as in service, and what
+            ``public`` wants beside them; device ``meta`` makes shapes only.
+        truth: (spec, arguments) -> what the results among them hold after the call, in which other
+            arguments do not change; asked before it.  None where judges alone know.
+        public: (spec, arguments of ``sized``) -> the library's call on them; None: there is none
+            of its own.
+        moved: (spec, sizes) -> bytes read plus bytes written.
+        bench: name of a bench row -> its modes -> the axes that they stand for.
+        job: (spec, lengths, planner) -> a call of a decode behind the planning kernel.
+    """
+
+    small: Small
+    judge: Judge
+    recorded: Callable[[Case, Runner], Recorded]
+    sized: Callable[[VariantSpec, Sizes, str, int], dict[str, Any]]
+    truth: Truth | None = None
+    public: Callable[[VariantSpec, Mapping[str, Any]], Callable[[], Any]] | None = None
+    moved: Callable[[VariantSpec, Sizes], float] | None = None
+    bench: Mapping[str, Mapping[str, Mapping[str, str]]] = {}
+    job: Callable[[VariantSpec, Sequence[int], runtime.Kernel], Job] | None = None
+
+
+# ---------------------------------------------------------------------------- judges
+
+
+def same_bits(pairs: Mapping[str, tuple[Tensor, Tensor]]) -> Result:
+    """Bit-for-bit comparison; any NaN equals any NaN."""
+    bad = {}
+    for name, (got, want) in pairs.items():
+        same = got == want
+        if got.is_floating_point():
+            same |= torch.isnan(got) & torch.isnan(want)
+        if not bool(same.all()):
+            bad[name] = f"{int((~same).sum())} of {same.numel()} values of {name} differ"
+    return Result(not bad, "; ".join(bad.values()) or f"{', '.join(pairs)} bit for bit")
+
+
+def bit_for_bit(_spec: VariantSpec, calls: Iterable[Call]) -> Result:
+    """The judge of ops whose truth is exact; what several calls name alike is one result."""
+    found: dict[str, list[tuple[Tensor, Tensor]]] = {}
+    for call in calls:
+        for name, (got, want) in call.pairs.items():
+            found.setdefault(name, []).append((got.flatten(), want.flatten()))
+    joined = {}
+    for name, pairs in found.items():
+        sides = zip(*pairs, strict=True)
+        joined[name] = torch.cat(next(sides)), torch.cat(next(sides))
+    return same_bits(joined)
+
+
+def decoded(_spec: VariantSpec, calls: Iterable[Call]) -> Result:
+    """The judge of decodes: the errors that their job finds."""
+    found = [call.job.errors((call.arguments["out"], call.arguments["lse"])) for call in calls]
+    return Result(all(errors.right for errors in found), "; ".join(map(str, found)))
+
+
+def wrong_entries(call: Call) -> list[str]:
+    """Names of tables that are not the truth's, as far as it goes."""
+    pairs = call.pairs.items()
+    return [name for name, (got, want) in pairs if got[: len(want)].tolist() != want.tolist()]
+
+
+def tables(**lists: Sequence[Any]) -> dict[str, Tensor]:
+    """Tables of int32 from lists."""
+    return {name: torch.tensor(list(x), dtype=torch.int32) for name, x in lists.items()}
+
+
+# ---------------------------------------------------------------------------- running
+
+
+def moved_to(device: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The same arguments on another device: what shares memory still does, strides are kept."""
+    memory: dict[int, Tensor] = {}
+
+    def there(x: Tensor) -> Tensor:
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in memory:
+            own = torch.empty(0, dtype=torch.uint8).set_(storage)
+            memory[storage.data_ptr()] = own.to(device)
+        view = torch.empty(0, dtype=x.dtype, device=device)
+        whole = memory[storage.data_ptr()].untyped_storage()
+        return view.set_(whole, x.storage_offset(), x.size(), x.stride())
+
+    return {name: there(x) if isinstance(x, Tensor) else x for name, x in arguments.items()}
+
+
+def run_all(
+    calls: Iterable[Call], kernel: Callable[[dict[str, Any]], None], device: str = "cpu"
+) -> Iterator[Call]:
+    """Each of the calls after ``kernel``, which takes arguments by name on ``device``, ran it; what
+    it wrote is in the call's own tensors."""
+    for call in calls:
+        if device == "cpu":
+            kernel(call.arguments)
+        else:
+            there = moved_to(device, call.arguments)
+            kernel(there)
+            for name, x in call.arguments.items():
+                if isinstance(x, Tensor):
+                    x.copy_(there[name])
+        yield call

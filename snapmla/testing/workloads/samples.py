@@ -1,0 +1,259 @@
+"""Small caches, tables, tokens and queries, drawn by torch from its global seed.
+
+What no call may read is poison: NaN in caches, page ids of no page in tables.  ``sized`` arguments
+draw from a ``source`` instead.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK, QK_ROPE_HEAD_DIM
+from dsl_kernels.spec import VariantSpec
+from snapmla import layouts
+from snapmla.cache import PagedKVCache
+from snapmla.decode_plan import partial_rows
+from snapmla.quant import QuantizedQuery
+from snapmla.testing import partials, rounding
+from snapmla.testing.reference_plan import NOTHING_HIDDEN
+from snapmla.testing.workloads import exact
+from snapmla.testing.workloads.call import NATURAL, Sizes
+
+ABSURD_PAGE = 2147480000
+SHAPES = {16: (7, 2), 32: (16, 2), 64: (20, 3), 128: (64, 2)}  # row tile: (heads, s_q)
+LENGTHS = (64, 0, 130, 1)
+PARTS = 2
+PAGE = 64  # of sized calls whose op has no such axis
+
+
+def poisoned_cache(pages: int, page_size: int, layout: str = "split") -> PagedKVCache:
+    """A cache whose every byte is NaN in all three tensors."""
+    cache = PagedKVCache.allocate(pages, page_size, layout, "cpu")
+    cache.content_u8.fill_(0x7F)
+    cache.rope.fill_(math.nan)
+    cache.named_tensors["scale"].fill_(math.nan)
+    return cache
+
+
+def poisoned_rows(
+    pages: int, page_size: int, dtype: torch.dtype, heads: int = 1, *, strided: bool = False
+) -> PagedKVCache:
+    """A cache of 16 bits whose every value is NaN; ``strided``: heads before tokens, and gaps."""
+    if not strided:
+        rows = torch.full((pages, page_size, heads, HEAD_DIM_QK), math.nan, dtype=dtype)
+        return PagedKVCache.from_tensors(rows)
+    memory = torch.full((pages, heads, page_size + 1, HEAD_DIM_QK + 8), math.nan, dtype=dtype)
+    return PagedKVCache.from_tensors(memory[:, :, 1:, 8:].transpose(1, 2))
+
+
+def shuffled_table(lengths: Sequence[int], page_size: int) -> tuple[int, Tensor]:
+    """(pages of the pool, block_table) with shuffled pages and ids of none where no token is."""
+    counts = [-(-n // page_size) for n in lengths]
+    order = torch.randperm(sum(counts) + 2).tolist()
+    pool = len(order)
+    table = torch.full((len(lengths), max(counts) + 1), ABSURD_PAGE, dtype=torch.int32)
+    for i, count in enumerate(counts):
+        pages = [order.pop() for _ in range(count)]
+        table[i, :count] = torch.tensor(pages, dtype=torch.int32)
+        table[i, count:-1] = -1
+    return pool, table
+
+
+def places(table: Tensor, n: int, page_size: int) -> tuple[Tensor, Tensor]:
+    """(page, offset) of the first ``n`` tokens of a sequence, whose row of the table is given."""
+    t = torch.arange(n)
+    return table[t // page_size].long(), t % page_size
+
+
+def filled_cache(
+    lengths: tuple[int, ...], page_size: int, layout: str = "split"
+) -> tuple[PagedKVCache, Tensor, Tensor]:
+    """(cache, block_table, cache_seqlens) with shuffled pages and poison wherever no token is."""
+    pool, table = shuffled_table(lengths, page_size)
+    cache = poisoned_cache(pool, page_size, layout)
+    for i, n in enumerate(lengths):
+        content, rope, scale = rounding.quantize_rows(*sample_tokens(n), slots=torch.arange(n))
+        at = places(table[i], n, page_size)
+        cache.content_u8[at] = content.view(torch.uint8)
+        cache.rope[at] = rope
+        cache.named_tensors["scale"][at] = scale
+    return cache, table, torch.tensor(lengths, dtype=torch.int32)
+
+
+def filled_rows(
+    lengths: tuple[int, ...],
+    page_size: int,
+    dtype: torch.dtype,
+    heads: int = 1,
+    *,
+    strided: bool = False,
+) -> tuple[PagedKVCache, Tensor, Tensor]:
+    """As ``filled_cache``, of 16 bits."""
+    pool, table = shuffled_table(lengths, page_size)
+    cache = poisoned_rows(pool, page_size, dtype, heads, strided=strided)
+    for i, n in enumerate(lengths):
+        rows = torch.cat(sample_tokens(n * heads), -1).view(n, heads, HEAD_DIM_QK)
+        cache.named_tensors["kv"][places(table[i], n, page_size)] = rows.to(dtype)
+    return cache, table, torch.tensor(lengths, dtype=torch.int32)
+
+
+def sample_tokens(n: int) -> tuple[Tensor, Tensor]:
+    """(c_kv (n, 512), k_rope (n, 64)): biased channels, log-normal token amplitudes."""
+    amplitude = torch.exp(0.3 * torch.randn(n, 1))
+    return (
+        amplitude * (torch.randn(n, KV_LORA_RANK) + 0.5),
+        3.0 * torch.randn(n, QK_ROPE_HEAD_DIM),
+    )
+
+
+def sample_query(b: int, s_q: int, heads: int) -> QuantizedQuery:
+    """A quantised query of unit-variance rows."""
+    nope = torch.randn(b, s_q, heads, KV_LORA_RANK)
+    return QuantizedQuery(
+        *rounding.quantize_rows(nope, torch.randn(b, s_q, heads, QK_ROPE_HEAD_DIM))
+    )
+
+
+def planes(cache: PagedKVCache) -> dict[str, Tensor]:
+    """A cache as kernels take it, by name."""
+    if cache.scale is None:
+        return dict(cache.named_tensors)
+    return {"content": cache.content_u8, "rope": cache.rope, "scale": cache.scale}
+
+
+def cache_of(given: Mapping[str, Any]) -> PagedKVCache:
+    """The cache over the planes among a call's arguments."""
+    if "kv" in given:
+        return PagedKVCache.from_tensors(given["kv"])
+    content = given["content"].view(torch.float8_e4m3fn)
+    return PagedKVCache.from_tensors(content, given["rope"], given["scale"])
+
+
+def token_bytes(cache_dtype: str) -> int:
+    """Bytes of a cached token, its scale included."""
+    return layouts.TOKEN_BYTES if cache_dtype == "fp8" else 2 * HEAD_DIM_QK
+
+
+# ---------------------------------------------------------------------------- sized arguments
+
+
+class Source:
+    """Numbers of a device's generator; of device ``meta`` tensors without any."""
+
+    def __init__(self, device: str, seed: int) -> None:
+        self.device = device
+        self._generator = None
+        if device != "meta":
+            self._generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        """Standard normal numbers."""
+        return torch.randn(shape, generator=self._generator, device=self.device).to(dtype)
+
+    def e4m3(self, *shape: int) -> Tensor:
+        """Random e4m3 bytes without NaN; at most 2^20 different ones, repeated."""
+        total = math.prod(shape)
+        block = self.normal(min(total, 1 << 20), dtype=torch.float32).mul_(50)
+        block = block.to(torch.float8_e4m3fn).view(torch.uint8)
+        return block.repeat(-(-total // block.numel()))[:total].view(shape)
+
+    def order(self, n: int) -> Tensor:
+        """0 to n - 1 in random order, int64."""
+        return torch.randperm(n, generator=self._generator, device=self.device)
+
+    def below(self, bound: int, n: int) -> Tensor:
+        """(n,) int64 of [0, bound)."""
+        return torch.randint(0, bound, (n,), generator=self._generator, device=self.device)
+
+    def full(self, *shape: int, value: float = 0.0, dtype: torch.dtype = torch.float32) -> Tensor:
+        """One value."""
+        return torch.full(shape, value, dtype=dtype, device=self.device)
+
+    def i32(self, values: Any) -> Tensor:
+        """A table."""
+        return torch.tensor(values, dtype=torch.int32, device=self.device)
+
+    def planes(self, pages: int, page_size: int, cache_dtype: str) -> dict[str, Tensor]:
+        """A cache of random tokens, FP8 or of 16 bits, with one KV head."""
+        if cache_dtype != "fp8":
+            shape = (pages, page_size, 1, HEAD_DIM_QK)
+            return {"kv": self.normal(*shape, dtype=exact.TORCH[cache_dtype])}
+        return {
+            "content": self.e4m3(pages, page_size, KV_LORA_RANK),
+            "rope": self.normal(pages, page_size, QK_ROPE_HEAD_DIM),
+            "scale": self.full(pages, page_size, value=0.01),
+        }
+
+    def alone(self, *names: str) -> dict[str, Tensor]:
+        """Tables that are empty where every sequence is one unit of query rows."""
+        return {name: self.i32([]).view((0, 2) if name == "units" else (0,)) for name in names}
+
+    def results(self, sizes: Sizes, dtype: str) -> dict[str, Tensor]:
+        """out and lse of a decode, zeros."""
+        b, s_q, heads = sizes.batch, sizes.s_q, sizes.heads
+        out = self.full(b, s_q, heads, KV_LORA_RANK, dtype=exact.TORCH[dtype])
+        return {"out": out, "lse": self.full(b, heads, s_q)}
+
+    def partial_rows(self, slots: int, rows: int, cache_dtype: str) -> dict[str, Tensor]:
+        """Partial results as kernels over a cache of that dtype keep them."""
+        o = self.normal(slots, rows, KV_LORA_RANK, dtype=torch.float32)
+        if partial_rows(cache_dtype)[0] is not torch.float32:
+            o = partials.encode(o)
+        return {"o_accum": o, "lse_accum": self.full(slots, rows)}
+
+    def split_work(self, sizes: Sizes, token_tile: int) -> tuple[dict[str, Tensor], int]:
+        """(a work list that gives each part the same number of tiles, its slots)."""
+        tiles = -(-sizes.tokens // token_tile)
+        *lists, slots = split_evenly(sizes.batch, sizes.heads * sizes.s_q, tiles, sizes.parts)
+        names = ("work_items", "part_begin", "split_begin")
+        return {name: self.i32(x) for name, x in zip(names, lists, strict=True)}, slots
+
+    def decode(
+        self, spec: VariantSpec, sizes: Sizes, cache_dtype: str, out_dtype: str
+    ) -> dict[str, Any]:
+        """What decodes take whatever their cache: work, workspace, results, scalars."""
+        work, slots = self.split_work(sizes, spec.token_tile)
+        rows = -(-sizes.heads * sizes.s_q // spec.row_tile) * spec.row_tile
+        return {
+            **work, **self.alone("units", "row_limits"), **self.results(sizes, out_dtype),
+            **self.partial_rows(slots, rows, cache_dtype), "softmax_scale": exact.SOFTMAX_SCALE,
+            "causal": 1, **NATURAL, "may_split": 0,
+        }  # fmt: skip
+
+    def paged(self, sizes: Sizes, page_size: int) -> tuple[dict[str, Tensor], int]:
+        """(block table of shuffled pages, with the lengths; pages of the pool)."""
+        width = -(-sizes.tokens // page_size)
+        pages = sizes.batch * width
+        lengths = self.i32([sizes.tokens] * sizes.batch)
+        table = self.order(pages).int().view(-1, width)
+        return {"block_table": table, "cache_seqlens": lengths}, pages
+
+
+def split_evenly(batch: int, rows: int, tiles: int, parts: int) -> tuple[Any, Any, Any, int]:
+    """(work_items, part_begin, split_begin, slots) that give each part the same number of tiles."""
+    total, part_begin, split_begin = batch * tiles, [0], [0]
+    items: list[list[int]] = []
+    slots = 0
+    cuts = [total * p // parts for p in range(parts + 1)]
+    pieces: list[list[tuple[int, int]]] = [[] for _ in range(batch)]  # (item, part)
+    for p in range(parts):
+        at = cuts[p]
+        while at < cuts[p + 1]:
+            b, first = divmod(at, tiles)
+            last = min(tiles, first + cuts[p + 1] - at)
+            pieces[b].append((len(items), p))
+            items.append([b, first, last, -1, b * rows, (b + 1) * rows, NOTHING_HIDDEN, 0])
+            at += last - first
+        part_begin.append(len(items))
+    for found in pieces:
+        if len(found) > 1:
+            for item, _ in found:
+                items[item][3] = slots
+                slots += 1
+        split_begin.append(slots)
+    return items, part_begin, split_begin, max(slots, 1)
