@@ -127,7 +127,7 @@ def test_presets_enumerate_the_figures() -> None:
     assert {(s.batch, s.seqlen) for s in etap} == {
         (b, 512 << i) for b in (16, 32) for i in range(8)
     }
-    assert {s.op for s in shapes.preset("helpers")} == set(shapes.HELPER_MODES)
+    assert {s.op for s in shapes.preset("helpers")} == set(shapes.helper_modes())
     with pytest.raises(ValueError, match="h200-table"):
         shapes.preset("nothing")
 
