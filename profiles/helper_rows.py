@@ -96,7 +96,8 @@ def _compare(pairs: Sequence[tuple[Any, torch.Tensor]]) -> Check:
     """(got, want), where want may end earlier; what is NaN in both, poison, is not looked at."""
     error, broken = 0.0, False
     for each in pairs:
-        got, want = (_numbers(x[: len(each[1])].to(each[0].device)) for x in each)
+        rounded = each[1].to(each[0].device, each[0].dtype)  # a truth may be fp64
+        got, want = (_numbers(x).flatten() for x in (each[0][: len(rounded)], rounded))
         seen = ~torch.isnan(want)
         broken |= not torch.equal(seen, torch.isfinite(got))
         if bool(seen.any()):
