@@ -33,6 +33,8 @@ class PagedKVCache(launch.OverTensors):
         content_u8: ``content`` as bytes, the form kernels take of an FP8 cache.
         kv: of 16 bits the whole rows (num_pages, page_size, num_kv_heads, 576), the form kernels
             take; None of an FP8 cache.
+        format: how a token is stored: ``fp8``, ``bf16`` or ``f16``, as ``cache_dtype`` of plans
+            (``dsl_kernels.families.formats`` has what follows from it).
         dtype: float8_e4m3fn, bfloat16 or float16.
         num_kv_heads: 1 of an FP8 cache.
         layout: ``split``, ``paged``, ``row640``, of 16 bits ``rows``; or ``strided`` for any other
@@ -53,6 +55,7 @@ class PagedKVCache(launch.OverTensors):
     scale: torch.Tensor | None = None
     content_u8: torch.Tensor = field(init=False, repr=False)
     kv: torch.Tensor | None = field(init=False, repr=False)
+    format: str = field(init=False, repr=False)
     dtype: torch.dtype = field(init=False, repr=False)
     num_kv_heads: int = field(init=False, repr=False)
     layout: str = field(init=False)
@@ -87,6 +90,7 @@ class PagedKVCache(launch.OverTensors):
             checks.cache(self.content, self.rope, self.scale)
         object.__setattr__(self, "content_u8", self.content.view(torch.uint8))
         object.__setattr__(self, "dtype", self.content.dtype)
+        object.__setattr__(self, "format", checks.format_of(self.content))
         if self.scale is None:
             self._over_rows(layouts.joined(self.content))
             return

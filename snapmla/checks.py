@@ -18,6 +18,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK, QK_ROPE_HEAD_DIM
+from dsl_kernels.families.formats import FORMATS
 from dsl_kernels.families.fp8_decode import PAGE_SIZES
 from snapmla import overlap
 
@@ -25,6 +26,7 @@ FP8 = torch.float8_e4m3fn
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})  # what surely has an address
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 ROWS = (torch.bfloat16, torch.float16)  # what a cache that is not FP8 holds
+FORMAT_OF = {getattr(torch, each.element): name for name, each in FORMATS.items()}
 ROWS_TILE = 64  # tokens: larger pages of 16-bit rows are multiples of a KV tile
 MAX_HEADS = 128
 MAX_ROWS = 2**29 - 1  # query tokens * heads: four counts a row fit int32 (smxx/merge.py)
@@ -414,6 +416,14 @@ def cache_dtype(value: Any, name: str = "cache_dtype") -> Any:
     hint = "'fp8' is float8_e4m3fn with a scale a token; 16 bits are given as torch's dtype"
     choice(name, value, ("fp8", *ROWS), hint)
     return value
+
+
+def format_of(content: torch.Tensor) -> str:
+    """Name of the format (``dsl_kernels.families.formats``) whose content is of this dtype."""
+    if content.dtype not in FORMAT_OF:
+        wanted = " or ".join(dtype_name(dtype) for dtype in FORMAT_OF)
+        type_error("content", f"dtype {wanted}", dtype_name(content.dtype))
+    return FORMAT_OF[content.dtype]
 
 
 def kv_heads(value: Any, heads: int, fp8: bool) -> None:
