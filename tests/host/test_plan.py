@@ -19,7 +19,7 @@ from dsl_kernels.dims import TOKEN_TILE
 from dsl_kernels.families import fp8_decode
 from dsl_kernels.spec import VariantSpec, decode_spec
 from snapmla import dispatch
-from snapmla.plan import DEFAULT_FIXED_OVERHEAD, MAX_COST, default_num_parts
+from snapmla.plan import MAX_COST, default_num_parts
 from snapmla.testing import selfcheck
 from snapmla.testing.reference_plan import Cuts, Queries, plan_reference
 from tests.support.bits import same_bits
@@ -157,7 +157,7 @@ def test_a_plan_counts_in_the_tiles_of_its_kernel(
         with watch():
             plan.update_(torch.tensor(now, dtype=torch.int32))
         want = plan_reference(
-            now, parts, WIDE, DEFAULT_FIXED_OVERHEAD, tokens, split, Queries(8, 1, 16)
+            now, parts, WIDE, fp8_decode.FAMILY.item_overhead, tokens, split, Queries(8, 1, 16)
         )
         assert tables_of(plan) == (want.work_items, want.part_begin, want.split_begin)
     rule = f"after each {split * WIDE} tokens" if split else "its 128-token tiles"
@@ -233,7 +233,7 @@ def test_fp16_items_stay_short(parts: int) -> None:
     plan = snapmla.plan_decode(
         lengths, 16, 1, page_size=64, max_pages=2048, num_parts=parts, cache_dtype=torch.float16
     )
-    tiles, overhead = 16384 // TOKEN_TILE, DEFAULT_FIXED_OVERHEAD
+    tiles, overhead = 16384 // TOKEN_TILE, fp8_decode.FAMILY.item_overhead
     most = 1 if parts == 132 else 4
     assert plan.longest_item == tiles == 256 and plan.max_stretches == most
     assert len(plan.o_accum) == 2 * parts * most and plan.o_accum.dtype == torch.float32
