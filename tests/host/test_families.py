@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-import snapmla
 from codegen import bundle, matrix, wheels
 from dsl_kernels import registry
 from dsl_kernels.families import DECODE, FAMILIES, FORMATS, HELPER, Axis, Family
@@ -17,7 +16,7 @@ from dsl_kernels.spec import VariantSpec
 from snapmla import dispatch, dump, info, repro, runtime, watch
 from snapmla.errors import VariantError
 from snapmla.testing import selfcheck
-from tests.support.families import with_family, with_format
+from tests.support.families import with_family
 
 HERE = "tests.host.test_families"
 SWEEP = Family(
@@ -149,27 +148,3 @@ def test_every_format_is_decoded_by_one_op() -> None:
     for name in FORMATS:
         assert name in dispatch.op_of(name).family.formats
         assert dispatch.op_of(name).token_bytes == FORMATS[name].token_bytes
-
-
-def test_what_an_item_costs_is_its_familys(monkeypatch: pytest.MonkeyPatch) -> None:
-    with_family(monkeypatch, "dense_decode", item_overhead=9)
-    lengths = torch.ones(2, dtype=torch.int32)
-    step: dict[str, Any] = {"page_size": 64, "max_pages": 3}
-    monkeypatch.setattr(snapmla.DecodePlan, "update_", lambda self, *_: self)
-    plans = [
-        snapmla.plan_decode(lengths, 16, 1, cache_dtype=dtype, **step)
-        for dtype in ("fp8", torch.bfloat16)
-    ]
-    assert [plan.fixed_overhead for plan in plans] == [6, 9]
-
-
-def test_what_results_cost_is_the_formats(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Partial rows and stretches of long sequences follow from the format, whatever its name."""
-    monkeypatch.setattr(snapmla.DecodePlan, "update_", lambda self, *_: self)
-    with_format(monkeypatch, "bf16", longest_item=128, partial="f32")
-    lengths = torch.ones(2, dtype=torch.int32)
-    plan = snapmla.plan_decode(
-        lengths, 16, 1, page_size=64, max_pages=30, cache_dtype=torch.bfloat16
-    )
-    assert plan.longest_item == 2 and plan.max_stretches > 1
-    assert plan.o_accum.dtype == torch.float32 and plan.o_accum.shape[-1] == 512
