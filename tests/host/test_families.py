@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from codegen import __main__ as commands
 from codegen import bundle, matrix, wheels
 from dsl_kernels import registry
 from dsl_kernels.families import DECODE, FAMILIES, FORMATS, HELPER, Axis, Family
@@ -148,3 +150,11 @@ def test_every_format_is_decoded_by_one_op() -> None:
     for name in FORMATS:
         assert name in dispatch.op_of(name).family.formats
         assert dispatch.op_of(name).token_bytes == FORMATS[name].token_bytes
+
+
+@pytest.mark.parametrize("command", ["precompile", "wheels"])
+def test_a_kind_that_is_none(command: str) -> None:
+    done = CliRunner().invoke(commands.app, [command, "--kind", "deocde"])
+    assert done.exit_code == 1
+    said = "--kind (make's KIND=): expected one of helper, decode, got 'deocde'"
+    assert said in done.output
