@@ -95,7 +95,7 @@ class _Library(torch.library.Library):
     """Keeps no definition of ours: the process has them already.  Others are as they are."""
 
     def __init__(self, ns: str, *rest: Any, **options: Any) -> None:
-        self._ours = ns in PACKAGES
+        self.ns, self._ours = ns, ns in PACKAGES
         if not self._ours:
             super().__init__(ns, *rest, **options)
 

@@ -41,4 +41,10 @@ def points(arch: str) -> Iterator[Values]:
         yield {"in_dtype": dtype, "index_dtype": index, "cache_dtype": dtype}
 
 
-FAMILY = helper("append_kv", *AXES, points=points)
+FAMILY = helper(
+    "append_kv",
+    *AXES,
+    points=points,
+    shown=("c_kv", "content", "kv"),
+    results=("content", "rope", "scale", "kv"),
+)

@@ -26,4 +26,10 @@ def points(arch: str) -> Iterator[Values]:
         yield {**rows, MODE.name: "indices", INDEX_DTYPE.name: "i64"}
 
 
-FAMILY = helper("fetch_dequant", *AXES, points=points)
+FAMILY = helper(
+    "fetch_dequant",
+    *AXES,
+    points=points,
+    shown=("content", "kv", "block_table", "indices", "out_nope"),
+    results=("out_nope", "out_rope"),
+)

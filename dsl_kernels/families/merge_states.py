@@ -7,4 +7,11 @@ from .family import OUT_DTYPE, Axis, helper
 IN_DTYPE = Axis("in_dtype", "x", ("bf16", "f32"), "bf16")
 MODE = Axis("mode", "", ("pair", "list", "stack"))  # two tensors, up to eight, or one of n parts
 
-FAMILY = helper("merge_states", IN_DTYPE, OUT_DTYPE, MODE)
+FAMILY = helper(
+    "merge_states",
+    IN_DTYPE,
+    OUT_DTYPE,
+    MODE,
+    shown=("o", "o_0", "out"),
+    results=("out", "lse"),
+)

@@ -4,4 +4,11 @@ from __future__ import annotations
 
 from .family import helper
 
-FAMILY = helper("plan_decode")
+FAMILY = helper(
+    "plan_decode",
+    shown=("cache_seqlens",),
+    results=(
+        "work_items", "part_begin", "split_begin", "planned_seqlens", "units", "unit_begin",
+        "row_limits",
+    ),
+)  # fmt: skip

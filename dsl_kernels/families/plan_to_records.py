@@ -4,4 +4,8 @@ from __future__ import annotations
 
 from .family import helper
 
-FAMILY = helper("plan_to_records")
+FAMILY = helper(
+    "plan_to_records",
+    shown=("records",),
+    results=("records", "num_splits"),
+)

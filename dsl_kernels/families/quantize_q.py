@@ -21,4 +21,10 @@ def points(arch: str) -> Iterator[Values]:
         }  # fmt: skip
 
 
-FAMILY = helper("quantize_q", *AXES, points=points)
+FAMILY = helper(
+    "quantize_q",
+    *AXES,
+    points=points,
+    shown=("q_nope",),
+    results=("out_nope", "out_rope", "out_scale"),
+)

@@ -1,14 +1,16 @@
 """What a call of each op looks like: one file an op, for everyone who makes such calls.
 
-``of(op)`` is the ``WORKLOAD`` of ``workloads/<op>.py``; that file is all that a new op adds.  It is
-used by
+``of(op)`` is the ``WORKLOAD`` of ``workloads/<op>.py``, unless the op's family names another.  It
+is used by
 
-* the self-check (``snapmla.testing.selfcheck``), also under the hazard check, as mutants, and on a
-  GPU (``tests/gpu/test_workloads.py``): ``small`` calls with their truth, ``judge`` of the results;
+* the self-check (``snapmla.testing.selfcheck``): ``small`` calls with their truth, ``judge`` of the
+  results; the hazard check and the mutation study run these too, or a ``job`` where there is one;
 * the record of an H200 (``profiles.vectors``): ``recorded``;
 * ncu (``profiles.ncu``): ``sized`` arguments;
-* bench rows (``profiles.helper_rows``) and ``tests/gpu/check_decode.py``: ``sized`` arguments,
-  ``public`` calls, ``truth``, and ``moved`` bytes.
+* bench rows of helpers (``profiles.helper_rows``, ``profiles.shapes``): ``sized`` arguments,
+  ``public`` calls, ``truth``, ``moved`` bytes, and the modes that ``bench`` names.
+
+Checks of decodes on a GPU (``tests/gpu``) and bench rows of decodes have inputs of their own.
 
 Who runs a call knows its arguments by name only; their order is the record's
 (``codegen.abi.ordered``).  A workload is data and functions: ``call.py`` has the types,
@@ -18,8 +20,7 @@ what append_kv and quantize_q share.
 
 from __future__ import annotations
 
-import importlib
-
+from dsl_kernels import registry
 from dsl_kernels.families import FAMILIES
 from snapmla.testing.workloads.call import Workload
 
@@ -32,10 +33,11 @@ def of(op: str) -> Workload:
     """
     if op not in FAMILIES:
         raise ValueError(f"op: expected one of {', '.join(FAMILIES)}, got {op!r}")
+    own = f"{__name__}.{op}"
     try:
-        found: Workload = importlib.import_module(f"{__name__}.{op}").WORKLOAD
+        found: Workload = registry.named(FAMILIES[op].workload or f"{own}:WORKLOAD")
     except ModuleNotFoundError as error:
-        if error.name != f"{__name__}.{op}":
+        if error.name != own:
             raise
         raise ValueError(f"op {op!r} has no workload: snapmla/testing/workloads/{op}.py") from None
     return found

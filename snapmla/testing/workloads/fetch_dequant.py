@@ -11,6 +11,7 @@ from torch import Tensor
 
 import snapmla
 from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK, QK_ROPE_HEAD_DIM
+from dsl_kernels.families.formats import FORMATS
 from dsl_kernels.spec import VariantSpec
 from snapmla import layouts
 from snapmla.cache import PagedKVCache
@@ -62,7 +63,7 @@ def small(spec: VariantSpec) -> Iterator[Call]:
         made["3 heads"] = samples.filled_rows(lengths, 16, own, 3, strided=True)
     for i, (name, (cache, table, seqlens)) in enumerate(made.items()):
         selector, shape = _small_selector(spec, cache, table, seqlens, from_start=i == 1)
-        heads = () if cache.kv is None else (cache.num_kv_heads,)
+        heads = (cache.num_kv_heads,) if FORMATS[cache.format].rows else ()
         out = fetched.outputs((*shape, *heads), dtype, UNTOUCHED, joint=i == len(made) - 1)
         given = {**samples.planes(cache), **selector, "out_nope": out[0], "out_rope": out[1]}
         results = {f"nope of {name}": "out_nope", f"rope of {name}": "out_rope"}

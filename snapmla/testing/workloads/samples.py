@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK, QK_ROPE_HEAD_DIM
+from dsl_kernels.families.formats import FORMATS
 from dsl_kernels.spec import VariantSpec
-from snapmla import layouts
 from snapmla.cache import PagedKVCache
 from snapmla.decode_plan import partial_rows
 from snapmla.quant import QuantizedQuery
@@ -121,9 +121,10 @@ def sample_query(b: int, s_q: int, heads: int) -> QuantizedQuery:
 
 def planes(cache: PagedKVCache) -> dict[str, Tensor]:
     """A cache as kernels take it, by name."""
-    if cache.scale is None:
-        return dict(cache.named_tensors)
-    return {"content": cache.content_u8, "rope": cache.rope, "scale": cache.scale}
+    form = FORMATS[cache.format]
+    return {
+        name: getattr(cache, held) for name, held in zip(form.parts, form.arguments, strict=True)
+    }
 
 
 def cache_of(given: Mapping[str, Any]) -> PagedKVCache:
@@ -136,7 +137,7 @@ def cache_of(given: Mapping[str, Any]) -> PagedKVCache:
 
 def token_bytes(cache_dtype: str) -> int:
     """Bytes of a cached token, its scale included."""
-    return layouts.TOKEN_BYTES if cache_dtype == "fp8" else 2 * HEAD_DIM_QK
+    return FORMATS[cache_dtype].token_bytes
 
 
 # ---------------------------------------------------------------------------- sized arguments
@@ -180,7 +181,7 @@ class Source:
 
     def planes(self, pages: int, page_size: int, cache_dtype: str) -> dict[str, Tensor]:
         """A cache of random tokens, FP8 or of 16 bits, with one KV head."""
-        if cache_dtype != "fp8":
+        if FORMATS[cache_dtype].rows:
             shape = (pages, page_size, 1, HEAD_DIM_QK)
             return {"kv": self.normal(*shape, dtype=exact.TORCH[cache_dtype])}
         return {
