@@ -55,13 +55,11 @@ def check_kernel(
     spec: VariantSpec,
     kernel: Callable[..., Any],
     names: Sequence[str] | None = None,
-    device: str = "cpu",
 ) -> Result:
     """Runs ``kernel``, the variant of ``spec``, on the small calls of its op.
 
     Args:
         names: of its arguments, in order; None: a kernel of the software GPU, which has them.
-        device: where it takes tensors.
     """
     from codegen import abi  # not at the top: ``decode_errors`` is of use without the compiler
 
@@ -69,7 +67,7 @@ def check_kernel(
     torch.manual_seed(0)
     work = workloads.of(spec.op)
     run = lambda given: kernel(*abi.ordered(known, given))
-    return work.judge(spec, run_all(work.small(spec), run, device))
+    return work.judge(spec, run_all(work.small(spec), run))
 
 
 def load(spec: VariantSpec, directory: Path) -> softgpu.LoadedKernel:

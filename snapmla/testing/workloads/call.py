@@ -161,34 +161,8 @@ def tables(**lists: Sequence[Any]) -> dict[str, Tensor]:
 # ---------------------------------------------------------------------------- running
 
 
-def moved_to(device: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The same arguments on another device: what shares memory still does, strides are kept."""
-    memory: dict[int, Tensor] = {}
-
-    def there(x: Tensor) -> Tensor:
-        storage = x.untyped_storage()
-        if storage.data_ptr() not in memory:
-            own = torch.empty(0, dtype=torch.uint8).set_(storage)
-            memory[storage.data_ptr()] = own.to(device)
-        view = torch.empty(0, dtype=x.dtype, device=device)
-        whole = memory[storage.data_ptr()].untyped_storage()
-        return view.set_(whole, x.storage_offset(), x.size(), x.stride())
-
-    return {name: there(x) if isinstance(x, Tensor) else x for name, x in arguments.items()}
-
-
-def run_all(
-    calls: Iterable[Call], kernel: Callable[[dict[str, Any]], None], device: str = "cpu"
-) -> Iterator[Call]:
-    """Each of the calls after ``kernel``, which takes arguments by name on ``device``, ran it; what
-    it wrote is in the call's own tensors."""
+def run_all(calls: Iterable[Call], kernel: Callable[[dict[str, Any]], None]) -> Iterator[Call]:
+    """Each of the calls after ``kernel``, which takes arguments by name, ran it."""
     for call in calls:
-        if device == "cpu":
-            kernel(call.arguments)
-        else:
-            there = moved_to(device, call.arguments)
-            kernel(there)
-            for name, x in call.arguments.items():
-                if isinstance(x, Tensor):
-                    x.copy_(there[name])
+        kernel(call.arguments)
         yield call
