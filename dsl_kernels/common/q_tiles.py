@@ -91,6 +91,9 @@ class QTiles:
         """``tile_of_q`` of a kernel (loader.py); ``pipe`` and ``layouts`` of the ring that Q passes
         through."""
 
+        # through the KV ring they are a second view of its tiles, made once
+        planes = None if self.stages else self._planes(st, source, layouts)
+
         def tile_of_q(i, batch, stage):
             rows = self.work.rows_at(work, call, i, batch, self.rows)
             if const_expr(self.stages > 0):
@@ -98,7 +101,7 @@ class QTiles:
                 bar = pipe.producer_get_barrier(stage)
             else:
                 bar = self._claim(pipe, stage)
-            self._copy(self._planes(st, source, layouts), rows, stage.index, bar)
+            self._copy(planes or self._planes(st, source, layouts), rows, stage.index, bar)
 
         return tile_of_q
 
