@@ -74,6 +74,9 @@ class Memo:
             if parts is None:
                 return None
             tensors, options, where = parts
+            for tensor in tensors:
+                if tensor.is_nested:  # torch's guards end the process over one
+                    return None
             for kind in self.kinds:
                 if kind.options == options and kind.alike(*tensors):
                     if (
