@@ -21,11 +21,15 @@ export TORCH_INDEX
 ARCH ?= sm_90a
 ## FILTER   globs over variant names, by commas or spaces; `snapmla needs` prints what a model needs
 FILTER ?= *
+## KIND     kind of kernels that precompile and wheels take, helper or decode; all if empty. A kind's wheel
+##          has a name of its own: decode is installed beside helper
+KIND ?=
 ## BENCH    preset of shapes: h200-table, helpers, ... (profiles/shapes.py has them)
 BENCH ?= h200-table
 ## CUDA     major that precompile, bundle and wheels build for, 12 or 13; the driver's, or the newest, if empty
 CUDA ?=
 flavour = $(if $(CUDA),--cuda $(CUDA))
+kind = $(if $(KIND),--kind $(KIND))
 
 ## VARIANT  name of one variant, as `make matrix` lists them
 ifneq (,$(filter try profile,$(MAKECMDGOALS)))
@@ -57,14 +61,14 @@ prove: setup  ## what make test leaves out, in steps that go on: SLICE=2/8 LIMIT
 	$(PY) -m profiles.prove $(if $(SLICE),--slice $(SLICE)) $(if $(LIMIT),--limit $(LIMIT)) \
 	  $(if $(ONLY),--only '$(ONLY)')
 
-precompile: setup  ## build the default matrix: ARCH=sm_90a CUDA=13 FILTER='*'
-	$(PY) -m codegen precompile --arch $(ARCH) $(flavour) --filter '$(FILTER)'
+precompile: setup  ## build the default matrix: ARCH=sm_90a CUDA=13 FILTER='*' KIND=
+	$(PY) -m codegen precompile --arch $(ARCH) $(flavour) $(kind) --filter '$(FILTER)'
 
 bundle: precompile  ## pack what a server without the compiler needs: ARCH= CUDA= FILTER=
 	$(PY) -m codegen bundle --arch $(ARCH) $(flavour) --filter '$(FILTER)'
 
-wheels: precompile  ## build wheels of the host package and of the variants: ARCH= CUDA= FILTER=
-	$(PY) -m codegen wheels --arch $(ARCH) $(flavour) --filter '$(FILTER)'
+wheels: precompile  ## build wheels of the host package and of the variants: ARCH= CUDA= FILTER= KIND=
+	$(PY) -m codegen wheels --arch $(ARCH) $(flavour) $(kind) --filter '$(FILTER)'
 
 matrix: setup  ## print the matrix with reasons: ARCH=sm_90a
 	$(PY) -m codegen matrix --arch $(ARCH)

@@ -37,6 +37,9 @@ Filter = Annotated[str, typer.Option("--filter", help="globs over variant names,
 Cuda = Annotated[
     str, typer.Option("--cuda", help="CUDA major to build for, 12 or 13; default: the driver's")
 ]
+Kind = Annotated[
+    str, typer.Option("--kind", help="kind of kernels alone: " + ", ".join(mx.kinds()))
+]
 Out = Annotated[Path | None, typer.Option(help="directory of variants (default build/variants)")]
 
 
@@ -54,6 +57,11 @@ def _check_filter(arch: str, pattern: str) -> None:
     """Refuses a filter with a part that names nothing: what was meant would be missing."""
     if (wrong := mx.no_match(arch, pattern)) is not None:
         raise _fail(f"--filter (make's FILTER=): {wrong}")
+
+
+def _check_kind(kind: str) -> None:
+    if kind and kind not in mx.kinds():
+        raise _fail(f"--kind (make's KIND=): expected one of {', '.join(mx.kinds())}, got {kind!r}")
 
 
 def _need_compiler() -> None:
@@ -138,15 +146,17 @@ def precompile_command(
     jobs: Annotated[int | None, typer.Option(help="worker processes", min=1)] = None,
     link: Annotated[bool, typer.Option(help="also link loadable libraries")] = True,
     force: Annotated[bool, typer.Option(help="rebuild what is up to date")] = False,
+    kind: Kind = "",
 ) -> None:
     """Build the default matrix (or the part that matches --filter) ahead of time."""
     _check_arch(arch)
+    _check_kind(kind)
     _need_compiler()
     _check_filter(arch, pattern)
     started = time.perf_counter()
     usual = _use_cuda(cuda)
     out_dir = out or usual
-    found = mx.matrix(arch, pattern)
+    found = mx.matrix(arch, pattern, kind=kind)
     specs = [p.spec for p in found if p.reason is None]
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
     with _writing(out_dir), Progress(*columns, TimeElapsedColumn(), console=console) as bar:
@@ -263,13 +273,14 @@ def _show_audit(title: str, families: dict[str, FamilyAudit]) -> None:
     console.print(table)
 
 
-def _packed(arch: str, pattern: str, cuda: str) -> tuple[list[VariantSpec], Path]:
+def _packed(arch: str, pattern: str, cuda: str, kind: str = "") -> tuple[list[VariantSpec], Path]:
     """What a bundle or a wheel is made of: variants, and where their builds usually are."""
     _check_arch(arch)
+    _check_kind(kind)
     _need_compiler()
     _check_filter(arch, pattern)
     usual = _use_cuda(cuda)
-    return mx.default_specs(arch, pattern), usual
+    return mx.default_specs(arch, pattern, kind=kind), usual
 
 
 @app.command("bundle")
@@ -304,14 +315,15 @@ def wheels_command(
     cuda: Cuda = "",
     out: Out = None,
     into: Annotated[Path, typer.Option(help="where wheels go")] = ROOT / "build" / "wheels",
+    kind: Kind = "",
 ) -> None:
-    """Build wheels of the host package and of up-to-date variants."""
+    """Build wheels of the host package and of up-to-date variants, of all kinds or of one."""
     from codegen import bundle, wheels
 
-    specs, usual = _packed(arch, pattern, cuda)
+    specs, usual = _packed(arch, pattern, cuda, kind)
     try:
         with _writing(into):
-            made = wheels.make(specs, out or usual, into)
+            made = wheels.make(specs, out or usual, into, kind)
     except (bundle.BundleError, wheels.WheelError) as error:
         raise _fail(str(error)) from None
     for path in (made.host, made.kernels):

@@ -90,19 +90,31 @@ def no_match(arch: str, pattern: str) -> str | None:
     return f"no variant of {arch} matches {names} (`make matrix` lists them){close}"
 
 
-def matrix(arch: str, pattern: str = "*", *, ask_kernels: bool = True) -> list[Point]:
+def kinds() -> tuple[str, ...]:
+    """Kinds of the families that there are (``Family.kind``)."""
+    return tuple(dict.fromkeys(family.kind for family in FAMILIES.values()))
+
+
+def matrix(
+    arch: str, pattern: str = "*", *, kind: str = "", ask_kernels: bool = True
+) -> list[Point]:
     """Points that a filter names, with their reasons.
 
     Args:
         pattern: globs over names, separated by commas or spaces (see ``selected``).
+        kind: of families that count; empty: all.
     """
     specs, _ = selected(arch, pattern)
+    specs = [spec for spec in specs if kind in ("", spec.family.kind)]
     return [Point(spec, exclusion(spec, ask_kernels=ask_kernels)) for spec in specs]
 
 
-def default_specs(arch: str, pattern: str = "*", *, ask_kernels: bool = True) -> list[VariantSpec]:
-    """The variants that ``make precompile`` builds."""
-    return [p.spec for p in matrix(arch, pattern, ask_kernels=ask_kernels) if p.reason is None]
+def default_specs(
+    arch: str, pattern: str = "*", *, kind: str = "", ask_kernels: bool = True
+) -> list[VariantSpec]:
+    """The variants that ``make precompile`` builds, of one kind or of all."""
+    found = matrix(arch, pattern, kind=kind, ask_kernels=ask_kernels)
+    return [p.spec for p in found if p.reason is None]
 
 
 def named(name: str) -> VariantSpec:

@@ -17,7 +17,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from codegen import matrix as mx
 from codegen.artifacts import ROOT, Record, write_atomic
 from dsl_kernels import registry
-from dsl_kernels.families import ARCHS
+from dsl_kernels.families import ARCHS, DECODE
 from dsl_kernels.spec import VariantSpec
 
 TEMPLATES = Path(__file__).resolve().parent / "templates"
@@ -102,7 +102,7 @@ def _decode_row(specs: list[VariantSpec]) -> dict[str, str]:
     row = {
         "name": f"{first.op}_{first.pipeline}_r{first.row_tile}",
         "pages": _distinct([s.page_size for s in specs]),
-        "outs": _distinct([_result_dtype(s) for s in specs]),
+        "outs": _distinct([s.result_dtype for s in specs]),
         "note": ", ".join(
             [f"cluster of {first.cluster}"] * (first.cluster > 1)
             + [f"{terms} terms of P: `pt{terms}` in the name"] * (terms > 1)
@@ -125,17 +125,11 @@ def _row_of(spec: VariantSpec) -> tuple[Any, ...]:
     return spec.op, spec.pipeline, spec.row_tile, spec.cluster, terms
 
 
-def _result_dtype(spec: VariantSpec) -> str:
-    """Dtype of ``out``: an axis of its own, or that of everything."""
-    values = dict(spec.values)
-    return str(values.get("out_dtype") or values["dtype"])
-
-
 def _arch(arch: str) -> dict[str, Any]:
     points = mx.matrix(arch)
     built = [p.spec for p in points if p.reason is None]
-    decode = [s for s in built if not s.family.helper]
-    others = _groups([s for s in built if s.family.helper], lambda s: s.op)
+    decode = [s for s in built if s.family.kind == DECODE]
+    others = _groups([s for s in built if s.family.kind != DECODE], lambda s: s.op)
     pruned = _groups([p for p in points if p.reason is not None], lambda p: p.reason)
     return {
         "name": arch,
@@ -153,12 +147,15 @@ def _arch(arch: str) -> dict[str, Any]:
 
 
 def _pruned_names(specs: list[VariantSpec]) -> str:
-    """Only decode variants are ever left out."""
-    rows = _groups(specs, lambda s: (s.op, s.pipeline))
+    """Decode by pipeline and row tile, others one by one."""
+    rows = _groups([s for s in specs if s.family.kind == DECODE], lambda s: (s.op, s.pipeline))
     return ", ".join(
-        f"`{op}{'_' + pipeline if pipeline else ''}` r{{{_distinct([s.row_tile for s in found])}}} "
-        f"({len(found)})"
-        for (op, pipeline), found in rows.items()
+        [f"`{s.name}`" for s in specs if s.family.kind != DECODE]
+        + [
+            f"`{op}{'_' + pipeline if pipeline else ''}` "
+            f"r{{{_distinct([s.row_tile for s in found])}}} ({len(found)})"
+            for (op, pipeline), found in rows.items()
+        ]
     )
 
 

@@ -10,6 +10,7 @@
         snapmla_kernels_sm90/include/    a C header for each
         snapmla_kernels_sm90/build.json
 
+A wheel of one kind of kernels (``Family.kind``) is ``snapmla_kernels_sm90_decode`` and the like.
 The host finds the variants by an entry point (``snapmla.env.kernel_wheels``) and compares the
 digests.  setuptools writes both; nothing is fetched.
 
@@ -65,8 +66,12 @@ class Wheels:
     total: int
 
 
-def make(specs: list[VariantSpec], variant_dir: Path, out_dir: Path) -> Wheels:
+def make(specs: list[VariantSpec], variant_dir: Path, out_dir: Path, kind: str = "") -> Wheels:
     """Builds both wheels into ``out_dir``, over older ones of the same name (and label).
+
+    Args:
+        kind: of the families of ``specs``, whose wheel has a name of its own, so that wheels of
+            several kinds are installed side by side; empty: one wheel for all kinds.
 
     Raises:
         BundleError: variants missing, stale or of several targets; this is no checkout.
@@ -78,11 +83,13 @@ def make(specs: list[VariantSpec], variant_dir: Path, out_dir: Path) -> Wheels:
     arch, flavour = bundle.target(records)
     note = {"version": VERSION, "commit": commit(), "sources": sources_digest()}
     out_dir.mkdir(parents=True, exist_ok=True)
-    total = [spec.name for spec in matrix.default_specs(arch)]
+    total = [spec.name for spec in matrix.default_specs(arch, kind=kind)]
     held = label(flavour, [record.name for record in records], total)
     with tempfile.TemporaryDirectory(prefix="snapmla-wheels-") as tmp:
         host = _host(Path(tmp, "host"), note)
-        kernels = _kernels(Path(tmp, "kernels"), records, variant_dir, arch, note, held)
+        kernels = _kernels(
+            Path(tmp, "kernels"), records, variant_dir, name_of(arch, kind), note, held
+        )
         return Wheels(_build(host, out_dir), _build(kernels, out_dir), len(records), len(total))
 
 
@@ -131,9 +138,10 @@ def _project() -> dict[str, Any]:
     return tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
-def name_of(arch: str) -> str:
-    """Of the package with the variants for an architecture: ``snapmla-kernels-sm90``."""
-    return f"snapmla-kernels-{arch.replace('_', '').rstrip('a')}"
+def name_of(arch: str, kind: str = "") -> str:
+    """Of the package with the variants for an architecture, of one kind or of all:
+    ``snapmla-kernels-sm90``, ``snapmla-kernels-sm90-decode``."""
+    return "-".join(filter(None, (f"snapmla-kernels-{arch.replace('_', '').rstrip('a')}", kind)))
 
 
 def _host(root: Path, note: dict[str, str]) -> Path:
@@ -159,13 +167,12 @@ def _kernels(
     root: Path,
     records: list[Record],
     variant_dir: Path,
-    arch: str,
+    name: str,
     note: dict[str, str],
     label: str,
 ) -> Path:
     """The tree of the wheel with the variants."""
-    name = name_of(arch)
-    module = name.replace("-", "_")
+    module, arch = name.replace("-", "_"), records[0].spec["arch"]
     package = root / module
     bundle.copy_variants(package / "variants", package / "include", records, variant_dir)
     about = (
@@ -180,7 +187,7 @@ def _kernels(
     major, minor = max(OLDEST, glibc_of(libraries))
     _describe(
         root, note, project, packages=[module], module=module, label=label,
-        entry_points={"snapmla.kernels": {module.rpartition("_")[2]: module}},
+        entry_points={"snapmla.kernels": {module.removeprefix("snapmla_kernels_"): module}},
         platform=f"manylinux_{major}_{minor}_{platform.machine()}",
     )  # fmt: skip
     return root

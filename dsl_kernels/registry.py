@@ -23,6 +23,12 @@ from .common.budget import Budget
 from .spec import VariantSpec
 
 
+def named(what: str) -> Any:
+    """What a family names as ``module:name``; imports the module."""
+    module_, _, name = what.partition(":")
+    return getattr(importlib.import_module(module_), name)
+
+
 def module_name(spec: VariantSpec) -> str | None:
     """Dotted name of the module that builds ``spec``; None if no module does."""
     return spec.family.module(spec.arch, dict(spec.values))

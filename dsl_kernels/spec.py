@@ -98,6 +98,11 @@ class VariantSpec:
             raise ValueError(f"{self.name}: no kernel that walks a work list")
         return family.token_tile(self.arch, values)
 
+    @property
+    def result_dtype(self) -> str:
+        """Dtype of results, an axis of its own or that of everything; AttributeError without."""
+        return getattr(self, self.family.result_axis)
+
     def fields(self) -> dict[str, Any]:
         """op, arch and the values, for records; a default that no name shows is left out, so that a
         new axis changes no record."""

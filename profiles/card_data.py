@@ -18,6 +18,7 @@ import typer
 from codegen.artifacts import write_atomic
 from profiles.report import counts
 from profiles.roofline import card_by_name
+from profiles.shapes import is_decode
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "profiles" / "results"
@@ -39,7 +40,7 @@ def measured(report: dict[str, Any]) -> dict[str, Any]:
     clocks = [
         row["mhz"]
         for row in report["rows"]
-        if row["op"] == "decode" and not row["peer"] and counts(row) and row.get("mhz")
+        if is_decode(row["op"]) and not row["peer"] and counts(row) and row.get("mhz")
     ]
     if not probe or not clocks:
         raise ValueError(f"{report['name']}: no probed ceilings or no clocks of ours in it")

@@ -16,6 +16,7 @@ import typer
 
 from codegen.artifacts import write_atomic
 from profiles.report import counts, geomean
+from profiles.shapes import is_decode
 
 Report = dict[str, Any]
 
@@ -43,7 +44,7 @@ def ratios(reports: list[Report], old: str, new: str) -> dict[str, list[float]]:
     for number, report in enumerate(reports, 1):
         times: dict[str, dict[str, float]] = {}
         for row in report["rows"]:
-            if row["backend"] not in (old, new) or row["op"] != "decode":
+            if row["backend"] not in (old, new) or not is_decode(row["op"]):
                 continue
             if row["shape"] in left_out and row["backend"] == old:
                 continue

@@ -30,6 +30,7 @@ import typer
 from codegen import artifacts, matrix, render
 from codegen.artifacts import Record
 from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK, QK_ROPE_HEAD_DIM
+from dsl_kernels.families import FORMATS
 from dsl_kernels.spec import VariantSpec
 from profiles import bench
 from profiles.device import require_cuda
@@ -282,7 +283,7 @@ class Values(dict[str, Any]):
 
     def _query(self) -> dict[str, Maker]:
         rows, given = (self.sizes.batch, self.sizes.s_q, self.heads), DTYPES[self.axes.in_dtype]
-        if self.spec.op == "decode":
+        if any(FORMATS[name].quantized_query for name in self.spec.family.formats):
             return {
                 "q_nope": lambda: self._e4m3(*rows, KV_LORA_RANK),
                 "q_rope": lambda: self._normal(*rows, QK_ROPE_HEAD_DIM),
@@ -396,7 +397,7 @@ class Values(dict[str, Any]):
             content = rope = DTYPES[self.axes.in_dtype]
             if self.axes.cache_dtype != "fp8":
                 rows = (*rows, 1)  # KV heads
-        own = self.axes.dtype if self.spec.op == "dense_decode" else self.axes.out_dtype
+        own = getattr(self.axes, self.spec.family.result_axis)
         scales = rows[:2] if self.axes.mode == "token" else rows
         return {
             "out": lambda: self._zeros(*rows, KV_LORA_RANK, dtype=DTYPES[own]),

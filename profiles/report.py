@@ -15,7 +15,7 @@ from typing import Any
 from codegen.artifacts import write_atomic
 from profiles import roofline
 from profiles.roofline import FORMATS, Card, Ceilings, Energies
-from profiles.shapes import DecodeShape, HelperShape, parse
+from profiles.shapes import DecodeShape, HelperShape, is_decode, parse
 
 Row = dict[str, Any]
 PEERS = ("flashmla_bf16", "flashmla_fp8", "fa3", "etap", "torch")
@@ -126,7 +126,7 @@ def summarise(rows: Iterable[Row]) -> list[Row]:
     times: dict[str, dict[str, float]] = {}
     ours: list[str] = []
     for row in rows:
-        if row["op"] != "decode" or not counts(row):
+        if not is_decode(row["op"]) or not counts(row):
             continue
         times.setdefault(row["backend"], {})[row["shape"]] = row["us"]
         if not row["peer"] and row["backend"] not in ours:
@@ -210,7 +210,7 @@ def with_copy_fractions(rows: Sequence[Row]) -> list[Row]:
     copies = {r["shape"]: r["us"] for r in rows if r["backend"] == "torch_copy" and counts(r)}
     return [
         {**r, "copy_fraction": copies[r["shape"]] / r["us"]}
-        if r["op"] != "decode" and r.get("us") and r["shape"] in copies
+        if not is_decode(r["op"]) and r.get("us") and r["shape"] in copies
         else r
         for r in rows
     ]
@@ -220,7 +220,7 @@ def short_table(report: dict[str, Any]) -> list[str]:
     """One line per shape, microseconds per backend; ``!`` marks rows that failed their check."""
     rows = report["rows"]
     lines: list[str] = []
-    decode = [r for r in rows if r["op"] == "decode"]
+    decode = [r for r in rows if is_decode(r["op"])]
     names = list(dict.fromkeys(r["backend"] for r in decode))
     by_shape: dict[str, dict[str, Row]] = {}
     for row in decode:
@@ -238,7 +238,7 @@ def short_table(report: dict[str, Any]) -> list[str]:
             body.append(line)
         lines += _table(["µs (of roof)", *names], body)
     for row in rows:
-        if row["op"] != "decode":
+        if not is_decode(row["op"]):
             lines.append(
                 f"{row['shape']:32s} {row['backend']:12s} {_cell(row.get('us'), '.2f'):>8s} µs "
                 f"{_cell(row.get('gbs'), '.0f'):>5s} GB/s  of copy "
@@ -335,8 +335,8 @@ def markdown(report: dict[str, Any]) -> str:
     ]  # fmt: skip
     lines += [f"- {text}" for text in report["dequant_model"] + report["notes"]]
     lines += ["", "## Summary", "", *short_table(report)]
-    decode = [r for r in report["rows"] if r["op"] == "decode"]
-    helpers = [r for r in report["rows"] if r["op"] != "decode"]
+    decode = [r for r in report["rows"] if is_decode(r["op"])]
+    helpers = [r for r in report["rows"] if not is_decode(r["op"])]
     if decode:
         lines += ["", "## Decode rows", "", *_full_table(decode, DECODE_COLUMNS)]
     if helpers:

@@ -21,6 +21,8 @@ import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from dsl_kernels.families import formats
+
 CONTENT_DIM = 512
 ROPE_DIM = 64
 HEAD_DIM_QK = CONTENT_DIM + ROPE_DIM
@@ -46,12 +48,13 @@ class CacheFormat:
     fp8_tiles: int
 
 
+_SNAPMLA, _BF16 = formats.FORMATS["fp8"], formats.FORMATS["bf16"]
 FORMATS: dict[str, CacheFormat] = {
     f.name: f
     for f in (
-        CacheFormat("snapmla", 512 + 2 * 64 + 4, 512 + 2 * 64 + 4, 16),
+        CacheFormat("snapmla", _SNAPMLA.token_bytes, _SNAPMLA.token_bytes, 16),
         CacheFormat("fp8_tensor", 576, 576, 17),
-        CacheFormat("bf16", 2 * 576, 2 * 576, 0),
+        CacheFormat("bf16", _BF16.token_bytes, _BF16.token_bytes, 0),
     )
 }
 

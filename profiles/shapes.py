@@ -7,11 +7,17 @@ import random
 import re
 from dataclasses import dataclass
 
+from dsl_kernels.families import DECODE, FAMILIES
 from profiles import roofline
 
 _DECODE = re.compile(r"b(\d+)_L(\d+)_h(\d+)_q(\d+)(_ragged|_skewed)?(_ragged_q)?")
 SHORT = 1024  # tokens of the short requests of a skewed batch
 _FIELD = re.compile(r"([a-z]+)(\d+)")
+
+
+def is_decode(op: str) -> bool:
+    """Whether rows of an operation are of decode, over whatever cache."""
+    return op in FAMILIES and FAMILIES[op].kind == DECODE
 
 
 @dataclass(frozen=True, order=True)

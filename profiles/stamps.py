@@ -36,7 +36,7 @@ import snapmla
 from codegen.artifacts import write_atomic
 from dsl_kernels.spec import VariantSpec, decode_spec
 from dsl_kernels.stamp import WORDS, Stamp
-from profiles import timing
+from profiles import roofline, timing
 from profiles.bench import command_line, commit
 from profiles.pools import Latents, SnapPool, fill
 from profiles.shapes import DecodeShape, parse
@@ -103,7 +103,9 @@ class Step:
         config = timing.TimingConfig(rotate_bytes=1e9 if on_gpu else 1.0)
         width = -(-shape.seqlen // PAGE)
         used = [-(-n // PAGE) for n in shape.lengths()]
-        buffers = timing.buffer_count(shape.tokens * 644.0, config)
+        buffers = timing.buffer_count(
+            float(shape.tokens * roofline.FORMATS["snapmla"].token_bytes), config
+        )
         tokens = -(-buffers * sum(used) * PAGE // GRAIN) * GRAIN
         pool = SnapPool(tokens, device, PAGE)
         fill([pool], tokens, Latents(), device)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK
+from dsl_kernels.families.formats import DEFAULT, FORMATS
 from snapmla import checks, launch, layouts, overlap, tracing
 
 
@@ -33,6 +34,8 @@ class PagedKVCache(launch.OverTensors):
         content_u8: ``content`` as bytes, the form kernels take of an FP8 cache.
         kv: of 16 bits the whole rows (num_pages, page_size, num_kv_heads, 576), the form kernels
             take; None of an FP8 cache.
+        format: how a token is stored: ``fp8``, ``bf16`` or ``f16``, as ``cache_dtype`` of plans
+            (``dsl_kernels.families.formats`` has what follows from it).
         dtype: float8_e4m3fn, bfloat16 or float16.
         num_kv_heads: 1 of an FP8 cache.
         layout: ``split``, ``paged``, ``row640``, of 16 bits ``rows``; or ``strided`` for any other
@@ -53,6 +56,7 @@ class PagedKVCache(launch.OverTensors):
     scale: torch.Tensor | None = None
     content_u8: torch.Tensor = field(init=False, repr=False)
     kv: torch.Tensor | None = field(init=False, repr=False)
+    format: str = field(init=False, repr=False)
     dtype: torch.dtype = field(init=False, repr=False)
     num_kv_heads: int = field(init=False, repr=False)
     layout: str = field(init=False)
@@ -63,13 +67,7 @@ class PagedKVCache(launch.OverTensors):
     def begins(self) -> tuple[launch.Begin, ...]:
         """As of every ``OverTensors``; asked is the caller's content, which kernels take as bytes,
         and of 16 bits the caller's slices."""
-        kv, scale = self.kv, self.scale
-        if kv is not None:
-            parts = (kv, kv), (kv, self.content), (kv[..., KV_LORA_RANK:], self.rope)
-        else:
-            assert scale is not None
-            parts = (self.content_u8, self.content), (self.rope, self.rope), (scale, scale)
-        return tuple(launch.begin_of(*part) for part in parts)
+        return tuple(launch.begin_of(*part) for part in _KEPT[self.format].begins(self))
 
     @functools.cached_property
     def asks(self) -> tuple[Callable[[], int], ...]:
@@ -87,27 +85,16 @@ class PagedKVCache(launch.OverTensors):
             checks.cache(self.content, self.rope, self.scale)
         object.__setattr__(self, "content_u8", self.content.view(torch.uint8))
         object.__setattr__(self, "dtype", self.content.dtype)
-        if self.scale is None:
-            self._over_rows(layouts.joined(self.content))
-            return
-        object.__setattr__(self, "kv", None)
-        object.__setattr__(self, "num_kv_heads", 1)
-        object.__setattr__(self, "layout", layouts.name_of(self.content, self.rope, self.scale))
-        views = (self.content_u8, self.rope, self.scale)
-        memory = layouts.memory_of(*views)
-        stand_in = tracing.storage_of(self.content) is None
-        if memory is None and stand_in and self.layout == "split":
-            memory = views  # made by a tracer: nothing but strides to go by
-        object.__setattr__(self, "memory", views if memory is None else memory)
-        object.__setattr__(self, "traceable", memory is not None)
+        object.__setattr__(self, "format", checks.format_of(self.content))
+        self._set(_KEPT[self.format].derived(self))
 
-    def _over_rows(self, kv: torch.Tensor) -> None:
-        """Sets what follows from whole rows of 16 bits, one memory of one dtype."""
-        object.__setattr__(self, "kv", kv)
-        object.__setattr__(self, "num_kv_heads", kv.shape[2])
-        object.__setattr__(self, "layout", "rows" if kv.is_contiguous() else "strided")
-        object.__setattr__(self, "memory", (kv, None, None))
-        object.__setattr__(self, "traceable", True)
+    def _set(self, derived: _Derived) -> None:
+        """Takes over what follows from its tensors."""
+        object.__setattr__(self, "kv", derived.kv)
+        object.__setattr__(self, "num_kv_heads", derived.num_kv_heads)
+        object.__setattr__(self, "layout", derived.layout)
+        object.__setattr__(self, "memory", derived.memory)
+        object.__setattr__(self, "traceable", derived.traceable)
 
     @classmethod
     def allocate(
@@ -137,20 +124,11 @@ class PagedKVCache(launch.OverTensors):
         """
         checks.integer("num_pages", num_pages, 1)
         dtype = checks.cache_dtype(dtype, "dtype")
-        where = checks.device("device", device)
-        if isinstance(dtype, str):
-            checks.page_size(page_size)
-            checks.integer("num_kv_heads", num_kv_heads, 1, 1, "an FP8 cache has one KV head")
-            layout = "split" if layout is None else layout
-            checks.choice("layout", layout, layouts.LAYOUTS)
-            return cls(*layouts.LAYOUTS[layout].allocate(num_pages, page_size, where))
-        checks.rows_page_size(page_size)
-        checks.integer("num_kv_heads", num_kv_heads, 1, checks.MAX_HEADS)
-        if layout is not None:
-            hint = "rows of 16 bits lie in one way only"
-            checks.value_error("layout", f"None beside dtype={dtype}", repr(layout), hint)
-        shape = (num_pages, page_size, num_kv_heads, HEAD_DIM_QK)
-        return cls.from_tensors(torch.empty(shape, dtype=dtype, device=where))
+        where, name = checks.device("device", device), checks.format_named(dtype)
+        checks.page_size_of(name, page_size)
+        checks.cache_heads(name, num_kv_heads)
+        wanted = _Wanted(name, num_pages, page_size, num_kv_heads, layout, where)
+        return cls.from_tensors(*_KEPT[name].allocate(wanted))
 
     @classmethod
     def from_tensors(
@@ -175,7 +153,7 @@ class PagedKVCache(launch.OverTensors):
                 checks.cache_rows(content)
             kv = layouts.with_heads(content)
             made = cls(kv[..., :KV_LORA_RANK], kv[..., KV_LORA_RANK:])
-            made._over_rows(kv)  # a tracer knows this tensor, not others over its memory
+            made._set(_rows_derived(kv))  # a tracer knows this tensor, not others over its memory
             return made
         is_tensor = isinstance(content, torch.Tensor)
         if is_tensor and content.dtype == torch.uint8 and not checks.negative(content):
@@ -190,24 +168,19 @@ class PagedKVCache(launch.OverTensors):
     @functools.cached_property
     def arguments(self) -> tuple[Any, ...]:
         """content_u8, rope, scale, or kv of 16 bits, as kernels take them."""
-        if self.scale is None:
-            return launch.prepared(*self.named_tensors.values())
-        return launch.prepared(self.content_u8, self.rope, self.scale)
+        return launch.prepared(*(getattr(self, name) for name in FORMATS[self.format].arguments))
 
     @functools.cached_property
     def decode_arguments(self) -> tuple[Any, ...]:
         """``arguments``, of 16 bits in pages of 128 tokens or less."""
-        if self.kv is None or self.page_size == layouts.kernel_page_size(self.page_size):
+        if self.page_size == layouts.kernel_page_size(self.page_size):
             return self.arguments
-        return launch.prepared(layouts.small_pages(self.kv))
+        return launch.prepared(*map(layouts.small_pages, self.named_tensors.values()))
 
     @functools.cached_property
     def named_tensors(self) -> dict[str, torch.Tensor]:
         """The tensors that make it up, as messages call them."""
-        if self.kv is not None:
-            return {"kv": self.kv}
-        assert self.scale is not None
-        return {"content": self.content, "rope": self.rope, "scale": self.scale}
+        return {name: getattr(self, name) for name in FORMATS[self.format].parts}
 
     def memory_now(self) -> layouts.Memory:
         """``memory`` as views made here: a tracer takes those made before it began for constants.
@@ -216,10 +189,7 @@ class PagedKVCache(launch.OverTensors):
         """
         if tracing.by_dynamo():
             return self.memory
-        if self.scale is None:
-            return self.memory
-        views = (self.content.view(torch.uint8), self.rope, self.scale)
-        return layouts.memory_of(*views) or views
+        return _KEPT[self.format].memory(self)
 
     @property
     def num_pages(self) -> int:
@@ -255,7 +225,111 @@ def expect_cache(value: object) -> None:
 
 
 def expect_fp8(cache: PagedKVCache, hint: str) -> None:
-    """ValueError for a cache of 16 bits, where only FP8 caches are taken; says what to do."""
-    if cache.kv is not None:
+    """ValueError for a cache of another format, where FP8 alone is taken; says what to do."""
+    if cache.format != DEFAULT:
         got = f"one of {checks.dtype_name(cache.dtype)} rows"
-        checks.value_error("cache", "an FP8 cache", got, hint)
+        checks.value_error("cache", FORMATS[DEFAULT].about, got, hint)
+
+
+# -------------------------------------------------------------------------- by format
+
+
+class _Derived(NamedTuple):
+    """Attributes of a cache that follow from its tensors."""
+
+    kv: torch.Tensor | None
+    num_kv_heads: int
+    layout: str
+    memory: layouts.Memory
+    traceable: bool
+
+
+class _Wanted(NamedTuple):
+    """What ``allocate`` is asked for, checked but for the layout."""
+
+    format: str
+    num_pages: int
+    page_size: int
+    num_kv_heads: int
+    layout: str | None
+    device: torch.device
+
+
+_Pairs = tuple[tuple[torch.Tensor, torch.Tensor], ...]
+
+
+class _Kept(NamedTuple):
+    """How a format keeps tokens.
+
+    Attributes:
+        derived: what follows from a cache's tensors.
+        begins: three pairs for ``PagedKVCache.begins``: what kernels take, what is asked for it.
+        memory: ``PagedKVCache.memory_now``.
+        allocate: what ``from_tensors`` takes, of fresh memory.
+    """
+
+    derived: Callable[[PagedKVCache], _Derived]
+    begins: Callable[[PagedKVCache], _Pairs]
+    memory: Callable[[PagedKVCache], layouts.Memory]
+    allocate: Callable[[_Wanted], tuple[torch.Tensor, ...]]
+
+
+def _planes(cache: PagedKVCache, content: torch.Tensor) -> layouts.Views:
+    """Content, RoPE and scale: tensors that may be views of one memory."""
+    assert cache.scale is not None
+    return content, cache.rope, cache.scale
+
+
+def _planes_derived(cache: PagedKVCache) -> _Derived:
+    views = _planes(cache, cache.content_u8)
+    layout = layouts.name_of(*_planes(cache, cache.content))
+    memory = layouts.memory_of(*views)
+    if memory is None and tracing.storage_of(cache.content) is None and layout == "split":
+        memory = views  # made by a tracer: nothing but strides to go by
+    return _Derived(None, 1, layout, views if memory is None else memory, memory is not None)
+
+
+def _planes_memory(cache: PagedKVCache) -> layouts.Memory:
+    views = _planes(cache, cache.content.view(torch.uint8))
+    return layouts.memory_of(*views) or views
+
+
+def _planes_begins(cache: PagedKVCache) -> _Pairs:
+    taken, asked = _planes(cache, cache.content_u8), _planes(cache, cache.content)
+    return tuple(zip(taken, asked, strict=True))
+
+
+def _new_planes(wanted: _Wanted) -> layouts.Views:
+    layout = "split" if wanted.layout is None else wanted.layout
+    checks.choice("layout", layout, layouts.LAYOUTS)
+    return layouts.LAYOUTS[layout].allocate(wanted.num_pages, wanted.page_size, wanted.device)
+
+
+def _rows_derived(kv: torch.Tensor) -> _Derived:
+    """Of whole rows, one memory of one dtype."""
+    layout = "rows" if kv.is_contiguous() else "strided"
+    return _Derived(kv, kv.shape[2], layout, (kv, None, None), True)
+
+
+def _rows_begins(cache: PagedKVCache) -> _Pairs:
+    (kv,) = cache.named_tensors.values()
+    return (kv, kv), (kv, cache.content), (kv[..., KV_LORA_RANK:], cache.rope)
+
+
+def _new_rows(wanted: _Wanted) -> tuple[torch.Tensor]:
+    dtype = checks.DTYPES[wanted.format]
+    if wanted.layout is not None:
+        hint = "rows of 16 bits lie in one way only"
+        checks.value_error("layout", f"None beside dtype={dtype}", repr(wanted.layout), hint)
+    shape = (wanted.num_pages, wanted.page_size, wanted.num_kv_heads, HEAD_DIM_QK)
+    return (torch.empty(shape, dtype=dtype, device=wanted.device),)
+
+
+_PLANES = _Kept(_planes_derived, _planes_begins, _planes_memory, _new_planes)
+_ROWS = _Kept(
+    lambda cache: _rows_derived(layouts.joined(cache.content)),
+    _rows_begins,
+    lambda cache: cache.memory,
+    _new_rows,
+)
+_KEPT = {"fp8": _PLANES, "bf16": _ROWS, "f16": _ROWS}

@@ -18,13 +18,16 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK, QK_ROPE_HEAD_DIM
+from dsl_kernels.families.formats import FORMATS
 from dsl_kernels.families.fp8_decode import PAGE_SIZES
 from snapmla import overlap
 
 FP8 = torch.float8_e4m3fn
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})  # what surely has an address
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-ROWS = (torch.bfloat16, torch.float16)  # what a cache that is not FP8 holds
+FORMAT_OF = {getattr(torch, each.element): name for name, each in FORMATS.items()}
+DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}  # as names have them
+ROWS = tuple(dtype for dtype, name in FORMAT_OF.items() if FORMATS[name].rows)
 ROWS_TILE = 64  # tokens: larger pages of 16-bit rows are multiples of a KV tile
 MAX_HEADS = 128
 MAX_ROWS = 2**29 - 1  # query tokens * heads: four counts a row fit int32 (smxx/merge.py)
@@ -406,6 +409,11 @@ def rows_page_size(value: Any) -> int:
     return value
 
 
+def page_size_of(fmt: str, value: Any) -> int:
+    """Checks the page size of a cache of a format."""
+    return (rows_page_size if FORMATS[fmt].large_pages else page_size)(value)
+
+
 def cache_dtype(value: Any, name: str = "cache_dtype") -> Any:
     """Checks what a cache may hold and returns it: ``fp8``, which float8_e4m3fn is another word
     for, or a dtype of 16-bit rows."""
@@ -416,10 +424,28 @@ def cache_dtype(value: Any, name: str = "cache_dtype") -> Any:
     return value
 
 
-def kv_heads(value: Any, heads: int, fp8: bool) -> None:
-    """Checks the KV heads that ``heads`` query heads share evenly; an FP8 cache has one."""
-    hint = "an FP8 cache has one KV head" if fp8 else ""
-    integer("num_kv_heads", value, 1, 1 if fp8 else MAX_HEADS, hint)
+def format_of(content: torch.Tensor) -> str:
+    """Name of the format (``dsl_kernels.families.formats``) whose content is of this dtype."""
+    if content.dtype not in FORMAT_OF:
+        wanted = " or ".join(dtype_name(dtype) for dtype in FORMAT_OF)
+        type_error("content", f"dtype {wanted}", dtype_name(content.dtype))
+    return FORMAT_OF[content.dtype]
+
+
+def format_named(cache_dtype: str | torch.dtype) -> str:
+    """Name of the format that a checked ``cache_dtype`` means."""
+    return cache_dtype if isinstance(cache_dtype, str) else FORMAT_OF[cache_dtype]
+
+
+def cache_heads(fmt: str, value: Any) -> None:
+    """Checks the KV heads of a cache of a format."""
+    most, about = FORMATS[fmt].most_kv_heads, FORMATS[fmt].about
+    integer("num_kv_heads", value, 1, most, f"{about} has one KV head" if most == 1 else "")
+
+
+def kv_heads(value: Any, heads: int, fmt: str) -> None:
+    """Checks the KV heads, of a cache of a format, that ``heads`` query heads share evenly."""
+    cache_heads(fmt, value)
     if heads % value:
         value_error("num_kv_heads", f"a divisor of num_heads = {heads}", value)
 

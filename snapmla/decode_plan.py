@@ -19,13 +19,24 @@ from dsl_kernels.dims import (
     MERGE_CHECKED,
     PARTIAL_ROW,
 )
-from dsl_kernels.spec import VariantSpec, decode_spec
+from dsl_kernels.families.formats import DEFAULT, FORMATS
+from dsl_kernels.spec import VariantSpec
 from snapmla import call as calls
-from snapmla import checks, kv_heads, launch, layouts, overlap, plan_text, runtime, tracing
+from snapmla import (
+    checks,
+    dispatch,
+    kv_heads,
+    launch,
+    layouts,
+    overlap,
+    plan_text,
+    runtime,
+    tracing,
+)
 
 STALE_SHOWN = 8  # changed sequences that an error names
-FP8 = "fp8"  # ``cache_dtype`` of a plan, as variants' names have it
-DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
+FP8 = DEFAULT  # ``cache_dtype`` of a plan, the name of a format
+DTYPES = checks.DTYPES
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -61,9 +72,7 @@ class PlanVariant:
     @property
     def out_dtypes(self) -> tuple[torch.dtype, ...]:
         """Dtypes that its kernels write; the first is that of an allocated ``out``."""
-        if self.cache_dtype == FP8:
-            return torch.bfloat16, torch.float32
-        return (DTYPES[self.cache_dtype],)
+        return tuple(DTYPES[name] for name in FORMATS[self.cache_dtype].results)
 
     def kernel(self, out_dtype: torch.dtype) -> runtime.Kernel:
         """The exported function that writes ``out_dtype``, loaded once."""
@@ -71,14 +80,8 @@ class PlanVariant:
             wanted = " or ".join(checks.dtype_name(d) for d in self.out_dtypes)
             checks.type_error("out", f"dtype {wanted}", checks.dtype_name(out_dtype))
         arch, name = runtime.arch_of(self.device), NAMES[out_dtype]
-        if self.cache_dtype == FP8:
-            spec = decode_spec(self.pipeline, self.row_tile, self.page_size, name, arch)
-            spec = spec.replace(p_terms=self.p_terms)
-        else:
-            spec = VariantSpec(
-                op="dense_decode", arch=arch, pipeline=self.pipeline, row_tile=self.row_tile,
-                page_size=self.page_size, dtype=name,
-            )  # fmt: skip
+        choices = arch, self.pipeline, self.row_tile, self.page_size, name, self.p_terms
+        spec = dispatch.op_of(self.cache_dtype).spec(*choices)
         self.kernels[out_dtype] = runtime.kernel(spec, self.device.type)
         return self.kernels[out_dtype]
 
@@ -290,7 +293,7 @@ class DecodePlan(launch.OverTensors):
     @functools.cached_property
     def dtype(self) -> torch.dtype:
         """Of the cache, and with 16 bits of queries and results."""
-        return torch.float8_e4m3fn if self.cache_dtype == FP8 else DTYPES[self.cache_dtype]
+        return getattr(torch, FORMATS[self.cache_dtype].element)
 
     @functools.cached_property
     def as_given(self) -> bool:
@@ -600,11 +603,12 @@ def unit_capacity(batch: int, s_q: int | None, total_q: int, num_heads: int, uni
     return batch * -(-s_q * num_heads // unit_rows)
 
 
+_PARTIAL_ROWS = {"f16": (torch.float16, PARTIAL_ROW), "f32": (torch.float32, KV_LORA_RANK)}
+
+
 def partial_rows(cache_dtype: str) -> tuple[torch.dtype, int]:
-    """(dtype, elements) of a partial row: 16 bits a channel, but 32 where results are fp16."""
-    if cache_dtype == "f16":
-        return torch.float32, KV_LORA_RANK
-    return torch.float16, PARTIAL_ROW
+    """(dtype, elements) of a partial row of attention over a cache of a format."""
+    return _PARTIAL_ROWS[FORMATS[cache_dtype].partial]
 
 
 def new_workspace(

@@ -21,28 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsl_kernels.families.formats import FORMATS
 from snapmla._version import __version__
 
 FORMAT = 1
-POOL = ("content", "rope", "scale")
-ROWS = ("kv", "cache")  # a pool of 16-bit rows, as append_kv and fetch_dequant call it, and decode
+# Arguments that are a pool of pages: the parts of each format, and rows as dense_decode calls them.
+POOL = tuple(dict.fromkeys([*(part for each in FORMATS.values() for part in each.parts), "cache"]))
 WORKSPACE = ("o_accum", "lse_accum")  # of a decode: what they hold before it does not matter
-RESULTS: dict[str, tuple[str, ...]] = {
-    "decode": ("out", "lse"),
-    "dense_decode": ("out", "lse"),
-    "plan_decode": (
-        "work_items", "part_begin", "split_begin", "planned_seqlens", "units", "unit_begin",
-        "row_limits",
-    ),
-    "records_to_plan": (
-        "tile_begin", "work_items", "part_begin", "split_begin", "planned_seqlens",
-    ),
-    "plan_to_records": ("records", "num_splits"),
-    "append_kv": (*POOL, *ROWS),
-    "quantize_q": ("out_nope", "out_rope", "out_scale"),
-    "fetch_dequant": ("out_nope", "out_rope"),
-    "merge_states": ("out", "lse"),
-}  # fmt: skip
 
 
 class DumpError(RuntimeError):
@@ -81,7 +66,7 @@ def reduced(values: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]
     Args:
         values: the arguments by name, tensors on the call's device.
     """
-    pool = [name for name in (*POOL, *ROWS) if name in values]
+    pool = [name for name in POOL if name in values]
     if not pool or not values[pool[0]].shape[0]:
         return dict(values), ()
     kept = dict(values)

@@ -148,7 +148,7 @@ def _card(index: int) -> Card:
 
 def family(spec: VariantSpec) -> str:
     """What a variant is counted as."""
-    return f"{spec.op} {spec.pipeline}" if spec.op == "decode" else spec.op
+    return " ".join([spec.op, *(str(getattr(spec, axis)) for axis in spec.family.counted_by)])
 
 
 def _folder(place: env.Place) -> Folder:

@@ -22,13 +22,14 @@ from dataclasses import dataclass
 import torch
 
 from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK, QK_ROPE_HEAD_DIM
+from dsl_kernels.families.formats import FORMATS
 from dsl_kernels.families.fp8_decode import PAGE_SIZES
 from snapmla import checks, tracing
 
 FP8 = torch.float8_e4m3fn
 ROPE_BYTES = 2 * QK_ROPE_HEAD_DIM
 ROW_BYTES = KV_LORA_RANK + ROPE_BYTES  # 640
-TOKEN_BYTES = ROW_BYTES + 4  # with the scale
+TOKEN_BYTES = FORMATS["fp8"].token_bytes  # with the scale
 
 Views = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Strides = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]

@@ -208,7 +208,7 @@ def make_plan(
         row_tile=spec.row_tile,
         unit_rows=unit_rows,
         token_tile=spec.token_tile,
-        fixed_overhead=plans.DEFAULT_FIXED_OVERHEAD,
+        fixed_overhead=spec.family.item_overhead,
         causal=False,
         check_stale=env.CHECK_PLAN.enabled(),
     )
@@ -364,7 +364,7 @@ def step_numbers(
         spec: the kernel whose token tile, and times, the plan is for.
         unit_rows: of them that are split together.
     """
-    overhead = plans.DEFAULT_FIXED_OVERHEAD
+    overhead = spec.family.item_overhead
     longest = (plans.MAX_COST // batch - overhead) * spec.token_tile  # the sum fits 32 bits
     tile_ns, read_ns = dispatch.tile_times(device, spec)
     return decode_plan.PlanNumbers(

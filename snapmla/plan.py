@@ -10,18 +10,16 @@ from typing import NamedTuple
 import torch
 
 from dsl_kernels.dims import ITEM_WORDS
+from dsl_kernels.families.formats import DEFAULT, FORMATS, Format
 from dsl_kernels.spec import VariantSpec
 from snapmla import checks, dispatch, env, tracing
 from snapmla.decode_plan import DecodePlan, new_workspace, unit_capacity
 from snapmla.layouts import kernel_page_size
 
-DEFAULT_FIXED_OVERHEAD = 6  # token tiles that starting an item costs (prologue, epilogue, merge)
 # Tiles and overheads of a whole batch: running costs and one part beyond them fit 32 bits.
 MAX_COST = 2**30 - 2**18
 MAX_SLOTS = 2**23  # products of slots and merge's CTAs fit 32 bits (smxx/merge.py)
-# Of fp16 items: WGMMA cuts every sum toward zero, which 32K tokens of latent mean 2 show as 2e-4
-# beside an error of 2.4e-4, 16K as 1e-4 (docs/numerics.md); BF16's own rounding hides it.
-FP16_LONGEST_ITEM, MAX_STRETCHES = 16384, 4
+MAX_STRETCHES = 4  # of a part whose items must not be too long (``Format.longest_item``)
 SOFTGPU_SMS = 4  # the software GPU counts as this many SMs: enough parts to split and merge
 
 
@@ -101,7 +99,7 @@ def plan_decode(
     fixed_split_tokens: int | None = None,
     check_stale: bool | None = None,
     accuracy: str = "standard",
-    cache_dtype: str | torch.dtype = "fp8",
+    cache_dtype: str | torch.dtype = DEFAULT,
     num_kv_heads: int = 1,
 ) -> DecodePlan:
     """Plans one decode step on the device of ``cache_seqlens``; share it between layers.
@@ -204,16 +202,15 @@ class PlanOptions:
     fixed_split_tokens: int | None = None
     check_stale: bool | None = None
     accuracy: str = "standard"
-    cache_dtype: str | torch.dtype = "fp8"
+    cache_dtype: str | torch.dtype = DEFAULT
     num_kv_heads: int = 1
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "num_heads", checks.num_heads(self.num_heads))
         object.__setattr__(self, "cache_dtype", checks.cache_dtype(self.cache_dtype))
-        fp8 = isinstance(self.cache_dtype, str)
-        page_size = (checks.page_size if fp8 else checks.rows_page_size)(self.page_size)
+        page_size = checks.page_size_of(self.cache_name, self.page_size)
         object.__setattr__(self, "page_size", page_size)
-        checks.kv_heads(self.num_kv_heads, self.num_heads, fp8)
+        checks.kv_heads(self.num_kv_heads, self.num_heads, self.cache_name)
         checks.flag("causal", self.causal)
         if self.check_stale is not None:
             checks.flag("check_stale", self.check_stale)
@@ -226,8 +223,13 @@ class PlanOptions:
 
     @property
     def cache_name(self) -> str:
-        """``cache_dtype`` as variants' names and plans have it."""
+        """``cache_dtype`` as variants' names and plans have it: the name of a format."""
         return dispatch.cache_name(self.cache_dtype)
+
+    @property
+    def format(self) -> Format:
+        """How the cache stores tokens."""
+        return FORMATS[self.cache_name]
 
     @property
     def group(self) -> int:
@@ -288,14 +290,14 @@ def make_plan(
     if num_parts is None:
         num_parts = default_num_parts(device, unit_rows, spec)
     if fixed_overhead is None:
-        fixed_overhead = DEFAULT_FIXED_OVERHEAD
+        fixed_overhead = spec.family.item_overhead
     split_tiles = _split_tiles(options.fixed_split_tokens, spec.token_tile)
     sequences, tokens = batch * kv_heads, queries.total_q * kv_heads
     units = unit_capacity(sequences, queries.s_q, tokens, group, unit_rows)
     max_tiles = -(-max_pages * page_size // spec.token_tile)
     longest, stretches = 0, 1
-    if options.cache_name == "f16" and not split_tiles:
-        longest = FP16_LONGEST_ITEM // spec.token_tile
+    if options.format.longest_item and not split_tiles:
+        longest = options.format.longest_item // spec.token_tile
         if max_tiles > longest:
             stretches = _stretches(units * (max_tiles + fixed_overhead), num_parts, longest)
     items, slots = _room(units, max_tiles, num_parts * stretches, fixed_overhead, split_tiles)

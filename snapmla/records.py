@@ -180,7 +180,7 @@ def make_reader(like: torch.Tensor, parts: int, shape: Shape, stream: int | None
         row_tile=spec.row_tile,
         unit_rows=unit_rows,
         token_tile=spec.token_tile,
-        fixed_overhead=plans.DEFAULT_FIXED_OVERHEAD,
+        fixed_overhead=spec.family.item_overhead,
         causal=False,  # no tile is left out: one table serves calls of either kind
         cache_dtype=shape.cache_dtype,
         num_kv_heads=shape.num_kv_heads,

@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsl_kernels import registry
 from dsl_kernels.spec import VariantSpec
 from snapmla import runtime
 from snapmla.cache import PagedKVCache
-from snapmla.dump import RESULTS, Dump, DumpError, read
+from snapmla.dump import Dump, DumpError, read
 from snapmla.quant import QuantizedQuery
 
 LN2 = math.log(2.0)
@@ -89,7 +90,7 @@ def repeat(path: Path, device: str, *, reference: bool = True) -> tuple[Dump, Ou
     except Exception as error:  # the one that is looked for, of whatever kind
         outcome.error = error
         return call, outcome
-    written = (name for name in RESULTS.get(call.op, ()) if name in call.arguments)
+    written = (name for name in spec.family.results if name in call.arguments)
     outcome.results = {name: call.arguments[name] for name in written}
     outcome.compared = bool(call.results)
     outcome.differs = [
@@ -97,10 +98,9 @@ def repeat(path: Path, device: str, *, reference: bool = True) -> tuple[Dump, Ou
         for name, want in call.results.items()
         if (text := difference(call.arguments[name], want)) is not None
     ]
-    if reference and call.op == "decode":
-        outcome.reference, outcome.right = against_reference(spec, call)
-    if reference and call.op == "dense_decode":
-        outcome.reference, outcome.right = against_dense_reference(call)
+    if reference and spec.family.reference:
+        compare = registry.named(spec.family.reference)
+        outcome.reference, outcome.right = compare(spec, call)
     return call, outcome
 
 
@@ -165,7 +165,7 @@ def _results(given: dict[str, Any]) -> tuple[Tensor, Tensor]:
     return given["out"], lse
 
 
-def against_dense_reference(call: Dump) -> tuple[str, bool]:
+def against_dense_reference(_spec: VariantSpec, call: Dump) -> tuple[str, bool]:
     """``against_reference`` of a 16-bit cache, by FlashMLA's gates."""
     from snapmla.testing import dense_job
 
@@ -192,7 +192,7 @@ def ragged_begin(call: Dump) -> Tensor:
     and a sequence of no query token has none.
     """
     given = call.arguments
-    query = given["q" if call.op == "dense_decode" else "q_nope"]
+    query = next(given[name] for name in ("q_nope", "q") if name in given)
     heads, batch = query.shape[2], len(given["cache_seqlens"])
     items = given["work_items"][: int(given["part_begin"][-1])].tolist()
     ends = [0] * batch

@@ -201,14 +201,9 @@ def load(artifact: Artifact, device_type: str) -> Kernel:
     return function
 
 
-# Sources of which a variant of an op must be made: without them it takes the same arguments, and
-# does not do what this package relies on.  Decode: rows of tables that do not fit become NaN.
-_RELIED_ON = {"decode": "smxx/coverage.py"}
-
-
 def _expect_sources(artifact: Artifact, record: dict[str, Any]) -> None:
     """Raises VariantError for a variant of an older release that looks like one of this."""
-    wanted = _RELIED_ON.get(VariantSpec.from_name(artifact.name).op)
+    wanted = VariantSpec.from_name(artifact.name).family.relies_on
     sources = record.get("sources")
     if wanted and sources is not None and not any(name.endswith(wanted) for name in sources):
         raise VariantError(

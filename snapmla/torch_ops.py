@@ -56,6 +56,7 @@ sequence that they do not cover then become NaN.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -583,7 +584,7 @@ def _fake_nothing(*_: Any, **__: Any) -> None:
 
 # ------------------------------------------------------------------------------ registration
 
-_REAL = {
+_REAL: dict[str, Callable[..., Any]] = {
     "append_kv": _append_kv,
     "rope_append_kv": _rope_append_kv,
     "quantize_q": _quantize_q,
@@ -602,7 +603,7 @@ _REAL = {
     "merge_states": _merge_states,
     "merge_states_out": _merge_states_out,
 }
-_FAKE = {
+_FAKE: dict[str, Callable[..., Any]] = {
     "quantize_q": _fake_quantize_q,
     "rope_quantize_q": _fake_rope_quantize_q,
     "decode": _fake_decode,
@@ -612,20 +613,40 @@ _FAKE = {
 }
 
 
+# What runs above an operator that has gradients.  The others are for inference: they fall through,
+# and their results never require grad, as those of eager calls.
+_AUTOGRAD: dict[str, Callable[..., Any]] = {}
+
+
+def define(
+    library: torch.library.Library,
+    schema: str,
+    real: Callable[..., Any],
+    fake: Callable[..., Any],
+    autograd: Callable[..., Any] | None = None,
+) -> None:
+    """Defines one operator.
+
+    Args:
+        real: on tensors with memory. fake: on shapes alone.
+        autograd: what runs above ``real`` where gradients may be wanted, such as ``apply`` of a
+            ``torch.autograd.Function``; None for inference.
+    """
+    name = schema.split("(")[0]
+    # tensors must arrive with the strides that the caller gave them
+    library.define(schema, tags=(torch.Tag.needs_exact_strides,))
+    for key in ("CUDA", "CPU"):
+        library.impl(name, real, key)
+    library.impl(name, autograd or torch.library.fallthrough_kernel, "Autograd")
+    torch.library.register_fake(f"{library.ns}::{name}", fake, lib=library)
+
+
 def _register() -> torch.library.Library:
     """Defines all operators; the library must stay alive as long as they are used."""
     library = torch.library.Library(NAMESPACE, "DEF")
     for schema in SCHEMAS:
         name = schema.split("(")[0]
-        # tensors must arrive with the strides that the caller gave them
-        library.define(schema, tags=(torch.Tag.needs_exact_strides,))
-        for key in ("CUDA", "CPU"):
-            library.impl(name, _REAL[name], key)
-        # inference: results never require grad, as those of eager calls
-        library.impl(name, torch.library.fallthrough_kernel, "Autograd")
-        torch.library.register_fake(
-            f"{NAMESPACE}::{name}", _FAKE.get(name, _fake_nothing), lib=library
-        )
+        define(library, schema, _REAL[name], _FAKE.get(name, _fake_nothing), _AUTOGRAD.get(name))
     return library
 
 

@@ -32,18 +32,6 @@ from snapmla._version import __version__
 Kernel = Callable[..., Any]
 log = logging.getLogger("snapmla")
 WHEN = ("error", "nan", "all")
-# Arguments whose shapes a line shows, by op; those that a variant lacks are left out.
-_SHOWN: dict[str, tuple[str, ...]] = {
-    "decode": ("q_nope", "content", "block_table"),
-    "dense_decode": ("q", "cache", "block_table"),
-    "plan_decode": ("cache_seqlens",),
-    "records_to_plan": ("records", "cache_seqlens"),
-    "plan_to_records": ("records",),
-    "append_kv": ("c_kv", "content", "kv"),
-    "quantize_q": ("q_nope",),
-    "fetch_dequant": ("content", "kv", "block_table", "indices", "out_nope"),
-    "merge_states": ("o", "o_0", "out"),
-}
 
 
 def watched(kernel: Kernel, spec: VariantSpec, names: Sequence[str]) -> Kernel:
@@ -88,7 +76,7 @@ def _logged(kernel: Kernel, spec: VariantSpec, names: Sequence[str]) -> Kernel:
 def line(spec: VariantSpec, values: dict[str, Any]) -> str:
     """A call in one line: variant, device, shapes and the plan; asks the device nothing."""
     device = next(v.device for v in values.values() if isinstance(v, Tensor))
-    shown = (name for name in _SHOWN.get(spec.op, ()) if name in values)
+    shown = (name for name in spec.family.shown if name in values)
     shapes = ", ".join(f"{name} {tuple(values[name].shape)}" for name in shown)
     if (plan := _plan_of(values)) is not None:
         shapes += f"; {plan}"
@@ -204,15 +192,14 @@ class Dumper:
 
     def _returned(self, path: Path | None, content: dict[str, Any], values: dict[str, Any]) -> None:
         """Writes a call that came back, if it is wanted."""
-        names = dump.RESULTS.get(self.spec.op, ())
-        found = {name: values[name] for name in names if name in values}
+        found = {name: values[name] for name in self.spec.family.results if name in values}
         bad = self.when == "nan" and any(
             _has_new_nan(value, content["arguments"][name]["values"])
             for name, value in found.items()
         )
         if not bad and path is None:
             return
-        if not content["notes"] or self.spec.op != "append_kv":  # else its pages are others there
+        if not content["notes"] or not found.keys() & set(dump.POOL):  # else pages are others
             content["results"] = {name: dump.pack(value) for name, value in found.items()}
         path = self._write(path, content)
         if bad and path is not None:

@@ -18,7 +18,8 @@ from . import (
     quantize_q,
     records_to_plan,
 )
-from .family import Axis, Family
+from .family import DECODE, HELPER, Axis, Family
+from .formats import FORMATS, Format
 
 ARCHS: tuple[str, ...] = ("sm_90a", "sm_100a")
 _MODULES = (
@@ -35,4 +36,13 @@ _MODULES = (
 )
 FAMILIES: dict[str, Family] = {module.FAMILY.op: module.FAMILY for module in _MODULES}
 
-__all__ = ["ARCHS", "FAMILIES", "Axis", "Family"]
+__all__ = [
+    "ARCHS",
+    "DECODE",
+    "FAMILIES",
+    "FORMATS",
+    "HELPER",
+    "Axis",
+    "Family",
+    "Format",
+]

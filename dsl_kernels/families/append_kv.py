@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from .family import (
     CACHE_DTYPE,
+    CHECKS,
     COS_SIN_DTYPE,
     IN_DTYPE,
     ROPE_STYLE,
@@ -41,4 +42,11 @@ def points(arch: str) -> Iterator[Values]:
         yield {"in_dtype": dtype, "index_dtype": index, "cache_dtype": dtype}
 
 
-FAMILY = helper("append_kv", *AXES, points=points)
+FAMILY = helper(
+    "append_kv",
+    *AXES,
+    points=points,
+    shown=("c_kv", "content", "kv"),
+    results=("content", "rope", "scale", "kv"),
+    selfcheck=f"{CHECKS}:check_append",
+)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..dims import TOKEN_TILE
-from .family import Axis, Family, Values
+from .family import CHECKS, DECODE, Axis, Family, Values
 from .fp8_decode import PAGE_SIZES, ROW_TILES, cluster_of
 
 PIPELINES = ("split",)
@@ -42,11 +42,18 @@ FAMILY = Family(
     AXES,
     module=lambda arch, values: MODULES.get((arch, values["pipeline"])),
     points=points,
-    helper=False,
+    kind=DECODE,
+    formats=DTYPES,
     token_tile=lambda _arch, _values: TOKEN_TILE,
     # both forms, both dtypes; the rest is of the same sources and runs with the whole matrix
     everyday=(
         {"pipeline": "split", "row_tile": 16, "page_size": 16, "dtype": "f16"},
         {"pipeline": "split", "row_tile": 64, "page_size": 64, "dtype": "bf16"},
     ),
+    result_axis="dtype",
+    shown=("q", "cache", "block_table"),
+    results=("out", "lse"),
+    selfcheck=f"{CHECKS}:check_decode",
+    job="snapmla.testing.dense_job:DenseJob",
+    reference="snapmla.repro:against_dense_reference",
 )

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from .formats import DEFAULT, FORMATS
+
 REQUIRED: Any = object()  # "default" of an axis that every spec must give
 
 Values = Mapping[str, Any]  # axis name -> value
@@ -45,29 +47,68 @@ class Axis:
         return self.named or values[self.name] != self.default_of(values)
 
 
+HELPER, DECODE = "helper", "decode"  # kinds that there are; "prefill" and "mha" are to come
+ITEM_OVERHEAD = 6  # token tiles: prologue, epilogue and merge of what decodes
+
+
 @dataclass(frozen=True)
 class Family:
-    """All variants of one op.
+    """All variants of one op, and what hosts must know of it.
+
+    Other packages ask these attributes, not which op it is.  What is named as ``module:name`` lies
+    on a floor above and is imported when it is wanted (``registry.named``).
 
     Attributes:
         op: first word of their names.
         axes: in the order of names.
         module: (arch, values) -> kernel module that builds it, None if there is none.
         points: arch -> values of the default matrix, module or not.
-        helper: prepares or finishes what the attention kernels do; runs on every arch.
+        kind: what the op is for: ``helper`` prepares or finishes what attention does and runs on
+            every arch; ``decode``; others are named alike.  Wheels can be made by kind.
+        formats: cache formats that attention reads (``formats``); of helpers axis ``cache_dtype``
+            has them.
         token_tile: (arch, values) -> tokens of a KV tile, the unit of its work list; None of an op
             that walks no work list.
+        item_overhead: what an item of its work list costs beside its tiles, in tiles.
         everyday: values of the variants that everyday tests run; None: few that show each value of
             each axis (``codegen.matrix.sample``).
+        result_axis: axis that is the dtype of results, where there is such.
+        counted_by: axes that part the op where built variants are counted (``snapmla info``).
+        shown: arguments whose shapes a line of the log has; those that a variant lacks are left
+            out.
+        results: arguments that a call writes, which dumps keep; as ``shown``.
+        selfcheck: ``module:name`` of (spec, kernel) -> ``selfcheck.Result``.
+        job: ``module:name`` of what the hazard check and the mutation study run: a
+            ``selfcheck.DecodeJob`` or the like, made with (spec, lengths, planner=); empty: the
+            self-check.
+        reference: ``module:name`` of (spec, dumped call) -> (figures, whether they are right);
+            empty where a repeated call is compared with its dump alone.
+        relies_on: end of a source's name without which a variant is one of an older release, which
+            takes the same arguments and does not do what hosts rely on; empty: any will do.
     """
 
     op: str
     axes: tuple[Axis, ...]
     module: Callable[[str, Values], str | None]
     points: Callable[[str], Iterator[Values]]
-    helper: bool = True
+    kind: str = HELPER
+    formats: tuple[str, ...] = ()
     token_tile: Callable[[str, Values], int] | None = None
+    item_overhead: int = ITEM_OVERHEAD
     everyday: tuple[Values, ...] | None = None
+    result_axis: str = "out_dtype"
+    counted_by: tuple[str, ...] = ()
+    shown: tuple[str, ...] = ()
+    results: tuple[str, ...] = ()
+    selfcheck: str = ""
+    job: str = ""
+    reference: str = ""
+    relies_on: str = ""
+
+    @property
+    def helper(self) -> bool:
+        """Whether it is of kind ``helper``."""
+        return self.kind == HELPER
 
     def axis(self, name: str) -> Axis | None:
         """The axis of that name, None if the op has none."""
@@ -85,10 +126,19 @@ def every(axes: tuple[Axis, ...]) -> Callable[[str], Iterator[Values]]:
     return points
 
 
-def helper(op: str, *axes: Axis, points: Callable[[str], Iterator[Values]] | None = None) -> Family:
-    """An op that one module in ``smxx`` builds, for every arch; all combinations if not told."""
+def helper(
+    op: str,
+    *axes: Axis,
+    points: Callable[[str], Iterator[Values]] | None = None,
+    **attributes: Any,
+) -> Family:
+    """An op that one module in ``smxx`` builds, for every arch; all combinations if not told.
+
+    Args:
+        attributes: others of ``Family``.
+    """
     module = f"dsl_kernels.smxx.{op}"
-    return Family(op, axes, lambda _arch, _values: module, points or every(axes))
+    return Family(op, axes, lambda _arch, _values: module, points or every(axes), **attributes)
 
 
 OUT_DTYPE = Axis("out_dtype", "o", ("bf16", "f32"), "bf16")
@@ -96,6 +146,8 @@ IN_DTYPE = Axis("in_dtype", "x", ("bf16", "f16", "f32"), "bf16")
 # Of rows that append_kv and quantize_q are given; "applied": their RoPE is.
 ROPE_STYLE = Axis("rope_style", "", ("applied", "interleaved", "neox"), "applied", named=False)
 COS_SIN_DTYPE = Axis("cos_sin_dtype", "cs", ("f32", "bf16", "f16"), "f32", named=False)
-# What a paged cache holds: e4m3 content with a scale a token, or rows of 16 bits as they are.
-CACHE_DTYPE = Axis("cache_dtype", "kv", ("fp8", "bf16", "f16"), "fp8", named=False)
-ROWS = ("bf16", "f16")  # the values of ``CACHE_DTYPE`` that are rows of 16 bits
+# How a paged cache stores tokens: a helper that takes not all formats has an axis of its own.
+CACHE_DTYPE = Axis("cache_dtype", "kv", tuple(FORMATS), DEFAULT, named=False)
+ROWS = tuple(name for name, each in FORMATS.items() if each.rows)  # of 16 bits
+# Where the self-checks are, and what else is on the host's floor.
+CHECKS = "snapmla.testing.selfcheck"

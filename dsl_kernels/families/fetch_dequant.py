@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from .family import CACHE_DTYPE, IN_DTYPE, ROWS, Axis, Values, every, helper
+from .family import CACHE_DTYPE, CHECKS, IN_DTYPE, ROWS, Axis, Values, every, helper
 
 # How tokens are named: block table and lengths, flat indices, or block table and packed chunks.
 MODE = Axis("mode", "", ("pages", "indices", "ragged"))
@@ -26,4 +26,11 @@ def points(arch: str) -> Iterator[Values]:
         yield {**rows, MODE.name: "indices", INDEX_DTYPE.name: "i64"}
 
 
-FAMILY = helper("fetch_dequant", *AXES, points=points)
+FAMILY = helper(
+    "fetch_dequant",
+    *AXES,
+    points=points,
+    shown=("content", "kv", "block_table", "indices", "out_nope"),
+    results=("out_nope", "out_rope"),
+    selfcheck=f"{CHECKS}:check_fetch",
+)

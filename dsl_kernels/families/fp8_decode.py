@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..dims import TOKEN_TILE
-from .family import OUT_DTYPE, Axis, Family, Values
+from .family import CHECKS, DECODE, OUT_DTYPE, Axis, Family, Values
 
 PIPELINES = ("etap", "dual_wg", "ws")
 ROW_TILES = (16, 32, 64, 128)  # query rows, num_heads * s_q, that a CTA or a cluster owns
@@ -70,6 +70,14 @@ FAMILY = Family(
     AXES,
     module=lambda arch, values: MODULES.get((arch, values["pipeline"])),
     points=points,
-    helper=False,
+    kind=DECODE,
+    formats=("fp8",),
     token_tile=lambda arch, values: TOKEN_TILES[arch, values["pipeline"]],
+    counted_by=("pipeline",),
+    shown=("q_nope", "content", "block_table"),
+    results=("out", "lse"),
+    selfcheck=f"{CHECKS}:check_decode",
+    job=f"{CHECKS}:DecodeJob",
+    reference="snapmla.repro:against_reference",
+    relies_on="smxx/coverage.py",  # rows of tables that do not fit become NaN
 )

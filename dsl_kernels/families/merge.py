@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from .family import OUT_DTYPE, helper
+from .family import CHECKS, OUT_DTYPE, helper
 
-FAMILY = helper("merge", OUT_DTYPE)
+FAMILY = helper("merge", OUT_DTYPE, selfcheck=f"{CHECKS}:check_merge")

@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
-from .family import helper
+from .family import CHECKS, helper
 
-FAMILY = helper("plan_decode")
+FAMILY = helper(
+    "plan_decode",
+    shown=("cache_seqlens",),
+    results=(
+        "work_items", "part_begin", "split_begin", "planned_seqlens", "units", "unit_begin",
+        "row_limits",
+    ),
+    selfcheck=f"{CHECKS}:check_plan",
+)  # fmt: skip

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
-from .family import helper
+from .family import CHECKS, helper
 
-FAMILY = helper("plan_to_records")
+FAMILY = helper(
+    "plan_to_records",
+    shown=("records",),
+    results=("records", "num_splits"),
+    selfcheck=f"{CHECKS}:check_plan_to_records",
+)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
-from .family import COS_SIN_DTYPE, IN_DTYPE, ROPE_STYLE, Axis, Values, every, helper
+from .family import CHECKS, COS_SIN_DTYPE, IN_DTYPE, ROPE_STYLE, Axis, Values, every, helper
 
 MODE = Axis("mode", "", ("token_head", "token"))  # what has a scale of its own
 POSITION_DTYPE = Axis("position_dtype", "pos", ("i32", "i64"), "i64", named=False)
@@ -21,4 +21,11 @@ def points(arch: str) -> Iterator[Values]:
         }  # fmt: skip
 
 
-FAMILY = helper("quantize_q", *AXES, points=points)
+FAMILY = helper(
+    "quantize_q",
+    *AXES,
+    points=points,
+    shown=("q_nope",),
+    results=("out_nope", "out_rope", "out_scale"),
+    selfcheck=f"{CHECKS}:check_quantize",
+)

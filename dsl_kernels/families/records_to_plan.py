@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
-from .family import helper
+from .family import CHECKS, helper
 
-FAMILY = helper("records_to_plan")
+FAMILY = helper(
+    "records_to_plan",
+    shown=("records", "cache_seqlens"),
+    results=("tile_begin", "work_items", "part_begin", "split_begin", "planned_seqlens"),
+    selfcheck=f"{CHECKS}:check_records_to_plan",
+)

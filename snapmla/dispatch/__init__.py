@@ -17,7 +17,15 @@ sequence meets the same kernel whatever else is in the batch, and the host does 
 anyway.
 """
 
-from snapmla.dispatch.calls import cache_name, choose, explain, p_terms_of, tile_times
+from snapmla.dispatch.calls import (
+    OPS,
+    cache_name,
+    choose,
+    explain,
+    op_of,
+    p_terms_of,
+    tile_times,
+)
 from snapmla.dispatch.cards import Card, card_named, card_of, cards
 from snapmla.dispatch.contest import Explanation, Verdict
 from snapmla.dispatch.costs import ROW_BLOCKS, parts_of, rows_of_unit, unit_rows
@@ -25,6 +33,7 @@ from snapmla.dispatch.needs import INDICES, PLAIN, Model, needs
 
 __all__ = [
     "INDICES",
+    "OPS",
     "PLAIN",
     "ROW_BLOCKS",
     "Card",
@@ -38,6 +47,7 @@ __all__ = [
     "choose",
     "explain",
     "needs",
+    "op_of",
     "p_terms_of",
     "parts_of",
     "rows_of_unit",

@@ -7,6 +7,7 @@ from typing import NoReturn
 
 import torch
 
+from dsl_kernels.families.formats import DEFAULT, FORMATS
 from dsl_kernels.spec import VariantSpec
 from snapmla import checks
 from snapmla.dispatch import contest
@@ -17,9 +18,10 @@ from snapmla.dispatch.dense_decode import DENSE_DECODE
 from snapmla.dispatch.fp8_decode import FP8_DECODE
 from snapmla.errors import VariantError
 
-NAMES_OF_OUT = {torch.bfloat16: "bf16", torch.float32: "f32"}
-FP8 = "fp8"
-ROWS = {torch.bfloat16: "bf16", torch.float16: "f16"}  # of 16-bit caches
+# What is known of each op that decodes; all of them are kinds of attention to every token of a
+# sequence, so the cache's format alone picks one.
+OPS: dict[str, DecodeOp] = {each.family.op: each for each in (FP8_DECODE, DENSE_DECODE)}
+_BY_FORMAT = {name: each for each in OPS.values() for name in each.family.formats}
 TILES_OF = "H200"  # card of ``DecodeOp.tile_ns``
 READ_FRACTION = 0.93  # of a card's read rate, that short contexts reach
 STANDARD = "standard"
@@ -36,7 +38,7 @@ def choose(
     pipeline: str | None = None,
     row_tile: int | None = None,
     p_terms: int = 1,
-    cache: str = FP8,
+    cache: str = DEFAULT,
 ) -> VariantSpec:
     """The decode kernel for a call.
 
@@ -49,7 +51,7 @@ def choose(
         out_dtype: ``bf16`` or ``f32``; of a 16-bit cache its dtype, whatever this is.
         pipeline, row_tile: the caller's wish, None for the best.
         p_terms: e4m3 terms of P, 1 or 2; more rows than a kernel of two takes are several blocks.
-        cache: ``fp8``, ``bf16`` or ``f16``.
+        cache: name of its format, ``fp8``, ``bf16`` or ``f16``.
 
     Raises:
         ValueError: the wishes do not go together, or not with the device's architecture; names the
@@ -72,13 +74,13 @@ def choose_on(
     pipeline: str | None = None,
     row_tile: int | None = None,
     p_terms: int = 1,
-    cache: str = FP8,
+    cache: str = DEFAULT,
 ) -> VariantSpec:
     """``choose`` for a card, which need not be here."""
     op = op_of(cache)
     _check_wishes(op, card.arch, pipeline, row_tile, p_terms)
     problem = Problem(
-        op, num_heads, s_q, page_size, out_dtype if cache == FP8 else cache, card,
+        op, num_heads, s_q, page_size, FORMATS[cache].result(out_dtype), card,
         pipeline, row_tile, p_terms,
     )  # fmt: skip
     best, reasons = contest.judge(problem)
@@ -94,7 +96,7 @@ def tile_times(device: torch.device, spec: VariantSpec) -> tuple[int, int]:
     Other cards than the one that was measured scale by clocks, nominal ones as contexts are short,
     and by their tensor cores.  The software GPU has no times: it cuts whatever there is to cut.
     """
-    op = FP8_DECODE if spec.op == FP8_DECODE.family.op else DENSE_DECODE
+    op = OPS[spec.op]
     tile = op.tile_ns.get((spec.pipeline, spec.row_tile), 0)
     if device.type != "cuda" or not tile:
         return 0, 0
@@ -109,13 +111,13 @@ def tile_times(device: torch.device, spec: VariantSpec) -> tuple[int, int]:
 
 
 def op_of(cache: str) -> DecodeOp:
-    """Decode over a cache of ``fp8``, ``bf16`` or ``f16``."""
-    return FP8_DECODE if cache == FP8 else DENSE_DECODE
+    """Decode over a cache of a format: ``fp8``, ``bf16`` or ``f16``."""
+    return _BY_FORMAT[cache]
 
 
 def cache_name(cache_dtype: str | torch.dtype) -> str:
-    """A checked ``cache_dtype`` as variants' names have it."""
-    return cache_dtype if isinstance(cache_dtype, str) else ROWS[cache_dtype]
+    """The format that a checked ``cache_dtype`` means."""
+    return checks.format_named(cache_dtype)
 
 
 def name_of(p_terms: int) -> str:
@@ -150,9 +152,8 @@ def _refuse(problem: Problem, reasons: Mapping[VariantSpec, str]) -> NoReturn:
     if not pipelines:
         there = [card for card in cards() if op.pipelines(card.arch)]
         archs = ", ".join(sorted({card.arch for card in there}))
-        what = "decode kernel" if op is FP8_DECODE else f"decode kernel for {op.about}"
         raise VariantError(
-            f"{arch}: no {what} exists for this architecture yet; decode runs on {archs} "
+            f"{arch}: no {op.kernels} exists for this architecture yet; decode runs on {archs} "
             f"({', '.join(card.name for card in there)}) and on cpu tensors (software GPU); "
             f"{op.reference} runs anywhere"
         )
@@ -196,7 +197,7 @@ def explain(
     pipeline: str | None = None,
     row_tile: int | None = None,
     accuracy: str = STANDARD,
-    cache_dtype: str | torch.dtype = FP8,
+    cache_dtype: str | torch.dtype = DEFAULT,
     num_kv_heads: int = 1,
 ) -> Explanation:
     """Every candidate for a decode call: predicted time, roof, and why it is used or not.
@@ -229,11 +230,11 @@ def explain(
     checks.s_q(s_q)
     cache_dtype = checks.cache_dtype(cache_dtype)
     cache, p_terms = cache_name(cache_dtype), p_terms_of(accuracy)
-    (checks.page_size if cache == FP8 else checks.rows_page_size)(page_size)
-    checks.kv_heads(num_kv_heads, num_heads, cache == FP8)
+    checks.page_size_of(cache, page_size)
+    checks.kv_heads(num_kv_heads, num_heads, cache)
     checks.integer("batch", batch, 1)
     checks.integer("seqlen", seqlen, 1)
-    names = NAMES_OF_OUT if isinstance(cache_dtype, str) else {cache_dtype: cache}
+    names = {checks.DTYPES[name]: name for name in FORMATS[cache].results}
     out = next(iter(names)) if out_dtype is None else out_dtype
     if out not in names:
         checks.type_error("out_dtype", " or ".join(map(str, names)), out_dtype)

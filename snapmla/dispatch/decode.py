@@ -56,7 +56,7 @@ class DecodeOp:
         tensor_cycles: in which an H100's tensor core does a tile of a variant.
         effective_tflops: attainable rate of a card on the op's mix of formats.
         about: its cache, for messages; ``reference`` is what computes it anywhere.
-        out_axis: axis of the family that is the dtype of results.
+        kernels: one of its kernels, for messages.
         assumed: costs on an architecture where no table has any, if others stand in for them.
         tile_ns: nanoseconds of a tile, by pipeline and row tile, where memory does not bound it.
     """
@@ -68,7 +68,7 @@ class DecodeOp:
     effective_tflops: Callable[[Card], float]
     about: str = "an FP8 cache"
     reference: str = "snapmla.reference.mla_decode_reference"
-    out_axis: str = "out_dtype"
+    kernels: str = "decode kernel"
     assumed: Callable[[str], Costs | None] | None = None
     tile_ns: Mapping[tuple[str, int], int] = field(default_factory=dict)
 
@@ -84,6 +84,24 @@ class DecodeOp:
         found = self.family.axis(axis)
         assert found is not None
         return found.values
+
+    def spec(
+        self,
+        arch: str,
+        pipeline: str,
+        row_tile: int,
+        page_size: int,
+        out_dtype: str,
+        p_terms: int = 1,
+    ) -> VariantSpec:
+        """The variant of these choices; ``page_size`` as kernels see it."""
+        more: dict[str, Any] = {self.family.result_axis: out_dtype}
+        if p_terms > 1:  # not every op has the axis
+            more["p_terms"] = p_terms
+        return VariantSpec(
+            op=self.family.op, arch=arch, pipeline=pipeline, row_tile=row_tile,
+            page_size=page_size, **more,
+        )  # fmt: skip
 
     def exists(self, pipeline: str, arch: str) -> bool:
         """Whether a kernel module builds the pipeline."""
@@ -133,17 +151,12 @@ class Problem:
         return REFERENCE
 
     def candidates(self) -> list[VariantSpec]:
-        more: dict[str, Any] = {self.op.out_axis: self.out_dtype}
-        if self.p_terms > 1:  # not every op has the axis
-            more["p_terms"] = self.p_terms
+        arch, page_size = self.card.arch, kernel_page_size(self.page_size)
         return [
-            VariantSpec(
-                op=self.op.family.op, arch=self.card.arch, pipeline=pipeline, row_tile=row_tile,
-                page_size=kernel_page_size(self.page_size), **more,
-            )
-            for pipeline in self.op.pipelines(self.card.arch)
+            self.op.spec(arch, pipeline, row_tile, page_size, self.out_dtype, self.p_terms)
+            for pipeline in self.op.pipelines(arch)
             for row_tile in self.op.values("row_tile")
-        ]  # fmt: skip
+        ]
 
     def rejection(self, spec: VariantSpec) -> str | None:
         pipeline, row_tile = spec.pipeline, spec.row_tile

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dsl_kernels.dims import HEAD_DIM_QK
 from dsl_kernels.families.dense_decode import DTYPES, FAMILY, PAGE_SIZES, ROW_TILES
+from dsl_kernels.families.formats import FORMATS
 from dsl_kernels.spec import VariantSpec
 from snapmla.dispatch.costs import Costs, Tile, costs_of
 from snapmla.dispatch.decode import DecodeOp, Features
 from snapmla.dispatch.fp8_decode import FP8_DECODE
 
-TOKEN_BYTES = 2 * HEAD_DIM_QK
 # Tensor-core cycles of one 64-token tile and 64 rows: Q.K 36 x 32, P.V 8 x 4 x 32, all 16-bit.
 TILE_CYCLES = 1152 + 1024
 # Microseconds of a tile on an H200: 32 x 16384 tokens with 16, 32 and 64 heads, beside FP8's fixed
@@ -46,12 +45,12 @@ DENSE_DECODE = DecodeOp(
             why_two_terms="P has 16 bits with a 16-bit cache",
         ),
     },
-    token_bytes=TOKEN_BYTES,
+    token_bytes=FORMATS["bf16"].token_bytes,
     tensor_cycles=tensor_cycles,
     effective_tflops=lambda card: card.bf16_tflops,
     about="a 16-bit cache",
     reference="snapmla.testing.dense_reference.dense_decode_reference",
-    out_axis="dtype",
+    kernels="decode kernel for a 16-bit cache",
     assumed=assumed,
     # H200, 6 to 32 sequences of 64 to 1536 tokens: what a tile more takes
     tile_ns={("split", 16): 1190, ("split", 32): 1190, ("split", 64): 1660, ("split", 128): 1660},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dsl_kernels.families.formats import FORMATS
 from dsl_kernels.families.fp8_decode import FAMILY, PAGE_SIZES, ROW_TILES, TWO_TERMS
 from dsl_kernels.spec import VariantSpec
 from snapmla.dispatch.cards import Card
@@ -41,7 +42,7 @@ FP8_DECODE = DecodeOp(
             "tcgen05.mma.ws, so far on the software GPU only", (64,),
         ),
     },
-    token_bytes=644,  # content, RoPE, scale
+    token_bytes=FORMATS["fp8"].token_bytes,
     tensor_cycles=tensor_cycles,
     effective_tflops=effective_tflops,
     # H200, 6 to 32 sequences of 64 to 1536 tokens: what a tile more takes

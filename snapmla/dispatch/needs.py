@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 from dsl_kernels.families import ARCHS, FAMILIES
 from dsl_kernels.families.family import COS_SIN_DTYPE, IN_DTYPE, OUT_DTYPE, ROPE_STYLE
+from dsl_kernels.families.formats import DEFAULT, FORMATS
 from dsl_kernels.spec import VariantSpec
 from snapmla import checks
-from snapmla.dispatch.calls import FP8, ROWS, STANDARD, choose_on, p_terms_of
+from snapmla.dispatch.calls import STANDARD, choose_on, p_terms_of
 from snapmla.dispatch.cards import cards, find_card
 from snapmla.layouts import kernel_page_size
 
@@ -30,7 +31,7 @@ class Model:
         heads: query heads on one GPU, 1 to 128: each number that occurs.
         s_q: query tokens of a sequence in a step: each number that occurs.
         pages: tokens of a page: each size that occurs.
-        dtype: of the cache, ``fp8``, ``bf16`` or ``f16``.
+        dtype: format of the cache, ``fp8``, ``bf16`` or ``f16``.
         kv_heads: of the cache; 1 for FP8.
         accuracy: as ``plan_decode`` takes it.
         out: results, ``bf16`` or ``f32``; of a 16-bit cache its dtype, whatever this is.
@@ -47,7 +48,7 @@ class Model:
     heads: tuple[int, ...]
     s_q: tuple[int, ...] = (1,)
     pages: tuple[int, ...] = (64,)
-    dtype: str = FP8
+    dtype: str = DEFAULT
     kv_heads: int = 1
     accuracy: str = STANDARD
     out: str = "bf16"
@@ -76,7 +77,7 @@ def needs(model: Model) -> list[VariantSpec]:
 
 
 def _check(model: Model) -> None:
-    checks.choice("dtype", model.dtype, (FP8, *ROWS.values()))
+    checks.choice("dtype", model.dtype, tuple(FORMATS))
     checks.choice("arch", model.arch, ARCHS)
     checks.choice("out", model.out, OUT_DTYPE.values)
     checks.choice("rows", model.rows, IN_DTYPE.values)
@@ -87,21 +88,22 @@ def _check(model: Model) -> None:
     for heads, s_q in itertools.product(model.heads, model.s_q):
         checks.num_heads(heads)
         checks.s_q(s_q)
-        checks.kv_heads(model.kv_heads, heads, model.dtype == FP8)
+        checks.kv_heads(model.kv_heads, heads, model.dtype)
     for page in model.pages:
-        (checks.page_size if model.dtype == FP8 else checks.rows_page_size)(page)
+        checks.page_size_of(model.dtype, page)
     if model.rope == PLAIN and model.norm:
         checks.value_error("norm", "False without rope", True, "the calls with RoPE normalise")
-    if model.rope != PLAIN and model.dtype != FP8:
+    fmt = FORMATS[model.dtype]
+    if model.rope != PLAIN and fmt.rows:
         checks.value_error(
-            "rope", f"{PLAIN!r} with a 16-bit cache", model.rope, "its calls take rotated rows"
+            "rope", f"{PLAIN!r} with {fmt.about}", model.rope, "its calls take rotated rows"
         )
 
 
 def _helpers(model: Model) -> Iterator[VariantSpec]:
     """What runs around decode."""
-    arch, fp8 = model.arch, model.dtype == FP8
-    rows, out = (model.rows, model.out) if fp8 else (model.dtype, model.dtype)
+    arch, fmt = model.arch, FORMATS[model.dtype]
+    rows, out = model.dtype if fmt.rows else model.rows, fmt.result(model.out)
     yield VariantSpec(op="plan_decode", arch=arch)
     turned = {"rope_style": model.rope, "cos_sin_dtype": model.table}
     turned = turned if model.rope != PLAIN else {}
@@ -110,7 +112,7 @@ def _helpers(model: Model) -> Iterator[VariantSpec]:
             op="append_kv", arch=arch, in_dtype=rows, index_dtype=index, cache_dtype=model.dtype,
             norm="rms" if model.norm else "given", **turned,
         )  # fmt: skip
-        if fp8:
+        if fmt.quantized_query:
             positions = {"position_dtype": index} if turned else {}
             yield VariantSpec(
                 op="quantize_q", arch=arch, in_dtype=rows, mode="token_head", **positions, **turned

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dsl_kernels.dims import KV_LORA_RANK, QK_ROPE_HEAD_DIM
+from dsl_kernels.families.formats import FORMATS
 from snapmla.cache import PagedKVCache
 from snapmla.testing.rounding import dequantize_rows
 
@@ -55,11 +56,12 @@ def rows_at(
     """
     known = slots.clamp(min=0)
     at = known // cache.page_size, known % cache.page_size
-    if cache.scale is None:
+    if FORMATS[cache.format].rows:
         results = cache.content[at].to(dtype), cache.rope[at].to(dtype)
     else:
         content = cache.content_u8[at].view(cache.content.dtype)
-        results = dequantize_rows(content, cache.rope[at], cache.scale[at], dtype)
+        scale = cache.named_tensors["scale"][at]
+        results = dequantize_rows(content, cache.rope[at], scale, dtype)
     for rows in results:
         rows[slots == ZEROS] = 0.0
         rows[slots == UNTOUCHED] = untouched

@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from dsl_kernels import registry
 from dsl_kernels.dims import HEAD_DIM_QK, ITEM_WORDS, KV_LORA_RANK, PARTIAL_ROW, QK_ROPE_HEAD_DIM
+from dsl_kernels.families.formats import FORMATS
 from dsl_kernels.spec import VariantSpec
 from snapmla import layouts, runtime
 from snapmla.cache import PagedKVCache
@@ -50,6 +52,9 @@ class Result:
     summary: str
 
 
+Check = Callable[[VariantSpec, Any], Result]  # of a loaded variant
+
+
 def check(spec: VariantSpec, directory: Path) -> Result:
     """Runs the variant of ``spec`` in ``directory`` on the software GPU.
 
@@ -57,7 +62,14 @@ def check(spec: VariantSpec, directory: Path) -> Result:
         VariantError: it is not there.
     """
     torch.manual_seed(0)
-    return _CHECKS[spec.op](spec, load(spec, directory))
+    return check_of(spec)(spec, load(spec, directory))
+
+
+def check_of(spec: VariantSpec) -> Check:
+    """The check that the op's family names.  Raises ValueError of one without."""
+    if not spec.family.selfcheck:
+        raise ValueError(f"{spec.name}: its family names no self-check")
+    return cast(Check, registry.named(spec.family.selfcheck))
 
 
 def load(spec: VariantSpec, directory: Path) -> softgpu.LoadedKernel:
@@ -80,17 +92,17 @@ class Workload:
     def __init__(self, spec: VariantSpec, directory: Path) -> None:
         self.spec, self.kernel = spec, load(spec, directory)
         self.job: DecodeJob | DenseJob | None = None
-        if spec.op in _JOBS:
+        if spec.family.job:
             torch.manual_seed(0)
             planner = load(VariantSpec(op="plan_decode", arch=spec.arch), directory)
-            self.job = _JOBS[spec.op](spec, self.LENGTHS, planner=planner)
+            self.job = registry.named(spec.family.job)(spec, self.LENGTHS, planner=planner)
         self.expected: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def run(self) -> Result:
         """The result against the reference, then bit for bit against the first run."""
         if self.job is None:
             torch.manual_seed(0)
-            return _CHECKS[self.spec.op](self.spec, self.kernel)
+            return check_of(self.spec)(self.spec, self.kernel)
         got = self.job.run(self.kernel)
         if self.expected is not None:
             names = ("out", "lse")
@@ -189,8 +201,8 @@ def sample_query(b: int, s_q: int, heads: int) -> QuantizedQuery:
     )
 
 
-def _check_decode(spec: VariantSpec, kernel: softgpu.LoadedKernel) -> Result:
-    job = _JOBS[spec.op](spec)
+def check_decode(spec: VariantSpec, kernel: softgpu.LoadedKernel) -> Result:
+    job = registry.named(spec.family.job)(spec)
     errors = job.errors(job.run(kernel))
     return Result(errors.right, str(errors))
 
@@ -298,7 +310,7 @@ def merge_reference(
         lse[i] = ((top + torch.log2(total)) * LN2).view(s_q, heads).T.float()
 
 
-def _check_merge(spec: VariantSpec, kernel: runtime.Kernel) -> Result:
+def check_merge(spec: VariantSpec, kernel: runtime.Kernel) -> Result:
     # few slots and none; so many that warps share a unit, with two units a CTA and with one
     s_q, heads, split_begin = 2, 5, [0, 3, 3, 12, 40]
     rows = torch.randn(41, 16, KV_LORA_RANK)
@@ -322,7 +334,7 @@ def _check_merge(spec: VariantSpec, kernel: runtime.Kernel) -> Result:
     )
 
 
-def _check_merge_states(spec: VariantSpec, kernel: softgpu.LoadedKernel) -> Result:
+def check_merge_states(spec: VariantSpec, kernel: softgpu.LoadedKernel) -> Result:
     """Over a part where the dtype allows it, and over its LSE; then a merge of what that left."""
     from codegen import abi
 
@@ -354,7 +366,7 @@ def _check_merge_states(spec: VariantSpec, kernel: softgpu.LoadedKernel) -> Resu
     )
 
 
-def _check_plan(spec: VariantSpec, kernel: runtime.Kernel) -> Result:
+def check_plan(spec: VariantSpec, kernel: runtime.Kernel) -> Result:
     lengths, parts, overhead, capacity = (3000, 0, 64, 1, 900), 5, 3, 2048
     seqlens = torch.tensor(lengths, dtype=torch.int32)
     row_seqlens = [(7 * t * t) % 2500 - 3 for t in range(12)]
@@ -375,7 +387,7 @@ def _check_plan(spec: VariantSpec, kernel: runtime.Kernel) -> Result:
     return Result(not bad, f"{summary} but for {', '.join(bad)}" if bad else summary)
 
 
-def _check_records_to_plan(spec: VariantSpec, kernel: runtime.Kernel) -> Result:
+def check_records_to_plan(spec: VariantSpec, kernel: runtime.Kernel) -> Result:
     """Records that are FlashMLA's own, out of order, out of range; more requests and parts than
     threads, which then take turns; one KV head and three."""
     few, capacity, rows = (3000, 0, 64, 1, 900), 2048, 16
@@ -409,7 +421,7 @@ def _check_records_to_plan(spec: VariantSpec, kernel: runtime.Kernel) -> Result:
     return Result(not bad, f"{summary} but for {'; '.join(bad)}" if bad else summary)
 
 
-def _check_plan_to_records(spec: VariantSpec, kernel: runtime.Kernel) -> Result:
+def check_plan_to_records(spec: VariantSpec, kernel: runtime.Kernel) -> Result:
     """Parts that share requests, that have several, and that have none."""
     bad = []
     for lengths, parts in (((3000, 0, 64, 1, 900), 5), ((64,) * 3, 7), ((1,) * 600, 3)):
@@ -452,7 +464,7 @@ def _check_append_rows(spec: VariantSpec, kernel: runtime.Kernel) -> Result:
     return _same_bits(pairs)
 
 
-def _check_append(spec: VariantSpec, kernel: runtime.Kernel) -> Result:
+def check_append(spec: VariantSpec, kernel: runtime.Kernel) -> Result:
     if spec.cache_dtype != "fp8":
         return _check_append_rows(spec, kernel)
     n = 9
@@ -489,7 +501,7 @@ def _check_append(spec: VariantSpec, kernel: runtime.Kernel) -> Result:
     return _same_bits(pairs)
 
 
-def _check_quantize(spec: VariantSpec, kernel: runtime.Kernel) -> Result:
+def check_quantize(spec: VariantSpec, kernel: runtime.Kernel) -> Result:
     b, s_q, heads = 2, 2, 5
     joint = torch.randn(b, s_q, heads, 576).to(DTYPES[spec.in_dtype])
     nope, rope_channels = joint[..., :KV_LORA_RANK], joint[..., KV_LORA_RANK:]
@@ -515,7 +527,7 @@ def _check_quantize(spec: VariantSpec, kernel: runtime.Kernel) -> Result:
     )
 
 
-def _check_fetch(spec: VariantSpec, kernel: runtime.Kernel) -> Result:
+def check_fetch(spec: VariantSpec, kernel: runtime.Kernel) -> Result:
     """In every layout, where pages that nobody asks for are NaN; rows joint or apart."""
     dtype, pairs, lengths = DTYPES[spec.in_dtype], {}, (20, 0, 33)
     made: dict[str, tuple[PagedKVCache, torch.Tensor, torch.Tensor]] = {}
@@ -527,7 +539,7 @@ def _check_fetch(spec: VariantSpec, kernel: runtime.Kernel) -> Result:
         made["3 heads"] = filled_rows(lengths, 16, own, 3, strided=True)
     for i, (name, (cache, table, seqlens)) in enumerate(made.items()):
         selector, slots = _fetch_selector(spec, cache, table, seqlens, from_start=i == 1)
-        heads = () if cache.kv is None else (cache.num_kv_heads,)
+        heads = (cache.num_kv_heads,) if FORMATS[cache.format].rows else ()
         got = fetched.outputs((*slots.shape, *heads), dtype, 7.0, joint=i == len(made) - 1)
         kernel(*cache.arguments, *selector, *got)
         want = fetched.rows_at(cache, slots, dtype, 7.0)
@@ -577,21 +589,3 @@ def _same_bits(pairs: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> Result:
         if not bool(same.all()):
             bad[name] = f"{int((~same).sum())} of {same.numel()} values of {name} differ"
     return Result(not bad, "; ".join(bad.values()) or f"{', '.join(pairs)} bit for bit")
-
-
-_JOBS: dict[str, Callable[..., DecodeJob | DenseJob]] = {
-    "decode": DecodeJob,
-    "dense_decode": DenseJob,
-}
-_CHECKS: dict[str, Callable[[VariantSpec, Any], Result]] = {
-    "decode": _check_decode,
-    "dense_decode": _check_decode,
-    "plan_decode": _check_plan,
-    "records_to_plan": _check_records_to_plan,
-    "plan_to_records": _check_plan_to_records,
-    "merge": _check_merge,
-    "merge_states": _check_merge_states,
-    "append_kv": _check_append,
-    "quantize_q": _check_quantize,
-    "fetch_dequant": _check_fetch,
-}

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from dsl_kernels.families.formats import FORMATS
 from dsl_kernels.families.fp8_decode import PAGE_SIZES
 from snapmla import PagedKVCache, layouts
 from tests.support.bits import same_bits
@@ -22,7 +23,7 @@ from tests.support.copies import COPIES
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_allocate(layout: str, page_size: int) -> None:
     cache = PagedKVCache.allocate(3, page_size, layout, "cpu")
-    assert cache.layout == layout
+    assert cache.layout == layout and cache.format == "fp8"
     assert (cache.num_pages, cache.page_size, cache.num_slots) == (3, page_size, 3 * page_size)
     assert tuple(cache.content.shape) == (3, page_size, 512)
     assert cache.content.dtype == torch.float8_e4m3fn
@@ -49,6 +50,8 @@ def test_allocate_rows(dtype: torch.dtype, heads: int, page_size: int) -> None:
     assert cache.layout == "rows" and cache.scale is None and cache.kv is not None
     assert (cache.num_pages, cache.page_size, cache.num_slots) == (3, page_size, 3 * page_size)
     assert cache.dtype == dtype and cache.num_kv_heads == heads
+    assert cache.format == {torch.bfloat16: "bf16", torch.float16: "f16"}[dtype]
+    assert cache.named_tensors.keys() == set(FORMATS[cache.format].parts)
     assert tuple(cache.kv.shape) == (3, page_size, heads, 576)
     cache.content.fill_(2.0)
     cache.rope.fill_(3.0)

@@ -18,10 +18,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import snapmla
 from snapmla import launch
-from snapmla.decode_plan import unit_capacity
+from snapmla.decode_plan import partial_rows, unit_capacity
 from snapmla.testing import selfcheck
 from snapmla.testing.reference_plan import Queries, plan_reference
 from tests.support.bits import same_bits
+from tests.support.families import with_format
 from tests.support.needs import needs_compiler
 from tests.support.pool import Pool
 from tests.support.steps import SCALE, assert_right, make_step, plan_for
@@ -412,3 +413,10 @@ def test_who_merges() -> None:
         plan = snapmla.plan_decode(lengths, 16, 1, page_size=64, max_pages=5, num_parts=parts)
         values = {field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)}
         assert plan.merges == merges and Outside(**values).merges == 2
+
+
+def test_partial_rows_are_the_formats(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_format(monkeypatch, "bf16", partial="f32")
+    found = {name: partial_rows(name) for name in ("fp8", "bf16", "f16")}
+    narrow, wide = (torch.float16, 528), (torch.float32, 512)
+    assert found == {"fp8": narrow, "bf16": wide, "f16": wide}

@@ -15,6 +15,7 @@ import snapmla
 from snapmla import attention
 from tests.support.bits import same_bits
 from tests.support.dense_steps import SCALE, DenseStep, results
+from tests.support.families import with_format
 from tests.support.needs import needs_compiler
 
 pytestmark = needs_compiler
@@ -57,7 +58,7 @@ def test_a_planned_call(
 @pytest.mark.parametrize("kv_heads", [1, 2])
 def test_items_of_fp16_in_stretches(monkeypatch: pytest.MonkeyPatch, kv_heads: int) -> None:
     """Parts that walk several pieces of one sequence, and a piece across two parts."""
-    monkeypatch.setattr("snapmla.plan.FP16_LONGEST_ITEM", 128)
+    with_format(monkeypatch, "f16", longest_item=128)
     step = DenseStep.make((700, 0, 65, 130), 4, kv_heads=kv_heads, **FEW)
     plan = step.plan(num_parts=2, fixed_overhead=0)
     assert plan.longest_item == 2 and plan.max_stretches == 4
@@ -69,7 +70,7 @@ def test_items_of_fp16_in_stretches(monkeypatch: pytest.MonkeyPatch, kv_heads: i
 
 def test_stretches_of_one_part_are_merged(monkeypatch: pytest.MonkeyPatch) -> None:
     """One part of several stretches splits a sequence, though nobody shares it."""
-    monkeypatch.setattr("snapmla.plan.FP16_LONGEST_ITEM", 128)
+    with_format(monkeypatch, "f16", longest_item=128)
     step = DenseStep.make((300, 70), 4, dtype=torch.float16, page_size=16)
     plan = step.plan(num_parts=1, fixed_overhead=0)
     assert plan.max_stretches == 4 and plan.may_split and int(plan.split_begin[-1]) > 0

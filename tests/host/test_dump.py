@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from dsl_kernels.families import FORMATS
 from snapmla import dump
 from snapmla.cache import PagedKVCache
 from snapmla.testing import selfcheck
@@ -75,7 +76,7 @@ def test_a_pool_is_cut_down_to_the_pages_in_use(layout: str) -> None:
     pages = {int(table[0, 0]), int(table[0, 1]), cache.num_pages - 1}
     assert notes == (f"{len(pages)} of the pool's {cache.num_pages} pages are kept, numbered anew",)
     assert kept["content"].shape[0] == len(pages)
-    for name in dump.POOL:
+    for name in FORMATS["fp8"].parts:
         assert kept[name].stride() == values[name].stride()
         for i, length in enumerate(lengths.tolist()):
             for column in range(-(-length // 64)):

@@ -16,6 +16,7 @@ from snapmla import flash_mla_fp8 as names
 from snapmla.decode_plan import PlanVariant
 from snapmla.testing import selfcheck
 from tests.support.bits import assert_same_bits
+from tests.support.families import with_family
 from tests.support.needs import needs_compiler
 from tests.support.pairs import PAGE, SCALE, SLOTS, Pool, Step
 
@@ -34,7 +35,7 @@ pytestmark = needs_compiler
 def test_decode_has_the_primary_bits(
     monkeypatch: pytest.MonkeyPatch, heads: int, s_q: int, lengths: tuple[int, ...], splits: bool
 ) -> None:
-    monkeypatch.setattr("snapmla.plan.DEFAULT_FIXED_OVERHEAD", 1)  # so that short batches split
+    with_family(monkeypatch, "decode", item_overhead=1)  # so that short batches split
     metadata_pair._plans.clear()
     step = Step(lengths, heads, s_q)
     pair = step.metadata()
@@ -242,7 +243,7 @@ def test_a_failing_kernel_is_called_once(monkeypatch: pytest.MonkeyPatch, error:
 @pytest.mark.parametrize("width", [1, 2])
 def test_lengths_beyond_the_block_table(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
     """The pair is made before the table's width is known: its splits are merged all the same."""
-    monkeypatch.setattr("snapmla.plan.DEFAULT_FIXED_OVERHEAD", 0)
+    with_family(monkeypatch, "decode", item_overhead=0)
     metadata_pair._plans.clear()
     step = Step((190, 500), 16, 1)
     pair = step.metadata()

@@ -9,11 +9,12 @@ import torch
 
 import snapmla
 import snapmla.plan
-from dsl_kernels.families import fp8_decode
+from dsl_kernels.families import FAMILIES, fp8_decode
 from snapmla import dispatch, metadata_pair
 from snapmla import flash_mla_fp8 as names
 from snapmla.testing.reference_plan import PlanReference, Queries, plan_reference
 from tests.support.bits import assert_same_bits
+from tests.support.families import with_family
 from tests.support.needs import needs_compiler
 from tests.support.pairs import PAGE, WIDTH, Step
 
@@ -66,7 +67,7 @@ def test_a_pair_lies_apart_from_the_lengths() -> None:
 
 def schedule(lengths: list[int], parts: int, token_tile: int = 64) -> PlanReference:
     """What a pair for 16 rows holds."""
-    overhead = snapmla.plan.DEFAULT_FIXED_OVERHEAD
+    overhead = FAMILIES["decode"].item_overhead
     return plan_reference(lengths, parts, token_tile, overhead, queries=Queries(16, 1, 16))
 
 
@@ -149,7 +150,7 @@ def test_a_full_metadata_tensor(parts: int, columns: int) -> None:
 
 def test_another_shape_at_the_same_address(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of the metadata are parts: the same memory in other rows is another schedule."""
-    monkeypatch.setattr("snapmla.plan.DEFAULT_FIXED_OVERHEAD", 1)
+    with_family(monkeypatch, "decode", item_overhead=1)
     metadata_pair._plans.clear()
     step = Step((70, 250), 16, 1)
     pair = step.metadata()

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from snapmla import flash_mla_fp8 as names
 from snapmla import metadata_pair
 from softgpu import Options, using
+from tests.support.families import with_family
 from tests.support.needs import needs_compiler
 from tests.support.pairs import Step
 
@@ -41,7 +42,7 @@ whole = pytest.mark.whole_matrix
 
 @pytest.fixture(autouse=True)
 def _cheap_cuts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr("snapmla.plan.DEFAULT_FIXED_OVERHEAD", 1)
+    with_family(monkeypatch, "decode", item_overhead=1)
     metadata_pair._plans.clear()
     yield
     metadata_pair._plans.clear()

@@ -19,10 +19,11 @@ from dsl_kernels.dims import TOKEN_TILE
 from dsl_kernels.families import fp8_decode
 from dsl_kernels.spec import VariantSpec, decode_spec
 from snapmla import dispatch
-from snapmla.plan import DEFAULT_FIXED_OVERHEAD, MAX_COST, default_num_parts
+from snapmla.plan import MAX_COST, default_num_parts
 from snapmla.testing import selfcheck
 from snapmla.testing.reference_plan import Cuts, Queries, plan_reference
 from tests.support.bits import same_bits
+from tests.support.families import with_family, with_format
 from tests.support.needs import needs_compiler
 from tests.support.pool import Pool
 
@@ -157,7 +158,7 @@ def test_a_plan_counts_in_the_tiles_of_its_kernel(
         with watch():
             plan.update_(torch.tensor(now, dtype=torch.int32))
         want = plan_reference(
-            now, parts, WIDE, DEFAULT_FIXED_OVERHEAD, tokens, split, Queries(8, 1, 16)
+            now, parts, WIDE, fp8_decode.FAMILY.item_overhead, tokens, split, Queries(8, 1, 16)
         )
         assert tables_of(plan) == (want.work_items, want.part_begin, want.split_begin)
     rule = f"after each {split * WIDE} tokens" if split else "its 128-token tiles"
@@ -233,7 +234,7 @@ def test_fp16_items_stay_short(parts: int) -> None:
     plan = snapmla.plan_decode(
         lengths, 16, 1, page_size=64, max_pages=2048, num_parts=parts, cache_dtype=torch.float16
     )
-    tiles, overhead = 16384 // TOKEN_TILE, DEFAULT_FIXED_OVERHEAD
+    tiles, overhead = 16384 // TOKEN_TILE, fp8_decode.FAMILY.item_overhead
     most = 1 if parts == 132 else 4
     assert plan.longest_item == tiles == 256 and plan.max_stretches == most
     assert len(plan.o_accum) == 2 * parts * most and plan.o_accum.dtype == torch.float32
@@ -343,3 +344,26 @@ def test_ragged_queries_choose_their_kernel_by_room(monkeypatch: pytest.MonkeyPa
     assert made.row_tile == made.unit_rows == 64 and fixed.row_tile == fixed.unit_rows == 16
     assert made.n_units == 4 + 4 == len(made.units) and fixed.n_units == 4 + 16
     assert made.total_q == 16 and made.s_q is None and made.unit_begin.shape == (5,)
+
+
+def test_what_an_item_costs_is_its_familys(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_family(monkeypatch, "dense_decode", item_overhead=9)
+    lengths = torch.ones(2, dtype=torch.int32)
+    step: dict[str, Any] = {"page_size": 64, "max_pages": 3}
+    monkeypatch.setattr(snapmla.DecodePlan, "update_", lambda self, *_: self)
+    plans = [
+        snapmla.plan_decode(lengths, 16, 1, cache_dtype=dtype, **step)
+        for dtype in ("fp8", torch.bfloat16)
+    ]
+    assert [plan.fixed_overhead for plan in plans] == [6, 9]
+
+
+def test_long_sums_are_the_formats(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever its name: stretches of long sequences follow from what the format says."""
+    monkeypatch.setattr(snapmla.DecodePlan, "update_", lambda self, *_: self)
+    with_format(monkeypatch, "bf16", longest_item=128)
+    lengths = torch.ones(2, dtype=torch.int32)
+    plan = snapmla.plan_decode(
+        lengths, 16, 1, page_size=64, max_pages=30, cache_dtype=torch.bfloat16
+    )
+    assert plan.longest_item == 2 and plan.max_stretches > 1

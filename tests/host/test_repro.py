@@ -14,6 +14,7 @@ import torch
 from typer.testing import CliRunner
 
 import snapmla
+from dsl_kernels.spec import VariantSpec
 from snapmla import __main__ as commands
 from snapmla import dump, repro, runtime
 from snapmla.testing import selfcheck
@@ -116,7 +117,8 @@ def test_a_decode_of_rows_meets_the_reference(folder: Path, tokens: tuple[int, .
     assert call.notes == ("3 of the pool's 4 pages are kept, numbered anew",)
     assert outcome.good and outcome.compared and outcome.reference is not None, outcome
     call.arguments["out"][0, 0, 0, 3] += 0.1
-    text, right = repro.against_dense_reference(call)
+    spec = VariantSpec.from_name(call.variant)
+    text, right = repro.against_dense_reference(spec, call)
     assert not right and "1 outside of FlashMLA's gates" in text
 
 

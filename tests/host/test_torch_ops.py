@@ -544,3 +544,34 @@ def test_plans_of_other_shapes_have_other_structure() -> None:
         for h in (16, 16, 32)
     ]
     assert specs[0] == specs[1] and specs[0] != specs[2]
+
+
+class _Twice(torch.autograd.Function):
+    """Has a gradient, above an operator that has none."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        with torch._C._AutoDispatchBelowAutograd():
+            return torch.ops.snapmla_graded.twice(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        return 2 * grads[0]
+
+
+def test_gradients_are_an_operators_own() -> None:
+    """One that brings its autograd kernel has gradients beside one that falls through."""
+    from snapmla import torch_ops
+
+    with torch.library._scoped_library("snapmla_graded", "DEF") as library:
+
+        def double(x: torch.Tensor) -> torch.Tensor:
+            return x.detach() * 2  # as kernels, which no gradient sees through
+
+        for name, autograd in (("twice", _Twice.apply), ("plain", None)):
+            schema = f"{name}(Tensor x) -> Tensor"
+            torch_ops.define(library, schema, double, torch.empty_like, autograd)
+        x = torch.ones(3, requires_grad=True)
+        torch.ops.snapmla_graded.twice(x).sum().backward()
+        assert x.grad is not None and x.grad.tolist() == [2.0, 2.0, 2.0]
+        assert not torch.ops.snapmla_graded.plain(x).requires_grad

@@ -257,7 +257,7 @@ def test_a_removed_synchronisation_shows(pipeline: str, rows: int, opcode: str) 
     artifact = runtime.find_or_build(spec, need_library=False)
     good, bad = (runtime.load(artifact, "cpu") for _ in range(2))
     good.options = softgpu.Options(asynchronous="late", seed=0)
-    assert selfcheck._CHECKS["decode"](spec, good).passed
+    assert selfcheck.check_of(spec)(spec, good).passed
     bad.options = good.options
     program = bad.program(good.launches[0].kernel)
     removed = [ins for ins in program.kernel.code if ins.opcode.startswith(opcode)]
@@ -267,4 +267,4 @@ def test_a_removed_synchronisation_shows(pipeline: str, rows: int, opcode: str) 
         program.code[ins.pc] = (kind, lambda w, m: None, guard, negated)
     torch.manual_seed(0)
     with contextlib.suppress(softgpu.SoftGpuError):
-        assert not selfcheck._CHECKS["decode"](spec, bad).passed
+        assert not selfcheck.check_of(spec)(spec, bad).passed

@@ -44,7 +44,7 @@ from snapmla.integrations import vllm as plugin
 from snapmla.integrations.vllm import refuse
 
 PAGE = 64
-TOKEN_BYTES = KV_LORA_RANK + 2 * QK_ROPE_HEAD_DIM + 4
+TOKEN_BYTES = layouts.TOKEN_BYTES
 ALLOTTED_BYTES = 656  # a token of fp8_ds_mla
 MOST_QUERY_TOKENS = 8  # of a request that is no prefill; speculative decoding raises it
 SPLIT_TOKENS = 1024  # pieces of a sequence in batch-invariant mode

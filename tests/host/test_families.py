@@ -1,0 +1,160 @@
+"""What hosts know of an op is its family's: one of another kind needs no other file."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from codegen import __main__ as commands
+from codegen import bundle, matrix, wheels
+from dsl_kernels import registry
+from dsl_kernels.families import DECODE, FAMILIES, FORMATS, HELPER, Axis, Family
+from dsl_kernels.spec import VariantSpec
+from snapmla import dispatch, dump, info, repro, runtime, watch
+from snapmla.errors import VariantError
+from snapmla.testing import selfcheck
+from tests.support.families import with_family
+
+HERE = "tests.host.test_families"
+SWEEP = Family(
+    "sweep",
+    (Axis("form", "", ("wide", "narrow")), Axis("dtype", "d", ("bf16", "f16"), "bf16")),
+    module=lambda _arch, _values: HERE,
+    points=lambda _arch: iter([{"form": "wide"}, {"form": "narrow", "dtype": "f16"}]),
+    kind="sweeping",
+    result_axis="dtype",
+    counted_by=("form",),
+    shown=("rows", "missing"),
+    results=("swept", "missing"),
+    selfcheck=f"{HERE}:right_if_wide",
+    reference=f"{HERE}:against_nothing",
+    relies_on="families/sweep.py",
+)
+
+
+def right_if_wide(spec: VariantSpec, kernel: Any) -> selfcheck.Result:
+    return selfcheck.Result(spec.form == "wide", f"{kernel} swept")
+
+
+def against_nothing(spec: VariantSpec, call: dump.Dump) -> tuple[str, bool]:
+    return f"{spec.form}: {call.op}", False
+
+
+@pytest.fixture
+def specs(monkeypatch: pytest.MonkeyPatch) -> list[VariantSpec]:
+    """The default matrix of a family of an invented kind."""
+    monkeypatch.setitem(FAMILIES, SWEEP.op, SWEEP)
+    return [spec for spec in matrix.points("sm_90a") if spec.op == SWEEP.op]
+
+
+def test_log_words(specs: list[VariantSpec]) -> None:
+    line = watch.line(specs[0], {"rows": torch.zeros(2, 3), "swept": torch.zeros(5)})
+    assert line == "sweep_wide_dbf16_sm90a on cpu: rows (2, 3)"
+
+
+def test_dumps(specs: list[VariantSpec], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A call that goes wrong is a file with its results; it is repeated and compared."""
+    monkeypatch.setenv("SNAPMLA_DUMP", str(tmp_path))
+    monkeypatch.setenv("SNAPMLA_DUMP_WHEN", "all")
+
+    def kernel(rows: torch.Tensor, swept: torch.Tensor) -> None:
+        swept.copy_(rows.sum(1))
+
+    names = ("rows", "swept")
+    watch.watched(kernel, specs[0], names)(torch.ones(2, 3), torch.zeros(2))
+    (path,) = tmp_path.glob("*.pt")
+    assert {name: t.tolist() for name, t in dump.read(path).results.items()} == {"swept": [3, 3]}
+    monkeypatch.setattr(runtime, "find_or_build", lambda spec, need_library: spec)
+    monkeypatch.setattr(runtime, "load", lambda artifact, device: kernel)
+    monkeypatch.setattr(runtime, "argument_names", lambda spec: names)
+    _, outcome = repro.repeat(path, "cpu")
+    assert list(outcome.results) == ["swept"] and outcome.compared and not outcome.differs
+    assert (outcome.reference, outcome.right) == ("wide: sweep", False)
+
+
+def test_self_check(specs: list[VariantSpec], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selfcheck, "load", lambda spec, directory: directory)
+    found = [selfcheck.check(spec, Path("there")) for spec in specs]
+    assert found == [selfcheck.Result(x, "there swept") for x in (True, False)]
+    with_family(monkeypatch, "sweep", selfcheck="")
+    with pytest.raises(ValueError, match="sweep_wide_dbf16_sm90a: its family names no self-check"):
+        selfcheck.check(specs[0], Path("there"))
+
+
+def test_counts_results_and_releases(specs: list[VariantSpec]) -> None:
+    assert [info.family(spec) for spec in specs] == ["sweep wide", "sweep narrow"]
+    assert [spec.result_dtype for spec in specs] == ["bf16", "f16"]
+    artifact = runtime.Artifact.__new__(runtime.Artifact)
+    for name, value in (("name", specs[0].name), ("directory", Path("old"))):
+        object.__setattr__(artifact, name, value)
+    runtime._expect_sources(artifact, {"sources": ["dsl_kernels/families/sweep.py"]})
+    with pytest.raises(VariantError, match=r"made without families/sweep\.py"):
+        runtime._expect_sources(artifact, {"sources": ["dsl_kernels/smxx/merge.py"]})
+
+
+def test_a_wheel_of_its_kind(
+    specs: list[VariantSpec], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its variants alone make it; a name of its own lets it lie beside others."""
+    assert matrix.kinds() == (HELPER, DECODE, "sweeping")
+    assert matrix.default_specs("sm_90a", kind="sweeping", ask_kernels=False) == specs
+    others = matrix.default_specs("sm_90a", kind=HELPER, ask_kernels=False)
+    assert others and all(spec.family.helper for spec in others)
+
+    def build(tree: Path, out_dir: Path) -> Path:  # the backend's part takes seconds
+        text = (tree / "pyproject.toml").read_text()
+        (out_dir / f"{tree.name}.toml").write_text(text)
+        return out_dir / f"{tree.name}.toml"
+
+    record = dataclasses.make_dataclass("R", ["name", "spec", "flavour"])
+    records = [record(spec.name, spec.fields(), "cu13") for spec in specs]
+    monkeypatch.setattr(bundle, "collect", lambda given, folder: records)
+    monkeypatch.setattr(bundle, "copy_variants", lambda folder, *_: folder.mkdir(parents=True))
+    monkeypatch.setattr(wheels, "glibc_of", lambda libraries: (2, 28))
+    monkeypatch.setattr(wheels, "_build", build)
+    monkeypatch.setattr(wheels, "_check_setuptools", lambda: None)
+    monkeypatch.setattr(registry, "feasible", lambda spec: None)
+    monkeypatch.setattr(wheels, "_host", lambda root, note: _empty(root))
+    found = wheels.make(specs, Path("none"), tmp_path, "sweeping")
+    text = found.kernels.read_text()
+    assert 'name = "snapmla-kernels-sm90-sweeping"' in text and "+cu13.full" in text
+    assert 'sm90_sweeping = "snapmla_kernels_sm90_sweeping"' in text
+    assert (found.variants, found.total) == (2, 2)
+    assert wheels.name_of("sm_90a") == "snapmla-kernels-sm90"
+
+
+def _empty(root: Path) -> Path:
+    root.mkdir(parents=True)
+    (root / "pyproject.toml").write_text("")
+    return root
+
+
+def test_what_families_name_is_there() -> None:
+    for family in FAMILIES.values():
+        assert callable(registry.named(family.selfcheck)), family.op
+        named = (family.job, family.reference)
+        assert all(callable(registry.named(name)) for name in named if name)
+        assert all(family.axis(axis) is not None for axis in family.counted_by)
+        assert set(family.formats) <= set(FORMATS) and bool(family.formats) != family.helper
+
+
+def test_every_format_is_decoded_by_one_op() -> None:
+    """The dispatcher picks by format; two ops that read one would be a guess."""
+    read = [name for op in dispatch.OPS.values() for name in op.family.formats]
+    assert sorted(read) == sorted(FORMATS)
+    for name in FORMATS:
+        assert name in dispatch.op_of(name).family.formats
+        assert dispatch.op_of(name).token_bytes == FORMATS[name].token_bytes
+
+
+@pytest.mark.parametrize("command", ["precompile", "wheels"])
+def test_a_kind_that_is_none(command: str) -> None:
+    done = CliRunner().invoke(commands.app, [command, "--kind", "deocde"])
+    assert done.exit_code == 1
+    said = "--kind (make's KIND=): expected one of helper, decode, got 'deocde'"
+    assert said in done.output
