@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any, Literal
 
 import torch
 
 from dsl_kernels.dims import KV_LORA_RANK
+from snapmla import call as calls
 from snapmla import checks, kv_heads, launch, layouts, overlap, runtime, tracing
 from snapmla.cache import PagedKVCache, expect_cache
 from snapmla.decode_plan import DTYPES, FP8, NAMES, TENSORS, DecodePlan, PlanVariant
@@ -25,11 +25,14 @@ _CHOICES = {
     for empty, value in EMPTY_LSE.items()
 }
 OUT_NAMES = {torch.bfloat16: "bf16", torch.float32: "f32"}  # of an FP8 cache
-# calls whose results were seen to lie apart from all else, by dtype of ``out``
-_APART = {dtype: overlap.Apart() for dtype in NAMES}
 _Tensor = torch.Tensor  # looked up on every call
 Query = QuantizedQuery | torch.Tensor
 Options = tuple[float, bool, str, str]  # softmax_scale, causal, lse_base, empty_lse
+# of a decode: q, cache, block_table, cache_seqlens, plan, out, lse, options, out_dtype, pipeline
+Call = tuple[
+    Any, PagedKVCache, torch.Tensor, torch.Tensor, Any, torch.Tensor | None, torch.Tensor | None,
+    Options, torch.dtype | None, str | None,
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # quicker to read than a NamedTuple
@@ -60,30 +63,6 @@ class Prepared:
             plan.lse_shape, lse_strides, tuple(tables),
             (o_accum, lse_accum, *numbers, plan.merges),
         )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Repeat:
-    """A call of ``decode`` with a plan that ran: what the next like it need not look at again.
-
-    Tables are known by identity, and all tensors by ``launch.alike``, of which addresses are no
-    part: a table's memory, and with it its sign, can be another.
-    """
-
-    table: torch.Tensor
-    lengths: torch.Tensor
-    tables_place: int
-    options: Options
-    out_dtype: torch.dtype | None
-    quantized: bool  # the query
-    like_read: Callable[..., bool]  # of the tables, and a query that is a tensor
-    like_out: Callable[..., bool]  # of those and results that are given
-    like_lse: Callable[..., bool]
-    like_both: Callable[..., bool]
-    allocates: bool  # whether an ``out`` that is not given is of the dtype that ran
-    prepared: Prepared
-    known: overlap.Apart  # of its dtype
-    workspace: Callable[[], int]  # where the plan's begins
 
 
 def decode(
@@ -145,52 +124,86 @@ def decode(
     Source: SnapMLA paper, Eq. 6 (logits in the scaled domain) and Algorithm 1 (``dual_wg``);
     FlashMLA-ETAP (the transposed form of ``etap``); rounding as docs/numerics.md says.
     """
-    options = (softmax_scale, causal, lse_base, empty_lse)
-    if tracing.active():
-        return _traced(
-            q, cache, block_table, cache_seqlens, plan, options, out, lse, out_dtype, pipeline
-        )
-    if plan is not None and pipeline is None:
-        try:
-            prepared = _repeated(
-                q, cache, block_table, cache_seqlens, plan, options, out, lse, out_dtype
-            )
-            if prepared is not None:
-                query = (q,) if isinstance(q, _Tensor) else q.arguments
-                return run_prepared(
-                    prepared, (*query, *cache.decode_arguments), block_table, cache_seqlens, out,
-                    lse,
-                )  # fmt: skip
-            seen = plan._seen
-            if q.__class__ is _Tensor:
-                if _rows_fit_plan(q, cache, block_table, cache_seqlens, plan, out, lse, out_dtype):
-                    made = run_plan(
-                        (q,), cache.decode_arguments, block_table, cache_seqlens,
-                        plan, out, lse, plan.dtype, options,
-                    )  # fmt: skip
-                    return _remember(q, seen, plan, options, out_dtype, made)
-            elif _fits_plan(q, cache, block_table, cache_seqlens, plan, out, lse, out_dtype):
-                made = run_plan(
-                    q.arguments, cache.arguments, block_table, cache_seqlens,
-                    plan, out, lse, out_dtype, options,
-                )  # fmt: skip
-                return _remember(q, seen, plan, options, out_dtype, made)
-        except Exception as error:
-            arguments = (q, cache, block_table, cache_seqlens, plan, out, lse, out_dtype, pipeline)
-            checks.explain(error, checked, *arguments, causal=causal)
-            raise
-    if not tracing.plain(q, cache, block_table, cache_seqlens, plan, out, lse):
-        return _traced(
-            q, cache, block_table, cache_seqlens, plan, options, out, lse, out_dtype, pipeline
-        )
-    plan = checked(
-        q, cache, block_table, cache_seqlens, plan, out, lse, out_dtype, pipeline, causal=causal
-    )
-    query = (q,) if isinstance(q, torch.Tensor) else q.arguments
-    return run_plan(
-        query, cache.decode_arguments, block_table, cache_seqlens, plan, out, lse,
-        out_dtype or plan.variant.out_dtypes[0], options,
+    call: Call = (
+        q, cache, block_table, cache_seqlens, plan, out, lse,
+        (softmax_scale, causal, lse_base, empty_lse), out_dtype, pipeline,
     )  # fmt: skip
+    return calls.run(_DECODE, plan if pipeline is None else None, call)
+
+
+def _parts(call: Call) -> calls.Parts:
+    q, cache, block_table, cache_seqlens, plan, out, lse, options, out_dtype, _ = call
+    scale, causal, base, empty = options
+    content, rope, token_scale = cache.asks
+    tensors: tuple[Any, ...]
+    given: tuple[Any, ...] = (out, lse)
+    if out is None or lse is None:
+        given = tuple([result for result in given if result is not None])
+    if q.__class__ is _Tensor:
+        tensors, query, place = (block_table, cache_seqlens, q, *given), q, 0
+    else:
+        tensors, query, place = (block_table, cache_seqlens, *given), q.nope_u8, q.place
+    return (
+        tensors,
+        (
+            scale.__class__, scale, causal.__class__, causal, base, empty, out_dtype, cache.dtype,
+            out is None, lse is None, place == 0,
+        ),
+        (
+            out is None or out.data_ptr(), lse is None or lse.data_ptr(), query.data_ptr(),
+            content(), rope(), token_scale(), plan.o_accum.data_ptr(), block_table.data_ptr(),
+            cache_seqlens.data_ptr(), place, cache.place, plan.place,
+        ),
+    )  # fmt: skip
+
+
+def _places(call: Call, _: object) -> calls.Groups | None:
+    """Of a query and a cache that are the plan's, and with it have the memory that they had."""
+    q, cache, block_table, cache_seqlens, plan, out, lse, *_ = call
+    if not tracing.plain(q, cache, plan):  # what has no memory is never known
+        return None
+    rows = isinstance(q, torch.Tensor)
+    if not (
+        _rows_of(q) == plan.rows_shape
+        and cache.dtype is plan.dtype
+        and cache.page_size == plan.page_size
+        and cache.num_kv_heads == plan.num_kv_heads
+        and cache.device == q.device == plan.device
+        and cache.stays
+        and plan.stays
+        and (rows or q.stays)
+    ):
+        return None
+    results = [() if result is None else (overlap.span(result),) for result in (out, lse)]
+    query = (overlap.span(q),) if rows else q.spans
+    tables = overlap.span(block_table), overlap.span(cache_seqlens)
+    return *results, (*query, *cache.spans, *plan.spans, *tables)
+
+
+def _checked(call: Call) -> Call:
+    q, cache, table, lengths, plan, out, lse, options, out_dtype, pipeline = call
+    plan = checked(q, cache, table, lengths, plan, out, lse, out_dtype, pipeline, causal=options[1])
+    return q, cache, table, lengths, plan, out, lse, options, out_dtype, pipeline
+
+
+def launch_checked(
+    call: Call, ready: Prepared | Literal[False] | None
+) -> tuple[Any, Prepared | Literal[False]]:
+    """Launches a checked call; see ``call.Op``.
+
+    Returns:
+        (out, lse); and what calls of its kind launch, False if they take more than a launch.
+    """
+    q, cache, block_table, cache_seqlens, plan, out, lse, options, out_dtype, _ = call
+    query = (q,) if isinstance(q, _Tensor) else q.arguments
+    read = cache.decode_arguments
+    if ready:
+        return run_prepared(ready, (*query, *read), block_table, cache_seqlens, out, lse), ready
+    dtype = out_dtype or plan.variant.out_dtypes[0]
+    made = run_plan(query, read, block_table, cache_seqlens, plan, out, lse, dtype, options)
+    if ready is None:
+        ready = Prepared.of(plan, options, dtype if out is None else out.dtype) or False
+    return made, ready
 
 
 def run_prepared(
@@ -313,19 +326,9 @@ def launch_decode(
     )  # fmt: skip
 
 
-def _traced(
-    q: Query,
-    cache: PagedKVCache,
-    block_table: torch.Tensor,
-    cache_seqlens: torch.Tensor,
-    plan: DecodePlan | None,
-    options: tuple[float, bool, str, str],
-    out: torch.Tensor | None,
-    lse: torch.Tensor | None,
-    out_dtype: torch.dtype | None,
-    pipeline: str | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """``decode`` as an operator, for tracers; arguments as in ``run_plan``, checked."""
+def _traced(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    """``decode`` as an operator, for tracers; arguments checked."""
+    q, cache, block_table, cache_seqlens, plan, out, lse, options, out_dtype, pipeline = call
     _expect_query(q, cache)
     if plan is None:
         if tracing.by_dynamo():
@@ -404,6 +407,9 @@ def _traced_rows(
     return out, lse
 
 
+_DECODE = calls.Op("decode", _checked, launch_checked, _traced, _parts, _places)
+
+
 def _rows_of(q: Query) -> tuple[int, ...]:
     """(b, s_q, h) or (total_q, h) of a query."""
     return tuple((q if isinstance(q, torch.Tensor) else q.rope).shape[:-1])
@@ -413,244 +419,6 @@ def _lse_shape(rows: tuple[int, ...]) -> tuple[int, ...]:
     """Shape of ``lse`` for rows (b, s_q, h) or (total_q, h)."""
     *batch, tokens, heads = rows
     return *batch, heads, tokens
-
-
-def _fits_plan(
-    q: Any,
-    cache: PagedKVCache,
-    block_table: torch.Tensor,
-    cache_seqlens: torch.Tensor,
-    plan: DecodePlan,
-    out: torch.Tensor | None,
-    lse: torch.Tensor | None,
-    out_dtype: torch.dtype | None,
-) -> TypeGuard[QuantizedQuery]:
-    """Whether the launches may be tried without the full checks.
-
-    The exported functions check dtypes, ranks, alignment, strides of static extents and that sizes
-    agree between their arguments, in less time than it takes from here.  What they do not see is
-    checked here: that the plan is for these shapes, that results have no gaps and lie apart from
-    what is read, that no tensor waits for its sign to be changed.
-    """
-    try:
-        if not _tables_fit(plan, block_table, cache_seqlens):
-            return False
-        known = _APART[torch.bfloat16 if out is None else out.dtype]
-        content, rope, scale = cache.asks
-        key = (
-            out is None or out.data_ptr(), lse is None or lse.data_ptr(), q.nope_u8.data_ptr(),
-            content(), rope(), scale(), plan.o_accum.data_ptr(),
-            q.place, cache.place, plan.place, plan._seen[2],
-        )  # fmt: skip
-        return (
-            (out is None or out.__class__ is _Tensor)  # others need have no memory
-            and (lse is None or lse.__class__ is _Tensor)
-            and (key in known or _see_apart(known, key, q, cache, plan, plan._seen, out, lse))
-            and (out is None or (out.is_contiguous() and not out.is_neg()))
-            and (lse is None or (lse.is_contiguous() and not lse.is_neg()))
-            and (out_dtype is None or (out is None and out_dtype in OUT_NAMES))
-            and (
-                not launch.several_gpus()  # the exported functions ask for the kind of device only
-                or launch.all_on(
-                    plan.device, q.nope, cache.content, block_table, cache_seqlens, out, lse
-                )
-            )
-        )
-    except (AttributeError, KeyError, RuntimeError):
-        return False  # something is of another kind
-
-
-def _rows_fit_plan(
-    q: torch.Tensor,
-    cache: PagedKVCache,
-    block_table: torch.Tensor,
-    cache_seqlens: torch.Tensor,
-    plan: DecodePlan,
-    out: torch.Tensor | None,
-    lse: torch.Tensor | None,
-    out_dtype: torch.dtype | None,
-) -> bool:
-    """``_fits_plan`` of a query of 16 bits, which comes anew with every call."""
-    try:
-        if not _tables_fit(plan, block_table, cache_seqlens):
-            return False
-        known = _APART[plan.dtype if out is None else out.dtype]
-        content, rope, scale = cache.asks
-        key = (
-            out is None or out.data_ptr(), lse is None or lse.data_ptr(), q.data_ptr(),
-            content(), rope(), scale(), plan.o_accum.data_ptr(),
-            0, cache.place, plan.place, plan._seen[2],
-        )  # fmt: skip
-        return (
-            (out is None or (out.__class__ is _Tensor and out.dtype is plan.dtype))
-            and (lse is None or lse.__class__ is _Tensor)
-            and q.shape == plan.q_shape
-            and (key in known or _see_apart(known, key, q, cache, plan, plan._seen, out, lse))
-            and q.is_contiguous()
-            and not q.is_neg()
-            and (out is None or (out.is_contiguous() and not out.is_neg()))
-            and (lse is None or (not lse.is_neg() and lse.is_contiguous()))
-            and (out_dtype is None or out_dtype is plan.dtype)
-            and (
-                not launch.several_gpus()  # the exported functions ask for the kind of device only
-                or launch.all_on(
-                    plan.device, q, cache.content, block_table, cache_seqlens, out, lse
-                )
-            )
-        )
-    except (AttributeError, KeyError, RuntimeError):
-        return False  # something is of another kind
-
-
-def _repeated(
-    q: Any,
-    cache: PagedKVCache,
-    block_table: torch.Tensor,
-    cache_seqlens: torch.Tensor,
-    plan: DecodePlan,
-    options: Options,
-    out: torch.Tensor | None,
-    lse: torch.Tensor | None,
-    out_dtype: torch.dtype | None,
-) -> Prepared | None:
-    """What to launch, if the call is like the plan's last: ``_fits_plan`` in half the time."""
-    try:
-        last = plan._repeat
-        if (
-            last is None
-            or block_table is not last.table
-            or cache_seqlens is not last.lengths
-            or options != last.options
-            or options[0].__class__ is not float  # others are equal to one, too
-            or out_dtype is not last.out_dtype
-            or (launch.several_gpus() and not q.device == cache.device == plan.device)
-        ):
-            return None
-        if last.quantized:
-            query, place = q.nope_u8, q.place
-            if out is not None and lse is not None:
-                like = last.like_both(block_table, cache_seqlens, out, lse)
-            elif out is lse is None:
-                like = last.allocates and last.like_read(block_table, cache_seqlens)
-            else:
-                like = _like_one(last, out, lse, block_table, cache_seqlens)
-        else:
-            query, place = q, 0
-            if out is not None and lse is not None:
-                like = last.like_both(block_table, cache_seqlens, q, out, lse)
-            elif out is lse is None:
-                like = last.allocates and last.like_read(block_table, cache_seqlens, q)
-            else:
-                like = _like_one(last, out, lse, block_table, cache_seqlens, q)
-        if not like:
-            return None
-        content, rope, scale = cache.asks
-        key = (
-            out is None or out.data_ptr(), lse is None or lse.data_ptr(), query.data_ptr(),
-            content(), rope(), scale(), last.workspace(),
-            place, cache.place, plan.place, last.tables_place,
-        )  # fmt: skip
-        if key in last.known or _see_apart(
-            last.known, key, q, cache, plan, (block_table, cache_seqlens), out, lse
-        ):
-            return last.prepared
-    except (AttributeError, RuntimeError, TypeError):
-        pass  # something is of another kind
-    return None
-
-
-def _like_one(
-    last: Repeat, out: torch.Tensor | None, lse: torch.Tensor | None, *read: torch.Tensor
-) -> bool:
-    """Whether tensors are like the last call's where one of the results is given."""
-    if out is None:
-        return last.allocates and last.like_lse(*read, lse)
-    return last.like_out(*read, out)
-
-
-def _remember(
-    q: Query,
-    seen: tuple[torch.Tensor | None, torch.Tensor | None, int],
-    plan: DecodePlan,
-    options: Options,
-    out_dtype: torch.dtype | None,
-    made: tuple[torch.Tensor, torch.Tensor],
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Notes a call that ran, for ``_repeated``; returns its results.
-
-    Args:
-        seen: the plan's tables before the call.
-    """
-    table, lengths, place = seen
-    unlike = plan._unlike + 1 if plan._seen is seen else 1
-    object.__setattr__(plan, "_unlike", unlike)
-    if table is None or lengths is None or not launch.worth_a_note(unlike):
-        return made
-    dtype = made[0].dtype
-    prepared = Prepared.of(plan, options, dtype)
-    if prepared is not None:
-        rows = (q,) if isinstance(q, torch.Tensor) else ()
-        results = (), made[:1], made[1:], made
-        read, out, lse, both = (launch.alike(table, lengths, *rows, *given) for given in results)
-        allocates = dtype is (out_dtype or plan.variant.out_dtypes[0])
-        repeat = Repeat(
-            table, lengths, place, options, out_dtype, not rows, read, out, lse, both, allocates,
-            prepared, _APART[dtype], plan.o_accum.data_ptr,
-        )  # fmt: skip
-        object.__setattr__(plan, "_repeat", repeat)
-    return made
-
-
-def _tables_fit(plan: DecodePlan, block_table: torch.Tensor, cache_seqlens: torch.Tensor) -> bool:
-    """Whether tables are as planned and hold their values; if so they are known by identity."""
-    if block_table.shape != plan.table_shape:
-        return False
-    table, lengths, _ = plan._seen
-    tables = block_table, cache_seqlens
-    if not launch.none_negative(*tables):  # of known ones, too: their memory can be another
-        return False
-    if block_table is table and cache_seqlens is lengths:
-        return True
-    if not tracing.plain(*tables):
-        return False
-    place = overlap.place((overlap.span(block_table), overlap.span(cache_seqlens)))
-    object.__setattr__(plan, "_seen", (*tables, place))
-    return True
-
-
-def _see_apart(
-    known: overlap.Apart,
-    key: tuple[int, ...],
-    q: Query,
-    cache: PagedKVCache,
-    plan: DecodePlan,
-    tables: tuple[Any, ...],
-    out: torch.Tensor | None,
-    lse: torch.Tensor | None,
-) -> bool:
-    """Whether plan, query and cache are of one shape and have the memory that they had, and results
-    share none with what is read or with one another.
-
-    False also where they lie between pages of a pool: the full checks look closer.  The key has a
-    number for all that is asked here, and where what can be freed begins now.
-    """
-    if not tracing.plain(q, cache, plan):  # what has no memory is never remembered
-        return False
-    rows, given = _rows_of(q), (out, lse, *((q,) if isinstance(q, torch.Tensor) else ()))
-    if not (
-        rows == plan.rows_shape
-        and cache.page_size == plan.page_size
-        and cache.num_kv_heads == plan.num_kv_heads
-        and cache.stays
-        and plan.stays
-        and (isinstance(q, torch.Tensor) or q.stays)
-        and all(tensor is None or tensor.data_ptr() for tensor in given)
-    ):
-        return False
-    results = [() if result is None else (overlap.span(result),) for result in (out, lse)]
-    query = (overlap.span(q),) if isinstance(q, torch.Tensor) else q.spans
-    lengths = map(overlap.span, tables[:2])
-    return known.see(key, *results, (*query, *cache.spans, *plan.spans, *lengths))
 
 
 def checked(

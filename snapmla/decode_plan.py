@@ -21,6 +21,7 @@ from dsl_kernels.dims import (
 )
 from dsl_kernels.families.formats import DEFAULT, FORMATS
 from dsl_kernels.spec import VariantSpec
+from snapmla import call as calls
 from snapmla import (
     checks,
     dispatch,
@@ -162,13 +163,6 @@ class DecodePlan(launch.OverTensors):
     # whether its tables are the caller's memory, so that kernels must ask whether they fit
     _outside: ClassVar[bool] = False
 
-    # block table and lengths of the last call, which need not be looked at again (``attention``),
-    # and where they lie
-    _seen: ClassVar[tuple[torch.Tensor | None, torch.Tensor | None, int]] = (None, None, 0)
-    # what calls like the last one have in common (``attention.Repeat``)
-    _repeat: ClassVar[Any] = None
-    _unlike: ClassVar[int] = 0  # calls over those tables that it did not serve
-
     work_items: torch.Tensor
     part_begin: torch.Tensor
     split_begin: torch.Tensor
@@ -247,6 +241,11 @@ class DecodePlan(launch.OverTensors):
     def rows(self) -> int:
         """Query rows of a sequence; with ragged queries the most of all together."""
         return self.num_heads * (self.total_q if self.s_q is None else self.s_q)
+
+    @functools.cached_property
+    def memo(self) -> calls.Memo:
+        """Kinds of ``decode`` by this plan that are known."""
+        return calls.Memo()
 
     @functools.cached_property
     def place(self) -> int:

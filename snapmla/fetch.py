@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 
 from dsl_kernels.dims import KV_LORA_RANK, QK_ROPE_HEAD_DIM
-from snapmla import checks, tracing
+from snapmla import call as calls
+from snapmla import checks, launch, overlap, runtime, tracing
 from snapmla.cache import PagedKVCache, expect_cache
 from snapmla.decode_plan import nothing
 from snapmla.quant import CACHE_NAMES, FLOAT_NAMES, INDEX_NAMES, named, variant_kernel
@@ -89,36 +90,92 @@ def fetch_dequant(
     Source: SnapMLA paper, section 3.3.1 (fused fetch-dequant); packed chunks are what chunked
     prefill in vLLM gathers (``gather_and_maybe_dequant_cache``).
     """
-    expect_cache(cache)
     tokens = Tokens(where, cache_seqlens, cu_seqlens, seq_starts, total)
-    if dtype is None:
-        dtype = torch.bfloat16 if cache.kv is None else cache.dtype
-    if tracing.wanted(cache, *tokens[:4], *_parts(out)):
-        return _traced_fetch(cache, tokens, out, dtype)
-    return fetch_now(cache, tokens, out, dtype)
+    return calls.run(_FETCH, _FETCH, (cache, tokens, out, dtype))
 
 
-def _parts(out: torch.Tensor | Fetched | None) -> Sequence[object]:
+# of a fetch: cache, tokens, out, dtype
+Fetch = tuple[PagedKVCache, Tokens, "torch.Tensor | Fetched | None", "torch.dtype | None"]
+
+
+class Ready(NamedTuple):
+    """What a launch needs: the kernel, and extents of the result before its channels."""
+
+    kernel: runtime.Kernel
+    rows: tuple[Any, ...]
+
+
+def _given(out: torch.Tensor | Fetched | None) -> tuple[Any, ...]:
     """The tensors of ``out``, checked or not."""
-    return out if isinstance(out, (tuple, list)) else (out,)
+    if isinstance(out, (tuple, list)):
+        return tuple(out)
+    return () if out is None else (out,)
 
 
-def fetch_now(
-    cache: PagedKVCache, tokens: Tokens, out: torch.Tensor | Fetched | None, dtype: torch.dtype
-) -> Fetched:
-    """``fetch_dequant`` on tensors with memory, whoever traces."""
-    check_tokens(tokens, cache.device)
-    heads = cache.num_kv_heads
-    shape = rows(tokens, cache.page_size, heads, given=out is not None)
-    c_kv, k_rope = _fetch_outputs(out, shape, tokens.mode, dtype, cache.device)
+def _parts(call: Fetch) -> calls.Parts:
+    cache, tokens, out, dtype = call
+    where, lengths, begin, starts, total = tokens
+    tensors = tuple([t for t in (where, lengths, begin, starts, *_given(out)) if t is not None])
+    options = (
+        cache.dtype, cache.num_kv_heads, cache.page_size, dtype, total.__class__, total,
+        lengths is None, begin is None, starts is None, out.__class__,
+    )  # fmt: skip
+    at = [t.data_ptr() for t in tensors]
+    return tensors, options, (*at, cache.place, *[ask() for ask in cache.asks])
+
+
+def _places(call: Fetch, _: object) -> calls.Groups | None:
+    cache, tokens, out, dtype = call
+    read = [t for t in tokens[:4] if t is not None]
+    if not (tracing.plain(cache) and cache.stays and launch.all_on(cache.device, *read)):
+        return None
+    results: tuple[torch.Tensor, ...] = ()
     if out is not None:
-        read = {**named("cache", cache), **dict(zip(Tokens._fields[:4], tokens))}
-        first, second = ("out", "out") if isinstance(out, torch.Tensor) else ("out[0]", "out[1]")
-        checks.apart(first, c_kv, read)
-        checks.apart(second, k_rope, {**read, first: c_kv})
+        results = _outputs(out, (), tokens.mode, dtype, cache.device)
+        for part in results:
+            checks.aligned_rows("out", part)
+    if isinstance(out, torch.Tensor):  # slices of its rows, which lie side by side
+        results = (out,)
+    read_spans = *cache.spans, *map(overlap.span, read)
+    return *((overlap.span(part),) for part in results), read_spans
+
+
+def _checked(call: Fetch) -> Fetch:
+    cache, tokens, out, dtype = call
+    expect_cache(cache)
+    check_tokens(tokens, cache.device)
+    shape = rows(tokens, cache.page_size, cache.num_kv_heads, given=out is not None)
+    if out is None:
+        _check_dtype(_dtype_of(cache, dtype))
+        return call
+    _check_outputs(out, shape, cache.device)
+    c_kv, k_rope = _outputs(out, shape, tokens.mode, dtype, cache.device)
+    for part in (c_kv, k_rope):
+        checks.aligned_rows("out", part)
+        checks.distinct("out", part)
+    read = {**named("cache", cache), **dict(zip(Tokens._fields[:4], tokens))}
+    first, second = ("out", "out") if isinstance(out, torch.Tensor) else ("out[0]", "out[1]")
+    checks.apart(first, c_kv, read)
+    checks.apart(second, k_rope, {**read, first: c_kv})
+    return call
+
+
+def _dtype_of(cache: PagedKVCache, dtype: torch.dtype | None) -> torch.dtype:
+    """Of a result that is allocated."""
+    if dtype is None:
+        return torch.bfloat16 if cache.kv is None else cache.dtype
+    return dtype
+
+
+def _launch(call: Fetch, ready: Ready | None) -> tuple[Fetched, Ready | None]:
+    cache, tokens, out, dtype = call
+    heads, where, mode, index = cache.num_kv_heads, tokens.where, tokens.mode, torch.int32
+    shape = ready.rows if ready is not None else rows(
+        tokens, cache.page_size, heads, given=out is not None
+    )  # fmt: skip
+    c_kv, k_rope = _outputs(out, shape, mode, _dtype_of(cache, dtype), cache.device)
     if c_kv.numel() == 0:
-        return c_kv, k_rope
-    where, mode, index = tokens.where, tokens.mode, torch.int32
+        return (c_kv, k_rope), None
     selector: tuple[Any, ...] = (where,)
     if mode == "pages":
         selector = (where, tokens.cache_seqlens)
@@ -127,15 +184,25 @@ def fetch_now(
         selector = (where, tokens.cu_seqlens, starts)
     else:
         index = where.dtype
-    kernel = variant_kernel(
-        cache.device, "fetch_dequant", in_dtype=FLOAT_NAMES[c_kv.dtype], mode=mode,
-        index_dtype=INDEX_NAMES[index], cache_dtype=CACHE_NAMES[cache.dtype],
-    )  # fmt: skip
+    if ready is None:
+        kernel = variant_kernel(
+            cache.device, "fetch_dequant", in_dtype=FLOAT_NAMES[c_kv.dtype], mode=mode,
+            index_dtype=INDEX_NAMES[index], cache_dtype=CACHE_NAMES[cache.dtype],
+        )  # fmt: skip
+        ready = Ready(kernel, shape)
     parts: Fetched = (c_kv, k_rope)
     if cache.kv is not None and heads == 1:
         parts = (c_kv.unsqueeze(-2), k_rope.unsqueeze(-2))
-    kernel(*cache.arguments, *selector, *parts)
-    return c_kv, k_rope
+    ready.kernel(*cache.arguments, *selector, *parts)
+    return (c_kv, k_rope), ready
+
+
+def fetch_now(
+    cache: PagedKVCache, tokens: Tokens, out: torch.Tensor | Fetched | None, dtype: torch.dtype
+) -> Fetched:
+    """``fetch_dequant`` on tensors with memory, whoever traces."""
+    made, _ = _launch(_checked((cache, tokens, out, dtype)), None)
+    return made
 
 
 def check_tokens(tokens: Tokens, device: torch.device) -> None:
@@ -202,13 +269,14 @@ def rows(tokens: Tokens, page_size: int, heads: int, *, given: bool) -> tuple[An
     return (total, *own)
 
 
-def _traced_fetch(
-    cache: PagedKVCache, tokens: Tokens, out: torch.Tensor | Fetched | None, dtype: torch.dtype
-) -> Fetched:
+def _traced(call: Fetch) -> Fetched:
     """``fetch_dequant`` as an operator, for tracers."""
+    cache, tokens, out, dtype = call
+    expect_cache(cache)
     common = (*cache.memory_now(), tokens.where, tokens.cache_seqlens)
     chunks = {"cu_seqlens": tokens.cu_seqlens, "seq_starts": tokens.seq_starts}
     if out is None:
+        dtype = _dtype_of(cache, dtype)
         return torch.ops.snapmla.fetch_dequant(*common, dtype, **chunks, total=tokens.total)
     if tokens.total is not None:
         # the operator takes no total beside out
@@ -219,27 +287,22 @@ def _traced_fetch(
     return out
 
 
-def _fetch_outputs(
-    out: torch.Tensor | Fetched | None,
-    shape: tuple[Any, ...],
-    mode: str,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Fetched:
-    """The two tensors to write, allocated or checked."""
-    if out is None:
-        if dtype not in FLOAT_NAMES:
-            names = " or ".join(checks.dtype_name(d) for d in FLOAT_NAMES)
-            checks.type_error("dtype", names, dtype)
-        make = torch.empty if mode == "indices" else torch.zeros
-        return (
-            make((*shape, KV_LORA_RANK), dtype=dtype, device=device),
-            make((*shape, QK_ROPE_HEAD_DIM), dtype=dtype, device=device),
-        )
+_FETCH = calls.Op("fetch_dequant", _checked, _launch, _traced, _parts, _places)
+runtime.on_forget(_FETCH.memo.forget)  # kernels
+
+
+def _check_dtype(dtype: torch.dtype) -> None:
+    """Checks the dtype of a result that is allocated."""
+    if dtype not in FLOAT_NAMES:
+        names = " or ".join(checks.dtype_name(d) for d in FLOAT_NAMES)
+        checks.type_error("dtype", names, dtype)
+
+
+def _check_outputs(out: Any, shape: tuple[Any, ...], device: torch.device) -> None:
+    """Checks kind and shape of the tensors to write."""
     if isinstance(out, torch.Tensor):
         width = KV_LORA_RANK + QK_ROPE_HEAD_DIM
         checks.tensor("out", out, checks.FLOATS, (*shape, width), device)
-        c_kv, k_rope = out[..., :KV_LORA_RANK], out[..., KV_LORA_RANK:]
     elif isinstance(out, (tuple, list)) and len(out) == 2:
         c_kv, k_rope = out
         checks.tensor("out[0]", c_kv, checks.FLOATS, (*shape, KV_LORA_RANK), device)
@@ -247,7 +310,23 @@ def _fetch_outputs(
         checks.tensor("out[1]", k_rope, (c_kv.dtype,), rope_shape, device)
     else:
         checks.type_error("out", "a (..., 576) tensor or a pair of tensors", type(out).__name__)
-    for part in (c_kv, k_rope):
-        checks.aligned_rows("out", part)
-        checks.distinct("out", part)
+
+
+def _outputs(
+    out: torch.Tensor | Fetched | None,
+    shape: tuple[Any, ...],
+    mode: str,
+    dtype: torch.dtype | None,
+    device: torch.device,
+) -> Fetched:
+    """The two tensors to write: checked ones that are given, or allocated."""
+    if out is None:
+        make = torch.empty if mode == "indices" else torch.zeros
+        return (
+            make((*shape, KV_LORA_RANK), dtype=dtype, device=device),
+            make((*shape, QK_ROPE_HEAD_DIM), dtype=dtype, device=device),
+        )
+    if isinstance(out, torch.Tensor):
+        return out[..., :KV_LORA_RANK], out[..., KV_LORA_RANK:]
+    c_kv, k_rope = out
     return c_kv, k_rope

@@ -23,14 +23,15 @@ Under ``torch.compile`` both functions break the graph; other tracers see operat
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
 from dataclasses import dataclass, fields, replace
-from typing import Any, NoReturn, TypeGuard, cast
+from typing import Any, NamedTuple, NoReturn, TypeGuard, cast
 
 import torch
 
 from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK
-from snapmla import attention, checks, decode_plan, launch, overlap, records, tracing
+from snapmla import attention, checks, decode_plan, metadata_pair, overlap, records, tracing
+from snapmla import call as calls
 from snapmla.cache import PagedKVCache
 from snapmla.plan import plan_decode
 
@@ -46,7 +47,6 @@ __all__ = [
 
 Tensor = torch.Tensor
 Pair = tuple[Tensor, Tensor]
-_Tensor = torch.Tensor  # looked up on every call
 _raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # with CUDA
 SCALE = HEAD_DIM_QK**-0.5
 LSE = ("e", "+inf")  # natural; of a row that sees no token
@@ -97,14 +97,11 @@ class FlashMLASchedMeta:
     def __post_init__(self) -> None:
         # by ``_key``; the first one is what was planned, others are the same over other workspaces
         self._plans: dict[tuple[object, ...], decode_plan.DecodePlan] = {}
-        self._tables: tuple[Tensor | None, Tensor | None] = (None, None)  # of the last call
-        self._layer: Layer | None = None
-        self._unlike = 0  # calls over those tables that it did not serve
+        self.memo = calls.Memo()  # kinds of calls with these plans that are known
 
     def __getstate__(self) -> dict[str, Any]:
-        # its own dict of plans; what names the original's memory is left behind
-        forgotten = {"_tables": (None, None), "_layer": None}
-        return {**self.__dict__, "_plans": dict(self._plans), **forgotten}
+        # its own dict of plans; what is known of the original's memory is left behind
+        return {**self.__dict__, "_plans": dict(self._plans), "memo": calls.Memo()}
 
     def _planned(self) -> bool:
         """Whether its plans are a step's; a caller may set ``have_initialized`` back."""
@@ -122,33 +119,45 @@ class ObjectPlan(decode_plan.DecodePlan):
         return cls(**{field.name: getattr(plan, field.name) for field in fields(plan)})
 
 
-@dataclass(frozen=True, slots=True, eq=False)  # quicker to read than a NamedTuple
-class Layer:
-    """A call with an object: what the next layer's, if it is like it, need not look at again.
+Metadata = FlashMLASchedMeta | Tensor
 
-    Tables are known by identity, as in ``attention.decode``, and all tensors by ``launch.alike``.
-    """
 
+class Checked(NamedTuple):
+    """What the checks of a call find: the cache as the primary API knows it, the plan, and what
+    fills it before the decode, if it is not the metadata's own."""
+
+    cache: PagedKVCache
+    plan: decode_plan.DecodePlan
+    reader: records.Reader | None
+
+
+class Call(NamedTuple):
+    """A call of ``flash_mla_with_kvcache``."""
+
+    q: Tensor
+    k_cache: Tensor
     table: Tensor
     lengths: Tensor
-    scale: float
-    causal: bool
-    device: int | None  # index; None of a CPU
-    stream: int
-    alike: Callable[..., bool]  # of tables, q, k_cache and the results that were given
-    # of the plan's tensors and the tables, and how far q and k_cache reach from their addresses
-    place: int
+    metadata: Metadata
+    out: Tensor | None
+    lse: Tensor | None
+    options: attention.Options
+    head_dim_v: int
+    num_splits: Tensor | None
+    checked: Checked | None = None
+
+
+class Ready(NamedTuple):
+    """What calls like one that was checked launch."""
+
     plan: decode_plan.DecodePlan
+    reader: records.Reader | None
     prepared: attention.Prepared
 
-
-Metadata = FlashMLASchedMeta | Tensor
-# q, k_cache, block table, lengths, metadata, out, lse and (softmax_scale, causal, lse_base,
-# empty_lse)
-Call = tuple[
-    Tensor, Tensor, Tensor, Tensor, Metadata, Tensor | None, Tensor | None,
-    tuple[float, bool, str, str],
-]  # fmt: skip
+    @property
+    def place(self) -> int:
+        """Where the plan lies, which is no part of a call."""
+        return self.plan.place
 
 
 def get_mla_metadata(
@@ -275,210 +284,63 @@ def flash_mla_with_kvcache(
             descale_k=descale_k,
         )  # fmt: skip
     scale = SCALE if softmax_scale is None else softmax_scale
-    quick = (
-        head_dim_v == KV_LORA_RANK
-        and (num_splits is None or _may_be_splits(num_splits))
-        and not tracing.watched()
-    )
-    failed = None
-    if quick and tile_scheduler_metadata.__class__ is FlashMLASchedMeta:
-        layer = _next_layer(
-            tile_scheduler_metadata, q, k_cache, block_table, cache_seqlens, scale, causal, out, lse
-        )
-        if layer is not None:
-            try:
-                return attention.run_prepared(
-                    layer.prepared, (q, k_cache), block_table, cache_seqlens, out, lse
-                )
-            except Exception as error:
-                failed = error
-    call: Call = (
+    owner = tile_scheduler_metadata if _plans_itself(tile_scheduler_metadata) else _DECODE
+    call = Call(
         q, k_cache, block_table, cache_seqlens, tile_scheduler_metadata, out, lse,
-        (scale, causal, *LSE),
+        (scale, causal, *LSE), head_dim_v, num_splits,
     )  # fmt: skip
-    if failed is None:
-        ready = _ready(call) if quick else None
-        if ready is None:
-            return _checked_decode(call, head_dim_v, num_splits)
-        try:
-            return _run(call, *ready)
-        except Exception as error:
-            failed = error
-    checks.explain(failed, _check, call, head_dim_v, num_splits)
-    raise failed
+    return calls.run(_DECODE, owner, call)
 
 
-# a plan, and what fills it before the decode, if it is not the metadata's own
-Ready = tuple[decode_plan.DecodePlan, records.Reader | None]
-# raised where tensors are not as the quick way wants them, before anything is launched
-_OTHER_KIND = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
-_APART = overlap.Apart()
-
-
-def _may_be_splits(value: Tensor) -> bool:
-    """Whether a ``num_splits``, which nobody reads, is of the kind that it should be."""
-    return value.__class__ is _Tensor and value.dtype is torch.int32 and not value.is_neg()
-
-
-def _ready(call: Call) -> Ready | None:
-    """The plan for tensors as an engine passes them; None for others.
-
-    The exported functions check dtypes, sizes, alignment and strides in less time than it takes
-    from here (see ``attention.decode``); checked here is what they do not see.  If they refuse, the
-    full checks say which argument it was.
-    """
-    q, k_cache, _, _, metadata, out, lse, _ = call
-    try:
-        if not (
-            q.__class__ is k_cache.__class__ is _Tensor
-            and q.dtype is k_cache.dtype
-            and q.is_contiguous()
-            and not q.is_neg()
-            and not k_cache.is_neg()
-            and (out is None or _dense(out))
-            and (lse is None or _dense(lse))
-            and _whole(call)
-        ):
+def _parts(call: Call) -> calls.Parts | None:
+    """Of an object calls of its step; of records calls on their reader's stream and thread."""
+    q, k_cache, table, lengths, metadata, out, lse, options, head_dim_v, num_splits, _ = call
+    scale, causal, _, _ = options
+    index = q.get_device()
+    if _plans_itself(metadata):
+        if not metadata._planned():
             return None
-        if _plans_itself(metadata):
-            if not metadata._planned():
-                return None
-            reader, plan = None, metadata._plans.get(_key(call))
-        else:
-            reader = _reader(call)
-            plan = None if reader is None else reader.plan
-        if plan is None or not plan.as_given:
+        by: Any = 0 if index < 0 else _raw_stream(index)
+        given: tuple[Any, ...] = (out, lse, num_splits)
+    else:
+        table_of = _records_of(metadata)
+        by = metadata_pair.stream_of(table_of.device), threading.get_ident()
+        if by[0] is None:  # captured: the tables are the graph's
             return None
-        if launch.several_gpus() and not launch.all_on(
-            plan.device, q, k_cache, *call[2:4], out, lse
-        ):
-            return None
-        if out is not None or lse is not None:
-            tables = call[2:4]
-            key = (
-                out is None or out.data_ptr(), lse is None or lse.data_ptr(), q.data_ptr(),
-                k_cache.data_ptr(), k_cache.shape[0], k_cache.stride(), plan.place,
-                *map(overlap.span, tables),
-            )  # fmt: skip
-            if not (key in _APART or _lie_apart(key, (q, k_cache, *tables), out, lse, plan)):
-                return None
-    except _OTHER_KIND:
+        given = (out, lse, num_splits, table_of)
+    given = tuple([tensor for tensor in given if tensor is not None])
+    return (
+        (table, lengths, q, k_cache, *given),
+        (
+            scale.__class__, scale, causal.__class__, causal, head_dim_v.__class__, head_dim_v, by,
+            out is None, lse is None, num_splits is None,
+        ),
+        (
+            out is None or out.data_ptr(), lse is None or lse.data_ptr(), q.data_ptr(),
+            k_cache.data_ptr(), table.data_ptr(), lengths.data_ptr(),
+        ),
+    )  # fmt: skip
+
+
+def _places(call: Call, ready: Ready) -> calls.Groups | None:
+    if not ready.plan.stays:
         return None
-    return plan, reader
+    results = ((overlap.span(t),) for t in (call.out, call.lse) if t is not None)
+    read = map(overlap.span, (call.q, call.k_cache, call.table, call.lengths))
+    return *results, (*read, *ready.plan.spans)
 
 
-def _dense(result: Tensor) -> bool:
-    """Whether a given result is a plain tensor without gaps, whose memory holds its values."""
-    return result.__class__ is _Tensor and result.is_contiguous() and not result.is_neg()
-
-
-def _run(call: Call, plan: decode_plan.DecodePlan, reader: records.Reader | None) -> Pair:
-    """Runs a call that ``_ready`` has a plan for; one with an object is noted for the next."""
-    q, k_cache, table, lengths, metadata, out, lse, options = call
+def _launch(call: Call, ready: Ready | None) -> tuple[Pair, Ready | None]:
+    q, k_cache, table, lengths, metadata, out, lse, options, _, _, found = call
+    reader = ready.reader if ready is not None else found.reader if found is not None else None
     if reader is not None:
         reader.read(_records_of(metadata), lengths)
-    made = attention.run_plan((q,), (k_cache,), table, lengths, plan, out, lse, plan.dtype, options)
-    if reader is None and isinstance(metadata, FlashMLASchedMeta):
-        before, metadata._tables = metadata._tables, (table, lengths)
-        same = table is before[0] and lengths is before[1]
-        metadata._unlike = metadata._unlike + 1 if same else 1
-        if launch.worth_a_note(metadata._unlike):
-            metadata._layer = _layer(call, plan)
-    return made
-
-
-def _layer(call: Call, plan: decode_plan.DecodePlan) -> Layer | None:
-    """A call that ran, for ``_next_layer``; None if its plan asks for more at every call."""
-    q, k_cache, table, lengths, _, out, lse, options = call
-    prepared = attention.Prepared.of(plan, options, plan.dtype)
-    if prepared is None:
-        return None
-    read, tables = (overlap.span(q), overlap.span(k_cache)), map(overlap.span, (table, lengths))
-    results = (t for t in (out, lse) if t is not None)
-    given = launch.alike(table, lengths, q, k_cache, *results)
-    return Layer(
-        table, lengths, options[0], options[1], plan.device.index, _stream(plan.device), given,
-        overlap.place((*((0, end - first) for first, end in read), *tables, *plan.spans)), plan,
-        prepared,
-    )  # fmt: skip
-
-
-def _next_layer(
-    metadata: FlashMLASchedMeta,
-    q: Tensor,
-    k_cache: Tensor,
-    table: Tensor,
-    lengths: Tensor,
-    scale: float,
-    causal: bool,
-    out: Tensor | None,
-    lse: Tensor | None,
-) -> Layer | None:
-    """The object's last call, if this one is the next layer's of the same step: ``_ready`` in half
-    the time, as the tensors need only be like those that passed there."""
-    layer = metadata._layer
-    if (
-        layer is None
-        or table is not layer.table
-        or lengths is not layer.lengths
-        or scale != layer.scale
-        or scale.__class__ is not float  # others are equal to one, too
-        or causal is not layer.causal
-        or metadata.tile_scheduler_metadata is not None
-        or not metadata.have_initialized
-        or metadata.config is None
-        or (layer.device is not None and _raw_stream(layer.device) != layer.stream)
-    ):
-        return None
-    try:
-        if out is lse is None:
-            return layer if layer.alike(table, lengths, q, k_cache) else None
-        if out is not None and lse is not None:
-            like = layer.alike(table, lengths, q, k_cache, out, lse)
-        else:
-            like = layer.alike(table, lengths, q, k_cache, lse if out is None else out)
-        if not like:
-            return None
-        key = (
-            out is None or out.data_ptr(), lse is None or lse.data_ptr(), q.data_ptr(),
-            k_cache.data_ptr(), layer.place,
-        )  # fmt: skip
-        read = table, lengths, q, k_cache
-        if key in _APART or _lie_apart(key, read, out, lse, layer.plan):
-            return layer
-    except _OTHER_KIND:
-        pass
-    return None
-
-
-def _whole(call: Call) -> bool:
-    """Whether shapes and tables are what the exported functions take for granted."""
-    q, k_cache, table, lengths, *_ = call
-    b = q.shape[0]
-    return (
-        b > 0
-        and k_cache.shape[0] > 0
-        and q.ndim == k_cache.ndim == 4
-        and table.shape[0] == lengths.shape[0] == b
-        and table.shape[1] > 0
-        and table.__class__ is lengths.__class__ is _Tensor
-        and launch.none_negative(table, lengths)
-    )
-
-
-def _reader(call: Call) -> records.Reader | None:
-    """What reads the records of a call; None if they are of another kind."""
-    given, lengths = _records_of(call[4]), call[3]
-    if not (
-        given.__class__ is _Tensor
-        and given.dtype is lengths.dtype is torch.int32
-        and given.shape[1] == records.RECORD_WORDS
-        and 0 < given.shape[0] <= records.MOST_PARTS
-        and given.device == call[0].device
-        and not given.is_neg()
-    ):
-        return None
-    return records.kept_reader(given, _shape(call))
+    if ready is not None:
+        return attention.run_prepared(ready.prepared, (q, k_cache), table, lengths, out, lse), ready
+    assert found is not None  # or it is ready
+    primary = (q, found.cache, table, lengths, found.plan, out, lse, options, None, None)
+    made, prepared = attention.launch_checked(primary, None)
+    return made, Ready(found.plan, reader, prepared) if prepared else None
 
 
 def _plans_itself(metadata: object) -> TypeGuard[FlashMLASchedMeta]:
@@ -496,8 +358,8 @@ def _records_of(metadata: Metadata) -> Tensor:
 
 def _key(call: Call) -> tuple[object, ...]:
     """Which plan of a ``FlashMLASchedMeta`` a call takes."""
-    q, k_cache, table, _, _, _, _, options = call
-    causal = bool(options[1]) and q.shape[1] > 1
+    q, k_cache, table = call.q, call.k_cache, call.table
+    causal = bool(call.options[1]) and q.shape[1] > 1
     return q.shape, q.dtype, k_cache.shape[1:3], causal, table.shape, _stream(q.device)
 
 
@@ -516,23 +378,6 @@ def _shape(call: Call) -> records.Shape:
     return records.Shape(b, heads, s_q, page_size, table.shape[1], name, kv_heads)
 
 
-def _lie_apart(
-    key: tuple[Any, ...],
-    read: tuple[Tensor, ...],
-    out: Tensor | None,
-    lse: Tensor | None,
-    plan: decode_plan.DecodePlan,
-) -> bool:
-    """Whether given results share no memory with what is read; see ``attention.decode``.
-
-    Args:
-        key: addresses of results and of what is ``read``, and what their sizes and the plan's
-            memory are.
-    """
-    results = ((overlap.span(t),) for t in (out, lse) if t is not None)
-    return _APART.see(key, *results, (*map(overlap.span, read), *plan.spans))
-
-
 _NAMES = {
     "plan": "tile_scheduler_metadata", "content": "k_cache", "rope": "k_cache",
     "cache": "k_cache", "cache.kv": "k_cache", "num_heads": "q, num_heads_q", "s_q": "q, s_q",
@@ -542,42 +387,56 @@ _NAMES = {
 }  # fmt: skip
 
 
-def _checked_decode(call: Call, head_dim_v: int, num_splits: Tensor | None) -> Pair:
-    """The same call through the primary API, with every check and its words."""
-    checks.not_nested("q", call[0])
-    if isinstance(call[0], torch.Tensor):  # once: a query with gaps is copied
-        call = (call[0].contiguous(), *call[1:])
-    q, _, table, lengths, _, out, lse, (scale, causal, base, empty) = call
+def _traced(call: Call) -> Pair:
+    """The same call through the primary API, where it is an operator."""
+    q, _, table, lengths, _, out, lse, (scale, causal, base, empty), *_ = call = _dense(call)
     try:
-        cache = _checked(call, head_dim_v, num_splits)
+        cache = _checked(call)
         return attention.decode(
             q, cache, table, lengths, softmax_scale=scale,
-            plan=_plan(call, cache) if q.shape[0] else None, causal=bool(causal), out=out, lse=lse,
-            lse_base=base, empty_lse=empty,
+            plan=_traced_plan(call, cache) if q.shape[0] else None, causal=bool(causal), out=out,
+            lse=lse, lse_base=base, empty_lse=empty,
         )  # fmt: skip
     except (TypeError, ValueError) as error:
         raise checks.renamed(error, _NAMES) from None
 
 
-def _check(call: Call, head_dim_v: int, num_splits: Tensor | None) -> None:
-    """The checks of ``_checked_decode``; launches nothing."""
-    q, _, table, lengths, metadata, out, lse, _ = call
+def _check(call: Call) -> Call:
+    """The call with its plan, which an object's first call makes, and what reads its records."""
+    q, _, table, lengths, metadata, out, lse, options, *_ = call = _dense(call)
+    plan, reader = None, None
     try:
-        cache = _checked(call, head_dim_v, num_splits)
-        if _plans_itself(metadata):
-            plan = metadata._plans[_key(call)]
-        else:
-            given = _records_of(metadata)
-            records.check_records(given, q.device)
-            plan = records.kept_reader(given, _shape(call)).plan
-        attention.checked(q.contiguous(), cache, table, lengths, plan, out, lse, None, None)
+        cache = _checked(call)
+        if q.shape[0]:
+            if _plans_itself(metadata):
+                plan = _plan_of(metadata, call, cache)
+            else:
+                given = _records_of(metadata)
+                records.check_records(given, q.device)
+                reader = records.kept_reader(given, _shape(call))
+                plan = reader.plan
+        plan = attention.checked(
+            q, cache, table, lengths, plan, out, lse, None, None, causal=bool(options[1])
+        )
     except (TypeError, ValueError) as error:
         raise checks.renamed(error, _NAMES) from None
+    return call._replace(checked=Checked(cache, plan, reader))
 
 
-def _checked(call: Call, head_dim_v: int, num_splits: Tensor | None) -> PagedKVCache:
-    """The cache as the primary API knows it; checks all but metadata and results."""
-    q, k_cache, table, lengths, _, out, lse, (scale, causal, *_) = call
+def _dense(call: Call) -> Call:
+    """The call, its query without gaps: copied once."""
+    checks.not_nested("q", call.q)
+    if not isinstance(call.q, torch.Tensor) or call.q.is_contiguous():
+        return call
+    return call._replace(q=call.q.contiguous())
+
+
+_DECODE = calls.Op("flash_mla_with_kvcache", _check, _launch, _traced, _parts, _places)
+
+
+def _checked(call: Call) -> PagedKVCache:
+    """The cache as the primary API knows it; checks all but metadata and where results lie."""
+    q, k_cache, table, lengths, _, out, lse, (scale, causal, *_), head_dim_v, num_splits, _ = call
     checks.integer("head_dim_v", head_dim_v, KV_LORA_RANK, KV_LORA_RANK)
     checks.flag("causal", causal)
     checks.softmax_scale(scale)
@@ -589,8 +448,7 @@ def _checked(call: Call, head_dim_v: int, num_splits: Tensor | None) -> PagedKVC
         checks.value_error("q", wanted, tuple(q.shape), hint)
     _check_pool(k_cache)
     cache = PagedKVCache.from_tensors(k_cache)
-    contiguous = q.contiguous() if isinstance(q, torch.Tensor) else q
-    checks.query_of_rows(contiguous, cache.dtype, cache.num_kv_heads)
+    checks.query_of_rows(q, cache.dtype, cache.num_kv_heads)
     checks.block_table(table, q.shape[0], q.device)
     checks.lengths(lengths, q.shape[0], q.device)
     b, s_q, heads, _ = q.shape
@@ -615,30 +473,27 @@ def _check_pool(k_cache: Tensor) -> None:
     checks.tensor("k_cache", k_cache, checks.ROWS, shape)
 
 
-def _plan(call: Call, cache: PagedKVCache) -> decode_plan.DecodePlan:
-    """The plan of a checked call, made or read here."""
-    q, _, _, lengths, metadata, _, _, _ = call
-    # not one to keep: its memory is the tracer's
+def _traced_plan(call: Call, cache: PagedKVCache) -> decode_plan.DecodePlan:
+    """The plan of a call that is recorded: not one to keep, its memory is the tracer's."""
+    q, _, _, lengths, metadata, *_ = call
     traced = tracing.wanted(q, cache, lengths, metadata)
     if _plans_itself(metadata):
         return _made(call) if traced else _plan_of(metadata, call, cache)
     given = _records_of(metadata)
     records.check_records(given, q.device)
-    if traced or not tracing.plain(given):
-        shape = _shape(call).known()
-        reader = records.make_reader(given, int(given.shape[0]), shape, None)
-        return reader.traced(given, lengths)
-    return records.kept_reader(given, _shape(call)).read(given, lengths)
+    shape = _shape(call).known()
+    reader = records.make_reader(given, int(given.shape[0]), shape, None)
+    return reader.traced(given, lengths)
 
 
 def _plan_of(
     metadata: FlashMLASchedMeta, call: Call, cache: PagedKVCache
 ) -> decode_plan.DecodePlan:
     """The object's plan; the first call makes it, others must be like that one."""
-    q, _, table, *_ = call
+    q, table = call.q, call.table
     if not metadata._planned():
         metadata._plans.clear()
-        metadata._layer = None
+        metadata.memo.forget()
     key = _key(call)
     plan = metadata._plans.get(key)
     if plan is not None:
@@ -664,7 +519,7 @@ def _plan_of(
 
 def _made(call: Call) -> decode_plan.DecodePlan:
     """A plan for the lengths of a checked call."""
-    q, _, table, lengths, _, _, _, (_, causal, *_) = call
+    q, table, lengths, causal = call.q, call.table, call.lengths, call.options[1]
     shape = _shape(call).known()
     return plan_decode(
         lengths, shape.num_heads, shape.s_q, page_size=shape.page_size, max_pages=table.shape[1],

@@ -30,12 +30,13 @@ Differences on purpose: a row that sees no token gives out 0 and lse +inf (Flash
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
 from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK, QK_ROPE_HEAD_DIM
-from snapmla import attention, checks, fetch, launch, overlap, quant, tracing
+from snapmla import attention, checks, fetch, overlap, quant, tracing
+from snapmla import call as calls
 from snapmla.cache import PagedKVCache, expect_cache
 from snapmla.decode_plan import DecodePlan
 from snapmla.metadata_pair import (
@@ -46,6 +47,7 @@ from snapmla.metadata_pair import (
     make_plan,
     pair_of,
     planned_pair,
+    stream_of,
 )
 from snapmla.quant import QuantizedQuery
 
@@ -59,16 +61,45 @@ __all__ = [
 
 _FLAT_PAGES = (128, 64, 32, 16)  # any page size addresses a flat pool
 
-_BYTES = (checks.FP8, torch.uint8)
-_Tensor = torch.Tensor  # looked up on every call
 
-Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-# of a decode: query, pool, block table, lengths, metadata pair, out, lse and
-# (softmax_scale, causal, lse_base, empty_lse)
-Call = tuple[
-    Triple, Triple, torch.Tensor, torch.Tensor, Pair, torch.Tensor | None, torch.Tensor | None,
-    tuple[float, bool, str, str],
-]  # fmt: skip
+class Checked(NamedTuple):
+    """Query, cache and plan of a call as the primary API knows them."""
+
+    q: QuantizedQuery
+    cache: PagedKVCache
+    plan: DecodePlan
+
+
+class Call(NamedTuple):
+    """A call of ``flash_mla_ckv_fp8_per_token``."""
+
+    q_nope: torch.Tensor
+    q_rope: torch.Tensor
+    q_scale: torch.Tensor
+    lora: torch.Tensor
+    rope: torch.Tensor
+    k_scale: torch.Tensor
+    block_table: torch.Tensor
+    cache_seqlens: torch.Tensor
+    metadata: torch.Tensor
+    num_splits: torch.Tensor
+    out: torch.Tensor | None
+    lse: torch.Tensor | None
+    options: attention.Options
+    head_dim_v: int
+    checked: Checked | None = None
+
+
+class Ready(NamedTuple):
+    """What calls like one that was checked launch, and the pair's plan, which holds its memory."""
+
+    plan: DecodePlan
+    prepared: attention.Prepared
+
+    @property
+    def place(self) -> int:
+        """Where the plan lies."""
+        return self.plan.place
 
 
 def get_mla_metadata(
@@ -180,132 +211,91 @@ def flash_mla_ckv_fp8_per_token(
             softmax_scale, causal, out=out, lse=lse, empty_lse=empty_lse,
         )  # fmt: skip
     scale = HEAD_DIM_QK**-0.5 if softmax_scale is None else softmax_scale
-    call: Call = (
-        (q_nope, q_rope, q_scale), (k_cache_lora, k_cache_rope, k_scale), block_table,
-        cache_seqlens, (tile_scheduler_metadata, num_splits), out, lse,
-        (scale, causal, "e", empty_lse),
+    call = Call(
+        q_nope, q_rope, q_scale, k_cache_lora, k_cache_rope, k_scale, block_table, cache_seqlens,
+        tile_scheduler_metadata, num_splits, out, lse, (scale, causal, "e", empty_lse), head_dim_v,
     )  # fmt: skip
-    ready = None
-    if head_dim_v == KV_LORA_RANK and not tracing.active():
-        try:  # noqa: SIM105 (suppress takes 0.3 us more)
-            ready = _quick_decode(call)
-        except _OTHER_KIND:
-            pass
+    return calls.run(_DECODE, _DECODE, call)
+
+
+def _decode_parts(call: Call) -> calls.Parts | None:
+    """Of calls on the stream of the pair's workspace, with the pair where it was."""
+    *tensors, out, lse, (scale, causal, _, empty), head_dim_v, _ = call
+    metadata, num_splits = call.metadata, call.num_splits
+    stream = stream_of(metadata.device)
+    if stream is None or call.q_scale.ndim != 4:  # captured: its workspace is the graph's
+        return None
+    options = (
+        scale.__class__, scale, causal.__class__, causal, empty, head_dim_v.__class__, head_dim_v,
+        stream, metadata.data_ptr(), num_splits.data_ptr(), out is None, lse is None,
+    )  # fmt: skip
+    if out is lse is None:
+        return tuple(tensors), options, None
+    tensors += [result for result in (out, lse) if result is not None]
+    return tuple(tensors), options, tuple([tensor.data_ptr() for tensor in tensors])
+
+
+def _decode_places(call: Call, ready: Ready) -> calls.Groups | None:
+    results = ((overlap.span(t),) for t in (call.out, call.lse) if t is not None)
+    return *results, (*map(overlap.span, call[:8]), *ready.plan.spans)
+
+
+def _launch_decode(call: Call, ready: Ready | None) -> tuple[Pair, Ready | None]:
+    table, lengths, out, lse = call.block_table, call.cache_seqlens, call.out, call.lse
     if ready is None:
-        return _checked_decode(call, head_dim_v)
-    try:
-        return attention.run_plan(*ready)
-    except Exception as error:
-        checks.explain(error, _check_decode, call, head_dim_v)
-        raise
-
-
-# raised where tensors are not as the quick ways want them, before anything is launched
-_OTHER_KIND = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)
-
-
-def _quick_decode(call: Call) -> tuple[Any, ...] | None:
-    """What ``attention.run_plan`` takes, from tensors as an engine passes them; None from others.
-
-    The exported functions check dtypes, sizes, alignment and strides in less time than it takes
-    from here (see ``attention.decode``); checked here is what they do not see.  If they refuse, the
-    full checks say which argument it was.
-    """
-    query, pool, block_table, cache_seqlens, pair, out, lse, options = call
-    (q_nope, q_rope, q_scale), (lora, rope, k_scale) = query, pool
-    metadata, num_splits = pair
-    b, s_q, heads, _ = q_nope.shape
-    pages, page_size, _, _ = lora.shape
-    lora_dtype = lora.dtype
-    if not (
-        b
-        and pages
-        and q_nope.dtype is checks.FP8
-        and lora_dtype in _BYTES
-        and k_scale.shape == (pages, page_size, 1, 1)
-        and block_table.shape[0] == b  # the exported function knows sequences by their lengths
-        and q_nope.__class__ is q_rope.__class__ is q_scale.__class__ is _Tensor
-        and lora.__class__ is rope.__class__ is k_scale.__class__ is _Tensor
-        and block_table.__class__ is cache_seqlens.__class__ is _Tensor
-        and metadata.__class__ is num_splits.__class__ is _Tensor
-        and q_nope.is_contiguous()
-        and q_rope.is_contiguous()
-        and (out is None or (out.__class__ is _Tensor and out.is_contiguous()))
-        and (lse is None or (lse.__class__ is _Tensor and lse.is_contiguous()))
-        and launch.none_negative(*query, *pool, block_table, cache_seqlens, out, lse)
-    ):
-        return None
-    plan = kept_plan(*pair, b, heads, s_q, page_size, block_table.shape[1])
-    tables = block_table, cache_seqlens
-    if not (out is lse is None or _lie_apart(query, pool, tables, plan, out, lse)):
-        return None
-    if launch.several_gpus() and not launch.all_on(
-        plan.device, *query, *pool, block_table, cache_seqlens, out, lse
-    ):
-        return None
-    content = (lora if lora_dtype is torch.uint8 else lora.view(torch.uint8)).squeeze(2)
-    return (
-        (q_nope.view(torch.uint8), q_rope, q_scale.squeeze(3)),
-        (content, rope.squeeze(2), k_scale.view(pages, page_size)),
-        block_table, cache_seqlens, plan, out, lse, None, options,
+        assert call.checked is not None  # or it is ready
+        q, cache, plan = call.checked
+        primary = (q, cache, table, lengths, plan, out, lse, call.options, None, None)
+        made, prepared = attention.launch_checked(primary, None)
+        return made, Ready(plan, prepared) if prepared else None
+    lora, (pages, page_size, _, _) = call.lora, call.k_scale.shape
+    read = (
+        call.q_nope.view(torch.uint8), call.q_rope, call.q_scale.squeeze(3),
+        (lora if lora.dtype is torch.uint8 else lora.view(torch.uint8)).squeeze(2),
+        call.rope.squeeze(2), call.k_scale.view(pages, page_size),
     )  # fmt: skip
+    return attention.run_prepared(ready.prepared, read, table, lengths, out, lse), ready
 
 
-_APART = overlap.Apart()
-
-
-def _lie_apart(
-    query: Triple,
-    pool: Triple,
-    tables: tuple[torch.Tensor, torch.Tensor],
-    plan: DecodePlan,
-    out: torch.Tensor | None,
-    lse: torch.Tensor | None,
-) -> bool:
-    """Whether given results share no memory with what is read; see ``attention.decode``."""
-    results = [t for t in (out, lse) if t is not None]
-    key = (
-        *(t.data_ptr() for t in (*query, *pool, *tables, *results)),
-        *(t.stride() for t in (query[2], *pool, *tables)), plan.place, pool[0].shape,
-        results[0].dtype, lse is None,
-    )  # fmt: skip
-    if key in _APART:
-        return True
-    read = (*map(overlap.span, (*query, *pool, *tables)), *plan.spans)
-    return _APART.see(key, *((overlap.span(t),) for t in results), read)
-
-
-def _checked_decode(call: Call, head_dim_v: int) -> Pair:
-    """The same call through the primary API, with every check and its words."""
-    query, pool, block_table, cache_seqlens, pair, out, lse, options = call
-    scale, causal, lse_base, empty_lse = options
+def _traced_decode(call: Call) -> Pair:
+    """The same call through the primary API, where it is an operator."""
+    scale, causal, lse_base, empty_lse = call.options
     causal = bool(checks.flag("causal", causal))
     try:
-        q, cache, plan = _primary(query, pool, block_table, pair, head_dim_v)
+        q, cache, plan = _primary(call)
         return attention.decode(
-            q, cache, block_table, cache_seqlens, softmax_scale=scale, plan=plan, causal=causal,
-            out=out, lse=lse, lse_base=lse_base, empty_lse=empty_lse,
+            q, cache, call.block_table, call.cache_seqlens, softmax_scale=scale, plan=plan,
+            causal=causal, out=call.out, lse=call.lse, lse_base=lse_base, empty_lse=empty_lse,
         )  # fmt: skip
     except (TypeError, ValueError) as error:
         raise checks.renamed(error, _DECODE_NAMES) from None
 
 
-def _check_decode(call: Call, head_dim_v: int) -> None:
-    """The checks of ``_checked_decode``; launches nothing."""
-    query, pool, block_table, cache_seqlens, pair, out, lse, _ = call
+def _check_decode(call: Call) -> Call:
+    """The call with what the primary API knows of it."""
+    causal = bool(checks.flag("causal", call.options[1]))
     try:
-        q, cache, plan = _primary(query, pool, block_table, pair, head_dim_v)
-        attention.checked(q, cache, block_table, cache_seqlens, plan, out, lse, None, None)
+        q, cache, plan = _primary(call)
+        plan = attention.checked(
+            q, cache, call.block_table, call.cache_seqlens, plan, call.out, call.lse, None, None,
+            causal=causal,
+        )  # fmt: skip
     except (TypeError, ValueError) as error:
         raise checks.renamed(error, _DECODE_NAMES) from None
+    return call._replace(checked=Checked(q, cache, plan))
 
 
-def _primary(
-    query: Triple, pool: Triple, block_table: torch.Tensor, pair: Pair, head_dim_v: int
-) -> tuple[QuantizedQuery, PagedKVCache, DecodePlan | None]:
+_DECODE = calls.Op(
+    "flash_mla_ckv_fp8_per_token", _check_decode, _launch_decode, _traced_decode, _decode_parts,
+    _decode_places,
+)  # fmt: skip
+
+
+def _primary(call: Call) -> tuple[QuantizedQuery, PagedKVCache, DecodePlan | None]:
     """Query, cache and plan (None for an empty batch) as the primary API knows them."""
-    (q_nope, q_rope, q_scale), (lora, rope, k_scale) = query, pool
-    checks.integer("head_dim_v", head_dim_v, KV_LORA_RANK, KV_LORA_RANK)
+    q_nope, q_rope, q_scale, lora, rope, k_scale, block_table, *_ = call
+    pair = call.metadata, call.num_splits
+    checks.integer("head_dim_v", call.head_dim_v, KV_LORA_RANK, KV_LORA_RANK)
     if isinstance(q_nope, torch.Tensor) and q_nope.ndim == 3:
         hint = "ragged queries are for snapmla.decode"
         wanted = "shape (b, s_q, num_heads, 512)"
@@ -445,85 +435,75 @@ def quantize_and_cache_k(
     Source: SnapMLA paper, section 3.3.1 (fused K-append).
     """
     checks.integer("head_dim_v", head_dim_v, KV_LORA_RANK, KV_LORA_RANK)
-    arguments = (key, k_lora_cache, k_rope_cache, k_lora_scale_cache, indices)
-    ready = None
-    if not tracing.active():
-        try:  # noqa: SIM105 (suppress takes 0.3 us more)
-            ready = _quick_append(*arguments)
-        except _OTHER_KIND:
-            pass
-    if ready is None:
-        _checked_append(*arguments)
-        return
-    try:
-        quant.launch_append(*ready)
-    except Exception as error:
-        checks.explain(error, _checked_append, *arguments, check_only=True)
-        raise
+    calls.run(
+        _APPEND, _APPEND, Append(key, k_lora_cache, k_rope_cache, k_lora_scale_cache, indices)
+    )
 
 
-def _checked_append(
-    key: torch.Tensor,
-    lora: torch.Tensor,
-    rope: torch.Tensor,
-    scale: torch.Tensor,
-    indices: torch.Tensor,
-    check_only: bool = False,
-) -> None:
-    """The same call through the primary API, with every check and its words."""
+class Append(NamedTuple):
+    """A call of ``quantize_and_cache_k``."""
+
+    key: torch.Tensor
+    lora: torch.Tensor
+    rope: torch.Tensor
+    scale: torch.Tensor
+    indices: torch.Tensor
+
+
+def _append_parts(call: Append) -> calls.Parts | None:
+    """Of a flat pool, as an engine passes it."""
+    if call.lora.ndim != 3 or call.rope.ndim != 3 or call.scale.ndim != 3:
+        return None
+    key, lora, rope, scale, indices = call
+    where = (
+        key.data_ptr(), lora.data_ptr(), rope.data_ptr(), scale.data_ptr(), indices.data_ptr(),
+    )  # fmt: skip
+    return call, (), where
+
+
+def _append_places(call: Append, _: object) -> calls.Groups:
+    key, *written, indices = call
+    return *((overlap.span(t),) for t in written), (overlap.span(key), overlap.span(indices))
+
+
+def _primary_append(
+    call: Append,
+) -> tuple[PagedKVCache, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The call as ``quant.append_kv`` takes it; checks the pool's shape and the key."""
     names = ("k_lora_cache", "k_rope_cache", "k_lora_scale_cache")
+    key, lora, rope, scale, indices = call
     if isinstance(key, torch.Tensor) and key.ndim == 3 and key.shape[1] == 1:
         key = key[:, 0]
     checks.tensor("key", key, checks.FLOATS, ("n", HEAD_DIM_QK))
+    cache = _flat_cache(names, lora, rope, scale)
+    return cache, key[:, :KV_LORA_RANK], key[:, KV_LORA_RANK:], indices
+
+
+def _check_append(call: Append) -> Append:
     try:
-        cache = _flat_cache(names, lora, rope, scale)
-        tokens = (key[:, :KV_LORA_RANK], key[:, KV_LORA_RANK:], indices)
-        if check_only:
-            expect_cache(cache)
-            quant.check_append(cache, *tokens)
-        else:
-            quant.append_kv(cache, *tokens)
+        cache, *tokens = _primary_append(call)
+        expect_cache(cache)
+        quant.check_append(cache, *tokens)
+    except (TypeError, ValueError) as error:
+        raise checks.renamed(error, _FLAT_NAMES) from None
+    return call
+
+
+def _traced_append(call: Append) -> None:
+    try:
+        quant.append_kv(*_primary_append(call))
     except (TypeError, ValueError) as error:
         raise checks.renamed(error, _FLAT_NAMES) from None
 
 
-def _quick_append(
-    key: torch.Tensor,
-    lora: torch.Tensor,
-    rope: torch.Tensor,
-    scale: torch.Tensor,
-    indices: torch.Tensor,
-) -> tuple[Any, ...] | None:
-    """What ``quant.launch_append`` takes, of a flat pool as an engine passes it; None of others.
-
-    As in ``_quick_decode``, checks that the exported function makes are left to it.
-    """
-    slots, page = lora.shape[0], _FLAT_PAGES[-1]
-    n, width = key.shape[0], key.shape[-1]
-    if not (
-        lora.dtype in _BYTES
-        and lora.shape == (slots, 1, KV_LORA_RANK)
-        and rope.shape == (slots, 1, QK_ROPE_HEAD_DIM)
-        and scale.shape == (slots, 1, 1)
-        and width == HEAD_DIM_QK
-        and key.numel() == n * width
-        and key.stride(-1) == 1
-        and tracing.plain(key, lora, rope, scale, indices)
-        and launch.none_negative(key, lora, rope, scale, indices)
-    ):
-        return None
-    if launch.several_gpus() and not launch.all_on(lora.device, key, rope, scale, indices):
-        return None
-    row = key.stride(0)
-    places = (
-        lora.data_ptr(), rope.data_ptr(), scale.data_ptr(), key.data_ptr(), indices.data_ptr(),
-        slots, n, row, key.dtype, indices.dtype,
-    )  # fmt: skip
-    if places not in _APART:
-        written = ((overlap.span(t),) for t in (lora, rope, scale))
-        if not _APART.see(places, *written, (overlap.span(key), overlap.span(indices))):
-            return None
-    return (
+def _launch_append(call: Append, ready: bool | None) -> tuple[None, bool]:
+    if ready is None:
+        cache, c_kv, k_rope, slots = _primary_append(call)
+        quant.launch_append(cache.arguments, c_kv, k_rope, slots)
+        return None, True
+    key, lora, rope, scale, indices = call
+    n, row, page = key.shape[0], key.stride(0), _FLAT_PAGES[-1]
+    quant.launch_append(
         (
             (lora if lora.dtype is torch.uint8 else lora.view(torch.uint8)).view(
                 -1, page, KV_LORA_RANK
@@ -535,6 +515,13 @@ def _quick_append(
         key.as_strided((n, QK_ROPE_HEAD_DIM), (row, 1), key.storage_offset() + KV_LORA_RANK),
         indices,
     )
+    return None, True
+
+
+_APPEND = calls.Op(
+    "quantize_and_cache_k", _check_append, _launch_append, _traced_append, _append_parts,
+    _append_places,
+)  # fmt: skip
 
 
 def dequantize_ckv_fused_indexed(

@@ -42,14 +42,6 @@ def all_on(device: torch.device, *tensors: torch.Tensor | None) -> bool:
     return True
 
 
-def none_negative(*tensors: torch.Tensor | None) -> bool:
-    """Whether no tensor has the negative bit: its memory holds its values, not their opposites."""
-    for tensor in tensors:  # noqa: SIM110 (on every call: faster than any())
-        if tensor is not None and tensor.is_neg():
-            return False
-    return True
-
-
 def addressable(device: torch.device, *tensors: torch.Tensor | None) -> bool:
     """Whether kernels may take the addresses of those that are given as they are: plain tensors on
     ``device``, whose memory holds their values."""
@@ -102,15 +94,6 @@ def _form(value: object) -> tuple[Any, ...]:
         return (type(value),)
     form = type(value), value.device, value.dtype, value.shape, value.stride()
     return *form, value.is_neg(), value.is_conj(), value.is_inference()
-
-
-def worth_a_note(unlike: int) -> bool:
-    """Whether to note a call for those behind it, the ``unlike``-th that no note served.
-
-    The 2nd over its tables, as the first may be the only one, and then every 16th: kinds of calls
-    that take turns do not pay at each turn for a note that serves none.
-    """
-    return unlike % 16 == 2
 
 
 def dense_strides(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -14,7 +14,8 @@ import torch
 
 from dsl_kernels.dims import KV_LORA_RANK
 from dsl_kernels.spec import VariantSpec
-from snapmla import checks, overlap, runtime, tracing
+from snapmla import call as calls
+from snapmla import checks, runtime
 from snapmla.attention import LSE_FACTOR, OUT_NAMES
 
 MAX_LIST = 8  # tensors that the kernel takes without their being stacked
@@ -76,10 +77,8 @@ def merge_state(
 
     Source: online softmax (Milakov and Gimelshein); the names are FlashInfer's.
     """
-    if tracing.wanted(out_a, lse_a, out_b, lse_b, out, lse):
-        return _traced([out_a, out_b], [lse_a, lse_b], lse_base, out, lse)
-    parts = [Part(out_a, lse_a, "out_a", "lse_a"), Part(out_b, lse_b, "out_b", "lse_b")]
-    return merge_now(parts, False, _factor(lse_base), out, lse)
+    call = Merge((out_a, out_b), (lse_a, lse_b), "pair", lse_base, out, lse)
+    return calls.run(_MERGE, _MERGE, call)
 
 
 def merge_states(
@@ -113,21 +112,93 @@ def merge_states(
 
     Source: as ``merge_state``.
     """
-    stacked = isinstance(outs, torch.Tensor)
-    given_outs, given_lses = _listed(outs, lses)
-    if tracing.wanted(*given_outs, *given_lses, out, lse):
-        return _traced(given_outs, given_lses, lse_base, out, lse, stacked)
-    return merge_now(named(given_outs, given_lses, stacked), stacked, _factor(lse_base), out, lse)
+    form = "stack" if isinstance(outs, torch.Tensor) else "list"
+    return calls.run(_MERGE, _MERGE, Merge(*_listed(outs, lses), form, lse_base, out, lse))
+
+
+class Merge(NamedTuple):
+    """A call of ``merge_state`` (form ``pair``) or ``merge_states`` (``list``, ``stack``)."""
+
+    outs: tuple[torch.Tensor, ...]
+    lses: tuple[torch.Tensor, ...]
+    form: str
+    lse_base: str
+    out: torch.Tensor | None
+    lse: torch.Tensor | None
+
+    @property
+    def stacked(self) -> bool:
+        return self.form == "stack"
+
+    @property
+    def parts(self) -> list[Part]:
+        """The parts as the call's arguments are called."""
+        if self.form != "pair":
+            return named(self.outs, self.lses, self.stacked)
+        (a, b), (lse_a, lse_b) = self.outs, self.lses
+        return [Part(a, lse_a, "out_a", "lse_a"), Part(b, lse_b, "out_b", "lse_b")]
+
+
+def _parts(call: Merge) -> calls.Parts:
+    outs, lses, form, lse_base, out, lse = call
+    tensors, over = (*outs, *lses), []
+    for result in (out, lse):
+        at = next((i for i, part in enumerate(tensors) if part is result), -1)
+        over.append(at)  # a tensor that is a part's is asked about once
+        if at < 0 and result is not None:
+            tensors = (*tensors, result)
+    options = (form, lse_base, len(outs), out is None, lse is None, *over)
+    return tensors, options, tuple([tensor.data_ptr() for tensor in tensors])
+
+
+def _places(call: Merge, _: object) -> calls.Groups:
+    """Nothing more to compare: a result may lie exactly over a part, which spans cannot tell."""
+    for part in call.parts:
+        if part.out.numel():
+            checks.aligned_rows(part.out_name, part.out)
+    if call.out is not None:
+        checks.aligned_rows("out", call.out)
+    _check_apart(call.parts, call.stacked, call.out, call.lse)
+    return ()
+
+
+def _checked(call: Merge) -> Merge:
+    _factor(call.lse_base)
+    _check(call.parts, call.stacked, call.out, call.lse)
+    return call
+
+
+def _run(call: Merge, _: object) -> tuple[Merged, bool]:
+    made = _merged(call.parts, call.stacked, _factor(call.lse_base), call.out, call.lse)
+    return made, True
+
+
+def _traced(call: Merge) -> Merged:
+    """The call as an operator, for tracers."""
+    given, lses, _, lse_base, out, lse = call
+    outs, lses_, stacked, factor = list(given), list(lses), call.stacked, _factor(lse_base)
+    if out is None and lse is None:
+        return torch.ops.snapmla.merge_states(outs, lses_, stacked, factor)
+    shape, lse_shape = check_parts(named(outs, lses_, stacked), stacked)
+    if out is None:
+        out = outs[0].new_empty(shape)
+    if lse is None:
+        lse = lses_[0].new_empty(lse_shape)
+    torch.ops.snapmla.merge_states_out(outs, lses_, stacked, factor, out, lse)
+    return out, lse
+
+
+_MERGE = calls.Op("merge_states", _checked, _run, _traced, _parts, _places)
 
 
 def _listed(
     outs: torch.Tensor | Sequence[torch.Tensor], lses: torch.Tensor | Sequence[torch.Tensor]
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Both as lists, of one tensor each where they are stacked."""
+) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    """Both one by one, of one tensor each where they are stacked."""
     if isinstance(outs, torch.Tensor):
         if not isinstance(lses, torch.Tensor):
             checks.type_error("lses", "a torch.Tensor, as outs is", type(lses).__name__)
-        return [outs], [lses]
+        return (outs,), (lses,)
     for name, value in (("outs", outs), ("lses", lses)):
         if not isinstance(value, (list, tuple)):
             wanted = "a torch.Tensor, or a list of them" if name == "outs" else "a list, as outs is"
@@ -136,7 +207,7 @@ def _listed(
         if not outs:
             checks.value_error("outs", "1 part or more", 0)
         checks.value_error("lses", f"{len(outs)} tensors, one for each of outs", len(lses))
-    return list(outs), list(lses)
+    return tuple(outs), tuple(lses)
 
 
 def named(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor], stacked: bool) -> list[Part]:
@@ -166,33 +237,23 @@ def merge_now(
         parts: one for each result, or the one that is a stack of them; unchecked.
         stacked: whether it is.
     """
-    key = _described(out, lse, *(tensor for part in parts for tensor in part[:2]))
-    known = _CHECKED[stacked]  # one part of a list has the shape of a packed stack
-    if key is None or key not in known:
-        _check(parts, stacked, out, lse)
-        if key is not None:
-            known.see(key)
+    _check(parts, stacked, out, lse)
+    return _merged(parts, stacked, lse_factor, out, lse)
+
+
+def _merged(
+    parts: list[Part],
+    stacked: bool,
+    lse_factor: float,
+    out: torch.Tensor | None,
+    lse: torch.Tensor | None,
+) -> Merged:
+    """``merge_now`` of what was checked."""
     if out is None or lse is None:
         out, lse = _allocated(parts[0], int(stacked), out, lse)
     if out.numel():
         _launch(parts, stacked, lse_factor, out, lse)
     return out, lse
-
-
-# calls that were seen to be right, by whether their parts are stacked
-_CHECKED = {stacked: overlap.Apart() for stacked in (False, True)}
-
-
-def _described(*tensors: torch.Tensor | None) -> tuple[object, ...] | None:
-    """All of some tensors that the checks look at; None if one is no tensor, or has no memory."""
-    try:
-        return tuple(
-            None if t is None else
-            (t.data_ptr(), t.shape, t.stride(), t.dtype, t.device, t.is_neg())
-            for t in tensors
-        )  # fmt: skip
-    except (AttributeError, RuntimeError, TypeError):
-        return None
 
 
 def _allocated(part: Part, lead: int, out: torch.Tensor | None, lse: torch.Tensor | None) -> Merged:
@@ -304,24 +365,3 @@ def _launch(
         kernel(*outs_, *lses_, out, lse, len(outs), lse_factor)
     else:
         kernel(*outs, *lses, out, lse, lse_factor)
-
-
-def _traced(
-    outs: list[torch.Tensor],
-    lses: list[torch.Tensor],
-    lse_base: str,
-    out: torch.Tensor | None,
-    lse: torch.Tensor | None,
-    stacked: bool = False,
-) -> Merged:
-    """The call as an operator, for tracers."""
-    factor = _factor(lse_base)
-    if out is None and lse is None:
-        return torch.ops.snapmla.merge_states(outs, lses, stacked, factor)
-    shape, lse_shape = check_parts(named(outs, lses, stacked), stacked)
-    if out is None:
-        out = outs[0].new_empty(shape)
-    if lse is None:
-        lse = lses[0].new_empty(lse_shape)
-    torch.ops.snapmla.merge_states_out(outs, lses, stacked, factor, out, lse)
-    return out, lse

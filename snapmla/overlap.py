@@ -20,7 +20,7 @@ Span = tuple[int, int]
 REMEMBERED = 1 << 12  # calls, some 200 bytes each; layers times batches of an engine
 _WORK = 1 << 16  # candidates that an exact answer may cost
 _numbers = itertools.count(1)
-_places: dict[tuple[Span, ...], int] = {}
+_places: dict[tuple[Any, ...], int] = {}
 
 
 def span(tensor: torch.Tensor) -> Span:
@@ -36,8 +36,8 @@ def span(tensor: torch.Tensor) -> Span:
     return first, first + (last + 1) * tensor.element_size()
 
 
-def place(spans: tuple[Span, ...]) -> int:
-    """A number for these spans: equal numbers are equal spans."""
+def place(spans: tuple[Any, ...]) -> int:
+    """A number for these spans, or other values: equal numbers are equal spans."""
     number = _places.get(spans)
     if number is None:
         if len(_places) >= REMEMBERED:
@@ -55,6 +55,16 @@ def meets(span: Span, others: Iterable[Span]) -> bool:
     return False
 
 
+def lie_apart(*groups: Sequence[Span]) -> bool:
+    """Whether no span of one group meets one of another."""
+    return not any(
+        meets(span_, later)
+        for i, group in enumerate(groups)
+        for span_ in group
+        for later in groups[i + 1 :]
+    )
+
+
 class Apart(set[tuple[Any, ...]]):
     """Calls whose tensors lie apart, as keys of addresses and of what sizes depend on.
 
@@ -66,10 +76,8 @@ class Apart(set[tuple[Any, ...]]):
 
         False also where one lies between another's pages: ``shared`` looks closer.
         """
-        for i, group in enumerate(groups):
-            for span_ in group:
-                if any(meets(span_, later) for later in groups[i + 1 :]):
-                    return False
+        if not lie_apart(*groups):
+            return False
         if len(self) >= REMEMBERED:
             self.clear()
         self.add(key)

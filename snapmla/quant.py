@@ -10,7 +10,7 @@ A cache of 16 bits holds rows as they are.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -18,6 +18,7 @@ import torch
 
 from dsl_kernels.dims import KV_LORA_RANK, QK_ROPE_HEAD_DIM
 from dsl_kernels.spec import VariantSpec
+from snapmla import call as calls
 from snapmla import checks, launch, overlap, runtime, tracing
 from snapmla.cache import PagedKVCache, expect_cache
 
@@ -172,13 +173,6 @@ def _quantizer(device: torch.device, dtype: torch.dtype, granularity: str) -> ru
 
 for _cached in (variant_kernel, _appender, _quantizer):
     runtime.on_forget(_cached.cache_clear)
-runtime.on_forget(lambda: _QUICK.clear())
-
-# Calls that passed every check, as keys of what the exported functions do not see: a repeated call
-# goes straight to its kernel, whose own checks are the rest.
-_APPENDED, _QUANTIZED = overlap.Apart(), overlap.Apart()
-_Tensor = torch.Tensor  # looked up on every call
-_QUICK: dict[tuple[Any, ...], _Quick] = {}  # of _QUANTIZED's keys, but for what loads kernels
 
 
 def append_kv(
@@ -204,44 +198,38 @@ def append_kv(
     Source: SnapMLA paper, section 3.3.1 (fused K-append); the scale's floors are our own
     (docs/numerics.md).
     """
-    if not tracing.active() and _append_known(cache, c_kv, k_rope, slot_mapping):
-        try:
-            return launch_append(cache.arguments, c_kv, k_rope, slot_mapping, cache.dtype)
-        except Exception as error:
-            checks.explain(error, check_append, cache, c_kv, k_rope, slot_mapping)
-            raise
-    expect_cache(cache)
-    if tracing.wanted(cache, c_kv, k_rope, slot_mapping):
-        return _traced_append(cache, c_kv, k_rope, slot_mapping)
-    check_append(cache, c_kv, k_rope, slot_mapping)
-    launch_append(cache.arguments, c_kv, k_rope, slot_mapping, cache.dtype)
+    calls.run(_APPEND, _APPEND, (cache, c_kv, k_rope, slot_mapping))
 
 
-def _append_key(
-    cache: PagedKVCache, c_kv: torch.Tensor, k_rope: torch.Tensor, slot_mapping: torch.Tensor
-) -> tuple[Any, ...]:
-    """What decides whether tokens fit the cache, where it lies by now, and lie apart from it."""
+# of an append: cache, c_kv, k_rope, slot_mapping
+Append = tuple[PagedKVCache, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def _append_parts(call: Append) -> calls.Parts:
+    cache, c_kv, k_rope, slot_mapping = call
     content, rope, scale = cache.asks
     return (
-        c_kv.data_ptr(), k_rope.data_ptr(), slot_mapping.data_ptr(), c_kv.shape, c_kv.stride(),
-        k_rope.stride(), c_kv.dtype, slot_mapping.dtype, cache.place, content(), rope(), scale(),
+        (c_kv, k_rope, slot_mapping),
+        (cache.dtype, cache.num_kv_heads),
+        (
+            c_kv.data_ptr(), k_rope.data_ptr(), slot_mapping.data_ptr(), cache.place, content(),
+            rope(), scale(),
+        ),
     )  # fmt: skip
 
 
-def _append_known(
-    cache: PagedKVCache, c_kv: torch.Tensor, k_rope: torch.Tensor, slot_mapping: torch.Tensor
-) -> bool:
-    """Whether the launch may be tried without the full checks: one like it passed them.
+def _append_places(call: Append, _: object) -> calls.Groups | None:
+    cache, *tokens = call
+    return cache_places(cache, tokens)
 
-    The exported function sees dtypes, extents, strides and alignment by itself; see ``attention``.
-    """
-    try:
-        tokens = (c_kv, k_rope, slot_mapping)
-        return (
-            launch.addressable(cache.device, *tokens) and _append_key(cache, *tokens) in _APPENDED
-        )
-    except (AttributeError, RuntimeError):
-        return False  # something is of another kind
+
+def cache_places(
+    cache: PagedKVCache, read: Sequence[torch.Tensor]
+) -> tuple[Sequence[overlap.Span], ...] | None:
+    """Spans of a cache that is written, and of what is read; None if it is not where it was."""
+    if not (tracing.plain(cache) and cache.stays and launch.all_on(cache.device, *read)):
+        return None
+    return cache.spans, tuple(map(overlap.span, read))
 
 
 def check_append(
@@ -249,23 +237,41 @@ def check_append(
 ) -> None:
     """The checks of ``append_kv`` on a cache that ``expect_cache`` has seen."""
     check_tokens(c_kv, k_rope, slot_mapping, cache.device, cache.num_kv_heads)
-    key = _append_key(cache, c_kv, k_rope, slot_mapping)
-    if key in _APPENDED:
-        return
-    read = {"c_kv": c_kv, "k_rope": k_rope, "slot_mapping": slot_mapping}
-    if not _APPENDED.see(key, cache.spans, tuple(map(overlap.span, read.values()))):
+    check_apart(cache, {"c_kv": c_kv, "k_rope": k_rope, "slot_mapping": slot_mapping})
+
+
+def check_apart(cache: PagedKVCache, read: Mapping[str, torch.Tensor]) -> None:
+    """Checks that what is read shares no memory with the cache, which is written."""
+    if not overlap.lie_apart(cache.spans, tuple(map(overlap.span, read.values()))):
         for name, value in read.items():
             checks.apart(name, value, named("cache", cache))
 
 
-def _traced_append(
-    cache: PagedKVCache, c_kv: torch.Tensor, k_rope: torch.Tensor, slot_mapping: torch.Tensor
-) -> None:
+def _check_append(call: Append) -> Append:
+    expect_cache(call[0])
+    check_append(*call)
+    return call
+
+
+def _launch_append(call: Append, _: object) -> tuple[None, bool]:
+    cache, c_kv, k_rope, slot_mapping = call
+    launch_append(cache.arguments, c_kv, k_rope, slot_mapping, cache.dtype)
+    return None, True
+
+
+def _traced_append(call: Append) -> None:
     """``append_kv`` as an operator, for tracers."""
+    cache, c_kv, k_rope, slot_mapping = call
+    expect_cache(cache)
     expect_traceable(cache)
     if not tracing.by_dynamo():
         check_tokens(c_kv, k_rope, slot_mapping, cache.device, cache.num_kv_heads)
     torch.ops.snapmla.append_kv(*cache.memory_now(), c_kv, k_rope, slot_mapping)
+
+
+_APPEND = calls.Op(
+    "append_kv", _check_append, _launch_append, _traced_append, _append_parts, _append_places
+)
 
 
 def expect_traceable(cache: PagedKVCache) -> None:
@@ -358,86 +364,82 @@ def quantize_q(
 
     Source: SnapMLA paper, section 3.3.1 (fused Q-quant).
     """
-    if not tracing.active():
-        quick = _quantize_known(q_nope, q_rope, granularity, out)
-        if quick is not None:
-            try:
-                return _launch_quantize(
-                    q_nope, q_rope, out or _empty_query(quick.extents), quick.kernel
-                )
-            except Exception as error:
-                checks.explain(error, check_quantize, q_nope, q_rope, granularity, out)
-                raise
-    if tracing.wanted(q_nope, q_rope, out):
-        return _traced_quantize(q_nope, q_rope, granularity, out)
-    return quantize_now(q_nope, q_rope, granularity, out)
+    return calls.run(_QUANTIZE, _QUANTIZE, (q_nope, q_rope, granularity, out))
 
 
-def _quantize_key(
-    q_nope: torch.Tensor, q_rope: torch.Tensor, granularity: str, out: QuantizedQuery | None
-) -> tuple[Any, ...]:
-    """What decides whether a query has rows that kernels can count, lies apart from ``out``, and
-    which kernel takes it."""
-    if out is None:
-        return q_nope.shape, q_nope.dtype, granularity, q_nope.device
-    return (
-        q_nope.data_ptr(), q_rope.data_ptr(), q_nope.shape, q_nope.stride(), q_rope.stride(),
-        q_nope.dtype, granularity, out.place, out.nope_u8.data_ptr(),
-    )  # fmt: skip
+# of a quantisation: q_nope, q_rope, granularity, out
+Quantize = tuple[torch.Tensor, torch.Tensor, str, QuantizedQuery | None]
 
 
-class _Quick(NamedTuple):
-    """What a call like one that passed every check needs."""
+class _Ready(NamedTuple):
+    """What calls like one that passed every check need."""
 
     kernel: runtime.Kernel
     extents: _Extents
 
 
-def _quantize_known(
-    q_nope: torch.Tensor, q_rope: torch.Tensor, granularity: str, out: QuantizedQuery | None
-) -> _Quick | None:
-    """The launch that may be tried without the full checks, as ``_append_known``, or None."""
-    try:
-        if (  # as launch.addressable, for every tenth of a microsecond counts
-            q_nope.__class__ is not _Tensor
-            or q_rope.__class__ is not _Tensor
-            or q_nope.is_neg()
-            or q_rope.is_neg()
-            or (out is not None and not out.plain)
-            or (launch.several_gpus() and not _together(q_nope, q_rope, out))
-        ):
-            return None
-        return _QUICK.get(_quantize_key(q_nope, q_rope, granularity, out))
-    except (AttributeError, RuntimeError, TypeError):
-        return None  # something is of another kind
+def _quantize_parts(call: Quantize) -> calls.Parts:
+    q_nope, q_rope, granularity, out = call
+    if out is None:
+        return (q_nope, q_rope), (granularity, True), None
+    where = q_nope.data_ptr(), q_rope.data_ptr(), out.place, out.nope_u8.data_ptr()
+    return (q_nope, q_rope), (granularity, False), where
 
 
-def _together(q_nope: torch.Tensor, q_rope: torch.Tensor, out: QuantizedQuery | None) -> bool:
-    return launch.all_on(q_nope.device, q_rope, None if out is None else out.rope)
+def _quantize_places(call: Quantize, _: object) -> calls.Groups | None:
+    q_nope, q_rope, granularity, out = call
+    return query_places(out, q_nope, granularity, (q_nope, q_rope))
+
+
+def query_places(
+    out: QuantizedQuery | None,
+    q_nope: torch.Tensor,
+    granularity: str,
+    read: Sequence[torch.Tensor],
+) -> calls.Groups | None:
+    """Spans of a query that is written, and of what is read; None if it does not fit ``q_nope``, or
+    is not where it was."""
+    assert out is not None  # else nobody asks
+    if not (
+        out.plain
+        and out.stays
+        and out.rows_shape == q_nope.shape[:-1]
+        and out.granularity == granularity
+        and out.device == q_nope.device
+    ):
+        return None
+    return *((span,) for span in out.spans), tuple(map(overlap.span, read))
 
 
 def quantize_now(
     q_nope: torch.Tensor, q_rope: torch.Tensor, granularity: str, out: QuantizedQuery | None
 ) -> QuantizedQuery:
     """``quantize_q`` on tensors with memory, whoever traces."""
-    check_quantize(q_nope, q_rope, granularity, out)
-    device = q_nope.device
-    extents = _extents(q_nope.shape, granularity, device)
-    if not q_nope.shape[0]:
-        return out or _empty_query(extents)
-    kernel = _quantizer(device, q_nope.dtype, granularity)
-    key = _quantize_key(q_nope, q_rope, granularity, out)
-    if key in _QUANTIZED:
-        if len(_QUICK) >= overlap.REMEMBERED:
-            _QUICK.clear()
-        _QUICK[key] = _Quick(kernel, extents)
-    return _launch_quantize(q_nope, q_rope, out or _empty_query(extents), kernel)
+    made, _ = _run_quantize(_check_quantize((q_nope, q_rope, granularity, out)), None)
+    return made
+
+
+def _check_quantize(call: Quantize) -> Quantize:
+    check_quantize(*call)
+    return call
+
+
+def _run_quantize(call: Quantize, ready: _Ready | None) -> tuple[QuantizedQuery, _Ready | None]:
+    q_nope, q_rope, granularity, out = call
+    if ready is None:
+        device = q_nope.device
+        extents = _extents(q_nope.shape, granularity, device)
+        if not q_nope.shape[0]:
+            return out or _empty_query(extents), None
+        ready = _Ready(_quantizer(device, q_nope.dtype, granularity), extents)
+    out = out or _empty_query(ready.extents)
+    return _launch_quantize(q_nope, q_rope, out, ready.kernel), ready
 
 
 def check_quantize(
     q_nope: torch.Tensor, q_rope: torch.Tensor, granularity: str, out: QuantizedQuery | None
 ) -> None:
-    """The checks of ``quantize_q``; remembers what passes and has something to compute."""
+    """The checks of ``quantize_q``."""
     checks.choice("granularity", granularity, GRANULARITIES)
     tokens = checks.query_tokens("q_nope", q_nope)
     checks.tensor("q_nope", q_nope, checks.FLOATS, (*tokens, "num_heads", KV_LORA_RANK))
@@ -446,21 +448,17 @@ def check_quantize(
     rope_shape = (*rows, QK_ROPE_HEAD_DIM)
     checks.tensor("q_rope", q_rope, (q_nope.dtype,), rope_shape)
     checks.together({"q_nope": q_nope, "q_rope": q_rope})
-    apart: list[Sequence[overlap.Span]] = []
     if out is not None:
         expect_query("out", out)
         device = q_nope.device
         checks.tensor("out.nope", out.nope, (checks.FP8,), tuple(q_nope.shape), device)
         scale_shape = rows if granularity == "token_head" else rows[:-1]
         checks.output("out.scale", out.scale, (torch.float32,), scale_shape, device, align=4)
-        apart = [*((span,) for span in out.spans), (overlap.span(q_nope), overlap.span(q_rope))]
     if not rows[0]:
         return
     checks.aligned_rows("q_nope", q_nope)
     checks.aligned_rows("q_rope", q_rope)
-    key = _quantize_key(q_nope, q_rope, granularity, out)
-    if key not in _QUANTIZED and not _QUANTIZED.see(key, *apart):
-        _check_query_apart(q_nope, q_rope, out)
+    _check_query_apart(q_nope, q_rope, out)
 
 
 def _launch_quantize(
@@ -477,8 +475,10 @@ def _check_query_apart(
     q_nope: torch.Tensor, q_rope: torch.Tensor, out: QuantizedQuery | None
 ) -> None:
     """Checks that ``out`` shares no memory with what is quantised, nor its parts with another."""
+    if out is None:
+        return
     others: dict[str, torch.Tensor] = {"q_nope": q_nope, "q_rope": q_rope}
-    for name, value in ({} if out is None else named("out", out)).items():
+    for name, value in named("out", out).items():
         checks.apart(name, value, others)
         others[name] = value
 
@@ -524,16 +524,22 @@ def _empty_query(extents: _Extents) -> QuantizedQuery:
     return query
 
 
-def _traced_quantize(
-    q_nope: torch.Tensor, q_rope: torch.Tensor, granularity: str, out: QuantizedQuery | None
-) -> QuantizedQuery:
+def _traced_quantize(call: Quantize) -> QuantizedQuery:
     """``quantize_q`` as an operator, for tracers."""
+    q_nope, q_rope, granularity, out = call
     if out is None:
         nope, rope, scale = torch.ops.snapmla.quantize_q(q_nope, q_rope, granularity)
         return QuantizedQuery(nope.view(checks.FP8), rope, scale)
     nope = out.nope.view(torch.uint8)  # made here, as in ``PagedKVCache.memory_now``
     torch.ops.snapmla.quantize_q_out(q_nope, q_rope, granularity, nope, out.rope, out.scale)
     return out
+
+
+_QUANTIZE = calls.Op(
+    "quantize_q", _check_quantize, _run_quantize, _traced_quantize, _quantize_parts,
+    _quantize_places,
+)  # fmt: skip
+runtime.on_forget(_QUANTIZE.memo.forget)  # kernels
 
 
 def expect_query(name: str, value: object) -> None:

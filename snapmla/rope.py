@@ -7,17 +7,17 @@ kernels do: results are those of the separate steps bit for bit (``snapmla.refer
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 
 from dsl_kernels.dims import KV_LORA_RANK, QK_ROPE_HEAD_DIM
-from snapmla import checks, overlap, quant, tracing
+from snapmla import call as calls
+from snapmla import checks, quant, runtime, tracing
 from snapmla.cache import PagedKVCache, expect_cache, expect_fp8
 from snapmla.quant import QuantizedQuery, Triple
 
 LEAST_EPS, MOST_EPS = 1e-12, 1.0
-_APART = overlap.Apart()
 
 
 def rope_append_kv(
@@ -58,19 +58,50 @@ def rope_append_kv(
     Source: vLLM's ``concat_and_cache_mla_rope_fused``, with SnapMLA's quantisation (paper, section
     3.3.1) and ``DeepseekV3RMSNorm``.
     """
+    calls.run(
+        _APPEND, _APPEND,
+        Append(
+            cache, c_kv, k_rope, slot_mapping, positions, cos_sin_cache, is_neox, norm_weight,
+            norm_eps,
+        ),
+    )  # fmt: skip
+
+
+class Append(NamedTuple):
+    """A call of ``rope_append_kv``."""
+
+    cache: PagedKVCache
+    c_kv: torch.Tensor
+    k_rope: torch.Tensor
+    slot_mapping: torch.Tensor
+    positions: torch.Tensor
+    cos_sin_cache: torch.Tensor
+    is_neox: bool
+    norm_weight: torch.Tensor | None
+    norm_eps: float
+
+
+def _append_parts(call: Append) -> calls.Parts:
+    cache, *tokens, is_neox, norm_weight, norm_eps = call
+    tensors = tuple(tokens) if norm_weight is None else (*tokens, norm_weight)
+    content, rope, scale = cache.asks
+    options = (
+        cache.dtype, is_neox.__class__, is_neox, norm_weight is None, norm_eps.__class__, norm_eps,
+    )  # fmt: skip
+    begin = [tensor.data_ptr() for tensor in tensors]
+    return tensors, options, (*begin, cache.place, content(), rope(), scale())
+
+
+def _append_places(call: Append, _: object) -> calls.Groups | None:
+    weight = () if call.norm_weight is None else (call.norm_weight,)
+    return quant.cache_places(call.cache, (*call[1:6], *weight))
+
+
+def _check_append(call: Append) -> Append:
+    cache, c_kv, k_rope, slot_mapping, positions, cos_sin_cache, is_neox, norm_weight, eps = call
     expect_cache(cache)
-    expect_fp8(cache, "rotate and normalise the tokens, then snapmla.append_kv")
-    norm_eps = check_eps(norm_eps)
-    given = (c_kv, k_rope, slot_mapping, positions, cos_sin_cache)
-    if tracing.wanted(cache, *given, norm_weight):
-        quant.expect_traceable(cache)
-        if not tracing.by_dynamo():
-            quant.check_tokens(c_kv, k_rope, slot_mapping, cache.device)
-            check_angles(c_kv.dtype, c_kv.shape[:1], positions, cos_sin_cache, cache.device)
-            check_weight(norm_weight, c_kv)
-        rotation = (bool(checks.flag("is_neox", is_neox)), norm_weight, norm_eps)
-        torch.ops.snapmla.rope_append_kv(*cache.memory_now(), *given, *rotation)
-        return
+    _expect_fp8(cache)
+    eps = check_eps(eps)
     quant.check_append(cache, c_kv, k_rope, slot_mapping)
     check_angles(c_kv.dtype, c_kv.shape[:1], positions, cos_sin_cache, cache.device)
     check_weight(norm_weight, c_kv)
@@ -78,10 +109,39 @@ def rope_append_kv(
     read = {"positions": positions, "cos_sin_cache": cos_sin_cache}
     if norm_weight is not None:
         read["norm_weight"] = norm_weight
-    if not _apart(cache, read):
-        for name, value in read.items():
-            checks.apart(name, value, quant.named("cache", cache))
-    launch_append(cache.arguments, *given, is_neox, norm_weight, norm_eps)
+    quant.check_apart(cache, read)
+    return call
+
+
+def _expect_fp8(cache: PagedKVCache) -> None:
+    expect_fp8(cache, "rotate and normalise the tokens, then snapmla.append_kv")
+
+
+def _launch_append(call: Append, _: object) -> tuple[None, bool]:
+    launch_append(call.cache.arguments, *call[1:])
+    return None, True
+
+
+def _traced_append(call: Append) -> None:
+    """``rope_append_kv`` as an operator, for tracers."""
+    cache, c_kv, k_rope, slot_mapping, positions, cos_sin_cache, is_neox, norm_weight, eps = call
+    expect_cache(cache)
+    _expect_fp8(cache)
+    eps = check_eps(eps)
+    quant.expect_traceable(cache)
+    if not tracing.by_dynamo():
+        quant.check_tokens(c_kv, k_rope, slot_mapping, cache.device)
+        check_angles(c_kv.dtype, c_kv.shape[:1], positions, cos_sin_cache, cache.device)
+        check_weight(norm_weight, c_kv)
+    torch.ops.snapmla.rope_append_kv(
+        *cache.memory_now(), c_kv, k_rope, slot_mapping, positions, cos_sin_cache,
+        bool(checks.flag("is_neox", is_neox)), norm_weight, eps,
+    )  # fmt: skip
+
+
+_APPEND = calls.Op(
+    "rope_append_kv", _check_append, _launch_append, _traced_append, _append_parts, _append_places
+)
 
 
 def check_angles(
@@ -118,13 +178,6 @@ def check_eps(norm_eps: float) -> float:
     if not LEAST_EPS <= norm_eps <= MOST_EPS:
         checks.value_error("norm_eps", f"{LEAST_EPS:g} to {MOST_EPS:g}", norm_eps)
     return float(norm_eps)
-
-
-def _apart(written: PagedKVCache | QuantizedQuery, read: Mapping[str, torch.Tensor]) -> bool:
-    """Whether what is written lies apart from what turns its rows; if so it is remembered."""
-    places = ((t.data_ptr(), t.shape, t.stride(), t.dtype) for t in read.values())
-    key = (written.place, *places)
-    return key in _APART or _APART.see(key, written.spans, tuple(map(overlap.span, read.values())))
 
 
 def launch_append(
@@ -203,16 +256,90 @@ def rope_quantize_q(
 
     Source: SnapMLA paper, section 3.3.1 (fused Q-quant), behind the rotary embedding of an engine.
     """
-    given = (q_nope, q_rope, positions, cos_sin_cache)
-    if tracing.wanted(*given, out):
-        rotation = (bool(checks.flag("is_neox", is_neox)), granularity)
-        if out is None:
-            nope, rope, scale = torch.ops.snapmla.rope_quantize_q(*given, *rotation)
-            return QuantizedQuery(nope.view(checks.FP8), rope, scale)
-        nope = out.nope.view(torch.uint8)  # made here, as in ``PagedKVCache.memory_now``
-        torch.ops.snapmla.rope_quantize_q_out(*given, *rotation, nope, out.rope, out.scale)
-        return out
-    return quantize_now(*given, is_neox, granularity, out)
+    return calls.run(
+        _QUANTIZE, _QUANTIZE,
+        Quantize(q_nope, q_rope, positions, cos_sin_cache, is_neox, granularity, out),
+    )  # fmt: skip
+
+
+class Quantize(NamedTuple):
+    """A call of ``rope_quantize_q``."""
+
+    q_nope: torch.Tensor
+    q_rope: torch.Tensor
+    positions: torch.Tensor
+    cos_sin_cache: torch.Tensor
+    is_neox: bool
+    granularity: str
+    out: QuantizedQuery | None
+
+
+def _quantize_parts(call: Quantize) -> calls.Parts:
+    q_nope, q_rope, positions, cos_sin_cache, is_neox, granularity, out = call
+    tensors = q_nope, q_rope, positions, cos_sin_cache
+    options = (is_neox.__class__, is_neox, granularity, out is None)
+    if out is None:
+        return tensors, options, None
+    begin = [tensor.data_ptr() for tensor in tensors]
+    return tensors, options, (*begin, out.place, out.nope_u8.data_ptr())
+
+
+def _quantize_places(call: Quantize, _: object) -> calls.Groups | None:
+    return quant.query_places(call.out, call.q_nope, call.granularity, call[:4])
+
+
+def _check_quantize(call: Quantize) -> Quantize:
+    q_nope, q_rope, positions, cos_sin_cache, is_neox, granularity, out = call
+    quant.check_quantize(q_nope, q_rope, granularity, out)
+    checks.flag("is_neox", is_neox)
+    tokens = tuple(q_nope.shape[:-2])
+    check_angles(q_nope.dtype, tokens, positions, cos_sin_cache, q_nope.device)
+    if out is not None:
+        read = {"positions": positions, "cos_sin_cache": cos_sin_cache}
+        for name, value in quant.named("out", out).items():
+            checks.apart(name, value, read)
+    return call
+
+
+def _run_quantize(
+    call: Quantize, kernel: runtime.Kernel | None
+) -> tuple[QuantizedQuery, runtime.Kernel | None]:
+    q_nope, q_rope, positions, cos_sin_cache, is_neox, granularity, out = call
+    device = q_nope.device
+    if out is None:
+        out = quant.empty_query(q_nope.shape, granularity, device)
+    if not q_nope.shape[0]:
+        return out, None
+    if kernel is None:
+        kernel = quant.variant_kernel(
+            device,
+            "quantize_q",
+            in_dtype=quant.FLOAT_NAMES[q_nope.dtype],
+            mode=granularity,
+            **_rotation(positions, cos_sin_cache, is_neox),
+        )
+    q_nope, q_rope, scale = quant.as_batch(q_nope, q_rope, out.scale)
+    kernel(q_nope, q_rope, positions.view(-1), cos_sin_cache, *out.arguments[:2], scale)
+    return out, kernel
+
+
+def _traced_quantize(call: Quantize) -> QuantizedQuery:
+    """``rope_quantize_q`` as an operator, for tracers."""
+    *given, is_neox, granularity, out = call
+    rotation = (bool(checks.flag("is_neox", is_neox)), granularity)
+    if out is None:
+        nope, rope, scale = torch.ops.snapmla.rope_quantize_q(*given, *rotation)
+        return QuantizedQuery(nope.view(checks.FP8), rope, scale)
+    nope = out.nope.view(torch.uint8)  # made here, as in ``PagedKVCache.memory_now``
+    torch.ops.snapmla.rope_quantize_q_out(*given, *rotation, nope, out.rope, out.scale)
+    return out
+
+
+_QUANTIZE = calls.Op(
+    "rope_quantize_q", _check_quantize, _run_quantize, _traced_quantize, _quantize_parts,
+    _quantize_places,
+)  # fmt: skip
+runtime.on_forget(_QUANTIZE.memo.forget)  # kernels
 
 
 def quantize_now(
@@ -225,25 +352,6 @@ def quantize_now(
     out: QuantizedQuery | None,
 ) -> QuantizedQuery:
     """``rope_quantize_q`` on tensors with memory, whoever traces."""
-    quant.check_quantize(q_nope, q_rope, granularity, out)
-    checks.flag("is_neox", is_neox)
-    device, shape = q_nope.device, q_nope.shape
-    check_angles(q_nope.dtype, tuple(shape[:-2]), positions, cos_sin_cache, device)
-    read = {"positions": positions, "cos_sin_cache": cos_sin_cache}
-    if out is None:
-        out = quant.empty_query(shape, granularity, device)
-    elif not _apart(out, read):
-        for name, value in quant.named("out", out).items():
-            checks.apart(name, value, read)
-    if not shape[0]:
-        return out
-    kernel = quant.variant_kernel(
-        device,
-        "quantize_q",
-        in_dtype=quant.FLOAT_NAMES[q_nope.dtype],
-        mode=granularity,
-        **_rotation(positions, cos_sin_cache, is_neox),
-    )
-    q_nope, q_rope, scale = quant.as_batch(q_nope, q_rope, out.scale)
-    kernel(q_nope, q_rope, positions.view(-1), cos_sin_cache, *out.arguments[:2], scale)
-    return out
+    call = Quantize(q_nope, q_rope, positions, cos_sin_cache, is_neox, granularity, out)
+    made, _ = _run_quantize(_check_quantize(call), None)
+    return made

@@ -57,8 +57,8 @@ def watched() -> bool:
 def plain(*values: Any) -> bool:
     """Whether kernels may take the addresses of all tensors among ``values``.
 
-    Subclasses of torch.Tensor may have none; of the package's own classes the tensors in them
-    count, anything else does not.
+    Subclasses of torch.Tensor may have none; of the package's own classes, of tuples and lists the
+    tensors in them count, anything else does not.
     """
     for value in values:
         if value is None or value.__class__ in checks.PLAIN:  # quicker than isinstance
@@ -66,7 +66,10 @@ def plain(*values: Any) -> bool:
         if isinstance(value, torch.Tensor):
             checks.not_nested("snapmla", value)
             return False
-        if not getattr(value, "plain", True):
+        if isinstance(value, (tuple, list)):
+            if not plain(*value):
+                return False
+        elif not getattr(value, "plain", True):
             return False
     return True
 

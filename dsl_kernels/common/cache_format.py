@@ -8,7 +8,7 @@ the format's own file (``fp8_per_token.py``).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 # Words of createpolicy for all of an access.  A step reads a tile of the cache once: it is evicted
 # first, so that tiles push out tiles, not what is read again (tables, partial rows, the weights of
@@ -53,3 +53,15 @@ class CacheFormat:
     def token_bytes(self) -> int:
         """Bytes of a cached token."""
         return sum(p.token_bytes for p in self.planes) + (4 if self.scales else 0)
+
+
+class Loaded(NamedTuple):
+    """A plane as TMA sees it: Q (rows, k), cache (tokens of a page, k, page)."""
+
+    atom: Any
+    coords: Any
+
+
+def atoms(source: tuple[Loaded, ...]) -> tuple:
+    """Copy atoms of the planes, whose tensor maps are prefetched."""
+    return tuple(loaded.atom for loaded in source)

@@ -43,7 +43,7 @@ class TokenScales:
         return st.ks.get_tensor(cute.make_layout((self.tile, self.stages)))
 
     def copier(self, st, scale):
-        """What ``PagedTma.produce_kv`` runs for each box; ``scale`` is the cache's (pages, P)."""
+        """What ``PagedTma`` runs for each box, by one lane; ``scale`` is the cache's (pages, P)."""
 
         def copy(page, part, box, stage, bar):
             bulk = cute.make_copy_atom(

@@ -1,26 +1,24 @@
-"""Q tiles and the ring of KV tiles, loaded by TMA: the two producer warps of a decode kernel.
+"""The ring of KV tiles, loaded by TMA from pages of a block table: a loader (loader.py).
 
-Works for any ``CacheFormat``, on every arch that has TMA.  Queries have the planes of the cache:
-(b, s_q, h, width) each, and a Q tile is any run of rows of theirs (work_list.Rows).
+Works for any ``CacheFormat``, on every arch that has TMA.
 
-    q_pipe   Q producer warp  -> who reads Q    (full: TMA bytes, empty: warps)
-    k_pipe   KV producer warp -> who reads the KV tile
+    warp 0   fills the ring (and issues Q's tiles where they pass through it)
+    warp 1   issues Q's tiles into their own ring
+    warp 2   what the kernel wants done about every full stage, if anything
 
-A Q tile has the planes of a KV tile and may be as large, so it can also pass through the KV ring
-(no Q stages: ``q_stages`` 0): an item is then one Q tile and its KV tiles, and whoever reads the
-ring sees the Q tile first.
+    k_pipe   warp 0 -> who reads the KV tile    (full: TMA bytes, empty: warps)
 
 A tile may come in ``chunks`` of its channels, each with a full barrier of its own, so that Q.K
 begins on the first while the others are on their way.  Some of them may also be freed ``early``, by
 a barrier of the stage for them all, and come first.
 
-Shared memory: a field ``q<plane>`` and ``k<plane>`` for each plane, ``q_bar``, ``k_bar``, and the
-format's field of scales.
+Shared memory: ``k_bar`` and the chunks' barriers; the tiles are fields ``k<plane>`` of the kernel's
+plan, and the format's field of scales.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -30,21 +28,18 @@ from cutlass.cute.nvgpu import cpasync
 
 from . import budget as bud
 from .barriers import Ring
-from .cache_format import EVICT_FIRST, EVICT_NORMAL, MANY_BLOCKS, CacheFormat
+from .cache_format import EVICT_FIRST, EVICT_NORMAL, MANY_BLOCKS, CacheFormat, Loaded, atoms
+from .loader import Feed, Readers, kv_pipe, ring_barriers
 from .smem import array, one_stage, staged
 from .work_list import WorkList
+
+if TYPE_CHECKING:
+    from .fp8_per_token import TokenScales
 
 # ``start_tiles`` of SM90.  All CTAs start at once: if each asks for all stages, everyone's first
 # tile comes when nearly everyone's last does.  Two keep DRAM busy.
 START_TILES = 2
 LINE_BYTES = 128  # of a swizzled row in shared memory
-
-
-class Loaded(NamedTuple):
-    """A plane as TMA sees it: Q (rows, k), cache (tokens of a page, k, page)."""
-
-    atom: cute.CopyAtom
-    coords: cute.Tensor
 
 
 class Early(NamedTuple):
@@ -60,27 +55,30 @@ class Early(NamedTuple):
 
 
 class PagedTma:
-    """Host half (descriptors), barriers and producer warps of one kernel.
+    """Host half (descriptors), barriers and warps of one kernel's loader.
 
     Attributes:
         rows: query rows of a CTA.
-        stages, q_stages: KV tiles, Q tiles in flight; 0: Q tiles are in the KV ring.
+        stages, q_stages: KV tiles, Q tiles in flight; 0: Q tiles, if any, are in the KV ring.
         cluster: CTAs that receive each KV tile.
-        q_warps, k_warps: warps of a CTA that free a Q tile, a KV tile.
+        readers: who frees a KV stage.
+        scales: of the tokens in the ring; None where the format has none.
         start_tiles: KV tiles of a part in flight until its first has landed; 0: all stages.
         chunks: equal parts of a plane's channels; the pipe's barrier is that of the first.
         early: those that are freed before the stage is; ``order``: of arrival, these first.
     """
 
+    warps = 3
+
     def __init__(
-        self, fmt: CacheFormat, work: WorkList, *, rows: int, stages: int, q_stages: int,
-        cluster: int, q_warps: int, k_warps: int, start_tiles: int = 0, chunks: int = 1,
-        early: Early | None = None,
+        self, fmt: CacheFormat, work: WorkList, *, rows: int, stages: int, readers: Readers,
+        q_stages: int = 0, cluster: int = 1, scales: TokenScales | None = None,
+        start_tiles: int = 0, chunks: int = 1, early: Early | None = None,
     ):  # fmt: skip
         self.format, self.work = fmt, work
         self.rows, self.cluster = rows, cluster
-        self.stages, self.q_stages = stages, q_stages
-        self.q_warps, self.k_warps, self.start_tiles = q_warps, k_warps, start_tiles
+        self.stages, self.q_stages, self.readers = stages, q_stages, readers
+        self.scales, self.start_tiles = scales, start_tiles
         self.chunks, self.more = chunks, chunk_ring(stages, chunks)
         self.early = early or Early((), 0)
         self.freed = early_ring(stages, self.early)
@@ -89,7 +87,7 @@ class PagedTma:
 
     # ---------------------------------------------------------------- host half
 
-    def load_kv(self, tensors, layouts):
+    def source(self, tensors, layouts):
         """``Loaded`` of each plane of the cache, one box of ``work.box`` tokens each."""
         op = (
             cpasync.CopyBulkTensorTileG2SMulticastOp()
@@ -116,20 +114,7 @@ class PagedTma:
             out.append(Loaded(*list(atom)[:2]))
         return tuple(out)
 
-    def load_q(self, tensors, layouts):
-        """``Loaded`` of each plane of the queries, the CTA's rows each."""
-        out = []
-        for plane, t, layout in zip(self.format.planes, tensors, layouts, strict=True):
-            b, s_q, h, width = t.shape
-            view = cute.make_tensor(
-                cute.recast_ptr(t.iterator, dtype=plane.dtype),
-                cute.make_layout((b * s_q * h, width), stride=(width, 1)),
-            )
-            atom = cpasync.make_tiled_tma_atom(
-                cpasync.CopyBulkTensorTileG2SOp(), view, one_stage(layout), (self.rows, width)
-            )
-            out.append(Loaded(*list(atom)[:2]))
-        return tuple(out)
+    descriptors = staticmethod(atoms)
 
     # ---------------------------------------------------------------- barriers
 
@@ -137,53 +122,33 @@ class PagedTma:
     def fields(self) -> dict:
         """Storage of the barriers."""
         fields = dict(k_bar=array(Int64, 2 * self.stages))
-        if self.chunks > 1:
-            fields.update(self.more.field)
-        if self.early.chunks:
-            fields.update(self.freed.field)
-        return dict(q_bar=array(Int64, 2 * self.q_stages), **fields) if self.q_stages else fields
+        for ring in self._rings():
+            fields.update(ring.field)
+        return fields
+
+    def barriers(self) -> tuple[bud.Barrier, ...]:
+        """All of them in a budget."""
+        pipe = ring_barriers("k", self.stages, "KV producer", self.readers, self.cluster)
+        return (*pipe, *(barrier for ring in self._rings() for barrier in ring.budget()))
+
+    def _rings(self) -> list[Ring]:
+        """Those of the chunks."""
+        used = (self.more, self.chunks > 1), (self.freed, len(self.early.chunks) > 0)
+        return [ring for ring, wanted in used if wanted]
 
     @property
     def chunk_bytes(self) -> int:
         """Of a chunk of a KV tile."""
         return self.work.tile * self.format.token_bytes // self.chunks
 
-    @property
-    def q_bytes(self) -> int:
-        """Of a Q tile."""
-        return self.rows * sum(p.token_bytes for p in self.format.planes)
+    def init(self, st) -> None:
+        """Barriers of the chunks behind the first; by one thread, before ``pipe``."""
+        for ring in self._rings():
+            ring.init(st)
 
-    def pipes(self, st):
-        """(q_pipe, k_pipe): TMA bytes fill a stage, one lane of each reading warp frees it.
-
-        The second one's fence and barrier publish every mbarrier initialised so far; without Q
-        stages there is no first.
-        """
-        group = lambda n: pipeline.CooperativeGroup(pipeline.Agent.Thread, n)
-        q_pipe, extra = None, {}
-        if self.q_stages:
-            q_pipe = pipeline.PipelineTmaAsync.create(
-                barrier_storage=st.q_bar.data_ptr(), num_stages=self.q_stages,
-                producer_group=group(1), consumer_group=group(self.q_warps),
-                tx_count=self.q_bytes, defer_sync=True,
-            )  # fmt: skip
-        if self.cluster > 1:
-            extra = dict(
-                cta_layout_vmnk=cute.make_layout((1, self.cluster, 1, 1)), mcast_mode_mn=(0, 1)
-            )
-        k_pipe = pipeline.PipelineTmaAsync.create(
-            barrier_storage=st.k_bar.data_ptr(), num_stages=self.stages, producer_group=group(1),
-            consumer_group=group(self.k_warps * self.cluster),
-            tx_count=self.chunk_bytes, **extra,
-        )  # fmt: skip
-        return q_pipe, k_pipe
-
-    def init_chunks(self, st) -> None:
-        """Barriers of the chunks behind the first; by one thread, before ``pipes``."""
-        if self.chunks > 1:
-            self.more.init(st)
-        if self.early.chunks:
-            self.freed.init(st)
+    def pipe(self, st):
+        """The ring: TMA bytes fill a stage, one lane of each reading warp frees it."""
+        return kv_pipe(st, self.stages, self.readers, self.cluster, self.chunk_bytes)
 
     def wait_chunk(self, st, turn: int, index, phase) -> None:
         """Until ``order[turn]`` of a stage is there; the first one's barrier is the pipe's."""
@@ -220,49 +185,45 @@ class PagedTma:
             cute.group_modes(tiles, 0, 2),
         )  # fmt: skip
 
-    def _planes(self, st, side, loaded, layouts):
-        """(plane, its TMA view, its tiles in shared memory) of Q (``q``) or the cache (``k``)."""
-        tiles = [staged(getattr(st, side + p.name), x) for p, x in zip(self.format.planes, layouts)]
-        return list(zip(self.format.planes, loaded, tiles, strict=True))
+    @cute.jit
+    def run(self, warp, feed, tile_of_q, on_full):
+        """The role of one of the first ``warps`` warps (``Loader.run``)."""
+        if warp == 0:
+            self._fill(feed, tile_of_q)
+            cute.arch.griddepcontrol_launch_dependents()
+        elif warp == 1:
+            if const_expr(self.q_stages > 0):
+                self._fill_q(feed, tile_of_q)
+        elif warp == 2:  # noqa: SIM102 (only the inner condition is a compile-time one)
+            if const_expr(on_full is not None):
+                self._watch(feed, on_full)
 
     @cute.jit
-    def produce_kv(
-        self, st, layouts, k_pipe, loaded, work, span, num_pages, query_rows, copy_scales,
-        loaded_q=None, mark=None, kv_heads=None,
-    ):  # fmt: skip
-        """One warp: for each tile, every plane and the scales into the next free stage.
-
-        ``query_rows``: of all sequences.
-        ``copy_scales(page, part, box, stage, bar)`` is run by one lane for every box; None without.
-        ``loaded_q``: planes of the queries where their tiles pass through this ring, and the call.
-        ``mark(is_first)`` is run behind each tile's copies; None without.
-        ``kv_heads``: divisor by their number where the cache has several: sequence i reads head
-        i % heads; None where a page has none.
-        """
+    def _fill(self, feed: Feed, tile_of_q):
+        """For each tile, every plane and the scales into the next free stage."""
+        st, layouts, k_pipe, cache, work, call, part, mark = feed
+        span, kv_heads = self.work.items_of(work, part), cache.kv_heads
+        copy_scales = self._copier(st, cache.scale)
         lane = cute.arch.lane_idx()
         rank, extra = self.cluster_copy()
-        extra["cache_policy"] = self._policy(work, query_rows)
+        extra["cache_policy"] = self._policy(work, call.rows)
         planes = [
-            self._boxes(x, tiles, p.width, rank)
-            for p, x, tiles in self._planes(st, "k", loaded, layouts)
+            self._boxes(x, staged(getattr(st, "k" + p.name), layout), p.width, rank)
+            for p, x, layout in zip(self.format.planes, cache.source, layouts, strict=True)
         ]
-        if const_expr(loaded_q is not None):
-            loaded_q, call = loaded_q
-            q_planes = self._planes(st, "k", loaded_q, layouts)
         kst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
         landed = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
         for i in cutlass.range(span[0], span[1], unroll=1):
             batch, first, last, _ = self.work.item_at(work, i)
-            if const_expr(loaded_q is not None):
-                rows = self.work.rows_at(work, call, i, batch, self.rows)
-                self._fill_with_q(k_pipe, kst, q_planes, rows)
+            if const_expr(tile_of_q is not None and self.q_stages == 0):
+                tile_of_q(i, batch, kst)
                 kst.advance()
             row = work.block_table[batch, None]
-            page = self.work.page_of(row, first, lane, num_pages)
+            page = self.work.page_of(row, first, lane, cache.pages)
             for tile in cutlass.range(first, last, unroll=1):
                 now = page
-                page = self.work.page_of(row, tile + 1, lane, num_pages)
-                part = tile % self.work.tiles_of_page
+                page = self.work.page_of(row, tile + 1, lane, cache.pages)
+                place = tile % self.work.tiles_of_page  # in its page
                 if const_expr(self.start_tiles):  # noqa: SIM102 (only this is a compile-time one)
                     if (i == span[0]) & (tile == first + self.start_tiles):
                         # this warp alone begins the stage's next phase, so it cannot miss this one
@@ -274,16 +235,20 @@ class PagedTma:
                         p = cute.arch.make_warp_uniform(cute.arch.shuffle_sync(now, j))
                         at = [target[self._at(j, c, kst.index)] for target, _ in planes]
                         for x in cutlass.range_constexpr(len(planes)):
-                            source = planes[x][1][self._at(part, c, page_at(p, batch, kv_heads))]
-                            cute.copy(loaded[x].atom, source, at[x], tma_bar_ptr=bar, **extra)
+                            source = planes[x][1][self._at(place, c, page_at(p, batch, kv_heads))]
+                            cute.copy(cache.source[x].atom, source, at[x], tma_bar_ptr=bar, **extra)
                         if const_expr(copy_scales is not None):
                             with cute.arch.elect_one():
-                                copy_scales(p, part, j, kst.index, bar)
+                                copy_scales(p, place, j, kst.index, bar)
                 if const_expr(mark is not None):
                     mark(kst.count == 0)
                 kst.advance()
         # no producer_tail: every stage is read before the math warps end, and a cluster leaves
         # together, so no arrival can reach a CTA that is gone
+
+    def _copier(self, st, scale):
+        """What copies the scales of a box; None without scales."""
+        return None if self.scales is None else self.scales.copier(st, scale)
 
     def _at(self, box, chunk, stage):
         """Coordinate in a view of ``_boxes``."""
@@ -308,36 +273,26 @@ class PagedTma:
         return bar
 
     @cute.jit
-    def _fill_with_q(self, k_pipe, kst, planes, rows):
-        """A Q tile into the next free stage of the KV ring."""
-        k_pipe.sync_object_empty.wait(kst.index, kst.phase)
-        bar = k_pipe.producer_get_barrier(kst)
-        with cute.arch.elect_one():  # fewer bytes than a KV tile's, which has scales
-            cute.arch.mbarrier_arrive_and_expect_tx(bar, self.q_bytes)
-        self._copy_q(planes, rows, kst.index, bar)
-
-    def _copy_q(self, planes, rows, stage, bar):
-        """This CTA's row tile of an item into a stage: rows behind the sequence's end, which may be
-        another's, are nobody's and are not written; behind the last query there are zeros."""
-        for plane, loaded, tiles in planes:
-            moved = cute.domain_offset((rows.first, 0), loaded.coords)
-            target, source = cpasync.tma_partition(
-                loaded.atom, 0, cute.make_layout(1), cute.group_modes(tiles, 0, 2),
-                cute.group_modes(cute.local_tile(moved, (self.rows, plane.width), (0, 0)), 0, 2),
-            )  # fmt: skip
-            cute.copy(loaded.atom, source, target[None, stage], tma_bar_ptr=bar)
-
-    @cute.jit
-    def produce_q(self, st, layouts, q_pipe, loaded, work, call, span):
-        """One warp: this CTA's row tile of each item."""
-        planes = self._planes(st, "q", loaded, layouts)
+    def _fill_q(self, feed: Feed, tile_of_q):
+        """This CTA's row tile of each item, into Q's own ring."""
+        span = self.work.items_of(feed.work, feed.part)
         qst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.q_stages)
         for i in cutlass.range(span[0], span[1], unroll=1):
-            batch, _, _, _ = self.work.item_at(work, i)
-            rows = self.work.rows_at(work, call, i, batch, self.rows)
-            q_pipe.producer_acquire(qst)
-            self._copy_q(planes, rows, qst.index, q_pipe.producer_get_barrier(qst))
+            batch, _, _, _ = self.work.item_at(feed.work, i)
+            tile_of_q(i, batch, qst)
             qst.advance()
+
+    @cute.jit
+    def _watch(self, feed: Feed, on_full):
+        """``on_full`` for each tile."""
+        span = self.work.items_of(feed.work, feed.part)
+        kst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
+        for i in cutlass.range(span[0], span[1], unroll=1):
+            _, first, last, _ = self.work.item_at(feed.work, i)
+            for _ in cutlass.range(first, last, unroll=1):
+                feed.k_pipe.consumer_wait(kst)
+                on_full(kst)
+                kst.advance()
 
 
 def in_lines(layout, line: int):
@@ -366,19 +321,3 @@ def page_at(page, sequence, kv_heads):
     """A page as coordinate of a cache: with the KV head that ``sequence`` reads, where there are
     several (``kv_heads``: divisor by their number; None: pages have none)."""
     return page if kv_heads is None else (divmod(sequence, kv_heads)[1], page)
-
-
-def pipe_barriers(
-    q_stages: int, q_readers: dict[str, int], k_stages: int, k_readers: dict[str, int], cluster: int
-) -> tuple[bud.Barrier, ...]:
-    """The pipes' barriers in a budget; ``*_readers``: role -> warps that free a stage."""
-    k_free = {role: n * cluster for role, n in k_readers.items()}  # the peer's warps arrive too
-    q_pipe = (
-        bud.Barrier("q_full", 1, {"Q producer": 1}, q_stages),
-        bud.Barrier("q_empty", sum(q_readers.values()), q_readers, q_stages),
-    )
-    return (
-        *(q_pipe if q_stages else ()),
-        bud.Barrier("k_full", 1, {"KV producer": 1}, k_stages),
-        bud.Barrier("k_empty", sum(k_readers.values()) * cluster, k_free, k_stages),
-    )

@@ -62,7 +62,9 @@ from ..common.barriers import Ring
 from ..common.epilogue import Held, Shared, finish_row, write_rows
 from ..common.fp8_per_token import FORMAT, TokenScales
 from ..common.frames import NEVER, move_frame
-from ..common.paged_tma import PagedTma, pipe_barriers
+from ..common.loader import Cache, Feed
+from ..common.paged_tma import PagedTma
+from ..common.q_tiles import QTiles
 from ..common.registers import claim_registers
 from ..common.smem import array, struct_of
 from ..common.types import BF16, F8, ROW_MAJOR
@@ -71,7 +73,8 @@ from ..dims import EXPONENT_CHANNELS
 from ..dims import KV_LORA_RANK as D
 from ..dims import QK_ROPE_HEAD_DIM as R
 from ..dims import TOKEN_TILE as TILE
-from ..smxx.fp8_entry import Fp8Entry, Gmem, Tma, fake_args, row_facts
+from ..smxx.decode_entry import Tma
+from ..smxx.fp8_entry import Fp8Entry, Gmem, fake_args, row_facts
 from . import block_softmax as softmax
 from . import umma
 
@@ -164,7 +167,7 @@ def budget(spec: VariantSpec) -> bud.Budget:
         ),
         smem=stages * STAGE_BYTES + P_STAGES * form.rows * TILE + SMALL_BYTES,
         barriers=(
-            *pipe_barriers(0, {}, stages, K_READERS, spec.cluster),
+            *loads_of(spec).barriers(),
             *(barrier for ring in rings_of(form) for barrier in ring.budget()),
         ),
         mmas=(
@@ -177,8 +180,17 @@ def budget(spec: VariantSpec) -> bud.Budget:
     )
 
 
+def loads_of(spec: VariantSpec) -> PagedTma:
+    """The KV ring, through which Q's tiles pass."""
+    stages, work = spec.stages or STAGES, WorkList(spec.page_size, TILE)
+    return PagedTma(
+        FORMAT, work, rows=umma.Form(spec.row_tile).rows, stages=stages, readers=K_READERS,
+        cluster=spec.cluster, scales=TokenScales(TILE, stages, work.box),
+    )  # fmt: skip
+
+
 def build(spec: VariantSpec):
-    return Ws(spec), fake_args(spec)
+    return Fp8Entry(Ws(spec)), fake_args(spec)
 
 
 class Layouts(NamedTuple):
@@ -198,21 +210,17 @@ class Cta(NamedTuple):
     tmem: Int32
 
 
-class Ws(Fp8Entry):
+class Ws:
     """The kernel: one CTA of 16 warps."""
 
     def __init__(self, spec: VariantSpec):
         self.stages, self.form = spec.stages or STAGES, umma.Form(spec.row_tile)
         self.rings, self.columns = rings_of(self.form), Columns(self.form)
-        self.work = WorkList(spec.page_size, TILE)
-        loads = PagedTma(
-            FORMAT, self.work, rows=self.form.rows, stages=self.stages, q_stages=0,
-            cluster=spec.cluster, q_warps=0, k_warps=sum(K_READERS.values()),
-        )  # fmt: skip
-        needs = budget(spec)
-        super().__init__(spec, loads, needs.threads)
-        self.budget, self.regs = needs, tuple(group.registers for group in needs.groups)
-        self.scales = TokenScales(TILE, self.stages, self.work.box)
+        self.loads, self.budget = loads_of(spec), budget(spec)
+        self.work, self.scales = self.loads.work, self.loads.scales
+        self.q_tiles = QTiles(FORMAT, self.work, rows=self.form.rows, stages=0)
+        self.spec, self.threads = spec, self.budget.threads
+        self.regs = tuple(group.registers for group in self.budget.groups)
         self.triples = softmax.WarpTriples(self.scales, self.form)
 
     # ---------------------------------------------------------------- host half
@@ -253,27 +261,28 @@ class Ws(Fp8Entry):
         warp_id = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         wg = cute.arch.make_warp_uniform(tidx // WARPGROUP)
         layouts = self.layouts()
-        st = cutlass.memory.SmemAllocator().allocate(self.Storage)
+        st = cutlass.memory.SmemAllocator().allocate(self.storage(layouts))
         if warp_id == 0:
-            for loaded in (*tma.q, *tma.kv):
-                cpasync.prefetch_descriptor(loaded.atom)
+            for atom in (*self.q_tiles.descriptors(tma.q), *self.loads.descriptors(tma.kv)):
+                cpasync.prefetch_descriptor(atom)
             with cute.arch.elect_one():
                 for ring in self.rings:
                     ring.init(st)  # fenced with the pipe's own, below
         if warp_id == 3:
             umma.allocate(st.tmem.data_ptr(), self.columns.allocated)
-        _, k_pipe = self.loads.pipes(st)  # its barrier also publishes the address
+        k_pipe = self.loads.pipe(st)  # its barrier also publishes the address
 
         cute.arch.griddepcontrol_wait()  # q, the cache and the plan come from the kernels before
         cta = Cta(st, k_pipe, gmem, call, umma.base_of(st.tmem.data_ptr()))
         if wg == 0:
             claim_registers(self.budget, self.regs[0])
             if warp_id == 0:
-                self.loads.produce_kv(
-                    st, layouts.k, k_pipe, tma.kv, gmem.work, self.items(cta), gmem.scale.shape[0],
-                    call.rows, self.scales.copier(st, gmem.scale), (tma.q, call),
+                cache = Cache(tma.kv, gmem.scale.shape[0], gmem.scale)
+                _, part, _ = cute.arch.block_idx()
+                self.loads.run(
+                    0, Feed(st, layouts.k, k_pipe, cache, gmem.work, call, part),
+                    self.q_tiles.issuer(st, k_pipe, layouts.k, tma.q, gmem.work, call), None,
                 )  # fmt: skip
-                cute.arch.griddepcontrol_launch_dependents()
             elif warp_id == 1:
                 self.issue_scores(cta)
             elif warp_id == 2:

@@ -1,4 +1,4 @@
-"""Decode over a 16-bit latent cache for SM90, pipeline ``split``: entry, producers and budget.
+"""Decode over a 16-bit latent cache for SM90, pipeline ``split``: roles and budget.
 
 One warpgroup computes S and P, two others O.
 
@@ -30,37 +30,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import cutlass.cute as cute
-import cutlass.memory
-from cutlass import const_expr
-from cutlass.cute.nvgpu import cpasync
 
 from ..common import budget as bud
-from ..common.paged_tma import chunk_ring, early_ring, pipe_barriers
 from ..common.registers import claim_registers
-from ..common.work_list import Call
 from ..dims import HEAD_DIM_QK, KV_LORA_RANK
 from ..dims import TOKEN_TILE as TILE
-from ..smxx.dense_entry import DenseEntry, Gmem, Tma, fake_args
-from ..stamp import Stamp
+from ..smxx.dense_entry import DenseEntry, fake_args
+from .decode import Decode, infeasible
 from .dense_few import FewRows
 from .dense_many import ManyRows
-from .dense_parts import (
-    CHUNKS,
-    INV_RING,
-    PV_WARPS,
-    ROWS_OF_CTA,
-    SOFTMAX_WARPS,
-    TOKEN_BYTES,
-    WARPGROUP,
-    Cta,
-    Layouts,
-    Parts,
-    early_of,
-    is_few,
-    p_ring,
-    q_stages_of,
-    stages_of,
-)
+from .dense_parts import TOKEN_BYTES, Parts, is_few
+from .roles import INV_RING, ROWS_OF_CTA, Cta
 
 if TYPE_CHECKING:
     from ..spec import VariantSpec
@@ -70,25 +50,16 @@ SMALL_BYTES = 3072  # factors, barriers, alignment: an upper bound
 
 def feasible(spec: VariantSpec) -> str | None:
     """Reason why the pipeline cannot be built for ``spec``, or None."""
-    if spec.cluster * ROWS_OF_CTA < spec.row_tile:
-        return f"split: a CTA holds {ROWS_OF_CTA} rows, row_tile {spec.row_tile} needs a cluster"
-    if spec.cluster > 1 and spec.row_tile <= ROWS_OF_CTA:
-        return f"split: row_tile {spec.row_tile} needs one CTA, not a cluster"
-    if stages_of(spec) < 2:
-        return f"split needs at least 2 stages, got {spec.stages}"
-    reason = bud.check(budget(spec))
-    return None if reason is None else f"split: {reason}"
+    return infeasible(spec, 2, budget(spec))
 
 
 def budget(spec: VariantSpec) -> bud.Budget:
     """Warpgroups, registers, barriers, shared memory of a CTA."""
     form = FewRows if is_few(spec) else ManyRows
     few, rows = is_few(spec), min(spec.row_tile, ROWS_OF_CTA)
-    stages, q_stages = stages_of(spec), q_stages_of(spec)
     producer, softmax, pv = form.registers
-    tiles = (stages * TILE + q_stages * rows) * TOKEN_BYTES
-    readers = {"softmax": SOFTMAX_WARPS}, {"softmax": SOFTMAX_WARPS, "P.V": PV_WARPS}
-    half, early = KV_LORA_RANK // 2, early_of(spec)
+    parts, half = Parts(spec), KV_LORA_RANK // 2
+    tiles = (parts.stages * TILE + parts.q_stages * rows) * TOKEN_BYTES
     return bud.Budget(
         groups=(
             bud.WarpGroup("producers", producer),
@@ -97,82 +68,34 @@ def budget(spec: VariantSpec) -> bud.Budget:
         ),
         smem=tiles + SMALL_BYTES,
         barriers=(
-            *pipe_barriers(q_stages, readers[0], stages, readers[1], spec.cluster),
-            *chunk_ring(stages, CHUNKS).budget(),
-            *(early_ring(stages, early).budget() if early else ()),
-            *p_ring(stages).budget(),
+            *parts.q_tiles.barriers(), *parts.loads.barriers(), *parts.p_ring.budget(),
             *INV_RING.budget(),
         ),
         mmas=(
             bud.Mma("Q.K", TILE if few else rows, rows if few else TILE, HEAD_DIM_QK, spec.dtype),
             bud.Mma("P.V", 64, rows if few else half // 2, TILE, spec.dtype),
         ),
-    )
+    )  # fmt: skip
 
 
 def build(spec: VariantSpec):
-    parts = Parts(spec)
-    form = FewRows(parts) if is_few(spec) else ManyRows(parts)
-    return DenseDecode(spec, form), fake_args(spec)
+    return DenseEntry(Decode(spec, Split(spec))), fake_args(spec)
 
 
-class DenseDecode(DenseEntry):
-    """The exported function of one form."""
+class Split:
+    """The pipeline (``decode.Pipeline``): one form's roles, with their registers."""
 
-    threads = 512
+    def __init__(self, spec: VariantSpec):
+        self.parts, self.budget = Parts(spec), budget(spec)
+        self.form = FewRows(self.parts) if is_few(spec) else ManyRows(self.parts)
+        self.layouts, self.storage = self.form.layouts, self.form.storage
+        self.init_barriers = self.form.init_barriers
 
-    def __init__(self, spec: VariantSpec, form):
-        super().__init__(spec, form.parts.loads, self.threads)
-        self.form, self.parts = form, form.parts
-
-    def layouts(self) -> Layouts:
-        return self.form.layouts()
-
-    def storage(self, layouts: Layouts):
-        return self.form.storage(layouts)
-
-    @cute.kernel
-    def kernel(self, tma: Tma, gmem: Gmem, call: Call):
-        entered = self.parts.stamps.now()
-        tidx, _, _ = cute.arch.thread_idx()
-        _, part, _ = cute.arch.block_idx()
-        warp_id = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        wg = cute.arch.make_warp_uniform(tidx // WARPGROUP)
-        layouts = self.layouts()
-        st = cutlass.memory.SmemAllocator().allocate(self.Storage)
-        if warp_id == 0:
-            for loaded in (*tma.q, *tma.kv):
-                cpasync.prefetch_descriptor(loaded.atom)
-            with cute.arch.elect_one():
-                self.form.init_barriers(st)  # fenced with the pipes' own, below
-        q_pipe, k_pipe = self.parts.loads.pipes(st)
-
-        cute.arch.griddepcontrol_wait()  # q, the cache and the plan come from the kernels before
-        waited = self.parts.stamps.now()
+    @cute.jit
+    def math_roles(self, cta: Cta, wg):
         if wg == 0:
-            claim_registers(budget(self.spec), self.form.registers[0])
-            if warp_id == 0:
-                self.parts.stamps.put(gmem.results, Stamp.ENTRY, value=entered)
-                self.parts.stamps.put(gmem.results, Stamp.WAITED, value=waited)
-                span = self.parts.work.items_of(gmem.work, part)
-                self.parts.loads.produce_kv(
-                    st, (layouts.k,), k_pipe, tma.kv, gmem.work, span, tma.num_pages,
-                    call.rows, None, kv_heads=tma.kv_heads,
-                    mark=self.parts.stamps.marker(gmem.results, Stamp.FIRST_TMA),
-                )  # fmt: skip
-                cute.arch.griddepcontrol_launch_dependents()
-            elif warp_id == 1:
-                span = self.parts.work.items_of(gmem.work, part)
-                self.parts.loads.produce_q(st, (layouts.q,), q_pipe, tma.q, gmem.work, call, span)
+            claim_registers(self.budget, self.form.registers[1])
+            self.form.softmax_loop(cta)
         else:
-            cta = Cta(st, layouts, q_pipe, k_pipe, gmem, call, part)
-            if wg == 1:
-                claim_registers(budget(self.spec), self.form.registers[1])
-                self.form.softmax_loop(cta)
-            else:
-                claim_registers(budget(self.spec), self.form.registers[2])
-                self.form.pv_loop(cta, wg - 2)
-        if const_expr(self.spec.cluster > 1):
-            # the peer signals barriers in this CTA's shared memory: leave together
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()
+            claim_registers(self.budget, self.form.registers[2])
+            self.form.pv_loop(cta, wg - 1)

@@ -31,17 +31,9 @@ from .across_warps import AcrossWarps
 from .block_softmax import store_words_of_p
 from .dense_form import HALF, Form
 from .dense_frames import move_frame
-from .dense_parts import (
-    CHUNK_STEPS,
-    CHUNKS,
-    INV_RING,
-    SOFTMAX_WARPS,
-    WARPGROUP,
-    Layouts,
-    Parts,
-    k_layout,
-)
+from .dense_parts import CHUNK_STEPS, CHUNKS, Parts, k_layout
 from .fragments import TokensOnM, mask, pad_layout, padded_size
+from .roles import INV_RING, SOFTMAX_WARPS, WARPGROUP, Layouts
 from .wgmma import issue, tiled_mma
 
 D_BLOCKS = HALF // 64  # of 64 channels, a P.V warpgroup
@@ -60,7 +52,7 @@ class FewRows(AcrossWarps, Form):
         q = make(ROW_MAJOR, (*shape, HEAD_DIM_QK), self.parts.dtype, self.parts.q_stages)
         p = make(ROW_MAJOR, (*shape, TILE), self.parts.dtype, 1)
         k = k_layout(sm90.make_smem_layout_a, self.parts)
-        return Layouts(q, k, self.parts.of_stages(p))
+        return Layouts((q,), (k,), self.parts.of_stages(p))
 
     def fields(self) -> dict:
         return self.exchange_fields(self.rows_cta)
@@ -79,8 +71,8 @@ class FewRows(AcrossWarps, Form):
         mma_s = self.score_mma()
         thr_s = mma_s.get_slice(tidx % WARPGROUP)
         return (
-            mma_s.make_fragment_A(thr_s.partition_A(staged(st.kc, layouts.k))),
-            mma_s.make_fragment_B(thr_s.partition_B(staged(st.qc, layouts.q))),
+            mma_s.make_fragment_A(thr_s.partition_A(staged(st.kc, layouts.k[0]))),
+            mma_s.make_fragment_B(thr_s.partition_B(staged(st.qc, layouts.q[0]))),
         )
 
     @cute.jit

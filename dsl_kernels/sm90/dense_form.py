@@ -22,9 +22,10 @@ from ..common.smem import array, staged, struct_of
 from ..dims import KV_LORA_RANK as D
 from ..dims import TOKEN_TILE as TILE
 from ..stamp import Stamp
-from .dense_parts import INV_RING, SOFTMAX_WARPS, WARPGROUP, Barrier, Cta, Layouts, Parts
+from .dense_parts import Parts
 from .fragments import padded_size
 from .item_notes import note, note_fields, noted
+from .roles import INV_RING, SOFTMAX_WARPS, WARPGROUP, Barrier, Cta, Layouts
 
 if TYPE_CHECKING:
     from .fragments import RowsOnM, TokensOnM
@@ -94,6 +95,7 @@ class Form:
     def storage(self, layouts: Layouts):
         padded, stages = padded_size(self.rows_cta), self.parts.stages
         return struct_of(
+            **self.parts.q_tiles.fields,
             **self.parts.loads.fields,
             **self.parts.p_ring.field,
             **INV_RING.field,
@@ -107,7 +109,6 @@ class Form:
 
     @cute.jit
     def init_barriers(self, st):
-        self.parts.loads.init_chunks(st)
         self.parts.p_ring.init(st)
         INV_RING.init(st)
 

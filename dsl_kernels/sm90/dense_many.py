@@ -37,19 +37,9 @@ from ..dims import TOKEN_TILE as TILE
 from .block_softmax import ROWS_ON_M, maxima, store_words_of_p
 from .dense_form import HALF, Form
 from .dense_frames import move_frame
-from .dense_parts import (
-    CHUNK_STEPS,
-    CHUNKS,
-    INV_RING,
-    ROWS_OF_CTA,
-    SOFTMAX_WARPS,
-    WARPGROUP,
-    Barrier,
-    Layouts,
-    Parts,
-    k_layout,
-)
+from .dense_parts import CHUNK_STEPS, CHUNKS, Parts, k_layout
 from .fragments import mask
+from .roles import INV_RING, ROWS_OF_CTA, SOFTMAX_WARPS, WARPGROUP, Barrier, Layouts
 from .wgmma import issue, tiled_mma
 
 # N of its WGMMAs: ptxas takes no instruction of more registers than the launch grants a thread,
@@ -72,7 +62,7 @@ class ManyRows(Form):
         make, shape = sm90.make_smem_layout_a, (ROWS_OF_CTA, TILE)
         q = make(ROW_MAJOR, (*shape, HEAD_DIM_QK), self.parts.dtype, self.parts.q_stages)
         p = make(ROW_MAJOR, (*shape, TILE), self.parts.dtype, 1)
-        return Layouts(q, k, self.parts.of_stages(p))
+        return Layouts((q,), (k,), self.parts.of_stages(p))
 
     def score_mmas(self):
         """Q from registers, from shared memory."""
@@ -116,8 +106,8 @@ class ManyRows(Form):
         thr_s = mma_s.get_slice(tidx % WARPGROUP)
         return (
             mma_r.make_fragment_A(mma_r.partition_shape_A((ROWS_OF_CTA, 16 * REGISTER_STEPS))),
-            mma_s.make_fragment_A(thr_s.partition_A(staged(st.qc, layouts.q))),
-            mma_s.make_fragment_B(thr_s.partition_B(staged(st.kc, layouts.k))),
+            mma_s.make_fragment_A(thr_s.partition_A(staged(st.qc, layouts.q[0]))),
+            mma_s.make_fragment_B(thr_s.partition_B(staged(st.kc, layouts.k[0]))),
             self.lane_line(wwarp, tidx % 32),
         )
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from enum import IntEnum
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
 import cutlass.cute as cute
 import cutlass.tensor_utils
@@ -11,55 +10,36 @@ import cutlass.tensor_utils
 from .. import compat
 from ..common.barriers import Ring
 from ..common.latent16 import LatentValues, latent_format
+from ..common.loader import Cache
 from ..common.paged_tma import Early, PagedTma
+from ..common.q_tiles import QTiles
 from ..common.smem import array
 from ..common.stamps import Stamps
 from ..common.types import ROW_MAJOR
-from ..common.work_list import Call, WorkList
+from ..common.work_list import WorkList
 from ..dims import HEAD_DIM_QK, KV_LORA_RANK
 from ..dims import TOKEN_TILE as TILE
-from ..smxx.dense_entry import Gmem
+from .roles import (
+    FEW_ROWS,
+    K_READERS,
+    PV_WARPS,
+    Q_READERS,
+    ROWS_OF_CTA,
+    SOFTMAX_WARPS,
+    Cta,
+    Layouts,
+)
 
 if TYPE_CHECKING:
+    from ..smxx.decode_entry import Tma
+    from ..smxx.dense_entry import Gmem
     from ..spec import VariantSpec
 
-WARPGROUP = 128
-ROWS_OF_CTA = 64
-FEW_ROWS = 32  # and less: S^T = K Q^T
 TOKEN_BYTES = 2 * HEAD_DIM_QK
-SOFTMAX_WARPS, PV_WARPS = 4, 8
 CHUNKS = 9  # of a KV tile, 64 channels each: Q.K begins on the first
 EARLY = (0, 1, 4, 5)  # of them: the first half of what each P.V warpgroup reads
 CHUNK_STEPS = HEAD_DIM_QK // 16 // CHUNKS  # of Q.K
 COLUMN_MAJOR = cutlass.tensor_utils.LayoutEnum.COL_MAJOR
-INV_RING = Ring("inv", 1, {"softmax": SOFTMAX_WARPS}, {"P.V": PV_WARPS})  # 1 / row sums of an item
-
-
-class Barrier(IntEnum):
-    """Named barriers; each P.V warpgroup has one of its own, ``PV`` and the next."""
-
-    SOFTMAX = 1
-    PV = 2
-
-
-class Layouts(NamedTuple):
-    """Shared-memory layouts of Q, KV ring and P (in the ring)."""
-
-    q: Any
-    k: Any
-    p: Any
-
-
-class Cta(NamedTuple):
-    """What every role of a CTA works with; ``part``: whose items it walks."""
-
-    st: Any
-    layouts: Layouts
-    q_pipe: Any
-    k_pipe: Any
-    gmem: Gmem
-    call: Call
-    part: Any
 
 
 def is_few(spec: VariantSpec) -> bool:
@@ -88,13 +68,13 @@ def early_of(spec: VariantSpec) -> Early | None:
 
 
 class Parts:
-    """What the forms are composed of.
+    """What the forms are composed of (``decode.Parts``).
 
     Attributes:
         dtype: of Q, K, V and P.
         rows, cluster: query rows of a CTA; CTAs that share their K tiles.
         stages, q_stages: KV tiles, Q tiles in flight.
-        work, loads, values: work list, producers, V in the ring.
+        work, q_tiles, loads, values: work list, Q, KV tiles, V in the ring.
         p_ring: barriers of P.
         stamps: recorder of events, off in ordinary builds.
     """
@@ -104,20 +84,30 @@ class Parts:
         self.rows, self.cluster = min(spec.row_tile, ROWS_OF_CTA), spec.cluster
         self.stages, self.q_stages = stages_of(spec), q_stages_of(spec)
         self.work = WorkList(spec.page_size, TILE)
+        latent = latent_format(self.dtype)
+        self.q_tiles = QTiles(
+            latent, self.work, rows=self.rows, stages=self.q_stages, readers=Q_READERS
+        )
         self.loads = PagedTma(
-            latent_format(self.dtype), self.work, rows=self.rows, stages=self.stages,
-            q_stages=self.q_stages, cluster=spec.cluster, q_warps=SOFTMAX_WARPS,
-            k_warps=SOFTMAX_WARPS + PV_WARPS, chunks=CHUNKS, early=early_of(spec),
+            latent, self.work, rows=self.rows, stages=self.stages, readers=K_READERS,
+            q_stages=self.q_stages, cluster=spec.cluster, chunks=CHUNKS, early=early_of(spec),
         )  # fmt: skip
         self.p_ring = p_ring(self.stages)
         self.values = LatentValues(self.dtype, TILE)
         self.stamps = Stamps(bool(spec.stamps))
 
+    def cache(self, tma: Tma, gmem: Gmem) -> Cache:
+        """What the loader reads."""
+        return Cache(tma.kv, gmem.num_pages, kv_heads=gmem.kv_heads)
+
+    def on_full(self, st) -> None:
+        """Nothing is wanted of a full stage."""
+
     def tile_fields(self, layouts: Layouts) -> dict:
         """Ring and Q, at multiples of the 1024-byte swizzle period."""
         return dict(
-            kc=array(self.dtype, cute.cosize(layouts.k), 1024),
-            qc=array(self.dtype, cute.cosize(layouts.q), 1024),
+            kc=array(self.dtype, cute.cosize(layouts.k[0]), 1024),
+            qc=array(self.dtype, cute.cosize(layouts.q[0]), 1024),
         )
 
     def of_stages(self, one):

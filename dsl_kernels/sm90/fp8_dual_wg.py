@@ -13,7 +13,7 @@ adds it in fp32: O = gamma O + beta (P8 V8).  gamma and beta are powers of two o
 differences, and the running frame moves lazily (common/frames.py).
 
 Roles (3 warpgroups)
-    wg 0  warp 0 KV producer, warp 1 Q producer, warp 2 scale warp (fp8_decode.py)
+    wg 0  warp 0 KV producer, warp 1 Q producer, warp 2 scale warp (fp8_parts.py)
     wg 1  WG0: even blocks, channels   0..255
     wg 2  WG1: odd blocks,  channels 256..511
 
@@ -42,26 +42,20 @@ from ..common import budget as bud
 from ..common.barriers import warps_meet
 from ..common.epilogue import Held, Shared, finish_row, write_rows
 from ..common.frames import NEVER, move_frame
+from ..common.registers import claim_registers
 from ..common.smem import array, staged, struct_of
 from ..common.types import F8, ROW_MAJOR, U16
 from ..compat import wgmma_fence
 from ..dims import KV_LORA_RANK as D
 from ..dims import QK_ROPE_HEAD_DIM as R
 from ..dims import TOKEN_TILE as TILE
-from ..smxx.fp8_entry import fake_args, row_facts
+from ..smxx.fp8_entry import Fp8Entry, fake_args, row_facts
 from . import transpose
 from .block_softmax import block_p, store_p
-from .fp8_decode import (
-    SMALL_BYTES,
-    STAGE_BYTES,
-    WARPGROUP,
-    Cta,
-    Fp8Decode,
-    Parts,
-    barriers,
-    infeasible,
-)
+from .decode import Decode, infeasible
+from .fp8_parts import SMALL_BYTES, STAGE_BYTES, Parts
 from .qk import QK_GROUPS
+from .roles import WARPGROUP, Cta, Layouts
 from .wgmma import issue, tiled_mma, u16_view
 
 if TYPE_CHECKING:
@@ -71,7 +65,8 @@ ROWS = 64
 STAGES = 4  # of the K ring, unless the spec says otherwise
 PAIR_BUFFERS = 2
 MATH_WARPS = 8
-MATH_REGS = 240
+PRODUCER_REGS, MATH_REGS = 24, 240
+READERS = {"WG0": 4, "WG1": 4}  # of Q, of a KV stage
 
 
 class Barrier(IntEnum):
@@ -94,16 +89,16 @@ def feasible(spec: VariantSpec) -> str | None:
 
 def budget(spec: VariantSpec) -> bud.Budget:
     """Warpgroups, registers, barriers, shared memory of a CTA."""
-    stages, readers = spec.stages or STAGES, {"WG0": 4, "WG1": 4}
-    tiles = stages * STAGE_BYTES + ROWS * 640 + 2 * PAIR_BUFFERS * ROWS * TILE
+    parts = parts_of(spec)
+    tiles = parts.stages * STAGE_BYTES + ROWS * 640 + 2 * PAIR_BUFFERS * ROWS * TILE
     return bud.Budget(
         groups=(
-            bud.WarpGroup("producers", DualWg.producer_regs),
+            bud.WarpGroup("producers", PRODUCER_REGS),
             bud.WarpGroup("math", MATH_REGS, count=2),
         ),
         smem=tiles + SMALL_BYTES,
         barriers=(
-            *barriers(spec, 1, readers, stages, readers),
+            *parts.barriers(),
             bud.Barrier("block a ready", MATH_WARPS // 2, {"WG0": 4}, PAIR_BUFFERS),
             bud.Barrier("block b ready", MATH_WARPS // 2, {"WG1": 4}, PAIR_BUFFERS),
         ),
@@ -115,26 +110,28 @@ def budget(spec: VariantSpec) -> bud.Budget:
     )
 
 
+def parts_of(spec: VariantSpec) -> Parts:
+    """What the pipeline is composed of."""
+    stages = spec.stages or STAGES
+    return Parts(spec, stages=stages, q_stages=1, q_readers=READERS, k_readers=READERS)
+
+
 def build(spec: VariantSpec):
-    return Fp8Decode(spec, DualWg(spec)), fake_args(spec)
+    return Fp8Entry(Decode(spec, DualWg(spec))), fake_args(spec)
 
 
 class DualWg:
-    """The pipeline: two math roles (``fp8_decode.Pipeline``)."""
-
-    threads = 384
-    producer_regs = 24
+    """The pipeline: two math roles (``decode.Pipeline``)."""
 
     def __init__(self, spec: VariantSpec):
-        self.stages = spec.stages or STAGES
-        self.parts = Parts(
-            spec, stages=self.stages, q_stages=1, q_warps=MATH_WARPS, k_warps=MATH_WARPS
-        )
+        self.parts, self.budget = parts_of(spec), budget(spec)
+        self.stages = self.parts.stages
 
     # ---------------------------------------------------------------- host half
 
-    def p_layout(self):
-        return sm90.make_smem_layout_a(ROW_MAJOR, (ROWS, D, TILE), F8, 2 * PAIR_BUFFERS)
+    def layouts(self) -> Layouts:
+        p = sm90.make_smem_layout_a(ROW_MAJOR, (ROWS, D, TILE), F8, 2 * PAIR_BUFFERS)
+        return Layouts(*self.parts.score.layouts(self.parts.q_stages, self.stages), p)
 
     def vt_layout(self):
         """V^T (512, 64 tokens) of a stage, over the bytes of its K tile."""
@@ -162,7 +159,7 @@ class DualWg:
 
     @cute.jit
     def math_roles(self, cta, wg):
-        cute.arch.setmaxregister_increase(MATH_REGS)
+        claim_registers(self.budget, MATH_REGS)
         self.math_loop(wg, cta)
 
     @cute.jit

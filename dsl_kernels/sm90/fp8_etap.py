@@ -47,47 +47,31 @@ from cutlass.cute.nvgpu import warpgroup
 
 from ..common import budget as bud
 from ..common.epilogue import Held, Shared, Woven, write_rows
+from ..common.registers import claim_registers
 from ..common.smem import staged, struct_of
 from ..common.types import F8, ROW_MAJOR
 from ..compat import wgmma_fence
 from ..dims import KV_LORA_RANK as D
 from ..dims import QK_ROPE_HEAD_DIM as R
 from ..dims import TOKEN_TILE as TILE
-from ..smxx.fp8_entry import fake_args
+from ..smxx.fp8_entry import Fp8Entry, fake_args
 from ..stamp import Stamp
 from . import transpose
-from .fp8_decode import (
-    SMALL_BYTES,
-    STAGE_BYTES,
-    WARPGROUP,
-    Cta,
-    Fp8Decode,
-    Parts,
-    barriers,
-    infeasible,
-)
+from .decode import Decode, infeasible
+from .fp8_parts import SMALL_BYTES, STAGE_BYTES, Parts
 from .fragments import pad_layout, padded_size
 from .item_notes import noted
 from .p_terms import order, stage_of
 from .qk import QK_GROUPS
+from .roles import FEW_ROWS, INV_RING, K_READERS, Q_READERS, WARPGROUP, Barrier, Cta, Layouts
 from .softmax_few import FewRowsSoftmax
 from .softmax_many import ManyRowsSoftmax
-from .softmax_role import (
-    INV_RING,
-    P_RING,
-    P_STAGES,
-    PV_WARPS,
-    SOFTMAX_WARPS,
-    Barrier,
-    any_flag,
-    hand_over_fields,
-)
+from .softmax_role import P_RING, P_STAGES, any_flag, hand_over_fields
 from .wgmma import issue, tiled_mma
 
 if TYPE_CHECKING:
     from ..spec import VariantSpec
 
-FEW_ROWS = 32  # and less: S^T = K Q^T
 # Of the K ring, unless the spec says otherwise.  Few rows free a stage soon, and with four tiles in
 # flight DRAM gives less than with three (docs/performance.md).
 STAGES, FEW_STAGES = 4, 3
@@ -111,7 +95,6 @@ def budget(spec: VariantSpec) -> bud.Budget:
     p_tiles = P_STAGES * spec.p_terms * rows * TILE
     tiles = stages * STAGE_BYTES + q_stages(spec) * rows * 640 + p_tiles
     m, n = (TILE, rows) if few else (rows, TILE)  # S^T = K Q^T or S = Q K^T
-    readers = {"softmax": SOFTMAX_WARPS}, {"softmax": SOFTMAX_WARPS, "P.V": PV_WARPS}
     return bud.Budget(
         groups=(
             bud.WarpGroup("producers", producer),
@@ -119,11 +102,7 @@ def budget(spec: VariantSpec) -> bud.Budget:
             bud.WarpGroup("P.V", pv, count=2),
         ),
         smem=tiles + (SMALL_BYTES // 2 if few else SMALL_BYTES),  # no scale triples
-        barriers=(
-            *barriers(spec, q_stages(spec), readers[0], stages, readers[1]),
-            *P_RING.budget(),
-            *INV_RING.budget(),
-        ),
+        barriers=(*parts_of(spec).barriers(), *P_RING.budget(), *INV_RING.budget()),
         mmas=(
             bud.Mma("Q.K content", m, n, D // QK_GROUPS, "e4m3", under_softmax=not few),
             bud.Mma("Q.K RoPE", m, n, R, "bf16", under_softmax=not few),
@@ -142,36 +121,39 @@ def q_stages(spec: VariantSpec) -> int:
     return 2 if spec.row_tile <= FEW_ROWS and stages_of(spec) <= STAGES else 1
 
 
+def parts_of(spec: VariantSpec) -> Parts:
+    """What the pipeline is composed of."""
+    few = spec.row_tile <= FEW_ROWS
+    return Parts(
+        spec, stages=stages_of(spec), q_stages=q_stages(spec), q_readers=Q_READERS,
+        k_readers=K_READERS, few_rows=few, scale_warp=not few,
+    )  # fmt: skip
+
+
 def build(spec: VariantSpec):
-    return Fp8Decode(spec, Etap(spec)), fake_args(spec)
+    return Fp8Entry(Decode(spec, Etap(spec))), fake_args(spec)
 
 
 class Etap:
-    """The pipeline: softmax and P.V roles (``fp8_decode.Pipeline``)."""
-
-    threads = 512
+    """The pipeline: softmax and P.V roles (``decode.Pipeline``)."""
 
     def __init__(self, spec: VariantSpec):
         few_rows = spec.row_tile <= FEW_ROWS  # S^T = K Q^T
-        self.parts = Parts(
-            spec, stages=stages_of(spec), q_stages=q_stages(spec), q_warps=SOFTMAX_WARPS,
-            k_warps=SOFTMAX_WARPS + PV_WARPS, few_rows=few_rows,
-            scale_warp=not few_rows,
-        )  # fmt: skip
+        self.parts, self.budget = parts_of(spec), budget(spec)
         self.rows_cta, self.stages = self.parts.rows, self.parts.stages
         self.p_terms = spec.p_terms
         # rows of one P.V product tile: halves of 64, because O takes 128 registers and S is in two
         self.pv_rows = min(self.rows_cta, 32)
         self.names = transpose.TOKENS_ON_M if few_rows else transpose.ROWS_ON_M
         self.softmax = FewRowsSoftmax(self.parts) if few_rows else ManyRowsSoftmax(self.parts)
-        regs = (group.registers for group in budget(spec).groups)
-        self.producer_regs, self.softmax_regs, self.pv_regs = regs
+        _, self.softmax_regs, self.pv_regs = (group.registers for group in self.budget.groups)
 
     # ---------------------------------------------------------------- host half
 
-    def p_layout(self):
+    def layouts(self) -> Layouts:
         stages = P_STAGES * self.p_terms
-        return sm90.make_smem_layout_b(ROW_MAJOR, (64, self.rows_cta, TILE), F8, stages)
+        p = sm90.make_smem_layout_b(ROW_MAJOR, (64, self.rows_cta, TILE), F8, stages)
+        return Layouts(*self.parts.score.layouts(self.parts.q_stages, self.stages), p)
 
     def pv_mma(self):
         return tiled_mma(F8, self.pv_rows, a_in_registers=True)
@@ -195,10 +177,10 @@ class Etap:
     @cute.jit
     def math_roles(self, cta, wg):
         if wg == 0:
-            cute.arch.setmaxregister_decrease(self.softmax_regs)
+            claim_registers(self.budget, self.softmax_regs)
             self.softmax.loop(cta)
         else:
-            cute.arch.setmaxregister_increase(self.pv_regs)
+            claim_registers(self.budget, self.pv_regs)
             self.pv_loop(cta, wg - 1)
 
     # ---------------------------------------------------------------- P.V warpgroups

@@ -19,10 +19,11 @@ from ..common.types import U16
 from ..dims import TOKEN_TILE as TILE
 from ..stamp import Stamp
 from .across_warps import AcrossWarps
-from .fp8_decode import WARPGROUP, Parts
+from .fp8_parts import Parts
 from .fragments import TokensOnM, mask, pad_layout, padded_size
 from .p_terms import quantised, stage_of
-from .softmax_role import INV_RING, P_RING, SoftmaxRole, flags_of
+from .roles import INV_RING, WARPGROUP
+from .softmax_role import P_RING, SoftmaxRole, flags_of
 
 
 class FewRowsSoftmax(AcrossWarps, SoftmaxRole):

@@ -36,10 +36,11 @@ from ..common.epilogue import finish_row
 from ..common.frames import P_LOG2_MAX, move_frame
 from ..stamp import Stamp
 from .block_softmax import ROWS_ON_M, exp2_half, logits, maxima, pack_half, store_words_of_p
-from .fp8_decode import WARPGROUP, Parts
+from .fp8_parts import Parts
 from .fragments import padded_size, row_position
 from .qk import ScoreChains
-from .softmax_role import INV_RING, P_RING, SoftmaxRole
+from .roles import INV_RING, WARPGROUP
+from .softmax_role import P_RING, SoftmaxRole
 
 P_BYTES = 64 * 64  # of a buffer
 ROW_8 = 8  # bytes between the factors of rows g and g + 8 of a warp (fragments.row_position)

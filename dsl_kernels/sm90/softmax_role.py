@@ -10,7 +10,6 @@ and gamma of its rows, and a byte a warp that says whether a frame moved.  Hand-
 
 from __future__ import annotations
 
-from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
 import cutlass
@@ -23,25 +22,17 @@ from ..common.frames import NEVER
 from ..common.smem import array, staged
 from ..smxx.fp8_entry import row_facts
 from ..stamp import Stamp
-from .fp8_decode import WARPGROUP, Cta, Parts
+from .fp8_parts import Parts
 from .fragments import padded_size
 from .item_notes import note, note_fields, noted
+from .roles import INV_RING, PV_WARPS, SOFTMAX_WARPS, WARPGROUP, Cta
 from .wgmma import u16_view
 
 if TYPE_CHECKING:
     from .fragments import RowsOnM, TokensOnM
 
 P_STAGES = 2
-SOFTMAX_WARPS, PV_WARPS = 4, 8
 P_RING = Ring("p", P_STAGES, {"softmax": SOFTMAX_WARPS}, {"P.V": PV_WARPS})
-INV_RING = Ring("inv", 1, {"softmax": SOFTMAX_WARPS}, {"P.V": PV_WARPS})  # 1 / row sums of an item
-
-
-class Barrier(IntEnum):
-    """Named barriers; each P.V warpgroup has one of its own, ``PV`` and the next."""
-
-    SOFTMAX = 1
-    PV = 2
 
 
 def hand_over_fields(rows: int) -> dict:

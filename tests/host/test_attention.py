@@ -498,11 +498,11 @@ def test_gaps_that_the_exported_function_does_not_see() -> None:
     q = selfcheck.sample_query(2, 1, HEADS)
     plan = snapmla.plan_decode(lengths, HEADS, 1, page_size=64, max_pages=table.shape[1])
     lse = torch.zeros(HEADS, 2, 1).transpose(0, 1)
+    out = torch.zeros(2, 1, HEADS, 512, dtype=BF16)
+    call = {"softmax_scale": SCALE, "plan": plan, "out": out}
+    snapmla.decode(q, cache, table, lengths, **call, lse=torch.zeros(2, HEADS, 1))
     with pytest.raises(ValueError, match="lse: .*contiguous"):
-        snapmla.decode(
-            q, cache, table, lengths, softmax_scale=SCALE, plan=plan, lse=lse,
-            out=torch.zeros(2, 1, HEADS, 512, dtype=BF16),
-        )  # fmt: skip
+        snapmla.decode(q, cache, table, lengths, **call, lse=lse)
 
 
 def test_objects_of_another_shape() -> None:
@@ -522,10 +522,14 @@ def test_complete_call_takes_the_quick_way(monkeypatch: pytest.MonkeyPatch) -> N
     def reached(*_: object) -> None:
         raise AssertionError("the full checks ran")
 
+    fresh = {**call, "out": None, "lse": None, "out_dtype": torch.float32}
+    for kind in (call, fresh):  # the first of its kind is checked
+        snapmla.decode(**kind)
+    call["out"].zero_()
     monkeypatch.setattr(attention, "checked", reached)
     out, lse = snapmla.decode(**call)
     assert out is call["out"] and lse is call["lse"] and out.abs().sum() > 0
-    fresh, _ = snapmla.decode(**{**call, "out": None, "lse": None, "out_dtype": torch.float32})
+    fresh, _ = snapmla.decode(**fresh)
     assert fresh.dtype == torch.float32
     assert torch.equal(fresh.bfloat16(), out), "the same fp32 values, rounded at the very end"
 
@@ -670,17 +674,26 @@ def test_a_stale_plan_is_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_failure_beside_a_wrong_argument_stays_in_sight(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the exported function refuses is told in our words alone; a failure is the cause."""
-    call = {**complete_call(), "lse": torch.zeros(2, HEADS, 3)}
+    call = complete_call()
+    words = "^q: expected memory, got a storage that was freed"
 
     def failing(*_: object) -> None:
         raise RuntimeError("CUDA error 700")
 
-    with pytest.raises(ValueError, match="^lse: expected shape") as caught:
+    def refusing(*_: object) -> None:
+        raise ValueError("Mismatched")
+
+    without_kernels(monkeypatch, call["plan"])
+    for _ in range(2):
+        snapmla.decode(**call)
+    call["q"].rope.untyped_storage().resize_(0)  # which a known call does not see
+    PlanVariant.forget()  # the kernels that were loaded
+    monkeypatch.setattr(PlanVariant, "kernel", lambda *_: refusing)
+    with pytest.raises(ValueError, match=words) as caught:
         snapmla.decode(**call)
     assert caught.value.__cause__ is None and caught.value.__suppress_context__
-    PlanVariant.forget()  # the kernels that were loaded
     monkeypatch.setattr(PlanVariant, "kernel", lambda *_: failing)
-    with pytest.raises(ValueError, match="^lse: expected shape") as caught:
+    with pytest.raises(ValueError, match=words) as caught:
         snapmla.decode(**call)
     assert str(caught.value.__cause__) == "CUDA error 700"
 
@@ -692,6 +705,8 @@ def test_several_gpus_take_the_quick_way_too(monkeypatch: pytest.MonkeyPatch) ->
     checked = []
     full = attention.checked
     monkeypatch.setattr(attention, "checked", lambda *a, **b: checked.append(1) or full(*a, **b))
+    snapmla.decode(**call)
+    checked.clear()
     snapmla.decode(**call)
     assert not checked and call["out"].abs().sum() > 0
     with pytest.raises(ValueError, match="lse: expected a tensor on cpu, got meta"):

@@ -136,6 +136,7 @@ DECODED = (sglang, vllm_batch_invariant)
 @pytest.mark.parametrize("pattern", PATTERNS, ids=lambda f: f.__name__)
 def test_patterns(monkeypatch: pytest.MonkeyPatch, pattern: Callable[..., Metadata]) -> None:
     """Every way becomes the plan that the rule makes of its records and the present lengths."""
+    flash_mla._DECODE.memo.forget()  # what another pattern's call left there
     step = DenseStep.make((70, 0, 3), 4, 2, **FEW)
     metadata = pattern(step)
     given = metadata[0]
@@ -165,6 +166,7 @@ def test_patterns(monkeypatch: pytest.MonkeyPatch, pattern: Callable[..., Metada
     # other lengths, for which nobody plans
     step.cache_seqlens.copy_(torch.tensor([1, 5, 90]))
     monkeypatch.setattr(attention, "run_plan", lambda *_: ())
+    monkeypatch.setattr(attention, "run_prepared", lambda *_: ())
     decode(step, metadata)
     want = records_reference(given.tolist(), [1, 5, 90], room, 64, 8)
     n = len(want.work_items)
@@ -206,12 +208,15 @@ def test_an_object_is_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     assert metadata.tile_scheduler_metadata is metadata.num_splits is None
 
+    given = {"out": torch.full_like(out, 7.0), "lse": torch.full_like(lse, 7.0)}
+    decode(step, (metadata, None), **given)  # another kind of call
+
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("planned, or checked in full")
 
     for module, name in (
         (decode_plan, "launch_plan"), (records, "launch_plan_of"), (attention, "checked"),
-        (flash_mla, "_checked_decode"),
+        (flash_mla, "_checked"),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, refuse)
     given = {"out": torch.full_like(out, 7.0), "lse": torch.full_like(lse, 7.0)}
@@ -247,12 +252,12 @@ def test_a_layer_unlike_the_last(monkeypatch: pytest.MonkeyPatch, no_decode: Non
         return DenseStep(**{**vars(step), **fields})
 
     assert is_quick() and is_quick(changed(q=step.q.clone()), out=out.clone())
+    assert is_quick(changed(block_table=step.block_table.clone()))  # another step's
+    assert is_quick(changed(cache_seqlens=step.cache_seqlens.clone()))
     wide = torch.zeros(2, 2, 4, 640, dtype=torch.float16)
     for other in (
         changed(q=wide[..., :576]),
         changed(q=step.q.as_subclass(torch.nn.Parameter)),
-        changed(block_table=step.block_table.clone()),
-        changed(cache_seqlens=step.cache_seqlens.clone()),
     ):  # fmt: skip
         assert not is_quick(other)
     assert not is_quick(out=None) and not is_quick(lse=lse) and not is_quick(softmax_scale=0.5)
@@ -302,7 +307,7 @@ def test_a_layer_whose_kernel_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(variant.kernels, torch.float16, lambda *_: None)
     for _ in range(4):
         decode(step, (metadata, None))
-    assert metadata._layer is not None
+    assert metadata.memo.kinds
     monkeypatch.setitem(variant.kernels, torch.float16, failing)
     for options in ({}, {"lse": torch.empty(2, 4, 2)}):  # the second is unlike the last
         calls.clear()
@@ -351,7 +356,7 @@ def test_an_object_set_back_is_planned_anew(no_decode: None) -> None:
     metadata, _ = flash_mla.get_mla_metadata()
     for _ in range(3):
         decode(step, (metadata, None))
-    assert metadata._layer is not None and metadata._planned()
+    assert metadata.memo.kinds and metadata._planned()
     metadata.have_initialized, metadata.config = False, None
     step.cache_seqlens.copy_(torch.tensor([3, 64]))
     decode(step, (metadata, None))
@@ -462,9 +467,9 @@ def test_copies_of_objects(no_decode: None) -> None:
     metadata, _ = flash_mla.get_mla_metadata()
     for _ in range(3):
         decode(step, (metadata, None))
-    assert metadata._layer is not None
+    assert metadata.memo.kinds
     other = copy.deepcopy(metadata)
-    assert other._layer is None
+    assert not other.memo.kinds
     decode(step, (other, None))
     assert other == metadata
     mine, theirs = (next(iter(m._plans.values())) for m in (metadata, other))

@@ -11,8 +11,8 @@ import torch
 
 import snapmla
 import snapmla.plan
+from snapmla import attention, metadata_pair, quant
 from snapmla import flash_mla_fp8 as names
-from snapmla import metadata_pair, quant
 from snapmla.decode_plan import PlanVariant
 from snapmla.testing import selfcheck
 from tests.support.bits import assert_same_bits
@@ -145,6 +145,12 @@ def test_an_engines_append_takes_the_quick_way(monkeypatch: pytest.MonkeyPatch, 
     own_lora = own.lora.view(torch.float8_e4m3fn) if kind == "fp8" else own.lora
     joint = given.reshape(-1, 576)
     snapmla.append_kv(want.primary(), joint[:, :512], joint[:, 512:], slots)
+    names.quantize_and_cache_k(given, own_lora, own.scale, own.rope, slots, 512)
+    for part in (own.lora, own.rope, own.scale):
+        part.zero_()
+    for part in (want.lora, want.rope, want.scale):
+        part.zero_()
+    snapmla.append_kv(want.primary(), joint[:, :512], joint[:, 512:], slots)
     monkeypatch.setattr(names, "_flat_cache", lambda *_: pytest.fail("the long way"))
     names.quantize_and_cache_k(given, own_lora, own.scale, own.rope, slots, 512)
     for name in ("lora", "rope", "scale"):
@@ -216,11 +222,20 @@ def test_a_failing_kernel_is_called_once(monkeypatch: pytest.MonkeyPatch, error:
         PlanVariant.forget()  # the kernels that were loaded
         patch.setattr(PlanVariant, "kernel", lambda *_: failing)
         check(lambda: step.decode(pair))
-        patch.setattr(names, "_quick_decode", lambda *_: None)
+    with monkeypatch.context() as patch:  # a known call
+        PlanVariant.forget()
+        patch.setattr(PlanVariant, "kernel", lambda *_: lambda *_: None)
+        step.decode(pair)
+        patch.setattr(attention, "checked", lambda *_, **__: None)  # finds nothing wrong
+        patch.setattr(PlanVariant, "kernel", lambda *_: failing)
         check(lambda: step.decode(pair))
     lora, scale, rope = step.pool.lora, step.pool.scale, step.pool.rope
     monkeypatch.setattr(quant, "_appender", lambda *_: failing)
     check(lambda: step.pool.append(step.keys, step.slots))
+    monkeypatch.setattr(quant, "_appender", lambda *_: lambda *_: None)
+    step.pool.append(step.keys, step.slots)
+    monkeypatch.setattr(quant, "_appender", lambda *_: failing)
+    check(lambda: step.pool.append(step.keys, step.slots))  # a known call
     paged = [t.view(-1, PAGE, 1, t.shape[2]) for t in (lora, scale, rope)]
     check(lambda: names.quantize_and_cache_k(step.keys, *paged, step.slots, 512))
 
@@ -258,13 +273,15 @@ def test_an_engines_call_takes_the_quick_way(monkeypatch: pytest.MonkeyPatch) ->
     step = Step((70, 3), 16, 1)
     pair = step.metadata()
     want = step.primary()
-    monkeypatch.setattr(names, "_checked_decode", lambda *_: pytest.fail("the long way"))
     made = []
     real = metadata_pair.make_plan
     monkeypatch.setattr(metadata_pair, "make_plan", lambda *a: made.append(1) or real(*a))
     metadata_pair._plans.clear()
-    for _ in range(3):
-        assert_same_bits(step.decode(pair), want)
+    assert_same_bits(step.decode(pair), want)
+    with monkeypatch.context() as patch:
+        patch.setattr(attention, "checked", lambda *_: pytest.fail("the long way"))
+        for _ in range(2):
+            assert_same_bits(step.decode(pair), want)
     assert len(made) == 1
     assert_same_bits(step.decode(step.metadata()), want)  # other memory, another plan
     assert len(made) > 1
@@ -283,12 +300,14 @@ def test_other_layouts_take_the_quick_way(monkeypatch: pytest.MonkeyPatch, layou
     cache = snapmla.PagedKVCache.allocate(SLOTS // PAGE, PAGE, layout, "cpu")
     for name in ("content_u8", "rope", "scale"):
         getattr(cache, name).copy_(getattr(step.pool.primary(), name))
-    monkeypatch.setattr(names, "_checked_decode", lambda *_: pytest.fail("the long way"))
-    got = step.decode(
-        step.metadata(), k_cache_lora=cache.content.unsqueeze(2),
-        k_cache_rope=cache.rope.unsqueeze(2), k_scale=cache.scale[..., None, None],
-    )  # fmt: skip
-    assert_same_bits(got, want)
+    pool = {
+        "k_cache_lora": cache.content.unsqueeze(2), "k_cache_rope": cache.rope.unsqueeze(2),
+        "k_scale": cache.scale[..., None, None],
+    }  # fmt: skip
+    pair = step.metadata()
+    step.decode(pair, **pool)
+    monkeypatch.setattr(attention, "checked", lambda *_: pytest.fail("the long way"))
+    assert_same_bits(step.decode(pair, **pool), want)
 
 
 def test_other_strides_take_the_long_way() -> None:

@@ -108,7 +108,7 @@ def dual() -> Bench:
     return _bench(DUAL)
 
 
-KV_CONTENT = line("paged_tma.py", "cute.copy(loaded[x].atom, source, at[x]")
+KV_CONTENT = line("paged_tma.py", "cute.copy(cache.source[x].atom, source, at[x]")
 KV_SCALES = line("fp8_per_token.py", "cute.copy(bulk, src, dst")
 ACQUIRE = line("paged_tma.py", "k_pipe.producer_acquire(kst)")
 GEMM = line("wgmma.py", "cute.gemm(atom, acc,")
@@ -205,7 +205,7 @@ def test_too_many_bytes_expected(etap: Bench, mode: str) -> None:
 
 def _with_count(bench: Bench, extra: int, mode: str) -> softgpu.SoftGpuError:
     """What a kernel reports whose K stages wait for ``extra`` more readers than there are."""
-    create = line("paged_tma.py", "k_pipe = pipeline.PipelineTmaAsync.create(")
+    create = line("loader.py", "k_pipe = pipeline.PipelineTmaAsync.create(")
     inits = bench.all("mbarrier.init", create)
     changes = {}
     for ins in inits[len(inits) // 2 :]:  # the full barriers come first

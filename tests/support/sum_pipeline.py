@@ -20,7 +20,8 @@ from dsl_kernels import compat
 from dsl_kernels.common import budget as bud
 from dsl_kernels.common.cache_format import CacheFormat, Plane
 from dsl_kernels.common.epilogue import Held, Results, Shared, finish_row, write_rows
-from dsl_kernels.common.paged_tma import PagedTma, pipe_barriers
+from dsl_kernels.common.loader import Cache, Feed
+from dsl_kernels.common.paged_tma import PagedTma
 from dsl_kernels.common.smem import array, staged, struct_of
 from dsl_kernels.common.types import BF16, F16, ROW_MAJOR
 from dsl_kernels.common.work_list import Call, Work, WorkList
@@ -31,9 +32,8 @@ FORMAT = CacheFormat((Plane("v", BF16, HEAD_DIM_QK),))
 
 
 def budget(spec) -> bud.Budget:
-    reads, groups = {"adders": ADDERS}, (bud.WarpGroup("load"), bud.WarpGroup("adders", count=2))
-    barriers = pipe_barriers(1, reads, STAGES, reads, 1)
-    return bud.Budget(groups, STAGES * TILE * FORMAT.token_bytes + 2048, barriers, arch=spec.arch)
+    groups, smem = (bud.WarpGroup("load"), bud.WarpGroup("adders", count=2)), TILE * 1152 * STAGES
+    return bud.Budget(groups, smem + 2048, SumRows(spec).loads.barriers(), arch=spec.arch)
 
 
 def build(spec):
@@ -52,8 +52,8 @@ def build(spec):
 class SumRows:
     def __init__(self, spec):
         self.rows, self.work = spec.row_tile, WorkList(spec.page_size, TILE)
-        self.loads = PagedTma(FORMAT, self.work, rows=self.rows, stages=STAGES, q_stages=1,
-                              cluster=1, q_warps=ADDERS, k_warps=ADDERS)  # fmt: skip
+        self.loads = PagedTma(FORMAT, self.work, rows=self.rows, stages=STAGES,
+                              readers={"adders": ADDERS})  # fmt: skip
 
     def layout(self):
         return helpers.make_smem_layout_b(ROW_MAJOR, (64, TILE, HEAD_DIM_QK), BF16, STAGES)
@@ -68,7 +68,7 @@ class SumRows:
         b, s_q, h, _ = out.shape
         divisors = compat.fast_divisor(h), compat.fast_divisor(s_q)
         self.kernel(
-            self.loads.load_kv((cache,), (self.layout(),)), cache.shape[0],
+            self.loads.source((cache,), (self.layout(),)), cache.shape[0],
             Work(block_table, cache_seqlens, work_items, part_begin, row_limits),
             Results(out, lse, o_accum, lse_accum),
             Call(*divisors, b * s_q * h, Int32(0), Float32(1.0), causal, Float32(1.0), Float32(0)),
@@ -80,12 +80,12 @@ class SumRows:
         _, part, _ = cute.arch.block_idx()
         warp_id = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         st = cutlass.memory.SmemAllocator().allocate(self.Storage)
-        _, k_pipe = self.loads.pipes(st)
+        k_pipe = self.loads.pipe(st)
         span = self.work.items_of(work, part)
-        if warp_id == 0:
-            self.loads.produce_kv(st, (self.layout(),), k_pipe, loaded, work, span, num_pages,
-                                  call.rows, None)  # fmt: skip
-        elif warp_id >= 4:
+        if warp_id < 4:
+            feed = Feed(st, (self.layout(),), k_pipe, Cache(loaded, num_pages), work, call, part)
+            self.loads.run(warp_id, feed, None, None)
+        else:
             self.add(st, k_pipe, work, results, call, span)
 
     @cute.jit

@@ -1,0 +1,102 @@
+"""What the FP8 pipelines of SM90 (fp8_etap.py, fp8_dual_wg.py) share: ``Parts``, sizes.
+
+Roles           in wg 0 (decode.py): warp 2 of the loader's makes scale triples, if the pipeline
+                asks for it (scale_triples.py)
+Shared memory   Q tile(s) of rows x 640 bytes | K ring, a stage: 64 x 512 content in four column
+                blocks of 64 tokens x 128 B (128-byte swizzle), 64 x 128 RoPE, 64 scales | scale
+                triples (sigma, log2, 1/) of 960 bytes a stage | what the pipeline adds
+Timeline        an item: Q tile | a tile: wait empty, TMA content and RoPE, bulk scales -> full ->
+                scale warp -> sigma ring -> softmax
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import cutlass.cute as cute
+
+from ..common import budget as bud
+from ..common.fp8_per_token import FORMAT, TokenScales
+from ..common.loader import Cache, Readers
+from ..common.paged_tma import START_TILES, PagedTma
+from ..common.q_tiles import QTiles
+from ..common.smem import array
+from ..common.stamps import Stamps
+from ..common.types import BF16, F8
+from ..common.work_list import WorkList
+from ..dims import TOKEN_TILE as TILE
+from .qk import ScoreMma
+from .roles import ROWS_OF_CTA, Layouts
+from .scale_triples import ScaleTriples
+
+if TYPE_CHECKING:
+    from ..smxx.decode_entry import Tma
+    from ..smxx.fp8_entry import Gmem
+    from ..spec import VariantSpec
+
+STAGE_BYTES = TILE * FORMAT.token_bytes
+SMALL_BYTES = 8192  # scale triples, factors, barriers, alignment: an upper bound
+
+
+class Parts:
+    """What the pipelines are composed of (``decode.Parts``).
+
+    Attributes:
+        rows, cluster: query rows of a CTA; CTAs that share their K tiles.
+        stages, q_stages: KV tiles, Q tiles in flight.
+        work, q_tiles, loads, scales, triples, score: work list, Q, KV tiles, scales in the ring,
+            their triples, Q.K.
+        stamps: recorder of events, off in ordinary builds.
+        p_terms: e4m3 terms of P (p_terms.py).
+    """
+
+    def __init__(
+        self, spec: VariantSpec, *, stages: int, q_stages: int, q_readers: Readers,
+        k_readers: Readers, few_rows: bool = False, scale_warp: bool = True,
+    ):  # fmt: skip
+        self.rows, self.cluster = min(spec.row_tile, ROWS_OF_CTA), spec.cluster
+        self.stages, self.q_stages = stages, q_stages
+        self.p_terms = spec.p_terms
+        self.few_rows = few_rows  # S^T = K Q^T instead of S = Q K^T
+        self.work = WorkList(spec.page_size, TILE)
+        self.scales = TokenScales(TILE, stages, self.work.box)
+        self.q_tiles = QTiles(FORMAT, self.work, rows=self.rows, stages=q_stages, readers=q_readers)
+        self.loads = PagedTma(
+            FORMAT, self.work, rows=self.rows, stages=stages, readers=k_readers, q_stages=q_stages,
+            cluster=spec.cluster, scales=self.scales, start_tiles=START_TILES,
+        )  # fmt: skip
+        self.triples = ScaleTriples(self.scales, scale_warp)
+        self.score = ScoreMma(self.rows, few_rows)
+        self.stamps = Stamps(bool(spec.stamps))
+
+    def cache(self, tma: Tma, gmem: Gmem) -> Cache:
+        """What the loader reads."""
+        return Cache(tma.kv, gmem.scale.shape[0], gmem.scale)
+
+    def on_full(self, st):
+        """What the scale warp does about a full stage; None without one."""
+        return self.triples.maker(st)
+
+    @property
+    def barrier_fields(self) -> dict:
+        """Barriers of Q, the ring and the triples."""
+        return {**self.q_tiles.fields, **self.loads.fields, **self.triples.ready.field}
+
+    def barriers(self) -> tuple[bud.Barrier, ...]:
+        """The same in a budget."""
+        return (
+            *self.q_tiles.barriers(), *self.loads.barriers(), *self.triples.ready.budget()
+        )  # fmt: skip
+
+    def tile_fields(self, layouts: Layouts) -> dict:
+        """Scales, Q, K ring and P; the tiles start at multiples of the 1024-byte swizzle period."""
+        size = cute.cosize
+        return dict(
+            **self.triples.fields,
+            **self.scales.fields,
+            qc=array(F8, size(layouts.q[0]), 1024),
+            kc=array(F8, size(layouts.k[0]), 1024),
+            kr=array(BF16, size(layouts.k[1]), 1024),
+            qr=array(BF16, size(layouts.q[1]), 1024),
+            p=array(F8, size(layouts.p), 1024),
+        )

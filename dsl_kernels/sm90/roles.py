@@ -1,0 +1,47 @@
+"""What the warp roles of every SM90 decode kernel share: the CTA they work in, sizes, barriers.
+
+Roles of ``etap`` and ``split``: a producer warpgroup, one softmax warpgroup, two of P.V.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+from ..common.barriers import Ring
+from ..common.work_list import Call
+
+WARPGROUP = 128
+ROWS_OF_CTA = 64
+FEW_ROWS = 32  # and less: S^T = K Q^T
+SOFTMAX_WARPS, PV_WARPS = 4, 8
+Q_READERS = {"softmax": SOFTMAX_WARPS}
+K_READERS = {"softmax": SOFTMAX_WARPS, "P.V": PV_WARPS}
+INV_RING = Ring("inv", 1, {"softmax": SOFTMAX_WARPS}, {"P.V": PV_WARPS})  # 1 / row sums of an item
+
+
+class Barrier(IntEnum):
+    """Named barriers; each P.V warpgroup has one of its own, ``PV`` and the next."""
+
+    SOFTMAX = 1
+    PV = 2
+
+
+class Layouts(NamedTuple):
+    """Shared-memory layouts of Q and the KV ring, plane by plane, and of P."""
+
+    q: tuple
+    k: tuple
+    p: Any
+
+
+class Cta(NamedTuple):
+    """What every math role of a CTA works with; ``part``: whose items it walks."""
+
+    st: Any
+    layouts: Layouts
+    q_pipe: Any
+    k_pipe: Any
+    gmem: Any  # of the format's entry (smxx/fp8_entry.py, dense_entry.py)
+    call: Call
+    part: Any
