@@ -311,6 +311,7 @@ def test_a_sample_of_unusual_variants_is_a_cover_too() -> None:
     assert matrix.sample([]) == []
 
 
+@pytest.mark.whole_matrix
 @pytest.mark.skipif(not toolchain.have_compiler(), reason="feasible() imports the compiler")
 def test_the_switch_takes_the_whole_matrix() -> None:
     """Without it the test set; tests that are marked so run with it only."""

@@ -230,6 +230,7 @@ def alive(pid: int) -> bool:
         return False
 
 
+@pytest.mark.whole_matrix
 def test_two_precompiles_share_a_directory(tmp_path: Path) -> None:
     arguments = ["precompile", "--filter", "merge_o*", "--out", str(tmp_path), "--jobs", "1"]
     both = [

@@ -88,6 +88,7 @@ def test_a_p_at_a_tie_may_be_rounded_either_way(
     assert not tied.errors(flipped(tied).bfloat16(), tied.lse).right  # what the test is about
 
 
+@pytest.mark.whole_matrix
 def test_faults_show_beside_a_p_at_a_tie(tied: Tied) -> None:
     """A channel of V that is 0, and the scale of a token that is off by 2 %, whichever way the P
     went: of all but those tokens that weigh next to nothing."""

@@ -85,6 +85,7 @@ def test_later_items_do_not_wait(tiles: tuple[int, ...], monkeypatch: pytest.Mon
     assert copies.of(*tiles)[0] > copies.of(sum(tiles))[0]  # a Q tile for each item
 
 
+@pytest.mark.whole_matrix
 @needs_compiler
 def test_tiles_are_evicted_first() -> None:
     """All tiles of the cache carry one policy: evict first, until a sequence has 32 row blocks."""
