@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
-from cutlass import Int64, const_expr
+from cutlass import Int64
 from cutlass.cute.nvgpu import cpasync
 
 from . import budget as bud
@@ -93,17 +93,19 @@ class QTiles:
 
         # through the KV ring they are a second view of its tiles, made once
         planes = None if self.stages else self._planes(st, source, layouts)
+        claim = self._acquired if self.stages else self._claim
 
         def tile_of_q(i, batch, stage):
             rows = self.work.rows_at(work, call, i, batch, self.rows)
-            if const_expr(self.stages > 0):
-                pipe.producer_acquire(stage)
-                bar = pipe.producer_get_barrier(stage)
-            else:
-                bar = self._claim(pipe, stage)
+            bar = claim(pipe, stage)
             self._copy(planes or self._planes(st, source, layouts), rows, stage.index, bar)
 
         return tile_of_q
+
+    def _acquired(self, pipe, stage):
+        """The barrier of a free stage of Q's own ring, armed."""
+        pipe.producer_acquire(stage)
+        return pipe.producer_get_barrier(stage)
 
     def _claim(self, pipe, stage):
         """The barrier of a free stage of the KV ring, armed."""

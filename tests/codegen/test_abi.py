@@ -12,8 +12,9 @@ import pytest
 import torch
 
 import snapmla
-from codegen import abi, matrix
+from codegen import abi
 from dsl_kernels import registry
+from dsl_kernels.smxx import decode_entry
 from dsl_kernels.spec import VariantSpec
 from snapmla import flash_mla, runtime
 from snapmla import records as scheduling
@@ -186,11 +187,13 @@ def test_decode(calls: Calls) -> None:
 @needs_compiler
 def test_merge_inside_decode() -> None:
     """Decode's host half launches it; what it hands over are parameters of its own, by name."""
-    function, _ = registry.build(matrix.named("decode_etap_r16_p64_obf16_sm90a"))
-    source = inspect.getsource(type(function).__call__)
-    tree = ast.parse("class _:\n" + source)
+    tree = ast.parse(inspect.getsource(decode_entry))
     found = [
-        [argument.id for argument in node.args if isinstance(argument, ast.Name)]
+        [
+            a.id if isinstance(a, ast.Name) else a.attr
+            for a in node.args
+            if not isinstance(a, ast.Call)
+        ]
         for node in ast.walk(tree)
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "merge.launch"
     ]

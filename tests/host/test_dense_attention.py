@@ -44,6 +44,7 @@ def test_a_planned_call(
     assert out.dtype == step.q.dtype and out.shape == plan.out_shape
     assert (out[1] == 0).all() and torch.isneginf(lse[1]).all()
     step.assert_right(out, lse)
+    step.decode(plan, **results(step), out_dtype=step.q.dtype)  # the first of its kind is checked
 
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("the full checks were made")
