@@ -165,6 +165,7 @@ class GatherRows:
     """
 
     warps = 4
+    scale_bytes = 4  # of a token
 
     def __init__(self, work: TokenLists, *, stages: int, q_stages: int, readers: Readers):
         self.work, self.stages, self.q_stages, self.readers = work, stages, q_stages, readers
@@ -298,7 +299,7 @@ class GatherRows:
         rows = first * (GROUP * LINE)
         to_c = st.kc.data_ptr().toint() + rows + line * (self.work.tile * LINE) + chunk * CHUNK
         to_r = st.kr.data_ptr().toint() + rows + line * LINE + (chunk ^ line) * CHUNK
-        to_s = st.ks.data_ptr().toint() + (first * GROUP + lane) * 4
+        to_s = st.ks.data_ptr().toint() + (first * GROUP + lane) * self.scale_bytes
         return [compat.opaque(x) for x in (to_c, to_r, to_s)]
 
     def _planes(self, cache, lane):
@@ -327,9 +328,13 @@ class GatherRows:
             at_c += GROUP * LINE
             at_r += GROUP * LINE
         if lane < groups * GROUP:
-            size = Int32(4) if page >= 0 else Int32(0)
+            size = Int32(self.scale_bytes) if page >= 0 else Int32(0)
             source = scale.at(cutlass.max(page, 0), offset)
-            copy_4(to[2] + stage * (tile * 4), source, size)
+            target = to[2] + stage * (tile * self.scale_bytes)
+            if const_expr(self.scale_bytes == 4):
+                copy_4(target, source, size)
+            else:
+                copy_16(target, source, size)
 
     def _source(self, plane, page, offset, lane, size: int):
         """(address, bytes) of the row that ``lane`` holds; no bytes if that is no token."""

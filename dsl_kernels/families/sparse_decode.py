@@ -8,7 +8,10 @@ from collections.abc import Iterator
 from ..dims import TOKEN_TILE
 from .family import DECODE, OUT_DTYPE, Axis, Family, Values
 
-PIPELINES = ("etap",)
+PIPELINES = (
+    "etap",  # a scale a token (cache "fp8"), FP8 products
+    "mix16",  # rows of 656 bytes with four scales (ds_mla.py), 16-bit products
+)
 ROW_TILES = (16, 32, 64)  # query heads that a CTA owns
 
 AXES = (
@@ -20,7 +23,10 @@ AXES = (
     Axis("cluster", "c", (1,), 1, named=False),
     Axis("p_terms", "pt", (1, 2), 1, named=False),  # e4m3 terms of P; 2: an accuracy setting
 )
-MODULES = {("sm_90a", "etap"): "dsl_kernels.sm90.sparse_etap"}
+MODULES = {
+    ("sm_90a", "etap"): "dsl_kernels.sm90.sparse_etap",
+    ("sm_90a", "mix16"): "dsl_kernels.sm90.mix16",
+}
 
 
 def points(_arch: str) -> Iterator[Values]:
