@@ -25,6 +25,12 @@ class Results(NamedTuple):
     lse_accum: cute.Tensor  # (slots, unit_rows)
     sink: Any = None  # (h,) fp32, a logit of each head that weighs and is no value; or (0,)
 
+    @property
+    def tight(self) -> bool:
+        """Whether slots have no rows beside a unit's, which then may be any number: sparse
+        decode's, the only one that has sinks.  Else units are whole row tiles."""
+        return self.sink is not None
+
 
 @cute.jit
 def of_sink(sink, head, value):
@@ -56,7 +62,12 @@ def finish_row(results, call, slot, rows, row, row_sum, frame):
                 if results.sink.shape[0] > 0:
                     kept = of_sink(results.sink, head, value)
     elif slot < results.o_accum.shape[0]:
-        results.lse_accum[slot, rows.of_slot + row] = -Float32.inf if empty else value
+        partial = -Float32.inf if empty else value
+        if const_expr(results.tight):
+            if rows.of_slot + row < results.lse_accum.shape[1]:
+                results.lse_accum[slot, rows.of_slot + row] = partial
+        else:
+            results.lse_accum[slot, rows.of_slot + row] = partial
     inverse = 1.0 / row_sum
     if const_expr(results.sink is not None):
         inverse = inverse * kept

@@ -58,8 +58,8 @@ class GatherRecords(GatherRows):
 
     def _planes(self, cache, lane):
         """``Plane`` of content, RoPE, scales."""
-        rows = cache.source.rows
-        starts = lane * CHUNK, ROPE_AT + lane % 8 * CHUNK, SCALES_AT
+        rows, of_line = cache.source.rows, lane % 8 * CHUNK
+        starts = of_line if self.by_lines else lane * CHUNK, ROPE_AT + of_line, SCALES_AT
         return tuple(Plane.of(rows, 1, start) for start in starts)
 
     @cute.jit

@@ -53,7 +53,8 @@ SUM_LOG2 = 40
 SUM_FACTOR = 2.0**-SUM_LOG2
 Q_TOP = 15  # log2 of the binade of a row's largest content channel
 Q_ROPE_ABOVE = 30  # binades by which RoPE may be larger before it decides
-EXPONENT_BIAS, LEAST_FIELD = 127, 42  # of an fp32 exponent; 2^p is 2^100 at most
+LINE = 128  # bytes of a token's channels of a group in the ring
+EXPONENT_BIAS, LEAST_FIELD = 127, 42  # of an fp32 exponent; 2^p is at most 2^100
 
 
 @compat.dsl_user_op
@@ -289,6 +290,11 @@ class RecordScales:
             here = cute.arch.fmax(here, cute.arch.shuffle_sync_bfly(here, 1 << bit))
         top = cute.arch.fmax(top, here)
         least = cute.arch.fmax(top * APART, Float32(LEAST_SCALE))
+        least_of = [
+            cute.arch.fmin(cute.arch.fmin(x[0], x[1]), cute.arch.fmin(x[2], x[3])) for x in s
+        ]
+        if (least_of[0] == 0.0) | (least_of[1] == 0.0):
+            self._clear(st, stage, s)
         some = cute.arch.vote_any_sync(named[0] | named[1])
         some = Float32(cutlass.select_(some, Float32(1.0), Float32(0.0)))
         inverse = []
@@ -311,6 +317,23 @@ class RecordScales:
         return top
 
 
+    @cute.jit
+    def _clear(self, st, stage, s):
+        """Zeros for the content of groups with scale 0: who writes such scales may leave 0 / 0 there.
+
+        Nobody reads content but by ldmatrix, so that no proxy fence is missing.
+        """
+        zero = cute.make_rmem_tensor((LINE // 4,), U32)
+        zero.fill(0)
+        for e in cutlass.range_constexpr(2):
+            token = 2 * cute.arch.lane_idx() + e
+            for g in cutlass.range_constexpr(GROUPS):
+                if s[e][g] == 0.0:
+                    at = stage * (TILE * D) + g * (TILE * LINE) + token * LINE
+                    line = cute.recast_ptr((st.kc.data_ptr() + at).align(LINE), dtype=U32)
+                    cute.autovec_copy(zero, cute.make_tensor(line, cute.make_layout(LINE // 4)))
+
+
 class Parts:
     """What the roles share (``decode.Parts``).
 
@@ -330,7 +353,8 @@ class Parts:
             Q_FORMAT, self.work, rows=self.rows, stages=q_stages, readers=Q_READERS
         )
         self.loads = GatherRecords(
-            self.work, stages=stages, q_stages=q_stages, readers=K_READERS
+            self.work, stages=stages, q_stages=q_stages, readers=K_READERS,
+            by_lines=bool(spec.lines),
         )  # fmt: skip
         self.scales, self.queries = RecordScales(stages), QueryRows(self.rows)
         self.stamps = Stamps(bool(spec.stamps))
