@@ -217,14 +217,22 @@ class Mix16:
 
     def load_v(self, base, offset, unit: int):
         """32 tokens of 16 channels of a unit: four words of two tokens x two channels."""
-        d, kb = unit // 2, unit % 2
+        kb, d = divmod(unit, 4)
         ldsm = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(True, 4), U16)
         p = base + cute.assume((offset ^ (16 * d) if d else offset) + kb * 4096, divby=16)
         r = cute.make_rmem_tensor((8,), U16)
         cute.copy(ldsm, cute.make_tensor(cute.recast_ptr(p, dtype=U16), cute.make_layout(8)), r)
         return cute.recast_tensor(r, U32)
 
-    def to_v(self, raw, ratio, unit: int):
+    def load_ratio(self, st, stage, group, half: int):
+        """Words of ratios for 32 of the tile's tokens."""
+        ratio = cute.make_rmem_tensor((4,), U32)
+        words = self.parts.scales.ratios(st)[None, cute.arch.lane_idx() % 4, group, stage]
+        own = cute.make_tensor(words.iterator + 4 * half, cute.make_layout(4))
+        cute.autovec_copy(own, ratio)
+        return ratio
+
+    def to_v(self, raw, ratio):
         """A fragments of two k steps."""
         mma = self.pv_mma()
         frag = mma.make_fragment_A(mma.partition_shape_A((64, 32)))
@@ -233,7 +241,7 @@ class Mix16:
             for x in range(2):
                 pair = cute.arch.prmt(raw[2 * h + x], raw[2 * h + x], DEINTERLEAVE)
                 even, odd = unpack(pair)
-                r = ratio[4 * (unit % 2) + 2 * h + x]
+                r = ratio[2 * h + x]
                 words[4 * h + 2 * x], words[4 * h + 2 * x + 1] = times(even, r), times(odd, r)
         return frag
 
@@ -244,10 +252,9 @@ class Mix16:
         lane, mma_o = tidx % 32, self.pv_mma()
         at = kst.index * (TILE * D) + half * (D // 2 * TILE)
         base = st.kc.data_ptr() + cute.assume(at, divby=1024)
-        ratio = cute.make_rmem_tensor((8,), U32)
-        ratios = self.parts.scales.ratios(st)
-        cute.autovec_copy(ratios[None, lane % 4, 2 * half + wwarp // 2, kst.index], ratio)
-        held = [self.to_v(self.load_v(base, offset, 0), ratio, 0), None]
+        group = 2 * half + wwarp // 2
+        ratio = self.load_ratio(st, kst.index, group, 0)
+        held = [self.to_v(self.load_v(base, offset, 0), ratio), None]
         P_RING.wait_full(st, pst.index, pst.phase)
         if cute.arch.make_warp_uniform(any_flag(st, pst.index)) != 0:
             at = pst.index * padded_size(self.rows_cta)
@@ -257,7 +264,7 @@ class Mix16:
                 for d in cutlass.range_constexpr(4):
                     acc_O[d][v] = acc_O[d][v] * gamma
         for u in cutlass.range_constexpr(UNITS):
-            d, kb = u // 2, u % 2
+            kb, d = u // 4, u % 4
             wgmma_fence()
             atom = cute.make_mma_atom(mma_o.op)
             atom.set(warpgroup.Field.ACCUMULATE, True)
@@ -267,9 +274,11 @@ class Mix16:
             warpgroup.commit_group()
             if const_expr(u + 1 < UNITS):
                 raw = self.load_v(base, offset, u + 1)
+                if const_expr(u + 1 == UNITS // 2):
+                    ratio = self.load_ratio(st, kst.index, group, 1)
                 if const_expr(u > 0):
                     warpgroup.wait_group(1)
-                held[(u + 1) % 2] = self.to_v(raw, ratio, u + 1)
+                held[(u + 1) % 2] = self.to_v(raw, ratio)
         cute.arch.sync_warp()  # one lane frees the stage for all: their reads come first
         k_pipe.consumer_release(kst)
         warpgroup.wait_group(0)

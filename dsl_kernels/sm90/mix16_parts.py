@@ -293,7 +293,7 @@ class RecordScales:
         least_of = [
             cute.arch.fmin(cute.arch.fmin(x[0], x[1]), cute.arch.fmin(x[2], x[3])) for x in s
         ]
-        if (least_of[0] == 0.0) | (least_of[1] == 0.0):
+        if (named[0] & (least_of[0] == 0.0)) | (named[1] & (least_of[1] == 0.0)):
             self._clear(st, stage, s)
         some = cute.arch.vote_any_sync(named[0] | named[1])
         some = Float32(cutlass.select_(some, Float32(1.0), Float32(0.0)))
