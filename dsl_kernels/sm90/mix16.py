@@ -273,11 +273,11 @@ class Mix16:
                 cute.gemm(atom, acc_O[d], held[u % 2][None, None, k], p, acc_O[d])
             warpgroup.commit_group()
             if const_expr(u + 1 < UNITS):
+                if const_expr(u > 0):
+                    warpgroup.wait_group(1)
                 raw = self.load_v(base, offset, u + 1)
                 if const_expr(u + 1 == UNITS // 2):
                     ratio = self.load_ratio(st, kst.index, group, 1)
-                if const_expr(u > 0):
-                    warpgroup.wait_group(1)
                 held[(u + 1) % 2] = self.to_v(raw, ratio)
         cute.arch.sync_warp()  # one lane frees the stage for all: their reads come first
         k_pipe.consumer_release(kst)
@@ -291,7 +291,8 @@ class Mix16:
         """Normalised O^T fragment -> rows: fragment rows g and g + 8 are d = 2g and 2g + 1 of 16
         channels, of which a warp has four times as many, one after the other."""
         tidx, _, _ = cute.arch.thread_idx()
-        lane = tidx % 32
+        # out of a shuffle, so that no address is made before the tiles, which have the registers
+        lane = cute.arch.shuffle_sync(tidx % 32, tidx % 32)
         wwarp = cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
         inv_s = cute.make_tensor(st.inv.data_ptr(), pad_layout(self.rows_cta))
         own = half * (D // 2) + wwarp * 64

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Uint32
+from cutlass import Float32, Uint32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from .. import compat
@@ -53,6 +53,7 @@ SUM_LOG2 = 40
 SUM_FACTOR = 2.0**-SUM_LOG2
 Q_TOP = 15  # log2 of the binade of a row's largest content channel
 Q_ROPE_ABOVE = 30  # binades by which RoPE may be larger before it decides
+WARPS = 4  # that convert Q
 LINE = 128  # bytes of a token's channels of a group in the ring
 EXPONENT_BIAS, LEAST_FIELD = 127, 42  # of an fp32 exponent; 2^p is at most 2^100
 
@@ -148,26 +149,24 @@ class QueryRows:
         Eight rows a warp and turn, four lanes a row; lane 8 i + r of row r has column blocks i and
         i + 4 of 64 channels, so that eight lanes read eight swizzled rows.
         """
-        lane, groups = cute.arch.lane_idx(), self.rows // 8
-        for turn in cutlass.range_constexpr(max(groups // 4, 1)):
-            group = wwarp + 4 * turn
-            if cutlass.const_expr(groups % 4 == 0):
-                self._eight_rows(st, stage, call, group, lane)
-            elif group < groups:
-                self._eight_rows(st, stage, call, group, lane)
+        lane = cute.arch.lane_idx()
+        for group in cutlass.range(wwarp, self.rows // 8, WARPS, unroll=1):
+            self._eight_rows(st, stage, call, group, lane)
 
     @cute.jit
     def _eight_rows(self, st, stage, call, group, lane):
+        """Two passes: a row's words are more registers than there are."""
         row, part = group * 8 + lane % 8, lane // 8
-        line = stage * (self.rows * D * 2) + row * 128
-        at = st.qc.data_ptr().toint() + line + part * (self.rows * 128)
-        blocks = [self._words(at + x * (4 * self.rows * 128), lane, range(8)) for x in range(2)]
-        line = stage * (self.rows * R * 2) + row * 128
-        at_r = st.qr.data_ptr().toint() + line
-        rope = self._words(at_r, lane, range(2), 2 * part)
-        field = self._exponent(blocks, rope)
+        block = const_expr(self.rows * 128)
+        at = st.qc.data_ptr().toint() + stage * (self.rows * D * 2) + row * 128 + part * block
+        at_r = st.qr.data_ptr().toint() + stage * (self.rows * R * 2) + row * 128
+        rope = self._words(at_r, lane, 2, 2 * part)
+        tops = [self._largest(self._words(at + x * (4 * block), lane, 8)) for x in range(2)]
+        field = self._exponent(larger_halves(*tops), self._largest(rope))
+        power = ((Uint32(2 * EXPONENT_BIAS + Q_TOP) - field) << Uint32(23)).bitcast(Float32)
         for x in cutlass.range_constexpr(2):
-            self._store_f16(at + x * (4 * self.rows * 128), lane, blocks[x], field)
+            for c in cutlass.range_constexpr(0, 8, 2):
+                self._to_f16(at + x * (4 * block), lane, c, power)
         self._store_rope(at_r, lane, rope, 2 * part, field)
         if part == 0:
             factors = st.factors.get_tensor(cute.make_layout(padded_size(self.rows)))
@@ -181,43 +180,44 @@ class QueryRows:
             cute.make_ptr(U32, at, cute.AddressSpace.smem, assumed_align=16), cute.make_layout(4)
         )
 
-    def _words(self, line, lane, chunks, first=0):
-        """Register tensors of four words, one for each chunk."""
+    def _words(self, line, lane, n: int, first=0):
+        """Register tensors of four words, of ``n`` chunks from ``first`` on."""
         out = []
-        for c in chunks:
+        for c in range(n):
             four = cute.make_rmem_tensor((4,), U32)
             cute.autovec_copy(self._chunk(line, lane, first + c), four)
             out.append(four)
         return out
 
-    def _exponent(self, blocks, rope):
-        """The exponent field that decides about the row's power, in all of its lanes: bf16 bits
-        order like absolute values."""
-        tops = []
-        for chunks in ([*blocks[0], *blocks[1]], rope):
-            sizes = [four[w] & Uint32(0x7FFF7FFF) for four in chunks for w in range(4)]
-            top = functools.reduce(larger_halves, sizes)
+    @staticmethod
+    def _largest(chunks):
+        """The largest magnitudes of even and of odd channels: bf16 bits order like them."""
+        sizes = [four[w] & Uint32(0x7FFF7FFF) for four in chunks for w in range(4)]
+        return functools.reduce(larger_halves, sizes)
+
+    @staticmethod
+    def _exponent(content, rope):
+        """The exponent field that decides about the row's power, in all of its lanes."""
+        fields = []
+        for top in (content, rope):
             top = cutlass.max(top & Uint32(0xFFFF), top >> Uint32(16))
             for bit in (8, 16):
                 top = cutlass.max(top, cute.arch.shuffle_sync_bfly(top, bit))
-            tops.append(top >> Uint32(7))
-        content, rope_field = tops
-        least = cutlass.max(rope_field, Uint32(LEAST_FIELD + Q_ROPE_ABOVE)) - Uint32(Q_ROPE_ABOVE)
-        return cutlass.max(content, least)
+            fields.append(top >> Uint32(7))
+        least = cutlass.max(fields[1], Uint32(LEAST_FIELD + Q_ROPE_ABOVE)) - Uint32(Q_ROPE_ABOVE)
+        return cutlass.max(fields[0], least)
 
-    def _store_f16(self, line, lane, chunks, field):
-        """64 channels times 2^p, two chunks of 8 at a time: their even words, their odd ones."""
-        power = ((Uint32(2 * EXPONENT_BIAS + Q_TOP) - field) << Uint32(23)).bitcast(Float32)
-        for c in range(0, 8, 2):
-            words = [chunks[c + i // 4][i % 4] for i in range(8)]
-            for side in range(2):
-                four = cute.make_rmem_tensor((4,), U32)
-                for i in range(4):
-                    word = words[2 * i + side]
-                    low = (word << Uint32(16)).bitcast(Float32)
-                    high = (word & Uint32(0xFFFF0000)).bitcast(Float32)
-                    four[i] = pack_f16(low * power, high * power)
-                cute.autovec_copy(four, self._chunk(line, lane, c + side))
+    def _to_f16(self, line, lane, first: int, power):
+        """16 channels times 2^p: even words of two chunks of 8, then odd ones."""
+        words = [four[w] for four in self._words(line, lane, 2, first) for w in range(4)]
+        for side in range(2):
+            four = cute.make_rmem_tensor((4,), U32)
+            for i in range(4):
+                word = words[2 * i + side]
+                low = (word << Uint32(16)).bitcast(Float32)
+                high = (word & Uint32(0xFFFF0000)).bitcast(Float32)
+                four[i] = pack_f16(low * power, high * power)
+            cute.autovec_copy(four, self._chunk(line, lane, first + side))
 
     def _store_rope(self, line, lane, chunks, first, field):
         """RoPE times 2^p."""
