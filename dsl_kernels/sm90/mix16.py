@@ -73,7 +73,7 @@ from .wgmma import tiled_mma
 if TYPE_CHECKING:
     from ..spec import VariantSpec
 
-REGISTERS = {16: (40, 168, 144), 32: (40, 168, 144), 64: (32, 128, 176)}  # by rows
+REGISTERS = {16: (32, 160, 160), 32: (40, 152, 160), 64: (32, 128, 176)}  # by rows
 STAGES, FEW_STAGES = 3, 4
 STAGE_BYTES = TILE * (ROW_BYTES + 4 * (4 + GROUPS + GROUPS // 2))  # with what is made of scales
 SMALL_BYTES = 8192  # exchange, factors, barriers, alignment: an upper bound
