@@ -34,8 +34,8 @@ class SparseVariant(PlanVariant):
 
 
 class SparsePlan(DecodePlan):
-    """A ``DecodePlan`` of sparse decode: ``max_pages`` is the width of ``indices`` and ``page_size``
-    1, whatever the cache's pages; a unit is one query token, ``unit_rows`` are its heads.
+    """A ``DecodePlan`` of sparse decode: ``max_pages`` is the width of ``indices``, ``page_size``
+    is 1, whatever the cache's; a unit is one query token, ``unit_rows`` are its heads.
 
     ``planned_seqlens`` are the lengths of ``topk_length``: where that is not given a decode reads
     them instead.
@@ -72,7 +72,9 @@ class SparseOptions(PlanOptions):
         fits = (tile for tile in ROW_TILES if tile >= self.num_heads)
         tile = next(fits, ROW_TILES[-1]) if self.row_tile is None else self.row_tile
         checks.choice("row_tile", tile, ROW_TILES)
-        return sparse_spec(runtime.arch_of(device), tile, "bf16", dispatch.p_terms_of(self.accuracy))
+        return sparse_spec(
+            runtime.arch_of(device), tile, "bf16", dispatch.p_terms_of(self.accuracy)
+        )
 
     def unit_rows(self, device: torch.device, rows: int, spec: VariantSpec) -> int:
         """A query token's."""

@@ -62,7 +62,9 @@ def sparse_decode_reference(
     outs, lses = [], []
     for i, row in enumerate(indices.long()):
         count = min(max(int(counts[i]), 0), len(row))
-        rows = reference._query_rows(q_nope[i, None], q_rope[i, None], q_scale[i, None], count, False)
+        rows = reference._query_rows(
+            q_nope[i, None], q_rope[i, None], q_scale[i, None], count, False
+        )
         steps: list[tuple[int, Tensor]] = []
         chunk, top = _chunk(content, rope, scale, row[:count], config)
         wanted = None if moves is None else steps
@@ -85,8 +87,8 @@ def _chunk(
     """(the places of a row of the table as one chunk, the largest scale among them)."""
     page_size, pool = content.shape[1], content.shape[0] * content.shape[1]
     named = (row >= 0) & (row < pool)
-    at = torch.where(named, row, 0)
-    at = (at // page_size, at % page_size)
+    slot = torch.where(named, row, 0)
+    at = slot // page_size, slot % page_size
     unit = math.lcm(2 * config.p_block, config.group)
     size = max(-(-len(row) // unit), 1) * unit
     k8 = torch.where(named[:, None], content.view(torch.uint8)[at], 0)
