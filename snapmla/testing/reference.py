@@ -48,7 +48,7 @@ class Move:
 
 
 @dataclass(frozen=True)
-class _Rows:
+class Rows:
     """Query rows of one sequence: nope (R, 512), rope (R, 64), scale (R,), visible tokens (R,)."""
 
     nope: Tensor
@@ -58,7 +58,7 @@ class _Rows:
 
 
 @dataclass(frozen=True)
-class _Chunk:
+class Chunk:
     """Consecutive tokens: content (n, 512), rope (n, 64), sigma (n,); n a multiple of 32.
 
     ``absent`` (n,): places that hold no token; None: all do.
@@ -118,7 +118,7 @@ def _exp2(x: Tensor) -> Tensor:
     return torch.where(torch.isnan(x), 0.0, torch.exp2(x))
 
 
-def _dot_qk(rows: _Rows, chunk: _Chunk, config: QuantConfig) -> Tensor:
+def _dot_qk(rows: Rows, chunk: Chunk, config: QuantConfig) -> Tensor:
     """q8 . k8 + q_rope' . k_rope' (R, n): fp64, or fp32 as the tensor core leaves it."""
     if config.qk_accumulation == "exact":
         content = rows.nope.double() @ chunk.content.double().T
@@ -136,7 +136,7 @@ def _dot_qk(rows: _Rows, chunk: _Chunk, config: QuantConfig) -> Tensor:
 
 
 def _logits(
-    rows: _Rows, chunk: _Chunk, softmax_scale: float, config: QuantConfig
+    rows: Rows, chunk: Chunk, softmax_scale: float, config: QuantConfig
 ) -> tuple[Tensor, Tensor]:
     """(s2, t') of a chunk (R, n), fp64 that hold fp32 values if ``arithmetic`` is fp32."""
     dot, sigma = _dot_qk(rows, chunk, config), chunk.sigma
@@ -240,8 +240,8 @@ def _add_chained(state: _State, p: Tensor, frames: Tensor, v: Tensor, config: Qu
 
 def _block_p(
     state: _State,
-    rows: _Rows,
-    chunk: _Chunk,
+    rows: Rows,
+    chunk: Chunk,
     softmax_scale: float,
     sigma_max: float,
     config: QuantConfig,
@@ -314,8 +314,8 @@ def _ulp(x: Tensor) -> Tensor:
 
 def _add_chunk(
     state: _State,
-    rows: _Rows,
-    chunk: _Chunk,
+    rows: Rows,
+    chunk: Chunk,
     softmax_scale: float,
     sigma_max: float,
     config: QuantConfig,
@@ -348,8 +348,8 @@ def _add_chunk(
         _add_chained(state, terms[0], frames, v, config)
 
 
-def _attend(
-    rows: _Rows, chunks: Iterator[_Chunk], softmax_scale: float, sigma_max: float,
+def attend(
+    rows: Rows, chunks: Iterator[Chunk], softmax_scale: float, sigma_max: float,
     config: QuantConfig, moves: list[tuple[int, Tensor]] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(out (R, 512), lse in log2 units (R,)); rows that see no token have out 0, lse -inf.
@@ -507,7 +507,7 @@ def mla_decode_reference(
         chunks = _paged_chunks(content, rope, scale, table, length, config)
         top = float(sigma.max()) if length else 1.0
         steps: list[tuple[int, Tensor]] = []
-        result = _attend(rows, chunks, softmax_scale, top, config, None if moves is None else steps)
+        result = attend(rows, chunks, softmax_scale, top, config, None if moves is None else steps)
         tokens = len(rows.limit) // len(pick)
         if moves is not None:
             before = sum(len(out) for out, _ in results)
@@ -525,16 +525,16 @@ def mla_decode_reference(
 def _query_rows(
     nope: Tensor, rope: Tensor, scale: Tensor, length: int, causal: bool,
     row_seqlens: Tensor | None = None,
-) -> _Rows:  # fmt: skip
+) -> Rows:  # fmt: skip
     """Rows of one sequence from nope (s_q, h, 512), rope (s_q, h, 64), scale (s_q, h)."""
     s_q, heads = nope.shape[:2]
     limit = visible_tokens(length, s_q, heads, causal, nope.device, row_seqlens)
-    return _Rows(nope.flatten(0, 1), rope.flatten(0, 1), scale.flatten(), limit)
+    return Rows(nope.flatten(0, 1), rope.flatten(0, 1), scale.flatten(), limit)
 
 
 def _paged_chunks(
     content: Tensor, rope: Tensor, scale: Tensor, table: Tensor, length: int, config: QuantConfig
-) -> Iterator[_Chunk]:
+) -> Iterator[Chunk]:
     """The tokens of one sequence; the last chunk is padded with zeros under scale 1."""
     page_size = content.shape[1]
     size = _chunk_tokens(config, content.device)
@@ -544,7 +544,7 @@ def _paged_chunks(
         pages = table[start // page_size : -(-min(start + size, length) // page_size)]
         n = min(size, length - start)
         padded = -(-n // unit) * unit
-        yield _Chunk(
+        yield Chunk(
             start,
             _pad(raw[pages].flatten(0, 1)[:n], padded).view(content.dtype),
             _pad(rope[pages].flatten(0, 1)[:n], padded),
@@ -590,12 +590,12 @@ def reference_from_unquantised(
         _check_modelled(config, k8)
         rows = _query_rows(*quantise_query(q_nope[i], q_rope[i], config), length, causal)
         chunks = _plain_chunks(k8, rope, sigma, config)
-        result = _attend(rows, chunks, softmax_scale, float(sigma.max()) if length else 1.0, config)
+        result = attend(rows, chunks, softmax_scale, float(sigma.max()) if length else 1.0, config)
         results.append(_to_shape(*result, s_q, heads, lse_base, empty_lse))
     return torch.stack([out for out, _ in results]), torch.stack([lse for _, lse in results])
 
 
-def _plain_chunks(k8: Tensor, rope: Tensor, sigma: Tensor, config: QuantConfig) -> Iterator[_Chunk]:
+def _plain_chunks(k8: Tensor, rope: Tensor, sigma: Tensor, config: QuantConfig) -> Iterator[Chunk]:
     size = _chunk_tokens(config, k8.device)
     unit = math.lcm(2 * config.p_block, config.group)
     raw = k8.view(torch.uint8) if k8.dtype == FP8 else k8
@@ -603,7 +603,7 @@ def _plain_chunks(k8: Tensor, rope: Tensor, sigma: Tensor, config: QuantConfig) 
         part = slice(start, start + size)
         n = len(sigma[part])
         padded = -(-n // unit) * unit
-        yield _Chunk(
+        yield Chunk(
             start,
             _pad(raw[part], padded).view(k8.dtype),
             _pad(rope[part], padded),
