@@ -28,7 +28,7 @@ def there() -> list[str]:
 
 
 def on_the_card(kernel: Callable[..., Any]) -> Callable[..., None]:
-    """The kernel on CPU tensors: their memory, shared or not, is moved as it lies, and comes back."""
+    """The kernel on CPU tensors: their memory is moved as it lies, shared or not, and back."""
 
     def run(*given: Any) -> None:
         here: dict[int, torch.Tensor] = {}  # bytes of each storage
