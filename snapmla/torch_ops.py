@@ -703,7 +703,13 @@ def _register_pytrees() -> None:
         register(cls)
     # a saved program holds its example inputs, and torch loads what is known as mere data
     torch.serialization.add_safe_globals(
-        [PagedKVCache, QuantizedQuery, DecodePlan, *launch.PICKLED_WITH]
+        [
+            PagedKVCache,
+            QuantizedQuery,
+            DecodePlan,
+            (DecodePlan, "snapmla.decode_plan.DecodePlan"),  # of programs that older ones saved
+            *launch.PICKLED_WITH,
+        ]
     )
 
 
