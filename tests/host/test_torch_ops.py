@@ -395,6 +395,21 @@ def test_every_operator_is_checked() -> None:
     assert tuple(operator_calls("cpu")) == NAMES
 
 
+def test_the_docstring_lists_the_schemas() -> None:
+    from snapmla import torch_ops
+
+    text = torch_ops.__doc__ or ""
+    assert tuple(re.findall(r"^    (\w+)\(", text, re.MULTILINE)) == NAMES
+    for line in (
+        "append_kv(content!, rope?!, scale?!, c_kv, k_rope, slot_mapping)\n",
+        "quantize_q(q_nope, q_rope, granularity) -> (nope, rope, scale)\n",
+        "merge_states_out(outs[], lses[], stacked, lse_factor, out!, lse!)\n",
+    ):
+        assert line in text
+    flat = " ".join(text.split())
+    assert " dtype, *, cu_seqlens?=None, seq_starts?=None, total?=None) -> (c_kv, k_rope)" in flat
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", NAMES)
 def test_opcheck(name: str, device: str) -> None:
