@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,18 +12,10 @@ from snapmla import call as calls
 from snapmla import checks, kv_heads, launch, layouts, overlap, runtime, tracing
 from snapmla.cache import PagedKVCache, expect_cache
 from snapmla.decode_plan import DTYPES, FP8, NAMES, TENSORS, DecodePlan, PlanVariant
+from snapmla.decode_plan.choices import OUT_NAMES, choices
 from snapmla.plan import plan_decode
 from snapmla.quant import QuantizedQuery, as_batch, expect_query, named
 
-LSE_FACTOR = {"e": math.log(2.0), "2": 1.0}
-EMPTY_LSE = {"-inf": -math.inf, "+inf": math.inf}
-_CHOICES = {
-    (causal, base, empty): (int(causal), factor, value)
-    for causal in (False, True)
-    for base, factor in LSE_FACTOR.items()
-    for empty, value in EMPTY_LSE.items()
-}
-OUT_NAMES = {torch.bfloat16: "bf16", torch.float32: "f32"}  # of an FP8 cache
 _Tensor = torch.Tensor  # looked up on every call
 Query = QuantizedQuery | torch.Tensor
 Options = tuple[float, bool, str, str]  # softmax_scale, causal, lse_base, empty_lse
@@ -56,7 +47,7 @@ class Prepared:
         if plan.check_stale or plan.idle or not plan.as_given:
             return None
         *tables, o_accum, lse_accum = plan.arguments
-        numbers = (checks.softmax_scale(options[0]), *_choices(*options[1:]))
+        numbers = (checks.softmax_scale(options[0]), *choices(*options[1:]))
         empty, out_strides, lse_strides = plan._empty
         return Prepared(
             plan.variant, plan.variant.kernels, dtype, empty, plan.out_shape, out_strides,
@@ -250,7 +241,7 @@ def run_plan(
     softmax_scale, causal, lse_base, empty_lse = options
     if type(softmax_scale) is not float or not 0.0 < softmax_scale <= checks.MAX_SOFTMAX_SCALE:
         softmax_scale = checks.softmax_scale(softmax_scale)
-    numbers = (softmax_scale, *_choices(causal, lse_base, empty_lse))
+    numbers = (softmax_scale, *choices(causal, lse_base, empty_lse))
     if plan.trims and not causal:
         _check_causal(plan, causal)
     if out is None:
@@ -283,17 +274,6 @@ def run_plan(
     if moved is not None:
         kv_heads.back(plan, moved, out, lse)
     return out, lse
-
-
-def _choices(causal: bool, lse_base: str, empty_lse: str) -> tuple[int, float, float]:
-    """(causal, lse_factor, empty_lse) as the kernels take them; checks all three."""
-    try:
-        return _CHOICES[causal, lse_base, empty_lse]
-    except (KeyError, TypeError):
-        checks.flag("causal", causal)
-        checks.choice("lse_base", lse_base, LSE_FACTOR)
-        checks.choice("empty_lse", empty_lse, EMPTY_LSE)
-        raise
 
 
 def launch_decode(
@@ -342,7 +322,7 @@ def _traced(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     _check_plan(plan, rows, cache, block_table, pipeline, q.device)
     softmax_scale, causal, lse_base, empty_lse = options
     _check_causal(plan, causal)
-    causal_, lse_factor, empty = _choices(causal, lse_base, empty_lse)
+    causal_, lse_factor, empty = choices(causal, lse_base, empty_lse)
     rest = (
         plan.work_items, plan.part_begin, plan.split_begin, plan.units, plan.row_limits,
         plan.o_accum, plan.lse_accum, plan.pipeline, plan.row_tile, plan.can_split(),

@@ -10,6 +10,7 @@ from torch import Tensor
 from dsl_kernels.dims import KV_LORA_RANK, MERGE_CHECKED, QK_ROPE_HEAD_DIM
 from snapmla import attention, checks, layouts, quant
 from snapmla.decode_plan import PlanVariant
+from snapmla.decode_plan.choices import OUT_NAMES
 from snapmla.torch_ops.decode_arguments import ARGUMENTS, check_tables_of, new_results
 from snapmla.torch_ops.operator import Operator
 
@@ -67,7 +68,7 @@ def _decode_out(
     checks.lengths(cache_seqlens, b, q_nope.device)
     views = layouts.views_of(content, rope, scale)
     checks.block_table(block_table, b, q_nope.device)
-    checks.output("out", out, tuple(attention.OUT_NAMES), tuple(q_nope.shape), q_nope.device)
+    checks.output("out", out, tuple(OUT_NAMES), tuple(q_nope.shape), q_nope.device)
     checks.output("lse", lse, (torch.float32,), (b_q, heads, s_q), q_nope.device, align=4)
     attention.launch_decode(
         (q_nope, q_rope, quant.per_row(q_scale, q_nope.shape[:3])),
