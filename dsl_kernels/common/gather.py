@@ -49,6 +49,8 @@ GROUP = 8  # rows of an unrolled body
 GROUPS = {0: (0, 3), Q_WARP: (3, 5), 3: (5, 8)}
 LINE = 128  # bytes of a swizzled row in shared memory
 CHUNK = 16  # bytes of a copy
+HALF = LINE // 2  # what the swizzle moves rows 4 to 7 of eight by, against rows 0 to 3
+SCALE = 4  # bytes of a token's
 
 
 class TokenLists(WorkList):
@@ -102,19 +104,12 @@ class Tokens(NamedTuple):
 
 
 @compat.dsl_user_op
-def copy_16(target, source, size, *, loc=None, ip=None) -> None:
-    """16 bytes of global memory to shared memory, of which those behind ``size`` are zeros."""
+def copy(target, source, size, *, n: int = CHUNK, to: int = 0, ahead: int = 0, loc=None, ip=None):
+    """``n`` bytes of global memory to shared memory, of which those behind ``size`` are zeros; from
+    ``ahead`` behind ``source`` to ``to`` behind ``target``."""
+    cache = "cg" if n == CHUNK else "ca"
     compat.inline_ptx(
-        "cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2};",
-        read_only_args=[target, source, size], loc=loc, ip=ip,
-    )  # fmt: skip
-
-
-@compat.dsl_user_op
-def copy_4(target, source, size, *, loc=None, ip=None) -> None:
-    """4 bytes, likewise."""
-    compat.inline_ptx(
-        "cp.async.ca.shared.global [{$r0}], [{$r1}], 4, {$r2};",
+        f"cp.async.{cache}.shared.global [{{$r0}}+{to}], [{{$r1}}+{ahead}], {n}, {{$r2}};",
         read_only_args=[target, source, size], loc=loc, ip=ip,
     )  # fmt: skip
 
@@ -128,9 +123,13 @@ def arrive_landed(bar, *, loc=None, ip=None) -> None:
     )  # fmt: skip
 
 
-def wide(a, b):
-    """32 x 32 -> 64 bits, in one instruction."""
-    return Int64(Uint32(a)) * Int64(b)
+@compat.dsl_user_op
+def advanced(base, count, stride, *, loc=None, ip=None):
+    """base + count * stride, 32 x 32 -> 64 bits unsigned, in one instruction."""
+    return compat.inline_ptx(
+        "mad.wide.u32 {$w0}, {$r0}, {$r1}, {$r2};",
+        write_only_types=[Int64], read_only_args=[count, stride, base], loc=loc, ip=ip,
+    )  # fmt: skip
 
 
 class Plane(NamedTuple):
@@ -149,11 +148,11 @@ class Plane(NamedTuple):
     def of(cls, tensor, element_bytes: int, ahead):
         """``ahead``: bytes from a token's first to this thread's first."""
         page, token = (Uint32(tensor.stride[x]) * Uint32(element_bytes) for x in range(2))
-        return cls(tensor.iterator.toint() + ahead, page, token)
+        return cls(Int64(tensor.iterator.toint() + ahead), page, token)
 
     def at(self, page, offset):
         """Address for a token of the pool."""
-        return self.base + wide(page, self.page) + wide(offset, self.token)
+        return advanced(advanced(self.base, page, self.page), offset, self.token)
 
 
 class GatherRows:
@@ -162,12 +161,16 @@ class GatherRows:
     Attributes:
         stages, q_stages: KV tiles, Q tiles in flight.
         readers: who frees a KV stage.
+        by_lines: whether an instruction copies 128 bytes of four rows instead of 512 of one.
     """
 
     warps = 4
 
-    def __init__(self, work: TokenLists, *, stages: int, q_stages: int, readers: Readers):
+    def __init__(
+        self, work: TokenLists, *, stages: int, q_stages: int, readers: Readers, by_lines: bool
+    ):
         self.work, self.stages, self.q_stages, self.readers = work, stages, q_stages, readers
+        self.by_lines = by_lines
         self.landed = Ring("landed", stages, {"gather": 32 * GATHER_WARPS})
 
     # ---------------------------------------------------------------- host half
@@ -292,48 +295,72 @@ class GatherRows:
         return Int32(cutlass.select_(named, page, Int32(-1))), offset
 
     def _targets(self, st, first, lane):
-        """Shared addresses, in stage 0, of what this thread copies of its warp's first rows: a
-        row of content (its line in one of four column blocks), RoPE of a row of four, a scale."""
+        """Shared addresses, in stage 0, of what this thread copies of its warp's first rows: of
+        content, of RoPE of four rows, of a scale."""
         line, chunk = lane // 8, lane % 8
         rows = first * (GROUP * LINE)
-        to_c = st.kc.data_ptr().toint() + rows + line * (self.work.tile * LINE) + chunk * CHUNK
-        to_r = st.kr.data_ptr().toint() + rows + line * LINE + (chunk ^ line) * CHUNK
-        to_s = st.ks.data_ptr().toint() + (first * GROUP + lane) * 4
+        to_r = rows + line * LINE + (chunk ^ line) * CHUNK
+        to_c = to_r
+        if not self.by_lines:  # a row's line in one of four column blocks
+            to_c = rows + line * (self.work.tile * LINE) + chunk * CHUNK
+        to_c, to_r = (x + field.data_ptr().toint() for x, field in ((to_c, st.kc), (to_r, st.kr)))
+        to_s = st.ks.data_ptr().toint() + (first * GROUP + lane) * SCALE
         return [compat.opaque(x) for x in (to_c, to_r, to_s)]
 
     def _planes(self, cache, lane):
         """``Plane`` of content, RoPE, scale."""
-        tokens = cache.source
+        tokens, of_line = cache.source, lane % 8 * CHUNK
         return (
-            Plane.of(tokens.content, 1, lane * CHUNK),
-            Plane.of(tokens.rope, 2, lane % 8 * CHUNK),
-            Plane.of(cache.scale, 4, 0),
+            Plane.of(tokens.content, 1, of_line if self.by_lines else lane * CHUNK),
+            Plane.of(tokens.rope, 2, of_line),
+            Plane.of(cache.scale, SCALE, 0),
         )
 
     @cute.jit
     def _copy(self, to, planes, stage, page, offset, groups, lane):
         """A warp's rows of a tile: the lanes hold (page, offset) of theirs."""
-        content, rope, scale = planes
         tile = const_expr(self.work.tile)
         at_c, at_r = to[0] + stage * (tile * D), to[1] + stage * (tile * R * 2)
         for g in cutlass.range(0, groups, unroll=1):
-            for j in cutlass.range_constexpr(GROUP):
-                source, size = self._source(content, page, offset, GROUP * g + j, CHUNK)
-                copy_16((at_c ^ (j * CHUNK)) + j * LINE, source, size)
-            for k in cutlass.range_constexpr(2):
-                row = GROUP * g + 4 * k + lane // 8
-                source, size = self._source(rope, page, offset, row, CHUNK)
-                copy_16((at_r ^ (k * 64)) + k * (4 * LINE), source, size)
+            if const_expr(self.by_lines):
+                self._lines(planes, at_c, at_r, page, offset, GROUP * g + lane // 8)
+            else:
+                self._rows(planes, at_c, at_r, page, offset, GROUP * g, lane // 8)
             at_c += GROUP * LINE
             at_r += GROUP * LINE
         if lane < groups * GROUP:
-            size = Int32(4) if page >= 0 else Int32(0)
-            source = scale.at(cutlass.max(page, 0), offset)
-            copy_4(to[2] + stage * (tile * 4), source, size)
+            source, size = self._source(planes[2], page, offset, SCALE)
+            copy(to[2] + stage * (tile * SCALE), source, size, n=SCALE)
 
-    def _source(self, plane, page, offset, lane, size: int):
-        """(address, bytes) of the row that ``lane`` holds; no bytes if that is no token."""
-        page, offset = (cute.arch.shuffle_sync(x, lane) for x in (page, offset))
-        nothing = Int32(0)
-        have = Int32(cutlass.select_(page >= 0, Int32(size), nothing))
-        return plane.at(cutlass.max(page, 0), offset), have
+    def _rows(self, planes, at_c, at_r, page, offset, first, line):
+        """Eight rows: a row of content an instruction, RoPE of four."""
+        for j in range(GROUP):
+            source, size = self._source(planes[0], *self._held(page, offset, first + j), CHUNK)
+            copy(at_c ^ (j * CHUNK), source, size, to=j * LINE)
+        for k in range(2):
+            of = self._held(page, offset, first + 4 * k + line)
+            source, size = self._source(planes[1], *of, CHUNK)
+            copy(at_r ^ (k * HALF), source, size, to=k * 4 * LINE)
+
+    def _lines(self, planes, at_c, at_r, page, offset, first):
+        """The same, a line of four rows an instruction: addresses serve a row's four lines."""
+        for k in range(2):
+            of = self._held(page, offset, first + 4 * k)
+            source, size = self._source(planes[0], *of, CHUNK)
+            target = at_c ^ (k * HALF)
+            for block in range(D // LINE):
+                to = k * 4 * LINE + block * (self.work.tile * LINE)
+                copy(target, source, size, to=to, ahead=block * LINE)
+            source, size = self._source(planes[1], *of, CHUNK)
+            copy(at_r ^ (k * HALF), source, size, to=k * 4 * LINE)
+
+    @staticmethod
+    def _held(page, offset, lane):
+        """(page, offset) that a lane holds."""
+        return [cute.arch.shuffle_sync(x, lane) for x in (page, offset)]
+
+    @staticmethod
+    def _source(plane, page, offset, n: int):
+        """(address, bytes) of ``n`` bytes of a token; none of them if it is none."""
+        size = Int32(cutlass.select_(page >= 0, Int32(n), Int32(0)))
+        return plane.at(cutlass.max(page, 0), offset), size

@@ -18,6 +18,7 @@ AXES = (
     Axis("stages", "st", tuple(range(9)), 0, named=False),  # of the KV ring; 0: the pipeline's own
     Axis("stamps", "stamps", (0, 1), 0, named=False),  # 1: a CTA records its events (stamp.py)
     Axis("cluster", "c", (1,), 1, named=False),
+    Axis("lines", "ln", (0, 1), 0, named=False),  # 1: a copy takes a line of four rows, not a row
     Axis("p_terms", "pt", (1, 2), 1, named=False),  # e4m3 terms of P; 2: an accuracy setting
 )
 MODULES = {("sm_90a", "etap"): "dsl_kernels.sm90.sparse_etap"}

@@ -57,7 +57,7 @@ class Parts:
     ):  # fmt: skip
         self.rows, self.cluster = min(spec.row_tile, ROWS_OF_CTA), spec.cluster
         self.stages, self.q_stages = stages, q_stages
-        self.p_terms = spec.p_terms
+        self.spec, self.p_terms = spec, spec.p_terms
         self.few_rows = few_rows  # S^T = K Q^T instead of S = Q K^T
         self.work = self.work_list(spec)
         self.scales = TokenScales(TILE, stages, self.work.box)
@@ -124,5 +124,6 @@ class GatheredParts(Parts):
     def loader(self, readers: Readers) -> Loader:
         """Of tokens."""
         return GatherRows(
-            self.work, stages=self.stages, q_stages=self.q_stages, readers=readers
+            self.work, stages=self.stages, q_stages=self.q_stages, readers=readers,
+            by_lines=bool(self.spec.lines),
         )  # fmt: skip
