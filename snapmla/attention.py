@@ -15,13 +15,14 @@ from snapmla.decode_plan import DTYPES, FP8, NAMES, TENSORS, DecodePlan, PlanVar
 from snapmla.decode_plan.choices import OUT_NAMES, choices
 from snapmla.plan import plan_decode
 from snapmla.quant import QuantizedQuery, as_batch, expect_query, named
+from snapmla.sparse.decode import sparse_decode
 
 _Tensor = torch.Tensor  # looked up on every call
 Query = QuantizedQuery | torch.Tensor
 Options = tuple[float, bool, str, str]  # softmax_scale, causal, lse_base, empty_lse
 # of a decode: q, cache, block_table, cache_seqlens, plan, out, lse, options, out_dtype, pipeline
 Call = tuple[
-    Any, PagedKVCache, torch.Tensor, torch.Tensor, Any, torch.Tensor | None, torch.Tensor | None,
+    Any, PagedKVCache, Any, Any, Any, torch.Tensor | None, torch.Tensor | None,
     Options, torch.dtype | None, str | None,
 ]  # fmt: skip
 
@@ -59,8 +60,8 @@ class Prepared:
 def decode(
     q: QuantizedQuery | torch.Tensor,
     cache: PagedKVCache,
-    block_table: torch.Tensor,
-    cache_seqlens: torch.Tensor,
+    block_table: torch.Tensor | None = None,
+    cache_seqlens: torch.Tensor | None = None,
     *,
     softmax_scale: float,
     plan: DecodePlan | None = None,
@@ -71,6 +72,9 @@ def decode(
     empty_lse: str = "-inf",
     out_dtype: torch.dtype | None = None,
     pipeline: str | None = None,
+    indices: torch.Tensor | None = None,
+    topk_length: torch.Tensor | None = None,
+    attn_sink: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """softmax(softmax_scale * Q K^T) V over each sequence's cached tokens, where V is the latent.
 
@@ -104,6 +108,17 @@ def decode(
         empty_lse: LSE of a row that sees no token, ``-inf`` or ``+inf``; its output is 0.
         out_dtype: dtype of an allocated ``out``; None: bfloat16, or that of a 16-bit cache.
         pipeline: decode pipeline of a plan made here; must agree with a given plan.
+        indices: sparse attention, over an FP8 cache: int32 (b, s_q, topk), or (total_q, topk) with
+            ragged queries: the tokens that each query token attends to, as page * page_size +
+            offset, in any order.  What is negative or behind the pool is no token, anywhere in the
+            row, and never read; a token that is named twice counts twice.  ``block_table`` and
+            ``cache_seqlens`` are then not looked at, there is no causal rule, and ``plan`` comes
+            from ``plan_sparse_decode``.
+        topk_length: int32 (b,): how many entries of each row of a sequence count, the first ones;
+            what is behind them is not read.  None: those that the plan was made for, or all.
+        attn_sink: float32 (h,), with ``indices``: a logit a head that weighs in ``out`` and has no
+            value, of natural units: out is multiplied by 1 / (1 + exp(sink - lse)).  ``lse`` is
+            without it.
 
     Returns:
         (out, lse).
@@ -115,11 +130,24 @@ def decode(
     Source: SnapMLA paper, Eq. 6 (logits in the scaled domain) and Algorithm 1 (``dual_wg``);
     FlashMLA-ETAP (the transposed form of ``etap``); rounding as docs/numerics.md says.
     """
+    if indices is not None:
+        return sparse_decode(
+            q, cache, indices, softmax_scale=softmax_scale, topk_length=topk_length,
+            attn_sink=attn_sink, plan=plan, out=out, lse=lse, lse_base=lse_base,
+            empty_lse=empty_lse, out_dtype=out_dtype, pipeline=pipeline,
+        )  # fmt: skip
+    if topk_length is not None or attn_sink is not None:
+        _refuse_without_indices(topk_length)
     call: Call = (
         q, cache, block_table, cache_seqlens, plan, out, lse,
         (softmax_scale, causal, lse_base, empty_lse), out_dtype, pipeline,
     )  # fmt: skip
     return calls.run(_DECODE, plan if pipeline is None else None, call)
+
+
+def _refuse_without_indices(topk_length: object) -> None:
+    name = "attn_sink" if topk_length is None else "topk_length"
+    checks.value_error(name, "None without indices", "a value", "dense decode has neither")
 
 
 def _parts(call: Call) -> calls.Parts:

@@ -9,12 +9,12 @@ import torch
 
 from dsl_kernels.dims import KV_LORA_RANK
 from snapmla import call as calls
-from snapmla import checks, launch, overlap, runtime, tracing
+from snapmla import checks, overlap, tracing
 from snapmla.cache import PagedKVCache, expect_cache, expect_fp8
-from snapmla.decode_plan import TENSORS
+from snapmla.decode_plan import TENSORS, PlanVariant
 from snapmla.decode_plan.choices import OUT_NAMES, choices
 from snapmla.quant import QuantizedQuery, as_batch, expect_query, named
-from snapmla.sparse.plan import SparsePlan, SparseVariant, plan_sparse_decode
+from snapmla.sparse.plan import PIPELINE, SparsePlan, plan_sparse_decode
 
 MAX_STRIDE = 1 << 32  # bytes between pages or tokens: the gather's strides have 32 bits
 Options = tuple[float, str, str]  # softmax_scale, lse_base, empty_lse
@@ -29,7 +29,7 @@ Call = tuple[
 class Prepared:
     """What calls by one plan with the same options launch, all of it checked."""
 
-    variant: SparseVariant
+    variant: PlanVariant
     dtype: torch.dtype  # of ``out``
     tables: tuple[Any, ...]  # arguments between lengths and results
     rest: tuple[Any, ...]  # arguments behind the results
@@ -39,25 +39,28 @@ class Prepared:
 
 
 def sparse_decode(
-    q: QuantizedQuery,
+    q: Any,
     cache: PagedKVCache,
     indices: torch.Tensor,
     *,
     softmax_scale: float,
     topk_length: torch.Tensor | None = None,
     attn_sink: torch.Tensor | None = None,
-    plan: SparsePlan | None = None,
+    plan: Any = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     lse_base: str = "e",
     empty_lse: str = "-inf",
     out_dtype: torch.dtype | None = None,
+    pipeline: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What ``decode(..., indices=)`` does; arguments, results and errors as there."""
     call: Call = (
         q, cache, indices, topk_length, attn_sink, plan, out, lse,
         (softmax_scale, lse_base, empty_lse), out_dtype,
     )  # fmt: skip
+    if pipeline is not None:
+        checks.choice("pipeline", pipeline, (PIPELINE,))
     return calls.run(_SPARSE, plan, call)
 
 
@@ -258,7 +261,7 @@ def _prepare(plan: SparsePlan, options: Options, dtype: torch.dtype | None) -> P
     no_sink = torch.empty(0, dtype=torch.float32, device=plan.device)
     chosen = dtype or plan.variant.out_dtypes[0]
     return Prepared(
-        plan.variant, chosen, tuple(tables), rest, plan.lengths, no_sink, plan.place
+        plan.variant, chosen, tuple(tables), rest, plan.planned_seqlens, no_sink, plan.place
     )
 
 

@@ -22,7 +22,7 @@ from snapmla.testing.plan_tables import PlanTables
 from snapmla.testing.reference_plan import PlanReference, Queries, plan_reference
 from snapmla.testing.sparse_reference import sparse_decode_reference
 from snapmla.testing.workloads.call import DTYPES, NATURAL
-from snapmla.testing.workloads.samples import sample_query, sample_tokens
+from snapmla.testing.workloads.samples import sample_tokens
 
 if TYPE_CHECKING:
     import softgpu

@@ -62,7 +62,7 @@ def _decode_out(
     b = cache_seqlens.shape[0] if units.shape[0] else b_q
     if b_q * s_q * b == 0:
         return
-    _check_query(q_nope, q_rope)
+    check_query(q_nope, q_rope)
     tables = (work_items, part_begin, split_begin, units, row_limits, o_accum, lse_accum)
     check_tables_of(tables, "q_nope", q_nope, b, row_tile)
     checks.lengths(cache_seqlens, b, q_nope.device)
@@ -83,7 +83,7 @@ def _decode_out(
     )
 
 
-def _check_query(q_nope: Tensor, q_rope: Tensor) -> None:
+def check_query(q_nope: Tensor, q_rope: Tensor) -> None:
     """What ``QuantizedQuery`` checks where nobody traces; gaps would be misread silently."""
     rows, device = tuple(q_nope.shape[:3]), q_nope.device
     checks.query_rows(rows)

@@ -9,10 +9,8 @@ from torch import Tensor
 
 from dsl_kernels.dims import KV_LORA_RANK
 from snapmla import checks, layouts, quant
-from snapmla.decode_plan import FP8
 from snapmla.decode_plan.choices import OUT_NAMES
-from snapmla.sparse.plan import SparsePlan, SparseVariant
-from snapmla.torch_ops import pytrees
+from snapmla.sparse.plan import SparsePlan, variant_of
 from snapmla.torch_ops.decode import check_query
 from snapmla.torch_ops.decode_arguments import check_tables_of, new_results
 from snapmla.torch_ops.operator import Operator
@@ -70,20 +68,20 @@ def _sparse_decode_out(
         return
     check_query(q_nope, q_rope)
     tables = (work_items, part_begin, split_begin, units, row_limits, o_accum, lse_accum)
-    check_tables_of(tables, "q_nope", q_nope, b, row_tile, unit_rows=heads)
+    check_tables_of(tables, "q_nope", q_nope, b, row_tile, rows=heads)
     views = layouts.views_of(content, rope, scale)
     checks.tensor("indices", indices, (torch.int32,), (b_q * s_q, "topk"), device)
     checks.vector("topk_length", topk_length, (b,), device)
-    if attn_sink is None:
-        attn_sink = out.new_empty(0, dtype=torch.float32)
-    else:
+    sink = out.new_empty(0, dtype=torch.float32) if attn_sink is None else attn_sink
+    if attn_sink is not None:
         checks.tensor("attn_sink", attn_sink, (torch.float32,), (heads,), device)
+        checks.contiguous("attn_sink", attn_sink)
     checks.output("out", out, tuple(OUT_NAMES), (b_q, s_q, heads, KV_LORA_RANK), device)
     checks.output("lse", lse, (torch.float32,), (b_q, heads, s_q), device, align=4)
-    kernel = SparseVariant.of(device, pipeline, row_tile, p_terms, FP8).kernel(out.dtype)
+    kernel = variant_of(device, row_tile, p_terms).kernel(out.dtype)
     kernel(
         q_nope, q_rope, quant.per_row(q_scale, q_nope.shape[:3]), *views, indices, topk_length,
-        attn_sink, *tables[:-2], out, lse, *tables[-2:], checks.softmax_scale(softmax_scale),
+        sink, *tables[:-2], out, lse, *tables[-2:], checks.softmax_scale(softmax_scale),
         lse_factor, empty_lse, int(may_split),
     )  # fmt: skip
 
