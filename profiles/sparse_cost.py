@@ -33,6 +33,7 @@ from codegen.artifacts import write_atomic
 from profiles import timing
 from profiles.bench import command_line, commit
 from profiles.worker import machine
+from snapmla.sparse import plan as sparse_plan
 from snapmla.testing import metrics
 
 PAGE, SPAN = 64, 32768  # tokens of a page, of a sequence
@@ -228,11 +229,18 @@ def row(pools: Pools, shape: tuple[int, int, int, int], parts: int | None = None
     )
 
 
+def build_with(axes: dict[str, int]) -> None:
+    """Plans take variants of these values of unnamed axes from here on."""
+    usual = sparse_plan.sparse_spec
+    sparse_plan.sparse_spec = lambda *a, **kw: usual(*a, **kw).replace(**axes)
+
+
 def main(
     peers: Annotated[Path, typer.Option(help="Folder of peers, with FlashMLA's library.")],
     out: Annotated[Path, typer.Option(help="Folder.")] = Path("build/bench"),
     layout: Annotated[str, typer.Option(help="Of our cache.")] = "split",
     some: Annotated[int, typer.Option("--first", help="Shapes to time, the first ones.")] = 99,
+    axes: Annotated[str, typer.Option(help="More of our kernels: stages=3, by commas.")] = "",
     sweep: Annotated[bool, typer.Option(help="Numbers of parts of small batches too.")] = False,
 ) -> None:
     """Times the shapes and writes ``sparse_cost.md``."""
@@ -248,6 +256,8 @@ def main(
         f"- µs a call; pages of {PAGE}, layout {layout}; errors: relative L2 to fp64",
         "", head, "|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip
+    if axes:
+        build_with({k: int(v) for k, _, v in (word.partition("=") for word in axes.split(","))})
     torch.manual_seed(0)
     with torch.inference_mode():
         pools = Pools(128, layout, torch.device("cuda"))
