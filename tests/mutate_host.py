@@ -236,7 +236,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("merge.py", "for result in (out, lse):", "for result in (out,):",
            "host/test_merge.py::test_another_lse_is_asked_for",
            "an LSE that overlaps is known from a call with another one"),
-    Mutant("merge.py", "(form, lse_base, len(outs),", "(lse_base, len(outs),",
+    Mutant("merge.py", "(form, lse_factor, len(outs),", "(lse_factor, len(outs),",
            "host/test_merge.py::test_calls_without_rows",
            "a stack of no parts passes for one part of no sequences"),
     Mutant("call.py", "kind.options == options and kind.alike(*tensors):\n                    if (",

@@ -14,7 +14,8 @@ WIDTH = 100
 def listing(schemas: Iterable[str]) -> str:
     """A line an operator, by four spaces: ``name(x, written!, optional?, parts[]) -> (results)``.
 
-    Results have no names in a schema: they are what ``name_out`` writes behind its arguments.
+    Results have no names in a schema: they are what the operator's ``_out`` writes behind its
+    arguments.
     """
     known = {schema.split("(")[0]: torch._C.parse_schema(schema) for schema in schemas}
     lines = []

@@ -10,10 +10,22 @@ from snapmla.torch_ops.operator import Operator
 _ARGUMENTS = "Tensor[] outs, Tensor[] lses, bool stacked, float lse_factor"
 
 
+def _call(
+    outs: list[Tensor],
+    lses: list[Tensor],
+    stacked: bool,
+    lse_factor: float,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+) -> merge.Merge:
+    form = "stack" if stacked else "list"
+    return merge.Merge(tuple(outs), tuple(lses), form, lse_factor, out, lse)
+
+
 def _merge_states(
     outs: list[Tensor], lses: list[Tensor], stacked: bool, lse_factor: float
 ) -> tuple[Tensor, Tensor]:
-    return merge.merge_now(merge.named(outs, lses, stacked), stacked, lse_factor, None, None)
+    return merge.merge_now(_call(outs, lses, stacked, lse_factor))
 
 
 def _merge_states_out(
@@ -24,7 +36,7 @@ def _merge_states_out(
     out: Tensor,
     lse: Tensor,
 ) -> None:
-    merge.merge_now(merge.named(outs, lses, stacked), stacked, lse_factor, out, lse)
+    merge.merge_now(_call(outs, lses, stacked, lse_factor, out, lse))
 
 
 def _fake_merge_states(
