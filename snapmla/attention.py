@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 import torch
 
@@ -39,6 +39,7 @@ Call = tuple[
 class Prepared:
     """What calls by one plan with the same options launch, all of it checked."""
 
+    place: int  # of the plan
     variant: PlanVariant
     kernels: dict[torch.dtype, runtime.Kernel]  # the variant's
     dtype: torch.dtype  # of ``out``
@@ -59,10 +60,16 @@ class Prepared:
         numbers = (checks.softmax_scale(options[0]), *_choices(*options[1:]))
         empty, out_strides, lse_strides = plan._empty
         return Prepared(
-            plan.variant, plan.variant.kernels, dtype, empty, plan.out_shape, out_strides,
-            plan.lse_shape, lse_strides, tuple(tables),
+            plan.place, plan.variant, plan.variant.kernels, dtype, empty, plan.out_shape,
+            out_strides, plan.lse_shape, lse_strides, tuple(tables),
             (o_accum, lse_accum, *numbers, plan.merges),
         )  # fmt: skip
+
+
+class Unprepared(NamedTuple):
+    """A plan that takes more than a launch: nothing is known but where it lies."""
+
+    place: int
 
 
 def decode(
@@ -133,27 +140,30 @@ def decode(
 
 def _parts(call: Call) -> calls.Parts:
     q, cache, block_table, cache_seqlens, plan, out, lse, options, out_dtype, _ = call
-    scale, causal, base, empty = options
     content, rope, token_scale = cache.asks
-    tensors: tuple[Any, ...]
-    given: tuple[Any, ...] = (out, lse)
-    if out is None or lse is None:
-        given = tuple([result for result in given if result is not None])
-    if q.__class__ is _Tensor:
-        tensors, query, place = (block_table, cache_seqlens, q, *given), q, 0
-    else:
-        tensors, query, place = (block_table, cache_seqlens, *given), q.nope_u8, q.place
+    rows = q.__class__ is _Tensor
+    query, place = (q, 0) if rows else (q.nope_u8, q.place)
+    where: tuple[Any, ...] = (
+        content(), rope(), token_scale(), plan.o_accum.data_ptr(), query.data_ptr(), place,
+        cache.place,
+    )  # fmt: skip
+    tensors: tuple[Any, ...] = block_table, cache_seqlens
+    if out is not None or lse is not None:
+        where = (
+            where, out is None or out.data_ptr(), lse is None or lse.data_ptr(),
+            block_table.data_ptr(), cache_seqlens.data_ptr(),
+        )  # fmt: skip
+        if out is None or lse is None:
+            tensors = (*tensors, lse if out is None else out)
+        else:
+            tensors = block_table, cache_seqlens, out, lse
     return (
-        tensors,
+        (*tensors, q) if rows else tensors,
         (
-            scale.__class__, scale, causal.__class__, causal, base, empty, out_dtype, cache.dtype,
-            out is None, lse is None, place == 0,
+            options, options[0].__class__, options[1].__class__, out_dtype, out is None,
+            lse is None, rows,
         ),
-        (
-            out is None or out.data_ptr(), lse is None or lse.data_ptr(), query.data_ptr(),
-            content(), rope(), token_scale(), plan.o_accum.data_ptr(), block_table.data_ptr(),
-            cache_seqlens.data_ptr(), place, cache.place, plan.place,
-        ),
+        where,
     )  # fmt: skip
 
 
@@ -187,28 +197,30 @@ def _checked(call: Call) -> Call:
 
 
 def launch_checked(
-    call: Call, ready: Prepared | Literal[False] | None
-) -> tuple[Any, Prepared | Literal[False]]:
+    call: Call, ready: Prepared | Unprepared | None
+) -> tuple[Any, Prepared | Unprepared]:
     """Launches a checked call; see ``call.Op``.
 
     Returns:
-        (out, lse); and what calls of its kind launch, False if they take more than a launch.
+        (out, lse); and what calls of its kind launch.
     """
     q, cache, block_table, cache_seqlens, plan, out, lse, options, out_dtype, _ = call
     query = (q,) if isinstance(q, _Tensor) else q.arguments
     read = cache.decode_arguments
-    if ready:
-        return run_prepared(ready, (*query, *read), block_table, cache_seqlens, out, lse), ready
+    if isinstance(ready, Prepared):
+        return run_prepared(ready, query, read, block_table, cache_seqlens, out, lse), ready
     dtype = out_dtype or plan.variant.out_dtypes[0]
     made = run_plan(query, read, block_table, cache_seqlens, plan, out, lse, dtype, options)
     if ready is None:
-        ready = Prepared.of(plan, options, dtype if out is None else out.dtype) or False
+        ready = Prepared.of(plan, options, dtype if out is None else out.dtype)
+        ready = ready or Unprepared(plan.place)
     return made, ready
 
 
 def run_prepared(
     prepared: Prepared,
-    read: tuple[Any, ...],
+    query: tuple[Any, ...],
+    cache: tuple[Any, ...],
     block_table: torch.Tensor,
     cache_seqlens: torch.Tensor,
     out: torch.Tensor | None,
@@ -217,14 +229,14 @@ def run_prepared(
     """``run_plan`` of a call like one that it ran.
 
     Args:
-        read: query and cache, as ``launch_decode`` takes them.
+        query, cache: as ``launch_decode``.
     """
     if out is None:
         out = prepared.empty(prepared.out_shape, prepared.out_strides, prepared.dtype)
     if lse is None:
         lse = prepared.empty(prepared.lse_shape, prepared.lse_strides, torch.float32)
     kernel = prepared.kernels.get(prepared.dtype) or prepared.variant.kernel(prepared.dtype)
-    kernel(*read, block_table, cache_seqlens, *prepared.tables, out, lse, *prepared.rest)
+    kernel(*query, *cache, block_table, cache_seqlens, *prepared.tables, out, lse, *prepared.rest)
     return out, lse
 
 

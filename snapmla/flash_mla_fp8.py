@@ -247,14 +247,14 @@ def _launch_decode(call: Call, ready: Ready | None) -> tuple[Pair, Ready | None]
         q, cache, plan = call.checked
         primary = (q, cache, table, lengths, plan, out, lse, call.options, None, None)
         made, prepared = attention.launch_checked(primary, None)
-        return made, Ready(plan, prepared) if prepared else None
+        return made, Ready(plan, prepared) if isinstance(prepared, attention.Prepared) else None
     lora, (pages, page_size, _, _) = call.lora, call.k_scale.shape
-    read = (
-        call.q_nope.view(torch.uint8), call.q_rope, call.q_scale.squeeze(3),
+    query = call.q_nope.view(torch.uint8), call.q_rope, call.q_scale.squeeze(3)
+    pool = (
         (lora if lora.dtype is torch.uint8 else lora.view(torch.uint8)).squeeze(2),
         call.rope.squeeze(2), call.k_scale.view(pages, page_size),
     )  # fmt: skip
-    return attention.run_prepared(ready.prepared, read, table, lengths, out, lse), ready
+    return attention.run_prepared(ready.prepared, query, pool, table, lengths, out, lse), ready
 
 
 def _traced_decode(call: Call) -> Pair:
