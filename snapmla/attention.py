@@ -145,14 +145,11 @@ def _parts(call: Call) -> calls.Parts:
     query, place = (q, 0) if rows else (q.nope_u8, q.place)
     where: tuple[Any, ...] = (
         content(), rope(), token_scale(), plan.o_accum.data_ptr(), query.data_ptr(), place,
-        cache.place,
+        cache.place, block_table.data_ptr(), cache_seqlens.data_ptr(),
     )  # fmt: skip
     tensors: tuple[Any, ...] = block_table, cache_seqlens
     if out is not None or lse is not None:
-        where = (
-            where, out is None or out.data_ptr(), lse is None or lse.data_ptr(),
-            block_table.data_ptr(), cache_seqlens.data_ptr(),
-        )  # fmt: skip
+        where = where, out is None or out.data_ptr(), lse is None or lse.data_ptr()
         if out is None or lse is None:
             tensors = (*tensors, lse if out is None else out)
         else:

@@ -227,7 +227,7 @@ def tensor(
         got = f"layout {str(value.layout).removeprefix('torch.')}"
         value_error(name, "a dense tensor", got, "call .to_dense() once")
     if not torch.compiler.is_compiling():
-        _held(name, value)
+        held(name, value)
     if value.dtype not in dtypes:
         wanted = " or ".join(dtype_name(d) for d in dtypes)
         type_error(name, f"dtype {wanted}", dtype_name(value.dtype), _dtype_hint(name, dtypes))
@@ -247,7 +247,7 @@ def not_nested(name: str, value: Any) -> None:
         type_error(name, "a tensor of one shape", "a nested tensor", hint)
 
 
-def _held(name: str, value: torch.Tensor) -> None:
+def held(name: str, value: torch.Tensor) -> None:
     """Checks that memory, which is what kernels read and write, holds a tensor's values."""
     if value.is_neg():
         hint = "call .resolve_neg() once"

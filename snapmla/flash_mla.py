@@ -300,15 +300,16 @@ def _parts(call: Given) -> calls.Parts | None:
     """Of an object calls of its step; of records calls on their reader's stream and thread."""
     q, k_cache, table, lengths, metadata, out, lse, options, head_dim_v, num_splits, _ = call
     by: object
-    tensors: tuple[Tensor, ...] = table, lengths, q, k_cache
+    tensors: tuple[Any, ...] = table, lengths, q, k_cache
     if isinstance(metadata, FlashMLASchedMeta) and metadata.tile_scheduler_metadata is None:
         if not metadata.have_initialized or metadata.config is None:
             return None
         index = q.get_device()
         by = 0 if index < 0 else _raw_stream(index)
+        begin = 0
     else:
         given = _records_of(metadata)
-        stream = metadata_pair.stream_of(given.device)
+        stream, begin = metadata_pair.stream_of(given.device), given.data_ptr()
         if stream is None:  # captured: the tables are the graph's
             return None
         by, tensors = (stream, threading.get_ident()), (*tensors, given)
@@ -316,7 +317,7 @@ def _parts(call: Given) -> calls.Parts | None:
     if out is not None or lse is not None:
         where = (
             out is None or out.data_ptr(), lse is None or lse.data_ptr(), q.data_ptr(),
-            k_cache.data_ptr(), table.data_ptr(), lengths.data_ptr(),
+            k_cache.data_ptr(), table.data_ptr(), lengths.data_ptr(), begin,
         )  # fmt: skip
         if out is None or lse is None:
             tensors = (*tensors, lse if out is None else out)

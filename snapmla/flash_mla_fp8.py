@@ -304,6 +304,8 @@ def _primary(call: Call) -> tuple[QuantizedQuery, PagedKVCache, DecodePlan | Non
     _four_d("k_cache_rope", rope, QK_ROPE_HEAD_DIM)
     _four_d("k_scale", k_scale, 1)
     if isinstance(q_scale, torch.Tensor):
+        checks.not_nested("q_scale", q_scale)
+        checks.held("q_scale", q_scale)
         if q_scale.ndim == 4:
             q_scale = q_scale[..., 0] if q_scale.shape[3] == 1 else q_scale
         elif q_scale.ndim != 3:
@@ -326,10 +328,12 @@ def _four_d(name: str, value: object, last: int) -> None:
     """Checks (pages, page_size, 1, last)."""
     if not isinstance(value, torch.Tensor):
         checks.type_error(name, "a torch.Tensor", type(value).__name__)
+    checks.not_nested(name, value)
     shape = tuple(value.shape)
     if len(shape) != 4 or shape[2:] != (1, last):
         hint = f"pass pool.view(-1, page_size, 1, {last})"
         checks.value_error(name, f"shape (pages, page_size, 1, {last})", shape, hint)
+    checks.held(name, value)  # before views are made
 
 
 def quantize_ckv_per_token_head(
