@@ -354,7 +354,7 @@ def test_other_options_are_another_kind(known: Callable[[str], Known]) -> None:
     for scale, seen in ((0.2, False), (0.2, True), (0.1, True)):
         call.made(softmax_scale=scale)
         assert (call.found[-1] is not None) == seen
-        assert [x for x in call.launched[-1][1] if isinstance(x, float)][0] == scale
+        assert next(x for x in call.launched[-1][1] if isinstance(x, float)) == scale
 
 
 def test_addresses_are_compared_once(

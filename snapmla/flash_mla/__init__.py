@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple, NoReturn, TypeGuard, cast
+from typing import Any, NamedTuple, TypeGuard, cast
 
 import torch
 
@@ -33,6 +33,14 @@ from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK
 from snapmla import attention, checks, decode_plan, metadata_pair, overlap, records, tracing
 from snapmla import call as calls
 from snapmla.cache import PagedKVCache
+from snapmla.flash_mla.unbuilt import (
+    OWN_FP8,
+    flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+    flash_mla_sparse_fwd,
+    refuse,
+)
 from snapmla.plan import plan_decode
 
 __all__ = [
@@ -197,14 +205,14 @@ def get_mla_metadata(
     (``snapmla.testing.reference_plan``).
     """
     if cache_seqlens is None:
-        _refuse(is_fp8_kvcache=is_fp8_kvcache, topk=topk)
+        refuse(is_fp8_kvcache=is_fp8_kvcache, topk=topk)
         return FlashMLASchedMeta(), None
     if tracing.by_dynamo():
         return tracing.between_graphs(
             get_mla_metadata, cache_seqlens, num_q_tokens_per_head_k, num_heads_k, num_heads_q,
             is_fp8_kvcache, topk, num_heads_per_head_k=num_heads_per_head_k,
         )  # fmt: skip
-    _refuse(is_fp8_kvcache=is_fp8_kvcache, topk=topk)
+    refuse(is_fp8_kvcache=is_fp8_kvcache, topk=topk)
     checks.lengths(cache_seqlens, "b")
     rows = num_q_tokens_per_head_k if num_heads_per_head_k is None else num_heads_per_head_k
     hint = "s_q * num_heads_q // num_heads_k of one sequence"
@@ -281,7 +289,7 @@ def flash_mla_with_kvcache(
         indices is attn_sink is extra_k_cache is extra_indices_in_kvcache is topk_length
         is extra_topk_length is descale_q is descale_k is None
     ):  # fmt: skip
-        _refuse(
+        refuse(
             indices=indices, is_fp8_kvcache=is_fp8_kvcache, attn_sink=attn_sink,
             extra_k_cache=extra_k_cache, extra_indices_in_kvcache=extra_indices_in_kvcache,
             topk_length=topk_length, extra_topk_length=extra_topk_length, descale_q=descale_q,
@@ -484,7 +492,7 @@ def _check_pool(k_cache: Tensor) -> None:
     checks.not_nested("k_cache", k_cache)
     if isinstance(k_cache, torch.Tensor) and k_cache.dtype is checks.FP8:
         got = checks.dtype_name(k_cache.dtype)
-        checks.type_error("k_cache", "dtype bfloat16 or float16", got, _OWN_FP8)
+        checks.type_error("k_cache", "dtype bfloat16 or float16", got, OWN_FP8)
     if isinstance(k_cache, torch.Tensor) and (k_cache.ndim, k_cache.shape[-1]) != (4, HEAD_DIM_QK):
         hint = f"pass pool.view(-1, page_size, 1, {HEAD_DIM_QK})"
         wanted = f"shape (num_pages, page_size, num_heads_k, {HEAD_DIM_QK})"
@@ -557,161 +565,3 @@ def _check_config(planned: Config, asked: Config) -> None:
                 "tile_scheduler_metadata", f"calls like its first, {field.name} = {want}",
                 f"{field.name} = {got}", "make another object by get_mla_metadata()",
             )  # fmt: skip
-
-
-_SPARSE, _FP8 = "sparse decode is not built yet", "FlashMLA's FP8 caches are not built yet"
-_SECOND, _SINKS = "a second cache is not built yet", "attention sinks are not built yet"
-_LEAVE = "keep FlashMLA for layers that need it"
-_OWN_FP8 = "snapmla.flash_mla_fp8 decodes an FP8 cache with a scale a token"
-_NOT_BUILT = {
-    "indices": (f"None: {_SPARSE}", _LEAVE), "topk": (f"None: {_SPARSE}", _LEAVE),
-    "topk_length": (f"None: {_SPARSE}", _LEAVE), "attn_sink": (f"None: {_SINKS}", _LEAVE),
-    "extra_k_cache": (f"None: {_SECOND}", _LEAVE),
-    "extra_indices_in_kvcache": (f"None: {_SECOND}", _LEAVE),
-    "extra_topk_length": (f"None: {_SECOND}", _LEAVE),
-    "is_fp8_kvcache": (f"False: {_FP8}", _OWN_FP8), "descale_q": (f"None: {_FP8}", _OWN_FP8),
-    "descale_k": (f"None: {_FP8}", _OWN_FP8),
-}  # fmt: skip
-
-
-def _refuse(**given: object) -> None:
-    """Raises ValueError for the first argument that asks for what is not built."""
-    for name, value in given.items():
-        if value is not None and value is not False:
-            expected, hint = _NOT_BUILT[name]
-            got = "a tensor" if isinstance(value, torch.Tensor) else value
-            checks.value_error(name, expected, got, hint)
-
-
-def flash_mla_sparse_fwd(
-    q: Tensor,
-    kv: Tensor,
-    indices: Tensor,
-    sm_scale: float,
-    d_v: int = KV_LORA_RANK,
-    attn_sink: Tensor | None = None,
-    topk_length: Tensor | None = None,
-    out: Tensor | None = None,
-) -> NoReturn:
-    """Sparse prefill: not built yet.
-
-    Args:
-        q: bfloat16 (s_q, num_heads_q, 576).
-        kv: bfloat16 (s_kv, 1, 576).
-        indices: int32 (s_q, 1, topk).
-        sm_scale: factor of the logits.
-        d_v: 512.
-        attn_sink: float32 (num_heads_q,).
-        topk_length: int32 (s_q,).
-        out: bfloat16 (s_q, num_heads_q, 512).
-
-    Returns:
-        Nothing yet.
-
-    Raises:
-        NotImplementedError: always.
-
-    Source: FlashMLA, ``flash_mla_sparse_fwd``.
-    """
-    raise NotImplementedError("flash_mla_sparse_fwd: sparse prefill is not built yet")
-
-
-def flash_attn_varlen_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_qo: Tensor,
-    cu_seqlens_kv: Tensor,
-    max_seqlen_qo: int,
-    max_seqlen_kv: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    deterministic: bool = False,
-    is_varlen: bool = True,
-) -> NoReturn:
-    """Attention of separate heads (prefill, training): not built yet.
-
-    Args:
-        q: bfloat16 (total_q, num_heads, 192).
-        k: bfloat16 (total_kv, num_heads_k, 192).
-        v: bfloat16 (total_kv, num_heads_k, 128).
-        cu_seqlens_qo, cu_seqlens_kv: int32 (b + 1,).
-        max_seqlen_qo, max_seqlen_kv: of all sequences.
-        dropout_p, softmax_scale, causal, deterministic, is_varlen: as FlashMLA's.
-
-    Returns:
-        Nothing yet.
-
-    Raises:
-        NotImplementedError: always.
-
-    Source: FlashMLA, ``flash_attn_varlen_func``.
-    """
-    raise NotImplementedError("flash_attn_varlen_func: dense prefill is not built yet")
-
-
-def flash_attn_varlen_qkvpacked_func(
-    qkv: Tensor,
-    cu_seqlens: Tensor,
-    max_seqlen: int,
-    head_dim_qk: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    deterministic: bool = False,
-    is_varlen: bool = True,
-) -> NoReturn:
-    """As ``flash_attn_varlen_func``: not built yet.
-
-    Args:
-        qkv: bfloat16 (total, num_heads, 512), q, k and v side by side.
-        cu_seqlens: int32 (b + 1,).
-        max_seqlen: of all sequences.
-        head_dim_qk: channels of q and k.
-        dropout_p, softmax_scale, causal, deterministic, is_varlen: as FlashMLA's.
-
-    Returns:
-        Nothing yet.
-
-    Raises:
-        NotImplementedError: always.
-
-    Source: FlashMLA, ``flash_attn_varlen_qkvpacked_func``.
-    """
-    raise NotImplementedError("flash_attn_varlen_qkvpacked_func: dense prefill is not built yet")
-
-
-def flash_attn_varlen_kvpacked_func(
-    q: Tensor,
-    kv: Tensor,
-    cu_seqlens_qo: Tensor,
-    cu_seqlens_kv: Tensor,
-    max_seqlen_qo: int,
-    max_seqlen_kv: int,
-    head_dim_qk: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    deterministic: bool = False,
-    is_varlen: bool = True,
-) -> NoReturn:
-    """As ``flash_attn_varlen_func``: not built yet.
-
-    Args:
-        q: bfloat16 (total_q, num_heads, 192).
-        kv: bfloat16 (total_kv, num_heads_k, 320), k and v side by side.
-        cu_seqlens_qo, cu_seqlens_kv: int32 (b + 1,).
-        max_seqlen_qo, max_seqlen_kv: of all sequences.
-        head_dim_qk: channels of q and k.
-        dropout_p, softmax_scale, causal, deterministic, is_varlen: as FlashMLA's.
-
-    Returns:
-        Nothing yet.
-
-    Raises:
-        NotImplementedError: always.
-
-    Source: FlashMLA, ``flash_attn_varlen_kvpacked_func``.
-    """
-    raise NotImplementedError("flash_attn_varlen_kvpacked_func: dense prefill is not built yet")
