@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 import torch
 
 from dsl_kernels.dims import KV_LORA_RANK
 from snapmla import call as calls
 from snapmla import checks, kv_heads, launch, layouts, overlap, runtime, tracing
-from snapmla.cache import PagedKVCache, expect_cache
-from snapmla.decode_plan import DTYPES, FP8, NAMES, TENSORS, DecodePlan, PlanVariant
-from snapmla.decode_plan.choices import OUT_NAMES, choices
-from snapmla.plan import plan_decode
-from snapmla.quant import QuantizedQuery, as_batch, expect_query, named
+from snapmla.cache import PagedKVCache
+from snapmla.checks.decode_call import (
+    check_causal,
+    check_outputs,
+    check_plan,
+    checked,
+    expect_query_of,
+    lse_shape,
+    planned,
+    rows_of,
+)
+from snapmla.decode_plan import DecodePlan, PlanVariant
+from snapmla.decode_plan.choices import choices
+from snapmla.quant import QuantizedQuery, as_batch
 from snapmla.sparse.decode import sparse_decode
 
 _Tensor = torch.Tensor  # looked up on every call
-Query = QuantizedQuery | torch.Tensor
 Options = tuple[float, bool, str, str]  # softmax_scale, causal, lse_base, empty_lse
 # of a decode: q, cache, block_table, cache_seqlens, plan, out, lse, options, out_dtype, pipeline
 Call = tuple[
@@ -31,6 +39,7 @@ Call = tuple[
 class Prepared:
     """What calls by one plan with the same options launch, all of it checked."""
 
+    place: int  # of the plan
     variant: PlanVariant
     kernels: dict[torch.dtype, runtime.Kernel]  # the variant's
     dtype: torch.dtype  # of ``out``
@@ -51,10 +60,16 @@ class Prepared:
         numbers = (checks.softmax_scale(options[0]), *choices(*options[1:]))
         empty, out_strides, lse_strides = plan._empty
         return Prepared(
-            plan.variant, plan.variant.kernels, dtype, empty, plan.out_shape, out_strides,
-            plan.lse_shape, lse_strides, tuple(tables),
+            plan.place, plan.variant, plan.variant.kernels, dtype, empty, plan.out_shape,
+            out_strides, plan.lse_shape, lse_strides, tuple(tables),
             (o_accum, lse_accum, *numbers, plan.merges),
         )  # fmt: skip
+
+
+class Unprepared(NamedTuple):
+    """A plan that takes more than a launch: nothing is known but where it lies."""
+
+    place: int
 
 
 def decode(
@@ -152,27 +167,27 @@ def _refuse_without_indices(topk_length: object) -> None:
 
 def _parts(call: Call) -> calls.Parts:
     q, cache, block_table, cache_seqlens, plan, out, lse, options, out_dtype, _ = call
-    scale, causal, base, empty = options
     content, rope, token_scale = cache.asks
-    tensors: tuple[Any, ...]
-    given: tuple[Any, ...] = (out, lse)
-    if out is None or lse is None:
-        given = tuple([result for result in given if result is not None])
-    if q.__class__ is _Tensor:
-        tensors, query, place = (block_table, cache_seqlens, q, *given), q, 0
-    else:
-        tensors, query, place = (block_table, cache_seqlens, *given), q.nope_u8, q.place
+    rows = q.__class__ is _Tensor
+    query, place = (q, 0) if rows else (q.nope_u8, q.place)
+    where: tuple[Any, ...] = (
+        content(), rope(), token_scale(), plan.o_accum.data_ptr(), query.data_ptr(), place,
+        cache.place, block_table.data_ptr(), cache_seqlens.data_ptr(),
+    )  # fmt: skip
+    tensors: tuple[Any, ...] = block_table, cache_seqlens
+    if out is not None or lse is not None:
+        where = where, out is None or out.data_ptr(), lse is None or lse.data_ptr()
+        if out is None or lse is None:
+            tensors = (*tensors, lse if out is None else out)
+        else:
+            tensors = block_table, cache_seqlens, out, lse
     return (
-        tensors,
+        (*tensors, q) if rows else tensors,
         (
-            scale.__class__, scale, causal.__class__, causal, base, empty, out_dtype, cache.dtype,
-            out is None, lse is None, place == 0,
+            options, options[0].__class__, options[1].__class__, out_dtype, out is None,
+            lse is None, rows,
         ),
-        (
-            out is None or out.data_ptr(), lse is None or lse.data_ptr(), query.data_ptr(),
-            content(), rope(), token_scale(), plan.o_accum.data_ptr(), block_table.data_ptr(),
-            cache_seqlens.data_ptr(), place, cache.place, plan.place,
-        ),
+        where,
     )  # fmt: skip
 
 
@@ -183,7 +198,7 @@ def _places(call: Call, _: object) -> calls.Groups | None:
         return None
     rows = isinstance(q, torch.Tensor)
     if not (
-        _rows_of(q) == plan.rows_shape
+        rows_of(q) == plan.rows_shape
         and cache.dtype is plan.dtype
         and cache.page_size == plan.page_size
         and cache.num_kv_heads == plan.num_kv_heads
@@ -206,28 +221,30 @@ def _checked(call: Call) -> Call:
 
 
 def launch_checked(
-    call: Call, ready: Prepared | Literal[False] | None
-) -> tuple[Any, Prepared | Literal[False]]:
+    call: Call, ready: Prepared | Unprepared | None
+) -> tuple[Any, Prepared | Unprepared]:
     """Launches a checked call; see ``call.Op``.
 
     Returns:
-        (out, lse); and what calls of its kind launch, False if they take more than a launch.
+        (out, lse); and what calls of its kind launch.
     """
     q, cache, block_table, cache_seqlens, plan, out, lse, options, out_dtype, _ = call
     query = (q,) if isinstance(q, _Tensor) else q.arguments
     read = cache.decode_arguments
-    if ready:
-        return run_prepared(ready, (*query, *read), block_table, cache_seqlens, out, lse), ready
+    if isinstance(ready, Prepared):
+        return run_prepared(ready, query, read, block_table, cache_seqlens, out, lse), ready
     dtype = out_dtype or plan.variant.out_dtypes[0]
     made = run_plan(query, read, block_table, cache_seqlens, plan, out, lse, dtype, options)
     if ready is None:
-        ready = Prepared.of(plan, options, dtype if out is None else out.dtype) or False
+        ready = Prepared.of(plan, options, dtype if out is None else out.dtype)
+        ready = ready or Unprepared(plan.place)
     return made, ready
 
 
 def run_prepared(
     prepared: Prepared,
-    read: tuple[Any, ...],
+    query: tuple[Any, ...],
+    cache: tuple[Any, ...],
     block_table: torch.Tensor,
     cache_seqlens: torch.Tensor,
     out: torch.Tensor | None,
@@ -236,14 +253,14 @@ def run_prepared(
     """``run_plan`` of a call like one that it ran.
 
     Args:
-        read: query and cache, as ``launch_decode`` takes them.
+        query, cache: as ``launch_decode``.
     """
     if out is None:
         out = prepared.empty(prepared.out_shape, prepared.out_strides, prepared.dtype)
     if lse is None:
         lse = prepared.empty(prepared.lse_shape, prepared.lse_strides, torch.float32)
     kernel = prepared.kernels.get(prepared.dtype) or prepared.variant.kernel(prepared.dtype)
-    kernel(*read, block_table, cache_seqlens, *prepared.tables, out, lse, *prepared.rest)
+    kernel(*query, *cache, block_table, cache_seqlens, *prepared.tables, out, lse, *prepared.rest)
     return out, lse
 
 
@@ -271,7 +288,7 @@ def run_plan(
         softmax_scale = checks.softmax_scale(softmax_scale)
     numbers = (softmax_scale, *choices(causal, lse_base, empty_lse))
     if plan.trims and not causal:
-        _check_causal(plan, causal)
+        check_causal(plan, causal)
     if out is None:
         out = plan._empty_out(out_dtype or torch.bfloat16)
     if lse is None:
@@ -337,7 +354,7 @@ def launch_decode(
 def _traced(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """``decode`` as an operator, for tracers; arguments checked."""
     q, cache, block_table, cache_seqlens, plan, out, lse, options, out_dtype, pipeline = call
-    _expect_query(q, cache)
+    expect_query_of(q, cache)
     if plan is None:
         if tracing.by_dynamo():
             return tracing.between_graphs(
@@ -345,11 +362,11 @@ def _traced(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
                 softmax_scale=options[0], causal=options[1], lse_base=options[2],
                 empty_lse=options[3], out_dtype=out_dtype, pipeline=pipeline,
             )  # fmt: skip
-        plan = _planned(q, cache, block_table, cache_seqlens, pipeline, options[1])
-    rows = _rows_of(q)
-    _check_plan(plan, rows, cache, block_table, pipeline, q.device)
+        plan = planned(q, cache, block_table, cache_seqlens, pipeline, options[1])
+    rows = rows_of(q)
+    check_plan(plan, rows, cache, block_table, pipeline, q.device)
     softmax_scale, causal, lse_base, empty_lse = options
-    _check_causal(plan, causal)
+    check_causal(plan, causal)
     causal_, lse_factor, empty = choices(causal, lse_base, empty_lse)
     rest = (
         plan.work_items, plan.part_begin, plan.split_begin, plan.units, plan.row_limits,
@@ -369,7 +386,7 @@ def _traced(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     if out is None:
         out = q.rope.new_empty((*rows, KV_LORA_RANK), dtype=out_dtype or torch.bfloat16)
     if lse is None:
-        lse = q.rope.new_empty(_lse_shape(rows), dtype=torch.float32)
+        lse = q.rope.new_empty(lse_shape(rows), dtype=torch.float32)
     results = (out.unsqueeze(0), lse.unsqueeze(0)) if len(rows) == 2 else (out, lse)
     torch.ops.snapmla.decode_out(*common, *results, **extra)
     return out, lse
@@ -391,7 +408,7 @@ def _traced_rows(
     Args:
         rest: of the operator's arguments.
     """
-    _check_outputs(out, lse, _rows_of(q), out_dtype, q.device, (cache.dtype,))
+    check_outputs(out, lse, rows_of(q), out_dtype, q.device, (cache.dtype,))
     kv = layouts.small_pages(cache.memory_now()[0])
     ragged, regroups = q.ndim == 3, plan.must_regroup()
     if out is None and lse is None and not regroups:
@@ -401,7 +418,7 @@ def _traced_rows(
     if out is None:
         out = q.new_empty((*q.shape[:-1], KV_LORA_RANK))
     if lse is None:
-        lse = q.new_empty(_lse_shape(_rows_of(q)), dtype=torch.float32)
+        lse = q.new_empty(lse_shape(rows_of(q)), dtype=torch.float32)
     if regroups:
         call = kv_heads.regroup(plan, q, block_table, cache_seqlens, out, lse)
         torch.ops.snapmla.dense_decode_out(
@@ -416,201 +433,3 @@ def _traced_rows(
 
 
 _DECODE = calls.Op("decode", _checked, launch_checked, _traced, _parts, _places)
-
-
-def _rows_of(q: Query) -> tuple[int, ...]:
-    """(b, s_q, h) or (total_q, h) of a query."""
-    return tuple((q if isinstance(q, torch.Tensor) else q.rope).shape[:-1])
-
-
-def _lse_shape(rows: tuple[int, ...]) -> tuple[int, ...]:
-    """Shape of ``lse`` for rows (b, s_q, h) or (total_q, h)."""
-    *batch, tokens, heads = rows
-    return *batch, heads, tokens
-
-
-def checked(
-    q: Query,
-    cache: PagedKVCache,
-    block_table: torch.Tensor,
-    cache_seqlens: torch.Tensor,
-    plan: DecodePlan | None,
-    out: torch.Tensor | None,
-    lse: torch.Tensor | None,
-    out_dtype: torch.dtype | None,
-    pipeline: str | None,
-    *,
-    causal: bool = True,
-) -> DecodePlan:
-    """Checks all tensors with full messages; plans if no plan is given, launches nothing else."""
-    _expect_query(q, cache)
-    rows, device = _rows_of(q), q.device
-    if cache.content.device != device:
-        checks.value_error("cache", f"tensors on {device}, where q is", cache.content.device)
-    if plan is not None:
-        _expect_plan(plan)
-        plan.expect_memory()
-    b = _batch_of(q, plan)
-    checks.block_table(block_table, b, device)
-    checks.lengths(cache_seqlens, b, device)
-    dtypes = tuple(OUT_NAMES) if cache.kv is None else (cache.dtype,)
-    _check_outputs(out, lse, rows, out_dtype, device, dtypes)
-    if plan is not None:
-        _check_plan(plan, rows, cache, block_table, pipeline, device)
-        _check_causal(plan, causal)
-    _check_apart(q, cache, block_table, cache_seqlens, plan, out, lse)
-    if plan is not None:
-        return plan
-    return _planned(q, cache, block_table, cache_seqlens, pipeline, causal)
-
-
-def _expect_query(q: Query, cache: PagedKVCache) -> None:
-    """That query and cache are of one kind, and a query of 16 bits what the kernels take."""
-    if not isinstance(cache, PagedKVCache) or cache.scale is not None:
-        expect_query("q", q)
-        expect_cache(cache)
-        return
-    expect_cache(cache)
-    if isinstance(q, QuantizedQuery):
-        hint = "a 16-bit cache takes queries as they are"
-        wanted = f"a {checks.dtype_name(cache.dtype)} tensor, as the cache's rows"
-        checks.type_error("q", wanted, "a snapmla.QuantizedQuery", hint)
-    checks.query_of_rows(q, cache.dtype, cache.num_kv_heads)
-
-
-def _batch_of(q: Query, plan: DecodePlan | None) -> int:
-    """Sequences of a call; ragged queries do not tell."""
-    rows = _rows_of(q)
-    if len(rows) == 3:
-        return rows[0]
-    if plan is None:
-        checks.value_error(
-            "plan", "one made with cu_seqlens_q, beside ragged queries", None,
-            "only a plan knows where a sequence's query tokens begin",
-        )  # fmt: skip
-    return plan.batch
-
-
-def _planned(
-    q: Query,
-    cache: PagedKVCache,
-    block_table: torch.Tensor,
-    cache_seqlens: torch.Tensor,
-    pipeline: str | None,
-    causal: bool,
-) -> DecodePlan:
-    """A plan for a call that gave none."""
-    checks.block_table(block_table, _batch_of(q, None), q.device)
-    _, s_q, heads = _rows_of(q)
-    return plan_decode(
-        cache_seqlens,
-        heads,
-        s_q,
-        page_size=cache.content.shape[1],
-        max_pages=max(block_table.shape[1], 1),
-        causal=causal,
-        pipeline=pipeline,
-        cache_dtype="fp8" if cache.scale is not None else cache.dtype,
-        num_kv_heads=cache.num_kv_heads,
-    )
-
-
-def _check_outputs(
-    out: torch.Tensor | None,
-    lse: torch.Tensor | None,
-    rows: tuple[int, ...],
-    out_dtype: torch.dtype | None,
-    device: torch.device,
-    dtypes: tuple[torch.dtype, ...],
-) -> None:
-    """Checks the results that are given, and the dtype of those that are not."""
-    if out_dtype is not None and out_dtype not in dtypes:
-        wanted = " or ".join(checks.dtype_name(d) for d in dtypes)
-        checks.type_error("out_dtype", wanted, out_dtype)
-    if out is not None:
-        dtypes = dtypes if out_dtype is None else (out_dtype,)
-        checks.output("out", out, dtypes, (*rows, KV_LORA_RANK), device)
-    if lse is not None:
-        checks.output("lse", lse, (torch.float32,), _lse_shape(rows), device, align=4)
-
-
-def _check_apart(
-    q: Query,
-    cache: PagedKVCache,
-    block_table: torch.Tensor,
-    cache_seqlens: torch.Tensor,
-    plan: DecodePlan | None,
-    out: torch.Tensor | None,
-    lse: torch.Tensor | None,
-) -> None:
-    """Checks that given results share no memory with what the call reads, or one another."""
-    read = {
-        **({"q": q} if isinstance(q, torch.Tensor) else named("q", q)),
-        **named("cache", cache),
-        "block_table": block_table,
-        "cache_seqlens": cache_seqlens,
-        **({} if plan is None else {f"plan.{name}": getattr(plan, name) for name in TENSORS}),
-    }
-    checks.apart("out", out, {**read, "lse": lse})
-    checks.apart("lse", lse, read)
-
-
-def _expect_plan(plan: object) -> None:
-    if not isinstance(plan, DecodePlan):
-        checks.type_error("plan", "a snapmla.DecodePlan or None", type(plan).__name__)
-
-
-def _check_plan(
-    plan: DecodePlan,
-    rows: tuple[int, ...],
-    cache: PagedKVCache,
-    block_table: torch.Tensor,
-    pipeline: str | None,
-    device: torch.device,
-) -> None:
-    """Checks that ``plan`` was made for this call's shapes; rows = (b, s_q, h) or (total_q, h)."""
-    _expect_plan(plan)
-    if plan.work_items.device != device:
-        checks.value_error("plan", f"a plan on {device}, where q is", plan.work_items.device)
-    _check_cache_dtype(plan, cache)
-    page_size = cache.content.shape[1]
-    got = (*plan._shape_of_rows(), plan.page_size)
-    if got != (*rows, page_size):
-        tokens = "b, s_q" if len(rows) == 3 else "total_q"
-        wanted = f"one made for ({tokens}, num_heads, page_size) = {(*rows, page_size)}"
-        checks.value_error("plan", wanted, got)
-    _check_width(plan, block_table)
-    if pipeline is not None:
-        _check_pipeline(plan, pipeline)
-
-
-def _check_cache_dtype(plan: DecodePlan, cache: PagedKVCache) -> None:
-    """That the plan is for the cache's family of kernels."""
-    wanted = FP8 if cache.scale is not None else NAMES[cache.dtype]
-    if plan.cache_dtype != wanted:
-        dtypes = (wanted, plan.cache_dtype)
-        want, got = (repr(FP8) if d == FP8 else f"{DTYPES[d]}" for d in dtypes)
-        hint = "a plan is for one kind of cache"
-        checks.value_error("plan", f"one made with cache_dtype={want}", got, hint)
-    if plan.num_kv_heads != cache.num_kv_heads:
-        wanted = f"one made with num_kv_heads={cache.num_kv_heads}, as the cache"
-        checks.value_error("plan", wanted, plan.num_kv_heads)
-
-
-def _check_causal(plan: DecodePlan, causal: bool) -> None:
-    """That no tile is missing that the call would see."""
-    if plan.may_trim() and isinstance(causal, int) and not causal:
-        wanted = "True, as planned: tiles that the causal rule hides may be left out"
-        checks.value_error("causal", wanted, causal, "plan_decode(..., causal=False) serves both")
-
-
-def _check_width(plan: DecodePlan, block_table: torch.Tensor) -> None:
-    if block_table.shape[1] != plan.max_pages:  # kernels clamp lengths by the table's own width
-        hint = "slice the table, or plan with max_pages = its width"
-        wanted = f"a width of {plan.max_pages}, the plan's max_pages"
-        checks.value_error("block_table", wanted, block_table.shape[1], hint)
-
-
-def _check_pipeline(plan: DecodePlan, pipeline: str) -> None:
-    if pipeline != plan.pipeline:
-        checks.value_error("pipeline", f"{plan.pipeline!r}, as planned, or None", repr(pipeline))

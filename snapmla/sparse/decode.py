@@ -66,17 +66,16 @@ def sparse_decode(
 
 def _parts(call: Call) -> calls.Parts:
     q, cache, indices, topk_length, attn_sink, plan, out, lse, options, out_dtype = call
-    scale, base, empty = options
     content, rope, token_scale = cache.asks
     optional = topk_length, attn_sink, out, lse
     given = tuple([tensor for tensor in optional if tensor is not None])
     there = tuple([tensor is not None for tensor in optional])
     return (
         (indices, *given),
-        (scale.__class__, scale, base, empty, out_dtype, cache.format, there),
+        (options, options[0].__class__, out_dtype, there),
         (
             content(), rope(), token_scale(), plan.o_accum.data_ptr(), q.nope_u8.data_ptr(),
-            indices.data_ptr(), q.place, cache.place, plan.place,
+            indices.data_ptr(), q.place, cache.place,
             *[tensor.data_ptr() for tensor in given],
         ),
     )  # fmt: skip
