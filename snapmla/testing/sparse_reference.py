@@ -7,7 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from snapmla.testing.reference import Chunk, Move, Rows, attend
+from snapmla.testing.attend import Chunk, Rows, attend
+from snapmla.testing.reference import Move
 from snapmla.testing.rounding import FP64, QuantConfig
 
 

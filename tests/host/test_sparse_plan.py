@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from snapmla import plan as plans
-from snapmla.sparse_plan import SparseOptions, SparsePlan, plan_sparse
+from snapmla.sparse.plan import SparseOptions, SparsePlan, plan_sparse
 from snapmla.testing.plan_tables import PlanTables
 from snapmla.testing.reference_plan import Queries, plan_reference
 from tests.support.needs import needs_kernels
