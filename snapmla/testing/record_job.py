@@ -29,6 +29,12 @@ MIMIC_FACTOR = 1.1
 # What the mimic does not have: sums in fp32, exponentials and logarithms to 2^-22, partial rows of
 # 16 bits.  With logits of hundreds of nats their last places count.
 SLACK, SLACK_OF_FRAMES = 1e-4, 2.5e-3
+# The exported function's, in order (dsl_kernels/smxx/record_entry.py).
+ARGUMENTS = (
+    "q", "cache", "indices", "topk_length", "attn_sink", "work_items", "part_begin", "split_begin",
+    "units", "row_limits", "out", "lse", "o_accum", "lse_accum", "softmax_scale", "lse_factor",
+    "empty_lse", "may_split",
+)  # fmt: skip
 STYLES = ("plain", "std3", "std30", "swings", "equal", "rope", "groups", "scales")
 
 
@@ -78,6 +84,7 @@ class RecordJob(SparseJob):
     ``RecordShape``."""
 
     shape: RecordShape
+    argument_names = ARGUMENTS
 
     # ---------------------------------------------------------------- inputs
 
