@@ -12,8 +12,9 @@ scale 0: log2 of that is -inf, so the place masks itself, and no byte is read fo
     landed   gather warps -> warp 2          (cp.async arrivals, a thread each)
     k_pipe   warp 2 -> who reads the KV tile (full: one arrival behind a proxy fence, empty: warps)
 
-Shared memory: ``k_bar``, ``landed_bar``; the tiles are fields ``k<plane>`` of the kernel's plan,
-and the field of scales.
+
+Shared memory: ``k_bar`` and the barriers of ``landed``; the tiles are fields ``k<plane>`` of the
+kernel's plan, and the field of scales.
 
 Timeline of a tile in a gather warp: the raw entries of the next tile are asked for, a lane each;
 this one's, asked for a tile ago, become (page, offset) | wait until the stage is free | a row at a
