@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,22 +22,15 @@ from snapmla.checks.decode_call import (
     rows_of,
 )
 from snapmla.decode_plan import DecodePlan, PlanVariant
+from snapmla.decode_plan.choices import choices
 from snapmla.quant import QuantizedQuery, as_batch
+from snapmla.sparse.decode import sparse_decode
 
-OUT_NAMES = {torch.bfloat16: "bf16", torch.float32: "f32"}  # of an FP8 cache
-LSE_FACTOR = {"e": math.log(2.0), "2": 1.0}
-EMPTY_LSE = {"-inf": -math.inf, "+inf": math.inf}
-_CHOICES = {
-    (causal, base, empty): (int(causal), factor, value)
-    for causal in (False, True)
-    for base, factor in LSE_FACTOR.items()
-    for empty, value in EMPTY_LSE.items()
-}
 _Tensor = torch.Tensor  # looked up on every call
 Options = tuple[float, bool, str, str]  # softmax_scale, causal, lse_base, empty_lse
 # of a decode: q, cache, block_table, cache_seqlens, plan, out, lse, options, out_dtype, pipeline
 Call = tuple[
-    Any, PagedKVCache, torch.Tensor, torch.Tensor, Any, torch.Tensor | None, torch.Tensor | None,
+    Any, PagedKVCache, Any, Any, Any, torch.Tensor | None, torch.Tensor | None,
     Options, torch.dtype | None, str | None,
 ]  # fmt: skip
 
@@ -65,7 +57,7 @@ class Prepared:
         if plan.check_stale or plan.idle or not plan.as_given:
             return None
         *tables, o_accum, lse_accum = plan.arguments
-        numbers = (checks.softmax_scale(options[0]), *_choices(*options[1:]))
+        numbers = (checks.softmax_scale(options[0]), *choices(*options[1:]))
         empty, out_strides, lse_strides = plan._empty
         return Prepared(
             plan.place, plan.variant, plan.variant.kernels, dtype, empty, plan.out_shape,
@@ -83,8 +75,8 @@ class Unprepared(NamedTuple):
 def decode(
     q: QuantizedQuery | torch.Tensor,
     cache: PagedKVCache,
-    block_table: torch.Tensor,
-    cache_seqlens: torch.Tensor,
+    block_table: torch.Tensor | None = None,
+    cache_seqlens: torch.Tensor | None = None,
     *,
     softmax_scale: float,
     plan: DecodePlan | None = None,
@@ -95,6 +87,9 @@ def decode(
     empty_lse: str = "-inf",
     out_dtype: torch.dtype | None = None,
     pipeline: str | None = None,
+    indices: torch.Tensor | None = None,
+    topk_length: torch.Tensor | None = None,
+    attn_sink: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """softmax(softmax_scale * Q K^T) V over each sequence's cached tokens, where V is the latent.
 
@@ -128,6 +123,17 @@ def decode(
         empty_lse: LSE of a row that sees no token, ``-inf`` or ``+inf``; its output is 0.
         out_dtype: dtype of an allocated ``out``; None: bfloat16, or that of a 16-bit cache.
         pipeline: decode pipeline of a plan made here; must agree with a given plan.
+        indices: sparse attention, over an FP8 cache: int32 (b, s_q, topk), or (total_q, topk) with
+            ragged queries: the tokens that each query token attends to, as page * page_size +
+            offset, in any order.  What is negative or behind the pool is no token, anywhere in the
+            row, and never read; a token that is named twice counts twice.  ``block_table`` and
+            ``cache_seqlens`` are then not looked at, there is no causal rule, and ``plan`` comes
+            from ``plan_sparse_decode``.
+        topk_length: int32 (b,): how many entries of each row of a sequence count, the first ones;
+            what is behind them is not read.  None: those that the plan was made for, or all.
+        attn_sink: float32 (h,), with ``indices``: a logit a head that weighs in ``out`` and has no
+            value, of natural units: out is multiplied by 1 / (1 + exp(sink - lse)).  ``lse`` is
+            without it.
 
     Returns:
         (out, lse).
@@ -139,11 +145,24 @@ def decode(
     Source: SnapMLA paper, Eq. 6 (logits in the scaled domain) and Algorithm 1 (``dual_wg``);
     FlashMLA-ETAP (the transposed form of ``etap``); rounding as docs/numerics.md says.
     """
+    if indices is not None:
+        return sparse_decode(
+            q, cache, indices, softmax_scale=softmax_scale, topk_length=topk_length,
+            attn_sink=attn_sink, plan=plan, out=out, lse=lse, lse_base=lse_base,
+            empty_lse=empty_lse, out_dtype=out_dtype, pipeline=pipeline,
+        )  # fmt: skip
+    if topk_length is not None or attn_sink is not None:
+        _refuse_without_indices(topk_length)
     call: Call = (
         q, cache, block_table, cache_seqlens, plan, out, lse,
         (softmax_scale, causal, lse_base, empty_lse), out_dtype, pipeline,
     )  # fmt: skip
     return calls.run(_DECODE, plan if pipeline is None else None, call)
+
+
+def _refuse_without_indices(topk_length: object) -> None:
+    name = "attn_sink" if topk_length is None else "topk_length"
+    checks.value_error(name, "None without indices", "a value", "dense decode has neither")
 
 
 def _parts(call: Call) -> calls.Parts:
@@ -267,7 +286,7 @@ def run_plan(
     softmax_scale, causal, lse_base, empty_lse = options
     if type(softmax_scale) is not float or not 0.0 < softmax_scale <= checks.MAX_SOFTMAX_SCALE:
         softmax_scale = checks.softmax_scale(softmax_scale)
-    numbers = (softmax_scale, *_choices(causal, lse_base, empty_lse))
+    numbers = (softmax_scale, *choices(causal, lse_base, empty_lse))
     if plan.trims and not causal:
         check_causal(plan, causal)
     if out is None:
@@ -300,17 +319,6 @@ def run_plan(
     if moved is not None:
         kv_heads.back(plan, moved, out, lse)
     return out, lse
-
-
-def _choices(causal: bool, lse_base: str, empty_lse: str) -> tuple[int, float, float]:
-    """(causal, lse_factor, empty_lse) as the kernels take them; checks all three."""
-    try:
-        return _CHOICES[causal, lse_base, empty_lse]
-    except (KeyError, TypeError):
-        checks.flag("causal", causal)
-        checks.choice("lse_base", lse_base, LSE_FACTOR)
-        checks.choice("empty_lse", empty_lse, EMPTY_LSE)
-        raise
 
 
 def launch_decode(
@@ -359,7 +367,7 @@ def _traced(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     check_plan(plan, rows, cache, block_table, pipeline, q.device)
     softmax_scale, causal, lse_base, empty_lse = options
     check_causal(plan, causal)
-    causal_, lse_factor, empty = _choices(causal, lse_base, empty_lse)
+    causal_, lse_factor, empty = choices(causal, lse_base, empty_lse)
     rest = (
         plan.work_items, plan.part_begin, plan.split_begin, plan.units, plan.row_limits,
         plan.o_accum, plan.lse_accum, plan.pipeline, plan.row_tile, plan.can_split(),
