@@ -39,7 +39,7 @@ from ..dims import KV_LORA_RANK as D
 from ..dims import QK_ROPE_HEAD_DIM as R
 from . import budget as bud
 from .barriers import Ring
-from .loader import Feed, Readers, kv_pipe, ring_barriers
+from .loader import Feed, Readers, ring_barriers, ring_pipe
 from .smem import array
 from .work_list import Rows, WorkList
 
@@ -205,7 +205,7 @@ class GatherRows:
 
     def pipe(self, st):
         """The ring: warp 2 fills a stage, one lane of each reading warp frees it."""
-        return kv_pipe(st, self.stages, self.readers, 1, 0)
+        return ring_pipe(st.k_bar, self.stages, self.readers, 0)
 
     # ---------------------------------------------------------------- roles
 
