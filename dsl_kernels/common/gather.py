@@ -12,8 +12,9 @@ scale 0: log2 of that is -inf, so the place masks itself, and no byte is read fo
     landed   gather warps -> warp 2          (cp.async arrivals, a thread each)
     k_pipe   warp 2 -> who reads the KV tile (full: one arrival behind a proxy fence, empty: warps)
 
-Shared memory: ``k_bar``, ``landed_bar``; the tiles are fields ``k<plane>`` of the kernel's plan,
-and the field of scales.
+
+Shared memory: ``k_bar`` and the barriers of ``landed``; the tiles are fields ``k<plane>`` of the
+kernel's plan, and the field of scales.
 
 Timeline of a tile in a gather warp: the raw entries of the next tile are asked for, a lane each;
 this one's, asked for a tile ago, become (page, offset) | wait until the stage is free | a row at a
@@ -38,7 +39,7 @@ from ..dims import KV_LORA_RANK as D
 from ..dims import QK_ROPE_HEAD_DIM as R
 from . import budget as bud
 from .barriers import Ring
-from .loader import Feed, Readers, kv_pipe, ring_barriers
+from .loader import Feed, Readers, ring_barriers, ring_pipe
 from .smem import array
 from .work_list import Rows, WorkList
 
@@ -205,7 +206,7 @@ class GatherRows:
 
     def pipe(self, st):
         """The ring: warp 2 fills a stage, one lane of each reading warp frees it."""
-        return kv_pipe(st, self.stages, self.readers, 1, 0)
+        return ring_pipe(st.k_bar, self.stages, self.readers, 0)
 
     # ---------------------------------------------------------------- roles
 
