@@ -11,7 +11,7 @@ import torch
 from dsl_kernels.dims import KV_LORA_RANK
 from snapmla import call as calls
 from snapmla import checks, kv_heads, launch, layouts, overlap, runtime, tracing
-from snapmla.cache import PagedKVCache, expect_cache
+from snapmla.cache import PagedKVCache, expect_cache, expect_decoded
 from snapmla.decode_plan import DTYPES, FP8, NAMES, TENSORS, DecodePlan, PlanVariant
 from snapmla.plan import plan_decode
 from snapmla.quant import QuantizedQuery, as_batch, expect_query, named
@@ -458,6 +458,7 @@ def checked(
 
 def _expect_query(q: Query, cache: PagedKVCache) -> None:
     """That query and cache are of one kind, and a query of 16 bits what the kernels take."""
+    expect_decoded(cache)
     if not isinstance(cache, PagedKVCache) or cache.scale is not None:
         expect_query("q", q)
         expect_cache(cache)

@@ -25,7 +25,7 @@ from snapmla import overlap
 FP8 = torch.float8_e4m3fn
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})  # what surely has an address
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-FORMAT_OF = {getattr(torch, each.element): name for name, each in FORMATS.items()}
+FORMAT_OF = {getattr(torch, each.element): name for name, each in FORMATS.items() if not each.named}
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}  # as names have them
 ROWS = tuple(dtype for dtype, name in FORMAT_OF.items() if FORMATS[name].rows)
 ROWS_TILE = 64  # tokens: larger pages of 16-bit rows are multiples of a KV tile
@@ -112,6 +112,8 @@ ADVICE: dict[str, str] = {
     "lse_base": "e is the natural logarithm",
     "empty_lse": "-inf merges like an empty sum; FlashMLA writes +inf",
     "layout": "split is the default",
+    "format": "tensors of other formats tell it by their dtype",
+    "scale_fmt": "None writes fp32 scales, 'ue8m0' powers of two",
     "SNAPMLA_SOFTGPU_ARCH": "sm_90a is the default",
     "batch": "sequences",
     "seqlen": "tokens of a sequence",
@@ -411,16 +413,18 @@ def rows_page_size(value: Any) -> int:
 
 def page_size_of(fmt: str, value: Any) -> int:
     """Checks the page size of a cache of a format."""
+    if FORMATS[fmt].any_page:
+        return integer("page_size", value, 1)
     return (rows_page_size if FORMATS[fmt].large_pages else page_size)(value)
 
 
-def cache_dtype(value: Any, name: str = "cache_dtype") -> Any:
+def cache_dtype(value: Any, name: str = "cache_dtype", more: tuple[str, ...] = ()) -> Any:
     """Checks what a cache may hold and returns it: ``fp8``, which float8_e4m3fn is another word
-    for, or a dtype of 16-bit rows."""
+    for, a dtype of 16-bit rows, or one of ``more`` formats."""
     if value is FP8:
         return "fp8"
     hint = "'fp8' is float8_e4m3fn with a scale a token; 16 bits are given as torch's dtype"
-    choice(name, value, ("fp8", *ROWS), hint)
+    choice(name, value, ("fp8", *ROWS, *more), hint)
     return value
 
 

@@ -38,6 +38,8 @@ in eager mode they do not go through them.
     merge_states(outs[], lses[], stacked, lse_factor) -> (out, lse)
     merge_states_out(outs[], lses[], stacked, lse_factor, out!, lse!)
 
+and those of ``snapmla.byte_ops``, over caches of format ``fp8_ds_mla``.
+
 ``!`` is written. ``content`` and ``nope`` are the FP8 bytes as uint8, ``q_scale`` is (b, s_q, h) or
 (b, s_q). ``decode`` takes ragged queries, and gives their results, as those of one sequence, (1,
 total_q, h, ...); ``row_seqlens`` is flat, and ``s_q`` of ``plan_update`` then total_q. Where
@@ -70,7 +72,18 @@ from dsl_kernels.dims import (
     MERGE_CHECKED,
     QK_ROPE_HEAD_DIM,
 )
-from snapmla import attention, checks, dispatch, fetch, launch, layouts, merge, quant
+from snapmla import (
+    attention,
+    byte_ops,
+    checks,
+    dispatch,
+    ds_mla,
+    fetch,
+    launch,
+    layouts,
+    merge,
+    quant,
+)
 from snapmla import records as scheduling
 from snapmla import rope as rotary
 from snapmla.cache import PagedKVCache
@@ -106,6 +119,7 @@ _ROTATED_QUERY = (
     "str granularity"
 )
 FP8_PARTS, ROWS_PARTS = ("content", "rope", "scale"), ("kv",)  # of a cache as a pytree
+TOLD = ("format", "scale_fmt")  # of a cache whose tensor does not tell them
 _MERGE_ARGUMENTS = "Tensor[] outs, Tensor[] lses, bool stacked, float lse_factor"
 SCHEMAS = (
     "append_kv(Tensor(a!) content, Tensor(b!)? rope, Tensor(c!)? scale, Tensor c_kv, "
@@ -140,6 +154,7 @@ SCHEMAS = (
     f"{_FETCH_CHUNKS}) -> ()",
     f"merge_states({_MERGE_ARGUMENTS}) -> (Tensor, Tensor)",
     f"merge_states_out({_MERGE_ARGUMENTS}, Tensor(a!) out, Tensor(b!) lse) -> ()",
+    *byte_ops.SCHEMAS,
 )
 
 
@@ -158,7 +173,7 @@ def _append_kv(
         checks.cache_rows(content)
         kv = layouts.with_heads(content)
         quant.check_tokens(c_kv, k_rope, slots, kv.device, kv.shape[2])
-        quant.launch_append((kv,), c_kv, k_rope, slots, kv.dtype)
+        quant.launch_append((kv,), c_kv, k_rope, slots, checks.format_of(kv))
         return
     views = layouts.views_of(content, rope, scale)
     checks.tensor("content", views[0], (torch.uint8,), ("num_pages", "page_size", KV_LORA_RANK))
@@ -602,6 +617,7 @@ _REAL: dict[str, Callable[..., Any]] = {
     "fetch_dequant_out": _fetch_dequant_out,
     "merge_states": _merge_states,
     "merge_states_out": _merge_states_out,
+    **byte_ops.REAL,
 }
 _FAKE: dict[str, Callable[..., Any]] = {
     "quantize_q": _fake_quantize_q,
@@ -610,6 +626,7 @@ _FAKE: dict[str, Callable[..., Any]] = {
     "dense_decode": _fake_dense_decode,
     "fetch_dequant": _fake_fetch_dequant,
     "merge_states": _fake_merge_states,
+    **byte_ops.FAKE,
 }
 
 
@@ -663,6 +680,8 @@ def _children(value: Any) -> tuple[str, ...]:
 def _flatten(value: Any) -> tuple[list[Any], tuple[Any, ...]]:
     names = _children(value)
     static = STATIC if isinstance(value, DecodePlan) else ()
+    if isinstance(value, PagedKVCache) and value.__dict__.get("format") == ds_mla.FORMAT:
+        static = TOLD
     return [getattr(value, n) for n in names], tuple(getattr(value, n) for n in static)
 
 
@@ -675,10 +694,11 @@ def _unflatten(cls: type, leaves: Any, static: tuple[Any, ...]) -> Any:
     if cls is PagedKVCache:
         names = FP8_PARTS if len(leaves) == len(FP8_PARTS) else ROWS_PARTS
     fields: dict[str, Any] = dict(zip(names, leaves))
+    told: dict[str, Any] = dict(zip(TOLD, static))
     if all(isinstance(leaf, Tensor) for leaf in leaves):
-        return PagedKVCache.from_tensors(*leaves) if names is ROWS_PARTS else cls(**fields)
+        return PagedKVCache.from_tensors(*leaves, **told) if names is ROWS_PARTS else cls(**fields)
     value: Any = object.__new__(cls)
-    for name, leaf in fields.items():
+    for name, leaf in (fields | told).items():
         object.__setattr__(value, name, leaf)
     return value
 

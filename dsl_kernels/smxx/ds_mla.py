@@ -10,8 +10,8 @@ up to):
 
     scale = max(amax / 448, 2^-126)        content = e4m3(c / scale)        RoPE as it is
 
-c * (1 / scale) would do for all but ties of e4m3, where an error in the last bit decides.  A token with a NaN or an infinity becomes NaN everywhere, scales
-and RoPE too, as in the other FP8 format.
+c * (1 / scale) would do for all but ties of e4m3, where an error in the last bit decides.  A token
+with a NaN or an infinity becomes NaN everywhere, scales and RoPE too, as in the other FP8 format.
 
 Fetch multiplies.  A scale of 0, which other writers leave for a group of zeros, says that all of
 its group is 0, whatever the content's bytes are: 0 / 0 made them NaN.
