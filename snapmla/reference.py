@@ -7,6 +7,7 @@ on CPU and CUDA tensors, in chunks of tokens, so that 1M tokens of one sequence 
 The code is in ``snapmla.testing``: ``reference``, ``rounding``, ``rope``, ``accumulate``.
 """
 
+from snapmla.testing.ds_mla import dequantize_ds_mla_rows, quantize_ds_mla_rows
 from snapmla.testing.reference import Move, mla_decode_reference, reference_from_unquantised
 from snapmla.testing.rope import rms_norm_rows, rotate_rows
 from snapmla.testing.rounding import (
@@ -25,6 +26,7 @@ from snapmla.testing.rounding import (
 
 __all__ = [
     "FP64", "MIMIC", "MIMIC_BLACKWELL", "MIMIC_HW", "MIMIC_HW_FULL", "SNAPMLA", "TABLE_2",
-    "Move", "QuantConfig", "dequantize_rows", "mla_decode_reference", "quantize_rows",
-    "reference_from_unquantised", "rms_norm_rows", "rotate_rows", "to_e4m3",
+    "Move", "QuantConfig", "dequantize_ds_mla_rows", "dequantize_rows", "mla_decode_reference",
+    "quantize_ds_mla_rows", "quantize_rows", "reference_from_unquantised", "rms_norm_rows",
+    "rotate_rows", "to_e4m3",
 ]  # fmt: skip
