@@ -112,6 +112,8 @@ ADVICE: dict[str, str] = {
     "lse_base": "e is the natural logarithm",
     "empty_lse": "-inf merges like an empty sum; FlashMLA writes +inf",
     "layout": "split is the default",
+    "pages": "page numbers of source, where they are fewer than all",
+    "out_pages": "page numbers of out, one for each page of source",
     "format": "tensors of other formats tell it by their dtype",
     "scale_fmt": "None writes fp32 scales, 'ue8m0' powers of two",
     "SNAPMLA_SOFTGPU_ARCH": "sm_90a is the default",
