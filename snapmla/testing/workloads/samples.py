@@ -122,13 +122,13 @@ def filled_ds_mla(
     """As ``filled_cache``, of 656-byte rows; with scales of any size, 0 beside NaN content too."""
     pool, table = shuffled_table(lengths, page_size)
     cache = poisoned_ds_mla(pool, page_size, strided=strided)
-    odd = torch.tensor([0.0, -0.0, 2.0**-126, 2.0**-140, 3e38, math.nan, 1e-30])
+    odd = torch.tensor([0.0, 2.0**-126, 2.0**-140, 3e38, math.nan, 1e-30])
     for i, n in enumerate(lengths):
         rows = quantize_ds_mla_rows(*sample_tokens(n))
         scales = rows[:, ds_mla.SCALES_AT : ds_mla.ROPE_AT].contiguous().view(torch.float32)
         scales[3::5, i] = odd.repeat(n)[: len(scales[3::5])]
         rows[:, ds_mla.SCALES_AT : ds_mla.ROPE_AT] = scales.view(torch.uint8)
-        rows[3::35, 128 * i + 5] = 0x7F  # beside a scale of 0
+        rows[3::30, 128 * i + 5] = 0x7F  # beside a scale of 0
         cache.named_tensors["kv"][places(table[i], n, page_size)] = rows.unsqueeze(1)
     return cache, table, torch.tensor(lengths, dtype=torch.int32)
 
