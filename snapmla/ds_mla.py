@@ -58,7 +58,7 @@ def rows_of(value: torch.Tensor) -> torch.Tensor:
 
     Strides over extents of 1 may be anything; here they are those of rows side by side.
     """
-    kv = value.view(torch.uint8)
+    kv = value if value.dtype is torch.uint8 else value.view(torch.uint8)
     pages, tokens = kv.shape[:2]
     page = kv.stride(0) if pages > 1 else tokens * ROW_BYTES
     shape, stride = (pages, tokens, 1, ROW_BYTES), (page, ROW_BYTES, ROW_BYTES, 1)
