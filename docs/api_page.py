@@ -57,6 +57,9 @@ INTERNALS: dict[str, tuple[str, ...]] = {
     "QuantizedQuery": ("nope_u8", "row_scale", "arguments", "plain", "written", "begins"),
     "QuantConfig": ("group",),
 }  # fmt: skip
+WIDTH = 120  # of a line of prose
+_UNBROKEN = re.compile(r"(?:``.*?``|`[^`]{,80}`|\[[^]]*\]\([^)]*\)|\S)+")
+_STARTS = re.compile(r"[-*+=>#|]|\d+[.)]$")  # what would begin a list, a heading or a quotation
 SECTIONS = ("Args", "Attributes", "Returns", "Raises", "Source")
 
 
@@ -319,6 +322,25 @@ def _first_sentence(docstring: str | None) -> str:
     return re.split(r"(?<=\.)\s", " ".join(parse(docstring).prose.split()))[0]
 
 
+def wrapped(lines: list[str]) -> Iterator[str]:
+    """The lines of a page, its prose cut at ``WIDTH``, not within code or a link."""
+    fenced = False
+    for line in lines:
+        fenced ^= line.startswith("```")
+        if fenced or len(line) <= WIDTH:
+            yield line
+            continue
+        head = re.match(r" *(?:[-*] )?", line)[0]  # type: ignore[index]
+        text = ""
+        for word in re.findall(_UNBROKEN, line[len(head) :]):
+            if text and len(head + text) + 1 + len(word) > WIDTH and not _STARTS.match(word):
+                yield head + text
+                head, text = " " * len(head), word
+            else:
+                text = f"{text} {word}".lstrip()
+        yield head + text
+
+
 def api_page() -> str:
     """docs/api.md."""
     head = [
@@ -346,4 +368,4 @@ def api_page() -> str:
             about[entry.path] = _first_sentence(entry.value.__doc__)
         lines += _entry_lines(entry)
     page = [*head, *contents(lines, about), "", *lines]
-    return "\n".join(page).rstrip("\n") + "\n"
+    return "\n".join(wrapped("\n".join(page).split("\n"))).rstrip("\n") + "\n"

@@ -14,7 +14,6 @@ the medians of their medians: one process differs from the next by more than a s
 from __future__ import annotations
 
 import contextlib
-import datetime
 import importlib
 import json
 import statistics
@@ -35,8 +34,7 @@ import torch
 import typer
 
 from codegen.artifacts import write_atomic
-from profiles import checkouts, contenders, timing
-from profiles.bench import command_line, commit
+from profiles import checkouts, contenders, page, timing
 from profiles.worker import machine
 
 ROUNDS = 10  # turns of every kind of call, after one that is not counted
@@ -268,20 +266,15 @@ def main(
     rows = _rows(calls, peers) if against is None else alternate(calls, against, turns)
     facts = machine(torch.device("cuda"), timing.Nvml())
     named = ("gpu", "driver", "cuda", "torch", "tvm_ffi", "python")
-    lines = [
-        "# host_time", "",
-        f"`{command_line(sys.argv[1:], '-m profiles.host_time')}`", "",
-        f"- commit {commit()}, {datetime.datetime.now(datetime.UTC):%Y-%m-%dT%H:%M:%S}Z",
-        f"- {', '.join(f'{k} {facts[k]}' for k in named if facts.get(k) is not None)}, "
-        f"{cpu_name()}",
-        f"- b {BATCH}, {HEADS} heads, {LENGTH} tokens; {calls} calls of each kind, one by one",
-    ]  # fmt: skip
+    notes = [f"b {BATCH}, {HEADS} heads, {LENGTH} tokens; {calls} calls of each kind, one by one"]
     if against is not None:
         other = checkouts.Checkout(against).commit
-        lines.append(f"- old: commit {other}; medians of {turns} processes each, in turn")
+        notes.append(f"old: commit {other}; medians of {turns} processes each, in turn")
+    where = f"{page.told(facts, named)}, {cpu_name()}"
+    lines = page.head("host_time", "profiles.host_time", where, *notes)
     typer.echo("\n".join(rows))
     name = "host_time.md" if against is None else "host_time_against.md"
-    write_atomic(out / name, "\n".join([*lines, "", *rows, ""]))
+    write_atomic(out / name, "\n".join([*lines, *rows, ""]))
 
 
 if __name__ == "__main__":

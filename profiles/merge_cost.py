@@ -8,7 +8,6 @@ results, at ``SM_GBS``; it would stand at the end of the decode kernel instead o
 
 from __future__ import annotations
 
-import datetime
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -26,8 +25,7 @@ import snapmla
 from codegen.artifacts import write_atomic
 from dsl_kernels.dims import PARTIAL_ROW
 from dsl_kernels.spec import VariantSpec
-from profiles import timing
-from profiles.bench import command_line, commit
+from profiles import page, timing
 from profiles.shapes import DecodeShape
 from profiles.worker import machine
 from snapmla import attention, runtime
@@ -116,16 +114,16 @@ def main(out: Annotated[Path, typer.Option(help="Folder.")] = Path("build/bench"
     facts = machine(device, timing.Nvml())
     named = ("gpu", "driver", "cuda", "torch", "max_sm_mhz", "power_limit_w")
     lines = [
-        "# merge_cost", "",
-        f"`{command_line(sys.argv[1:], '-m profiles.merge_cost')}`", "",
-        f"- commit {commit()}, {datetime.datetime.now(datetime.UTC):%Y-%m-%dT%H:%M:%S}Z",
-        f"- {', '.join(f'{k} {facts[k]}' for k in named if facts.get(k) is not None)}",
-        "- µs a call in a CUDA graph; the same cache every call, so the short ones run out of L2",
-        "",
+        *page.head(
+            "merge_cost",
+            "profiles.merge_cost",
+            page.told(facts, named),
+            "µs a call in a CUDA graph; the same cache every call, so the short ones run out of L2",
+        ),
         "| shape | slots | most of one sequence | decode + merge | decode | difference "
         "| merge alone | one SM reading one sequence's partials, at least |",
         "|---|---|---|---|---|---|---|---|",
-    ]  # fmt: skip
+    ]
     with torch.inference_mode():
         for shape in SHAPES:
             lines.append(row(shape, device))

@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import datetime
 import importlib
 import sys
 from pathlib import Path
@@ -25,8 +24,7 @@ import typer
 
 import snapmla
 from codegen.artifacts import write_atomic
-from profiles import checkouts, timing
-from profiles.bench import command_line, commit
+from profiles import checkouts, page, timing
 from profiles.worker import machine
 
 PAGE, CALLS, ROUNDS = 64, 20, 45
@@ -102,16 +100,16 @@ def main(
     """Times the shapes and writes ``pair_cost.md``."""
     other = checkouts.Checkout(against)
     facts = machine(torch.device("cuda"), timing.Nvml())
-    named = ("gpu", "driver", "cuda", "torch")
     lines = [
-        "# What it costs to ask whether a pair covers its sequences", "",
-        f"`{command_line(sys.argv[1:], '-m profiles.pair_cost')}`", "",
-        f"- commit {commit()}, {datetime.datetime.now(datetime.UTC):%Y-%m-%dT%H:%M:%S}Z",
-        f"- {', '.join(f'{k} {facts[k]}' for k in named if facts.get(k) is not None)}",
-        f"- µs a call, median; old: commit {other.commit}", "",
+        *page.head(
+            "What it costs to ask whether a pair covers its sequences",
+            "profiles.pair_cost",
+            page.told(facts, ("gpu", "driver", "cuda", "torch")),
+            f"µs a call, median; old: commit {other.commit}",
+        ),
         "| batch × tokens, heads | old | new | new - old |",
         "|---|---|---|---|",
-    ]  # fmt: skip
+    ]
     with torch.inference_mode():
         for shape in SHAPES:
             lines.append(row(shape, other))

@@ -86,8 +86,7 @@ class PagedKVCache(launch.OverTensors):
     @functools.cached_property
     def place(self) -> int:
         """A number for the tensors' spans and for what a plan must have in common with them."""
-        numbers = (0, self.page_size), (0, self.num_kv_heads)
-        return overlap.place((*self.spans, *numbers, self.format))
+        return overlap.place((*self.spans, self.format, self.page_size, self.num_kv_heads))
 
     def __post_init__(self) -> None:
         if not torch.compiler.is_compiling():  # a tracer's tensors have no address to check
@@ -277,9 +276,10 @@ def expect_cache(value: object) -> None:
 
 
 def expect_fp8(cache: PagedKVCache, hint: str) -> None:
-    """ValueError for a cache of 16 bits, where FP8 alone is taken; says what to do."""
-    if FORMATS[cache.format].rows:
-        got = f"one of {checks.dtype_name(cache.dtype)} rows"
+    """ValueError for a cache of another format, where FP8 alone is taken; says what to do."""
+    if cache.format != DEFAULT:
+        form = FORMATS[cache.format]
+        got = f"one of {checks.dtype_name(cache.dtype)} rows" if form.rows else form.about
         checks.value_error("cache", FORMATS[DEFAULT].about, got, hint)
 
 

@@ -35,10 +35,10 @@ def convert_cache(
 
     From ``fp8_ds_mla`` a token is quantised anew, since its four scales become one: as
     ``append_kv`` would the token that ``fetch_dequant`` gives in float32, byte for byte.  A channel
-    moves by at most 1/16 of itself, or 1/1024 of the new scale if that is more; RoPE by 1/512 of
+    moves by at most 1/16 of itself, or 1/1024 of the new scale if that is more; RoPE by 1/256 of
     itself.  Into ``fp8_ds_mla`` content is copied and the token's scale put in all four places, so
     that c_kv is the same, number for number; k_rope is multiplied out and rounded to bfloat16
-    (1/512).  With ``scale_fmt='ue8m0'`` each group is quantised anew instead, by the rule of
+    (1/256).  With ``scale_fmt='ue8m0'`` each group is quantised anew instead, by the rule of
     ``append_kv``.
 
     A token that is quantised anew and holds a NaN or an infinity becomes NaN everywhere.  A scale

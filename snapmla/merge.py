@@ -16,7 +16,7 @@ from dsl_kernels.dims import KV_LORA_RANK
 from dsl_kernels.spec import VariantSpec
 from snapmla import call as calls
 from snapmla import checks, runtime
-from snapmla.attention import LSE_FACTOR, OUT_NAMES
+from snapmla.decode_plan.choices import LSE_FACTOR, OUT_NAMES
 
 MAX_LIST = 8  # tensors that the kernel takes without their being stacked
 _FLOAT32 = (torch.float32,)
@@ -77,7 +77,7 @@ def merge_state(
 
     Source: online softmax (Milakov and Gimelshein); the names are FlashInfer's.
     """
-    call = Merge((out_a, out_b), (lse_a, lse_b), "pair", lse_base, out, lse)
+    call = Merge((out_a, out_b), (lse_a, lse_b), "pair", _factor(lse_base), out, lse)
     return calls.run(_MERGE, _MERGE, call)
 
 
@@ -113,7 +113,7 @@ def merge_states(
     Source: as ``merge_state``.
     """
     form = "stack" if isinstance(outs, torch.Tensor) else "list"
-    return calls.run(_MERGE, _MERGE, Merge(*_listed(outs, lses), form, lse_base, out, lse))
+    return calls.run(_MERGE, _MERGE, Merge(*_listed(outs, lses), form, _factor(lse_base), out, lse))
 
 
 class Merge(NamedTuple):
@@ -122,7 +122,7 @@ class Merge(NamedTuple):
     outs: tuple[torch.Tensor, ...]
     lses: tuple[torch.Tensor, ...]
     form: str
-    lse_base: str
+    lse_factor: float  # of the logarithm to base 2
     out: torch.Tensor | None
     lse: torch.Tensor | None
 
@@ -140,14 +140,14 @@ class Merge(NamedTuple):
 
 
 def _parts(call: Merge) -> calls.Parts:
-    outs, lses, form, lse_base, out, lse = call
+    outs, lses, form, lse_factor, out, lse = call
     tensors, over = (*outs, *lses), []
     for result in (out, lse):
         at = next((i for i, part in enumerate(tensors) if part is result), -1)
         over.append(at)  # a tensor that is a part's is asked about once
         if at < 0 and result is not None:
             tensors = (*tensors, result)
-    options = (form, lse_base, len(outs), out is None, lse is None, *over)
+    options = (form, lse_factor, len(outs), out is None, lse is None, *over)
     return tensors, options, tuple([tensor.data_ptr() for tensor in tensors])
 
 
@@ -163,20 +163,18 @@ def _places(call: Merge, _: object) -> calls.Groups:
 
 
 def _checked(call: Merge) -> Merge:
-    _factor(call.lse_base)
     _check(call.parts, call.stacked, call.out, call.lse)
     return call
 
 
 def _run(call: Merge, _: object) -> tuple[Merged, bool]:
-    made = _merged(call.parts, call.stacked, _factor(call.lse_base), call.out, call.lse)
-    return made, True
+    return _merged(call, call.parts), True
 
 
 def _traced(call: Merge) -> Merged:
     """The call as an operator, for tracers."""
-    given, lses, _, lse_base, out, lse = call
-    outs, lses_, stacked, factor = list(given), list(lses), call.stacked, _factor(lse_base)
+    given, lses, _, factor, out, lse = call
+    outs, lses_, stacked = list(given), list(lses), call.stacked
     if out is None and lse is None:
         return torch.ops.snapmla.merge_states(outs, lses_, stacked, factor)
     shape, lse_shape = check_parts(named(outs, lses_, stacked), stacked)
@@ -224,35 +222,20 @@ def _factor(lse_base: str) -> float:
     return LSE_FACTOR[lse_base]
 
 
-def merge_now(
-    parts: list[Part],
-    stacked: bool,
-    lse_factor: float,
-    out: torch.Tensor | None,
-    lse: torch.Tensor | None,
-) -> Merged:
-    """Merges tensors with memory, whoever traces.
-
-    Args:
-        parts: one for each result, or the one that is a stack of them; unchecked.
-        stacked: whether it is.
-    """
-    _check(parts, stacked, out, lse)
-    return _merged(parts, stacked, lse_factor, out, lse)
+def merge_now(call: Merge) -> Merged:
+    """Checks tensors with memory, and merges them, whoever traces."""
+    parts = call.parts
+    _check(parts, call.stacked, call.out, call.lse)
+    return _merged(call, parts)
 
 
-def _merged(
-    parts: list[Part],
-    stacked: bool,
-    lse_factor: float,
-    out: torch.Tensor | None,
-    lse: torch.Tensor | None,
-) -> Merged:
+def _merged(call: Merge, parts: list[Part]) -> Merged:
     """``merge_now`` of what was checked."""
+    stacked, out, lse = call.stacked, call.out, call.lse
     if out is None or lse is None:
         out, lse = _allocated(parts[0], int(stacked), out, lse)
     if out.numel():
-        _launch(parts, stacked, lse_factor, out, lse)
+        _launch(parts, stacked, call.lse_factor, out, lse)
     return out, lse
 
 

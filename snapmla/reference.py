@@ -4,7 +4,8 @@ One function computes all of them; a ``QuantConfig`` says which rounding points 
 the two matrix products accumulate exactly or as a tensor core does, Hopper's or Blackwell's.  Runs
 on CPU and CUDA tensors, in chunks of tokens, so that 1M tokens of one sequence fit.
 
-The code is in ``snapmla.testing``: ``reference``, ``rounding``, ``rope``, ``accumulate``.
+The code is in ``snapmla.testing``: ``reference``, ``attend``, ``rounding``, ``rope`` and
+``accumulate``.
 """
 
 from snapmla.testing.ds_mla import dequantize_ds_mla_rows, quantize_ds_mla_rows

@@ -1,7 +1,7 @@
 """``snapmla repro``: a dumped call (``snapmla.dump``) run again, on a GPU or on the software GPU.
 
 Results are compared with those in the file, if it has any, and a decode's with the reference, whose
-tolerance follows from the rounding (``snapmla.comparison.decode_errors``).
+tolerance follows from the rounding (``snapmla.selfcheck.decode_errors``).
 """
 
 from __future__ import annotations

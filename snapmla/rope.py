@@ -102,7 +102,7 @@ def _append_places(call: Append, _: object) -> calls.Groups | None:
 def _check_append(call: Append) -> Append:
     cache, c_kv, k_rope, slot_mapping, positions, cos_sin_cache, is_neox, norm_weight, eps = call
     expect_cache(cache)
-    _expect_fp8(cache)
+    _expect_quantised(cache)
     eps = check_eps(eps)
     quant.check_append(cache, c_kv, k_rope, slot_mapping)
     check_angles(c_kv.dtype, c_kv.shape[:1], positions, cos_sin_cache, cache.device)
@@ -115,8 +115,9 @@ def _check_append(call: Append) -> Append:
     return call
 
 
-def _expect_fp8(cache: PagedKVCache) -> None:
-    expect_fp8(cache, "rotate and normalise the tokens, then snapmla.append_kv")
+def _expect_quantised(cache: PagedKVCache) -> None:
+    if FORMATS[cache.format].rows:
+        expect_fp8(cache, "rotate and normalise the tokens, then snapmla.append_kv")
 
 
 def _launch_append(call: Append, _: object) -> tuple[None, bool]:
@@ -129,7 +130,7 @@ def _traced_append(call: Append) -> None:
     """``rope_append_kv`` as an operator, for tracers."""
     cache, c_kv, k_rope, slot_mapping, positions, cos_sin_cache, is_neox, norm_weight, eps = call
     expect_cache(cache)
-    _expect_fp8(cache)
+    _expect_quantised(cache)
     eps = check_eps(eps)
     quant.expect_traceable(cache)
     if not tracing.by_dynamo():

@@ -42,78 +42,27 @@ from cutlass import Boolean, Int32, Int64, Uint32, cute
 from .. import compat
 from ..dims import ITEM_WORDS
 from . import quant
+from .plan_units import (
+    CHUNK,
+    Lengths,
+    Rule,
+    Smem,
+    Tables,
+    choose,
+    largest_of,
+    number_units,
+    pieces_of,
+    stage,
+    unit_at,
+)
 from .prefix_sum import SUMS, THREADS, WARPS, scan
 
 if TYPE_CHECKING:
     from ..spec import VariantSpec
 
-CHUNK = THREADS  # units in shared memory; a power of two
-NEVER = -(2**31)  # running cost of a lane without a unit: it always fits
 TOO_MANY = 1 << 24  # parts, of a warp that tries nothing
 # Nanoseconds of a merge beside one that finds nothing split, and of five rows of a slot (H200)
 MERGE_NS, FIVE_ROWS_NS = 1200, 4
-NOTHING_HIDDEN = 2**31 - 1  # first hidden token of a unit whose rows have no limits of their own
-
-
-class Lengths(NamedTuple):
-    """What is read."""
-
-    cache_seqlens: cute.Tensor  # i32 (b,)
-    cu_seqlens_q: cute.Tensor  # i32 (b + 1,) of ragged queries, or (0,)
-    row_seqlens: cute.Tensor  # i32 (tokens,), or (0,)
-
-
-class Tables(NamedTuple):
-    """What is written."""
-
-    work_items: cute.Tensor  # i32 (n_items, ITEM_WORDS)
-    part_begin: cute.Tensor  # i32 (parts + 1,)
-    split_begin: cute.Tensor  # i32 (n_units + 1,)
-    planned_seqlens: cute.Tensor  # i32 (b,), cache_seqlens as they were
-    units: cute.Tensor  # i32 (n_units, 2) first row, end row; (0, 2) if merge needs no table
-    unit_begin: cute.Tensor  # i32 (b + 1,) of ragged queries, or (0,)
-    row_limits: cute.Tensor  # i32 (tokens,), row_seqlens as they were, or (0,)
-
-
-class Rule(NamedTuple):
-    """Scalars of a call."""
-
-    max_tokens: Int32
-    overhead: Int32
-    split_tiles: Int32  # 0: cut for balance
-    longest_item: Int32  # tiles of an item, about, where some unit has more; 0: any number
-    max_stretches: Int32  # of a part, for that
-    tile_ns: Int32  # time of a tile where memory does not bound it; 0: cuts cost nothing
-    read_ns: Int32  # time of reading one
-    tokens: Int32  # query tokens of a sequence; of all, if ragged
-    unit_rows: Int32
-    causal: Int32
-    by_tile: compat.FastDivisor
-    by_heads: compat.FastDivisor
-    by_units: compat.FastDivisor  # of a sequence
-
-
-class Unit(NamedTuple):
-    """A unit: whose, which query rows, and what they see."""
-
-    batch: Int32
-    first: Int32
-    end: Int32  # behind the sequence's last row
-    most: Int32  # tokens that some row sees
-    hidden_from: Int32  # first token that some row does not see, if rows have limits of their own
-
-
-class Smem(NamedTuple):
-    """Shared memory, one entry a unit of the chunk unless said otherwise."""
-
-    tiles: cute.Tensor
-    cost: cute.Tensor  # running cost of the batch, this unit included
-    item: cute.Tensor  # (CHUNK + 1): items of the chunk before this unit
-    slot: cute.Tensor  # slots before this unit
-    last: cute.Tensor  # part of its last item
-    part: cute.Tensor  # (CHUNK, WARPS): part of its first item, by capacity tried
-    head: cute.Tensor  # (CHUNK, WARPS): tiles of its first item
-    sums: cute.Tensor  # (WARPS, 2): of warps, for prefix sums and votes
 
 
 class Walk(NamedTuple):
@@ -175,12 +124,12 @@ def _plan(lengths: Lengths, tables: Tables, rule: Rule) -> None:
     parts, room = tables.part_begin.shape[0] - 1, tables.split_begin.shape[0] - 1
     count = Int32(room)  # of units
     if lengths.cu_seqlens_q.shape[0] > 0:
-        count = cutlass.min(_number_units(sm, lengths, tables, rule), room)
+        count = cutlass.min(number_units(sm, lengths, tables, rule), room)
     total, largest = Int32(0), Int32(0)
     for first in cutlass.range(0, count, CHUNK, unroll=1):
-        total = _stage(sm, lengths, tables, rule, first, count, total)
+        total = stage(sm, lengths, tables, rule, first, count, total)
         if rule.longest_item > 0:
-            largest = cutlass.max(largest, _largest(sm, cutlass.min(count - first, CHUNK)))
+            largest = cutlass.max(largest, largest_of(sm, cutlass.min(count - first, CHUNK)))
     # not first: what they read is on its way to this thread by now
     _copy(lengths.cache_seqlens, tables.planned_seqlens)
     _copy(lengths.row_seqlens, tables.row_limits)
@@ -204,7 +153,7 @@ def _plan(lengths: Lengths, tables: Tables, rule: Rule) -> None:
         here = cutlass.min(count - first, CHUNK)
         end_cost = total
         if count > CHUNK:
-            end_cost = _stage(sm, lengths, tables, rule, first, count, walk.cost)
+            end_cost = stage(sm, lengths, tables, rule, first, count, walk.cost)
             if rule.split_tiles == 0:
                 if tidx < quant.WARP:
                     part, reach = _fill(
@@ -228,132 +177,12 @@ def _allocate() -> Smem:
     return Smem(*one, *many, smem.allocate_tensor(Int32, cute.make_layout(SUMS), 16))
 
 
-# ---------------------------------------------------------------- units
-
-
 @cute.jit
 def _copy(source: cute.Tensor, target: cute.Tensor) -> None:
     """By all threads."""
     tidx, _, _ = cute.arch.thread_idx()
     for i in cutlass.range(tidx, target.shape[0], THREADS, unroll=1):
         target[i] = source[i]
-
-
-@cute.jit
-def _tokens_of(lengths: Lengths, rule: Rule, batch: Int32) -> Any:
-    """(first, end) query token of a sequence of ragged queries, within 0 .. rule.tokens."""
-    first = cutlass.min(cutlass.max(lengths.cu_seqlens_q[batch], 0), rule.tokens)
-    end = cutlass.min(cutlass.max(lengths.cu_seqlens_q[batch + 1], first), rule.tokens)
-    return first, end
-
-
-@cute.jit
-def _number_units(sm: Smem, lengths: Lengths, tables: Tables, rule: Rule) -> Int32:
-    """Writes ``unit_begin`` of ragged queries; returns how many units there are."""
-    tidx, _, _ = cute.arch.thread_idx()
-    b, heads = lengths.cache_seqlens.shape[0], rule.by_heads.divisor
-    total = Int32(0)
-    for chunk in cutlass.range(0, b, THREADS, unroll=1):
-        batch, mine = chunk + tidx, Int32(0)
-        if batch < b:
-            first, end = _tokens_of(lengths, rule, batch)
-            mine = ((end - first) * heads + (rule.unit_rows - 1)) // rule.unit_rows
-        upto, _, all_units, _ = scan(sm.sums, mine, Int32(0))
-        if batch < b:
-            tables.unit_begin[batch] = total + upto - mine
-        total += all_units
-    if tidx == 0:
-        tables.unit_begin[b] = total
-    cute.arch.sync_threads()
-    return total
-
-
-@cute.jit
-def _unit_at(lengths: Lengths, tables: Tables, rule: Rule, u: Int32) -> Unit:
-    """Unit ``u``, whose tile counts and items are the plan's."""
-    heads = rule.by_heads.divisor
-    batch, j = divmod(u, rule.by_units)
-    first, tokens_end = batch * rule.tokens, (batch + 1) * rule.tokens
-    if lengths.cu_seqlens_q.shape[0] > 0:
-        batch = _sequence_of(tables.unit_begin, lengths.cache_seqlens.shape[0], u)
-        j = u - tables.unit_begin[batch]
-        first, tokens_end = _tokens_of(lengths, rule, batch)
-    first, end = first * heads + j * rule.unit_rows, tokens_end * heads
-    last = cutlass.min(first + rule.unit_rows, end) - 1
-    seqlen = cutlass.min(cutlass.max(lengths.cache_seqlens[batch], 0), rule.max_tokens)
-    most, hidden_from = seqlen, Int32(NOTHING_HIDDEN)
-    if lengths.row_seqlens.shape[0] > 0:
-        most = Int32(0)
-        begin, _ = divmod(first, rule.by_heads)
-        behind, _ = divmod(last, rule.by_heads)
-        # as many rounds for every thread: see ``_sequence_of``
-        for k in cutlass.range((rule.unit_rows - 2) // heads + 2, unroll=1):
-            token = cutlass.min(begin + k, behind)
-            limit = cutlass.min(cutlass.max(lengths.row_seqlens[token], 0), seqlen)
-            most, hidden_from = cutlass.max(most, limit), cutlass.min(hidden_from, limit)
-    elif rule.causal != 0:
-        after, _ = divmod(end - 1 - last, rule.by_heads)
-        most = cutlass.max(seqlen - after, 0)
-    return Unit(batch, first, end, most, hidden_from)
-
-
-@cute.jit
-def _sequence_of(unit_begin: cute.Tensor, b: Int32, u: Int32) -> Int32:
-    """The sequence of unit ``u``: the last one that begins there or before.
-
-    All threads go the same number of rounds: divergent loops so deep inside need more registers of
-    convergence than there are, and ptxas puts them into local memory.
-    """
-    found, bits = Int32(0), 32 - Int32(cute.arch.clz(b))
-    for k in cutlass.range(bits, unroll=1):
-        probe = found + (Int32(1) << (bits - 1 - k))
-        if probe < b:
-            found = _choose(unit_begin[cutlass.min(probe, b - 1)] <= u, probe, found)
-    return found
-
-
-# ---------------------------------------------------------------- costs
-
-
-@cute.jit
-def _stage(
-    sm: Smem, lengths: Lengths, tables: Tables, rule: Rule, first: Int32, count: Int32, base: Int32
-) -> Int32:
-    """Tile counts and running costs of one chunk; returns the running cost at its end."""
-    tidx, _, _ = cute.arch.thread_idx()
-    number, pieces = Int32(0), Int32(1)
-    valid = first + tidx < count
-    if valid:
-        unit = _unit_at(lengths, tables, rule, first + tidx)
-        whole, rest = divmod(unit.most, rule.by_tile)
-        number = whole + cutlass.min(rest, 1)
-        if tables.units.shape[0] > 0:
-            tables.units[first + tidx, 0] = unit.first
-            tables.units[first + tidx, 1] = unit.end
-    if rule.split_tiles > 0:
-        pieces = _pieces(number, rule.split_tiles)
-    cost = number + rule.overhead * pieces if valid else Int32(0)
-    upto, _, total, _ = scan(sm.sums, cost, Int32(0))
-    sm.tiles[tidx] = number
-    sm.cost[tidx] = base + upto if valid else Int32(NEVER)
-    cute.arch.sync_threads()
-    return base + total
-
-
-@cute.jit
-def _largest(sm: Smem, here: Int32) -> Int32:
-    """Tiles of the largest of the chunk's ``here`` units; by whole warps."""
-    tidx, _, _ = cute.arch.thread_idx()
-    most = Int32(0)
-    for at in cutlass.range(tidx % quant.WARP, here, quant.WARP, unroll=1):
-        most = cutlass.max(most, sm.tiles[at])
-    return cute.arch.warp_redux_sync(most, "max")
-
-
-@cute.jit
-def _pieces(number: Int32, split_tiles: Int32) -> Int32:
-    """Items of a unit with fixed splits; an empty one is one item."""
-    return cutlass.max((number + (split_tiles - 1)) // split_tiles, 1)
 
 
 # ---------------------------------------------------------------- capacity
@@ -402,15 +231,15 @@ def _weigh(
     cuts if that takes no more time.  The first one's column of ``part`` and ``head`` stays."""
     tidx, _, _ = cute.arch.thread_idx()
     warp = tidx // quant.WARP
-    lower = cutlass.max(capacity, _largest(sm, count) + rule.overhead)
-    mine = lower + warp - _choose(warp > row, 1, 0)
+    lower = cutlass.max(capacity, largest_of(sm, count) + rule.overhead)
+    mine = lower + warp - choose(warp > row, 1, 0)
     part = Int32(TOO_MANY)
     if warp != row:
         part, _ = _fill(sm, warp, count, Int32(0), mine, mine, rule.overhead, True)
     fits = _that_fit(sm, part, parts)
     if fits != 0:
         at = Int32(_lowest(fits))
-        whole = lower + at - _choose(at > row, 1, 0)
+        whole = lower + at - choose(at > row, 1, 0)
         merge_ns = Int64(MERGE_NS) + Int64(rule.unit_rows) * FIVE_ROWS_NS // 5 * used
         with_cuts = _time(rule, capacity, used) + merge_ns
         if _time(rule, whole, sm.sums[at, 0] + 1) <= with_cuts:
@@ -433,7 +262,7 @@ def _last_part(
     base, part, reach = Int32(0), Int32(0), capacity
     for first in cutlass.range(0, count, CHUNK, unroll=1):
         if count > CHUNK:
-            base = _stage(sm, lengths, tables, rule, first, count, base)
+            base = stage(sm, lengths, tables, rule, first, count, base)
         here = cutlass.min(count - first, CHUNK)
         part, reach = _fill(
             sm, tidx // quant.WARP, here, part, reach, capacity, rule.overhead, False
@@ -444,11 +273,6 @@ def _last_part(
 def _lowest(mask: Any) -> Any:
     """Index of the lowest set bit of a non-zero Uint32."""
     return cute.arch.clz(cute.arch.brev(mask))
-
-
-def _choose(condition: Any, yes: Any, no: Any) -> Any:
-    """A select instruction: no branch in the loop that all else waits for."""
-    return Int32(cutlass.select_(condition, yes, no))
 
 
 @cute.jit
@@ -486,9 +310,9 @@ def _fill(
             more = cutlass.max(_ceil_div(rest, cap, magic), 1)
             skip = rest == number  # not even one tile fits: it starts the next part
             here = (lane >= noted) & (lane <= k)
-            my_part = _choose(here, part + _choose((lane == k) & skip, 1, 0), my_part)
-            head = _choose(skip, cutlass.min(number, cap), number - rest)
-            my_head = _choose(lane == k, head, my_head)
+            my_part = choose(here, part + choose((lane == k) & skip, 1, 0), my_part)
+            head = choose(skip, cutlass.min(number, cap), number - rest)
+            my_head = choose(lane == k, head, my_head)
             reach = cute.arch.shuffle_sync(end + more * cap - rest, k)
             part += cute.arch.shuffle_sync(more, k)
             noted = k + 1
@@ -524,7 +348,7 @@ def _emit(sm: Smem, lengths: Lengths, tables: Tables, rule: Rule, where: Any, wa
     if tidx < count:
         number = sm.tiles[tidx]
         if rule.split_tiles > 0:
-            items = _pieces(number, rule.split_tiles)
+            items = pieces_of(number, rule.split_tiles)
             _, _, last = _fixed_item(sm, rule, tidx, items - 1, share, parts)
         else:
             items = 1 + (number - sm.head[tidx, row] + (cap - 1)) // cap
@@ -558,7 +382,7 @@ def _balanced_item(sm: Smem, at: Int32, q: Int32, row: Int32, cap: Int32) -> Any
 def _fixed_item(sm: Smem, rule: Rule, at: Int32, q: Int32, share: Int32, parts: Int32) -> Any:
     """The same with fixed splits."""
     number, size = sm.tiles[at], rule.split_tiles
-    cost = sm.cost[at] - number - rule.overhead * _pieces(number, size)
+    cost = sm.cost[at] - number - rule.overhead * pieces_of(number, size)
     cost += q * (size + rule.overhead)
     begin = q * size
     return begin, cutlass.min(begin + size, number), cutlass.min(cost // share, parts - 1)
@@ -595,7 +419,7 @@ def _emit_item(
         slot = sm.slot[at] + q
     item = walk.item + i
     if item < tables.work_items.shape[0]:
-        unit = _unit_at(lengths, tables, rule, first + at)
+        unit = unit_at(lengths, tables, rule, first + at)
         target = tables.work_items.iterator + item * ITEM_WORDS
         what = (unit.batch, begin, end, slot)
         compat.store_words(target, [Uint32(x) for x in what])

@@ -257,7 +257,7 @@ def _slots_before(sm: Smem, parts: Int32, position: Int32) -> Int32:
 def _last_up_to(ascending: cute.Tensor, count: Int32, value: Int32) -> Int32:
     """Index of the last of ``count`` entries that is not above ``value``; the first one is not.
 
-    All threads go the same number of rounds (``plan_decode._sequence_of`` says why).
+    All threads go the same number of rounds (``plan_units._sequence_of`` says why).
     """
     found, bits = Int32(0), 32 - Int32(cute.arch.clz(Int32(count)))
     for k in cutlass.range(bits, unroll=1):

@@ -1,13 +1,8 @@
 """MLA decode in plain torch: the fp64 truth, the kernels' rounding mimic and the paper's variants.
 
 One function computes all of them; a ``QuantConfig`` says which rounding points it has and whether
-the two matrix products accumulate exactly or as a tensor core does
-(``snapmla.testing.accumulate``).  Runs on CPU and CUDA tensors, in chunks of tokens, so that 1M
-tokens of one sequence fit.
-
-Notation (log2 domain throughout): sigma = scale of a token, s2 = logit * log2 e, t' = s2 +
-log2 sigma, m' = frame of a block of tokens, P' = 2^(t' - m') * p_max, so that
-P.V = sum P' . k8 * 2^m' / p_max.
+the two matrix products accumulate exactly or as a tensor core does (``snapmla.testing.attend``).
+Runs on CPU and CUDA tensors, in chunks of tokens, so that 1M tokens of one sequence fit.
 """
 
 from __future__ import annotations
@@ -19,19 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from snapmla.testing.accumulate import bf16_dot, blackwell_fp8_dot, hopper_fp8_dot
-from snapmla.testing.rounding import (
-    D_V,
-    FP8,
-    FP64,
-    QuantConfig,
-    quantise_cache,
-    quantise_query,
-    to_e4m3,
-)
-
-LOG2E = math.log2(math.e)
-FP8_DOT = {"hopper": hopper_fp8_dot, "blackwell": blackwell_fp8_dot}
+from snapmla.testing.attend import Chunk, Rows, attend, check_modelled
+from snapmla.testing.rounding import FP8, FP64, QuantConfig, quantise_cache, quantise_query
 
 
 @dataclass(frozen=True)
@@ -45,339 +29,6 @@ class Move:
 
     row: tuple[int, ...]
     step: Tensor
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """Query rows of one sequence: nope (R, 512), rope (R, 64), scale (R,), visible tokens (R,)."""
-
-    nope: Tensor
-    rope: Tensor
-    scale: Tensor
-    limit: Tensor
-
-
-@dataclass(frozen=True)
-class _Chunk:
-    """Consecutive tokens: content (n, 512), rope (n, 64), sigma (n,); n a multiple of 32."""
-
-    start: int
-    content: Tensor
-    rope: Tensor
-    sigma: Tensor
-
-
-@dataclass
-class _State:
-    """Sums so far, in units of 2^frame: o (R, 512), mass (R,) = sum of P,
-    frame (R,), all fp64.
-
-    ``running`` (R,) is the running maximum for P scales that need one.  ``acc`` (R, 512) fp32 and
-    ``acc_frame`` (R,) are the unpromoted accumulator, ``acc_tokens`` how many tokens it holds.
-    """
-
-    o: Tensor
-    mass: Tensor
-    frame: Tensor
-    running: Tensor
-    acc: Tensor
-    acc_frame: Tensor
-    acc_tokens: int = 0
-
-    @classmethod
-    def empty(cls, rows: int, device: torch.device) -> _State:
-        def zeros(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
-            return torch.zeros(*shape, dtype=dtype, device=device)
-
-        low = torch.full((rows,), -torch.inf, dtype=torch.float64, device=device)
-        acc = zeros(rows, D_V, dtype=torch.float32)
-        return cls(zeros(rows, D_V), zeros(rows), low, low.clone(), acc, low.clone())
-
-    def move_to(self, frame: Tensor) -> None:
-        """Raises the frame to at least ``frame`` (R,)."""
-        new = torch.maximum(self.frame, frame)
-        ratio = _exp2(self.frame - new)
-        self.o *= ratio[:, None]
-        self.mass *= ratio
-        self.frame = new
-
-    def promote(self) -> None:
-        if self.acc_tokens:
-            self.move_to(self.acc_frame)
-            self.o += _exp2(self.acc_frame - self.frame)[:, None] * self.acc.double()
-            self.acc.zero_()
-            self.acc_tokens = 0
-
-
-def _exp2(x: Tensor) -> Tensor:
-    """2^x where -inf - -inf counts as -inf: a frame that has seen nothing weighs nothing."""
-    return torch.where(torch.isnan(x), 0.0, torch.exp2(x))
-
-
-def _dot_qk(rows: _Rows, chunk: _Chunk, config: QuantConfig) -> Tensor:
-    """q8 . k8 + q_rope' . k_rope' (R, n): fp64, or fp32 as the tensor core leaves it."""
-    if config.qk_accumulation == "exact":
-        content = rows.nope.double() @ chunk.content.double().T
-        return content + rows.rope.double() @ chunk.rope.double().T
-    a, b = rows.nope.float(), chunk.content.float()
-    rope_a, rope_b = rows.rope.bfloat16(), chunk.rope.bfloat16()
-    acc = bf16_dot(None, rope_a, rope_b) if config.rope_first else None
-    step, fp8_dot = config.qk_promote_channels, FP8_DOT[config.qk_accumulation]
-    total = fp8_dot(a[:, :step], b[:, :step], acc)
-    if not config.rope_first:
-        total = bf16_dot(total, rope_a, rope_b)
-    for i in range(step, D_V, step):
-        total = total + fp8_dot(a[:, i : i + step], b[:, i : i + step])
-    return total
-
-
-def _logits(
-    rows: _Rows, chunk: _Chunk, softmax_scale: float, config: QuantConfig
-) -> tuple[Tensor, Tensor]:
-    """(s2, t') of a chunk (R, n), fp64 that hold fp32 values if ``arithmetic`` is fp32."""
-    dot, sigma = _dot_qk(rows, chunk, config), chunk.sigma
-    if config.arithmetic == "fp64":
-        factor = rows.scale.double() * (softmax_scale * LOG2E)
-        s2 = dot.double() * factor[:, None] * sigma.double()
-        return s2, s2 + torch.log2(sigma.double())
-    single = torch.tensor(softmax_scale, dtype=torch.float32) * torch.tensor(LOG2E).float()
-    factor = (rows.scale.float() * single.to(rows.scale.device)).double()
-    product = (dot.float() * sigma.float()).double() * factor[:, None]
-    log_sigma = torch.log2(sigma.double()).float().double()
-    return product.float().double(), (product + log_sigma).float().double()
-
-
-def _block_frames(
-    state: _State, t: Tensor, s2: Tensor, sigma_max: float, config: QuantConfig
-) -> Tensor:
-    """Frame m' of each block (R, blocks); t, s2 (R, blocks, p_block) are -inf where invisible."""
-    if config.p_scale in ("none", "tile"):
-        return t.amax(-1)
-    top = t.amax(-1) if config.p_scale == "running" else s2.amax(-1) + math.log2(sigma_max)
-    top = torch.maximum(top.cummax(-1).values, state.running[:, None])
-    state.running = top[:, -1].clone()
-    return top
-
-
-def _quantised_p(p: Tensor, config: QuantConfig) -> list[Tensor]:
-    """e4m3 terms of P' (fp32 values); their sum stands for P'."""
-    if config.p_scale == "none":
-        return [p]
-    first = to_e4m3(p).to(p.dtype)
-    if config.p_terms == 1:
-        return [first]
-    return [first, to_e4m3(p - first).to(p.dtype)]
-
-
-def _sum_terms(terms: list[Tensor]) -> Tensor:
-    return terms[0] if len(terms) == 1 else terms[0] + terms[1]
-
-
-def _requantise_even(p: Tensor, frames: Tensor) -> tuple[Tensor, Tensor]:
-    """The inverted order: P8 of even blocks rescaled, and rounded again, to the odd one's frame.
-
-    p (R, blocks, p_block) e4m3 values, frames (R, blocks); returns both anew.
-    """
-    p, frames = p.clone(), frames.clone()
-    pairs = frames.shape[1] // 2 * 2
-    even, odd = frames[:, 0:pairs:2], frames[:, 1:pairs:2]
-    usable = torch.isfinite(odd)
-    ratio = torch.where(usable, _exp2(even - odd), 1.0)
-    p[:, 0:pairs:2] = to_e4m3(p[:, 0:pairs:2] * ratio[..., None]).to(p.dtype)
-    frames[:, 0:pairs:2] = torch.where(usable, odd, even)
-    return p, frames
-
-
-def _add_exact(state: _State, p: Tensor, frames: Tensor, v: Tensor, columns: slice) -> None:
-    """O += 2^(m' - frame) P . V over all blocks of a chunk; p (R, blocks, p_block), v (n, 512)."""
-    weight = _exp2(frames - state.frame[:, None])
-    flat = (p * weight[..., None]).flatten(1)
-    state.o[:, columns] += flat @ v[:, columns].double()
-
-
-def _add_modelled(
-    state: _State, terms: list[Tensor], frames: Tensor, v: Tensor, config: QuantConfig
-) -> None:
-    """O += ..., groups of ``promote_tokens`` (<= p_block) in one tensor-core accumulator each.
-
-    The second term of P goes first, the first on top of it.
-    """
-    size, fp8_dot = config.promote_tokens, FP8_DOT[config.pv_accumulation]
-    groups = frames.shape[1] * terms[0].shape[2] // size
-    v_t = v.float().unflatten(0, (groups, size)).transpose(1, 2)  # (groups, 512, size)
-    weight = _exp2(frames - state.frame[:, None]).repeat_interleave(groups // frames.shape[1], 1)
-    product: Tensor | None = None  # (groups, R, 512)
-    for term in reversed(terms):
-        p = term.float().flatten(1).unflatten(1, (groups, size)).transpose(0, 1)
-        product = fp8_dot(p, v_t, product)
-    assert product is not None
-    state.o += torch.einsum("rg,grd->rd", weight, product.double())
-
-
-def _add_chained(state: _State, p: Tensor, frames: Tensor, v: Tensor, config: QuantConfig) -> None:
-    """O kept in the tensor core's accumulator across blocks, rescaled in fp32 as the paper does.
-
-    gamma = 2^(m'_old - m'_new) overflows when a block lies far below the one before: the paper's
-    recurrence, kept as it is.
-    """
-    for i in range(frames.shape[1]):
-        frame = frames[:, i]
-        fresh = torch.isneginf(state.acc_frame) | (state.acc_tokens == 0)
-        gamma = torch.where(fresh, 0.0, torch.exp2(state.acc_frame - frame)).float()
-        seen = torch.isfinite(frame)
-        scaled = torch.where(seen[:, None], state.acc * gamma[:, None], state.acc)
-        tokens = slice(i * config.p_block, (i + 1) * config.p_block)
-        state.acc = FP8_DOT[config.pv_accumulation](p[:, i].float(), v[tokens].float().T, scaled)
-        state.acc_frame = torch.where(seen, frame, state.acc_frame)
-        state.acc_tokens += config.p_block
-        if config.promote_tokens and state.acc_tokens >= config.promote_tokens:
-            state.promote()
-
-
-def _block_p(
-    state: _State,
-    rows: _Rows,
-    chunk: _Chunk,
-    softmax_scale: float,
-    sigma_max: float,
-    config: QuantConfig,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(P' (R, blocks, p_block), frames (R, blocks) such that P = 2^frame P', visible) of a chunk.
-
-    P' is 0 where invisible and NaN where a row attends to a NaN token, whose frame ignores it.
-    """
-    positions = chunk.start + torch.arange(len(chunk.sigma), device=chunk.sigma.device)
-    visible = (positions < rows.limit[:, None]).unflatten(1, (-1, config.p_block))
-    s2, t = (
-        x.unflatten(1, (-1, config.p_block)) for x in _logits(rows, chunk, softmax_scale, config)
-    )
-    hidden = ~visible | torch.isnan(t)
-    s2, seen = s2.masked_fill(hidden, -torch.inf), t.masked_fill(hidden, -torch.inf)
-    frames = _block_frames(state, seen, s2, sigma_max, config)
-    shift = math.log2(config.p_max)
-    if config.arithmetic == "fp32":
-        base = (shift - frames).float().double()
-        p = torch.exp2((t + base[..., None]).float().double()).float().double()
-    else:
-        p = torch.exp2(t - frames[..., None] + shift)
-    return torch.where(visible, p, 0.0), frames - shift, visible
-
-
-@dataclass(frozen=True)
-class _Ties:
-    """P' of a chunk near the middle of two e4m3 values.
-
-    Attributes:
-        row, frame: (k,) where P = 2^frame P'.
-        step: (k, 512) fp64, what the other of the two values adds to P' . V.
-    """
-
-    row: Tensor
-    frame: Tensor
-    step: Tensor
-
-    @classmethod
-    def of(cls, p: Tensor, frames: Tensor, v: Tensor) -> _Ties:
-        """Arguments as of ``_add_exact``, but for P', which is not rounded yet.
-
-        Near is what an ulp each of t' and m' and two of 2^x reach: logarithms and powers are
-        approximate in a kernel, and differ in the last places.
-        """
-        spacing = torch.exp2(torch.floor(torch.log2(p.clamp_min(2.0**-6))) - 3)
-        t = torch.log2(p) + frames[..., None]
-        reach = (_ulp(t) + _ulp(frames)[..., None]) * math.log(2) + 2.0**-22
-        middle = (torch.floor(p / spacing) + 0.5) * spacing
-        near = (p > 0) & ((p - middle).abs() <= reach * p)
-        row, block, token = near.nonzero(as_tuple=True)
-        up = to_e4m3(p[near]).double() > p[near]
-        step = torch.where(up, -spacing[near], spacing[near])
-        values = v[block * p.shape[2] + token].double()
-        return cls(row, frames[row, block], step[:, None] * values)
-
-    def moves(self, state: _State) -> Iterator[tuple[int, Tensor]]:
-        """(row, what is added to its result (512,)) by the final state."""
-        weight = torch.exp2(self.frame - state.frame[self.row]) / state.mass[self.row]
-        yield from zip(self.row.tolist(), self.step * weight[:, None], strict=True)
-
-
-def _ulp(x: Tensor) -> Tensor:
-    """Distance between fp32 numbers of the size of x."""
-    return torch.exp2(torch.floor(torch.log2(x.abs().clamp_min(2.0**-100))) - 23)
-
-
-def _add_chunk(
-    state: _State,
-    rows: _Rows,
-    chunk: _Chunk,
-    softmax_scale: float,
-    sigma_max: float,
-    config: QuantConfig,
-    ties: list[_Ties] | None = None,
-) -> None:
-    """Adds one chunk of tokens to the sums, and what is at ties to ``ties``."""
-    p, frames, visible = _block_p(state, rows, chunk, softmax_scale, sigma_max, config)
-    state.move_to(frames.amax(-1))
-    terms = _quantised_p(torch.where(torch.isnan(p), 0.0, p), config)
-    total = _sum_terms(terms)
-    mass = p if config.normaliser == "unquantised" else torch.where(torch.isnan(p), p, total)
-    inverse = 1.0 / chunk.sigma.double().unflatten(0, (-1, config.p_block))
-    inverse = torch.where(visible, inverse, 0.0)
-    weight = _exp2(frames - state.frame[:, None])
-    state.mass += ((mass * inverse).sum(-1) * weight).sum(-1)
-    bad = torch.isnan(chunk.sigma) | torch.isnan(chunk.content.float()).any(-1)
-    v = chunk.content.float() if chunk.content.dtype == FP8 else chunk.content
-    v = torch.where(bad[:, None], 0.0, v)
-    if ties is not None and len(terms) == 1 and config.p_scale != "none":
-        ties.append(_Ties.of(torch.where(torch.isnan(p), 0.0, p), frames, v))
-    if config.order == "inverted":
-        half = D_V // 2
-        _add_exact(state, total, frames, v, slice(0, half))
-        _add_exact(state, *_requantise_even(total, frames), v, slice(half, D_V))
-    elif config.pv_accumulation == "exact":
-        _add_exact(state, total, frames, v, slice(0, D_V))
-    elif config.promote_tokens and config.promote_tokens <= config.p_block:
-        _add_modelled(state, terms, frames, v, config)
-    else:
-        _add_chained(state, terms[0], frames, v, config)
-
-
-def _attend(
-    rows: _Rows, chunks: Iterator[_Chunk], softmax_scale: float, sigma_max: float,
-    config: QuantConfig, moves: list[tuple[int, Tensor]] | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(out (R, 512), lse in log2 units (R,)); rows that see no token have out 0, lse -inf.
-
-    Args:
-        moves: gets (row, step) of each ``Move``.
-    """
-    state = _State.empty(len(rows.scale), rows.scale.device)
-    ties: list[_Ties] | None = None if moves is None else []
-    for chunk in chunks:
-        _add_chunk(state, rows, chunk, softmax_scale, sigma_max, config, ties)
-    state.promote()
-    if moves is not None:
-        moves += [move for some in ties or () for move in some.moves(state)]
-    empty = state.mass == 0
-    out = torch.where(empty[:, None], 0.0, state.o / state.mass[:, None])
-    lse = torch.where(empty, -torch.inf, state.frame + torch.log2(state.mass))
-    return out, lse
-
-
-def _check_modelled(config: QuantConfig, k8: Tensor) -> None:
-    modelled = {config.qk_accumulation, config.pv_accumulation} != {"exact"}
-    if modelled and k8.dtype != FP8:
-        raise ValueError(
-            "config: modelled accumulation needs e4m3 operands, that is granularity 'token' or"
-            f" 'tensor' without joint RoPE, got {config.granularity!r}, {config.rope_quantised!r}"
-        )
-    if config.pv_accumulation != "exact":
-        if config.p_scale == "none":
-            raise ValueError("p_scale: modelled P.V accumulation needs an e4m3 P, got 'none'")
-        if config.order == "inverted" or (config.p_terms == 2 and config.group > config.p_block):
-            raise ValueError(
-                "pv_accumulation: the model covers the monotone order, and two terms of P only"
-                " with promote_tokens <= p_block"
-            )
 
 
 def _chunk_tokens(config: QuantConfig, device: torch.device) -> int:
@@ -477,7 +128,7 @@ def mla_decode_reference(
     num_heads, page_size = q_nope.shape[-2], content.shape[1]
     if q_scale.ndim == q_nope.ndim - 2:
         q_scale = q_scale[..., None].expand(q_nope.shape[:-1])
-    _check_modelled(config, content)
+    check_modelled(config, content)
     pick = list(range(num_heads)) if heads is None else list(heads)
     capacity = block_table.shape[1] * page_size
     results: list[tuple[Tensor, Tensor]] = []
@@ -500,7 +151,7 @@ def mla_decode_reference(
         chunks = _paged_chunks(content, rope, scale, table, length, config)
         top = float(sigma.max()) if length else 1.0
         steps: list[tuple[int, Tensor]] = []
-        result = _attend(rows, chunks, softmax_scale, top, config, None if moves is None else steps)
+        result = attend(rows, chunks, softmax_scale, top, config, None if moves is None else steps)
         tokens = len(rows.limit) // len(pick)
         if moves is not None:
             before = sum(len(out) for out, _ in results)
@@ -518,16 +169,16 @@ def mla_decode_reference(
 def _query_rows(
     nope: Tensor, rope: Tensor, scale: Tensor, length: int, causal: bool,
     row_seqlens: Tensor | None = None,
-) -> _Rows:  # fmt: skip
+) -> Rows:  # fmt: skip
     """Rows of one sequence from nope (s_q, h, 512), rope (s_q, h, 64), scale (s_q, h)."""
     s_q, heads = nope.shape[:2]
     limit = visible_tokens(length, s_q, heads, causal, nope.device, row_seqlens)
-    return _Rows(nope.flatten(0, 1), rope.flatten(0, 1), scale.flatten(), limit)
+    return Rows(nope.flatten(0, 1), rope.flatten(0, 1), scale.flatten(), limit)
 
 
 def _paged_chunks(
     content: Tensor, rope: Tensor, scale: Tensor, table: Tensor, length: int, config: QuantConfig
-) -> Iterator[_Chunk]:
+) -> Iterator[Chunk]:
     """The tokens of one sequence; the last chunk is padded with zeros under scale 1."""
     page_size = content.shape[1]
     size = _chunk_tokens(config, content.device)
@@ -537,7 +188,7 @@ def _paged_chunks(
         pages = table[start // page_size : -(-min(start + size, length) // page_size)]
         n = min(size, length - start)
         padded = -(-n // unit) * unit
-        yield _Chunk(
+        yield Chunk(
             start,
             _pad(raw[pages].flatten(0, 1)[:n], padded).view(content.dtype),
             _pad(rope[pages].flatten(0, 1)[:n], padded),
@@ -580,15 +231,15 @@ def reference_from_unquantised(
     for i in range(q_nope.shape[0]):
         length = c_kv.shape[1] if lengths is None else lengths[i]
         k8, rope, sigma = quantise_cache(c_kv[i, :length], k_rope[i, :length], config)
-        _check_modelled(config, k8)
+        check_modelled(config, k8)
         rows = _query_rows(*quantise_query(q_nope[i], q_rope[i], config), length, causal)
         chunks = _plain_chunks(k8, rope, sigma, config)
-        result = _attend(rows, chunks, softmax_scale, float(sigma.max()) if length else 1.0, config)
+        result = attend(rows, chunks, softmax_scale, float(sigma.max()) if length else 1.0, config)
         results.append(_to_shape(*result, s_q, heads, lse_base, empty_lse))
     return torch.stack([out for out, _ in results]), torch.stack([lse for _, lse in results])
 
 
-def _plain_chunks(k8: Tensor, rope: Tensor, sigma: Tensor, config: QuantConfig) -> Iterator[_Chunk]:
+def _plain_chunks(k8: Tensor, rope: Tensor, sigma: Tensor, config: QuantConfig) -> Iterator[Chunk]:
     size = _chunk_tokens(config, k8.device)
     unit = math.lcm(2 * config.p_block, config.group)
     raw = k8.view(torch.uint8) if k8.dtype == FP8 else k8
@@ -596,7 +247,7 @@ def _plain_chunks(k8: Tensor, rope: Tensor, sigma: Tensor, config: QuantConfig) 
         part = slice(start, start + size)
         n = len(sigma[part])
         padded = -(-n // unit) * unit
-        yield _Chunk(
+        yield Chunk(
             start,
             _pad(raw[part], padded).view(k8.dtype),
             _pad(rope[part], padded),

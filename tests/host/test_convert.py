@@ -1,4 +1,4 @@
-"""``convert_cache``: the bytes it says, the errors it says, pages it was not asked for untouched."""
+"""``convert_cache``: the bytes and errors that it says; pages it was not asked for are untouched."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_what_one_scale_loses() -> None:
     allowed = torch.maximum(c.abs() / 16, sigma / 1024)
     moved = (c2 - c).abs() / allowed
     assert 0.9 < moved.max() <= slack and (moved[c.abs() > sigma / 64] > 0.9).any()
-    assert 0.9 < ((r2 - r).abs() / (r.abs() / 512)).max() <= slack
+    assert 0.9 < ((r2 - r).abs() / (r.abs() / 256)).max() <= slack
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -102,7 +102,7 @@ def test_to_four_scales(layout: str) -> None:
     assert_same(scales, scale.view(3, 16, 1).expand(3, 16, 4))
     assert_same(kept_rope.flatten(0, 1), (rope.float() * scale[:, None]).bfloat16())
     (a, _), (b, _) = unpacked(source), unpacked(out)
-    assert_same(a, b)
+    assert ((a == b) | (a.isnan() & b.isnan())).all() and not b[5].any()
 
 
 def test_to_powers_of_two() -> None:

@@ -265,7 +265,7 @@ def test_update_wants_what_the_plan_was_made_with() -> None:
 @needs_compiler
 def test_copies_have_memory_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Arguments prepared for launches stay with the original, and need not be copyable."""
-    monkeypatch.setattr("snapmla.decode_plan.launch_plan", lambda *_: None)
+    monkeypatch.setattr("snapmla.decode_plan.plan.launch_plan", lambda *_: None)
     monkeypatch.setattr("snapmla.launch.prepared", lambda *tensors: (lambda: tensors,))
     lengths = torch.tensor([200, 70], dtype=torch.int32)
     plan = snapmla.plan_decode(lengths, 16, 1, page_size=64, max_pages=4)

@@ -215,8 +215,8 @@ def test_an_object_is_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("planned, or checked in full")
 
     for module, name in (
-        (decode_plan, "launch_plan"), (records, "launch_plan_of"), (attention, "checked"),
-        (flash_mla, "_checked"),
+        (decode_plan, "launch_plan"), (decode_plan.plan, "launch_plan"),
+        (records, "launch_plan_of"), (attention, "checked"), (flash_mla, "_checked"),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, refuse)
     given = {"out": torch.full_like(out, 7.0), "lse": torch.full_like(lse, 7.0)}

@@ -368,6 +368,18 @@ def operator_calls(device: str, layout: str = "split") -> dict[str, tuple[Any, .
     }  # fmt: skip
 
 
+def test_a_plan_that_an_older_version_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It names the class by ``snapmla.decode_plan``, and torch loads what it knows by that name."""
+    plan, file = Layer("cpu").plan, io.BytesIO()
+    with monkeypatch.context() as older:
+        older.setattr(snapmla.DecodePlan, "__module__", "snapmla.decode_plan")
+        torch.save(plan, file)
+    assert b"snapmla.decode_plan\nDecodePlan\n" in file.getvalue()
+    file.seek(0)
+    found = torch.load(file, weights_only=True)
+    assert type(found) is snapmla.DecodePlan and torch.equal(found.work_items, plan.work_items)
+
+
 NAMES = (
     "append_kv", "rope_append_kv", "quantize_q", "quantize_q_out", "rope_quantize_q",
     "rope_quantize_q_out", "plan_update", "plan_to_records", "records_to_plan", "decode",
@@ -381,6 +393,21 @@ def test_every_operator_is_checked() -> None:
 
     assert tuple(s.split("(")[0] for s in torch_ops.SCHEMAS) == NAMES
     assert tuple(operator_calls("cpu")) == NAMES
+
+
+def test_the_docstring_lists_the_schemas() -> None:
+    from snapmla import torch_ops
+
+    text = torch_ops.__doc__ or ""
+    assert tuple(re.findall(r"^    (\w+)\(", text, re.MULTILINE)) == NAMES
+    for line in (
+        "append_kv(content!, rope?!, scale?!, c_kv, k_rope, slot_mapping)\n",
+        "quantize_q(q_nope, q_rope, granularity) -> (nope, rope, scale)\n",
+        "merge_states_out(outs[], lses[], stacked, lse_factor, out!, lse!)\n",
+    ):
+        assert line in text
+    flat = " ".join(text.split())
+    assert " dtype, *, cu_seqlens?=None, seq_starts?=None, total?=None) -> (c_kv, k_rope)" in flat
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -99,7 +99,7 @@ def test_append(
 
 
 def ties(exponent: int, down: int) -> Tensor:
-    """(32, 512) bf16: groups with every mantissa, of 2^exponent, as their largest, beside all others
+    """(32, 512) bf16: groups with each mantissa, of 2^exponent, as their largest, beside all others
     ``down`` binades below, or up to it."""
     mantissa = 1 + torch.arange(128) / 128
     c = (mantissa * 2.0 ** (exponent - down)).expand(128, 128).clone()

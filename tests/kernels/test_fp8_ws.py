@@ -16,7 +16,8 @@ import torch
 
 import snapmla
 from dsl_kernels.spec import decode_spec
-from snapmla import decode_plan, dispatch, runtime
+from snapmla import dispatch, runtime
+from snapmla.decode_plan import launching
 from snapmla.reference import FP64, MIMIC_BLACKWELL, MIMIC_HW_FULL, mla_decode_reference
 from snapmla.testing import metrics, selfcheck
 from softgpu import Options, mutate, using
@@ -45,7 +46,7 @@ GRID = [
 @pytest.fixture
 def blackwell(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """CPU tensors run on a software B200."""
-    kept = (runtime.arch_of, dispatch.card_of, decode_plan._plan_kernel)
+    kept = (runtime.arch_of, dispatch.card_of, launching._plan_kernel)
     monkeypatch.setenv("SNAPMLA_SOFTGPU_ARCH", "sm_100a")
     for cached in kept:
         cached.cache_clear()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from profiles import (
     card_data,
     check,
     contenders,
+    page,
     pools,
     report,
     roofline,
@@ -320,6 +322,22 @@ def test_reports_are_written_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         artifacts.write_atomic(json_path, "half")
     assert json_path.read_bytes() == before
     assert sorted(p.name for p in tmp_path.iterdir()) == ["some.json", "some.md"]
+
+
+def test_how_a_page_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the committed pages do, which the commands wrote."""
+    monkeypatch.setattr(sys, "argv", ["x", "--calls", "9", "--out", "folder"])
+    monkeypatch.setenv("SNAPMLA_COMMIT", "abc")
+    facts = {"gpu": "NVIDIA H200", "tvm_ffi": None, "cuda": "13.0", "torch": "2.11"}
+    machine = page.told(facts, ("gpu", "cuda", "tvm_ffi", "driver"))
+    *lines, when, where, note, end = page.head("Title", "profiles.x", machine, "a note")
+    assert lines == ["# Title", "", "`python -m profiles.x --calls 9`", ""]
+    assert re.fullmatch(r"- commit abc, \d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", when)
+    assert [where, note, end] == ["- gpu NVIDIA H200, cuda 13.0", "- a note", ""]
+    for name in ("merge_cost", "host_time", "pair-cost-h200"):
+        text = (bench.supervise.ROOT / "profiles" / "results" / f"{name}.md").read_text()
+        form = r"# .+\n\n`python -m profiles\.\w+.*`\n\n- commit .{40}, \S+Z\n- gpu .+\n- .+\n\n\|"
+        assert re.match(form, text)
 
 
 def test_the_recorded_command_names_no_folder() -> None:

@@ -9,7 +9,7 @@ import torch
 
 from snapmla.cache import PagedKVCache
 from snapmla.quant import QuantizedQuery
-from snapmla.testing import reference, selfcheck
+from snapmla.testing import attend, reference, selfcheck
 from snapmla.testing.reference import Move
 from snapmla.testing.rounding import MIMIC_HW_FULL, QuantConfig
 
@@ -67,14 +67,14 @@ class Tied:
             factor: of every P' when it is rounded; ``out`` becomes that mimic's.
         """
         seen: list[torch.Tensor] = []
-        rounded = reference._quantised_p
+        rounded = attend._quantised_p
 
         def spy(p: torch.Tensor, config: QuantConfig) -> list[torch.Tensor]:
             seen.append(p)
             return rounded(p * factor, config)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(reference, "_quantised_p", spy)
+            patch.setattr(attend, "_quantised_p", spy)
             self.out, self.lse = self.mimic()
         return seen[-1][:, 0, : LENGTHS[1]]
 

@@ -7,93 +7,20 @@ and updated in place without synchronisation, and one plan serves all layers of 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar, NamedTuple
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar
 
 import torch
 
-from dsl_kernels.dims import (
-    HEAD_DIM_QK,
-    ITEM_WORDS,
-    KV_LORA_RANK,
-    MERGE_CHECKED,
-    PARTIAL_ROW,
-)
-from dsl_kernels.families.formats import DEFAULT, FORMATS
-from dsl_kernels.spec import VariantSpec
+from dsl_kernels.dims import HEAD_DIM_QK, ITEM_WORDS, KV_LORA_RANK, MERGE_CHECKED
+from dsl_kernels.families.formats import FORMATS
 from snapmla import call as calls
-from snapmla import (
-    checks,
-    dispatch,
-    kv_heads,
-    launch,
-    layouts,
-    overlap,
-    plan_text,
-    runtime,
-    tracing,
-)
+from snapmla import checks, kv_heads, launch, layouts, overlap, plan_text, tracing
+from snapmla.decode_plan.launching import PlanNumbers, launch_plan
+from snapmla.decode_plan.variant import FP8, PlanVariant
+from snapmla.decode_plan.workspace import partial_rows, unit_capacity
 
 STALE_SHOWN = 8  # changed sequences that an error names
-FP8 = DEFAULT  # ``cache_dtype`` of a plan, the name of a format
-DTYPES = checks.DTYPES
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
-
-
-@dataclass(frozen=True, eq=False)
-class PlanVariant:
-    """What chooses the decode kernel, beside the output's dtype.
-
-    There is one object of each (``of``), which remembers its kernels by that dtype.
-    """
-
-    device: torch.device
-    pipeline: str
-    row_tile: int
-    page_size: int
-    kernels: dict[torch.dtype, runtime.Kernel] = field(default_factory=dict, repr=False)
-    p_terms: int = 1
-    cache_dtype: str = FP8
-
-    @staticmethod
-    def of(
-        device: torch.device,
-        pipeline: str,
-        row_tile: int,
-        page_size: int,
-        p_terms: int = 1,
-        cache_dtype: str = FP8,
-    ) -> PlanVariant:
-        """The one of these values."""
-        values = (device, pipeline, row_tile, page_size)
-        made = PlanVariant(*values, p_terms=p_terms, cache_dtype=cache_dtype)
-        return _variants.setdefault((*values, p_terms, cache_dtype), made)
-
-    @property
-    def out_dtypes(self) -> tuple[torch.dtype, ...]:
-        """Dtypes that its kernels write; the first is that of an allocated ``out``."""
-        return tuple(DTYPES[name] for name in FORMATS[self.cache_dtype].results)
-
-    def kernel(self, out_dtype: torch.dtype) -> runtime.Kernel:
-        """The exported function that writes ``out_dtype``, loaded once."""
-        if out_dtype not in self.out_dtypes:
-            wanted = " or ".join(checks.dtype_name(d) for d in self.out_dtypes)
-            checks.type_error("out", f"dtype {wanted}", checks.dtype_name(out_dtype))
-        arch, name = runtime.arch_of(self.device), NAMES[out_dtype]
-        choices = arch, self.pipeline, self.row_tile, self.page_size, name, self.p_terms
-        spec = dispatch.op_of(self.cache_dtype).spec(*choices)
-        self.kernels[out_dtype] = runtime.kernel(spec, self.device.type)
-        return self.kernels[out_dtype]
-
-    @staticmethod
-    def forget() -> None:
-        """Drops the kernels of all variants."""
-        for variant in _variants.values():
-            variant.kernels.clear()
-
-
-_variants: dict[tuple[torch.device, str, int, int, int, str], PlanVariant] = {}
-runtime.on_forget(PlanVariant.forget)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -589,100 +516,3 @@ TENSORS = (
     "row_limits", "o_accum", "lse_accum",
 )  # fmt: skip
 STATIC = tuple(f.name for f in fields(DecodePlan) if f.name not in TENSORS)
-
-
-def unit_capacity(batch: int, s_q: int | None, total_q: int, num_heads: int, unit_rows: int) -> int:
-    """Units of query rows that there may be (``snapmla.testing.reference_plan`` says why).
-
-    Args:
-        s_q: query tokens of every sequence, None with ragged queries.
-        total_q: the most query tokens of all sequences together.
-    """
-    if s_q is None:
-        return batch + total_q * num_heads // unit_rows
-    return batch * -(-s_q * num_heads // unit_rows)
-
-
-_PARTIAL_ROWS = {"f16": (torch.float16, PARTIAL_ROW), "f32": (torch.float32, KV_LORA_RANK)}
-
-
-def partial_rows(cache_dtype: str) -> tuple[torch.dtype, int]:
-    """(dtype, elements) of a partial row of attention over a cache of a format."""
-    return _PARTIAL_ROWS[FORMATS[cache_dtype].partial]
-
-
-def new_workspace(
-    like: torch.Tensor, slots: int, unit_rows: int, cache_dtype: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Uninitialised (o_accum, lse_accum) on the device of ``like``.
-
-    Args:
-        cache_dtype: as of a plan.
-    """
-    dtype, width = partial_rows(cache_dtype)
-    return (
-        like.new_empty((slots, unit_rows, width), dtype=dtype),
-        like.new_empty((slots, unit_rows), dtype=torch.float32),
-    )
-
-
-class PlanNumbers(NamedTuple):
-    """Scalars of the planning kernel and of ``torch.ops.snapmla.plan_update``, in their order.
-
-    Attributes:
-        max_tokens: of a sequence; longer ones are cut there.
-        token_tile, fixed_overhead, split_tiles, longest_item, max_stretches, tile_ns, read_ns,
-            unit_rows, causal: as of a ``DecodePlan``.
-        num_heads: rows of a query token.
-        s_q: query tokens of a sequence; of all together, if ragged.
-    """
-
-    max_tokens: int
-    token_tile: int
-    fixed_overhead: int
-    split_tiles: int
-    longest_item: int
-    max_stretches: int
-    tile_ns: int
-    read_ns: int
-    num_heads: int
-    s_q: int
-    unit_rows: int
-    causal: bool
-
-
-def launch_plan(
-    cache_seqlens: torch.Tensor,
-    cu_seqlens_q: torch.Tensor | None,
-    row_seqlens: torch.Tensor | None,
-    *rest: Any,
-) -> None:
-    """Launches the planning kernel on checked arguments.
-
-    Args:
-        row_seqlens: (tokens,).
-        rest: the tables that are written, and ``PlanNumbers``.
-    """
-    device = cache_seqlens.device
-    _plan_kernel(device)(
-        cache_seqlens,
-        nothing(device) if cu_seqlens_q is None else cu_seqlens_q,
-        nothing(device) if row_seqlens is None else row_seqlens,
-        *rest[:-1],
-        int(rest[-1]),
-    )
-
-
-@functools.lru_cache(maxsize=64)
-def nothing(device: torch.device) -> Any:
-    """An int32 table without entries, as kernels take it."""
-    return launch.prepared(torch.empty(0, dtype=torch.int32, device=device))[0]
-
-
-@functools.lru_cache(maxsize=64)
-def _plan_kernel(device: torch.device) -> runtime.Kernel:
-    spec = VariantSpec(op="plan_decode", arch=runtime.arch_of(device))
-    return runtime.kernel(spec, device.type)
-
-
-runtime.on_forget(_plan_kernel.cache_clear)

@@ -1,20 +1,11 @@
 """Operators over caches whose format must be told: bytes, beside the format's name.
 
-    append_bytes(kv!, format, scale_fmt?, c_kv, k_rope, slot_mapping)
-    rope_append_bytes(kv!, format, scale_fmt?, c_kv, k_rope, slot_mapping, positions, cos_sin_cache,
-        is_neox, norm_weight?, norm_eps)
-    fetch_bytes(kv, format, where, cache_seqlens?, dtype, *, cu_seqlens?=None, seq_starts?=None,
-        total?=None) -> (c_kv, k_rope)
-    fetch_bytes_out(kv, format, where, cache_seqlens?, c_kv!, k_rope!, *, cu_seqlens?=None,
-        seq_starts?=None)
-
 ``kv`` is ``PagedKVCache.kv`` of format ``fp8_ds_mla``, or what ``from_tensors`` takes beside it;
-``scale_fmt`` as there.  ``snapmla.torch_ops`` registers them with the others.
+``scale_fmt`` as there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,19 +15,12 @@ from dsl_kernels.dims import KV_LORA_RANK, QK_ROPE_HEAD_DIM
 from snapmla import fetch, quant
 from snapmla import rope as rotary
 from snapmla.cache import PagedKVCache
+from snapmla.torch_ops.operator import Operator
 
 _TOKENS = "Tensor c_kv, Tensor k_rope, Tensor slot_mapping"
 _TARGET = f"Tensor(a!) kv, str format, str? scale_fmt, {_TOKENS}"
 _SOURCE = "Tensor kv, str format, Tensor where, Tensor? cache_seqlens"
 _CHUNKS = "Tensor? cu_seqlens=None, Tensor? seq_starts=None"
-SCHEMAS = (
-    f"append_bytes({_TARGET}) -> ()",
-    f"rope_append_bytes({_TARGET}, Tensor positions, Tensor cos_sin_cache, bool is_neox, "
-    "Tensor? norm_weight, float norm_eps) -> ()",
-    f"fetch_bytes({_SOURCE}, ScalarType dtype, *, {_CHUNKS}, SymInt? total=None) "
-    "-> (Tensor, Tensor)",
-    f"fetch_bytes_out({_SOURCE}, Tensor(a!) c_kv, Tensor(b!) k_rope, *, {_CHUNKS}) -> ()",
-)
 
 
 def _cache(kv: Tensor, fmt: str, scale_fmt: str | None = None) -> PagedKVCache:
@@ -115,10 +99,21 @@ def _fake_fetch(
     return c_kv, k_rope
 
 
-REAL: dict[str, Callable[..., Any]] = {
-    "append_bytes": _append,
-    "rope_append_bytes": _rope_append,
-    "fetch_bytes": _fetch,
-    "fetch_bytes_out": _fetch_out,
-}
-FAKE: dict[str, Callable[..., Any]] = {"fetch_bytes": _fake_fetch}
+OPERATORS = (
+    Operator(f"append_bytes({_TARGET}) -> ()", _append),
+    Operator(
+        f"rope_append_bytes({_TARGET}, Tensor positions, Tensor cos_sin_cache, bool is_neox, "
+        "Tensor? norm_weight, float norm_eps) -> ()",
+        _rope_append,
+    ),
+    Operator(
+        f"fetch_bytes({_SOURCE}, ScalarType dtype, *, {_CHUNKS}, SymInt? total=None) "
+        "-> (Tensor, Tensor)",
+        _fetch,
+        _fake_fetch,
+    ),
+    Operator(
+        f"fetch_bytes_out({_SOURCE}, Tensor(a!) c_kv, Tensor(b!) k_rope, *, {_CHUNKS}) -> ()",
+        _fetch_out,
+    ),
+)

@@ -1,0 +1,31 @@
+"""Plans of a decode step: ``DecodePlan``, and what it is made of.
+
+    plan.py       who computes what, as device tensors
+    variant.py    which decode kernels that is for
+    workspace.py  the memory that it takes
+    launching.py  the planning kernel's scalars and launch
+
+``snapmla.plan`` makes plans.
+"""
+
+from snapmla.decode_plan.launching import PlanNumbers, launch_plan, nothing
+from snapmla.decode_plan.plan import STALE_SHOWN, STATIC, TENSORS, DecodePlan
+from snapmla.decode_plan.variant import DTYPES, FP8, NAMES, PlanVariant
+from snapmla.decode_plan.workspace import new_workspace, partial_rows, unit_capacity
+
+__all__ = [
+    "DTYPES",
+    "FP8",
+    "NAMES",
+    "STALE_SHOWN",
+    "STATIC",
+    "TENSORS",
+    "DecodePlan",
+    "PlanNumbers",
+    "PlanVariant",
+    "launch_plan",
+    "new_workspace",
+    "nothing",
+    "partial_rows",
+    "unit_capacity",
+]

@@ -1,0 +1,66 @@
+"""``torch.ops.snapmla``: the same kernels as operators over flat tensors and numbers.
+
+For ``torch.compile``, ``torch.export`` and code that wants operators.  Where something traces or
+watches, or stands in for tensors (``snapmla.tracing``), the public functions become these operators
+(``snapmla.append_kv``, ``rope_append_kv``, ``quantize_q``, ``rope_quantize_q``, ``decode``,
+``fetch_dequant``, ``merge_state``, ``merge_states``, ``plan.update_``, and so ``flash_mla_fp8``);
+in eager mode they do not go through them.
+
+{operators}
+
+``!`` is written, ``?`` may be None. ``content`` and ``nope`` are the FP8 bytes as uint8,
+``q_scale`` is (b, s_q, h) or (b, s_q). ``decode`` takes ragged queries, and gives their results, as
+those of one sequence, (1, total_q, h, ...); ``row_seqlens`` is flat, and ``s_q`` of ``plan_update``
+then total_q. Where content, RoPE and scale are views of one memory, operators take that memory
+(``PagedKVCache.memory``): (block, None, None) for layout ``paged``, (rows, None, scale) for
+``row640``. One of format ``fp8_ds_mla`` is bytes, ``kv``, beside its format's name in operators of
+their own. A cache of 16 bits is (kv, None, None) to ``append_kv`` and ``fetch_dequant``, and kv,
+in pages of 128 tokens at most, to ``dense_decode``, whose sequences read KV head number modulo
+num_kv_heads (``snapmla.kv_heads``). ``outs`` and ``lses`` are the parts, or with ``stacked`` one
+tensor of them each; ``out!`` and ``lse!`` may be those of a part. The cache, ``plan`` and ``q`` are
+pytrees of their tensors, so they may be arguments of compiled functions. Operators have no
+gradients, and their results never require any: this is inference.
+``check_tables`` says that the tables, without ``units``, are somebody else's memory: rows of a
+sequence that they do not cover then become NaN.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from snapmla.torch_ops import (
+    append,
+    cache_bytes,
+    decode,
+    dense_decode,
+    fetch,
+    merge,
+    plan,
+    quantize,
+    records,
+    sparse_decode,
+)
+from snapmla.torch_ops.listing import listing
+from snapmla.torch_ops.operator import NAMESPACE, Operator, define
+
+__all__ = ["NAMESPACE", "OPERATORS", "SCHEMAS", "Operator", "define"]
+
+OPERATORS: tuple[Operator, ...] = (
+    *append.OPERATORS,
+    *quantize.OPERATORS,
+    *plan.OPERATORS,
+    *records.OPERATORS,
+    *decode.OPERATORS,
+    *dense_decode.OPERATORS,
+    *sparse_decode.OPERATORS,
+    *fetch.OPERATORS,
+    *merge.OPERATORS,
+    *cache_bytes.OPERATORS,
+)
+SCHEMAS = tuple(operator.schema for operator in OPERATORS)
+__doc__ = (__doc__ or "{operators}").format(operators=listing(SCHEMAS))
+
+# must stay alive as long as operators are used
+_library = torch.library.Library(NAMESPACE, "DEF")
+for _operator in OPERATORS:
+    define(_library, *_operator)

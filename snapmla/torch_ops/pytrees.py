@@ -1,0 +1,66 @@
+"""Values of tensors as pytrees, so that they may be arguments of compiled and saved functions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from snapmla import launch
+
+T = TypeVar("T")
+
+
+def register(
+    cls: type[T],
+    children: Callable[[T], tuple[str, ...]],
+    made: Callable[[list[Any], tuple[Any, ...]], T],
+    static: tuple[str, ...] | Callable[[T], tuple[str, ...]] = (),
+) -> None:
+    """Makes a class a pytree.
+
+    Args:
+        children: names of a value's tensors.
+        made: a value of its leaves, which may be stand-ins of tensors, and of its static fields.
+        static: names of its other fields, or a value's.
+    """
+
+    def flatten(value: T) -> tuple[list[Any], tuple[Any, ...]]:
+        leaves = [getattr(value, n) for n in children(value)]
+        others = static(value) if callable(static) else static
+        return leaves, tuple(getattr(value, n) for n in others)
+
+    pytree.register_pytree_node(
+        cls,
+        flatten,
+        lambda leaves, context: made(list(leaves), context),
+        serialized_type_name=f"snapmla.{cls.__name__}",
+        # JSON has no tuples: a loaded program would compare its list with a call's tuple
+        to_dumpable_context=json.dumps,
+        from_dumpable_context=lambda text: tuple(json.loads(text)),
+        flatten_with_keys_fn=lambda value: (
+            [(pytree.GetAttrKey(n), getattr(value, n)) for n in children(value)],
+            flatten(value)[1],
+        ),
+    )
+    # a saved program holds its example inputs, and torch loads what is known as mere data
+    torch.serialization.add_safe_globals([cls, *launch.PICKLED_WITH])
+
+
+def put_together(cls: type[T], fields: dict[str, Any]) -> T:
+    """A value of its fields; without its checks if one is a stand-in of a tensor."""
+    if all(isinstance(leaf, Tensor) for leaf in fields.values()):
+        return cls(**fields)
+    return stand_in(cls, fields)
+
+
+def stand_in(cls: type[T], fields: dict[str, Any]) -> T:
+    """A value whose fields are whatever they are."""
+    value = object.__new__(cls)
+    for name, leaf in fields.items():
+        object.__setattr__(value, name, leaf)
+    return value
