@@ -34,8 +34,8 @@ class Results(NamedTuple):
 
 @cute.jit
 def of_sink(sink, head, value):
-    """What a row of ``head`` keeps beside its sink, 1 / (1 + exp(sink - lse)); ``value``: its LSE in
-    log2 units, of a row that saw a token."""
+    """What a row of ``head`` keeps beside its sink, 1 / (1 + exp(sink - lse)); ``value``: its LSE
+    in log2 units, of a row that saw a token."""
     return 1.0 / (1.0 + cute.math.exp2(sink[head] * LOG2E - value, fastmath=True))
 
 
@@ -58,7 +58,7 @@ def finish_row(results, call, slot, rows, row, row_sum, frame):
             b, s = divmod(token, call.by_tokens)
             final = value * call.lse_factor
             results.lse[b, head, s] = call.empty_lse if empty else final
-            if const_expr(results.sink is not None):
+            if const_expr(results.sink is not None):  # noqa: SIM102 (only this is at compile time)
                 if results.sink.shape[0] > 0:
                     kept = of_sink(results.sink, head, value)
     elif slot < results.o_accum.shape[0]:

@@ -12,8 +12,9 @@ scale 0: log2 of that is -inf, so the place masks itself, and no byte is read fo
     landed   gather warps -> warp 2          (cp.async arrivals, a thread each)
     k_pipe   warp 2 -> who reads the KV tile (full: one arrival behind a proxy fence, empty: warps)
 
-Shared memory: ``k_bar``, ``landed_bar``; the tiles are fields ``k<plane>`` of the kernel's plan, and
-the field of scales.
+
+Shared memory: ``k_bar`` and the barriers of ``landed``; the tiles are fields ``k<plane>`` of the
+kernel's plan, and the field of scales.
 
 Timeline of a tile in a gather warp: the raw entries of the next tile are asked for, a lane each;
 this one's, asked for a tile ago, become (page, offset) | wait until the stage is free | a row at a
@@ -38,7 +39,7 @@ from ..dims import KV_LORA_RANK as D
 from ..dims import QK_ROPE_HEAD_DIM as R
 from . import budget as bud
 from .barriers import Ring
-from .loader import Feed, Readers, kv_pipe, ring_barriers
+from .loader import Feed, Readers, ring_barriers, ring_pipe
 from .smem import array
 from .work_list import Rows, WorkList
 
@@ -47,6 +48,7 @@ Q_WARP, ANNOUNCER = 1, 2
 GROUP = 8  # rows of an unrolled body
 # First and last group of a tile, by warp; the one that has Q's tiles copied takes fewer.
 GROUPS = {0: (0, 3), Q_WARP: (3, 5), 3: (5, 8)}
+OF_OTHERS = tuple(zip(GROUPS[0], GROUPS[3], strict=True))
 LINE = 128  # bytes of a swizzled row in shared memory
 CHUNK = 16  # bytes of a copy
 HALF = LINE // 2  # what the swizzle moves rows 4 to 7 of eight by, against rows 0 to 3
@@ -203,7 +205,7 @@ class GatherRows:
 
     def pipe(self, st):
         """The ring: warp 2 fills a stage, one lane of each reading warp frees it."""
-        return kv_pipe(st, self.stages, self.readers, 1, 0)
+        return ring_pipe(st.k_bar, self.stages, self.readers, 0)
 
     # ---------------------------------------------------------------- roles
 
@@ -216,7 +218,7 @@ class GatherRows:
             first, end = GROUPS[Q_WARP]
             self._fill(feed, (Int32(first), Int32(end)), tile_of_q)
         else:
-            ends = [cutlass.select_(warp == 0, Int32(GROUPS[0][x]), Int32(GROUPS[3][x])) for x in (0, 1)]
+            ends = [cutlass.select_(warp == 0, Int32(a), Int32(b)) for a, b in OF_OTHERS]
             self._fill(feed, (ends[0], ends[1]), None)
             cute.arch.griddepcontrol_launch_dependents()
 
@@ -258,14 +260,14 @@ class GatherRows:
             row, count = self.work.row_of_table(work, call, i, batch)
             entry = self._entry(row, begin, ahead)
             if const_expr(tile_of_q is not None):
-                if const_expr(not late):
+                if const_expr(not late):  # noqa: SIM114 (at compile time)
                     tile_of_q(i, batch, qst)
                 elif i == span[0]:
                     tile_of_q(i, batch, qst)
             for tile in cutlass.range(begin, last, unroll=1):
                 page, offset = self._place(entry, tile, ahead, count, tokens)
                 entry = self._entry(row, tile + 1, ahead)
-                if const_expr(late):
+                if const_expr(late):  # noqa: SIM102 (only this is at compile time)
                     if (i != span[0]) & (tile == begin + self.stages):
                         tile_of_q(i, batch, qst)
                 k_pipe.sync_object_empty.wait(kst.index, kst.phase)
@@ -275,7 +277,7 @@ class GatherRows:
                     mark(kst.count == 0)
                 kst.advance()
             if const_expr(tile_of_q is not None):
-                if const_expr(late):
+                if const_expr(late):  # noqa: SIM102 (likewise)
                     if (i != span[0]) & (last - begin <= self.stages):
                         tile_of_q(i, batch, qst)
                 qst.advance()

@@ -129,21 +129,27 @@ class Loader(Protocol):
         """
 
 
-def kv_pipe(st, stages: int, readers: Readers, cluster: int, tx_bytes: int):
-    """The KV ring over the field ``k_bar``, for ``Loader.pipe``.
+def ring_pipe(
+    barriers, stages: int, readers: Readers, tx_bytes: int, cluster: int = 1,
+    defer_sync: bool = False,
+):  # fmt: skip
+    """A ring of tiles over its barriers in shared memory; the KV ring for ``Loader.pipe``.
 
     One arrival fills a stage, with ``tx_bytes`` if its filler acquires it (``producer_acquire``);
     one lane of each reading warp of the cluster frees it.
+
+    Args:
+        defer_sync: whether the fence and barrier of a ring made later publish its barriers.
     """
     group = lambda n: pipeline.CooperativeGroup(pipeline.Agent.Thread, n)
     options = {}
     if cluster > 1:
         options = dict(cta_layout_vmnk=cute.make_layout((1, cluster, 1, 1)), mcast_mode_mn=(0, 1))
-    k_pipe = pipeline.PipelineTmaAsync.create(
-        barrier_storage=st.k_bar.data_ptr(), num_stages=stages, producer_group=group(1),
-        consumer_group=group(sum(readers.values()) * cluster), tx_count=tx_bytes, **options,
+    return pipeline.PipelineTmaAsync.create(
+        barrier_storage=barriers.data_ptr(), num_stages=stages, producer_group=group(1),
+        consumer_group=group(sum(readers.values()) * cluster), tx_count=tx_bytes,
+        defer_sync=defer_sync, **options,
     )  # fmt: skip
-    return k_pipe
 
 
 def ring_barriers(

@@ -29,7 +29,7 @@ from cutlass.cute.nvgpu import cpasync
 from . import budget as bud
 from .barriers import Ring
 from .cache_format import EVICT_FIRST, EVICT_NORMAL, MANY_BLOCKS, CacheFormat, Loaded, atoms
-from .loader import Feed, Readers, kv_pipe, ring_barriers
+from .loader import Feed, Readers, ring_barriers, ring_pipe
 from .smem import array, one_stage, staged
 from .work_list import WorkList
 
@@ -148,7 +148,7 @@ class PagedTma:
 
     def pipe(self, st):
         """The ring: TMA bytes fill a stage, one lane of each reading warp frees it."""
-        return kv_pipe(st, self.stages, self.readers, self.cluster, self.chunk_bytes)
+        return ring_pipe(st.k_bar, self.stages, self.readers, self.chunk_bytes, self.cluster)
 
     def wait_chunk(self, st, turn: int, index, phase) -> None:
         """Until ``order[turn]`` of a stage is there; the first one's barrier is the pipe's."""

@@ -15,13 +15,12 @@ Shared memory: a field ``q<plane>`` for each plane and ``q_bar``; without Q stag
 from __future__ import annotations
 
 import cutlass.cute as cute
-import cutlass.pipeline as pipeline
 from cutlass import Int64
 from cutlass.cute.nvgpu import cpasync
 
 from . import budget as bud
 from .cache_format import CacheFormat, Loaded, atoms
-from .loader import Readers, ring_barriers
+from .loader import Readers, ring_barriers, ring_pipe
 from .smem import array, one_stage, staged
 from .work_list import WorkList
 
@@ -79,11 +78,7 @@ class QTiles:
         """The ring of Q, None without; the KV ring's fence publishes it (``Loader.pipe``)."""
         if not self.stages:
             return None
-        group = lambda n: pipeline.CooperativeGroup(pipeline.Agent.Thread, n)
-        return pipeline.PipelineTmaAsync.create(
-            barrier_storage=st.q_bar.data_ptr(), num_stages=self.stages, producer_group=group(1),
-            consumer_group=group(sum(self.readers.values())), tx_count=self.bytes, defer_sync=True,
-        )  # fmt: skip
+        return ring_pipe(st.q_bar, self.stages, self.readers, self.bytes, defer_sync=True)
 
     # ---------------------------------------------------------------- device
 

@@ -317,7 +317,7 @@ def _finish(
     form, top, total = partial.form, partial.state[0], partial.state[1]
     empty = total == 0.0  # a NaN total is not empty
     inv = Float32(1.0) / _select(empty, Float32(1.0), total)
-    if cutlass.const_expr(sink is not None):
+    if cutlass.const_expr(sink is not None):  # noqa: SIM102 (only this is at compile time)
         if sink.shape[0] > 0:
             value = top + cute.math.log2(total, fastmath=True)
             kept = of_sink(sink, divmod(row, by.heads)[1], value)

@@ -1,7 +1,7 @@
 """The exported function of sparse FP8 decode: its arguments.
 
-As FP8 decode's (fp8_entry.py), but a query token has a row of ``indices`` where a sequence has one of
-the block table, and ``topk_length`` is what ``cache_seqlens`` is there.  There is no causal rule.
+As FP8 decode's (fp8_entry.py), but a query token has a row of ``indices`` where a sequence has one
+of the block table, and ``topk_length`` is what ``cache_seqlens`` is there.  No causal rule holds.
 """
 
 from __future__ import annotations

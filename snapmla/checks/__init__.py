@@ -5,7 +5,7 @@ strides, device).  The text names the argument, what was expected, what came and
 what to change: the particular advice if the check knows one, else ``ADVICE`` of the argument.
 
 Here are numbers, words and whole arguments; ``tensors`` has what is asked of any tensor,
-``messages`` the words.  All of it is called as ``checks.NAME``.
+``messages`` the words.  All of it is called by this package's name.
 """
 
 from __future__ import annotations

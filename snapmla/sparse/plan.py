@@ -36,8 +36,8 @@ class SparseVariant(PlanVariant):
 
 
 class SparsePlan(DecodePlan):
-    """A ``DecodePlan`` of sparse decode: ``max_pages`` is the width of ``indices`` and ``page_size``
-    1, whatever the cache's pages; a unit is one query token, ``unit_rows`` are its heads.
+    """A ``DecodePlan`` of sparse decode: ``max_pages`` is the width of ``indices``, ``page_size``
+    is 1, whatever the cache's; a unit is one query token, ``unit_rows`` are its heads.
 
     ``planned_seqlens`` are the lengths of ``topk_length``: where that is not given a decode reads
     them instead.

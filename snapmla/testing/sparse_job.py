@@ -5,9 +5,8 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,11 +23,14 @@ from snapmla.testing.sparse_reference import sparse_decode_reference
 from snapmla.testing.workloads.call import DTYPES, NATURAL
 from snapmla.testing.workloads.samples import sample_tokens
 
-if TYPE_CHECKING:
-    import softgpu
-
 HEAD_SCALE = 576**-0.5
 INT_MAX = 2**31 - 1
+# The exported function's, in order (dsl_kernels/smxx/sparse_entry.py).
+ARGUMENTS = (
+    "q_nope", "q_rope", "q_scale", "content", "rope", "scale", "indices", "topk_length",
+    "attn_sink", "work_items", "part_begin", "split_begin", "units", "row_limits", "out", "lse",
+    "o_accum", "lse_accum", "softmax_scale", "lse_factor", "empty_lse", "may_split",
+)  # fmt: skip
 LAYOUTS = ("split", "paged", "row640", "packed")
 STYLES = ("plain", "swings", "equal")
 SWING = 200.0  # nats between the tiles of style ``swings``
@@ -123,19 +125,33 @@ def poisoned_planes(pages: int, page_size: int, layout: str) -> Planes:
     )
 
 
+def placed(x: Tensor, device: torch.device | str) -> Tensor:
+    """``x`` on a device with its strides, gaps included."""
+    if torch.device(device).type == x.device.type:
+        return x
+    whole = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage()).to(device)
+    return whole.as_strided(x.shape, x.stride(), x.storage_offset())
+
+
 class SparseJob:
     """One sparse decode: idle entries anywhere, poison wherever nobody names a token.
 
     Args:
         spec: the variant.
         shape: what is asked of it.
-        planner: the plan_decode kernel; None plans with ``reference_plan``.
+        planner: the plan_decode kernel of ``device``; None plans with ``reference_plan``.
+        device: where calls run; inputs are made on the CPU.
     """
 
     def __init__(
-        self, spec: VariantSpec, shape: SparseShape, *, planner: runtime.Kernel | None = None
+        self,
+        spec: VariantSpec,
+        shape: SparseShape,
+        *,
+        planner: runtime.Kernel | None = None,
+        device: torch.device | str = "cpu",
     ) -> None:
-        self.spec, self.shape, self.planner = spec, shape, planner
+        self.spec, self.shape, self.planner, self.device = spec, shape, planner, device
         self.counts = torch.tensor(shape.counts, dtype=torch.int32)
         self._fill()
         self.sink = torch.empty(0)
@@ -190,11 +206,11 @@ class SparseJob:
         return c + (height * size)[:, None] * mean, r
 
     def _store(self, slots: Tensor, c: Tensor, r: Tensor) -> None:
-        content, rope, scale = self.planes
         p = self.shape.page_size
-        quantised = rounding.quantize_rows(c, r, slots=torch.arange(len(c)))
-        for target, values in zip(self.planes, quantised, strict=True):
-            values = values.view(torch.uint8) if target is content else values
+        content, rope, scale = rounding.quantize_rows(c, r, slots=torch.arange(len(c)))
+        for target, values in zip(
+            self.planes, (content.view(torch.uint8), rope, scale), strict=True
+        ):
             target[slots // p, slots % p] = values
 
     def _idle(self, i: int, count: int) -> None:
@@ -232,23 +248,27 @@ class SparseJob:
             "may_split": int(self.plan.split_begin[-1] > 0),
         }  # fmt: skip
 
-    def run(self, kernel: softgpu.LoadedKernel) -> tuple[Tensor, Tensor]:
-        """(out, lse) of one call, on the software GPU."""
-        from codegen import abi  # not at the top: ``arguments`` are of use without the compiler
-
-        given = self.arguments()
-        kernel(*abi.ordered(kernel.names.arguments, given))
-        return given["out"], given["lse"]
+    def run(self, kernel: runtime.Kernel, **changes: Any) -> tuple[Tensor, Tensor]:
+        """(out, lse) of one call, on the CPU; ``changes``: other arguments than the job's."""
+        given = {
+            name: placed(x, self.device) if isinstance(x, Tensor) else x
+            for name, x in {**self.arguments(), **changes}.items()
+        }
+        kernel(*(given[name] for name in ARGUMENTS))
+        return given["out"].cpu(), given["lse"].cpu()
 
     def _planned(self) -> PlanTables:
         """The plan's tables, by the kernel or the reference."""
         if self.planner is None:
             return PlanTables.of(self.plan)
         shape = self.shape
-        pieces = -(-shape.topk // self.spec.token_tile // shape.split_tiles) if shape.split_tiles else 0
-        made = PlanTables.empty(len(shape.lengths), shape.parts, shape.queries, pieces)
+        tiles = -(-shape.topk // self.spec.token_tile)
+        pieces = -(-tiles // shape.split_tiles) if shape.split_tiles else 0
+        made = PlanTables.empty(
+            len(shape.lengths), shape.parts, shape.queries, pieces, device=self.device
+        )
         numbers = (shape.topk, self.spec.token_tile, shape.fixed_overhead, shape.split_tiles)
-        made.fill(self.planner, self.lengths, shape.queries, numbers)
+        made.fill(self.planner, self.lengths.to(self.device), shape.queries, numbers)
         return made
 
     # ---------------------------------------------------------------- truth
@@ -257,11 +277,11 @@ class SparseJob:
         """What ``run`` returned against the reference; rows of no sequence are not looked at."""
         out, lse = result
         n, q = self.shape.covered, self.q
-        flat = [x.flatten(0, 1)[:n] for x in (q.nope, q.rope, q.row_scale)]
+        nope, q_rope, q_scale = (x.flatten(0, 1)[:n] for x in (q.nope, q.rope, q.row_scale))
         content, rope, scale = self.planes
         run = functools.partial(
-            sparse_decode_reference, *flat, content.view(torch.float8_e4m3fn), rope, scale,
-            self.indices[:n], self.counts[:n], HEAD_SCALE,
+            sparse_decode_reference, nope, q_rope, q_scale, content.view(torch.float8_e4m3fn),
+            rope, scale, self.indices[:n], self.counts[:n], HEAD_SCALE,
             attn_sink=self.sink if self.shape.sink else None,
         )  # fmt: skip
         exact = os.environ.get("SOFTGPU_ACCUMULATE") == "exact"
@@ -270,8 +290,3 @@ class SparseJob:
             run, out.flatten(0, 1)[:n], lse.transpose(0, 1).flatten(1)[:, :n],
             replace(mimic, p_terms=self.spec.p_terms),
         )  # fmt: skip
-
-
-def some(spec: VariantSpec, shapes: Sequence[SparseShape]) -> list[SparseJob]:
-    """A job of each shape."""
-    return [SparseJob(spec, shape) for shape in shapes]

@@ -7,8 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from snapmla.testing import reference
-from snapmla.testing.attend import Chunk, attend
+from snapmla.testing.attend import Chunk, Rows, attend
 from snapmla.testing.reference import Move
 from snapmla.testing.rounding import FP64, QuantConfig
 
@@ -63,7 +62,8 @@ def sparse_decode_reference(
     outs, lses = [], []
     for i, row in enumerate(indices.long()):
         count = min(max(int(counts[i]), 0), len(row))
-        rows = reference._query_rows(q_nope[i, None], q_rope[i, None], q_scale[i, None], count, False)
+        limit = torch.full((heads,), count, device=q_nope.device)
+        rows = Rows(q_nope[i], q_rope[i], q_scale[i], limit)
         steps: list[tuple[int, Tensor]] = []
         chunk, top = _chunk(content, rope, scale, row[:count], config)
         wanted = None if moves is None else steps
@@ -83,21 +83,17 @@ def sparse_decode_reference(
 def _chunk(
     content: Tensor, rope: Tensor, scale: Tensor, row: Tensor, config: QuantConfig
 ) -> tuple[Chunk, float]:
-    """(the places of a row of the table as one chunk, the largest scale among them)."""
+    """(the places of a row of the table as one chunk, the largest scale among them); what holds no
+    token is absent, and so are the places that make the blocks whole."""
     page_size, pool = content.shape[1], content.shape[0] * content.shape[1]
-    named = (row >= 0) & (row < pool)
-    at = torch.where(named, row, 0)
-    at = (at // page_size, at % page_size)
     unit = math.lcm(2 * config.p_block, config.group)
-    size = max(-(-len(row) // unit), 1) * unit
-    k8 = torch.where(named[:, None], content.view(torch.uint8)[at], 0)
+    places = row.new_full((max(-(-len(row) // unit), 1) * unit,), -1)
+    places[: len(row)] = row
+    named = (places >= 0) & (places < pool)
+    slot = torch.where(named, places, 0)
+    at = slot // page_size, slot % page_size
+    k8 = torch.where(named[:, None], content.view(torch.uint8)[at], 0).view(content.dtype)
     k_rope = torch.where(named[:, None], rope[at], 0.0)
     sigma = torch.where(named, scale[at], 1.0)
     seen = sigma[named].nan_to_num(0.0)
-    return Chunk(
-        0,
-        reference._pad(k8, size).view(content.dtype),
-        reference._pad(k_rope, size),
-        reference._pad(sigma, size, 1.0),
-        absent=reference._pad(~named, size, 1.0),
-    ), float(seen.max()) if len(seen) else 1.0
+    return Chunk(0, k8, k_rope, sigma, absent=~named), float(seen.max()) if len(seen) else 1.0

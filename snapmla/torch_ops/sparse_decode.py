@@ -86,9 +86,9 @@ def _sparse_decode_out(
     )  # fmt: skip
 
 
-def _fake(*arguments: Any, **_: Any) -> tuple[Tensor, Tensor]:
+def _fake(*arguments: Any, **_options: Any) -> tuple[Tensor, Tensor]:
     q_nope, indices = arguments[0], arguments[6]
-    content, _, _ = layouts.views_of(*arguments[3:6])
+    content = layouts.views_of(*arguments[3:6])[0]
     checks.tensor("q_nope", q_nope, (torch.uint8,), ("b", "s_q", "num_heads", KV_LORA_RANK))
     checks.tensor("content", content, (torch.uint8,), ("num_pages", "page_size", KV_LORA_RANK))
     checks.tensor("indices", indices, (torch.int32,), ("tokens", "topk"))

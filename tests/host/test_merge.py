@@ -109,7 +109,8 @@ def test_calls_without_rows() -> None:
             assert out.shape == shape and lse.shape == logs
     for lead in ((), (B,)):
         if not lead:  # of the same shapes: no sequence, and then no part
-            snapmla.merge_states([torch.zeros(0, 5, H, 512)], [torch.zeros(0, H, 5)])
+            for _ in range(2):  # the first is checked, and the second's addresses are kept
+                snapmla.merge_states([torch.zeros(0, 5, H, 512)], [torch.zeros(0, H, 5)])
         with pytest.raises(ValueError, match=r"^outs: expected 1 part or more, got 0 \(a list"):
             snapmla.merge_states(torch.zeros(0, *lead, 5, H, 512), torch.zeros(0, *lead, H, 5))
 
@@ -215,10 +216,11 @@ def test_other_strides_are_asked_for() -> None:
 
 
 def test_another_lse_is_asked_for() -> None:
-    """Also where the call on the same ``out`` and the rightful ``lse`` went before."""
+    """Also where the call on the same ``out`` and the rightful ``lse`` is known."""
     outs, lses = states(3)
     out, lse = torch.zeros(B, S_Q, H, 512), torch.zeros(B, H, S_Q)
-    snapmla.merge_states(outs, lses, out=out, lse=lse)
+    for _ in range(2):  # the first is checked, and the second's addresses are kept
+        snapmla.merge_states(outs, lses, out=out, lse=lse)
     over = out.view(-1)[: lse.numel()].view_as(lse)
     with pytest.raises(ValueError, match="^lse: expected memory apart from out, got"):
         snapmla.merge_states(outs, lses, out=out, lse=over)
