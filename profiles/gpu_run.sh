@@ -21,6 +21,7 @@
 #   host[:ARG,ARG...]          host time of eager calls (profiles.host_time ARG ARG...)
 #   merge                      what the merge launch costs (profiles.merge_cost)
 #   pair:DIR                   what a pair's call costs beside DIR's (profiles.pair_cost)
+#   sparse[:ARG,ARG...]        sparse decode beside FlashMLA (profiles.sparse_cost ARG ARG...)
 #   dense-accuracy[:PART,PART]  16-bit decode to float64 beside the peers: sweep, rmse, grid
 #                              (profiles.dense_accuracy)
 #   stamps[:SHAPE,SHAPE...]    times of a CTA's events, from stamped builds (profiles.stamps has
@@ -196,6 +197,11 @@ run_part() {
             ;;
         pair)
             timeout -k 10 "$seconds" "$python" -m profiles.pair_cost --against "$what" --out "$work"
+            ;;
+        sparse)
+            # shellcheck disable=SC2086  # a list of words
+            timeout -k 10 "$seconds" "$python" -m profiles.sparse_cost --peers .peers \
+                --out "$work" ${what//,/ }
             ;;
         merge) timeout -k 10 "$seconds" "$python" -m profiles.merge_cost --out "$work" ;;
         dense-accuracy)

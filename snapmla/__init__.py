@@ -25,6 +25,7 @@ from snapmla.plan import plan_decode
 from snapmla.plan_cache import PlanCache
 from snapmla.quant import QuantizedQuery, append_kv, quantize_q
 from snapmla.rope import rope_append_kv, rope_quantize_q
+from snapmla.sparse import SparsePlan, plan_sparse_decode
 
 __all__ = [
     "DecodePlan",
@@ -32,6 +33,7 @@ __all__ = [
     "PlanCache",
     "QuantizedQuery",
     "SnapMLAError",
+    "SparsePlan",
     "UnsupportedDeviceError",
     "VariantError",
     "__version__",
@@ -42,6 +44,7 @@ __all__ = [
     "merge_state",
     "merge_states",
     "plan_decode",
+    "plan_sparse_decode",
     "quantize_q",
     "rope_append_kv",
     "rope_quantize_q",

@@ -2,35 +2,35 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 import torch
 
 from dsl_kernels.dims import KV_LORA_RANK
 from snapmla import call as calls
 from snapmla import checks, kv_heads, launch, layouts, overlap, runtime, tracing
-from snapmla.cache import PagedKVCache, expect_cache
-from snapmla.decode_plan import DTYPES, FP8, NAMES, TENSORS, DecodePlan, PlanVariant
-from snapmla.plan import plan_decode
-from snapmla.quant import QuantizedQuery, as_batch, expect_query, named
+from snapmla.cache import PagedKVCache
+from snapmla.checks.decode_call import (
+    check_causal,
+    check_outputs,
+    check_plan,
+    checked,
+    expect_query_of,
+    lse_shape,
+    planned,
+    rows_of,
+)
+from snapmla.decode_plan import DecodePlan, PlanVariant
+from snapmla.decode_plan.choices import choices
+from snapmla.quant import QuantizedQuery, as_batch
+from snapmla.sparse.decode import sparse_decode
 
-LSE_FACTOR = {"e": math.log(2.0), "2": 1.0}
-EMPTY_LSE = {"-inf": -math.inf, "+inf": math.inf}
-_CHOICES = {
-    (causal, base, empty): (int(causal), factor, value)
-    for causal in (False, True)
-    for base, factor in LSE_FACTOR.items()
-    for empty, value in EMPTY_LSE.items()
-}
-OUT_NAMES = {torch.bfloat16: "bf16", torch.float32: "f32"}  # of an FP8 cache
 _Tensor = torch.Tensor  # looked up on every call
-Query = QuantizedQuery | torch.Tensor
 Options = tuple[float, bool, str, str]  # softmax_scale, causal, lse_base, empty_lse
 # of a decode: q, cache, block_table, cache_seqlens, plan, out, lse, options, out_dtype, pipeline
 Call = tuple[
-    Any, PagedKVCache, torch.Tensor, torch.Tensor, Any, torch.Tensor | None, torch.Tensor | None,
+    Any, PagedKVCache, Any, Any, Any, torch.Tensor | None, torch.Tensor | None,
     Options, torch.dtype | None, str | None,
 ]  # fmt: skip
 
@@ -39,6 +39,7 @@ Call = tuple[
 class Prepared:
     """What calls by one plan with the same options launch, all of it checked."""
 
+    place: int  # of the plan
     variant: PlanVariant
     kernels: dict[torch.dtype, runtime.Kernel]  # the variant's
     dtype: torch.dtype  # of ``out``
@@ -56,20 +57,26 @@ class Prepared:
         if plan.check_stale or plan.idle or not plan.as_given:
             return None
         *tables, o_accum, lse_accum = plan.arguments
-        numbers = (checks.softmax_scale(options[0]), *_choices(*options[1:]))
+        numbers = (checks.softmax_scale(options[0]), *choices(*options[1:]))
         empty, out_strides, lse_strides = plan._empty
         return Prepared(
-            plan.variant, plan.variant.kernels, dtype, empty, plan.out_shape, out_strides,
-            plan.lse_shape, lse_strides, tuple(tables),
+            plan.place, plan.variant, plan.variant.kernels, dtype, empty, plan.out_shape,
+            out_strides, plan.lse_shape, lse_strides, tuple(tables),
             (o_accum, lse_accum, *numbers, plan.merges),
         )  # fmt: skip
+
+
+class Unprepared(NamedTuple):
+    """A plan that takes more than a launch: nothing is known but where it lies."""
+
+    place: int
 
 
 def decode(
     q: QuantizedQuery | torch.Tensor,
     cache: PagedKVCache,
-    block_table: torch.Tensor,
-    cache_seqlens: torch.Tensor,
+    block_table: torch.Tensor | None = None,
+    cache_seqlens: torch.Tensor | None = None,
     *,
     softmax_scale: float,
     plan: DecodePlan | None = None,
@@ -80,6 +87,9 @@ def decode(
     empty_lse: str = "-inf",
     out_dtype: torch.dtype | None = None,
     pipeline: str | None = None,
+    indices: torch.Tensor | None = None,
+    topk_length: torch.Tensor | None = None,
+    attn_sink: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """softmax(softmax_scale * Q K^T) V over each sequence's cached tokens, where V is the latent.
 
@@ -113,6 +123,17 @@ def decode(
         empty_lse: LSE of a row that sees no token, ``-inf`` or ``+inf``; its output is 0.
         out_dtype: dtype of an allocated ``out``; None: bfloat16, or that of a 16-bit cache.
         pipeline: decode pipeline of a plan made here; must agree with a given plan.
+        indices: sparse attention, over an FP8 cache: int32 (b, s_q, topk), or (total_q, topk) with
+            ragged queries: the tokens that each query token attends to, as page * page_size +
+            offset, in any order.  What is negative or behind the pool is no token, anywhere in the
+            row, and never read; a token that is named twice counts twice.  ``block_table`` and
+            ``cache_seqlens`` are then not looked at, there is no causal rule, and ``plan`` comes
+            from ``plan_sparse_decode``.
+        topk_length: int32 (b,): how many entries of each row of a sequence count, the first ones;
+            what is behind them is not read.  None: those that the plan was made for, or all.
+        attn_sink: float32 (h,), with ``indices``: a logit a head that weighs in ``out`` and has no
+            value, of natural units: out is multiplied by 1 / (1 + exp(sink - lse)).  ``lse`` is
+            without it.
 
     Returns:
         (out, lse).
@@ -124,6 +145,14 @@ def decode(
     Source: SnapMLA paper, Eq. 6 (logits in the scaled domain) and Algorithm 1 (``dual_wg``);
     FlashMLA-ETAP (the transposed form of ``etap``); rounding as docs/numerics.md says.
     """
+    if indices is not None:
+        return sparse_decode(
+            q, cache, indices, softmax_scale=softmax_scale, topk_length=topk_length,
+            attn_sink=attn_sink, plan=plan, out=out, lse=lse, lse_base=lse_base,
+            empty_lse=empty_lse, out_dtype=out_dtype, pipeline=pipeline,
+        )  # fmt: skip
+    if topk_length is not None or attn_sink is not None:
+        _refuse_without_indices(topk_length)
     call: Call = (
         q, cache, block_table, cache_seqlens, plan, out, lse,
         (softmax_scale, causal, lse_base, empty_lse), out_dtype, pipeline,
@@ -131,29 +160,34 @@ def decode(
     return calls.run(_DECODE, plan if pipeline is None else None, call)
 
 
+def _refuse_without_indices(topk_length: object) -> None:
+    name = "attn_sink" if topk_length is None else "topk_length"
+    checks.value_error(name, "None without indices", "a value", "dense decode has neither")
+
+
 def _parts(call: Call) -> calls.Parts:
     q, cache, block_table, cache_seqlens, plan, out, lse, options, out_dtype, _ = call
-    scale, causal, base, empty = options
     content, rope, token_scale = cache.asks
-    tensors: tuple[Any, ...]
-    given: tuple[Any, ...] = (out, lse)
-    if out is None or lse is None:
-        given = tuple([result for result in given if result is not None])
-    if q.__class__ is _Tensor:
-        tensors, query, place = (block_table, cache_seqlens, q, *given), q, 0
-    else:
-        tensors, query, place = (block_table, cache_seqlens, *given), q.nope_u8, q.place
+    rows = q.__class__ is _Tensor
+    query, place = (q, 0) if rows else (q.nope_u8, q.place)
+    where: tuple[Any, ...] = (
+        content(), rope(), token_scale(), plan.o_accum.data_ptr(), query.data_ptr(), place,
+        cache.place, block_table.data_ptr(), cache_seqlens.data_ptr(),
+    )  # fmt: skip
+    tensors: tuple[Any, ...] = block_table, cache_seqlens
+    if out is not None or lse is not None:
+        where = where, out is None or out.data_ptr(), lse is None or lse.data_ptr()
+        if out is None or lse is None:
+            tensors = (*tensors, lse if out is None else out)
+        else:
+            tensors = block_table, cache_seqlens, out, lse
     return (
-        tensors,
+        (*tensors, q) if rows else tensors,
         (
-            scale.__class__, scale, causal.__class__, causal, base, empty, out_dtype, cache.dtype,
-            out is None, lse is None, place == 0,
+            options, options[0].__class__, options[1].__class__, out_dtype, out is None,
+            lse is None, rows,
         ),
-        (
-            out is None or out.data_ptr(), lse is None or lse.data_ptr(), query.data_ptr(),
-            content(), rope(), token_scale(), plan.o_accum.data_ptr(), block_table.data_ptr(),
-            cache_seqlens.data_ptr(), place, cache.place, plan.place,
-        ),
+        where,
     )  # fmt: skip
 
 
@@ -164,7 +198,7 @@ def _places(call: Call, _: object) -> calls.Groups | None:
         return None
     rows = isinstance(q, torch.Tensor)
     if not (
-        _rows_of(q) == plan.rows_shape
+        rows_of(q) == plan.rows_shape
         and cache.dtype is plan.dtype
         and cache.page_size == plan.page_size
         and cache.num_kv_heads == plan.num_kv_heads
@@ -187,28 +221,30 @@ def _checked(call: Call) -> Call:
 
 
 def launch_checked(
-    call: Call, ready: Prepared | Literal[False] | None
-) -> tuple[Any, Prepared | Literal[False]]:
+    call: Call, ready: Prepared | Unprepared | None
+) -> tuple[Any, Prepared | Unprepared]:
     """Launches a checked call; see ``call.Op``.
 
     Returns:
-        (out, lse); and what calls of its kind launch, False if they take more than a launch.
+        (out, lse); and what calls of its kind launch.
     """
     q, cache, block_table, cache_seqlens, plan, out, lse, options, out_dtype, _ = call
     query = (q,) if isinstance(q, _Tensor) else q.arguments
     read = cache.decode_arguments
-    if ready:
-        return run_prepared(ready, (*query, *read), block_table, cache_seqlens, out, lse), ready
+    if isinstance(ready, Prepared):
+        return run_prepared(ready, query, read, block_table, cache_seqlens, out, lse), ready
     dtype = out_dtype or plan.variant.out_dtypes[0]
     made = run_plan(query, read, block_table, cache_seqlens, plan, out, lse, dtype, options)
     if ready is None:
-        ready = Prepared.of(plan, options, dtype if out is None else out.dtype) or False
+        ready = Prepared.of(plan, options, dtype if out is None else out.dtype)
+        ready = ready or Unprepared(plan.place)
     return made, ready
 
 
 def run_prepared(
     prepared: Prepared,
-    read: tuple[Any, ...],
+    query: tuple[Any, ...],
+    cache: tuple[Any, ...],
     block_table: torch.Tensor,
     cache_seqlens: torch.Tensor,
     out: torch.Tensor | None,
@@ -217,14 +253,14 @@ def run_prepared(
     """``run_plan`` of a call like one that it ran.
 
     Args:
-        read: query and cache, as ``launch_decode`` takes them.
+        query, cache: as ``launch_decode``.
     """
     if out is None:
         out = prepared.empty(prepared.out_shape, prepared.out_strides, prepared.dtype)
     if lse is None:
         lse = prepared.empty(prepared.lse_shape, prepared.lse_strides, torch.float32)
     kernel = prepared.kernels.get(prepared.dtype) or prepared.variant.kernel(prepared.dtype)
-    kernel(*read, block_table, cache_seqlens, *prepared.tables, out, lse, *prepared.rest)
+    kernel(*query, *cache, block_table, cache_seqlens, *prepared.tables, out, lse, *prepared.rest)
     return out, lse
 
 
@@ -250,9 +286,9 @@ def run_plan(
     softmax_scale, causal, lse_base, empty_lse = options
     if type(softmax_scale) is not float or not 0.0 < softmax_scale <= checks.MAX_SOFTMAX_SCALE:
         softmax_scale = checks.softmax_scale(softmax_scale)
-    numbers = (softmax_scale, *_choices(causal, lse_base, empty_lse))
+    numbers = (softmax_scale, *choices(causal, lse_base, empty_lse))
     if plan.trims and not causal:
-        _check_causal(plan, causal)
+        check_causal(plan, causal)
     if out is None:
         out = plan._empty_out(out_dtype or torch.bfloat16)
     if lse is None:
@@ -283,17 +319,6 @@ def run_plan(
     if moved is not None:
         kv_heads.back(plan, moved, out, lse)
     return out, lse
-
-
-def _choices(causal: bool, lse_base: str, empty_lse: str) -> tuple[int, float, float]:
-    """(causal, lse_factor, empty_lse) as the kernels take them; checks all three."""
-    try:
-        return _CHOICES[causal, lse_base, empty_lse]
-    except (KeyError, TypeError):
-        checks.flag("causal", causal)
-        checks.choice("lse_base", lse_base, LSE_FACTOR)
-        checks.choice("empty_lse", empty_lse, EMPTY_LSE)
-        raise
 
 
 def launch_decode(
@@ -329,7 +354,7 @@ def launch_decode(
 def _traced(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """``decode`` as an operator, for tracers; arguments checked."""
     q, cache, block_table, cache_seqlens, plan, out, lse, options, out_dtype, pipeline = call
-    _expect_query(q, cache)
+    expect_query_of(q, cache)
     if plan is None:
         if tracing.by_dynamo():
             return tracing.between_graphs(
@@ -337,12 +362,12 @@ def _traced(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
                 softmax_scale=options[0], causal=options[1], lse_base=options[2],
                 empty_lse=options[3], out_dtype=out_dtype, pipeline=pipeline,
             )  # fmt: skip
-        plan = _planned(q, cache, block_table, cache_seqlens, pipeline, options[1])
-    rows = _rows_of(q)
-    _check_plan(plan, rows, cache, block_table, pipeline, q.device)
+        plan = planned(q, cache, block_table, cache_seqlens, pipeline, options[1])
+    rows = rows_of(q)
+    check_plan(plan, rows, cache, block_table, pipeline, q.device)
     softmax_scale, causal, lse_base, empty_lse = options
-    _check_causal(plan, causal)
-    causal_, lse_factor, empty = _choices(causal, lse_base, empty_lse)
+    check_causal(plan, causal)
+    causal_, lse_factor, empty = choices(causal, lse_base, empty_lse)
     rest = (
         plan.work_items, plan.part_begin, plan.split_begin, plan.units, plan.row_limits,
         plan.o_accum, plan.lse_accum, plan.pipeline, plan.row_tile, plan.can_split(),
@@ -361,7 +386,7 @@ def _traced(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     if out is None:
         out = q.rope.new_empty((*rows, KV_LORA_RANK), dtype=out_dtype or torch.bfloat16)
     if lse is None:
-        lse = q.rope.new_empty(_lse_shape(rows), dtype=torch.float32)
+        lse = q.rope.new_empty(lse_shape(rows), dtype=torch.float32)
     results = (out.unsqueeze(0), lse.unsqueeze(0)) if len(rows) == 2 else (out, lse)
     torch.ops.snapmla.decode_out(*common, *results, **extra)
     return out, lse
@@ -383,7 +408,7 @@ def _traced_rows(
     Args:
         rest: of the operator's arguments.
     """
-    _check_outputs(out, lse, _rows_of(q), out_dtype, q.device, (cache.dtype,))
+    check_outputs(out, lse, rows_of(q), out_dtype, q.device, (cache.dtype,))
     kv = layouts.small_pages(cache.memory_now()[0])
     ragged, regroups = q.ndim == 3, plan.must_regroup()
     if out is None and lse is None and not regroups:
@@ -393,7 +418,7 @@ def _traced_rows(
     if out is None:
         out = q.new_empty((*q.shape[:-1], KV_LORA_RANK))
     if lse is None:
-        lse = q.new_empty(_lse_shape(_rows_of(q)), dtype=torch.float32)
+        lse = q.new_empty(lse_shape(rows_of(q)), dtype=torch.float32)
     if regroups:
         call = kv_heads.regroup(plan, q, block_table, cache_seqlens, out, lse)
         torch.ops.snapmla.dense_decode_out(
@@ -408,201 +433,3 @@ def _traced_rows(
 
 
 _DECODE = calls.Op("decode", _checked, launch_checked, _traced, _parts, _places)
-
-
-def _rows_of(q: Query) -> tuple[int, ...]:
-    """(b, s_q, h) or (total_q, h) of a query."""
-    return tuple((q if isinstance(q, torch.Tensor) else q.rope).shape[:-1])
-
-
-def _lse_shape(rows: tuple[int, ...]) -> tuple[int, ...]:
-    """Shape of ``lse`` for rows (b, s_q, h) or (total_q, h)."""
-    *batch, tokens, heads = rows
-    return *batch, heads, tokens
-
-
-def checked(
-    q: Query,
-    cache: PagedKVCache,
-    block_table: torch.Tensor,
-    cache_seqlens: torch.Tensor,
-    plan: DecodePlan | None,
-    out: torch.Tensor | None,
-    lse: torch.Tensor | None,
-    out_dtype: torch.dtype | None,
-    pipeline: str | None,
-    *,
-    causal: bool = True,
-) -> DecodePlan:
-    """Checks all tensors with full messages; plans if no plan is given, launches nothing else."""
-    _expect_query(q, cache)
-    rows, device = _rows_of(q), q.device
-    if cache.content.device != device:
-        checks.value_error("cache", f"tensors on {device}, where q is", cache.content.device)
-    if plan is not None:
-        _expect_plan(plan)
-        plan.expect_memory()
-    b = _batch_of(q, plan)
-    checks.block_table(block_table, b, device)
-    checks.lengths(cache_seqlens, b, device)
-    dtypes = tuple(OUT_NAMES) if cache.kv is None else (cache.dtype,)
-    _check_outputs(out, lse, rows, out_dtype, device, dtypes)
-    if plan is not None:
-        _check_plan(plan, rows, cache, block_table, pipeline, device)
-        _check_causal(plan, causal)
-    _check_apart(q, cache, block_table, cache_seqlens, plan, out, lse)
-    if plan is not None:
-        return plan
-    return _planned(q, cache, block_table, cache_seqlens, pipeline, causal)
-
-
-def _expect_query(q: Query, cache: PagedKVCache) -> None:
-    """That query and cache are of one kind, and a query of 16 bits what the kernels take."""
-    if not isinstance(cache, PagedKVCache) or cache.scale is not None:
-        expect_query("q", q)
-        expect_cache(cache)
-        return
-    expect_cache(cache)
-    if isinstance(q, QuantizedQuery):
-        hint = "a 16-bit cache takes queries as they are"
-        wanted = f"a {checks.dtype_name(cache.dtype)} tensor, as the cache's rows"
-        checks.type_error("q", wanted, "a snapmla.QuantizedQuery", hint)
-    checks.query_of_rows(q, cache.dtype, cache.num_kv_heads)
-
-
-def _batch_of(q: Query, plan: DecodePlan | None) -> int:
-    """Sequences of a call; ragged queries do not tell."""
-    rows = _rows_of(q)
-    if len(rows) == 3:
-        return rows[0]
-    if plan is None:
-        checks.value_error(
-            "plan", "one made with cu_seqlens_q, beside ragged queries", None,
-            "only a plan knows where a sequence's query tokens begin",
-        )  # fmt: skip
-    return plan.batch
-
-
-def _planned(
-    q: Query,
-    cache: PagedKVCache,
-    block_table: torch.Tensor,
-    cache_seqlens: torch.Tensor,
-    pipeline: str | None,
-    causal: bool,
-) -> DecodePlan:
-    """A plan for a call that gave none."""
-    checks.block_table(block_table, _batch_of(q, None), q.device)
-    _, s_q, heads = _rows_of(q)
-    return plan_decode(
-        cache_seqlens,
-        heads,
-        s_q,
-        page_size=cache.content.shape[1],
-        max_pages=max(block_table.shape[1], 1),
-        causal=causal,
-        pipeline=pipeline,
-        cache_dtype="fp8" if cache.scale is not None else cache.dtype,
-        num_kv_heads=cache.num_kv_heads,
-    )
-
-
-def _check_outputs(
-    out: torch.Tensor | None,
-    lse: torch.Tensor | None,
-    rows: tuple[int, ...],
-    out_dtype: torch.dtype | None,
-    device: torch.device,
-    dtypes: tuple[torch.dtype, ...],
-) -> None:
-    """Checks the results that are given, and the dtype of those that are not."""
-    if out_dtype is not None and out_dtype not in dtypes:
-        wanted = " or ".join(checks.dtype_name(d) for d in dtypes)
-        checks.type_error("out_dtype", wanted, out_dtype)
-    if out is not None:
-        dtypes = dtypes if out_dtype is None else (out_dtype,)
-        checks.output("out", out, dtypes, (*rows, KV_LORA_RANK), device)
-    if lse is not None:
-        checks.output("lse", lse, (torch.float32,), _lse_shape(rows), device, align=4)
-
-
-def _check_apart(
-    q: Query,
-    cache: PagedKVCache,
-    block_table: torch.Tensor,
-    cache_seqlens: torch.Tensor,
-    plan: DecodePlan | None,
-    out: torch.Tensor | None,
-    lse: torch.Tensor | None,
-) -> None:
-    """Checks that given results share no memory with what the call reads, or one another."""
-    read = {
-        **({"q": q} if isinstance(q, torch.Tensor) else named("q", q)),
-        **named("cache", cache),
-        "block_table": block_table,
-        "cache_seqlens": cache_seqlens,
-        **({} if plan is None else {f"plan.{name}": getattr(plan, name) for name in TENSORS}),
-    }
-    checks.apart("out", out, {**read, "lse": lse})
-    checks.apart("lse", lse, read)
-
-
-def _expect_plan(plan: object) -> None:
-    if not isinstance(plan, DecodePlan):
-        checks.type_error("plan", "a snapmla.DecodePlan or None", type(plan).__name__)
-
-
-def _check_plan(
-    plan: DecodePlan,
-    rows: tuple[int, ...],
-    cache: PagedKVCache,
-    block_table: torch.Tensor,
-    pipeline: str | None,
-    device: torch.device,
-) -> None:
-    """Checks that ``plan`` was made for this call's shapes; rows = (b, s_q, h) or (total_q, h)."""
-    _expect_plan(plan)
-    if plan.work_items.device != device:
-        checks.value_error("plan", f"a plan on {device}, where q is", plan.work_items.device)
-    _check_cache_dtype(plan, cache)
-    page_size = cache.content.shape[1]
-    got = (*plan._shape_of_rows(), plan.page_size)
-    if got != (*rows, page_size):
-        tokens = "b, s_q" if len(rows) == 3 else "total_q"
-        wanted = f"one made for ({tokens}, num_heads, page_size) = {(*rows, page_size)}"
-        checks.value_error("plan", wanted, got)
-    _check_width(plan, block_table)
-    if pipeline is not None:
-        _check_pipeline(plan, pipeline)
-
-
-def _check_cache_dtype(plan: DecodePlan, cache: PagedKVCache) -> None:
-    """That the plan is for the cache's family of kernels."""
-    wanted = FP8 if cache.scale is not None else NAMES[cache.dtype]
-    if plan.cache_dtype != wanted:
-        dtypes = (wanted, plan.cache_dtype)
-        want, got = (repr(FP8) if d == FP8 else f"{DTYPES[d]}" for d in dtypes)
-        hint = "a plan is for one kind of cache"
-        checks.value_error("plan", f"one made with cache_dtype={want}", got, hint)
-    if plan.num_kv_heads != cache.num_kv_heads:
-        wanted = f"one made with num_kv_heads={cache.num_kv_heads}, as the cache"
-        checks.value_error("plan", wanted, plan.num_kv_heads)
-
-
-def _check_causal(plan: DecodePlan, causal: bool) -> None:
-    """That no tile is missing that the call would see."""
-    if plan.may_trim() and isinstance(causal, int) and not causal:
-        wanted = "True, as planned: tiles that the causal rule hides may be left out"
-        checks.value_error("causal", wanted, causal, "plan_decode(..., causal=False) serves both")
-
-
-def _check_width(plan: DecodePlan, block_table: torch.Tensor) -> None:
-    if block_table.shape[1] != plan.max_pages:  # kernels clamp lengths by the table's own width
-        hint = "slice the table, or plan with max_pages = its width"
-        wanted = f"a width of {plan.max_pages}, the plan's max_pages"
-        checks.value_error("block_table", wanted, block_table.shape[1], hint)
-
-
-def _check_pipeline(plan: DecodePlan, pipeline: str) -> None:
-    if pipeline != plan.pipeline:
-        checks.value_error("pipeline", f"{plan.pipeline!r}, as planned, or None", repr(pipeline))

@@ -77,7 +77,7 @@ class PagedKVCache(launch.OverTensors):
     @functools.cached_property
     def place(self) -> int:
         """A number for the tensors' spans and for what a plan must have in common with them."""
-        return overlap.place((*self.spans, (0, self.page_size), (0, self.num_kv_heads)))
+        return overlap.place((*self.spans, self.dtype, self.page_size, self.num_kv_heads))
 
     def __post_init__(self) -> None:
         if not torch.compiler.is_compiling():  # a tracer's tensors have no address to check

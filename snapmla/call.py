@@ -150,16 +150,21 @@ def run(op: Op, owner: Any, call: Any) -> Any:
         return op.traced(call)
     memo = getattr(owner, "memo", None)
     kind = None if memo is None else memo.find(op, call)
-    if kind is None:
-        if not tracing.plain(*call):
-            return op.traced(call)
-        call = op.check(call)
+    if kind is not None:
+        try:
+            return op.launch(call, kind.ready)[0]
+        except Exception as error:
+            checks.explain(error, op.check, call)
+            raise
+    if not tracing.plain(*call):
+        return op.traced(call)
+    call = op.check(call)
     try:
-        made, ready = op.launch(call, None if kind is None else kind.ready)
+        made, ready = op.launch(call, None)
     except Exception as error:
         checks.explain(error, op.check, call)
         raise
-    if kind is None and memo is not None and ready is not None:
+    if memo is not None and ready is not None:
         memo.note(op, call, ready)
     return made
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dsl_kernels.dims import KV_LORA_RANK, QK_ROPE_HEAD_DIM
+from dsl_kernels.families.formats import FORMATS
 from snapmla import call as calls
 from snapmla import checks, launch, overlap, runtime, tracing
 from snapmla.cache import PagedKVCache, expect_cache
@@ -163,7 +164,7 @@ def _checked(call: Fetch) -> Fetch:
 def _dtype_of(cache: PagedKVCache, dtype: torch.dtype | None) -> torch.dtype:
     """Of a result that is allocated."""
     if dtype is None:
-        return torch.bfloat16 if cache.kv is None else cache.dtype
+        return cache.dtype if FORMATS[cache.format].rows else torch.bfloat16
     return dtype
 
 
@@ -191,7 +192,7 @@ def _launch(call: Fetch, ready: Ready | None) -> tuple[Fetched, Ready | None]:
         )  # fmt: skip
         ready = Ready(kernel, shape)
     parts: Fetched = (c_kv, k_rope)
-    if cache.kv is not None and heads == 1:
+    if FORMATS[cache.format].rows and heads == 1:
         parts = (c_kv.unsqueeze(-2), k_rope.unsqueeze(-2))
     ready.kernel(*cache.arguments, *selector, *parts)
     return (c_kv, k_rope), ready

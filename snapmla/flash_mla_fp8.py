@@ -247,14 +247,14 @@ def _launch_decode(call: Call, ready: Ready | None) -> tuple[Pair, Ready | None]
         q, cache, plan = call.checked
         primary = (q, cache, table, lengths, plan, out, lse, call.options, None, None)
         made, prepared = attention.launch_checked(primary, None)
-        return made, Ready(plan, prepared) if prepared else None
+        return made, Ready(plan, prepared) if isinstance(prepared, attention.Prepared) else None
     lora, (pages, page_size, _, _) = call.lora, call.k_scale.shape
-    read = (
-        call.q_nope.view(torch.uint8), call.q_rope, call.q_scale.squeeze(3),
+    query = call.q_nope.view(torch.uint8), call.q_rope, call.q_scale.squeeze(3)
+    pool = (
         (lora if lora.dtype is torch.uint8 else lora.view(torch.uint8)).squeeze(2),
         call.rope.squeeze(2), call.k_scale.view(pages, page_size),
     )  # fmt: skip
-    return attention.run_prepared(ready.prepared, read, table, lengths, out, lse), ready
+    return attention.run_prepared(ready.prepared, query, pool, table, lengths, out, lse), ready
 
 
 def _traced_decode(call: Call) -> Pair:
@@ -304,6 +304,8 @@ def _primary(call: Call) -> tuple[QuantizedQuery, PagedKVCache, DecodePlan | Non
     _four_d("k_cache_rope", rope, QK_ROPE_HEAD_DIM)
     _four_d("k_scale", k_scale, 1)
     if isinstance(q_scale, torch.Tensor):
+        checks.not_nested("q_scale", q_scale)
+        checks.held("q_scale", q_scale)
         if q_scale.ndim == 4:
             q_scale = q_scale[..., 0] if q_scale.shape[3] == 1 else q_scale
         elif q_scale.ndim != 3:
@@ -326,10 +328,12 @@ def _four_d(name: str, value: object, last: int) -> None:
     """Checks (pages, page_size, 1, last)."""
     if not isinstance(value, torch.Tensor):
         checks.type_error(name, "a torch.Tensor", type(value).__name__)
+    checks.not_nested(name, value)
     shape = tuple(value.shape)
     if len(shape) != 4 or shape[2:] != (1, last):
         hint = f"pass pool.view(-1, page_size, 1, {last})"
         checks.value_error(name, f"shape (pages, page_size, 1, {last})", shape, hint)
+    checks.held(name, value)  # before views are made
 
 
 def quantize_ckv_per_token_head(

@@ -16,7 +16,7 @@ from dsl_kernels.dims import KV_LORA_RANK
 from dsl_kernels.spec import VariantSpec
 from snapmla import call as calls
 from snapmla import checks, runtime
-from snapmla.attention import LSE_FACTOR, OUT_NAMES
+from snapmla.decode_plan.choices import LSE_FACTOR, OUT_NAMES
 
 MAX_LIST = 8  # tensors that the kernel takes without their being stacked
 _FLOAT32 = (torch.float32,)

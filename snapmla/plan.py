@@ -208,8 +208,7 @@ class PlanOptions:
     def __post_init__(self) -> None:
         object.__setattr__(self, "num_heads", checks.num_heads(self.num_heads))
         object.__setattr__(self, "cache_dtype", checks.cache_dtype(self.cache_dtype))
-        page_size = checks.page_size_of(self.cache_name, self.page_size)
-        object.__setattr__(self, "page_size", page_size)
+        object.__setattr__(self, "page_size", self._checked_page_size())
         checks.kv_heads(self.num_kv_heads, self.num_heads, self.cache_name)
         checks.flag("causal", self.causal)
         if self.check_stale is not None:
@@ -220,6 +219,10 @@ class PlanOptions:
             checks.integer("num_parts", self.num_parts, 1, 65535)
         if self.fixed_overhead is not None:
             checks.integer("fixed_overhead", self.fixed_overhead, 0, 1 << 16)
+
+    def _checked_page_size(self) -> int:
+        """Tokens that an entry of the table names."""
+        return checks.page_size_of(self.cache_name, self.page_size)
 
     @property
     def cache_name(self) -> str:
@@ -250,6 +253,19 @@ class PlanOptions:
         _split_tiles(self.fixed_split_tokens, spec.token_tile)
         return spec
 
+    def unit_rows(self, device: torch.device, rows: int, spec: VariantSpec) -> int:
+        """Query rows that are scheduled together, of a typical sequence's ``rows``."""
+        return _unit_rows(device, rows, spec, self.row_blocks)
+
+    def parts(self, device: torch.device, unit_rows: int, units: int, spec: VariantSpec) -> int:
+        """Parts where the caller does not say: so many as fill the device, however many ``units``
+        there may be."""
+        return default_num_parts(device, unit_rows, spec)
+
+    def tile_times(self, device: torch.device, spec: VariantSpec) -> tuple[int, int]:
+        """``tile_ns``, ``read_ns`` of a plan."""
+        return dispatch.tile_times(device, spec)
+
 
 class StepShape(NamedTuple):
     """Extents of a step beside its batch, as ``plan_decode`` takes them; unchecked."""
@@ -270,10 +286,12 @@ def make_plan(
     shape: StepShape,
     cu_seqlens_q: torch.Tensor | None,
     row_seqlens: torch.Tensor | None,
+    made: type[DecodePlan] = DecodePlan,
 ) -> DecodePlan:
     """``plan_decode`` over a workspace that is not of its making.
 
     Args:
+        made: class of the plan.
         workspace: gives one as ``decode_plan.new_workspace`` does.
         cache_seqlens, cu_seqlens_q, row_seqlens: as in ``plan_decode``.
     """
@@ -285,15 +303,15 @@ def make_plan(
     device = cache_seqlens.device
     typical = queries.typical(batch, options.fixed_split_tokens is not None)
     spec = options.kernel(device, typical)
-    unit_rows = _unit_rows(device, typical * group, spec, options.row_blocks)
+    unit_rows = options.unit_rows(device, typical * group, spec)
     num_parts, fixed_overhead = options.num_parts, options.fixed_overhead
-    if num_parts is None:
-        num_parts = default_num_parts(device, unit_rows, spec)
     if fixed_overhead is None:
         fixed_overhead = spec.family.item_overhead
     split_tiles = _split_tiles(options.fixed_split_tokens, spec.token_tile)
     sequences, tokens = batch * kv_heads, queries.total_q * kv_heads
     units = unit_capacity(sequences, queries.s_q, tokens, group, unit_rows)
+    if num_parts is None:
+        num_parts = options.parts(device, unit_rows, units, spec)
     max_tiles = -(-max_pages * page_size // spec.token_tile)
     longest, stretches = 0, 1
     if options.format.longest_item and not split_tiles:
@@ -301,14 +319,14 @@ def make_plan(
         if max_tiles > longest:
             stretches = _stretches(units * (max_tiles + fixed_overhead), num_parts, longest)
     items, slots = _room(units, max_tiles, num_parts * stretches, fixed_overhead, split_tiles)
-    tile_ns, read_ns = dispatch.tile_times(device, spec)
+    tile_ns, read_ns = options.tile_times(device, spec)
 
     def ints(*shape: int) -> torch.Tensor:
         return cache_seqlens.new_zeros(shape, dtype=torch.int32)
 
     o_accum, lse_accum = workspace(cache_seqlens, slots, unit_rows, options.cache_name)
     ragged, stale = queries.s_q is None, options.check_stale
-    plan = DecodePlan(
+    plan = made(
         work_items=ints(items, ITEM_WORDS),
         part_begin=ints(num_parts + 1),
         split_begin=ints(units + 1),

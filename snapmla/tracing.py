@@ -44,11 +44,8 @@ def active() -> bool:
     Raises:
         ValueError: inside a transform of ``torch.func``.
     """
-    return by_dynamo() or watched()
-
-
-def watched() -> bool:
-    """``active`` of a caller that asked ``by_dynamo`` before."""
+    if by_dynamo():
+        return True
     if _transforms():
         refuse_transforms()
     return _modes() > 0 or _fx._is_fx_tracing_flag

@@ -318,6 +318,15 @@ class Decoder:
         wide = ("s" if kind[0] == "s" else "u") + str(width)
         return self.dst(operand, wide), DTYPES[wide]
 
+    def is_symbol(self, operand: Operand) -> bool:
+        """Whether an address is a declared name's, plus an offset: the same in all threads."""
+        base = operand.base if isinstance(operand, Mem) else None
+        return (
+            isinstance(base, Reg)
+            and base.name in self.symbols
+            and self.kernel.reg_type(base.name) is None
+        )
+
     def pred(self, operand: Operand) -> tuple[int, bool]:
         """(view, negated) of a predicate source."""
         if isinstance(operand, Not):

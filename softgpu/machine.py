@@ -100,6 +100,7 @@ class Machine:
             offsets.append(offset)
             offset += p.size
         self._param_block = np.zeros(offset + 256, np.uint8)
+        self.parameters: dict[int, Any] = {}  # what a load of a parameter gave, by its pc
         start = -self._param_block.ctypes.data % 128
         self.symbols: dict[str, int] = {}
         for i, (p, o) in enumerate(zip(kernel.params, offsets, strict=True)):

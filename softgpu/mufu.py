@@ -119,6 +119,11 @@ class _Interpolator:
         value: I64 = self.c0[i] + self.c1[i] * f + self.c2[i] * self.square[f]
         return value
 
+    def interval(self, i: int) -> I64:
+        """Values for all fractions of an interval."""
+        value: I64 = self.c0[i] + self.c1[i] * np.arange(1 << self.low) + self.c2[i] * self.square
+        return value
+
 
 def _truncated_square(bits: int, column: int) -> I64:
     """Squares of 0 .. 2^bits - 1 from the partial products of weight 2^column and above."""
@@ -137,7 +142,10 @@ def _truncated_square(bits: int, column: int) -> I64:
 def _ex2_table() -> NDArray[np.int32]:
     """2^(i 2^-23) - 1 in units of 2^-23, plus the bits of 1.0; a table because ex2 is hot."""
     unit = _Interpolator(_EX2, 17, 19, 13, 6114)
-    return ((unit(np.arange(1 << 23)) >> 15) + ONE).astype(np.int32)
+    table = np.empty((len(unit.c0), 1 << unit.low), np.int32)
+    for i, row in enumerate(table):  # an interval fits a cache: 7 times quicker than all at once
+        row[:] = (unit.interval(i) >> 15) + ONE
+    return table.reshape(-1)
 
 
 @lru_cache(maxsize=1)

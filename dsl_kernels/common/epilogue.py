@@ -6,13 +6,14 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32, Int64, const_expr
 
 from .. import compat
 from ..dims import KV_LORA_RANK as D
 from ..dims import PARTIAL_ROW
 from . import partials
 from .packing import pack
+from .work_list import LOG2E
 
 
 class Results(NamedTuple):
@@ -22,6 +23,20 @@ class Results(NamedTuple):
     lse: cute.Tensor  # (b, h, s_q)
     o_accum: cute.Tensor  # (slots, unit_rows, PARTIAL_ROW) fp16 or (.., 512) fp32, see partials.py
     lse_accum: cute.Tensor  # (slots, unit_rows)
+    sink: Any = None  # (h,) fp32, a logit of each head that weighs and is no value; or (0,)
+
+    @property
+    def tight(self) -> bool:
+        """Whether slots have no rows beside a unit's, which then may be any number: sparse
+        decode's, the only one that has sinks.  Else units are whole row tiles."""
+        return self.sink is not None
+
+
+@cute.jit
+def of_sink(sink, head, value):
+    """What a row of ``head`` keeps beside its sink, 1 / (1 + exp(sink - lse)); ``value``: its LSE
+    in log2 units, of a row that saw a token."""
+    return 1.0 / (1.0 + cute.math.exp2(sink[head] * LOG2E - value, fastmath=True))
 
 
 @cute.jit
@@ -31,9 +46,10 @@ def finish_row(results, call, slot, rows, row, row_sum, frame):
     Args:
         rows: the CTA's rows of the item (``work_list.Rows``).
 
-    Returns 1/row_sum, by which the row's values are multiplied; 0 for a row that saw no token.
+    Returns 1/row_sum, by which the row's values are multiplied, and by what its sink leaves, unless
+    it goes to a slot; 0 for a row that saw no token.
     """
-    empty = row_sum == 0.0
+    empty, kept = row_sum == 0.0, Float32(1.0)
     value = cute.math.log2(row_sum, fastmath=True) + frame
     if slot < 0:
         at = rows.first + row
@@ -42,9 +58,19 @@ def finish_row(results, call, slot, rows, row, row_sum, frame):
             b, s = divmod(token, call.by_tokens)
             final = value * call.lse_factor
             results.lse[b, head, s] = call.empty_lse if empty else final
+            if const_expr(results.sink is not None):  # noqa: SIM102 (only this is at compile time)
+                if results.sink.shape[0] > 0:
+                    kept = of_sink(results.sink, head, value)
     elif slot < results.o_accum.shape[0]:
-        results.lse_accum[slot, rows.of_slot + row] = -Float32.inf if empty else value
+        partial = -Float32.inf if empty else value
+        if const_expr(results.tight):
+            if rows.of_slot + row < results.lse_accum.shape[1]:
+                results.lse_accum[slot, rows.of_slot + row] = partial
+        else:
+            results.lse_accum[slot, rows.of_slot + row] = partial
     inverse = 1.0 / row_sum
+    if const_expr(results.sink is not None):
+        inverse = inverse * kept
     return Float32(0.0) if empty else inverse
 
 

@@ -17,6 +17,7 @@ from . import (
     plan_to_records,
     quantize_q,
     records_to_plan,
+    sparse_decode,
 )
 from .family import DECODE, HELPER, Axis, Family
 from .formats import FORMATS, Format
@@ -33,6 +34,7 @@ _MODULES = (
     fetch_dequant,
     fp8_decode,
     dense_decode,
+    sparse_decode,
 )
 FAMILIES: dict[str, Family] = {module.FAMILY.op: module.FAMILY for module in _MODULES}
 

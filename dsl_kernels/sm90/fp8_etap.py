@@ -58,7 +58,7 @@ from ..smxx.fp8_entry import Fp8Entry, fake_args
 from ..stamp import Stamp
 from . import transpose
 from .decode import Decode, infeasible
-from .fp8_parts import SMALL_BYTES, STAGE_BYTES, Parts
+from .fp8_parts import SMALL_BYTES, STAGE_BYTES, GatheredParts, Parts
 from .fragments import pad_layout, padded_size
 from .item_notes import noted
 from .p_terms import order, stage_of
@@ -75,6 +75,7 @@ if TYPE_CHECKING:
 # Of the K ring, unless the spec says otherwise.  Few rows free a stage soon, and with four tiles in
 # flight DRAM gives less than with three (docs/performance.md).
 STAGES, FEW_STAGES = 4, 3
+SPARSE = "sparse_decode"  # the op whose tokens are gathered
 
 
 def feasible(spec: VariantSpec) -> str | None:
@@ -123,8 +124,8 @@ def q_stages(spec: VariantSpec) -> int:
 
 def parts_of(spec: VariantSpec) -> Parts:
     """What the pipeline is composed of."""
-    few = spec.row_tile <= FEW_ROWS
-    return Parts(
+    few, made = spec.row_tile <= FEW_ROWS, GatheredParts if spec.op == SPARSE else Parts
+    return made(
         spec, stages=stages_of(spec), q_stages=q_stages(spec), q_readers=Q_READERS,
         k_readers=K_READERS, few_rows=few, scale_warp=not few,
     )  # fmt: skip

@@ -17,7 +17,8 @@ import cutlass.cute as cute
 
 from ..common import budget as bud
 from ..common.fp8_per_token import FORMAT, TokenScales
-from ..common.loader import Cache, Readers
+from ..common.gather import GatherRows, TokenLists
+from ..common.loader import Cache, Loader, Readers
 from ..common.paged_tma import START_TILES, PagedTma
 from ..common.q_tiles import QTiles
 from ..common.smem import array
@@ -56,18 +57,28 @@ class Parts:
     ):  # fmt: skip
         self.rows, self.cluster = min(spec.row_tile, ROWS_OF_CTA), spec.cluster
         self.stages, self.q_stages = stages, q_stages
-        self.p_terms = spec.p_terms
+        self.spec, self.p_terms = spec, spec.p_terms
         self.few_rows = few_rows  # S^T = K Q^T instead of S = Q K^T
-        self.work = WorkList(spec.page_size, TILE)
+        self.work = self.work_list(spec)
         self.scales = TokenScales(TILE, stages, self.work.box)
         self.q_tiles = QTiles(FORMAT, self.work, rows=self.rows, stages=q_stages, readers=q_readers)
-        self.loads = PagedTma(
-            FORMAT, self.work, rows=self.rows, stages=stages, readers=k_readers, q_stages=q_stages,
-            cluster=spec.cluster, scales=self.scales, start_tiles=START_TILES,
-        )  # fmt: skip
+        self.loads = self.loader(k_readers)
         self.triples = ScaleTriples(self.scales, scale_warp)
         self.score = ScoreMma(self.rows, few_rows)
         self.stamps = Stamps(bool(spec.stamps))
+
+    @staticmethod
+    def work_list(spec: VariantSpec) -> WorkList:
+        """Of sequences of pages."""
+        return WorkList(spec.page_size, TILE)
+
+    def loader(self, readers: Readers) -> Loader:
+        """Of pages; ``readers`` free a stage."""
+        return PagedTma(
+            FORMAT, self.work, rows=self.rows, stages=self.stages, readers=readers,
+            q_stages=self.q_stages, cluster=self.cluster, scales=self.scales,
+            start_tiles=START_TILES,
+        )  # fmt: skip
 
     def cache(self, tma: Tma, gmem: Gmem) -> Cache:
         """What the loader reads."""
@@ -100,3 +111,19 @@ class Parts:
             qr=array(BF16, size(layouts.q[1]), 1024),
             p=array(F8, size(layouts.p), 1024),
         )
+
+
+class GatheredParts(Parts):
+    """The same for ``sparse_decode``: tiles are gathered token by token (common/gather.py)."""
+
+    @staticmethod
+    def work_list(spec: VariantSpec) -> WorkList:
+        """Of query tokens with lists of tokens."""
+        return TokenLists(TILE)
+
+    def loader(self, readers: Readers) -> Loader:
+        """Of tokens."""
+        return GatherRows(
+            self.work, stages=self.stages, q_stages=self.q_stages, readers=readers,
+            by_lines=bool(self.spec.lines),
+        )  # fmt: skip

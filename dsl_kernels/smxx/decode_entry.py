@@ -59,8 +59,8 @@ def launch(decode, tma, gmem, call, listed, split_begin, units, may_split, strea
     )  # fmt: skip
     if may_split != 0:  # on the host: the caller knows when nobody has to merge or to ask
         merge.launch(
-            merge.Decode(listed), results.o_accum, results.lse_accum, split_begin, units,
-            results.out, results.lse, call.lse_factor, call.empty_lse, stream,
+            merge.Decode(listed, results.sink), results.o_accum, results.lse_accum, split_begin,
+            units, results.out, results.lse, call.lse_factor, call.empty_lse, stream,
         )  # fmt: skip
 
 

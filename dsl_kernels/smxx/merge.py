@@ -52,6 +52,7 @@ from cutlass import Boolean, Float32, Int32, Int64, Uint32, cute
 
 from .. import compat
 from ..common import partials
+from ..common.epilogue import of_sink
 from ..common.types import F16
 from ..dims import EXPONENT_CHANNELS, KV_LORA_RANK
 from . import coverage, merge_piece, quant
@@ -116,9 +117,11 @@ class Decode(NamedTuple):
 
     Attributes:
         listed: its work list, where that may be from outside (coverage.py); else None.
+        sink: ``epilogue.Results.sink``.
     """
 
     listed: Any
+    sink: Any = None
 
 
 class By(NamedTuple):
@@ -310,10 +313,15 @@ def _finish(
 ) -> None:
     """Normalises and stores one strip; where = (query row, channel)."""
     row, channel = where
-    lse_factor, empty_lse = factors
+    lse_factor, empty_lse, sink = factors
     form, top, total = partial.form, partial.state[0], partial.state[1]
     empty = total == 0.0  # a NaN total is not empty
     inv = Float32(1.0) / _select(empty, Float32(1.0), total)
+    if cutlass.const_expr(sink is not None):  # noqa: SIM102 (only this is at compile time)
+        if sink.shape[0] > 0:
+            value = top + cute.math.log2(total, fastmath=True)
+            kept = of_sink(sink, divmod(row, by.heads)[1], value)
+            inv = inv * _select(empty, Float32(1.0), kept)
     first = out.iterator + (Int64(row) * KV_LORA_RANK + channel)
     for r in cutlass.range_constexpr(form.runs):
         at = 2 + r * form.channels
@@ -372,7 +380,7 @@ def _merge(
             row, rows = merge_piece.rows_of(units, out, unit, o_accum.shape[1])
             _merge_unit(
                 (o_accum, lse_accum, out, lse), sums, (row, begin, n), (mine, piece.team, rows),
-                (lse_factor, empty_lse), by,
+                (lse_factor, empty_lse, None if decode is None else decode.sink), by,
             )  # fmt: skip
     elif mine == 0:
         row, rows = merge_piece.rows_of(units, out, unit, o_accum.shape[1])

@@ -33,12 +33,16 @@ class Rows:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Consecutive tokens: content (n, 512), rope (n, 64), sigma (n,); n a multiple of 32."""
+    """Consecutive tokens: content (n, 512), rope (n, 64), sigma (n,); n a multiple of 32.
+
+    ``absent`` (n,): places that hold no token; None: all do.
+    """
 
     start: int
     content: Tensor
     rope: Tensor
     sigma: Tensor
+    absent: Tensor | None = None
 
 
 @dataclass
@@ -221,7 +225,10 @@ def _block_p(
     P' is 0 where invisible and NaN where a row attends to a NaN token, whose frame ignores it.
     """
     positions = chunk.start + torch.arange(len(chunk.sigma), device=chunk.sigma.device)
-    visible = (positions < rows.limit[:, None]).unflatten(1, (-1, config.p_block))
+    seen = positions < rows.limit[:, None]
+    if chunk.absent is not None:
+        seen &= ~chunk.absent
+    visible = seen.unflatten(1, (-1, config.p_block))
     s2, t = (
         x.unflatten(1, (-1, config.p_block)) for x in _logits(rows, chunk, softmax_scale, config)
     )

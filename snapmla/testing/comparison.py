@@ -170,9 +170,28 @@ def decode_errors(
         block_table, cache_seqlens, softmax_scale, causal=causal, cu_seqlens_q=cu_seqlens_q,
         row_seqlens=row_seqlens, batches=batches, heads=heads,
     )  # fmt: skip
+    found = _picked(out, lse, cu_seqlens_q, batches, heads)
+    return errors_of(run, *found, config, share_of_qk=plan is not None)
+
+
+def errors_of(
+    run: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    config: rounding.QuantConfig,
+    *,
+    share_of_qk: bool = False,
+) -> DecodeErrors:
+    """Compares results with those of a reference.
+
+    Args:
+        run: (config=, moves=) -> (out, lse) of it in fp64, as ``reference.mla_decode_reference``.
+        out, lse: what a kernel gave, in the reference's shapes.
+        config: the rounding that is allowed.
+        share_of_qk: whether to work out Q.K's share, too.
+    """
     truth, truth_lse = run(config=rounding.FP64)
     mimic, mimic_lse = run(config=config)
-    out, lse = _picked(out, lse, cu_seqlens_q, batches, heads)
     rounded = mimic.to(out.dtype)
     flips = FLIPS if config.p_terms == 1 else FLIPS_OF_TWO
     apart, flipped = metrics.relative_l2(out, mimic), 0
@@ -182,6 +201,7 @@ def decode_errors(
         run(config=config, moves=moves)
         nearest, flipped = _nearest(out, mimic, moves)
         apart = metrics.relative_l2(out, nearest)
+    qk = _qk_errors(run, config, (truth, truth_lse), out.dtype) if share_of_qk else None
     return DecodeErrors(
         error=metrics.relative_l2(out, truth),
         allowed=MIMIC_FACTOR * metrics.relative_l2(rounded, truth) + FP32_SLACK,
@@ -190,7 +210,7 @@ def decode_errors(
         apart=apart,
         apart_allowed=apart_allowed,
         flipped=flipped,
-        qk=None if plan is None else _qk_errors(run, config, (truth, truth_lse), out.dtype),
+        qk=qk,
     )
 
 

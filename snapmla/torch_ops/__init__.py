@@ -27,7 +27,17 @@ from __future__ import annotations
 
 import torch
 
-from snapmla.torch_ops import append, decode, dense_decode, fetch, merge, plan, quantize, records
+from snapmla.torch_ops import (
+    append,
+    decode,
+    dense_decode,
+    fetch,
+    merge,
+    plan,
+    quantize,
+    records,
+    sparse_decode,
+)
 from snapmla.torch_ops.listing import listing
 from snapmla.torch_ops.operator import NAMESPACE, Operator, define
 
@@ -40,6 +50,7 @@ OPERATORS: tuple[Operator, ...] = (
     *records.OPERATORS,
     *decode.OPERATORS,
     *dense_decode.OPERATORS,
+    *sparse_decode.OPERATORS,
     *fetch.OPERATORS,
     *merge.OPERATORS,
 )

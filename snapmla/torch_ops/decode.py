@@ -10,6 +10,7 @@ from torch import Tensor
 from dsl_kernels.dims import KV_LORA_RANK, MERGE_CHECKED, QK_ROPE_HEAD_DIM
 from snapmla import attention, checks, layouts, quant
 from snapmla.decode_plan import PlanVariant
+from snapmla.decode_plan.choices import OUT_NAMES
 from snapmla.torch_ops.decode_arguments import ARGUMENTS, check_tables_of, new_results
 from snapmla.torch_ops.operator import Operator
 
@@ -61,13 +62,13 @@ def _decode_out(
     b = cache_seqlens.shape[0] if units.shape[0] else b_q
     if b_q * s_q * b == 0:
         return
-    _check_query(q_nope, q_rope)
+    check_query(q_nope, q_rope)
     tables = (work_items, part_begin, split_begin, units, row_limits, o_accum, lse_accum)
     check_tables_of(tables, "q_nope", q_nope, b, row_tile)
     checks.lengths(cache_seqlens, b, q_nope.device)
     views = layouts.views_of(content, rope, scale)
     checks.block_table(block_table, b, q_nope.device)
-    checks.output("out", out, tuple(attention.OUT_NAMES), tuple(q_nope.shape), q_nope.device)
+    checks.output("out", out, tuple(OUT_NAMES), tuple(q_nope.shape), q_nope.device)
     checks.output("lse", lse, (torch.float32,), (b_q, heads, s_q), q_nope.device, align=4)
     attention.launch_decode(
         (q_nope, q_rope, quant.per_row(q_scale, q_nope.shape[:3])),
@@ -82,7 +83,7 @@ def _decode_out(
     )
 
 
-def _check_query(q_nope: Tensor, q_rope: Tensor) -> None:
+def check_query(q_nope: Tensor, q_rope: Tensor) -> None:
     """What ``QuantizedQuery`` checks where nobody traces; gaps would be misread silently."""
     rows, device = tuple(q_nope.shape[:3]), q_nope.device
     checks.query_rows(rows)

@@ -31,11 +31,15 @@ def check_tables_of(
     b: int,
     row_tile: int,
     cache_dtype: str = FP8,
+    rows: int = 0,
 ) -> None:
     """That a plan is for this many sequences, and has room for a row tile of partial results.
 
     Without ``units`` every sequence is one, and an item.  There is one part at least; what else the
     tables hold is the kernels' to survive.
+
+    Args:
+        rows: of a unit, where they need not be whole row tiles.
     """
     work_items, part_begin, split_begin, units, row_limits, o_accum, lse_accum = tables
     b_q, s_q, heads, _ = q.shape
@@ -43,6 +47,7 @@ def check_tables_of(
     if units.shape[0]:
         blocks = o_accum.shape[1] // row_tile if o_accum.ndim == 3 else 1
         unit_rows, count = max(blocks, 1) * row_tile, units.shape[0]
+    unit_rows = rows or unit_rows
     hint = "the plan is for another batch, head count or s_q: make one with snapmla.plan_decode"
     for name, value, least, rest in (("work_items", work_items, b, (ITEM_WORDS,)),
                                      ("part_begin", part_begin, 2, ())):  # fmt: skip

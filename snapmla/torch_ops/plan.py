@@ -49,12 +49,18 @@ OPERATORS = (
     ),
 )
 
-pytrees.register(
-    DecodePlan,
-    lambda _: TENSORS,
-    lambda leaves, static: DecodePlan(**dict(zip(TENSORS, leaves)), **dict(zip(STATIC, static))),
-    STATIC,
-)
+
+def register_plan(cls: type[DecodePlan]) -> None:
+    """Makes a class of plans a pytree of its tables."""
+    pytrees.register(
+        cls,
+        lambda _: TENSORS,
+        lambda leaves, static: cls(**dict(zip(TENSORS, leaves)), **dict(zip(STATIC, static))),
+        STATIC,
+    )
+
+
+register_plan(DecodePlan)
 torch.serialization.add_safe_globals(
     [(DecodePlan, "snapmla.decode_plan.DecodePlan")]  # of programs that older versions saved
 )

@@ -145,6 +145,8 @@ def ld(ins: Instr, k: Decoder) -> Handler:
     dtype, place = DTYPES[kind], space_of(space)
     track = space is None or space.split("::")[0] not in ("param", "const")
     acquires = place in (None, "global") and "acquire" in ins.parts
+    if space is not None and space.startswith("param") and k.is_symbol(ins.args[1]):
+        return _parameter(ins.pc, where, dtype, wide)
     if n == 1:
         d, final = wide[0]
 
@@ -169,6 +171,24 @@ def ld(ins: Instr, k: Decoder) -> Handler:
             np.copyto(v[d], got[:, i].astype(final, copy=False), where=m)
 
     return many
+
+
+def _parameter(pc: int, where: Any, dtype: Any, wide: list[tuple[int, Any]]) -> Handler:
+    """A load of a place among the parameters: what one warp of a launch read, all of them read."""
+
+    def run(w: Any, m: Any) -> None:
+        v, known = w.v, w.machine.parameters
+        if pc not in known:
+            got = read(w, where(v), True, dtype, len(wide), "global", False)
+            columns = got.reshape(32, -1).T
+            known[pc] = [c.astype(f) for c, (_, f) in zip(columns, wide, strict=True)]
+        for value, (d, _) in zip(known[pc], wide, strict=True):
+            if m is True:
+                v[d][...] = value
+            else:
+                np.copyto(v[d], value, where=m)
+
+    return run
 
 
 @op("st")

@@ -131,6 +131,7 @@ def test_unlinked_rebuild_drops_the_old_library(
     assert found is not None and found.library is None
 
 
+@pytest.mark.whole_matrix
 def test_two_processes_compile_a_missing_variant_once(tmp_path: Path) -> None:
     code = (
         "import sys, pathlib; from dsl_kernels.spec import VariantSpec\n"

@@ -105,6 +105,7 @@ def test_single_builds_say_too_that_nothing_was_linked(
     assert "no libtvm_ffi.so here" in CliRunner().invoke(app, arguments).output
 
 
+@pytest.mark.whole_matrix
 def test_without_a_c_compiler_it_says_so_and_links_later(tmp_path: Path) -> None:
     if link.identity() is None:
         pytest.skip("nothing can be linked here")

@@ -83,6 +83,7 @@ def test_second_run_builds_nothing(
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 5
 
 
+@pytest.mark.whole_matrix
 def test_edit_rebuilds_only_its_variants_in_a_real_tree(
     built: Report, variant_dir: Path, tmp_path: Path
 ) -> None:
@@ -174,6 +175,7 @@ app(arguments)
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs /proc")
+@pytest.mark.whole_matrix
 def test_interrupt_stops_after_the_variant_in_work(tmp_path: Path) -> None:
     process, _ = start(tmp_path, program=("-c", HELD))
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
@@ -204,6 +206,7 @@ def test_workers_end_with_the_process_that_started_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs /proc")
+@pytest.mark.whole_matrix
 def test_a_worker_that_dies_fails_nothing(tmp_path: Path) -> None:
     last = matrix.default_specs("sm_90a", SIX)[-1]
     with artifacts.lock(tmp_path, last.name):  # the worker does not come further than that

@@ -54,6 +54,7 @@ def test_no_usable_flavour_is_one_sentence(
         compiler.build(CHEAP, tmp_path)
 
 
+@pytest.mark.whole_matrix
 def test_other_cuda_has_its_own_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """... and its PTX and record say so; the DSL has no switch for it."""
     if toolchain.installed_majors() != [12, 13] or toolchain.driver_major() is not None:

@@ -78,6 +78,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.whole_matrix
 def test_the_new_value_compiles_and_is_right(copy: Path) -> None:
     counted = python(copy, "-m", "codegen", "matrix", "--filter", "decode_*_p256_*")
     total = next(line for line in counted.stdout.splitlines() if "total" in line)

@@ -245,7 +245,7 @@ def test_compiling_without_a_c_compiler_is_told_once(
 
 
 @needs_compiler
-@pytest.mark.parametrize("stale", [False, True])
+@pytest.mark.parametrize("stale", [pytest.param(False, marks=pytest.mark.whole_matrix), True])
 def test_an_application_may_have_a_codegen_of_its_own(tmp_path: Path, stale: bool) -> None:
     """In the directory it is started from, which Python puts first on its path."""
     (tmp_path / "codegen").mkdir()
@@ -381,7 +381,9 @@ def test_a_damaged_file_is_named(copied: Path, no_jit: None, how: str, suffix: s
 
 
 @needs_compiler
-@pytest.mark.parametrize("suffix", ["ptx", "so", "json"])
+@pytest.mark.parametrize(
+    "suffix", ["so", *(pytest.param(x, marks=pytest.mark.whole_matrix) for x in ("ptx", "json"))]
+)
 def test_a_damaged_file_is_built_anew(
     copied: Path, sound: Path, caplog: pytest.LogCaptureFixture, suffix: str
 ) -> None:

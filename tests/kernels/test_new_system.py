@@ -59,7 +59,9 @@ def test_declaring_it_changes_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @needs_compiler
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize(("heads", "s_q"), [(3, 2), (5, 3)])
+@pytest.mark.parametrize(
+    ("heads", "s_q"), [pytest.param(3, 2, marks=pytest.mark.whole_matrix), (5, 3)]
+)
 def test_it_adds_up(
     arch: str, heads: int, s_q: int, built: dict[str, softgpu.LoadedKernel]
 ) -> None:

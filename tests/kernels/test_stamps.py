@@ -21,6 +21,7 @@ ORDER = list(Stamp)[: Stamp.ROWS_WRITTEN + 1]
 
 
 @needs_compiler
+@pytest.mark.whole_matrix
 def test_events_come_in_order() -> None:
     """Four CTAs, the third with a second item, the last with none; a slot of the plan's stays."""
     step = Step(DecodeShape(3, 70, 16), torch.device("cpu"))

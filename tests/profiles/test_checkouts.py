@@ -82,6 +82,7 @@ def test_a_checkout_that_is_none_is_explained(tmp_path: Path, other: Path) -> No
 
 
 @needs_compiler
+@pytest.mark.whole_matrix
 def test_others_and_ours_in_one_run(other: Path, tmp_path: Path) -> None:
     """A contender's rows come from its own package: break one and only its rows are wrong."""
     broken = tmp_path / "broken"

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple, NoReturn, TypeGuard, cast
+from typing import Any, NamedTuple, TypeGuard, cast
 
 import torch
 
@@ -33,6 +33,14 @@ from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK
 from snapmla import attention, checks, decode_plan, metadata_pair, overlap, records, tracing
 from snapmla import call as calls
 from snapmla.cache import PagedKVCache
+from snapmla.flash_mla.unbuilt import (
+    OWN_FP8,
+    flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+    flash_mla_sparse_fwd,
+    refuse,
+)
 from snapmla.plan import plan_decode
 
 __all__ = [
@@ -144,10 +152,14 @@ class Call(NamedTuple):
     options: attention.Options
     head_dim_v: int
     num_splits: Tensor | None
-    checked: Checked | None = None
+    checked: Checked | None
 
 
-class Ready(NamedTuple):
+Given = tuple[Any, ...]  # a call whose values need no names yet: making those takes 0.2 us
+
+
+@dataclass(frozen=True, slots=True, eq=False)  # quicker to read than a NamedTuple
+class Ready:
     """What calls like one that was checked launch."""
 
     plan: decode_plan.DecodePlan
@@ -193,14 +205,14 @@ def get_mla_metadata(
     (``snapmla.testing.reference_plan``).
     """
     if cache_seqlens is None:
-        _refuse(is_fp8_kvcache=is_fp8_kvcache, topk=topk)
+        refuse(is_fp8_kvcache=is_fp8_kvcache, topk=topk)
         return FlashMLASchedMeta(), None
     if tracing.by_dynamo():
         return tracing.between_graphs(
             get_mla_metadata, cache_seqlens, num_q_tokens_per_head_k, num_heads_k, num_heads_q,
             is_fp8_kvcache, topk, num_heads_per_head_k=num_heads_per_head_k,
         )  # fmt: skip
-    _refuse(is_fp8_kvcache=is_fp8_kvcache, topk=topk)
+    refuse(is_fp8_kvcache=is_fp8_kvcache, topk=topk)
     checks.lengths(cache_seqlens, "b")
     rows = num_q_tokens_per_head_k if num_heads_per_head_k is None else num_heads_per_head_k
     hint = "s_q * num_heads_q // num_heads_k of one sequence"
@@ -277,70 +289,85 @@ def flash_mla_with_kvcache(
         indices is attn_sink is extra_k_cache is extra_indices_in_kvcache is topk_length
         is extra_topk_length is descale_q is descale_k is None
     ):  # fmt: skip
-        _refuse(
+        refuse(
             indices=indices, is_fp8_kvcache=is_fp8_kvcache, attn_sink=attn_sink,
             extra_k_cache=extra_k_cache, extra_indices_in_kvcache=extra_indices_in_kvcache,
             topk_length=topk_length, extra_topk_length=extra_topk_length, descale_q=descale_q,
             descale_k=descale_k,
         )  # fmt: skip
     scale = SCALE if softmax_scale is None else softmax_scale
-    owner = tile_scheduler_metadata if _plans_itself(tile_scheduler_metadata) else _DECODE
-    call = Call(
+    call = (
         q, k_cache, block_table, cache_seqlens, tile_scheduler_metadata, out, lse,
-        (scale, causal, *LSE), head_dim_v, num_splits,
+        (scale, causal, *LSE), head_dim_v, num_splits, None,
     )  # fmt: skip
+    owner = tile_scheduler_metadata if _plans_itself(tile_scheduler_metadata) else _DECODE
     return calls.run(_DECODE, owner, call)
 
 
-def _parts(call: Call) -> calls.Parts | None:
+def _parts(call: Given) -> calls.Parts | None:
     """Of an object calls of its step; of records calls on their reader's stream and thread."""
     q, k_cache, table, lengths, metadata, out, lse, options, head_dim_v, num_splits, _ = call
-    scale, causal, _, _ = options
-    index = q.get_device()
-    if _plans_itself(metadata):
-        if not metadata._planned():
+    by: object
+    tensors: tuple[Any, ...] = table, lengths, q, k_cache
+    if isinstance(metadata, FlashMLASchedMeta) and metadata.tile_scheduler_metadata is None:
+        if not metadata.have_initialized or metadata.config is None:
             return None
-        by: Any = 0 if index < 0 else _raw_stream(index)
-        given: tuple[Any, ...] = (out, lse, num_splits)
+        index = q.get_device()
+        by = 0 if index < 0 else _raw_stream(index)
+        begin = 0
     else:
-        table_of = _records_of(metadata)
-        by = metadata_pair.stream_of(table_of.device), threading.get_ident()
-        if by[0] is None:  # captured: the tables are the graph's
+        given = _records_of(metadata)
+        stream, begin = metadata_pair.stream_of(given.device), given.data_ptr()
+        if stream is None:  # captured: the tables are the graph's
             return None
-        given = (out, lse, num_splits, table_of)
-    given = tuple([tensor for tensor in given if tensor is not None])
-    return (
-        (table, lengths, q, k_cache, *given),
-        (
-            scale.__class__, scale, causal.__class__, causal, head_dim_v.__class__, head_dim_v, by,
-            out is None, lse is None, num_splits is None,
-        ),
-        (
+        by, tensors = (stream, threading.get_ident()), (*tensors, given)
+    where = None  # nothing is written that was given, and the plan is ours
+    if out is not None or lse is not None:
+        where = (
             out is None or out.data_ptr(), lse is None or lse.data_ptr(), q.data_ptr(),
-            k_cache.data_ptr(), table.data_ptr(), lengths.data_ptr(),
+            k_cache.data_ptr(), table.data_ptr(), lengths.data_ptr(), begin,
+        )  # fmt: skip
+        if out is None or lse is None:
+            tensors = (*tensors, lse if out is None else out)
+        else:
+            tensors = (*tensors, out, lse)
+    if num_splits is not None:
+        tensors = (*tensors, num_splits)
+    return (
+        tensors,
+        (
+            options, options[0].__class__, options[1].__class__, head_dim_v, head_dim_v.__class__,
+            by, out is None, lse is None, num_splits is None,
         ),
+        where,
     )  # fmt: skip
 
 
-def _places(call: Call, ready: Ready) -> calls.Groups | None:
+def _places(call: Given, ready: Ready) -> calls.Groups | None:
+    q, k_cache, table, lengths, _, out, lse, *_ = call
     if not ready.plan.stays:
         return None
-    results = ((overlap.span(t),) for t in (call.out, call.lse) if t is not None)
-    read = map(overlap.span, (call.q, call.k_cache, call.table, call.lengths))
+    results = ((overlap.span(t),) for t in (out, lse) if t is not None)
+    read = map(overlap.span, (q, k_cache, table, lengths))
     return *results, (*read, *ready.plan.spans)
 
 
-def _launch(call: Call, ready: Ready | None) -> tuple[Pair, Ready | None]:
+def _launch(call: Given, ready: Ready | None) -> tuple[Pair, Ready | None]:
     q, k_cache, table, lengths, metadata, out, lse, options, _, _, found = call
-    reader = ready.reader if ready is not None else found.reader if found is not None else None
-    if reader is not None:
-        reader.read(_records_of(metadata), lengths)
     if ready is not None:
-        return attention.run_prepared(ready.prepared, (q, k_cache), table, lengths, out, lse), ready
+        if ready.reader is not None:
+            ready.reader.read(_records_of(metadata), lengths)
+        return attention.run_prepared(
+            ready.prepared, (q,), (k_cache,), table, lengths, out, lse
+        ), ready  # fmt: skip
     assert found is not None  # or it is ready
+    if found.reader is not None:
+        found.reader.read(_records_of(metadata), lengths)
     primary = (q, found.cache, table, lengths, found.plan, out, lse, options, None, None)
     made, prepared = attention.launch_checked(primary, None)
-    return made, Ready(found.plan, reader, prepared) if prepared else None
+    if not isinstance(prepared, attention.Prepared):
+        return made, None
+    return made, Ready(found.plan, found.reader, prepared)
 
 
 def _plans_itself(metadata: object) -> TypeGuard[FlashMLASchedMeta]:
@@ -387,9 +414,9 @@ _NAMES = {
 }  # fmt: skip
 
 
-def _traced(call: Call) -> Pair:
+def _traced(given: Given) -> Pair:
     """The same call through the primary API, where it is an operator."""
-    q, _, table, lengths, _, out, lse, (scale, causal, base, empty), *_ = call = _dense(call)
+    q, _, table, lengths, _, out, lse, (scale, causal, base, empty), *_ = call = _dense(given)
     try:
         cache = _checked(call)
         return attention.decode(
@@ -401,9 +428,9 @@ def _traced(call: Call) -> Pair:
         raise checks.renamed(error, _NAMES) from None
 
 
-def _check(call: Call) -> Call:
+def _check(given: Given) -> Call:
     """The call with its plan, which an object's first call makes, and what reads its records."""
-    q, _, table, lengths, metadata, out, lse, options, *_ = call = _dense(call)
+    q, _, table, lengths, metadata, out, lse, options, *_ = call = _dense(given)
     plan, reader = None, None
     try:
         cache = _checked(call)
@@ -411,9 +438,9 @@ def _check(call: Call) -> Call:
             if _plans_itself(metadata):
                 plan = _plan_of(metadata, call, cache)
             else:
-                given = _records_of(metadata)
-                records.check_records(given, q.device)
-                reader = records.kept_reader(given, _shape(call))
+                table_of = _records_of(metadata)
+                records.check_records(table_of, q.device)
+                reader = records.kept_reader(table_of, _shape(call))
                 plan = reader.plan
         plan = attention.checked(
             q, cache, table, lengths, plan, out, lse, None, None, causal=bool(options[1])
@@ -423,8 +450,9 @@ def _check(call: Call) -> Call:
     return call._replace(checked=Checked(cache, plan, reader))
 
 
-def _dense(call: Call) -> Call:
+def _dense(given: Given) -> Call:
     """The call, its query without gaps: copied once."""
+    call = Call(*given)
     checks.not_nested("q", call.q)
     if not isinstance(call.q, torch.Tensor) or call.q.is_contiguous():
         return call
@@ -464,7 +492,7 @@ def _check_pool(k_cache: Tensor) -> None:
     checks.not_nested("k_cache", k_cache)
     if isinstance(k_cache, torch.Tensor) and k_cache.dtype is checks.FP8:
         got = checks.dtype_name(k_cache.dtype)
-        checks.type_error("k_cache", "dtype bfloat16 or float16", got, _OWN_FP8)
+        checks.type_error("k_cache", "dtype bfloat16 or float16", got, OWN_FP8)
     if isinstance(k_cache, torch.Tensor) and (k_cache.ndim, k_cache.shape[-1]) != (4, HEAD_DIM_QK):
         hint = f"pass pool.view(-1, page_size, 1, {HEAD_DIM_QK})"
         wanted = f"shape (num_pages, page_size, num_heads_k, {HEAD_DIM_QK})"
@@ -537,161 +565,3 @@ def _check_config(planned: Config, asked: Config) -> None:
                 "tile_scheduler_metadata", f"calls like its first, {field.name} = {want}",
                 f"{field.name} = {got}", "make another object by get_mla_metadata()",
             )  # fmt: skip
-
-
-_SPARSE, _FP8 = "sparse decode is not built yet", "FlashMLA's FP8 caches are not built yet"
-_SECOND, _SINKS = "a second cache is not built yet", "attention sinks are not built yet"
-_LEAVE = "keep FlashMLA for layers that need it"
-_OWN_FP8 = "snapmla.flash_mla_fp8 decodes an FP8 cache with a scale a token"
-_NOT_BUILT = {
-    "indices": (f"None: {_SPARSE}", _LEAVE), "topk": (f"None: {_SPARSE}", _LEAVE),
-    "topk_length": (f"None: {_SPARSE}", _LEAVE), "attn_sink": (f"None: {_SINKS}", _LEAVE),
-    "extra_k_cache": (f"None: {_SECOND}", _LEAVE),
-    "extra_indices_in_kvcache": (f"None: {_SECOND}", _LEAVE),
-    "extra_topk_length": (f"None: {_SECOND}", _LEAVE),
-    "is_fp8_kvcache": (f"False: {_FP8}", _OWN_FP8), "descale_q": (f"None: {_FP8}", _OWN_FP8),
-    "descale_k": (f"None: {_FP8}", _OWN_FP8),
-}  # fmt: skip
-
-
-def _refuse(**given: object) -> None:
-    """Raises ValueError for the first argument that asks for what is not built."""
-    for name, value in given.items():
-        if value is not None and value is not False:
-            expected, hint = _NOT_BUILT[name]
-            got = "a tensor" if isinstance(value, torch.Tensor) else value
-            checks.value_error(name, expected, got, hint)
-
-
-def flash_mla_sparse_fwd(
-    q: Tensor,
-    kv: Tensor,
-    indices: Tensor,
-    sm_scale: float,
-    d_v: int = KV_LORA_RANK,
-    attn_sink: Tensor | None = None,
-    topk_length: Tensor | None = None,
-    out: Tensor | None = None,
-) -> NoReturn:
-    """Sparse prefill: not built yet.
-
-    Args:
-        q: bfloat16 (s_q, num_heads_q, 576).
-        kv: bfloat16 (s_kv, 1, 576).
-        indices: int32 (s_q, 1, topk).
-        sm_scale: factor of the logits.
-        d_v: 512.
-        attn_sink: float32 (num_heads_q,).
-        topk_length: int32 (s_q,).
-        out: bfloat16 (s_q, num_heads_q, 512).
-
-    Returns:
-        Nothing yet.
-
-    Raises:
-        NotImplementedError: always.
-
-    Source: FlashMLA, ``flash_mla_sparse_fwd``.
-    """
-    raise NotImplementedError("flash_mla_sparse_fwd: sparse prefill is not built yet")
-
-
-def flash_attn_varlen_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_qo: Tensor,
-    cu_seqlens_kv: Tensor,
-    max_seqlen_qo: int,
-    max_seqlen_kv: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    deterministic: bool = False,
-    is_varlen: bool = True,
-) -> NoReturn:
-    """Attention of separate heads (prefill, training): not built yet.
-
-    Args:
-        q: bfloat16 (total_q, num_heads, 192).
-        k: bfloat16 (total_kv, num_heads_k, 192).
-        v: bfloat16 (total_kv, num_heads_k, 128).
-        cu_seqlens_qo, cu_seqlens_kv: int32 (b + 1,).
-        max_seqlen_qo, max_seqlen_kv: of all sequences.
-        dropout_p, softmax_scale, causal, deterministic, is_varlen: as FlashMLA's.
-
-    Returns:
-        Nothing yet.
-
-    Raises:
-        NotImplementedError: always.
-
-    Source: FlashMLA, ``flash_attn_varlen_func``.
-    """
-    raise NotImplementedError("flash_attn_varlen_func: dense prefill is not built yet")
-
-
-def flash_attn_varlen_qkvpacked_func(
-    qkv: Tensor,
-    cu_seqlens: Tensor,
-    max_seqlen: int,
-    head_dim_qk: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    deterministic: bool = False,
-    is_varlen: bool = True,
-) -> NoReturn:
-    """As ``flash_attn_varlen_func``: not built yet.
-
-    Args:
-        qkv: bfloat16 (total, num_heads, 512), q, k and v side by side.
-        cu_seqlens: int32 (b + 1,).
-        max_seqlen: of all sequences.
-        head_dim_qk: channels of q and k.
-        dropout_p, softmax_scale, causal, deterministic, is_varlen: as FlashMLA's.
-
-    Returns:
-        Nothing yet.
-
-    Raises:
-        NotImplementedError: always.
-
-    Source: FlashMLA, ``flash_attn_varlen_qkvpacked_func``.
-    """
-    raise NotImplementedError("flash_attn_varlen_qkvpacked_func: dense prefill is not built yet")
-
-
-def flash_attn_varlen_kvpacked_func(
-    q: Tensor,
-    kv: Tensor,
-    cu_seqlens_qo: Tensor,
-    cu_seqlens_kv: Tensor,
-    max_seqlen_qo: int,
-    max_seqlen_kv: int,
-    head_dim_qk: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    deterministic: bool = False,
-    is_varlen: bool = True,
-) -> NoReturn:
-    """As ``flash_attn_varlen_func``: not built yet.
-
-    Args:
-        q: bfloat16 (total_q, num_heads, 192).
-        kv: bfloat16 (total_kv, num_heads_k, 320), k and v side by side.
-        cu_seqlens_qo, cu_seqlens_kv: int32 (b + 1,).
-        max_seqlen_qo, max_seqlen_kv: of all sequences.
-        head_dim_qk: channels of q and k.
-        dropout_p, softmax_scale, causal, deterministic, is_varlen: as FlashMLA's.
-
-    Returns:
-        Nothing yet.
-
-    Raises:
-        NotImplementedError: always.
-
-    Source: FlashMLA, ``flash_attn_varlen_kvpacked_func``.
-    """
-    raise NotImplementedError("flash_attn_varlen_kvpacked_func: dense prefill is not built yet")

@@ -1,0 +1,43 @@
+"""``sparse_decode``: attention of a query token to tokens of its own choice, over the paged FP8
+cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ..dims import TOKEN_TILE
+from .family import DECODE, OUT_DTYPE, Axis, Family, Values
+
+PIPELINES = ("etap",)
+ROW_TILES = (16, 32, 64)  # query heads that a CTA owns
+
+AXES = (
+    Axis("pipeline", "", PIPELINES),
+    Axis("row_tile", "r", ROW_TILES, 64),
+    OUT_DTYPE,
+    Axis("stages", "st", tuple(range(9)), 0, named=False),  # of the KV ring; 0: the pipeline's own
+    Axis("stamps", "stamps", (0, 1), 0, named=False),  # 1: a CTA records its events (stamp.py)
+    Axis("cluster", "c", (1,), 1, named=False),
+    Axis("lines", "ln", (0, 1), 0, named=False),  # 1: a copy takes a line of four rows, not a row
+    Axis("p_terms", "pt", (1, 2), 1, named=False),  # e4m3 terms of P; 2: an accuracy setting
+)
+MODULES = {("sm_90a", "etap"): "dsl_kernels.sm90.sparse_etap"}
+
+
+def points(_arch: str) -> Iterator[Values]:
+    """None by default yet."""
+    return iter(())
+
+
+FAMILY = Family(
+    "sparse_decode",
+    AXES,
+    module=lambda arch, values: MODULES.get((arch, values["pipeline"])),
+    points=points,
+    kind=DECODE,
+    formats=("fp8",),
+    token_tile=lambda _arch, _values: TOKEN_TILE,
+    counted_by=("pipeline",),
+    shown=("q_nope", "content", "indices"),
+    results=("out", "lse"),
+)

@@ -1,0 +1,11 @@
+"""Sparse attention: each query token names the cached tokens that it attends to.
+
+    plan.py    ``plan_sparse_decode`` and ``SparsePlan``: who computes what
+    decode.py  what ``snapmla.decode(..., indices=)`` does
+
+The kernels' argument order is ``dsl_kernels/smxx/sparse_entry.py``'s.
+"""
+
+from snapmla.sparse.plan import SparsePlan, plan_sparse_decode
+
+__all__ = ["SparsePlan", "plan_sparse_decode"]

@@ -1,0 +1,310 @@
+"""``decode`` with ``indices``: attention of each query token to the cached tokens that it names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from dsl_kernels.dims import KV_LORA_RANK
+from snapmla import call as calls
+from snapmla import checks, overlap, tracing
+from snapmla.cache import PagedKVCache, expect_cache, expect_fp8
+from snapmla.decode_plan import TENSORS, PlanVariant
+from snapmla.decode_plan.choices import OUT_NAMES, choices
+from snapmla.quant import QuantizedQuery, as_batch, expect_query, named
+from snapmla.sparse.plan import PIPELINE, SparsePlan, plan_sparse_decode
+
+MAX_STRIDE = 1 << 32  # bytes between pages or tokens: the gather's strides have 32 bits
+Options = tuple[float, str, str]  # softmax_scale, lse_base, empty_lse
+# of a call: q, cache, indices, topk_length, attn_sink, plan, out, lse, options, out_dtype
+Call = tuple[
+    QuantizedQuery, PagedKVCache, torch.Tensor, torch.Tensor | None, torch.Tensor | None, Any,
+    torch.Tensor | None, torch.Tensor | None, Options, torch.dtype | None,
+]  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prepared:
+    """What calls by one plan with the same options launch, all of it checked."""
+
+    variant: PlanVariant
+    dtype: torch.dtype  # of ``out``
+    tables: tuple[Any, ...]  # arguments between lengths and results
+    rest: tuple[Any, ...]  # arguments behind the results
+    lengths: torch.Tensor  # of calls without ``topk_length``
+    no_sink: torch.Tensor
+    place: int  # a number for the plan's spans
+
+
+def sparse_decode(
+    q: Any,
+    cache: PagedKVCache,
+    indices: torch.Tensor,
+    *,
+    softmax_scale: float,
+    topk_length: torch.Tensor | None = None,
+    attn_sink: torch.Tensor | None = None,
+    plan: Any = None,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    lse_base: str = "e",
+    empty_lse: str = "-inf",
+    out_dtype: torch.dtype | None = None,
+    pipeline: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What ``decode(..., indices=)`` does; arguments, results and errors as there."""
+    call: Call = (
+        q, cache, indices, topk_length, attn_sink, plan, out, lse,
+        (softmax_scale, lse_base, empty_lse), out_dtype,
+    )  # fmt: skip
+    if pipeline is not None:
+        checks.choice("pipeline", pipeline, (PIPELINE,))
+    return calls.run(_SPARSE, plan, call)
+
+
+def _parts(call: Call) -> calls.Parts:
+    q, cache, indices, topk_length, attn_sink, plan, out, lse, options, out_dtype = call
+    content, rope, token_scale = cache.asks
+    optional = topk_length, attn_sink, out, lse
+    given = tuple([tensor for tensor in optional if tensor is not None])
+    there = tuple([tensor is not None for tensor in optional])
+    return (
+        (indices, *given),
+        (options, options[0].__class__, out_dtype, there),
+        (
+            content(), rope(), token_scale(), plan.o_accum.data_ptr(), q.nope_u8.data_ptr(),
+            indices.data_ptr(), q.place, cache.place,
+            *[tensor.data_ptr() for tensor in given],
+        ),
+    )  # fmt: skip
+
+
+def _places(call: Call, _: object) -> calls.Groups | None:
+    """Of a query and a cache that are the plan's, and with it have the memory that they had."""
+    q, cache, indices, topk_length, attn_sink, plan, out, lse, *_ = call
+    if not tracing.plain(q, cache, plan):
+        return None
+    if not (
+        q.rows_shape == plan.rows_shape
+        and cache.format == plan.cache_dtype
+        and cache.device == q.device == plan.device
+        and cache.stays
+        and plan.stays
+        and q.stays
+    ):
+        return None
+    results = [() if result is None else (overlap.span(result),) for result in (out, lse)]
+    tables = [overlap.span(t) for t in (indices, topk_length, attn_sink) if t is not None]
+    return *results, (*q.spans, *cache.spans, *plan.spans, *tables)
+
+
+def _checked(call: Call) -> Call:
+    """Checks all tensors with full messages; plans if no plan is given, launches nothing else."""
+    q, cache, indices, topk_length, attn_sink, plan, out, lse, options, out_dtype = call
+    _expect(q, cache, indices, plan)
+    device, rows = q.device, q.rows_shape
+    _check_indices(indices, rows, plan, device)
+    if plan is None:
+        if len(rows) == 2:
+            hint = "only a plan knows where a sequence's query tokens begin"
+            wanted = "one made with cu_seqlens_q, beside ragged queries"
+            checks.value_error("plan", wanted, None, hint)
+        plan = plan_sparse_decode(
+            rows[-1], rows[1], topk=indices.shape[-1], batch=rows[0], device=device,
+            topk_length=_check_lengths(topk_length, rows[0], device),
+        )  # fmt: skip
+    else:
+        _check_plan(plan, rows, cache, indices, device)
+    _check_lengths(topk_length, plan.batch, device)
+    if attn_sink is not None:
+        checks.tensor("attn_sink", attn_sink, (torch.float32,), (rows[-1],), device)
+        checks.contiguous("attn_sink", attn_sink)
+    _check_outputs(rows, out, lse, out_dtype, device)
+    checks.softmax_scale(options[0])
+    choices(False, *options[1:])
+    _check_apart(call, plan)
+    return q, cache, indices, topk_length, attn_sink, plan, out, lse, options, out_dtype
+
+
+def _expect(q: object, cache: Any, indices: object, plan: object) -> None:
+    """That the four are of kinds that go together."""
+    expect_query("q", q)
+    expect_cache(cache)
+    expect_fp8(cache, "sparse decode reads an FP8 cache of scales by token")
+    if plan is not None and not isinstance(plan, SparsePlan):
+        hint = "indices want a plan of snapmla.plan_sparse_decode"
+        checks.type_error("plan", "a snapmla.SparsePlan or None", type(plan).__name__, hint)
+    if not isinstance(indices, torch.Tensor):
+        checks.type_error("indices", "a torch.Tensor", type(indices).__name__)
+
+
+def _check_indices(
+    indices: torch.Tensor, rows: tuple[int, ...], plan: SparsePlan | None, device: torch.device
+) -> None:
+    """int32 (b, s_q, topk) or (total_q, topk); one stride from row to row."""
+    width: Any = "topk" if plan is None else plan.topk
+    checks.tensor("indices", indices, (torch.int32,), (*rows[:-1], width), device)
+    if indices.shape[-1] < 1:
+        checks.value_error("indices", "a width of 1 or more entries", indices.shape[-1])
+    if indices.shape[-1] > 1 and indices.stride(-1) != 1:
+        checks.value_error("indices", "innermost stride 1", f"strides {indices.stride()}")
+    if flat(indices) is None:
+        wanted = "one stride from query token to query token"
+        checks.value_error("indices", wanted, f"strides {indices.stride()}", "call .contiguous()")
+
+
+def flat(indices: torch.Tensor) -> torch.Tensor | None:
+    """(tokens, topk) as kernels take it; None of strides that no such view has."""
+    try:
+        return indices if indices.ndim == 2 else indices.view(-1, indices.shape[-1])
+    except RuntimeError:
+        return None
+
+
+def _check_lengths(
+    topk_length: torch.Tensor | None, batch: int, device: torch.device
+) -> torch.Tensor | None:
+    if topk_length is not None:
+        checks.tensor("topk_length", topk_length, (torch.int32,), (batch,), device)
+        checks.contiguous("topk_length", topk_length)
+    return topk_length
+
+
+def _check_plan(
+    plan: SparsePlan,
+    rows: tuple[int, ...],
+    cache: PagedKVCache,
+    indices: torch.Tensor,
+    device: torch.device,
+) -> None:
+    plan.expect_memory()
+    if plan.device != device:
+        checks.value_error("plan", f"a plan on {device}, where q is", plan.device)
+    if plan.rows_shape != rows:
+        tokens = "b, s_q" if len(rows) == 3 else "total_q"
+        wanted = f"one made for ({tokens}, num_heads) = {rows}"
+        checks.value_error("plan", wanted, plan.rows_shape)
+    for name in ("content", "rope"):
+        part = getattr(cache, name)
+        if max(part.stride()[:2], default=0) * part.element_size() >= MAX_STRIDE:
+            wanted = "pages and tokens less than 4 GiB apart"
+            checks.value_error(f"cache.{name}", wanted, f"strides {part.stride()}")
+    if cache.num_slots >= 1 << 31:
+        checks.value_error("cache", "less than 2**31 tokens", cache.num_slots)
+
+
+def _check_outputs(
+    rows: tuple[int, ...],
+    out: torch.Tensor | None,
+    lse: torch.Tensor | None,
+    out_dtype: torch.dtype | None,
+    device: torch.device,
+) -> None:
+    dtypes = tuple(OUT_NAMES)
+    if out_dtype is not None and out_dtype not in dtypes:
+        wanted = " or ".join(checks.dtype_name(d) for d in dtypes)
+        checks.type_error("out_dtype", wanted, out_dtype)
+    if out is not None:
+        wanted_dtypes = dtypes if out_dtype is None else (out_dtype,)
+        checks.output("out", out, wanted_dtypes, (*rows[:-1], rows[-1], KV_LORA_RANK), device)
+    if lse is not None:
+        shape = (*rows[:-2], rows[-1], rows[-2])
+        checks.output("lse", lse, (torch.float32,), shape, device, align=4)
+
+
+def _check_apart(call: Call, plan: SparsePlan) -> None:
+    """Checks that given results share no memory with what the call reads, or one another."""
+    q, cache, indices, topk_length, attn_sink, _, out, lse, *_ = call
+    read = {
+        **named("q", q),
+        **named("cache", cache),
+        "indices": indices,
+        "topk_length": topk_length,
+        "attn_sink": attn_sink,
+        **{f"plan.{name}": getattr(plan, name) for name in TENSORS},
+    }
+    checks.apart("out", out, {**read, "lse": lse})
+    checks.apart("lse", lse, read)
+
+
+def _launch(call: Call, ready: Prepared | Literal[False] | None) -> tuple[Any, Any]:
+    """Launches a checked call; see ``call.Op``."""
+    q, cache, indices, topk_length, attn_sink, plan, out, lse, options, out_dtype = call
+    if not ready:
+        ready = _prepare(plan, options, out_dtype if out is None else out.dtype)
+    if out is None:
+        out = plan._empty_out(ready.dtype)
+    if lse is None:
+        lse = plan._empty_lse()
+    if plan.idle:
+        return (out, lse), False
+    lengths = ready.lengths if topk_length is None else topk_length
+    if plan.check_stale:
+        plan.check(lengths)
+    ragged = plan.s_q is None
+    kernel = ready.variant.kernels.get(ready.dtype) or ready.variant.kernel(ready.dtype)
+    kernel(
+        *q.arguments, *cache.arguments, indices if indices.ndim == 2 else flat(indices), lengths,
+        ready.no_sink if attn_sink is None else attn_sink, *ready.tables,
+        out.unsqueeze(0) if ragged else out, lse.unsqueeze(0) if ragged else lse, *ready.rest,
+    )  # fmt: skip
+    return (out, lse), ready
+
+
+def _prepare(plan: SparsePlan, options: Options, dtype: torch.dtype | None) -> Prepared:
+    *tables, o_accum, lse_accum = plan.arguments
+    _, factor, empty = choices(False, *options[1:])
+    rest = (o_accum, lse_accum, checks.softmax_scale(options[0]), factor, empty, plan.merges)
+    no_sink = torch.empty(0, dtype=torch.float32, device=plan.device)
+    chosen = dtype or plan.variant.out_dtypes[0]
+    return Prepared(
+        plan.variant, chosen, tuple(tables), rest, plan.planned_seqlens, no_sink, plan.place
+    )
+
+
+def _traced(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    """The call as an operator, for tracers; arguments checked."""
+    q, cache, indices, topk_length, attn_sink, plan, out, lse, options, out_dtype = call
+    _expect(q, cache, indices, plan)
+    rows = tuple(q.rope.shape[:-1])
+    if plan is None:
+        if tracing.by_dynamo():
+            return tracing.between_graphs(
+                sparse_decode, q, cache, indices, softmax_scale=options[0],
+                topk_length=topk_length, attn_sink=attn_sink, plan=plan, out=out, lse=lse,
+                lse_base=options[1], empty_lse=options[2], out_dtype=out_dtype,
+            )  # fmt: skip
+        *_, plan, _, _, _, _ = _checked(call)
+    _check_plan_shape(plan, rows)
+    _, factor, empty = choices(False, *options[1:])
+    common = (
+        *as_batch(q.nope.view(torch.uint8), q.rope, q.scale), *cache.memory_now(),
+        indices.reshape(-1, indices.shape[-1]), plan.planned_seqlens if topk_length is None else
+        topk_length, attn_sink, plan.work_items, plan.part_begin, plan.split_begin, plan.units,
+        plan.row_limits, plan.o_accum, plan.lse_accum, plan.pipeline, plan.row_tile,
+        plan.can_split(), checks.softmax_scale(options[0]), factor, empty,
+    )  # fmt: skip
+    ragged, extra = len(rows) == 2, {"p_terms": plan.p_terms}
+    if out is None and lse is None:
+        made = torch.ops.snapmla.sparse_decode(*common, out_dtype or torch.bfloat16, **extra)
+        return (made[0].squeeze(0), made[1].squeeze(0)) if ragged else made
+    if out is None:
+        out = q.rope.new_empty((*rows, KV_LORA_RANK), dtype=out_dtype or torch.bfloat16)
+    if lse is None:
+        lse = q.rope.new_empty((*rows[:-2], rows[-1], rows[-2]), dtype=torch.float32)
+    results = (out.unsqueeze(0), lse.unsqueeze(0)) if ragged else (out, lse)
+    torch.ops.snapmla.sparse_decode_out(*common, *results, **extra)
+    return out, lse
+
+
+def _check_plan_shape(plan: SparsePlan, rows: tuple[int, ...]) -> None:
+    """That a plan is for this call's rows, without remembering anything of it."""
+    if plan._shape_of_rows() != rows:
+        tokens = "b, s_q" if len(rows) == 3 else "total_q"
+        wanted = f"one made for ({tokens}, num_heads) = {rows}"
+        checks.value_error("plan", wanted, plan._shape_of_rows())
+
+
+_SPARSE = calls.Op("sparse_decode", _checked, _launch, _traced, _parts, _places)

@@ -1,0 +1,242 @@
+"""Plans of sparse decode: every query token is a unit of its own, over a list of tokens."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from dsl_kernels.families.sparse_decode import ROW_TILES
+from dsl_kernels.spec import VariantSpec, decode_spec
+from snapmla import checks, dispatch, runtime, tracing
+from snapmla.decode_plan import NAMES, DecodePlan, PlanVariant, new_workspace
+from snapmla.plan import PlanOptions, StepShape, default_num_parts, make_plan
+
+PIPELINE = "etap"
+MAX_TOPK = 1 << 24  # entries of a row; what a batch may hold is bounded beside
+# Two row blocks a token, of few tokens: more parts make more partial rows than their tiles save
+# (a token of 2048, 128 heads: 44 parts 12.2 us, 66 parts 14.4 us on an H200).
+FEW_BLOCKS, PARTS_OF_FEW = 4, 44
+
+
+class SparseVariant(PlanVariant):
+    """What chooses the kernel of a sparse plan."""
+
+    def kernel(self, out_dtype: torch.dtype) -> runtime.Kernel:
+        """The exported function that writes ``out_dtype``, loaded once."""
+        if out_dtype not in self.out_dtypes:
+            wanted = " or ".join(checks.dtype_name(d) for d in self.out_dtypes)
+            checks.type_error("out", f"dtype {wanted}", checks.dtype_name(out_dtype))
+        arch = runtime.arch_of(self.device)
+        spec = sparse_spec(arch, self.row_tile, NAMES[out_dtype], self.p_terms)
+        self.kernels[out_dtype] = runtime.kernel(spec, self.device.type)
+        return self.kernels[out_dtype]
+
+
+class SparsePlan(DecodePlan):
+    """A ``DecodePlan`` of sparse decode: ``max_pages`` is the width of ``indices``, ``page_size``
+    is 1, whatever the cache's; a unit is one query token, ``unit_rows`` are its heads.
+
+    ``planned_seqlens`` are the lengths of ``topk_length``: where that is not given a decode reads
+    them instead.
+    """
+
+    _STALE: ClassVar[tuple[str, str]] = (
+        "plan", "call plan.update_(topk_length) once after the lengths change",
+    )  # fmt: skip
+
+    @functools.cached_property
+    def variant(self) -> PlanVariant:
+        """What chooses the decode kernel."""
+        return variant_of(self.device, self.row_tile, self.p_terms)
+
+    def must_regroup(self) -> bool:
+        """Never: kernels see the caller's pages."""
+        return False
+
+    @property
+    def topk(self) -> int:
+        """Width of ``indices``."""
+        return self.max_pages
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseOptions(PlanOptions):
+    """``PlanOptions`` of sparse plans."""
+
+    page_size: int = 1
+    causal: bool = False
+
+    def _checked_page_size(self) -> int:
+        """An entry of ``indices`` names one token."""
+        return checks.integer("page_size", self.page_size, 1, 1)
+
+    def kernel(self, device: torch.device, s_q: int) -> VariantSpec:
+        """The kernel of the smallest row tile that takes all heads, or of the largest."""
+        fits = (tile for tile in ROW_TILES if tile >= self.num_heads)
+        tile = next(fits, ROW_TILES[-1]) if self.row_tile is None else self.row_tile
+        checks.choice("row_tile", tile, ROW_TILES)
+        return sparse_spec(
+            runtime.arch_of(device), tile, "bf16", dispatch.p_terms_of(self.accuracy)
+        )
+
+    def unit_rows(self, device: torch.device, rows: int, spec: VariantSpec) -> int:
+        """A query token's."""
+        return self.num_heads
+
+    def parts(self, device: torch.device, unit_rows: int, units: int, spec: VariantSpec) -> int:
+        """As many as fill the device, fewer for a few tokens of several row blocks."""
+        most, blocks = default_num_parts(device, unit_rows, spec), -(-unit_rows // spec.row_tile)
+        few = blocks > 1 and units * blocks <= FEW_BLOCKS
+        return min(most, PARTS_OF_FEW) if few else most
+
+    def tile_times(self, device: torch.device, spec: VariantSpec) -> tuple[int, int]:
+        """Those of the kernel over pages, whose math is the same."""
+        return dispatch.tile_times(device, decode_spec(spec.pipeline, spec.row_tile, 64, "bf16"))
+
+
+def sparse_spec(arch: str, row_tile: int, out_dtype: str, p_terms: int = 1) -> VariantSpec:
+    """The variant of these choices."""
+    return VariantSpec(
+        op="sparse_decode", arch=arch, pipeline=PIPELINE, row_tile=row_tile, out_dtype=out_dtype,
+        p_terms=p_terms,
+    )  # fmt: skip
+
+
+_variants: dict[tuple[torch.device, int, int], SparseVariant] = {}
+
+
+def variant_of(device: torch.device, row_tile: int, p_terms: int) -> SparseVariant:
+    """The one of these values."""
+    made = SparseVariant(device, PIPELINE, row_tile, 1, p_terms=p_terms, cache_dtype="fp8")
+    return _variants.setdefault((device, row_tile, p_terms), made)
+
+
+def _forget() -> None:
+    for variant in _variants.values():
+        variant.kernels.clear()
+
+
+runtime.on_forget(_forget)
+
+
+def plan_sparse(
+    options: SparseOptions,
+    topk: int,
+    s_q: int | None,
+    topk_length: torch.Tensor,
+    *,
+    cu_seqlens_q: torch.Tensor | None = None,
+    total_q: int | None = None,
+    row_lengths: torch.Tensor | None = None,
+) -> SparsePlan:
+    """The plan of a step; ``update_(topk_length, cu_seqlens_q, row_lengths)`` plans it anew.
+
+    Args:
+        options: what a model's steps have in common.
+        topk: width of ``indices``.
+        s_q: query tokens of every sequence; None with ``cu_seqlens_q`` and ``total_q``.
+        topk_length: int32 (b,), how many entries of its query tokens' rows count; where all do, b
+            times ``topk``: such a plan need not be updated.
+        row_lengths: int32 (b, s_q) or (total_q,): the same for each query token, beside that.
+
+    Raises:
+        TypeError, ValueError: naming the argument.
+    """
+    shape = StepShape(s_q, topk, total_q)
+    plan = make_plan(
+        options, new_workspace, topk_length, shape, cu_seqlens_q, row_lengths, made=SparsePlan
+    )
+    assert isinstance(plan, SparsePlan)
+    return plan
+
+
+def plan_sparse_decode(
+    num_heads: int,
+    s_q: int | None = None,
+    *,
+    topk: int,
+    topk_length: torch.Tensor | None = None,
+    batch: int | None = None,
+    device: torch.device | str | int | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    total_q: int | None = None,
+    num_parts: int | None = None,
+    row_tile: int | None = None,
+    fixed_overhead: int | None = None,
+    fixed_split_tokens: int | None = None,
+    check_stale: bool | None = None,
+    accuracy: str = "standard",
+) -> SparsePlan:
+    """Plans ``decode(..., indices=)``; share the plan between the layers of a step.
+
+    Without ``topk_length`` a plan depends on shapes alone: one serves every step of these shapes.
+
+    Args:
+        num_heads: 1 to 128.
+        s_q: query tokens of every sequence, 1 or more; None with ``cu_seqlens_q``.
+        topk: entries of a query token's row of ``indices``, 1 or more.
+        topk_length: int32 (b,): how many entries of each row of a sequence count, the first ones;
+            None: all.  0 is fine, and what is beyond ``topk`` is clamped.
+        batch: sequences b, where no ``topk_length`` says it.
+        device: where the step runs, where no ``topk_length`` says it.
+        cu_seqlens_q: ragged queries, int32 (b + 1,), as in ``plan_decode``.
+        total_q: room for ragged query tokens.
+        num_parts: CTAs that share the entries, per row block of a query token; None fills the
+            device.
+        row_tile: query heads of a CTA (16, 32, 64); None takes the least that holds them.
+        fixed_overhead: cost of starting an item, in tiles of 64 entries.
+        fixed_split_tokens: batch-invariant mode, as in ``plan_decode``: each row is cut after so
+            many entries, a multiple of 64, whatever else is in the batch.
+        check_stale, accuracy: as in ``plan_decode``; ``high`` is there up to 32 heads a CTA.
+
+    Returns:
+        The plan.
+
+    Raises:
+        TypeError, ValueError: naming the argument.
+        VariantError: the planning kernel is not there.
+
+    Source: the work list is ``plan_decode``'s: the row of a query token is a block table of pages
+    of one token.
+    """
+    if tracing.by_dynamo():
+        return tracing.between_graphs(
+            plan_sparse_decode, num_heads, s_q, topk=topk, topk_length=topk_length, batch=batch,
+            device=device, cu_seqlens_q=cu_seqlens_q, total_q=total_q, num_parts=num_parts,
+            row_tile=row_tile, fixed_overhead=fixed_overhead,
+            fixed_split_tokens=fixed_split_tokens, check_stale=check_stale, accuracy=accuracy,
+        )  # fmt: skip
+    options = SparseOptions(
+        num_heads=num_heads, num_parts=num_parts, row_tile=row_tile,
+        fixed_overhead=fixed_overhead, fixed_split_tokens=fixed_split_tokens,
+        check_stale=check_stale, accuracy=accuracy,
+    )  # fmt: skip
+    topk = checks.integer("topk", topk, 1, MAX_TOPK)
+    lengths = _lengths(topk_length, batch, device, topk)
+    return plan_sparse(options, topk, s_q, lengths, cu_seqlens_q=cu_seqlens_q, total_q=total_q)
+
+
+def _lengths(
+    topk_length: torch.Tensor | None,
+    batch: int | None,
+    device: torch.device | str | int | None,
+    topk: int,
+) -> torch.Tensor:
+    """int32 (b,): the caller's, or ``topk`` for each sequence."""
+    if topk_length is not None:
+        checks.tensor("topk_length", topk_length, (torch.int32,), ("b",))
+        checks.contiguous("topk_length", topk_length)
+        if batch is not None and batch != topk_length.shape[0]:
+            checks.value_error("batch", f"{topk_length.shape[0]}, as topk_length", batch)
+        where = None if device is None else checks.device("device", device)
+        if where is not None and where.type != topk_length.device.type:
+            checks.value_error("device", f"{topk_length.device}, as topk_length", where)
+        return topk_length
+    if batch is None:
+        checks.type_error("batch", "an int", "None", "it is topk_length that says it otherwise")
+    batch = checks.integer("batch", batch, 0)
+    where = checks.device("device", "cuda" if device is None else device)
+    return torch.full((batch,), topk, dtype=torch.int32, device=where)

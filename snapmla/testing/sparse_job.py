@@ -1,0 +1,292 @@
+"""Sparse decodes at the level of the ABI: inputs, plan, one call, and its errors."""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsl_kernels.dims import KV_LORA_RANK, PARTIAL_ROW, QK_ROPE_HEAD_DIM
+from dsl_kernels.spec import VariantSpec
+from snapmla import runtime
+from snapmla.quant import QuantizedQuery
+from snapmla.testing import rounding
+from snapmla.testing.comparison import MIMIC_OF, DecodeErrors, errors_of
+from snapmla.testing.plan_tables import PlanTables
+from snapmla.testing.reference_plan import PlanReference, Queries, plan_reference
+from snapmla.testing.sparse_reference import sparse_decode_reference
+from snapmla.testing.workloads.call import DTYPES, NATURAL
+from snapmla.testing.workloads.samples import sample_tokens
+
+HEAD_SCALE = 576**-0.5
+INT_MAX = 2**31 - 1
+# The exported function's, in order (dsl_kernels/smxx/sparse_entry.py).
+ARGUMENTS = (
+    "q_nope", "q_rope", "q_scale", "content", "rope", "scale", "indices", "topk_length",
+    "attn_sink", "work_items", "part_begin", "split_begin", "units", "row_limits", "out", "lse",
+    "o_accum", "lse_accum", "softmax_scale", "lse_factor", "empty_lse", "may_split",
+)  # fmt: skip
+LAYOUTS = ("split", "paged", "row640", "packed")
+STYLES = ("plain", "swings", "equal")
+SWING = 200.0  # nats between the tiles of style ``swings``
+
+Planes = tuple[Tensor, Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class SparseShape:
+    """Extents of a sparse decode, and what is peculiar in its inputs.
+
+    Attributes:
+        heads, topk, page_size: of the call.
+        lengths: of each sequence, how many entries of its query tokens' rows count.
+        s_q: query tokens of each; of all with ``begins``.
+        begins: where each sequence's query tokens begin and the last one's end; None: each has s_q.
+        own_lengths: how many entries count for each query token, beside ``lengths``; None: no more.
+        layout: of the cache, one of ``LAYOUTS``.
+        style: of the logits, one of ``STYLES``.
+        sink: whether heads have sinks.
+        parts, split_tiles, fixed_overhead: of the plan.
+        dense: rows name all of their sequence's tokens in order, no entry is idle.
+    """
+
+    heads: int
+    topk: int
+    lengths: tuple[int, ...]
+    page_size: int = 64
+    s_q: int = 1
+    begins: tuple[int, ...] | None = None
+    own_lengths: tuple[int, ...] | None = None
+    layout: str = "split"
+    style: str = "plain"
+    sink: bool = False
+    parts: int = 2
+    split_tiles: int = 0
+    fixed_overhead: int = 1
+    dense: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """Query tokens."""
+        return self.s_q * (1 if self.begins is not None else len(self.lengths))
+
+    @property
+    def counts(self) -> list[int]:
+        """How many entries count for each query token; 0 for those of no sequence."""
+        begins = self.begins or range(0, self.tokens + 1, self.s_q)
+        counts = [0] * self.tokens
+        for i, n in enumerate(self.lengths):
+            counts[begins[i] : begins[i + 1]] = [n] * (begins[i + 1] - begins[i])
+        if self.own_lengths is not None:
+            counts = [min(a, b) for a, b in zip(counts, self.own_lengths, strict=True)]
+        return [min(max(n, 0), self.topk) for n in counts]
+
+    @property
+    def covered(self) -> int:
+        """Query tokens of sequences, those in front."""
+        return self.tokens if self.begins is None else self.begins[-1]
+
+    @property
+    def queries(self) -> Queries:
+        """A unit is one query token."""
+        begins = None if self.begins is None else list(self.begins)
+        own = None if self.own_lengths is None else list(self.own_lengths)
+        return Queries(self.heads, self.s_q, self.heads, begins=begins, row_seqlens=own)
+
+
+def poisoned_planes(pages: int, page_size: int, layout: str) -> Planes:
+    """content u8 (pages, P, 512), rope bf16 (pages, P, 64), scale f32 (pages, P), every byte NaN.
+
+    ``paged`` has pages of all three, ``packed`` such pages of three caches in turn, both of a
+    multiple of 16 bytes; ``row640`` rows of content and RoPE.
+    """
+    row, p = KV_LORA_RANK + 2 * QK_ROPE_HEAD_DIM, page_size
+    if layout in ("split", "row640"):
+        rows = torch.full((pages, p, row), 0xFF, dtype=torch.uint8)
+        scale = torch.full((pages, p), math.nan)
+        if layout == "row640":
+            return rows[..., :KV_LORA_RANK], rows[..., KV_LORA_RANK:].view(torch.bfloat16), scale
+        content, rope = (rows[..., x].contiguous() for x in (slice(512), slice(512, 640)))
+        return content, rope.view(torch.bfloat16), scale
+    size = -(-p * (row + 4) // 16) * 16
+    caches = 3 if layout == "packed" else 1
+    blocks = torch.full((pages, caches, size), 0xFF, dtype=torch.uint8)[:, caches // 2]
+    ends = 512 * p, row * p, (row + 4) * p
+    content, rope, scale = (blocks[:, a:b] for a, b in zip((0, *ends[:2]), ends, strict=True))
+    return (
+        content.unflatten(1, (p, KV_LORA_RANK)),
+        rope.view(torch.bfloat16).unflatten(1, (p, QK_ROPE_HEAD_DIM)),
+        scale.view(torch.float32),
+    )
+
+
+def placed(x: Tensor, device: torch.device | str) -> Tensor:
+    """``x`` on a device with its strides, gaps included."""
+    if torch.device(device).type == x.device.type:
+        return x
+    whole = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage()).to(device)
+    return whole.as_strided(x.shape, x.stride(), x.storage_offset())
+
+
+class SparseJob:
+    """One sparse decode: idle entries anywhere, poison wherever nobody names a token.
+
+    Args:
+        spec: the variant.
+        shape: what is asked of it.
+        planner: the plan_decode kernel of ``device``; None plans with ``reference_plan``.
+        device: where calls run; inputs are made on the CPU.
+    """
+
+    def __init__(
+        self,
+        spec: VariantSpec,
+        shape: SparseShape,
+        *,
+        planner: runtime.Kernel | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.spec, self.shape, self.planner, self.device = spec, shape, planner, device
+        self.counts = torch.tensor(shape.counts, dtype=torch.int32)
+        self._fill()
+        self.sink = torch.empty(0)
+        if shape.sink:
+            self.sink = torch.randn(shape.heads) * 2 + 3
+            self.sink[: shape.heads // 3 : 2] = math.inf
+            self.sink[1 : shape.heads // 3 : 2] = -math.inf
+        self.lengths = torch.tensor(shape.lengths, dtype=torch.int32)
+        self.plan: PlanReference = plan_reference(
+            shape.lengths, shape.parts, spec.token_tile, shape.fixed_overhead, shape.topk,
+            shape.split_tiles, queries=shape.queries,
+        )  # fmt: skip
+
+    # ---------------------------------------------------------------- inputs
+
+    def _fill(self) -> None:
+        """Pool, indices, queries."""
+        shape = self.shape
+        named = max(sum(shape.counts), 1)
+        pages = -(-named // shape.page_size) + 2
+        self.planes = poisoned_planes(pages, shape.page_size, shape.layout)
+        order = torch.randperm(pages * shape.page_size)
+        self.indices = torch.full((shape.tokens, shape.topk), INT_MAX, dtype=torch.int32)
+        b_q = 1 if shape.begins is not None else len(shape.lengths)
+        nope = torch.randn(b_q, shape.s_q, shape.heads, KV_LORA_RANK)
+        rope = torch.randn(b_q, shape.s_q, shape.heads, QK_ROPE_HEAD_DIM)
+        keys: list[tuple[Tensor, Tensor]] = []
+        for i, count in enumerate(shape.counts):
+            slots, order = order[:count], order[count:]
+            c, r = sample_tokens(count)
+            if shape.style == "swings":
+                c, r = self._swinging(nope.view(-1, *nope.shape[2:])[i], c, r)
+            self._store(slots, c, r)
+            keys.append((c, r))
+            self.indices[i, :count] = slots.int()
+            if not shape.dense:
+                self._idle(i, count)
+        if shape.style == "equal":  # each row of a query is a token of its list
+            for i, (c, r) in enumerate(keys):
+                at = torch.randint(max(len(c), 1), (shape.heads,))
+                if len(c):
+                    nope.view(-1, *nope.shape[2:])[i] = c[at]
+                    rope.view(-1, *rope.shape[2:])[i] = r[at]
+        self.q = QuantizedQuery(*rounding.quantize_rows(nope, rope))
+
+    def _swinging(self, q: Tensor, c: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens whose logits go up and down by ``SWING`` from tile to tile, by the mean query."""
+        mean = q.mean(0)
+        tile = torch.arange(len(c)) // self.spec.token_tile
+        size = SWING / (HEAD_SCALE * float(mean.square().sum()))
+        height = torch.tensor([0.0, 1.0, -1.0, 0.5, -0.5, 1.1])[tile % 6]
+        return c + (height * size)[:, None] * mean, r
+
+    def _store(self, slots: Tensor, c: Tensor, r: Tensor) -> None:
+        p = self.shape.page_size
+        content, rope, scale = rounding.quantize_rows(c, r, slots=torch.arange(len(c)))
+        for target, values in zip(
+            self.planes, (content.view(torch.uint8), rope, scale), strict=True
+        ):
+            target[slots // p, slots % p] = values
+
+    def _idle(self, i: int, count: int) -> None:
+        """Some of a row's first ``count`` entries become no token's: one in seven, of the second
+        query token all, of a longer row a whole tile, and what is just behind the pool."""
+        pool = self.planes[0].shape[0] * self.shape.page_size
+        none = torch.tensor([-1, INT_MAX, pool, -(2**31)], dtype=torch.int32)
+        row = self.indices[i]
+        idle = torch.rand(count) < 1 / 7
+        if i % 4 == 1:
+            idle[:] = True
+        if count > 192 and i % 4 == 2:
+            idle[64:128] = True
+        row[:count][idle] = none[torch.randint(4, (int(idle.sum()),))]
+
+    # ---------------------------------------------------------------- calls
+
+    def arguments(self) -> dict[str, Any]:
+        """Of one call, into fresh NaN-filled buffers."""
+        shape, q = self.shape, self.q
+        b_q = q.rope.shape[0]
+        out = torch.full((b_q, shape.s_q, shape.heads, KV_LORA_RANK), math.nan)
+        lse = torch.full((b_q, shape.heads, shape.s_q), math.nan)
+        slots = max(2 * shape.parts, self.plan.split_begin[-1])
+        o_accum = torch.full((slots, shape.heads, PARTIAL_ROW), math.nan).half()
+        lse_accum = torch.full((slots, shape.heads), math.nan)
+        content, rope, scale = self.planes
+        return {
+            "q_nope": q.nope_u8, "q_rope": q.rope, "q_scale": q.row_scale,
+            "content": content, "rope": rope, "scale": scale, "indices": self.indices,
+            "topk_length": self.lengths, "attn_sink": self.sink,
+            "out": out.to(DTYPES[self.spec.out_dtype]), "lse": lse,
+            "o_accum": o_accum, "lse_accum": lse_accum, **self._planned().arguments(),
+            "softmax_scale": HEAD_SCALE, **NATURAL,
+            "may_split": int(self.plan.split_begin[-1] > 0),
+        }  # fmt: skip
+
+    def run(self, kernel: runtime.Kernel, **changes: Any) -> tuple[Tensor, Tensor]:
+        """(out, lse) of one call, on the CPU; ``changes``: other arguments than the job's."""
+        given = {
+            name: placed(x, self.device) if isinstance(x, Tensor) else x
+            for name, x in {**self.arguments(), **changes}.items()
+        }
+        kernel(*(given[name] for name in ARGUMENTS))
+        return given["out"].cpu(), given["lse"].cpu()
+
+    def _planned(self) -> PlanTables:
+        """The plan's tables, by the kernel or the reference."""
+        if self.planner is None:
+            return PlanTables.of(self.plan)
+        shape = self.shape
+        tiles = -(-shape.topk // self.spec.token_tile)
+        pieces = -(-tiles // shape.split_tiles) if shape.split_tiles else 0
+        made = PlanTables.empty(
+            len(shape.lengths), shape.parts, shape.queries, pieces, device=self.device
+        )
+        numbers = (shape.topk, self.spec.token_tile, shape.fixed_overhead, shape.split_tiles)
+        made.fill(self.planner, self.lengths.to(self.device), shape.queries, numbers)
+        return made
+
+    # ---------------------------------------------------------------- truth
+
+    def errors(self, result: tuple[Tensor, Tensor]) -> DecodeErrors:
+        """What ``run`` returned against the reference; rows of no sequence are not looked at."""
+        out, lse = result
+        n, q = self.shape.covered, self.q
+        nope, q_rope, q_scale = (x.flatten(0, 1)[:n] for x in (q.nope, q.rope, q.row_scale))
+        content, rope, scale = self.planes
+        run = functools.partial(
+            sparse_decode_reference, nope, q_rope, q_scale, content.view(torch.float8_e4m3fn),
+            rope, scale, self.indices[:n], self.counts[:n], HEAD_SCALE,
+            attn_sink=self.sink if self.shape.sink else None,
+        )  # fmt: skip
+        exact = os.environ.get("SOFTGPU_ACCUMULATE") == "exact"
+        mimic = rounding.MIMIC if exact else MIMIC_OF[self.spec.arch]
+        return errors_of(
+            run, out.flatten(0, 1)[:n], lse.transpose(0, 1).flatten(1)[:, :n],
+            replace(mimic, p_terms=self.spec.p_terms),
+        )  # fmt: skip
