@@ -5,7 +5,7 @@ strides, device).  The text names the argument, what was expected, what came and
 what to change: the particular advice if the check knows one, else ``ADVICE`` of the argument.
 
 Here are numbers, words and whole arguments; ``tensors`` has what is asked of any tensor,
-``messages`` the words.  All of it is called as ``checks.NAME``.
+``messages`` the words.  Both are called as attributes of this package.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK, QK_ROPE_HEAD_DIM
 from dsl_kernels.families.formats import FORMATS
 from dsl_kernels.families.fp8_decode import PAGE_SIZES
-from snapmla.checks.messages import (  # noqa: F401 (called as checks.NAME)
+from snapmla.checks.messages import (  # noqa: F401 (for callers)
     ADVICE,
     APART,
     class_name,
