@@ -57,7 +57,8 @@ class Mutant:
 
 def homes(file: str) -> set[str]:
     """Test files whose tests may kill a mutant of ``file``: its own, and the one of all checks."""
-    names = (*Path(file).with_suffix("").parts, "checks")
+    parts = Path(file).with_suffix("").parts
+    names = (*parts, "_".join(parts), "checks")
     return {f"host/test_{name}.py" for name in names}
 
 
@@ -81,6 +82,15 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("decode_plan/plan.py", "tokens > self.split_tiles", "tokens > 2 * self.split_tiles",
            "host/test_decode_plan.py::test_a_table_at_the_edge_of_a_split[129-fixed128]",
            "two fixed pieces are never merged"),
+    Mutant("sparse/plan.py", "tile >= self.num_heads", "tile > self.num_heads",
+           "host/test_sparse_plan.py::test_the_smallest_tile_that_takes_all_heads[16-16]",
+           "16 heads take a kernel of 32 rows"),
+    Mutant("sparse/plan.py", "units * blocks <= FEW_BLOCKS", "units * blocks < FEW_BLOCKS",
+           "host/test_sparse_plan.py::test_fewer_parts_for_few_tokens_of_two_row_blocks[128-2-44]",
+           "two tokens of 128 heads are cut into too many parts"),
+    Mutant("sparse/plan.py", "blocks > 1 and", "blocks > 0 and",
+           "host/test_sparse_plan.py::test_fewer_parts_for_few_tokens_of_two_row_blocks[16-4-132]",
+           "a token of few heads leaves SMs idle"),
     Mutant("plan.py", "num_parts + units, 2 * num_parts", "num_parts + units, num_parts",
            "host/test_plan.py::test_workspace_holds_the_worst_cuts",
            "partial results of a part are written past the workspace"),
