@@ -91,7 +91,7 @@ class SparseOptions(PlanOptions):
     def kernel(self, device: torch.device, s_q: int) -> VariantSpec:
         """The kernel of the smallest row tile that takes all heads, or of the largest."""
         pipeline, p_terms = PIPELINES[self.cache_name], dispatch.p_terms_of(self.accuracy)
-        tiles = ROW_TILES[pipeline]
+        tiles: tuple[int, ...] = ROW_TILES[pipeline]
         if p_terms > 1:
             if pipeline != "etap":
                 checks.value_error("accuracy", "'standard'", self.accuracy, "its P has 16 bits")
