@@ -12,11 +12,12 @@ PIPELINES = (
     "etap",  # a scale a token (cache "fp8"), FP8 products
     "mix16",  # rows of 656 bytes with four scales (ds_mla.py), 16-bit products
 )
-ROW_TILES = (16, 32, 64)  # query heads that a CTA owns
+ROW_TILES = {"etap": (16, 32, 64), "mix16": (16, 32, 64)}  # query heads that a CTA owns
+TWO_TERMS = (16, 32)  # row tiles of ``etap`` that sum P in two terms
 
 AXES = (
     Axis("pipeline", "", PIPELINES),
-    Axis("row_tile", "r", ROW_TILES, 64),
+    Axis("row_tile", "r", ROW_TILES["etap"], 64),
     OUT_DTYPE,
     Axis("stages", "st", tuple(range(9)), 0, named=False),  # of the KV ring; 0: the pipeline's own
     Axis("stamps", "stamps", (0, 1), 0, named=False),  # 1: a CTA records its events (stamp.py)
