@@ -20,9 +20,9 @@ import torch
 MODULES: dict[str, tuple[str, ...]] = {
     "snapmla": (
         "PagedKVCache", "append_kv", "quantize_q", "QuantizedQuery", "plan_decode", "DecodePlan",
-        "decode", "PlanCache", "rope_append_kv", "rope_quantize_q", "fetch_dequant", "merge_state",
-        "merge_states", "explain", "SnapMLAError", "UnsupportedDeviceError", "VariantError",
-        "__version__",
+        "decode", "PlanCache", "rope_append_kv", "rope_quantize_q", "fetch_dequant",
+        "convert_cache", "merge_state", "merge_states", "explain", "SnapMLAError",
+        "UnsupportedDeviceError", "VariantError", "__version__",
     ),
     "snapmla.flash_mla": (
         "get_mla_metadata", "flash_mla_with_kvcache", "FlashMLASchedMeta", "flash_mla_sparse_fwd",
@@ -36,7 +36,8 @@ MODULES: dict[str, tuple[str, ...]] = {
     "snapmla.layouts": ("paged_views", "rows640_views"),
     "snapmla.reference": (
         "mla_decode_reference", "reference_from_unquantised", "quantize_rows", "dequantize_rows",
-        "rms_norm_rows", "rotate_rows", "QuantConfig",
+        "quantize_ds_mla_rows", "dequantize_ds_mla_rows", "rms_norm_rows", "rotate_rows",
+        "QuantConfig",
     ),
     "snapmla.selfcheck": ("decode_errors", "DecodeErrors", "QkErrors", "lse_bounds"),
 }  # fmt: skip
@@ -51,7 +52,7 @@ INTERNALS: dict[str, tuple[str, ...]] = {
     ),
     "PagedKVCache": (
         "content_u8", "memory", "traceable", "plain", "begins", "asks", "arguments",
-        "decode_arguments", "named_tensors", "memory_now",
+        "append_options", "decode_arguments", "named_tensors", "memory_now",
     ),
     "QuantizedQuery": ("nope_u8", "row_scale", "arguments", "plain", "written", "begins"),
     "QuantConfig": ("group",),

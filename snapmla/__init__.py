@@ -16,6 +16,7 @@ from snapmla import torch_ops as _torch_ops  # noqa: F401 (registers operators a
 from snapmla._version import __version__
 from snapmla.attention import decode
 from snapmla.cache import PagedKVCache
+from snapmla.convert import convert_cache
 from snapmla.decode_plan import DecodePlan
 from snapmla.dispatch import explain
 from snapmla.errors import SnapMLAError, UnsupportedDeviceError, VariantError
@@ -38,6 +39,7 @@ __all__ = [
     "VariantError",
     "__version__",
     "append_kv",
+    "convert_cache",
     "decode",
     "explain",
     "fetch_dequant",

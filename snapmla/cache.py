@@ -11,7 +11,7 @@ import torch
 
 from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK
 from dsl_kernels.families.formats import DEFAULT, FORMATS
-from snapmla import checks, launch, layouts, overlap, tracing
+from snapmla import checks, ds_mla, launch, layouts, overlap, tracing
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -25,38 +25,47 @@ class PagedKVCache(launch.OverTensors):
     16 bits: a row of 576 channels, 512 of c_kv and 64 of k_rope, as they are, for each token and KV
     head; ``scale`` is None.  Made by ``allocate`` or ``from_tensors``.
 
+    ``fp8_ds_mla``: DeepSeek-V3.2's rows of 656 bytes, 512 of e4m3 content, four float32 scales, one
+    for each 128 channels, and 64 of k_rope as they are; in pages of any size.  ``append_kv``,
+    ``rope_append_kv`` and ``fetch_dequant`` take them; for ``decode`` there is ``convert_cache``.
+
     Attributes:
         content: float8_e4m3fn (num_pages, page_size, 512); bfloat16 or float16 (num_pages,
             page_size, num_kv_heads, 512).
         rope: bfloat16 (num_pages, page_size, 64); as ``content`` (num_pages, page_size,
             num_kv_heads, 64), the channels behind it.
-        scale: float32 (num_pages, page_size), max|c_kv| / top with a floor; None.
+        scale: float32 (num_pages, page_size), max|c_kv| / top with a floor; of ``fp8_ds_mla``
+            (num_pages, page_size, 4); None.
         content_u8: ``content`` as bytes, the form kernels take of an FP8 cache.
-        kv: of 16 bits the whole rows (num_pages, page_size, num_kv_heads, 576), the form kernels
-            take; None of an FP8 cache.
-        format: how a token is stored: ``fp8``, ``bf16`` or ``f16``, as ``cache_dtype`` of plans
-            (``dsl_kernels.families.formats`` has what follows from it).
-        dtype: float8_e4m3fn, bfloat16 or float16.
+        kv: of 16 bits the whole rows (num_pages, page_size, num_kv_heads, 576), of ``fp8_ds_mla``
+            uint8 (num_pages, page_size, 1, 656), the form kernels take; None of an FP8 cache.
+        format: how a token is stored: ``fp8``, ``bf16`` or ``f16``, as ``cache_dtype`` of plans, or
+            ``fp8_ds_mla`` (``dsl_kernels.families.formats`` has what follows from it).
+        scale_fmt: of ``fp8_ds_mla``, which scales tokens are appended with: None for float32 ones,
+            ``ue8m0`` for powers of two.
+        dtype: float8_e4m3fn, bfloat16 or float16; uint8 of ``fp8_ds_mla``.
         num_kv_heads: 1 of an FP8 cache.
-        layout: ``split``, ``paged``, ``row640``, of 16 bits ``rows``; or ``strided`` for any other
-            legal strides.
+        layout: ``split``, ``paged``, ``row640``, of one tensor ``rows``; or ``strided`` for any
+            other legal strides.
         memory: what operators of ``torch.ops.snapmla`` take: content_u8, rope, scale, or the memory
-            that they are views of (``snapmla.layouts.memory_of``); of 16 bits kv, None, None.
+            that they are views of (``snapmla.layouts.memory_of``); of one tensor kv, None, None.
         traceable: whether ``memory`` may be written under ``torch.compile``.
 
     Raises:
         TypeError, ValueError: see ``snapmla.checks.cache``.
 
     Source: SnapMLA paper, section 3.1 (per-token scales, RoPE in the pre-scaled domain); layout
-    ``row640`` is Modular's, ``paged`` our own, ``rows`` FlashMLA's.
+    ``row640`` is Modular's, ``paged`` our own, ``rows`` FlashMLA's, ``fp8_ds_mla`` FlashMLA's and
+    vLLM's.
     """
 
     content: torch.Tensor
     rope: torch.Tensor
     scale: torch.Tensor | None = None
+    format: str = field(default="", repr=False, kw_only=True)
+    scale_fmt: str | None = field(default=None, repr=False, kw_only=True)
     content_u8: torch.Tensor = field(init=False, repr=False)
     kv: torch.Tensor | None = field(init=False, repr=False)
-    format: str = field(init=False, repr=False)
     dtype: torch.dtype = field(init=False, repr=False)
     num_kv_heads: int = field(init=False, repr=False)
     layout: str = field(init=False)
@@ -77,15 +86,15 @@ class PagedKVCache(launch.OverTensors):
     @functools.cached_property
     def place(self) -> int:
         """A number for the tensors' spans and for what a plan must have in common with them."""
-        return overlap.place((*self.spans, self.dtype, self.page_size, self.num_kv_heads))
+        return overlap.place((*self.spans, self.format, self.page_size, self.num_kv_heads))
 
     def __post_init__(self) -> None:
         if not torch.compiler.is_compiling():  # a tracer's tensors have no address to check
             tracing.refuse_transforms()
-            checks.cache(self.content, self.rope, self.scale)
+            _check(self)
         object.__setattr__(self, "content_u8", self.content.view(torch.uint8))
-        object.__setattr__(self, "dtype", self.content.dtype)
-        object.__setattr__(self, "format", checks.format_of(self.content))
+        object.__setattr__(self, "format", self.format or checks.format_of(self.content))
+        object.__setattr__(self, "dtype", getattr(torch, FORMATS[self.format].element))
         self._set(_KEPT[self.format].derived(self))
 
     def _set(self, derived: _Derived) -> None:
@@ -106,29 +115,35 @@ class PagedKVCache(launch.OverTensors):
         *,
         dtype: str | torch.dtype = "fp8",
         num_kv_heads: int = 1,
+        scale_fmt: str | None = None,
     ) -> PagedKVCache:
         """A cache of uninitialised memory (unused slots may hold NaN; no kernel minds).
 
         Args:
             num_pages: pages in the pool, 1 or more.
             page_size: tokens in a page: 16, 32, 64 or 128; of 16 bits also any multiple of 64, one
-                page a sequence.
+                page a sequence; of ``fp8_ds_mla`` 1 or more.
             layout: of an FP8 cache ``split`` (None), ``paged`` or ``row640`` (see
-                ``snapmla.layouts``); rows of 16 bits lie in one way only.
+                ``snapmla.layouts``); rows of 16 bits and of ``fp8_ds_mla`` lie in one way only.
             device: where; a ``cpu`` cache is the software GPU's, which needs no GPU.
-            dtype: ``fp8`` or torch.float8_e4m3fn, torch.bfloat16 or torch.float16.
+            dtype: ``fp8`` or torch.float8_e4m3fn, torch.bfloat16, torch.float16, or ``fp8_ds_mla``.
             num_kv_heads: KV heads of a 16-bit cache, 1 to 128; an FP8 cache has one.
+            scale_fmt: of ``fp8_ds_mla``, see ``from_tensors``.
 
         Raises:
             TypeError, ValueError: naming the argument.
         """
         checks.integer("num_pages", num_pages, 1)
-        dtype = checks.cache_dtype(dtype, "dtype")
+        dtype = checks.cache_dtype(dtype, "dtype", _NAMED)
         where, name = checks.device("device", device), checks.format_named(dtype)
         checks.page_size_of(name, page_size)
         checks.cache_heads(name, num_kv_heads)
+        ds_mla.check_scale_format(scale_fmt, name)
         wanted = _Wanted(name, num_pages, page_size, num_kv_heads, layout, where)
-        return cls.from_tensors(*_KEPT[name].allocate(wanted))
+        memory = _KEPT[name].allocate(wanted)
+        if name in _NAMED:
+            return cls.from_tensors(memory[0], format=name, scale_fmt=scale_fmt)
+        return cls.from_tensors(*memory)
 
     @classmethod
     def from_tensors(
@@ -136,29 +151,60 @@ class PagedKVCache(launch.OverTensors):
         content: torch.Tensor,
         rope: torch.Tensor | None = None,
         scale: torch.Tensor | None = None,
+        *,
+        format: str | None = None,
+        scale_fmt: str | None = None,
     ) -> PagedKVCache:
         """A cache over existing memory; any strides whose rows are 16-byte aligned.
 
-        Three tensors are an FP8 cache, one is a cache of 16 bits.
+        Three tensors are an FP8 cache, one is a cache of 16 bits, or of the format that is named.
 
         Args:
             content: float8_e4m3fn or uint8 (num_pages, page_size, 512); or alone, bfloat16 or
                 float16 rows (num_pages, page_size, num_kv_heads, 576), where one KV head may be
-                left out.
+                left out; or beside ``format``, uint8, int8 or float8_e4m3fn rows of 656 bytes,
+                (num_pages, page_size, 1, 656) or (num_pages, page_size, 656), side by side in a
+                page, whose pages may lie apart.
             rope: bfloat16 (num_pages, page_size, 64).
             scale: float32 (num_pages, page_size).
+            format: ``fp8_ds_mla`` for rows of 656 bytes, which nothing else tells; None for others.
+            scale_fmt: beside ``fp8_ds_mla``: None appends tokens with vLLM's scales, the larger of
+                max|c_kv| / 448 and 2**-126; ``ue8m0`` (DeepSeek's name) rounds these up to powers
+                of two.  Which ones are in the memory does not matter.
         """
+        if format is not None:
+            return cls._from_named(content, rope, scale, format, scale_fmt)
+        ds_mla.check_scale_format(scale_fmt, DEFAULT)
         if rope is None and scale is None:
             if not torch.compiler.is_compiling():
                 checks.cache_rows(content)
             kv = layouts.with_heads(content)
             made = cls(kv[..., :KV_LORA_RANK], kv[..., KV_LORA_RANK:])
-            made._set(_rows_derived(kv))  # a tracer knows this tensor, not others over its memory
+            made._set(_one_derived(kv))  # a tracer knows this tensor, not others over its memory
             return made
         is_tensor = isinstance(content, torch.Tensor)
         if is_tensor and content.dtype == torch.uint8 and not checks.negative(content):
             content = content.view(layouts.FP8)
         return cls(content, rope, scale)  # type: ignore[arg-type]  # which refuses None
+
+    @classmethod
+    def _from_named(
+        cls, content: Any, rope: Any, scale: Any, fmt: str, scale_fmt: str | None
+    ) -> PagedKVCache:
+        """``from_tensors`` of a format that is given by name."""
+        checks.choice("format", fmt, (None, *_NAMED))
+        ds_mla.check_scale_format(scale_fmt, fmt)
+        for name, value in (("rope", rope), ("scale", scale)):
+            if value is not None:
+                hint = "rows of 656 bytes are one tensor"
+                got = type(value).__name__
+                checks.value_error(name, f"None beside format={fmt!r}", got, hint)
+        if not torch.compiler.is_compiling():
+            ds_mla.check(content)
+        kv = ds_mla.rows_of(content)
+        made = cls(*ds_mla.fields_of(kv), format=fmt, scale_fmt=scale_fmt)
+        made._set(_one_derived(kv))  # as of 16 bits
+        return made
 
     @functools.cached_property
     def plain(self) -> bool:
@@ -167,8 +213,13 @@ class PagedKVCache(launch.OverTensors):
 
     @functools.cached_property
     def arguments(self) -> tuple[Any, ...]:
-        """content_u8, rope, scale, or kv of 16 bits, as kernels take them."""
+        """content_u8, rope, scale, or kv of one tensor, as kernels take them."""
         return launch.prepared(*(getattr(self, name) for name in FORMATS[self.format].arguments))
+
+    @functools.cached_property
+    def append_options(self) -> tuple[int, ...]:
+        """What kernels that append take last."""
+        return (int(self.scale_fmt is not None),) if self.format == ds_mla.FORMAT else ()
 
     @functools.cached_property
     def decode_arguments(self) -> tuple[Any, ...]:
@@ -176,6 +227,14 @@ class PagedKVCache(launch.OverTensors):
         if self.page_size == layouts.kernel_page_size(self.page_size):
             return self.arguments
         return launch.prepared(*map(layouts.small_pages, self.named_tensors.values()))
+
+    @functools.cached_property
+    def gather_arguments(self) -> tuple[Any, ...]:
+        """``arguments``, of ``fp8_ds_mla`` (num_pages, page_size, 656), for sparse decode."""
+        if self.format != ds_mla.FORMAT:
+            return self.arguments
+        assert self.kv is not None
+        return launch.prepared(self.kv.squeeze(2))
 
     @functools.cached_property
     def named_tensors(self) -> dict[str, torch.Tensor]:
@@ -227,11 +286,32 @@ def expect_cache(value: object) -> None:
 def expect_fp8(cache: PagedKVCache, hint: str) -> None:
     """ValueError for a cache of another format, where FP8 alone is taken; says what to do."""
     if cache.format != DEFAULT:
-        got = f"one of {checks.dtype_name(cache.dtype)} rows"
+        form = FORMATS[cache.format]
+        got = f"one of {checks.dtype_name(cache.dtype)} rows" if form.rows else form.about
         checks.value_error("cache", FORMATS[DEFAULT].about, got, hint)
 
 
+def expect_decoded(cache: object) -> None:
+    """ValueError for a cache of a format that attention does not read."""
+    if isinstance(cache, PagedKVCache) and cache.format in _NAMED:
+        hint = "snapmla.convert_cache makes an FP8 cache of it"
+        checks.value_error("cache", "an FP8 or a 16-bit cache", FORMATS[cache.format].about, hint)
+
+
 # -------------------------------------------------------------------------- by format
+
+
+def _check(cache: PagedKVCache) -> None:
+    """Checks what a cache is made of."""
+    fmt = cache.format
+    ds_mla.check_scale_format(cache.scale_fmt, fmt or DEFAULT)
+    if fmt == ds_mla.FORMAT:
+        ds_mla.check_fields(cache.content, cache.rope, cache.scale)
+        return
+    checks.cache(cache.content, cache.rope, cache.scale)
+    own = checks.format_of(cache.content)
+    if fmt not in ("", own):
+        checks.value_error("format", f"{own!r}, by content's dtype, or ''", repr(fmt))
 
 
 class _Derived(NamedTuple):
@@ -305,7 +385,7 @@ def _new_planes(wanted: _Wanted) -> layouts.Views:
     return layouts.LAYOUTS[layout].allocate(wanted.num_pages, wanted.page_size, wanted.device)
 
 
-def _rows_derived(kv: torch.Tensor) -> _Derived:
+def _one_derived(kv: torch.Tensor) -> _Derived:
     """Of whole rows, one memory of one dtype."""
     layout = "rows" if kv.is_contiguous() else "strided"
     return _Derived(kv, kv.shape[2], layout, (kv, None, None), True)
@@ -325,11 +405,33 @@ def _new_rows(wanted: _Wanted) -> tuple[torch.Tensor]:
     return (torch.empty(shape, dtype=dtype, device=wanted.device),)
 
 
+def _ds_mla_begins(cache: PagedKVCache) -> _Pairs:
+    """Its scales lie between what is asked for."""
+    (kv,) = cache.named_tensors.values()
+    return (kv, kv), (kv, cache.content), (kv[..., ds_mla.ROPE_AT :], cache.rope)
+
+
+def _new_ds_mla(wanted: _Wanted) -> tuple[torch.Tensor]:
+    if wanted.layout is not None:
+        hint = "rows of 656 bytes lie in one way only"
+        expected = f"None beside dtype={wanted.format!r}"
+        checks.value_error("layout", expected, repr(wanted.layout), hint)
+    shape = (wanted.num_pages, wanted.page_size, 1, ds_mla.ROW_BYTES)
+    return (torch.empty(shape, dtype=torch.uint8, device=wanted.device),)
+
+
 _PLANES = _Kept(_planes_derived, _planes_begins, _planes_memory, _new_planes)
 _ROWS = _Kept(
-    lambda cache: _rows_derived(layouts.joined(cache.content)),
+    lambda cache: _one_derived(layouts.joined(cache.content)),
     _rows_begins,
     lambda cache: cache.memory,
     _new_rows,
 )
-_KEPT = {"fp8": _PLANES, "bf16": _ROWS, "f16": _ROWS}
+_DS_MLA = _Kept(
+    lambda cache: _one_derived(ds_mla.joined(cache.content)),
+    _ds_mla_begins,
+    lambda cache: cache.memory,
+    _new_ds_mla,
+)
+_KEPT = {"fp8": _PLANES, "bf16": _ROWS, "f16": _ROWS, ds_mla.FORMAT: _DS_MLA}
+_NAMED = tuple(name for name, each in FORMATS.items() if each.named)

@@ -13,7 +13,7 @@ from snapmla import call as calls
 from snapmla import checks, launch, overlap, runtime, tracing
 from snapmla.cache import PagedKVCache, expect_cache
 from snapmla.decode_plan import nothing
-from snapmla.quant import CACHE_NAMES, FLOAT_NAMES, INDEX_NAMES, named, variant_kernel
+from snapmla.quant import FLOAT_NAMES, INDEX_NAMES, named, variant_kernel
 
 MAX_FETCHED = 65535  # sequences of a block table with cache_seqlens: the kernel's grid.y
 MAX_TOTAL = 2**31 - 1  # rows of a packed result: the kernel's int32
@@ -51,7 +51,9 @@ def fetch_dequant(
     """Reads tokens back: c_kv = content * scale, k_rope = rope * scale (SnapMLA's fetch-dequant).
 
     From a cache of 16 bits rows are copied as they are; to another dtype they are rounded to
-    nearest, by variants that are compiled when they are first asked for.
+    nearest, by variants that are compiled when they are first asked for.  From one of
+    ``fp8_ds_mla`` a group of channels whose scale is 0 is zeros, whatever its bytes are, and k_rope
+    is copied; built by default for bfloat16 and int32 indices.
 
     Three ways to say which.  ``where`` and ``cache_seqlens``: the first tokens of each sequence,
     padded to one length.  ``where`` and ``cu_seqlens``: a chunk of each sequence, packed.  Flat
@@ -118,7 +120,7 @@ def _parts(call: Fetch) -> calls.Parts:
     where, lengths, begin, starts, total = tokens
     tensors = tuple([t for t in (where, lengths, begin, starts, *_given(out)) if t is not None])
     options = (
-        cache.dtype, cache.num_kv_heads, cache.page_size, dtype, total.__class__, total,
+        cache.format, cache.num_kv_heads, cache.page_size, dtype, total.__class__, total,
         lengths is None, begin is None, starts is None, out.__class__,
     )  # fmt: skip
     at = [t.data_ptr() for t in tensors]
@@ -188,7 +190,7 @@ def _launch(call: Fetch, ready: Ready | None) -> tuple[Fetched, Ready | None]:
     if ready is None:
         kernel = variant_kernel(
             cache.device, "fetch_dequant", in_dtype=FLOAT_NAMES[c_kv.dtype], mode=mode,
-            index_dtype=INDEX_NAMES[index], cache_dtype=CACHE_NAMES[cache.dtype],
+            index_dtype=INDEX_NAMES[index], cache_dtype=cache.format,
         )  # fmt: skip
         ready = Ready(kernel, shape)
     parts: Fetched = (c_kv, k_rope)
@@ -274,17 +276,21 @@ def _traced(call: Fetch) -> Fetched:
     """``fetch_dequant`` as an operator, for tracers."""
     cache, tokens, out, dtype = call
     expect_cache(cache)
-    common = (*cache.memory_now(), tokens.where, tokens.cache_seqlens)
+    named_, memory = FORMATS[cache.format].named, cache.memory_now()
+    own = (memory[0], cache.format) if named_ else memory
+    common = (*own, tokens.where, tokens.cache_seqlens)
     chunks = {"cu_seqlens": tokens.cu_seqlens, "seq_starts": tokens.seq_starts}
+    ops = torch.ops.snapmla
     if out is None:
         dtype = _dtype_of(cache, dtype)
-        return torch.ops.snapmla.fetch_dequant(*common, dtype, **chunks, total=tokens.total)
+        allocating = ops.fetch_bytes if named_ else ops.fetch_dequant
+        return allocating(*common, dtype, **chunks, total=tokens.total)
     if tokens.total is not None:
         # the operator takes no total beside out
         rows(tokens, cache.page_size, cache.num_kv_heads, given=True)
     if isinstance(out, torch.Tensor):
         out = out[..., :KV_LORA_RANK], out[..., KV_LORA_RANK:]
-    torch.ops.snapmla.fetch_dequant_out(*common, *out, **chunks)
+    (ops.fetch_bytes_out if named_ else ops.fetch_dequant_out)(*common, *out, **chunks)
     return out
 
 

@@ -4,7 +4,7 @@ Rounding, for a row c (512 content values) and r (64 RoPE values):
 ``scale = max(max|c| / top, max|r| * 2^-40, 2^-80)``, ``nope = e4m3(c / scale)``,
 ``rope = bf16(r / scale)``, where top is 448 for queries and ``CACHE_TOPS[slot % 8]`` for tokens; a
 row with NaN or Inf is stored as NaN (bytes, scale and RoPE).
-A cache of 16 bits holds rows as they are.
+A cache of 16 bits holds rows as they are; of one of ``fp8_ds_mla`` docs/formats.md has the rule.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 
 from dsl_kernels.dims import KV_LORA_RANK, QK_ROPE_HEAD_DIM
+from dsl_kernels.families.formats import DEFAULT, FORMATS
 from dsl_kernels.spec import VariantSpec
 from snapmla import call as calls
 from snapmla import checks, launch, overlap, runtime, tracing
@@ -25,7 +26,6 @@ from snapmla.cache import PagedKVCache, expect_cache
 GRANULARITIES = ("token_head", "token")
 FLOAT_NAMES = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
 INDEX_NAMES = {torch.int32: "i32", torch.int64: "i64"}
-CACHE_NAMES = {checks.FP8: "fp8", torch.bfloat16: "bf16", torch.float16: "f16"}
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -158,11 +158,11 @@ def variant_kernel(device: torch.device, op: str, **axes: str) -> runtime.Kernel
 
 @functools.lru_cache(maxsize=64)
 def _appender(
-    device: torch.device, dtype: torch.dtype, index: torch.dtype, cache: torch.dtype
+    device: torch.device, dtype: torch.dtype, index: torch.dtype, fmt: str
 ) -> runtime.Kernel:
     return variant_kernel(
         device, "append_kv", in_dtype=FLOAT_NAMES[dtype], index_dtype=INDEX_NAMES[index],
-        cache_dtype=CACHE_NAMES[cache],
+        cache_dtype=fmt,
     )  # fmt: skip
 
 
@@ -181,7 +181,8 @@ def append_kv(
     """Quantises tokens and scatters them into the cache (SnapMLA's fused K-append), in place.
 
     A cache of 16 bits takes them as they are, of another dtype rounded to nearest.  Built by
-    default for tokens of its dtype; others are compiled when they are first asked for.
+    default for tokens of its dtype, of ``fp8_ds_mla`` for bfloat16; others are compiled when they
+    are first asked for.
 
     Args:
         cache: written at the slots.
@@ -196,7 +197,7 @@ def append_kv(
         TypeError, ValueError: naming the argument.
 
     Source: SnapMLA paper, section 3.3.1 (fused K-append); the scale's floors are our own
-    (docs/numerics.md).
+    (docs/numerics.md).  Of ``fp8_ds_mla`` vLLM's ``concat_and_cache_mla``.
     """
     calls.run(_APPEND, _APPEND, (cache, c_kv, k_rope, slot_mapping))
 
@@ -210,7 +211,7 @@ def _append_parts(call: Append) -> calls.Parts:
     content, rope, scale = cache.asks
     return (
         (c_kv, k_rope, slot_mapping),
-        (cache.dtype, cache.num_kv_heads),
+        (cache.format, cache.num_kv_heads),
         (
             c_kv.data_ptr(), k_rope.data_ptr(), slot_mapping.data_ptr(), cache.place, content(),
             rope(), scale(),
@@ -255,7 +256,8 @@ def _check_append(call: Append) -> Append:
 
 def _launch_append(call: Append, _: object) -> tuple[None, bool]:
     cache, c_kv, k_rope, slot_mapping = call
-    launch_append(cache.arguments, c_kv, k_rope, slot_mapping, cache.dtype)
+    tokens, options = (c_kv, k_rope, slot_mapping), cache.append_options
+    launch_append(cache.arguments, *tokens, cache.format, options)
     return None, True
 
 
@@ -266,7 +268,12 @@ def _traced_append(call: Append) -> None:
     expect_traceable(cache)
     if not tracing.by_dynamo():
         check_tokens(c_kv, k_rope, slot_mapping, cache.device, cache.num_kv_heads)
-    torch.ops.snapmla.append_kv(*cache.memory_now(), c_kv, k_rope, slot_mapping)
+    memory, tokens = cache.memory_now(), (c_kv, k_rope, slot_mapping)
+    if FORMATS[cache.format].named:
+        told = cache.format, cache.scale_fmt
+        torch.ops.snapmla.append_bytes(memory[0], *told, *tokens)
+    else:
+        torch.ops.snapmla.append_kv(*memory, *tokens)
 
 
 _APPEND = calls.Op(
@@ -323,21 +330,22 @@ def launch_append(
     c_kv: torch.Tensor,
     k_rope: torch.Tensor,
     slot_mapping: torch.Tensor,
-    dtype: torch.dtype = checks.FP8,
+    fmt: str = DEFAULT,
+    options: tuple[int, ...] = (),
 ) -> None:
     """The launch of ``append_kv`` on checked arguments.
 
     Args:
-        cache: content bytes, RoPE and scale; or rows of 16 bits alone.
-        dtype: of the cache.
+        cache: content bytes, RoPE and scale; or rows of one tensor.
+        fmt: the cache's format. options: its ``append_options``.
     """
     if c_kv.shape[0] == 0:
         return
     if c_kv.ndim == 3:
         c_kv, k_rope = (rows.as_strided((rows.shape[0] * rows.shape[1], rows.shape[2]),
                                         rows.stride()[1:]) for rows in (c_kv, k_rope))  # fmt: skip
-    kernel = _appender(c_kv.device, c_kv.dtype, slot_mapping.dtype, dtype)
-    kernel(*cache, c_kv, k_rope, slot_mapping)
+    kernel = _appender(c_kv.device, c_kv.dtype, slot_mapping.dtype, fmt)
+    kernel(*cache, c_kv, k_rope, slot_mapping, *options)
 
 
 def quantize_q(

@@ -12,10 +12,11 @@ from typing import NamedTuple
 import torch
 
 from dsl_kernels.dims import KV_LORA_RANK, QK_ROPE_HEAD_DIM
+from dsl_kernels.families.formats import DEFAULT, FORMATS
 from snapmla import call as calls
 from snapmla import checks, quant, runtime, tracing
 from snapmla.cache import PagedKVCache, expect_cache, expect_fp8
-from snapmla.quant import QuantizedQuery, Triple
+from snapmla.quant import QuantizedQuery
 
 LEAST_EPS, MOST_EPS = 1e-12, 1.0
 
@@ -35,10 +36,11 @@ def rope_append_kv(
     """Rotates new tokens, normalises them if asked to, and appends them in place, as ``append_kv``.
 
     One launch for norm, RoPE, quantisation and append.  Built by default for bfloat16 tokens, int64
-    slots and positions; other dtypes are compiled when they are first asked for.
+    slots and positions, of ``fp8_ds_mla`` with the norm and ``is_neox`` off; others are compiled
+    when they are first asked for.
 
     Args:
-        cache: FP8, written at the slots.
+        cache: FP8 or ``fp8_ds_mla``, written at the slots.
         c_kv: bfloat16, float16 or float32 (n, 512); rows may be strided, 16-byte aligned.
         k_rope: same dtype, (n, 64), RoPE not yet applied; rows may be strided.
         slot_mapping: int32 or int64 (n,), ``page * page_size + offset``; negative slots and slots
@@ -86,7 +88,7 @@ def _append_parts(call: Append) -> calls.Parts:
     tensors = tuple(tokens) if norm_weight is None else (*tokens, norm_weight)
     content, rope, scale = cache.asks
     options = (
-        cache.dtype, is_neox.__class__, is_neox, norm_weight is None, norm_eps.__class__, norm_eps,
+        cache.format, is_neox.__class__, is_neox, norm_weight is None, norm_eps.__class__, norm_eps,
     )  # fmt: skip
     begin = [tensor.data_ptr() for tensor in tensors]
     return tensors, options, (*begin, cache.place, content(), rope(), scale())
@@ -100,7 +102,7 @@ def _append_places(call: Append, _: object) -> calls.Groups | None:
 def _check_append(call: Append) -> Append:
     cache, c_kv, k_rope, slot_mapping, positions, cos_sin_cache, is_neox, norm_weight, eps = call
     expect_cache(cache)
-    _expect_fp8(cache)
+    _expect_quantised(cache)
     eps = check_eps(eps)
     quant.check_append(cache, c_kv, k_rope, slot_mapping)
     check_angles(c_kv.dtype, c_kv.shape[:1], positions, cos_sin_cache, cache.device)
@@ -113,12 +115,14 @@ def _check_append(call: Append) -> Append:
     return call
 
 
-def _expect_fp8(cache: PagedKVCache) -> None:
-    expect_fp8(cache, "rotate and normalise the tokens, then snapmla.append_kv")
+def _expect_quantised(cache: PagedKVCache) -> None:
+    if FORMATS[cache.format].rows:
+        expect_fp8(cache, "rotate and normalise the tokens, then snapmla.append_kv")
 
 
 def _launch_append(call: Append, _: object) -> tuple[None, bool]:
-    launch_append(call.cache.arguments, *call[1:])
+    cache = call.cache
+    launch_append(cache.arguments, *call[1:], cache.format, cache.append_options)
     return None, True
 
 
@@ -126,17 +130,23 @@ def _traced_append(call: Append) -> None:
     """``rope_append_kv`` as an operator, for tracers."""
     cache, c_kv, k_rope, slot_mapping, positions, cos_sin_cache, is_neox, norm_weight, eps = call
     expect_cache(cache)
-    _expect_fp8(cache)
+    _expect_quantised(cache)
     eps = check_eps(eps)
     quant.expect_traceable(cache)
     if not tracing.by_dynamo():
         quant.check_tokens(c_kv, k_rope, slot_mapping, cache.device)
         check_angles(c_kv.dtype, c_kv.shape[:1], positions, cos_sin_cache, cache.device)
         check_weight(norm_weight, c_kv)
-    torch.ops.snapmla.rope_append_kv(
-        *cache.memory_now(), c_kv, k_rope, slot_mapping, positions, cos_sin_cache,
+    memory = cache.memory_now()
+    given = (
+        c_kv, k_rope, slot_mapping, positions, cos_sin_cache,
         bool(checks.flag("is_neox", is_neox)), norm_weight, eps,
     )  # fmt: skip
+    if FORMATS[cache.format].named:
+        told = cache.format, cache.scale_fmt
+        torch.ops.snapmla.rope_append_bytes(memory[0], *told, *given)
+    else:
+        torch.ops.snapmla.rope_append_kv(*memory, *given)
 
 
 _APPEND = calls.Op(
@@ -181,7 +191,7 @@ def check_eps(norm_eps: float) -> float:
 
 
 def launch_append(
-    cache: Triple,
+    cache: tuple[torch.Tensor, ...],
     c_kv: torch.Tensor,
     k_rope: torch.Tensor,
     slot_mapping: torch.Tensor,
@@ -190,8 +200,11 @@ def launch_append(
     is_neox: bool,
     norm_weight: torch.Tensor | None,
     norm_eps: float,
+    fmt: str = DEFAULT,
+    options: tuple[int, ...] = (),
 ) -> None:
-    """The launch of ``rope_append_kv`` on checked arguments; cache = (bytes, rope, scale)."""
+    """The launch of ``rope_append_kv`` on checked arguments; cache, format and options as those of
+    ``quant.launch_append``."""
     if c_kv.shape[0] == 0:
         return
     kernel = quant.variant_kernel(
@@ -200,13 +213,14 @@ def launch_append(
         in_dtype=quant.FLOAT_NAMES[c_kv.dtype],
         index_dtype=quant.INDEX_NAMES[slot_mapping.dtype],
         norm="given" if norm_weight is None else "rms",
+        cache_dtype=fmt,
         **_rotation(positions, cos_sin_cache, is_neox),
     )
     given = (*cache, c_kv, k_rope, slot_mapping, positions, cos_sin_cache)
     if norm_weight is None:
-        kernel(*given)
+        kernel(*given, *options)
     else:
-        kernel(*given, norm_weight, norm_eps)
+        kernel(*given, norm_weight, norm_eps, *options)
 
 
 def _rotation(

@@ -28,7 +28,8 @@ AXES = (IN_DTYPE, INDEX_DTYPE, ROPE_STYLE, NORM, COS_SIN_DTYPE, POSITION_DTYPE, 
 
 def points(arch: str) -> Iterator[Values]:
     """Every dtype of tokens as they are; of what rotates them too, what engines call it with; into
-    16-bit caches, tokens of the cache's dtype."""
+    16-bit caches, tokens of the cache's dtype; into DeepSeek's 656-byte rows, bfloat16 tokens, and
+    what its models do before: RMS norm and interleaved RoPE."""
     yield from every(AXES)(arch)
     for style, norm, table in itertools.product(
         ("interleaved", "neox"), NORM.values, ("f32", "bf16")
@@ -39,6 +40,14 @@ def points(arch: str) -> Iterator[Values]:
         }  # fmt: skip
     for dtype, index in itertools.product(ROWS, INDEX_DTYPE.values):
         yield {"in_dtype": dtype, "index_dtype": index, "cache_dtype": dtype}
+    rows = {"in_dtype": "bf16", "cache_dtype": "fp8_ds_mla"}
+    for index in INDEX_DTYPE.values:
+        yield {**rows, "index_dtype": index}
+    for table in ("f32", "bf16"):
+        yield {
+            **rows, "index_dtype": "i64", "rope_style": "interleaved", "norm": "rms",
+            "cos_sin_dtype": table,
+        }  # fmt: skip
 
 
 FAMILY = helper(

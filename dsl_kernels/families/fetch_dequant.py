@@ -15,7 +15,7 @@ AXES = (IN_DTYPE, MODE, INDEX_DTYPE, CACHE_DTYPE)
 
 def points(arch: str) -> Iterator[Values]:
     """All modes with int32 indices; int64 ones too where there are any; of 16-bit caches, results
-    of the cache's dtype."""
+    of the cache's dtype; of DeepSeek's 656-byte rows, bfloat16."""
     yield from every(AXES)(arch)
     for dtype in IN_DTYPE.values:
         yield {IN_DTYPE.name: dtype, MODE.name: "indices", INDEX_DTYPE.name: "i64"}
@@ -24,6 +24,8 @@ def points(arch: str) -> Iterator[Values]:
         for mode in MODE.values:
             yield {**rows, MODE.name: mode}
         yield {**rows, MODE.name: "indices", INDEX_DTYPE.name: "i64"}
+    for mode in MODE.values:
+        yield {IN_DTYPE.name: "bf16", MODE.name: mode, CACHE_DTYPE.name: "fp8_ds_mla"}
 
 
 FAMILY = helper(

@@ -17,6 +17,9 @@ Timeline     wait for the previous grid | load row, slot | max, redux | scale, d
 Bytes moved  per token 1152 read (16-bit input) + 644 written + the slot; + 256 (fp32) or 128 of
              angles and the position, and the weight's 1024 once (L1, L2).
 
+656 bytes    (``ds_mla.py``) a scale for each 128 channels, found by its half of a warp; 656 written
+             a token, its scales by two lanes.
+
 16-bit rows  one warp a token and head, load row, slot | store; 1152 read + 1152 written; another
              dtype than the cache's is rounded once.
 
@@ -31,17 +34,18 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import cutlass
-from cutlass import Float32, Int32, Int64, Uint32, cute
+from cutlass import Float32, Int32, Int64, cute
 
 from .. import compat
 from ..dims import KV_LORA_RANK, QK_ROPE_HEAD_DIM
-from . import quant, stored
+from . import ds_mla, quant, stored
 from . import rope as rotary
 
 if TYPE_CHECKING:
     from ..spec import VariantSpec
 
 WARPS = 4
+ROWS = ("bf16", "f16")  # caches of 16-bit rows
 
 
 @cute.jit
@@ -55,7 +59,22 @@ def append_kv(
     stream: Any,
 ) -> None:
     """Host half for tokens as the cache keeps them."""
-    _launch((content, rope, scale), (c_kv, k_rope), slot_mapping, None, None, False, stream)
+    cache = stored.Fp8Cache(content, rope, scale)
+    _launch(cache, (c_kv, k_rope), slot_mapping, None, None, False, stream)
+
+
+@cute.jit
+def append_ds_mla(
+    kv: cute.Tensor,  # u8 (pages, P, 1, 656)
+    c_kv: cute.Tensor,  # in_dtype (n, 512)
+    k_rope: cute.Tensor,  # in_dtype (n, 64)
+    slot_mapping: cute.Tensor,  # i32|i64 (n,)
+    power_of_two: Int32,  # 0|1: scales are rounded up to powers of two
+    stream: Any,
+) -> None:
+    """``append_kv`` into rows of 656 bytes."""
+    cache = ds_mla.Target656(kv, power_of_two)
+    _launch(cache, (c_kv, k_rope), slot_mapping, None, None, False, stream)
 
 
 @cute.jit
@@ -99,7 +118,7 @@ class Rotated:
     ) -> None:
         """RoPE alone."""
         angles = rotary.Angles(positions, cos_sin)
-        cache, tokens = (content, rope, scale), (c_kv, k_rope)
+        cache, tokens = stored.Fp8Cache(content, rope, scale), (c_kv, k_rope)
         _launch(cache, tokens, slot_mapping, angles, None, self.neox, stream)
 
     @cute.jit
@@ -119,7 +138,43 @@ class Rotated:
     ) -> None:
         """RMS norm and RoPE."""
         angles, norm = rotary.Angles(positions, cos_sin), rotary.Norm(norm_weight, norm_eps)
-        cache, tokens = (content, rope, scale), (c_kv, k_rope)
+        cache, tokens = stored.Fp8Cache(content, rope, scale), (c_kv, k_rope)
+        _launch(cache, tokens, slot_mapping, angles, norm, self.neox, stream)
+
+    @cute.jit
+    def ds_mla_rope(
+        self,
+        kv: cute.Tensor,  # u8 (pages, P, 1, 656)
+        c_kv: cute.Tensor,  # in_dtype (n, 512)
+        k_rope: cute.Tensor,  # in_dtype (n, 64)
+        slot_mapping: cute.Tensor,  # i32|i64 (n,)
+        positions: cute.Tensor,  # i32|i64 (n,)
+        cos_sin: cute.Tensor,  # f32 or in_dtype (max_position, 64)
+        power_of_two: Int32,
+        stream: Any,
+    ) -> None:
+        """RoPE alone, into rows of 656 bytes."""
+        angles = rotary.Angles(positions, cos_sin)
+        cache, tokens = ds_mla.Target656(kv, power_of_two), (c_kv, k_rope)
+        _launch(cache, tokens, slot_mapping, angles, None, self.neox, stream)
+
+    @cute.jit
+    def ds_mla_norm_rope(
+        self,
+        kv: cute.Tensor,  # u8 (pages, P, 1, 656)
+        c_kv: cute.Tensor,  # in_dtype (n, 512)
+        k_rope: cute.Tensor,  # in_dtype (n, 64)
+        slot_mapping: cute.Tensor,  # i32|i64 (n,)
+        positions: cute.Tensor,  # i32|i64 (n,)
+        cos_sin: cute.Tensor,  # f32 or in_dtype (max_position, 64)
+        norm_weight: cute.Tensor,  # in_dtype (512,)
+        norm_eps: Float32,
+        power_of_two: Int32,
+        stream: Any,
+    ) -> None:
+        """RMS norm and RoPE, into rows of 656 bytes."""
+        angles, norm = rotary.Angles(positions, cos_sin), rotary.Norm(norm_weight, norm_eps)
+        cache, tokens = ds_mla.Target656(kv, power_of_two), (c_kv, k_rope)
         _launch(cache, tokens, slot_mapping, angles, norm, self.neox, stream)
 
 
@@ -135,9 +190,9 @@ def _launch(
 ) -> None:
     """One CTA for every WARPS tokens."""
     n = tokens[0].shape[0]
-    by_page = compat.fast_divisor(cache[0].shape[1])
+    by_page = compat.fast_divisor(cache.shape[1])
     if n > 0:  # an empty grid is a launch error
-        _append_kv(*cache, *tokens, slot_mapping, by_page, angles, norm, neox).launch(
+        _append_kv(cache, *tokens, slot_mapping, by_page, angles, norm, neox).launch(
             grid=((n + (WARPS - 1)) // WARPS, 1, 1),
             block=(WARPS * quant.WARP, 1, 1),
             stream=stream,
@@ -147,9 +202,7 @@ def _launch(
 
 @cute.kernel
 def _append_kv(
-    content: cute.Tensor,
-    rope: cute.Tensor,
-    scale: cute.Tensor,
+    cache: Any,  # stored.Fp8Cache, ds_mla.Target
     c_kv: cute.Tensor,
     k_rope: cute.Tensor,
     slot_mapping: cute.Tensor,
@@ -183,27 +236,15 @@ def _append_kv(
             chunks = rotary.normalise(chunks, weight, norm.eps, dt)
         if cutlass.const_expr(angles is not None):
             rope_words = rotary.rotate(rope_words, turns, lane, dt, neox)
-        factor = quant.amax_to_scale(slot)
-        bits = quant.warp_max(quant.scale_bits(chunks, rope_words, dt, factor))
-        sigma, inv = quant.finish_scale(bits)
-        page_size = content.shape[1]
-        if slot >= 0 and slot < Int64(content.shape[0]) * page_size:
+        made = cache.quantised(chunks, rope_words, dt, slot)
+        page_size = cache.shape[1]
+        if slot >= 0 and slot < Int64(cache.shape[0]) * page_size:
             # 2^31 tokens would be a pool of more than 1 TB: the quotient fits 32 bits
             page, offset = divmod(Int32(slot), by_page)
             at = (Int64(page), Int64(offset))
-            quant.store_row(
-                chunks,
-                rope_words,
-                dt,
-                inv,
-                lane,
-                content.iterator + (at[0] * content.stride[0] + at[1] * content.stride[1]),
-                rope.iterator + (at[0] * rope.stride[0] + at[1] * rope.stride[1]),
-            )
-            if lane == 0:
-                compat.store_words(
-                    scale.iterator + (at[0] * scale.stride[0] + at[1]), [sigma.bitcast(Uint32)]
-                )
+            cache.store(made, dt, at, lane)
+            if cache.writes_scales(lane, dt):
+                cache.store_scales(made, dt, at, lane)
 
 
 @cute.kernel
@@ -241,7 +282,7 @@ def feasible(spec: VariantSpec) -> str | None:
     """Why this variant cannot be built, or None; see ``registry``."""
     if spec.norm != "given" and spec.rope_style == "applied":
         return "the norm comes with a rotary embedding, of style interleaved or neox"
-    if spec.cache_dtype != "fp8" and spec.rope_style != "applied":
+    if spec.cache_dtype in ROWS and spec.rope_style != "applied":
         return "what rotates or normalises tokens writes FP8 caches"
     return rotary.refusal(spec)
 
@@ -250,19 +291,22 @@ def build(spec: VariantSpec) -> tuple[Callable[..., Any], dict[str, Any]]:
     """(callable, fake arguments by name) of one variant; see ``registry``."""
     dt = compat.dtype(spec.in_dtype)
     n = compat.sym(name="n")
-    fp8 = spec.cache_dtype == "fp8"
-    rows = n if fp8 else compat.sym(name="n_times_h_kv")
+    of_rows, ds_mla_rows = spec.cache_dtype in ROWS, spec.cache_dtype == "fp8_ds_mla"
+    rows = compat.sym(name="n_times_h_kv") if of_rows else n
     fakes = {
         **stored.fakes(spec.cache_dtype),
         "c_kv": compat.rows(dt, (rows, KV_LORA_RANK)),
         "k_rope": compat.rows(dt, (rows, QK_ROPE_HEAD_DIM)),
         "slot_mapping": compat.vector(compat.dtype(spec.index_dtype), n),
     }
+    last = {"power_of_two": Int32(0)} if ds_mla_rows else {}
     if spec.rope_style == "applied":
-        return append_kv if fp8 else append_rows, fakes
+        entry = append_rows if of_rows else append_ds_mla if ds_mla_rows else append_kv
+        return entry, fakes | last
     fakes |= rotary.angle_fakes(n, spec.cos_sin_dtype, spec.position_dtype)
-    entry = Rotated(spec.rope_style == "neox")
+    rotated = Rotated(spec.rope_style == "neox")
     if spec.norm == "given":
-        return entry.rope, fakes
+        return rotated.ds_mla_rope if ds_mla_rows else rotated.rope, fakes | last
     weight = compat.vector(dt, KV_LORA_RANK, compat.VECTOR_BYTES)
-    return entry.norm_rope, {**fakes, "norm_weight": weight, "norm_eps": Float32(1e-6)}
+    fakes |= {"norm_weight": weight, "norm_eps": Float32(1e-6)}
+    return rotated.ds_mla_norm_rope if ds_mla_rows else rotated.norm_rope, fakes | last

@@ -1,6 +1,6 @@
 """fetch_dequant: gather cached tokens and turn them back into 16- or 32-bit latents.
 
-One source for both formats of a cache (``stored.py``); of rows of 16 bits the grid's z is the head.
+One source for all formats of a cache (``stored.py``); of rows of 16 bits the grid's z is the head.
 
 Roles        one warp owns TOKENS tokens, no barrier.
              mode ``pages``: token t of request i is found through the block table; grid
@@ -13,6 +13,8 @@ Timeline     wait for the previous grid | page id(s) | load TOKENS rows | conver
              ragged: wait | search, a load a round | begin, start | page ids | load, and so on
 Bytes moved  per token 644 read + 1152 written (16-bit output; 2304 for fp32).
              ragged: 4 more a request and a page.  From rows of 16 bits 1152 read a row, no scale.
+             From rows of 656 bytes those, and in mode ``pages`` an entry of the table a token:
+             their pages have any number of tokens.
 
 Ragged rows are dealt to warps evenly and search for their request: a grid (request, tile) would
 launch the tiles of the whole capacity for every request, since only the device knows the longest.
@@ -20,14 +22,14 @@ A search of SEARCHERS + 1 ways is one load for up to 8 entries of cu_seqlens, tw
 728, each from L1 or L2 while other warps wait for DRAM.
 
 content = e4m3 -> f16 -> fp32 (both exact) * scale, rounded once to the output dtype; RoPE is
-multiplied back by the scale it was divided by.  A token with NaN scale gives NaN.  Mode ``pages``
-clamps page ids on the device, so ids behind the last valid page are harmless; mode ``ragged``
-writes zeros for ids outside the pool and for tokens outside the block table.  Whatever
-``cu_seqlens`` and ``seq_starts`` hold, nothing outside of the arguments is read or written.  Row
-strides of the outputs are free: they may be two slices of one (..., 576) tensor.  Rows of 16 bits
-are copied; to another dtype they are rounded once.  SnapMLA paper
-section 3.3 (Fused-Fetch-Dequant); packed chunks of cached prefixes are what vLLM's and SGLang's
-chunked prefill reads.
+multiplied back by the scale it was divided by; rows of 656 bytes (``ds_mla.py``) have it as it is.
+A token with NaN scale gives NaN.  Mode ``pages`` clamps page ids on the device, so ids behind the
+last valid page are harmless; mode ``ragged`` writes zeros for ids outside the pool and for tokens
+outside the block table.  Whatever ``cu_seqlens`` and ``seq_starts`` hold, nothing outside of the
+arguments is read or written.  Row strides of the outputs are free: they may be two slices of one
+(..., 576) tensor.  Rows of 16 bits are copied; to another dtype they are rounded once.  SnapMLA
+paper section 3.3 (Fused-Fetch-Dequant); packed chunks of cached prefixes are what vLLM's and
+SGLang's chunked prefill reads.
 """
 
 from __future__ import annotations
@@ -40,13 +42,13 @@ from cutlass import Boolean, Int32, Int64, Uint32, cute
 
 from .. import compat
 from ..dims import KV_LORA_RANK, QK_ROPE_HEAD_DIM
-from . import quant, stored
+from . import ds_mla, quant, stored
 
 if TYPE_CHECKING:
     from ..spec import VariantSpec
 
 WARPS = 4
-TOKENS = 4  # tokens in flight in one warp; divides every page size
+TOKENS = 4  # tokens in flight in one warp; divides every page size but those of 656-byte rows
 MIN_PAGE = 16
 SEARCHERS = quant.WARP // TOKENS  # lanes that find one row of a ragged batch
 ZEROS, NO_ROW = -1, -2  # in the place of a page id: a row of zeros; one that is not written
@@ -143,6 +145,47 @@ def fetch_rows_ragged(
 
 
 @cute.jit
+def fetch_ds_mla_pages(
+    kv: cute.Tensor,  # u8 (pages, P, 1, 656)
+    block_table: cute.Tensor,  # i32 (b, width)
+    cache_seqlens: cute.Tensor,  # i32 (b,)
+    out_nope: cute.Tensor,  # out dtype (b, max_len, 512)
+    out_rope: cute.Tensor,  # out dtype (b, max_len, 64)
+    stream: Any,
+) -> None:
+    """``fetch_pages`` from rows of 656 bytes."""
+    cache = ds_mla.Rows656(kv)
+    _launch_pages(cache, block_table, cache_seqlens, (out_nope, out_rope), 1, stream)
+
+
+@cute.jit
+def fetch_ds_mla_indices(
+    kv: cute.Tensor,  # u8 (pages, P, 1, 656)
+    indices: cute.Tensor,  # i32|i64 (n,)
+    out_nope: cute.Tensor,  # out dtype (n, 512)
+    out_rope: cute.Tensor,  # out dtype (n, 64)
+    stream: Any,
+) -> None:
+    """``fetch_indices`` from rows of 656 bytes."""
+    _launch_indices(ds_mla.Rows656(kv), indices, (out_nope, out_rope), 1, stream)
+
+
+@cute.jit
+def fetch_ds_mla_ragged(
+    kv: cute.Tensor,  # u8 (pages, P, 1, 656)
+    block_table: cute.Tensor,  # i32 (b, width)
+    cu_seqlens: cute.Tensor,  # i32 (b + 1,)
+    seq_starts: cute.Tensor,  # i32 (b,), or (0,): all 0
+    out_nope: cute.Tensor,  # out dtype (total, 512)
+    out_rope: cute.Tensor,  # out dtype (total, 64)
+    stream: Any,
+) -> None:
+    """``fetch_ragged`` from rows of 656 bytes."""
+    tables = (block_table, cu_seqlens, seq_starts)
+    _launch_ragged(ds_mla.Rows656(kv), tables, (out_nope, out_rope), 1, stream)
+
+
+@cute.jit
 def _launch_pages(
     cache: Any, block_table: Any, cache_seqlens: Any, outs: Any, heads: Any, stream: Any
 ) -> None:
@@ -199,7 +242,7 @@ def _store_token(
 
     vec = quant.lane_channels(dt)
     for j, words in enumerate(chunks):
-        put(to[0] + j * quant.WARP * vec, cache.content_words(words, sigma, dt))
+        put(to[0] + j * quant.WARP * vec, cache.content_words(words, sigma, j, dt))
     put(to[1], cache.rope_words(rope_word, sigma, dt))
 
 
@@ -207,7 +250,32 @@ def _load_at(cache: Any, page: Any, offset: Any, head: Any, lane: Any, dt: Any) 
     """Issues the loads of the token at ``offset`` of ``page``: (its words, sigma)."""
     at = cache.row(page, offset, head, lane, dt)
     token = cache.load(at, dt)
-    return token, stored.scale_of(cache.load_scales(at, 1)[0])
+    return token, cache.scale_of(cache.load_scales(at, 1)[0], lane, dt)
+
+
+def _load_run(
+    cache: Any, table: Any, first: Any, length: Any, by_page: Any, head: Any, lane: Any, dt: Any
+) -> list[Any]:
+    """Issues the loads of TOKENS tokens of a request from ``first`` on: of each (its words, sigma).
+
+    ``table``: block_table and the request's row.  Tokens past the length are read too, where they
+    lie in the page of the first, or as the last: they are never stored.
+    """
+    block_table, batch = table
+
+    def place(token: Any) -> tuple[Any, Any]:
+        index, offset = divmod(token, by_page)
+        page = block_table[batch, index]
+        return cutlass.max(cutlass.min(page, cache.shape[0] - 1), 0), offset
+
+    if not cache.shares_pages:
+        tokens = [cutlass.min(first + i, length - 1) for i in range(TOKENS)]
+        return [_load_at(cache, *place(token), head, lane, dt) for token in tokens]
+    page, offset = place(first)
+    at = cache.row(page, offset, head, lane, dt)
+    loaded = [cache.load(cache.behind(at, i), dt) for i in range(TOKENS)]
+    sigma = [cache.scale_of(word, lane, dt) for word in cache.load_scales(at, TOKENS)]
+    return list(zip(loaded, sigma, strict=True))
 
 
 def _output_pointers(cache: Any, outs: tuple[Any, Any], row: Any, head: Any, lane: Any) -> Any:
@@ -240,22 +308,12 @@ def _pages(
     lane = tidx % quant.WARP
     first = (block * WARPS + tidx // quant.WARP) * TOKENS
     dt = out_nope.element_type
-    pages, page_size = cache.shape[0], cache.shape[1]
     compat.pdl_wait()
     compat.pdl_launch_dependents()
     length = cutlass.min(cache_seqlens[batch], out_nope.shape[1])
-    length = cutlass.min(length, block_table.shape[1] * page_size)
+    length = cutlass.min(length, block_table.shape[1] * cache.shape[1])
     if first < length:
-        # TOKENS divides the page size, so the tokens of a warp share one page
-        index, offset = divmod(first, by_page)
-        page = block_table[batch, index]
-        page = cutlass.max(cutlass.min(page, pages - 1), 0)
-        at = cache.row(page, offset, head, lane, dt)
-        loaded = []
-        for i in cutlass.range_constexpr(TOKENS):
-            # tokens past the length lie in the same page: read, never stored
-            loaded.append(cache.load(cache.behind(at, i), dt))
-        sigma = cache.load_scales(at, TOKENS)
+        loaded = _load_run(cache, (block_table, batch), first, length, by_page, head, lane, dt)
         nope_to = out_nope.iterator + (
             batch * out_nope.stride[0] + first * out_nope.stride[1] + lane * quant.lane_channels(dt)
         )
@@ -266,7 +324,7 @@ def _pages(
         for i in cutlass.range_constexpr(TOKENS):
             if first + i < length:
                 row = (to[0] + i * out_nope.stride[1], to[1] + i * out_rope.stride[1])
-                _store_token(cache, loaded[i], stored.scale_of(sigma[i]), row, dt, None)
+                _store_token(cache, *loaded[i], row, dt, None)
 
 
 @cute.kernel
@@ -389,6 +447,17 @@ def _place(tables: Any, request: Int32, row: Int32, shape: Any, by_page: Any) ->
     return page, offset
 
 
+# Host halves by format of the cache and mode.
+OF_FP8 = {"pages": fetch_pages, "indices": fetch_indices, "ragged": fetch_ragged}
+OF_ROWS = {
+    "pages": fetch_rows_pages, "indices": fetch_rows_indices, "ragged": fetch_rows_ragged
+}  # fmt: skip
+OF_DS_MLA = {
+    "pages": fetch_ds_mla_pages, "indices": fetch_ds_mla_indices, "ragged": fetch_ds_mla_ragged
+}  # fmt: skip
+ENTRIES = {"fp8": OF_FP8, "bf16": OF_ROWS, "f16": OF_ROWS, "fp8_ds_mla": OF_DS_MLA}
+
+
 def feasible(spec: VariantSpec) -> str | None:
     """Why this variant cannot be built, or None."""
     if spec.mode != "indices" and spec.index_dtype != "i32":
@@ -399,25 +468,23 @@ def feasible(spec: VariantSpec) -> str | None:
 def build(spec: VariantSpec) -> tuple[Callable[..., Any], dict[str, Any]]:
     """(callable, fake arguments by name) of one variant; see ``registry``."""
     dt, i32 = compat.dtype(spec.in_dtype), compat.DTYPES["i32"]
-    fp8 = spec.cache_dtype == "fp8"
+    entries = ENTRIES[spec.cache_dtype]
     cache = stored.fakes(spec.cache_dtype, page_size=compat.sym(MIN_PAGE, name="P"))
-    heads = () if fp8 else (cache["kv"].shape[2],)
+    heads = (cache["kv"].shape[2],) if entries is OF_ROWS else ()
     widths = {"out_nope": (*heads, KV_LORA_RANK), "out_rope": (*heads, QK_ROPE_HEAD_DIM)}
     n = compat.sym(name="n")
     flat = {name: compat.rows(dt, (n, *d)) for name, d in widths.items()}
     if spec.mode == "indices":
         indices = compat.vector(compat.dtype(spec.index_dtype), n)
-        entry = fetch_indices if fp8 else fetch_rows_indices
-        return entry, {**cache, "indices": indices, **flat}
+        return entries[spec.mode], {**cache, "indices": indices, **flat}
     b, max_len = compat.sym(name="b"), compat.sym(name="max_len")
     table = compat.strided(i32, (b, compat.sym(name="width")), (compat.sym64(), 1), align=4)
     if spec.mode == "ragged":
         begins = compat.vector(i32, compat.sym(name="b_plus_1"))
         starts = compat.vector(i32, compat.sym(name="b_or_0"))
-        return fetch_ragged if fp8 else fetch_rows_ragged, {
+        return entries[spec.mode], {
             **cache, "block_table": table, "cu_seqlens": begins, "seq_starts": starts, **flat
         }  # fmt: skip
     outs = {name: compat.rows(dt, (b, max_len, *d)) for name, d in widths.items()}
-    entry = fetch_pages if fp8 else fetch_rows_pages
     lengths = compat.vector(i32, b)
-    return entry, {**cache, "block_table": table, "cache_seqlens": lengths, **outs}
+    return entries[spec.mode], {**cache, "block_table": table, "cache_seqlens": lengths, **outs}

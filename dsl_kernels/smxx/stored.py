@@ -1,9 +1,10 @@
-"""A cached token as append and fetch see it: two formats, one interface for reading.
+"""A cached token as append and fetch see it: a class a format, one interface for reading.
 
     Fp8Cache   e4m3 content, RoPE in bf16 divided by the token's scale, the scale; one head
     Rows16     rows of 576 16-bit channels as they are, content before RoPE; any number of heads
+    Rows656    rows of e4m3 content, four scales, RoPE in bf16 as it is; one head (``ds_mla.py``)
 
-Both are the arguments of a kernel, in their order.  A warp owns a row (``quant.py``): what follows
+All are the arguments of a kernel, in their order.  A warp owns a row (``quant.py``): what follows
 are a lane's addresses, loads and conversions.  Offsets are 64-bit: pools may exceed 4 GiB.
 """
 
@@ -15,7 +16,7 @@ from cutlass import BFloat16, Float32, Int64, Uint32, cute
 
 from .. import compat
 from ..dims import HEAD_DIM_QK, KV_LORA_RANK, QK_ROPE_HEAD_DIM
-from . import quant
+from . import ds_mla, quant
 
 ROPE_PER_LANE = QK_ROPE_HEAD_DIM // quant.WARP
 Words = tuple[list[list[Any]], Any]  # of a lane: content by chunk, RoPE
@@ -29,6 +30,7 @@ class Fp8Cache(NamedTuple):
     scale: cute.Tensor  # f32 (pages, P)
 
     heads = False  # whether rows have a dimension of heads
+    shares_pages = True  # whether the tokens that a warp fetches lie in one page
 
     @property
     def shape(self) -> Any:
@@ -63,13 +65,48 @@ class Fp8Cache(NamedTuple):
         """Issues the load of the scales of ``n`` tokens side by side; as words."""
         return compat.load_words(at[2], n, **compat.STRONG)
 
-    def content_words(self, words: list[Any], scale: Any, dt: Any) -> list[Any]:
+    def scale_of(self, word: Any, _lane: Any, _dt: Any) -> Any:
+        """A scale from its word."""
+        return word.bitcast(Float32)
+
+    def content_words(self, words: list[Any], scale: Any, _chunk: int, dt: Any) -> list[Any]:
         """Loaded content as words of ``dt``."""
         return quant.pack([v * scale for v in quant.unpack_e4m3(words)], dt)
 
     def rope_words(self, word: Any, scale: Any, dt: Any) -> list[Any]:
         """Loaded RoPE as words of ``dt``."""
         return quant.pack([v * scale for v in quant.to_f32([word], BFloat16)], dt)
+
+    def quantised(
+        self, chunks: list[list[Any]], rope_words: list[Any], dt: Any, slot: Any
+    ) -> tuple[Any, ...]:
+        """A token of ``dt`` and its scale, for ``store``; all lanes of the warp take part."""
+        factor = quant.amax_to_scale(slot)
+        bits = quant.warp_max(quant.scale_bits(chunks, rope_words, dt, factor))
+        return chunks, rope_words, *quant.finish_scale(bits)
+
+    def store(self, token: tuple[Any, ...], dt: Any, at: tuple[Any, Any], lane: Any) -> None:
+        """Stores content and RoPE at (page, offset)."""
+        chunks, rope_words, _, inv = token
+        content, rope, _ = self
+        quant.store_row(
+            chunks,
+            rope_words,
+            dt,
+            inv,
+            lane,
+            content.iterator + (at[0] * content.stride[0] + at[1] * content.stride[1]),
+            rope.iterator + (at[0] * rope.stride[0] + at[1] * rope.stride[1]),
+        )
+
+    def writes_scales(self, lane: Any, _dt: Any) -> Any:
+        """Whether this lane stores a scale."""
+        return lane == 0
+
+    def store_scales(self, token: tuple[Any, ...], _dt: Any, at: tuple[Any, Any], _: Any) -> None:
+        """Stores the scale at (page, offset)."""
+        word = token[2].bitcast(Uint32)
+        compat.store_words(self.scale.iterator + (at[0] * self.scale.stride[0] + at[1]), [word])
 
 
 class Rows16(NamedTuple):
@@ -78,6 +115,7 @@ class Rows16(NamedTuple):
     kv: cute.Tensor  # (pages, P, h_kv, 576)
 
     heads = True
+    shares_pages = True
 
     @property
     def shape(self) -> Any:
@@ -108,7 +146,11 @@ class Rows16(NamedTuple):
         """Stand-ins, which nothing reads."""
         return [Uint32(0)] * n
 
-    def content_words(self, words: list[Any], scale: Any, dt: Any) -> list[Any]:
+    def scale_of(self, word: Any, _lane: Any, _dt: Any) -> Any:
+        """A stand-in."""
+        return word
+
+    def content_words(self, words: list[Any], scale: Any, _chunk: int, dt: Any) -> list[Any]:
         """Loaded content as words of ``dt``."""
         return converted(words, self.kv.element_type, dt)
 
@@ -141,11 +183,8 @@ def fakes(cache_dtype: str, page_size: Any = None) -> dict[str, Any]:
     """
     if cache_dtype == "fp8":
         return compat.cache_fakes(page_size=page_size)
+    if cache_dtype == "fp8_ds_mla":
+        return ds_mla.fakes()
     page_size = compat.sym(name="P") if page_size is None else page_size
     shape = (compat.sym(name="pages"), page_size, compat.sym(name="h_kv"), HEAD_DIM_QK)
     return {"kv": compat.rows(compat.dtype(cache_dtype), shape)}
-
-
-def scale_of(word: Any) -> Any:
-    """A scale from its word."""
-    return word.bitcast(Float32)

@@ -54,7 +54,7 @@ from snapmla.checks.tensors import (  # noqa: F401
     vector,
 )  # fmt: skip
 
-FORMAT_OF = {getattr(torch, each.element): name for name, each in FORMATS.items()}
+FORMAT_OF = {getattr(torch, each.element): name for name, each in FORMATS.items() if not each.named}
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}  # as names have them
 ROWS = tuple(dtype for dtype, name in FORMAT_OF.items() if FORMATS[name].rows)
 ROWS_TILE = 64  # tokens: larger pages of 16-bit rows are multiples of a KV tile
@@ -116,16 +116,18 @@ def rows_page_size(value: Any) -> int:
 
 def page_size_of(fmt: str, value: Any) -> int:
     """Checks the page size of a cache of a format."""
+    if FORMATS[fmt].any_page:
+        return integer("page_size", value, 1, hint="tokens of a page")
     return (rows_page_size if FORMATS[fmt].large_pages else page_size)(value)
 
 
-def cache_dtype(value: Any, name: str = "cache_dtype") -> Any:
+def cache_dtype(value: Any, name: str = "cache_dtype", more: tuple[str, ...] = ()) -> Any:
     """Checks what a cache may hold and returns it: ``fp8``, which float8_e4m3fn is another word
-    for, or a dtype of 16-bit rows."""
+    for, a dtype of 16-bit rows, or one of ``more`` formats."""
     if value is FP8:
         return "fp8"
     hint = "'fp8' is float8_e4m3fn with a scale a token; 16 bits are given as torch's dtype"
-    choice(name, value, ("fp8", *ROWS), hint)
+    choice(name, value, ("fp8", *ROWS, *more), hint)
     return value
 
 

@@ -7,7 +7,7 @@ import torch
 from dsl_kernels.dims import KV_LORA_RANK
 from dsl_kernels.families.formats import FORMATS
 from snapmla import checks
-from snapmla.cache import PagedKVCache, expect_cache
+from snapmla.cache import PagedKVCache, expect_cache, expect_decoded
 from snapmla.decode_plan import DTYPES, FP8, TENSORS, DecodePlan
 from snapmla.plan import plan_decode
 from snapmla.quant import QuantizedQuery, expect_query, named
@@ -63,6 +63,7 @@ def lse_shape(rows: tuple[int, ...]) -> tuple[int, ...]:
 
 def expect_query_of(q: Query, cache: PagedKVCache) -> None:
     """That query and cache are of one kind, and a query of 16 bits what the kernels take."""
+    expect_decoded(cache)
     if not isinstance(cache, PagedKVCache) or FORMATS[cache.format].quantized_query:
         expect_query("q", q)
         expect_cache(cache)

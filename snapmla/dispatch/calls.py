@@ -22,6 +22,7 @@ from snapmla.errors import VariantError
 # sequence, so the cache's format alone picks one.
 OPS: dict[str, DecodeOp] = {each.family.op: each for each in (FP8_DECODE, DENSE_DECODE)}
 _BY_FORMAT = {name: each for each in OPS.values() for name in each.family.formats}
+DECODED = tuple(_BY_FORMAT)  # formats that attention reads
 TILES_OF = "H200"  # card of ``DecodeOp.tile_ns``
 READ_FRACTION = 0.93  # of a card's read rate, that short contexts reach
 STANDARD = "standard"

@@ -15,7 +15,7 @@ from dsl_kernels.families.family import COS_SIN_DTYPE, IN_DTYPE, OUT_DTYPE, ROPE
 from dsl_kernels.families.formats import DEFAULT, FORMATS
 from dsl_kernels.spec import VariantSpec
 from snapmla import checks
-from snapmla.dispatch.calls import STANDARD, choose_on, p_terms_of
+from snapmla.dispatch.calls import DECODED, STANDARD, choose_on, p_terms_of
 from snapmla.dispatch.cards import cards, find_card
 from snapmla.layouts import kernel_page_size
 
@@ -77,7 +77,7 @@ def needs(model: Model) -> list[VariantSpec]:
 
 
 def _check(model: Model) -> None:
-    checks.choice("dtype", model.dtype, tuple(FORMATS))
+    checks.choice("dtype", model.dtype, DECODED)
     checks.choice("arch", model.arch, ARCHS)
     checks.choice("out", model.out, OUT_DTYPE.values)
     checks.choice("rows", model.rows, IN_DTYPE.values)

@@ -9,7 +9,9 @@ from torch import Tensor
 
 from dsl_kernels.dims import KV_LORA_RANK, QK_ROPE_HEAD_DIM
 from dsl_kernels.families.formats import FORMATS
+from snapmla import ds_mla
 from snapmla.cache import PagedKVCache
+from snapmla.testing.ds_mla import dequantize_ds_mla_rows
 from snapmla.testing.rounding import dequantize_rows
 
 ZEROS, UNTOUCHED = -1, -2  # instead of a slot
@@ -58,6 +60,8 @@ def rows_at(
     at = known // cache.page_size, known % cache.page_size
     if FORMATS[cache.format].rows:
         results = cache.content[at].to(dtype), cache.rope[at].to(dtype)
+    elif cache.format == ds_mla.FORMAT:
+        results = dequantize_ds_mla_rows(cache.named_tensors["kv"][at].squeeze(-2), dtype)
     else:
         content = cache.content_u8[at].view(cache.content.dtype)
         scale = cache.named_tensors["scale"][at]

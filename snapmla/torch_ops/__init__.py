@@ -13,7 +13,8 @@ in eager mode they do not go through them.
 those of one sequence, (1, total_q, h, ...); ``row_seqlens`` is flat, and ``s_q`` of ``plan_update``
 then total_q. Where content, RoPE and scale are views of one memory, operators take that memory
 (``PagedKVCache.memory``): (block, None, None) for layout ``paged``, (rows, None, scale) for
-``row640``. A cache of 16 bits is (kv, None, None) to ``append_kv`` and ``fetch_dequant``, and kv,
+``row640``. One of format ``fp8_ds_mla`` is bytes, ``kv``, beside its format's name in operators of
+their own. A cache of 16 bits is (kv, None, None) to ``append_kv`` and ``fetch_dequant``, and kv,
 in pages of 128 tokens at most, to ``dense_decode``, whose sequences read KV head number modulo
 num_kv_heads (``snapmla.kv_heads``). ``outs`` and ``lses`` are the parts, or with ``stacked`` one
 tensor of them each; ``out!`` and ``lse!`` may be those of a part. The cache, ``plan`` and ``q`` are
@@ -29,6 +30,7 @@ import torch
 
 from snapmla.torch_ops import (
     append,
+    cache_bytes,
     decode,
     dense_decode,
     fetch,
@@ -53,6 +55,7 @@ OPERATORS: tuple[Operator, ...] = (
     *sparse_decode.OPERATORS,
     *fetch.OPERATORS,
     *merge.OPERATORS,
+    *cache_bytes.OPERATORS,
 )
 SCHEMAS = tuple(operator.schema for operator in OPERATORS)
 __doc__ = (__doc__ or "{operators}").format(operators=listing(SCHEMAS))

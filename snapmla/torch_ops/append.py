@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dsl_kernels.dims import KV_LORA_RANK
-from snapmla import checks, layouts, quant
+from snapmla import checks, ds_mla, layouts, quant
 from snapmla import rope as rotary
 from snapmla.cache import PagedKVCache
 from snapmla.torch_ops import pytrees
@@ -27,7 +27,7 @@ def _append_kv(
         checks.cache_rows(content)
         kv = layouts.with_heads(content)
         quant.check_tokens(c_kv, k_rope, slots, kv.device, kv.shape[2])
-        quant.launch_append((kv,), c_kv, k_rope, slots, kv.dtype)
+        quant.launch_append((kv,), c_kv, k_rope, slots, checks.format_of(kv))
         return
     views = layouts.views_of(content, rope, scale)
     checks.tensor("content", views[0], (torch.uint8,), ("num_pages", "page_size", KV_LORA_RANK))
@@ -72,18 +72,24 @@ OPERATORS = (
 )
 
 _FP8_PARTS, _ROWS_PARTS = ("content", "rope", "scale"), ("kv",)
+_TOLD = ("format", "scale_fmt")  # of a cache whose tensor does not tell them
 
 
 def _parts(cache: PagedKVCache) -> tuple[str, ...]:
     return _FP8_PARTS if cache.__dict__.get("kv") is None else _ROWS_PARTS
 
 
-def _cache(leaves: list[Any], _: tuple[Any, ...]) -> PagedKVCache:
+def _told(cache: PagedKVCache) -> tuple[str, ...]:
+    return _TOLD if cache.__dict__.get("format") == ds_mla.FORMAT else ()
+
+
+def _cache(leaves: list[Any], static: tuple[Any, ...]) -> PagedKVCache:
+    told = dict(zip(_TOLD, static))
     if len(leaves) == len(_FP8_PARTS):
         return pytrees.put_together(PagedKVCache, dict(zip(_FP8_PARTS, leaves)))
     if isinstance(leaves[0], Tensor):
-        return PagedKVCache.from_tensors(*leaves)
-    return pytrees.stand_in(PagedKVCache, dict(zip(_ROWS_PARTS, leaves)))
+        return PagedKVCache.from_tensors(*leaves, **told)
+    return pytrees.stand_in(PagedKVCache, dict(zip(_ROWS_PARTS, leaves)) | told)
 
 
-pytrees.register(PagedKVCache, _parts, _cache)
+pytrees.register(PagedKVCache, _parts, _cache, _told)

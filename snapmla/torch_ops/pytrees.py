@@ -19,19 +19,20 @@ def register(
     cls: type[T],
     children: Callable[[T], tuple[str, ...]],
     made: Callable[[list[Any], tuple[Any, ...]], T],
-    static: tuple[str, ...] = (),
+    static: tuple[str, ...] | Callable[[T], tuple[str, ...]] = (),
 ) -> None:
     """Makes a class a pytree.
 
     Args:
         children: names of a value's tensors.
         made: a value of its leaves, which may be stand-ins of tensors, and of its static fields.
-        static: names of its other fields.
+        static: names of its other fields, or a value's.
     """
 
     def flatten(value: T) -> tuple[list[Any], tuple[Any, ...]]:
         leaves = [getattr(value, n) for n in children(value)]
-        return leaves, tuple(getattr(value, n) for n in static)
+        others = static(value) if callable(static) else static
+        return leaves, tuple(getattr(value, n) for n in others)
 
     pytree.register_pytree_node(
         cls,

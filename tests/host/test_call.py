@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import snapmla
 import softgpu
+from dsl_kernels.families.formats import FORMATS
 from dsl_kernels.spec import VariantSpec
 from snapmla import PagedKVCache, QuantizedQuery, flash_mla, launch, layouts, overlap, runtime
 from snapmla import call as calls
@@ -59,6 +60,7 @@ CALLS: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
     **{name: (name, RIGHT[name]) for name in (
         "decode", "decode_rows", "append_kv", "append_rows", "rope_append_kv", "fetch_rows",
         "fetch_dequant_chunks", "merge_state", "merge_states", "flash_mla_ckv_fp8_per_token",
+        "append_ds_mla", "fetch_ds_mla",
     )},
     "flash_mla_with_kvcache": ("flash_mla_with_kvcache", with_records),
     "decode_allocating": ("decode", lambda: {**RIGHT["decode"](), "out": None, "lse": None}),
@@ -89,7 +91,8 @@ def spread(value: Any, name: str, memory: dict[str, torch.Tensor]) -> Any:
         return QuantizedQuery(*(spread(getattr(value, n), f"{name}.{n}", memory) for n in QUERY))
     if isinstance(value, PagedKVCache):
         views = (spread(t, f"{name}.{n}", memory) for n, t in value.named_tensors.items())
-        return PagedKVCache.from_tensors(*views)
+        told = {"format": value.format} if FORMATS[value.format].named else {}
+        return PagedKVCache.from_tensors(*views, **told)
     if isinstance(value, DecodePlan):
         tables = {n: getattr(value, n) for n in TENSORS if getattr(value, n).numel()}
         return replace(value, **{n: spread(t, f"{name}.{n}", memory) for n, t in tables.items()})
@@ -255,6 +258,8 @@ ALIASED: dict[str, list[tuple[str, str]]] = {
     "decode_rows": [*results_over("q", "cache.kv", *TABLES, *PLAN), ("out", "lse")],
     "append_kv": [(token, part) for token in TOKENS for part in CACHE],
     "append_rows": [(token, "cache.kv") for token in TOKENS],
+    "append_ds_mla": [(token, "cache.kv") for token in TOKENS],
+    "fetch_ds_mla": [("out", other) for other in ("cache.kv", "where", "cache_seqlens")],
     "rope_append_kv": [
         (token, part)
         for token in (*TOKENS, "positions", "cos_sin_cache", "norm_weight")
@@ -355,6 +360,17 @@ def test_other_options_are_another_kind(known: Callable[[str], Known]) -> None:
         call.made(softmax_scale=scale)
         assert (call.found[-1] is not None) == seen
         assert next(x for x in call.launched[-1][1] if isinstance(x, float)) == scale
+
+
+def test_other_strides_are_another_kind(known: Callable[[str], Known]) -> None:
+    """The same addresses, shapes and dtypes."""
+    call = known("merge_states")
+    rows = call.arguments["outs"][0]
+    strides = *(stride // 512 * 513 for stride in rows.stride()[:-1]), 1
+    odd = call.memory["outs[0]"].view(rows.dtype).as_strided(rows.shape, strides)
+    with pytest.raises(ValueError, match=r"^outs\[0\]: expected outer strides that are multiples"):
+        call.one_another("outs[0]", odd)
+    assert not call.launched
 
 
 def test_addresses_are_compared_once(

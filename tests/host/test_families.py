@@ -190,10 +190,11 @@ def test_what_is_no_op_has_no_workload() -> None:
 
 
 def test_every_format_is_decoded_by_one_op() -> None:
-    """The dispatcher picks by format; two ops that read one would be a guess."""
+    """The dispatcher picks by format; two ops that read one would be a guess.  None reads those
+    that are named."""
     read = [name for op in dispatch.OPS.values() for name in op.family.formats]
-    assert sorted(read) == sorted(FORMATS)
-    for name in FORMATS:
+    assert sorted(read) == sorted(name for name, fmt in FORMATS.items() if not fmt.named)
+    for name in read:
         assert name in dispatch.op_of(name).family.formats
         assert dispatch.op_of(name).token_bytes == FORMATS[name].token_bytes
 

@@ -365,6 +365,29 @@ def operator_calls(device: str, layout: str = "split") -> dict[str, tuple[Any, .
             [torch.stack([out, out + 1, out + 2])], [torch.stack([lse] * 3)], True, 1.0,
             out.clone(), lse.clone(),
         ),
+        **byte_calls(device),
+    }  # fmt: skip
+
+
+def byte_calls(device: str) -> dict[str, tuple[Any, ...]]:
+    """Of operators that are told the format, with pages of another layer between."""
+    kv = torch.zeros((4, 2, 5, 656), dtype=torch.uint8, device=device)[:, 1]
+    tokens = (*Layer.tokens(3, device), torch.tensor([11, -1, 6], device=device))
+    append = (kv, "fp8_ds_mla", "ue8m0", *tokens[:2], tokens[2].int())
+    table = torch.tensor([[2, 1], [0, 3]], dtype=torch.int32, device=device)
+    lengths = torch.tensor([7, 0], dtype=torch.int32, device=device)
+    angles = torch.rand(9, 64, device=device)
+    weight = torch.ones(512, dtype=torch.bfloat16, device=device)
+    given = (kv.unsqueeze(2), "fp8_ds_mla", table, lengths)
+    results = torch.zeros(2, 7, 512, device=device), torch.zeros(2, 7, 64, device=device)
+    return {
+        "append_bytes": append,
+        "rope_append_bytes": (
+            kv, "fp8_ds_mla", None, *tokens, torch.arange(3, device=device), angles, False, weight,
+            1e-6,
+        ),
+        "fetch_bytes": (*given, torch.bfloat16),
+        "fetch_bytes_out": (*given, *(x.bfloat16() for x in results)),
     }  # fmt: skip
 
 
@@ -384,7 +407,8 @@ NAMES = (
     "append_kv", "rope_append_kv", "quantize_q", "quantize_q_out", "rope_quantize_q",
     "rope_quantize_q_out", "plan_update", "plan_to_records", "records_to_plan", "decode",
     "decode_out", "dense_decode", "dense_decode_out", "fetch_dequant", "fetch_dequant_out",
-    "merge_states", "merge_states_out",
+    "merge_states", "merge_states_out", "append_bytes", "rope_append_bytes", "fetch_bytes",
+    "fetch_bytes_out",
 )  # fmt: skip
 
 
@@ -434,6 +458,51 @@ def test_opcheck_of_16_bits(name: str) -> None:
     }
     operator = getattr(torch.ops.snapmla, name).default
     torch.library.opcheck(operator, (kv, None, None, *rest[name]))
+
+
+def test_operators_are_told_the_format() -> None:
+    """Bytes of its width are of no format by themselves."""
+    kv, _, *rest = byte_calls("cpu")["fetch_bytes"]
+    with pytest.raises(ValueError, match="format: expected one of None, 'fp8_ds_mla', got 'fp8'"):
+        torch.ops.snapmla.fetch_bytes(kv, "fp8", *rest)
+    with pytest.raises(ValueError, match="content: expected content beside rope and scale"):
+        torch.ops.snapmla.fetch_dequant(kv, None, None, *rest)
+    kv, _, _, *tokens = byte_calls("cpu")["append_bytes"]
+    with pytest.raises(ValueError, match="scale_fmt: expected one of None, 'ue8m0', got 'free'"):
+        torch.ops.snapmla.append_bytes(kv, "fp8_ds_mla", "free", *tokens)
+    with pytest.raises(TypeError, match="c_kv: expected dtype"):
+        torch.ops.snapmla.append_bytes(kv, "fp8_ds_mla", None, tokens[0].double(), *tokens[1:])
+
+
+def test_compiled_append_and_fetch_of_bytes() -> None:
+    """A cache that is given, whose scales are powers of two, and one made inside of the graph."""
+
+    def body(
+        cache: snapmla.PagedKVCache, pool: torch.Tensor, tokens: torch.Tensor, slots: torch.Tensor,
+        table: torch.Tensor, lengths: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:  # fmt: skip
+        snapmla.append_kv(cache, tokens[..., :512], tokens[..., 512:], slots)
+        other = snapmla.PagedKVCache.from_tensors(pool, format="fp8_ds_mla")
+        snapmla.append_kv(other, tokens[..., :512] * 2, tokens[..., 512:], slots)
+        c_kv, k_rope = snapmla.fetch_dequant(cache, table, lengths)
+        return c_kv + 1, k_rope, snapmla.fetch_dequant(other, table, lengths)[0]
+
+    results = []
+    for compiled in (False, True):
+        torch.manual_seed(3)
+        memory = torch.zeros((3, 2, 5, 1, 656), dtype=torch.uint8)
+        pool = torch.zeros((3, 5, 656), dtype=torch.uint8)
+        cache = snapmla.PagedKVCache.from_tensors(
+            memory[:, 1], format="fp8_ds_mla", scale_fmt="ue8m0"
+        )
+        tokens = torch.randn(5, 576).bfloat16()
+        slots = torch.tensor([3, 14, -1, 6, 0], dtype=torch.int32)
+        given = torch.tensor([[0, 2], [1, 0]]).int(), torch.tensor([10, 4]).int()
+        torch._dynamo.reset()
+        run = torch.compile(body, fullgraph=True, backend="aot_eager") if compiled else body
+        results.append((*run(cache, pool, tokens, slots, *given), memory, pool))
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b) and a.any()
 
 
 def test_opcheck_can_fail() -> None:

@@ -17,6 +17,7 @@ import torch
 import snapmla
 from snapmla import PagedKVCache, PlanCache, QuantizedQuery, flash_mla, flash_mla_fp8
 from snapmla.decode_plan import DecodePlan
+from tests.support import wrong_ds_mla
 
 # argument; its value, or a function of the right one; error; how its words begin; what advice it gives
 Row = tuple[str, Any, type[Exception], str, str]
@@ -1220,6 +1221,12 @@ QUICK = {
     "quantize_q": (),
     "update_": (),
 }
+for _table, _more in (
+    (WRONG, wrong_ds_mla.WRONG), (RIGHT, wrong_ds_mla.RIGHT), (METHODS, wrong_ds_mla.METHODS),
+    (QUICK, wrong_ds_mla.QUICK),
+):  # fmt: skip
+    _table.update(_more)  # type: ignore[attr-defined]
+NO_LAUNCH |= wrong_ds_mla.NO_LAUNCH
 
 
 def call(function: str) -> Callable[..., Any]:

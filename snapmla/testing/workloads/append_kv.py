@@ -12,9 +12,11 @@ from torch import Tensor
 
 import snapmla
 from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK, QK_ROPE_HEAD_DIM
+from dsl_kernels.families.formats import FORMATS
 from dsl_kernels.spec import VariantSpec
-from snapmla import layouts
+from snapmla import ds_mla, layouts
 from snapmla.testing import rounding
+from snapmla.testing.ds_mla import quantize_ds_mla_rows
 from snapmla.testing.workloads import exact, rotary, samples
 from snapmla.testing.workloads.call import DTYPES, INDEX, Call, Sizes, Workload, bit_for_bit
 from snapmla.testing.workloads.exact import Case, Recorded, Runner
@@ -31,12 +33,16 @@ def truth(spec: VariantSpec, given: Mapping[str, Any]) -> dict[str, Tensor]:
     pages, page_size = next(iter(planes.values())).shape[:2]
     kept = (slots >= 0) & (slots < pages * page_size)
     rows = slots[kept]
-    if "kv" in planes:
+    if FORMATS[spec.cache_dtype].rows:
         heads = planes["kv"].shape[2]
         tokens = torch.cat([given["c_kv"], given["k_rope"]], -1).view(len(slots), heads, -1)
         planes["kv"].view(-1, heads, HEAD_DIM_QK)[rows] = tokens[kept].to(planes["kv"].dtype)
         return planes
     stored = rotary.truth(spec, given, given["c_kv"], given["k_rope"])
+    if "kv" in planes:
+        tokens = quantize_ds_mla_rows(*stored, power_of_two=bool(given["power_of_two"]))
+        planes["kv"].view(-1, ds_mla.ROW_BYTES)[rows] = tokens[kept]
+        return planes
     content, rope, scale = rounding.quantize_rows(*(x[kept] for x in stored), slots=rows)
     planes["content"].view(-1, KV_LORA_RANK)[rows] = content.view(torch.uint8)
     planes["rope"].view(-1, QK_ROPE_HEAD_DIM)[rows] = rope
@@ -47,7 +53,7 @@ def truth(spec: VariantSpec, given: Mapping[str, Any]) -> dict[str, Tensor]:
 def small(spec: VariantSpec) -> Iterator[Call]:
     """Nine tokens into each layout; of 16 bits, into one KV head and three that lie apart, values
     as they are, NaN and infinity too."""
-    if spec.cache_dtype != "fp8":
+    if FORMATS[spec.cache_dtype].rows:
         yield from _small_rows(spec)
         return
     n = 9
@@ -57,9 +63,24 @@ def small(spec: VariantSpec) -> Iterator[Call]:
     slots = torch.randperm(48)[:n].to(INDEX[spec.index_dtype])
     slots[5] = -1
     tokens = {"c_kv": c_kv, "k_rope": k_rope, "slot_mapping": slots, **rotary.small(spec, n)}
+    if spec.cache_dtype == ds_mla.FORMAT:
+        yield from _small_ds_mla(spec, tokens)
+        return
     for layout in layouts.LAYOUTS:
         given = samples.planes(samples.poisoned_cache(3, 16, layout)) | tokens
         yield Call(given, {name: name for name in ("content", "rope", "scale")}, truth(spec, given))
+
+
+def _small_ds_mla(spec: VariantSpec, tokens: dict[str, Any]) -> Iterator[Call]:
+    """Free scales into pages of 16 tokens, powers of two into pages of 3 that lie apart; groups of
+    magnitudes far from one another, infinity, and a slot past the pool."""
+    tokens["c_kv"][4, 128:256] *= 2.0**-12
+    tokens["c_kv"][6, 300], tokens["slot_mapping"][7] = math.inf, 48
+    for flag, page_size in enumerate((16, 3)):
+        cache = samples.poisoned_ds_mla(48 // page_size, page_size, strided=bool(flag))
+        last = {"power_of_two": flag}
+        given = {**samples.planes(cache), **tokens, **last}
+        yield Call(given, {f"rows in pages of {page_size}": "kv"}, truth(spec, given))
 
 
 def _small_rows(spec: VariantSpec) -> Iterator[Call]:
@@ -80,8 +101,11 @@ def _small_rows(spec: VariantSpec) -> Iterator[Call]:
 def recorded(case: Case, run: Runner) -> Recorded:
     """57 tokens; slots outside of the pool, and outside of any."""
     spec, n, page_size = case.spec, 57, (16, 64, 128)[case.index % 3]
-    pages, fp8 = 128 // page_size + 2, spec.cache_dtype == "fp8"
-    heads = 3 if not fp8 and case.index % 2 else 1
+    rows_, fp8 = FORMATS[spec.cache_dtype].rows, spec.cache_dtype == "fp8"
+    if not rows_ and not fp8:
+        page_size = (1, 69, 64)[case.index % 3]
+    pages = 128 // page_size + 2
+    heads = 3 if rows_ and case.index % 2 else 1
     c, r = exact.latents(case, n * heads, spec.in_dtype)
     order = case.bits().below(1 << 40, (pages * page_size,))
     slots = np.argsort(order, kind="stable")[:n]
@@ -93,11 +117,14 @@ def recorded(case: Case, run: Runner) -> Recorded:
     if case.index % 2:  # slices of one (n, 576) tensor
         both = torch.cat([c, r], -1).to(run.device)
         c, r = both[:, :KV_LORA_RANK], both[:, KV_LORA_RANK:]
-    given = {"c_kv": c.to(run.device), "k_rope": r.to(run.device)}
+    given: dict[str, Any] = {"c_kv": c.to(run.device), "k_rope": r.to(run.device)}
     given["slot_mapping"] = index.to(run.device)
     cache: dict[str, Tensor]
     if fp8:
         cache = exact.pool(pages, page_size, exact.LAYOUTS[case.index % 3], run.device)
+    elif not rows_:
+        cache = {"kv": exact.ds_mla_pool(pages, page_size, run.device, case.index % 2)}
+        given["power_of_two"] = case.index % 2
     else:
         style = (heads, spec.cache_dtype, run.device, case.index % 3)
         cache = {"kv": exact.rows_pool(pages, page_size, *style)}
@@ -113,11 +140,12 @@ def sized(spec: VariantSpec, sizes: Sizes, device: str, seed: int) -> dict[str, 
     source, n = Source(device, seed), sizes.batch * sizes.tokens
     pages = -(-n // PAGE)
     joint = source.normal(n, HEAD_DIM_QK, dtype=DTYPES[spec.in_dtype])
+    last = {"power_of_two": 0} if spec.cache_dtype == ds_mla.FORMAT else {}
     return {
         **source.planes(pages, PAGE, spec.cache_dtype),
         "c_kv": joint[:, :KV_LORA_RANK], "k_rope": joint[:, KV_LORA_RANK:],
         "slot_mapping": source.order(pages * PAGE)[:n].to(INDEX[spec.index_dtype]),
-        **rotary.sized(spec, n, source),
+        **rotary.sized(spec, n, source), **last,
     }  # fmt: skip
 
 
@@ -142,7 +170,9 @@ _ROPE = {"rope_style": "interleaved", "index_dtype": "i64"}
 WORKLOAD = Workload(
     small, bit_for_bit, recorded, sized, truth, public, moved,
     bench={
-        "append_kv": {"": {}, "bf16": {"cache_dtype": "bf16"}},
+        "append_kv": {
+            "": {}, "bf16": {"cache_dtype": "bf16"}, "ds_mla": {"cache_dtype": ds_mla.FORMAT},
+        },
         "rope_append_kv": {"": _ROPE, "norm": {**_ROPE, "norm": "rms"}},
     },
 )  # fmt: skip

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK, QK_ROPE_HEAD_DIM
+from dsl_kernels.ds_mla import ROW_BYTES
 from dsl_kernels.spec import VariantSpec
 from snapmla import layouts
 from snapmla.testing.reference_plan import NOTHING_HIDDEN
@@ -254,6 +255,12 @@ def rows_pool(
     memory = torch.full((*shape, HEAD_DIM_QK + gap), -1, dtype=torch.int16, device=device)
     rows = memory.view(TORCH[dtype])[..., :HEAD_DIM_QK]
     return rows if style < 2 else rows.transpose(1, 2)
+
+
+def ds_mla_pool(pages: int, page_size: int, device: str, gap: int) -> Tensor:
+    """uint8 (pages, page_size, 1, 656) whose every byte is 255; ``gap`` rows behind each page."""
+    shape = (pages, page_size + gap, 1, ROW_BYTES)
+    return torch.full(shape, 255, dtype=torch.uint8, device=device)[:, :page_size]
 
 
 def block_table(

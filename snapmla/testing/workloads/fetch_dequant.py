@@ -13,7 +13,7 @@ import snapmla
 from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK, QK_ROPE_HEAD_DIM
 from dsl_kernels.families.formats import FORMATS
 from dsl_kernels.spec import VariantSpec
-from snapmla import layouts
+from snapmla import ds_mla, layouts
 from snapmla.cache import PagedKVCache
 from snapmla.testing import fetched
 from snapmla.testing.workloads import exact, samples
@@ -55,8 +55,13 @@ def small(spec: VariantSpec) -> Iterator[Call]:
     """In every layout, where pages that nobody asks for are NaN; rows joint or apart."""
     dtype, lengths = DTYPES[spec.in_dtype], (20, 0, 33)
     made: dict[str, tuple[PagedKVCache, Tensor, Tensor]] = {}
+    page_size = 16
     if spec.cache_dtype == "fp8":
         made = {layout: samples.filled_cache(lengths, 16, layout) for layout in layouts.LAYOUTS}
+    elif spec.cache_dtype == ds_mla.FORMAT:
+        page_size = 7  # a warp's tokens lie in two
+        made["rows"] = samples.filled_ds_mla(lengths, page_size)
+        made["strided rows"] = samples.filled_ds_mla(lengths, page_size, strided=True)
     else:
         own = DTYPES[spec.cache_dtype]
         made["rows"] = samples.filled_rows(lengths, 16, own)
@@ -77,8 +82,9 @@ def _small_selector(
     if spec.mode == "pages":
         return {"block_table": table, "cache_seqlens": seqlens}, (len(seqlens), 40)
     if spec.mode == "indices":
-        at = [samples.places(table[i], n, 16) for i, n in enumerate(seqlens.tolist())]
-        used = torch.cat([page * 16 + offset for page, offset in at])
+        size = cache.page_size
+        at = [samples.places(table[i], n, size) for i, n in enumerate(seqlens.tolist())]
+        used = torch.cat([page * size + offset for page, offset in at])
         used = used[torch.randperm(len(used))[:7]]
         # outside of the pool; beyond 32 bits what would be a token, were it cut
         outside = torch.tensor([-1, cache.num_slots, 2**31 - 1])
@@ -96,6 +102,8 @@ def _small_selector(
 def recorded(case: Case, run: Runner) -> Recorded:
     """Any codes and bits, NaN too; pages and indices outside of the pool."""
     spec, page_size, pages = case.spec, (16, 64, 128)[case.index % 3], 6
+    if spec.cache_dtype == ds_mla.FORMAT:
+        page_size = (13, 64, 21)[case.index % 3]
     bits, tokens = case.bits(), pages * page_size
     heads: tuple[int, ...] = ()
     cache: dict[str, Tensor]
@@ -109,6 +117,12 @@ def recorded(case: Case, run: Runner) -> Recorded:
         check = exact.digest([content, rope, scale])
         cache = exact.pool(pages, page_size, exact.LAYOUTS[case.index % 3], run.device)
         exact.fill(cache, content, rope, scale)
+    elif spec.cache_dtype == ds_mla.FORMAT:
+        rows = bits.below(256, (pages, page_size, 1, ds_mla.ROW_BYTES)).astype(np.uint8)
+        rows[:, 1::3, 0, ds_mla.SCALES_AT : ds_mla.SCALES_AT + 8] = 0  # of two groups
+        check = exact.digest([rows])
+        cache = {"kv": exact.ds_mla_pool(pages, page_size, run.device, case.index % 2)}
+        cache["kv"].copy_(torch.from_numpy(rows))
     else:
         heads = ((1, 3)[case.index % 2],)
         codes = bits.below(1 << 16, (pages, page_size, *heads, HEAD_DIM_QK)).astype(np.uint16)
@@ -126,8 +140,8 @@ def recorded(case: Case, run: Runner) -> Recorded:
     found = {"nope": nope, "rope": r}
     if heads:  # one plane: one hash
         found = {"kv": torch.cat([nope, r], -1)}
-    rows = int(np.prod(lead))
-    return Recorded(check, {k: exact.bits_of(x).reshape(rows, -1) for k, x in found.items()})
+    count = int(np.prod(lead))
+    return Recorded(check, {k: exact.bits_of(x).reshape(count, -1) for k, x in found.items()})
 
 
 def _recorded_selector(
@@ -171,7 +185,7 @@ def sized(spec: VariantSpec, sizes: Sizes, device: str, seed: int) -> dict[str, 
         begins = [0, *np.cumsum(counts).tolist()]
         chunks = {"cu_seqlens": source.i32(begins), "seq_starts": source.i32([start] * b)}
         given |= {"block_table": table, **chunks}
-    heads = () if spec.cache_dtype == "fp8" else (1,)
+    heads = (1,) if FORMATS[spec.cache_dtype].rows else ()
     both = source.full(*lead, *heads, HEAD_DIM_QK, dtype=DTYPES[spec.in_dtype])
     return {**given, "out_nope": both[..., :KV_LORA_RANK], "out_rope": both[..., KV_LORA_RANK:]}
 
@@ -179,7 +193,7 @@ def sized(spec: VariantSpec, sizes: Sizes, device: str, seed: int) -> dict[str, 
 def public(spec: VariantSpec, given: Mapping[str, Any]) -> Callable[[], Any]:
     """``snapmla.fetch_dequant``."""
     cache, out = samples.cache_of(given), (given["out_nope"], given["out_rope"])
-    if spec.cache_dtype != "fp8":
+    if FORMATS[spec.cache_dtype].rows:
         out = (out[0].squeeze(-2), out[1].squeeze(-2))
     where = given["indices" if spec.mode == "indices" else "block_table"]
     names = ("cu_seqlens", "seq_starts", "cache_seqlens")
@@ -200,6 +214,7 @@ WORKLOAD = Workload(
         "fetch_dequant": {
             **{mode: {"mode": mode} for mode in _MODES},
             **{f"{mode}_bf16": {"mode": mode, "cache_dtype": "bf16"} for mode in _MODES},
+            **{f"{mode}_ds_mla": {"mode": mode, "cache_dtype": ds_mla.FORMAT} for mode in _MODES},
         }
     },
 )  # fmt: skip

@@ -16,10 +16,12 @@ from torch import Tensor
 from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK, QK_ROPE_HEAD_DIM
 from dsl_kernels.families.formats import FORMATS
 from dsl_kernels.spec import VariantSpec
+from snapmla import ds_mla
 from snapmla.cache import PagedKVCache
 from snapmla.decode_plan import partial_rows
 from snapmla.quant import QuantizedQuery
 from snapmla.testing import partials, rounding
+from snapmla.testing.ds_mla import quantize_ds_mla_rows
 from snapmla.testing.reference_plan import NOTHING_HIDDEN
 from snapmla.testing.workloads import exact
 from snapmla.testing.workloads.call import NATURAL, Sizes
@@ -49,6 +51,18 @@ def poisoned_rows(
         return PagedKVCache.from_tensors(rows)
     memory = torch.full((pages, heads, page_size + 1, HEAD_DIM_QK + 8), math.nan, dtype=dtype)
     return PagedKVCache.from_tensors(memory[:, :, 1:, 8:].transpose(1, 2))
+
+
+def poisoned_ds_mla(
+    pages: int, page_size: int, scale_fmt: str | None = None, *, strided: bool = False
+) -> PagedKVCache:
+    """A cache of 656-byte rows whose every byte is 0x7f: NaN but for its scales; ``strided``: pages
+    lie apart."""
+    memory = torch.full((pages, page_size + 2 * strided, ds_mla.ROW_BYTES), 0x7F).byte()
+    rows = memory[:, 1 : page_size + 1] if strided else memory
+    cache = PagedKVCache.from_tensors(rows, format=ds_mla.FORMAT, scale_fmt=scale_fmt)
+    cache.named_tensors["kv"][..., ds_mla.SCALES_AT : ds_mla.ROPE_AT] = 0xFF
+    return cache
 
 
 def shuffled_table(lengths: Sequence[int], page_size: int) -> tuple[int, Tensor]:
@@ -102,6 +116,23 @@ def filled_rows(
     return cache, table, torch.tensor(lengths, dtype=torch.int32)
 
 
+def filled_ds_mla(
+    lengths: tuple[int, ...], page_size: int, *, strided: bool = False
+) -> tuple[PagedKVCache, Tensor, Tensor]:
+    """As ``filled_cache``, of 656-byte rows; with scales of any size, 0 beside NaN content too."""
+    pool, table = shuffled_table(lengths, page_size)
+    cache = poisoned_ds_mla(pool, page_size, strided=strided)
+    odd = torch.tensor([0.0, 2.0**-126, 2.0**-140, 3e38, math.nan, 1e-30])
+    for i, n in enumerate(lengths):
+        rows = quantize_ds_mla_rows(*sample_tokens(n))
+        scales = rows[:, ds_mla.SCALES_AT : ds_mla.ROPE_AT].contiguous().view(torch.float32)
+        scales[3::5, i] = odd.repeat(n)[: len(scales[3::5])]
+        rows[:, ds_mla.SCALES_AT : ds_mla.ROPE_AT] = scales.view(torch.uint8)
+        rows[3::30, 128 * i + 5] = 0x7F  # beside a scale of 0
+        cache.named_tensors["kv"][places(table[i], n, page_size)] = rows.unsqueeze(1)
+    return cache, table, torch.tensor(lengths, dtype=torch.int32)
+
+
 def sample_tokens(n: int) -> tuple[Tensor, Tensor]:
     """(c_kv (n, 512), k_rope (n, 64)): biased channels, log-normal token amplitudes."""
     amplitude = torch.exp(0.3 * torch.randn(n, 1))
@@ -130,7 +161,8 @@ def planes(cache: PagedKVCache) -> dict[str, Tensor]:
 def cache_of(given: Mapping[str, Any]) -> PagedKVCache:
     """The cache over the planes among a call's arguments."""
     if "kv" in given:
-        return PagedKVCache.from_tensors(given["kv"])
+        fmt = ds_mla.FORMAT if given["kv"].dtype == torch.uint8 else None
+        return PagedKVCache.from_tensors(given["kv"], format=fmt)
     content = given["content"].view(torch.float8_e4m3fn)
     return PagedKVCache.from_tensors(content, given["rope"], given["scale"])
 
@@ -184,6 +216,14 @@ class Source:
         if FORMATS[cache_dtype].rows:
             shape = (pages, page_size, 1, HEAD_DIM_QK)
             return {"kv": self.normal(*shape, dtype=exact.TORCH[cache_dtype])}
+        if cache_dtype == ds_mla.FORMAT:
+            shape = (pages, page_size, 1, ds_mla.ROW_BYTES)
+            kv = self.full(*shape, dtype=torch.uint8)
+            content, rope, scale = ds_mla.fields_of(kv)
+            content.view(torch.uint8).copy_(self.e4m3(*content.shape))
+            rope.copy_(self.normal(*rope.shape))
+            scale.fill_(0.01)
+            return {"kv": kv}
         return {
             "content": self.e4m3(pages, page_size, KV_LORA_RANK),
             "rope": self.normal(pages, page_size, QK_ROPE_HEAD_DIM),
