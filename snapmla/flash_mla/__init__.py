@@ -236,7 +236,7 @@ def get_mla_metadata(
 def _check_kind(is_fp8_kvcache: object, topk: object, *, made: bool) -> None:
     """That metadata is asked for what is built: an object serves whatever its first call is."""
     if topk is not None:
-        checks.integer("topk", topk, 1)
+        checks.integer("topk", topk, 1, None, "the width of indices")
     elif made:
         refuse(is_fp8_kvcache=is_fp8_kvcache)
 
