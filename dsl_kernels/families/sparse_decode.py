@@ -23,6 +23,7 @@ AXES = (
     Axis("stamps", "stamps", (0, 1), 0, named=False),  # 1: a CTA records its events (stamp.py)
     Axis("cluster", "c", (1,), 1, named=False),
     Axis("lines", "ln", (0, 1), 0, named=False),  # 1: a copy takes a line of four rows, not a row
+    Axis("ahead", "ah", (0, 1), 0, named=False),  # 1: mix16's Q.K of the next tile under softmax
     Axis("p_terms", "pt", (1, 2), 1, named=False),  # e4m3 terms of P; 2: an accuracy setting
 )
 MODULES = {

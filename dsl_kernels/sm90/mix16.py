@@ -64,6 +64,7 @@ from . import transpose
 from .decode import Decode, infeasible
 from .fragments import pad_layout, padded_size
 from .item_notes import noted
+from .mix16_ahead import AheadSoftmax
 from .mix16_parts import SUM_FACTOR, Parts, times, unpack
 from .mix16_softmax import MixSoftmax
 from .roles import FEW_ROWS, INV_RING, WARPGROUP, Cta, Layouts
@@ -85,6 +86,8 @@ def feasible(spec: VariantSpec) -> str | None:
     """Reason why the pipeline cannot be built for ``spec``, or None."""
     if spec.p_terms > 1:
         return "mix16 has a P of 16 bits: one term"
+    if spec.ahead and spec.row_tile <= FEW_ROWS:
+        return f"mix16 has Q.K of the next tile under softmax in row tiles above {FEW_ROWS}"
     return infeasible(spec, 2, budget(spec))
 
 
@@ -134,7 +137,7 @@ class Mix16:
     def __init__(self, spec: VariantSpec):
         self.parts, self.budget = parts_of(spec), budget(spec)
         self.rows_cta, self.stages = self.parts.rows, self.parts.stages
-        self.softmax = MixSoftmax(self.parts)
+        self.softmax = (AheadSoftmax if spec.ahead else MixSoftmax)(self.parts)
         _, self.softmax_regs, self.pv_regs = (group.registers for group in self.budget.groups)
 
     # ---------------------------------------------------------------- host half

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Uint32, const_expr
+from cutlass import Float32, Int32, Uint32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from .. import compat
@@ -48,6 +48,7 @@ Q_FORMAT = CacheFormat((Plane("c", BF16, D), Plane("r", BF16, R)))
 # Place in the 16 channels of a k step -> channel: what the four bytes of a thread become, in order.
 CHANNEL = [4 * (k % 8 // 2) + k % 2 + 2 * (k // 8) for k in range(16)]
 APART = 2.0**-40  # of an item's largest scale: the least sigma
+LEAST_KEY_SIGMA = 2.0**-40
 # Row sums are kept times 2^-40, since 1 / sigma may be 2^126.
 SUM_LOG2 = 40
 SUM_FACTOR = 2.0**-SUM_LOG2
@@ -161,8 +162,12 @@ class QueryRows:
         at = st.qc.data_ptr().toint() + stage * (self.rows * D * 2) + row * 128 + part * block
         at_r = st.qr.data_ptr().toint() + stage * (self.rows * R * 2) + row * 128
         rope = self._words(at_r, lane, 2, 2 * part)
-        tops = [self._largest(self._words(at + x * (4 * block), lane, 8)) for x in range(2)]
-        field = self._exponent(larger_halves(*tops), self._largest(rope))
+        largest_rope = self._largest(rope)
+        largest = Uint32(compat.opaque(Int32(0)))
+        for x in cutlass.range(2, unroll=1):
+            words = self._words(at + x * (4 * block), lane, 8)
+            largest = larger_halves(largest, self._largest(words))
+        field = self._exponent(largest, largest_rope)
         power = ((Uint32(2 * EXPONENT_BIAS + Q_TOP) - field) << Uint32(23)).bitcast(Float32)
         for x in cutlass.range_constexpr(2):
             for c in cutlass.range_constexpr(0, 8, 2):
@@ -232,9 +237,9 @@ class QueryRows:
 class RecordScales:
     """Scales of the tokens in the ring, field ``ks``, and what the announcer makes of them:
 
-    facts    fp32 (4, token): log2 sigma, -inf if there is no token; 2^-40 / sigma; sigma; 1 if the
-             tile has some token, else 0
-    own      (group, token): the ratio, twice in a word
+    facts    fp32 (4, token): log2 sigma, -inf if there is no token; 2^-40 / sigma; sigma of K, at
+             least 2^-40, since what is less is nothing in a logit; 1 if the tile has some token, else 0
+    own      (group, token): the ratio to sigma of K, twice in a word
     ratios   (8, 4, group): words of two neighbouring tokens' ratios, those of a quad lane of V^T's
              fragments together: word i of lane c is tokens 8 i + 2 c and the next
     """
@@ -304,11 +309,13 @@ class RecordScales:
             log = cute.math.log2(sigma, fastmath=True)
             four = cute.make_rmem_tensor((4,), Float32)
             four[0] = Float32(cutlass.select_(named[e], log, -Float32.inf))
-            four[1], four[2], four[3] = inverse[e] * SUM_FACTOR, sigma, some
+            key_sigma = cute.arch.fmax(sigma, Float32(LEAST_KEY_SIGMA))
+            four[1], four[2], four[3] = inverse[e] * SUM_FACTOR, key_sigma, some
             cute.autovec_copy(four, facts[None, 2 * lane + e, stage])
             twice = cute.make_rmem_tensor((GROUPS,), U32)
+            key_inverse = cute.arch.rcp_approx(key_sigma)
             for g in cutlass.range_constexpr(GROUPS):
-                ratio = s[e][g] * inverse[e]
+                ratio = s[e][g] * key_inverse
                 twice[g] = pack_f16(ratio, ratio)
             cute.autovec_copy(twice, own[None, 2 * lane + e, stage])
         for g in cutlass.range_constexpr(GROUPS):

@@ -90,25 +90,42 @@ class MixSoftmax(AcrossWarps):
             note(cta.st, items, wwarp, slot, rows)
             cta.q_pipe.consumer_wait(qst)
             self.parts.queries.convert(cta.st, qst.index, cta.call, wwarp)
+            self.begin_frames(cta.st, m_ref)
+            l_run.fill(0.0)
             cute.arch.fence_proxy("async.shared", space="cta")
             warps_meet(Barrier.SOFTMAX, SOFTMAX_WARPS)
-            m_ref.fill(0.0)
-            l_run.fill(0.0)
-            fresh = Int32(1)  # no token has been seen
-            for _ in cutlass.range(first, last, unroll=1):
-                cta.k_pipe.consumer_wait(kst)
-                self.parts.stamps.put(gmem.results, Stamp.FIRST_TILE, kst.count == 0)
-                fresh = self.block(cta, tools, qst, kst, blocks, fresh, (m_ref, l_run))
-                kst.advance()
-                blocks += 1
+            kst, blocks = self.tiles(
+                cta, tools, (first, last), (qst, kst, blocks), (m_ref, l_run)
+            )  # fmt: skip
             cta.q_pipe.consumer_release(qst)
             qst.advance()
             self.parts.stamps.put(gmem.results, Stamp.SOFTMAX_END)
-            for x in cutlass.range_constexpr(n_rows):
-                m_ref[x] = m_ref[x] + SUM_LOG2
+            self.end_frames(cta.st, m_ref)
             slot, rows = noted(cta.st, items, wwarp, self.rows_cta)
             self.finish_rows(cta, (items & 1) ^ 1, m_ref, l_run, slot, rows)
             items += 1
+
+    def begin_frames(self, st, m_ref) -> None:
+        """Of an item that begins."""
+        m_ref.fill(0.0)
+
+    def end_frames(self, st, m_ref) -> None:
+        """``m_ref`` becomes the frames of the rows' sums."""
+        for x in range(self.fragment.rows):
+            m_ref[x] = m_ref[x] + SUM_LOG2
+
+    @cute.jit
+    def tiles(self, cta, tools, span, states, rows_out):
+        """Tiles ``span`` of an item; returns the next states of the ring and of P."""
+        qst, kst, blocks = states
+        fresh = Int32(1)  # no token has been seen
+        for _ in cutlass.range(span[0], span[1], unroll=1):
+            cta.k_pipe.consumer_wait(kst)
+            self.parts.stamps.put(cta.gmem.results, Stamp.FIRST_TILE, kst.count == 0)
+            fresh = self.block(cta, tools, qst, kst, blocks, fresh, rows_out)
+            kst.advance()
+            blocks += 1
+        return kst, blocks
 
     def score_mma(self):
         return tiled_mma(F16, self.rows_cta, a_in_registers=True)
