@@ -34,6 +34,7 @@ from snapmla import attention, checks, decode_plan, metadata_pair, overlap, reco
 from snapmla import call as calls
 from snapmla.cache import PagedKVCache
 from snapmla.flash_mla import sparse
+from snapmla.flash_mla.config import Config, check_config
 from snapmla.flash_mla.unbuilt import (
     OWN_FP8,
     flash_attn_varlen_func,
@@ -59,21 +60,6 @@ Pair = tuple[Tensor, Tensor]
 _raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # with CUDA
 SCALE = HEAD_DIM_QK**-0.5
 LSE = ("e", "+inf")  # natural; of a row that sees no token
-
-
-@dataclass(frozen=True)
-class Config:
-    """What a ``FlashMLASchedMeta`` was planned for; other calls with it are refused."""
-
-    b: int
-    s_q: int
-    h_q: int
-    page_block_size: int
-    h_k: int
-    causal: bool
-    dtype: torch.dtype
-    is_fp8_kvcache: bool = False
-    topk: int | None = None
 
 
 @dataclass
@@ -120,7 +106,7 @@ class FlashMLASchedMeta:
     def check_config(self, asked: Config) -> None:
         """ValueError for a call that is not like the one that planned it."""
         assert self.config is not None
-        _check_config(self.config, asked)
+        check_config(self.config, asked)
 
     def _planned(self) -> bool:
         """Whether its plans are a step's; a caller may set ``have_initialized`` back."""
@@ -566,7 +552,7 @@ def _plan_of(
     causal = bool(key[3])
     config = Config(b, s_q, heads, cache.page_size, cache.num_kv_heads, causal, q.dtype)
     if metadata._plans and metadata.config is not None:
-        _check_config(metadata.config, config)
+        check_config(metadata.config, config)
     width = table.shape[1]
     # tables that were made for another width may have been cut there
     like = next((p for p in metadata._plans.values() if p.max_pages == width), None)
@@ -590,14 +576,3 @@ def _made(call: Call) -> decode_plan.DecodePlan:
         causal=bool(causal) and shape.s_q > 1, cache_dtype=q.dtype,
         num_kv_heads=shape.num_kv_heads,
     )  # fmt: skip
-
-
-def _check_config(planned: Config, asked: Config) -> None:
-    """Checks that a call is like the one that planned an object."""
-    for field in fields(Config):
-        want, got = getattr(planned, field.name), getattr(asked, field.name)
-        if want != got:
-            checks.value_error(
-                "tile_scheduler_metadata", f"calls like its first, {field.name} = {want}",
-                f"{field.name} = {got}", "make another object by get_mla_metadata()",
-            )  # fmt: skip
