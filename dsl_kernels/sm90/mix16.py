@@ -1,12 +1,12 @@
 """Sparse MLA decode for SM90 over 656-byte rows, pipeline ``mix16``: 16-bit products, and no
 dequantised byte in shared memory.
 
-A row is 512 e4m3 channels with an fp32 scale for each 128, and 64 BF16 RoPE channels (ds_mla.py).  The
-ring holds the rows' bytes.  Both products take what comes from the cache as *register* operand and
-convert it on the way, four values in two instructions:
+A row is 512 e4m3 channels with an fp32 scale for each 128, and 64 BF16 RoPE channels (ds_mla.py).
+The ring holds the rows' bytes.  Both products take what comes from the cache as *register* operand
+and convert it on the way, four values in two instructions:
 
-    S^T = K Q^T     ldmatrix, e4m3 -> f16 (exact); with 64 rows times scale / largest scale of the token
-                    (at most 1), two values an instruction; RoPE in BF16 out of shared memory
+    S^T = K Q^T     ldmatrix, e4m3 -> f16 (exact); with 64 rows times scale / largest scale of the
+                    token (at most 1), two values an instruction; RoPE in BF16 out of shared memory
     O^T = V^T P^T   ldmatrix.trans, one prmt, e4m3 -> f16, times scale / largest, two tokens an
                     instruction
 
@@ -22,15 +22,19 @@ Timeline of tile i (one stage of the K ring)
     gather        | i+2 ...
     announcer     |  scales i+1 |
     softmax       | Q.K i: 8 x (convert 64 channels, 4 WGMMAs) | RoPE i | vote, exp2 of i | P i ->
+                  (mix16_ahead.py has Q.K i + 1 under the second half of this)
     P.V           | V^T of 16 channels | wait P i | 8 x (2 WGMMAs, convert the next) | free i
 
-Frames (log2 units).  P' = 2^(t + log2 sigma - m_ref) in f16, sigma the token's largest scale; O and the
-row sum live in frame ``m_ref``, which moves only when some value would pass 2^15, and then so that
-the block's largest P' is 2^8.  The row sum adds P' / sigma times 2^-40; O is multiplied by that as it
-is written.
+Frames (log2 units).  P' = 2^(t + log2 sigma - m_ref) in f16, sigma the token's largest scale; O and
+the row sum live in frame ``m_ref``, which moves only when some value would pass 2^15, and then so
+that the block's largest P' is 2^8.  The row sum adds P' / sigma times 2^-40; O is multiplied by
+that as it is written.
 
-The k index inside 16 channels is renamed: a thread of S^T's fragment has four neighbouring bytes where
-the instruction wants two pairs; Q's channels follow (mix16_parts.CHANNEL).
+The k index inside 16 channels is renamed: a thread of S^T's fragment has four neighbouring bytes
+where the instruction wants two pairs; Q's channels follow (mix16_parts.py).
+
+P.V converts a unit when the unit before last is done, not earlier: a third fragment does not fit
+into 176 registers, and ptxas would serialise every WGMMA (note C7512).
 
 Shared memory, 64 rows and 3 stages (bytes)
     Q 73728 | K ring 3 x (32768 content + 8192 RoPE + 1024 scales + 2560 of theirs) | P 2 x 8192

@@ -1,8 +1,8 @@
 """Softmax of ``mix16`` with 64 rows, and Q.K of the next tile under it.
 
-As mix16_softmax.py's, but Q.K of tile i + 1 begins when the frames of tile i stand, and P(i) is made
-between its first units; so the tensor cores have work while P(i) is made and handed over.  RoPE
-comes first, divided by sigma in fp32, and the content goes on top: no drain at the end.
+As mix16_softmax.py's, but Q.K of tile i + 1 begins when the frames of tile i stand, and P(i) is
+made between its first units; so the tensor cores have work while P(i) is made and handed over.
+RoPE comes first, divided by sigma in fp32, and the content goes on top: no drain at the end.
 
 Timeline of block i (registers: S 32, t 32, then two fragments of 16)
     S i is there | t = S sigma f + log2 sigma - m_ref | free K(i) | vote, rarely frames move
@@ -169,7 +169,8 @@ class AheadSoftmax(MixSoftmax):
             held[u % 2] = self.to_k(raws, ratio)
             self.issue_unit(acc, held[u % 2], rQ, u, True)
             if const_expr(u + 1 < units):
-                raws, ratio = self.load_k(st, stage, wwarp, lane, u + 1), self.ratio(st, stage, u + 1)
+                raws = self.load_k(st, stage, wwarp, lane, u + 1)
+                ratio = self.ratio(st, stage, u + 1)
         warpgroup.wait_group(0)
 
     @cute.jit
@@ -258,5 +259,3 @@ class AheadSoftmax(MixSoftmax):
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
         P_RING.arrive_full_if(st, buf, lane == 0)
-
-

@@ -1,10 +1,11 @@
-"""What pipeline ``mix16`` (mix16.py) is composed of: queries, loader, scales in the ring, conversions.
+"""What pipeline ``mix16`` (mix16.py) is composed of: queries, loader, scales in the ring,
+conversions.
 
-Scales (announcer warp, a tile at a time).  sigma of a token is its largest scale, but at least 2^-40
-of the largest that the item has seen so far: a token whose content is nothing beside that of others,
-zeros with a scale of 0 or 2^-126 above all, would else leave the range in which row sums are kept.
-A group's *ratio* is its scale / sigma, at most 1, in f16.  A place without a token has log2 sigma
--inf, which masks it.
+Scales (announcer warp, a tile at a time).  sigma of a token is its largest scale, but at least
+2^-40 of the largest that the item has seen so far: a token whose content is nothing beside that of
+others, zeros with a scale of 0 or 2^-126 above all, would else leave the range in which row sums
+are kept.  A group's *ratio* is its scale / sigma, at most 1, in f16.  A place without a token has
+log2 sigma -inf, which masks it.
 
 Queries (softmax warps, as an item begins).  A row of Q is multiplied by 2^p, so that its largest
 content channel is in [2^15, 2^16): in f16 all of bf16's bits are kept down to 2^-32 of that.  RoPE,
@@ -238,7 +239,8 @@ class RecordScales:
     """Scales of the tokens in the ring, field ``ks``, and what the announcer makes of them:
 
     facts    fp32 (4, token): log2 sigma, -inf if there is no token; 2^-40 / sigma; sigma of K, at
-             least 2^-40, since what is less is nothing in a logit; 1 if the tile has some token, else 0
+             least 2^-40, since what is less is nothing in a logit; 1 if the tile has some token,
+             else 0
     own      (group, token): the ratio to sigma of K, twice in a word
     ratios   (8, 4, group): words of two neighbouring tokens' ratios, those of a quad lane of V^T's
              fragments together: word i of lane c is tokens 8 i + 2 c and the next
@@ -281,7 +283,8 @@ class RecordScales:
     @cute.jit
     def _make(self, st, stage, named, top):
         lane = cute.arch.lane_idx()
-        scales, facts, own, ratios = self.of_tokens(st), self.facts(st), self.own(st), self.ratios(st)
+        scales, facts = self.of_tokens(st), self.facts(st)
+        own, ratios = self.own(st), self.ratios(st)
         s, largest = [], []
         for e in cutlass.range_constexpr(2):
             four = cute.make_rmem_tensor((GROUPS,), Float32)
@@ -323,10 +326,9 @@ class RecordScales:
             ratios[lane // 4, lane % 4, g, stage] = both
         return top
 
-
     @cute.jit
     def _clear(self, st, stage, s):
-        """Zeros for the content of groups with scale 0: who writes such scales may leave 0 / 0 there.
+        """Zeros for the content of groups with scale 0: who writes such scales may leave 0 / 0.
 
         Nobody reads content but by ldmatrix, so that no proxy fence is missing.
         """
@@ -347,7 +349,8 @@ class Parts:
     Attributes:
         rows, cluster: query rows of a CTA; CTAs that share their K tiles: none do.
         stages, q_stages: KV tiles, Q tiles in flight.
-        work, q_tiles, loads, scales, queries: work list, Q, KV tiles, scales in the ring, rows of Q.
+        work, q_tiles, loads, scales, queries: work list, Q, KV tiles, scales in the ring, rows of
+            Q.
         stamps: recorder of events, off in ordinary builds.
     """
 

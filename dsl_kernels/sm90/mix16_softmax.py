@@ -7,10 +7,10 @@ Tokens lie on M for any number of rows: K is the register operand, which is conv
     fewer       a sum for each group of 128 channels, K exact; times the groups' scales in fp32, and
                 RoPE in a chain of its own
 
-Hand-over of a block to P.V, in one of ``P_STAGES`` buffers: P^T in f16, factors gamma of its rows, and
-a byte a warp that says whether a frame moved.  The frame of all rows moves at once, where some value
-of the CTA would pass 2^15: the four warps vote, and only then are maxima taken.  A row whose own
-maximum stays below is left as it is (gamma is 1), so that no row feels another.
+Hand-over of a block to P.V, in one of ``P_STAGES`` buffers: P^T in f16, factors gamma of its rows,
+and a byte a warp that says whether a frame moved.  Where some value of the CTA would pass 2^15,
+frames move: the four warps vote, and only then are maxima taken.  A row whose own maximum stays
+below is left as it is (its gamma is 1), so that no row feels another.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from ..common.smem import array, staged
 from ..common.types import BF16, F16, U16, U32
 from ..compat import wgmma_fence
 from ..dims import KV_LORA_RANK as D
-from ..dims import QK_ROPE_HEAD_DIM as R
 from ..dims import TOKEN_TILE as TILE
 from ..ds_mla import GROUPS
 from ..stamp import Stamp
@@ -179,6 +178,12 @@ class MixSoftmax(AcrossWarps):
                     words[at + e], words[at + e + 2] = pair
         return frag
 
+    @staticmethod
+    def operands(tools, q_stage, stage):
+        """Q's content, RoPE of K and of Q, of their stages."""
+        stages = (q_stage, stage, q_stage)
+        return [x[None, None, None, s] for x, s in zip(tools, stages, strict=True)]
+
     def accumulator(self):
         return cute.make_rmem_tensor(
             self.rope_mma().partition_shape_C((64, self.rows_cta)), Float32
@@ -199,8 +204,7 @@ class MixSoftmax(AcrossWarps):
     @cute.jit
     def scores(self, st, tools, q_stage, stage, wwarp, lane, sigma):
         """S^T of 64 rows: content over sigma in one chain, times sigma, RoPE on top."""
-        rQ, rKr, rQr = tools
-        rQ, rKr, rQr = rQ[None, None, None, q_stage], rKr[None, None, None, stage], rQr[None, None, None, q_stage]
+        rQ, rKr, rQr = self.operands(tools, q_stage, stage)
         units = const_expr(STEPS // self.unit_steps)
         t, token = self.accumulator(), wwarp * 16 + lane // 4
         own = self.parts.scales.own(st)
@@ -231,8 +235,7 @@ class MixSoftmax(AcrossWarps):
     @cute.jit
     def scores_by_group(self, st, tools, q_stage, stage, wwarp, lane):
         """S^T of few rows: a sum a group, times its scale, and RoPE's."""
-        rQ, rKr, rQr = tools
-        rQ, rKr, rQr = rQ[None, None, None, q_stage], rKr[None, None, None, stage], rQr[None, None, None, q_stage]
+        rQ, rKr, rQr = self.operands(tools, q_stage, stage)
         units = const_expr(STEPS // self.unit_steps)
         each = const_expr(units // GROUPS)
         sums, t = [self.accumulator() for _ in range(GROUPS)], self.accumulator()

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dsl_kernels.dims import E4M3_MAX, HEAD_DIM_QK, KV_LORA_RANK, PARTIAL_ROW
+from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK, PARTIAL_ROW, QK_ROPE_HEAD_DIM
 from dsl_kernels.ds_mla import GROUP, GROUPS, LEAST_SCALE, ROPE_AT, ROW_BYTES, SCALES_AT
 from snapmla.testing import dense_job, metrics
-from snapmla.testing.dense_job import COSINE_GATE, OUT_GATE, DenseErrors
+from snapmla.testing.dense_job import OUT_GATE, DenseErrors
+from snapmla.testing.ds_mla import quantize_ds_mla_rows
 from snapmla.testing.record_reference import (
     RecordCall,
     magnitudes_of,
@@ -23,8 +24,9 @@ from snapmla.testing.record_reference import (
 from snapmla.testing.sparse_job import HEAD_SCALE, INT_MAX, SWING, SparseJob, SparseShape
 from snapmla.testing.workloads.call import DTYPES, NATURAL
 
-GROUP_SUM_ROWS = 32  # row tiles up to this one sum Q.K by groups (dsl_kernels/sm90/mix16_softmax.py)
-SHORT, RATIO_ROUNDING = 17, 2.0**-12
+# Row tiles up to this one sum Q.K by groups (dsl_kernels/sm90/mix16_softmax.py); others round K,
+# and the LSE of a row that one token makes, or less than SHORT, shows it.
+GROUP_SUM_ROWS, SHORT, RATIO_ROUNDING = 32, 17, 2.0**-12
 MIMIC_FACTOR = 1.1
 # What the mimic does not have: sums in fp32, exponentials and logarithms to 2^-22, partial rows of
 # 16 bits.  With logits of hundreds of nats their last places count.
@@ -36,6 +38,8 @@ ARGUMENTS = (
     "empty_lse", "may_split",
 )  # fmt: skip
 STYLES = ("plain", "std3", "std30", "swings", "equal", "rope", "groups", "scales")
+HEIGHTS = (0.0, 1.0, -1.0, 0.5, -0.5, 1.1)  # of the tiles of ``swings``, in turn
+GROUP_POWERS = (0.0, -20.0, -10.0, -5.0)  # log2 of the groups' sizes in ``groups``
 
 
 @dataclass(frozen=True)
@@ -43,17 +47,15 @@ class RecordShape(SparseShape):
     """``SparseShape`` of a cache of rows.
 
     Attributes:
-        layout: ``split``, rows behind rows; ``padded``, at multiples of 672 bytes; ``packed``, pages
-            of three caches in turn.
-        style: of the numbers, one of ``STYLES``.
+        layout: ``split``, rows behind rows; ``padded``, at multiples of 672 bytes; ``packed``,
+            pages of three caches in turn.
+        style: of the numbers, one of ``STYLES``: FlashMLA's own; logits of standard deviation 3 or
+            30; swings of 200 nats between tiles; queries that equal a token; RoPE of 1e3; groups
+            2^20 apart; scales of 0, 2^-126 and on.
         powers: whether scales are powers of two.
-        padding: what heads from ``heads - padded`` on hold instead of queries.
-        padded: how many those are.
     """
 
     powers: bool = False
-    padded: int = 0
-    padding: float = 0.0
 
 
 def poisoned_rows(pages: int, page_size: int, layout: str) -> Tensor:
@@ -63,20 +65,6 @@ def poisoned_rows(pages: int, page_size: int, layout: str) -> Tensor:
     caches = 3 if layout == "packed" else 1
     blocks = torch.full((pages, caches, page_size * ROW_BYTES), 0xFF, dtype=torch.uint8)
     return blocks[:, caches // 2].unflatten(1, (page_size, ROW_BYTES))
-
-
-def quantised(c: Tensor, r: Tensor, powers: bool) -> Tensor:
-    """c (n, 512), r (n, 64) -> rows (n, 656) u8."""
-    groups = c.float().unflatten(1, (GROUPS, GROUP))
-    scale = (groups.abs().amax(-1) / E4M3_MAX).clamp_min(LEAST_SCALE)
-    if powers:
-        scale = torch.exp2(torch.ceil(torch.log2(scale)))
-    content = (groups / scale[..., None]).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
-    rows = torch.empty(len(c), ROW_BYTES, dtype=torch.uint8)
-    rows[:, :SCALES_AT] = content.view(torch.uint8).flatten(1)
-    rows[:, SCALES_AT:ROPE_AT] = scale.contiguous().view(torch.uint8)
-    rows[:, ROPE_AT:] = r.bfloat16().contiguous().view(torch.uint8)
-    return rows
 
 
 class RecordJob(SparseJob):
@@ -96,28 +84,25 @@ class RecordJob(SparseJob):
         order = torch.randperm(pages * shape.page_size)
         self.indices = torch.full((shape.tokens, shape.topk), INT_MAX, dtype=torch.int32)
         q = torch.randn(shape.tokens, shape.heads, HEAD_DIM_QK)
-        if shape.style == "plain":
-            q = q.clamp(-1, 1)
         for i, count in enumerate(shape.counts):
             slots, order = order[:count], order[count:]
-            q[i], rows = self._numbers(q[i], count)
+            q[i], c, r = self._numbers(q[i], count)
+            rows = quantize_ds_mla_rows(c, r, power_of_two=shape.powers)
+            if shape.style == "scales":
+                self._odd_scales(rows)
             self.cache[slots // shape.page_size, slots % shape.page_size] = rows
             self.indices[i, :count] = slots.int()
             if not shape.dense:
                 self._idle(i, count)
-        q = q.bfloat16()
-        if shape.padded:
-            q[:, shape.heads - shape.padded :] = shape.padding
         b_q = 1 if shape.begins is not None else len(shape.lengths)
-        self.q = q.view(b_q, shape.s_q, shape.heads, HEAD_DIM_QK)
+        self.q16 = q.bfloat16().view(b_q, shape.s_q, shape.heads, HEAD_DIM_QK)
 
-    def _numbers(self, q: Tensor, n: int) -> tuple[Tensor, Tensor]:
-        """(q, rows (n, 656)) of a query token's heads and list."""
-        style = self.shape.style
-        size = torch.exp(0.3 * torch.randn(n, 1))
-        if style == "plain":
-            size = size * 0.1
-        c, r = size * (torch.randn(n, KV_LORA_RANK) + 0.3), torch.randn(n, 64)
+    def _numbers(self, q: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
+        """(q (h, 576), c (n, 512), r (n, 64)) of a query token's heads and list."""
+        style, size = self.shape.style, torch.exp(0.3 * torch.randn(n, 1))
+        c, r = size * (torch.randn(n, KV_LORA_RANK) + 0.3), torch.randn(n, QK_ROPE_HEAD_DIM)
+        if style in ("plain", "scales"):
+            return q.clamp(-1, 1), c / 10, r / 10
         if style.startswith("std") and n > 1:
             spread = (q @ torch.cat((c, r), 1).T * HEAD_SCALE).std(1, keepdim=True)
             q = q * (float(style[3:]) / spread)
@@ -125,28 +110,24 @@ class RecordJob(SparseJob):
             mean = q[:, :KV_LORA_RANK].mean(0)
             tile = torch.arange(n) // self.spec.token_tile
             unit = SWING / (HEAD_SCALE * float(mean.square().sum()))
-            c = c + (torch.tensor([0.0, 1.0, -1.0, 0.5, -0.5, 1.1])[tile % 6] * unit)[:, None] * mean
+            c = c + (torch.tensor(HEIGHTS)[tile % len(HEIGHTS)] * unit)[:, None] * mean
         elif style == "equal" and n:
             q = torch.cat((c, r), 1)[torch.randint(n, (len(q),))]
         elif style == "rope":
             r = 1e3 * torch.sign(r)
         elif style == "groups":
-            powers = torch.tensor([0.0, -20.0, -10.0, -5.0])
-            order = torch.stack([torch.randperm(GROUPS) for _ in range(n)]) if n else torch.empty(0, 4).long()
-            c = c * torch.exp2(powers[order]).repeat_interleave(GROUP, 1)
-        rows = quantised(c, r, self.shape.powers)
-        if style == "scales":
-            self._odd_scales(rows)
-        return q, rows
+            order = torch.rand(n, GROUPS).argsort(1)
+            c = c * torch.exp2(torch.tensor(GROUP_POWERS)[order]).repeat_interleave(GROUP, 1)
+        return q, c, r
 
     @staticmethod
     def _odd_scales(rows: Tensor) -> None:
-        """Of the tokens some have scales of 0 over NaN bytes, one or all, some the least there is, some
-        2^20; of every other list all have tiny ones."""
+        """A list of odd length has tiny scales, from 2^-118 down; of another some tokens have
+        scales of 0 over NaN bytes, one or all, or the least there is."""
         n = len(rows)
         scales = rows[:, SCALES_AT:ROPE_AT].contiguous().view(torch.float32)
         if n % 2:
-            scales *= 2.0**-118 / scales.amax(1, keepdim=True).clamp_min(LEAST_SCALE)
+            scales *= 2.0**-118 / scales.amax(1, keepdim=True)
         else:
             kind = torch.randint(6, (n,))
             scales[kind == 0] = 0.0
@@ -160,11 +141,11 @@ class RecordJob(SparseJob):
 
     def arguments(self) -> dict[str, Any]:
         shape = self.shape
-        b_q = self.q.shape[0]
+        b_q = self.q16.shape[0]
         out = torch.full((b_q, shape.s_q, shape.heads, KV_LORA_RANK), math.nan)
         slots = max(2 * shape.parts, self.plan.split_begin[-1])
         return {
-            "q": self.q, "cache": self.cache, "indices": self.indices,
+            "q": self.q16, "cache": self.cache, "indices": self.indices,
             "topk_length": self.lengths, "attn_sink": self.sink,
             "out": out.to(DTYPES[self.spec.out_dtype]),
             "lse": torch.full((b_q, shape.heads, shape.s_q), math.nan),
@@ -177,57 +158,51 @@ class RecordJob(SparseJob):
     # ---------------------------------------------------------------- truth
 
     def call(self) -> RecordCall:
-        """The inputs as the reference takes them: no padded heads, no query tokens of nobody."""
-        n, h = self.shape.covered, self.shape.heads - self.shape.padded
+        """The inputs as the reference takes them, without query tokens of nobody."""
+        n = self.shape.covered
         return RecordCall(
-            self.q.flatten(0, 1)[:n, :h], self.cache, self.indices[:n], self.counts[:n], HEAD_SCALE,
-            self.sink[:h] if self.shape.sink else None,
+            self.q16.flatten(0, 1)[:n], self.cache, self.indices[:n], self.counts[:n], HEAD_SCALE,
+            self.sink if self.shape.sink else None,
         )  # fmt: skip
 
     def errors(self, result: tuple[Tensor, Tensor]) -> DenseErrors:  # type: ignore[override]
-        """What ``run`` returned: elements by FlashMLA's gates, each query token's relative L2 by the
-        mimic's."""
-        call = self.call()
-        n, h, _ = call.q.shape
-        out = result[0].flatten(0, 1)[:n, :h]
-        lse = result[1].transpose(0, 1).flatten(1)[:h, :n]
+        """What ``run`` returned, natural LSE, against fp64 on the stored scales.
+
+        ``error`` is of the query token that comes nearest to what its mimic allows, ``cosine`` the
+        worst of all.  Elements of ``out`` are held to FlashMLA's gate in style ``plain`` only: its
+        absolute half is made for such numbers.
+        """
+        call, plain = self.call(), self.shape.style == "plain"
+        n = len(call.q)
+        out, lse = result[0].flatten(0, 1)[:n], result[1].transpose(0, 1).flatten(1)[:, :n]
         truth, truth_lse = record_decode_reference(call)
-        few = self.spec.row_tile <= GROUP_SUM_ROWS
-        mimic = record_decode_mimic(call, few)[0].to(out.dtype)
-        missed = dense_job._outside(out, truth, OUT_GATE)
-        missed_lse, excused = self._lse_outside(call, lse, truth_lse)
-        slack = SLACK if self.shape.style == "plain" else SLACK_OF_FRAMES
+        mimic, _ = record_decode_mimic(call, self.spec.row_tile <= GROUP_SUM_ROWS)
+        slack = SLACK if plain else SLACK_OF_FRAMES
         pairs = [
             (metrics.relative_l2(a, c), MIMIC_FACTOR * metrics.relative_l2(b, c) + slack)
-            for a, b, c in zip(out, mimic, truth, strict=True)
+            for a, b, c in zip(out, mimic.to(out.dtype), truth, strict=True)
         ]
-        error, allowed = max(pairs, key=lambda x: x[0] / x[1] if x[0] == x[0] else math.inf)
-        # an absolute gate is met by anything where values are large or tiny: FlashMLA's are of order 1
-        outside = int(missed_lse.sum()) + (int(missed.sum()) if self.shape.style == "plain" else 0)
-        cosine = max(metrics.one_minus_cosine(a, b) for a, b in zip(out, truth, strict=True))
+        error, allowed = max(pairs, key=lambda x: math.inf if math.isnan(x[0]) else x[0] / x[1])
+        missed = dense_job._outside(out, truth, OUT_GATE) & plain
+        missed_lse, excused = self._lse_outside(call, lse, truth_lse)
+        places = dense_job._places("out", out, truth, missed, range(n), 0)
+        places += dense_job._places("lse", lse, truth_lse, missed_lse, range(n), 1)
         return DenseErrors(
-            outside=outside, cosine=cosine if self.shape.style == "plain" else min(cosine, COSINE_GATE),
+            outside=int(missed.sum()) + int(missed_lse.sum()),
+            cosine=max(metrics.one_minus_cosine(a, b) for a, b in zip(out, truth, strict=True)),
             error=error, allowed=allowed, lse_error=metrics.lse_error(lse, truth_lse),
             by_condition=excused,
             by_condition_allowed=dense_job.by_condition_allowed(lse.numel()),
-            where=tuple(
-                dense_job._places("out", out, truth, missed, range(n), 0)
-                + dense_job._places("lse", lse, truth_lse, missed_lse, range(n), 1)
-            ),
+            where=tuple(places),
         )  # fmt: skip
 
     def _lse_outside(self, call: RecordCall, lse: Tensor, truth: Tensor) -> tuple[Tensor, int]:
-        """As ``dense_job.lse_outside``; where K is rounded (more than 32 rows, free scales) a row of
-        few tokens, or that few dominate, may be off by the rounding of its largest logit's products."""
-        missed, excused = dense_job.lse_outside(lse, truth, lambda of: magnitudes_of(call, of))
+        """As ``dense_job.lse_outside``; where K is rounded, a row of few tokens, or that few
+        dominate, may be off by the rounding of its largest logit's products."""
+        missed, excused = dense_job.lse_outside(lse, truth, functools.partial(magnitudes_of, call))
         if self.spec.row_tile > GROUP_SUM_ROWS and not self.shape.powers:
-            peaked = torch.tensor(self.shape.style != "plain")
-            short = (peaked | (self.counts[: len(call.q)] < SHORT)).expand_as(missed)
-            size = magnitudes_of(call, missed & short)
-            missed = missed & ~(short & ((lse.double() - truth).abs() <= RATIO_ROUNDING * size))
+            few = (call.counts < SHORT) | (self.shape.style != "plain")
+            asked = missed & few
+            error = (lse.double() - truth).abs()
+            missed = missed & ~(few & (error <= RATIO_ROUNDING * magnitudes_of(call, asked)))
         return missed, excused
-
-
-def some(spec: Any, shapes: Sequence[RecordShape]) -> list[RecordJob]:
-    """A job of each shape."""
-    return [RecordJob(spec, shape) for shape in shapes]

@@ -1,7 +1,8 @@
-"""Sparse decode over 656-byte rows (``dsl_kernels.ds_mla``) in plain torch: the truth, and the rounding
-of 16-bit products.
+"""Sparse decode over 656-byte rows (``dsl_kernels.ds_mla``) in plain torch: the truth, and the
+rounding of 16-bit products.
 
-A query token's list becomes a sequence of dense decode's reference, whose pool is the cache in fp64.
+A query token's list becomes a sequence of dense decode's reference, whose pool is the cache in
+fp64.
 """
 
 from __future__ import annotations
@@ -117,7 +118,7 @@ def _attend(
     heads = len(q)
     frame, mass = torch.zeros(heads, dtype=torch.float64), torch.zeros(heads, dtype=torch.float64)
     out, largest, fresh = torch.zeros(heads, KV_LORA_RANK, dtype=torch.float64), 0.0, True
-    rows = call.cache.flatten(0, 1) if call.cache.is_contiguous() else call.cache.reshape(-1, 656)
+    rows = call.cache.flatten(0, 1)
     for first in range(0, len(row), TOKEN_TILE):
         ids = row[first : first + TOKEN_TILE][named[first : first + TOKEN_TILE]]
         if not len(ids):
@@ -140,5 +141,3 @@ def _attend(
     if fresh:
         return out, torch.full((heads,), -math.inf, dtype=torch.float64)
     return out / mass[:, None], (torch.log2(mass) + frame) / LOG2E
-
-

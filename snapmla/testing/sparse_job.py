@@ -143,7 +143,7 @@ class SparseJob:
         device: where calls run; inputs are made on the CPU.
     """
 
-    argument_names = ARGUMENTS
+    argument_names: tuple[str, ...] = ARGUMENTS
 
     def __init__(
         self,
