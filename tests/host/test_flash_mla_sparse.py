@@ -73,7 +73,8 @@ class Step:
         assert 1 - float(cosine) < COSINE
         want_lse = want_lse.view(heads, b, s_q).transpose(0, 1)
         empty = torch.isposinf(want_lse)
-        assert torch.isposinf(lse[empty]).all() and not got.view_as(out)[empty.transpose(1, 2)].any()
+        assert torch.isposinf(lse[empty]).all()
+        assert not got.view_as(out)[empty.transpose(1, 2)].any()
         error, size = (lse - want_lse)[~empty].abs(), want_lse[~empty].abs()
         assert (error <= torch.maximum(torch.tensor(LSE_ABS), LSE_REL * size)).all()
 
@@ -100,7 +101,8 @@ def test_two_tensors(dtype: torch.dtype) -> None:
     step.length[:] = 70
     step.rows = step.rows.view(dtype)
     step.indices[0, :, 35:] = -1
-    result = step.call(made.fill_(-1), splits, topk_length=None, block_table=torch.empty(1, 0).int())
+    nothing = torch.empty(1, 0).int()
+    result = step.call(made.fill_(-1), splits, topk_length=None, block_table=nothing)
     step.rows = step.rows.view(torch.uint8)
     step.assert_right(*result)
 
