@@ -39,7 +39,7 @@ from snapmla.testing import metrics
 PAGE, SPAN = 64, 32768  # tokens of a page, of a sequence
 SCALE = 576**-0.5
 ROUNDS, ROUND_MS = 9, 12.0
-GATES = {"FlashMLA": 5e-3, "native": 2.5e-2}  # relative L2 to fp64, topk 2048
+GATES = {"FlashMLA": 5e-3, "native": 2.5e-2, "rows": 3e-3}  # relative L2 to fp64, topk 2048
 SHAPES = (  # b, s_q, heads, topk
     (128, 2, 128, 2048), (128, 1, 128, 2048), (128, 1, 64, 2048), (128, 2, 64, 2048),
     (128, 1, 32, 2048), (128, 1, 16, 2048), (128, 2, 16, 2048), (128, 1, 8, 2048),
@@ -136,6 +136,28 @@ def native(pools: Pools, x: torch.Tensor, sets: list[torch.Tensor], parts: int |
     return Contender("native", list(map(call, sets)), seen, pools.stored_planes)
 
 
+def over_rows(
+    pools: Pools, x: torch.Tensor, sets: list[torch.Tensor], parts: int | None
+) -> Contender:
+    """``snapmla.decode`` over FlashMLA's rows."""
+    b, s_q, heads, _ = x.shape
+    rows = pools.rows.view(-1, PAGE, 1, 656)
+    cache = snapmla.PagedKVCache.from_tensors(rows, format="fp8_ds_mla")
+    plan = snapmla.plan_sparse_decode(
+        heads, s_q, topk=sets[0].shape[-1], batch=b, device=x.device, num_parts=parts,
+        cache_dtype="fp8_ds_mla",
+    )  # fmt: skip
+    out = torch.full((b, s_q, heads, 512), torch.nan, dtype=torch.bfloat16, device=x.device)
+    lse = torch.full((b, heads, s_q), torch.nan, device=x.device)
+
+    def call(indices: torch.Tensor) -> Callable[[], Results]:
+        return lambda: snapmla.decode(
+            x, cache, indices=indices, softmax_scale=SCALE, plan=plan, out=out, lse=lse
+        )
+
+    return Contender("rows", list(map(call, sets)), x.double(), pools.stored_rows)
+
+
 def flashmla(pools: Pools, x: torch.Tensor, sets: list[torch.Tensor]) -> Contender:
     """FlashMLA's kernel, with its schedule made before."""
     op, (b, s_q, heads, _) = torch.ops._flashmla_C.sparse_decode_fwd, x.shape
@@ -154,6 +176,9 @@ def flashmla(pools: Pools, x: torch.Tensor, sets: list[torch.Tensor]) -> Contend
         return lambda: run(indices, *schedule)[:2]
 
     return Contender("FlashMLA", list(map(call, sets)), x.double(), pools.stored_rows)
+
+
+CONTENDERS = {"native": native, "rows": over_rows}
 
 
 def error(contender: Contender, indices: torch.Tensor, seed: int) -> float:
@@ -208,25 +233,31 @@ def in_turn(contenders: list[Contender]) -> dict[str, float]:
     return {name: 1e3 * median(ms) / calls[name] for name, ms in times.items()}
 
 
-def row(pools: Pools, shape: tuple[int, int, int, int], parts: int | None = None) -> str:
+def row(
+    pools: Pools,
+    shape: tuple[int, int, int, int],
+    ours: list[Callable[..., Contender]],
+    parts: int | None = None,
+) -> str:
     """One line of the table.  Raises ValueError for results that are wrong."""
     b, s_q, heads, topk = shape
     x = torch.randn(b, s_q, heads, 576, device=pools.rows.device).bfloat16()
     sets = index_sets(pools, b, s_q, topk)
-    contenders = [flashmla(pools, x, sets), native(pools, x, sets, parts)]
+    contenders = [flashmla(pools, x, sets)]
+    contenders += [make(pools, x, sets, parts) for make in ours]
     errors = {c.name: error(c, sets[0], topk) for c in contenders}
     wrong = {name: e for name, e in errors.items() if not e < GATES[name]}
     if wrong:
         raise ValueError(f"{shape}: {wrong}")
     us = in_turn(contenders)
-    ratio = us["FlashMLA"] / us["native"]
-    tflops = 2e-6 * b * s_q * heads * topk * (576 + 512) / us["native"]
-    tbs = 1e-6 * b * s_q * topk * 644 / us["native"]
-    figures = f"{us['FlashMLA']:.1f} | {us['native']:.1f} | {ratio:.2f} | {tflops:.0f} | {tbs:.2f}"
-    return (
-        f"| {b}, {s_q}, {heads}, {topk} | {figures} | {errors['FlashMLA']:.1e} |"
-        f" {errors['native']:.1e} |"
-    )
+    theirs, figures = us.pop("FlashMLA"), []
+    for name, time in us.items():
+        tflops = 2e-6 * b * s_q * heads * topk * (576 + 512) / time
+        tbs = 1e-6 * b * s_q * topk * (644 if name == "native" else 656) / time
+        ratio, relative = theirs / time, errors[name]
+        figures.append(f" {time:.1f} | {ratio:.2f} | {tflops:.0f} | {tbs:.2f} | {relative:.1e} |")
+    first = f"| {b}, {s_q}, {heads}, {topk} | {theirs:.1f} | {errors['FlashMLA']:.1e} |"
+    return first + "".join(figures)
 
 
 def build_with(axes: dict[str, int]) -> None:
@@ -239,6 +270,7 @@ def main(
     peers: Annotated[Path, typer.Option(help="Folder of peers, with FlashMLA's library.")],
     out: Annotated[Path, typer.Option(help="Folder.")] = Path("build/bench"),
     layout: Annotated[str, typer.Option(help="Of our cache.")] = "split",
+    names: Annotated[str, typer.Option("--ours", help="native, rows, by commas.")] = "native,rows",
     some: Annotated[int, typer.Option("--first", help="Shapes to time, the first ones.")] = 99,
     axes: Annotated[str, typer.Option(help="More of our kernels: stages=3, by commas.")] = "",
     sweep: Annotated[bool, typer.Option(help="Numbers of parts of small batches too.")] = False,
@@ -247,14 +279,16 @@ def main(
     torch.ops.load_library(str(peers / "vllm_flashmla" / "_flashmla_C.abi3.so"))
     facts = machine(torch.device("cuda"), timing.Nvml())
     named = ("gpu", "driver", "cuda", "torch")
-    head = "| b, s_q, heads, topk | FlashMLA | native | ratio | TF/s | TB/s | its error | ours |"
+    ours = [CONTENDERS[name] for name in names.split(",")]
+    each = "".join(f" {name} | ratio | TF/s | TB/s | error |" for name in names.split(","))
+    head = f"| b, s_q, heads, topk | FlashMLA | error |{each}"
     lines = [
         "# Sparse decode beside FlashMLA", "",
         f"`{command_line(sys.argv[1:], '-m profiles.sparse_cost')}`", "",
         f"- commit {commit()}, {datetime.datetime.now(datetime.UTC):%Y-%m-%dT%H:%M:%S}Z",
         f"- {', '.join(f'{k} {facts[k]}' for k in named if facts.get(k) is not None)}",
         f"- µs a call; pages of {PAGE}, layout {layout}; errors: relative L2 to fp64",
-        "", head, "|---|---|---|---|---|---|---|---|",
+        "", head, "|---" * (3 + 5 * len(ours)) + "|",
     ]  # fmt: skip
     if axes:
         build_with({k: int(v) for k, _, v in (word.partition("=") for word in axes.split(","))})
@@ -262,12 +296,12 @@ def main(
     with torch.inference_mode():
         pools = Pools(128, layout, torch.device("cuda"))
         for shape in SHAPES[:some]:
-            lines.append(row(pools, shape))
+            lines.append(row(pools, shape, ours))
             typer.echo(lines[-1])
         for shape in ((2, 1, 128, 2048), (2, 1, 64, 2048), (2, 1, 16, 2048)) if sweep else ():
             for parts in (8, 16, 22, 33, 44, 66, 132):
                 if parts * -(-shape[2] // 64) <= 132:
-                    lines.append(row(pools, shape, parts) + f" {parts} parts |")
+                    lines.append(row(pools, shape, ours, parts) + f" {parts} parts |")
                     typer.echo(lines[-1])
     write_atomic(out / "sparse_cost.md", "\n".join(lines) + "\n")
 

@@ -229,6 +229,14 @@ class PagedKVCache(launch.OverTensors):
         return launch.prepared(*map(layouts.small_pages, self.named_tensors.values()))
 
     @functools.cached_property
+    def gather_arguments(self) -> tuple[Any, ...]:
+        """``arguments``, of ``fp8_ds_mla`` (num_pages, page_size, 656), for sparse decode."""
+        if self.format != ds_mla.FORMAT:
+            return self.arguments
+        assert self.kv is not None
+        return launch.prepared(self.kv.squeeze(2))
+
+    @functools.cached_property
     def named_tensors(self) -> dict[str, torch.Tensor]:
         """The tensors that make it up, as messages call them."""
         return {name: getattr(self, name) for name in FORMATS[self.format].parts}

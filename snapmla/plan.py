@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 
@@ -207,7 +207,7 @@ class PlanOptions:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "num_heads", checks.num_heads(self.num_heads))
-        object.__setattr__(self, "cache_dtype", checks.cache_dtype(self.cache_dtype))
+        object.__setattr__(self, "cache_dtype", self._checked_cache_dtype())
         object.__setattr__(self, "page_size", self._checked_page_size())
         checks.kv_heads(self.num_kv_heads, self.num_heads, self.cache_name)
         checks.flag("causal", self.causal)
@@ -219,6 +219,10 @@ class PlanOptions:
             checks.integer("num_parts", self.num_parts, 1, 65535)
         if self.fixed_overhead is not None:
             checks.integer("fixed_overhead", self.fixed_overhead, 0, 1 << 16)
+
+    def _checked_cache_dtype(self) -> str | torch.dtype:
+        """What the cache holds."""
+        return cast("str | torch.dtype", checks.cache_dtype(self.cache_dtype))
 
     def _checked_page_size(self) -> int:
         """Tokens that an entry of the table names."""

@@ -52,7 +52,7 @@ OF_OTHERS = tuple(zip(GROUPS[0], GROUPS[3], strict=True))
 LINE = 128  # bytes of a swizzled row in shared memory
 CHUNK = 16  # bytes of a copy
 HALF = LINE // 2  # what the swizzle moves rows 4 to 7 of eight by, against rows 0 to 3
-SCALE = 4  # bytes of a token's
+SCALE = 4  # bytes of a token's scale
 
 
 class TokenLists(WorkList):
@@ -167,6 +167,7 @@ class GatherRows:
     """
 
     warps = 4
+    scale_bytes = SCALE
 
     def __init__(
         self, work: TokenLists, *, stages: int, q_stages: int, readers: Readers, by_lines: bool
@@ -306,7 +307,7 @@ class GatherRows:
         if not self.by_lines:  # a row's line in one of four column blocks
             to_c = rows + line * (self.work.tile * LINE) + chunk * CHUNK
         to_c, to_r = (x + field.data_ptr().toint() for x, field in ((to_c, st.kc), (to_r, st.kr)))
-        to_s = st.ks.data_ptr().toint() + (first * GROUP + lane) * SCALE
+        to_s = st.ks.data_ptr().toint() + (first * GROUP + lane) * self.scale_bytes
         return [compat.opaque(x) for x in (to_c, to_r, to_s)]
 
     def _planes(self, cache, lane):
@@ -331,8 +332,9 @@ class GatherRows:
             at_c += GROUP * LINE
             at_r += GROUP * LINE
         if lane < groups * GROUP:
-            source, size = self._source(planes[2], page, offset, SCALE)
-            copy(to[2] + stage * (tile * SCALE), source, size, n=SCALE)
+            n = const_expr(self.scale_bytes)
+            source, size = self._source(planes[2], page, offset, n)
+            copy(to[2] + stage * (tile * n), source, size, n=n)
 
     def _rows(self, planes, at_c, at_r, page, offset, first, line):
         """Eight rows: a row of content an instruction, RoPE of four."""

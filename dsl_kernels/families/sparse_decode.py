@@ -8,20 +8,28 @@ from collections.abc import Iterator
 from ..dims import TOKEN_TILE
 from .family import DECODE, OUT_DTYPE, Axis, Family, Values
 
-PIPELINES = ("etap",)
-ROW_TILES = (16, 32, 64)  # query heads that a CTA owns
+PIPELINES = (
+    "etap",  # a scale a token (cache "fp8"), FP8 products
+    "mix16",  # rows of 656 bytes with four scales (ds_mla.py), 16-bit products
+)
+ROW_TILES = {"etap": (16, 32, 64), "mix16": (16, 32, 64)}  # query heads that a CTA owns
+TWO_TERMS = (16, 32)  # row tiles of ``etap`` that sum P in two terms
 
 AXES = (
     Axis("pipeline", "", PIPELINES),
-    Axis("row_tile", "r", ROW_TILES, 64),
+    Axis("row_tile", "r", ROW_TILES["etap"], 64),
     OUT_DTYPE,
     Axis("stages", "st", tuple(range(9)), 0, named=False),  # of the KV ring; 0: the pipeline's own
     Axis("stamps", "stamps", (0, 1), 0, named=False),  # 1: a CTA records its events (stamp.py)
     Axis("cluster", "c", (1,), 1, named=False),
     Axis("lines", "ln", (0, 1), 0, named=False),  # 1: a copy takes a line of four rows, not a row
+    Axis("ahead", "ah", (0, 1), 0, named=False),  # 1: mix16's Q.K of the next tile under softmax
     Axis("p_terms", "pt", (1, 2), 1, named=False),  # e4m3 terms of P; 2: an accuracy setting
 )
-MODULES = {("sm_90a", "etap"): "dsl_kernels.sm90.sparse_etap"}
+MODULES = {
+    ("sm_90a", "etap"): "dsl_kernels.sm90.sparse_etap",
+    ("sm_90a", "mix16"): "dsl_kernels.sm90.mix16",
+}
 
 
 def points(_arch: str) -> Iterator[Values]:

@@ -33,6 +33,8 @@ from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK
 from snapmla import attention, checks, decode_plan, metadata_pair, overlap, records, tracing
 from snapmla import call as calls
 from snapmla.cache import PagedKVCache
+from snapmla.flash_mla import sparse
+from snapmla.flash_mla.config import Config, check_config
 from snapmla.flash_mla.unbuilt import (
     OWN_FP8,
     flash_attn_varlen_func,
@@ -58,21 +60,6 @@ Pair = tuple[Tensor, Tensor]
 _raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # with CUDA
 SCALE = HEAD_DIM_QK**-0.5
 LSE = ("e", "+inf")  # natural; of a row that sees no token
-
-
-@dataclass(frozen=True)
-class Config:
-    """What a ``FlashMLASchedMeta`` was planned for; other calls with it are refused."""
-
-    b: int
-    s_q: int
-    h_q: int
-    page_block_size: int
-    h_k: int
-    causal: bool
-    dtype: torch.dtype
-    is_fp8_kvcache: bool = False
-    topk: int | None = None
 
 
 @dataclass
@@ -110,6 +97,16 @@ class FlashMLASchedMeta:
     def __getstate__(self) -> dict[str, Any]:
         # its own dict of plans; what is known of the original's memory is left behind
         return {**self.__dict__, "_plans": dict(self._plans), "memo": calls.Memo()}
+
+    @staticmethod
+    def config_of(b: int, s_q: int, h_q: int, page_block_size: int, *, topk: int) -> Config:
+        """Of a call with ``indices``."""
+        return Config(b, s_q, h_q, page_block_size, 1, False, torch.bfloat16, True, topk)
+
+    def check_config(self, asked: Config) -> None:
+        """ValueError for a call that is not like the one that planned it."""
+        assert self.config is not None
+        check_config(self.config, asked)
 
     def _planned(self) -> bool:
         """Whether its plans are a step's; a caller may set ``have_initialized`` back."""
@@ -190,7 +187,8 @@ def get_mla_metadata(
             s_q * num_heads_q // num_heads_k.
         num_heads_k: KV heads, 1 for MLA.
         num_heads_q: accepted, not needed.
-        is_fp8_kvcache, topk: False and None: dense decode over 16 bits is what there is.
+        is_fp8_kvcache, topk: False and None for dense decode over 16 bits; True and the width of
+            ``indices`` for sparse decode, which does not read what two tensors then hold.
         num_heads_per_head_k: ``num_q_tokens_per_head_k`` as it was first called.
 
     Returns:
@@ -204,15 +202,14 @@ def get_mla_metadata(
     Source: FlashMLA, ``get_mla_metadata``; the schedule is ours
     (``snapmla.testing.reference_plan``).
     """
+    _check_kind(is_fp8_kvcache, topk, made=cache_seqlens is not None)
     if cache_seqlens is None:
-        refuse(is_fp8_kvcache=is_fp8_kvcache, topk=topk)
         return FlashMLASchedMeta(), None
     if tracing.by_dynamo():
         return tracing.between_graphs(
             get_mla_metadata, cache_seqlens, num_q_tokens_per_head_k, num_heads_k, num_heads_q,
             is_fp8_kvcache, topk, num_heads_per_head_k=num_heads_per_head_k,
         )  # fmt: skip
-    refuse(is_fp8_kvcache=is_fp8_kvcache, topk=topk)
     checks.lengths(cache_seqlens, "b")
     rows = num_q_tokens_per_head_k if num_heads_per_head_k is None else num_heads_per_head_k
     hint = "s_q * num_heads_q // num_heads_k of one sequence"
@@ -222,11 +219,19 @@ def get_mla_metadata(
     return records.made(cache_seqlens, rows, heads)
 
 
+def _check_kind(is_fp8_kvcache: object, topk: object, *, made: bool) -> None:
+    """That metadata is asked for what is built: an object serves whatever its first call is."""
+    if topk is not None:
+        checks.integer("topk", topk, 1, None, "the width of indices")
+    elif made:
+        refuse(is_fp8_kvcache=is_fp8_kvcache)
+
+
 def flash_mla_with_kvcache(
     q: Tensor,
     k_cache: Tensor,
-    block_table: Tensor,
-    cache_seqlens: Tensor,
+    block_table: Tensor | None,
+    cache_seqlens: Tensor | None,
     head_dim_v: int,
     tile_scheduler_metadata: Metadata,
     num_splits: Tensor | None = None,
@@ -245,13 +250,17 @@ def flash_mla_with_kvcache(
     descale_q: Tensor | None = None,
     descale_k: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Dense MLA decode over a paged 16-bit cache (``snapmla.decode``).
+    """MLA decode over a paged cache (``snapmla.decode``): dense over 16 bits, or with ``indices``
+    sparse over DeepSeek-V3.2's rows of 656 bytes.
 
     Args:
         q: bfloat16 or float16 (b, s_q, num_heads_q, 576); a copy is made unless contiguous.
         k_cache: bfloat16 or float16 as q (num_pages, page_size, num_heads_k, 576), innermost stride
             1; query heads j * g to (j + 1) * g - 1 read KV head j, g = num_heads_q / num_heads_k.
-        block_table: int32 (b, width), pages of each sequence; past its end anything.
+            With ``indices`` uint8, int8 or float8_e4m3fn (num_pages, page_size, 1, 656), any page
+            size of 1 or more and any stride between pages.
+        block_table: int32 (b, width), pages of each sequence; past its end anything.  Beside
+            ``indices`` it is not looked at, nor ``cache_seqlens``: None, empty or uninitialised.
         cache_seqlens: int32 (b,), tokens of each sequence, the new ones included; 0 is fine.
         head_dim_v: 512.
         tile_scheduler_metadata: of ``get_mla_metadata``, or int32 (num_sm_parts, 8) of any origin,
@@ -259,12 +268,14 @@ def flash_mla_with_kvcache(
         num_splits: int32 or None; not read.
         softmax_scale: factor of the logits; None is 576**-0.5, which DeepSeek's models do not want.
         causal: query token s of s_q sees the first length - (s_q - 1 - s) tokens.
-        is_fp8_kvcache: False.  FlashMLA's FP8 caches are not built yet.
-        indices: None; int32 (b, s_q, topk) of sparse decode, not built yet.
-        attn_sink: None; float32 (num_heads_q,), not built yet.
+        is_fp8_kvcache: True with ``indices``, else False: FlashMLA's dense FP8 cache is not built.
+        indices: int32 (b, s_q, topk): the tokens that each query token sees, as page * page_size +
+            offset; what is negative or behind the pool is no token.  None: dense.
+        attn_sink: with ``indices``: float32 (num_heads_q,), logits that weigh in ``out`` alone.
         extra_k_cache: None; uint8 (num_pages, page_size, 1, bytes), not built yet.
         extra_indices_in_kvcache: None; int32 (b, s_q, extra_topk), not built yet.
-        topk_length, extra_topk_length: None; int32 (b,), not built yet.
+        topk_length: with ``indices``: int32 (b,), how many entries of each row count.
+        extra_topk_length: None; int32 (b,), not built yet.
         out: bfloat16 or float16 as q (b, s_q, num_heads_q, 512), contiguous; None allocates.
         lse: float32 (b, num_heads_q, s_q), contiguous; None allocates.
         descale_q, descale_k: None; float32 (1,) of FP8 caches with one scale, not built yet.
@@ -285,12 +296,23 @@ def flash_mla_with_kvcache(
             attn_sink, extra_k_cache, extra_indices_in_kvcache, topk_length, extra_topk_length, out,
             lse=lse, descale_q=descale_q, descale_k=descale_k,
         )  # fmt: skip
+    if isinstance(indices, torch.Tensor):
+        second = extra_k_cache, extra_indices_in_kvcache, extra_topk_length
+        refuse(descale_q=descale_q, descale_k=descale_k)
+        return sparse.run(
+            sparse.Call(
+                q, k_cache, head_dim_v, tile_scheduler_metadata,
+                SCALE if softmax_scale is None else softmax_scale, causal, is_fp8_kvcache, indices,
+                topk_length, attn_sink, out, lse,
+            ),
+            second,
+        )  # fmt: skip
     if is_fp8_kvcache or not (
         indices is attn_sink is extra_k_cache is extra_indices_in_kvcache is topk_length
         is extra_topk_length is descale_q is descale_k is None
     ):  # fmt: skip
         refuse(
-            indices=indices, is_fp8_kvcache=is_fp8_kvcache, attn_sink=attn_sink,
+            is_fp8_kvcache=is_fp8_kvcache, attn_sink=attn_sink,
             extra_k_cache=extra_k_cache, extra_indices_in_kvcache=extra_indices_in_kvcache,
             topk_length=topk_length, extra_topk_length=extra_topk_length, descale_q=descale_q,
             descale_k=descale_k,
@@ -530,7 +552,7 @@ def _plan_of(
     causal = bool(key[3])
     config = Config(b, s_q, heads, cache.page_size, cache.num_kv_heads, causal, q.dtype)
     if metadata._plans and metadata.config is not None:
-        _check_config(metadata.config, config)
+        check_config(metadata.config, config)
     width = table.shape[1]
     # tables that were made for another width may have been cut there
     like = next((p for p in metadata._plans.values() if p.max_pages == width), None)
@@ -554,14 +576,3 @@ def _made(call: Call) -> decode_plan.DecodePlan:
         causal=bool(causal) and shape.s_q > 1, cache_dtype=q.dtype,
         num_kv_heads=shape.num_kv_heads,
     )  # fmt: skip
-
-
-def _check_config(planned: Config, asked: Config) -> None:
-    """Checks that a call is like the one that planned an object."""
-    for field in fields(Config):
-        want, got = getattr(planned, field.name), getattr(asked, field.name)
-        if want != got:
-            checks.value_error(
-                "tile_scheduler_metadata", f"calls like its first, {field.name} = {want}",
-                f"{field.name} = {got}", "make another object by get_mla_metadata()",
-            )  # fmt: skip

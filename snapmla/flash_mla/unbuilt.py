@@ -11,13 +11,12 @@ from snapmla import checks
 
 Tensor = torch.Tensor
 
-_SPARSE, _FP8 = "sparse decode is not built yet", "FlashMLA's FP8 caches are not built yet"
-_SECOND, _SINKS = "a second cache is not built yet", "attention sinks are not built yet"
+_FP8 = "FlashMLA's dense FP8 cache is not built yet"
+_SECOND, _DENSE = "a second cache is not built yet", "dense decode has neither"
 _LEAVE = "keep FlashMLA for layers that need it"
 OWN_FP8 = "snapmla.flash_mla_fp8 decodes an FP8 cache with a scale a token"
 _NOT_BUILT = {
-    "indices": (f"None: {_SPARSE}", _LEAVE), "topk": (f"None: {_SPARSE}", _LEAVE),
-    "topk_length": (f"None: {_SPARSE}", _LEAVE), "attn_sink": (f"None: {_SINKS}", _LEAVE),
+    "topk_length": ("None without indices", _DENSE), "attn_sink": ("None without indices", _DENSE),
     "extra_k_cache": (f"None: {_SECOND}", _LEAVE),
     "extra_indices_in_kvcache": (f"None: {_SECOND}", _LEAVE),
     "extra_topk_length": (f"None: {_SECOND}", _LEAVE),

@@ -12,15 +12,17 @@ from snapmla import call as calls
 from snapmla import checks, overlap, tracing
 from snapmla.cache import PagedKVCache, expect_cache, expect_fp8
 from snapmla.decode_plan import TENSORS, PlanVariant
-from snapmla.decode_plan.choices import OUT_NAMES, choices
+from snapmla.decode_plan.choices import choices
 from snapmla.quant import QuantizedQuery, as_batch, expect_query, named
-from snapmla.sparse.plan import PIPELINE, SparsePlan, plan_sparse_decode
+from snapmla.sparse.plan import PIPELINES, SparsePlan, plan_sparse_decode
 
+_Tensor = torch.Tensor  # looked up on every call
+ROWS_OF_BYTES = "fp8_ds_mla"
 MAX_STRIDE = 1 << 32  # bytes between pages or tokens: the gather's strides have 32 bits
 Options = tuple[float, str, str]  # softmax_scale, lse_base, empty_lse
 # of a call: q, cache, indices, topk_length, attn_sink, plan, out, lse, options, out_dtype
 Call = tuple[
-    QuantizedQuery, PagedKVCache, torch.Tensor, torch.Tensor | None, torch.Tensor | None, Any,
+    Any, PagedKVCache, torch.Tensor, torch.Tensor | None, torch.Tensor | None, Any,
     torch.Tensor | None, torch.Tensor | None, Options, torch.dtype | None,
 ]  # fmt: skip
 
@@ -59,23 +61,25 @@ def sparse_decode(
         q, cache, indices, topk_length, attn_sink, plan, out, lse,
         (softmax_scale, lse_base, empty_lse), out_dtype,
     )  # fmt: skip
-    if pipeline is not None:
-        checks.choice("pipeline", pipeline, (PIPELINE,))
+    if pipeline is not None and isinstance(cache, PagedKVCache):
+        checks.choice("pipeline", pipeline, (PIPELINES.get(cache.format),))
     return calls.run(_SPARSE, plan, call)
 
 
 def _parts(call: Call) -> calls.Parts:
     q, cache, indices, topk_length, attn_sink, plan, out, lse, options, out_dtype = call
     content, rope, token_scale = cache.asks
+    rows = q.__class__ is _Tensor
+    query, place = (q, 0) if rows else (q.nope_u8, q.place)
     optional = topk_length, attn_sink, out, lse
     given = tuple([tensor for tensor in optional if tensor is not None])
     there = tuple([tensor is not None for tensor in optional])
     return (
-        (indices, *given),
-        (options, options[0].__class__, out_dtype, there),
+        (indices, q, *given) if rows else (indices, *given),
+        (options, options[0].__class__, out_dtype, there, rows),
         (
-            content(), rope(), token_scale(), plan.o_accum.data_ptr(), q.nope_u8.data_ptr(),
-            indices.data_ptr(), q.place, cache.place,
+            content(), rope(), token_scale(), plan.o_accum.data_ptr(), query.data_ptr(),
+            indices.data_ptr(), place, cache.place,
             *[tensor.data_ptr() for tensor in given],
         ),
     )  # fmt: skip
@@ -86,25 +90,27 @@ def _places(call: Call, _: object) -> calls.Groups | None:
     q, cache, indices, topk_length, attn_sink, plan, out, lse, *_ = call
     if not tracing.plain(q, cache, plan):
         return None
+    rows = isinstance(q, torch.Tensor)
     if not (
-        q.rows_shape == plan.rows_shape
+        rows_of(q) == plan.rows_shape
         and cache.format == plan.cache_dtype
         and cache.device == q.device == plan.device
         and cache.stays
         and plan.stays
-        and q.stays
+        and (rows or q.stays)
     ):
         return None
     results = [() if result is None else (overlap.span(result),) for result in (out, lse)]
     tables = [overlap.span(t) for t in (indices, topk_length, attn_sink) if t is not None]
-    return *results, (*q.spans, *cache.spans, *plan.spans, *tables)
+    query = (overlap.span(q),) if rows else q.spans
+    return *results, (*query, *cache.spans, *plan.spans, *tables)
 
 
 def _checked(call: Call) -> Call:
     """Checks all tensors with full messages; plans if no plan is given, launches nothing else."""
     q, cache, indices, topk_length, attn_sink, plan, out, lse, options, out_dtype = call
     _expect(q, cache, indices, plan)
-    device, rows = q.device, q.rows_shape
+    device, rows = q.device, rows_of(q)
     _check_indices(indices, rows, plan, device)
     if plan is None:
         if len(rows) == 2:
@@ -113,7 +119,7 @@ def _checked(call: Call) -> Call:
             checks.value_error("plan", wanted, None, hint)
         plan = plan_sparse_decode(
             rows[-1], rows[1], topk=indices.shape[-1], batch=rows[0], device=device,
-            topk_length=_check_lengths(topk_length, rows[0], device),
+            topk_length=_check_lengths(topk_length, rows[0], device), cache_dtype=cache.format,
         )  # fmt: skip
     else:
         _check_plan(plan, rows, cache, indices, device)
@@ -121,7 +127,7 @@ def _checked(call: Call) -> Call:
     if attn_sink is not None:
         checks.tensor("attn_sink", attn_sink, (torch.float32,), (rows[-1],), device)
         checks.contiguous("attn_sink", attn_sink)
-    _check_outputs(rows, out, lse, out_dtype, device)
+    _check_outputs(rows, plan, out, lse, out_dtype)
     checks.softmax_scale(options[0])
     choices(False, *options[1:])
     _check_apart(call, plan)
@@ -130,9 +136,16 @@ def _checked(call: Call) -> Call:
 
 def _expect(q: object, cache: Any, indices: object, plan: object) -> None:
     """That the four are of kinds that go together."""
-    expect_query("q", q)
-    expect_cache(cache)
-    expect_fp8(cache, "sparse decode reads an FP8 cache of scales by token")
+    if isinstance(cache, PagedKVCache) and cache.format == ROWS_OF_BYTES:
+        expect_cache(cache)
+        if isinstance(q, QuantizedQuery):
+            hint = "rows of 656 bytes take queries as they are"
+            checks.type_error("q", "a bfloat16 tensor", "a snapmla.QuantizedQuery", hint)
+        checks.query_of_rows(q, torch.bfloat16, 1)
+    else:
+        expect_query("q", q)
+        expect_cache(cache)
+        expect_fp8(cache, "sparse decode reads FP8 caches and rows of 656 bytes")
     if plan is not None and not isinstance(plan, SparsePlan):
         hint = "indices want a plan of snapmla.plan_sparse_decode"
         checks.type_error("plan", "a snapmla.SparsePlan or None", type(plan).__name__, hint)
@@ -182,12 +195,14 @@ def _check_plan(
     plan.expect_memory()
     if plan.device != device:
         checks.value_error("plan", f"a plan on {device}, where q is", plan.device)
+    if plan.cache_dtype != cache.format:
+        wanted = f"one made with cache_dtype={cache.format!r}"
+        checks.value_error("plan", wanted, repr(plan.cache_dtype))
     if plan.rows_shape != rows:
         tokens = "b, s_q" if len(rows) == 3 else "total_q"
         wanted = f"one made for ({tokens}, num_heads) = {rows}"
         checks.value_error("plan", wanted, plan.rows_shape)
-    for name in ("content", "rope"):
-        part = getattr(cache, name)
+    for name, part in cache.named_tensors.items():
         if max(part.stride()[:2], default=0) * part.element_size() >= MAX_STRIDE:
             wanted = "pages and tokens less than 4 GiB apart"
             checks.value_error(f"cache.{name}", wanted, f"strides {part.stride()}")
@@ -197,12 +212,12 @@ def _check_plan(
 
 def _check_outputs(
     rows: tuple[int, ...],
+    plan: SparsePlan,
     out: torch.Tensor | None,
     lse: torch.Tensor | None,
     out_dtype: torch.dtype | None,
-    device: torch.device,
 ) -> None:
-    dtypes = tuple(OUT_NAMES)
+    dtypes, device = plan.variant.out_dtypes, plan.device
     if out_dtype is not None and out_dtype not in dtypes:
         wanted = " or ".join(checks.dtype_name(d) for d in dtypes)
         checks.type_error("out_dtype", wanted, out_dtype)
@@ -218,7 +233,7 @@ def _check_apart(call: Call, plan: SparsePlan) -> None:
     """Checks that given results share no memory with what the call reads, or one another."""
     q, cache, indices, topk_length, attn_sink, _, out, lse, *_ = call
     read = {
-        **named("q", q),
+        **({"q": q} if isinstance(q, torch.Tensor) else named("q", q)),
         **named("cache", cache),
         "indices": indices,
         "topk_length": topk_length,
@@ -245,8 +260,9 @@ def _launch(call: Call, ready: Prepared | Literal[False] | None) -> tuple[Any, A
         plan.check(lengths)
     ragged = plan.s_q is None
     kernel = ready.variant.kernels.get(ready.dtype) or ready.variant.kernel(ready.dtype)
+    query = q.arguments if not isinstance(q, _Tensor) else (q.unsqueeze(0) if ragged else q,)
     kernel(
-        *q.arguments, *cache.arguments, indices if indices.ndim == 2 else flat(indices), lengths,
+        *query, *cache.gather_arguments, indices if indices.ndim == 2 else flat(indices), lengths,
         ready.no_sink if attn_sink is None else attn_sink, *ready.tables,
         out.unsqueeze(0) if ragged else out, lse.unsqueeze(0) if ragged else lse, *ready.rest,
     )  # fmt: skip
@@ -268,7 +284,7 @@ def _traced(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """The call as an operator, for tracers; arguments checked."""
     q, cache, indices, topk_length, attn_sink, plan, out, lse, options, out_dtype = call
     _expect(q, cache, indices, plan)
-    rows = tuple(q.rope.shape[:-1])
+    rows = rows_of(q)
     if plan is None:
         if tracing.by_dynamo():
             return tracing.between_graphs(
@@ -279,24 +295,40 @@ def _traced(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         *_, plan, _, _, _, _ = _checked(call)
     _check_plan_shape(plan, rows)
     _, factor, empty = choices(False, *options[1:])
+    ragged, is_rows = len(rows) == 2, isinstance(q, torch.Tensor)
+    if isinstance(q, torch.Tensor):
+        read: tuple[Any, ...] = q.unsqueeze(0) if ragged else q, cache.memory_now()[0]
+    else:
+        read = *as_batch(q.nope.view(torch.uint8), q.rope, q.scale), *cache.memory_now()
     common = (
-        *as_batch(q.nope.view(torch.uint8), q.rope, q.scale), *cache.memory_now(),
-        indices.reshape(-1, indices.shape[-1]), plan.planned_seqlens if topk_length is None else
-        topk_length, attn_sink, plan.work_items, plan.part_begin, plan.split_begin, plan.units,
-        plan.row_limits, plan.o_accum, plan.lse_accum, plan.pipeline, plan.row_tile,
-        plan.can_split(), checks.softmax_scale(options[0]), factor, empty,
+        *read, indices.reshape(-1, indices.shape[-1]),
+        plan.planned_seqlens if topk_length is None else topk_length, attn_sink, plan.work_items,
+        plan.part_begin, plan.split_begin, plan.units, plan.row_limits, plan.o_accum,
+        plan.lse_accum, plan.pipeline, plan.row_tile, plan.can_split(),
+        checks.softmax_scale(options[0]), factor, empty,
     )  # fmt: skip
-    ragged, extra = len(rows) == 2, {"p_terms": plan.p_terms}
+    ops, extra = torch.ops.snapmla, {} if is_rows else {"p_terms": plan.p_terms}
+    make, write = (
+        (ops.sparse_decode_rows, ops.sparse_decode_rows_out)
+        if is_rows
+        else (ops.sparse_decode, ops.sparse_decode_out)
+    )
     if out is None and lse is None:
-        made = torch.ops.snapmla.sparse_decode(*common, out_dtype or torch.bfloat16, **extra)
+        made = make(*common, out_dtype or torch.bfloat16, **extra)
         return (made[0].squeeze(0), made[1].squeeze(0)) if ragged else made
+    like = q if isinstance(q, torch.Tensor) else q.rope
     if out is None:
-        out = q.rope.new_empty((*rows, KV_LORA_RANK), dtype=out_dtype or torch.bfloat16)
+        out = like.new_empty((*rows, KV_LORA_RANK), dtype=out_dtype or torch.bfloat16)
     if lse is None:
-        lse = q.rope.new_empty((*rows[:-2], rows[-1], rows[-2]), dtype=torch.float32)
+        lse = like.new_empty((*rows[:-2], rows[-1], rows[-2]), dtype=torch.float32)
     results = (out.unsqueeze(0), lse.unsqueeze(0)) if ragged else (out, lse)
-    torch.ops.snapmla.sparse_decode_out(*common, *results, **extra)
+    write(*common, *results, **extra)
     return out, lse
+
+
+def rows_of(q: QuantizedQuery | torch.Tensor) -> tuple[int, ...]:
+    """(b, s_q, h) or (total_q, h) of a query."""
+    return tuple((q if isinstance(q, torch.Tensor) else q.rope).shape[:-1])
 
 
 def _check_plan_shape(plan: SparsePlan, rows: tuple[int, ...]) -> None:

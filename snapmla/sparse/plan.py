@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 
-from dsl_kernels.families.sparse_decode import ROW_TILES
+from dsl_kernels.families.formats import DEFAULT
+from dsl_kernels.families.sparse_decode import ROW_TILES, TWO_TERMS
 from dsl_kernels.spec import VariantSpec, decode_spec
 from snapmla import checks, dispatch, runtime, tracing
 from snapmla.decode_plan import NAMES, DecodePlan, PlanVariant, new_workspace
 from snapmla.plan import PlanOptions, StepShape, default_num_parts, make_plan
 
-PIPELINE = "etap"
+# of the caches that sparse attention reads, by format: the pipeline that does
+PIPELINES = {"fp8": "etap", "fp8_ds_mla": "mix16"}
 MAX_TOPK = 1 << 24  # entries of a row; what a batch may hold is bounded beside
 # Two row blocks a token, of few tokens: more parts make more partial rows than their tiles save
 # (a token of 2048, 128 heads: 44 parts 12.2 us, 66 parts 14.4 us on an H200).
@@ -30,7 +32,9 @@ class SparseVariant(PlanVariant):
             wanted = " or ".join(checks.dtype_name(d) for d in self.out_dtypes)
             checks.type_error("out", f"dtype {wanted}", checks.dtype_name(out_dtype))
         arch = runtime.arch_of(self.device)
-        spec = sparse_spec(arch, self.row_tile, NAMES[out_dtype], self.p_terms)
+        spec = sparse_spec(
+            arch, self.row_tile, NAMES[out_dtype], self.p_terms, pipeline=self.pipeline
+        )
         self.kernels[out_dtype] = runtime.kernel(spec, self.device.type)
         return self.kernels[out_dtype]
 
@@ -50,7 +54,7 @@ class SparsePlan(DecodePlan):
     @functools.cached_property
     def variant(self) -> PlanVariant:
         """What chooses the decode kernel."""
-        return variant_of(self.device, self.row_tile, self.p_terms)
+        return variant_of(self.device, self.row_tile, self.p_terms, self.cache_dtype)
 
     def must_regroup(self) -> bool:
         """Never: kernels see the caller's pages."""
@@ -69,18 +73,33 @@ class SparseOptions(PlanOptions):
     page_size: int = 1
     causal: bool = False
 
+    def _checked_cache_dtype(self) -> str:
+        """A format that sparse attention reads."""
+        value = "fp8" if self.cache_dtype is checks.FP8 else self.cache_dtype
+        checks.choice("cache_dtype", value, tuple(PIPELINES))
+        return cast(str, value)
+
+    @property
+    def cache_name(self) -> str:
+        """The format."""
+        return cast(str, self.cache_dtype)
+
     def _checked_page_size(self) -> int:
         """An entry of ``indices`` names one token."""
         return checks.integer("page_size", self.page_size, 1, 1)
 
     def kernel(self, device: torch.device, s_q: int) -> VariantSpec:
         """The kernel of the smallest row tile that takes all heads, or of the largest."""
-        fits = (tile for tile in ROW_TILES if tile >= self.num_heads)
-        tile = next(fits, ROW_TILES[-1]) if self.row_tile is None else self.row_tile
-        checks.choice("row_tile", tile, ROW_TILES)
-        return sparse_spec(
-            runtime.arch_of(device), tile, "bf16", dispatch.p_terms_of(self.accuracy)
-        )
+        pipeline, p_terms = PIPELINES[self.cache_name], dispatch.p_terms_of(self.accuracy)
+        tiles: tuple[int, ...] = ROW_TILES[pipeline]
+        if p_terms > 1:
+            if pipeline != "etap":
+                checks.value_error("accuracy", "'standard'", self.accuracy, "its P has 16 bits")
+            tiles = tuple(tile for tile in tiles if tile in TWO_TERMS)
+        fits = (tile for tile in tiles if tile >= self.num_heads)
+        tile = next(fits, tiles[-1]) if self.row_tile is None else self.row_tile
+        checks.choice("row_tile", tile, tiles)
+        return sparse_spec(runtime.arch_of(device), tile, "bf16", p_terms, pipeline=pipeline)
 
     def unit_rows(self, device: torch.device, rows: int, spec: VariantSpec) -> int:
         """A query token's."""
@@ -93,25 +112,33 @@ class SparseOptions(PlanOptions):
         return min(most, PARTS_OF_FEW) if few else most
 
     def tile_times(self, device: torch.device, spec: VariantSpec) -> tuple[int, int]:
-        """Those of the kernel over pages, whose math is the same."""
+        """Those of the kernel over pages, whose math is the same; of rows of 656 bytes none."""
+        if spec.pipeline != "etap":
+            return 0, 0
         return dispatch.tile_times(device, decode_spec(spec.pipeline, spec.row_tile, 64, "bf16"))
 
 
-def sparse_spec(arch: str, row_tile: int, out_dtype: str, p_terms: int = 1) -> VariantSpec:
+def sparse_spec(
+    arch: str, row_tile: int, out_dtype: str, p_terms: int = 1, *, pipeline: str = "etap"
+) -> VariantSpec:
     """The variant of these choices."""
     return VariantSpec(
-        op="sparse_decode", arch=arch, pipeline=PIPELINE, row_tile=row_tile, out_dtype=out_dtype,
+        op="sparse_decode", arch=arch, pipeline=pipeline, row_tile=row_tile, out_dtype=out_dtype,
         p_terms=p_terms,
     )  # fmt: skip
 
 
-_variants: dict[tuple[torch.device, int, int], SparseVariant] = {}
+_variants: dict[tuple[torch.device, int, int, str], SparseVariant] = {}
 
 
-def variant_of(device: torch.device, row_tile: int, p_terms: int) -> SparseVariant:
-    """The one of these values."""
-    made = SparseVariant(device, PIPELINE, row_tile, 1, p_terms=p_terms, cache_dtype="fp8")
-    return _variants.setdefault((device, row_tile, p_terms), made)
+def variant_of(device: torch.device, row_tile: int, p_terms: int, cache: str) -> PlanVariant:
+    """The one of these values.
+
+    Args:
+        cache: its format.
+    """
+    made = SparseVariant(device, PIPELINES[cache], row_tile, 1, p_terms=p_terms, cache_dtype=cache)
+    return _variants.setdefault((device, row_tile, p_terms, cache), made)
 
 
 def _forget() -> None:
@@ -169,6 +196,7 @@ def plan_sparse_decode(
     fixed_split_tokens: int | None = None,
     check_stale: bool | None = None,
     accuracy: str = "standard",
+    cache_dtype: str | torch.dtype = DEFAULT,
 ) -> SparsePlan:
     """Plans ``decode(..., indices=)``; share the plan between the layers of a step.
 
@@ -190,7 +218,10 @@ def plan_sparse_decode(
         fixed_overhead: cost of starting an item, in tiles of 64 entries.
         fixed_split_tokens: batch-invariant mode, as in ``plan_decode``: each row is cut after so
             many entries, a multiple of 64, whatever else is in the batch.
-        check_stale, accuracy: as in ``plan_decode``; ``high`` is there up to 32 heads a CTA.
+        check_stale, accuracy: as in ``plan_decode``; ``high`` is there for an ``fp8`` cache, with
+            up to 32 heads a CTA.
+        cache_dtype: format of the cache that ``decode`` will get: ``fp8``, or ``fp8_ds_mla`` for
+            rows of 656 bytes.
 
     Returns:
         The plan.
@@ -208,11 +239,12 @@ def plan_sparse_decode(
             device=device, cu_seqlens_q=cu_seqlens_q, total_q=total_q, num_parts=num_parts,
             row_tile=row_tile, fixed_overhead=fixed_overhead,
             fixed_split_tokens=fixed_split_tokens, check_stale=check_stale, accuracy=accuracy,
+            cache_dtype=cache_dtype,
         )  # fmt: skip
     options = SparseOptions(
         num_heads=num_heads, num_parts=num_parts, row_tile=row_tile,
         fixed_overhead=fixed_overhead, fixed_split_tokens=fixed_split_tokens,
-        check_stale=check_stale, accuracy=accuracy,
+        check_stale=check_stale, accuracy=accuracy, cache_dtype=cache_dtype,
     )  # fmt: skip
     topk = checks.integer("topk", topk, 1, MAX_TOPK)
     lengths = _lengths(topk_length, batch, device, topk)

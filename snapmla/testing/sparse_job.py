@@ -143,6 +143,8 @@ class SparseJob:
         device: where calls run; inputs are made on the CPU.
     """
 
+    argument_names: tuple[str, ...] = ARGUMENTS
+
     def __init__(
         self,
         spec: VariantSpec,
@@ -254,7 +256,7 @@ class SparseJob:
             name: placed(x, self.device) if isinstance(x, Tensor) else x
             for name, x in {**self.arguments(), **changes}.items()
         }
-        kernel(*(given[name] for name in ARGUMENTS))
+        kernel(*(given[name] for name in self.argument_names))
         return given["out"].cpu(), given["lse"].cpu()
 
     def _planned(self) -> PlanTables:

@@ -1,4 +1,5 @@
-"""``sparse_decode``: attention to named tokens of an FP8 cache."""
+"""``sparse_decode`` and ``sparse_decode_rows``: attention to named tokens of an FP8 cache, and of
+rows of 656 bytes."""
 
 from __future__ import annotations
 
@@ -7,40 +8,75 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsl_kernels.dims import KV_LORA_RANK
+from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK
+from dsl_kernels.ds_mla import ROW_BYTES
 from snapmla import checks, layouts, quant
-from snapmla.decode_plan.choices import OUT_NAMES
+from snapmla.decode_plan import FP8
+from snapmla.sparse.decode import ROWS_OF_BYTES
 from snapmla.sparse.plan import SparsePlan, variant_of
 from snapmla.torch_ops.decode import check_query
 from snapmla.torch_ops.decode_arguments import check_tables_of, new_results
 from snapmla.torch_ops.operator import Operator
 from snapmla.torch_ops.plan import register_plan
 
-_ARGUMENTS = (
-    "Tensor q_nope, Tensor q_rope, Tensor q_scale, Tensor content, Tensor? rope, Tensor? scale, "
+_LISTS = (
     "Tensor indices, Tensor topk_length, Tensor? attn_sink, Tensor work_items, Tensor part_begin, "
     "Tensor split_begin, Tensor units, Tensor row_limits, Tensor(a!) o_accum, "
     "Tensor(b!) lse_accum, str pipeline, int row_tile, bool may_split, float softmax_scale, "
     "float lse_factor, float empty_lse"
 )
+_PLANES = (
+    "Tensor q_nope, Tensor q_rope, Tensor q_scale, Tensor content, Tensor? rope, Tensor? scale, "
+)
+_ROWS = "Tensor q, Tensor kv, "
+_OUT = "Tensor(c!) out, Tensor(d!) lse"
 _OPTIONS = "int p_terms=1"
 
 
-def _sparse_decode(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
+def _planes(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
     *common, out_dtype = arguments
     out, lse = new_results(common[0], out_dtype)
     given: Any = (*common, out, lse)
-    _sparse_decode_out(*given, **options)
+    _planes_out(*given, **options)
     return out, lse
 
 
-def _sparse_decode_out(
+def _planes_out(
     q_nope: Tensor,
     q_rope: Tensor,
     q_scale: Tensor,
     content: Tensor,
     rope: Tensor | None,
     scale: Tensor | None,
+    *rest: Any,
+    p_terms: int = 1,
+) -> None:
+    check_query(q_nope, q_rope)
+    query = q_nope, q_rope, quant.per_row(q_scale, q_nope.shape[:3])
+    _launch(query, layouts.views_of(content, rope, scale), FP8, p_terms, *rest)
+
+
+def _rows(*arguments: Any) -> tuple[Tensor, Tensor]:
+    *common, out_dtype = arguments
+    out, lse = new_results(common[0], out_dtype)
+    given: Any = (*common, out, lse)
+    _rows_out(*given)
+    return out, lse
+
+
+def _rows_out(q: Tensor, kv: Tensor, *rest: Any) -> None:
+    checks.query_rows(tuple(q.shape[:3]))
+    checks.tensor("q", q, (torch.bfloat16,), ("b", "s_q", "num_heads", HEAD_DIM_QK), kv.device)
+    checks.contiguous("q", q)
+    checks.tensor("kv", kv, (torch.uint8,), ("num_pages", "page_size", 1, ROW_BYTES))
+    _launch((q,), (kv.squeeze(2),), ROWS_OF_BYTES, 1, *rest)
+
+
+def _launch(
+    query: tuple[Tensor, ...],
+    cache: tuple[Tensor, ...],
+    fmt: str,
+    p_terms: int,
     indices: Tensor,
     topk_length: Tensor,
     attn_sink: Tensor | None,
@@ -59,34 +95,32 @@ def _sparse_decode_out(
     empty_lse: float,
     out: Tensor,
     lse: Tensor,
-    *,
-    p_terms: int = 1,
 ) -> None:
-    b_q, s_q, heads, _ = q_nope.shape
-    b, device = topk_length.shape[0], q_nope.device
+    """Checks what is common to both, and launches the kernel of a format."""
+    q = query[0]
+    b_q, s_q, heads, _ = q.shape
+    b, device = topk_length.shape[0], q.device
     if b_q * s_q * b == 0:
         return
-    check_query(q_nope, q_rope)
     tables = (work_items, part_begin, split_begin, units, row_limits, o_accum, lse_accum)
-    check_tables_of(tables, "q_nope", q_nope, b, row_tile, rows=heads)
-    views = layouts.views_of(content, rope, scale)
+    check_tables_of(tables, "q", q, b, row_tile, fmt, rows=heads)
     checks.tensor("indices", indices, (torch.int32,), (b_q * s_q, "topk"), device)
     checks.vector("topk_length", topk_length, (b,), device)
     sink = out.new_empty(0, dtype=torch.float32) if attn_sink is None else attn_sink
     if attn_sink is not None:
         checks.tensor("attn_sink", attn_sink, (torch.float32,), (heads,), device)
         checks.contiguous("attn_sink", attn_sink)
-    checks.output("out", out, tuple(OUT_NAMES), (b_q, s_q, heads, KV_LORA_RANK), device)
+    variant = variant_of(device, row_tile, p_terms, fmt)
+    shape = (b_q, s_q, heads, KV_LORA_RANK)
+    checks.output("out", out, variant.out_dtypes, shape, device)
     checks.output("lse", lse, (torch.float32,), (b_q, heads, s_q), device, align=4)
-    kernel = variant_of(device, row_tile, p_terms).kernel(out.dtype)
-    kernel(
-        q_nope, q_rope, quant.per_row(q_scale, q_nope.shape[:3]), *views, indices, topk_length,
-        sink, *tables[:-2], out, lse, *tables[-2:], checks.softmax_scale(softmax_scale),
-        lse_factor, empty_lse, int(may_split),
+    variant.kernel(out.dtype)(
+        *query, *cache, indices, topk_length, sink, *tables[:-2], out, lse, *tables[-2:],
+        checks.softmax_scale(softmax_scale), lse_factor, empty_lse, int(may_split),
     )  # fmt: skip
 
 
-def _fake(*arguments: Any, **_options: Any) -> tuple[Tensor, Tensor]:
+def _fake_planes(*arguments: Any, **_options: Any) -> tuple[Tensor, Tensor]:
     q_nope, indices = arguments[0], arguments[6]
     content = layouts.views_of(*arguments[3:6])[0]
     checks.tensor("q_nope", q_nope, (torch.uint8,), ("b", "s_q", "num_heads", KV_LORA_RANK))
@@ -95,16 +129,27 @@ def _fake(*arguments: Any, **_options: Any) -> tuple[Tensor, Tensor]:
     return new_results(q_nope, arguments[-1])
 
 
+def _fake_rows(*arguments: Any) -> tuple[Tensor, Tensor]:
+    q, _, indices = arguments[:3]
+    checks.tensor("q", q, (torch.bfloat16,), ("b", "s_q", "num_heads", HEAD_DIM_QK))
+    checks.tensor("indices", indices, (torch.int32,), ("tokens", "topk"))
+    return new_results(q, arguments[-1])
+
+
 OPERATORS = (
     Operator(
-        f"sparse_decode({_ARGUMENTS}, ScalarType out_dtype, *, {_OPTIONS}) -> (Tensor, Tensor)",
-        _sparse_decode,
-        _fake,
+        f"sparse_decode({_PLANES}{_LISTS}, ScalarType out_dtype, *, {_OPTIONS})"
+        " -> (Tensor, Tensor)",
+        _planes,
+        _fake_planes,
     ),
+    Operator(f"sparse_decode_out({_PLANES}{_LISTS}, {_OUT}, *, {_OPTIONS}) -> ()", _planes_out),
     Operator(
-        f"sparse_decode_out({_ARGUMENTS}, Tensor(c!) out, Tensor(d!) lse, *, {_OPTIONS}) -> ()",
-        _sparse_decode_out,
+        f"sparse_decode_rows({_ROWS}{_LISTS}, ScalarType out_dtype) -> (Tensor, Tensor)",
+        _rows,
+        _fake_rows,
     ),
+    Operator(f"sparse_decode_rows_out({_ROWS}{_LISTS}, {_OUT}) -> ()", _rows_out),
 )
 
 register_plan(SparsePlan)

@@ -251,11 +251,13 @@ def test_a_shallow_copy_is_over_the_same_memory() -> None:
 
 
 def test_a_place_is_of_one_shape() -> None:
-    """Calls are remembered by it: the same memory in other pages, or of other heads, is another."""
+    """Calls are remembered by it: the same memory in other pages, of other heads, or of another
+    dtype, is another."""
     rows = torch.zeros((2, 64, 2, 576), dtype=torch.bfloat16)
     shapes = (2, 64, 2, 576), (2, 128, 1, 576), (4, 32, 2, 576), (1, 128, 2, 576), (4, 64, 1, 576)
     places = [PagedKVCache.from_tensors(rows.view(shape)).place for shape in shapes]
-    assert len(set(places)) == len(shapes)
+    places.append(PagedKVCache.from_tensors(rows.view(torch.float16)).place)
+    assert len(set(places)) == len(shapes) + 1
     assert PagedKVCache.from_tensors(rows).place == places[0]
 
 

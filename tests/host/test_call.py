@@ -362,6 +362,17 @@ def test_other_options_are_another_kind(known: Callable[[str], Known]) -> None:
         assert next(x for x in call.launched[-1][1] if isinstance(x, float)) == scale
 
 
+def test_other_strides_are_another_kind(known: Callable[[str], Known]) -> None:
+    """The same addresses, shapes and dtypes."""
+    call = known("merge_states")
+    rows = call.arguments["outs"][0]
+    strides = *(stride // 512 * 513 for stride in rows.stride()[:-1]), 1
+    odd = call.memory["outs[0]"].view(rows.dtype).as_strided(rows.shape, strides)
+    with pytest.raises(ValueError, match=r"^outs\[0\]: expected outer strides that are multiples"):
+        call.one_another("outs[0]", odd)
+    assert not call.launched
+
+
 def test_addresses_are_compared_once(
     known: Callable[[str], Known], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -270,7 +270,7 @@ def test_a_layer_unlike_the_last(monkeypatch: pytest.MonkeyPatch, no_decode: Non
         ("other", changed(q=torch._neg_view(step.q)), "q: expected values as memory holds them"),
         ("softmax_scale", torch.tensor(SCALE), "softmax_scale: expected"),
         ("causal", False, "tile_scheduler_metadata: expected calls like its first"),
-        ("indices", out, "indices: expected None"),
+        ("indices", out, "causal: expected False beside indices"),
     ):  # fmt: skip
         with pytest.raises((TypeError, ValueError), match=f"^{words}"):
             is_quick(**{name: value})

@@ -107,12 +107,15 @@ def test_calls_without_rows() -> None:
         for parts in ((outs, lses), (list(outs), list(lses))):
             out, lse = snapmla.merge_states(*parts)
             assert out.shape == shape and lse.shape == logs
-    for lead in ((), (B,)):
+    for lead, tokens in (((), 5), ((), 0), ((B,), 5)):
         if not lead:  # of the same shapes: no sequence, and then no part
+            given = [torch.zeros(0, tokens, H, 512)], [torch.zeros(0, H, tokens)]
             for _ in range(2):  # the first is checked, and the second's addresses are kept
-                snapmla.merge_states([torch.zeros(0, 5, H, 512)], [torch.zeros(0, H, 5)])
+                snapmla.merge_states(*given)
         with pytest.raises(ValueError, match=r"^outs: expected 1 part or more, got 0 \(a list"):
-            snapmla.merge_states(torch.zeros(0, *lead, 5, H, 512), torch.zeros(0, *lead, H, 5))
+            snapmla.merge_states(
+                torch.zeros(0, *lead, tokens, H, 512), torch.zeros(0, *lead, H, tokens)
+            )
 
 
 # ---------------------------------------------------------------------------- places

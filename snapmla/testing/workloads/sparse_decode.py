@@ -15,7 +15,7 @@ from snapmla import runtime
 from snapmla.testing.plan_tables import PlanTables
 from snapmla.testing.reference_plan import Queries, plan_reference
 from snapmla.testing.sparse_job import HEAD_SCALE, SparseJob, SparseShape
-from snapmla.testing.workloads import exact
+from snapmla.testing.workloads import exact, sparse_records
 from snapmla.testing.workloads.call import DTYPES, NATURAL, Call, Job, Sizes, Workload, decoded
 from snapmla.testing.workloads.exact import Case, Recorded, Runner
 from snapmla.testing.workloads.samples import PAGE, Source
@@ -38,7 +38,10 @@ def shapes(spec: VariantSpec) -> tuple[SparseShape, ...]:
 
 
 def small(spec: VariantSpec) -> Iterator[Call]:
-    """``shapes``."""
+    """``shapes``; of a cache of rows those of ``sparse_records``."""
+    if spec.pipeline == sparse_records.PIPELINE:
+        yield from sparse_records.small(spec)
+        return
     for shape in shapes(spec):
         job = SparseJob(spec, shape)
         yield Call(job.arguments(), {}, job=job, note=str(shape))
@@ -46,6 +49,8 @@ def small(spec: VariantSpec) -> Iterator[Call]:
 
 def job_of(spec: VariantSpec, lengths: Sequence[int], planner: runtime.Kernel) -> Job:
     """A ``SparseJob`` behind the planning kernel: swinging logits, splits, sinks."""
+    if spec.pipeline == sparse_records.PIPELINE:
+        return sparse_records.job_of(spec, lengths, planner)
     shape = SparseShape(
         HEADS[spec.row_tile][1], max(lengths), tuple(lengths), 53, layout="packed", sink=True,
         style="swings", parts=3,
@@ -56,6 +61,8 @@ def job_of(spec: VariantSpec, lengths: Sequence[int], planner: runtime.Kernel) -
 
 def recorded(case: Case, run: Runner) -> Recorded:
     """With its merge, in one call; lists of tokens anywhere in the pool, one in eight of none."""
+    if case.spec.pipeline == sparse_records.PIPELINE:
+        return sparse_records.recorded(case, run)
     spec, bits = case.spec, case.bits()
     heads = HEADS[spec.row_tile][case.index % 2]
     lengths, p = exact.lengths_of(case), PAGES_OF[case.index % 3]
@@ -90,6 +97,8 @@ def recorded(case: Case, run: Runner) -> Recorded:
 
 def sized(spec: VariantSpec, sizes: Sizes, device: str, seed: int) -> dict[str, Any]:
     """Each query token names ``sizes.tokens`` of a pool that is eight times as large, at random."""
+    if spec.pipeline == sparse_records.PIPELINE:
+        return sparse_records.sized(spec, sizes, device, seed)
     source, topk, tokens = Source(device, seed), sizes.tokens, sizes.batch * sizes.s_q
     pages = -(-8 * topk * sizes.batch // PAGE)
     queries = Queries(sizes.heads, sizes.s_q, sizes.heads)

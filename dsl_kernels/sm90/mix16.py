@@ -1,0 +1,324 @@
+"""Sparse MLA decode for SM90 over 656-byte rows, pipeline ``mix16``: 16-bit products, and no
+dequantised byte in shared memory.
+
+A row is 512 e4m3 channels with an fp32 scale for each 128, and 64 BF16 RoPE channels (ds_mla.py).
+The ring holds the rows' bytes.  Both products take what comes from the cache as *register* operand
+and convert it on the way, four values in two instructions:
+
+    S^T = K Q^T     ldmatrix, e4m3 -> f16 (exact); with 64 rows times scale / largest scale of the
+                    token (at most 1), two values an instruction; RoPE in BF16 out of shared memory
+    O^T = V^T P^T   ldmatrix.trans, one prmt, e4m3 -> f16, times scale / largest, two tokens an
+                    instruction
+
+Roles (4 warpgroups of 128 threads)
+    wg 0  warps 0, 1, 3  gather rows (common/gather.py), warp 1 has Q's tiles copied, too
+          warp 2         announcer: the tokens' scales -> log2, reciprocal, ratios; then full
+                         (common/gather_records.py, mix16_parts.py)
+    wg 1                 Q -> f16 as an item begins (mix16_parts.py); S^T, softmax, P^T to shared
+                         memory (mix16_softmax.py)
+    wg 2, 3              P.V: O^T of half of d_v each, summed in the tensor core
+
+Timeline of tile i (one stage of the K ring)
+    gather        | i+2 ...
+    announcer     |  scales i+1 |
+    softmax       | Q.K i: 8 x (convert 64 channels, 4 WGMMAs) | RoPE i | vote, exp2 of i | P i ->
+                  (mix16_ahead.py has Q.K i + 1 under the second half of this)
+    P.V           | V^T of 16 channels | wait P i | 8 x (2 WGMMAs, convert the next) | free i
+
+Frames (log2 units).  P' = 2^(t + log2 sigma - m_ref) in f16, sigma the token's largest scale; O and
+the row sum live in frame ``m_ref``, which moves only when some value would pass 2^15, and then so
+that the block's largest P' is 2^8.  The row sum adds P' / sigma times 2^-40; O is multiplied by
+that as it is written.
+
+The k index inside 16 channels is renamed: a thread of S^T's fragment has four neighbouring bytes
+where the instruction wants two pairs; Q's channels follow (mix16_parts.py).
+
+P.V converts a unit when the unit before last is done, not earlier: a third fragment does not fit
+into 176 registers, and ptxas would serialise every WGMMA (note C7512).
+
+Shared memory, 64 rows and 3 stages (bytes)
+    Q 73728 | K ring 3 x (32768 content + 8192 RoPE + 1024 scales + 2560 of theirs) | P 2 x 8192
+    exchange, gamma, factors, 1/l, flags, barriers                                         = 228352
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.pipeline as pipeline
+import cutlass.utils.hopper_helpers as sm90
+from cutlass import Float32, Int32, const_expr
+from cutlass.cute.nvgpu import warp, warpgroup
+
+from ..common import budget as bud
+from ..common.epilogue import Held, Shared, Woven, write_rows
+from ..common.registers import claim_registers
+from ..common.smem import array, staged, struct_of
+from ..common.types import BF16, F8, F16, ROW_MAJOR, U16, U32
+from ..compat import wgmma_fence
+from ..dims import KV_LORA_RANK as D
+from ..dims import QK_ROPE_HEAD_DIM as R
+from ..dims import TOKEN_TILE as TILE
+from ..ds_mla import GROUPS, ROW_BYTES
+from ..smxx.record_entry import RecordEntry, fake_args
+from ..stamp import Stamp
+from . import transpose
+from .decode import Decode, infeasible
+from .fragments import pad_layout, padded_size
+from .item_notes import noted
+from .mix16_ahead import AheadSoftmax
+from .mix16_parts import SUM_FACTOR, Parts, times, unpack
+from .mix16_softmax import MixSoftmax
+from .roles import FEW_ROWS, INV_RING, WARPGROUP, Cta, Layouts
+from .softmax_role import P_RING, P_STAGES, any_flag, hand_over_fields
+from .wgmma import tiled_mma
+
+if TYPE_CHECKING:
+    from ..spec import VariantSpec
+
+REGISTERS = {16: (32, 160, 160), 32: (40, 152, 160), 64: (32, 128, 176)}  # by rows
+STAGES, FEW_STAGES = 3, 4
+STAGE_BYTES = TILE * (ROW_BYTES + 4 * (4 + GROUPS + GROUPS // 2))  # with what is made of scales
+SMALL_BYTES = 8192  # exchange, factors, barriers, alignment: an upper bound
+DEINTERLEAVE = 0x3120  # bytes (token, channel) (0,0) (0,1) (1,0) (1,1) -> channel 0, channel 1
+UNITS = 8  # of a tile's P.V in a warpgroup: 16 channels a warp x 32 tokens
+
+
+def feasible(spec: VariantSpec) -> str | None:
+    """Reason why the pipeline cannot be built for ``spec``, or None."""
+    if spec.p_terms > 1:
+        return "mix16 has a P of 16 bits: one term"
+    if spec.ahead and spec.row_tile <= FEW_ROWS:
+        return f"mix16 has Q.K of the next tile under softmax in row tiles above {FEW_ROWS}"
+    return infeasible(spec, 2, budget(spec))
+
+
+def stages_of(spec: VariantSpec) -> int:
+    """KV tiles in flight."""
+    return spec.stages or (FEW_STAGES if spec.row_tile <= FEW_ROWS else STAGES)
+
+
+def q_stages(spec: VariantSpec) -> int:
+    """Row tiles of Q in flight."""
+    return 2 if spec.row_tile < FEW_ROWS else 1
+
+
+def parts_of(spec: VariantSpec) -> Parts:
+    """What the pipeline is composed of."""
+    return Parts(spec, stages=stages_of(spec), q_stages=q_stages(spec))
+
+
+def budget(spec: VariantSpec) -> bud.Budget:
+    """Warpgroups, registers, barriers, shared memory of a CTA."""
+    rows, few = spec.row_tile, spec.row_tile <= FEW_ROWS
+    producer, softmax, pv = REGISTERS[rows]
+    tiles = stages_of(spec) * STAGE_BYTES + rows * 2 * (q_stages(spec) * (D + R) + P_STAGES * TILE)
+    return bud.Budget(
+        groups=(
+            bud.WarpGroup("producers", producer),
+            bud.WarpGroup("softmax", softmax),
+            bud.WarpGroup("P.V", pv, count=2),
+        ),
+        smem=tiles + SMALL_BYTES,
+        barriers=(*parts_of(spec).barriers(), *P_RING.budget(), *INV_RING.budget()),
+        mmas=(
+            bud.Mma("Q.K content", TILE, rows, D // GROUPS if few else D, "f16"),
+            bud.Mma("Q.K RoPE", TILE, rows, R, "bf16"),
+            bud.Mma("P.V", 64, rows, TILE, "f16"),
+        ),
+    )
+
+
+def build(spec: VariantSpec):
+    return RecordEntry(Decode(spec, Mix16(spec))), fake_args(spec)
+
+
+class Mix16:
+    """The pipeline: softmax and P.V roles (``decode.Pipeline``)."""
+
+    def __init__(self, spec: VariantSpec):
+        self.parts, self.budget = parts_of(spec), budget(spec)
+        self.rows_cta, self.stages = self.parts.rows, self.parts.stages
+        self.softmax = (AheadSoftmax if spec.ahead else MixSoftmax)(self.parts)
+        _, self.softmax_regs, self.pv_regs = (group.registers for group in self.budget.groups)
+
+    # ---------------------------------------------------------------- host half
+
+    def layouts(self) -> Layouts:
+        a, b, shape = sm90.make_smem_layout_a, sm90.make_smem_layout_b, (TILE, self.rows_cta)
+        n = self.parts.q_stages
+        return Layouts(
+            tuple(b(ROW_MAJOR, (*shape, width), BF16, n) for width in (D, R)),
+            (
+                a(ROW_MAJOR, (*shape, D), F8, self.stages),
+                a(ROW_MAJOR, (*shape, R), BF16, self.stages),
+            ),
+            b(ROW_MAJOR, (*shape, TILE), F16, P_STAGES),
+        )
+
+    def storage(self, layouts):
+        return struct_of(
+            **self.parts.barrier_fields,
+            **hand_over_fields(self.rows_cta),
+            **self.softmax.fields(),
+            **self.parts.tile_fields(layouts),
+            p=array(F16, cute.cosize(layouts.p), 1024),
+        )
+
+    # ---------------------------------------------------------------- roles
+
+    @cute.jit
+    def init_barriers(self, st):
+        P_RING.init(st)
+        INV_RING.init(st)
+
+    @cute.jit
+    def math_roles(self, cta, wg):
+        if wg == 0:
+            claim_registers(self.budget, self.softmax_regs)
+            self.softmax.loop(cta)
+        else:
+            claim_registers(self.budget, self.pv_regs)
+            self.pv_loop(cta, wg - 1)
+
+    # ---------------------------------------------------------------- P.V warpgroups
+
+    def pv_mma(self):
+        return tiled_mma(F16, self.rows_cta, a_in_registers=True)
+
+    @cute.jit
+    def pv_loop(self, cta: Cta, half):
+        tidx, _, _ = cute.arch.thread_idx()
+        st, layouts, _, k_pipe, gmem, _, part = cta
+        span = self.parts.work.items_of(gmem.work, part)
+        mma_o = self.pv_mma()
+        acc_O = [
+            cute.make_rmem_tensor(mma_o.partition_shape_C((64, self.rows_cta)), Float32)
+            for _ in range(4)
+        ]
+        thr_o, s_p = mma_o.get_slice(tidx % WARPGROUP), staged(st.p, layouts.p)
+        rP = mma_o.make_fragment_B(thr_o.partition_B(s_p))
+        kst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
+        pst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, P_STAGES)
+        items = Int32(0)  # behind us
+        wwarp = cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
+        for i in cutlass.range(span[0], span[1], unroll=1):
+            _, first, last, _ = self.parts.work.item_at(gmem.work, i)
+            # once an item (fp8_etap.py)
+            offset = cute.arch.shuffle_sync(transpose.own_offset(wwarp, tidx % 32), tidx % 32)
+            for d_block in cutlass.range_constexpr(4):
+                acc_O[d_block].fill(0.0)
+            for _ in cutlass.range(first, last, unroll=1):
+                k_pipe.consumer_wait(kst)
+                self.pv_block(st, k_pipe, acc_O, rP, half, kst, pst, offset, wwarp)
+                kst.advance()
+                pst.advance()
+            self.parts.stamps.put(gmem.results, Stamp.PRODUCTS_END, half == 0)
+            INV_RING.wait_full(st, 0, items & 1)
+            slot, rows = noted(st, items, wwarp, self.rows_cta)
+            self.write_rows(st, gmem.results, acc_O, slot, rows, half)
+            self.parts.stamps.put(gmem.results, Stamp.ROWS_WRITTEN + half)
+            items += 1
+
+    def load_v(self, base, offset, unit: int):
+        """32 tokens of 16 channels of a unit: four words of two tokens x two channels."""
+        kb, d = divmod(unit, 4)
+        ldsm = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(True, 4), U16)
+        p = base + cute.assume((offset ^ (16 * d) if d else offset) + kb * 4096, divby=16)
+        r = cute.make_rmem_tensor((8,), U16)
+        cute.copy(ldsm, cute.make_tensor(cute.recast_ptr(p, dtype=U16), cute.make_layout(8)), r)
+        return cute.recast_tensor(r, U32)
+
+    def load_ratio(self, st, stage, group, half: int):
+        """Words of ratios for 32 of the tile's tokens."""
+        ratio = cute.make_rmem_tensor((4,), U32)
+        words = self.parts.scales.ratios(st)[None, cute.arch.lane_idx() % 4, group, stage]
+        own = cute.make_tensor(words.iterator + 4 * half, cute.make_layout(4))
+        cute.autovec_copy(own, ratio)
+        return ratio
+
+    def to_v(self, raw, ratio):
+        """A fragments of two k steps."""
+        mma = self.pv_mma()
+        frag = mma.make_fragment_A(mma.partition_shape_A((64, 32)))
+        words = cute.recast_tensor(frag, U32)
+        for h in range(2):
+            for x in range(2):
+                pair = cute.arch.prmt(raw[2 * h + x], raw[2 * h + x], DEINTERLEAVE)
+                even, odd = unpack(pair)
+                r = ratio[2 * h + x]
+                words[4 * h + 2 * x], words[4 * h + 2 * x + 1] = times(even, r), times(odd, r)
+        return frag
+
+    @cute.jit
+    def pv_block(self, st, k_pipe, acc_O, rP, half, kst, pst, offset, wwarp):
+        """O^T = gamma O^T + V^T P^T of one tile."""
+        tidx, _, _ = cute.arch.thread_idx()
+        lane, mma_o = tidx % 32, self.pv_mma()
+        at = kst.index * (TILE * D) + half * (D // 2 * TILE)
+        base = st.kc.data_ptr() + cute.assume(at, divby=1024)
+        group = 2 * half + wwarp // 2
+        ratio = self.load_ratio(st, kst.index, group, 0)
+        held = [self.to_v(self.load_v(base, offset, 0), ratio), None]
+        P_RING.wait_full(st, pst.index, pst.phase)
+        if cute.arch.make_warp_uniform(any_flag(st, pst.index)) != 0:
+            at = pst.index * padded_size(self.rows_cta)
+            gamma_s = cute.make_tensor(st.gamma.data_ptr() + at, pad_layout(self.rows_cta))
+            for v in cutlass.range_constexpr(self.rows_cta // 2):
+                gamma = gamma_s[2 * (v // 4) + v % 2, lane % 4]
+                for d in cutlass.range_constexpr(4):
+                    acc_O[d][v] = acc_O[d][v] * gamma
+        for u in cutlass.range_constexpr(UNITS):
+            kb, d = u // 4, u % 4
+            wgmma_fence()
+            atom = cute.make_mma_atom(mma_o.op)
+            atom.set(warpgroup.Field.ACCUMULATE, True)
+            for k in cutlass.range_constexpr(2):
+                p = rP[None, None, 2 * kb + k, pst.index]
+                cute.gemm(atom, acc_O[d], held[u % 2][None, None, k], p, acc_O[d])
+            warpgroup.commit_group()
+            if const_expr(u + 1 < UNITS):
+                if const_expr(u > 0):
+                    warpgroup.wait_group(1)
+                raw = self.load_v(base, offset, u + 1)
+                if const_expr(u + 1 == UNITS // 2):
+                    ratio = self.load_ratio(st, kst.index, group, 1)
+                held[(u + 1) % 2] = self.to_v(raw, ratio)
+        cute.arch.sync_warp()  # one lane frees the stage for all: their reads come first
+        k_pipe.consumer_release(kst)
+        warpgroup.wait_group(0)
+        cute.arch.sync_warp()
+        if lane == 0:
+            P_RING.arrive_empty(st, pst.index)
+
+    @cute.jit
+    def write_rows(self, st, results, acc_O, slot, rows, half):
+        """Normalised O^T fragment -> rows: fragment rows g and g + 8 are d = 2g and 2g + 1 of 16
+        channels, of which a warp has four times as many, one after the other."""
+        tidx, _, _ = cute.arch.thread_idx()
+        # out of a shuffle, so that no address is made before the tiles, which have the registers
+        lane = cute.arch.shuffle_sync(tidx % 32, tidx % 32)
+        wwarp = cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
+        inv_s = cute.make_tensor(st.inv.data_ptr(), pad_layout(self.rows_cta))
+        own = half * (D // 2) + wwarp * 64
+        shared = Shared((4, 8, 16), own, 4, lane < 4)  # the warp's 64 channels have one exponent
+        channel, woven = own + 2 * (lane // 4), None
+        if const_expr(self.rows_cta > FEW_ROWS):  # few stores take less time than their shuffles
+            channel, woven = own + lane // 16 * 8, Woven((4, 8), lane // 4 % 4, 16)
+        held = []
+        for x in cutlass.range_constexpr(self.rows_cta // 4):
+            v = 4 * (x // 2) + x % 2
+            inverse = inv_s[x, lane % 4]
+            runs = {}
+            for d in cutlass.range_constexpr(4):
+                pair = cute.make_rmem_tensor((2,), Float32)
+                for e in range(2):
+                    pair[e] = acc_O[d][v + 2 * e] * SUM_FACTOR * inverse
+                runs[16 * d] = pair
+            held.append(Held(8 * (x // 2) + x % 2, runs))
+        write_rows(results, slot, rows, (2 * (lane % 4), channel), held, shared, woven)
+        cute.arch.sync_warp()
+        if lane == 0:
+            INV_RING.arrive_empty(st, 0)

@@ -1,0 +1,399 @@
+"""What pipeline ``mix16`` (mix16.py) is composed of: queries, loader, scales in the ring,
+conversions.
+
+Scales (announcer warp, a tile at a time).  sigma of a token is its largest scale, but at least
+2^-40 of the largest that the item has seen so far: a token whose content is nothing beside that of
+others, zeros with a scale of 0 or 2^-126 above all, would else leave the range in which row sums
+are kept.  A group's *ratio* is its scale / sigma, at most 1, in f16.  A place without a token has
+log2 sigma -inf, which masks it.
+
+Queries (softmax warps, as an item begins).  A row of Q is multiplied by 2^p, so that its largest
+content channel is in [2^15, 2^16): in f16 all of bf16's bits are kept down to 2^-32 of that.  RoPE,
+which stays bf16, is multiplied by the same; where it is more than 2^30 times as large, by the power
+that takes it to 2^46.  The channels of 16 take the places ``CHANNEL``.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Uint32, const_expr
+from cutlass.cute.nvgpu import cpasync
+
+from .. import compat
+from ..common import budget as bud
+from ..common.cache_format import CacheFormat, Loaded, Plane
+from ..common.gather import TokenLists
+from ..common.gather_records import GatherRecords
+from ..common.loader import Cache
+from ..common.q_tiles import QTiles
+from ..common.smem import array, one_stage
+from ..common.stamps import Stamps
+from ..common.types import BF16, F8, U32
+from ..common.work_list import LOG2E
+from ..dims import KV_LORA_RANK as D
+from ..dims import QK_ROPE_HEAD_DIM as R
+from ..dims import TOKEN_TILE as TILE
+from ..ds_mla import GROUPS, LEAST_SCALE
+from .fragments import padded_size, row_position
+from .roles import K_READERS, Q_READERS, Layouts
+
+if TYPE_CHECKING:
+    from ..smxx.decode_entry import Tma
+    from ..spec import VariantSpec
+
+Q_FORMAT = CacheFormat((Plane("c", BF16, D), Plane("r", BF16, R)))
+# Place in the 16 channels of a k step -> channel: what the four bytes of a thread become, in order.
+CHANNEL = [4 * (k % 8 // 2) + k % 2 + 2 * (k // 8) for k in range(16)]
+APART = 2.0**-40  # of an item's largest scale: the least sigma
+LEAST_KEY_SIGMA = 2.0**-40
+# Row sums are kept times 2^-40, since 1 / sigma may be 2^126.
+SUM_LOG2 = 40
+SUM_FACTOR = 2.0**-SUM_LOG2
+Q_TOP = 15  # log2 of the binade of a row's largest content channel
+Q_ROPE_ABOVE = 30  # binades by which RoPE may be larger before it decides
+WARPS = 4  # that convert Q
+LINE = 128  # bytes of a token's channels of a group in the ring
+EXPONENT_BIAS, LEAST_FIELD = 127, 42  # of an fp32 exponent; 2^p is at most 2^100
+
+
+@compat.dsl_user_op
+def unpack(word, *, loc=None, ip=None):
+    """Four e4m3 -> two words of two f16, exactly."""
+    return compat.inline_ptx(
+        "{\n.reg .b16 lo, hi;\nmov.b32 {lo, hi}, {$r0};\n"
+        "cvt.rn.f16x2.e4m3x2 {$w0}, lo;\ncvt.rn.f16x2.e4m3x2 {$w1}, hi;\n}",
+        write_only_types=[Uint32, Uint32], read_only_args=[word], loc=loc, ip=ip,
+    )  # fmt: skip
+
+
+@compat.dsl_user_op
+def times(a, b, *, loc=None, ip=None):
+    """Two f16 products."""
+    return compat.inline_ptx(
+        "mul.rn.f16x2 {$w0}, {$r0}, {$r1};",
+        write_only_types=[Uint32], read_only_args=[a, b], loc=loc, ip=ip,
+    )  # fmt: skip
+
+
+@compat.dsl_user_op
+def times_bf16(a, b, *, loc=None, ip=None):
+    """Two bf16 products."""
+    return compat.inline_ptx(
+        "mul.rn.bf16x2 {$w0}, {$r0}, {$r1};",
+        write_only_types=[Uint32], read_only_args=[a, b], loc=loc, ip=ip,
+    )  # fmt: skip
+
+
+@compat.dsl_user_op
+def pack_f16(low, high, *, loc=None, ip=None):
+    """Two fp32 -> a word of two f16."""
+    return compat.inline_ptx(
+        "cvt.rn.f16x2.f32 {$w0}, {$r1}, {$r0};",
+        write_only_types=[Uint32], read_only_args=[low, high], loc=loc, ip=ip,
+    )  # fmt: skip
+
+
+@compat.dsl_user_op
+def larger_halves(a, b, *, loc=None, ip=None):
+    """The larger of two 16-bit numbers, twice."""
+    return compat.inline_ptx(
+        "max.u16x2 {$w0}, {$r0}, {$r1};",
+        write_only_types=[Uint32], read_only_args=[a, b], loc=loc, ip=ip,
+    )  # fmt: skip
+
+
+class RecordQueries(QTiles):
+    """Queries in one tensor (b, s_q, h, 576)."""
+
+    def source(self, tensors, layouts):
+        """``Loaded`` of content and RoPE, the CTA's rows each."""
+        (q,) = tensors
+        b, s_q, h, width = q.shape
+        out, first = [], 0
+        for plane, layout in zip(self.format.planes, layouts, strict=True):
+            view = cute.make_tensor(
+                q.iterator + first,
+                cute.make_layout((b * s_q * h, plane.width), stride=(width, 1)),
+            )
+            atom = cpasync.make_tiled_tma_atom(
+                cpasync.CopyBulkTensorTileG2SOp(), view, one_stage(layout),
+                (self.rows, plane.width),
+            )  # fmt: skip
+            out.append(Loaded(*list(atom)[:2]))
+            first += plane.width
+        return tuple(out)
+
+
+class QueryRows:
+    """Row tiles of Q: bf16 as they come -> f16 content, bf16 RoPE, and the rows' factors, field
+    ``factors``.
+
+    Attributes:
+        rows: of a CTA.
+    """
+
+    def __init__(self, rows: int):
+        self.rows = rows
+
+    @property
+    def fields(self) -> dict:
+        """Storage."""
+        return dict(factors=array(Float32, padded_size(self.rows), 128))
+
+    @cute.jit
+    def convert(self, st, stage, call, wwarp):
+        """In place, by four warps, which then have a proxy fence and a synchronisation to make.
+
+        Eight rows a warp and turn, four lanes a row; lane 8 i + r of row r has column blocks i and
+        i + 4 of 64 channels, so that eight lanes read eight swizzled rows.
+        """
+        lane = cute.arch.lane_idx()
+        for group in cutlass.range(wwarp, self.rows // 8, WARPS, unroll=1):
+            self._eight_rows(st, stage, call, group, lane)
+
+    @cute.jit
+    def _eight_rows(self, st, stage, call, group, lane):
+        """Two passes: a row's words are more registers than there are."""
+        row, part = group * 8 + lane % 8, lane // 8
+        block = const_expr(self.rows * 128)
+        at = st.qc.data_ptr().toint() + stage * (self.rows * D * 2) + row * 128 + part * block
+        at_r = st.qr.data_ptr().toint() + stage * (self.rows * R * 2) + row * 128
+        rope = self._words(at_r, lane, 2, 2 * part)
+        largest_rope = self._largest(rope)
+        largest = Uint32(compat.opaque(Int32(0)))
+        for x in cutlass.range(2, unroll=1):
+            words = self._words(at + x * (4 * block), lane, 8)
+            largest = larger_halves(largest, self._largest(words))
+        field = self._exponent(largest, largest_rope)
+        power = ((Uint32(2 * EXPONENT_BIAS + Q_TOP) - field) << Uint32(23)).bitcast(Float32)
+        for x in cutlass.range_constexpr(2):
+            for c in cutlass.range_constexpr(0, 8, 2):
+                self._to_f16(at + x * (4 * block), lane, c, power)
+        self._store_rope(at_r, lane, rope, 2 * part, field)
+        if part == 0:
+            factors = st.factors.get_tensor(cute.make_layout(padded_size(self.rows)))
+            back = ((field - Uint32(Q_TOP)) << Uint32(23)).bitcast(Float32)  # 2^-p
+            factors[row_position(row, self.rows)] = call.softmax_scale * LOG2E * back
+
+    def _chunk(self, line, lane, chunk):
+        """Tensor of the four words of a 16-byte chunk of a swizzled line, row lane % 8."""
+        at = line + ((chunk ^ (lane % 8)) * 16)
+        return cute.make_tensor(
+            cute.make_ptr(U32, at, cute.AddressSpace.smem, assumed_align=16), cute.make_layout(4)
+        )
+
+    def _words(self, line, lane, n: int, first=0):
+        """Register tensors of four words, of ``n`` chunks from ``first`` on."""
+        out = []
+        for c in range(n):
+            four = cute.make_rmem_tensor((4,), U32)
+            cute.autovec_copy(self._chunk(line, lane, first + c), four)
+            out.append(four)
+        return out
+
+    @staticmethod
+    def _largest(chunks):
+        """The largest magnitudes of even and of odd channels: bf16 bits order like them."""
+        sizes = [four[w] & Uint32(0x7FFF7FFF) for four in chunks for w in range(4)]
+        return functools.reduce(larger_halves, sizes)
+
+    @staticmethod
+    def _exponent(content, rope):
+        """The exponent field that decides about the row's power, in all of its lanes."""
+        fields = []
+        for top in (content, rope):
+            top = cutlass.max(top & Uint32(0xFFFF), top >> Uint32(16))
+            for bit in (8, 16):
+                top = cutlass.max(top, cute.arch.shuffle_sync_bfly(top, bit))
+            fields.append(top >> Uint32(7))
+        least = cutlass.max(fields[1], Uint32(LEAST_FIELD + Q_ROPE_ABOVE)) - Uint32(Q_ROPE_ABOVE)
+        return cutlass.max(fields[0], least)
+
+    def _to_f16(self, line, lane, first: int, power):
+        """16 channels times 2^p: even words of two chunks of 8, then odd ones."""
+        words = [four[w] for four in self._words(line, lane, 2, first) for w in range(4)]
+        for side in range(2):
+            four = cute.make_rmem_tensor((4,), U32)
+            for i in range(4):
+                word = words[2 * i + side]
+                low = (word << Uint32(16)).bitcast(Float32)
+                high = (word & Uint32(0xFFFF0000)).bitcast(Float32)
+                four[i] = pack_f16(low * power, high * power)
+            cute.autovec_copy(four, self._chunk(line, lane, first + side))
+
+    def _store_rope(self, line, lane, chunks, first, field):
+        """RoPE times 2^p."""
+        power = (Uint32(2 * EXPONENT_BIAS + Q_TOP) - field) << Uint32(7)
+        power = power | (power << Uint32(16))
+        for c, four in enumerate(chunks):
+            for w in range(4):
+                four[w] = times_bf16(four[w], power)
+            cute.autovec_copy(four, self._chunk(line, lane, first + c))
+
+
+class RecordScales:
+    """Scales of the tokens in the ring, field ``ks``, and what the announcer makes of them:
+
+    facts    fp32 (4, token): log2 sigma, -inf if there is no token; 2^-40 / sigma; sigma of K, at
+             least 2^-40, since what is less is nothing in a logit; 1 if the tile has some token,
+             else 0
+    own      (group, token): the ratio to sigma of K, twice in a word
+    ratios   (8, 4, group): words of two neighbouring tokens' ratios, those of a quad lane of V^T's
+             fragments together: word i of lane c is tokens 8 i + 2 c and the next
+    """
+
+    def __init__(self, stages: int):
+        self.stages = stages
+
+    @property
+    def fields(self) -> dict:
+        """Storage."""
+        n = TILE * self.stages
+        return dict(
+            ks=array(Float32, GROUPS * n, 128),
+            facts=array(Float32, 4 * n, 128),
+            own=array(U32, GROUPS * n, 128),
+            ratios=array(U32, GROUPS * n // 2, 128),
+        )
+
+    def of_tokens(self, st):
+        """(group, token, stage) of the scales."""
+        return st.ks.get_tensor(cute.make_layout((GROUPS, TILE, self.stages)))
+
+    def facts(self, st):
+        """(fact, token, stage)"""
+        return st.facts.get_tensor(cute.make_layout((4, TILE, self.stages)))
+
+    def own(self, st):
+        """(group, token, stage)"""
+        return st.own.get_tensor(cute.make_layout((GROUPS, TILE, self.stages)))
+
+    def ratios(self, st):
+        """(word of a quad lane, quad lane, group, stage)"""
+        return st.ratios.get_tensor(cute.make_layout((8, 4, GROUPS, self.stages)))
+
+    def maker(self, st):
+        """``on_full`` of the loader (gather_records.py)."""
+        return lambda stage, named, top: self._make(st, stage, named, top)
+
+    @cute.jit
+    def _make(self, st, stage, named, top):
+        lane = cute.arch.lane_idx()
+        scales, facts = self.of_tokens(st), self.facts(st)
+        own, ratios = self.own(st), self.ratios(st)
+        s, largest = [], []
+        for e in cutlass.range_constexpr(2):
+            four = cute.make_rmem_tensor((GROUPS,), Float32)
+            cute.autovec_copy(scales[None, 2 * lane + e, stage], four)
+            s.append(four)
+            largest.append(
+                cute.arch.fmax(cute.arch.fmax(four[0], four[1]), cute.arch.fmax(four[2], four[3]))
+            )
+        here = cute.arch.fmax(largest[0], largest[1])
+        for bit in cutlass.range_constexpr(5):
+            here = cute.arch.fmax(here, cute.arch.shuffle_sync_bfly(here, 1 << bit))
+        top = cute.arch.fmax(top, here)
+        least = cute.arch.fmax(top * APART, Float32(LEAST_SCALE))
+        least_of = [
+            cute.arch.fmin(cute.arch.fmin(x[0], x[1]), cute.arch.fmin(x[2], x[3])) for x in s
+        ]
+        if (named[0] & (least_of[0] == 0.0)) | (named[1] & (least_of[1] == 0.0)):
+            self._clear(st, stage, s)
+        some = cute.arch.vote_any_sync(named[0] | named[1])
+        some = Float32(cutlass.select_(some, Float32(1.0), Float32(0.0)))
+        inverse = []
+        for e in cutlass.range_constexpr(2):
+            sigma = cute.arch.fmax(largest[e], least)
+            inverse.append(cute.arch.rcp_approx(sigma))
+            log = cute.math.log2(sigma, fastmath=True)
+            four = cute.make_rmem_tensor((4,), Float32)
+            four[0] = Float32(cutlass.select_(named[e], log, -Float32.inf))
+            key_sigma = cute.arch.fmax(sigma, Float32(LEAST_KEY_SIGMA))
+            four[1], four[2], four[3] = inverse[e] * SUM_FACTOR, key_sigma, some
+            cute.autovec_copy(four, facts[None, 2 * lane + e, stage])
+            twice = cute.make_rmem_tensor((GROUPS,), U32)
+            key_inverse = cute.arch.rcp_approx(key_sigma)
+            for g in cutlass.range_constexpr(GROUPS):
+                ratio = s[e][g] * key_inverse
+                twice[g] = pack_f16(ratio, ratio)
+            cute.autovec_copy(twice, own[None, 2 * lane + e, stage])
+        for g in cutlass.range_constexpr(GROUPS):
+            both = pack_f16(s[0][g] * inverse[0], s[1][g] * inverse[1])
+            ratios[lane // 4, lane % 4, g, stage] = both
+        return top
+
+    @cute.jit
+    def _clear(self, st, stage, s):
+        """Zeros for the content of groups with scale 0: who writes such scales may leave 0 / 0.
+
+        Nobody reads content but by ldmatrix, so that no proxy fence is missing.
+        """
+        zero = cute.make_rmem_tensor((LINE // 4,), U32)
+        zero.fill(0)
+        for e in cutlass.range_constexpr(2):
+            token = 2 * cute.arch.lane_idx() + e
+            for g in cutlass.range_constexpr(GROUPS):
+                if s[e][g] == 0.0:
+                    at = stage * (TILE * D) + g * (TILE * LINE) + token * LINE
+                    line = cute.recast_ptr((st.kc.data_ptr() + at).align(LINE), dtype=U32)
+                    cute.autovec_copy(zero, cute.make_tensor(line, cute.make_layout(LINE // 4)))
+
+
+class Parts:
+    """What the roles share (``decode.Parts``).
+
+    Attributes:
+        rows, cluster: query rows of a CTA; CTAs that share their K tiles: none do.
+        stages, q_stages: KV tiles, Q tiles in flight.
+        work, q_tiles, loads, scales, queries: work list, Q, KV tiles, scales in the ring, rows of
+            Q.
+        stamps: recorder of events, off in ordinary builds.
+    """
+
+    cluster = 1
+
+    def __init__(self, spec: VariantSpec, *, stages: int, q_stages: int):
+        self.rows, self.stages, self.q_stages = spec.row_tile, stages, q_stages
+        self.work = TokenLists(TILE)
+        self.q_tiles = RecordQueries(
+            Q_FORMAT, self.work, rows=self.rows, stages=q_stages, readers=Q_READERS
+        )
+        self.loads = GatherRecords(
+            self.work, stages=stages, q_stages=q_stages, readers=K_READERS,
+            by_lines=bool(spec.lines),
+        )  # fmt: skip
+        self.scales, self.queries = RecordScales(stages), QueryRows(self.rows)
+        self.stamps = Stamps(bool(spec.stamps))
+
+    def cache(self, tma: Tma, gmem: Any) -> Cache:
+        """What the loader reads."""
+        return Cache(tma.kv, tma.kv.rows.shape[0])
+
+    def on_full(self, st):
+        """What the announcer does about a full stage."""
+        return self.scales.maker(st)
+
+    @property
+    def barrier_fields(self) -> dict:
+        """Barriers of Q and the ring."""
+        return {**self.q_tiles.fields, **self.loads.fields}
+
+    def barriers(self) -> tuple[bud.Barrier, ...]:
+        """The same in a budget."""
+        return *self.q_tiles.barriers(), *self.loads.barriers()
+
+    def tile_fields(self, layouts: Layouts) -> dict:
+        """Scales, Q, K ring; the tiles start at multiples of the 1024-byte swizzle period."""
+        size = cute.cosize
+        return dict(
+            **self.scales.fields,
+            **self.queries.fields,
+            qc=array(BF16, size(layouts.q[0]), 1024),
+            kc=array(F8, size(layouts.k[0]), 1024),
+            kr=array(BF16, size(layouts.k[1]), 1024),
+            qr=array(BF16, size(layouts.q[1]), 1024),
+        )

@@ -1,0 +1,358 @@
+"""The softmax warpgroup of ``mix16``: S^T = K Q^T with K out of the ring's bytes, P^T in f16.
+
+Tokens lie on M for any number of rows: K is the register operand, which is converted on its way.
+
+    64 rows     one chain over the content, K times the token's ratios in f16 (mix16_parts.py); its
+                sum times sigma in fp32, RoPE on top
+    fewer       a sum for each group of 128 channels, K exact; times the groups' scales in fp32, and
+                RoPE in a chain of its own
+
+Hand-over of a block to P.V, in one of ``P_STAGES`` buffers: P^T in f16, factors gamma of its rows,
+and a byte a warp that says whether a frame moved.  Where some value of the CTA would pass 2^15,
+frames move: the four warps vote, and only then are maxima taken.  A row whose own maximum stays
+below is left as it is (its gamma is 1), so that no row feels another.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.pipeline as pipeline
+from cutlass import Float32, Int32, const_expr
+from cutlass.cute.nvgpu import warp, warpgroup
+
+from ..common.barriers import warps_meet
+from ..common.frames import NEVER, P_LOG2_MAX
+from ..common.smem import array, staged
+from ..common.types import BF16, F16, U16, U32
+from ..compat import wgmma_fence
+from ..dims import KV_LORA_RANK as D
+from ..dims import TOKEN_TILE as TILE
+from ..ds_mla import GROUPS
+from ..stamp import Stamp
+from .across_warps import AcrossWarps
+from .block_softmax import store_words_of_p
+from .dense_frames import HEADROOM
+from .fragments import TokensOnM, pad_layout, padded_size
+from .item_notes import note, noted
+from .mix16_parts import SUM_LOG2, Parts, times, unpack
+from .roles import FEW_ROWS, INV_RING, SOFTMAX_WARPS, WARPGROUP, Barrier
+from .softmax_role import P_RING, P_STAGES, flags_of
+from .wgmma import issue, tiled_mma
+
+STEPS = D // 16  # k steps over the content
+UNIT_STEPS = {16: 8, 32: 4, 64: 4}  # k steps that are converted at once, by rows
+
+
+class MixSoftmax(AcrossWarps):
+    """The role.
+
+    Attributes:
+        parts: what the pipeline is composed of.
+        fragment: which rows and tokens a thread holds.
+        rows_cta: query rows of the CTA.
+    """
+
+    inv_ring = INV_RING
+
+    def __init__(self, parts: Parts):
+        self.parts, self.rows_cta = parts, parts.rows
+        self.fragment, self.few_rows = TokensOnM(parts.rows), parts.rows <= FEW_ROWS
+        self.unit_steps = UNIT_STEPS[parts.rows]
+
+    def fields(self) -> dict:
+        """Storage: exchange of maxima and sums; a byte for each warp's vote and buffer."""
+        return dict(
+            **self.exchange_fields(self.rows_cta),
+            votes=array(cutlass.Uint8, SOFTMAX_WARPS * P_STAGES, 16),
+        )
+
+    # ---------------------------------------------------------------- items
+
+    @cute.jit
+    def loop(self, cta):
+        """The role, from the first item to the last."""
+        tidx, _, _ = cute.arch.thread_idx()
+        wwarp = cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
+        n_rows, gmem = const_expr(self.fragment.rows), cta.gmem
+        m_ref = cute.make_rmem_tensor((n_rows,), Float32)
+        l_run = cute.make_rmem_tensor((n_rows,), Float32)
+        tools = self.tools(cta.st, cta.layouts)
+        consumer = pipeline.PipelineUserType.Consumer
+        qst = pipeline.make_pipeline_state(consumer, self.parts.q_stages)
+        kst = pipeline.make_pipeline_state(consumer, self.parts.stages)
+        blocks, items = Int32(0), Int32(0)  # behind us
+        span = self.parts.work.items_of(gmem.work, cta.part)
+        for i in cutlass.range(span[0], span[1], unroll=1):
+            batch, first, last, slot = self.parts.work.item_at(gmem.work, i)
+            rows = self.parts.work.rows_at(gmem.work, cta.call, i, batch, self.rows_cta)
+            note(cta.st, items, wwarp, slot, rows)
+            cta.q_pipe.consumer_wait(qst)
+            self.parts.queries.convert(cta.st, qst.index, cta.call, wwarp)
+            self.begin_frames(cta.st, m_ref)
+            l_run.fill(0.0)
+            cute.arch.fence_proxy("async.shared", space="cta")
+            warps_meet(Barrier.SOFTMAX, SOFTMAX_WARPS)
+            kst, blocks = self.tiles(
+                cta, tools, (first, last), (qst, kst, blocks), (m_ref, l_run)
+            )  # fmt: skip
+            cta.q_pipe.consumer_release(qst)
+            qst.advance()
+            self.parts.stamps.put(gmem.results, Stamp.SOFTMAX_END)
+            self.end_frames(cta.st, m_ref)
+            slot, rows = noted(cta.st, items, wwarp, self.rows_cta)
+            self.finish_rows(cta, (items & 1) ^ 1, m_ref, l_run, slot, rows)
+            items += 1
+
+    def begin_frames(self, st, m_ref) -> None:
+        """Of an item that begins."""
+        m_ref.fill(0.0)
+
+    def end_frames(self, st, m_ref) -> None:
+        """``m_ref`` becomes the frames of the rows' sums."""
+        for x in range(self.fragment.rows):
+            m_ref[x] = m_ref[x] + SUM_LOG2
+
+    @cute.jit
+    def tiles(self, cta, tools, span, states, rows_out):
+        """Tiles ``span`` of an item; returns the next states of the ring and of P."""
+        qst, kst, blocks = states
+        fresh = Int32(1)  # no token has been seen
+        for _ in cutlass.range(span[0], span[1], unroll=1):
+            cta.k_pipe.consumer_wait(kst)
+            self.parts.stamps.put(cta.gmem.results, Stamp.FIRST_TILE, kst.count == 0)
+            fresh = self.block(cta, tools, qst, kst, blocks, fresh, rows_out)
+            kst.advance()
+            blocks += 1
+        return kst, blocks
+
+    def score_mma(self):
+        return tiled_mma(F16, self.rows_cta, a_in_registers=True)
+
+    def rope_mma(self):
+        return tiled_mma(BF16, self.rows_cta)
+
+    def tools(self, st, layouts):
+        """Descriptors of Q's content; of RoPE of K and Q."""
+        tidx, _, _ = cute.arch.thread_idx()
+        mma_c, mma_r = tiled_mma(F16, self.rows_cta), self.rope_mma()
+        thr_c, thr_r = (m.get_slice(tidx % WARPGROUP) for m in (mma_c, mma_r))
+        content = cute.recast_ptr(st.qc.data_ptr(), layouts.q[0].inner, dtype=F16)
+        content = cute.make_tensor(content, layouts.q[0].outer)
+        return (
+            mma_c.make_fragment_B(thr_c.partition_B(content)),
+            mma_r.make_fragment_A(thr_r.partition_A(staged(st.kr, layouts.k[1]))),
+            mma_r.make_fragment_B(thr_r.partition_B(staged(st.qr, layouts.q[1]))),
+        )
+
+    # ---------------------------------------------------------------- S^T
+
+    def load_k(self, st, stage, wwarp, lane, unit: int):
+        """Bytes of a unit's channels of the warp's 16 tokens, as ldmatrix deals them out."""
+        ldsm = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), U16)
+        row = wwarp * 16 + lane % 16
+        base = st.kc.data_ptr().toint() + stage * (TILE * D)
+        raws = []
+        for x in range(self.unit_steps // 2):
+            chunk = unit * self.unit_steps + 2 * x  # of 16 channels
+            line = base + chunk // 8 * (TILE * 128) + row * 128
+            at = line + (((lane // 16 + chunk % 8) ^ (row % 8)) * 16)
+            source = cute.make_ptr(U16, at, cute.AddressSpace.smem, assumed_align=16)
+            loaded = cute.make_rmem_tensor((8,), U16)
+            cute.copy(ldsm, cute.make_tensor(source, cute.make_layout(8)), loaded)
+            raws.append(cute.recast_tensor(loaded, U32))
+        return raws
+
+    def to_k(self, raws, ratio):
+        """A fragments of them; ``ratio``: words by which the two tokens are multiplied, or None."""
+        mma = self.score_mma()
+        frag = mma.make_fragment_A(mma.partition_shape_A((64, 16 * self.unit_steps)))
+        words = cute.recast_tensor(frag, U32)
+        for x, raw in enumerate(raws):
+            for y in range(2):
+                at = 8 * x + 4 * y
+                for e in range(2):  # token g, token g + 8
+                    pair = unpack(raw[2 * y + e])
+                    if ratio is not None:
+                        pair = [times(word, ratio[e]) for word in pair]
+                    words[at + e], words[at + e + 2] = pair
+        return frag
+
+    @staticmethod
+    def operands(tools, q_stage, stage):
+        """Q's content, RoPE of K and of Q, of their stages."""
+        stages = (q_stage, stage, q_stage)
+        return [x[None, None, None, s] for x, s in zip(tools, stages, strict=True)]
+
+    def accumulator(self):
+        return cute.make_rmem_tensor(
+            self.rope_mma().partition_shape_C((64, self.rows_cta)), Float32
+        )
+
+    def issue_unit(self, acc, frag, rQ, unit: int, accumulate: bool):
+        """A unit's WGMMAs, committed."""
+        mma = self.score_mma()
+        wgmma_fence()
+        atom = cute.make_mma_atom(mma.op)
+        atom.set(warpgroup.Field.ACCUMULATE, accumulate)
+        for k in range(self.unit_steps):
+            q = rQ[None, None, self.unit_steps * unit + k]
+            cute.gemm(atom, acc, frag[None, None, k], q, acc)
+            atom.set(warpgroup.Field.ACCUMULATE, True)
+        warpgroup.commit_group()
+
+    @cute.jit
+    def scores(self, st, tools, q_stage, stage, wwarp, lane, sigma):
+        """S^T of 64 rows: content over sigma in one chain, times sigma, RoPE on top."""
+        rQ, rKr, rQr = self.operands(tools, q_stage, stage)
+        units = const_expr(STEPS // self.unit_steps)
+        t, token = self.accumulator(), wwarp * 16 + lane // 4
+        own = self.parts.scales.own(st)
+        ratio = [own[0, token + 8 * e, stage] for e in range(2)]
+        raws = self.load_k(st, stage, wwarp, lane, 0)
+        held = [self.to_k(raws, ratio), None]
+        raws = self.load_k(st, stage, wwarp, lane, 1)
+        for u in cutlass.range_constexpr(units):
+            self.issue_unit(t, held[u % 2], rQ, u, u > 0)
+            if const_expr(u + 1 < units):
+                if const_expr((u + 1) * self.unit_steps % (STEPS // GROUPS) == 0):
+                    group = const_expr((u + 1) * self.unit_steps // (STEPS // GROUPS))
+                    ratio = [own[group, token + 8 * e, stage] for e in range(2)]
+                if const_expr(u > 0):
+                    warpgroup.wait_group(1)
+                held[(u + 1) % 2] = self.to_k(raws, ratio)
+                if const_expr(u + 2 < units):
+                    raws = self.load_k(st, stage, wwarp, lane, u + 2)
+        warpgroup.wait_group(0)
+        for v in cutlass.range_constexpr(self.fragment.values):
+            t[v] = t[v] * sigma[self.fragment.token(v)]
+        wgmma_fence()
+        issue(self.rope_mma(), t, rKr, rQr, accumulate=True)
+        warpgroup.commit_group()
+        warpgroup.wait_group(0)
+        return t
+
+    @cute.jit
+    def scores_by_group(self, st, tools, q_stage, stage, wwarp, lane):
+        """S^T of few rows: a sum a group, times its scale, and RoPE's."""
+        rQ, rKr, rQr = self.operands(tools, q_stage, stage)
+        units = const_expr(STEPS // self.unit_steps)
+        each = const_expr(units // GROUPS)
+        sums, t = [self.accumulator() for _ in range(GROUPS)], self.accumulator()
+        raws = self.load_k(st, stage, wwarp, lane, 0)
+        wgmma_fence()
+        issue(self.rope_mma(), t, rKr, rQr, accumulate=False)
+        warpgroup.commit_group()
+        held = [self.to_k(raws, None), None]
+        raws = self.load_k(st, stage, wwarp, lane, 1)
+        for u in cutlass.range_constexpr(units):
+            self.issue_unit(sums[u // each], held[u % 2], rQ, u, u % each > 0)
+            if const_expr(u + 1 < units):
+                if const_expr(u > 0):
+                    warpgroup.wait_group(1)
+                held[(u + 1) % 2] = self.to_k(raws, None)
+                if const_expr(u + 2 < units):
+                    raws = self.load_k(st, stage, wwarp, lane, u + 2)
+        scales, token = self.parts.scales.of_tokens(st), wwarp * 16 + lane // 4
+        scale = [cute.make_rmem_tensor((GROUPS,), Float32) for _ in range(2)]
+        for e in cutlass.range_constexpr(2):
+            cute.autovec_copy(scales[None, token + 8 * e, stage], scale[e])
+        warpgroup.wait_group(0)
+        for v in cutlass.range_constexpr(self.fragment.values):
+            for g in cutlass.range_constexpr(GROUPS):
+                t[v] = t[v] + sums[g][v] * scale[self.fragment.token(v)][g]
+        return t
+
+    # ---------------------------------------------------------------- P^T
+
+    @cute.jit
+    def block(self, cta, tools, qst, kst, blocks, fresh, rows_out):
+        """S^T -> P^T of one tile; returns the next ``fresh``."""
+        tidx, _, _ = cute.arch.thread_idx()
+        lane, wwarp = tidx % 32, cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
+        row, token, buf = self.fragment.row, self.fragment.token, blocks & 1
+        st, (m_ref, l_run) = cta.st, rows_out
+        facts, own = self.parts.scales.facts(st), wwarp * 16 + lane // 4
+        log, inverse, sigma, some = [None] * 2, [None] * 2, [None] * 2, Float32(0.0)
+        for e in cutlass.range_constexpr(2):
+            four = cute.make_rmem_tensor((4,), Float32)
+            cute.autovec_copy(facts[None, own + 8 * e, kst.index], four)
+            log[e], inverse[e], sigma[e], some = four[0], four[1], four[2], four[3]
+        if const_expr(self.few_rows):
+            t = self.scores_by_group(st, tools, qst.index, kst.index, wwarp, lane)
+        else:
+            t = self.scores(st, tools, qst.index, kst.index, wwarp, lane, sigma)
+        cute.arch.sync_warp()  # one lane frees the stage for all: their reads come first
+        cta.k_pipe.consumer_release(kst)
+        first = cute.arch.make_warp_uniform(
+            Int32(cutlass.select_(some > Float32(0.0), fresh, Int32(0)))
+        )
+        top = Float32(NEVER)
+        factor = cute.make_rmem_tensor((self.fragment.rows,), Float32)
+        factors = cute.make_tensor(st.factors.data_ptr(), pad_layout(self.rows_cta))
+        cute.autovec_copy(factors[None, lane % 4], factor)
+        for v in cutlass.range_constexpr(self.fragment.values):
+            t[v] = t[v] * factor[row(v)] + (log[token(v)] - m_ref[row(v)])
+            top = cute.arch.fmax(top, t[v])
+        moves = self.vote(st, top > HEADROOM, buf, wwarp, lane) | first
+        P_RING.wait_empty(st, buf, (blocks >> 1 & 1) ^ 1)
+        if moves != 0:
+            self.move_frames(st, t, buf, first, rows_out, wwarp, lane)
+        for x in cutlass.range_constexpr(self.fragment.rows):
+            v = 4 * (x // 2) + x % 2
+            t[v] = cute.math.exp2(t[v], fastmath=True)
+            t[v + 2] = cute.math.exp2(t[v + 2], fastmath=True)
+            l_run[x] = l_run[x] + (t[v] * inverse[0] + t[v + 2] * inverse[1])
+        self.store_p(st, t, buf, wwarp, lane)
+        if lane == 0:
+            flags_of(st)[wwarp, buf] = cutlass.Uint8(1) if moves != 0 else cutlass.Uint8(0)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_warp()
+        if lane == 0:
+            P_RING.arrive_full(st, buf)
+        return fresh - first
+
+    @cute.jit
+    def vote(self, st, wanted, buf, wwarp, lane):
+        """The warps' votes as a word, the same in all of them."""
+        votes = st.votes.get_tensor(cute.make_layout((SOFTMAX_WARPS, P_STAGES)))
+        mine = cute.arch.vote_any_sync(wanted)
+        if lane == 0:
+            votes[wwarp, buf] = cutlass.Uint8(1) if mine else cutlass.Uint8(0)
+        warps_meet(Barrier.SOFTMAX, SOFTMAX_WARPS)
+        words = cute.recast_ptr(st.votes.data_ptr().align(4), dtype=Int32)
+        return cute.arch.make_warp_uniform(cute.make_tensor(words, cute.make_layout(P_STAGES))[buf])
+
+    @cute.jit
+    def move_frames(self, st, t, buf, first, rows_out, wwarp, lane):
+        """Rows that pass 2^15, and all of the item's first tile with a token, get frames in which
+        their largest value is 2^8."""
+        m_ref, l_run = rows_out
+        m = self.maxima(st, t, buf, wwarp, lane)
+        at = buf * padded_size(self.rows_cta)
+        gamma_s = cute.make_tensor(st.gamma.data_ptr() + at, pad_layout(self.rows_cta))
+        for x in cutlass.range_constexpr(self.fragment.rows):
+            v = 4 * (x // 2) + x % 2
+            shift = Float32(0.0)
+            if (m[x] > Float32(0.5 * NEVER)) & ((first != 0) | (m[x] > HEADROOM)):
+                shift = m[x] - P_LOG2_MAX
+            m_ref[x] = m_ref[x] + shift
+            # of the item's first frame whatever is finite will do: O and sum are 0
+            gamma = cute.math.exp2(cute.arch.fmin(-shift, Float32(0.0)), fastmath=True)
+            l_run[x] = l_run[x] * gamma
+            t[v], t[v + 2] = t[v] - shift, t[v + 2] - shift
+            if (wwarp == 0) & (lane < 4):
+                gamma_s[x, lane] = gamma
+
+    def store_p(self, st, t, buf, wwarp, lane):
+        """P^T into shared memory as [row][token]: matrix (j, i) of stmatrix.trans is the rows from
+        8 j on, the warp's tokens from 8 i on."""
+        p16 = cute.make_rmem_tensor((self.fragment.values,), F16)
+        p16.store(t.load().to(F16))
+        words = cute.recast_tensor(p16, U32)
+        base = st.p.data_ptr().toint() + buf * (self.rows_cta * TILE * 2)
+        row, chunk = lane // 16 * 8 + lane % 8, 2 * wwarp + lane // 8 % 2
+        line = row * 128 + (chunk ^ (row % 8)) * 16
+        for x in range(self.rows_cta // 16):
+            four = [words[4 * x + i] for i in range(4)]
+            store_words_of_p(four, base + (line + x * 2048), transposed=True)

@@ -1,0 +1,88 @@
+"""The exported function of sparse decode over 656-byte rows (ds_mla.py): its arguments.
+
+As sparse_entry.py's, but the cache is one tensor of bytes, and queries are 16 bits as they are: one
+tensor of 576 channels.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from .. import compat
+from ..common.epilogue import Results
+from ..common.types import BF16, U8
+from ..common.work_list import Work
+from ..dims import HEAD_DIM_QK, MERGE
+from ..ds_mla import ROW_BYTES
+from .coverage import Listed
+from .decode_entry import call_of, fakes_behind_cache, launch, tensor_maps
+
+if TYPE_CHECKING:
+    from ..spec import VariantSpec
+
+
+class Gmem(NamedTuple):
+    """Tensors that are read and written without TMA."""
+
+    work: Work
+    results: Results
+
+
+class RecordEntry:
+    """Queries and the cache, a tensor each.
+
+    Attributes:
+        decode: the kernel (decode_entry.py).
+    """
+
+    def __init__(self, decode: Any):
+        self.decode = decode
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor, cache: cute.Tensor, indices: cute.Tensor, topk_length: cute.Tensor,
+        attn_sink: cute.Tensor, work_items: cute.Tensor, part_begin: cute.Tensor,
+        split_begin: cute.Tensor, units: cute.Tensor, row_limits: cute.Tensor, out: cute.Tensor,
+        lse: cute.Tensor, o_accum: cute.Tensor, lse_accum: cute.Tensor, softmax_scale: Float32,
+        lse_factor: Float32, empty_lse: Float32, may_split: Int32, stream,
+    ):  # fmt: skip
+        gmem = Gmem(
+            Work(indices, topk_length, work_items, part_begin, row_limits),
+            Results(out, lse, o_accum, lse_accum, attn_sink),
+        )
+        tma = tensor_maps(self.decode, (q,), (cache,))
+        causal = Int32(0)
+        call = call_of(q.shape, units, softmax_scale, causal, lse_factor, empty_lse)
+        tile = self.decode.loads.work.tile
+        tiles = cute.ceil_div(indices.shape[1], tile)
+        listed = Listed(
+            work_items, part_begin, topk_length, tiles, compat.fast_divisor(tile),
+            Int32(cutlass.select_(call.rows_each > 0, may_split - MERGE, Int32(0))),
+        )  # fmt: skip
+        launch(self.decode, tma, gmem, call, listed, split_begin, units, may_split, stream)
+
+
+def fake_args(spec: VariantSpec) -> dict[str, Any]:
+    """Symbolic arguments of the exported function by name, in the order of ``__call__``.
+
+    Queries are (b_q, s_q, h, 576): b_q = b, or 1 for ragged ones, whose tokens then are all of s_q.
+    ``indices`` are (b_q * s_q, topk).
+    """
+    names = ["b_q", "s_q", "h", "b", "pages", "P", "tokens", "topk"]
+    b_q, s_q, h, b, pages, page_size, tokens, topk = (compat.sym(name=x) for x in names)
+    behind = fakes_behind_cache((b_q, s_q, h), b, compat.dtype(spec.out_dtype))
+    for name in ("block_table", "causal"):
+        del behind[name]
+    return {
+        "q": compat.contiguous(BF16, (b_q, s_q, h, HEAD_DIM_QK)),
+        "cache": compat.rows(U8, (pages, page_size, ROW_BYTES)),
+        "indices": compat.strided(Int32, (tokens, topk), (compat.sym64(), 1), 4),
+        "topk_length": behind.pop("cache_seqlens"),
+        "attn_sink": compat.vector(Float32, compat.sym(name="h_or_0")),
+        **behind,
+    }

@@ -1,0 +1,220 @@
+"""``flash_mla_with_kvcache`` with ``indices``: sparse decode over DeepSeek-V3.2's rows.
+
+What a call wants of a step is its shape, and ``topk_length`` where that is given.  So a
+``FlashMLASchedMeta`` keeps the plan of its first call, and plans anew when that is captured.
+Records of the caller, which are for dense decode, are not read: their calls share one plan a shape
+and stream, that cuts every query token alike.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK
+from dsl_kernels.ds_mla import ROW_BYTES
+from snapmla import checks, ds_mla, launch, tracing
+from snapmla.cache import PagedKVCache
+from snapmla.decode_plan import new_workspace
+from snapmla.plan import StepShape, Workspaces, make_plan
+from snapmla.sparse.decode import sparse_decode
+from snapmla.sparse.plan import SparseOptions, SparsePlan, plan_sparse_decode
+
+if TYPE_CHECKING:
+    from snapmla.flash_mla import FlashMLASchedMeta
+
+Tensor = torch.Tensor
+_raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # with CUDA
+KEPT = 64  # plans without lengths that no graph holds
+_NOT_BUILT = "None: a second cache is not built yet"
+_OTHER_ROWS = {
+    584: "rows of 584 bytes (V4) are not built yet", 528: "rows of 528 bytes are not built yet",
+    HEAD_DIM_QK: "indices are for rows of 656 bytes",
+}  # fmt: skip
+_NAMES = {
+    "plan": "tile_scheduler_metadata", "content": "k_cache", "cache": "k_cache",
+    "cache.kv": "k_cache", "batch": "q, b", "num_heads": "q, num_heads_q", "s_q": "q, s_q",
+    "topk": "indices, topk",
+}  # fmt: skip
+
+
+class Call(NamedTuple):
+    """Arguments of ``flash_mla_with_kvcache`` that sparse decode looks at."""
+
+    q: Tensor
+    k_cache: Tensor
+    head_dim_v: int
+    metadata: FlashMLASchedMeta | Tensor | None
+    softmax_scale: float
+    causal: bool
+    is_fp8_kvcache: bool
+    indices: Tensor
+    topk_length: Tensor | None
+    attn_sink: Tensor | None
+    out: Tensor | None
+    lse: Tensor | None
+
+
+def run(call: Call, second: tuple[object, ...]) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a call with ``indices``.
+
+    Args:
+        second: ``extra_k_cache`` and the two arguments that go with it.
+
+    Raises:
+        TypeError, ValueError: naming the argument.
+    """
+    if any(given is not None for given in second):
+        hint = "keep FlashMLA for layers that need it"
+        checks.value_error("extra_k_cache", _NOT_BUILT, "a tensor", hint)
+    try:
+        cache = _cache_of(call)
+        q = call.q if call.q.is_contiguous() else call.q.contiguous()
+        return sparse_decode(
+            q, cache, call.indices, softmax_scale=call.softmax_scale, topk_length=call.topk_length,
+            attn_sink=call.attn_sink, plan=_plan(call, q), out=call.out, lse=call.lse,
+            empty_lse="+inf",
+        )  # fmt: skip
+    except (TypeError, ValueError) as error:
+        raise checks.renamed(error, _NAMES) from None
+
+
+def _cache_of(call: Call) -> PagedKVCache:
+    """The cache as the primary API knows it; checks what is FlashMLA's alone."""
+    q, k_cache = call.q, call.k_cache
+    checks.integer("head_dim_v", call.head_dim_v, KV_LORA_RANK, KV_LORA_RANK)
+    if call.causal:
+        hint = "the indices say what a query token sees"
+        checks.value_error("causal", "False beside indices", call.causal, hint)
+    if not call.is_fp8_kvcache:
+        hint = "sparse decode over BF16 rows is not there in FlashMLA either"
+        checks.value_error("is_fp8_kvcache", "True beside indices", call.is_fp8_kvcache, hint)
+    checks.not_nested("q", q)
+    checks.tensor("q", q, (torch.bfloat16,), ("b", "s_q", "num_heads_q", HEAD_DIM_QK))
+    if isinstance(k_cache, torch.Tensor) and k_cache.ndim and k_cache.shape[-1] in _OTHER_ROWS:
+        hint = _OTHER_ROWS[k_cache.shape[-1]]
+        wanted = f"shape (num_pages, page_size, 1, {ROW_BYTES})"
+        checks.value_error("k_cache", wanted, tuple(k_cache.shape), hint)
+    checks.tensor("k_cache", k_cache, ds_mla.BYTES, ("num_pages", "page_size", 1, ROW_BYTES))
+    checks.tensor("indices", call.indices, (torch.int32,), (*q.shape[:2], "topk"), q.device)
+    if call.topk_length is not None:
+        checks.vector("topk_length", call.topk_length, (q.shape[0],), q.device)
+    return PagedKVCache.from_tensors(k_cache, format=ds_mla.FORMAT)
+
+
+# ---------------------------------------------------------------------------- plans
+
+
+class Shape(NamedTuple):
+    """What plans of a stream that need no lengths differ in."""
+
+    stream: int
+    device: torch.device
+    b: int
+    s_q: int
+    heads: int
+    topk: int
+
+
+_kept: dict[Shape, SparsePlan] = {}  # the longest unused first
+_pinned: dict[Shape, SparsePlan] = {}  # what graphs hold
+_workspaces: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}  # by stream
+_lock = threading.Lock()
+
+
+def _plan(call: Call, q: Tensor) -> SparsePlan | None:
+    """The object's, or that of calls of this shape; None of calls that have no rows."""
+    indices = call.indices
+    if not q.shape[0] or not indices.shape[-1]:
+        return None  # decode says what is wrong, or returns nothing
+    if tracing.wanted(q, indices, call.k_cache):
+        return _made(call, q)
+    metadata = call.metadata
+    if isinstance(metadata, Tensor) or metadata is None:
+        return _of_shape(_shape(q, indices))
+    if metadata.tile_scheduler_metadata is not None:
+        return _of_shape(_shape(q, indices))
+    return _of_object(metadata, call, q)
+
+
+def _shape(q: Tensor, indices: Tensor) -> Shape:
+    b, s_q, heads, _ = q.shape
+    index = q.device.index
+    stream = 0 if index is None else int(_raw_stream(index))
+    return Shape(stream, q.device, b, s_q, heads, indices.shape[-1])
+
+
+def _of_object(metadata: FlashMLASchedMeta, call: Call, q: Tensor) -> SparsePlan:
+    """The plan of an object's step: its first call makes it, others must be like that one."""
+    shape = _shape(q, call.indices)
+    if not metadata.have_initialized or metadata.config is None:
+        metadata._plans.clear()
+        metadata.memo.forget()
+    plan = metadata._plans.get(shape)
+    if plan is None:
+        config = metadata.config_of(
+            shape.b, shape.s_q, shape.heads, call.k_cache.shape[1], topk=shape.topk
+        )
+        if metadata._plans and metadata.config is not None:
+            metadata.check_config(config)
+        plan = _made(call, q)
+        metadata.have_initialized, metadata.config = True, config
+        metadata._plans[shape] = plan
+    assert isinstance(plan, SparsePlan)
+    return plan
+
+
+def _made(call: Call, q: Tensor) -> SparsePlan:
+    """A plan of its own, for the lengths of a call."""
+    b, s_q, heads, _ = q.shape
+    return plan_sparse_decode(
+        heads, s_q, topk=call.indices.shape[-1], topk_length=call.topk_length, batch=b,
+        device=q.device, cache_dtype=ds_mla.FORMAT,
+    )  # fmt: skip
+
+
+def _of_shape(shape: Shape) -> SparsePlan:
+    """A plan without lengths, kept for others of this shape and stream.
+
+    What is captured takes one that was made before, which then stays, or makes its own.
+    """
+    capturing = shape.device.type == "cuda" and launch.capturing(shape.device)
+    with _lock:
+        plan = _pinned.get(shape) or _kept.pop(shape, None)
+        if plan is None:
+            workspace = new_workspace if capturing else functools.partial(_workspace, shape)
+            plan = _new(shape, workspace)
+            if capturing:
+                return plan
+        (_pinned if capturing else _kept)[shape] = plan
+        while len(_kept) > KEPT:
+            del _kept[next(iter(_kept))]
+        return plan
+
+
+def _new(shape: Shape, workspace: Workspaces) -> SparsePlan:
+    lengths = torch.full((shape.b,), shape.topk, dtype=torch.int32, device=shape.device)
+    options = SparseOptions(num_heads=shape.heads, cache_dtype=ds_mla.FORMAT)
+    step = StepShape(shape.s_q, shape.topk, None)
+    made = make_plan(options, workspace, lengths, step, None, None, made=SparsePlan)
+    assert isinstance(made, SparsePlan)
+    return made
+
+
+def _workspace(
+    shape: Shape, like: Tensor, slots: int, unit_rows: int, cache_dtype: str
+) -> tuple[Tensor, Tensor]:
+    """Of the stream's workspace, which grows; older plans stay on the one that they have."""
+    key, rows = (shape.stream, shape.device), slots * unit_rows
+    there = _workspaces.get(key)
+    if there is None or there[1].shape[0] < rows:
+        o_accum, lse_accum = new_workspace(like, rows, 1, cache_dtype)
+        there = _workspaces[key] = o_accum.flatten(0, 1), lse_accum.flatten()
+    o_accum, lse_accum = there
+    return (
+        o_accum[:rows].view(slots, unit_rows, -1),
+        lse_accum[:rows].view(slots, unit_rows),
+    )

@@ -1,0 +1,208 @@
+"""Sparse decodes over 656-byte rows at the level of the ABI: inputs, one call, and its errors."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK, PARTIAL_ROW, QK_ROPE_HEAD_DIM
+from dsl_kernels.ds_mla import GROUP, GROUPS, LEAST_SCALE, ROPE_AT, ROW_BYTES, SCALES_AT
+from snapmla.testing import dense_job, metrics
+from snapmla.testing.dense_job import OUT_GATE, DenseErrors
+from snapmla.testing.ds_mla import quantize_ds_mla_rows
+from snapmla.testing.record_reference import (
+    RecordCall,
+    magnitudes_of,
+    record_decode_mimic,
+    record_decode_reference,
+)
+from snapmla.testing.sparse_job import HEAD_SCALE, INT_MAX, SWING, SparseJob, SparseShape
+from snapmla.testing.workloads.call import DTYPES, NATURAL
+
+# Row tiles up to this one sum Q.K by groups (dsl_kernels/sm90/mix16_softmax.py); others round K,
+# and the LSE of a row that one token makes, or less than SHORT, shows it.
+GROUP_SUM_ROWS, SHORT, RATIO_ROUNDING = 32, 17, 2.0**-12
+MIMIC_FACTOR = 1.1
+# What the mimic does not have: sums in fp32, exponentials and logarithms to 2^-22, partial rows of
+# 16 bits.  With logits of hundreds of nats their last places count.
+SLACK, SLACK_OF_FRAMES = 1e-4, 2.5e-3
+# The exported function's, in order (dsl_kernels/smxx/record_entry.py).
+ARGUMENTS = (
+    "q", "cache", "indices", "topk_length", "attn_sink", "work_items", "part_begin", "split_begin",
+    "units", "row_limits", "out", "lse", "o_accum", "lse_accum", "softmax_scale", "lse_factor",
+    "empty_lse", "may_split",
+)  # fmt: skip
+STYLES = ("plain", "std3", "std30", "swings", "equal", "rope", "groups", "scales")
+HEIGHTS = (0.0, 1.0, -1.0, 0.5, -0.5, 1.1)  # of the tiles of ``swings``, in turn
+GROUP_POWERS = (0.0, -20.0, -10.0, -5.0)  # log2 of the groups' sizes in ``groups``
+
+
+@dataclass(frozen=True)
+class RecordShape(SparseShape):
+    """``SparseShape`` of a cache of rows.
+
+    Attributes:
+        layout: ``split``, rows behind rows; ``padded``, at multiples of 672 bytes; ``packed``,
+            pages of three caches in turn.
+        style: of the numbers, one of ``STYLES``: FlashMLA's own; logits of standard deviation 3 or
+            30; swings of 200 nats between tiles; queries that equal a token; RoPE of 1e3; groups
+            2^20 apart; scales of 0, 2^-126 and on.
+        powers: whether scales are powers of two.
+    """
+
+    powers: bool = False
+
+
+def poisoned_rows(pages: int, page_size: int, layout: str) -> Tensor:
+    """(pages, P, 656) u8, every byte 0xFF."""
+    if layout == "padded":
+        return torch.full((pages, page_size, 672), 0xFF, dtype=torch.uint8)[..., :ROW_BYTES]
+    caches = 3 if layout == "packed" else 1
+    blocks = torch.full((pages, caches, page_size * ROW_BYTES), 0xFF, dtype=torch.uint8)
+    return blocks[:, caches // 2].unflatten(1, (page_size, ROW_BYTES))
+
+
+class RecordJob(SparseJob):
+    """One sparse decode over rows, 0xFF wherever nobody names a token; ``shape`` is a
+    ``RecordShape``."""
+
+    shape: RecordShape
+    argument_names = ARGUMENTS
+
+    # ---------------------------------------------------------------- inputs
+
+    def _fill(self) -> None:
+        shape = self.shape
+        pages = -(-max(sum(shape.counts), 1) // shape.page_size) + 2
+        self.cache = poisoned_rows(pages, shape.page_size, shape.layout)
+        self.planes = (self.cache,) * 3  # whose first two extents ``_idle`` asks for
+        order = torch.randperm(pages * shape.page_size)
+        self.indices = torch.full((shape.tokens, shape.topk), INT_MAX, dtype=torch.int32)
+        q = torch.randn(shape.tokens, shape.heads, HEAD_DIM_QK)
+        for i, count in enumerate(shape.counts):
+            slots, order = order[:count], order[count:]
+            q[i], c, r = self._numbers(q[i], count)
+            rows = quantize_ds_mla_rows(c, r, power_of_two=shape.powers)
+            if shape.style == "scales":
+                self._odd_scales(rows)
+            self.cache[slots // shape.page_size, slots % shape.page_size] = rows
+            self.indices[i, :count] = slots.int()
+            if not shape.dense:
+                self._idle(i, count)
+        b_q = 1 if shape.begins is not None else len(shape.lengths)
+        self.q16 = q.bfloat16().view(b_q, shape.s_q, shape.heads, HEAD_DIM_QK)
+
+    def _numbers(self, q: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
+        """(q (h, 576), c (n, 512), r (n, 64)) of a query token's heads and list."""
+        style, size = self.shape.style, torch.exp(0.3 * torch.randn(n, 1))
+        c, r = size * (torch.randn(n, KV_LORA_RANK) + 0.3), torch.randn(n, QK_ROPE_HEAD_DIM)
+        if style in ("plain", "scales"):
+            return q.clamp(-1, 1), c / 10, r / 10
+        if style.startswith("std") and n > 1:
+            spread = (q @ torch.cat((c, r), 1).T * HEAD_SCALE).std(1, keepdim=True)
+            q = q * (float(style[3:]) / spread)
+        elif style == "swings":
+            mean = q[:, :KV_LORA_RANK].mean(0)
+            tile = torch.arange(n) // self.spec.token_tile
+            unit = SWING / (HEAD_SCALE * float(mean.square().sum()))
+            c = c + (torch.tensor(HEIGHTS)[tile % len(HEIGHTS)] * unit)[:, None] * mean
+        elif style == "equal" and n:
+            q = torch.cat((c, r), 1)[torch.randint(n, (len(q),))]
+        elif style == "rope":
+            r = 1e3 * torch.sign(r)
+        elif style == "groups":
+            order = torch.rand(n, GROUPS).argsort(1)
+            c = c * torch.exp2(torch.tensor(GROUP_POWERS)[order]).repeat_interleave(GROUP, 1)
+        return q, c, r
+
+    @staticmethod
+    def _odd_scales(rows: Tensor) -> None:
+        """A list of odd length has tiny scales, from 2^-118 down; of another some tokens have
+        scales of 0 over NaN bytes, one or all, or the least there is."""
+        n = len(rows)
+        scales = rows[:, SCALES_AT:ROPE_AT].contiguous().view(torch.float32)
+        if n % 2:
+            scales *= 2.0**-118 / scales.amax(1, keepdim=True)
+        else:
+            kind = torch.randint(6, (n,))
+            scales[kind == 0] = 0.0
+            scales[kind == 1, 1] = 0.0
+            scales[kind == 2] = LEAST_SCALE
+            rows[kind == 0, :SCALES_AT] = 0x7F
+            rows[kind == 1, GROUP : 2 * GROUP] = 0xFF
+        rows[:, SCALES_AT:ROPE_AT] = scales.view(torch.uint8)
+
+    # ---------------------------------------------------------------- calls
+
+    def arguments(self) -> dict[str, Any]:
+        shape = self.shape
+        b_q = self.q16.shape[0]
+        out = torch.full((b_q, shape.s_q, shape.heads, KV_LORA_RANK), math.nan)
+        slots = max(2 * shape.parts, self.plan.split_begin[-1])
+        return {
+            "q": self.q16, "cache": self.cache, "indices": self.indices,
+            "topk_length": self.lengths, "attn_sink": self.sink,
+            "out": out.to(DTYPES[self.spec.out_dtype]),
+            "lse": torch.full((b_q, shape.heads, shape.s_q), math.nan),
+            "o_accum": torch.full((slots, shape.heads, PARTIAL_ROW), math.nan).half(),
+            "lse_accum": torch.full((slots, shape.heads), math.nan),
+            **self._planned().arguments(), "softmax_scale": HEAD_SCALE, **NATURAL,
+            "may_split": int(self.plan.split_begin[-1] > 0),
+        }  # fmt: skip
+
+    # ---------------------------------------------------------------- truth
+
+    def call(self) -> RecordCall:
+        """The inputs as the reference takes them, without query tokens of nobody."""
+        n = self.shape.covered
+        return RecordCall(
+            self.q16.flatten(0, 1)[:n], self.cache, self.indices[:n], self.counts[:n], HEAD_SCALE,
+            self.sink if self.shape.sink else None,
+        )  # fmt: skip
+
+    def errors(self, result: tuple[Tensor, Tensor]) -> DenseErrors:  # type: ignore[override]
+        """What ``run`` returned, natural LSE, against fp64 on the stored scales.
+
+        ``error`` is of the query token that comes nearest to what its mimic allows, ``cosine`` the
+        worst of all.  Elements of ``out`` are held to FlashMLA's gate in style ``plain`` only: its
+        absolute half is made for such numbers.
+        """
+        call, plain = self.call(), self.shape.style == "plain"
+        n = len(call.q)
+        out, lse = result[0].flatten(0, 1)[:n], result[1].transpose(0, 1).flatten(1)[:, :n]
+        truth, truth_lse = record_decode_reference(call)
+        mimic, _ = record_decode_mimic(call, self.spec.row_tile <= GROUP_SUM_ROWS)
+        slack = SLACK if plain else SLACK_OF_FRAMES
+        pairs = [
+            (metrics.relative_l2(a, c), MIMIC_FACTOR * metrics.relative_l2(b, c) + slack)
+            for a, b, c in zip(out, mimic.to(out.dtype), truth, strict=True)
+        ]
+        error, allowed = max(pairs, key=lambda x: math.inf if math.isnan(x[0]) else x[0] / x[1])
+        missed = dense_job._outside(out, truth, OUT_GATE) & plain
+        missed_lse, excused = self._lse_outside(call, lse, truth_lse)
+        places = dense_job._places("out", out, truth, missed, range(n), 0)
+        places += dense_job._places("lse", lse, truth_lse, missed_lse, range(n), 1)
+        return DenseErrors(
+            outside=int(missed.sum()) + int(missed_lse.sum()),
+            cosine=max(metrics.one_minus_cosine(a, b) for a, b in zip(out, truth, strict=True)),
+            error=error, allowed=allowed, lse_error=metrics.lse_error(lse, truth_lse),
+            by_condition=excused,
+            by_condition_allowed=dense_job.by_condition_allowed(lse.numel()),
+            where=tuple(places),
+        )  # fmt: skip
+
+    def _lse_outside(self, call: RecordCall, lse: Tensor, truth: Tensor) -> tuple[Tensor, int]:
+        """As ``dense_job.lse_outside``; where K is rounded, a row of few tokens, or that few
+        dominate, may be off by the rounding of its largest logit's products."""
+        missed, excused = dense_job.lse_outside(lse, truth, functools.partial(magnitudes_of, call))
+        if self.spec.row_tile > GROUP_SUM_ROWS and not self.shape.powers:
+            few = (call.counts < SHORT) | (self.shape.style != "plain")
+            asked = missed & few
+            error = (lse.double() - truth).abs()
+            missed = missed & ~(few & (error <= RATIO_ROUNDING * magnitudes_of(call, asked)))
+        return missed, excused

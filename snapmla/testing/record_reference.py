@@ -1,0 +1,143 @@
+"""Sparse decode over 656-byte rows (``dsl_kernels.ds_mla``) in plain torch: the truth, and the
+rounding of 16-bit products.
+
+A query token's list becomes a sequence of dense decode's reference, whose pool is the cache in
+fp64.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dsl_kernels.dims import KV_LORA_RANK, TOKEN_TILE
+from dsl_kernels.ds_mla import GROUP, ROPE_AT, SCALES_AT
+from snapmla.testing.dense_reference import dense_decode_reference, logit_magnitudes
+
+LOG2E = math.log2(math.e)
+P_LOG2_MAX, HEADROOM = 8.0, 15.0  # of the kernels' frames (dsl_kernels/sm90/dense_frames.py)
+APART = 2.0**-40  # dsl_kernels/sm90/mix16_parts.py
+
+
+def fields_of(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(e4m3 content (..., 512), scales (..., 4), RoPE (..., 64)) of rows (..., 656) u8, in fp64.
+
+    A group with scale 0 has content 0, whatever its bytes are.
+    """
+    content = rows[..., :SCALES_AT].contiguous().view(torch.float8_e4m3fn).double()
+    scales = rows[..., SCALES_AT:ROPE_AT].contiguous().view(torch.float32).double()
+    rope = rows[..., ROPE_AT:].contiguous().view(torch.bfloat16).double()
+    of_none = (scales == 0).repeat_interleave(GROUP, -1)
+    return torch.where(of_none, 0.0, content), scales, rope
+
+
+def dequantised(rows: Tensor) -> Tensor:
+    """rows (..., 656) u8 -> (..., 576) fp64: e4m3 content times its scale, RoPE as it is."""
+    content, scales, rope = fields_of(rows)
+    return torch.cat((content * scales.repeat_interleave(GROUP, -1), rope), -1)
+
+
+class RecordCall(NamedTuple):
+    """Inputs of a sparse decode over rows of 656 bytes.
+
+    Attributes:
+        q: (tokens, h, 576) floating point.
+        cache: (pages, P, 656) u8, any strides.
+        indices: (tokens, topk) int32, page * P + offset; what is negative or behind the pool is no
+            token.
+        counts: (tokens,) how many entries of each row count.
+        softmax_scale: factor of the logits.
+        attn_sink: (h,) logits that weigh in ``out`` and have no value; None: there are none.
+    """
+
+    q: Tensor
+    cache: Tensor
+    indices: Tensor
+    counts: Tensor
+    softmax_scale: float
+    attn_sink: Tensor | None = None
+
+    def named(self, i: int) -> tuple[Tensor, Tensor]:
+        """(the entries of row i that count, int64; which of them name a token)."""
+        row = self.indices[i, : max(int(self.counts[i]), 0)].long()
+        return row, (row >= 0) & (row < self.cache.shape[0] * self.cache.shape[1])
+
+    def sequences(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(q, kv, block_table, cache_seqlens) of the dense reference: pages of one token."""
+        lists = [row[named] for row, named in map(self.named, range(len(self.q)))]
+        lengths = torch.tensor([len(x) for x in lists])
+        table = torch.zeros(len(lists), max(int(lengths.max()), 1), dtype=torch.long)
+        for i, tokens in enumerate(lists):
+            table[i, : len(tokens)] = tokens
+        kv = dequantised(self.cache).flatten(0, 1)[:, None, None]
+        return self.q[:, None].double(), kv, table, lengths
+
+
+def record_decode_reference(call: RecordCall) -> tuple[Tensor, Tensor]:
+    """(out (tokens, h, 512), natural lse (h, tokens)), fp64; empty rows have out 0, lse -inf."""
+    out, lse = dense_decode_reference(*call.sequences(), call.softmax_scale, causal=False)
+    return _with_sink(call, out[:, 0], lse[..., 0].T)
+
+
+def magnitudes_of(call: RecordCall, of: Tensor) -> Tensor:
+    """(h, tokens) the largest softmax_scale * sum |q k| among a row's tokens, where ``of`` asks."""
+    found = logit_magnitudes(*call.sequences(), call.softmax_scale, of.T[..., None], causal=False)
+    return found[..., 0].T
+
+
+def record_decode_mimic(call: RecordCall, group_sums: bool) -> tuple[Tensor, Tensor]:
+    """The same with the rounding of pipeline ``mix16``, one item a query token.
+
+    Args:
+        group_sums: whether Q.K sums groups by themselves, K exact (32 rows and fewer); else K is
+            rounded as V is.
+    """
+    outs, lses = [], []
+    for i, q in enumerate(call.q.double()):
+        row, named = call.named(i)
+        out, lse = _attend(q * call.softmax_scale, call, row, named, group_sums)
+        outs.append(out)
+        lses.append(lse)
+    return _with_sink(call, torch.stack(outs), torch.stack(lses, 1))
+
+
+def _with_sink(call: RecordCall, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    if call.attn_sink is None:
+        return out, lse
+    kept = torch.sigmoid(lse - call.attn_sink.double()[:, None])
+    return torch.where(torch.isneginf(lse), 1.0, kept).T[..., None] * out, lse
+
+
+def _attend(
+    q: Tensor, call: RecordCall, row: Tensor, named: Tensor, group_sums: bool
+) -> tuple[Tensor, Tensor]:
+    """(out (h, 512), lse (h,)) of scaled rows ``q`` (h, 576)."""
+    heads = len(q)
+    frame, mass = torch.zeros(heads, dtype=torch.float64), torch.zeros(heads, dtype=torch.float64)
+    out, largest, fresh = torch.zeros(heads, KV_LORA_RANK, dtype=torch.float64), 0.0, True
+    rows = call.cache.flatten(0, 1)
+    for first in range(0, len(row), TOKEN_TILE):
+        ids = row[first : first + TOKEN_TILE][named[first : first + TOKEN_TILE]]
+        if not len(ids):
+            continue
+        content, scales, rope = fields_of(rows[ids])
+        largest = max(largest, float(scales.max()))
+        sigma = scales.amax(1).clamp_min(max(largest * APART, 2.0**-126))
+        ratio = (scales / sigma[:, None]).half()
+        value = (content.half() * ratio.repeat_interleave(GROUP, 1)).double()
+        exact = content * scales.repeat_interleave(GROUP, 1)
+        key = torch.cat((exact if group_sums else value * sigma[:, None], rope), 1)
+        t = (q @ key.T) * LOG2E + torch.log2(sigma)
+        m = t.amax(1)
+        moved = torch.where((m > frame + HEADROOM) | fresh, m - P_LOG2_MAX, frame)
+        kept = torch.zeros_like(mass) if fresh else torch.exp2(frame - moved)
+        frame, fresh = moved, False
+        p = torch.exp2(t - frame[:, None])
+        mass = mass * kept + (p / sigma).sum(1)
+        out = out * kept[:, None] + p.half().double() @ value
+    if fresh:
+        return out, torch.full((heads,), -math.inf, dtype=torch.float64)
+    return out / mass[:, None], (torch.log2(mass) + frame) / LOG2E

@@ -1,0 +1,126 @@
+"""``sparse_decode`` over rows of 656 bytes: what of its workload is the cache's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK, PARTIAL_ROW, QK_ROPE_HEAD_DIM
+from dsl_kernels.ds_mla import GROUPS, ROPE_AT, ROW_BYTES, SCALES_AT
+from dsl_kernels.spec import VariantSpec
+from snapmla import runtime
+from snapmla.testing.plan_tables import PlanTables
+from snapmla.testing.record_job import RecordJob, RecordShape, poisoned_rows
+from snapmla.testing.reference_plan import Queries, plan_reference
+from snapmla.testing.sparse_job import HEAD_SCALE
+from snapmla.testing.workloads import exact
+from snapmla.testing.workloads.call import DTYPES, NATURAL, Call, Job, Sizes
+from snapmla.testing.workloads.exact import Case, Recorded, Runner
+from snapmla.testing.workloads.samples import PAGE, Source
+
+PIPELINE = "mix16"  # whose cache is rows
+HEADS = {16: (16, 7), 32: (32, 20), 64: (128, 50)}  # row tile: even shares of it, and not
+PAGES_OF = (1, 53, 64)  # tokens of a page of recorded cases
+
+
+def shapes(spec: VariantSpec) -> tuple[RecordShape, ...]:
+    """Small calls: splits, several query tokens and sinks; one tile or less; ragged queries; scales
+    of every kind."""
+    even, odd = HEADS[spec.row_tile]
+    return (
+        RecordShape(odd, 200, (200, 70), 53, s_q=2, layout="packed", sink=True, parts=3),
+        RecordShape(even, 17, (17, 5), 1, layout="padded", parts=1, powers=True),
+        RecordShape(
+            odd, 130, (130, 0, 99), 2, s_q=5, begins=(0, 2, 2, 4), layout="padded",
+            own_lengths=(130, 64, 3, 200, 77), style="equal",
+        ),
+        RecordShape(odd, 131, (131, 66), 3, parts=1, style="scales"),
+    )  # fmt: skip
+
+
+def small(spec: VariantSpec) -> Iterator[Call]:
+    """``shapes``."""
+    for shape in shapes(spec):
+        job = RecordJob(spec, shape)
+        yield Call(job.arguments(), {}, job=job, note=str(shape))
+
+
+def job_of(spec: VariantSpec, lengths: Sequence[int], planner: runtime.Kernel) -> Job:
+    """A ``RecordJob`` behind the planning kernel: swinging logits, splits, sinks."""
+    shape = RecordShape(
+        HEADS[spec.row_tile][1], max(lengths), tuple(lengths), 53, layout="packed", sink=True,
+        style="swings", parts=3,
+    )  # fmt: skip
+    job = RecordJob(spec, shape, planner=planner)
+    return Job(job.run, job.errors)
+
+
+def recorded(case: Case, run: Runner) -> Recorded:
+    """With its merge, in one call; lists of tokens anywhere in the pool, one in eight of none."""
+    spec, bits = case.spec, case.bits()
+    heads = HEADS[spec.row_tile][case.index % 2]
+    lengths, p = exact.lengths_of(case), PAGES_OF[case.index % 3]
+    topk, b = int(lengths.max()), len(lengths)
+    pages = -(-2 * topk // p)
+    n = pages * p
+    rows = np.empty((n, ROW_BYTES), np.uint8)
+    rows[:, :SCALES_AT] = exact.e4m3(bits, (n, KV_LORA_RANK), bits.below(2, (n, 1)))
+    scales = exact.scales(bits, (n, GROUPS), bits.below(5, (n, GROUPS)) - 4)
+    rows[:, SCALES_AT:ROPE_AT] = scales.view(np.uint8)
+    rows[:, ROPE_AT:] = exact.cut_bf16(exact.bell(bits, (n, QK_ROPE_HEAD_DIM), 0)).view(np.uint8)
+    indices = bits.below(n, (b, topk)).astype(np.int32)
+    indices[bits.below(8, (b, topk)) == 0] = (-1, 2**31 - 1)[case.index % 2]
+    q = exact.cut_bf16(exact.bell(bits, (b, 1, heads, HEAD_DIM_QK), 0))
+    cache = poisoned_rows(pages, p, ("split", "padded", "packed")[case.index % 3])
+    cache = cache.to(run.device)
+    cache.copy_(run.there(rows).view(cache.shape))
+    lists, slots = exact.work_list(case, lengths, heads)
+    factor, empty = exact.LSE[case.index // 2 % 2]
+    out = run.full((b, 1, heads, KV_LORA_RANK), 5.0, DTYPES[spec.out_dtype])
+    lse = run.full((b, heads, 1), 5.0)
+    sink = run.full((heads if case.index % 2 else 0,), 1.0)
+    run.call(
+        case.variant, q=exact.from_bits(q, "bf16").to(run.device), cache=cache,
+        indices=run.there(indices), topk_length=run.there(lengths), attn_sink=sink,
+        **{name: run.there(x) for name, x in lists.items()}, **run.alone("units", "row_limits"),
+        out=out, lse=lse, o_accum=run.full((slots, heads, PARTIAL_ROW), 5.0, DTYPES["f16"]),
+        lse_accum=run.full((slots, heads), 5.0), softmax_scale=exact.SOFTMAX_SCALE,
+        lse_factor=factor, empty_lse=empty, may_split=1,
+    )  # fmt: skip
+    return exact.results([q, rows, indices, lengths], out, lse)
+
+
+def sized(spec: VariantSpec, sizes: Sizes, device: str, seed: int) -> dict[str, Any]:
+    """Each query token names ``sizes.tokens`` of a pool that is eight times as large, at random."""
+    source, topk, tokens = Source(device, seed), sizes.tokens, sizes.batch * sizes.s_q
+    pages = -(-8 * topk * sizes.batch // PAGE)
+    queries = Queries(sizes.heads, sizes.s_q, sizes.heads)
+    plan = plan_reference(
+        [topk] * sizes.batch, sizes.parts, spec.token_tile, spec.family.item_overhead, topk,
+        queries=queries,
+    )  # fmt: skip
+    slots = max(plan.split_begin[-1], 1)
+    tables = {name: x.to(device) for name, x in PlanTables.of(plan).arguments().items()}
+    return {
+        "q": source.normal(sizes.batch, sizes.s_q, sizes.heads, HEAD_DIM_QK),
+        "cache": records(source, pages),
+        "indices": source.below(pages * PAGE, tokens * topk).int().view(tokens, topk),
+        "topk_length": source.i32([topk] * sizes.batch), "attn_sink": source.full(0), **tables,
+        **source.results(sizes, spec.out_dtype),
+        "o_accum": source.full(slots, sizes.heads, PARTIAL_ROW, dtype=DTYPES["f16"]),
+        "lse_accum": source.full(slots, sizes.heads, value=-math.inf),
+        "softmax_scale": HEAD_SCALE, **NATURAL, "may_split": int(plan.split_begin[-1] > 0),
+    }  # fmt: skip
+
+
+def records(source: Source, pages: int) -> Any:
+    """(pages, 64, 656) u8: e4m3 content, scales of 0.01, normal RoPE."""
+    cache = source.full(pages, PAGE, ROW_BYTES, dtype=torch.uint8)
+    cache[..., :SCALES_AT] = source.e4m3(pages, PAGE, KV_LORA_RANK)
+    cache[..., SCALES_AT:ROPE_AT] = source.full(pages, PAGE, GROUPS, value=0.01).view(torch.uint8)
+    cache[..., ROPE_AT:] = source.normal(pages, PAGE, QK_ROPE_HEAD_DIM).view(torch.uint8)
+    return cache
