@@ -210,12 +210,12 @@ def _quotients(words: list[Any], scale: Any, dt: Any) -> list[Any]:
     if dt is BFloat16:  # scales of f16 are 2^-126 or above 2^-33
         lift = Float32(cutlass.select_(scale < Float32(SMALL), Float32(LIFT), Float32(1.0)))
         values, scale = [v * lift for v in values], scale * lift
-    inv, minus = Float32(1.0) / scale, -scale
-    found = []
+    inv = Float32(1.0) / scale
+    minus, found = -inv, []
     for v in values:
         near = _ptx("mul.rn.f32 {$w0}, {$r0}, {$r1};", v, inv)
-        rest = _fma(near, minus, v)
-        found.append(_fma(rest, inv, near))
+        beyond = _fma(near, scale, -v)  # in this order zeros keep their sign
+        found.append(_fma(beyond, minus, near))
     return found
 
 
