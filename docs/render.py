@@ -105,6 +105,21 @@ def picture(name: str, page: int = PICTURE_PAGE) -> str:
     return "\n".join(lines).rstrip()
 
 
+def ds_mla_picture() -> str:
+    """Byte map of a token of format ``fp8_ds_mla``, measured on a real cache."""
+    cache = snapmla.PagedKVCache.allocate(3, PICTURE_PAGE, device="cpu", dtype="fp8_ds_mla")
+    (rows,) = cache.named_tensors.values()
+    views = {"content": cache.content, "scale x 4": cache.scale, "rope": cache.rope}
+    fields = []
+    for label, view in views.items():
+        assert view is not None and view.stride(1) * view.element_size() == rows.stride(1)
+        start = view.data_ptr() - rows.data_ptr()
+        fields.append(Field(start, start + view.shape[2] * view.element_size(), label))
+    row = rows.stride(1)
+    head = f"one token of {row} bytes, {PICTURE_PAGE} of them a page of {rows.stride(0)} bytes"
+    return f"{head}\n{bar(fields, row)}"
+
+
 def strides_table(page: int = PICTURE_PAGE) -> str:
     """Strides in bytes of every layout: page and token."""
     head = "| layout | content | rope | scale |\n|---|---|---|---|"
@@ -230,6 +245,7 @@ def blocks() -> dict[str, str]:
     found = {f"picture {name}": f"```text\n{picture(name)}\n```" for name in layouts.LAYOUTS}
     return {
         **found,
+        "picture ds mla": f"```text\n{ds_mla_picture()}\n```",
         "strides": strides_table(),
         "environment": environment_rows(),
         "search order": search_order(),

@@ -27,7 +27,8 @@ class PagedKVCache(launch.OverTensors):
 
     ``fp8_ds_mla``: DeepSeek-V3.2's rows of 656 bytes, 512 of e4m3 content, four float32 scales, one
     for each 128 channels, and 64 of k_rope as they are; in pages of any size.  ``append_kv``,
-    ``rope_append_kv`` and ``fetch_dequant`` take them; for ``decode`` there is ``convert_cache``.
+    ``rope_append_kv``, ``fetch_dequant`` and ``decode`` with ``indices`` take them; for dense
+    ``decode`` there is ``convert_cache``.
 
     Attributes:
         content: float8_e4m3fn (num_pages, page_size, 512); bfloat16 or float16 (num_pages,
@@ -294,7 +295,7 @@ def expect_fp8(cache: PagedKVCache, hint: str) -> None:
 def expect_decoded(cache: object) -> None:
     """ValueError for a cache of a format that attention does not read."""
     if isinstance(cache, PagedKVCache) and cache.format in _NAMED:
-        hint = "snapmla.convert_cache makes an FP8 cache of it"
+        hint = "indices= reads it; snapmla.convert_cache makes an FP8 cache of it"
         checks.value_error("cache", "an FP8 or a 16-bit cache", FORMATS[cache.format].about, hint)
 
 

@@ -81,7 +81,7 @@ _FORMATS = (
     # WGMMA cuts every sum toward zero, which 32K tokens of latent mean 2 show as 2e-4 beside an
     # error of 2.4e-4, 16K as 1e-4 (docs/numerics.md); BF16's own rounding hides it.
     _rows("f16", "float16", longest_item=16384, partial="f32"),
-    Format(  # DeepSeek-V3.2's rows (dsl_kernels/ds_mla.py), named as vLLM does; none decodes
+    Format(  # DeepSeek-V3.2's rows (dsl_kernels/ds_mla.py), named as vLLM does: sparse_decode's
         "fp8_ds_mla", "uint8", ROW_BYTES, "a cache of format 'fp8_ds_mla'",
         parts=("kv",), arguments=("kv",), rows=False, quantized_query=False, results=("bf16",),
         most_kv_heads=1, large_pages=False, any_page=True, named=True,
