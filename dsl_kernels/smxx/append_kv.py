@@ -200,6 +200,11 @@ def _launch(
         )
 
 
+def _quantised(cache: Any, *token: Any) -> stored.Stores:
+    """Calls the cache's method: called in a branch, it would make the cache a result of that."""
+    return cache.quantised(*token)
+
+
 @cute.kernel
 def _append_kv(
     cache: Any,  # stored.Fp8Cache, ds_mla.Target
@@ -236,15 +241,15 @@ def _append_kv(
             chunks = rotary.normalise(chunks, weight, norm.eps, dt)
         if cutlass.const_expr(angles is not None):
             rope_words = rotary.rotate(rope_words, turns, lane, dt, neox)
-        made = cache.quantised(chunks, rope_words, dt, slot)
+        store, writes_scales, store_scales = _quantised(cache, chunks, rope_words, dt, slot, lane)
         page_size = cache.shape[1]
         if slot >= 0 and slot < Int64(cache.shape[0]) * page_size:
             # 2^31 tokens would be a pool of more than 1 TB: the quotient fits 32 bits
             page, offset = divmod(Int32(slot), by_page)
             at = (Int64(page), Int64(offset))
-            cache.store(made, dt, at, lane)
-            if cache.writes_scales(lane, dt):
-                cache.store_scales(made, dt, at, lane)
+            store(at)
+            if writes_scales():
+                store_scales(at)
 
 
 @cute.kernel
@@ -294,7 +299,7 @@ def build(spec: VariantSpec) -> tuple[Callable[..., Any], dict[str, Any]]:
     of_rows, ds_mla_rows = spec.cache_dtype in ROWS, spec.cache_dtype == "fp8_ds_mla"
     rows = compat.sym(name="n_times_h_kv") if of_rows else n
     fakes = {
-        **stored.fakes(spec.cache_dtype),
+        **(ds_mla.fakes() if ds_mla_rows else stored.fakes(spec.cache_dtype)),
         "c_kv": compat.rows(dt, (rows, KV_LORA_RANK)),
         "k_rope": compat.rows(dt, (rows, QK_ROPE_HEAD_DIM)),
         "slot_mapping": compat.vector(compat.dtype(spec.index_dtype), n),

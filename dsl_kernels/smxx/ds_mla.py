@@ -28,6 +28,7 @@ from .. import compat
 from ..dims import E4M3_MAX, QK_ROPE_HEAD_DIM
 from ..ds_mla import GROUP, GROUPS, LEAST_SCALE, ROPE_AT, ROW_BYTES, SCALES_AT
 from . import quant
+from .stored import Stores, Words
 
 ROPE_BYTES = 2 * QK_ROPE_HEAD_DIM // quant.WARP  # of a lane: one word
 FRACTION = 0x7FFFFF  # bits of an fp32 number below its exponent
@@ -55,7 +56,7 @@ class Rows656(NamedTuple):
         content = row + lane * quant.lane_channels(dt)
         return content, row + (ROPE_AT + lane * ROPE_BYTES), row + SCALES_AT
 
-    def load(self, at: tuple[Any, Any, Any], dt: Any) -> tuple[list[list[Any]], Any]:
+    def load(self, at: tuple[Any, Any, Any], dt: Any) -> Words:
         """Issues the loads of a token's content and RoPE."""
         vec = quant.lane_channels(dt)
         chunks = [
@@ -88,14 +89,6 @@ class Rows656(NamedTuple):
         return [word] if dt is BFloat16 else quant.pack(quant.to_f32([word], BFloat16), dt)
 
 
-class Token(NamedTuple):
-    """What a lane stores of a token."""
-
-    content: list[list[Any]]  # e4m3 words by chunk
-    rope: Any  # a word
-    scales: list[Any]  # words, of each chunk's group
-
-
 class Target656(NamedTuple):
     """A cache to write: see ``stored``."""
 
@@ -108,50 +101,44 @@ class Target656(NamedTuple):
         return self.kv.shape
 
     def quantised(
-        self, chunks: list[list[Any]], rope_words: list[Any], dt: Any, _slot: Any
-    ) -> Token:
-        """A token as it is stored; all lanes of the warp take part."""
+        self, chunks: list[list[Any]], rope_words: list[Any], dt: Any, _slot: Any, lane: Any
+    ) -> Stores:
+        """Quantises a token of ``dt``, in which all lanes of the warp take part."""
         amax = _group_amax(chunks, dt)
         widest = _largest([*amax, *quant.to_f32(rope_words, dt)])
         bad = cute.arch.vote_any_sync(widest >= Uint32(quant.INF_BITS))
         scales = [_scale(a, self.power_of_two, bad) for a in amax]
-        content = [_quotients(words, s, dt) for words, s in zip(chunks, scales, strict=True)]
-        (rope,) = rope_words if dt is BFloat16 else quant.pack(
-            quant.to_f32(rope_words, dt), BFloat16
-        )  # fmt: skip
-        return Token(
-            [quant.pack_e4m3(values) for values in content],
-            Uint32(cutlass.select_(bad, Uint32(NAN_ROPE), rope)),
-            [s.bitcast(Uint32) for s in scales],
-        )
+        content = [
+            quant.pack_e4m3(_quotients(words, scale, dt))
+            for words, scale in zip(chunks, scales, strict=True)
+        ]
+        if dt is not BFloat16:
+            rope_words = quant.pack(quant.to_f32(rope_words, dt), BFloat16)
+        rope = Uint32(cutlass.select_(bad, Uint32(NAN_ROPE), rope_words[0]))
+        vec, lanes = quant.lane_channels(dt), _lanes_of_group(dt)
 
-    def store(self, token: Token, dt: Any, at: tuple[Any, Any], lane: Any) -> None:
-        """Stores content and RoPE at (page, offset)."""
-        row, vec = _row(self.kv, *at), quant.lane_channels(dt)
-        for j, words in enumerate(token.content):
-            compat.store_words(row + (lane * vec + j * quant.WARP * vec), words)
-        compat.store_words(row + (ROPE_AT + lane * ROPE_BYTES), [token.rope])
+        def store(at: Any) -> None:
+            row = _row(self.kv, *at)
+            for j, words in enumerate(content):
+                compat.store_words(row + (lane * vec + j * quant.WARP * vec), words)
+            compat.store_words(row + (ROPE_AT + lane * ROPE_BYTES), [rope])
 
-    def writes_scales(self, lane: Any, dt: Any) -> Any:
-        """Whether this lane stores scales: the first of each group."""
-        return lane % _lanes_of_group(dt) == 0
+        def store_scales(at: Any) -> None:
+            to, words = _row(self.kv, *at) + SCALES_AT, [s.bitcast(Uint32) for s in scales]
+            if lanes == quant.WARP:
+                compat.store_words(to, words)
+                return
+            for j, word in enumerate(words):
+                compat.store_words(to + 4 * (j * (quant.WARP // lanes) + lane // lanes), [word])
 
-    def store_scales(self, token: Token, dt: Any, at: tuple[Any, Any], lane: Any) -> None:
-        """Stores what a lane knows of the scales, at (page, offset)."""
-        scales = _row(self.kv, *at) + SCALES_AT
-        if _lanes_of_group(dt) == quant.WARP:
-            compat.store_words(scales, token.scales)
-            return
-        groups = quant.WARP // _lanes_of_group(dt)  # of a chunk
-        for j, word in enumerate(token.scales):
-            compat.store_words(scales + 4 * (j * groups + lane // _lanes_of_group(dt)), [word])
+        # the first lane of each group
+        return Stores(store, lambda: lane % lanes == 0, store_scales)
 
 
-def fakes(page_size: Any = None) -> dict[str, Any]:
+def fakes() -> dict[str, Any]:
     """Fake of a cache by argument name: pages lie a multiple of 16 bytes apart, rows side by
     side."""
-    page_size = compat.sym(name="P") if page_size is None else page_size
-    shape = (compat.sym(name="pages"), page_size, 1, ROW_BYTES)
+    shape = (compat.sym(name="pages"), compat.sym(name="P"), 1, ROW_BYTES)
     stride = (compat.sym64(compat.VECTOR_BYTES), ROW_BYTES, ROW_BYTES, 1)
     return {"kv": compat.strided(compat.DTYPES["u8"], shape, stride)}
 
@@ -223,12 +210,12 @@ def _quotients(words: list[Any], scale: Any, dt: Any) -> list[Any]:
     if dt is BFloat16:  # scales of f16 are 2^-126 or above 2^-33
         lift = Float32(cutlass.select_(scale < Float32(SMALL), Float32(LIFT), Float32(1.0)))
         values, scale = [v * lift for v in values], scale * lift
-    inv, minus = Float32(1.0) / scale, -scale
-    found = []
+    inv = Float32(1.0) / scale
+    minus, found = -inv, []
     for v in values:
         near = _ptx("mul.rn.f32 {$w0}, {$r0}, {$r1};", v, inv)
-        rest = _fma(near, minus, v)
-        found.append(_fma(rest, inv, near))
+        beyond = _fma(near, scale, -v)  # in this order zeros keep their sign
+        found.append(_fma(beyond, minus, near))
     return found
 
 

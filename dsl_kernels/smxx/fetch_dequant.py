@@ -469,7 +469,8 @@ def build(spec: VariantSpec) -> tuple[Callable[..., Any], dict[str, Any]]:
     """(callable, fake arguments by name) of one variant; see ``registry``."""
     dt, i32 = compat.dtype(spec.in_dtype), compat.DTYPES["i32"]
     entries = ENTRIES[spec.cache_dtype]
-    cache = stored.fakes(spec.cache_dtype, page_size=compat.sym(MIN_PAGE, name="P"))
+    page_size = compat.sym(MIN_PAGE, name="P")
+    cache = ds_mla.fakes() if entries is OF_DS_MLA else stored.fakes(spec.cache_dtype, page_size)
     heads = (cache["kv"].shape[2],) if entries is OF_ROWS else ()
     widths = {"out_nope": (*heads, KV_LORA_RANK), "out_rope": (*heads, QK_ROPE_HEAD_DIM)}
     n = compat.sym(name="n")

@@ -10,16 +10,25 @@ are a lane's addresses, loads and conversions.  Offsets are 64-bit: pools may ex
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from cutlass import BFloat16, Float32, Int64, Uint32, cute
 
 from .. import compat
 from ..dims import HEAD_DIM_QK, KV_LORA_RANK, QK_ROPE_HEAD_DIM
-from . import ds_mla, quant
+from . import quant
 
 ROPE_PER_LANE = QK_ROPE_HEAD_DIM // quant.WARP
 Words = tuple[list[list[Any]], Any]  # of a lane: content by chunk, RoPE
+
+
+class Stores(NamedTuple):
+    """What a lane does with a token that is quantised, at (page, offset) of the cache."""
+
+    store: Callable[[Any], None]  # content and RoPE
+    writes_scales: Callable[[], Any]  # whether this lane stores scales
+    store_scales: Callable[[Any], None]
 
 
 class Fp8Cache(NamedTuple):
@@ -78,35 +87,30 @@ class Fp8Cache(NamedTuple):
         return quant.pack([v * scale for v in quant.to_f32([word], BFloat16)], dt)
 
     def quantised(
-        self, chunks: list[list[Any]], rope_words: list[Any], dt: Any, slot: Any
-    ) -> tuple[Any, ...]:
-        """A token of ``dt`` and its scale, for ``store``; all lanes of the warp take part."""
+        self, chunks: list[list[Any]], rope_words: list[Any], dt: Any, slot: Any, lane: Any
+    ) -> Stores:
+        """Quantises a token of ``dt``, in which all lanes of the warp take part."""
         factor = quant.amax_to_scale(slot)
         bits = quant.warp_max(quant.scale_bits(chunks, rope_words, dt, factor))
-        return chunks, rope_words, *quant.finish_scale(bits)
+        sigma, inv = quant.finish_scale(bits)
+        content, rope, scale = self
 
-    def store(self, token: tuple[Any, ...], dt: Any, at: tuple[Any, Any], lane: Any) -> None:
-        """Stores content and RoPE at (page, offset)."""
-        chunks, rope_words, _, inv = token
-        content, rope, _ = self
-        quant.store_row(
-            chunks,
-            rope_words,
-            dt,
-            inv,
-            lane,
-            content.iterator + (at[0] * content.stride[0] + at[1] * content.stride[1]),
-            rope.iterator + (at[0] * rope.stride[0] + at[1] * rope.stride[1]),
-        )
+        def store(at: Any) -> None:
+            quant.store_row(
+                chunks,
+                rope_words,
+                dt,
+                inv,
+                lane,
+                content.iterator + (at[0] * content.stride[0] + at[1] * content.stride[1]),
+                rope.iterator + (at[0] * rope.stride[0] + at[1] * rope.stride[1]),
+            )
 
-    def writes_scales(self, lane: Any, _dt: Any) -> Any:
-        """Whether this lane stores a scale."""
-        return lane == 0
+        def store_scale(at: Any) -> None:
+            place = scale.iterator + (at[0] * scale.stride[0] + at[1])
+            compat.store_words(place, [sigma.bitcast(Uint32)])
 
-    def store_scales(self, token: tuple[Any, ...], _dt: Any, at: tuple[Any, Any], _: Any) -> None:
-        """Stores the scale at (page, offset)."""
-        word = token[2].bitcast(Uint32)
-        compat.store_words(self.scale.iterator + (at[0] * self.scale.stride[0] + at[1]), [word])
+        return Stores(store, lambda: lane == 0, store_scale)
 
 
 class Rows16(NamedTuple):
@@ -183,8 +187,6 @@ def fakes(cache_dtype: str, page_size: Any = None) -> dict[str, Any]:
     """
     if cache_dtype == "fp8":
         return compat.cache_fakes(page_size=page_size)
-    if cache_dtype == "fp8_ds_mla":
-        return ds_mla.fakes()
     page_size = compat.sym(name="P") if page_size is None else page_size
     shape = (compat.sym(name="pages"), page_size, compat.sym(name="h_kv"), HEAD_DIM_QK)
     return {"kv": compat.rows(compat.dtype(cache_dtype), shape)}

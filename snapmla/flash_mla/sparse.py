@@ -99,10 +99,9 @@ def _cache_of(call: Call) -> PagedKVCache:
         wanted = f"shape (num_pages, page_size, 1, {ROW_BYTES})"
         checks.value_error("k_cache", wanted, tuple(k_cache.shape), hint)
     checks.tensor("k_cache", k_cache, ds_mla.BYTES, ("num_pages", "page_size", 1, ROW_BYTES))
-    return _wrapped(k_cache)
-
-
-def _wrapped(k_cache: Tensor) -> PagedKVCache:
+    checks.tensor("indices", call.indices, (torch.int32,), (*q.shape[:2], "topk"), q.device)
+    if call.topk_length is not None:
+        checks.vector("topk_length", call.topk_length, (q.shape[0],), q.device)
     return PagedKVCache.from_tensors(k_cache, format=ds_mla.FORMAT)
 
 
@@ -129,7 +128,7 @@ _lock = threading.Lock()
 def _plan(call: Call, q: Tensor) -> SparsePlan | None:
     """The object's, or that of calls of this shape; None of calls that have no rows."""
     indices = call.indices
-    if not isinstance(indices, torch.Tensor) or indices.ndim != 3 or not q.shape[0]:
+    if not q.shape[0] or not indices.shape[-1]:
         return None  # decode says what is wrong, or returns nothing
     if tracing.wanted(q, indices, call.k_cache):
         return _made(call, q)

@@ -6,8 +6,8 @@ memory done, writes done) and its ``cp.async``; every mbarrier (1: initialised, 
 completed, with all copies that count on it); the end of the grids before this one; and what works
 on tensor memory (``tensor_clock``).  Row l of a warp's matrix ``vc`` holds, for each component, the
 time up to which lane l knows its work.  ``avc`` is the same for what the *async proxy* may rely on,
-if lane l starts asynchronous work: the lanes' columns advance only with ``fence.proxy.async`` (PTX
-ISA 8.1.3, proxies).
+if lane l starts asynchronous work: the columns of lanes and of ``cp.async``, whose copies are the
+generic proxy's, advance only with ``fence.proxy.async`` (PTX ISA 8.1.3, proxies).
 
 Synchronisation moves rows: a release takes a ``Stamp``, an acquire joins it.
 """
@@ -172,11 +172,12 @@ class WarpClock:
         self._least = None
         self.vc[lane, mbarrier] = 1
 
-    def learn(self, m: Any, component: int, time: int) -> None:
-        """Lanes ``m`` know that ``component``'s work up to ``time`` is complete and visible."""
+    def learn(self, m: Any, component: int, time: int, generic: bool = False) -> None:
+        """Lanes ``m`` know that ``component``'s work up to ``time`` is complete and visible;
+        ``generic``: that was the generic proxy's, which the async proxy sees behind a fence."""
         self._least = None
         rows: Any = slice(None) if m is True else np.nonzero(m)[0]
-        for table in (self.vc, self.avc):
+        for table in (self.vc,) if generic else (self.vc, self.avc):
             table[rows, component] = np.maximum(table[rows, component], time)
 
     def note(self, m: Any, source: Any, target: Any) -> None:

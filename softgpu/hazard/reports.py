@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 PC_BITS = 20
 _PC_MASK = (1 << PC_BITS) - 1
 _GENERIC = ("lane", "collective")  # components whose accesses are the generic proxy's own
+_STORES = (*_GENERIC, "cp.async")  # whose writes are
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,7 @@ class Reports:
         kind, _ = self.layout.name(comp)
         wrote = "write" if kind in _GENERIC else "asynchronous write"
         both = [self.event(wrote, found.event, comp, self.note_of(comp, time)), second]
-        if is_async and kind in _GENERIC and warp.clock.knowledge(found.row)[comp] >= time:
+        if is_async and kind in _STORES and warp.clock.knowledge(found.row)[comp] >= time:
             self.machine.hazard(
                 "missing-proxy-fence",
                 "the async proxy accesses what generic stores wrote, without a proxy fence",

@@ -205,7 +205,7 @@ class WarpHazards:
 
     def cp_waited(self, m: Any, keep: int) -> None:
         """Lanes ``m`` know all but the last ``keep`` closed groups of cp.async to be complete."""
-        self.clock.learn(m, self.agents["cp.async"], self.cp_group - 1 - keep)
+        self.clock.learn(m, self.agents["cp.async"], self.cp_group - 1 - keep, generic=True)
 
     # ---- mbarriers -----------------------------------------------------------------------------
     def init_barrier(self, lane: int, bar: MBarrier) -> None:

@@ -171,3 +171,60 @@ def test_compiled_and_exported_calls_are_one_operator() -> None:
     eager = step(q, cache, indices, plan)
     compiled = torch.compile(step, backend="aot_eager", fullgraph=True)(q, cache, indices, plan)
     assert all(map(torch.equal, eager, compiled))
+
+
+class Right:
+    """A call that is right, and known."""
+
+    def __init__(self) -> None:
+        self.arguments: dict[str, Any] = {
+            "q": query(2, 1, 3), "cache": filled_cache(), "indices": some_indices(2, 1, topk=9),
+            "topk_length": torch.tensor([9, 4], dtype=torch.int32), "attn_sink": torch.zeros(3),
+            "plan": snapmla.plan_sparse_decode(3, 1, topk=9, batch=2, device="cpu"),
+            "out": torch.empty(2, 1, 3, 512, dtype=torch.bfloat16), "lse": torch.empty(2, 3, 1),
+        }  # fmt: skip
+        self.run()
+        assert len(self.arguments["plan"].memo.kinds) == 1
+
+    def run(self, **wrong: Any) -> Any:
+        return snapmla.decode(**{"softmax_scale": SCALE, **self.arguments, **wrong})
+
+
+def test_wrong_arguments_of_a_known_call() -> None:
+    right = Right()
+    given, dense = right.arguments, snapmla.plan_decode(
+        torch.ones(2, dtype=torch.int32), 3, 1, page_size=P, max_pages=1
+    )  # fmt: skip
+    out, indices = given["out"], given["indices"]
+    for name, value, words in (
+        ("q", query(2, 1, 4), "plan: expected one made for"),
+        ("q", torch.zeros(2, 1, 3, 576), "q: expected a snapmla.QuantizedQuery"),
+        ("indices", indices.long(), "indices: expected dtype int32"),
+        ("indices", indices[..., :8], "indices: expected shape"),
+        ("indices", indices.expand(2, 1, 9)[:, :, ::1].mT.contiguous().mT, None),
+        ("indices", torch.zeros(2, 1, 18, dtype=torch.int32)[..., ::2], "indices: expected inner"),
+        ("topk_length", torch.zeros(3, dtype=torch.int32), "topk_length: expected shape"),
+        ("topk_length", torch.zeros(2), "topk_length: expected dtype int32"),
+        ("attn_sink", torch.zeros(2), "attn_sink: expected shape"),
+        ("attn_sink", torch.zeros(3).double(), "attn_sink: expected dtype float32"),
+        ("plan", dense, "plan: expected a snapmla.SparsePlan or None"),
+        ("out", out[:1], "out: expected shape"),
+        ("out", given["cache"].content.view(torch.bfloat16).view(-1)[:3072].view_as(out),
+         "out: expected memory apart from cache.content"),
+        ("out", torch._neg_view(out), "out: expected "),
+        ("lse", out.view(-1)[:12].view(torch.float32).view(2, 3, 1), "(out|lse): expected memory"),
+        ("softmax_scale", 0.0, "softmax_scale: expected a positive"),
+        ("lse_base", "10", "lse_base: expected one of"),
+        ("out_dtype", torch.float16, "out_dtype: expected"),
+        ("pipeline", "dual_wg", "pipeline: expected one of"),
+    ):  # fmt: skip
+        if words is None:  # strides of rows are free
+            right.run(**{name: value})
+            continue
+        with pytest.raises((TypeError, ValueError), match=f"^{words}"):
+            right.run(**{name: value})
+    with pytest.raises(ValueError, match="^plan: expected one made for .b, s_q, num_heads, page_s"):
+        snapmla.decode(
+            given["q"], given["cache"], torch.zeros(2, 1, dtype=torch.int32),
+            torch.ones(2, dtype=torch.int32), softmax_scale=SCALE, plan=given["plan"],
+        )  # fmt: skip

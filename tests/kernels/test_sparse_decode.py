@@ -21,7 +21,7 @@ from snapmla.testing.reference_plan import Queries, plan_reference
 from snapmla.testing.sparse_job import INT_MAX, SparseJob, SparseShape
 from snapmla.testing.workloads import sparse_decode as work
 from snapmla.testing.workloads.call import NATURAL
-from softgpu import Options, using
+from softgpu import Hazard, Options, mutate, using
 from tests.support.needs import needs_compiler
 
 pytestmark = needs_compiler
@@ -158,6 +158,17 @@ def test_sinks_leave_lse_alone(parts: int) -> None:
     assert not out[0, 0, 0].any() and torch.equal(out[0, 0, 1], plain[0, 0, 1])
     assert float((out[0, 0].double() - want).norm()) < 4e-3 * float(want.norm())
     assert not out[1].any() and torch.isneginf(lse[1]).all(), "a row without tokens"
+
+
+def test_tiles_need_the_announcers_fence() -> None:
+    """The copies are the generic proxy's, the MMAs read through the async one."""
+    _, kernel = kernel_of(FEW)
+    places = mutate.sites(kernel.program(kernel.entry))
+    fence = next(x for x in places if x.family == "fence" and x.source.startswith("gather.py"))
+    job = SparseJob(kernel_of(FEW)[0], SparseShape(4, 64, (64,), 1, parts=1))
+    with mutate.mutant(kernel, kernel.entry, fence.pc), using(CHECKED), pytest.raises(Hazard) as e:
+        job.run(kernel)
+    assert e.value.kind == "missing-proxy-fence"
 
 
 def test_bases_and_empty_rows() -> None:

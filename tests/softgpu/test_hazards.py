@@ -41,6 +41,7 @@ INIT = """
 EXPECT = "@%p50 mbarrier.arrive.expect_tx.shared.b64 _, [%r1], 256;\n"
 COPY = """@%p50 cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes
     [%r5], [%rd1], 256, [%r1];\n"""
+CP = "cp.async.ca.shared.global [%r2], [%rd61], 4;"
 STORE = "cp.async.bulk.global.shared::cta.bulk_group [%rd1], [%r5], 128;"
 
 
@@ -158,6 +159,19 @@ COPIES = {
         f"@%p51 {ST} [%r2], 1; bar.sync 0; @!%p50 bra END; {GAP}"
         f"{STORE} cp.async.bulk.commit_group; cp.async.bulk.wait_group 0; END:",
         "fence.proxy.async;", events=(ST, "cp.async.bulk.global"),
+    ),
+    "cp.async is generic": Case(
+        "missing-proxy-fence",
+        f"@%p51 {CP} cp.async.wait_all; {GAP} bar.sync 0; @!%p50 bra END;"
+        f"{STORE} cp.async.bulk.commit_group; cp.async.bulk.wait_group 0; END:",
+        "fence.proxy.async.shared::cta;", events=("cp.async.ca", "cp.async.bulk.global"),
+    ),
+    "cp.async that lands on a barrier": Case(
+        "missing-proxy-fence",
+        f"{INIT} @%p51 {CP} @%p51 cp.async.mbarrier.arrive.noinc.shared.b64 [%r1+8];"
+        f"@!%p50 bra END; {wait('%r1+8')} {GAP}"
+        f"{STORE} cp.async.bulk.commit_group; cp.async.bulk.wait_group 0; END:",
+        "fence.proxy.async.shared::cta;", events=("cp.async.ca", "cp.async.bulk.global"),
     ),
     "a proxy fence is no barrier": Case(
         "race",
