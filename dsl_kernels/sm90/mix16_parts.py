@@ -364,7 +364,7 @@ class Parts:
         )
         self.loads = GatherRecords(
             self.work, stages=stages, q_stages=q_stages, readers=K_READERS,
-            by_lines=bool(spec.lines),
+            by_lines=bool(spec.lines), halves=bool(spec.halves),
         )  # fmt: skip
         self.scales, self.queries = RecordScales(stages), QueryRows(self.rows)
         self.stamps = Stamps(bool(spec.stamps))
