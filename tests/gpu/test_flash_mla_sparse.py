@@ -122,7 +122,8 @@ class Step:
         """(b, s_q, h, 512) fp64 on the CPU: results with the rounding of the kernel's pipeline."""
         counts = self.length.repeat_interleave(self.S_Q)
         given = self.q.flatten(0, 1), self.rows[:, :, 0], self.indices.flatten(0, 1), counts
-        call = RecordCall(*(x.cpu() for x in given), SCALE, self.sink.cpu())
+        q, rows, indices, lengths = (x.cpu() for x in given)
+        call = RecordCall(q, rows, indices, lengths, SCALE, self.sink.cpu())
         return record_decode_mimic(call, self.heads <= 32)[0].view(*self.q.shape[:3], 512)
 
 
