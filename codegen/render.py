@@ -96,12 +96,14 @@ def _groups(points: Sequence[Any], key: Callable[[Any], Any]) -> dict[Any, list[
 
 
 def _decode_row(specs: list[VariantSpec]) -> dict[str, str]:
-    """One line of the decode table: variants that differ in page size and output only."""
+    """One line of the decode table: variants that differ in page size and output only; those that
+    are given lists of tokens take pages of any size."""
     first = specs[0]
+    paged = first.family.axis("page_size") is not None
     budget, terms = registry.budget(first), dict(first.values).get("p_terms", 1)
     row = {
         "name": f"{first.op}_{first.pipeline}_r{first.row_tile}",
-        "pages": _distinct([s.page_size for s in specs]),
+        "pages": _distinct([s.page_size for s in specs]) if paged else "any",
         "outs": _distinct([s.result_dtype for s in specs]),
         "note": ", ".join(
             [f"cluster of {first.cluster}"] * (first.cluster > 1)

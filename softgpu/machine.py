@@ -107,7 +107,9 @@ class Machine:
             raw = ctypes.string_at(self.launch.params[i], p.size)
             self._param_block[start + o : start + o + p.size] = np.frombuffer(raw, np.uint8)
             self.symbols[p.name] = self._param_block.ctypes.data + start + o
-        self.memory.add("kernel parameters", self._param_block.ctypes.data + start, offset)
+        begin = self._param_block.ctypes.data + start
+        self.memory.add("kernel parameters", begin, offset)
+        self.parameter_span = begin, begin + offset
         self._globals: list[NDArray[np.uint8]] = []
         for name, var in self.program.globals.items():
             data = np.zeros(var.size + 32, np.uint8)

@@ -22,7 +22,8 @@ AXES = (
     Axis("stages", "st", tuple(range(9)), 0, named=False),  # of the KV ring; 0: the pipeline's own
     Axis("stamps", "stamps", (0, 1), 0, named=False),  # 1: a CTA records its events (stamp.py)
     Axis("cluster", "c", (1,), 1, named=False),
-    Axis("lines", "ln", (0, 1), 0, named=False),  # 1: a copy takes a line of four rows, not a row
+    # 1: a copy of ``etap`` takes a line of four rows, not a row
+    Axis("lines", "ln", (0, 1), lambda values: int(values["row_tile"] == 64), named=False),
     Axis("ahead", "ah", (0, 1), 0, named=False),  # 1: mix16's Q.K of the next tile under softmax
     Axis("p_terms", "pt", (1, 2), 1, named=False),  # e4m3 terms of P; 2: an accuracy setting
 )
@@ -32,9 +33,17 @@ MODULES = {
 }
 
 
-def points(_arch: str) -> Iterator[Values]:
-    """None by default yet."""
-    return iter(())
+def points(arch: str) -> Iterator[Values]:
+    """Every row tile; of the FP8 cache also with fp32 results, and with two terms of P."""
+    if arch != "sm_90a":
+        return
+    for pipeline, row_tile in ((p, tile) for p, tiles in ROW_TILES.items() for tile in tiles):
+        values = {"pipeline": pipeline, "row_tile": row_tile}
+        yield {**values, "out_dtype": "bf16"}
+        if pipeline == "etap":
+            yield {**values, "out_dtype": "f32"}
+            if row_tile in TWO_TERMS:
+                yield from ({**values, "out_dtype": o, "p_terms": 2} for o in ("bf16", "f32"))
 
 
 FAMILY = Family(
@@ -45,6 +54,12 @@ FAMILY = Family(
     kind=DECODE,
     formats=("fp8",),
     token_tile=lambda _arch, _values: TOKEN_TILE,
+    everyday=(
+        {"pipeline": "etap", "row_tile": 16, "out_dtype": "bf16", "p_terms": 1},
+        {"pipeline": "etap", "row_tile": 64, "out_dtype": "bf16", "p_terms": 1},
+        {"pipeline": "mix16", "row_tile": 16},
+        {"pipeline": "mix16", "row_tile": 64},
+    ),
     counted_by=("pipeline",),
     shown=("q_nope", "content", "indices"),
     results=("out", "lse"),

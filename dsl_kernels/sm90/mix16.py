@@ -78,7 +78,7 @@ from .wgmma import tiled_mma
 if TYPE_CHECKING:
     from ..spec import VariantSpec
 
-REGISTERS = {16: (32, 160, 160), 32: (40, 152, 160), 64: (32, 128, 176)}  # by rows
+REGISTERS = {16: (32, 160, 160), 32: (32, 160, 160), 64: (32, 128, 176)}  # by rows
 STAGES, FEW_STAGES = 3, 4
 STAGE_BYTES = TILE * (ROW_BYTES + 4 * (4 + GROUPS + GROUPS // 2))  # with what is made of scales
 SMALL_BYTES = 8192  # exchange, factors, barriers, alignment: an upper bound
@@ -90,8 +90,6 @@ def feasible(spec: VariantSpec) -> str | None:
     """Reason why the pipeline cannot be built for ``spec``, or None."""
     if spec.p_terms > 1:
         return "mix16 has a P of 16 bits: one term"
-    if spec.ahead and spec.row_tile <= FEW_ROWS:
-        return f"mix16 has Q.K of the next tile under softmax in row tiles above {FEW_ROWS}"
     return infeasible(spec, 2, budget(spec))
 
 

@@ -1,16 +1,17 @@
-"""Softmax of ``mix16`` with 64 rows, and Q.K of the next tile under it.
+"""Softmax of ``mix16`` with Q.K of the next tile under it.
 
 As mix16_softmax.py's, but Q.K of tile i + 1 begins when the frames of tile i stand, and P(i) is
 made between its first units; so the tensor cores have work while P(i) is made and handed over.
-RoPE comes first, divided by sigma in fp32, and the content goes on top: no drain at the end.
+RoPE comes first.  Of 64 rows it is divided by sigma in fp32, and the content goes on top: no drain
+at the end; fewer rows have a sum for it.
 
-Timeline of block i (registers: S 32, t 32, then two fragments of 16)
+Timeline of block i (registers, 64 rows: S 32, t 32, then two fragments of 16)
     S i is there | t = S sigma f + log2 sigma - m_ref | free K(i) | vote, rarely frames move
     | wait P free, K(i+1) | RoPE -> | exp2, first half | RoPE / sigma | unit 0 -> | exp2, second
-    half | P -> hand over | units 1 ... 7 -> | wait
+    half | P -> hand over | units 1 ... -> | wait
 
-No branch and no wait lies where WGMMAs are in flight (softmax_many.py).  Frames and factors of rows
-are in shared memory: field ``frames``.
+No branch and no wait lies where WGMMAs are in flight (softmax_many.py).  Frames of rows are in
+shared memory: field ``frames``.
 """
 
 from __future__ import annotations
@@ -45,8 +46,9 @@ class AheadSoftmax(MixSoftmax):
         return dict(**super().fields(), frames=array(Float32, padded_size(self.rows_cta), 128))
 
     def tools(self, st, layouts):
-        """S as well."""
-        return *super().tools(st, layouts), self.accumulator()
+        """S^T as well: one sum and RoPE's; of 64 rows both in one."""
+        sums = GROUPS + 1 if self.few_rows else 1
+        return *super().tools(st, layouts), [self.accumulator() for _ in range(sums)]
 
     # ---------------------------------------------------------------- frames of rows
 
@@ -99,20 +101,22 @@ class AheadSoftmax(MixSoftmax):
             cta.k_pipe.consumer_wait(kst)
             self.parts.stamps.put(cta.gmem.results, Stamp.FIRST_TILE, kst.count == 0)
             self.start(cta.st, tools, qst.index, kst.index)
-            self.go_on(cta.st, tools, qst.index, kst.index, self.first_unit(cta.st, kst.index))
+            frag = self.first_unit(cta.st, tools, qst.index, kst.index)
+            self.rest(cta.st, tools, qst.index, kst.index, frag)
         for tile in cutlass.range(first, last, unroll=1):
             if tile + 1 < last:
                 kst, fresh = self.block_of(True, cta, tools, qst, kst, blocks, fresh, rows_out)
             else:
                 kst, fresh = self.block_of(False, cta, tools, qst, kst, blocks, fresh, rows_out)
-                self.forget(tools[3])
+                self.forget(tools[-1])
             blocks += 1
         return kst, blocks
 
-    def forget(self, acc) -> None:
+    def forget(self, sums) -> None:
         """S^T becomes undefined, so that the loop need not carry it past its last round."""
-        for v in range(self.fragment.values):
-            acc[v] = Float32(0.0)
+        for acc in sums:
+            for v in range(self.fragment.values):
+                acc[v] = Float32(0.0)
 
     def place(self):
         """(warp, lane, this thread's first token)"""
@@ -122,43 +126,49 @@ class AheadSoftmax(MixSoftmax):
 
     def start(self, st, tools, q_stage, stage) -> None:
         """RoPE of a tile's S^T."""
-        _, rKr, rQr, acc = tools
+        *operands, sums = tools
+        _, rKr, rQr = self.operands(operands, q_stage, stage)
         wgmma_fence()
-        k, q = rKr[None, None, None, stage], rQr[None, None, None, q_stage]
-        issue(self.rope_mma(), acc, k, q, accumulate=False)
+        issue(self.rope_mma(), sums[-1], rKr, rQr, accumulate=False)
         warpgroup.commit_group()
 
+    def group_of(self, unit: int) -> int:
+        """The group of a unit's channels."""
+        return unit * self.unit_steps // (STEPS // GROUPS)
+
     def ratio(self, st, stage, unit: int):
-        """Words of the two tokens' ratios, of the unit's group."""
+        """Words by which the two tokens' channels of a unit are multiplied; of few rows None."""
+        if self.few_rows:
+            return None
         own, token = self.parts.scales.own(st), self.place()[2]
-        group = unit * self.unit_steps // (STEPS // GROUPS)
-        return [own[group, token + 8 * e, stage] for e in range(2)]
+        return [own[self.group_of(unit), token + 8 * e, stage] for e in range(2)]
 
-    def first_unit(self, st, stage):
-        """Fragment of unit 0."""
-        wwarp, lane, _ = self.place()
-        return self.to_k(self.load_k(st, stage, wwarp, lane, 0), self.ratio(st, stage, 0))
-
-    @cute.jit
-    def scale_rope(self, st, acc, stage):
-        """S^T so far, when it is there, over sigma."""
-        token, facts = self.place()[2], self.parts.scales.facts(st)
-        inverse = [cute.arch.rcp_approx(facts[2, token + 8 * e, stage]) for e in range(2)]
-        warpgroup.wait_group(0)
-        for v in cutlass.range_constexpr(self.fragment.values):
-            acc[v] = acc[v] * inverse[self.fragment.token(v)]
+    def issue_next(self, tools, frag, q_stage, unit: int) -> None:
+        """A unit's WGMMAs: on top of RoPE, or of few rows to the sum of its group."""
+        rQ, sums = tools[0][None, None, None, q_stage], tools[-1]
+        if not self.few_rows:
+            self.issue_unit(sums[0], frag, rQ, unit, True)
+            return
+        follows = unit > 0 and self.group_of(unit) == self.group_of(unit - 1)
+        self.issue_unit(sums[self.group_of(unit)], frag, rQ, unit, follows)
 
     @cute.jit
-    def go_on(self, st, tools, q_stage, stage, frag):
-        """The content on top of RoPE, all of it; ends when S^T is there."""
-        self.scale_rope(st, tools[3], stage)
-        self.issue_unit(tools[3], frag, tools[0][None, None, None, q_stage], 0, True)
-        self.rest(st, tools, q_stage, stage, frag)
+    def first_unit(self, st, tools, q_stage, stage):
+        """Unit 0, behind RoPE, which of 64 rows is divided by sigma; returns its fragment."""
+        wwarp, lane, token = self.place()
+        frag = self.to_k(self.load_k(st, stage, wwarp, lane, 0), self.ratio(st, stage, 0))
+        if const_expr(not self.few_rows):
+            facts, (acc,) = self.parts.scales.facts(st), tools[-1]
+            inverse = [cute.arch.rcp_approx(facts[2, token + 8 * e, stage]) for e in range(2)]
+            warpgroup.wait_group(0)
+            for v in cutlass.range_constexpr(self.fragment.values):
+                acc[v] = acc[v] * inverse[self.fragment.token(v)]
+        self.issue_next(tools, frag, q_stage, 0)
+        return frag
 
     @cute.jit
     def rest(self, st, tools, q_stage, stage, frag):
-        """Units 1 and on; ``frag`` is in flight."""
-        rQ, acc = tools[0][None, None, None, q_stage], tools[3]
+        """Units 1 and on, until S^T is there; ``frag`` is in flight."""
         wwarp, lane, _ = self.place()
         units = const_expr(STEPS // self.unit_steps)
         held = [frag, None]
@@ -167,7 +177,7 @@ class AheadSoftmax(MixSoftmax):
             if const_expr(u > 1):
                 warpgroup.wait_group(1)
             held[u % 2] = self.to_k(raws, ratio)
-            self.issue_unit(acc, held[u % 2], rQ, u, True)
+            self.issue_next(tools, held[u % 2], q_stage, u)
             if const_expr(u + 1 < units):
                 raws = self.load_k(st, stage, wwarp, lane, u + 1)
                 ratio = self.ratio(st, stage, u + 1)
@@ -182,7 +192,7 @@ class AheadSoftmax(MixSoftmax):
         wwarp, lane, _ = self.place()
         st, buf, l_run = cta.st, blocks & 1, rows_out[1]
         t = cute.make_rmem_tensor((self.fragment.values,), Float32)
-        inverse, top, first = self.logits(st, tools[3], t, kst.index, fresh)
+        inverse, top, first = self.logits(st, tools[-1], t, kst.index, fresh)
         cute.arch.sync_warp()  # one lane frees the stage for all: their reads come first
         cta.k_pipe.consumer_release(kst)
         moves = self.vote(st, top > HEADROOM, buf, wwarp, lane) | first
@@ -197,9 +207,7 @@ class AheadSoftmax(MixSoftmax):
         words = self.half_of_p(t, inverse, l_run, 0)
         frag = None
         if const_expr(more):
-            frag = self.first_unit(st, stage)
-            self.scale_rope(st, tools[3], stage)
-            self.issue_unit(tools[3], frag, tools[0][None, None, None, qst.index], 0, True)
+            frag = self.first_unit(st, tools, qst.index, stage)
         words += self.half_of_p(t, inverse, l_run, 1)
         self.hand_over(st, words, buf, moves, wwarp, lane)
         if const_expr(more):
@@ -207,7 +215,7 @@ class AheadSoftmax(MixSoftmax):
         return kst, fresh - first
 
     @cute.jit
-    def logits(self, st, acc, t, stage, fresh):
+    def logits(self, st, sums, t, stage, fresh):
         """S^T -> t; returns (1 / sigma of the two tokens, the thread's largest, whether this is the
         item's first tile with a token)."""
         row, token = self.fragment.row, self.fragment.token
@@ -220,6 +228,7 @@ class AheadSoftmax(MixSoftmax):
         first = cute.arch.make_warp_uniform(
             Int32(cutlass.select_(some > Float32(0.0), fresh, Int32(0)))
         )
+        self.combine(st, sums, t, stage, sigma)
         factor = cute.make_rmem_tensor((self.fragment.rows,), Float32)
         frame = cute.make_rmem_tensor((self.fragment.rows,), Float32)
         factors = cute.make_tensor(st.factors.data_ptr(), pad_layout(self.rows_cta))
@@ -228,9 +237,21 @@ class AheadSoftmax(MixSoftmax):
         top = Float32(NEVER)
         for v in cutlass.range_constexpr(self.fragment.values):
             x, e = row(v), token(v)
-            t[v] = acc[v] * sigma[e] * factor[x] + (log[e] - frame[x])
+            t[v] = t[v] * factor[x] + (log[e] - frame[x])
             top = cute.arch.fmax(top, t[v])
         return inverse, top, first
+
+    def combine(self, st, sums, t, stage, sigma) -> None:
+        """Sums of S^T -> t in the units of Q and K."""
+        if not self.few_rows:
+            for v in range(self.fragment.values):
+                t[v] = sums[0][v] * sigma[self.fragment.token(v)]
+            return
+        scale = self.scales_of(st, stage)
+        for v in range(self.fragment.values):
+            t[v] = sums[GROUPS][v]
+            for g in range(GROUPS):
+                t[v] = t[v] + sums[g][v] * scale[self.fragment.token(v)][g]
 
     def half_of_p(self, t, inverse, l_run, half: int):
         """Exponentials of half of the rows, added to their sums; P as words."""

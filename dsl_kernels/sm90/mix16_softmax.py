@@ -253,15 +253,23 @@ class MixSoftmax(AcrossWarps):
                 held[(u + 1) % 2] = self.to_k(raws, None)
                 if const_expr(u + 2 < units):
                     raws = self.load_k(st, stage, wwarp, lane, u + 2)
-        scales, token = self.parts.scales.of_tokens(st), wwarp * 16 + lane // 4
-        scale = [cute.make_rmem_tensor((GROUPS,), Float32) for _ in range(2)]
-        for e in cutlass.range_constexpr(2):
-            cute.autovec_copy(scales[None, token + 8 * e, stage], scale[e])
+        scale = self.scales_of(st, stage)
         warpgroup.wait_group(0)
         for v in cutlass.range_constexpr(self.fragment.values):
             for g in cutlass.range_constexpr(GROUPS):
                 t[v] = t[v] + sums[g][v] * scale[self.fragment.token(v)][g]
         return t
+
+    def scales_of(self, st, stage):
+        """The groups' scales of the thread's two tokens."""
+        tidx, _, _ = cute.arch.thread_idx()
+        token = tidx % WARPGROUP // 32 * 16 + tidx % 32 // 4
+        scales, out = self.parts.scales.of_tokens(st), []
+        for e in range(2):
+            four = cute.make_rmem_tensor((GROUPS,), Float32)
+            cute.autovec_copy(scales[None, token + 8 * e, stage], four)
+            out.append(four)
+        return out
 
     # ---------------------------------------------------------------- P^T
 

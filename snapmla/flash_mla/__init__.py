@@ -29,14 +29,14 @@ from typing import Any, NamedTuple, TypeGuard, cast
 
 import torch
 
-from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK
+from dsl_kernels.dims import HEAD_DIM_QK
 from snapmla import attention, checks, decode_plan, metadata_pair, overlap, records, tracing
 from snapmla import call as calls
 from snapmla.cache import PagedKVCache
 from snapmla.flash_mla import sparse
+from snapmla.flash_mla.checking import checked_cache
 from snapmla.flash_mla.config import Config, check_config
 from snapmla.flash_mla.unbuilt import (
-    OWN_FP8,
     flash_attn_varlen_func,
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
@@ -440,7 +440,7 @@ def _traced(given: Given) -> Pair:
     """The same call through the primary API, where it is an operator."""
     q, _, table, lengths, _, out, lse, (scale, causal, base, empty), *_ = call = _dense(given)
     try:
-        cache = _checked(call)
+        cache = checked_cache(call)
         return attention.decode(
             q, cache, table, lengths, softmax_scale=scale,
             plan=_traced_plan(call, cache) if q.shape[0] else None, causal=bool(causal), out=out,
@@ -455,7 +455,7 @@ def _check(given: Given) -> Call:
     q, _, table, lengths, metadata, out, lse, options, *_ = call = _dense(given)
     plan, reader = None, None
     try:
-        cache = _checked(call)
+        cache = checked_cache(call)
         if q.shape[0]:
             if _plans_itself(metadata):
                 plan = _plan_of(metadata, call, cache)
@@ -482,45 +482,6 @@ def _dense(given: Given) -> Call:
 
 
 _DECODE = calls.Op("flash_mla_with_kvcache", _check, _launch, _traced, _parts, _places)
-
-
-def _checked(call: Call) -> PagedKVCache:
-    """The cache as the primary API knows it; checks all but metadata and where results lie."""
-    q, k_cache, table, lengths, _, out, lse, (scale, causal, *_), head_dim_v, num_splits, _ = call
-    checks.integer("head_dim_v", head_dim_v, KV_LORA_RANK, KV_LORA_RANK)
-    checks.flag("causal", causal)
-    checks.softmax_scale(scale)
-    if num_splits is not None:
-        checks.tensor("num_splits", num_splits, (torch.int32,), ("b + 1",))
-    if isinstance(q, torch.Tensor) and q.ndim == 3:
-        hint = "ragged queries are for snapmla.decode"
-        wanted = f"shape (b, s_q, num_heads_q, {HEAD_DIM_QK})"
-        checks.value_error("q", wanted, tuple(q.shape), hint)
-    _check_pool(k_cache)
-    cache = PagedKVCache.from_tensors(k_cache)
-    checks.query_of_rows(q, cache.dtype, cache.num_kv_heads)
-    checks.block_table(table, q.shape[0], q.device)
-    checks.lengths(lengths, q.shape[0], q.device)
-    b, s_q, heads, _ = q.shape
-    if out is not None:
-        checks.output("out", out, (q.dtype,), (b, s_q, heads, KV_LORA_RANK), q.device)
-    if lse is not None:
-        checks.output("lse", lse, (torch.float32,), (b, heads, s_q), q.device, align=4)
-    return cache
-
-
-def _check_pool(k_cache: Tensor) -> None:
-    """Checks kind, dtype and shape of the cache, by its name here."""
-    checks.not_nested("k_cache", k_cache)
-    if isinstance(k_cache, torch.Tensor) and k_cache.dtype is checks.FP8:
-        got = checks.dtype_name(k_cache.dtype)
-        checks.type_error("k_cache", "dtype bfloat16 or float16", got, OWN_FP8)
-    if isinstance(k_cache, torch.Tensor) and (k_cache.ndim, k_cache.shape[-1]) != (4, HEAD_DIM_QK):
-        hint = f"pass pool.view(-1, page_size, 1, {HEAD_DIM_QK})"
-        wanted = f"shape (num_pages, page_size, num_heads_k, {HEAD_DIM_QK})"
-        checks.value_error("k_cache", wanted, tuple(k_cache.shape), hint)
-    shape = ("num_pages", "page_size", "num_heads_k", HEAD_DIM_QK)
-    checks.tensor("k_cache", k_cache, checks.ROWS, shape)
 
 
 def _traced_plan(call: Call, cache: PagedKVCache) -> decode_plan.DecodePlan:

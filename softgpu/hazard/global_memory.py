@@ -191,13 +191,17 @@ class GlobalHazards:
 
     # ---- reports -------------------------------------------------------------------------------
     def _early(self, wh: WarpHazards, addr: Any, m: Any, nbytes: int, action: str) -> None:
-        """Before griddepcontrol.wait: touches what the grid before this one writes?"""
+        """Before griddepcontrol.wait: touches what the grid before this one writes?
+
+        Not its own parameters: they may lie where a tensor was that the grid before wrote.
+        """
         if wh.prior_known:
             return
         lanes = wh.ignorant(lanes_of(m))
         at = addr[lanes].astype(np.int64)[:, None]
         begin, end = self._before.T
-        near = (at < end) & (at + nbytes > begin)
+        first, last = self.machine.parameter_span
+        near = (at < end) & (at + nbytes > begin) & ((at < first) | (at >= last))
         if not near.any():
             return
         for row, grid in np.argwhere(near):

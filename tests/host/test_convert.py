@@ -1,4 +1,4 @@
-"""``convert_cache``: the bytes and errors that it says; pages it is not asked for are untouched."""
+"""``convert_cache``: the bytes and errors that it says; other pages are untouched."""
 
 from __future__ import annotations
 

@@ -216,7 +216,7 @@ def test_an_object_is_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for module, name in (
         (decode_plan, "launch_plan"), (decode_plan.plan, "launch_plan"),
-        (records, "launch_plan_of"), (attention, "checked"), (flash_mla, "_checked"),
+        (records, "launch_plan_of"), (attention, "checked"), (flash_mla, "checked_cache"),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, refuse)
     given = {"out": torch.full_like(out, 7.0), "lse": torch.full_like(lse, 7.0)}
@@ -271,6 +271,7 @@ def test_a_layer_unlike_the_last(monkeypatch: pytest.MonkeyPatch, no_decode: Non
         ("softmax_scale", torch.tensor(SCALE), "softmax_scale: expected"),
         ("causal", False, "tile_scheduler_metadata: expected calls like its first"),
         ("indices", out, "causal: expected False beside indices"),
+        ("attn_sink", out, "attn_sink: expected None without indices"),
     ):  # fmt: skip
         with pytest.raises((TypeError, ValueError), match=f"^{words}"):
             is_quick(**{name: value})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,17 +24,18 @@ from tests.support.needs import needs_compiler
 pytestmark = needs_compiler
 CHECKED = Options(hazards="raise", seed=5)
 FEW = "sparse_decode_mix16_r16_obf16_sm90a"
-MANY = "sparse_decode_mix16_r64_obf16_sm90a"
-OTHERS = [
-    pytest.param(name, marks=pytest.mark.whole_matrix)
-    for name in (
-        MANY,
-        "sparse_decode_mix16_r64_obf16_ah1_sm90a",
-        "sparse_decode_mix16_r32_obf16_sm90a",
-    )
-]
-EVERY = [FEW, *OTHERS]
-BOTH = EVERY[:3]
+
+
+def some(values: Iterable[Any], everyday: Any) -> list[Any]:
+    """Parameters, all but one of them of the whole matrix."""
+    whole = pytest.mark.whole_matrix
+    return [v if v is everyday or v == everyday else pytest.param(v, marks=whole) for v in values]
+
+
+BUILT = [(r, ahead) for ahead in ("", "_ah1") for r in (16, 32, 64)]
+EVERY = some([FEW, *(f"sparse_decode_mix16_r{r}_obf16{a}_sm90a" for r, a in BUILT[1:])], FEW)
+STYLES = some([s for s in record_job.STYLES if s not in ("plain", "scales")], "swings")
+PADDING = some([math.nan, 0.0, 1e30, -math.inf], math.nan)
 
 
 def kernel_of(name: str) -> tuple[VariantSpec, Any]:
@@ -53,8 +55,8 @@ def test_clean_and_right(name: str) -> None:
         assert errors.right, f"{shape}: {errors}"
 
 
-@pytest.mark.parametrize("style", [s for s in record_job.STYLES if s not in ("plain", "scales")])
-@pytest.mark.parametrize("name", BOTH)
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("name", EVERY)
 def test_numbers_that_move_frames(name: str, style: str) -> None:
     """Peaked rows, swings of 200 nats between tiles, queries that equal a token, RoPE of 1e3,
     groups 2^20 apart; whole and split."""
@@ -65,8 +67,8 @@ def test_numbers_that_move_frames(name: str, style: str) -> None:
         assert errors.right, f"{each}: {errors}"
 
 
-@pytest.mark.parametrize("padding", [0.0, 1e30, math.nan, -math.inf])
-@pytest.mark.parametrize("name", BOTH)
+@pytest.mark.parametrize("padding", PADDING)
+@pytest.mark.parametrize("name", EVERY)
 def test_rows_do_not_feel_each_other(name: str, padding: float) -> None:
     """The bits of real heads, whatever padded ones hold; row 0 among those."""
     spec, kernel = kernel_of(name)
@@ -84,7 +86,7 @@ def test_rows_do_not_feel_each_other(name: str, padding: float) -> None:
         assert job.errors((out, lse)).right
 
 
-@pytest.mark.parametrize("name", BOTH)
+@pytest.mark.parametrize("name", EVERY)
 def test_queries_of_any_size(name: str) -> None:
     """Rows of Q that are tiny, huge, RoPE alone, one channel, zeros, of channels 2^30 apart."""
     spec, kernel = kernel_of(name)
@@ -102,7 +104,7 @@ def test_queries_of_any_size(name: str) -> None:
     assert errors.right, str(errors)
 
 
-@pytest.mark.parametrize("name", BOTH)
+@pytest.mark.parametrize("name", EVERY)
 def test_scale_zero_is_a_token(name: str) -> None:
     """Tokens of zeros, NaN bytes under scales of 0: each weighs e^0 and adds nothing."""
     spec, kernel = kernel_of(name)
@@ -120,7 +122,7 @@ def test_scale_zero_is_a_token(name: str) -> None:
     assert torch.allclose(gain, torch.full_like(gain, 32.0), rtol=1e-3)
 
 
-@pytest.mark.parametrize("name", BOTH)
+@pytest.mark.parametrize("name", EVERY)
 def test_scales_anywhere(name: str) -> None:
     """All of a list's scales down to 2^-126, where logits are RoPE's alone, or up to 2^20."""
     spec, kernel = kernel_of(name)

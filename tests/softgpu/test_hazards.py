@@ -18,6 +18,7 @@ import softgpu.hazard
 import softgpu.testing
 from softgpu import BarrierError, Hazard, Options, SoftGpuError
 from softgpu.hazard import Footprint
+from softgpu.hazard.global_memory import GlobalHazards
 from softgpu.machine import Machine
 from softgpu.pytest_plugin import schedules
 from softgpu.testing import aligned, launch
@@ -555,6 +556,23 @@ def test_a_launch_that_does_not_wait_hands_on_what_it_could_overtake(
         chain.run(READ)
     chain.run("griddepcontrol.wait;" + READ)
     chain.run(READ)  # the writer is complete: the launch before waited for it
+
+
+def test_parameters_may_lie_where_the_launch_before_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Host memory that held a result once: nobody writes parameters while a kernel runs."""
+    run = Machine.run
+
+    def written_before(machine: Machine) -> Any:
+        begin, end = machine.parameter_span
+        region = machine.memory.find(begin)
+        assert region is not None
+        content = region.bytes[begin - region.base : end - region.base].copy()
+        machine.prior.append(Footprint(begin, 0, np.ones(end - begin, bool), content, "before"))
+        machine.globals = GlobalHazards(machine)
+        return run(machine)
+
+    monkeypatch.setattr(Machine, "run", written_before)
+    Chain(monkeypatch).run(READ + "griddepcontrol.wait;")
 
 
 # ---- the pytest fixture --------------------------------------------------------------------------
