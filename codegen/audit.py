@@ -92,11 +92,14 @@ def read_ptx(record: Record, ptx: str) -> None:
 def read_counts(record: Record, ptx: str) -> None:
     """Fills the arrival counts of the mbarriers that the kernel initialises, and the columns of
     tensor memory that it allocates."""
-    constants = dict(re.findall(r"mov\.[bu]32\s+(%r\d+), (\d+);", ptx))
 
     def operands(opcode: str) -> list[str]:
-        found = re.findall(rf"{opcode}\.\S+\s+\[[^\]]+\], (%r\d+|\d+)", ptx)
-        return [constants.get(value, value) for value in found]
+        values = []
+        for function in ptx.split(".entry "):  # each names its registers anew
+            constants = dict(re.findall(r"mov\.[bu]32\s+(%r\d+), (\d+);", function))
+            found = re.findall(rf"{opcode}\.\S+\s+\[[^\]]+\], (%r\d+|\d+)", function)
+            values += [constants.get(value, value) for value in found]
+        return values
 
     record.barrier_counts = dict(sorted(Counter(operands(r"mbarrier\.init")).items()))
     record.tmem_columns = sum(map(int, operands(r"tcgen05\.alloc")))

@@ -48,7 +48,6 @@ Q_WARP, ANNOUNCER = 1, 2
 GROUP = 8  # rows of an unrolled body
 # First and last group of a tile, by warp; the one that has Q's tiles copied takes fewer.
 GROUPS = {0: (0, 3), Q_WARP: (3, 5), 3: (5, 8)}
-OF_OTHERS = tuple(zip(GROUPS[0], GROUPS[3], strict=True))
 LINE = 128  # bytes of a swizzled row in shared memory
 CHUNK = 16  # bytes of a copy
 HALF = LINE // 2  # what the swizzle moves rows 4 to 7 of eight by, against rows 0 to 3
@@ -167,7 +166,7 @@ class GatherRows:
     """
 
     warps = 4
-    scale_bytes = SCALE
+    scale_bytes, of_warps = SCALE, GROUPS
 
     def __init__(
         self, work: TokenLists, *, stages: int, q_stages: int, readers: Readers, by_lines: bool
@@ -216,10 +215,11 @@ class GatherRows:
         if warp == ANNOUNCER:
             self._announce(feed, on_full)
         elif warp == Q_WARP:
-            first, end = GROUPS[Q_WARP]
+            first, end = self.of_warps[Q_WARP]
             self._fill(feed, (Int32(first), Int32(end)), tile_of_q)
         else:
-            ends = [cutlass.select_(warp == 0, Int32(a), Int32(b)) for a, b in OF_OTHERS]
+            others = zip(self.of_warps[0], self.of_warps[3], strict=True)
+            ends = [cutlass.select_(warp == 0, Int32(a), Int32(b)) for a, b in others]
             self._fill(feed, (ends[0], ends[1]), None)
             cute.arch.griddepcontrol_launch_dependents()
 
@@ -271,7 +271,7 @@ class GatherRows:
                 if const_expr(late):  # noqa: SIM102 (only this is at compile time)
                     if (i != span[0]) & (tile == begin + self.stages):
                         tile_of_q(i, batch, qst)
-                k_pipe.sync_object_empty.wait(kst.index, kst.phase)
+                self._wait_free(st, k_pipe, kst, first)
                 self._copy(to, planes, kst.index, page, offset, end - first, lane)
                 arrive_landed(self.landed.full_barrier(st, kst.index))
                 if const_expr(mark is not None):
@@ -284,6 +284,10 @@ class GatherRows:
                 qst.advance()
 
     # ---------------------------------------------------------------- rows
+
+    def _wait_free(self, st, k_pipe, kst, first):
+        """Until a stage may be filled, from its group ``first`` on."""
+        k_pipe.sync_object_empty.wait(kst.index, kst.phase)
 
     def _entry(self, row, tile, ahead):
         """This lane's entry of the table for a tile, as it is there."""

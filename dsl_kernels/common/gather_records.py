@@ -5,7 +5,13 @@ scales, and a scale of 0 is a scale: that a place holds no token is known from t
 the announcer reads the entries, too, and what it makes of a tile's scales is there when the tile's
 full barrier flips.
 
-Shared memory: as gather.py's; field ``ks`` has 16 bytes a token.
+Warp 0 copies the first half of a tile's rows.  Readers free it apart, as soon as they have it in
+registers, so that the next rows are asked for while they are at the other half:
+
+    first_half   who reads the KV tile -> warp 0   (warps; beside the stage's own empty barrier,
+                                                   which frees the second half for the others)
+
+Shared memory: as gather.py's, and ``first_half_bar``; field ``ks`` has 16 bytes a token.
 
 Timeline of a tile in the announcer: the entries of the next tile are asked for, two a lane | wait
 until this one has landed | proxy fence | ``on_full`` | full
@@ -18,12 +24,17 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Int64
 
 from .. import compat
 from ..ds_mla import GROUPS, ROPE_AT, SCALES_AT
-from .gather import CHUNK, GatherRows, Plane
-from .loader import Feed
+from . import budget as bud
+from .barriers import Ring
+from .gather import CHUNK, Q_WARP, GatherRows, Plane, TokenLists
+from .loader import Feed, Readers
+
+
+HALVES = {0: (0, 4), Q_WARP: (4, 6), 3: (6, 8)}  # groups by warp, the first half one's
 
 
 class Records(NamedTuple):
@@ -49,6 +60,44 @@ class GatherRecords(GatherRows):
     """
 
     scale_bytes = 4 * GROUPS
+    of_warps = HALVES
+
+    def __init__(
+        self, work: TokenLists, *, stages: int, q_stages: int, readers: Readers, by_lines: bool
+    ):
+        super().__init__(
+            work, stages=stages, q_stages=q_stages, readers=readers, by_lines=by_lines
+        )
+        self.first_half = Ring("first_half", stages, readers)
+
+    @property
+    def fields(self) -> dict:
+        """Storage of the barriers."""
+        return {**super().fields, **self.first_half.field}
+
+    def barriers(self) -> tuple[bud.Barrier, ...]:
+        """All of them in a budget."""
+        return *super().barriers(), *self.first_half.budget()
+
+    def init(self, st) -> None:
+        """By one thread, before ``pipe``."""
+        super().init(st)
+        self.first_half.init(st)
+
+    def free_first_half(self, st, stage) -> None:
+        """By all lanes of a reading warp, which have read what they need of its rows."""
+        cute.arch.sync_warp()
+        tidx, _, _ = cute.arch.thread_idx()
+        self.first_half.arrive_full_if(st, stage, tidx % 32 == 0)
+
+    def _wait_free(self, st, k_pipe, kst, first):
+        halves = (
+            self.first_half.full_barrier(st, kst.index),
+            k_pipe.sync_object_empty.get_barrier(kst.index),
+        )
+        at = Int32(cutlass.select_(first == 0, *(bar.toint() for bar in halves)))
+        barrier = cute.make_ptr(Int64, at, cute.AddressSpace.smem, assumed_align=8)
+        cute.arch.mbarrier_wait(barrier, kst.phase)
 
     def source(self, tensors, layouts):
         """``Records`` of the one tensor."""

@@ -283,6 +283,8 @@ class Mix16:
                 raw = self.load_v(base, offset, u + 1)
                 if const_expr(u + 1 == UNITS // 2):
                     ratio = self.load_ratio(st, kst.index, group, 1)
+                if const_expr(u + 2 == UNITS // 2):
+                    self.parts.loads.free_first_half(st, kst.index)
                 held[(u + 1) % 2] = self.to_v(raw, ratio)
         cute.arch.sync_warp()  # one lane frees the stage for all: their reads come first
         k_pipe.consumer_release(kst)

@@ -193,8 +193,7 @@ class AheadSoftmax(MixSoftmax):
         st, buf, l_run = cta.st, blocks & 1, rows_out[1]
         t = cute.make_rmem_tensor((self.fragment.values,), Float32)
         inverse, top, first = self.logits(st, tools[-1], t, kst.index, fresh)
-        cute.arch.sync_warp()  # one lane frees the stage for all: their reads come first
-        cta.k_pipe.consumer_release(kst)
+        self.free_stage(cta, kst)
         moves = self.vote(st, top > HEADROOM, buf, wwarp, lane) | first
         P_RING.wait_empty(st, buf, (blocks >> 1 & 1) ^ 1)
         if moves != 0:

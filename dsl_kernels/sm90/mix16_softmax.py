@@ -271,6 +271,11 @@ class MixSoftmax(AcrossWarps):
             out.append(four)
         return out
 
+    def free_stage(self, cta, kst) -> None:
+        """Both halves; one lane tells for all, whose reads come first."""
+        self.parts.loads.free_first_half(cta.st, kst.index)
+        cta.k_pipe.consumer_release(kst)
+
     # ---------------------------------------------------------------- P^T
 
     @cute.jit
@@ -290,8 +295,7 @@ class MixSoftmax(AcrossWarps):
             t = self.scores_by_group(st, tools, qst.index, kst.index, wwarp, lane)
         else:
             t = self.scores(st, tools, qst.index, kst.index, wwarp, lane, sigma)
-        cute.arch.sync_warp()  # one lane frees the stage for all: their reads come first
-        cta.k_pipe.consumer_release(kst)
+        self.free_stage(cta, kst)
         first = cute.arch.make_warp_uniform(
             Int32(cutlass.select_(some > Float32(0.0), fresh, Int32(0)))
         )
