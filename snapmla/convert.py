@@ -31,7 +31,7 @@ def convert_cache(
     pages: torch.Tensor | None = None,
     out_pages: torch.Tensor | None = None,
 ) -> None:
-    """Converts pages of an FP8 cache into pages of one of format ``fp8_ds_mla``, or back.
+    """Writes pages of an FP8 cache into one of format ``fp8_ds_mla``, or back, in place.
 
     From ``fp8_ds_mla`` a token is quantised anew, since its four scales become one: as
     ``append_kv`` would the token that ``fetch_dequant`` gives in float32, byte for byte.  A channel

@@ -211,6 +211,27 @@ def test_append(calls: Calls, index: torch.dtype) -> None:
 
 
 @needs_compiler
+@pytest.mark.parametrize("flag", [0, 1])
+def test_rows_of_656_bytes(calls: Calls, flag: int) -> None:
+    cache = snapmla.PagedKVCache.allocate(
+        PAGES, 5, device="cpu", dtype="fp8_ds_mla", scale_fmt="ue8m0" if flag else None
+    )
+    c_kv, k_rope, slots = torch.zeros(4, 512), torch.zeros(4, 64), torch.arange(4)
+    tokens = {"c_kv": c_kv, "k_rope": k_rope, "slot_mapping": slots}
+    snapmla.append_kv(cache, *tokens.values())
+    check(calls, "append_kv", kv=cache.kv, **tokens, power_of_two=flag)
+    angles = {"positions": torch.zeros(4, **INTS), "cos_sin": torch.zeros(9, 64)}
+    weight = torch.ones(512)
+    for norm in ({}, {"norm_weight": weight, "norm_eps": 1e-5}):
+        snapmla.rope_append_kv(cache, *tokens.values(), *angles.values(), **norm)
+        check(calls, "append_kv", kv=cache.kv, **tokens, **angles, **norm, power_of_two=flag)
+    table, lengths = torch.zeros(B, WIDTH, **INTS), torch.ones(B, **INTS)
+    c_kv, k_rope = snapmla.fetch_dequant(cache, table, lengths)
+    where = {"block_table": table, "cache_seqlens": lengths}
+    check(calls, "fetch_dequant", kv=cache.kv, **where, out_nope=c_kv, out_rope=k_rope)
+
+
+@needs_compiler
 @pytest.mark.parametrize("granularity", ["token_head", "token"])
 def test_quantize(calls: Calls, granularity: str) -> None:
     nope, rope = torch.zeros(B, S_Q, HEADS, 512), torch.zeros(B, S_Q, HEADS, 64)

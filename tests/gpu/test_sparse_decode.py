@@ -31,15 +31,12 @@ JOBS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("lines", [0, 1])
 @pytest.mark.parametrize("out_dtype", ["bf16", "f32"])
 @pytest.mark.parametrize("name", JOBS)
-def test_right(name: str, out_dtype: str, lines: int) -> None:
+def test_right(name: str, out_dtype: str) -> None:
     shape = JOBS[name]
     tile = next((t for t in (16, 32, 64) if t >= shape.heads), 64)
-    spec = VariantSpec(
-        op="sparse_decode", pipeline="etap", row_tile=tile, out_dtype=out_dtype, lines=lines
-    )
+    spec = VariantSpec(op="sparse_decode", pipeline="etap", row_tile=tile, out_dtype=out_dtype)
     torch.manual_seed(0)
     planner = runtime.kernel(VariantSpec(op="plan_decode"), "cuda")
     job = SparseJob(spec, shape, planner=planner, device="cuda")

@@ -148,6 +148,15 @@ def parts(cache: PagedKVCache) -> list[torch.Tensor]:
     return [cache.content_u8, cache.rope, cache.named_tensors["scale"]]
 
 
+def test_pages_end_with_the_cache() -> None:
+    """Of both, the first page and the last are there, those beside them not."""
+    source, out = rows_cache(3, 16), samples.poisoned_cache(5, 16)
+    snapmla.convert_cache(source, out, torch.tensor([0, 2]), torch.tensor([4, 0]))
+    for pages, out_pages in (([3], [0]), ([-1], [0]), ([0], [5]), ([0], [-1])):
+        with pytest.raises(ValueError, match=r"pages: expected 0 to \d, pages of the cache, got"):
+            snapmla.convert_cache(source, out, torch.tensor(pages), torch.tensor(out_pages))
+
+
 def test_a_tracer_is_refused() -> None:
     with FakeTensorMode():
         source = PagedKVCache.allocate(2, 64, device="cpu", dtype=ds_mla.FORMAT)
