@@ -33,8 +33,9 @@ that as it is written.
 The k index inside 16 channels is renamed: a thread of S^T's fragment has four neighbouring bytes
 where the instruction wants two pairs; Q's channels follow (mix16_parts.py).
 
-P.V converts a unit when the unit before last is done, not earlier: a third fragment does not fit
-into 176 registers, and ptxas would serialise every WGMMA (note C7512).
+P.V fetches a unit under the two before it, which takes 184 registers: ptxas converts it early,
+too, so that there are three fragments.  With 176 it fetches when the unit before last is done; else
+ptxas would serialise every WGMMA (note C7512).
 
 Shared memory, 64 rows and 3 stages (bytes)
     Q 73728 | K ring 3 x (32768 content + 8192 RoPE + 1024 scales + 2560 of theirs) | P 2 x 8192
@@ -78,7 +79,9 @@ from .wgmma import tiled_mma
 if TYPE_CHECKING:
     from ..spec import VariantSpec
 
-REGISTERS = {16: (32, 160, 160), 32: (32, 160, 160), 64: (32, 128, 176)}  # by rows
+# Of producers, softmax, P.V, by rows; of 64 with Q.K of the next tile under softmax the others
+REGISTERS = {16: (32, 160, 160), 32: (32, 160, 160), 64: (32, 112, 184)}
+AHEAD_REGISTERS = (32, 128, 176)
 STAGES, FEW_STAGES = 3, 4
 STAGE_BYTES = TILE * (ROW_BYTES + 4 * (4 + GROUPS + GROUPS // 2))  # with what is made of scales
 SMALL_BYTES = 8192  # exchange, factors, barriers, alignment: an upper bound
@@ -103,6 +106,11 @@ def q_stages(spec: VariantSpec) -> int:
     return 2 if spec.row_tile < FEW_ROWS else 1
 
 
+def registers_of(spec: VariantSpec) -> tuple[int, int, int]:
+    """Of producers, softmax, P.V."""
+    return AHEAD_REGISTERS if spec.ahead and spec.row_tile == 64 else REGISTERS[spec.row_tile]
+
+
 def parts_of(spec: VariantSpec) -> Parts:
     """What the pipeline is composed of."""
     return Parts(spec, stages=stages_of(spec), q_stages=q_stages(spec))
@@ -111,7 +119,7 @@ def parts_of(spec: VariantSpec) -> Parts:
 def budget(spec: VariantSpec) -> bud.Budget:
     """Warpgroups, registers, barriers, shared memory of a CTA."""
     rows, few = spec.row_tile, spec.row_tile <= FEW_ROWS
-    producer, softmax, pv = REGISTERS[rows]
+    producer, softmax, pv = registers_of(spec)
     tiles = stages_of(spec) * STAGE_BYTES + rows * 2 * (q_stages(spec) * (D + R) + P_STAGES * TILE)
     return bud.Budget(
         groups=(
@@ -140,7 +148,8 @@ class Mix16:
         self.parts, self.budget = parts_of(spec), budget(spec)
         self.rows_cta, self.stages = self.parts.rows, self.parts.stages
         self.softmax = (AheadSoftmax if spec.ahead else MixSoftmax)(self.parts)
-        _, self.softmax_regs, self.pv_regs = (group.registers for group in self.budget.groups)
+        _, self.softmax_regs, self.pv_regs = registers_of(spec)
+        self.prefetch = registers_of(spec) != AHEAD_REGISTERS
 
     # ---------------------------------------------------------------- host half
 
@@ -278,11 +287,13 @@ class Mix16:
                 cute.gemm(atom, acc_O[d], held[u % 2][None, None, k], p, acc_O[d])
             warpgroup.commit_group()
             if const_expr(u + 1 < UNITS):
-                if const_expr(u > 0):
+                if const_expr(u > 0 and not self.prefetch):
                     warpgroup.wait_group(1)
                 raw = self.load_v(base, offset, u + 1)
                 if const_expr(u + 1 == UNITS // 2):
                     ratio = self.load_ratio(st, kst.index, group, 1)
+                if const_expr(u > 0 and self.prefetch):
+                    warpgroup.wait_group(1)
                 if const_expr(u + 2 == UNITS // 2):
                     self.parts.loads.free_first_half(st, kst.index)
                 held[(u + 1) % 2] = self.to_v(raw, ratio)

@@ -22,9 +22,7 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from .. import compat
-from ..common.barriers import warps_meet
-from ..common.frames import NEVER, P_LOG2_MAX
-from ..common.smem import array
+from ..common.frames import NEVER
 from ..common.types import F16, U32
 from ..compat import wgmma_fence
 from ..dims import TOKEN_TILE as TILE
@@ -32,9 +30,9 @@ from ..ds_mla import GROUPS
 from ..stamp import Stamp
 from .block_softmax import store_words_of_p
 from .dense_frames import HEADROOM
-from .fragments import pad_layout, padded_size
+from .fragments import pad_layout
 from .mix16_softmax import STEPS, MixSoftmax
-from .roles import SOFTMAX_WARPS, WARPGROUP, Barrier
+from .roles import SOFTMAX_WARPS, WARPGROUP
 from .softmax_role import P_RING
 from .wgmma import issue
 
@@ -42,53 +40,10 @@ from .wgmma import issue
 class AheadSoftmax(MixSoftmax):
     """The role with a look-ahead of a tile."""
 
-    def fields(self) -> dict:
-        return dict(**super().fields(), frames=array(Float32, padded_size(self.rows_cta), 128))
-
     def tools(self, st, layouts):
         """S^T as well: one sum and RoPE's; of 64 rows both in one."""
         sums = GROUPS + 1 if self.few_rows else 1
         return *super().tools(st, layouts), [self.accumulator() for _ in range(sums)]
-
-    # ---------------------------------------------------------------- frames of rows
-
-    def frames_of(self, st):
-        """This thread's rows."""
-        frames = cute.make_tensor(st.frames.data_ptr(), pad_layout(self.rows_cta))
-        return frames[None, cute.arch.lane_idx() % 4]
-
-    @cute.jit
-    def begin_frames(self, st, m_ref):
-        tidx, _, _ = cute.arch.thread_idx()
-        size = const_expr(padded_size(self.rows_cta))
-        frames = st.frames.get_tensor(cute.make_layout(size))
-        if tidx % WARPGROUP < size:
-            frames[tidx % WARPGROUP] = Float32(0.0)
-
-    def end_frames(self, st, m_ref) -> None:
-        cute.autovec_copy(self.frames_of(st), m_ref)
-        super().end_frames(st, m_ref)
-
-    @cute.jit
-    def move_frames(self, st, t, buf, first, rows_out, wwarp, lane):
-        """As the other's, whose frames are in registers."""
-        _, l_run = rows_out
-        m = self.maxima(st, t, buf, wwarp, lane)
-        at = buf * padded_size(self.rows_cta)
-        gamma_s = cute.make_tensor(st.gamma.data_ptr() + at, pad_layout(self.rows_cta))
-        frames = self.frames_of(st)
-        for x in cutlass.range_constexpr(self.fragment.rows):
-            v = 4 * (x // 2) + x % 2
-            shift = Float32(0.0)
-            if (m[x] > Float32(0.5 * NEVER)) & ((first != 0) | (m[x] > HEADROOM)):
-                shift = m[x] - P_LOG2_MAX
-            gamma = cute.math.exp2(cute.arch.fmin(-shift, Float32(0.0)), fastmath=True)
-            l_run[x] = l_run[x] * gamma
-            t[v], t[v + 2] = t[v] - shift, t[v + 2] - shift
-            if (wwarp == 0) & (lane < 4):
-                gamma_s[x, lane] = gamma
-                frames[x] = frames[x] + shift
-        warps_meet(Barrier.SOFTMAX, SOFTMAX_WARPS)  # all warps read the frames of the next block
 
     # ---------------------------------------------------------------- tiles
 

@@ -61,10 +61,11 @@ class MixSoftmax(AcrossWarps):
         self.unit_steps = UNIT_STEPS[parts.rows]
 
     def fields(self) -> dict:
-        """Storage: exchange of maxima and sums; a byte for each warp's vote and buffer."""
+        """Storage: exchange of maxima and sums; a byte for each warp's vote and buffer; frames."""
         return dict(
             **self.exchange_fields(self.rows_cta),
             votes=array(cutlass.Uint8, SOFTMAX_WARPS * P_STAGES, 16),
+            frames=array(Float32, padded_size(self.rows_cta), 128),
         )
 
     # ---------------------------------------------------------------- items
@@ -104,15 +105,6 @@ class MixSoftmax(AcrossWarps):
             self.finish_rows(cta, (items & 1) ^ 1, m_ref, l_run, slot, rows)
             items += 1
 
-    def begin_frames(self, st, m_ref) -> None:
-        """Of an item that begins."""
-        m_ref.fill(0.0)
-
-    def end_frames(self, st, m_ref) -> None:
-        """``m_ref`` becomes the frames of the rows' sums."""
-        for x in range(self.fragment.rows):
-            m_ref[x] = m_ref[x] + SUM_LOG2
-
     @cute.jit
     def tiles(self, cta, tools, span, states, rows_out):
         """Tiles ``span`` of an item; returns the next states of the ring and of P."""
@@ -144,6 +136,50 @@ class MixSoftmax(AcrossWarps):
             mma_r.make_fragment_A(thr_r.partition_A(staged(st.kr, layouts.k[1]))),
             mma_r.make_fragment_B(thr_r.partition_B(staged(st.qr, layouts.q[1]))),
         )
+
+    # ---------------------------------------------------------------- frames of rows
+
+    def frames_of(self, st):
+        """This thread's rows."""
+        frames = cute.make_tensor(st.frames.data_ptr(), pad_layout(self.rows_cta))
+        return frames[None, cute.arch.lane_idx() % 4]
+
+    @cute.jit
+    def begin_frames(self, st, m_ref):
+        tidx, _, _ = cute.arch.thread_idx()
+        size = const_expr(padded_size(self.rows_cta))
+        frames = st.frames.get_tensor(cute.make_layout(size))
+        if tidx % WARPGROUP < size:
+            frames[tidx % WARPGROUP] = Float32(0.0)
+
+    def end_frames(self, st, m_ref) -> None:
+        """``m_ref`` becomes the frames of the rows' sums."""
+        cute.autovec_copy(self.frames_of(st), m_ref)
+        for x in range(self.fragment.rows):
+            m_ref[x] = m_ref[x] + SUM_LOG2
+
+    @cute.jit
+    def move_frames(self, st, t, buf, first, rows_out, wwarp, lane):
+        """Rows that pass 2^15, and all of the item's first tile with a token, get frames in which
+        their largest value is 2^8."""
+        _, l_run = rows_out
+        m = self.maxima(st, t, buf, wwarp, lane)
+        at = buf * padded_size(self.rows_cta)
+        gamma_s = cute.make_tensor(st.gamma.data_ptr() + at, pad_layout(self.rows_cta))
+        frames = self.frames_of(st)
+        for x in cutlass.range_constexpr(self.fragment.rows):
+            v = 4 * (x // 2) + x % 2
+            shift = Float32(0.0)
+            if (m[x] > Float32(0.5 * NEVER)) & ((first != 0) | (m[x] > HEADROOM)):
+                shift = m[x] - P_LOG2_MAX
+            # of the item's first frame whatever is finite will do: O and sum are 0
+            gamma = cute.math.exp2(cute.arch.fmin(-shift, Float32(0.0)), fastmath=True)
+            l_run[x] = l_run[x] * gamma
+            t[v], t[v + 2] = t[v] - shift, t[v + 2] - shift
+            if (wwarp == 0) & (lane < 4):
+                gamma_s[x, lane] = gamma
+                frames[x] = frames[x] + shift
+        warps_meet(Barrier.SOFTMAX, SOFTMAX_WARPS)  # all warps read the frames of the next block
 
     # ---------------------------------------------------------------- S^T
 
@@ -284,7 +320,7 @@ class MixSoftmax(AcrossWarps):
         tidx, _, _ = cute.arch.thread_idx()
         lane, wwarp = tidx % 32, cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
         row, token, buf = self.fragment.row, self.fragment.token, blocks & 1
-        st, (m_ref, l_run) = cta.st, rows_out
+        st, (_, l_run) = cta.st, rows_out
         facts, own = self.parts.scales.facts(st), wwarp * 16 + lane // 4
         log, inverse, sigma, some = [None] * 2, [None] * 2, [None] * 2, Float32(0.0)
         for e in cutlass.range_constexpr(2):
@@ -303,8 +339,10 @@ class MixSoftmax(AcrossWarps):
         factor = cute.make_rmem_tensor((self.fragment.rows,), Float32)
         factors = cute.make_tensor(st.factors.data_ptr(), pad_layout(self.rows_cta))
         cute.autovec_copy(factors[None, lane % 4], factor)
+        frame = cute.make_rmem_tensor((self.fragment.rows,), Float32)
+        cute.autovec_copy(self.frames_of(st), frame)
         for v in cutlass.range_constexpr(self.fragment.values):
-            t[v] = t[v] * factor[row(v)] + (log[token(v)] - m_ref[row(v)])
+            t[v] = t[v] * factor[row(v)] + (log[token(v)] - frame[row(v)])
             top = cute.arch.fmax(top, t[v])
         moves = self.vote(st, top > HEADROOM, buf, wwarp, lane) | first
         P_RING.wait_empty(st, buf, (blocks >> 1 & 1) ^ 1)
@@ -334,27 +372,6 @@ class MixSoftmax(AcrossWarps):
         warps_meet(Barrier.SOFTMAX, SOFTMAX_WARPS)
         words = cute.recast_ptr(st.votes.data_ptr().align(4), dtype=Int32)
         return cute.arch.make_warp_uniform(cute.make_tensor(words, cute.make_layout(P_STAGES))[buf])
-
-    @cute.jit
-    def move_frames(self, st, t, buf, first, rows_out, wwarp, lane):
-        """Rows that pass 2^15, and all of the item's first tile with a token, get frames in which
-        their largest value is 2^8."""
-        m_ref, l_run = rows_out
-        m = self.maxima(st, t, buf, wwarp, lane)
-        at = buf * padded_size(self.rows_cta)
-        gamma_s = cute.make_tensor(st.gamma.data_ptr() + at, pad_layout(self.rows_cta))
-        for x in cutlass.range_constexpr(self.fragment.rows):
-            v = 4 * (x // 2) + x % 2
-            shift = Float32(0.0)
-            if (m[x] > Float32(0.5 * NEVER)) & ((first != 0) | (m[x] > HEADROOM)):
-                shift = m[x] - P_LOG2_MAX
-            m_ref[x] = m_ref[x] + shift
-            # of the item's first frame whatever is finite will do: O and sum are 0
-            gamma = cute.math.exp2(cute.arch.fmin(-shift, Float32(0.0)), fastmath=True)
-            l_run[x] = l_run[x] * gamma
-            t[v], t[v + 2] = t[v] - shift, t[v + 2] - shift
-            if (wwarp == 0) & (lane < 4):
-                gamma_s[x, lane] = gamma
 
     def store_p(self, st, t, buf, wwarp, lane):
         """P^T into shared memory as [row][token]: matrix (j, i) of stmatrix.trans is the rows from
