@@ -33,9 +33,8 @@ that as it is written.
 The k index inside 16 channels is renamed: a thread of S^T's fragment has four neighbouring bytes
 where the instruction wants two pairs; Q's channels follow (mix16_parts.py).
 
-P.V fetches a unit under the two before it, which takes 184 registers: ptxas converts it early,
-too, so that there are three fragments.  With 176 it fetches when the unit before last is done; else
-ptxas would serialise every WGMMA (note C7512).
+Registers, 64 rows: softmax 112, P.V 184: O 128, three fragments of 8, since ptxas converts a unit
+before the wait behind which it is written.  With 176 it serialises every WGMMA (note C7512).
 
 Shared memory, 64 rows and 3 stages (bytes)
     Q 73728 | K ring 3 x (32768 content + 8192 RoPE + 1024 scales + 2560 of theirs) | P 2 x 8192
@@ -79,9 +78,8 @@ from .wgmma import tiled_mma
 if TYPE_CHECKING:
     from ..spec import VariantSpec
 
-# Of producers, softmax, P.V, by rows; of 64 with Q.K of the next tile under softmax the others
+# Of producers, softmax, P.V, by rows
 REGISTERS = {16: (32, 160, 160), 32: (32, 160, 160), 64: (32, 112, 184)}
-AHEAD_REGISTERS = (32, 128, 176)
 STAGES, FEW_STAGES = 3, 4
 STAGE_BYTES = TILE * (ROW_BYTES + 4 * (4 + GROUPS + GROUPS // 2))  # with what is made of scales
 SMALL_BYTES = 8192  # exchange, factors, barriers, alignment: an upper bound
@@ -106,11 +104,6 @@ def q_stages(spec: VariantSpec) -> int:
     return 2 if spec.row_tile < FEW_ROWS else 1
 
 
-def registers_of(spec: VariantSpec) -> tuple[int, int, int]:
-    """Of producers, softmax, P.V."""
-    return AHEAD_REGISTERS if spec.ahead and spec.row_tile == 64 else REGISTERS[spec.row_tile]
-
-
 def parts_of(spec: VariantSpec) -> Parts:
     """What the pipeline is composed of."""
     return Parts(spec, stages=stages_of(spec), q_stages=q_stages(spec))
@@ -119,7 +112,7 @@ def parts_of(spec: VariantSpec) -> Parts:
 def budget(spec: VariantSpec) -> bud.Budget:
     """Warpgroups, registers, barriers, shared memory of a CTA."""
     rows, few = spec.row_tile, spec.row_tile <= FEW_ROWS
-    producer, softmax, pv = registers_of(spec)
+    producer, softmax, pv = REGISTERS[rows]
     tiles = stages_of(spec) * STAGE_BYTES + rows * 2 * (q_stages(spec) * (D + R) + P_STAGES * TILE)
     return bud.Budget(
         groups=(
@@ -148,8 +141,7 @@ class Mix16:
         self.parts, self.budget = parts_of(spec), budget(spec)
         self.rows_cta, self.stages = self.parts.rows, self.parts.stages
         self.softmax = (AheadSoftmax if spec.ahead else MixSoftmax)(self.parts)
-        _, self.softmax_regs, self.pv_regs = registers_of(spec)
-        self.prefetch = registers_of(spec) != AHEAD_REGISTERS
+        _, self.softmax_regs, self.pv_regs = REGISTERS[self.rows_cta]
 
     # ---------------------------------------------------------------- host half
 
@@ -287,12 +279,10 @@ class Mix16:
                 cute.gemm(atom, acc_O[d], held[u % 2][None, None, k], p, acc_O[d])
             warpgroup.commit_group()
             if const_expr(u + 1 < UNITS):
-                if const_expr(u > 0 and not self.prefetch):
-                    warpgroup.wait_group(1)
                 raw = self.load_v(base, offset, u + 1)
                 if const_expr(u + 1 == UNITS // 2):
                     ratio = self.load_ratio(st, kst.index, group, 1)
-                if const_expr(u > 0 and self.prefetch):
+                if const_expr(u > 0):
                     warpgroup.wait_group(1)
                 if const_expr(u + 2 == UNITS // 2):
                     self.parts.loads.free_first_half(st, kst.index)

@@ -5,7 +5,7 @@ made between its first units; so the tensor cores have work while P(i) is made a
 RoPE comes first.  Of 64 rows it is divided by sigma in fp32, and the content goes on top: no drain
 at the end; fewer rows have a sum for it.
 
-Timeline of block i (registers, 64 rows: S 32, t 32, then two fragments of 16)
+Timeline of block i (registers, 64 rows: S 32, t 32, two fragments of 8: units of 32 channels)
     S i is there | t = S sigma f + log2 sigma - m_ref | free K(i) | vote, rarely frames move
     | wait P free, K(i+1) | RoPE -> | exp2, first half | RoPE / sigma | unit 0 -> | exp2, second
     half | P -> hand over | units 1 ... -> | wait
@@ -39,6 +39,11 @@ from .wgmma import issue
 
 class AheadSoftmax(MixSoftmax):
     """The role with a look-ahead of a tile."""
+
+    def __init__(self, parts):
+        super().__init__(parts)
+        if not self.few_rows:  # beside t there is room for no more
+            self.units = [range(k, k + 2) for k in range(0, STEPS, 2)]
 
     def tools(self, st, layouts):
         """S^T as well: one sum and RoPE's; of 64 rows both in one."""
@@ -87,10 +92,6 @@ class AheadSoftmax(MixSoftmax):
         issue(self.rope_mma(), sums[-1], rKr, rQr, accumulate=False)
         warpgroup.commit_group()
 
-    def group_of(self, unit: int) -> int:
-        """The group of a unit's channels."""
-        return unit * self.unit_steps // (STEPS // GROUPS)
-
     def ratio(self, st, stage, unit: int):
         """Words by which the two tokens' channels of a unit are multiplied; of few rows None."""
         if self.few_rows:
@@ -101,11 +102,10 @@ class AheadSoftmax(MixSoftmax):
     def issue_next(self, tools, frag, q_stage, unit: int) -> None:
         """A unit's WGMMAs: on top of RoPE, or of few rows to the sum of its group."""
         rQ, sums = tools[0][None, None, None, q_stage], tools[-1]
-        if not self.few_rows:
+        if self.few_rows:
+            self.issue_of_group(sums, frag, rQ, unit)
+        else:
             self.issue_unit(sums[0], frag, rQ, unit, True)
-            return
-        follows = unit > 0 and self.group_of(unit) == self.group_of(unit - 1)
-        self.issue_unit(sums[self.group_of(unit)], frag, rQ, unit, follows)
 
     @cute.jit
     def first_unit(self, st, tools, q_stage, stage):
@@ -125,7 +125,7 @@ class AheadSoftmax(MixSoftmax):
     def rest(self, st, tools, q_stage, stage, frag):
         """Units 1 and on, until S^T is there; ``frag`` is in flight."""
         wwarp, lane, _ = self.place()
-        units = const_expr(STEPS // self.unit_steps)
+        units = const_expr(len(self.units))
         held = [frag, None]
         raws, ratio = self.load_k(st, stage, wwarp, lane, 1), self.ratio(st, stage, 1)
         for u in cutlass.range_constexpr(1, units):

@@ -51,6 +51,7 @@ class MixSoftmax(AcrossWarps):
         parts: what the pipeline is composed of.
         fragment: which rows and tokens a thread holds.
         rows_cta: query rows of the CTA.
+        units: k steps over the content that are converted at once.
     """
 
     inv_ring = INV_RING
@@ -58,7 +59,8 @@ class MixSoftmax(AcrossWarps):
     def __init__(self, parts: Parts):
         self.parts, self.rows_cta = parts, parts.rows
         self.fragment, self.few_rows = TokensOnM(parts.rows), parts.rows <= FEW_ROWS
-        self.unit_steps = UNIT_STEPS[parts.rows]
+        steps = UNIT_STEPS[parts.rows]
+        self.units = [range(k, k + steps) for k in range(0, STEPS, steps)]
 
     def fields(self) -> dict:
         """Storage: exchange of maxima and sums; a byte for each warp's vote and buffer; frames."""
@@ -189,8 +191,7 @@ class MixSoftmax(AcrossWarps):
         row = wwarp * 16 + lane % 16
         base = st.kc.data_ptr().toint() + stage * (TILE * D)
         raws = []
-        for x in range(self.unit_steps // 2):
-            chunk = unit * self.unit_steps + 2 * x  # of 16 channels
+        for chunk in self.units[unit][::2]:  # of 16 channels
             line = base + chunk // 8 * (TILE * 128) + row * 128
             at = line + (((lane // 16 + chunk % 8) ^ (row % 8)) * 16)
             source = cute.make_ptr(U16, at, cute.AddressSpace.smem, assumed_align=16)
@@ -202,7 +203,7 @@ class MixSoftmax(AcrossWarps):
     def to_k(self, raws, ratio):
         """A fragments of them; ``ratio``: words by which the two tokens are multiplied, or None."""
         mma = self.score_mma()
-        frag = mma.make_fragment_A(mma.partition_shape_A((64, 16 * self.unit_steps)))
+        frag = mma.make_fragment_A(mma.partition_shape_A((64, 32 * len(raws))))
         words = cute.recast_tensor(frag, U32)
         for x, raw in enumerate(raws):
             for y in range(2):
@@ -231,17 +232,26 @@ class MixSoftmax(AcrossWarps):
         wgmma_fence()
         atom = cute.make_mma_atom(mma.op)
         atom.set(warpgroup.Field.ACCUMULATE, accumulate)
-        for k in range(self.unit_steps):
-            q = rQ[None, None, self.unit_steps * unit + k]
-            cute.gemm(atom, acc, frag[None, None, k], q, acc)
+        for k, step in enumerate(self.units[unit]):
+            cute.gemm(atom, acc, frag[None, None, k], rQ[None, None, step], acc)
             atom.set(warpgroup.Field.ACCUMULATE, True)
         warpgroup.commit_group()
+
+    def group_of(self, unit: int) -> int:
+        """The group of a unit's channels."""
+        return self.units[unit][0] // (STEPS // GROUPS)
+
+    def issue_of_group(self, sums, frag, rQ, unit: int) -> None:
+        """A unit's WGMMAs to the sum of its group."""
+        group = self.group_of(unit)
+        follows = unit > 0 and group == self.group_of(unit - 1)
+        self.issue_unit(sums[group], frag, rQ, unit, follows)
 
     @cute.jit
     def scores(self, st, tools, q_stage, stage, wwarp, lane, sigma):
         """S^T of 64 rows: content over sigma in one chain, times sigma, RoPE on top."""
         rQ, rKr, rQr = self.operands(tools, q_stage, stage)
-        units = const_expr(STEPS // self.unit_steps)
+        units = const_expr(len(self.units))
         t, token = self.accumulator(), wwarp * 16 + lane // 4
         own = self.parts.scales.own(st)
         ratio = [own[0, token + 8 * e, stage] for e in range(2)]
@@ -251,8 +261,8 @@ class MixSoftmax(AcrossWarps):
         for u in cutlass.range_constexpr(units):
             self.issue_unit(t, held[u % 2], rQ, u, u > 0)
             if const_expr(u + 1 < units):
-                if const_expr((u + 1) * self.unit_steps % (STEPS // GROUPS) == 0):
-                    group = const_expr((u + 1) * self.unit_steps // (STEPS // GROUPS))
+                if const_expr(self.group_of(u + 1) > self.group_of(u)):
+                    group = const_expr(self.group_of(u + 1))
                     ratio = [own[group, token + 8 * e, stage] for e in range(2)]
                 if const_expr(u > 0):
                     warpgroup.wait_group(1)
@@ -272,8 +282,7 @@ class MixSoftmax(AcrossWarps):
     def scores_by_group(self, st, tools, q_stage, stage, wwarp, lane):
         """S^T of few rows: a sum a group, times its scale, and RoPE's."""
         rQ, rKr, rQr = self.operands(tools, q_stage, stage)
-        units = const_expr(STEPS // self.unit_steps)
-        each = const_expr(units // GROUPS)
+        units = const_expr(len(self.units))
         sums, t = [self.accumulator() for _ in range(GROUPS)], self.accumulator()
         raws = self.load_k(st, stage, wwarp, lane, 0)
         wgmma_fence()
@@ -282,7 +291,7 @@ class MixSoftmax(AcrossWarps):
         held = [self.to_k(raws, None), None]
         raws = self.load_k(st, stage, wwarp, lane, 1)
         for u in cutlass.range_constexpr(units):
-            self.issue_unit(sums[u // each], held[u % 2], rQ, u, u % each > 0)
+            self.issue_of_group(sums, held[u % 2], rQ, u)
             if const_expr(u + 1 < units):
                 if const_expr(u > 0):
                     warpgroup.wait_group(1)
