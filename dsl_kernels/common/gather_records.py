@@ -33,7 +33,6 @@ from .barriers import Ring
 from .gather import CHUNK, Q_WARP, GatherRows, Plane, TokenLists
 from .loader import Feed, Readers
 
-
 HALVES = {0: (0, 4), Q_WARP: (4, 6), 3: (6, 8)}  # groups by warp, the first half one's
 
 
@@ -65,9 +64,7 @@ class GatherRecords(GatherRows):
     def __init__(
         self, work: TokenLists, *, stages: int, q_stages: int, readers: Readers, by_lines: bool
     ):
-        super().__init__(
-            work, stages=stages, q_stages=q_stages, readers=readers, by_lines=by_lines
-        )
+        super().__init__(work, stages=stages, q_stages=q_stages, readers=readers, by_lines=by_lines)
         self.first_half = Ring("first_half", stages, readers)
 
     @property
