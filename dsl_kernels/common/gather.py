@@ -16,8 +16,8 @@ Shared memory: ``k_bar`` and the barriers of ``landed``; the tiles are fields ``
 kernel's plan, and the field of scales.
 
 Timeline of a tile in a gather warp: the raw entries of the next tile are asked for, a lane each;
-this one's, asked for a tile ago, become (page, offset) | wait until the stage is free | four rows at
-a time: page and offset from their lane by shuffle, each row's five lines of 128 bytes by eight
+this one's, asked for a tile ago, become (page, offset) | wait until the stage is free | four rows
+at a time: page and offset from their lane by shuffle, each row's five lines of 128 bytes by eight
 lanes; or (``by_lines`` False) a row's 512 bytes of content by 32 lanes, four rows' RoPE as before |
 scales | arrive when these copies have landed.
 

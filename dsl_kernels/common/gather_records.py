@@ -11,7 +11,8 @@ registers, so that the next rows are asked for while they are at the other half:
     first_half   who reads the KV tile -> warp 0   (warps; beside the stage's own empty barrier,
                                                    which frees the second half for the others)
 
-Shared memory: as gather.py's, and ``first_half_bar``; field ``ks`` has 16 bytes a token.
+Shared memory: as gather.py's, and the barriers of ``first_half``; field ``ks`` has 16 bytes a
+token.
 
 Timeline of a tile in the announcer: the entries of the next tile are asked for, two a lane | wait
 until this one has landed | proxy fence | ``on_full`` | full
