@@ -11,8 +11,12 @@ registers, so that the next rows are asked for while they are at the other half:
     first_half   who reads the KV tile -> warp 0   (warps; beside the stage's own empty barrier,
                                                    which frees the second half for the others)
 
+<<<<<<< HEAD
 Shared memory: as gather.py's, and the barriers of ``first_half``; field ``ks`` has 16 bytes a
 token.
+=======
+Shared memory: as gather.py's, and the barriers of ``first_half``; field ``ks`` has 16 bytes a token.
+>>>>>>> w-mix16
 
 Timeline of a tile in the announcer: the entries of the next tile are asked for, two a lane | wait
 until this one has landed | proxy fence | ``on_full`` | full
@@ -32,6 +36,7 @@ from ..ds_mla import GROUPS, ROPE_AT, SCALES_AT
 from . import budget as bud
 from .barriers import Ring
 from .gather import CHUNK, Q_WARP, GatherRows, Plane, TokenLists
+from .gather import GROUPS as THIRDS
 from .loader import Feed, Readers
 
 HALVES = {0: (0, 4), Q_WARP: (4, 6), 3: (6, 8)}  # groups by warp, the first half one's
@@ -60,35 +65,48 @@ class GatherRecords(GatherRows):
     """
 
     scale_bytes = 4 * GROUPS
-    of_warps = HALVES
 
     def __init__(
+<<<<<<< HEAD
         self, work: TokenLists, *, stages: int, q_stages: int, readers: Readers, by_lines: bool
     ):
         super().__init__(work, stages=stages, q_stages=q_stages, readers=readers, by_lines=by_lines)
+=======
+        self, work: TokenLists, *, stages: int, q_stages: int, readers: Readers, by_lines: bool,
+        halves: bool,
+    ):  # fmt: skip
+        super().__init__(work, stages=stages, q_stages=q_stages, readers=readers, by_lines=by_lines)
+        self.halves, self.of_warps = halves, HALVES if halves else THIRDS
+>>>>>>> w-mix16
         self.first_half = Ring("first_half", stages, readers)
 
     @property
     def fields(self) -> dict:
         """Storage of the barriers."""
-        return {**super().fields, **self.first_half.field}
+        return {**super().fields, **(self.first_half.field if self.halves else {})}
 
     def barriers(self) -> tuple[bud.Barrier, ...]:
         """All of them in a budget."""
-        return *super().barriers(), *self.first_half.budget()
+        return *super().barriers(), *(self.first_half.budget() if self.halves else ())
 
     def init(self, st) -> None:
         """By one thread, before ``pipe``."""
         super().init(st)
-        self.first_half.init(st)
+        if self.halves:
+            self.first_half.init(st)
 
     def free_first_half(self, st, stage) -> None:
         """By all lanes of a reading warp, which have read what they need of its rows."""
         cute.arch.sync_warp()
+        if not self.halves:
+            return
         tidx, _, _ = cute.arch.thread_idx()
         self.first_half.arrive_full_if(st, stage, tidx % 32 == 0)
 
     def _wait_free(self, st, k_pipe, kst, first):
+        if not self.halves:
+            super()._wait_free(st, k_pipe, kst, first)
+            return
         halves = (
             self.first_half.full_barrier(st, kst.index),
             k_pipe.sync_object_empty.get_barrier(kst.index),

@@ -33,8 +33,8 @@ that as it is written.
 The k index inside 16 channels is renamed: a thread of S^T's fragment has four neighbouring bytes
 where the instruction wants two pairs; Q's channels follow (mix16_parts.py).
 
-P.V converts a unit when the unit before last is done, not earlier: a third fragment does not fit
-into 176 registers, and ptxas would serialise every WGMMA (note C7512).
+Registers, 64 rows: softmax 112, P.V 184: O 128, three fragments of 8, since ptxas converts a unit
+before the wait behind which it is written.  With 176 it serialises every WGMMA (note C7512).
 
 Shared memory, 64 rows and 3 stages (bytes)
     Q 73728 | K ring 3 x (32768 content + 8192 RoPE + 1024 scales + 2560 of theirs) | P 2 x 8192
@@ -78,7 +78,8 @@ from .wgmma import tiled_mma
 if TYPE_CHECKING:
     from ..spec import VariantSpec
 
-REGISTERS = {16: (32, 160, 160), 32: (32, 160, 160), 64: (32, 128, 176)}  # by rows
+# Of producers, softmax, P.V, by rows
+REGISTERS = {16: (32, 160, 160), 32: (32, 160, 160), 64: (32, 112, 184)}
 STAGES, FEW_STAGES = 3, 4
 STAGE_BYTES = TILE * (ROW_BYTES + 4 * (4 + GROUPS + GROUPS // 2))  # with what is made of scales
 SMALL_BYTES = 8192  # exchange, factors, barriers, alignment: an upper bound
@@ -140,7 +141,7 @@ class Mix16:
         self.parts, self.budget = parts_of(spec), budget(spec)
         self.rows_cta, self.stages = self.parts.rows, self.parts.stages
         self.softmax = (AheadSoftmax if spec.ahead else MixSoftmax)(self.parts)
-        _, self.softmax_regs, self.pv_regs = (group.registers for group in self.budget.groups)
+        _, self.softmax_regs, self.pv_regs = REGISTERS[self.rows_cta]
 
     # ---------------------------------------------------------------- host half
 
@@ -278,11 +279,11 @@ class Mix16:
                 cute.gemm(atom, acc_O[d], held[u % 2][None, None, k], p, acc_O[d])
             warpgroup.commit_group()
             if const_expr(u + 1 < UNITS):
-                if const_expr(u > 0):
-                    warpgroup.wait_group(1)
                 raw = self.load_v(base, offset, u + 1)
                 if const_expr(u + 1 == UNITS // 2):
                     ratio = self.load_ratio(st, kst.index, group, 1)
+                if const_expr(u > 0):
+                    warpgroup.wait_group(1)
                 if const_expr(u + 2 == UNITS // 2):
                     self.parts.loads.free_first_half(st, kst.index)
                 held[(u + 1) % 2] = self.to_v(raw, ratio)

@@ -5,7 +5,7 @@ made between its first units; so the tensor cores have work while P(i) is made a
 RoPE comes first.  Of 64 rows it is divided by sigma in fp32, and the content goes on top: no drain
 at the end; fewer rows have a sum for it.
 
-Timeline of block i (registers, 64 rows: S 32, t 32, then two fragments of 16)
+Timeline of block i (registers, 64 rows: S 32, t 32, two fragments of 8: units of 32 channels)
     S i is there | t = S sigma f + log2 sigma - m_ref | free K(i) | vote, rarely frames move
     | wait P free, K(i+1) | RoPE -> | exp2, first half | RoPE / sigma | unit 0 -> | exp2, second
     half | P -> hand over | units 1 ... -> | wait
@@ -22,9 +22,7 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from .. import compat
-from ..common.barriers import warps_meet
-from ..common.frames import NEVER, P_LOG2_MAX
-from ..common.smem import array
+from ..common.frames import NEVER
 from ..common.types import F16, U32
 from ..compat import wgmma_fence
 from ..dims import TOKEN_TILE as TILE
@@ -32,9 +30,9 @@ from ..ds_mla import GROUPS
 from ..stamp import Stamp
 from .block_softmax import store_words_of_p
 from .dense_frames import HEADROOM
-from .fragments import pad_layout, padded_size
+from .fragments import pad_layout
 from .mix16_softmax import STEPS, MixSoftmax
-from .roles import SOFTMAX_WARPS, WARPGROUP, Barrier
+from .roles import SOFTMAX_WARPS, WARPGROUP
 from .softmax_role import P_RING
 from .wgmma import issue
 
@@ -42,53 +40,15 @@ from .wgmma import issue
 class AheadSoftmax(MixSoftmax):
     """The role with a look-ahead of a tile."""
 
-    def fields(self) -> dict:
-        return dict(**super().fields(), frames=array(Float32, padded_size(self.rows_cta), 128))
+    def __init__(self, parts):
+        super().__init__(parts)
+        if not self.few_rows:  # beside t there is room for no more
+            self.units = [range(k, k + 2) for k in range(0, STEPS, 2)]
 
     def tools(self, st, layouts):
         """S^T as well: one sum and RoPE's; of 64 rows both in one."""
         sums = GROUPS + 1 if self.few_rows else 1
         return *super().tools(st, layouts), [self.accumulator() for _ in range(sums)]
-
-    # ---------------------------------------------------------------- frames of rows
-
-    def frames_of(self, st):
-        """This thread's rows."""
-        frames = cute.make_tensor(st.frames.data_ptr(), pad_layout(self.rows_cta))
-        return frames[None, cute.arch.lane_idx() % 4]
-
-    @cute.jit
-    def begin_frames(self, st, m_ref):
-        tidx, _, _ = cute.arch.thread_idx()
-        size = const_expr(padded_size(self.rows_cta))
-        frames = st.frames.get_tensor(cute.make_layout(size))
-        if tidx % WARPGROUP < size:
-            frames[tidx % WARPGROUP] = Float32(0.0)
-
-    def end_frames(self, st, m_ref) -> None:
-        cute.autovec_copy(self.frames_of(st), m_ref)
-        super().end_frames(st, m_ref)
-
-    @cute.jit
-    def move_frames(self, st, t, buf, first, rows_out, wwarp, lane):
-        """As the other's, whose frames are in registers."""
-        _, l_run = rows_out
-        m = self.maxima(st, t, buf, wwarp, lane)
-        at = buf * padded_size(self.rows_cta)
-        gamma_s = cute.make_tensor(st.gamma.data_ptr() + at, pad_layout(self.rows_cta))
-        frames = self.frames_of(st)
-        for x in cutlass.range_constexpr(self.fragment.rows):
-            v = 4 * (x // 2) + x % 2
-            shift = Float32(0.0)
-            if (m[x] > Float32(0.5 * NEVER)) & ((first != 0) | (m[x] > HEADROOM)):
-                shift = m[x] - P_LOG2_MAX
-            gamma = cute.math.exp2(cute.arch.fmin(-shift, Float32(0.0)), fastmath=True)
-            l_run[x] = l_run[x] * gamma
-            t[v], t[v + 2] = t[v] - shift, t[v + 2] - shift
-            if (wwarp == 0) & (lane < 4):
-                gamma_s[x, lane] = gamma
-                frames[x] = frames[x] + shift
-        warps_meet(Barrier.SOFTMAX, SOFTMAX_WARPS)  # all warps read the frames of the next block
 
     # ---------------------------------------------------------------- tiles
 
@@ -132,10 +92,6 @@ class AheadSoftmax(MixSoftmax):
         issue(self.rope_mma(), sums[-1], rKr, rQr, accumulate=False)
         warpgroup.commit_group()
 
-    def group_of(self, unit: int) -> int:
-        """The group of a unit's channels."""
-        return unit * self.unit_steps // (STEPS // GROUPS)
-
     def ratio(self, st, stage, unit: int):
         """Words by which the two tokens' channels of a unit are multiplied; of few rows None."""
         if self.few_rows:
@@ -146,11 +102,10 @@ class AheadSoftmax(MixSoftmax):
     def issue_next(self, tools, frag, q_stage, unit: int) -> None:
         """A unit's WGMMAs: on top of RoPE, or of few rows to the sum of its group."""
         rQ, sums = tools[0][None, None, None, q_stage], tools[-1]
-        if not self.few_rows:
+        if self.few_rows:
+            self.issue_of_group(sums, frag, rQ, unit)
+        else:
             self.issue_unit(sums[0], frag, rQ, unit, True)
-            return
-        follows = unit > 0 and self.group_of(unit) == self.group_of(unit - 1)
-        self.issue_unit(sums[self.group_of(unit)], frag, rQ, unit, follows)
 
     @cute.jit
     def first_unit(self, st, tools, q_stage, stage):
@@ -170,7 +125,7 @@ class AheadSoftmax(MixSoftmax):
     def rest(self, st, tools, q_stage, stage, frag):
         """Units 1 and on, until S^T is there; ``frag`` is in flight."""
         wwarp, lane, _ = self.place()
-        units = const_expr(STEPS // self.unit_steps)
+        units = const_expr(len(self.units))
         held = [frag, None]
         raws, ratio = self.load_k(st, stage, wwarp, lane, 1), self.ratio(st, stage, 1)
         for u in cutlass.range_constexpr(1, units):

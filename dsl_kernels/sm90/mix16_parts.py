@@ -169,11 +169,12 @@ class QueryRows:
             words = self._words(at + x * (4 * block), lane, 8)
             largest = larger_halves(largest, self._largest(words))
         field = self._exponent(largest, largest_rope)
-        power = ((Uint32(2 * EXPONENT_BIAS + Q_TOP) - field) << Uint32(23)).bitcast(Float32)
+        power = (Uint32(2 * EXPONENT_BIAS + Q_TOP) - field) << Uint32(7)  # of bf16
+        power = power | (power << Uint32(16))
         for x in cutlass.range_constexpr(2):
             for c in cutlass.range_constexpr(0, 8, 2):
                 self._to_f16(at + x * (4 * block), lane, c, power)
-        self._store_rope(at_r, lane, rope, 2 * part, field)
+        self._store_rope(at_r, lane, rope, 2 * part, power)
         if part == 0:
             factors = st.factors.get_tensor(cute.make_layout(padded_size(self.rows)))
             back = ((field - Uint32(Q_TOP)) << Uint32(23)).bitcast(Float32)  # 2^-p
@@ -214,21 +215,19 @@ class QueryRows:
         return cutlass.max(fields[0], least)
 
     def _to_f16(self, line, lane, first: int, power):
-        """16 channels times 2^p: even words of two chunks of 8, then odd ones."""
-        words = [four[w] for four in self._words(line, lane, 2, first) for w in range(4)]
+        """16 channels times 2^p, exactly: even words of two chunks of 8, then odd ones."""
+        chunks = self._words(line, lane, 2, first)
+        words = [times_bf16(four[w], power) for four in chunks for w in range(4)]
         for side in range(2):
             four = cute.make_rmem_tensor((4,), U32)
             for i in range(4):
                 word = words[2 * i + side]
                 low = (word << Uint32(16)).bitcast(Float32)
-                high = (word & Uint32(0xFFFF0000)).bitcast(Float32)
-                four[i] = pack_f16(low * power, high * power)
+                four[i] = pack_f16(low, (word & Uint32(0xFFFF0000)).bitcast(Float32))
             cute.autovec_copy(four, self._chunk(line, lane, first + side))
 
-    def _store_rope(self, line, lane, chunks, first, field):
+    def _store_rope(self, line, lane, chunks, first, power):
         """RoPE times 2^p."""
-        power = (Uint32(2 * EXPONENT_BIAS + Q_TOP) - field) << Uint32(7)
-        power = power | (power << Uint32(16))
         for c, four in enumerate(chunks):
             for w in range(4):
                 four[w] = times_bf16(four[w], power)
@@ -364,7 +363,7 @@ class Parts:
         )
         self.loads = GatherRecords(
             self.work, stages=stages, q_stages=q_stages, readers=K_READERS,
-            by_lines=bool(spec.lines),
+            by_lines=bool(spec.lines), halves=bool(spec.halves),
         )  # fmt: skip
         self.scales, self.queries = RecordScales(stages), QueryRows(self.rows)
         self.stamps = Stamps(bool(spec.stamps))

@@ -51,6 +51,7 @@ class MixSoftmax(AcrossWarps):
         parts: what the pipeline is composed of.
         fragment: which rows and tokens a thread holds.
         rows_cta: query rows of the CTA.
+        units: k steps over the content that are converted at once.
     """
 
     inv_ring = INV_RING
@@ -58,13 +59,15 @@ class MixSoftmax(AcrossWarps):
     def __init__(self, parts: Parts):
         self.parts, self.rows_cta = parts, parts.rows
         self.fragment, self.few_rows = TokensOnM(parts.rows), parts.rows <= FEW_ROWS
-        self.unit_steps = UNIT_STEPS[parts.rows]
+        steps = UNIT_STEPS[parts.rows]
+        self.units = [range(k, k + steps) for k in range(0, STEPS, steps)]
 
     def fields(self) -> dict:
-        """Storage: exchange of maxima and sums; a byte for each warp's vote and buffer."""
+        """Storage: exchange of maxima and sums; a byte for each warp's vote and buffer; frames."""
         return dict(
             **self.exchange_fields(self.rows_cta),
             votes=array(cutlass.Uint8, SOFTMAX_WARPS * P_STAGES, 16),
+            frames=array(Float32, padded_size(self.rows_cta), 128),
         )
 
     # ---------------------------------------------------------------- items
@@ -104,15 +107,6 @@ class MixSoftmax(AcrossWarps):
             self.finish_rows(cta, (items & 1) ^ 1, m_ref, l_run, slot, rows)
             items += 1
 
-    def begin_frames(self, st, m_ref) -> None:
-        """Of an item that begins."""
-        m_ref.fill(0.0)
-
-    def end_frames(self, st, m_ref) -> None:
-        """``m_ref`` becomes the frames of the rows' sums."""
-        for x in range(self.fragment.rows):
-            m_ref[x] = m_ref[x] + SUM_LOG2
-
     @cute.jit
     def tiles(self, cta, tools, span, states, rows_out):
         """Tiles ``span`` of an item; returns the next states of the ring and of P."""
@@ -145,6 +139,50 @@ class MixSoftmax(AcrossWarps):
             mma_r.make_fragment_B(thr_r.partition_B(staged(st.qr, layouts.q[1]))),
         )
 
+    # ---------------------------------------------------------------- frames of rows
+
+    def frames_of(self, st):
+        """This thread's rows."""
+        frames = cute.make_tensor(st.frames.data_ptr(), pad_layout(self.rows_cta))
+        return frames[None, cute.arch.lane_idx() % 4]
+
+    @cute.jit
+    def begin_frames(self, st, m_ref):
+        tidx, _, _ = cute.arch.thread_idx()
+        size = const_expr(padded_size(self.rows_cta))
+        frames = st.frames.get_tensor(cute.make_layout(size))
+        if tidx % WARPGROUP < size:
+            frames[tidx % WARPGROUP] = Float32(0.0)
+
+    def end_frames(self, st, m_ref) -> None:
+        """``m_ref`` becomes the frames of the rows' sums."""
+        cute.autovec_copy(self.frames_of(st), m_ref)
+        for x in range(self.fragment.rows):
+            m_ref[x] = m_ref[x] + SUM_LOG2
+
+    @cute.jit
+    def move_frames(self, st, t, buf, first, rows_out, wwarp, lane):
+        """Rows that pass 2^15, and all of the item's first tile with a token, get frames in which
+        their largest value is 2^8."""
+        _, l_run = rows_out
+        m = self.maxima(st, t, buf, wwarp, lane)
+        at = buf * padded_size(self.rows_cta)
+        gamma_s = cute.make_tensor(st.gamma.data_ptr() + at, pad_layout(self.rows_cta))
+        frames = self.frames_of(st)
+        for x in cutlass.range_constexpr(self.fragment.rows):
+            v = 4 * (x // 2) + x % 2
+            shift = Float32(0.0)
+            if (m[x] > Float32(0.5 * NEVER)) & ((first != 0) | (m[x] > HEADROOM)):
+                shift = m[x] - P_LOG2_MAX
+            # of the item's first frame whatever is finite will do: O and sum are 0
+            gamma = cute.math.exp2(cute.arch.fmin(-shift, Float32(0.0)), fastmath=True)
+            l_run[x] = l_run[x] * gamma
+            t[v], t[v + 2] = t[v] - shift, t[v + 2] - shift
+            if (wwarp == 0) & (lane < 4):
+                gamma_s[x, lane] = gamma
+                frames[x] = frames[x] + shift
+        warps_meet(Barrier.SOFTMAX, SOFTMAX_WARPS)  # all warps read the frames of the next block
+
     # ---------------------------------------------------------------- S^T
 
     def load_k(self, st, stage, wwarp, lane, unit: int):
@@ -153,8 +191,7 @@ class MixSoftmax(AcrossWarps):
         row = wwarp * 16 + lane % 16
         base = st.kc.data_ptr().toint() + stage * (TILE * D)
         raws = []
-        for x in range(self.unit_steps // 2):
-            chunk = unit * self.unit_steps + 2 * x  # of 16 channels
+        for chunk in self.units[unit][::2]:  # of 16 channels
             line = base + chunk // 8 * (TILE * 128) + row * 128
             at = line + (((lane // 16 + chunk % 8) ^ (row % 8)) * 16)
             source = cute.make_ptr(U16, at, cute.AddressSpace.smem, assumed_align=16)
@@ -166,7 +203,7 @@ class MixSoftmax(AcrossWarps):
     def to_k(self, raws, ratio):
         """A fragments of them; ``ratio``: words by which the two tokens are multiplied, or None."""
         mma = self.score_mma()
-        frag = mma.make_fragment_A(mma.partition_shape_A((64, 16 * self.unit_steps)))
+        frag = mma.make_fragment_A(mma.partition_shape_A((64, 32 * len(raws))))
         words = cute.recast_tensor(frag, U32)
         for x, raw in enumerate(raws):
             for y in range(2):
@@ -195,17 +232,26 @@ class MixSoftmax(AcrossWarps):
         wgmma_fence()
         atom = cute.make_mma_atom(mma.op)
         atom.set(warpgroup.Field.ACCUMULATE, accumulate)
-        for k in range(self.unit_steps):
-            q = rQ[None, None, self.unit_steps * unit + k]
-            cute.gemm(atom, acc, frag[None, None, k], q, acc)
+        for k, step in enumerate(self.units[unit]):
+            cute.gemm(atom, acc, frag[None, None, k], rQ[None, None, step], acc)
             atom.set(warpgroup.Field.ACCUMULATE, True)
         warpgroup.commit_group()
+
+    def group_of(self, unit: int) -> int:
+        """The group of a unit's channels."""
+        return self.units[unit][0] // (STEPS // GROUPS)
+
+    def issue_of_group(self, sums, frag, rQ, unit: int) -> None:
+        """A unit's WGMMAs to the sum of its group."""
+        group = self.group_of(unit)
+        follows = unit > 0 and group == self.group_of(unit - 1)
+        self.issue_unit(sums[group], frag, rQ, unit, follows)
 
     @cute.jit
     def scores(self, st, tools, q_stage, stage, wwarp, lane, sigma):
         """S^T of 64 rows: content over sigma in one chain, times sigma, RoPE on top."""
         rQ, rKr, rQr = self.operands(tools, q_stage, stage)
-        units = const_expr(STEPS // self.unit_steps)
+        units = const_expr(len(self.units))
         t, token = self.accumulator(), wwarp * 16 + lane // 4
         own = self.parts.scales.own(st)
         ratio = [own[0, token + 8 * e, stage] for e in range(2)]
@@ -215,8 +261,8 @@ class MixSoftmax(AcrossWarps):
         for u in cutlass.range_constexpr(units):
             self.issue_unit(t, held[u % 2], rQ, u, u > 0)
             if const_expr(u + 1 < units):
-                if const_expr((u + 1) * self.unit_steps % (STEPS // GROUPS) == 0):
-                    group = const_expr((u + 1) * self.unit_steps // (STEPS // GROUPS))
+                if const_expr(self.group_of(u + 1) > self.group_of(u)):
+                    group = const_expr(self.group_of(u + 1))
                     ratio = [own[group, token + 8 * e, stage] for e in range(2)]
                 if const_expr(u > 0):
                     warpgroup.wait_group(1)
@@ -236,8 +282,7 @@ class MixSoftmax(AcrossWarps):
     def scores_by_group(self, st, tools, q_stage, stage, wwarp, lane):
         """S^T of few rows: a sum a group, times its scale, and RoPE's."""
         rQ, rKr, rQr = self.operands(tools, q_stage, stage)
-        units = const_expr(STEPS // self.unit_steps)
-        each = const_expr(units // GROUPS)
+        units = const_expr(len(self.units))
         sums, t = [self.accumulator() for _ in range(GROUPS)], self.accumulator()
         raws = self.load_k(st, stage, wwarp, lane, 0)
         wgmma_fence()
@@ -246,7 +291,7 @@ class MixSoftmax(AcrossWarps):
         held = [self.to_k(raws, None), None]
         raws = self.load_k(st, stage, wwarp, lane, 1)
         for u in cutlass.range_constexpr(units):
-            self.issue_unit(sums[u // each], held[u % 2], rQ, u, u % each > 0)
+            self.issue_of_group(sums, held[u % 2], rQ, u)
             if const_expr(u + 1 < units):
                 if const_expr(u > 0):
                     warpgroup.wait_group(1)
@@ -284,7 +329,7 @@ class MixSoftmax(AcrossWarps):
         tidx, _, _ = cute.arch.thread_idx()
         lane, wwarp = tidx % 32, cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
         row, token, buf = self.fragment.row, self.fragment.token, blocks & 1
-        st, (m_ref, l_run) = cta.st, rows_out
+        st, (_, l_run) = cta.st, rows_out
         facts, own = self.parts.scales.facts(st), wwarp * 16 + lane // 4
         log, inverse, sigma, some = [None] * 2, [None] * 2, [None] * 2, Float32(0.0)
         for e in cutlass.range_constexpr(2):
@@ -303,8 +348,10 @@ class MixSoftmax(AcrossWarps):
         factor = cute.make_rmem_tensor((self.fragment.rows,), Float32)
         factors = cute.make_tensor(st.factors.data_ptr(), pad_layout(self.rows_cta))
         cute.autovec_copy(factors[None, lane % 4], factor)
+        frame = cute.make_rmem_tensor((self.fragment.rows,), Float32)
+        cute.autovec_copy(self.frames_of(st), frame)
         for v in cutlass.range_constexpr(self.fragment.values):
-            t[v] = t[v] * factor[row(v)] + (log[token(v)] - m_ref[row(v)])
+            t[v] = t[v] * factor[row(v)] + (log[token(v)] - frame[row(v)])
             top = cute.arch.fmax(top, t[v])
         moves = self.vote(st, top > HEADROOM, buf, wwarp, lane) | first
         P_RING.wait_empty(st, buf, (blocks >> 1 & 1) ^ 1)
@@ -334,27 +381,6 @@ class MixSoftmax(AcrossWarps):
         warps_meet(Barrier.SOFTMAX, SOFTMAX_WARPS)
         words = cute.recast_ptr(st.votes.data_ptr().align(4), dtype=Int32)
         return cute.arch.make_warp_uniform(cute.make_tensor(words, cute.make_layout(P_STAGES))[buf])
-
-    @cute.jit
-    def move_frames(self, st, t, buf, first, rows_out, wwarp, lane):
-        """Rows that pass 2^15, and all of the item's first tile with a token, get frames in which
-        their largest value is 2^8."""
-        m_ref, l_run = rows_out
-        m = self.maxima(st, t, buf, wwarp, lane)
-        at = buf * padded_size(self.rows_cta)
-        gamma_s = cute.make_tensor(st.gamma.data_ptr() + at, pad_layout(self.rows_cta))
-        for x in cutlass.range_constexpr(self.fragment.rows):
-            v = 4 * (x // 2) + x % 2
-            shift = Float32(0.0)
-            if (m[x] > Float32(0.5 * NEVER)) & ((first != 0) | (m[x] > HEADROOM)):
-                shift = m[x] - P_LOG2_MAX
-            m_ref[x] = m_ref[x] + shift
-            # of the item's first frame whatever is finite will do: O and sum are 0
-            gamma = cute.math.exp2(cute.arch.fmin(-shift, Float32(0.0)), fastmath=True)
-            l_run[x] = l_run[x] * gamma
-            t[v], t[v + 2] = t[v] - shift, t[v + 2] - shift
-            if (wwarp == 0) & (lane < 4):
-                gamma_s[x, lane] = gamma
 
     def store_p(self, st, t, buf, wwarp, lane):
         """P^T into shared memory as [row][token]: matrix (j, i) of stmatrix.trans is the rows from
