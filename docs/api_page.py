@@ -20,9 +20,9 @@ import torch
 MODULES: dict[str, tuple[str, ...]] = {
     "snapmla": (
         "PagedKVCache", "append_kv", "quantize_q", "QuantizedQuery", "plan_decode", "DecodePlan",
-        "decode", "PlanCache", "rope_append_kv", "rope_quantize_q", "fetch_dequant",
-        "convert_cache", "merge_state", "merge_states", "explain", "SnapMLAError",
-        "UnsupportedDeviceError", "VariantError", "__version__",
+        "decode", "plan_sparse_decode", "SparsePlan", "PlanCache", "rope_append_kv",
+        "rope_quantize_q", "fetch_dequant", "convert_cache", "merge_state", "merge_states",
+        "explain", "SnapMLAError", "UnsupportedDeviceError", "VariantError", "__version__",
     ),
     "snapmla.flash_mla": (
         "get_mla_metadata", "flash_mla_with_kvcache", "FlashMLASchedMeta", "flash_mla_sparse_fwd",
@@ -52,8 +52,9 @@ INTERNALS: dict[str, tuple[str, ...]] = {
     ),
     "PagedKVCache": (
         "content_u8", "memory", "traceable", "plain", "begins", "asks", "arguments",
-        "append_options", "decode_arguments", "named_tensors", "memory_now",
+        "append_options", "decode_arguments", "gather_arguments", "named_tensors", "memory_now",
     ),
+    "SparsePlan": ("variant", "must_regroup"),
     "QuantizedQuery": ("nope_u8", "row_scale", "arguments", "plain", "written", "begins"),
     "QuantConfig": ("group",),
 }  # fmt: skip

@@ -12,14 +12,14 @@ scale 0: log2 of that is -inf, so the place masks itself, and no byte is read fo
     landed   gather warps -> warp 2          (cp.async arrivals, a thread each)
     k_pipe   warp 2 -> who reads the KV tile (full: one arrival behind a proxy fence, empty: warps)
 
-
 Shared memory: ``k_bar`` and the barriers of ``landed``; the tiles are fields ``k<plane>`` of the
 kernel's plan, and the field of scales.
 
 Timeline of a tile in a gather warp: the raw entries of the next tile are asked for, a lane each;
-this one's, asked for a tile ago, become (page, offset) | wait until the stage is free | a row at a
-time: page and offset from their lane by shuffle, 512 bytes of content by 32 lanes; four rows at a
-time 128 bytes of RoPE | scales | arrive when these copies have landed.
+this one's, asked for a tile ago, become (page, offset) | wait until the stage is free | four rows
+at a time: page and offset from their lane by shuffle, each row's five lines of 128 bytes by eight
+lanes; or (``by_lines`` False) a row's 512 bytes of content by 32 lanes, four rows' RoPE as before |
+scales | arrive when these copies have landed.
 
 What is made of an entry right behind its load waits for memory once a tile: 14 % of the time.
 """

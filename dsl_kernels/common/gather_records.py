@@ -5,13 +5,14 @@ scales, and a scale of 0 is a scale: that a place holds no token is known from t
 the announcer reads the entries, too, and what it makes of a tile's scales is there when the tile's
 full barrier flips.
 
-Warp 0 copies the first half of a tile's rows.  Readers free it apart, as soon as they have it in
-registers, so that the next rows are asked for while they are at the other half:
+With ``halves`` warp 0 copies the first half of a tile's rows.  Readers free it apart, as soon as
+they have it in registers, so that the next rows are asked for while they are at the other half:
 
     first_half   who reads the KV tile -> warp 0   (warps; beside the stage's own empty barrier,
                                                    which frees the second half for the others)
 
-Shared memory: as gather.py's, and the barriers of ``first_half``; field ``ks`` has 16 bytes a token.
+Shared memory: as gather.py's, and the barriers of ``first_half``; field ``ks`` has 16 bytes a
+token.
 
 Timeline of a tile in the announcer: the entries of the next tile are asked for, two a lane | wait
 until this one has landed | proxy fence | ``on_full`` | full

@@ -98,16 +98,6 @@ class FlashMLASchedMeta:
         # its own dict of plans; what is known of the original's memory is left behind
         return {**self.__dict__, "_plans": dict(self._plans), "memo": calls.Memo()}
 
-    @staticmethod
-    def config_of(b: int, s_q: int, h_q: int, page_block_size: int, *, topk: int) -> Config:
-        """Of a call with ``indices``."""
-        return Config(b, s_q, h_q, page_block_size, 1, False, torch.bfloat16, True, topk)
-
-    def check_config(self, asked: Config) -> None:
-        """ValueError for a call that is not like the one that planned it."""
-        assert self.config is not None
-        check_config(self.config, asked)
-
     def _planned(self) -> bool:
         """Whether its plans are a step's; a caller may set ``have_initialized`` back."""
         return self.have_initialized and self.config is not None

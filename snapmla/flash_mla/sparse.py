@@ -19,6 +19,7 @@ from dsl_kernels.ds_mla import ROW_BYTES
 from snapmla import checks, ds_mla, launch, tracing
 from snapmla.cache import PagedKVCache
 from snapmla.decode_plan import new_workspace
+from snapmla.flash_mla.config import Config, check_config
 from snapmla.plan import StepShape, Workspaces, make_plan
 from snapmla.sparse.decode import sparse_decode
 from snapmla.sparse.plan import SparseOptions, SparsePlan, plan_sparse_decode
@@ -155,11 +156,12 @@ def _of_object(metadata: FlashMLASchedMeta, call: Call, q: Tensor) -> SparsePlan
         metadata.memo.forget()
     plan = metadata._plans.get(shape)
     if plan is None:
-        config = metadata.config_of(
-            shape.b, shape.s_q, shape.heads, call.k_cache.shape[1], topk=shape.topk
+        page_size = call.k_cache.shape[1]
+        config = Config(
+            shape.b, shape.s_q, shape.heads, page_size, 1, False, torch.bfloat16, True, shape.topk
         )
         if metadata._plans and metadata.config is not None:
-            metadata.check_config(config)
+            check_config(metadata.config, config)
         plan = _made(call, q)
         metadata.have_initialized, metadata.config = True, config
         metadata._plans[shape] = plan

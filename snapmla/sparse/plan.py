@@ -45,6 +45,12 @@ class SparsePlan(DecodePlan):
 
     ``planned_seqlens`` are the lengths of ``topk_length``: where that is not given a decode reads
     them instead.
+
+    Raises:
+        TypeError, ValueError: from the methods, naming the argument.
+
+    Source: our own, as ``DecodePlan``: a query token's row of ``indices`` is a block table of pages
+    of one token.
     """
 
     _STALE: ClassVar[tuple[str, str]] = (

@@ -127,13 +127,13 @@ def decode_errors(
         truth = dense_decode_reference(*inputs, **rule)
         ids, axis = _picked(own, cu_seqlens_q)
         got = out[ids], lse[:, ids] if axis else lse[ids]
-        missed = outside_gate(got[0], truth[0], OUT_GATE)
+        missed = out_of_gate(got[0], truth[0], OUT_GATE)
         magnitudes = functools.partial(logit_magnitudes, *inputs, **rule)
         missed_lse, excused = lse_outside(got[1], truth[1], magnitudes)
         outside += int(missed.sum()) + int(missed_lse.sum())
         by_condition += excused
-        where += places_of("out", got[0], truth[0], missed, ids, 0)
-        where += places_of("lse", got[1], truth[1], missed_lse, ids, axis)
+        where += named_places("out", got[0], truth[0], missed, ids, 0)
+        where += named_places("lse", got[1], truth[1], missed_lse, ids, axis)
         pairs += [(x.flatten(), y.flatten()) for x, y in zip(truth, got, strict=True)]
     truth_out, got_out = (torch.cat(side) for side in zip(*pairs[::2], strict=True))
     truth_lse, got_lse = (torch.cat(side) for side in zip(*pairs[1::2], strict=True))
@@ -211,7 +211,7 @@ def _frames(t: Tensor, lazy: bool) -> Tensor:
 def gate_violations(actual: Tensor, expected: Tensor, gate: tuple[float, float]) -> int:
     """Elements that neither an absolute nor a relative error makes right, and NaN or infinities
     that are not the reference's."""
-    return int(outside_gate(actual, expected, gate).sum())
+    return int(out_of_gate(actual, expected, gate).sum())
 
 
 def lse_outside(
@@ -227,7 +227,7 @@ def lse_outside(
     Returns:
         (bool (...), a count that is to be held to ``by_condition_allowed``).
     """
-    missed = outside_gate(actual, expected, LSE_GATE)
+    missed = out_of_gate(actual, expected, LSE_GATE)
     if not bool(missed.any()):
         return missed, 0
     size, error = magnitudes(missed), (actual.double() - expected.double()).abs()
@@ -241,7 +241,7 @@ def by_condition_allowed(elements: int) -> int:
     return max(BY_CONDITION_ALWAYS, elements // BY_CONDITION_ONE_IN)
 
 
-def outside_gate(actual: Tensor, expected: Tensor, gate: tuple[float, float]) -> Tensor:
+def out_of_gate(actual: Tensor, expected: Tensor, gate: tuple[float, float]) -> Tensor:
     """Which elements ``gate_violations`` counts."""
     a, e = actual.double(), expected.double()
     special = ~torch.isfinite(a) | ~torch.isfinite(e)
@@ -251,7 +251,7 @@ def outside_gate(actual: Tensor, expected: Tensor, gate: tuple[float, float]) ->
     return ~right
 
 
-def places_of(
+def named_places(
     name: str, actual: Tensor, expected: Tensor, missed: Tensor, ids: Sequence[int], axis: int
 ) -> list[str]:
     """The first elements that are ``missed``; position x of ``axis`` is ``ids[x]`` in the result

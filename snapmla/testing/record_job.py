@@ -183,10 +183,10 @@ class RecordJob(SparseJob):
             for a, b, c in zip(out, mimic.to(out.dtype), truth, strict=True)
         ]
         error, allowed = max(pairs, key=lambda x: math.inf if math.isnan(x[0]) else x[0] / x[1])
-        missed = dense_job.outside_gate(out, truth, OUT_GATE) & plain
+        missed = dense_job.out_of_gate(out, truth, OUT_GATE) & plain
         missed_lse, excused = self._lse_outside(call, lse, truth_lse)
-        places = dense_job.places_of("out", out, truth, missed, range(n), 0)
-        places += dense_job.places_of("lse", lse, truth_lse, missed_lse, range(n), 1)
+        places = dense_job.named_places("out", out, truth, missed, range(n), 0)
+        places += dense_job.named_places("lse", lse, truth_lse, missed_lse, range(n), 1)
         return DenseErrors(
             outside=int(missed.sum()) + int(missed_lse.sum()),
             cosine=max(metrics.one_minus_cosine(a, b) for a, b in zip(out, truth, strict=True)),

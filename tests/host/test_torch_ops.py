@@ -358,6 +358,7 @@ def operator_calls(device: str, layout: str = "split") -> dict[str, tuple[Any, .
         "decode_out": (*decode, out, lse),
         "dense_decode": dense,
         "dense_decode_out": (*dense, dense_out, lse.clone()),
+        **sparse_calls(device),
         "fetch_dequant": (*cache, layer.table, short, torch.float32),
         "fetch_dequant_out": (*cache, layer.table, short, *fetched),
         "merge_states": ([out + 1, out + 2], [lse, lse + 1], False, 1.0),
@@ -391,6 +392,41 @@ def byte_calls(device: str) -> dict[str, tuple[Any, ...]]:
     }  # fmt: skip
 
 
+def sparse_calls(device: str) -> dict[str, tuple[Any, ...]]:
+    """Of the operators over lists of tokens, one of them none."""
+    ones = {"device": device, "dtype": torch.bfloat16}
+    indices = torch.tensor([[0, -1, 5], [2, 1, 2]], dtype=torch.int32, device=device)
+    results = torch.zeros(2, 1, HEADS, 512, **ones), torch.zeros(2, HEADS, 1, device=device)
+
+    def lists(fmt: str) -> tuple[Any, ...]:
+        plan = snapmla.plan_sparse_decode(
+            HEADS, 1, topk=3, batch=2, device=device, num_parts=2, cache_dtype=fmt
+        )
+        return (
+            indices, plan.planned_seqlens.clone(), torch.zeros(HEADS, device=device),
+            plan.work_items, plan.part_begin, plan.split_begin, plan.units, plan.row_limits,
+            plan.o_accum.zero_(), plan.lse_accum.zero_(), plan.pipeline, plan.row_tile, False,
+            SCALE, 1.0, 0.0,
+        )  # fmt: skip
+
+    planes = (
+        torch.full((2, 1, HEADS, 512), 0x38, dtype=torch.uint8, device=device),
+        torch.ones(2, 1, HEADS, 64, **ones), torch.ones(2, 1, HEADS, device=device),
+        torch.full((2, PAGE, 512), 0x38, dtype=torch.uint8, device=device),
+        torch.ones(2, PAGE, 64, **ones), torch.ones(2, PAGE, device=device), *lists("fp8"),
+    )  # fmt: skip
+    rows = (
+        torch.ones(2, 1, HEADS, 576, **ones),
+        torch.zeros(2, PAGE, 1, 656, dtype=torch.uint8, device=device), *lists("fp8_ds_mla"),
+    )  # fmt: skip
+    return {
+        "sparse_decode": (*planes, torch.bfloat16),
+        "sparse_decode_out": (*planes, *results),
+        "sparse_decode_rows": (*rows, torch.bfloat16),
+        "sparse_decode_rows_out": (*rows, *(x.clone() for x in results)),
+    }
+
+
 def test_a_plan_that_an_older_version_saved(monkeypatch: pytest.MonkeyPatch) -> None:
     """It names the class by ``snapmla.decode_plan``, and torch loads what it knows by that name."""
     plan, file = Layer("cpu").plan, io.BytesIO()
@@ -406,7 +442,8 @@ def test_a_plan_that_an_older_version_saved(monkeypatch: pytest.MonkeyPatch) -> 
 NAMES = (
     "append_kv", "rope_append_kv", "quantize_q", "quantize_q_out", "rope_quantize_q",
     "rope_quantize_q_out", "plan_update", "plan_to_records", "records_to_plan", "decode",
-    "decode_out", "dense_decode", "dense_decode_out", "fetch_dequant", "fetch_dequant_out",
+    "decode_out", "dense_decode", "dense_decode_out", "sparse_decode", "sparse_decode_out",
+    "sparse_decode_rows", "sparse_decode_rows_out", "fetch_dequant", "fetch_dequant_out",
     "merge_states", "merge_states_out", "append_bytes", "rope_append_bytes", "fetch_bytes",
     "fetch_bytes_out",
 )  # fmt: skip

@@ -242,6 +242,30 @@ def rotated(seed: int) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
+def listed(layout: str) -> Callable[[int], tuple[Any, ...]]:
+    """Query, cache, indices and plan of sparse decode; an entry names no token."""
+
+    def given(seed: int) -> tuple[Any, ...]:
+        q, fmt = torch.cat(queries(), -1), "fp8_ds_mla" if layout == "ds_mla" else "fp8"
+        query = q if layout == "ds_mla" else snapmla.quantize_q(q[..., :512], q[..., 512:])
+        plan = snapmla.plan_sparse_decode(
+            HEADS, 1, topk=3, batch=2, device="cpu", num_parts=1, cache_dtype=fmt
+        )
+        indices = torch.tensor([[[seed, -1, 5]], [[2, 0, seed]]], dtype=torch.int32)
+        return query, cache(layout), indices, plan
+
+    return given
+
+
+def sparse(q: Any, cache: Any, indices: Any, plan: Any) -> Any:
+    return snapmla.decode(q, cache, indices=indices, softmax_scale=SCALE, plan=plan)
+
+
+def planned_lists(length: torch.Tensor) -> list[torch.Tensor]:
+    made = snapmla.plan_sparse_decode(HEADS, 1, topk=WIDTH * PAGE, topk_length=length)
+    return [made.work_items, made.part_begin, made.split_begin, made.planned_seqlens]
+
+
 OPERATIONS = {
     **{
         f"append_kv {layout}": Operation(snapmla.append_kv, appended(layout), ("append_kv",))
@@ -302,6 +326,11 @@ OPERATIONS = {
         lambda s: (*rows_step(s, 2, True), torch.ones(4, 4, 512).half(), torch.ones(4, 4)),
         ("plan_update", "dense_decode_out"),
     ),
+    "plan_sparse_decode": Operation(
+        planned_lists, lambda s: (lengths(s),), ("plan_update",), breaks=True
+    ),
+    "decode indices": Operation(sparse, listed("split"), ("sparse_decode",)),
+    "decode indices of rows": Operation(sparse, listed("ds_mla"), ("sparse_decode_rows",)),
     "decode without a plan": Operation(decode, step, ("plan_update", "decode"), breaks=True),
     "fetch_dequant pages": Operation(
         lambda c, where, n: snapmla.fetch_dequant(c, where, n),
