@@ -15,7 +15,6 @@ that takes it to 2^46.  The channels of 16 take the places ``CHANNEL``.
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any
 
 import cutlass
@@ -171,9 +170,8 @@ class QueryRows:
         field = self._exponent(largest, largest_rope)
         power = (Uint32(2 * EXPONENT_BIAS + Q_TOP) - field) << Uint32(7)  # of bf16
         power = power | (power << Uint32(16))
-        for x in cutlass.range_constexpr(2):
-            for c in cutlass.range_constexpr(0, 8, 2):
-                self._to_f16(at + x * (4 * block), lane, c, power)
+        for x in cutlass.range(2, unroll=1):
+            self._to_f16(at + x * (4 * block), lane, power)
         self._store_rope(at_r, lane, rope, 2 * part, power)
         if part == 0:
             factors = st.factors.get_tensor(cute.make_layout(padded_size(self.rows)))
@@ -200,7 +198,9 @@ class QueryRows:
     def _largest(chunks):
         """The largest magnitudes of even and of odd channels: bf16 bits order like them."""
         sizes = [four[w] & Uint32(0x7FFF7FFF) for four in chunks for w in range(4)]
-        return functools.reduce(larger_halves, sizes)
+        while len(sizes) > 1:
+            sizes = [larger_halves(*pair) for pair in zip(sizes[::2], sizes[1::2], strict=True)]
+        return sizes[0]
 
     @staticmethod
     def _exponent(content, rope):
@@ -214,17 +214,20 @@ class QueryRows:
         least = cutlass.max(fields[1], Uint32(LEAST_FIELD + Q_ROPE_ABOVE)) - Uint32(Q_ROPE_ABOVE)
         return cutlass.max(fields[0], least)
 
-    def _to_f16(self, line, lane, first: int, power):
-        """16 channels times 2^p, exactly: even words of two chunks of 8, then odd ones."""
-        chunks = self._words(line, lane, 2, first)
+    def _to_f16(self, line, lane, power):
+        """64 channels times 2^p, exactly: of two chunks of 8 the even words, then the odd ones.
+
+        All loads come first: behind a store they would wait for each other.
+        """
+        chunks = self._words(line, lane, 8)
         words = [times_bf16(four[w], power) for four in chunks for w in range(4)]
-        for side in range(2):
+        for c in range(8):
             four = cute.make_rmem_tensor((4,), U32)
             for i in range(4):
-                word = words[2 * i + side]
+                word = words[8 * (c // 2) + 2 * i + c % 2]
                 low = (word << Uint32(16)).bitcast(Float32)
                 four[i] = pack_f16(low, (word & Uint32(0xFFFF0000)).bitcast(Float32))
-            cute.autovec_copy(four, self._chunk(line, lane, first + side))
+            cute.autovec_copy(four, self._chunk(line, lane, c))
 
     def _store_rope(self, line, lane, chunks, first, power):
         """RoPE times 2^p."""
