@@ -38,7 +38,7 @@ def shapes(spec: VariantSpec) -> tuple[RecordShape, ...]:
             odd, 130, (130, 0, 99), 2, s_q=5, begins=(0, 2, 2, 4), layout="padded",
             own_lengths=(130, 64, 3, 200, 77), style="equal",
         ),
-        RecordShape(odd, 131, (131, 66), 3, parts=1, style="scales"),
+        RecordShape(odd, 131, (66, 5, 131), 3, parts=1, style="scales"),
     )  # fmt: skip
 
 
