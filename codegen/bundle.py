@@ -37,6 +37,7 @@ SPEC_FILES = (
     "__init__.py",
     "py.typed",
     "dims.py",
+    "ds_mla.py",
     "records.py",
     "spec.py",
     "registry.py",

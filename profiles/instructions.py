@@ -172,6 +172,7 @@ WGMMA_FORMS = (
     *(WgmmaForm(n, "e4m3", registers) for n in (16, 32, 64) for registers in (False, True)),
     *(WgmmaForm(n, kind) for kind in ("bf16", "f16") for n in (16, 32, 64)),
     *(WgmmaForm(64, kind, registers=True) for kind in ("bf16", "f16")),
+    *(WgmmaForm(n, "f16", registers=True) for n in (16, 32)),
     *(WgmmaForm(n, kind, a_mn=True) for kind in ("bf16", "f16") for n in (16, 32)),
     *(WgmmaForm(128, kind, b_mn=True) for kind in ("bf16", "f16")),
 )

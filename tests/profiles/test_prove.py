@@ -274,7 +274,7 @@ def test_steps_are_the_whole_matrix() -> None:
     kernels = set(map(kernel, every))
     assert set(map(kernel, one_term)) == kernels
     assert len(one_term) == len(kernels)
-    assert len(studied) == len(one_term) + 1  # and two terms of P
+    assert len(studied) == len(one_term) + 2  # and two terms of P, of dense and sparse decode
     for step in steps:
         assert step.commands, "nothing would pass"
         assert all(c[0] == "-m" or (prove.ROOT / c[0]).is_file() for c in step.commands)
@@ -303,7 +303,7 @@ def test_keys_follow_the_sources(monkeypatch: pytest.MonkeyPatch) -> None:
     after = {s.name: s.key for s in prove.steps()}
     stale = {name for name in before if before[name] != after[name]}
     assert {n.split(":")[1].split("_")[0] for n in stale if n.startswith("variant:")} == {
-        "merge", "decode", "dense",
+        "merge", "decode", "dense", "sparse",
     }  # fmt: skip
     assert "mutants:append_kv_xbf16_ii32_sm90a" not in stale and "replay:mufu" not in stale
     assert "mutants:merge_obf16_sm90a" in stale and "tests:codegen/test_precompile.py" in stale

@@ -205,11 +205,13 @@ def test_too_many_bytes_expected(etap: Bench, mode: str) -> None:
 
 def _with_count(bench: Bench, extra: int, mode: str) -> softgpu.SoftGpuError:
     """What a kernel reports whose K stages wait for ``extra`` more readers than there are."""
-    create = line("loader.py", "k_pipe = pipeline.PipelineTmaAsync.create(")
+    create = line("loader.py", "return pipeline.PipelineTmaAsync.create(")  # Q's ring, then K's
     inits = bench.all("mbarrier.init", create)
-    changes = {}
-    for ins in inits[len(inits) // 2 :]:  # the full barriers come first
+    changes, last = {}, inits[-1].text.rpartition(", ")[2]
+    for ins in inits:
         where, _, count = ins.text.rpartition(", ")
+        if count != last:  # the full barriers come first
+            continue
         changes[ins.pc] = f"{{ .reg .b32 n; add.s32 n, {count}, {extra}; {where}, n; }}"
     return bench.broken(changes, mode)
 
