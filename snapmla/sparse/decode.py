@@ -11,6 +11,7 @@ from dsl_kernels.dims import KV_LORA_RANK
 from snapmla import call as calls
 from snapmla import checks, overlap, tracing
 from snapmla.cache import PagedKVCache, expect_cache, expect_fp8
+from snapmla.checks.decode_call import check_outputs, lse_shape, rows_of
 from snapmla.decode_plan import TENSORS, PlanVariant
 from snapmla.decode_plan.choices import choices
 from snapmla.quant import QuantizedQuery, as_batch, expect_query, named
@@ -90,6 +91,7 @@ def _places(call: Call, _: object) -> calls.Groups | None:
     q, cache, indices, topk_length, attn_sink, plan, out, lse, *_ = call
     if not tracing.plain(q, cache, plan):
         return None
+    _check_reach(cache)  # another cache than the one that was checked
     rows = isinstance(q, torch.Tensor)
     if not (
         rows_of(q) == plan.rows_shape
@@ -110,6 +112,7 @@ def _checked(call: Call) -> Call:
     """Checks all tensors with full messages; plans if no plan is given, launches nothing else."""
     q, cache, indices, topk_length, attn_sink, plan, out, lse, options, out_dtype = call
     _expect(q, cache, indices, plan)
+    _check_reach(cache)
     device, rows = q.device, rows_of(q)
     _check_indices(indices, rows, plan, device)
     if plan is None:
@@ -127,7 +130,7 @@ def _checked(call: Call) -> Call:
     if attn_sink is not None:
         checks.tensor("attn_sink", attn_sink, (torch.float32,), (rows[-1],), device)
         checks.contiguous("attn_sink", attn_sink)
-    _check_outputs(rows, plan, out, lse, out_dtype)
+    check_outputs(out, lse, rows, out_dtype, device, plan.variant.out_dtypes)
     checks.softmax_scale(options[0])
     choices(False, *options[1:])
     _check_apart(call, plan)
@@ -202,31 +205,16 @@ def _check_plan(
         tokens = "b, s_q" if len(rows) == 3 else "total_q"
         wanted = f"one made for ({tokens}, num_heads) = {rows}"
         checks.value_error("plan", wanted, plan.rows_shape)
+
+
+def _check_reach(cache: PagedKVCache) -> None:
+    """That the gather's 32 bits reach every token, whatever plan and query are."""
     for name, part in cache.named_tensors.items():
         if max(part.stride()[:2], default=0) * part.element_size() >= MAX_STRIDE:
             wanted = "pages and tokens less than 4 GiB apart"
             checks.value_error(f"cache.{name}", wanted, f"strides {part.stride()}")
     if cache.num_slots >= 1 << 31:
         checks.value_error("cache", "less than 2**31 tokens", cache.num_slots)
-
-
-def _check_outputs(
-    rows: tuple[int, ...],
-    plan: SparsePlan,
-    out: torch.Tensor | None,
-    lse: torch.Tensor | None,
-    out_dtype: torch.dtype | None,
-) -> None:
-    dtypes, device = plan.variant.out_dtypes, plan.device
-    if out_dtype is not None and out_dtype not in dtypes:
-        wanted = " or ".join(checks.dtype_name(d) for d in dtypes)
-        checks.type_error("out_dtype", wanted, out_dtype)
-    if out is not None:
-        wanted_dtypes = dtypes if out_dtype is None else (out_dtype,)
-        checks.output("out", out, wanted_dtypes, (*rows[:-1], rows[-1], KV_LORA_RANK), device)
-    if lse is not None:
-        shape = (*rows[:-2], rows[-1], rows[-2])
-        checks.output("lse", lse, (torch.float32,), shape, device, align=4)
 
 
 def _check_apart(call: Call, plan: SparsePlan) -> None:
@@ -284,6 +272,7 @@ def _traced(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """The call as an operator, for tracers; arguments checked."""
     q, cache, indices, topk_length, attn_sink, plan, out, lse, options, out_dtype = call
     _expect(q, cache, indices, plan)
+    _check_reach(cache)
     rows = rows_of(q)
     if plan is None:
         if tracing.by_dynamo():
@@ -320,15 +309,10 @@ def _traced(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     if out is None:
         out = like.new_empty((*rows, KV_LORA_RANK), dtype=out_dtype or torch.bfloat16)
     if lse is None:
-        lse = like.new_empty((*rows[:-2], rows[-1], rows[-2]), dtype=torch.float32)
+        lse = like.new_empty(lse_shape(rows), dtype=torch.float32)
     results = (out.unsqueeze(0), lse.unsqueeze(0)) if ragged else (out, lse)
     write(*common, *results, **extra)
     return out, lse
-
-
-def rows_of(q: QuantizedQuery | torch.Tensor) -> tuple[int, ...]:
-    """(b, s_q, h) or (total_q, h) of a query."""
-    return tuple((q if isinstance(q, torch.Tensor) else q.rope).shape[:-1])
 
 
 def _check_plan_shape(plan: SparsePlan, rows: tuple[int, ...]) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import snapmla
+from snapmla.sparse import decode as sparse_call
 from snapmla.testing import metrics
 from snapmla.testing.comparison import MIMIC_OF
 from snapmla.testing.sparse_reference import sparse_decode_reference
@@ -228,3 +229,12 @@ def test_wrong_arguments_of_a_known_call() -> None:
             given["q"], given["cache"], torch.zeros(2, 1, dtype=torch.int32),
             torch.ones(2, dtype=torch.int32), softmax_scale=SCALE, plan=given["plan"],
         )  # fmt: skip
+
+
+def test_a_cache_beyond_the_gathers_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a plan, and where another cache was known to be within it."""
+    right, far = Right(), filled_cache()
+    monkeypatch.setattr(sparse_call, "MAX_STRIDE", P * 512)
+    for plan in (None, right.arguments["plan"]):
+        with pytest.raises(ValueError, match="^cache.content: expected pages and tokens less than"):
+            right.run(cache=far, plan=plan)
