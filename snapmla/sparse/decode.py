@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -91,7 +92,7 @@ def _places(call: Call, _: object) -> calls.Groups | None:
     q, cache, indices, topk_length, attn_sink, plan, out, lse, *_ = call
     if not tracing.plain(q, cache, plan):
         return None
-    _check_reach(cache)  # another cache than the one that was checked
+    check_reach(named("cache", cache))  # another cache than the one that was checked
     rows = isinstance(q, torch.Tensor)
     if not (
         rows_of(q) == plan.rows_shape
@@ -112,7 +113,7 @@ def _checked(call: Call) -> Call:
     """Checks all tensors with full messages; plans if no plan is given, launches nothing else."""
     q, cache, indices, topk_length, attn_sink, plan, out, lse, options, out_dtype = call
     _expect(q, cache, indices, plan)
-    _check_reach(cache)
+    check_reach(named("cache", cache))
     device, rows = q.device, rows_of(q)
     _check_indices(indices, rows, plan, device)
     if plan is None:
@@ -207,14 +208,17 @@ def _check_plan(
         checks.value_error("plan", wanted, plan.rows_shape)
 
 
-def _check_reach(cache: PagedKVCache) -> None:
-    """That the gather's 32 bits reach every token, whatever plan and query are."""
-    for name, part in cache.named_tensors.items():
+def check_reach(parts: Mapping[str, torch.Tensor]) -> None:
+    """That the gather's 32 bits reach every token of a cache's tensors, (pages, page_size, …).
+
+    Asked of real tensors: where a tracer asks for the call, the operator does when it runs."""
+    for name, part in parts.items():
         if max(part.stride()[:2], default=0) * part.element_size() >= MAX_STRIDE:
             wanted = "pages and tokens less than 4 GiB apart"
-            checks.value_error(f"cache.{name}", wanted, f"strides {part.stride()}")
-    if cache.num_slots >= 1 << 31:
-        checks.value_error("cache", "less than 2**31 tokens", cache.num_slots)
+            checks.value_error(name, wanted, f"strides {part.stride()}")
+        num_slots = part.shape[0] * part.shape[1]
+        if num_slots >= 1 << 31:
+            checks.value_error(name, "less than 2**31 tokens", num_slots)
 
 
 def _check_apart(call: Call, plan: SparsePlan) -> None:
@@ -272,7 +276,6 @@ def _traced(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """The call as an operator, for tracers; arguments checked."""
     q, cache, indices, topk_length, attn_sink, plan, out, lse, options, out_dtype = call
     _expect(q, cache, indices, plan)
-    _check_reach(cache)
     rows = rows_of(q)
     if plan is None:
         if tracing.by_dynamo():

@@ -12,7 +12,7 @@ from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK
 from dsl_kernels.ds_mla import ROW_BYTES
 from snapmla import checks, layouts, quant
 from snapmla.decode_plan import FP8
-from snapmla.sparse.decode import ROWS_OF_BYTES
+from snapmla.sparse.decode import ROWS_OF_BYTES, check_reach
 from snapmla.sparse.plan import SparsePlan, variant_of
 from snapmla.torch_ops.decode import check_query
 from snapmla.torch_ops.decode_arguments import check_tables_of, new_results
@@ -107,6 +107,8 @@ def _launch(
     checks.tensor("indices", indices, (torch.int32,), (b_q * s_q, "topk"), device)
     checks.vector("topk_length", topk_length, (b,), device)
     sink = out.new_empty(0, dtype=torch.float32) if attn_sink is None else attn_sink
+    names = ("content", "rope", "scale") if len(cache) == 3 else ("kv",)
+    check_reach(dict(zip(names, cache)))
     if attn_sink is not None:
         checks.tensor("attn_sink", attn_sink, (torch.float32,), (heads,), device)
         checks.contiguous("attn_sink", attn_sink)

@@ -238,3 +238,12 @@ def test_a_cache_beyond_the_gathers_reach(monkeypatch: pytest.MonkeyPatch) -> No
     for plan in (None, right.arguments["plan"]):
         with pytest.raises(ValueError, match="^cache.content: expected pages and tokens less than"):
             right.run(cache=far, plan=plan)
+
+
+def test_the_operator_asks_for_the_gathers_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled code runs the operator alone."""
+    right = Right()
+    monkeypatch.setattr(sparse_call, "MAX_STRIDE", P * 512)
+    monkeypatch.setattr(sparse_call.tracing, "active", lambda *_: True)
+    with pytest.raises(ValueError, match="^content: expected pages and tokens less than"):
+        right.run()
