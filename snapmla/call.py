@@ -74,20 +74,23 @@ class Memo:
             if parts is None:
                 return None
             tensors, options, where = parts
-            for tensor in tensors:
-                if tensor.is_nested:  # torch's guards end the process over one
-                    return None
             for kind in self.kinds:
-                if kind.options == options and kind.alike(*tensors):
-                    if (
-                        where is None
-                        or (kind.form, where) in APART
-                        or _lie_apart(op, call, kind, tensors, where)
-                    ):
-                        if kind is not self.kinds[0]:
-                            self._put_first(kind)
-                        return kind
-                    return None
+                if kind.options != options:
+                    continue
+                seen = where is not None and (kind.form, where) in APART
+                # torch's guards end the process over a nested tensor.  Where plain tensors lay
+                # before, only the first is asked again: six questions take 0.3 us
+                for tensor in tensors:
+                    if tensor.is_nested:
+                        return None
+                    if seen:
+                        break
+                if kind.alike(*tensors):
+                    if not (seen or where is None or _lie_apart(op, call, kind, tensors, where)):
+                        return None
+                    if kind is not self.kinds[0]:
+                        self._put_first(kind)
+                    return kind
         except _OTHER_KIND:
             pass
         return None
@@ -148,7 +151,10 @@ def run(op: Op, owner: Any, call: Any) -> Any:
     """
     if tracing.active():
         return op.traced(call)
-    memo = getattr(owner, "memo", None)
+    try:
+        memo = owner.memo
+    except AttributeError:
+        memo = None
     kind = None if memo is None else memo.find(op, call)
     if kind is not None:
         try:

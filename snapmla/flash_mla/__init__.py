@@ -59,7 +59,7 @@ Tensor = torch.Tensor
 Pair = tuple[Tensor, Tensor]
 _raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # with CUDA
 SCALE = HEAD_DIM_QK**-0.5
-LSE = ("e", "+inf")  # natural; of a row that sees no token
+NATURAL, EMPTY = "e", "+inf"  # base of the LSE; its value for a row that sees no token
 
 
 @dataclass
@@ -279,14 +279,14 @@ def flash_mla_with_kvcache(
 
     Source: FlashMLA, ``flash_mla_with_kvcache``; the kernel is ``snapmla.decode``'s.
     """
-    if tracing.by_dynamo():
-        return tracing.between_graphs(
-            flash_mla_with_kvcache, q, k_cache, block_table, cache_seqlens, head_dim_v,
-            tile_scheduler_metadata, num_splits, softmax_scale, causal, is_fp8_kvcache, indices,
-            attn_sink, extra_k_cache, extra_indices_in_kvcache, topk_length, extra_topk_length, out,
-            lse=lse, descale_q=descale_q, descale_k=descale_k,
-        )  # fmt: skip
-    if isinstance(indices, torch.Tensor):
+    if indices is not None:
+        if tracing.by_dynamo():
+            return tracing.between_graphs(
+                flash_mla_with_kvcache, q, k_cache, block_table, cache_seqlens, head_dim_v,
+                tile_scheduler_metadata, num_splits, softmax_scale, causal, is_fp8_kvcache, indices,
+                attn_sink, extra_k_cache, extra_indices_in_kvcache, topk_length, extra_topk_length,
+                out, lse=lse, descale_q=descale_q, descale_k=descale_k,
+            )  # fmt: skip
         second = extra_k_cache, extra_indices_in_kvcache, extra_topk_length
         refuse(descale_q=descale_q, descale_k=descale_k)
         return sparse.run(
@@ -298,7 +298,7 @@ def flash_mla_with_kvcache(
             second,
         )  # fmt: skip
     if is_fp8_kvcache or not (
-        indices is attn_sink is extra_k_cache is extra_indices_in_kvcache is topk_length
+        attn_sink is extra_k_cache is extra_indices_in_kvcache is topk_length
         is extra_topk_length is descale_q is descale_k is None
     ):  # fmt: skip
         refuse(
@@ -307,20 +307,23 @@ def flash_mla_with_kvcache(
             topk_length=topk_length, extra_topk_length=extra_topk_length, descale_q=descale_q,
             descale_k=descale_k,
         )  # fmt: skip
-    scale = SCALE if softmax_scale is None else softmax_scale
+    metadata = tile_scheduler_metadata
     call = (
-        q, k_cache, block_table, cache_seqlens, tile_scheduler_metadata, out, lse,
-        (scale, causal, *LSE), head_dim_v, num_splits, None,
+        q, k_cache, block_table, cache_seqlens, metadata, out, lse,
+        (SCALE if softmax_scale is None else softmax_scale, causal, NATURAL, EMPTY), head_dim_v,
+        num_splits, None,
     )  # fmt: skip
-    owner = tile_scheduler_metadata if _plans_itself(tile_scheduler_metadata) else _DECODE
-    return calls.run(_DECODE, owner, call)
+    # as ``_plans_itself``: calling it takes 0.1 us
+    if isinstance(metadata, FlashMLASchedMeta) and metadata.tile_scheduler_metadata is None:
+        return calls.run(_DECODE, metadata, call)
+    return calls.run(_DECODE, _DECODE, call)
 
 
 def _parts(call: Given) -> calls.Parts | None:
     """Of an object calls of its step; of records calls on their reader's stream and thread."""
     q, k_cache, table, lengths, metadata, out, lse, options, head_dim_v, num_splits, _ = call
     by: object
-    tensors: tuple[Any, ...] = table, lengths, q, k_cache
+    tensors: tuple[Any, ...] = q, k_cache, table, lengths
     if isinstance(metadata, FlashMLASchedMeta) and metadata.tile_scheduler_metadata is None:
         if not metadata.have_initialized or metadata.config is None:
             return None
@@ -428,6 +431,12 @@ _NAMES = {
 
 def _traced(given: Given) -> Pair:
     """The same call through the primary API, where it is an operator."""
+    if tracing.by_dynamo():
+        q, k_cache, table, lengths, metadata, out, lse, options, head_dim_v, num_splits, _ = given
+        return tracing.between_graphs(
+            flash_mla_with_kvcache, q, k_cache, table, lengths, head_dim_v, metadata, num_splits,
+            options[0], options[1], out=out, lse=lse,
+        )  # fmt: skip
     q, _, table, lengths, _, out, lse, (scale, causal, base, empty), *_ = call = _dense(given)
     try:
         cache = checked_cache(call)

@@ -134,6 +134,14 @@ def test_what_is_refused(options: dict[str, Any], message: str) -> None:
         Step().call(flash_mla.get_mla_metadata()[0], **options)
 
 
+def test_indices_that_are_no_tensor() -> None:
+    """Neither sparse decode of a list, nor dense decode that overlooks it."""
+    step = Step()
+    step.indices = [[[0]]]  # type: ignore[assignment]
+    with pytest.raises(TypeError, match="indices: expected a torch.Tensor, got .*list"):
+        step.call(flash_mla.get_mla_metadata()[0])
+
+
 @pytest.mark.parametrize(("width", "message"), [(584, "V4"), (528, "528"), (576, "656 bytes")])
 def test_other_rows_are_refused(width: int, message: str) -> None:
     step = Step()
