@@ -22,7 +22,6 @@ Timeline of tile i (one stage of the K ring)
     gather        | i+2 ...
     announcer     |  scales i+1 |
     softmax       | Q.K i: 8 x (convert 64 channels, 4 WGMMAs) | RoPE i | vote, exp2 of i | P i ->
-                  (mix16_ahead.py has Q.K i + 1 under the second half of this)
     P.V           | V^T of 16 channels | wait P i | 8 x (2 WGMMAs, convert the next) | free i
 
 Frames (log2 units).  P' = 2^(t + log2 sigma - m_ref) in f16, sigma the token's largest scale; O and

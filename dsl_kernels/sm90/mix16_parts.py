@@ -8,9 +8,9 @@ are kept.  A group's *ratio* is its scale / sigma, at most 1, in f16.  A place w
 log2 sigma -inf, which masks it.
 
 Queries (by the warps that read them, as an item begins).  A row of Q is multiplied by 2^p, so that
-its largest content channel is in [2^15, 2^16): in f16 all of bf16's bits are kept down to 2^-32 of that.  RoPE,
-which stays bf16, is multiplied by the same; where it is more than 2^30 times as large, by the power
-that takes it to 2^46.  The channels of 16 take the places ``CHANNEL``.
+its largest content channel is in [2^15, 2^16): in f16 all of bf16's bits are kept down to 2^-32 of
+that.  RoPE, which stays bf16, is multiplied by the same; where it is more than 2^30 times as large,
+by the power that takes it to 2^46.  The channels of 16 take the places ``CHANNEL``.
 """
 
 from __future__ import annotations

@@ -443,7 +443,7 @@ class Twins(ProductsOfV):
 
     @cute.jit
     def facts_of(self, st, stage):
-        """Of the thread's two tokens: log2 sigma, 2^-40 / sigma, sigma; whether the tile has any."""
+        """Of the thread's tokens: log2 sigma, 2^-40 / sigma, sigma; whether the tile has any."""
         wwarp, lane = self.scores.place()
         facts, own = self.parts.scales.facts(st), wwarp * 16 + lane // 4
         found, some = ([None] * 2, [None] * 2, [None] * 2), Float32(0.0)
