@@ -22,7 +22,6 @@ Timeline of tile i (one stage of the K ring)
     gather        | i+2 ...
     announcer     |  scales i+1 |
     softmax       | Q.K i: 8 x (convert 64 channels, 4 WGMMAs) | RoPE i | vote, exp2 of i | P i ->
-                  (mix16_ahead.py has Q.K i + 1 under the second half of this)
     P.V           | V^T of 16 channels | wait P i | 8 x (2 WGMMAs, convert the next) | free i
 
 Frames (log2 units).  P' = 2^(t + log2 sigma - m_ref) in f16, sigma the token's largest scale; O and
@@ -48,32 +47,29 @@ from typing import TYPE_CHECKING
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
-import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float32, Int32, const_expr
-from cutlass.cute.nvgpu import warp, warpgroup
+from cutlass.cute.nvgpu import warpgroup
 
 from ..common import budget as bud
-from ..common.epilogue import Held, Shared, Woven, write_rows
 from ..common.registers import claim_registers
 from ..common.smem import array, staged, struct_of
-from ..common.types import BF16, F8, F16, ROW_MAJOR, U16, U32
+from ..common.types import F16
 from ..compat import wgmma_fence
 from ..dims import KV_LORA_RANK as D
 from ..dims import QK_ROPE_HEAD_DIM as R
 from ..dims import TOKEN_TILE as TILE
-from ..ds_mla import GROUPS, ROW_BYTES
+from ..ds_mla import GROUPS
 from ..smxx.record_entry import RecordEntry, fake_args
 from ..stamp import Stamp
-from . import transpose
+from . import mix16_twins
 from .decode import Decode, infeasible
 from .fragments import pad_layout, padded_size
 from .item_notes import noted
-from .mix16_ahead import AheadSoftmax
-from .mix16_parts import SUM_FACTOR, Parts, times, unpack
+from .mix16_parts import STAGE_BYTES, Parts, layouts_of
+from .mix16_pv import UNITS, ProductsOfV
 from .mix16_softmax import MixSoftmax
 from .roles import FEW_ROWS, INV_RING, WARPGROUP, Cta, Layouts
 from .softmax_role import P_RING, P_STAGES, any_flag, hand_over_fields
-from .wgmma import tiled_mma
 
 if TYPE_CHECKING:
     from ..spec import VariantSpec
@@ -81,16 +77,15 @@ if TYPE_CHECKING:
 # Of producers, softmax, P.V, by rows
 REGISTERS = {16: (32, 160, 160), 32: (32, 160, 160), 64: (32, 112, 184)}
 STAGES, FEW_STAGES = 3, 4
-STAGE_BYTES = TILE * (ROW_BYTES + 4 * (4 + GROUPS + GROUPS // 2))  # with what is made of scales
 SMALL_BYTES = 8192  # exchange, factors, barriers, alignment: an upper bound
-DEINTERLEAVE = 0x3120  # bytes (token, channel) (0,0) (0,1) (1,0) (1,1) -> channel 0, channel 1
-UNITS = 8  # of a tile's P.V in a warpgroup: 16 channels a warp x 32 tokens
 
 
 def feasible(spec: VariantSpec) -> str | None:
     """Reason why the pipeline cannot be built for ``spec``, or None."""
     if spec.p_terms > 1:
         return "mix16 has a P of 16 bits: one term"
+    if spec.twins and (spec.row_tile <= FEW_ROWS or spec.halves):
+        return "twins are 64 rows, whose tiles are not freed by halves: P lies in a tile's rows"
     return infeasible(spec, 2, budget(spec))
 
 
@@ -111,6 +106,8 @@ def parts_of(spec: VariantSpec) -> Parts:
 
 def budget(spec: VariantSpec) -> bud.Budget:
     """Warpgroups, registers, barriers, shared memory of a CTA."""
+    if spec.twins:
+        return mix16_twins.budget(spec, mix16_twins.parts_of(spec, stages_of(spec)))
     rows, few = spec.row_tile, spec.row_tile <= FEW_ROWS
     producer, softmax, pv = REGISTERS[rows]
     tiles = stages_of(spec) * STAGE_BYTES + rows * 2 * (q_stages(spec) * (D + R) + P_STAGES * TILE)
@@ -131,31 +128,23 @@ def budget(spec: VariantSpec) -> bud.Budget:
 
 
 def build(spec: VariantSpec):
-    return RecordEntry(Decode(spec, Mix16(spec))), fake_args(spec)
+    made = mix16_twins.Twins(spec, stages_of(spec)) if spec.twins else Mix16(spec)
+    return RecordEntry(Decode(spec, made)), fake_args(spec)
 
 
-class Mix16:
+class Mix16(ProductsOfV):
     """The pipeline: softmax and P.V roles (``decode.Pipeline``)."""
 
     def __init__(self, spec: VariantSpec):
         self.parts, self.budget = parts_of(spec), budget(spec)
         self.rows_cta, self.stages = self.parts.rows, self.parts.stages
-        self.softmax = (AheadSoftmax if spec.ahead else MixSoftmax)(self.parts)
+        self.softmax = MixSoftmax(self.parts)
         _, self.softmax_regs, self.pv_regs = REGISTERS[self.rows_cta]
 
     # ---------------------------------------------------------------- host half
 
     def layouts(self) -> Layouts:
-        a, b, shape = sm90.make_smem_layout_a, sm90.make_smem_layout_b, (TILE, self.rows_cta)
-        n = self.parts.q_stages
-        return Layouts(
-            tuple(b(ROW_MAJOR, (*shape, width), BF16, n) for width in (D, R)),
-            (
-                a(ROW_MAJOR, (*shape, D), F8, self.stages),
-                a(ROW_MAJOR, (*shape, R), BF16, self.stages),
-            ),
-            b(ROW_MAJOR, (*shape, TILE), F16, P_STAGES),
-        )
+        return layouts_of(self.rows_cta, self.stages, self.parts.q_stages, P_STAGES)
 
     def storage(self, layouts):
         return struct_of(
@@ -184,9 +173,6 @@ class Mix16:
 
     # ---------------------------------------------------------------- P.V warpgroups
 
-    def pv_mma(self):
-        return tiled_mma(F16, self.rows_cta, a_in_registers=True)
-
     @cute.jit
     def pv_loop(self, cta: Cta, half):
         tidx, _, _ = cute.arch.thread_idx()
@@ -205,8 +191,7 @@ class Mix16:
         wwarp = cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
         for i in cutlass.range(span[0], span[1], unroll=1):
             _, first, last, _ = self.parts.work.item_at(gmem.work, i)
-            # once an item (fp8_etap.py)
-            offset = cute.arch.shuffle_sync(transpose.own_offset(wwarp, tidx % 32), tidx % 32)
+            offset = self.own_offset(wwarp)
             for d_block in cutlass.range_constexpr(4):
                 acc_O[d_block].fill(0.0)
             for _ in cutlass.range(first, last, unroll=1):
@@ -218,38 +203,11 @@ class Mix16:
             INV_RING.wait_full(st, 0, items & 1)
             slot, rows = noted(st, items, wwarp, self.rows_cta)
             self.write_rows(st, gmem.results, acc_O, slot, rows, half)
+            cute.arch.sync_warp()
+            if tidx % 32 == 0:
+                INV_RING.arrive_empty(st, 0)
             self.parts.stamps.put(gmem.results, Stamp.ROWS_WRITTEN + half)
             items += 1
-
-    def load_v(self, base, offset, unit: int):
-        """32 tokens of 16 channels of a unit: four words of two tokens x two channels."""
-        kb, d = divmod(unit, 4)
-        ldsm = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(True, 4), U16)
-        p = base + cute.assume((offset ^ (16 * d) if d else offset) + kb * 4096, divby=16)
-        r = cute.make_rmem_tensor((8,), U16)
-        cute.copy(ldsm, cute.make_tensor(cute.recast_ptr(p, dtype=U16), cute.make_layout(8)), r)
-        return cute.recast_tensor(r, U32)
-
-    def load_ratio(self, st, stage, group, half: int):
-        """Words of ratios for 32 of the tile's tokens."""
-        ratio = cute.make_rmem_tensor((4,), U32)
-        words = self.parts.scales.ratios(st)[None, cute.arch.lane_idx() % 4, group, stage]
-        own = cute.make_tensor(words.iterator + 4 * half, cute.make_layout(4))
-        cute.autovec_copy(own, ratio)
-        return ratio
-
-    def to_v(self, raw, ratio):
-        """A fragments of two k steps."""
-        mma = self.pv_mma()
-        frag = mma.make_fragment_A(mma.partition_shape_A((64, 32)))
-        words = cute.recast_tensor(frag, U32)
-        for h in range(2):
-            for x in range(2):
-                pair = cute.arch.prmt(raw[2 * h + x], raw[2 * h + x], DEINTERLEAVE)
-                even, odd = unpack(pair)
-                r = ratio[2 * h + x]
-                words[4 * h + 2 * x], words[4 * h + 2 * x + 1] = times(even, r), times(odd, r)
-        return frag
 
     @cute.jit
     def pv_block(self, st, k_pipe, acc_O, rP, half, kst, pst, offset, wwarp):
@@ -293,33 +251,3 @@ class Mix16:
         cute.arch.sync_warp()
         if lane == 0:
             P_RING.arrive_empty(st, pst.index)
-
-    @cute.jit
-    def write_rows(self, st, results, acc_O, slot, rows, half):
-        """Normalised O^T fragment -> rows: fragment rows g and g + 8 are d = 2g and 2g + 1 of 16
-        channels, of which a warp has four times as many, one after the other."""
-        tidx, _, _ = cute.arch.thread_idx()
-        # out of a shuffle, so that no address is made before the tiles, which have the registers
-        lane = cute.arch.shuffle_sync(tidx % 32, tidx % 32)
-        wwarp = cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
-        inv_s = cute.make_tensor(st.inv.data_ptr(), pad_layout(self.rows_cta))
-        own = half * (D // 2) + wwarp * 64
-        shared = Shared((4, 8, 16), own, 4, lane < 4)  # the warp's 64 channels have one exponent
-        channel, woven = own + 2 * (lane // 4), None
-        if const_expr(self.rows_cta > FEW_ROWS):  # few stores take less time than their shuffles
-            channel, woven = own + lane // 16 * 8, Woven((4, 8), lane // 4 % 4, 16)
-        held = []
-        for x in cutlass.range_constexpr(self.rows_cta // 4):
-            v = 4 * (x // 2) + x % 2
-            inverse = inv_s[x, lane % 4]
-            runs = {}
-            for d in cutlass.range_constexpr(4):
-                pair = cute.make_rmem_tensor((2,), Float32)
-                for e in range(2):
-                    pair[e] = acc_O[d][v + 2 * e] * SUM_FACTOR * inverse
-                runs[16 * d] = pair
-            held.append(Held(8 * (x // 2) + x % 2, runs))
-        write_rows(results, slot, rows, (2 * (lane % 4), channel), held, shared, woven)
-        cute.arch.sync_warp()
-        if lane == 0:
-            INV_RING.arrive_empty(st, 0)

@@ -7,10 +7,10 @@ others, zeros with a scale of 0 or 2^-126 above all, would else leave the range 
 are kept.  A group's *ratio* is its scale / sigma, at most 1, in f16.  A place without a token has
 log2 sigma -inf, which masks it.
 
-Queries (softmax warps, as an item begins).  A row of Q is multiplied by 2^p, so that its largest
-content channel is in [2^15, 2^16): in f16 all of bf16's bits are kept down to 2^-32 of that.  RoPE,
-which stays bf16, is multiplied by the same; where it is more than 2^30 times as large, by the power
-that takes it to 2^46.  The channels of 16 take the places ``CHANNEL``.
+Queries (by the warps that read them, as an item begins).  A row of Q is multiplied by 2^p, so that
+its largest content channel is in [2^15, 2^16): in f16 all of bf16's bits are kept down to 2^-32 of
+that.  RoPE, which stays bf16, is multiplied by the same; where it is more than 2^30 times as large,
+by the power that takes it to 2^46.  The channels of 16 take the places ``CHANNEL``.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import cutlass
 import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float32, Int32, Uint32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
@@ -27,16 +28,16 @@ from ..common import budget as bud
 from ..common.cache_format import CacheFormat, Loaded, Plane
 from ..common.gather import TokenLists
 from ..common.gather_records import GatherRecords
-from ..common.loader import Cache
+from ..common.loader import Cache, Readers
 from ..common.q_tiles import QTiles
 from ..common.smem import array, one_stage
 from ..common.stamps import Stamps
-from ..common.types import BF16, F8, U32
+from ..common.types import BF16, F8, F16, ROW_MAJOR, U32
 from ..common.work_list import LOG2E
 from ..dims import KV_LORA_RANK as D
 from ..dims import QK_ROPE_HEAD_DIM as R
 from ..dims import TOKEN_TILE as TILE
-from ..ds_mla import GROUPS, LEAST_SCALE
+from ..ds_mla import GROUPS, LEAST_SCALE, ROW_BYTES
 from .fragments import padded_size, row_position
 from .roles import K_READERS, Q_READERS, Layouts
 
@@ -54,7 +55,7 @@ SUM_LOG2 = 40
 SUM_FACTOR = 2.0**-SUM_LOG2
 Q_TOP = 15  # log2 of the binade of a row's largest content channel
 Q_ROPE_ABOVE = 30  # binades by which RoPE may be larger before it decides
-WARPS = 4  # that convert Q
+STAGE_BYTES = TILE * (ROW_BYTES + 4 * (4 + GROUPS + GROUPS // 2))  # with what is made of scales
 LINE = 128  # bytes of a token's channels of a group in the ring
 EXPONENT_BIAS, LEAST_FIELD = 127, 42  # of an fp32 exponent; 2^p is at most 2^100
 
@@ -105,6 +106,16 @@ def larger_halves(a, b, *, loc=None, ip=None):
     )  # fmt: skip
 
 
+def layouts_of(rows: int, stages: int, q_stages: int, p_stages: int) -> Layouts:
+    """Shared-memory layouts: Q and K in 16 bits, the ring's content in 8, P."""
+    a, b, shape = sm90.make_smem_layout_a, sm90.make_smem_layout_b, (TILE, rows)
+    return Layouts(
+        tuple(b(ROW_MAJOR, (*shape, width), BF16, q_stages) for width in (D, R)),
+        (a(ROW_MAJOR, (*shape, D), F8, stages), a(ROW_MAJOR, (*shape, R), BF16, stages)),
+        b(ROW_MAJOR, (*shape, TILE), F16, p_stages),
+    )
+
+
 class RecordQueries(QTiles):
     """Queries in one tensor (b, s_q, h, 576)."""
 
@@ -133,10 +144,11 @@ class QueryRows:
 
     Attributes:
         rows: of a CTA.
+        warps: that convert them.
     """
 
-    def __init__(self, rows: int):
-        self.rows = rows
+    def __init__(self, rows: int, warps: int):
+        self.rows, self.warps = rows, warps
 
     @property
     def fields(self) -> dict:
@@ -145,13 +157,13 @@ class QueryRows:
 
     @cute.jit
     def convert(self, st, stage, call, wwarp):
-        """In place, by four warps, which then have a proxy fence and a synchronisation to make.
+        """In place, by ``warps`` warps, which then have a proxy fence and a meeting to make.
 
         Eight rows a warp and turn, four lanes a row; lane 8 i + r of row r has column blocks i and
         i + 4 of 64 channels, so that eight lanes read eight swizzled rows.
         """
         lane = cute.arch.lane_idx()
-        for group in cutlass.range(wwarp, self.rows // 8, WARPS, unroll=1):
+        for group in cutlass.range(wwarp, self.rows // 8, self.warps, unroll=1):
             self._eight_rows(st, stage, call, group, lane)
 
     @cute.jit
@@ -358,17 +370,21 @@ class Parts:
 
     cluster = 1
 
-    def __init__(self, spec: VariantSpec, *, stages: int, q_stages: int):
+    def __init__(
+        self, spec: VariantSpec, *, stages: int, q_stages: int, q_readers: Readers = Q_READERS,
+        k_readers: Readers = K_READERS,
+    ):  # fmt: skip
         self.rows, self.stages, self.q_stages = spec.row_tile, stages, q_stages
         self.work = TokenLists(TILE)
         self.q_tiles = RecordQueries(
-            Q_FORMAT, self.work, rows=self.rows, stages=q_stages, readers=Q_READERS
+            Q_FORMAT, self.work, rows=self.rows, stages=q_stages, readers=q_readers
         )
         self.loads = GatherRecords(
-            self.work, stages=stages, q_stages=q_stages, readers=K_READERS,
+            self.work, stages=stages, q_stages=q_stages, readers=k_readers,
             by_lines=bool(spec.lines), halves=bool(spec.halves),
         )  # fmt: skip
-        self.scales, self.queries = RecordScales(stages), QueryRows(self.rows)
+        self.scales = RecordScales(stages)
+        self.queries = QueryRows(self.rows, sum(q_readers.values()))
         self.stamps = Stamps(bool(spec.stamps))
 
     def cache(self, tma: Tma, gmem: Any) -> Cache:

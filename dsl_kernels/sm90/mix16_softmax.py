@@ -185,11 +185,14 @@ class MixSoftmax(AcrossWarps):
 
     # ---------------------------------------------------------------- S^T
 
-    def load_k(self, st, stage, wwarp, lane, unit: int):
-        """Bytes of a unit's channels of the warp's 16 tokens, as ldmatrix deals them out."""
+    def load_k(self, st, stage, wwarp, lane, unit: int, ahead=0):
+        """Bytes of a unit's channels of the warp's 16 tokens, as ldmatrix deals them out.
+
+        ``ahead``: bytes from the tile's first channels to the warpgroup's.
+        """
         ldsm = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), U16)
         row = wwarp * 16 + lane % 16
-        base = st.kc.data_ptr().toint() + stage * (TILE * D)
+        base = st.kc.data_ptr().toint() + stage * (TILE * D) + ahead
         raws = []
         for chunk in self.units[unit][::2]:  # of 16 channels
             line = base + chunk // 8 * (TILE * 128) + row * 128
