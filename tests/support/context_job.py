@@ -1,0 +1,198 @@
+"""What one rank does in tests of ``snapmla.parallel``: on CPUs with gloo, on GPUs with NCCL."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+
+from snapmla.parallel import ContextGroup, ContextPlan
+from snapmla.testing import metrics, selfcheck
+from tests.support import shards
+from tests.support.shards import PAGE, SCALE, own_tokens
+
+WAYS = tuple(
+    (method, transport)
+    for method in ("all_to_all", "reduce_scatter")
+    for transport in (torch.float32, torch.bfloat16)
+)
+Results = dict[str, tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A step. ``s_q`` query tokens of each sequence, or ``counts`` of them."""
+
+    lengths: tuple[int, ...]
+    heads: int
+    interleave: int
+    s_q: int | None = 1
+    counts: tuple[int, ...] = ()
+    ways: tuple[tuple[str, torch.dtype], ...] = WAYS
+    replicated: bool = False  # also with replicated heads
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return (len(self.lengths), self.s_q) if self.s_q else (sum(self.counts),)
+
+    @property
+    def cu_seqlens_q(self) -> Tensor | None:
+        if self.s_q:
+            return None
+        return torch.tensor([0, *self.counts]).cumsum(0).int()
+
+    def seen(self, rank: int, ranks: int) -> list[int]:
+        """Tokens of a rank that each query token sees, in order."""
+        counts = self.counts or (self.s_q,) * len(self.lengths)
+        return [
+            own_tokens(length - (count - 1 - s), rank, ranks, self.interleave)
+            for length, count in zip(self.lengths, counts, strict=True)
+            for s in range(count)
+        ]
+
+
+def name_of(method: str, transport: torch.dtype, heads: str = "gathered") -> str:
+    return f"{method} {str(transport).removeprefix('torch.')} {heads}"
+
+
+def begin(rank: int, ranks: int, store: str, backend: str = "gloo", seconds: float = 300) -> None:
+    """Joins the process group."""
+    torch.set_num_threads(1)
+    distributed.init_process_group(
+        backend, f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=seconds)
+    )
+
+
+class Step:
+    """A case on one rank: its shard on a device, queries, and plans by way of exchange."""
+
+    def __init__(self, case: Case, rank: int, ranks: int, device: str) -> None:
+        self.case, self.rank, self.ranks, self.device = case, rank, ranks, device
+        cache, table, _ = shards.shard(case.lengths, rank, ranks, case.interleave)
+        self.cache = moved(cache, device)
+        self.table = table.to(device)
+        self.lengths = torch.tensor(case.lengths, dtype=torch.int32, device=device)
+        cu = case.cu_seqlens_q
+        self.cu = None if cu is None else cu.to(device)
+        self.q = shards.plain_queries(case.tokens, case.heads).to(device)
+
+    def group(self, method: str, transport: torch.dtype, heads: str = "gathered") -> ContextGroup:
+        return ContextGroup(
+            num_heads=self.case.heads, interleave=self.case.interleave, method=method,
+            transport=transport, heads=heads,
+        )  # fmt: skip
+
+    def plan(self, group: ContextGroup, workspace: Tensor | None = None) -> ContextPlan:
+        """Made for other lengths, then updated to those of the case."""
+        ragged = {} if self.cu is None else {"total_q": self.case.tokens[0]}
+        plan = group.plan_decode(
+            self.lengths.flip(0), self.case.s_q, page_size=PAGE, max_pages=self.table.shape[1],
+            cu_seqlens_q=self.cu, workspace=workspace, **ragged, **self.case.options,
+        )  # fmt: skip
+        return plan.update_(self.lengths, self.cu)
+
+    def queries(self, group: ContextGroup) -> tuple[Tensor, Tensor]:
+        """This rank's queries, slices of a joint tensor."""
+        own = group.own_heads
+        at = slice(self.rank * own, (self.rank + 1) * own)
+        q = self.q[..., at, :] if group.heads == "gathered" else self.q
+        return q[..., :512], q[..., 512:]
+
+    def results(self, group: ContextGroup) -> tuple[Tensor, Tensor]:
+        """(out, lse) in float32, to be written."""
+        *batch, last = self.case.tokens
+        own = group.own_heads
+        out = torch.full((*batch, last, own, 512), torch.nan, device=self.device)
+        return out, torch.full((*batch, own, last), torch.nan, device=self.device)
+
+    def decode(
+        self, group: ContextGroup, plan: ContextPlan, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        return group.decode(
+            *self.queries(group), self.cache, self.table, plan, softmax_scale=SCALE, out=out,
+            lse=lse,
+        )  # fmt: skip
+
+
+def moved(cache: Any, device: str) -> Any:
+    """A cache's copy on a device; the cache itself if it is there."""
+    if cache.device.type == torch.device(device).type:
+        return cache
+    made = type(cache).allocate(cache.num_pages, cache.page_size, device=device)
+    for name, tensor in made.named_tensors.items():
+        tensor.view(torch.uint8).copy_(cache.named_tensors[name].view(torch.uint8))
+    return made
+
+
+def check_local(step: Step, group: ContextGroup, plan: ContextPlan) -> None:
+    """Lengths and limits are those of the rule, slots those where the shard's tokens lie."""
+    case, rank, ranks = step.case, step.rank, step.ranks
+    own = [own_tokens(n, rank, ranks, case.interleave) for n in case.lengths]
+    assert plan.cache_seqlens.tolist() == own
+    assert group.local_lengths(step.lengths).tolist() == own
+    if plan.row_seqlens is not None:
+        seen = [max(n, 0) for n in case.seen(rank, ranks)]
+        assert plan.row_seqlens.flatten().tolist() == seen
+    at = torch.cat([torch.arange(n) for n in case.lengths]).to(step.device)
+    of = torch.arange(len(case.lengths)).repeat_interleave(torch.tensor(case.lengths))
+    slots = group.local_slots(at, step.table, of.to(step.device), page_size=PAGE)
+    room = step.table.shape[1] * PAGE
+    want = torch.cat([i * room + torch.arange(n) for i, n in enumerate(own)])
+    assert torch.equal(slots[slots >= 0].cpu(), want)
+
+
+def decode_case(case: Case, rank: int, ranks: int, device: str) -> Results:
+    """This rank's results of a case by each way of exchange, in one workspace for all."""
+    step, found = Step(case, rank, ranks, device), {}
+    ways = [(*way, "gathered") for way in case.ways]
+    ways += [(*case.ways[0], "replicated")] if case.replicated else []
+    groups = [step.group(*way) for way in ways]
+    size = max(group.workspace_bytes(*case.tokens) for group in groups)
+    workspace = torch.full((size,), 255, dtype=torch.uint8, device=device)
+    for way, group in zip(ways, groups, strict=True):
+        plan = step.plan(group, workspace)
+        check_local(step, group, plan)
+        out, lse = step.decode(group, plan, *step.results(group))
+        found[name_of(*way)] = out.clone(), lse.clone()
+    return {name: (out.cpu(), lse.cpu()) for name, (out, lse) in found.items()}
+
+
+def judge(case: Case, ranks: int, parts: list[Results]) -> list[str]:
+    """Holds the ranks' results to fp64 on the stored bytes and to each other; lines of figures."""
+    names, lines, joined = list(parts[0]), [], {}
+    stored = [shards.shard(case.lengths, rank, ranks, case.interleave) for rank in range(ranks)]
+    cache, table, lengths = shards.whole(case.lengths, stored, case.interleave)
+    q = shards.plain_queries(case.tokens, case.heads)
+    query = quantized(q)
+    for name in names:
+        out = torch.cat([part[name][0] for part in parts], -2)
+        lse = torch.cat([part[name][1] for part in parts], -2)
+        joined[name] = out, lse
+        rule = {} if case.cu_seqlens_q is None else {"cu_seqlens_q": case.cu_seqlens_q}
+        errors = selfcheck.decode_errors(out, lse, query, cache, table, lengths, SCALE, **rule)
+        lines.append(f"{name}: {errors}")
+        assert errors.error <= errors.allowed, lines[-1]
+        assert errors.lse_error <= errors.lse_allowed, lines[-1]
+        empty = torch.isinf(lse)
+        assert torch.isneginf(lse[empty]).all() and not out.mT.mT[empty.mT].any()
+    for name in names:
+        for other in names[: names.index(name)]:
+            same = "bfloat16" not in name + other
+            apart = metrics.relative_l2(joined[name][0], joined[other][0])
+            finite = torch.isfinite(joined[other][1])
+            lse_apart = (joined[name][1] - joined[other][1])[finite].abs().max()
+            lines.append(f"{name} to {other}: relative L2 {apart:.1e}, LSE {lse_apart:.1e}")
+            assert apart <= (1e-5 if same else 4e-3) and lse_apart <= 1e-5, lines[-1]
+            if "replicated" in name and other.split()[:2] == name.split()[:2]:
+                assert torch.equal(joined[name][0], joined[other][0]), lines[-1]
+    return lines
+
+
+def quantized(q: Tensor) -> Any:
+    import snapmla
+
+    return snapmla.quantize_q(q[..., :512], q[..., 512:])
