@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
+import snapmla
 from snapmla.parallel import ContextGroup, ContextPlan
 from snapmla.testing import metrics, selfcheck
 from tests.support import shards
@@ -59,12 +60,21 @@ def name_of(method: str, transport: torch.dtype, heads: str = "gathered") -> str
     return f"{method} {str(transport).removeprefix('torch.')} {heads}"
 
 
-def begin(rank: int, ranks: int, store: str, backend: str = "gloo", seconds: float = 300) -> None:
-    """Joins the process group."""
-    torch.set_num_threads(1)
+def begin(
+    rank: int, ranks: int, store: str, backend: str = "gloo", seconds: float = 300
+) -> torch.device:
+    """Joins the process group; the device of this rank, which becomes the current one."""
+    device = torch.device("cpu")
+    if backend == "nccl":
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(1)
     distributed.init_process_group(
-        backend, f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=seconds)
-    )
+        backend, f"file://{store}", rank=rank, world_size=ranks,
+        timeout=timedelta(seconds=seconds), device_id=device if backend == "nccl" else None,
+    )  # fmt: skip
+    return device
 
 
 class Step:
@@ -72,9 +82,8 @@ class Step:
 
     def __init__(self, case: Case, rank: int, ranks: int, device: str) -> None:
         self.case, self.rank, self.ranks, self.device = case, rank, ranks, device
-        cache, table, _ = shards.shard(case.lengths, rank, ranks, case.interleave)
-        self.cache = moved(cache, device)
-        self.table = table.to(device)
+        shape = (case.lengths, rank, ranks, case.interleave)
+        self.cache, self.table, _ = shards.shard(*shape, device)
         self.lengths = torch.tensor(case.lengths, dtype=torch.int32, device=device)
         cu = case.cu_seqlens_q
         self.cu = None if cu is None else cu.to(device)
@@ -118,16 +127,6 @@ class Step:
         )  # fmt: skip
 
 
-def moved(cache: Any, device: str) -> Any:
-    """A cache's copy on a device; the cache itself if it is there."""
-    if cache.device.type == torch.device(device).type:
-        return cache
-    made = type(cache).allocate(cache.num_pages, cache.page_size, device=device)
-    for name, tensor in made.named_tensors.items():
-        tensor.view(torch.uint8).copy_(cache.named_tensors[name].view(torch.uint8))
-    return made
-
-
 def check_local(step: Step, group: ContextGroup, plan: ContextPlan) -> None:
     """Lengths and limits are those of the rule, slots those where the shard's tokens lie."""
     case, rank, ranks = step.case, step.rank, step.ranks
@@ -161,18 +160,19 @@ def decode_case(case: Case, rank: int, ranks: int, device: str) -> Results:
     return {name: (out.cpu(), lse.cpu()) for name, (out, lse) in found.items()}
 
 
-def judge(case: Case, ranks: int, parts: list[Results]) -> list[str]:
+def judge(case: Case, ranks: int, parts: list[Results], device: str = "cpu") -> list[str]:
     """Holds the ranks' results to fp64 on the stored bytes and to each other; lines of figures."""
     names, lines, joined = list(parts[0]), [], {}
-    stored = [shards.shard(case.lengths, rank, ranks, case.interleave) for rank in range(ranks)]
+    shape = ranks, case.interleave, device
+    stored = [shards.shard(case.lengths, rank, *shape) for rank in range(ranks)]
     cache, table, lengths = shards.whole(case.lengths, stored, case.interleave)
-    q = shards.plain_queries(case.tokens, case.heads)
-    query = quantized(q)
+    q = shards.plain_queries(case.tokens, case.heads).to(device)
+    query, cu = snapmla.quantize_q(q[..., :512], q[..., 512:]), case.cu_seqlens_q
+    rule = {} if cu is None else {"cu_seqlens_q": cu.to(device)}
     for name in names:
-        out = torch.cat([part[name][0] for part in parts], -2)
-        lse = torch.cat([part[name][1] for part in parts], -2)
+        out = torch.cat([part[name][0] for part in parts], -2).to(device)
+        lse = torch.cat([part[name][1] for part in parts], -2).to(device)
         joined[name] = out, lse
-        rule = {} if case.cu_seqlens_q is None else {"cu_seqlens_q": case.cu_seqlens_q}
         errors = selfcheck.decode_errors(out, lse, query, cache, table, lengths, SCALE, **rule)
         lines.append(f"{name}: {errors}")
         assert errors.error <= errors.allowed, lines[-1]
@@ -190,9 +190,3 @@ def judge(case: Case, ranks: int, parts: list[Results]) -> list[str]:
             if "replicated" in name and other.split()[:2] == name.split()[:2]:
                 assert torch.equal(joined[name][0], joined[other][0]), lines[-1]
     return lines
-
-
-def quantized(q: Tensor) -> Any:
-    import snapmla
-
-    return snapmla.quantize_q(q[..., :512], q[..., 512:])

@@ -19,38 +19,40 @@ def own_tokens(count: int, rank: int, ranks: int, interleave: int) -> int:
     return turns * interleave + min(max(rest - rank * interleave, 0), interleave)
 
 
-def shard(lengths: tuple[int, ...], rank: int, ranks: int, interleave: int) -> Shard:
+def shard(
+    lengths: tuple[int, ...], rank: int, ranks: int, interleave: int, device: str = "cpu"
+) -> Shard:
     """A rank's tokens of sequences of these lengths."""
     torch.manual_seed(3)
     width = -(-max(lengths) // PAGE)
-    cache = snapmla.PagedKVCache.allocate(width * len(lengths), PAGE, device="cpu")
+    cache = snapmla.PagedKVCache.allocate(width * len(lengths), PAGE, device=device)
     table = torch.arange(width * len(lengths), dtype=torch.int32).view(len(lengths), width)
     found = []
     for i, length in enumerate(lengths):
         mine = torch.arange(length) // interleave % ranks == rank
-        c, r = (t.bfloat16()[mine] for t in selfcheck.sample_tokens(length))
+        c, r = (t.bfloat16()[mine].to(device) for t in selfcheck.sample_tokens(length))
         found.append(len(c))
-        snapmla.append_kv(cache, c, r, width * PAGE * i + torch.arange(len(c)))
+        snapmla.append_kv(cache, c, r, width * PAGE * i + torch.arange(len(c), device=device))
     assert found == [own_tokens(n, rank, ranks, interleave) for n in lengths]
-    return cache, table, torch.tensor(found, dtype=torch.int32)
+    return cache, table.to(device), torch.tensor(found, dtype=torch.int32, device=device)
 
 
 def whole(lengths: tuple[int, ...], shards: list[Shard], interleave: int) -> Shard:
     """The shards' stored bytes in one cache: scales are those of tokens' places in the shards."""
     ranks, (cache, table, _) = len(shards), shards[0]
-    joined = snapmla.PagedKVCache.allocate(cache.num_pages, PAGE, device="cpu")
+    joined = snapmla.PagedKVCache.allocate(cache.num_pages, PAGE, device=cache.device)
     for named in joined.named_tensors.values():
         named.view(torch.uint8).zero_()
     room = table.shape[1] * PAGE
     for rank, (part, _, counts) in enumerate(shards):
         for i, length in enumerate(lengths):
-            to = room * i + torch.arange(length)
-            to = to[torch.arange(length) // interleave % ranks == rank]
-            at = room * i + torch.arange(int(counts[i]))
+            place = torch.arange(length, device=cache.device)
+            to = room * i + place[place // interleave % ranks == rank]
+            at = room * i + torch.arange(int(counts[i]), device=cache.device)
             for name in ("content_u8", "rope", "scale"):
                 target, source = getattr(joined, name), getattr(part, name)
                 target[to // PAGE, to % PAGE] = source[at // PAGE, at % PAGE]
-    return joined, table, torch.tensor(lengths, dtype=torch.int32)
+    return joined, table, torch.tensor(lengths, dtype=torch.int32, device=cache.device)
 
 
 def plain_queries(tokens: tuple[int, ...], heads: int) -> Tensor:
