@@ -127,7 +127,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def start(site: Path, switch: str, *folders: Path) -> str:
     """What a process says that has the wheel, with the switch set so."""
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("SNAPMLA_AS", "PYTHON"))}
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("SNAPMLA", "PYTHON"))}
     path = os.pathsep.join(map(str, (*folders, ROOT)))
     done = subprocess.run(
         [sys.executable, "-c", LAZY, str(site)], capture_output=True, text=True, cwd=site,

@@ -294,6 +294,7 @@ CASES = (
 def decode_all(rank: int, ranks: int, store: str) -> None:
     context_job.begin(rank, ranks, store)
     try:
+        print("\n".join(context_job.rows_case(rank, ranks, "cpu")))
         torch.save(
             [context_job.decode_case(case, rank, ranks, "cpu") for case in CASES],
             f"{store}.{rank}",
@@ -307,8 +308,8 @@ def decode_all(rank: int, ranks: int, store: str) -> None:
 @needs_ranks
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_grid(ranks: int, tmp_path: Path) -> None:
-    """2 and 4 ranks, turns of 1, 16 and 64, one and two query tokens, ragged ones; with four ranks
-    and turns of 64 two shards of the longest sequence are empty."""
+    """2 and 4 ranks, turns of 1, 16 and 64, one and two query tokens, ragged ones, a cache of 16
+    bits; with four ranks and turns of 64 two shards of the longest sequence are empty."""
     torch.multiprocessing.spawn(decode_all, (ranks, str(tmp_path / "store")), nprocs=ranks)
     parts = [torch.load(tmp_path / f"store.{rank}") for rank in range(ranks)]
     for i, case in enumerate(CASES):
