@@ -377,7 +377,8 @@ class ContextGroup:
             (out, lse) of this rank's heads: rank r has heads r * own_heads to (r + 1) * own_heads.
 
         Raises:
-            TypeError, ValueError: naming the argument, before anything is sent.
+            TypeError, ValueError: naming the argument.  Queries, results and plan are checked
+                before anything is sent, the cache's arguments behind the gather of queries.
             SnapMLAError: a collective failed, or took longer than the group's timeout.
 
         Source: as ``snapmla.decode`` and ``merge_states``.
@@ -418,7 +419,8 @@ class ContextGroup:
             send[..., :KV_LORA_RANK].copy_(q_nope)
             send[..., KV_LORA_RANK:].copy_(q_rope)
             self.collectives.gather("queries", gathered, send)
-            joint.unflatten(-2, (self.size, -1)).copy_(gathered.movedim(0, -3))
+            if not buffers.joined:
+                joint.unflatten(-2, (self.size, -1)).copy_(gathered.movedim(0, -3))
             q_nope, q_rope = joint.split([KV_LORA_RANK, HEAD_DIM_QK - KV_LORA_RANK], -1)
         elif joint is not None:
             joint[..., :KV_LORA_RANK].copy_(q_nope)
@@ -515,6 +517,8 @@ class ContextGroup:
         where = checks.device("device", device)
         if where.type != "cuda":
             return
+        if timeout is not None and not (isinstance(timeout, (int, float)) and timeout > 0):
+            checks.value_error("timeout", "seconds, a positive number, or None", repr(timeout))
         limit = self._patience(where) if timeout is None else float(timeout)
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(where))

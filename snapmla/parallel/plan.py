@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -29,6 +30,7 @@ class Buffers:
         send: bfloat16 (*tokens, own, 576), this rank's queries; gathered: (ranks, *tokens, own,
             576); joint: (*tokens, heads, 576), all heads of a token together.  None where queries
             are replicated, but for ``joint`` of a 16-bit cache.
+        joined: whether ``gathered`` is ``joint``: of a single token all heads lie together.
         quantized: the query of an FP8 cache; None of a 16-bit cache.
         part, part_lse: this rank's partial result.
         exchange: makes partial results whole.
@@ -38,10 +40,12 @@ class Buffers:
         tokens, heads, bf16 = rows.tokens, rows.heads, torch.bfloat16
         fp8 = cache_dtype == "fp8"
         self.send = self.gathered = self.joint = None
+        self.joined = group.heads == "gathered" and math.prod(tokens) == 1
         if group.heads == "gathered":
             self.send = arena.take(*tokens, rows.own, HEAD_DIM_QK, dtype=bf16)
             self.gathered = arena.take(rows.ranks, *self.send.shape, dtype=bf16)
-        if group.heads == "gathered" or not fp8:
+            self.joint = self.gathered.view(*tokens, heads, HEAD_DIM_QK) if self.joined else None
+        if self.joint is None and (group.heads == "gathered" or not fp8):
             self.joint = arena.take(*tokens, heads, HEAD_DIM_QK, dtype=bf16)
         self.quantized = None
         if fp8:

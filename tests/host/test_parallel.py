@@ -159,8 +159,8 @@ def parts_of_others(rank: int, method: str) -> None:
     )
 
 
-def two_query_tokens_of_one_rank(step: context_job.Step) -> None:
-    """Steps of no request, and what is wrong is said before anything is sent."""
+def calls_of_one_rank(step: context_job.Step) -> None:
+    """What needs no other rank: plans, steps of no request, and mistakes, which send nothing."""
     group = step.group("all_to_all", torch.float32)
     plan = step.plan(group)
     q_nope, q_rope = step.queries(group)
@@ -168,6 +168,11 @@ def two_query_tokens_of_one_rank(step: context_job.Step) -> None:
         with pytest.raises(error, match=words):
             given()
     none = group.plan_decode(ints(), 1, page_size=PAGE, max_pages=1)
+    plans = snapmla.PlanCache(4, page_size=PAGE, device="cpu")
+    shape: dict[str, Any] = {"page_size": PAGE, "max_pages": step.table.shape[1], "plans": plans}
+    held, again = (group.plan_decode(step.lengths, 2, **shape) for _ in range(2))
+    assert held.plan is again.plan and plans.stats().pinned == 1
+    assert torch.equal(held.plan.planned_seqlens, plan.cache_seqlens)
     out, lse = group.decode(
         q_nope[:0, :1], q_rope[:0, :1], step.cache, step.table[:0], none, softmax_scale=SCALE
     )
@@ -260,7 +265,7 @@ def two_ranks(rank: int, store: str) -> None:
         for method in ("all_to_all", "reduce_scatter"):
             parts_of_others(rank, method)
         step = context_job.Step(EVERYDAY, rank, 2, "cpu")
-        two_query_tokens_of_one_rank(step)
+        calls_of_one_rank(step)
         found = context_job.decode_case(EVERYDAY, rank, 2, "cpu")
         took = one_rank_raises(rank, step)
         torch.save((found, took), f"{store}.{rank}")
@@ -288,6 +293,7 @@ CASES = (
     *(Case(LENGTHS, 8, turn, s_q) for turn in (1, 16, 64) for s_q in (1, 2)),
     Case((130, 1, 70, 3, 0), 8, 16, s_q=None, counts=(2, 1, 0, 3, 1)),
     Case((130, 1, 70, 3), 8, 64, s_q=2, ways=WAYS[:1], options={"fixed_split_tokens": 64}),
+    Case((90,), 8, 16, ways=WAYS[:1], replicated=True),
 )
 
 
