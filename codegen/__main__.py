@@ -1,4 +1,4 @@
-"""Command line of codegen: matrix, precompile, build, try, audit, bundle, wheels, header, docs."""
+"""Command line of codegen: matrix, precompile, build, try, audit, bundle, wheels and others."""
 
 from __future__ import annotations
 
@@ -335,6 +335,22 @@ def wheels_command(
         f"{shlex.join(map(str, (made.host, made.kernels)))}",
         highlight=False, soft_wrap=True,
     )  # fmt: skip
+
+
+@app.command("name-wheel")
+def name_wheel_command(
+    into: Annotated[Path, typer.Option(help="where the wheel goes")] = ROOT / "build" / "wheels",
+) -> None:
+    """Build snapmla-as-flash-mla, by which `import flash_mla` finds snapmla if asked to."""
+    from codegen import wheels
+
+    try:
+        with _writing(into):
+            path = wheels.make_name_wheel(into)
+    except wheels.WheelError as error:
+        raise _fail(str(error)) from None
+    console.print(f"{path}; beside snapmla: pip install {shlex.quote(str(path))}, then set "
+                  "SNAPMLA_AS_FLASH_MLA=1", highlight=False, soft_wrap=True)  # fmt: skip
 
 
 @app.command("header")

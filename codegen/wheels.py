@@ -11,6 +11,9 @@
         snapmla_kernels_sm90/build.json
 
 A wheel of one kind of kernels (``Family.kind``) is ``snapmla_kernels_sm90_decode`` and the like.
+``snapmla-as-flash-mla`` is a wheel apart (``make_name_wheel``): a path file and a module, by which
+``import flash_mla`` finds snapmla where SNAPMLA_AS_FLASH_MLA=1 asks for it.
+
 The host finds the variants by an entry point (``snapmla.env.kernel_wheels``) and compares the
 digests.  setuptools writes both; nothing is fetched.
 
@@ -48,6 +51,7 @@ NOT_PACKED = ("testing/__main__.py",)  # of snapmla/: needs codegen
 EPOCH = "315532800"  # 1980, as early as a zip file goes: equal contents make equal wheels
 OLDEST = (2, 17)  # glibc that a manylinux tag may name
 HOST_LABEL = "host"  # behind the version of a host package without the compiler's part
+NAME_MODULE = "snapmla_as_flash_mla"  # of the wheel for the name flash_mla
 LEFT_OUT = ("filelock",)  # dependencies of codegen alone
 
 
@@ -91,6 +95,36 @@ def make(specs: list[VariantSpec], variant_dir: Path, out_dir: Path, kind: str =
             Path(tmp, "kernels"), records, variant_dir, name_of(arch, kind), note, held
         )
         return Wheels(_build(host, out_dir), _build(kernels, out_dir), len(records), len(total))
+
+
+def make_name_wheel(out_dir: Path) -> Path:
+    """Builds ``snapmla-as-flash-mla`` into ``out_dir``: for engines that are started by a command
+    and import ``flash_mla``.
+
+    Raises:
+        WheelError: as ``make``.
+    """
+    _check_setuptools()
+    note = {"version": VERSION, "commit": commit()}
+    about = "Lets `import flash_mla` find snapmla where SNAPMLA_AS_FLASH_MLA=1 is set"
+    project = {
+        **_project()["project"], "name": NAME_MODULE.replace("_", "-"), "description": about,
+        "scripts": {}, "dependencies": [f"snapmla=={VERSION}"],
+    }  # fmt: skip
+    out_dir.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="snapmla-wheels-") as tmp:
+        root, name = Path(tmp), f"{NAME_MODULE}.pth"
+        package = root / NAME_MODULE
+        package.mkdir()
+        (package / "__init__.py").write_text(render.text("as_flash_mla.py.j2"))
+        _describe(
+            root, note, project, packages=[NAME_MODULE], module=NAME_MODULE, entry_points={},
+            label="",
+        )  # fmt: skip
+        # site runs a path file's lines that begin with import, when Python starts
+        (root / name).write_text(f"import {NAME_MODULE}; {NAME_MODULE}.watch()\n")
+        (root / "setup.py").write_text(render.text("path_file_setup.py.j2", name=name))
+        return _build(root, out_dir)
 
 
 def label(flavour: str, names: list[str], total: list[str]) -> str:
@@ -225,8 +259,9 @@ def _describe(
     else:
         (root / "README.md").write_text(f"{project['description']}\n")
     (root / module / "build.json").write_text(json.dumps(note) + "\n")
+    version = f"{VERSION}+{label}" if label else VERSION
     text = render.text(
-        "wheel.toml.j2", project=project, version=f"{VERSION}+{label}", packages=packages,
+        "wheel.toml.j2", project=project, version=version, packages=packages,
         entry_points=entry_points, needs=_project()["build-system"]["requires"],
     )  # fmt: skip
     (root / "pyproject.toml").write_text(text)

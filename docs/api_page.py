@@ -22,8 +22,10 @@ MODULES: dict[str, tuple[str, ...]] = {
         "PagedKVCache", "append_kv", "quantize_q", "QuantizedQuery", "plan_decode", "DecodePlan",
         "decode", "plan_sparse_decode", "SparsePlan", "PlanCache", "rope_append_kv",
         "rope_quantize_q", "fetch_dequant", "convert_cache", "merge_state", "merge_states",
-        "explain", "SnapMLAError", "UnsupportedDeviceError", "VariantError", "__version__",
+        "explain", "install_as_flash_mla", "SnapMLAError", "UnsupportedDeviceError",
+        "VariantError", "__version__",
     ),
+    "snapmla.parallel": ("ContextGroup", "ContextPlan"),
     "snapmla.flash_mla": (
         "get_mla_metadata", "flash_mla_with_kvcache", "FlashMLASchedMeta", "flash_mla_sparse_fwd",
         "flash_attn_varlen_func", "flash_attn_varlen_kvpacked_func",

@@ -21,6 +21,7 @@ from snapmla.decode_plan import DecodePlan
 from snapmla.dispatch import explain
 from snapmla.errors import SnapMLAError, UnsupportedDeviceError, VariantError
 from snapmla.fetch import fetch_dequant
+from snapmla.flash_mla.name import install_as_flash_mla
 from snapmla.merge import merge_state, merge_states
 from snapmla.plan import plan_decode
 from snapmla.plan_cache import PlanCache
@@ -43,6 +44,7 @@ __all__ = [
     "decode",
     "explain",
     "fetch_dequant",
+    "install_as_flash_mla",
     "merge_state",
     "merge_states",
     "plan_decode",

@@ -92,6 +92,11 @@ TABLE: tuple[EnvVar, ...] = (
     EnvVar(
         "SNAPMLA_CUDA", "", "CUDA major that codegen builds for, 12 or 13; the driver's if empty"
     ),
+    EnvVar(
+        "SNAPMLA_AS_FLASH_MLA",
+        "0",
+        "1 lets `import flash_mla` find snapmla, with the wheel `snapmla-as-flash-mla`",
+    ),
     EnvVar("SOFTGPU_ACCUMULATE", "hopper", "arithmetic of softgpu's tensor core, or exact"),
     EnvVar("SOFTGPU_ASYNC", "early", "when softgpu's asynchronous work lands: early, late, random"),
     EnvVar("SOFTGPU_HAZARDS", "off", "what softgpu does about missing synchronisation; 1: raise"),

@@ -43,6 +43,7 @@ def flash_mla_sparse_fwd(
     attn_sink: Tensor | None = None,
     topk_length: Tensor | None = None,
     out: Tensor | None = None,
+    indexer_topk: int = 0,
 ) -> NoReturn:
     """Sparse prefill: not built yet.
 
@@ -55,6 +56,7 @@ def flash_mla_sparse_fwd(
         attn_sink: float32 (num_heads_q,).
         topk_length: int32 (s_q,).
         out: bfloat16 (s_q, num_heads_q, 512).
+        indexer_topk: how many indices, the first ones, have an LSE of their own; 0: none.
 
     Returns:
         Nothing yet.

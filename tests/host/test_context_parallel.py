@@ -18,49 +18,13 @@ from snapmla.testing.reference import mla_decode_reference
 from snapmla.testing.rounding import FP64, MIMIC_HW_FULL
 from tests.support.bits import assert_same_bits
 from tests.support.needs import needs_compiler
+from tests.support.shards import PAGE, SCALE, Shard, own_tokens, shard, whole
 
 pytestmark = needs_compiler
 
 # of one token rank 1 has none; in turns of 16 it has one of the last sequence
-LENGTHS, HEADS, PAGE, RANKS, SCALE = (80, 1, 17), 4, 64, 2, 192**-0.5
+LENGTHS, HEADS, RANKS = (80, 1, 17), 4, 2
 CASES = [(1, 1), (16, 4)]  # interleave, s_q
-Shard = tuple[snapmla.PagedKVCache, Tensor, Tensor]
-
-
-def own_tokens(count: int, rank: int, ranks: int, interleave: int) -> int:
-    """How many of the first ``count`` tokens are this rank's (docs/integration.md)."""
-    turns, rest = divmod(max(count, 0), interleave * ranks)
-    return turns * interleave + min(max(rest - rank * interleave, 0), interleave)
-
-
-def shard(rank: int, ranks: int, interleave: int) -> Shard:
-    """(cache, block_table, cache_seqlens) of this rank's tokens of the same sequences."""
-    torch.manual_seed(3)
-    cache = snapmla.PagedKVCache.allocate(3 * len(LENGTHS), PAGE, device="cpu")
-    table = torch.arange(3 * len(LENGTHS), dtype=torch.int32).view(len(LENGTHS), 3)
-    lengths = []
-    for i, length in enumerate(LENGTHS):
-        mine = torch.arange(length) // interleave % ranks == rank
-        c, r = (t.bfloat16()[mine] for t in selfcheck.sample_tokens(length))
-        lengths.append(len(c))
-        snapmla.append_kv(cache, c, r, 3 * PAGE * i + torch.arange(len(c)))
-    assert lengths == [own_tokens(n, rank, ranks, interleave) for n in LENGTHS]
-    return cache, table, torch.tensor(lengths, dtype=torch.int32)
-
-
-def whole(interleave: int) -> Shard:
-    """The same stored tokens in one cache: their scales are those of their places in the shards."""
-    cache, table, lengths = shard(0, 1, 1)
-    for rank in range(RANKS):
-        part, _, counts = shard(rank, RANKS, interleave)
-        for i, length in enumerate(LENGTHS):
-            to = 3 * PAGE * i + torch.arange(length)
-            to = to[torch.arange(length) // interleave % RANKS == rank]
-            at = 3 * PAGE * i + torch.arange(int(counts[i]))
-            for name in ("content_u8", "rope", "scale"):
-                target, source = getattr(cache, name), getattr(part, name)
-                target[to // PAGE, to % PAGE] = source[at // PAGE, at % PAGE]
-    return cache, table, lengths
 
 
 def queries(s_q: int) -> snapmla.QuantizedQuery:
@@ -78,7 +42,7 @@ def attention(
         for n in LENGTHS
     ]
     plan = snapmla.plan_decode(
-        lengths, HEADS, s_q, page_size=PAGE, max_pages=3,
+        lengths, HEADS, s_q, page_size=PAGE, max_pages=table.shape[1],
         row_seqlens=torch.tensor(seen, dtype=torch.int32),
     )  # fmt: skip
     return snapmla.decode(
@@ -94,7 +58,7 @@ def decode_shards(rank: int, store: str) -> None:
     try:
         for case in CASES:
             parts = []
-            for result in attention(shard(rank, RANKS, case[0]), rank, RANKS, *case):
+            for result in attention(shard(LENGTHS, rank, RANKS, case[0]), rank, RANKS, *case):
                 found = [torch.empty_like(result) for _ in range(RANKS)]
                 distributed.all_gather(found, result)
                 parts.append(found)
@@ -118,7 +82,8 @@ def test_two_ranks_share_tokens_in_turns(tmp_path: Path) -> None:
         assert torch.isneginf(lse_1[1]).all(), "rank 1 has no token of it"
         seen = torch.isfinite(lse_1[2, 0]).tolist()  # of the last sequence, by query token
         assert seen == ([True] * s_q if interleave == 1 else [False] * (s_q - 1) + [True])
-        q, (cache, table, lengths) = queries(s_q), whole(interleave)
+        shards = [shard(LENGTHS, rank, RANKS, interleave) for rank in range(RANKS)]
+        q, (cache, table, lengths) = queries(s_q), whole(LENGTHS, shards, interleave)
         errors = selfcheck.decode_errors(out, lse, q, cache, table, lengths, SCALE)
         assert errors.error <= errors.allowed and errors.lse_error <= errors.lse_allowed, errors
         run = (q.nope, q.rope, q.scale, cache.content, cache.rope, cache.scale, table, lengths)
