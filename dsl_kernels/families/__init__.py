@@ -13,6 +13,8 @@ from . import (
     fp8_decode,
     merge,
     merge_states,
+    mha_fwd,
+    mha_items,
     plan_decode,
     plan_to_records,
     quantize_q,
@@ -35,6 +37,8 @@ _MODULES = (
     fp8_decode,
     dense_decode,
     sparse_decode,
+    mha_items,
+    mha_fwd,
 )
 FAMILIES: dict[str, Family] = {module.FAMILY.op: module.FAMILY for module in _MODULES}
 
