@@ -228,9 +228,9 @@ def kernels(
 ) -> tuple[runtime.Kernel, runtime.Kernel]:
     """(what lists the work, what computes it) on a device."""
     arch = runtime.arch_of(device)
-    attend = VariantSpec(op="mha_fwd", arch=arch, d_qk=d_qk, dtype=_NAMES[dtype])
-    items = VariantSpec(op="mha_items", arch=arch)
-    return runtime.kernel(items, device.type), runtime.kernel(attend, device.type)
+    spec = VariantSpec(op="mha_fwd", arch=arch, d_qk=d_qk, dtype=_NAMES[dtype])
+    attend = runtime.kernel(spec, device.type)
+    return runtime.kernel(VariantSpec(op="mha_items", arch=arch), device.type), attend
 
 
 _MHA = calls.Op("mha_prefill", _checked, _launch, _traced, _parts, _places)
