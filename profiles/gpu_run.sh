@@ -22,6 +22,9 @@
 #   merge                      what the merge launch costs (profiles.merge_cost)
 #   pair:DIR                   what a pair's call costs beside DIR's (profiles.pair_cost)
 #   sparse[:ARG,ARG...]        sparse decode beside FlashMLA (profiles.sparse_cost ARG ARG...)
+#   mha[:ARG,ARG...]           dense prefill beside FlashAttention-3 and cuDNN (profiles.mha_cost
+#                              ARG ARG...); before pack: python -m codegen build of mha_items_sm90a,
+#                              mha_fwd_d192_dbf16_sm90a and mha_fwd_d128_dbf16_sm90a
 #   dense-accuracy[:PART,PART]  16-bit decode to float64 beside the peers: sweep, rmse, grid
 #                              (profiles.dense_accuracy)
 #   stamps[:SHAPE,SHAPE...]    times of a CTA's events, from stamped builds (profiles.stamps has
@@ -203,6 +206,11 @@ run_part() {
             timeout -k 10 "$seconds" "$python" -m profiles.sparse_cost --peers .peers \
                 --out "$work" ${what//,/ }
             ;;
+        mha)
+            # shellcheck disable=SC2086  # a list of words
+            timeout -k 10 "$seconds" "$python" -m profiles.mha_cost --peers .peers \
+                --out "$work" ${what//,/ }
+            ;;
         merge) timeout -k 10 "$seconds" "$python" -m profiles.merge_cost --out "$work" ;;
         dense-accuracy)
             # shellcheck disable=SC2086  # a list of words
@@ -240,7 +248,7 @@ run_part() {
             ;;
         model) cp build/fidelity/"$what".json build/fidelity/"$what".*.pack "$out" ;;
         *)
-            echo "part: expected info, tests[:FILES], host, merge, dense-accuracy[:PARTS], stamps[:SHAPES], record, demo, bench:PRESET, shape:LABEL," \
+            echo "part: expected info, tests[:FILES], host, merge, mha, dense-accuracy[:PARTS], stamps[:SHAPES], record, demo, bench:PRESET, shape:LABEL," \
                 "profile:VARIANTS, fidelity, model:NAME, engine:accuracy|speed or check[:ARGS];" \
                 "got '$part'"
             return 2

@@ -21,7 +21,7 @@ from . import (
     records_to_plan,
     sparse_decode,
 )
-from .family import DECODE, HELPER, Axis, Family
+from .family import DECODE, HELPER, MHA, Axis, Family
 from .formats import FORMATS, Format
 
 ARCHS: tuple[str, ...] = ("sm_90a", "sm_100a")
@@ -48,6 +48,7 @@ __all__ = [
     "FAMILIES",
     "FORMATS",
     "HELPER",
+    "MHA",
     "Axis",
     "Family",
     "Format",

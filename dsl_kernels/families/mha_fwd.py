@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .family import Axis, Family
+from .family import MHA, Axis, Family
 
 AXES = (
     Axis("d_qk", "d", (192, 128)),  # channels of q and k: 192 are 128 and 64 of RoPE
@@ -15,7 +15,7 @@ FAMILY = Family(
     AXES,
     module=lambda arch, _values: "dsl_kernels.sm90.mha_fwd" if arch == "sm_90a" else None,
     points=lambda _arch: iter(()),  # built when it is asked for, until it was measured
-    kind="mha",
+    kind=MHA,
     result_axis="dtype",
     counted_by=("d_qk",),
     shown=("q", "k_nope", "cu_seqlens_k"),

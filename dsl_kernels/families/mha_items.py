@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from .family import helper
+from .family import MHA, helper
 
 FAMILY = helper(
     "mha_items",
     points=lambda _arch: iter(()),  # built when it is asked for, until it was measured
-    kind="mha",
+    kind=MHA,
     shown=("cu_seqlens_q", "work"),
     results=("work",),
 )

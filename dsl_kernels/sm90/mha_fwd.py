@@ -255,7 +255,7 @@ class MhaFwd:
         tidx, _, _ = cute.arch.thread_idx()
         lane, warp = tidx % 32, cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
         operands = self._operands(st, layouts, tidx % WARPGROUP, which)
-        acc_s, acc_o, p16 = operands[5], operands[6], operands[8]
+        acc_o = operands[6]
         frame, total, limit = (
             cute.make_rmem_tensor((2,), t) for t in (Float32, Float32, Int32)
         )  # fmt: skip

@@ -16,7 +16,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import cpasync
 
 from .. import compat
@@ -24,9 +24,8 @@ from ..common.barriers import Ring
 from ..common.packing import pack
 from ..common.smem import array, staged
 from ..common.types import U32
-from ..mha_list import HEADER, SECTION, TAKEN, TILE_WORDS, TILES
+from ..mha_list import HEADER, ROWS, SECTION, TAKEN, TILE_WORDS, TILES
 from ..mha_list import KEYS as TILE
-from ..mha_list import ROWS
 from ..smxx.mha_items import key_tiles, length
 
 STAGES = 2  # of K, and of V

@@ -114,7 +114,7 @@ def _each_tile(
             count = key_tiles(s_q, s_k, tile, causal) >> shift
             place = places.iterator + (BINS - 1 - cutlass.min(count, BINS - 1))
             at = Int32(cute.arch.atomic_add(place, Int32(1)))
-            if cutlass.const_expr(write):
+            if cutlass.const_expr(write):  # noqa: SIM102 (a compile-time condition and another)
                 if at < room:
                     work[HEADER + TILE_WORDS * at] = sequence
                     work[HEADER + TILE_WORDS * at + 1] = tile

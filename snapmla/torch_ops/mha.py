@@ -21,16 +21,22 @@ _ARGUMENTS = (
 )
 
 
+def _call(*arguments: Any) -> Mha:
+    """As schemas have them; without results and workspace of what allocates."""
+    given = (*arguments, None, None, None)
+    return Mha(*given[: len(Mha._fields)])
+
+
 def _mha_prefill(*arguments: Any) -> tuple[Tensor, Tensor]:
-    return prefill_now(Mha(*arguments, None, None, None))
+    return prefill_now(_call(*arguments))
 
 
 def _mha_prefill_out(*arguments: Any) -> None:
-    prefill_now(Mha(*arguments))
+    prefill_now(_call(*arguments))
 
 
 def _fake_mha_prefill(*arguments: Any) -> tuple[Tensor, Tensor]:
-    call = Mha(*arguments, None, None, None)
+    call = _call(*arguments)
     check_shapes(call)
     return new_results(call.q)
 

@@ -69,7 +69,7 @@ def test_k_apart_is_k_whole(truth: Truth) -> None:
 
 
 def test_flash_mla_names(truth: Truth) -> None:
-    """Same bits through FlashMLA's three names; the LSE has tokens first, over memory that has not."""
+    """The same bits; the LSE has tokens first, over memory that has not."""
     call, out, lse = truth
     q, k, v = call["q"], whole_k(call), call["v"]
     lengths = (call["cu_seqlens_q"], call["cu_seqlens_k"], max(LQ), max(LK))
@@ -82,7 +82,7 @@ def test_flash_mla_names(truth: Truth) -> None:
 
 
 def test_flash_mla_qkvpacked(truth: Truth) -> None:
-    call, out, lse = truth
+    call, out, _ = truth
     q, k, v = call["q"][:, :1], whole_k(call)[:T_Q], call["v"][:T_Q]
     cu = call["cu_seqlens_q"]
     want = mha_prefill(q, k, v, cu, cu, max(LQ), max(LQ), causal=False)
@@ -208,8 +208,8 @@ def wider(name: str, width: int) -> Callable[[dict[str, Any]], Any]:
 
 WRONG: list[tuple[str, Any, type[Exception], str]] = [
     ("q", None, TypeError, r"q: expected a torch\.Tensor, got NoneType"),
-    ("q", lambda c: c["q"].float(), TypeError, "q: expected dtype bfloat16 or float16, got float32"),
-    ("q", wider("q", 160), ValueError, r"q: expected shape \(tokens, heads, 192 or 128\), got .*160"),
+    ("q", lambda c: c["q"].float(), TypeError, "q: expected dtype bfloat16 or float16"),
+    ("q", wider("q", 160), ValueError, r"q: .*shape .*192 or 128\), got .*160"),
     ("q", lambda c: c["q"].flatten(1), ValueError, r"q: expected shape \(tokens, heads"),
     ("q", lambda c: c["q"].requires_grad_(), ValueError, "q: expected no gradients .*no backward"),
     ("q", lambda c: c["q"].mT.contiguous().mT, ValueError, "q: expected innermost stride 1"),
@@ -227,7 +227,7 @@ WRONG: list[tuple[str, Any, type[Exception], str]] = [
     ("k_rope", None, ValueError, r"k_nope: expected shape .*192\).*all 192 without"),
     ("cu_seqlens_q", lambda c: c["cu_seqlens_q"].long(), TypeError, "cu_seqlens_q: expected dtype"),
     ("cu_seqlens_q", lambda c: c["cu_seqlens_q"][:0], ValueError, "cu_seqlens_q: expected b"),
-    ("cu_seqlens_k", lambda c: c["cu_seqlens_k"][1:], ValueError, r"cu_seqlens_k: expected shape \(3"),
+    ("cu_seqlens_k", lambda c: c["cu_seqlens_k"][1:], ValueError, r"cu_seqlens_k: .*shape \(3"),
     ("cu_seqlens_k", [0, 1], TypeError, r"cu_seqlens_k: expected a torch\.Tensor, got list"),
     ("max_seqlen_q", -1, ValueError, "max_seqlen_q: expected 0 to"),
     ("max_seqlen_k", 1.5, TypeError, "max_seqlen_k: expected an int, got float"),
@@ -241,7 +241,12 @@ WRONG: list[tuple[str, Any, type[Exception], str]] = [
     ("lse", lambda c: torch.zeros(T_Q).expand(H, -1), ValueError, "lse: expected strides of"),
     ("workspace", torch.zeros(5, dtype=I32), ValueError, "workspace: expected 8 or more words"),
     ("workspace", torch.zeros(50), TypeError, "workspace: expected dtype int32"),
-    ("workspace", lambda c: torch.zeros(50, 2, dtype=I32)[:, 0], ValueError, "workspace: expected a"),
+    (
+        "workspace",
+        lambda c: torch.zeros(50, 2, dtype=I32)[:, 0],
+        ValueError,
+        "workspace: .*contiguous",
+    ),
 ]
 
 
@@ -308,7 +313,7 @@ def test_names_of_others_in_messages(truth: Truth) -> None:
 
 
 def test_workspace_size() -> None:
-    """16 bytes and 8 a row tile: under 16 a row tile and section of 8 heads from two row tiles on."""
+    """16 bytes and 8 a row tile: at most 16 a row tile from two of them on."""
     assert workspace_size(0, 0) == 4 and workspace_size(128, 1) == 8 and workspace_size(5, 40) == 14
     with pytest.raises(ValueError, match="total_q: expected 0 or more, got -1"):
         workspace_size(-1, 1)
