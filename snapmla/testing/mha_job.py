@@ -240,7 +240,7 @@ class MhaJob:
     def draw(
         cls, spec: VariantSpec, lq: Sequence[int], lk: Sequence[int], heads: int = 2,
         kv_heads: int = 1, *, causal: bool = True, spread: float = 1.0, ctas: int = 2,
-        behind: float = math.nan, rope_heads: int = 1,
+        behind: float = math.nan, rope_heads: int = 1, device: str = "cpu",
     ) -> MhaJob:  # fmt: skip
         """Normal numbers of torch's global seed; logits have standard deviation ``spread``.
 
@@ -252,7 +252,7 @@ class MhaJob:
         dtype, (t_q, t_k) = DTYPES[spec.dtype], (sum(lq), sum(lk))
 
         def rows(tokens: int, h: int, width: int, factor: float = 1.0) -> Tensor:
-            x = torch.randn(tokens + 9, h, width + 8) * factor
+            x = torch.randn(tokens + 9, h, width + 8, device=device) * factor
             x[tokens:] = behind
             return x.to(dtype)[..., :width]
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -31,14 +32,9 @@ def spec_of(d_qk: int, dtype: str = "bf16") -> VariantSpec:
     return spec
 
 
-def on_gpu(job: MhaJob) -> MhaJob:
-    """The job's tensors where the kernel runs, with their strides."""
-
-    def there(x: Tensor) -> Tensor:
-        memory = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage()).to(DEVICE)
-        return memory.as_strided(x.shape, x.stride(), x.storage_offset())
-
-    return replace(job, q=there(job.q), ks=tuple(map(there, job.ks)), v=there(job.v))
+def draw(spec: VariantSpec, *arguments: Any, **options: Any) -> MhaJob:
+    """A job whose tensors are drawn where the kernel runs."""
+    return MhaJob.draw(spec, *arguments, device=DEVICE, **options)
 
 
 def attend(job: MhaJob) -> tuple[Tensor, Tensor]:
@@ -56,13 +52,11 @@ def attend(job: MhaJob) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def errors_of(job: MhaJob, out: Tensor, lse: Tensor, heads: slice) -> MhaErrors:
-    """Some heads beside fp64, which is large; every KV head of them whole."""
-    group = job.q.shape[1] // job.v.shape[1]
-    own = slice(heads.start // group, -(-heads.stop // group))
-    heads = slice(own.start * group, own.stop * group)
+def errors_of(job: MhaJob, out: Tensor, lse: Tensor, head: int) -> MhaErrors:
+    """One head beside fp64, which is large."""
+    own, kv = slice(head, head + 1), head // (job.q.shape[1] // job.v.shape[1])
     return mha_errors(
-        out[:, heads], lse[heads], job.q[:, heads], job.k[:, own], job.v[:, own],
+        out[:, own], lse[own], job.q[:, own], job.k[:, kv : kv + 1], job.v[:, kv : kv + 1],
         offsets(job.lq), offsets(job.lk), job.scale, job.causal,
     )  # fmt: skip
 
@@ -90,11 +84,11 @@ def test_flashmla_grid(
     spec = spec_of(d_qk)
     torch.manual_seed(mean + d_qk)
     lq, lk = lengths_of(mean, ragged, mean)
-    job = MhaJob.draw(spec, lq, lk, *heads, causal=causal, spread=0.1)
-    job = on_gpu(replace(job, ks=tuple(k * 0.1 for k in job.ks), scale=(d_qk + 100) ** -0.5))
+    job = draw(spec, lq, lk, *heads, causal=causal, spread=0.1)
+    job = replace(job, ks=tuple(k * 0.1 for k in job.ks), scale=(d_qk + 100) ** -0.5)
     out, lse = attend(job)
-    for some in (slice(0, 1), slice(heads[0] - 1, heads[0])):
-        errors = errors_of(job, out, lse, some)
+    for head in (0, heads[0] - 1):
+        errors = errors_of(job, out, lse, head)
         assert errors.right, str(errors)
     for _ in range(RUNS - 1):
         again, again_lse = attend(job)
@@ -102,7 +96,7 @@ def test_flashmla_grid(
         assert torch.equal(again_lse.nan_to_num(7.0), lse.nan_to_num(7.0))
 
 
-STYLES = {
+STYLES: dict[str, dict[str, Any]] = {
     "spread-3": {"spread": 3.0}, "spread-30": {"spread": 30.0}, "full": {"causal": False},
     "zeros": {"lq": (0, 300, 5, 0), "lk": (40, 0, 700, 9)},
     "more-queries": {"lq": (900, 129), "lk": (300, 1)},
@@ -121,7 +115,7 @@ def test_right(d_qk: int, dtype: str, behind: float, style: str) -> None:
     lq, lk = options.pop("lq"), options.pop("lk")
     torch.manual_seed(4)
     spec = spec_of(d_qk, dtype)
-    job = on_gpu(MhaJob.draw(spec, lq, lk, 8, 2, behind=behind, **options))
+    job = draw(spec, lq, lk, 8, 2, behind=behind, **options)
     errors = job.errors(attend(job))
     assert errors.right, str(errors)
 
@@ -131,7 +125,7 @@ def test_bits_do_not_depend_on_the_batch(d_qk: int) -> None:
     """A sequence alone and between neighbours of NaN, whose work is longer than its own."""
     spec = spec_of(d_qk)
     torch.manual_seed(6)
-    job = on_gpu(MhaJob.draw(spec, (2000, 700, 3000), (2000, 900, 3100), 16, 16, spread=3.0))
+    job = draw(spec, (2000, 700, 3000), (2000, 900, 3100), 16, 16, spread=3.0)
     for rows in (*job.ks, job.v):
         rows[:2000], rows[2900:] = math.nan, math.nan
     out, lse = attend(job)
@@ -164,7 +158,7 @@ def test_graph_with_lengths_that_change() -> None:
     memory given nothing is allocated."""
     spec = spec_of(192)
     torch.manual_seed(9)
-    job = on_gpu(MhaJob.draw(spec, (600, 424), (600, 1000), 8, 8, behind=math.nan))
+    job = draw(spec, (600, 424), (600, 1000), 8, 8, behind=math.nan)
     t, h, _ = job.q.shape
     cu_q, cu_k = offsets(job.lq).to(DEVICE), offsets(job.lk).to(DEVICE)
     out, lse = torch.zeros(t, h, 128, device=DEVICE).bfloat16(), torch.zeros(h, t, device=DEVICE)
