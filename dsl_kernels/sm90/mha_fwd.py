@@ -244,7 +244,7 @@ class MhaFwd:
                 self.loads.run(st, layouts, tma, gmem, causal, group, rope_heads, ctas)
                 compat.pdl_launch_dependents()
             elif warp_id == 1:
-                self.loads.clear(st, causal)
+                self.loads.clear(st)
         else:
             claim_registers(self.budget, CONSUMER)
             self.consume(st, layouts, results, scale, causal, wg - 1)

@@ -1,9 +1,10 @@
 """What dense MHA prefill on SM90 is composed of, beside its arithmetic (mha_fwd.py).
 
-    notes    the producer -> all others    which work tile comes: heads, rows, lengths
-    q        the producer -> consumers     rows of a work tile
-    k, v     the producer -> consumers     tiles of 128 keys, the last tile first
-    clean    the clearing warp -> consumers    a sequence's last tile of V, behind its end zeroed
+    item     producer -> consumers         which work tile comes: head, rows, lengths
+    q        producer -> consumers         rows of a work tile
+    k, v     producer -> consumers         tiles of 128 keys, the last tile first
+    tail     producer -> clearing warp     a tile of V that reaches behind its sequence is asked for
+    clean    clearing warp -> consumers    that tile, zeroed behind the end
 
 Keys of the neighbour.  A sequence's last tile holds rows of whatever lies behind it: the next
 sequence, or nobody's memory.  Their logits are replaced (a select, not a sum), and their V is
@@ -53,22 +54,22 @@ def release(ring: cutlass.Constexpr, st, slot):
 
 
 class Notes:
-    """Which work tile comes next, from the producer to consumers and the clearing warp.
+    """A few words at a time, from one warp to others that read them all: two slots.
 
-    A note is (head, first query token of the sequence, its query tokens, its keys, row tile); head
-    -1 ends the list.
+    Attributes:
+        words: of a note.
+        name: of the field; ``ring``: its barriers.
     """
 
-    words = 5
     room = 8  # words of a slot
 
-    def __init__(self):
-        readers = {"consumers": CONSUMER_WARPS, "clearing": 1}
-        self.ring = Ring("item", 2, {"producer": 1}, readers)
-        self.fields = {**self.ring.field, "item": array(Int32, 2 * self.room, 16)}
+    def __init__(self, name: str, words: int, readers: dict[str, int]):
+        self.name, self.words = name, words
+        self.ring = Ring(name, 2, {"producer": 1}, readers)
+        self.fields = {**self.ring.field, name: array(Int32, 2 * self.room, 16)}
 
     def _slot(self, st, slot):
-        notes = st.item.get_tensor(cute.make_layout((self.room, 2)))
+        notes = getattr(st, self.name).get_tensor(cute.make_layout((self.room, 2)))
         return notes[None, slot]
 
     @cute.jit
@@ -88,10 +89,9 @@ class Notes:
         slot = count % 2
         self.ring.wait_full(st, slot, (count // 2) & 1)
         words = self._slot(st, slot)
-        head, q0, s_q, s_k, m = (words[i] for i in range(self.words))
+        note = [words[i] for i in range(self.words)]
         release(self.ring, st, slot)
-        uniform = cute.arch.make_warp_uniform
-        return uniform(head), uniform(q0), uniform(s_q), uniform(s_k), uniform(m)
+        return tuple([cute.arch.make_warp_uniform(word) for word in note])
 
 
 class Loads:
@@ -105,14 +105,17 @@ class Loads:
     def __init__(self, widths: tuple[int, ...], d_v: int):
         self.widths, self.d_qk, self.d_v = widths, sum(widths), d_v
         who = {"consumers": CONSUMER_WARPS}
-        self.notes = Notes()
+        # head (-1 ends the list), first query token of the sequence, query tokens, keys, row tile
+        self.notes = Notes("item", 5, who)
+        # use of V's ring, keys of the tile that are the sequence's; -1 and 0 end the list
+        self.tails = Notes("tail", 2, {"clearing": 1})
         self.q = Ring("q", 1, {"producer": 1}, who)
         self.k = Ring("k", STAGES, {"producer": 1}, who)
         self.v = Ring("v", STAGES, {"producer": 1}, who)
         self.clean = Ring("clean", STAGES, {"clearing": 1})
-        self.rings = (self.notes.ring, self.q, self.k, self.v, self.clean)
         rest = (self.q, self.k, self.v, self.clean)
-        self.fields = dict(self.notes.fields)
+        self.rings = (self.notes.ring, self.tails.ring, *rest)
+        self.fields = {**self.notes.fields, **self.tails.fields}
         for ring in rest:
             self.fields.update(ring.field)
 
@@ -154,7 +157,7 @@ class Loads:
     def run(self, st, layouts, tma, gmem, causal, group, rope_heads, ctas):
         """The role.  ``gmem`` = (cu_seqlens_q, cu_seqlens_k, work, query heads)."""
         cu_q, cu_k, work, heads = gmem
-        count, kc, done = Int32(0), Int32(0), Int32(0)
+        count, kc, done, told = Int32(0), Int32(0), Int32(0), Int32(0)
         total = work[TILES] * heads
         j, _, _ = cute.arch.block_idx()
         j = Int32(j)
@@ -170,7 +173,10 @@ class Loads:
             if n > 0:
                 kv_head, _ = divmod(head, group)
                 where = (q0, m, head, k0, kv_head, rope_heads)
-                self._load(st, layouts, tma, where, kc, done, n)
+                counts = (kc, done, told)
+                self._load(st, layouts, tma, where, counts, n, s_k - (n - 1) * TILE)
+                if has_tail(s_k, n):
+                    told += 1
                 done += 1
                 kc += n
             taken = Int32(0)
@@ -179,6 +185,7 @@ class Loads:
             j = ctas + cute.arch.shuffle_sync(taken, 0)
         none = Int32(-1)
         self.notes.write(st, count, (none, none, none, none, none))
+        self.tails.write(st, told, (none, Int32(0)))
 
     def _work_tile(self, j, tiles, heads):
         """(place in the list, head) of work tile ``j``: mha_list.py."""
@@ -189,8 +196,14 @@ class Loads:
         return tile, section * SECTION + (rest - tile * beside)
 
     @cute.jit
-    def _load(self, st, layouts, tma, where, kc, done, n):
-        """Q, then K and V of a work tile's ``n`` tiles from the last on, V a tile behind K."""
+    def _load(self, st, layouts, tma, where, counts, n, valid):
+        """Q, then K and V of a work tile's ``n`` tiles from the last on, V a tile behind K.
+
+        The last tile has ``valid`` keys of the sequence.  If that is not all, the clearing warp is
+        told once V's slot was free: it waits for one of the ring's phases, not for each, and so
+        must not come to the barrier while an earlier use is still on its way.
+        """
+        kc, done, told = counts
         lq, lk, lv = layouts
         tq, tv, *tk = tma
         q0, m, head, k0, kv_head, rope_heads = where
@@ -207,27 +220,29 @@ class Loads:
         cute.copy(tq.atom, g_q, s_q[None, 0], tma_bar_ptr=barrier)
         k_bytes, v_bytes = 2 * TILE * self.d_qk, 2 * TILE * self.d_v
         self._fill(self.k, st, kc, ks, n - 1, k_bytes)
-        for x in cutlass.range(1, n, unroll=1):
+        if n > 1:
+            self._fill(self.k, st, kc + 1, ks, n - 2, k_bytes)
+        self._fill(self.v, st, kc, vs, n - 1, v_bytes)
+        if valid < TILE:
+            self.tails.write(st, told, (kc, valid))
+        for x in cutlass.range(2, n, unroll=1):
             self._fill(self.k, st, kc + x, ks, n - 1 - x, k_bytes)
             self._fill(self.v, st, kc + x - 1, vs, n - x, v_bytes)
-        self._fill(self.v, st, kc + n - 1, vs, 0, v_bytes)
+        if n > 1:
+            self._fill(self.v, st, kc + n - 1, vs, 0, v_bytes)
 
     @cute.jit
-    def clear(self, st, causal):
+    def clear(self, st):
         """The clearing warp's role: V behind a sequence's end, in its last tile."""
-        count, vc, phases = Int32(0), Int32(0), Int32(0)
-        head, _, s_q, s_k, m = self.notes.read(st, count)
-        while head >= 0:
-            n = key_tiles(s_q, s_k, m, causal)
-            if has_tail(s_k, n):
-                slot = vc % STAGES
-                self.v.wait_full(st, slot, (vc // STAGES) & 1)
-                self._clear(st, slot, s_k - (n - 1) * TILE)
-                self.clean.arrive_full_if(st, slot, cute.arch.lane_idx() == 0)
-                phases = phases ^ (1 << slot)
-            vc += n
+        count = Int32(0)
+        vc, valid = self.tails.read(st, count)
+        while vc >= 0:
+            slot = vc % STAGES
+            self.v.wait_full(st, slot, (vc // STAGES) & 1)
+            self._clear(st, slot, valid)
+            self.clean.arrive_full_if(st, slot, cute.arch.lane_idx() == 0)
             count += 1
-            head, _, s_q, s_k, m = self.notes.read(st, count)
+            vc, valid = self.tails.read(st, count)
 
     @cute.jit
     def _clear(self, st, slot, valid):
