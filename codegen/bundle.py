@@ -38,6 +38,7 @@ SPEC_FILES = (
     "py.typed",
     "dims.py",
     "ds_mla.py",
+    "mha_list.py",
     "records.py",
     "spec.py",
     "registry.py",

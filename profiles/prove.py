@@ -38,6 +38,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from codegen import compile as compiler
 from codegen import matrix, toolchain
 from codegen.artifacts import ROOT, write_atomic
+from dsl_kernels.families import DECODE
 from dsl_kernels.spec import VariantSpec
 from profiles.bench import commit
 
@@ -48,6 +49,11 @@ SCHEDULES = 100
 EXPLAINED = (
     "griddepcontrol.launch_dependents", "bar.warp.sync", "tcgen05.relinquish_alloc_permit",
     "k_pipe.consumer_wait(landed)", "# orders nothing new",
+)  # fmt: skip
+# Variants that are built when they are asked for, not by default: studied all the same.
+ASKED = (
+    "mha_items_sm90a", "mha_fwd_d192_dbf16_sm90a", "mha_fwd_d192_df16_sm90a",
+    "mha_fwd_d128_dbf16_sm90a", "mha_fwd_d128_df16_sm90a",
 )  # fmt: skip
 KINDS = {
     "build": "every variant compiled and audited",
@@ -136,6 +142,8 @@ def steps() -> list[Step]:
     found += [_schedules(spec) for spec in chosen]
     studied = _families(chosen, apart=("p_terms",))
     found += [_mutants(min(group, key=matrix.changed)) for group in studied]
+    asked = [VariantSpec.from_name(name) for name in ASKED]
+    found += [_schedules(spec) for spec in asked] + [_mutants(spec) for spec in asked]
     replay = ("-m", "profiles.record_softgpu", "replay", "mufu", "--all")
     found.append(step("replay", "mufu", replay, reads=REPLAYED, specs=()))
     found += [_tests(path, every) for path in whole_matrix_files()]
@@ -166,7 +174,9 @@ def _build(specs: list[VariantSpec]) -> Step:
 
 def _needs(spec: VariantSpec) -> list[VariantSpec]:
     """The variant, and what plans for it."""
-    return [spec] if spec.family.helper else [spec, VariantSpec(op="plan_decode", arch=spec.arch)]
+    if spec.family.kind != DECODE:
+        return [spec]
+    return [spec, VariantSpec(op="plan_decode", arch=spec.arch)]
 
 
 def _variant(spec: VariantSpec) -> Step:

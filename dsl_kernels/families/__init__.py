@@ -13,13 +13,15 @@ from . import (
     fp8_decode,
     merge,
     merge_states,
+    mha_fwd,
+    mha_items,
     plan_decode,
     plan_to_records,
     quantize_q,
     records_to_plan,
     sparse_decode,
 )
-from .family import DECODE, HELPER, Axis, Family
+from .family import DECODE, HELPER, MHA, Axis, Family
 from .formats import FORMATS, Format
 
 ARCHS: tuple[str, ...] = ("sm_90a", "sm_100a")
@@ -35,6 +37,8 @@ _MODULES = (
     fp8_decode,
     dense_decode,
     sparse_decode,
+    mha_items,
+    mha_fwd,
 )
 FAMILIES: dict[str, Family] = {module.FAMILY.op: module.FAMILY for module in _MODULES}
 
@@ -44,6 +48,7 @@ __all__ = [
     "FAMILIES",
     "FORMATS",
     "HELPER",
+    "MHA",
     "Axis",
     "Family",
     "Format",

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from codegen import __main__ as commands
 from codegen import bundle, matrix, wheels
 from dsl_kernels import registry
-from dsl_kernels.families import DECODE, FAMILIES, FORMATS, HELPER, Axis, Family
+from dsl_kernels.families import DECODE, FAMILIES, FORMATS, HELPER, MHA, Axis, Family
 from dsl_kernels.spec import VariantSpec
 from profiles import ncu
 from snapmla import dispatch, dump, info, repro, runtime, watch
@@ -129,7 +129,7 @@ def test_a_wheel_of_its_kind(
     specs: list[VariantSpec], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Its variants alone make it; a name of its own lets it lie beside others."""
-    assert matrix.kinds() == (HELPER, DECODE, "sweeping")
+    assert matrix.kinds() == (HELPER, DECODE, MHA, "sweeping")
     assert matrix.default_specs("sm_90a", kind="sweeping", ask_kernels=False) == specs
     others = matrix.default_specs("sm_90a", kind=HELPER, ask_kernels=False)
     assert others and all(spec.family.helper for spec in others)
@@ -166,16 +166,17 @@ def test_what_families_name_is_there() -> None:
     for family in FAMILIES.values():
         assert not family.reference or callable(registry.named(family.reference)), family.op
         assert all(family.axis(axis) is not None for axis in family.counted_by)
-        assert set(family.formats) <= set(FORMATS) and bool(family.formats) != family.helper
+        assert set(family.formats) <= set(FORMATS)
+        assert bool(family.formats) == (family.kind == DECODE)
 
 
 @pytest.mark.parametrize("op", FAMILIES)
 def test_every_op_has_a_workload(op: str) -> None:
     """In the file of its name, with everything that each user of workloads calls."""
-    work, helper = workloads.of(op), FAMILIES[op].helper
+    work, decodes = workloads.of(op), FAMILIES[op].kind == DECODE
     assert work is importlib.import_module(f"snapmla.testing.workloads.{op}").WORKLOAD
     assert all(map(callable, (work.small, work.judge, work.recorded, work.sized)))
-    assert callable(work.job) is not helper, "decodes alone run behind the planning kernel"
+    assert callable(work.job) is decodes, "decodes alone run behind the planning kernel"
     if work.bench:
         assert all(map(callable, (work.public, work.moved)))
     axes = {axis.name: axis.values for axis in FAMILIES[op].axes}
@@ -203,5 +204,5 @@ def test_every_format_is_decoded_by_one_op() -> None:
 def test_a_kind_that_is_none(command: str) -> None:
     done = CliRunner().invoke(commands.app, [command, "--kind", "deocde"])
     assert done.exit_code == 1
-    said = "--kind (make's KIND=): expected one of helper, decode, got 'deocde'"
+    said = "--kind (make's KIND=): expected one of helper, decode, mha, got 'deocde'"
     assert said in done.output

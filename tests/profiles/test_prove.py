@@ -263,6 +263,11 @@ def test_steps_are_the_whole_matrix() -> None:
     assert max(Counter(s.name for s in steps).values()) == 1
     assert {s.kind for s in steps} == set(prove.KINDS)
     by_kind = {kind: {s.what for s in steps if s.kind == kind} for kind in prove.KINDS}
+    # what is built when it is asked for is studied beside the matrix
+    assert not set(prove.ASKED) & {s.name for s in every}
+    for kind in ("schedules", "mutants"):
+        assert set(prove.ASKED) <= by_kind[kind]
+        by_kind[kind] -= set(prove.ASKED)
     assert by_kind["variant"] == {s.name for s in every}
     assert by_kind["schedules"] == sample and by_kind["mutants"] <= sample
     studied = {VariantSpec.from_name(name) for name in by_kind["mutants"]}

@@ -1,0 +1,409 @@
+"""Dense MHA prefill for SM90: out = softmax(q k^T scale) v of ragged sequences, causal or not.
+
+A CTA stays and takes *work tiles*, 128 query rows of one head of one sequence, from a list that
+begins with the longest (smxx/mha_items.py), the first by its number, the others from a counter.  K
+comes as the tensors that a model has: 128 channels of a head and, with d_qk 192, 64 RoPE channels
+that all heads may share; in shared memory they are one tile.  BF16 and fp16 are one source.
+
+Roles (3 warpgroups)
+    wg 0  warp 0  producer     TMA: Q of a work tile; K and V tiles of 128 keys, the last tile first
+          warp 1  clearing     V behind a sequence's end, in its last tile
+    wg 1, 2       consumers    64 rows each: S = Q K^T, softmax, O += P V; P stays in registers
+
+Timeline of a consumer, tile i (n - 1 .. 0)
+    turn | Q.K i, P.V i + 1 issued | turn passed on | wait Q.K | max, exp2 of i, under P.V i + 1 and
+    the other consumer's products | wait P.V | O moved if a frame did | P i to 16 bits
+
+Shared memory   Q 128 rows | K 2 x 128 keys | V 2 x 128 keys (212,992 bytes with d_qk 192) | notes
+
+Frames (log2 units; dense_frames.py).  P' = 2^(t - frame) in 16 bits, O and the row sum in fp32 of
+the same frame, which moves when a tile exceeds it by 2^15 only: O is hardly ever rescaled.
+
+Causal is bottom right: query i of s_q sees keys up to i + s_k - s_q.  Rows without keys have out 0
+and LSE -inf.  A work tile's result depends on its own sequence alone, so that bits are the same in
+any batch and on any number of SMs.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.memory
+import cutlass.tensor_utils
+import cutlass.utils.hopper_helpers as sm90
+from cutlass import Boolean, Float32, Int32, const_expr
+from cutlass.cute.nvgpu import cpasync, warpgroup
+
+from .. import compat
+from ..common import budget as bud
+from ..common.cache_format import Loaded
+from ..common.frames import NEVER
+from ..common.registers import claim_registers
+from ..common.smem import array, one_stage, staged, struct_of
+from ..common.types import ROW_MAJOR
+from ..mha_list import KEYS as TILE
+from ..mha_list import ROWS
+from ..smxx.mha_items import key_tiles
+from .dense_frames import move_frame
+from .mha_parts import STAGES, Loads, Rows, has_tail, release
+from .wgmma import issue, tiled_mma
+
+if TYPE_CHECKING:
+    from ..spec import VariantSpec
+
+COL_MAJOR = cutlass.tensor_utils.LayoutEnum.COL_MAJOR
+WARPGROUP = 128
+WIDTHS = {192: (128, 64), 128: (128,)}  # of K's tensors
+PRODUCER, CONSUMER = 24, 240  # registers
+LOG2_E = 1.4426950408889634
+SMALL_BYTES = 2048  # notes, barriers, alignment: an upper bound
+
+
+def feasible(spec: VariantSpec) -> str | None:
+    """Reason why the kernel cannot be built for ``spec``, or None."""
+    return bud.check(budget(spec))
+
+
+def budget(spec: VariantSpec) -> bud.Budget:
+    """Warpgroups, registers, barriers, shared memory of a CTA."""
+    loads = Loads(WIDTHS[spec.d_qk], spec.d_v)
+    tiles = ROWS * spec.d_qk + STAGES * TILE * (spec.d_qk + spec.d_v)
+    return bud.Budget(
+        groups=(
+            bud.WarpGroup("producer", PRODUCER),
+            bud.WarpGroup("consumers", CONSUMER, count=2),
+        ),
+        smem=2 * tiles + SMALL_BYTES,
+        barriers=tuple(barrier for ring in loads.rings for barrier in ring.budget()),
+        mmas=(
+            bud.Mma("Q.K", 64, TILE, spec.d_qk, spec.dtype),
+            bud.Mma("P.V", 64, spec.d_v, TILE, spec.dtype),
+        ),
+    )
+
+
+def build(spec: VariantSpec):
+    """(callable, fake arguments by name) of one variant; see ``registry``."""
+    kernel = MhaFwd(spec)
+    entry = TwoKeys(kernel) if len(kernel.loads.widths) == 2 else OneKey(kernel)
+    return entry, kernel.fakes()
+
+
+class TwoKeys:
+    """The exported function where K is two tensors."""
+
+    def __init__(self, kernel: MhaFwd):
+        self.launch = kernel.launch
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,  # bf16 | f16 (total_q, h, 192)
+        k_nope: cute.Tensor,  # (total_k, h_k, 128)
+        k_rope: cute.Tensor,  # (total_k, 1 | h_k, 64)
+        v: cute.Tensor,  # (total_k, h_k, 128)
+        cu_seqlens_q: cute.Tensor,  # i32 (b + 1,)
+        cu_seqlens_k: cute.Tensor,  # i32 (b + 1,)
+        work: cute.Tensor,  # i32 (words,), as mha_items leaves it
+        out: cute.Tensor,  # (total_q, h, 128)
+        lse: cute.Tensor,  # f32 (h, total_q), natural
+        softmax_scale: Float32,
+        causal: Int32,  # 0 or 1
+        ctas: Int32,
+        stream,
+    ):
+        tensors = (q, v, k_nope, k_rope)
+        self.launch(
+            tensors, (cu_seqlens_q, cu_seqlens_k, work), (out, lse), softmax_scale, causal, ctas,
+            stream,
+        )  # fmt: skip
+
+
+class OneKey:
+    """The exported function where K is one tensor."""
+
+    def __init__(self, kernel: MhaFwd):
+        self.launch = kernel.launch
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,  # bf16 | f16 (total_q, h, 128)
+        k_nope: cute.Tensor,  # (total_k, h_k, 128)
+        v: cute.Tensor,  # (total_k, h_k, 128)
+        cu_seqlens_q: cute.Tensor,  # i32 (b + 1,)
+        cu_seqlens_k: cute.Tensor,  # i32 (b + 1,)
+        work: cute.Tensor,  # i32 (words,), as mha_items leaves it
+        out: cute.Tensor,  # (total_q, h, 128)
+        lse: cute.Tensor,  # f32 (h, total_q), natural
+        softmax_scale: Float32,
+        causal: Int32,  # 0 or 1
+        ctas: Int32,
+        stream,
+    ):
+        self.launch(
+            (q, v, k_nope), (cu_seqlens_q, cu_seqlens_k, work), (out, lse), softmax_scale, causal,
+            ctas, stream,
+        )  # fmt: skip
+
+
+class MhaFwd:
+    """The kernel of one head size and dtype."""
+
+    def __init__(self, spec: VariantSpec):
+        self.d_qk, self.d_v, self.dtype = spec.d_qk, spec.d_v, compat.dtype(spec.dtype)
+        self.loads, self.budget = Loads(WIDTHS[spec.d_qk], spec.d_v), budget(spec)
+        self.rows = Rows(self.dtype, spec.d_v)
+
+    def layouts(self):
+        """Shared-memory layouts of Q, K, V."""
+        q = sm90.make_smem_layout_a(ROW_MAJOR, (ROWS, TILE, self.d_qk), self.dtype, 1)
+        k = sm90.make_smem_layout_b(ROW_MAJOR, (ROWS, TILE, self.d_qk), self.dtype, STAGES)
+        v = sm90.make_smem_layout_b(COL_MAJOR, (ROWS, self.d_v, TILE), self.dtype, STAGES)
+        return q, k, v
+
+    def fakes(self):
+        """Fake arguments by name."""
+        names = ("h", "h_k", "h_rope", "total_q", "total_k", "b_plus_1", "words")
+        h, h_k, h_rope, t_q, t_k, b1, words = (compat.sym(name=x) for x in names)
+        dt, i32, f32 = self.dtype, compat.DTYPES["i32"], compat.DTYPES["f32"]
+        heads = (h_k, h_rope)
+        keys = {
+            name: compat.rows(dt, (t_k, heads[i], width))
+            for i, (name, width) in enumerate(zip(("k_nope", "k_rope"), self.loads.widths))
+        }
+        return {
+            "q": compat.rows(dt, (t_q, h, self.d_qk)),
+            **keys,
+            "v": compat.rows(dt, (t_k, h_k, self.d_v)),
+            "cu_seqlens_q": compat.vector(i32, b1),
+            "cu_seqlens_k": compat.vector(i32, b1),
+            "work": compat.vector(i32, words),
+            "out": compat.rows(dt, (t_q, h, self.d_v)),
+            "lse": compat.strided(f32, (h, t_q), (compat.sym64(), compat.sym64()), 4),
+            "softmax_scale": Float32(1.0),
+            "causal": Int32(1),
+            "ctas": Int32(1),
+        }
+
+    @cute.jit
+    def launch(self, tensors, tables, results, softmax_scale, causal, ctas, stream):
+        """Host half: descriptors and the launch; tensors = (q, v, K's)."""
+        lq, lk, lv = self.layouts()
+        q, v, *ks = tensors
+        big = [array(self.dtype, cute.cosize(layout), 1024) for layout in (lq, lk, lv)]
+        self.Storage = struct_of(
+            **self.loads.fields, **dict(zip(("q", "k", "v"), big, strict=True))
+        )
+        op = cpasync.CopyBulkTensorTileG2SOp()
+
+        def load(t, order, layout, tile):
+            view = cute.make_tensor(t.iterator, cute.select(t.layout, mode=order))
+            return Loaded(*list(cpasync.make_tiled_tma_atom(op, view, layout, tile))[:2])
+
+        def box(width):
+            layout = sm90.make_smem_layout_b(ROW_MAJOR, (ROWS, TILE, width), self.dtype, 1)
+            return one_stage(layout)
+
+        tokens = [0, 2, 1]
+        tma = (
+            load(q, tokens, one_stage(lq), (ROWS, self.d_qk)),
+            load(v, [2, 0, 1], one_stage(lv), (self.d_v, TILE)),
+            *(load(k, tokens, box(w), (TILE, w)) for k, w in zip(ks, self.loads.widths)),
+        )
+        heads = (q.shape[1], compat.fast_divisor(q.shape[1] // v.shape[1]), Int32(ks[-1].shape[1]))
+        self.kernel(tma, tables, results, heads, softmax_scale * LOG2_E, causal, ctas).launch(
+            grid=(ctas, 1, 1), block=(self.budget.threads, 1, 1), stream=stream,
+            min_blocks_per_mp=1, use_pdl=True,
+        )  # fmt: skip
+
+    # ---------------------------------------------------------------- device
+
+    @cute.kernel
+    def kernel(self, tma, tables, results, heads, scale: Float32, causal: Int32, ctas: Int32):
+        tidx, _, _ = cute.arch.thread_idx()
+        warp_id = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        wg = cute.arch.make_warp_uniform(tidx // WARPGROUP)
+        layouts = self.layouts()
+        st = cutlass.memory.SmemAllocator().allocate(self.Storage)
+        if warp_id == 0:
+            for loaded in tma:
+                cpasync.prefetch_descriptor(loaded.atom)
+            with cute.arch.elect_one():
+                self.loads.init(st)
+                cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+        compat.pdl_wait()  # the list, q, k and v come from the kernels before
+        if wg == 0:
+            claim_registers(self.budget, PRODUCER)
+            query_heads, group, rope_heads = heads
+            if warp_id == 0:
+                gmem = (*tables, query_heads)
+                self.loads.run(st, layouts, tma, gmem, causal, group, rope_heads, ctas)
+                compat.pdl_launch_dependents()
+            elif warp_id == 1:
+                self.loads.clear(st)
+        else:
+            claim_registers(self.budget, CONSUMER)
+            self.consume(st, layouts, results, scale, causal, wg - 1)
+
+    @cute.jit
+    def consume(self, st, layouts, results, scale, causal, which):
+        """The role of consumer ``which``: rows 64 which .. of every work tile."""
+        tidx, _, _ = cute.arch.thread_idx()
+        lane, warp = tidx % 32, cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
+        operands = self._operands(st, layouts, tidx % WARPGROUP, which)
+        acc_o = operands[6]
+        frame, total, limit = (
+            cute.make_rmem_tensor((2,), t) for t in (Float32, Float32, Int32)
+        )  # fmt: skip
+        state = (frame, total, scale, limit)
+        if which == 1:  # the first turn is the other's
+            cute.arch.barrier_arrive(barrier_id=1, number_of_threads=2 * WARPGROUP)
+        kc, done, count, phases = Int32(0), Int32(0), Int32(0), Int32(0)
+        head, q0, s_q, s_k, m = self.loads.notes.read(st, count)
+        while head >= 0:
+            n = key_tiles(s_q, s_k, m, causal)
+            row0 = m * ROWS + which * 64  # of the warpgroup, in its sequence
+            row = row0 + warp * 16 + lane // 4
+            clear = s_k  # keys that every row of the warpgroup sees
+            for i in cutlass.range_constexpr(2):
+                limit[i] = s_k
+                if causal != 0:
+                    limit[i] = cutlass.min(s_k, row + 8 * i + 1 + s_k - s_q)
+            if causal != 0:
+                clear = cutlass.max(cutlass.min(s_k, row0 + 1 + s_k - s_q), 0)
+            whole = cute.arch.make_warp_uniform(cutlass.min(clear // TILE, n))
+            frame.fill(NEVER)
+            total.fill(0.0)
+            acc_o.fill(0.0)
+            if n > 0:
+                self.loads.q.wait_full(st, 0, done & 1)
+                self._first(st, operands, state, kc, (n - 1) * TILE)
+                if has_tail(s_k, n):
+                    self.loads.clean.wait_full(st, kc % STAGES, (phases >> (kc % STAGES)) & 1)
+                    phases = phases ^ (1 << (kc % STAGES))
+                top = cutlass.min(n - 1, whole)
+                for x in cutlass.range(n - 1 - top, unroll=1):
+                    self._tile(st, operands, state, kc, (n - 2 - x) * TILE, True)
+                    kc += 1
+                for _ in cutlass.range(top, unroll=1):
+                    self._tile(st, operands, state, kc, 0, False)
+                    kc += 1
+                release(self.loads.q, st, 0)
+                self._last(st, operands, kc)
+                kc += 1
+                done += 1
+            self.rows.write(results, acc_o, frame, total, q0, s_q, head, row)
+            count += 1
+            head, q0, s_q, s_k, m = self.loads.notes.read(st, count)
+        if which == 0:  # the last turn that was passed on
+            cute.arch.barrier(barrier_id=1, number_of_threads=2 * WARPGROUP)
+
+    def _operands(self, st, layouts, thread, which):
+        """MMAs, operands and accumulators of a consumer."""
+        lq, lk, lv = layouts
+        mma_s = tiled_mma(self.dtype, TILE)
+        mma_o = tiled_mma(self.dtype, self.d_v, a_in_registers=True, b_mn=True)
+        thr_s, thr_o = mma_s.get_slice(thread), mma_o.get_slice(thread)
+        mine = cute.local_tile(staged(st.q, lq), (64, self.d_qk), (which, 0, None))
+        r_q = mma_s.make_fragment_A(thr_s.partition_A(mine))[None, None, None, 0]
+        r_k = mma_s.make_fragment_B(thr_s.partition_B(staged(st.k, lk)))
+        r_v = mma_o.make_fragment_B(thr_o.partition_B(staged(st.v, lv)))
+        acc_s = cute.make_rmem_tensor(mma_s.partition_shape_C((64, TILE)), Float32)
+        acc_o = cute.make_rmem_tensor(mma_o.partition_shape_C((64, self.d_v)), Float32)
+        r_p = mma_o.make_fragment_A(mma_o.partition_shape_A((64, TILE)))
+        p16 = cute.make_tensor(r_p.iterator, cute.make_layout(TILE // 2))
+        return mma_s, mma_o, r_q, r_k, r_v, acc_s, acc_o, r_p, p16, which
+
+    @cute.jit
+    def _first(self, st, operands, state, kc, first):
+        """Q.K and softmax of a work tile's first tile of keys, which has no P.V beside it."""
+        mma_s, _, r_q, r_k, _, acc_s, _, _, p16, _ = operands
+        slot = kc % STAGES
+        self.loads.k.wait_full(st, slot, (kc // STAGES) & 1)
+        compat.wgmma_fence()
+        issue(mma_s, acc_s, r_q, r_k[None, None, None, slot], accumulate=False)
+        warpgroup.commit_group()
+        warpgroup.wait_group(0)
+        release(self.loads.k, st, slot)
+        self._softmax(acc_s, state, first, True)
+        p16.store(cute.make_tensor(acc_s.iterator, p16.layout).load().to(self.dtype))
+
+    @cute.jit
+    def _tile(self, st, operands, state, vc, first, masked: cutlass.Constexpr):
+        """Q.K of the tile behind ``vc`` and P.V of ``vc``, softmax between their ends."""
+        mma_s, mma_o, r_q, r_k, r_v, acc_s, acc_o, r_p, p16, which = operands
+        kc = vc + 1
+        slot, v_slot = kc % STAGES, vc % STAGES
+        self.loads.k.wait_full(st, slot, (kc // STAGES) & 1)
+        cute.arch.barrier(barrier_id=1 + which, number_of_threads=2 * WARPGROUP)
+        compat.wgmma_fence()
+        issue(mma_s, acc_s, r_q, r_k[None, None, None, slot], accumulate=False)
+        warpgroup.commit_group()
+        self.loads.v.wait_full(st, v_slot, (vc // STAGES) & 1)
+        compat.wgmma_fence()
+        issue(mma_o, acc_o, r_p, r_v[None, None, None, v_slot], accumulate=True)
+        warpgroup.commit_group()
+        cute.arch.barrier_arrive(barrier_id=2 - which, number_of_threads=2 * WARPGROUP)
+        warpgroup.wait_group(1)
+        release(self.loads.k, st, slot)
+        gamma0, gamma1, moved = self._softmax(acc_s, state, first, masked)
+        if moved:
+            warpgroup.wait_group(0)
+            for v in cutlass.range_constexpr(self.d_v // 2):
+                acc_o[v] = acc_o[v] * (gamma0 if v // 2 % 2 == 0 else gamma1)
+        warpgroup.wait_group(0)
+        release(self.loads.v, st, v_slot)
+        p16.store(cute.make_tensor(acc_s.iterator, p16.layout).load().to(self.dtype))
+
+    @cute.jit
+    def _last(self, st, operands, vc):
+        """P.V of a work tile's last tile of keys."""
+        _, mma_o, _, _, r_v, _, acc_o, r_p, _, _ = operands
+        slot = vc % STAGES
+        self.loads.v.wait_full(st, slot, (vc // STAGES) & 1)
+        compat.wgmma_fence()
+        issue(mma_o, acc_o, r_p, r_v[None, None, None, slot], accumulate=True)
+        warpgroup.commit_group()
+        warpgroup.wait_group(0)
+        release(self.loads.v, st, slot)
+
+    @cute.jit
+    def _softmax(self, acc_s, state, first, masked: cutlass.Constexpr):
+        """S -> P' in place; (gamma of the two rows, did a frame of the warp move?)."""
+        frame, total, scale, limit = state
+        tidx, _, _ = cute.arch.thread_idx()
+        if const_expr(masked):
+            column = first + 2 * (tidx % 4)
+            for v in cutlass.range_constexpr(TILE // 2):
+                if column + (8 * (v // 4) + v % 2) >= limit[v // 2 % 2]:
+                    acc_s[v] = -Float32.inf
+        most = [acc_s[v] for v in range(8)]
+        for v in cutlass.range_constexpr(8, TILE // 2):
+            most[v % 8] = cute.arch.fmax(most[v % 8], acc_s[v])
+        gamma, moved = [None] * 2, Boolean(False)
+        for i in cutlass.range_constexpr(2):
+            x = cute.arch.fmax(
+                cute.arch.fmax(most[2 * i], most[2 * i + 1]),
+                cute.arch.fmax(most[2 * i + 4], most[2 * i + 5]),
+            )
+            for off in cutlass.range_constexpr(2):
+                x = cute.arch.fmax(x, cute.arch.shuffle_sync_bfly(x, 1 << off))
+            old = frame[i]
+            new, gamma[i] = move_frame(x * scale, old)
+            frame[i] = new
+            moved = moved | (new != old)
+        part = [Float32(0.0) for _ in range(4)]
+        for v in cutlass.range_constexpr(TILE // 2):
+            r = v // 2 % 2
+            acc_s[v] = cute.math.exp2(acc_s[v] * scale - frame[r], fastmath=True)
+            part[2 * r + v % 2] = part[2 * r + v % 2] + acc_s[v]
+        for i in cutlass.range_constexpr(2):
+            total[i] = total[i] * gamma[i] + (part[2 * i] + part[2 * i + 1])
+        # The vote asks for the sums too, which are never negative, and a branch on it stands before
+        # the wait for P.V: or else ptxas puts the exponentials behind that wait.
+        moved = moved | (total[0] + total[1] < 0.0)
+        return gamma[0], gamma[1], cute.arch.vote_any_sync(moved)

@@ -1,0 +1,181 @@
+"""Checks of a dense prefill: kinds, dtypes, shapes, strides, and where its results lie."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from dsl_kernels.mha_list import workspace_words
+from snapmla import checks
+
+Tensor = torch.Tensor
+
+DTYPES = (torch.bfloat16, torch.float16)
+NOPE, ROPE, D_V = 128, 64, 128  # channels of a head
+D_QK = (NOPE + ROPE, NOPE)
+MAX_TOKENS = 2**31 - 2**16  # of all sequences: the kernel's int32, with room for a tile
+MAX_HEADS = 2**16
+MAX_WORK = 2**31 - 1  # row tiles times heads
+
+
+class Mha(NamedTuple):
+    """A call of ``mha_prefill``, checked or not."""
+
+    q: Tensor
+    k_nope: Tensor
+    k_rope: Tensor | None
+    v: Tensor
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    max_seqlen_q: Any  # an int, or a tracer's
+    max_seqlen_k: Any
+    softmax_scale: float | None
+    causal: bool
+    out: Tensor | None
+    lse: Tensor | None
+    workspace: Tensor | None
+
+    @property
+    def scale(self) -> float:
+        """The factor of the logits."""
+        given = self.softmax_scale
+        return float(self.q.shape[-1] ** -0.5 if given is None else given)
+
+    @property
+    def keys(self) -> tuple[Tensor, ...]:
+        """K as kernels take it: 128 channels of a head, and 64 of RoPE where q has 192.
+
+        A RoPE part that is one head expanded is that head.
+        """
+        nope, rope = self.k_nope, self.k_rope
+        if rope is not None:
+            shared = rope.shape[1] > 1 and rope.stride(1) == 0
+            return nope, rope[:, :1] if shared else rope
+        if nope.shape[-1] == NOPE:
+            return (nope,)
+        return nope[..., :NOPE], nope[..., NOPE:]
+
+
+def no_gradients(**tensors: Any) -> None:
+    """Raises ValueError where autograd would want gradients of a tensor."""
+    if torch.is_grad_enabled():
+        for name, value in tensors.items():
+            if isinstance(value, torch.Tensor) and value.requires_grad:
+                hint = "there is no backward pass: call it under torch.no_grad()"
+                checks.value_error(name, "no gradients to be wanted", "requires_grad=True", hint)
+
+
+def check_shapes(call: Mha) -> None:
+    """Checks all but memory: kinds, dtypes, shapes, options."""
+    q, v = call.q, call.v
+    _heads("q", q, D_QK, "channels of q and k are 192 (128 and 64 of RoPE) or 128", DTYPES)
+    device = q.device
+    _check_keys(call)
+    total_k, kv_heads = call.k_nope.shape[:2]
+    _heads("v", v, (D_V,), "values have 128 channels a head", (q.dtype,))
+    checks.tensor("v", v, (q.dtype,), (total_k, kv_heads, D_V), device)
+    heads = q.shape[1]
+    if not 1 <= heads <= MAX_HEADS:
+        checks.value_error("q", f"1 to {MAX_HEADS} heads", heads)
+    if kv_heads < 1 or heads % kv_heads:
+        wanted = f"a number of heads that divides q's {heads}"
+        checks.value_error("k_nope", wanted, kv_heads, "query heads share heads of k evenly")
+    for name, total in (("q", q.shape[0]), ("k_nope", total_k)):
+        if total > MAX_TOKENS:
+            checks.value_error(name, f"at most {MAX_TOKENS} tokens", total)
+    checks.vector("cu_seqlens_q", call.cu_seqlens_q, ("b + 1",), device)  # type: ignore[arg-type]
+    entries = call.cu_seqlens_q.shape[0]
+    if entries < 1:
+        checks.value_error("cu_seqlens_q", "b + 1 entries", 0)
+    checks.vector("cu_seqlens_k", call.cu_seqlens_k, (entries,), device)
+    for name, longest in (("max_seqlen_q", call.max_seqlen_q), ("max_seqlen_k", call.max_seqlen_k)):
+        checks.integer(name, longest, 0, 2**31 - 1)
+    if call.softmax_scale is not None:
+        checks.softmax_scale(call.softmax_scale)
+    checks.flag("causal", call.causal)
+
+
+def _check_keys(call: Mha) -> None:
+    """K's one tensor, or its two."""
+    q, nope, rope = call.q, call.k_nope, call.k_rope
+    d_qk, widths = q.shape[-1], (q.shape[-1],)
+    if rope is not None:
+        widths = (NOPE,)
+        if d_qk == NOPE:
+            checks.value_error("k_rope", "None beside queries of 128 channels", "a tensor")
+    hint = f"all {d_qk} channels of a head"
+    if d_qk == D_QK[0]:
+        hint = "128 channels of a head beside k_rope, or all 192 without it"
+    _heads("k_nope", nope, widths, hint, (q.dtype,))
+    checks.tensor("k_nope", nope, (q.dtype,), nope.shape, q.device)
+    if rope is not None:
+        _heads("k_rope", rope, (ROPE,), "64 RoPE channels of one head that all share", (q.dtype,))
+        total, heads = nope.shape[:2]
+        if rope.shape[0] != total or rope.shape[1] not in (1, heads):
+            wanted = f"shape ({total}, 1, {ROPE}) or ({total}, {heads}, {ROPE})"
+            checks.value_error("k_rope", wanted, tuple(rope.shape), "one row for each key")
+        checks.tensor("k_rope", rope, (q.dtype,), rope.shape, q.device)
+
+
+def _heads(
+    name: str, value: Any, widths: tuple[int, ...], hint: str, dtypes: tuple[torch.dtype, ...]
+) -> None:
+    """(tokens, heads, channels) with one of these widths."""
+    checks.not_nested(name, value)
+    if isinstance(value, torch.Tensor) and (value.ndim != 3 or value.shape[-1] not in widths):
+        wanted = f"shape (tokens, heads, {' or '.join(map(str, widths))})"
+        checks.value_error(name, wanted, tuple(value.shape), hint)
+    checks.tensor(name, value, dtypes, ("tokens", "heads", "channels"))
+
+
+def check_memory(call: Mha) -> None:
+    """Checks strides, alignment and the tensors that are written, of tensors with memory."""
+    named = {"q": call.q, "k_nope": call.k_nope, "v": call.v, "k_rope": call.k_rope}
+    keys = call.keys
+    if call.k_rope is not None:
+        named["k_rope"] = keys[1]
+    for name, value in named.items():
+        if value is not None and value.numel():
+            checks.aligned_rows(name, value, least=1)
+            if any(n > 1 and not s for n, s in zip(value.shape, value.stride())):
+                hint = "kernels read heads that are there: give k and v fewer heads instead"
+                checks.value_error(name, "no expanded dimension", f"strides {value.stride()}", hint)
+    total, heads, _ = call.q.shape
+    device = call.q.device
+    if call.out is not None:
+        checks.tensor("out", call.out, (call.q.dtype,), (total, heads, D_V), device)
+        checks.aligned_rows("out", call.out, least=1)
+        checks.distinct("out", call.out)
+    if call.lse is not None:
+        checks.tensor("lse", call.lse, (torch.float32,), (heads, total), device)
+        checks.distinct("lse", call.lse)
+    if call.workspace is not None:
+        _check_workspace(call.workspace, call)
+    _check_apart(call)
+
+
+def _check_workspace(workspace: Any, call: Mha) -> None:
+    checks.tensor("workspace", workspace, (torch.int32,), ("words",), call.q.device)
+    checks.contiguous("workspace", workspace)
+    words = words_of(call)
+    if workspace.shape[0] < words:
+        hint = "snapmla.mha.workspace_size(total_q, batch) says how many"
+        checks.value_error("workspace", f"{words} or more words", workspace.shape[0], hint)
+
+
+def words_of(call: Mha) -> int:
+    """int32 words of the call's workspace."""
+    return workspace_words(call.q.shape[0], call.cu_seqlens_q.shape[0] - 1)
+
+
+def _check_apart(call: Mha) -> None:
+    """Checks that what is written shares no memory with what is read, or with one another."""
+    read = {
+        "q": call.q, "k_nope": call.k_nope, "k_rope": call.k_rope, "v": call.v,
+        "cu_seqlens_q": call.cu_seqlens_q, "cu_seqlens_k": call.cu_seqlens_k,
+    }  # fmt: skip
+    for name in ("out", "lse", "workspace"):
+        written = getattr(call, name)
+        checks.apart(name, written, read)
+        read[name] = written

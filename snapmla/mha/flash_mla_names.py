@@ -1,0 +1,181 @@
+"""FlashMLA's three names for attention of separate heads, over ``mha_prefill``; forward only.
+
+As there: both results are returned, the LSE has shape (total_q, h) over memory (h, total_q), and
+without ``softmax_scale`` it is d_qk ** -0.5.  Other than there: float16 too, rows of V and K behind
+a sequence's end do not reach it, and nothing but the results and a list of work is allocated.
+
+Source: FlashMLA, ``flash_mla/flash_mla_interface.py``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from snapmla import checks
+from snapmla.mha.checking import D_QK, D_V
+from snapmla.mha.prefill import Results, mha_prefill
+
+Tensor = torch.Tensor
+
+__all__ = [
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+]
+_OUTER = {
+    "k_nope": "k", "cu_seqlens_q": "cu_seqlens_qo", "cu_seqlens_k": "cu_seqlens_kv",
+    "max_seqlen_q": "max_seqlen_qo", "max_seqlen_k": "max_seqlen_kv",
+}  # fmt: skip
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_qo: Tensor,
+    cu_seqlens_kv: Tensor,
+    max_seqlen_qo: int,
+    max_seqlen_kv: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    deterministic: bool = False,
+    is_varlen: bool = True,
+) -> Results:
+    """Attention of separate heads over ragged sequences.
+
+    Args:
+        q: bfloat16 or float16 (total_q, h, 192) or (total_q, h, 128), last stride 1.
+        k: (total_kv, h_k, d_qk). v: (total_kv, h_k, 128).
+        cu_seqlens_qo, cu_seqlens_kv: int32 (b + 1,); read whatever ``is_varlen`` says.
+        max_seqlen_qo, max_seqlen_kv: of all sequences.
+        dropout_p: 0.
+        softmax_scale: None: d_qk ** -0.5.
+        causal: bottom right.
+        deterministic: results are the same bits either way.
+        is_varlen: False says that all sequences are as long as the longest.
+
+    Returns:
+        (out (total_q, h, 128), lse (total_q, h)), natural logarithm, -inf of rows without keys.
+
+    Raises:
+        TypeError, ValueError: naming the argument; where dropout or a gradient is wanted.
+
+    Source: FlashMLA, ``flash_attn_varlen_func``.
+    """
+    _refuse(dropout_p, deterministic, is_varlen)
+    call = q, k, v, cu_seqlens_qo, cu_seqlens_kv, max_seqlen_qo, max_seqlen_kv
+    return _attend(call, _OUTER, softmax_scale=softmax_scale, causal=causal)
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    head_dim_qk: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    deterministic: bool = False,
+    is_varlen: bool = True,
+) -> Results:
+    """As ``flash_attn_varlen_func``, of one tensor.
+
+    Args:
+        qkv: (total, h, 2 * head_dim_qk + 128): q, k and v side by side.
+        cu_seqlens: int32 (b + 1,).
+        max_seqlen: of all sequences.
+        head_dim_qk: 192 or 128.
+        dropout_p, softmax_scale, causal, deterministic, is_varlen: as there.
+
+    Returns:
+        As there.
+
+    Raises:
+        TypeError, ValueError: naming the argument.
+
+    Source: FlashMLA, ``flash_attn_varlen_qkvpacked_func``.
+    """
+    _refuse(dropout_p, deterministic, is_varlen)
+    _packed("qkv", qkv, head_dim_qk, 2)
+    d = head_dim_qk
+    call = (
+        qkv[..., :d], qkv[..., d : 2 * d], qkv[..., 2 * d :], cu_seqlens, cu_seqlens, max_seqlen,
+        max_seqlen,
+    )  # fmt: skip
+    outer = dict.fromkeys(("q", "k_nope", "v"), "qkv")
+    outer |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), "cu_seqlens")
+    outer |= dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), "max_seqlen")
+    return _attend(call, outer, softmax_scale=softmax_scale, causal=causal)
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    cu_seqlens_qo: Tensor,
+    cu_seqlens_kv: Tensor,
+    max_seqlen_qo: int,
+    max_seqlen_kv: int,
+    head_dim_qk: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    deterministic: bool = False,
+    is_varlen: bool = True,
+) -> Results:
+    """As ``flash_attn_varlen_func``, k and v in one tensor.
+
+    Args:
+        q: (total_q, h, head_dim_qk).
+        kv: (total_kv, h_k, head_dim_qk + 128): k and v side by side.
+        cu_seqlens_qo, cu_seqlens_kv: int32 (b + 1,).
+        max_seqlen_qo, max_seqlen_kv: of all sequences.
+        head_dim_qk: 192 or 128.
+        dropout_p, softmax_scale, causal, deterministic, is_varlen: as there.
+
+    Returns:
+        As there.
+
+    Raises:
+        TypeError, ValueError: naming the argument.
+
+    Source: FlashMLA, ``flash_attn_varlen_kvpacked_func``.
+    """
+    _refuse(dropout_p, deterministic, is_varlen)
+    _packed("kv", kv, head_dim_qk, 1)
+    call = (
+        q, kv[..., :head_dim_qk], kv[..., head_dim_qk:], cu_seqlens_qo, cu_seqlens_kv,
+        max_seqlen_qo, max_seqlen_kv,
+    )  # fmt: skip
+    outer = {**_OUTER, "k_nope": "kv", "v": "kv"}
+    return _attend(call, outer, softmax_scale=softmax_scale, causal=causal)
+
+
+def _refuse(dropout_p: Any, deterministic: Any, is_varlen: Any) -> None:
+    if isinstance(dropout_p, bool) or not isinstance(dropout_p, (int, float)) or dropout_p != 0:
+        checks.value_error("dropout_p", "0", dropout_p, "there is no dropout")
+    checks.flag("deterministic", deterministic)
+    checks.flag("is_varlen", is_varlen)
+
+
+def _packed(name: str, value: Any, head_dim_qk: Any, rows: int) -> None:
+    """Checks a tensor of ``rows`` rows of Q or K and one of V, side by side."""
+    checks.choice("head_dim_qk", head_dim_qk, D_QK)
+    checks.not_nested(name, value)
+    if not isinstance(value, torch.Tensor):
+        checks.type_error(name, "a torch.Tensor", type(value).__name__)
+    width = rows * head_dim_qk + D_V
+    if value.ndim != 3 or value.shape[-1] != width:
+        wanted = f"shape (tokens, heads, {width})"
+        checks.value_error(name, wanted, tuple(value.shape), f"head_dim_qk is {head_dim_qk}")
+
+
+def _attend(call: tuple[Any, ...], outer: dict[str, str], **options: Any) -> Results:
+    """``mha_prefill``; errors name the arguments as the caller knows them."""
+    try:
+        out, lse = mha_prefill(*call, **options)
+    except (TypeError, ValueError) as error:
+        raise checks.renamed(error, outer) from None
+    return out, lse.T

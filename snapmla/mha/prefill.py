@@ -1,0 +1,238 @@
+"""``mha_prefill``: dense attention of ragged prompts, keys and values of every head in 16 bits."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import torch
+
+from dsl_kernels.mha_list import most_tiles, workspace_words
+from dsl_kernels.spec import VariantSpec
+from snapmla import call as calls
+from snapmla import checks, launch, overlap, runtime
+from snapmla.mha.checking import (
+    D_V,
+    MAX_WORK,
+    Mha,
+    check_memory,
+    check_shapes,
+    no_gradients,
+    words_of,
+)
+from snapmla.plan import sm_count
+
+Tensor = torch.Tensor
+Results = tuple[Tensor, Tensor]
+_NAMES = {torch.bfloat16: "bf16", torch.float16: "f16"}
+
+
+def mha_prefill(
+    q: Tensor,
+    k_nope: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    softmax_scale: float | None = None,
+    causal: bool = True,
+    k_rope: Tensor | None = None,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+    workspace: Tensor | None = None,
+) -> Results:
+    """softmax(softmax_scale * q k^T) v of each sequence of a ragged batch; forward only.
+
+    K may come as a model has it: ``k_nope`` and ``v`` are views of kv_b_proj's output, ``k_rope``
+    is one head that all share, and nothing is concatenated.  Two launches; lengths stay on the
+    device, nothing is waited for, so that a CUDA graph may hold the call.
+
+    Rows behind a sequence's end, the next sequence's or nobody's, never reach it, whatever they
+    hold.  A row's result depends on its own sequence alone: bits are the same in any batch.
+
+    Args:
+        q: bfloat16 or float16 (total_q, h, 192) or (total_q, h, 128); rows may be strided, 16-byte
+            aligned, as of all that follow.
+        k_nope: of q's dtype, (total_k, h_k, 128) beside ``k_rope``, else (total_k, h_k, d_qk): all
+            of K.  Query heads j * g to (j + 1) * g - 1 read head j, where g = h / h_k.
+        v: of q's dtype, (total_k, h_k, 128).
+        cu_seqlens_q: int32 (b + 1,), where each sequence's query tokens begin, and the end of the
+            last.  Ascending within 0..total_q; the host never reads it.  Rows of no sequence are
+            left as they are.
+        cu_seqlens_k: int32 (b + 1,), the same of its keys; lengths of 0 are fine on either side.
+        max_seqlen_q: at least the longest sequence's query tokens; as other libraries want it,
+            nothing depends on it.
+        max_seqlen_k: at least the longest sequence's keys; it scales the order of the work, results
+            do not depend on it.
+        softmax_scale: factor of the logits; None: d_qk ** -0.5.
+        causal: query token i of s_q sees keys up to i + s_k - s_q: bottom right.  More queries than
+            keys are fine: the first rows then see none.
+        k_rope: of q's dtype, (total_k, 1, 64), or (total_k, h_k, 64); only beside 192 channels.
+        out: of q's dtype, (total_q, h, 128); rows may be strided, 16-byte aligned.  None allocates.
+        lse: float32 (h, total_q), any strides: of an LSE with tokens first give ``.mT``.  None
+            allocates.
+        workspace: int32 of ``workspace_size`` words or more, for this call alone while it runs; it
+            may be used again behind it on the same stream.  None allocates.
+
+    Returns:
+        (out, lse): rows without keys have out 0 and lse -inf.  lse is the natural logarithm.
+
+    Raises:
+        TypeError, ValueError: naming the argument; also where a gradient is wanted.
+
+    Source: FlashAttention (Dao); the contract is FlashMLA's ``flash_attn_varlen_func``.
+    """
+    no_gradients(q=q, k_nope=k_nope, v=v, k_rope=k_rope)
+    call = Mha(
+        q, k_nope, k_rope, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+        softmax_scale, causal, out, lse, workspace,
+    )  # fmt: skip
+    return calls.run(_MHA, _MHA, call)
+
+
+def workspace_size(total_q: int, batch: int) -> int:
+    """int32 words of a workspace for ``total_q`` query tokens of ``batch`` sequences: 16 bytes and
+    8 a row tile (128 query tokens), of which a sequence may have one that is not full.
+
+    Args:
+        total_q: the first extent of q. batch: sequences.
+
+    Returns:
+        Words; one of a larger call serves a smaller one.
+
+    Raises:
+        TypeError, ValueError: naming the argument.
+
+    Source: our own.
+    """
+    return workspace_words(
+        checks.integer("total_q", total_q, 0), checks.integer("batch", batch, 0)
+    )  # fmt: skip
+
+
+class Ready(NamedTuple):
+    """What a launch needs that follows from shapes and options."""
+
+    list_work: runtime.Kernel
+    attend: runtime.Kernel
+    words: int
+    ctas: int
+    scale: float
+    causal: int
+    place: int = 0
+
+
+def _parts(call: Mha) -> calls.Parts:
+    given = (
+        call.q, call.k_nope, call.k_rope, call.v, call.cu_seqlens_q, call.cu_seqlens_k, call.out,
+        call.lse, call.workspace,
+    )  # fmt: skip
+    tensors = tuple([t for t in given if t is not None])
+    longest = call.max_seqlen_q, call.max_seqlen_k
+    options = (
+        call.softmax_scale.__class__, call.softmax_scale, call.causal.__class__, call.causal,
+        *longest, *[n.__class__ for n in longest], *[t is None for t in given],
+    )  # fmt: skip
+    written = not (call.out is None and call.lse is None and call.workspace is None)
+    return tensors, options, tuple([t.data_ptr() for t in tensors]) if written else None
+
+
+def _places(call: Mha, _: object) -> calls.Groups:
+    for name, value in (("q", call.q), ("k_nope", call.k_nope), ("v", call.v)):
+        checks.aligned(name, value)
+    if call.out is not None:
+        checks.aligned("out", call.out)
+    read = (call.q, *call.keys, call.v, call.cu_seqlens_q, call.cu_seqlens_k)
+    written = [t for t in (call.out, call.lse, call.workspace) if t is not None]
+    return *((overlap.span(t),) for t in written), tuple(map(overlap.span, read))
+
+
+def _checked(call: Mha) -> Mha:
+    check_shapes(call)
+    check_memory(call)
+    if most_tiles(call.q.shape[0], call.cu_seqlens_q.shape[0]) * call.q.shape[1] > MAX_WORK:
+        checks.value_error("q", f"at most {MAX_WORK} row tiles of all heads", tuple(call.q.shape))
+    return call
+
+
+def _prepared(call: Mha) -> Ready:
+    q, batch = call.q, call.cu_seqlens_q.shape[0] - 1
+    list_work, attend = kernels(q.device, q.shape[-1], q.dtype)
+    tiles = most_tiles(q.shape[0], batch) * q.shape[1]
+    ctas = min(sm_count(q.device), tiles)
+    return Ready(list_work, attend, words_of(call), ctas, call.scale, int(call.causal))
+
+
+def _launch(call: Mha, ready: Ready | None) -> tuple[Results, Ready | None]:
+    q, v = call.q, call.v
+    total, heads, _ = q.shape
+    out, lse, work = call.out, call.lse, call.workspace
+    allocate = launch.allocator(q.device)
+    if out is None:
+        out = allocate((total, heads, D_V), (heads * D_V, D_V, 1), q.dtype)
+    if lse is None:
+        lse = allocate((heads, total), (max(total, 1), 1), torch.float32)
+    if not total or call.cu_seqlens_q.shape[0] == 1:
+        return (out, lse), None
+    if not v.shape[0]:  # there is nothing for a TMA descriptor to describe
+        out.zero_()
+        lse.fill_(-math.inf)
+        return (out, lse), None
+    if ready is None:
+        ready = _prepared(call)
+    if work is None:
+        work = allocate((ready.words,), (1,), torch.int32)
+    tables = (call.cu_seqlens_q, call.cu_seqlens_k)
+    ready.list_work(*tables, work, ready.causal, int(call.max_seqlen_k))
+    ready.attend(
+        q, *call.keys, v, *tables, work, out, lse, ready.scale, ready.causal, ready.ctas
+    )  # fmt: skip
+    return (out, lse), ready
+
+
+def prefill_now(call: Mha) -> Results:
+    """``mha_prefill`` on tensors with memory, whoever traces."""
+    made, _ = _launch(_checked(call), None)
+    return made
+
+
+def _traced(call: Mha) -> Results:
+    """The call as an operator, for tracers."""
+    check_shapes(call)
+    common: tuple[Any, ...] = (
+        call.q, call.k_nope, call.k_rope, call.v, call.cu_seqlens_q, call.cu_seqlens_k,
+        call.max_seqlen_q, call.max_seqlen_k, call.scale, bool(call.causal),
+    )  # fmt: skip
+    if call.out is None and call.lse is None and call.workspace is None:
+        made: Results = torch.ops.snapmla.mha_prefill(*common)
+        return made
+    out, lse = new_results(call.q)
+    out = out if call.out is None else call.out
+    lse = lse if call.lse is None else call.lse
+    torch.ops.snapmla.mha_prefill_out(*common, out, lse, call.workspace)
+    return out, lse
+
+
+def new_results(q: Tensor) -> Results:
+    """Uninitialised results of queries, as ``mha_prefill`` allocates them."""
+    total, heads, _ = q.shape
+    return q.new_empty((total, heads, D_V)), q.new_empty((heads, total), dtype=torch.float32)
+
+
+@functools.lru_cache(maxsize=64)
+def kernels(
+    device: torch.device, d_qk: int, dtype: torch.dtype
+) -> tuple[runtime.Kernel, runtime.Kernel]:
+    """(what lists the work, what computes it) on a device."""
+    arch = runtime.arch_of(device)
+    spec = VariantSpec(op="mha_fwd", arch=arch, d_qk=d_qk, dtype=_NAMES[dtype])
+    attend = runtime.kernel(spec, device.type)
+    return runtime.kernel(VariantSpec(op="mha_items", arch=arch), device.type), attend
+
+
+_MHA = calls.Op("mha_prefill", _checked, _launch, _traced, _parts, _places)
+runtime.on_forget(_MHA.memo.forget)
+runtime.on_forget(kernels.cache_clear)

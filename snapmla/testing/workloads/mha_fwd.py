@@ -1,0 +1,96 @@
+"""``mha_fwd``: dense prefill; its references are ``snapmla.testing.mha_job``'s."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from dsl_kernels.mha_list import ROWS, most_tiles
+from dsl_kernels.spec import VariantSpec
+from snapmla.testing.mha_job import MhaJob, offsets, work_of
+from snapmla.testing.workloads import exact
+from snapmla.testing.workloads.call import DTYPES, Call, Sizes, Workload, decoded
+from snapmla.testing.workloads.exact import Array, Case, Recorded, Runner
+from snapmla.testing.workloads.samples import Source
+
+
+def small(spec: VariantSpec) -> Iterator[Call]:
+    """A neighbour of NaN or 1e30 behind each ragged end, rows without keys, more queries than keys;
+    then every key for every row, and logits that move frames."""
+    for causal, spread, bad in ((True, 1.0, math.nan), (False, 8.0, 1e30)):
+        lq, lk = ((130, 0, 40), (200, 33, 20)) if causal else ((20, 0, 3), (300, 40, 0))
+        job = MhaJob.draw(spec, lq, lk, 2, 1, causal=causal, spread=spread, behind=bad)
+        for rows in (*job.ks, job.v):
+            rows[lk[0] : lk[0] + lk[1]] = bad
+        yield Call(job.arguments(), {}, job=job)
+
+
+def _rows(case: Case, bits: exact.Bits, tokens: int, heads: int, width: int) -> Array:
+    """(tokens + 5, heads, width) float32: NaN behind the last token; some rows 16 times as large,
+    so that frames move."""
+    rows = exact.bell(bits, (tokens, heads, width), bits.below(2, (tokens, 1, 1)) - 1)
+    if case.index % 3 == 1:
+        rows *= np.where(bits.below(24, (tokens, 1, 1)) == 0, np.float32(16), np.float32(1))
+    out = np.full((tokens + 5, heads, width), np.nan, np.float32)
+    out[:tokens] = rows
+    return out
+
+
+def recorded(case: Case, run: Runner) -> Recorded:
+    """Ragged prompts with prefixes, rows without keys, both masks; two KV heads."""
+    spec, bits, dtype = case.spec, case.bits(), DTYPES[case.spec.dtype]
+    lq = [int(x) for x in bits.below(200, (3,))]
+    lk = [max(0, n + int(x) - 60) for n, x in zip(lq, bits.below(400, (3,)))]
+    t_q, t_k, heads, kv_heads, causal = sum(lq), sum(lk), 4, 2, case.index % 2 == 0
+    made = [_rows(case, bits, t_q, heads, spec.d_qk), _rows(case, bits, t_k, kv_heads, 128)]
+    if spec.d_qk == 192:
+        made.append(_rows(case, bits, t_k, 1, 64))
+    made.append(_rows(case, bits, t_k, kv_heads, spec.d_v))
+    q, *ks, v = (exact.as_tensor(x, dtype, run.device) for x in made)
+    out = run.full((t_q + 5, heads, spec.d_v), 5.0, dtype)
+    lse = run.full((heads, t_q + 5), 5.0)
+    work = work_of(lq, lk, causal, t_q + 5).to(run.device)
+    run.call(
+        case.variant, q=q, **dict(zip(("k_nope", "k_rope"), ks)), v=v,
+        cu_seqlens_q=offsets(lq).to(run.device), cu_seqlens_k=offsets(lk).to(run.device), work=work,
+        out=out, lse=lse, softmax_scale=exact.SOFTMAX_SCALE, causal=int(causal), ctas=3,
+    )  # fmt: skip
+    return exact.results(made, out[None], lse[None])
+
+
+def sized(spec: VariantSpec, sizes: Sizes, device: str, seed: int) -> dict[str, Any]:
+    """Prompts of ``sizes.s_q`` new tokens behind a prefix, ``sizes.tokens`` keys in all."""
+    source, dtype = Source(device, seed), DTYPES[spec.dtype]
+    lq, lk = [sizes.s_q] * sizes.batch, [sizes.tokens] * sizes.batch
+    t_q, t_k, h = sum(lq), sum(lk), sizes.heads
+    widths: dict[str, tuple[int, int]] = {"k_nope": (h, 128)}
+    if spec.d_qk == 192:
+        widths["k_rope"] = (1, 64)
+    keys = {name: source.normal(t_k, *shape, dtype=dtype) for name, shape in widths.items()}
+    tables: dict[str, Tensor] = {
+        "cu_seqlens_q": offsets(lq), "cu_seqlens_k": offsets(lk), "work": work_of(lq, lk, True)
+    }  # fmt: skip
+    return {
+        "q": source.normal(t_q, h, spec.d_qk, dtype=dtype), **keys,
+        "v": source.normal(t_k, h, spec.d_v, dtype=dtype),
+        **{name: table.to(device) for name, table in tables.items()},
+        "out": source.full(t_q, h, spec.d_v, dtype=dtype),
+        "lse": source.full(h, t_q),
+        "softmax_scale": spec.d_qk**-0.5, "causal": 1,
+        "ctas": min(sizes.parts, max(1, most_tiles(t_q, sizes.batch)) * h),
+    }  # fmt: skip
+
+
+def moved(spec: VariantSpec, sizes: Sizes) -> float:
+    """Bytes that a launch cannot avoid: q, k, v and the results once."""
+    t_q, t_k = sizes.batch * sizes.s_q, sizes.batch * sizes.tokens
+    rows = t_q * (spec.d_qk + spec.d_v) + t_k * (128 + spec.d_v)
+    rope = 2.0 * t_k * 64 if spec.d_qk == 192 else 0.0
+    return sizes.heads * (2.0 * rows + 4.0 * t_q) + rope + 8.0 * -(-t_q // ROWS)
+
+
+WORKLOAD = Workload(small, decoded, recorded, sized, moved=moved)
