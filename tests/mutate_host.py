@@ -336,7 +336,7 @@ MUTANTS: tuple[Mutant, ...] = (
            "a known call is invisible to whoever records"),
     Mutant("flash_mla/__init__.py", "if indices is not None:",
            "if isinstance(indices, torch.Tensor):",
-           "host/test_flash_mla_sparse.py::test_indices_that_are_no_tensor",
+           "host/test_flash_mla.py::test_indices_that_are_no_tensor",
            "a list of indices is overlooked: dense decode"),
     Mutant("call.py", "    if not tracing.plain(*call):\n        return op.traced(call)\n", "",
            "host/test_call.py::test_a_stand_in_of_a_tensor",

@@ -428,6 +428,13 @@ def test_defaults_are_flashmlas(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen == [(SCALE, False, "e", "+inf")]
 
 
+def test_indices_that_are_no_tensor(no_decode: None) -> None:
+    """A list is refused beside a dense cache, too, not overlooked."""
+    step = DenseStep.make((20, 7), 4, 2, **FEW)
+    with pytest.raises(ValueError, match="is_fp8_kvcache: expected True beside indices"):
+        decode(step, fresh(step), indices=[[0]], causal=False)
+
+
 def test_nan_is_no_empty_row() -> None:
     """FlashMLA gives LSE +inf; queries may have gaps."""
     step = DenseStep.make((20, 3), 4, 1, **FEW)
