@@ -17,6 +17,7 @@ from . import (
     plan_to_records,
     quantize_q,
     records_to_plan,
+    select_topk,
     sparse_decode,
 )
 from .family import DECODE, HELPER, Axis, Family
@@ -32,6 +33,7 @@ _MODULES = (
     append_kv,
     quantize_q,
     fetch_dequant,
+    select_topk,
     fp8_decode,
     dense_decode,
     sparse_decode,
