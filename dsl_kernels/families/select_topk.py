@@ -1,4 +1,4 @@
-"""``select_topk``: the k highest scores of each row, of which sparse attention then reads the tokens.
+"""``select_topk``: the k highest scores of each row; sparse attention then reads those tokens.
 
 A variant is how much of a row a cluster holds; which one serves a call does not show in results.
 """

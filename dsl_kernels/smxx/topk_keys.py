@@ -27,7 +27,7 @@ from .prefix_sum import warp_scan
 CHUNK = 128  # columns of a warp's load
 WINDOW = 16  # keys a thread where none stay in registers
 BINS = 2048
-LIST = 6144  # entries: scores that may be selected, of one CTA
+LIST = 6144  # entries at most: scores of one CTA that may be selected
 STREAMED = 1 << 17  # columns of a CTA, at most, where keys are not kept
 MINUS_INFINITY = 0xFF800000
 
@@ -71,9 +71,14 @@ class Shape:
         return -(-self.share // (32 * self.threads))
 
     @property
+    def ranks_at_once(self) -> int:
+        """CTAs that are read from side by side: as many as registers beside the keys allow."""
+        return min(self.cluster, 4 if self.keys == 32 else 8)
+
+    @property
     def listed(self) -> int:
-        """Entries of the list."""
-        return LIST
+        """Entries of the list; as many positions fit twice."""
+        return min(LIST, self.share * 3 // 4)
 
 
 class Row(NamedTuple):

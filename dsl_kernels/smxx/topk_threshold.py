@@ -10,7 +10,7 @@ from cutlass import Boolean, Int32, Uint32, cute
 
 from .. import compat
 from . import quant
-from .topk_keys import BINS, LISTED, Shape, address
+from .topk_keys import BINS, Shape, address
 
 PASSES = 3
 GROUP = quant.WARP  # bins whose sum is kept
@@ -64,12 +64,13 @@ def cluster_sync(shape: cutlass.Constexpr) -> None:
 
 
 @compat.dsl_user_op
-def _load_remote(at: Any, rank: Any, *, loc: Any = None, ip: Any = None) -> Any:
-    """A word of another CTA's shared memory."""
+def _load_remote(at: Any, rank: Any, words: int, *, loc: Any = None, ip: Any = None) -> Any:
+    """A word of another CTA's shared memory, or two as a pair."""
+    vector, target = (".v2", "{{$w0}, {$w1}}") if words == 2 else ("", "{$w0}")
     return compat.inline_ptx(
         "{\n.reg .b32 a;\nmapa.shared::cluster.u32 a, {$r0}, {$r1};\n"
-        "ld.shared::cluster.u32 {$w0}, [a];\n}",
-        write_only_types=[Int32], read_only_args=[at, rank], loc=loc, ip=ip,
+        f"ld.shared::cluster{vector}.b32 {target}, [a];\n}}",
+        write_only_types=[Int32] * words, read_only_args=[at, rank], loc=loc, ip=ip,
     )  # fmt: skip
 
 
@@ -78,15 +79,33 @@ def of_rank(shape: cutlass.Constexpr, tensor: cute.Tensor, index: Any, rank: Any
     """A word of the CTA ``rank`` of the cluster, or of this one where it is alone."""
     if cutlass.const_expr(shape.cluster == 1):
         return Int32(tensor[index])
-    return _load_remote(address(tensor, index), rank)
+    return _load_remote(address(tensor, index), rank, 1)
 
 
-def _of_all(shape: Shape, tensor: cute.Tensor, index: Any) -> Any:
+@cute.jit
+def _of_all(shape: cutlass.Constexpr, tensor: cute.Tensor, index: Int32) -> Int32:
     """Sum of a word over the cluster."""
-    total = of_rank(shape, tensor, index, 0)
-    for rank in range(1, shape.cluster):
-        total = total + of_rank(shape, tensor, index, rank)
+    total = Int32(0)
+    for first in cutlass.range(0, shape.cluster, shape.ranks_at_once, unroll=1):
+        for i in cutlass.range_constexpr(shape.ranks_at_once):
+            total += of_rank(shape, tensor, index, first + i)
     return total
+
+
+@cute.jit
+def _pair_of_all(
+    shape: cutlass.Constexpr, tensor: cute.Tensor, index: Int32
+) -> tuple[Int32, Int32]:
+    """Sums of a word at an even index and of the next."""
+    low, high = Int32(0), Int32(0)
+    if cutlass.const_expr(shape.cluster == 1):
+        low, high = Int32(tensor[index]), Int32(tensor[index + 1])
+    else:
+        for first in cutlass.range(0, shape.cluster, shape.ranks_at_once, unroll=1):
+            for i in cutlass.range_constexpr(shape.ranks_at_once):
+                more = _load_remote(address(tensor, index), first + i, 2)
+                low, high = low + more[0], high + more[1]
+    return low, high
 
 
 def _suffix(value: Any, lane: Any) -> Any:
@@ -125,7 +144,7 @@ def find(
     cluster_sync(shape)
     if warp == 0:
         first = number * GROUPS + 2 * lane
-        low, high = _of_all(shape, sm.group, first), _of_all(shape, sm.group, first + 1)
+        low, high = _pair_of_all(shape, sm.group, first)
         upto = _suffix(low + high, lane)
         pair = _last(upto >= wanted)
         above = cute.arch.shuffle_sync(upto - low - high, pair)
