@@ -121,7 +121,7 @@ def _longer(
     left = k - above
     topk_keys.collect(shape, sm, keys, row, found << 21)
     cute.arch.sync_threads()
-    listed = sm.sums[topk_threshold.LISTED]
+    listed = sm.sums[topk_keys.LISTED]
     # all at ``least`` or above are wanted, and the first ``left`` of those one below it that tie
     prefix, least, ties = found, found << 21, Int32(0)
     if inside != left:
