@@ -27,7 +27,8 @@ from .prefix_sum import warp_scan
 CHUNK = 128  # columns of a warp's load
 WINDOW = 16  # keys a thread where none stay in registers
 BINS = 2048
-LIST = 6144  # entries at most: scores of one CTA that may be selected
+LISTED_BY = 6  # entries of the list for each thread
+MOST_POSITIONS = 2048  # selected of a row, the largest k
 STREAMED = 1 << 17  # columns of a CTA, at most, where keys are not kept
 MINUS_INFINITY = 0xFF800000
 
@@ -77,8 +78,8 @@ class Shape:
 
     @property
     def listed(self) -> int:
-        """Entries of the list; as many positions fit twice."""
-        return min(LIST, self.share * 3 // 4)
+        """Entries of the list; twice as many positions fit, of which there are k at most."""
+        return min(max(LISTED_BY * self.threads, MOST_POSITIONS // 2), self.share * 3 // 4)
 
 
 class Row(NamedTuple):
