@@ -22,6 +22,7 @@
 #   merge                      what the merge launch costs (profiles.merge_cost)
 #   pair:DIR                   what a pair's call costs beside DIR's (profiles.pair_cost)
 #   sparse[:ARG,ARG...]        sparse decode beside FlashMLA (profiles.sparse_cost ARG ARG...)
+#   dsa[:ARG,ARG...]           top-k of index scores beside its peers (profiles.dsa_cost ARG ARG...)
 #   dense-accuracy[:PART,PART]  16-bit decode to float64 beside the peers: sweep, rmse, grid
 #                              (profiles.dense_accuracy)
 #   stamps[:SHAPE,SHAPE...]    times of a CTA's events, from stamped builds (profiles.stamps has
@@ -203,6 +204,11 @@ run_part() {
             timeout -k 10 "$seconds" "$python" -m profiles.sparse_cost --peers .peers \
                 --out "$work" ${what//,/ }
             ;;
+        dsa)
+            # shellcheck disable=SC2086  # a list of words
+            timeout -k 10 "$seconds" "$python" -m profiles.dsa_cost --peers .peers \
+                --out "$work" ${what//,/ }
+            ;;
         merge) timeout -k 10 "$seconds" "$python" -m profiles.merge_cost --out "$work" ;;
         dense-accuracy)
             # shellcheck disable=SC2086  # a list of words
@@ -240,7 +246,7 @@ run_part() {
             ;;
         model) cp build/fidelity/"$what".json build/fidelity/"$what".*.pack "$out" ;;
         *)
-            echo "part: expected info, tests[:FILES], host, merge, dense-accuracy[:PARTS], stamps[:SHAPES], record, demo, bench:PRESET, shape:LABEL," \
+            echo "part: expected info, tests[:FILES], host, merge, dsa, dense-accuracy[:PARTS], stamps[:SHAPES], record, demo, bench:PRESET, shape:LABEL," \
                 "profile:VARIANTS, fidelity, model:NAME, engine:accuracy|speed or check[:ARGS];" \
                 "got '$part'"
             return 2

@@ -61,18 +61,20 @@ def arguments(
 
 
 def small(spec: VariantSpec) -> Iterator[Call]:
-    """Numbers, ties that overflow the list, specials; lengths about k; NaN around every row."""
+    """Numbers, ties that overflow the list, specials; lengths about k; NaN around every row.
+
+    Of the ties all but one are wanted, so that no count may be missing.
+    """
     columns = min(capacity(spec), MOST)
-    k = columns // 8 + 1
-    lengths = torch.tensor([columns - 8, 0, k - 1, k, k + 1, -3], dtype=torch.int32)
     starts = torch.tensor([7, 5, 2, 0, 1, columns + 9], dtype=torch.int32)
     table = torch.randperm(3 * (columns // PAGE + 1)).int().view(3, -1)
     table[2, 0] = -1
-    for name, options in (
-        ("normal", {"table": table, "next_n": 2}),
-        ("signed_zeros", {"starts": starts}),
-        ("special", {"table": table[:, :3], "starts": starts, "next_n": 2, "page_size": 24}),
+    for name, k, options in (
+        ("normal", columns // 8 + 1, {"table": table, "next_n": 2}),
+        ("signed_zeros", columns - 9, {"starts": starts}),
+        ("special", 100, {"table": table[:, :3], "starts": starts, "next_n": 2, "page_size": 24}),
     ):
+        lengths = torch.tensor([columns - 8, 0, k - 1, k, k + 1, -3], dtype=torch.int32)
         found = topk_reference.scores(name, len(lengths), columns)
         logits = topk_reference.padded(found, lengths, options.get("starts"), 8)
         given = arguments(logits, lengths, k, **options)
