@@ -87,9 +87,9 @@ def ours(problem: Problem, table: bool) -> Call:
     rows = len(problem.logits)
     out = torch.empty(rows, K, dtype=torch.int32, device="cuda")
     counts = torch.empty(rows, dtype=torch.int32, device="cuda")
-    options = {"block_table": problem.table} if table else {}
+    pages = problem.table if table else None
     return lambda: select_topk(
-        problem.logits, problem.lengths, K, out=out, counts=counts, **options
+        problem.logits, problem.lengths, K, block_table=pages, out=out, counts=counts
     )[0]
 
 

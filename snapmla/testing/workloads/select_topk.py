@@ -49,8 +49,8 @@ def arguments(
     page_size: int = PAGE,
 ) -> dict[str, Any]:
     """A kernel's arguments by name; results full of -7."""
-    device, rows = logits.device, len(logits)
-    made = {"dtype": torch.int32, "device": device}
+    rows = len(logits)
+    made: dict[str, Any] = {"dtype": torch.int32, "device": logits.device}
     return {
         "logits": logits, "lengths": lengths,
         "row_starts": torch.empty(0, **made) if starts is None else starts,
@@ -69,11 +69,12 @@ def small(spec: VariantSpec) -> Iterator[Call]:
     starts = torch.tensor([7, 5, 2, 0, 1, columns + 9], dtype=torch.int32)
     table = torch.randperm(3 * (columns // PAGE + 1)).int().view(3, -1)
     table[2, 0] = -1
-    for name, k, options in (
+    cases: tuple[tuple[str, int, dict[str, Any]], ...] = (
         ("normal", columns // 8 + 1, {"table": table, "next_n": 2}),
         ("signed_zeros", columns - 9, {"starts": starts}),
         ("special", 100, {"table": table[:, :3], "starts": starts, "next_n": 2, "page_size": 24}),
-    ):
+    )
+    for name, k, options in cases:
         lengths = torch.tensor([columns - 8, 0, k - 1, k, k + 1, -3], dtype=torch.int32)
         found = topk_reference.scores(name, len(lengths), columns)
         logits = topk_reference.padded(found, lengths, options.get("starts"), 8)
