@@ -63,7 +63,8 @@ def arguments(
 def small(spec: VariantSpec) -> Iterator[Call]:
     """Numbers, ties that overflow the list, specials; lengths about k; NaN around every row.
 
-    Of the ties all but one are wanted, so that no count may be missing.
+    Ties are two numbers that differ in the lowest bits, of which all but one are wanted: no count
+    may be missing, in no pass.
     """
     columns = min(capacity(spec), MOST)
     starts = torch.tensor([7, 5, 2, 0, 1, columns + 9], dtype=torch.int32)
@@ -71,7 +72,7 @@ def small(spec: VariantSpec) -> Iterator[Call]:
     table[2, 0] = -1
     cases: tuple[tuple[str, int, dict[str, Any]], ...] = (
         ("normal", columns // 8 + 1, {"table": table, "next_n": 2}),
-        ("signed_zeros", columns - 9, {"starts": starts}),
+        ("close", columns - 9, {"starts": starts}),
         ("special", 100, {"table": table[:, :3], "starts": starts, "next_n": 2, "page_size": 24}),
     )
     for name, k, options in cases:
