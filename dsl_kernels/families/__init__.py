@@ -11,6 +11,7 @@ from . import (
     dense_decode,
     fetch_dequant,
     fp8_decode,
+    index_logits,
     merge,
     merge_states,
     plan_decode,
@@ -35,6 +36,7 @@ _MODULES = (
     fp8_decode,
     dense_decode,
     sparse_decode,
+    index_logits,
 )
 FAMILIES: dict[str, Family] = {module.FAMILY.op: module.FAMILY for module in _MODULES}
 
