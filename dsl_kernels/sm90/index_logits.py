@@ -273,11 +273,13 @@ class IndexLogits:
             words[FIRST_TILE], words[TILES] = first, tiles
             words[ROW], words[ROWS] = row, rows
             words[SEEN] = seq.length - seq.n + skipped + 1
-            # rows of the unit that are not there have no weights either: their sums go nowhere
-            weights = rows * (self.heads * 4)
-            cute.arch.mbarrier_arrive_and_expect_tx(bar, self.n * INDEX_DIM + weights)
-            to = st.weights.data_ptr() + slot * self.n
-            bulk_copy(to, given.w.iterator + row * self.heads, weights, bar)
+            cute.arch.mbarrier_arrive_and_expect_tx(bar, self.n * (INDEX_DIM + 4))
+            for x in cutlass.range_constexpr(self.rows):
+                # a row that is not there has the last one's, and its sums go nowhere
+                of = row + cutlass.min(Int32(x), rows - 1)
+                to = st.weights.data_ptr() + (slot * self.n + x * self.heads)
+                source_of = given.w.iterator + Int64(of) * self.heads
+                bulk_copy(to, source_of, Int32(4 * self.heads), bar)
         cute.copy(queries.atom, source, target[None, slot], tma_bar_ptr=bar)
 
     @cute.jit
