@@ -15,5 +15,5 @@ SCALES_AT = PAGE * INDEX_DIM  # of a page: byte at which its scales begin
 PAGE_BYTES = SCALES_AT + 4 * PAGE
 HEADS = (64, 32)  # of the index query: DeepSeek-V3.2 and GLM-5, smaller models
 UNIT_ROWS = (1, 2, 4, 8)  # query tokens that see a page while it is in shared memory
-MMA_COLUMNS = 256  # heads times rows that one MMA takes at most
+MMA_COLUMNS = 128  # heads times rows of one product; units of more take several
 LEAST_AMAX = 1e-4  # of a key: a smaller one is quantised as if it were this

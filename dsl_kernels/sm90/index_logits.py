@@ -22,7 +22,8 @@ Timeline        a unit: wait until its slot is free; words about it, TMA of quer
     units   wg 0 -> all maths warpgroups                   (full: TMA bytes, empty: their warps)
 
 Tokens lie on M, so the heads of a row lie in a quad of lanes.  Registers decide how many maths
-warpgroups there are: accumulators are N / 2 of a thread.  Its N / 4 weights stay in registers where
+warpgroups there are: a thread has half as many accumulators as a product has columns, and four
+warpgroups hide more latency than two with the next product under their sums (measured).  Its N / 4 weights stay in registers where
 there is room, else they come from shared memory four at a time, which the order of heads in N is
 made for (index_mma.py).
 
@@ -32,6 +33,7 @@ own last tokens are read and computed, and no other score depends on them.
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cutlass
@@ -78,12 +80,12 @@ class Shape(NamedTuple):
     keeps_weights: bool
 
 
-# by columns of the MMA
+# by columns of a unit, heads * U
 SHAPES = {
     32: Shape(4, (24, 112), 24, True),
     64: Shape(4, (24, 112), 20, True),
     128: Shape(4, (24, 112), 20, False),
-    256: Shape(3, (24, 160), 18, False),
+    256: Shape(4, (24, 112), 16, False),
 }
 
 
@@ -110,6 +112,8 @@ class IndexLogits:
     def __init__(self, spec: VariantSpec):
         self.heads, self.rows = spec.heads, spec.unit_rows
         self.n = self.heads * self.rows
+        self.columns = min(self.n, MMA_COLUMNS)  # of a product
+        self.products = self.n // self.columns
         self.shape = SHAPES[self.n]
         self.units = Units(self.rows)
         readers = WARPS_OF_GROUP * self.shape.groups
@@ -396,23 +400,28 @@ class IndexLogits:
     @cute.jit
     def _tile(self, st, key, query, scale_at, stage, phase, weights, to, limits, position):
         """One page: products, sums, scores."""
-        acc = cute.make_rmem_tensor((self.n // 2,), Float32)
+        lane, rows = cute.arch.lane_idx(), self.columns // self.heads
         self.pages.wait_full(st, stage, phase)
-        compat.wgmma_fence()
-        mma.product(acc, key, query)
-        warpgroup.commit_group()
         scale = mma.value_at(scale_at)
-        warpgroup.wait_group(0)
-        cute.arch.sync_warp()  # one lane frees the stage for all: their reads come first
-        with cute.arch.elect_one():
-            self.pages.arrive_empty(st, stage)
-        lane = cute.arch.lane_idx()
-        sums = [
-            mma.row_sums(acc, row, self.heads, lambda i, row=row: weights(row, i))
-            for row in range(self.rows)
-        ]
-        for x, total in enumerate(mma.deal(sums, lane)):
-            mma.store_below(to[x] + 4 * Int64(position), total * scale, position, limits[x])
+        for x in cutlass.range_constexpr(self.products):
+            acc = cute.make_rmem_tensor((self.columns // 2,), Float32)
+            compat.wgmma_fence()
+            mma.product(acc, key, query + x * (self.columns * INDEX_DIM // 16))
+            warpgroup.commit_group()
+            warpgroup.wait_group(0)
+            if const_expr(x == self.products - 1):
+                cute.arch.sync_warp()  # one lane frees the stage for all: their reads come first
+                with cute.arch.elect_one():
+                    self.pages.arrive_empty(st, stage)
+            sums = [
+                mma.row_sums(acc, y, self.heads, functools.partial(weights, x * rows + y))
+                for y in range(rows)
+            ]
+            scores = mma.deal(sums, lane)
+            for y in cutlass.range_constexpr(len(scores)):
+                at = x * len(scores) + y
+                score, to_row = scores[y] * scale, to[at] + 4 * Int64(position)
+                mma.store_below(to_row, score, position, limits[at])
 
 
 @compat.dsl_user_op
@@ -440,7 +449,7 @@ def budget_of(kernel: IndexLogits) -> bud.Budget:
         ),
         smem=tiles + SMALL_BYTES,
         barriers=(*kernel.pages.budget(), *kernel.slots.budget()),
-        mmas=(bud.Mma("Q.K", PAGE, n, INDEX_DIM, "e4m3"),),
+        mmas=(bud.Mma("Q.K", PAGE, kernel.columns, INDEX_DIM, "e4m3"),),
     )
 
 
@@ -452,8 +461,8 @@ def budget(spec: VariantSpec) -> bud.Budget:
 def feasible(spec: VariantSpec) -> str | None:
     """Why this variant cannot be built, or None; see ``registry``."""
     n = spec.heads * spec.unit_rows
-    if n > MMA_COLUMNS:
-        return f"{spec.heads} heads of {spec.unit_rows} rows are {n} columns, an MMA has 256"
+    if n not in SHAPES:
+        return f"{spec.heads} heads of {spec.unit_rows} rows are {n} columns, more than {max(SHAPES)}"
     return bud.check(budget(spec))
 
 
