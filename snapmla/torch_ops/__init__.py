@@ -34,6 +34,7 @@ from snapmla.torch_ops import (
     decode,
     dense_decode,
     fetch,
+    index,
     merge,
     plan,
     quantize,
@@ -55,6 +56,7 @@ OPERATORS: tuple[Operator, ...] = (
     *sparse_decode.OPERATORS,
     *fetch.OPERATORS,
     *merge.OPERATORS,
+    *index.OPERATORS,
     *cache_bytes.OPERATORS,
 )
 SCHEMAS = tuple(operator.schema for operator in OPERATORS)

@@ -1,0 +1,1 @@
+"""DeepSeek's sparse attention: what chooses the tokens that sparse decode attends to."""

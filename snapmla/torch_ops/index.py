@@ -1,0 +1,31 @@
+"""``index_logits`` over an index cache."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from snapmla.dsa import index_logits as logits
+from snapmla.torch_ops.operator import Operator
+
+
+def _index_logits_out(
+    q: Tensor,
+    w: Tensor,
+    cache: Tensor,
+    block_table: Tensor,
+    cache_seqlens: Tensor,
+    cu_seqlens_q: Tensor | None,
+    out: Tensor,
+    unit_rows: int,
+) -> None:
+    tensors = q, w, cache, block_table, cache_seqlens, cu_seqlens_q, out
+    logits.now(logits.Call(*tensors, max_tokens=None, unit_rows=unit_rows or None))
+
+
+OPERATORS = (
+    Operator(
+        "index_logits_out(Tensor q, Tensor w, Tensor cache, Tensor block_table, "
+        "Tensor cache_seqlens, Tensor? cu_seqlens_q, Tensor(a!) out, int unit_rows) -> ()",
+        _index_logits_out,
+    ),
+)
