@@ -7,6 +7,7 @@ the list of ops; matrix, registry, names, docs and tests ask it.
 from __future__ import annotations
 
 from . import (
+    append_index_k,
     append_kv,
     dense_decode,
     fetch_dequant,
@@ -36,6 +37,7 @@ _MODULES = (
     fp8_decode,
     dense_decode,
     sparse_decode,
+    append_index_k,
     index_logits,
 )
 FAMILIES: dict[str, Family] = {module.FAMILY.op: module.FAMILY for module in _MODULES}
