@@ -11,6 +11,7 @@ from dsl_kernels.index_cache import HEADS, INDEX_DIM, PAGE, PAGE_BYTES, UNIT_ROW
 from dsl_kernels.spec import VariantSpec
 from snapmla import call as calls
 from snapmla import checks, overlap, runtime
+from snapmla.checks.tensors import ALIGN
 from snapmla.plan import sm_count
 
 _FLOAT32 = (torch.float32,)
@@ -149,13 +150,13 @@ def check_queries(q: torch.Tensor, w: torch.Tensor) -> int:
     outer: tuple[str, ...] = checks.query_tokens("q", q)
     checks.tensor("q", q, (checks.FP8,), (*outer, "h", INDEX_DIM))
     checks.choice("h, the heads of q", q.shape[-2], HEADS)
+    if q.ndim == 4 and q.shape[1] < 1:
+        checks.value_error("q", "s_q of 1 or more", q.shape[1])
     checks.tensor("w", w, _FLOAT32, tuple(q.shape[:-1]), q.device)
     for name, value in (("q", q), ("w", w)):
         checks.contiguous(name, value)
         checks.aligned(name, value)
     rows = q.numel() // (q.shape[-2] * INDEX_DIM)
-    if q.ndim == 4 and q.shape[1] < 1:
-        checks.value_error("q", "s_q of 1 or more", q.shape[1])
     return rows
 
 
@@ -172,8 +173,8 @@ def check_cache(cache: torch.Tensor, device: torch.device | None = None) -> None
         checks.value_error("cache", "1 page or more", 0)
     if cache.numel() and not cache[0].is_contiguous():
         checks.value_error("cache", "bytes of a page side by side", cache.stride(), LAYOUT)
-    if cache.shape[0] > 1 and (cache.stride(0) % checks.ALIGN or cache.stride(0) < PAGE_BYTES):
-        wanted = f"pages a multiple of {checks.ALIGN} bytes apart, {PAGE_BYTES} or more"
+    if cache.shape[0] > 1 and (cache.stride(0) % ALIGN or cache.stride(0) < PAGE_BYTES):
+        wanted = f"pages a multiple of {ALIGN} bytes apart, {PAGE_BYTES} or more"
         checks.value_error("cache", wanted, f"{cache.stride(0)} bytes")
     checks.aligned("cache", cache)
 
@@ -257,4 +258,3 @@ def now(call: Call) -> None:
 
 
 _LOGITS = calls.Op("index_logits", _checked, _launch, _traced, _parts, _places)
-__all__ = ["index_logits"]
