@@ -22,13 +22,13 @@ Timeline        a unit: wait until its slot is free; words about it, TMA of quer
     units   wg 0 -> all maths warpgroups                   (full: TMA bytes, empty: their warps)
 
 Tokens lie on M, so the heads of a row lie in a quad of lanes.  Registers decide how many maths
-warpgroups there are: a thread has half as many accumulators as a product has columns, and four
-warpgroups hide more latency than two with the next product under their sums (measured).  Its N / 4 weights stay in registers where
-there is room, else they come from shared memory four at a time, which the order of heads in N is
-made for (index_mma.py).
+warpgroups there are: a thread has half as many accumulators as a product has columns.  Four
+warpgroups of one product each hide more latency than two that overlap their own (so a prototype of
+this plan on an H200).  A thread's N / 4 weights stay in registers where there is room, else they
+come from shared memory four at a time, which the order of heads in N is made for (index_mma.py).
 
-Nothing behind a row's last token is written, and of pages that no row sees nothing is read; a tile's
-own last tokens are read and computed, and no other score depends on them.
+Nothing behind a row's last token is written, and of pages that no row sees nothing is read; what a
+tile holds behind the last token is read and computed, and no other score depends on it.
 """
 
 from __future__ import annotations
@@ -149,9 +149,7 @@ class IndexLogits:
     def layouts(self):
         """Shared-memory layouts of queries and keys."""
         queries = sm90.make_smem_layout_b(ROW_MAJOR, (PAGE, self.n, INDEX_DIM), F8, UNIT_SLOTS)
-        keys = sm90.make_smem_layout_a(
-            ROW_MAJOR, (PAGE, self.n, INDEX_DIM), F8, self.shape.stages
-        )
+        keys = sm90.make_smem_layout_a(ROW_MAJOR, (PAGE, self.n, INDEX_DIM), F8, self.shape.stages)
         return queries, keys
 
     @property
@@ -265,9 +263,7 @@ class IndexLogits:
         row, rows = seq.first + skipped, cutlass.min(seq.n - skipped, Int32(self.rows))
         self.slots.wait_empty(st, slot, turn ^ 1)
         bar = self.slots.full_barrier(st, slot)
-        moved = cute.domain_offset(
-            ((0, 0, 0, row * (self.heads // 16)), 0), queries.coords
-        )
+        moved = cute.domain_offset(((0, 0, 0, row * (self.heads // 16)), 0), queries.coords)
         target, source = cpasync.tma_partition(
             queries.atom, 0, cute.make_layout(1), cute.group_modes(staged(st.q, layout), 0, 2),
             cute.group_modes(cute.local_tile(moved, self.queries_box, (0, 0)), 0, 2),
@@ -358,8 +354,8 @@ class IndexLogits:
 
     @cute.jit
     def _targets(self, words, out, token, lane):
-        """Where this lane's rows begin in ``out``, at its token; and how many tokens each sees, less
-        the token."""
+        """Addresses of this lane's token in its rows of ``out``; tokens each row sees, less the
+        token."""
         spread = const_expr(self.rows > 1)
         n = self.rows // 2 if spread else 1
         first = (lane >> 1) & 1 if spread else Int32(0)
@@ -462,7 +458,9 @@ def feasible(spec: VariantSpec) -> str | None:
     """Why this variant cannot be built, or None; see ``registry``."""
     n = spec.heads * spec.unit_rows
     if n not in SHAPES:
-        return f"{spec.heads} heads of {spec.unit_rows} rows are {n} columns, more than {max(SHAPES)}"
+        return (
+            f"{spec.heads} heads of {spec.unit_rows} rows are {n} columns, more than {max(SHAPES)}"
+        )
     return bud.check(budget(spec))
 
 

@@ -73,9 +73,7 @@ def index_logits(
     Source: the lightning indexer of DeepSeek-V3.2; DeepGEMM's ``fp8_paged_mqa_logits`` and
     ``fp8_mqa_logits`` compute the same.
     """
-    call = Call(
-        q, w, cache, block_table, cache_seqlens, cu_seqlens_q, out, max_tokens, unit_rows
-    )
+    call = Call(q, w, cache, block_table, cache_seqlens, cu_seqlens_q, out, max_tokens, unit_rows)
     return calls.run(_LOGITS, _LOGITS, call)
 
 
@@ -246,9 +244,7 @@ def _traced(call: Call) -> torch.Tensor:
     """The call as an operator, for tracers."""
     check_queries(call.q, call.w)
     out = empty_out(call) if call.out is None else call.out
-    torch.ops.snapmla.index_logits_out(
-        *call[: len(_READ)], out, call.unit_rows or 0
-    )
+    torch.ops.snapmla.index_logits_out(*call[: len(_READ)], out, call.unit_rows or 0)
     return out
 
 

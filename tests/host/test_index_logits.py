@@ -61,8 +61,9 @@ def test_append_then_score() -> None:
     torch.ops.snapmla.index_logits_out(*given, None, watched, 2)
     assert torch.equal(found[0], found[1]) and torch.equal(watched, found[0])
     call = {
-        "q": q.view(torch.uint8).view(4, 64, 128), "w": w.view(4, 64), "cache": scoring.pages(cache),
-        "block_table": table.int(), "cache_seqlens": lengths, "s_q": 2, "out": out,
+        "q": q.view(torch.uint8).view(4, 64, 128), "w": w.view(4, 64),
+        "cache": scoring.pages(cache), "block_table": table.int(),
+        "cache_seqlens": lengths, "s_q": 2, "out": out,
         "cu_seqlens_q": torch.empty(0, dtype=torch.int32),
     }  # fmt: skip
     stored, scales = reference.quantize_keys(reference.hadamard(keys).bfloat16(), power_of_two=True)
@@ -173,7 +174,11 @@ def test_both_columns_and_out() -> None:
 WRONG_KEYS: list[tuple[str, Any, str]] = [
     ("k", lambda k: k.double(), "k: expected dtype bfloat16 or float16 or float32"),
     ("k", lambda k: k[:, :64], r"k: expected shape \(n, 128\)"),
-    ("k", lambda _: torch.zeros(3, 130, dtype=torch.bfloat16)[:, 1:129], "k: expected outer strides"),
+    (
+        "k",
+        lambda _: torch.zeros(3, 130, dtype=torch.bfloat16)[:, 1:129],
+        "k: expected outer strides",
+    ),
     ("slot_mapping", lambda s: s.int()[:2], r"slot_mapping: expected shape \(3,\)"),
     ("slot_mapping", lambda s: s.float(), "slot_mapping: expected dtype int32 or int64"),
     ("scale", lambda _: "e8m0", "scale: expected one of 'free', 'ue8m0', got 'e8m0'"),

@@ -33,9 +33,7 @@ def test_clean_and_right(in_dtype: str, index_dtype: str, hadamard: int) -> None
     spec = VariantSpec(
         op="append_index_k", in_dtype=in_dtype, index_dtype=index_dtype, hadamard=hadamard
     )
-    workload = selfcheck.Workload(
-        spec, runtime.find_or_build(spec, need_library=False).directory
-    )
+    workload = selfcheck.Workload(spec, runtime.find_or_build(spec, need_library=False).directory)
     with using(mutate.schedule(0)):
         result = workload.run()
     assert result.passed, result.summary

@@ -85,7 +85,10 @@ def sized(spec: VariantSpec, sizes: Sizes, device: str, seed: int) -> dict[str, 
 
 def public(spec: VariantSpec, given: Mapping[str, Any]) -> Callable[[], Any]:
     """``snapmla.dsa.append_index_k.append_index_k``."""
-    told = {"scale": op.SCALES[given["power_of_two"]], "hadamard": bool(spec.hadamard)}
+    told: dict[str, Any] = {
+        "scale": op.SCALES[given["power_of_two"]],
+        "hadamard": bool(spec.hadamard),
+    }
     return lambda: op.append_index_k(given["cache"], given["k"], given["slot_mapping"], **told)
 
 

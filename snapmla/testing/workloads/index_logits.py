@@ -31,8 +31,14 @@ def poisoned_pages(pages: int, gap: int = 0) -> Tensor:
 
 
 def sample_call(
-    heads: int, lengths: Sequence[int], tokens: Sequence[int] | int, *, gap: int = 0,
-    ctas: int = 2, columns: int = 0, power_of_two: bool = False,
+    heads: int,
+    lengths: Sequence[int],
+    tokens: Sequence[int] | int,
+    *,
+    gap: int = 0,
+    ctas: int = 2,
+    columns: int = 0,
+    power_of_two: bool = False,
 ) -> dict[str, Any]:
     """Arguments over pages in random order, of which only what lengths cover is no poison.
 
@@ -129,11 +135,11 @@ def recorded(case: Case, run: Runner) -> Recorded:
     raw[:, :SCALES_AT] = exact.e4m3(bits, (pages, SCALES_AT), 0)
     raw[:, SCALES_AT:PAGE_BYTES] = exact.scales(bits, (pages, PAGE), -5).view(np.uint8)
     q = exact.e4m3(bits, (rows, spec.heads, INDEX_DIM), 0)
-    q[:, ::7] = raw[3, : INDEX_DIM]
+    q[:, ::7] = raw[3, :INDEX_DIM]
     w = exact.bell(bits, (rows, spec.heads), 0)
     table = np.asarray(bits.below(pages, (5, width)), np.int32)
     table[3, 1] = 3
-    seen = [raw, q, w, table]
+    seen: list[exact.Array] = [raw, q, w, table]
     out = run.full((rows, width * PAGE), UNTOUCHED)
     run.call(
         case.variant, q=run.there(q), w=run.there(w), cache=run.there(raw)[:, :PAGE_BYTES],
