@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from .family import IN_DTYPE, Axis, Values, helper
+from .family import COS_SIN_DTYPE, IN_DTYPE, ROPE_STYLE, Axis, Values, helper
 
 
 def points(_arch: str) -> Iterator[Values]:
@@ -16,7 +16,13 @@ FAMILY = helper(
     "append_index_k",
     IN_DTYPE,
     Axis("index_dtype", "i", ("i32", "i64"), "i32"),  # of slot_mapping
-    Axis("hadamard", "hd", (0, 1), 0, named=False),  # 1: keys are rotated first
+    Axis("hadamard", "hd", (0, 1), 0, named=False),  # 1: keys are rotated by that matrix
+    ROPE_STYLE,  # of keys that are given; "applied": their RoPE is
+    Axis("norm", "", ("given", "layer"), "given", named=False),  # whether k comes normalised
+    COS_SIN_DTYPE,
+    Axis(
+        "position_dtype", "pos", ("i32", "i64"), lambda values: values["index_dtype"], named=False
+    ),
     points=points,
     everyday=(),
     shown=("k", "cache"),

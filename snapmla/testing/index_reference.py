@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from dsl_kernels.dims import QK_ROPE_HEAD_DIM
 from dsl_kernels.index_cache import INDEX_DIM, LEAST_AMAX, PAGE, PAGE_BYTES, SCALES_AT
-from snapmla.testing import accumulate
+from snapmla.testing import accumulate, rope
 
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
@@ -95,6 +96,39 @@ def magnitudes(given: Mapping[str, Any]) -> list[Tensor]:
 
 
 # ---------------------------------------------------------------------------- keys
+
+ROPE = QK_ROPE_HEAD_DIM
+
+
+def layer_norm(k: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """LayerNorm of keys (n, 128), bit for bit as ``append_index_k``: in fp32, each operation
+    rounded, of k's dtype at the end; a lane adds its four channels, then lanes l and l ^ 16, l ^ 8
+    and so on."""
+    x = k.float()
+    x = x - _warp_sum(x) * (1.0 / INDEX_DIM)
+    variance = _warp_sum(x * x) * (1.0 / INDEX_DIM)
+    variance = variance + torch.tensor(eps, dtype=torch.float32, device=k.device)
+    inverse = 1.0 / variance.double().sqrt().float()
+    return (x * inverse * weight + bias).to(k.dtype)
+
+
+def _warp_sum(x: Tensor) -> Tensor:
+    """(n, 1), in the order of a warp whose lanes have four channels each."""
+    each = x.view(-1, INDEX_DIM // 4, 4)
+    total = each[..., 0]
+    for channel in range(1, 4):
+        total = total + each[..., channel]
+    while total.shape[-1] > 1:
+        half = total.shape[-1] // 2
+        total = total[..., :half] + total[..., half:]
+    return total
+
+
+def rotate(k: Tensor, positions: Tensor, cos_sin: Tensor, is_neox: bool) -> Tensor:
+    """Keys with their first 64 channels turned."""
+    turned = rope.rotate_rows(k[:, :ROPE], positions, cos_sin, is_neox)
+    return torch.cat([turned, k[:, ROPE:]], 1)
+
 
 HADAMARD_FACTOR = INDEX_DIM**-0.5
 

@@ -10,9 +10,20 @@ from snapmla.torch_ops.operator import Operator
 
 
 def _append_index_k(
-    cache: Tensor, k: Tensor, slot_mapping: Tensor, scale: str, hadamard: bool
+    cache: Tensor,
+    k: Tensor,
+    slot_mapping: Tensor,
+    positions: Tensor | None,
+    cos_sin_cache: Tensor | None,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    scale: str,
+    hadamard: bool,
+    is_neox: bool,
+    norm_eps: float,
 ) -> None:
-    append.now(append.Append(cache, k, slot_mapping, scale, hadamard))
+    tensors = cache, k, slot_mapping, positions, cos_sin_cache, norm_weight, norm_bias
+    append.now(append.Append(*tensors, scale, hadamard, is_neox, norm_eps))
 
 
 def _index_logits_out(
@@ -31,8 +42,9 @@ def _index_logits_out(
 
 OPERATORS = (
     Operator(
-        "append_index_k(Tensor(a!) cache, Tensor k, Tensor slot_mapping, str scale, "
-        "bool hadamard) -> ()",
+        "append_index_k(Tensor(a!) cache, Tensor k, Tensor slot_mapping, Tensor? positions, "
+        "Tensor? cos_sin_cache, Tensor? norm_weight, Tensor? norm_bias, str scale, bool hadamard, "
+        "bool is_neox, float norm_eps) -> ()",
         _append_index_k,
     ),
     Operator(
