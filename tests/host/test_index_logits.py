@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import snapmla  # noqa: F401 (operators)
+from dsl_kernels.spec import VariantSpec
 from snapmla.dsa import append_index_k as appending
 from snapmla.dsa import index_logits as scoring
 from snapmla.dsa.append_index_k import append_index_k
@@ -181,6 +182,16 @@ WRONG_KEYS: list[tuple[str, Any, str]] = [
     ),
     ("slot_mapping", lambda s: s.int()[:2], r"slot_mapping: expected shape \(3,\)"),
     ("slot_mapping", lambda s: s.float(), "slot_mapping: expected dtype int32 or int64"),
+    (
+        "positions",
+        lambda _: torch.arange(3),
+        "cos_sin_cache: expected a torch.Tensor, got NoneType",
+    ),
+    ("cos_sin_cache", lambda _: torch.zeros(9, 64), "positions: expected a torch.Tensor"),
+    ("norm_weight", lambda _: torch.ones(128), "norm_weight: expected None without positions"),
+    ("norm_bias", lambda _: torch.ones(128), "norm_weight: expected None without positions"),
+    ("norm_eps", lambda _: 0.0, "norm_eps: expected 1e-12 to 1, got 0.0"),
+    ("is_neox", lambda _: "yes", "is_neox: expected True or False"),
     ("scale", lambda _: "e8m0", "scale: expected one of 'free', 'ue8m0', got 'e8m0'"),
     ("hadamard", lambda _: 2, "hadamard: expected True or False"),
     ("cache", lambda c: c[:, :, :100], r"cache: expected shape \(pages, 64, 132\)"),
@@ -195,6 +206,35 @@ def test_wrong_keys(name: str, change: Change, words: str) -> None:
     }  # fmt: skip
     with pytest.raises((TypeError, ValueError), match=words):
         append_index_k(**given | {name: change(given.get(name))})
+
+
+def test_a_norm_has_a_bias() -> None:
+    given = {"positions": torch.arange(3), "cos_sin_cache": torch.zeros(9, 64)}
+    keys = pool(), torch.zeros(3, 128, dtype=torch.bfloat16), torch.arange(3)
+    with pytest.raises(TypeError, match=r"norm_bias: expected a torch\.Tensor, got NoneType"):
+        append_index_k(*keys, **given, norm_weight=torch.ones(128))
+    with pytest.raises(TypeError, match="norm_weight: expected dtype float32, got bfloat16"):
+        weight = torch.ones(128).bfloat16()
+        append_index_k(*keys, **given, norm_weight=weight, norm_bias=torch.ones(128))
+
+
+def test_the_variant_of_a_call() -> None:
+    """Rotation, norm and dtypes of what is given."""
+    keys = pool(), torch.zeros(3, 128, dtype=torch.bfloat16), torch.arange(3)
+    table, at = torch.zeros(9, 64), torch.arange(3).int()
+    norm = torch.ones(128), torch.ones(128)
+
+    def name(*told: Any, given: tuple[Any, ...] = (None,) * 4) -> str:
+        axes = dict(appending._axes(appending.Append(*keys, *given, *told)))
+        return VariantSpec(op="append_index_k", **axes).name
+
+    assert name("free", False, True, 1e-6) == "append_index_k_xbf16_ii64_sm90a"
+    assert name("free", True, False, 1e-6, given=(at, table, None, None)) == (
+        "append_index_k_xbf16_ii64_hd1_interleaved_posi32_sm90a"
+    )
+    assert name("free", False, True, 1e-6, given=(at.long(), table.bfloat16(), *norm)) == (
+        "append_index_k_xbf16_ii64_neox_layer_csbf16_sm90a"
+    )
 
 
 def test_keys_lie_apart_from_the_cache() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from dsl_kernels import registry
 from dsl_kernels.spec import VariantSpec
 from snapmla import runtime
 from snapmla.testing import index_reference as reference
@@ -12,31 +13,50 @@ from snapmla.testing import selfcheck
 from softgpu import mutate, using
 from tests.support.needs import needs_compiler
 
-EVERYDAY = ("bf16", "i64", 1)
+NAME = "append_index_k_x{}_sm90a"
 
 
 @needs_compiler
 @pytest.mark.parametrize(
-    ("in_dtype", "index_dtype", "hadamard"),
+    "axes",
     [
-        EVERYDAY,
+        "bf16_ii64_hd1",
         *[
-            pytest.param(*axes, marks=pytest.mark.whole_matrix)
+            pytest.param(axes, marks=pytest.mark.whole_matrix)
             for axes in (
-                ("bf16", "i32", 0), ("bf16", "i64", 0), ("f16", "i32", 1), ("f32", "i64", 0),
-                ("f32", "i32", 1),
+                "bf16_ii32", "bf16_ii64", "f16_ii32_hd1", "f32_ii64", "f32_ii32_hd1",
+                "bf16_ii64_neox", "bf16_ii64_neox_layer", "bf16_ii64_hd1_neox_layer_csbf16",
+                "bf16_ii64_hd1_interleaved_layer", "f16_ii32_interleaved_csf16",
+                "f32_ii32_hd1_neox_layer_posi64", "f32_ii64_interleaved_layer",
             )
         ],
     ],
 )  # fmt: skip
-def test_clean_and_right(in_dtype: str, index_dtype: str, hadamard: int) -> None:
-    spec = VariantSpec(
-        op="append_index_k", in_dtype=in_dtype, index_dtype=index_dtype, hadamard=hadamard
-    )
+def test_clean_and_right(axes: str) -> None:
+    spec = VariantSpec.from_name(NAME.format(axes))
     workload = selfcheck.Workload(spec, runtime.find_or_build(spec, need_library=False).directory)
     with using(mutate.schedule(0)):
         result = workload.run()
     assert result.passed, result.summary
+
+
+def test_what_cannot_be_built_says_why() -> None:
+    reasons = [
+        registry.feasible(VariantSpec(op="append_index_k", **axes))
+        for axes in ({"norm": "layer"}, {"rope_style": "neox", "cos_sin_dtype": "f16"})
+    ]
+    assert reasons == [
+        "the norm comes with a rotary embedding, of style interleaved or neox",
+        "cos and sin are f32 or as the input, bf16, not f16",
+    ]
+
+
+def test_layer_norm_is_torchs() -> None:
+    """But for roundings of fp32; bit for bit is what kernels are held to."""
+    k, weight, bias = torch.randn(50, 128) * 3 + 1, torch.rand(128) + 0.5, torch.randn(128)
+    found = reference.layer_norm(k, weight, bias, 1e-6)
+    want = torch.nn.functional.layer_norm(k.double(), (128,), weight.double(), bias.double(), 1e-6)
+    assert torch.allclose(found.double(), want, atol=1e-5)
 
 
 def test_the_hadamard_matrix_is_orthogonal() -> None:
