@@ -244,7 +244,8 @@ def _traced(call: Call) -> torch.Tensor:
     """The call as an operator, for tracers."""
     check_queries(call.q, call.w)
     out = empty_out(call) if call.out is None else call.out
-    torch.ops.snapmla.index_logits_out(*call[: len(_READ)], out, call.unit_rows or 0)
+    rest = call[1 : len(_READ)]
+    torch.ops.snapmla.index_logits_out(call.q.view(torch.uint8), *rest, out, call.unit_rows or 0)
     return out
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
+from snapmla import checks
 from snapmla.dsa import append_index_k as append
 from snapmla.dsa import index_logits as logits
 from snapmla.torch_ops.operator import Operator
@@ -36,7 +38,8 @@ def _index_logits_out(
     out: Tensor,
     unit_rows: int,
 ) -> None:
-    tensors = q, w, cache, block_table, cache_seqlens, cu_seqlens_q, out
+    checks.tensor("q", q, (torch.uint8,), (*q.shape,))
+    tensors = q.view(checks.FP8), w, cache, block_table, cache_seqlens, cu_seqlens_q, out
     logits.now(logits.Call(*tensors, max_tokens=None, unit_rows=unit_rows or None))
 
 

@@ -59,7 +59,7 @@ def test_append_then_score() -> None:
         assert index_logits(*given, out=out, unit_rows=2) is out
         found.append(out)
     watched = torch.full((4, 128), -7.0)
-    torch.ops.snapmla.index_logits_out(*given, None, watched, 2)
+    torch.ops.snapmla.index_logits_out(q.view(torch.uint8), *given[1:], None, watched, 2)
     assert torch.equal(found[0], found[1]) and torch.equal(watched, found[0])
     call = {
         "q": q.view(torch.uint8).view(4, 64, 128), "w": w.view(4, 64),

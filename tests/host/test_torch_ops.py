@@ -403,8 +403,8 @@ def index_calls(device: str) -> dict[str, tuple[Any, ...]]:
     return {
         "append_index_k": (cache, keys, slots, *[None] * 4, "ue8m0", True, True, 1e-6),
         "index_logits_out": (
-            q.view(torch.float8_e4m3fn), torch.ones(2, 64, device=device), cache,
-            torch.tensor([[1, 0]], **ints), torch.tensor([3], **ints),
+            q, torch.ones(2, 64, device=device), cache, torch.tensor([[1, 0]], **ints),
+            torch.tensor([3], **ints),
             torch.tensor([0, 2], **ints), torch.zeros(2, 70, device=device), 2,
         ),
     }  # fmt: skip
