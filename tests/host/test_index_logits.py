@@ -115,6 +115,29 @@ def test_what_is_allocated() -> None:
     assert out.shape == (4, 70) and out.stride() == (128, 1)
 
 
+@needs_compiler
+def test_compiled_step_equals_eager() -> None:
+    """Append and scores in one graph; what is allocated, and what is given."""
+    torch.manual_seed(0)
+    q, w = torch.randn(2, 2, 64, 128).to(E4M3), torch.randn(2, 2, 64)
+    keys, slots = torch.randn(3, 128).bfloat16(), torch.tensor([0, 1, 2])
+    table, lengths = torch.tensor([[0, 1], [0, 2]]).int(), torch.tensor([3, 2]).int()
+
+    def step(cache: Tensor, out: Tensor) -> tuple[Tensor, ...]:
+        append_index_k(cache, keys, slots, hadamard=True)
+        given = (q, w, cache, table, lengths)
+        index_logits(*given, out=out, unit_rows=2)
+        scores = index_logits(*given, max_tokens=70, unit_rows=2)
+        return scores[0, :2] + 1, out + 0
+
+    found = []
+    torch._dynamo.reset()
+    for function in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
+        cache, out = pool(), torch.zeros(4, 70)
+        found.append((*function(cache, out), cache, out))
+    assert all(map(torch.equal, *found)) and found[0][3].any()
+
+
 def test_shapes_for_tracers() -> None:
     with torch._subclasses.FakeTensorMode() as mode:
         given = {name: mode.from_tensor(value) for name, value in arguments().items()}
