@@ -264,8 +264,10 @@ def test_steps_are_the_whole_matrix() -> None:
     assert {s.kind for s in steps} == set(prove.KINDS)
     by_kind = {kind: {s.what for s in steps if s.kind == kind} for kind in prove.KINDS}
     assert by_kind["variant"] == {s.name for s in every}
-    assert by_kind["schedules"] == sample and by_kind["mutants"] <= sample
-    studied = {VariantSpec.from_name(name) for name in by_kind["mutants"]}
+    to_come = set(prove.TO_COME)  # in no default matrix yet
+    assert not to_come & {s.name for s in every}
+    assert by_kind["schedules"] == sample | to_come and by_kind["mutants"] <= sample | to_come
+    studied = {VariantSpec.from_name(name) for name in by_kind["mutants"] - to_come}
 
     def kernel(spec: VariantSpec) -> tuple[object, ...]:
         return (spec.op, *(v for axis, v in spec.values if axis in ("pipeline", "row_tile")))

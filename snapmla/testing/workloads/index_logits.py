@@ -100,7 +100,7 @@ def made(spec: VariantSpec, given: dict[str, Any], note: str) -> Call:
 
 def small(spec: VariantSpec) -> Iterator[Call]:
     """Decode, drafts and a ragged prompt, each with lengths of 0, 1, a page, more; pages apart and
-    not; more CTAs than tiles."""
+    not; more CTAs than tiles; more pages than a CTA's ring holds."""
     u = spec.unit_rows
     lengths = (130, 0, 64, 1)
     yield made(spec, sample_call(spec.heads, lengths, u, gap=64, ctas=3), "units of one sequence")
@@ -108,6 +108,8 @@ def small(spec: VariantSpec) -> Iterator[Call]:
     yield made(spec, ragged, "ragged queries")
     few = sample_call(spec.heads, (3, 65), 1, ctas=5, columns=64, power_of_two=True)
     yield made(spec, few, "few columns")
+    long = sample_call(spec.heads, (64 * 27 + 5,), 1, ctas=1)
+    yield made(spec, long, "a ring of pages that comes round")
 
 
 def judge(_spec: VariantSpec, calls: Iterable[Call]) -> Result:
