@@ -182,7 +182,7 @@ _LABEL = re.compile(r"([$A-Za-z_][\w$]*)\s*:(?!:)")
 _STATEMENT = re.compile(r"(?:@(!?)\s*(" + _NAME + r")\s+)?([A-Za-z][\w.:]*)\s*(.*)$", re.S)
 _VARIABLE = re.compile(
     r"\.(shared|local|global|const)\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+([\w$]+)\s*"
-    r"((?:\[\d*\])*)\s*(?:=\s*\{(.*)\})?$",
+    r"((?:\[\d*\])*)\s*(?:=\s*(\{.*\}|[^{]+))?$",
     re.S,
 )
 
@@ -425,7 +425,7 @@ def _variable(statement: str, extern: bool) -> Variable:
         size *= int(d or 0)
     data = b""
     if init is not None:
-        for item in _split_args(init):
+        for item in _split_args(init[1:-1] if init[0] == "{" else init):
             imm = parse_immediate(item)
             if imm is None:
                 raise PtxSyntaxError(f"initialiser of {name}: {item!r} not understood")
@@ -446,7 +446,8 @@ def _match_brace(text: str, start: int) -> int:
 
 
 _PARAM = re.compile(
-    r"\.param\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+(?:\.ptr\s*(?:\.\w+\s*)?(?:\.align\s+(\d+)\s*)?)?"
+    r"\.param\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+"
+    r"(?:\.ptr\s*(?:\.(?:global|shared|local|const)\s*)?(?:\.align\s+(\d+)\s*)?)?"
     r"([\w$]+)\s*(?:\[(\d+)\])?"
 )
 

@@ -22,7 +22,7 @@ from tests.support.ptx import FEW, TID, WAIT, covers
 def test_tensor_copies(swizzle: int, data: Any) -> None:
     """A box anywhere, also outside, of a random tensor: loaded (zeros outside), then stored."""
     rank = data.draw(st.integers(1, 5))
-    dtype = np.dtype(data.draw(st.sampled_from([np.uint8, np.uint16, np.uint32])))
+    dtype = np.dtype(data.draw(st.sampled_from([np.uint8, np.uint16, np.uint32, np.uint64])))
     span = {0: 128, 1: 32, 2: 64, 3: 128}[swizzle]
     inner = data.draw(st.integers(1, span // 16)) * 16 // dtype.itemsize if swizzle == 0 else (
         span // dtype.itemsize)  # fmt: skip
