@@ -59,9 +59,11 @@ def _package(name: str, path: Path | None) -> None:
 def _module(folder: Path, program: Program) -> Any:
     """Imports the program: a file of a checkout, or a module of an unpacked wheel."""
     if program.source != "cutlass":
-        sys.path.insert(0, str(folder))
+        sys.path[:0] = [str(folder), *(str(folder.parent / x) for x in program.beside)]
         for name, path in program.packages:
             _package(name, folder / path if path else None)
+        for name in program.first:
+            importlib.import_module(name)
         return importlib.import_module(program.path.removesuffix(".py").replace("/", "."))
     path = folder / program.path
     if program.edit is not None:

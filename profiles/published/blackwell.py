@@ -138,6 +138,7 @@ def pretend(compile_: Callable[..., Any]) -> Iterator[Comparisons]:
     import cutlass.torch
     import cutlass.utils as utils
     import tvm_ffi
+    from cutlass.utils import tensor_helpers
 
     from softgpu.runtime import CudaDlpack
 
@@ -153,6 +154,7 @@ def pretend(compile_: Callable[..., Any]) -> Iterator[Comparisons]:
     swaps = [
         (torch.testing, "assert_close", comparisons), (cute, "compile", compile_),
         (runtime, "from_dlpack", from_dlpack), (cutlass.torch, "from_dlpack", from_dlpack),
+        (tensor_helpers, "from_dlpack", from_dlpack),
         (testing, "convert", _convert), (testing, "benchmark", lambda *a, **k: 0.0),
         (utils, "HardwareInfo", HardwareInfo),
         (tvm_ffi, "use_torch_stream", contextlib.nullcontext),

@@ -179,6 +179,13 @@ def test_errors_of_a_call(cuda: softgpu.CudaObject) -> None:
         cuda.call("run_by_threads", torch.zeros(64, device="meta"), 0)
     with pytest.raises(softgpu.MemoryFault, match=r"argument 0 int32\[32\]"):
         cuda.call("run_by_threads", np.zeros(32, np.int32), ctypes.c_int(0))
+    with pytest.raises(LaunchError, match="allows 32, 1, 1 threads at most"):
+        kernel = cuda.module.kernels["_Z10by_threadsPii"]
+        try:
+            kernel.directives["maxntid"], text = "32, 1, 1", kernel.directives["maxntid"]
+            cuda.call("run_by_threads", np.zeros(64, np.int32), 0)
+        finally:
+            kernel.directives["maxntid"] = text
     with pytest.raises(LaunchError, match="has no kernel"):
         kernels = cuda.module.kernels
         try:

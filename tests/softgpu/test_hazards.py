@@ -441,6 +441,18 @@ def test_so_many_mbarriers_and_no_more() -> None:
         launch(body.replace("COUNT", "257"), [], options=Options(hazards="raise"))
 
 
+def test_a_warp_that_initialises_an_mbarrier_with_all_lanes_makes_one() -> None:
+    """Every lane knows of it, the other warp does not."""
+    inits = "".join(f"@%p51 mbarrier.init.shared.b64 [%r1+{8 * i}], 32;" for i in range(96))
+    use = "mbarrier.arrive.shared.b64 _, [%r1+760];"
+    case = Case(
+        "mbarrier-init", f"{inits} @%p51 {use} {GAP} @%p52 {use}",
+        "bar.sync 0;", events=("mbarrier.init", "mbarrier.arrive"),
+    )  # fmt: skip
+    case.check_broken()
+    case.check_correct()
+
+
 @pytest.mark.parametrize("count", [96, 97, 300])
 def test_a_kernel_that_shows_its_mbarriers_has_room_for_them(count: int) -> None:
     """The last one works as any other: the copy is known behind its wait, and not without."""

@@ -149,18 +149,8 @@ def encode(host: runtime.HostModule, **fields: object) -> _Wanted:
 
 @pytest.mark.parametrize("rank", [1, 2, 3, 5])
 def test_tensor_maps_are_encoded_as_they_are_decoded(host: runtime.HostModule, rank: int) -> None:
-    for code, element in (
-        (0, 1),
-        (1, 2),
-        (2, 4),
-        (3, 4),
-        (4, 8),
-        (5, 8),
-        (6, 2),
-        (7, 4),
-        (8, 8),
-        (9, 2),
-    ):  # CUtensorMapDataType
+    elements = {0: 1, 1: 2, 2: 4, 3: 4, 4: 8, 5: 8, 6: 2, 7: 4, 8: 8, 9: 2}
+    for code, element in elements.items():  # CUtensorMapDataType
         wanted = encode(host, rank=rank, type=code, swizzle=rank % 4)
         assert wanted.code == 0
         found = decode_map(bytes(wanted.map))

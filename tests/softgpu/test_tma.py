@@ -34,7 +34,7 @@ def test_tensor_copies(swizzle: int, data: Any) -> None:
     pitch = -(-extent[0] * dtype.itemsize // 16) * 16 // dtype.itemsize
     tensor = aligned((*reversed(extent[1:]), pitch), dtype)
     seed = data.draw(st.integers(0, 2**32))
-    tensor[...] = np.random.default_rng(seed).integers(1, np.iinfo(dtype).max, tensor.shape)
+    tensor[...] = np.random.default_rng(seed).integers(1, np.iinfo(dtype).max, tensor.shape, dtype)
     copy = aligned(tensor.shape, dtype)
     strides = tuple(reversed(tensor.strides[:-1]))
     maps = [encode_map(x, extent, strides, box, swizzle) for x in (tensor, copy)]
