@@ -6,8 +6,9 @@
 
 ``run`` without names takes all; each program is a process of its own, and its result a file in
 ``build/published``.  ``page`` puts what is there into profiles/results/tcgen05-programs.md.
-DIR holds the folders named in ``programs.SOURCES``: ``cutlass`` (a checkout), ``tokenspeed`` and
-``flashinfer`` (unpacked wheels).
+DIR holds the folders named in ``programs.SOURCES``: checkouts (``cutlass``, ``flash-attention`` and
+``quack``, which that imports) and unpacked wheels (``tokenspeed``,
+``flashinfer``).
 """
 
 from __future__ import annotations

@@ -108,13 +108,13 @@ class Comparisons:
         self._real(actual, expected, *rest, **named)
 
 
-_TORCH_FP8 = {"Float8E4M3FN": torch.float8_e4m3fn, "Float8E5M2": torch.float8_e5m2}
+TORCH_FP8 = {"Float8E4M3FN": torch.float8_e4m3fn, "Float8E5M2": torch.float8_e5m2}
 
 
 def typed(tensor: Any) -> torch.Tensor:
     """The torch tensor behind a DSL tensor, in the type that the program declared for it."""
     source: torch.Tensor = tensor.softgpu_source
-    wanted = _TORCH_FP8.get(tensor.element_type.__name__)
+    wanted = TORCH_FP8.get(tensor.element_type.__name__)
     return source.view(wanted) if wanted is not None and source.dtype != wanted else source
 
 

@@ -50,7 +50,7 @@ class Program:
             of which nothing is needed but decorators.
         beside: further folders under --from whose packages it imports.
         first: modules that are imported before it, for what they change in others.
-        held_out: it was not run before the model was finished; what it changed then, see page.py.
+        held_out: not empty for a program that the model was not made with: what it changed in it.
         edit: a pattern and its replacement, for a program that does not run as it was published.
     """
 
@@ -85,8 +85,10 @@ SOURCES = {
     "cutlass": Source("cutlass", "NVIDIA/cutlass", "commit 7107b055 (2026-08-20)", "BSD-3-Clause"),
     "tokenspeed": Source("tokenspeed", "tokenspeed-mla (PyPI)", "2.0.4", "MIT"),
     "flash-attention": Source(
-        "flash-attention", "Dao-AILab/flash-attention",
-        "commit 0251105a (2026-08-15), with quack of commit c8ec3170", "BSD-3-Clause",
+        "flash-attention",
+        "Dao-AILab/flash-attention",
+        "commit 0251105a (2026-08-15), with quack of commit c8ec3170",
+        "BSD-3-Clause",
     ),
     "flashinfer": Source("flashinfer", "flashinfer-python (PyPI)", "0.7.2.post1", "Apache-2.0"),
 }
@@ -240,7 +242,7 @@ def _tokenspeed(module: Any, heads: int, queries: int) -> None:
 
 
 def _exact(q: Any, k: Any, v: Any, causal: bool, scale: float) -> tuple[Any, Any]:
-    """Attention in float64 of (b, s, h, d) and (b, s, h_k, d): out (b, s, h, d_v), lse (b, h, s)."""
+    """Attention in float64, (b, s, h, d) and (b, s, h_k, d): (b, s, h, d_v) and lse (b, h, s)."""
     import torch
 
     q, k, v = (x.double() for x in (q, k, v))
@@ -451,31 +453,36 @@ PROGRAMS: dict[str, Program] = {
             "blockwise_gemm", "cutlass", f"{_KERNELS}/blockwise_gemm/blockwise_gemm.py",
             _blockwise_gemm, "256x256x384, e4m3, scales of 128 x 128 and 1 x 128",
             "layout D, products promoted from tensor memory", (roundings(BF16),),
+            held_out="nothing",
         ),
         Program(
             "dense_gemm_persistent", "cutlass",
             f"{_KERNELS}/dense_gemm/dense_gemm_persistent.py", _persistent_gemm,
             "512x256x192 bf16", "layout A, static persistent tiles, TMA store", (0.0,),
+            held_out="nothing",
         ),
         Program(
             "dense_gemm_persistent_dynamic", "cutlass",
             f"{_KERNELS}/dense_gemm/dense_gemm_persistent_dynamic.py", _persistent_gemm,
             "512x256x192 bf16, pair", "clusters that cancel others", (0.0,),
+            held_out="coordinates of a refused request are poison, not an error",
         ),
         Program(
             "dense_gemm_persistent_dynamic_1cta", "cutlass",
             f"{_KERNELS}/dense_gemm/dense_gemm_persistent_dynamic.py",
             lambda m: _persistent_gemm(m, False, 64), "512x256x192 bf16, one CTA a tile",
             "the same without pairs", (0.0,),
+            held_out="coordinates of a refused request are poison, not an error",
         ),
         _primitive(
             "slicek_m32n8k128", "32x8x128 and 32x32x128, 5 of its 6 variants",
             "M = 64 as 32 rows twice, A in tensor memory, lane masks, reuse of B", _slice_k,
+            held_out="nothing",
         ),
         Program(
             "cluster_tmem_reduce", "cutlass",
             "examples/python/CuTeDSL/experimental/primitives/reduction/cluster_tmem_reduce.py",
-            _verify, "default", "cp, ld, distributed shared memory",
+            _verify, "default", "cp, ld, distributed shared memory", held_out="nothing",
         ),
         Program(
             "tokenspeed_m64", "tokenspeed", "tokenspeed_mla/mla_decode.py",
@@ -490,24 +497,28 @@ PROGRAMS: dict[str, Program] = {
         _fa4_program(
             "fa4_fwd_128", "256 x 256, 2 heads of 1, causal, bf16", "TS with P over S, layout D",
             lambda m: _fa4(m, 128, 128, 2, 1), roundings(BF16, BF16), _LSE,
+            held_out="names of register ranges; a tail that leaves an mbarrier armed is a rule",
         ),
         _fa4_program(
             "fa4_fwd_192", "256 x 256, d 192 and 128, causal, bf16", "as fa4_fwd_128",
             lambda m: _fa4(m, 192, 128, 1, 1), roundings(BF16, BF16), _LSE,
+            held_out="names of register ranges; a tail that leaves an mbarrier armed is a rule",
         ),
         _fa4_program(
             "fa4_fwd_fp8", "256 x 256, d 128, causal, e4m3", "TS of e4m3, MN-major V",
             lambda m: _fa4(m, 128, 128, 1, 1, True), roundings(E4M3, BF16), _LSE,
+            held_out="names of register ranges; a tail that leaves an mbarrier armed is a rule",
         ),
         _fa4_program(
             "fa4_fwd_256", "256 x 256, d 256, causal, bf16, pair", "pairs M = 256",
-            lambda m: _fa4(m, 256, 256, 1, 1), roundings(BF16, BF16), _LSE,
+            lambda m: _fa4(m, 256, 256, 1, 1), roundings(BF16, BF16), _LSE, held_out="nothing",
         ),
         *(
             _fa4_program(
                 f"fa4_mla_{form}", f"2 x 128 heads, 320 tokens, {text}",
                 "pairs M = 128, S and O of two stages", functools.partial(_fa4_mla, form=form),
                 roundings(BF16, BF16), _LSE,
+                held_out="two arrivals at barrier.cluster are a hazard, not an error",
             )
             for form, text in (("dense", "causal"), ("top-k", "256 of them"),
                                ("paged", "pages of 64, causal"))
@@ -517,6 +528,7 @@ PROGRAMS: dict[str, Program] = {
                 f"fa4_bwd_{d}", f"256 x 256, d {d} and 128, causal, bf16",
                 "three kernels; pairs, bulk additions", functools.partial(_fa4_bwd, d=d, d_v=128),
                 roundings(BF16, BF16, BF16), atomics=True,
+                held_out="bulk additions; lanes that initialise one mbarrier together make one",
             )
             for d in (128, 192)
         ),
