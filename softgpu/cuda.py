@@ -85,7 +85,7 @@ class CudaObject(Loaded):
         )
 
     def _launched(self, launch: Launch) -> None:
-        """With ``__cluster_dims__`` the PTX says the cluster, and a launch may leave it out."""
+        """The PTX of a kernel with __cluster_dims__ says its cluster; a launch may leave it out."""
         kernel = self.program(launch.kernel).kernel
         words = kernel.directives.get("reqnctapercluster", "")
         if words:

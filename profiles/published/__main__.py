@@ -123,7 +123,8 @@ def verdict(
 ) -> str:
     """ "passes", or what is wrong."""
     if error:
-        return error.strip().splitlines()[-1]
+        said = [line for line in error.strip().splitlines() if not line.startswith(" ")]
+        return said[-1]
     if not seen:
         return "compared nothing"
     for i, (off, _) in enumerate(seen):

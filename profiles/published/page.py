@@ -48,11 +48,12 @@ it would order. What is reported otherwise:
   the load, so it runs in turns too.
 * `exit-in-flight`, `exited-block` in the multicast examples: a CTA's last multicast commit arrives
   at CTAs that may have ended.
-* `cluster-arrive-twice` in FA4's MLA: the DSL's pipeline arrives at the cluster's barrier inside
-  the window between the kernel's own arrival and its wait.
+* `cluster-arrive-twice` in FA4's MLA: a pipeline is made between the kernel's own arrival at the
+  barrier of the cluster and its wait, and arrives there, too.
 * `exit-in-flight` in FA4's backward: the last store of dK and dV is not waited for.
-* `missing-proxy-fence` in slicek_m32n8k128: `cp.async` writes A by the generic proxy, and the MMA
-  reads it behind an mbarrier, with no `fence.proxy.async`.
+* `missing-proxy-fence` in slicek_m32n8k128 and in FA4's MLA with a list or pages: `cp.async` writes
+  an operand by the generic proxy, and the MMA reads it behind an mbarrier, with no
+  `fence.proxy.async` between.
 * `global-race`: several warps or lanes store the same value to the same place (LSE; a TMA store
   that the whole warp executes).
 """
