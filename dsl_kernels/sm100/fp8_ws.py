@@ -88,6 +88,7 @@ MIN_STAGES = 3  # a Q tile, the tile in Q.K, the tile in P.V
 STAGE_BYTES = TILE * FORMAT.token_bytes
 SMALL_BYTES = 8192  # triples, factors, barriers, alignment: an upper bound
 SOFTMAX_WARPS, HALVES, HALF_WARPS = 4, 2, 4  # a promotion warpgroup owns a half of the channels
+HALF_NAMES = ("lower", "upper")
 HALF = D // HALVES
 RUN = 8  # channels that a thread stores at a time
 CHUNK = 32  # columns of X in registers at a time
@@ -148,8 +149,6 @@ def feasible(spec: VariantSpec) -> str | None:
         return "ws has one term of P so far"
     if spec.cluster > 1:
         return f"ws: row_tile {spec.row_tile} needs one CTA, not a cluster"
-    if spec.page_size != TILE:
-        return f"ws takes pages of {TILE} tokens only so far"
     if spec.stages and spec.stages < MIN_STAGES:
         return f"ws needs at least {MIN_STAGES} stages, got {spec.stages}"
     reason = bud.check(budget(spec))
@@ -173,7 +172,7 @@ def budget(spec: VariantSpec) -> bud.Budget:
         mmas=(
             bud.Mma("Q.K content", form.rows, TILE, D, "e4m3"),
             bud.Mma("Q.K RoPE", form.rows, TILE, R, "bf16"),
-            bud.Mma("P.V", form.rows, HALF, TILE, "e4m3"),
+            *(bud.Mma(f"P.V, {half} half", form.rows, HALF, TILE, "e4m3") for half in HALF_NAMES),
         ),
         tmem_columns=Columns(form).allocated,
         arch=spec.arch,

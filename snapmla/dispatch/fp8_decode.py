@@ -39,7 +39,7 @@ FP8_DECODE = DecodeOp(
         ),
         "ws": Features(
             (64,), "it puts rows on the MMA's M = 64",
-            "tcgen05.mma.ws, so far on the software GPU only", (64,),
+            "tcgen05.mma.ws, so far on the software GPU only", PAGE_SIZES,
         ),
     },
     token_bytes=FORMATS["fp8"].token_bytes,

@@ -244,7 +244,6 @@ def test_infeasible_points(changes: dict[str, Any], reason: str) -> None:
         ({"stages": 2}, "at least 3 stages"),
         ({"row_tile": 32}, "ws puts 64 rows on M"),
         ({"cluster": 2}, "needs one CTA, not a cluster"),
-        ({"page_size": 16}, "pages of 64 tokens only so far"),
     ],
 )
 def test_infeasible_points_of_sm100(changes: dict[str, Any], reason: str) -> None:

@@ -151,7 +151,6 @@ def test_choice_on_blackwell(blackwell: None, heads: int, s_q: int) -> None:
     [
         ({"pipeline": "etap"}, ValueError, "^pipeline: expected 'ws' on sm_100a, got etap"),
         ({"row_tile": 128}, ValueError, "^row_tile: expected 64 on sm_100a, got 128 .*M = 64"),
-        ({"page_size": 16}, VariantError, "^no decode kernel fits: ws has no page size of 16"),
     ],
 )
 def test_wishes_that_blackwell_does_not_grant(

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import snapmla
+from dsl_kernels.families.fp8_decode import PAGE_SIZES
 from dsl_kernels.spec import decode_spec
 from snapmla import dispatch, runtime
 from snapmla.decode_plan import launching
@@ -89,11 +90,12 @@ def test_decode_is_right_and_clean(blackwell: None, heads: int, s_q: int, inputs
 
 
 @pytest.mark.whole_matrix
-@pytest.mark.parametrize("layout", ["paged", "row640"])
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize("layout", ["split", "paged", "row640"])
 @pytest.mark.parametrize("out", ["bf16", "f32"])
-def test_layouts(layout: str, out: str) -> None:
-    """The strided layouts, copies and MMAs as late as they may be."""
-    spec = decode_spec("ws", 64, 64, out, "sm_100a")
+def test_layouts(page_size: int, layout: str, out: str) -> None:
+    """Pages and strided layouts, copies and MMAs as late as they may be."""
+    spec = decode_spec("ws", 64, page_size, out, "sm_100a")
     kernel = selfcheck.load(spec, up_to_date(spec))
     job = selfcheck.DecodeJob(spec, selfcheck.Workload.LENGTHS, layout=layout)
     with using(Options(asynchronous="late", hazards="raise", seed=1)):
