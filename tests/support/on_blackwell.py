@@ -49,6 +49,7 @@ def decode(
     made = snapmla.plan_decode(
         lengths, case.heads, case.s_q, page_size=case.page_size, max_pages=table.shape[1],
         num_parts=parts, fixed_overhead=1, causal=case.causal, pipeline=pipeline,
+        fixed_split_tokens=128 if parts > 1 else None,
     )  # fmt: skip
     out, lse = snapmla.decode(
         q, cache, table, lengths, softmax_scale=inputs.softmax_scale, plan=made,
