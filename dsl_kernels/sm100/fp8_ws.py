@@ -30,7 +30,8 @@ Barriers (Ring: full, empty; "commit" is one arrival when the issued MMAs are co
     p      softmax warps        | P.V commit, promotion warps                2  (P, beta, gamma)
     x      P.V commit           | promotion warps of the half                2  (halves, not stages)
     inv    softmax warps 0, 1   | promotion warps                            1  (1/l of an item)
-The Q tile passes through the KV ring: Q.K's issuer, its only reader, frees it for all.
+The Q tile passes through the KV ring: Q.K's issuer, its only reader, frees it for P.V's, too; the
+softmax warps wait for it and free it themselves, to keep count of the phases.
 
 Tensor memory (columns of 512)
     0    X, lower half   128    lane m + 64 g, column c: row m, channel 128 g + c
@@ -337,7 +338,7 @@ class Ws:
                     )  # fmt: skip
                 free = k_pipe.sync_object_empty.get_barrier(kst.index)
                 self.form.commit(free)
-                cute.arch.mbarrier_arrive(free, arrive_count=sum(K_READERS.values()) - 1)
+                cute.arch.mbarrier_arrive(free)  # for P.V's issuer; the softmax warps do so
             kst.advance()
             for _ in cutlass.range(first, last, unroll=1):
                 k_pipe.consumer_wait(kst)
@@ -390,7 +391,7 @@ class Ws:
         x_phase = Int32(1)
         for i in cutlass.range(span[0], span[1], unroll=1):
             _, first, last, _ = self.work.item_at(gmem.work, i)
-            kst.advance()  # over the Q tile, which Q.K's issuer frees
+            kst.advance()  # over the Q tile, which Q.K's issuer frees for it
             for _ in cutlass.range(first, last, unroll=1):
                 # P being there means that the tile is: the softmax warps have waited for it
                 self.rings.p.wait_full(st, pst.index, pst.phase)

@@ -99,7 +99,11 @@ class Softmax:
             seqlen = self.work.seqlen_of(gmem.work, batch)
             running[0], running[1] = Float32(NEVER), Float32(0.0)
             if cutlass.const_expr(self.tiles.with_q):
-                kst.advance()  # over the Q tile, which Q.K's issuer frees
+                # Nothing of the Q tile is wanted, but a stage that was skipped, in an item without
+                # tiles, may be a phase behind, and the wait for its next tile would not wait.
+                self.tiles.wait(cta, kst)
+                self.tiles.release(cta, kst)
+                kst.advance()
             for tile in cutlass.range(first, last, unroll=1):
                 self.tiles.wait(cta, kst)
                 facts = (factor, limit, ragged_from, seqlen)
