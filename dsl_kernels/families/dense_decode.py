@@ -52,6 +52,8 @@ FAMILY = Family(
     everyday=(
         {"pipeline": "split", "row_tile": 16, "page_size": 16, "dtype": "f16"},
         {"pipeline": "split", "row_tile": 64, "page_size": 64, "dtype": "bf16"},
+        {"pipeline": "ws", "row_tile": 64, "page_size": 16, "dtype": "f16"},
+        {"pipeline": "ws", "row_tile": 64, "page_size": 64, "dtype": "bf16"},
     ),
     result_axis="dtype",
     shown=("q", "cache", "block_table"),

@@ -37,7 +37,7 @@ class Correction:
         wwarp = cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
         gmem, call = cta.gmem, cta.call
         span = self.parts.items(cta)
-        o_at = umma.lanes_of(cta.tmem, wwarp) + self.parts.columns.o
+        o_at = umma.lanes_of(self.parts.tmem(cta), wwarp) + self.parts.columns.o
         kst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, STAGES)
         inv_phase = Int32(0)
         for i in cutlass.range(span[0], span[1], unroll=1):

@@ -47,8 +47,8 @@ class Issuers:
     @cute.jit
     def issue_scores(self, cta: Cta):
         """Q into tensor memory, S of every tile."""
-        st, q_pipe, k_pipe, gmem, _, tmem = cta
-        span = self.parts.items(cta)
+        st, q_pipe, _, gmem, _ = cta
+        span, tmem = self.parts.items(cta), self.parts.tmem(cta)
         queries = umma.k_major(umma.address_of(st.qc.data_ptr()))
         keys = umma.k_major(umma.address_of(st.kc.data_ptr()))
         qst = pipeline.make_pipeline_state(CONSUMER, Q_STAGES)
@@ -65,7 +65,8 @@ class Issuers:
             for _ in cutlass.range(first, last, unroll=1):
                 self.rings.s.wait_empty(st, sst.index, sst.phase)
                 s = tmem + self.columns.s + sst.index * self.form.share(TILE)
-                self.issue_chain(cta, s, queries, umma.advance(keys, kst.index * STAGE_BYTES), kst)
+                k = umma.advance(keys, kst.index * STAGE_BYTES)
+                self.issue_chain(cta, s, tmem + self.columns.q, queries, k, kst)
                 if umma.elected():
                     umma.commit(self.rings.s.full_barrier(st, sst.index))
                 kst.advance()
@@ -88,8 +89,8 @@ class Issuers:
                 self.form.copy_rows(column, umma.advance(chunk, 16 * x))
 
     @cute.jit
-    def issue_chain(self, cta: Cta, s, queries, keys, kst):
-        """S = Q K^T of one tile, chunk by chunk as they land."""
+    def issue_chain(self, cta: Cta, s, q, queries, keys, kst):
+        """S = Q K^T of one tile, chunk by chunk as they land; ``q``: Q in tensor memory."""
         st = cta.st
         for c in cutlass.range_constexpr(CHUNKS):
             if cutlass.const_expr(c == 0):
@@ -98,19 +99,19 @@ class Issuers:
                 self.loads.wait_chunk(st, c, kst.index, kst.phase)
             umma.after_sync()
             if umma.elected():
-                self.issue_chunk(s, cta.tmem, queries, keys, c)
+                self.issue_chunk(s, q, queries, keys, c)
 
-    def issue_chunk(self, s, tmem, queries, keys, c: int):
+    def issue_chunk(self, s, q, queries, keys, c: int):
         """64 channels of a chain, of which the first chunk begins a new sum."""
         for x in range(c * CHUNK_STEPS, (c + 1) * CHUNK_STEPS):
             in_tmem = c < TMEM_CHUNKS
-            q = (
-                tmem + self.columns.q + x * umma.CELLS
+            a = (
+                q + x * umma.CELLS
                 if in_tmem
                 else umma.advance(queries, umma.k_step(x, self.form.rows))
             )
             mma(
-                s, q, umma.advance(keys, umma.k_step(x, TILE)),
+                s, a, umma.advance(keys, umma.k_step(x, TILE)),
                 self.form.instruction(self.parts.dtype, TILE), x > 0, a_in_tmem=in_tmem,
             )  # fmt: skip
 
@@ -119,8 +120,8 @@ class Issuers:
     @cute.jit
     def issue_products(self, cta: Cta):
         """O += P V of every tile, half of the channels at a time."""
-        st, _, k_pipe, gmem, _, tmem = cta
-        span = self.parts.items(cta)
+        st, _, k_pipe, gmem, _ = cta
+        span, tmem = self.parts.items(cta), self.parts.tmem(cta)
         values = umma.mn_major(umma.address_of(st.kc.data_ptr()), BLOCK)
         weights = umma.k_major(p_address(st))
         kst = pipeline.make_pipeline_state(CONSUMER, STAGES)

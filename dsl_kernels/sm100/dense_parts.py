@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as helpers
-from cutlass import Float32, Int32
+from cutlass import Float32
 from cutlass.experimental import primitives as prim
 
 from .. import compat
@@ -102,14 +102,13 @@ class Layouts(NamedTuple):
 
 
 class Cta(NamedTuple):
-    """What every role of a CTA works with; ``tmem``: the address of its tensor memory."""
+    """What every role of a CTA works with."""
 
     st: Any
     q_pipe: Any
     k_pipe: Any
     gmem: Gmem
     call: Call
-    tmem: Int32
 
 
 class Parts:
@@ -157,9 +156,14 @@ class Parts:
 
     @cute.jit
     def items(self, cta: Cta):
-        """(first, end) of the CTA's items; every role looks for itself."""
+        """(first, end) of the CTA's items; every role looks for itself: where all shared one value,
+        it would live, and be spilled, through the role that needs most registers."""
         _, part, _ = cute.arch.block_idx()
         return self.work.items_of(cta.gmem.work, part)
+
+    def tmem(self, cta: Cta):
+        """The address of the CTA's tensor memory; every role looks for itself."""
+        return umma.base_of(cta.st.tmem.data_ptr())
 
 
 def p_address(st):

@@ -47,6 +47,8 @@ class Softmax:
         tidx, _, _ = cute.arch.thread_idx()
         gmem, call = cta.gmem, cta.call
         span = self.parts.items(cta)
+        wwarp = cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
+        s_at = umma.lanes_of(self.parts.tmem(cta), wwarp) + self.parts.columns.s
         row = tidx % self.form.rows
         kst = pipeline.make_pipeline_state(CONSUMER, STAGES)
         sst = pipeline.make_pipeline_state(CONSUMER, S_STAGES)
@@ -59,14 +61,14 @@ class Softmax:
             ragged_from = self.work.ragged_from(gmem.work, call, batch, rows)
             running[0], running[1] = Float32(NEVER), Float32(0.0)
             for tile in cutlass.range(first, last, unroll=1):
-                self.block(cta, tile, kst, sst, (factor, limit, ragged_from), running)
+                self.block(cta, tile, s_at, kst, sst, (factor, limit, ragged_from), running)
                 kst.advance()
                 sst.advance()
             self.finish_item(cta, slot, rows, inv_phase, running)
             inv_phase = inv_phase ^ 1
 
     @cute.jit
-    def block(self, cta: Cta, tile, kst, sst, facts, running):
+    def block(self, cta: Cta, tile, s_at, kst, sst, facts, running):
         """One block: S -> P over the tile's RoPE columns, gamma, this thread's share of the sum."""
         tidx, _, _ = cute.arch.thread_idx()
         lane, row = tidx % 32, tidx % self.form.rows
@@ -74,10 +76,7 @@ class Softmax:
         st, (factor, limit, ragged_from) = cta.st, facts
         self.rings.s.wait_full(st, sst.index, sst.phase)
         umma.after_sync()
-        s = umma.load(
-            umma.lanes_of(cta.tmem, wwarp) + self.parts.columns.s + sst.index * self.tokens,
-            self.tokens,
-        )
+        s = umma.load(s_at + sst.index * self.tokens, self.tokens)
         umma.wait_loads()
         umma.before_sync()
         cute.arch.sync_warp()  # one lane frees S for all

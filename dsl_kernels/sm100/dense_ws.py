@@ -14,8 +14,8 @@ Roles (3 warpgroups of 128 threads)
           warp 1  Q producer      TMA: the row tile of each item
           warp 2  Q.K issuer      384 channels of Q -> tensor memory; S = Q K^T, chunk by chunk
           warp 3  P.V issuer      O += P V in two halves of 256 channels; owns tensor memory
-    wg 1          softmax         S -> registers, frames, P -> smem, gamma           dense_softmax.py
-    wg 2          correction      clears V, O *= gamma, rows to memory               dense_correct.py
+    wg 1          softmax         S -> registers, frames, P -> smem, gamma        (dense_softmax.py)
+    wg 2          correction      clears V, O *= gamma, rows to memory            (dense_correct.py)
 
 Timeline of tile i (one of two stages of the KV ring)
     KV producer   |TMA i+1, first half of V as soon as P.V i-1 has read its own ...
@@ -42,6 +42,9 @@ Tensor memory (columns of 512)
 Shared memory (bytes)
     KV ring 2 x 73728 | Q 73728 | gamma, 1/l, maxima, sums, barriers
     P of a tile lies where its RoPE columns were (8192), which Q.K alone reads.
+
+Registers: 136 producers and issuers, 184, 184.  With pages of 16 tokens a tile is 36 copies, whose
+coordinates would be spilled with 88.
 """
 
 from __future__ import annotations
@@ -95,9 +98,9 @@ def budget(spec: VariantSpec) -> bud.Budget:
     parts = Parts(spec)
     return bud.Budget(
         groups=(
-            bud.WarpGroup("producers and issuers", 40),
-            bud.WarpGroup("softmax", 208),
-            bud.WarpGroup("correction", 208),
+            bud.WarpGroup("producers and issuers", 136),
+            bud.WarpGroup("softmax", 184),
+            bud.WarpGroup("correction", 184),
         ),
         smem=parts.smem_bytes + SMALL_BYTES,
         barriers=(
@@ -159,7 +162,7 @@ class DenseWs:
         k_pipe = self.loads.pipe(st)  # its barrier also publishes the address
 
         cute.arch.griddepcontrol_wait()  # q, the cache and the plan come from the kernels before
-        cta = Cta(st, q_pipe, k_pipe, gmem, call, umma.base_of(st.tmem.data_ptr()))
+        cta = Cta(st, q_pipe, k_pipe, gmem, call)
         if wg == 0:
             claim_registers(self.budget, self.regs[0])
             if warp_id == SCORES:
@@ -182,7 +185,7 @@ class DenseWs:
     @cute.jit
     def load(self, cta: Cta, tma: Tma, layouts: Layouts, warp_id):
         """The loader's warps."""
-        st, q_pipe, k_pipe, gmem, call, _ = cta
+        st, q_pipe, k_pipe, gmem, call = cta
         _, part, _ = cute.arch.block_idx()
         cache = Cache(tma.kv, gmem.num_pages, kv_heads=gmem.kv_heads)
         self.loads.run(
