@@ -1,7 +1,7 @@
 """The issuing warps of SM100's 16-bit decode (dense_ws.py): a warp waits, one lane issues.
 
-    Q.K   36 steps of 16 channels into S: A in tensor memory for 24 of them, in shared memory for 12
-    P.V   4 steps of 16 tokens for each half of the channels, added to O in tensor memory
+Q.K   36 steps of 16 channels into S: A in tensor memory for 24 of them, in shared memory for 12
+P.V   4 steps of 16 tokens for each half of the channels, added to O in tensor memory
 """
 
 from __future__ import annotations
