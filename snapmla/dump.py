@@ -107,9 +107,7 @@ def _pages_of_slots(slots: Tensor, pages: int, page_size: int) -> tuple[Tensor, 
     return keep.long(), torch.where(inside, new, -1).to(slots.dtype)
 
 
-def _pages_of_lists(
-    values: Mapping[str, Any], pages: int, page_size: int
-) -> tuple[Tensor, Tensor]:
+def _pages_of_lists(values: Mapping[str, Any], pages: int, page_size: int) -> tuple[Tensor, Tensor]:
     """Pages that query tokens' lists of tokens name, and the lists in a pool of those.
 
     What is no token stays what it is, as kernels must leave it alone; behind a list's end, which of
