@@ -20,9 +20,10 @@ import torch
 MODULES: dict[str, tuple[str, ...]] = {
     "snapmla": (
         "PagedKVCache", "append_kv", "quantize_q", "QuantizedQuery", "plan_decode", "DecodePlan",
-        "decode", "plan_sparse_decode", "SparsePlan", "PlanCache", "rope_append_kv",
-        "rope_quantize_q", "fetch_dequant", "convert_cache", "merge_state", "merge_states",
-        "explain", "SnapMLAError", "UnsupportedDeviceError", "VariantError", "__version__",
+        "decode", "plan_sparse_decode", "SparsePlan", "PlanCache", "SparsePlanCache",
+        "rope_append_kv", "rope_quantize_q", "fetch_dequant", "convert_cache", "merge_state",
+        "merge_states", "explain", "SnapMLAError", "UnsupportedDeviceError", "VariantError",
+        "__version__",
     ),
     "snapmla.flash_mla": (
         "get_mla_metadata", "flash_mla_with_kvcache", "FlashMLASchedMeta", "flash_mla_sparse_fwd",

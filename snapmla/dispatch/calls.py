@@ -268,11 +268,11 @@ def explain(
         checks.integer("num_kv_heads", num_kv_heads, 1, 1)
         tokens = checks.integer("batch", batch, 1) * s_q
         size = Size(tokens, checks.integer("topk", topk, 1))
-        problem = _sparse_problem(
+        sparse = _sparse_problem(
             num_heads, out_dtype, find_card(device, card), pipeline, row_tile, accuracy,
             cache_dtype,
         )  # fmt: skip
-        return contest.explain(problem, size)
+        return contest.explain(sparse, size)
     cache_dtype = checks.cache_dtype(cache_dtype)
     cache, p_terms = cache_name(cache_dtype), p_terms_of(accuracy)
     checks.page_size_of(cache, page_size)

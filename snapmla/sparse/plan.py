@@ -247,11 +247,11 @@ def plan_sparse_decode(
         check_stale=check_stale, accuracy=accuracy, cache_dtype=cache_dtype,
     )  # fmt: skip
     topk = checks.integer("topk", topk, 1, MAX_TOPK)
-    lengths = _lengths(topk_length, batch, device, topk)
+    lengths = sparse_lengths(topk_length, batch, device, topk)
     return plan_sparse(options, topk, s_q, lengths, cu_seqlens_q=cu_seqlens_q, total_q=total_q)
 
 
-def _lengths(
+def sparse_lengths(
     topk_length: torch.Tensor | None,
     batch: int | None,
     device: torch.device | str | int | None,
