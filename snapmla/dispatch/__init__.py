@@ -32,7 +32,7 @@ from snapmla.dispatch.calls import (
 from snapmla.dispatch.cards import Card, card_named, card_of, cards
 from snapmla.dispatch.contest import Explanation, Verdict
 from snapmla.dispatch.costs import ROW_BLOCKS, parts_of, rows_of_unit, unit_rows
-from snapmla.dispatch.needs import INDICES, PLAIN, Model, needs
+from snapmla.dispatch.needs import INDICES, PLAIN, Model, is_sparse, needs
 from snapmla.dispatch.sparse_decode import PIPELINES
 
 __all__ = [
@@ -52,6 +52,7 @@ __all__ = [
     "choose",
     "choose_sparse",
     "explain",
+    "is_sparse",
     "needs",
     "op_of",
     "p_terms_of",
