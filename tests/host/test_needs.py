@@ -178,6 +178,12 @@ def test_flash_mla_needs_its_records(asked: set[str]) -> None:
     assert {spec.name for spec in dispatch.needs(model)} == asked
 
 
+def test_sparse_decode_needs_no_records() -> None:
+    """FlashMLA's names plan it without any."""
+    model = Model((16,), dtype="fp8_ds_mla", flash_mla=True, sparse=True)
+    assert not [spec for spec in dispatch.needs(model) if "records" in spec.name]
+
+
 def test_another_architecture() -> None:
     names = [spec.name for spec in dispatch.needs(Model((16,), arch="sm_100a"))]
     assert names[-1] == "decode_ws_r64_p64_obf16_sm100a"
