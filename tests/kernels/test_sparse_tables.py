@@ -34,9 +34,9 @@ NAMES = {
     "fp8_ds_mla": "sparse_decode_mix16_r{}_obf16_sm90a",
 }
 
-# Of a list that leaves few tokens the LSE may be all but 0: the sum of a frame and the logarithm of
-# a mass over scales, numbers of 16 to 32, so two last places of such in fp32.  FlashMLA's gate, 1e-6
-# there, is made for its own tests, whose lists are long.
+# Where a list leaves few tokens an LSE may be all but 0: the sum of a frame and the logarithm of a
+# mass over scales, numbers of 16 to 32, so two last places of such in fp32.  FlashMLA's gate, 1e-6,
+# is made for its own tests, whose lists are long.
 LSE_PLACES = 2.0**-18
 WHOLE = pytest.mark.whole_matrix
 
