@@ -202,10 +202,7 @@ class Mix16(ProductsOfV):
             self.parts.stamps.put(gmem.results, Stamp.PRODUCTS_END, half == 0)
             INV_RING.wait_full(st, 0, items & 1)
             slot, rows = noted(st, items, wwarp, self.rows_cta)
-            self.write_rows(st, gmem.results, acc_O, slot, rows, half)
-            cute.arch.sync_warp()
-            if tidx % 32 == 0:
-                INV_RING.arrive_empty(st, 0)
+            self.write_rows(st, gmem.results, acc_O, slot, rows, half, INV_RING)
             self.parts.stamps.put(gmem.results, Stamp.ROWS_WRITTEN + half)
             items += 1
 

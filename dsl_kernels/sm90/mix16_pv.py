@@ -75,9 +75,12 @@ class ProductsOfV:
         return frag
 
     @cute.jit
-    def write_rows(self, st, results, acc_O, slot, rows, half):
+    def write_rows(self, st, results, acc_O, slot, rows, half, frees: cutlass.Constexpr = None):
         """Normalised O^T fragment -> rows: fragment rows g and g + 8 are d = 2g and 2g + 1 of 16
-        channels, of which a warp has four times as many, one after the other."""
+        channels, of which a warp has four times as many, one after the other.
+
+        ``frees``: the ``Ring`` of the rows' 1 / l, if whoever writes them waits for it.
+        """
         tidx, _, _ = cute.arch.thread_idx()
         # out of a shuffle, so that no address is made before the tiles, which have the registers
         lane = cute.arch.shuffle_sync(tidx % 32, tidx % 32)
@@ -100,3 +103,7 @@ class ProductsOfV:
                 runs[16 * d] = pair
             held.append(Held(8 * (x // 2) + x % 2, runs))
         write_rows(results, slot, rows, (2 * (lane % 4), channel), held, shared, woven)
+        if const_expr(frees is not None):
+            cute.arch.sync_warp()
+            if lane == 0:
+                frees.arrive_empty(st, 0)
