@@ -36,7 +36,7 @@ def default_num_parts(device: torch.device, unit_rows: int, spec: VariantSpec) -
     return dispatch.parts_of(sm_count(device), unit_rows, spec)
 
 
-class _Queries(NamedTuple):
+class Queries(NamedTuple):
     """The query tokens of a step, checked."""
 
     s_q: int | None  # None: ragged
@@ -53,13 +53,13 @@ class _Queries(NamedTuple):
         return 1 if invariant or not batch else max(-(-self.total_q // batch), 1)
 
 
-def _queries(
+def checked_queries(
     batch: int,
     num_heads: int,
     s_q: int | None,
     cu_seqlens_q: torch.Tensor | None,
     total_q: int | None,
-) -> _Queries:
+) -> Queries:
     """Checks which query tokens are meant: the same number for all, or ragged."""
     if (s_q is None) == (cu_seqlens_q is None):
         got = "neither" if s_q is None else "both"
@@ -71,13 +71,13 @@ def _queries(
             checks.value_error("total_q", "None beside s_q", total_q, hint)
         s_q = checks.s_q(s_q)
         checks.rows("s_q", batch * s_q, num_heads)
-        return _Queries(s_q, batch * s_q)
+        return Queries(s_q, batch * s_q)
     if total_q is None:
         hint = "the first extent of q; lengths stay on the device"
         checks.type_error("total_q", "an int beside cu_seqlens_q", "None", hint)
     total_q = checks.integer("total_q", total_q, 0)
     checks.rows("total_q", total_q, num_heads)
-    return _Queries(None, total_q)
+    return Queries(None, total_q)
 
 
 def plan_decode(
@@ -302,7 +302,7 @@ def make_plan(
     checks.lengths(cache_seqlens, "b")
     batch, num_heads, page_size = cache_seqlens.shape[0], options.num_heads, options.page_size
     kv_heads, group = options.num_kv_heads, options.group
-    queries = _queries(batch, num_heads, shape.s_q, cu_seqlens_q, shape.total_q)
+    queries = checked_queries(batch, num_heads, shape.s_q, cu_seqlens_q, shape.total_q)
     max_pages = checks.integer("max_pages", shape.max_pages, 1, 2**31 // page_size - 1)
     device = cache_seqlens.device
     typical = queries.typical(batch, options.fixed_split_tokens is not None)

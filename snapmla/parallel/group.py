@@ -17,7 +17,7 @@ from snapmla.errors import SnapMLAError
 from snapmla.parallel.exchange import METHODS, Arena, Collectives, Rows, make_exchange
 from snapmla.parallel.plan import Buffers, ContextPlan, Lengths, Query, scratch_of
 from snapmla.parallel.sharding import Sharding
-from snapmla.plan import plan_decode
+from snapmla.plan import checked_queries, plan_decode
 from snapmla.plan_cache import PlanCache
 
 Tensor = torch.Tensor
@@ -291,8 +291,11 @@ class ContextGroup:
         Source: our own.
         """
         checks.lengths(cache_seqlens, "b")
-        tokens = _tokens(cache_seqlens, s_q, cu_seqlens_q, total_q)
-        kind, device = self._kind(cache_dtype), cache_seqlens.device
+        kind, device, batch = self._kind(cache_dtype), cache_seqlens.device, len(cache_seqlens)
+        queries = checked_queries(batch, self.num_heads, s_q, cu_seqlens_q, total_q)
+        tokens = (queries.total_q,) if queries.s_q is None else (batch, queries.s_q)
+        if cu_seqlens_q is not None:
+            checks.vector("cu_seqlens_q", cu_seqlens_q, (batch + 1,), device)
         buffers = self._buffers(tokens, kind, device, workspace)
         local = torch.zeros_like(cache_seqlens)
         limits = None
@@ -540,21 +543,6 @@ class ContextGroup:
             return float(options._timeout.total_seconds())
         except (AttributeError, RuntimeError):  # not told by this torch
             return PATIENCE
-
-
-def _tokens(
-    cache_seqlens: Tensor, s_q: int | None, cu_seqlens_q: Tensor | None, total_q: int | None
-) -> tuple[int, ...]:
-    """Extents of the query tokens: (b, s_q), or (total_q,); checks that one form is meant."""
-    if (s_q is None) == (cu_seqlens_q is None):
-        got = "neither" if s_q is None else "both"
-        hint = "s_q for one number of query tokens, cu_seqlens_q and total_q for ragged ones"
-        checks.value_error("s_q", "one of s_q and cu_seqlens_q", got, hint)
-    batch = cache_seqlens.shape[0]
-    if cu_seqlens_q is None:
-        return batch, checks.s_q(s_q)
-    checks.vector("cu_seqlens_q", cu_seqlens_q, (batch + 1,), cache_seqlens.device)
-    return (checks.integer("total_q", total_q, 0),)
 
 
 def _of_cache(plans: PlanCache, options: dict[str, Any]) -> PlanCache:
