@@ -43,6 +43,7 @@ from ..common.frames import NEVER
 from ..common.registers import claim_registers
 from ..common.smem import array, one_stage, staged, struct_of
 from ..common.types import ROW_MAJOR
+from ..common.work_list import LOG2E
 from ..mha_list import KEYS as TILE
 from ..mha_list import ROWS
 from ..smxx.mha_items import key_tiles
@@ -57,7 +58,6 @@ COL_MAJOR = cutlass.tensor_utils.LayoutEnum.COL_MAJOR
 WARPGROUP = 128
 WIDTHS = {192: (128, 64), 128: (128,)}  # of K's tensors
 PRODUCER, CONSUMER = 24, 240  # registers
-LOG2_E = 1.4426950408889634
 SMALL_BYTES = 2048  # notes, barriers, alignment: an upper bound
 
 
@@ -214,7 +214,7 @@ class MhaFwd:
             *(load(k, tokens, box(w), (TILE, w)) for k, w in zip(ks, self.loads.widths)),
         )
         heads = (q.shape[1], compat.fast_divisor(q.shape[1] // v.shape[1]), Int32(ks[-1].shape[1]))
-        self.kernel(tma, tables, results, heads, softmax_scale * LOG2_E, causal, ctas).launch(
+        self.kernel(tma, tables, results, heads, softmax_scale * LOG2E, causal, ctas).launch(
             grid=(ctas, 1, 1), block=(self.budget.threads, 1, 1), stream=stream,
             min_blocks_per_mp=1, use_pdl=True,
         )  # fmt: skip

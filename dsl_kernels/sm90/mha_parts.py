@@ -22,7 +22,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from .. import compat
 from ..common.barriers import Ring
-from ..common.packing import pack
+from ..common.epilogue import Woven
 from ..common.smem import array, staged
 from ..common.types import U32
 from ..mha_list import HEADER, ROWS, SECTION, TAKEN, TILE_WORDS, TILES
@@ -291,6 +291,7 @@ class Rows:
         """
         out, lse = results
         quad = cute.arch.lane_idx() % 4
+        woven = Woven((1, 2), quad, 8)
         for i in cutlass.range_constexpr(2):
             s = total[i]
             for off in cutlass.range_constexpr(2):
@@ -303,28 +304,16 @@ class Rows:
                 value = (frame[i] + cute.math.log2(s, fastmath=True)) * LN2
                 lse[head, token] = -Float32.inf if empty else value
             for g in cutlass.range_constexpr(self.d_v // 32):
-                words = []
+                pairs = []
                 for x in cutlass.range_constexpr(4):
                     v = 4 * (4 * g + x) + 2 * i
-                    two = [
-                        Float32(cutlass.select_(empty, Float32(0.0), acc_o[v + y] * inverse))
-                        for y in range(2)
-                    ]
-                    words.append(pack(two, self.dtype)[0])
-                turned = _transposed(words, quad)
+                    pairs.append(
+                        [
+                            Float32(cutlass.select_(empty, Float32(0.0), acc_o[v + y] * inverse))
+                            for y in range(2)
+                        ]
+                    )
+                turned = woven.swap(pairs, self.dtype)
                 if mine:
                     at = cute.crd2idx((token, head, 32 * g + 8 * quad), out.layout)
                     compat.store_words((out.iterator + at).align(16), turned)
-
-
-def _transposed(words, quad):
-    """4 x 4 words over the four lanes of a quad: word x of lane c becomes word c of lane x."""
-    odd, high = quad % 2 == 1, quad >= 2
-    out = list(words)
-    for chosen, pairs, lanes in ((odd, ((0, 1), (2, 3)), 1), (high, ((0, 2), (1, 3)), 2)):
-        for a, b in pairs:
-            sent = cutlass.select_(chosen, out[a], out[b])
-            got = U32(cute.arch.shuffle_sync_bfly(sent, lanes))
-            out[a] = cutlass.select_(chosen, got, out[a])
-            out[b] = cutlass.select_(chosen, out[b], got)
-    return out
