@@ -47,14 +47,13 @@ from typing import TYPE_CHECKING
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
-from cutlass import Float32, Int32, const_expr
+from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 
 from ..common import budget as bud
 from ..common.registers import claim_registers
 from ..common.smem import array, staged, struct_of
 from ..common.types import F16
-from ..compat import wgmma_fence
 from ..dims import KV_LORA_RANK as D
 from ..dims import QK_ROPE_HEAD_DIM as R
 from ..dims import TOKEN_TILE as TILE
@@ -66,7 +65,7 @@ from .decode import Decode, infeasible
 from .fragments import pad_layout, padded_size
 from .item_notes import noted
 from .mix16_parts import STAGE_BYTES, Parts, layouts_of
-from .mix16_pv import UNITS, ProductsOfV
+from .mix16_pv import ProductsOfV
 from .mix16_softmax import MixSoftmax
 from .roles import FEW_ROWS, INV_RING, WARPGROUP, Cta, Layouts
 from .softmax_role import P_RING, P_STAGES, any_flag, hand_over_fields
@@ -210,12 +209,9 @@ class Mix16(ProductsOfV):
     def pv_block(self, st, k_pipe, acc_O, rP, half, kst, pst, offset, wwarp):
         """O^T = gamma O^T + V^T P^T of one tile."""
         tidx, _, _ = cute.arch.thread_idx()
-        lane, mma_o = tidx % 32, self.pv_mma()
-        at = kst.index * (TILE * D) + half * (D // 2 * TILE)
-        base = st.kc.data_ptr() + cute.assume(at, divby=1024)
-        group = 2 * half + wwarp // 2
-        ratio = self.load_ratio(st, kst.index, group, 0)
-        held = [self.to_v(self.load_v(base, offset, 0), ratio), None]
+        lane = tidx % 32
+        tile = self.tile(st, kst.index, half, wwarp, offset)
+        first = self.first_unit(st, tile)
         P_RING.wait_full(st, pst.index, pst.phase)
         if cute.arch.make_warp_uniform(any_flag(st, pst.index)) != 0:
             at = pst.index * padded_size(self.rows_cta)
@@ -224,24 +220,10 @@ class Mix16(ProductsOfV):
                 gamma = gamma_s[2 * (v // 4) + v % 2, lane % 4]
                 for d in cutlass.range_constexpr(4):
                     acc_O[d][v] = acc_O[d][v] * gamma
-        for u in cutlass.range_constexpr(UNITS):
-            kb, d = u // 4, u % 4
-            wgmma_fence()
-            atom = cute.make_mma_atom(mma_o.op)
-            atom.set(warpgroup.Field.ACCUMULATE, True)
-            for k in cutlass.range_constexpr(2):
-                p = rP[None, None, 2 * kb + k, pst.index]
-                cute.gemm(atom, acc_O[d], held[u % 2][None, None, k], p, acc_O[d])
-            warpgroup.commit_group()
-            if const_expr(u + 1 < UNITS):
-                raw = self.load_v(base, offset, u + 1)
-                if const_expr(u + 1 == UNITS // 2):
-                    ratio = self.load_ratio(st, kst.index, group, 1)
-                if const_expr(u > 0):
-                    warpgroup.wait_group(1)
-                if const_expr(u + 2 == UNITS // 2):
-                    self.parts.loads.free_first_half(st, kst.index)
-                held[(u + 1) % 2] = self.to_v(raw, ratio)
+        self.multiply(
+            st, acc_O, lambda k: rP[None, None, k, pst.index], tile, first,
+            lambda: self.parts.loads.free_first_half(st, kst.index),
+        )  # fmt: skip
         cute.arch.sync_warp()  # one lane frees the stage for all: their reads come first
         k_pipe.consumer_release(kst)
         warpgroup.wait_group(0)

@@ -6,14 +6,18 @@ tokens, of which a tile has ``UNITS``; its A operand is converted from two ldmat
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, const_expr
-from cutlass.cute.nvgpu import warp
+from cutlass.cute.nvgpu import warp, warpgroup
 
 from ..common.epilogue import Held, Shared, Woven, write_rows
 from ..common.types import F16, U16, U32
+from ..compat import wgmma_fence
 from ..dims import KV_LORA_RANK as D
+from ..dims import TOKEN_TILE as TILE
 from . import transpose
 from .fragments import pad_layout
 from .mix16_parts import SUM_FACTOR, Parts, times, unpack
@@ -22,6 +26,22 @@ from .wgmma import tiled_mma
 
 DEINTERLEAVE = 0x3120  # bytes (token, channel) (0,0) (0,1) (1,0) (1,1) -> channel 0, channel 1
 UNITS = 8  # of a tile's P.V in a warpgroup: 16 channels a warp x 32 tokens
+
+
+class VTile(NamedTuple):
+    """A warpgroup's half of a tile of V.
+
+    Attributes:
+        base: pointer to its first channel's bytes.
+        offset: where the lane's first matrix row lies (``own_offset``).
+        stage: of the ring.
+        group: of channels that share a scale, the warp's.
+    """
+
+    base: Any
+    offset: Any
+    stage: Any
+    group: Any
 
 
 class ProductsOfV:
@@ -73,6 +93,48 @@ class ProductsOfV:
                 r = ratio[2 * h + x]
                 words[4 * h + 2 * x], words[4 * h + 2 * x + 1] = times(even, r), times(odd, r)
         return frag
+
+    def tile(self, st, stage, half, wwarp, offset) -> VTile:
+        """The warpgroup's half of a stage."""
+        at = stage * (TILE * D) + half * (D // 2 * TILE)
+        base = st.kc.data_ptr() + cute.assume(at, divby=1024)
+        return VTile(base, offset, stage, 2 * half + wwarp // 2)
+
+    def first_unit(self, st, tile: VTile):
+        """(A fragments of unit 0, ratios of the first half of the tokens): what needs no P."""
+        ratio = self.load_ratio(st, tile.stage, tile.group, 0)
+        return self.to_v(self.load_v(tile.base, tile.offset, 0), ratio), ratio
+
+    def multiply(self, st, acc_O, p, tile: VTile, first, first_half_read=None) -> None:
+        """Adds V^T P^T of a tile to O^T: a unit's WGMMAs run while the next is converted.  The last
+        unit's are committed, not waited for.
+
+        Args:
+            p: k step -> B fragment of P^T.
+            first: of ``first_unit``.
+            first_half_read: what to do once the bytes of the first half of the tokens are read.
+        """
+        fragment, ratio = first
+        held, mma = [fragment, None], self.pv_mma()
+        for u in range(UNITS):
+            kb, d = u // 4, u % 4
+            wgmma_fence()
+            atom = cute.make_mma_atom(mma.op)
+            atom.set(warpgroup.Field.ACCUMULATE, True)
+            for k in range(2):
+                b = p(2 * kb + k)
+                cute.gemm(atom, acc_O[d], held[u % 2][None, None, k], b, acc_O[d])
+            warpgroup.commit_group()
+            if u + 1 == UNITS:
+                break
+            raw = self.load_v(tile.base, tile.offset, u + 1)
+            if u + 1 == UNITS // 2:
+                ratio = self.load_ratio(st, tile.stage, tile.group, 1)
+            if u > 0:
+                warpgroup.wait_group(1)
+            if u + 2 == UNITS // 2 and first_half_read is not None:
+                first_half_read()
+            held[(u + 1) % 2] = self.to_v(raw, ratio)
 
     @cute.jit
     def write_rows(self, st, results, acc_O, slot, rows, half, frees: cutlass.Constexpr = None):

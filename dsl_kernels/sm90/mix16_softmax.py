@@ -44,6 +44,18 @@ STEPS = D // 16  # k steps over the content
 UNIT_STEPS = {16: 8, 32: 4, 64: 4}  # k steps that are converted at once, by rows
 
 
+@cute.jit
+def new_frame(largest, first):
+    """(how far a row's frame moves, factor of its O and sum) for its largest value of a tile in the
+    frame of before; ``first``: whether this is the item's first tile with a token."""
+    shift = Float32(0.0)
+    if (largest > Float32(0.5 * NEVER)) & ((first != 0) | (largest > HEADROOM)):
+        shift = largest - P_LOG2_MAX
+    # of the item's first frame whatever is finite will do: O and sum are 0
+    gamma = cute.math.exp2(cute.arch.fmin(-shift, Float32(0.0)), fastmath=True)
+    return shift, gamma
+
+
 class MixSoftmax(AcrossWarps):
     """The role.
 
@@ -171,11 +183,7 @@ class MixSoftmax(AcrossWarps):
         frames = self.frames_of(st)
         for x in cutlass.range_constexpr(self.fragment.rows):
             v = 4 * (x // 2) + x % 2
-            shift = Float32(0.0)
-            if (m[x] > Float32(0.5 * NEVER)) & ((first != 0) | (m[x] > HEADROOM)):
-                shift = m[x] - P_LOG2_MAX
-            # of the item's first frame whatever is finite will do: O and sum are 0
-            gamma = cute.math.exp2(cute.arch.fmin(-shift, Float32(0.0)), fastmath=True)
+            shift, gamma = new_frame(m[x], first)
             l_run[x] = l_run[x] * gamma
             t[v], t[v + 2] = t[v] - shift, t[v + 2] - shift
             if (wwarp == 0) & (lane < 4):
@@ -319,6 +327,19 @@ class MixSoftmax(AcrossWarps):
             out.append(four)
         return out
 
+    def facts_of(self, st, stage, token):
+        """Of tokens ``token`` and ``token`` + 8, log2 sigma, 2^-40 / sigma, sigma; whether the tile
+        has any."""
+        facts, log, inverse, sigma, some = self.parts.scales.facts(st), [], [], [], None
+        for e in range(2):
+            four = cute.make_rmem_tensor((4,), Float32)
+            cute.autovec_copy(facts[None, token + 8 * e, stage], four)
+            log.append(four[0])
+            inverse.append(four[1])
+            sigma.append(four[2])
+            some = four[3]
+        return (log, inverse, sigma), some
+
     def free_stage(self, cta, kst) -> None:
         """Both halves; one lane tells for all, whose reads come first."""
         self.parts.loads.free_first_half(cta.st, kst.index)
@@ -333,12 +354,7 @@ class MixSoftmax(AcrossWarps):
         lane, wwarp = tidx % 32, cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
         row, token, buf = self.fragment.row, self.fragment.token, blocks & 1
         st, (_, l_run) = cta.st, rows_out
-        facts, own = self.parts.scales.facts(st), wwarp * 16 + lane // 4
-        log, inverse, sigma, some = [None] * 2, [None] * 2, [None] * 2, Float32(0.0)
-        for e in cutlass.range_constexpr(2):
-            four = cute.make_rmem_tensor((4,), Float32)
-            cute.autovec_copy(facts[None, own + 8 * e, kst.index], four)
-            log[e], inverse[e], sigma[e], some = four[0], four[1], four[2], four[3]
+        (log, inverse, sigma), some = self.facts_of(st, kst.index, wwarp * 16 + lane // 4)
         if const_expr(self.few_rows):
             t = self.scores_by_group(st, tools, qst.index, kst.index, wwarp, lane)
         else:
@@ -365,7 +381,8 @@ class MixSoftmax(AcrossWarps):
             t[v] = cute.math.exp2(t[v], fastmath=True)
             t[v + 2] = cute.math.exp2(t[v + 2], fastmath=True)
             l_run[x] = l_run[x] + (t[v] * inverse[0] + t[v + 2] * inverse[1])
-        self.store_p(st, t, buf, wwarp, lane)
+        base = st.p.data_ptr().toint() + buf * (self.rows_cta * TILE * 2)
+        self.store_p(base, t, wwarp, lane)
         if lane == 0:
             flags_of(st)[wwarp, buf] = cutlass.Uint8(1) if moves != 0 else cutlass.Uint8(0)
         cute.arch.fence_proxy("async.shared", space="cta")
@@ -385,15 +402,14 @@ class MixSoftmax(AcrossWarps):
         words = cute.recast_ptr(st.votes.data_ptr().align(4), dtype=Int32)
         return cute.arch.make_warp_uniform(cute.make_tensor(words, cute.make_layout(P_STAGES))[buf])
 
-    def store_p(self, st, t, buf, wwarp, lane):
-        """P^T into shared memory as [row][token]: matrix (j, i) of stmatrix.trans is the rows from
-        8 j on, the warp's tokens from 8 i on."""
-        p16 = cute.make_rmem_tensor((self.fragment.values,), F16)
+    def store_p(self, base, t, wwarp, lane):
+        """P^T of ``t``'s rows to address ``base`` of shared memory, as [row][token]: matrix (j, i)
+        of stmatrix.trans is the rows from 8 j on, the warp's tokens from 8 i on."""
+        p16 = cute.make_rmem_tensor((cute.size(t),), F16)
         p16.store(t.load().to(F16))
         words = cute.recast_tensor(p16, U32)
-        base = st.p.data_ptr().toint() + buf * (self.rows_cta * TILE * 2)
         row, chunk = lane // 16 * 8 + lane % 8, 2 * wwarp + lane // 8 % 2
         line = row * 128 + (chunk ^ (row % 8)) * 16
-        for x in range(self.rows_cta // 16):
+        for x in range(cute.size(t) // 8):
             four = [words[4 * x + i] for i in range(4)]
             store_words_of_p(four, base + (line + x * 2048), transposed=True)

@@ -41,23 +41,22 @@ from cutlass.cute.nvgpu import warpgroup
 from ..common import budget as bud
 from ..common.barriers import warps_meet
 from ..common.epilogue import finish_row
-from ..common.frames import NEVER, P_LOG2_MAX
+from ..common.frames import NEVER
 from ..common.registers import claim_registers
 from ..common.smem import array, struct_of
-from ..common.types import BF16, F16, U32
+from ..common.types import BF16, F16
 from ..compat import wgmma_fence
 from ..dims import KV_LORA_RANK as D
 from ..dims import QK_ROPE_HEAD_DIM as R
 from ..dims import TOKEN_TILE as TILE
 from ..ds_mla import GROUPS
 from ..stamp import Stamp
-from .block_softmax import store_words_of_p
 from .dense_frames import HEADROOM
 from .fragments import TokensOnM, pad_layout, padded_size, row_position
 from .item_notes import note, note_fields, noted
 from .mix16_parts import STAGE_BYTES, SUM_LOG2, Parts, layouts_of
-from .mix16_pv import UNITS, ProductsOfV
-from .mix16_softmax import MixSoftmax
+from .mix16_pv import ProductsOfV
+from .mix16_softmax import MixSoftmax, new_frame
 from .roles import ROWS_OF_CTA, WARPGROUP, Cta, Layouts
 from .wgmma import issue_words, low_word, tiled_mma
 
@@ -267,11 +266,7 @@ class TwinScores(MixSoftmax):
         gamma, frames = self.rows_of(st.gamma, lane, half), self.rows_of(st.frames, lane, half)
         for x in cutlass.range_constexpr(self.own.rows):
             v = 4 * (x // 2) + x % 2
-            shift = Float32(0.0)
-            if (m[x] > Float32(0.5 * NEVER)) & ((first != 0) | (m[x] > HEADROOM)):
-                shift = m[x] - P_LOG2_MAX
-            # of the item's first frame whatever is finite will do: O and sum are 0
-            factor = cute.math.exp2(cute.arch.fmin(-shift, Float32(0.0)), fastmath=True)
+            shift, factor = new_frame(m[x], first)
             l_run[x] = l_run[x] * factor
             t[v], t[v + 2] = t[v] - shift, t[v + 2] - shift
             if (wwarp == 0) & (lane < 4):
@@ -301,19 +296,6 @@ class TwinScores(MixSoftmax):
             for w in cutlass.range_constexpr(WARPS):
                 m[x] = cute.arch.fmax(m[x], across[8 * (x // 2) + 2 * quad + x % 2, w])
         return m
-
-    def store_half_of_p(self, st, t, stage, half):
-        """P^T of the twin's rows as [row][token], where the tile's RoPE lay (``store_p``)."""
-        wwarp, lane = self.place()
-        p16 = cute.make_rmem_tensor((VALUES,), F16)
-        p16.store(t.load().to(F16))
-        words = cute.recast_tensor(p16, U32)
-        base = st.kr.data_ptr().toint() + stage * (TILE * R * 2) + half * (ROWS * TILE * 2)
-        row, chunk = lane // 16 * 8 + lane % 8, 2 * wwarp + lane // 8 % 2
-        line = row * 128 + (chunk ^ (row % 8)) * 16
-        for x in range(ROWS // 16):
-            four = [words[4 * x + i] for i in range(4)]
-            store_words_of_p(four, base + (line + x * 2048), transposed=True)
 
     @cute.jit
     def finish(self, cta: Cta, half, l_run, slot, rows):
@@ -384,7 +366,7 @@ class Twins(ProductsOfV):
     def loop(self, cta: Cta, half):
         """Both products of the part's items."""
         st, layouts, q_pipe, k_pipe, gmem, call, part = cta
-        wwarp, _ = self.scores.place()
+        wwarp, lane = self.scores.place()
         shape = self.pv_mma().partition_shape_C((64, ROWS_OF_CTA))
         acc_O = [cute.make_rmem_tensor(shape, Float32) for _ in range(4)]
         l_run = cute.make_rmem_tensor((self.scores.own.rows,), Float32)
@@ -405,7 +387,7 @@ class Twins(ProductsOfV):
             for tile in cutlass.range(first, last, unroll=1):
                 k_pipe.consumer_wait(kst)
                 self.parts.stamps.put(gmem.results, Stamp.FIRST_TILE, kst.count == 0)
-                facts, some = self.facts_of(st, kst.index)
+                facts, some = self.scores.facts_of(st, kst.index, wwarp * 16 + lane // 4)
                 t = self.scores.half_scores(
                     st, rQ[None, None, None, 0], kst.index, half, facts[2]
                 )  # fmt: skip
@@ -442,26 +424,13 @@ class Twins(ProductsOfV):
         warps_meet(Barrier.ITEM, TWINS * WARPS)
 
     @cute.jit
-    def facts_of(self, st, stage):
-        """Of the thread's tokens: log2 sigma, 2^-40 / sigma, sigma; whether the tile has any."""
-        wwarp, lane = self.scores.place()
-        facts, own = self.parts.scales.facts(st), wwarp * 16 + lane // 4
-        found, some = ([None] * 2, [None] * 2, [None] * 2), Float32(0.0)
-        for e in cutlass.range_constexpr(2):
-            four = cute.make_rmem_tensor((4,), Float32)
-            cute.autovec_copy(facts[None, own + 8 * e, stage], four)
-            for x in cutlass.range_constexpr(3):
-                found[x][e] = four[x]
-            some = four[3]
-        return found, some
-
-    @cute.jit
     def block_p(self, st, t, facts, stage, half, first, l_run):
         """P^T of a tile, handed over to both twins."""
         wwarp, lane = self.scores.place()
         sums = self.scores.trade(st, t, half)
         moves = self.scores.softmax(st, sums, facts, half, first, l_run)
-        self.scores.store_half_of_p(st, sums, stage, half)
+        at = stage * (TILE * R * 2) + half * (ROWS * TILE * 2)  # where the tile's RoPE lay
+        self.scores.store_p(st.kr.data_ptr().toint() + at, sums, wwarp, lane)
         flags = st.flag.get_tensor(cute.make_layout((WARPS, TWINS)))
         if lane == 0:
             flags[wwarp, half] = cutlass.Uint8(1) if moves != 0 else cutlass.Uint8(0)
@@ -470,31 +439,13 @@ class Twins(ProductsOfV):
     def products(self, st, acc_O, rP, stage, half, offset):
         """O^T = gamma O^T + V^T P^T of a tile, over the twin's channels."""
         wwarp, _ = self.scores.place()
-        at = stage * (TILE * D) + half * (D // TWINS * TILE)
-        base = st.kc.data_ptr() + cute.assume(at, divby=1024)
-        group = 2 * half + wwarp // 2
-        ratio = self.load_ratio(st, stage, group, 0)
-        held = [self.to_v(self.load_v(base, offset, 0), ratio), None]
+        tile = self.tile(st, stage, half, wwarp, offset)
+        first = self.first_unit(st, tile)
         cute.arch.fence_proxy("async.shared", space="cta")  # P
         warps_meet(Barrier.P, TWINS * WARPS)
         for h in cutlass.range_constexpr(TWINS):
             self.rescale(st, acc_O, h)
-        for u in cutlass.range_constexpr(UNITS):
-            kb, d = u // 4, u % 4
-            wgmma_fence()
-            atom = cute.make_mma_atom(self.pv_mma().op)
-            atom.set(warpgroup.Field.ACCUMULATE, True)
-            for k in cutlass.range_constexpr(2):
-                p = rP[None, None, 2 * kb + k, stage]
-                cute.gemm(atom, acc_O[d], held[u % 2][None, None, k], p, acc_O[d])
-            warpgroup.commit_group()
-            if const_expr(u + 1 < UNITS):
-                raw = self.load_v(base, offset, u + 1)
-                if const_expr(u + 1 == UNITS // 2):
-                    ratio = self.load_ratio(st, stage, group, 1)
-                if const_expr(u > 0):
-                    warpgroup.wait_group(1)
-                held[(u + 1) % 2] = self.to_v(raw, ratio)
+        self.multiply(st, acc_O, lambda k: rP[None, None, k, stage], tile, first)
         warpgroup.wait_group(0)
         cute.arch.sync_warp()  # one lane frees the stage for all: their reads come first
 
