@@ -21,7 +21,7 @@ out=${OUT:-build/b200}
 carry=build/carry
 shapes=${SHAPES:-b32_L16384_h64_q1,b8_L32768_h16_q1,b128_L4096_h64_q1}
 smallest=decode_ws_r64_p64_obf16_sm100a
-listing=
+listing= variants=
 [ "${1:-}" = --list ] && listing=1
 
 # name | seconds | what it shows | if it fails
@@ -96,6 +96,8 @@ prepare() {
 }
 
 [ -n "$listing" ] || prepare
+export -f run part small_calls only
+export python out variants shapes smallest
 failed=0
 while IFS='|' read -r name seconds shows hint; do
     [[ $name =~ ${STEPS:-.} ]] || continue
@@ -105,8 +107,7 @@ while IFS='|' read -r name seconds shows hint; do
     fi
     echo "=== $name: $shows"
     begin=$SECONDS
-    export -f run part small_calls only
-    export python out variants name seconds shapes smallest
+    export name seconds
     timeout -k 10 "$seconds" bash -c 'run "$name"' > "$out/$name.log" 2>&1 < /dev/null
     code=$?
     tail -n 4 "$out/$name.log"

@@ -43,10 +43,10 @@ HEADS_TO_FP64 = (0, 77, 127)
 # ---------------------------------------------------------------- every way of exchange
 
 
-def decode_all(rank: int, ranks: int, store: str) -> None:
+def decode_all(rank: int, ranks: int, store: str, cases: tuple[Case, ...]) -> None:
     device = str(context_job.begin(rank, ranks, store, "nccl"))
     try:
-        found = [context_job.decode_case(case, rank, ranks, device) for case in CASES]
+        found = [context_job.decode_case(case, rank, ranks, device) for case in cases]
         torch.save(found, f"{store}.{rank}")
     finally:
         distributed.destroy_process_group()
@@ -55,7 +55,7 @@ def decode_all(rank: int, ranks: int, store: str) -> None:
 @pytest.mark.parametrize("ranks", RANKS)
 def test_every_way_is_right(ranks: int, tmp_path: Path) -> None:
     """Within decode's gates of fp64 on the stored bytes, methods agree; with empty shards."""
-    torch.multiprocessing.spawn(decode_all, (ranks, str(tmp_path / "store")), nprocs=ranks)
+    torch.multiprocessing.spawn(decode_all, (ranks, str(tmp_path / "store"), CASES), nprocs=ranks)
     parts = [torch.load(tmp_path / f"store.{rank}") for rank in range(ranks)]
     for i, case in enumerate(CASES):
         print(case)
@@ -123,15 +123,6 @@ def test_graphs(ranks: int, tmp_path: Path) -> None:
 # ---------------------------------------------------------------- one GPU
 
 
-def decode_long(rank: int, ranks: int, store: str) -> None:
-    device = str(context_job.begin(rank, ranks, store, "nccl"))
-    try:
-        found = [context_job.decode_case(case, rank, ranks, device) for case in LONG]
-        torch.save(found, f"{store}.{rank}")
-    finally:
-        distributed.destroy_process_group()
-
-
 def one_gpu(case: Case, ranks: int) -> tuple[Tensor, Tensor, Tensor]:
     """(out, lse) of one GPU that holds the ranks' bytes, and out by fp64 of ``HEADS_TO_FP64``."""
     stored = [
@@ -159,7 +150,7 @@ def one_gpu(case: Case, ranks: int) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize("ranks", RANKS)
 def test_long_sequences_equal_one_gpu(ranks: int, tmp_path: Path) -> None:
     """As near to fp64 as one GPU over the same bytes, and the same LSE."""
-    torch.multiprocessing.spawn(decode_long, (ranks, str(tmp_path / "store")), nprocs=ranks)
+    torch.multiprocessing.spawn(decode_all, (ranks, str(tmp_path / "store"), LONG), nprocs=ranks)
     parts = [torch.load(tmp_path / f"store.{rank}") for rank in range(ranks)]
     for i, case in enumerate(LONG):
         one, one_lse, exact = one_gpu(case, ranks)
