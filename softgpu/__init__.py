@@ -9,6 +9,7 @@ compile.  See docs/software-gpu.md.
 
 from . import ops as _ops  # noqa: F401 (registers every builder with the decoder)
 from .accumulate import blackwell, exact, hopper
+from .cuda import CudaObject, load_cuda
 from .errors import (
     BarrierError,
     Deadlock,
@@ -27,8 +28,8 @@ from .loader import LoadedKernel, Names, load, using
 from .options import Options, Stats
 
 __all__ = [
-    "BarrierError", "Deadlock", "DescriptorError", "Event", "Hazard", "LaunchError",
+    "BarrierError", "CudaObject", "Deadlock", "DescriptorError", "Event", "Hazard", "LaunchError",
     "LoadedKernel", "MemoryFault", "Names", "Options", "PtxSyntaxError", "SoftGpuError", "Stats",
     "TensorMemoryError", "ToolchainError", "UnmodelledInstruction", "blackwell", "exact", "hopper",
-    "load", "using",
+    "load", "load_cuda", "using",
 ]  # fmt: skip

@@ -141,19 +141,35 @@ class Cluster:
             if self.hazards is not None:
                 self.hazards.cluster_complete()
 
+    def _check_armed(self, address: int, b: MBarrier) -> None:
+        """Bytes copied that were not expected are an error; the other way round it is a rule.
+
+        A producer that acquires its stages once more at its end, as a tail, may expect bytes that
+        it never copies; nobody waits for them.
+        """
+        rule = "armed-exit"
+        if b.tx > 0 and rule not in self.machine.options.rules:
+            return
+        if b.tx > 0 and b.track is not None and self.hazards is not None:
+            self.hazards.report.armed_exit(b.track, b.tx, b.phase)
+            return
+        switch = f"; the rule {rule} of Options(rules=) asks for this" if b.tx > 0 else ""
+        raise BarrierError(
+            f"{self.machine.barrier_at(address)}: the cluster ended with a transaction "
+            f"count of {b.tx} in phase {b.phase}: bytes expected and bytes copied differ{switch}"
+        )
+
     def check_end(self) -> None:
         """What must not be left when a cluster ends.
 
         Raises:
-            BarrierError: bytes that were expected or copied, arrivals nobody waited for.
+            BarrierError: bytes that were copied, or expected (with the check on that is a hazard),
+                arrivals nobody waited for.
             TensorMemoryError: columns of tensor memory that nobody gave back.
         """
         for address, b in sorted(self.mbarriers.items()):
             if b.tx:
-                raise BarrierError(
-                    f"{self.machine.barrier_at(address)}: the cluster ended with a transaction "
-                    f"count of {b.tx} in phase {b.phase}: bytes expected and bytes copied differ"
-                )
+                self._check_armed(address, b)
         for block in self.blocks:
             for number, bar in block.named.items():
                 if bar.arrived:

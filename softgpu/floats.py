@@ -57,6 +57,27 @@ def to_e5m2(x: F32) -> NDArray[np.uint8]:
     return _encode8(x, 2, 15, 57344.0)
 
 
+def to_e8m0(bits: NDArray[np.uint32], rounding: str, satfinite: bool) -> NDArray[np.uint8]:
+    """cvt.rz or .rp to ue8m0 of f32 bits, one element; the sign is dropped.
+
+    The code is the exponent field; ``rp`` takes the next one unless the value is a power of two.
+    Code 0 is 2^-127, so ``rp`` gives it to all up to that.
+    """
+    magnitude = bits & np.uint32(0x7FFFFFFF)
+    code = magnitude >> np.uint32(23)
+    finite = magnitude < np.uint32(0x7F800000)
+    if rounding == "rp":
+        above = (magnitude & np.uint32(0x7FFFFF) != 0) & (magnitude > np.uint32(0x400000))
+        code = code + (above & finite)
+    if satfinite:
+        code = np.where(magnitude > np.uint32(0x7F800000), np.uint32(255), np.minimum(code, 254))
+    return code.astype(np.uint8)
+
+
+# cvt.rn.bf16x2.ue8m0x2 by code: 2^-127 is a subnormal of bf16, 0xff is NaN
+E8M0_AS_BF16 = np.array([0x0040, *(e << 7 for e in range(1, 255)), 0x7FFF], np.uint16)
+
+
 def bf16_to_f32(x: NDArray[np.uint16]) -> F32:
     return (x.astype(np.uint32) << np.uint32(16)).view(np.float32)
 

@@ -65,41 +65,28 @@ def using(options: Options) -> Iterator[None]:
         _override.options = before
 
 
-class LoadedKernel:
-    """An exported function whose launches run on the software GPU.
-
-    Call it with CPU torch tensors and Python scalars in the order of the ABI.  Runs synchronously
-    and writes into the given tensors.  Errors of the object's own argument checks come through as
-    TVM-FFI raises them; what goes wrong in the kernel is a ``SoftGpuError``.
+class Loaded:
+    """Kernels of one object: decoded from its PTX, run when its host code launches them.
 
     Attributes:
         options: execution options; may be replaced between calls, see also ``using``.
         last_stats: counts of the last call, one entry a launch.
-        extra_buffers: tensors the kernel may touch besides its arguments.
-        fp8_as_bytes: float8 tensors cross the ABI as uint8; False for a function that declares
-            them as float8.
+        launches: those of the last call, as the host code asked for them.
+        extra_buffers: tensors the kernels may touch besides the arguments.
     """
 
     def __init__(
-        self,
-        object_path: str | os.PathLike[str],
-        ptx_path: str | os.PathLike[str],
-        symbol: str,
-        options: Options | None = None,
-        names: Names | None = None,
+        self, ptx_path: str | os.PathLike[str], options: Options | None, names: Names | None
     ) -> None:
-        self.symbol = symbol
         self.names = names or Names()
         self.options = options or Options()
         self.module: Module = parse(pathlib.Path(ptx_path).read_text())
         self.ptx_path = pathlib.Path(ptx_path)
         self._programs: dict[str, Program] = {}
-        self._host = HostModule(object_path, self._launched)
         self._memory: GlobalMemory | None = None
         self.last_stats: list[Stats] = []
         self.launches: list[Launch] = []
         self.extra_buffers: list[Any] = []
-        self.fp8_as_bytes = True
 
     @property
     def entry(self) -> str:
@@ -142,31 +129,74 @@ class LoadedKernel:
             # what this grid did not wait for, a dependent of it may still overtake too
             _prior = machine.globals.footprints() + ([] if machine.prior_waited else machine.prior)
 
+    @contextlib.contextmanager
+    def _called(self) -> Iterator[GlobalMemory]:
+        """The memory of one call; calls run one after the other."""
+        with _lock:
+            self._memory = GlobalMemory()
+            self.last_stats, self.launches = [], []
+            try:
+                yield self._memory
+            finally:
+                self._memory = None
+
+    def _label(self, index: int, dtype: Any, shape: Any) -> str:
+        """What reports call an argument."""
+        known = index < len(self.names.arguments)
+        name = self.names.arguments[index] if known else f"argument {index}"
+        return f"{name} {str(dtype).removeprefix('torch.')}{list(shape)}"
+
+    def _add_tensor(self, memory: GlobalMemory, index: int, tensor: Any) -> None:
+        """Lets kernels touch an argument.  Raises SoftGpuError, MemoryFault."""
+        if tensor.device.type != "cpu":
+            raise SoftGpuError(f"argument {index}: expected a CPU tensor, got {tensor.device}")
+        label = self._label(index, tensor.dtype, tensor.shape)
+        _check_storage(label, tensor)
+        memory.add(label, tensor.data_ptr(), _span(tensor))
+
+    def _add_extra_buffers(self, memory: GlobalMemory) -> None:
+        for i, t in enumerate(self.extra_buffers):
+            memory.add(f"extra buffer {i} {list(t.shape)}", t.data_ptr(), _span(t))
+
+
+class LoadedKernel(Loaded):
+    """An exported function whose launches run on the software GPU.
+
+    Call it with CPU torch tensors and Python scalars in the order of the ABI.  Runs synchronously
+    and writes into the given tensors.  Errors of the object's own argument checks come through as
+    TVM-FFI raises them; what goes wrong in the kernel is a ``SoftGpuError``.
+
+    Attributes:
+        fp8_as_bytes: float8 tensors cross the ABI as uint8; False for a function that declares
+            them as float8.
+    """
+
+    def __init__(
+        self,
+        object_path: str | os.PathLike[str],
+        ptx_path: str | os.PathLike[str],
+        symbol: str,
+        options: Options | None = None,
+        names: Names | None = None,
+    ) -> None:
+        super().__init__(ptx_path, options, names)
+        self.symbol = symbol
+        self._host = HostModule(object_path, self._launched)
+        self.fp8_as_bytes = True
+
     def __call__(self, *args: Any) -> None:
         _untraced(self._run)(*args)
 
     def _run(self, *args: Any) -> None:
-        with _lock:
-            self._memory = GlobalMemory()
-            self.last_stats, self.launches = [], []
+        with self._called() as memory:
             values = []
             for i, a in enumerate(args):
                 if hasattr(a, "data_ptr"):
-                    if a.device.type != "cpu":
-                        raise SoftGpuError(f"argument {i}: expected a CPU tensor, got {a.device}")
-                    known = i < len(self.names.arguments)
-                    name = self.names.arguments[i] if known else f"argument {i}"
-                    label = f"{name} {str(a.dtype).removeprefix('torch.')}{list(a.shape)}"
-                    _check_storage(label, a)
-                    self._memory.add(label, a.data_ptr(), _span(a))
+                    self._add_tensor(memory, i, a)
                     a = as_cuda(_bytes_of_fp8(a) if self.fp8_as_bytes else a)
                 values.append(a)
-            for i, t in enumerate(self.extra_buffers):
-                self._memory.add(f"extra buffer {i} {list(t.shape)}", t.data_ptr(), _span(t))
-            try:
-                self._host.call(self.symbol, *values)
-            finally:
-                self._memory = None
+            self._add_extra_buffers(memory)
+            self._host.call(self.symbol, *values)
 
 
 def _untraced(function: Callable[..., None]) -> Callable[..., None]:

@@ -76,6 +76,9 @@ class Machine:
             want = tuple(int(x) for x in required.replace(" ", "").split(","))
             if want + (1,) * (3 - len(want)) != launch.block:
                 raise LaunchError(f"block {launch.block}: the kernel requires {want}")
+        most = self.program.kernel.directives.get("maxntid")
+        if most and self.threads > math.prod(int(x) for x in most.replace(" ", "").split(",")):
+            raise LaunchError(f"block {launch.block}: the kernel allows {most} threads at most")
         if any(g % c for g, c in zip(launch.grid, cluster, strict=True)):
             raise LaunchError(f"grid {launch.grid} is not a multiple of cluster {cluster}")
         if not 1 <= math.prod(cluster) <= 16:

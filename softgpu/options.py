@@ -18,6 +18,7 @@ RULES = (
     "tcgen05-fence",
     "operand-format",
     "mixed-kind",
+    "armed-exit",
 )  # of the hazard checker, those that can be switched
 _OTHER_WORDS = {"": "off", "0": "off", "1": "raise"}  # that SOFTGPU_HAZARDS may be
 
@@ -71,7 +72,8 @@ class Options:
             tcgen05.fence on both sides of a synchronisation, which many programs of others leave
             out; ``operand-format`` for one element format in which MMAs take the same bytes of
             shared memory; ``mixed-kind`` for one kind of MMA in each accumulator, which only some
-            editions of the manual want.
+            editions of the manual want; ``armed-exit`` for no mbarrier that ends expecting bytes
+            which nobody copies (with the check off an error), as tails of some producers leave.
         on_hazard: called with every hazard that is collected; may be None.
         resident: clusters that run at the same time; more are admitted when those all wait.
         max_instructions: stop after so many warp instructions, 0 for no limit.
@@ -84,7 +86,7 @@ class Options:
     asynchronous: str = field(default_factory=_asynchronous)
     seed: int | None = field(default_factory=_seed)
     hazards: str = field(default_factory=_hazards)
-    rules: frozenset[str] = frozenset({"tcgen05-fence", "operand-format"})
+    rules: frozenset[str] = frozenset({"tcgen05-fence", "operand-format", "armed-exit"})
     resident: int = 1
     max_instructions: int = 0
     on_hazard: Callable[[Hazard], None] | None = None

@@ -131,6 +131,7 @@ class Kernel:
     params: list[Param] = field(default_factory=list)
     code: list[Instr] = field(default_factory=list)
     reg_types: dict[str, str] = field(default_factory=dict)
+    reg_counts: dict[str, int] = field(default_factory=dict)  # of ``%r<9>``, by the stem
     variables: dict[str, Variable] = field(default_factory=dict)
     directives: dict[str, str] = field(default_factory=dict)
     files: dict[int, str] = field(default_factory=dict)
@@ -139,8 +140,15 @@ class Kernel:
         """Declared type of a register, such as ``b32`` or ``pred``; None if it is no register."""
         if name in self.reg_types:
             return self.reg_types[name]
-        m = re.match(r"(%[A-Za-z_$]+)\d+$", name)
-        return self.reg_types.get(m.group(1) + "<>") if m else None
+        # ``.reg .b64 a<12>`` declares a0 to a11 (PTX ISA 5.3.3): any name, with or without %, and
+        # of ``a1<12>`` too; the longest run of digits is not always the number
+        stem = name
+        while stem[-1:].isdigit():
+            stem = stem[:-1]
+            kind = self.reg_types.get(stem + "<>")
+            if kind is not None and int(name[len(stem) :]) < self.reg_counts[stem]:
+                return kind
+        return None
 
     def source_of(self, ins: Instr) -> str:
         """``file.py:12``, or ``PTX`` without line information."""
@@ -174,7 +182,7 @@ _LABEL = re.compile(r"([$A-Za-z_][\w$]*)\s*:(?!:)")
 _STATEMENT = re.compile(r"(?:@(!?)\s*(" + _NAME + r")\s+)?([A-Za-z][\w.:]*)\s*(.*)$", re.S)
 _VARIABLE = re.compile(
     r"\.(shared|local|global|const)\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+([\w$]+)\s*"
-    r"((?:\[\d*\])*)\s*(?:=\s*\{(.*)\})?$",
+    r"((?:\[\d*\])*)\s*(?:=\s*(\{.*\}|[^{]+))?$",
     re.S,
 )
 
@@ -303,7 +311,14 @@ class _Body:
         for name in (n.strip() for n in m.group(2).split(",")):
             r = re.fullmatch(r"(.+)<(\d+)>", name)
             if r:
-                self.kernel.reg_types[r.group(1) + "<>"] = kind
+                stem, count = r.group(1), int(r.group(2))
+                if len(self.scopes) > 1:
+                    for one in (f"{stem}{i}" for i in range(count)):
+                        self.scopes[-1][1].add(one)
+                        self.kernel.reg_types[self.rename(one)] = kind
+                else:
+                    self.kernel.reg_types[stem + "<>"] = kind
+                    self.kernel.reg_counts[stem] = count
             elif len(self.scopes) > 1:
                 self.scopes[-1][1].add(name)
                 self.kernel.reg_types[self.rename(name)] = kind
@@ -410,7 +425,7 @@ def _variable(statement: str, extern: bool) -> Variable:
         size *= int(d or 0)
     data = b""
     if init is not None:
-        for item in _split_args(init):
+        for item in _split_args(init[1:-1] if init[0] == "{" else init):
             imm = parse_immediate(item)
             if imm is None:
                 raise PtxSyntaxError(f"initialiser of {name}: {item!r} not understood")
@@ -431,7 +446,8 @@ def _match_brace(text: str, start: int) -> int:
 
 
 _PARAM = re.compile(
-    r"\.param\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+(?:\.ptr\s*(?:\.\w+\s*)?(?:\.align\s+(\d+)\s*)?)?"
+    r"\.param\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+"
+    r"(?:\.ptr\s*(?:\.(?:global|shared|local|const)\s*)?(?:\.align\s+(\d+)\s*)?)?"
     r"([\w$]+)\s*(?:\[(\d+)\])?"
 )
 

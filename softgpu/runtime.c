@@ -17,7 +17,7 @@
 #define HIDDEN __attribute__((visibility("hidden")))
 #define PUBLIC __attribute__((visibility("default")))
 
-enum { OK = 0, ERR_INVALID_VALUE = 1, ERR_LAUNCH_FAILURE = 719 };
+enum { OK = 0, ERR_INVALID_VALUE = 1, ERR_INVALID_DEVICE_FUNCTION = 98, ERR_LAUNCH_FAILURE = 719 };
 
 /* cudaLaunchAttribute: id, padding to 8 bytes, a union of 64 bytes. */
 typedef struct { uint32_t id, pad; union { uint32_t u[16]; char bytes[64]; } value; } attribute_t;
@@ -85,7 +85,11 @@ HIDDEN int _cudaLibraryGetKernel(void **kernel, void *lib, const char *name) {
   return OK;
 }
 
-/* ---- devices and attributes: one H200 -------------------------------------------------------- */
+/* ---- devices and attributes: one H200, or a B200 if so asked --------------------------------- */
+static int capability = 90;
+
+PUBLIC void softgpu_set_capability(int c) { capability = c; }
+
 HIDDEN int _cudaGetDevice(int *device) { *device = 0; return OK; }
 HIDDEN int _cudaSetDevice(int device) { return device == 0 ? OK : ERR_INVALID_VALUE; }
 HIDDEN int _cudaGetDeviceCount(int *count) { *count = 1; return OK; }
@@ -101,10 +105,10 @@ HIDDEN int _cudaDeviceGetAttribute(int *value, int attribute, int device) {
     case 8: *value = 49152; break;     /* shared memory per block without opt-in */
     case 10: *value = 32; break;       /* warp size */
     case 12: *value = 65536; break;    /* registers per block */
-    case 16: *value = 132; break;      /* multiprocessors */
+    case 16: *value = capability >= 100 ? 148 : 132; break; /* multiprocessors */
     case 39: *value = 2048; break;     /* threads per multiprocessor */
-    case 75: *value = 9; break;        /* compute capability */
-    case 76: *value = 0; break;
+    case 75: *value = capability / 10; break; /* compute capability */
+    case 76: *value = capability % 10; break;
     case 81: *value = 233472; break;   /* shared memory per multiprocessor */
     case 97: *value = 232448; break;   /* shared memory per block, opt-in */
     case 111: *value = 1024; break;    /* shared memory reserved per block */
@@ -167,7 +171,7 @@ HIDDEN int _cudaLaunchKernel(void *kernel, unsigned gx, unsigned gy, unsigned gz
 
 /* ---- tensor maps ----------------------------------------------------------------------------- */
 /* CUtensorMapDataType -> the map's element type; -1 where that is not known. */
-static const signed char element_code[13] = {0, 1, 2, 3, -1, -1, 6, 7, -1, 10, -1, -1, -1};
+static const signed char element_code[13] = {0, 1, 2, 3, 4, 5, 6, 7, 9, 10, -1, -1, -1};
 
 /* The tiled format that ops/tma.py decodes: strides in 16 bytes, extents and boxes less one. */
 HIDDEN int _cuTensorMapEncodeTiled(uint64_t map[16], int type, unsigned rank, uint64_t address,

@@ -1,8 +1,10 @@
-"""The seam between an exported CuTe DSL object and the interpreter.
+"""The seam between a compiled object and the interpreter.
 
-``link`` turns ``kernel.o`` into a shared object with ``runtime.c`` in place of the CUDA runtime;
-``HostModule`` loads it through TVM-FFI and delivers its launches to a Python function; ``as_cuda``
-dresses a CPU tensor as a CUDA one, so that the object's own argument checks run unchanged.
+``link`` turns ``kernel.o`` into a shared object with ``runtime.c`` in place of the CUDA runtime
+(``cudart.c`` for an object that nvcc made); ``HostModule`` loads an exported CuTe DSL object
+through TVM-FFI, ``CudaModule`` one of CUDA C++, and both deliver its launches to a Python function;
+``as_cuda`` dresses a CPU tensor as a CUDA one, so that the object's own argument checks run
+unchanged.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from .errors import SoftGpuError, ToolchainError
 
 _HERE = pathlib.Path(__file__).resolve().parent
 _RUNTIME_C = _HERE / "runtime.c"
+_CUDART_C = _HERE / "cudart.c"  # includes runtime.c
 _CUDA = 2  # DLDeviceType.kDLCUDA
 _CALLBACK_FAILED = 719  # cudaErrorLaunchFailure
 
@@ -106,23 +109,30 @@ def _compiler() -> str:
     )
 
 
-def link(object_path: str | os.PathLike[str]) -> pathlib.Path:
-    """Links an exported object with the stand-in runtime.
+def link(object_path: str | os.PathLike[str], cuda: bool = False) -> pathlib.Path:
+    """Links an exported object, or one of nvcc's (``cuda``), with the stand-in runtime.
 
     Returns the shared object in ``cache_dir()``, named by the hash of its inputs; a second call
     with the same inputs links nothing.  Raises FileNotFoundError, or ToolchainError: no compiler,
     a folder that takes nothing, or the linker's words.
     """
-    import tvm_ffi
-
     data = pathlib.Path(object_path).read_bytes()
-    tvm_lib = pathlib.Path(tvm_ffi.libinfo.find_libtvm_ffi())
-    digest = hashlib.sha256(data + _RUNTIME_C.read_bytes() + str(tvm_lib).encode()).hexdigest()[:32]
-    target = cache_dir() / f"{digest}.so"
+    runtime, seen = _RUNTIME_C, _RUNTIME_C.read_bytes()
+    if cuda:
+        runtime, seen = _CUDART_C, seen + _CUDART_C.read_bytes()
+        # host code in C++ may want its library; with --as-needed it is asked for only then
+        libraries = ["-Wl,--as-needed", "-lstdc++", "-lm"]
+    else:
+        import tvm_ffi
+
+        tvm_lib = pathlib.Path(tvm_ffi.libinfo.find_libtvm_ffi())
+        seen += str(tvm_lib).encode()
+        libraries = [f"-L{tvm_lib.parent}", f"-Wl,-rpath,{tvm_lib.parent}", "-ltvm_ffi"]
+    target = cache_dir() / f"{hashlib.sha256(data + seen).hexdigest()[:32]}.so"
     if target.exists():
         return target
     try:
-        _link(object_path, target, tvm_lib.parent, 2 * len(data))
+        _link([os.fspath(object_path), os.fspath(runtime)], target, libraries, 2 * len(data))
     except OSError as error:
         raise ToolchainError(
             f"softgpu: {target.parent}, the folder of linked objects, cannot be written: {error}; "
@@ -131,10 +141,10 @@ def link(object_path: str | os.PathLike[str]) -> pathlib.Path:
     return target
 
 
-def _link(
-    object_path: str | os.PathLike[str], target: pathlib.Path, libraries: pathlib.Path, size: int
-) -> None:
-    """Links into ``target``, which is whole as soon as it is there; it has at most ``size`` bytes.
+def _link(inputs: list[str], target: pathlib.Path, libraries: list[str], size: int) -> None:
+    """Links an object and its runtime, ``inputs``, into ``target``.
+
+    That is whole as soon as it is there, and has at most ``size`` bytes.
 
     Raises OSError where its folder takes nothing, ToolchainError with the linker's words.
     """
@@ -143,8 +153,7 @@ def _link(
     os.close(fd)
     command = [
         _compiler(), "-shared", "-fPIC", "-O1", "-w", "-fvisibility=hidden", "-Wl,-Bsymbolic",
-        "-Wl,--no-undefined", "-o", temporary, os.fspath(object_path), os.fspath(_RUNTIME_C),
-        f"-L{libraries}", f"-Wl,-rpath,{libraries}", "-ltvm_ffi",
+        "-Wl,--no-undefined", "-o", temporary, *inputs, *libraries,
     ]  # fmt: skip
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -153,8 +162,9 @@ def _link(
                 probe.write(bytes(size))
                 os.fsync(probe.fileno())
             raise ToolchainError(
-                f"softgpu: linking {object_path} with the software runtime failed; an undefined "
-                f"symbol below means the object uses a CUDA call that runtime.c does not offer.\n"
+                f"softgpu: linking {inputs[0]} with the software runtime failed; an undefined "
+                "symbol below means the object uses a CUDA call that "
+                f"{pathlib.Path(inputs[1]).name} does not offer.\n"
                 f"{' '.join(command)}\n{done.stderr}"
             )
         os.replace(temporary, target)
@@ -163,16 +173,10 @@ def _link(
             os.unlink(temporary)
 
 
-class HostModule:
-    """A linked object: calls its exported functions, delivers launches to ``on_launch``."""
+class _Library:
+    """A linked object that delivers its launches to ``on_launch``."""
 
-    def __init__(
-        self, object_path: str | os.PathLike[str], on_launch: Callable[[Launch], None]
-    ) -> None:
-        import tvm_ffi
-
-        path = link(object_path)
-        self._module = tvm_ffi.load_module(str(path))
+    def __init__(self, path: pathlib.Path, on_launch: Callable[[Launch], None]) -> None:
         self._library = ctypes.CDLL(str(path))
         self._on_launch = on_launch
         self._error: BaseException | None = None
@@ -201,23 +205,64 @@ class HostModule:
             return _CALLBACK_FAILED
         return 0
 
-    def call(self, symbol: str, *args: Any) -> None:
-        """Calls ``symbol``.  An error of the launch callback is raised as it was."""
+    def _run(self, owner: Any, symbol: str, *args: Any) -> Any:
+        """Calls ``symbol`` of ``owner``.  An error of the launch callback is raised as it was."""
         try:
-            function = getattr(self._module, symbol)
+            function = getattr(owner, symbol)
         except AttributeError as error:
             raise SoftGpuError(f"softgpu: the object exports no function {symbol!r}") from error
-        # Several HostModules may share one library (same content): the last one set must win.
+        # Several modules may share one library (same content): the last one set must win.
         self._library.softgpu_set_callback(self._callback)
         self._error = None
         try:
-            function(*args)
+            result = function(*args)
         except Exception:
             if self._error is not None:
                 raise self._error from None
             raise
         if self._error is not None:
             raise self._error
+        return result
+
+
+class HostModule(_Library):
+    """A linked object of the CuTe DSL: calls its exported functions through TVM-FFI."""
+
+    def __init__(
+        self, object_path: str | os.PathLike[str], on_launch: Callable[[Launch], None]
+    ) -> None:
+        import tvm_ffi
+
+        path = link(object_path)
+        self._module = tvm_ffi.load_module(str(path))
+        super().__init__(path, on_launch)
+
+    def call(self, symbol: str, *args: Any) -> None:
+        """Calls ``symbol``.  An error of the launch callback is raised as it was."""
+        self._run(self._module, symbol, *args)
+
+
+class CudaModule(_Library):
+    """A linked object of nvcc's: calls its ``extern "C"`` functions.
+
+    ``architecture`` is that of the PTX: host code that asks is on an H200, from 100 on on a B200.
+    """
+
+    def __init__(
+        self,
+        object_path: str | os.PathLike[str],
+        on_launch: Callable[[Launch], None],
+        architecture: int,
+    ) -> None:
+        super().__init__(link(object_path, cuda=True), on_launch)
+        self._library.softgpu_set_capability(100 if architecture >= 100 else 90)
+
+    def call(self, symbol: str, *args: Any) -> int:
+        """Calls ``symbol`` with ctypes values; returns its int, a cudaError_t.
+
+        An error of the launch callback is raised as it was.
+        """
+        return int(self._run(self._library, symbol, *args))
 
 
 class CudaDlpack:

@@ -91,7 +91,8 @@ class Warp:
         # threads it is what the compiler chose, which the PTX does not say
         self.registers = REGISTERS // threads // 8 * 8 if threads > REGISTERS // 256 else None
         self.mood: float | None = None  # how often an adversarial scheduler passes it over
-        self.cluster_gen = -1  # generation of barrier.cluster it arrived at and did not wait for
+        self.cluster_waits: list[int] = []  # generations of barrier.cluster it arrived at, no wait
+        self.arriving: dict[int, Any] = {}  # named barriers that some of its threads have come to
         self.bulk_groups: dict[int, list[Any]] = {}  # cp.async.bulk, by lane; the last is open
         self.copies: list[list[InFlight]] = [[]]  # cp.async; the last one is open
         self.mma_groups: list[list[InFlight]] = [[]]  # wgmma; the last one is open

@@ -6,8 +6,9 @@
 
 ``run`` without names takes all; each program is a process of its own, and its result a file in
 ``build/published``.  ``page`` puts what is there into profiles/results/tcgen05-programs.md.
-DIR holds the folders named in ``programs.SOURCES``: ``cutlass`` (a checkout), ``tokenspeed`` and
-``flashinfer`` (unpacked wheels).
+DIR holds the folders named in ``programs.SOURCES``: checkouts (``cutlass``, ``flash-attention`` and
+``quack``, which that imports) and unpacked wheels (``tokenspeed``,
+``flashinfer``).
 """
 
 from __future__ import annotations
@@ -59,9 +60,11 @@ def _package(name: str, path: Path | None) -> None:
 def _module(folder: Path, program: Program) -> Any:
     """Imports the program: a file of a checkout, or a module of an unpacked wheel."""
     if program.source != "cutlass":
-        sys.path.insert(0, str(folder))
+        sys.path[:0] = [str(folder), *(str(folder.parent / x) for x in program.beside)]
         for name, path in program.packages:
             _package(name, folder / path if path else None)
+        for name in program.first:
+            importlib.import_module(name)
         return importlib.import_module(program.path.removesuffix(".py").replace("/", "."))
     path = folder / program.path
     if program.edit is not None:
@@ -120,7 +123,8 @@ def verdict(
 ) -> str:
     """ "passes", or what is wrong."""
     if error:
-        return error.strip().splitlines()[-1]
+        said = [line for line in error.strip().splitlines() if not line.startswith(" ")]
+        return said[-1]
     if not seen:
         return "compared nothing"
     for i, (off, _) in enumerate(seen):

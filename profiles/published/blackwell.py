@@ -108,13 +108,13 @@ class Comparisons:
         self._real(actual, expected, *rest, **named)
 
 
-_TORCH_FP8 = {"Float8E4M3FN": torch.float8_e4m3fn, "Float8E5M2": torch.float8_e5m2}
+TORCH_FP8 = {"Float8E4M3FN": torch.float8_e4m3fn, "Float8E5M2": torch.float8_e5m2}
 
 
 def typed(tensor: Any) -> torch.Tensor:
     """The torch tensor behind a DSL tensor, in the type that the program declared for it."""
     source: torch.Tensor = tensor.softgpu_source
-    wanted = _TORCH_FP8.get(tensor.element_type.__name__)
+    wanted = TORCH_FP8.get(tensor.element_type.__name__)
     return source.view(wanted) if wanted is not None and source.dtype != wanted else source
 
 
@@ -138,6 +138,7 @@ def pretend(compile_: Callable[..., Any]) -> Iterator[Comparisons]:
     import cutlass.torch
     import cutlass.utils as utils
     import tvm_ffi
+    from cutlass.utils import tensor_helpers
 
     from softgpu.runtime import CudaDlpack
 
@@ -153,6 +154,7 @@ def pretend(compile_: Callable[..., Any]) -> Iterator[Comparisons]:
     swaps = [
         (torch.testing, "assert_close", comparisons), (cute, "compile", compile_),
         (runtime, "from_dlpack", from_dlpack), (cutlass.torch, "from_dlpack", from_dlpack),
+        (tensor_helpers, "from_dlpack", from_dlpack),
         (testing, "convert", _convert), (testing, "benchmark", lambda *a, **k: 0.0),
         (utils, "HardwareInfo", HardwareInfo),
         (tvm_ffi, "use_torch_stream", contextlib.nullcontext),

@@ -13,7 +13,7 @@ import torch
 
 import softgpu
 
-from .blackwell import typed
+from .blackwell import TORCH_FP8, typed
 
 OPTIONS = "--enable-tvm-ffi --generate-line-info --keep-ptx"
 SYMBOL = "published"
@@ -126,6 +126,8 @@ class Kernel:
         left_out = self._compiled_for[len(values) :]
         if all(a is None for a in left_out):  # optional arguments that the call leaves out
             values += left_out
+        declared = zip(values, self._compiled_for, strict=False)
+        values = [_as_declared(v, c) for v, c in declared] + values[len(self._compiled_for) :]
         self.tensors = tensors = [v for v in values if isinstance(v, torch.Tensor)]
         before = [_raw(t).clone() for t in tensors]
         first: list[torch.Tensor] = []
@@ -156,6 +158,14 @@ def _plain(value: Any) -> Any:
         return typed(value)
     if type(value).__module__.startswith("cutlass") and hasattr(value, "value"):
         return value.value
+    return value
+
+
+def _as_declared(value: Any, compiled_for: Any) -> Any:
+    """Bytes that a program passes for float8, which it declared, as float8."""
+    kind = getattr(getattr(compiled_for, "element_type", None), "__name__", "")
+    if isinstance(value, torch.Tensor) and value.dtype == torch.uint8 and kind in TORCH_FP8:
+        return value.view(TORCH_FP8[kind])
     return value
 
 

@@ -7,6 +7,7 @@ independent roundings add in squares.  Sums of small integers are exact: bound 0
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -47,6 +48,9 @@ class Program:
             that shows.  0: the software GPU's own schedules.
         packages: (name, folder) of packages whose ``__init__`` is left out; no folder: a module
             of which nothing is needed but decorators.
+        beside: further folders under --from whose packages it imports.
+        first: modules that are imported before it, for what they change in others.
+        held_out: not empty for a program that the model was not made with: what it changed in it.
         edit: a pattern and its replacement, for a program that does not run as it was published.
     """
 
@@ -61,6 +65,9 @@ class Program:
     hazards: bool = True
     turns: int = 0
     packages: tuple[tuple[str, str], ...] = ()
+    beside: tuple[str, ...] = ()
+    first: tuple[str, ...] = ()
+    held_out: str = ""
     edit: tuple[str, str] | None = None
 
 
@@ -77,15 +84,21 @@ class Source:
 SOURCES = {
     "cutlass": Source("cutlass", "NVIDIA/cutlass", "commit 7107b055 (2026-08-20)", "BSD-3-Clause"),
     "tokenspeed": Source("tokenspeed", "tokenspeed-mla (PyPI)", "2.0.4", "MIT"),
+    "flash-attention": Source(
+        "flash-attention",
+        "Dao-AILab/flash-attention",
+        "commit 0251105a (2026-08-15), with quack of commit c8ec3170",
+        "BSD-3-Clause",
+    ),
     "flashinfer": Source("flashinfer", "flashinfer-python (PyPI)", "0.7.2.post1", "Apache-2.0"),
 }
 
 
 def _primitive(
-    name: str, shapes: str, shows: str, call: Callable[[Any], None], *bounds: float
+    name: str, shapes: str, shows: str, call: Callable[[Any], None], *bounds: float, **named: Any
 ) -> Program:
     path = f"{_PRIMITIVES}/{name}.py"
-    return Program(name, "cutlass", path, call, shapes, shows, bounds or (0.0,))
+    return Program(name, "cutlass", path, call, shapes, shows, bounds or (0.0,), **named)
 
 
 def _verify(module: Any) -> None:
@@ -152,6 +165,33 @@ def _gemm(module: Any, fp8: bool) -> None:
     )  # fmt: skip
 
 
+def _blockwise_gemm(module: Any) -> None:
+    import cutlass
+
+    module.run(
+        (256, 256, 384, 1), cutlass.Float8E4M3FN, cutlass.BFloat16, cutlass.Float32,
+        cutlass.Float32, "k", "k", "n", (128, 128), (1, 1), False, 1e-1,
+    )  # fmt: skip
+
+
+def _persistent_gemm(module: Any, pair: bool = True, n: int = 128) -> None:
+    import cutlass
+
+    module.run(
+        (512, 256, 192, 1), cutlass.BFloat16, cutlass.BFloat16, cutlass.Float32, "k", "k", "n",
+        mma_tiler_mn=(256, n) if pair else (128, n), cluster_shape_mn=(2, 1) if pair else (1, 1),
+        use_2cta_instrs=pair,
+    )  # fmt: skip
+
+
+def _slice_k(module: Any) -> None:
+    for variant in (
+        "async_s32_smem", "a_tmem_core_matrix", "tma_s128_mma_s32", "tma_s32_mma_s32",
+        "n_group_smem_a_reuse_wdm",
+    ):  # fmt: skip
+        module.verify(variant)
+
+
 def _fmha_bwd(module: Any) -> None:
     """Its own check holds max differences against torch's in bf16; ours takes the relative L2."""
     import cutlass
@@ -201,6 +241,85 @@ def _tokenspeed(module: Any, heads: int, queries: int) -> None:
         torch.testing.assert_close(lse[i].double(), want_lse, rtol=1e-5, atol=1e-5)
 
 
+def _exact(q: Any, k: Any, v: Any, causal: bool, scale: float) -> tuple[Any, Any]:
+    """Attention in float64, (b, s, h, d) and (b, s, h_k, d): (b, s, h, d_v) and lse (b, h, s)."""
+    import torch
+
+    q, k, v = (x.double() for x in (q, k, v))
+    k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
+    score = torch.einsum("bqhd,bkhd->bhqk", q, k) * scale
+    if causal:
+        seen = torch.ones(score.shape[-2:], dtype=torch.bool).tril(k.shape[1] - q.shape[1])
+        score = score.masked_fill(~seen, -math.inf)
+    out = torch.einsum("bhqk,bkhd->bqhd", torch.softmax(score, -1), v)
+    return out, torch.logsumexp(score, -1)
+
+
+def _fa4(module: Any, d: int, d_v: int, heads: int, kv_heads: int, fp8: bool = False) -> None:
+    import torch
+
+    torch.manual_seed(1)
+    shapes = ((heads, d), (kv_heads, d), (kv_heads, d_v))
+    q, k, v = (torch.randn(1, 256, *shape).bfloat16() for shape in shapes)
+    if fp8:
+        q, k, v = (x.to(torch.float8_e4m3fn) for x in (q, k, v))
+    out, lse = module.flash_attn_func(q, k, v, causal=True, return_lse=True)
+    expected, want_lse = _exact(q, k, v, True, d**-0.5)
+    torch.testing.assert_close(out.double(), expected, rtol=0.1, atol=0.1)
+    torch.testing.assert_close(lse.double(), want_lse, rtol=1e-5, atol=1e-5)
+
+
+def _fa4_mla(module: Any, form: str) -> None:
+    """128 heads, two queries, 320 tokens: dense and causal, a list of 256, or pages of 64."""
+    import torch
+
+    torch.manual_seed(1)
+    b, queries, heads, tokens = 1, 2, 128, 320
+    q, qv = (torch.randn(b, queries, heads, x).bfloat16() for x in (64, 512))
+    k, v = (torch.randn(b, tokens, 1, x).bfloat16() for x in (64, 512))
+    scale, named, causal = 192**-0.5, {}, form != "top-k"
+    if form == "top-k":
+        indices = torch.stack([torch.randperm(tokens)[:256] for _ in range(queries)])
+        named["gather_kv_indices"] = indices[None].to(torch.int32)
+    if form == "paged":
+        order = torch.randperm(8)[: tokens // 64]
+        pages = [torch.randn(8, 64, 1, x.shape[-1]).bfloat16() for x in (k, v)]
+        for pool, x in zip(pages, (k, v), strict=True):
+            pool[order] = x.reshape(-1, 64, 1, x.shape[-1])
+        out, lse = module.flash_attn_varlen_func(
+            q, *pages, qv=qv, page_table=order[None].to(torch.int32), softmax_scale=scale,
+            seqused_k=torch.tensor([tokens], dtype=torch.int32), causal=True, return_lse=True,
+        )  # fmt: skip
+    else:
+        out, lse = module.flash_attn_func(
+            q, k, v, qv=qv, softmax_scale=scale, causal=causal, return_lse=True, **named
+        )
+    joint_q, joint_k = torch.cat([q, qv], -1), torch.cat([k, v], -1)
+    for i in range(queries):
+        rows = indices[i] if form == "top-k" else torch.arange(tokens - (queries - 1 - i) * causal)
+        expected, want_lse = _exact(
+            joint_q[:, i : i + 1], joint_k[:, rows], v[:, rows], False, scale
+        )
+        torch.testing.assert_close(out[:, i : i + 1].double(), expected, rtol=0.1, atol=0.1)
+        torch.testing.assert_close(lse[:, i].double(), want_lse[..., 0], rtol=1e-5, atol=1e-5)
+
+
+def _fa4_bwd(module: Any, d: int, d_v: int) -> None:
+    """The gradients of float64 attention, by torch's autograd."""
+    import torch
+
+    torch.manual_seed(1)
+    q, k = (torch.randn(1, 256, 1, d).bfloat16() for _ in range(2))
+    v, dout = (torch.randn(1, 256, 1, d_v).bfloat16() for _ in range(2))
+    exact = [x.double().requires_grad_() for x in (q, k, v)]
+    expected, want_lse = _exact(*exact, True, d**-0.5)
+    gradients = torch.autograd.grad(expected, exact, dout.double())
+    out, lse = expected.detach().bfloat16(), want_lse.detach().float()
+    got = module._flash_attn_bwd(q, k, v, out, dout, lse, causal=True)
+    for x, want in zip(got[:3], gradients, strict=True):
+        torch.testing.assert_close(x.double(), want, rtol=1.0, atol=1.0)
+
+
 def _flashinfer(module: Any) -> None:
     """Sizes for which its heuristics choose the tile of 64 queries and 256 keys."""
     import torch
@@ -240,6 +359,21 @@ _FLASHINFER = (
     ("flashinfer.trace.templates.attention", ""), ("flashinfer.utils", ""),
 )  # fmt: skip
 _LSE = 1e-5  # logarithms of float32 sums of a few hundred terms
+
+_FA4_PACKAGES = (
+    ("flash_attn", "flash_attn"), ("flash_attn.cute", "flash_attn/cute"),
+    ("quack", "../quack/quack"),
+)  # fmt: skip
+
+
+def _fa4_program(
+    name: str, shapes: str, shows: str, call: Callable[[Any], None], *bounds: float, **named: Any
+) -> Program:
+    return Program(
+        name, "flash-attention", "flash_attn/cute/interface.py", call, shapes, shows, bounds,
+        packages=_FA4_PACKAGES, beside=("quack",), first=("quack.dsl",), **named,
+    )  # fmt: skip
+
 
 PROGRAMS: dict[str, Program] = {
     p.name: p
@@ -316,6 +450,41 @@ PROGRAMS: dict[str, Program] = {
             (roundings(BF16, BF16, BF16),), atomics=True, turns=32,
         ),
         Program(
+            "blockwise_gemm", "cutlass", f"{_KERNELS}/blockwise_gemm/blockwise_gemm.py",
+            _blockwise_gemm, "256x256x384, e4m3, scales of 128 x 128 and 1 x 128",
+            "layout D, products promoted from tensor memory", (roundings(BF16),),
+            held_out="nothing",
+        ),
+        Program(
+            "dense_gemm_persistent", "cutlass",
+            f"{_KERNELS}/dense_gemm/dense_gemm_persistent.py", _persistent_gemm,
+            "512x256x192 bf16", "layout A, static persistent tiles, TMA store", (0.0,),
+            held_out="nothing",
+        ),
+        Program(
+            "dense_gemm_persistent_dynamic", "cutlass",
+            f"{_KERNELS}/dense_gemm/dense_gemm_persistent_dynamic.py", _persistent_gemm,
+            "512x256x192 bf16, pair", "clusters that cancel others", (0.0,),
+            held_out="coordinates of a refused request are poison, not an error",
+        ),
+        Program(
+            "dense_gemm_persistent_dynamic_1cta", "cutlass",
+            f"{_KERNELS}/dense_gemm/dense_gemm_persistent_dynamic.py",
+            lambda m: _persistent_gemm(m, False, 64), "512x256x192 bf16, one CTA a tile",
+            "the same without pairs", (0.0,),
+            held_out="coordinates of a refused request are poison, not an error",
+        ),
+        _primitive(
+            "slicek_m32n8k128", "32x8x128 and 32x32x128, 5 of its 6 variants",
+            "M = 64 as 32 rows twice, A in tensor memory, lane masks, reuse of B", _slice_k,
+            held_out="nothing",
+        ),
+        Program(
+            "cluster_tmem_reduce", "cutlass",
+            "examples/python/CuTeDSL/experimental/primitives/reduction/cluster_tmem_reduce.py",
+            _verify, "default", "cp, ld, distributed shared memory", held_out="nothing",
+        ),
+        Program(
             "tokenspeed_m64", "tokenspeed", "tokenspeed_mla/mla_decode.py",
             lambda m: _tokenspeed(m, 16, 1), "2 x 16 heads, 300 and 65 tokens",
             ".ws M = 64: layout E, MN-major V", (roundings(E4M3, BF16), _LSE),
@@ -324,6 +493,44 @@ PROGRAMS: dict[str, Program] = {
             "tokenspeed_m128", "tokenspeed", "tokenspeed_mla/mla_decode.py",
             lambda m: _tokenspeed(m, 32, 4), "2 x 4 x 32 heads, 300 and 65 tokens, causal",
             "pairs M = 128: layout B, MN-major V", (roundings(E4M3, BF16), _LSE),
+        ),
+        _fa4_program(
+            "fa4_fwd_128", "256 x 256, 2 heads of 1, causal, bf16", "TS with P over S, layout D",
+            lambda m: _fa4(m, 128, 128, 2, 1), roundings(BF16, BF16), _LSE,
+            held_out="names of register ranges; a tail that leaves an mbarrier armed is a rule",
+        ),
+        _fa4_program(
+            "fa4_fwd_192", "256 x 256, d 192 and 128, causal, bf16", "as fa4_fwd_128",
+            lambda m: _fa4(m, 192, 128, 1, 1), roundings(BF16, BF16), _LSE,
+            held_out="names of register ranges; a tail that leaves an mbarrier armed is a rule",
+        ),
+        _fa4_program(
+            "fa4_fwd_fp8", "256 x 256, d 128, causal, e4m3", "TS of e4m3, MN-major V",
+            lambda m: _fa4(m, 128, 128, 1, 1, True), roundings(E4M3, BF16), _LSE,
+            held_out="names of register ranges; a tail that leaves an mbarrier armed is a rule",
+        ),
+        _fa4_program(
+            "fa4_fwd_256", "256 x 256, d 256, causal, bf16, pair", "pairs M = 256",
+            lambda m: _fa4(m, 256, 256, 1, 1), roundings(BF16, BF16), _LSE, held_out="nothing",
+        ),
+        *(
+            _fa4_program(
+                f"fa4_mla_{form}", f"2 x 128 heads, 320 tokens, {text}",
+                "pairs M = 128, S and O of two stages", functools.partial(_fa4_mla, form=form),
+                roundings(BF16, BF16), _LSE,
+                held_out="two arrivals at barrier.cluster are a hazard, not an error",
+            )
+            for form, text in (("dense", "causal"), ("top-k", "256 of them"),
+                               ("paged", "pages of 64, causal"))
+        ),
+        *(
+            _fa4_program(
+                f"fa4_bwd_{d}", f"256 x 256, d {d} and 128, causal, bf16",
+                "three kernels; pairs, bulk additions", functools.partial(_fa4_bwd, d=d, d_v=128),
+                roundings(BF16, BF16, BF16), atomics=True,
+                held_out="bulk additions; lanes that initialise one mbarrier together make one",
+            )
+            for d in (128, 192)
         ),
         Program(
             "flashinfer_q64_kv256", "flashinfer", "flashinfer/attention/prims_ts/decode.py",

@@ -20,17 +20,30 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import BarrierError
+from ..ptx import Instr
 from .tensor_clock import TensorColumns
 
 Ints = NDArray[np.int32]
 LANES = np.arange(32)
 OWN = 1 << 30  # a lane's knowledge of itself
-MBARRIERS = 96  # initialisations for each CTA of a cluster
+MBARRIERS = 96  # initialisations for each CTA of a cluster, unless the kernel shows more
+LOOPED_MBARRIERS = 256  # the same for kernels that initialise them in a loop
 
 
 def lanes_of(m: Any) -> NDArray[np.int64]:
     """Lane numbers of a mask."""
     return LANES if m is True else np.nonzero(m)[0]
+
+
+def mbarrier_room(code: list[Instr]) -> int:
+    """Initialisations for each CTA that the kernel ``code`` may execute: its mbarrier.init.
+
+    More columns make every acquire slower, so few kernels get more than ``MBARRIERS``.
+    """
+    inits = [ins.pc for ins in code if ins.opcode.startswith("mbarrier.init")]
+    back = [(ins.target, ins.pc) for ins in code if ins.target is not None and ins.target <= ins.pc]
+    looped = any(start <= pc <= end for pc in inits for start, end in back)
+    return max(MBARRIERS, len(inits), LOOPED_MBARRIERS if looped else 0)
 
 
 class Layout:
@@ -42,7 +55,9 @@ class Layout:
 
     KINDS = ("collective", "wgmma", "bulk-read", "bulk-write", "cp.async")
 
-    def __init__(self, ctas: int, warps: int, tensor: bool = False) -> None:
+    def __init__(
+        self, ctas: int, warps: int, tensor: bool = False, mbarriers: int = MBARRIERS
+    ) -> None:
         self.warps = ctas * warps
         self.lanes = 32 * self.warps
         self.kinds = {k: self.lanes + i * self.warps for i, k in enumerate(self.KINDS)}
@@ -51,7 +66,7 @@ class Layout:
         self.mbarriers = self.tensor.end if self.tensor else self.prior + 1
         self.used = self.mbarriers
         # the last column knows nothing, so that "written by component -1" is never known
-        self.size = self.mbarriers + MBARRIERS * ctas + 1
+        self.size = self.mbarriers + mbarriers * ctas + 1
 
     def lane(self, warp: int) -> int:
         """Lane 0 of a warp; the others follow."""
@@ -64,7 +79,11 @@ class Layout:
     def new_mbarrier(self) -> int:
         """The component of an mbarrier.  Raises BarrierError when the table is full."""
         if self.used >= self.size - 1:
-            raise BarrierError("too many mbarriers in one cluster")
+            held = self.size - 1 - self.mbarriers
+            raise BarrierError(
+                f"too many mbarriers in one cluster: the hazard check has room for {held} "
+                "initialisations"
+            )
         self.used += 1
         return self.used - 1
 

@@ -227,6 +227,25 @@ class Reports:
             self.barrier(track.comp), [first, self.here(warp, f"{how} use", lane_text(lane))], why,
         )  # fmt: skip
 
+    def armed_exit(self, track: BarrierTrack, tx: int, phase: int) -> None:
+        """A cluster ends while an mbarrier expects ``tx`` bytes more."""
+        event = track.expect if track.expect >= 0 else track.event
+        self.machine.hazard(
+            "armed-exit",
+            f"a cluster ends while an mbarrier expects {tx} bytes that nobody copied",
+            f"{self.barrier(track.comp)}, phase {phase}", [self.event("expected bytes", event, -1)],
+            "fewer bytes were copied than expected, or a copy was never issued; harmless only if "
+            "nobody would have waited for them",
+        )  # fmt: skip
+
+    def arrived_twice(self, warp: WarpHazards) -> None:
+        """``warp`` arrives at barrier.cluster and has not waited for its last arrival."""
+        self.machine.hazard(
+            "cluster-arrive-twice", "a thread arrives at barrier.cluster twice without a wait",
+            "barrier.cluster", [self.here(warp, "second arrival", "the warp")],
+            "barrier.cluster.wait between the two: each thread arrives once before it completes",
+        )  # fmt: skip
+
     # ---- registers of WGMMAs -------------------------------------------------------------------
     def register_in_flight(self, warp: WarpHazards, bits: int, group: int, event: int) -> None:
         """Registers ``bits`` are accessed; a WGMMA of ``group`` uses them until a wait_group."""

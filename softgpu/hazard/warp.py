@@ -210,7 +210,8 @@ class WarpHazards:
     # ---- mbarriers -----------------------------------------------------------------------------
     def init_barrier(self, lane: int, bar: MBarrier) -> None:
         """``lane`` initialises ``bar``.  Raises BarrierError if there are too many of them."""
-        bar.track = BarrierTrack(self.owner, self.owner.layout.new_mbarrier(), self.event)
+        if bar.track is None:  # the first of the lanes that initialise it together
+            bar.track = BarrierTrack(self.owner, self.owner.layout.new_mbarrier(), self.event)
         self.clock.initialised(lane, bar.track.comp)
 
     def use_barrier(self, bar: MBarrier, lane: int, how: str) -> None:

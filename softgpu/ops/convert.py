@@ -12,7 +12,7 @@ from ..decode import DTYPES, Decoder, Handler, Mods, op, unmodelled
 from ..ptx import Instr
 from .common import write
 
-_PACKED = ("e4m3x2", "e5m2x2", "bf16x2", "f16x2")
+_PACKED = ("e4m3x2", "e5m2x2", "bf16x2", "f16x2", "ue8m0x2")
 _ROUND_TO_INT = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
 
 
@@ -182,6 +182,10 @@ def _packed(ins: Instr, k: Decoder, target: str, source: str) -> Handler:
     """Two elements at once; the first source operand is the upper half."""
     mods = Mods(ins)
     mods.left = mods.left[:-2]
+    if target == "ue8m0x2":
+        return _to_e8m0(ins, k, mods, source)
+    if source == "ue8m0x2":
+        return _from_e8m0(ins, k, mods, target)
     rounding = mods.take("rn", "rz") or "rn"
     satfinite, relu = mods.flag("satfinite"), mods.flag("relu")
     mods.flag("ftz")
@@ -249,6 +253,49 @@ def _narrow_f16(ins: Instr, k: Decoder, encode: Any, relu: bool) -> Handler:
         v = w.v
         codes = [encode(np.where(relu & (v[i] < 0), 0, v[i]).astype(np.float32)) for i in s]
         for i, value in zip(d, codes, strict=True):
+            np.copyto(v[i], value, where=m)
+
+    return run
+
+
+def _to_e8m0(ins: Instr, k: Decoder, mods: Mods, source: str) -> Handler:
+    """Two f32, or a pair of bf16, to exponents: powers of two without a sign, code - 127.
+
+    .rz takes the exponent, .rp that of the next power of two; the sign does not matter, zero is
+    2^-127.  What is too large, and NaN, is NaN; with .satfinite only NaN is.
+    """
+    rounding, satfinite = mods.take("rz", "rp"), mods.flag("satfinite")
+    mods.done()
+    if rounding is None or source not in ("f32", "bf16x2"):
+        raise unmodelled(ins)
+    d = [k.dst(ins.args[0], np.uint8, p) for p in (0, 1)]
+    if source == "f32":
+        s = [k.src(ins.args[2 - p], np.uint32) for p in (0, 1)]
+    else:
+        s = [k.src(ins.args[1], np.uint16, p) for p in (0, 1)]
+    shift = np.uint32(0 if source == "f32" else 16)
+
+    def run(w: Any, m: Any) -> None:
+        v = w.v
+        codes = [floats.to_e8m0(v[i].astype(np.uint32) << shift, rounding, satfinite) for i in s]
+        for i, value in zip(d, codes, strict=True):
+            np.copyto(v[i], value, where=m)
+
+    return run
+
+
+def _from_e8m0(ins: Instr, k: Decoder, mods: Mods, target: str) -> Handler:
+    """Two exponents to bf16, exactly; 0xff is NaN."""
+    if mods.take("rn") is None or target != "bf16x2":
+        raise unmodelled(ins)
+    mods.done()
+    d = [k.dst(ins.args[0], np.uint16, p) for p in (0, 1)]
+    s = [k.src(ins.args[1], np.uint8, p) for p in (0, 1)]
+
+    def run(w: Any, m: Any) -> None:
+        v = w.v
+        both = [floats.E8M0_AS_BF16[v[i]] for i in s]
+        for i, value in zip(d, both, strict=True):
             np.copyto(v[i], value, where=m)
 
     return run

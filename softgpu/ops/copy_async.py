@@ -219,7 +219,24 @@ def _issue_bulk(
 @op("cp.async.bulk.global")
 def bulk_to_global(ins: Instr, k: Decoder) -> Handler:
     """cp.async.bulk.global.shared::cta.bulk_group [dst], [src], size [, policy]"""
-    mods = Mods(ins, 4)
+    return _bulk_store(ins, k, Mods(ins, 4), None)
+
+
+@op("cp.reduce.async.bulk.global")
+def bulk_add(ins: Instr, k: Decoder) -> Handler:
+    """cp.reduce.async.bulk.global.shared::cta.bulk_group.add.type [dst], [src], size [, policy]
+
+    Each element is added atomically (PTX ISA 9.7.9.25.4.2); the copy as a whole is not atomic.
+    """
+    mods = Mods(ins, 5)
+    kind = mods.take("f32", "f64", "u32", "s32", "u64")
+    if kind is None or not mods.flag("add"):
+        raise unmodelled(ins)
+    return _bulk_store(ins, k, mods, DTYPES[kind])
+
+
+def _bulk_store(ins: Instr, k: Decoder, mods: Mods, added: Any) -> Handler:
+    """A bulk copy from shared to global memory; ``added``: dtype of the elements it adds."""
     mods.take("shared::cta", "shared")
     if not mods.flag("bulk_group"):
         raise unmodelled(ins)
@@ -238,14 +255,19 @@ def bulk_to_global(ins: Instr, k: Decoder) -> Handler:
 
             def land(d: int = d, s: int = s, n: int = n) -> None:
                 data = w.shared.span(s, n, "cp.async.bulk")
-                w.machine.memory.read(d, n, "store")[:] = data
+                target = w.machine.memory.read(d, n, "store")
+                if added is None:
+                    target[:] = data
+                else:
+                    target.view(added)[...] += data.view(added)
                 w.machine.version += 1
 
             h = w.hazard
             if h is not None:
                 w.shared.span(s, n, "cp.async.bulk")
                 h.copy_out(int(lane), h.owner.span(s, n), s >> RANK_SHIFT)
-                w.machine.globals.async_write(h, int(lane), [d], n)
+                if added is None:  # additions are atomic: they do not race with each other
+                    w.machine.globals.async_write(h, int(lane), [d], n)
             bulk_group(w, int(lane)).items.append(w.machine.issue(land, ins.opcode))
 
     return run

@@ -71,12 +71,15 @@ def init(ins: Instr, k: Decoder) -> Handler:
 
     def run(w: Any, m: Any) -> None:
         a = where(w.v)
+        made: dict[int, MBarrier] = {}  # lanes that store the same object together make one
         for lane in lanes_of(m):
-            n = int(w.v[count][lane])
+            n, at = int(w.v[count][lane]), int(a[lane])
             if not 1 <= n <= _MAX_COUNT:
                 raise BarrierError(f"mbarrier.init: count {n}, expected 1 to {_MAX_COUNT}")
             w.shared.check(a[lane : lane + 1], 8, w.block.rank, "mbarrier.init", 8)
-            bar = w.block.cluster.mbarriers[int(a[lane])] = MBarrier(n, n)
+            bar = made.get(at) or MBarrier(n, n)
+            bar.expected = bar.pending = n
+            made[at] = w.block.cluster.mbarriers[at] = bar
             if w.hazard is not None:
                 w.hazard.init_barrier(int(lane), bar)
         w.machine.version += 1

@@ -21,8 +21,10 @@ from .copy_async import bulk_group, ranks_of, spread
 from .load_store import address
 from .mbarrier import complete_tx, find
 
-_ELEMENT = {0: ("u8", 1), 1: ("u16", 2), 2: ("u32", 4), 3: ("s32", 4), 6: ("f16", 2),
-            7: ("f32", 4), 10: ("bf16", 2)}  # fmt: skip
+# 5 stands between its neighbours: the encoder whose maps were read writes 4 for both signs
+_ELEMENT = {0: ("u8", 1), 1: ("u16", 2), 2: ("u32", 4), 3: ("s32", 4), 4: ("u64", 8),
+            5: ("s64", 8), 6: ("f16", 2), 7: ("f32", 4), 9: ("f64", 8),
+            10: ("bf16", 2)}  # fmt: skip
 _SWIZZLE_BITS = {0: 0, 1: 1, 2: 3, 3: 7}  # mask of the XOR: none, 32, 64, 128 bytes
 _GATHERED = 4  # rows of a tile::gather4
 _SWIZZLE_SPAN = {0: 256, 1: 32, 2: 64, 3: 128}

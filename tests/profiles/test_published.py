@@ -26,6 +26,8 @@ GEMM, MLA = PROGRAMS["dense_gemm_bf16"], PROGRAMS["mla_decode_fp8_long"]
 def test_verdicts(program: object, seen: list, differing: list, text: str) -> None:
     assert verdict(program, "", seen, differing).startswith(text)
     assert verdict(program, "Traceback\nValueError: no", seen, differing) == "ValueError: no"
+    long = "Traceback\n  File a\nValueError: no\n  at kernel.py:3\n  by block 0"
+    assert verdict(program, long, seen, differing) == "ValueError: no"
 
 
 def test_bounds_hold_for_rounded_numbers() -> None:

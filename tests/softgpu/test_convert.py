@@ -153,3 +153,53 @@ def test_packed_conversions(a: np.ndarray, b: np.ndarray, h: np.ndarray, g: np.n
     for i, kind8 in ((8, torch.float8_e4m3fn), (9, torch.float8_e5m2)):
         wide = torch.from_numpy(h.view(np.uint8).copy()).view(kind8).float()
         assert got[i].tolist() == sixteen(wide, torch.float16).view(np.uint32).tolist()
+
+
+# ---- exponents of block scales -------------------------------------------------------------------
+def to_e8m0(x: float, mode: str, satfinite: bool) -> int:
+    """The power of two 2^(code - 127) that is not above |x|, or not below it (``rp``)."""
+    if math.isnan(x):
+        return 255
+    if math.isinf(x):
+        return 254 if satfinite else 255
+    if x == 0:
+        return 0
+    exact = Fraction(abs(x))
+    code = exact.numerator.bit_length() - exact.denominator.bit_length() + 127
+    power = Fraction(2) ** (code - 127)
+    code -= power > exact
+    code += mode == "rp" and Fraction(2) ** (code - 127) != exact
+    return min(max(code, 0), 254 if satfinite else 255)
+
+
+@covers("cvt")
+@FEW
+@given(data=st.data())
+def test_conversions_to_exponents(data: Any) -> None:
+    """Of f32 and of pairs of bf16, into the upper byte and the lower one."""
+    a, b = data.draw(values("f32")), data.draw(values("f32"))
+    pair = data.draw(values("bf16")).astype(np.uint32) << 16 | data.draw(values("bf16"))
+    modes = [(r, s) for r in ("rz", "rp") for s in ("", ".satfinite")]
+    got = evaluate(
+        [(f"cvt.{r}{s}.ue8m0x2.f32", np.uint16, "a, b") for r, s in modes]
+        + [(f"cvt.{r}{s}.ue8m0x2.bf16x2", np.uint16, "c") for r, s in modes],
+        a=a, b=b, c=pair,
+    )  # fmt: skip
+    halves = [(pair >> 16).astype(np.uint16), pair.astype(np.uint16)]
+    sources = [(numbers(a, "f32"), numbers(b, "f32"))] * 4
+    sources += [(numbers(halves[0], "bf16"), numbers(halves[1], "bf16"))] * 4
+    for (mode, sat), result, (high, low) in zip(modes * 2, got, sources, strict=True):
+        for value, x, y in zip(result, high, low, strict=True):
+            want = to_e8m0(x, mode, bool(sat)) << 8 | to_e8m0(y, mode, bool(sat))
+            assert int(value) == want, (mode, sat, x, y)
+
+
+@covers("cvt")
+def test_exponents_as_bf16() -> None:
+    for start in range(0, 256, 32):
+        codes = np.arange(start, start + 32, dtype=np.uint16)
+        pair = codes << 8 | (255 - codes)
+        [got] = evaluate([("cvt.rn.bf16x2.ue8m0x2", np.uint32, "a")], a=pair)
+        for half, code in ((got >> 16, codes), (got & 0xFFFF, 255 - codes)):
+            for value, c in zip(numbers(half.astype(np.uint16), "bf16"), code, strict=True):
+                assert same(value, math.nan if c == 255 else 2.0 ** (int(c) - 127))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from softgpu import Options
+from softgpu import Hazard, MemoryFault, Options, UnmodelledInstruction
 from softgpu.testing import aligned, launch
 from tests.support.ptx import TID, WAIT, covers, run
 
@@ -128,3 +128,46 @@ def bulk_groups(keep: int, read: str) -> None:
     assert out.reshape(-1).tolist() == list(range(1, 25))  # by the end all have landed
     assert landed[0].reshape(-1).tolist() == [x * (x <= 12 - 4 * keep) for x in range(1, 13)]
     assert not landed[1].any()
+
+
+ADD = "cp.reduce.async.bulk.global.shared::cta.bulk_group"
+
+
+@covers("cp.reduce.async.bulk.global")
+@pytest.mark.parametrize("kind, dtype", [
+    ("f32", np.float32), ("f64", np.float64), ("u32", np.uint32), ("s32", np.int32),
+    ("u64", np.uint64),
+])  # fmt: skip
+def test_bulk_copies_that_add(kind: str, dtype: type) -> None:
+    """Four CTAs add the same 256 bytes: every element of each arrives once, in any order."""
+    total, source = aligned(256 // np.dtype(dtype).itemsize, dtype), aligned(64, np.uint32)
+    values = np.arange(total.size).astype(dtype) - dtype(3)
+    source.view(dtype)[:] = values
+    body = """
+    mad.lo.s64 %rd10, %rd60, 8, %rd2; mad.lo.s32 %r1, %r99, 8, %r50;
+    ld.global.v2.b32 {%r2, %r3}, [%rd10]; st.shared.v2.b32 [%r1], {%r2, %r3};
+    <fence> bar.warp.sync -1; @!%p50 bra OUT;
+    """
+    body += f"{ADD}.add.{kind} [%rd1], [%r50], 256; cp.async.bulk.commit_group;"
+    body += "cp.async.bulk.wait_group<read> 0; OUT:\n"
+
+    def go(fence: str, read: str, mode: str) -> None:
+        total[:] = 10
+        text = TID + body.replace("<fence>", fence).replace("<read>", read)
+        options = Options(asynchronous=mode, seed=3, hazards="raise")
+        launch(text, [total, source], grid=4, options=options)
+        np.testing.assert_array_equal(total, dtype(10) + dtype(4) * values)
+
+    for mode in ("early", "late", "random"):
+        go("fence.proxy.async;", "", mode)
+        go("fence.proxy.async;", ".read", mode)
+        with pytest.raises(Hazard, match="missing-proxy-fence"):
+            go("", "", mode)
+
+
+def test_bulk_additions_that_are_not_modelled() -> None:
+    for form in ("add.noftz.bf16", "min.u32", "add.b32", "and.b32"):
+        with pytest.raises(UnmodelledInstruction):
+            launch(f"{ADD}.{form} [%rd1], [%r1], 16;", [aligned(4, np.uint32)])
+    with pytest.raises(MemoryFault, match="multiples of 16"):
+        launch(f"mov.u32 %r1, smem; {ADD}.add.f32 [%rd1], [%r1], 8;", [aligned(4, np.uint32)])

@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 
-from softgpu import UnmodelledInstruction, decode
-from softgpu.testing import launch
+from softgpu import SoftGpuError, UnmodelledInstruction, decode
+from softgpu.testing import aligned, launch
 from tests.support.ptx import covers
 
 
@@ -79,3 +80,24 @@ def test_an_opcode_has_one_builder(monkeypatch: pytest.MonkeyPatch) -> None:
     assert names[0].startswith("softgpu.ops.") and known["bar.warp.sync"] is first
     assert decode.op("bar.warp.sync.new")(second) is second
     assert decode.builder_for("bar.warp.sync.new.b32") is second
+
+
+# ---- registers by ranges (PTX ISA 5.3.3) ---------------------------------------------------------
+def test_ranges_of_registers_of_any_name() -> None:
+    """With and without %, stems that end in a digit, and ranges of a scope that hide others."""
+    out = aligned(4, np.uint32)
+    body = """
+    .reg .b32 a_<3>; .reg .b32 t1<2>; .reg .b64 t<2>; mov.u32 a_0, 1; mov.u32 a_2, 3;
+    mov.b64 t1, 10; mov.u32 t10, 5; mov.u32 t11, 6;
+    { .reg .b32 a_<3>; .reg .pred t1<2>; mov.u32 a_0, 100; mov.u32 a_2, 300;
+      setp.eq.u32 t11, a_0, 100; @t11 st.global.b32 [%rd1], a_2; }
+    add.u32 a_1, a_0, a_2; st.global.b32 [%rd1+4], a_1; add.u32 a_1, t10, t11;
+    st.global.b32 [%rd1+8], a_1; cvt.u32.u64 a_1, t1; st.global.b32 [%rd1+12], a_1;
+    """
+    launch(body, [out], block=1)
+    assert out.tolist() == [300, 4, 11, 10]
+
+
+def test_registers_behind_a_range_are_none() -> None:
+    with pytest.raises(SoftGpuError, match="a_3"):
+        launch(".reg .b32 a_<3>; mov.u32 %r1, a_3;", [])

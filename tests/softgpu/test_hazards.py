@@ -227,9 +227,19 @@ COPIES = {
         "512", "256", events=("mbarrier.arrive.expect_tx", "cp.async.bulk"),
         some=True,
     ),
+    "an mbarrier armed at the end": Case(
+        "armed-exit", f"{INIT} {EXPECT} {GAP}", f"{COPY} {wait()}",
+        events=("mbarrier.arrive.expect_tx",),
+    ),
 }  # fmt: skip
 
 CLUSTERS = {
+    "two arrivals at the barrier of a cluster": Case(
+        "cluster-arrive-twice",
+        f"barrier.cluster.arrive; {GAP} barrier.cluster.arrive; barrier.cluster.wait;",
+        "barrier.cluster.wait;", events=("barrier.cluster.arrive",),
+        launch={"grid": 2, "cluster": 2},
+    ),
     "access to a block that may have ended": Case(
         "exit-in-flight", REMOTE.replace("<rank>", "1") + GAP, CLUSTER,
         events=("st.shared::cluster", "ret"), launch={"grid": 2, "cluster": 2, "block": 32},
@@ -397,12 +407,20 @@ def test_the_suite_covers_every_kind() -> None:
 
 # ---- what the machine itself refuses at the end of a block ---------------------------------------
 def test_transaction_count_left_at_the_end() -> None:
-    case = Case("", f"{INIT} {GAP}", "")
-    case.run("@%p50 mbarrier.expect_tx.relaxed.cta.shared.b64 [%r1], 0;", Options(hazards="raise"))
-    with pytest.raises(BarrierError, match="mbarrier at CTA 0.*transaction count of 64 in phase 0"):
-        case.run(
-            "@%p50 mbarrier.expect_tx.relaxed.cta.shared.b64 [%r1], 64;", Options(hazards="raise")
-        )
+    """Expected and not copied: a rule, an error without the check.  The other way round an error
+    in any case."""
+    case = Case("", f"{INIT} @%p50 mbarrier.{GAP};", "")
+    expect, complete = (f"{x}_tx.relaxed.cta.shared.b64 [%r1], " for x in ("expect", "complete"))
+    case.run(f"{expect} 0", Options(hazards="raise"))
+    text = "mbarrier at CTA 0.*transaction count of {} in phase 0"
+    with pytest.raises(BarrierError, match=text.format(64) + ".*armed-exit"):
+        case.run(f"{expect} 64", Options())
+    for hazards_ in ("off", "raise"):
+        case.run(f"{expect} 64", Options(hazards=hazards_, rules=frozenset()))
+        with pytest.raises(BarrierError, match=text.format(-64)):
+            case.run(f"{complete} 64", Options(hazards=hazards_, rules=frozenset()))
+    [found] = case.run(f"{expect} 64", Options(hazards="collect")).hazards
+    assert found.kind == "armed-exit" and "expects 64 bytes" in found.what
 
 
 def test_named_barrier_left_half_arrived() -> None:
@@ -418,9 +436,38 @@ def test_so_many_mbarriers_and_no_more() -> None:
     AGAIN: mbarrier.init.shared.b64 [%r1], 1; add.s32 %r1, %r1, 8; add.s32 %r2, %r2, 1;
     setp.lt.s32 %p1, %r2, COUNT; @%p1 bra AGAIN; END:
     """
-    launch(body.replace("COUNT", "96"), [], options=Options(hazards="raise"))
-    with pytest.raises(BarrierError, match="too many mbarriers"):
-        launch(body.replace("COUNT", "97"), [], options=Options(hazards="raise"))
+    launch(body.replace("COUNT", "256"), [], options=Options(hazards="raise"))
+    with pytest.raises(BarrierError, match="too many mbarriers.*room for 256"):
+        launch(body.replace("COUNT", "257"), [], options=Options(hazards="raise"))
+
+
+def test_a_warp_that_initialises_an_mbarrier_with_all_lanes_makes_one() -> None:
+    """Every lane knows of it, the other warp does not."""
+    inits = "".join(f"@%p51 mbarrier.init.shared.b64 [%r1+{8 * i}], 32;" for i in range(96))
+    use = "mbarrier.arrive.shared.b64 _, [%r1+760];"
+    case = Case(
+        "mbarrier-init", f"{inits} @%p51 {use} {GAP} @%p52 {use}",
+        "bar.sync 0;", events=("mbarrier.init", "mbarrier.arrive"),
+    )  # fmt: skip
+    case.check_broken()
+    case.check_correct()
+
+
+@pytest.mark.parametrize("count", [96, 97, 300])
+def test_a_kernel_that_shows_its_mbarriers_has_room_for_them(count: int) -> None:
+    """The last one works as any other: the copy is known behind its wait, and not without."""
+    inits = "".join(f"@%p50 mbarrier.init.shared.b64 [%r1+{8 * i}], 1;" for i in range(count))
+    last = f"%r1+{8 * count - 8}"
+    case = Case(
+        "read-before-complete",
+        f"""{inits} @%p50 fence.mbarrier_init.release.cluster; bar.sync 0;
+        add.s32 %r5, %r5, 4096; add.s32 %r2, %r2, 4096;
+        {EXPECT.replace("%r1", last)} {COPY.replace("[%r1]", f"[{last}]")}
+        {GAP} @%p51 {LD} %r10, [%r2];""",
+        wait(last), events=("cp.async.bulk", LD),
+    )  # fmt: skip
+    case.check_broken()
+    case.check_correct()
 
 
 # ---- modes ---------------------------------------------------------------------------------------

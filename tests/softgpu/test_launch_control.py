@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from softgpu import Options, SoftGpuError
+from softgpu import MemoryFault, Options, SoftGpuError
 from softgpu.testing import aligned, launch
 from tests.support.ptx import covers
 
@@ -56,8 +56,19 @@ def test_work_is_done_once(mode: str) -> None:
 def test_after_a_refusal() -> None:
     with pytest.raises(SoftGpuError, match="an earlier request was refused"):
         ask("bra LOOP;")
-    with pytest.raises(SoftGpuError, match="of a request that was refused"):
-        ask("clusterlaunchcontrol.query_cancel.get_first_ctaid::y.b32.b128 %r7, %q1;", grid=1)
+
+
+FIRST = "clusterlaunchcontrol.query_cancel.get_first_ctaid::x.b32.b128 %r7, %q1;"
+
+
+def test_the_coordinates_of_a_refusal_are_poison() -> None:
+    """They may be read before is_canceled is looked at (PTX ISA 9.7.13.18.2), and not be used."""
+    *work, _ = ask(f"{FIRST} @!%p2 bra END; bra LOOP;", grid=9)
+    assert work == [1] * 9
+    with pytest.raises(MemoryFault):  # the counter of a cluster that is none
+        ask(f"{FIRST} bra LOOP;", grid=9)
+    *work, _ = ask(f"{FIRST} mov.u32 %r8, 0xdeadbeef; st.global.b32 [%rd1], %r7;", grid=1)
+    assert work == [0xDEADBEEF]
 
 
 def test_every_cta_of_the_cluster_is_answered() -> None:

@@ -22,7 +22,7 @@ from tests.support.ptx import FEW, TID, WAIT, covers
 def test_tensor_copies(swizzle: int, data: Any) -> None:
     """A box anywhere, also outside, of a random tensor: loaded (zeros outside), then stored."""
     rank = data.draw(st.integers(1, 5))
-    dtype = np.dtype(data.draw(st.sampled_from([np.uint8, np.uint16, np.uint32])))
+    dtype = np.dtype(data.draw(st.sampled_from([np.uint8, np.uint16, np.uint32, np.uint64])))
     span = {0: 128, 1: 32, 2: 64, 3: 128}[swizzle]
     inner = data.draw(st.integers(1, span // 16)) * 16 // dtype.itemsize if swizzle == 0 else (
         span // dtype.itemsize)  # fmt: skip
@@ -34,7 +34,7 @@ def test_tensor_copies(swizzle: int, data: Any) -> None:
     pitch = -(-extent[0] * dtype.itemsize // 16) * 16 // dtype.itemsize
     tensor = aligned((*reversed(extent[1:]), pitch), dtype)
     seed = data.draw(st.integers(0, 2**32))
-    tensor[...] = np.random.default_rng(seed).integers(1, np.iinfo(dtype).max, tensor.shape)
+    tensor[...] = np.random.default_rng(seed).integers(1, np.iinfo(dtype).max, tensor.shape, dtype)
     copy = aligned(tensor.shape, dtype)
     strides = tuple(reversed(tensor.strides[:-1]))
     maps = [encode_map(x, extent, strides, box, swizzle) for x in (tensor, copy)]

@@ -10,7 +10,7 @@ def encode_map(
     swizzle: int,
 ) -> bytes:  # fmt: skip
     """The 128 bytes of a tiled map, innermost dimension first; strides in bytes."""
-    kind = {1: 0, 2: 1, 4: 2}[array.dtype.itemsize]
+    kind = {1: 0, 2: 1, 4: 2, 8: 4}[array.dtype.itemsize]
     flags = 2 | (len(extent) - 1) << 4 | kind << 7 | swizzle << 13 | 1 << 18
     e = [x - 1 for x in extent] + [0] * (5 - len(extent))
     s = [x // 16 for x in stride] + [0] * (4 - len(stride))
