@@ -3,9 +3,10 @@
 Sources: ptxas' remarks (registers, spills, notes), the PTX (threads, setmaxnreg, line info), the
 SASS through nvdisasm (opcode counts) and the lowered host module (dynamic shared memory).
 A build fails on: spills, local memory, a ptxas C75xx note (serialised or injected WGMMA waits),
-register totals that setmaxnreg could never grant, too much shared memory, a kernel that is not what
-its budget declares (tensor-core instructions of another kind among it), host code that only the
-building machine's CPU runs, or an order of Q.K and softmax that is not the one asked for.
+register totals that setmaxnreg could never grant, a setmaxnreg that ptxas dropped, too much shared
+memory, a kernel that is not what its budget declares (tensor-core instructions of another kind, and
+on SM100 of another number, among it), host code that only the building machine's CPU runs, or an
+order of Q.K and softmax that is not the one asked for.
 """
 
 from __future__ import annotations
@@ -208,6 +209,12 @@ def problems(record: Record) -> list[str]:
             f"{', '.join(record.wrong_way)}: launched with {record.registers} registers a thread; "
             "the wrong direction is an illegal instruction"
         )
+    asked, kept = len(record.warpgroup_registers), record.sass.get("USETMAXREG", 0)
+    if kept != asked:
+        found.append(
+            f"setmaxnreg: {asked} in the PTX, {kept} USETMAXREG in the SASS; ptxas drops it "
+            "without a word where the launch gives no min_blocks_per_mp"
+        )
     granted = granted_registers(record)
     pool = record.launch_registers
     if granted is not None and granted > min(pool, 65536):
@@ -246,6 +253,9 @@ def _undeclared(record: Record) -> list[str]:
     for opcode in declared["opcodes"]:
         if not record.sass.get(opcode):
             found.append(f"no {opcode} in the SASS: the MMA was not built as intended")
+    for opcode, count in declared.get("mma_counts", {}).items():
+        if record.sass.get(opcode, 0) != count:
+            found.append(f"{record.sass.get(opcode, 0)} {opcode} in the SASS, declared are {count}")
     if declared["under_softmax"]:
         amid = record.amid_mmas
         missing = [op for op in declared["under_softmax"] if not amid.get(op)]

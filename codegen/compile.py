@@ -19,6 +19,7 @@ import shlex
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +28,7 @@ from typing import Any
 from codegen import abi, artifacts, audit, closure, link, toolchain
 from codegen.artifacts import Record
 from dsl_kernels import registry
+from dsl_kernels.common import budget as bud
 from dsl_kernels.spec import VariantSpec
 
 # Line info does not change the SASS (compared); it feeds ncu's source view and softgpu's reports.
@@ -297,8 +299,20 @@ def _declared(spec: VariantSpec) -> dict[str, Any] | None:
         "smem": budget.smem,
         "tmem_columns": budget.tmem_columns,
         "opcodes": budget.opcodes(),
+        **_mma_counts(budget),
         "under_softmax": budget.under_softmax(),
     }
+
+
+def _mma_counts(budget: bud.Budget) -> dict[str, Any]:
+    """Instructions of each kind of MMA, where the issuing warp's loop is all there is of them: on
+    SM100.  SM90's warpgroups all have theirs."""
+    if budget.arch != "sm_100a":
+        return {}
+    counts: Counter[str] = Counter()
+    for mma in budget.mmas:
+        counts[bud.MMA_OPCODE[budget.arch][mma.dtype]] += mma.k // bud.MMA_K[mma.dtype]
+    return {"mma_counts": dict(sorted(counts.items()))}
 
 
 @contextlib.contextmanager

@@ -1,8 +1,8 @@
-"""Softmax of one block when a thread holds a share of one row: S as ``.ws`` leaves it (umma.py).
+"""Softmax of one block when a thread holds a share of one row: S as tensor memory has it (umma.py).
 
 Thread t of the warpgroup has row t % M of S and the tokens of lane group t // M, one register each,
-so a warp's lanes differ in the row and share the tokens.  With M = 64 warps w and w + 2 hold the
-same rows and meet at a barrier of 64 threads.  Logits are in log2 units throughout.
+so a warp's lanes differ in the row and share the tokens.  With M = 64 rows a CTA warps w and w + 2
+hold the same rows and meet at a barrier of 64 threads.  Logits are in log2 units throughout.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from ..common.types import F8
 from . import umma
 
 WARPS = 4
+LANES = 32  # of a warp
+RUN = 32  # tokens of a thread in registers at a time
 BUFFERS = 2  # of what warp pairs exchange: one barrier a block is enough
 
 
@@ -29,7 +31,7 @@ class WarpTriples:
     Attributes:
         scales: of the KV ring.
         form: of the MMA.
-        tokens: of a warp; at most 32.
+        tokens: of a warp, a multiple of its lanes.
     """
 
     def __init__(self, scales: TokenScales, form: umma.Form):
@@ -44,16 +46,25 @@ class WarpTriples:
     def make(self, st, stage, wwarp, lane):
         """By a whole warp, which must have read those of the block before; a ``sync_warp`` later
         its lanes may ``read``."""
-        token = self.tokens * group_of(self.form, wwarp) + lane
-        s = self.scales.of_stages(st)[token, stage]
+        first = self.tokens * group_of(self.form, wwarp)
         out = self._of_warps(st)
-        out[lane, 0, wwarp] = s
-        out[lane, 1, wwarp] = cute.math.log2(s, fastmath=True)
-        out[lane, 2, wwarp] = safe_reciprocal(s)
+        for x in cutlass.range_constexpr(0, self.tokens, LANES):
+            s = self.scales.of_stages(st)[first + lane + x, stage]
+            out[lane + x, 0, wwarp] = s
+            out[lane + x, 1, wwarp] = cute.math.log2(s, fastmath=True)
+            out[lane + x, 2, wwarp] = safe_reciprocal(s)
 
-    def read(self, st, wwarp, which: int, into) -> None:
-        """One of the three of all tokens of the warp: the lanes read the same words."""
-        cute.autovec_copy(self._of_warps(st)[None, which, wwarp], into)
+    def read(self, st, wwarp, which: int, into, run=0) -> None:
+        """One of the three of the warp's tokens of ``run``: the lanes read the same words."""
+        words = self._of_warps(st)[None, which, wwarp]
+        if self.runs > 1:
+            words = cute.local_tile(words, (RUN,), (run,))
+        cute.autovec_copy(words, into)
+
+    @property
+    def runs(self) -> int:
+        """How many of ``RUN`` tokens."""
+        return self.tokens // RUN
 
     def _of_warps(self, st):
         """(token, which, warp)"""
@@ -86,18 +97,21 @@ def exchange(field, form: cutlass.Constexpr, buffer, row, wwarp, value, barrier_
 
 
 @cute.jit
-def logits(s, t, triples: cutlass.Constexpr, st, wwarp, factor, first_token, limit, ragged):
-    """t' = s2 + log2 sigma of a thread's tokens into ``t``; -inf for what its row must not see."""
-    n = triples.tokens
-    column = cute.make_rmem_tensor((n,), Float32)
-    triples.read(st, wwarp, 0, column)
-    for v in cutlass.range_constexpr(n):
+def logits(
+    s, t, triples: cutlass.Constexpr, st, wwarp, factor, first_token, limit, ragged,
+    run=0,
+):  # fmt: skip
+    """t' = s2 + log2 sigma of a run of a thread's tokens, of which the first is ``first_token``,
+    into ``t``; -inf for what its row must not see."""
+    column = cute.make_rmem_tensor((RUN,), Float32)
+    triples.read(st, wwarp, 0, column, run)
+    for v in cutlass.range_constexpr(RUN):
         t[v] = s[v] * column[v]
-    triples.read(st, wwarp, 1, column)
-    for v in cutlass.range_constexpr(n):
+    triples.read(st, wwarp, 1, column, run)
+    for v in cutlass.range_constexpr(RUN):
         t[v] = t[v] * factor + column[v]
     if ragged:
-        for v in cutlass.range_constexpr(n):
+        for v in cutlass.range_constexpr(RUN):
             if first_token + v >= limit:
                 t[v] = -Float32.inf
 
@@ -111,14 +125,13 @@ def maximum(t):
 
 
 @cute.jit
-def weights(t, m, triples: cutlass.Constexpr, st, wwarp):
-    """P' = exp2(t' - m + 8) in place; returns the sum of the thread's P' / sigma."""
-    n = triples.tokens
-    column = cute.make_rmem_tensor((n,), Float32)
-    triples.read(st, wwarp, 2, column)
+def weights(t, m, triples: cutlass.Constexpr, st, wwarp, run=0):
+    """P' = exp2(t' - m + 8) of a run in place; returns the sum of its P' / sigma."""
+    column = cute.make_rmem_tensor((RUN,), Float32)
+    triples.read(st, wwarp, 2, column, run)
     part = [Float32(0.0) for _ in range(4)]
     base = P_LOG2_MAX - m
-    for v in cutlass.range_constexpr(n):
+    for v in cutlass.range_constexpr(RUN):
         t[v] = cute.math.exp2(t[v] + base, fastmath=True)
         part[v % 4] = part[v % 4] + t[v] * column[v]
     return (part[0] + part[1]) + (part[2] + part[3])
@@ -129,18 +142,21 @@ def of_row(maxima) -> Float32:
     return functools.reduce(cute.arch.fmax, maxima, Float32(NEVER))
 
 
-def store_p(t, tile, form: umma.Form, row, wwarp) -> None:
-    """P8 of a thread's tokens into the tile at pointer ``tile``: rows of 64 bytes, 64-byte swizzle.
+def store_p(t, tile, form: umma.Form, row, wwarp, tokens: int, first=0) -> None:
+    """P8 of a thread's P' into the tile at pointer ``tile``: rows of a byte a token, 64 or 128 of
+    them, swizzled by as much.  ``tokens``: of the thread, of which those of ``t`` begin at
+    ``first``.
 
     Eight lanes write 16 bytes each at a time: the swizzle spreads their rows over all banks.
     """
     n = cute.size(t)
+    row_bytes = tokens * form.groups
     p8 = cute.make_rmem_tensor((n,), F8)
     p8.store(t.load().to(F8))
     words = cute.recast_tensor(p8, Uint32)
     for chunk in range(n // 16):
-        at = row * (n * form.groups) + group_of(form, wwarp) * n + 16 * chunk
-        at = at ^ (((at >> 7) & 3) << 4)
+        at = row * row_bytes + group_of(form, wwarp) * tokens + (first + 16 * chunk)
+        at = at ^ (((at >> 7) & (row_bytes // 16 - 1)) << 4)
         target = cute.recast_ptr((tile + at).align(16), dtype=Uint32)
         source = cute.make_tensor(words.iterator + 4 * chunk, cute.make_layout(4))
         cute.autovec_copy(source, cute.make_tensor(target, cute.make_layout(4)))

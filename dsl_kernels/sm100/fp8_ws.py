@@ -30,7 +30,8 @@ Barriers (Ring: full, empty; "commit" is one arrival when the issued MMAs are co
     p      softmax warps        | P.V commit, promotion warps                2  (P, beta, gamma)
     x      P.V commit           | promotion warps of the half                2  (halves, not stages)
     inv    softmax warps 0, 1   | promotion warps                            1  (1/l of an item)
-The Q tile passes through the KV ring: Q.K's issuer, its only reader, frees it for all.
+The Q tile passes through the KV ring: Q.K's issuer, its only reader, frees it for P.V's, too; the
+softmax warps wait for it and free it themselves, to keep count of the phases.
 
 Tensor memory (columns of 512)
     0    X, lower half   128    lane m + 64 g, column c: row m, channel 128 g + c
@@ -59,9 +60,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from ..common import budget as bud
 from ..common.barriers import Ring
-from ..common.epilogue import Held, Shared, finish_row, write_rows
 from ..common.fp8_per_token import FORMAT, TokenScales
-from ..common.frames import NEVER, move_frame
 from ..common.loader import Cache, Feed
 from ..common.paged_tma import PagedTma
 from ..common.q_tiles import QTiles
@@ -69,40 +68,30 @@ from ..common.registers import claim_registers
 from ..common.smem import array, struct_of
 from ..common.types import BF16, F8, ROW_MAJOR
 from ..common.work_list import Call, WorkList
-from ..dims import EXPONENT_CHANNELS
 from ..dims import KV_LORA_RANK as D
 from ..dims import QK_ROPE_HEAD_DIM as R
 from ..dims import TOKEN_TILE as TILE
 from ..smxx.decode_entry import Tma
-from ..smxx.fp8_entry import Fp8Entry, Gmem, fake_args, row_facts
-from . import block_softmax as softmax
+from ..smxx.fp8_entry import Fp8Entry, Gmem, fake_args
 from . import umma
+from .promotion import HALF, HALF_WARPS, HALVES, WARPGROUP, Promotion
+from .rings import Rings, part_of_cta
+from .softmax_role import Softmax
 
 if TYPE_CHECKING:
     from ..spec import VariantSpec
 
-WARPGROUP = 128
 ROW_TILES = (64,)
 STAGES = 5  # of the KV ring, unless the spec says otherwise
 MIN_STAGES = 3  # a Q tile, the tile in Q.K, the tile in P.V
 STAGE_BYTES = TILE * FORMAT.token_bytes
 SMALL_BYTES = 8192  # triples, factors, barriers, alignment: an upper bound
-SOFTMAX_WARPS, HALVES, HALF_WARPS = 4, 2, 4  # a promotion warpgroup owns a half of the channels
-HALF = D // HALVES
-RUN = 8  # channels that a thread stores at a time
-CHUNK = 32  # columns of X in registers at a time
+SOFTMAX_WARPS = 4
+CHUNK = 32  # columns of X in a promotion thread's registers at a time
+HALF_NAMES = ("lower", "upper")
 
 K_READERS = {"Q.K commit": 1, "P.V commit": 1, "softmax": SOFTMAX_WARPS}
 P_STAGES = S_STAGES = 2
-
-
-class Rings(NamedTuple):
-    """Barriers of the roles, beside those of the KV ring."""
-
-    s: Ring
-    p: Ring
-    x: Ring
-    inv: Ring
 
 
 def rings_of(form: umma.Form) -> Rings:
@@ -148,8 +137,6 @@ def feasible(spec: VariantSpec) -> str | None:
         return "ws has one term of P so far"
     if spec.cluster > 1:
         return f"ws: row_tile {spec.row_tile} needs one CTA, not a cluster"
-    if spec.page_size != TILE:
-        return f"ws takes pages of {TILE} tokens only so far"
     if spec.stages and spec.stages < MIN_STAGES:
         return f"ws needs at least {MIN_STAGES} stages, got {spec.stages}"
     reason = bud.check(budget(spec))
@@ -173,7 +160,7 @@ def budget(spec: VariantSpec) -> bud.Budget:
         mmas=(
             bud.Mma("Q.K content", form.rows, TILE, D, "e4m3"),
             bud.Mma("Q.K RoPE", form.rows, TILE, R, "bf16"),
-            bud.Mma("P.V", form.rows, HALF, TILE, "e4m3"),
+            *(bud.Mma(f"P.V, {half} half", form.rows, HALF, TILE, "e4m3") for half in HALF_NAMES),
         ),
         tmem_columns=Columns(form).allocated,
         arch=spec.arch,
@@ -210,6 +197,30 @@ class Cta(NamedTuple):
     tmem: Int32
 
 
+class RingTiles:
+    """Scales and V as the softmax warps meet them (softmax_role.py): both are in the KV ring."""
+
+    with_q = True
+
+    def __init__(self, stages: int, scales: TokenScales):
+        self.stages, self.scales = stages, scales
+
+    def wait(self, cta, state) -> None:
+        """Until the tile is there."""
+        cta.k_pipe.consumer_wait(state)
+
+    def wait_values(self, cta, p_state) -> None:
+        """V came with the scales."""
+
+    def hide(self, st, stage, p_stage, valid) -> None:
+        """Clears V of tokens that are none."""
+        self.scales.zero_values(st, stage, valid, 0, D // umma.LINE)
+
+    def release(self, cta, state) -> None:
+        """One of the tile's readers is done."""
+        cta.k_pipe.consumer_release(state)
+
+
 class Ws:
     """The kernel: one CTA of 16 warps."""
 
@@ -221,7 +232,13 @@ class Ws:
         self.q_tiles = QTiles(FORMAT, self.work, rows=self.form.rows, stages=0)
         self.spec, self.threads = spec, self.budget.threads
         self.regs = tuple(group.registers for group in self.budget.groups)
-        self.triples = softmax.WarpTriples(self.scales, self.form)
+        self.softmax = Softmax(
+            self.form, self.rings, self.work, RingTiles(self.stages, self.scales), self.scales,
+            stages=(S_STAGES, P_STAGES), s=self.columns.s, same_rows=Barrier.SAME_ROWS,
+        )  # fmt: skip
+        self.promotion = Promotion(
+            self.form, self.rings, self.work, p_stages=P_STAGES, x=self.columns.x, chunk=CHUNK
+        )
 
     # ---------------------------------------------------------------- host half
 
@@ -245,8 +262,7 @@ class Ws:
             beta=array(Float32, P_STAGES * rows, 128),
             gamma=array(Float32, P_STAGES * rows, 128),
             inv=array(Float32, rows, 128),  # 1 / row sum
-            **softmax.exchange_fields(),
-            **self.triples.fields,
+            **self.softmax.fields(),
             **self.scales.fields,
             kc=array(F8, cute.cosize(layouts.k[0]), 1024),
             kr=array(BF16, cute.cosize(layouts.k[1]), 1024),
@@ -269,7 +285,7 @@ class Ws:
                 for ring in self.rings:
                     ring.init(st)  # fenced with the pipe's own, below
         if warp_id == 3:
-            umma.allocate(st.tmem.data_ptr(), self.columns.allocated)
+            self.form.allocate(st.tmem.data_ptr(), self.columns.allocated)
         k_pipe = self.loads.pipe(st)  # its barrier also publishes the address
 
         cute.arch.griddepcontrol_wait()  # q, the cache and the plan come from the kernels before
@@ -289,21 +305,14 @@ class Ws:
                 self.issue_products(cta)
         elif wg == 1:
             claim_registers(self.budget, self.regs[1])
-            self.softmax_loop(cta)
+            self.softmax.run(cta)
         else:
             claim_registers(self.budget, self.regs[2])
-            self.promote_loop(cta, wg - 2)
+            self.promotion.run(cta, wg - 2)
         cute.arch.sync_threads()  # behind the fences and commits of each role's last access
         if warp_id == 3:
             umma.after_sync()
-            umma.free(st.tmem.data_ptr(), self.columns.allocated)
-
-    @cute.jit
-    def items(self, cta: Cta):
-        """(first, end) of the CTA's items; every role looks for itself: where all shared one value,
-        it would live, and be spilled, through the role that needs most registers."""
-        _, part, _ = cute.arch.block_idx()
-        return self.work.items_of(cta.gmem.work, part)
+            self.form.free(st.tmem.data_ptr(), self.columns.allocated)
 
     # ---------------------------------------------------------------- issuing warps
 
@@ -311,7 +320,7 @@ class Ws:
     def issue_scores(self, cta: Cta):
         """Q tiles into tensor memory, and S of every tile; the warp waits, one lane issues."""
         st, k_pipe, gmem, _, tmem = cta
-        span = self.items(cta)
+        span = self.work.items_of(gmem.work, part_of_cta())
         content = umma.k_major(umma.address_of(st.kc.data_ptr()))
         rope = umma.k_major(umma.address_of(st.kr.data_ptr()))
         kst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
@@ -328,8 +337,8 @@ class Ws:
                         umma.advance(rope, kst.index * (TILE * 2 * R)),
                     )  # fmt: skip
                 free = k_pipe.sync_object_empty.get_barrier(kst.index)
-                umma.commit(free)
-                cute.arch.mbarrier_arrive(free, arrive_count=sum(K_READERS.values()) - 1)
+                self.form.commit(free)
+                cute.arch.mbarrier_arrive(free)  # for P.V's issuer; the softmax warps do so
             kst.advance()
             for _ in cutlass.range(first, last, unroll=1):
                 k_pipe.consumer_wait(kst)
@@ -340,8 +349,8 @@ class Ws:
                     k_c = umma.advance(content, kst.index * (TILE * D))
                     k_r = umma.advance(rope, kst.index * (TILE * 2 * R))
                     self.issue_chain(s, tmem, k_c, k_r)
-                    umma.commit(self.rings.s.full_barrier(st, sst.index))
-                    umma.commit(k_pipe.sync_object_empty.get_barrier(kst.index))
+                    self.form.commit(self.rings.s.full_barrier(st, sst.index))
+                    self.form.commit(k_pipe.sync_object_empty.get_barrier(kst.index))
                 kst.advance()
                 sst.advance()
 
@@ -365,7 +374,7 @@ class Ws:
             (BF16, 2 * R, tmem + self.columns.q_rope, k_r),
         ):  # fmt: skip
             for x in range(width // umma.K_BYTES):
-                umma.mma(
+                self.form.mma(
                     dtype, s, q + x * umma.CELLS, umma.advance(k, umma.k_step(x, TILE)),
                     self.form.instruction(dtype, TILE), dtype is BF16 or x > 0, a_in_tmem=True,
                 )  # fmt: skip
@@ -374,7 +383,7 @@ class Ws:
     def issue_products(self, cta: Cta):
         """X = P V of every tile, half of the channels at a time."""
         st, k_pipe, gmem, _, tmem = cta
-        span = self.items(cta)
+        span = self.work.items_of(gmem.work, part_of_cta())
         values = umma.mn_major(umma.address_of(st.kc.data_ptr()), TILE * umma.LINE)
         weights = umma.k_major(umma.address_of(st.p.data_ptr()), TILE)
         kst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
@@ -382,7 +391,7 @@ class Ws:
         x_phase = Int32(1)
         for i in cutlass.range(span[0], span[1], unroll=1):
             _, first, last, _ = self.work.item_at(gmem.work, i)
-            kst.advance()  # over the Q tile, which Q.K's issuer frees
+            kst.advance()  # over the Q tile, which Q.K's issuer frees for it
             for _ in cutlass.range(first, last, unroll=1):
                 # P being there means that the tile is: the softmax warps have waited for it
                 self.rings.p.wait_full(st, pst.index, pst.phase)
@@ -394,10 +403,10 @@ class Ws:
                         p = umma.advance(weights, pst.index * (self.form.rows * TILE))
                         v = umma.advance(values, kst.index * (TILE * D) + half * (TILE * HALF))
                         self.issue_half(x, p, v)
-                        umma.commit(self.rings.x.full_barrier(st, half))
+                        self.form.commit(self.rings.x.full_barrier(st, half))
                         if cutlass.const_expr(half == HALVES - 1):
-                            umma.commit(self.rings.p.empty_barrier(st, pst.index))
-                            umma.commit(k_pipe.sync_object_empty.get_barrier(kst.index))
+                            self.form.commit(self.rings.p.empty_barrier(st, pst.index))
+                            self.form.commit(k_pipe.sync_object_empty.get_barrier(kst.index))
                 x_phase = x_phase ^ 1
                 kst.advance()
                 pst.advance()
@@ -405,189 +414,11 @@ class Ws:
     def issue_half(self, x, p, v):
         """X = P V of 256 channels: 32 tokens a step."""
         for k in range(TILE // umma.K_BYTES):
-            umma.mma(
+            self.form.mma(
                 F8, x, umma.advance(p, k * umma.K_BYTES),
                 umma.advance(v, k * umma.K_BYTES * umma.LINE),
                 self.form.instruction(F8, HALF, b_transposed=True), k > 0,
             )  # fmt: skip
-
-    # ---------------------------------------------------------------- softmax warpgroup
-
-    @cute.jit
-    def softmax_loop(self, cta: Cta):
-        tidx, _, _ = cute.arch.thread_idx()
-        _, k_pipe, gmem, call, _ = cta
-        span = self.items(cta)
-        row = tidx % self.form.rows
-        kst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
-        sst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, S_STAGES)
-        pst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, P_STAGES)
-        running = cute.make_rmem_tensor((2,), Float32)  # frame, row sum of this thread's tokens
-        inv_phase = Int32(1)
-        for i in cutlass.range(span[0], span[1], unroll=1):
-            batch, first, last, slot = self.work.item_at(gmem.work, i)
-            rows = self.work.rows_at(gmem.work, call, i, batch, self.form.rows)
-            factor, limit = row_facts(self.work, gmem, call, batch, rows, row)
-            ragged_from = self.work.ragged_from(gmem.work, call, batch, rows)
-            seqlen = self.work.seqlen_of(gmem.work, batch)
-            running[0], running[1] = Float32(NEVER), Float32(0.0)
-            kst.advance()  # over the Q tile, which Q.K's issuer frees
-            for tile in cutlass.range(first, last, unroll=1):
-                k_pipe.consumer_wait(kst)
-                facts = (factor, limit, ragged_from, seqlen)
-                self.softmax_block(cta, tile, kst, sst, pst, facts, running)
-                kst.advance()
-                sst.advance()
-                pst.advance()
-            self.finish_item(cta, slot, rows, inv_phase, running)
-            inv_phase = inv_phase ^ 1
-
-    @cute.jit
-    def softmax_block(self, cta: Cta, tile, kst, sst, pst, facts, running):
-        """One block: S -> P, beta, gamma, and this thread's share of the row sum."""
-        tidx, _, _ = cute.arch.thread_idx()
-        lane, row = tidx % 32, tidx % self.form.rows
-        wwarp = cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
-        st, k_pipe, tmem = cta.st, cta.k_pipe, cta.tmem
-        factor, limit, ragged_from, seqlen = facts
-        tokens = self.triples.tokens
-        ragged = (tile + 1) * TILE > ragged_from
-        self.triples.make(st, kst.index, wwarp, lane)
-        self.rings.s.wait_full(st, sst.index, sst.phase)
-        umma.after_sync()
-        s = umma.load(
-            umma.lanes_of(tmem, wwarp) + self.columns.s + sst.index * self.form.share(TILE), tokens
-        )
-        umma.wait_loads()
-        umma.before_sync()
-        cute.arch.sync_warp()  # one lane frees S for all, and the triples are there for all
-        if lane == 0:
-            self.rings.s.arrive_empty(st, sst.index)
-        t = cute.make_rmem_tensor((tokens,), Float32)
-        first_token = tile * TILE + softmax.group_of(self.form, wwarp) * tokens
-        softmax.logits(s, t, self.triples, st, wwarp, factor, first_token, limit, ragged)
-        maxima = softmax.exchange(
-            st.maxima, self.form, pst.index, row, wwarp, softmax.maximum(t), Barrier.SAME_ROWS
-        )
-        m = softmax.of_row(maxima)
-        part = softmax.weights(t, m, self.triples, st, wwarp)
-        old = running[0]
-        running[0], beta, gamma = move_frame(m, old)
-        running[1] = running[1] * gamma + part * beta
-        if ragged:
-            # whatever lies past the end, or under a NaN scale, must not meet P = 0; S being there
-            # means that Q.K has read the rows, and P being there will mean that they are cleared
-            self.scales.zero_values(st, kst.index, seqlen - tile * TILE, 0, D // umma.LINE)
-        self.rings.p.wait_empty(st, pst.index, pst.phase)
-        softmax.store_p(
-            t, st.p.data_ptr() + pst.index * (self.form.rows * TILE), self.form, row, wwarp
-        )
-        if softmax.group_of(self.form, wwarp) == 0:  # every share knows them
-            factors = cute.make_layout((self.form.rows, P_STAGES))
-            st.beta.get_tensor(factors)[row, pst.index] = beta
-            st.gamma.get_tensor(factors)[row, pst.index] = gamma
-        cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.sync_warp()
-        k_pipe.consumer_release(kst)
-        if lane == 0:
-            self.rings.p.arrive_full(st, pst.index)
-
-    @cute.jit
-    def finish_item(self, cta: Cta, slot, rows, inv_phase, running):
-        """Row sums of an item -> 1/l for the promotion warps, LSE to memory."""
-        tidx, _, _ = cute.arch.thread_idx()
-        lane, row = tidx % 32, tidx % self.form.rows
-        wwarp = cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
-        st = cta.st
-        sums = softmax.exchange(
-            st.sums, self.form, inv_phase, row, wwarp, running[1], Barrier.SAME_ROWS
-        )
-        inverses = st.inv.get_tensor(cute.make_layout(self.form.rows))
-        if softmax.group_of(self.form, wwarp) == 0:
-            self.rings.inv.wait_empty(st, 0, inv_phase)
-            inverses[row] = finish_row(
-                cta.gmem.results, cta.call, slot, rows, row, sum(sums[1:], sums[0]), running[0]
-            )  # fmt: skip
-            cute.arch.sync_warp()
-            if lane == 0:
-                self.rings.inv.arrive_full(st, 0)
-
-    # ---------------------------------------------------------------- promotion warpgroups
-
-    @cute.jit
-    def promote_loop(self, cta: Cta, half):
-        tidx, _, _ = cute.arch.thread_idx()
-        wwarp = cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
-        st, _, gmem, _, tmem = cta
-        span = self.items(cta)
-        o = cute.make_rmem_tensor((self.form.share(HALF),), Float32)
-        x_at = umma.lanes_of(tmem, wwarp) + self.columns.x + half * self.form.share(HALF)
-        pst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, P_STAGES)
-        x_phase, inv_phase = Int32(0), Int32(0)
-        for i in cutlass.range(span[0], span[1], unroll=1):
-            batch, first, last, slot = self.work.item_at(gmem.work, i)
-            o.fill(0.0)
-            for _ in cutlass.range(first, last, unroll=1):
-                self.promote_block(st, o, x_at, half, pst, x_phase)
-                x_phase = x_phase ^ 1
-                pst.advance()
-            rows = self.work.rows_at(gmem.work, cta.call, i, batch, self.form.rows)
-            self.write_rows(cta, o, slot, rows, half, inv_phase)
-            inv_phase = inv_phase ^ 1
-
-    @cute.jit
-    def promote_block(self, st, o, x_at, half, pst, x_phase):
-        """O = gamma O + beta X of one block: a thread has one row, so one beta and one gamma."""
-        tidx, _, _ = cute.arch.thread_idx()
-        lane, row = tidx % 32, tidx % self.form.rows
-        factors = cute.make_layout((self.form.rows, P_STAGES))
-        self.rings.p.wait_full(st, pst.index, pst.phase)
-        beta = st.beta.get_tensor(factors)[row, pst.index]
-        gamma = st.gamma.get_tensor(factors)[row, pst.index]
-        if cute.arch.vote_any_sync(gamma != 1.0):
-            for c in cutlass.range_constexpr(cute.size(o)):
-                o[c] = o[c] * gamma
-        self.rings.x.wait_full(st, half, x_phase)
-        umma.after_sync()
-        chunks = cute.size(o) // CHUNK
-        for c in cutlass.range_constexpr(chunks):
-            x = umma.load(x_at + c * CHUNK, CHUNK)
-            if cutlass.const_expr(c == chunks - 1):
-                umma.wait_loads()  # of every chunk; a sum waits for its own registers by itself
-                umma.before_sync()
-                cute.arch.sync_warp()  # one lane frees the half, and the factors, for all
-                if lane == 0:
-                    self.rings.x.arrive_empty(st, half)
-                    self.rings.p.arrive_empty(st, pst.index)
-            for v in cutlass.range_constexpr(0, CHUNK, 2):
-                at = c * CHUNK + v
-                o[at], o[at + 1] = cute.arch.fma_packed_f32x2(
-                    (x[v], x[v + 1]), (beta, beta), (o[at], o[at + 1])
-                )
-
-    @cute.jit
-    def write_rows(self, cta: Cta, o, slot, rows, half, inv_phase):
-        """A thread's 128 channels of its row, normalised, to memory."""
-        tidx, _, _ = cute.arch.thread_idx()
-        st, results = cta.st, cta.gmem.results
-        group = tidx % WARPGROUP // self.form.rows
-        self.rings.inv.wait_full(st, 0, inv_phase)
-        inverse = st.inv.get_tensor(cute.make_layout(self.form.rows))[tidx % self.form.rows]
-        channel = half * HALF + group * cute.size(o)
-        row = tidx % self.form.rows
-        for first in cutlass.range_constexpr(0, cute.size(o), EXPONENT_CHANNELS):
-            runs = {}
-            for c in cutlass.range_constexpr(first, first + EXPONENT_CHANNELS, RUN):
-                values = cute.make_rmem_tensor((RUN,), Float32)
-                for v in cutlass.range_constexpr(RUN):
-                    values[v] = o[c + v] * inverse
-                runs[c] = values
-            # an exponent for more channels would keep their products alive beside O: spills
-            shared = Shared((), channel + first, 1)
-            write_rows(results, slot, rows, (row, channel), [Held(0, runs)], shared)
-        cute.arch.sync_warp()
-        if tidx % 32 == 0:
-            self.rings.inv.arrive_empty(st, 0)
 
 
 def _chunk(x: int) -> int:

@@ -1,12 +1,15 @@
 """tcgen05 as our kernels use it: descriptors, tensor-memory addresses, issue, commit, fences.
 
-Section numbers are those of PTX ISA 9.1.  Everything here is the ``.ws`` form of one CTA, whose few
-rows take all 128 lanes of tensor memory (9.7.16.10.5; *Layout E* for M = 64, *G* for M = 32): in
-128 / M groups of lanes, each with its share of the columns of D.
+Section numbers are those of PTX ISA 9.1.  Two forms, in both of which a CTA's few rows take all
+128 lanes of tensor memory (9.7.16.10.5): ``.ws`` of one CTA (*Layout E* for M = 64, *G* for
+M = 32), and a pair of CTAs with M = 128 (*Layout B*), 64 rows each.  There are 128 / rows groups
+of lanes, each with its share of the columns of D.
 
-    D(m, n) = lane m + M * (n // share), column n % share       share = N / groups
+    D(m, n) = lane m + rows * (n // share), column n % share    share = N / groups
 
-A in tensor memory stands in every group.  Instructions carry the line of the caller
+m counts a CTA's own rows.  A in tensor memory stands in every group.  Of a pair each CTA holds its
+rows of A and its half of N of B, both at the same places of shared memory, and one thread of CTA 0,
+the *leader*, issues for both (9.7.16.5).  Instructions carry the line of the caller
 (``dsl_user_op``).
 """
 
@@ -26,6 +29,7 @@ K_BYTES = 32  # of an operand's row, consumed by one instruction
 CELLS = K_BYTES // 4  # columns of A in tensor memory, likewise
 LINE = 128  # bytes of a row of a swizzled column block
 _KIND = {F8: prim.Tcgen05MMAKind.F8F6F4, BF16: prim.Tcgen05MMAKind.F16}
+_PAIR = prim.CTAGroup.CTA_2
 _SWIZZLE = {
     128: prim.Tcgen05SmemSwizzle.SWIZZLE_128B,
     64: prim.Tcgen05SmemSwizzle.SWIZZLE_64B,
@@ -38,9 +42,10 @@ _COPY = {  # 16 bytes of each row, to every group of lanes
 
 @dataclass(frozen=True)
 class Form:
-    """MMAs of ``rows`` rows, 64 or 32."""
+    """MMAs of ``rows`` rows a CTA, 64 or 32, by ``ctas`` CTAs: one (``.ws``), or two with 64."""
 
     rows: int
+    ctas: int = 1
 
     @property
     def groups(self) -> int:
@@ -52,23 +57,60 @@ class Form:
         return n // self.groups
 
     def instruction(self, dtype, n: int, *, b_transposed: bool = False):
-        """Instruction descriptor of rows x ``n``: operands of ``dtype``, fp32 accumulator."""
+        """Instruction descriptor of all rows x ``n``: operands of ``dtype``, fp32 accumulator."""
         return prim.Tcgen05InstrDesc.build(
-            c_dtype=Float32, a_dtype=dtype, b_dtype=dtype, m_dim=self.rows, n_dim=n,
-            b_major=int(b_transposed),
+            c_dtype=Float32, a_dtype=dtype, b_dtype=dtype, m_dim=self.rows * self.ctas,
+            n_dim=n, b_major=int(b_transposed),
         )  # fmt: skip
 
     @compat.dsl_user_op
     def copy_rows(self, d, source, *, loc=None, ip=None) -> None:
-        """16 bytes of each row to 4 columns at ``d``, in every group of lanes; by one thread.
+        """16 bytes of each row to 4 columns at ``d``, in every group of lanes; by one thread, for
+        every CTA from its own shared memory.
 
         ``source``: a K-major descriptor (9.7.16.9).
         """
         shape, multicast = _COPY[self.rows]
         prim.tcgen05_cp(
             shape, prim.make_tmem_ptr(d, Int32, loc=loc, ip=ip), source, multicast=multicast,
-            loc=loc, ip=ip,
+            loc=loc, ip=ip, **self._group,
         )  # fmt: skip
+
+    @compat.dsl_user_op
+    def mma(
+        self, dtype, d, a, b, idesc, accumulate: bool, *, a_in_tmem=False, loc=None, ip=None
+    ) -> None:  # fmt: skip
+        """D = A.B (+ D), by one thread.  ``d``: address in tensor memory; ``a``: descriptor, or
+        such an address; ``b``: descriptor."""
+        d = prim.make_tmem_ptr(d, Int32, loc=loc, ip=ip)
+        a = prim.make_tmem_ptr(a, Int32, loc=loc, ip=ip) if a_in_tmem else a
+        if self.ctas == 1:
+            prim.tcgen05_mma_ws(_KIND[dtype], d, a, b, idesc, accumulate, loc=loc, ip=ip)
+        else:
+            prim.tcgen05_mma(_KIND[dtype], _PAIR, d, a, b, idesc, accumulate, loc=loc, ip=ip)
+
+    @compat.dsl_user_op
+    def commit(self, barrier, *, loc=None, ip=None) -> None:
+        """``barrier`` of every CTA gets an arrival when all that this thread has issued is
+        complete."""
+        masks = {} if self.ctas == 1 else {"multicast_mask": Int32((1 << self.ctas) - 1)}
+        prim.tcgen05_commit(barrier, loc=loc, ip=ip, **masks, **self._group)
+
+    @property
+    def _group(self) -> dict:
+        return {} if self.ctas == 1 else {"group": _PAIR}
+
+    def allocate(self, hold, count: int) -> None:
+        """By a whole warp, of every CTA: ``count`` columns; the address appears in shared memory at
+        ``hold``."""
+        two = {} if self.ctas == 1 else {"is_two_cta": True}
+        cute.arch.alloc_tmem(count, hold, **two)
+        cute.arch.relinquish_tmem_alloc_permit(**two)
+
+    def free(self, hold, count: int) -> None:
+        """By the warp that allocated, of every CTA, when none uses the columns any more."""
+        two = {} if self.ctas == 1 else {"is_two_cta": True}
+        cute.arch.dealloc_tmem(cute.arch.retrieve_tmem_ptr(Float32, 16, hold), count, **two)
 
 
 def address_of(pointer):
@@ -110,23 +152,6 @@ def k_step(k: int, rows: int) -> int:
 
 
 # ------------------------------------------------------------------------ asynchronous operations
-
-
-@compat.dsl_user_op
-def mma(dtype, d, a, b, idesc, accumulate: bool, *, a_in_tmem=False, loc=None, ip=None) -> None:
-    """D = A.B (+ D), by one thread.  ``d``: address in tensor memory; ``a``: descriptor, or such an
-    address; ``b``: descriptor."""
-    prim.tcgen05_mma_ws(
-        _KIND[dtype], prim.make_tmem_ptr(d, Int32, loc=loc, ip=ip),
-        prim.make_tmem_ptr(a, Int32, loc=loc, ip=ip) if a_in_tmem else a, b, idesc, accumulate,
-        loc=loc, ip=ip,
-    )  # fmt: skip
-
-
-@compat.dsl_user_op
-def commit(barrier, *, loc=None, ip=None) -> None:
-    """``barrier`` gets an arrival when all that this thread has issued is complete."""
-    prim.tcgen05_commit(barrier, loc=loc, ip=ip)
 
 
 @compat.dsl_user_op
@@ -174,17 +199,6 @@ def lanes_of(base, wwarp):
     return base + (wwarp << 21)
 
 
-def allocate(hold, count: int) -> None:
-    """By a whole warp: ``count`` columns; the address appears in shared memory at ``hold``."""
-    cute.arch.alloc_tmem(count, hold)
-    cute.arch.relinquish_tmem_alloc_permit()
-
-
 def base_of(hold):
     """Address that ``allocate`` left, behind a barrier."""
     return Int32(cute.arch.retrieve_tmem_ptr(Float32, 16, hold).toint())
-
-
-def free(hold, count: int) -> None:
-    """By the warp that allocated, when nobody uses the columns any more."""
-    cute.arch.dealloc_tmem(cute.arch.retrieve_tmem_ptr(Float32, 16, hold), count)

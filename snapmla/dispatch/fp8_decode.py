@@ -39,7 +39,11 @@ FP8_DECODE = DecodeOp(
         ),
         "ws": Features(
             (64,), "it puts rows on the MMA's M = 64",
-            "tcgen05.mma.ws, so far on the software GPU only", (64,),
+            "tcgen05.mma.ws, so far on the software GPU only", PAGE_SIZES,
+        ),
+        "pair": Features(
+            (128,), "it puts rows on M = 128 of two CTAs",
+            "cta_group::2, so far on the software GPU only", PAGE_SIZES,
         ),
     },
     token_bytes=FORMATS["fp8"].token_bytes,

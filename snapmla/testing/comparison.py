@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from dsl_kernels.spec import VariantSpec
 from snapmla import checks, runtime
 from snapmla.cache import PagedKVCache
 from snapmla.decode_plan import DecodePlan
@@ -28,6 +29,11 @@ FLIPS = 1e-3
 # With two terms of P the second makes up for a tie of the first; what is seen, 1.1e-4 at most, is
 # the 16 bits of partial results.
 FLIPS_OF_TWO = 2.5e-4
+
+
+def blocks_of(spec: VariantSpec, mimic: rounding.QuantConfig) -> rounding.QuantConfig:
+    """``mimic`` with the blocks of P of a decode variant: its tiles."""
+    return replace(mimic, p_block=spec.token_tile, promote_tokens=spec.token_tile)
 
 
 @dataclass(frozen=True)
@@ -218,7 +224,8 @@ def _mimic_of(plan: DecodePlan | None) -> rounding.QuantConfig:
     """The rounding of the plan's kernel."""
     if plan is None:
         return MIMIC_OF["sm_90a"]
-    return replace(MIMIC_OF[runtime.arch_of(plan.device)], p_terms=plan.p_terms)
+    mimic = replace(MIMIC_OF[runtime.arch_of(plan.device)], p_terms=plan.p_terms)
+    return replace(mimic, p_block=plan.token_tile, promote_tokens=plan.token_tile)
 
 
 def _check_plan(

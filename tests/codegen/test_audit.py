@@ -24,6 +24,7 @@ DECLARED = {
     "smem": 200_000, "tmem_columns": 0, "opcodes": ["HGMMA", "QGMMA"],
     "under_softmax": ["HGMMA", "QGMMA"],
 }  # fmt: skip
+SASS = {"QGMMA": 1, "HGMMA": 1, "USETMAXREG": 3}
 AMID = {"FMNMX": 25, "HGMMA": 4, "MUFU": 36, "QGMMA": 16, "STSM": 2}
 
 
@@ -49,7 +50,7 @@ def sample(**changes: object) -> Record:
     record.threads, record.registers, record.launch_registers = 512, 128, 65536
     record.warpgroup_registers = [24, 88, 200]
     record.dynamic_smem = 200_000
-    record.sass = {"QGMMA": 1, "HGMMA": 1}
+    record.sass = dict(SASS)
     record.amid_mmas = dict(AMID)
     record.barrier_counts, record.declared = {"1": 9, "4": 4}, dict(DECLARED)
     for name, value in changes.items():
@@ -67,14 +68,17 @@ def test_clean_record_passes() -> None:
         ({"spill_stores": 8}, "spill"),
         ({"spill_loads": 4}, "spill"),
         ({"stack_frame": 144}, "local memory"),
-        ({"sass": {"QGMMA": 1, "HGMMA": 1, "LDL": 2}}, "local memory"),
+        ({"sass": {**SASS, "LDL": 2}}, "local memory"),
         ({"notes": ["ptxas info : (C7510) Potential Performance Loss"]}, "C7510"),
         ({"warpgroup_registers": [40, 120, 200]}, "setmaxnreg"),
+        ({"sass": {**SASS, "USETMAXREG": 2}}, "3 in the PTX, 2 USETMAXREG in the SASS"),
+        ({"warpgroup_registers": []}, "0 in the PTX, 3 USETMAXREG"),
+        ({"declared": {**DECLARED, "mma_counts": {"QGMMA": 2}}}, "1 QGMMA in the SASS, declared"),
         ({"wrong_way": ["setmaxnreg.inc 120"]}, "illegal instruction"),
         ({"launch_registers": 86016}, "65536"),
         ({"dynamic_smem": 232_449}, "shared memory"),
-        ({"sass": {"HGMMA": 1}}, "QGMMA"),
-        ({"sass": {"QGMMA": 1}}, "HGMMA"),
+        ({"sass": {**SASS, "QGMMA": 0}}, "QGMMA"),
+        ({"sass": {**SASS, "HGMMA": 0}}, "HGMMA"),
         ({"host_beyond": 3, "host_cpu": "x86-64-v2"}, "SIGILL"),
         ({"amid_mmas": {}}, "no HGMMA, no QGMMA, no FMNMX (maxima)"),
         ({"amid_mmas": {**AMID, "HGMMA": 0}}, "MMA of the loop there is no HGMMA"),

@@ -240,11 +240,27 @@ def test_infeasible_points(changes: dict[str, Any], reason: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
+        ({"stages": 4}, "bytes of shared memory, an SM grants 232448"),
+        ({"stages": 1}, "at least 2 stages"),
+        ({"row_tile": 64}, "pair puts 128 rows on M of two CTAs"),
+        ({"cluster": 1}, "needs a cluster of 2"),
+        ({"p_terms": 2}, "no registers for a second"),
+    ],
+)
+def test_infeasible_points_of_sm100_pairs(changes: dict[str, Any], reason: str) -> None:
+    given = {"row_tile": 128, **changes}
+    spec = VariantSpec(op="decode", arch="sm_100a", pipeline="pair", **given)
+    assert reason in (matrix.exclusion(spec) or "")
+
+
+@pytest.mark.skipif(not toolchain.have_compiler(), reason="feasible() imports the compiler")
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
         ({"stages": 6}, "bytes of shared memory, an SM grants 232448"),
         ({"stages": 2}, "at least 3 stages"),
         ({"row_tile": 32}, "ws puts 64 rows on M"),
         ({"cluster": 2}, "needs one CTA, not a cluster"),
-        ({"page_size": 16}, "pages of 64 tokens only so far"),
     ],
 )
 def test_infeasible_points_of_sm100(changes: dict[str, Any], reason: str) -> None:

@@ -139,19 +139,24 @@ def blackwell(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("heads", "s_q"), [(1, 1), (16, 1), (20, 4), (64, 1), (128, 4)])
 def test_choice_on_blackwell(blackwell: None, heads: int, s_q: int) -> None:
-    """One kernel so far: blocks of 64 rows, whatever the rows."""
+    """Blocks of 64 rows, whatever the rows: nothing was timed that would speak for the pair."""
     want = decode_spec("ws", 64, 64, "f32", "sm_100a")
     assert dispatch.choose(CPU, heads, s_q, 64, out_dtype="f32") == want
     found = snapmla.explain(heads, s_q, card="B200")
     assert found.chosen is not None and found.chosen.variant == "decode_ws_r64_p64_obf16_sm100a"
+    want = decode_spec("pair", 128, 64, "f32", "sm_100a")
+    assert dispatch.choose(CPU, heads, s_q, 64, out_dtype="f32", pipeline="pair") == want
 
 
 @pytest.mark.parametrize(
     ("wish", "error", "message"),
     [
-        ({"pipeline": "etap"}, ValueError, "^pipeline: expected 'ws' on sm_100a, got etap"),
-        ({"row_tile": 128}, ValueError, "^row_tile: expected 64 on sm_100a, got 128 .*M = 64"),
-        ({"page_size": 16}, VariantError, "^no decode kernel fits: ws has no page size of 16"),
+        (
+            {"pipeline": "etap"},
+            ValueError,
+            "^pipeline: expected 'ws' or 'pair' on sm_100a, got etap",
+        ),
+        ({"row_tile": 32}, ValueError, "^row_tile: expected 64 or 128 on sm_100a, got 32 .*M = 64"),
     ],
 )
 def test_wishes_that_blackwell_does_not_grant(

@@ -7,22 +7,18 @@ are ragged, sequences are split and merged, pools and the tails of block tables 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
-import snapmla
+from dsl_kernels.families.fp8_decode import PAGE_SIZES
 from dsl_kernels.spec import decode_spec
-from snapmla import dispatch, runtime
-from snapmla.decode_plan import launching
 from snapmla.reference import FP64, MIMIC_BLACKWELL, MIMIC_HW_FULL, mla_decode_reference
 from snapmla.testing import metrics, selfcheck
 from softgpu import Options, mutate, using
 from tests.kernels.test_variants import up_to_date
-from tests.support import cases
+from tests.support import cases, on_blackwell
 from tests.support.needs import needs_compiler
 
 pytestmark = needs_compiler
@@ -43,44 +39,13 @@ GRID = [
 ]
 
 
-@pytest.fixture
-def blackwell(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """CPU tensors run on a software B200."""
-    kept = (runtime.arch_of, dispatch.card_of, launching._plan_kernel)
-    monkeypatch.setenv("SNAPMLA_SOFTGPU_ARCH", "sm_100a")
-    for cached in kept:
-        cached.cache_clear()
-    yield
-    for cached in kept:
-        cached.cache_clear()
-
-
-def decode(inputs: cases.DecodeInputs, parts: int) -> tuple[Any, selfcheck.DecodeErrors]:
-    """(plan, errors) of one call with fp32 results, which hide nothing."""
-    case = inputs.case
-    q = snapmla.QuantizedQuery(inputs.q8, inputs.q_rope_scaled, inputs.q_scale)
-    cache = snapmla.PagedKVCache.from_tensors(inputs.content, inputs.rope, inputs.scale)
-    table, lengths = inputs.block_table, inputs.cache_seqlens
-    made = snapmla.plan_decode(
-        lengths, case.heads, case.s_q, page_size=case.page_size, max_pages=table.shape[1],
-        num_parts=parts, fixed_overhead=1, causal=case.causal,
-    )  # fmt: skip
-    out, lse = snapmla.decode(
-        q, cache, table, lengths, softmax_scale=inputs.softmax_scale, plan=made,
-        causal=case.causal, out_dtype=torch.float32,
-    )  # fmt: skip
-    errors = selfcheck.decode_errors(
-        out, lse, q, cache, table, lengths, inputs.softmax_scale, causal=case.causal,
-        config=MIMIC_BLACKWELL,
-    )  # fmt: skip
-    return made, errors
-
-
 @pytest.mark.parametrize(("heads", "s_q", "inputs"), GRID)
-def test_decode_is_right_and_clean(blackwell: None, heads: int, s_q: int, inputs: str) -> None:
+def test_decode_is_right_and_clean(heads: int, s_q: int, inputs: str) -> None:
     case = cases.DecodeCase(lengths=LENGTHS, heads=heads, s_q=s_q, seed=heads, **INPUTS[inputs])
-    with using(Options(hazards="raise")):
-        made, errors = decode(cases.build(case), parts=3)
+    x = cases.build(case)
+    with on_blackwell.blackwell(), using(Options(hazards="raise")):
+        made, out, lse = on_blackwell.decode(x, "ws", parts=3)
+        errors = on_blackwell.errors(x, "ws", out, lse)
     assert (made.pipeline, made.row_tile) == ("ws", 64)
     assert made.split_begin[-1] >= 2, "a sequence is split"
     assert errors.right, str(errors)
@@ -89,11 +54,12 @@ def test_decode_is_right_and_clean(blackwell: None, heads: int, s_q: int, inputs
 
 
 @pytest.mark.whole_matrix
-@pytest.mark.parametrize("layout", ["paged", "row640"])
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize("layout", ["split", "paged", "row640"])
 @pytest.mark.parametrize("out", ["bf16", "f32"])
-def test_layouts(layout: str, out: str) -> None:
-    """The strided layouts, copies and MMAs as late as they may be."""
-    spec = decode_spec("ws", 64, 64, out, "sm_100a")
+def test_layouts(page_size: int, layout: str, out: str) -> None:
+    """Pages and strided layouts, copies and MMAs as late as they may be."""
+    spec = decode_spec("ws", 64, page_size, out, "sm_100a")
     kernel = selfcheck.load(spec, up_to_date(spec))
     job = selfcheck.DecodeJob(spec, selfcheck.Workload.LENGTHS, layout=layout)
     with using(Options(asynchronous="late", hazards="raise", seed=1)):

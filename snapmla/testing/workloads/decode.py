@@ -19,7 +19,7 @@ from dsl_kernels.dims import KV_LORA_RANK, PARTIAL_ROW, QK_ROPE_HEAD_DIM
 from dsl_kernels.spec import VariantSpec
 from snapmla import runtime
 from snapmla.testing import rounding
-from snapmla.testing.comparison import MIMIC_OF, DecodeErrors, decode_errors
+from snapmla.testing.comparison import MIMIC_OF, DecodeErrors, blocks_of, decode_errors
 from snapmla.testing.plan_tables import PlanTables
 from snapmla.testing.reference_plan import Queries, plan_reference
 from snapmla.testing.workloads import exact, samples
@@ -114,7 +114,7 @@ class DecodeJob:
         mimic = rounding.MIMIC if exact else MIMIC_OF[self.spec.arch]
         return decode_errors(
             out, lse, self.q, self.cache, self.table, self.seqlens, HEAD_SCALE,
-            config=replace(mimic, p_terms=self.spec.p_terms),
+            config=blocks_of(self.spec, replace(mimic, p_terms=self.spec.p_terms)),
         )  # fmt: skip
 
 

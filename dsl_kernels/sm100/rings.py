@@ -1,0 +1,71 @@
+"""Barriers that SM100's decode pipelines share, and rings of a pair of CTAs.
+
+In a pair one thread of CTA 0, the *leader*, issues all MMAs: what it waits for, both CTAs announce
+at the leader's barriers; what its MMAs complete, commits announce at both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import cutlass.cute as cute
+from cutlass import Int32
+
+from .. import compat
+from ..common.barriers import Ring
+
+LEADER = 0  # rank in the cluster
+
+
+class Rings(NamedTuple):
+    """Barriers that the roles hand over by (fp8_ws.py says which is which).
+
+    Attributes:
+        s, p, x, inv: scores; P with its factors; block products; 1 / row sums.
+    """
+
+    s: Any
+    p: Any
+    x: Any
+    inv: Any
+
+
+@dataclass(frozen=True)
+class ToLeader(Ring):
+    """A ring whose slots warps of both CTAs fill and free at the leader's barriers."""
+
+    @compat.dsl_user_op
+    def arrive_full(self, st, index, *, loc=None, ip=None) -> None:
+        """By one lane of a warp of either CTA."""
+        _arrive_at_leader(self.full_barrier(st, index), loc=loc, ip=ip)
+
+    @compat.dsl_user_op
+    def arrive_empty(self, st, index, *, loc=None, ip=None) -> None:
+        """By one lane of a warp of either CTA."""
+        _arrive_at_leader(self.empty_barrier(st, index), loc=loc, ip=ip)
+
+
+@dataclass(frozen=True)
+class AlsoToLeader(Ring):
+    """A ring of the CTA's own whose filled slots are announced at the leader's ``leader``, too."""
+
+    leader: ToLeader | None = None
+
+    @compat.dsl_user_op
+    def arrive_full(self, st, index, *, loc=None, ip=None) -> None:
+        """By one lane of a warp that has filled its share of the slot."""
+        cute.arch.mbarrier_arrive(self.full_barrier(st, index), loc=loc, ip=ip)
+        if self.leader is not None:
+            self.leader.arrive_full(st, index, loc=loc, ip=ip)
+
+
+def part_of_cta():
+    """Whose items a CTA walks.  Every role looks for itself: where all shared one value, it would
+    live, and be spilled, through the role that needs most registers."""
+    return cute.arch.block_idx()[1]
+
+
+def _arrive_at_leader(barrier, *, loc=None, ip=None) -> None:
+    rank = Int32(LEADER)
+    cute.arch.mbarrier_arrive(barrier, peer_cta_rank_in_cluster=rank, loc=loc, ip=ip)
