@@ -8,7 +8,7 @@ from ..dims import TOKEN_TILE
 from .family import DECODE, Axis, Family, Values
 from .fp8_decode import PAGE_SIZES, ROW_TILES, cluster_of
 
-PIPELINES = ("split",)
+PIPELINES = ("split", "ws")
 DTYPES = ("bf16", "f16")
 
 AXES = (
@@ -20,7 +20,10 @@ AXES = (
     Axis("stamps", "stamps", (0, 1), 0, named=False),  # 1: a CTA records its events (stamp.py)
     Axis("cluster", "c", (1, 2), lambda values: cluster_of(values["row_tile"]), named=False),
 )
-MODULES = {("sm_90a", "split"): "dsl_kernels.sm90.dense_decode"}
+MODULES = {
+    ("sm_90a", "split"): "dsl_kernels.sm90.dense_decode",
+    ("sm_100a", "ws"): "dsl_kernels.sm100.dense_ws",
+}
 
 
 def points(arch: str) -> Iterator[Values]:
@@ -49,6 +52,8 @@ FAMILY = Family(
     everyday=(
         {"pipeline": "split", "row_tile": 16, "page_size": 16, "dtype": "f16"},
         {"pipeline": "split", "row_tile": 64, "page_size": 64, "dtype": "bf16"},
+        {"pipeline": "ws", "row_tile": 64, "page_size": 16, "dtype": "f16"},
+        {"pipeline": "ws", "row_tile": 64, "page_size": 64, "dtype": "bf16"},
     ),
     result_axis="dtype",
     shown=("q", "cache", "block_table"),

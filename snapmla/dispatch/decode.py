@@ -226,6 +226,11 @@ class Problem:
     def remarks(self, size: Size) -> list[str]:
         """What the second term of P costs; whose times these are, if not the kernels' own."""
         costs, measured = self.op.costs(self.card.arch)
+        if costs is not None and costs.card.source == "datasheet":
+            return [
+                f"no {costs.card.name} has run decode over {self.op.about} yet: times are predicted"
+                " from counted clocks and its datasheet"
+            ]
         if costs is not None and not measured:
             return [f"no table was fitted for decode over {self.op.about} yet: times are estimates"]
         if self.p_terms == 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dsl_kernels.families.dense_decode import DTYPES, FAMILY, PAGE_SIZES, ROW_TILES
 from dsl_kernels.families.formats import FORMATS
 from dsl_kernels.spec import VariantSpec
+from snapmla.dispatch.cards import card_named
 from snapmla.dispatch.costs import Costs, Tile, costs_of
 from snapmla.dispatch.decode import DecodeOp, Features
 from snapmla.dispatch.fp8_decode import FP8_DECODE
@@ -16,6 +17,12 @@ TILE_CYCLES = 1152 + 1024
 # the second served by L2, beat the pair of CTAs that shares its tiles (docs/performance.md).
 TILE_US = {16: 2.24, 32: 2.26, 64: 2.51, 128: 2.585}
 STANDS_IN = "etap"  # whose row tiles ``split`` shares: up to 32 rows transposed, 64, 128 as pairs
+# Of SM100's ``ws`` nothing was measured.  Predicted: clocks of the busiest unit beside DRAM, the
+# shared-memory port, for a tile of 64 tokens and 64 rows at 128 bytes a clock (TMA's fill 576; Q.K
+# 576 of K and 192 of Q, V 512; P 64 stored, 128 read; 60 others); the share of the card's read rate
+# that others have measured on a B200, 7.48 of 8 TB/s; and an H200's fixed time.
+WS_TILE_CYCLES = 576 + 576 + 192 + 512 + 64 + 128 + 60
+WS_READ_FRACTION = 7.48 / 8.0
 
 
 def tensor_cycles(spec: VariantSpec) -> float:
@@ -24,7 +31,10 @@ def tensor_cycles(spec: VariantSpec) -> float:
 
 
 def assumed(arch: str) -> Costs | None:
-    """FP8's fixed times and the tiles' that were measured, until a table has this op's own."""
+    """FP8's fixed times and the tiles' that were measured, until a table has this op's own; on
+    SM100, where nothing ran, predictions."""
+    if arch == "sm_100a":
+        return _predicted()
     fp8 = costs_of(FP8_DECODE.family.op, arch)
     if fp8 is None:
         return None
@@ -36,6 +46,16 @@ def assumed(arch: str) -> Costs | None:
     return Costs(fp8.card, fp8.read_fraction, tiles, points={})
 
 
+def _predicted() -> Costs | None:
+    """Of ``ws`` on a B200, from counted clocks and its datasheet."""
+    card, fp8 = card_named("B200"), costs_of(FP8_DECODE.family.op, "sm_90a")
+    if card is None or fp8 is None:
+        return None
+    fixed = fp8.tiles[STANDS_IN, 64].fixed_us
+    tile = Tile(fixed, WS_TILE_CYCLES / card.mhz)
+    return Costs(card, WS_READ_FRACTION, {("ws", 64): tile}, points={})
+
+
 DENSE_DECODE = DecodeOp(
     FAMILY,
     features={
@@ -43,6 +63,11 @@ DENSE_DECODE = DecodeOp(
             ROW_TILES, "any row tile",
             "Q mostly in registers; up to 32 rows transposed as S^T = K Q^T", PAGE_SIZES, DTYPES,
             why_two_terms="P has 16 bits with a 16-bit cache",
+        ),
+        "ws": Features(
+            (64,), "it puts rows on the MMA's M = 64",
+            "tcgen05.mma.ws, O in tensor memory; so far on the software GPU only", PAGE_SIZES,
+            DTYPES, why_two_terms="P has 16 bits with a 16-bit cache",
         ),
     },
     token_bytes=FORMATS["bf16"].token_bytes,

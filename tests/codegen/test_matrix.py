@@ -212,7 +212,7 @@ def test_a_cta_that_does_not(changes: dict[str, Any], reason: str) -> None:
 @pytest.mark.skipif(not toolchain.have_compiler(), reason="budgets import the kernel modules")
 @pytest.mark.parametrize("arch", ARCHS)
 def test_every_decode_variant_declares_a_budget_that_fits(arch: str) -> None:
-    for spec in matrix.default_specs(arch, "decode_*"):
+    for spec in matrix.default_specs(arch, "decode_*,dense_decode_*"):
         declared = registry.budget(spec)
         assert declared is not None and bud.check(declared) is None
         assert declared.barriers and declared.mmas and declared.arch == arch
@@ -268,6 +268,21 @@ def test_infeasible_points_of_sm100(changes: dict[str, Any], reason: str) -> Non
     assert reason in (matrix.exclusion(spec) or "")
 
 
+@pytest.mark.skipif(not toolchain.have_compiler(), reason="feasible() imports the compiler")
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"stages": 3}, "ws has 2 stages, got 3"),
+        ({"row_tile": 128}, "ws puts 64 rows on M"),
+        ({"cluster": 2}, "needs one CTA, not a cluster"),
+        ({"stamps": 1}, "ws records no stamps so far"),
+    ],
+)
+def test_infeasible_points_of_16_bit_decode_on_sm100(changes: dict[str, Any], reason: str) -> None:
+    spec = VariantSpec(op="dense_decode", arch="sm_100a", pipeline="ws", **changes)
+    assert reason in (matrix.exclusion(spec) or "")
+
+
 # ---------------------------------------------------------------------------- the test set
 
 
@@ -308,6 +323,9 @@ def test_a_family_may_say_what_runs_every_day() -> None:
     assert len(every) == len(ROW_TILES) * len(PAGE_SIZES) * 2
     chosen = {s.name for s in matrix.sample(every)}
     assert chosen == {f"dense_decode_split_{x}_sm90a" for x in ("r16_p16_df16", "r64_p64_dbf16")}
+    blackwell = [s for s in matrix.points("sm_100a") if s.op == "dense_decode"]
+    chosen_there = {s.name for s in matrix.sample(blackwell)}
+    assert chosen_there == {f"dense_decode_ws_r64_{x}_sm100a" for x in ("p16_df16", "p64_dbf16")}
     others = [s for s in every if s.name not in chosen]
     assert {s.row_tile for s in matrix.sample(others)} == set(ROW_TILES), "a cover of what is there"
 

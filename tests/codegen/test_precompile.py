@@ -46,6 +46,10 @@ def test_variant(spec: VariantSpec, built: Report, variant_dir: Path) -> None:
         mmas = {"sm_90a": ("QGMMA", "HGMMA"), "sm_100a": ("UTCQMMA", "UTCHMMA")}[spec.arch]
         assert all(record.sass[opcode] > 0 for opcode in (*mmas, "UTMALDG"))
         assert bool(record.tmem_columns) == (spec.arch == "sm_100a")
+    if spec.op == "dense_decode" and spec.arch == "sm_100a":
+        # 36 steps of Q.K, 8 of P.V; 8 copies of 16 bytes a row, in a loop over Q's chunks
+        assert (record.sass["UTCHMMA"], record.sass["UTCCP"]) == (36 + 8, 8)
+        assert record.tmem_columns == 512
     files = artifacts.paths(variant_dir, spec)
     ptx = files["ptx"].read_text()
     assert f".target {spec.arch}" in ptx

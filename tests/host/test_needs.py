@@ -146,6 +146,8 @@ def test_another_architecture() -> None:
     names = [spec.name for spec in dispatch.needs(Model((16,), arch="sm_100a"))]
     assert names[-1] == "decode_ws_r64_p64_obf16_sm100a"
     assert all(name.endswith("_sm100a") for name in names)
+    dense = [spec.name for spec in dispatch.needs(Model((16,), dtype="f16", arch="sm_100a"))]
+    assert dense[-1] == "dense_decode_ws_r64_p64_df16_sm100a"
 
 
 def command(*words: str) -> Any:
@@ -177,7 +179,6 @@ def test_the_command() -> None:
         ("--heads 16 --norm", "norm: expected False without rope, got True"),
         ("--heads 16 --rope neox --dtype bf16", "rope: expected 'applied' with a 16-bit cache"),
         ("--heads 16 --dtype f16 --merge", "merge: expected results of bf16 or f32, got f16"),
-        ("--heads 16 --dtype bf16 --arch sm_100a", "sm_100a: no decode kernel for a 16-bit cache"),
     ],
 )
 def test_what_is_no_model_is_one_sentence(words: str, message: str) -> None:

@@ -258,7 +258,8 @@ def test_steps_are_the_whole_matrix() -> None:
     hopper = matrix.default_specs("sm_90a")
     sample = {s.name for s in matrix.sample(hopper, thorough=True)}
     # helper kernels have one source for both architectures: they are studied on one
-    sample |= {s.name for s in matrix.sample_specs("sm_100a") if not s.family.helper}
+    blackwell = matrix.sample(matrix.default_specs("sm_100a"), thorough=True)
+    sample |= {s.name for s in blackwell if not s.family.helper}
     steps = prove.steps()
     assert max(Counter(s.name for s in steps).values()) == 1
     assert {s.kind for s in steps} == set(prove.KINDS)
