@@ -54,6 +54,7 @@ EXPLAINED = (
 ASKED = (
     "mha_items_sm90a", "mha_fwd_d192_dbf16_sm90a", "mha_fwd_d192_df16_sm90a",
     "mha_fwd_d128_dbf16_sm90a", "mha_fwd_d128_df16_sm90a",
+    "select_topk_t64_e8_c2_sm90a", "select_topk_t64_e0_c2_sm90a",
 )  # fmt: skip
 KINDS = {
     "build": "every variant compiled and audited",

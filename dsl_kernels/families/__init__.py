@@ -19,6 +19,7 @@ from . import (
     plan_to_records,
     quantize_q,
     records_to_plan,
+    select_topk,
     sparse_decode,
 )
 from .family import DECODE, HELPER, MHA, Axis, Family
@@ -34,6 +35,7 @@ _MODULES = (
     append_kv,
     quantize_q,
     fetch_dequant,
+    select_topk,
     fp8_decode,
     dense_decode,
     sparse_decode,

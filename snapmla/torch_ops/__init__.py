@@ -38,6 +38,7 @@ from snapmla.torch_ops import (
     plan,
     quantize,
     records,
+    select_topk,
     sparse_decode,
 )
 from snapmla.torch_ops.listing import listing
@@ -56,6 +57,7 @@ OPERATORS: tuple[Operator, ...] = (
     *fetch.OPERATORS,
     *merge.OPERATORS,
     *cache_bytes.OPERATORS,
+    *select_topk.OPERATORS,
 )
 SCHEMAS = tuple(operator.schema for operator in OPERATORS)
 __doc__ = (__doc__ or "{operators}").format(operators=listing(SCHEMAS))

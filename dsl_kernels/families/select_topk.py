@@ -1,0 +1,39 @@
+"""``select_topk``: the k highest scores of each row; sparse attention then reads those tokens.
+
+A variant is how much of a row a cluster holds; which one serves a call does not show in results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from .family import Axis, Values, helper
+
+# threads a CTA; keys that a thread holds, 0: it reads them in every sweep; CTAs a row
+THREADS = Axis("threads", "t", (64, 128, 512, 1024))
+KEYS = Axis("keys", "e", (0, 8, 16, 32))
+CLUSTER = Axis("cluster", "c", (1, 2, 4, 8))
+
+# of a CTA's row; the words of its two bitmaps are dealt out to its threads
+STREAMED = 1 << 17
+
+
+def share(threads: int, keys: int) -> int:
+    """Columns of a row that one CTA takes at most."""
+    return threads * keys if keys else min(STREAMED, 128 * threads)
+
+
+def points(_arch: str) -> Iterator[Values]:
+    """None by default: it has not been timed on a card."""
+    return iter(())
+
+
+FAMILY = helper(
+    "select_topk",
+    THREADS,
+    KEYS,
+    CLUSTER,
+    points=points,
+    shown=("logits", "block_table", "out"),
+    results=("out", "counts"),
+)

@@ -1,0 +1,414 @@
+"""The scores of a row as ordered keys, and the sweeps of ``select_topk`` over them.
+
+A key is 32 bits that compare unsigned as scores do: x + 0.0 makes -0 zero and any NaN 0x7fffffff;
+then a negative number's bits are all turned, of others the sign.  0 is no score's key.
+
+A lane holds four neighbouring columns of each chunk of 128, so a warp's loads are whole lines.
+Columns are counted from ``start`` rounded down to four, where a load of 16 bytes may begin.  The
+two quads that a row may share with what lies around it are read by single words.  What is behind
+the row's end in its last chunk has the key of -inf: it ties behind all scores of the row, of which
+there are more than k, and is never selected.  What is before ``start`` has key 0.
+
+Sweeps are predicated, without a branch around an atomic or a store.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import cutlass
+from cutlass import Int32, Int64, Uint32, cute
+
+from .. import compat
+from . import quant
+from .prefix_sum import warp_scan
+
+CHUNK = 128  # columns of a warp's load
+WINDOW = 16  # keys a thread where none stay in registers
+BINS = 2048
+LISTED_BY = 6  # entries of the list for each thread
+MOST_POSITIONS = 2048  # selected of a row, the largest k
+STREAMED = 1 << 17  # columns of a CTA, at most, where keys are not kept
+MINUS_INFINITY = 0xFF800000
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What is known of a variant when it is compiled.
+
+    Attributes:
+        threads: of a CTA.
+        keys: of a thread that stay in registers; 0: none.
+        cluster: CTAs that share a row.
+    """
+
+    threads: int
+    keys: int
+    cluster: int
+
+    @property
+    def streams(self) -> bool:
+        """Whether sweeps read memory."""
+        return self.keys == 0
+
+    @property
+    def warps(self) -> int:
+        return self.threads // quant.WARP
+
+    @property
+    def window(self) -> int:
+        """Chunks that are in registers at a time."""
+        return (self.keys or WINDOW) // 4
+
+    @property
+    def share(self) -> int:
+        """Columns of a CTA, at most."""
+        return self.threads * self.keys if self.keys else min(STREAMED, 128 * self.threads)
+
+    @property
+    def words(self) -> int:
+        """Words of a bitmap; a thread owns as many."""
+        return -(-self.share // (32 * self.threads))
+
+    @property
+    def ranks_at_once(self) -> int:
+        """CTAs that are read from side by side: as many as registers beside the keys allow."""
+        return min(self.cluster, 4 if self.keys == 32 else 8)
+
+    @property
+    def listed(self) -> int:
+        """Entries of the list; twice as many positions fit, of which there are k at most."""
+        return min(max(LISTED_BY * self.threads, MOST_POSITIONS // 2), self.share * 3 // 4)
+
+
+class Row(NamedTuple):
+    """What a thread takes of a row."""
+
+    at: Any  # pointer to its first column
+    left: Int32  # columns from there to the end of its warp's run
+    head: Int32  # columns before the row's start that its first quad begins with
+    chunks: Int32  # of its warp
+    place: Int32  # its first column in the CTA's run
+    begin: Int32  # position of the CTA's first column in the row, below 0 if that lies before it
+
+
+@cute.jit
+def row_of(shape: cutlass.Constexpr, logits: cute.Tensor, what: Any) -> Row:
+    """A thread's part; what = (row, start, length, rank of its CTA)."""
+    row, start, length, rank = what
+    tidx, _, _ = cute.arch.thread_idx()
+    lane, warp = tidx % quant.WARP, tidx // quant.WARP
+    head = start & 3
+    end = head + length
+    warps = shape.warps * shape.cluster
+    # chunks of a warp: as few as this length needs
+    run = (((end + (CHUNK - 1)) // CHUNK) + (warps - 1)) // warps * CHUNK
+    cta = rank * shape.warps * run
+    place = warp * run + lane * 4
+    first = cta + place
+    chunks = cutlass.min(cutlass.max(end - (cta + warp * run) + (CHUNK - 1), 0), run) // CHUNK
+    at = logits.iterator + (Int64(row) * logits.stride[0] + (start - head + first))
+    return Row(
+        at, cutlass.min(end - first, run - lane * 4),
+        Int32(cutlass.select_(first == 0, head, Int32(0))), chunks, place, cta - head,
+    )  # fmt: skip
+
+
+def window(shape: Shape) -> Any:
+    """The registers of a thread's keys."""
+    return cute.make_rmem_tensor((shape.window * 4,), Uint32)
+
+
+@compat.dsl_user_op
+def _load_quad(at: Any, left: Any, chunk: int, *, loc: Any = None, ip: Any = None) -> Any:
+    """Four columns ``chunk`` chunks behind ``at``, or -inf where fewer than four are left."""
+    pad = "".join(f"mov.b32 {{$w{i}}}, {MINUS_INFINITY:#x};\n" for i in range(4))
+    return compat.inline_ptx(
+        f"{{\n.reg .pred p;\nsetp.ge.s32 p, {{$r1}}, {chunk * CHUNK + 4};\n{pad}"
+        f"@p ld.global.v4.b32 {{{{$w0}}, {{$w1}}, {{$w2}}, {{$w3}}}}, "
+        f"[{{$r0}}+{chunk * CHUNK * 4}];\n}}",
+        write_only_types=[Uint32] * 4,
+        read_only_args=[at, left],
+        loc=loc,
+        ip=ip,
+    )
+
+
+@compat.dsl_user_op
+def _ordered(raw: Any, *, loc: Any = None, ip: Any = None) -> Any:
+    """The key of a score."""
+    return compat.inline_ptx(
+        "{\n.reg .f32 x;\n.reg .b32 b, s;\nmov.b32 x, {$r0};\nadd.rn.f32 x, x, 0f00000000;\n"
+        "mov.b32 b, x;\nshr.s32 s, b, 31;\nor.b32 s, s, 0x80000000;\nxor.b32 {$w0}, b, s;\n}",
+        write_only_types=[Uint32],
+        read_only_args=[raw],
+        loc=loc,
+        ip=ip,
+    )
+
+
+@cute.jit
+def load(shape: cutlass.Constexpr, keys: cute.Tensor, row: Row, first: Any) -> None:
+    """Loads the window's chunks, from chunk ``first`` on, as bits of scores."""
+    left = row.left - first * CHUNK
+    at = row.at + first * CHUNK
+    hidden = Int32(0)  # columns of the first quad that are not the row's
+    if first == 0:
+        hidden = row.head
+    for c in cutlass.range_constexpr(shape.window):
+        enough = left
+        if cutlass.const_expr(c == 0):
+            enough = Int32(cutlass.select_(hidden > 0, Int32(0), left))
+        quad = _load_quad(at, enough, c)
+        for j in cutlass.range_constexpr(4):
+            keys[4 * c + j] = quad[j]
+    rest = left & (CHUNK - 1)
+    if ((left > 0) & (left < shape.window * CHUNK) & (rest > 0) & (rest < 4)) | (hidden > 0):
+        _load_ragged(shape, keys, at, left, hidden)
+
+
+@cute.jit
+def _load_ragged(
+    shape: cutlass.Constexpr, keys: cute.Tensor, at: Any, left: Int32, hidden: Int32
+) -> None:
+    """Words of the quads that are not all the row's: the one that ``left`` ends in, and the first
+    without its ``hidden`` columns."""
+    for c in cutlass.range_constexpr(shape.window):
+        here = (left > c * CHUNK) & (left < c * CHUNK + 4)
+        low = Int32(0)
+        if cutlass.const_expr(c == 0):
+            here = here | (hidden > 0)
+            low = hidden
+        if here:
+            for j in cutlass.range_constexpr(4):
+                if (left > c * CHUNK + j) & (low <= j):
+                    keys[4 * c + j] = compat.load_words(at + (c * CHUNK + j), 1)[0]
+
+
+@cute.jit
+def order(shape: cutlass.Constexpr, keys: cute.Tensor, row: Row, first: Any) -> None:
+    """Bits of scores become keys; 0 in chunks that the warp does not have."""
+    live = row.chunks - first
+    for c in cutlass.range_constexpr(shape.window):
+        if live > c:
+            for j in cutlass.range_constexpr(4):
+                keys[4 * c + j] = _ordered(keys[4 * c + j])
+    if (row.head > 0) & (first == 0):
+        for j in cutlass.range_constexpr(3):
+            if row.head > j:
+                keys[j] = Uint32(0)
+
+
+# ---------------------------------------------------------------------------- sweeps
+
+
+@compat.dsl_user_op
+def _count(key: Any, table: Any, *, loc: Any = None, ip: Any = None) -> None:
+    """Counts a key in the histogram of upper bits."""
+    compat.inline_ptx(
+        "{\n.reg .b32 a;\nshr.u32 a, {$r0}, 21;\nmad.lo.u32 a, a, 4, {$r1};\n"
+        "red.shared.add.u32 [a], 1;\n}",
+        read_only_args=[key, table], loc=loc, ip=ip,
+    )  # fmt: skip
+
+
+@compat.dsl_user_op
+def _count_in(
+    key: Any, table: Any, prefix: Any, digits: tuple[int, int, int], *, loc: Any = None,
+    ip: Any = None,
+) -> None:  # fmt: skip
+    """Counts a key whose upper bits are ``prefix``; digits = (bits below the prefix, bits below the
+    bin, mask of the bin)."""
+    above, shift, mask = digits
+    compat.inline_ptx(
+        "{\n.reg .pred p;\n.reg .b32 a, b;\n"
+        f"shr.u32 b, {{$r0}}, {above};\nsetp.eq.u32 p, b, {{$r2}};\n"
+        f"shr.u32 a, {{$r0}}, {shift};\nand.b32 a, a, {mask};\nmad.lo.u32 a, a, 4, {{$r1}};\n"
+        "@p red.shared.add.u32 [a], 1;\n}",
+        read_only_args=[key, table, prefix], loc=loc, ip=ip,
+    )  # fmt: skip
+
+
+@compat.dsl_user_op
+def _at_least(key: Any, least: Any, count: Any, *, loc: Any = None, ip: Any = None) -> Any:
+    """``count``, and one more if the key is ``least`` or above."""
+    return compat.inline_ptx(
+        "{\n.reg .pred p;\nsetp.ge.u32 p, {$r0}, {$r1};\nmov.b32 {$w0}, {$r2};\n"
+        "@p add.s32 {$w0}, {$w0}, 1;\n}",
+        write_only_types=[Int32], read_only_args=[key, least, count], loc=loc, ip=ip,
+    )  # fmt: skip
+
+
+@compat.dsl_user_op
+def _append(key: Any, least: Any, place: Any, at: Any, *, loc: Any = None, ip: Any = None) -> Any:
+    """Writes (key, place) to ``at`` if the key is ``least`` or above; where the next one goes."""
+    return compat.inline_ptx(
+        "{\n.reg .pred p;\nsetp.ge.u32 p, {$r0}, {$r1};\n"
+        "@p st.shared.v2.b32 [{$r3}], {{$r0}, {$r2}};\nmov.b32 {$w0}, {$r3};\n"
+        "@p add.s32 {$w0}, {$w0}, 8;\n}",
+        write_only_types=[Int32], read_only_args=[key, least, place, at], loc=loc, ip=ip,
+    )  # fmt: skip
+
+
+@compat.dsl_user_op
+def _set_bits(table: Any, word: Any, bits: Any, *, loc: Any = None, ip: Any = None) -> None:
+    """Sets bits, if there are any, of a word of a bitmap."""
+    compat.inline_ptx(
+        "{\n.reg .pred p;\n.reg .b32 a;\nsetp.ne.u32 p, {$r2}, 0;\n"
+        "mad.lo.u32 a, {$r1}, 4, {$r0};\n@p red.shared.or.b32 [a], {$r2};\n}",
+        read_only_args=[table, word, bits], loc=loc, ip=ip,
+    )  # fmt: skip
+
+
+@cute.jit
+def _again(shape: cutlass.Constexpr, keys: cute.Tensor, row: Row, first: Any) -> None:
+    """The window's keys, for a sweep that is not the first over them."""
+    if cutlass.const_expr(shape.streams):
+        load(shape, keys, row, first)
+        order(shape, keys, row, first)
+
+
+@cute.jit
+def count_upper(shape: cutlass.Constexpr, sm: Any, keys: cute.Tensor, row: Row) -> None:
+    """Orders all keys and counts their upper 11 bits."""
+    table = address(sm.hist, 0)
+    if cutlass.const_expr(shape.streams):
+        for first in cutlass.range(0, row.chunks, shape.window, unroll=1):
+            _again(shape, keys, row, first)
+            _count_window(shape, keys, row.chunks - first, table)
+    else:
+        order(shape, keys, row, 0)
+        _count_window(shape, keys, row.chunks, table)
+
+
+@cute.jit
+def _count_window(shape: cutlass.Constexpr, keys: cute.Tensor, live: Int32, table: Int32) -> None:
+    for c in cutlass.range_constexpr(shape.window):
+        if live > c:
+            for j in cutlass.range_constexpr(4):
+                _count(keys[4 * c + j], table)
+
+
+@cute.jit
+def collect(shape: cutlass.Constexpr, sm: Any, keys: cute.Tensor, row: Row, least: Uint32) -> None:
+    """Appends keys that are ``least`` or above to the list, with their columns.
+
+    Its length counts those too for which there was no room.
+    """
+    if cutlass.const_expr(shape.streams):
+        for first in cutlass.range(0, row.chunks, shape.window, unroll=1):
+            _again(shape, keys, row, first)
+            here = (row.chunks - first, row.place + first * CHUNK)
+            _collect_window(shape, sm, keys, here, least)
+    else:
+        _collect_window(shape, sm, keys, (row.chunks, row.place), least)
+
+
+@cute.jit
+def _collect_window(
+    shape: cutlass.Constexpr, sm: Any, keys: cute.Tensor, here: Any, least: Uint32
+) -> None:
+    """here = (chunks of the warp from the window's first on, column of the thread's first key)."""
+    live, place = here
+    tidx, _, _ = cute.arch.thread_idx()
+    lane = tidx % quant.WARP
+    count = Int32(0)
+    for c in cutlass.range_constexpr(shape.window):
+        if live > c:
+            for j in cutlass.range_constexpr(4):
+                count = _at_least(keys[4 * c + j], least, count)
+    upto = warp_scan(count, lane)
+    begin = Int32(0)
+    if (lane == quant.WARP - 1) & (upto > 0):
+        begin = Int32(cute.arch.atomic_add(sm.sums.iterator + LISTED, upto, scope="cta"))
+    begin = cute.arch.shuffle_sync(begin, quant.WARP - 1)
+    of_warp = cute.arch.shuffle_sync(upto, quant.WARP - 1)
+    if (of_warp > 0) & (begin + of_warp <= shape.listed):
+        at = address(sm.list, 0) + (begin + upto - count) * 8
+        for c in cutlass.range_constexpr(shape.window):
+            if live > c:
+                for j in cutlass.range_constexpr(4):
+                    at = _append(keys[4 * c + j], least, place + (c * CHUNK + j), at)
+
+
+@cute.jit
+def count_in(shape: cutlass.Constexpr, sm: Any, keys: cute.Tensor, row: Row, what: Any) -> None:
+    """Counts the next digit of keys with a prefix; what = (pass, prefix, length of the list)."""
+    number, prefix, listed = what
+    digits = DIGITS[number]
+    table = address(sm.hist, number * BINS)
+    if listed <= shape.listed:
+        tidx, _, _ = cute.arch.thread_idx()
+        for i in cutlass.range(tidx, listed, shape.threads, unroll=1):
+            _count_in(sm.list[i, 0], table, prefix, digits)
+    elif cutlass.const_expr(shape.streams):
+        for first in cutlass.range(0, row.chunks, shape.window, unroll=1):
+            _again(shape, keys, row, first)
+            _count_in_window(shape, keys, row.chunks - first, (table, prefix, digits))
+    else:
+        _count_in_window(shape, keys, row.chunks, (table, prefix, digits))
+
+
+@cute.jit
+def _count_in_window(shape: cutlass.Constexpr, keys: cute.Tensor, live: Int32, what: Any) -> None:
+    table, prefix, digits = what
+    for c in cutlass.range_constexpr(shape.window):
+        if live > c:
+            for j in cutlass.range_constexpr(4):
+                _count_in(keys[4 * c + j], table, prefix, digits)
+
+
+@cute.jit
+def mark(shape: cutlass.Constexpr, sm: Any, keys: cute.Tensor, row: Row, what: Any) -> None:
+    """Sets bits of selected columns; what = (least key, whether it is one of ties, length of the
+    list).  Keys above ``least``, without ties those at it too, go to bitmap 0, ties to bitmap 1."""
+    least, ties, listed = what
+    # with ties: above = least + 1, which is 0 behind NaN's key; so compared as "above least - tie"
+    over = least - Uint32(1 - ties)
+    if listed <= shape.listed:
+        tidx, _, _ = cute.arch.thread_idx()
+        for i in cutlass.range(tidx, listed, shape.threads, unroll=1):
+            key, place = sm.list[i, 0], sm.list[i, 1]
+            bit = Uint32(1) << (place & 31)
+            above = Uint32(cutlass.select_(key > over, bit, Uint32(0)))
+            tie = Uint32(cutlass.select_((key == least) & (ties != 0), bit, Uint32(0)))
+            _set_bits(address(sm.bits, 0), place >> 5, above)
+            _set_bits(address(sm.bits, shape.words * shape.threads), place >> 5, tie)
+    elif cutlass.const_expr(shape.streams):
+        for first in cutlass.range(0, row.chunks, shape.window, unroll=1):
+            _again(shape, keys, row, first)
+            here = (row.chunks - first, row.place + first * CHUNK)
+            _mark_window(shape, sm, keys, here, (over, least, ties))
+    else:
+        _mark_window(shape, sm, keys, (row.chunks, row.place), (over, least, ties))
+
+
+@cute.jit
+def _mark_window(
+    shape: cutlass.Constexpr, sm: Any, keys: cute.Tensor, here: Any, what: Any
+) -> None:
+    """here: as of ``_collect_window``."""
+    live, place = here
+    over, least, ties = what
+    for c in cutlass.range_constexpr(shape.window):
+        if live > c:
+            above, tie = Uint32(0), Uint32(0)
+            for j in cutlass.range_constexpr(4):
+                key = keys[4 * c + j]
+                above |= Uint32(cutlass.select_(key > over, Uint32(1 << j), Uint32(0)))
+                tie |= Uint32(cutlass.select_(key == least, Uint32(1 << j), Uint32(0)))
+            word, shift = (place >> 5) + c * (CHUNK // 32), place & 31
+            _set_bits(address(sm.bits, 0), word, above << shift)
+            if ties != 0:
+                _set_bits(address(sm.bits, shape.words * shape.threads), word, tie << shift)
+
+
+def address(tensor: Any, index: Any) -> Any:
+    """Address in shared memory of a word."""
+    return Int32((tensor.iterator + index).toint())
+
+
+# (bits below the prefix, bits below the bin, mask of the bin) of each pass
+DIGITS = ((32, 21, BINS - 1), (21, 10, BINS - 1), (10, 0, 1023))
+LISTED = 4  # in ``sums``: entries of the list

@@ -1,0 +1,259 @@
+"""``select_topk`` beside other top-k kernels, on one GPU.
+
+    python -m profiles.dsa_cost --peers DIR --out profiles/results
+
+Contenders, those that are there: torch.topk, vLLM's ``persistent_topk``, ``cooperative_topk`` and
+``top_k_per_row_prefill`` (out of the wheel's library in DIR/vllm, or an installed vLLM's), and
+FlashInfer's ``top_k_page_table_transform``, as it is and deterministic.  Ours is timed with and
+without a block table; of the others only FlashInfer's looks slots up.  Each row is first compared
+with a stable sort: ours entry for entry, of a peer the scores that it selects.
+
+Calls are captured in CUDA graphs, and these are replayed in an order that changes each round.
+"""
+
+from __future__ import annotations
+
+import importlib
+import random
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+from profiles.device import require_cuda
+
+if __name__ == "__main__":
+    require_cuda(sys.argv[1:])  # before torch is imported: an answer at once
+
+import torch
+import typer
+
+from codegen.artifacts import write_atomic
+from profiles import page, timing
+from profiles.worker import machine
+from snapmla.dsa import select_topk, shapes
+from snapmla.testing import topk_reference
+
+K, PAGE = 2048, 64
+ROUNDS, ROUND_MS = 9, 4.0
+CALLS = 20  # in a graph; fewer of calls that take long
+SHAPES = tuple((rows, columns) for columns in (8192, 32768, 131072)
+               for rows in (1, 8, 32, 64, 128, 256))  # fmt: skip
+MORE = ((64, 16384), (2048, 32768), (1, 300000))
+ZEROS = ((64, 16384), (64, 131072), (256, 32768))  # also with 98 % of the scores 0
+WORKSPACE = 1 << 20  # bytes that vLLM's ops want
+COOPERATIVE_ROWS = 32  # the most that vLLM gives cooperative_topk
+
+
+@dataclass
+class Problem:
+    """One row of the table, on the card.
+
+    Attributes:
+        want: positions by a stable sort, (rows, k), of the first few rows.
+    """
+
+    logits: torch.Tensor
+    lengths: torch.Tensor
+    table: torch.Tensor
+    want: torch.Tensor
+    workspace: torch.Tensor
+
+    @classmethod
+    def of(cls, rows: int, columns: int, name: str) -> Problem:
+        torch.manual_seed(columns)
+        normal, uniform = (make(rows, columns, device="cuda") for make in (torch.randn, torch.rand))
+        logits = topk_reference.DISTRIBUTIONS[name](normal, uniform)
+        lengths = torch.full((rows,), columns, dtype=torch.int32, device="cuda")
+        width = -(-columns // PAGE)
+        table = torch.randperm(rows * width, device="cuda").int().view(rows, width)
+        want, _ = topk_reference.select_topk_reference(logits[:4], lengths[:4].cpu(), K)
+        workspace = torch.zeros(WORKSPACE, dtype=torch.uint8, device="cuda")
+        return cls(logits, lengths, table, want, workspace)
+
+    @property
+    def calls(self) -> int:
+        """Calls of a graph."""
+        return CALLS if self.logits.numel() < 1 << 25 else 4
+
+
+Call = Callable[[], torch.Tensor]  # returns (rows, k)
+
+
+def ours(problem: Problem, table: bool) -> Call:
+    """``select_topk``, to slots or positions; results given."""
+    rows = len(problem.logits)
+    out = torch.empty(rows, K, dtype=torch.int32, device="cuda")
+    counts = torch.empty(rows, dtype=torch.int32, device="cuda")
+    pages = problem.table if table else None
+    return lambda: select_topk(
+        problem.logits, problem.lengths, K, block_table=pages, out=out, counts=counts
+    )[0]
+
+
+def vllm_ops(peers: Path | None) -> Any:
+    """vLLM's operators, None where there are none."""
+    for library in sorted(peers.glob("vllm/_C*.so")) if peers else ():
+        torch.ops.load_library(str(library))
+    if not hasattr(torch.ops._C, "persistent_topk"):
+        try:
+            importlib.import_module("vllm._custom_ops")
+        except Exception as error:  # of any kind: a peer that cannot be imported is left out
+            typer.echo(f"vLLM: {type(error).__name__}: {error}")
+    return torch.ops._C if hasattr(torch.ops._C, "persistent_topk") else None
+
+
+def vllm(ops: Any, problem: Problem) -> Iterator[tuple[str, Call]]:
+    """vLLM's, each into an output of its own."""
+    rows, columns = problem.logits.shape
+    lengths, zeros = problem.lengths.view(-1, 1), torch.zeros_like(problem.lengths)
+
+    def made(run: Callable[[torch.Tensor], Any]) -> Call:
+        out = torch.full((rows, K), -1, dtype=torch.int32, device="cuda")
+
+        def call() -> torch.Tensor:
+            run(out)
+            return out
+
+        return call
+
+    given = problem.logits, lengths
+    rest = problem.workspace, K, columns
+    yield "vLLM persistent", made(lambda out: ops.persistent_topk(*given, out, *rest))
+    if rows <= COOPERATIVE_ROWS and hasattr(ops, "cooperative_topk"):
+        yield "vLLM cooperative", made(lambda out: ops.cooperative_topk(*given, out, *rest))
+    if hasattr(ops, "top_k_per_row_prefill"):
+        last = rows, problem.logits.stride(0), 1, K
+        yield "vLLM prefill", made(lambda out: ops.top_k_per_row_prefill(
+            problem.logits, zeros, problem.lengths, out, *last
+        ))  # fmt: skip
+
+
+def flashinfer(problem: Problem) -> Iterator[tuple[str, Call]]:
+    """FlashInfer's, nothing where it is not installed."""
+    try:
+        transform = importlib.import_module("flashinfer").top_k_page_table_transform
+    except (ImportError, AttributeError):
+        return
+    positions = torch.arange(problem.logits.shape[1], device="cuda").int()
+    table = positions.expand(len(problem.logits), -1).contiguous()  # pages of one token
+    given = problem.logits, table, problem.lengths, K
+    yield "FlashInfer", lambda: transform(*given)
+    yield "FlashInfer det.", lambda: transform(*given, deterministic=True)
+
+
+def contenders(problem: Problem, ops: Any) -> dict[str, Call]:
+    """All that are there, ours first."""
+    found: dict[str, Call] = {"slots": ours(problem, True), "positions": ours(problem, False)}
+    if ops is not None:
+        found |= dict(vllm(ops, problem))
+    found |= dict(flashinfer(problem))
+    if problem.logits.numel() <= 1 << 24:
+        found["torch.topk"] = lambda: torch.topk(problem.logits, K, dim=1).indices
+    return found
+
+
+def check(problem: Problem, name: str, call: Call) -> None:
+    """Raises ValueError unless the first rows are right: ours entry for entry, others' scores."""
+    got, want = call()[: len(problem.want)].cpu().long(), problem.want.long()
+    if name == "slots":
+        want = torch.stack([
+            topk_reference.slots_of(row, table, PAGE)
+            for row, table in zip(want, problem.table.cpu())
+        ])  # fmt: skip
+    if name in ("slots", "positions"):
+        right = torch.equal(got, want)
+    else:
+        scores = problem.logits[: len(want)].cpu()
+        taken, best = (scores.gather(1, x.clamp(min=0)).sort(1).values for x in (got, want))
+        distinct = all(len(set(row)) == K for row in got.tolist())
+        right = distinct and bool((got >= 0).all()) and torch.equal(taken, best)
+    if not right:
+        raise ValueError(f"{name}: not what a stable sort selects")
+
+
+def graph_of(call: Call, calls: int) -> torch.cuda.CUDAGraph:
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            call()
+    return graph
+
+
+def timed(graph: torch.cuda.CUDAGraph, replays: int) -> float:
+    """Milliseconds of a replay."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(replays):
+        graph.replay()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / replays
+
+
+def in_turn(found: dict[str, Call], calls: int) -> dict[str, float]:
+    """Microseconds a call, the median of the rounds."""
+    graphs = {name: graph_of(call, calls) for name, call in found.items()}
+    replays = {name: max(1, int(ROUND_MS / timed(graph, 2))) for name, graph in graphs.items()}
+    times: dict[str, list[float]] = {name: [] for name in graphs}
+    pick = random.Random(0)
+    for _ in range(ROUNDS):
+        for name in pick.sample(list(graphs), len(graphs)):
+            times[name].append(timed(graphs[name], replays[name]))
+    return {name: 1e3 * median(ms) / calls for name, ms in times.items()}
+
+
+def row(rows: int, columns: int, name: str, ops: Any) -> str:
+    """One line of the table; a peer that is wrong, or fails, is said so and not timed."""
+    problem = Problem.of(rows, columns, name)
+    found, said = {}, []
+    for who, call in contenders(problem, ops).items():
+        try:
+            check(problem, who, call)
+            found[who] = call
+        except (RuntimeError, TypeError, ValueError) as error:
+            if who in ("slots", "positions"):
+                raise
+            said.append(f"{who}: {str(error).splitlines()[0][:80]}")
+    us = in_turn(found, problem.calls)
+    mine = us.pop("slots"), us.pop("positions")
+    best = min((t for who, t in us.items() if who.startswith("vLLM")), default=None)
+    ratio = "-" if best is None else f"{best / mine[0]:.2f}"
+    peers = ", ".join(f"{who} {t:.1f}" for who, t in us.items())
+    shape = "x".join(map(str, shapes.choose(rows, columns)))
+    cells = (f"{rows} x {columns}", name, shape, f"{mine[0]:.1f}", f"{mine[1]:.1f}", ratio, peers)
+    return f"| {' | '.join(cells)} |{' '.join(said)}"
+
+
+def main(
+    peers: Annotated[Path | None, typer.Option(help="Folder of peers' libraries.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder.")] = Path("build/bench"),
+    some: Annotated[int, typer.Option("--first", help="Rows to time, the first ones.")] = 99,
+) -> None:
+    """Times the shapes and writes ``dsa_cost.md``."""
+    facts = machine(torch.device("cuda"), timing.Nvml())
+    lines = page.head(
+        "Top-k of the index scores", "profiles.dsa_cost",
+        page.told(facts, ("gpu", "driver", "cuda", "torch")),
+        f"µs a call in a CUDA graph, k {K}, contenders in turn; pages of {PAGE}",
+        "variant: threads x keys of a thread x CTAs of a row; ratio: vLLM's fastest to slots",
+    )  # fmt: skip
+    lines += ["| rows x columns | scores | variant | slots | positions | ratio | others |",
+              "|---" * 7 + "|"]  # fmt: skip
+    ops = vllm_ops(peers)
+    wanted = [(*shape, "normal") for shape in (*SHAPES, *MORE)]
+    wanted += [(*shape, "zeros") for shape in ZEROS]
+    with torch.inference_mode():
+        for rows, columns, name in wanted[:some]:
+            lines.append(row(rows, columns, name, ops))
+            typer.echo(lines[-1])
+            torch.cuda.empty_cache()
+    write_atomic(out / "dsa_cost.md", "\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)
