@@ -35,6 +35,8 @@ FOREIGN = frozenset(
         *("sync_warp", "producer_acquire", "recast_tensor", "export_to_c"),  # the DSL's
         *("make_fx", "apply", "lse.mT", "conftest.py"),  # torch's, pytest's
         *("concat_and_cache_mla_rope_fused", "concat_and_cache_mla"),  # vLLM's
+        "indexer_k_quant_and_cache",
+        *("fp8_paged_mqa_logits", "fp8_mqa_logits"),  # DeepGEMM's
         *("concat_and_cache_ds_mla_kernel", "MLAAttention", "max_model_len"),
         *("attention_backend", "DeepseekV3RMSNorm"),
         *("H20", "H100", "H800", "datasheet"),  # in tables of cards

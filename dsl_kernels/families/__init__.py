@@ -7,10 +7,12 @@ the list of ops; matrix, registry, names, docs and tests ask it.
 from __future__ import annotations
 
 from . import (
+    append_index_k,
     append_kv,
     dense_decode,
     fetch_dequant,
     fp8_decode,
+    index_logits,
     merge,
     merge_states,
     mha_fwd,
@@ -41,6 +43,8 @@ _MODULES = (
     sparse_decode,
     mha_items,
     mha_fwd,
+    append_index_k,
+    index_logits,
 )
 FAMILIES: dict[str, Family] = {module.FAMILY.op: module.FAMILY for module in _MODULES}
 

@@ -22,6 +22,8 @@ pytrees of their tensors, so they may be arguments of compiled functions. Operat
 gradients, and their results never require any: this is inference.
 ``check_tables`` says that the tables, without ``units``, are somebody else's memory: rows of a
 sequence that they do not cover then become NaN.
+``append_index_k`` and ``index_logits_out`` are those of ``snapmla.dsa``, whose ``q`` is bytes, too;
+``unit_rows`` 0 chooses.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from snapmla.torch_ops import (
     decode,
     dense_decode,
     fetch,
+    index,
     merge,
     plan,
     quantize,
@@ -56,6 +59,7 @@ OPERATORS: tuple[Operator, ...] = (
     *sparse_decode.OPERATORS,
     *fetch.OPERATORS,
     *merge.OPERATORS,
+    *index.OPERATORS,
     *cache_bytes.OPERATORS,
     *select_topk.OPERATORS,
 )

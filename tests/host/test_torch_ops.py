@@ -367,6 +367,7 @@ def operator_calls(device: str, layout: str = "split") -> dict[str, tuple[Any, .
             [torch.stack([out, out + 1, out + 2])], [torch.stack([lse] * 3)], True, 1.0,
             out.clone(), lse.clone(),
         ),
+        **index_calls(device),
         **byte_calls(device),
         **select_calls(device),
     }  # fmt: skip
@@ -402,6 +403,23 @@ def byte_calls(device: str) -> dict[str, tuple[Any, ...]]:
         ),
         "fetch_bytes": (*given, torch.bfloat16),
         "fetch_bytes_out": (*given, *(x.bfloat16() for x in results)),
+    }  # fmt: skip
+
+
+def index_calls(device: str) -> dict[str, tuple[Any, ...]]:
+    """Of the operators over an index cache."""
+    cache = torch.zeros(2, 64, 132, dtype=torch.uint8, device=device)
+    ints = {"dtype": torch.int32, "device": device}
+    keys = torch.ones(3, 128, dtype=torch.bfloat16, device=device)
+    slots = torch.tensor([0, -1, 127], device=device)
+    q = torch.full((2, 64, 128), 0x38, dtype=torch.uint8, device=device)
+    return {
+        "append_index_k": (cache, keys, slots, *[None] * 4, "ue8m0", True, True, 1e-6),
+        "index_logits_out": (
+            q, torch.ones(2, 64, device=device), cache, torch.tensor([[1, 0]], **ints),
+            torch.tensor([3], **ints),
+            torch.tensor([0, 2], **ints), torch.zeros(2, 70, device=device), 2,
+        ),
     }  # fmt: skip
 
 
@@ -457,8 +475,8 @@ NAMES = (
     "rope_quantize_q_out", "plan_update", "plan_to_records", "records_to_plan", "decode",
     "decode_out", "dense_decode", "dense_decode_out", "sparse_decode", "sparse_decode_out",
     "sparse_decode_rows", "sparse_decode_rows_out", "fetch_dequant", "fetch_dequant_out",
-    "merge_states", "merge_states_out", "append_bytes", "rope_append_bytes", "fetch_bytes",
-    "fetch_bytes_out", "select_topk", "select_topk_out",
+    "merge_states", "merge_states_out", "append_index_k", "index_logits_out", "append_bytes",
+    "rope_append_bytes", "fetch_bytes", "fetch_bytes_out", "select_topk", "select_topk_out",
 )  # fmt: skip
 
 

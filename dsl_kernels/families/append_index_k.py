@@ -1,0 +1,30 @@
+"""``append_index_k``: writes index keys into the paged FP8 index cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from .family import COS_SIN_DTYPE, IN_DTYPE, ROPE_STYLE, Axis, Values, helper
+
+
+def points(_arch: str) -> Iterator[Values]:
+    """None by default, as long as no GPU has run them."""
+    yield from ()
+
+
+FAMILY = helper(
+    "append_index_k",
+    IN_DTYPE,
+    Axis("index_dtype", "i", ("i32", "i64"), "i32"),  # of slot_mapping
+    Axis("hadamard", "hd", (0, 1), 0, named=False),  # 1: keys are rotated by that matrix
+    ROPE_STYLE,  # of keys that are given; "applied": their RoPE is
+    Axis("norm", "", ("given", "layer"), "given", named=False),  # whether k comes normalised
+    COS_SIN_DTYPE,
+    Axis(
+        "position_dtype", "pos", ("i32", "i64"), lambda values: values["index_dtype"], named=False
+    ),
+    points=points,
+    everyday=(),
+    shown=("k", "cache"),
+    results=("cache",),
+)

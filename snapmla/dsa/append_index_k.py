@@ -1,0 +1,195 @@
+"""``append_index_k``: quantises index keys into the paged index cache."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+
+from dsl_kernels.index_cache import INDEX_DIM
+from dsl_kernels.spec import VariantSpec
+from snapmla import call as calls
+from snapmla import checks, overlap, runtime
+from snapmla.dsa.index_logits import check_cache, pages
+from snapmla.quant import FLOAT_NAMES, INDEX_NAMES
+from snapmla.rope import check_angles, check_eps
+
+SCALES = ("free", "ue8m0")  # by the kernel's flag ``power_of_two``
+
+
+def append_index_k(
+    cache: torch.Tensor,
+    k: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *,
+    scale: str = "ue8m0",
+    hadamard: bool = False,
+    positions: torch.Tensor | None = None,
+    cos_sin_cache: torch.Tensor | None = None,
+    is_neox: bool = True,
+    norm_weight: torch.Tensor | None = None,
+    norm_bias: torch.Tensor | None = None,
+    norm_eps: float = 1e-6,
+) -> None:
+    """Quantises index keys and scatters them into the index cache, in place.
+
+    ``scale = max(amax, 1e-4) / 448`` of each key, ``key = e4m3(k / scale)``.  A key with a NaN or
+    an infinity is stored as NaN, its scale too.  With ``positions`` the keys' RoPE is applied
+    first, with ``norm_weight`` LayerNorm before that, in the same launch: each step computes in
+    float32 from what the one before rounded to the keys' dtype, as separate kernels do.
+
+    Args:
+        cache: uint8 (pages, 64, 132), (pages, 64, 1, 132) or (pages, 8448), as of
+            ``index_logits``; written at the slots.
+        k: bfloat16, float16 or float32 (n, 128); without ``positions`` normalised, RoPE applied;
+            rows may be strided, 16-byte aligned.
+        slot_mapping: int32 or int64 (n,), ``page * 64 + offset``; negative slots and slots past the
+            pool are skipped.  Of slots that are named twice one of the keys is stored, or parts of
+            them.
+        scale: ``ue8m0``: scales are rounded up to powers of two, as vLLM does; ``free``: they are
+            not.  Both are stored as float32.
+        hadamard: whether keys are first multiplied by the Hadamard matrix of 128 (Sylvester's
+            order) and 128^-0.5 and rounded to their dtype, as SGLang does; queries must be, too.
+        positions: int32 or int64 (n,): the keys' rows of ``cos_sin_cache``, whose angles turn their
+            first 64 channels (DeepSeek-V3.2).  A key whose position has no row is stored as NaN.
+        cos_sin_cache: (max_position, 64) float32 or the keys' dtype, beside ``positions``: 32
+            cosines, 32 sines of a position; rows may be strided.
+        is_neox: channels i and i + 32 make a pair, as in DeepSeek-V3.2's indexer; else 2 i and
+            2 i + 1.
+        norm_weight, norm_bias: float32 (128,), of LayerNorm, which is then done here; beside
+            ``positions``.
+        norm_eps: of the norm, 1e-12 to 1.
+
+    Raises:
+        TypeError, ValueError: naming the argument.
+
+    Source: the lightning indexer of DeepSeek-V3.2; vLLM's ``indexer_k_quant_and_cache`` writes the
+    same bytes.
+    """
+    call = Append(
+        cache, k, slot_mapping, positions, cos_sin_cache, norm_weight, norm_bias, scale, hadamard,
+        is_neox, norm_eps,
+    )  # fmt: skip
+    calls.run(_APPEND, _APPEND, call)
+
+
+class Append(NamedTuple):
+    """A call of ``append_index_k``."""
+
+    cache: torch.Tensor
+    k: torch.Tensor
+    slot_mapping: torch.Tensor
+    positions: torch.Tensor | None
+    cos_sin_cache: torch.Tensor | None
+    norm_weight: torch.Tensor | None
+    norm_bias: torch.Tensor | None
+    scale: str
+    hadamard: bool
+    is_neox: bool
+    norm_eps: float
+
+    @property
+    def read(self) -> dict[str, torch.Tensor]:
+        """Tensors that are given and read, by name."""
+        return {name: t for name in _READ if (t := getattr(self, name)) is not None}
+
+
+_READ = Append._fields[1:7]
+
+
+def _parts(call: Append) -> calls.Parts:
+    tensors = (call.cache, *call.read.values())
+    told = call[7:]
+    options = (tuple(call.read), told, tuple(map(type, told)))
+    return tensors, options, tuple([t.data_ptr() for t in tensors])
+
+
+def _places(call: Append, _: object) -> calls.Groups:
+    return (overlap.span(call.cache),), tuple(map(overlap.span, call.read.values()))
+
+
+def check_tokens(call: Append) -> None:
+    """Checks keys, slots, angles, the norm and options."""
+    device, k = call.cache.device, call.k
+    checks.tensor("k", k, checks.FLOATS, ("n", INDEX_DIM), device)
+    slots = call.slot_mapping
+    checks.tensor("slot_mapping", slots, tuple(INDEX_NAMES), (k.shape[0],), device)
+    checks.contiguous("slot_mapping", slots)
+    if k.shape[0]:
+        checks.aligned_rows("k", k)
+    checks.choice("scale", call.scale, SCALES)
+    checks.flag("hadamard", call.hadamard)
+    checks.flag("is_neox", call.is_neox)
+    check_eps(call.norm_eps)
+    if call.positions is not None or call.cos_sin_cache is not None:
+        check_angles(k.dtype, k.shape[:1], call.positions, call.cos_sin_cache, device)  # type: ignore[arg-type]
+    if call.norm_weight is None and call.norm_bias is None:
+        return
+    if call.positions is None:
+        checks.value_error("norm_weight", "None without positions", "a tensor", _APART)
+    for name in ("norm_weight", "norm_bias"):
+        checks.tensor(name, getattr(call, name), (torch.float32,), (INDEX_DIM,), device)
+        checks.aligned_rows(name, getattr(call, name))
+
+
+_APART = "LayerNorm is done here only before RoPE: apply it, or give both"
+
+
+def _checked(call: Append) -> Append:
+    """Checks all of a call."""
+    check_cache(call.cache)
+    check_tokens(call)
+    checks.distinct("cache", pages(call.cache))
+    for name, value in call.read.items():
+        checks.apart(name, value, {"cache": call.cache})
+    return call
+
+
+@functools.lru_cache(maxsize=64)
+def _kernel(device: torch.device, axes: tuple[tuple[str, str | int], ...]) -> runtime.Kernel:
+    spec = VariantSpec(op="append_index_k", arch=runtime.arch_of(device), **dict(axes))
+    return runtime.kernel(spec, device.type)
+
+
+runtime.on_forget(_kernel.cache_clear)
+
+
+def _axes(call: Append) -> tuple[tuple[str, str | int], ...]:
+    """The variant of a checked call."""
+    axes: dict[str, str | int] = {
+        "in_dtype": FLOAT_NAMES[call.k.dtype], "index_dtype": INDEX_NAMES[call.slot_mapping.dtype],
+        "hadamard": int(call.hadamard),
+    }  # fmt: skip
+    if call.positions is not None and call.cos_sin_cache is not None:
+        axes |= {
+            "rope_style": "neox" if call.is_neox else "interleaved",
+            "norm": "given" if call.norm_weight is None else "layer",
+            "cos_sin_dtype": FLOAT_NAMES[call.cos_sin_cache.dtype],
+            "position_dtype": INDEX_NAMES[call.positions.dtype],
+        }
+    return tuple(axes.items())
+
+
+def _launch(call: Append, _: object) -> tuple[None, bool]:
+    if call.k.shape[0]:
+        eps = () if call.norm_weight is None else (float(call.norm_eps),)
+        kernel = _kernel(call.k.device, _axes(call))
+        kernel(pages(call.cache), *call.read.values(), *eps, SCALES.index(call.scale))
+    return None, True
+
+
+def _traced(call: Append) -> None:
+    """The call as an operator, for tracers."""
+    check_cache(call.cache)
+    check_tokens(call)
+    told = call.scale, bool(call.hadamard), bool(call.is_neox), float(call.norm_eps)
+    torch.ops.snapmla.append_index_k(*call[:7], *told)
+
+
+def now(call: Append) -> None:
+    """Checks and launches, whoever traces: what the operator does."""
+    _launch(_checked(call), None)
+
+
+_APPEND = calls.Op("append_index_k", _checked, _launch, _traced, _parts, _places)

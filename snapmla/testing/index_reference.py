@@ -1,0 +1,158 @@
+"""What index logits should be: in fp64, and by the tensor core's own sums.
+
+A call is made of tensors as the kernel takes them: q (rows, heads, 128) e4m3 or its bytes, w (rows,
+heads) fp32, a cache of pages (``dsl_kernels.index_cache``), and tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dsl_kernels.dims import QK_ROPE_HEAD_DIM
+from dsl_kernels.index_cache import INDEX_DIM, LEAST_AMAX, PAGE, PAGE_BYTES, SCALES_AT
+from snapmla.testing import accumulate, rope
+
+E4M3 = torch.float8_e4m3fn
+E4M3_MAX = 448.0
+
+
+class Row(NamedTuple):
+    """A query token: its row of the block table, and how many tokens it sees."""
+
+    sequence: int
+    seen: int
+
+
+class Scores(NamedTuple):
+    """Of one row: a value a token it sees, and sum_h |w| |relu| scale, which errors are held to."""
+
+    values: Tensor
+    size: Tensor
+
+
+def rows_of(given: Mapping[str, Any]) -> list[Row]:
+    """The rows of a call; a sequence has the tokens that its pages and columns hold at most."""
+    lengths, table, rows = given["cache_seqlens"], given["block_table"], given["q"].shape[0]
+    most = min(PAGE * table.shape[1], given["out"].shape[1])
+    starts = given["cu_seqlens_q"].tolist()
+    if not starts:
+        starts = [i * given["s_q"] for i in range(len(lengths) + 1)]
+    found = [Row(0, 0)] * rows
+    for i, length in enumerate(lengths.tolist()):
+        length, n = min(max(length, 0), most), starts[i + 1] - starts[i]
+        for j in range(n):
+            found[starts[i] + j] = Row(i, max(0, length - n + 1 + j))
+    return found
+
+
+def pages_of(cache: Tensor) -> tuple[Tensor, Tensor]:
+    """(keys (pages, 64, 128) e4m3, scales (pages, 64) fp32) of pages (pages, bytes), copied."""
+    keys = cache[:, :SCALES_AT].contiguous().view(E4M3).view(-1, PAGE, INDEX_DIM)
+    return keys, cache[:, SCALES_AT:PAGE_BYTES].contiguous().view(torch.float32)
+
+
+def fill_pages(cache: Tensor, keys: Tensor, scales: Tensor) -> None:
+    """Writes keys (pages, 64, 128) e4m3 and scales (pages, 64) into pages (pages, bytes)."""
+    cache[:, :SCALES_AT] = keys.contiguous().view(torch.uint8).view(len(keys), -1)
+    cache[:, SCALES_AT:PAGE_BYTES] = scales.contiguous().view(torch.uint8)
+
+
+def scores(given: Mapping[str, Any], *, exact: bool = False) -> list[Scores]:
+    """Of each row of a call: products as Hopper's FP8 tensor core sums them, in one chain of 128
+    channels, or with ``exact`` in fp64; the sum over heads in fp64."""
+    keys, scales = pages_of(given["cache"])
+    q = given["q"].view(E4M3)
+    found = []
+    for r, (sequence, seen) in enumerate(rows_of(given)):
+        ids = given["block_table"][sequence].long().clamp(0, len(keys) - 1)
+        ids = ids[: -(-seen // PAGE)]
+        own = keys[ids].reshape(-1, INDEX_DIM)[:seen]
+        if exact:
+            dots = q[r].double() @ own.double().T
+        else:
+            dots = accumulate.hopper_fp8_dot(q[r], own).double()
+        scale = scales[ids].reshape(-1)[:seen].double()
+        terms = given["w"][r].double()[:, None] * torch.relu(dots)
+        found.append(Scores(terms.sum(0) * scale, terms.abs().sum(0) * scale.abs()))
+    return found
+
+
+def magnitudes(given: Mapping[str, Any]) -> list[Tensor]:
+    """Of each row and token sum_h |w| sum_c |q k| scale: what a chain's cuts are held to."""
+    keys, scales = pages_of(given["cache"])
+    keys = keys.float().abs()
+    found = []
+    for r, (sequence, seen) in enumerate(rows_of(given)):
+        ids = given["block_table"][sequence].long().clamp(0, len(keys) - 1)[: -(-seen // PAGE)]
+        own = keys[ids].reshape(-1, INDEX_DIM)[:seen].double()
+        dots = given["q"].view(E4M3)[r].double().abs() @ own.T
+        scale = scales[ids].reshape(-1)[:seen].double().abs()
+        found.append((given["w"][r].double().abs()[:, None] * dots).sum(0) * scale)
+    return found
+
+
+# ---------------------------------------------------------------------------- keys
+
+ROPE = QK_ROPE_HEAD_DIM
+
+
+def layer_norm(k: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """LayerNorm of keys (n, 128), bit for bit as ``append_index_k``: in fp32, each operation
+    rounded, of k's dtype at the end; a lane adds its four channels, then lanes l and l ^ 16, l ^ 8
+    and so on."""
+    x = k.float()
+    x = x - _warp_sum(x) * (1.0 / INDEX_DIM)
+    variance = _warp_sum(x * x) * (1.0 / INDEX_DIM)
+    variance = variance + torch.tensor(eps, dtype=torch.float32, device=k.device)
+    inverse = 1.0 / variance.double().sqrt().float()
+    return (x * inverse * weight + bias).to(k.dtype)
+
+
+def _warp_sum(x: Tensor) -> Tensor:
+    """(n, 1), in the order of a warp whose lanes have four channels each."""
+    each = x.view(-1, INDEX_DIM // 4, 4)
+    total = each[..., 0]
+    for channel in range(1, 4):
+        total = total + each[..., channel]
+    while total.shape[-1] > 1:
+        half = total.shape[-1] // 2
+        total = total[..., :half] + total[..., half:]
+    return total
+
+
+def rotate(k: Tensor, positions: Tensor, cos_sin: Tensor, is_neox: bool) -> Tensor:
+    """Keys with their first 64 channels turned."""
+    turned = rope.rotate_rows(k[:, :ROPE], positions, cos_sin, is_neox)
+    return torch.cat([turned, k[:, ROPE:]], 1)
+
+
+HADAMARD_FACTOR = INDEX_DIM**-0.5
+
+
+def hadamard(k: Tensor) -> Tensor:
+    """Rows of 128 times the Hadamard matrix in Sylvester's order and 128^-0.5; fp32, in the order
+    in which the kernel adds: channels that differ in bit 0 first, then bit 1, and so on."""
+    k = k.float()
+    for bit in range(INDEX_DIM.bit_length() - 1):
+        pairs = k.view(-1, INDEX_DIM >> (bit + 1), 2, 1 << bit)
+        low, high = pairs[:, :, 0], pairs[:, :, 1]
+        k = torch.stack([low + high, low - high], 2).reshape(-1, INDEX_DIM)
+    return k * torch.tensor(HADAMARD_FACTOR, dtype=torch.float32)
+
+
+def quantize_keys(k: Tensor, *, power_of_two: bool) -> tuple[Tensor, Tensor]:
+    """(e4m3, fp32 scale) of keys (n, 128), bit for bit as ``append_index_k`` stores them."""
+    k = k.float()
+    amax = k.abs().amax(-1)
+    bad = ~torch.isfinite(k).all(-1)
+    scale = amax.clamp_min(LEAST_AMAX) / E4M3_MAX
+    if power_of_two:
+        below = (1 << 23) - 1
+        scale = ((scale.view(torch.int32) + below) & ~below).view(torch.float32)
+    scale = torch.where(bad, torch.nan, scale)
+    values = torch.where(bad[:, None], torch.nan, k / scale[:, None])
+    return values.clamp(-E4M3_MAX, E4M3_MAX).to(E4M3), scale

@@ -1,0 +1,194 @@
+"""``index_logits``: scores of cached tokens for query tokens; one token of each sequence, drafts,
+ragged prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dsl_kernels.index_cache import INDEX_DIM, PAGE, PAGE_BYTES, SCALES_AT
+from dsl_kernels.spec import VariantSpec
+from snapmla.dsa import index_logits as op
+from snapmla.testing import index_reference as reference
+from snapmla.testing.workloads import exact
+from snapmla.testing.workloads.call import Call, Result, Sizes, Workload
+from snapmla.testing.workloads.exact import Case, Recorded, Runner
+from snapmla.testing.workloads.samples import Source
+
+SLACK = 1e-6  # of sum_h |w| |relu| scale: roundings of a sum over 64 heads
+UNTOUCHED = -7.5
+POISON = 0x7F  # NaN as e4m3; four of them are NaN as fp32
+
+
+def poisoned_pages(pages: int, gap: int = 0) -> Tensor:
+    """Pages (pages, bytes) of NaN, ``gap`` bytes apart."""
+    pool = torch.full((pages, PAGE_BYTES + gap), POISON, dtype=torch.uint8)
+    return pool[:, :PAGE_BYTES]
+
+
+def sample_call(
+    heads: int,
+    lengths: Sequence[int],
+    tokens: Sequence[int] | int,
+    *,
+    gap: int = 0,
+    ctas: int = 2,
+    columns: int = 0,
+    power_of_two: bool = False,
+) -> dict[str, Any]:
+    """Arguments over pages in random order, of which only what lengths cover is no poison.
+
+    Args:
+        tokens: query tokens of each sequence, or of all alike.
+        gap: bytes between pages. columns: of ``out``; 0: what the longest sequence needs, 3 more.
+    """
+    wanted = [-(-max(n, 0) // PAGE) for n in lengths]
+    width, pages = max(1, *wanted) + 1, sum(wanted) + 2
+    cache, order = poisoned_pages(pages, gap), torch.randperm(pages - 1) + 1
+    keys, scales = reference.pages_of(cache)
+    table = torch.full((len(lengths), width), 2**31 - 1, dtype=torch.int32)
+    at = 0
+    for i, n in enumerate(lengths):
+        own = order[at : at + wanted[i]]
+        at += wanted[i]
+        table[i, : wanted[i]] = own
+        values = torch.randn(max(n, 0), INDEX_DIM)
+        stored, scale = reference.quantize_keys(values, power_of_two=power_of_two)
+        for j, page in enumerate(own.tolist()):
+            part = slice(PAGE * j, PAGE * (j + 1))
+            count = len(scale[part])
+            keys[page].view(torch.uint8)[:count] = stored[part].view(torch.uint8)
+            scales[page, :count] = scale[part]
+    reference.fill_pages(cache, keys, scales)
+    even = isinstance(tokens, int)
+    each = [tokens] * len(lengths) if isinstance(tokens, int) else list(tokens)
+    rows, starts = sum(each), np.cumsum([0, *each]).tolist()
+    q = torch.randn(rows, heads, INDEX_DIM).to(torch.float8_e4m3fn)
+    columns = columns or max(1, *lengths) + 3
+    return {
+        "q": q.view(torch.uint8), "w": torch.randn(rows, heads), "cache": cache,
+        "block_table": table, "cache_seqlens": torch.tensor(lengths, dtype=torch.int32),
+        "cu_seqlens_q": torch.tensor([] if even else starts, dtype=torch.int32),
+        "out": torch.full((rows, columns), UNTOUCHED), "s_q": each[0] if even else 0, "ctas": ctas,
+    }  # fmt: skip
+
+
+def truth(_spec: VariantSpec, given: Mapping[str, Any]) -> dict[str, Tensor]:
+    """``out`` with the scores by the tensor core's sums, in fp64; the rest as before."""
+    out = given["out"].double()
+    for row, found in zip(out, reference.scores(given)):
+        row[: len(found.values)] = found.values
+    return {"out": out}
+
+
+def sizes_of(given: Mapping[str, Any]) -> Tensor:
+    """What errors of each element of ``out`` are held to; 0 where nothing is written."""
+    sizes = torch.zeros(given["out"].shape, dtype=torch.float64)
+    for row, found in zip(sizes, reference.scores(given)):
+        row[: len(found.size)] = found.size
+    return sizes
+
+
+def made(spec: VariantSpec, given: dict[str, Any], note: str) -> Call:
+    """A call with its truth."""
+    return Call(given, {note: "out"}, truth(spec, given), sizes_of(given), note)
+
+
+def small(spec: VariantSpec) -> Iterator[Call]:
+    """Decode, drafts and a ragged prompt, each with lengths of 0, 1, a page, more; pages apart and
+    not; more CTAs than tiles; more pages than a CTA's ring holds."""
+    u = spec.unit_rows
+    lengths = (130, 0, 64, 1)
+    yield made(spec, sample_call(spec.heads, lengths, u, gap=64, ctas=3), "units of one sequence")
+    ragged = sample_call(spec.heads, (70, 9, 0, 200), (u + 1, 0, 1, 2 * u + 1), ctas=2)
+    yield made(spec, ragged, "ragged queries")
+    few = sample_call(spec.heads, (3, 65), 1, ctas=5, columns=64, power_of_two=True)
+    yield made(spec, few, "few columns")
+    long = sample_call(spec.heads, (64 * 27 + 5,), 1, ctas=1)
+    yield made(spec, long, "a ring of pages that comes round")
+
+
+def judge(_spec: VariantSpec, calls: Iterable[Call]) -> Result:
+    """Within rounding of the model; elements that no row sees as they were."""
+    worst, wrong = 0.0, []
+    for call in calls:
+        ((name, (got, want)),) = call.pairs.items()
+        seen = call.job > 0
+        kept = got.double()[~seen] == want[~seen]
+        if not bool(kept.all()):
+            wrong.append(f"{name}: {int((~kept).sum())} elements written that are not to be")
+        error = ((got.double() - want).abs()[seen] / call.job[seen]).nan_to_num(torch.inf)
+        worst = max(worst, float(error.max()) if len(error) else 0.0)
+    text = f"worst error {worst:.1e} of sum |w| relu scale (allowed {SLACK:.0e})"
+    return Result(worst <= SLACK and not wrong, "; ".join([*wrong, text]))
+
+
+def recorded(case: Case, run: Runner) -> Recorded:
+    """Five sequences in pages a multiple of 16 bytes apart; queries equal to a key among them."""
+    spec, bits = case.spec, case.bits()
+    lengths = np.array([0, 1, 64, 300, 777], np.int32)
+    each = (1, spec.unit_rows, 5)[case.index % 3]
+    pages, width, rows = 40, 13, 5 * each
+    raw = np.zeros((pages, PAGE_BYTES + 16 * (case.index % 2)), np.uint8)
+    raw[:, :SCALES_AT] = exact.e4m3(bits, (pages, SCALES_AT), 0)
+    raw[:, SCALES_AT:PAGE_BYTES] = exact.scales(bits, (pages, PAGE), -5).view(np.uint8)
+    q = exact.e4m3(bits, (rows, spec.heads, INDEX_DIM), 0)
+    q[:, ::7] = raw[3, :INDEX_DIM]
+    w = exact.bell(bits, (rows, spec.heads), 0)
+    table = np.asarray(bits.below(pages, (5, width)), np.int32)
+    table[3, 1] = 3
+    seen: list[exact.Array] = [raw, q, w, table]
+    out = run.full((rows, width * PAGE), UNTOUCHED)
+    run.call(
+        case.variant, q=run.there(q), w=run.there(w), cache=run.there(raw)[:, :PAGE_BYTES],
+        block_table=run.there(table), cache_seqlens=run.there(lengths),
+        cu_seqlens_q=run.full((0,), 0, torch.int32), out=out, s_q=each, ctas=7,
+    )  # fmt: skip
+    return Recorded(exact.digest(seen), {"out": exact.bits_of(out)})
+
+
+def sized(spec: VariantSpec, sizes: Sizes, device: str, seed: int) -> dict[str, Any]:
+    """Full pages in random order."""
+    source, rows = Source(device, seed), sizes.batch * sizes.s_q
+    width = -(-sizes.tokens // PAGE)
+    pages = sizes.batch * width
+    cache = torch.empty(pages, PAGE_BYTES, dtype=torch.uint8, device=device)
+    keys = source.normal(pages, SCALES_AT).to(torch.float8_e4m3fn)
+    cache[:, :SCALES_AT] = keys.view(torch.uint8)
+    scale = source.normal(pages, PAGE).abs() + 0.5
+    cache[:, SCALES_AT:] = scale.view(torch.uint8)
+    q = source.normal(rows, spec.heads, INDEX_DIM).to(torch.float8_e4m3fn)
+    full = lambda n: torch.full((sizes.batch,), n, dtype=torch.int32, device=device)
+    return {
+        "q": q.view(torch.uint8), "w": source.normal(rows, spec.heads), "cache": cache,
+        "block_table": source.order(pages).view(sizes.batch, width).int(),
+        "cache_seqlens": full(sizes.tokens),
+        "cu_seqlens_q": torch.empty(0, dtype=torch.int32, device=device),
+        "out": torch.empty(rows, width * PAGE, device=device), "s_q": sizes.s_q,
+        "ctas": sizes.parts,
+    }  # fmt: skip
+
+
+def public(spec: VariantSpec, given: Mapping[str, Any]) -> Callable[[], Any]:
+    """``snapmla.dsa.index_logits.index_logits``."""
+    shape = (len(given["cache_seqlens"]), given["s_q"], spec.heads)
+    q = given["q"].view(torch.float8_e4m3fn).view(*shape, INDEX_DIM)
+    rest = given["cache"], given["block_table"], given["cache_seqlens"]
+    w, out, unit = given["w"].view(shape), given["out"], spec.unit_rows
+    return lambda: op.index_logits(q, w, *rest, out=out, unit_rows=unit)
+
+
+def moved(spec: VariantSpec, sizes: Sizes) -> float:
+    """Reads each page once a unit, writes a score a row and token."""
+    rows = sizes.batch * sizes.s_q
+    units = sizes.batch * -(-sizes.s_q // spec.unit_rows)
+    queries = rows * spec.heads * (INDEX_DIM + 4)
+    tokens = float(units) * sizes.tokens
+    return tokens * PAGE_BYTES / PAGE + 4.0 * rows * sizes.tokens + queries
+
+
+WORKLOAD = Workload(small, judge, recorded, sized, truth, public, moved)
