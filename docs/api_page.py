@@ -20,9 +20,9 @@ import torch
 MODULES: dict[str, tuple[str, ...]] = {
     "snapmla": (
         "PagedKVCache", "append_kv", "quantize_q", "QuantizedQuery", "plan_decode", "DecodePlan",
-        "decode", "plan_sparse_decode", "SparsePlan", "PlanCache", "rope_append_kv",
-        "rope_quantize_q", "fetch_dequant", "convert_cache", "merge_state", "merge_states",
-        "explain", "install_as_flash_mla", "SnapMLAError", "UnsupportedDeviceError",
+        "decode", "plan_sparse_decode", "SparsePlan", "PlanCache", "SparsePlanCache",
+        "rope_append_kv", "rope_quantize_q", "fetch_dequant", "convert_cache", "merge_state",
+        "merge_states", "explain", "install_as_flash_mla", "SnapMLAError", "UnsupportedDeviceError",
         "VariantError", "__version__",
     ),
     "snapmla.parallel": ("ContextGroup", "ContextPlan"),

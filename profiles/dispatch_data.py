@@ -2,7 +2,8 @@
 
     python -m profiles.dispatch_data            # after a new H200 table was committed
 
-Per pipeline and row tile it fits ``us = fixed_us + tile_us * (tiles a part walks)`` to the rows of
+Of sparse decode they are ``sparse-cost-*.md`` of an H200 and an H100, a block for each.  Per
+pipeline and row tile it fits ``us = fixed_us + tile_us * (tiles a part walks)`` to the rows of
 the committed tables (least squares of the relative error); the rows themselves go along as measured
 points, which override the model.  Nothing here touches a GPU.
 """
@@ -18,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from codegen.artifacts import write_atomic
+from dsl_kernels.families import sparse_decode
+from dsl_kernels.families.formats import FORMATS as COSTED
 from dsl_kernels.families.fp8_decode import FAMILY
 from dsl_kernels.spec import VariantSpec
 from profiles.roofline import FORMATS, card_by_name
@@ -30,6 +33,15 @@ OP = FAMILY.op
 DUAL_WG = "snapmla:dual_wg"
 BOTH = ("snapmla", DUAL_WG)  # default options only, so that rows are comparable
 TABLES = ("h200-table", "etap-fig1", "snapmla-fig5", "snapmla-fig6")
+# Sparse decode: table and card; of each of our columns pipeline, cache format and place.
+SPARSE_TABLES = {"sparse-cost-h200": "H200", "sparse-cost-h100": "H100 SXM"}
+SPARSE_COLUMNS = (("etap", "fp8", 3), ("mix16", "fp8_ds_mla", 8))
+# How calls of those tables were planned: by the least row tile that holds the heads, or the
+# largest; few tokens of several row blocks on 44 parts, others on as many as fill 132 SMs.
+SPARSE_SMS, FEW_BLOCKS, PARTS_OF_FEW = 132, 4, 44
+BOUND = 0.85  # of the most bytes a time that a column reaches: such rows are no kernel's own time
+LONG = 0.8  # of a call's time is not fixed, where rows tell the rate of reading
+LEAST_FREE = 3  # of the others that tell a line; else all do
 LEAST_SPREAD = 2.0  # largest over smallest work that still tells fixed_us from tile_us
 
 _KERNEL = re.compile(r"(\w+) row_tile (\d+) parts (\d+)")
@@ -49,11 +61,12 @@ class Row:
     us: float
     mhz: float
     table: str
+    op: str = OP
 
     @property
     def work(self) -> float:
         """Token tiles that each part walks."""
-        tile = VariantSpec(op=OP, pipeline=self.pipeline).token_tile
+        tile = VariantSpec(op=self.op, pipeline=self.pipeline).token_tile
         return self.batch * -(-self.seqlen // tile) / self.parts
 
 
@@ -142,6 +155,61 @@ def measured(rows: list[Row]) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
+def read_sparse(table: str) -> tuple[str, list[Row]]:
+    """(commit of a table of sparse decode, its rows of ours): a sequence is a query token."""
+    text = (RESULTS / f"{table}.md").read_text()
+    rows = []
+    for cells in (line.strip("| ").split(" | ") for line in text.splitlines()):
+        if len(cells) != 13 or not cells[0][0].isdigit():
+            continue
+        b, s_q, heads, topk = map(int, cells[0].split(", "))
+        for pipeline, _, column in SPARSE_COLUMNS:
+            tiles = sparse_decode.ROW_TILES[pipeline]
+            tile = next((t for t in tiles if t >= heads), tiles[-1])
+            blocks, tokens = -(-heads // tile), b * s_q
+            few = blocks > 1 and tokens * blocks <= FEW_BLOCKS
+            parts = PARTS_OF_FEW if few else SPARSE_SMS // blocks
+            us = float(cells[column])
+            rows.append(
+                Row(pipeline, tile, heads, tokens, topk, parts, us, 0.0, table, "sparse_decode")
+            )
+    found = re.search(r"^- commit ([0-9a-f]{40}),", text, re.M)
+    assert found is not None and rows, table
+    return found[1], rows
+
+
+def sparse_block(table: str) -> dict[str, Any]:
+    """Of one card: every row as a point; the line through those that memory does not bound, where
+    a kernel has some; the most that is read a time, beside what a call takes at least."""
+    commit, rows = read_sparse(table)
+    token_bytes = {pipeline: COSTED[fmt].token_bytes for pipeline, fmt, _ in SPARSE_COLUMNS}
+    read = {row: token_bytes[row.pipeline] * row.batch * row.seqlen * 1e-3 for row in rows}
+    most = {
+        pipeline: max(x / row.us for row, x in read.items() if row.pipeline == pipeline)
+        for pipeline in token_bytes
+    }
+    groups: dict[tuple[str, int], list[Row]] = defaultdict(list)
+    for row in rows:
+        groups[row.pipeline, row.row_tile].append(row)
+    fitted: list[Row] = []
+    for (pipeline, _), group in groups.items():
+        free = [row for row in group if read[row] / row.us < BOUND * most[pipeline]]
+        fitted += free if len(free) >= LEAST_FREE else group
+    tiles = fit(fitted)
+    fixed = {(tile["pipeline"], tile["row_tile"]): tile["fixed_us"] for tile in tiles}
+    beside = ((row, row.us - fixed[row.pipeline, row.row_tile]) for row in rows)
+    gbs = max(read[row] / us for row, us in beside if us > LONG * row.us)
+    card = SPARSE_TABLES[table]
+    return {
+        "op": "sparse_decode",
+        "card": card,
+        "tables": {table: commit},
+        "read_fraction": round(gbs / card_by_name(card).ceilings.read_gbs, 3),
+        "tiles": tiles,
+        "measured": measured(rows),
+    }
+
+
 def make() -> dict[str, Any]:
     """The data file: one block an op and card."""
     commits, rows = read_tables()
@@ -158,7 +226,8 @@ def make() -> dict[str, Any]:
                 "read_fraction": round(best / card.ceilings.read_gbs, 3),
                 "tiles": fit(rows),
                 "measured": measured(rows),
-            }
+            },
+            *map(sparse_block, SPARSE_TABLES),
         ],
     }
 

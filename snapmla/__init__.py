@@ -27,7 +27,7 @@ from snapmla.plan import plan_decode
 from snapmla.plan_cache import PlanCache
 from snapmla.quant import QuantizedQuery, append_kv, quantize_q
 from snapmla.rope import rope_append_kv, rope_quantize_q
-from snapmla.sparse import SparsePlan, plan_sparse_decode
+from snapmla.sparse import SparsePlan, SparsePlanCache, plan_sparse_decode
 
 __all__ = [
     "DecodePlan",
@@ -36,6 +36,7 @@ __all__ = [
     "QuantizedQuery",
     "SnapMLAError",
     "SparsePlan",
+    "SparsePlanCache",
     "UnsupportedDeviceError",
     "VariantError",
     "__version__",

@@ -83,7 +83,9 @@ def needs_command(
     heads: Annotated[list[int], typer.Option(help="query heads on one GPU (may be repeated)")],
     page: Annotated[_Numbers, typer.Option(help="tokens of a page (may be repeated): 64")] = None,
     s_q: Annotated[_Numbers, typer.Option(help="query tokens (may be repeated): 1")] = None,
-    dtype: Annotated[str, typer.Option(help="of the cache: fp8, bf16 or f16")] = "fp8",
+    dtype: Annotated[
+        str, typer.Option(help="of the cache: fp8, bf16 or f16; of a sparse one fp8 or fp8_ds_mla")
+    ] = "fp8",
     kv_heads: Annotated[int, typer.Option(help="of a 16-bit cache")] = 1,
     accuracy: Annotated[str, typer.Option(help="of an FP8 cache: standard or high")] = "standard",
     out: Annotated[str, typer.Option(help="results over an FP8 cache: bf16 or f32")] = "bf16",
@@ -101,6 +103,12 @@ def needs_command(
     flash_mla: Annotated[bool, typer.Option("--flash-mla", help="and FlashMLA's names")] = False,
     arch: Annotated[str, typer.Option(help="sm_90a or sm_100a")] = "sm_90a",
     card: Annotated[str | None, typer.Option(help="as snapmla.explain knows it: H200")] = None,
+    sparse: Annotated[
+        bool, typer.Option("--sparse", help="decode(..., indices=): DeepSeek V3.2, GLM-5")
+    ] = False,
+    config: Annotated[
+        Path | None, typer.Option(help="a model's config.json: sparse if it has index_topk")
+    ] = None,
     as_filter: Annotated[
         bool, typer.Option("--filter", help="on one line, for make's FILTER=")
     ] = False,
@@ -111,9 +119,14 @@ def needs_command(
     Exit status 2 if there is no such model.
     """
     indices = index or (dispatch.INDICES if rope == dispatch.PLAIN else ("i64",))
+    try:
+        sparse = sparse or (config is not None and dispatch.is_sparse(_json(config)))
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        raise typer.Exit(2) from None
     model = dispatch.Model(
         tuple(heads), tuple(s_q or (1,)), tuple(page or (64,)), dtype, kv_heads, accuracy, out,
-        rows, tuple(indices), rope, table, norm, prefill, merge, flash_mla, arch, card,
+        rows, tuple(indices), rope, table, norm, prefill, merge, flash_mla, arch, card, sparse,
     )  # fmt: skip
     try:
         names = [spec.name for spec in dispatch.needs(model)]
@@ -121,6 +134,16 @@ def needs_command(
         print(error, file=sys.stderr)
         raise typer.Exit(2) from None
     print(",".join(names) if as_filter else "\n".join(names))
+
+
+def _json(path: Path) -> object:
+    """What a file holds.  Raises ValueError of one that cannot be read."""
+    try:
+        return json.loads(path.read_text())
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}") from None
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON: {error}") from None
 
 
 @app.command("repro")

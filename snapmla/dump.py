@@ -4,8 +4,8 @@
 (``snapmla.repro``).  A file holds plain data only (``torch.load(weights_only=True)``).
 
 A pool is cut down to the pages that the call reads or writes: those that the block table names up
-to each sequence's length, or those of the slots; tables and slots name pages of the small pool
-then.  Workspace is kept as shape and strides.
+to each sequence's length, those of the slots, or of sparse attention's lists of tokens; tables,
+slots and lists name pages of the small pool then.  Workspace is kept as shape and strides.
 """
 
 from __future__ import annotations
@@ -72,6 +72,9 @@ def reduced(values: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]
     kept = dict(values)
     pages, page_size = values[pool[0]].shape[:2]
     for name in ("slot_mapping", "indices"):
+        if name in values and "topk_length" in values:
+            keep, kept[name] = _pages_of_lists(values, pages, page_size)
+            break
         if name in values:
             keep, kept[name] = _pages_of_slots(values[name], pages, page_size)
             break
@@ -102,6 +105,29 @@ def _pages_of_slots(slots: Tensor, pages: int, page_size: int) -> tuple[Tensor, 
         keep = page.new_zeros(1)
     new = torch.searchsorted(keep, page) * page_size + slots % page_size
     return keep.long(), torch.where(inside, new, -1).to(slots.dtype)
+
+
+def _pages_of_lists(values: Mapping[str, Any], pages: int, page_size: int) -> tuple[Tensor, Tensor]:
+    """Pages that query tokens' lists of tokens name, and the lists in a pool of those.
+
+    What is no token stays what it is, as kernels must leave it alone; behind a list's end, which of
+    ragged queries is the longest one's, what names a token becomes -1.
+    """
+    lists, lengths = values["indices"], values["topk_length"]
+    column = torch.arange(lists.shape[1], device=lists.device)
+    each, more = divmod(len(lists), max(len(lengths), 1))
+    query = next(values[name] for name in ("q_nope", "q") if name in values)
+    even = not more and query.shape[0] == len(lengths)
+    ends = lengths.repeat_interleave(each) if even else lengths.amax().expand(len(lists))
+    inside = (lists >= 0) & (lists < pages * page_size)
+    named = inside & (column < ends[:, None])
+    page = torch.where(named, lists, 0) // page_size
+    keep = torch.unique(page[named])
+    if not len(keep):
+        keep = page.new_zeros(1)
+    new = torch.searchsorted(keep, page) * page_size + lists % page_size
+    new = torch.where(named, new, -1)
+    return keep.long(), torch.where(inside, new, lists).to(lists.dtype)
 
 
 def _pages_of_table(

@@ -12,20 +12,21 @@ from __future__ import annotations
 
 import copy
 import threading
-from typing import Any, NamedTuple, NoReturn, cast
+from typing import Any, ClassVar, Generic, NamedTuple, NoReturn, Self, TypeVar, cast
 
 import torch
 
 from snapmla import checks, launch, tracing
 from snapmla.decode_plan import TENSORS, DecodePlan, new_workspace, partial_rows
-from snapmla.plan import PlanOptions, StepShape, make_plan
+from snapmla.plan import PlanOptions, StepShape, Workspaces, make_plan
 
 MOST_UNPINNED = 64  # tables of some 10 KB each
 
-# What plans of a cache differ in: batch, s_q, max_pages, total_q, whether there are row_seqlens.
-# A plain tuple: it is made on every call.
-_Key = tuple[int, int | None, int, int | None, bool]
-_COUNT = frozenset({int, type(None)})
+# What plans of a cache differ in: batch, s_q, max_pages, total_q, whether there are row_seqlens (of
+# sparse plans which lengths there are).  A plain tuple: it is made on every call.
+Key = tuple[int, int | None, int, int | None, int]
+P = TypeVar("P", bound=DecodePlan)
+COUNT = frozenset({int, type(None)})
 
 
 class Stats(NamedTuple):
@@ -36,7 +37,7 @@ class Stats(NamedTuple):
     bytes: int
 
 
-def _counted(key: _Key) -> _Key | None:
+def counted(key: Key) -> Key | None:
     """A key with Python's own numbers, which alone are known by equality: 3.0 and True are equal to
     numbers too, and refused.  None of what is a mistake, or a tracer's."""
     batch, *counts, limited = key
@@ -46,7 +47,186 @@ def _counted(key: _Key) -> _Key | None:
     return batch, s_q, cast(int, max_pages), total_q, limited
 
 
-class PlanCache:
+class Plans(Generic[P]):
+    """What caches of plans have in common: plans by shape, pinned or by last use, over one
+    workspace.
+
+    Raises:
+        TypeError, ValueError: from the methods, naming the argument.
+
+    Source: as ``PlanCache``.
+    """
+
+    _made: ClassVar[type[DecodePlan]] = DecodePlan
+    # of a key, where an error names a shape: its numbers, and what its last one stands for
+    _extents: ClassVar[tuple[str, ...]] = ("b", "s_q", "max_pages", "total_q")
+    _limits: ClassVar[tuple[str, ...]] = ("", ", row_seqlens")
+
+    def __init__(
+        self, options: PlanOptions, device: torch.device | str | int, capacity: int
+    ) -> None:
+        self._options = options
+        self._capacity = checks.integer("capacity", capacity, 1)
+        nothing = torch.empty(0, device=checks.device("device", device))
+        self._device = nothing.device  # with its index, as tensors have it
+        self._options.kernel(self._device, 1)  # raises now what every plan would
+        self._is_cuda = self._device.type == "cuda"
+        self._lock = threading.RLock()  # garbage collection may run a finaliser that releases
+        self._pinned: dict[Key, P] = {}
+        self._unpinned: dict[Key, P] = {}  # the latest used last
+        self._buffers = self._room_for(nothing, 0)  # for new plans: o_accum, lse_accum
+
+    @property
+    def device(self) -> torch.device:
+        """Where the plans live."""
+        return self._device
+
+    def _find(self, key: Key, pin: bool) -> P | None:
+        """A plan that is held, as the latest used; pinned if asked for, or under capture."""
+        plan = self._pinned.get(key)  # at every replay: without the lock
+        if plan is None:
+            pin = pin or self._capturing()
+            with self._lock:
+                plan = self._unpinned.pop(key, None)
+                if plan is not None:
+                    (self._pinned if pin else self._unpinned)[key] = plan
+        return plan
+
+    def _capturing(self) -> bool:
+        """Whether the current stream is being captured."""
+        return self._is_cuda and launch.capturing(self._device)
+
+    def _new(
+        self,
+        key: Key | None,
+        step: StepShape,
+        pin: bool,
+        cache_seqlens: torch.Tensor,
+        cu_seqlens_q: torch.Tensor | None,
+        row_seqlens: torch.Tensor | None,
+    ) -> P:
+        """A plan that was not there; without a key it is not kept."""
+        given = (cache_seqlens, step, cu_seqlens_q, row_seqlens)
+        checks.lengths(cache_seqlens, "b", self._device)
+        if key is None:
+            return self._plan(new_workspace, *given)
+        # a trace would take views of the shared workspace for constants
+        recorded = tracing.wanted(cache_seqlens, cu_seqlens_q, row_seqlens)
+        with self._lock:
+            plan = self._pinned.get(key) or self._unpinned.get(key)
+            if plan is not None:  # another thread was first
+                plan.update_(cache_seqlens, cu_seqlens_q, row_seqlens)
+            elif self._capturing():
+                self._refuse(key)
+            else:
+                plan = self._plan(new_workspace if recorded else self._workspace, *given)
+            if plan.plain:
+                self._keep(key, plan, pin)
+            return plan
+
+    def _plan(self, workspace: Workspaces, *given: Any) -> P:
+        """A new plan, of the cache's class."""
+        cache_seqlens, step, cu_seqlens_q, row_seqlens = given
+        plan = make_plan(
+            self._options, workspace, cache_seqlens, step, cu_seqlens_q, row_seqlens, self._made
+        )
+        return cast(P, plan)
+
+    def _keep(self, key: Key, plan: P, pin: bool) -> None:
+        """Holds a plan as the latest used, and gives up those that are too many; under the lock."""
+        self._unpinned.pop(key, None)
+        (self._pinned if pin or key in self._pinned else self._unpinned)[key] = plan
+        while len(self._unpinned) > self._capacity:
+            del self._unpinned[next(iter(self._unpinned))]
+
+    def _refuse(self, key: Key) -> NoReturn:
+        """Raises what a shape that is new under capture gets."""
+        got = ", ".join(f"{n} = {v}" for n, v in zip(self._extents, key) if v is not None)
+        checks.value_error(
+            f"{type(self).__name__}.get",
+            "a shape that the cache holds, while a graph is captured",
+            got + self._limits[key[-1]],
+            "call get for it before the capture, with pin=True if more than "
+            f"capacity = {self._capacity} shapes are to come",
+        )
+
+    def _room_for(self, like: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """A workspace of one slot of so many rows."""
+        return new_workspace(like, 1, rows, self._options.cache_name)
+
+    def _workspace(
+        self, like: torch.Tensor, slots: int, unit_rows: int, cache_dtype: str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Workspace for a new plan: the front of the one that all share; the lock is held."""
+        o_accum, lse_accum = self._buffers
+        rows, room = slots * unit_rows, lse_accum.shape[1]
+        if rows > room:
+            self._buffers = o_accum, lse_accum = self._room_for(like, max(rows, 2 * room))
+        return (
+            o_accum[0, :rows].view(slots, unit_rows, partial_rows(cache_dtype)[1]),
+            lse_accum[0, :rows].view(slots, unit_rows),
+        )
+
+    def release(self, plan: P | None = None) -> None:
+        """Unpins a plan, or all: no graph that was captured with it will be replayed again.
+
+        It counts as just used, and may be given up from now on.
+
+        Args:
+            plan: one that ``get`` has pinned; None for all.
+
+        Raises:
+            TypeError, ValueError: ``plan`` is no plan, or not one that is pinned here.
+        """
+        hint = "release takes what get(..., pin=True), or get under capture, returned"
+        if plan is not None and not isinstance(plan, self._made):
+            wanted = f"a snapmla.{self._made.__name__} or None"
+            checks.type_error("plan", wanted, type(plan).__name__, hint)
+        with self._lock:
+            found = [k for k, held in self._pinned.items() if plan is None or held is plan]
+            if plan is not None and not found:
+                checks.value_error("plan", "a plan that is pinned here", "another", hint)
+            for key in found:
+                self._keep(key, self._pinned.pop(key), pin=False)
+
+    def stats(self) -> Stats:
+        """What the cache holds: (plans, pinned, bytes).
+
+        Returns:
+            Plans, pinned ones included; those of them that are pinned; bytes of device memory of
+            their tables, of their workspaces and of the workspace for new plans.
+        """
+        with self._lock:
+            plans, pinned = (*self._pinned.values(), *self._unpinned.values()), len(self._pinned)
+            tensors = (*self._buffers, *(getattr(p, name) for p in plans for name in TENSORS))
+            memories = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}
+        return Stats(len(plans), pinned, sum(m.nbytes() for m in memories.values()))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        made = memo[id(self)] = object.__new__(type(self))
+        with self._lock:
+            state = {name: value for name, value in vars(self).items() if name != "_lock"}
+            vars(made).update(copy.deepcopy(state, memo), _lock=threading.RLock())
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        name = type(self).__name__
+        checks.type_error(
+            name, f"copy.deepcopy, or another {name} of the same arguments", "pickle or copy.copy",
+            "its plans are memory of this process, which two caches must not share",
+        )  # fmt: skip
+
+    def __repr__(self) -> str:
+        plans, pinned, size = self.stats()
+        what = f"{plans} plans, {pinned} pinned, {size / 1e6:.1f} MB"
+        return f"{type(self).__name__}({self._model()}, {self._device}: {what})"
+
+    def _model(self) -> str:
+        """What all plans are for."""
+        return f"{self._options.num_heads} heads, pages of {self._options.page_size}"
+
+
+class PlanCache(Plans[DecodePlan]):
     """Decode plans by shape of step: made on first use, updated in place from then on.
 
     An engine keeps one for each stream of steps and asks it once a step; the plan serves all
@@ -114,27 +294,14 @@ class PlanCache:
         cache_dtype: str | torch.dtype = "fp8",
         num_kv_heads: int = 1,
     ) -> None:
-        self._options = PlanOptions(
+        options = PlanOptions(
             num_heads=num_heads, page_size=page_size, causal=causal, num_parts=num_parts,
             pipeline=pipeline, row_tile=row_tile, row_blocks=row_blocks,
             fixed_overhead=fixed_overhead, fixed_split_tokens=fixed_split_tokens,
             check_stale=check_stale, accuracy=accuracy, cache_dtype=cache_dtype,
             num_kv_heads=num_kv_heads,
         )  # fmt: skip
-        self._capacity = checks.integer("capacity", capacity, 1)
-        nothing = torch.empty(0, device=checks.device("device", device))
-        self._device = nothing.device  # with its index, as tensors have it
-        self._options.kernel(self._device, 1)  # raises now what every plan would
-        self._is_cuda = self._device.type == "cuda"
-        self._lock = threading.RLock()  # garbage collection may run a finaliser that releases
-        self._pinned: dict[_Key, DecodePlan] = {}
-        self._unpinned: dict[_Key, DecodePlan] = {}  # the latest used last
-        self._buffers = self._room_for(nothing, 0)  # for new plans: o_accum, lse_accum
-
-    @property
-    def device(self) -> torch.device:
-        """Where the plans live."""
-        return self._device
+        super().__init__(options, device, capacity)
 
     def get(
         self,
@@ -182,149 +349,15 @@ class PlanCache:
             )  # fmt: skip
         if pin is not False:
             checks.flag("pin", pin)
-        key: _Key | None = None  # a tracer's stand-in has none
+        key: Key | None = None  # a tracer's stand-in has none
         if cache_seqlens.__class__ in checks.PLAIN:  # and is (b,), says update_
             key = (cache_seqlens.numel(), s_q, max_pages, total_q, row_seqlens is not None)
             if not (
-                max_pages.__class__ is int
-                and s_q.__class__ in _COUNT
-                and total_q.__class__ in _COUNT
+                max_pages.__class__ is int and s_q.__class__ in COUNT and total_q.__class__ in COUNT
             ):
-                key = _counted(key)
-        plan = None
-        if key is not None:
-            plan = self._pinned.get(key)  # at every replay: without the lock
-        if plan is None and key is not None:
-            pin = pin or self._capturing()
-            with self._lock:
-                plan = self._unpinned.pop(key, None)
-                if plan is not None:
-                    (self._pinned if pin else self._unpinned)[key] = plan
+                key = counted(key)
+        plan = None if key is None else self._find(key, pin)
         if plan is None:
             step = StepShape(s_q, max_pages, total_q)
             return self._new(key, step, pin, cache_seqlens, cu_seqlens_q, row_seqlens)
         return plan.update_(cache_seqlens, cu_seqlens_q, row_seqlens)
-
-    def _capturing(self) -> bool:
-        """Whether the current stream is being captured."""
-        return self._is_cuda and launch.capturing(self._device)
-
-    def _new(
-        self,
-        key: _Key | None,
-        step: StepShape,
-        pin: bool,
-        cache_seqlens: torch.Tensor,
-        cu_seqlens_q: torch.Tensor | None,
-        row_seqlens: torch.Tensor | None,
-    ) -> DecodePlan:
-        """A plan that was not there; without a key it is not kept."""
-        given = (cache_seqlens, step, cu_seqlens_q, row_seqlens)
-        checks.lengths(cache_seqlens, "b", self._device)
-        if key is None:
-            return make_plan(self._options, new_workspace, *given)
-        # a trace would take views of the shared workspace for constants
-        recorded = tracing.wanted(cache_seqlens, cu_seqlens_q, row_seqlens)
-        with self._lock:
-            plan = self._pinned.get(key) or self._unpinned.get(key)
-            if plan is not None:  # another thread was first
-                plan.update_(cache_seqlens, cu_seqlens_q, row_seqlens)
-            elif self._capturing():
-                self._refuse(key)
-            else:
-                plan = make_plan(
-                    self._options, new_workspace if recorded else self._workspace, *given
-                )
-            if plan.plain:
-                self._keep(key, plan, pin)
-            return plan
-
-    def _keep(self, key: _Key, plan: DecodePlan, pin: bool) -> None:
-        """Holds a plan as the latest used, and gives up those that are too many; under the lock."""
-        self._unpinned.pop(key, None)
-        (self._pinned if pin or key in self._pinned else self._unpinned)[key] = plan
-        while len(self._unpinned) > self._capacity:
-            del self._unpinned[next(iter(self._unpinned))]
-
-    def _refuse(self, key: _Key) -> NoReturn:
-        """Raises what a shape that is new under capture gets."""
-        names = ("b", "s_q", "max_pages", "total_q")
-        got = ", ".join(f"{n} = {v}" for n, v in zip(names, key) if v is not None)
-        checks.value_error(
-            "PlanCache.get",
-            "a shape that the cache holds, while a graph is captured",
-            got + (", row_seqlens" if key[-1] else ""),
-            "call get for it before the capture, with pin=True if more than "
-            f"capacity = {self._capacity} shapes are to come",
-        )
-
-    def _room_for(self, like: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """A workspace of one slot of so many rows."""
-        return new_workspace(like, 1, rows, self._options.cache_name)
-
-    def _workspace(
-        self, like: torch.Tensor, slots: int, unit_rows: int, cache_dtype: str
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Workspace for a new plan: the front of the one that all share; the lock is held."""
-        o_accum, lse_accum = self._buffers
-        rows, room = slots * unit_rows, lse_accum.shape[1]
-        if rows > room:
-            self._buffers = o_accum, lse_accum = self._room_for(like, max(rows, 2 * room))
-        return (
-            o_accum[0, :rows].view(slots, unit_rows, partial_rows(cache_dtype)[1]),
-            lse_accum[0, :rows].view(slots, unit_rows),
-        )
-
-    def release(self, plan: DecodePlan | None = None) -> None:
-        """Unpins a plan, or all: no graph that was captured with it will be replayed again.
-
-        It counts as just used, and may be given up from now on.
-
-        Args:
-            plan: one that ``get`` has pinned; None for all.
-
-        Raises:
-            TypeError, ValueError: ``plan`` is no plan, or not one that is pinned here.
-        """
-        hint = "release takes what get(..., pin=True), or get under capture, returned"
-        if plan is not None and not isinstance(plan, DecodePlan):
-            checks.type_error("plan", "a snapmla.DecodePlan or None", type(plan).__name__, hint)
-        with self._lock:
-            found = [k for k, held in self._pinned.items() if plan is None or held is plan]
-            if plan is not None and not found:
-                checks.value_error("plan", "a plan that is pinned here", "another", hint)
-            for key in found:
-                self._keep(key, self._pinned.pop(key), pin=False)
-
-    def stats(self) -> Stats:
-        """What the cache holds: (plans, pinned, bytes).
-
-        Returns:
-            Plans, pinned ones included; those of them that are pinned; bytes of device memory of
-            their tables, of their workspaces and of the workspace for new plans.
-        """
-        with self._lock:
-            plans, pinned = (*self._pinned.values(), *self._unpinned.values()), len(self._pinned)
-            tensors = (*self._buffers, *(getattr(p, name) for p in plans for name in TENSORS))
-            memories = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}
-        return Stats(len(plans), pinned, sum(m.nbytes() for m in memories.values()))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> PlanCache:
-        made = memo[id(self)] = object.__new__(type(self))
-        with self._lock:
-            state = {name: value for name, value in vars(self).items() if name != "_lock"}
-            vars(made).update(copy.deepcopy(state, memo), _lock=threading.RLock())
-        return made
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        checks.type_error(
-            "PlanCache", "copy.deepcopy, or another PlanCache of the same arguments",
-            "pickle or copy.copy",
-            "its plans are memory of this process, which two caches must not share",
-        )  # fmt: skip
-
-    def __repr__(self) -> str:
-        plans, pinned, size = self.stats()
-        model = f"{self._options.num_heads} heads, pages of {self._options.page_size}"
-        what = f"{plans} plans, {pinned} pinned, {size / 1e6:.1f} MB"
-        return f"PlanCache({model}, {self._device}: {what})"

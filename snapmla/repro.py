@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -98,10 +99,16 @@ def repeat(path: Path, device: str, *, reference: bool = True) -> tuple[Dump, Ou
         for name, want in call.results.items()
         if (text := difference(call.arguments[name], want)) is not None
     ]
-    if reference and spec.family.reference:
-        compare = registry.named(spec.family.reference)
+    if reference and (compare := _reference_of(spec)) is not None:
         outcome.reference, outcome.right = compare(spec, call)
     return call, outcome
+
+
+def _reference_of(spec: VariantSpec) -> Callable[[VariantSpec, Dump], tuple[str, bool]] | None:
+    """What compares a variant's results with the truth, None if nothing does."""
+    if spec.op == "sparse_decode":
+        return against_sparse_reference
+    return registry.named(spec.family.reference) if spec.family.reference else None
 
 
 @contextlib.contextmanager
@@ -185,6 +192,56 @@ def against_dense_reference(_spec: VariantSpec, call: Dump) -> tuple[str, bool]:
     return str(errors), errors.right
 
 
+def against_sparse_reference(spec: VariantSpec, call: Dump) -> tuple[str, bool]:
+    """``against_reference`` of sparse decode over either cache.
+
+    Rows of 656 bytes by the rounding of their kernel and the LSE's gate alone: FlashMLA's gate of
+    single elements is made for numbers of its own tests.
+    """
+    from snapmla.testing import comparison, sparse_reference
+    from snapmla.testing.record_job import RecordCall, record_errors
+
+    given = call.arguments
+    counts = list_lengths(call)
+    n, sink = len(counts), given["attn_sink"] if given["attn_sink"].numel() else None
+    out, lse = _results(given)
+    if not n:
+        return "no query token", True
+    out, lse = out.flatten(0, 1)[:n], lse.transpose(0, 1).flatten(1)[:, :n]
+    indices, scale = given["indices"][:n], given["softmax_scale"]
+    if "q" in given:
+        rows = RecordCall(
+            given["q"].flatten(0, 1)[:n], given["cache"], indices, counts, scale, sink
+        )
+        found = record_errors(spec, rows, out, lse, plain=False, powers=False)
+        return str(found), found.right
+    q_nope, q_rope, q_scale = (given[x].flatten(0, 1)[:n] for x in ("q_nope", "q_rope", "q_scale"))
+    run = functools.partial(
+        sparse_reference.sparse_decode_reference, q_nope.view(torch.float8_e4m3fn), q_rope, q_scale,
+        given["content"].view(torch.float8_e4m3fn), given["rope"], given["scale"], indices, counts,
+        scale, attn_sink=sink,
+    )  # fmt: skip
+    mimic = dataclasses.replace(comparison.MIMIC_OF[spec.arch], p_terms=spec.p_terms)
+    errors = comparison.errors_of(run, out, lse, mimic)
+    return str(errors), errors.right
+
+
+def list_lengths(call: Dump) -> Tensor:
+    """How many entries of its row count for each query token of a sparse decode's sequences; int32
+    (tokens,), without room that no sequence takes."""
+    given = call.arguments
+    query = next(given[name] for name in ("q_nope", "q") if name in given)
+    lengths, limits = given["topk_length"], given["row_limits"]
+    if query.shape[0] == len(lengths) and len(lengths) != 1:
+        each = lengths.new_full((len(lengths),), query.shape[1])
+    else:  # packed, or one sequence, which is the same
+        each = ragged_begin(call).diff()
+    counts = lengths.repeat_interleave(each)
+    if limits.numel():
+        counts = counts.minimum(limits[: len(counts)])
+    return counts.clamp(0, given["indices"].shape[1])
+
+
 def ragged_begin(call: Dump) -> Tensor:
     """``cu_seqlens_q`` of a plan with ragged queries, from its items: int32 (b + 1,).
 
@@ -193,11 +250,12 @@ def ragged_begin(call: Dump) -> Tensor:
     """
     given = call.arguments
     query = next(given[name] for name in ("q_nope", "q") if name in given)
-    heads, batch = query.shape[2], len(given["cache_seqlens"])
+    lengths = next(given[name] for name in ("cache_seqlens", "topk_length") if name in given)
+    heads, batch = query.shape[2], len(lengths)
     items = given["work_items"][: int(given["part_begin"][-1])].tolist()
     ends = [0] * batch
     for sequence, _, _, _, _, end_row, *_ in items:
         ends[sequence] = max(ends[sequence], end_row // heads)
     for i in range(1, batch):
         ends[i] = max(ends[i], ends[i - 1])
-    return given["cache_seqlens"].new_tensor([0, *ends])
+    return lengths.new_tensor([0, *ends])

@@ -32,6 +32,8 @@ from snapmla._version import __version__
 Kernel = Callable[..., Any]
 log = logging.getLogger("snapmla")
 WHEN = ("error", "nan", "all")
+# An argument of variants over rows, by what stands in its place in those of the same op over planes
+OF_ROWS = {"q_nope": "q", "content": "cache"}
 
 
 def watched(kernel: Kernel, spec: VariantSpec, names: Sequence[str]) -> Kernel:
@@ -76,7 +78,8 @@ def _logged(kernel: Kernel, spec: VariantSpec, names: Sequence[str]) -> Kernel:
 def line(spec: VariantSpec, values: dict[str, Any]) -> str:
     """A call in one line: variant, device, shapes and the plan; asks the device nothing."""
     device = next(v.device for v in values.values() if isinstance(v, Tensor))
-    shown = (name for name in spec.family.shown if name in values)
+    names = (name if name in values else OF_ROWS.get(name, name) for name in spec.family.shown)
+    shown = (name for name in names if name in values)
     shapes = ", ".join(f"{name} {tuple(values[name].shape)}" for name in shown)
     if (plan := _plan_of(values)) is not None:
         shapes += f"; {plan}"

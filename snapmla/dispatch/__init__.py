@@ -9,6 +9,7 @@ is the chosen one.  ``plan_decode`` asks ``choose``, people ask ``explain``; bot
     decode.py      decode calls as problems of the contest
     fp8_decode.py  decode over the FP8 cache: features and figures; another cache, another such file
     dense_decode.py  decode over a 16-bit cache
+    sparse_decode.py  sparse decode over either cache that it reads
     calls.py       ``choose`` and ``explain``
     needs.py       all kernels of a model, those around decode with them
 
@@ -21,19 +22,23 @@ from snapmla.dispatch.calls import (
     OPS,
     cache_name,
     choose,
+    choose_sparse,
     explain,
     op_of,
     p_terms_of,
+    sparse_cache_name,
     tile_times,
 )
 from snapmla.dispatch.cards import Card, card_named, card_of, cards
 from snapmla.dispatch.contest import Explanation, Verdict
 from snapmla.dispatch.costs import ROW_BLOCKS, parts_of, rows_of_unit, unit_rows
-from snapmla.dispatch.needs import INDICES, PLAIN, Model, needs
+from snapmla.dispatch.needs import INDICES, PLAIN, Model, is_sparse, needs
+from snapmla.dispatch.sparse_decode import PIPELINES
 
 __all__ = [
     "INDICES",
     "OPS",
+    "PIPELINES",
     "PLAIN",
     "ROW_BLOCKS",
     "Card",
@@ -45,12 +50,15 @@ __all__ = [
     "card_of",
     "cards",
     "choose",
+    "choose_sparse",
     "explain",
+    "is_sparse",
     "needs",
     "op_of",
     "p_terms_of",
     "parts_of",
     "rows_of_unit",
+    "sparse_cache_name",
     "tile_times",
     "unit_rows",
 ]

@@ -16,6 +16,7 @@ from snapmla.dispatch.contest import Explanation, Size
 from snapmla.dispatch.decode import REFERENCE, DecodeOp, Problem
 from snapmla.dispatch.dense_decode import DENSE_DECODE
 from snapmla.dispatch.fp8_decode import FP8_DECODE
+from snapmla.dispatch.sparse_decode import ANY_PAGE, SPARSE_OPS, SparseProblem
 from snapmla.errors import VariantError
 
 # What is known of each op that decodes; all of them are kinds of attention to every token of a
@@ -82,6 +83,35 @@ def choose_on(
     _check_wishes(op, card.arch, pipeline, row_tile, p_terms)
     problem = Problem(
         op, num_heads, s_q, page_size, FORMATS[cache].result(out_dtype), card,
+        pipeline, row_tile, p_terms,
+    )  # fmt: skip
+    best, reasons = contest.judge(problem)
+    if best is None:
+        _refuse(problem, reasons)
+    return best
+
+
+def choose_sparse(
+    card: Card,
+    num_heads: int,
+    *,
+    out_dtype: str = "bf16",
+    pipeline: str | None = None,
+    row_tile: int | None = None,
+    p_terms: int = 1,
+    cache: str = DEFAULT,
+) -> VariantSpec:
+    """The kernel for a sparse decode on a card; arguments and errors as of ``choose``.
+
+    Depends on the heads and the card only: rows of several query tokens read other tokens.
+
+    Args:
+        cache: name of its format, ``fp8`` or ``fp8_ds_mla``.
+    """
+    op = SPARSE_OPS[cache]
+    _check_wishes(op, card.arch, pipeline, row_tile, p_terms)
+    problem = SparseProblem(
+        op, num_heads, 1, ANY_PAGE, FORMATS[cache].result(out_dtype), card,
         pipeline, row_tile, p_terms,
     )  # fmt: skip
     best, reasons = contest.judge(problem)
@@ -200,6 +230,7 @@ def explain(
     accuracy: str = STANDARD,
     cache_dtype: str | torch.dtype = DEFAULT,
     num_kv_heads: int = 1,
+    topk: int | None = None,
 ) -> Explanation:
     """Every candidate for a decode call: predicted time, roof, and why it is used or not.
 
@@ -217,6 +248,10 @@ def explain(
         accuracy: ``standard``, or ``high`` for kernels that sum P as two e4m3 terms; the text then
             says what the second costs.
         cache_dtype, num_kv_heads: of the cache, as given to ``plan_decode``.
+        topk: of sparse decode, entries of a query token's row of ``indices``: the call is then
+            ``decode(..., indices=)`` by a plan of ``plan_sparse_decode``, ``cache_dtype`` is
+            ``fp8`` or ``fp8_ds_mla``, ``page_size`` and ``seqlen`` count for nothing, and the
+            result's ``batch`` is that of query tokens, its ``seqlen`` this.
 
     Returns:
         An ``Explanation``; print it.
@@ -229,21 +264,59 @@ def explain(
     """
     checks.num_heads(num_heads)
     checks.s_q(s_q)
+    if topk is not None:
+        checks.integer("num_kv_heads", num_kv_heads, 1, 1)
+        tokens = checks.integer("batch", batch, 1) * s_q
+        size = Size(tokens, checks.integer("topk", topk, 1))
+        sparse = _sparse_problem(
+            num_heads, out_dtype, find_card(device, card), pipeline, row_tile, accuracy,
+            cache_dtype,
+        )  # fmt: skip
+        return contest.explain(sparse, size)
     cache_dtype = checks.cache_dtype(cache_dtype)
     cache, p_terms = cache_name(cache_dtype), p_terms_of(accuracy)
     checks.page_size_of(cache, page_size)
     checks.kv_heads(num_kv_heads, num_heads, cache)
     checks.integer("batch", batch, 1)
     checks.integer("seqlen", seqlen, 1)
-    names = {checks.DTYPES[name]: name for name in FORMATS[cache].results}
-    out = next(iter(names)) if out_dtype is None else out_dtype
-    if out not in names:
-        checks.type_error("out_dtype", " or ".join(map(str, names)), out_dtype)
+    out = _out_name(cache, out_dtype)
     op = op_of(cache)
     where = find_card(device, card)
     _check_wishes(op, where.arch, pipeline, row_tile, p_terms)
     problem = Problem(
-        op, num_heads, s_q, page_size, names[out], where,
+        op, num_heads, s_q, page_size, out, where,
         pipeline, row_tile, p_terms, num_kv_heads,
     )  # fmt: skip
     return contest.explain(problem, Size(batch, seqlen))
+
+
+def _out_name(cache: str, out_dtype: torch.dtype | None) -> str:
+    """Name of a checked dtype of results."""
+    names = {checks.DTYPES[name]: name for name in FORMATS[cache].results}
+    out = next(iter(names)) if out_dtype is None else out_dtype
+    if out not in names:
+        checks.type_error("out_dtype", " or ".join(map(str, names)), out_dtype)
+    return names[out]
+
+
+def _sparse_problem(
+    num_heads: int,
+    out_dtype: torch.dtype | None,
+    card: Card,
+    pipeline: str | None,
+    row_tile: int | None,
+    accuracy: str,
+    cache_dtype: str | torch.dtype,
+) -> SparseProblem:
+    """What ``explain`` asks of a sparse decode; checks it."""
+    cache, p_terms = sparse_cache_name(cache_dtype), p_terms_of(accuracy)
+    op, out = SPARSE_OPS[cache], _out_name(cache, out_dtype)
+    _check_wishes(op, card.arch, pipeline, row_tile, p_terms)
+    return SparseProblem(op, num_heads, 1, ANY_PAGE, out, card, pipeline, row_tile, p_terms)
+
+
+def sparse_cache_name(cache_dtype: str | torch.dtype) -> str:
+    """The format that ``cache_dtype`` means for sparse attention.  Raises ValueError if none."""
+    value = DEFAULT if cache_dtype is checks.FP8 else cache_dtype
+    checks.choice("cache_dtype", value, tuple(SPARSE_OPS))
+    return str(value)

@@ -41,6 +41,9 @@ class Problem(Protocol):
     def rejection(self, spec: VariantSpec) -> str | None:
         """Reason that a candidate cannot serve, or None."""
 
+    def order(self, spec: VariantSpec, us: float) -> tuple[float, ...]:
+        """What is least of the winner, among candidates of a pipeline whose times are a tie."""
+
     def model_us(self, spec: VariantSpec, size: Size) -> float | None:
         """Microseconds by the cost model; None if nothing is known."""
 
@@ -91,7 +94,8 @@ def judge(problem: Problem) -> tuple[VariantSpec | None, dict[VariantSpec, str]]
     limit = (1 + TIE) * min(times.values())
     close = [spec for spec, us in times.items() if us <= limit]
     first = close[0].pipeline
-    return min((s for s in close if s.pipeline == first), key=times.__getitem__), reasons
+    own = (spec for spec in close if spec.pipeline == first)
+    return min(own, key=lambda spec: problem.order(spec, times[spec])), reasons
 
 
 @dataclass(frozen=True)

@@ -99,12 +99,17 @@ def rows_of_unit(rows: int, spec: VariantSpec, *, in_step: bool) -> int:
 
 
 @functools.lru_cache(maxsize=16)
-def costs_of(op: str, arch: str) -> Costs | None:
-    """What is on file of an op on an architecture, None if nothing is."""
-    for block in data("decode_costs.json")["costs"]:
+def costs_of(op: str, arch: str, own: str = "") -> Costs | None:
+    """What is on file of an op on an architecture, None if nothing is.
+
+    Args:
+        own: name of a card whose block goes before those of others.
+    """
+    blocks = [block for block in data("decode_costs.json")["costs"] if block["op"] == op]
+    for block in sorted(blocks, key=lambda block: block["card"] != own):
         card = card_named(block["card"])
         assert card is not None
-        if (block["op"], card.arch) != (op, arch):
+        if card.arch != arch:
             continue
         points: dict[tuple[str, int, int, int], list[tuple[int, float]]] = {}
         for m in block["measured"]:

@@ -146,9 +146,17 @@ class Problem:
         """What a kernel sees of a size: each (sequence, KV head) is a sequence."""
         return size._replace(batch=size.batch * self.num_kv_heads)
 
+    def _costs(self) -> tuple[Costs | None, bool]:
+        """What is known of the kernels here, and whether they were measured."""
+        return self.op.costs(self.card.arch)
+
     @property
     def reference(self) -> Size:
         return REFERENCE
+
+    def order(self, spec: VariantSpec, us: float) -> tuple[float, ...]:
+        """By time, however close."""
+        return (us,)
 
     def candidates(self) -> list[VariantSpec]:
         arch, page_size = self.card.arch, kernel_page_size(self.page_size)
@@ -181,7 +189,7 @@ class Problem:
         return None
 
     def model_us(self, spec: VariantSpec, size: Size) -> float | None:
-        costs, _ = self.op.costs(self.card.arch)
+        costs, _ = self._costs()
         if costs is None:
             return None
         cycles = self.op.tensor_cycles(spec)
@@ -193,13 +201,13 @@ class Problem:
         )  # fmt: skip
 
     def measured_us(self, spec: VariantSpec, size: Size) -> float | None:
-        costs, _ = self.op.costs(self.card.arch)
+        costs, _ = self._costs()
         if costs is None or self.card.name != costs.card.name:
             return None
         # as the tables are
         if self.out_dtype != "bf16" or self.p_terms > 1 or self.num_kv_heads > 1:
             return None
-        return costs.measured_us(spec, self.rows, size)
+        return costs.measured_us(spec, self.rows, self._sequences(size))
 
     def roof_us(self, size: Size) -> float:
         """max(bytes / read rate, FLOP / effective peak)"""
@@ -225,7 +233,7 @@ class Problem:
 
     def remarks(self, size: Size) -> list[str]:
         """What the second term of P costs; whose times these are, if not the kernels' own."""
-        costs, measured = self.op.costs(self.card.arch)
+        costs, measured = self._costs()
         if costs is not None and costs.card.source == "datasheet":
             return [
                 f"no {costs.card.name} has run decode over {self.op.about} yet: times are predicted"

@@ -15,8 +15,9 @@ from dsl_kernels.families.family import COS_SIN_DTYPE, IN_DTYPE, OUT_DTYPE, ROPE
 from dsl_kernels.families.formats import DEFAULT, FORMATS
 from dsl_kernels.spec import VariantSpec
 from snapmla import checks
-from snapmla.dispatch.calls import DECODED, STANDARD, choose_on, p_terms_of
+from snapmla.dispatch.calls import DECODED, STANDARD, choose_on, choose_sparse, p_terms_of
 from snapmla.dispatch.cards import cards, find_card
+from snapmla.dispatch.sparse_decode import SPARSE_OPS
 from snapmla.layouts import kernel_page_size
 
 PLAIN = "applied"  # the rope style of rows that come rotated
@@ -31,7 +32,8 @@ class Model:
         heads: query heads on one GPU, 1 to 128: each number that occurs.
         s_q: query tokens of a sequence in a step: each number that occurs.
         pages: tokens of a page: each size that occurs.
-        dtype: format of the cache, ``fp8``, ``bf16`` or ``f16``.
+        dtype: format of the cache, ``fp8``, ``bf16`` or ``f16``; ``fp8`` or ``fp8_ds_mla`` of a
+            sparse one.
         kv_heads: of the cache; 1 for FP8.
         accuracy: as ``plan_decode`` takes it.
         out: results, ``bf16`` or ``f32``; of a 16-bit cache its dtype, whatever this is.
@@ -42,6 +44,7 @@ class Model:
         table: dtype of ``cos_sin_cache``. norm: whether ``rope_append_kv`` normalises.
         prefill, merge, flash_mla: whether tokens are read back (``fetch_dequant``), results of
             disjoint tokens merged (``merge_states``), FlashMLA's names used.
+        sparse: whether decode attends to tokens that an indexer names (DSA: DeepSeek V3.2, GLM-5).
         arch: target of the kernels. card: of the dispatcher's, None for the first of the target.
     """
 
@@ -62,6 +65,20 @@ class Model:
     flash_mla: bool = False
     arch: str = "sm_90a"
     card: str | None = None
+    sparse: bool = False
+
+
+def is_sparse(config: object) -> bool:
+    """Whether a model's ``config.json`` names an indexer's ``index_topk``, at its top or in the
+    part of a language model.
+
+    Raises:
+        ValueError: it is no such file's content.
+    """
+    if not isinstance(config, dict):
+        checks.value_error("config", "a JSON object", type(config).__name__)
+    parts = (config, config.get("text_config"))
+    return any(isinstance(part, dict) and bool(part.get("index_topk")) for part in parts)
 
 
 def needs(model: Model) -> list[VariantSpec]:
@@ -77,7 +94,8 @@ def needs(model: Model) -> list[VariantSpec]:
 
 
 def _check(model: Model) -> None:
-    checks.choice("dtype", model.dtype, DECODED)
+    hint = "" if model.sparse or model.dtype not in SPARSE_OPS else "it is read by sparse decode"
+    checks.choice("dtype", model.dtype, tuple(SPARSE_OPS) if model.sparse else DECODED, hint)
     checks.choice("arch", model.arch, ARCHS)
     checks.choice("out", model.out, OUT_DTYPE.values)
     checks.choice("rows", model.rows, IN_DTYPE.values)
@@ -94,6 +112,8 @@ def _check(model: Model) -> None:
     if model.rope == PLAIN and model.norm:
         checks.value_error("norm", "False without rope", True, "the calls with RoPE normalise")
     fmt = FORMATS[model.dtype]
+    if fmt.named and model.rows != "bf16":
+        checks.value_error("rows", f"bf16 with {fmt.about}", model.rows)
     if model.rope != PLAIN and fmt.rows:
         checks.value_error(
             "rope", f"{PLAIN!r} with {fmt.about}", model.rope, "its calls take rotated rows"
@@ -131,7 +151,7 @@ def _helpers(model: Model) -> Iterator[VariantSpec]:
             checks.value_error("merge", "results of bf16 or f32", out, "merge_states takes no f16")
         for mode in ("pair", "list", "stack"):
             yield VariantSpec(op="merge_states", arch=arch, in_dtype=out, out_dtype=out, mode=mode)
-    if model.flash_mla:
+    if model.flash_mla and not model.sparse:
         yield VariantSpec(op="records_to_plan", arch=arch)
         yield VariantSpec(op="plan_to_records", arch=arch)
 
@@ -143,6 +163,13 @@ def _decodes(model: Model) -> Iterator[VariantSpec]:
         card = find_card(None, model.card)
     if card.arch != model.arch:
         checks.value_error("card", f"a card of {model.arch}", f"{card.name}, which is {card.arch}")
+    if model.sparse:
+        for heads in model.heads:
+            yield choose_sparse(
+                card, heads, out_dtype=model.out, p_terms=p_terms_of(model.accuracy),
+                cache=model.dtype,
+            )  # fmt: skip
+        return
     for heads, s_q, page in itertools.product(model.heads, model.s_q, model.pages):
         yield choose_on(
             card, heads // model.kv_heads, s_q, kernel_page_size(page), out_dtype=model.out,

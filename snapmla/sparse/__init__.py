@@ -1,11 +1,13 @@
 """Sparse attention: each query token names the cached tokens that it attends to.
 
-    plan.py    ``plan_sparse_decode`` and ``SparsePlan``: who computes what
-    decode.py  what ``snapmla.decode(..., indices=)`` does
+    plan.py        ``plan_sparse_decode`` and ``SparsePlan``: who computes what
+    plan_cache.py  ``SparsePlanCache``: plans of an engine by shape of step
+    decode.py      what ``snapmla.decode(..., indices=)`` does
 
 The kernels' argument order is ``dsl_kernels/smxx/sparse_entry.py``'s.
 """
 
 from snapmla.sparse.plan import SparsePlan, plan_sparse_decode
+from snapmla.sparse.plan_cache import SparsePlanCache
 
-__all__ = ["SparsePlan", "plan_sparse_decode"]
+__all__ = ["SparsePlan", "SparsePlanCache", "plan_sparse_decode"]

@@ -15,8 +15,9 @@ from snapmla.cache import PagedKVCache, expect_cache, expect_fp8
 from snapmla.checks.decode_call import check_outputs, lse_shape, rows_of
 from snapmla.decode_plan import TENSORS, PlanVariant
 from snapmla.decode_plan.choices import choices
+from snapmla.dispatch import PIPELINES
 from snapmla.quant import QuantizedQuery, as_batch, expect_query, named
-from snapmla.sparse.plan import PIPELINES, SparsePlan, plan_sparse_decode
+from snapmla.sparse.plan import SparsePlan, plan_sparse_decode
 
 _Tensor = torch.Tensor  # looked up on every call
 ROWS_OF_BYTES = "fp8_ds_mla"

@@ -9,14 +9,11 @@ from typing import ClassVar, cast
 import torch
 
 from dsl_kernels.families.formats import DEFAULT
-from dsl_kernels.families.sparse_decode import ROW_TILES, TWO_TERMS
 from dsl_kernels.spec import VariantSpec, decode_spec
 from snapmla import checks, dispatch, runtime, tracing
 from snapmla.decode_plan import NAMES, DecodePlan, PlanVariant, new_workspace
 from snapmla.plan import PlanOptions, StepShape, default_num_parts, make_plan
 
-# of the caches that sparse attention reads, by format: the pipeline that does
-PIPELINES = {"fp8": "etap", "fp8_ds_mla": "mix16"}
 MAX_TOPK = 1 << 24  # entries of a row; what a batch may hold is bounded beside
 # Two row blocks a token, of few tokens: more parts make more partial rows than their tiles save
 # (a token of 2048, 128 heads: 44 parts 12.2 us, 66 parts 14.4 us on an H200).
@@ -81,9 +78,7 @@ class SparseOptions(PlanOptions):
 
     def _checked_cache_dtype(self) -> str:
         """A format that sparse attention reads."""
-        value = "fp8" if self.cache_dtype is checks.FP8 else self.cache_dtype
-        checks.choice("cache_dtype", value, tuple(PIPELINES))
-        return cast(str, value)
+        return dispatch.sparse_cache_name(self.cache_dtype)
 
     @property
     def cache_name(self) -> str:
@@ -95,17 +90,12 @@ class SparseOptions(PlanOptions):
         return checks.integer("page_size", self.page_size, 1, 1)
 
     def kernel(self, device: torch.device, s_q: int) -> VariantSpec:
-        """The kernel of the smallest row tile that takes all heads, or of the largest."""
-        pipeline, p_terms = PIPELINES[self.cache_name], dispatch.p_terms_of(self.accuracy)
-        tiles: tuple[int, ...] = ROW_TILES[pipeline]
-        if p_terms > 1:
-            if pipeline != "etap":
-                checks.value_error("accuracy", "'standard'", self.accuracy, "its P has 16 bits")
-            tiles = tuple(tile for tile in tiles if tile in TWO_TERMS)
-        fits = (tile for tile in tiles if tile >= self.num_heads)
-        tile = next(fits, tiles[-1]) if self.row_tile is None else self.row_tile
-        checks.choice("row_tile", tile, tiles)
-        return sparse_spec(runtime.arch_of(device), tile, "bf16", p_terms, pipeline=pipeline)
+        """The kernel that the dispatcher names, however many query tokens there are."""
+        return dispatch.choose_sparse(
+            dispatch.card_of(device), self.num_heads, pipeline=self.pipeline,
+            row_tile=self.row_tile, p_terms=dispatch.p_terms_of(self.accuracy),
+            cache=self.cache_name,
+        )  # fmt: skip
 
     def unit_rows(self, device: torch.device, rows: int, spec: VariantSpec) -> int:
         """A query token's."""
@@ -143,7 +133,8 @@ def variant_of(device: torch.device, row_tile: int, p_terms: int, cache: str) ->
     Args:
         cache: its format.
     """
-    made = SparseVariant(device, PIPELINES[cache], row_tile, 1, p_terms=p_terms, cache_dtype=cache)
+    pipeline = dispatch.PIPELINES[cache]
+    made = SparseVariant(device, pipeline, row_tile, 1, p_terms=p_terms, cache_dtype=cache)
     return _variants.setdefault((device, row_tile, p_terms, cache), made)
 
 
@@ -197,6 +188,7 @@ def plan_sparse_decode(
     cu_seqlens_q: torch.Tensor | None = None,
     total_q: int | None = None,
     num_parts: int | None = None,
+    pipeline: str | None = None,
     row_tile: int | None = None,
     fixed_overhead: int | None = None,
     fixed_split_tokens: int | None = None,
@@ -220,7 +212,9 @@ def plan_sparse_decode(
         total_q: room for ragged query tokens.
         num_parts: CTAs that share the entries, per row block of a query token; None fills the
             device.
-        row_tile: query heads of a CTA (16, 32, 64); None takes the least that holds them.
+        pipeline: ``etap``, of rows of 656 bytes ``mix16``; None lets the dispatcher choose.
+        row_tile: query heads of a CTA (16, 32, 64); None lets the dispatcher choose, by measured
+            times (``snapmla.explain(num_heads, topk=...)`` lists the candidates).
         fixed_overhead: cost of starting an item, in tiles of 64 entries.
         fixed_split_tokens: batch-invariant mode, as in ``plan_decode``: each row is cut after so
             many entries, a multiple of 64, whatever else is in the batch.
@@ -243,21 +237,21 @@ def plan_sparse_decode(
         return tracing.between_graphs(
             plan_sparse_decode, num_heads, s_q, topk=topk, topk_length=topk_length, batch=batch,
             device=device, cu_seqlens_q=cu_seqlens_q, total_q=total_q, num_parts=num_parts,
-            row_tile=row_tile, fixed_overhead=fixed_overhead,
+            pipeline=pipeline, row_tile=row_tile, fixed_overhead=fixed_overhead,
             fixed_split_tokens=fixed_split_tokens, check_stale=check_stale, accuracy=accuracy,
             cache_dtype=cache_dtype,
         )  # fmt: skip
     options = SparseOptions(
-        num_heads=num_heads, num_parts=num_parts, row_tile=row_tile,
+        num_heads=num_heads, num_parts=num_parts, pipeline=pipeline, row_tile=row_tile,
         fixed_overhead=fixed_overhead, fixed_split_tokens=fixed_split_tokens,
         check_stale=check_stale, accuracy=accuracy, cache_dtype=cache_dtype,
     )  # fmt: skip
     topk = checks.integer("topk", topk, 1, MAX_TOPK)
-    lengths = _lengths(topk_length, batch, device, topk)
+    lengths = sparse_lengths(topk_length, batch, device, topk)
     return plan_sparse(options, topk, s_q, lengths, cu_seqlens_q=cu_seqlens_q, total_q=total_q)
 
 
-def _lengths(
+def sparse_lengths(
     topk_length: torch.Tensor | None,
     batch: int | None,
     device: torch.device | str | int | None,

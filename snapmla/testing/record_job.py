@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK, PARTIAL_ROW, QK_ROPE_HEAD_DIM
 from dsl_kernels.ds_mla import GROUP, GROUPS, LEAST_SCALE, ROPE_AT, ROW_BYTES, SCALES_AT
+from dsl_kernels.spec import VariantSpec
 from snapmla.testing import dense_job, metrics
 from snapmla.testing.dense_job import OUT_GATE, DenseErrors
 from snapmla.testing.ds_mla import quantize_ds_mla_rows
@@ -166,43 +167,61 @@ class RecordJob(SparseJob):
         )  # fmt: skip
 
     def errors(self, result: tuple[Tensor, Tensor]) -> DenseErrors:  # type: ignore[override]
-        """What ``run`` returned, natural LSE, against fp64 on the stored scales.
-
-        ``error`` is of the query token that comes nearest to what its mimic allows, ``cosine`` the
-        worst of all.  Elements of ``out`` are held to FlashMLA's gate in style ``plain`` only: its
-        absolute half is made for such numbers.
-        """
-        call, plain = self.call(), self.shape.style == "plain"
+        """What ``run`` returned, natural LSE, by ``record_errors``."""
+        call, shape = self.call(), self.shape
         n = len(call.q)
         out, lse = result[0].flatten(0, 1)[:n], result[1].transpose(0, 1).flatten(1)[:, :n]
-        truth, truth_lse = record_decode_reference(call)
-        mimic, _ = record_decode_mimic(call, self.spec.row_tile <= GROUP_SUM_ROWS)
-        slack = SLACK if plain else SLACK_OF_FRAMES
-        pairs = [
-            (metrics.relative_l2(a, c), MIMIC_FACTOR * metrics.relative_l2(b, c) + slack)
-            for a, b, c in zip(out, mimic.to(out.dtype), truth, strict=True)
-        ]
-        error, allowed = max(pairs, key=lambda x: math.inf if math.isnan(x[0]) else x[0] / x[1])
-        missed = dense_job.out_of_gate(out, truth, OUT_GATE) & plain
-        missed_lse, excused = self._lse_outside(call, lse, truth_lse)
-        places = dense_job.named_places("out", out, truth, missed, range(n), 0)
-        places += dense_job.named_places("lse", lse, truth_lse, missed_lse, range(n), 1)
-        return DenseErrors(
-            outside=int(missed.sum()) + int(missed_lse.sum()),
-            cosine=max(metrics.one_minus_cosine(a, b) for a, b in zip(out, truth, strict=True)),
-            error=error, allowed=allowed, lse_error=metrics.lse_error(lse, truth_lse),
-            by_condition=excused,
-            by_condition_allowed=dense_job.by_condition_allowed(lse.numel()),
-            where=tuple(places),
-        )  # fmt: skip
+        return record_errors(
+            self.spec, call, out, lse, plain=shape.style == "plain", powers=shape.powers
+        )
 
-    def _lse_outside(self, call: RecordCall, lse: Tensor, truth: Tensor) -> tuple[Tensor, int]:
-        """As ``dense_job.lse_outside``; where K is rounded, a row of few tokens, or that few
-        dominate, may be off by the rounding of its largest logit's products."""
-        missed, excused = dense_job.lse_outside(lse, truth, functools.partial(magnitudes_of, call))
-        if self.spec.row_tile > GROUP_SUM_ROWS and not self.shape.powers:
-            few = (call.counts < SHORT) | (self.shape.style != "plain")
-            asked = missed & few
-            error = (lse.double() - truth).abs()
-            missed = missed & ~(few & (error <= RATIO_ROUNDING * magnitudes_of(call, asked)))
-        return missed, excused
+
+def record_errors(
+    spec: VariantSpec, call: RecordCall, out: Tensor, lse: Tensor, *, plain: bool, powers: bool
+) -> DenseErrors:
+    """Results (tokens, h, 512), natural LSE (h, tokens), against fp64 on the stored scales.
+
+    ``error`` is of the query token that comes nearest to what its mimic allows, ``cosine`` the
+    worst of all.
+
+    Args:
+        plain: whether the numbers are FlashMLA's own: elements of ``out`` are held to its gate,
+            whose absolute half is made for such.
+        powers: whether all scales are powers of two.
+    """
+    n = len(call.q)
+    truth, truth_lse = record_decode_reference(call)
+    mimic, _ = record_decode_mimic(call, spec.row_tile <= GROUP_SUM_ROWS)
+    slack = SLACK if plain else SLACK_OF_FRAMES
+    pairs = [
+        (metrics.relative_l2(a, c), MIMIC_FACTOR * metrics.relative_l2(b, c) + slack)
+        for a, b, c in zip(out, mimic.to(out.dtype), truth, strict=True)
+    ]
+    error, allowed = max(pairs, key=lambda x: math.inf if math.isnan(x[0]) else x[0] / x[1])
+    missed = dense_job.out_of_gate(out, truth, OUT_GATE) & plain
+    rounds_k = spec.row_tile > GROUP_SUM_ROWS and not powers
+    missed_lse, excused = _lse_outside(call, lse, truth_lse, rounds_k, plain)
+    places = dense_job.named_places("out", out, truth, missed, range(n), 0)
+    places += dense_job.named_places("lse", lse, truth_lse, missed_lse, range(n), 1)
+    return DenseErrors(
+        outside=int(missed.sum()) + int(missed_lse.sum()),
+        cosine=max(metrics.one_minus_cosine(a, b) for a, b in zip(out, truth, strict=True)),
+        error=error, allowed=allowed, lse_error=metrics.lse_error(lse, truth_lse),
+        by_condition=excused,
+        by_condition_allowed=dense_job.by_condition_allowed(lse.numel()),
+        where=tuple(places),
+    )  # fmt: skip
+
+
+def _lse_outside(
+    call: RecordCall, lse: Tensor, truth: Tensor, rounds_k: bool, plain: bool
+) -> tuple[Tensor, int]:
+    """As ``dense_job.lse_outside``; where K is rounded, a row of few tokens, or that few
+    dominate, may be off by the rounding of its largest logit's products."""
+    missed, excused = dense_job.lse_outside(lse, truth, functools.partial(magnitudes_of, call))
+    if rounds_k:
+        few = call.counts < SHORT if plain else torch.ones_like(call.counts, dtype=torch.bool)
+        asked = missed & few
+        error = (lse.double() - truth).abs()
+        missed = missed & ~(few & (error <= RATIO_ROUNDING * magnitudes_of(call, asked)))
+    return missed, excused

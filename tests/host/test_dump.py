@@ -102,6 +102,27 @@ def test_slots_name_pages_of_the_small_pool(name: str, dtype: torch.dtype) -> No
     assert kept["scale"].flatten()[kept[name][inside].long()].tolist() == slots[inside].tolist()
 
 
+@pytest.mark.parametrize("even", [True, False])
+def test_lists_keep_the_pages_that_count(even: bool) -> None:
+    """What is no token stays what it is; behind a list's end, of ragged queries the longest one's,
+    tokens become -1."""
+    cache = torch.arange(9 * 4).view(9, 4, 1).to(torch.uint8)
+    lists = torch.tensor([[33, -1, 7, 2**31 - 1, 0], [9, 36, 7, 9, 1]], dtype=torch.int32)
+    values = {
+        "q": torch.zeros((2, 1, 1, 1) if even else (1, 2, 1, 1)), "cache": cache, "indices": lists,
+        "topk_length": torch.tensor([4, 2], dtype=torch.int32),
+    }  # fmt: skip
+    kept, notes = dump.reduced(values)
+    new = kept["indices"]
+    assert notes[0].startswith("3 of the pool's 9 pages") and new.dtype == torch.int32
+    assert [new[0, 1], new[0, 3], new[1, 1]] == [-1, 2**31 - 1, 36]
+    counted = [(0, 0), (0, 2), (1, 0), *([] if even else [(1, 2), (1, 3)])]
+    for at in counted:
+        assert kept["cache"].flatten()[int(new[at])] == lists[at]
+    behind = [(0, 4), (1, 4), *([(1, 2), (1, 3)] if even else [])]
+    assert all(int(new[at]) == -1 for at in behind)
+
+
 def test_chunks_keep_what_they_ask_for() -> None:
     """Of sequence 0 tokens 20 to 39, of sequence 1 none."""
     cache = PagedKVCache.allocate(8, 16, device="cpu")

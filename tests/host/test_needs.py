@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,12 +41,16 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
 
 def step(model: Model) -> None:
     """The calls of a model's steps, over CPU tensors."""
-    fp8, dtype = model.dtype == "fp8", DTYPES[model.rows]
+    fp8, dtype = model.dtype in ("fp8", "fp8_ds_mla"), DTYPES[model.rows]
     held = "fp8" if fp8 else DTYPES[model.dtype]
     for page in model.pages:
-        cache = snapmla.PagedKVCache.allocate(
-            4, page, device="cpu", dtype=held, num_kv_heads=model.kv_heads
-        )
+        if model.dtype == "fp8_ds_mla":
+            pool = torch.zeros(4, page, 1, 656, dtype=torch.uint8)
+            cache = snapmla.PagedKVCache.from_tensors(pool, format=model.dtype)
+        else:
+            cache = snapmla.PagedKVCache.allocate(
+                4, page, device="cpu", dtype=held, num_kv_heads=model.kv_heads
+            )
         for index in map(INTS.__getitem__, model.indices):
             append(model, cache, dtype if fp8 else held, index)
         if model.prefill:
@@ -93,6 +98,9 @@ def decode(model: Model, cache: Any, q: torch.Tensor) -> None:
             given = turning(model, BATCH * s_q, index)
             neox = model.rope == "neox"
             query = snapmla.rope_quantize_q(q[..., :512], q[..., 512:], *given, is_neox=neox)
+    if model.sparse:
+        sparse_decode(model, cache, query)
+        return
     held = "fp8" if model.dtype == "fp8" else DTYPES[model.dtype]
     plan = snapmla.plan_decode(
         LENGTHS, heads, s_q, page_size=cache.page_size, max_pages=2, accuracy=model.accuracy,
@@ -102,6 +110,23 @@ def decode(model: Model, cache: Any, q: torch.Tensor) -> None:
     out, lse = snapmla.decode(
         query, cache, TABLE, LENGTHS, softmax_scale=1.0, plan=plan, out_dtype=out_dtype
     )
+    merge(model, out, lse)
+
+
+def sparse_decode(model: Model, cache: Any, query: Any) -> None:
+    s_q, heads = (query if isinstance(query, torch.Tensor) else query.rope).shape[1:3]
+    plan = snapmla.plan_sparse_decode(
+        heads, s_q, topk=5, batch=BATCH, device="cpu", accuracy=model.accuracy,
+        cache_dtype=cache.format,
+    )  # fmt: skip
+    indices = torch.zeros(BATCH, s_q, 5, dtype=torch.int32)
+    out, lse = snapmla.decode(
+        query, cache, indices=indices, softmax_scale=1.0, plan=plan, out_dtype=DTYPES[model.out]
+    )
+    merge(model, out, lse)
+
+
+def merge(model: Model, out: torch.Tensor, lse: torch.Tensor) -> None:
     if model.merge:
         snapmla.merge_state(out, lse, out.clone(), lse.clone())
         snapmla.merge_states([out, out.clone(), out.clone()], [lse, lse.clone(), lse.clone()])
@@ -119,8 +144,19 @@ def decode(model: Model, cache: Any, q: torch.Tensor) -> None:
         Model((16, 32), s_q=(3,), dtype="bf16", pages=(64, 320), prefill=True),
         Model((64,), dtype="bf16", kv_heads=4, indices=("i64",)),
         Model((128,), dtype="f16", pages=(16,), indices=("i32",)),
+        Model((16, 128), s_q=(1, 2), sparse=True, prefill=True),
+        Model((64,), sparse=True, accuracy="high", out="f32", rope="neox", indices=("i64",)),
+        Model((8, 20), dtype="fp8_ds_mla", pages=(53,), sparse=True, prefill=True, merge=True),
+        Model(
+            (128,),
+            dtype="fp8_ds_mla",
+            sparse=True,
+            rope="interleaved",
+            norm=True,
+            indices=("i64",),
+        ),
     ],
-    ids=lambda model: f"{model.dtype}-{model.heads}-{model.rope}",
+    ids=lambda model: f"{model.dtype}-{model.heads}-{model.rope}{'-sparse' * model.sparse}",
 )
 def test_it_needs_what_its_calls_ask_for(asked: set[str], model: Model) -> None:
     step(model)
@@ -140,6 +176,12 @@ def test_flash_mla_needs_its_records(asked: set[str]) -> None:
     q = torch.zeros(BATCH, 1, 16, 576, dtype=torch.bfloat16)
     flash_mla.flash_mla_with_kvcache(q, cache, TABLE, LENGTHS, 512, metadata.clone(), splits)
     assert {spec.name for spec in dispatch.needs(model)} == asked
+
+
+def test_sparse_decode_needs_no_records() -> None:
+    """FlashMLA's names plan it without any."""
+    model = Model((16,), dtype="fp8_ds_mla", flash_mla=True, sparse=True)
+    assert not [spec for spec in dispatch.needs(model) if "records" in spec.name]
 
 
 def test_another_architecture() -> None:
@@ -166,6 +208,26 @@ def test_the_command() -> None:
     assert "ii64_neox" in neox and "ii32" not in neox, "what engines call RoPE with"
 
 
+def test_a_config_says_whether_decode_is_sparse(tmp_path: Path) -> None:
+    """By the indexer's topk, wherever the language model's part is."""
+    path, words = tmp_path / "config.json", ("--heads", "128", "--index", "i64", "--config")
+    want = command("--heads", "128", "--index", "i64", "--sparse").output
+    assert want.splitlines()[-1] == "sparse_decode_etap_r64_obf16_sm90a"
+    for text, sparse in (
+        ('{"index_topk": 2048}', True), ('{"text_config": {"index_topk": 2048}}', True),
+        ('{"index_topk": null}', False), ("{}", False),
+    ):  # fmt: skip
+        path.write_text(text)
+        done = command(*words, str(path))
+        assert done.exit_code == 0 and (done.output == want) == sparse, text
+    for text, message in (("{", "is no JSON: "), ("[]", "config: expected a JSON object, got")):
+        path.write_text(text)
+        done = command(*words, str(path))
+        assert done.exit_code == 2 and message in done.stderr and not done.stdout
+    done = command(*words, str(tmp_path / "none"))
+    assert done.exit_code == 2 and done.stderr.endswith("none: No such file or directory\n")
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -179,6 +241,11 @@ def test_the_command() -> None:
         ("--heads 16 --norm", "norm: expected False without rope, got True"),
         ("--heads 16 --rope neox --dtype bf16", "rope: expected 'applied' with a 16-bit cache"),
         ("--heads 16 --dtype f16 --merge", "merge: expected results of bf16 or f32, got f16"),
+        ("--heads 16 --sparse --dtype bf16", "dtype: expected one of 'fp8', 'fp8_ds_mla', got"),
+        ("--heads 16 --dtype fp8_ds_mla", "dtype: expected one of 'fp8', 'bf16', 'f16', got"),
+        ("--heads 16 --sparse --dtype fp8_ds_mla --rows f16", "rows: expected bf16 with a cache"),
+        ("--heads 16 --sparse --dtype fp8_ds_mla --accuracy high", "accuracy: expected 'standard"),
+        ("--heads 16 --sparse --arch sm_100a", "sm_100a: no kernel for sparse decode exists"),
     ],
 )
 def test_what_is_no_model_is_one_sentence(words: str, message: str) -> None:

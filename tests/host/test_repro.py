@@ -17,7 +17,9 @@ import snapmla
 from dsl_kernels.spec import VariantSpec
 from snapmla import __main__ as commands
 from snapmla import dump, repro, runtime
+from snapmla.sparse.plan import SparseOptions, plan_sparse
 from snapmla.testing import selfcheck
+from snapmla.testing.ds_mla import quantize_ds_mla_rows
 from tests.support import ROOT
 from tests.support.dense_steps import DenseStep
 from tests.support.needs import needs_compiler
@@ -120,6 +122,61 @@ def test_a_decode_of_rows_meets_the_reference(folder: Path, tokens: tuple[int, .
     spec = VariantSpec.from_name(call.variant)
     text, right = repro.against_dense_reference(spec, call)
     assert not right and "1 outside of FlashMLA's gates" in text
+
+
+def sparse_call(rows: bool, ragged: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """A sparse decode with sinks over a pool of which lists name two pages: idle entries among
+    them, a token of a third and INT_MAX behind their ends."""
+    torch.manual_seed(1)
+    pages, p, heads, topk = 9, 16, 3, 70
+    c_kv, k_rope = torch.randn(pages * p, 512), torch.randn(pages * p, 64)
+    if rows:
+        pool = quantize_ds_mla_rows(c_kv, k_rope).view(pages, p, 1, 656)
+        cache = snapmla.PagedKVCache.from_tensors(pool, format="fp8_ds_mla")
+    else:
+        cache = snapmla.PagedKVCache.allocate(pages, p, "row640", "cpu")
+        slots = torch.arange(pages * p)
+        snapmla.append_kv(cache, c_kv.bfloat16(), k_rope.bfloat16(), slots)
+    shape = (5, heads) if ragged else (2, 2, heads)
+    lengths = torch.tensor([70, 5, 0] if ragged else [70, 5], dtype=torch.int32)
+    q = torch.randn(*shape, 576).bfloat16()
+    pages_of = torch.tensor([5, 7])[torch.randint(2, (*shape[:-1], topk))]
+    indices = (pages_of * p + torch.randint(p, pages_of.shape)).int()
+    indices[..., ::7] = torch.tensor([-1, pages * p, 2**31 - 1, -(2**31), -1]).repeat(2).int()
+    of = [0, 0, 1, 2, 2] if ragged else [0, 0, 1, 1]
+    for row, i in zip(indices.view(-1, topk), of, strict=True):
+        row[int(lengths[i]) :] = torch.tensor([2, 2**31 - 1]).repeat(35)[lengths[i] :]
+    options = SparseOptions(num_heads=heads, num_parts=3, cache_dtype=cache.format)
+    begins = torch.tensor([0, 2, 3, 4], dtype=torch.int32) if ragged else None
+    own = torch.tensor([70, 64, 3, 70, 9], dtype=torch.int32) if ragged else None
+    plan = plan_sparse(
+        options, topk, None if ragged else 2, lengths, cu_seqlens_q=begins,
+        total_q=5 if ragged else None, row_lengths=own,
+    )  # fmt: skip
+    query = q if rows else snapmla.quantize_q(q[..., :512], q[..., 512:])
+    return snapmla.decode(
+        query, cache, indices=indices, topk_length=lengths, plan=plan, softmax_scale=SCALE,
+        attn_sink=torch.tensor([0.5, math.inf, -math.inf]), lse_base="2", empty_lse="+inf",
+    )  # fmt: skip
+
+
+@needs_compiler
+@pytest.mark.parametrize(("rows", "ragged"), [(False, True), (True, False), (True, True)])
+def test_a_sparse_decode_from_its_file_alone(folder: Path, rows: bool, ragged: bool) -> None:
+    """The bits and the truth, from the pages that lists name (of ragged queries as far as the
+    longest goes); a wrong result shows."""
+    out, _ = sparse_call(rows, ragged)
+    call, outcome = repro.repeat(max(folder.glob("*-sparse_decode_*.pt")), "cpu")
+    kept = 3 if ragged else 2
+    assert call.notes == (f"{kept} of the pool's 9 pages are kept, numbered anew",)
+    assert outcome.good and outcome.compared and outcome.reference is not None, outcome
+    assert repro.list_lengths(call).tolist() == ([70, 64, 3, 0] if ragged else [70, 70, 5, 5])
+    n = len(repro.list_lengths(call))
+    got = outcome.results["out"].view(-1, *out.shape[-2:])[:n]
+    assert torch.equal(got, out.view(-1, *out.shape[-2:])[:n])
+    call.arguments["out"][0, 0, 0] += 0.05
+    _, right = repro.against_sparse_reference(VariantSpec.from_name(call.variant), call)
+    assert not right
 
 
 def changed(path: Path, target: Path, **arguments: object) -> Path:

@@ -72,3 +72,44 @@ def test_one_plan_of_a_constant() -> None:
     plan = plan_sparse(SparseOptions(num_heads=16), 100, 1, torch.full((4,), 100).int())
     assert plan.planned_seqlens.tolist() == [100] * 4
     assert plan.units.shape == (0, 2) and plan.n_units == 4
+
+
+def check_every_row_once(plan: SparsePlan, counts: list[int]) -> None:
+    """Each query token's heads, and each tile of its list, are in one item; pieces have the slots
+    of their unit in order, and every item is in one part."""
+    begin = plan.part_begin.tolist()
+    assert begin[0] == 0 and begin == sorted(begin) and len(begin) == plan.num_parts + 1
+    heads, slots = plan.num_heads, plan.split_begin.tolist()
+    pieces: dict[int, list[list[int]]] = {}
+    for item in plan.work_items[: begin[-1]].tolist():
+        first_row, left = item[4], item[4] % heads
+        assert not left
+        pieces.setdefault(first_row // heads if plan.s_q != 1 else item[0], []).append(item)
+    assert sorted(pieces) == list(range(len(counts)))
+    for token, count in enumerate(counts):
+        tiles = -(-count // 64)
+        mine = sorted(pieces[token], key=lambda item: item[1])
+        ends = [item[2] for item in mine]
+        assert [item[1] for item in mine] == [0, *ends[:-1]] and ends[-1] == tiles, mine
+        whole = len(mine) == 1
+        assert slots[token + 1] - slots[token] == (0 if whole else len(mine))
+        want = [-1] if whole else list(range(slots[token], slots[token + 1]))
+        assert [item[3] for item in mine] == want
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("batch", "s_q", "split"), [(3000, 1, None), (1, 3000, None), (7, 300, 128), (2100, 1, 128)]
+)
+def test_thousands_of_query_tokens(batch: int, s_q: int, split: int | None) -> None:
+    """Of as many sequences, or of one: no row is left out, none is taken twice."""
+    torch.manual_seed(0)
+    topk, heads = 300, 128
+    own = torch.randint(0, topk + 1, (batch, s_q), dtype=torch.int32)
+    lengths = torch.full((batch,), topk, dtype=torch.int32) if s_q > 1 else own[:, 0].contiguous()
+    options = SparseOptions(num_heads=heads, num_parts=66, fixed_split_tokens=split)
+    plan = plan_sparse(options, topk, s_q, lengths, row_lengths=own if s_q > 1 else None)
+    assert plan.rows_shape == (batch, s_q, heads)
+    check_every_row_once(plan, own.flatten().tolist())
+    with pytest.raises(AssertionError):  # it can fail
+        check_every_row_once(plan, [*own.flatten().tolist()[:-1], topk + 64])

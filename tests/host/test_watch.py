@@ -82,6 +82,21 @@ def test_a_decode_of_rows_in_one_line() -> None:
     assert line == f"{head}; plan: 132 parts, 4 units, splits up to 264"
 
 
+def test_a_sparse_decode_in_one_line() -> None:
+    """Over planes and over rows."""
+    plan = {"part_begin": (133,), "split_begin": (5,), "o_accum": (264, 16, 528)}
+    for sizes, pipeline in (
+        ({"q_nope": (4, 1, 16, 512), "content": (9, 64, 512), "indices": (4, 2048)}, "etap"),
+        ({"q": (4, 1, 16, 576), "cache": (9, 64, 656), "indices": (4, 2048)}, "mix16"),
+    ):
+        values = {n: torch.empty(s, device="meta") for n, s in {**sizes, **plan}.items()}
+        spec = VariantSpec(op="sparse_decode", pipeline=pipeline, row_tile=16)
+        shapes = ", ".join(f"{name} {shape}" for name, shape in sizes.items())
+        tail = "plan: 132 parts, 4 units, splits up to 264"
+        line = watch.line(spec, {**values, "may_split": 1})
+        assert line == f"{spec.name} on meta: {shapes}; {tail}"
+
+
 @needs_compiler
 def test_each_call_is_a_line(settings: Set, caplog: pytest.LogCaptureFixture) -> None:
     settings(LOG="1")

@@ -1,0 +1,116 @@
+"""Sparse decode: what its pipelines can do, what a named token costs, and its problems.
+
+Every query token is a sequence of its own here, as long as its row of ``indices``: no two share the
+tokens that they read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from dsl_kernels.families.formats import FORMATS
+from dsl_kernels.families.sparse_decode import FAMILY, ROW_TILES, TWO_TERMS
+from dsl_kernels.spec import VariantSpec
+from snapmla.dispatch import dense_decode, fp8_decode
+from snapmla.dispatch.contest import Size
+from snapmla.dispatch.costs import Costs, costs_of
+from snapmla.dispatch.decode import DecodeOp, Features, Problem
+
+# Of the caches that sparse attention reads, by format: the pipeline that does.
+PIPELINES = {"fp8": "etap", "fp8_ds_mla": "mix16"}
+REFERENCE = Size(128, 2048)  # query tokens and entries of each, at which candidates are compared
+ANY_PAGE = 64  # stands for the cache's page size, which no kernel is made for
+
+
+@dataclass(frozen=True, eq=False)
+class SparseOp(DecodeOp):
+    """A ``DecodeOp`` whose kernels take any page size; those of one cache are one pipeline.
+
+    Attributes:
+        pipeline: that one.
+    """
+
+    pipeline: str = ""
+
+    def spec(
+        self,
+        arch: str,
+        pipeline: str,
+        row_tile: int,
+        page_size: int,
+        out_dtype: str,
+        p_terms: int = 1,
+    ) -> VariantSpec:
+        """The variant of these choices, for any ``page_size``."""
+        return VariantSpec(
+            op=self.family.op, arch=arch, pipeline=pipeline, row_tile=row_tile,
+            out_dtype=out_dtype, p_terms=p_terms,
+        )  # fmt: skip
+
+    def pipelines(self, arch: str) -> list[str]:
+        """That of its cache, where the architecture has it."""
+        return [self.pipeline] if self.exists(self.pipeline, arch) else []
+
+
+@dataclass(frozen=True)
+class SparseProblem(Problem):
+    """What the host knows of a sparse decode: ``s_q`` is 1, a ``Size`` is query tokens, and entries
+    of each one's row."""
+
+    def _costs(self) -> tuple[Costs | None, bool]:
+        """This card's where it was measured, else those of another one of its architecture."""
+        found = costs_of(self.op.family.op, self.card.arch, self.card.name)
+        return found, found is not None
+
+    @property
+    def reference(self) -> Size:
+        return REFERENCE
+
+    def order(self, spec: VariantSpec, us: float) -> tuple[float, ...]:
+        """Of row tiles that the model cannot tell apart the one of fewest blocks, which read the
+        tokens anew each; of those the smallest, which pads least."""
+        return -(-self.num_heads // spec.row_tile), spec.row_tile
+
+    def describe(self, size: Size) -> tuple[str, str]:
+        asked = (
+            f"sparse decode: {size.batch} query tokens x topk {size.seqlen}, {self.num_heads} "
+            f"heads, {self.op.about}, {self.out_dtype} out, on {self.card.name}"
+        )
+        asked += "" if self.p_terms == 1 else f", {self.p_terms} terms of P"
+        peak = self.op.effective_tflops(self.card)
+        return asked, f"{self.card.read_gbs:.0f} GB/s, {peak:.0f} TFLOP/s"
+
+
+def _op(fmt: str, **attributes: Any) -> SparseOp:
+    return SparseOp(
+        FAMILY, token_bytes=FORMATS[fmt].token_bytes, about=FORMATS[fmt].about,
+        reference="snapmla.testing.sparse_reference.sparse_decode_reference",
+        kernels="kernel for sparse decode", pipeline=PIPELINES[fmt], **attributes,
+    )  # fmt: skip
+
+
+SPARSE_OPS = {
+    "fp8": _op(
+        "fp8",
+        features={
+            "etap": Features(
+                ROW_TILES["etap"], "it has these", "etap behind a loader that gathers", (ANY_PAGE,),
+                two_terms=TWO_TERMS, why_two_terms="the softmax of 64 rows has no registers",
+            ),
+        },
+        tensor_cycles=fp8_decode.tensor_cycles,
+        effective_tflops=fp8_decode.effective_tflops,
+    ),
+    "fp8_ds_mla": _op(
+        "fp8_ds_mla",
+        features={
+            "mix16": Features(
+                ROW_TILES["mix16"], "it has these", "16-bit products, the cache in registers",
+                (ANY_PAGE,), FORMATS["fp8_ds_mla"].results, why_two_terms="its P has 16 bits",
+            ),
+        },
+        tensor_cycles=dense_decode.tensor_cycles,
+        effective_tflops=lambda card: card.bf16_tflops,
+    ),
+}  # fmt: skip

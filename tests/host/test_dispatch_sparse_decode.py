@@ -1,0 +1,169 @@
+"""Sparse decode's contest: which row tile, why, by which table; wishes; kernels of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import snapmla
+from codegen import matrix
+from dsl_kernels.spec import VariantSpec
+from profiles import dispatch_data
+from snapmla import dispatch
+from snapmla.dispatch import contest, costs
+from snapmla.dispatch.contest import Size
+from snapmla.dispatch.sparse_decode import ANY_PAGE, PIPELINES, SPARSE_OPS, SparseProblem
+from snapmla.errors import VariantError
+
+CARDS = {card.name: card for card in dispatch.cards()}
+FORMATS = tuple(SPARSE_OPS)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_remembered() -> Iterator[None]:
+    """What a test changes must not have been judged before, nor be remembered after it."""
+    for kept in (contest.judge, costs.costs_of):
+        kept.cache_clear()
+    yield
+    for kept in (contest.judge, costs.costs_of):
+        kept.cache_clear()
+
+
+def problem_of(heads: int, card: str, fmt: str = "fp8", **more: int) -> SparseProblem:
+    out = "bf16"
+    return SparseProblem(SPARSE_OPS[fmt], heads, 1, ANY_PAGE, out, CARDS[card], **more)
+
+
+@pytest.mark.parametrize("card", ["H200", "H100 SXM"])
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_the_least_row_tile_that_takes_all_heads_wins(card: str, fmt: str) -> None:
+    """By the tables of both cards; where times are a tie, as of 32 heads, too."""
+    for heads in range(1, 129):
+        spec = dispatch.choose_sparse(CARDS[card], heads, cache=fmt)
+        want = next((tile for tile in (16, 32, 64) if tile >= heads), 64)
+        assert (spec.op, spec.pipeline, spec.row_tile) == ("sparse_decode", PIPELINES[fmt], want)
+
+
+@pytest.mark.parametrize(("heads", "tile"), [(1, 16), (16, 16), (17, 32), (64, 32), (128, 32)])
+def test_row_tiles_of_two_terms(heads: int, tile: int) -> None:
+    spec = dispatch.choose_sparse(CARDS["H200"], heads, p_terms=2)
+    assert (spec.row_tile, spec.p_terms) == (tile, 2)
+
+
+def test_ties_go_to_fewer_blocks_and_then_to_less_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slower tiles within what the model tells apart; beyond that time decides."""
+    tiles = {("etap", 16): (1.0, 1.0), ("etap", 32): (1.0, 2.0), ("etap", 64): (1.0, 3.95)}
+    found = costs.costs_of("sparse_decode", "sm_90a", "H200")
+    assert found is not None
+    own = costs.Costs(
+        found.card, 9.0, {key: costs.Tile(*tile) for key, tile in tiles.items()}, {}
+    )  # fmt: skip
+    where = "snapmla.dispatch.sparse_decode.costs_of"
+    monkeypatch.setattr(where, lambda op, arch, card: own)
+    assert dispatch.choose_sparse(CARDS["H200"], 64).row_tile == 64
+    tiles["etap", 64] = (1.0, 4.5)
+    own.tiles["etap", 64] = costs.Tile(1.0, 4.5)
+    contest.judge.cache_clear()
+    assert dispatch.choose_sparse(CARDS["H200"], 64).row_tile == 32
+    own.tiles["etap", 32] = own.tiles["etap", 16]
+    contest.judge.cache_clear()
+    assert dispatch.choose_sparse(CARDS["H200"], 5).row_tile == 16
+
+
+@pytest.mark.parametrize("table", dispatch_data.SPARSE_TABLES)
+def test_every_row_of_a_table_is_a_point_and_near_the_model(table: str) -> None:
+    """Within 15 %; the card's own points come first."""
+    card = dispatch_data.SPARSE_TABLES[table]
+    _, rows = dispatch_data.read_sparse(table)
+    assert len(rows) == 34
+    for row in rows:
+        fmt = "fp8" if row.pipeline == "etap" else "fp8_ds_mla"
+        problem, size = problem_of(row.rows, card, fmt), Size(row.batch, row.seqlen)
+        out = "bf16"
+        spec = SPARSE_OPS[fmt].spec("sm_90a", row.pipeline, row.row_tile, ANY_PAGE, out)
+        assert contest.predict(problem, spec, size)[1] == "measured"
+        model = problem.model_us(spec, size)
+        assert model is not None and abs(model / row.us - 1) < 0.15, (row, model)
+    heads16 = contest.predict(
+        problem_of(16, card), SPARSE_OPS["fp8"].spec("sm_90a", "etap", 16, 64, "bf16"),
+        Size(128, 2048),
+    )  # fmt: skip
+    assert heads16 == ({"H200": 54.8, "H100 SXM": 72.9}[card], "measured")
+
+
+def test_cards_that_nobody_measured_take_the_h200s_times() -> None:
+    for name in ("H800 SXM", "H20"):
+        found, measured = problem_of(16, name)._costs()
+        assert measured and found is not None and found.card.name == "H200"
+    assert problem_of(16, "B200")._costs() == (None, False)
+
+
+def test_explain() -> None:
+    """A query token is a sequence; each candidate has a time and a reason."""
+    found = snapmla.explain(32, 2, topk=2048, batch=64, cache_dtype="fp8_ds_mla", card="H200")
+    lines = str(found).splitlines()
+    assert lines[0] == (
+        "sparse decode: 128 query tokens x topk 2048, 32 heads, a cache of format 'fp8_ds_mla', "
+        "bf16 out, on H200"
+    )
+    assert (found.batch, found.seqlen) == (128, 2048)
+    assert [(v.pipeline, v.row_tile, v.chosen) for v in found.verdicts] == [
+        ("mix16", 32, True), ("mix16", 64, False), ("mix16", 16, False),
+    ]  # fmt: skip
+    assert found.verdicts[0].us == 71.9 and found.verdicts[0].source == "measured"
+    assert (found.verdicts[1].reason or "").endswith("x the time of mix16 row_tile 32")
+    # 128 tokens x 2048 entries x 656 bytes and their queries and results at 4608 GB/s
+    nbytes = 128 * 2048 * 656 + 128 * 32 * (656 + 1028)
+    assert found.roof_us == pytest.approx(nbytes / 4608e3, rel=1e-6)
+    high = snapmla.explain(128, topk=64, accuracy="high", out_dtype=torch.float32, card="H100")
+    assert high.chosen is not None and high.chosen.row_tile == 32
+    assert high.chosen.variant == "sparse_decode_etap_r32_of32_pt2_sm90a"
+    assert "the second term of P" in str(high)
+
+
+@pytest.mark.parametrize(
+    ("wish", "message"),
+    [
+        ({"topk": 0}, "topk: expected 1 or more, got 0"),
+        ({"cache_dtype": torch.bfloat16}, "cache_dtype: expected one of 'fp8', 'fp8_ds_mla'"),
+        ({"num_kv_heads": 2}, "num_kv_heads: expected 1, got 2"),
+        ({"pipeline": "mix16"}, "pipeline: expected 'etap' on sm_90a, got mix16"),
+        ({"pipeline": "dual_wg"}, "pipeline: expected one of "),
+        ({"row_tile": 128}, "row_tile: expected one of 16, 32, 64, got 128"),
+        ({"row_tile": 64, "accuracy": "high"}, "row_tile: expected 16 or 32 on sm_90a and acc"),
+        ({"cache_dtype": "fp8_ds_mla", "accuracy": "high"}, "accuracy: expected 'standard' on"),
+        ({"out_dtype": torch.float32, "cache_dtype": "fp8_ds_mla"}, "out_dtype: expected torch.b"),
+    ],
+)
+def test_wrong_wishes(wish: dict[str, object], message: str) -> None:
+    given = {"topk": 64, "card": "H200", **wish}
+    with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+        chosen = snapmla.explain(16, **given).chosen  # type: ignore[arg-type]
+        assert chosen is None
+        known = ("pipeline", "row_tile")
+        dispatch.choose_sparse(
+            CARDS["H200"], 16, cache=str(given.get("cache_dtype", "fp8")),
+            p_terms=2 if "accuracy" in wish else 1,
+            **{k: v for k, v in wish.items() if k in known},  # type: ignore[arg-type]
+        )  # fmt: skip
+
+
+def test_blackwell_has_none_yet() -> None:
+    with pytest.raises(VariantError, match="^sm_100a: no kernel for sparse decode exists"):
+        dispatch.choose_sparse(CARDS["B200"], 16)
+
+
+def test_features_are_what_can_be_built() -> None:
+    built = {spec for spec in matrix.default_specs("sm_90a") if spec.op == "sparse_decode"}
+    said: set[VariantSpec] = set()
+    for op in SPARSE_OPS.values():
+        features = op.features[op.pipeline]
+        for terms in (1, 2):
+            for tile in features.tiles(terms):
+                said |= {
+                    op.spec("sm_90a", op.pipeline, tile, ANY_PAGE, out, terms)
+                    for out in features.out_dtypes
+                }
+    assert said == built
