@@ -28,6 +28,8 @@
 #                              ARG ARG...); before pack: python -m codegen build of mha_items_sm90a,
 #                              mha_fwd_d192_dbf16_sm90a and mha_fwd_d128_dbf16_sm90a
 #   dsa[:ARG,ARG...]           top-k of index scores beside its peers (profiles.dsa_cost ARG ARG...)
+#   index[:ARG,ARG...]         index logits beside DeepGEMM, where DEEP_GEMM is the folder that has it
+#                              (profiles.index_cost ARG ARG...)
 #   dense-accuracy[:PART,PART]  16-bit decode to float64 beside the peers: sweep, rmse, grid
 #                              (profiles.dense_accuracy)
 #   stamps[:SHAPE,SHAPE...]    times of a CTA's events, from stamped builds (profiles.stamps has
@@ -219,6 +221,10 @@ run_part() {
             timeout -k 10 "$seconds" "$python" -m profiles.dsa_cost --peers .peers \
                 --out "$work" ${what//,/ }
             ;;
+        index)
+            # shellcheck disable=SC2086  # a list of words
+            timeout -k 10 "$seconds" "$python" -m profiles.index_cost --out "$work" ${what//,/ }
+            ;;
         merge) timeout -k 10 "$seconds" "$python" -m profiles.merge_cost --out "$work" ;;
         parallel)
             # shellcheck disable=SC2086  # a list of words
@@ -262,7 +268,7 @@ run_part() {
             ;;
         model) cp build/fidelity/"$what".json build/fidelity/"$what".*.pack "$out" ;;
         *)
-            echo "part: expected info, tests[:FILES], host, merge, parallel[:ARGS], mha[:ARGS], dsa[:ARGS], dense-accuracy[:PARTS], stamps[:SHAPES], record, demo, bench:PRESET, shape:LABEL," \
+            echo "part: expected info, tests[:FILES], host, merge, parallel[:ARGS], mha[:ARGS], dsa[:ARGS], index[:ARGS], dense-accuracy[:PARTS], stamps[:SHAPES], record, demo, bench:PRESET, shape:LABEL," \
                 "profile:VARIANTS, fidelity, model:NAME, engine:accuracy|speed or check[:ARGS];" \
                 "got '$part'"
             return 2

@@ -30,9 +30,11 @@ import typer
 
 import snapmla
 from codegen.artifacts import write_atomic
+from dsl_kernels.spec import VariantSpec
 from profiles import timing
 from profiles.bench import command_line, commit
 from profiles.worker import machine
+from snapmla import runtime
 from snapmla.sparse import plan as sparse_plan
 from snapmla.testing import metrics
 
@@ -261,9 +263,15 @@ def row(
 
 
 def build_with(axes: dict[str, int]) -> None:
-    """Plans take variants of these values of unnamed axes from here on."""
+    """Plans take variants of these values of unnamed axes from here on, where they are built."""
     usual = sparse_plan.sparse_spec
-    sparse_plan.sparse_spec = lambda *a, **kw: usual(*a, **kw).replace(**axes)
+
+    def chosen(*args: Any, **options: Any) -> VariantSpec:
+        spec = usual(*args, **options)
+        asked = spec.replace(**axes)
+        return spec if runtime.find(asked) is None else asked
+
+    sparse_plan.sparse_spec = chosen
 
 
 def main(
@@ -272,7 +280,7 @@ def main(
     layout: Annotated[str, typer.Option(help="Of our cache.")] = "split",
     names: Annotated[str, typer.Option("--ours", help="native, rows, by commas.")] = "native,rows",
     some: Annotated[int, typer.Option("--first", help="Shapes to time, the first ones.")] = 99,
-    axes: Annotated[str, typer.Option(help="More of our kernels: stages=3, by commas.")] = "",
+    axes: Annotated[str, typer.Option(help="More of our kernels: stages=3, by commas or +.")] = "",
     sweep: Annotated[bool, typer.Option(help="Numbers of parts of small batches too.")] = False,
 ) -> None:
     """Times the shapes and writes ``sparse_cost.md``."""
@@ -291,7 +299,8 @@ def main(
         "", head, "|---" * (3 + 5 * len(ours)) + "|",
     ]  # fmt: skip
     if axes:
-        build_with({k: int(v) for k, _, v in (word.partition("=") for word in axes.split(","))})
+        words = (word.partition("=") for word in axes.replace("+", ",").split(","))
+        build_with({axis: int(value) for axis, _, value in words})
     torch.manual_seed(0)
     with torch.inference_mode():
         pools = Pools(128, layout, torch.device("cuda"))
