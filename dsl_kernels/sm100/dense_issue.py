@@ -10,6 +10,7 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 
+from ..common.types import BF16
 from ..dims import HEAD_DIM_QK
 from ..dims import TOKEN_TILE as TILE
 from . import umma
@@ -26,10 +27,10 @@ from .dense_parts import (
     STEP,
     Cta,
     Parts,
-    mma,
     p_address,
 )
 
+SIXTEEN = BF16  # MMAs of either 16-bit type are of one kind: the descriptor says which it is
 CHUNK_STEPS = HEAD_DIM_QK // STEP // CHUNKS
 TMEM_CHUNKS = Q_IN_TMEM // STEP // CHUNK_STEPS
 CONSUMER, PRODUCER = pipeline.PipelineUserType.Consumer, pipeline.PipelineUserType.Producer
@@ -68,11 +69,11 @@ class Issuers:
                 k = umma.advance(keys, kst.index * STAGE_BYTES)
                 self.issue_chain(cta, s, tmem + self.columns.q, queries, k, kst)
                 if umma.elected():
-                    umma.commit(self.rings.s.full_barrier(st, sst.index))
+                    self.form.commit(self.rings.s.full_barrier(st, sst.index))
                 kst.advance()
                 sst.advance()
             if umma.elected():  # of the Q tile, shared memory is read until the last chain is done
-                umma.commit(q_pipe.sync_object_empty.get_barrier(qst.index))
+                self.form.commit(q_pipe.sync_object_empty.get_barrier(qst.index))
             qst.advance()
 
     @cute.jit
@@ -110,8 +111,8 @@ class Issuers:
                 if in_tmem
                 else umma.advance(queries, umma.k_step(x, self.form.rows))
             )
-            mma(
-                s, a, umma.advance(keys, umma.k_step(x, TILE)),
+            self.form.mma(
+                SIXTEEN, s, a, umma.advance(keys, umma.k_step(x, TILE)),
                 self.form.instruction(self.parts.dtype, TILE), x > 0, a_in_tmem=in_tmem,
             )  # fmt: skip
 
@@ -135,18 +136,18 @@ class Issuers:
                     at = kst.index * STAGE_BYTES
                     p, v = umma.advance(weights, at), umma.advance(values, at)
                     self.issue_half(tmem, p, v, 0, tile > first)
-                    umma.commit(self.loads.freed.full_barrier(st, kst.index))
+                    self.form.commit(self.loads.freed.full_barrier(st, kst.index))
                     self.issue_half(tmem, p, v, 1, tile > first)
-                    umma.commit(self.rings.o.full_barrier(st, kst.index))
-                    umma.commit(k_pipe.sync_object_empty.get_barrier(kst.index))
+                    self.form.commit(self.rings.o.full_barrier(st, kst.index))
+                    self.form.commit(k_pipe.sync_object_empty.get_barrier(kst.index))
                 kst.advance()
 
     def issue_half(self, tmem, p, v, half: int, adds):
         """256 channels; ``adds``: whether O has a value, which the item's first tile gives it."""
         o = tmem + self.columns.o + half * self.form.share(HALF)
         for k in range(TILE // STEP):
-            mma(
-                o, umma.advance(p, k * umma.K_BYTES),
+            self.form.mma(
+                SIXTEEN, o, umma.advance(p, k * umma.K_BYTES),
                 umma.advance(v, half * (CHUNKS // HALVES) * BLOCK + k * STEP * umma.LINE),
                 self.form.instruction(self.parts.dtype, HALF, b_transposed=True),
                 True if k else adds,

@@ -1,7 +1,7 @@
 """What the roles of SM100's 16-bit decode share (dense_ws.py): sizes, barriers, tensor memory.
 
-Here, too, what umma.py lacks for O in tensor memory: stores of registers, and MMAs of either 16-bit
-type.  Section numbers are those of PTX ISA 9.1.
+Here, too, what umma.py lacks for O in tensor memory: stores of registers.  Section numbers are
+those of PTX ISA 9.1.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..common.latent16 import LatentValues, latent_format
 from ..common.paged_tma import Early, PagedTma
 from ..common.q_tiles import QTiles
 from ..common.smem import array
-from ..common.types import BF16, ROW_MAJOR
+from ..common.types import ROW_MAJOR
 from ..common.work_list import Call, WorkList
 from ..dims import HEAD_DIM_QK
 from ..dims import KV_LORA_RANK as D
@@ -170,12 +170,6 @@ def p_address(st):
     """Byte address of P of the first stage: where the tile's RoPE columns were, which Q.K alone
     reads."""
     return umma.address_of(st.kc.data_ptr()) + (CHUNKS - 1) * BLOCK
-
-
-@compat.dsl_user_op
-def mma(d, a, b, idesc, accumulate, *, a_in_tmem=False, loc=None, ip=None) -> None:
-    """``umma.mma`` of either 16-bit type, which are of one kind: ``idesc`` says which it is."""
-    umma.mma(BF16, d, a, b, idesc, accumulate, a_in_tmem=a_in_tmem, loc=loc, ip=ip)
 
 
 @compat.dsl_user_op

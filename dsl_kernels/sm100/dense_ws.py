@@ -109,7 +109,10 @@ def budget(spec: VariantSpec) -> bud.Budget:
         ),
         mmas=(
             bud.Mma("Q.K", parts.form.rows, TILE, HEAD_DIM_QK, spec.dtype),
-            bud.Mma("P.V", parts.form.rows, HALF, TILE, spec.dtype),
+            *(
+                bud.Mma(f"P.V, {half} half", parts.form.rows, HALF, TILE, spec.dtype)
+                for half in ("first", "second")
+            ),
         ),
         tmem_columns=parts.columns.allocated,
         arch=spec.arch,
@@ -157,7 +160,7 @@ class DenseWs:
                 for ring in self.parts.rings:
                     ring.init(st)
         if warp_id == PRODUCTS:
-            umma.allocate(st.tmem.data_ptr(), self.parts.columns.allocated)
+            self.parts.form.allocate(st.tmem.data_ptr(), self.parts.columns.allocated)
         q_pipe = self.q_tiles.pipe(st)
         k_pipe = self.loads.pipe(st)  # its barrier also publishes the address
 
@@ -180,7 +183,7 @@ class DenseWs:
         cute.arch.sync_threads()  # behind the fences and commits of each role's last access
         if warp_id == PRODUCTS:
             umma.after_sync()
-            umma.free(st.tmem.data_ptr(), self.parts.columns.allocated)
+            self.parts.form.free(st.tmem.data_ptr(), self.parts.columns.allocated)
 
     @cute.jit
     def load(self, cta: Cta, tma: Tma, layouts: Layouts, warp_id):

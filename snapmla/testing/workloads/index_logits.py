@@ -87,7 +87,7 @@ def truth(_spec: VariantSpec, given: Mapping[str, Any]) -> dict[str, Tensor]:
 
 def sizes_of(given: Mapping[str, Any]) -> Tensor:
     """What errors of each element of ``out`` are held to; 0 where nothing is written."""
-    sizes = torch.zeros(given["out"].shape, dtype=torch.float64)
+    sizes = torch.zeros_like(given["out"], dtype=torch.float64)
     for row, found in zip(sizes, reference.scores(given)):
         row[: len(found.size)] = found.size
     return sizes
