@@ -51,7 +51,7 @@ from ..common.smem import array, one_stage, staged, struct_of
 from ..common.types import F8, ROW_MAJOR, U8
 from ..index_cache import INDEX_DIM, MMA_COLUMNS, PAGE, PAGE_BYTES, SCALES_AT
 from . import index_mma as mma
-from .index_units import Lengths, Units, share
+from .index_units import WARP, Lengths, Units
 from .wgmma import low_word
 
 if TYPE_CHECKING:
@@ -82,10 +82,10 @@ class Shape(NamedTuple):
 
 # by columns of a unit, heads * U
 SHAPES = {
-    32: Shape(4, (24, 112), 24, True),
-    64: Shape(4, (24, 112), 20, True),
-    128: Shape(4, (24, 112), 20, False),
-    256: Shape(4, (24, 112), 16, False),
+    32: Shape(4, (32, 112), 24, True),
+    64: Shape(4, (32, 112), 20, True),
+    128: Shape(4, (32, 112), 20, False),
+    256: Shape(4, (32, 112), 16, False),
 }
 
 
@@ -227,27 +227,37 @@ class IndexLogits:
         """One warp: every unit of the CTA's run, and its pages."""
         lengths, lane = given.lengths, cute.arch.lane_idx()
         part, parts = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
-        total = self.units.total(lengths, lane)
-        at, end = share(total, part, parts), share(total, part + 1, parts)
+        at, end, i, before = self.units.run(lengths, part, parts, lane)
         stage, phase, count = Int32(0), Int32(1), Int32(0)
         if at < end:
-            i, before = self.units.find(lengths, at, lane)
+            b = lengths.cache_seqlens.shape[0]
             seq = self.units.sequence(lengths, i)
             unit = self.units.unit_at(seq, at - before)
             first = at - before - self.units.start(seq.zero, unit)
+            ids = self._ids(given, i, first + lane)
             while at < end:
                 tiles = cutlass.min(self.units.tiles_of(seq, unit) - first, end - at)
+                # of the next unit, on their way while this one's pages are
+                following = cutlass.min(i + 1, b - 1)
+                words = self.units.words_of(lengths, following)
+                to_come = self._ids(
+                    given, Int32(cutlass.select_(unit + 1 < seq.units, i, following)), lane
+                )
                 if tiles > 0:
                     self._announce(st, layouts[0], queries, given, seq, unit, first, tiles, count)
                     stage, phase = self._fill(
-                        st, layouts[1], keys, given, i, first, tiles, stage, phase, lane
+                        st, layouts[1], keys, given, (i, ids), first, tiles, stage, phase, lane
                     )
                     count += 1
                 at += tiles
-                first, unit = Int32(0), unit + 1
+                first, unit, ids = Int32(0), unit + 1, to_come
                 while (at < end) & (unit >= seq.units):
                     i, unit = i + 1, Int32(0)
-                    seq = self.units.sequence(lengths, i)
+                    seq = self.units.sequence_of(lengths, words)
+                    if seq.units == 0:  # has no unit that was looked ahead to
+                        following = cutlass.min(i + 1, b - 1)
+                        words = self.units.words_of(lengths, following)
+                        ids = self._ids(given, following, lane)
         slot, turn = count % UNIT_SLOTS, count // UNIT_SLOTS % 2
         self.slots.wait_empty(st, slot, turn ^ 1)
         with cute.arch.elect_one():
@@ -283,20 +293,24 @@ class IndexLogits:
         cute.copy(queries.atom, source, target[None, slot], tma_bar_ptr=bar)
 
     @cute.jit
-    def _fill(self, st, layout, keys, given, i, first, tiles, stage, phase, lane):
-        """Pages of a unit into the ring; returns the stage and phase behind them."""
+    def _fill(self, st, layout, keys, given, pages_of, first, tiles, stage, phase, lane):
+        """Pages of a unit into the ring; returns the stage and phase behind them.
+
+        ``pages_of``: the sequence, and a page of it for each lane, from tile ``first`` on.  Those
+        of the next 32 tiles are asked for as soon as these are in use: behind a full ring an answer
+        takes as long as the ring does.
+        """
         target, source = cpasync.tma_partition(
             keys.atom, 0, cute.make_layout(1), cute.group_modes(staged(st.k, layout), 0, 2),
             cute.group_modes(keys.coords, 0, 2),
         )  # fmt: skip
-        row = given.block_table[i, None]
-        last, pages = row.shape[0] - 1, given.cache.shape[0]
-        ids = Int32(0)
+        i, ids = pages_of
+        to_come = self._ids(given, i, first + WARP + lane)
         for x in cutlass.range(0, tiles, unroll=1):
-            if x % 32 == 0:  # ids of 32 tiles, a lane each
-                ids = row[compat.at_most(first + x + lane, last)]
-                ids = cutlass.min(cutlass.max(ids, Int32(0)), pages - 1)
-            page = cute.arch.make_warp_uniform(cute.arch.shuffle_sync(ids, x % 32))
+            if (x % WARP == 0) & (x > 0):
+                ids, to_come = to_come, self._ids(given, i, first + x + WARP + lane)
+            page = cute.arch.make_warp_uniform(cute.arch.shuffle_sync(ids, x % WARP))
+            page = cutlass.min(cutlass.max(page, Int32(0)), given.cache.shape[0] - 1)
             self.pages.wait_empty(st, stage, phase)
             bar = self.pages.full_barrier(st, stage)
             with cute.arch.elect_one():
@@ -309,6 +323,10 @@ class IndexLogits:
             if stage == self.shape.stages:
                 stage, phase = Int32(0), phase ^ 1
         return stage, phase
+
+    def _ids(self, given, i, tile):
+        """What the block table has for a tile of sequence ``i``, or for its last one."""
+        return given.block_table[i, compat.at_most(tile, given.block_table.shape[1] - 1)]
 
     def _words(self, st, slot):
         return cute.make_tensor(st.words.data_ptr() + slot * WORDS, cute.make_layout(WORDS))

@@ -11,7 +11,8 @@ the tiles of the first v units of a sequence are a difference of F(x) = sum of c
 1 <= y <= x, P = 64 / U, which has a closed form: one look at a sequence counts its tiles, and a
 binary search finds the unit in which a tile lies, also in a prompt of thousands of tokens.
 
-One warp does this: two sweeps over the lengths, 32 sequences at a time.
+One warp does this: a lane looks at a 32nd of the sequences, then all at that in which the run
+begins.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from cutlass import Int32, Int64
 from ..index_cache import PAGE
 
 WARP = 32
+AT_ONCE = 4  # sequences that a lane asks for
 
 
 class Lengths(NamedTuple):
@@ -78,15 +80,26 @@ class Units:
         return (whole + 1) * (whole * (self.per_tile // 2) + rest)
 
     @cute.jit
-    def sequence(self, lengths: Lengths, i):
-        """``Sequence`` number ``i``, which is there; whatever the tables hold it stays inside."""
-        first, n = i * lengths.s_q, lengths.s_q
+    def words_of(self, lengths: Lengths, i):
+        """What the tables say of sequence ``i``, which is there: its tokens, its first row and the
+        one behind its last."""
+        first, behind = i * lengths.s_q, (i + 1) * lengths.s_q
         if lengths.cu_seqlens_q.shape[0] > 0:
-            first = lengths.cu_seqlens_q[i]
-            n = lengths.cu_seqlens_q[i + 1] - first
+            first, behind = lengths.cu_seqlens_q[i], lengths.cu_seqlens_q[i + 1]
+        return lengths.cache_seqlens[i], first, behind
+
+    def sequence(self, lengths: Lengths, i):
+        """``Sequence`` number ``i``, which is there."""
+        return self.sequence_of(lengths, self.words_of(lengths, i))
+
+    @cute.jit
+    def sequence_of(self, lengths: Lengths, words):
+        """``Sequence`` by its ``words_of``; whatever the tables hold it stays inside."""
+        tokens, first, behind = words
+        n = behind - first
         first = cutlass.min(cutlass.max(first, Int32(0)), lengths.rows)
         n = cutlass.min(cutlass.max(n, Int32(0)), lengths.rows - first)
-        length = cutlass.min(cutlass.max(lengths.cache_seqlens[i], Int32(0)), lengths.most)
+        length = cutlass.min(cutlass.max(tokens, Int32(0)), lengths.most)
         units = (n + (self.rows - 1)) >> self.log
         zero = (length - n + (self.rows - 1)) >> self.log
         tiles = self.start(zero, units - 1) + _tiles(length)
@@ -105,23 +118,40 @@ class Units:
         return Int32(cutlass.select_(last, _tiles(seq.length), whole))
 
     @cute.jit
-    def total(self, lengths: Lengths, lane):
-        """Tiles of the call, by one warp."""
+    def run(self, lengths: Lengths, part, parts, lane):
+        """A CTA's run, by one warp: (its first tile, the one behind its last, the sequence in which
+        the first lies, tiles before that sequence).  Without tiles the last two mean nothing.
+
+        A lane counts the tiles of a 32nd of the sequences, side by side: what it loads of some it
+        asks for at once, as nothing is on its way before this is done.
+        """
         b = lengths.cache_seqlens.shape[0]
+        some = (b + (WARP - 1)) // WARP
         mine = Int32(0)
-        for base in cutlass.range(0, b, WARP, unroll=1):
-            if base + lane < b:
-                mine += self.sequence(lengths, base + lane).tiles
-        return cute.arch.warp_redux_sync(mine, "add")
+        for x in cutlass.range(0, some, AT_ONCE, unroll=1):
+            begin = lane * some + x
+            words = [self.words_of(lengths, cutlass.min(begin + y, b - 1)) for y in range(AT_ONCE)]
+            for y in cutlass.range_constexpr(AT_ONCE):
+                there = (x + y < some) & (begin + y < b)
+                tiles = self.sequence_of(lengths, words[y]).tiles
+                mine += Int32(cutlass.select_(there, tiles, Int32(0)))
+        upto = _scan(mine, lane)
+        total = cute.arch.shuffle_sync(upto, WARP - 1)
+        at, end = share(total, part, parts), share(total, part + 1, parts)
+        passed = cute.arch.popc(cute.arch.vote_ballot_sync(upto <= at))
+        before = cute.arch.shuffle_sync(upto - mine, cutlass.min(passed, WARP - 1))
+        found, before = self._find(lengths, passed * some, some, before, at, lane)
+        return at, end, found, before
 
     @cute.jit
-    def find(self, lengths: Lengths, tile, lane):
-        """(sequence in which tile number ``tile`` lies, tiles before it), by one warp."""
-        b = lengths.cache_seqlens.shape[0]
-        found, before, seen = Int32(0), Int32(0), Int32(0)
-        for base in cutlass.range(0, b, WARP, unroll=1):
+    def _find(self, lengths: Lengths, begin, some, before, tile, lane):
+        """(sequence in which tile number ``tile`` lies, tiles before it): one of ``some`` from
+        ``begin`` on, before which there are ``before`` tiles."""
+        end = cutlass.min(begin + some, lengths.cache_seqlens.shape[0])
+        found, seen = Int32(begin), before
+        for base in cutlass.range(begin, end, WARP, unroll=1):
             own = Int32(0)
-            if base + lane < b:
+            if base + lane < end:
                 own = self.sequence(lengths, base + lane).tiles
             upto = _scan(own, lane) + seen
             passed = cute.arch.popc(cute.arch.vote_ballot_sync(upto <= tile))

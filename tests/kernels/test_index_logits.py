@@ -5,6 +5,7 @@ One variant is everyday's, the others run with ``--whole-matrix``.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -103,6 +104,17 @@ def test_decode_is_prefill(heads: int, prompt: int, decode: int) -> None:
     together = run(heads, prompt, given)
     for r, single in alone(given, 1):
         assert torch.equal(run(heads, decode, single)[0], together[r]), r
+
+
+@pytest.mark.parametrize("b", [33, pytest.param(64, marks=whole), pytest.param(170, marks=whole)])
+def test_runs_among_many_sequences(b: int) -> None:
+    """A lane counts two sequences and more, among them ones without tokens or without queries."""
+    draw = random.Random(b)
+    lengths = [draw.choice((0, 0, 1, 64, 65)) for _ in range(b)]
+    tokens = [draw.choice((0, 1, 1, 2)) for _ in range(b)]
+    given = work.sample_call(64, tuple(lengths), tuple(tokens), ctas=7)
+    result = judged(64, 2, given)
+    assert result.passed, result.summary
 
 
 @whole
