@@ -233,8 +233,12 @@ def main(
     peers: Annotated[Path | None, typer.Option(help="Folder of peers' libraries.")] = None,
     out: Annotated[Path, typer.Option(help="Folder.")] = Path("build/bench"),
     some: Annotated[int, typer.Option("--first", help="Rows to time, the first ones.")] = 99,
+    variant: Annotated[str, typer.Option(help="Instead of the one that is chosen: 512x16x1.")] = "",
 ) -> None:
     """Times the shapes and writes ``dsa_cost.md``."""
+    if variant:
+        forced = shapes.TopkShape(*map(int, variant.split("x")))
+        shapes.choose = lambda rows, columns: forced
     facts = machine(torch.device("cuda"), timing.Nvml())
     lines = page.head(
         "Top-k of the index scores", "profiles.dsa_cost",
@@ -249,6 +253,8 @@ def main(
     wanted += [(*shape, "zeros") for shape in ZEROS]
     with torch.inference_mode():
         for rows, columns, name in wanted[:some]:
+            if columns > shapes.choose(rows, columns).columns:
+                continue
             lines.append(row(rows, columns, name, ops))
             typer.echo(lines[-1])
             torch.cuda.empty_cache()

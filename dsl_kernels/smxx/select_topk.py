@@ -117,7 +117,7 @@ def _longer(
     compat.pdl_launch_dependents()
     cute.arch.sync_threads()
     topk_keys.count_upper(shape, sm, keys, row)
-    found, above, inside = topk_threshold.find(shape, sm, 0, k)
+    found, above, inside = topk_threshold.find(shape, sm, 0, k, Int32(0))
     left = k - above
     topk_keys.collect(shape, sm, keys, row, found << 21)
     cute.arch.sync_threads()
@@ -126,13 +126,13 @@ def _longer(
     prefix, least, ties = found, found << 21, Int32(0)
     if inside != left:
         topk_keys.count_in(shape, sm, keys, row, (1, prefix, listed))
-        found, above, inside = topk_threshold.find(shape, sm, 1, left)
+        found, above, inside = topk_threshold.find(shape, sm, 1, left, inside)
         left -= above
         prefix = (prefix << 11) | found
         least = prefix << 10
         if inside != left:
             topk_keys.count_in(shape, sm, keys, row, (2, prefix, listed))
-            found, above, inside = topk_threshold.find(shape, sm, 2, left)
+            found, above, inside = topk_threshold.find(shape, sm, 2, left, inside)
             left -= above
             prefix = (prefix << 10) | found
             least = prefix

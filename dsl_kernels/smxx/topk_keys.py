@@ -218,14 +218,18 @@ def _count_in(
     key: Any, table: Any, prefix: Any, digits: tuple[int, int, int], *, loc: Any = None,
     ip: Any = None,
 ) -> None:  # fmt: skip
-    """Counts a key whose upper bits are ``prefix``; digits = (bits below the prefix, bits below the
-    bin, mask of the bin)."""
+    """Counts a key whose upper bits are ``prefix``, unless it lies in bin 0; digits = (bits below
+    the prefix, bits below the bin, mask of the bin).
+
+    Bin 0 has what the others leave of the keys with that prefix.  Where thousands of scores tie
+    they are zeros as a rule: all in bin 0, and additions to one word take turns.
+    """
     above, shift, mask = digits
     compat.inline_ptx(
         "{\n.reg .pred p;\n.reg .b32 a, b;\n"
         f"shr.u32 b, {{$r0}}, {above};\nsetp.eq.u32 p, b, {{$r2}};\n"
-        f"shr.u32 a, {{$r0}}, {shift};\nand.b32 a, a, {mask};\nmad.lo.u32 a, a, 4, {{$r1}};\n"
-        "@p red.shared.add.u32 [a], 1;\n}",
+        f"shr.u32 a, {{$r0}}, {shift};\nand.b32 a, a, {mask};\nsetp.ne.and.u32 p, a, 0, p;\n"
+        "mad.lo.u32 a, a, 4, {$r1};\n@p red.shared.add.u32 [a], 1;\n}",
         read_only_args=[key, table, prefix], loc=loc, ip=ip,
     )  # fmt: skip
 

@@ -126,11 +126,12 @@ def _last(reached: Any) -> Any:
 
 @cute.jit
 def find(
-    shape: cutlass.Constexpr, sm: Smem, number: cutlass.Constexpr, wanted: Int32
+    shape: cutlass.Constexpr, sm: Smem, number: cutlass.Constexpr, wanted: Int32, keys: Int32
 ) -> tuple[Uint32, Int32, Int32]:
     """(bin of the ``wanted``-th key from above, keys in bins above it, keys in it).
 
-    Called when a CTA's threads have counted what is theirs in histogram ``number``.
+    Called when a CTA's threads have counted what is theirs in histogram ``number``.  Of the later
+    passes there are ``keys`` in all bins, and those that were not counted are in bin 0.
     """
     tidx, _, _ = cute.arch.thread_idx()
     lane, warp = tidx % quant.WARP, tidx // quant.WARP
@@ -146,6 +147,11 @@ def find(
         first = number * GROUPS + 2 * lane
         low, high = _pair_of_all(shape, sm.group, first)
         upto = _suffix(low + high, lane)
+        rest = Int32(0)  # of bin 0
+        if cutlass.const_expr(number > 0):
+            rest = keys - cute.arch.shuffle_sync(upto, 0)
+            upto += Int32(cutlass.select_(lane == 0, rest, Int32(0)))
+            low += Int32(cutlass.select_(lane == 0, rest, Int32(0)))
         pair = _last(upto >= wanted)
         above = cute.arch.shuffle_sync(upto - low - high, pair)
         in_high = cute.arch.shuffle_sync(high, pair)
@@ -154,6 +160,7 @@ def find(
             above += in_high
             group -= 1
         here = _of_all(shape, sm.hist, number * BINS + group * GROUP + lane)
+        here += Int32(cutlass.select_((group == 0) & (lane == 0), rest, Int32(0)))
         over = _suffix(here, lane) + above
         at = _last(over >= wanted)
         if lane == at:
