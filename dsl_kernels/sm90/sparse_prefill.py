@@ -120,8 +120,8 @@ def fake_args(spec: VariantSpec):
 
     return {
         "q": compat.rows(bf16, (s_q, h, spec.d_qk)),
-        "kv": compat.rows(bf16, (s_kv, spec.d_qk)),
-        "indices": compat.strided(i32, (s_q, topk), (compat.sym64(), 1), 4),
+        "kv": compat.rows(bf16, (s_kv, 1, spec.d_qk)),
+        "indices": compat.strided(i32, (s_q, 1, topk), (compat.sym64(), compat.sym64(), 1), 4),
         "topk_length": compat.vector(i32, lengths),
         "attn_sink": compat.vector(f32, sinks),
         "out": compat.rows(bf16, (s_q, h, KV_LORA_RANK)),
@@ -347,8 +347,8 @@ class SparsePrefill:
     def __call__(
         self,
         q: cute.Tensor,  # bf16 (s_q, h, d_qk)
-        kv: cute.Tensor,  # bf16 (s_kv, d_qk)
-        indices: cute.Tensor,  # i32 (s_q, topk), rows of kv
+        kv: cute.Tensor,  # bf16 (s_kv, 1, d_qk)
+        indices: cute.Tensor,  # i32 (s_q, 1, topk), rows of kv
         topk_length: cute.Tensor,  # i32 (s_q,) or (0,)
         attn_sink: cute.Tensor,  # f32 (h,) or (0,)
         out: cute.Tensor,  # bf16 (s_q, h, 512)

@@ -58,8 +58,8 @@ def second_half(d_qk: int) -> tuple[int, ...]:
 class Gmem(NamedTuple):
     """Tensors of a call that no TMA describes, and its numbers."""
 
-    kv: Any  # bf16 (s_kv, d_qk)
-    indices: Any  # i32 (s_q, topk)
+    kv: Any  # bf16 (s_kv, 1, d_qk)
+    indices: Any  # i32 (s_q, 1, topk)
     topk_length: Any  # i32 (s_q,) or (0,)
     attn_sink: Any  # f32 (h,) or (0,)
     out: Any  # bf16 (s_q, h, 512)
@@ -104,14 +104,14 @@ class Work:
     @staticmethod
     def place(gmem, j):
         """(query, block) of work tile ``j``; behind the last one, those of the last query."""
-        two = Work.blocks(gmem) - 1
-        return cutlass.min(j >> two, gmem.out.shape[0] - 1), j & two
+        more = Work.blocks(gmem) - 1  # 0 or 1
+        return cutlass.min(j >> more, gmem.out.shape[0] - 1), j & more
 
     @staticmethod
     @cute.jit
     def count(gmem, query):
         """Entries of a query that count."""
-        topk = Int32(gmem.indices.shape[1])
+        topk = Int32(gmem.indices.shape[2])
         n = topk
         if gmem.topk_length.shape[0] > 0:
             n = cutlass.min(cutlass.max(gmem.topk_length[query], 0), topk)
@@ -316,8 +316,8 @@ class GatheredTiles:
     @staticmethod
     def _entry(gmem, query, tile, ahead):
         """A lane's entry of a tile, as it is there."""
-        at = compat.at_most(tile * TILE + ahead, gmem.indices.shape[1] - 1)
-        return gmem.indices[query, at]
+        at = compat.at_most(tile * TILE + ahead, gmem.indices.shape[2] - 1)
+        return gmem.indices[query, 0, at]
 
     @staticmethod
     def _target(st, first, lane):
