@@ -173,7 +173,7 @@ def main(
     torch.manual_seed(0)
     head = page.head(
         "Sparse prefill beside FlashMLA", "profiles.sparse_prefill_cost", facts, gemm(device),
-        "median of the rounds, and their middle half; ratio: FlashMLA's time / ours, round by round",
+        "median of the rounds, and their middle half; ratio: FlashMLA's time / ours by rounds",
         f"cycles of a CTA for 64 rows x {TILE} tokens, at {CLOCK_MHZ} MHz; error: relative L2",
     )  # fmt: skip
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]

@@ -1,4 +1,4 @@
-"""``sparse_prefill``: attention of each query token to the rows of a BF16 KV tensor that it names."""
+"""``sparse_prefill``: attention of each query token to the rows of BF16 KV that it names."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Sparse prefill for SM90: attention of each query token to the rows of KV that it names, BF16.
 
-out = softmax(softmax_scale q kv^T) kv[:, :512] over a query's ``indices``; with the largest logit and
-the LSE of each row.  Nothing is split: a CTA stays and takes work tiles, 64 heads of a query, one
-behind the other (sparse_prefill_parts.py).  More than 64 heads are two work tiles, which two CTAs
-compute side by side: each row of KV then comes once from DRAM and once more from L2.
+out = softmax(softmax_scale q kv^T) kv[:, :512] over a query's ``indices``; with the largest logit
+and the LSE of each row.  Nothing is split: a CTA stays and takes work tiles, 64 heads of a query,
+one behind the other (sparse_prefill_parts.py).  More than 64 heads are two work tiles, which two
+CTAs compute side by side: each row of KV then comes once from DRAM and once more from L2.
 
 Roles (4 warpgroups)
     wg 0  warps 0, 1, 3  gather KV rows by cp.async; warp 1 loads Q by TMA, too
@@ -50,9 +50,8 @@ from .block_softmax import ROWS_ON_M, maxima, store_words_of_p
 from .dense_form import HALF
 from .dense_frames import move_frame
 from .dense_many import PV_N, ManyRows
-from .dense_parts import CHUNK_STEPS
+from .dense_parts import CHUNK_STEPS, p_ring
 from .dense_parts import Parts as DenseParts
-from .dense_parts import p_ring
 from .roles import INV_RING, ROWS_OF_CTA, SOFTMAX_WARPS, WARPGROUP, Barrier
 from .sparse_prefill_parts import (
     EARLY,

@@ -1,5 +1,5 @@
-"""What sparse prefill on SM90 is composed of, beside its arithmetic (sparse_prefill.py): work tiles,
-the ring of gathered KV tiles, the rows of Q, the rows of results.
+"""What sparse prefill on SM90 is composed of, beside its arithmetic (sparse_prefill.py): work
+tiles, the ring of gathered KV tiles, the rows of Q, the rows of results.
 
     kv       announcer -> softmax, P.V    halves of a tile: full 2 stage + half; P.V frees them
     landed   gather warps -> announcer    the same halves: cp.async arrivals, a thread each

@@ -1,4 +1,4 @@
-"""``sparse_prefill``: attention of each query token to the rows of a BF16 KV tensor that it names."""
+"""``sparse_prefill``: attention of each query token to the rows of BF16 KV that it names."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def sparse_prefill(
     max_logits: Tensor | None = None,
     lse: Tensor | None = None,
 ) -> Results:
-    """softmax(softmax_scale * q kv^T) kv[..., :512] of each query token over the rows that it names.
+    """softmax(softmax_scale * q kv^T) kv[..., :512] of each query token over rows that it names.
 
     One launch, no plan, no workspace, nothing read by the host, and with ``out``, ``max_logits``
-    and ``lse`` given no allocation: it may be captured in a CUDA graph.  Nothing is split, so that a
-    query's result depends on the query and its rows alone: bits are the same in any call.
+    and ``lse`` given no allocation: it may be captured in a CUDA graph.  Nothing is split, so that
+    a query's result depends on the query and its rows alone: bits are the same in any call.
 
-    Entries that are no row (negative, or s_kv and more) and those behind ``topk_length`` count for
-    nothing, and what lies there is never read.  A row that is named twice counts twice.
+    Entries that are no row (negative, or s_kv and more) and those behind ``topk_length`` count
+    for nothing, and what lies there is never read.  A row that is named twice counts twice.
 
     Args:
         q: bfloat16 (s_q, h, 576) or (s_q, h, 512), 1 to 128 heads; heads and tokens may be strided,

@@ -1,4 +1,4 @@
-"""Sparse prefills at the level of the ABI: inputs, fp64 reference, rounding mimic, FlashMLA's gates.
+"""Sparse prefill at the level of the ABI: inputs, fp64 reference, rounding mimic, FlashMLA's gates.
 
 The mimic rounds P as the kernel does: tiles of 64 entries from the first one on, P' = 2^(t - frame)
 in BF16, a frame that moves when a tile exceeds it by 2^15 (dsl_kernels/sm90/dense_frames.py).
@@ -129,8 +129,8 @@ class PrefillJob:
         Args:
             lengths: how many entries of each query token count; None: all.
             sink: of the heads; True: normal numbers.
-            style: ``swings`` moves logits by 200 nats up and down from a tile to the next, ``equal``
-                makes each query a multiple of a row that it names.
+            style: ``swings`` moves logits by 200 nats up and down from a tile to the next,
+                ``equal`` makes each query a multiple of a row that it names.
             idle: share of entries that are no row.
         """
         d = spec.d_qk
@@ -209,6 +209,7 @@ class PrefillJob:
         there = named_rows(entries, count, len(self.kv))
         heads = self.q.shape[1]
         if not bool(there.any()):
+
             def full(value: float) -> Tensor:
                 return torch.full((heads,), value, dtype=torch.float64, device=self.q.device)
 

@@ -61,7 +61,8 @@ def test_run_covers_both_archs(built: Report, specs: list[VariantSpec]) -> None:
     for arch in ARCHS:
         ops = {s.op for s in matrix.default_specs(arch)}
         assert {s.op for s in specs if s.arch == arch} == ops
-        asked = {op for op, family in FAMILIES.items() if family.kind in (MHA, PREFILL)}  # not by default
+        # not by default
+        asked = {op for op, family in FAMILIES.items() if family.kind in (MHA, PREFILL)}
         assert not asked & ops
         assert set(FAMILIES) - ops - asked <= {"dense_decode", "sparse_decode"}, "of SM90 only"
     assert not built.failed

@@ -195,7 +195,8 @@ WRONG: list[tuple[str, Any, type[Exception], str]] = [
     ("kv", lambda c: c["kv"][:, 0], ValueError, r"kv: expected shape \(s_kv, 1, 576\)"),
     ("kv", lambda c: c["kv"].float(), TypeError, "kv: expected dtype bfloat16"),
     (
-        "kv", lambda c: torch.empty(2**31 + 576, dtype=BF16).as_strided((2, 1, 576), (2**31, 576, 1)),
+        "kv",
+        lambda c: torch.empty(2**31 + 576, dtype=BF16).as_strided((2, 1, 576), (2**31, 576, 1)),
         ValueError, "kv: expected rows less than 4294967296 bytes apart",
     ),
     ("indices", lambda c: c["indices"].long(), TypeError, "indices: expected dtype int32"),

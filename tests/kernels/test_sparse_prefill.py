@@ -170,7 +170,9 @@ def test_bits_do_not_depend_on_the_call(name: str) -> None:
     alone = run(kernel, one, out=wide[:, :66, :512], max_logits=most, lse=lse)
     for a, b in zip(found, alone, strict=True):
         assert torch.equal(a[1:2], b)
-    assert (wide[:, 66:] == 5).all() and (wide[..., 512:] == 5).all() and (figures[:, 66:] == 5).all()
+    assert (
+        (wide[:, 66:] == 5).all() and (wide[..., 512:] == 5).all() and (figures[:, 66:] == 5).all()
+    )
 
 
 @pytest.mark.whole_matrix
