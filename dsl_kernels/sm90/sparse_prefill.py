@@ -1,9 +1,9 @@
 """Sparse prefill for SM90: attention of each query token to the rows of KV that it names, BF16.
 
 out = softmax(softmax_scale q kv^T) kv[:, :512] over a query's ``indices``; with the largest logit
-and the LSE of each row.  Nothing is split: a CTA stays and takes work tiles, 64 heads of a query,
-one behind the other (sparse_prefill_parts.py).  More than 64 heads are two work tiles, which two
-CTAs compute side by side: each row of KV then comes once from DRAM and once more from L2.
+and the LSE of each row.  Nothing is split: a CTA stays and takes work tiles, a block of heads of a
+query, one behind the other (sparse_prefill_parts.py).  More than 64 heads are two work tiles, which
+two CTAs compute side by side: each row of KV then comes once from DRAM and once more from L2.
 
 Roles (4 warpgroups)
     wg 0  warps 0, 1, 3  gather KV rows by cp.async; warp 1 loads Q by TMA, too
@@ -16,57 +16,38 @@ Timeline of tile i
     softmax   | Q.K i: first half, second half | maxima, exp2 | P i -> |
     P.V       | wait P i | first half of the channels | free it | second half | free it
 
-Two thirds of Q are in registers (dense_many.py), so that their room in shared memory takes the next
-work tile's while this one runs.
+Forms, loops and hand-overs: sparse_prefill_form.py.
 
 Frames (log2 units; dense_frames.py).  P' = 2^(t - frame) in BF16, O and the row sum in fp32 of the
 same frame, which moves when a tile exceeds it by 2^15 only.
 
-Shared memory   Q 73728 | KV 2 x 73728 (a stage has room for 576 channels; with 512 the last 64 are
-P's alone) | gamma, 1 / row sums, flags, bits of the places, barriers
+Shared memory   KV 2 x 73728 (a stage has room for 576 channels; with 512 the last 64 are P's alone)
+| Q 73728 with 64 rows, 2 x 36864 with 32, 2 x 18432 with 16 | gamma, factors of O, flags, bits of
+the places, barriers
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import cutlass
 import cutlass.cute as cute
 import cutlass.memory
-from cutlass import Float32, Int32, const_expr
-from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass import Float32, Int32
+from cutlass.cute.nvgpu import cpasync
 
 from .. import compat
 from ..common import budget as bud
-from ..common.barriers import warps_meet
-from ..common.frames import NEVER
 from ..common.registers import claim_registers
-from ..common.smem import array, struct_of
-from ..common.types import BF16, U32
+from ..common.smem import struct_of
 from ..common.work_list import LOG2E
 from ..dims import HEAD_DIM_QK, KV_LORA_RANK
 from ..dims import TOKEN_TILE as TILE
-from .block_softmax import ROWS_ON_M, maxima, store_words_of_p
-from .dense_form import HALF
-from .dense_frames import move_frame
-from .dense_many import PV_N, ManyRows
-from .dense_parts import CHUNK_STEPS, p_ring
-from .dense_parts import Parts as DenseParts
-from .roles import INV_RING, ROWS_OF_CTA, SOFTMAX_WARPS, WARPGROUP, Barrier
-from .sparse_prefill_parts import (
-    EARLY,
-    LATE,
-    REGISTER_BLOCKS,
-    STAGES,
-    GatheredTiles,
-    Gmem,
-    Turn,
-    Work,
-    finish_row,
-    release,
-    write_row,
-)
-from .wgmma import issue
+from .dense_many import PV_N
+from .dense_parts import p_ring
+from .roles import FEW_ROWS, INV_RING, WARPGROUP
+from .sparse_prefill_few import FewHeads
+from .sparse_prefill_many import ManyHeads
+from .sparse_prefill_parts import STAGES, GatheredTiles, Gmem
 
 if TYPE_CHECKING:
     from ..spec import VariantSpec
@@ -81,9 +62,10 @@ def feasible(spec: VariantSpec) -> str | None:
 
 def budget(spec: VariantSpec) -> bud.Budget:
     """Warpgroups, registers, barriers, shared memory of a CTA."""
-    producer, softmax, pv = ManyRows.registers
-    loads = GatheredTiles(spec.d_qk)
-    tiles = (STAGES * TILE + ROWS_OF_CTA) * HEAD_DIM_QK * 2
+    rows, few = spec.row_tile, spec.row_tile <= FEW_ROWS
+    producer, softmax, pv = (FewHeads if few else ManyHeads).registers
+    loads = GatheredTiles(spec.d_qk, rows)
+    tiles = (STAGES * TILE + loads.q_stages * rows) * HEAD_DIM_QK * 2
     return bud.Budget(
         groups=(
             bud.WarpGroup("producers", producer),
@@ -96,8 +78,8 @@ def budget(spec: VariantSpec) -> bud.Budget:
             *p_ring(STAGES).budget(), *INV_RING.budget(),
         ),
         mmas=(
-            bud.Mma("Q.K", ROWS_OF_CTA, TILE, spec.d_qk, "bf16"),
-            bud.Mma("P.V", ROWS_OF_CTA, PV_N, TILE, "bf16"),
+            bud.Mma("Q.K", TILE if few else rows, rows if few else TILE, spec.d_qk, "bf16"),
+            bud.Mma("P.V", 64, rows if few else PV_N, TILE, "bf16"),
         ),
     )  # fmt: skip
 
@@ -131,216 +113,13 @@ def fake_args(spec: VariantSpec):
     }
 
 
-class Parts(DenseParts):
-    """What ``ManyRows`` asks of its parts."""
-
-    def __init__(self, loads: GatheredTiles):
-        self.dtype, self.rows, self.stages, self.q_stages = BF16, ROWS_OF_CTA, STAGES, 1
-        self.loads, self.p_ring = loads, p_ring(STAGES)
-
-
-class Form(ManyRows):
-    """Rows on M: softmax and P.V over gathered tiles."""
-
-    def __init__(self, loads: GatheredTiles):
-        super().__init__(Parts(loads))
-        self.loads = loads
-
-    def fields(self) -> dict:
-        """Shared memory beside the tiles."""
-        return dict(
-            **self.loads.fields,
-            **self.parts.p_ring.field,
-            **INV_RING.field,
-            flag=array(Int32, SOFTMAX_WARPS * STAGES, 16),  # did a frame of warp w's rows move?
-            gamma=array(Float32, ROWS_OF_CTA * STAGES, 16),
-            inv=array(Float32, ROWS_OF_CTA, 16),  # by what O is multiplied
-        )
-
-    def half_read(self, st, stage):
-        """The first half of a P.V warpgroup's WGMMAs has been waited for."""
-        release(self.loads.kv, st, 2 * stage + EARLY)
-
-    # ---------------------------------------------------------------- softmax warpgroup
-
-    @cute.jit
-    def softmax(self, st, layouts, gmem, cta):
-        """Work tiles and tiles of the softmax warpgroup."""
-        operands = self.score_operands(st, layouts)
-        frame, sums, most = (cute.make_rmem_tensor((2,), Float32) for _ in range(3))
-        total, tiles, items = Work.total(gmem), Int32(0), Int32(0)  # behind us
-        query, _ = Work.place(gmem, cta)
-        count = Work.count(gmem, query)
-        for j in cutlass.range(cta, total, gmem.ctas, unroll=1):
-            item = Work.item(gmem, j, count)
-            query, _ = Work.place(gmem, j + gmem.ctas)
-            count = Work.count(gmem, query)
-            frame.fill(NEVER)
-            sums.fill(0.0)
-            most.fill(NEVER)
-            self.loads.q.wait_full(st, EARLY, items & 1)
-            self.take_q(st, operands)
-            release(self.loads.q, st, EARLY)
-            state = (frame, sums, most, gmem.scale)
-            for tile in cutlass.range(0, item.tiles, unroll=1):
-                last = tile + 1 == item.tiles
-                self.tile(st, operands, state, Turn.of(tiles), items & 1, last)
-                tiles += 1
-            self.finish(st, gmem, item, state, items)
-            items += 1
-
-    @cute.jit
-    def scores(self, st, operands, turn, q_phase):
-        """S of a tile: Q.K half by half as they come."""
-        (rQ, sQ, sK, _), (mma_r, mma_s) = operands, self.score_mmas()
-        acc = cute.make_rmem_tensor(mma_s.partition_shape_C((ROWS_OF_CTA, TILE)), Float32)
-        sQ_now, sK_now = sQ[None, None, None, 0], sK[None, None, None, turn.stage]
-        self.loads.kv.wait_full(st, turn.slot(EARLY), turn.phase)
-        compat.wgmma_fence()
-        for i in cutlass.range_constexpr(len(self.loads.order)):
-            block = self.loads.order[i]
-            if const_expr(i == len(self.loads.halves[EARLY])):
-                self.loads.kv.wait_full(st, turn.slot(LATE), turn.phase)
-            if const_expr(block == REGISTER_BLOCKS):
-                self.loads.q.wait_full(st, LATE, q_phase)
-            first = block * CHUNK_STEPS
-            mma, of_q = (mma_r, rQ) if block < REGISTER_BLOCKS else (mma_s, sQ_now)
-            issue(mma, acc, of_q, sK_now, accumulate=i > 0, first=first, last=first + CHUNK_STEPS)
-        warpgroup.commit_group()
-        warpgroup.wait_group(0)
-        return acc
-
-    @cute.jit
-    def tile(self, st, operands, state, turn, q_phase, last):
-        """S -> P of one tile, handed over."""
-        tidx, _, _ = cute.arch.thread_idx()
-        lane = tidx % 32
-        wwarp = cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
-        frame, sums, most, scale = state
-        acc = self.scores(st, operands, turn, q_phase)
-        if last:
-            release(self.loads.q, st, LATE)
-        self.hide(st, acc, turn.stage, lane)
-        m = maxima(acc)
-        gamma, moved = [None] * 2, False
-        for i in cutlass.range_constexpr(2):
-            old, high = frame[i], m[i] * scale
-            most[i] = cute.arch.fmax(most[i], high)
-            frame[i], gamma[i] = move_frame(high, old)
-            moved = moved or frame[i] > old
-        part = [Float32(0.0) for _ in range(4)]
-        for v in cutlass.range_constexpr(ROWS_ON_M.values):
-            row = ROWS_ON_M.row(v)
-            acc[v] = cute.math.exp2(acc[v] * scale - frame[row], fastmath=True)
-            part[2 * row + v % 2] = part[2 * row + v % 2] + acc[v]
-        p16 = cute.make_rmem_tensor((ROWS_ON_M.values,), BF16)
-        p16.store(acc.load().to(BF16))
-        words = cute.recast_tensor(p16, U32)
-        any_moved = cute.arch.vote_any_sync(moved)
-        line = operands[3]
-        warps_meet(Barrier.SOFTMAX, SOFTMAX_WARPS)  # all have read the RoPE columns
-        p_at = self.parts.rope(st).toint() + turn.stage * (TILE * HEAD_DIM_QK * 2)
-        for x in cutlass.range_constexpr(4):
-            store_words_of_p([words[4 * x + i] for i in range(4)], p_at + (line ^ (32 * x)))
-        for i in cutlass.range_constexpr(2):
-            sums[i] = sums[i] * gamma[i] + (part[2 * i] + part[2 * i + 1])
-            # the four lanes of a quad store the same: cheaper than a branch
-            at = 4 * (turn.stage * ROWS_OF_CTA + ROWS_ON_M.row_at(wwarp, lane, i))
-            compat.store_shared(st.gamma.data_ptr().toint() + at, gamma[i])
-        flag = cutlass.select_(any_moved, Int32(1), Int32(0))
-        at = 4 * (turn.stage * SOFTMAX_WARPS + wwarp)
-        compat.store_shared(st.flag.data_ptr().toint() + at, flag, "u32")
-        cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.sync_warp()
-        self.parts.p_ring.arrive_full_if(st, turn.stage, lane == 0)
-
-    @cute.jit
-    def hide(self, st, acc, stage, lane):
-        """Takes away the logits of places without a token, whose rows of K are zeros."""
-        bits = st.named.get_tensor(cute.make_layout((2, STAGES)))
-        named = [cute.arch.make_warp_uniform(Int32(bits[x, stage])) for x in range(2)]
-        if (named[0] & named[1]) != -1:
-            mine = [word >> (2 * (lane % 4)) for word in named]
-            for v in cutlass.range_constexpr(ROWS_ON_M.values):
-                place = ROWS_ON_M.token_at(0, 0, 0, v)
-                if (mine[place // 32] >> (place % 32)) & 1 == 0:
-                    acc[v] = -Float32.inf
-
-    @cute.jit
-    def finish(self, st, gmem, item, state, items):
-        """Row sums of a work tile -> factors of O for the P.V warps; LSE and maxima to memory."""
-        tidx, _, _ = cute.arch.thread_idx()
-        lane = tidx % 32
-        wwarp = cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
-        frame, sums, most, _ = state
-        inv = st.inv.get_tensor(cute.make_layout(ROWS_OF_CTA))
-        INV_RING.wait_empty(st, 0, (items & 1) ^ 1)
-        for i in cutlass.range_constexpr(2):
-            total = sums[i]
-            for off in cutlass.range_constexpr(2):
-                total = total + cute.arch.shuffle_sync_bfly(total, 1 << off)
-            if lane % 4 == 0:
-                row = ROWS_ON_M.row_at(wwarp, lane, i)
-                inv[row] = finish_row(gmem, item, row, total, frame[i], most[i])
-        cute.arch.sync_warp()
-        if lane == 0:
-            INV_RING.arrive_full(st, 0)
-
-    # ---------------------------------------------------------------- P.V warpgroups
-
-    @cute.jit
-    def products(self, st, layouts, gmem, cta, half):
-        """Work tiles and tiles of a P.V warpgroup."""
-        operands, acc_O = self.pv_operands(st, layouts, half), self.accumulators()
-        total, tiles, items = Work.total(gmem), Int32(0), Int32(0)  # behind us
-        query, _ = Work.place(gmem, cta)
-        count = Work.count(gmem, query)
-        for j in cutlass.range(cta, total, gmem.ctas, unroll=1):
-            item = Work.item(gmem, j, count)
-            query, _ = Work.place(gmem, j + gmem.ctas)
-            count = Work.count(gmem, query)
-            for x in cutlass.range_constexpr(len(acc_O)):
-                acc_O[x].fill(0.0)
-            for _ in cutlass.range(0, item.tiles, unroll=1):
-                turn = Turn.of(tiles)
-                # P being there means that all of K is, and that Q.K has read it
-                self.parts.p_ring.wait_full(st, turn.stage, turn.phase)
-                self.pv_block(st, acc_O, operands, turn.stage)
-                release(self.loads.kv, st, turn.slot(LATE))
-                tiles += 1
-            INV_RING.wait_full(st, 0, items & 1)
-            self.write(st, gmem, acc_O, item, half)
-            items += 1
-
-    @cute.jit
-    def write(self, st, gmem, acc_O, item, half):
-        """Normalised O -> rows, their factors being there."""
-        tidx, _, _ = cute.arch.thread_idx()
-        lane, quad = tidx % 32, tidx % 4
-        wwarp = cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
-        inv = st.inv.get_tensor(cute.make_layout(ROWS_OF_CTA))
-        for i in cutlass.range_constexpr(2):
-            row = ROWS_ON_M.row_at(wwarp, lane, i)
-            inverse = inv[row]
-            runs = {}
-            for j in cutlass.range_constexpr(HALF // 8):
-                acc, v = acc_O[8 * j // PV_N], 4 * (j % (PV_N // 8)) + 2 * i
-                if inverse == 0.0:  # a row that saw no token, or whose sink takes all
-                    acc[v], acc[v + 1] = Float32(0.0), Float32(0.0)
-                acc[v], acc[v + 1] = acc[v] * inverse, acc[v + 1] * inverse
-                runs[8 * j] = cute.make_tensor(acc.iterator + v, cute.make_layout(2))
-            write_row(gmem, item, row, half * HALF, runs, quad)
-        cute.arch.sync_warp()
-        if lane == 0:
-            INV_RING.arrive_empty(st, 0)
-
-
 class SparsePrefill:
-    """The kernel of one head size."""
+    """The kernel of one head size and row tile."""
 
     def __init__(self, spec: VariantSpec):
-        self.budget, self.loads = budget(spec), GatheredTiles(spec.d_qk)
-        self.form = Form(self.loads)
+        self.budget, self.loads = budget(spec), GatheredTiles(spec.d_qk, spec.row_tile)
+        few = spec.row_tile <= FEW_ROWS
+        self.form = FewHeads(self.loads) if few else ManyHeads(self.loads)
 
     @cute.jit
     def __call__(
@@ -357,8 +136,10 @@ class SparsePrefill:
         ctas: Int32,
         stream,
     ):
+        heads, rows = Int32(q.shape[1]), self.loads.rows
+        blocks = compat.fast_divisor((heads + (rows - 1)) // rows)
         gmem = Gmem(
-            kv, indices, topk_length, attn_sink, out, max_logits, lse, Int32(q.shape[1]),
+            kv, indices, topk_length, attn_sink, out, max_logits, lse, heads, blocks,
             softmax_scale * LOG2E, ctas,
         )  # fmt: skip
         self.kernel(self.loads.source_of_q(q), gmem).launch(
@@ -368,7 +149,7 @@ class SparsePrefill:
 
     def storage(self, layouts):
         """The CTA's shared memory."""
-        return struct_of(**self.form.fields(), **self.form.parts.tile_fields(layouts))
+        return struct_of(**self.form.all_fields(), **self.form.parts.tile_fields(layouts))
 
     @cute.kernel
     def kernel(self, tma_q, gmem: Gmem):

@@ -3,7 +3,8 @@ tiles, the ring of gathered KV tiles, the rows of Q, the rows of results.
 
     kv       announcer -> softmax, P.V    halves of a tile: full 2 stage + half; P.V frees them
     landed   gather warps -> announcer    the same halves: cp.async arrivals, a thread each
-    q        warp 1 -> softmax            slot 0: channels that go to registers, slot 1: the others
+    q        warp 1 -> softmax            64 rows: slot 0 has the channels that go to registers,
+                                          slot 1 the others; 32 rows and fewer: two row tiles
 
 A *half* of a tile is half of its channels, in blocks of 64: what each P.V warpgroup reads first
 (blocks 0, 1, 4, 5) and the rest, RoPE included.  The first one is freed, and so filled again, while
@@ -31,13 +32,13 @@ from cutlass.cute.nvgpu import cpasync
 from .. import compat
 from ..common.barriers import Ring
 from ..common.cache_format import Loaded
-from ..common.epilogue import Woven, of_sink, store_woven
+from ..common.epilogue import of_sink
 from ..common.gather import CHUNK, GROUP, GROUPS, HALF, LINE, Q_WARP, advanced, arrive_landed, copy
 from ..common.smem import array, one_stage, staged
 from ..common.types import BF16, ROW_MAJOR, U32
 from ..dims import HEAD_DIM_QK
 from ..dims import TOKEN_TILE as TILE
-from .mha_parts import LN2, release
+from .mha_parts import LN2
 from .roles import PV_WARPS, ROWS_OF_CTA, SOFTMAX_WARPS
 
 STAGES = 2
@@ -66,15 +67,16 @@ class Gmem(NamedTuple):
     max_logits: Any  # f32 (s_q, h)
     lse: Any  # f32 (s_q, h)
     heads: Int32
+    by_blocks: compat.FastDivisor  # by row blocks of a query
     scale: Float32  # of the logits, to log2 units
     ctas: Int32
 
 
 class Item(NamedTuple):
-    """A work tile: 64 heads of a query, the tiles of its entries.
+    """A work tile: a row block of a query, the tiles of its entries.
 
     Attributes:
-        query, block: which query, which 64 heads of it.
+        query, block: which query, which row block of it.
         count: entries of the query that count.
         tiles: of 64 entries; at least one, so that every role passes every work tile alike.
     """
@@ -94,18 +96,13 @@ class Work:
     @staticmethod
     def total(gmem):
         """Work tiles of the call."""
-        return gmem.out.shape[0] * Work.blocks(gmem)
-
-    @staticmethod
-    def blocks(gmem):
-        """Row blocks of a query, 1 or 2."""
-        return (gmem.heads + (ROWS_OF_CTA - 1)) // ROWS_OF_CTA
+        return gmem.out.shape[0] * gmem.by_blocks.divisor
 
     @staticmethod
     def place(gmem, j):
         """(query, block) of work tile ``j``; behind the last one, those of the last query."""
-        more = Work.blocks(gmem) - 1  # 0 or 1
-        return cutlass.min(j >> more, gmem.out.shape[0] - 1), j & more
+        query, block = divmod(j, gmem.by_blocks)
+        return cutlass.min(query, gmem.out.shape[0] - 1), block
 
     @staticmethod
     @cute.jit
@@ -146,14 +143,17 @@ class GatheredTiles:
 
     Attributes:
         d_qk: channels of a row of Q and KV, 576 or 512; a stage has room for 576.
+        rows: heads of a CTA.
+        q_stages: row tiles of Q; one of 64 rows, whose parts are loaded apart.
         halves: their column blocks.
         order: of all column blocks, as Q.K takes them.
     """
 
     warps = 4
 
-    def __init__(self, d_qk: int):
-        self.d_qk = d_qk
+    def __init__(self, d_qk: int, rows: int):
+        self.d_qk, self.rows = d_qk, rows
+        self.q_stages = 1 if rows == ROWS_OF_CTA else 2
         self.halves = FIRST_HALF, second_half(d_qk)
         self.order = (*FIRST_HALF, *second_half(d_qk))
         slots = 2 * STAGES
@@ -165,12 +165,12 @@ class GatheredTiles:
     # ---------------------------------------------------------------- host half
 
     def source_of_q(self, q):
-        """``Loaded`` of (h, d_qk, s_q): a box is a column block of 64 heads."""
+        """``Loaded`` of (h, d_qk, s_q): a box is a column block of a row block."""
         view = cute.make_tensor(q.iterator, cute.select(q.layout, mode=[1, 2, 0]))
-        shape = (ROWS_OF_CTA, TILE, BLOCK)
-        box = one_stage(sm90.make_smem_layout_a(ROW_MAJOR, shape, BF16, 1))
+        shape = (TILE, self.rows, BLOCK)
+        box = one_stage(sm90.make_smem_layout_b(ROW_MAJOR, shape, BF16, 1))
         op = cpasync.CopyBulkTensorTileG2SOp()
-        atom = cpasync.make_tiled_tma_atom(op, view, box, (ROWS_OF_CTA, BLOCK))
+        atom = cpasync.make_tiled_tma_atom(op, view, box, (self.rows, BLOCK))
         return Loaded(*list(atom)[:2])
 
     @property
@@ -242,8 +242,9 @@ class GatheredTiles:
     def _fill(self, st, gmem, cta, groups, boxes):
         """Rows ``groups`` (first, end) of 8 of each tile; with ``boxes`` Q, too.
 
-        Q's second part is asked for behind a query's first tile, which fills what the tile before
-        the last of the query before has freed: until then that query's last product reads Q.
+        The next row tile of Q is asked for behind an item's second tile.  Its part that stays in
+        shared memory is asked for behind its own first tile, which fills what the tile before the
+        last of the item before has freed: until then that item's last product reads Q.
         """
         lane = cute.arch.lane_idx()
         first, end = groups
@@ -276,8 +277,9 @@ class GatheredTiles:
                     )  # fmt: skip
                     arrive_landed(self.landed.full_barrier(st, turn.slot(half)))
                 if const_expr(boxes is not None):
-                    if tile == 0:
-                        self._load_q(st, gmem, boxes, j, items, LATE)
+                    if const_expr(self.q_stages == 1):  # noqa: SIM102 (only this at compile time)
+                        if tile == 0:
+                            self._load_q(st, gmem, boxes, j, items, LATE)
                     if (tile == cutlass.min(item.tiles - 1, 1)) & (j + gmem.ctas < total):
                         self._load_q(st, gmem, boxes, j + gmem.ctas, items + 1, EARLY)
                 tiles += 1
@@ -286,10 +288,11 @@ class GatheredTiles:
     # ---------------------------------------------------------------- rows of Q
 
     def _q_boxes(self, st, layouts, tma_q):
-        """(descriptor, shared boxes by column block, global boxes by row block, column block and
-        query)."""
-        tiles = cute.local_tile(staged(st.qc, layouts.q[0]), (ROWS_OF_CTA, BLOCK), (0, None, 0))
-        boxes = cute.local_tile(tma_q.coords, (ROWS_OF_CTA, BLOCK), (None, None, None))
+        """(descriptor, shared boxes by column block and stage, global boxes by row block, column
+        block and query)."""
+        tiler = (self.rows, BLOCK)
+        tiles = cute.local_tile(staged(st.qc, layouts.q[0]), tiler, (0, None, None))
+        boxes = cute.local_tile(tma_q.coords, tiler, (None, None, None))
         return tma_q.atom, *cpasync.tma_partition(
             tma_q.atom, 0, cute.make_layout(1), cute.group_modes(tiles, 0, 2),
             cute.group_modes(boxes, 0, 2),
@@ -300,16 +303,29 @@ class GatheredTiles:
         """A part of the ``items``-th row tile of the CTA, that of work tile ``j``."""
         atom, target, source = boxes
         query, block = Work.place(gmem, j)
-        blocks = range(REGISTER_BLOCKS)
-        if const_expr(part == LATE):
-            blocks = range(REGISTER_BLOCKS, self.d_qk // BLOCK)
-        self.q.wait_empty(st, part, (items & 1) ^ 1)
-        barrier = self.q.full_barrier(st, part)
+        blocks, (slot, phase) = self.blocks_of_q(part), self.slot_of_q(items, part)
+        stage = 0 if const_expr(self.q_stages == 1) else slot
+        self.q.wait_empty(st, slot, phase ^ 1)
+        barrier = self.q.full_barrier(st, slot)
         with cute.arch.elect_one():
-            size = len(blocks) * ROWS_OF_CTA * LINE
+            size = len(blocks) * self.rows * LINE
             cute.arch.mbarrier_arrive_and_expect_tx(barrier, size)
         for x in blocks:
-            cute.copy(atom, source[None, block, x, query], target[None, x], tma_bar_ptr=barrier)
+            at = target[None, x, stage]
+            cute.copy(atom, source[None, block, x, query], at, tma_bar_ptr=barrier)
+
+    def blocks_of_q(self, part: int) -> range:
+        """Column blocks of Q that are loaded together."""
+        count = self.d_qk // BLOCK
+        if self.q_stages > 1:
+            return range(count)
+        return range(REGISTER_BLOCKS) if part == EARLY else range(REGISTER_BLOCKS, count)
+
+    def slot_of_q(self, items, part: int):
+        """(slot, phase) of Q's ring for a part of the ``items``-th row tile."""
+        if self.q_stages > 1:
+            return items % self.q_stages, (items // self.q_stages) & 1
+        return part, items & 1
 
     # ---------------------------------------------------------------- rows of KV
 
@@ -352,34 +368,21 @@ class GatheredTiles:
 
 
 @cute.jit
-def finish_row(gmem, item, row, total, frame, most):
+def finish_row(gmem, head, query, total, frame, most):
     """LSE and largest logit of a row to memory, by one lane; returns by what O is multiplied."""
     empty, kept = total == 0.0, Float32(1.0)
-    head = item.block * ROWS_OF_CTA + row
     value = cute.math.log2(total, fastmath=True) + frame
     if head < gmem.heads:
         bad = total != total
         largest = Float32(cutlass.select_(bad, total, most * LN2))
-        gmem.lse[item.query, head] = Float32.inf if empty else value * LN2
-        gmem.max_logits[item.query, head] = -Float32.inf if empty else largest
+        gmem.lse[query, head] = Float32.inf if empty else value * LN2
+        gmem.max_logits[query, head] = -Float32.inf if empty else largest
         if gmem.attn_sink.shape[0] > 0:
             kept = of_sink(gmem.attn_sink, head, value)
     return Float32(0.0) if empty else kept / total
 
 
-@cute.jit
-def write_row(gmem, item, row, channel, runs, quad):
-    """A thread's normalised channels of a row, pairs by ``channel`` and a distance, swapped in a
-    quad to 16 bytes a store."""
-    woven = Woven((1, 2), quad, 8)
-    head = item.block * ROWS_OF_CTA + row
+def place_of(gmem, query, head, channel):
+    """Offset of a channel of a row of ``out``."""
     out = gmem.out
-    place = Int64(item.query) * out.stride[0] + Int64(head) * out.stride[1]
-    target = out.iterator + (place + channel + woven.offset(out.element_type))
-    store_woven(target, 0, runs, head < gmem.heads, woven)
-
-
-__all__ = [
-    "BLOCK", "EARLY", "LATE", "REGISTER_BLOCKS", "STAGES", "GatheredTiles", "Gmem", "Item", "Turn",
-    "Work", "finish_row", "release", "write_row",
-]  # fmt: skip
+    return Int64(query) * out.stride[0] + Int64(head) * out.stride[1] + channel

@@ -17,8 +17,8 @@ from snapmla.plan import sm_count
 Tensor = torch.Tensor
 Results = tuple[Tensor, Tensor, Tensor]
 D_QK = (576, 512)
-ROW_BLOCK = 64  # heads that a CTA computes
-MAX_HEADS = 2 * ROW_BLOCK
+ROW_TILES = (16, 32, 64)  # heads that a CTA computes
+MAX_HEADS = 128
 MAX_STRIDE = 1 << 32  # bytes between rows of kv: the gather's stride has 32 bits
 MAX_TOKENS = 2**30  # of queries: two work tiles each are counted in 32 bits
 MAX_TOPK = 2**31 - 2**16  # the kernel's int32, with room for a tile
@@ -209,21 +209,28 @@ def _checked(call: Call) -> Call:
     return call
 
 
+def row_tile_of(heads: int) -> int:
+    """Heads of a CTA, for so many of a call: the fewest that hold them, or 64."""
+    return next((rows for rows in ROW_TILES if rows >= heads), ROW_TILES[-1])
+
+
 @functools.lru_cache(maxsize=64)
-def _kernel(device: torch.device, d_qk: int) -> runtime.Kernel:
-    spec = VariantSpec(op="sparse_prefill", arch=runtime.arch_of(device), d_qk=d_qk)
+def _kernel(device: torch.device, row_tile: int, d_qk: int) -> runtime.Kernel:
+    arch = runtime.arch_of(device)
+    spec = VariantSpec(op="sparse_prefill", arch=arch, row_tile=row_tile, d_qk=d_qk)
     return runtime.kernel(spec, device.type)
 
 
 def _prepared(call: Call) -> Ready:
     s_q, heads, d_qk = call.q.shape
     device = call.q.device
-    tiles = s_q * -(-heads // ROW_BLOCK)
+    row_tile = row_tile_of(heads)
+    tiles = s_q * -(-heads // row_tile)
     with torch.inference_mode(False):
         no_lengths = torch.empty(0, dtype=torch.int32, device=device)
         no_sink = torch.empty(0, dtype=torch.float32, device=device)
     return Ready(
-        _kernel(device, d_qk), min(sm_count(device), tiles), float(call.softmax_scale),
+        _kernel(device, row_tile, d_qk), min(sm_count(device), tiles), float(call.softmax_scale),
         no_lengths, no_sink,
     )  # fmt: skip
 

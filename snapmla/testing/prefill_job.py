@@ -107,6 +107,7 @@ class PrefillJob:
         indices: (s_q, 1, topk), rows strided.
         lengths: ``topk_length``, None without. sink: of heads, None without.
         scale, ctas: of the call.
+        rows: heads of a CTA.
     """
 
     q: Tensor
@@ -116,6 +117,7 @@ class PrefillJob:
     sink: Tensor | None
     scale: float
     ctas: int = 2
+    rows: int = 64
 
     @classmethod
     def draw(
@@ -161,7 +163,10 @@ class PrefillJob:
             sinks = torch.randn(heads, device=device) * 3
         elif sink is not False:
             sinks = torch.tensor(list(sink), device=device)
-        job = cls(q.bfloat16().contiguous(), kv[..., :d], indices, counts, sinks, d**-0.5, ctas)
+        job = cls(
+            q.bfloat16().contiguous(), kv[..., :d], indices, counts, sinks, d**-0.5, ctas,
+            spec.row_tile,
+        )  # fmt: skip
         job._poison(kv)
         return job
 
@@ -195,7 +200,7 @@ class PrefillJob:
             "attn_sink": none if self.sink is None else self.sink,
             "out": torch.full((s_q, heads, D_V), math.nan, device=device).bfloat16(),
             "max_logits": figures[0], "lse": figures[1], "softmax_scale": self.scale,
-            "ctas": min(self.ctas, s_q * -(-heads // 64)),
+            "ctas": min(self.ctas, s_q * -(-heads // self.rows)),
         }  # fmt: skip
 
     def reference(self, i: int, rounded: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:

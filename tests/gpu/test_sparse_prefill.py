@@ -18,7 +18,7 @@ from torch import Tensor
 from dsl_kernels.spec import VariantSpec
 from snapmla import runtime
 from snapmla.sparse.flash_mla_names import flash_mla_sparse_fwd
-from snapmla.sparse.prefill import sparse_prefill
+from snapmla.sparse.prefill import row_tile_of, sparse_prefill
 from snapmla.testing.prefill_job import PrefillJob, Results
 from snapmla.testing.workloads.exact import Case, Runner
 from snapmla.testing.workloads.sparse_prefill import recorded
@@ -29,9 +29,9 @@ INF, RUNS = math.inf, 5
 WIDTHS = (576, 512)
 
 
-def spec_of(d_qk: int) -> VariantSpec:
+def spec_of(d_qk: int, heads: int) -> VariantSpec:
     """The variant, if there is one or it can be built here."""
-    spec = VariantSpec(op="sparse_prefill", d_qk=d_qk)
+    spec = VariantSpec(op="sparse_prefill", row_tile=row_tile_of(heads), d_qk=d_qk)
     if runtime.jit_refusal() and runtime.find(spec) is None:
         pytest.skip(f"{spec.name} is not built, and nothing compiles here")
     return spec
@@ -68,7 +68,7 @@ def test_heads_and_lists(d_qk: int, heads: int, topk: int) -> None:
     lengths = None
     if topk % 2 == 0:
         lengths = torch.randint(-2, topk + 3, (62,)).tolist()
-    judge(draw(spec_of(d_qk), 62, heads, 4096, topk, lengths=lengths, sink=heads % 16 == 0))
+    judge(draw(spec_of(d_qk, heads), 62, heads, 4096, topk, lengths=lengths, sink=heads % 16 == 0))
 
 
 @pytest.mark.parametrize(("s_kv", "topk"), [(128, 128), (2000, 256), (8192, 2048), (131072, 2048)])
@@ -76,7 +76,7 @@ def test_heads_and_lists(d_qk: int, heads: int, topk: int) -> None:
 def test_flashmla_inputs(heads: int, s_kv: int, topk: int) -> None:
     """As FlashMLA's tests draw them: N/10 both, half of the lists with entries of no row."""
     torch.manual_seed(7)
-    job = draw(spec_of(576), 213, heads, s_kv, topk, spread=0.1 * 0.1, sink=True, idle=0.3)
+    job = draw(spec_of(576, heads), 213, heads, s_kv, topk, spread=0.1 * 0.1, sink=True, idle=0.3)
     judge(job)
 
 
@@ -85,22 +85,23 @@ def test_flashmla_inputs(heads: int, s_kv: int, topk: int) -> None:
 def test_many_query_tokens(heads: int, s_q: int) -> None:
     """Results beyond 2^31 elements; the last token's, too."""
     torch.manual_seed(s_q)
-    job = draw(spec_of(576), s_q, heads, 512, 128)
+    job = draw(spec_of(576, heads), s_q, heads, 512, 128)
     judge(job, sorted({0, s_q // 2, s_q - 1, min(s_q - 1, 32768)}))
 
 
 @pytest.mark.parametrize("style", ["3", "30", "swings", "equal"])
+@pytest.mark.parametrize("heads", [16, 20, 128])
 @pytest.mark.parametrize("d_qk", WIDTHS)
-def test_numbers_that_move_frames(d_qk: int, style: str) -> None:
+def test_numbers_that_move_frames(d_qk: int, heads: int, style: str) -> None:
     torch.manual_seed(5)
     spread = float(style) if style.isdigit() else 1.0
     kind = "plain" if style.isdigit() else style
-    judge(draw(spec_of(d_qk), 40, 128, 3000, 1500, style=kind, spread=spread))
+    judge(draw(spec_of(d_qk, heads), 40, heads, 3000, 1500, style=kind, spread=spread))
 
 
 def test_nothing_to_see() -> None:
     """Lists of no row, of length 0, an empty kv; sinks of both infinities."""
-    job = draw(spec_of(576), 30, 128, 64, 200, sink=[-INF, INF] * 64)
+    job = draw(spec_of(576, 128), 30, 128, 64, 200, sink=[-INF, INF] * 64)
     job.indices[:10] = -1
     job.indices[10:20] = 64
     out, most, lse = judge(job)
@@ -111,7 +112,7 @@ def test_nothing_to_see() -> None:
 
 
 def test_padded_heads_of_nan() -> None:
-    job = draw(spec_of(576), 300, 70, 2000, 512, spread=4.0)
+    job = draw(spec_of(576, 70), 300, 70, 2000, 512, spread=4.0)
     padded = torch.full((300, 128, 576), math.nan, device=DEVICE).bfloat16()
     padded[:, :70] = job.q
     for a, b in zip(call(job), call(replace(job, q=padded)), strict=True):
@@ -121,7 +122,7 @@ def test_padded_heads_of_nan() -> None:
 @pytest.mark.parametrize("heads", [16, 128])
 def test_the_same_bits(heads: int) -> None:
     """Again and again, alone, among others."""
-    job = draw(spec_of(576), 700, heads, 9000, 2048, spread=3.0, sink=True)
+    job = draw(spec_of(576, heads), 700, heads, 9000, 2048, spread=3.0, sink=True)
     first = [x.clone() for x in judge(job, [0, 699])]
     for _ in range(RUNS):
         assert all(torch.equal(a, b) for a, b in zip(call(job), first, strict=True))
@@ -131,7 +132,7 @@ def test_the_same_bits(heads: int) -> None:
 
 
 def test_a_graph_follows_indices_and_lengths() -> None:
-    job = draw(spec_of(576), 200, 64, 3000, 512, lengths=[512] * 200)
+    job = draw(spec_of(576, 64), 200, 64, 3000, 512, lengths=[512] * 200)
     whole = replace(job, kv=torch.randn(3000, 1, 576, device=DEVICE).bfloat16())
     results = call(whole)
     given = dict(zip(("out", "max_logits", "lse"), results, strict=True))
@@ -149,7 +150,7 @@ def test_a_graph_follows_indices_and_lengths() -> None:
 
 
 def test_nothing_but_results_is_allocated() -> None:
-    job = draw(spec_of(576), 512, 128, 4096, 256)
+    job = draw(spec_of(576, 128), 512, 128, 4096, 256)
     results = call(job)
     given = dict(zip(("out", "max_logits", "lse"), results, strict=True))
 
@@ -165,7 +166,7 @@ def test_nothing_but_results_is_allocated() -> None:
 
 def test_flashmla_names() -> None:
     """vLLM's call: topk rounded up to 128 with entries of -1, lengths, ``out=``."""
-    job = draw(spec_of(576), 50, 64, 1000, 300, lengths=[300] * 50)
+    job = draw(spec_of(576, 64), 50, 64, 1000, 300, lengths=[300] * 50)
     padded = torch.full((50, 1, 384), -1, dtype=torch.int32, device=DEVICE)
     padded[..., :300] = job.indices
     out = torch.empty(50, 64, 512, dtype=torch.bfloat16, device=DEVICE)
@@ -177,10 +178,11 @@ def test_flashmla_names() -> None:
 
 
 @pytest.mark.parametrize("index", range(3))
+@pytest.mark.parametrize("heads", [16, 32, 64])
 @pytest.mark.parametrize("d_qk", WIDTHS)
-def test_as_the_software_gpu(d_qk: int, index: int) -> None:
-    """A recorded case runs, and gives the same bits twice."""
-    spec = spec_of(d_qk)
+def test_recorded_cases(d_qk: int, heads: int, index: int) -> None:
+    """A case of the software GPU's record runs, and gives the same bits twice."""
+    spec = spec_of(d_qk, heads)
     kernel = runtime.kernel(spec, DEVICE)
 
     def run(_name: str, **given: Any) -> None:
@@ -198,8 +200,7 @@ def free(x: Tensor) -> bool:
 
 def test_strided_rows() -> None:
     """Rows of a wider cache, heads of a wider projection, indices with a gap."""
-    spec = spec_of(576)
-    job = draw(spec, 100, 40, 2000, 300)
+    job = draw(spec_of(576, 40), 100, 40, 2000, 300)
     wide = torch.full((100, 40, 640), math.nan, device=DEVICE).bfloat16()
     wide[..., :576] = job.q
     found = call(replace(job, q=wide[..., :576]))

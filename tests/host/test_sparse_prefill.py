@@ -261,4 +261,6 @@ def test_gradients_are_fine_where_none_is_wanted(truth: Truth) -> None:
 
 def test_an_architecture_without() -> None:
     with pytest.raises(VariantError, match="no sm_100a sparse_prefill kernel exists yet"):
-        runtime.kernel(VariantSpec(op="sparse_prefill", arch="sm_100a", d_qk=576), "cpu")
+        runtime.kernel(
+            VariantSpec(op="sparse_prefill", arch="sm_100a", row_tile=64, d_qk=576), "cpu"
+        )

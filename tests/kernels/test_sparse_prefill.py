@@ -14,6 +14,7 @@ import torch
 
 from dsl_kernels.spec import VariantSpec
 from snapmla import runtime
+from snapmla.sparse.prefill import row_tile_of
 from snapmla.testing import selfcheck
 from snapmla.testing.prefill_job import INT_MAX, PrefillJob, Results
 from softgpu import Options, mutate, using
@@ -21,7 +22,7 @@ from tests.support.needs import needs_compiler
 
 pytestmark = needs_compiler
 CHECKED = Options(hazards="raise", seed=3)
-MAIN = "sparse_prefill_d576_sm90a"
+MAIN, FEW = "sparse_prefill_r64_d576_sm90a", "sparse_prefill_r16_d576_sm90a"
 INF = math.inf
 
 
@@ -31,7 +32,8 @@ def some(values: Iterable[Any], *everyday: Any) -> list[Any]:
     return [v if v in everyday else pytest.param(v, marks=whole) for v in values]
 
 
-EVERY = some([MAIN, "sparse_prefill_d512_sm90a"], MAIN)
+NAMES = [f"sparse_prefill_r{r}_d{d}_sm90a" for r in (64, 32, 16) for d in (576, 512)]
+EVERY = some(NAMES, MAIN)
 
 
 def where(name: str) -> tuple[VariantSpec, Path]:
@@ -59,7 +61,7 @@ def expect_right(kernel: Any, job: PrefillJob) -> Results:
     return found
 
 
-@pytest.mark.parametrize("name", [MAIN, "sparse_prefill_d512_sm90a"])
+@pytest.mark.parametrize("name", some(NAMES, MAIN, FEW, "sparse_prefill_r64_d512_sm90a"))
 def test_clean_and_right(name: str) -> None:
     """The workload, copies landing at random."""
     with using(mutate.schedule(0)):
@@ -72,11 +74,12 @@ SAMPLED = [(1, 100), (20, 17), (96, 128), (128, 1)]
 
 
 @pytest.mark.parametrize("shape", some(SHAPES, *SAMPLED), ids=str)
-@pytest.mark.parametrize("name", EVERY)
-def test_heads_and_lists(name: str, shape: tuple[int, int]) -> None:
-    """Entries of no row among them, more work tiles than CTAs, sinks with every second size."""
-    spec, kernel = kernel_of(name)
+@pytest.mark.parametrize("d_qk", some([576, 512], 576))
+def test_heads_and_lists(d_qk: int, shape: tuple[int, int]) -> None:
+    """Entries of no row among them, more work tiles than CTAs, sinks with every second size; by the
+    kernel that the library takes."""
     heads, topk = shape
+    spec, kernel = kernel_of(f"sparse_prefill_r{row_tile_of(heads)}_d{d_qk}_sm90a")
     torch.manual_seed(heads + topk)
     sink = SHAPES.index(shape) % 2 == 0
     expect_right(kernel, PrefillJob.draw(spec, 2, heads, 150, topk, sink=sink, ctas=2))

@@ -17,17 +17,16 @@ from snapmla.testing.workloads.call import Call, Result, Sizes, Workload
 from snapmla.testing.workloads.exact import Case, Recorded, Runner
 from snapmla.testing.workloads.samples import Source
 
-ROW_BLOCK = 64  # heads of a work tile
 TOPK = 2048  # of calls as large as in service
 
 
 def small(spec: VariantSpec) -> Iterator[Call]:
     """More work tiles than CTAs, lists that end anywhere, two row blocks, sinks; logits that swing
     between tiles."""
-    lengths = (200, 0, 65)
+    heads, lengths = spec.row_tile + 3, (130, 0)
     jobs = (
-        PrefillJob.draw(spec, 3, 80, 300, 200, lengths=lengths, sink=True, style="swings", ctas=2),
-        PrefillJob.draw(spec, 4, 7, 90, 100, spread=3.0, ctas=3),
+        PrefillJob.draw(spec, 2, heads, 200, 130, lengths=lengths, sink=True, style="swings"),
+        PrefillJob.draw(spec, 3, 7, 90, 70, spread=3.0, ctas=2),
     )
     for job in jobs:
         yield Call(job.arguments(), {}, job=job)
@@ -43,7 +42,8 @@ def judge(_spec: VariantSpec, calls: Iterable[Call]) -> Result:
 def recorded(case: Case, run: Runner) -> Recorded:
     """Lists of rows anywhere, one entry in eight of none; heads that fill a row block, and not."""
     spec, bits, device = case.spec, case.bits(), run.device
-    heads, s_q, s_kv, topk = (64, 20, 128)[case.index % 3], 4, 400, 150 + 3 * case.index
+    heads = (spec.row_tile, 20 * spec.row_tile // 64, 2 * spec.row_tile)[case.index % 3]
+    s_q, s_kv, topk = 4, 400, 150 + 3 * case.index
     q = exact.bell(bits, (s_q, heads, spec.d_qk), bits.below(3, (s_q, heads, 1)))
     kv = exact.bell(bits, (s_kv, 1, spec.d_qk), 0)
     indices = bits.below(s_kv, (s_q, 1, topk)).astype(np.int32)
@@ -67,7 +67,7 @@ def sized(spec: VariantSpec, sizes: Sizes, device: str, seed: int) -> dict[str, 
     source, d = Source(device, seed), spec.d_qk
     s_q, h, s_kv = sizes.batch * sizes.s_q, sizes.heads, sizes.tokens
     topk = min(TOPK, s_kv)
-    blocks = -(-h // ROW_BLOCK)
+    blocks = -(-h // spec.row_tile)
     return {
         "q": source.normal(s_q, h, d), "kv": source.normal(s_kv, 1, d),
         "indices": source.below(s_kv, s_q * topk).view(s_q, 1, topk).int(),
