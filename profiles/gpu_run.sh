@@ -24,6 +24,9 @@
 #                              ARG ARG...); its tests are tests:tests/gpu/test_parallel.py
 #   pair:DIR                   what a pair's call costs beside DIR's (profiles.pair_cost)
 #   sparse[:ARG,ARG...]        sparse decode beside FlashMLA (profiles.sparse_cost ARG ARG...)
+#   sparse-prefill[:ARG,ARG...]  sparse prefill beside FlashMLA (profiles.sparse_prefill_cost ARG
+#                              ARG...); before pack: python -m codegen build of
+#                              sparse_prefill_rR_dD_sm90a, R of 64, 32, 16, D of 576, 512
 #   mha[:ARG,ARG...]           dense prefill beside FlashAttention-3 and cuDNN (profiles.mha_cost
 #                              ARG ARG...); before pack: python -m codegen build of mha_items_sm90a,
 #                              mha_fwd_d192_dbf16_sm90a and mha_fwd_d128_dbf16_sm90a
@@ -211,6 +214,11 @@ run_part() {
             timeout -k 10 "$seconds" "$python" -m profiles.sparse_cost --peers .peers \
                 --out "$work" ${what//,/ }
             ;;
+        sparse-prefill)
+            # shellcheck disable=SC2086  # a list of words
+            timeout -k 10 "$seconds" "$python" -m profiles.sparse_prefill_cost --peers .peers \
+                --out "$work" ${what//,/ }
+            ;;
         mha)
             # shellcheck disable=SC2086  # a list of words
             timeout -k 10 "$seconds" "$python" -m profiles.mha_cost --peers .peers \
@@ -268,7 +276,7 @@ run_part() {
             ;;
         model) cp build/fidelity/"$what".json build/fidelity/"$what".*.pack "$out" ;;
         *)
-            echo "part: expected info, tests[:FILES], host, merge, parallel[:ARGS], mha[:ARGS], dsa[:ARGS], index[:ARGS], dense-accuracy[:PARTS], stamps[:SHAPES], record, demo, bench:PRESET, shape:LABEL," \
+            echo "part: expected info, tests[:FILES], host, merge, parallel[:ARGS], mha[:ARGS], dsa[:ARGS], index[:ARGS], sparse-prefill[:ARGS], dense-accuracy[:PARTS], stamps[:SHAPES], record, demo, bench:PRESET, shape:LABEL," \
                 "profile:VARIANTS, fidelity, model:NAME, engine:accuracy|speed or check[:ARGS];" \
                 "got '$part'"
             return 2

@@ -23,8 +23,9 @@ from . import (
     records_to_plan,
     select_topk,
     sparse_decode,
+    sparse_prefill,
 )
-from .family import DECODE, HELPER, MHA, Axis, Family
+from .family import DECODE, HELPER, MHA, PREFILL, Axis, Family
 from .formats import FORMATS, Format
 
 ARCHS: tuple[str, ...] = ("sm_90a", "sm_100a")
@@ -45,6 +46,7 @@ _MODULES = (
     mha_fwd,
     append_index_k,
     index_logits,
+    sparse_prefill,
 )
 FAMILIES: dict[str, Family] = {module.FAMILY.op: module.FAMILY for module in _MODULES}
 
@@ -55,6 +57,7 @@ __all__ = [
     "FORMATS",
     "HELPER",
     "MHA",
+    "PREFILL",
     "Axis",
     "Family",
     "Format",

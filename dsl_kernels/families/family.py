@@ -47,7 +47,7 @@ class Axis:
         return self.named or values[self.name] != self.default_of(values)
 
 
-HELPER, DECODE, MHA = "helper", "decode", "mha"  # kinds that there are; "prefill" is to come
+HELPER, DECODE, MHA, PREFILL = "helper", "decode", "mha", "prefill"  # kinds that there are
 ITEM_OVERHEAD = 6  # token tiles: prologue, epilogue and merge of what decodes
 
 
@@ -64,8 +64,8 @@ class Family:
         module: (arch, values) -> kernel module that builds it, None if there is none.
         points: arch -> values of the default matrix, module or not.
         kind: what the op is for: ``helper`` prepares or finishes what attention does and runs on
-            every arch; ``decode``; ``mha``, dense prefill; others are named alike.  Wheels can be
-            made by kind.
+            every arch; ``decode``; ``mha``, dense prefill; ``prefill``, sparse; others are named
+            alike.  Wheels can be made by kind.
         formats: cache formats that attention reads (``formats``); of helpers axis ``cache_dtype``
             has them.
         token_tile: (arch, values) -> tokens of a KV tile, the unit of its work list; None of an op

@@ -43,6 +43,7 @@ from snapmla.torch_ops import (
     records,
     select_topk,
     sparse_decode,
+    sparse_prefill,
 )
 from snapmla.torch_ops.listing import listing
 from snapmla.torch_ops.operator import NAMESPACE, Operator, define
@@ -62,6 +63,7 @@ OPERATORS: tuple[Operator, ...] = (
     *index.OPERATORS,
     *cache_bytes.OPERATORS,
     *select_topk.OPERATORS,
+    *sparse_prefill.OPERATORS,
 )
 SCHEMAS = tuple(operator.schema for operator in OPERATORS)
 __doc__ = (__doc__ or "{operators}").format(operators=listing(SCHEMAS))

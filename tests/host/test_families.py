@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from codegen import __main__ as commands
 from codegen import bundle, matrix, wheels
 from dsl_kernels import registry
-from dsl_kernels.families import DECODE, FAMILIES, FORMATS, HELPER, MHA, Axis, Family
+from dsl_kernels.families import DECODE, FAMILIES, FORMATS, HELPER, MHA, PREFILL, Axis, Family
 from dsl_kernels.spec import VariantSpec
 from profiles import ncu
 from snapmla import dispatch, dump, info, repro, runtime, watch
@@ -129,7 +129,7 @@ def test_a_wheel_of_its_kind(
     specs: list[VariantSpec], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Its variants alone make it; a name of its own lets it lie beside others."""
-    assert matrix.kinds() == (HELPER, DECODE, MHA, "sweeping")
+    assert matrix.kinds() == (HELPER, DECODE, MHA, PREFILL, "sweeping")
     assert matrix.default_specs("sm_90a", kind="sweeping", ask_kernels=False) == specs
     others = matrix.default_specs("sm_90a", kind=HELPER, ask_kernels=False)
     assert others and all(spec.family.helper for spec in others)

@@ -370,6 +370,7 @@ def operator_calls(device: str, layout: str = "split") -> dict[str, tuple[Any, .
         **index_calls(device),
         **byte_calls(device),
         **select_calls(device),
+        **prefill_calls(device),
     }  # fmt: skip
 
 
@@ -458,6 +459,21 @@ def sparse_calls(device: str) -> dict[str, tuple[Any, ...]]:
     }
 
 
+def prefill_calls(device: str) -> dict[str, tuple[Any, ...]]:
+    """Of sparse prefill, with every option."""
+    ones = {"device": device, "dtype": torch.bfloat16}
+    given = (
+        torch.ones(2, HEADS, 576, **ones), torch.ones(5, 1, 576, **ones),
+        torch.tensor([[[0, -1, 9]], [[2, 2, 4]]], dtype=torch.int32, device=device), SCALE, 512,
+        torch.zeros(HEADS, device=device), torch.tensor([3, 2], dtype=torch.int32, device=device),
+    )  # fmt: skip
+    figures = [torch.zeros(2, HEADS, device=device) for _ in range(2)]
+    return {
+        "sparse_prefill": given,
+        "sparse_prefill_out": (*given, torch.zeros(2, HEADS, 512, **ones), *figures),
+    }
+
+
 def test_a_plan_that_an_older_version_saved(monkeypatch: pytest.MonkeyPatch) -> None:
     """It names the class by ``snapmla.decode_plan``, and torch loads what it knows by that name."""
     plan, file = Layer("cpu").plan, io.BytesIO()
@@ -477,6 +493,7 @@ NAMES = (
     "sparse_decode_rows", "sparse_decode_rows_out", "fetch_dequant", "fetch_dequant_out",
     "merge_states", "merge_states_out", "append_index_k", "index_logits_out", "append_bytes",
     "rope_append_bytes", "fetch_bytes", "fetch_bytes_out", "select_topk", "select_topk_out",
+    "sparse_prefill", "sparse_prefill_out",
 )  # fmt: skip
 
 

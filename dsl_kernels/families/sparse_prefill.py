@@ -1,0 +1,23 @@
+"""``sparse_prefill``: attention of each query token to the rows of BF16 KV that it names."""
+
+from __future__ import annotations
+
+from .family import PREFILL, Axis, Family
+
+AXES = (
+    Axis("row_tile", "r", (64, 32, 16)),  # heads of a CTA
+    Axis("d_qk", "d", (576, 512)),  # channels of q and kv; the first 512 of kv are V
+    Axis("dtype", "d", ("bf16",), "bf16", named=False),  # of q, kv and out
+)
+
+FAMILY = Family(
+    "sparse_prefill",
+    AXES,
+    module=lambda arch, _values: "dsl_kernels.sm90.sparse_prefill" if arch == "sm_90a" else None,
+    points=lambda _arch: iter(()),  # built when it is asked for, until it was measured
+    kind=PREFILL,
+    result_axis="dtype",
+    counted_by=("row_tile",),
+    shown=("q", "kv", "indices"),
+    results=("out", "max_logits", "lse"),
+)

@@ -1,0 +1,177 @@
+"""Sparse prefill with 64 heads a CTA: rows on M, S = Q K^T, O = P V (dense_many.py).
+
+Two thirds of Q are in registers, so that their room in shared memory takes the next work tile's
+while this one runs.
+
+Timeline of tile i
+    softmax   | Q.K i: first half, second half | maxima, exp2 | P i -> | wait K i+1
+    P.V       | wait P i | rescale O if a frame moved | 4 WGMMAs 64 x 128 x 16, free half of KV i
+              | 4 WGMMAs on the other half, free KV i
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+from cutlass.cute.nvgpu import warpgroup
+
+from .. import compat
+from ..common.barriers import warps_meet
+from ..common.epilogue import Woven, store_woven
+from ..common.types import BF16, U32
+from ..dims import HEAD_DIM_QK
+from ..dims import TOKEN_TILE as TILE
+from .block_softmax import ROWS_ON_M, maxima, store_words_of_p
+from .dense_form import HALF
+from .dense_frames import move_frame
+from .dense_many import PV_N, ManyRows
+from .dense_parts import CHUNK_STEPS
+from .fragments import padded_size
+from .mha_parts import release
+from .roles import INV_RING, ROWS_OF_CTA, SOFTMAX_WARPS, WARPGROUP, Barrier
+from .sparse_prefill_form import GatheredForm, Parts
+from .sparse_prefill_parts import (
+    EARLY,
+    LATE,
+    REGISTER_BLOCKS,
+    GatheredTiles,
+    finish_row,
+    place_of,
+)
+from .wgmma import issue
+
+
+class ManyHeads(GatheredForm, ManyRows):
+    """The form with rows on M."""
+
+    def __init__(self, loads: GatheredTiles):
+        ManyRows.__init__(self, Parts(loads))
+        self.loads = loads
+
+    # ---------------------------------------------------------------- softmax warpgroup
+
+    @cute.jit
+    def begin(self, st, operands, items):
+        self.loads.q.wait_full(st, EARLY, items & 1)
+        self.take_q(st, operands)
+        release(self.loads.q, st, EARLY)
+
+    @cute.jit
+    def scores(self, st, operands, turn, q_phase):
+        """S of a tile: Q.K half by half as they come."""
+        (rQ, sQ, sK, _), (mma_r, mma_s) = operands, self.score_mmas()
+        acc = cute.make_rmem_tensor(mma_s.partition_shape_C((ROWS_OF_CTA, TILE)), Float32)
+        sQ_now, sK_now = sQ[None, None, None, 0], sK[None, None, None, turn.stage]
+        self.loads.kv.wait_full(st, turn.slot(EARLY), turn.phase)
+        compat.wgmma_fence()
+        for i in cutlass.range_constexpr(len(self.loads.order)):
+            block = self.loads.order[i]
+            if const_expr(i == len(self.loads.halves[EARLY])):
+                self.loads.kv.wait_full(st, turn.slot(LATE), turn.phase)
+            if const_expr(block == REGISTER_BLOCKS):
+                self.loads.q.wait_full(st, LATE, q_phase)
+            first = block * CHUNK_STEPS
+            mma, of_q = (mma_r, rQ) if block < REGISTER_BLOCKS else (mma_s, sQ_now)
+            issue(mma, acc, of_q, sK_now, accumulate=i > 0, first=first, last=first + CHUNK_STEPS)
+        warpgroup.commit_group()
+        warpgroup.wait_group(0)
+        return acc
+
+    @cute.jit
+    def tile(self, st, operands, state, turn, items, last):
+        tidx, _, _ = cute.arch.thread_idx()
+        lane = tidx % 32
+        wwarp = cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
+        frame, sums, most, scale = state
+        acc = self.scores(st, operands, turn, items & 1)
+        if last:
+            release(self.loads.q, st, LATE)
+        self.hide(st, acc, turn.stage, lane)
+        m = maxima(acc)
+        gamma, moved = [None] * 2, False
+        for i in cutlass.range_constexpr(2):
+            old, high = frame[i], m[i] * scale
+            most[i] = cute.arch.fmax(most[i], high)
+            frame[i], gamma[i] = move_frame(high, old)
+            moved = moved or frame[i] > old
+        part = [Float32(0.0) for _ in range(4)]
+        for v in cutlass.range_constexpr(ROWS_ON_M.values):
+            row = ROWS_ON_M.row(v)
+            acc[v] = cute.math.exp2(acc[v] * scale - frame[row], fastmath=True)
+            part[2 * row + v % 2] = part[2 * row + v % 2] + acc[v]
+        p16 = cute.make_rmem_tensor((ROWS_ON_M.values,), BF16)
+        p16.store(acc.load().to(BF16))
+        words = cute.recast_tensor(p16, U32)
+        any_moved = cute.arch.vote_any_sync(moved)
+        line = operands[3]
+        warps_meet(Barrier.SOFTMAX, SOFTMAX_WARPS)  # all have read the RoPE columns
+        p_at = self.parts.rope(st).toint() + turn.stage * (TILE * HEAD_DIM_QK * 2)
+        for x in cutlass.range_constexpr(4):
+            store_words_of_p([words[4 * x + i] for i in range(4)], p_at + (line ^ (32 * x)))
+        for i in cutlass.range_constexpr(2):
+            sums[i] = sums[i] * gamma[i] + (part[2 * i] + part[2 * i + 1])
+            # the four lanes of a quad store the same: cheaper than a branch
+            at = 4 * (turn.stage * ROWS_OF_CTA + ROWS_ON_M.row_at(wwarp, lane, i))
+            compat.store_shared(st.gamma.data_ptr().toint() + at, gamma[i])
+        flag = cutlass.select_(any_moved, Int32(1), Int32(0))
+        at = 4 * (turn.stage * SOFTMAX_WARPS + wwarp)
+        compat.store_shared(st.flag.data_ptr().toint() + at, flag, "u32")
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_warp()
+        self.parts.p_ring.arrive_full_if(st, turn.stage, lane == 0)
+
+    @cute.jit
+    def hide(self, st, acc, stage, lane):
+        """Takes away the logits of places without a token, whose rows of K are zeros."""
+        named = self.places(st, stage)
+        if (named[0] & named[1]) != -1:
+            mine = [word >> (2 * (lane % 4)) for word in named]
+            for v in cutlass.range_constexpr(ROWS_ON_M.values):
+                place = ROWS_ON_M.token_at(0, 0, 0, v)
+                if (mine[place // 32] >> (place % 32)) & 1 == 0:
+                    acc[v] = -Float32.inf
+
+    @cute.jit
+    def finish(self, st, gmem, item, state, items):
+        tidx, _, _ = cute.arch.thread_idx()
+        lane = tidx % 32
+        wwarp = cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
+        frame, sums, most, _ = state
+        inv = st.inv.get_tensor(cute.make_layout(padded_size(ROWS_OF_CTA)))
+        INV_RING.wait_empty(st, 0, (items & 1) ^ 1)
+        for i in cutlass.range_constexpr(2):
+            total = sums[i]
+            for off in cutlass.range_constexpr(2):
+                total = total + cute.arch.shuffle_sync_bfly(total, 1 << off)
+            if lane % 4 == 0:
+                row = ROWS_ON_M.row_at(wwarp, lane, i)
+                head = item.block * ROWS_OF_CTA + row
+                inv[row] = finish_row(gmem, head, item.query, total, frame[i], most[i])
+        cute.arch.sync_warp()
+        if lane == 0:
+            INV_RING.arrive_full(st, 0)
+
+    # ---------------------------------------------------------------- P.V warpgroups
+
+    @cute.jit
+    def write(self, st, gmem, acc_O, item, half):
+        """The four lanes of a quad hold pairs of channels of the same row, and swap them to store
+        16 bytes each."""
+        tidx, _, _ = cute.arch.thread_idx()
+        lane, quad = tidx % 32, tidx % 4
+        wwarp = cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
+        inv = st.inv.get_tensor(cute.make_layout(padded_size(ROWS_OF_CTA)))
+        woven, out = Woven((1, 2), quad, 8), gmem.out
+        for i in cutlass.range_constexpr(2):
+            row = ROWS_ON_M.row_at(wwarp, lane, i)
+            head, inverse = item.block * ROWS_OF_CTA + row, inv[row]
+            runs = {}
+            for j in cutlass.range_constexpr(HALF // 8):
+                acc, v = acc_O[8 * j // PV_N], 4 * (j % (PV_N // 8)) + 2 * i
+                # in place: another 64 registers there are not
+                acc[v], acc[v + 1] = acc[v] * inverse, acc[v + 1] * inverse
+                runs[8 * j] = cute.make_tensor(acc.iterator + v, cute.make_layout(2))
+            place = place_of(gmem, item.query, head, half * HALF)
+            target = out.iterator + (place + woven.offset(out.element_type))
+            store_woven(target, 0, runs, head < gmem.heads, woven)

@@ -1,0 +1,305 @@
+"""``sparse_prefill``: attention of each query token to the rows of BF16 KV that it names."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import torch
+
+from dsl_kernels.dims import KV_LORA_RANK
+from dsl_kernels.spec import VariantSpec
+from snapmla import call as calls
+from snapmla import checks, launch, overlap, runtime
+from snapmla.plan import sm_count
+
+Tensor = torch.Tensor
+Results = tuple[Tensor, Tensor, Tensor]
+D_QK = (576, 512)
+ROW_TILES = (16, 32, 64)  # heads that a CTA computes
+MAX_HEADS = 128
+MAX_STRIDE = 1 << 32  # bytes between rows of kv: the gather's stride has 32 bits
+MAX_TOKENS = 2**30  # of queries: two work tiles each are counted in 32 bits
+MAX_TOPK = 2**31 - 2**16  # the kernel's int32, with room for a tile
+_BF16, _FLOAT32 = (torch.bfloat16,), (torch.float32,)
+
+
+def sparse_prefill(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    softmax_scale: float,
+    d_v: int = KV_LORA_RANK,
+    attn_sink: Tensor | None = None,
+    topk_length: Tensor | None = None,
+    out: Tensor | None = None,
+    *,
+    max_logits: Tensor | None = None,
+    lse: Tensor | None = None,
+) -> Results:
+    """softmax(softmax_scale * q kv^T) kv[..., :512] of each query token over rows that it names.
+
+    One launch, no plan, no workspace, nothing read by the host, and with ``out``, ``max_logits``
+    and ``lse`` given no allocation: it may be captured in a CUDA graph.  Nothing is split, so that
+    a query's result depends on the query and its rows alone: bits are the same in any call.
+
+    Entries that are no row (negative, or s_kv and more) and those behind ``topk_length`` count
+    for nothing, and what lies there is never read.  A row that is named twice counts twice.
+
+    Args:
+        q: bfloat16 (s_q, h, 576) or (s_q, h, 512), 1 to 128 heads; heads and tokens may be strided,
+            16-byte aligned, as rows of kv and ``out``.
+        kv: bfloat16 (s_kv, 1, 576) or (s_kv, 1, 512), as many channels as q; the first 512 are V.
+        indices: int32 (s_q, 1, topk), topk of 1 or more, rows of ``kv`` in any order; rows of
+            indices may be strided.
+        softmax_scale: factor of the logits.
+        d_v: 512.
+        attn_sink: float32 (h,), a logit of each head that takes its share and is no value: ``out``
+            is multiplied by 1 / (1 + exp(sink - lse)); infinities are legal.  Neither ``lse`` nor
+            ``max_logits`` has it.
+        topk_length: int32 (s_q,): how many of a token's entries count, 0 to topk; less or more
+            counts as these.
+        out: bfloat16 (s_q, h, 512) to be written.  None allocates, as for the next two.
+        max_logits: float32 (s_q, h), any strides.
+        lse: float32 (s_q, h), any strides.
+
+    Returns:
+        (out, max_logits, lse): ``max_logits`` is the largest of the scaled logits, ``lse`` the
+        natural logarithm of the sum of their exponentials.  Rows that see nothing have out 0,
+        max_logits -inf and lse +inf.
+
+    Raises:
+        TypeError, ValueError: naming the argument; also where a gradient is wanted.
+
+    Source: the contract is FlashMLA's ``flash_mla_sparse_fwd``.
+    """
+    call = Call(
+        q, kv, indices, softmax_scale, d_v, attn_sink, topk_length, out, max_logits, lse
+    )  # fmt: skip
+    return calls.run(_PREFILL, _PREFILL, call)
+
+
+class Call(NamedTuple):
+    """A call of ``sparse_prefill``, checked or not."""
+
+    q: Tensor
+    kv: Tensor
+    indices: Tensor
+    softmax_scale: float
+    d_v: int
+    attn_sink: Tensor | None
+    topk_length: Tensor | None
+    out: Tensor | None
+    max_logits: Tensor | None
+    lse: Tensor | None
+
+
+class Ready(NamedTuple):
+    """What a launch needs that follows from shapes and options."""
+
+    kernel: runtime.Kernel
+    ctas: int
+    scale: float
+    no_lengths: Tensor
+    no_sink: Tensor
+    place: int = 0
+
+
+_READ = ("q", "kv", "indices", "attn_sink", "topk_length")
+_WRITTEN = ("out", "max_logits", "lse")
+
+
+def _parts(call: Call) -> calls.Parts:
+    optional = call.attn_sink, call.topk_length, call.out, call.max_logits, call.lse
+    given = tuple([t for t in optional if t is not None])
+    tensors = (call.q, call.kv, call.indices, *given)
+    options = (
+        call.softmax_scale.__class__, call.softmax_scale, call.d_v.__class__, call.d_v,
+        *[t is None for t in optional],
+    )  # fmt: skip
+    written = not (call.out is None and call.max_logits is None and call.lse is None)
+    return tensors, options, tuple([t.data_ptr() for t in tensors]) if written else None
+
+
+def _places(call: Call, _: object) -> calls.Groups:
+    for name in ("q", "kv", "out"):
+        value = getattr(call, name)
+        if value is not None:
+            checks.aligned(name, value)
+    read = [getattr(call, name) for name in _READ]
+    written = [getattr(call, name) for name in _WRITTEN]
+    return (
+        *((overlap.span(t),) for t in written if t is not None),
+        tuple([overlap.span(t) for t in read if t is not None]),
+    )
+
+
+def check_shapes(call: Call) -> None:
+    """Checks all but memory: kinds, dtypes, shapes, options."""
+    q, kv, indices = call.q, call.kv, call.indices
+    checks.not_nested("q", q)
+    if isinstance(q, torch.Tensor) and (q.ndim != 3 or q.shape[-1] not in D_QK):
+        wanted = f"shape (s_q, h, {' or '.join(map(str, D_QK))})"
+        checks.value_error("q", wanted, tuple(q.shape), "a row of q is as wide as one of kv")
+    checks.tensor("q", q, _BF16, ("s_q", "h", "d"))
+    s_q, heads, d_qk = q.shape
+    device = q.device
+    if not 1 <= heads <= MAX_HEADS:
+        checks.value_error("q", f"1 to {MAX_HEADS} heads", heads)
+    if s_q > MAX_TOKENS:
+        checks.value_error("q", f"at most {MAX_TOKENS} tokens", s_q)
+    checks.tensor("kv", kv, _BF16, ("s_kv", 1, d_qk), device)
+    checks.tensor("indices", indices, (torch.int32,), (s_q, 1, "topk"), device)
+    if not 1 <= indices.shape[2] <= MAX_TOPK:
+        checks.value_error("indices", f"1 to {MAX_TOPK} entries of a token", indices.shape[2])
+    checks.softmax_scale(call.softmax_scale)
+    checks.choice("d_v", call.d_v, (KV_LORA_RANK,))
+    if call.attn_sink is not None:
+        checks.tensor("attn_sink", call.attn_sink, _FLOAT32, (heads,), device)
+        checks.contiguous("attn_sink", call.attn_sink)
+    if call.topk_length is not None:
+        checks.vector("topk_length", call.topk_length, (s_q,), device)
+
+
+def _no_gradients(call: Call) -> None:
+    """Raises ValueError where autograd would want gradients."""
+    if torch.is_grad_enabled():
+        for name in ("q", "kv", "attn_sink"):
+            value = getattr(call, name)
+            if isinstance(value, torch.Tensor) and value.requires_grad:
+                hint = "there is no backward pass: call it under torch.no_grad()"
+                checks.value_error(name, "no gradients to be wanted", "requires_grad=True", hint)
+
+
+def _check_memory(call: Call) -> None:
+    """Checks strides, alignment and what is written, of tensors with memory."""
+    for name in ("q", "kv"):
+        value = getattr(call, name)
+        if value.numel():
+            checks.aligned_rows(name, value, least=1)
+    if any(n > 1 and not s for n, s in zip(call.q.shape, call.q.stride())):
+        hint = "queries are read by TMA, which wants rows that are there"
+        checks.value_error("q", "no expanded dimension", f"strides {call.q.stride()}", hint)
+    if call.kv.shape[0] > 1 and 2 * call.kv.stride(0) >= MAX_STRIDE:
+        wanted = f"rows less than {MAX_STRIDE} bytes apart"
+        checks.value_error("kv", wanted, f"{2 * call.kv.stride(0)} bytes")
+    if call.indices.shape[2] > 1 and call.indices.stride(2) != 1:
+        checks.value_error("indices", "innermost stride 1", f"strides {call.indices.stride()}")
+    s_q, heads, _ = call.q.shape
+    shapes = {"out": (s_q, heads, KV_LORA_RANK), "max_logits": (s_q, heads), "lse": (s_q, heads)}
+    read = {name: getattr(call, name) for name in _READ}
+    for name in _WRITTEN:
+        value = getattr(call, name)
+        if value is None:
+            continue
+        dtypes = _BF16 if name == "out" else _FLOAT32
+        checks.tensor(name, value, dtypes, shapes[name], call.q.device)
+        if name == "out" and value.numel():
+            checks.aligned_rows(name, value, least=1)
+        checks.distinct(name, value)
+        checks.apart(name, value, read)
+        read[name] = value
+
+
+def _checked(call: Call) -> Call:
+    _no_gradients(call)
+    check_shapes(call)
+    _check_memory(call)
+    return call
+
+
+def row_tile_of(heads: int) -> int:
+    """Heads of a CTA, for so many of a call: the fewest that hold them, or 64."""
+    return next((rows for rows in ROW_TILES if rows >= heads), ROW_TILES[-1])
+
+
+@functools.lru_cache(maxsize=64)
+def _kernel(device: torch.device, row_tile: int, d_qk: int) -> runtime.Kernel:
+    arch = runtime.arch_of(device)
+    spec = VariantSpec(op="sparse_prefill", arch=arch, row_tile=row_tile, d_qk=d_qk)
+    return runtime.kernel(spec, device.type)
+
+
+def _prepared(call: Call) -> Ready:
+    s_q, heads, d_qk = call.q.shape
+    device = call.q.device
+    row_tile = row_tile_of(heads)
+    tiles = s_q * -(-heads // row_tile)
+    with torch.inference_mode(False):
+        no_lengths = torch.empty(0, dtype=torch.int32, device=device)
+        no_sink = torch.empty(0, dtype=torch.float32, device=device)
+    return Ready(
+        _kernel(device, row_tile, d_qk), min(sm_count(device), tiles), float(call.softmax_scale),
+        no_lengths, no_sink,
+    )  # fmt: skip
+
+
+def new_results(q: Tensor) -> Results:
+    """Uninitialised results of queries, as ``sparse_prefill`` allocates them."""
+    s_q, heads, _ = q.shape
+    return (
+        q.new_empty((s_q, heads, KV_LORA_RANK)),
+        q.new_empty((s_q, heads), dtype=torch.float32),
+        q.new_empty((s_q, heads), dtype=torch.float32),
+    )
+
+
+def _launch(call: Call, ready: Ready | None) -> tuple[Results, Ready | None]:
+    q = call.q
+    s_q, heads, _ = q.shape
+    out, max_logits, lse = call.out, call.max_logits, call.lse
+    allocate = launch.allocator(q.device)
+    if out is None:
+        out = allocate((s_q, heads, KV_LORA_RANK), (heads * KV_LORA_RANK, KV_LORA_RANK, 1), q.dtype)
+    if max_logits is None:
+        max_logits = allocate((s_q, heads), (heads, 1), torch.float32)
+    if lse is None:
+        lse = allocate((s_q, heads), (heads, 1), torch.float32)
+    made = out, max_logits, lse
+    if not s_q:
+        return made, None
+    if not call.kv.shape[0]:  # nobody sees anything, and there may be no memory at all
+        out.zero_()
+        max_logits.fill_(-math.inf)
+        lse.fill_(math.inf)
+        return made, None
+    if ready is None:
+        ready = _prepared(call)
+    ready.kernel(
+        q, call.kv, call.indices,
+        ready.no_lengths if call.topk_length is None else call.topk_length,
+        ready.no_sink if call.attn_sink is None else call.attn_sink,
+        *made, ready.scale, ready.ctas,
+    )  # fmt: skip
+    return made, ready
+
+
+def prefill_now(call: Call) -> Results:
+    """``sparse_prefill`` on tensors with memory, whoever traces."""
+    made, _ = _launch(_checked(call), None)
+    return made
+
+
+def _traced(call: Call) -> Results:
+    """The call as an operator, for tracers."""
+    _no_gradients(call)
+    check_shapes(call)
+    common: tuple[Any, ...] = (
+        call.q, call.kv, call.indices, float(call.softmax_scale), call.d_v, call.attn_sink,
+        call.topk_length,
+    )  # fmt: skip
+    given = call.out, call.max_logits, call.lse
+    if all(t is None for t in given):
+        made: Results = torch.ops.snapmla.sparse_prefill(*common)
+        return made
+    out, max_logits, lse = (
+        new if t is None else t for t, new in zip(given, new_results(call.q), strict=True)
+    )
+    torch.ops.snapmla.sparse_prefill_out(*common, out, max_logits, lse)
+    return out, max_logits, lse
+
+
+_PREFILL = calls.Op("sparse_prefill", _checked, _launch, _traced, _parts, _places)
+runtime.on_forget(_PREFILL.memo.forget)
+runtime.on_forget(_kernel.cache_clear)

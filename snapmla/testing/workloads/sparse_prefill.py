@@ -1,0 +1,97 @@
+"""``sparse_prefill``: query tokens over rows of BF16; its references are
+``snapmla.testing.prefill_job``'s."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from dsl_kernels.dims import KV_LORA_RANK
+from dsl_kernels.spec import VariantSpec
+from snapmla.testing.prefill_job import PrefillJob
+from snapmla.testing.workloads import exact
+from snapmla.testing.workloads.call import Call, Result, Sizes, Workload
+from snapmla.testing.workloads.exact import Case, Recorded, Runner
+from snapmla.testing.workloads.samples import Source
+
+TOPK = 2048  # of calls as large as in service
+
+
+def small(spec: VariantSpec) -> Iterator[Call]:
+    """More work tiles than CTAs, lists that end anywhere, two row blocks, sinks; logits that swing
+    between tiles."""
+    heads, lengths = spec.row_tile + 3, (130, 0)
+    jobs = (
+        PrefillJob.draw(spec, 2, heads, 200, 130, lengths=lengths, sink=True, style="swings"),
+        PrefillJob.draw(spec, 3, 7, 90, 70, spread=3.0, ctas=2),
+    )
+    for job in jobs:
+        yield Call(job.arguments(), {}, job=job)
+
+
+def judge(_spec: VariantSpec, calls: Iterable[Call]) -> Result:
+    """The errors that their jobs find."""
+    names = ("out", "max_logits", "lse")
+    found = [call.job.errors(tuple(call.arguments[name] for name in names)) for call in calls]
+    return Result(all(errors.right for errors in found), "; ".join(map(str, found)))
+
+
+def recorded(case: Case, run: Runner) -> Recorded:
+    """Lists of rows anywhere, one entry in eight of none; heads that fill a row block, and not."""
+    spec, bits, device = case.spec, case.bits(), run.device
+    heads = (spec.row_tile, 20 * spec.row_tile // 64, 2 * spec.row_tile)[case.index % 3]
+    s_q, s_kv, topk = 4, 400, 150 + 3 * case.index
+    q = exact.bell(bits, (s_q, heads, spec.d_qk), bits.below(3, (s_q, heads, 1)))
+    kv = exact.bell(bits, (s_kv, 1, spec.d_qk), 0)
+    indices = bits.below(s_kv, (s_q, 1, topk)).astype(np.int32)
+    indices[bits.below(8, (s_q, 1, topk)) == 0] = (-1, 2**31 - 1, s_kv)[case.index % 3]
+    lengths = bits.below(topk + 1, (s_q,)).astype(np.int32)
+    out = run.full((s_q, heads, KV_LORA_RANK), 5.0, torch.bfloat16)
+    most, lse = (run.full((s_q, heads), 5.0) for _ in range(2))
+    run.call(
+        case.variant, q=exact.as_tensor(q, torch.bfloat16, device),
+        kv=exact.as_tensor(kv, torch.bfloat16, device), indices=run.there(indices),
+        topk_length=run.there(lengths), attn_sink=run.full((heads,), 0.5), out=out, max_logits=most,
+        lse=lse, softmax_scale=exact.SOFTMAX_SCALE, ctas=3,
+    )  # fmt: skip
+    made = exact.results((q, kv, indices, lengths), out[None], lse[None])
+    made.rows["max_logits"] = exact.bits_of(most).reshape(-1, 1)
+    return made
+
+
+def sized(spec: VariantSpec, sizes: Sizes, device: str, seed: int) -> dict[str, Any]:
+    """``batch`` times ``s_q`` query tokens over ``tokens`` rows, lists of 2048 at most."""
+    source, d = Source(device, seed), spec.d_qk
+    s_q, h, s_kv = sizes.batch * sizes.s_q, sizes.heads, sizes.tokens
+    topk = min(TOPK, s_kv)
+    blocks = -(-h // spec.row_tile)
+    return {
+        "q": source.normal(s_q, h, d), "kv": source.normal(s_kv, 1, d),
+        "indices": source.below(s_kv, s_q * topk).view(s_q, 1, topk).int(),
+        "topk_length": source.i32([]), "attn_sink": source.full(0),
+        "out": source.full(s_q, h, KV_LORA_RANK, dtype=torch.bfloat16),
+        "max_logits": source.full(s_q, h), "lse": source.full(s_q, h),
+        "softmax_scale": d**-0.5, "ctas": min(sizes.parts, s_q * blocks),
+    }  # fmt: skip
+
+
+def public(_spec: VariantSpec, given: Mapping[str, Any]) -> Callable[[], Any]:
+    """``snapmla.sparse.prefill.sparse_prefill``."""
+    from snapmla.sparse.prefill import sparse_prefill
+
+    tensors = given["q"], given["kv"], given["indices"], given["softmax_scale"]
+    results = {name: given[name] for name in ("out", "max_logits", "lse")}
+    return lambda: sparse_prefill(*tensors, **results)
+
+
+def moved(spec: VariantSpec, sizes: Sizes) -> float:
+    """Bytes that a launch cannot avoid: q, each list's rows once, the results."""
+    s_q, topk = sizes.batch * sizes.s_q, min(TOPK, sizes.tokens)
+    rows = min(sizes.tokens, s_q * topk) * spec.d_qk * 2.0 + s_q * topk * 4.0
+    return rows + s_q * sizes.heads * (2.0 * (spec.d_qk + KV_LORA_RANK) + 8.0)
+
+
+WORKLOAD = Workload(small, judge, recorded, sized, public=public, moved=moved)

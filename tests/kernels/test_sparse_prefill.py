@@ -1,0 +1,219 @@
+"""Sparse prefill on the software GPU, hazard check on: FlashMLA's gates, entries of no row, poison,
+frames that move, sinks, padded heads, schedules."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dsl_kernels.spec import VariantSpec
+from snapmla import runtime
+from snapmla.sparse.prefill import row_tile_of
+from snapmla.testing import selfcheck
+from snapmla.testing.prefill_job import INT_MAX, PrefillJob, Results
+from softgpu import Options, mutate, using
+from tests.support.needs import needs_compiler
+
+pytestmark = needs_compiler
+CHECKED = Options(hazards="raise", seed=3)
+MAIN, FEW = "sparse_prefill_r64_d576_sm90a", "sparse_prefill_r16_d576_sm90a"
+INF = math.inf
+
+
+def some(values: Iterable[Any], *everyday: Any) -> list[Any]:
+    """Parameters, all but some of them of the whole matrix."""
+    whole = pytest.mark.whole_matrix
+    return [v if v in everyday else pytest.param(v, marks=whole) for v in values]
+
+
+NAMES = [f"sparse_prefill_r{r}_d{d}_sm90a" for r in (64, 32, 16) for d in (576, 512)]
+EVERY = some(NAMES, MAIN)
+
+
+def where(name: str) -> tuple[VariantSpec, Path]:
+    spec = VariantSpec.from_name(name)
+    return spec, runtime.find_or_build(spec, need_library=False).directory
+
+
+def kernel_of(name: str) -> tuple[VariantSpec, Any]:
+    spec, directory = where(name)
+    return spec, selfcheck.load(spec, directory)
+
+
+def run(kernel: Any, job: PrefillJob, **changed: Any) -> Results:
+    """(out, max_logits, lse) of one call."""
+    given = {**job.arguments(), **changed}
+    kernel(*(given[name] for name in kernel.names.arguments))
+    return given["out"], given["max_logits"], given["lse"]
+
+
+def expect_right(kernel: Any, job: PrefillJob) -> Results:
+    with using(CHECKED):
+        found = run(kernel, job)
+    errors = job.errors(found)
+    assert errors.right, str(errors)
+    return found
+
+
+@pytest.mark.parametrize("name", some(NAMES, MAIN, FEW, "sparse_prefill_r64_d512_sm90a"))
+def test_clean_and_right(name: str) -> None:
+    """The workload, copies landing at random."""
+    with using(mutate.schedule(0)):
+        result = selfcheck.Workload(*where(name)).run()
+    assert result.passed, result.summary
+
+
+SHAPES = [(h, k) for h in (1, 8, 16, 20, 40, 64, 96, 128) for k in (1, 17, 100, 128, 512)]
+SAMPLED = [(1, 100), (20, 17), (96, 128), (128, 1)]
+
+
+@pytest.mark.parametrize("shape", some(SHAPES, *SAMPLED), ids=str)
+@pytest.mark.parametrize("d_qk", some([576, 512], 576))
+def test_heads_and_lists(d_qk: int, shape: tuple[int, int]) -> None:
+    """Entries of no row among them, more work tiles than CTAs, sinks with every second size; by the
+    kernel that the library takes."""
+    heads, topk = shape
+    spec, kernel = kernel_of(f"sparse_prefill_r{row_tile_of(heads)}_d{d_qk}_sm90a")
+    torch.manual_seed(heads + topk)
+    sink = SHAPES.index(shape) % 2 == 0
+    expect_right(kernel, PrefillJob.draw(spec, 2, heads, 150, topk, sink=sink, ctas=2))
+
+
+@pytest.mark.parametrize("style", some(["3", "30", "swings", "equal"], "swings", "equal"))
+@pytest.mark.parametrize("name", EVERY)
+def test_numbers_that_move_frames(name: str, style: str) -> None:
+    spec, kernel = kernel_of(name)
+    torch.manual_seed(5)
+    spread = float(style) if style.isdigit() else 1.0
+    kind = "plain" if style.isdigit() else style
+    job = PrefillJob.draw(spec, 2, 12, 200, 330, style=kind, spread=spread, ctas=1)
+    expect_right(kernel, job)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_lists_of_every_kind(name: str) -> None:
+    """A row named many times, nothing at all, nothing in a whole tile, INT_MAX behind the length,
+    lengths out of range; NaN is in every row that is not named."""
+    spec, kernel = kernel_of(name)
+    torch.manual_seed(1)
+    topk = 140
+    lengths = (topk, topk, topk, 70, -5, 2 * topk)
+    job = PrefillJob.draw(spec, 6, 9, 60, topk, lengths=lengths, idle=0.0, ctas=2)
+    indices = job.indices.clone()
+    indices[0] = 7
+    indices[1] = -1
+    indices[2, :, 64:128] = torch.tensor([-1, 60, INT_MAX, -(2**31)], dtype=torch.int32).repeat(16)
+    indices[3, :, 70:] = INT_MAX
+    whole = torch.zeros(60, 1, spec.d_qk + 8).bfloat16()
+    whole[..., : spec.d_qk] = torch.randn(60, 1, spec.d_qk) * 0.1
+    job = replace(job, indices=indices, kv=whole[..., : spec.d_qk])
+    job._poison(whole)
+    out, most, lse = expect_right(kernel, job)
+    for i in (1, 4):
+        assert not out[i].any() and (most[i] == -INF).all() and (lse[i] == INF).all()
+
+
+def test_sinks_of_both_infinities() -> None:
+    """-inf takes nothing, +inf everything; LSE and the largest logit are as without."""
+    spec, kernel = kernel_of(MAIN)
+    torch.manual_seed(4)
+    job = PrefillJob.draw(spec, 1, 4, 40, 50, sink=(-INF, INF, 0.0, 200.0))
+    out, *figures = expect_right(kernel, job)
+    without, *others = run(kernel, replace(job, sink=None))
+    assert torch.equal(out[:, 0], without[:, 0]) and not out[:, 1].any()
+    assert all(torch.equal(a, b) for a, b in zip(figures, others, strict=True))
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_padded_heads_of_nan(name: str) -> None:
+    """Heads that a caller pads with whatever memory held: the real ones' bits are the same."""
+    spec, kernel = kernel_of(name)
+    torch.manual_seed(6)
+    job = PrefillJob.draw(spec, 2, 70, 90, 130, spread=4.0)
+    padded = torch.full((2, 128, spec.d_qk), math.nan).bfloat16()
+    padded[:, :70] = job.q
+    found, beside = run(kernel, job), run(kernel, replace(job, q=padded))
+    for a, b in zip(found, beside, strict=True):
+        assert torch.equal(a, b[:, :70]) and a.isfinite().all()
+    assert beside[0][:, 70:].isnan().all() and beside[2][:, 70:].isnan().all()
+
+
+def test_a_nan_that_is_named_reaches_its_query_token() -> None:
+    """In a content channel, and in one of RoPE alone; and no other token."""
+    spec, kernel = kernel_of(MAIN)
+    torch.manual_seed(8)
+    job = PrefillJob.draw(spec, 3, 5, 80, 70, idle=0.0)
+    indices = job.indices.clamp(min=2)
+    indices[0, 0, 66], indices[1, 0, 3] = 0, 1
+    kv = torch.randn(80, 1, 576).bfloat16()
+    kv[0, 0, 17], kv[1, 0, 570] = math.nan, math.nan
+    out, most, lse = run(kernel, replace(job, indices=indices, kv=kv))
+    for i in (0, 1):
+        assert out[i].isnan().all() and most[i].isnan().all() and lse[i].isnan().all()
+    assert all(x[2].isfinite().all() for x in (out, most, lse))
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_bits_do_not_depend_on_the_call(name: str) -> None:
+    """A query token among others, and alone; on more and fewer CTAs; strided results."""
+    spec, kernel = kernel_of(name)
+    torch.manual_seed(2)
+    job = PrefillJob.draw(spec, 3, 66, 100, 130, spread=3.0, ctas=4)
+    found = run(kernel, job)
+    one = replace(job, q=job.q[1:2], indices=job.indices[1:2], ctas=1)
+    wide = torch.full((1, 70, 520), 5.0).bfloat16()
+    figures = torch.full((2, 70, 1), 5.0)
+    most, lse = (x[:66].T for x in figures)
+    alone = run(kernel, one, out=wide[:, :66, :512], max_logits=most, lse=lse)
+    for a, b in zip(found, alone, strict=True):
+        assert torch.equal(a[1:2], b)
+    assert (
+        (wide[:, 66:] == 5).all() and (wide[..., 512:] == 5).all() and (figures[:, 66:] == 5).all()
+    )
+
+
+@pytest.mark.whole_matrix
+@pytest.mark.parametrize("name", EVERY)
+def test_schedules(name: str) -> None:
+    """Every role ahead of and behind the others, lists of all lengths; the same bits."""
+    spec, kernel = kernel_of(name)
+    torch.manual_seed(3)
+    lengths = (200, 0, 65, 64, 1, 129)
+    job = PrefillJob.draw(spec, 6, 70, 150, 200, lengths=lengths, sink=True, style="swings", ctas=3)
+    found = []
+    for seed in range(12):
+        with using(mutate.schedule(seed)):
+            found.append(run(kernel, job))
+    errors = job.errors(found[0])
+    assert errors.right, str(errors)
+    for results in found[1:]:
+        for a, b in zip(results, found[0], strict=True):
+            assert torch.equal(a, b)
+
+
+def test_the_reference_is_torchs() -> None:
+    """The reference's own check: torch's attention over the named rows; the mimic's error is that
+    of a P in BF16."""
+    spec = VariantSpec.from_name(MAIN)
+    torch.manual_seed(0)
+    job = PrefillJob.draw(spec, 2, 3, 50, 90, lengths=(90, 70), spread=2.0)
+    for i, count in enumerate(job.counts):
+        entries = job.indices[i, 0, :count].long()
+        kv = job.kv[entries[(entries >= 0) & (entries < 50)], 0].double()
+        q = job.q[i].double()[:, None]
+        want = torch.nn.functional.scaled_dot_product_attention(
+            q, kv.expand(3, -1, -1), kv[:, :512].expand(3, -1, -1), scale=job.scale
+        )[:, 0]
+        out, most, lse, _ = job.reference(i)
+        logits = (q[:, 0] @ kv.T) * job.scale
+        assert (out - want).abs().max() < 1e-12
+        assert (most - logits.amax(-1)).abs().max() == 0
+        assert (lse - logits.logsumexp(-1)).abs().max() < 1e-12
+        off = (job.reference(i, rounded=True)[0] - want).norm() / want.norm()
+        assert 1e-4 < off < 4e-3
