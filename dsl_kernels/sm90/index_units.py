@@ -128,19 +128,24 @@ class Units:
         b = lengths.cache_seqlens.shape[0]
         some = (b + (WARP - 1)) // WARP
         mine = Int32(0)
-        for x in cutlass.range(0, some, AT_ONCE, unroll=1):
+        together = some // AT_ONCE * AT_ONCE
+        for x in cutlass.range(0, together, AT_ONCE, unroll=1):
             begin = lane * some + x
             words = [self.words_of(lengths, cutlass.min(begin + y, b - 1)) for y in range(AT_ONCE)]
             for y in cutlass.range_constexpr(AT_ONCE):
-                there = (x + y < some) & (begin + y < b)
                 tiles = self.sequence_of(lengths, words[y]).tiles
-                mine += Int32(cutlass.select_(there, tiles, Int32(0)))
+                mine += Int32(cutlass.select_(begin + y < b, tiles, Int32(0)))
+        for x in cutlass.range(together, some, unroll=1):
+            if lane * some + x < b:
+                mine += self.sequence(lengths, lane * some + x).tiles
         upto = _scan(mine, lane)
         total = cute.arch.shuffle_sync(upto, WARP - 1)
         at, end = share(total, part, parts), share(total, part + 1, parts)
         passed = cute.arch.popc(cute.arch.vote_ballot_sync(upto <= at))
         before = cute.arch.shuffle_sync(upto - mine, cutlass.min(passed, WARP - 1))
-        found, before = self._find(lengths, passed * some, some, before, at, lane)
+        found = passed * some
+        if some > 1:
+            found, before = self._find(lengths, found, some, before, at, lane)
         return at, end, found, before
 
     @cute.jit

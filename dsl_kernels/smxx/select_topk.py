@@ -14,7 +14,8 @@ Timeline     wait for the previous grid
              | scores -> keys; histogram of the upper 11 bits; cluster barrier; its threshold bin
              | keys in that bin or above -> list, in any order
              | list: histogram of the middle 11 bits in that bin; cluster barrier; bin
-             | list: the lower 10 bits likewise; both not where a bin is taken whole
+             | list: the lower 10 bits likewise; both not where a bin is taken whole, this one not
+             where all keys of the bin are its lowest, as zeros are
              | list -> bits of the columns above the threshold, and at it
              | prefix sums of both; cluster barrier; the first ties are kept
              | bits -> positions in shared memory -> slots, by all threads -> out
@@ -117,7 +118,7 @@ def _longer(
     compat.pdl_launch_dependents()
     cute.arch.sync_threads()
     topk_keys.count_upper(shape, sm, keys, row)
-    found, above, inside = topk_threshold.find(shape, sm, 0, k, Int32(0))
+    found, above, inside, _ = topk_threshold.find(shape, sm, 0, k, Int32(0))
     left = k - above
     topk_keys.collect(shape, sm, keys, row, found << 21)
     cute.arch.sync_threads()
@@ -126,16 +127,16 @@ def _longer(
     prefix, least, ties = found, found << 21, Int32(0)
     if inside != left:
         topk_keys.count_in(shape, sm, keys, row, (1, prefix, listed))
-        found, above, inside = topk_threshold.find(shape, sm, 1, left, inside)
+        found, above, inside, one_key = topk_threshold.find(shape, sm, 1, left, inside)
         left -= above
         prefix = (prefix << 11) | found
         least = prefix << 10
         if inside != left:
-            topk_keys.count_in(shape, sm, keys, row, (2, prefix, listed))
-            found, above, inside = topk_threshold.find(shape, sm, 2, left, inside)
-            left -= above
-            prefix = (prefix << 10) | found
-            least = prefix
+            if one_key == 0:
+                topk_keys.count_in(shape, sm, keys, row, (2, prefix, listed))
+                found, above, inside, _ = topk_threshold.find(shape, sm, 2, left, inside)
+                left -= above
+                least = (prefix << 10) | found
             if inside != left:
                 ties = Int32(1)
     topk_keys.mark(shape, sm, keys, row, (least, ties, listed))

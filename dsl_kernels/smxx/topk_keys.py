@@ -74,7 +74,7 @@ class Shape:
     @property
     def ranks_at_once(self) -> int:
         """CTAs that are read from side by side: as many as registers beside the keys allow."""
-        return min(self.cluster, 4 if self.keys == 32 else 8)
+        return max(self.cluster // 2, 1) if self.keys == 32 else self.cluster
 
     @property
     def listed(self) -> int:
@@ -215,22 +215,23 @@ def _count(key: Any, table: Any, *, loc: Any = None, ip: Any = None) -> None:
 
 @compat.dsl_user_op
 def _count_in(
-    key: Any, table: Any, prefix: Any, digits: tuple[int, int, int], *, loc: Any = None,
-    ip: Any = None,
+    key: Any, table: Any, prefix: Any, lowest: Any, digits: tuple[int, int, int], *,
+    loc: Any = None, ip: Any = None,
 ) -> None:  # fmt: skip
-    """Counts a key whose upper bits are ``prefix``, unless it lies in bin 0; digits = (bits below
-    the prefix, bits below the bin, mask of the bin).
+    """Counts a key whose upper bits are ``prefix``, unless it is ``lowest`` of them; digits = (bits
+    below the prefix, bits below the bin, mask of the bin).
 
-    Bin 0 has what the others leave of the keys with that prefix.  Where thousands of scores tie
-    they are zeros as a rule: all in bin 0, and additions to one word take turns.
+    Bin 0 has what the counts leave of the keys with that prefix.  Where thousands of scores tie
+    they are zeros as a rule, the lowest of their bin, and additions to one word take turns.
     """
     above, shift, mask = digits
     compat.inline_ptx(
         "{\n.reg .pred p;\n.reg .b32 a, b;\n"
         f"shr.u32 b, {{$r0}}, {above};\nsetp.eq.u32 p, b, {{$r2}};\n"
-        f"shr.u32 a, {{$r0}}, {shift};\nand.b32 a, a, {mask};\nsetp.ne.and.u32 p, a, 0, p;\n"
-        "mad.lo.u32 a, a, 4, {$r1};\n@p red.shared.add.u32 [a], 1;\n}",
-        read_only_args=[key, table, prefix], loc=loc, ip=ip,
+        "setp.ne.and.u32 p, {$r0}, {$r3}, p;\n"
+        f"shr.u32 a, {{$r0}}, {shift};\nand.b32 a, a, {mask};\nmad.lo.u32 a, a, 4, {{$r1}};\n"
+        "@p red.shared.add.u32 [a], 1;\n}",
+        read_only_args=[key, table, prefix, lowest], loc=loc, ip=ip,
     )  # fmt: skip
 
 
@@ -342,25 +343,26 @@ def count_in(shape: cutlass.Constexpr, sm: Any, keys: cute.Tensor, row: Row, wha
     number, prefix, listed = what
     digits = DIGITS[number]
     table = address(sm.hist, number * BINS)
+    lowest = prefix << digits[0]
     if listed <= shape.listed:
         tidx, _, _ = cute.arch.thread_idx()
         for i in cutlass.range(tidx, listed, shape.threads, unroll=1):
-            _count_in(sm.list[i, 0], table, prefix, digits)
+            _count_in(sm.list[i, 0], table, prefix, lowest, digits)
     elif cutlass.const_expr(shape.streams):
         for first in cutlass.range(0, row.chunks, shape.window, unroll=1):
             _again(shape, keys, row, first)
-            _count_in_window(shape, keys, row.chunks - first, (table, prefix, digits))
+            _count_in_window(shape, keys, row.chunks - first, (table, prefix, lowest, digits))
     else:
-        _count_in_window(shape, keys, row.chunks, (table, prefix, digits))
+        _count_in_window(shape, keys, row.chunks, (table, prefix, lowest, digits))
 
 
 @cute.jit
 def _count_in_window(shape: cutlass.Constexpr, keys: cute.Tensor, live: Int32, what: Any) -> None:
-    table, prefix, digits = what
+    table, prefix, lowest, digits = what
     for c in cutlass.range_constexpr(shape.window):
         if live > c:
             for j in cutlass.range_constexpr(4):
-                _count_in(keys[4 * c + j], table, prefix, digits)
+                _count_in(keys[4 * c + j], table, prefix, lowest, digits)
 
 
 @cute.jit
@@ -395,6 +397,8 @@ def _mark_window(
     """here: as of ``_collect_window``."""
     live, place = here
     over, least, ties = what
+    tidx, _, _ = cute.arch.thread_idx()
+    lane, shift = tidx % quant.WARP, place & 31
     for c in cutlass.range_constexpr(shape.window):
         if live > c:
             above, tie = Uint32(0), Uint32(0)
@@ -402,10 +406,21 @@ def _mark_window(
                 key = keys[4 * c + j]
                 above |= Uint32(cutlass.select_(key > over, Uint32(1 << j), Uint32(0)))
                 tie |= Uint32(cutlass.select_(key == least, Uint32(1 << j), Uint32(0)))
-            word, shift = (place >> 5) + c * (CHUNK // 32), place & 31
-            _set_bits(address(sm.bits, 0), word, above << shift)
+            word = (place >> 5) + c * (CHUNK // 32)
+            _put_word(sm.bits, word, above << shift, lane)
             if ties != 0:
-                _set_bits(address(sm.bits, shape.words * shape.threads), word, tie << shift)
+                _put_word(sm.bits, shape.words * shape.threads + word, tie << shift, lane)
+
+
+@cute.jit
+def _put_word(bits: cute.Tensor, word: Any, mine: Uint32, lane: Int32) -> None:
+    """A word of a bitmap, of which eight neighbouring lanes have four bits each.  A chunk's four
+    words are one warp's, so they are stored, not added to."""
+    whole = mine
+    for distance in (1, 2, 4):
+        whole |= Uint32(cute.arch.shuffle_sync_bfly(whole, distance))
+    if lane % 8 == 0:
+        bits[word] = whole
 
 
 def address(tensor: Any, index: Any) -> Any:

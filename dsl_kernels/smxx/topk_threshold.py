@@ -15,7 +15,8 @@ from .topk_keys import BINS, Shape, address
 PASSES = 3
 GROUP = quant.WARP  # bins whose sum is kept
 GROUPS = BINS // GROUP
-FOUND, TOTAL, WARPS_AT = 0, 3, 8  # in ``sums``: bin, keys above, keys in it; sums of the CTA; warps
+# in ``sums``: bin, keys above, keys in it; sum of the CTA; whether the bin's keys are one; warps
+FOUND, TOTAL, ONE_KEY, WARPS_AT = 0, 3, 5, 8
 
 
 class Smem(NamedTuple):
@@ -127,11 +128,12 @@ def _last(reached: Any) -> Any:
 @cute.jit
 def find(
     shape: cutlass.Constexpr, sm: Smem, number: cutlass.Constexpr, wanted: Int32, keys: Int32
-) -> tuple[Uint32, Int32, Int32]:
-    """(bin of the ``wanted``-th key from above, keys in bins above it, keys in it).
+) -> tuple[Uint32, Int32, Int32, Int32]:
+    """(bin of the ``wanted``-th key from above, keys in bins above it, keys in it, whether they are
+    known to be the lowest key of the bin and no other).
 
     Called when a CTA's threads have counted what is theirs in histogram ``number``.  Of the later
-    passes there are ``keys`` in all bins, and those that were not counted are in bin 0.
+    passes there are ``keys`` in all bins, and those that were not counted are the lowest of all.
     """
     tidx, _, _ = cute.arch.thread_idx()
     lane, warp = tidx % quant.WARP, tidx // quant.WARP
@@ -160,7 +162,9 @@ def find(
             above += in_high
             group -= 1
         here = _of_all(shape, sm.hist, number * BINS + group * GROUP + lane)
-        here += Int32(cutlass.select_((group == 0) & (lane == 0), rest, Int32(0)))
+        if (group == 0) & (lane == 0):
+            sm.sums[ONE_KEY] = Int32(here == 0)
+            here += rest
         over = _suffix(here, lane) + above
         at = _last(over >= wanted)
         if lane == at:
@@ -168,4 +172,6 @@ def find(
             sm.sums[FOUND + 1] = over - here
             sm.sums[FOUND + 2] = here
     cute.arch.sync_threads()
-    return Uint32(sm.sums[FOUND]), sm.sums[FOUND + 1], sm.sums[FOUND + 2]
+    at_bin = Uint32(sm.sums[FOUND])
+    one_key = Int32(at_bin == 0) & sm.sums[ONE_KEY]
+    return at_bin, sm.sums[FOUND + 1], sm.sums[FOUND + 2], one_key

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -198,6 +199,15 @@ def rows_case(rank: int, ranks: int, device: str) -> list[str]:
     return lines
 
 
+def transport_rounding(name: str) -> float:
+    """What rounding on the way adds at most, as a relative L2: a result that is rounded to bfloat16
+    is off by no more than 2^-9 of it.  Of all_to_all partial results are rounded; of reduce_scatter
+    weighted rows and sums, too."""
+    if "bfloat16" not in name:
+        return 0.0
+    return (3 if "reduce_scatter" in name else 1) ** 0.5 * 2**-9
+
+
 def judge(case: Case, ranks: int, parts: list[Results], device: str = "cpu") -> list[str]:
     """Holds the ranks' results to fp64 on the stored bytes and to each other; lines of figures."""
     names, lines, joined = list(parts[0]), [], {}
@@ -218,7 +228,8 @@ def judge(case: Case, ranks: int, parts: list[Results], device: str = "cpu") -> 
             out, lse, query, cache, table, lengths, SCALE, heads=heads, **rule
         )
         lines.append(f"{name}: {errors}")
-        assert errors.error <= errors.allowed, lines[-1]
+        allowed = math.hypot(errors.allowed, transport_rounding(name))
+        assert errors.error <= allowed, f"{lines[-1]}, with transport {allowed:.2e}"
         assert errors.lse_error <= errors.lse_allowed, lines[-1]
         empty = torch.isinf(lse)
         assert torch.isneginf(lse[empty]).all() and not out.mT.mT[empty.mT].any()
