@@ -1,0 +1,1 @@
+"""Cost without a clock."""
