@@ -204,12 +204,16 @@ def figures(
     )  # fmt: skip
 
 
-def conflicts(kernel: Kernel, counts: Counts) -> list[tuple[float, str]]:
-    """Instructions that bank conflicts cost wavefronts: (how many, where), most first."""
-    found = [
-        (n - counts.ideal[key], kernel.where(kernel.code[key[0]]))
-        for key, n in counts.waves.items() if n - counts.ideal[key] > 0.01
-    ]  # fmt: skip
+def conflicts(recorder: Recorder, kernel: str) -> list[tuple[float, str]]:
+    """Wavefronts of a whole launch that bank conflicts cost: (how many, where), most first."""
+    total, code = Counts(), recorder.programs[kernel].kernel
+    for w in recorder.warps:
+        if w.kernel == kernel:
+            total.add(w)
+    lost: dict[int, float] = defaultdict(float)
+    for (pc, kind), n in total.waves.items():
+        lost[pc] += n - total.ideal[pc, kind]
+    found = [(n, code.where(code.code[pc])) for pc, n in lost.items() if n > 0]
     return sorted(found, reverse=True)
 
 

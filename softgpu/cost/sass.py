@@ -5,7 +5,8 @@ adds instructions, and moves them between lines.  Both carry the source line of 
 A basic block of SASS is taken to run as often as the PTX of its lines does: the mean over its
 instructions' lines of (executions of the line's PTX) / (PTX instructions of the line).  Code that
 is inlined in several places has one line; so lines all of whose PTX runs equally often decide
-alone where a block has any.  What is not in PTX is not seen: loops that poll while a warp waits.
+alone where a block has any, and of other lines the blocks that remain get what is left.  What is
+not in PTX is not seen: loops that poll while a warp waits.
 """
 
 from __future__ import annotations
@@ -116,12 +117,33 @@ class Estimate:
             rate[line] = sum(counts) / len(counts)
             if max(counts) - min(counts) <= EQUAL * max(counts):
                 clear.add(line)
-        out = []
+        out: list[float | None] = []
         for block in self.code:
-            known = [x for _, x in block.code if x in rate]
-            known = [x for x in known if x in clear] or known
-            out.append(sum(rate[x] for x in known) / len(known) if known else 0.0)
-        return out
+            known = [x for _, x in block.code if x in clear]
+            out.append(sum(rate[x] for x in known) / len(known) if known else None)
+        left = self._left(rate, out)
+        for i, block in enumerate(self.code):
+            if out[i] is None:
+                known = [x for _, x in block.code if x in left]
+                out[i] = sum(left[x] for x in known) / len(known) if known else 0.0
+        return [n or 0.0 for n in out]
+
+    def _left(
+        self, rate: Mapping[Line | None, float], out: list[float | None]
+    ) -> dict[Line | None, float]:
+        """The mean executions of a line's SASS in the blocks whose own are not known yet."""
+        all_of, found, taken, open_ = (defaultdict(float) for _ in range(4))
+        for block, n in zip(self.code, out, strict=True):
+            for _, line in block.code:
+                all_of[line] += 1
+                if n is None:
+                    open_[line] += 1
+                else:
+                    taken[line] += n
+        for line, n in open_.items():
+            if line in rate:
+                found[line] = max(0.0, (rate[line] * all_of[line] - taken[line]) / n)
+        return dict(found)
 
     def opcodes(self, executed: Mapping[int, float]) -> dict[str, float]:
         """Issued instructions by opcode."""

@@ -72,6 +72,11 @@ class Timeline:
     busy: dict[tuple[int, str], float]
     path: list[Handover]
 
+    def waits(self) -> dict[str, float]:
+        """What the critical path waits for, by kind: how often."""
+        found = Counter(kind_of(h) for h in self.path)
+        return {kind: float(n) for kind, n in found.items()}
+
 
 class Stretch(NamedTuple):
     """Instructions between two events, as one warp that is alone runs them.
@@ -326,6 +331,18 @@ class Player:
             if (last.warp, last.event) == (i, event):
                 return path
             i, event = last.warp, last.event
+
+
+WORDS = {"wgmma": "wait for wgmma", "cp.async": "wait for cp.async", "bulk": "wait for stores"}
+
+
+def kind_of(h: Handover) -> str:
+    """What a warp waited for, in the words of a report."""
+    kind = str(h.key[0])
+    if kind == "mbarrier":
+        ends = {"copy": " that a copy fills", "tensor": " that an MMA commits to"}
+        return "mbarrier" + ends.get(h.unit, " that a warp arrives at")
+    return WORDS.get(kind, "named barrier" if kind == "bar" else "cluster barrier")
 
 
 def name_of(key: Key) -> str:
