@@ -259,9 +259,7 @@ def cost(
     if compare is None:
         c = found[0]
         title = f"{c.spec.name}, {c.rows} rows"
-        console.print(
-            report.text(title, c.profile, c.card, c.cycles, c.handovers, c.hot, opcodes)
-        )
+        console.print(report.text(title, c.profile, c.card, c.cycles, c.handovers, c.hot, opcodes))
         return
     console.print(report.comparison([c.spec.name for c in found], [c.numbers() for c in found]))
 

@@ -13,18 +13,17 @@ from typing import Any
 
 import torch
 
-from codegen import abi
 from dsl_kernels.spec import VariantSpec
 from snapmla.dispatch.cards import cards, find_card
 from snapmla.testing import selfcheck, workloads
 from snapmla.testing.workloads.call import Sizes
 from softgpu import LoadedKernel, Options, using
-from softgpu.cost import profile, sass, timeline
+from softgpu.cost import sass, timeline
+from softgpu.cost.profile import Card, Profile, conflicts, counters, entry, loads, profile
 from softgpu.cost.recorder import Recorder
 
 TILES = (6, 14)  # of the two records
-TOKENS = 64  # of each sequence, of an op without tiles
-BATCH = 8  # sequences, of such an op
+TOKENS, BATCH, PARTS = 192, 2, 3  # of a sequence, sequences, parts, of an op without tiles
 ROWS = 64  # query rows, of an op without row tiles
 
 
@@ -45,8 +44,8 @@ class Cost:
 
     spec: VariantSpec
     rows: int
-    profile: profile.Profile
-    card: profile.Card
+    profile: Profile
+    card: Card
     cycles: float
     handovers: dict[str, float]
     hot: list[tuple[float, str]]
@@ -55,18 +54,18 @@ class Cost:
     def numbers(self) -> dict[str, float]:
         """What two variants are compared by."""
         f = self.profile.tile
-        units = profile.loads(f, self.profile.architecture, self.card)
+        units = loads(f, self.profile.architecture, self.card)
         return {
             "modelled cycles": self.cycles,
             **{f"{x.unit}, cycles": x.cycles for x in units},
-            **profile.counters(f),
+            **counters(f),
             **{f"wavefronts, {kind}": n for kind, n in sorted(f.waves.items())},
             **{f"bytes, {path}": n for path, n in sorted(f.moved.items())},
             **{f"handovers, {what}": n for what, n in sorted(self.handovers.items())},
         }
 
 
-def card_of(arch: str, name: str | None) -> profile.Card:
+def card_of(arch: str, name: str | None) -> Card:
     """A card on file, by name, or the first of an architecture.
 
     Raises:
@@ -78,7 +77,7 @@ def card_of(arch: str, name: str | None) -> profile.Card:
         if found.arch != arch:
             raise ValueError(f"card: {found.name} runs {found.arch}, the variant is for {arch}")
     per_cycle = found.read_gbs * 1e3 / (found.sms * found.mhz)
-    return profile.Card(found.name, per_cycle, found.mhz, found.sms)
+    return Card(found.name, per_cycle, found.mhz, found.sms)
 
 
 def rows_of(spec: VariantSpec) -> int:
@@ -93,7 +92,7 @@ def record(spec: VariantSpec, kernel: LoadedKernel, sizes: Sizes) -> Recorder:
     options = Options(asynchronous="early", seed=None, hazards="off", observer=recorder)
     torch.manual_seed(0)
     with using(options):
-        kernel(*abi.ordered(kernel.names.arguments, given))
+        kernel(*(given[name] for name in kernel.names.arguments))
     return recorder
 
 
@@ -123,9 +122,9 @@ def measure(
     if steady:
         few, many = (record(spec, kernel, Sizes(1, spec.token_tile * n, 1, heads)) for n in tiles)
     else:
-        few = many = record(spec, kernel, Sizes(BATCH, TOKENS, 1, min(heads, 16), 2))
-    code = sass.blocks(kernel.ptx_path.with_suffix(".o")).get(profile.entry(few))
-    found = profile.profile(few, many if steady else None, tiles, code)
+        few = many = record(spec, kernel, Sizes(BATCH, TOKENS, 1, min(heads, 16), PARTS))
+    code = sass.blocks(kernel.ptx_path.with_suffix(".o")).get(entry(few))
+    found = profile(few, many if steady else None, tiles, code)
     plays = [_played(r, found, held) for r in ((few, many) if steady else (few,))]
     each = 1 / (tiles[1] - tiles[0]) if steady else 1.0
     cycles, waited = plays[-1].cycles, plays[-1].waits()
@@ -134,13 +133,13 @@ def measure(
         before = plays[0].waits()
         waited = {k: n - before.get(k, 0.0) for k, n in waited.items()}
     handovers = {k: n * each for k, n in waited.items() if n > 0}
-    hot = profile.conflicts(many, profile.entry(many))
+    hot = conflicts(many, entry(many))
     return Cost(spec, heads, found, held, cycles * each, handovers, hot, plays[-1])
 
 
-def _played(recorder: Recorder, found: profile.Profile, card: profile.Card) -> timeline.Timeline:
+def _played(recorder: Recorder, found: Profile, card: Card) -> timeline.Timeline:
     """The timeline of the first cluster."""
-    name = profile.entry(recorder)
+    name = entry(recorder)
     factors = {
         w: role.figures.issued / role.figures.ptx
         for role in found.roles for w in role.warps if role.figures.ptx > 0

@@ -59,6 +59,7 @@ class Event(NamedTuple):
         unit: ``tensor``, ``copy``, ``cp.async``, ``store``.
         amount: of a launch its cycles (tensor) or bytes; of work the instructions, in order.
         waves: wavefronts of shared memory of a launch, or of a stretch of work.
+        nbytes: bytes of global memory that a stretch of work loads and stores, whole sectors.
     """
 
     kind: str
@@ -67,6 +68,7 @@ class Event(NamedTuple):
     unit: str = ""
     amount: Any = 0
     waves: int = 0
+    nbytes: int = 0
 
 
 @dataclass
@@ -85,12 +87,28 @@ class WarpRecord:
     events: list[Event] = field(default_factory=list)
     path: list[int] = field(default_factory=list)  # fetched since the last event
     pending_waves: int = 0  # of shared memory since then
+    pending_bytes: int = 0  # of global memory, by loads and stores
     groups: Counter[str] = field(default_factory=Counter)  # committed, of each unit that has groups
 
     def count(self, pc: int, kind: str, waves: Waves) -> None:
         """Adds an access to shared memory."""
         self.waves[pc, kind] += waves.needed
         self.ideal[pc, kind] += waves.ideal
+
+    def flush(self) -> None:
+        """Makes what was fetched since the last event a stretch of work."""
+        if self.path and self.cluster == 0:
+            done = tuple(self.path)
+            self.events.append(
+                Event("work", done[0], (), "", done, self.pending_waves, self.pending_bytes)
+            )
+        self.path.clear()
+        self.pending_waves = self.pending_bytes = 0
+
+    def history(self) -> list[Event]:
+        """All events, the stretch behind the last one too.  For after the launch."""
+        self.flush()
+        return self.events
 
 
 class Recorder:
@@ -113,7 +131,7 @@ class Recorder:
         self.sectors: dict[tuple[str, str], set[int]] = defaultdict(set)
         self._kernel = ""
         self.last_map = b""  # the tensor map that was read last
-        self._watchers: dict[str, list[Any]] = {}
+        self._codes: dict[str, list[Any]] = {}
         self._step: _Step | None = None
 
     # ---- softgpu.options.Observer ----------------------------------------------------------------
@@ -136,28 +154,28 @@ class Recorder:
         index = cluster.first // cluster.size
         record = WarpRecord(kernel.name, index, warp.block.rank, warp.index)
         self.warps.append(record)
-        warp.code = _Code(self._code(warp.machine.program, record), record)
+        warp.code = _Code(self._code(warp.machine.program), record)
         warp.tensor_queue = _Queue(warp, self)
 
     def _shared(self, ctas: int, limit: int) -> SharedMemory:
         return _Shared(ctas, limit, self)
 
-    def _code(self, program: Program, record: WarpRecord) -> list[Any]:
-        """The program's code, with the instructions that need a look wrapped for this warp."""
+    def _code(self, program: Program) -> list[Any]:
+        """The program's code, with the instructions that need a look wrapped."""
         name = program.kernel.name
-        if name not in self._watchers:
-            self._watchers[name] = [_watcher(ins) for ins in program.kernel.code]
-        watchers = self._watchers[name]
-        return [
-            (kind, fn if kind != NORMAL or watch is None else self._wrapped(fn, pc, watch, record),
-             guard, negated)
-            for pc, ((kind, fn, guard, negated), watch) in enumerate(
-                zip(program.code, watchers, strict=True)
-            )
-        ]  # fmt: skip
+        if name not in self._codes:
+            code = []
+            for pc, (kind, fn, guard, negated) in enumerate(program.code):
+                watch = _watcher(program.kernel.code[pc])
+                if kind == NORMAL and watch is not None:
+                    fn = self._wrapped(fn, pc, watch)
+                code.append((kind, fn, guard, negated))
+            self._codes[name] = code
+        return self._codes[name]
 
-    def _wrapped(self, fn: Any, pc: int, watch: Any, record: WarpRecord) -> Any:
+    def _wrapped(self, fn: Any, pc: int, watch: Any) -> Any:
         def run(w: Any, m: Any) -> Any:
+            record: WarpRecord = w.code.record
             step = self._step = _Step(self, w, m, pc, record)
             try:
                 wait = fn(w, m)
@@ -209,6 +227,7 @@ class Recorder:
             return  # constant memory
         sectors = self.touched(what, addresses, nbytes)
         step.record.moved[step.pc, "load" if what == "read" else "store"] += sectors
+        step.record.pending_bytes += sectors
 
 
 @dataclass
@@ -247,13 +266,9 @@ class _Step:
     def add(self, kind: str, keys: tuple[Key, ...] = (), unit: str = "", amount: Any = 0,
             waves: int = 0) -> None:  # fmt: skip
         """An event, behind the work before it; only the first cluster's are kept."""
-        r = self.record
-        if r.cluster == 0:
-            if r.path:
-                r.events.append(Event("work", r.path[0], (), "", tuple(r.path), r.pending_waves))
-            r.events.append(Event(kind, self.pc, keys, unit, amount, waves))
-        r.path.clear()
-        r.pending_waves = 0
+        self.record.flush()
+        if self.record.cluster == 0:
+            self.record.events.append(Event(kind, self.pc, keys, unit, amount, waves))
 
     def accesses(self, *kinds: str) -> int:
         """Counts the accesses that the handler made, of these kinds; their wavefronts."""
@@ -331,8 +346,9 @@ def _commit(unit: str) -> Any:
 
 def _wait_group(unit: str) -> Any:
     def watch(step: _Step) -> None:
-        keep = step.ins.args[0].bits if step.ins.args else -1
-        step.add("await", (_group(step, unit, keep + 1),))
+        keep = step.ins.args[0] if step.ins.args else Imm(-1)
+        assert isinstance(keep, Imm)
+        step.add("await", (_group(step, unit, keep.bits + 1),))
 
     return watch
 
@@ -411,9 +427,7 @@ def _copies(step: _Step) -> int:
 
 def _tensor_rows(step: _Step, what: str) -> None:
     """Notes the sectors of a tensor copy: its map and coordinates, as the registers hold them."""
-    operand = next(
-        (x for x in step.ins.args if isinstance(x, Mem) and x.coords is not None), None
-    )
+    operand = next((x for x in step.ins.args if isinstance(x, Mem) and x.coords is not None), None)
     if operand is None or operand.coords is None:
         return
     lane = 0 if step.mask is True else int(np.argmax(step.mask))
@@ -473,7 +487,7 @@ class _Code(list[Any]):
 
     def __init__(self, code: list[Any], record: WarpRecord) -> None:
         super().__init__(code)
-        self.fetched, self.path = record.fetched, record.path
+        self.record, self.fetched, self.path = record, record.fetched, record.path
 
     def __getitem__(self, pc: Any) -> Any:
         self.fetched[pc] += 1

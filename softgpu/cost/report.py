@@ -30,7 +30,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 def roles(p: Profile) -> list[str]:
     """A line a role, and one for the CTA."""
     head = ("role", "issued", "PTX", "MUFU", "tensor", "LSU", "operands", "copies", "conflicts")
-    rows = [_row(str(role), role.figures) for role in p.roles]
+    rows = [_row(str(role), role.figures) for role in p.roles if role.figures.ptx > 0]
     return table(head, [*rows, _row("CTA", p.tile)])
 
 
@@ -61,7 +61,7 @@ def paths(f: Figures) -> str:
 def opcodes(p: Profile) -> list[str]:
     """The most frequent SASS opcodes of each role."""
     lines = []
-    for role in p.roles:
+    for role in (r for r in p.roles if r.figures.ptx > 0):
         most = sorted(role.figures.opcodes.items(), key=lambda x: -x[1])[:TOP]
         lines.append(f"{role}: " + ", ".join(f"{k} {n:,.0f}" for k, n in most if n >= 0.5))
     return lines

@@ -132,7 +132,9 @@ class Estimate:
         self, rate: Mapping[Line | None, float], out: list[float | None]
     ) -> dict[Line | None, float]:
         """The mean executions of a line's SASS in the blocks whose own are not known yet."""
-        all_of, found, taken, open_ = (defaultdict(float) for _ in range(4))
+        all_of: dict[Line | None, float] = defaultdict(float)
+        taken: dict[Line | None, float] = defaultdict(float)
+        open_: dict[Line | None, float] = defaultdict(float)
         for block, n in zip(self.code, out, strict=True):
             for _, line in block.code:
                 all_of[line] += 1
@@ -140,10 +142,10 @@ class Estimate:
                     open_[line] += 1
                 else:
                     taken[line] += n
-        for line, n in open_.items():
-            if line in rate:
-                found[line] = max(0.0, (rate[line] * all_of[line] - taken[line]) / n)
-        return dict(found)
+        return {
+            line: max(0.0, (rate[line] * all_of[line] - taken[line]) / n)
+            for line, n in open_.items() if line in rate
+        }  # fmt: skip
 
     def opcodes(self, executed: Mapping[int, float]) -> dict[str, float]:
         """Issued instructions by opcode."""

@@ -2,8 +2,8 @@
 
 Events of ``Recorder`` are played in order of time on servers: four schedulers, special function
 units, the shared-memory port and the tensor cores of each CTA, and the CTA's share of memory
-bandwidth.  A server takes requests one after the other.  A stretch of a warp's instructions takes as
-long as its longest chain of dependent ones (``LATENCY``), or as its instructions at ``PIPES``
+bandwidth.  A server takes requests one after the other.  A stretch of a warp's instructions takes
+as long as its longest chain of dependent ones (``LATENCY``), or as its instructions at ``PIPES``
 cycles each if that is more: ptxas orders instructions well, but only between barriers.  Nothing
 here was measured; read the picture for its order and for what waits for what, not for
 microseconds.
@@ -148,6 +148,7 @@ class _Warp:
     factor: float  # issued instructions of a PTX instruction
     at: int = 0
     left: tuple[float, float, float] | None = None  # of a stretch: slots, special, wavefronts
+    whole: float = 1.0  # slots of the whole stretch
     pace: float = PIPES  # cycles of each of its slots
     began: float = 0.0
     last: dict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -172,7 +173,7 @@ class Player:
         self.warps = [_Warp(r, issued.get(r.index, 1.0)) for r in records]
         self.stretches: dict[tuple[int, ...], Stretch] = {}
         self.expected: Counter[Key] = Counter(
-            key for r in records for e in r.events if e.kind != "await" for key in e.keys
+            key for r in records for e in r.history() if e.kind != "await" for key in e.keys
         )
         self.came: dict[Key, list[_Came]] = defaultdict(list)
         self.waiting: dict[Key, list[int]] = defaultdict(list)
@@ -197,7 +198,7 @@ class Player:
         if stuck:
             raise SoftGpuError(f"timeline: warps {stuck} wait for what nobody completes")
         last = max(range(len(ends)), key=ends.__getitem__)
-        busy = defaultdict(float)
+        busy: dict[tuple[int, str], float] = defaultdict(float)
         for (rank, name), server in self.servers.items():
             busy[rank, name.split(" ")[0]] += server.busy
         return Timeline(
@@ -232,6 +233,7 @@ class Player:
             found = self._stretch(e.amount)
             slots = w.factor * found.ptx
             w.left = slots, float(found.special), float(e.waves)
+            w.whole = slots
             w.pace = max(PIPES, found.depth / slots)
             w.began = now
         slots, special, waves = w.left
@@ -242,6 +244,10 @@ class Player:
         if special:
             mufu = self.servers[rank, f"mufu {quarter}"]
             end = max(end, mufu.serve(now, 8 * special * share)[1])
+        if e.nbytes:
+            # in line with other loads only: rings of copies are deep, and loads overtake them
+            loads = self.servers[rank, "loads"]
+            end = max(end, loads.serve(now, e.nbytes * share * slots / w.whole / self.memory)[1])
         if waves:
             end = max(end, self.servers[rank, "port"].serve(now, waves * share)[1])
         w.left = (slots - slots * share, special - special * share, waves - waves * share)
