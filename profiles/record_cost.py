@@ -116,23 +116,17 @@ def _cells(line: str) -> list[str]:
 # ---------------------------------------------------------------- the model's side
 
 
-def predicted(name: str, directory: Path, sizes: ncu.Sizes = SIZES) -> dict[str, float]:
+def predicted(found: cost.Cost, sizes: ncu.Sizes = SIZES) -> dict[str, float]:
     """Counters of the whole launch that was recorded, by the model.
 
     A part's tiles cost what a steady tile does; what a part costs besides is counted once for
     each of its work tiles.
-
-    Raises:
-        ValueError, VariantError: the variant is unknown, or not built.
     """
-    spec = matrix.named(name)
-    found = cost.measure(spec, directory).profile
-    blocks = max(1, cost.rows_of(spec) // 128)
-    parts = SMS // found.ctas
-    tiles = -(-sizes.tokens // spec.token_tile)
-    items, *_ = split_evenly(sizes.batch, blocks, tiles, parts)
-    each = found.whole(sizes.batch * tiles / parts, len(items) / parts)
-    return {label: parts * found.ctas * n for label, n in each.items()}
+    ctas = found.profile.ctas
+    parts, tiles = SMS // ctas, -(-sizes.tokens // found.spec.token_tile)
+    items, *_ = split_evenly(sizes.batch, 1, tiles, parts)
+    each = found.profile.whole(sizes.batch * tiles / parts, len(items) / parts)
+    return {label: parts * ctas * n for label, n in each.items()}
 
 
 def rows(card: Mapping[str, float], model: Mapping[str, float]) -> list[Row]:
@@ -202,7 +196,7 @@ def compare(
         if card is None:
             lines += [f"## {name}", "", "Not recorded yet.", ""]
         else:
-            lines += table(name, rows(card, predicted(name, at)))
+            lines += table(name, rows(card, predicted(cost.measure(matrix.named(name), at))))
     artifacts.write_atomic(out / "cost-h200.md", "\n".join(lines))
     typer.echo("\n".join(lines))
 
