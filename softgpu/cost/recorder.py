@@ -60,6 +60,7 @@ class Event(NamedTuple):
         amount: of a launch its cycles (tensor) or bytes; of work the instructions, in order.
         waves: wavefronts of shared memory of a launch, or of a stretch of work.
         nbytes: bytes of global memory that a stretch of work loads and stores, whole sectors.
+        ctas: whose tensor cores and port a launch takes, from the warp's own on.
     """
 
     kind: str
@@ -69,6 +70,7 @@ class Event(NamedTuple):
     amount: Any = 0
     waves: int = 0
     nbytes: int = 0
+    ctas: int = 1
 
 
 @dataclass
@@ -264,11 +266,11 @@ class _Step:
         return tuple(("mbarrier", a, phase) for a, phase in self.barriers.items())
 
     def add(self, kind: str, keys: tuple[Key, ...] = (), unit: str = "", amount: Any = 0,
-            waves: int = 0) -> None:  # fmt: skip
+            waves: int = 0, ctas: int = 1) -> None:  # fmt: skip
         """An event, behind the work before it; only the first cluster's are kept."""
         self.record.flush()
         if self.record.cluster == 0:
-            self.record.events.append(Event(kind, self.pc, keys, unit, amount, waves))
+            self.record.events.append(Event(kind, self.pc, keys, unit, amount, waves, 0, ctas))
 
     def accesses(self, *kinds: str) -> int:
         """Counts the accesses that the handler made, of these kinds; their wavefronts."""
@@ -368,16 +370,18 @@ def _wgmma(step: _Step) -> None:
 
 
 def _tcgen05(step: _Step) -> None:
-    """An MMA or a copy to tensor memory; each CTA of a pair reads its own operands."""
+    """An MMA or a copy to tensor memory; each CTA of a pair reads its own operands, and both are
+    counted here, where one of them issues."""
     for op in step.tensor:
         waves = max(
             sum(index.size for rank, index, _ in op.shared if rank == own) * 16 // 128
             for own in {rank for rank, _, _ in op.shared} or {0}
         )
-        step.record.count(step.pc, OPERANDS, Waves(waves, waves))
+        both = op.group * waves
+        step.record.count(step.pc, OPERANDS, Waves(both, both))
         cycles = rates.tcgen05_cycles(op)
-        step.record.tensor[step.pc] += cycles
-        step.add("launch", (), "tensor", cycles, waves)
+        step.record.tensor[step.pc] += op.group * cycles
+        step.add("launch", (), "tensor", cycles, waves, op.group)
 
 
 def _tensor_commit(step: _Step) -> None:

@@ -288,10 +288,12 @@ class Player:
         """When asynchronous work is done."""
         rank = w.record.rank
         if e.unit == "tensor":
-            start, end = self.servers[rank, "tensor"].serve(now, e.amount)
-            end = max(end, self.servers[rank, "port"].serve(now, e.waves)[1])
-            self._unit(rank, "tensor", start, end, self.kernel.code[e.pc].opcode)
-            done = end + TENSOR
+            done = now
+            for place in range(rank, rank + e.ctas):
+                start, end = self.servers[place, "tensor"].serve(now, e.amount)
+                end = max(end, self.servers[place, "port"].serve(now, e.waves)[1])
+                self._unit(place, "tensor", start, end, self.kernel.code[e.pc].opcode)
+                done = max(done, end + TENSOR)
         else:
             start, end = self.servers[rank, "copy"].serve(now, e.amount / self.memory)
             self._unit(rank, "copy", start, end, f"{e.amount} bytes")
