@@ -92,7 +92,7 @@ class Options:
         on_hazard: called with every hazard that is collected; may be None.
         resident: clusters that run at the same time; more are admitted when those all wait.
         max_instructions: stop after so many warp instructions, 0 for no limit.
-        observer: is told of every launch and may watch it (``softgpu.cost.Recorder``); None.
+        observer: is told of every launch and may watch it (``softgpu.cost.recorder``); None.
 
     Raises:
         ValueError: an unknown name, of a field or of the environment variable behind it.

@@ -261,6 +261,8 @@ def cost(
         title = f"{c.spec.name}, {c.rows} rows"
         console.print(report.text(title, c.profile, c.card, c.cycles, c.handovers, c.hot, opcodes))
         return
+    if not all(c.measured for c in found):
+        console.print(report.PREDICTED)
     console.print(report.comparison([c.spec.name for c in found], [c.numbers() for c in found]))
 
 

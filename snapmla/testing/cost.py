@@ -18,7 +18,7 @@ from snapmla.dispatch.cards import cards, find_card
 from snapmla.testing import selfcheck, workloads
 from snapmla.testing.workloads.call import Sizes
 from softgpu import LoadedKernel, Options, using
-from softgpu.cost import sass, timeline
+from softgpu.cost import rates, sass, timeline
 from softgpu.cost.profile import Card, Profile, conflicts, counters, entry, loads, profile
 from softgpu.cost.recorder import Recorder
 
@@ -50,6 +50,11 @@ class Cost:
     handovers: dict[str, float]
     hot: list[tuple[float, str]]
     play: timeline.Timeline
+
+    @property
+    def measured(self) -> bool:
+        """Whether a card's counters have been compared with the model of this architecture."""
+        return rates.of(self.profile.architecture).measured
 
     def numbers(self) -> dict[str, float]:
         """What two variants are compared by."""

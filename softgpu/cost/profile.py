@@ -77,7 +77,7 @@ class Figures:
 
     @property
     def lsu(self) -> float:
-        """What an H200 counts as ``l1tex__data_pipe_lsu_wavefronts_mem_shared``."""
+        """What an H200's counter of LSU wavefronts to shared memory adds up."""
         return self.wavefronts(*LSU, *EXCHANGE, OPERANDS)
 
 

@@ -438,8 +438,8 @@ def _tensor_rows(step: _Step, what: str) -> None:
     found = tma.decode_map(step.recorder.last_map)
     coords = [_value(step.warp, c, lane) for c in operand.coords]
     if len(coords) != found.rank:
-        found = tma._gathered(found)
-    rows, nbytes = tma._inside(found, coords)
+        found = tma.gathered(found)
+    rows, nbytes = tma.rows_inside(found, coords)
     if nbytes:
         step.recorder.touched(what, rows, nbytes)
 

@@ -402,6 +402,7 @@ def test_the_report_says_what_is_predicted() -> None:
 
     hopper, blackwell = text(90), text(100)
     assert report.PREDICTED in blackwell and "predicted" not in hopper
+    assert "\npredicted: bound by memory" in blackwell and "\npredicted: modelled time" in blackwell
     assert "bound by memory: 210 cycles, then shared memory (89 % of that)" in hopper
     assert "modelled time 300 cycles, 0.30 us at 1000 MHz: 70 % of" in hopper
     assert "softmax, warps 0-2, 5" in hopper and "idle" not in hopper
@@ -446,6 +447,10 @@ def test_trace_of_two_warps() -> None:
     data = trace.events(play, Profile("k", 90, (0, 0), roles, FIGURES, FIGURES, 1), CARD, "v")
     check_trace(data)
     names = [e["args"]["name"] for e in data["traceEvents"] if e["ph"] == "M"]
+    b200 = trace.events(play, Profile("k", 100, (0, 0), roles, FIGURES, FIGURES, 1), CARD, "v")
+    said = [e["args"]["name"] for e in b200["traceEvents"] if e["ph"] == "M"]
+    assert all(x.endswith(("predicted, modelled, not measured", "measured)")) for x in said)
+    assert all("predicted" in x for x in said)
     assert names == [
         "CTA 0 of v: time is modelled, not measured", "role 0, warp 0 (modelled, not measured)",
         "role 1, warp 1 (modelled, not measured)",
