@@ -73,10 +73,16 @@ def verdict(p: Profile, card: Card, cycles: float, handovers: Mapping[str, float
     second = f", then {found[1].unit} ({100 * found[1].share:.0f} % of that)"
     waits = ", ".join(f"{n:.1f} {what}" for what, n in sorted(handovers.items()) if n >= 0.05)
     word = "" if rates.of(p.architecture).measured else "predicted: "
+    time = f"{cycles:,.0f} cycles, {cycles / card.mhz:.2f} us at {card.mhz:.0f} MHz"
+    if p.tiles[1]:
+        time = (
+            f"modelled time {time}: {100 * found[0].cycles / cycles:.0f} % of it the bound is busy"
+        )
+    else:  # of one cluster, which need not be like the mean
+        time = f"modelled time of the first cluster {time}"
     return [
         f"{word}bound by {found[0].unit}: {found[0].cycles:,.0f} cycles{second}",
-        f"{word}modelled time {cycles:,.0f} cycles, {cycles / card.mhz:.2f} us at "
-        f"{card.mhz:.0f} MHz: {100 * found[0].cycles / cycles:.0f} % of the time the bound is busy",
+        f"{word}{time}",
         f"{word}handovers on its critical path: {waits or 'none'}",
     ]
 

@@ -404,10 +404,16 @@ def test_the_report_says_what_is_predicted() -> None:
     assert report.PREDICTED in blackwell and "predicted" not in hopper
     assert "\npredicted: bound by memory" in blackwell and "\npredicted: modelled time" in blackwell
     assert "bound by memory: 210 cycles, then shared memory (89 % of that)" in hopper
-    assert "modelled time 300 cycles, 0.30 us at 1000 MHz: 70 % of" in hopper
+    assert "modelled time 300 cycles, 0.30 us at 1000 MHz: 70 % of it the bound" in hopper
     assert "softmax, warps 0-2, 5" in hopper and "idle" not in hopper
     assert "2.0 named barrier" in hopper and "14 at x.py:5" in hopper and "not modelled" in hopper
     assert "softmax, warps 0-2, 5: FFMA 300, LDS 80, MUFU 20" in hopper
+    whole = Profile("k", 90, (0, 0), roles, FIGURES, FIGURES, 1)
+    found = report.verdict(whole, CARD, 300.0, {})
+    assert found[1:] == [
+        "modelled time of the first cluster 300 cycles, 0.30 us at 1000 MHz",
+        "handovers on its critical path: none",
+    ]
     lines = report.comparison(["a", "b"], [{"x": 2.0, "y": 0.0}, {"x": 3.0, "y": 0.0}]).splitlines()
     assert [line.split() for line in lines] == [["a", "b", "ratio"], ["x", "2", "3", "1.50"]]
 
