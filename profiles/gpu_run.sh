@@ -18,6 +18,8 @@
 #   tests[:FILE,FILE...]       the tests marked gpu, of all or of these files; gpu-tests-CARD.md is
 #                              the record (profiles.test_record)
 #   profile:VARIANT[,VARIANT]  Nsight Compute on variants, as one table (profiles.ncu)
+#   cost                       Nsight Compute's counters beside which the software GPU's cost is held
+#                              (profiles.record_cost), to cost-h200.json
 #   host[:ARG,ARG...]          host time of eager calls (profiles.host_time ARG ARG...)
 #   merge                      what the merge launch costs (profiles.merge_cost)
 #   parallel[:ARG,ARG...]      context-parallel decode over two and more GPUs (profiles.parallel_cost
@@ -202,6 +204,7 @@ run_part() {
             # shellcheck disable=SC2086  # a list of words
             timeout -k 10 "$seconds" "$python" -m profiles.ncu --out "$work/ncu" ${what//,/ }
             ;;
+        cost) timeout -k 10 "$seconds" "$python" -m profiles.record_cost record --out "$work" ;;
         host)
             # shellcheck disable=SC2086  # a list of words
             timeout -k 10 "$seconds" "$python" -m profiles.host_time --out "$work" ${what//,/ }

@@ -17,6 +17,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -218,15 +219,20 @@ def workload(spec: VariantSpec, sizes: Sizes) -> None:
 # ---------------------------------------------------------------- command
 
 
-def profile(spec: VariantSpec, sizes: Sizes, folder: Path) -> dict[str, tuple[str, float | str]]:
+def profile(
+    spec: VariantSpec, sizes: Sizes, folder: Path, metrics: Sequence[str] = ()
+) -> dict[str, tuple[str, float | str]]:
     """Runs ncu through the generated script; returns its metrics.
+
+    Args:
+        metrics: names of what to collect, or ``regex:`` and a pattern; none: what ``table`` shows.
 
     Raises:
         ValueError: ncu is missing, failed, or profiled nothing.
     """
     script, report = folder / f"{spec.name}.sh", folder / f"{spec.name}.csv"
-    metrics = [*METRICS.values(), "regex:" + STALL.format(".*")]
-    artifacts.write_atomic(script, render.ncu_script(spec.name, metrics, sizes.options()))
+    asked = metrics or [*METRICS.values(), "regex:" + STALL.format(".*")]
+    artifacts.write_atomic(script, render.ncu_script(spec.name, asked, sizes.options()))
     done = subprocess.run(
         ["bash", str(script), str(report)],
         capture_output=True,

@@ -1,7 +1,7 @@
 """``python -m softgpu``: coverage of PTX forms.
 
-Compiled variants are run, checked and mutated by ``python -m snapmla.testing``, which has their
-inputs and references.
+Compiled variants are run, checked, mutated and costed by ``python -m snapmla.testing``, which has
+their inputs and references.
 """
 
 from __future__ import annotations

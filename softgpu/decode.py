@@ -412,23 +412,23 @@ def _build(builder: Builder, ins: Instr, k: Decoder) -> Handler:
         raise unmodelled(ins, "modifiers or operands") from error
 
 
-def _names(operand: Operand | None) -> list[str]:
+def register_names(operand: Operand | None) -> list[str]:
     """Registers an operand names."""
     if isinstance(operand, Reg):
         return [operand.name]
     if isinstance(operand, Vec):
-        return [n for x in operand.items for n in _names(x)]
+        return [n for x in operand.items for n in register_names(x)]
     if isinstance(operand, Mem):
-        return [n for x in (operand.base, *(operand.coords or ())) for n in _names(x)]
+        return [n for x in (operand.base, *(operand.coords or ())) for n in register_names(x)]
     if isinstance(operand, Pair):
-        return [*_names(operand.first), *_names(operand.second)]
-    return _names(operand.value) if isinstance(operand, Not) else []
+        return [*register_names(operand.first), *register_names(operand.second)]
+    return register_names(operand.value) if isinstance(operand, Not) else []
 
 
 def _registers(ins: Instr, k: Decoder) -> int:
     bits = 0
     for arg in ins.args:
-        for name in _names(arg):
+        for name in register_names(arg):
             width, slot = k.slots.get(name, (0, 0))
             if width == 32:
                 bits |= 1 << slot

@@ -62,6 +62,9 @@ class Machine:
         self.clock = 0
         self.waiting: Iterator[tuple[int, tuple[int, int, int]]] = iter(())  # clusters not started
         self.shared_limit = SHARED_BASE + program.static_shared + launch.dynamic_smem
+        self.shared_type: type[SharedMemory] = SharedMemory
+        if options.observer is not None:
+            options.observer.launched(self)
         self._check()
         self._params()
         self._values()
@@ -184,7 +187,7 @@ class Machine:
     def shared_memory(self, ctas: int) -> SharedMemory:
         """Poison: that of a cluster that is gone, or new; pages of memory cost more than poison."""
         if not self._shared:
-            return SharedMemory(ctas, self.shared_limit)
+            return self.shared_type(ctas, self.shared_limit)
         shared = self._shared.pop()
         shared.poison()
         return shared

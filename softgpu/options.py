@@ -5,12 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from . import accumulate as arithmetic
 from .errors import Hazard
+
+if TYPE_CHECKING:
+    from .machine import Machine
+    from .warp import Warp
 
 LANDINGS = ("early", "late", "random")
 HAZARDS = ("off", "raise", "collect")
@@ -54,6 +59,16 @@ def _hazards() -> str:
     return _one_of("SOFTGPU_HAZARDS", _OTHER_WORDS.get(text, text), HAZARDS)
 
 
+class Observer(Protocol):
+    """Who watches launches; one that is None costs nothing."""
+
+    def launched(self, machine: Machine) -> None:
+        """A launch is about to begin: the place to put other memories into the machine."""
+
+    def started(self, warp: Warp) -> None:
+        """A warp has been made and has executed nothing: the place to put other code into it."""
+
+
 @dataclass
 class Options:
     """How to execute.  Defaults come from SOFTGPU_ACCUMULATE, _ASYNC, _SEED and _HAZARDS.
@@ -77,6 +92,7 @@ class Options:
         on_hazard: called with every hazard that is collected; may be None.
         resident: clusters that run at the same time; more are admitted when those all wait.
         max_instructions: stop after so many warp instructions, 0 for no limit.
+        observer: is told of every launch and may watch it (``softgpu.cost.recorder``); None.
 
     Raises:
         ValueError: an unknown name, of a field or of the environment variable behind it.
@@ -90,6 +106,7 @@ class Options:
     resident: int = 1
     max_instructions: int = 0
     on_hazard: Callable[[Hazard], None] | None = None
+    observer: Observer | None = None
 
     def __post_init__(self) -> None:
         _one_of("asynchronous", self.asynchronous, LANDINGS)

@@ -105,6 +105,8 @@ class Warp:
             self.v[i] = value
         for i, value in block.machine.specials(index):
             self.v[i] = value
+        if self.machine.options.observer is not None:
+            self.machine.options.observer.started(self)
 
     # ---- convergence ---------------------------------------------------------------------------
     def lanes(self, m: Mask) -> NDArray[np.bool_]:

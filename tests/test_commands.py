@@ -260,10 +260,12 @@ def test_softgpu_says_what_is_close_to_a_name(
         "-m profiles.bench h200-table", "-m profiles.parallel_cost",
         "-m profiles.record_softgpu record", "-m profiles.record_wgmma record",
         "-m profiles.ncu merge_obf16_sm90a", "tests/gpu/check_decode.py --parts correctness",
+        "-m profiles.record_cost record",
     ],
 )  # fmt: skip
 def test_without_a_gpu_it_is_one_sentence(tmp_path: Path, command: str) -> None:
     slow = {"profiles.record_softgpu", "profiles.record_wgmma", "profiles.ncu"}
+    slow |= {"profiles.record_cost"}
     if slow.isdisjoint(command.split()):  # the others answer before they import torch
         (tmp_path / "sitecustomize.py").write_text(WITHOUT_COMPILER.replace("cutlass", "torch"))
     out = [] if "ncu" in command else ["--out", str(tmp_path / "out")]

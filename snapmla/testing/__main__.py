@@ -1,4 +1,4 @@
-"""``python -m snapmla.testing``: run, check and mutate compiled variants on the software GPU.
+"""``python -m snapmla.testing``: run, check, mutate and cost compiled variants on the software GPU.
 
 Variants are named as in ``build/variants``, globs are fine; ``--dir`` names another directory.
 """
@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 from rich.progress import track
 
-from codegen import matrix
+from codegen import artifacts, matrix
 from dsl_kernels import dims
 from dsl_kernels.spec import VariantSpec
 from snapmla import env
@@ -222,6 +222,66 @@ def mutate(
         f"({100 * killed / max(len(outcomes), 1):.0f} %), at most {seeds} schedules each"
     )
     raise typer.Exit(1 if explained and _unexplained(outcomes, explained) else 0)
+
+
+Card = Annotated[str | None, typer.Option(help="card on file, such as H200, H100, B200")]
+Rows = Annotated[int | None, typer.Option(help="query rows; as many as the row tile has")]
+
+
+def _cost(name: str, at: Path, card: str | None, rows: int | None, tiles: tuple[int, int]) -> Any:
+    """The cost of a variant, or one sentence and exit code 2."""
+    from snapmla.testing import cost as costs  # not at the top: it needs nvdisasm's package
+
+    found, _ = _variants([name], at)
+    try:
+        return costs.measure(VariantSpec.from_name(found[0]), at, card, rows, tiles)
+    except (ValueError, VariantError) as error:
+        print(error, file=sys.stderr)
+        raise typer.Exit(2) from None
+
+
+@app.command()
+def cost(
+    variant: Annotated[str, typer.Argument(help="variant name")],
+    compare: Annotated[str | None, typer.Option(help="another variant, beside it")] = None,
+    card: Card = None,
+    rows: Rows = None,
+    tiles: Annotated[tuple[int, int], typer.Option(help="KV tiles of the two records")] = (6, 14),
+    opcodes: Annotated[bool, typer.Option(help="SASS opcodes of each role too")] = False,
+    directory: Directory = None,
+) -> None:
+    """What a variant asks of each unit of an SM a tile, and which bounds it; nothing is timed."""
+    from softgpu.cost import report
+
+    at = directory if directory is not None else env.variant_dirs()[0]
+    names = [variant] if compare is None else [variant, compare]
+    found = [_cost(name, at, card, rows, tiles) for name in names]
+    if compare is None:
+        c = found[0]
+        title = f"{c.spec.name}, {c.rows} rows"
+        console.print(report.text(title, c.profile, c.card, c.cycles, c.handovers, c.hot, opcodes))
+        return
+    if not all(c.measured for c in found):
+        console.print(report.PREDICTED)
+    console.print(report.comparison([c.spec.name for c in found], [c.numbers() for c in found]))
+
+
+@app.command()
+def trace(
+    variant: Annotated[str, typer.Argument(help="variant name")],
+    out: Annotated[Path, typer.Argument(help="file to write, such as trace.json")],
+    card: Card = None,
+    rows: Rows = None,
+    tiles: Annotated[int, typer.Option(min=3, help="KV tiles")] = 8,
+    directory: Directory = None,
+) -> None:
+    """Write a modelled timeline of one cluster, for ui.perfetto.dev or chrome://tracing."""
+    from softgpu.cost import trace as traces
+
+    at = directory if directory is not None else env.variant_dirs()[0]
+    c = _cost(variant, at, card, rows, (2, tiles))
+    artifacts.write_atomic(out, traces.text(c.play, c.profile, c.card, c.spec.name))
+    console.print(f"{out}: {c.play.cycles:,.0f} modelled cycles, {c.card.name}; nothing was timed")
 
 
 def _line(outcome: mutation.Outcome) -> str:

@@ -182,7 +182,7 @@ def store(w: Any, t: TensorMap, coords: list[int], source: int, add: bool) -> No
             to[:] = row
 
 
-def _inside(t: TensorMap, coords: list[int]) -> tuple[Any, int]:
+def rows_inside(t: TensorMap, coords: list[int]) -> tuple[Any, int]:
     """(addresses of the box's rows that lie in the tensor, bytes of a row that do)."""
     offset, inside = _rows(t, coords)
     first, last = _inner(t, coords[0])
@@ -203,7 +203,7 @@ def _box(w: Any, t: TensorMap, shared: int) -> Any:
 def _track_load(
     w: Any, lane: int, t: TensorMap, coords: list[int], targets: list[int], bars: list[Any]
 ) -> None:
-    rows, nbytes = _inside(t, coords)
+    rows, nbytes = rows_inside(t, coords)
     if nbytes:
         w.machine.globals.async_read(w.hazard, lane, rows, nbytes)
     for target, bar in zip(targets, bars, strict=True):
@@ -216,12 +216,12 @@ def _track_store(
 ) -> None:
     w.shared.check(np.array([source], np.uint32), t.box_bytes, None, "tensor store", 16)
     w.hazard.copy_out(lane, _box(w, t, source), source >> RANK_SHIFT)
-    rows, nbytes = _inside(t, coords)
+    rows, nbytes = rows_inside(t, coords)
     if nbytes and not add:  # additions are atomic: they do not race with each other
         w.machine.globals.async_write(w.hazard, lane, rows, nbytes)
 
 
-def _gathered(t: TensorMap) -> TensorMap:
+def gathered(t: TensorMap) -> TensorMap:
     """The map of a tile::gather4: its box is one row, of which four are copied."""
     if t.rank != 2 or t.box[1] != 1:
         raise DescriptorError(f"tile::gather4: expected a map of rank 2 with a box of one row: {t}")
@@ -253,7 +253,7 @@ class _Tensor:
         if t is None:
             t = decode_map(raw)
             if self.gather:
-                t = _gathered(t)
+                t = gathered(t)
             self._decoded[raw] = t
         if t.rank != self.rank:
             raise DescriptorError(f"{self.rank}d copy through a tensor map of rank {t.rank}")

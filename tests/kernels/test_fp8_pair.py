@@ -163,7 +163,7 @@ def test_bytes_cross_once_or_twice(
     load = tma.load
 
     def counted(w: Any, t: Any, coords: list[int], targets: list[int]) -> None:
-        rows, nbytes = tma._inside(t, coords)
+        rows, nbytes = tma.rows_inside(t, coords)
         for row in rows.tolist():
             for chunk in range(0, nbytes, 16):
                 times[row + chunk] = times.get(row + chunk, 0) + 1

@@ -8,7 +8,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+import softgpu
 from softgpu import mutate
+from softgpu.cost.profile import profile
+from softgpu.cost.recorder import Recorder
+from softgpu.cost.timeline import Player
 from softgpu.errors import Deadlock
 from tests.support.needs import needs_compiler
 from tests.support.planting import Bench, Source, at, check, granted, with_operand
@@ -50,6 +54,22 @@ modes = pytest.mark.parametrize("mode", ["early", "late"])
 
 def test_every_schedule_gives_one_clean_result(pair: Bench) -> None:
     pair.check_schedules()
+
+
+def test_cost_counts_both_ctas(pair: Bench) -> None:
+    """64 of 128 rows a CTA: 16 cycles for each of two steps of K; operands are 64 + 32 rows of 32
+    bytes.  The timeline plays commits that arrive at both, and waits for the peer."""
+    recorder = Recorder()
+    with softgpu.using(softgpu.Options(asynchronous="early", observer=recorder)):
+        assert pair.right()
+    found = profile(recorder, None, (0, 0), None)
+    assert found.ctas == 2 and found.tile.tensor == TILES * 2 * 16
+    assert found.tile.waves["operands"] == TILES * 2 * (64 + 32) * 32 // 128
+    kernel = recorder.programs[found.kernel].kernel
+    play = Player(kernel, recorder.warps, {}, 20.0).play()
+    for rank in range(2):
+        assert play.busy[rank, "tensor"] == found.tile.tensor
+    assert play.waits()["mbarrier that an MMA commits to"] > 0
 
 
 # ---- the peer's life -----------------------------------------------------------------------------

@@ -159,12 +159,13 @@ def sized(spec: VariantSpec, sizes: Sizes, device: str, seed: int) -> dict[str, 
     cache = torch.empty(pages, PAGE_BYTES, dtype=torch.uint8, device=device)
     keys = source.normal(pages, SCALES_AT).to(torch.float8_e4m3fn)
     cache[:, :SCALES_AT] = keys.view(torch.uint8)
-    scale = source.normal(pages, PAGE).abs() + 0.5
+    scale = source.normal(pages, PAGE, dtype=torch.float32).abs() + 0.5
     cache[:, SCALES_AT:] = scale.view(torch.uint8)
     q = source.normal(rows, spec.heads, INDEX_DIM).to(torch.float8_e4m3fn)
     full = lambda n: torch.full((sizes.batch,), n, dtype=torch.int32, device=device)
     return {
-        "q": q.view(torch.uint8), "w": source.normal(rows, spec.heads), "cache": cache,
+        "q": q.view(torch.uint8), "cache": cache,
+        "w": source.normal(rows, spec.heads, dtype=torch.float32),
         "block_table": source.order(pages).view(sizes.batch, width).int(),
         "cache_seqlens": full(sizes.tokens),
         "cu_seqlens_q": torch.empty(0, dtype=torch.int32, device=device),
