@@ -1,8 +1,8 @@
-"""The correction warpgroup of SM100's 16-bit decode (dense_ws.py, dense_pair.py): O in tensor memory.
+"""The correction warpgroup of SM100's 16-bit decode (dense_parts.py): O in tensor memory.
 
 A thread has one row and 256 of its channels, 128 of each half: columns o ... o + 255 of its lane.
-Before P.V of a tile it sees to V that must not meet P = 0 and, where a row's frame moved, multiplies
-O by gamma; behind an item's last tile it writes the rows.
+Before P.V of a tile it sees to V that must not meet P = 0 and, where a row's frame moved,
+multiplies O by gamma; behind an item's last tile it writes the rows.
 """
 
 from __future__ import annotations

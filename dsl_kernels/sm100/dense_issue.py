@@ -1,4 +1,4 @@
-"""The issuing warps of SM100's 16-bit decode of 64 rows (dense_ws.py): a warp waits, one lane issues.
+"""The issuing warps of SM100's 16-bit decode of 64 rows (dense_ws.py): a warp waits, a lane issues.
 
 Q.K   36 steps of 16 channels into S: A in tensor memory for 24 of them, in shared memory for 12
 P.V   4 steps of 16 tokens for each half of the channels, added to O in tensor memory

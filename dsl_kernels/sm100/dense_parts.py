@@ -1,8 +1,8 @@
 """What the roles of SM100's 16-bit decode share: sizes, barriers, tensor memory, products.
 
-Two pipelines are made of them, of 64 rows (dense_ws.py) and of 128 (dense_pair.py): a ``Parts`` each
-says where P and V lie and who has read them.  Here, too, what umma.py lacks for O in tensor memory:
-stores of registers.  Section numbers are those of PTX ISA 9.1.
+Two pipelines are made of them, of 64 rows (dense_ws.py) and of 128 (dense_pair.py): a ``Parts``
+each says where P and V lie and who has read them.  Here, too, what umma.py lacks for O in tensor
+memory: stores of registers.  Section numbers are those of PTX ISA 9.1.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The softmax warpgroup of SM100's 16-bit decode (dense_ws.py, dense_pair.py): S -> P, gamma, sums.
+"""The softmax warpgroup of SM100's 16-bit decode (dense_parts.py): S -> P, gamma, row sums.
 
-A thread holds half of a block of one row, 32 or 64 tokens (block_softmax.py).  Frames are SM90's of a 16-bit cache
-(sm90/dense_frames.py): lazy, P' = 2^(t - frame) in the cache's type.
+A thread holds half of a block of one row, 32 or 64 tokens (block_softmax.py).  Frames are SM90's of
+a 16-bit cache (sm90/dense_frames.py): lazy, P' = 2^(t - frame) in the cache's type.
 """
 
 from __future__ import annotations

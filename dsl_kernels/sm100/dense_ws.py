@@ -98,6 +98,7 @@ def feasible(spec: VariantSpec) -> str | None:
 def budget(spec: VariantSpec) -> bud.Budget:
     """Warpgroups, registers, barriers, shared and tensor memory of a CTA."""
     parts = WsParts(spec)
+    rows = parts.form.rows
     return bud.Budget(
         groups=(
             bud.WarpGroup("producers and issuers", 136),
@@ -110,8 +111,8 @@ def budget(spec: VariantSpec) -> bud.Budget:
             *(barrier for ring in parts.all_rings for barrier in ring.budget()),
         ),
         mmas=(
-            bud.Mma("Q.K", parts.form.rows, TILE, HEAD_DIM_QK, spec.dtype),
-            *(bud.Mma(f"P.V, {x} half", parts.form.rows, HALF, TILE, spec.dtype) for x in HALF_NAMES),
+            bud.Mma("Q.K", rows, TILE, HEAD_DIM_QK, spec.dtype),
+            *(bud.Mma(f"P.V, {x} half", rows, HALF, TILE, spec.dtype) for x in HALF_NAMES),
         ),
         tmem_columns=parts.columns.allocated,
         arch=spec.arch,

@@ -1,4 +1,4 @@
-"""What the roles of the 64-row pipeline (dense_ws.py) share: its KV ring, barriers, where P lies."""
+"""What the roles of the 64-row pipeline (dense_ws.py) share: KV ring, barriers, where P lies."""
 
 from __future__ import annotations
 
