@@ -41,7 +41,7 @@ AXES = {
     "page": (16, 32, 64, 128),
     "dtype": DTYPES,
     "inputs": ("usual", "peaked", "sink", "rope", "keys", "swings"),
-    "parts": (1, 3),
+    "parts": (1, 4),
     "asynchronous": ("early", "late", "random"),
 }
 SAMPLE = list(pairwise(AXES))
