@@ -79,7 +79,7 @@ KV_PRODUCER, SCORES, PRODUCTS, V_PRODUCER = range(4)  # warps of the first warpg
 def feasible(spec: VariantSpec) -> str | None:
     """Reason why the pipeline cannot be built for ``spec``, or None."""
     if spec.row_tile != CTAS * ROWS:
-        return f"pair puts {CTAS * ROWS} rows on M of two CTAs; ws has fewer"
+        return f"pair puts {CTAS * ROWS} rows on M of two CTAs; ws takes 64"
     if spec.cluster != CTAS:
         return f"pair needs a cluster of {CTAS}, got {spec.cluster}"
     if spec.stamps:
