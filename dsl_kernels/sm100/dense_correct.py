@@ -91,7 +91,6 @@ class Correction:
                 x = umma.load(o_at + c, WRITTEN)
                 for v in cutlass.range_constexpr(WRITTEN):
                     o[v] = x[v] * inverse
-                umma.wait_loads()
             half = c // self.form.share(HALF)
             first = half * HALF + c % self.form.share(HALF)
             for g in cutlass.range_constexpr(0, WRITTEN, EXPONENT_CHANNELS):
@@ -101,6 +100,7 @@ class Correction:
                 }
                 shared = Shared((), channel + first + g, 1)
                 write_rows(results, slot, rows, (row, channel), [Held(0, runs)], shared)
+        umma.wait_loads()  # of all: a product waits for its own registers by itself
         umma.before_sync()
         cute.arch.sync_warp()
         if tidx % 32 == 0:

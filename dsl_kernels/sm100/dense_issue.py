@@ -60,6 +60,7 @@ class Issuers:
                     self.copy_q(tmem, queries)
             for _ in cutlass.range(first, last, unroll=1):
                 self.rings.s.wait_empty(st, sst.index, sst.phase)
+                umma.after_sync()
                 s = tmem + self.columns.s + sst.index * self.form.share(TILE)
                 k = umma.advance(keys, kst.index * STAGE_BYTES)
                 self.issue_chain(cta, s, tmem + self.columns.q, queries, k, kst)
@@ -92,7 +93,6 @@ class Issuers:
                 cta.tiles.k.consumer_wait(kst)
             else:
                 self.loads.wait_chunk(cta.st, c, kst.index, kst.phase)
-            umma.after_sync()
             if umma.elected():
                 self.issue_chunk(s, q, queries, keys, c)
 

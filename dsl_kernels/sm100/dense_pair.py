@@ -153,10 +153,8 @@ class DensePair:
             cute.arch.mbarrier_init_fence()
         if warp_id == V_PRODUCER:
             self.parts.form.allocate(st.tmem.data_ptr(), columns)
-        umma.before_sync()
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()  # both CTAs' barriers are there, and the address is published
-        umma.after_sync()
 
         cute.arch.griddepcontrol_wait()  # q, the cache and the plan come from the kernels before
         cta = Cta(st, gmem, call, layouts)
@@ -169,7 +167,6 @@ class DensePair:
         else:
             claim_registers(self.budget, self.regs[2])
             self.correction.run(cta)
-        umma.before_sync()
         cute.arch.cluster_arrive()  # behind the fences and commits of each role's last access
         cute.arch.cluster_wait()
         if warp_id == V_PRODUCER:

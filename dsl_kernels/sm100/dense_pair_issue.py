@@ -60,20 +60,19 @@ class PairIssuers:
             some = Int32(cutlass.select_(first < last, Int32(1), Int32(0)))
             for c in cutlass.range(0, some * TMEM_CHUNKS, unroll=1):
                 self.loads.k.wait_full(st, kst.index, kst.phase)
-                umma.after_sync()
                 if umma.elected():
                     self.copy_q(tmem + c * (CHUNK_STEPS * umma.CELLS), squares, kst.index)
                     self.form.commit(self.loads.k.empty_barrier(st, kst.index))
                 kst.advance()
             for tile in cutlass.range(first, last, unroll=1):
                 self.rings.s.wait_empty(st, sst.index, sst.phase)
+                umma.after_sync()
                 s = tmem + self.columns.s + sst.index * self.form.share(TILE)
                 for c in cutlass.range_constexpr(CHUNKS):
                     if cutlass.const_expr(c == TMEM_CHUNKS):  # noqa: SIM102 (at compile time)
                         if tile == first:
                             self.loads.q.wait_full(st, 0, q_phase)
                     self.loads.k.wait_full(st, kst.index, kst.phase)
-                    umma.after_sync()
                     if umma.elected():
                         self.issue_chunk(s, tmem, squares, queries, kst.index, c)
                         self.form.commit(self.loads.k.empty_barrier(st, kst.index))
