@@ -175,6 +175,19 @@ def test_a_sink_keeps_the_tail() -> None:
     assert out[0, 0, 0, 1].item() == pytest.approx(weights[1:].sum() / weights.sum(), rel=3e-2)
 
 
+def test_an_lse_far_below_zero() -> None:
+    """At -800 fp32 numbers are 6e-5 apart, so it counts where the kernel rounds: its error is that
+    of the mimic, which rounds there too, and within the bound of docs/numerics.md."""
+    case = cases.DecodeCase(lengths=(65,), heads=2, s_q=2, logits=cases.rising_logits)
+    inputs = cases.build(case)
+    with on_blackwell.blackwell(), using(Options(hazards="raise")):
+        _, out, lse = on_blackwell.decode(inputs, "pair", 1)
+        found = on_blackwell.errors(inputs, "pair", out, lse)
+    assert found.right, str(found)
+    assert -800 < lse.min() < -790
+    assert found.lse_error <= 7.3 * 2.0**-24 * 800 + 2e-6
+
+
 @pytest.mark.parametrize("pipeline", ["ws", "pair"])
 def test_items_without_tiles_in_a_row(pipeline: str) -> None:
     """Four of ``ws``'s row blocks see no token before the first that does: Q tiles alone take
