@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import cutlass
 import cutlass.cute as cute
 
 from .. import compat
@@ -93,7 +94,7 @@ class PairParts:
         for run in range(RUNS):
             self.loads.v.wait_full(cta.st, run, state.phase)
         if (tile + 1) * TILE > ragged_from:
-            for run in range(RUNS):
+            for run in cutlass.range(RUNS, unroll=1):
                 at = tile * TILE + run * RUN
                 self.values.clear(
                     cta.st, 0, ragged_from - at, seqlen - at, V_AT + run * V_SQUARES, V_SQUARES,
