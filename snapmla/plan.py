@@ -129,7 +129,7 @@ def plan_decode(
             for ``decode(causal=True)``; one with ``causal=False`` serves both.
         num_parts: None fills the device.
         pipeline: ``etap`` or ``dual_wg``, of a 16-bit cache ``split``; on SM100 ``ws``, or ``pair``
-            of an FP8 cache; None lets the dispatcher choose.
+            (128 rows on two CTAs); None lets the dispatcher choose.
         row_tile: query rows per CTA or cluster (16, 32, 64, 128); None lets the dispatcher choose
             (``snapmla.explain`` lists the candidates).
         row_blocks: who takes a sequence's row blocks, if it has several: ``in_step``, CTAs side by

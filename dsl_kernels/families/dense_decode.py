@@ -8,7 +8,7 @@ from ..dims import TOKEN_TILE
 from .family import DECODE, Axis, Family, Values
 from .fp8_decode import PAGE_SIZES, ROW_TILES, cluster_of
 
-PIPELINES = ("split", "ws")
+PIPELINES = ("split", "ws", "pair")
 DTYPES = ("bf16", "f16")
 
 AXES = (
@@ -23,7 +23,10 @@ AXES = (
 MODULES = {
     ("sm_90a", "split"): "dsl_kernels.sm90.dense_decode",
     ("sm_100a", "ws"): "dsl_kernels.sm100.dense_ws",
+    ("sm_100a", "pair"): "dsl_kernels.sm100.dense_pair",
 }
+# Tokens of a KV tile: what a kernel walks, so what its plans are made of.
+TOKEN_TILES = {**dict.fromkeys(MODULES, TOKEN_TILE), ("sm_100a", "pair"): 2 * TOKEN_TILE}
 
 
 def points(arch: str) -> Iterator[Values]:
@@ -47,12 +50,12 @@ FAMILY = Family(
     points=points,
     kind=DECODE,
     formats=DTYPES,
-    token_tile=lambda _arch, _values: TOKEN_TILE,
-    # both forms, both dtypes; the rest is of the same sources and runs with the whole matrix
+    token_tile=lambda arch, values: TOKEN_TILES[arch, values["pipeline"]],
+    # both forms and dtypes of SM90, one kernel of SM100; the rest is of the same sources and runs
+    # with the whole matrix
     everyday=(
         {"pipeline": "split", "row_tile": 16, "page_size": 16, "dtype": "f16"},
         {"pipeline": "split", "row_tile": 64, "page_size": 64, "dtype": "bf16"},
-        {"pipeline": "ws", "row_tile": 64, "page_size": 16, "dtype": "f16"},
         {"pipeline": "ws", "row_tile": 64, "page_size": 64, "dtype": "bf16"},
     ),
     result_axis="dtype",

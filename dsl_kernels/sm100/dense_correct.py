@@ -1,8 +1,8 @@
-"""The correction warpgroup of SM100's 16-bit decode (dense_ws.py): O in tensor memory.
+"""The correction warpgroup of SM100's 16-bit decode (dense_parts.py): O in tensor memory.
 
 A thread has one row and 256 of its channels, 128 of each half: columns o ... o + 255 of its lane.
-Before P.V of a tile it clears V that must not meet P = 0 and, where a row's frame moved, multiplies
-O by gamma; behind an item's last tile it writes the rows.
+Before P.V of a tile it sees to V that must not meet P = 0 and, where a row's frame moved,
+multiplies O by gamma; behind an item's last tile it writes the rows.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from cutlass import Float32, Int32
 from ..common.epilogue import Held, Shared, write_rows
 from ..dims import EXPONENT_CHANNELS
 from ..dims import KV_LORA_RANK as D
-from ..dims import TOKEN_TILE as TILE
 from . import umma
-from .dense_parts import CHUNKS, HALF, STAGES, WARPGROUP, Barrier, Cta, Parts, store, wait_stores
+from .dense_parts import HALF, WARPGROUP, Cta, Parts, items_of, store, tmem_of, wait_stores
 
 SCALED, WRITTEN = 64, 32  # columns of O in registers at a time
 RUN = 8  # channels that a thread stores at a time
@@ -28,7 +27,7 @@ class Correction:
 
     def __init__(self, parts: Parts):
         self.parts, self.form, self.rings = parts, parts.form, parts.rings
-        self.work = parts.work
+        self.work, self.p_stages = parts.work, parts.p_stages
         self.channels = parts.form.share(D)  # of a thread
 
     @cute.jit
@@ -36,9 +35,9 @@ class Correction:
         tidx, _, _ = cute.arch.thread_idx()
         wwarp = cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
         gmem, call = cta.gmem, cta.call
-        span = self.parts.items(cta)
-        o_at = umma.lanes_of(self.parts.tmem(cta), wwarp) + self.parts.columns.o
-        kst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, STAGES)
+        span = items_of(self.parts, cta)
+        o_at = umma.lanes_of(tmem_of(cta), wwarp) + self.parts.columns.o
+        pst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.p_stages)
         inv_phase = Int32(0)
         for i in cutlass.range(span[0], span[1], unroll=1):
             batch, first, last, slot = self.work.item_at(gmem.work, i)
@@ -46,39 +45,23 @@ class Correction:
             ragged_from = self.work.ragged_from(gmem.work, call, batch, rows)
             seqlen = self.work.seqlen_of(gmem.work, batch)
             for tile in cutlass.range(first, last, unroll=1):
-                self.rings.p.wait_full(cta.st, kst.index, kst.phase)
-                if (tile + 1) * TILE > ragged_from:
-                    # P being there means that Q.K has read the tile, and that all of it is there
-                    at = tile * TILE
-                    self.parts.values.clear(
-                        cta.st, kst.index, ragged_from - at, seqlen - at, 0, CHUNKS - 1,
-                        Barrier.CORRECTION,
-                    )  # fmt: skip
-                self.correct(cta.st, o_at, kst, tile > first)
-                kst.advance()
+                self.rings.p.wait_full(cta.st, pst.index, pst.phase)
+                self.parts.prepare_values(cta, pst, tile, ragged_from, seqlen)
+                self.correct(cta.st, o_at, pst, tile > first)
+                pst.advance()
             if first < last:
-                self.wait_products(cta.st, kst)
+                self.parts.wait_products(cta.st, pst)
             self.write(cta, o_at, slot, rows, first < last, inv_phase)
             inv_phase = inv_phase ^ 1
 
     @cute.jit
-    def wait_products(self, st, kst):
-        """Until P.V of the tile before stage ``kst`` is complete.
-
-        It is the last one whose P was handed over, or the one before this tile's, whose stage
-        P.V of two tiles ago has freed: so the barrier of its stage is in this phase or the next.
-        """
-        before = kst.index ^ 1
-        self.rings.o.wait_full(st, before, kst.phase ^ before)
-
-    @cute.jit
-    def correct(self, st, o_at, kst, adds):
+    def correct(self, st, o_at, pst, adds):
         """O *= gamma where a frame of the warp's rows moved; ``adds``: O has a value."""
         tidx, _, _ = cute.arch.thread_idx()
-        factors = cute.make_layout((self.form.rows, STAGES))
-        gamma = st.gamma.get_tensor(factors)[tidx % self.form.rows, kst.index]
+        factors = cute.make_layout((self.form.rows, self.p_stages))
+        gamma = st.gamma.get_tensor(factors)[tidx % self.form.rows, pst.index]
         if adds & cute.arch.vote_any_sync(gamma != 1.0):
-            self.wait_products(st, kst)
+            self.parts.wait_products(st, pst)
             umma.after_sync()
             for c in cutlass.range_constexpr(0, self.channels, SCALED):
                 x = umma.load(o_at + c, SCALED)
@@ -90,7 +73,7 @@ class Correction:
         umma.before_sync()
         cute.arch.sync_warp()  # one lane tells for all
         if tidx % 32 == 0:
-            self.rings.corrected.arrive_full(st, kst.index)
+            self.rings.corrected.arrive_full(st, pst.index)
 
     @cute.jit
     def write(self, cta: Cta, o_at, slot, rows, there, inv_phase):
@@ -108,7 +91,6 @@ class Correction:
                 x = umma.load(o_at + c, WRITTEN)
                 for v in cutlass.range_constexpr(WRITTEN):
                     o[v] = x[v] * inverse
-                umma.wait_loads()
             half = c // self.form.share(HALF)
             first = half * HALF + c % self.form.share(HALF)
             for g in cutlass.range_constexpr(0, WRITTEN, EXPONENT_CHANNELS):
@@ -118,6 +100,7 @@ class Correction:
                 }
                 shared = Shared((), channel + first + g, 1)
                 write_rows(results, slot, rows, (row, channel), [Held(0, runs)], shared)
+        umma.wait_loads()  # of all: a product waits for its own registers by itself
         umma.before_sync()
         cute.arch.sync_warp()
         if tidx % 32 == 0:

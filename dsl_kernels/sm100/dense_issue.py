@@ -1,4 +1,4 @@
-"""The issuing warps of SM100's 16-bit decode (dense_ws.py): a warp waits, one lane issues.
+"""The issuing warps of SM100's 16-bit decode of 64 rows (dense_ws.py): a warp waits, a lane issues.
 
 Q.K   36 steps of 16 channels into S: A in tensor memory for 24 of them, in shared memory for 12
 P.V   4 steps of 16 tokens for each half of the channels, added to O in tensor memory
@@ -10,36 +10,31 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 
-from ..common.types import BF16
-from ..dims import HEAD_DIM_QK
 from ..dims import TOKEN_TILE as TILE
 from . import umma
 from .dense_parts import (
-    BLOCK,
+    CHUNK_STEPS,
     CHUNKS,
     HALF,
     HALVES,
-    Q_IN_TMEM,
-    Q_STAGES,
+    RUN,
     S_STAGES,
-    STAGE_BYTES,
-    STAGES,
-    STEP,
     Cta,
-    Parts,
-    p_address,
+    items_of,
+    multiply_chunk,
+    multiply_values,
+    tmem_of,
 )
+from .dense_ws_parts import BLOCK, Q_IN_TMEM, Q_STAGES, STAGE_BYTES, STAGES, WsParts
 
-SIXTEEN = BF16  # MMAs of either 16-bit type are of one kind: the descriptor says which it is
-CHUNK_STEPS = HEAD_DIM_QK // STEP // CHUNKS
-TMEM_CHUNKS = Q_IN_TMEM // STEP // CHUNK_STEPS
+TMEM_CHUNKS = Q_IN_TMEM // RUN
 CONSUMER, PRODUCER = pipeline.PipelineUserType.Consumer, pipeline.PipelineUserType.Producer
 
 
 class Issuers:
     """Loops of the two warps."""
 
-    def __init__(self, parts: Parts):
+    def __init__(self, parts: WsParts):
         self.parts, self.form, self.loads = parts, parts.form, parts.loads
         self.rings, self.columns = parts.rings, parts.columns
 
@@ -48,8 +43,8 @@ class Issuers:
     @cute.jit
     def issue_scores(self, cta: Cta):
         """Q into tensor memory, S of every tile."""
-        st, q_pipe, _, gmem, _ = cta
-        span, tmem = self.parts.items(cta), self.parts.tmem(cta)
+        st, gmem, q_pipe = cta.st, cta.gmem, cta.tiles.q
+        span, tmem = items_of(self.parts, cta), tmem_of(cta)
         queries = umma.k_major(umma.address_of(st.qc.data_ptr()))
         keys = umma.k_major(umma.address_of(st.kc.data_ptr()))
         qst = pipeline.make_pipeline_state(CONSUMER, Q_STAGES)
@@ -65,6 +60,7 @@ class Issuers:
                     self.copy_q(tmem, queries)
             for _ in cutlass.range(first, last, unroll=1):
                 self.rings.s.wait_empty(st, sst.index, sst.phase)
+                umma.after_sync()
                 s = tmem + self.columns.s + sst.index * self.form.share(TILE)
                 k = umma.advance(keys, kst.index * STAGE_BYTES)
                 self.issue_chain(cta, s, tmem + self.columns.q, queries, k, kst)
@@ -92,39 +88,34 @@ class Issuers:
     @cute.jit
     def issue_chain(self, cta: Cta, s, q, queries, keys, kst):
         """S = Q K^T of one tile, chunk by chunk as they land; ``q``: Q in tensor memory."""
-        st = cta.st
         for c in cutlass.range_constexpr(CHUNKS):
             if cutlass.const_expr(c == 0):
-                cta.k_pipe.consumer_wait(kst)
+                cta.tiles.k.consumer_wait(kst)
             else:
-                self.loads.wait_chunk(st, c, kst.index, kst.phase)
-            umma.after_sync()
+                self.loads.wait_chunk(cta.st, c, kst.index, kst.phase)
             if umma.elected():
                 self.issue_chunk(s, q, queries, keys, c)
 
     def issue_chunk(self, s, q, queries, keys, c: int):
-        """64 channels of a chain, of which the first chunk begins a new sum."""
-        for x in range(c * CHUNK_STEPS, (c + 1) * CHUNK_STEPS):
-            in_tmem = c < TMEM_CHUNKS
-            a = (
-                q + x * umma.CELLS
-                if in_tmem
-                else umma.advance(queries, umma.k_step(x, self.form.rows))
-            )
-            self.form.mma(
-                SIXTEEN, s, a, umma.advance(keys, umma.k_step(x, TILE)),
-                self.form.instruction(self.parts.dtype, TILE), x > 0, a_in_tmem=in_tmem,
-            )  # fmt: skip
+        """64 channels of a chain, whose first chunks of Q are in tensor memory."""
+        in_tmem = c < TMEM_CHUNKS
+        a = (
+            q + c * CHUNK_STEPS * umma.CELLS
+            if in_tmem
+            else umma.advance(queries, c * (self.form.rows * umma.LINE))
+        )
+        k = umma.advance(keys, c * BLOCK)
+        multiply_chunk(self.parts, s, a, k, begins=c == 0, a_in_tmem=in_tmem)
 
     # ---------------------------------------------------------------- P.V
 
     @cute.jit
     def issue_products(self, cta: Cta):
         """O += P V of every tile, half of the channels at a time."""
-        st, _, k_pipe, gmem, _ = cta
-        span, tmem = self.parts.items(cta), self.parts.tmem(cta)
+        st, gmem = cta.st, cta.gmem
+        span, tmem = items_of(self.parts, cta), tmem_of(cta)
         values = umma.mn_major(umma.address_of(st.kc.data_ptr()), BLOCK)
-        weights = umma.k_major(p_address(st))
+        weights = umma.k_major(self.parts.p_address(st, 0))
         kst = pipeline.make_pipeline_state(CONSUMER, STAGES)
         for i in cutlass.range(span[0], span[1], unroll=1):
             _, first, last, _ = self.parts.work.item_at(gmem.work, i)
@@ -138,17 +129,12 @@ class Issuers:
                     self.issue_half(tmem, p, v, 0, tile > first)
                     self.form.commit(self.loads.freed.full_barrier(st, kst.index))
                     self.issue_half(tmem, p, v, 1, tile > first)
-                    self.form.commit(self.rings.o.full_barrier(st, kst.index))
-                    self.form.commit(k_pipe.sync_object_empty.get_barrier(kst.index))
+                    self.form.commit(self.parts.o.full_barrier(st, kst.index))
+                    self.form.commit(cta.tiles.k.sync_object_empty.get_barrier(kst.index))
                 kst.advance()
 
     def issue_half(self, tmem, p, v, half: int, adds):
         """256 channels; ``adds``: whether O has a value, which the item's first tile gives it."""
         o = tmem + self.columns.o + half * self.form.share(HALF)
-        for k in range(TILE // STEP):
-            self.form.mma(
-                SIXTEEN, o, umma.advance(p, k * umma.K_BYTES),
-                umma.advance(v, half * (CHUNKS // HALVES) * BLOCK + k * STEP * umma.LINE),
-                self.form.instruction(self.parts.dtype, HALF, b_transposed=True),
-                True if k else adds,
-            )  # fmt: skip
+        v = umma.advance(v, half * ((CHUNKS - 1) // HALVES) * BLOCK)
+        multiply_values(self.parts, o, p, v, adds)

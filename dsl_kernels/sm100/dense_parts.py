@@ -1,52 +1,41 @@
-"""What the roles of SM100's 16-bit decode share (dense_ws.py): sizes, barriers, tensor memory.
+"""What the roles of SM100's 16-bit decode share: sizes, barriers, tensor memory, products.
 
-Here, too, what umma.py lacks for O in tensor memory: stores of registers.  Section numbers are
-those of PTX ISA 9.1.
+Two pipelines are made of them, of 64 rows (dense_ws.py) and of 128 (dense_pair.py): a ``Parts``
+each says where P and V lie and who has read them.  Here, too, what umma.py lacks for O in tensor
+memory: stores of registers.  Section numbers are those of PTX ISA 9.1.
 """
 
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import cutlass
 import cutlass.cute as cute
-import cutlass.utils.hopper_helpers as helpers
 from cutlass import Float32
 from cutlass.experimental import primitives as prim
 
 from .. import compat
 from ..common.barriers import Ring
-from ..common.latent16 import LatentValues, latent_format
-from ..common.paged_tma import Early, PagedTma
-from ..common.q_tiles import QTiles
-from ..common.smem import array
-from ..common.types import ROW_MAJOR
+from ..common.types import BF16
 from ..common.work_list import Call, WorkList
 from ..dims import HEAD_DIM_QK
 from ..dims import KV_LORA_RANK as D
-from ..dims import TOKEN_TILE as TILE
 from . import umma
 
 if TYPE_CHECKING:
     from ..smxx.dense_entry import Gmem
-    from ..spec import VariantSpec
 
 WARPGROUP = 128
 SOFTMAX_WARPS = CORRECTION_WARPS = 4
-STAGES, Q_STAGES, S_STAGES = 2, 1, 2
+S_STAGES = 2
 HALVES = 2  # of the channels of V, one instruction each
 HALF = D // HALVES
 CHUNKS = 9  # of a KV tile, 64 channels each: Q.K begins on the first
-EARLY = (0, 1, 2, 3)  # of them: the first half of V, free before the second is
-BLOCK = TILE * umma.LINE  # bytes of a chunk, and of P of a tile
-STAGE_BYTES = CHUNKS * BLOCK
-TOKEN_BYTES = 2 * HEAD_DIM_QK
 STEP = 16  # channels, or tokens, of an instruction
-Q_IN_TMEM = 384  # channels of Q: what tensor memory has left beside O and S
-
-K_READERS = {"P.V commit": 1}  # P being there means that Q.K and softmax are done with the tile
-Q_READERS = {"Q.K commit": 1}
+CHUNK_STEPS = HEAD_DIM_QK // STEP // CHUNKS
+RUN = CHUNK_STEPS * STEP  # channels of a chunk, and tokens of V that are multiplied in one go
+KIND = BF16  # of the instructions; their descriptors say which 16-bit type it is
 
 
 class Barrier(IntEnum):
@@ -57,13 +46,13 @@ class Barrier(IntEnum):
 
 
 class Columns:
-    """Tensor memory: first column of each array."""
+    """Tensor memory: first column of each array; ``q``: that many channels of Q."""
 
-    def __init__(self, form: umma.Form):
+    def __init__(self, form: umma.Form, tile: int, q: int):
         self.o = 0
         self.s = self.o + form.share(D)
-        self.q = self.s + S_STAGES * form.share(TILE)
-        self.end = self.q + Q_IN_TMEM // 2
+        self.q = self.s + S_STAGES * form.share(tile)
+        self.end = self.q + q // 2
 
     @property
     def allocated(self) -> int:
@@ -72,104 +61,108 @@ class Columns:
 
 
 class Rings(NamedTuple):
-    """Barriers of the roles, beside those of Q and of the KV ring; ``p``, ``corrected`` and ``o``
-    have the KV ring's stages, whose release frees theirs."""
+    """Barriers that the roles hand over by.
 
-    s: Ring
-    p: Ring
-    corrected: Ring
-    o: Ring
-    inv: Ring
+    Attributes:
+        s, p: scores; P and gamma.
+        corrected: O is in the frame of P, V is there and clean.
+        inv: 1 / row sums.
+    """
+
+    s: Any
+    p: Any
+    corrected: Any
+    inv: Any
 
 
-def rings_of(form: umma.Form) -> Rings:
-    """The first lane group's softmax warps finish the rows."""
+def inverses(form: umma.Form) -> Ring:
+    """``Rings.inv``: the first lane group's softmax warps finish the rows."""
     finishers = SOFTMAX_WARPS // form.groups
-    return Rings(
-        Ring("s", S_STAGES, {"Q.K commit": 1}, {"softmax": SOFTMAX_WARPS}),
-        Ring("p", STAGES, {"softmax": SOFTMAX_WARPS}),
-        Ring("corrected", STAGES, {"correction": CORRECTION_WARPS}),
-        Ring("o", STAGES, {"P.V commit": 1}),
-        Ring("inv", 1, {"softmax": finishers}, {"correction": CORRECTION_WARPS}),
-    )
-
-
-class Layouts(NamedTuple):
-    """Shared-memory layouts of Q and of the KV ring, one plane each."""
-
-    q: tuple
-    k: tuple
+    return Ring("inv", 1, {"softmax": finishers}, {"correction": CORRECTION_WARPS})
 
 
 class Cta(NamedTuple):
-    """What every role of a CTA works with."""
+    """What every role of a CTA works with; ``tiles``: what a pipeline's own roles need beside."""
 
     st: Any
-    q_pipe: Any
-    k_pipe: Any
     gmem: Gmem
     call: Call
+    tiles: Any
 
 
-class Parts:
-    """What the roles are composed of.
+class Parts(Protocol):
+    """What softmax and correction ask of a pipeline.
 
     Attributes:
         dtype: of Q, K, V and P.
-        form: of the MMAs; ``columns`` of tensor memory; ``rings``.
-        work, q_tiles, loads, values: work list, Q, KV tiles, V in the ring.
+        form: of the MMAs; its rows are a CTA's.
+        tile: tokens of a block of P.
+        columns: of tensor memory.
+        rings: the barriers; ``p`` and ``corrected`` have ``p_stages``.
+        work: the work list.
     """
 
-    def __init__(self, spec: VariantSpec):
-        self.dtype, self.form = compat.dtype(spec.dtype), umma.Form(spec.row_tile)
-        self.columns, self.rings = Columns(self.form), rings_of(self.form)
-        self.work = WorkList(spec.page_size, TILE)
-        latent = latent_format(self.dtype)
-        self.q_tiles = QTiles(
-            latent, self.work, rows=self.form.rows, stages=Q_STAGES, readers=Q_READERS
-        )
-        self.loads = PagedTma(
-            latent, self.work, rows=self.form.rows, stages=STAGES, readers=K_READERS,
-            q_stages=Q_STAGES, chunks=CHUNKS, early=Early(EARLY, 1),
+    dtype: Any
+    form: umma.Form
+    tile: int
+    columns: Columns
+    rings: Rings
+    work: WorkList
+    p_stages: int
+
+    def p_address(self, st: Any, stage: Any) -> Any:
+        """Byte address of P of a stage: column blocks of 64 tokens, 128-byte swizzle."""
+
+    def prepare_values(
+        self, cta: Cta, state: Any, tile: Any, ragged_from: Any, seqlen: Any
+    ) -> None:
+        """By the correction warps, behind P: V of ``tile`` is there, and what of it must not meet
+        P = 0 is cleared.  ``state``: P's, a consumer's."""
+
+    def wait_products(self, st: Any, state: Any) -> None:
+        """Until P.V of the tile before ``state``'s is complete, which its own is not yet."""
+
+
+@cute.jit
+def items_of(parts: cutlass.Constexpr, cta: Cta):
+    """(first, end) of the CTA's items; every role looks for itself: where all shared one value,
+    it would live, and be spilled, through the role that needs most registers."""
+    _, part, _ = cute.arch.block_idx()
+    return parts.work.items_of(cta.gmem.work, part)
+
+
+def tmem_of(cta: Cta):
+    """The address of the CTA's tensor memory; every role looks for itself."""
+    return umma.base_of(cta.st.tmem.data_ptr())
+
+
+# ------------------------------------------------------------------------------------- products
+
+
+def multiply_chunk(parts: Parts, s, a, b, *, begins: bool, a_in_tmem: bool) -> None:
+    """64 channels of S = Q K^T, by one thread; ``a``, ``b``: operands of the first of them.
+
+    ``begins``: the first chunk of a tile begins a new sum.
+    """
+    for x in range(CHUNK_STEPS):
+        step = a + x * umma.CELLS if a_in_tmem else umma.advance(a, x * umma.K_BYTES)
+        parts.form.mma(
+            KIND, s, step, umma.advance(b, x * umma.K_BYTES),
+            parts.form.instruction(parts.dtype, parts.tile), x > 0 or not begins,
+            a_in_tmem=a_in_tmem,
         )  # fmt: skip
-        self.values = LatentValues(self.dtype, TILE)
-
-    def layouts(self) -> Layouts:
-        """K-major tiles in column blocks of 128 bytes, 128-byte swizzle."""
-        make, width = helpers.make_smem_layout_b, HEAD_DIM_QK
-        return Layouts(
-            (make(ROW_MAJOR, (self.form.rows, self.form.rows, width), self.dtype, Q_STAGES),),
-            (make(ROW_MAJOR, (TILE, TILE, width), self.dtype, STAGES),),
-        )
-
-    @property
-    def smem_bytes(self) -> int:
-        """Of the KV ring and Q."""
-        return (STAGES * TILE + Q_STAGES * self.form.rows) * TOKEN_BYTES
-
-    def tile_fields(self, layouts: Layouts) -> dict:
-        """KV ring and Q, at multiples of the 1024-byte swizzle period."""
-        return dict(
-            kc=array(self.dtype, cute.cosize(layouts.k[0]), 1024),
-            qc=array(self.dtype, cute.cosize(layouts.q[0]), 1024),
-        )
-
-    @cute.jit
-    def items(self, cta: Cta):
-        """(first, end) of the CTA's items; every role looks for itself: where all shared one value,
-        it would live, and be spilled, through the role that needs most registers."""
-        _, part, _ = cute.arch.block_idx()
-        return self.work.items_of(cta.gmem.work, part)
-
-    def tmem(self, cta: Cta):
-        """The address of the CTA's tensor memory; every role looks for itself."""
-        return umma.base_of(cta.st.tmem.data_ptr())
 
 
-def p_address(st):
-    """Byte address of P of the first stage: where the tile's RoPE columns were, which Q.K alone
-    reads."""
-    return umma.address_of(st.kc.data_ptr()) + (CHUNKS - 1) * BLOCK
+def multiply_values(parts: Parts, o, p, v, adds) -> None:
+    """64 tokens of O = O + P V, 256 channels, by one thread; ``adds``: whether O has a value."""
+    for k in range(RUN // STEP):
+        parts.form.mma(
+            KIND, o, umma.advance(p, k * umma.K_BYTES), umma.advance(v, k * STEP * umma.LINE),
+            parts.form.instruction(parts.dtype, HALF, b_transposed=True), True if k else adds,
+        )  # fmt: skip
+
+
+# ------------------------------------------------------------------------------ tensor memory
 
 
 @compat.dsl_user_op

@@ -68,13 +68,15 @@ from ..smxx.dense_entry import DenseEntry, Gmem, fake_args
 from . import umma
 from .dense_correct import Correction
 from .dense_issue import Issuers
-from .dense_parts import HALF, STAGES, WARPGROUP, Cta, Layouts, Parts
+from .dense_parts import HALF, WARPGROUP, Cta
 from .dense_softmax import Softmax
+from .dense_ws_parts import STAGES, Layouts, Pipes, WsParts
 
 if TYPE_CHECKING:
     from ..spec import VariantSpec
 
 ROW_TILES = (64,)
+HALF_NAMES = ("lower", "upper")
 SMALL_BYTES = 6144  # factors, exchange, barriers, alignment: an upper bound
 KV_PRODUCER, Q_PRODUCER, SCORES, PRODUCTS = range(4)  # warps of the first warpgroup
 
@@ -95,7 +97,8 @@ def feasible(spec: VariantSpec) -> str | None:
 
 def budget(spec: VariantSpec) -> bud.Budget:
     """Warpgroups, registers, barriers, shared and tensor memory of a CTA."""
-    parts = Parts(spec)
+    parts = WsParts(spec)
+    rows = parts.form.rows
     return bud.Budget(
         groups=(
             bud.WarpGroup("producers and issuers", 136),
@@ -105,14 +108,11 @@ def budget(spec: VariantSpec) -> bud.Budget:
         smem=parts.smem_bytes + SMALL_BYTES,
         barriers=(
             *parts.q_tiles.barriers(), *parts.loads.barriers(),
-            *(barrier for ring in parts.rings for barrier in ring.budget()),
+            *(barrier for ring in parts.all_rings for barrier in ring.budget()),
         ),
         mmas=(
-            bud.Mma("Q.K", parts.form.rows, TILE, HEAD_DIM_QK, spec.dtype),
-            *(
-                bud.Mma(f"P.V, {half} half", parts.form.rows, HALF, TILE, spec.dtype)
-                for half in ("first", "second")
-            ),
+            bud.Mma("Q.K", rows, TILE, HEAD_DIM_QK, spec.dtype),
+            *(bud.Mma(f"P.V, {x} half", rows, HALF, TILE, spec.dtype) for x in HALF_NAMES),
         ),
         tmem_columns=parts.columns.allocated,
         arch=spec.arch,
@@ -127,7 +127,7 @@ class DenseWs:
     """The kernel: one CTA of 12 warps."""
 
     def __init__(self, spec: VariantSpec):
-        self.spec, self.parts, self.budget = spec, Parts(spec), budget(spec)
+        self.spec, self.parts, self.budget = spec, WsParts(spec), budget(spec)
         self.q_tiles, self.loads = self.parts.q_tiles, self.parts.loads
         self.layouts, self.threads = self.parts.layouts, self.budget.threads
         self.issuers, self.softmax = Issuers(self.parts), Softmax(self.parts)
@@ -135,7 +135,7 @@ class DenseWs:
         self.regs = tuple(group.registers for group in self.budget.groups)
 
     def storage(self, layouts: Layouts):
-        rings = dict(pair for ring in self.parts.rings for pair in ring.field.items())
+        rings = dict(pair for ring in self.parts.all_rings for pair in ring.field.items())
         return struct_of(
             **self.q_tiles.fields,
             **self.loads.fields,
@@ -157,7 +157,7 @@ class DenseWs:
                 cpasync.prefetch_descriptor(atom)
             with cute.arch.elect_one():
                 self.loads.init(st)  # fenced with the pipes' own, below
-                for ring in self.parts.rings:
+                for ring in self.parts.all_rings:
                     ring.init(st)
         if warp_id == PRODUCTS:
             self.parts.form.allocate(st.tmem.data_ptr(), self.parts.columns.allocated)
@@ -165,7 +165,7 @@ class DenseWs:
         k_pipe = self.loads.pipe(st)  # its barrier also publishes the address
 
         cute.arch.griddepcontrol_wait()  # q, the cache and the plan come from the kernels before
-        cta = Cta(st, q_pipe, k_pipe, gmem, call)
+        cta = Cta(st, gmem, call, Pipes(q_pipe, k_pipe))
         if wg == 0:
             claim_registers(self.budget, self.regs[0])
             if warp_id == SCORES:
@@ -188,7 +188,7 @@ class DenseWs:
     @cute.jit
     def load(self, cta: Cta, tma: Tma, layouts: Layouts, warp_id):
         """The loader's warps."""
-        st, q_pipe, k_pipe, gmem, call = cta
+        st, gmem, call, (q_pipe, k_pipe) = cta
         _, part, _ = cute.arch.block_idx()
         cache = Cache(tma.kv, gmem.num_pages, kv_heads=gmem.kv_heads)
         self.loads.run(

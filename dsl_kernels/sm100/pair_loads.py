@@ -91,13 +91,13 @@ class PairTma:
                 pages = in_lines(pages, line)
             view = cute.make_tensor(cute.recast_ptr(t.iterator, dtype=plane.dtype), pages)
             op = cpasync.CopyBulkTensorTileG2SOp(tcgen05.CtaGroup.TWO)
-            k.append(_boxed(op, view, layout, (self.k_work.box, plane.width)))
+            k.append(boxed(op, view, layout, (self.k_work.box, plane.width)))
         content = cute.make_tensor(
             cute.recast_ptr(tensors[0].iterator, dtype=F8),
             cute.select(tensors[0].layout, mode=[1, 2, 0]),
         )
         op = cpasync.CopyBulkTensorTileG2SOp()
-        return Source(tuple(k), _boxed(op, content, layouts[2], (self.work.box, LINE)))
+        return Source(tuple(k), boxed(op, content, layouts[2], (self.work.box, LINE)))
 
     def descriptors(self, source: Source) -> tuple:
         """Copy atoms whose tensor maps should be prefetched."""
@@ -273,7 +273,7 @@ def fields_of(layouts: Layouts) -> dict:
     )
 
 
-def _boxed(op, view, layout, tiler):
+def boxed(op, view, layout, tiler):
     """A tensor map of ``view`` in boxes of ``tiler`` = (tokens, channels), as ``layout`` has them
     in shared memory."""
     one = one_stage(layout)

@@ -182,10 +182,11 @@ def _refuse(problem: Problem, reasons: Mapping[VariantSpec, str]) -> NoReturn:
     pipelines = op.pipelines(arch)
     if not pipelines:
         there = [card for card in cards() if op.pipelines(card.arch)]
-        archs = ", ".join(sorted({card.arch for card in there}))
+        archs, names = ", ".join(sorted({card.arch for card in there})), [c.name for c in there]
+        today = f"{op.elsewhere[arch]}; " if arch in op.elsewhere else ""
         raise VariantError(
-            f"{arch}: no {op.kernels} exists for this architecture yet; decode runs on {archs} "
-            f"({', '.join(card.name for card in there)}) and on cpu tensors (software GPU); "
+            f"{arch}: no {op.kernels} exists for this architecture yet; {today}decode runs on "
+            f"{archs} ({', '.join(names)}) and on cpu tensors (software GPU); "
             f"{op.reference} runs anywhere"
         )
     pipeline, row_tile = problem.pipeline, problem.row_tile

@@ -59,6 +59,7 @@ class DecodeOp:
         kernels: one of its kernels, for messages.
         assumed: costs on an architecture where no table has any, if others stand in for them.
         tile_ns: nanoseconds of a tile, by pipeline and row tile, where memory does not bound it.
+        elsewhere: of architectures that have none of its kernels, what serves there.
     """
 
     family: Family
@@ -71,6 +72,7 @@ class DecodeOp:
     kernels: str = "decode kernel"
     assumed: Callable[[str], Costs | None] | None = None
     tile_ns: Mapping[tuple[str, int], int] = field(default_factory=dict)
+    elsewhere: Mapping[str, str] = field(default_factory=dict)
 
     def costs(self, arch: str) -> tuple[Costs | None, bool]:
         """What is known of its kernels on an architecture, and whether they were measured."""

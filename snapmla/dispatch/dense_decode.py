@@ -17,12 +17,15 @@ TILE_CYCLES = 1152 + 1024
 # the second served by L2, beat the pair of CTAs that shares its tiles (docs/performance.md).
 TILE_US = {16: 2.24, 32: 2.26, 64: 2.51, 128: 2.585}
 STANDS_IN = "etap"  # whose row tiles ``split`` shares: up to 32 rows transposed, 64, 128 as pairs
-# Of SM100's ``ws`` nothing was measured.  Predicted: clocks of the busiest unit beside DRAM, the
-# shared-memory port, for a tile of 64 tokens and 64 rows at 128 bytes a clock (TMA's fill 576; Q.K
-# 576 of K and 192 of Q, V 512; P 64 stored, 128 read; 60 others); the share of the card's read rate
-# that others have measured on a B200, 7.48 of 8 TB/s; and an H200's fixed time.
+# Of SM100's pipelines nothing was measured.  Predicted: clocks of the busiest unit beside DRAM, the
+# shared-memory port, for a tile at 128 bytes a clock; the share of the card's read rate that others
+# have measured on a B200, 7.48 of 8 TB/s; and an H200's fixed time.
+# ws, 64 tokens: TMA's fill 576; Q.K 576 of K and 192 of Q, V 512; P 64 stored, 128 read; 60 others
 WS_TILE_CYCLES = 576 + 576 + 192 + 512 + 64 + 128 + 60
-WS_READ_FRACTION = 7.48 / 8.0
+# pair, 128 tokens, in each CTA: TMA's fill 576 of K and 512 of V; Q.K 576 of K and 320 of Q, V 512;
+# P 128 stored, 256 read; 80 others.  Two blocks of ws take 2 x 2108 for as many tokens.
+PAIR_TILE_CYCLES = 576 + 512 + 576 + 320 + 512 + 128 + 256 + 80
+BLACKWELL_READ_FRACTION = 7.48 / 8.0
 
 
 def tensor_cycles(spec: VariantSpec) -> float:
@@ -47,13 +50,14 @@ def assumed(arch: str) -> Costs | None:
 
 
 def _predicted() -> Costs | None:
-    """Of ``ws`` on a B200, from counted clocks and its datasheet."""
+    """Of a B200's pipelines, from counted clocks and its datasheet."""
     card, fp8 = card_named("B200"), costs_of(FP8_DECODE.family.op, "sm_90a")
     if card is None or fp8 is None:
         return None
     fixed = fp8.tiles[STANDS_IN, 64].fixed_us
-    tile = Tile(fixed, WS_TILE_CYCLES / card.mhz)
-    return Costs(card, WS_READ_FRACTION, {("ws", 64): tile}, points={})
+    cycles = {("ws", 64): WS_TILE_CYCLES, ("pair", 128): PAIR_TILE_CYCLES}
+    tiles = {kernel: Tile(fixed, clocks / card.mhz) for kernel, clocks in cycles.items()}
+    return Costs(card, BLACKWELL_READ_FRACTION, tiles, points={})
 
 
 DENSE_DECODE = DecodeOp(
@@ -67,6 +71,11 @@ DENSE_DECODE = DecodeOp(
         "ws": Features(
             (64,), "it puts rows on the MMA's M = 64",
             "tcgen05.mma.ws, O in tensor memory; so far on the software GPU only", PAGE_SIZES,
+            DTYPES, why_two_terms="P has 16 bits with a 16-bit cache",
+        ),
+        "pair": Features(
+            (128,), "it puts rows on M = 128 of two CTAs",
+            "cta_group::2, O in tensor memory; so far on the software GPU only", PAGE_SIZES,
             DTYPES, why_two_terms="P has 16 bits with a 16-bit cache",
         ),
     },

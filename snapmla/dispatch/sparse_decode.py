@@ -19,6 +19,11 @@ from snapmla.dispatch.decode import DecodeOp, Features, Problem
 
 # Of the caches that sparse attention reads, by format: the pipeline that does.
 PIPELINES = {"fp8": "etap", "fp8_ds_mla": "mix16"}
+# What attends to named tokens on SM100 today.
+ON_BLACKWELL = {
+    "fp8": "there decode without indices serves this cache, and FlashMLA rows of 656 bytes",
+    "fp8_ds_mla": "there FlashMLA's own flash_mla_with_kvcache(indices=) serves these rows",
+}
 REFERENCE = Size(128, 2048)  # query tokens and entries of each, at which candidates are compared
 ANY_PAGE = 64  # stands for the cache's page size, which no kernel is made for
 
@@ -86,7 +91,8 @@ def _op(fmt: str, **attributes: Any) -> SparseOp:
     return SparseOp(
         FAMILY, token_bytes=FORMATS[fmt].token_bytes, about=FORMATS[fmt].about,
         reference="snapmla.testing.sparse_reference.sparse_decode_reference",
-        kernels="kernel for sparse decode", pipeline=PIPELINES[fmt], **attributes,
+        kernels="kernel for sparse decode", pipeline=PIPELINES[fmt],
+        elsewhere={"sm_100a": ON_BLACKWELL[fmt]}, **attributes,
     )  # fmt: skip
 
 

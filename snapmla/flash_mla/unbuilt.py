@@ -15,6 +15,10 @@ _FP8 = "FlashMLA's dense FP8 cache is not built yet"
 _SECOND, _DENSE = "a second cache is not built yet", "dense decode has neither"
 _LEAVE = "keep FlashMLA for layers that need it"
 OWN_FP8 = "snapmla.flash_mla_fp8 decodes an FP8 cache with a scale a token"
+_NO_PREFILL = (
+    "dense prefill is not built yet; FlashMLA's own, and FlashAttention's flash_attn_varlen_func, "
+    "on sm_100 that of flash_attn.cute, serve today"
+)
 _NOT_BUILT = {
     "topk_length": ("None without indices", _DENSE), "attn_sink": ("None without indices", _DENSE),
     "extra_k_cache": (f"None: {_SECOND}", _LEAVE),
@@ -101,7 +105,7 @@ def flash_attn_varlen_func(
 
     Source: FlashMLA, ``flash_attn_varlen_func``.
     """
-    raise NotImplementedError("flash_attn_varlen_func: dense prefill is not built yet")
+    raise NotImplementedError(f"flash_attn_varlen_func: {_NO_PREFILL}")
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -132,7 +136,7 @@ def flash_attn_varlen_qkvpacked_func(
 
     Source: FlashMLA, ``flash_attn_varlen_qkvpacked_func``.
     """
-    raise NotImplementedError("flash_attn_varlen_qkvpacked_func: dense prefill is not built yet")
+    raise NotImplementedError(f"flash_attn_varlen_qkvpacked_func: {_NO_PREFILL}")
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -167,4 +171,4 @@ def flash_attn_varlen_kvpacked_func(
 
     Source: FlashMLA, ``flash_attn_varlen_kvpacked_func``.
     """
-    raise NotImplementedError("flash_attn_varlen_kvpacked_func: dense prefill is not built yet")
+    raise NotImplementedError(f"flash_attn_varlen_kvpacked_func: {_NO_PREFILL}")

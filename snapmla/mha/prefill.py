@@ -8,10 +8,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from dsl_kernels import registry
 from dsl_kernels.mha_list import most_tiles, workspace_words
 from dsl_kernels.spec import VariantSpec
 from snapmla import call as calls
 from snapmla import checks, launch, overlap, runtime
+from snapmla.errors import VariantError
 from snapmla.mha.checking import (
     D_V,
     MAX_WORK,
@@ -82,6 +84,7 @@ def mha_prefill(
 
     Raises:
         TypeError, ValueError: naming the argument; also where a gradient is wanted.
+        VariantError: the device's architecture has no kernel; the text says what serves there.
 
     Source: FlashAttention (Dao); the contract is FlashMLA's ``flash_attn_varlen_func``.
     """
@@ -229,6 +232,11 @@ def kernels(
     """(what lists the work, what computes it) on a device."""
     arch = runtime.arch_of(device)
     spec = VariantSpec(op="mha_fwd", arch=arch, d_qk=d_qk, dtype=_NAMES[dtype])
+    if registry.module_name(spec) is None:
+        raise VariantError(
+            f"{arch}: no kernel for dense prefill exists for this architecture yet; there "
+            "FlashAttention-4 (flash_attn.cute) and FlashMLA's own flash_attn_varlen_func serve"
+        )
     attend = runtime.kernel(spec, device.type)
     return runtime.kernel(VariantSpec(op="mha_items", arch=arch), device.type), attend
 

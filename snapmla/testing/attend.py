@@ -112,7 +112,8 @@ def _dot_qk(rows: Rows, chunk: Chunk, config: QuantConfig) -> Tensor:
 def _logits(
     rows: Rows, chunk: Chunk, softmax_scale: float, config: QuantConfig
 ) -> tuple[Tensor, Tensor]:
-    """(s2, t') of a chunk (R, n), fp64 that hold fp32 values if ``arithmetic`` is fp32."""
+    """(s2, t') of a chunk (R, n), fp64; t' holds fp32 values unless ``arithmetic`` is fp64, s2 does
+    if it is ``fp32``."""
     dot, sigma = _dot_qk(rows, chunk, config), chunk.sigma
     if config.arithmetic == "fp64":
         factor = rows.scale.double() * (softmax_scale * LOG2E)
@@ -122,7 +123,9 @@ def _logits(
     factor = (rows.scale.float() * single.to(rows.scale.device)).double()
     product = (dot.float() * sigma.float()).double() * factor[:, None]
     log_sigma = torch.log2(sigma.double()).float().double()
-    return product.float().double(), (product + log_sigma).float().double()
+    if config.arithmetic == "fp32":
+        product = product.float().double()
+    return product, (product + log_sigma).float().double()
 
 
 def _block_frames(
@@ -236,7 +239,7 @@ def _block_p(
     s2, seen = s2.masked_fill(hidden, -torch.inf), t.masked_fill(hidden, -torch.inf)
     frames = _block_frames(state, seen, s2, sigma_max, config)
     shift = math.log2(config.p_max)
-    if config.arithmetic == "fp32":
+    if config.arithmetic != "fp64":
         base = (shift - frames).float().double()
         p = torch.exp2((t + base[..., None]).float().double()).float().double()
     else:
@@ -340,8 +343,10 @@ def attend(
         moves += [move for some in ties or () for move in some.moves(state)]
     empty = state.mass == 0
     out = torch.where(empty[:, None], 0.0, state.o / state.mass[:, None])
-    lse = torch.where(empty, -torch.inf, state.frame + torch.log2(state.mass))
-    return out, lse
+    lse = state.frame + torch.log2(state.mass)
+    if config.arithmetic == "fused":
+        lse = lse.float().double()
+    return out, torch.where(empty, -torch.inf, lse)
 
 
 def check_modelled(config: QuantConfig, k8: Tensor) -> None:

@@ -159,7 +159,12 @@ def _picked(own: Sequence[int], cu_seqlens_q: Tensor | None) -> tuple[list[int],
 
 
 def dense_reference(
-    q: Tensor, tokens: Sequence[Tensor], limits: Sequence[Tensor], scale: float, p_dtype: Any = None
+    q: Tensor,
+    tokens: Sequence[Tensor],
+    limits: Sequence[Tensor],
+    scale: float,
+    p_dtype: Any = None,
+    tile: int = TILE,
 ) -> tuple[Tensor, Tensor]:
     """(out (b, s_q, h, 512), lse (b, h, s_q)) in fp64, of each sequence's tokens.
 
@@ -168,6 +173,7 @@ def dense_reference(
         tokens: (n, h_kv, 576) a sequence; query heads j g ... (j + 1) g - 1 read KV head j.
         limits: (s_q,) a sequence: how many tokens a query token sees.
         p_dtype: P is rounded to it in the kernels' frames; None: the truth.
+        tile: tokens of a block, behind which a frame may move.
     """
     b, s_q, h, _ = q.shape
     fp64: dict[str, Any] = {"dtype": torch.float64, "device": q.device}
@@ -181,7 +187,7 @@ def dense_reference(
         logits = torch.einsum("shd,nhd->shn", q[i].double(), key) * scale
         seen = torch.arange(n, device=q.device) < limits[i][:, None]
         logits = logits.masked_fill(~seen[:, None], -math.inf)
-        frame = _frames(logits / LN2, p_dtype is not None)
+        frame = _frames(logits / LN2, None if p_dtype is None else tile)
         p = torch.exp2(logits / LN2 - frame)
         total = p.sum(-1)
         weights = p if p_dtype is None else p.to(p_dtype).double()
@@ -195,14 +201,14 @@ def dense_reference(
     return out, lse
 
 
-def _frames(t: Tensor, lazy: bool) -> Tensor:
+def _frames(t: Tensor, tile: int | None) -> Tensor:
     """The exponent frame (log2) of each row, ``t`` (s, h, n): the maximum; or where a kernel's
     frame ends that starts with the first tile and moves lazily."""
-    if not lazy:
+    if tile is None:
         top = t.amax(-1, keepdim=True)
         return torch.where(torch.isneginf(top), 0.0, top)
     frame = torch.full(t.shape[:-1], -1e30, dtype=t.dtype, device=t.device)
-    for block in t.split(TILE, -1):
+    for block in t.split(tile, -1):
         m = block.amax(-1)
         frame = torch.where(m > frame + HEADROOM, m - P_LOG2_MAX, frame)
     return frame[..., None]
@@ -379,6 +385,7 @@ class DenseJob:
         ]
         limits = [limit.to(self.device) for limit in self.limits()]
         truth, _ = dense_reference(q, tokens, limits, SCALE)
-        mimic, _ = dense_reference(q, tokens, limits, SCALE, DTYPES[self.spec.dtype])
+        dtype, tile = DTYPES[self.spec.dtype], self.spec.token_tile
+        mimic, _ = dense_reference(q, tokens, limits, SCALE, dtype, tile)
         rounded = metrics.relative_l2(mimic.to(out.dtype), truth)
         return replace(errors, allowed=MIMIC_FACTOR * rounded + FP32_SLACK)

@@ -60,10 +60,19 @@ def visible_tokens(
 
 
 def _to_shape(
-    out: Tensor, lse: Tensor, s_q: int, heads: int, lse_base: str, empty_lse: float | str
+    out: Tensor,
+    lse: Tensor,
+    s_q: int,
+    heads: int,
+    lse_base: str,
+    empty_lse: float | str,
+    config: QuantConfig,
 ) -> tuple[Tensor, Tensor]:
     """(s_q, h, 512), (h, s_q) of one sequence from rows (R, 512) and log2 LSE (R,)."""
-    scaled = lse * (math.log(2.0) if lse_base == "e" else 1.0)
+    factor = torch.tensor(math.log(2.0) if lse_base == "e" else 1.0, dtype=torch.float64)
+    scaled = lse * factor
+    if config.arithmetic == "fused":
+        scaled = (lse * factor.float().double()).float().double()
     scaled = torch.where(torch.isneginf(lse), float(empty_lse), scaled)
     return out.unflatten(0, (s_q, heads)), scaled.unflatten(0, (s_q, heads)).T
 
@@ -159,7 +168,7 @@ def mla_decode_reference(
                 token, head = divmod(row, len(pick))
                 place = (len(results), token) if cu_seqlens_q is None else (before + token,)
                 moves.append(Move((*place, head), step))
-        results.append(_to_shape(*result, tokens, len(pick), lse_base, empty_lse))
+        results.append(_to_shape(*result, tokens, len(pick), lse_base, empty_lse, config))
     outs, lses = zip(*results)
     if cu_seqlens_q is not None:
         return torch.cat(outs), torch.cat(lses, 1)
@@ -235,7 +244,7 @@ def reference_from_unquantised(
         rows = _query_rows(*quantise_query(q_nope[i], q_rope[i], config), length, causal)
         chunks = _plain_chunks(k8, rope, sigma, config)
         result = attend(rows, chunks, softmax_scale, float(sigma.max()) if length else 1.0, config)
-        results.append(_to_shape(*result, s_q, heads, lse_base, empty_lse))
+        results.append(_to_shape(*result, s_q, heads, lse_base, empty_lse, config))
     return torch.stack([out for out, _ in results]), torch.stack([lse for _, lse in results])
 
 

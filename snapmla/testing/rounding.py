@@ -29,7 +29,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "normaliser": ("unquantised", "quantised"),
     "qk_accumulation": ("exact", "hopper", "blackwell"),
     "pv_accumulation": ("exact", "hopper", "blackwell"),
-    "arithmetic": ("fp64", "fp32"),
+    "arithmetic": ("fp64", "fp32", "fused"),
 }
 
 
@@ -64,7 +64,9 @@ class QuantConfig:
         qk_promote_channels: content channels per accumulator in modelled Q.K; the partial sums
             are added in fp32.
         rope_first: RoPE before, not after, the content of the first modelled Q.K chain.
-        arithmetic: of the softmax: ``fp64``, or ``fp32`` in the order of the kernels' operations.
+        arithmetic: of the softmax: ``fp64``; ``fp32`` in the order of the kernels' operations;
+            ``fused``, likewise, with t' in one FMA and the LSE rounded as it is written: log2 of
+            the row sum plus the frame, then that times ln 2.
 
     Raises:
         ValueError: naming the attribute.
@@ -126,7 +128,7 @@ MIMIC = QuantConfig(top="spread", qk_promote_channels=256)
 MIMIC_HW = replace(MIMIC, qk_accumulation="hopper", arithmetic="fp32")
 MIMIC_HW_FULL = replace(MIMIC_HW, pv_accumulation="hopper")
 MIMIC_BLACKWELL = QuantConfig(
-    top="spread", qk_accumulation="blackwell", pv_accumulation="blackwell", arithmetic="fp32"
+    top="spread", qk_accumulation="blackwell", pv_accumulation="blackwell", arithmetic="fused"
 )  # one chain of Q.K
 
 # The paper's Table 2.  Its P is scaled to 448; its accumulators are never promoted, which shows

@@ -283,6 +283,22 @@ def test_infeasible_points_of_16_bit_decode_on_sm100(changes: dict[str, Any], re
     assert reason in (matrix.exclusion(spec) or "")
 
 
+@pytest.mark.skipif(not toolchain.have_compiler(), reason="feasible() imports the compiler")
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"stages": 3}, "no number of stages to choose, got 3"),
+        ({"row_tile": 64}, "pair puts 128 rows on M of two CTAs"),
+        ({"cluster": 1}, "needs a cluster of 2, got 1"),
+        ({"stamps": 1}, "pair records no stamps so far"),
+    ],
+)
+def test_infeasible_points_of_a_16_bit_pair(changes: dict[str, Any], reason: str) -> None:
+    values: dict[str, Any] = {"row_tile": 128, **changes}
+    spec = VariantSpec(op="dense_decode", arch="sm_100a", pipeline="pair", **values)
+    assert reason in (matrix.exclusion(spec) or "")
+
+
 # ---------------------------------------------------------------------------- the test set
 
 
@@ -325,7 +341,7 @@ def test_a_family_may_say_what_runs_every_day() -> None:
     assert chosen == {f"dense_decode_split_{x}_sm90a" for x in ("r16_p16_df16", "r64_p64_dbf16")}
     blackwell = [s for s in matrix.points("sm_100a") if s.op == "dense_decode"]
     chosen_there = {s.name for s in matrix.sample(blackwell)}
-    assert chosen_there == {f"dense_decode_ws_r64_{x}_sm100a" for x in ("p16_df16", "p64_dbf16")}
+    assert chosen_there == {"dense_decode_ws_r64_p64_dbf16_sm100a"}
     others = [s for s in every if s.name not in chosen]
     assert {s.row_tile for s in matrix.sample(others)} == set(ROW_TILES), "a cover of what is there"
 

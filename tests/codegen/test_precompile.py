@@ -47,8 +47,10 @@ def test_variant(spec: VariantSpec, built: Report, variant_dir: Path) -> None:
         assert all(record.sass[opcode] > 0 for opcode in (*mmas, "UTMALDG"))
         assert bool(record.tmem_columns) == (spec.arch == "sm_100a")
     if spec.op == "dense_decode" and spec.arch == "sm_100a":
-        # 36 steps of Q.K, 8 of P.V; 8 copies of 16 bytes a row, in a loop over Q's chunks
-        assert (record.sass["UTCHMMA"], record.sass["UTCCP"]) == (36 + 8, 8)
+        # 36 steps of Q.K, 8 of P.V, in a pair 16; 8 copies of 16 bytes a row, in a loop over Q's
+        # chunks
+        products = {"ws": 8, "pair": 16}[spec.pipeline]
+        assert (record.sass["UTCHMMA"], record.sass["UTCCP"]) == (36 + products, 8)
         assert record.tmem_columns == 512
     files = artifacts.paths(variant_dir, spec)
     ptx = files["ptx"].read_text()

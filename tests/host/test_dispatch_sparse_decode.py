@@ -150,9 +150,18 @@ def test_wrong_wishes(wish: dict[str, object], message: str) -> None:
         )  # fmt: skip
 
 
-def test_blackwell_has_none_yet() -> None:
-    with pytest.raises(VariantError, match="^sm_100a: no kernel for sparse decode exists"):
-        dispatch.choose_sparse(CARDS["B200"], 16)
+@pytest.mark.parametrize(
+    ("cache", "serves"),
+    [
+        ("fp8", "there decode without indices serves this cache"),
+        ("fp8_ds_mla", "there FlashMLA's own flash_mla_with_kvcache\\(indices=\\) serves"),
+    ],
+)
+def test_blackwell_has_none_yet(cache: str, serves: str) -> None:
+    """One sentence that says what serves there today."""
+    none = "^sm_100a: no kernel for sparse decode exists for this architecture yet; "
+    with pytest.raises(VariantError, match=none + serves):
+        dispatch.choose_sparse(CARDS["B200"], 16, cache=cache)
 
 
 def test_features_are_what_can_be_built() -> None:

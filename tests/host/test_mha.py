@@ -320,13 +320,26 @@ def test_workspace_size() -> None:
 
 
 def test_kernels_of_an_architecture_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One sentence, where SM100 is asked for."""
+    """One sentence, where SM100 is asked for, by any name: what serves there."""
     monkeypatch.setenv("SNAPMLA_SOFTGPU_ARCH", "sm_100a")
     runtime.arch_of.cache_clear()
     runtime.forget()
     try:
-        with pytest.raises(VariantError, match="no sm_100a mha_fwd kernel exists yet"):
-            mha_prefill(**given())
+        call = given()
+        rows = call["q"], whole_k(call), call["v"], call["cu_seqlens_q"], call["cu_seqlens_k"]
+        longest = call["max_seqlen_q"], call["max_seqlen_k"]
+        asked: list[Callable[[], Any]] = [
+            lambda: mha_prefill(**call),
+            lambda: flash_attention_names.flash_attn_varlen_func(*rows, *longest),
+            lambda: flash_mla_names.flash_attn_varlen_func(*rows, *longest),
+        ]
+        for function in asked:
+            with pytest.raises(VariantError) as caught:
+                function()
+            assert str(caught.value) == (
+                "sm_100a: no kernel for dense prefill exists for this architecture yet; there "
+                "FlashAttention-4 (flash_attn.cute) and FlashMLA's own flash_attn_varlen_func serve"
+            )
     finally:
         monkeypatch.undo()
         runtime.arch_of.cache_clear()
