@@ -107,17 +107,23 @@ class Work:
     @staticmethod
     @cute.jit
     def count(gmem, query):
-        """Entries of a query that count."""
-        topk = Int32(gmem.indices.shape[2])
-        n = topk
+        """Entries of a query that count, as they are told; asked for a work tile ahead.
+
+        A value that ptxas knows to be the same in all lanes it moves to a uniform register at once,
+        which waits for memory: so the address is a lane's.
+        """
+        told = Int32(gmem.indices.shape[2])
         if gmem.topk_length.shape[0] > 0:
-            n = cutlass.min(cutlass.max(gmem.topk_length[query], 0), topk)
-        return n
+            nothing = compat.opaque(Int32(cute.arch.lane_idx())) >> 5
+            told = gmem.topk_length[query + nothing]
+        return told
 
     @staticmethod
-    def item(gmem, j, count):
-        """Work tile ``j``, whose ``count`` was asked for a work tile ago."""
+    def item(gmem, j, told):
+        """Work tile ``j``, ``told`` how many entries count."""
         query, block = Work.place(gmem, j)
+        told = cute.arch.make_warp_uniform(told)
+        count = cutlass.min(cutlass.max(told, 0), gmem.indices.shape[2])
         tiles = cutlass.max((count + (TILE - 1)) // TILE, 1)
         return Item(query, block, count, tiles)
 
