@@ -1,7 +1,8 @@
 """Sparse prefill with 64 heads a CTA: rows on M, S = Q K^T, O = P V (dense_many.py).
 
-Two thirds of Q are in registers, so that their room in shared memory takes the next work tile's
-while this one runs.
+Maxima are a thread's own: only when one is above its row's frame by more than the headroom do lanes
+compare them, and the frame moves.  Two thirds of Q are in registers, so that their room in shared
+memory takes the next work tile's while this one runs.
 
 Timeline of tile i
     softmax   | Q.K i: first half, second half | maxima | P of 32 tokens -> | of the others -> |
@@ -22,9 +23,9 @@ from ..common.epilogue import Woven, store_woven
 from ..common.types import BF16, U32
 from ..dims import HEAD_DIM_QK
 from ..dims import TOKEN_TILE as TILE
-from .block_softmax import ROWS_ON_M, maxima, store_words_of_p
+from .block_softmax import ROWS_ON_M, store_words_of_p
 from .dense_form import HALF
-from .dense_frames import move_frame
+from .dense_frames import HEADROOM, move_frame
 from .dense_many import PV_N, ManyRows
 from .dense_parts import CHUNK_STEPS
 from .fragments import padded_size
@@ -41,6 +42,19 @@ from .sparse_prefill_parts import (
     place_of,
 )
 from .wgmma import issue
+
+
+@cute.jit
+def own_maxima(acc, scale):
+    """Largest logits of the thread's two rows, over its own places."""
+    m4 = [acc[v] for v in range(8)]  # four chains a row
+    for v in cutlass.range_constexpr(8, ROWS_ON_M.values):
+        m4[v % 8] = cute.arch.fmax(m4[v % 8], acc[v])
+    return [
+        scale
+        * cute.arch.fmax(cute.arch.fmax(m4[i], m4[i + 1]), cute.arch.fmax(m4[i + 4], m4[i + 5]))
+        for i in (0, 2)
+    ]
 
 
 class ManyHeads(GatheredForm, ManyRows):
@@ -89,18 +103,23 @@ class ManyHeads(GatheredForm, ManyRows):
         if last:
             release(self.loads.q, st, LATE)
         self.hide(st, acc, turn.stage, lane)
-        m = maxima(acc)
-        gamma, moved = [None] * 2, False
+        high = own_maxima(acc, scale)
+        beyond = False
         for i in cutlass.range_constexpr(2):
-            old, high = frame[i], m[i] * scale
-            most[i] = cute.arch.fmax(most[i], high)
-            frame[i], gamma[i] = move_frame(high, old)
-            moved = moved or frame[i] > old
-        for i in cutlass.range_constexpr(2):
-            # the four lanes of a quad store the same: cheaper than a branch
-            at = 4 * (turn.stage * ROWS_OF_CTA + ROWS_ON_M.row_at(wwarp, lane, i))
-            compat.store_shared(st.gamma.data_ptr().toint() + at, gamma[i])
-        flag = cutlass.select_(cute.arch.vote_any_sync(moved), Int32(1), Int32(0))
+            most[i] = cute.arch.fmax(most[i], high[i])
+            beyond = beyond | (high[i] > frame[i] + HEADROOM)
+        any_beyond = cute.arch.vote_any_sync(beyond)
+        if any_beyond:
+            for i in cutlass.range_constexpr(2):
+                top = high[i]
+                for off in cutlass.range_constexpr(2):
+                    top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, 1 << off))
+                frame[i], gamma = move_frame(top, frame[i])
+                sums[i] = sums[i] * gamma
+                # the four lanes of a quad store the same: cheaper than a branch
+                at = 4 * (turn.stage * ROWS_OF_CTA + ROWS_ON_M.row_at(wwarp, lane, i))
+                compat.store_shared(st.gamma.data_ptr().toint() + at, gamma)
+        flag = cutlass.select_(any_beyond, Int32(1), Int32(0))
         at = 4 * (turn.stage * SOFTMAX_WARPS + wwarp)
         compat.store_shared(st.flag.data_ptr().toint() + at, flag, "u32")
         part = [Float32(0.0) for _ in range(4)]
@@ -108,7 +127,7 @@ class ManyHeads(GatheredForm, ManyRows):
         for half in cutlass.range_constexpr(2):
             part = self.half_of_p(st, acc, frame, scale, part, turn, operands[3], half)
         for i in cutlass.range_constexpr(2):
-            sums[i] = sums[i] * gamma[i] + (part[2 * i] + part[2 * i + 1])
+            sums[i] = sums[i] + (part[2 * i] + part[2 * i + 1])
 
     @cute.jit
     def half_of_p(self, st, acc, frame, scale, part, turn, line, half: cutlass.Constexpr):
@@ -153,13 +172,14 @@ class ManyHeads(GatheredForm, ManyRows):
         inv = st.inv.get_tensor(cute.make_layout(padded_size(ROWS_OF_CTA)))
         INV_RING.wait_empty(st, 0, (items & 1) ^ 1)
         for i in cutlass.range_constexpr(2):
-            total = sums[i]
+            total, top = sums[i], most[i]
             for off in cutlass.range_constexpr(2):
                 total = total + cute.arch.shuffle_sync_bfly(total, 1 << off)
+                top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, 1 << off))
             if lane % 4 == 0:
                 row = ROWS_ON_M.row_at(wwarp, lane, i)
                 head = item.block * ROWS_OF_CTA + row
-                inv[row] = finish_row(gmem, head, item.query, total, frame[i], most[i])
+                inv[row] = finish_row(gmem, head, item.query, total, frame[i], top)
         cute.arch.sync_warp()
         if lane == 0:
             INV_RING.arrive_full(st, 0)
