@@ -36,6 +36,7 @@ from snapmla.testing import metrics
 Tensor = torch.Tensor
 Results = tuple[Tensor, Tensor, Tensor]
 OUT_GATE, LSE_GATE = 4e-3, 1e-4  # relative L2, absolute: P of 16 bits
+SPAN = 32768  # rows of a sequence of decode
 CHUNK = 256  # query tokens whose indices are drawn at a time
 TILE, CLOCK_MHZ = 64, 1700  # tokens of a tile; for cycles of a tile
 
@@ -46,6 +47,7 @@ class Shape:
 
     Attributes:
         gate: the speed ratio to FlashMLA that is aimed at.
+        span: rows of KV that a query token chooses from, its own; 0: all, which all share.
     """
 
     s_q: int
@@ -54,6 +56,7 @@ class Shape:
     topk: int
     gate: float
     d_qk: int = 576
+    span: int = 0
 
     @property
     def flop(self) -> float:
@@ -72,6 +75,11 @@ SHAPES = (
     Shape(4096, 32768, 16, 2048, 1.25), Shape(4096, 8192, 64, 512, 1.05, 512),
     Shape(4096, 8192, 128, 1024, 1.05, 512), Shape(62, 32768, 128, 2048, 1.0),
 )  # fmt: skip
+# Decode over a BF16 cache, as vLLM calls it: 128 query tokens, a sequence each.
+DECODE = tuple(
+    Shape(128, 128 * SPAN, heads, 2048, gate, span=SPAN)
+    for heads, gate in ((128, 1.1), (64, 1.0), (16, 1.0), (8, 1.0))
+)
 
 
 @dataclass(frozen=True)
@@ -96,8 +104,9 @@ class Problem:
         indices = torch.empty(s_q, 1, shape.topk, dtype=torch.int32, device=device)
         for begin in range(0, s_q, CHUNK):
             some = indices[begin : begin + CHUNK, 0]
-            drawn = torch.rand(len(some), shape.s_kv, device=device).argsort(-1)
-            some.copy_(drawn[:, : shape.topk])
+            drawn = torch.rand(len(some), shape.span or shape.s_kv, device=device).argsort(-1)
+            own = torch.arange(begin, begin + len(some), device=device)[:, None] * shape.span
+            some.copy_(drawn[:, : shape.topk] + own)
         results = (
             torch.full((s_q, heads, 512), torch.nan, dtype=torch.bfloat16, device=device),
             *(torch.full((s_q, heads), torch.nan, device=device) for _ in range(2)),
@@ -178,7 +187,7 @@ def main(
     )  # fmt: skip
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     with torch.inference_mode():
-        for seed, shape in enumerate(SHAPES[:first]):
+        for seed, shape in enumerate((*SHAPES, *DECODE)[:first]):
             lines.append(row(shape, device, seed))
             typer.echo(lines[-1])
             write_atomic(out / "sparse_prefill_cost.md", "\n".join([*head, *lines]) + "\n")

@@ -43,9 +43,9 @@ from ..common.work_list import LOG2E
 from ..dims import HEAD_DIM_QK, KV_LORA_RANK
 from ..dims import TOKEN_TILE as TILE
 from .dense_many import PV_N
-from .dense_parts import p_ring
 from .roles import FEW_ROWS, INV_RING, WARPGROUP
 from .sparse_prefill_few import FewHeads
+from .sparse_prefill_form import p_ring
 from .sparse_prefill_many import ManyHeads
 from .sparse_prefill_parts import STAGES, GatheredTiles, Gmem
 
@@ -75,7 +75,7 @@ def budget(spec: VariantSpec) -> bud.Budget:
         smem=tiles + SMALL_BYTES,
         barriers=(
             *(barrier for ring in loads.rings for barrier in ring.budget()),
-            *p_ring(STAGES).budget(), *INV_RING.budget(),
+            *p_ring(rows).budget(), *INV_RING.budget(),
         ),
         mmas=(
             bud.Mma("Q.K", TILE if few else rows, rows if few else TILE, spec.d_qk, "bf16"),

@@ -148,6 +148,11 @@ class FewHeads(GatheredForm, FewRows):
     # ---------------------------------------------------------------- P.V warpgroups
 
     @cute.jit
+    def product(self, st, acc_O, operands, turn):
+        self.parts.p_ring.wait_full(st, turn.stage, turn.phase)
+        self.pv_block(st, acc_O, operands, turn.stage)
+
+    @cute.jit
     def write(self, st, gmem, acc_O, item, half):
         """A thread has channels g and g + 8 of a row, and after an exchange with its neighbour of
         the next g two adjacent ones."""

@@ -14,16 +14,23 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
+from ..common.barriers import Ring
 from ..common.frames import NEVER
 from ..common.smem import array
 from ..common.types import BF16
 from .dense_form import Form
 from .dense_parts import Parts as DenseParts
-from .dense_parts import p_ring
 from .fragments import padded_size
 from .mha_parts import release
-from .roles import INV_RING, SOFTMAX_WARPS
+from .roles import INV_RING, ROWS_OF_CTA, SOFTMAX_WARPS
 from .sparse_prefill_parts import EARLY, LATE, STAGES, GatheredTiles, Turn, Work
+
+
+def p_ring(rows: int) -> Ring:
+    """P of a tile lies in its stage of the ring, whose release frees it; with 64 rows the first and
+    the second 32 tokens are handed over apart, slots 2 stage and the next."""
+    halves = 2 if rows == ROWS_OF_CTA else 1
+    return Ring("p", halves * STAGES, {"softmax": SOFTMAX_WARPS})
 
 
 class Parts(DenseParts):
@@ -32,7 +39,7 @@ class Parts(DenseParts):
     def __init__(self, loads: GatheredTiles):
         self.dtype, self.rows = BF16, loads.rows
         self.stages, self.q_stages = STAGES, loads.q_stages
-        self.loads, self.p_ring = loads, p_ring(STAGES)
+        self.loads, self.p_ring = loads, p_ring(loads.rows)
 
 
 class GatheredForm(Form):
@@ -52,6 +59,11 @@ class GatheredForm(Form):
 
     def tile(self, st, operands, state, turn, items, last) -> None:
         """S -> P of a tile, handed over; ``last``: of the work tile."""
+        raise NotImplementedError
+
+    def product(self, st, acc_O, operands, turn) -> None:
+        """O = gamma O + P V of a tile, when P is there: that means that all of K is, and that Q.K
+        has read it."""
         raise NotImplementedError
 
     def finish(self, st, gmem, item, state, items) -> None:
@@ -127,9 +139,7 @@ class GatheredForm(Form):
                 acc_O[x].fill(0.0)
             for _ in cutlass.range(0, item.tiles, unroll=1):
                 turn = Turn.of(tiles)
-                # P being there means that all of K is, and that Q.K has read it
-                self.parts.p_ring.wait_full(st, turn.stage, turn.phase)
-                self.pv_block(st, acc_O, operands, turn.stage)
+                self.product(st, acc_O, operands, turn)
                 release(self.loads.kv, st, turn.slot(LATE))
                 tiles += 1
             INV_RING.wait_full(st, 0, items & 1)

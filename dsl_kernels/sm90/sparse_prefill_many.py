@@ -1,12 +1,13 @@
 """Sparse prefill with 64 heads a CTA: rows on M, S = Q K^T, O = P V (dense_many.py).
 
-Two thirds of Q are in registers, so that their room in shared memory takes the next work tile's
-while this one runs.
+Maxima are a thread's own: only when one is above its row's frame by more than the headroom do lanes
+compare them, and the frame moves.  Two thirds of Q are in registers, so that their room in shared
+memory takes the next work tile's while this one runs.
 
 Timeline of tile i
-    softmax   | Q.K i: first half, second half | maxima, exp2 | P i -> | wait K i+1
-    P.V       | wait P i | rescale O if a frame moved | 4 WGMMAs 64 x 128 x 16, free half of KV i
-              | 4 WGMMAs on the other half, free KV i
+    softmax   | Q.K i: first half, second half | maxima | P of 32 tokens -> | of the others -> |
+    P.V       | wait first P i | rescale O if a frame moved | 2 WGMMAs 64 x 128 x 16 | wait second
+              | 2 WGMMAs, free half of KV i | 4 WGMMAs on the other half, free KV i
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from ..common.epilogue import Woven, store_woven
 from ..common.types import BF16, U32
 from ..dims import HEAD_DIM_QK
 from ..dims import TOKEN_TILE as TILE
-from .block_softmax import ROWS_ON_M, maxima, store_words_of_p
+from .block_softmax import ROWS_ON_M, store_words_of_p
 from .dense_form import HALF
-from .dense_frames import move_frame
+from .dense_frames import HEADROOM, move_frame
 from .dense_many import PV_N, ManyRows
 from .dense_parts import CHUNK_STEPS
 from .fragments import padded_size
@@ -35,11 +36,25 @@ from .sparse_prefill_parts import (
     EARLY,
     LATE,
     REGISTER_BLOCKS,
+    STAGES,
     GatheredTiles,
     finish_row,
     place_of,
 )
 from .wgmma import issue
+
+
+@cute.jit
+def own_maxima(acc, scale):
+    """Largest logits of the thread's two rows, over its own places."""
+    m4 = [acc[v] for v in range(8)]  # four chains a row
+    for v in cutlass.range_constexpr(8, ROWS_ON_M.values):
+        m4[v % 8] = cute.arch.fmax(m4[v % 8], acc[v])
+    return [
+        scale
+        * cute.arch.fmax(cute.arch.fmax(m4[i], m4[i + 1]), cute.arch.fmax(m4[i + 4], m4[i + 5]))
+        for i in (0, 2)
+    ]
 
 
 class ManyHeads(GatheredForm, ManyRows):
@@ -88,38 +103,54 @@ class ManyHeads(GatheredForm, ManyRows):
         if last:
             release(self.loads.q, st, LATE)
         self.hide(st, acc, turn.stage, lane)
-        m = maxima(acc)
-        gamma, moved = [None] * 2, False
+        high = own_maxima(acc, scale)
+        beyond = False
         for i in cutlass.range_constexpr(2):
-            old, high = frame[i], m[i] * scale
-            most[i] = cute.arch.fmax(most[i], high)
-            frame[i], gamma[i] = move_frame(high, old)
-            moved = moved or frame[i] > old
-        part = [Float32(0.0) for _ in range(4)]
-        for v in cutlass.range_constexpr(ROWS_ON_M.values):
-            row = ROWS_ON_M.row(v)
-            acc[v] = cute.math.exp2(acc[v] * scale - frame[row], fastmath=True)
-            part[2 * row + v % 2] = part[2 * row + v % 2] + acc[v]
-        p16 = cute.make_rmem_tensor((ROWS_ON_M.values,), BF16)
-        p16.store(acc.load().to(BF16))
-        words = cute.recast_tensor(p16, U32)
-        any_moved = cute.arch.vote_any_sync(moved)
-        line = operands[3]
-        warps_meet(Barrier.SOFTMAX, SOFTMAX_WARPS)  # all have read the RoPE columns
-        p_at = self.parts.rope(st).toint() + turn.stage * (TILE * HEAD_DIM_QK * 2)
-        for x in cutlass.range_constexpr(4):
-            store_words_of_p([words[4 * x + i] for i in range(4)], p_at + (line ^ (32 * x)))
-        for i in cutlass.range_constexpr(2):
-            sums[i] = sums[i] * gamma[i] + (part[2 * i] + part[2 * i + 1])
-            # the four lanes of a quad store the same: cheaper than a branch
-            at = 4 * (turn.stage * ROWS_OF_CTA + ROWS_ON_M.row_at(wwarp, lane, i))
-            compat.store_shared(st.gamma.data_ptr().toint() + at, gamma[i])
-        flag = cutlass.select_(any_moved, Int32(1), Int32(0))
+            most[i] = cute.arch.fmax(most[i], high[i])
+            beyond = beyond | (high[i] > frame[i] + HEADROOM)
+        any_beyond = cute.arch.vote_any_sync(beyond)
+        if any_beyond:
+            for i in cutlass.range_constexpr(2):
+                top = high[i]
+                for off in cutlass.range_constexpr(2):
+                    top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, 1 << off))
+                frame[i], gamma = move_frame(top, frame[i])
+                sums[i] = sums[i] * gamma
+                # the four lanes of a quad store the same: cheaper than a branch
+                at = 4 * (turn.stage * ROWS_OF_CTA + ROWS_ON_M.row_at(wwarp, lane, i))
+                compat.store_shared(st.gamma.data_ptr().toint() + at, gamma)
+        flag = cutlass.select_(any_beyond, Int32(1), Int32(0))
         at = 4 * (turn.stage * SOFTMAX_WARPS + wwarp)
         compat.store_shared(st.flag.data_ptr().toint() + at, flag, "u32")
+        part = [Float32(0.0) for _ in range(4)]
+        warps_meet(Barrier.SOFTMAX, SOFTMAX_WARPS)  # all have read the RoPE columns
+        for half in cutlass.range_constexpr(2):
+            part = self.half_of_p(st, acc, frame, scale, part, turn, operands[3], half)
+        for i in cutlass.range_constexpr(2):
+            sums[i] = sums[i] + (part[2 * i] + part[2 * i + 1])
+
+    @cute.jit
+    def half_of_p(self, st, acc, frame, scale, part, turn, line, half: cutlass.Constexpr):
+        """P of 32 tokens, handed over; returns the rows' sums, two each, which gain theirs."""
+        tidx, _, _ = cute.arch.thread_idx()
+        count = const_expr(ROWS_ON_M.values // 2)
+        p = cute.make_rmem_tensor((count,), Float32)
+        for x in cutlass.range_constexpr(count):
+            v = count * half + x
+            row = ROWS_ON_M.row(v)
+            p[x] = cute.math.exp2(acc[v] * scale - frame[row], fastmath=True)
+            part[2 * row + v % 2] = part[2 * row + v % 2] + p[x]
+        p16 = cute.make_rmem_tensor((count,), BF16)
+        p16.store(p.load().to(BF16))
+        words = cute.recast_tensor(p16, U32)
+        p_at = self.parts.rope(st).toint() + turn.stage * (TILE * HEAD_DIM_QK * 2)
+        for x in cutlass.range_constexpr(2):
+            four = [words[4 * x + i] for i in range(4)]
+            store_words_of_p(four, p_at + (line ^ (32 * (2 * half + x))))
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
-        self.parts.p_ring.arrive_full_if(st, turn.stage, lane == 0)
+        self.parts.p_ring.arrive_full_if(st, turn.slot(half), tidx % 32 == 0)
+        return part
 
     @cute.jit
     def hide(self, st, acc, stage, lane):
@@ -141,18 +172,49 @@ class ManyHeads(GatheredForm, ManyRows):
         inv = st.inv.get_tensor(cute.make_layout(padded_size(ROWS_OF_CTA)))
         INV_RING.wait_empty(st, 0, (items & 1) ^ 1)
         for i in cutlass.range_constexpr(2):
-            total = sums[i]
+            total, top = sums[i], most[i]
             for off in cutlass.range_constexpr(2):
                 total = total + cute.arch.shuffle_sync_bfly(total, 1 << off)
+                top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, 1 << off))
             if lane % 4 == 0:
                 row = ROWS_ON_M.row_at(wwarp, lane, i)
                 head = item.block * ROWS_OF_CTA + row
-                inv[row] = finish_row(gmem, head, item.query, total, frame[i], most[i])
+                inv[row] = finish_row(gmem, head, item.query, total, frame[i], top)
         cute.arch.sync_warp()
         if lane == 0:
             INV_RING.arrive_full(st, 0)
 
     # ---------------------------------------------------------------- P.V warpgroups
+
+    @cute.jit
+    def product(self, st, acc_O, operands, turn):
+        """The first half of P meets the first half of the channels while softmax is at the other.
+
+        The rest is as ``ManyRows.pv_block`` does it.
+        """
+        tidx, _, _ = cute.arch.thread_idx()
+        lane, stage = tidx % 32, turn.stage
+        wwarp = cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
+        rP, rV = operands
+        rP_now, steps = rP[None, None, None, stage], const_expr(TILE // 16)
+        self.parts.p_ring.wait_full(st, turn.slot(0), turn.phase)
+        if cute.arch.make_warp_uniform(self.flags(st)[wwarp, stage]) != 0:
+            gamma_s = st.gamma.get_tensor(cute.make_layout((ROWS_OF_CTA, STAGES)))
+            gamma = [gamma_s[ROWS_ON_M.row_at(wwarp, lane, x), stage] for x in range(2)]
+            for acc in acc_O:
+                for v in cutlass.range_constexpr(PV_N // 2):
+                    acc[v] = acc[v] * gamma[v // 2 % 2]
+        compat.wgmma_fence()
+        for i in cutlass.range_constexpr(len(acc_O)):
+            mma, acc, rV_now = self.pv_mma(), acc_O[i], rV[i][None, None, None, stage]
+            issue(mma, acc, rP_now, rV_now, accumulate=True, last=steps // 2)
+            if const_expr(i == 0):
+                self.parts.p_ring.wait_full(st, turn.slot(1), turn.phase)
+            issue(mma, acc, rP_now, rV_now, accumulate=True, first=steps // 2)
+            warpgroup.commit_group()
+        warpgroup.wait_group(1)
+        self.half_read(st, stage)
+        warpgroup.wait_group(0)
 
     @cute.jit
     def write(self, st, gmem, acc_O, item, half):

@@ -107,17 +107,23 @@ class Work:
     @staticmethod
     @cute.jit
     def count(gmem, query):
-        """Entries of a query that count."""
-        topk = Int32(gmem.indices.shape[2])
-        n = topk
+        """Entries of a query that count, as they are told; asked for a work tile ahead.
+
+        A value that ptxas knows to be the same in all lanes it moves to a uniform register at once,
+        which waits for memory: so the address is a lane's.
+        """
+        told = Int32(gmem.indices.shape[2])
         if gmem.topk_length.shape[0] > 0:
-            n = cutlass.min(cutlass.max(gmem.topk_length[query], 0), topk)
-        return n
+            nothing = compat.opaque(Int32(cute.arch.lane_idx())) >> 5
+            told = gmem.topk_length[query + nothing]
+        return told
 
     @staticmethod
-    def item(gmem, j, count):
-        """Work tile ``j``, whose ``count`` was asked for a work tile ago."""
+    def item(gmem, j, told):
+        """Work tile ``j``, ``told`` how many entries count."""
         query, block = Work.place(gmem, j)
+        told = cute.arch.make_warp_uniform(told)
+        count = cutlass.min(cutlass.max(told, 0), gmem.indices.shape[2])
         tiles = cutlass.max((count + (TILE - 1)) // TILE, 1)
         return Item(query, block, count, tiles)
 
@@ -255,7 +261,7 @@ class GatheredTiles:
         to, base = self._target(st, first, lane), self._base(gmem, lane)
         stride = Uint32(gmem.kv.stride[0]) * Uint32(2)
         if const_expr(boxes is not None):
-            self._load_q(st, gmem, boxes, cta, items, EARLY)
+            self._load_q(st, gmem, boxes, cta, items, EARLY, first=True)
         for j in cutlass.range(cta, total, gmem.ctas, unroll=1):
             item = Work.item(gmem, j, count)
             query, _ = Work.place(gmem, j + gmem.ctas)
@@ -299,13 +305,17 @@ class GatheredTiles:
         )  # fmt: skip
 
     @cute.jit
-    def _load_q(self, st, gmem, boxes, j, items, part: cutlass.Constexpr):
-        """A part of the ``items``-th row tile of the CTA, that of work tile ``j``."""
+    def _load_q(
+        self, st, gmem, boxes, j, items, part: cutlass.Constexpr, first: cutlass.Constexpr = False
+    ):
+        """A part of the ``items``-th row tile of the CTA, that of work tile ``j``; the ``first``
+        one finds its room free."""
         atom, target, source = boxes
         query, block = Work.place(gmem, j)
         blocks, (slot, phase) = self.blocks_of_q(part), self.slot_of_q(items, part)
         stage = 0 if const_expr(self.q_stages == 1) else slot
-        self.q.wait_empty(st, slot, phase ^ 1)
+        if const_expr(not first):
+            self.q.wait_empty(st, slot, phase ^ 1)
         barrier = self.q.full_barrier(st, slot)
         with cute.arch.elect_one():
             size = len(blocks) * self.rows * LINE

@@ -23,7 +23,7 @@ gradients, and their results never require any: this is inference.
 ``check_tables`` says that the tables, without ``units``, are somebody else's memory: rows of a
 sequence that they do not cover then become NaN.
 ``append_index_k`` and ``index_logits_out`` are those of ``snapmla.dsa``, whose ``q`` is bytes, too;
-``unit_rows`` 0 chooses.
+``unit_rows`` 0 chooses.  ``sparse_prefill`` and ``sparse_prefill_out`` are ``snapmla.sparse``'s.
 """
 
 from __future__ import annotations

@@ -204,5 +204,5 @@ def test_every_format_is_decoded_by_one_op() -> None:
 def test_a_kind_that_is_none(command: str) -> None:
     done = CliRunner().invoke(commands.app, [command, "--kind", "deocde"])
     assert done.exit_code == 1
-    said = "--kind (make's KIND=): expected one of helper, decode, mha, got 'deocde'"
+    said = "--kind (make's KIND=): expected one of helper, decode, mha, prefill, got 'deocde'"
     assert said in done.output

@@ -134,6 +134,7 @@ def test_no_rows_and_no_queries() -> None:
     assert [x.shape for x in sparse_prefill(**none)] == [(0, H, 512), (0, H), (0, H)]
 
 
+@pytest.mark.whole_matrix
 def test_rows_of_512_channels() -> None:
     call = given()
     call.update(q=call["q"][..., :512].contiguous(), kv=call["kv"][..., :512])

@@ -33,7 +33,7 @@ def some(values: Iterable[Any], *everyday: Any) -> list[Any]:
 
 
 NAMES = [f"sparse_prefill_r{r}_d{d}_sm90a" for r in (64, 32, 16) for d in (576, 512)]
-EVERY = some(NAMES, MAIN)
+EVERY_FEW = some(NAMES, FEW)
 
 
 def where(name: str) -> tuple[VariantSpec, Path]:
@@ -61,7 +61,7 @@ def expect_right(kernel: Any, job: PrefillJob) -> Results:
     return found
 
 
-@pytest.mark.parametrize("name", some(NAMES, MAIN, FEW, "sparse_prefill_r64_d512_sm90a"))
+@pytest.mark.parametrize("name", some(NAMES, MAIN, FEW))
 def test_clean_and_right(name: str) -> None:
     """The workload, copies landing at random."""
     with using(mutate.schedule(0)):
@@ -70,7 +70,7 @@ def test_clean_and_right(name: str) -> None:
 
 
 SHAPES = [(h, k) for h in (1, 8, 16, 20, 40, 64, 96, 128) for k in (1, 17, 100, 128, 512)]
-SAMPLED = [(1, 100), (20, 17), (96, 128), (128, 1)]
+SAMPLED = [(1, 100), (8, 17), (96, 1)]
 
 
 @pytest.mark.parametrize("shape", some(SHAPES, *SAMPLED), ids=str)
@@ -85,18 +85,18 @@ def test_heads_and_lists(d_qk: int, shape: tuple[int, int]) -> None:
     expect_right(kernel, PrefillJob.draw(spec, 2, heads, 150, topk, sink=sink, ctas=2))
 
 
-@pytest.mark.parametrize("style", some(["3", "30", "swings", "equal"], "swings", "equal"))
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("style", some(["3", "30", "swings", "equal"], "equal"))
+@pytest.mark.parametrize("name", EVERY_FEW)
 def test_numbers_that_move_frames(name: str, style: str) -> None:
     spec, kernel = kernel_of(name)
     torch.manual_seed(5)
     spread = float(style) if style.isdigit() else 1.0
     kind = "plain" if style.isdigit() else style
-    job = PrefillJob.draw(spec, 2, 12, 200, 330, style=kind, spread=spread, ctas=1)
+    job = PrefillJob.draw(spec, 1, 12, 200, 330, style=kind, spread=spread, ctas=1)
     expect_right(kernel, job)
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", EVERY_FEW)
 def test_lists_of_every_kind(name: str) -> None:
     """A row named many times, nothing at all, nothing in a whole tile, INT_MAX behind the length,
     lengths out of range; NaN is in every row that is not named."""
@@ -119,9 +119,10 @@ def test_lists_of_every_kind(name: str) -> None:
         assert not out[i].any() and (most[i] == -INF).all() and (lse[i] == INF).all()
 
 
-def test_sinks_of_both_infinities() -> None:
+@pytest.mark.parametrize("name", EVERY_FEW)
+def test_sinks_of_both_infinities(name: str) -> None:
     """-inf takes nothing, +inf everything; LSE and the largest logit are as without."""
-    spec, kernel = kernel_of(MAIN)
+    spec, kernel = kernel_of(name)
     torch.manual_seed(4)
     job = PrefillJob.draw(spec, 1, 4, 40, 50, sink=(-INF, INF, 0.0, 200.0))
     out, *figures = expect_right(kernel, job)
@@ -130,47 +131,50 @@ def test_sinks_of_both_infinities() -> None:
     assert all(torch.equal(a, b) for a, b in zip(figures, others, strict=True))
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", EVERY_FEW)
 def test_padded_heads_of_nan(name: str) -> None:
     """Heads that a caller pads with whatever memory held: the real ones' bits are the same."""
     spec, kernel = kernel_of(name)
     torch.manual_seed(6)
-    job = PrefillJob.draw(spec, 2, 70, 90, 130, spread=4.0)
-    padded = torch.full((2, 128, spec.d_qk), math.nan).bfloat16()
-    padded[:, :70] = job.q
+    heads = spec.row_tile - 5
+    job = PrefillJob.draw(spec, 2, heads, 90, 70, spread=4.0)
+    padded = torch.full((2, spec.row_tile, spec.d_qk), math.nan).bfloat16()
+    padded[:, :heads] = job.q
     found, beside = run(kernel, job), run(kernel, replace(job, q=padded))
     for a, b in zip(found, beside, strict=True):
-        assert torch.equal(a, b[:, :70]) and a.isfinite().all()
-    assert beside[0][:, 70:].isnan().all() and beside[2][:, 70:].isnan().all()
+        assert torch.equal(a, b[:, :heads]) and a.isfinite().all()
+    assert beside[0][:, heads:].isnan().all() and beside[2][:, heads:].isnan().all()
 
 
-def test_a_nan_that_is_named_reaches_its_query_token() -> None:
-    """In a content channel, and in one of RoPE alone; and no other token."""
-    spec, kernel = kernel_of(MAIN)
+@pytest.mark.parametrize("name", EVERY_FEW)
+def test_a_nan_that_is_named_reaches_its_query_token(name: str) -> None:
+    """In a channel of V, and in the last one, which with 576 is RoPE's; and no other token."""
+    spec, kernel = kernel_of(name)
     torch.manual_seed(8)
     job = PrefillJob.draw(spec, 3, 5, 80, 70, idle=0.0)
     indices = job.indices.clamp(min=2)
     indices[0, 0, 66], indices[1, 0, 3] = 0, 1
-    kv = torch.randn(80, 1, 576).bfloat16()
-    kv[0, 0, 17], kv[1, 0, 570] = math.nan, math.nan
+    kv = torch.randn(80, 1, spec.d_qk).bfloat16()
+    kv[0, 0, 17], kv[1, 0, -6] = math.nan, math.nan
     out, most, lse = run(kernel, replace(job, indices=indices, kv=kv))
     for i in (0, 1):
         assert out[i].isnan().all() and most[i].isnan().all() and lse[i].isnan().all()
     assert all(x[2].isfinite().all() for x in (out, most, lse))
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", EVERY_FEW)
 def test_bits_do_not_depend_on_the_call(name: str) -> None:
     """A query token among others, and alone; on more and fewer CTAs; strided results."""
     spec, kernel = kernel_of(name)
     torch.manual_seed(2)
-    job = PrefillJob.draw(spec, 3, 66, 100, 130, spread=3.0, ctas=4)
+    heads = spec.row_tile + 2
+    job = PrefillJob.draw(spec, 3, heads, 100, 130, spread=3.0, ctas=4)
     found = run(kernel, job)
     one = replace(job, q=job.q[1:2], indices=job.indices[1:2], ctas=1)
-    wide = torch.full((1, 70, 520), 5.0).bfloat16()
-    figures = torch.full((2, 70, 1), 5.0)
-    most, lse = (x[:66].T for x in figures)
-    alone = run(kernel, one, out=wide[:, :66, :512], max_logits=most, lse=lse)
+    wide = torch.full((1, heads + 4, 520), 5.0).bfloat16()
+    figures = torch.full((2, heads + 4, 1), 5.0)
+    most, lse = (x[:heads].T for x in figures)
+    alone = run(kernel, one, out=wide[:, :heads, :512], max_logits=most, lse=lse)
     for a, b in zip(found, alone, strict=True):
         assert torch.equal(a[1:2], b)
     assert (
@@ -179,13 +183,15 @@ def test_bits_do_not_depend_on_the_call(name: str) -> None:
 
 
 @pytest.mark.whole_matrix
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", EVERY_FEW)
 def test_schedules(name: str) -> None:
     """Every role ahead of and behind the others, lists of all lengths; the same bits."""
     spec, kernel = kernel_of(name)
     torch.manual_seed(3)
     lengths = (200, 0, 65, 64, 1, 129)
-    job = PrefillJob.draw(spec, 6, 70, 150, 200, lengths=lengths, sink=True, style="swings", ctas=3)
+    job = PrefillJob.draw(
+        spec, 6, spec.row_tile + 6, 150, 200, lengths=lengths, sink=True, style="swings", ctas=3
+    )
     found = []
     for seed in range(12):
         with using(mutate.schedule(seed)):

@@ -26,7 +26,7 @@ def small(spec: VariantSpec) -> Iterator[Call]:
     heads, lengths = spec.row_tile + 3, (130, 0)
     jobs = (
         PrefillJob.draw(spec, 2, heads, 200, 130, lengths=lengths, sink=True, style="swings"),
-        PrefillJob.draw(spec, 3, 7, 90, 70, spread=3.0, ctas=2),
+        PrefillJob.draw(spec, 2, 7, 90, 70, spread=3.0, ctas=1),
     )
     for job in jobs:
         yield Call(job.arguments(), {}, job=job)
