@@ -114,7 +114,7 @@ def _launch(
     """One warp a row; results = (out, lse); ``parts`` of the tensors count, None: all."""
     b, s_q, h, d_v = results[0].shape
     rows = b * s_q * h
-    block_rows = WARPS * _Share(d_v, outs[0].element_type).warp_rows
+    block_rows = WARPS * Share(d_v, outs[0].element_type).warp_rows
     if rows > 0:  # an empty grid is a launch error
         by = (compat.fast_divisor(h), compat.fast_divisor(s_q))
         factors = (Float32(1.0) / lse_factor, lse_factor)
@@ -126,7 +126,7 @@ def _launch(
         )
 
 
-class _Share:
+class Share:
     """How a row of ``d_v`` channels of ``dt`` is dealt to lanes.
 
     Attributes:
@@ -145,7 +145,7 @@ class _Share:
         return quant.WARP // self.lanes
 
 
-class _Sum:
+class Sum:
     """Running weighted sum of a lane's channels: maximum, weight sum, channel sums."""
 
     def __init__(self, factors: tuple[Any, Any], count: int) -> None:
@@ -174,7 +174,7 @@ def _select(condition: Any, yes: Any, no: Any) -> Any:
     return Float32(cutlass.select_(condition, yes, no))
 
 
-class _Loads:
+class Loads:
     """A lane's channels, and the lse, of a row in ``parts`` parts, in flight together."""
 
     def __init__(self, parts: int, dt: Any, chunks: int) -> None:
@@ -184,7 +184,7 @@ class _Loads:
         self.words.fill(0)
         self.lses.fill(-Float32.inf)
 
-    def add_to(self, total: _Sum) -> None:
+    def add_to(self, total: Sum) -> None:
         """Adds the parts in ascending order; what is empty or was not loaded weighs 0.
 
         The reference is finite even if nothing was seen yet, so that -inf - reference is -inf.
@@ -231,7 +231,7 @@ def _in_part(tensors: Any, part: Any, coord: tuple[Any, ...]) -> Any:
     return _at(tensors[part], coord)
 
 
-def _load_part(words: Any, logs: Any, part: int, ptrs: tuple[Any, Any], d_v: int) -> None:
+def load_part(words: Any, logs: Any, part: int, ptrs: tuple[Any, Any], d_v: int) -> None:
     """Issues the loads of one part of a row; ptrs = (the lane's channels, the lse)."""
     _, chunks, _ = words.shape
     for k in range(chunks):
@@ -260,7 +260,7 @@ def _issue(
         o_at = _in_part(outs, first + j, (*row, channel))
         ptrs = (o_at, _in_part(lses, first + j, (batch, head, s)))
         if cutlass.const_expr(count is None) or j < count:
-            _load_part(words, logs, j, ptrs, d_v)
+            load_part(words, logs, j, ptrs, d_v)
 
 
 @cute.kernel
@@ -270,7 +270,7 @@ def _merge_states(outs: Any, lses: Any, results: Any, parts: Any, factors: Any, 
     out, lse = results
     b, s_q, h, d_v = out.shape
     dt = outs[0].element_type
-    share = _Share(d_v, dt)
+    share = Share(d_v, dt)
     half = cutlass.const_expr(share.warp_rows > 1)  # lanes of a warp have different rows
     lane = tidx % share.lanes
     first_row = (block * WARPS + tidx // quant.WARP) * share.warp_rows  # of the warp
@@ -286,22 +286,22 @@ def _merge_states(outs: Any, lses: Any, results: Any, parts: Any, factors: Any, 
         token, head = divmod(index, by[0])
         batch, s = divmod(token, by[1])
         row = (batch, s, head)
-        total = _Sum(factors, share.channels)
+        total = Sum(factors, share.channels)
         if cutlass.const_expr(len(outs) == 1):
             for first in cutlass.range(0, parts, chunk, unroll=1):
-                loads = _Loads(chunk, dt, share.chunks)
+                loads = Loads(chunk, dt, share.chunks)
                 left = _if_there(there, parts - first)
                 _issue(loads, outs, lses, first, left, row, lane)
                 loads.add_to(total)
         elif cutlass.const_expr(parts is None):
-            loads = _Loads(len(outs), dt, share.chunks)
+            loads = Loads(len(outs), dt, share.chunks)
             count = _if_there(there, len(outs)) if half else None
             _issue(loads, outs, lses, 0, count, row, lane)
             loads.add_to(total)
         else:
             for first in cutlass.range_constexpr(0, len(outs), chunk):
                 if first < parts:
-                    loads = _Loads(chunk, dt, share.chunks)
+                    loads = Loads(chunk, dt, share.chunks)
                     left = _if_there(there, parts - first)
                     _issue(loads, outs, lses, first, left, row, lane)
                     loads.add_to(total)
@@ -323,7 +323,7 @@ def _if_there(there: Any, count: Any) -> Any:
 def _store(out: Any, channels: list[Any], row: Any, lane: Any, dt: Any) -> None:
     """Stores a lane's channels of one row, which were loaded as elements of ``dt``."""
     vec, wide = quant.lane_channels(dt), quant.lane_channels(out.element_type)
-    share = _Share(out.shape[-1], dt)
+    share = Share(out.shape[-1], dt)
     at = _at(out, (*row, lane * vec))
     for k in range(share.chunks):
         for i in range(0, vec, wide):
