@@ -135,7 +135,7 @@ def _list(
     _each_tile(lengths, work, places, causal, shift, entries, False)
     cute.arch.sync_threads()
     first, second = places[2 * tidx], places[2 * tidx + 1]
-    upto, _, total, _ = scan(sums, first + second, Int32(0))
+    upto, _, total, _ = scan(sums, first + second, Int32(0), True)
     places[2 * tidx] = upto - first - second
     places[2 * tidx + 1] = upto - second
     if tidx == 0:
