@@ -107,9 +107,9 @@ def workspace_size(total_q: int, batch: int, heads: int = 0, total_k: int = 0) -
     """int32 words of a workspace for ``total_q`` query tokens of ``batch`` sequences: 16 bytes and
     8 a row tile (128 query tokens), of which a sequence may have one that is not full.
 
-    With ``split_keys`` lists take 16 bytes a row tile, and partial rows are added: 516 bytes a head
-    for each of at most 1024 a sequence, 8 a query token, and 1 for each 8 keys, which is an eighth
-    of the bytes of k_nope and v.
+    With ``split_keys`` lists take 16 bytes a row tile, and partial rows are added, each 516 bytes a
+    head: at most 1024 a sequence, 8 a query token, and 1 for every 8 keys (and 16 a sequence),
+    which is an eighth of the bytes of k_nope and v.
 
     Args:
         total_q: the first extent of q. batch: sequences.

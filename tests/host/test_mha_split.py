@@ -136,7 +136,8 @@ def test_workspace_size() -> None:
         lists = found - rows * 16 * 129
         assert 0 < lists < 200 + 16 * (total_q // 128 + batch) and lists % 4 == 0
     keys = 32768 * 128 * 2 * 256
-    assert workspace_size(8192, 64, 128, 32768) * 4 < 0.13 * keys
+    assert workspace_size(8192, 8, 128, 32768) * 4 < 0.13 * keys
+    assert workspace_size(8192, 64, 128, 32768) * 4 < 0.13 * keys + 64 * 16 * 128 * 516
     for name, arguments in (("heads", (1, 1, -1, 0)), ("total_k", (1, 1, 1, -1))):
         with pytest.raises(ValueError, match=f"^{name}: expected 0 or more, got -1"):
             workspace_size(*arguments)

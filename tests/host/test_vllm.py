@@ -41,7 +41,9 @@ PREFILL_BASE = "vllm.v1.attention.backends.mla.prefill.base"
 
 
 @needs_compiler
-@pytest.mark.parametrize("case", ["decode", "prefill", "own_prefill", "invariant", "ranks", "refusals"])
+@pytest.mark.parametrize(
+    "case", ["decode", "prefill", "own_prefill", "invariant", "ranks", "refusals"]
+)
 @pytest.mark.parametrize("release", fetch_vllm.RELEASES)
 def test_vllms_own_classes(release: str, case: str) -> None:
     path = fetch_vllm.path_of(release)

@@ -3,6 +3,7 @@ hazard check on."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 from typing import Any
@@ -71,7 +72,7 @@ def test_the_rule_keeps_its_promises() -> None:
             assert pieces == 1 or pieces * row_tiles <= PIECES
             ends = [piece_keys(s_k, pieces, p) for p in range(pieces)]
             assert ends[0][0] == 0 and ends[-1][1] == s_k
-            assert all(a[1] == b[0] and a[1] % 128 == 0 for a, b in zip(ends, ends[1:]))
+            assert all(a[1] == b[0] and a[1] % 128 == 0 for a, b in itertools.pairwise(ends))
             tiles = [-(-end // 128) - first // 128 for first, end in ends]
             assert pieces == 1 or min(tiles) >= 8 * row_tiles
             assert pieces == 1 or (row_tiles <= 4 and may_split(s_k, s_k))
@@ -85,8 +86,10 @@ def test_room_is_enough_for_any_lengths() -> None:
     worst = (128, 1921)
     for batch in (1, 2, 7, 40):
         for most_q, most_k in ((1, 2000), (128, 4000), (600, 40000), (129, 2**17), worst):
-            draw = lambda most: torch.randint(0, most + 1, (batch,), generator=generator).tolist()
-            lq, lk = draw(most_q), draw(most_k)
+            lq, lk = (
+                torch.randint(0, most + 1, (batch,), generator=generator).tolist()
+                for most in (most_q, most_k)
+            )
             if (most_q, most_k) == worst:
                 lq, lk = [worst[0]] * batch, [worst[1]] * batch
             lists, room = lists_of(lq, lk, True), SplitRoom.of(sum(lq), batch, sum(lk))

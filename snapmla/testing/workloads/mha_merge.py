@@ -24,9 +24,7 @@ LQ, LK = (3, 9, 0, 130), (2048, 40, 5000, 4100)  # two pieces, none, no queries,
 OWN = 7.0  # of rows that nothing is merged into
 
 
-def _given(
-    spec: VariantSpec, lq: Sequence[int], lk: Sequence[int], heads: int
-) -> dict[str, Any]:
+def _given(spec: VariantSpec, lq: Sequence[int], lk: Sequence[int], heads: int) -> dict[str, Any]:
     """Arguments but for the partial rows."""
     room = SplitRoom.of(sum(lq), len(lq), sum(lk))
     return {
