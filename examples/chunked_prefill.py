@@ -114,8 +114,8 @@ def main() -> int:
                 off = float((lse[:, mine] - want_lse).abs().max())
         print(
             f"request {i} on {device}, {count} new tokens over {cached} cached: relative L2 "
-            f"{found[0]:.2e}, LSE {off:.0e} to float64 over the cache's tokens, {found[1]:.2e} over "
-            "the tokens before they were quantised"
+            f"{found[0]:.2e}, LSE {off:.0e} to float64 over the cache's tokens, {found[1]:.2e} to "
+            "those before they were quantised"
         )
         right &= found[0] < 6e-3 and found[1] < (4.5e-2 if cached else 6e-3) and off < 6e-3
     print("right" if right else "WRONG")

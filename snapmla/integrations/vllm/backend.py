@@ -322,9 +322,15 @@ class SnapMLAImpl(mla.MLACommonImpl[SnapMLAMetadata]):
         return out.flatten(0, 1), lse.mT.flatten(0, 1)
 
     def forward_mha(
-        self, q: torch.Tensor, kv_c_normed: torch.Tensor, k_pe: torch.Tensor,
-        kv_c_and_k_pe_cache: torch.Tensor, attn_metadata: SnapMLAMetadata, *rest: Any, **options: Any,
-    ) -> Any:  # fmt: skip
+        self,
+        q: torch.Tensor,
+        kv_c_normed: torch.Tensor,
+        k_pe: torch.Tensor,
+        kv_c_and_k_pe_cache: torch.Tensor,
+        attn_metadata: SnapMLAMetadata,
+        *rest: Any,
+        **options: Any,
+    ) -> Any:
         step = attn_metadata.prefill
         self._keys_apart = isinstance(step.prefill_backend, SnapMLAPrefillBackend)
         return super().forward_mha(
