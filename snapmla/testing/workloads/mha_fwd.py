@@ -28,9 +28,9 @@ def small(spec: VariantSpec) -> Iterator[Call]:
         yield from _small_split(spec)
         return
     for causal, spread, bad in ((True, 1.0, math.nan), (False, 8.0, 1e30)):
-        lq, lk = (130, 0, 40, 9), (200, 33, 20, 30)
+        lq, lk = [130, 0, 40, 9], [200, 33, 20, 30]
         if not causal:
-            lq, lk = (20, 0, 3, 2, 2, 2), (300, 40, 0, 0, 0, 0)
+            lq, lk = [20, 0, 3, 2, 2, 2], [300, 40, 0, 0, 0, 0]
         job = MhaJob.draw(spec, lq, lk, 2, 1, causal=causal, spread=spread, behind=bad)
         for rows in (*job.ks, job.v):
             rows[lk[0] : lk[0] + lk[1]] = bad
@@ -39,9 +39,9 @@ def small(spec: VariantSpec) -> Iterator[Call]:
 
 def _small_split(spec: VariantSpec) -> Iterator[Call]:
     for causal, spread, bad in ((True, 1.0, math.nan), (False, 8.0, 1e30)):
-        lq, lk = (3, 0, 40), (1950, 33, 20)
+        lq, lk = [3, 0, 40], [1950, 33, 20]
         if not causal:
-            lq, lk = (5, 20, 3, 2, 2, 2), (40, 2050, 0, 0, 0, 0)
+            lq, lk = [5, 20, 3, 2, 2, 2], [40, 2050, 0, 0, 0, 0]
         job = SplitJob.draw(spec, lq, lk, 1, 1, causal=causal, spread=spread, behind=bad)
         yield Call(job.arguments(), {}, job=job)
 
