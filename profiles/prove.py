@@ -54,6 +54,8 @@ EXPLAINED = (
 ASKED = (
     "mha_items_sm90a", "mha_fwd_d192_dbf16_sm90a", "mha_fwd_d192_df16_sm90a",
     "mha_fwd_d128_dbf16_sm90a", "mha_fwd_d128_df16_sm90a",
+    "mha_items_split_sm90a", "mha_fwd_d192_dbf16_split_sm90a", "mha_merge_obf16_sm90a",
+    "merge_states_xbf16_obf16_pair_v128_sm90a",
     "select_topk_t64_e8_c2_sm90a", "select_topk_t64_e0_c2_sm90a",
     "index_logits_h64_u1_sm90a", "index_logits_h64_u2_sm90a", "index_logits_h32_u8_sm90a",
     "append_index_k_xbf16_ii64_hd1_sm90a",

@@ -19,6 +19,7 @@ from snapmla import checks, runtime
 from snapmla.decode_plan.choices import LSE_FACTOR, OUT_NAMES
 
 MAX_LIST = 8  # tensors that the kernel takes without their being stacked
+WIDTHS = (KV_LORA_RANK, 256, 128)  # channels of a row: a latent's, or those of a head of prefill
 _FLOAT32 = (torch.float32,)
 _DTYPES = tuple(OUT_NAMES)
 Merged = tuple[torch.Tensor, torch.Tensor]
@@ -55,8 +56,8 @@ def merge_state(
     in both has out 0 and the LSE that ``lse_a`` has, with its sign.  A NaN LSE gives NaN.
 
     Args:
-        out_a: bfloat16 or float32 (b, s_q, h, 512), or packed (total, h, 512); rows may be strided,
-            16-byte aligned.
+        out_a: bfloat16 or float32 (b, s_q, h, d_v), or packed (total, h, d_v), where d_v is 512, as
+            of ``decode``, 256 or 128, as of dense prefill; rows may be strided, 16-byte aligned.
         lse_a: float32 (b, h, s_q), or (h, total) beside a packed ``out_a``, as ``decode`` gives it;
             any strides: where tokens come before heads, give ``lse.mT``.
         out_b, lse_b: of the same dtype and the same shape as those of part a; any strides that
@@ -94,12 +95,13 @@ def merge_states(
     One launch that reads every part once, and adds them in their order.
 
     Args:
-        outs: bfloat16 or float32; one tensor (n, b, s_q, h, 512) or (n, total, h, 512), or a list
-            of n tensors without the first dimension; rows may be strided, 16-byte aligned.  Up to 8
-            tensors are read where they are; a longer list is stacked first, which copies it.
+        outs: bfloat16 or float32; one tensor (n, b, s_q, h, d_v) or (n, total, h, d_v), or a list
+            of n tensors without the first dimension; d_v is 512, 256 or 128; rows may be strided,
+            16-byte aligned.  Up to 8 tensors are read where they are; a longer list is stacked
+            first, which copies it.
         lses: float32 (n, b, h, s_q) or (n, h, total), or a list, as ``outs`` is; any strides.
         lse_base: base of the LSE given and returned, ``e`` or ``2``.
-        out: bfloat16 or float32 (b, s_q, h, 512) or (total, h, 512); may be one of the parts (the
+        out: bfloat16 or float32 (b, s_q, h, d_v) or (total, h, d_v); may be one of the parts (the
             same memory with the same strides), else memory of its own.  None allocates, in the
             dtype of the parts.
         lse: float32 (b, h, s_q) or (h, total); may be one of the parts'.  None allocates.
@@ -270,7 +272,8 @@ def check_parts(parts: list[Part], stacked: bool) -> tuple[tuple[int, ...], tupl
     free: tuple[str, ...] = ("n",) if stacked else ()
     packed = isinstance(first, torch.Tensor) and first.ndim == len(free) + 3
     rows = ("total", "h") if packed else ("b", "s_q", "h")
-    checks.tensor(name, first, _DTYPES, (*free, *rows, KV_LORA_RANK))
+    known = isinstance(first, torch.Tensor) and first.ndim > 0 and first.shape[-1] in WIDTHS
+    checks.tensor(name, first, _DTYPES, (*free, *rows, first.shape[-1] if known else KV_LORA_RANK))
     if stacked and not first.shape[0]:
         checks.value_error(name, "1 part or more", 0)
     shape, lead = tuple(first.shape), len(free)
@@ -315,11 +318,11 @@ def _is(result: torch.Tensor | None, part: torch.Tensor) -> bool:
 
 @functools.lru_cache(maxsize=64)
 def _kernel(
-    device: torch.device, in_dtype: torch.dtype, out_dtype: torch.dtype, mode: str
+    device: torch.device, in_dtype: torch.dtype, out_dtype: torch.dtype, d_v: int, mode: str
 ) -> runtime.Kernel:
     spec = VariantSpec(
         op="merge_states", arch=runtime.arch_of(device), in_dtype=OUT_NAMES[in_dtype],
-        out_dtype=OUT_NAMES[out_dtype], mode=mode,
+        out_dtype=OUT_NAMES[out_dtype], mode=mode, d_v=d_v,
     )  # fmt: skip
     return runtime.kernel(spec, device.type)
 
@@ -341,7 +344,7 @@ def _launch(
         outs, lses = [t.unsqueeze(at) for t in outs], [t.unsqueeze(at) for t in lses]
         out, lse = out.unsqueeze(0), lse.unsqueeze(0)
     mode = "stack" if stacked else "pair" if len(outs) == 2 else "list"
-    kernel = _kernel(out.device, outs[0].dtype, out.dtype, mode)
+    kernel = _kernel(out.device, outs[0].dtype, out.dtype, out.shape[-1], mode)
     if mode == "list":
         unused = MAX_LIST - len(outs)  # the kernel takes them and does not look
         outs_, lses_ = outs + outs[:1] * unused, lses + lses[:1] * unused

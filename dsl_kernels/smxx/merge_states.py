@@ -1,16 +1,18 @@
 """merge_states: combine attention results over disjoint sets of tokens into out and lse.
 
-A *part* is one such result: rows of 512 channels, each normalised, and their LSE.  ``merge``
+A *part* is one such result: rows of 512 channels (latents), or of 256 or 128 (heads of dense
+prefill), each normalised, and their LSE.  ``merge``
 finishes the splits of a decode by its plan; parts come from anywhere: other ranks (context
 parallelism), a shared prefix (cascades), chunks.
 
 Roles        one warp owns a query row, all parts of it; WARPS warps a CTA, which share nothing.
+             Rows of 128 channels of 16 bits are 16 loads of 16 bytes: half a warp owns one.
              mode ``pair``: two tensors; ``list``: up to MOST of them, of which the first n count;
              ``stack``: one tensor of n parts.
-Memory       registers only: FLIGHT 16-byte loads a lane, and its 16 sums; no shared memory.
+Memory       registers only: FLIGHT 16-byte loads a lane, and its 16 (8, 4) sums; no shared memory.
 Timeline     wait for the previous grid | lse and channels of up to FLIGHT loads in flight |
              weights, FMA, next parts | normalise, store
-Bytes moved  per row and part 1028 (bf16) or 2052 (fp32) read; 1028 or 2052 a row written.
+Bytes moved  per row of 512 and part 1028 (bf16) or 2052 (fp32) read; 1028 or 2052 a row written.
 
     m = max_i lse_i    w_i = b^(lse_i - m)    out = sum_i w_i o_i / sum_i w_i
     lse = m + log_b sum_i w_i                 with b = e or 2: 2 = b^lse_factor
@@ -37,7 +39,6 @@ import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, cute
 
 from .. import compat
-from ..dims import KV_LORA_RANK
 from . import quant
 
 if TYPE_CHECKING:
@@ -46,16 +47,15 @@ if TYPE_CHECKING:
 WARPS = 4
 MOST = 8  # tensors of mode ``list``
 FLIGHT = 8  # 16-byte loads of a lane that are issued before the first is used
-LANE = KV_LORA_RANK // quant.WARP  # channels of a lane
 
 
 @cute.jit
 def merge_pair(
-    o_0: cute.Tensor,  # in_dtype (b, s_q, h, 512)
+    o_0: cute.Tensor,  # in_dtype (b, s_q, h, d_v)
     o_1: cute.Tensor,
     lse_0: cute.Tensor,  # f32 (b, h, s_q)
     lse_1: cute.Tensor,
-    out: cute.Tensor,  # out_dtype (b, s_q, h, 512)
+    out: cute.Tensor,  # out_dtype (b, s_q, h, d_v)
     lse: cute.Tensor,  # f32 (b, h, s_q)
     lse_factor: Float32,
     stream: Any,
@@ -66,7 +66,7 @@ def merge_pair(
 
 @cute.jit
 def merge_list(
-    o_0: cute.Tensor,  # in_dtype (b, s_q, h, 512)
+    o_0: cute.Tensor,  # in_dtype (b, s_q, h, d_v)
     o_1: cute.Tensor,
     o_2: cute.Tensor,
     o_3: cute.Tensor,
@@ -82,7 +82,7 @@ def merge_list(
     lse_5: cute.Tensor,
     lse_6: cute.Tensor,
     lse_7: cute.Tensor,
-    out: cute.Tensor,  # out_dtype (b, s_q, h, 512)
+    out: cute.Tensor,  # out_dtype (b, s_q, h, d_v)
     lse: cute.Tensor,  # f32 (b, h, s_q)
     parts: Int32,  # how many of the tensors count; the others are not read
     lse_factor: Float32,
@@ -96,9 +96,9 @@ def merge_list(
 
 @cute.jit
 def merge_stack(
-    o: cute.Tensor,  # in_dtype (n, b, s_q, h, 512)
+    o: cute.Tensor,  # in_dtype (n, b, s_q, h, d_v)
     lses: cute.Tensor,  # f32 (n, b, h, s_q)
-    out: cute.Tensor,  # out_dtype (b, s_q, h, 512)
+    out: cute.Tensor,  # out_dtype (b, s_q, h, d_v)
     lse: cute.Tensor,  # f32 (b, h, s_q)
     lse_factor: Float32,
     stream: Any,
@@ -112,27 +112,48 @@ def _launch(
     outs: Any, lses: Any, results: Any, parts: Any, lse_factor: Float32, stream: Any
 ) -> None:
     """One warp a row; results = (out, lse); ``parts`` of the tensors count, None: all."""
-    b, s_q, h, _ = results[0].shape
+    b, s_q, h, d_v = results[0].shape
     rows = b * s_q * h
+    block_rows = WARPS * Share(d_v, outs[0].element_type).warp_rows
     if rows > 0:  # an empty grid is a launch error
         by = (compat.fast_divisor(h), compat.fast_divisor(s_q))
         factors = (Float32(1.0) / lse_factor, lse_factor)
         _merge_states(outs, lses, results, parts, factors, by).launch(
-            grid=((rows + (WARPS - 1)) // WARPS, 1, 1),
+            grid=((rows + (block_rows - 1)) // block_rows, 1, 1),
             block=(WARPS * quant.WARP, 1, 1),
             stream=stream,
             use_pdl=True,
         )
 
 
-class _Sum:
+class Share:
+    """How a row of ``d_v`` channels of ``dt`` is dealt to lanes.
+
+    Attributes:
+        lanes: that own a row: a warp, or half of one where that takes the row in 16-byte loads.
+        chunks: 16-byte loads of a lane.
+        channels: of a lane.
+    """
+
+    def __init__(self, d_v: int, dt: Any) -> None:
+        self.lanes = min(quant.WARP, d_v // quant.lane_channels(dt))
+        self.chunks = d_v // (self.lanes * quant.lane_channels(dt))
+        self.channels = d_v // self.lanes
+
+    @property
+    def warp_rows(self) -> int:
+        return quant.WARP // self.lanes
+
+
+class Sum:
     """Running weighted sum of a lane's channels: maximum, weight sum, channel sums."""
 
-    def __init__(self, factors: tuple[Any, Any]) -> None:
+    def __init__(self, factors: tuple[Any, Any], count: int) -> None:
         self.to_log2, self.to_base = factors
+        self.count = count
         self.top = cute.make_rmem_tensor((1,), Float32)
         self.sum = cute.make_rmem_tensor((1,), Float32)
-        self.channels = cute.make_rmem_tensor((LANE,), Float32)
+        self.channels = cute.make_rmem_tensor((count,), Float32)
         self.top.fill(-Float32.inf)
         self.sum.fill(0.0)
         self.channels.fill(0.0)
@@ -146,24 +167,24 @@ class _Sum:
         empty = total == 0.0  # a NaN total is not empty
         inverse = Float32(1.0) / _select(empty, Float32(1.0), total)
         lse = self.top[0] + cute.math.log2(total, fastmath=True) * self.to_base
-        return empty, lse, [self.channels[i] * inverse for i in range(LANE)]
+        return empty, lse, [self.channels[i] * inverse for i in range(self.count)]
 
 
 def _select(condition: Any, yes: Any, no: Any) -> Any:
     return Float32(cutlass.select_(condition, yes, no))
 
 
-class _Loads:
+class Loads:
     """A lane's channels, and the lse, of a row in ``parts`` parts, in flight together."""
 
-    def __init__(self, parts: int, dt: Any) -> None:
-        self.parts, self.dt = parts, dt
-        self.words = cute.make_rmem_tensor((parts, quant.content_chunks(dt), 4), Uint32)
+    def __init__(self, parts: int, dt: Any, chunks: int) -> None:
+        self.parts, self.dt, self.chunks = parts, dt, chunks
+        self.words = cute.make_rmem_tensor((parts, chunks, 4), Uint32)
         self.lses = cute.make_rmem_tensor((parts,), Float32)
         self.words.fill(0)
         self.lses.fill(-Float32.inf)
 
-    def add_to(self, total: _Sum) -> None:
+    def add_to(self, total: Sum) -> None:
         """Adds the parts in ascending order; what is empty or was not loaded weighs 0.
 
         The reference is finite even if nothing was seen yet, so that -inf - reference is -inf.
@@ -179,7 +200,7 @@ class _Loads:
         shrink = total.weight(total.top[0] - reference)
         total.top[0] = new
         total.sum[0] = total.sum[0] * shrink
-        for i in range(LANE):
+        for i in range(total.count):
             total.channels[i] = total.channels[i] * shrink
         for j, x in enumerate(logs):
             weight = total.weight(x - reference)
@@ -191,7 +212,7 @@ class _Loads:
         """fp32 values of one part; 0 if it is empty, whatever was loaded."""
         words = [
             Uint32(cutlass.select_(empty, Uint32(0), self.words[part, k, i]))
-            for k in range(quant.content_chunks(self.dt))
+            for k in range(self.chunks)
             for i in range(4)
         ]
         return quant.to_f32(words, self.dt)
@@ -210,11 +231,11 @@ def _in_part(tensors: Any, part: Any, coord: tuple[Any, ...]) -> Any:
     return _at(tensors[part], coord)
 
 
-def _load_part(words: Any, logs: Any, part: int, ptrs: tuple[Any, Any]) -> None:
+def load_part(words: Any, logs: Any, part: int, ptrs: tuple[Any, Any], d_v: int) -> None:
     """Issues the loads of one part of a row; ptrs = (the lane's channels, the lse)."""
     _, chunks, _ = words.shape
     for k in range(chunks):
-        ptr = ptrs[0] + k * (KV_LORA_RANK // chunks)
+        ptr = ptrs[0] + k * (d_v // chunks)
         for i, word in enumerate(compat.load_words(ptr, 4, **compat.STRONG)):
             words[part, k, i] = word
     logs[part] = _load_lse(ptrs[1])
@@ -233,64 +254,81 @@ def _issue(
     count = None: as many as it holds.  row = (batch, s, head).
     """
     batch, s, head = row
-    words, logs = loads.words, loads.lses
+    words, logs, d_v = loads.words, loads.lses, outs[0].shape[-1]
     channel = lane * quant.lane_channels(loads.dt)
     for j in cutlass.range_constexpr(loads.parts):
         o_at = _in_part(outs, first + j, (*row, channel))
         ptrs = (o_at, _in_part(lses, first + j, (batch, head, s)))
         if cutlass.const_expr(count is None) or j < count:
-            _load_part(words, logs, j, ptrs)
+            load_part(words, logs, j, ptrs, d_v)
 
 
 @cute.kernel
 def _merge_states(outs: Any, lses: Any, results: Any, parts: Any, factors: Any, by: Any) -> None:
     tidx, _, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()
-    lane = tidx % quant.WARP
-    index = block * WARPS + tidx // quant.WARP
     out, lse = results
-    b, s_q, h, _ = out.shape
+    b, s_q, h, d_v = out.shape
     dt = outs[0].element_type
-    chunk = FLIGHT // quant.content_chunks(dt)
+    share = Share(d_v, dt)
+    half = cutlass.const_expr(share.warp_rows > 1)  # lanes of a warp have different rows
+    lane = tidx % share.lanes
+    first_row = (block * WARPS + tidx // quant.WARP) * share.warp_rows  # of the warp
+    index, there = first_row, True
+    if half:
+        index = first_row + tidx % quant.WARP // share.lanes
+        there = index < b * s_q * h
+        index = cutlass.min(index, b * s_q * h - 1)
+    chunk = FLIGHT // share.chunks
     compat.pdl_wait()
     compat.pdl_launch_dependents()
-    if index < b * s_q * h:
+    if first_row < b * s_q * h:
         token, head = divmod(index, by[0])
         batch, s = divmod(token, by[1])
         row = (batch, s, head)
-        total = _Sum(factors)
+        total = Sum(factors, share.channels)
         if cutlass.const_expr(len(outs) == 1):
             for first in cutlass.range(0, parts, chunk, unroll=1):
-                loads = _Loads(chunk, dt)
-                _issue(loads, outs, lses, first, parts - first, row, lane)
+                loads = Loads(chunk, dt, share.chunks)
+                left = _if_there(there, parts - first)
+                _issue(loads, outs, lses, first, left, row, lane)
                 loads.add_to(total)
         elif cutlass.const_expr(parts is None):
-            loads = _Loads(len(outs), dt)
-            _issue(loads, outs, lses, 0, None, row, lane)
+            loads = Loads(len(outs), dt, share.chunks)
+            count = _if_there(there, len(outs)) if half else None
+            _issue(loads, outs, lses, 0, count, row, lane)
             loads.add_to(total)
         else:
             for first in cutlass.range_constexpr(0, len(outs), chunk):
                 if first < parts:
-                    loads = _Loads(chunk, dt)
-                    _issue(loads, outs, lses, first, parts - first, row, lane)
+                    loads = Loads(chunk, dt, share.chunks)
+                    left = _if_there(there, parts - first)
+                    _issue(loads, outs, lses, first, left, row, lane)
                     loads.add_to(total)
         empty, value, channels = total.finish()
-        _store(out, channels, row, lane, dt)
+        if there:
+            _store(out, channels, row, lane, dt)
         cute.arch.sync_warp()  # every lane has read the lse, which may be overwritten here
-        if lane == 0:
+        if there & (lane == 0):
             if empty:
                 value = _load_lse(_in_part(lses, 0, (batch, head, s)))
             compat.store_words(_at(lse, (batch, head, s)), [value.bitcast(Uint32)])
 
 
+def _if_there(there: Any, count: Any) -> Any:
+    """Parts to load: none for lanes whose row does not exist."""
+    return count if there is True else Int32(cutlass.select_(there, Int32(count), Int32(0)))
+
+
 def _store(out: Any, channels: list[Any], row: Any, lane: Any, dt: Any) -> None:
     """Stores a lane's channels of one row, which were loaded as elements of ``dt``."""
     vec, wide = quant.lane_channels(dt), quant.lane_channels(out.element_type)
+    share = Share(out.shape[-1], dt)
     at = _at(out, (*row, lane * vec))
-    for k in range(quant.content_chunks(dt)):
+    for k in range(share.chunks):
         for i in range(0, vec, wide):
             values = channels[k * vec + i : k * vec + min(i + wide, vec)]
-            ptr = at + (k * quant.WARP * vec + i)
+            ptr = at + (k * share.lanes * vec + i)
             compat.store_words(ptr, quant.pack(values, out.element_type))
 
 
@@ -298,7 +336,7 @@ def build(spec: VariantSpec) -> tuple[Callable[..., Any], dict[str, Any]]:
     """(callable, fake arguments by name) of one variant; see ``registry``."""
     dt, f32 = compat.dtype(spec.in_dtype), compat.DTYPES["f32"]
     b, s_q, h = compat.sym(name="b"), compat.sym(name="s_q"), compat.sym(name="h")
-    row, log = (b, s_q, h, KV_LORA_RANK), (b, h, s_q)
+    row, log = (b, s_q, h, spec.d_v), (b, h, s_q)
 
     def logs(shape: tuple[Any, ...]) -> Any:
         return compat.strided(f32, shape, tuple(compat.sym64() for _ in shape), align=4)

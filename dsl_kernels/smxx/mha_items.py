@@ -2,17 +2,19 @@
 
 ``work`` names every row tile of every sequence once, those that see the most keys first, and says
 how many there are (mha_list.py).  Persistent CTAs take from its front, so that what is left at the
-end is short.
+end is short.  Where keys may be split, it names every piece of a row tile.
 
-Roles        one CTA; a warp a sequence, a lane a row tile.
+Roles        one CTA; a warp a sequence, a lane a row tile (a piece of one).
 Memory       shared: ``BINS`` counts, which become places; sums of warps.
-Timeline     wait for the previous grid | count tiles by keys seen | prefix sum, longest first |
+Timeline     wait for the previous grid | (split: which sequences are, prefix sums of their partial
+             rows and row tiles) | count tiles by keys seen | prefix sum, longest first |
              each tile takes the next place of its count
-Bytes moved  8 a sequence read twice, 8 a row tile written.
+Bytes moved  8 a sequence read twice, 8 a row tile written (16 a piece, 16 a split row tile).
 
 A counting sort: tiles that see equally many tiles of keys, or with more than ``BINS`` tiles of keys
 nearly so, come in any order, which no result depends on.  Lengths below 0 count as 0, and tiles
-beyond the room of ``work`` are left out, so that no ``cu_seqlens`` makes it write elsewhere.
+beyond the room of ``work`` are left out, so that no ``cu_seqlens`` makes it write elsewhere; nor is
+a sequence split whose partial rows, or split row tiles, there is no room for.
 """
 
 from __future__ import annotations
@@ -25,7 +27,18 @@ import cutlass.memory
 from cutlass import Int32, cute
 
 from .. import compat
-from ..mha_list import HEADER, KEYS, ROWS, TILE_WORDS, TILES
+from ..mha_list import (
+    ENTRY_WORDS,
+    HEADER,
+    KEYS,
+    LIST,
+    PIECE_TILES,
+    PIECES,
+    ROWS,
+    SPLITS,
+    TILE_WORDS,
+    TILES,
+)
 from . import quant
 from .prefix_sum import SUMS, THREADS, WARPS, scan
 
@@ -47,6 +60,18 @@ def length(cu_seqlens: Any, sequence: Any) -> Any:
     return cutlass.max(cu_seqlens[sequence + 1] - cu_seqlens[sequence], 0)
 
 
+def pieces_of(s_q: Any, s_k: Any) -> Any:
+    """Pieces that a sequence's keys are cut into; 1: it is not split."""
+    slots = cutlass.min((s_k + (KEYS - 1)) // KEYS // PIECE_TILES, PIECES)
+    row_tiles = cutlass.max((s_q + (ROWS - 1)) // ROWS, 1)
+    return cutlass.max(slots // row_tiles, 1)
+
+
+def piece_begin(s_k: Any, pieces: Any, piece: Any) -> Any:
+    """The first tile of keys of a piece; of the piece behind the last, all tiles."""
+    return (s_k + (KEYS - 1)) // KEYS * piece // pieces
+
+
 @cute.jit
 def mha_items(
     cu_seqlens_q: cute.Tensor,  # i32 (b + 1,)
@@ -57,7 +82,25 @@ def mha_items(
     stream: Any,
 ) -> None:
     """Host half: one CTA."""
-    _list(cu_seqlens_q, cu_seqlens_k, work, causal, max_seqlen_k).launch(
+    _list(cu_seqlens_q, cu_seqlens_k, work, causal, max_seqlen_k, None).launch(
+        grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True
+    )
+
+
+@cute.jit
+def mha_split_items(
+    cu_seqlens_q: cute.Tensor,  # i32 (b + 1,)
+    cu_seqlens_k: cute.Tensor,  # i32 (b + 1,)
+    work: cute.Tensor,  # i32 (words,)
+    causal: Int32,  # 0 or 1
+    max_seqlen_k: Int32,  # makes counts coarser where it is long; nothing else depends on it
+    most_splits: Int32,  # room for row tiles that are split
+    partial_rows: Int32,  # room for partial rows
+    stream: Any,
+) -> None:
+    """Host half where keys may be split: one CTA."""
+    room = (most_splits, partial_rows)
+    _list(cu_seqlens_q, cu_seqlens_k, work, causal, max_seqlen_k, room).launch(
         grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True
     )
 
@@ -69,6 +112,7 @@ def _list(
     work: cute.Tensor,
     causal: Int32,
     max_seqlen_k: Int32,
+    split: Any,  # room for splits, None where there are none
 ) -> None:
     tidx, _, _ = cute.arch.thread_idx()
     smem = cutlass.memory.SmemAllocator()
@@ -81,43 +125,109 @@ def _list(
         shift += 1
     for x in cutlass.range_constexpr(BINS // THREADS):
         places[x * THREADS + tidx] = Int32(0)
-    cute.arch.sync_threads()
     lengths = (cu_seqlens_q, cu_seqlens_k)
-    _each_tile(lengths, work, places, causal, shift, False)
+    begin, splits, words = Int32(HEADER), Int32(0), TILE_WORDS
+    if cutlass.const_expr(split is not None):
+        splits = _splits(lengths, work, sums, split)
+        begin, words = _bases_at(split) + cu_seqlens_q.shape[0] - 1, ENTRY_WORDS
+    cute.arch.sync_threads()
+    entries = (begin, words, None if split is None else _bases_at(split))
+    _each_tile(lengths, work, places, causal, shift, entries, False)
     cute.arch.sync_threads()
     first, second = places[2 * tidx], places[2 * tidx + 1]
-    upto, _, total, _ = scan(sums, first + second, Int32(0))
+    upto, _, total, _ = scan(sums, first + second, Int32(0), True)
     places[2 * tidx] = upto - first - second
     places[2 * tidx + 1] = upto - second
     if tidx == 0:
-        room = (work.shape[0] - HEADER) // TILE_WORDS
+        room = (work.shape[0] - begin) // words
         for word in cutlass.range_constexpr(HEADER):
             work[word] = Int32(0)
         work[TILES] = cutlass.min(total, room)
+        if cutlass.const_expr(split is not None):
+            work[SPLITS] = splits
+            work[LIST] = begin
     cute.arch.sync_threads()
-    _each_tile(lengths, work, places, causal, shift, True)
+    _each_tile(lengths, work, places, causal, shift, entries, True)
+
+
+def _bases_at(split: Any) -> Any:
+    """Where the first partial rows of sequences stand: behind the split row tiles."""
+    return HEADER + ENTRY_WORDS * split[0]
+
+
+@cute.jit
+def _splits(lengths: Any, work: cute.Tensor, sums: cute.Tensor, split: Any) -> Int32:
+    """Notes each sequence's first partial row, -1 where it is not split, and the row tiles that are
+    split, whose number it returns.  Every thread must come here."""
+    tidx, _, _ = cute.arch.thread_idx()
+    cu_q, cu_k = lengths
+    batch = cu_q.shape[0] - 1
+    most_splits, partial_rows = split
+    all_rows, all_tiles = Int32(0), Int32(0)
+    for first in cutlass.range(0, batch, THREADS, unroll=1):
+        sequence = first + tidx
+        rows, tiles, pieces, s_q = Int32(0), Int32(0), Int32(1), Int32(0)
+        if sequence < batch:
+            s_q = length(cu_q, sequence)
+            pieces = pieces_of(s_q, length(cu_k, sequence))
+            if (pieces > 1) & (s_q > 0):
+                rows, tiles = s_q * pieces, (s_q + (ROWS - 1)) // ROWS
+        upto_rows, upto_tiles, more_rows, more_tiles = scan(sums, rows, tiles)
+        row, tile = all_rows + upto_rows - rows, all_tiles + upto_tiles - tiles
+        # what does not fit, as of lengths that are not those of the call's tokens, is not split
+        fits = (row >= 0) & (row <= partial_rows - rows) & (tile <= most_splits - tiles)
+        if sequence < batch:
+            work[_bases_at(split) + sequence] = row if fits & (tiles > 0) else Int32(-1)
+        if ~fits:
+            pieces = Int32(0)  # its places may exist: there is nothing to merge
+        for x in cutlass.range(cutlass.min(tiles, most_splits - tile), unroll=1):
+            at = HEADER + ENTRY_WORDS * (tile + x)
+            for word, value in enumerate((sequence, x, pieces, row)):
+                work[at + word] = Int32(value)
+        all_rows += more_rows
+        all_tiles += more_tiles
+    return cutlass.min(all_tiles, most_splits)
 
 
 @cute.jit
 def _each_tile(
     lengths: Any, work: cute.Tensor, places: cute.Tensor, causal: Int32, shift: Int32,
-    write: cutlass.Constexpr,
+    entries: Any, write: cutlass.Constexpr,
 ) -> None:  # fmt: skip
-    """Counts the tiles by keys seen, or writes each to the next place of its count."""
+    """Counts the tiles by keys seen, or writes each to the next place of its count.
+
+    ``entries``: where the list begins, words of an entry, and where the first partial rows stand.
+    """
     tidx, _, _ = cute.arch.thread_idx()
     lane, warp = tidx % quant.WARP, tidx // quant.WARP
     cu_q, cu_k = lengths
-    room = (work.shape[0] - HEADER) // TILE_WORDS
+    begin, words, bases = entries
+    room = (work.shape[0] - begin) // words
     for sequence in cutlass.range(warp, cu_q.shape[0] - 1, WARPS, unroll=1):
         s_q, s_k = length(cu_q, sequence), length(cu_k, sequence)
-        for tile in cutlass.range(lane, (s_q + (ROWS - 1)) // ROWS, quant.WARP, unroll=1):
-            count = key_tiles(s_q, s_k, tile, causal) >> shift
+        tiles = (s_q + (ROWS - 1)) // ROWS
+        base, pieces = Int32(-1), Int32(1)
+        if cutlass.const_expr(bases is not None):
+            base = work[bases + sequence]
+            if base >= 0:
+                pieces = pieces_of(s_q, s_k)
+                tiles = tiles * pieces
+        for x in cutlass.range(lane, tiles, quant.WARP, unroll=1):
+            tile, piece = x, Int32(0)
+            if cutlass.const_expr(bases is not None):
+                tile = x // pieces
+                piece = x - tile * pieces
+            seen = key_tiles(s_q, s_k, tile, causal)
+            if cutlass.const_expr(bases is not None):
+                end = cutlass.min(seen, piece_begin(s_k, pieces, piece + 1))
+                seen = cutlass.max(end - piece_begin(s_k, pieces, piece), 0)
+            count = seen >> shift
             place = places.iterator + (BINS - 1 - cutlass.min(count, BINS - 1))
             at = Int32(cute.arch.atomic_add(place, Int32(1)))
             if cutlass.const_expr(write):  # noqa: SIM102 (a compile-time condition and another)
                 if at < room:
-                    work[HEADER + TILE_WORDS * at] = sequence
-                    work[HEADER + TILE_WORDS * at + 1] = tile
+                    for word, value in enumerate((sequence, tile, piece, base)[:words]):
+                        work[begin + words * at + word] = Int32(value)
 
 
 def build(spec: VariantSpec) -> tuple[Callable[..., Any], dict[str, Any]]:
@@ -131,4 +241,6 @@ def build(spec: VariantSpec) -> tuple[Callable[..., Any], dict[str, Any]]:
         "causal": Int32(1),
         "max_seqlen_k": Int32(1),
     }
+    if spec.keys == "split":
+        return mha_split_items, {**fakes, "most_splits": Int32(1), "partial_rows": Int32(1)}
     return mha_items, fakes

@@ -25,15 +25,17 @@ def warp_scan(value: Any, lane: Any, width: int = quant.WARP) -> Any:
 
 
 @cute.jit
-def scan(sums: cute.Tensor, a: Int32, b: Int32) -> Any:
+def scan(sums: cute.Tensor, a: Int32, b: Int32, settled: cutlass.Constexpr = False) -> Any:
     """Inclusive prefix sums over all threads of two values, and their totals.
 
-    ``sums``: i32 ``SUMS`` in shared memory.  Every thread must come here.
+    ``sums``: i32 ``SUMS`` in shared memory; ``settled``: no thread read it since the last barrier.
+    Every thread must come here.
     """
     tidx, _, _ = cute.arch.thread_idx()
     lane, warp = tidx % quant.WARP, tidx // quant.WARP
     a, b = warp_scan(a, lane), warp_scan(b, lane)
-    cute.arch.sync_threads()  # sums may still be read
+    if cutlass.const_expr(not settled):
+        cute.arch.sync_threads()  # sums may still be read
     if lane == quant.WARP - 1:
         sums[warp, 0] = a
         sums[warp, 1] = b

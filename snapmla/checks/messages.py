@@ -42,7 +42,9 @@ ADVICE: dict[str, str] = {
     "out.nope": "leave out= away, or keep one QuantizedQuery for each shape",
     "out.scale": "leave out= away, or keep one QuantizedQuery for each shape and granularity",
     "lse": "heads come before query tokens; leave it out to have it allocated",
-    "out_a": "rows as decode gives them, or packed without the batch",
+    "out_a": (
+        "rows as decode gives them, of prefill 256 or 128 channels, or packed without the batch"
+    ),
     "out_b": "both parts have the same rows in the same dtype",
     "lse_a": "heads come before tokens: .mT of an LSE in which they do not",
     "lse_b": "heads come before tokens: .mT of an LSE in which they do not",

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dsl_kernels.mha_list import workspace_words
+from dsl_kernels.mha_list import SplitRoom, may_split, most_tiles, workspace_words
 from snapmla import checks
 
 Tensor = torch.Tensor
@@ -32,6 +32,7 @@ class Mha(NamedTuple):
     max_seqlen_k: Any
     softmax_scale: float | None
     causal: bool
+    split_keys: bool
     out: Tensor | None
     lse: Tensor | None
     workspace: Tensor | None
@@ -41,6 +42,15 @@ class Mha(NamedTuple):
         """The factor of the logits."""
         given = self.softmax_scale
         return float(self.q.shape[-1] ** -0.5 if given is None else given)
+
+    @property
+    def split_room(self) -> SplitRoom | None:
+        """Room for pieces, where some sequence's keys may be split."""
+        total_k = self.k_nope.shape[0]
+        if not (self.split_keys and may_split(total_k, int(self.max_seqlen_k))):
+            return None
+        room = SplitRoom.of(self.q.shape[0], self.cu_seqlens_q.shape[0] - 1, total_k)
+        return room if room.splits else None
 
     @property
     def keys(self) -> tuple[Tensor, ...]:
@@ -94,6 +104,7 @@ def check_shapes(call: Mha) -> None:
     if call.softmax_scale is not None:
         checks.softmax_scale(call.softmax_scale)
     checks.flag("causal", call.causal)
+    checks.flag("split_keys", call.split_keys)
 
 
 def _check_keys(call: Mha) -> None:
@@ -160,13 +171,27 @@ def _check_workspace(workspace: Any, call: Mha) -> None:
     checks.contiguous("workspace", workspace)
     words = words_of(call)
     if workspace.shape[0] < words:
-        hint = "snapmla.mha.workspace_size(total_q, batch) says how many"
+        given = "total_q, batch, heads, total_k" if call.split_keys else "total_q, batch"
+        hint = f"snapmla.mha.workspace_size({given}) says how many"
         checks.value_error("workspace", f"{words} or more words", workspace.shape[0], hint)
+    if call.split_room is not None:
+        checks.aligned("workspace", workspace)
 
 
 def words_of(call: Mha) -> int:
     """int32 words of the call's workspace."""
+    room = call.split_room
+    if room is not None:
+        return room.words(call.q.shape[1], D_V)
     return workspace_words(call.q.shape[0], call.cu_seqlens_q.shape[0] - 1)
+
+
+def most_work(call: Mha) -> int:
+    """The most work tiles of all heads: row tiles, or pieces of them."""
+    room = call.split_room
+    batch = call.cu_seqlens_q.shape[0] - 1
+    tiles = most_tiles(call.q.shape[0], batch) if room is None else room.entries
+    return tiles * call.q.shape[1]
 
 
 def _check_apart(call: Mha) -> None:

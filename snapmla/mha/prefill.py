@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dsl_kernels import registry
-from dsl_kernels.mha_list import most_tiles, workspace_words
+from dsl_kernels.mha_list import SplitRoom, workspace_words
 from dsl_kernels.spec import VariantSpec
 from snapmla import call as calls
 from snapmla import checks, launch, overlap, runtime
@@ -20,6 +20,7 @@ from snapmla.mha.checking import (
     Mha,
     check_memory,
     check_shapes,
+    most_work,
     no_gradients,
     words_of,
 )
@@ -28,6 +29,7 @@ from snapmla.plan import sm_count
 Tensor = torch.Tensor
 Results = tuple[Tensor, Tensor]
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "f16"}
+MERGE_WAVES = 4  # CTAs of 8 warps for each SM of the launch that merges pieces
 
 
 def mha_prefill(
@@ -41,6 +43,7 @@ def mha_prefill(
     *,
     softmax_scale: float | None = None,
     causal: bool = True,
+    split_keys: bool = False,
     k_rope: Tensor | None = None,
     out: Tensor | None = None,
     lse: Tensor | None = None,
@@ -49,11 +52,13 @@ def mha_prefill(
     """softmax(softmax_scale * q k^T) v of each sequence of a ragged batch; forward only.
 
     K may come as a model has it: ``k_nope`` and ``v`` are views of kv_b_proj's output, ``k_rope``
-    is one head that all share, and nothing is concatenated.  Two launches; lengths stay on the
-    device, nothing is waited for, so that a CUDA graph may hold the call.
+    is one head that all share, and nothing is concatenated.  Two launches, three where keys may be
+    split; lengths stay on the device, nothing is waited for, so that a CUDA graph may hold the
+    call.
 
     Rows behind a sequence's end, the next sequence's or nobody's, never reach it, whatever they
-    hold.  A row's result depends on its own sequence alone: bits are the same in any batch.
+    hold.  A row's result depends on its own sequence alone: bits are the same in any batch, also
+    where keys are split, as whether and where that is follows from the sequence's two lengths.
 
     Args:
         q: bfloat16 or float16 (total_q, h, 192) or (total_q, h, 128); rows may be strided, 16-byte
@@ -72,12 +77,17 @@ def mha_prefill(
         softmax_scale: factor of the logits; None: d_qk ** -0.5.
         causal: query token i of s_q sees keys up to i + s_k - s_q: bottom right.  More queries than
             keys are fine: the first rows then see none.
+        split_keys: cuts the keys of a sequence of few query tokens into pieces that are computed
+            side by side and merged in their order: of r row tiles (128 query tokens) and n tiles
+            of 128 keys min(8, n // 8) // r, where that is 2 or more (128 query tokens: from 1921
+            keys on; 512: from 8065).  Not measured on a GPU yet.
         k_rope: of q's dtype, (total_k, 1, 64), or (total_k, h_k, 64); only beside 192 channels.
         out: of q's dtype, (total_q, h, 128); rows may be strided, 16-byte aligned.  None allocates.
         lse: float32 (h, total_q), any strides: of an LSE with tokens first give ``.mT``.  None
             allocates.
         workspace: int32 of ``workspace_size`` words or more, for this call alone while it runs; it
-            may be used again behind it on the same stream.  None allocates.
+            may be used again behind it on the same stream; 16-byte aligned where keys are split.
+            None allocates.
 
     Returns:
         (out, lse): rows without keys have out 0 and lse -inf.  lse is the natural logarithm.
@@ -91,17 +101,23 @@ def mha_prefill(
     no_gradients(q=q, k_nope=k_nope, v=v, k_rope=k_rope)
     call = Mha(
         q, k_nope, k_rope, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-        softmax_scale, causal, out, lse, workspace,
+        softmax_scale, causal, split_keys, out, lse, workspace,
     )  # fmt: skip
     return calls.run(_MHA, _MHA, call)
 
 
-def workspace_size(total_q: int, batch: int) -> int:
+def workspace_size(total_q: int, batch: int, heads: int = 0, total_k: int = 0) -> int:
     """int32 words of a workspace for ``total_q`` query tokens of ``batch`` sequences: 16 bytes and
     8 a row tile (128 query tokens), of which a sequence may have one that is not full.
 
+    With ``split_keys`` lists take 16 bytes a row tile, and partial rows are added, each 516 bytes a
+    head: at most 1024 a sequence, 8 a query token, and 1 for every 8 keys (and 16 a sequence),
+    which is an eighth of the bytes of k_nope and v.
+
     Args:
         total_q: the first extent of q. batch: sequences.
+        heads: of q, where keys may be split. total_k: the first extent of k_nope, likewise; 0: they
+            are not split.
 
     Returns:
         Words; one of a larger call serves a smaller one.
@@ -111,9 +127,13 @@ def workspace_size(total_q: int, batch: int) -> int:
 
     Source: our own.
     """
-    return workspace_words(
-        checks.integer("total_q", total_q, 0), checks.integer("batch", batch, 0)
-    )  # fmt: skip
+    checks.integer("total_q", total_q, 0)
+    checks.integer("batch", batch, 0)
+    checks.integer("heads", heads, 0)
+    checks.integer("total_k", total_k, 0)
+    room = SplitRoom.of(total_q, batch, total_k)
+    plain = workspace_words(total_q, batch)
+    return max(plain, room.words(heads, D_V)) if heads and room.splits else plain
 
 
 class Ready(NamedTuple):
@@ -125,6 +145,8 @@ class Ready(NamedTuple):
     ctas: int
     scale: float
     causal: int
+    merge: runtime.Kernel | None = None  # of pieces, with room for them
+    room: SplitRoom | None = None
     place: int = 0
 
 
@@ -137,6 +159,7 @@ def _parts(call: Mha) -> calls.Parts:
     longest = call.max_seqlen_q, call.max_seqlen_k
     options = (
         call.softmax_scale.__class__, call.softmax_scale, call.causal.__class__, call.causal,
+        call.split_keys.__class__, call.split_keys,
         *longest, *[n.__class__ for n in longest], *[t is None for t in given],
     )  # fmt: skip
     written = not (call.out is None and call.lse is None and call.workspace is None)
@@ -148,6 +171,8 @@ def _places(call: Mha, _: object) -> calls.Groups:
         checks.aligned(name, value)
     if call.out is not None:
         checks.aligned("out", call.out)
+    if call.workspace is not None and call.split_room is not None:
+        checks.aligned("workspace", call.workspace)
     read = (call.q, *call.keys, call.v, call.cu_seqlens_q, call.cu_seqlens_k)
     written = [t for t in (call.out, call.lse, call.workspace) if t is not None]
     return *((overlap.span(t),) for t in written), tuple(map(overlap.span, read))
@@ -156,17 +181,20 @@ def _places(call: Mha, _: object) -> calls.Groups:
 def _checked(call: Mha) -> Mha:
     check_shapes(call)
     check_memory(call)
-    if most_tiles(call.q.shape[0], call.cu_seqlens_q.shape[0]) * call.q.shape[1] > MAX_WORK:
+    if most_work(call) > MAX_WORK:
         checks.value_error("q", f"at most {MAX_WORK} row tiles of all heads", tuple(call.q.shape))
     return call
 
 
 def _prepared(call: Mha) -> Ready:
-    q, batch = call.q, call.cu_seqlens_q.shape[0] - 1
-    list_work, attend = kernels(q.device, q.shape[-1], q.dtype)
-    tiles = most_tiles(q.shape[0], batch) * q.shape[1]
-    ctas = min(sm_count(q.device), tiles)
-    return Ready(list_work, attend, words_of(call), ctas, call.scale, int(call.causal))
+    q, room = call.q, call.split_room
+    keys = "whole" if room is None else "split"
+    list_work, attend = kernels(q.device, q.shape[-1], q.dtype, keys)
+    ctas = min(sm_count(q.device), most_work(call))
+    ready = Ready(list_work, attend, words_of(call), ctas, call.scale, int(call.causal))
+    if room is None:
+        return ready
+    return ready._replace(merge=merging_kernel(q.device, q.dtype), room=room)
 
 
 def _launch(call: Mha, ready: Ready | None) -> tuple[Results, Ready | None]:
@@ -189,11 +217,37 @@ def _launch(call: Mha, ready: Ready | None) -> tuple[Results, Ready | None]:
     if work is None:
         work = allocate((ready.words,), (1,), torch.int32)
     tables = (call.cu_seqlens_q, call.cu_seqlens_k)
+    if ready.room is not None:
+        _launch_split(call, ready, ready.room, work, (out, lse))
+        return (out, lse), ready
     ready.list_work(*tables, work, ready.causal, int(call.max_seqlen_k))
     ready.attend(
         q, *call.keys, v, *tables, work, out, lse, ready.scale, ready.causal, ready.ctas
     )  # fmt: skip
     return (out, lse), ready
+
+
+def _launch_split(
+    call: Mha, ready: Ready, room: SplitRoom, workspace: Tensor, results: Results
+) -> None:
+    """The launches where keys may be split; the workspace ends in partial rows and their LSEs."""
+    q, tables, heads = call.q, (call.cu_seqlens_q, call.cu_seqlens_k), call.q.shape[1]
+    values = room.rows * heads * D_V
+    work, floats = workspace[: room.list_words], workspace[room.list_words :].view(torch.float32)
+    partial = (
+        floats[:values].view(room.rows, heads, D_V),
+        floats[values : values + room.rows * heads].view(room.rows, heads),
+    )
+    ready.list_work(
+        *tables, work, ready.causal, int(call.max_seqlen_k), room.splits, room.rows
+    )  # fmt: skip
+    ready.attend(
+        q, *call.keys, call.v, *tables, work, *results, *partial, ready.scale, ready.causal,
+        ready.ctas,
+    )  # fmt: skip
+    assert ready.merge is not None
+    ctas = min(MERGE_WAVES * sm_count(q.device), -(-room.rows // 2) * heads)
+    ready.merge(tables[0], work, *partial, *results, ctas)
 
 
 def prefill_now(call: Mha) -> Results:
@@ -207,7 +261,7 @@ def _traced(call: Mha) -> Results:
     check_shapes(call)
     common: tuple[Any, ...] = (
         call.q, call.k_nope, call.k_rope, call.v, call.cu_seqlens_q, call.cu_seqlens_k,
-        call.max_seqlen_q, call.max_seqlen_k, call.scale, bool(call.causal),
+        call.max_seqlen_q, call.max_seqlen_k, call.scale, bool(call.causal), bool(call.split_keys),
     )  # fmt: skip
     if call.out is None and call.lse is None and call.workspace is None:
         made: Results = torch.ops.snapmla.mha_prefill(*common)
@@ -227,20 +281,29 @@ def new_results(q: Tensor) -> Results:
 
 @functools.lru_cache(maxsize=64)
 def kernels(
-    device: torch.device, d_qk: int, dtype: torch.dtype
+    device: torch.device, d_qk: int, dtype: torch.dtype, keys: str
 ) -> tuple[runtime.Kernel, runtime.Kernel]:
-    """(what lists the work, what computes it) on a device."""
+    """(what lists the work, what computes it) on a device; keys ``whole`` or ``split``."""
     arch = runtime.arch_of(device)
-    spec = VariantSpec(op="mha_fwd", arch=arch, d_qk=d_qk, dtype=_NAMES[dtype])
+    spec = VariantSpec(op="mha_fwd", arch=arch, d_qk=d_qk, dtype=_NAMES[dtype], keys=keys)
     if registry.module_name(spec) is None:
         raise VariantError(
             f"{arch}: no kernel for dense prefill exists for this architecture yet; there "
             "FlashAttention-4 (flash_attn.cute) and FlashMLA's own flash_attn_varlen_func serve"
         )
     attend = runtime.kernel(spec, device.type)
-    return runtime.kernel(VariantSpec(op="mha_items", arch=arch), device.type), attend
+    items = VariantSpec(op="mha_items", arch=arch, keys=keys)
+    return runtime.kernel(items, device.type), attend
+
+
+@functools.lru_cache(maxsize=16)
+def merging_kernel(device: torch.device, dtype: torch.dtype) -> runtime.Kernel:
+    """What makes rows of partial rows."""
+    spec = VariantSpec(op="mha_merge", arch=runtime.arch_of(device), dtype=_NAMES[dtype])
+    return runtime.kernel(spec, device.type)
 
 
 _MHA = calls.Op("mha_prefill", _checked, _launch, _traced, _parts, _places)
 runtime.on_forget(_MHA.memo.forget)
 runtime.on_forget(kernels.cache_clear)
+runtime.on_forget(merging_kernel.cache_clear)

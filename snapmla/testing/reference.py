@@ -270,13 +270,13 @@ def merge_states_reference(
     """What ``snapmla.merge_states`` computes.
 
     Args:
-        outs: (n, ..., tokens, h, 512) floating point, partial results over disjoint sets of tokens.
+        outs: (n, ..., tokens, h, d_v) floating point, partial results over disjoint sets of tokens.
         lses: (n, ..., h, tokens), to base ``lse_base``; infinite, of either sign, where a part has
             seen no token.
         lse_base: ``e`` or ``2``.
 
     Returns:
-        (out (..., tokens, h, 512), lse (..., h, tokens)), fp64; 0 and the first part's LSE where
+        (out (..., tokens, h, d_v), lse (..., h, tokens)), fp64; 0 and the first part's LSE where
         all parts are empty.
     """
     factor = math.log(2.0) if lse_base == "e" else 1.0

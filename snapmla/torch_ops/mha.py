@@ -17,7 +17,8 @@ from snapmla.torch_ops.operator import NAMESPACE, Operator, define
 
 _ARGUMENTS = (
     "Tensor q, Tensor k_nope, Tensor? k_rope, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
-    "SymInt max_seqlen_q, SymInt max_seqlen_k, float softmax_scale, bool causal"
+    "SymInt max_seqlen_q, SymInt max_seqlen_k, float softmax_scale, bool causal, "
+    "bool split_keys"
 )
 
 

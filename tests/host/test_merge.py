@@ -89,6 +89,18 @@ def test_packed_rows(n: int) -> None:
         assert_same_bits(given, (out, lse))
 
 
+def test_rows_of_heads() -> None:
+    """As dense prefill gives them: (total, h, 128) beside (h, total), merged in place."""
+    outs, lses = states(2, torch.bfloat16)
+    packed, logs = outs[..., :128].flatten(1, 2).contiguous(), lses.mT.flatten(1, 2).mT.contiguous()
+    want, want_lse = merge_states_reference(packed, logs)
+    over = packed[0].clone(), logs[0].clone()
+    got = snapmla.merge_state(*over, packed[1], logs[1], out=over[0], lse=over[1])
+    assert got[0] is over[0] and got[1] is over[1]
+    torch.testing.assert_close(over[0].double(), want, rtol=2.0**-8, atol=2.0**-20)
+    torch.testing.assert_close(over[1].double(), want_lse, rtol=2.0**-22, atol=2.0**-20)
+
+
 def test_results_of_another_dtype() -> None:
     outs, lses = states(2)
     for parts, result in ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)):

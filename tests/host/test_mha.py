@@ -180,7 +180,7 @@ def test_fake_tensors_and_operators(truth: Truth) -> None:
     assert node.meta["val"][0].shape == out.shape and node.meta["val"][1].shape == lse.shape
     got = torch.ops.snapmla.mha_prefill(
         call["q"], call["k_nope"], call["k_rope"], call["v"], call["cu_seqlens_q"],
-        call["cu_seqlens_k"], max(LQ), max(LK), 192**-0.5, True,
+        call["cu_seqlens_k"], max(LQ), max(LK), 192**-0.5, True, False,
     )  # fmt: skip
     assert torch.equal(got[0], out) and torch.equal(got[1], lse)
 

@@ -32,14 +32,18 @@ from tests.support import ROOT, fetch_vllm
 from tests.support.needs import needs_compiler
 
 SOURCE = ROOT / "snapmla" / "integrations" / "vllm" / "backend.py"
+PREFILL = SOURCE.with_name("prefill.py")
 MLA = "vllm.model_executor.layers.attention.mla_attention"
+PREFILL_BASE = "vllm.v1.attention.backends.mla.prefill.base"
 
 
 # ---------------------------------------------------------------------------------- vLLM's classes
 
 
 @needs_compiler
-@pytest.mark.parametrize("case", ["decode", "prefill", "invariant", "ranks", "refusals"])
+@pytest.mark.parametrize(
+    "case", ["decode", "prefill", "own_prefill", "invariant", "ranks", "refusals"]
+)
 @pytest.mark.parametrize("release", fetch_vllm.RELEASES)
 def test_vllms_own_classes(release: str, case: str) -> None:
     path = fetch_vllm.path_of(release)
@@ -60,22 +64,26 @@ def test_vllms_own_classes(release: str, case: str) -> None:
 
 def methods() -> Iterator[tuple[str, ast.FunctionDef]]:
     """The methods of our classes that override vLLM's, as ``Base.method``."""
-    for node in ast.parse(SOURCE.read_text()).body:
-        if isinstance(node, ast.ClassDef) and node.bases:
-            base = ast.unparse(node.bases[0]).removeprefix("mla.").partition("[")[0]
-            for item in node.body:
-                if isinstance(item, ast.FunctionDef):
-                    yield f"{MLA}:{base}.{item.name}", item
+    for path, module in ((SOURCE, MLA), (PREFILL, PREFILL_BASE)):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and node.bases:
+                base = ast.unparse(node.bases[0]).removeprefix("mla.").partition("[")[0]
+                for item in node.body:
+                    if isinstance(item, ast.FunctionDef):
+                        yield f"{module}:{base}.{item.name}", item
 
 
 OVERRIDES = {name: method for name, method in methods() if name in surface.RELIED}
 
 
 def test_overrides_are_on_record() -> None:
-    wanted = {n.rpartition(".")[2] for n in surface.RELIED if f"{MLA}:MLACommon" in n}
+    bases = (f"{MLA}:MLACommon", f"{PREFILL_BASE}:MLAPrefillBackend.")
+    wanted = {n.rpartition(".")[2] for n in surface.RELIED if n.startswith(bases)}
     assert {name.rpartition(".")[2] for name in OVERRIDES} >= {
         "_build_decode", "build_for_cudagraph_capture", "forward_mqa", "do_kv_cache_update",
         "_compute_prefill_context", "_context_parallel_compute_prefill_context", "customize_spec",
+        "forward_mha", "_concat_k_nope_k_pe", "run_prefill_new_tokens", "run_prefill_context_chunk",
+        "supports_out", "supports_compute_capability",
     }  # fmt: skip
     assert {name.rpartition(".")[2] for name in OVERRIDES} <= wanted
     assert set(surface.recorded()) == set(fetch_vllm.RELEASES)
@@ -102,7 +110,7 @@ def test_an_override_takes_what_vllm_passes(release: str, name: str) -> None:
 def test_what_the_backend_uses_is_on_record() -> None:
     """Names that it imports from vLLM, and attributes of vLLM's MLA module."""
     used = set()
-    for path in (SOURCE, SOURCE.with_name("__init__.py")):
+    for path in (SOURCE, PREFILL, SOURCE.with_name("__init__.py")):
         tree = ast.parse(path.read_text())
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("vllm"):
@@ -298,16 +306,19 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
             "AttentionType": types.SimpleNamespace(DECODER="decoder"),
         },
         "vllm.v1.attention.backends.utils": {"get_dcp_local_seq_lens": None},
+        PREFILL_BASE: {"MLADimensions": types.SimpleNamespace, "MLAPrefillBackend": Generic},
     }
     for name, content in contents.items():
         module = types.ModuleType(name)
         module.__dict__.update(content)
         monkeypatch.setitem(sys.modules, name, module)
-    name = f"{plugin.__name__}.backend"
-    monkeypatch.delitem(sys.modules, name, raising=False)
-    yield importlib.import_module(name)
-    sys.modules.pop(name, None)
-    vars(plugin).pop("backend", None)
+    ours = ("backend", "prefill")
+    for part in ours:
+        monkeypatch.delitem(sys.modules, f"{plugin.__name__}.{part}", raising=False)
+    yield importlib.import_module(f"{plugin.__name__}.backend")
+    for part in ours:
+        sys.modules.pop(f"{plugin.__name__}.{part}", None)
+        vars(plugin).pop(part, None)
 
 
 def test_the_builder_looks_at_all_its_layers(backend: Any) -> None:
@@ -353,14 +364,25 @@ class Registry:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, newer: bool) -> None:
         self.backends: list[tuple[Any, str]] = []
         self.dtypes: dict[str, Any] = {}
-        members = {"CUSTOM": "custom"}
+        self.prefill: list[tuple[Any, str]] = []
+        members, prefill_members = {"CUSTOM": "custom"}, {"CUSTOM": "custom"}
 
         def register_backend(backend: Any, path: str) -> None:
             self.backends.append((backend, path))
             if isinstance(backend, str) and backend not in members.values():
                 members[backend] = backend
 
+        def register_prefill(backend: Any, path: str) -> None:
+            self.prefill.append((backend, path))
+            prefill_members.setdefault(backend, backend)
+
         enum = types.SimpleNamespace(CUSTOM="custom", __members__=members)
+        prefill = {
+            "MLAPrefillBackendEnum": types.SimpleNamespace(
+                CUSTOM="custom", __members__=prefill_members
+            ),
+            "register_mla_prefill_backend": register_prefill,
+        }
         registry = {"AttentionBackendEnum": enum, "register_backend": register_backend}
         config: dict[str, Any] = {}
         if newer:
@@ -375,6 +397,8 @@ class Registry:
             ("vllm", {}), ("vllm.v1", {}), ("vllm.v1.attention", {}),
             ("vllm.v1.attention.backends", {}), ("vllm.config", {}),
             ("vllm.v1.attention.backends.registry", registry), ("vllm.config.cache", config),
+            ("vllm.v1.attention.backends.mla", {}), ("vllm.v1.attention.backends.mla.prefill", {}),
+            ("vllm.v1.attention.backends.mla.prefill.registry", prefill),
         ):  # fmt: skip
             module = types.ModuleType(name)
             module.__dict__.update(content)
@@ -389,6 +413,8 @@ def test_register_may_be_called_again(monkeypatch: pytest.MonkeyPatch, newer: bo
     path = "snapmla.integrations.vllm.backend.SnapMLABackend"
     names = ["custom", "SNAPMLA", "custom"] if newer else ["custom", "custom"]
     assert found.backends == [(name, path) for name in names]
+    path = "snapmla.integrations.vllm.prefill.SnapMLAPrefillBackend"
+    assert found.prefill == [(name, path) for name in names], "under the same names"
     assert list(found.dtypes) == (["snapmla"] if newer else [])
     if newer:
         assert found.dtypes["snapmla"].torch_dtype() is torch.uint8

@@ -19,6 +19,7 @@ from tests.support.rows import DTYPES, device_of, kernel
 
 pytestmark = needs_kernels
 FACTOR = {"e": math.log(2.0), "2": 1.0}
+HEAD_ROWS = (256, 128)  # channels, of heads of dense prefill
 # fp32 sums of at most 40 products, a weight's exponential and a reciprocal: some ulp
 ULPS = 16 * 2.0**-24
 
@@ -30,7 +31,8 @@ def run(
     outs, lses = parts
     fields = {"in_dtype": outs[0].dtype, "out_dtype": results[0].dtype}
     short = {dtype: name for name, dtype in DTYPES.items()}
-    call = kernel(target, op="merge_states", mode=mode, **{k: short[v] for k, v in fields.items()})
+    dtypes = {k: short[v] for k, v in fields.items()}
+    call = kernel(target, op="merge_states", mode=mode, d_v=outs[0].shape[-1], **dtypes)
     if mode == "stack":
         call(outs, lses, *results, FACTOR[base])
     elif mode == "pair":
@@ -121,6 +123,40 @@ def test_one_part_alone_keeps_its_bits(
     results = torch.zeros_like(outs[0]).to(device), torch.zeros_like(lses[0]).to(device)
     run(target, mode, (outs.to(device), lses.to(device)), results, base)
     assert_same_bits([t.cpu() for t in results], [outs[kept], lses[kept]])
+
+
+@pytest.mark.parametrize(
+    ("d_v", "dtype", "mode", "n"),
+    [
+        (128, "bf16", "pair", 2),
+        *(
+            pytest.param(d_v, dtype, mode, n, marks=pytest.mark.whole_matrix)
+            for d_v in HEAD_ROWS
+            for dtype in ("bf16", "f32")
+            for mode, n in (("pair", 2), ("list", 5), ("stack", 11))
+            if (d_v, dtype, mode) != (128, "bf16", "pair")
+        ),
+    ],
+)
+def test_rows_of_heads(d_v: int, dtype: str, mode: str, n: int) -> None:
+    """256 and 128 channels, packed, an odd number of rows: of 128 channels of 16 bits two share a
+    warp.  Into memory of their own and over a part, where no lane may write before it was read."""
+    shape = (1, 5, 3)
+    torch.manual_seed(d_v + n)
+    outs = torch.randn(n, *shape, d_v).to(DTYPES[dtype])
+    lses = torch.randn(n, 1, 3, 5) * 8
+    lses[0, 0, 0, 0], outs[0, 0, 0, 0] = -math.inf, math.nan
+    lses[:, 0, 2, 4], outs[:, 0, 4, 2] = math.inf, math.nan
+    lses[1, 0, 1, 1] = math.nan
+    memory = torch.full((1, 5, 4, d_v), 7.0).to(DTYPES[dtype])
+    results = memory[:, :, :3], torch.full((1, 4, 5), 7.0)[:, :3]
+    with using(Options(hazards="raise", seed=1)):
+        run("sm_90a", mode, (outs, lses), results)
+        assert_near(results, outs, lses, "e")
+        assert (memory[:, :, 3] == 7).all()
+        given = outs.clone(), lses.clone()
+        run("sm_90a", mode, given, (given[0][1], given[1][1]))
+    assert_same_bits((given[0][1], given[1][1]), results)
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 import snapmla.reference
+from dsl_kernels.families import FAMILIES, MHA
 from snapmla import runtime
 from snapmla.integrations import vllm as plugin
 from snapmla.integrations.vllm.__main__ import needed
@@ -344,6 +345,120 @@ def prefill() -> None:
     assert 5e-3 < error < 4.5e-2  # e4m3 of the prefix; its own tokens are exact to bf16
 
 
+def own_prefill() -> None:
+    """Our prefill backend, by vLLM's registry: a chunk over a cached prefix, beside a prompt that
+    has none and so no keys in the chunk of context; K as two tensors, none of them a copy."""
+    from vllm.model_executor.layers.attention import mla_attention as mla
+
+    ours = registered_prefill()
+    from snapmla.integrations.vllm import prefill as module
+
+    seen: list[dict[str, Any]] = []
+    real = module.mha_prefill
+
+    def noted(q: Tensor, k: Tensor, v: Tensor, *where: Any, **options: Any) -> Any:
+        same = k.untyped_storage().data_ptr() == v.untyped_storage().data_ptr()
+        seen.append({"one projection": same, "lengths": where[1].diff().tolist(), **options})
+        return real(q, k, v, *where, **options)
+
+    with (
+        mock.patch.object(mla, "get_mla_prefill_backend", lambda *_: ours),
+        mock.patch.object(mla, "mask_empty_context", emptied, create=True),
+        mock.patch.object(module, "mha_prefill", noted),
+    ):
+        engine, new, requests = Engine(), [1, 12, 30], [0, 1, 2]
+        for request in (0, 2):
+            engine.write(engine.kv, *engine.append(request, LENGTHS[request]))
+        q, got = mixed_step(engine, new, requests)
+    assert [call["causal"] for call in seen] == [True, False]
+    assert seen[0]["lengths"] == new[1:] and seen[1]["lengths"][-1] == LENGTHS[2]
+    for call in seen:
+        assert call["one projection"] and call["k_rope"].shape[1:] == (1, ROPE)
+    print(f"prefill by {ours.get_name()}: keys {[call['lengths'] for call in seen]}")
+    engine.check("decode beside it", decode_rows(engine, q[:1], got[:1], [1], [0]))
+    for request, first, past in ((1, 1, 0), (2, 13, LENGTHS[2])):
+        count = new[request]
+        rows = [engine.truth(q[first + j], request, past + j + 1) for j in range(count)]
+        error = metrics.relative_l2(got[first : first + count].float(), torch.stack(rows))
+        print(f"prompt of {count} tokens over {past} that are cached: relative L2 {error:.2e}")
+        assert (5e-3 < error < 4.5e-2) if past else error < 6e-3
+    given_results(engine, ours)
+
+
+def registered_prefill() -> type:
+    """The class, as vLLM's registry and selector have it; what it refuses is said."""
+    from vllm.platforms.interface import DeviceCapability
+    from vllm.v1.attention.backends.mla.prefill.base import MLADimensions
+    from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnum
+    from vllm.v1.attention.backends.mla.prefill.selector import MLAPrefillSelectorConfig
+
+    plugin.register()
+    plugin.register()
+    ours = MLAPrefillBackendEnum.CUSTOM.get_class()
+    if hasattr(MLAPrefillBackendEnum, "register"):
+        assert MLAPrefillBackendEnum[plugin.BACKEND].get_class() is ours
+    deepseek, glm = (
+        MLADimensions(qk_nope_head_dim=nope, qk_rope_head_dim=ROPE, v_head_dim=v)
+        for nope, v in ((NOPE, V), (192, 256))
+    )
+    asked = lambda dtype, dims, *arch: ours.validate_configuration(
+        DeviceCapability(*arch), MLAPrefillSelectorConfig(dtype=dtype, mla_dimensions=dims)
+    )
+    assert asked(torch.bfloat16, deepseek, 9, 0) == []
+    for wrong in (
+        asked(torch.bfloat16, deepseek, 10, 0), asked(torch.float32, deepseek, 9, 0),
+        asked(torch.bfloat16, glm, 9, 0),
+    ):  # fmt: skip
+        assert len(wrong) == 1
+        print(f"prefill refused: {wrong[0]}")
+    return ours
+
+
+def emptied(lse: Tensor, out: Tensor, query_start: Tensor, context_start: Tensor) -> None:
+    """vLLM's ``mask_empty_context``: what it would make of such rows, they must be already."""
+    for i, keys in enumerate(context_start.diff().tolist()):
+        rows = slice(int(query_start[i]), int(query_start[i + 1]))
+        if not keys:
+            assert torch.isneginf(lse[:, rows]).all() and not out[rows].any()
+
+
+def mixed_step(engine: Engine, new: list[int], requests: list[int]) -> tuple[Tensor, Tensor]:
+    """(queries, attention) of a step whose first request decodes and whose others are prompts."""
+    added = [engine.append(request, count) for request, count in zip(requests[1:], new[1:])]
+    waits = torch.tensor([False, *[True] * len(added)])
+    metadata = engine.builder.build(0, engine.step(new, requests, is_prefilling=waits))
+    assert (metadata.num_decodes, metadata.num_prefills) == (1, len(added))
+    for tokens in added:
+        engine.write(engine.kv, *tokens)
+    q = torch.randn(sum(new), HEADS, NOPE + ROPE).bfloat16()
+    out = torch.empty(sum(new), HEADS * V, dtype=torch.bfloat16)
+    decoded = torch.zeros(1, LATENT).bfloat16(), torch.zeros(1, ROPE).bfloat16()
+    latents, ropes = (torch.cat([decoded[i], *(t[i] for t in added)]) for i in range(2))
+    with torch.no_grad():
+        engine.layer.forward_impl(q, latents, ropes.unsqueeze(1), engine.kv, metadata, output=out)
+    return q, out.view(sum(new), HEADS, V)
+
+
+def given_results(engine: Engine, ours: type) -> None:
+    """``out=``, and K as one tensor, as vLLM's own layers have it: the same bits."""
+    from snapmla.integrations.vllm.prefill import KeyParts
+
+    backend = engine.layer.prefill_backend.clone()
+    assert isinstance(backend, ours) and backend.supports_out()
+    begin = torch.tensor([0, 12, 12], dtype=torch.int32)  # the second request has none
+    backend.prepare_metadata(mock.Mock(query_start_loc=begin, max_query_len=12))
+    q, kv = torch.randn(12, HEADS, NOPE + ROPE).bfloat16(), torch.randn(12, HEADS, 256).bfloat16()
+    nope, v, rope = kv[..., :NOPE], kv[..., NOPE:], torch.randn(12, 1, ROPE).bfloat16()
+    out, lse = backend.run_prefill_new_tokens(q, KeyParts(nope, rope), v, True)
+    assert out.shape == (12, HEADS, V) and lse.shape == (HEADS, 12) and lse.is_contiguous()
+    whole, into = torch.cat([nope, rope.expand(-1, HEADS, -1)], -1), torch.zeros_like(out)
+    found = backend.run_prefill_new_tokens(q, whole, v, False, out=into)
+    assert found is into and torch.equal(into, out)
+    with contextlib.suppress(NotImplementedError):
+        backend.run_prefill_new_tokens(q, whole, v, False, output_scale=torch.ones(1))
+        raise AssertionError("an output that is quantised")
+
+
 def invariant() -> None:
     """A prompt of few tokens is prefill: alone, behind a long one, and beside what decodes."""
     from vllm import envs
@@ -510,8 +625,8 @@ def sparse_models(engine: Engine) -> None:
 
 
 CASES: dict[str, Callable[[], None]] = {
-    "decode": decode, "prefill": prefill, "invariant": invariant, "ranks": ranks,
-    "refusals": refusals,
+    "decode": decode, "prefill": prefill, "own_prefill": own_prefill, "invariant": invariant,
+    "ranks": ranks, "refusals": refusals,
 }  # fmt: skip
 
 
@@ -548,8 +663,10 @@ def main(names: list[str]) -> None:
         for name in names:
             torch.manual_seed(0)  # a case has the same numbers alone
             CASES[name]()
-    unknown = {spec.name for spec in loaded - set(needed()) if spec.op != "merge_states"}
-    assert not unknown, f"`check` does not ask for {unknown}"  # merge_states: of ``ranks`` here
+    # ``check`` asks for what is served by default; merge_states: of ``ranks`` here
+    beside = ("merge_states", *(op for op, family in FAMILIES.items() if family.kind == MHA))
+    unknown = {spec.name for spec in loaded - set(needed()) if spec.op not in beside}
+    assert not unknown, f"`check` does not ask for {unknown}"
     print("all right")
 
 

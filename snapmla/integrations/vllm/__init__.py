@@ -6,6 +6,9 @@ processes; nothing of vLLM is imported before.  Then::
     vllm serve MODEL --attention-backend CUSTOM --kv-cache-dtype fp8_ds_mla --block-size 64  # 0.26
     vllm serve MODEL --attention-backend SNAPMLA --kv-cache-dtype snapmla --block-size 64    # 0.33
 
+Prompts are computed by vLLM's own prefill backend, or by ours where it is asked for, which was not
+run on a GPU yet (``prefill.py`` says how).
+
 ``python -m snapmla.integrations.vllm check`` says whether this installation will work.
 """
 
@@ -16,23 +19,32 @@ __all__ = ["BACKEND", "CACHE_DTYPE", "register"]
 BACKEND = "SNAPMLA"  # its name where a release lets a plugin choose one, else CUSTOM
 CACHE_DTYPE = "snapmla"  # where a release lets a plugin add one, else fp8_ds_mla
 _CLASS = "snapmla.integrations.vllm.backend.SnapMLABackend"
+_PREFILL = "snapmla.integrations.vllm.prefill.SnapMLAPrefillBackend"
 
 
 def register() -> None:
     """Makes the backend known to vLLM; may be called again.
 
     ``CUSTOM`` is given to it in every release.  Releases that take new names get ``SNAPMLA`` and
-    the cache dtype ``snapmla``, whose tokens take 644 bytes.
+    the cache dtype ``snapmla``, whose tokens take 644 bytes.  The prefill backend has the same
+    names; vLLM does not choose it by itself.
     """
+    from vllm.v1.attention.backends.mla.prefill.registry import (
+        MLAPrefillBackendEnum,
+        register_mla_prefill_backend,
+    )
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     register_backend(AttentionBackendEnum.CUSTOM, _CLASS)
+    register_mla_prefill_backend(MLAPrefillBackendEnum.CUSTOM, _PREFILL)
     try:
         from vllm.config.cache import KV_CACHE_DTYPES, register_kv_cache_dtype
     except ImportError:
         return  # a release of fixed names
     if BACKEND not in AttentionBackendEnum.__members__:
         register_backend(BACKEND, _CLASS)
+    if BACKEND not in MLAPrefillBackendEnum.__members__:
+        register_mla_prefill_backend(BACKEND, _PREFILL)
     if CACHE_DTYPE not in KV_CACHE_DTYPES:
         register_kv_cache_dtype(CACHE_DTYPE)(_CacheDtype)
 

@@ -6,8 +6,9 @@ Where a step goes::
                                                     updated for these lengths
     each layer     do_kv_cache_update               append_kv
                    forward_mqa                      quantize_q, decode
-                   forward_mha (vLLM's own)         prefill in BF16; of a prefix that is cached,
-                                                    chunks are fetched by fetch_dequant
+                   forward_mha (vLLM's own)         prefill in BF16 by the prefill backend; of a
+                                                    prefix that is cached, chunks are fetched by
+                                                    fetch_dequant
 
 A request with at most ``reorder_batch_threshold`` new tokens goes through ``forward_mqa``; those
 numbers may differ within a batch (speculative decoding), which makes queries ragged.  Graphs see
@@ -42,6 +43,7 @@ from snapmla import attention, cache, fetch, layouts, plan_cache, quant
 from snapmla.decode_plan import DecodePlan
 from snapmla.integrations import vllm as plugin
 from snapmla.integrations.vllm import refuse
+from snapmla.integrations.vllm.prefill import KeyParts, SnapMLAPrefillBackend
 
 PAGE = 64
 TOKEN_BYTES = layouts.TOKEN_BYTES
@@ -266,6 +268,7 @@ class SnapMLAImpl(mla.MLACommonImpl[SnapMLAMetadata]):
         if config is not None:
             refuse.model(config)  # here before weights are loaded
         self._layer_is_known = False
+        self._keys_apart = False  # whether the prefill backend takes K as two tensors
         self.supports_quant_query_input = False  # the layer then hands over (q_nope, q_rope)
         self._caches: dict[tuple[Any, ...], cache.PagedKVCache] = {}
 
@@ -317,6 +320,27 @@ class SnapMLAImpl(mla.MLACommonImpl[SnapMLAMetadata]):
         if step.s_q is None:
             return out, lse.mT.contiguous()
         return out.flatten(0, 1), lse.mT.flatten(0, 1)
+
+    def forward_mha(
+        self,
+        q: torch.Tensor,
+        kv_c_normed: torch.Tensor,
+        k_pe: torch.Tensor,
+        kv_c_and_k_pe_cache: torch.Tensor,
+        attn_metadata: SnapMLAMetadata,
+        *rest: Any,
+        **options: Any,
+    ) -> Any:
+        step = attn_metadata.prefill
+        self._keys_apart = isinstance(step.prefill_backend, SnapMLAPrefillBackend)
+        return super().forward_mha(
+            q, kv_c_normed, k_pe, kv_c_and_k_pe_cache, attn_metadata, *rest, **options
+        )
+
+    def _concat_k_nope_k_pe(self, k_nope: torch.Tensor, k_pe: torch.Tensor) -> Any:
+        if not self._keys_apart:
+            return super()._concat_k_nope_k_pe(k_nope, k_pe)
+        return KeyParts(k_nope, k_pe if k_pe.ndim == k_nope.ndim else k_pe.unsqueeze(1))
 
     def _compute_prefill_context(
         self, q: torch.Tensor, kv_c_and_k_pe_cache: torch.Tensor, *rest: Any, **options: Any

@@ -22,6 +22,7 @@ RECORD = Path(__file__).with_name("surface.json")
 _MLA = "vllm.model_executor.layers.attention.mla_attention"
 _BACKEND = "vllm.v1.attention.backend"
 _BACKENDS = "vllm.v1.attention.backends"
+_PREFILL = f"{_BACKENDS}.mla.prefill"
 QUANT_MODE = "vllm.v1.kv_cache_interface:KVQuantMode.CUSTOM"  # what our cache dtype counts as
 # module:name, in the order of the backend's text; name@attribute: what the function's text mentions
 RELIED = (
@@ -51,10 +52,21 @@ RELIED = (
     f"{_MLA}:MLACommonImpl.__init__",
     f"{_MLA}:MLACommonImpl.forward_mqa",
     f"{_MLA}:MLACommonImpl.do_kv_cache_update",
+    f"{_MLA}:MLACommonImpl.forward_mha",
+    f"{_MLA}:MLACommonImpl._concat_k_nope_k_pe",
     f"{_MLA}:MLACommonImpl._compute_prefill_context",
     f"{_MLA}:MLACommonImpl._context_parallel_compute_prefill_context",
     f"{_MLA}:ops.cp_gather_and_upconvert_fp8_kv_cache",
     f"{_MLA}:ops.gather_and_maybe_dequant_cache",
+    f"{_MLA}:MLACommonPrefillMetadata",
+    f"{_PREFILL}.registry:MLAPrefillBackendEnum.CUSTOM",
+    f"{_PREFILL}.registry:register_mla_prefill_backend",
+    f"{_PREFILL}.base:MLADimensions",
+    f"{_PREFILL}.base:MLAPrefillBackend.supports_compute_capability",
+    f"{_PREFILL}.base:MLAPrefillBackend.prepare_metadata",
+    f"{_PREFILL}.base:MLAPrefillBackend.supports_out",
+    f"{_PREFILL}.base:MLAPrefillBackend.run_prefill_new_tokens",
+    f"{_PREFILL}.base:MLAPrefillBackend.run_prefill_context_chunk",
     "vllm.config.compilation:PassConfig.fuse_rope_kvcache_cat_mla",
     "vllm.config.compilation:CompilationConfig.static_forward_context",
     "vllm.config.model:ModelConfig.hf_text_config",
@@ -71,6 +83,7 @@ OPTIONAL = frozenset({
     f"{_MLA}:MLACommonBackend.customize_spec",
     f"{_MLA}:MLAAttention.update_kv_cache",
     f"{_MLA}:MLAAttention.update_kv_cache@do_kv_cache_update",
+    f"{_PREFILL}.base:MLAPrefillBackend.supports_out",
     QUANT_MODE,
 })  # fmt: skip
 _K3 = "vllm.models.kimi_k3.nvidia.mla:MultiHeadLatentAttention"

@@ -23,7 +23,7 @@ from snapmla.testing.workloads.samples import Source
 
 
 def _parts(spec: VariantSpec, outs: Tensor, lses: Tensor) -> dict[str, Any]:
-    """Arguments for stacked parts (n, b, s_q, h, 512), (n, b, h, s_q), as the mode has them."""
+    """Arguments for stacked parts (n, b, s_q, h, d_v), (n, b, h, s_q), as the mode has them."""
     if spec.mode == "stack":
         return {"o": outs, "lses": lses}
     count, n = 2 if spec.mode == "pair" else MAX_LIST, len(outs)
@@ -51,12 +51,12 @@ def truth(spec: VariantSpec, given: Mapping[str, Any]) -> dict[str, Tensor]:
 def small(spec: VariantSpec) -> Iterator[Call]:
     """Over a part where the dtype allows it, and over its LSE; then a merge of what that left."""
     n, b, s_q, heads = {"pair": 2, "list": 5, "stack": 11}[spec.mode], 2, 3, 5
-    rows = torch.randn(n, b, s_q, heads, KV_LORA_RANK + 8).to(DTYPES[spec.in_dtype])
-    outs, lses = rows[..., :KV_LORA_RANK], 4.0 * torch.randn(n, b, s_q, heads).mT
+    rows = torch.randn(n, b, s_q, heads, spec.d_v + 8).to(DTYPES[spec.in_dtype])
+    outs, lses = rows[..., : spec.d_v], 4.0 * torch.randn(n, b, s_q, heads).mT
     lses[0, 0, 1], lses[1, 0, 2], lses[:, 1, 3] = -math.inf, math.inf, math.inf
     outs[0, 0, :, 1], outs[1, 0, :, 2], outs[:, 1, :, 3] = math.nan, math.nan, math.nan
     for in_place in (True, False):
-        out = torch.full((b, s_q, heads, KV_LORA_RANK), 7.0).to(DTYPES[spec.out_dtype])
+        out = torch.full((b, s_q, heads, spec.d_v), 7.0).to(DTYPES[spec.out_dtype])
         lse = torch.full((b, heads, s_q), 7.0)
         if in_place:
             out, lse = outs[1] if out.dtype == outs.dtype else out, lses[1]
@@ -84,8 +84,10 @@ def recorded(case: Case, run: Runner) -> Recorded:
     spec, odd = case.spec, case.index % 2
     n = {"pair": 2, "list": (3, 8)[odd], "stack": (5, 19)[odd]}[spec.mode]
     b, s_q, heads = ((3, 2, 5), (1, 7, 3))[odd]
+    if spec.d_v != KV_LORA_RANK:
+        heads = 4  # the record has rows of 512 values: of these, several
     bits = case.bits()
-    o = exact.bell(bits, (n, b, s_q, heads, KV_LORA_RANK), 2)
+    o = exact.bell(bits, (n, b, s_q, heads, spec.d_v), 2)
     lse = exact.bell(bits, (n, b, heads, s_q), bits.below(9, (n, b, heads, s_q)) - 2)
     hit = bits.below(8, lse.shape)
     lse[hit == 0], lse[hit == 1] = -np.inf, np.inf
@@ -94,7 +96,7 @@ def recorded(case: Case, run: Runner) -> Recorded:
     lse[:, 0, 0, 0], lse[0, 0, 1, 0], lse[:, 0, 2, 1] = np.inf, -np.inf, -np.inf
     lse[1, 0, 1, 1] = np.nan
     parts = exact.as_tensor(o, DTYPES[spec.in_dtype], run.device), run.there(lse)
-    out = run.full((b, s_q, heads, KV_LORA_RANK), 3.0, DTYPES[spec.out_dtype])
+    out = run.full((b, s_q, heads, spec.d_v), 3.0, DTYPES[spec.out_dtype])
     lse_out = run.full((b, heads, s_q), 3.0)
     factor, _ = exact.LSE[odd]
     run.call(case.variant, **_parts(spec, *parts), out=out, lse=lse_out, lse_factor=factor)
@@ -104,10 +106,10 @@ def recorded(case: Case, run: Runner) -> Recorded:
 def sized(spec: VariantSpec, sizes: Sizes, device: str, seed: int) -> dict[str, Any]:
     """Two parts, or ``sizes.parts`` up to as many as a list may have."""
     source, n = Source(device, seed), 2 if spec.mode == "pair" else min(sizes.parts, MAX_LIST)
-    rows = (sizes.batch, sizes.s_q, sizes.heads, KV_LORA_RANK)
+    rows = (sizes.batch, sizes.s_q, sizes.heads, spec.d_v)
     outs = source.normal(n, *rows, dtype=DTYPES[spec.in_dtype])
     lses = source.normal(n, sizes.batch, sizes.heads, sizes.s_q, dtype=torch.float32)
-    results = source.results(sizes, spec.out_dtype)
+    results = source.results(sizes, spec.out_dtype, spec.d_v)
     return {**_parts(spec, outs, lses), **results, "lse_factor": LN2}
 
 
@@ -125,7 +127,7 @@ def moved(spec: VariantSpec, sizes: Sizes) -> float:
     """Reads the parts' rows and LSE, writes one's."""
     rows = sizes.batch * sizes.s_q * sizes.heads
     element = DTYPES[spec.in_dtype].itemsize
-    return float(sizes.parts + 1) * rows * (KV_LORA_RANK * element + 4)
+    return float(sizes.parts + 1) * rows * (spec.d_v * element + 4)
 
 
 _MODES = ("pair", "list", "stack")

@@ -3,30 +3,55 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from dsl_kernels.mha_list import ROWS, most_tiles
+from dsl_kernels.mha_list import ROWS, SplitRoom, most_tiles
 from dsl_kernels.spec import VariantSpec
 from snapmla.testing.mha_job import MhaJob, offsets, work_of
+from snapmla.testing.mha_split_job import SplitJob, merged, split_work
 from snapmla.testing.workloads import exact
-from snapmla.testing.workloads.call import DTYPES, Call, Sizes, Workload, decoded
+from snapmla.testing.workloads.call import DTYPES, Call, Result, Sizes, Workload, decoded
 from snapmla.testing.workloads.exact import Array, Case, Recorded, Runner
 from snapmla.testing.workloads.samples import Source
 
 
 def small(spec: VariantSpec) -> Iterator[Call]:
     """A neighbour of NaN or 1e30 behind each ragged end, rows without keys, more queries than keys;
-    then every key for every row, and logits that move frames."""
+    then every key for every row, and logits that move frames; at the end of the lists short
+    sequences, and such without keys, of which nothing but a note tells.  Of split keys one sequence each has
+    two pieces."""
+    if spec.keys == "split":
+        yield from _small_split(spec)
+        return
     for causal, spread, bad in ((True, 1.0, math.nan), (False, 8.0, 1e30)):
-        lq, lk = ((130, 0, 40), (200, 33, 20)) if causal else ((20, 0, 3), (300, 40, 0))
+        lq, lk = [130, 0, 40, 9], [200, 33, 20, 30]
+        if not causal:
+            lq, lk = [20, 0, 3, 2, 2, 2], [300, 40, 0, 0, 0, 0]
         job = MhaJob.draw(spec, lq, lk, 2, 1, causal=causal, spread=spread, behind=bad)
         for rows in (*job.ks, job.v):
             rows[lk[0] : lk[0] + lk[1]] = bad
         yield Call(job.arguments(), {}, job=job)
+
+
+def _small_split(spec: VariantSpec) -> Iterator[Call]:
+    for causal, spread, bad in ((True, 1.0, math.nan), (False, 8.0, 1e30)):
+        lq, lk = [3, 0, 40], [1950, 33, 20]
+        if not causal:
+            lq, lk = [5, 20, 3, 2, 2, 2], [40, 2050, 0, 0, 0, 0]
+        job = SplitJob.draw(spec, lq, lk, 1, 1, causal=causal, spread=spread, behind=bad)
+        yield Call(job.arguments(), {}, job=job)
+
+
+def judge(spec: VariantSpec, calls: Iterable[Call]) -> Result:
+    """The errors that their job finds."""
+    if spec.keys != "split":
+        return decoded(spec, calls)
+    found = [call.job.split_errors(call.arguments) for call in calls]
+    return Result(all(errors.right for errors in found), "; ".join(map(str, found)))
 
 
 def _rows(case: Case, bits: exact.Bits, tokens: int, heads: int, width: int) -> Array:
@@ -45,6 +70,9 @@ def recorded(case: Case, run: Runner) -> Recorded:
     spec, bits, dtype = case.spec, case.bits(), DTYPES[case.spec.dtype]
     lq = [int(x) for x in bits.below(200, (3,))]
     lk = [max(0, n + int(x) - 60) for n, x in zip(lq, bits.below(400, (3,)))]
+    split = spec.keys == "split"
+    if split:
+        lq[0], lk[0] = lq[0] % 128 + 1, lk[0] + 2200
     t_q, t_k, heads, kv_heads, causal = sum(lq), sum(lk), 4, 2, case.index % 2 == 0
     made = [_rows(case, bits, t_q, heads, spec.d_qk), _rows(case, bits, t_k, kv_heads, 128)]
     if spec.d_qk == 192:
@@ -53,12 +81,22 @@ def recorded(case: Case, run: Runner) -> Recorded:
     q, *ks, v = (exact.as_tensor(x, dtype, run.device) for x in made)
     out = run.full((t_q + 5, heads, spec.d_v), 5.0, dtype)
     lse = run.full((heads, t_q + 5), 5.0)
-    work = work_of(lq, lk, causal, t_q + 5).to(run.device)
+    partial: dict[str, Tensor] = {}
+    work = work_of(lq, lk, causal, t_q + 5)
+    if split:
+        room = SplitRoom.of(t_q + 5, len(lq), t_k + 5)
+        work = split_work(lq, lk, causal, room)
+        partial["partial_out"] = run.full((room.rows, heads, spec.d_v), 5.0)
+        partial["partial_lse"] = run.full((room.rows, heads), 5.0)
     run.call(
         case.variant, q=q, **dict(zip(("k_nope", "k_rope"), ks)), v=v,
-        cu_seqlens_q=offsets(lq).to(run.device), cu_seqlens_k=offsets(lk).to(run.device), work=work,
-        out=out, lse=lse, softmax_scale=exact.SOFTMAX_SCALE, causal=int(causal), ctas=3,
+        cu_seqlens_q=offsets(lq).to(run.device), cu_seqlens_k=offsets(lk).to(run.device),
+        work=work.to(run.device), out=out, lse=lse, **partial,
+        softmax_scale=exact.SOFTMAX_SCALE, causal=int(causal), ctas=3,
     )  # fmt: skip
+    if split:
+        whole = merged(lq, lk, out.cpu(), lse.cpu(), [x.cpu() for x in partial.values()])
+        out, lse = (x.float().to(run.device) for x in whole)
     return exact.results(made, out[None], lse[None])
 
 
@@ -74,14 +112,21 @@ def sized(spec: VariantSpec, sizes: Sizes, device: str, seed: int) -> dict[str, 
     tables: dict[str, Tensor] = {
         "cu_seqlens_q": offsets(lq), "cu_seqlens_k": offsets(lk), "work": work_of(lq, lk, True)
     }  # fmt: skip
+    partial: dict[str, Tensor] = {}
+    entries = most_tiles(t_q, sizes.batch)
+    if spec.keys == "split":
+        room = SplitRoom.of(t_q, sizes.batch, t_k)
+        tables["work"], entries = split_work(lq, lk, True, room), room.entries
+        partial["partial_out"] = source.full(room.rows, h, spec.d_v)
+        partial["partial_lse"] = source.full(room.rows, h)
     return {
         "q": source.normal(t_q, h, spec.d_qk, dtype=dtype), **keys,
         "v": source.normal(t_k, h, spec.d_v, dtype=dtype),
         **{name: table.to(device) for name, table in tables.items()},
         "out": source.full(t_q, h, spec.d_v, dtype=dtype),
-        "lse": source.full(h, t_q),
+        "lse": source.full(h, t_q), **partial,
         "softmax_scale": spec.d_qk**-0.5, "causal": 1,
-        "ctas": min(sizes.parts, max(1, most_tiles(t_q, sizes.batch)) * h),
+        "ctas": min(sizes.parts, max(1, entries) * h),
     }  # fmt: skip
 
 
@@ -93,4 +138,4 @@ def moved(spec: VariantSpec, sizes: Sizes) -> float:
     return sizes.heads * (2.0 * rows + 4.0 * t_q) + rope + 8.0 * -(-t_q // ROWS)
 
 
-WORKLOAD = Workload(small, decoded, recorded, sized, moved=moved)
+WORKLOAD = Workload(small, judge, recorded, sized, moved=moved)

@@ -8,9 +8,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from dsl_kernels.mha_list import HEADER, TILES, most_tiles, workspace_words
+from dsl_kernels.mha_list import (
+    ENTRY_WORDS,
+    HEADER,
+    LIST,
+    SPLITS,
+    TILES,
+    SplitRoom,
+    most_tiles,
+    workspace_words,
+)
 from dsl_kernels.spec import VariantSpec
 from snapmla.testing.mha_job import key_tiles, offsets, row_tiles
+from snapmla.testing.mha_split_job import entry_tiles, lists_of
 from snapmla.testing.workloads import exact
 from snapmla.testing.workloads.call import Call, Result, Sizes, Workload
 from snapmla.testing.workloads.exact import Case, Recorded, Runner
@@ -19,14 +29,24 @@ from snapmla.testing.workloads.samples import Source
 BINS = 1024  # of the kernel's counting sort: which orders longer lists less finely
 
 
-def _given(lq: Sequence[int], lk: Sequence[int], causal: bool) -> dict[str, Any]:
+def _given(
+    lq: Sequence[int], lk: Sequence[int], causal: bool, keys: str = "whole"
+) -> dict[str, Any]:
     """Arguments; the workspace full of -7."""
-    words = workspace_words(sum(lq), len(lq))
+    words, room = workspace_words(sum(lq), len(lq)), room_of(lq, lk)
+    more: dict[str, Any] = {}
+    if keys == "split":
+        words, more = room.list_words, {"most_splits": room.splits, "partial_rows": room.rows}
     return {
         "cu_seqlens_q": offsets(lq), "cu_seqlens_k": offsets(lk),
         "work": torch.full((words,), -7, dtype=torch.int32), "causal": int(causal),
-        "max_seqlen_k": max(lk, default=0),
+        "max_seqlen_k": max(lk, default=0), **more,
     }  # fmt: skip
+
+
+def room_of(lq: Sequence[int], lk: Sequence[int]) -> SplitRoom:
+    """Of a call whose tensors have no rows of no sequence."""
+    return SplitRoom.of(sum(lq), len(lq), sum(lk))
 
 
 SMALL = (
@@ -37,12 +57,19 @@ SMALL = (
     ((4000, 6000), (4000, 6000), True),
     ((), (), True),
 )
+# Of split keys, beside those: 0 to 8 pieces of 1 to 5 row tiles, and just too few keys for two
+SPLIT = (
+    ((128, 129, 512, 513, 0, 7), (1921, 4096, 8192, 60000, 9999, 1920), True),
+    ((384, 1, 256, 300), (7041, 2**20, 4000, 90000), False),
+    ((1,) * 600, (2000, 30) * 300, True),  # more sequences than threads
+)
 
 
 def small(spec: VariantSpec) -> Iterator[Call]:
     """Lengths 0 on either side, many sequences, few, none; long keys."""
-    for lq, lk, causal in SMALL:
-        yield Call(_given(lq, lk, causal), {"work": "work"}, job=(lq, lk, causal), note=str(lq))
+    for lq, lk, causal in (*SMALL, *(SPLIT if spec.keys == "split" else ())):
+        given = _given(lq, lk, causal, spec.keys)
+        yield Call(given, {"work": "work"}, job=(lq, lk, causal), note=str(lq))
 
 
 def wrong(
@@ -68,11 +95,43 @@ def wrong(
     return "" if costs == sorted(costs, reverse=True) else "a longer row tile behind a shorter one"
 
 
-def judge(_spec: VariantSpec, calls: Iterable[Call]) -> Result:
-    """Every row tile once, longest first."""
+def wrong_split(
+    work: Sequence[int], lq: Sequence[int], lk: Sequence[int], causal: bool, room: SplitRoom
+) -> str:
+    """``wrong`` of a list that may have pieces; words behind it must be -7."""
+    lists, bases = lists_of(lq, lk, causal), HEADER + ENTRY_WORDS * room.splits
+    begin = bases + len(lq)
+    header = [0, len(lists.entries), len(lists.splits), begin]
+    if [work[0], work[TILES], work[SPLITS], work[LIST]] != header:
+        return f"header {list(work[:HEADER])}, expected {header}"
+    rows = [tuple(work[at : at + ENTRY_WORDS]) for at in range(HEADER, bases, ENTRY_WORDS)]
+    idle = [(-7,) * ENTRY_WORDS] * (room.splits - len(lists.splits))
+    if rows != [*lists.splits, *idle]:
+        return "other split row tiles"
+    if list(work[bases:begin]) != lists.bases:
+        return f"first partial rows {list(work[bases:begin])}, expected {lists.bases}"
+    end = begin + ENTRY_WORDS * len(lists.entries)
+    entries = [tuple(work[at : at + ENTRY_WORDS]) for at in range(begin, end, ENTRY_WORDS)]
+    if sorted(entries) != sorted(lists.entries):
+        return "not every piece of a row tile once"
+    longest, shift = -(-max(lk, default=0) // 128), 0
+    while longest >> shift >= BINS:
+        shift += 1
+    costs = [min(entry_tiles(lq, lk, e, causal) >> shift, BINS - 1) for e in entries]  # type: ignore[arg-type]
+    if costs != sorted(costs, reverse=True):
+        return "a longer entry behind a shorter one"
+    return "words behind the list were written" if set(work[end:]) - {-7} else ""
+
+
+def judge(spec: VariantSpec, calls: Iterable[Call]) -> Result:
+    """Every row tile (every piece) once, longest first."""
     bad = []
     for call in calls:
         work, (lq, lk, causal) = call.arguments["work"].tolist(), call.job
+        if spec.keys == "split":
+            reason = wrong_split(work, lq, lk, causal, room_of(lq, lk))
+            bad += [f"{call.note}: {reason}"] if reason else []
+            continue
         reason = wrong(work, lq, lk, causal)
         if not reason and any(x != -7 for x in work[HEADER + 2 * len(row_tiles(lq, lk, causal)) :]):
             reason = "words behind the list were written"
@@ -86,13 +145,21 @@ def recorded(case: Case, run: Runner) -> Recorded:
     bits, found, seen = case.bits(), [], []
     for causal in (True, False):
         lq, lk = (bits.below(700, (9,)).tolist() for _ in range(2))
-        given = _given(lq, lk, causal)
+        split = case.spec.keys == "split"
+        if split:
+            lk = [n * 30 for n in lk]
+        given = _given(lq, lk, causal, case.spec.keys)
         given = {n: x.to(run.device) if isinstance(x, torch.Tensor) else x
                  for n, x in given.items()}  # fmt: skip
         run.call(case.variant, **given)
-        work, n = given["work"], len(row_tiles(lq, lk, causal))
-        tiles = work[HEADER : HEADER + 2 * n].view(n, 2).cpu().long()
+        work, n, width, begin = given["work"], len(row_tiles(lq, lk, causal)), 2, HEADER
+        if split:
+            n, width = len(lists_of(lq, lk, causal).entries), ENTRY_WORDS
+            begin = HEADER + ENTRY_WORDS * room_of(lq, lk).splits + len(lq)
+        tiles = work[begin : begin + width * n].view(n, width).cpu().long()
         order = (tiles[:, 0] * 4096 + tiles[:, 1]).argsort()
+        if split:
+            order = (tiles[:, 0] * 2**20 + tiles[:, 1] * 16 + tiles[:, 2]).argsort()
         seen += [np.array(lq, np.int32), np.array(lk, np.int32)]
         found.append([work[:HEADER], tiles[order].int().flatten().to(run.device)])
     return exact.of_problems(seen, found, "tables")
@@ -102,7 +169,7 @@ def sized(spec: VariantSpec, sizes: Sizes, device: str, seed: int) -> dict[str, 
     """Prompts of ``sizes.s_q`` new tokens, ``sizes.tokens`` keys in all."""
     source = Source(device, seed)
     lq, lk = [sizes.s_q] * sizes.batch, [sizes.tokens] * sizes.batch
-    given = _given(lq, lk, True)
+    given = _given(lq, lk, True, spec.keys)
     words = len(given["work"])
     return {
         **{n: x.to(device) if isinstance(x, torch.Tensor) else x for n, x in given.items()},

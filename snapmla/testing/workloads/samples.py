@@ -234,10 +234,10 @@ class Source:
         """Tables that are empty where every sequence is one unit of query rows."""
         return {name: self.i32([]).view((0, 2) if name == "units" else (0,)) for name in names}
 
-    def results(self, sizes: Sizes, dtype: str) -> dict[str, Tensor]:
+    def results(self, sizes: Sizes, dtype: str, d_v: int = KV_LORA_RANK) -> dict[str, Tensor]:
         """out and lse of a decode, zeros."""
         b, s_q, heads = sizes.batch, sizes.s_q, sizes.heads
-        out = self.full(b, s_q, heads, KV_LORA_RANK, dtype=exact.TORCH[dtype])
+        out = self.full(b, s_q, heads, d_v, dtype=exact.TORCH[dtype])
         return {"out": out, "lse": self.full(b, heads, s_q)}
 
     def partial_rows(self, slots: int, rows: int, cache_dtype: str) -> dict[str, Tensor]:

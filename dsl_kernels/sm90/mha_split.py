@@ -1,0 +1,233 @@
+"""Dense MHA prefill for SM90 where few query tokens against many keys are split over keys.
+
+``mha_fwd`` in all but two places: a work tile may be a piece of a row tile, a range of its keys
+(mha_list.py), and the rows of such a one go to partial rows in fp32, which mha_merge makes rows of
+the output of.  What is not split is computed, and written, as there: the same bits.
+
+Roles, shared memory and the timeline are those of mha_fwd.py.
+
+A piece is told to the consumers as a sequence of its own whose causal diagonal is the same: of its
+keys [first, end) row i sees those below i + 1 + s_k - s_q - first, which is i + 1 + k - q of
+k = end - first keys and q = s_q - (s_k - end) query tokens.  Where rows go, and how many there
+are, travels beside.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Uint32
+
+from .. import compat
+from ..mha_list import ENTRY_WORDS, KEYS, LIST, TAKEN, TILES
+from ..smxx.mha_items import key_tiles, length, piece_begin, pieces_of
+from .mha_fwd import WIDTHS, MhaFwd, budget, feasible
+from .mha_parts import CONSUMER_WARPS, LN2, Loads, Notes, Rows, has_tail
+
+if TYPE_CHECKING:
+    from ..spec import VariantSpec
+
+__all__ = ["budget", "build", "feasible"]
+
+
+def build(spec: VariantSpec):
+    """(callable, fake arguments by name) of one variant; see ``registry``."""
+    kernel = MhaSplit(spec)
+    entry = TwoKeys(kernel) if len(kernel.loads.widths) == 2 else OneKey(kernel)
+    return entry, kernel.fakes()
+
+
+class TwoKeys:
+    """The exported function where K is two tensors."""
+
+    def __init__(self, kernel: MhaSplit):
+        self.launch = kernel.launch
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,  # bf16 | f16 (total_q, h, 192)
+        k_nope: cute.Tensor,  # (total_k, h_k, 128)
+        k_rope: cute.Tensor,  # (total_k, 1 | h_k, 64)
+        v: cute.Tensor,  # (total_k, h_k, 128)
+        cu_seqlens_q: cute.Tensor,  # i32 (b + 1,)
+        cu_seqlens_k: cute.Tensor,  # i32 (b + 1,)
+        work: cute.Tensor,  # i32 (words,), as mha_items leaves it where keys are split
+        out: cute.Tensor,  # (total_q, h, 128)
+        lse: cute.Tensor,  # f32 (h, total_q), natural
+        partial_out: cute.Tensor,  # f32 (rows, h, 128)
+        partial_lse: cute.Tensor,  # f32 (rows, h), natural
+        softmax_scale: Float32,
+        causal: Int32,  # 0 or 1
+        ctas: Int32,
+        stream,
+    ):
+        self.launch(
+            (q, v, k_nope, k_rope), (cu_seqlens_q, cu_seqlens_k, work),
+            (out, lse, partial_out, partial_lse), softmax_scale, causal, ctas, stream,
+        )  # fmt: skip
+
+
+class OneKey:
+    """The exported function where K is one tensor."""
+
+    def __init__(self, kernel: MhaSplit):
+        self.launch = kernel.launch
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,  # bf16 | f16 (total_q, h, 128)
+        k_nope: cute.Tensor,  # (total_k, h_k, 128)
+        v: cute.Tensor,  # (total_k, h_k, 128)
+        cu_seqlens_q: cute.Tensor,  # i32 (b + 1,)
+        cu_seqlens_k: cute.Tensor,  # i32 (b + 1,)
+        work: cute.Tensor,  # i32 (words,), as mha_items leaves it where keys are split
+        out: cute.Tensor,  # (total_q, h, 128)
+        lse: cute.Tensor,  # f32 (h, total_q), natural
+        partial_out: cute.Tensor,  # f32 (rows, h, 128)
+        partial_lse: cute.Tensor,  # f32 (rows, h), natural
+        softmax_scale: Float32,
+        causal: Int32,  # 0 or 1
+        ctas: Int32,
+        stream,
+    ):
+        self.launch(
+            (q, v, k_nope), (cu_seqlens_q, cu_seqlens_k, work),
+            (out, lse, partial_out, partial_lse), softmax_scale, causal, ctas, stream,
+        )  # fmt: skip
+
+
+class MhaSplit(MhaFwd):
+    """The kernel of one head size and dtype."""
+
+    def __init__(self, spec: VariantSpec):
+        super().__init__(spec)
+        self.loads = PieceLoads(WIDTHS[spec.d_qk], spec.d_v)
+        self.rows = PieceRows(self.dtype, spec.d_v)
+
+    def fakes(self):
+        """Fake arguments by name."""
+        made = super().fakes()
+        rows, f32 = compat.sym(name="partial_rows"), compat.DTYPES["f32"]
+        heads = made["q"].shape[1]
+        partial = {
+            "partial_out": compat.rows(f32, (rows, heads, self.d_v)),
+            "partial_lse": compat.strided(f32, (rows, heads), (compat.sym64(), 1), 4),
+        }
+        names = [*made]
+        before = names[: names.index("lse") + 1]
+        return {n: made[n] for n in before} | partial | made
+
+
+class PieceNotes(Notes):
+    """Of a work tile: head, first query token, query tokens, first partial row (-1: it is no
+    piece), then what the consumers count by: query tokens, keys, row tile.  The eighth word is
+    there because a slot is read in whole vectors of 16 bytes."""
+
+    @cute.jit
+    def read(self, st, count):
+        """As the consumers take a work tile apart: where its rows go is one value to them."""
+        head, q0, s_q, partial, q, k, m, _ = Notes.read(self, st, count)
+        return head, (q0, s_q, partial), q, k, m
+
+
+class PieceLoads(Loads):
+    """The producer's warp, where a work tile may be a piece."""
+
+    def __init__(self, widths: tuple[int, ...], d_v: int):
+        super().__init__(widths, d_v)
+        self.notes = PieceNotes("item", Notes.room, {"consumers": CONSUMER_WARPS})
+        self.rings = (self.notes.ring, *self.rings[1:])
+        self.fields = {**self.fields, **self.notes.fields}
+
+    @cute.jit
+    def run(self, st, layouts, tma, gmem, causal, group, rope_heads, ctas):
+        """The role.  ``gmem`` = (cu_seqlens_q, cu_seqlens_k, work, query heads)."""
+        cu_q, cu_k, work, heads = gmem
+        count, kc, done, told = Int32(0), Int32(0), Int32(0), Int32(0)
+        tiles, begin = work[TILES], work[LIST]
+        j, _, _ = cute.arch.block_idx()
+        j = Int32(j)
+        while j < tiles * heads:
+            tile, head = self._work_tile(j, tiles, heads)
+            at = begin + ENTRY_WORDS * tile
+            sequence, m, piece, base = work[at], work[at + 1], work[at + 2], work[at + 3]
+            q0, k0 = cu_q[sequence], cu_k[sequence]
+            s_q, s_k = length(cu_q, sequence), length(cu_k, sequence)
+            first, end, partial = Int32(0), s_k, Int32(-1)
+            if base >= 0:
+                pieces = pieces_of(s_q, s_k)
+                first = piece_begin(s_k, pieces, piece) * KEYS
+                end = cutlass.min(piece_begin(s_k, pieces, piece + 1) * KEYS, s_k)
+                partial = base + piece * s_q
+            q, k = s_q - (s_k - end), end - first
+            self.notes.write(st, count, (head, q0, s_q, partial, q, k, m, Int32(0)))
+            count += 1
+            n = key_tiles(q, k, m, causal)
+            if n > 0:
+                kv_head, _ = divmod(head, group)
+                where = (q0, m, head, k0 + first, kv_head, rope_heads)
+                counts = (kc, done, told)
+                self._load(st, layouts, tma, where, counts, n, k - (n - 1) * KEYS)
+                if has_tail(k, n):
+                    told += 1
+                done += 1
+                kc += n
+            j = ctas + self._taken(work)
+        none = Int32(-1)
+        self.notes.write(st, count, (none,) * Notes.room)
+        self.tails.write(st, told, (none, Int32(0)))
+
+    @cute.jit
+    def _taken(self, work):
+        """Work tiles that were taken before, beyond the first of each CTA."""
+        taken = Int32(0)
+        if cute.arch.lane_idx() == 0:
+            taken = Int32(cute.arch.atomic_add(work.iterator + TAKEN, Int32(1)))
+        return cute.arch.shuffle_sync(taken, 0)
+
+
+class PieceRows(Rows):
+    """Rows of results, or of partial ones, from fragments of 64 x d_v accumulators."""
+
+    @cute.jit
+    def write(self, results, acc_o, frame, total, where, s_q, head, row):
+        """Rows ``row`` and ``row + 8`` of a sequence; ``where``: as ``PieceNotes`` reads it."""
+        q0, rows, partial = where
+        if partial < 0:
+            Rows.write(self, results[:2], acc_o, frame, total, q0, rows, head, row)
+        else:
+            self._partial(results[2:], acc_o, frame, total, partial, rows, head, row)
+
+    @cute.jit
+    def _partial(self, results, acc_o, frame, total, first, rows, head, row):
+        """Normalised rows in fp32 behind partial row ``first``, and their LSE.
+
+        A quad's lanes hold pairs of channels: 8 bytes each, a sector of 32 together.
+        """
+        out, lse = results
+        quad = cute.arch.lane_idx() % 4
+        for i in cutlass.range_constexpr(2):
+            s = total[i]
+            for off in cutlass.range_constexpr(2):
+                s = s + cute.arch.shuffle_sync_bfly(s, 1 << off)
+            empty = s == 0.0
+            inverse = cute.arch.rcp_approx(s)
+            mine = row + 8 * i < rows
+            token = first + row + 8 * i
+            if mine & (quad == 0):
+                value = (frame[i] + cute.math.log2(s, fastmath=True)) * LN2
+                lse[token, head] = -Float32.inf if empty else value
+            if mine:
+                for g in cutlass.range_constexpr(self.d_v // 8):
+                    v = 4 * g + 2 * i
+                    pair = [
+                        Float32(cutlass.select_(empty, Float32(0.0), acc_o[v + y] * inverse))
+                        for y in range(2)
+                    ]
+                    at = cute.crd2idx((token, head, 8 * g + 2 * quad), out.layout)
+                    words = [x.bitcast(Uint32) for x in pair]
+                    compat.store_words((out.iterator + at).align(8), words)
