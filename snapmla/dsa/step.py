@@ -276,7 +276,8 @@ def _launch(call: Step, ready: runtime.Kernel | None) -> tuple[Chosen, runtime.K
     room, memory = Room.of(rows, columns), call.workspace
     if memory is None:
         memory = torch.empty(room.end, dtype=torch.uint8, device=device)
-    logits = memory[: room.lengths].view(torch.float32).as_strided((rows, columns), (room.stride, 1))
+    scores = memory[: room.lengths].view(torch.float32)
+    logits = scores.as_strided((rows, columns), (room.stride, 1))
     if ragged or call.s_q > 1:
         lengths = memory[room.lengths :][: 4 * rows].view(torch.int32)
         tables = None

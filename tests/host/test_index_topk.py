@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,17 +20,19 @@ from snapmla.testing.workloads.index_logits import sample_call
 from softgpu import Options, using
 from tests.support.needs import needs_kernels
 
+scoring: Any = importlib.import_module("snapmla.dsa.index_logits")  # a function has its name
 E4M3, K = torch.float8_e4m3fn, 20
 Chosen = tuple[Tensor, Tensor]
 
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Top-k by a variant of few threads."""
+    """Top-k by a variant of few threads, scores by few CTAs."""
     monkeypatch.setattr(shapes, "choose", lambda *_: shapes.TopkShape(64, 8, 2))
+    monkeypatch.setattr(scoring, "sm_count", lambda _: 3)
 
 
-def arguments(lengths: Sequence[int], tokens: Sequence[int] | int, heads: int = 64) -> Any:
+def arguments(lengths: Sequence[int], tokens: Sequence[int] | int, heads: int = 32) -> Any:
     """Of a step over pages in random order; pages that lengths do not cover are NaN."""
     torch.manual_seed(3)
     made = sample_call(heads, lengths, tokens, gap=64)
@@ -59,7 +62,7 @@ def same(made: Chosen, want: Chosen) -> None:
         assert mine.dtype == torch.int32 and torch.equal(mine, right)
 
 
-DECODE, DRAFTS, RAGGED = 1, 2, (3, 0, 70, 1)
+DECODE, DRAFTS, RAGGED = 1, 2, (3, 0, 6, 1)
 LENGTHS = (150, 0, 130, 9)
 
 
@@ -75,16 +78,17 @@ def test_what_is_chosen(tokens: Any) -> None:
     same(made, wanted(given))
     same(index_topk(**given, slots=False), wanted(given, slots=False))
     same(index_topk(**given, max_tokens=100), wanted(given, columns=100))
-    seen = rows_tables(given["cache_seqlens"], given["cu_seqlens_q"], given["block_table"],
-                       1 << 20, len(made[0]), 1 if isinstance(tokens, tuple) else tokens)  # fmt: skip
-    assert torch.equal(made[1], seen[0].clamp(max=K)) and made[1].max() == K
+    s_q = 0 if isinstance(tokens, tuple) else tokens
+    tables = given["cache_seqlens"], given["cu_seqlens_q"], given["block_table"]
+    seen, _ = rows_tables(*tables, 1 << 20, len(made[0]), s_q)
+    assert torch.equal(made[1], seen.clamp(max=K)) and made[1].max() == K
 
 
 @needs_kernels
 @pytest.mark.usefixtures("small")
 def test_the_same_alone_and_in_a_batch() -> None:
     """A prompt's queries one by one, as drafts, and packed with other sequences'."""
-    given = arguments((140, 77), (4, 2), heads=32)
+    given = arguments((140, 77), (4, 2), heads=64)
     together = index_topk(**given)
     for i, begin, n in ((0, 0, 4), (1, 4, 2)):
         rows = slice(begin, begin + n)
@@ -143,7 +147,8 @@ def test_nobody() -> None:
     none = {"block_table": given["block_table"][:0], "cache_seqlens": given["cache_seqlens"][:0]}
     out, counts = index_topk(**{**given, **none, "cu_seqlens_q": torch.zeros(1).int()})
     assert bool((out == -1).all()) and counts.tolist() == [0, 0, 0]
-    even = arguments((), 2)
+    even = {**arguments((70,), 2), **none}
+    even |= {"q": even["q"][:0], "w": even["w"][:0]}
     assert [tuple(x.shape) for x in index_topk(**even)] == [(0, K), (0,)]
 
 
@@ -169,7 +174,7 @@ WRONG: list[tuple[str, Callable[[dict[str, Any]], Any], type[Exception], str]] =
      "block_table: expected innermost stride 1"),
     ("block_table", lambda _: torch.zeros(2, 16385, dtype=I32), ValueError,
      "max_tokens: expected 1 to 1048576 columns of scores, got 1048640"),
-    ("unit_rows", lambda _: 8, ValueError, "unit_rows: expected one of 1, 2, 4, got 8"),
+    ("unit_rows", lambda _: 16, ValueError, "unit_rows: expected one of 1, 2, 4, 8, got 16"),
     ("out", lambda _: torch.zeros(4, K + 1, dtype=I32), ValueError, "out: expected shape (4, 20)"),
     ("out", lambda _: torch.zeros(4, K), TypeError, "out: expected dtype int32"),
     ("out", lambda _: torch.zeros(K, 4, dtype=I32).T, ValueError, "out: expected innermost stride"),
@@ -185,7 +190,7 @@ WRONG: list[tuple[str, Callable[[dict[str, Any]], Any], type[Exception], str]] =
     ("workspace", lambda a: a["workspace"].view(I32), TypeError, "workspace: expected dtype uint8"),
     ("workspace", lambda _: torch.zeros(9000, dtype=torch.uint8)[::2], ValueError,
      "workspace: expected a contiguous tensor"),
-    ("workspace", lambda a: a["cache"].view(-1)[: 4096], ValueError,
+    ("workspace", lambda a: a["cache"].view(-1)[: len(a["workspace"])], ValueError,
      "workspace: expected memory apart from cache"),
 ]  # fmt: skip
 
@@ -250,9 +255,9 @@ def test_recorded(compiled: bool) -> None:
 
 
 def test_on_shapes_alone() -> None:
+    given = arguments((150, 40), 2)
     with FakeTensorMode() as mode:
-        fake = {n: mode.from_tensor(x) if isinstance(x, Tensor) else x
-                for n, x in arguments((150, 40), 2).items()}  # fmt: skip
+        fake = {n: mode.from_tensor(x) if isinstance(x, Tensor) else x for n, x in given.items()}
         out, counts = index_topk(**fake)
         assert out.shape == (4, K) and counts.shape == (4,) and out.dtype == counts.dtype == I32
         with pytest.raises(ValueError, match="^k: expected 1 to 2048"):
