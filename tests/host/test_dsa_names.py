@@ -77,7 +77,7 @@ def right(found: Tensor, want: list[reference.Scores]) -> None:
 @needs_kernels
 @pytest.mark.parametrize("next_n", [1, 3])
 def test_paged_logits(next_n: int) -> None:
-    """Every query token is given all of its sequence's tokens, the block table's last among them."""
+    """Every query token is given all of its sequence's tokens, the table's last among them."""
     given = paged((128, 0, 70), next_n)
     # of lengths (b, next_n) the last column counts
     given["context_lens"][:, :-1] = torch.tensor([[1], [0], [50]], dtype=I32)
@@ -120,18 +120,12 @@ def test_prompt_logits(heads: int) -> None:
     stored.view(torch.uint8).view(-1, 128)[:n] = keys.view(torch.uint8)
     factors.view(-1)[:n] = scales
     reference.fill_pages(padded, stored, factors)
-    want = reference.scores(
-        {
-            "q": q.view(torch.uint8),
-            "w": w,
-            "cache": padded,
-            "s_q": 1,
-            "block_table": torch.arange(3).expand(m, -1),
-            "cache_seqlens": ends,
-            "cu_seqlens_q": torch.empty(0),
-            "out": torch.empty(m, 192),
-        }  # fmt: skip
-    )
+    call = {
+        "q": q.view(torch.uint8), "w": w, "cache": padded, "s_q": 1,
+        "block_table": torch.arange(3).expand(m, -1), "cache_seqlens": ends,
+        "cu_seqlens_q": torch.empty(0), "out": torch.empty(m, 192),
+    }  # fmt: skip
+    want = reference.scores(call)
     for row, scores, begin, end in zip(found, want, starts.tolist(), ends.tolist(), strict=True):
         error = (row[begin:end] - scores.values[begin:]).abs()
         assert bool((error <= SLACK * scores.size[begin:]).all())
@@ -149,7 +143,7 @@ def test_prompt_logits(heads: int) -> None:
 
 @needs_kernels
 def test_top_k_of_decode() -> None:
-    """Drafts by lengths of sequences, and by lengths of rows; rows and columns of larger buffers."""
+    """Drafts by lengths of sequences, and by those of rows; parts of larger buffers."""
     logits = topk_reference.scores("zeros", 8, 304, 2)
     lengths = torch.tensor([300, 1, 41]).int()
     seen = torch.tensor([[299, 300], [0, 1], [40, 41]]).int()
@@ -271,8 +265,9 @@ def refused(function: Any, given: dict[str, Any], wrong: Wrong) -> None:
 
 def test_what_deep_gemms_names_refuse() -> None:
     refused(dg.fp8_paged_mqa_logits, paged((70, 3), 2), PAGED)
+    keys = torch.zeros(70, 128).to(E4M3), torch.ones(70)
     given = {
-        "q": torch.zeros(3, 32, 128).to(E4M3), "kv": (torch.zeros(70, 128).to(E4M3), torch.ones(70)),
+        "q": torch.zeros(3, 32, 128).to(E4M3), "kv": keys,
         "weights": torch.ones(3, 32), "cu_seq_len_k_start": torch.zeros(3, dtype=I32),
         "cu_seq_len_k_end": torch.zeros(3, dtype=I32),
     }  # fmt: skip

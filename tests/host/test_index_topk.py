@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from snapmla import repro, runtime
 from snapmla.dsa import index_logits, index_topk, index_topk_workspace, shapes, step
 from snapmla.testing import topk_reference
 from snapmla.testing.index_tables import rows_tables
@@ -150,6 +153,43 @@ def test_nobody() -> None:
     even = {**arguments((70,), 2), **none}
     even |= {"q": even["q"][:0], "w": even["w"][:0]}
     assert [tuple(x.shape) for x in index_topk(**even)] == [(0, K), (0,)]
+
+
+# ---------------------------------------------------------------------------- log, files
+
+
+@needs_kernels
+@pytest.mark.usefixtures("small")
+def test_a_line_and_a_file_for_each_launch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also of a call that was known; what is repeated from a file alone has the file's bits."""
+    given = arguments((150, 0, 20), 2)
+    want = index_topk(**given)
+    names = ("index_rows_sm90a", "index_logits_h32_u2_sm90a", "select_topk_t64_e8_c2_sm90a")
+    settings = {"LOG": "1", "DUMP": str(tmp_path), "DUMP_WHEN": "all"}
+    for name, value in settings.items():
+        monkeypatch.setenv(f"SNAPMLA_{name}", value)
+    runtime.forget()
+    try:
+        with caplog.at_level(logging.INFO, "snapmla"):
+            same(index_topk(**given), want)
+    finally:
+        monkeypatch.undo()
+        runtime.forget()
+    lines = [x.getMessage() for x in caplog.records if " on cpu: " in x.getMessage()]
+    assert lines == [
+        f"{names[0]} on cpu: cache_seqlens (3,), block_table (3, 4), lengths (6,)",
+        f"{names[1]} on cpu: q (6, 32, 128), block_table (3, 4), out (6, 256)",
+        f"{names[2]} on cpu: logits (6, 256), block_table (3, 4), out (6, 20)",
+    ]
+    files = sorted(tmp_path.glob("*.pt"))
+    assert [path.stem.split("-", 5)[-1].endswith(x) for path, x in zip(files, names)] == [True] * 3
+    for path in files:
+        call, outcome = repro.repeat(path, "cpu")
+        assert outcome.good and outcome.compared, (path, outcome)
+        if call.op == "index_logits":
+            assert call.notes == ("4 of the pool's 6 pages are kept, numbered anew",)
 
 
 # ---------------------------------------------------------------------------- what is wrong
