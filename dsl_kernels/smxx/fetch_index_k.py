@@ -1,11 +1,11 @@
 """fetch_index_k: gather index keys out of the paged index cache, as stored or multiplied out.
 
-Roles        a warp takes TOKENS keys, eight lanes each with 16 channels; no barrier.
+Roles        a warp takes ROWS keys, eight lanes each with 16 channels; no barrier.
              mode ``indices``: flat slots page * 64 + offset.
              mode ``ragged``: packed rows, row cu_seqlens[r] + t is key seq_starts[r] + t of request
-             r; each row's lanes search for its request.
+             r, which the warp looks up (``packed_rows.py``).
 Memory       registers only
-Timeline     wait for the previous grid | slot, or search and page id | load 16 bytes and the scale
+Timeline     wait for the previous grid | slot, or request and page id | load 16 bytes and the scale
              | unpack, multiply, round | store
 Bytes moved  132 a key read; 132 written as stored, 256 or 512 multiplied out
 
@@ -25,14 +25,14 @@ from cutlass import Float32, Int32, Int64, Uint32, cute
 from .. import compat
 from ..index_cache import INDEX_DIM, PAGE, SCALES_AT
 from . import quant
-from .fetch_dequant import NO_ROW, SEARCHERS, ZEROS, _place, _request_of
+from .packed_rows import EACH, ROWS, request_of
 
 if TYPE_CHECKING:
     from ..spec import VariantSpec
 
 WARPS = 4
-TOKENS = quant.WARP // SEARCHERS  # of a warp
-CHANNELS = INDEX_DIM // SEARCHERS  # of a lane: 16 bytes of e4m3
+CHANNELS = INDEX_DIM // EACH  # of a lane: 16 bytes of e4m3
+ZEROS, NO_ROW = -1, -2  # in the place of a page id: a row of zeros; one that is not written
 
 
 class FetchIndexK:
@@ -72,8 +72,8 @@ class FetchIndexK:
     def _launch(self, cache: Any, where: Any, keys: Any, scales: Any, stream: Any) -> None:
         n = keys.shape[0]
         if n > 0:  # an empty grid is a launch error
-            self.kernel(cache, where, keys, scales, compat.fast_divisor(Int32(PAGE))).launch(
-                grid=((n - 1) // (WARPS * TOKENS) + 1, 1, 1),
+            self.kernel(cache, where, keys, scales).launch(
+                grid=((n - 1) // (WARPS * ROWS) + 1, 1, 1),
                 block=(WARPS * quant.WARP, 1, 1),
                 stream=stream,
                 use_pdl=True,
@@ -81,12 +81,13 @@ class FetchIndexK:
 
     @cute.kernel
     def kernel(
-        self, cache: cute.Tensor, where: Any, keys: cute.Tensor, scales: cute.Tensor, by_page: Any
+        self, cache: cute.Tensor, where: Any, keys: cute.Tensor, scales: cute.Tensor
     ) -> None:
         tidx, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         lane = tidx % quant.WARP
-        row = (block * WARPS + tidx // quant.WARP) * TOKENS + lane // SEARCHERS
+        first = (block * WARPS + tidx // quant.WARP) * ROWS
+        row = first + lane // EACH
         compat.pdl_wait()
         compat.pdl_launch_dependents()
         n = keys.shape[0]
@@ -96,10 +97,10 @@ class FetchIndexK:
             if slot >= 0 and slot < Int64(cache.shape[0]) * PAGE:
                 page, offset = Int32(slot >> 6), Int32(slot) & (PAGE - 1)
         else:
-            request = _request_of(where[1], row, lane)
-            page, offset = _place(where, request, row, (cache.shape[0], PAGE), by_page)
+            request = request_of(where[1], first, lane)
+            page, offset = _place(where, request, row, cache.shape[0])
         if row < n and page != NO_ROW:
-            self._copy(cache, keys, scales, (row, page, offset, lane % SEARCHERS))
+            self._copy(cache, keys, scales, (row, page, offset, lane % EACH))
 
     @cute.jit
     def _copy(self, cache: Any, keys: Any, scales: Any, at: Any) -> None:
@@ -125,6 +126,29 @@ class FetchIndexK:
             for i in cutlass.range_constexpr(len(made) // vector):
                 moved = to + i * (compat.VECTOR_BYTES * 8 // dt.width)
                 compat.store_words(moved, made[i * vector : (i + 1) * vector])
+
+
+@cute.jit
+def _place(tables: Any, request: Int32, row: Int32, pages: Int32) -> Any:
+    """(page or ZEROS or NO_ROW, offset in it) of ``row``, whatever the tables hold.
+
+    ``tables``: block_table, cu_seqlens, seq_starts.
+    """
+    block_table, cu_seqlens, seq_starts = tables
+    b, width = block_table.shape
+    known = cutlass.max(cutlass.min(request, b - 1), 0)
+    token = Int64(row) - cu_seqlens[known]  # 64 bits: sums of any two entries
+    if seq_starts.shape[0] > 0:
+        token += seq_starts[known]
+    held = cutlass.min(Int64(width) * PAGE, Int64(1 << 31))  # a table's tokens, in 32 bits
+    cached = token >= 0 and token < held
+    at = Int32(token) if cached else Int32(0)
+    page = block_table[known, at // PAGE]
+    if (page < 0) | (page >= pages) | (not cached):
+        page = Int32(ZEROS)
+    if known != request:
+        page = Int32(NO_ROW)
+    return page, at % PAGE
 
 
 def feasible(spec: VariantSpec) -> str | None:

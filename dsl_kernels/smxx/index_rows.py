@@ -6,10 +6,11 @@ of row r, the j-th of the n query tokens of sequence i, which has L tokens: what
 scores, in the form that ``select_topk`` reads.  Without ``cu_seqlens_q`` every sequence has ``s_q``
 rows, and top-k finds table rows by a division, so that ``tables`` has no rows.
 
-Roles        a warp takes ROWS rows: eight lanes look one up, all copy its table row; no barrier
+Roles        a warp takes ROWS rows: all lanes look up where sequences begin and copy table rows
+             (``packed_rows.py``); no barrier
 Memory       registers only
-Timeline     wait for the previous grid | search, a load a round | length -> out | table rows
-Bytes moved  4 a row written, 4 a sequence read; with tables 8 a row and column
+Timeline     wait for the previous grid | sequences of the rows | lengths | table rows
+Bytes moved  4 a row written; a warp reads 4 a sequence; with tables 8 a row and column
 
 Rows that no sequence has get length 0, and some table row.  Whatever the tables
 hold, nothing outside of the arguments is read or written.
@@ -25,13 +26,12 @@ from cutlass import Int32, cute
 
 from .. import compat
 from . import quant
-from .fetch_dequant import SEARCHERS, _request_of
+from .packed_rows import EACH, ROWS, request_of
 
 if TYPE_CHECKING:
     from ..spec import VariantSpec
 
 WARPS = 4
-ROWS = quant.WARP // SEARCHERS  # of a warp
 
 
 @cute.jit
@@ -76,11 +76,11 @@ def _rows(
     compat.pdl_launch_dependents()
     rows, b = lengths.shape[0], cache_seqlens.shape[0]
     if first < rows:
-        row = first + lane // SEARCHERS
+        row = first + lane // EACH
         sequence, _ = divmod(row, by)
         begin, end = sequence * s_q, sequence * s_q + s_q
         if cu_seqlens_q.shape[0] > 0:
-            found = _request_of(cu_seqlens_q, row, lane)
+            found = request_of(cu_seqlens_q, first, lane)
             sequence = cutlass.max(cutlass.min(found, b - 1), 0)
             # as index_logits bounds them
             begin = cutlass.min(cutlass.max(cu_seqlens_q[sequence], 0), rows)
@@ -88,7 +88,7 @@ def _rows(
             if found != sequence:
                 end = begin
         sequence = cutlass.min(sequence, b - 1)
-        if (lane % SEARCHERS == 0) & (row < rows):
+        if (lane % EACH == 0) & (row < rows):
             length = cutlass.min(cutlass.max(cache_seqlens[sequence], 0), most)
             seen = cutlass.max(length - end + row + 1, 0)
             if (row < begin) | (row >= end):
@@ -96,7 +96,7 @@ def _rows(
             lengths[row] = seen
         if tables.shape[0] > 0:
             for i in cutlass.range_constexpr(ROWS):
-                of = cute.arch.shuffle_sync(sequence, i * SEARCHERS)
+                of = cute.arch.shuffle_sync(sequence, i * EACH)
                 if first + i < rows:
                     for x in cutlass.range(lane, tables.shape[1], quant.WARP, unroll=1):
                         tables[first + i, x] = block_table[of, x]

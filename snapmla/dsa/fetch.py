@@ -54,8 +54,8 @@ def fetch_index_k(
         dtype: of keys if ``out`` is None: float8_e4m3fn (None is that), bfloat16, float16, float32.
 
     Returns:
-        (keys, scales) as they are stored, float8_e4m3fn (n, 128) and float32 (n,); or keys times
-        their scales, (n, 128) of a 16- or 32-bit dtype.
+        (keys, scales) as they are stored, float8_e4m3fn (n, 128) and float32 (n,); or one tensor
+        (n, 128) of a 16- or 32-bit dtype, keys times their scales.
 
     Raises:
         TypeError, ValueError: naming the argument.

@@ -47,8 +47,8 @@ def select_topk(
             0, and scores that would lie behind the last column are left out.
         k: how many are wanted, 1 to 2048.
         block_table: int32 (rows / next_n, width), page ids of each sequence: ``out`` is then cache
-            slots, page * page_size + offset, which sparse decode takes as ``indices``.  A position
-            outside the width, or on a page below 0, gives slot -1.  None: positions.
+            slots, ``page * page_size + offset``, which sparse decode takes as ``indices``.  A
+            position outside the width, or on a page below 0, gives slot -1.  None: positions.
         page_size: tokens of a page, 1 or more.
         row_starts: int32 (rows,), column of each row's first score, as in a ragged prefill, where
             row r has columns [row_starts[r], row_starts[r] + lengths[r]); positions count from

@@ -2,8 +2,8 @@
 
 Signatures are those of ``vllm._custom_ops`` (and of ``torch.ops._C.persistent_topk``).  Results are
 exact and deterministic, in ascending order of position; vLLM's are in any order, and its ties by
-arrival.  Whole rows are written, -1 behind what was selected, so that buffers need not be filled
-with -1 first.  Indices are positions, as there; ``select_topk`` with a block table, or
+arrival.  Whole rows are written, with ``-1`` behind what was selected, so that buffers need not be
+filled first.  Indices are positions, as there; ``select_topk`` with a block table, or
 ``index_topk``, gives cache slots at once and saves the conversion.
 """
 
