@@ -57,6 +57,7 @@ ASKED = (
     "select_topk_t64_e8_c2_sm90a", "select_topk_t64_e0_c2_sm90a",
     "index_logits_h64_u1_sm90a", "index_logits_h64_u2_sm90a", "index_logits_h32_u8_sm90a",
     "append_index_k_xbf16_ii64_hd1_sm90a",
+    "index_rows_sm90a", "fetch_index_k_xfp8_ragged_sm90a", "fetch_index_k_xbf16_indices_sm90a",
 )  # fmt: skip
 KINDS = {
     "build": "every variant compiled and audited",

@@ -43,7 +43,7 @@ def get_paged_mqa_logits_metadata(
         context_lens: int32 (b, next_n), or (b,) as in older versions.
         block_kv: tokens of a page, 64.
         num_sms: of the device.
-        indices: None.
+        indices: None, where DeepGEMM takes int32 (b,) on SM100.
 
     Returns:
         int32 (num_sms + 1, 2).
@@ -82,11 +82,11 @@ def fp8_paged_mqa_logits(
             query token sees is top-k's affair.  Or (b,), as in older versions: query token j then
             sees the first context_lens[i] - next_n + 1 + j.
         block_table: int32 (b, width).
-        schedule_meta: not looked at.
+        schedule_meta: int32 (num_sms + 1, 2), or None; not looked at.
         max_context_len: columns.
         clean_logits: whether columns that a query token does not see are -inf; with (b, next_n)
             lengths for next_n 1 only.
-        indices: None.
+        indices: None, where DeepGEMM takes int32 (b,) on SM100.
 
     Returns:
         float32 (b * next_n, max_context_len).
@@ -210,13 +210,24 @@ def fp8_fp4_paged_mqa_logits(
     """``fp8_paged_mqa_logits`` by DeepGEMM's newer name.
 
     Args:
-        q: the queries, and None in the place of FP4's scales.
-        kv_cache, weights, context_lens, block_table, schedule_meta, max_context_len, clean_logits,
-            indices: as there.
+        q: a pair: float8_e4m3fn (b, next_n, h, 128), and None in the place of FP4's scales.
+        kv_cache: uint8 (pages, 64, 1, 132).
+        weights: float32 (b * next_n, h).
+        context_lens: int32 (b, next_n) or (b,), as there.
+        block_table: int32 (b, width).
+        schedule_meta: int32 (num_sms + 1, 2), or None; not looked at.
+        max_context_len: columns.
+        clean_logits: as there.
         logits_dtype: float32.
+        indices: None, where DeepGEMM takes int32 (b,) on SM100.
+
+    Returns:
+        float32 (b * next_n, max_context_len).
 
     Raises:
         TypeError, ValueError: naming the argument.
+
+    Source: DeepGEMM.
     """
     return fp8_paged_mqa_logits(
         _fp8(q, logits_dtype), kv_cache, weights, context_lens, block_table, schedule_meta,
@@ -237,12 +248,20 @@ def fp8_fp4_mqa_logits(
     """``fp8_mqa_logits`` by DeepGEMM's newer name.
 
     Args:
-        q: the queries, and None in the place of FP4's scales.
-        kv, weights, cu_seq_len_k_start, cu_seq_len_k_end, clean_logits, max_seqlen_k: as there.
+        q: a pair: float8_e4m3fn (m, h, 128), and None in the place of FP4's scales.
+        kv: float8_e4m3fn (n, 128) and float32 (n,).
+        weights: float32 (m, h).
+        cu_seq_len_k_start, cu_seq_len_k_end: int32 (m,).
+        clean_logits, max_seqlen_k: as there.
         logits_dtype: float32.
+
+    Returns:
+        float32 (m, n).
 
     Raises:
         TypeError, ValueError: naming the argument.
+
+    Source: DeepGEMM.
     """
     own = _fp8(q, logits_dtype)
     bounds = cu_seq_len_k_start, cu_seq_len_k_end

@@ -48,8 +48,15 @@ def index_topk(
     given nothing is allocated, and the call may be captured in a CUDA graph.
 
     Args:
-        q, w, cache, block_table, cache_seqlens, cu_seqlens_q, unit_rows: as of ``index_logits``.
+        q: float8_e4m3fn (b, s_q, h, 128), h 64 or 32, or packed, (total_q, h, 128), as of
+            ``index_logits``.
+        w: float32 (b, s_q, h) or (total_q, h): weight of each head times its query's scale.
+        cache: uint8 (pages, 64, 132), (pages, 64, 1, 132) or (pages, 8448): the index cache.
+        block_table: int32 (b, width).
+        cache_seqlens: int32 (b,): tokens of each sequence, the call's own included; 0 is legal.
         k: how many are wanted, 1 to 2048.
+        cu_seqlens_q: int32 (b + 1,), beside packed queries: where each sequence's begin, and their
+            total.
         slots: ``out`` is cache slots, page * 64 + offset, of pages of ``block_table``, which sparse
             decode takes as ``indices``: caches of an engine share their block tables.  False:
             positions in the sequence.
@@ -60,6 +67,7 @@ def index_topk(
         workspace: uint8 (bytes,), of ``index_topk_workspace(rows, max_tokens)`` bytes or more,
             16-byte aligned; its contents do not matter and steps of one stream may share it.  None
             allocates.
+        unit_rows: as of ``index_logits``.
 
     Returns:
         (out, counts): slots or positions in ascending order of position, -1 behind them; how many
@@ -85,8 +93,13 @@ def index_topk_workspace(rows: int, max_tokens: int) -> int:
         max_tokens: columns of its scores, 1 to 1048576; of a call without, 64 * width of the block
             table.
 
+    Returns:
+        Bytes, a multiple of 256.
+
     Raises:
         TypeError, ValueError: naming the argument.
+
+    Source: our own.
     """
     checks.integer("rows", rows, 0, shapes.MAX_ROWS)
     checks.integer("max_tokens", max_tokens, 1, shapes.MAX_COLUMNS)

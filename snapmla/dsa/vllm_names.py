@@ -41,8 +41,9 @@ def top_k_per_row_decode(
     stride1: int,
     topk_tokens: int,
 ) -> None:
-    """The highest scores of each query token of decode; one launch, of drafts with lengths (b,) a
-    small one or two before it.
+    """The highest scores of each query token of decode, in place.
+
+    One launch; of drafts with lengths (b,) a small one or two before it.
 
     Args:
         logits: float32 (num_rows or more, columns), rows multiples of 16 bytes apart.
@@ -87,7 +88,7 @@ def top_k_per_row_prefill(
     stride1: int,
     topk_tokens: int,
 ) -> None:
-    """The highest scores of each query token of a prompt, of columns [ks, ke) of its row.
+    """The highest scores of each query token of a prompt, columns ks to ke of its row, in place.
 
     Args:
         logits: float32 (num_rows or more, columns), rows multiples of 16 bytes apart.
@@ -117,13 +118,13 @@ def persistent_topk(
     logits: Tensor, lengths: Tensor, output: Tensor, workspace: Tensor | None, k: int,
     max_seq_len: int,
 ) -> None:  # fmt: skip
-    """The highest scores of each row.
+    """The highest scores of each row, in place.
 
     Args:
         logits: float32 (rows, columns), rows multiples of 16 bytes apart.
         lengths: int32 (rows,) or (b, next_n), scores of each row.
         output: int32 (rows, k or more).
-        workspace: not looked at.
+        workspace: uint8 (bytes,), or None; not looked at.
         k: how many are wanted, 1 to 2048.
         max_seq_len: not looked at.
 
@@ -140,7 +141,7 @@ def persistent_topk(
 def indexer_k_quant_and_cache(
     k: Tensor, kv_cache: Tensor, slot_mapping: Tensor, quant_block_size: int, kv_cache_dtype: str
 ) -> None:
-    """Quantises index keys and scatters them into the index cache.
+    """Quantises index keys and scatters them into the index cache, in place.
 
     Args:
         k: bfloat16, float16 or float32 (n, 128), normalised, RoPE applied.
@@ -166,7 +167,7 @@ def indexer_k_quant_and_cache(
 def cp_gather_indexer_k_quant_cache(
     kv_cache: Tensor, dst_k: Tensor, dst_scale: Tensor, block_table: Tensor, cu_seq_lens: Tensor
 ) -> None:
-    """Copies the first tokens' index keys of each sequence out of the pages, packed.
+    """Copies the first tokens' index keys of each sequence out of the pages, packed, in place.
 
     ``index_logits`` reads the pages: our prefill needs no such copy.
 
