@@ -120,12 +120,12 @@ def _checked(call: Fetch) -> Fetch:
     device = call.cache.device
     if call.out is None:
         if call.dtype is not None and call.dtype not in DTYPES:
-            names = " or ".join(checks.dtype_name(d) for d in DTYPES)
-            checks.type_error("dtype", names, call.dtype)
+            wanted = " or ".join(checks.dtype_name(d) for d in DTYPES)
+            checks.type_error("dtype", wanted, call.dtype)
         return call
+    names: tuple[str, ...] = ("out",)
     if isinstance(call.out, torch.Tensor):
         checks.tensor("out", call.out, checks.FLOATS, (n, INDEX_DIM), device)
-        names: tuple[str, ...] = ("out",)
     elif isinstance(call.out, (tuple, list)) and len(call.out) == 2:
         names = ("out[0]", "out[1]")
         checks.tensor(names[0], call.out[0], (checks.FP8,), (n, INDEX_DIM), device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -157,12 +157,19 @@ class Step(NamedTuple):
     @property
     def read(self) -> dict[str, torch.Tensor | None]:
         """What is read, by name."""
-        return dict(zip(Step._fields[:READ], self[:READ]))
+        given: tuple[Any, ...] = self[:READ]
+        return dict(zip(Step._fields[:READ], given))
 
     @property
     def written(self) -> dict[str, torch.Tensor | None]:
         """What is written, by name."""
-        return dict(zip(Step._fields[-WRITTEN:], self[-WRITTEN:]))
+        given: tuple[Any, ...] = self[-WRITTEN:]
+        return dict(zip(Step._fields[-WRITTEN:], given))
+
+    def scoring(self, out: torch.Tensor | None, max_tokens: int | None) -> Scoring:
+        """The call of ``index_logits``."""
+        given: tuple[Any, ...] = (*self[:READ], out, max_tokens, self.unit_rows)
+        return Scoring(*given)
 
     @property
     def rows(self) -> int:
@@ -186,7 +193,7 @@ READ, WRITTEN = 6, 3  # leading tensors of a step, and trailing ones
 
 def _parts(call: Step) -> calls.Parts:
     told = call[READ:-WRITTEN]
-    given = (*call[:READ], *call[-WRITTEN:])
+    given: tuple[Any, ...] = (*call[:READ], *call[-WRITTEN:])
     tensors = tuple([t for t in given if t is not None])
     there = tuple([t is None for t in given])
     options = (there, told, tuple([x.__class__ for x in told]))
@@ -205,7 +212,7 @@ def check_shapes(call: Step) -> tuple[tuple[int, int], tuple[int], int]:
     workspace."""
     checks.integer("k", call.k, 1, select.MAX_K)
     checks.flag("slots", call.slots)
-    check_scoring(Scoring(*call[:READ], None, call.max_tokens, call.unit_rows))
+    check_scoring(call.scoring(None, call.max_tokens))
     rows, columns, device = call.rows, call.columns, call.q.device
     if columns > shapes.MAX_COLUMNS:
         hint = "longer sequences than that are not scored: max_tokens cuts them"
@@ -301,7 +308,7 @@ def _launch(call: Step, ready: runtime.Kernel | None) -> tuple[Chosen, runtime.K
             call.cache_seqlens, call.cu_seqlens_q, table, lengths, tables, call.s_q, columns
         )
         table = table if tables is None else tables
-    launch_logits(Scoring(*call[:READ], logits, None, call.unit_rows))
+    launch_logits(call.scoring(logits, None))
     chosen = select.Select(
         logits, lengths, call.k, table if call.slots else None, PAGE, None, call.s_q, out, counts
     )
@@ -314,7 +321,7 @@ def _traced(call: Step) -> Chosen:
     given = call.q.view(torch.uint8), *call[1:-WRITTEN]
     if all(x is None for x in call.written.values()):
         return torch.ops.snapmla.index_topk(*given)
-    out, counts, workspace = call[-WRITTEN:]
+    out, counts, workspace = call.out, call.counts, call.workspace
     if out is None:
         out = call.cache_seqlens.new_empty(shape)
     if counts is None:

@@ -51,18 +51,14 @@ def truth(given: dict[str, Any], seen: list[int]) -> list[reference.Scores]:
     """Of each query token, as if it were a sequence's only one that sees so many tokens."""
     b, next_n, heads, _ = given["q"].shape
     rows = b * next_n
-    return reference.scores(
-        {
-            "q": given["q"].view(torch.uint8).view(rows, heads, 128),
-            "w": given["weights"],
-            "cache": pages(given["kv_cache"]),
-            "s_q": 1,
-            "block_table": given["block_table"].repeat_interleave(next_n, 0),
-            "cache_seqlens": torch.tensor(seen),
-            "cu_seqlens_q": torch.empty(0),
-            "out": torch.empty(rows, given["max_context_len"]),
-        }  # fmt: skip
-    )
+    call = {
+        "q": given["q"].view(torch.uint8).view(rows, heads, 128), "w": given["weights"],
+        "cache": pages(given["kv_cache"]), "s_q": 1,
+        "block_table": given["block_table"].repeat_interleave(next_n, 0),
+        "cache_seqlens": torch.tensor(seen), "cu_seqlens_q": torch.empty(0),
+        "out": torch.empty(rows, given["max_context_len"]),
+    }  # fmt: skip
+    return reference.scores(call)
 
 
 def right(found: Tensor, want: list[reference.Scores]) -> None:
