@@ -89,6 +89,21 @@ def test_what_is_chosen(tokens: Any) -> None:
 
 @needs_kernels
 @pytest.mark.usefixtures("small")
+def test_columns_that_no_page_fills_are_not_selected() -> None:
+    """Of a sequence that says more tokens than its table holds, with room for them."""
+    given = arguments((64,), DECODE)
+    given |= {
+        "cache_seqlens": torch.tensor([500]).int(),
+        "block_table": given["block_table"][:, :1],
+    }
+    workspace = torch.full((index_topk_workspace(1, 512),), 0x7F, dtype=torch.uint8)
+    out, counts = index_topk(**given, slots=False, max_tokens=512, workspace=workspace)
+    assert counts.tolist() == [K] and int(out.max()) < 64
+    same((out, counts), wanted(given, slots=False))
+
+
+@needs_kernels
+@pytest.mark.usefixtures("small")
 def test_the_same_alone_and_in_a_batch() -> None:
     """A prompt's queries one by one, as drafts, and packed with other sequences'."""
     given = arguments((140, 77), (4, 2), heads=64)

@@ -115,6 +115,7 @@ def test_room_for_chunks() -> None:
     with pytest.raises(ValueError, match="^dtype: expected None beside out"):
         out = torch.zeros(3, 128)
         fetch_index_k(filled(), table, cu_seqlens=begins, out=out, dtype=torch.bfloat16)
+    torch.full((3, 128), 7, dtype=torch.uint8)  # what an allocator may hand out again
     keys, scales = fetch_index_k(filled(), table[:0], cu_seqlens=begins[:1], total=3)
     assert not bits(keys).any() and scales.tolist() == [0.0] * 3, "no sequence: zeros"
 
