@@ -85,7 +85,7 @@ def main() -> int:
     for i, length in enumerate(LENGTHS):
         count = min(length, TOPK)
         mine = chosen[i, :count]
-        keys = dsa.fetch_index_k(index_cache, slots[i, :length], dtype=torch.float32)
+        keys = dsa.fetch_index_k(index_cache, slots[i, :length], dtype=torch.bfloat16)
         scores = index_scores(index_q[i, 0], index_w[i, 0], keys)
         least = scores.topk(count).values[-1] - 1e-4 * scores.abs().max()  # an FP8 chain's cuts
         at = torch.isin(slots[i, :length], mine.long())

@@ -262,7 +262,7 @@ MUTANTS: tuple[Mutant, ...] = (
            "host/test_dsa_step.py::test_what_is_chosen[drafts]",
            "drafts see their sequence's last token"),
     Mutant("dsa/step.py", "tables = lengths + _up(4 * rows)", "tables = lengths",
-           "host/test_dsa_step.py::test_what_is_chosen[ragged]",
+           "host/test_dsa_step.py::test_nothing_is_allocated[ragged]",
            "lengths and tables share memory"),
     Mutant("dsa/fetch.py", "make = torch.zeros if call.tokens.cu_seqlens is not None else",
            "make = torch.empty if call.tokens.cu_seqlens is not None else",

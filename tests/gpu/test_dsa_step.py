@@ -131,7 +131,7 @@ def test_deep_gemms_names(next_n: int) -> None:
     """Decode, and the same tokens as a prompt over keys that lie side by side: the same bits as
     ``index_logits``."""
     given = arguments(next_n)
-    b, width = given["block_table"].shape
+    width = given["block_table"].shape[1]
     cache = given["cache"]
     shaped = cache.as_strided((len(cache), 64, 1, 132), (cache.stride(0), 132, 132, 1))
     lens = given["cache_seqlens"][:, None].repeat(1, next_n)

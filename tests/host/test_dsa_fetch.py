@@ -33,29 +33,48 @@ def bits(keys: Tensor) -> Tensor:
 
 
 @needs_compiler
-def test_by_slot_and_by_sequence() -> None:
-    """As stored and multiplied out; slots of no page; results given, with room behind."""
+@pytest.mark.parametrize(
+    ("by_slot", "by_sequence"),
+    [
+        (torch.bfloat16, E4M3),
+        pytest.param(E4M3, torch.bfloat16, marks=pytest.mark.whole_matrix),
+        pytest.param(torch.float32, torch.float16, marks=pytest.mark.whole_matrix),
+    ],
+)
+def test_by_slot_and_by_sequence(by_slot: torch.dtype, by_sequence: torch.dtype) -> None:
+    """As stored or multiplied out; slots of no page; results allocated and given, with room."""
     cache = filled()
     slots = torch.tensor([255, 3, -1, 64, 256])
-    want, factors = index_tables.keys_at(cache.view(4, 8448), slots)
-    keys, scales = fetch_index_k(cache, slots)
-    assert keys.dtype == E4M3 and torch.equal(bits(keys), bits(want))
-    assert torch.equal(scales, factors) and scales.tolist()[2::2] == [0.0, 0.0]
+    want = index_tables.keys_at(cache.view(4, 8448), slots)
+    same(fetch_index_k(cache, slots, dtype=by_slot), *want, by_slot)
+    assert want[1].tolist()[2::2] == [0.0, 0.0]
     table = torch.tensor([[1, 3], [2, 0]]).int()
     begins, starts = torch.tensor([0, 66, 68]).int(), torch.tensor([10, 0]).int()
     slots = index_tables.packed_slots(table, begins, starts, 4, 68)
-    want, factors = index_tables.keys_at(cache.view(4, 8448), slots)
+    want = index_tables.keys_at(cache.view(4, 8448), slots)
     told = {"cu_seqlens": begins, "seq_starts": starts}
-    found = fetch_index_k(cache, table, **told, total=70, dtype=torch.bfloat16)
-    numbers = index_tables.dequantised(want, factors, torch.bfloat16)
-    assert torch.equal(found[:68], numbers) and not found[68:].any()
-    out = torch.full((70, 136), 7.0).bfloat16()
-    assert fetch_index_k(cache, table, **told, out=out[:, :128]).data_ptr() == out.data_ptr()
-    assert torch.equal(out[:68, :128], numbers)
-    assert bool((out[68:] == 7).all() and (out[:, 128:] == 7).all())
+    found = fetch_index_k(cache, table, **told, total=70, dtype=by_sequence)
+    same(found, *want, by_sequence)
+    stored = by_sequence == E4M3
+    memory = torch.full((70, 144), 7.0).to(by_sequence)
+    out = memory[:, :128], torch.full((70,), 7.0)
+    fetch_index_k(cache, table, **told, out=out if stored else out[0])
+    same(out if stored else out[0], *want, by_sequence)
+    assert bool((memory[68:].float() == 7).all() and (memory[:, 128:].float() == 7).all())
+    assert bool((out[1][68 if stored else 0 :] == 7).all())
+
+
+def same(found: Any, keys: Tensor, scales: Tensor, dtype: torch.dtype) -> None:
+    """Rows bit for bit, as many as there are of ``keys``."""
+    n = len(keys)
+    if dtype == E4M3:
+        assert torch.equal(bits(found[0])[:n], bits(keys)) and torch.equal(found[1][:n], scales)
+    else:
+        assert torch.equal(found[:n], index_tables.dequantised(keys, scales, dtype))
 
 
 @needs_compiler
+@pytest.mark.whole_matrix
 def test_what_was_appended_comes_back() -> None:
     """In every shape of cache that engines use."""
     k, slots = torch.randn(5, 128).bfloat16(), torch.tensor([0, 63, 64, 200, 255])
@@ -69,16 +88,16 @@ def test_what_was_appended_comes_back() -> None:
 
 @needs_compiler
 def test_known_calls_are_not_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache, slots = filled(), torch.tensor([5, 70])
-    out = torch.zeros(2, 128).to(E4M3), torch.zeros(2)
-    fetch_index_k(cache, slots, out=out)
+    cache, table = filled(), torch.tensor([[2, 1]]).int()
+    out, begins = (torch.zeros(2, 128).to(E4M3), torch.zeros(2)), torch.tensor([0, 2]).int()
+    fetch_index_k(cache, table, cu_seqlens=begins, out=out)
     monkeypatch.setattr(fetch, "check_where", None)
-    fetch_index_k(cache, slots.flip(0), out=out)
+    fetch_index_k(cache, table.flip(1), cu_seqlens=begins, out=out)
     monkeypatch.undo()
-    assert torch.equal(bits(out[0]), bits(fetch_index_k(cache, slots.flip(0))[0]))
+    assert torch.equal(bits(out[0]), cache.view(4, 8448)[1, :256].view(2, 128))
     with pytest.raises(ValueError, match=r"^out\[1\]: expected memory apart from cache"):
         scales = cache.view(-1)[8192:8200].view(torch.float32)
-        fetch_index_k(cache, slots, out=(out[0], scales))
+        fetch_index_k(cache, table, cu_seqlens=begins, out=(out[0], scales))
 
 
 Wrong = tuple[str, Callable[[Any], Any], str]
@@ -125,8 +144,8 @@ def test_compiled_equals_eager() -> None:
     table, begins = torch.tensor([[1, 3]]).int(), torch.tensor([0, 70]).int()
 
     def body(cache: Tensor, slots: Tensor) -> tuple[Tensor, ...]:
-        keys, scales = fetch_index_k(cache, slots)
-        found = fetch_index_k(cache, table, cu_seqlens=begins, total=70, dtype=torch.bfloat16)
+        keys, scales = fetch_index_k(cache, table, cu_seqlens=begins, total=70)
+        found = fetch_index_k(cache, slots, dtype=torch.bfloat16)
         return bits(keys) + 1, scales + 1, found + 1
 
     torch._dynamo.reset()

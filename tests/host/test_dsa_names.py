@@ -71,7 +71,7 @@ def right(found: Tensor, want: list[reference.Scores]) -> None:
 
 
 @needs_kernels
-@pytest.mark.parametrize("next_n", [1, 3])
+@pytest.mark.parametrize("next_n", [pytest.param(1, marks=pytest.mark.whole_matrix), 3])
 def test_paged_logits(next_n: int) -> None:
     """Every query token is given all of its sequence's tokens, the table's last among them."""
     given = paged((128, 0, 70), next_n)
@@ -98,7 +98,7 @@ def test_paged_logits_of_older_versions() -> None:
 
 
 @needs_kernels
-@pytest.mark.parametrize("heads", [64, 32])
+@pytest.mark.parametrize("heads", [pytest.param(64, marks=pytest.mark.whole_matrix), 32])
 def test_prompt_logits(heads: int) -> None:
     """Two prompts' query tokens over keys that lie side by side, with an end in mid-page; cleaned
     and not."""
