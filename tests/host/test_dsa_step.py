@@ -184,6 +184,21 @@ def test_nobody() -> None:
     assert [tuple(x.shape) for x in index_topk(**even)] == [(0, K), (0,)]
 
 
+@needs_kernels
+@pytest.mark.usefixtures("small")
+def test_a_prompt_in_chunks() -> None:
+    """Query tokens a to b of n, with n - b cached tokens fewer."""
+    given = arguments((90,), (5,))
+    want = index_topk(**given)
+    for a, b in ((0, 2), (2, 5)):
+        some = {
+            "q": given["q"][a:b], "w": given["w"][a:b],
+            "cache_seqlens": given["cache_seqlens"] - (5 - b),
+            "cu_seqlens_q": torch.tensor([0, b - a]).int(),
+        }  # fmt: skip
+        same(index_topk(**given | some), (want[0][a:b], want[1][a:b]))
+
+
 # ---------------------------------------------------------------------------- log, files
 
 
