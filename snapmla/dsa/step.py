@@ -279,9 +279,20 @@ def row_lengths(
     _rows_kernel(device)(cache_seqlens, begins, block_table, lengths, tables, s_q, most)
 
 
-def _launch(call: Step, ready: runtime.Kernel | None) -> tuple[Chosen, runtime.Kernel | None]:
-    rows, columns, device = call.rows, call.columns, call.q.device
-    out, counts, table = call.out, call.counts, call.block_table
+class Ready(NamedTuple):
+    """What a launch prepares."""
+
+    rows: int
+    columns: int
+    room: Room
+    kernel: runtime.Kernel | None  # of top-k
+
+
+def _launch(call: Step, ready: Ready | None) -> tuple[Chosen, Ready | None]:
+    if ready is None:
+        ready = Ready(call.rows, call.columns, Room.of(call.rows, call.columns), None)
+    rows, columns, room, kernel = ready
+    out, counts, table, device = call.out, call.counts, call.block_table, call.q.device
     if out is None:
         out = torch.empty((rows, call.k), dtype=torch.int32, device=device)
     if counts is None:
@@ -293,7 +304,7 @@ def _launch(call: Step, ready: runtime.Kernel | None) -> tuple[Chosen, runtime.K
         out.fill_(-1)
         counts.zero_()
         return (out, counts), None
-    room, memory = Room.of(rows, columns), call.workspace
+    memory = call.workspace
     if memory is None:
         memory = torch.empty(room.end, dtype=torch.uint8, device=device)
     scores = memory[: room.lengths].view(torch.float32)
@@ -312,7 +323,8 @@ def _launch(call: Step, ready: runtime.Kernel | None) -> tuple[Chosen, runtime.K
     chosen = select.Select(
         logits, lengths, call.k, table if call.slots else None, PAGE, None, call.s_q, out, counts
     )
-    return select.launch_select(chosen, ready)
+    results, kernel = select.launch_select(chosen, kernel)
+    return results, ready._replace(kernel=kernel)
 
 
 def _traced(call: Step) -> Chosen:
