@@ -4,10 +4,10 @@
 
 Runs on a GPU if there is one, else on the software GPU.  New tokens go into the KV cache and their
 index keys into the index cache, at the same slots of the same block table.  ``index_topk`` then
-chooses the tokens that each query token attends to, and sparse decode attends to those.  Checked:
-the choice, beside scores in float64; attention over what was chosen, beside dense attention in
-float64 over the same tokens; and the sequence that is shorter than the top-k, which must have the
-bits of dense decode, as what is chosen comes in the table's order.
+chooses the tokens that each query token attends to, drafts too, and sparse decode attends to those.
+Checked: the choice, beside scores in float64; attention over what was chosen, beside dense
+attention in float64 over the same tokens; and the sequence that is shorter than the top-k, which
+must have the bits of dense decode, as what is chosen comes in the table's order.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import torch
 import snapmla
 from snapmla import dsa
 
-HEADS, INDEX_HEADS, PAGE, LENGTHS, TOPK = 16, 32, 64, (150, 40), 96
+HEADS, INDEX_HEADS, PAGE, TOPK = 8, 64, 64, 96
+LENGTHS, S_Q = (150, 40), 2  # with the step's own tokens, of which one is a draft
 SCALE = 192**-0.5  # DeepSeek-V3.2; times mscale**2 with YaRN
 
 
@@ -61,39 +62,38 @@ def main() -> int:
 
     # the indexer: what each query token attends to, as slots
     index_q, index_w = quantise_index_q(
-        torch.randn(b, 1, INDEX_HEADS, 128, device=device),
-        torch.randn(b, 1, INDEX_HEADS, device=device),
+        torch.randn(b, S_Q, INDEX_HEADS, 128, device=device),
+        torch.randn(b, S_Q, INDEX_HEADS, device=device),
     )
-    room = dsa.index_topk_workspace(b, width * PAGE)
+    room = dsa.index_topk_workspace(b * S_Q, width * PAGE)
     workspace = torch.empty(room, dtype=torch.uint8, device=device)  # layers share it
     chosen, counts = dsa.index_topk(
         index_q, index_w, index_cache, block_table, cache_seqlens, TOPK, workspace=workspace
     )
 
-    # attention over it; the plan depends on shapes alone
-    q = torch.randn(b, 1, HEADS, 576, device=device).bfloat16() * 0.5  # absorbed: q @ W_UK
+    # attention over it: -1 is no token; the plan depends on shapes alone
+    q = torch.randn(b, S_Q, HEADS, 576, device=device).bfloat16() * 0.5  # absorbed: q @ W_UK
     query = snapmla.quantize_q(q[..., :512], q[..., 512:])
-    plan = snapmla.plan_sparse_decode(
-        HEADS, 1, topk=TOPK, topk_length=counts, batch=b, device=device, num_parts=1
-    )
+    plan = snapmla.plan_sparse_decode(HEADS, S_Q, topk=TOPK, batch=b, device=device, num_parts=1)
     out, _ = snapmla.decode(
-        query, cache, indices=chosen.unsqueeze(1), topk_length=counts, softmax_scale=SCALE,
-        plan=plan,
-    )  # fmt: skip
+        query, cache, indices=chosen.view(b, S_Q, TOPK), softmax_scale=SCALE, plan=plan
+    )
 
     right = True
-    for i, length in enumerate(LENGTHS):
+    for row in range(b * S_Q):
+        i, j = divmod(row, S_Q)
+        length = LENGTHS[i] - S_Q + 1 + j  # tokens that it sees
         count = min(length, TOPK)
-        mine = chosen[i, :count]
+        mine = chosen[row, :count]
         keys = dsa.fetch_index_k(index_cache, slots[i, :length], dtype=torch.bfloat16)
-        scores = index_scores(index_q[i, 0], index_w[i, 0], keys)
+        scores = index_scores(index_q[i, j], index_w[i, j], keys)
         least = scores.topk(count).values[-1] - 1e-4 * scores.abs().max()  # an FP8 chain's cuts
         at = torch.isin(slots[i, :length], mine.long())
-        best = bool((scores[at] >= least).all()) and int(at.sum()) == count == int(counts[i])
+        best = bool((scores[at] >= least).all()) and int(at.sum()) == count == int(counts[row])
         in_order = torch.equal(slots[i, :length][at], mine.long())
         tokens = snapmla.fetch_dequant(cache, mine, dtype=torch.float32)
-        want = attention(q[i, 0], *tokens)
-        error = float((out[i, 0].double() - want).norm() / want.norm())
+        want = attention(q[i, j], *tokens)
+        error = float((out[i, j].double() - want).norm() / want.norm())
         right &= best and in_order and error < 5e-2
         print(
             f"{count} of {length} tokens on {device}: {'the best' if best else 'NOT THE BEST'}, "
@@ -101,7 +101,7 @@ def main() -> int:
             "attention over them"
         )
     dense_plan = snapmla.plan_decode(
-        cache_seqlens, HEADS, 1, page_size=PAGE, max_pages=width, num_parts=1
+        cache_seqlens, HEADS, S_Q, page_size=PAGE, max_pages=width, num_parts=1
     )
     dense, _ = snapmla.decode(
         query, cache, block_table, cache_seqlens, softmax_scale=SCALE, plan=dense_plan

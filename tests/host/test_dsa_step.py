@@ -33,9 +33,10 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Top-k by a variant of few threads, scores by few CTAs."""
     monkeypatch.setattr(shapes, "choose", lambda *_: shapes.TopkShape(64, 8, 2))
     monkeypatch.setattr(scoring, "sm_count", lambda _: 3)
+    monkeypatch.setattr(scoring, "unit_of", lambda _: 2)  # a variant that other tests take, too
 
 
-def arguments(lengths: Sequence[int], tokens: Sequence[int] | int, heads: int = 32) -> Any:
+def arguments(lengths: Sequence[int], tokens: Sequence[int] | int, heads: int = 64) -> Any:
     """Of a step over pages in random order; pages that lengths do not cover are NaN."""
     torch.manual_seed(3)
     made = sample_call(heads, lengths, tokens, gap=64)
@@ -210,7 +211,7 @@ def test_a_line_and_a_file_for_each_launch(
     """Also of a call that was known; what is repeated from a file alone has the file's bits."""
     given = arguments((150, 0, 20), 2)
     want = index_topk(**given)
-    names = ("index_rows_sm90a", "index_logits_h32_u2_sm90a", "select_topk_t64_e8_c2_sm90a")
+    names = ("index_rows_sm90a", "index_logits_h64_u2_sm90a", "select_topk_t64_e8_c2_sm90a")
     settings = {"LOG": "1", "DUMP": str(tmp_path), "DUMP_WHEN": "all"}
     for name, value in settings.items():
         monkeypatch.setenv(f"SNAPMLA_{name}", value)
@@ -224,7 +225,7 @@ def test_a_line_and_a_file_for_each_launch(
     lines = [x.getMessage() for x in caplog.records if " on cpu: " in x.getMessage()]
     assert lines == [
         f"{names[0]} on cpu: cache_seqlens (3,), block_table (3, 4), lengths (6,)",
-        f"{names[1]} on cpu: q (6, 32, 128), block_table (3, 4), out (6, 256)",
+        f"{names[1]} on cpu: q (6, 64, 128), block_table (3, 4), out (6, 256)",
         f"{names[2]} on cpu: logits (6, 256), block_table (3, 4), out (6, 20)",
     ]
     files = sorted(tmp_path.glob("*.pt"))
@@ -258,7 +259,7 @@ WRONG: list[tuple[str, Callable[[dict[str, Any]], Any], type[Exception], str]] =
      "block_table: expected innermost stride 1"),
     ("block_table", lambda _: torch.zeros(2, 16385, dtype=I32), ValueError,
      "max_tokens: expected 1 to 1048576 columns of scores, got 1048640"),
-    ("unit_rows", lambda _: 16, ValueError, "unit_rows: expected one of 1, 2, 4, 8, got 16"),
+    ("unit_rows", lambda _: 16, ValueError, "unit_rows: expected one of 1, 2, 4, got 16"),
     ("out", lambda _: torch.zeros(4, K + 1, dtype=I32), ValueError, "out: expected shape (4, 20)"),
     ("out", lambda _: torch.zeros(4, K), TypeError, "out: expected dtype int32"),
     ("out", lambda _: torch.zeros(K, 4, dtype=I32).T, ValueError, "out: expected innermost stride"),

@@ -428,8 +428,8 @@ def step_calls(device: str) -> dict[str, tuple[Any, ...]]:
     """Of a step's choice of tokens, drafts and ragged; of keys read back."""
     cache = torch.zeros(2, 64, 132, dtype=torch.uint8, device=device)
     ints = {"dtype": torch.int32, "device": device}
-    q = torch.full((2, 32, 128), 0x38, dtype=torch.uint8, device=device)
-    w, table = torch.ones(2, 32, device=device), torch.tensor([[1, 0]], **ints)
+    q = torch.full((2, 64, 128), 0x38, dtype=torch.uint8, device=device)
+    w, table = torch.ones(2, 64, device=device), torch.tensor([[1, 0]], **ints)
     rest = cache, table, torch.tensor([70], **ints)
     out, counts = torch.zeros(2, 8, **ints), torch.zeros(2, **ints)
     memory = torch.zeros(dsa.index_topk_workspace(2, 128), dtype=torch.uint8, device=device)
