@@ -35,6 +35,18 @@ MODULES: dict[str, tuple[str, ...]] = {
         "get_mla_metadata", "quantize_and_cache_k", "quantize_ckv_per_token_head",
         "flash_mla_ckv_fp8_per_token", "dequantize_ckv_fused_indexed",
     ),
+    "snapmla.dsa": (
+        "append_index_k", "index_topk", "index_topk_workspace", "index_logits", "select_topk",
+        "fetch_index_k",
+    ),
+    "snapmla.dsa.deep_gemm_names": (
+        "fp8_paged_mqa_logits", "get_paged_mqa_logits_metadata", "fp8_mqa_logits",
+        "fp8_fp4_paged_mqa_logits", "fp8_fp4_mqa_logits",
+    ),
+    "snapmla.dsa.vllm_names": (
+        "top_k_per_row_decode", "top_k_per_row_prefill", "persistent_topk",
+        "indexer_k_quant_and_cache", "cp_gather_indexer_k_quant_cache",
+    ),
     "snapmla.layouts": ("paged_views", "rows640_views"),
     "snapmla.reference": (
         "mla_decode_reference", "reference_from_unquantised", "quantize_rows", "dequantize_rows",

@@ -35,6 +35,8 @@
 #   dsa[:ARG,ARG...]           top-k of index scores beside its peers (profiles.dsa_cost ARG ARG...)
 #   index[:ARG,ARG...]         index logits beside DeepGEMM, where DEEP_GEMM is the folder that has it
 #                              (profiles.index_cost ARG ARG...)
+#   dsa-step[:ARG,ARG...]      scores and top-k of a step beside DeepGEMM and vLLM
+#                              (profiles.dsa_step_cost ARG ARG...; DEEP_GEMM=DIR)
 #   dense-accuracy[:PART,PART]  16-bit decode to float64 beside the peers: sweep, rmse, grid
 #                              (profiles.dense_accuracy)
 #   stamps[:SHAPE,SHAPE...]    times of a CTA's events, from stamped builds (profiles.stamps has
@@ -236,6 +238,11 @@ run_part() {
             # shellcheck disable=SC2086  # a list of words
             timeout -k 10 "$seconds" "$python" -m profiles.index_cost --out "$work" ${what//,/ }
             ;;
+        dsa-step)
+            # shellcheck disable=SC2086  # a list of words
+            timeout -k 10 "$seconds" "$python" -m profiles.dsa_step_cost --peers .peers \
+                --out "$work" ${what//,/ }
+            ;;
         merge) timeout -k 10 "$seconds" "$python" -m profiles.merge_cost --out "$work" ;;
         parallel)
             # shellcheck disable=SC2086  # a list of words
@@ -279,7 +286,7 @@ run_part() {
             ;;
         model) cp build/fidelity/"$what".json build/fidelity/"$what".*.pack "$out" ;;
         *)
-            echo "part: expected info, tests[:FILES], host, merge, parallel[:ARGS], mha[:ARGS], dsa[:ARGS], index[:ARGS], sparse-prefill[:ARGS], dense-accuracy[:PARTS], stamps[:SHAPES], record, demo, bench:PRESET, shape:LABEL," \
+            echo "part: expected info, tests[:FILES], host, merge, parallel[:ARGS], mha[:ARGS], dsa[:ARGS], index[:ARGS], dsa-step[:ARGS], sparse-prefill[:ARGS], dense-accuracy[:PARTS], stamps[:SHAPES], record, demo, bench:PRESET, shape:LABEL," \
                 "profile:VARIANTS, fidelity, model:NAME, engine:accuracy|speed or check[:ARGS];" \
                 "got '$part'"
             return 2

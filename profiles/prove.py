@@ -61,6 +61,7 @@ ASKED = (
     "append_index_k_xbf16_ii64_hd1_sm90a",
     "sparse_prefill_r64_d576_sm90a", "sparse_prefill_r64_d512_sm90a",
     "sparse_prefill_r32_d576_sm90a", "sparse_prefill_r16_d576_sm90a",
+    "index_rows_sm90a", "fetch_index_k_xfp8_ragged_sm90a", "fetch_index_k_xbf16_indices_sm90a",
 )  # fmt: skip
 KINDS = {
     "build": "every variant compiled and audited",

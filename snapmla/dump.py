@@ -21,11 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsl_kernels import index_cache
 from dsl_kernels.families.formats import FORMATS
 from snapmla._version import __version__
 
 FORMAT = 1
-# Arguments that are a pool of pages: the parts of each format, and rows as dense_decode calls them.
+# Arguments that are a pool of pages: the parts of each format, and rows as dense_decode calls them,
+# or the bytes of an index cache.
 POOL = tuple(dict.fromkeys([*(part for each in FORMATS.values() for part in each.parts), "cache"]))
 WORKSPACE = ("o_accum", "lse_accum")  # of a decode: what they hold before it does not matter
 
@@ -71,6 +73,8 @@ def reduced(values: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]
         return dict(values), ()
     kept = dict(values)
     pages, page_size = values[pool[0]].shape[:2]
+    if values[pool[0]].ndim == 2:  # bytes of an index cache
+        page_size = index_cache.PAGE
     for name in ("slot_mapping", "indices"):
         if name in values and "topk_length" in values:
             keep, kept[name] = _pages_of_lists(values, pages, page_size)

@@ -11,8 +11,10 @@ from . import (
     append_kv,
     dense_decode,
     fetch_dequant,
+    fetch_index_k,
     fp8_decode,
     index_logits,
+    index_rows,
     merge,
     merge_states,
     mha_fwd,
@@ -49,6 +51,8 @@ _MODULES = (
     append_index_k,
     index_logits,
     sparse_prefill,
+    index_rows,
+    fetch_index_k,
 )
 FAMILIES: dict[str, Family] = {module.FAMILY.op: module.FAMILY for module in _MODULES}
 

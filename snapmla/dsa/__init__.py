@@ -1,11 +1,33 @@
 """DeepSeek's sparse attention (DSA): what chooses the tokens that sparse decode attends to.
 
-append_index_k.py   the indexer's keys into their pages, RoPE and Hadamard transform with them
-index_logits.py     a score for each query token and cached token
-select.py           ``select_topk``: the k highest scores of each row, as positions or slots
-shapes.py           which top-k kernel serves a shape
+A step is ``append_index_k`` of the new tokens' keys, ``index_topk``, and ``decode(indices=)`` over
+what it chose; ``index_topk`` is ``index_logits`` and ``select_topk``, which are there by themselves
+too.  Choices are exact and the same in any batch.  SM90; see docs/dsa.md.
+
+Nothing here has run on a GPU yet but for what profiles/results says; kernels are compiled when they
+are first asked for.
+
+append_index_k.py    the indexer's keys into their pages, RoPE and Hadamard transform with them
+index_logits.py      a score for each query token and cached token
+select.py            ``select_topk``: the k highest scores of each row, as positions or slots
+step.py              ``index_topk``: both, over one workspace
+fetch.py             ``fetch_index_k``: keys back out of the pages
+shapes.py            which top-k kernel serves a shape
+deep_gemm_names.py   DeepGEMM's names over these
+vllm_names.py        vLLM's
 """
 
+from snapmla.dsa.append_index_k import append_index_k
+from snapmla.dsa.fetch import fetch_index_k
+from snapmla.dsa.index_logits import index_logits
 from snapmla.dsa.select import select_topk
+from snapmla.dsa.step import index_topk, index_topk_workspace
 
-__all__ = ["select_topk"]
+__all__ = [
+    "append_index_k",
+    "fetch_index_k",
+    "index_logits",
+    "index_topk",
+    "index_topk_workspace",
+    "select_topk",
+]

@@ -111,7 +111,7 @@ def _places(call: Call, _: object) -> calls.Groups:
     return out, tuple(map(overlap.span, _read(call)))
 
 
-def _checked(call: Call) -> Call:
+def check_scoring(call: Call) -> Call:
     """Checks all of a call."""
     rows = check_queries(call.q, call.w)
     device = call.q.device
@@ -251,7 +251,7 @@ def _traced(call: Call) -> torch.Tensor:
 
 def now(call: Call) -> None:
     """Checks and launches, whoever traces: what the operator does."""
-    launch_logits(_checked(call))
+    launch_logits(check_scoring(call))
 
 
-_LOGITS = calls.Op("index_logits", _checked, _launch, _traced, _parts, _places)
+_LOGITS = calls.Op("index_logits", check_scoring, _launch, _traced, _parts, _places)

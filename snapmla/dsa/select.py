@@ -47,8 +47,8 @@ def select_topk(
             0, and scores that would lie behind the last column are left out.
         k: how many are wanted, 1 to 2048.
         block_table: int32 (rows / next_n, width), page ids of each sequence: ``out`` is then cache
-            slots, page * page_size + offset, which sparse decode takes as ``indices``.  A position
-            outside the width, or on a page below 0, gives slot -1.  None: positions.
+            slots, ``page * page_size + offset``, which sparse decode takes as ``indices``.  A
+            position outside the width, or on a page below 0, gives slot -1.  None: positions.
         page_size: tokens of a page, 1 or more.
         row_starts: int32 (rows,), column of each row's first score, as in a ragged prefill, where
             row r has columns [row_starts[r], row_starts[r] + lengths[r]); positions count from
@@ -172,7 +172,10 @@ def _no_table(device: torch.device) -> Any:
     return launch.prepared(torch.empty((0, 0), dtype=torch.int32, device=device))[0]
 
 
-def _launch(call: Select, ready: runtime.Kernel | None) -> tuple[Selected, runtime.Kernel | None]:
+def launch_select(
+    call: Select, ready: runtime.Kernel | None
+) -> tuple[Selected, runtime.Kernel | None]:
+    """The launch of a checked call; ``ready``: its kernel, found if None."""
     logits, lengths, k, table, page_size, starts, next_n, out, counts = call
     rows, columns = logits.shape
     device = logits.device
@@ -191,7 +194,7 @@ def _launch(call: Select, ready: runtime.Kernel | None) -> tuple[Selected, runti
 
 def select_now(call: Select) -> Selected:
     """Checks tensors with memory, and selects, whoever traces."""
-    return _launch(_checked(call), None)[0]
+    return launch_select(_checked(call), None)[0]
 
 
 def _traced(call: Select) -> Selected:
@@ -208,4 +211,5 @@ def _traced(call: Select) -> Selected:
     return out, counts
 
 
-_SELECT = calls.Op("select_topk", _checked, _launch, _traced, _parts, _places)
+_SELECT = calls.Op("select_topk", _checked, launch_select, _traced, _parts, _places)
+runtime.on_forget(_SELECT.memo.forget)  # kernels

@@ -22,8 +22,10 @@ pytrees of their tensors, so they may be arguments of compiled functions. Operat
 gradients, and their results never require any: this is inference.
 ``check_tables`` says that the tables, without ``units``, are somebody else's memory: rows of a
 sequence that they do not cover then become NaN.
-``append_index_k`` and ``index_logits_out`` are those of ``snapmla.dsa``, whose ``q`` is bytes, too;
-``unit_rows`` 0 chooses.  ``sparse_prefill`` and ``sparse_prefill_out`` are ``snapmla.sparse``'s.
+``append_index_k``, ``index_logits_out``, ``index_topk`` and ``fetch_index_k_out`` are those of
+``snapmla.dsa``, whose ``q`` is bytes, too; ``unit_rows`` 0 chooses.  ``keys`` of bytes have
+``scales`` beside them, keys that are multiplied out have none.  ``sparse_prefill`` and
+``sparse_prefill_out`` are ``snapmla.sparse``'s.
 """
 
 from __future__ import annotations

@@ -1,14 +1,25 @@
-"""``append_index_k`` and ``index_logits`` over an index cache."""
+"""``append_index_k``, ``fetch_index_k``, ``index_logits``, ``index_topk``: over an index cache."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from snapmla import checks
-from snapmla.dsa import append_index_k as append
-from snapmla.dsa import index_logits as logits
+from snapmla.dsa import fetch, step
+from snapmla.dsa.append_index_k import Append
+from snapmla.dsa.append_index_k import now as append_now
+from snapmla.dsa.index_logits import Call
+from snapmla.dsa.index_logits import now as logits_now
+from snapmla.fetch import Tokens
 from snapmla.torch_ops.operator import Operator
+
+_STEP = (
+    "Tensor q, Tensor w, Tensor cache, Tensor block_table, Tensor cache_seqlens, "
+    "Tensor? cu_seqlens_q, int k, bool slots, int? max_tokens, int? unit_rows"
+)
 
 
 def _append_index_k(
@@ -25,7 +36,7 @@ def _append_index_k(
     norm_eps: float,
 ) -> None:
     tensors = cache, k, slot_mapping, positions, cos_sin_cache, norm_weight, norm_bias
-    append.now(append.Append(*tensors, scale, hadamard, is_neox, norm_eps))
+    append_now(Append(*tensors, scale, hadamard, is_neox, norm_eps))
 
 
 def _index_logits_out(
@@ -38,9 +49,40 @@ def _index_logits_out(
     out: Tensor,
     unit_rows: int,
 ) -> None:
+    tensors = _codes(q), w, cache, block_table, cache_seqlens, cu_seqlens_q, out
+    logits_now(Call(*tensors, max_tokens=None, unit_rows=unit_rows or None))
+
+
+def _codes(q: Tensor) -> Tensor:
+    """Bytes as float8, which operators do not take."""
     checks.tensor("q", q, (torch.uint8,), (*q.shape,))
-    tensors = q.view(checks.FP8), w, cache, block_table, cache_seqlens, cu_seqlens_q, out
-    logits.now(logits.Call(*tensors, max_tokens=None, unit_rows=unit_rows or None))
+    return q.view(checks.FP8)
+
+
+def _index_topk(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return step.now(step.Step(_codes(q), *rest))
+
+
+def _index_topk_out(q: Tensor, *rest: Any) -> None:
+    step.now(step.Step(_codes(q), *rest))
+
+
+def _fake_index_topk(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    call = step.Step(_codes(q), *rest)
+    shape, vector, _ = step.check_shapes(call)
+    return call.cache_seqlens.new_empty(shape), call.cache_seqlens.new_empty(vector)
+
+
+def _fetch_index_k_out(
+    cache: Tensor,
+    where: Tensor,
+    cu_seqlens: Tensor | None,
+    seq_starts: Tensor | None,
+    keys: Tensor,
+    scales: Tensor,
+) -> None:
+    out: Any = (keys.view(checks.FP8), scales) if keys.dtype == torch.uint8 else keys
+    fetch.now(fetch.Fetch(cache, Tokens(where, None, cu_seqlens, seq_starts), out, None))
 
 
 OPERATORS = (
@@ -54,5 +96,15 @@ OPERATORS = (
         "index_logits_out(Tensor q, Tensor w, Tensor cache, Tensor block_table, "
         "Tensor cache_seqlens, Tensor? cu_seqlens_q, Tensor(a!) out, int unit_rows) -> ()",
         _index_logits_out,
+    ),
+    Operator(f"index_topk({_STEP}) -> (Tensor, Tensor)", _index_topk, _fake_index_topk),
+    Operator(
+        f"index_topk_out({_STEP}, Tensor(a!) out, Tensor(b!) counts, Tensor(c!) workspace) -> ()",
+        _index_topk_out,
+    ),
+    Operator(
+        "fetch_index_k_out(Tensor cache, Tensor where, Tensor? cu_seqlens, Tensor? seq_starts, "
+        "Tensor(a!) keys, Tensor(b!) scales) -> ()",
+        _fetch_index_k_out,
     ),
 )

@@ -29,7 +29,10 @@ PAGES = sorted(
     path for folder in (".", "docs", "examples") for path in (ROOT / folder).glob("*.md")
 )
 # pages whose Python blocks run, up to a heading if there are sketches after it
-RUNNABLE = {"integration.md": "", "formats.md": "", "software-gpu.md": "## How it works"}
+RUNNABLE = {
+    "integration.md": "", "formats.md": "", "software-gpu.md": "## How it works", "dsa.md": "",
+}  # fmt: skip
+RARELY = ("dsa.md",)  # whose example runs every day
 DTYPES = re.compile(
     r"float8_e4m3fn|bfloat16|float16|float32|uint8|int32|int64|same dtype|floating point"
 )
@@ -229,7 +232,13 @@ def code_blocks(path: Path, end: str = "") -> list[str]:
     return re.findall(r"```python\n(.*?)```", text.split(end)[0] if end else text, flags=re.S)
 
 
-@pytest.mark.parametrize("name", sorted(RUNNABLE))
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.whole_matrix if name in RARELY else ())
+        for name in sorted(RUNNABLE)
+    ],
+)
 @needs_compiler
 def test_code_blocks_run(name: str) -> None:
     """In order, in one process, on the software GPU; CUDA parts guard themselves."""

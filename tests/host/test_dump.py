@@ -137,6 +137,21 @@ def test_chunks_keep_what_they_ask_for() -> None:
     assert dump.reduced(values)[0]["block_table"].tolist() == [[0, 1, -1, -1], [-1] * 4]
 
 
+def test_index_caches_have_pages_of_64() -> None:
+    """Whose bytes are their only other dimension."""
+    cache = torch.arange(9, dtype=torch.uint8)[:, None].expand(9, 8448).clone()
+    slots = torch.tensor([5 * 64 + 63, 64, -1])
+    kept, notes = dump.reduced({"cache": cache, "slot_mapping": slots})
+    assert notes[0].startswith("2 of the pool's 9 pages")
+    assert kept["slot_mapping"].tolist() == [64 + 63, 0, -1]
+    assert kept["cache"][:, 0].tolist() == [1, 5]
+    table, lengths = torch.tensor([[7, 2, 3], [4, 7, 1]]).int(), torch.tensor([65, 0]).int()
+    given = {"cache": cache, "block_table": table, "cache_seqlens": lengths}
+    kept, _ = dump.reduced(given)
+    assert kept["cache"][:, 0].tolist() == [2, 7]
+    assert kept["block_table"].tolist() == [[1, 0, -1], [-1, -1, -1]]
+
+
 def test_a_call_without_any_token_keeps_one_page() -> None:
     """Kernels want a pool that is not empty."""
     cache = PagedKVCache.allocate(8, 16, device="cpu")

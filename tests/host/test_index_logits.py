@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -11,15 +12,15 @@ from torch import Tensor
 
 import snapmla  # noqa: F401 (operators)
 from dsl_kernels.spec import VariantSpec
-from snapmla.dsa import append_index_k as appending
-from snapmla.dsa import index_logits as scoring
-from snapmla.dsa.append_index_k import append_index_k
-from snapmla.dsa.index_logits import index_logits
+from snapmla.dsa import append_index_k, index_logits
 from snapmla.testing import index_reference as reference
 from snapmla.testing.workloads import index_logits as work
 from tests.support.needs import needs_compiler
 
 E4M3 = torch.float8_e4m3fn
+# modules, whose names are those of functions
+appending: Any = importlib.import_module("snapmla.dsa.append_index_k")
+scoring: Any = importlib.import_module("snapmla.dsa.index_logits")
 
 
 def pool(pages: int = 3, form: tuple[int, ...] = (64, 132), gap: int = 0) -> Tensor:

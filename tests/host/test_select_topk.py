@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from snapmla import runtime
 from snapmla.dsa import select_topk, shapes
 from snapmla.testing import topk_reference
 from tests.support.needs import needs_kernels
@@ -80,6 +82,25 @@ def test_calls() -> None:
     assert (memory[:, :5] == -7).all() and (memory[:, 25:] == -7).all()
     none = select_topk(given["logits"][:0], given["lengths"][:0], 5)
     assert none[0].shape == (0, 5) and none[1].shape == (0,)
+
+
+@needs_kernels
+@pytest.mark.usefixtures("small")
+def test_known_calls_are_logged_when_that_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No kernel that was loaded before is kept."""
+    given = arguments()
+    for _ in range(2):
+        select_topk(**given)
+    monkeypatch.setenv("SNAPMLA_LOG", "1")
+    runtime.forget()
+    with caplog.at_level(logging.INFO, "snapmla"):
+        select_topk(**given)
+    monkeypatch.delenv("SNAPMLA_LOG")
+    runtime.forget()
+    text = "select_topk_t64_e8_c2_sm90a on cpu: logits (4, 300), block_table (2, 5), out (4, 20)"
+    assert text in caplog.messages
 
 
 @needs_kernels

@@ -14,7 +14,7 @@ from torch._inductor.utils import run_and_get_code
 from torch.utils import _pytree as pytree
 
 import snapmla
-from snapmla import layouts
+from snapmla import dsa, layouts
 from snapmla.dsa import shapes
 from snapmla.testing import selfcheck
 from tests.support.bits import same_bits
@@ -421,6 +421,26 @@ def index_calls(device: str) -> dict[str, tuple[Any, ...]]:
             torch.tensor([3], **ints),
             torch.tensor([0, 2], **ints), torch.zeros(2, 70, device=device), 2,
         ),
+        **step_calls(device),
+    }  # fmt: skip
+
+
+def step_calls(device: str) -> dict[str, tuple[Any, ...]]:
+    """Of a step's choice of tokens, drafts and ragged; of keys read back."""
+    cache = torch.zeros(2, 64, 132, dtype=torch.uint8, device=device)
+    ints = {"dtype": torch.int32, "device": device}
+    q = torch.full((2, 64, 128), 0x38, dtype=torch.uint8, device=device)
+    w, table = torch.ones(2, 64, device=device), torch.tensor([[1, 0]], **ints)
+    rest = cache, table, torch.tensor([70], **ints)
+    out, counts = torch.zeros(2, 8, **ints), torch.zeros(2, **ints)
+    memory = torch.zeros(dsa.index_topk_workspace(2, 128), dtype=torch.uint8, device=device)
+    keys = torch.zeros(3, 128, dtype=torch.uint8, device=device), torch.zeros(3, device=device)
+    return {
+        "index_topk": (q[None], w[None], *rest, None, 8, True, None, None),
+        "index_topk_out": (
+            q, w, *rest, torch.tensor([0, 2], **ints), 8, True, 100, 2, out, counts, memory
+        ),
+        "fetch_index_k_out": (cache, table, torch.tensor([0, 2], **ints), None, *keys),
     }  # fmt: skip
 
 
@@ -491,8 +511,9 @@ NAMES = (
     "rope_quantize_q_out", "plan_update", "plan_to_records", "records_to_plan", "decode",
     "decode_out", "dense_decode", "dense_decode_out", "sparse_decode", "sparse_decode_out",
     "sparse_decode_rows", "sparse_decode_rows_out", "fetch_dequant", "fetch_dequant_out",
-    "merge_states", "merge_states_out", "append_index_k", "index_logits_out", "append_bytes",
-    "rope_append_bytes", "fetch_bytes", "fetch_bytes_out", "select_topk", "select_topk_out",
+    "merge_states", "merge_states_out", "append_index_k", "index_logits_out", "index_topk",
+    "index_topk_out", "fetch_index_k_out", "append_bytes", "rope_append_bytes", "fetch_bytes",
+    "fetch_bytes_out", "select_topk", "select_topk_out",
     "sparse_prefill", "sparse_prefill_out",
 )  # fmt: skip
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dsl_kernels.index_cache import INDEX_DIM, PAGE, PAGE_BYTES
 from dsl_kernels.spec import VariantSpec
-from snapmla.dsa import append_index_k as op
+from snapmla.dsa.append_index_k import SCALES, append_index_k
 from snapmla.testing import index_reference as reference
 from snapmla.testing.workloads import exact, rotary
 from snapmla.testing.workloads.call import DTYPES, INDEX, Call, Sizes, Workload, bit_for_bit
@@ -104,13 +104,13 @@ def sized(spec: VariantSpec, sizes: Sizes, device: str, seed: int) -> dict[str, 
 
 
 def public(spec: VariantSpec, given: Mapping[str, Any]) -> Callable[[], Any]:
-    """``snapmla.dsa.append_index_k.append_index_k``."""
+    """``snapmla.dsa.append_index_k``."""
     told: dict[str, Any] = {
-        "scale": op.SCALES[given["power_of_two"]], "hadamard": bool(spec.hadamard),
+        "scale": SCALES[given["power_of_two"]], "hadamard": bool(spec.hadamard),
         "is_neox": spec.rope_style == "neox", "cos_sin_cache": given.get("cos_sin"),
     }  # fmt: skip
     told |= {n: given[n] for n in ("positions", "norm_weight", "norm_bias") if n in given}
-    return lambda: op.append_index_k(given["cache"], given["k"], given["slot_mapping"], **told)
+    return lambda: append_index_k(given["cache"], given["k"], given["slot_mapping"], **told)
 
 
 def moved(spec: VariantSpec, sizes: Sizes) -> float:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dsl_kernels.index_cache import INDEX_DIM, PAGE, PAGE_BYTES, SCALES_AT
 from dsl_kernels.spec import VariantSpec
-from snapmla.dsa import index_logits as op
+from snapmla.dsa import index_logits
 from snapmla.testing import index_reference as reference
 from snapmla.testing.workloads import exact
 from snapmla.testing.workloads.call import Call, Result, Sizes, Workload
@@ -175,12 +175,12 @@ def sized(spec: VariantSpec, sizes: Sizes, device: str, seed: int) -> dict[str, 
 
 
 def public(spec: VariantSpec, given: Mapping[str, Any]) -> Callable[[], Any]:
-    """``snapmla.dsa.index_logits.index_logits``."""
+    """``snapmla.dsa.index_logits``."""
     shape = (len(given["cache_seqlens"]), given["s_q"], spec.heads)
     q = given["q"].view(torch.float8_e4m3fn).view(*shape, INDEX_DIM)
     rest = given["cache"], given["block_table"], given["cache_seqlens"]
     w, out, unit = given["w"].view(shape), given["out"], spec.unit_rows
-    return lambda: op.index_logits(q, w, *rest, out=out, unit_rows=unit)
+    return lambda: index_logits(q, w, *rest, out=out, unit_rows=unit)
 
 
 def moved(spec: VariantSpec, sizes: Sizes) -> float:
