@@ -97,7 +97,7 @@ class Drawn(DenseJob):
             signs = 2.0 * torch.randint(0, 2, tokens[..., 512::16].shape) - 1.0
             tokens[..., 512::16] = 1e3 * signs
         if type(self).kind == "keys":
-            tokens *= 10.0  # logits of some 24 nats
+            tokens[..., 512:] *= 30.0  # logits of some 24 nats; V, and so its gate, as ever
         if type(self).kind == "sink":
             tokens[:1, :, -1] = (math.log(max(n, 1)) + 2.0) / (MARK * SCALE)
         if type(self).kind == "swings":
