@@ -38,6 +38,7 @@ SPEC_FILES = (
     "py.typed",
     "dims.py",
     "ds_mla.py",
+    "index_cache.py",
     "mha_list.py",
     "records.py",
     "spec.py",
