@@ -32,34 +32,38 @@ def bits(keys: Tensor) -> Tensor:
     return keys.view(torch.uint8)
 
 
+WHOLE = pytest.mark.whole_matrix
+DTYPES = [E4M3, *(pytest.param(x, marks=WHOLE) for x in (torch.bfloat16, torch.float16))]
+
+
 @needs_compiler
-@pytest.mark.parametrize(
-    ("by_slot", "by_sequence"),
-    [
-        (torch.bfloat16, E4M3),
-        pytest.param(E4M3, torch.bfloat16, marks=pytest.mark.whole_matrix),
-        pytest.param(torch.float32, torch.float16, marks=pytest.mark.whole_matrix),
-    ],
-)
-def test_by_slot_and_by_sequence(by_slot: torch.dtype, by_sequence: torch.dtype) -> None:
-    """As stored or multiplied out; slots of no page; results allocated and given, with room."""
-    cache = filled()
-    slots = torch.tensor([255, 3, -1, 64, 256])
+@WHOLE
+@pytest.mark.parametrize("dtype", [E4M3, torch.bfloat16, torch.float32])
+def test_by_slot(dtype: torch.dtype) -> None:
+    """As stored or multiplied out; slots of no page are zeros."""
+    cache, slots = filled(), torch.tensor([255, 3, -1, 64, 256])
     want = index_tables.keys_at(cache.view(4, 8448), slots)
-    same(fetch_index_k(cache, slots, dtype=by_slot), *want, by_slot)
+    same(fetch_index_k(cache, slots, dtype=dtype), *want, dtype)
     assert want[1].tolist()[2::2] == [0.0, 0.0]
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_by_sequence(dtype: torch.dtype) -> None:
+    """As stored or multiplied out; results allocated and given, with room."""
+    cache = filled()
     table = torch.tensor([[1, 3], [2, 0]]).int()
     begins, starts = torch.tensor([0, 66, 68]).int(), torch.tensor([10, 0]).int()
     slots = index_tables.packed_slots(table, begins, starts, 4, 68)
     want = index_tables.keys_at(cache.view(4, 8448), slots)
     told = {"cu_seqlens": begins, "seq_starts": starts}
-    found = fetch_index_k(cache, table, **told, total=70, dtype=by_sequence)
-    same(found, *want, by_sequence)
-    stored = by_sequence == E4M3
-    memory = torch.full((70, 144), 7.0).to(by_sequence)
+    found = fetch_index_k(cache, table, **told, total=70, dtype=dtype)
+    same(found, *want, dtype)
+    stored = dtype == E4M3
+    memory = torch.full((70, 144), 7.0).to(dtype)
     out = memory[:, :128], torch.full((70,), 7.0)
     fetch_index_k(cache, table, **told, out=out if stored else out[0])
-    same(out if stored else out[0], *want, by_sequence)
+    same(out if stored else out[0], *want, dtype)
     assert bool((memory[68:].float() == 7).all() and (memory[:, 128:].float() == 7).all())
     assert bool((out[1][68 if stored else 0 :] == 7).all())
 
@@ -74,7 +78,7 @@ def same(found: Any, keys: Tensor, scales: Tensor, dtype: torch.dtype) -> None:
 
 
 @needs_compiler
-@pytest.mark.whole_matrix
+@WHOLE
 def test_what_was_appended_comes_back() -> None:
     """In every shape of cache that engines use."""
     k, slots = torch.randn(5, 128).bfloat16(), torch.tensor([0, 63, 64, 200, 255])
@@ -140,6 +144,7 @@ def test_room_for_chunks() -> None:
 
 
 @needs_compiler
+@WHOLE
 def test_compiled_equals_eager() -> None:
     table, begins = torch.tensor([[1, 3]]).int(), torch.tensor([0, 70]).int()
 

@@ -16,8 +16,9 @@ from snapmla.testing.workloads.call import Call
 from softgpu import mutate, using
 from tests.support.needs import needs_compiler
 
-EVERYDAY = ("index_rows", "fetch_index_k_xfp8_ragged", "fetch_index_k_xbf16_indices_ii64")
+EVERYDAY = ("index_rows", "fetch_index_k_xfp8_ragged")
 OTHERS = (
+    "fetch_index_k_xbf16_indices_ii64",
     "fetch_index_k_xfp8_indices", "fetch_index_k_xfp8_indices_ii64", "fetch_index_k_xbf16_ragged",
     "fetch_index_k_xf16_indices", "fetch_index_k_xf32_ragged", "fetch_index_k_xf32_indices",
 )  # fmt: skip
