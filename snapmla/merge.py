@@ -272,7 +272,8 @@ def check_parts(parts: list[Part], stacked: bool) -> tuple[tuple[int, ...], tupl
     free: tuple[str, ...] = ("n",) if stacked else ()
     packed = isinstance(first, torch.Tensor) and first.ndim == len(free) + 3
     rows = ("total", "h") if packed else ("b", "s_q", "h")
-    known = isinstance(first, torch.Tensor) and first.ndim > 0 and first.shape[-1] in WIDTHS
+    known = isinstance(first, torch.Tensor) and not first.is_nested and first.ndim > 0
+    known = known and first.shape[-1] in WIDTHS
     checks.tensor(name, first, _DTYPES, (*free, *rows, first.shape[-1] if known else KV_LORA_RANK))
     if stacked and not first.shape[0]:
         checks.value_error(name, "1 part or more", 0)

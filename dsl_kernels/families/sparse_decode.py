@@ -24,7 +24,6 @@ AXES = (
     Axis("cluster", "c", (1,), 1, named=False),
     # 1: a copy of ``etap`` takes a line of four rows, not a row
     Axis("lines", "ln", (0, 1), lambda values: int(values["row_tile"] == 64), named=False),
-    Axis("twins", "tw", (0, 1), 0, named=False),  # 1: mix16's 64 rows by two equal warpgroups
     # 1: mix16's tiles are freed by halves
     Axis("halves", "hv", (0, 1), lambda values: int(values["row_tile"] == 64), named=False),
     Axis("p_terms", "pt", (1, 2), 1, named=False),  # e4m3 terms of P; 2: an accuracy setting

@@ -60,7 +60,6 @@ from ..dims import TOKEN_TILE as TILE
 from ..ds_mla import GROUPS
 from ..smxx.record_entry import RecordEntry, fake_args
 from ..stamp import Stamp
-from . import mix16_twins
 from .decode import Decode, infeasible
 from .fragments import pad_layout, padded_size
 from .item_notes import noted
@@ -83,8 +82,6 @@ def feasible(spec: VariantSpec) -> str | None:
     """Reason why the pipeline cannot be built for ``spec``, or None."""
     if spec.p_terms > 1:
         return "mix16 has a P of 16 bits: one term"
-    if spec.twins and (spec.row_tile <= FEW_ROWS or spec.halves):
-        return "twins are 64 rows, whose tiles are not freed by halves: P lies in a tile's rows"
     return infeasible(spec, 2, budget(spec))
 
 
@@ -105,8 +102,6 @@ def parts_of(spec: VariantSpec) -> Parts:
 
 def budget(spec: VariantSpec) -> bud.Budget:
     """Warpgroups, registers, barriers, shared memory of a CTA."""
-    if spec.twins:
-        return mix16_twins.budget(spec, mix16_twins.parts_of(spec, stages_of(spec)))
     rows, few = spec.row_tile, spec.row_tile <= FEW_ROWS
     producer, softmax, pv = REGISTERS[rows]
     tiles = stages_of(spec) * STAGE_BYTES + rows * 2 * (q_stages(spec) * (D + R) + P_STAGES * TILE)
@@ -127,8 +122,7 @@ def budget(spec: VariantSpec) -> bud.Budget:
 
 
 def build(spec: VariantSpec):
-    made = mix16_twins.Twins(spec, stages_of(spec)) if spec.twins else Mix16(spec)
-    return RecordEntry(Decode(spec, made)), fake_args(spec)
+    return RecordEntry(Decode(spec, Mix16(spec))), fake_args(spec)
 
 
 class Mix16(ProductsOfV):

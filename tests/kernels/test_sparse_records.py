@@ -32,7 +32,7 @@ def some(values: Iterable[Any], everyday: Any) -> list[Any]:
     return [v if v is everyday or v == everyday else pytest.param(v, marks=whole) for v in values]
 
 
-BUILT = ("r32_obf16", "r64_obf16", "r64_obf16_tw1_hv0")
+BUILT = ("r32_obf16", "r64_obf16")
 EVERY = some([FEW, *(f"sparse_decode_mix16_{name}_sm90a" for name in BUILT)], FEW)
 STYLES = some([s for s in record_job.STYLES if s not in ("plain", "scales")], "swings")
 PADDING = some([math.nan, 0.0, 1e30, -math.inf], math.nan)
