@@ -214,34 +214,14 @@ run_part() {
         pair)
             timeout -k 10 "$seconds" "$python" -m profiles.pair_cost --against "$what" --out "$work"
             ;;
-        sparse)
+        sparse | sparse-prefill | mha | dsa | dsa-step)
             # shellcheck disable=SC2086  # a list of words
-            timeout -k 10 "$seconds" "$python" -m profiles.sparse_cost --peers .peers \
-                --out "$work" ${what//,/ }
-            ;;
-        sparse-prefill)
-            # shellcheck disable=SC2086  # a list of words
-            timeout -k 10 "$seconds" "$python" -m profiles.sparse_prefill_cost --peers .peers \
-                --out "$work" ${what//,/ }
-            ;;
-        mha)
-            # shellcheck disable=SC2086  # a list of words
-            timeout -k 10 "$seconds" "$python" -m profiles.mha_cost --peers .peers \
-                --out "$work" ${what//,/ }
-            ;;
-        dsa)
-            # shellcheck disable=SC2086  # a list of words
-            timeout -k 10 "$seconds" "$python" -m profiles.dsa_cost --peers .peers \
+            timeout -k 10 "$seconds" "$python" -m "profiles.${kind//-/_}_cost" --peers .peers \
                 --out "$work" ${what//,/ }
             ;;
         index)
             # shellcheck disable=SC2086  # a list of words
             timeout -k 10 "$seconds" "$python" -m profiles.index_cost --out "$work" ${what//,/ }
-            ;;
-        dsa-step)
-            # shellcheck disable=SC2086  # a list of words
-            timeout -k 10 "$seconds" "$python" -m profiles.dsa_step_cost --peers .peers \
-                --out "$work" ${what//,/ }
             ;;
         merge) timeout -k 10 "$seconds" "$python" -m profiles.merge_cost --out "$work" ;;
         parallel)

@@ -24,6 +24,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from ..index_cache import PAGE
+from ..smxx.prefix_sum import warp_scan
 
 WARP = 32
 AT_ONCE = 4  # sequences that a lane asks for
@@ -138,7 +139,7 @@ class Units:
         for x in cutlass.range(together, some, unroll=1):
             if lane * some + x < b:
                 mine += self.sequence(lengths, lane * some + x).tiles
-        upto = _scan(mine, lane)
+        upto = warp_scan(mine, lane)
         total = cute.arch.shuffle_sync(upto, WARP - 1)
         at, end = share(total, part, parts), share(total, part + 1, parts)
         passed = cute.arch.popc(cute.arch.vote_ballot_sync(upto <= at))
@@ -158,7 +159,7 @@ class Units:
             own = Int32(0)
             if base + lane < end:
                 own = self.sequence(lengths, base + lane).tiles
-            upto = _scan(own, lane) + seen
+            upto = warp_scan(own, lane) + seen
             passed = cute.arch.popc(cute.arch.vote_ballot_sync(upto <= tile))
             whole = cute.arch.shuffle_sync(upto, WARP - 1)
             starts = cute.arch.shuffle_sync(upto - own, cutlass.min(passed, WARP - 1))
@@ -187,11 +188,3 @@ def share(total, part, parts):
 
 def _tiles(tokens):
     return (tokens + (PAGE - 1)) >> (PAGE.bit_length() - 1)
-
-
-def _scan(value, lane):
-    """Inclusive prefix sum over the warp."""
-    for step in (1, 2, 4, 8, 16):
-        before = cute.arch.shuffle_sync_up(value, step, mask_and_clamp=0)
-        value = value + Int32(cutlass.select_(lane >= step, before, Int32(0)))
-    return value
