@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
-from .family import PREFILL, Axis, Family
+from .family import PREFILL, Axis, Family, Values
 
 AXES = (
     Axis("row_tile", "r", (64, 32, 16)),  # heads of a CTA
     Axis("d_qk", "d", (576, 512)),  # channels of q and kv; the first 512 of kv are V
     Axis("dtype", "d", ("bf16",), "bf16", named=False),  # of q, kv and out
+    # indexer: also the LSE of the first entries of a list, which the indexer chose
+    Axis("figures", "", ("whole", "indexer"), "whole", named=False),
 )
+
+
+def _module(arch: str, values: Values) -> str | None:
+    if arch != "sm_90a":
+        return None
+    indexer = values["figures"] == "indexer"
+    return "dsl_kernels.sm90." + ("sparse_prefill_indexer" if indexer else "sparse_prefill")
+
 
 FAMILY = Family(
     "sparse_prefill",
     AXES,
-    module=lambda arch, _values: "dsl_kernels.sm90.sparse_prefill" if arch == "sm_90a" else None,
+    module=_module,
     points=lambda _arch: iter(()),  # built when it is asked for, until it was measured
     kind=PREFILL,
     result_axis="dtype",
     counted_by=("row_tile",),
     shown=("q", "kv", "indices"),
-    results=("out", "max_logits", "lse"),
+    results=("out", "max_logits", "lse", "lse_indexer"),
 )
