@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from profiles.sparse_prefill_cost import Problem, Shape
-from profiles.sparse_prefill_fp8_cost import FromFP8, verdict
+from profiles.sparse_prefill_cache_cost import FromFP8, verdict
 from tests.support.needs import needs_kernels
 
 
