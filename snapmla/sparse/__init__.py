@@ -3,8 +3,7 @@
     plan.py        ``plan_sparse_decode`` and ``SparsePlan``: who computes what
     plan_cache.py  ``SparsePlanCache``: plans of an engine by shape of step
     decode.py      what ``snapmla.decode(..., indices=)`` does
-    prefill.py     ``sparse_prefill`` over rows of BF16, flash_mla_names.py FlashMLA's name for it;
-                   not part of the public API yet: no GPU has run the kernels
+    prefill.py     ``sparse_prefill`` over rows of BF16, flash_mla_names.py FlashMLA's name for it
 
 The kernels' argument order is ``dsl_kernels/smxx/sparse_entry.py``'s.
 """
