@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 
 from dsl_kernels.dims import CACHE_TOPS, E4M3_MAX, KV_LORA_RANK
-from dsl_kernels.ds_mla import GROUPS, LEAST_SCALE
+from dsl_kernels.cache_records.ds_mla import GROUPS, LEAST_SCALE
 from dsl_kernels.families.formats import DEFAULT, FORMATS
 from snapmla import checks, ds_mla, tracing
 from snapmla.cache import PagedKVCache

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from dsl_kernels.dims import KV_LORA_RANK, QK_ROPE_HEAD_DIM
-from dsl_kernels.ds_mla import GROUPS, ROPE_AT, ROW_BYTES, SCALES_AT
+from dsl_kernels.cache_records.ds_mla import GROUPS, ROPE_AT, ROW_BYTES, SCALES_AT
 from snapmla import checks
 
 FORMAT = "fp8_ds_mla"

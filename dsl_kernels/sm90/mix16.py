@@ -57,7 +57,7 @@ from ..common.types import F16
 from ..dims import KV_LORA_RANK as D
 from ..dims import QK_ROPE_HEAD_DIM as R
 from ..dims import TOKEN_TILE as TILE
-from ..ds_mla import GROUPS
+from ..cache_records.ds_mla import GROUPS
 from ..smxx.record_entry import RecordEntry, fake_args
 from ..stamp import Stamp
 from .decode import Decode, infeasible

@@ -28,7 +28,7 @@ from ..common.types import BF16, F16, U16, U32
 from ..compat import wgmma_fence
 from ..dims import KV_LORA_RANK as D
 from ..dims import TOKEN_TILE as TILE
-from ..ds_mla import GROUPS
+from ..cache_records.ds_mla import GROUPS
 from ..stamp import Stamp
 from .across_warps import AcrossWarps
 from .block_softmax import store_words_of_p

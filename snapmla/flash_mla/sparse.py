@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK
-from dsl_kernels.ds_mla import ROW_BYTES
+from dsl_kernels.cache_records.ds_mla import ROW_BYTES
 from snapmla import checks, ds_mla, launch, tracing
 from snapmla.cache import PagedKVCache
 from snapmla.decode_plan import new_workspace

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dsl_kernels.dims import E4M3_MAX
-from dsl_kernels.ds_mla import GROUPS, LEAST_SCALE, ROPE_AT, SCALES_AT
+from dsl_kernels.cache_records.ds_mla import GROUPS, LEAST_SCALE, ROPE_AT, SCALES_AT
 from snapmla.testing.rounding import FP8, to_e4m3
 
 FRACTION = 0x7FFFFF  # of an fp32 number

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK, QK_ROPE_HEAD_DIM
-from dsl_kernels.ds_mla import ROW_BYTES
+from dsl_kernels.cache_records.ds_mla import ROW_BYTES
 from dsl_kernels.spec import VariantSpec
 from snapmla import layouts
 from snapmla.testing.reference_plan import NOTHING_HIDDEN
