@@ -1,8 +1,9 @@
 """Which source files a kernel is made of, and their hash.
 
 They are the closure of its module, and of the record of the cache that it reads or writes
-(``VariantSpec.record``), which its module is given.  The closure follows imports *within* ``dsl_kernels`` by reading the syntax tree, so it needs no
-compiler: editing one kernel file changes the keys of its own variants and of no others.
+(``VariantSpec.record``), which its module is given.  The closure follows imports *within*
+``dsl_kernels`` by reading the syntax tree, so it needs no compiler: editing one kernel file changes
+the keys of its own variants and of no others.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@
     scale    fp32
 
 A page is the three planes one behind another (layout ``paged``), or they are tensors of their own
-(``split``), or content and RoPE lie side by side in rows (``row640``).  The scale is max|c_kv| / top
-with floors; top goes by the token's place in its page (``dims.CACHE_TOPS``, ``smxx/quant.py``).  A
-scale of 0 is no token.
+(``split``), or content and RoPE lie side by side in rows (``row640``).  The scale is max|c_kv| /
+top with floors; top goes by the token's place in its page (``dims.CACHE_TOPS``,
+``smxx/quant.py``).  A scale of 0 is no token.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class Record:
     are rows.
 
     Bytes:
-        name: of the format: ``PagedKVCache.format``, a plan's ``cache_dtype``, axis ``cache_dtype``.
+        name: of the format: ``PagedKVCache.format``, ``cache_dtype`` of plans and of variants.
         module: which declares it, whose source is a source of kernels that read it.
         planes: bytes of a token in each.
         content: channels that scales multiply, all where there are none.
@@ -137,19 +137,6 @@ class Record:
     def powers(self) -> bool:
         """Whether a scale cannot but be a power of two."""
         return self.scale is not None and self.scale.dtype == "ue8m0"
-
-    @property
-    def token_strides(self) -> dict[str, tuple[int, ...]]:
-        """Of each layout: bytes from a token to the next in the plane of content, RoPE, scale."""
-        sizes = {"content": self.content, "rope": self.rope, "scale": self.scale}
-        found = {}
-        for name, layout in self.layouts.items():
-            of_field = {
-                each: sum(sizes[f].nbytes for f in plane if sizes[f] is not None)  # type: ignore[union-attr]
-                for tensor in layout for plane in tensor for each in plane
-            }  # fmt: skip
-            found[name] = tuple(of_field[each] for each in sizes)
-        return found
 
     def begins(self, plane: int) -> int:
         """Bytes of a token in the planes before one: times P, where that begins in its page."""

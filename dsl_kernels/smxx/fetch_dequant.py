@@ -548,7 +548,10 @@ def build(spec: VariantSpec) -> tuple[Callable[..., Any], dict[str, Any]]:
         byte_records.fakes(record) if record.named else stored.fakes(spec.cache_dtype, page_size)
     )
     heads = (cache["kv"].shape[2],) if record.rows else ()
-    widths = {"out_nope": (*heads, record.content.count), "out_rope": (*heads, record.rope_channels)}
+    widths = {
+        "out_nope": (*heads, record.content.count),
+        "out_rope": (*heads, record.rope_channels),
+    }
     if record.rope is None:
         del widths["out_rope"]
     n = compat.sym(name="n")
