@@ -43,7 +43,7 @@ def truth(spec: VariantSpec, given: Mapping[str, Any]) -> dict[str, Tensor]:
     k_rope = given.get("k_rope", given["c_kv"][:, :0])
     stored = rotary.truth(spec, given, given["c_kv"], k_rope)
     if "kv" in planes:
-        _truth_of_bytes(spec.record, planes["kv"], given, stored, (rows, kept))
+        _truth_of_bytes(FORMATS[spec.cache_dtype], planes["kv"], given, stored, (rows, kept))
         return planes
     content, rope, scale = rounding.quantize_rows(*(x[kept] for x in stored), slots=rows)
     planes["content"].view(-1, KV_LORA_RANK)[rows] = content.view(torch.uint8)
@@ -58,7 +58,8 @@ def _truth_of_bytes(
     """Writes tokens to the rows that have slots; bytes behind a token's scales are 0."""
     rows, kept = where
     at = rows // kv.shape[1], rows % kv.shape[1]
-    fields = quantize_tokens(record, *stored, bool(given["power_of_two"]))
+    c, rope = stored
+    fields = quantize_tokens(record, c, rope, bool(given["power_of_two"]))
     assert record.scale is not None
     room = replace(record.scale, dtype="ue8m0", count=record.scale_bytes)
     byte_cache.field_of(record, kv, room).view(torch.uint8)[at] = 0
@@ -151,7 +152,7 @@ def recorded(case: Case, run: Runner) -> Recorded:
     if fp8:
         cache = exact.pool(pages, page_size, exact.LAYOUTS[case.index % 3], run.device)
     elif not rows_:
-        pool = exact.bytes_pool(spec.record, pages, page_size, run.device, case.index % 2)
+        pool = exact.bytes_pool(record, pages, page_size, run.device, case.index % 2)
         cache = {"kv": pool}
         given["power_of_two"] = case.index % 2
     else:
@@ -184,9 +185,10 @@ def sized(spec: VariantSpec, sizes: Sizes, device: str, seed: int) -> dict[str, 
 def public(spec: VariantSpec, given: Mapping[str, Any]) -> Callable[[], Any]:
     """``snapmla.append_kv`` or ``rope_append_kv``."""
     cache = samples.cache_of(given, spec.cache_dtype)
-    tokens = given["c_kv"], given.get("k_rope"), given["slot_mapping"]
+    c_kv, slots = given["c_kv"], given["slot_mapping"]
     if spec.rope_style == "applied":
-        return lambda: snapmla.append_kv(cache, *tokens)
+        return lambda: snapmla.append_kv(cache, c_kv, given.get("k_rope"), slots)
+    tokens = c_kv, given["k_rope"], slots
     where, told = rotary.options(spec, given)
     return lambda: snapmla.rope_append_kv(cache, *tokens, *where, **told)
 
