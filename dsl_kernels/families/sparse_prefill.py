@@ -38,7 +38,9 @@ FAMILY = Family(
     module=_module,
     points=points,
     kind=PREFILL,
-    everyday=({"row_tile": 64, "d_qk": 576}, {"row_tile": 16, "d_qk": 512}),
+    everyday=(
+        {"row_tile": 64, "d_qk": 576, "figures": "whole"}, {"row_tile": 16, "d_qk": 512},
+    ),  # fmt: skip
     result_axis="dtype",
     counted_by=("row_tile",),
     shown=("q", "kv", "indices"),
