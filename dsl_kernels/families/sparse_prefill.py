@@ -15,6 +15,8 @@ AXES = (
     Axis("figures", "", ("whole", "indexer"), "whole", named=False),
 )
 
+EVERYDAY = {"row_tile": 64, "d_qk": 576, "figures": "whole"}, {"row_tile": 16, "d_qk": 512}
+
 
 def _module(arch: str, values: Values) -> str | None:
     if arch != "sm_90a":
@@ -38,9 +40,7 @@ FAMILY = Family(
     module=_module,
     points=points,
     kind=PREFILL,
-    everyday=(
-        {"row_tile": 64, "d_qk": 576, "figures": "whole"}, {"row_tile": 16, "d_qk": 512},
-    ),  # fmt: skip
+    everyday=EVERYDAY,
     result_axis="dtype",
     counted_by=("row_tile",),
     shown=("q", "kv", "indices"),
