@@ -2,7 +2,7 @@
 
     from snapmla.mha import mha_prefill
 
-``snapmla.mha_prefill`` is the same function.  ``flash_mla_names`` (which are ``snapmla.flash_mla``'s)
+``snapmla.mha_prefill`` is the same function.  ``flash_mla_names`` (those of ``snapmla.flash_mla``)
 and ``flash_attention_names`` have other projects' signatures over the same kernels.
 """
 
