@@ -48,6 +48,9 @@
 #   record                     what the software GPU replays, to $OUT/softgpu_h200.npz; before pack's
 #                              files leave: python -m profiles.record_softgpu hashes
 #   demo                       make demo's job
+#   prove[:JOBS]               schedules and mutants of make prove on this machine's cores, to
+#                              $OUT/prove.json; before pack's files leave:
+#                              python -m profiles.prove_away pack
 #
 # Environment, all optional: OUT (results; default build/gpu), PART_LIMIT and TOTAL_LIMIT (seconds
 # a part and all parts may take; 300, 540), SNAPMLA_COMMIT (the commit, where there is no .git),
@@ -243,6 +246,11 @@ run_part() {
                 --out "$out/softgpu_h200.npz" 2>&1 | tee "$work/record.log"
             return "${PIPESTATUS[0]}"
             ;;
+        prove)
+            "$python" -m profiles.prove_away run --jobs "${what:-$(nproc)}" \
+                --limit "$((seconds - 10))" --out "$out/prove.json" 2>&1 | tee "$work/prove.log"
+            return "${PIPESTATUS[0]}"
+            ;;
         demo) timeout -k 10 "$seconds" "$python" -m profiles.demo 2>&1 | tee "$work/demo.log" ;;
         fidelity)
             # what was finished stays in build/fidelity for the next call
@@ -266,7 +274,7 @@ run_part() {
             ;;
         model) cp build/fidelity/"$what".json build/fidelity/"$what".*.pack "$out" ;;
         *)
-            echo "part: expected info, tests[:FILES], host, merge, parallel[:ARGS], mha[:ARGS], dsa[:ARGS], index[:ARGS], dsa-step[:ARGS], sparse-prefill[:ARGS], dense-accuracy[:PARTS], stamps[:SHAPES], record, demo, bench:PRESET, shape:LABEL," \
+            echo "part: expected info, tests[:FILES], host, merge, parallel[:ARGS], mha[:ARGS], dsa[:ARGS], index[:ARGS], dsa-step[:ARGS], sparse-prefill[:ARGS], dense-accuracy[:PARTS], stamps[:SHAPES], record, demo, prove[:JOBS], bench:PRESET, shape:LABEL," \
                 "profile:VARIANTS, fidelity, model:NAME, engine:accuracy|speed or check[:ARGS];" \
                 "got '$part'"
             return 2
