@@ -176,9 +176,7 @@ def checked(case: int) -> Options:
     )  # fmt: skip
 
 
-NAMES = [
-    pytest.param(n, marks=[] if n in EVERYDAY else [pytest.mark.whole_matrix]) for n in CASES
-]
+NAMES = [pytest.param(n, marks=[] if n in EVERYDAY else [pytest.mark.whole_matrix]) for n in CASES]
 
 
 @pytest.mark.parametrize("name", NAMES)
