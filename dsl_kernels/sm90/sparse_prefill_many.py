@@ -39,6 +39,7 @@ from .sparse_prefill_parts import (
     STAGES,
     GatheredTiles,
     finish_row,
+    first_lse,
     place_of,
 )
 from .wgmma import issue
@@ -183,6 +184,21 @@ class ManyHeads(GatheredForm, ManyRows):
         cute.arch.sync_warp()
         if lane == 0:
             INV_RING.arrive_full(st, 0)
+
+    @cute.jit
+    def note_first(self, st, gmem, item, state):
+        """The four lanes of a quad have the same frame, and a share of the sum each."""
+        tidx, _, _ = cute.arch.thread_idx()
+        lane = tidx % 32
+        wwarp = cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
+        frame, sums, _, _ = state
+        for i in cutlass.range_constexpr(2):
+            total = sums[i]
+            for off in cutlass.range_constexpr(2):
+                total = total + cute.arch.shuffle_sync_bfly(total, 1 << off)
+            if lane % 4 == 0:
+                head = item.block * ROWS_OF_CTA + ROWS_ON_M.row_at(wwarp, lane, i)
+                first_lse(gmem, head, item.query, total, frame[i])
 
     # ---------------------------------------------------------------- P.V warpgroups
 

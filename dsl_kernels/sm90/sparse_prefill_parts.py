@@ -70,6 +70,8 @@ class Gmem(NamedTuple):
     by_blocks: compat.FastDivisor  # by row blocks of a query
     scale: Float32  # of the logits, to log2 units
     ctas: Int32
+    lse_indexer: Any = None  # f32 (s_q, h), of the first ``indexer_tiles`` tiles of a list
+    indexer_tiles: Any = None
 
 
 class Item(NamedTuple):
@@ -390,6 +392,14 @@ def finish_row(gmem, head, query, total, frame, most):
         if gmem.attn_sink.shape[0] > 0:
             kept = of_sink(gmem.attn_sink, head, value)
     return Float32(0.0) if empty else kept / total
+
+
+@cute.jit
+def first_lse(gmem, head, query, total, frame):
+    """LSE of the entries that the indexer chose, those up to this tile, by one lane."""
+    value = cute.math.log2(total, fastmath=True) + frame
+    if head < gmem.heads:
+        gmem.lse_indexer[query, head] = Float32.inf if total == 0.0 else value * LN2
 
 
 def place_of(gmem, query, head, channel):

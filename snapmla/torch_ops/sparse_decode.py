@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsl_kernels.cache_records.ds_mla import ROW_BYTES
 from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK
-from dsl_kernels.ds_mla import ROW_BYTES
 from snapmla import checks, layouts, quant
 from snapmla.decode_plan import FP8
 from snapmla.sparse.decode import ROWS_OF_BYTES, check_reach

@@ -318,9 +318,16 @@ def test_the_test_set_shows_every_value_of_every_axis(arch: str) -> None:
     if arch == "sm_100a":  # of the same sources
         assert sorted(s.op for s in chosen if s.family.helper) == sorted({s.op for s in helpers})
     else:
+        declared = {s for s in helpers if s.family.everyday is not None}
+        assert {s.name for s in declared & set(chosen)} == {
+            *(f"select_topk_t1024_{keys}_sm90a" for keys in ("e8_c1", "e0_c8")),
+            *(f"index_logits_{rows}_sm90a" for rows in ("h64_u2", "h32_u8")),
+        }
+        merge = {s for s in helpers if s.op == "merge_states" and s.d_v != 512}
+        assert merge <= set(chosen)
         rows = {s for s in helpers if dict(s.values).get("cache_dtype", "fp8") != "fp8"}
         wide = {s for s in helpers if s.op == "fetch_dequant" and s.index_dtype == "i64"}
-        assert helpers - rotating - rows - wide <= set(chosen) and wide & set(chosen)
+        assert helpers - rotating - rows - wide - declared <= set(chosen) and wide & set(chosen)
         assert len(rotating & set(chosen)) == 4
         assert len(rows & set(chosen)) == 4 + 2, "of rows of 656 bytes one an op"
     assert len(helpers & set(chosen)) < len(helpers)

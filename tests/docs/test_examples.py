@@ -27,9 +27,9 @@ def run(source: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-# a graph of the software GPU is a list of calls: the one that matters runs on a GPU; a step of
-# given scores is part of the step that makes them
-RARELY = ("cuda_graph", "sparse_step")
+# a graph of the software GPU is a list of calls: the one that matters runs on a GPU; steps of
+# sparse attention are made of calls that other tests run
+RARELY = ("cuda_graph", "sparse_step", "dsa_step")
 EVERY_DAY = [
     pytest.param(path, marks=pytest.mark.whole_matrix if path.stem in RARELY else ())
     for path in SCRIPTS
