@@ -161,21 +161,13 @@ def traits(spec: VariantSpec) -> set[Trait]:
 def sample(specs: Iterable[VariantSpec], *, thorough: bool = False) -> list[VariantSpec]:
     """The test set of ``specs``, in their order: few variants, and every trait.
 
-<<<<<<< HEAD
-    All helper kernels of SM90 whose unnamed axes have their defaults, which compile in a second.
-    Of its others (those with RoPE), and of each other family, a greedy cover: first from variants
-    of default values (64-token pages, bf16 results), which most calls take, then from those that
-    differ from that in one axis, then from all; of equals the first.  SM100's helper kernels are of
-    the same sources: one an op.  A family that declares its ``everyday`` variants has those
-    instead.  If the set is to be ``thorough``, the last two rules do not hold.
-=======
     All helper kernels of SM90 whose unnamed axes have their defaults, which compile in a second,
-    of families that declare no ``everyday``.  Of the others (those with RoPE, and SM100's, which
-    are of the same sources), and of each other family, a greedy cover: first from variants of
-    default values (64-token pages, bf16 results), which most calls take, then from those that
-    differ from that in one axis, then from all; of equals the first.  A family that declares its
-    ``everyday`` variants has those instead, unless the set is to be ``thorough``.
->>>>>>> main
+    of families that declare no ``everyday``.  Of its others (those with RoPE), and of each other
+    family, a greedy cover: first from variants of default values (64-token pages, bf16 results),
+    which most calls take, then from those that differ from that in one axis, then from all; of
+    equals the first.  SM100's helper kernels are of the same sources: one an op.  A family that
+    declares its ``everyday`` variants has those instead.  If the set is to be ``thorough``, the
+    last two rules do not hold.
     """
     specs = list(specs)
     chosen = {
