@@ -279,7 +279,7 @@ def filled(text: str) -> str:
     def fill(found: re.Match[str]) -> str:
         return f"<!-- begin {found[1]} -->\n{known[found[1]]}\n<!-- end -->"
 
-    return re.sub(r"<!-- begin ([a-z0-9 ]+) -->\n.*?<!-- end -->", fill, text, flags=re.S)
+    return re.sub(r"<!-- begin ([a-z0-9_ ]+) -->\n.*?<!-- end -->", fill, text, flags=re.S)
 
 
 def pages() -> dict[Path, str]:
