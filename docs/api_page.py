@@ -53,8 +53,8 @@ MODULES: dict[str, tuple[str, ...]] = {
     "snapmla.layouts": ("paged_views", "rows640_views"),
     "snapmla.reference": (
         "mla_decode_reference", "reference_from_unquantised", "quantize_rows", "dequantize_rows",
-        "quantize_ds_mla_rows", "dequantize_ds_mla_rows", "rms_norm_rows", "rotate_rows",
-        "QuantConfig",
+        "quantize_ds_mla_rows", "dequantize_ds_mla_rows", "quantize_pages", "dequantize_pages",
+        "rms_norm_rows", "rotate_rows", "QuantConfig",
     ),
     "snapmla.selfcheck": ("decode_errors", "DecodeErrors", "QkErrors", "lse_bounds"),
 }  # fmt: skip

@@ -299,8 +299,9 @@ def expect_fp8(cache: PagedKVCache, hint: str) -> None:
 def expect_decoded(cache: object) -> None:
     """ValueError for a cache of a format that attention does not read."""
     if isinstance(cache, PagedKVCache) and cache.format in _NAMED:
-        hint = "indices= reads it; snapmla.convert_cache makes an FP8 cache of it"
-        checks.value_error("cache", "an FP8 or a 16-bit cache", FORMATS[cache.format].about, hint)
+        record, hint = FORMATS[cache.format], "snapmla.convert_cache makes an FP8 cache of it"
+        hint = f"indices= reads it; {hint}" if record.sparse else hint
+        checks.value_error("cache", "an FP8 or a 16-bit cache", record.about, hint)
 
 
 # -------------------------------------------------------------------------- by format

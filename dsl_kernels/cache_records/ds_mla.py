@@ -33,6 +33,7 @@ RECORD = Record(
     group=GROUP,
     least_scale=LEAST_SCALE,
     zero_scale=ZEROS,
+    sparse="mix16",
     element="uint8",
     about="a cache of format 'fp8_ds_mla'",
     parts=("kv",),

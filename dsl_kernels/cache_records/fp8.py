@@ -38,6 +38,7 @@ RECORD = Record(
         "row640": ((("content", "rope"),), (("scale",),)),
     }),
     rope_scaled=True,
+    sparse="etap",
     element="float8_e4m3fn",
     about="an FP8 cache",
     parts=("content", "rope", "scale"),

@@ -63,6 +63,7 @@ class Record:
 
     Attention:
         rope_in_v: whether V has the RoPE channels, too: else V is ``content``.
+        sparse: pipeline of sparse decode that reads it, empty if none does.
 
     Hosts:
         element: torch's name of ``PagedKVCache.dtype``: of ``content``, which tells those formats
@@ -106,6 +107,7 @@ class Record:
     layouts: Mapping[str, Layout] = field(default_factory=lambda: MappingProxyType({}))
     rope_scaled: bool = False
     rope_in_v: bool = False
+    sparse: str = ""
     rows: bool = False
     quantized_query: bool = False
     results: tuple[str, ...] = ("bf16",)

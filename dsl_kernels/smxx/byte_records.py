@@ -137,7 +137,7 @@ class Target(_Writes):
         """Quantises a token of ``dt``, in which all lanes of the warp take part."""
         own, lanes = self.own, _lanes_of_group(self.own, dt)
         amax = _group_amax(chunks, dt, lanes)
-        widest = _largest([*amax, *quant.to_f32(rope_words, dt)])
+        widest = _largest([*amax, *(quant.to_f32(rope_words, dt) if rope_words else [])])
         bad = cute.arch.vote_any_sync(widest >= Uint32(quant.INF_BITS))
         powers = Int32(1) if own.powers else self.power_of_two
         scales = [_scale(a, own.least_scale, powers, bad) for a in amax]

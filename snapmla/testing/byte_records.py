@@ -8,7 +8,9 @@ from torch import Tensor
 
 from dsl_kernels.cache_records.record import ZEROS, Record
 from dsl_kernels.dims import E4M3_MAX
-from snapmla.byte_cache import DTYPES, Fields
+from dsl_kernels.families.formats import FORMATS
+from snapmla import checks
+from snapmla.byte_cache import DTYPES, Fields, fields_of
 from snapmla.testing.rounding import FP8, to_e4m3
 
 FRACTION, EXPONENT_AT = 0x7FFFFF, 23  # of an fp32 number
@@ -52,3 +54,70 @@ def dequantize_tokens(record: Record, fields: Fields, dtype: torch.dtype) -> tup
     if record.zero_scale == ZEROS:
         values = torch.where(scale == 0, 0.0, values)
     return values.flatten(-2).to(dtype), rope.to(dtype)
+
+
+def quantize_pages(
+    fmt: str, c_kv: Tensor, k_rope: Tensor | None, page_size: int, *, scale_fmt: str | None = None
+) -> Tensor:
+    """Pages of a format of bytes that hold tokens one after another.
+
+    Args:
+        fmt: name of the format, such as ``fp8_ds_mla``.
+        c_kv: (n, content channels of the format) floating point.
+        k_rope: (n, RoPE channels of the format) floating point; None of a format without.
+        page_size: tokens of a page.
+        scale_fmt: as of ``PagedKVCache``: None for the format's scales, ``ue8m0`` for powers of
+            two.
+
+    Returns:
+        uint8 (pages, page_size, 1, bytes of a token): what ``append_kv`` writes into zeros.  Where
+        a page has several planes, the last dimensions are such in name only.
+
+    Raises:
+        ValueError: ``fmt`` is no format of bytes.
+        RuntimeError: from torch, if shapes do not go together.
+
+    Source: the rules are the engines' (docs/formats.md); that a token with NaN or infinity is NaN
+    everywhere is our own.
+    """
+    record, n = _record(fmt), len(c_kv)
+    k_rope = c_kv[:, :0] if k_rope is None else k_rope
+    fields = quantize_tokens(record, c_kv, k_rope, scale_fmt is not None)
+    pages = torch.zeros(-(-n // page_size), page_size, 1, record.token_bytes, dtype=torch.uint8)
+    slots = torch.arange(n)
+    at = slots // page_size, slots % page_size
+    for place, field in zip(fields_of(record, pages), fields, strict=True):
+        if field.dtype.itemsize == 1:
+            place, field = place.view(torch.uint8), field.view(torch.uint8)
+        place[at] = field
+    return pages
+
+
+def dequantize_pages(
+    fmt: str, pages: Tensor, dtype: torch.dtype = torch.bfloat16
+) -> tuple[Tensor, Tensor]:
+    """What ``fetch_dequant`` reads of pages of a format of bytes.
+
+    Args:
+        fmt: name of the format.
+        pages: uint8 (pages, page_size, 1, bytes of a token).
+        dtype: of the result.
+
+    Returns:
+        (c_kv (pages * page_size, content channels), k_rope (pages * page_size, RoPE channels)).
+
+    Raises:
+        ValueError: ``fmt`` is no format of bytes.
+        RuntimeError: from torch, if ``pages`` has another width.
+
+    Source: the rules are the engines' (docs/formats.md).
+    """
+    record = _record(fmt)
+    c_kv, k_rope = dequantize_tokens(record, fields_of(record, pages), dtype)
+    return c_kv.flatten(0, 1), k_rope.flatten(0, 1)
+
+
+def _record(fmt: str) -> Record:
+    """The record of a format of bytes."""
+    checks.choice("fmt", fmt, [name for name, each in FORMATS.items() if each.named])
+    return FORMATS[fmt]
