@@ -13,6 +13,8 @@ AXES = (
     Axis("dtype", "d", ("bf16",), "bf16", named=False),  # of q, kv and out
     # indexer: also the LSE of the first entries of a list, which the indexer chose
     Axis("figures", "", ("whole", "indexer"), "whole", named=False),
+    # split: of few query tokens, as of decode; with the merge behind
+    Axis("lists", "", ("whole", "split"), "whole", named=False),
 )
 
 EVERYDAY = {"row_tile": 64, "d_qk": 576, "figures": "whole"}, {"row_tile": 16, "d_qk": 512}
@@ -21,8 +23,11 @@ EVERYDAY = {"row_tile": 64, "d_qk": 576, "figures": "whole"}, {"row_tile": 16, "
 def _module(arch: str, values: Values) -> str | None:
     if arch != "sm_90a":
         return None
-    indexer = values["figures"] == "indexer"
-    return "dsl_kernels.sm90." + ("sparse_prefill_indexer" if indexer else "sparse_prefill")
+    indexer, split = values["figures"] == "indexer", values["lists"] == "split"
+    if indexer and split:
+        return None
+    more = "_indexer" * indexer + "_split" * split
+    return f"dsl_kernels.sm90.sparse_prefill{more}"
 
 
 def points(arch: str) -> Iterator[Values]:

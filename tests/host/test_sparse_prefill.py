@@ -85,6 +85,44 @@ def test_flash_mla_names(truth: Truth) -> None:
         flash_mla_sparse_fwd(q, call["kv"], indices, 0.0)
 
 
+WHOLE = pytest.mark.whole_matrix
+
+
+@pytest.mark.parametrize(
+    "engine", ["sglang", pytest.param("lmdeploy", marks=WHOLE), pytest.param("v4", marks=WHOLE)]
+)
+def test_calls_of_engines(truth: Truth, engine: str) -> None:
+    """Lists of 128 with -1 behind what counts, heads padded by what memory holds, no lengths;
+    LMDeploy's strided rows; V4's chunks of queries into a larger ``out``, with
+    lengths and sinks."""
+    call, made = truth
+    heads, counts = 64, call["topk_length"]
+    q = call["q"].new_empty(S_Q, heads, 576).fill_(math.nan)
+    q[:, :H] = call["q"]
+    page_table = torch.full((S_Q, 128), -1, dtype=I32)
+    page_table[:, :TOPK] = call["indices"][:, 0]
+    page_table[torch.arange(128) >= counts[:, None]] = -1
+    kv = call["kv"]
+    if engine == "v4":
+        out, sink = torch.full((S_Q + 2, heads, 512), 7.0).to(BF16), torch.zeros(heads)
+        sink[:H] = call["attn_sink"]
+        for i in range(S_Q):
+            flash_mla_sparse_fwd(
+                q=q[i : i + 1], kv=kv.view(-1, 1, q.shape[-1]),
+                indices=page_table[i : i + 1].unsqueeze(1), sm_scale=SCALE, attn_sink=sink,
+                topk_length=counts[i : i + 1], out=out[i + 1 : i + 2],
+            )  # fmt: skip
+        assert torch.equal(out[1:-1, :H], made[0]) and (out[[0, -1]] == 7).all()
+        return
+    if engine == "lmdeploy":  # rows lie 128 bytes apart
+        kv = torch.full((S_KV, 1, 640), math.nan).to(BF16)[..., :576].copy_(kv)
+    out, *_, lse = flash_mla_sparse_fwd(
+        q=q, kv=kv, indices=page_table.unsqueeze(1), sm_scale=SCALE, d_v=512
+    )
+    without = sparse_prefill(**{**call, "attn_sink": None})
+    assert torch.equal(out[:, :H], without[0]) and torch.equal(lse[:, :H], without[2])
+
+
 @pytest.mark.whole_matrix
 def test_lse_of_what_the_indexer_chose(truth: Truth) -> None:
     """Automodel's call: a fourth result; memory given, errors, a list that it covers, no rows."""
