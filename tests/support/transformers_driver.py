@@ -15,7 +15,6 @@ that rounds as the kernels do predicts, and 15 % more or less.
 from __future__ import annotations
 
 import sys
-from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -35,6 +34,7 @@ RELEASE = tuple(int(part) for part in transformers.__version__.split(".")[:2])
 SLACK = 1.15
 PROMPT, MORE, ROOM = 20, 3, 64  # tokens of a prompt, new ones, positions of a cache
 EXACT, OVER_FP8 = 1e-2, 4.5e-2  # prompts: without old tokens, and over some out of the cache
+GROSS = 0.15  # of logits, behind two layers over an FP8 cache; anything misplaced gives 1 or so
 CACHE = "cache" if RELEASE >= (5, 24) else "past_key_values"
 SIZES = {
     "vocab_size": 256, "hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 128,
@@ -85,7 +85,7 @@ class Watch:
     """Our attention function, which keeps what it was given and what it gave."""
 
     def __init__(self) -> None:
-        self.latents: dict[int, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+        self.latents: dict[int, Tensor] = {}  # layer -> (b, positions, 576)
         self.calls: list[dict[str, Any]] = []
         self.sparse = 0
         AttentionInterface.register(NAME, self)
@@ -95,7 +95,10 @@ class Watch:
         indices: Tensor | None = None, **more: Any,
     ) -> tuple[Tensor, None]:  # fmt: skip
         pool, layer = key.snapmla_layer.pool, module.layer_idx  # type: ignore[attr-defined]
-        self.latents[layer].append((key[:, 0].float(), value[:, 0].float()))
+        old = pool.seen - pool.new
+        joint = torch.cat([key[:, 0], value[:, 0]], -1).float()
+        past = self.latents[layer][:, :old] if old else joint[:, :0]
+        self.latents[layer] = torch.cat([past, joint], 1)
         result = attention(module, query, key, value, mask, scaling, indices=indices, **more)
         may = pool.allowed()[..., : pool.seen].clone()
         if indices is not None:
@@ -104,10 +107,10 @@ class Watch:
             )[..., : pool.seen]
             self.sparse += int(indices.shape[-1] < pool.extent and pool.new <= MOST)
         pads = pool.slot_of[:, : pool.seen] < 0
-        c, r = (torch.cat(parts, 1) for parts in zip(*self.latents[layer]))
+        c, r = self.latents[layer].split([512, 64], -1)
         self.calls.append({
             "module": module, "q": query.float(), "c": c, "r": r, "may": may, "pads": pads,
-            "out": result[0].float(), "scale": scaling, "old": pool.seen - pool.new,
+            "out": result[0].float(), "scale": scaling, "old": old,
         })  # fmt: skip
         return result
 
@@ -250,14 +253,16 @@ def chunks() -> None:
     compare("three drafts", piece(17, 20), whole[:, 17:])
     cache.crop(-10)
     assert cache.lengths.tolist() == [10, 0]
-    compare("a long piece over a short past", piece(10, 20)[real[:, 10:]], whole[:, 10:][real[:, 10:]])
-    watch.latents.clear()
+    late = real[:, 10:]
+    compare("a long piece over a short past", piece(10, 20)[late], whole[:, 10:][late])
+    watch.check("pieces and drafts")
 
 
 def compare(what: str, got: Tensor, want: Tensor) -> None:
+    """That results land where they belong; how exact they are is the watch's to say."""
     error = metrics.relative_l2(got.float(), want.float())
     print(f"{what}: logits' relative L2 {error:.2e}", flush=True)
-    assert error < 3e-2, what
+    assert error < GROSS, what
 
 
 def holes() -> None:
