@@ -102,9 +102,8 @@ class Watch:
         result = attention(module, query, key, value, mask, scaling, indices=indices, **more)
         may = pool.allowed()[..., : pool.seen].clone()
         if indices is not None:
-            may &= torch.zeros(*may.shape[:2], pool.extent, dtype=torch.bool).scatter_(
-                -1, indices.long(), True
-            )[..., : pool.seen]
+            chosen = may.new_zeros(*may.shape[:2], pool.extent)
+            may &= chosen.scatter_(-1, indices.long(), True)[..., : pool.seen]
             self.sparse += int(indices.shape[-1] < pool.extent and pool.new <= MOST)
         pads = pool.slot_of[:, : pool.seen] < 0
         c, r = self.latents[layer].split([512, 64], -1)
