@@ -47,6 +47,11 @@
 #   fidelity[:--compile]       the accuracy study, or go on with it: repeat until nothing is left
 #   engine:accuracy|speed      vLLM with the plugin beside its own backends; takes build/vllm along
 #                              (profiles.engine bring makes it), where no vLLM is installed
+#   transformers[:ARG,ARG...]  a decode step of transformers with and without graphs, beside its own
+#                              attention (profiles.transformers_step ARG ARG...), where transformers
+#                              is installed, packed by profiles.engine bring, or wheels of it and of
+#                              what constraints/transformers.txt lists are in WHEELS; its tests are
+#                              tests:tests/gpu/test_transformers.py
 #   model:NAME                 the packed checkpoint of the study's NAME to $OUT, a few files
 #   record                     what the software GPU replays, to $OUT/softgpu_h200.npz; before pack's
 #                              files leave: python -m profiles.record_softgpu hashes
@@ -275,10 +280,17 @@ run_part() {
             cp build/engine/*.log build/engine/*-*.json "$work/engine" 2>/dev/null
             return "$code"
             ;;
+        transformers)
+            [ -d build/vllm ] && engine_site
+            # shellcheck disable=SC2086  # a list of words
+            timeout -k 10 "$seconds" "$python" -m profiles.transformers_step --out "$work" \
+                --seconds $((seconds - 60)) ${what//,/ } 2>&1 | tee "$work/transformers.log"
+            return "${PIPESTATUS[0]}"
+            ;;
         model) cp build/fidelity/"$what".json build/fidelity/"$what".*.pack "$out" ;;
         *)
             echo "part: expected info, tests[:FILES], host, merge, parallel[:ARGS], mha[:ARGS], dsa[:ARGS], index[:ARGS], dsa-step[:ARGS], sparse-prefill[:ARGS], sparse-prefill-fp8[:ARGS], dense-accuracy[:PARTS], stamps[:SHAPES], record, demo, prove[:JOBS], bench:PRESET, shape:LABEL," \
-                "profile:VARIANTS, fidelity, model:NAME, engine:accuracy|speed or check[:ARGS];" \
+                "profile:VARIANTS, fidelity, model:NAME, engine:accuracy|speed, transformers[:ARGS] or check[:ARGS];" \
                 "got '$part'"
             return 2
             ;;

@@ -8,15 +8,15 @@ the backend refuses (``refuse.py``): one that gets another name is to be looked 
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import enum
 import importlib
-import importlib.util
 import inspect
 import json
 from pathlib import Path
 from typing import Any
+
+from snapmla.integrations import source
 
 RECORD = Path(__file__).with_name("surface.json")
 _MLA = "vllm.model_executor.layers.attention.mla_attention"
@@ -140,33 +140,10 @@ def read_source(name: str) -> list[str] | bool:
 
     A model's module may want libraries that are not here, or a GPU.
     """
-    module, _, path = name.partition(":")
-    package, *folders = module.split(".")
-    spec = importlib.util.find_spec(package)
-    if spec is None or not spec.submodule_search_locations:
+    node = source.definition(name)
+    if node is None:
         return False
-    file = Path(spec.submodule_search_locations[0], *folders).with_suffix(".py")
-    if not file.is_file():
-        return False
-    node: Any = ast.parse(file.read_text())
-    for part in path.split("."):
-        inside = (each for each in node.body if part in _binds(each))
-        node = next(inside, None)
-        if node is None:
-            return False
-    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-        return True
-    given = node.args
-    first = [each.arg for each in (*given.posonlyargs, *given.args)]
-    more = [each.arg for each in (given.vararg, *given.kwonlyargs, given.kwarg) if each]
-    return first + more
-
-
-def _binds(node: ast.stmt) -> set[str]:
-    """The names that a function, a class or an import gives."""
-    if isinstance(node, ast.ImportFrom):
-        return {each.asname or each.name for each in node.names}
-    return {name} if (name := getattr(node, "name", None)) else set()
+    return source.parameters(node) if isinstance(node, source.Function) else True
 
 
 def recorded() -> dict[str, Surface]:
