@@ -7,9 +7,9 @@ modules that it imports for a GPU are shells.  Kernels run on the software GPU. 
 attention, which SGLang computes by FlashAttention 3, is done by torch here.  Prints a line a case,
 last ``all right``.
 
-What is compared: attention of the layer against attention in fp64 over the latents before they
-were quantised.  Its error may be what the reference that rounds as the kernels do predicts, and 15 %
-more or less.
+What is compared: attention of the layer against attention in fp64 over the latents before they were
+quantised.  Its error may be what the reference that rounds as the kernels do predicts, and 15 % more
+or less.
 """
 
 from __future__ import annotations
@@ -279,7 +279,7 @@ def graphs() -> None:
 
 
 def verify() -> None:
-    """Three drafts of each request, padded; accepted ones move; a draft model's steps and extend."""
+    """Three drafts of each request; accepted ones move; a draft model's steps and extend."""
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
     from snapmla.integrations.sglang.backend import SnapMLAMultiStepBackend

@@ -48,7 +48,7 @@ def _thing(name: str) -> Any:
 class _Shell(types.ModuleType):
     """A module with every attribute."""
 
-    __path__: list[str] = []
+    __path__ = ()
     __version__ = "99.0.0"
 
     def __getattr__(self, name: str) -> Any:

@@ -6,17 +6,17 @@ Where a step goes::
     draft extend                                 tables, and the plan of this shape, updated
                        each layer                set_mla_kv_buffer, quantize_q, decode
     extend, absorbed   the first layer of a step the same, with ragged queries
-    extend, multi-head SGLang's own ``fa3`` over K and V of the new tokens and of a cached prefix
+    extend, multi-head SGLang's own ``fa3``, over K and V of the new tokens and of a cached prefix
                        that the model fetches from the pool
 
-Which form an extend takes is up to SGLang (``hooks.forward_method``): multi-head for prompts without
-a prefix and for long prefixes; absorbed, that is by this backend's kernels over the cache, for short
-prefixes, in graphs of prefill, and where inference has to be deterministic.
+Which form an extend takes is up to SGLang (``hooks.forward_method``): multi-head for prompts
+without a prefix and for long prefixes; absorbed, that is by this backend's kernels over the cache,
+for short prefixes, in graphs of prefill, and where inference has to be deterministic.
 
 CUDA graphs: what a graph of decode or verify holds the address of (lengths, block table, the plan's
 tables) is made in ``init_cuda_graph_state`` or at the capture, stays, and is written by
-``init_forward_metadata_out_graph`` before each replay.  Steps outside of graphs have tables of their
-own.
+``init_forward_metadata_out_graph`` before each replay.  Steps outside of graphs have tables of
+their own.
 """
 
 from __future__ import annotations
@@ -182,7 +182,9 @@ class SnapMLABackend(AttentionBackend):
         batch = forward_batch.batch_size
         lengths, block_table = tables.lengths[:batch], tables.block_table[:batch]
         lengths.copy_(seq_lens)
-        firsts = self.req_to_token[:, ::PAGE].index_select(0, forward_batch.req_pool_indices[:batch])
+        firsts = self.req_to_token[:, ::PAGE].index_select(
+            0, forward_batch.req_pool_indices[:batch]
+        )
         torch.div(firsts, PAGE, rounding_mode="floor", out=block_table)
         return lengths, block_table
 

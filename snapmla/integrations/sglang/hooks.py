@@ -1,14 +1,15 @@
 """What the plugin changes in SGLang, all of it without effect on servers that name another backend.
 
-    choices                          the name, also where prefixes are cached, and for deterministic
-                                     inference
-    attention_registry               name -> backend
-    attention_backend_handler        which form of attention a batch takes
-    deepseek_common.utils            Q and K are handed over in two parts each, not concatenated
-    validation_hook                  what is not served stops a server before it loads weights
-    overrides                        pages of 64 tokens
-    KVCacheConfigurator              our pool; bytes of a token in it
-    DraftBackendFactory              attention of draft models
+===========================  ======================================================================
+choices                      the name, also where prefixes are cached, and for deterministic runs
+attention_registry           name -> backend
+attention_backend_handler    which form of attention a batch takes
+deepseek_common.utils        Q and K are handed over in two parts each, not concatenated
+validation_hook              what is not served stops a server before it loads weights
+overrides                    pages of 64 tokens
+KVCacheConfigurator          our pool; bytes of a token in it
+DraftBackendFactory          attention of draft models
+===========================  ======================================================================
 """
 
 from __future__ import annotations
@@ -18,18 +19,22 @@ from typing import Any
 import torch
 from sglang.srt.arg_groups import choices
 from sglang.srt.arg_groups.model_override_base import resolved_view
+from sglang.srt.configs.model_config import is_deepseek_dsa
 from sglang.srt.layers.attention.attention_registry import (
     ATTENTION_BACKENDS,
     register_attention_backend,
 )
+from sglang.srt.models.deepseek_common import attention_backend_handler as handlers
+from sglang.srt.models.deepseek_common import utils
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from sglang.srt.runtime_context import attention_backends, get_exec
 
 from dsl_kernels.dims import HEAD_DIM_QK
 from snapmla import layouts
 from snapmla.integrations.sglang import BACKEND, refuse
 
-_CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator"
-_FACTORY = "sglang.srt.speculative.draft_utils.DraftBackendFactory"
+_ARGUMENTS = "sglang.srt.arg_groups"
+_CACHE = "sglang.srt.mem_cache.kv_cache_configurator"
 
 
 def register() -> None:
@@ -42,24 +47,16 @@ def register() -> None:
     choices.add_deterministic_attention_backend_choices([BACKEND])
     choices.add_radix_supported_deterministic_attention_backend_choices([BACKEND])
     for target, hook, kind in (
-        ("sglang.srt.arg_groups.validation_hook.check_server_args", check, HookType.AFTER),
+        (f"{_ARGUMENTS}.validation_hook.check_server_args", check, HookType.AFTER),
+        (f"{_ARGUMENTS}.overrides._mla_backend_page_constraints", page_size, HookType.AROUND),
+        (f"{_CACHE}.calculate_mla_kv_cache_dim", token_bytes, HookType.AROUND),
+        (f"{_CACHE}.KVCacheConfigurator._resolve_kv_pool_class", pool_class, HookType.AROUND),
         (
-            "sglang.srt.arg_groups.overrides._mla_backend_page_constraints", page_size,
-            HookType.AROUND,
+            "sglang.srt.speculative.draft_utils.DraftBackendFactory._create_backend",
+            draft_backend, HookType.AROUND,
         ),
-        (f"{_CONFIGURATOR}.calculate_mla_kv_cache_dim", token_bytes, HookType.AROUND),
-        (f"{_CONFIGURATOR}.KVCacheConfigurator._resolve_kv_pool_class", pool_class, HookType.AROUND),
-        (f"{_FACTORY}._create_backend", draft_backend, HookType.AROUND),
     ):  # fmt: skip
         HookRegistry.register(target, hook, kind)
-    _register_with_models()
-
-
-def _register_with_models() -> None:
-    """Lists of DeepSeek's model code, which are no argument's choices."""
-    from sglang.srt.models.deepseek_common import attention_backend_handler as handlers
-    from sglang.srt.models.deepseek_common import utils
-
     # Without a handler of its own a name gets triton's.
     handlers.AttentionBackendRegistry.register(BACKEND, forward_method)
     handlers.MHA_ONE_SHOT_SUPPORTED_BACKENDS.append(BACKEND)
@@ -75,9 +72,6 @@ def make_backend(model_runner: Any) -> Any:
 
 def forward_method(attention: Any, forward_batch: Any) -> Any:
     """Absorbed attention for decode, verify and deterministic inference; else as SGLang chooses."""
-    from sglang.srt.models.deepseek_common import attention_backend_handler as handlers
-    from sglang.srt.runtime_context import get_exec
-
     if get_exec().deterministic.enable_deterministic_inference:
         return handlers._dispatch_mla_subtype(attention, forward_batch)
     return handlers._handle_attention_backend(attention, forward_batch, BACKEND)
@@ -104,8 +98,6 @@ def page_size(original: Any, view: Any) -> dict[str, Any]:
 
 def _asked_for() -> bool:
     """Whether this process's server asks for the backend."""
-    from sglang.srt.runtime_context import attention_backends
-
     return BACKEND in attention_backends()
 
 
@@ -121,8 +113,6 @@ def pool_class(original: Any, configurator: Any, *, kind: str, default: type) ->
     found = original(configurator, kind=kind, default=default)
     if kind != "mla" or not configurator.use_mla_backend or not _asked_for():
         return found
-    from sglang.srt.configs.model_config import is_deepseek_dsa
-
     from snapmla.integrations.sglang.pool import SnapMLATokenToKVPool
 
     refuse.settings(resolved_view(configurator.server_args))
