@@ -7,9 +7,9 @@ modules that it imports for a GPU are shells.  Kernels run on the software GPU. 
 attention, which SGLang computes by FlashAttention 3, is done by torch here.  Prints a line a case,
 last ``all right``.
 
-What is compared: attention of the layer against attention in fp64 over the latents before they were
-quantised.  Its error may be what the reference that rounds as the kernels do predicts, and 15 % more
-or less.
+What is compared: attention of the layer against attention in fp64 over the latents before they
+were quantised.  Its error may be what the reference that rounds as the kernels do predicts, and
+15 % more or less.
 """
 
 from __future__ import annotations
@@ -279,10 +279,8 @@ def graphs() -> None:
 
 
 def verify() -> None:
-    """Three drafts of each request; accepted ones move; a draft model's steps and extend."""
+    """Three drafts of each request, of which accepted ones move."""
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
-
-    from snapmla.integrations.sglang.backend import SnapMLAMultiStepBackend
 
     engine, new = Engine(), [DRAFTS] * 3
     for padding in (0, 1):
@@ -292,6 +290,15 @@ def verify() -> None:
     n = engine.lengths[0]
     of, to = engine.slots(0, n + 2, n + 3), engine.slots(0, n, n + 1)
     moved(engine, of, to)
+
+
+def drafts() -> None:
+    """A draft model: its extend by a window of tokens, its steps."""
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    from snapmla.integrations.sglang.backend import SnapMLAMultiStepBackend
+
+    engine, new = Engine(), [DRAFTS] * 3
     batch = engine.batch(ForwardMode.DRAFT_EXTEND_V2, new)  # the window is counted
     engine.backend.init_forward_metadata(batch)
     engine.run("draft extend", batch, new)
@@ -577,7 +584,7 @@ def refused(call: Callable[[], Any], kind: type[Exception] = ValueError) -> None
 
 
 CASES: dict[str, Callable[[], None]] = {
-    "decode": decode, "graphs": graphs, "verify": verify, "extend": extend, "prefix": prefix,
+    "decode": decode, "graphs": graphs, "verify": verify, "drafts": drafts, "extend": extend, "prefix": prefix,
     "hooks": hooks, "refusals": refusals,
 }  # fmt: skip
 
