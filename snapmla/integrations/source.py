@@ -42,7 +42,10 @@ def parameters(function: Function) -> list[str]:
 
 
 def _binds(node: ast.stmt) -> set[str]:
-    """The names that a function, a class or an import gives."""
+    """The names that a function, a class, an import or an assignment gives."""
     if isinstance(node, ast.ImportFrom):
         return {each.asname or each.name for each in node.names}
+    if isinstance(node, ast.AnnAssign | ast.Assign):
+        targets = [node.target] if isinstance(node, ast.AnnAssign) else node.targets
+        return {each.id for each in targets if isinstance(each, ast.Name)}
     return {name} if (name := getattr(node, "name", None)) else set()

@@ -6,31 +6,20 @@ import importlib.metadata
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterator
 
-import torch
 import typer
 
 from dsl_kernels.spec import VariantSpec
-from snapmla import env, info, runtime
-from snapmla.errors import SnapMLAError, VariantError
+from snapmla import info
+from snapmla.errors import SnapMLAError
+from snapmla.integrations import findings
+from snapmla.integrations.findings import Finding, card
 from snapmla.integrations.vllm import refuse, surface
 
 app = typer.Typer(add_completion=False, help=__doc__)
 GROUP = "vllm.general_plugins"
 ARCH = "sm_90a"
-
-
-class Finding(NamedTuple):
-    """One thing that was looked at; ``ok`` None: it may work or not."""
-
-    ok: bool | None
-    text: str
-
-    def __str__(self) -> str:
-        mark = {True: "ok     ", None: "maybe  ", False: "MISSING"}[self.ok]
-        return f"{mark} {self.text}"
 
 
 def release() -> Finding:
@@ -74,23 +63,7 @@ def not_served() -> Finding:
 
 def entry_point() -> Finding:
     """Whether vLLM's processes will find the plugin."""
-    found = [e for e in importlib.metadata.entry_points(group=GROUP) if e.name == "snapmla"]
-    if not found:
-        return Finding(False, f"no entry point {GROUP}: snapmla: install snapmla as a package")
-    wanted = os.environ.get("VLLM_PLUGINS")
-    if wanted is not None and "snapmla" not in wanted.split(","):
-        return Finding(False, f"VLLM_PLUGINS={wanted} leaves snapmla out")
-    return Finding(True, f"entry point {GROUP}: {found[0].value}")
-
-
-def card() -> Finding:
-    """The GPU."""
-    if not torch.cuda.is_available():
-        return Finding(False, "no CUDA device")
-    name, capability = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
-    fits = capability == (9, 0)
-    wanted = "" if fits else "; the backend is for sm_90"
-    return Finding(fits, f"{name}, sm_{capability[0]}{capability[1]}{wanted}")
+    return findings.entry_point(GROUP, "VLLM_PLUGINS")
 
 
 def needed() -> list[VariantSpec]:
@@ -106,38 +79,7 @@ def needed() -> list[VariantSpec]:
 
 def kernels() -> Iterator[Finding]:
     """The kernels that the backend calls: built, to be compiled at first use, or missing."""
-    specs = needed()
-    missing = [spec for spec in specs if runtime.find(spec) is None]
-    refusal = runtime.jit_refusal()
-    if missing:
-        names = ", ".join(spec.name for spec in missing)
-        text = f"{len(missing)} of {len(specs)} kernels are not built ({names})"
-        if refusal is None:
-            yield Finding(None, f"{text}: each is compiled at its first use, which takes seconds")
-            return
-        yield Finding(
-            False,
-            f"{text}, and {refusal}: install the kernels' wheel that `make wheels ARCH={ARCH}` "
-            f"makes in a checkout, or let {env.VARIANT_DIR.name} name a directory that has them",
-        )
-    wrong = [] if refusal is None else list(_unusable(s for s in specs if s not in missing))
-    yield from (Finding(False, text) for text in wrong)
-    if not missing and not wrong:
-        yield Finding(True, f"{len(specs)} kernels are built: {_ops(specs)}")
-
-
-def _unusable(specs: Iterable[VariantSpec]) -> Iterator[str]:
-    """Why kernels that are there cannot be loaded; asked only where nothing would be compiled."""
-    for spec in specs:
-        try:
-            runtime.find_or_build(spec, need_library=True)
-        except VariantError as error:
-            yield str(error)
-
-
-def _ops(specs: list[VariantSpec]) -> str:
-    """Of which ops, in order, each once."""
-    return ", ".join(dict.fromkeys(spec.op for spec in specs))
+    return findings.kernels(needed(), ARCH)
 
 
 @app.command()

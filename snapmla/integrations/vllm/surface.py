@@ -8,15 +8,10 @@ the backend refuses (``refuse.py``): one that gets another name is to be looked 
 
 from __future__ import annotations
 
-import dataclasses
-import enum
-import importlib
-import inspect
 import json
 from pathlib import Path
-from typing import Any
 
-from snapmla.integrations import source
+from snapmla.integrations.surfaces import Surface, adds, described, read_source, text
 
 RECORD = Path(__file__).with_name("surface.json")
 _MLA = "vllm.model_executor.layers.attention.mla_attention"
@@ -102,48 +97,12 @@ REFUSED = (
         )
     ),
 )  # fmt: skip
-Surface = dict[str, list[str] | bool]
 
 
 def read() -> Surface:
     """Name -> parameters or fields, True for what has none, False for what is not there."""
-    found = {name: _described(name) for name in RELIED}
+    found = {name: described(name) for name in RELIED}
     return found | {name: read_source(name) for name in REFUSED}
-
-
-def _described(name: str) -> list[str] | bool:
-    module, _, path = name.partition(":")
-    path, _, mentioned = path.partition("@")
-    try:
-        value: Any = importlib.import_module(module)
-        *owners, last = path.split(".")
-        for owner in owners:
-            value = getattr(value, owner)
-        if last in getattr(value, "__dataclass_fields__", ()):
-            return True  # a field, of a default or not
-        value = getattr(value, last)
-    except (ImportError, AttributeError):
-        return False
-    if mentioned:
-        return mentioned in value.__code__.co_names
-    if isinstance(value, enum.Enum) and value.name != last:
-        return [f"another name of {value.name}"]
-    if isinstance(value, type):
-        if dataclasses.is_dataclass(value):
-            return [field.name for field in dataclasses.fields(value)]
-        return True
-    return list(inspect.signature(value).parameters) if callable(value) else True
-
-
-def read_source(name: str) -> list[str] | bool:
-    """``_described`` of what is written in a file of vLLM's, which is not imported.
-
-    A model's module may want libraries that are not here, or a GPU.
-    """
-    node = source.definition(name)
-    if node is None:
-        return False
-    return source.parameters(node) if isinstance(node, source.Function) else True
 
 
 def recorded() -> dict[str, Surface]:
@@ -156,9 +115,9 @@ def differences(found: Surface, known: Surface) -> list[tuple[bool | None, str]]
     said: list[tuple[bool | None, str]] = []
     for name, wanted in known.items():
         got = found.get(name, False)
-        if got == wanted or _adds(got, wanted):
+        if got == wanted or adds(got, wanted):
             continue
-        said.append((_harm(name, got, wanted), f"{name}: {_text(wanted)} is {_text(got)} here"))
+        said.append((_harm(name, got, wanted), f"{name}: {text(wanted)} is {text(got)} here"))
     return said
 
 
@@ -171,16 +130,3 @@ def _harm(name: str, got: list[str] | bool, wanted: list[str] | bool) -> bool | 
     if isinstance(got, list) and isinstance(wanted, list) and set(wanted) <= set(got):
         return None
     return False
-
-
-def _adds(got: list[str] | bool, wanted: list[str] | bool) -> bool:
-    """Whether parameters are those that are known and others behind them, or nothing was needed."""
-    if isinstance(got, list) and isinstance(wanted, list):
-        return got[: len(wanted)] == wanted
-    return wanted is False
-
-
-def _text(value: list[str] | bool) -> str:
-    if isinstance(value, list):
-        return f"({', '.join(value)})"
-    return "there" if value else "missing"
