@@ -7,13 +7,18 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 import typer
 
 from dsl_kernels.spec import VariantSpec
 from snapmla import env, info, runtime
+from snapmla.dispatch.calls import choose_sparse
+from snapmla.dispatch.cards import cards
+from snapmla.ds_mla import FORMAT
+from snapmla.dsa import shapes
+from snapmla.dsa.index_logits import unit_choices
 from snapmla.errors import SnapMLAError, VariantError
 from snapmla.integrations.vllm import refuse, surface
 
@@ -104,9 +109,29 @@ def needed() -> list[VariantSpec]:
     ]
 
 
-def kernels() -> Iterator[Finding]:
-    """The kernels that the backend calls: built, to be compiled at first use, or missing."""
-    specs = needed()
+def needed_sparse() -> list[VariantSpec]:
+    """Kernels that the sparse backend and its indexer call, whatever the model's heads and lengths."""
+    card = next(card for card in cards() if card.arch == ARCH)
+    tiles = (choose_sparse(card, heads, cache=FORMAT) for heads in (16, 32, 64, 128))
+    return [
+        VariantSpec(op="append_kv", arch=ARCH, index_dtype="i64", cache_dtype=FORMAT),
+        VariantSpec(op="plan_decode", arch=ARCH),
+        VariantSpec(op="fetch_dequant", arch=ARCH, mode="ragged", cache_dtype=FORMAT),
+        VariantSpec(op="append_index_k", arch=ARCH, index_dtype="i64"),
+        *(
+            VariantSpec(op="index_logits", arch=ARCH, heads=heads, unit_rows=rows)
+            for heads in refuse.INDEX_HEADS
+            for rows in unit_choices(heads)
+        ),
+        VariantSpec(op="index_rows", arch=ARCH),
+        *(VariantSpec(op="select_topk", arch=ARCH, **shape._asdict()) for shape in shapes.ALL),
+        *dict.fromkeys(tiles),
+    ]
+
+
+def kernels(sparse: bool = False) -> Iterator[Finding]:
+    """The kernels that a backend calls: built, to be compiled at first use, or missing."""
+    specs = needed_sparse() if sparse else needed()
     missing = [spec for spec in specs if runtime.find(spec) is None]
     refusal = runtime.jit_refusal()
     if missing:
@@ -141,13 +166,15 @@ def _ops(specs: list[VariantSpec]) -> str:
 
 
 @app.command()
-def check() -> None:
+def check(
+    sparse: Annotated[bool, typer.Option(help="with DSA models, by SNAPMLA_SPARSE")] = False,
+) -> None:
     """Say whether this installation will work, and why not; exit code 1 if not."""
     try:
         found = [release()]
         if found[0].ok is not False:
             found += [*names(), not_served()]
-        found += [entry_point(), card(), *kernels()]
+        found += [entry_point(), card(), *kernels(sparse)]
     except (SnapMLAError, ValueError) as error:  # or a variable without meaning
         found.append(Finding(False, str(error)))
     for finding in found:
