@@ -229,7 +229,8 @@ def bound(owner: Any, spec: Any, apart: int = 1) -> Any:
 class Engine:
     """A layer of vLLM's with its indexer and both caches, and what its tokens were."""
 
-    def __init__(self, drafts: int = 0, apart: int = 1) -> None:
+    def __init__(self, drafts: int = 0, apart: int = 1, invariant: bool = False) -> None:
+        from vllm import envs
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.models import deepseek_v2 as model
 
@@ -254,7 +255,9 @@ class Engine:
         assert self.index_spec.page_size_bytes == PAGE * 132
         self.kv = bound(self.layer, spec, apart)
         self.index_pages = bound(self.indexer.k_cache, self.index_spec)
-        self.builder = self.new_builder()
+        with mock.patch.object(envs, "VLLM_BATCH_INVARIANT", invariant, create=True):
+            self.builder = self.new_builder()
+        self.shard = (0, 1, 1)  # rank, ranks, tokens of a turn
         self.index_builder = new_index_builder(self)
         self.lengths = [0] * len(LENGTHS)
         self.latents = [torch.randn(WIDTH * PAGE, LATENT).bfloat16() for _ in LENGTHS]
@@ -297,7 +300,14 @@ class Engine:
         ]  # fmt: skip
 
     def slots(self, tokens: list[tuple[int, int]]) -> Tensor:
-        return torch.tensor([TABLE[i][at // PAGE] * PAGE + at % PAGE for i, at in tokens])
+        """-1 of tokens that another rank has."""
+        rank, ranks, turn = self.shard
+        found = torch.full((len(tokens),), -1)
+        for row, (i, at) in enumerate(tokens):
+            local = at // (turn * ranks) * turn + at % turn
+            if at // turn % ranks == rank:
+                found[row] = TABLE[i][local // PAGE] * PAGE + local % PAGE
+        return found
 
     def step(self, new: list[int], requests: list[int], padding: int = 0, **more: Any) -> Any:
         """vLLM's metadata of a step with ``new[i]`` query tokens of ``requests[i]``."""
@@ -449,7 +459,377 @@ def decode() -> None:
             assert torch.equal(engine.choose(alone, tokens[part]), chosen[part]), i
 
 
-CASES: dict[str, Callable[[], None]] = {"decode": decode}
+def graphs() -> None:
+    """Slots that pad a graph; its plan is kept, and lists of nothing give zeros."""
+    engine, requests = with_past(), [0, 2]
+    tokens = engine.grow([1, 1], requests)
+    captured = engine.builder.build_for_cudagraph_capture(engine.step([1, 1], [1, 2], padding=2))
+    assert captured.plans is engine.builder.plans and engine.builder.plans.pinned == 1
+    plan = captured.plans.get(4)
+    step = engine.step([1, 1], requests, padding=2)
+    chosen = engine.choose(step, tokens)
+    assert (chosen[2:] == -1).all()
+    q, got = engine.attend(step, tokens)
+    engine.check("slots that pad a graph", q, got, tokens, chosen)
+    assert not got[2:].any() and engine.builder.plans.get(4) is plan
+    assert engine.builder.plans.pinned == 1
+
+
+def prompts() -> None:
+    """Batch-invariant: a prompt in chunks, with single tokens, and beside a request that decodes,
+    has the bits of one prefill; what is chosen, too.  Else a short one may be dense attention."""
+    engine = with_past(invariant=True)
+    assert engine.config.attention_config.sparse_mla_force_mqa
+    begin, count = engine.lengths[1], 100
+    q = torch.randn(count, HEADS, NOPE + ROPE).bfloat16()
+    waits = {"is_prefilling": torch.tensor([True])}
+
+    def run(sizes: list[int], beside: bool) -> tuple[Tensor, Tensor]:
+        parts, at = [], 0
+        engine.lengths[1] = begin
+        for size in sizes:
+            tokens = engine.grow([size], [1])
+            rows, others = q[at : at + size], 0
+            if beside:  # request 0 decodes, and comes first
+                others = 1
+                tokens = engine.tokens([1, size], [0, 1])
+                rows = torch.cat([torch.randn(1, HEADS, NOPE + ROPE).bfloat16(), rows])
+                step = engine.step(
+                    [1, size], [0, 1], is_prefilling=torch.tensor([False, size > 1])
+                )  # fmt: skip
+            else:
+                step = engine.step([size], [1], **waits)
+            chosen = engine.choose(step, tokens)
+            _, got = engine.attend(step, tokens, rows)
+            parts.append((chosen[others:], got[others:]))
+            at += size
+        return tuple(torch.cat(part) for part in zip(*parts))  # type: ignore[return-value]
+
+    whole = run([count], beside=False)
+    tokens = engine.tokens([count], [1])
+    engine.check("one prefill", q, whole[1], tokens, whole[0])
+    for sizes, beside in (([60, 1, 1, 38], False), ([57, 43], True)):
+        again = run(sizes, beside)
+        same = [torch.equal(a, b) for a, b in zip(whole, again)]
+        print(f"chunks of {sizes}, beside a decode {beside}: the same choice and bits {same}")
+        assert same == [True, True]
+    short_prompt(engine)
+
+
+def short_prompt(engine: Engine) -> None:
+    """Dense attention of a chunk over a cached prefix, which our rows are fetched for."""
+    engine.config.attention_config.sparse_mla_force_mqa = False
+    engine.builder.reorder_batch_threshold = 8
+    engine.lengths[1] = 40
+    tokens = engine.grow([30], [1])
+    step = engine.step([30], [1], is_prefilling=torch.tensor([True]))
+    built = engine.builder.build(0, step)
+    assert (built.num_decodes, built.num_prefills, built.prefill_max_seq_len) == (0, 1, 70)
+    q, got = engine.attend(step, tokens)
+    truth = torch.stack([engine.truth(x, i, torch.arange(at + 1)) for x, (i, at) in zip(q, tokens)])
+    error = metrics.relative_l2(got.float(), truth)
+    print(f"dense attention of a short prompt over 40 cached tokens: relative L2 {error:.2e}")
+    assert 5e-3 < error < 4.5e-2  # e4m3 of the prefix; its own tokens are exact to bf16
+
+
+def ranks() -> None:
+    """Context parallelism: both ranks choose what one would; a shard without tokens is (0, -inf)."""
+    from snapmla.integrations.vllm import indexer as choosing
+
+    engine = with_past()
+    one = engine.kv.clone(), engine.index_pages.clone()
+    for turn, new, requests in ((1, [1, 1, 1], [0, 1, 2]), (64, [1, 1, 1], [0, 1, 2]), (16, [30], [1])):
+        tokens = engine.grow(new, requests)
+        step = engine.step(new, requests)
+        chosen = engine.choose(step, tokens)
+        q = torch.randn(len(tokens), HEADS, LATENT + ROPE).bfloat16()
+        built = engine.builder.build(0, step)
+        want, _ = engine.layer.impl.forward_mqa(q, engine.kv, built, engine.layer)
+        one = engine.kv.clone(), engine.index_pages.clone()
+        told: list[Tensor] = []
+        for stage in ("told", "merged"):
+            parts = []
+            for rank in range(2):
+                engine.shard = (rank, 2, turn)
+                fill(engine, requests, new)
+                gather = told.append if stage == "told" else None
+                found = rank_step(engine, choosing, new, requests, tokens, told, gather)
+                if stage == "merged":
+                    assert torch.equal(found, chosen), f"rank {rank} of 2, turns of {turn}"
+                    parts.append(rank_attend(engine, new, requests, q))
+        lse_of = [lse for _, lse in parts]
+        if turn == 64:  # request 1 has 38 tokens: all are rank 0's
+            at = requests.index(1)
+            assert torch.isneginf(lse_of[1][at]).all() and not parts[1][0][at].any()
+        out, _ = snapmla.merge_state(
+            *(t for o, lse in parts for t in (o.unsqueeze(0), lse.mT.unsqueeze(0).contiguous()))
+        )
+        error = metrics.relative_l2(out[0].float(), want.float())
+        print(f"two ranks, turns of {turn}, {new}: one rank's choice, relative L2 to it {error:.1e}")
+        assert error < 6e-3  # of bfloat16 results and partial results
+        engine.shard = (0, 1, 1)
+        engine.layer.impl.dcp_world_size = 1
+        engine.kv.copy_(one[0])
+        engine.index_pages.copy_(one[1])
+
+
+def fill(engine: Engine, requests: list[int], new: list[int]) -> None:
+    """The rank's tokens of some requests into caches that were empty; new index keys come later."""
+    engine.kv.fill_(255)
+    engine.index_pages.fill_(255)
+    before = dict(zip(requests, new))
+    for i in requests:
+        every = engine.tokens([engine.lengths[i]], [i])
+        engine.write(every)
+        past = engine.lengths[i] - before[i]
+        now, engine.lengths[i] = engine.lengths[i], past
+        engine.choose(engine.step([past], [i]), engine.tokens([past], [i]))
+        engine.lengths[i] = now
+
+
+def rank_step(
+    engine: Engine, choosing: Any, new: list[int], requests: list[int],
+    tokens: list[tuple[int, int]], told: list[Tensor], gather: Any,
+) -> Tensor:  # fmt: skip
+    """What a rank's indexer chooses; ``told``: what the ranks tell one another."""
+    from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens
+
+    rank, count, turn = engine.shard
+    step = engine.step(new, requests)
+    step.dcp_local_seq_lens = get_dcp_local_seq_lens(step.seq_lens, count, rank, turn)
+
+    def all_gather(best: Tensor, dim: int) -> Tensor:
+        if gather is not None:
+            gather(best.clone())
+            return torch.cat([best] * count, dim)
+        return torch.cat(told, dim)
+
+    op, builder = engine.indexer.indexer_op, engine.index_builder
+    group = mock.Mock(all_gather=all_gather, rank_in_group=rank)
+    rank_of = torch.tensor(rank, dtype=torch.int32)
+    config = mock.Mock(cp_kv_cache_interleave_size=turn)
+    with (
+        mock.patch.object(choosing, "get_dcp_group", lambda: group),
+        mock.patch.multiple(op, dcp_rank=rank, dcp_world_size=count, _parallel_config=config),
+        mock.patch.multiple(
+            builder, dcp_rank=rank, dcp_world_size=count, dcp_rank_tensor=rank_of,
+            cp_kv_cache_interleave_size=turn, compressed_cp_interleave_size=turn,
+        ),
+    ):  # fmt: skip
+        return engine.choose(step, tokens)
+
+
+def rank_attend(
+    engine: Engine, new: list[int], requests: list[int], q: Tensor
+) -> tuple[Tensor, Tensor]:
+    """(out, LSE (tokens, h)) of the rank's share of what is in the buffer."""
+    rank, count, turn = engine.shard
+    impl = engine.layer.impl
+    impl.dcp_world_size, impl.dcp_rank, impl.need_to_return_lse_for_decode = count, rank, True
+    with mock.patch.object(engine.builder, "cp_kv_cache_interleave_size", turn):
+        built = engine.builder.build(0, engine.step(new, requests))
+    out, lse = impl.forward_mqa(q, engine.kv, built, engine.layer)
+    assert lse.shape == out.shape[:2]
+    impl.dcp_world_size, impl.need_to_return_lse_for_decode = 1, False
+    return out, lse
+
+
+# -------------------------------------------------------------------- the layer of CUDA builds
+
+
+def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    scale = (x.float().pow(2).mean(-1, keepdim=True) + eps).rsqrt()
+    return (x.float() * scale * weight.float()).to(x.dtype)
+
+
+def rotated(x: Tensor, table: Tensor, positions: Tensor, neox: bool = False) -> Tensor:
+    cos, sin = table[positions].float().chunk(2, -1)
+    if x.dim() == 3:
+        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    a, b = x.float().chunk(2, -1) if neox else (x[..., ::2].float(), x[..., 1::2].float())
+    pair = (a * cos - b * sin, b * cos + a * sin)
+    return (torch.cat(pair, -1) if neox else torch.stack(pair, -1).flatten(-2)).to(x.dtype)
+
+
+def fused_norm_rope(
+    positions: Tensor, q_c: Tensor, q_weight: Tensor, q_eps: float, kv_c: Tensor, kv_weight: Tensor,
+    kv_eps: float, k_pe: Tensor, table: Tensor, index_k: Tensor | None, index_weight: Tensor | None,
+    index_bias: Tensor | None, index_eps: float, index_table: Tensor | None, topk: Tensor, *,
+    slot_mapping: Tensor, indexer_k_cache: Tensor | None, mla_kv_cache: Tensor,
+    mla_kv_cache_dtype: str, index_rope_interleave: bool, kv_c_out: Tensor, k_pe_out: Tensor,
+    **_: Any,
+) -> Tensor:  # fmt: skip
+    """vLLM's fused operator by our kernels: norms, RoPE, and both caches' new tokens."""
+    assert mla_kv_cache_dtype == "fp8_ds_mla"
+    kv_c_out.copy_(rms(kv_c, kv_weight, kv_eps))
+    k_pe_out.copy_(rotated(k_pe, table, positions))
+    pages = snapmla.PagedKVCache.from_tensors(
+        mla_kv_cache, format="fp8_ds_mla", scale_fmt="ue8m0"
+    )  # fmt: skip
+    snapmla.rope_append_kv(
+        pages, kv_c, k_pe, slot_mapping, positions, table, norm_weight=kv_weight, norm_eps=kv_eps
+    )
+    if indexer_k_cache is not None:
+        snapmla.dsa.append_index_k(
+            indexer_k_cache, index_k.contiguous(), slot_mapping, positions=positions,
+            cos_sin_cache=index_table, is_neox=not index_rope_interleave,
+            norm_weight=index_weight, norm_bias=index_bias, norm_eps=index_eps,
+        )  # fmt: skip
+    return rms(q_c, q_weight, q_eps)
+
+
+def fused_q(
+    positions: Tensor, q_pe: Tensor, table: Tensor, index_q: Tensor | None,
+    index_table: Tensor | None, ql_nope: Tensor, q_scale: Tensor, weights: Tensor | None,
+    softmax_scale: float, head_scale: float, *, has_indexer: bool, index_rope_interleave: bool,
+    quantize_mqa: bool,
+) -> tuple[Tensor | None, Tensor | None, Tensor]:  # fmt: skip
+    """vLLM's other one, by torch."""
+    assert not quantize_mqa
+    turned = rotated(q_pe, table, positions)
+    if not has_indexer:
+        return None, None, turned
+    first = rotated(index_q[..., :ROPE], index_table, positions, not index_rope_interleave)
+    whole = torch.cat([first, index_q[..., ROPE:]], -1).float()
+    scale = torch.exp2(torch.ceil(torch.log2(whole.abs().amax(-1).clamp_min(1e-10) / 448)))
+    quantised = (whole / scale[..., None]).to(torch.float8_e4m3fn)
+    return quantised, weights.float() * scale * softmax_scale * head_scale, turned
+
+
+class Layers:
+    """Two of the layers that CUDA builds use, of which the second has no indexer of its own."""
+
+    def __init__(self) -> None:
+        from vllm import envs
+        from vllm.config import set_current_vllm_config
+        from vllm.models.deepseek_v32 import attention as module
+        from vllm.v1.attention.backends.mla.index_group import SparseMLAIndexGroupBuilder
+
+        self.module, self.backend = module, sparse_backend()
+        self.config = make_config(index_topk_pattern="FS", num_hidden_layers=2)
+        dense.SETTINGS.enter_context(set_current_vllm_config(self.config))
+        one_rank()
+        self.buffer = torch.full((1024, TOPK), -7, dtype=torch.int32)
+        groups = SparseMLAIndexGroupBuilder(self.buffer)
+        hf = self.config.model_config.hf_text_config
+        with in_bfloat16():
+            self.layers = [
+                module.DeepseekV32Attention(
+                    self.config, hf, f"model.layers.{i}.self_attn", topk_indices_buffer=self.buffer,
+                    attn_backend=self.backend, index_group_builder=groups,
+                )
+                for i in range(2)
+            ]  # fmt: skip
+        assert self.layers[1].indexer is None and self.layers[0].impl.index_group.num_layers == 2
+        for layer in self.layers:
+            initialised(layer)
+            layer.process_weights_after_loading(torch.bfloat16)
+            layer.impl.dcp_world_size = 1
+            spec = self.backend.customize_spec(layer.get_kv_cache_spec(self.config))
+            bound(layer, spec)
+        self.indexer = self.layers[0].indexer
+        self.index_spec = self.indexer.k_cache.get_kv_cache_spec(self.config)
+        bound(self.indexer.k_cache, self.index_spec)
+        names = [layer.layer_name for layer in self.layers]
+        with mock.patch.object(envs, "VLLM_BATCH_INVARIANT", True, create=True):
+            self.builder = self.backend.get_builder_cls()(
+                spec, names, self.config, torch.device("cpu")
+            )
+        self.index_builder = new_index_builder(self)
+
+    def run(self, hidden: Tensor, begin: int, end: int) -> Tensor:
+        """Both layers' results for tokens ``begin`` to ``end`` of one request."""
+        from vllm.forward_context import set_forward_context
+        from vllm.v1.attention.backend import CommonAttentionMetadata
+
+        n, at = end - begin, torch.arange(begin, end)
+        cu, seen = (torch.tensor(x, dtype=torch.int32) for x in ([0, n], [end]))
+        table = torch.tensor([TABLE[0]], dtype=torch.int32)
+        slots = table[0, at // PAGE].long() * PAGE + at % PAGE
+        step = CommonAttentionMetadata(
+            query_start_loc=cu, query_start_loc_cpu=cu, seq_lens=seen, num_reqs=1,
+            num_actual_tokens=n, max_query_len=n, max_seq_len=end, block_table_tensor=table,
+            slot_mapping=slots, seq_lens_cpu_upper_bound=seen,
+        )  # fmt: skip
+        built = self.builder.build(0, step)
+        steps = {layer.layer_name: built for layer in self.layers}
+        steps[self.indexer.k_cache.prefix] = self.index_builder.build(0, step)
+        out = [hidden[begin:end]]
+        context = set_forward_context(steps, self.config, slot_mapping={s: slots for s in steps})
+        with context, torch.no_grad():
+            for layer in self.layers:
+                out.append(layer(at, out[-1]))
+        return torch.stack(out[1:])
+
+
+def layer() -> None:
+    """The layer that CUDA builds use, which writes both caches itself and calls the indexer as a
+    function: chunks have the bits of one prefill, and a group's layers share decode's rows."""
+    layers, hidden = Layers(), torch.randn(200, HIDDEN).bfloat16()
+    update = type(layers.layers[0].impl).do_kv_cache_update
+    with (
+        mock.patch.object(layers.module, "fused_norm_rope", fused_norm_rope),
+        mock.patch.object(layers.module, "fused_q", fused_q),
+        mock.patch.object(type(layers.layers[0].impl), "do_kv_cache_update") as updates,
+    ):
+        whole = layers.run(hidden, 0, 200)
+        sizes, parts, converted_by = [150, 1, 1, 1, 47], [], []
+        for size in sizes:
+            at = sum(part.shape[1] for part in parts)
+            CONVERTED.clear()
+            parts.append(layers.run(hidden, at, at + size))
+            converted_by.append(len(CONVERTED))
+    assert update is not None and not updates.called
+    again = torch.cat(parts, 1)
+    same = torch.equal(whole, again)
+    print(f"two layers, chunks of {sizes}: the bits of one prefill {same}", flush=True)
+    print(f"positions were turned into rows {converted_by} times by both layers")
+    assert whole.isfinite().all() and same
+    assert converted_by[1:4] == [1, 1, 1], "layers of a group share decode's rows"
+
+
+def refusals() -> None:
+    """What is not served stops the engine with a sentence; the selector takes what is."""
+    from vllm.platforms.interface import DeviceCapability
+
+    engine = Engine()
+    asked = {
+        "head_size": 576, "dtype": torch.bfloat16, "kv_cache_dtype": "fp8_ds_mla",
+        "block_size": PAGE, "use_mla": True, "has_sink": False, "use_mm_prefix": False,
+        "use_per_head_quant_scales": False, "device_capability": DeviceCapability(9, 0),
+        "attn_type": "decoder", "use_sparse": True,
+    }  # fmt: skip
+    backend, parallel = engine.backend, engine.config.parallel_config
+    assert backend.validate_configuration(**asked) == []
+    for change in (
+        {"head_size": 512}, {"kv_cache_dtype": "auto"}, {"use_sparse": False},
+        {"device_capability": DeviceCapability(10, 0)}, {"has_sink": True},
+    ):  # fmt: skip
+        reasons = backend.validate_configuration(**asked | change)
+        print(f"{change}: {reasons}")
+        assert len(reasons) == 1
+    with mock.patch.object(parallel, "prefill_context_parallel_size", 2):
+        dense.refused("prefill context parallelism", engine.new_builder)
+    from snapmla.integrations.vllm import indexer as choosing
+
+    with mock.patch.object(engine.indexer, "n_head", 48):
+        dense.refused("48 heads", lambda: choosing.serve(engine.indexer))
+    others(choosing)
+
+
+def others(choosing: Any) -> None:
+    """An indexer of a layer that is not ours gets vLLM's own function, and all its arguments."""
+    ours, seen = choosing.theirs.sparse_attn_indexer, []
+    with mock.patch.object(ours, "theirs", lambda *given, **named: seen.append((given, named))):
+        ours("hidden", "another.layer", 3, scale_fmt="ue8m0")
+    assert seen == [(("hidden", "another.layer", 3), {"scale_fmt": "ue8m0"})]
+
+
+CASES: dict[str, Callable[[], None]] = {
+    "decode": decode, "graphs": graphs, "prompts": prompts, "ranks": ranks, "layer": layer,
+    "refusals": refusals,
+}  # fmt: skip
+NEWER = ("ranks", "layer")  # cases of 0.33 alone
 
 
 def main(names: list[str]) -> None:
@@ -473,6 +853,11 @@ def main(names: list[str]) -> None:
         for name in names:
             torch.manual_seed(0)  # a case has the same numbers alone
             CASES[name]()
+    beside = ("merge_states", "quantize_q")  # of ``ranks``; of nobody
+    known = {spec.name for spec in needed_sparse()}
+    unknown = {s.name for s in loaded if s.name not in known and s.op not in beside}
+    if "layer" not in names:  # whose fused operators stand for vLLM's
+        assert not unknown, f"`check --sparse` does not ask for {unknown}"
     print("all right")
 
 
