@@ -62,7 +62,7 @@ def names() -> Iterator[Finding]:
     said = surface.differences(found, known)
     yield from (Finding(*each) for each in said)
     if not said:
-        count = len(surface.RELIED) + len(surface.REFUSED)
+        count = len(surface.RELIED) + len(surface.RELIED_SPARSE) + len(surface.REFUSED)
         yield Finding(True, f"{count} names and signatures of vllm are as known")
 
 
@@ -73,7 +73,8 @@ def not_served() -> Finding:
     return Finding(
         True,
         "refused, each in a sentence: MLA layers that are not MLAAttention with its own forward "
-        f"({', '.join(layers)}), and models with index_topk (DSA): for those {refuse.INSTEAD}",
+        f"({', '.join(layers)}): for those {refuse.INSTEAD}; models with index_topk (DSA) have a "
+        "backend of their own, SNAPMLA_SPARSE (0.26: FLASHMLA_SPARSE with SNAPMLA_VLLM_SPARSE=1)",
     )
 
 

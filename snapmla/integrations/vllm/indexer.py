@@ -24,6 +24,7 @@ import functools
 import inspect
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -65,8 +66,10 @@ def _install() -> None:
     ours = getattr(theirs, NAME)
     if not isinstance(ours, _Chosen):
         ours = _Chosen(ours)
+        with warnings.catch_warnings():  # that a kernel of that name is overridden: it is meant
+            warnings.simplefilter("ignore", UserWarning)
+            _library().impl(NAME, ours, current_platform.dispatch_key, allow_override=True)
         setattr(theirs, NAME, ours)
-        _library().impl(NAME, ours, current_platform.dispatch_key, allow_override=True)
     for name in LAYERS:
         module = sys.modules.get(name)
         if module is not None and getattr(module, NAME, ours) is not ours:

@@ -34,9 +34,13 @@ from typing import Any, ClassVar
 
 import torch
 from vllm import envs
-from vllm.model_executor.layers.attention import mla_attention as mla
 from vllm.model_executor.layers.attention import sparse_mla_attention as sparse
-from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionType
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionMetadata,
+    AttentionType,
+)
 from vllm.v1.attention.backends.mla import sparse_utils
 
 from dsl_kernels.dims import HEAD_DIM_QK
@@ -119,7 +123,7 @@ class SnapMLASparseBackend(AttentionBackend):
 
 
 @dataclass(kw_only=True)
-class _OlderMetadata(mla.AttentionMetadata):
+class _OlderMetadata(AttentionMetadata):
     """What 0.26's builder gives to whichever class a backend names."""
 
     num_reqs: int
@@ -280,6 +284,7 @@ class SnapMLASparseImpl(_Impl):
         logits_soft_cap: float | None,
         attn_type: str,
         kv_sharing_target_layer_name: str | None,
+        *,
         indexer: Any = None,
         **mla_options: Any,
     ) -> None:
