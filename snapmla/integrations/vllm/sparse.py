@@ -368,7 +368,8 @@ class SnapMLASparseImpl(_Impl):
         ``valid_counts`` (tokens,) of each."""
         if isinstance(q, tuple):
             q = torch.cat(q, dim=-1)
-        rows, plans = self._cache(kv_cache, rows=True), self._thread.plans
+        # 0.26 numbers slots, newer releases rows of a pool that layers may share
+        rows, plans = self._cache(kv_cache, rows=ASKS_FOR_KERNEL), self._thread.plans
         out = q.new_empty((*q.shape[:2], self.kv_lora_rank))
         lse = q.new_empty(q.shape[:2], dtype=torch.float32)
         for part in plans.pieces(q.shape[0]):
