@@ -515,9 +515,7 @@ def test_register_may_be_called_again(monkeypatch: pytest.MonkeyPatch, newer: bo
 
 
 @pytest.mark.parametrize("newer", [False, True])
-def test_the_name_of_vllms_own_sparse_backend(
-    monkeypatch: pytest.MonkeyPatch, newer: bool
-) -> None:
+def test_the_name_of_vllms_own_sparse_backend(monkeypatch: pytest.MonkeyPatch, newer: bool) -> None:
     """Taken if a switch says so, where a release leaves no other."""
     monkeypatch.setenv("SNAPMLA_VLLM_SPARSE", "1")
     found = Registry(monkeypatch, newer)

@@ -538,7 +538,11 @@ def ranks() -> None:
 
     engine = with_past()
     one = engine.kv.clone(), engine.index_pages.clone()
-    for turn, new, requests in ((1, [1, 1, 1], [0, 1, 2]), (64, [1, 1, 1], [0, 1, 2]), (16, [30], [1])):
+    for turn, new, requests in (
+        (1, [1, 1, 1], [0, 1, 2]),
+        (64, [1, 1, 1], [0, 1, 2]),
+        (16, [30], [1]),
+    ):
         tokens = engine.grow(new, requests)
         step = engine.step(new, requests)
         chosen = engine.choose(step, tokens)
@@ -565,7 +569,9 @@ def ranks() -> None:
             *(t for o, lse in parts for t in (o.unsqueeze(0), lse.mT.unsqueeze(0).contiguous()))
         )
         error = metrics.relative_l2(out[0].float(), want.float())
-        print(f"two ranks, turns of {turn}, {new}: one rank's choice, relative L2 to it {error:.1e}")
+        print(
+            f"two ranks, turns of {turn}, {new}: one rank's choice, relative L2 to it {error:.1e}"
+        )
         assert error < 6e-3  # of bfloat16 results and partial results
         engine.shard = (0, 1, 1)
         engine.layer.impl.dcp_world_size = 1
