@@ -1,5 +1,5 @@
-"""``snapmla.integrations.vllm.indexer`` over stand-ins for vLLM's modules: whose indexer is ours, what
-a step's metadata becomes, and the choice of several ranks.
+"""``snapmla.integrations.vllm.indexer`` over stand-ins for vLLM's modules: whose indexer is ours,
+what a step's metadata becomes, and the choice of several ranks.
 
 vLLM's own classes drive it in ``tests/host/test_vllm.py``, where they are there.
 """

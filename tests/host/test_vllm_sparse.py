@@ -100,7 +100,7 @@ def ours(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     for part in OURS:
         monkeypatch.delitem(sys.modules, f"{plugin.__name__}.{part}", raising=False)
     module = importlib.import_module(f"{plugin.__name__}.sparse")
-    assert module.ASKS_FOR_KERNEL == (request.param == NEWER)
+    assert (request.param == NEWER) == module.ASKS_FOR_KERNEL
     yield module
     for part in OURS:
         sys.modules.pop(f"{plugin.__name__}.{part}", None)

@@ -4,8 +4,8 @@
 
 As ``tests/support/vllm_driver.py``, of which it takes the stand-ins for what vLLM computes by CUDA
 outside of our backend; those of sparse attention are here: the kernel that turns positions into
-rows, the one that describes chunks of prompts, streams, and, for the layer that CUDA builds use, its
-two fused operators.  Prints a line a case, last ``all right``.
+rows, the one that describes chunks of prompts, streams, and, for the layer that CUDA builds use,
+its two fused operators.  Prints a line a case, last ``all right``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -533,7 +532,7 @@ def short_prompt(engine: Engine) -> None:
 
 
 def ranks() -> None:
-    """Context parallelism: both ranks choose what one would; a shard without tokens is (0, -inf)."""
+    """Context parallelism: both ranks choose what one would; an empty shard is (0, -inf)."""
     from snapmla.integrations.vllm import indexer as choosing
 
     engine = with_past()

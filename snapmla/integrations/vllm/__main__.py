@@ -111,7 +111,7 @@ def needed() -> list[VariantSpec]:
 
 
 def needed_sparse() -> list[VariantSpec]:
-    """Kernels that the sparse backend and its indexer call, whatever the model's heads and lengths."""
+    """Kernels that the sparse backend and its indexer call, of any model's heads and lengths."""
     card = next(card for card in cards() if card.arch == ARCH)
     tiles = (choose_sparse(card, heads, cache=FORMAT) for heads in (16, 32, 64, 128))
     return [

@@ -1,8 +1,8 @@
 """The indexer of vLLM's DSA models on ``snapmla.dsa``, in the place of vLLM's operator.
 
-vLLM has one function for it, ``sparse_attn_indexer``: it writes the step's index keys, scores cached
-tokens and leaves the best of each query token in a buffer, as positions in the sequence.  Models
-reach it as the operator ``vllm::sparse_attn_indexer``, at which compiled graphs are cut, and the
+vLLM has one function for it, ``sparse_attn_indexer``: it writes the step's index keys, scores
+cached tokens and leaves the best of each query token in a buffer, as positions in the sequence.
+Models reach it as the operator ``vllm::sparse_attn_indexer``, at which compiled graphs are cut, and the
 layer that CUDA builds of DeepSeek-V3.2 use calls it as a function.  ``serve`` puts one function in
 the place of both.  It asks whose indexer is called: of layers of our sparse backend ours chooses,
 all others get vLLM's.
@@ -318,7 +318,7 @@ def _of_ranks(rows: Rows, table: torch.Tensor, seen: torch.Tensor, ranks: Ranks)
     scores = index_logits(
         rows.q.unsqueeze(1), rows.weights.unsqueeze(1), rows.pages, table, seen, max_tokens=columns
     )
-    mine, counts = select_topk(scores, seen, k)
+    mine, _ = select_topk(scores, seen, k)
     best = scores.gather(1, mine.clamp(0, columns - 1).long())
     rows.out.copy_(best_of_ranks(best, mine, ranks))
 

@@ -11,12 +11,12 @@ Where a step goes::
                                             chunks are fetched by fetch_dequant
 
 Decode, drafts and prompts are one call: each query token is a sequence of its own, with a list of
-rows and their number.  So plans depend on the number of query tokens alone, none of a step's lengths
-is read, and slots that pad a graph are lists of nothing.  Heads are taken as they are.
+rows and their number.  So plans depend on the number of query tokens alone, no length of a step is
+read, and slots that pad a graph are lists of nothing.  Heads are taken as they are.
 
-The bytes are vLLM's ``fp8_ds_mla``, whoever writes them: the layer that CUDA builds of DeepSeek-V3.2
-use appends in an operator of its own (``fused_norm_rope``), which rounds scales up to powers of two,
-and ours is not called.
+The bytes are vLLM's ``fp8_ds_mla``, whoever writes them: the layer that CUDA builds use for
+DeepSeek-V3.2 appends in an operator of its own (``fused_norm_rope``), which rounds scales up to
+powers of two, and ours is not called.
 
 Context parallelism (0.33): lists hold what of the choice this rank has; one without entries gives
 output 0 and LSE -inf, which vLLM merges by the LSE.
