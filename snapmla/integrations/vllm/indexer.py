@@ -2,10 +2,10 @@
 
 vLLM has one function for it, ``sparse_attn_indexer``: it writes the step's index keys, scores
 cached tokens and leaves the best of each query token in a buffer, as positions in the sequence.
-Models reach it as the operator ``vllm::sparse_attn_indexer``, at which compiled graphs are cut, and the
-layer that CUDA builds of DeepSeek-V3.2 use calls it as a function.  ``serve`` puts one function in
-the place of both.  It asks whose indexer is called: of layers of our sparse backend ours chooses,
-all others get vLLM's.
+Models reach it as the operator ``vllm::sparse_attn_indexer``, at which compiled graphs are cut, and
+the layer that CUDA builds of DeepSeek-V3.2 use calls it as a function.  ``serve`` puts one function
+in the place of both.  It asks whose indexer is called: of layers of our sparse backend ours
+chooses, all others get vLLM's.
 
 Where a step goes::
 
