@@ -40,7 +40,12 @@ def described(name: str) -> list[str] | bool:
         if dataclasses.is_dataclass(value):
             return [field.name for field in dataclasses.fields(value)]
         return True
-    return list(inspect.signature(value).parameters) if callable(value) else True
+    if not callable(value):
+        return True
+    try:
+        return list(inspect.signature(value).parameters)
+    except (TypeError, ValueError):  # of an object that stands for something else
+        return True
 
 
 def read_source(name: str) -> list[str] | bool:
