@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 import snapmla
-from dsl_kernels.ds_mla import ROW_BYTES
+from dsl_kernels.cache_records.ds_mla import ROW_BYTES
 from snapmla import runtime
 from snapmla.integrations import vllm as plugin
 from snapmla.integrations.vllm.__main__ import needed_sparse

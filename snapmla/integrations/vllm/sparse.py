@@ -43,8 +43,8 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.attention.backends.mla import sparse_utils
 
+from dsl_kernels.cache_records.ds_mla import ROW_BYTES
 from dsl_kernels.dims import HEAD_DIM_QK
-from dsl_kernels.ds_mla import ROW_BYTES
 from snapmla import cache, ds_mla, quant
 from snapmla.integrations import vllm as plugin
 from snapmla.integrations.vllm import indexer as choosing
