@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 
+from dsl_kernels.cache_records.ds_mla import FORMAT as ROWS_OF_BYTES
 from dsl_kernels.dims import KV_LORA_RANK, TOKEN_TILE
 from snapmla import checks
 from snapmla.cache import PagedKVCache, expect_cache
 from snapmla.quant import QuantizedQuery
-from snapmla.sparse.decode import ROWS_OF_BYTES, sparse_decode
+from snapmla.sparse.decode import sparse_decode
 from snapmla.sparse.plan import MAX_TOPK, SparsePlan, plan_sparse_decode
 
 Tensor = torch.Tensor
