@@ -24,7 +24,7 @@ from snapmla.sparse.plan import MAX_TOPK, SparsePlan, plan_sparse_decode
 Tensor = torch.Tensor
 FP8Results = tuple[Tensor, None, Tensor]
 _HINTS = {
-    ROWS_OF_BYTES: "its rows are faster by way of BF16: fetch_dequant, then those as kv",
+    "fp8_ds_mla": "its rows are faster by way of BF16: fetch_dequant, then those as kv",
     "bf16": "give its rows as kv, (tokens, 1, 576)",
     "f16": "the kernels read BF16 rows or the FP8 cache",
 }
