@@ -3,7 +3,8 @@
 A ragged batch with a long-tailed length distribution decodes a few steps through a few layers:
 append the new tokens, quantise the queries, plan once per step, decode.  Then come speculative
 steps: every request verifies as many draft tokens as it has and accepts some of them, in one ragged
-call.  The data has what makes
+call; and steps of sparse attention, whose indexer chooses what each query token attends to
+(``demo_sparse.py``).  The data has what makes
 MLA quantisation hard: RoPE channels with outliers to +-1000, latent channels with a bias, token
 amplitudes that vary, an attention sink at token 0.  Results are compared with fp64 on the stored
 inputs (``snapmla.testing``); tolerances come from the errors that a model of the rounding (FP8 P,
@@ -87,10 +88,11 @@ class Checked:
     sequences: int
     errors: DecodeErrors
     exact_bits: bool
+    best: bool | None = None  # whether the tokens that were chosen are; None: all tokens were taken
 
     @property
     def right(self) -> bool:
-        return self.errors.right and self.exact_bits
+        return self.errors.right and self.exact_bits and self.best is not False
 
 
 class Model:
@@ -327,6 +329,7 @@ def show_checks(results: list[Checked], console: Console) -> None:
         "LSE",
         "allowed",
         "quantised",
+        "chosen",
     )
     for column in (*columns, ""):
         table.add_column(column, justify="right")
@@ -336,6 +339,7 @@ def show_checks(results: list[Checked], console: Console) -> None:
             str(r.step), str(r.layer), str(r.sequences), f"{e.error:.2e}", f"{e.allowed:.2e}",
             f"{e.lse_error:.1e}", f"{e.lse_allowed:.1e}",
             "bit for bit" if r.exact_bits else Text("differs", "red"),
+            "all" if r.best is None else "the best" if r.best else Text("others", "red"),
             Text("right", "green") if r.right else Text("wrong", "red"),
         )  # fmt: skip
     console.print(table)
@@ -482,6 +486,8 @@ def make_job(device: str, layout: str) -> Job:
 
 def run(job: Job, console: Console) -> tuple[int, int]:
     """Decodes, checks and, on a GPU, times; (wrong results, results)."""
+    from profiles.demo_sparse import sparse_steps  # here: it is made of what is above
+
     if job.device.type == "cuda":
         console.print(f"running on {torch.cuda.get_device_name(job.device)}")
     else:
@@ -505,6 +511,7 @@ def run(job: Job, console: Console) -> tuple[int, int]:
     lengths = batch.cache_seqlens.clone()
     results += speculative_steps(job, batch, caches[0], models[0], console)
     batch.cache_seqlens.copy_(lengths)
+    results += sparse_steps(job, console)
     show_checks(results, console)
     if job.device.type == "cuda":
         show_times(job, batch, caches, models, plan, queries, console)
