@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dsl_kernels.cache_records.ds_mla import GROUP, ROPE_AT, SCALES_AT
 from dsl_kernels.dims import KV_LORA_RANK, TOKEN_TILE
-from dsl_kernels.ds_mla import GROUP, ROPE_AT, SCALES_AT
 from snapmla.testing.dense_reference import dense_decode_reference, logit_magnitudes
 
 LOG2E = math.log2(math.e)
