@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 
 import snapmla
-from profiles.demo import Batch, Checked, Job, Model, fill, make_batch, same_rows, stored
+from profiles.demo_job import Batch, Checked, Job, Model, fill, make_batch, same_rows, stored
 from snapmla import dsa
 from snapmla.cache import PagedKVCache
 from snapmla.quant import QuantizedQuery
