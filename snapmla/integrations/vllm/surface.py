@@ -107,7 +107,7 @@ def read() -> Surface:
 
 def recorded() -> dict[str, Surface]:
     """Release -> its surface."""
-    return json.loads(RECORD.readtext())
+    return json.loads(RECORD.read_text())
 
 
 def differences(found: Surface, known: Surface) -> list[tuple[bool | None, str]]:
