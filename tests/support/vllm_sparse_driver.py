@@ -112,7 +112,7 @@ def requests_of(begins: Tensor, out: Tensor, tokens: int, *_: Any) -> Tensor:
 
 def replacements() -> Iterator[tuple[str, str, Any]]:
     """(module, name, what stands for it) of those that this release has."""
-    nothing = lambda *_: mock.Mock()
+    nothing = lambda *_: mock.MagicMock()
     plain = dense.prefill_backend()
     group = "vllm.v1.attention.backends.mla.index_group"
     utils = "vllm.v1.attention.backends.mla.sparse_utils"
