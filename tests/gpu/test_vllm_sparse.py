@@ -70,7 +70,7 @@ class Step:
         assert torch.allclose(lse.cpu().double(), want_lse.T, atol=2e-3)
 
 
-@pytest.mark.parametrize("tokens", [1, 37, 700])
+@pytest.mark.parametrize("tokens", [1, 37, 150])
 def test_eager(ours: Any, tokens: int) -> None:  # noqa: F811
     step = Step(ours, tokens, False)
     step.check(*step.run())
