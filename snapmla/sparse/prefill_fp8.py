@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from dsl_kernels.cache_records.ds_mla import FORMAT as ROWS_OF_BYTES
 from dsl_kernels.dims import KV_LORA_RANK, TOKEN_TILE
 from snapmla import checks
 from snapmla.cache import PagedKVCache, expect_cache
