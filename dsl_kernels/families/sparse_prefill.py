@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
+
 from .family import PREFILL, Axis, Family, Values
 
 AXES = (
@@ -14,6 +17,8 @@ AXES = (
     Axis("lists", "", ("whole", "split"), "whole", named=False),
 )
 
+EVERYDAY = {"row_tile": 64, "d_qk": 576, "figures": "whole"}, {"row_tile": 16, "d_qk": 512}
+
 
 def _module(arch: str, values: Values) -> str | None:
     if arch != "sm_90a":
@@ -25,12 +30,22 @@ def _module(arch: str, values: Values) -> str | None:
     return f"dsl_kernels.sm90.sparse_prefill{more}"
 
 
+def points(arch: str) -> Iterator[Values]:
+    """All heads a CTA on Hopper; with the indexer's LSE those of 64 and more heads."""
+    for row_tile, d_qk in itertools.product((64, 32, 16), (576, 512)):
+        if arch == "sm_90a":
+            yield {"row_tile": row_tile, "d_qk": d_qk}
+    for d_qk in (576, 512) if arch == "sm_90a" else ():
+        yield {"row_tile": 64, "d_qk": d_qk, "figures": "indexer"}
+
+
 FAMILY = Family(
     "sparse_prefill",
     AXES,
     module=_module,
-    points=lambda _arch: iter(()),  # built when it is asked for, until it was measured
+    points=points,
     kind=PREFILL,
+    everyday=EVERYDAY,
     result_axis="dtype",
     counted_by=("row_tile",),
     shown=("q", "kv", "indices"),

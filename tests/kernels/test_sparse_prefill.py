@@ -61,7 +61,8 @@ def expect_right(kernel: Any, job: PrefillJob) -> Results:
     return found
 
 
-@pytest.mark.parametrize("name", some(NAMES, MAIN, FEW))
+@pytest.mark.whole_matrix  # some run in test_variants.py
+@pytest.mark.parametrize("name", NAMES)
 def test_clean_and_right(name: str) -> None:
     """The workload, copies landing at random."""
     with using(mutate.schedule(0)):
