@@ -98,9 +98,9 @@ def sparse_prefill(
             the cache; rows of indices may be strided.
         softmax_scale: factor of the logits.
         d_v: 512.
-        attn_sink: float32 (h,), a logit of each head that takes its share and is no value: it
-            multiplies ``out`` by 1 / (1 + exp(sink - lse)); infinities are legal.  Neither ``lse``
-            nor ``max_logits`` has it.
+        attn_sink: float32 (h,), a logit of each head that takes its share and is no value, so
+            that ``out`` is multiplied by 1 / (1 + exp(sink - lse)); infinities are legal.  Neither
+            ``lse`` nor ``max_logits`` has it.
         topk_length: int32 (s_q,): how many of a token's entries count, 0 to topk; less or more
             counts as these.
         out: bfloat16 (s_q, h, 512) to be written.  None allocates, as for the next two.
