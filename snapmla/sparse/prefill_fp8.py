@@ -17,13 +17,13 @@ from dsl_kernels.dims import KV_LORA_RANK, TOKEN_TILE
 from snapmla import checks
 from snapmla.cache import PagedKVCache, expect_cache
 from snapmla.quant import QuantizedQuery
-from snapmla.sparse.decode import ROWS_OF_BYTES, sparse_decode
+from snapmla.sparse.decode import sparse_decode
 from snapmla.sparse.plan import MAX_TOPK, SparsePlan, plan_sparse_decode
 
 Tensor = torch.Tensor
 FP8Results = tuple[Tensor, None, Tensor]
 _HINTS = {
-    ROWS_OF_BYTES: "its rows are faster by way of BF16: fetch_dequant, then those as kv",
+    "fp8_ds_mla": "its rows are faster by way of BF16: fetch_dequant, then those as kv",
     "bf16": "give its rows as kv, (tokens, 1, 576)",
     "f16": "the kernels read BF16 rows or the FP8 cache",
 }
