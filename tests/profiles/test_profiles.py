@@ -287,6 +287,7 @@ def test_the_indexer_is_told_by_peer_and_by_how_many_rows() -> None:
     us = {
         ("select_topk_b8_L8192", "snapmla"): 6.0, ("select_topk_b8_L8192", "vLLM persistent"): 9.0,
         ("select_topk_b8_L8192", "vLLM cooperative"): 4.5,
+        ("select_topk_b8_L8192", "snapmla:positions"): 5.5,
         ("select_topk_b256_L8192", "snapmla"): 10.0,
         ("select_topk_b256_L8192", "vLLM persistent"): 20.0,
         ("index_topk_b1_L64_h64_q1", "snapmla"): 5.0,
