@@ -30,7 +30,7 @@ import typer
 
 from codegen.artifacts import write_atomic
 from profiles import page, timing
-from profiles.worker import machine
+from profiles.machine import machine
 from snapmla.integrations.transformers import DecodeGraph, SnapMLACache, patch, unpatch
 
 Tensor = torch.Tensor
