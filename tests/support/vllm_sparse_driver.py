@@ -21,10 +21,10 @@ from typing import Any
 from unittest import mock
 
 import torch
+from dsl_kernels.ds_mla import ROW_BYTES
 from torch import Tensor
 
 import snapmla
-from dsl_kernels.ds_mla import ROW_BYTES
 from snapmla import runtime
 from snapmla.integrations import vllm as plugin
 from snapmla.integrations.vllm.__main__ import needed_sparse
