@@ -29,8 +29,8 @@
 #   sparse-prefill[:ARG,ARG...]  sparse prefill beside FlashMLA (profiles.sparse_prefill_cost ARG
 #                              ARG...); before pack: python -m codegen build of
 #                              sparse_prefill_rR_dD_sm90a, R of 64, 32, 16, D of 576, 512
-#   sparse-prefill-fp8[:ARG,ARG...]  sparse prefill from the FP8 cache, sparse decode of few query
-#                              tokens over BF16 rows (profiles.sparse_prefill_fp8_cost ARG ARG...);
+#   sparse-prefill-cache[:ARG,ARG...]  sparse prefill from the FP8 cache, sparse decode of few query
+#                              tokens over BF16 rows (profiles.sparse_prefill_cache_cost ARG ARG...);
 #                              before pack also sparse_prefill_rR_d576_split_sm90a
 #   mha[:ARG,ARG...]           dense prefill beside FlashAttention-3 and cuDNN (profiles.mha_cost
 #                              ARG ARG...); before pack: python -m codegen build of mha_items_sm90a,
@@ -225,7 +225,7 @@ run_part() {
         pair)
             timeout -k 10 "$seconds" "$python" -m profiles.pair_cost --against "$what" --out "$work"
             ;;
-        sparse | sparse-prefill | sparse-prefill-fp8 | mha | dsa | dsa-step)
+        sparse | sparse-prefill | sparse-prefill-cache | mha | dsa | dsa-step)
             # shellcheck disable=SC2086  # a list of words
             timeout -k 10 "$seconds" "$python" -m "profiles.${kind//-/_}_cost" --peers .peers \
                 --out "$work" ${what//,/ }
@@ -289,9 +289,7 @@ run_part() {
             ;;
         model) cp build/fidelity/"$what".json build/fidelity/"$what".*.pack "$out" ;;
         *)
-            echo "part: expected info, tests[:FILES], host, merge, parallel[:ARGS], mha[:ARGS], dsa[:ARGS], index[:ARGS], dsa-step[:ARGS], sparse-prefill[:ARGS], sparse-prefill-fp8[:ARGS], dense-accuracy[:PARTS], stamps[:SHAPES], record, demo, prove[:JOBS], bench:PRESET, shape:LABEL," \
-                "profile:VARIANTS, fidelity, model:NAME, engine:accuracy|speed, transformers[:ARGS] or check[:ARGS];" \
-                "got '$part'"
+            echo "part: '$part' is none; \`bash profiles/gpu_run.sh\` lists those that there are"
             return 2
             ;;
     esac

@@ -113,6 +113,11 @@ TABLE: tuple[EnvVar, ...] = (
     EnvVar(
         "SNAPMLA_VLLM", "", "folder of vLLM's releases that tests drive, a per-user one if empty"
     ),
+    EnvVar(
+        "SNAPMLA_TRANSFORMERS",
+        "",
+        "folder of transformers' releases that tests drive, a per-user one if empty",
+    ),
     TEST_GPU,
 )
 

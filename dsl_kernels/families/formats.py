@@ -7,10 +7,13 @@ the bytes stands beside them (``common/fp8_per_token.py``, ``common/latent16.py`
 
 from __future__ import annotations
 
-from ..cache_records import ds_mla, fp8, rows16, v4
+from ..cache_records import ds_mla, fp8, nope, rows16, v4, v41
 from ..cache_records.record import Record
 
 Format = Record  # as hosts know it
-_FORMATS = (fp8.RECORD, rows16.BF16, rows16.F16, ds_mla.RECORD, v4.RECORD)
+_FORMATS = (
+    fp8.RECORD, rows16.BF16, rows16.F16, ds_mla.RECORD, v4.RECORD, v41.PLANAR, v41.ROWS,
+    nope.RECORD,
+)  # fmt: skip
 FORMATS: dict[str, Format] = {each.name: each for each in _FORMATS}
 DEFAULT = fp8.RECORD.name  # what calls mean that name no format

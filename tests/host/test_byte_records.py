@@ -11,8 +11,10 @@ import pytest
 import torch
 
 import snapmla
+from codegen import closure
 from dsl_kernels.cache_records.record import Record
 from dsl_kernels.families.formats import FORMATS
+from dsl_kernels.spec import VariantSpec
 from snapmla import PagedKVCache, byte_cache
 from snapmla.reference import dequantize_pages, quantize_pages, quantize_rows
 from snapmla.testing.workloads import samples
@@ -26,6 +28,9 @@ Places = tuple[int, int, int, Callable[[int, int], tuple[int, int, int]], int]
 PLACES: dict[str, Places] = {
     "fp8_ds_mla": (512, 64, 4, lambda t, P: (656 * t, 656 * t + 528, 656 * t + 512), 656),
     "fp8_v4": (448, 64, 7, lambda t, P: (576 * t, 576 * t + 448, 576 * P + 8 * t), 584),
+    "fp8_v41_planar": (512, 0, 16, lambda t, P: (512 * t, 0, 512 * P + 16 * t), 528),
+    "fp8_v41_rows": (512, 0, 16, lambda t, P: (528 * t, 0, 528 * t + 512), 528),
+    "fp8_nope": (512, 0, 4, lambda t, P: (528 * t, 0, 528 * t + 512), 528),
 }
 KNOWN = [name for name, each in FORMATS.items() if each.named]
 IN_MATRIX = [name for name in KNOWN if FORMATS[name].appends]
@@ -38,6 +43,17 @@ def tokens(record: Record, n: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def test_each_is_known() -> None:
     assert list(PLACES) == KNOWN
+
+
+@pytest.mark.parametrize("fmt", PLACES)
+def test_kernels_have_one_record(fmt: str) -> None:
+    """What another record's file says is no source of theirs: adding one compiles nothing anew."""
+    for op, values in (("append_kv", {"index_dtype": "i32"}), ("fetch_dequant", {"mode": "pages"})):
+        spec = VariantSpec(op=op, cache_dtype=fmt, **values)
+        files = [f for f in closure.sources(spec)[1] if "/cache_records/" in f]
+        own = FORMATS[fmt].module.replace(".", "/") + ".py"
+        assert own in files
+        assert {f.rpartition("/")[2] for f in files if f != own} == {"__init__.py", "record.py"}
 
 
 @pytest.mark.parametrize("page_size", [1, 2, 53, 64, 256])

@@ -119,7 +119,7 @@ class Engine:
         self.runner = SimpleNamespace(
             token_to_kv_pool=self.pool, req_to_token_pool=self.requests, dtype=torch.bfloat16,
             kv_index_translator=None, kv_cache_dtype_str="fp8_e4m3",
-            model_config=SimpleNamespace(num_attention_heads=HEADS), **more,
+            model_config=SimpleNamespace(num_attention_heads=HEADS, hf_text_config=None), **more,
         )  # fmt: skip
         self.backend = ATTENTION_BACKENDS[plugin.BACKEND](self.runner)
         self.layers = [
@@ -469,7 +469,7 @@ def configurator() -> Any:
     from sglang.srt.runtime_context import get_server_args
 
     made = KVCacheConfigurator.__new__(KVCacheConfigurator)
-    made.__dict__.update(
+    fields = dict(
         use_mla_backend=True, mambaish_config=None, is_hybrid_swa=False, is_draft_worker=False,
         server_args=get_server_args(), kv_cache_dtype=torch.float8_e4m3fn, kv_shard_rank=None,
         layer_info=SimpleNamespace(num_effective_layers=LAYERS, start_layer=0, end_layer=LAYERS),
@@ -479,6 +479,8 @@ def configurator() -> Any:
             hf_config=SimpleNamespace(architectures=["DeepseekV3ForCausalLM"]),
         ),
     )  # fmt: skip
+    for name, value in fields.items():
+        setattr(made, name, value)
     return made
 
 
@@ -559,7 +561,7 @@ def refusals() -> None:
         {"is_hybrid_swa": True},
         {"model_config": SimpleNamespace(kv_lora_rank=256, qk_rope_head_dim=32, hf_config=None)},
     ):
-        with mock.patch.dict(made.__dict__, change):
+        with mock.patch.multiple(made, **change):
             refused(resolve)
     made.model_config.hf_config = SimpleNamespace(
         architectures=["DeepseekV32ForCausalLM"], index_topk=2048
@@ -584,8 +586,8 @@ def refused(call: Callable[[], Any], kind: type[Exception] = ValueError) -> None
 
 
 CASES: dict[str, Callable[[], None]] = {
-    "decode": decode, "graphs": graphs, "verify": verify, "drafts": drafts, "extend": extend, "prefix": prefix,
-    "hooks": hooks, "refusals": refusals,
+    "decode": decode, "graphs": graphs, "verify": verify, "drafts": drafts, "extend": extend,
+    "prefix": prefix, "hooks": hooks, "refusals": refusals,
 }  # fmt: skip
 
 

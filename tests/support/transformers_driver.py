@@ -135,9 +135,7 @@ class Watch:
                 continue
             mimic = torch.stack([self.predicted(*row) for row in rows])
             expected = metrics.relative_l2(mimic, truth)
-            print(
-                f"{what}, {name}: relative L2 {error:.2e}, predicted {expected:.2e}", flush=True
-            )
+            print(f"{what}, {name}: relative L2 {error:.2e}, predicted {expected:.2e}", flush=True)
             assert expected / SLACK <= error <= expected * SLACK, what
 
     def weights(self, module: Any) -> tuple[Tensor, Tensor]:
@@ -366,7 +364,7 @@ def refusals() -> None:
         assert cache.get_seq_length() == 0
         refused("a negative number", lambda: cache.crop(3))
         refused("tokens_to_remove", lambda: cache.crop(-3))
-        refused("belongs to a model", lambda: cache.update(ids, ids, 0))
+        refused("a model that is patched", lambda: cache.update(ids, ids, 0))
         broken = model.model.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
         refused("division", lambda: run(), ZeroDivisionError)
         broken.remove()

@@ -101,8 +101,8 @@ class SnapMLATokenToKVPool(MLATokenToKVPool):
         layer_id_override: int | None = None,
     ) -> None:
         """The same of joint rows (tokens, 1, 576)."""
-        parts = cache_k.split([KV_LORA_RANK, QK_ROPE_HEAD_DIM], -1)
-        self.set_mla_kv_buffer(layer, loc_info, *parts, layer_id_override)
+        content, rope = cache_k.split([KV_LORA_RANK, QK_ROPE_HEAD_DIM], -1)
+        self.set_mla_kv_buffer(layer, loc_info, content, rope, layer_id_override)
 
     def get_mla_kv_buffer(
         self, layer: Any, loc: torch.Tensor, dst_dtype: torch.dtype | None = None

@@ -6,8 +6,8 @@
     cache = SnapMLACache(model.config, batch_size=2, max_tokens=4096)
     model.generate(**inputs, past_key_values=cache, max_new_tokens=100)
 
-Served: DeepSeek V2, V3 and V3.2, GLM-4 MoE Lite and GLM-5 (``glm_moe_dsa``), of transformers 5.17 to
-5.24; those with an indexer (DSA) from 5.18 on.  A model's ``forward`` stays transformers' own:
+Served: DeepSeek V2, V3 and V3.2, GLM-4 MoE Lite and GLM-5 (``glm_moe_dsa``), of transformers 5.17
+to 5.24; those with an indexer (DSA) from 5.18 on.  A model's ``forward`` stays transformers' own:
 
     pool.py       tokens, slots and plans of a cache, shared by its layers; torch only
     cache.py      ``SnapMLACache``: the layers that ``Cache.update`` asks
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from snapmla.integrations.transformers.patching import patch, unpatch
 
 __all__ = ["DecodeGraph", "SnapMLACache", "patch", "unpatch"]
-_HOMES = {"SnapMLACache": "cache", "DecodeGraph": "graph", "patch": "patching", "unpatch": "patching"}
+_HOMES = {"DecodeGraph": "graph", "SnapMLACache": "cache", "patch": "patching"}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in __all__:
         raise AttributeError(f"module {__name__} has no attribute {name}")
     import importlib
 
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES.get(name, 'patching')}"), name)

@@ -19,7 +19,7 @@ def weights(module: Any, query: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def queries(module: Any, query: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """(b, h, n, d) -> queries of the latent space (b, n, h, 512), their RoPE parts (b, n, h, 64)."""
+    """(b, h, n, d) -> queries (b, n, h, 512) of the latent space, RoPE parts (b, n, h, 64)."""
     b, h, n, _ = query.shape
     rows = query[..., : module.qk_nope_head_dim].transpose(0, 1).reshape(h, b * n, -1)
     latent = torch.bmm(rows, up).view(h, b, n, -1).permute(1, 2, 0, 3)

@@ -61,12 +61,12 @@ def attention(
     q_nope, q_rope = absorbed.queries(module, query, up)
     q = snapmla.quantize_q(q_nope, q_rope)
     if indices is None:
-        out, _ = snapmla.decode(
+        found = snapmla.decode(
             q, layer.cache, pool.block_table, pool.lengths, softmax_scale=scaling, plan=pool.plan()
         )
     else:
-        out, _ = snapmla.decode(
+        found = snapmla.decode(
             q, layer.cache, indices=pool.chosen_slots(indices), softmax_scale=scaling,
             plan=pool.sparse_plan(indices.shape[-1]),
         )  # fmt: skip
-    return absorbed.results(out.to(query.dtype), down), None
+    return absorbed.results(found[0].to(query.dtype), down), None

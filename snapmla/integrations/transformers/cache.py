@@ -55,7 +55,7 @@ class Layer(CacheLayerMixin):
         """
         pool = self.pool
         if not pool.new:
-            raise ValueError("snapmla: a SnapMLACache belongs to a model that patch() was called on")
+            raise ValueError("snapmla: a SnapMLACache belongs to a model that is patched")
         want = (pool.batch, 1, pool.new, KV_LORA_RANK), (pool.batch, 1, pool.new, QK_ROPE_HEAD_DIM)
         got = tuple(key_states.shape), tuple(value_states.shape)
         if got != want:

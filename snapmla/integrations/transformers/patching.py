@@ -1,8 +1,8 @@
 """``patch`` and ``unpatch``: how a model of transformers meets the cache and the kernels.
 
-    pre-hook of the decoder     a forward begins: the cache makes room for its tokens
-    ``expand_kv`` of a layer    latents of our cache pass through it; others are expanded as before
-    ``AttentionInterface``      our attention function, under the name ``snapmla``
+pre-hook of the decoder     a forward begins: the cache makes room for its tokens
+``expand_kv`` of a layer    latents of our cache pass through it; others are expanded as before
+``AttentionInterface``      our attention function, under the name ``snapmla``
 """
 
 from __future__ import annotations

@@ -75,9 +75,10 @@ class Pool:
         self.before = torch.zeros_like(self.lengths)
         self.slot_of = torch.full((batch, max_tokens), -1, dtype=torch.int32, device=device)
         self.position = torch.zeros((), dtype=torch.int64, device=device)
-        options = {"device": device, "accuracy": accuracy}
-        self._plans = snapmla.PlanCache(num_heads, page_size=page_size, **options)
-        self._sparse = snapmla.SparsePlanCache(num_heads, **options)
+        self._plans = snapmla.PlanCache(
+            num_heads, page_size=page_size, device=device, accuracy=accuracy
+        )
+        self._sparse = snapmla.SparsePlanCache(num_heads, device=device, accuracy=accuracy)
         self.seen, self.new, self.fixed, self.failed = 0, 0, False, False
         self._forget_step()
 

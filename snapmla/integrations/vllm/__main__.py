@@ -11,11 +11,11 @@ from typing import Annotated
 
 import typer
 
+from dsl_kernels.cache_records.ds_mla import FORMAT
 from dsl_kernels.spec import VariantSpec
 from snapmla import info
 from snapmla.dispatch.calls import choose_sparse
 from snapmla.dispatch.cards import cards
-from snapmla.ds_mla import FORMAT
 from snapmla.dsa import shapes
 from snapmla.dsa.index_logits import unit_choices
 from snapmla.errors import SnapMLAError

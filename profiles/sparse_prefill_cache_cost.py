@@ -1,7 +1,7 @@
 """Sparse prefill straight from the FP8 cache, and sparse decode of few query tokens over BF16 rows,
 beside FlashMLA's kernel over BF16 rows, on one GPU.
 
-    python -m profiles.sparse_prefill_fp8_cost --peers DIR --out profiles/results
+    python -m profiles.sparse_prefill_cache_cost --peers DIR --out profiles/results
 
 What FlashMLA's callers pay before their call, rows out of an FP8 cache, is timed beside and is in
 no ratio.  Results are compared with fp64 before anything is timed.
@@ -171,14 +171,14 @@ def main(
     out: Annotated[Path, typer.Option(help="Folder.")] = Path("build/bench"),
     first: Annotated[int, typer.Option(help="Shapes of each table to time, the first.")] = 99,
 ) -> None:
-    """Times the shapes and writes ``sparse_prefill_fp8_cost.md``."""
+    """Times the shapes and writes ``sparse_prefill_cache_cost.md``."""
     torch.ops.load_library(str(peers / "vllm_flashmla" / "_flashmla_C.abi3.so"))
     device = torch.device("cuda")
     facts = page.told(machine(device, timing.Nvml()), ("gpu", "driver", "cuda", "torch"))
     torch.manual_seed(0)
     lines = page.head(
         "Sparse prefill from the FP8 cache, sparse decode of few query tokens",
-        "profiles.sparse_prefill_fp8_cost", facts, gemm(device),
+        "profiles.sparse_prefill_cache_cost", facts, gemm(device),
         "median of the rounds, and their middle half; ratio: the other's time / ours by rounds",
         "fetch_dequant: the whole cache to rows of BF16; error: relative L2 on each one's inputs",
     )  # fmt: skip
@@ -190,7 +190,7 @@ def main(
             for seed, shape in enumerate(shapes[:first]):
                 lines.append(line(shape, device, seed))
                 typer.echo(lines[-1])
-                write_atomic(out / "sparse_prefill_fp8_cost.md", "\n".join(lines) + "\n")
+                write_atomic(out / "sparse_prefill_cache_cost.md", "\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":
