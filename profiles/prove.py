@@ -216,10 +216,10 @@ def _sample(name: str, k: int, blackwell: list[VariantSpec]) -> Step:
     op, parts = SAMPLES[name]
     specs = [VariantSpec(op="plan_decode", arch="sm_100a")]
     specs += [spec for spec in blackwell if spec.op == op]
-    builds = [("-m", "codegen", "build", spec.name) for spec in specs]
+    builds = ("-m", "codegen", "build", *(spec.name for spec in specs))
     command = ("-m", "tests.support.sm100_sample", name, f"{k}/{parts}")
     reads = ("softgpu", "snapmla", "tests/support")
-    return step("sample", f"{name}-{k}", *builds, command, reads=reads, specs=specs)
+    return step("sample", f"{name}-{k}", builds, command, reads=reads, specs=specs)
 
 
 def _on_objects(kind: str, spec: VariantSpec, command: Command) -> Step:

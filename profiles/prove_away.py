@@ -82,7 +82,7 @@ def shares(step: prove.Step) -> list[Share]:
 
 def built(step: prove.Step, folder: Path) -> list[str]:
     """Names of the variants that a step takes; empty where one is not built from these sources."""
-    names = [c[-1] for c in step.commands if c[1:3] == ("codegen", "build")]
+    names = [name for c in step.commands if c[1:3] == ("codegen", "build") for name in c[3:]]
     for name in names:
         spec = prove.VariantSpec.from_name(name)
         try:
