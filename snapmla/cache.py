@@ -180,10 +180,10 @@ class PagedKVCache(launch.OverTensors):
             scale: float32 (num_pages, page_size).
             format: ``fp8_ds_mla`` for rows of 656 bytes, or another name of bytes, which nothing
                 else tells; None for others.
-            scale_fmt: beside ``fp8_ds_mla`` and ``fp8_nope``: None appends tokens with vLLM's scales, the larger of
-                max|c_kv| / 448 and 2**-126; ``ue8m0`` (DeepSeek's name) rounds these up to powers
-                of two.  Which ones are in the memory does not matter.  Of formats whose scales
-                cannot but be powers of two it is ``ue8m0``.
+            scale_fmt: beside ``fp8_ds_mla`` and ``fp8_nope``: None appends tokens with vLLM's
+                scales, the larger of max|c_kv| / 448 and 2**-126; ``ue8m0`` (DeepSeek's name)
+                rounds these up to powers of two.  Which ones are in the memory does not matter.
+                Of formats whose scales cannot but be powers of two it is ``ue8m0``.
         """
         if format is not None:
             return cls._from_named(content, rope, scale, format, scale_fmt)
