@@ -62,6 +62,9 @@ ASKED = (
     "sparse_prefill_r64_d576_sm90a", "sparse_prefill_r64_d512_sm90a",
     "sparse_prefill_r32_d576_sm90a", "sparse_prefill_r16_d576_sm90a",
     "index_rows_sm90a", "fetch_index_k_xfp8_ragged_sm90a", "fetch_index_k_xbf16_indices_sm90a",
+    "append_kv_xbf16_ii32_kvfp8_v41_planar_sm90a", "append_kv_xbf16_ii32_kvfp8_v41_rows_sm90a",
+    "append_kv_xbf16_ii32_kvfp8_nope_sm90a", "fetch_dequant_xbf16_pages_kvfp8_v41_planar_sm90a",
+    "fetch_dequant_xbf16_pages_kvfp8_v41_rows_sm90a", "fetch_dequant_xbf16_pages_kvfp8_nope_sm90a",
 )  # fmt: skip
 KINDS = {
     "build": "every variant compiled and audited",
