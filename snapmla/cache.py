@@ -205,7 +205,10 @@ class PagedKVCache(launch.OverTensors):
         cls, content: Any, rope: Any, scale: Any, fmt: str, scale_fmt: str | None
     ) -> PagedKVCache:
         """``from_tensors`` of a format that is given by name."""
-        checks.choice("format", fmt, (None, *_NAMED))
+        options = (None, *_NAMED)
+        if fmt in FORMATS and fmt not in options:  # told by its dtype: no other name is meant
+            checks.value_error("format", "one of " + ", ".join(map(repr, options)), repr(fmt))
+        checks.choice("format", fmt, options)
         record = FORMATS[fmt]
         byte_cache.check_scale_format(scale_fmt, record)
         for name, value in (("rope", rope), ("scale", scale)):
