@@ -206,7 +206,7 @@ class PagedKVCache(launch.OverTensors):
     ) -> PagedKVCache:
         """``from_tensors`` of a format that is given by name."""
         options = (None, *_NAMED)
-        if fmt in FORMATS and fmt not in options:  # told by its dtype: no other name is meant
+        if isinstance(fmt, str) and fmt in FORMATS and fmt not in options:  # by its dtype
             checks.value_error("format", "one of " + ", ".join(map(repr, options)), repr(fmt))
         checks.choice("format", fmt, options)
         record = FORMATS[fmt]
