@@ -33,14 +33,16 @@ from snapmla import env, layouts  # noqa: E402
 
 API = ROOT / "docs" / "api.md"
 README = ROOT / "README.md"
-FILLED = (README, *(ROOT / "docs" / name for name in ("formats.md", "integration.md")))
+FILLED = (
+    README, *(ROOT / "docs" / f"{name}.md" for name in ("formats", "integration", "numerics"))
+)  # fmt: skip
 RESULTS = ROOT / "profiles" / "results"
 SPEED = "h200-table"
 OTHER_CARDS = ("h100-table",)  # the same shapes on other cards, one sentence each
 PEERS = ("flashmla_bf16", "flashmla_fp8")
 SHAPES = (
-    "b32_L16384_h16_q1", "b32_L16384_h16_q2", "b32_L16384_h64_q1", "b32_L16384_h128_q1",
-    "b32_L16384_h128_q2", "b16_L1024_h16_q1", "b16_L65536_h16_q1", "b1_L131072_h16_q1",
+    "b32_L16384_h16_q1", "b32_L16384_h64_q1", "b32_L16384_h128_q1", "b32_L16384_h128_q2",
+    "b16_L1024_h16_q1", "b16_L65536_h16_q1", "b1_L131072_h16_q1",
 )  # fmt: skip
 PICTURE_PAGE = 64  # tokens of a page in the pictures
 BAR = 64  # characters of a byte map

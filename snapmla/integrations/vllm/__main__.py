@@ -6,31 +6,26 @@ import importlib.metadata
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Annotated
 
-import torch
 import typer
 
+from dsl_kernels.cache_records.ds_mla import FORMAT
 from dsl_kernels.spec import VariantSpec
-from snapmla import env, info, runtime
-from snapmla.errors import SnapMLAError, VariantError
+from snapmla import info
+from snapmla.dispatch.calls import choose_sparse
+from snapmla.dispatch.cards import cards
+from snapmla.dsa import shapes
+from snapmla.dsa.index_logits import unit_choices
+from snapmla.errors import SnapMLAError
+from snapmla.integrations import findings
+from snapmla.integrations.findings import Finding, card
 from snapmla.integrations.vllm import refuse, surface
 
 app = typer.Typer(add_completion=False, help=__doc__)
 GROUP = "vllm.general_plugins"
 ARCH = "sm_90a"
-
-
-class Finding(NamedTuple):
-    """One thing that was looked at; ``ok`` None: it may work or not."""
-
-    ok: bool | None
-    text: str
-
-    def __str__(self) -> str:
-        mark = {True: "ok     ", None: "maybe  ", False: "MISSING"}[self.ok]
-        return f"{mark} {self.text}"
 
 
 def release() -> Finding:
@@ -57,7 +52,7 @@ def names() -> Iterator[Finding]:
     said = surface.differences(found, known)
     yield from (Finding(*each) for each in said)
     if not said:
-        count = len(surface.RELIED) + len(surface.REFUSED)
+        count = len(surface.RELIED) + len(surface.RELIED_SPARSE) + len(surface.REFUSED)
         yield Finding(True, f"{count} names and signatures of vllm are as known")
 
 
@@ -68,29 +63,14 @@ def not_served() -> Finding:
     return Finding(
         True,
         "refused, each in a sentence: MLA layers that are not MLAAttention with its own forward "
-        f"({', '.join(layers)}), and models with index_topk (DSA): for those {refuse.INSTEAD}",
+        f"({', '.join(layers)}): for those {refuse.INSTEAD}; models with index_topk (DSA) have a "
+        "backend of their own, SNAPMLA_SPARSE (0.26: FLASHMLA_SPARSE with SNAPMLA_VLLM_SPARSE=1)",
     )
 
 
 def entry_point() -> Finding:
     """Whether vLLM's processes will find the plugin."""
-    found = [e for e in importlib.metadata.entry_points(group=GROUP) if e.name == "snapmla"]
-    if not found:
-        return Finding(False, f"no entry point {GROUP}: snapmla: install snapmla as a package")
-    wanted = os.environ.get("VLLM_PLUGINS")
-    if wanted is not None and "snapmla" not in wanted.split(","):
-        return Finding(False, f"VLLM_PLUGINS={wanted} leaves snapmla out")
-    return Finding(True, f"entry point {GROUP}: {found[0].value}")
-
-
-def card() -> Finding:
-    """The GPU."""
-    if not torch.cuda.is_available():
-        return Finding(False, "no CUDA device")
-    name, capability = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
-    fits = capability == (9, 0)
-    wanted = "" if fits else "; the backend is for sm_90"
-    return Finding(fits, f"{name}, sm_{capability[0]}{capability[1]}{wanted}")
+    return findings.entry_point(GROUP, "VLLM_PLUGINS")
 
 
 def needed() -> list[VariantSpec]:
@@ -104,50 +84,41 @@ def needed() -> list[VariantSpec]:
     ]
 
 
-def kernels() -> Iterator[Finding]:
-    """The kernels that the backend calls: built, to be compiled at first use, or missing."""
-    specs = needed()
-    missing = [spec for spec in specs if runtime.find(spec) is None]
-    refusal = runtime.jit_refusal()
-    if missing:
-        names = ", ".join(spec.name for spec in missing)
-        text = f"{len(missing)} of {len(specs)} kernels are not built ({names})"
-        if refusal is None:
-            yield Finding(None, f"{text}: each is compiled at its first use, which takes seconds")
-            return
-        yield Finding(
-            False,
-            f"{text}, and {refusal}: install the kernels' wheel that `make wheels ARCH={ARCH}` "
-            f"makes in a checkout, or let {env.VARIANT_DIR.name} name a directory that has them",
-        )
-    wrong = [] if refusal is None else list(_unusable(s for s in specs if s not in missing))
-    yield from (Finding(False, text) for text in wrong)
-    if not missing and not wrong:
-        yield Finding(True, f"{len(specs)} kernels are built: {_ops(specs)}")
+def needed_sparse() -> list[VariantSpec]:
+    """Kernels that the sparse backend and its indexer call, of any model's heads and lengths."""
+    card = next(card for card in cards() if card.arch == ARCH)
+    tiles = (choose_sparse(card, heads, cache=FORMAT) for heads in (16, 32, 64, 128))
+    return [
+        VariantSpec(op="append_kv", arch=ARCH, index_dtype="i64", cache_dtype=FORMAT),
+        VariantSpec(op="plan_decode", arch=ARCH),
+        VariantSpec(op="fetch_dequant", arch=ARCH, mode="ragged", cache_dtype=FORMAT),
+        VariantSpec(op="append_index_k", arch=ARCH, index_dtype="i64"),
+        *(
+            VariantSpec(op="index_logits", arch=ARCH, heads=heads, unit_rows=rows)
+            for heads in refuse.INDEX_HEADS
+            for rows in unit_choices(heads)
+        ),
+        VariantSpec(op="index_rows", arch=ARCH),
+        *(VariantSpec(op="select_topk", arch=ARCH, **shape._asdict()) for shape in shapes.ALL),
+        *dict.fromkeys(tiles),
+    ]
 
 
-def _unusable(specs: Iterable[VariantSpec]) -> Iterator[str]:
-    """Why kernels that are there cannot be loaded; asked only where nothing would be compiled."""
-    for spec in specs:
-        try:
-            runtime.find_or_build(spec, need_library=True)
-        except VariantError as error:
-            yield str(error)
-
-
-def _ops(specs: list[VariantSpec]) -> str:
-    """Of which ops, in order, each once."""
-    return ", ".join(dict.fromkeys(spec.op for spec in specs))
+def kernels(sparse: bool = False) -> Iterator[Finding]:
+    """The kernels that a backend calls: built, to be compiled at first use, or missing."""
+    return findings.kernels(needed_sparse() if sparse else needed(), ARCH)
 
 
 @app.command()
-def check() -> None:
+def check(
+    sparse: Annotated[bool, typer.Option(help="with DSA models, by SNAPMLA_SPARSE")] = False,
+) -> None:
     """Say whether this installation will work, and why not; exit code 1 if not."""
     try:
         found = [release()]
         if found[0].ok is not False:
             found += [*names(), not_served()]
-        found += [entry_point(), card(), *kernels()]
+        found += [entry_point(), card(), *kernels(sparse)]
     except (SnapMLAError, ValueError) as error:  # or a variable without meaning
         found.append(Finding(False, str(error)))
     for finding in found:

@@ -8,15 +8,10 @@ the backend refuses (``refuse.py``): one that gets another name is to be looked 
 
 from __future__ import annotations
 
-import ast
-import dataclasses
-import enum
-import importlib
-import importlib.util
-import inspect
 import json
 from pathlib import Path
-from typing import Any
+
+from snapmla.integrations.surfaces import Surface, adds, described, read_source, text
 
 RECORD = Path(__file__).with_name("surface.json")
 _MLA = "vllm.model_executor.layers.attention.mla_attention"
@@ -76,6 +71,46 @@ RELIED = (
     f"{_MLA}:MLAAttention.update_kv_cache",
     f"{_MLA}:MLAAttention.update_kv_cache@do_kv_cache_update",
 )
+_SPARSE = "vllm.model_executor.layers.attention.sparse_mla_attention"
+_IMPL, _BUILDER = f"{_SPARSE}:SparseMLACommonImpl", f"{_SPARSE}:SparseMLACommonMetadataBuilder"
+_INDEXER = f"{_BACKENDS}.mla.indexer"
+# What the sparse backend and the indexer behind it rely on, in the same way.
+RELIED_SPARSE = (
+    f"{_BACKENDS}.registry:AttentionBackendEnum.FLASHMLA_SPARSE",
+    f"{_BACKEND}:AttentionBackend.validate_configuration",
+    f"{_BACKEND}:AttentionMetadata",
+    f"{_BUILDER}.__init__",
+    f"{_BUILDER}.build",
+    f"{_BUILDER}.build_for_cudagraph_capture",
+    f"{_BUILDER}._init_reorder_batch_threshold",
+    f"{_BUILDER}.update_draft_decode_metadata",
+    f"{_IMPL}.__init__",
+    f"{_IMPL}.forward_mqa",
+    f"{_IMPL}._forward_mqa_kernel",
+    f"{_IMPL}.group_conversion_decode_only",
+    f"{_IMPL}.need_to_return_lse_for_decode",
+    f"{_IMPL}.do_kv_cache_update",
+    f"{_IMPL}._compute_prefill_context",
+    f"{_IMPL}._context_parallel_compute_prefill_context",
+    f"{_SPARSE}:SparseMLACommonMetadata",
+    f"{_BACKENDS}.mla.sparse_utils:triton_convert_req_index_to_global_index",
+    f"{_BACKENDS}.mla.sparse_utils:align_blocks_to_rows",
+    "vllm.v1.attention.ops.metadata:compute_token_to_req_indices",
+    "vllm.config.attention:AttentionConfig.sparse_mla_force_mqa",
+    "vllm.config.parallel:ParallelConfig.prefill_context_parallel_size",
+    "vllm.config.parallel:ParallelConfig.decode_context_parallel_size",
+    "vllm.model_executor.layers.sparse_attn_indexer:sparse_attn_indexer",
+    f"{_INDEXER}:DeepseekV32IndexerMetadata",
+    f"{_INDEXER}:DeepSeekV32IndexerDecodeMetadata",
+    f"{_INDEXER}:DeepseekV32IndexerPrefillMetadata",
+    f"{_INDEXER}:DeepseekV32IndexerPrefillChunkMetadata",
+    "vllm.compilation.breakable_cudagraph:eager_break_during_capture",
+    "vllm.distributed:get_dcp_group",
+    "vllm.envs:VLLM_SPARSE_INDEXER_MAX_LOGITS_MB",
+    "vllm.forward_context:get_forward_context",
+    "vllm.platforms:current_platform",
+    "vllm.utils.torch_utils:_resolve_layer_name",
+)
 # of newer releases only; without them the backend takes the older way
 OPTIONAL = frozenset({
     "vllm.config.cache:register_kv_cache_dtype",
@@ -85,10 +120,17 @@ OPTIONAL = frozenset({
     f"{_MLA}:MLAAttention.update_kv_cache@do_kv_cache_update",
     f"{_PREFILL}.base:MLAPrefillBackend.supports_out",
     QUANT_MODE,
+    f"{_BUILDER}.update_draft_decode_metadata",
+    f"{_IMPL}._forward_mqa_kernel",
+    f"{_IMPL}.group_conversion_decode_only",
+    f"{_SPARSE}:SparseMLACommonMetadata",
+    f"{_BACKENDS}.mla.sparse_utils:align_blocks_to_rows",
+    "vllm.v1.attention.ops.metadata:compute_token_to_req_indices",
 })  # fmt: skip
 _K3 = "vllm.models.kimi_k3.nvidia.mla:MultiHeadLatentAttention"
 _V32 = ("vllm.models.deepseek_v32.attention", "vllm.models.deepseek_v32.nvidia.attention")
 # Layers that write the cache themselves, and the names by which they do it.  A release has some.
+# Only the dense backend refuses them: its cache's format is its own.
 REFUSED = (
     _K3,
     f"{_K3}._decode_concat_cache",
@@ -102,71 +144,12 @@ REFUSED = (
         )
     ),
 )  # fmt: skip
-Surface = dict[str, list[str] | bool]
 
 
 def read() -> Surface:
     """Name -> parameters or fields, True for what has none, False for what is not there."""
-    found = {name: _described(name) for name in RELIED}
+    found = {name: described(name) for name in (*RELIED, *RELIED_SPARSE)}
     return found | {name: read_source(name) for name in REFUSED}
-
-
-def _described(name: str) -> list[str] | bool:
-    module, _, path = name.partition(":")
-    path, _, mentioned = path.partition("@")
-    try:
-        value: Any = importlib.import_module(module)
-        *owners, last = path.split(".")
-        for owner in owners:
-            value = getattr(value, owner)
-        if last in getattr(value, "__dataclass_fields__", ()):
-            return True  # a field, of a default or not
-        value = getattr(value, last)
-    except (ImportError, AttributeError):
-        return False
-    if mentioned:
-        return mentioned in value.__code__.co_names
-    if isinstance(value, enum.Enum) and value.name != last:
-        return [f"another name of {value.name}"]
-    if isinstance(value, type):
-        if dataclasses.is_dataclass(value):
-            return [field.name for field in dataclasses.fields(value)]
-        return True
-    return list(inspect.signature(value).parameters) if callable(value) else True
-
-
-def read_source(name: str) -> list[str] | bool:
-    """``_described`` of what is written in a file of vLLM's, which is not imported.
-
-    A model's module may want libraries that are not here, or a GPU.
-    """
-    module, _, path = name.partition(":")
-    package, *folders = module.split(".")
-    spec = importlib.util.find_spec(package)
-    if spec is None or not spec.submodule_search_locations:
-        return False
-    file = Path(spec.submodule_search_locations[0], *folders).with_suffix(".py")
-    if not file.is_file():
-        return False
-    node: Any = ast.parse(file.read_text())
-    for part in path.split("."):
-        inside = (each for each in node.body if part in _binds(each))
-        node = next(inside, None)
-        if node is None:
-            return False
-    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-        return True
-    given = node.args
-    first = [each.arg for each in (*given.posonlyargs, *given.args)]
-    more = [each.arg for each in (given.vararg, *given.kwonlyargs, given.kwarg) if each]
-    return first + more
-
-
-def _binds(node: ast.stmt) -> set[str]:
-    """The names that a function, a class or an import gives."""
-    if isinstance(node, ast.ImportFrom):
-        return {each.asname or each.name for each in node.names}
-    return {name} if (name := getattr(node, "name", None)) else set()
 
 
 def recorded() -> dict[str, Surface]:
@@ -179,9 +162,9 @@ def differences(found: Surface, known: Surface) -> list[tuple[bool | None, str]]
     said: list[tuple[bool | None, str]] = []
     for name, wanted in known.items():
         got = found.get(name, False)
-        if got == wanted or _adds(got, wanted):
+        if got == wanted or adds(got, wanted):
             continue
-        said.append((_harm(name, got, wanted), f"{name}: {_text(wanted)} is {_text(got)} here"))
+        said.append((_harm(name, got, wanted), f"{name}: {text(wanted)} is {text(got)} here"))
     return said
 
 
@@ -194,16 +177,3 @@ def _harm(name: str, got: list[str] | bool, wanted: list[str] | bool) -> bool | 
     if isinstance(got, list) and isinstance(wanted, list) and set(wanted) <= set(got):
         return None
     return False
-
-
-def _adds(got: list[str] | bool, wanted: list[str] | bool) -> bool:
-    """Whether parameters are those that are known and others behind them, or nothing was needed."""
-    if isinstance(got, list) and isinstance(wanted, list):
-        return got[: len(wanted)] == wanted
-    return wanted is False
-
-
-def _text(value: list[str] | bool) -> str:
-    if isinstance(value, list):
-        return f"({', '.join(value)})"
-    return "there" if value else "missing"

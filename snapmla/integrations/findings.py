@@ -1,0 +1,81 @@
+"""What the ``check`` commands of the plugins have in common: sentences about an installation."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import torch
+
+from dsl_kernels.spec import VariantSpec
+from snapmla import env, runtime
+from snapmla.errors import VariantError
+
+
+class Finding(NamedTuple):
+    """One thing that was looked at; ``ok`` None: it may work or not."""
+
+    ok: bool | None
+    text: str
+
+    def __str__(self) -> str:
+        mark = {True: "ok     ", None: "maybe  ", False: "MISSING"}[self.ok]
+        return f"{mark} {self.text}"
+
+
+def entry_point(group: str, filter_name: str) -> Finding:
+    """Whether an engine's processes will find the plugin; ``filter_name``: a variable of theirs."""
+    found = [e for e in importlib.metadata.entry_points(group=group) if e.name == "snapmla"]
+    if not found:
+        return Finding(False, f"no entry point {group}: snapmla: install snapmla as a package")
+    wanted = os.environ.get(filter_name)
+    if wanted is not None and "snapmla" not in wanted.split(","):
+        return Finding(False, f"{filter_name}={wanted} leaves snapmla out")
+    return Finding(True, f"entry point {group}: {found[0].value}")
+
+
+def card() -> Finding:
+    """The GPU."""
+    if not torch.cuda.is_available():
+        return Finding(False, "no CUDA device")
+    name, capability = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
+    fits = capability == (9, 0)
+    wanted = "" if fits else "; the backend is for sm_90"
+    return Finding(fits, f"{name}, sm_{capability[0]}{capability[1]}{wanted}")
+
+
+def kernels(specs: list[VariantSpec], arch: str) -> Iterator[Finding]:
+    """The kernels that a backend calls: built, to be compiled at first use, or missing."""
+    missing = [spec for spec in specs if runtime.find(spec) is None]
+    refusal = runtime.jit_refusal()
+    if missing:
+        names = ", ".join(spec.name for spec in missing)
+        text = f"{len(missing)} of {len(specs)} kernels are not built ({names})"
+        if refusal is None:
+            yield Finding(None, f"{text}: each is compiled at its first use, which takes seconds")
+            return
+        yield Finding(
+            False,
+            f"{text}, and {refusal}: install the kernels' wheel that `make wheels ARCH={arch}` "
+            f"makes in a checkout, or let {env.VARIANT_DIR.name} name a directory that has them",
+        )
+    wrong = [] if refusal is None else list(_unusable(s for s in specs if s not in missing))
+    yield from (Finding(False, text) for text in wrong)
+    if not missing and not wrong:
+        yield Finding(True, f"{len(specs)} kernels are built: {_ops(specs)}")
+
+
+def _unusable(specs: Iterable[VariantSpec]) -> Iterator[str]:
+    """Why kernels that are there cannot be loaded; asked only where nothing would be compiled."""
+    for spec in specs:
+        try:
+            runtime.find_or_build(spec, need_library=True)
+        except VariantError as error:
+            yield str(error)
+
+
+def _ops(specs: list[VariantSpec]) -> str:
+    """Of which ops, in order, each once."""
+    return ", ".join(dict.fromkeys(spec.op for spec in specs))

@@ -1,0 +1,30 @@
+"""SGLang's multi-head latent attention on snapmla's kernels, as a plugin.
+
+``register`` is the entry point (group ``sglang.srt.plugins``), which SGLang calls in each of its
+processes; nothing of SGLang is imported before.  Then::
+
+    python -m sglang.launch_server --model-path MODEL --attention-backend snapmla \\
+        --kv-cache-dtype fp8_e4m3
+
+A server that does not ask for this backend runs as if the plugin were not there.  Prompts are
+computed as multi-head attention by SGLang's own ``fa3``, which this backend calls.
+
+``python -m snapmla.integrations.sglang check`` says whether this installation will work.
+"""
+
+from __future__ import annotations
+
+__all__ = ["BACKEND", "register"]
+
+BACKEND = "snapmla"
+
+
+def register() -> None:
+    """Makes the backend known to SGLang; may be called again.
+
+    Registers its name, and hooks that SGLang applies after all plugins are loaded
+    (``snapmla/integrations/sglang/hooks.py``).
+    """
+    from snapmla.integrations.sglang import hooks
+
+    hooks.register()

@@ -1,0 +1,100 @@
+"""``python -m snapmla.integrations.sglang``: will SGLang of this installation run on snapmla?"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Iterator
+
+import typer
+
+from dsl_kernels.spec import VariantSpec
+from snapmla import info
+from snapmla.errors import SnapMLAError
+from snapmla.integrations import findings
+from snapmla.integrations.findings import Finding
+from snapmla.integrations.sglang import refuse, surface
+
+app = typer.Typer(add_completion=False, help=__doc__)
+GROUP = "sglang.srt.plugins"
+ARCH = "sm_90a"
+
+
+def release() -> Finding:
+    """Which SGLang is installed."""
+    try:
+        found = importlib.metadata.version("sglang")
+    except importlib.metadata.PackageNotFoundError:
+        return Finding(False, "sglang: not installed")
+    known = sorted(surface.recorded())
+    if found in known:
+        return Finding(True, f"sglang {found}, which the plugin was run with")
+    return Finding(None, f"sglang {found}: the plugin was run with {' and '.join(known)}")
+
+
+def names() -> Iterator[Finding]:
+    """What the plugin uses of SGLang, against the record of that release or the newest."""
+    records = surface.recorded()
+    known = records.get(importlib.metadata.version("sglang")) or records[max(records)]
+    said = surface.differences(surface.read(), known)
+    yield from (Finding(*each) for each in said)
+    if not said:
+        yield Finding(True, f"{len(known)} names and signatures of sglang are as known")
+
+
+def multi_head() -> Finding:
+    """What computes prompts as multi-head attention."""
+    if importlib.util.find_spec("sgl_kernel") is None:
+        return Finding(False, "sgl_kernel is not installed: SGLang's fa3, which computes prompts")
+    return Finding(True, "sgl_kernel is installed: SGLang's fa3 computes prompts")
+
+
+def not_served() -> Finding:
+    """What the plugin stops a server at."""
+    settings = ", ".join(dict.fromkeys(setting.name for setting in refuse.SETTINGS))
+    return Finding(True, f"values of these settings are refused, each in a sentence: {settings}")
+
+
+def needed() -> list[VariantSpec]:
+    """Kernels that the plugin calls, whatever the model: those of a decode step with slots as
+    SGLang counts them (int64), and those that fetch tokens of a cached prefix."""
+    step = [spec for spec in info.needed(ARCH) if spec.op != "append_kv"]
+    return [
+        VariantSpec(op="append_kv", arch=ARCH, index_dtype="i64"),
+        *step,
+        *(
+            VariantSpec(op="fetch_dequant", arch=ARCH, mode="indices", index_dtype=width)
+            for width in ("i32", "i64")
+        ),
+    ]
+
+
+@app.command()
+def check() -> None:
+    """Say whether this installation will work, and why not; exit code 1 if not."""
+    try:
+        found = [release()]
+        if found[0].ok is not False:
+            found += [*names(), multi_head(), not_served()]
+        found += [findings.entry_point(GROUP, "SGLANG_PLUGINS"), findings.card()]
+        found += findings.kernels(needed(), ARCH)
+    except (SnapMLAError, ValueError) as error:  # or a variable without meaning
+        found.append(Finding(False, str(error)))
+    for finding in found:
+        typer.echo(finding)
+    raise typer.Exit(any(finding.ok is False for finding in found))
+
+
+@app.command()
+def record() -> None:
+    """Add the SGLang that is installed to the record (for who maintains the plugin)."""
+    records = surface.recorded() if surface.RECORD.exists() else {}
+    records[importlib.metadata.version("sglang")] = surface.read()
+    surface.RECORD.write_text(json.dumps(records, indent=1, sort_keys=True) + "\n")
+
+
+if __name__ == "__main__":
+    app(prog_name=f"{os.path.basename(sys.executable)} -m snapmla.integrations.sglang")

@@ -1,0 +1,138 @@
+"""What the plugin relies on in SGLang, read from an installation or from the record of releases.
+
+``surface.json`` holds it for the releases that the plugin was run with.  It is read from the source
+text: nothing of SGLang is imported, which wants a GPU's libraries.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from snapmla.integrations.sglang import refuse
+from snapmla.integrations.surfaces import Surface, adds, read_source, text
+
+RECORD = Path(__file__).with_name("surface.json")
+_SRT = "sglang.srt"
+_MEMORY = f"{_SRT}.mem_cache.memory_pool"
+_CACHE = f"{_SRT}.mem_cache.kv_cache_configurator"
+_BACKEND = f"{_SRT}.layers.attention.base_attn_backend:AttentionBackend"
+_REGISTRY = f"{_SRT}.layers.attention.attention_registry"
+_FLASH = f"{_SRT}.layers.attention.flashattention_backend:FlashAttentionBackend"
+_BATCH = f"{_SRT}.model_executor.forward_batch_info"
+_CONTEXT = f"{_SRT}.runtime_context"
+_DEEPSEEK = f"{_SRT}.models.deepseek_common"
+_HANDLERS = f"{_DEEPSEEK}.attention_backend_handler"
+_ARGUMENTS = f"{_SRT}.arg_groups"
+_HOOKS = f"{_SRT}.plugins.hook_registry"
+# Where ServerArgs' fields are declared: of the settings that are refused, each in one of these.
+FIELDS = tuple(
+    f"{_ARGUMENTS}.fields.{module}:{name}"
+    for module, name in (
+        ("model", "Model"), ("schedule", "Schedule"), ("disagg", "Disagg"), ("memory", "Memory"),
+        ("parallel", "Parallel"), ("observability", "Observability"), ("spec", "Spec"),
+        ("exec_", "ExecKernel"),
+    )
+)  # fmt: skip
+# module:name, in the order of the plugin's text
+RELIED = (
+    f"{_REGISTRY}:ATTENTION_BACKENDS",
+    f"{_REGISTRY}:register_attention_backend",
+    f"{_ARGUMENTS}.choices:add_attention_backend_choices",
+    f"{_ARGUMENTS}.choices:add_chunked_prefix_cache_attention_backend",
+    f"{_ARGUMENTS}.choices:add_deterministic_attention_backend_choices",
+    f"{_ARGUMENTS}.choices:add_radix_supported_deterministic_attention_backend_choices",
+    f"{_ARGUMENTS}.model_override_base:resolved_view",
+    f"{_ARGUMENTS}.validation_hook:check_server_args",
+    f"{_ARGUMENTS}.overrides:_mla_backend_page_constraints",
+    f"{_SRT}.configs.model_config:is_deepseek_dsa",
+    f"{_HANDLERS}:AttentionBackendRegistry.register",
+    f"{_HANDLERS}:MHA_ONE_SHOT_SUPPORTED_BACKENDS",
+    f"{_HANDLERS}:_dispatch_mla_subtype",
+    f"{_HANDLERS}:_handle_attention_backend",
+    f"{_DEEPSEEK}.utils:FORWARD_ABSORB_CORE_ATTENTION_BACKENDS",
+    f"{_HOOKS}:HookRegistry.register",
+    f"{_HOOKS}:HookType.AFTER",
+    f"{_HOOKS}:HookType.AROUND",
+    f"{_CACHE}:calculate_mla_kv_cache_dim",
+    f"{_CACHE}:KVCacheConfigurator._resolve_kv_pool_class",
+    f"{_SRT}.speculative.draft_utils:DraftBackendFactory._create_backend",
+    f"{_CONTEXT}:attention_backends",
+    f"{_CONTEXT}:get_exec",
+    f"{_CONTEXT}:get_parallel",
+    f"{_CONTEXT}:get_spec",
+    f"{_SRT}.constants:GPU_MEMORY_TYPE_KV_CACHE",
+    f"{_MEMORY}:unwrap_write_loc",
+    f"{_MEMORY}:KVWriteLoc.for_batch",
+    f"{_MEMORY}:KVCache.get_kv_buffer_shape",
+    f"{_MEMORY}:KVCache.host_pool_decls",
+    *(
+        f"{_MEMORY}:MLATokenToKVPool.{name}"
+        for name in (
+            "__init__", "_create_buffers", "_clear_buffers", "get_kv_size_bytes",
+            "set_mla_kv_buffer", "set_kv_buffer", "get_mla_kv_buffer", "move_kv_cache",
+            "get_cpu_copy", "load_cpu_copy", "get_key_buffer", "get_value_buffer",
+            "get_contiguous_buf_infos", "get_device_pool_infos",
+        )
+    ),
+    *(
+        f"{_BACKEND}.{name}"
+        for name in (
+            "needs_cpu_seq_lens", "init_cuda_graph_state", "get_cuda_graph_seq_len_fill_value",
+            "init_forward_metadata", "init_forward_metadata_out_graph",
+            "init_forward_metadata_in_graph", "forward_decode", "forward_extend",
+        )
+    ),
+    f"{_FLASH}.init_forward_metadata",
+    f"{_FLASH}.forward_extend",
+    f"{_FLASH}.prepare_paged_mha_query",
+    f"{_BATCH}:build_inner_fb_view",
+    f"{_BATCH}:ForwardMode.DECODE",
+    *(
+        f"{_BATCH}:ForwardMode.{name}"
+        for name in (
+            "is_extend_without_speculative", "is_target_verify", "is_draft_extend_v2",
+        )
+    ),
+    *(
+        f"{_BATCH}:ForwardBatch.{name}"
+        for name in (
+            "forward_mode", "batch_size", "input_ids", "req_pool_indices", "seq_lens",
+            "out_cache_loc", "extend_seq_lens",
+        )
+    ),
+)  # fmt: skip
+SETTINGS = tuple(
+    dict.fromkeys((
+        "attention_backend", "prefill_attention_backend", "decode_attention_backend",
+        *(setting.name for setting in refuse.SETTINGS),
+    ))
+)  # fmt: skip
+
+
+def read() -> Surface:
+    """Name -> parameters, True for what has none, False for what is not there; settings by name."""
+    found = {name: read_source(name) for name in RELIED}
+    return found | {name: _is_setting(name) for name in SETTINGS}
+
+
+def _is_setting(name: str) -> bool:
+    return any(bool(read_source(f"{group}.{name}")) for group in FIELDS)
+
+
+def recorded() -> dict[str, Surface]:
+    """Release -> its surface."""
+    return json.loads(RECORD.read_text())
+
+
+def differences(found: Surface, known: Surface) -> list[tuple[bool | None, str]]:
+    """What of ``known`` is otherwise in ``found``: (None if it may do, else False; a sentence)."""
+    said: list[tuple[bool | None, str]] = []
+    for name, wanted in known.items():
+        got = found.get(name, False)
+        if got == wanted or adds(got, wanted):
+            continue
+        both = isinstance(got, list) and isinstance(wanted, list)
+        may_do = name in SETTINGS or (both and set(wanted) <= set(got))  # type: ignore[arg-type]
+        said.append((None if may_do else False, f"{name}: {text(wanted)} is {text(got)} here"))
+    return said
