@@ -52,7 +52,7 @@ demo: setup  ## a realistic decode job, checked and timed
 	$(PY) -m profiles.demo
 
 test: setup  ## compile the test set of variants, run the tests
-	$(PY) -m pytest --precompile -n 2
+	$(PY) -m pytest --precompile -n 2 --dist loadfile
 
 ## SLICE    part of the steps, such as 2/8
 ## LIMIT    seconds after which no step begins

@@ -161,25 +161,36 @@ def traits(spec: VariantSpec) -> set[Trait]:
 def sample(specs: Iterable[VariantSpec], *, thorough: bool = False) -> list[VariantSpec]:
     """The test set of ``specs``, in their order: few variants, and every trait.
 
-    All helper kernels of SM90 whose unnamed axes have their defaults, which compile in a second.
-    Of the others (those with RoPE, and SM100's, which are of the same sources), and of each other
+    All helper kernels of SM90 whose unnamed axes have their defaults, which compile in a second,
+    of families that declare no ``everyday``.  Of its others (those with RoPE), and of each other
     family, a greedy cover: first from variants of default values (64-token pages, bf16 results),
     which most calls take, then from those that differ from that in one axis, then from all; of
-    equals the first.  A family that declares its ``everyday`` variants has those instead,
-    unless the set is to be ``thorough``.
+    equals the first.  SM100's helper kernels are of the same sources: one an op.  A family that
+    declares its ``everyday`` variants has those instead.  If the set is to be ``thorough``, the
+    last two rules do not hold.
     """
     specs = list(specs)
     chosen = {
         spec
         for spec in specs
         if spec.family.helper and spec.arch == "sm_90a" and not _unusual(spec)
+        if spec.family.everyday is None
     }
     rest = [spec for spec in specs if spec not in chosen]
     for op in dict.fromkeys(spec.op for spec in rest):
         of_op = [spec for spec in rest if spec.op == op]
-        everyday = of_op[0].family.everyday
-        chosen |= _cover(of_op) if everyday is None or thorough else _declared(of_op, everyday)
+        chosen |= _cover(of_op) if thorough else _everyday(of_op)
     return [spec for spec in specs if spec in chosen]
+
+
+def _everyday(specs: list[VariantSpec]) -> set[VariantSpec]:
+    """Of one op's variants those that everyday tests run."""
+    family = specs[0].family
+    if family.everyday is not None:
+        return _declared(specs, family.everyday)
+    if family.helper and specs[0].arch != "sm_90a":
+        return {min(specs, key=changed)}
+    return _cover(specs)
 
 
 def _declared(specs: list[VariantSpec], everyday: tuple[Values, ...]) -> set[VariantSpec]:

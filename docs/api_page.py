@@ -21,6 +21,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "snapmla": (
         "PagedKVCache", "append_kv", "quantize_q", "QuantizedQuery", "plan_decode", "DecodePlan",
         "decode", "plan_sparse_decode", "SparsePlan", "PlanCache", "SparsePlanCache",
+        "mha_prefill", "sparse_prefill",
         "rope_append_kv", "rope_quantize_q", "fetch_dequant", "convert_cache", "merge_state",
         "merge_states", "explain", "install_as_flash_mla", "SnapMLAError", "UnsupportedDeviceError",
         "VariantError", "__version__",
@@ -47,11 +48,13 @@ MODULES: dict[str, tuple[str, ...]] = {
         "top_k_per_row_decode", "top_k_per_row_prefill", "persistent_topk",
         "indexer_k_quant_and_cache", "cp_gather_indexer_k_quant_cache",
     ),
+    "snapmla.mha": ("workspace_size",),
+    "snapmla.mha.flash_attention_names": ("flash_attn_varlen_func",),
     "snapmla.layouts": ("paged_views", "rows640_views"),
     "snapmla.reference": (
         "mla_decode_reference", "reference_from_unquantised", "quantize_rows", "dequantize_rows",
-        "quantize_ds_mla_rows", "dequantize_ds_mla_rows", "rms_norm_rows", "rotate_rows",
-        "QuantConfig",
+        "quantize_ds_mla_rows", "dequantize_ds_mla_rows", "quantize_pages", "dequantize_pages",
+        "rms_norm_rows", "rotate_rows", "QuantConfig",
     ),
     "snapmla.selfcheck": ("decode_errors", "DecodeErrors", "QkErrors", "lse_bounds"),
 }  # fmt: skip

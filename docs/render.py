@@ -28,18 +28,21 @@ import torch  # noqa: E402
 from api_page import api_page  # noqa: E402
 
 import snapmla  # noqa: E402
+from dsl_kernels.families.formats import FORMATS  # noqa: E402
 from snapmla import env, layouts  # noqa: E402
 
 API = ROOT / "docs" / "api.md"
 README = ROOT / "README.md"
-FILLED = (README, *(ROOT / "docs" / name for name in ("formats.md", "integration.md")))
+FILLED = (
+    README, *(ROOT / "docs" / f"{name}.md" for name in ("formats", "integration", "numerics"))
+)  # fmt: skip
 RESULTS = ROOT / "profiles" / "results"
 SPEED = "h200-table"
 OTHER_CARDS = ("h100-table",)  # the same shapes on other cards, one sentence each
 PEERS = ("flashmla_bf16", "flashmla_fp8")
 SHAPES = (
-    "b32_L16384_h16_q1", "b32_L16384_h16_q2", "b32_L16384_h64_q1", "b32_L16384_h128_q1",
-    "b32_L16384_h128_q2", "b16_L1024_h16_q1", "b16_L65536_h16_q1", "b1_L131072_h16_q1",
+    "b32_L16384_h16_q1", "b32_L16384_h64_q1", "b32_L16384_h128_q1", "b32_L16384_h128_q2",
+    "b16_L1024_h16_q1", "b16_L65536_h16_q1", "b1_L131072_h16_q1",
 )  # fmt: skip
 PICTURE_PAGE = 64  # tokens of a page in the pictures
 BAR = 64  # characters of a byte map
@@ -105,19 +108,34 @@ def picture(name: str, page: int = PICTURE_PAGE) -> str:
     return "\n".join(lines).rstrip()
 
 
-def ds_mla_picture() -> str:
-    """Byte map of a token of format ``fp8_ds_mla``, measured on a real cache."""
-    cache = snapmla.PagedKVCache.allocate(3, PICTURE_PAGE, device="cpu", dtype="fp8_ds_mla")
-    (rows,) = cache.named_tensors.values()
-    views = {"content": cache.content, "scale x 4": cache.scale, "rope": cache.rope}
-    fields = []
+def bytes_picture(fmt: str, page: int = PICTURE_PAGE) -> str:
+    """Byte maps of a token of a format of bytes, one for each plane, measured on a real cache."""
+    cache = snapmla.PagedKVCache.allocate(3, page, device="cpu", dtype=fmt)
+    record, (kv,) = FORMATS[fmt], cache.named_tensors.values()
+    views = {"content": cache.content, "scale": cache.scale, "rope": cache.rope}
+    planes: dict[int, list[Field]] = {}
     for label, view in views.items():
-        assert view is not None and view.stride(1) * view.element_size() == rows.stride(1)
-        start = view.data_ptr() - rows.data_ptr()
-        fields.append(Field(start, start + view.shape[2] * view.element_size(), label))
-    row = rows.stride(1)
-    head = f"one token of {row} bytes, {PICTURE_PAGE} of them a page of {rows.stride(0)} bytes"
-    return f"{head}\n{bar(fields, row)}"
+        if view is None or not view.shape[2]:
+            continue
+        at, count = view.data_ptr() - kv.data_ptr(), view.shape[2]
+        token = view.stride(1) * view.element_size()
+        plane = next(p for p in range(len(record.planes)) if at < page * record.begins(p + 1))
+        assert token == record.planes[plane]
+        start = at - page * record.begins(plane)
+        text = f"{label} x {count}" if label == "scale" else label
+        size = count * view.element_size()
+        planes.setdefault(plane, []).append(Field(start, start + size, text))
+    lines = []
+    for plane, fields in sorted(planes.items()):
+        row, fields = record.planes[plane], sorted(fields, key=lambda f: f.begin)
+        first = page * record.begins(plane)
+        where = f"{page} of them a page of {kv.stride(0)} bytes"
+        if len(record.planes) > 1:
+            where = f"{page} of them from byte {first} on of a page of {kv.stride(0)} bytes"
+        if fields[-1].end < row:
+            fields.append(Field(fields[-1].end, row, "any"))
+        lines += [f"one token of {row} bytes, {where}", bar(fields, row)]
+    return "\n".join(lines)
 
 
 def strides_table(page: int = PICTURE_PAGE) -> str:
@@ -243,9 +261,10 @@ def explain_block() -> str:
 def blocks() -> dict[str, str]:
     """Generated text by marker."""
     found = {f"picture {name}": f"```text\n{picture(name)}\n```" for name in layouts.LAYOUTS}
+    named = [name for name, each in FORMATS.items() if each.named]
+    found |= {f"picture {name}": f"```text\n{bytes_picture(name)}\n```" for name in named}
     return {
         **found,
-        "picture ds mla": f"```text\n{ds_mla_picture()}\n```",
         "strides": strides_table(),
         "environment": environment_rows(),
         "search order": search_order(),
@@ -262,7 +281,7 @@ def filled(text: str) -> str:
     def fill(found: re.Match[str]) -> str:
         return f"<!-- begin {found[1]} -->\n{known[found[1]]}\n<!-- end -->"
 
-    return re.sub(r"<!-- begin ([a-z0-9 ]+) -->\n.*?<!-- end -->", fill, text, flags=re.S)
+    return re.sub(r"<!-- begin ([a-z0-9_ ]+) -->\n.*?<!-- end -->", fill, text, flags=re.S)
 
 
 def pages() -> dict[Path, str]:

@@ -12,8 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from .families import ARCHS, FAMILIES, Axis, Family
-from .families.family import REQUIRED
+from .cache_records.record import Record
+from .families import ARCHS, FAMILIES, FORMATS, Axis, Family
+from .families.family import CACHE_DTYPE, REQUIRED
 
 PREFIX = "snapmla_"
 
@@ -102,6 +103,14 @@ class VariantSpec:
     def result_dtype(self) -> str:
         """Dtype of results, an axis of its own or that of everything; AttributeError without."""
         return getattr(self, self.family.result_axis)
+
+    @property
+    def record(self) -> Record | None:
+        """How the cache that it reads or writes stores a token, where its variants differ in that.
+
+        The record's source is one of the kernel's: what builds it is given the record by this.
+        """
+        return FORMATS.get(self._by_name.get(CACHE_DTYPE.name, ""))
 
     def fields(self) -> dict[str, Any]:
         """op, arch and the values, for records; a default that no name shows is left out, so that a

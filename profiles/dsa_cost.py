@@ -62,16 +62,27 @@ class Problem:
     workspace: torch.Tensor
 
     @classmethod
-    def of(cls, rows: int, columns: int, name: str) -> Problem:
+    def of(
+        cls, rows: int, columns: int, name: str, k: int = K, device: torch.device | str = "cuda"
+    ) -> Problem:
         torch.manual_seed(columns)
-        normal, uniform = (make(rows, columns, device="cuda") for make in (torch.randn, torch.rand))
+        normal, uniform = (make(rows, columns, device=device) for make in (torch.randn, torch.rand))
         logits = topk_reference.DISTRIBUTIONS[name](normal, uniform)
-        lengths = torch.full((rows,), columns, dtype=torch.int32, device="cuda")
+        lengths = torch.full((rows,), columns, dtype=torch.int32, device=device)
         width = -(-columns // PAGE)
-        table = torch.randperm(rows * width, device="cuda").int().view(rows, width)
-        want, _ = topk_reference.select_topk_reference(logits[:4], lengths[:4].cpu(), K)
-        workspace = torch.zeros(WORKSPACE, dtype=torch.uint8, device="cuda")
+        table = torch.randperm(rows * width, device=device).int().view(rows, width)
+        want, _ = topk_reference.select_topk_reference(logits[:4], lengths[:4].cpu(), k)
+        workspace = torch.zeros(WORKSPACE, dtype=torch.uint8, device=device)
         return cls(logits, lengths, table, want, workspace)
+
+    @property
+    def k(self) -> int:
+        return self.want.shape[1]
+
+    def results(self, value: int = 0) -> torch.Tensor:
+        """Room for the positions or slots of all rows."""
+        size = (len(self.logits), self.k)
+        return torch.full(size, value, dtype=torch.int32, device=self.logits.device)
 
     @property
     def calls(self) -> int:
@@ -84,12 +95,10 @@ Call = Callable[[], torch.Tensor]  # returns (rows, k)
 
 def ours(problem: Problem, table: bool) -> Call:
     """``select_topk``, to slots or positions; results given."""
-    rows = len(problem.logits)
-    out = torch.empty(rows, K, dtype=torch.int32, device="cuda")
-    counts = torch.empty(rows, dtype=torch.int32, device="cuda")
+    out, counts = problem.results(), torch.empty_like(problem.lengths)
     pages = problem.table if table else None
     return lambda: select_topk(
-        problem.logits, problem.lengths, K, block_table=pages, out=out, counts=counts
+        problem.logits, problem.lengths, problem.k, block_table=pages, out=out, counts=counts
     )[0]
 
 
@@ -111,7 +120,7 @@ def vllm(ops: Any, problem: Problem) -> Iterator[tuple[str, Call]]:
     lengths, zeros = problem.lengths.view(-1, 1), torch.zeros_like(problem.lengths)
 
     def made(run: Callable[[torch.Tensor], Any]) -> Call:
-        out = torch.full((rows, K), -1, dtype=torch.int32, device="cuda")
+        out = problem.results(-1)
 
         def call() -> torch.Tensor:
             run(out)
@@ -120,12 +129,12 @@ def vllm(ops: Any, problem: Problem) -> Iterator[tuple[str, Call]]:
         return call
 
     given = problem.logits, lengths
-    rest = problem.workspace, K, columns
+    rest = problem.workspace, problem.k, columns
     yield "vLLM persistent", made(lambda out: ops.persistent_topk(*given, out, *rest))
     if rows <= COOPERATIVE_ROWS and hasattr(ops, "cooperative_topk"):
         yield "vLLM cooperative", made(lambda out: ops.cooperative_topk(*given, out, *rest))
     if hasattr(ops, "top_k_per_row_prefill"):
-        last = rows, problem.logits.stride(0), 1, K
+        last = rows, problem.logits.stride(0), 1, problem.k
         yield "vLLM prefill", made(lambda out: ops.top_k_per_row_prefill(
             problem.logits, zeros, problem.lengths, out, *last
         ))  # fmt: skip
@@ -137,9 +146,9 @@ def flashinfer(problem: Problem) -> Iterator[tuple[str, Call]]:
         transform = importlib.import_module("flashinfer").top_k_page_table_transform
     except (ImportError, AttributeError):
         return
-    positions = torch.arange(problem.logits.shape[1], device="cuda").int()
+    positions = torch.arange(problem.logits.shape[1], device=problem.logits.device).int()
     table = positions.expand(len(problem.logits), -1).contiguous()  # pages of one token
-    given = problem.logits, table, problem.lengths, K
+    given = problem.logits, table, problem.lengths, problem.k
     yield "FlashInfer", lambda: transform(*given)
     yield "FlashInfer det.", lambda: transform(*given, deterministic=True)
 
@@ -151,7 +160,7 @@ def contenders(problem: Problem, ops: Any) -> dict[str, Call]:
         found |= dict(vllm(ops, problem))
     found |= dict(flashinfer(problem))
     if problem.logits.numel() <= 1 << 24:
-        found["torch.topk"] = lambda: torch.topk(problem.logits, K, dim=1).indices
+        found["torch.topk"] = lambda: torch.topk(problem.logits, problem.k, dim=1).indices
     return found
 
 
@@ -168,7 +177,7 @@ def check(problem: Problem, name: str, call: Call) -> None:
     else:
         scores = problem.logits[: len(want)].cpu()
         taken, best = (scores.gather(1, x.clamp(min=0)).sort(1).values for x in (got, want))
-        distinct = all(len(set(row)) == K for row in got.tolist())
+        distinct = all(len(set(row)) == problem.k for row in got.tolist())
         right = distinct and bool((got >= 0).all()) and torch.equal(taken, best)
     if not right:
         raise ValueError(f"{name}: not what a stable sort selects")

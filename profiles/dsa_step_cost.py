@@ -29,7 +29,7 @@ from codegen.artifacts import write_atomic
 from dsl_kernels.index_cache import INDEX_DIM, PAGE, PAGE_BYTES
 from profiles import page, timing
 from profiles.dsa_cost import COOPERATIVE_ROWS, WORKSPACE, K, vllm_ops
-from profiles.index_cost import DECODES, Timed, in_turn, peer_of, pool_of, queries, tables
+from profiles.index_cost import CALLS, DECODES, Timed, in_turn, peer_of, pool_of, queries, tables
 from profiles.worker import machine
 from snapmla.dsa import index_topk, index_topk_workspace
 from snapmla.plan import sm_count
@@ -40,27 +40,32 @@ SHARED = 0.995  # of the tokens that ours and theirs select: the rest tie within
 class Step:
     """A step's tensors on the card."""
 
-    def __init__(self, pool: torch.Tensor, heads: int, b: int, s_q: int, tokens: int) -> None:
-        self.pool, self.tokens, self.s_q, self.heads = pool, tokens, s_q, heads
-        self.q, self.w = queries(b * s_q, heads)
-        self.tables = tables(pool, b, tokens)
-        self.lengths = torch.full((b,), tokens, dtype=torch.int32, device="cuda")
-        behind = torch.arange(1 - s_q, 1, device="cuda", dtype=torch.int32)
+    def __init__(
+        self, pool: torch.Tensor, heads: int, b: int, s_q: int, tokens: int, k: int = K,
+        count: int = CALLS,
+    ) -> None:  # fmt: skip
+        self.pool, self.tokens, self.s_q, self.heads, self.k = pool, tokens, s_q, heads, k
+        self.q, self.w = queries(b * s_q, heads, pool.device)
+        self.tables = tables(pool, b, tokens, count)
+        self.lengths = torch.full((b,), tokens, dtype=torch.int32, device=pool.device)
+        behind = torch.arange(1 - s_q, 1, device=pool.device, dtype=torch.int32)
         self.seen = (self.lengths[:, None] + behind).contiguous()
 
     def result(self) -> torch.Tensor:
-        return torch.full((len(self.q), K), -1, dtype=torch.int32, device="cuda")
+        size = (len(self.q), self.k)
+        return torch.full(size, -1, dtype=torch.int32, device=self.q.device)
 
     def ours(self, slots: bool) -> Any:
         """``index_topk`` with everything given."""
         b, out = len(self.lengths), self.result()
-        counts = torch.empty(len(out), dtype=torch.int32, device="cuda")
-        size = index_topk_workspace(len(out), self.tokens)
-        workspace = torch.empty(size, dtype=torch.uint8, device="cuda")
+        counts = torch.empty(len(out), dtype=torch.int32, device=out.device)
+        held = PAGE * self.tables[0].shape[1]  # columns of the scores
+        size = index_topk_workspace(len(out), held)
+        workspace = torch.empty(size, dtype=torch.uint8, device=out.device)
         rows = (b, self.s_q, self.heads)
         given = self.q.view(*rows, INDEX_DIM), self.w.view(rows), self.pool
         return lambda i: index_topk(
-            *given, self.tables[i], self.lengths, K, slots=slots, out=out, counts=counts,
+            *given, self.tables[i], self.lengths, self.k, slots=slots, out=out, counts=counts,
             workspace=workspace,
         )[0]  # fmt: skip
 
@@ -91,7 +96,7 @@ class Step:
             out, op = self.result(), getattr(ops, name)
 
             def call(i: int) -> torch.Tensor:
-                op(logits(i), lengths, out, workspace, K, self.tokens)
+                op(logits(i), lengths, out, workspace, self.k, self.tokens)
                 return out
 
             return call

@@ -29,6 +29,9 @@
 #   sparse-prefill[:ARG,ARG...]  sparse prefill beside FlashMLA (profiles.sparse_prefill_cost ARG
 #                              ARG...); before pack: python -m codegen build of
 #                              sparse_prefill_rR_dD_sm90a, R of 64, 32, 16, D of 576, 512
+#   sparse-prefill-cache[:ARG,ARG...]  sparse prefill from the FP8 cache, sparse decode of few query
+#                              tokens over BF16 rows (profiles.sparse_prefill_cache_cost ARG ARG...);
+#                              before pack also sparse_prefill_rR_d576_split_sm90a
 #   mha[:ARG,ARG...]           dense prefill beside FlashAttention-3 and cuDNN (profiles.mha_cost
 #                              ARG ARG...); before pack: python -m codegen build of mha_items_sm90a,
 #                              mha_fwd_d192_dbf16_sm90a and mha_fwd_d128_dbf16_sm90a
@@ -44,10 +47,18 @@
 #   fidelity[:--compile]       the accuracy study, or go on with it: repeat until nothing is left
 #   engine:accuracy|speed      vLLM with the plugin beside its own backends; takes build/vllm along
 #                              (profiles.engine bring makes it), where no vLLM is installed
+#   transformers[:ARG,ARG...]  a decode step of transformers with and without graphs, beside its own
+#                              attention (profiles.transformers_step ARG ARG...), where transformers
+#                              is installed, packed by profiles.engine bring, or wheels of it and of
+#                              what constraints/transformers.txt lists are in WHEELS; its tests are
+#                              tests:tests/gpu/test_transformers.py
 #   model:NAME                 the packed checkpoint of the study's NAME to $OUT, a few files
 #   record                     what the software GPU replays, to $OUT/softgpu_h200.npz; before pack's
 #                              files leave: python -m profiles.record_softgpu hashes
 #   demo                       make demo's job
+#   prove[:JOBS]               schedules and mutants of make prove on this machine's cores, to
+#                              $OUT/prove.json; before pack's files leave:
+#                              python -m profiles.prove_away pack
 #
 # Environment, all optional: OUT (results; default build/gpu), PART_LIMIT and TOTAL_LIMIT (seconds
 # a part and all parts may take; 300, 540), SNAPMLA_COMMIT (the commit, where there is no .git),
@@ -214,7 +225,7 @@ run_part() {
         pair)
             timeout -k 10 "$seconds" "$python" -m profiles.pair_cost --against "$what" --out "$work"
             ;;
-        sparse | sparse-prefill | mha | dsa | dsa-step)
+        sparse | sparse-prefill | sparse-prefill-cache | mha | dsa | dsa-step)
             # shellcheck disable=SC2086  # a list of words
             timeout -k 10 "$seconds" "$python" -m "profiles.${kind//-/_}_cost" --peers .peers \
                 --out "$work" ${what//,/ }
@@ -243,6 +254,11 @@ run_part() {
                 --out "$out/softgpu_h200.npz" 2>&1 | tee "$work/record.log"
             return "${PIPESTATUS[0]}"
             ;;
+        prove)
+            "$python" -m profiles.prove_away run --jobs "${what:-$(nproc)}" \
+                --limit "$((seconds - 10))" --out "$out/prove.json" 2>&1 | tee "$work/prove.log"
+            return "${PIPESTATUS[0]}"
+            ;;
         demo) timeout -k 10 "$seconds" "$python" -m profiles.demo 2>&1 | tee "$work/demo.log" ;;
         fidelity)
             # what was finished stays in build/fidelity for the next call
@@ -264,11 +280,16 @@ run_part() {
             cp build/engine/*.log build/engine/*-*.json "$work/engine" 2>/dev/null
             return "$code"
             ;;
+        transformers)
+            [ -d build/vllm ] && engine_site
+            # shellcheck disable=SC2086  # a list of words
+            timeout -k 10 "$seconds" "$python" -m profiles.transformers_step --out "$work" \
+                --seconds $((seconds - 60)) ${what//,/ } 2>&1 | tee "$work/transformers.log"
+            return "${PIPESTATUS[0]}"
+            ;;
         model) cp build/fidelity/"$what".json build/fidelity/"$what".*.pack "$out" ;;
         *)
-            echo "part: expected info, tests[:FILES], host, merge, parallel[:ARGS], mha[:ARGS], dsa[:ARGS], index[:ARGS], dsa-step[:ARGS], sparse-prefill[:ARGS], dense-accuracy[:PARTS], stamps[:SHAPES], record, demo, bench:PRESET, shape:LABEL," \
-                "profile:VARIANTS, fidelity, model:NAME, engine:accuracy|speed or check[:ARGS];" \
-                "got '$part'"
+            echo "part: '$part' is none; \`bash profiles/gpu_run.sh\` lists those that there are"
             return 2
             ;;
     esac

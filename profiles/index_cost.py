@@ -52,32 +52,34 @@ PROMPTS = ((2048, 32768), (4096, 65536), (2048, 131072), (8192, 8192))  # query 
 Timed = dict[str, Callable[[int], Any]]  # name -> call with its n-th block table
 
 
-def pool_of(pages: int) -> torch.Tensor:
+def pool_of(pages: int, device: torch.device | str = "cuda") -> torch.Tensor:
     """Pages of random keys."""
-    pool = torch.empty(pages, PAGE_BYTES, dtype=torch.uint8, device="cuda")
+    pool = torch.empty(pages, PAGE_BYTES, dtype=torch.uint8, device=device)
     for begin in range(0, pages, 4096):
         some = pool[begin : begin + 4096]
         keys, scales = quantize_keys(
-            torch.randn(len(some) * PAGE, INDEX_DIM, device="cuda"), power_of_two=False
+            torch.randn(len(some) * PAGE, INDEX_DIM, device=device), power_of_two=False
         )
         some[:, :SCALES_AT] = keys.view(torch.uint8).view(len(some), -1)
         some[:, SCALES_AT:] = scales.view(torch.uint8).view(len(some), -1)
     return pool
 
 
-def tables(pool: torch.Tensor, b: int, tokens: int) -> list[torch.Tensor]:
+def tables(pool: torch.Tensor, b: int, tokens: int, count: int = CALLS) -> list[torch.Tensor]:
     """Block tables over different pages, as far as the pool goes."""
-    width, count = tokens // PAGE, CALLS
+    width = -(-tokens // PAGE)
     found = []
     for i in range(count):
         start = (i * b * width) % max(1, len(pool) - b * width + 1)
-        found.append((torch.randperm(b * width, device="cuda") + start).int().view(b, width))
+        found.append((torch.randperm(b * width, device=pool.device) + start).int().view(b, width))
     return found
 
 
-def queries(rows: int, heads: int) -> tuple[torch.Tensor, torch.Tensor]:
-    q = torch.randn(rows, heads, INDEX_DIM, device="cuda").to(E4M3)
-    return q, 0.1 * torch.randn(rows, heads, device="cuda")
+def queries(
+    rows: int, heads: int, device: torch.device | str = "cuda"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    q = torch.randn(rows, heads, INDEX_DIM, device=device).to(E4M3)
+    return q, 0.1 * torch.randn(rows, heads, device=device)
 
 
 def decode_calls(
@@ -130,24 +132,34 @@ def prompt_calls(
         )
         for unit in unit_choices(heads)[1:]
     }
-    pages = table[0].long()
+    if peer is not None:
+        score, gather = prompt_peer(pool, table, q, w, tokens, peer)
+        calls["DeepGEMM"] = lambda _: score()
+        calls["gather"] = lambda _: gather()
+    seen = n * tokens - n * (n - 1) / 2
+    return calls, 2.0 * seen * heads * INDEX_DIM
+
+
+def prompt_peer(
+    pool: torch.Tensor, table: torch.Tensor, q: torch.Tensor, w: torch.Tensor, tokens: int,
+    peer: Any,
+) -> tuple[Callable[[], torch.Tensor], Callable[[], Any]]:  # fmt: skip
+    """DeepGEMM's call for the last query tokens of one sequence, and the copy of its keys that the
+    call needs."""
+    pages, n = table[0].long(), len(q)
 
     def gathered() -> tuple[torch.Tensor, torch.Tensor]:
         own = pool[pages]
         keys = own[:, :SCALES_AT].contiguous().view(E4M3).view(-1, INDEX_DIM)
         return keys, own[:, SCALES_AT:].contiguous().view(torch.float32).view(-1)
 
-    if peer is not None:
-        begin = torch.zeros(n, dtype=torch.int32, device="cuda")
-        end = torch.arange(tokens - n + 1, tokens + 1, dtype=torch.int32, device="cuda")
-        score = getattr(peer, "fp8_fp4_mqa_logits", None)
-        first = (q, None) if score is not None else q
-        score = score or peer.fp8_mqa_logits
-        keys = gathered()
-        calls["DeepGEMM"] = lambda _: score(first, keys, w, begin, end, clean_logits=False)
-        calls["gather"] = lambda _: gathered()
-    seen = n * tokens - n * (n - 1) / 2
-    return calls, 2.0 * seen * heads * INDEX_DIM
+    begin = torch.zeros(n, dtype=torch.int32, device="cuda")
+    end = torch.arange(tokens - n + 1, tokens + 1, dtype=torch.int32, device="cuda")
+    score = getattr(peer, "fp8_fp4_mqa_logits", None)
+    first = (q, None) if score is not None else q
+    score = score or peer.fp8_mqa_logits
+    keys = gathered()
+    return lambda: score(first, keys, w, begin, end, clean_logits=False), gathered
 
 
 def agree(calls: Timed, s_q: int, tokens: int, step: int = 1) -> None:

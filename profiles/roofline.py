@@ -250,6 +250,11 @@ def roof_us(nbytes: float, flops: float, ceilings: Ceilings, fmt: CacheFormat) -
     )
 
 
+def helper_us(nbytes: float, flops: float, ceilings: Ceilings) -> float:
+    """The same of an operation whose products, if it has any, are all FP8."""
+    return max(memory_us(nbytes, ceilings.read_gbs), compute_us(flops, ceilings.fp8_tflops))
+
+
 def power_roof_us(
     nbytes: float, flops: float, ceilings: Ceilings, energies: Energies, fmt: CacheFormat
 ) -> float:

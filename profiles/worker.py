@@ -25,12 +25,12 @@ from typing import Any, TextIO
 
 import torch
 
-from profiles import ceilings, contenders, helper_rows, power, timing
+from profiles import ceilings, contenders, dsa_rows, helper_rows, power, timing
 from profiles.check import Check, Truth, check_decode, decode_truth, mimic_gate
 from profiles.contenders import Contender, Entry, Problem
 from profiles.pools import CHUNK_TOKENS, Latents, Pool, fill
 from profiles.roofline import FORMATS
-from profiles.shapes import DecodeShape, HelperShape, parse
+from profiles.shapes import DecodeShape, HelperShape, IndexShape, Shape, parse
 from profiles.supervise import RunConfig
 
 POOL_GRAIN = 128  # tokens; a multiple of every page size
@@ -248,7 +248,7 @@ class Worker:
 
     # ------------------------------------------------------------------------------ helper rows
 
-    def _helper_job(self, shape: HelperShape) -> list[dict[str, Any]]:
+    def _helper_job(self, shape: HelperShape | IndexShape) -> list[dict[str, Any]]:
         culprit = f"snapmla {shape.op}"  # who is blamed: not the decode of the same name
         rows: dict[str, dict[str, Any]] = {}
         loops: list[timing.Loop] = []
@@ -258,15 +258,19 @@ class Worker:
             return [{**failed, "note": banned}]
         self._start(shape, culprit, "prepare")
         try:
-            helpers = helper_rows.build(shape, self.timing, self.device)
+            helpers = self._helpers(shape)
         except Exception as error:
             self._raise_if_context_lost()
             return [{**failed, "note": _short(error)}]
         for helper in helpers:
             row: dict[str, Any] = {"backend": helper.name, "peer": helper.peer}
             rows[helper.name] = row
+            who = helper.name if helper.peer else culprit
+            banned = self.config.ban_reason(shape.label, who)
+            if banned:
+                row.update(status="failed", note=banned)
+                continue
             try:
-                who = helper.name if helper.peer else culprit
                 self._start(shape, who, "check")
                 row.update(_check_fields(helper.check()))
                 self._start(shape, who, "capture")
@@ -278,6 +282,13 @@ class Worker:
         self._finish(rows, loops)
         return list(rows.values())
 
+    def _helpers(self, shape: HelperShape | IndexShape) -> list[helper_rows.Helper]:
+        if isinstance(shape, HelperShape):
+            return helper_rows.build(shape, self.timing, self.device)
+        peers = Path(self.config.peers) if self.config.peers else None
+        pages = dsa_rows.pages_of(self.shapes, self.timing)
+        return dsa_rows.build(shape, self.timing, self.device, peers, pages)
+
     # ------------------------------------------------------------------------------ common parts
 
     def _finish(self, rows: dict[str, dict[str, Any]], loops: list[timing.Loop]) -> None:
@@ -286,7 +297,7 @@ class Worker:
             rows[name].update(dataclasses.asdict(result))
             rows[name]["status"] = "ok" if rows[name]["check_ok"] else "wrong"
 
-    def _start(self, shape: DecodeShape | HelperShape, backend: str, stage: str) -> None:
+    def _start(self, shape: Shape, backend: str, stage: str) -> None:
         self.emit("start", job=shape.label, backend=backend, stage=stage)
 
     def _sync(self) -> None:

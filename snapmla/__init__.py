@@ -23,11 +23,13 @@ from snapmla.errors import SnapMLAError, UnsupportedDeviceError, VariantError
 from snapmla.fetch import fetch_dequant
 from snapmla.flash_mla.name import install_as_flash_mla
 from snapmla.merge import merge_state, merge_states
+from snapmla.mha import mha_prefill
 from snapmla.plan import plan_decode
 from snapmla.plan_cache import PlanCache
 from snapmla.quant import QuantizedQuery, append_kv, quantize_q
 from snapmla.rope import rope_append_kv, rope_quantize_q
 from snapmla.sparse import SparsePlan, SparsePlanCache, plan_sparse_decode
+from snapmla.sparse.prefill import sparse_prefill
 
 __all__ = [
     "DecodePlan",
@@ -48,11 +50,13 @@ __all__ = [
     "install_as_flash_mla",
     "merge_state",
     "merge_states",
+    "mha_prefill",
     "plan_decode",
     "plan_sparse_decode",
     "quantize_q",
     "rope_append_kv",
     "rope_quantize_q",
+    "sparse_prefill",
 ]
 
 if _env.PROFILE_NAMES.enabled():

@@ -11,7 +11,7 @@ import torch
 
 from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK
 from dsl_kernels.families.formats import DEFAULT, FORMATS
-from snapmla import checks, ds_mla, launch, layouts, overlap, tracing
+from snapmla import byte_cache, checks, launch, layouts, overlap, tracing
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -95,7 +95,10 @@ class PagedKVCache(launch.OverTensors):
             _check(self)
         object.__setattr__(self, "content_u8", self.content.view(torch.uint8))
         object.__setattr__(self, "format", self.format or checks.format_of(self.content))
-        object.__setattr__(self, "dtype", getattr(torch, FORMATS[self.format].element))
+        record = FORMATS[self.format]
+        object.__setattr__(self, "dtype", getattr(torch, record.element))
+        scale_fmt = byte_cache.scale_format(self.scale_fmt, record)
+        object.__setattr__(self, "scale_fmt", scale_fmt)
         self._set(_KEPT[self.format].derived(self))
 
     def _set(self, derived: _Derived) -> None:
@@ -139,7 +142,7 @@ class PagedKVCache(launch.OverTensors):
         where, name = checks.device("device", device), checks.format_named(dtype)
         checks.page_size_of(name, page_size)
         checks.cache_heads(name, num_kv_heads)
-        ds_mla.check_scale_format(scale_fmt, name)
+        byte_cache.check_scale_format(scale_fmt, FORMATS[name])
         wanted = _Wanted(name, num_pages, page_size, num_kv_heads, layout, where)
         memory = _KEPT[name].allocate(wanted)
         if name in _NAMED:
@@ -175,7 +178,7 @@ class PagedKVCache(launch.OverTensors):
         """
         if format is not None:
             return cls._from_named(content, rope, scale, format, scale_fmt)
-        ds_mla.check_scale_format(scale_fmt, DEFAULT)
+        byte_cache.check_scale_format(scale_fmt, FORMATS[DEFAULT])
         if rope is None and scale is None:
             if not torch.compiler.is_compiling():
                 checks.cache_rows(content)
@@ -194,17 +197,18 @@ class PagedKVCache(launch.OverTensors):
     ) -> PagedKVCache:
         """``from_tensors`` of a format that is given by name."""
         checks.choice("format", fmt, (None, *_NAMED))
-        ds_mla.check_scale_format(scale_fmt, fmt)
+        record = FORMATS[fmt]
+        byte_cache.check_scale_format(scale_fmt, record)
         for name, value in (("rope", rope), ("scale", scale)):
             if value is not None:
-                hint = "rows of 656 bytes are one tensor"
+                hint = f"rows of {record.token_bytes} bytes are one tensor"
                 got = type(value).__name__
                 checks.value_error(name, f"None beside format={fmt!r}", got, hint)
         if not torch.compiler.is_compiling():
-            ds_mla.check(content)
-        kv = ds_mla.rows_of(content)
-        made = cls(*ds_mla.fields_of(kv), format=fmt, scale_fmt=scale_fmt)
-        made._set(_one_derived(kv))  # as of 16 bits
+            byte_cache.check(record, content)
+        kv = byte_cache.rows_of(record, content)
+        made = cls(*byte_cache.fields_of(record, kv), format=fmt, scale_fmt=scale_fmt)
+        made._set(_one_derived(kv, len(record.planes)))  # as of 16 bits
         return made
 
     @functools.cached_property
@@ -220,7 +224,7 @@ class PagedKVCache(launch.OverTensors):
     @functools.cached_property
     def append_options(self) -> tuple[int, ...]:
         """What kernels that append take last."""
-        return (int(self.scale_fmt is not None),) if self.format == ds_mla.FORMAT else ()
+        return (int(self.scale_fmt is not None),) if FORMATS[self.format].named else ()
 
     @functools.cached_property
     def decode_arguments(self) -> tuple[Any, ...]:
@@ -231,8 +235,8 @@ class PagedKVCache(launch.OverTensors):
 
     @functools.cached_property
     def gather_arguments(self) -> tuple[Any, ...]:
-        """``arguments``, of ``fp8_ds_mla`` (num_pages, page_size, 656), for sparse decode."""
-        if self.format != ds_mla.FORMAT:
+        """``arguments``, of bytes (num_pages, page_size, bytes of a token), for sparse decode."""
+        if not FORMATS[self.format].named:
             return self.arguments
         assert self.kv is not None
         return launch.prepared(self.kv.squeeze(2))
@@ -295,8 +299,9 @@ def expect_fp8(cache: PagedKVCache, hint: str) -> None:
 def expect_decoded(cache: object) -> None:
     """ValueError for a cache of a format that attention does not read."""
     if isinstance(cache, PagedKVCache) and cache.format in _NAMED:
-        hint = "indices= reads it; snapmla.convert_cache makes an FP8 cache of it"
-        checks.value_error("cache", "an FP8 or a 16-bit cache", FORMATS[cache.format].about, hint)
+        record, hint = FORMATS[cache.format], "snapmla.convert_cache makes an FP8 cache of it"
+        hint = f"indices= reads it; {hint}" if record.sparse else hint
+        checks.value_error("cache", "an FP8 or a 16-bit cache", record.about, hint)
 
 
 # -------------------------------------------------------------------------- by format
@@ -305,9 +310,10 @@ def expect_decoded(cache: object) -> None:
 def _check(cache: PagedKVCache) -> None:
     """Checks what a cache is made of."""
     fmt = cache.format
-    ds_mla.check_scale_format(cache.scale_fmt, fmt or DEFAULT)
-    if fmt == ds_mla.FORMAT:
-        ds_mla.check_fields(cache.content, cache.rope, cache.scale)
+    record = FORMATS[fmt or DEFAULT]
+    byte_cache.check_scale_format(cache.scale_fmt, record)
+    if record.named:
+        byte_cache.check_fields(record, cache.content, cache.rope, cache.scale)
         return
     checks.cache(cache.content, cache.rope, cache.scale)
     own = checks.format_of(cache.content)
@@ -386,9 +392,9 @@ def _new_planes(wanted: _Wanted) -> layouts.Views:
     return layouts.LAYOUTS[layout].allocate(wanted.num_pages, wanted.page_size, wanted.device)
 
 
-def _one_derived(kv: torch.Tensor) -> _Derived:
-    """Of whole rows, one memory of one dtype."""
-    layout = "rows" if kv.is_contiguous() else "strided"
+def _one_derived(kv: torch.Tensor, planes: int = 1) -> _Derived:
+    """Of whole rows, or pages of ``planes``, one memory of one dtype."""
+    layout = "paged" if planes > 1 else "rows" if kv.is_contiguous() else "strided"
     return _Derived(kv, kv.shape[2], layout, (kv, None, None), True)
 
 
@@ -406,19 +412,25 @@ def _new_rows(wanted: _Wanted) -> tuple[torch.Tensor]:
     return (torch.empty(shape, dtype=dtype, device=wanted.device),)
 
 
-def _ds_mla_begins(cache: PagedKVCache) -> _Pairs:
-    """Its scales lie between what is asked for."""
+def _bytes_derived(cache: PagedKVCache) -> _Derived:
+    record = FORMATS[cache.format]
+    return _one_derived(byte_cache.joined(record, cache.content), len(record.planes))
+
+
+def _bytes_begins(cache: PagedKVCache) -> _Pairs:
+    """Its scales lie between what is asked for, or behind."""
     (kv,) = cache.named_tensors.values()
-    return (kv, kv), (kv, cache.content), (kv[..., ds_mla.ROPE_AT :], cache.rope)
+    _, rope, _ = byte_cache.fields_of(FORMATS[cache.format], kv)
+    return (kv, kv), (kv, cache.content), (rope, cache.rope)
 
 
-def _new_ds_mla(wanted: _Wanted) -> tuple[torch.Tensor]:
+def _new_bytes(wanted: _Wanted) -> tuple[torch.Tensor]:
+    record = FORMATS[wanted.format]
     if wanted.layout is not None:
-        hint = "rows of 656 bytes lie in one way only"
+        hint = f"rows of {record.token_bytes} bytes lie in one way only"
         expected = f"None beside dtype={wanted.format!r}"
         checks.value_error("layout", expected, repr(wanted.layout), hint)
-    shape = (wanted.num_pages, wanted.page_size, 1, ds_mla.ROW_BYTES)
-    return (torch.empty(shape, dtype=torch.uint8, device=wanted.device),)
+    return (byte_cache.allocated(record, wanted.num_pages, wanted.page_size, wanted.device),)
 
 
 _PLANES = _Kept(_planes_derived, _planes_begins, _planes_memory, _new_planes)
@@ -428,11 +440,6 @@ _ROWS = _Kept(
     lambda cache: cache.memory,
     _new_rows,
 )
-_DS_MLA = _Kept(
-    lambda cache: _one_derived(ds_mla.joined(cache.content)),
-    _ds_mla_begins,
-    lambda cache: cache.memory,
-    _new_ds_mla,
-)
-_KEPT = {"fp8": _PLANES, "bf16": _ROWS, "f16": _ROWS, ds_mla.FORMAT: _DS_MLA}
+_BYTES = _Kept(_bytes_derived, _bytes_begins, lambda cache: cache.memory, _new_bytes)
 _NAMED = tuple(name for name, each in FORMATS.items() if each.named)
+_KEPT = {"fp8": _PLANES, "bf16": _ROWS, "f16": _ROWS, **dict.fromkeys(_NAMED, _BYTES)}

@@ -1,4 +1,7 @@
-"""``convert_cache``: pages of one FP8 cache as pages of the other FP8 format.
+"""``convert_cache``: pages of one FP8 cache as pages of another FP8 format.
+
+A token is its *values*, the 512 channels that attention sums, and what else K has, 64 channels of
+RoPE or none: each format's fields are read as these, and written of them.
 
 Plain torch, for what is done once (a pool of another engine, a prefix that comes over a wire): some
 twenty small kernels for every ``AT_ONCE`` tokens, and memory for those alone.
@@ -10,18 +13,19 @@ from collections.abc import Iterator
 
 import torch
 
-from dsl_kernels.dims import CACHE_TOPS, E4M3_MAX, KV_LORA_RANK
-from dsl_kernels.ds_mla import GROUPS, LEAST_SCALE
+from dsl_kernels.cache_records.record import Record
+from dsl_kernels.dims import CACHE_TOPS, E4M3_MAX
 from dsl_kernels.families.formats import DEFAULT, FORMATS
-from snapmla import checks, ds_mla, tracing
+from snapmla import checks, tracing
 from snapmla.cache import PagedKVCache
 from snapmla.layouts import FP8
 
 AT_ONCE = 4096  # tokens; 8 MB in fp32
 ROPE_FLOOR, SCALE_FLOOR = 2.0**-40, 2.0**-80  # of a token's one scale, as kernels have them
-FRACTION = 0x7FFFFF  # of an fp32 number
+FRACTION, EXPONENT_AT = 0x7FFFFF, 23  # of an fp32 number
+NAN_ROPE = 0x7FFF  # bits of a bfloat16
 INDEX = (torch.int64, torch.int32)
-_OTHER = {DEFAULT: ds_mla.FORMAT, ds_mla.FORMAT: DEFAULT}
+_FP8 = tuple(name for name, each in FORMATS.items() if not each.rows)  # formats that there are
 Fields = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # content in e4m3, RoPE, scales
 
 
@@ -31,26 +35,31 @@ def convert_cache(
     pages: torch.Tensor | None = None,
     out_pages: torch.Tensor | None = None,
 ) -> None:
-    """Writes pages of an FP8 cache into one of format ``fp8_ds_mla``, or back, in place.
+    """Writes pages of an FP8 cache into one of another FP8 format, in place.
 
-    From ``fp8_ds_mla`` a token is quantised anew, since its four scales become one: as
-    ``append_kv`` would the token that ``fetch_dequant`` gives in float32, byte for byte.  A channel
-    moves by at most 1/16 of itself, or 1/1024 of the new scale if that is more; RoPE by 1/256 of
-    itself.  Into ``fp8_ds_mla`` content is copied and the token's scale put in all four places, so
-    that c_kv is the same, number for number; k_rope is multiplied out and rounded to bfloat16
-    (1/256).  With ``scale_fmt='ue8m0'`` each group is quantised anew instead, by the rule of
-    ``append_kv``.
+    Into ``fp8`` a token is quantised anew, since its scales become one: as ``append_kv`` would the
+    token that ``fetch_dequant`` gives in float32, byte for byte.  A channel moves by at most 1/16
+    of itself, or 1/1024 of the new scale if that is more; RoPE by 1/256 of itself.  From ``fp8``
+    into ``fp8_ds_mla`` content is copied and the token's scale put in all four places, so that c_kv
+    is the same, number for number; k_rope is multiplied out and rounded to bfloat16 (1/256).  With
+    ``scale_fmt='ue8m0'``, and into formats whose scales are powers of two, each group is quantised
+    anew instead, by the rule of ``append_kv``.  Between formats with the same content and scales
+    these are copied.
+
+    Channels are those that attention sums (V, always 512), then what else K has.  A format that
+    keeps RoPE within V takes none beside: of what has some it refuses all but zeros.
 
     A token that is quantised anew and holds a NaN or an infinity becomes NaN everywhere.  A scale
     of 0 says that a token has no weight in format ``fp8``, and that channels are zeros in
     ``fp8_ds_mla``; what is converted are zeros, which have weight.
 
     Plain torch operations on the caches' device, for what is done once: about 20 kernels for 4096
-    tokens, which take 8 MB a temporary.  It waits for page numbers that are given.
+    tokens, which take 8 MB a temporary.  It waits for page numbers that are given, and for k_rope
+    where that must be zeros.
 
     Args:
-        source: what is read, of format ``fp8`` or ``fp8_ds_mla``.
-        out: what is written, of the other of them, on the same device, with pages of as many
+        source: what is read, of any format but 16 bits.
+        out: what is written, of another of them, on the same device, with pages of as many
             tokens; memory of its own.
         pages: int32 or int64 (n,) page numbers of ``source``; None: all.
         out_pages: int32 or int64 (n,), where each of them goes; of a number that comes twice one or
@@ -73,6 +82,7 @@ def convert_cache(
     _in_pool("pages", first, source, given=pages is not None)
     name = "pages" if out_pages is None else "out_pages"
     _in_pool(name, second, out, given=pages is not None or out_pages is not None)
+    _expect_room(source, first, out)
     step = max(1, AT_ONCE // source.page_size)
     for at, to in zip(first.split(step), second.split(step), strict=True):
         for target, converted in _written(out, _converted(source, at, out)):
@@ -90,13 +100,13 @@ def _check(source: PagedKVCache, out: PagedKVCache) -> None:
             checks.value_error(name, "a cache with memory", "a tracer's stand-in", hint)
         hint = "keep the storage, or make another cache"
         checks.in_place(name, cache.begins, hint)
-    if source.format not in _OTHER:
+    if source.format not in _FP8:
         hint = "rows of 16 bits are appended with snapmla.append_kv"
         checks.value_error("source", "an FP8 cache", FORMATS[source.format].about, hint)
-    wanted = _OTHER[source.format]
-    if out.format != wanted:
-        hint = f"allocate it with dtype={wanted!r}"
-        checks.value_error("out", f"a cache of format {wanted!r}", repr(out.format), hint)
+    others = [name for name in _FP8 if name != source.format]
+    if out.format not in others:
+        hint = "allocate it with dtype=" + " or dtype=".join(map(repr, others))
+        checks.value_error("out", "a cache of another FP8 format", repr(out.format), hint)
     if out.device != source.device:
         hint = "move one of them first"
         checks.value_error("out", f"a cache on {source.device}, as source", out.device, hint)
@@ -127,20 +137,74 @@ def _in_pool(name: str, numbers: torch.Tensor, cache: PagedKVCache, *, given: bo
         checks.value_error(name, f"0 to {cache.num_pages - 1}, pages of the cache", got, hint)
 
 
+def _rope_beside(record: Record) -> bool:
+    """Whether K has RoPE channels that V has not."""
+    return record.rope is not None and not record.rope_in_v
+
+
+def _expect_room(source: PagedKVCache, at: torch.Tensor, out: PagedKVCache) -> None:
+    """Checks that nothing of K is lost."""
+    target = FORMATS[out.format]
+    if _rope_beside(target) or not _rope_beside(FORMATS[source.format]):
+        return
+    if bool((source.rope[at] != 0).any()):
+        wanted = f"tokens whose k_rope is 0, for which {target.about} has no place"
+        checks.value_error(
+            "source", wanted, "others", "convert into a format that keeps RoPE apart"
+        )
+
+
+def _bytes_at(field: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+    """Pages of a field; one of bytes is indexed as such."""
+    if field.dtype.itemsize > 1:
+        return field[at]
+    return field.view(torch.uint8)[at].view(field.dtype)
+
+
 def _converted(source: PagedKVCache, at: torch.Tensor, out: PagedKVCache) -> Fields:
     """Pages of ``source`` as fields of ``out``'s format."""
     assert source.scale is not None
-    content, rope, scale = source.content_u8[at].view(FP8), source.rope[at], source.scale[at]
-    if source.format == ds_mla.FORMAT:
-        groups = content.float().unflatten(-1, (GROUPS, -1))
-        zero = scale[..., None] == 0  # whatever the bytes are
-        c_kv = torch.where(zero, 0.0, groups * scale[..., None]).flatten(-2)
-        return _one_scale(c_kv, rope.float())
-    factor = scale[..., None]
-    k_rope = (rope.float() * factor).bfloat16()
-    if out.scale_fmt is None:
-        return content, k_rope, factor.expand(*scale.shape, GROUPS)
-    return _powers_of_two(torch.where(factor == 0, 0.0, content.float() * factor), k_rope)
+    record, target = FORMATS[source.format], FORMATS[out.format]
+    content, rope, scale = (_bytes_at(x, at) for x in (source.content, source.rope, source.scale))
+    free = target.powers or out.scale_fmt is None  # scales need not be rounded
+    values, beside = _values(record, content, rope, scale)
+    split = target.content.count
+    k_rope = values[..., split:] if target.rope_in_v else beside
+    if k_rope.shape[-1] != target.rope_channels:  # K has no RoPE but in V
+        k_rope = k_rope.new_zeros((*k_rope.shape[:-1], target.rope_channels))
+    if target.name == DEFAULT:
+        return _one_scale(values, k_rope)
+    k_rope = k_rope.bfloat16()
+    if record.name == DEFAULT and not target.powers and free:
+        groups = split // target.group
+        return content, k_rope, scale[..., None].expand(*scale.shape, groups)
+    if free and _same_content(record, target):
+        return content, k_rope, scale
+    return _scales_of_groups(target, values[..., :split], k_rope, not free)
+
+
+def _same_content(one: Record, other: Record) -> bool:
+    """Whether content and scales of one are those of the other."""
+    assert one.scale is not None and other.scale is not None
+    of = lambda x: (x.content.count, x.group, x.scale.dtype, x.rope_in_v, x.zero_scale)
+    return of(one) == of(other)
+
+
+def _values(
+    record: Record, content: torch.Tensor, rope: torch.Tensor, scale: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(the channels of V, what else K has) in fp32."""
+    factor = scale.float() if scale.ndim == content.ndim else scale[..., None]
+    groups = content.float().unflatten(-1, (factor.shape[-1], -1))
+    values = groups * factor[..., None]
+    if record.zero_scale:
+        values = torch.where(factor[..., None] == 0, 0.0, values)  # whatever the bytes are
+    values, k_rope = values.flatten(-2), rope.float()
+    if record.rope_scaled:
+        k_rope = k_rope * factor
+    if record.rope_in_v:
+        return torch.cat([values, k_rope], -1), k_rope[..., :0]
+    return values, k_rope
 
 
 def _one_scale(c_kv: torch.Tensor, k_rope: torch.Tensor) -> Fields:
@@ -153,13 +217,22 @@ def _one_scale(c_kv: torch.Tensor, k_rope: torch.Tensor) -> Fields:
     return _e4m3(c_kv * inverse), (k_rope * inverse).bfloat16(), scale
 
 
-def _powers_of_two(c_kv: torch.Tensor, k_rope: torch.Tensor) -> Fields:
-    """Tokens (pages, P, ...) by the rule of ``append_kv`` for ``scale_fmt='ue8m0'``."""
-    groups = c_kv.unflatten(-1, (GROUPS, -1))
-    scale = (groups.abs().amax(-1) / E4M3_MAX).clamp_min(LEAST_SCALE)
-    scale = ((scale.view(torch.int32) + FRACTION) & ~FRACTION).view(torch.float32)
+def _scales_of_groups(
+    record: Record, c_kv: torch.Tensor, k_rope: torch.Tensor, power_of_two: bool
+) -> Fields:
+    """Tokens (pages, P, ...) by the rule of ``append_kv`` for a record of bytes."""
+    groups = c_kv.unflatten(-1, (-1, record.group))
+    scale = (groups.abs().amax(-1) / E4M3_MAX).clamp_min(record.least_scale)
+    if power_of_two or record.powers:
+        scale = ((scale.view(torch.int32) + FRACTION) & ~FRACTION).view(torch.float32)
     scale = _or_nan(scale, c_kv, k_rope)
-    return _e4m3(groups / scale[..., None]).flatten(-2), k_rope, scale
+    bad = scale.isnan().any(-1, keepdim=True)
+    content = _e4m3(groups / scale[..., None]).flatten(-2)
+    k_rope = torch.where(bad, NAN_ROPE, k_rope.view(torch.int16)).view(torch.bfloat16)
+    if record.powers:
+        exponents = (scale.view(torch.int32) >> EXPONENT_AT).to(torch.uint8)
+        scale = exponents.view(torch.float8_e8m0fnu)
+    return content, k_rope, scale
 
 
 def _or_nan(scale: torch.Tensor, c_kv: torch.Tensor, k_rope: torch.Tensor) -> torch.Tensor:
@@ -174,10 +247,10 @@ def _e4m3(x: torch.Tensor) -> torch.Tensor:
 
 
 def _written(out: PagedKVCache, fields: Fields) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Each field's place in ``out``, with what goes there; content as bytes, which are indexed."""
+    """Each field's place in ``out``, with what goes there; fields of bytes as such, which are
+    indexed."""
     assert out.scale is not None
-    content, rope, scale = fields
-    assert content.shape[-1] == KV_LORA_RANK
-    yield out.content_u8, content.view(torch.uint8)
-    yield out.rope, rope
-    yield out.scale, scale
+    for place, field in zip((out.content, out.rope, out.scale), fields, strict=True):
+        if place.dtype.itemsize == 1:
+            place, field = place.view(torch.uint8), field.view(torch.uint8)
+        yield place, field

@@ -78,6 +78,11 @@ DUMP_WHEN = EnvVar(
     "SNAPMLA_DUMP_WHEN", "error", "calls to write: error, nan (and those that give NaN), all"
 )
 DUMP_MB = EnvVar("SNAPMLA_DUMP_MB", "1024", "the most that a process writes there, in megabytes")
+VLLM_SPARSE = EnvVar(
+    "SNAPMLA_VLLM_SPARSE",
+    "0",
+    "1 gives vLLM 0.26's backend FLASHMLA_SPARSE to ours; newer releases have SNAPMLA_SPARSE",
+)
 TEST_GPU = EnvVar("SNAPMLA_TEST_GPU", "1", "0 skips the tests that need a CUDA device")
 TABLE: tuple[EnvVar, ...] = (
     VARIANT_DIR,
@@ -89,6 +94,7 @@ TABLE: tuple[EnvVar, ...] = (
     DUMP,
     DUMP_WHEN,
     DUMP_MB,
+    VLLM_SPARSE,
     EnvVar(
         "SNAPMLA_CUDA", "", "CUDA major that codegen builds for, 12 or 13; the driver's if empty"
     ),
@@ -106,6 +112,11 @@ TABLE: tuple[EnvVar, ...] = (
     EnvVar("SNAPMLA_PEERS", "", "folder of other libraries' kernels that the GPU check compares"),
     EnvVar(
         "SNAPMLA_VLLM", "", "folder of vLLM's releases that tests drive, a per-user one if empty"
+    ),
+    EnvVar(
+        "SNAPMLA_TRANSFORMERS",
+        "",
+        "folder of transformers' releases that tests drive, a per-user one if empty",
     ),
     TEST_GPU,
 )

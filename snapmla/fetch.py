@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dsl_kernels.dims import KV_LORA_RANK, QK_ROPE_HEAD_DIM
 from dsl_kernels.families.formats import FORMATS
 from snapmla import call as calls
 from snapmla import checks, launch, overlap, runtime, tracing
@@ -53,7 +52,7 @@ def fetch_dequant(
     From a cache of 16 bits rows are copied as they are; to another dtype they are rounded to
     nearest, by variants that are compiled when they are first asked for.  From one of
     ``fp8_ds_mla`` a group of channels whose scale is 0 is zeros, whatever its bytes are, and k_rope
-    is copied; built by default for bfloat16 and int32 indices.
+    is copied, as of other formats of bytes; built by default for bfloat16 and int32 indices.
 
     Three ways to say which.  ``where`` and ``cache_seqlens``: the first tokens of each sequence,
     padded to one length.  ``where`` and ``cu_seqlens``: a chunk of each sequence, packed.  Flat
@@ -85,7 +84,8 @@ def fetch_dequant(
     Returns:
         (c_kv, k_rope): (b, tokens, 512) and (b, tokens, 64) with ``cache_seqlens``, (total, 512)
         and (total, 64) with ``cu_seqlens``, (n, 512) and (n, 64) for indices.  Of several KV heads
-        these, and ``out``, have num_kv_heads before the channels: (n, num_kv_heads, 512).
+        these, and ``out``, have num_kv_heads before the channels: (n, num_kv_heads, 512).  The
+        channels are those of the cache's format, whose RoPE may be none.
 
     Raises:
         TypeError, ValueError: naming the argument.
@@ -134,9 +134,9 @@ def _places(call: Fetch, _: object) -> calls.Groups | None:
         return None
     results: tuple[torch.Tensor, ...] = ()
     if out is not None:
-        results = _outputs(out, (), tokens.mode, dtype, cache.device)
+        results = _outputs(out, (), tokens.mode, dtype, cache)
         for part in results:
-            checks.aligned_rows("out", part)
+            _check_aligned(part)
     if isinstance(out, torch.Tensor):  # slices of its rows, which lie side by side
         results = (out,)
     read_spans = *cache.spans, *map(overlap.span, read)
@@ -151,10 +151,10 @@ def _checked(call: Fetch) -> Fetch:
     if out is None:
         _check_dtype(_dtype_of(cache, dtype))
         return call
-    _check_outputs(out, shape, cache.device)
-    c_kv, k_rope = _outputs(out, shape, tokens.mode, dtype, cache.device)
+    _check_outputs(out, shape, cache)
+    c_kv, k_rope = _outputs(out, shape, tokens.mode, dtype, cache)
     for part in (c_kv, k_rope):
-        checks.aligned_rows("out", part)
+        _check_aligned(part)
         checks.distinct("out", part)
     read = {**named("cache", cache), **dict(zip(Tokens._fields[:4], tokens))}
     first, second = ("out", "out") if isinstance(out, torch.Tensor) else ("out[0]", "out[1]")
@@ -176,7 +176,7 @@ def _launch(call: Fetch, ready: Ready | None) -> tuple[Fetched, Ready | None]:
     shape = ready.rows if ready is not None else rows(
         tokens, cache.page_size, heads, given=out is not None
     )  # fmt: skip
-    c_kv, k_rope = _outputs(out, shape, mode, _dtype_of(cache, dtype), cache.device)
+    c_kv, k_rope = _outputs(out, shape, mode, _dtype_of(cache, dtype), cache)
     if c_kv.numel() == 0:
         return (c_kv, k_rope), None
     selector: tuple[Any, ...] = (where,)
@@ -193,7 +193,9 @@ def _launch(call: Fetch, ready: Ready | None) -> tuple[Fetched, Ready | None]:
             index_dtype=INDEX_NAMES[index], cache_dtype=cache.format,
         )  # fmt: skip
         ready = Ready(kernel, shape)
-    parts: Fetched = (c_kv, k_rope)
+    parts: tuple[torch.Tensor, ...] = (c_kv, k_rope)
+    if FORMATS[cache.format].rope is None:
+        parts = (c_kv,)
     if FORMATS[cache.format].rows and heads == 1:
         parts = (c_kv.unsqueeze(-2), k_rope.unsqueeze(-2))
     ready.kernel(*cache.arguments, *selector, *parts)
@@ -289,7 +291,7 @@ def _traced(call: Fetch) -> Fetched:
         # the operator takes no total beside out
         rows(tokens, cache.page_size, cache.num_kv_heads, given=True)
     if isinstance(out, torch.Tensor):
-        out = out[..., :KV_LORA_RANK], out[..., KV_LORA_RANK:]
+        out = _split(out, cache)
     (ops.fetch_bytes_out if named_ else ops.fetch_dequant_out)(*common, *out, **chunks)
     return out
 
@@ -305,18 +307,31 @@ def _check_dtype(dtype: torch.dtype) -> None:
         checks.type_error("dtype", names, dtype)
 
 
-def _check_outputs(out: Any, shape: tuple[Any, ...], device: torch.device) -> None:
+def _check_aligned(part: torch.Tensor) -> None:
+    """Checks rows of a result, if they have channels."""
+    if part.shape[-1]:
+        checks.aligned_rows("out", part)
+
+
+def _split(out: torch.Tensor, cache: PagedKVCache) -> Fetched:
+    """Content and RoPE of joint rows."""
+    width = FORMATS[cache.format].content.count
+    return out[..., :width], out[..., width:]
+
+
+def _check_outputs(out: Any, shape: tuple[Any, ...], cache: PagedKVCache) -> None:
     """Checks kind and shape of the tensors to write."""
+    record, device = FORMATS[cache.format], cache.device
     if isinstance(out, torch.Tensor):
-        width = KV_LORA_RANK + QK_ROPE_HEAD_DIM
-        checks.tensor("out", out, checks.FLOATS, (*shape, width), device)
+        checks.tensor("out", out, checks.FLOATS, (*shape, record.channels), device)
     elif isinstance(out, (tuple, list)) and len(out) == 2:
         c_kv, k_rope = out
-        checks.tensor("out[0]", c_kv, checks.FLOATS, (*shape, KV_LORA_RANK), device)
-        rope_shape = (*c_kv.shape[:-1], QK_ROPE_HEAD_DIM)
+        checks.tensor("out[0]", c_kv, checks.FLOATS, (*shape, record.content.count), device)
+        rope_shape = (*c_kv.shape[:-1], record.rope_channels)
         checks.tensor("out[1]", k_rope, (c_kv.dtype,), rope_shape, device)
     else:
-        checks.type_error("out", "a (..., 576) tensor or a pair of tensors", type(out).__name__)
+        wanted = f"a (..., {record.channels}) tensor or a pair of tensors"
+        checks.type_error("out", wanted, type(out).__name__)
 
 
 def _outputs(
@@ -324,16 +339,17 @@ def _outputs(
     shape: tuple[Any, ...],
     mode: str,
     dtype: torch.dtype | None,
-    device: torch.device,
+    cache: PagedKVCache,
 ) -> Fetched:
     """The two tensors to write: checked ones that are given, or allocated."""
     if out is None:
         make = torch.empty if mode == "indices" else torch.zeros
+        record = FORMATS[cache.format]
         return (
-            make((*shape, KV_LORA_RANK), dtype=dtype, device=device),
-            make((*shape, QK_ROPE_HEAD_DIM), dtype=dtype, device=device),
+            make((*shape, record.content.count), dtype=dtype, device=cache.device),
+            make((*shape, record.rope_channels), dtype=dtype, device=cache.device),
         )
     if isinstance(out, torch.Tensor):
-        return out[..., :KV_LORA_RANK], out[..., KV_LORA_RANK:]
+        return _split(out, cache)
     c_kv, k_rope = out
     return c_kv, k_rope

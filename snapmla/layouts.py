@@ -16,20 +16,24 @@ A cache of 16 bits is one tensor, rows bf16|f16 (pages, P, h_kv, 576).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
+from dsl_kernels.cache_records import fp8
+from dsl_kernels.cache_records.fp8 import RECORD
+from dsl_kernels.cache_records.record import ELEMENT_BYTES
 from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK, QK_ROPE_HEAD_DIM
-from dsl_kernels.families.formats import FORMATS
 from dsl_kernels.families.fp8_decode import PAGE_SIZES
 from snapmla import checks, tracing
 
 FP8 = torch.float8_e4m3fn
 ROPE_BYTES = 2 * QK_ROPE_HEAD_DIM
 ROW_BYTES = KV_LORA_RANK + ROPE_BYTES  # 640
-TOKEN_BYTES = FORMATS["fp8"].token_bytes  # with the scale
+TOKEN_BYTES = RECORD.token_bytes  # with the scale
+FIELDS = {"content": fp8.CONTENT, "rope": fp8.ROPE, "scale": fp8.SCALE}
 
 Views = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Strides = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
@@ -51,9 +55,17 @@ class Layout:
     allocate: Callable[[int, int, torch.device], Views]
 
 
-def _split_strides(p: int) -> Strides:
-    content = (p * KV_LORA_RANK, KV_LORA_RANK, 1)
-    return content, (p * QK_ROPE_HEAD_DIM, QK_ROPE_HEAD_DIM, 1), (p, 1)
+def _strides(name: str, p: int) -> Strides:
+    """Element strides of content, RoPE, scale where pages lie side by side: a tensor's planes make
+    up its pages, fields of a plane a token's row."""
+    found = {}
+    for tensor in RECORD.layouts[name]:
+        rows = [sum(FIELDS[field].nbytes for field in plane) for plane in tensor]
+        for plane, row in zip(tensor, rows, strict=True):
+            for field in plane:
+                size = ELEMENT_BYTES[FIELDS[field].dtype]
+                found[field] = (p * sum(rows) // size, row // size, 1)
+    return found["content"], found["rope"], found["scale"][:2]
 
 
 def _split(pages: int, p: int, device: torch.device) -> Views:
@@ -62,12 +74,6 @@ def _split(pages: int, p: int, device: torch.device) -> Views:
         torch.empty((pages, p, QK_ROPE_HEAD_DIM), dtype=torch.bfloat16, device=device),
         torch.empty((pages, p), dtype=torch.float32, device=device),
     )
-
-
-def _paged_strides(p: int) -> Strides:
-    page = p * TOKEN_BYTES
-    content = (page, KV_LORA_RANK, 1)
-    return content, (page // 2, QK_ROPE_HEAD_DIM, 1), (page // 4, 1)
 
 
 def _paged(pages: int, p: int, device: torch.device) -> Views:
@@ -95,11 +101,6 @@ def paged_views(block: torch.Tensor, page_size: int) -> Views:
     checks.aligned_rows("block", block)
     content, rope, scale = views_of(block, None, None)
     return content.view(FP8), rope, scale
-
-
-def _row640_strides(p: int) -> Strides:
-    content = (p * ROW_BYTES, ROW_BYTES, 1)
-    return content, (p * ROW_BYTES // 2, ROW_BYTES // 2, 1), (p, 1)
 
 
 def _row640(pages: int, p: int, device: torch.device) -> Views:
@@ -227,9 +228,8 @@ def joined(content: torch.Tensor) -> torch.Tensor:
 
 
 LAYOUTS: dict[str, Layout] = {
-    "split": Layout("split", _split_strides, _split),
-    "paged": Layout("paged", _paged_strides, _paged),
-    "row640": Layout("row640", _row640_strides, _row640),
+    name: Layout(name, functools.partial(_strides, name), allocate)
+    for name, allocate in (("split", _split), ("paged", _paged), ("row640", _row640))
 }
 
 

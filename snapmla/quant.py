@@ -176,20 +176,24 @@ for _cached in (variant_kernel, _appender, _quantizer):
 
 
 def append_kv(
-    cache: PagedKVCache, c_kv: torch.Tensor, k_rope: torch.Tensor, slot_mapping: torch.Tensor
+    cache: PagedKVCache,
+    c_kv: torch.Tensor,
+    k_rope: torch.Tensor | None,
+    slot_mapping: torch.Tensor,
 ) -> None:
     """Quantises tokens and scatters them into the cache (SnapMLA's fused K-append), in place.
 
     A cache of 16 bits takes them as they are, of another dtype rounded to nearest.  Built by
-    default for tokens of its dtype, of ``fp8_ds_mla`` for bfloat16; others are compiled when they
+    default for tokens of its dtype, of formats of bytes for bfloat16; others are compiled when they
     are first asked for.
 
     Args:
         cache: written at the slots.
-        c_kv: bfloat16, float16 or float32 (n, 512); rows may be strided, 16-byte aligned.  Of
-            several KV heads (n, num_kv_heads, 512), rows evenly spaced.
+        c_kv: bfloat16, float16 or float32 (n, 512), or as many channels as the format's content
+            has; rows may be strided, 16-byte aligned.  Of several KV heads (n, num_kv_heads, 512),
+            rows evenly spaced.
         k_rope: same dtype, (n, 64), RoPE already applied; rows may be strided.  Of several KV heads
-            (n, num_kv_heads, 64).
+            (n, num_kv_heads, 64).  None, or no channels, of a format that has no RoPE apart.
         slot_mapping: int32 or int64 (n,), ``page * page_size + offset``; negative slots and slots
             past the pool are skipped.
 
@@ -199,6 +203,8 @@ def append_kv(
     Source: SnapMLA paper, section 3.3.1 (fused K-append); the scale's floors are our own
     (docs/numerics.md).  Of ``fp8_ds_mla`` vLLM's ``concat_and_cache_mla``.
     """
+    if k_rope is None and isinstance(c_kv, torch.Tensor):
+        k_rope = c_kv[..., :0]
     calls.run(_APPEND, _APPEND, (cache, c_kv, k_rope, slot_mapping))
 
 
@@ -237,7 +243,7 @@ def check_append(
     cache: PagedKVCache, c_kv: torch.Tensor, k_rope: torch.Tensor, slot_mapping: torch.Tensor
 ) -> None:
     """The checks of ``append_kv`` on a cache that ``expect_cache`` has seen."""
-    check_tokens(c_kv, k_rope, slot_mapping, cache.device, cache.num_kv_heads)
+    check_tokens(c_kv, k_rope, slot_mapping, cache.device, cache.num_kv_heads, cache.format)
     check_apart(cache, {"c_kv": c_kv, "k_rope": k_rope, "slot_mapping": slot_mapping})
 
 
@@ -267,7 +273,7 @@ def _traced_append(call: Append) -> None:
     expect_cache(cache)
     expect_traceable(cache)
     if not tracing.by_dynamo():
-        check_tokens(c_kv, k_rope, slot_mapping, cache.device, cache.num_kv_heads)
+        check_tokens(c_kv, k_rope, slot_mapping, cache.device, cache.num_kv_heads, cache.format)
     memory, tokens = cache.memory_now(), (c_kv, k_rope, slot_mapping)
     if FORMATS[cache.format].named:
         told = cache.format, cache.scale_fmt
@@ -306,17 +312,19 @@ def check_tokens(
     slot_mapping: torch.Tensor,
     device: torch.device,
     heads: int = 1,
+    fmt: str = DEFAULT,
 ) -> None:
-    """Checks what ``append_kv`` is given beside a cache of so many KV heads."""
-    own = () if heads == 1 else (heads,)
-    checks.tensor("c_kv", c_kv, checks.FLOATS, ("n", *own, KV_LORA_RANK), device)
+    """Checks what ``append_kv`` is given beside a cache of a format and so many KV heads."""
+    own, record = () if heads == 1 else (heads,), FORMATS[fmt]
+    checks.tensor("c_kv", c_kv, checks.FLOATS, ("n", *own, record.content.count), device)
     n = c_kv.shape[0]
-    checks.tensor("k_rope", k_rope, (c_kv.dtype,), (n, *own, QK_ROPE_HEAD_DIM), device)
+    checks.tensor("k_rope", k_rope, (c_kv.dtype,), (n, *own, record.rope_channels), device)
     checks.tensor("slot_mapping", slot_mapping, tuple(INDEX_NAMES), (n,), device)
     checks.contiguous("slot_mapping", slot_mapping)
     if n:
         checks.aligned_rows("c_kv", c_kv)
-        checks.aligned_rows("k_rope", k_rope)
+        if record.rope is not None:
+            checks.aligned_rows("k_rope", k_rope)
     if n > 1 and own:
         for name, value in (("c_kv", c_kv), ("k_rope", k_rope)):
             if value.stride(0) != heads * value.stride(1):
@@ -345,7 +353,10 @@ def launch_append(
         c_kv, k_rope = (rows.as_strided((rows.shape[0] * rows.shape[1], rows.shape[2]),
                                         rows.stride()[1:]) for rows in (c_kv, k_rope))  # fmt: skip
     kernel = _appender(c_kv.device, c_kv.dtype, slot_mapping.dtype, fmt)
-    kernel(*cache, c_kv, k_rope, slot_mapping, *options)
+    if FORMATS[fmt].rope is None:
+        kernel(*cache, c_kv, slot_mapping, *options)
+    else:
+        kernel(*cache, c_kv, k_rope, slot_mapping, *options)
 
 
 def quantize_q(

@@ -8,6 +8,7 @@ The code is in ``snapmla.testing``: ``reference``, ``attend``, ``rounding``, ``r
 ``accumulate``.
 """
 
+from snapmla.testing.byte_records import dequantize_pages, quantize_pages
 from snapmla.testing.ds_mla import dequantize_ds_mla_rows, quantize_ds_mla_rows
 from snapmla.testing.reference import Move, mla_decode_reference, reference_from_unquantised
 from snapmla.testing.rope import rms_norm_rows, rotate_rows
@@ -27,7 +28,7 @@ from snapmla.testing.rounding import (
 
 __all__ = [
     "FP64", "MIMIC", "MIMIC_BLACKWELL", "MIMIC_HW", "MIMIC_HW_FULL", "SNAPMLA", "TABLE_2",
-    "Move", "QuantConfig", "dequantize_ds_mla_rows", "dequantize_rows", "mla_decode_reference",
-    "quantize_ds_mla_rows", "quantize_rows", "reference_from_unquantised", "rms_norm_rows",
-    "rotate_rows", "to_e4m3",
+    "Move", "QuantConfig", "dequantize_ds_mla_rows", "dequantize_pages", "dequantize_rows",
+    "mla_decode_reference", "quantize_ds_mla_rows", "quantize_pages", "quantize_rows",
+    "reference_from_unquantised", "rms_norm_rows", "rotate_rows", "to_e4m3",
 ]  # fmt: skip

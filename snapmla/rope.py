@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from dsl_kernels.cache_records.record import Record
 from dsl_kernels.dims import KV_LORA_RANK, QK_ROPE_HEAD_DIM
 from dsl_kernels.families.formats import DEFAULT, FORMATS
 from snapmla import call as calls
@@ -104,6 +105,7 @@ def _check_append(call: Append) -> Append:
     expect_cache(cache)
     _expect_quantised(cache)
     eps = check_eps(eps)
+    check_rotated(FORMATS[cache.format], norm_weight)
     quant.check_append(cache, c_kv, k_rope, slot_mapping)
     check_angles(c_kv.dtype, c_kv.shape[:1], positions, cos_sin_cache, cache.device)
     check_weight(norm_weight, c_kv)
@@ -133,8 +135,9 @@ def _traced_append(call: Append) -> None:
     _expect_quantised(cache)
     eps = check_eps(eps)
     quant.expect_traceable(cache)
+    check_rotated(FORMATS[cache.format], norm_weight)
     if not tracing.by_dynamo():
-        quant.check_tokens(c_kv, k_rope, slot_mapping, cache.device)
+        quant.check_tokens(c_kv, k_rope, slot_mapping, cache.device, fmt=cache.format)
         check_angles(c_kv.dtype, c_kv.shape[:1], positions, cos_sin_cache, cache.device)
         check_weight(norm_weight, c_kv)
     memory = cache.memory_now()
@@ -172,6 +175,17 @@ def check_angles(
     if cos_sin_cache.shape[0] < 1:
         checks.value_error("cos_sin_cache", "1 position or more", 0)
     checks.aligned_rows("cos_sin_cache", cos_sin_cache)
+
+
+def check_rotated(record: Record, norm_weight: torch.Tensor | None) -> None:
+    """Checks that tokens of a format may be rotated, and normalised, on their way."""
+    if record.rope is None:
+        hint = "rotate the tokens, then snapmla.append_kv"
+        checks.value_error("cache", "a format that keeps RoPE apart", record.about, hint)
+    if norm_weight is not None and record.content.count != KV_LORA_RANK:
+        hint = "normalise the tokens before"
+        wanted = f"None beside {record.about}, whose content is {record.content.count} channels"
+        checks.value_error("norm_weight", wanted, f"a {type(norm_weight).__name__}", hint)
 
 
 def check_weight(norm_weight: torch.Tensor | None, c_kv: torch.Tensor) -> None:

@@ -10,9 +10,13 @@ test runs; without it a test that needs a variant compiles just that one.
 from __future__ import annotations
 
 import fnmatch
+import itertools
 import resource
-from collections.abc import Iterator
+import time
+from collections import Counter
+from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,10 +25,12 @@ from codegen import artifacts, toolchain
 from codegen.precompile import Report, precompile
 from dsl_kernels.spec import VariantSpec
 from snapmla import env
-from tests.support.variants import shipped
+from tests.support.variants import called_for, shipped
 
 pytest_plugins = ["softgpu.pytest_plugin", "pytester"]
 
+PRECOMPILED = pytest.StashKey[float]()  # when that had ended
+LAST_REPORT = pytest.StashKey[float]()  # CPU seconds of the process then
 BUDGET = 2 * 15 * 60  # CPU seconds of `make test`: 15 minutes on two idle cores
 
 
@@ -59,7 +65,8 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     every = len(shipped(whole=True))
     print(f"{len(specs)} of {every} variants: {' '.join(s.name for s in specs)}", flush=True)
     print(f"precompiling them into {artifacts.default_dir()}", flush=True)
-    report = precompile(specs, artifacts.default_dir())
+    report = precompile(called_for(specs), artifacts.default_dir())
+    config.stash[PRECOMPILED] = time.time()
     print(f"{len(report.built)} built, {len(report.reused)} up to date", flush=True)
     for (
         name,
@@ -68,14 +75,52 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         print(f"{name}: {'; '.join(reasons)}", flush=True)
 
 
+def cpu_seconds() -> tuple[float, float]:
+    """(user, system) of this process and of its children that have ended."""
+    usage = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(u.ru_utime for u in usage), sum(u.ru_stime for u in usage)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
+    """Writes into a report what this process has taken since the report before."""
+    report = yield
+    now = sum(cpu_seconds())
+    report.cpu_seconds = now - item.config.stash.get(LAST_REPORT, now)
+    item.config.stash[LAST_REPORT] = now
+    return report
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    session.config.stash[LAST_REPORT] = sum(cpu_seconds())
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """CPU seconds of this process, the workers (reaped by now), compilers and other children."""
-    own, others = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    user, system = own.ru_utime + others.ru_utime, own.ru_stime + others.ru_stime
+    user, system = cpu_seconds()
     terminalreporter.write_line(
         f"CPU seconds: {user + system:.0f} (user {user:.0f}, system {system:.0f}); "
         f"`make test` may take {BUDGET}: 15 minutes on two idle cores"
     )
+    since = terminalreporter.config.stash.get(PRECOMPILED, None)
+    if since is None:
+        return
+    by_file = Counter[str]()
+    for report in itertools.chain.from_iterable(terminalreporter.stats.values()):
+        by_file[getattr(report, "nodeid", "").split("::")[0]] += getattr(report, "cpu_seconds", 0)
+    most = ", ".join(f"{name} {seconds:.0f}" for name, seconds in by_file.most_common(20))
+    terminalreporter.write_line(f"CPU seconds of the files that took most: {most}")
+    if late := _compiled_since(since):
+        terminalreporter.write_line(
+            "compiled on demand, at 4 CPU seconds more each than those that "
+            f"tests/support/variants.py names: {' '.join(late)}"
+        )
+
+
+def _compiled_since(moment: float) -> list[str]:
+    """Names of variants whose objects are newer."""
+    objects = artifacts.default_dir().glob("*.o")
+    return sorted(path.stem for path in objects if path.stat().st_mtime > moment)
 
 
 @pytest.fixture(scope="session")

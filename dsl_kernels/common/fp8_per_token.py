@@ -1,7 +1,7 @@
 """The FP8 latent cache with a scale a token: its planes, and its scales in the KV ring.
 
 One token is 512 e4m3 channels and 64 BF16 RoPE channels divided by the token's scale sigma, and
-sigma in fp32: 644 bytes (docs/formats.md).
+sigma in fp32: 644 bytes (cache_records/fp8.py).
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import cutlass.cute as cute
 from cutlass import Float32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
+from ..cache_records.fp8 import CONTENT, ROPE
 from ..dims import KV_LORA_RANK as D
-from ..dims import QK_ROPE_HEAD_DIM as R
 from .cache_format import CacheFormat, Plane
 from .smem import array
 from .types import BF16, F8, U32
 
-FORMAT = CacheFormat((Plane("c", F8, D), Plane("r", BF16, R)), scales="ks")
+FORMAT = CacheFormat((Plane("c", F8, CONTENT.count), Plane("r", BF16, ROPE.count)), scales="ks")
 SMALLEST_SCALE = 2.0**-100  # append_kv's floor is 2^-80
 LINE = 128  # bytes, and e4m3 channels, of a row of a column block of the content tile
 

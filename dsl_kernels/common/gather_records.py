@@ -28,7 +28,7 @@ import cutlass.pipeline as pipeline
 from cutlass import Float32, Int32, Int64
 
 from .. import compat
-from ..ds_mla import GROUPS, ROPE_AT, SCALES_AT
+from ..cache_records.ds_mla import GROUPS, ROPE_AT, SCALES_AT
 from . import budget as bud
 from .barriers import Ring
 from .gather import CHUNK, Q_WARP, GatherRows, Plane, TokenLists

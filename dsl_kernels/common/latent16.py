@@ -1,6 +1,6 @@
 """The 16-bit latent cache: one plane of 576 channels a token, of which the first 512 are V.
 
-A cache is (pages, P, KV heads, 576) in BF16 or fp16 (docs/formats.md); there are no scales.
+A cache is (pages, P, KV heads, 576) in BF16 or fp16 (cache_records/rows16.py); there are no scales.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Uint32
 
+from ..cache_records.rows16 import BF16 as BF16_ROWS
 from ..dims import HEAD_DIM_QK
 from .cache_format import CacheFormat, Plane
 from .types import BF16, U32
@@ -20,7 +21,7 @@ EXPONENT = {True: 0x7F80, False: 0x7C00}  # of BF16, of fp16: all ones are infin
 
 def latent_format(dtype) -> CacheFormat:
     """The format in ``dtype``, field ``kc`` of the KV ring."""
-    return CacheFormat((Plane("c", dtype, HEAD_DIM_QK),))
+    return CacheFormat((Plane("c", dtype, BF16_ROWS.channels),))
 
 
 class LatentValues:

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from .family import COS_SIN_DTYPE, IN_DTYPE, ROPE_STYLE, Axis, Values, helper
 
 
-def points(_arch: str) -> Iterator[Values]:
-    """None by default, as long as no GPU has run them."""
-    yield from ()
+def points(arch: str) -> Iterator[Values]:
+    """Keys and slots as engines have them; the rest is built when it is asked for."""
+    if arch == "sm_90a":
+        yield {"in_dtype": "bf16", "index_dtype": "i64"}
 
 
 FAMILY = helper(
@@ -24,7 +25,6 @@ FAMILY = helper(
         "position_dtype", "pos", ("i32", "i64"), lambda values: values["index_dtype"], named=False
     ),
     points=points,
-    everyday=(),
     shown=("k", "cache"),
     results=("cache",),
 )

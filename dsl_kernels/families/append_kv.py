@@ -10,12 +10,12 @@ from .family import (
     COS_SIN_DTYPE,
     IN_DTYPE,
     ROPE_STYLE,
-    ROWS,
     Axis,
     Values,
     every,
     helper,
 )
+from .formats import FORMATS
 
 INDEX_DTYPE = Axis("index_dtype", "i", ("i32", "i64"), "i32")  # of slot_mapping
 # Of positions: engines keep both in one dtype.
@@ -28,8 +28,7 @@ AXES = (IN_DTYPE, INDEX_DTYPE, ROPE_STYLE, NORM, COS_SIN_DTYPE, POSITION_DTYPE, 
 
 def points(arch: str) -> Iterator[Values]:
     """Every dtype of tokens as they are; of what rotates them too, what engines call it with; into
-    16-bit caches, tokens of the cache's dtype; into DeepSeek's 656-byte rows, bfloat16 tokens, and
-    what its models do before: RMS norm and interleaved RoPE."""
+    other caches, what their records say."""
     yield from every(AXES)(arch)
     for style, norm, table in itertools.product(
         ("interleaved", "neox"), NORM.values, ("f32", "bf16")
@@ -38,16 +37,8 @@ def points(arch: str) -> Iterator[Values]:
             "in_dtype": "bf16", "index_dtype": "i64", "rope_style": style, "norm": norm,
             "cos_sin_dtype": table,
         }  # fmt: skip
-    for dtype, index in itertools.product(ROWS, INDEX_DTYPE.values):
-        yield {"in_dtype": dtype, "index_dtype": index, "cache_dtype": dtype}
-    rows = {"in_dtype": "bf16", "cache_dtype": "fp8_ds_mla"}
-    for index in INDEX_DTYPE.values:
-        yield {**rows, "index_dtype": index}
-    for table in ("f32", "bf16"):
-        yield {
-            **rows, "index_dtype": "i64", "rope_style": "interleaved", "norm": "rms",
-            "cos_sin_dtype": table,
-        }  # fmt: skip
+    for record in FORMATS.values():
+        yield from ({**values, "cache_dtype": record.name} for values in record.appends)
 
 
 FAMILY = helper(

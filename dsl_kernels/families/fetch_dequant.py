@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from .family import CACHE_DTYPE, IN_DTYPE, ROWS, Axis, Values, every, helper
+from .family import CACHE_DTYPE, IN_DTYPE, Axis, Values, every, helper
+from .formats import FORMATS
 
 # How tokens are named: block table and lengths, flat indices, or block table and packed chunks.
 MODE = Axis("mode", "", ("pages", "indices", "ragged"))
@@ -14,18 +15,13 @@ AXES = (IN_DTYPE, MODE, INDEX_DTYPE, CACHE_DTYPE)
 
 
 def points(arch: str) -> Iterator[Values]:
-    """All modes with int32 indices; int64 ones too where there are any; of 16-bit caches, results
-    of the cache's dtype; of DeepSeek's 656-byte rows, bfloat16."""
+    """All modes with int32 indices; int64 ones too where there are any; of other caches, what their
+    records say."""
     yield from every(AXES)(arch)
     for dtype in IN_DTYPE.values:
         yield {IN_DTYPE.name: dtype, MODE.name: "indices", INDEX_DTYPE.name: "i64"}
-    for dtype in ROWS:
-        rows = {IN_DTYPE.name: dtype, CACHE_DTYPE.name: dtype}
-        for mode in MODE.values:
-            yield {**rows, MODE.name: mode}
-        yield {**rows, MODE.name: "indices", INDEX_DTYPE.name: "i64"}
-    for mode in MODE.values:
-        yield {IN_DTYPE.name: "bf16", MODE.name: mode, CACHE_DTYPE.name: "fp8_ds_mla"}
+    for record in FORMATS.values():
+        yield from ({**values, CACHE_DTYPE.name: record.name} for values in record.fetches)
 
 
 FAMILY = helper(

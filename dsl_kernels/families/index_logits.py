@@ -9,9 +9,12 @@ from ..index_cache import HEADS, UNIT_ROWS
 from .family import Axis, Family, Values
 
 
-def points(_arch: str) -> Iterator[Values]:
-    """None by default, as long as no GPU has run them."""
-    yield from ()
+def points(arch: str) -> Iterator[Values]:
+    """What calls take on Hopper: a unit's rows times its heads are 256 at most."""
+    for heads in HEADS if arch == "sm_90a" else ():
+        for unit_rows in UNIT_ROWS:
+            if heads * unit_rows <= 256:
+                yield {"heads": heads, "unit_rows": unit_rows}
 
 
 FAMILY = Family(
@@ -22,7 +25,7 @@ FAMILY = Family(
     ),
     module=lambda arch, _values: "dsl_kernels.sm90.index_logits" if arch == "sm_90a" else None,
     points=points,
-    everyday=(),
+    everyday=({"heads": 64, "unit_rows": 2}, {"heads": 32, "unit_rows": 8}),
     shown=("q", "block_table", "out"),
     results=("out",),
 )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
+
 from .family import MHA, Axis, Family, Values
 
 AXES = (
@@ -18,12 +21,20 @@ def _module(arch: str, values: Values) -> str | None:
     return "dsl_kernels.sm90." + ("mha_split" if values["keys"] == "split" else "mha_fwd")
 
 
+def points(arch: str) -> Iterator[Values]:
+    """Keys that are not split: where pieces are the faster call has not been measured."""
+    for d_qk, dtype in itertools.product((192, 128), ("bf16", "f16")):
+        if arch == "sm_90a":
+            yield {"d_qk": d_qk, "dtype": dtype}
+
+
 FAMILY = Family(
     "mha_fwd",
     AXES,
     module=_module,
-    points=lambda _arch: iter(()),  # built when it is asked for, until it was measured
+    points=points,
     kind=MHA,
+    everyday=({"d_qk": 192, "dtype": "bf16"},),
     result_axis="dtype",
     counted_by=("d_qk",),
     shown=("q", "k_nope", "cu_seqlens_k"),

@@ -50,6 +50,7 @@ import cutlass.pipeline as pipeline
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 
+from ..cache_records.ds_mla import GROUPS
 from ..common import budget as bud
 from ..common.registers import claim_registers
 from ..common.smem import array, staged, struct_of
@@ -57,7 +58,6 @@ from ..common.types import F16
 from ..dims import KV_LORA_RANK as D
 from ..dims import QK_ROPE_HEAD_DIM as R
 from ..dims import TOKEN_TILE as TILE
-from ..ds_mla import GROUPS
 from ..smxx.record_entry import RecordEntry, fake_args
 from ..stamp import Stamp
 from .decode import Decode, infeasible

@@ -24,6 +24,7 @@ from cutlass import Float32, Int32, Uint32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from .. import compat
+from ..cache_records.ds_mla import GROUPS, LEAST_SCALE, ROW_BYTES
 from ..common import budget as bud
 from ..common.cache_format import CacheFormat, Loaded, Plane
 from ..common.gather import TokenLists
@@ -37,7 +38,6 @@ from ..common.work_list import LOG2E
 from ..dims import KV_LORA_RANK as D
 from ..dims import QK_ROPE_HEAD_DIM as R
 from ..dims import TOKEN_TILE as TILE
-from ..ds_mla import GROUPS, LEAST_SCALE, ROW_BYTES
 from .fragments import padded_size, row_position
 from .roles import K_READERS, Q_READERS, Layouts
 

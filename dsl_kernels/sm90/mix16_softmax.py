@@ -21,6 +21,7 @@ import cutlass.pipeline as pipeline
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warp, warpgroup
 
+from ..cache_records.ds_mla import GROUPS
 from ..common.barriers import warps_meet
 from ..common.frames import NEVER, P_LOG2_MAX
 from ..common.smem import array, staged
@@ -28,7 +29,6 @@ from ..common.types import BF16, F16, U16, U32
 from ..compat import wgmma_fence
 from ..dims import KV_LORA_RANK as D
 from ..dims import TOKEN_TILE as TILE
-from ..ds_mla import GROUPS
 from ..stamp import Stamp
 from .across_warps import AcrossWarps
 from .block_softmax import store_words_of_p

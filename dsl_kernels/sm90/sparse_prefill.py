@@ -142,8 +142,12 @@ class SparsePrefill:
             kv, indices, topk_length, attn_sink, out, max_logits, lse, heads, blocks,
             softmax_scale * LOG2E, ctas,
         )  # fmt: skip
+        self.launch(q, gmem, stream)
+
+    def launch(self, q, gmem, stream):
+        """``gmem.ctas`` CTAs over the queries."""
         self.kernel(self.loads.source_of_q(q), gmem).launch(
-            grid=(ctas, 1, 1), block=(self.budget.threads, 1, 1), stream=stream,
+            grid=(gmem.ctas, 1, 1), block=(self.budget.threads, 1, 1), stream=stream,
             min_blocks_per_mp=1, use_pdl=True,
         )  # fmt: skip
 

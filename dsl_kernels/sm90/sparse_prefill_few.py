@@ -28,7 +28,7 @@ from .fragments import pad_layout, padded_size, row_position
 from .mha_parts import release
 from .roles import INV_RING, SOFTMAX_WARPS, WARPGROUP, Barrier
 from .sparse_prefill_form import GatheredForm, Parts
-from .sparse_prefill_parts import EARLY, LATE, GatheredTiles, finish_row, place_of
+from .sparse_prefill_parts import EARLY, LATE, GatheredTiles, finish_row, first_lse, place_of
 from .wgmma import issue
 
 
@@ -116,14 +116,40 @@ class FewHeads(GatheredForm, FewRows):
 
     @cute.jit
     def finish(self, st, gmem, item, state, items):
-        """Sums over the lanes by shuffles, over the warps through shared memory."""
         tidx, _, _ = cute.arch.thread_idx()
         row, lane = tidx % WARPGROUP, tidx % 32
         wwarp = cute.arch.make_warp_uniform(row // 32)
-        frame, sums, most, _ = state
         inv = st.inv.get_tensor(cute.make_layout(padded_size(self.rows_cta)))
         across = st.across.get_tensor(cute.make_layout((self.rows_cta, 8)))
         INV_RING.wait_empty(st, 0, (items & 1) ^ 1)
+        self.exchange(across, state, wwarp, lane)
+        if row < self.rows_cta:
+            total = (across[row, 0] + across[row, 1]) + (across[row, 2] + across[row, 3])
+            head = item.block * self.rows_cta + row
+            inv[row_position(row, self.rows_cta)] = finish_row(
+                gmem, head, item.query, total, across[row, 4], across[row, 5]
+            )
+        warps_meet(Barrier.SOFTMAX, SOFTMAX_WARPS)  # the next tile writes ``across``
+        if lane == 0:
+            INV_RING.arrive_full(st, 0)
+
+    @cute.jit
+    def note_first(self, st, gmem, item, state):
+        tidx, _, _ = cute.arch.thread_idx()
+        row, lane = tidx % WARPGROUP, tidx % 32
+        wwarp = cute.arch.make_warp_uniform(row // 32)
+        across = st.across.get_tensor(cute.make_layout((self.rows_cta, 8)))
+        self.exchange(across, state, wwarp, lane)
+        if row < self.rows_cta:
+            total = (across[row, 0] + across[row, 1]) + (across[row, 2] + across[row, 3])
+            first_lse(gmem, item.block * self.rows_cta + row, item.query, total, across[row, 4])
+        warps_meet(Barrier.SOFTMAX, SOFTMAX_WARPS)  # the next tile writes ``across``
+
+    @cute.jit
+    def exchange(self, across, state, wwarp, lane):
+        """Sums of the four warps, frame and largest logit of each row to ``across`` (row, 8), over
+        the lanes by shuffles."""
+        frame, sums, most, _ = state
         warps_meet(Barrier.SOFTMAX, SOFTMAX_WARPS)  # ``across`` may still be read for maxima
         for x in cutlass.range_constexpr(self.fragment.rows):
             total = sums[x]
@@ -135,15 +161,6 @@ class FewHeads(GatheredForm, FewRows):
                 if wwarp == 0:  # all warps have the same
                     across[own, 4], across[own, 5] = frame[x], most[x]
         warps_meet(Barrier.SOFTMAX, SOFTMAX_WARPS)
-        if row < self.rows_cta:
-            total = (across[row, 0] + across[row, 1]) + (across[row, 2] + across[row, 3])
-            head = item.block * self.rows_cta + row
-            inv[row_position(row, self.rows_cta)] = finish_row(
-                gmem, head, item.query, total, across[row, 4], across[row, 5]
-            )
-        warps_meet(Barrier.SOFTMAX, SOFTMAX_WARPS)  # the next tile writes ``across``
-        if lane == 0:
-            INV_RING.arrive_full(st, 0)
 
     # ---------------------------------------------------------------- P.V warpgroups
 

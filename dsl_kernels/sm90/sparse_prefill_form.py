@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, const_expr
 
 from ..common.barriers import Ring
 from ..common.frames import NEVER
@@ -70,6 +70,10 @@ class GatheredForm(Form):
         """Row sums -> factors of O for the P.V warps; LSE and maxima to memory."""
         raise NotImplementedError
 
+    def note_first(self, st, gmem, item, state) -> None:
+        """LSE of the tiles so far to memory: of the entries that the indexer chose."""
+        raise NotImplementedError
+
     def write(self, st, gmem, acc_O, item, half) -> None:
         """Normalised O -> rows, their factors being there."""
         raise NotImplementedError
@@ -115,6 +119,9 @@ class GatheredForm(Form):
             for tile in cutlass.range(0, item.tiles, unroll=1):
                 last = tile + 1 == item.tiles
                 self.tile(st, operands, state, Turn.of(tiles), items, last)
+                if const_expr(gmem.lse_indexer is not None):  # noqa: SIM102 (only this is static)
+                    if tile + 1 == cutlass.min(gmem.indexer_tiles, item.tiles):
+                        self.note_first(st, gmem, item, state)
                 tiles += 1
             self.finish(st, gmem, item, state, items)
             items += 1

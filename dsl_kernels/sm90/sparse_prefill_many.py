@@ -19,7 +19,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from .. import compat
 from ..common.barriers import warps_meet
-from ..common.epilogue import Woven, store_woven
+from ..common.epilogue import Woven, store_run, store_woven
 from ..common.types import BF16, U32
 from ..dims import HEAD_DIM_QK
 from ..dims import TOKEN_TILE as TILE
@@ -39,6 +39,7 @@ from .sparse_prefill_parts import (
     STAGES,
     GatheredTiles,
     finish_row,
+    first_lse,
     place_of,
 )
 from .wgmma import issue
@@ -184,6 +185,21 @@ class ManyHeads(GatheredForm, ManyRows):
         if lane == 0:
             INV_RING.arrive_full(st, 0)
 
+    @cute.jit
+    def note_first(self, st, gmem, item, state):
+        """The four lanes of a quad have the same frame, and a share of the sum each."""
+        tidx, _, _ = cute.arch.thread_idx()
+        lane = tidx % 32
+        wwarp = cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
+        frame, sums, _, _ = state
+        for i in cutlass.range_constexpr(2):
+            total = sums[i]
+            for off in cutlass.range_constexpr(2):
+                total = total + cute.arch.shuffle_sync_bfly(total, 1 << off)
+            if lane % 4 == 0:
+                head = item.block * ROWS_OF_CTA + ROWS_ON_M.row_at(wwarp, lane, i)
+                first_lse(gmem, head, item.query, total, frame[i])
+
     # ---------------------------------------------------------------- P.V warpgroups
 
     @cute.jit
@@ -235,5 +251,11 @@ class ManyHeads(GatheredForm, ManyRows):
                 acc[v], acc[v + 1] = acc[v] * inverse, acc[v + 1] * inverse
                 runs[8 * j] = cute.make_tensor(acc.iterator + v, cute.make_layout(2))
             place = place_of(gmem, item.query, head, half * HALF)
-            target = out.iterator + (place + woven.offset(out.element_type))
-            store_woven(target, 0, runs, head < gmem.heads, woven)
+            if const_expr(out.element_type is Float32):  # pairs as they are: swaps would spill
+                target = out.iterator + cute.assume(place + 2 * quad, divby=2)
+                if head < gmem.heads:
+                    for c in runs:
+                        store_run(target, c, runs[c])
+            else:
+                target = out.iterator + (place + woven.offset(out.element_type))
+                store_woven(target, 0, runs, head < gmem.heads, woven)

@@ -70,13 +70,18 @@ class Gmem(NamedTuple):
     by_blocks: compat.FastDivisor  # by row blocks of a query
     scale: Float32  # of the logits, to log2 units
     ctas: Int32
+    lse_indexer: Any = None  # f32 (s_q, h), of the first ``indexer_tiles`` tiles of a list
+    indexer_tiles: Any = None
+    by_pieces: Any = None  # divisor by pieces of a list, where lists are split
+    width: Any = None  # entries of a piece, a multiple of 64
 
 
 class Item(NamedTuple):
     """A work tile: a row block of a query, the tiles of its entries.
 
     Attributes:
-        query, block: which query, which row block of it.
+        query, block: which query, which row block of it.  Where lists are split a piece counts as
+            a query: the pieces of a token are neighbours, and have rows of ``out`` of their own.
         count: entries of the query that count.
         tiles: of 64 entries; at least one, so that every role passes every work tile alike.
     """
@@ -113,17 +118,29 @@ class Work:
         which waits for memory: so the address is a lane's.
         """
         told = Int32(gmem.indices.shape[2])
+        query, before = Work.list_of(gmem, query)
         if gmem.topk_length.shape[0] > 0:
             nothing = compat.opaque(Int32(cute.arch.lane_idx())) >> 5
             told = gmem.topk_length[query + nothing]
+        if const_expr(gmem.width is not None):
+            told = cutlass.min(told, gmem.indices.shape[2]) - before
         return told
+
+    @staticmethod
+    def list_of(gmem, query):
+        """(query token, entries of its list before the first one) of ``Item.query``."""
+        if const_expr(gmem.width is None):
+            return query, 0
+        token, piece = divmod(query, gmem.by_pieces)
+        return token, piece * gmem.width
 
     @staticmethod
     def item(gmem, j, told):
         """Work tile ``j``, ``told`` how many entries count."""
         query, block = Work.place(gmem, j)
         told = cute.arch.make_warp_uniform(told)
-        count = cutlass.min(cutlass.max(told, 0), gmem.indices.shape[2])
+        most = gmem.indices.shape[2] if const_expr(gmem.width is None) else gmem.width
+        count = cutlass.min(cutlass.max(told, 0), most)
         tiles = cutlass.max((count + (TILE - 1)) // TILE, 1)
         return Item(query, block, count, tiles)
 
@@ -312,6 +329,7 @@ class GatheredTiles:
         one finds its room free."""
         atom, target, source = boxes
         query, block = Work.place(gmem, j)
+        query, _ = Work.list_of(gmem, query)
         blocks, (slot, phase) = self.blocks_of_q(part), self.slot_of_q(items, part)
         stage = 0 if const_expr(self.q_stages == 1) else slot
         if const_expr(not first):
@@ -342,7 +360,8 @@ class GatheredTiles:
     @staticmethod
     def _entry(gmem, query, tile, ahead):
         """A lane's entry of a tile, as it is there."""
-        at = compat.at_most(tile * TILE + ahead, gmem.indices.shape[2] - 1)
+        query, before = Work.list_of(gmem, query)
+        at = compat.at_most(before + (tile * TILE + ahead), gmem.indices.shape[2] - 1)
         return gmem.indices[query, 0, at]
 
     @staticmethod
@@ -379,10 +398,15 @@ class GatheredTiles:
 
 @cute.jit
 def finish_row(gmem, head, query, total, frame, most):
-    """LSE and largest logit of a row to memory, by one lane; returns by what O is multiplied."""
+    """LSE and largest logit of a row to memory, by one lane; returns by what O is multiplied.
+
+    Of a piece of a list the LSE alone, in log2 units as merge wants it; sinks are merge's."""
     empty, kept = total == 0.0, Float32(1.0)
     value = cute.math.log2(total, fastmath=True) + frame
-    if head < gmem.heads:
+    if const_expr(gmem.width is not None):
+        if head < gmem.heads:
+            gmem.lse[query, head] = -Float32.inf if empty else value
+    elif head < gmem.heads:
         bad = total != total
         largest = Float32(cutlass.select_(bad, total, most * LN2))
         gmem.lse[query, head] = Float32.inf if empty else value * LN2
@@ -390,6 +414,14 @@ def finish_row(gmem, head, query, total, frame, most):
         if gmem.attn_sink.shape[0] > 0:
             kept = of_sink(gmem.attn_sink, head, value)
     return Float32(0.0) if empty else kept / total
+
+
+@cute.jit
+def first_lse(gmem, head, query, total, frame):
+    """LSE of the entries that the indexer chose, those up to this tile, by one lane."""
+    value = cute.math.log2(total, fastmath=True) + frame
+    if head < gmem.heads:
+        gmem.lse_indexer[query, head] = Float32.inf if total == 0.0 else value * LN2
 
 
 def place_of(gmem, query, head, channel):

@@ -17,8 +17,8 @@ Timeline     wait for the previous grid | load row, slot | max, redux | scale, d
 Bytes moved  per token 1152 read (16-bit input) + 644 written + the slot; + 256 (fp32) or 128 of
              angles and the position, and the weight's 1024 once (L1, L2).
 
-656 bytes    (``ds_mla.py``) a scale for each 128 channels, found by its half of a warp; 656 written
-             a token, its scales by two lanes.
+bytes        (``byte_records.py``, ``cache_records``) a scale for each group of channels, found by
+             the lanes that have them; of 656 bytes a token scales are written by two lanes.
 
 16-bit rows  one warp a token and head, load row, slot | store; 1152 read + 1152 written; another
              dtype than the cache's is rounded once.
@@ -38,14 +38,14 @@ from cutlass import Float32, Int32, Int64, cute
 
 from .. import compat
 from ..dims import KV_LORA_RANK, QK_ROPE_HEAD_DIM
-from . import ds_mla, quant, stored
+from . import byte_records, quant, stored
 from . import rope as rotary
 
 if TYPE_CHECKING:
+    from ..cache_records.record import Record
     from ..spec import VariantSpec
 
 WARPS = 4
-ROWS = ("bf16", "f16")  # caches of 16-bit rows
 
 
 @cute.jit
@@ -60,20 +60,6 @@ def append_kv(
 ) -> None:
     """Host half for tokens as the cache keeps them."""
     cache = stored.Fp8Cache(content, rope, scale)
-    _launch(cache, (c_kv, k_rope), slot_mapping, None, None, False, stream)
-
-
-@cute.jit
-def append_ds_mla(
-    kv: cute.Tensor,  # u8 (pages, P, 1, 656)
-    c_kv: cute.Tensor,  # in_dtype (n, 512)
-    k_rope: cute.Tensor,  # in_dtype (n, 64)
-    slot_mapping: cute.Tensor,  # i32|i64 (n,)
-    power_of_two: Int32,  # 0|1: scales are rounded up to powers of two
-    stream: Any,
-) -> None:
-    """``append_kv`` into rows of 656 bytes."""
-    cache = ds_mla.Target656(kv, power_of_two)
     _launch(cache, (c_kv, k_rope), slot_mapping, None, None, False, stream)
 
 
@@ -141,11 +127,50 @@ class Rotated:
         cache, tokens = stored.Fp8Cache(content, rope, scale), (c_kv, k_rope)
         _launch(cache, tokens, slot_mapping, angles, norm, self.neox, stream)
 
+
+class IntoBytes:
+    """Host halves for a record of bytes.
+
+    Attributes:
+        target: class of its caches (``byte_records.target_of``).
+        neox: style of RoPE that is still to be applied.
+    """
+
+    def __init__(self, record: Record, neox: bool) -> None:
+        self.target, self.neox = byte_records.target_of(record), neox
+
     @cute.jit
-    def ds_mla_rope(
+    def applied(
         self,
-        kv: cute.Tensor,  # u8 (pages, P, 1, 656)
-        c_kv: cute.Tensor,  # in_dtype (n, 512)
+        kv: cute.Tensor,  # u8 (pages, P, 1, bytes of a token)
+        c_kv: cute.Tensor,  # in_dtype (n, content channels)
+        k_rope: cute.Tensor,  # in_dtype (n, 64)
+        slot_mapping: cute.Tensor,  # i32|i64 (n,)
+        power_of_two: Int32,  # 0|1: fp32 scales are rounded up to powers of two
+        stream: Any,
+    ) -> None:
+        """Tokens as the cache keeps them."""
+        cache = self.target(kv, power_of_two)
+        _launch(cache, (c_kv, k_rope), slot_mapping, None, None, False, stream)
+
+    @cute.jit
+    def content(
+        self,
+        kv: cute.Tensor,  # u8 (pages, P, 1, bytes of a token)
+        c_kv: cute.Tensor,  # in_dtype (n, content channels)
+        slot_mapping: cute.Tensor,  # i32|i64 (n,)
+        power_of_two: Int32,  # 0|1: fp32 scales are rounded up to powers of two
+        stream: Any,
+    ) -> None:
+        """The same of a record without a field for RoPE."""
+        cache = self.target(kv, power_of_two)
+        _launch(cache, (c_kv, None), slot_mapping, None, None, False, stream)
+
+    @cute.jit
+    def rope(
+        self,
+        kv: cute.Tensor,  # u8 (pages, P, 1, bytes of a token)
+        c_kv: cute.Tensor,  # in_dtype (n, content channels)
         k_rope: cute.Tensor,  # in_dtype (n, 64)
         slot_mapping: cute.Tensor,  # i32|i64 (n,)
         positions: cute.Tensor,  # i32|i64 (n,)
@@ -153,15 +178,15 @@ class Rotated:
         power_of_two: Int32,
         stream: Any,
     ) -> None:
-        """RoPE alone, into rows of 656 bytes."""
+        """RoPE alone."""
         angles = rotary.Angles(positions, cos_sin)
-        cache, tokens = ds_mla.Target656(kv, power_of_two), (c_kv, k_rope)
+        cache, tokens = self.target(kv, power_of_two), (c_kv, k_rope)
         _launch(cache, tokens, slot_mapping, angles, None, self.neox, stream)
 
     @cute.jit
-    def ds_mla_norm_rope(
+    def norm_rope(
         self,
-        kv: cute.Tensor,  # u8 (pages, P, 1, 656)
+        kv: cute.Tensor,  # u8 (pages, P, 1, bytes of a token)
         c_kv: cute.Tensor,  # in_dtype (n, 512)
         k_rope: cute.Tensor,  # in_dtype (n, 64)
         slot_mapping: cute.Tensor,  # i32|i64 (n,)
@@ -172,9 +197,9 @@ class Rotated:
         power_of_two: Int32,
         stream: Any,
     ) -> None:
-        """RMS norm and RoPE, into rows of 656 bytes."""
+        """RMS norm of the content, and RoPE."""
         angles, norm = rotary.Angles(positions, cos_sin), rotary.Norm(norm_weight, norm_eps)
-        cache, tokens = ds_mla.Target656(kv, power_of_two), (c_kv, k_rope)
+        cache, tokens = self.target(kv, power_of_two), (c_kv, k_rope)
         _launch(cache, tokens, slot_mapping, angles, norm, self.neox, stream)
 
 
@@ -207,9 +232,9 @@ def _quantised(cache: Any, *token: Any) -> stored.Stores:
 
 @cute.kernel
 def _append_kv(
-    cache: Any,  # stored.Fp8Cache, ds_mla.Target
+    cache: Any,  # stored.Fp8Cache, byte_records.Target
     c_kv: cute.Tensor,
-    k_rope: cute.Tensor,
+    k_rope: Any,  # None of a record without
     slot_mapping: cute.Tensor,
     by_page: compat.FastDivisor,
     angles: Any,  # rope.Angles, None: RoPE is applied
@@ -227,9 +252,10 @@ def _append_kv(
         position = None if angles is None else angles.positions[token]
         chunks, rope_words = quant.load_row(
             c_kv.iterator + Int64(token) * c_kv.stride[0],
-            k_rope.iterator + Int64(token) * k_rope.stride[0],
+            None if k_rope is None else k_rope.iterator + Int64(token) * k_rope.stride[0],
             lane,
             dt,
+            cache.channels[0],
         )
         slot = Int64(slot_mapping[token])
         if cutlass.const_expr(norm is not None):
@@ -285,33 +311,41 @@ def _append_rows(
 
 def feasible(spec: VariantSpec) -> str | None:
     """Why this variant cannot be built, or None; see ``registry``."""
+    record = spec.record
     if spec.norm != "given" and spec.rope_style == "applied":
         return "the norm comes with a rotary embedding, of style interleaved or neox"
-    if spec.cache_dtype in ROWS and spec.rope_style != "applied":
+    if record.rows and spec.rope_style != "applied":
         return "what rotates or normalises tokens writes FP8 caches"
+    if record.rope is None and spec.rope_style != "applied":
+        return f"format {record.name} has no RoPE of its own: rotate tokens before"
+    if record.content.count != KV_LORA_RANK and spec.norm != "given":
+        return f"the norm is of {KV_LORA_RANK} channels, content of {record.name} of fewer"
     return rotary.refusal(spec)
 
 
 def build(spec: VariantSpec) -> tuple[Callable[..., Any], dict[str, Any]]:
     """(callable, fake arguments by name) of one variant; see ``registry``."""
-    dt = compat.dtype(spec.in_dtype)
+    record, dt = spec.record, compat.dtype(spec.in_dtype)
     n = compat.sym(name="n")
-    of_rows, ds_mla_rows = spec.cache_dtype in ROWS, spec.cache_dtype == "fp8_ds_mla"
-    rows = compat.sym(name="n_times_h_kv") if of_rows else n
+    rows = compat.sym(name="n_times_h_kv") if record.rows else n
     fakes = {
-        **(ds_mla.fakes() if ds_mla_rows else stored.fakes(spec.cache_dtype)),
-        "c_kv": compat.rows(dt, (rows, KV_LORA_RANK)),
+        **(byte_records.fakes(record) if record.named else stored.fakes(spec.cache_dtype)),
+        "c_kv": compat.rows(dt, (rows, record.content.count)),
         "k_rope": compat.rows(dt, (rows, QK_ROPE_HEAD_DIM)),
         "slot_mapping": compat.vector(compat.dtype(spec.index_dtype), n),
     }
-    last = {"power_of_two": Int32(0)} if ds_mla_rows else {}
+    if record.rope is None:
+        del fakes["k_rope"]
+    last = {"power_of_two": Int32(0)} if record.named else {}
+    neox = spec.rope_style == "neox"
+    into = IntoBytes(record, neox) if record.named else Rotated(neox)
     if spec.rope_style == "applied":
-        entry = append_rows if of_rows else append_ds_mla if ds_mla_rows else append_kv
-        return entry, fakes | last
+        if record.named:
+            return into.applied if record.rope is not None else into.content, fakes | last
+        return append_rows if record.rows else append_kv, fakes
     fakes |= rotary.angle_fakes(n, spec.cos_sin_dtype, spec.position_dtype)
-    rotated = Rotated(spec.rope_style == "neox")
     if spec.norm == "given":
-        return rotated.ds_mla_rope if ds_mla_rows else rotated.rope, fakes | last
+        return into.rope, fakes | last
     weight = compat.vector(dt, KV_LORA_RANK, compat.VECTOR_BYTES)
     fakes |= {"norm_weight": weight, "norm_eps": Float32(1e-6)}
-    return rotated.ds_mla_norm_rope if ds_mla_rows else rotated.norm_rope, fakes | last
+    return into.norm_rope, fakes | last

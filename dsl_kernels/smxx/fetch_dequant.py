@@ -13,8 +13,8 @@ Timeline     wait for the previous grid | page id(s) | load TOKENS rows | conver
              ragged: wait | search, a load a round | begin, start | page ids | load, and so on
 Bytes moved  per token 644 read + 1152 written (16-bit output; 2304 for fp32).
              ragged: 4 more a request and a page.  From rows of 16 bits 1152 read a row, no scale.
-             From rows of 656 bytes those, and in mode ``pages`` an entry of the table a token:
-             their pages have any number of tokens.
+             Of records of bytes those, and in mode ``pages`` an entry of the table a token: their
+             pages have any number of tokens.
 
 Ragged rows are dealt to warps evenly and search for their request: a grid (request, tile) would
 launch the tiles of the whole capacity for every request, since only the device knows the longest.
@@ -22,7 +22,8 @@ A search of SEARCHERS + 1 ways is one load for up to 8 entries of cu_seqlens, tw
 728, each from L1 or L2 while other warps wait for DRAM.
 
 content = e4m3 -> f16 -> fp32 (both exact) * scale, rounded once to the output dtype; RoPE is
-multiplied back by the scale it was divided by; rows of 656 bytes (``ds_mla.py``) have it as it is.
+multiplied back by the scale it was divided by; records of bytes (``byte_records.py``) have it
+as it is, or none.
 A token with NaN scale gives NaN.  Mode ``pages`` clamps page ids on the device, so ids behind the
 last valid page are harmless; mode ``ragged`` writes zeros for ids outside the pool and for tokens
 outside the block table.  Whatever ``cu_seqlens`` and ``seq_starts`` hold, nothing outside of the
@@ -41,14 +42,14 @@ import cutlass
 from cutlass import Boolean, Int32, Int64, Uint32, cute
 
 from .. import compat
-from ..dims import KV_LORA_RANK, QK_ROPE_HEAD_DIM
-from . import ds_mla, quant, stored
+from . import byte_records, quant, stored
 
 if TYPE_CHECKING:
+    from ..cache_records.record import Record
     from ..spec import VariantSpec
 
 WARPS = 4
-TOKENS = 4  # tokens in flight in one warp; divides every page size but those of 656-byte rows
+TOKENS = 4  # tokens in flight in one warp; divides every page size but those of bytes
 MIN_PAGE = 16
 SEARCHERS = quant.WARP // TOKENS  # lanes that find one row of a ragged batch
 ZEROS, NO_ROW = -1, -2  # in the place of a page id: a row of zeros; one that is not written
@@ -144,45 +145,96 @@ def fetch_rows_ragged(
     _launch_ragged(stored.Rows16(kv), tables, (out_nope, out_rope), kv.shape[2], stream)
 
 
-@cute.jit
-def fetch_ds_mla_pages(
-    kv: cute.Tensor,  # u8 (pages, P, 1, 656)
-    block_table: cute.Tensor,  # i32 (b, width)
-    cache_seqlens: cute.Tensor,  # i32 (b,)
-    out_nope: cute.Tensor,  # out dtype (b, max_len, 512)
-    out_rope: cute.Tensor,  # out dtype (b, max_len, 64)
-    stream: Any,
-) -> None:
-    """``fetch_pages`` from rows of 656 bytes."""
-    cache = ds_mla.Rows656(kv)
-    _launch_pages(cache, block_table, cache_seqlens, (out_nope, out_rope), 1, stream)
+class FromBytes:
+    """Host halves for a record of bytes, with its field of RoPE or (``content_...``) without.
 
+    Attributes:
+        source: class of its caches (``byte_records.source_of``).
+    """
 
-@cute.jit
-def fetch_ds_mla_indices(
-    kv: cute.Tensor,  # u8 (pages, P, 1, 656)
-    indices: cute.Tensor,  # i32|i64 (n,)
-    out_nope: cute.Tensor,  # out dtype (n, 512)
-    out_rope: cute.Tensor,  # out dtype (n, 64)
-    stream: Any,
-) -> None:
-    """``fetch_indices`` from rows of 656 bytes."""
-    _launch_indices(ds_mla.Rows656(kv), indices, (out_nope, out_rope), 1, stream)
+    def __init__(self, record: Record) -> None:
+        self.source = byte_records.source_of(record)
+        first = "" if record.rope is not None else "content_"
+        self.modes = {mode: getattr(self, first + mode) for mode in OF_FP8}
 
+    @cute.jit
+    def pages(
+        self,
+        kv: cute.Tensor,  # u8 (pages, P, 1, bytes of a token)
+        block_table: cute.Tensor,  # i32 (b, width)
+        cache_seqlens: cute.Tensor,  # i32 (b,)
+        out_nope: cute.Tensor,  # out dtype (b, max_len, content channels)
+        out_rope: cute.Tensor,  # out dtype (b, max_len, 64)
+        stream: Any,
+    ) -> None:
+        """``fetch_pages``."""
+        outs = (out_nope, out_rope)
+        _launch_pages(self.source(kv), block_table, cache_seqlens, outs, 1, stream)
 
-@cute.jit
-def fetch_ds_mla_ragged(
-    kv: cute.Tensor,  # u8 (pages, P, 1, 656)
-    block_table: cute.Tensor,  # i32 (b, width)
-    cu_seqlens: cute.Tensor,  # i32 (b + 1,)
-    seq_starts: cute.Tensor,  # i32 (b,), or (0,): all 0
-    out_nope: cute.Tensor,  # out dtype (total, 512)
-    out_rope: cute.Tensor,  # out dtype (total, 64)
-    stream: Any,
-) -> None:
-    """``fetch_ragged`` from rows of 656 bytes."""
-    tables = (block_table, cu_seqlens, seq_starts)
-    _launch_ragged(ds_mla.Rows656(kv), tables, (out_nope, out_rope), 1, stream)
+    @cute.jit
+    def indices(
+        self,
+        kv: cute.Tensor,  # u8 (pages, P, 1, bytes of a token)
+        indices: cute.Tensor,  # i32|i64 (n,)
+        out_nope: cute.Tensor,  # out dtype (n, content channels)
+        out_rope: cute.Tensor,  # out dtype (n, 64)
+        stream: Any,
+    ) -> None:
+        """``fetch_indices``."""
+        _launch_indices(self.source(kv), indices, (out_nope, out_rope), 1, stream)
+
+    @cute.jit
+    def ragged(
+        self,
+        kv: cute.Tensor,  # u8 (pages, P, 1, bytes of a token)
+        block_table: cute.Tensor,  # i32 (b, width)
+        cu_seqlens: cute.Tensor,  # i32 (b + 1,)
+        seq_starts: cute.Tensor,  # i32 (b,), or (0,): all 0
+        out_nope: cute.Tensor,  # out dtype (total, content channels)
+        out_rope: cute.Tensor,  # out dtype (total, 64)
+        stream: Any,
+    ) -> None:
+        """``fetch_ragged``."""
+        tables = (block_table, cu_seqlens, seq_starts)
+        _launch_ragged(self.source(kv), tables, (out_nope, out_rope), 1, stream)
+
+    @cute.jit
+    def content_pages(
+        self,
+        kv: cute.Tensor,  # u8 (pages, P, 1, bytes of a token)
+        block_table: cute.Tensor,  # i32 (b, width)
+        cache_seqlens: cute.Tensor,  # i32 (b,)
+        out_nope: cute.Tensor,  # out dtype (b, max_len, content channels)
+        stream: Any,
+    ) -> None:
+        """``fetch_pages``."""
+        outs = (out_nope, None)
+        _launch_pages(self.source(kv), block_table, cache_seqlens, outs, 1, stream)
+
+    @cute.jit
+    def content_indices(
+        self,
+        kv: cute.Tensor,  # u8 (pages, P, 1, bytes of a token)
+        indices: cute.Tensor,  # i32|i64 (n,)
+        out_nope: cute.Tensor,  # out dtype (n, content channels)
+        stream: Any,
+    ) -> None:
+        """``fetch_indices``."""
+        _launch_indices(self.source(kv), indices, (out_nope, None), 1, stream)
+
+    @cute.jit
+    def content_ragged(
+        self,
+        kv: cute.Tensor,  # u8 (pages, P, 1, bytes of a token)
+        block_table: cute.Tensor,  # i32 (b, width)
+        cu_seqlens: cute.Tensor,  # i32 (b + 1,)
+        seq_starts: cute.Tensor,  # i32 (b,), or (0,): all 0
+        out_nope: cute.Tensor,  # out dtype (total, content channels)
+        stream: Any,
+    ) -> None:
+        """``fetch_ragged``."""
+        tables = (block_table, cu_seqlens, seq_starts)
+        _launch_ragged(self.source(kv), tables, (out_nope, None), 1, stream)
 
 
 @cute.jit
@@ -230,20 +282,26 @@ def _launch_ragged(cache: Any, tables: Any, outs: Any, heads: Any, stream: Any) 
 
 
 def _store_token(
-    cache: Any, loaded: Any, sigma: Any, to: tuple[Any, Any], dt: Any, valid: Any
+    cache: Any, loaded: Any, sigma: Any, to: tuple[Any, Any], lane: Any, dt: Any, valid: Any
 ) -> None:
     """Converts and stores one token at the pointers; zeros where ``valid`` (or None) is false."""
     chunks, rope_word = loaded
 
-    def put(ptr: Any, words: list[Any]) -> None:
+    def put(ptr: Any, words: list[Any], lane: Any, left: int) -> None:
+        """By the lanes below ``left``."""
         if valid is not None:
             words = [Uint32(cutlass.select_(valid, w, Uint32(0))) for w in words]
-        compat.store_words(ptr, words)
+        if left == quant.WARP:
+            compat.store_words(ptr, words)
+        else:
+            byte_records.store_where(lane < left, ptr, words)
 
-    vec = quant.lane_channels(dt)
+    vec, (channels, rope_channels) = quant.lane_channels(dt), cache.channels
     for j, words in enumerate(chunks):
-        put(to[0] + j * quant.WARP * vec, cache.content_words(words, sigma, j, dt))
-    put(to[1], cache.rope_words(rope_word, sigma, dt))
+        left = quant.lanes_in(dt, j, channels)
+        put(to[0] + j * quant.WARP * vec, cache.content_words(words, sigma, j, dt), lane, left)
+    if rope_channels:
+        put(to[1], cache.rope_words(rope_word, sigma, dt), lane, quant.WARP)
 
 
 def _load_at(cache: Any, page: Any, offset: Any, head: Any, lane: Any, dt: Any) -> Any:
@@ -283,7 +341,29 @@ def _output_pointers(cache: Any, outs: tuple[Any, Any], row: Any, head: Any, lan
     nope, rope = outs
     vec = quant.lane_channels(nope.element_type)
     nope_to = nope.iterator + (Int64(row) * nope.stride[0] + lane * vec)
+    if rope is None:
+        return nope_to, None
     rope_to = rope.iterator + (Int64(row) * rope.stride[0] + lane * stored.ROPE_PER_LANE)
+    return _of_head(cache, (nope_to, rope_to), outs, head)
+
+
+def _behind(to: tuple[Any, Any], outs: tuple[Any, Any], i: int, axis: int) -> tuple[Any, Any]:
+    """Pointers into the row ``i`` further, where rows lie along ``axis``."""
+    nope = to[0] + i * outs[0].stride[axis]
+    return nope, None if outs[1] is None else to[1] + i * outs[1].stride[axis]
+
+
+def _padded_pointers(
+    cache: Any, outs: tuple[Any, Any], batch: Any, row: Any, head: Any, lane: Any
+) -> Any:
+    """Where this lane writes ``row`` of a sequence, of outputs (b, max_len, ...)."""
+    nope, rope = outs
+    vec = quant.lane_channels(nope.element_type)
+    nope_to = nope.iterator + (batch * nope.stride[0] + row * nope.stride[1] + lane * vec)
+    if rope is None:
+        return nope_to, None
+    per_lane = stored.ROPE_PER_LANE
+    rope_to = rope.iterator + (batch * rope.stride[0] + row * rope.stride[1] + lane * per_lane)
     return _of_head(cache, (nope_to, rope_to), outs, head)
 
 
@@ -300,7 +380,7 @@ def _pages(
     block_table: cute.Tensor,
     cache_seqlens: cute.Tensor,
     out_nope: cute.Tensor,
-    out_rope: cute.Tensor,
+    out_rope: Any,  # None of a record without
     by_page: compat.FastDivisor,
 ) -> None:
     tidx, _, _ = cute.arch.thread_idx()
@@ -314,17 +394,12 @@ def _pages(
     length = cutlass.min(length, block_table.shape[1] * cache.shape[1])
     if first < length:
         loaded = _load_run(cache, (block_table, batch), first, length, by_page, head, lane, dt)
-        nope_to = out_nope.iterator + (
-            batch * out_nope.stride[0] + first * out_nope.stride[1] + lane * quant.lane_channels(dt)
-        )
-        rope_to = out_rope.iterator + (
-            batch * out_rope.stride[0] + first * out_rope.stride[1] + lane * stored.ROPE_PER_LANE
-        )
-        to = _of_head(cache, (nope_to, rope_to), (out_nope, out_rope), head)
+        outs = (out_nope, out_rope)
+        to = _padded_pointers(cache, outs, batch, first, head, lane)
         for i in cutlass.range_constexpr(TOKENS):
             if first + i < length:
-                row = (to[0] + i * out_nope.stride[1], to[1] + i * out_rope.stride[1])
-                _store_token(cache, *loaded[i], row, dt, None)
+                row = _behind(to, outs, i, 1)
+                _store_token(cache, *loaded[i], row, lane, dt, None)
 
 
 @cute.kernel
@@ -332,7 +407,7 @@ def _indices(
     cache: Any,
     indices: cute.Tensor,
     out_nope: cute.Tensor,
-    out_rope: cute.Tensor,
+    out_rope: Any,  # None of a record without
     by_page: compat.FastDivisor,
 ) -> None:
     tidx, _, _ = cute.arch.thread_idx()
@@ -354,11 +429,12 @@ def _indices(
             page, offset = divmod(Int32(index[i]) if ok else Int32(0), by_page)
             valid.append(ok)
             loaded.append(_load_at(cache, page, offset, head, lane, dt))
-        to = _output_pointers(cache, (out_nope, out_rope), first, head, lane)
+        outs = (out_nope, out_rope)
+        to = _output_pointers(cache, outs, first, head, lane)
         for i in cutlass.range_constexpr(TOKENS):
             if first + i < n:
-                row = (to[0] + i * out_nope.stride[0], to[1] + i * out_rope.stride[0])
-                _store_token(cache, *loaded[i], row, dt, valid[i])
+                row = _behind(to, outs, i, 0)
+                _store_token(cache, *loaded[i], row, lane, dt, valid[i])
 
 
 @cute.kernel
@@ -368,7 +444,7 @@ def _ragged(
     cu_seqlens: cute.Tensor,
     seq_starts: cute.Tensor,
     out_nope: cute.Tensor,
-    out_rope: cute.Tensor,
+    out_rope: Any,  # None of a record without
     by_page: compat.FastDivisor,
 ) -> None:
     tidx, _, _ = cute.arch.thread_idx()
@@ -394,13 +470,14 @@ def _ragged(
                 real = cutlass.max(cute.arch.shuffle_sync(page, i * SEARCHERS), 0)
                 at = cute.arch.shuffle_sync(offset, i * SEARCHERS)
                 loaded.append(_load_at(cache, real, at, head, lane, dt))
-            to = _output_pointers(cache, (out_nope, out_rope), first, head, lane)
+            outs = (out_nope, out_rope)
+            to = _output_pointers(cache, outs, first, head, lane)
             for i in cutlass.range_constexpr(TOKENS):
                 # again: a page id of each row, kept, would be registers that fp32 rows lack
                 found = cute.arch.shuffle_sync(page, i * SEARCHERS)
                 if found != NO_ROW:
-                    row = (to[0] + i * out_nope.stride[0], to[1] + i * out_rope.stride[0])
-                    _store_token(cache, *loaded[i], row, dt, found >= 0)
+                    row = _behind(to, outs, i, 0)
+                    _store_token(cache, *loaded[i], row, lane, dt, found >= 0)
 
 
 @cute.jit
@@ -452,10 +529,6 @@ OF_FP8 = {"pages": fetch_pages, "indices": fetch_indices, "ragged": fetch_ragged
 OF_ROWS = {
     "pages": fetch_rows_pages, "indices": fetch_rows_indices, "ragged": fetch_rows_ragged
 }  # fmt: skip
-OF_DS_MLA = {
-    "pages": fetch_ds_mla_pages, "indices": fetch_ds_mla_indices, "ragged": fetch_ds_mla_ragged
-}  # fmt: skip
-ENTRIES = {"fp8": OF_FP8, "bf16": OF_ROWS, "f16": OF_ROWS, "fp8_ds_mla": OF_DS_MLA}
 
 
 def feasible(spec: VariantSpec) -> str | None:
@@ -468,11 +541,19 @@ def feasible(spec: VariantSpec) -> str | None:
 def build(spec: VariantSpec) -> tuple[Callable[..., Any], dict[str, Any]]:
     """(callable, fake arguments by name) of one variant; see ``registry``."""
     dt, i32 = compat.dtype(spec.in_dtype), compat.DTYPES["i32"]
-    entries = ENTRIES[spec.cache_dtype]
+    record = spec.record
+    entries = OF_ROWS if record.rows else FromBytes(record).modes if record.named else OF_FP8
     page_size = compat.sym(MIN_PAGE, name="P")
-    cache = ds_mla.fakes() if entries is OF_DS_MLA else stored.fakes(spec.cache_dtype, page_size)
-    heads = (cache["kv"].shape[2],) if entries is OF_ROWS else ()
-    widths = {"out_nope": (*heads, KV_LORA_RANK), "out_rope": (*heads, QK_ROPE_HEAD_DIM)}
+    cache = (
+        byte_records.fakes(record) if record.named else stored.fakes(spec.cache_dtype, page_size)
+    )
+    heads = (cache["kv"].shape[2],) if record.rows else ()
+    widths = {
+        "out_nope": (*heads, record.content.count),
+        "out_rope": (*heads, record.rope_channels),
+    }
+    if record.rope is None:
+        del widths["out_rope"]
     n = compat.sym(name="n")
     flat = {name: compat.rows(dt, (n, *d)) for name, d in widths.items()}
     if spec.mode == "indices":

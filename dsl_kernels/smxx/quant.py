@@ -42,22 +42,37 @@ def lane_channels(dt: Any) -> int:
     return compat.VECTOR_BYTES * 8 // dt.width
 
 
-def content_chunks(dt: Any) -> int:
-    """16-byte loads a lane needs for its share of the 512 content channels."""
-    return KV_LORA_RANK // (WARP * lane_channels(dt))
+def content_chunks(dt: Any, channels: int = KV_LORA_RANK) -> int:
+    """16-byte loads a lane needs for its share of the content channels."""
+    return -(-channels // (WARP * lane_channels(dt)))
 
 
-def load_row(content: Any, rope: Any, lane: Any, dt: Any) -> tuple[list[list[Any]], list[Any]]:
+def lanes_in(dt: Any, chunk: int, channels: int) -> int:
+    """Lanes whose channels of a chunk are content; those behind have none."""
+    return min(WARP, channels // lane_channels(dt) - chunk * WARP)
+
+
+def load_row(
+    content: Any, rope: Any, lane: Any, dt: Any, channels: int = KV_LORA_RANK
+) -> tuple[list[list[Any]], list[Any]]:
     """Issues all loads of one row; ``content`` and ``rope`` point at its first channels.
+
+    Args:
+        rope: None of a row without.
+        channels: of content; a lane that has none of the last chunk's loads another lane's.
 
     Returns (content words by chunk, RoPE words): lists of Uint32.
     """
     vec = lane_channels(dt)
     hint = {"level1_eviction_priority": "evict_no_allocate"}
-    chunks = [
-        compat.load_words(content + (lane * vec + j * WARP * vec), 4, **hint)
-        for j in range(content_chunks(dt))
-    ]
+    chunks = []
+    for j in range(content_chunks(dt, channels)):
+        own, left = lane, lanes_in(dt, j, channels)
+        if left < WARP:
+            own = cutlass.min(lane, left - 1)
+        chunks.append(compat.load_words(content + (own * vec + j * WARP * vec), 4, **hint))
+    if rope is None:
+        return chunks, []
     per_lane = QK_ROPE_HEAD_DIM // WARP
     rope_words = compat.load_words(rope + lane * per_lane, per_lane * dt.width // 32, **hint)
     return chunks, rope_words

@@ -13,11 +13,11 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from .. import compat
+from ..cache_records.ds_mla import ROW_BYTES
 from ..common.epilogue import Results
 from ..common.types import BF16, U8
 from ..common.work_list import Work
 from ..dims import HEAD_DIM_QK, MERGE
-from ..ds_mla import ROW_BYTES
 from .coverage import Listed
 from .decode_entry import call_of, fakes_behind_cache, launch, tensor_maps
 

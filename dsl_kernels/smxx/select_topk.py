@@ -94,22 +94,19 @@ class Select:
         start = cutlass.min(cutlass.max(start, 0), columns)
         length = cutlass.min(cutlass.max(lengths[row], 0), columns - start)
         k = Int32(out.shape[1])
-        where = topk_emit.Where(block_table, out, row, by[0])
-        sequence, _ = divmod(row, by[1])
+        where = topk_emit.Where(block_table, out, row, *by)
         if length <= k:
             compat.pdl_launch_dependents()
-            topk_emit.all_of(shape, where, sequence, length, rank * shape.threads + tidx)
+            topk_emit.all_of(shape, where, length, rank * shape.threads + tidx)
         else:
             mine = topk_keys.row_of(shape, logits, (row, start, length, rank))
-            _longer(shape, sm, where, sequence, mine, k)
+            _longer(shape, sm, where, mine, k)
         if (rank == 0) & (tidx == 0):
             counts[row] = cutlass.min(length, k)
 
 
 @cute.jit
-def _longer(
-    shape: cutlass.Constexpr, sm: Any, where: Any, sequence: Int32, row: Row, k: Int32
-) -> None:
+def _longer(shape: cutlass.Constexpr, sm: Any, where: Any, row: Row, k: Int32) -> None:
     """Selects k of a row that has more."""
     keys = topk_keys.window(shape)
     if cutlass.const_expr(not shape.streams):  # on their way while shared memory is cleared
@@ -118,7 +115,7 @@ def _longer(
     compat.pdl_launch_dependents()
     cute.arch.sync_threads()
     topk_keys.count_upper(shape, sm, keys, row)
-    found, above, inside, _ = topk_threshold.find(shape, sm, 0, k, Int32(0))
+    found, above, inside, _ = topk_threshold.find(shape, sm, 0, k)
     left = k - above
     topk_keys.collect(shape, sm, keys, row, found << 21)
     cute.arch.sync_threads()
@@ -127,21 +124,21 @@ def _longer(
     prefix, least, ties = found, found << 21, Int32(0)
     if inside != left:
         topk_keys.count_in(shape, sm, keys, row, (1, prefix, listed))
-        found, above, inside, one_key = topk_threshold.find(shape, sm, 1, left, inside)
+        found, above, inside, one_key = topk_threshold.find(shape, sm, 1, left)
         left -= above
         prefix = (prefix << 11) | found
         least = prefix << 10
         if inside != left:
             if one_key == 0:
                 topk_keys.count_in(shape, sm, keys, row, (2, prefix, listed))
-                found, above, inside, _ = topk_threshold.find(shape, sm, 2, left, inside)
+                found, above, inside, _ = topk_threshold.find(shape, sm, 2, left)
                 left -= above
                 least = (prefix << 10) | found
             if inside != left:
                 ties = Int32(1)
     topk_keys.mark(shape, sm, keys, row, (least, ties, listed))
     cute.arch.sync_threads()
-    topk_emit.emit(shape, sm, where, row, (sequence, left))
+    topk_emit.emit(shape, sm, where, row, left)
 
 
 def feasible(spec: VariantSpec) -> str | None:

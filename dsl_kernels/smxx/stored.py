@@ -2,7 +2,8 @@
 
     Fp8Cache   e4m3 content, RoPE in bf16 divided by the token's scale, the scale; one head
     Rows16     rows of 576 16-bit channels as they are, content before RoPE; any number of heads
-    Rows656    rows of e4m3 content, four scales, RoPE in bf16 as it is; one head (``ds_mla.py``)
+    Source     records of bytes, e4m3 content with scales, RoPE as it is or none; one head
+               (``byte_records.py``)
 
 All are the arguments of a kernel, in their order.  A warp owns a row (``quant.py``): what follows
 are a lane's addresses, loads and conversions.  Offsets are 64-bit: pools may exceed 4 GiB.
@@ -19,6 +20,7 @@ from .. import compat
 from ..dims import HEAD_DIM_QK, KV_LORA_RANK, QK_ROPE_HEAD_DIM
 from . import quant
 
+CHANNELS = KV_LORA_RANK, QK_ROPE_HEAD_DIM
 ROPE_PER_LANE = QK_ROPE_HEAD_DIM // quant.WARP
 Words = tuple[list[list[Any]], Any]  # of a lane: content by chunk, RoPE
 
@@ -40,6 +42,7 @@ class Fp8Cache(NamedTuple):
 
     heads = False  # whether rows have a dimension of heads
     shares_pages = True  # whether the tokens that a warp fetches lie in one page
+    channels = CHANNELS  # of content, of RoPE
 
     @property
     def shape(self) -> Any:
@@ -120,6 +123,7 @@ class Rows16(NamedTuple):
 
     heads = True
     shares_pages = True
+    channels = CHANNELS
 
     @property
     def shape(self) -> Any:

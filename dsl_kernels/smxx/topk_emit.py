@@ -27,6 +27,7 @@ class Where(NamedTuple):
     out: cute.Tensor
     row: Int32
     by_page: compat.FastDivisor
+    by_next_n: compat.FastDivisor  # rows that share a row of the block table
 
 
 @cute.jit
@@ -44,11 +45,10 @@ def _slot(where: Where, sequence: Int32, position: Int32) -> Int32:
 
 
 @cute.jit
-def all_of(
-    shape: cutlass.Constexpr, where: Where, sequence: Int32, length: Int32, first: Int32
-) -> None:
+def all_of(shape: cutlass.Constexpr, where: Where, length: Int32, first: Int32) -> None:
     """Writes all positions of a row that has no more than k; ``first``: this thread's."""
     k = Int32(where.out.shape[1])
+    sequence, _ = divmod(where.row, where.by_next_n)
     for i in cutlass.range(first, k, shape.threads * shape.cluster, unroll=1):
         result = Int32(-1)
         if i < length:
@@ -79,9 +79,8 @@ def _scan(shape: cutlass.Constexpr, sm: Any, mine: Int32) -> tuple[Int32, Int32]
 
 
 @cute.jit
-def emit(shape: cutlass.Constexpr, sm: Any, where: Where, row: Row, what: Any) -> None:
-    """Writes what a CTA has selected; what = (row of the block table, ties that are wanted)."""
-    sequence, left = what
+def emit(shape: cutlass.Constexpr, sm: Any, where: Where, row: Row, left: Int32) -> None:
+    """Writes what a CTA has selected, ``left`` of the ties that all CTAs have."""
     tidx, _, _ = cute.arch.thread_idx()
     lane = tidx % quant.WARP
     block, _, _ = cute.arch.block_idx()
@@ -111,6 +110,7 @@ def emit(shape: cutlass.Constexpr, sm: Any, where: Where, row: Row, what: Any) -
         _unpack(sm, here, (before, left, first), row.begin + at * 32)
         before += _pack(*here)
     cute.arch.sync_threads()
+    sequence, _ = divmod(where.row, where.by_next_n)
     for i in cutlass.range(tidx, end - first, shape.threads, unroll=1):
         position = Int32(sm.list[i // 2, i % 2])
         where.out[where.row, first + i] = _slot(where, sequence, position)

@@ -74,7 +74,7 @@ class Shape:
     @property
     def ranks_at_once(self) -> int:
         """CTAs that are read from side by side: as many as registers beside the keys allow."""
-        return max(self.cluster // 2, 1) if self.keys == 32 else self.cluster
+        return min(self.cluster, 4 if self.keys == 32 else 8)
 
     @property
     def listed(self) -> int:

@@ -15,8 +15,9 @@ from .topk_keys import BINS, Shape, address
 PASSES = 3
 GROUP = quant.WARP  # bins whose sum is kept
 GROUPS = BINS // GROUP
-# in ``sums``: bin, keys above, keys in it; sum of the CTA; whether the bin's keys are one; warps
+# in ``sums``: bin, keys above; sum of the CTA; whether the bin's keys are one; sums of warps
 FOUND, TOTAL, ONE_KEY, WARPS_AT = 0, 3, 5, 8
+INSIDE = (2, 6, 7)  # in ``sums``: keys in the bin, of each pass, which the next one reads
 
 
 class Smem(NamedTuple):
@@ -26,7 +27,7 @@ class Smem(NamedTuple):
     group: cute.Tensor  # i32 (PASSES * GROUPS,)
     list: cute.Tensor  # u32 (entries, 2): key, column of the CTA's run; then selected positions
     bits: cute.Tensor  # u32 (2 * words * threads,): columns above the threshold; at it
-    sums: cute.Tensor  # i32 (40,): FOUND, TOTAL, LISTED, sums of warps from WARPS_AT on
+    sums: cute.Tensor  # i32 (40,): FOUND, INSIDE, TOTAL, LISTED, ONE_KEY, warps from WARPS_AT on
 
 
 def allocate(shape: Shape) -> Smem:
@@ -127,13 +128,14 @@ def _last(reached: Any) -> Any:
 
 @cute.jit
 def find(
-    shape: cutlass.Constexpr, sm: Smem, number: cutlass.Constexpr, wanted: Int32, keys: Int32
+    shape: cutlass.Constexpr, sm: Smem, number: cutlass.Constexpr, wanted: Int32
 ) -> tuple[Uint32, Int32, Int32, Int32]:
     """(bin of the ``wanted``-th key from above, keys in bins above it, keys in it, whether they are
     known to be the lowest key of the bin and no other).
 
-    Called when a CTA's threads have counted what is theirs in histogram ``number``.  Of the later
-    passes there are ``keys`` in all bins, and those that were not counted are the lowest of all.
+    Called when a CTA's threads have counted what is theirs in histogram ``number``.  The bins of a
+    later pass share out the keys of the bin that the pass before found; those that were not counted
+    are the lowest of all.
     """
     tidx, _, _ = cute.arch.thread_idx()
     lane, warp = tidx % quant.WARP, tidx // quant.WARP
@@ -151,7 +153,7 @@ def find(
         upto = _suffix(low + high, lane)
         rest = Int32(0)  # of bin 0
         if cutlass.const_expr(number > 0):
-            rest = keys - cute.arch.shuffle_sync(upto, 0)
+            rest = sm.sums[INSIDE[number - 1]] - cute.arch.shuffle_sync(upto, 0)
             upto += Int32(cutlass.select_(lane == 0, rest, Int32(0)))
             low += Int32(cutlass.select_(lane == 0, rest, Int32(0)))
         pair = _last(upto >= wanted)
@@ -170,8 +172,8 @@ def find(
         if lane == at:
             sm.sums[FOUND] = group * GROUP + at
             sm.sums[FOUND + 1] = over - here
-            sm.sums[FOUND + 2] = here
+            sm.sums[INSIDE[number]] = here
     cute.arch.sync_threads()
     at_bin = Uint32(sm.sums[FOUND])
     one_key = Int32(at_bin == 0) & sm.sums[ONE_KEY]
-    return at_bin, sm.sums[FOUND + 1], sm.sums[FOUND + 2], one_key
+    return at_bin, sm.sums[FOUND + 1], sm.sums[INSIDE[number]], one_key

@@ -18,7 +18,7 @@ from snapmla.dispatch.costs import Costs, costs_of
 from snapmla.dispatch.decode import DecodeOp, Features, Problem
 
 # Of the caches that sparse attention reads, by format: the pipeline that does.
-PIPELINES = {"fp8": "etap", "fp8_ds_mla": "mix16"}
+PIPELINES = {name: each.sparse for name, each in FORMATS.items() if each.sparse}
 # What attends to named tokens on SM100 today.
 ON_BLACKWELL = {
     "fp8": "there decode without indices serves this cache, and FlashMLA rows of 656 bytes",

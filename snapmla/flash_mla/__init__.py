@@ -1,8 +1,11 @@
 """FlashMLA's host names over this package's kernels: replace ``import flash_mla`` by
 ``from snapmla import flash_mla``.
 
-Dense decode over a BF16 or fp16 cache, in the call forms of all of FlashMLA's versions and of the
-copies in vLLM and SGLang.  The metadata may be
+Decode over a BF16 or fp16 cache, or with ``indices`` over DeepSeek-V3.2's bytes, in the call forms
+of all of FlashMLA's versions and of the copies in vLLM and SGLang; sparse prefill
+(``snapmla.sparse``) and dense prefill of separate heads (``snapmla.mha``), forward only.
+
+The metadata of decode may be
 
 * two int32 tensors, (num_sm_parts, 8) and (b + 1,), from ``get_mla_metadata`` with arguments; or
   copies, slices and hand-written tables of that width (vLLM's one part of everything);
@@ -18,7 +21,7 @@ out 0 and LSE +inf.  Differences on purpose: a NaN in what a row reads gives NaN
 +inf); pages of 16, 32, 128 and any multiple of 64 tokens work; ``out=`` and ``lse=`` save the
 allocations; what is not built is refused by name.
 
-Under ``torch.compile`` both functions break the graph; other tracers see operators.
+Under ``torch.compile`` decode and its metadata break the graph; other tracers see operators.
 """
 
 from __future__ import annotations
@@ -36,14 +39,14 @@ from snapmla.cache import PagedKVCache
 from snapmla.flash_mla import sparse
 from snapmla.flash_mla.checking import checked_cache
 from snapmla.flash_mla.config import Config, check_config
-from snapmla.flash_mla.unbuilt import (
+from snapmla.flash_mla.unbuilt import refuse
+from snapmla.mha.flash_mla_names import (
     flash_attn_varlen_func,
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
-    flash_mla_sparse_fwd,
-    refuse,
 )
 from snapmla.plan import plan_decode
+from snapmla.sparse.flash_mla_names import flash_mla_sparse_fwd
 
 __all__ = [
     "FlashMLASchedMeta",

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from dsl_kernels.cache_records import ds_mla
 from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK
-from dsl_kernels.ds_mla import ROW_BYTES
-from snapmla import checks, ds_mla, launch, tracing
+from snapmla import byte_cache, checks, launch, tracing
 from snapmla.cache import PagedKVCache
 from snapmla.decode_plan import new_workspace
 from snapmla.flash_mla.config import Config, check_config
@@ -97,9 +97,10 @@ def _cache_of(call: Call) -> PagedKVCache:
     checks.tensor("q", q, (torch.bfloat16,), ("b", "s_q", "num_heads_q", HEAD_DIM_QK))
     if isinstance(k_cache, torch.Tensor) and k_cache.ndim and k_cache.shape[-1] in _OTHER_ROWS:
         hint = _OTHER_ROWS[k_cache.shape[-1]]
-        wanted = f"shape (num_pages, page_size, 1, {ROW_BYTES})"
+        wanted = f"shape (num_pages, page_size, 1, {ds_mla.ROW_BYTES})"
         checks.value_error("k_cache", wanted, tuple(k_cache.shape), hint)
-    checks.tensor("k_cache", k_cache, ds_mla.BYTES, ("num_pages", "page_size", 1, ROW_BYTES))
+    shape = ("num_pages", "page_size", 1, ds_mla.ROW_BYTES)
+    checks.tensor("k_cache", k_cache, byte_cache.BYTES, shape)
     checks.tensor("indices", call.indices, (torch.int32,), (*q.shape[:2], "topk"), q.device)
     if call.topk_length is not None:
         checks.vector("topk_length", call.topk_length, (q.shape[0],), q.device)

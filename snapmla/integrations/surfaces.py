@@ -7,14 +7,13 @@ is not there.
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import enum
 import importlib
-import importlib.util
 import inspect
-from pathlib import Path
 from typing import Any
+
+from snapmla.integrations import source
 
 Surface = dict[str, list[str] | bool]
 
@@ -41,7 +40,12 @@ def described(name: str) -> list[str] | bool:
         if dataclasses.is_dataclass(value):
             return [field.name for field in dataclasses.fields(value)]
         return True
-    return list(inspect.signature(value).parameters) if callable(value) else True
+    if not callable(value):
+        return True
+    try:
+        return list(inspect.signature(value).parameters)
+    except (TypeError, ValueError):  # of an object that stands for something else
+        return True
 
 
 def read_source(name: str) -> list[str] | bool:
@@ -49,36 +53,10 @@ def read_source(name: str) -> list[str] | bool:
 
     A model's module may want libraries that are not here, or a GPU.
     """
-    module, _, path = name.partition(":")
-    package, *folders = module.split(".")
-    spec = importlib.util.find_spec(package)
-    if spec is None or not spec.submodule_search_locations:
+    node = source.definition(name)
+    if node is None:
         return False
-    file = Path(spec.submodule_search_locations[0], *folders).with_suffix(".py")
-    if not file.is_file():
-        return False
-    node: Any = ast.parse(file.read_text())
-    for part in path.split("."):
-        inside = (each for each in node.body if part in _binds(each))
-        node = next(inside, None)
-        if node is None:
-            return False
-    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-        return True
-    given = node.args
-    first = [each.arg for each in (*given.posonlyargs, *given.args)]
-    more = [each.arg for each in (given.vararg, *given.kwonlyargs, given.kwarg) if each]
-    return first + more
-
-
-def _binds(node: ast.stmt) -> set[str]:
-    """The names that a function, a class, an import or an assignment gives."""
-    if isinstance(node, ast.ImportFrom):
-        return {each.asname or each.name for each in node.names}
-    if isinstance(node, ast.AnnAssign | ast.Assign):
-        targets = [node.target] if isinstance(node, ast.AnnAssign) else node.targets
-        return {each.id for each in targets if isinstance(each, ast.Name)}
-    return {name} if (name := getattr(node, "name", None)) else set()
+    return source.parameters(node) if isinstance(node, source.Function) else True
 
 
 def adds(got: list[str] | bool, wanted: list[str] | bool) -> bool:

@@ -2,12 +2,10 @@
 
     from snapmla.mha import mha_prefill
 
-Not part of the public API yet: the kernels have been executed on the software GPU only.
-``flash_mla_names`` and ``flash_attention_names`` have other projects' signatures over the same
-kernels.
+``snapmla.mha_prefill`` is the same function.  ``flash_mla_names`` (those of ``snapmla.flash_mla``)
+and ``flash_attention_names`` have other projects' signatures over the same kernels.
 """
 
 from snapmla.mha.prefill import mha_prefill, workspace_size
-from snapmla.torch_ops import mha as _operators  # noqa: F401 (registers its operators)
 
 __all__ = ["mha_prefill", "workspace_size"]

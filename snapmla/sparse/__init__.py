@@ -4,7 +4,7 @@
     plan_cache.py  ``SparsePlanCache``: plans of an engine by shape of step
     decode.py      what ``snapmla.decode(..., indices=)`` does
     prefill.py     ``sparse_prefill`` over rows of BF16, flash_mla_names.py FlashMLA's name for it;
-                   not part of the public API yet: no GPU has run the kernels
+    prefill_fp8.py the same straight from the FP8 cache, by sparse decode, and its plans
 
 The kernels' argument order is ``dsl_kernels/smxx/sparse_entry.py``'s.
 """

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 
 from dsl_kernels.dims import KV_LORA_RANK
+from dsl_kernels.families.formats import FORMATS
 from snapmla import call as calls
 from snapmla import checks, overlap, tracing
 from snapmla.cache import PagedKVCache, expect_cache, expect_fp8
@@ -20,7 +21,6 @@ from snapmla.quant import QuantizedQuery, as_batch, expect_query, named
 from snapmla.sparse.plan import SparsePlan, plan_sparse_decode
 
 _Tensor = torch.Tensor  # looked up on every call
-ROWS_OF_BYTES = "fp8_ds_mla"
 MAX_STRIDE = 1 << 32  # bytes between pages or tokens: the gather's strides have 32 bits
 Options = tuple[float, str, str]  # softmax_scale, lse_base, empty_lse
 # of a call: q, cache, indices, topk_length, attn_sink, plan, out, lse, options, out_dtype
@@ -141,7 +141,12 @@ def _checked(call: Call) -> Call:
 
 def _expect(q: object, cache: Any, indices: object, plan: object) -> None:
     """That the four are of kinds that go together."""
-    if isinstance(cache, PagedKVCache) and cache.format == ROWS_OF_BYTES:
+    if isinstance(cache, PagedKVCache) and FORMATS[cache.format].named:
+        record = FORMATS[cache.format]
+        if not record.sparse:
+            hint = "snapmla.convert_cache makes an FP8 cache of it"
+            wanted = "an FP8 cache or rows of 656 bytes"
+            checks.value_error("cache", wanted, record.about, hint)
         expect_cache(cache)
         if isinstance(q, QuantizedQuery):
             hint = "rows of 656 bytes take queries as they are"

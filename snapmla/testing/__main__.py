@@ -145,13 +145,14 @@ def check(
     variants: Names,
     seeds: Seeds = 10,
     directory: Directory = None,
+    first: Annotated[int, typer.Option(min=0, help="number of the first schedule")] = 0,
 ) -> None:
     """Hazard check under many adversarial schedules: every hazard, each pair of places once."""
     names, at = _variants(variants, directory)
     bad = 0
     for name in names:
         started = time.perf_counter()
-        problems = _check(_workload(name, at), seeds)
+        problems = _check(_workload(name, at), range(first, first + seeds))
         took = time.perf_counter() - started
         bad += bool(problems)
         verdict = f"{len(problems)} PROBLEMS" if problems else "clean"
@@ -161,10 +162,10 @@ def check(
     raise typer.Exit(1 if bad else 0)
 
 
-def _check(workload: selfcheck.Workload, seeds: int) -> list[str]:
-    """What went wrong under schedules 0 .. seeds - 1."""
+def _check(workload: selfcheck.Workload, seeds: range) -> list[str]:
+    """What went wrong under these schedules."""
     problems: dict[tuple[Any, ...], str] = {}
-    for seed in range(seeds):
+    for seed in seeds:
         try:
             with using(mutation.schedule(seed)):
                 result = _run(workload)

@@ -6,12 +6,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dsl_kernels.dims import E4M3_MAX
-from dsl_kernels.ds_mla import GROUPS, LEAST_SCALE, ROPE_AT, SCALES_AT
-from snapmla.testing.rounding import FP8, to_e4m3
-
-FRACTION = 0x7FFFFF  # of an fp32 number
-NAN_CONTENT, NAN_SCALE, NAN_ROPE = 0x7F, 0x7FC00000, 0x7FFF  # bits in a row of NaN
+from dsl_kernels.cache_records.ds_mla import RECORD, ROPE_AT, SCALES_AT
+from snapmla.testing.byte_records import dequantize_tokens, quantize_tokens
+from snapmla.testing.rounding import FP8
 
 
 def quantize_ds_mla_rows(c: Tensor, rope: Tensor, *, power_of_two: bool = False) -> Tensor:
@@ -32,19 +29,8 @@ def quantize_ds_mla_rows(c: Tensor, rope: Tensor, *, power_of_two: bool = False)
 
     Source: vLLM's ``concat_and_cache_ds_mla_kernel``; that such a token is NaN is our own.
     """
-    good = torch.isfinite(c).all(-1) & torch.isfinite(rope).all(-1)
-    groups = c.float().unflatten(-1, (GROUPS, -1))
-    scale = (groups.abs().amax(-1) / E4M3_MAX).clamp_min(LEAST_SCALE)
-    if power_of_two:
-        bits = scale.view(torch.int32)
-        scale = ((bits + FRACTION) & ~FRACTION).view(torch.float32)
-    content = to_e4m3(groups / scale[..., None]).flatten(-2).view(torch.uint8)
-    fields = (
-        torch.where(good[..., None], content, NAN_CONTENT),
-        torch.where(good[..., None], scale.view(torch.int32), NAN_SCALE),
-        torch.where(good[..., None], rope.bfloat16().view(torch.int16), NAN_ROPE),
-    )
-    return torch.cat([field.contiguous().view(torch.uint8) for field in fields], -1)
+    content, rope, scale = quantize_tokens(RECORD, c, rope, power_of_two)
+    return torch.cat([x.contiguous().view(torch.uint8) for x in (content, scale, rope)], -1)
 
 
 def dequantize_ds_mla_rows(
@@ -66,8 +52,9 @@ def dequantize_ds_mla_rows(
     Source: vLLM's ``cp_gather_and_upconvert_fp8_kv_cache``; groups of scale 0 are our own.
     """
     rows = rows.contiguous()
-    content = rows[..., :SCALES_AT].contiguous().view(FP8).float().unflatten(-1, (GROUPS, -1))
-    scale = rows[..., SCALES_AT:ROPE_AT].contiguous().view(torch.float32)[..., None]
-    rope = rows[..., ROPE_AT:].contiguous().view(torch.bfloat16)
-    c_kv = torch.where(scale == 0, 0.0, content * scale).flatten(-2)
-    return c_kv.to(dtype), rope.to(dtype)
+    fields = (
+        rows[..., :SCALES_AT].contiguous().view(FP8),
+        rows[..., ROPE_AT:].contiguous().view(torch.bfloat16),
+        rows[..., SCALES_AT:ROPE_AT].contiguous().view(torch.float32),
+    )
+    return dequantize_tokens(RECORD, fields, dtype)

@@ -7,11 +7,9 @@ import itertools
 import torch
 from torch import Tensor
 
-from dsl_kernels.dims import KV_LORA_RANK, QK_ROPE_HEAD_DIM
-from dsl_kernels.families.formats import FORMATS
-from snapmla import ds_mla
+from dsl_kernels.families.formats import DEFAULT, FORMATS
 from snapmla.cache import PagedKVCache
-from snapmla.testing.ds_mla import dequantize_ds_mla_rows
+from snapmla.testing.byte_records import dequantize_tokens
 from snapmla.testing.rounding import dequantize_rows
 
 ZEROS, UNTOUCHED = -1, -2  # instead of a slot
@@ -60,8 +58,12 @@ def rows_at(
     at = known // cache.page_size, known % cache.page_size
     if FORMATS[cache.format].rows:
         results = cache.content[at].to(dtype), cache.rope[at].to(dtype)
-    elif cache.format == ds_mla.FORMAT:
-        results = dequantize_ds_mla_rows(cache.named_tensors["kv"][at].squeeze(-2), dtype)
+    elif FORMATS[cache.format].named:
+        fields = (cache.content_u8, cache.rope, _bytes(cache.scale))
+        content, rope, scale = (field[at] for field in fields)
+        assert cache.scale is not None
+        parts = content.view(cache.content.dtype), rope, scale.view(cache.scale.dtype)
+        results = dequantize_tokens(FORMATS[cache.format], parts, dtype)
     else:
         content = cache.content_u8[at].view(cache.content.dtype)
         scale = cache.named_tensors["scale"][at]
@@ -72,13 +74,22 @@ def rows_at(
     return results
 
 
+def _bytes(scale: Tensor | None) -> Tensor:
+    """Scales that can be indexed."""
+    assert scale is not None
+    return scale.view(torch.uint8) if scale.dtype.itemsize == 1 else scale
+
+
 def outputs(
-    shape: tuple[int, ...], dtype: torch.dtype, untouched: float, *, joint: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Tensors to fetch into, full of ``untouched``; ``joint``: slices of one (..., 576) tensor."""
-    widths = KV_LORA_RANK, QK_ROPE_HEAD_DIM
+    shape: tuple[int, ...], dtype: torch.dtype, untouched: float, *, joint: bool = False,
+    fmt: str = DEFAULT,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Tensors to fetch into, full of ``untouched``; ``joint``: slices of one tensor of all
+    channels."""
+    record = FORMATS[fmt]
+    widths = record.content.count, record.rope_channels
     if joint:
         both = torch.full((*shape, sum(widths)), untouched, dtype=dtype)
-        return both[..., :KV_LORA_RANK], both[..., KV_LORA_RANK:]
+        return both[..., : widths[0]], both[..., widths[0] :]
     first, second = (torch.full((*shape, n), untouched, dtype=dtype) for n in widths)
     return first, second

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ NO_TOKEN = (-1, INT_MAX, -(2**31))  # and s_kv
 STYLES = ("plain", "swings", "equal")
 SWING = 200.0  # nats between the tiles of style ``swings``
 VALUE = 0.1  # standard deviation of kv, as in FlashMLA's tests, whose absolute gate is for such
-Results = tuple[Tensor, Tensor, Tensor]
+Results = tuple[Tensor, ...]  # out, max_logits, lse, and lse_indexer where that is asked for
 
 
 def named_rows(indices: Tensor, count: int, s_kv: int) -> Tensor:
@@ -67,8 +67,8 @@ class PrefillErrors:
     """Errors against fp64 on the same inputs.
 
     Attributes:
-        outside: elements of out, max_logits and lse outside of FlashMLA's gates, or NaN or infinite
-            where the reference is not.
+        outside: elements of out, max_logits and LSEs outside of FlashMLA's gates, or NaN or
+            infinite where the reference is not.
         cosine: 1 - cosine of the output.
         error: relative L2 of the output; ``allowed`` is 1.1 times the mimic's, plus 2e-5.
         lse_error: largest absolute error of the LSE.
@@ -108,6 +108,7 @@ class PrefillJob:
         lengths: ``topk_length``, None without. sink: of heads, None without.
         scale, ctas: of the call.
         rows: heads of a CTA.
+        indexer_topk: entries of a list that the indexer chose, where their LSE is asked for.
     """
 
     q: Tensor
@@ -118,6 +119,7 @@ class PrefillJob:
     scale: float
     ctas: int = 2
     rows: int = 64
+    indexer_topk: int | None = None
 
     @classmethod
     def draw(
@@ -165,7 +167,7 @@ class PrefillJob:
             sinks = torch.tensor(list(sink), device=device)
         job = cls(
             q.bfloat16().contiguous(), kv[..., :d], indices, counts, sinks, d**-0.5, ctas,
-            spec.row_tile,
+            spec.row_tile, TILE if spec.figures == "indexer" else None,
         )  # fmt: skip
         job._poison(kv)
         return job
@@ -193,8 +195,8 @@ class PrefillJob:
         s_q, heads, _ = self.q.shape
         device = self.q.device
         none = torch.zeros(0, device=device)
-        figures = [torch.full((s_q, heads), math.nan, device=device) for _ in range(2)]
-        return {
+        figures = [torch.full((s_q, heads), math.nan, device=device) for _ in range(3)]
+        given = {
             "q": self.q, "kv": self.kv, "indices": self.indices,
             "topk_length": none.int() if self.lengths is None else self.lengths,
             "attn_sink": none if self.sink is None else self.sink,
@@ -202,6 +204,20 @@ class PrefillJob:
             "max_logits": figures[0], "lse": figures[1], "softmax_scale": self.scale,
             "ctas": min(self.ctas, s_q * -(-heads // self.rows)),
         }  # fmt: skip
+        if self.indexer_topk is not None:
+            given |= {"lse_indexer": figures[2], "indexer_tiles": self.indexer_topk // TILE}
+        return given
+
+    def first_lse(self, i: int) -> tuple[Tensor, Tensor]:
+        """Of query token ``i`` in fp64: LSE of what the indexer chose, and the sums of magnitudes
+        behind the largest logit (h,)."""
+        assert self.indexer_topk is not None
+        count = torch.tensor([min(self.counts[i], self.indexer_topk)], dtype=torch.int32)
+        one = replace(
+            self, q=self.q[i : i + 1], indices=self.indices[i : i + 1], lengths=count, sink=None
+        )
+        _, _, lse, sizes = one.reference(0)
+        return lse, sizes
 
     def reference(self, i: int, rounded: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Of query token ``i`` in fp64: out (h, 512), max_logits, lse and the sums of magnitudes
@@ -236,14 +252,18 @@ class PrefillJob:
             tokens: query tokens that are looked at; None: all.
         """
         rows = range(len(self.q)) if tokens is None else tokens
-        out, most, lse = (x[list(rows)].double() for x in results)
+        out, most, lse, *first = (x[list(rows)].double() for x in results)
         truth = [torch.stack(x) for x in zip(*map(self.reference, rows), strict=True)]
         mimic = torch.stack([self.reference(i, rounded=True)[0] for i in rows])
         outside = int(_outside(out, truth[0], OUT_GATE).sum())
-        for got, want in ((most, truth[1]), (lse, truth[2])):
+        figures = [(most, truth[1], truth[3]), (lse, truth[2], truth[3])]
+        if first:
+            chosen, behind = zip(*map(self.first_lse, rows), strict=True)
+            figures.append((first[0], torch.stack(chosen), torch.stack(behind)))
+        for got, want, sizes in figures:
             beyond = _outside(got, want, LSE_GATE)
             if self.indices.shape[2] < SHORT:
-                excused = beyond & ((got - want).abs() <= CONDITION * truth[3])
+                excused = beyond & ((got - want).abs() <= CONDITION * sizes)
                 if int(excused.sum()) <= max(1, FEW * excused.numel()):
                     beyond = beyond & ~excused
             outside += int(beyond.sum())

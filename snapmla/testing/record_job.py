@@ -10,8 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsl_kernels.cache_records.ds_mla import (
+    GROUP,
+    GROUPS,
+    LEAST_SCALE,
+    ROPE_AT,
+    ROW_BYTES,
+    SCALES_AT,
+)
 from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK, PARTIAL_ROW, QK_ROPE_HEAD_DIM
-from dsl_kernels.ds_mla import GROUP, GROUPS, LEAST_SCALE, ROPE_AT, ROW_BYTES, SCALES_AT
 from dsl_kernels.spec import VariantSpec
 from snapmla.testing import dense_job, metrics
 from snapmla.testing.dense_job import OUT_GATE, DenseErrors

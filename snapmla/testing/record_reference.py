@@ -1,4 +1,4 @@
-"""Sparse decode over 656-byte rows (``dsl_kernels.ds_mla``) in plain torch: the truth, and the
+"""Sparse decode over 656-byte rows (``cache_records.ds_mla``) in plain torch: the truth, and the
 rounding of 16-bit products.
 
 A query token's list becomes a sequence of dense decode's reference, whose pool is the cache in
@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dsl_kernels.cache_records.ds_mla import GROUP, ROPE_AT, SCALES_AT
 from dsl_kernels.dims import KV_LORA_RANK, TOKEN_TILE
-from dsl_kernels.ds_mla import GROUP, ROPE_AT, SCALES_AT
 from snapmla.testing.dense_reference import dense_decode_reference, logit_magnitudes
 
 LOG2E = math.log2(math.e)

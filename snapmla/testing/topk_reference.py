@@ -68,7 +68,8 @@ DISTRIBUTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "minus_zero": lambda normal, _: torch.full_like(normal, -0.0),
     "signed_zeros": lambda _, uniform: torch.where(uniform < 0.5, 0.0, -0.0),
     "two_values": lambda _, uniform: torch.where(uniform < 0.5, -1.0, 0.0),
-    "close": lambda _, uniform: torch.where(uniform < 0.5, 1 + 3 * 2.0**-23, 1 + 5 * 2.0**-23),
+    # they differ in the lowest ten bits alone, and there by more than a group of 32 bins
+    "close": lambda _, uniform: torch.where(uniform < 0.5, 1 + 3 * 2.0**-23, 1 + 69 * 2.0**-23),
     "wide": lambda normal, uniform: normal * 10.0 ** (20 * uniform - 10),
     "special": _special,
     "nan": lambda normal, _: torch.full_like(normal, math.nan),

@@ -24,8 +24,7 @@ gradients, and their results never require any: this is inference.
 sequence that they do not cover then become NaN.
 ``append_index_k``, ``index_logits_out``, ``index_topk`` and ``fetch_index_k_out`` are those of
 ``snapmla.dsa``, whose ``q`` is bytes, too; ``unit_rows`` 0 chooses.  ``keys`` of bytes have
-``scales`` beside them, keys that are multiplied out have none.  ``sparse_prefill`` and
-``sparse_prefill_out`` are ``snapmla.sparse``'s.
+``scales`` beside them, keys that are multiplied out have none.
 """
 
 from __future__ import annotations
@@ -40,6 +39,7 @@ from snapmla.torch_ops import (
     fetch,
     index,
     merge,
+    mha,
     plan,
     quantize,
     records,
@@ -66,6 +66,7 @@ OPERATORS: tuple[Operator, ...] = (
     *cache_bytes.OPERATORS,
     *select_topk.OPERATORS,
     *sparse_prefill.OPERATORS,
+    *mha.OPERATORS,
 )
 SCHEMAS = tuple(operator.schema for operator in OPERATORS)
 __doc__ = (__doc__ or "{operators}").format(operators=listing(SCHEMAS))

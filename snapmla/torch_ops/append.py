@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from dsl_kernels.dims import KV_LORA_RANK
-from snapmla import checks, ds_mla, layouts, quant
+from dsl_kernels.families.formats import FORMATS
+from snapmla import checks, layouts, quant
 from snapmla import rope as rotary
 from snapmla.cache import PagedKVCache
 from snapmla.torch_ops import pytrees
@@ -80,7 +81,8 @@ def _parts(cache: PagedKVCache) -> tuple[str, ...]:
 
 
 def _told(cache: PagedKVCache) -> tuple[str, ...]:
-    return _TOLD if cache.__dict__.get("format") == ds_mla.FORMAT else ()
+    form = FORMATS.get(cache.__dict__.get("format", ""))
+    return _TOLD if form is not None and form.named else ()
 
 
 def _cache(leaves: list[Any], static: tuple[Any, ...]) -> PagedKVCache:

@@ -1,6 +1,6 @@
 """Operators over caches whose format must be told: bytes, beside the format's name.
 
-``kv`` is ``PagedKVCache.kv`` of format ``fp8_ds_mla``, or what ``from_tensors`` takes beside it;
+``kv`` is ``PagedKVCache.kv`` of such a format, or what ``from_tensors`` takes beside it;
 ``scale_fmt`` as there.
 """
 
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsl_kernels.dims import KV_LORA_RANK, QK_ROPE_HEAD_DIM
+from dsl_kernels.families.formats import FORMATS
 from snapmla import fetch, quant
 from snapmla import rope as rotary
 from snapmla.cache import PagedKVCache
@@ -31,7 +31,7 @@ def _append(
     kv: Tensor, fmt: str, scale_fmt: str | None, c_kv: Tensor, k_rope: Tensor, slots: Tensor
 ) -> None:
     cache = _cache(kv, fmt, scale_fmt)
-    quant.check_tokens(c_kv, k_rope, slots, kv.device)
+    quant.check_tokens(c_kv, k_rope, slots, kv.device, fmt=fmt)
     quant.launch_append(cache.arguments, c_kv, k_rope, slots, fmt, cache.append_options)
 
 
@@ -49,7 +49,8 @@ def _rope_append(
     norm_eps: float,
 ) -> None:
     cache, tokens = _cache(kv, fmt, scale_fmt), (c_kv, k_rope, slots)
-    quant.check_tokens(*tokens, kv.device)
+    rotary.check_rotated(FORMATS[fmt], norm_weight)
+    quant.check_tokens(*tokens, kv.device, fmt=fmt)
     rotary.check_angles(c_kv.dtype, c_kv.shape[:1], positions, cos_sin_cache, kv.device)
     rotary.check_weight(norm_weight, c_kv)
     rotary.launch_append(
@@ -92,10 +93,9 @@ def _fake_fetch(
     **chunks: Any,
 ) -> tuple[Tensor, Tensor]:
     tokens = fetch.Tokens(where, cache_seqlens, **chunks)
-    rows = fetch.rows(tokens, kv.shape[1], 1, given=False)
-    c_kv, k_rope = (
-        kv.new_empty((*rows, width), dtype=dtype) for width in (KV_LORA_RANK, QK_ROPE_HEAD_DIM)
-    )
+    rows, record = fetch.rows(tokens, kv.shape[1], 1, given=False), FORMATS[fmt]
+    widths = record.content.count, record.rope_channels
+    c_kv, k_rope = (kv.new_empty((*rows, width), dtype=dtype) for width in widths)
     return c_kv, k_rope
 
 

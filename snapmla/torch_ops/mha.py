@@ -1,19 +1,14 @@
-"""``mha_prefill``: dense attention of ragged prompts.
-
-Registered when ``snapmla.mha`` is imported: not among the package's operators while it is not part
-of the public API.
-"""
+"""``mha_prefill``: dense attention of ragged prompts."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from snapmla.mha.checking import Mha, check_shapes
 from snapmla.mha.prefill import new_results, prefill_now
-from snapmla.torch_ops.operator import NAMESPACE, Operator, define
+from snapmla.torch_ops.operator import Operator
 
 _ARGUMENTS = (
     "Tensor q, Tensor k_nope, Tensor? k_rope, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
@@ -50,8 +45,3 @@ OPERATORS = (
         _mha_prefill_out,
     ),
 )
-
-# must stay alive as long as operators are used
-_library = torch.library.Library(NAMESPACE, "FRAGMENT")
-for _operator in OPERATORS:
-    define(_library, *_operator)

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsl_kernels.cache_records.ds_mla import FORMAT, ROW_BYTES
 from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK
-from dsl_kernels.ds_mla import ROW_BYTES
 from snapmla import checks, layouts, quant
 from snapmla.decode_plan import FP8
-from snapmla.sparse.decode import ROWS_OF_BYTES, check_reach
+from snapmla.sparse.decode import check_reach
 from snapmla.sparse.plan import SparsePlan, variant_of
 from snapmla.torch_ops.decode import check_query
 from snapmla.torch_ops.decode_arguments import check_tables_of, new_results
@@ -69,7 +69,7 @@ def _rows_out(q: Tensor, kv: Tensor, *rest: Any) -> None:
     checks.tensor("q", q, (torch.bfloat16,), ("b", "s_q", "num_heads", HEAD_DIM_QK), kv.device)
     checks.contiguous("q", q)
     checks.tensor("kv", kv, (torch.uint8,), ("num_pages", "page_size", 1, ROW_BYTES))
-    _launch((q,), (kv.squeeze(2),), ROWS_OF_BYTES, 1, *rest)
+    _launch((q,), (kv.squeeze(2),), FORMAT, 1, *rest)
 
 
 def _launch(

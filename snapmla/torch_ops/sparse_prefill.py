@@ -9,6 +9,7 @@ from torch import Tensor
 from snapmla.sparse import prefill
 from snapmla.torch_ops.operator import Operator
 
+RESULTS_AT = 7  # of a call's fields: out, max_logits, lse
 _ARGUMENTS = (
     "Tensor q, Tensor kv, Tensor indices, float softmax_scale, int d_v, Tensor? attn_sink, "
     "Tensor? topk_length"
@@ -18,11 +19,12 @@ _ARGUMENTS = (
 def _call(*arguments: Any) -> prefill.Call:
     """As schemas have them; without results of what allocates."""
     given = (*arguments, None, None, None)
-    return prefill.Call(*given[: len(prefill.Call._fields)])
+    return prefill.Call(*given[: RESULTS_AT + 3])
 
 
 def _sparse_prefill(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return prefill.prefill_now(_call(*arguments))
+    made: tuple[Tensor, Tensor, Tensor] = prefill.prefill_now(_call(*arguments))
+    return made
 
 
 def _sparse_prefill_out(*arguments: Any) -> None:

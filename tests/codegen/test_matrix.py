@@ -306,7 +306,8 @@ def test_infeasible_points_of_a_16_bit_pair(changes: dict[str, Any], reason: str
 @pytest.mark.parametrize("arch", ARCHS)
 def test_the_test_set_shows_every_value_of_every_axis(arch: str) -> None:
     every, chosen = matrix.default_specs(arch), matrix.sample_specs(arch)
-    for op in {spec.op for spec in every if spec.family.everyday is None}:
+    shown = [s.family for s in every if arch == "sm_90a" or not s.family.helper]
+    for op in {family.op for family in shown if family.everyday is None}:
         for axis in (a.name for a in FAMILIES[op].axes):
             values = {getattr(s, axis) for s in every if s.op == op}
             assert {getattr(s, axis) for s in chosen if s.op == op} == values, (op, axis)
@@ -314,10 +315,19 @@ def test_the_test_set_shows_every_value_of_every_axis(arch: str) -> None:
     assert {(s.pipeline, s.row_tile) for s in chosen if s.op == "decode"} == rows
     helpers = {s for s in every if s.family.helper}
     rotating = {s for s in helpers if dict(s.values).get("rope_style", "applied") != "applied"}
-    if arch == "sm_90a":  # of SM100's, the same sources, one for each value
+    if arch == "sm_100a":  # of the same sources
+        assert sorted(s.op for s in chosen if s.family.helper) == sorted({s.op for s in helpers})
+    else:
+        declared = {s for s in helpers if s.family.everyday is not None}
+        assert {s.name for s in declared & set(chosen)} == {
+            "select_topk_t1024_e8_c1_sm90a",
+            *(f"index_logits_{rows}_sm90a" for rows in ("h64_u2", "h32_u8")),
+        }
+        merge = {s for s in helpers if s.op == "merge_states" and s.d_v != 512}
+        assert merge <= set(chosen)
         rows = {s for s in helpers if dict(s.values).get("cache_dtype", "fp8") != "fp8"}
         wide = {s for s in helpers if s.op == "fetch_dequant" and s.index_dtype == "i64"}
-        assert helpers - rotating - rows - wide <= set(chosen) and wide & set(chosen)
+        assert helpers - rotating - rows - wide - declared <= set(chosen) and wide & set(chosen)
         assert len(rotating & set(chosen)) == 4
         assert len(rows & set(chosen)) == 4 + 2, "of rows of 656 bytes one an op"
     assert len(helpers & set(chosen)) < len(helpers)

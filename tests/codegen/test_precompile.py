@@ -114,6 +114,7 @@ def test_edit_rebuilds_only_its_variants_in_a_real_tree(
     assert touched == {"merge_obf16_sm90a.o", "merge_of32_sm90a.o"}
 
 
+@pytest.mark.whole_matrix
 def test_killed_precompile_goes_on_and_ends_in_the_same_manifest(
     built: Report, variant_dir: Path, tmp_path: Path
 ) -> None:
@@ -199,6 +200,7 @@ def test_interrupt_stops_after_the_variant_in_work(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs /proc")
+@pytest.mark.whole_matrix
 def test_workers_end_with_the_process_that_started_them(tmp_path: Path) -> None:
     process, workers = start(tmp_path)
     process.kill()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import ROOT
+from tests.support import ROOT, fetch_transformers
 from tests.support.needs import needs_compiler
 
 SCRIPTS = sorted((ROOT / "examples").glob("*.py"))
@@ -20,26 +20,35 @@ FORGOTTEN = re.compile(r"^( *)(?:step\.)?plan\.update_\(.*$", re.M)
 
 
 def run(source: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    engine = fetch_transformers.path_of(fetch_transformers.RELEASES[-1])
+    theirs = [] if source.stem not in WITH_TRANSFORMERS or engine is None else [str(engine)]
+    path = os.pathsep.join([str(ROOT), *theirs, *filter(None, [os.environ.get("PYTHONPATH")])])
     known = {**os.environ, "PYTHONPATH": path, **environment}
     return subprocess.run(
         [sys.executable, str(source)], capture_output=True, text=True, cwd=ROOT, env=known
     )
 
 
-# a graph of the software GPU is a list of calls: the one that matters runs on a GPU; a step of
-# given scores is part of the step that makes them
-RARELY = ("cuda_graph", "sparse_step")
+WITH_TRANSFORMERS = ("generate",)  # which is fetched, or there
+# a graph of the software GPU is a list of calls: the one that matters runs on a GPU; steps of
+# sparse attention are made of calls that other tests run; test_transformers.py has a model
+RARELY = ("cuda_graph", "sparse_step", "dsa_step", "generate")
 EVERY_DAY = [
     pytest.param(path, marks=pytest.mark.whole_matrix if path.stem in RARELY else ())
     for path in SCRIPTS
 ]
 
 
+def skip_without_transformers(path: Path, done: subprocess.CompletedProcess[str]) -> None:
+    if path.stem in WITH_TRANSFORMERS and "this example wants transformers" in done.stderr:
+        pytest.skip("transformers is not there: python -m tests.support.fetch_transformers")
+
+
 @needs_compiler
 @pytest.mark.parametrize("path", EVERY_DAY, ids=NAMES)
 def test_on_the_software_gpu(path: Path) -> None:
     done = run(path, CUDA_VISIBLE_DEVICES="")
+    skip_without_transformers(path, done)
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     assert done.stdout.splitlines()[-1] == "right"
     assert "cpu" in done.stdout or "no CUDA device" in done.stdout
@@ -49,6 +58,7 @@ def test_on_the_software_gpu(path: Path) -> None:
 @pytest.mark.parametrize("path", SCRIPTS, ids=NAMES)
 def test_on_the_gpu(path: Path) -> None:
     done = run(path)
+    skip_without_transformers(path, done)
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     assert done.stdout.splitlines()[-1] == "right" and "no CUDA device" not in done.stdout
 

@@ -20,6 +20,8 @@ pytestmark = pytest.mark.gpu
 K = 2048
 NAMES = ("normal", "zeros", "minus_zero", "two_values", "wide", "special")
 COLUMNS = (2052, 8192, 16388, 32768, 131072, 262144, 300000)
+LENGTHS = (0, 7, K - 1, K, K + 1, 16385, 131072, 300000)  # of rows that have as many columns
+GAPS = (0, 4, 20, 64)  # columns between rows: strides of any multiple of 16 bytes
 
 
 def kernel(shape: shapes.TopkShape) -> runtime.Kernel:
@@ -28,21 +30,24 @@ def kernel(shape: shapes.TopkShape) -> runtime.Kernel:
 
 
 def rows_of(name: str, columns: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(logits, lengths, block table) of nine ragged rows, NaN behind the lengths."""
+    """(logits, lengths, block table) of eleven ragged rows, NaN behind the lengths."""
     seed = COLUMNS.index(columns)
-    lengths = [columns, 0, 7, K - 1, K, K + 1, columns // 2 + 1, columns - 1, 16385]
+    lengths = [columns, columns // 2 + 1, columns - 1, *LENGTHS]
     ragged = torch.tensor([min(n, columns) for n in lengths], dtype=torch.int32)
     found = topk_reference.scores(name, len(lengths), columns, seed)
-    logits = topk_reference.padded(found, ragged, gap=4 * seed)
-    width = columns // 64 + 1
-    table = torch.randperm(9 * width, generator=torch.Generator().manual_seed(seed)).int()
-    return logits.cuda(), ragged.cuda(), table.view(9, -1).cuda()
+    logits = topk_reference.padded(found, ragged, gap=GAPS[seed % len(GAPS)])
+    table = torch.randperm(len(lengths) * (columns // 64 + 1), generator=draw(seed)).int()
+    return logits.cuda(), ragged.cuda(), table.view(len(lengths), -1).cuda()
+
+
+def draw(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
 
 
 @pytest.mark.parametrize("columns", COLUMNS)
 @pytest.mark.parametrize("name", NAMES)
 def test_stable_sort(name: str, columns: int) -> None:
-    """Of every shape that takes the rows, as positions and as slots: 1000 rows and more."""
+    """Of every shape that takes the rows, as positions and as slots: 4000 rows and more."""
     logits, lengths, table = rows_of(name, columns)
     for slots in (None, table):
         want, counts = topk_reference.select_topk_reference(
@@ -55,6 +60,45 @@ def test_stable_sort(name: str, columns: int) -> None:
             kernel(shape)(*given.values())
             assert torch.equal(given["out"].cpu(), want), (shape, slots is None)
             assert torch.equal(given["counts"].cpu(), counts)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_length_in_one_batch(name: str) -> None:
+    """The call that an engine makes: rows of all lengths, in any order, with k from 1 to 2048; each
+    has the bits that it has alone."""
+    columns, rows = max(LENGTHS), 2 * len(LENGTHS)
+    for number, k in enumerate((1, 512, 1000, K)):
+        order = torch.randperm(rows, generator=draw(number)) % len(LENGTHS)
+        lengths = torch.tensor(LENGTHS, dtype=torch.int32)[order]
+        found = topk_reference.scores(name, rows, columns, number)
+        logits = topk_reference.padded(found, lengths, gap=GAPS[number])
+        want = topk_reference.select_topk_reference(logits, lengths, k)
+        there, device_lengths = logits.cuda(), lengths.cuda()
+        together = select_topk(there, device_lengths, k)
+        for mine, right in zip(together, want, strict=True):
+            assert torch.equal(mine.cpu(), right), k
+        for row in range(rows):  # by another variant, where fewer columns are given
+            most = max(k, int(lengths[row]) + 3) // 4 * 4 + 4
+            given = there[row : row + 1, :most], device_lengths[row : row + 1]
+            for mine, right in zip(select_topk(*given, k), together, strict=True):
+                assert torch.equal(mine[0], right[row]), (k, row)
+
+
+@pytest.mark.parametrize("columns", [8192, 32768, 131072])
+def test_the_same_bits_of_every_configuration(columns: int) -> None:
+    """Ties at the k-th place, 20 times, by every shape that takes them, of another grid each."""
+    scores = topk_reference.scores("zeros", 1, columns, 5).cuda()
+    lengths = torch.full((1,), columns, dtype=torch.int32, device="cuda")
+    want, _ = topk_reference.select_topk_reference(scores, lengths.cpu(), K)
+    for repeat in range(20):
+        rows = 1 + 37 * repeat % 140
+        logits = scores.expand(rows, -1).contiguous()
+        for shape in shapes.ALL:
+            if shape.columns < columns:
+                continue
+            given = workload.arguments(logits, lengths.expand(rows).contiguous(), K)
+            kernel(shape)(*given.values())
+            assert torch.equal(given["out"].cpu(), want.expand(rows, -1)), (shape, rows)
 
 
 @pytest.mark.parametrize("rows", [1, 64, 300])
@@ -82,9 +126,9 @@ def test_the_same_bits_of_every_repeat(rows: int) -> None:
 def test_ragged_prefill() -> None:
     """Rows that begin anywhere, and every k about what matters."""
     columns, rows = 5000, 64
-    draw = torch.Generator().manual_seed(4)
-    starts = torch.randint(0, 900, (rows,), generator=draw).int()
-    lengths = torch.randint(0, columns - 900, (rows,), generator=draw).int()
+    source = draw(4)
+    starts = torch.randint(0, 900, (rows,), generator=source).int()
+    lengths = torch.randint(0, columns - 900, (rows,), generator=source).int()
     found = topk_reference.scores("normal", rows, columns, 4)
     logits = topk_reference.padded(found, lengths, starts)
     for k in (1, 31, 512, 1000, 2048):

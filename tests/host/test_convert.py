@@ -9,8 +9,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import snapmla
+from dsl_kernels.cache_records import ds_mla
 from dsl_kernels.families.fp8_decode import PAGE_SIZES
-from snapmla import PagedKVCache, ds_mla
+from snapmla import PagedKVCache, byte_cache
 from snapmla.testing.ds_mla import dequantize_ds_mla_rows, quantize_ds_mla_rows
 from snapmla.testing.rounding import quantize_rows
 from snapmla.testing.workloads import samples
@@ -20,13 +21,17 @@ from tests.support.needs import needs_compiler
 from tests.support.rows import latents
 
 
+def fields_of(kv: torch.Tensor) -> byte_cache.Fields:
+    return byte_cache.fields_of(ds_mla.RECORD, kv)
+
+
 def rows_cache(pages: int, page_size: int, scale_fmt: str | None = None) -> PagedKVCache:
     """Tokens of every kind, with scales that other writers leave: 0 beside NaN, and tiny ones."""
-    cache = samples.poisoned_ds_mla(pages, page_size, scale_fmt)
+    cache = samples.poisoned_bytes(ds_mla.FORMAT, pages, page_size, scale_fmt)
     kv = cache.named_tensors["kv"]
     tokens = latents((pages * page_size,), torch.bfloat16)
     kv[:] = quantize_ds_mla_rows(*tokens).view(kv.shape)
-    content, _, scale = ds_mla.fields_of(kv)
+    content, _, scale = fields_of(kv)
     scale[0, 2, 1], content.view(torch.uint8)[0, 2, 130:140] = 0.0, 0x7F
     scale[0, 3], scale[0, 5, 2], scale[0, 6, 0] = 0.0, 2.0**-140, math.inf
     return cache
@@ -72,7 +77,7 @@ def test_to_one_scale_as_the_kernel_does() -> None:
 
 def test_what_one_scale_loses() -> None:
     """The bounds that the docstring states, of groups as far apart as 2^20; and both are met."""
-    source, out = samples.poisoned_ds_mla(4, 64), samples.poisoned_cache(4, 64)
+    source, out = samples.poisoned_bytes(ds_mla.FORMAT, 4, 64), samples.poisoned_cache(4, 64)
     c, r = torch.randn(256, 512), torch.randn(256, 64)
     c = c * torch.exp2(torch.randint(-20, 1, (256, 4)).float()).repeat_interleave(128, 1)
     kv = source.named_tensors["kv"]
@@ -90,14 +95,17 @@ def test_what_one_scale_loses() -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_to_four_scales(layout: str) -> None:
     """Content and scale as they are, k_rope multiplied out and rounded."""
-    source, out = samples.poisoned_cache(3, 16, layout), samples.poisoned_ds_mla(3, 16)
+    source, out = (
+        samples.poisoned_cache(3, 16, layout),
+        samples.poisoned_bytes(ds_mla.FORMAT, 3, 16),
+    )
     c, r = latents((48,), torch.bfloat16)
     content, rope, scale = quantize_rows(c, r, slots=torch.arange(48))
     scale[5] = 0.0
     source.content_u8[:] = content.view(torch.uint8).view(3, 16, 512)
     source.rope[:], source.named_tensors["scale"][:] = rope.view(3, 16, 64), scale.view(3, 16)
     snapmla.convert_cache(source, out)
-    kept, kept_rope, scales = ds_mla.fields_of(out.named_tensors["kv"])
+    kept, kept_rope, scales = fields_of(out.named_tensors["kv"])
     assert_same(kept.view(torch.uint8), source.content_u8)
     assert_same(scales, scale.view(3, 16, 1).expand(3, 16, 4))
     assert_same(kept_rope.flatten(0, 1), (rope.float() * scale[:, None]).bfloat16())
@@ -107,15 +115,18 @@ def test_to_four_scales(layout: str) -> None:
 
 def test_to_powers_of_two() -> None:
     """Each group is quantised anew, as ``append_kv`` does."""
-    source, out = samples.poisoned_cache(2, 32), samples.poisoned_ds_mla(2, 32, "ue8m0")
+    source, out = (
+        samples.poisoned_cache(2, 32),
+        samples.poisoned_bytes(ds_mla.FORMAT, 2, 32, "ue8m0"),
+    )
     c, r = latents((64,), torch.bfloat16)
     content, rope, scale = quantize_rows(c, r, slots=torch.arange(64))
     source.content_u8[:] = content.view(torch.uint8).view(2, 32, 512)
     source.rope[:], source.named_tensors["scale"][:] = rope.view(2, 32, 64), scale.view(2, 32)
     snapmla.convert_cache(source, out)
     want = quantize_ds_mla_rows(*unpacked(source), power_of_two=True)
-    got = ds_mla.fields_of(out.named_tensors["kv"])
-    fields = ds_mla.fields_of(want.view(2, 32, 1, 656))
+    got = fields_of(out.named_tensors["kv"])
+    fields = fields_of(want.view(2, 32, 1, 656))
     for a, b in zip(got, fields, strict=True):
         assert_same(*(x.view(torch.uint8) if x.dtype.itemsize == 1 else x for x in (a, b)))
 
@@ -126,8 +137,8 @@ def test_some_pages(back: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("snapmla.convert.AT_ONCE", 16)
     rows, planes = rows_cache(5, 16), samples.poisoned_cache(6, 16, "paged")
     snapmla.convert_cache(rows, planes)  # the first five
-    source, out = (planes, samples.poisoned_ds_mla(7, 16)) if back else (rows, planes)
-    whole = samples.poisoned_ds_mla(7, 16) if back else samples.poisoned_cache(7, 16)
+    source, out = (planes, samples.poisoned_bytes(ds_mla.FORMAT, 7, 16)) if back else (rows, planes)
+    whole = samples.poisoned_bytes(ds_mla.FORMAT, 7, 16) if back else samples.poisoned_cache(7, 16)
     snapmla.convert_cache(source, whole)
     before = [part.clone() for part in parts(out)]
     pages, out_pages = torch.tensor([3, 0, 4]), torch.tensor([5, 2, 0], dtype=torch.int32)

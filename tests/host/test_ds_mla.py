@@ -11,7 +11,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 import snapmla
-from snapmla import PagedKVCache, ds_mla, quant
+from dsl_kernels.cache_records import ds_mla
+from snapmla import PagedKVCache, byte_cache, quant
 from snapmla.testing.ds_mla import dequantize_ds_mla_rows, quantize_ds_mla_rows
 from tests.support.bits import same_bits
 from tests.support.copies import COPIES
@@ -19,6 +20,10 @@ from tests.support.needs import needs_compiler
 from tests.support.rows import latents
 
 FORMAT, ROW = ds_mla.FORMAT, ds_mla.ROW_BYTES
+
+
+def fields_of(kv: torch.Tensor) -> byte_cache.Fields:
+    return byte_cache.fields_of(ds_mla.RECORD, kv)
 
 
 def made(kv: Any, scale_fmt: str | None = None) -> PagedKVCache:
@@ -49,7 +54,7 @@ def test_fields_are_bytes_of_rows(page_size: int) -> None:
     assert (cache.scale == 0.5).all() and (cache.rope == 3).all()
 
 
-@pytest.mark.parametrize("dtype", ds_mla.BYTES)
+@pytest.mark.parametrize("dtype", byte_cache.BYTES)
 @pytest.mark.parametrize("head", [True, False])
 @pytest.mark.parametrize(("page_size", "gap"), [(64, 0), (64, 1), (1, 3), (69, 1)])
 def test_memory_of_an_engine(dtype: torch.dtype, head: bool, page_size: int, gap: int) -> None:
@@ -104,20 +109,20 @@ def test_wrong_memory(kv: Any, error: type, words: str) -> None:
         made(kv)
 
 
-@pytest.mark.parametrize("dtype", ds_mla.BYTES)
+@pytest.mark.parametrize("dtype", byte_cache.BYTES)
 def test_a_width_tells_no_format(dtype: torch.dtype) -> None:
     """The same bytes without a name are refused, in each way to a cache."""
     kv = torch.zeros(4, 64, 1, ROW, dtype=torch.uint8).view(dtype)
     with pytest.raises((TypeError, ValueError), match="^(rope|content): expected"):
         PagedKVCache.from_tensors(kv)
-    content, rope, scale = ds_mla.fields_of(ds_mla.rows_of(kv))
+    content, rope, scale = fields_of(byte_cache.rows_of(ds_mla.RECORD, kv))
     with pytest.raises(ValueError, match=r"^scale: expected shape \(4, 64\), got \(4, 64, 4\)"):
         PagedKVCache.from_tensors(content, rope, scale)
     assert PagedKVCache(content, rope, scale, format=FORMAT).kv is not None
 
 
 def test_fields_must_be_those_of_one_pool() -> None:
-    a, b = (ds_mla.fields_of(torch.zeros(2, 64, 1, ROW, dtype=torch.uint8)) for _ in range(2))
+    a, b = (fields_of(torch.zeros(2, 64, 1, ROW, dtype=torch.uint8)) for _ in range(2))
     for fields, words in (
         ((a[0], b[1], a[2]), "^rope: expected the bytes from 528 on of content's rows, got others"),
         ((a[0], a[1], b[2]), "^scale: expected the bytes from 512 on of content's rows"),
@@ -215,7 +220,7 @@ def test_leaves_of_a_tree() -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("scale_fmt", ds_mla.SCALE_FORMATS)
+@pytest.mark.parametrize("scale_fmt", byte_cache.SCALE_FORMATS)
 def test_append_and_fetch(scale_fmt: str | None) -> None:
     """What the library's calls write and read, among pages of another layer."""
     memory = torch.full((9, 2, 5, ROW), 0x5B, dtype=torch.uint8)

@@ -16,6 +16,8 @@ import torch
 
 import snapmla
 from snapmla import attention, decode_plan, flash_mla, records
+from snapmla.mha import flash_mla_names
+from snapmla.sparse import flash_mla_names as sparse_names
 from snapmla.testing.reference_plan import records_reference
 from softgpu import Options, using
 from tests.support.bits import assert_same_bits, same_bits
@@ -517,21 +519,12 @@ def test_results_over_the_tables_are_refused(
             decode(step, metadata, lse=lse)
 
 
-@pytest.mark.parametrize(
-    ("function", "what"),
-    [
-        (flash_mla.flash_mla_sparse_fwd, "sparse prefill"),
-        (flash_mla.flash_attn_varlen_func, "dense prefill"),
-        (flash_mla.flash_attn_varlen_qkvpacked_func, "dense prefill"),
-        (flash_mla.flash_attn_varlen_kvpacked_func, "dense prefill"),
-    ],
-)
-def test_what_is_not_built(function: Callable[..., Any], what: str) -> None:
-    with pytest.raises(NotImplementedError) as caught:
-        function(*([None] * 7)[: 4 if what.startswith("sparse") else 7])
-    said = str(caught.value)
-    assert said.startswith(f"{function.__name__}: {what} is not built yet")
-    assert ("on sm_100 that of flash_attn.cute" in said) == (what == "dense prefill")
+def test_prefill_is_that_of_its_kernels() -> None:
+    """By FlashMLA's names; ``test_mha.py`` and ``test_sparse_prefill.py`` are of what they do."""
+    for module in (flash_mla_names, sparse_names):
+        for name in module.__all__:
+            assert getattr(flash_mla, name) is getattr(module, name)
+    assert {*flash_mla_names.__all__, *sparse_names.__all__} < set(flash_mla.__all__)
 
 
 def test_the_primary_api_has_the_same_bits() -> None:

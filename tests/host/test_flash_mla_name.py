@@ -19,10 +19,11 @@ import snapmla
 from codegen import wheels
 from snapmla import SnapMLAError, flash_mla
 from snapmla.flash_mla import name as naming
+from snapmla.testing.prefill_job import PrefillJob
 from tests.host.test_flash_mla_sparse import Step as SparseStep
 from tests.support import ROOT
 from tests.support.dense_steps import SCALE, DenseStep
-from tests.support.flash_mla_calls import DENSE, METADATA, REFUSED, SPARSE, Form
+from tests.support.flash_mla_calls import DENSE, METADATA, PREFILL, SPARSE, Form
 from tests.support.needs import needs_compiler
 
 NAMES = (naming.NAME, naming.INTERFACE)
@@ -208,15 +209,17 @@ def test_sparse_calls(kind: str) -> None:
     step.assert_right(out, lse)
 
 
-@pytest.mark.parametrize("form", REFUSED, ids=lambda form: form.who.partition(" ")[0])
-def test_what_is_not_built_says_so(form: Form) -> None:
-    """By its name, and not as an argument that is not known."""
+@needs_compiler
+@pytest.mark.parametrize("form", PREFILL, ids=lambda form: form.who.partition(" ")[0])
+def test_prefill_calls(form: Form) -> None:
+    """Three heads padded to 64 with what memory held, four entries to 64 with -1, as they do."""
     snapmla.install_as_flash_mla()
-    q, kv = torch.zeros(3, 64, 576).bfloat16(), torch.zeros(9, 1, 576).bfloat16()
-    step = {
-        "q": q, "k_cache": kv, "indices": torch.zeros(3, 1, 64, dtype=torch.int32),
-        "sm_scale": SCALE,
-    }  # fmt: skip
-    with pytest.raises(NotImplementedError) as caught:
-        call(form, step)
-    assert str(caught.value) == form.says
+    torch.manual_seed(2)
+    q, kv = torch.full((2, 64, 576), torch.nan).bfloat16(), torch.randn(9, 1, 576).bfloat16()
+    q[:, :3] = torch.randn(2, 3, 576)
+    indices = torch.full((2, 1, 64), -1, dtype=torch.int32)
+    indices[..., :4] = torch.tensor([[4, 0, 8, 8], [1, 9, 2, 3]])[:, None]
+    out, most, lse = call(form, {"q": q, "k_cache": kv, "indices": indices, "sm_scale": SCALE})[:3]
+    job = PrefillJob(q[:, :3], kv, indices, None, None, SCALE)
+    errors = job.errors((out[:, :3], most[:, :3], lse[:, :3]))
+    assert errors.error <= errors.allowed and errors.lse_error < 1e-5, str(errors)

@@ -85,6 +85,75 @@ def test_flash_mla_names(truth: Truth) -> None:
         flash_mla_sparse_fwd(q, call["kv"], indices, 0.0)
 
 
+WHOLE = pytest.mark.whole_matrix
+
+
+@pytest.mark.parametrize(
+    "engine", ["sglang", pytest.param("lmdeploy", marks=WHOLE), pytest.param("v4", marks=WHOLE)]
+)
+def test_calls_of_engines(truth: Truth, engine: str) -> None:
+    """Lists of 128 with -1 behind what counts, heads padded by what memory holds, no lengths;
+    LMDeploy's strided rows; V4's chunks of queries into a larger ``out``, with
+    lengths and sinks."""
+    call, made = truth
+    heads, counts = 64, call["topk_length"]
+    q = call["q"].new_empty(S_Q, heads, 576).fill_(math.nan)
+    q[:, :H] = call["q"]
+    page_table = torch.full((S_Q, 128), -1, dtype=I32)
+    page_table[:, :TOPK] = call["indices"][:, 0]
+    page_table[torch.arange(128) >= counts[:, None]] = -1
+    kv = call["kv"]
+    if engine == "v4":
+        out, sink = torch.full((S_Q + 2, heads, 512), 7.0).to(BF16), torch.zeros(heads)
+        sink[:H] = call["attn_sink"]
+        for i in range(S_Q):
+            flash_mla_sparse_fwd(
+                q=q[i : i + 1], kv=kv.view(-1, 1, q.shape[-1]),
+                indices=page_table[i : i + 1].unsqueeze(1), sm_scale=SCALE, attn_sink=sink,
+                topk_length=counts[i : i + 1], out=out[i + 1 : i + 2],
+            )  # fmt: skip
+        assert torch.equal(out[1:-1, :H], made[0]) and (out[[0, -1]] == 7).all()
+        return
+    if engine == "lmdeploy":  # rows lie 128 bytes apart
+        kv = torch.full((S_KV, 1, 640), math.nan).to(BF16)[..., :576].copy_(kv)
+    out, *_, lse = flash_mla_sparse_fwd(
+        q=q, kv=kv, indices=page_table.unsqueeze(1), sm_scale=SCALE, d_v=512
+    )
+    without = sparse_prefill(**{**call, "attn_sink": None})
+    assert torch.equal(out[:, :H], without[0]) and torch.equal(lse[:, :H], without[2])
+
+
+@pytest.mark.whole_matrix
+def test_lse_of_what_the_indexer_chose(truth: Truth) -> None:
+    """Automodel's call: a fourth result; memory given, errors, a list that it covers, no rows."""
+    call, made = truth
+    for _ in range(2):
+        *three, first = flash_mla_sparse_fwd(
+            call["q"], call["kv"], call["indices"], SCALE, 512, call["attn_sink"],
+            call["topk_length"], indexer_topk=64,
+        )  # fmt: skip
+        assert same(three, made) and torch.equal(first, made[2])
+    into = torch.full((H, S_Q), 7.0).T
+    long = {**call, "indices": call["indices"].repeat(1, 1, 20), "topk_length": None}
+    *_, lse, first = sparse_prefill(**long, indexer_topk=64, lse_indexer=into)
+    of_64 = {**long, "indices": long["indices"][..., :64]}
+    assert first is into and torch.equal(first, sparse_prefill(**of_64)[2]) and (lse > first).all()
+    with pytest.raises(ValueError, match="lse_indexer: expected memory apart from lse"):
+        sparse_prefill(**long, indexer_topk=64, lse=into, lse_indexer=into)
+    *_, first = sparse_prefill(**{**call, "kv": call["kv"][:0]}, indexer_topk=64)
+    assert torch.isposinf(first).all()
+
+
+def test_the_indexer_where_calls_are_recorded() -> None:
+    """torch.compile breaks its graph; what else records is told so."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    call = given()
+    del call["q"]
+    with pytest.raises(ValueError, match="indexer_topk: expected 0 where a call is recorded"):
+        make_fx(lambda q: sparse_prefill(q, **call, indexer_topk=64))(given()["q"])
+
+
 def test_memory_given(truth: Truth) -> None:
     """Strided results; what lies between stays."""
     call, made = truth
@@ -211,6 +280,9 @@ WRONG: list[tuple[str, Any, type[Exception], str]] = [
     ("attn_sink", zeros(H + 1, dtype=F32), ValueError, r"attn_sink: expected shape \(3,\)"),
     ("attn_sink", zeros(H), TypeError, "attn_sink: expected dtype float32"),
     ("topk_length", zeros(S_Q, dtype=torch.int64), TypeError, "topk_length: expected dtype int32"),
+    ("indexer_topk", 100, ValueError, "indexer_topk: expected a multiple of 64, got 100"),
+    ("indexer_topk", True, TypeError, "indexer_topk: expected an int"),
+    ("lse_indexer", zeros(S_Q, H, dtype=F32), ValueError, "lse_indexer: expected None without"),
     ("topk_length", zeros(1, dtype=I32), ValueError, r"topk_length: expected shape \(2,\)"),
     ("out", zeros(S_Q, H, 512, dtype=F32), TypeError, "out: expected dtype bfloat16"),
     ("out", zeros(S_Q, H, 576), ValueError, r"out: expected shape \(2, 3, 512\)"),

@@ -489,9 +489,17 @@ def prefill_calls(device: str) -> dict[str, tuple[Any, ...]]:
         torch.zeros(HEADS, device=device), torch.tensor([3, 2], dtype=torch.int32, device=device),
     )  # fmt: skip
     figures = [torch.zeros(2, HEADS, device=device) for _ in range(2)]
+    cu_seqlens = torch.tensor([0, 2], dtype=torch.int32, device=device)
+    heads = (
+        torch.ones(2, 1, 192, **ones), torch.ones(2, 1, 128, **ones), torch.ones(2, 1, 64, **ones),
+        torch.ones(2, 1, 128, **ones), cu_seqlens, cu_seqlens.clone(), 2, 2, SCALE, True, False,
+    )  # fmt: skip
+    results = torch.zeros(2, 1, 128, **ones), torch.zeros(1, 2, device=device)
     return {
         "sparse_prefill": given,
         "sparse_prefill_out": (*given, torch.zeros(2, HEADS, 512, **ones), *figures),
+        "mha_prefill": heads,
+        "mha_prefill_out": (*heads, *results, None),
     }
 
 
@@ -515,7 +523,7 @@ NAMES = (
     "merge_states", "merge_states_out", "append_index_k", "index_logits_out", "index_topk",
     "index_topk_out", "fetch_index_k_out", "append_bytes", "rope_append_bytes", "fetch_bytes",
     "fetch_bytes_out", "select_topk", "select_topk_out",
-    "sparse_prefill", "sparse_prefill_out",
+    "sparse_prefill", "sparse_prefill_out", "mha_prefill", "mha_prefill_out",
 )  # fmt: skip
 
 
@@ -574,7 +582,7 @@ def test_opcheck_of_16_bits(name: str) -> None:
 def test_operators_are_told_the_format() -> None:
     """Bytes of its width are of no format by themselves."""
     kv, _, *rest = byte_calls("cpu")["fetch_bytes"]
-    with pytest.raises(ValueError, match="format: expected one of None, 'fp8_ds_mla', got 'fp8'"):
+    with pytest.raises(ValueError, match="format: expected one of None, 'fp8_ds_mla'.*, got 'fp8'"):
         torch.ops.snapmla.fetch_bytes(kv, "fp8", *rest)
     with pytest.raises(ValueError, match="content: expected content beside rope and scale"):
         torch.ops.snapmla.fetch_dequant(kv, None, None, *rest)

@@ -33,8 +33,17 @@ from tests.support.needs import needs_compiler
 
 SOURCE = ROOT / "snapmla" / "integrations" / "vllm" / "backend.py"
 PREFILL = SOURCE.with_name("prefill.py")
+SPARSE, INDEXER = SOURCE.with_name("sparse.py"), SOURCE.with_name("indexer.py")
 MLA = "vllm.model_executor.layers.attention.mla_attention"
 PREFILL_BASE = "vllm.v1.attention.backends.mla.prefill.base"
+SPARSE_MLA = "vllm.model_executor.layers.attention.sparse_mla_attention"
+# modules of vLLM by the names that our text has for them
+ALIASES = {
+    "mla": MLA, "sparse": SPARSE_MLA,
+    "sparse_utils": "vllm.v1.attention.backends.mla.sparse_utils",
+    "theirs": "vllm.model_executor.layers.sparse_attn_indexer",
+}  # fmt: skip
+RELIED = (*surface.RELIED, *surface.RELIED_SPARSE)
 
 
 # ---------------------------------------------------------------------------------- vLLM's classes
@@ -46,12 +55,26 @@ PREFILL_BASE = "vllm.v1.attention.backends.mla.prefill.base"
 )
 @pytest.mark.parametrize("release", fetch_vllm.RELEASES)
 def test_vllms_own_classes(release: str, case: str) -> None:
+    drive("vllm_driver", release, case)
+
+
+@needs_compiler
+@pytest.mark.parametrize("case", ["decode", "graphs", "prompts", "ranks", "layer", "refusals"])
+@pytest.mark.parametrize("release", fetch_vllm.RELEASES)
+def test_vllms_classes_of_sparse_attention(release: str, case: str) -> None:
+    if case in ("ranks", "layer") and release != fetch_vllm.RELEASES[-1]:
+        pytest.skip(f"vLLM {release} has no such thing")
+    drive("vllm_sparse_driver", release, case)
+
+
+def drive(driver: str, release: str, case: str) -> None:
+    """A case of a driver, in a process that has the release on its path."""
     path = fetch_vllm.path_of(release)
     if path is None:
         pytest.skip(f"vLLM {release} is not there: python -m tests.support.fetch_vllm")
     folders = os.pathsep.join(map(str, (ROOT, *path)))
     done = subprocess.run(
-        [sys.executable, "-m", "tests.support.vllm_driver", case],
+        [sys.executable, "-m", f"tests.support.{driver}", case],
         env={**os.environ, "PYTHONPATH": folders, "VLLM_LOGGING_LEVEL": "CRITICAL"},
         cwd=ROOT, capture_output=True, text=True,
     )  # fmt: skip
@@ -64,26 +87,29 @@ def test_vllms_own_classes(release: str, case: str) -> None:
 
 def methods() -> Iterator[tuple[str, ast.FunctionDef]]:
     """The methods of our classes that override vLLM's, as ``Base.method``."""
-    for path, module in ((SOURCE, MLA), (PREFILL, PREFILL_BASE)):
+    sources = ((SOURCE, MLA), (PREFILL, PREFILL_BASE), (SPARSE, SPARSE_MLA))
+    for path, module in sources:
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.ClassDef) and node.bases:
-                base = ast.unparse(node.bases[0]).removeprefix("mla.").partition("[")[0]
+                base = ast.unparse(node.bases[0]).removeprefix("mla.").removeprefix("sparse.")
+                base = {"_Impl": "SparseMLACommonImpl"}.get(base, base.partition("[")[0])
                 for item in node.body:
                     if isinstance(item, ast.FunctionDef):
                         yield f"{module}:{base}.{item.name}", item
 
 
-OVERRIDES = {name: method for name, method in methods() if name in surface.RELIED}
+OVERRIDES = {name: method for name, method in methods() if name in RELIED}
 
 
 def test_overrides_are_on_record() -> None:
-    bases = (f"{MLA}:MLACommon", f"{PREFILL_BASE}:MLAPrefillBackend.")
-    wanted = {n.rpartition(".")[2] for n in surface.RELIED if n.startswith(bases)}
+    bases = (f"{MLA}:MLACommon", f"{PREFILL_BASE}:MLAPrefillBackend.", f"{SPARSE_MLA}:SparseMLA")
+    wanted = {n.rpartition(".")[2] for n in RELIED if n.startswith(bases)}
     assert {name.rpartition(".")[2] for name in OVERRIDES} >= {
         "_build_decode", "build_for_cudagraph_capture", "forward_mqa", "do_kv_cache_update",
         "_compute_prefill_context", "_context_parallel_compute_prefill_context", "customize_spec",
         "forward_mha", "_concat_k_nope_k_pe", "run_prefill_new_tokens", "run_prefill_context_chunk",
-        "supports_out", "supports_compute_capability",
+        "supports_out", "supports_compute_capability", "_forward_mqa_kernel", "build",
+        "update_draft_decode_metadata",
     }  # fmt: skip
     assert {name.rpartition(".")[2] for name in OVERRIDES} <= wanted
     assert set(surface.recorded()) == set(fetch_vllm.RELEASES)
@@ -110,25 +136,25 @@ def test_an_override_takes_what_vllm_passes(release: str, name: str) -> None:
 def test_what_the_backend_uses_is_on_record() -> None:
     """Names that it imports from vLLM, and attributes of vLLM's MLA module."""
     used = set()
-    for path in (SOURCE, PREFILL, SOURCE.with_name("__init__.py")):
+    for path in (SOURCE, PREFILL, SPARSE, INDEXER, SOURCE.with_name("__init__.py")):
         tree = ast.parse(path.read_text())
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("vllm"):
                 used |= {f"{node.module}:{alias.name}" for alias in node.names}
-            if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "mla":
-                used.add(f"{MLA}:{node.attr}")
-    modules = {name.partition(":")[0] for name in surface.RELIED}
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ALIASES:
+                used.add(f"{ALIASES[ast.unparse(node.value)]}:{node.attr}")
+    modules = {name.partition(":")[0] for name in RELIED}
     for name in used:
         module, _, attribute = name.partition(":")
         if f"{module}.{attribute}" in modules:  # a module
             continue
-        assert any(k == name or k.startswith(f"{name}.") for k in surface.RELIED), name
+        assert any(k == name or k.startswith(f"{name}.") for k in RELIED), name
 
 
 @pytest.mark.parametrize("release", fetch_vllm.RELEASES)
 def test_records_have_what_is_needed(release: str) -> None:
     record = surface.recorded()[release]
-    assert set(record) == {*surface.RELIED, *surface.REFUSED}
+    assert set(record) == {*RELIED, *surface.REFUSED}
     absent = {name for name, value in record.items() if value is False}
     assert absent <= surface.OPTIONAL | set(surface.REFUSED)
 
@@ -189,6 +215,7 @@ def test_another_name_of_a_member_is_told(monkeypatch: pytest.MonkeyPatch) -> No
     module.Mode = enum.IntEnum("Mode", {"OLD": 12, "CUSTOM": 12, "OWN": 13})  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(surface, "RELIED", ("modes_of_ours:Mode.CUSTOM", "modes_of_ours:Mode.OWN"))
+    monkeypatch.setattr(surface, "RELIED_SPARSE", ())
     found = surface.read()
     assert found["modes_of_ours:Mode.CUSTOM"] == ["another name of OLD"]
     assert found["modes_of_ours:Mode.OWN"] is True
@@ -273,6 +300,63 @@ def test_models_of_sparse_attention() -> None:
     layer.use_sparse = True
     with pytest.raises(ValueError, match="DSA.*layer layers.0 is sparse"):
         refuse.layers([("layers.0", layer)], MLAAttention)
+
+
+def sparse_configuration(attention: dict[str, Any], **parallel: Any) -> Any:
+    """vLLM's, as far as the sparse backend looks at it."""
+    return types.SimpleNamespace(
+        attention_config=types.SimpleNamespace(**attention),
+        parallel_config=types.SimpleNamespace(**parallel),
+    )
+
+
+@pytest.mark.parametrize(
+    ("attention", "parallel", "newer", "said"),
+    [
+        ({"hisparse_config": 1}, {}, True, "leave attention_config.hisparse_config unset"),
+        ({"use_fp4_indexer_cache": True}, {}, False, "an index cache of FP4 is not read"),
+        ({"indexer_kv_dtype": "mxfp4"}, {}, True, "an index cache of FP4 is not read"),
+        ({}, {"prefill_context_parallel_size": 2}, True, "--prefill-context-parallel-size at 1"),
+        ({}, {"decode_context_parallel_size": 2}, False, "or use vLLM 0.33"),
+    ],
+)
+def test_what_sparse_attention_is_not_served_with(
+    attention: dict[str, Any], parallel: dict[str, Any], newer: bool, said: str
+) -> None:
+    with pytest.raises(ValueError, match=r"^snapmla: [^\n]*$") as caught:
+        refuse.sparse_settings(sparse_configuration(attention, **parallel), newer)
+    assert said in str(caught.value)
+    served = {"use_fp4_indexer_cache": False, "indexer_kv_dtype": "fp8", "hisparse_config": None}
+    refuse.sparse_settings(sparse_configuration(served, decode_context_parallel_size=2), True)
+
+
+def test_rows_of_another_kind() -> None:
+    refuse.sparse_layer(576, "fp8_ds_mla")
+    with pytest.raises(ValueError, match="cache is 'auto': start vLLM with --kv-cache-dtype fp8"):
+        refuse.sparse_layer(576, "auto")
+    with pytest.raises(ValueError, match=r"rows of 512 \+ 64 channels, this layer's have 512"):
+        refuse.sparse_layer(512, "fp8_ds_mla")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"n_head": 48}, "has 48 heads, ours knows 32 or 64"),
+        ({"head_dim": 64}, "has 64 channels of a key, ours knows 128"),
+        ({"quant_block_size": 64}, "has 64 channels of a scale, ours knows 128"),
+        ({"topk_tokens": 4096}, "chooses 4096 tokens is not served, 1 to 2048 are"),
+        ({"k_cache": None}, "names no cache of its keys"),
+    ],
+)
+def test_indexers_of_another_kind(change: dict[str, Any], said: str) -> None:
+    known = {
+        "n_head": 64, "head_dim": 128, "quant_block_size": 128, "topk_tokens": 2048,
+        "k_cache": types.SimpleNamespace(prefix="layers.0"),
+    }  # fmt: skip
+    refuse.indexer(types.SimpleNamespace(**known))
+    with pytest.raises(ValueError, match=r"^snapmla: [^\n]*$") as caught:
+        refuse.indexer(types.SimpleNamespace(**known | change))
+    assert said in str(caught.value)
 
 
 class Generic:
@@ -365,7 +449,8 @@ class Registry:
         self.backends: list[tuple[Any, str]] = []
         self.dtypes: dict[str, Any] = {}
         self.prefill: list[tuple[Any, str]] = []
-        members, prefill_members = {"CUSTOM": "custom"}, {"CUSTOM": "custom"}
+        members = {"CUSTOM": "custom", "FLASHMLA_SPARSE": "flashmla_sparse"}
+        prefill_members = {"CUSTOM": "custom"}
 
         def register_backend(backend: Any, path: str) -> None:
             self.backends.append((backend, path))
@@ -376,7 +461,13 @@ class Registry:
             self.prefill.append((backend, path))
             prefill_members.setdefault(backend, backend)
 
-        enum = types.SimpleNamespace(CUSTOM="custom", __members__=members)
+        class Names(types.SimpleNamespace):
+            """The enumeration of backends."""
+
+            def __getitem__(self, name: str) -> str:
+                return members[name]
+
+        enum = Names(CUSTOM="custom", __members__=members)
         prefill = {
             "MLAPrefillBackendEnum": types.SimpleNamespace(
                 CUSTOM="custom", __members__=prefill_members
@@ -412,12 +503,25 @@ def test_register_may_be_called_again(monkeypatch: pytest.MonkeyPatch, newer: bo
     plugin.register()
     path = "snapmla.integrations.vllm.backend.SnapMLABackend"
     names = ["custom", "SNAPMLA", "custom"] if newer else ["custom", "custom"]
-    assert found.backends == [(name, path) for name in names]
+    sparse = "snapmla.integrations.vllm.sparse.SnapMLASparseBackend"
+    assert [each for each in found.backends if each[1] != sparse] == [(n, path) for n in names]
+    told = [name for name, where in found.backends if where == sparse]
+    assert told == (["SNAPMLA_SPARSE"] if newer else []), "nobody's name is taken unasked"
     path = "snapmla.integrations.vllm.prefill.SnapMLAPrefillBackend"
     assert found.prefill == [(name, path) for name in names], "under the same names"
     assert list(found.dtypes) == (["snapmla"] if newer else [])
     if newer:
         assert found.dtypes["snapmla"].torch_dtype() is torch.uint8
+
+
+@pytest.mark.parametrize("newer", [False, True])
+def test_the_name_of_vllms_own_sparse_backend(monkeypatch: pytest.MonkeyPatch, newer: bool) -> None:
+    """Taken if a switch says so, where a release leaves no other."""
+    monkeypatch.setenv("SNAPMLA_VLLM_SPARSE", "1")
+    found = Registry(monkeypatch, newer)
+    plugin.register()
+    told = [name for name, path in found.backends if path.endswith("SnapMLASparseBackend")]
+    assert told == ["SNAPMLA_SPARSE" if newer else "flashmla_sparse"]
 
 
 def test_nothing_of_vllm_is_imported_before_it_is_asked_for() -> None:
@@ -519,7 +623,8 @@ def test_check_of_an_installation_that_works(folder: Path, monkeypatch: pytest.M
     assert done.exit_code == 0, done.stdout
     assert [line[:2] for line in done.stdout.splitlines()] == ["ok"] * 6
     (refused,) = (line for line in done.stdout.splitlines() if "refused" in line)
-    assert "(MultiHeadLatentAttention, DeepseekV32Attention), and models with index_topk" in refused
+    assert "(MultiHeadLatentAttention, DeepseekV32Attention): for those start vLLM" in refused
+    assert "models with index_topk (DSA) have a backend of their own, SNAPMLA_SPARSE" in refused
 
 
 def test_the_record_is_written_as_it_is_read(

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from snapmla import PagedKVCache, ds_mla
+from dsl_kernels.cache_records import ds_mla
+from snapmla import PagedKVCache, byte_cache
 from snapmla.testing import fetched
 from snapmla.testing.rope import rms_norm_rows, rotate_rows
 from snapmla.testing.workloads import samples
@@ -22,6 +23,10 @@ from tests.support.rows import DTYPES, FP8, INDEX, device_of, joint, kernel, lat
 pytestmark = needs_kernels
 FORMAT, ROW = ds_mla.FORMAT, ds_mla.ROW_BYTES
 FLT_MIN = torch.finfo(torch.float32).tiny
+
+
+def fields_of(kv: Tensor) -> byte_cache.Fields:
+    return byte_cache.fields_of(ds_mla.RECORD, kv)
 
 
 def vllm_row(c: Tensor, r: Tensor, power_of_two: bool = False) -> Tensor:
@@ -94,7 +99,7 @@ def test_append(
     at = slots[kept] // page_size, slots[kept] % page_size
     rows[at] = vllm_rows(c[kept], r[kept], bool(power_of_two)).unsqueeze(1)
     assert_same(memory, want)
-    scale = ds_mla.fields_of(rows)[2][at]
+    scale = fields_of(rows)[2][at]
     assert (scale == FLT_MIN).any() and scale.isnan().any() and (scale > 100).any()
     assert (scale[:, :1] != scale).any(1).sum() > 5
 
@@ -163,7 +168,7 @@ def test_norm_and_rope(target: str, power_of_two: int) -> None:
         c[kept], r[kept], bool(power_of_two)
     ).unsqueeze(1)
     assert_same(memory, want)
-    assert kept.sum() == 6 and ds_mla.fields_of(rows)[2].isnan().any(2).sum() == 3
+    assert kept.sum() == 6 and fields_of(rows)[2].isnan().any(2).sum() == 3
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -171,7 +176,9 @@ def test_norm_and_rope(target: str, power_of_two: int) -> None:
 def test_fetch_pages(target: str, page_size: int) -> None:
     """Tokens of a warp in pages far apart; garbage behind the last page; rows past the lengths."""
     lengths = (75, 0, 33, 1)
-    cache, table, seqlens = samples.filled_ds_mla(lengths, page_size, strided=page_size == 69)
+    cache, table, seqlens = samples.filled_bytes(
+        FORMAT, lengths, page_size, strided=page_size == 69
+    )
     device, slots = device_of(target), fetched.padded_slots(table, seqlens, page_size, 80)
     want = fetched.rows_at(cache, slots, torch.bfloat16, 7.0)
     table[1] = 2147480000
@@ -186,9 +193,9 @@ def test_fetch_pages(target: str, page_size: int) -> None:
 @pytest.mark.parametrize("target", TARGETS)
 def test_scales_of_any_size(target: str) -> None:
     """0 is zeros, whatever the bytes; the smallest numbers are numbers; NaN and infinity stay."""
-    cache = samples.poisoned_ds_mla(2, 9)
+    cache = samples.poisoned_bytes(FORMAT, 2, 9)
     kv = cache.named_tensors["kv"]
-    content, rope, scale = ds_mla.fields_of(kv)
+    content, rope, scale = fields_of(kv)
     content.view(torch.uint8)[0, :] = torch.arange(512).view(2, 256).flip(0).flatten().byte()
     rope[0] = torch.randn(9, 64).bfloat16()
     scale[0] = torch.tensor(

@@ -54,6 +54,7 @@ def judged(heads: int, rows: int, given: dict[str, Any]) -> selfcheck.Result:
     return work.judge(spec_of(heads, rows), [call])
 
 
+@whole  # some run in test_variants.py
 @each_variant
 def test_clean_and_right(heads: int, rows: int) -> None:
     """Out of order, with copies landing at random: no hazard, no wrong score, none too many."""

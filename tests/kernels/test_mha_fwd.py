@@ -47,6 +47,7 @@ def run(kernel: Any, job: MhaJob, **changed: Any) -> tuple[Tensor, Tensor]:
     return given["out"], given["lse"]
 
 
+@pytest.mark.whole_matrix  # the main one runs in test_variants.py
 @pytest.mark.parametrize("name", EVERY)
 def test_clean_and_right(name: str) -> None:
     """The workload: ragged ends beside NaN and 1e30, rows without keys, moving frames."""

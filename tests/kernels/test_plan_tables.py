@@ -151,6 +151,7 @@ def permuted(step: Step, pick: random.Random) -> Tables:
 KINDS: tuple[Callable[[Step, random.Random], Tables], ...] = (
     uniform, small, corrupted, larger_batch, permuted,
 )  # fmt: skip
+EVERYDAY = ("decode_etap_r16_p64_obf16_sm90a", "decode_etap_r128_p64_obf16_sm90a")
 CASES = {
     "decode_etap_r16_p64_obf16_sm90a": 100,
     "decode_etap_r64_p16_obf16_sm90a": 12,
@@ -175,10 +176,10 @@ def checked(case: int) -> Options:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=[pytest.mark.whole_matrix] if "dual_wg" in n else []) for n in CASES],
-)
+NAMES = [pytest.param(n, marks=[] if n in EVERYDAY else [pytest.mark.whole_matrix]) for n in CASES]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_random_tables(name: str, pytestconfig: pytest.Config) -> None:
     step, pick = Step(name), random.Random(name)
     cases = CASES[name] if pytestconfig.getoption("--whole-matrix") else CASES[name] // 4
@@ -189,7 +190,7 @@ def test_random_tables(name: str, pytestconfig: pytest.Config) -> None:
             step.run(tables, merges=case % 8 == 7, more=more if case % 3 else ALONE)
 
 
-@pytest.mark.parametrize("name", list(CASES)[:4])
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("planned", [LENGTHS, MORE, (65, 0, 1000)], ids=["own", "more", "longer"])
 def test_tables_of_another_step_give_what_both_have(name: str, planned: tuple[int, ...]) -> None:
     """Items of sequences that are not there are left out; of tiles behind the block table's end a

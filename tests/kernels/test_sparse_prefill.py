@@ -61,7 +61,8 @@ def expect_right(kernel: Any, job: PrefillJob) -> Results:
     return found
 
 
-@pytest.mark.parametrize("name", some(NAMES, MAIN, FEW))
+@pytest.mark.whole_matrix  # some run in test_variants.py
+@pytest.mark.parametrize("name", NAMES)
 def test_clean_and_right(name: str) -> None:
     """The workload, copies landing at random."""
     with using(mutate.schedule(0)):
@@ -180,6 +181,35 @@ def test_bits_do_not_depend_on_the_call(name: str) -> None:
     assert (
         (wide[:, 66:] == 5).all() and (wide[..., 512:] == 5).all() and (figures[:, 66:] == 5).all()
     )
+
+
+@pytest.mark.whole_matrix
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("style", ["swings", "plain"])
+def test_lse_of_what_the_indexer_chose(name: str, style: str) -> None:
+    """Lists that end before, at and behind it, are empty, and have no row in its part; out,
+    max_logits and LSE have the bits of a call without it."""
+    spec, kernel = kernel_of(name.replace("_sm90a", "_indexer_sm90a"))
+    assert spec.figures == "indexer"
+    torch.manual_seed(9)
+    heads, lengths = spec.row_tile + 3, (200, 128, 127, 1, 0, 129, 200)
+    job = PrefillJob.draw(
+        spec, 7, heads, 150, 200, lengths=lengths, sink=True, style=style, ctas=3
+    )  # fmt: skip
+    job.indices[6, 0, :128] = -1
+    for chosen in (64, 128, 256):
+        with using(CHECKED):
+            given = replace(job, indexer_topk=chosen).arguments()
+            kernel(*(given[x] for x in kernel.names.arguments))
+        found = tuple(given[x] for x in ("out", "max_logits", "lse", "lse_indexer"))
+        errors = replace(job, indexer_topk=chosen).errors(found)
+        assert errors.right, str(errors)
+        assert (found[3][4] == INF).all() and bool((found[3][6] == INF).all()) == (chosen < 256)
+        if chosen == 256:
+            assert torch.equal(found[3], found[2])
+    plain = kernel_of(name)[1]
+    for a, b in zip(run(plain, replace(job, indexer_topk=None)), found, strict=False):
+        assert torch.equal(a, b)
 
 
 @pytest.mark.whole_matrix

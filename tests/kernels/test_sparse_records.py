@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from dsl_kernels.ds_mla import LEAST_SCALE, ROPE_AT, ROW_BYTES, SCALES_AT
+from dsl_kernels.cache_records.ds_mla import LEAST_SCALE, ROPE_AT, ROW_BYTES, SCALES_AT
 from dsl_kernels.spec import VariantSpec
 from snapmla import runtime
 from snapmla.testing import record_job, selfcheck

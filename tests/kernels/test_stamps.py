@@ -47,6 +47,7 @@ def test_events_come_in_order() -> None:
 
 
 @needs_compiler
+@pytest.mark.whole_matrix
 def test_only_first_tiles_are_recorded() -> None:
     """The software GPU's clock counts readings: as many of one tile an item as of eight."""
     ends = []
@@ -66,6 +67,7 @@ def test_stamps_are_in_no_matrix() -> None:
 
 
 @needs_compiler
+@pytest.mark.whole_matrix
 def test_ordinary_builds_read_no_clock(variant_dir: Path) -> None:
     spec = decode_spec("etap", 16, 64, "bf16")
     for stamps in (0, 1):

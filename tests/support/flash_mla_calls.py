@@ -1,7 +1,7 @@
 """How engines call the module ``flash_mla``: forms of calls, as they stand in named commits.
 
-A form is a function, what is given by place and what by name, and what our module does: it answers,
-or refuses by name what is not built.  Values are of the step that replays them.
+A form is a function, what is given by place and what by name.  Values are of the step that replays
+them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ class Form:
         who: project and commit. function: of ``flash_mla``.
         places, names: arguments by place and by name; those of ``constants`` have that value, all
             others are the step's.
-        says: how the refusal begins; empty where it answers.
     """
 
     who: str
@@ -26,7 +25,6 @@ class Form:
     places: tuple[str, ...] = ()
     names: tuple[str, ...] = ()
     constants: tuple[tuple[str, Any], ...] = ()
-    says: str = ""
 
     def arguments(self, step: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
         """By place and by name, of a step's values."""
@@ -71,15 +69,11 @@ SPARSE = Form(
     LMDEPLOY, "flash_mla_with_kvcache", ("q",), _DECODE,
     (("causal", False), ("is_fp8_kvcache", True)),
 )  # fmt: skip
-_PREFILL = "flash_mla_sparse_fwd: sparse prefill is not built yet"
-REFUSED = (
-    Form(
-        LMDEPLOY, "flash_mla_sparse_fwd", ("q", "k_cache", "indices"), ("sm_scale",), says=_PREFILL
-    ),
+PREFILL = (
+    Form(LMDEPLOY, "flash_mla_sparse_fwd", ("q", "k_cache", "indices"), ("sm_scale",)),
     Form(
         AUTOMODEL, "flash_mla_sparse_fwd", ("q", "k_cache", "indices", "sm_scale"),
         ("d_v", "attn_sink", "topk_length", "indexer_topk"),
         (("d_v", 512), ("attn_sink", None), ("topk_length", None), ("indexer_topk", 0)),
-        says=_PREFILL,
     ),
 )  # fmt: skip

@@ -6,6 +6,13 @@ processes; nothing of vLLM is imported before.  Then::
     vllm serve MODEL --attention-backend CUSTOM --kv-cache-dtype fp8_ds_mla --block-size 64  # 0.26
     vllm serve MODEL --attention-backend SNAPMLA --kv-cache-dtype snapmla --block-size 64    # 0.33
 
+DSA models (DeepSeek-V3.2, GLM-5) have a backend of their own (``sparse.py``), with our indexer::
+
+    SNAPMLA_VLLM_SPARSE=1 vllm serve MODEL --attention-backend FLASHMLA_SPARSE ...     # 0.26
+    vllm serve MODEL --attention-backend SNAPMLA_SPARSE --kv-cache-dtype fp8_ds_mla    # 0.33
+
+0.26 has no name left for it, so there it takes the one of vLLM's own, where that is asked for.
+
 Prompts are computed by vLLM's own prefill backend, or by ours where it is asked for, which was not
 run on a GPU yet (``prefill.py`` says how).
 
@@ -14,11 +21,16 @@ run on a GPU yet (``prefill.py`` says how).
 
 from __future__ import annotations
 
-__all__ = ["BACKEND", "CACHE_DTYPE", "register"]
+from snapmla import env
+
+__all__ = ["BACKEND", "CACHE_DTYPE", "SPARSE_BACKEND", "register"]
 
 BACKEND = "SNAPMLA"  # its name where a release lets a plugin choose one, else CUSTOM
 CACHE_DTYPE = "snapmla"  # where a release lets a plugin add one, else fp8_ds_mla
+SPARSE_BACKEND = "SNAPMLA_SPARSE"  # likewise, for models of sparse attention
+OVERRIDDEN = "FLASHMLA_SPARSE"  # else the name of vLLM's own, if ``env.VLLM_SPARSE`` asks for it
 _CLASS = "snapmla.integrations.vllm.backend.SnapMLABackend"
+_SPARSE = "snapmla.integrations.vllm.sparse.SnapMLASparseBackend"
 _PREFILL = "snapmla.integrations.vllm.prefill.SnapMLAPrefillBackend"
 
 
@@ -26,8 +38,9 @@ def register() -> None:
     """Makes the backend known to vLLM; may be called again.
 
     ``CUSTOM`` is given to it in every release.  Releases that take new names get ``SNAPMLA`` and
-    the cache dtype ``snapmla``, whose tokens take 644 bytes.  The prefill backend has the same
-    names; vLLM does not choose it by itself.
+    the cache dtype ``snapmla``, whose tokens take 644 bytes, and ``SNAPMLA_SPARSE``; others give
+    ``FLASHMLA_SPARSE`` away if ``SNAPMLA_VLLM_SPARSE`` says so.  The prefill backend has the names
+    of the first; vLLM does not choose it by itself.
     """
     from vllm.v1.attention.backends.mla.prefill.registry import (
         MLAPrefillBackendEnum,
@@ -39,10 +52,14 @@ def register() -> None:
     register_mla_prefill_backend(MLAPrefillBackendEnum.CUSTOM, _PREFILL)
     try:
         from vllm.config.cache import KV_CACHE_DTYPES, register_kv_cache_dtype
-    except ImportError:
-        return  # a release of fixed names
+    except ImportError:  # a release of fixed names
+        if env.VLLM_SPARSE.enabled():
+            register_backend(AttentionBackendEnum[OVERRIDDEN], _SPARSE)
+        return
     if BACKEND not in AttentionBackendEnum.__members__:
         register_backend(BACKEND, _CLASS)
+    if SPARSE_BACKEND not in AttentionBackendEnum.__members__:
+        register_backend(SPARSE_BACKEND, _SPARSE)
     if BACKEND not in MLAPrefillBackendEnum.__members__:
         register_mla_prefill_backend(BACKEND, _PREFILL)
     if CACHE_DTYPE not in KV_CACHE_DTYPES:

@@ -7,11 +7,17 @@ import json
 import os
 import sys
 from collections.abc import Iterator
+from typing import Annotated
 
 import typer
 
+from dsl_kernels.cache_records.ds_mla import FORMAT
 from dsl_kernels.spec import VariantSpec
 from snapmla import info
+from snapmla.dispatch.calls import choose_sparse
+from snapmla.dispatch.cards import cards
+from snapmla.dsa import shapes
+from snapmla.dsa.index_logits import unit_choices
 from snapmla.errors import SnapMLAError
 from snapmla.integrations import findings
 from snapmla.integrations.findings import Finding, card
@@ -46,7 +52,7 @@ def names() -> Iterator[Finding]:
     said = surface.differences(found, known)
     yield from (Finding(*each) for each in said)
     if not said:
-        count = len(surface.RELIED) + len(surface.REFUSED)
+        count = len(surface.RELIED) + len(surface.RELIED_SPARSE) + len(surface.REFUSED)
         yield Finding(True, f"{count} names and signatures of vllm are as known")
 
 
@@ -57,7 +63,8 @@ def not_served() -> Finding:
     return Finding(
         True,
         "refused, each in a sentence: MLA layers that are not MLAAttention with its own forward "
-        f"({', '.join(layers)}), and models with index_topk (DSA): for those {refuse.INSTEAD}",
+        f"({', '.join(layers)}): for those {refuse.INSTEAD}; models with index_topk (DSA) have a "
+        "backend of their own, SNAPMLA_SPARSE (0.26: FLASHMLA_SPARSE with SNAPMLA_VLLM_SPARSE=1)",
     )
 
 
@@ -77,19 +84,41 @@ def needed() -> list[VariantSpec]:
     ]
 
 
-def kernels() -> Iterator[Finding]:
-    """The kernels that the backend calls: built, to be compiled at first use, or missing."""
-    return findings.kernels(needed(), ARCH)
+def needed_sparse() -> list[VariantSpec]:
+    """Kernels that the sparse backend and its indexer call, of any model's heads and lengths."""
+    card = next(card for card in cards() if card.arch == ARCH)
+    tiles = (choose_sparse(card, heads, cache=FORMAT) for heads in (16, 32, 64, 128))
+    return [
+        VariantSpec(op="append_kv", arch=ARCH, index_dtype="i64", cache_dtype=FORMAT),
+        VariantSpec(op="plan_decode", arch=ARCH),
+        VariantSpec(op="fetch_dequant", arch=ARCH, mode="ragged", cache_dtype=FORMAT),
+        VariantSpec(op="append_index_k", arch=ARCH, index_dtype="i64"),
+        *(
+            VariantSpec(op="index_logits", arch=ARCH, heads=heads, unit_rows=rows)
+            for heads in refuse.INDEX_HEADS
+            for rows in unit_choices(heads)
+        ),
+        VariantSpec(op="index_rows", arch=ARCH),
+        *(VariantSpec(op="select_topk", arch=ARCH, **shape._asdict()) for shape in shapes.ALL),
+        *dict.fromkeys(tiles),
+    ]
+
+
+def kernels(sparse: bool = False) -> Iterator[Finding]:
+    """The kernels that a backend calls: built, to be compiled at first use, or missing."""
+    return findings.kernels(needed_sparse() if sparse else needed(), ARCH)
 
 
 @app.command()
-def check() -> None:
+def check(
+    sparse: Annotated[bool, typer.Option(help="with DSA models, by SNAPMLA_SPARSE")] = False,
+) -> None:
     """Say whether this installation will work, and why not; exit code 1 if not."""
     try:
         found = [release()]
         if found[0].ok is not False:
             found += [*names(), not_served()]
-        found += [entry_point(), card(), *kernels()]
+        found += [entry_point(), card(), *kernels(sparse)]
     except (SnapMLAError, ValueError) as error:  # or a variable without meaning
         found.append(Finding(False, str(error)))
     for finding in found:

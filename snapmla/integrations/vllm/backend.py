@@ -345,14 +345,14 @@ class SnapMLAImpl(mla.MLACommonImpl[SnapMLAMetadata]):
     def _compute_prefill_context(
         self, q: torch.Tensor, kv_c_and_k_pe_cache: torch.Tensor, *rest: Any, **options: Any
     ) -> Any:
-        with _operators().fetching_from(self._cache(kv_c_and_k_pe_cache)):
+        with operators().fetching_from(self._cache(kv_c_and_k_pe_cache)):
             return super()._compute_prefill_context(q, kv_c_and_k_pe_cache, *rest, **options)
 
     def _context_parallel_compute_prefill_context(
         self, q: torch.Tensor, kv_c_and_k_pe_cache: torch.Tensor, *rest: Any, **options: Any
     ) -> Any:
         compute = super()._context_parallel_compute_prefill_context
-        with _operators().fetching_from(self._cache(kv_c_and_k_pe_cache)):
+        with operators().fetching_from(self._cache(kv_c_and_k_pe_cache)):
             return compute(q, kv_c_and_k_pe_cache, *rest, **options)
 
 
@@ -400,7 +400,7 @@ class _Operators:
             self._theirs.gather_and_maybe_dequant_cache(*given, **named)
 
 
-def _operators() -> _Operators:
+def operators() -> _Operators:
     """Ours, in the place of vLLM's."""
     if not isinstance(mla.ops, _Operators):
         mla.ops = _Operators(mla.ops)

@@ -16,9 +16,12 @@ INSTEAD = (
     "start vLLM without --attention-backend and --kv-cache-dtype, and it takes a backend of its own"
 )
 SPARSE = (
-    "snapmla: sparse attention (DSA: DeepSeek-V3.2, GLM-5) is not served, as this backend reads "
-    f"every cached token: {INSTEAD}"
+    "snapmla: sparse attention (DSA: DeepSeek-V3.2, GLM-5) is not served by this backend, which "
+    "reads every cached token: start vLLM with --attention-backend SNAPMLA_SPARSE (0.26: "
+    "FLASHMLA_SPARSE, and SNAPMLA_VLLM_SPARSE=1) --kv-cache-dtype fp8_ds_mla"
 )
+MOST_CHOSEN = 2048  # tokens that a query token's indexer chooses
+INDEX_HEADS, INDEX_DIM = (32, 64), 128
 
 
 def settings(vllm_config: Any) -> None:
@@ -103,3 +106,93 @@ def _unknown(found: Any, known: type) -> str | None:
         if own or getattr(type(found), method, None) is not getattr(known, method, None):
             return f"replaces {known.__name__}.{method}"
     return None
+
+
+# ------------------------------------------------------------------------------- sparse attention
+
+
+def sparse_settings(vllm_config: Any, newer: bool) -> None:
+    """Stops at what the sparse backend and its indexer do not serve.
+
+    Args:
+        newer: whether the release gives a sparse backend's LSE to context parallelism.
+
+    Raises:
+        ValueError: saying which setting to change.
+    """
+    attention, parallel = vllm_config.attention_config, vllm_config.parallel_config
+    if getattr(attention, "hisparse_config", None) is not None:
+        raise ValueError(
+            "snapmla: HiSparse moves tokens of the cache to the host in rows that this backend "
+            "would not see: leave attention_config.hisparse_config unset"
+        )
+    if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
+        raise ValueError(
+            "snapmla: prefill context parallelism is not served with sparse attention: leave "
+            "--prefill-context-parallel-size at 1"
+        )
+    if not newer and getattr(parallel, "decode_context_parallel_size", 1) > 1:
+        raise ValueError(
+            "snapmla: this vLLM merges no partial results of sparse attention: leave "
+            "--decode-context-parallel-size at 1, or use vLLM 0.33"
+        )
+    fp4 = getattr(attention, "use_fp4_indexer_cache", False)
+    if fp4 or getattr(attention, "indexer_kv_dtype", None) == "mxfp4":
+        raise ValueError(
+            "snapmla: an index cache of FP4 is not read: leave use_fp4_indexer_cache and "
+            "indexer_kv_dtype of the attention configuration unset"
+        )
+
+
+def sparse_layer(
+    head_size: int, kv_cache_dtype: str, row_bytes: tuple[int, str] = (576, "fp8_ds_mla")
+) -> None:
+    """Stops at rows of the cache that are not DeepSeek-V3.2's.
+
+    Raises:
+        ValueError: saying what of the layer is otherwise.
+    """
+    channels, dtype = row_bytes
+    if kv_cache_dtype != dtype:
+        raise ValueError(
+            f"snapmla: sparse attention reads rows of 656 bytes, this layer's cache is "
+            f"{kv_cache_dtype!r}: start vLLM with --kv-cache-dtype {dtype}"
+        )
+    if head_size != channels:
+        raise ValueError(
+            f"snapmla: sparse attention reads rows of 512 + 64 channels, this layer's have "
+            f"{head_size} in all: {INSTEAD}"
+        )
+
+
+def indexer(found: Any) -> None:
+    """Stops at a layer's indexer whose keys or choices ours does not know.
+
+    Args:
+        found: with ``n_head``, ``head_dim``, ``topk_tokens``, ``quant_block_size``, ``k_cache``.
+
+    Raises:
+        ValueError: saying what of it is otherwise.
+    """
+    told = {
+        "heads": (getattr(found, "n_head", None), INDEX_HEADS),
+        "channels of a key": (getattr(found, "head_dim", None), (INDEX_DIM,)),
+        "channels of a scale": (getattr(found, "quant_block_size", None), (INDEX_DIM,)),
+    }
+    for what, (got, wanted) in told.items():
+        if got not in wanted:
+            expected = " or ".join(map(str, wanted))
+            raise ValueError(
+                f"snapmla: the indexer of {type(found).__qualname__} has {got} {what}, ours knows "
+                f"{expected}: {INSTEAD}"
+            )
+    if not 1 <= found.topk_tokens <= MOST_CHOSEN:
+        raise ValueError(
+            f"snapmla: an indexer that chooses {found.topk_tokens} tokens is not served, 1 to "
+            f"{MOST_CHOSEN} are: {INSTEAD}"
+        )
+    if not hasattr(getattr(found, "k_cache", None), "prefix"):
+        raise ValueError(
+            f"snapmla: the indexer of {type(found).__qualname__} names no cache of its keys: "
+            f"{INSTEAD}"
+        )

@@ -71,6 +71,46 @@ RELIED = (
     f"{_MLA}:MLAAttention.update_kv_cache",
     f"{_MLA}:MLAAttention.update_kv_cache@do_kv_cache_update",
 )
+_SPARSE = "vllm.model_executor.layers.attention.sparse_mla_attention"
+_IMPL, _BUILDER = f"{_SPARSE}:SparseMLACommonImpl", f"{_SPARSE}:SparseMLACommonMetadataBuilder"
+_INDEXER = f"{_BACKENDS}.mla.indexer"
+# What the sparse backend and the indexer behind it rely on, in the same way.
+RELIED_SPARSE = (
+    f"{_BACKENDS}.registry:AttentionBackendEnum.FLASHMLA_SPARSE",
+    f"{_BACKEND}:AttentionBackend.validate_configuration",
+    f"{_BACKEND}:AttentionMetadata",
+    f"{_BUILDER}.__init__",
+    f"{_BUILDER}.build",
+    f"{_BUILDER}.build_for_cudagraph_capture",
+    f"{_BUILDER}._init_reorder_batch_threshold",
+    f"{_BUILDER}.update_draft_decode_metadata",
+    f"{_IMPL}.__init__",
+    f"{_IMPL}.forward_mqa",
+    f"{_IMPL}._forward_mqa_kernel",
+    f"{_IMPL}.group_conversion_decode_only",
+    f"{_IMPL}.need_to_return_lse_for_decode",
+    f"{_IMPL}.do_kv_cache_update",
+    f"{_IMPL}._compute_prefill_context",
+    f"{_IMPL}._context_parallel_compute_prefill_context",
+    f"{_SPARSE}:SparseMLACommonMetadata",
+    f"{_BACKENDS}.mla.sparse_utils:triton_convert_req_index_to_global_index",
+    f"{_BACKENDS}.mla.sparse_utils:align_blocks_to_rows",
+    "vllm.v1.attention.ops.metadata:compute_token_to_req_indices",
+    "vllm.config.attention:AttentionConfig.sparse_mla_force_mqa",
+    "vllm.config.parallel:ParallelConfig.prefill_context_parallel_size",
+    "vllm.config.parallel:ParallelConfig.decode_context_parallel_size",
+    "vllm.model_executor.layers.sparse_attn_indexer:sparse_attn_indexer",
+    f"{_INDEXER}:DeepseekV32IndexerMetadata",
+    f"{_INDEXER}:DeepSeekV32IndexerDecodeMetadata",
+    f"{_INDEXER}:DeepseekV32IndexerPrefillMetadata",
+    f"{_INDEXER}:DeepseekV32IndexerPrefillChunkMetadata",
+    "vllm.compilation.breakable_cudagraph:eager_break_during_capture",
+    "vllm.distributed:get_dcp_group",
+    "vllm.envs:VLLM_SPARSE_INDEXER_MAX_LOGITS_MB",
+    "vllm.forward_context:get_forward_context",
+    "vllm.platforms:current_platform",
+    "vllm.utils.torch_utils:_resolve_layer_name",
+)
 # of newer releases only; without them the backend takes the older way
 OPTIONAL = frozenset({
     "vllm.config.cache:register_kv_cache_dtype",
@@ -80,10 +120,17 @@ OPTIONAL = frozenset({
     f"{_MLA}:MLAAttention.update_kv_cache@do_kv_cache_update",
     f"{_PREFILL}.base:MLAPrefillBackend.supports_out",
     QUANT_MODE,
+    f"{_BUILDER}.update_draft_decode_metadata",
+    f"{_IMPL}._forward_mqa_kernel",
+    f"{_IMPL}.group_conversion_decode_only",
+    f"{_SPARSE}:SparseMLACommonMetadata",
+    f"{_BACKENDS}.mla.sparse_utils:align_blocks_to_rows",
+    "vllm.v1.attention.ops.metadata:compute_token_to_req_indices",
 })  # fmt: skip
 _K3 = "vllm.models.kimi_k3.nvidia.mla:MultiHeadLatentAttention"
 _V32 = ("vllm.models.deepseek_v32.attention", "vllm.models.deepseek_v32.nvidia.attention")
 # Layers that write the cache themselves, and the names by which they do it.  A release has some.
+# Only the dense backend refuses them: its cache's format is its own.
 REFUSED = (
     _K3,
     f"{_K3}._decode_concat_cache",
@@ -101,7 +148,7 @@ REFUSED = (
 
 def read() -> Surface:
     """Name -> parameters or fields, True for what has none, False for what is not there."""
-    found = {name: described(name) for name in RELIED}
+    found = {name: described(name) for name in (*RELIED, *RELIED_SPARSE)}
     return found | {name: read_source(name) for name in REFUSED}
 
 

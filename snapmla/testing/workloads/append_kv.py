@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,12 +12,13 @@ import torch
 from torch import Tensor
 
 import snapmla
+from dsl_kernels.cache_records.record import Record
 from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK, QK_ROPE_HEAD_DIM
 from dsl_kernels.families.formats import FORMATS
 from dsl_kernels.spec import VariantSpec
-from snapmla import ds_mla, layouts
+from snapmla import byte_cache, layouts
 from snapmla.testing import rounding
-from snapmla.testing.ds_mla import quantize_ds_mla_rows
+from snapmla.testing.byte_records import quantize_tokens
 from snapmla.testing.workloads import exact, rotary, samples
 from snapmla.testing.workloads.call import DTYPES, INDEX, Call, Sizes, Workload, bit_for_bit
 from snapmla.testing.workloads.exact import Case, Recorded, Runner
@@ -38,16 +40,33 @@ def truth(spec: VariantSpec, given: Mapping[str, Any]) -> dict[str, Tensor]:
         tokens = torch.cat([given["c_kv"], given["k_rope"]], -1).view(len(slots), heads, -1)
         planes["kv"].view(-1, heads, HEAD_DIM_QK)[rows] = tokens[kept].to(planes["kv"].dtype)
         return planes
-    stored = rotary.truth(spec, given, given["c_kv"], given["k_rope"])
+    k_rope = given.get("k_rope", given["c_kv"][:, :0])
+    stored = rotary.truth(spec, given, given["c_kv"], k_rope)
     if "kv" in planes:
-        tokens = quantize_ds_mla_rows(*stored, power_of_two=bool(given["power_of_two"]))
-        planes["kv"].view(-1, ds_mla.ROW_BYTES)[rows] = tokens[kept]
+        _truth_of_bytes(FORMATS[spec.cache_dtype], planes["kv"], given, stored, (rows, kept))
         return planes
     content, rope, scale = rounding.quantize_rows(*(x[kept] for x in stored), slots=rows)
     planes["content"].view(-1, KV_LORA_RANK)[rows] = content.view(torch.uint8)
     planes["rope"].view(-1, QK_ROPE_HEAD_DIM)[rows] = rope
     planes["scale"].view(-1)[rows] = scale
     return planes
+
+
+def _truth_of_bytes(
+    record: Record, kv: Tensor, given: Mapping[str, Any], stored: Any, where: tuple[Tensor, Tensor]
+) -> None:
+    """Writes tokens to the rows that have slots; bytes behind a token's scales are 0."""
+    rows, kept = where
+    at = rows // kv.shape[1], rows % kv.shape[1]
+    c, rope = stored
+    fields = quantize_tokens(record, c, rope, bool(given["power_of_two"]))
+    assert record.scale is not None
+    room = replace(record.scale, dtype="ue8m0", count=record.scale_bytes)
+    byte_cache.field_of(record, kv, room).view(torch.uint8)[at] = 0
+    for place, field in zip(byte_cache.fields_of(record, kv), fields, strict=True):
+        if field.dtype.itemsize == 1:
+            place, field = place.view(torch.uint8), field.view(torch.uint8)
+        place[at] = field[kept]
 
 
 def small(spec: VariantSpec) -> Iterator[Call]:
@@ -63,21 +82,27 @@ def small(spec: VariantSpec) -> Iterator[Call]:
     slots = torch.randperm(48)[:n].to(INDEX[spec.index_dtype])
     slots[5] = -1
     tokens = {"c_kv": c_kv, "k_rope": k_rope, "slot_mapping": slots, **rotary.small(spec, n)}
-    if spec.cache_dtype == ds_mla.FORMAT:
-        yield from _small_ds_mla(spec, tokens)
+    if FORMATS[spec.cache_dtype].named:
+        yield from _small_bytes(spec, tokens)
         return
     for layout in layouts.LAYOUTS:
         given = samples.planes(samples.poisoned_cache(3, 16, layout)) | tokens
         yield Call(given, {name: name for name in ("content", "rope", "scale")}, truth(spec, given))
 
 
-def _small_ds_mla(spec: VariantSpec, tokens: dict[str, Any]) -> Iterator[Call]:
+def _small_bytes(spec: VariantSpec, tokens: dict[str, Any]) -> Iterator[Call]:
     """Free scales into pages of 16 tokens, powers of two into pages of 3 that lie apart; groups of
     magnitudes far from one another, infinity, and a slot past the pool."""
     tokens["c_kv"][4, 128:256] *= 2.0**-12
     tokens["c_kv"][6, 300], tokens["slot_mapping"][7] = math.inf, 48
+    record = FORMATS[spec.cache_dtype]
+    tokens["c_kv"] = tokens["c_kv"][:, : record.content.count]
+    if record.rope is None:
+        del tokens["k_rope"]
     for flag, page_size in enumerate((16, 3)):
-        cache = samples.poisoned_ds_mla(48 // page_size, page_size, strided=bool(flag))
+        cache = samples.poisoned_bytes(
+            spec.cache_dtype, 48 // page_size, page_size, strided=bool(flag)
+        )
         last = {"power_of_two": flag}
         given = {**samples.planes(cache), **tokens, **last}
         yield Call(given, {f"rows in pages of {page_size}": "kv"}, truth(spec, given))
@@ -118,12 +143,17 @@ def recorded(case: Case, run: Runner) -> Recorded:
         both = torch.cat([c, r], -1).to(run.device)
         c, r = both[:, :KV_LORA_RANK], both[:, KV_LORA_RANK:]
     given: dict[str, Any] = {"c_kv": c.to(run.device), "k_rope": r.to(run.device)}
+    record = FORMATS[spec.cache_dtype]
+    given["c_kv"] = given["c_kv"][:, : record.content.count]
+    if record.rope is None:
+        del given["k_rope"]
     given["slot_mapping"] = index.to(run.device)
     cache: dict[str, Tensor]
     if fp8:
         cache = exact.pool(pages, page_size, exact.LAYOUTS[case.index % 3], run.device)
     elif not rows_:
-        cache = {"kv": exact.ds_mla_pool(pages, page_size, run.device, case.index % 2)}
+        pool = exact.bytes_pool(record, pages, page_size, run.device, case.index % 2)
+        cache = {"kv": pool}
         given["power_of_two"] = case.index % 2
     else:
         style = (heads, spec.cache_dtype, run.device, case.index % 3)
@@ -140,10 +170,13 @@ def sized(spec: VariantSpec, sizes: Sizes, device: str, seed: int) -> dict[str, 
     source, n = Source(device, seed), sizes.batch * sizes.tokens
     pages = -(-n // PAGE)
     joint = source.normal(n, HEAD_DIM_QK, dtype=DTYPES[spec.in_dtype])
-    last = {"power_of_two": 0} if spec.cache_dtype == ds_mla.FORMAT else {}
+    record = FORMATS[spec.cache_dtype]
+    last = {"power_of_two": 0} if record.named else {}
+    tokens = {"c_kv": joint[:, : record.content.count]}
+    if record.rope is not None:
+        tokens["k_rope"] = joint[:, KV_LORA_RANK:]
     return {
-        **source.planes(pages, PAGE, spec.cache_dtype),
-        "c_kv": joint[:, :KV_LORA_RANK], "k_rope": joint[:, KV_LORA_RANK:],
+        **source.planes(pages, PAGE, spec.cache_dtype), **tokens,
         "slot_mapping": source.order(pages * PAGE)[:n].to(INDEX[spec.index_dtype]),
         **rotary.sized(spec, n, source), **last,
     }  # fmt: skip
@@ -151,10 +184,11 @@ def sized(spec: VariantSpec, sizes: Sizes, device: str, seed: int) -> dict[str, 
 
 def public(spec: VariantSpec, given: Mapping[str, Any]) -> Callable[[], Any]:
     """``snapmla.append_kv`` or ``rope_append_kv``."""
-    cache = samples.cache_of(given)
-    tokens = given["c_kv"], given["k_rope"], given["slot_mapping"]
+    cache = samples.cache_of(given, spec.cache_dtype)
+    c_kv, slots = given["c_kv"], given["slot_mapping"]
     if spec.rope_style == "applied":
-        return lambda: snapmla.append_kv(cache, *tokens)
+        return lambda: snapmla.append_kv(cache, c_kv, given.get("k_rope"), slots)
+    tokens = c_kv, given["k_rope"], slots
     where, told = rotary.options(spec, given)
     return lambda: snapmla.rope_append_kv(cache, *tokens, *where, **told)
 
@@ -171,7 +205,7 @@ WORKLOAD = Workload(
     small, bit_for_bit, recorded, sized, truth, public, moved,
     bench={
         "append_kv": {
-            "": {}, "bf16": {"cache_dtype": "bf16"}, "ds_mla": {"cache_dtype": ds_mla.FORMAT},
+            "": {}, "bf16": {"cache_dtype": "bf16"}, "ds_mla": {"cache_dtype": "fp8_ds_mla"},
         },
         "rope_append_kv": {"": _ROPE, "norm": {**_ROPE, "norm": "rms"}},
     },

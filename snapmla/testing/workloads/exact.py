@@ -20,8 +20,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dsl_kernels.cache_records.record import Record
 from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK, QK_ROPE_HEAD_DIM
-from dsl_kernels.ds_mla import ROW_BYTES
 from dsl_kernels.spec import VariantSpec
 from snapmla import layouts
 from snapmla.testing.reference_plan import NOTHING_HIDDEN
@@ -257,10 +257,13 @@ def rows_pool(
     return rows if style < 2 else rows.transpose(1, 2)
 
 
-def ds_mla_pool(pages: int, page_size: int, device: str, gap: int) -> Tensor:
-    """uint8 (pages, page_size, 1, 656) whose every byte is 255; ``gap`` rows behind each page."""
-    shape = (pages, page_size + gap, 1, ROW_BYTES)
-    return torch.full(shape, 255, dtype=torch.uint8, device=device)[:, :page_size]
+def bytes_pool(record: Record, pages: int, page_size: int, device: str, gap: int) -> Tensor:
+    """uint8 (pages, page_size, 1, bytes of a token) whose every byte is 255; room for ``gap``
+    tokens, and up to a multiple of 16 bytes, behind each page."""
+    token = record.token_bytes
+    size = -(-(page_size + gap) * token // 16) * 16
+    memory = torch.full((pages, size), 255, dtype=torch.uint8, device=device)
+    return memory[:, : page_size * token].unflatten(1, (page_size, 1, token))
 
 
 def block_table(

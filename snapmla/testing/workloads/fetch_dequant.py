@@ -13,7 +13,7 @@ import snapmla
 from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK, QK_ROPE_HEAD_DIM
 from dsl_kernels.families.formats import FORMATS
 from dsl_kernels.spec import VariantSpec
-from snapmla import ds_mla, layouts
+from snapmla import layouts
 from snapmla.cache import PagedKVCache
 from snapmla.testing import fetched
 from snapmla.testing.workloads import exact, samples
@@ -27,14 +27,21 @@ STARTS, UNEVEN = 37, 5  # of packed chunks: first token, and how far lengths are
 
 def truth(spec: VariantSpec, given: Mapping[str, Any]) -> dict[str, Tensor]:
     """Rows of the slots that the arguments mean; those of no sequence stay as they are."""
-    cache, out = samples.cache_of(given), (given["out_nope"], given["out_rope"])
+    cache, out = samples.cache_of(given, spec.cache_dtype), _outs(given)
     slots = _slots(spec, cache, given, out[0].shape)
     kept = (slots == fetched.UNTOUCHED).view(*slots.shape, *[1] * (out[0].ndim - slots.ndim))
     rows = fetched.rows_at(cache, slots, out[0].dtype, UNTOUCHED)
     return {
         name: torch.where(kept, before, now)
         for name, before, now in zip(("out_nope", "out_rope"), out, rows, strict=True)
+        if name in given
     }
+
+
+def _outs(given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """The results, RoPE of no channels where the record has none."""
+    nope = given["out_nope"]
+    return nope, given.get("out_rope", nope[..., :0])
 
 
 def _slots(
@@ -58,10 +65,12 @@ def small(spec: VariantSpec) -> Iterator[Call]:
     page_size = 16
     if spec.cache_dtype == "fp8":
         made = {layout: samples.filled_cache(lengths, 16, layout) for layout in layouts.LAYOUTS}
-    elif spec.cache_dtype == ds_mla.FORMAT:
+    elif FORMATS[spec.cache_dtype].named:
         page_size = 7  # a warp's tokens lie in two
-        made["rows"] = samples.filled_ds_mla(lengths, page_size)
-        made["strided rows"] = samples.filled_ds_mla(lengths, page_size, strided=True)
+        made["rows"] = samples.filled_bytes(spec.cache_dtype, lengths, page_size)
+        made["strided rows"] = samples.filled_bytes(
+            spec.cache_dtype, lengths, page_size, strided=True
+        )
     else:
         own = DTYPES[spec.cache_dtype]
         made["rows"] = samples.filled_rows(lengths, 16, own)
@@ -69,10 +78,19 @@ def small(spec: VariantSpec) -> Iterator[Call]:
     for i, (name, (cache, table, seqlens)) in enumerate(made.items()):
         selector, shape = _small_selector(spec, cache, table, seqlens, from_start=i == 1)
         heads = (cache.num_kv_heads,) if FORMATS[cache.format].rows else ()
-        out = fetched.outputs((*shape, *heads), dtype, UNTOUCHED, joint=i == len(made) - 1)
-        given = {**samples.planes(cache), **selector, "out_nope": out[0], "out_rope": out[1]}
-        results = {f"nope of {name}": "out_nope", f"rope of {name}": "out_rope"}
+        joint = i == len(made) - 1
+        out = fetched.outputs((*shape, *heads), dtype, UNTOUCHED, joint=joint, fmt=spec.cache_dtype)
+        given = {**samples.planes(cache), **selector, **_named(spec, out)}
+        results = {f"{key[4:]} of {name}": key for key in _named(spec, out)}
         yield Call(given, results, truth(spec, given))
+
+
+def _named(spec: VariantSpec, out: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+    """Results as the kernel takes them: without RoPE where the record has none."""
+    nope, rope = out
+    if FORMATS[spec.cache_dtype].rope is None:
+        return {"out_nope": nope}
+    return {"out_nope": nope, "out_rope": rope}
 
 
 def _small_selector(
@@ -102,7 +120,8 @@ def _small_selector(
 def recorded(case: Case, run: Runner) -> Recorded:
     """Any codes and bits, NaN too; pages and indices outside of the pool."""
     spec, page_size, pages = case.spec, (16, 64, 128)[case.index % 3], 6
-    if spec.cache_dtype == ds_mla.FORMAT:
+    record = FORMATS[spec.cache_dtype]
+    if record.named:
         page_size = (13, 64, 21)[case.index % 3]
     bits, tokens = case.bits(), pages * page_size
     heads: tuple[int, ...] = ()
@@ -117,11 +136,14 @@ def recorded(case: Case, run: Runner) -> Recorded:
         check = exact.digest([content, rope, scale])
         cache = exact.pool(pages, page_size, exact.LAYOUTS[case.index % 3], run.device)
         exact.fill(cache, content, rope, scale)
-    elif spec.cache_dtype == ds_mla.FORMAT:
-        rows = bits.below(256, (pages, page_size, 1, ds_mla.ROW_BYTES)).astype(np.uint8)
-        rows[:, 1::3, 0, ds_mla.SCALES_AT : ds_mla.SCALES_AT + 8] = 0  # of two groups
+    elif record.named:
+        rows = bits.below(256, (pages, page_size, 1, record.token_bytes)).astype(np.uint8)
+        if record.zero_scale and record.scale is not None:
+            at = record.scale.at
+            rows[:, 1::3, 0, at : at + 8] = 0  # of two groups
         check = exact.digest([rows])
-        cache = {"kv": exact.ds_mla_pool(pages, page_size, run.device, case.index % 2)}
+        pool = exact.bytes_pool(record, pages, page_size, run.device, case.index % 2)
+        cache = {"kv": pool}
         cache["kv"].copy_(torch.from_numpy(rows))
     else:
         heads = ((1, 3)[case.index % 2],)
@@ -131,13 +153,14 @@ def recorded(case: Case, run: Runner) -> Recorded:
         cache = {"kv": exact.rows_pool(pages, page_size, heads[0], *style)}
         cache["kv"].copy_(exact.from_bits(codes, spec.cache_dtype))
     selector, lead = _recorded_selector(spec, bits, tokens, page_size)
-    both = run.full((*lead, *heads, HEAD_DIM_QK), 7.0, DTYPES[spec.in_dtype])
-    nope, r = both[..., :KV_LORA_RANK], both[..., KV_LORA_RANK:]
+    both = run.full((*lead, *heads, record.channels), 7.0, DTYPES[spec.in_dtype])
+    nope, r = both[..., : record.content.count], both[..., record.content.count :]
     if case.index % 2 == 0:
         nope, r = nope.contiguous(), r.contiguous()
     where = {name: run.there(s) for name, s in selector.items()}
-    run.call(case.variant, **cache, **where, out_nope=nope, out_rope=r)
-    found = {"nope": nope, "rope": r}
+    outs = _named(spec, (nope, r))
+    run.call(case.variant, **cache, **where, **outs)
+    found = {key[4:]: x for key, x in outs.items()}
     if heads:  # one plane: one hash
         found = {"kv": torch.cat([nope, r], -1)}
     count = int(np.prod(lead))
@@ -185,14 +208,15 @@ def sized(spec: VariantSpec, sizes: Sizes, device: str, seed: int) -> dict[str, 
         begins = [0, *np.cumsum(counts).tolist()]
         chunks = {"cu_seqlens": source.i32(begins), "seq_starts": source.i32([start] * b)}
         given |= {"block_table": table, **chunks}
-    heads = (1,) if FORMATS[spec.cache_dtype].rows else ()
-    both = source.full(*lead, *heads, HEAD_DIM_QK, dtype=DTYPES[spec.in_dtype])
-    return {**given, "out_nope": both[..., :KV_LORA_RANK], "out_rope": both[..., KV_LORA_RANK:]}
+    record = FORMATS[spec.cache_dtype]
+    heads, width = (1,) if record.rows else (), record.content.count
+    both = source.full(*lead, *heads, record.channels, dtype=DTYPES[spec.in_dtype])
+    return {**given, **_named(spec, (both[..., :width], both[..., width:]))}
 
 
 def public(spec: VariantSpec, given: Mapping[str, Any]) -> Callable[[], Any]:
     """``snapmla.fetch_dequant``."""
-    cache, out = samples.cache_of(given), (given["out_nope"], given["out_rope"])
+    cache, out = samples.cache_of(given, spec.cache_dtype), _outs(given)
     if FORMATS[spec.cache_dtype].rows:
         out = (out[0].squeeze(-2), out[1].squeeze(-2))
     where = given["indices" if spec.mode == "indices" else "block_table"]
@@ -203,7 +227,7 @@ def public(spec: VariantSpec, given: Mapping[str, Any]) -> Callable[[], Any]:
 
 def moved(spec: VariantSpec, sizes: Sizes) -> float:
     """Reads a token each, writes rows of 576."""
-    row = HEAD_DIM_QK * DTYPES[spec.in_dtype].itemsize
+    row = FORMATS[spec.cache_dtype].channels * DTYPES[spec.in_dtype].itemsize
     return float(sizes.batch * sizes.tokens) * (samples.token_bytes(spec.cache_dtype) + row)
 
 
@@ -214,7 +238,7 @@ WORKLOAD = Workload(
         "fetch_dequant": {
             **{mode: {"mode": mode} for mode in _MODES},
             **{f"{mode}_bf16": {"mode": mode, "cache_dtype": "bf16"} for mode in _MODES},
-            **{f"{mode}_ds_mla": {"mode": mode, "cache_dtype": ds_mla.FORMAT} for mode in _MODES},
+            **{f"{mode}_ds_mla": {"mode": mode, "cache_dtype": "fp8_ds_mla"} for mode in _MODES},
         }
     },
 )  # fmt: skip

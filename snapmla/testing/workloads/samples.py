@@ -13,15 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsl_kernels.cache_records.record import Record
 from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK, QK_ROPE_HEAD_DIM
 from dsl_kernels.families.formats import FORMATS
 from dsl_kernels.spec import VariantSpec
-from snapmla import ds_mla
+from snapmla import byte_cache
 from snapmla.cache import PagedKVCache
 from snapmla.decode_plan import partial_rows
 from snapmla.quant import QuantizedQuery
 from snapmla.testing import partials, rounding
-from snapmla.testing.ds_mla import quantize_ds_mla_rows
+from snapmla.testing.byte_records import quantize_tokens
 from snapmla.testing.reference_plan import NOTHING_HIDDEN
 from snapmla.testing.workloads import exact
 from snapmla.testing.workloads.call import NATURAL, Sizes
@@ -53,16 +54,24 @@ def poisoned_rows(
     return PagedKVCache.from_tensors(memory[:, :, 1:, 8:].transpose(1, 2))
 
 
-def poisoned_ds_mla(
-    pages: int, page_size: int, scale_fmt: str | None = None, *, strided: bool = False
+def poisoned_bytes(
+    fmt: str, pages: int, page_size: int, scale_fmt: str | None = None, *, strided: bool = False
 ) -> PagedKVCache:
-    """A cache of 656-byte rows whose every byte is 0x7f: NaN but for its scales; ``strided``: pages
-    lie apart."""
-    memory = torch.full((pages, page_size + 2 * strided, ds_mla.ROW_BYTES), 0x7F).byte()
-    rows = memory[:, 1 : page_size + 1] if strided else memory
-    cache = PagedKVCache.from_tensors(rows, format=ds_mla.FORMAT, scale_fmt=scale_fmt)
-    cache.named_tensors["kv"][..., ds_mla.SCALES_AT : ds_mla.ROPE_AT] = 0xFF
+    """A cache of a format of bytes whose every byte is 0x7f, and 0xff in scales: NaN but for RoPE;
+    ``strided``: pages lie apart."""
+    token = FORMATS[fmt].token_bytes
+    size, gap = page_size * token, -(-token // 16) * 16 if strided else 0
+    memory = torch.full((pages, -(-size // 16) * 16 + 2 * gap), 0x7F).byte()
+    tokens = memory[:, gap : gap + size].unflatten(1, (page_size, token))
+    cache = PagedKVCache.from_tensors(tokens, format=fmt, scale_fmt=scale_fmt)
+    held(cache, "scale").view(torch.uint8)[:] = 0xFF
     return cache
+
+
+def held(cache: PagedKVCache, name: str) -> Tensor:
+    """A field of a cache that has it."""
+    field: Tensor = getattr(cache, name)
+    return field
 
 
 def shuffled_table(lengths: Sequence[int], page_size: int) -> tuple[int, Tensor]:
@@ -116,21 +125,41 @@ def filled_rows(
     return cache, table, torch.tensor(lengths, dtype=torch.int32)
 
 
-def filled_ds_mla(
-    lengths: tuple[int, ...], page_size: int, *, strided: bool = False
+def filled_bytes(
+    fmt: str, lengths: tuple[int, ...], page_size: int, *, strided: bool = False
 ) -> tuple[PagedKVCache, Tensor, Tensor]:
-    """As ``filled_cache``, of 656-byte rows; with scales of any size, 0 beside NaN content too."""
+    """As ``filled_cache``, of a format of bytes; with scales of any size, of fp32 ones 0 beside NaN
+    content too."""
+    record = FORMATS[fmt]
     pool, table = shuffled_table(lengths, page_size)
-    cache = poisoned_ds_mla(pool, page_size, strided=strided)
-    odd = torch.tensor([0.0, 2.0**-126, 2.0**-140, 3e38, math.nan, 1e-30])
+    cache = poisoned_bytes(fmt, pool, page_size, strided=strided)
+    places_of = held(cache, "content"), cache.rope, held(cache, "scale")
     for i, n in enumerate(lengths):
-        rows = quantize_ds_mla_rows(*sample_tokens(n))
-        scales = rows[:, ds_mla.SCALES_AT : ds_mla.ROPE_AT].contiguous().view(torch.float32)
-        scales[3::5, i] = odd.repeat(n)[: len(scales[3::5])]
-        rows[:, ds_mla.SCALES_AT : ds_mla.ROPE_AT] = scales.view(torch.uint8)
-        rows[3::30, 128 * i + 5] = 0x7F  # beside a scale of 0
-        cache.named_tensors["kv"][places(table[i], n, page_size)] = rows.unsqueeze(1)
+        content, rope, scale = quantize_tokens(record, *tokens_of(record, n), power_of_two=False)
+        group = i % scale.shape[-1]
+        if record.powers:
+            odd = torch.tensor([0, 1, 255, 254, 13], dtype=torch.uint8).view(scale.dtype)
+        else:
+            odd = torch.tensor([0.0, 2.0**-126, 2.0**-140, 3e38, math.nan, 1e-30])
+        scale, odd = _indexed(scale), _indexed(odd)
+        scale[3::5, group] = odd.repeat(n)[: len(scale[3::5])]
+        content = _indexed(content)
+        content[3::30, record.group * group + 5] = 0x7F  # beside a scale of 0
+        at = places(table[i], n, page_size)
+        for place, field in zip(places_of, (content, rope, scale), strict=True):
+            _indexed(place)[at] = field
     return cache, table, torch.tensor(lengths, dtype=torch.int32)
+
+
+def _indexed(field: Tensor) -> Tensor:
+    """A field that can be indexed: those of bytes as such."""
+    return field.view(torch.uint8) if field.dtype.itemsize == 1 else field
+
+
+def tokens_of(record: Record, n: int) -> tuple[Tensor, Tensor]:
+    """(c_kv, k_rope) of ``sample_tokens``, as many channels as a record has."""
+    c, r = sample_tokens(n)
+    return c[:, : record.content.count], r[:, : record.rope_channels]
 
 
 def sample_tokens(n: int) -> tuple[Tensor, Tensor]:
@@ -158,11 +187,10 @@ def planes(cache: PagedKVCache) -> dict[str, Tensor]:
     }
 
 
-def cache_of(given: Mapping[str, Any]) -> PagedKVCache:
-    """The cache over the planes among a call's arguments."""
+def cache_of(given: Mapping[str, Any], fmt: str) -> PagedKVCache:
+    """The cache of a format over the planes among a call's arguments."""
     if "kv" in given:
-        fmt = ds_mla.FORMAT if given["kv"].dtype == torch.uint8 else None
-        return PagedKVCache.from_tensors(given["kv"], format=fmt)
+        return PagedKVCache.from_tensors(given["kv"], format=fmt if FORMATS[fmt].named else None)
     content = given["content"].view(torch.float8_e4m3fn)
     return PagedKVCache.from_tensors(content, given["rope"], given["scale"])
 
@@ -170,6 +198,14 @@ def cache_of(given: Mapping[str, Any]) -> PagedKVCache:
 def token_bytes(cache_dtype: str) -> int:
     """Bytes of a cached token, its scale included."""
     return FORMATS[cache_dtype].token_bytes
+
+
+def _fill(scale: Tensor, record: Record) -> None:
+    """Scales of 0.01, or of the power of two below."""
+    if record.powers:
+        scale.view(torch.uint8).fill_(120)
+    else:
+        scale.fill_(0.01)
 
 
 # ---------------------------------------------------------------------------- sized arguments
@@ -216,13 +252,14 @@ class Source:
         if FORMATS[cache_dtype].rows:
             shape = (pages, page_size, 1, HEAD_DIM_QK)
             return {"kv": self.normal(*shape, dtype=exact.TORCH[cache_dtype])}
-        if cache_dtype == ds_mla.FORMAT:
-            shape = (pages, page_size, 1, ds_mla.ROW_BYTES)
+        record = FORMATS[cache_dtype]
+        if record.named:
+            shape = (pages, page_size, 1, record.token_bytes)
             kv = self.full(*shape, dtype=torch.uint8)
-            content, rope, scale = ds_mla.fields_of(kv)
+            content, rope, scale = byte_cache.fields_of(record, kv)
             content.view(torch.uint8).copy_(self.e4m3(*content.shape))
             rope.copy_(self.normal(*rope.shape))
-            scale.fill_(0.01)
+            _fill(scale, record)
             return {"kv": kv}
         return {
             "content": self.e4m3(pages, page_size, KV_LORA_RANK),

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dsl_kernels.dims import KV_LORA_RANK
+from dsl_kernels.dims import KV_LORA_RANK, TOKEN_TILE
 from dsl_kernels.spec import VariantSpec
 from snapmla.testing.prefill_job import PrefillJob
 from snapmla.testing.workloads import exact
@@ -32,9 +32,9 @@ def small(spec: VariantSpec) -> Iterator[Call]:
         yield Call(job.arguments(), {}, job=job)
 
 
-def judge(_spec: VariantSpec, calls: Iterable[Call]) -> Result:
+def judge(spec: VariantSpec, calls: Iterable[Call]) -> Result:
     """The errors that their jobs find."""
-    names = ("out", "max_logits", "lse")
+    names = ("out", "max_logits", "lse", *(("lse_indexer",) if spec.figures == "indexer" else ()))
     found = [call.job.errors(tuple(call.arguments[name] for name in names)) for call in calls]
     return Result(all(errors.right for errors in found), "; ".join(map(str, found)))
 
@@ -50,15 +50,18 @@ def recorded(case: Case, run: Runner) -> Recorded:
     indices[bits.below(8, (s_q, 1, topk)) == 0] = (-1, 2**31 - 1, s_kv)[case.index % 3]
     lengths = bits.below(topk + 1, (s_q,)).astype(np.int32)
     out = run.full((s_q, heads, KV_LORA_RANK), 5.0, torch.bfloat16)
-    most, lse = (run.full((s_q, heads), 5.0) for _ in range(2))
+    most, lse, first = (run.full((s_q, heads), 5.0) for _ in range(3))
+    more = {"lse_indexer": first, "indexer_tiles": 1} if spec.figures == "indexer" else {}
     run.call(
         case.variant, q=exact.as_tensor(q, torch.bfloat16, device),
         kv=exact.as_tensor(kv, torch.bfloat16, device), indices=run.there(indices),
         topk_length=run.there(lengths), attn_sink=run.full((heads,), 0.5), out=out, max_logits=most,
-        lse=lse, softmax_scale=exact.SOFTMAX_SCALE, ctas=3,
+        lse=lse, softmax_scale=exact.SOFTMAX_SCALE, ctas=3, **more,
     )  # fmt: skip
     made = exact.results((q, kv, indices, lengths), out[None], lse[None])
     made.rows["max_logits"] = exact.bits_of(most).reshape(-1, 1)
+    if more:
+        made.rows["lse_indexer"] = exact.bits_of(first).reshape(-1, 1)
     return made
 
 
@@ -68,7 +71,7 @@ def sized(spec: VariantSpec, sizes: Sizes, device: str, seed: int) -> dict[str, 
     s_q, h, s_kv = sizes.batch * sizes.s_q, sizes.heads, sizes.tokens
     topk = min(TOPK, s_kv)
     blocks = -(-h // spec.row_tile)
-    return {
+    given = {
         "q": source.normal(s_q, h, d), "kv": source.normal(s_kv, 1, d),
         "indices": source.below(s_kv, s_q * topk).view(s_q, 1, topk).int(),
         "topk_length": source.i32([]), "attn_sink": source.full(0),
@@ -76,6 +79,9 @@ def sized(spec: VariantSpec, sizes: Sizes, device: str, seed: int) -> dict[str, 
         "max_logits": source.full(s_q, h), "lse": source.full(s_q, h),
         "softmax_scale": d**-0.5, "ctas": min(sizes.parts, s_q * blocks),
     }  # fmt: skip
+    if spec.figures == "indexer":
+        given |= {"lse_indexer": source.full(s_q, h), "indexer_tiles": -(-topk // TOKEN_TILE)}
+    return given
 
 
 def public(_spec: VariantSpec, given: Mapping[str, Any]) -> Callable[[], Any]:
@@ -84,6 +90,9 @@ def public(_spec: VariantSpec, given: Mapping[str, Any]) -> Callable[[], Any]:
 
     tensors = given["q"], given["kv"], given["indices"], given["softmax_scale"]
     results = {name: given[name] for name in ("out", "max_logits", "lse")}
+    if "lse_indexer" in given:
+        results["lse_indexer"] = given["lse_indexer"]
+        results["indexer_topk"] = given["indexer_tiles"] * TOKEN_TILE
     return lambda: sparse_prefill(*tensors, **results)
 
 

@@ -1,0 +1,241 @@
+"""Steps of ``make prove`` on another machine, which has many cores and no compiler.
+
+    python -m profiles.prove_away pack [GLOB...]          here: build/carry/prove.tar.xz
+    python -m profiles.prove_away run PACKED --jobs 14 --limit 500 --out FILE         there
+    python -m profiles.prove_away take FILE               here: into build/prove and the record
+
+Steps ``schedules`` and ``mutants`` take compiled objects as they lie: ``pack`` takes along those
+that are built from the sources as they are, with their steps' keys.  ``run`` deals out a step of
+100 schedules in shares, begins what took longest last time first, and drops what has not ended in
+time.  ``take`` believes an outcome whose key is still the step's: sources, objects and the checks'
+own code are those that ran.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import fnmatch
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+import tempfile
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from codegen.artifacts import ROOT, write_atomic
+from codegen.matrix import did_you_mean
+from profiles import prove
+
+PACKED = ROOT / "build" / "carry" / "prove.tar.xz"
+KINDS = ("schedules", "mutants")
+SHARES = 4  # of a step's schedules
+SUFFIXES = ("o", "ptx", "json")  # what the software GPU reads of a variant
+
+app = typer.Typer(add_completion=False, no_args_is_help=True)
+
+
+@dataclass(frozen=True)
+class Share:
+    """A part of a step: one command, of ``of`` that make the step."""
+
+    name: str
+    key: str
+    command: tuple[str, ...]
+    of: int = 1
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What became of a share."""
+
+    share: Share
+    code: int
+    output: str
+    cpu_seconds: float
+
+
+def shares(step: prove.Step) -> list[Share]:
+    """A step's command, its schedules dealt out; builds are left out."""
+    (command,) = [c for c in step.commands if c[1] != "codegen"]
+    if step.kind != "schedules":
+        return [Share(step.name, step.key, command)]
+    at = command.index("--seeds") + 1
+    each, rest = divmod(int(command[at]), SHARES)
+    assert not rest, "schedules are dealt out evenly"
+    few = (*command[:at], str(each), *command[at + 1 :])
+    return [
+        Share(step.name, step.key, (*few, "--first", str(i * each)), SHARES) for i in range(SHARES)
+    ]
+
+
+def built(step: prove.Step, folder: Path) -> list[str]:
+    """Names of the variants that a step takes; empty where one is not built from these sources."""
+    names = [c[-1] for c in step.commands if c[1:3] == ("codegen", "build")]
+    for name in names:
+        spec = prove.VariantSpec.from_name(name)
+        try:
+            record = json.loads((folder / f"{name}.json").read_text())
+        except (OSError, ValueError):
+            return []
+        if record.get("key") != prove.variant_key(spec):
+            return []
+    return names
+
+
+@app.command()
+def pack(
+    globs: Annotated[list[str] | None, typer.Argument(help="over names of steps")] = None,
+    out: Annotated[Path, typer.Option(help="file to write")] = PACKED,
+) -> None:
+    """Pack the steps that have not passed, with the objects they take."""
+    folder, book = ROOT / "build" / "variants", prove.Book(prove.STATE)
+    mine = [
+        step for step in prove.steps()
+        if step.kind in KINDS and any(fnmatch.fnmatchcase(step.name, g) for g in globs or ["*"])
+    ]  # fmt: skip
+    names: dict[str, None] = {}
+    listed: list[dict[str, Any]] = []
+    for step in book.pending(mine):
+        needs = built(step, folder)
+        if not needs:
+            typer.echo(f"left out, not built from these sources: {step.name}")
+            continue
+        names.update(dict.fromkeys(needs))
+        last = book.last(step)
+        seconds = last.cpu_seconds if last is not None else 0.0
+        listed += [{**dataclasses.asdict(s), "seconds": seconds / s.of} for s in shares(step)]
+    text = json.dumps({"commit": prove.checkout(), "shares": listed}).encode()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial = out.with_suffix(".partial")
+    with tarfile.open(partial, "w:xz", preset=1) as tar:
+        entry = tarfile.TarInfo("steps.json")
+        entry.size = len(text)
+        tar.addfile(entry, io.BytesIO(text))
+        for name in names:
+            for suffix in SUFFIXES:
+                tar.add(folder / f"{name}.{suffix}", f"variants/{name}.{suffix}")
+    os.replace(partial, out)
+    typer.echo(f"{len(listed)} shares, {len(names)} variants, {out.stat().st_size / 1e6:.1f} MB")
+
+
+def execute(share: Share, environment: dict[str, str], stop: float) -> Ended | None:
+    """Runs a share; None if it had to be ended at ``stop``, of ``time.monotonic``."""
+    if time.monotonic() >= stop:
+        return None
+    with tempfile.TemporaryFile() as said:
+        process = subprocess.Popen(
+            [sys.executable, *share.command], cwd=ROOT, env=environment, stdin=subprocess.DEVNULL,
+            stdout=said, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+        late = threading.Event()
+
+        def end() -> None:
+            late.set()
+            os.killpg(process.pid, signal.SIGKILL)
+
+        timer = threading.Timer(max(stop - time.monotonic(), 0), end)
+        timer.start()
+        _, status, usage = os.wait4(process.pid, 0)
+        timer.cancel()
+        process.returncode = os.waitstatus_to_exitcode(status)
+        if late.is_set():
+            return None
+        said.seek(0)
+        output = said.read().decode(errors="replace").rstrip()
+    return Ended(share, process.returncode, output, usage.ru_utime + usage.ru_stime)
+
+
+def outcome(ended: Sequence[Ended], at: str) -> prove.Outcome:
+    """Of a step, from all of its shares; the message is the first that failed, or the last."""
+    first = ended[0].share
+    bad = [e for e in ended if e.code]
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    if bad:
+        said = f"python {' '.join(bad[0].share.command)}: exit code {bad[0].code}\n"
+        message = said + bad[0].output[-prove.SAID :]
+    else:
+        lines = [(e.output.splitlines() or [""])[-1].strip("= ") for e in ended]
+        message = lines[-1] if len(lines) == 1 else f"{lines[-1]} ({len(lines)} such shares)"
+    cpu = round(sum(e.cpu_seconds for e in ended), 2)
+    return prove.Outcome(first.name, first.key, not bad, at, cpu, message, now)
+
+
+def complete(found: Iterable[Ended], at: str) -> list[prove.Outcome]:
+    """Outcomes of the steps all of whose shares have ended, or one of whose has failed."""
+    by_name: dict[str, list[Ended]] = {}
+    for ended in found:
+        by_name.setdefault(ended.share.name, []).append(ended)
+    return [
+        outcome(some, at)
+        for some in by_name.values()
+        if len(some) == some[0].share.of or any(e.code for e in some)
+    ]
+
+
+@app.command()
+def run(
+    packed: Annotated[Path, typer.Argument(help="what pack wrote")] = PACKED,
+    jobs: Annotated[int, typer.Option(min=1, help="processes at a time")] = 4,
+    limit: Annotated[float, typer.Option(help="seconds, of all")] = 500,
+    out: Annotated[Path, typer.Option(help="outcomes, renewed as steps end")] = Path("prove.json"),
+) -> None:
+    """Run packed steps side by side; what has not ended in time is dropped."""
+    stop = time.monotonic() + limit
+    with tempfile.TemporaryDirectory() as folder:
+        with tarfile.open(packed) as tar:
+            tar.extractall(folder, filter="data")
+        steps = json.loads(Path(folder, "steps.json").read_text())
+        environment = {
+            **os.environ, "SNAPMLA_VARIANT_DIR": str(Path(folder, "variants")),
+            "SNAPMLA_NO_JIT": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1",
+        }  # fmt: skip
+        order = sorted(steps["shares"], key=lambda share: -float(share.pop("seconds")))
+        todo = [Share(**{**share, "command": tuple(share["command"])}) for share in order]
+        found: list[Ended] = []
+        with ThreadPoolExecutor(jobs) as pool:
+            waiting = [pool.submit(execute, share, environment, stop) for share in todo]
+            for each in as_completed(waiting):
+                ended = each.result()
+                if ended is None:
+                    continue
+                found.append(ended)
+                done = complete(found, steps["commit"])
+                write_atomic(out, json.dumps([dataclasses.asdict(o) for o in done], indent=1))
+    failed = [o for o in complete(found, steps["commit"]) if not o.passed]
+    typer.echo(f"{len(found)} of {len(todo)} shares ended, {len(failed)} steps failed")
+    for o in failed:
+        typer.echo(f"FAILED {o.name}\n{o.message}")
+
+
+@app.command()
+def take(file: Annotated[Path, typer.Argument(help="what run wrote")]) -> None:
+    """Enter outcomes whose keys are those of the sources here, and write the record."""
+    every, book = prove.steps(), prove.Book(prove.STATE)
+    keys = {step.name: step.key for step in every}
+    taken = 0
+    for each in map(lambda o: prove.Outcome(**o), json.loads(file.read_text())):
+        if each.name not in keys:
+            typer.echo(f"no step {each.name}{did_you_mean(each.name, keys)}")
+        elif each.key != keys[each.name]:
+            typer.echo(f"of other sources: {each.name}")
+        else:
+            book.write(each)
+            taken += 1
+    prove.write_record(every, book, prove.checkout(), prove.RECORD)
+    typer.echo(f"{taken} outcomes taken; wrote {prove.RECORD.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,182 @@
+"""``snapmla.integrations.vllm.sparse`` over stand-ins for vLLM's modules: plans, pieces, rows of a
+pool that layers share, and one call of both kinds of release.
+
+vLLM's own classes drive it in ``tests/host/test_vllm.py``, where they are there.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from snapmla.integrations import vllm as plugin
+from snapmla.testing.ds_mla import quantize_ds_mla_rows
+from snapmla.testing.record_reference import RecordCall, record_decode_reference
+from tests.support.needs import needs_compiler
+
+HEADS, TOPK, SCALE = 3, 64, 192**-0.5
+NEWER, OLDER = "0.33", "0.26"
+OURS = ("sparse", "indexer", "backend", "prefill")
+
+
+class Base:
+    """A base class of vLLM's, which takes anything."""
+
+    need_to_return_lse_for_decode = True
+    kv_lora_rank = 512
+    scale = SCALE
+
+    def __class_getitem__(cls, item: Any) -> type:
+        return cls
+
+    def __init__(self, *given: Any, **named: Any) -> None: ...
+
+
+class NewerImpl(Base):
+    """Turns positions into rows and asks for a kernel, as newer releases do."""
+
+    def forward_mqa(self, q: Any, kv: Any, step: Any, layer: Any) -> Any:
+        return self._forward_mqa_kernel(
+            q, kv, step.rows, step.counts, layer=layer, block_size=64, is_decode=True
+        )
+
+    def _forward_mqa_kernel(self, *_: Any, **__: Any) -> Any: ...
+
+
+class OlderImpl(Base):
+    def forward_mqa(self, q: Any, kv: Any, step: Any, layer: Any) -> Any: ...
+
+
+@pytest.fixture(params=[NEWER, OLDER])
+def ours(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Our module over the names of vLLM that it imports, of either kind of release."""
+    make = types.SimpleNamespace
+    convert = lambda req, table, chosen, **_: (chosen, (chosen >= 0).sum(1, dtype=torch.int32))
+    impl = NewerImpl if request.param == NEWER else OlderImpl
+    contents: dict[str, dict[str, Any]] = {
+        "vllm": {"envs": make(VLLM_BATCH_INVARIANT=False)},
+        "vllm.config": {"get_current_vllm_config_or_none": lambda: None},
+        "vllm.compilation.breakable_cudagraph": {"eager_break_during_capture": lambda f: f},
+        "vllm.distributed": {"get_dcp_group": None},
+        "vllm.distributed.parallel_state": {"get_dcp_group": None},
+        "vllm.forward_context": {"get_forward_context": None},
+        "vllm.model_executor.layers": {"sparse_attn_indexer": make(sparse_attn_indexer=max)},
+        "vllm.model_executor.layers.attention": {
+            "mla_attention": make(
+                **dict.fromkeys(
+                    ("MLACommonBackend", "MLACommonMetadata", "MLACommonImpl", "MLAAttention",
+                     "MLACommonMetadataBuilder", "MLACommonDecodeMetadata"), Base,
+                ),
+                QueryLenSupport=make(VARLEN=1), ops=make(),
+            ),
+            "sparse_mla_attention": make(
+                SparseMLACommonImpl=impl, SparseMLACommonMetadataBuilder=Base
+            ),
+        },
+        "vllm.platforms": {"current_platform": make(dispatch_key="CPU")},
+        "vllm.utils.torch_utils": {"_resolve_layer_name": None},
+        "vllm.v1.attention.backend": {
+            "AttentionBackend": Base, "AttentionMetadata": Base,
+            "AttentionCGSupport": make(UNIFORM_BATCH=1), "AttentionType": make(DECODER="decoder"),
+        },
+        "vllm.v1.attention.backends.mla": {
+            "sparse_utils": make(triton_convert_req_index_to_global_index=convert)
+        },
+        "vllm.v1.attention.backends.utils": {"get_dcp_local_seq_lens": None},
+        "vllm.v1.attention.backends.mla.prefill.base": {
+            "MLADimensions": make, "MLAPrefillBackend": Base
+        },
+    }  # fmt: skip
+    for name, content in contents.items():
+        module = types.ModuleType(name)
+        module.__dict__.update(content)
+        monkeypatch.setitem(sys.modules, name, module)
+    for part in OURS:
+        monkeypatch.delitem(sys.modules, f"{plugin.__name__}.{part}", raising=False)
+    module = importlib.import_module(f"{plugin.__name__}.sparse")
+    assert (request.param == NEWER) == module.ASKS_FOR_KERNEL
+    yield module
+    for part in OURS:
+        sys.modules.pop(f"{plugin.__name__}.{part}", None)
+        vars(plugin).pop(part, None)
+
+
+def new_impl(ours: Any, **change: Any) -> Any:
+    known = {"head_size": 576, "kv_cache_dtype": "fp8_ds_mla", "indexer": None} | change
+    return ours.SnapMLASparseImpl(
+        HEADS, known["head_size"], SCALE, 1, None, None, known["kv_cache_dtype"], None, "decoder",
+        None, indexer=known["indexer"],
+    )  # fmt: skip
+
+
+def test_names(ours: Any) -> None:
+    newer = ours.ASKS_FOR_KERNEL
+    backend = ours.SnapMLASparseBackend
+    assert backend.get_name() == ("SNAPMLA_SPARSE" if newer else "FLASHMLA_SPARSE")
+    assert backend.get_impl_cls() is ours.SnapMLASparseImpl and backend.supports_dcp() == newer
+    with pytest.raises(ValueError, match="--kv-cache-dtype fp8_ds_mla"):
+        new_impl(ours, kv_cache_dtype="auto")
+    with pytest.raises(ValueError, match="has None heads"):
+        new_impl(ours, indexer=types.SimpleNamespace())
+
+
+@needs_compiler
+def test_pieces(ours: Any) -> None:
+    """One call, but where lists are cut at fixed places, whose partial rows take memory."""
+    plain = ours.Plans(HEADS, TOPK, torch.device("cpu"), False)
+    assert list(plain.pieces(7)) == [slice(0, 7)] and list(plain.pieces(0)) == []
+    assert plain.get(7) is plain.get(7) and plain.get(7).topk == TOPK and plain.pinned == 0
+    cut = ours.Plans(128, TOPK, torch.device("cpu"), True)
+    assert list(cut.pieces(300)) == [slice(0, 128), slice(128, 256), slice(256, 300)]
+    cut.pin(140)
+    assert cut.pinned == 2  # of 128 and of 12
+
+
+def test_rows_of_a_pool_that_layers_share(ours: Any) -> None:
+    """Numbered through the pool, those of other layers between; pages keep their slots."""
+    pool = torch.zeros(3, 2, 64, 656, dtype=torch.uint8)
+    mine, impl = pool[:, 1], new_impl(ours)
+    rows, pages = impl._cache(mine, rows=True), impl._cache(mine, rows=False)
+    assert rows is impl._cache(mine, rows=True) and rows is not pages
+    assert rows.kv.shape == (2 * 128 + 64, 1, 1, 656) and pages.kv.shape == (3, 64, 1, 656)
+    mine[2, 5] = 7
+    assert (rows.kv[2 * 128 + 5] == 7).all() and int((rows.kv == 7).sum()) == 656
+    odd = torch.zeros(3, 64 * 656 + 16, dtype=torch.uint8)[:, : 64 * 656].unflatten(1, (64, 656))
+    with pytest.raises(ValueError, match="42000 bytes apart, which is no multiple of 656"):
+        impl._cache(odd, rows=True)
+
+
+@needs_compiler
+def test_a_step(ours: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Query tokens in two parts, lists of all, some and no entries; two pieces, as in one call."""
+    impl, newer = new_impl(ours), ours.ASKS_FOR_KERNEL
+    impl.topk_indices_buffer = torch.full((9, TOPK), -1, dtype=torch.int32)
+    pool = torch.full((2, 2, 64, 656), 0xFF, dtype=torch.uint8)
+    kv = pool[:, 0]
+    tokens = torch.randn(1, 64, 576)
+    kv[0] = quantize_ds_mla_rows(tokens[..., :512], tokens[..., 512:])[0]
+    rows, counts = impl.topk_indices_buffer[:3], torch.tensor([64, 5, 0], dtype=torch.int32)
+    for row, count in zip(rows, counts):
+        row[:count] = torch.randperm(64)[:count].sort().values
+    parts = torch.randn(3, HEADS, 512).bfloat16(), torch.randn(3, HEADS, 64).bfloat16()
+    step = types.SimpleNamespace(
+        rows=rows, counts=counts, req_id_per_token=torch.zeros(3), block_table=None, block_size=64,
+        plans=ours.Plans(HEADS, TOPK, torch.device("cpu"), True),
+    )  # fmt: skip
+    out, lse = impl.forward_mqa(parts, kv, step, None)
+    call = RecordCall(torch.cat(parts, -1), kv, rows, counts, SCALE)
+    want, want_lse = record_decode_reference(call)
+    assert ((out.double() - want).abs() <= 0.01 * want.abs().clamp(min=1)).all()
+    assert torch.isneginf(lse[2]).all() and not out[2].any() and lse.shape == (3, HEADS)
+    assert torch.allclose(lse[:2].double(), want_lse.T[:2], atol=1e-3)
+    step.plans.piece = 2
+    assert all(
+        torch.equal(a, b) for a, b in zip(impl.forward_mqa(parts, kv, step, None), (out, lse))
+    )
+    assert newer == hasattr(ours.sparse.SparseMLACommonImpl, "_forward_mqa_kernel")

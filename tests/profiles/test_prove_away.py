@@ -1,0 +1,117 @@
+"""Steps of ``make prove`` on another machine: dealt out, ended in time, believed by key."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import os
+import tarfile
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from profiles import prove, prove_away
+from profiles.prove import Book, Step
+from profiles.prove_away import Ended, Share
+from tests.support.needs import needs_compiler
+
+BUILD = ("-m", "codegen", "build", "merge_obf16_sm90a")
+CHECK = ("-m", "snapmla.testing", "check", "merge_obf16_sm90a", "--seeds", "100")
+
+
+def step(kind: str = "schedules", key: str = "1") -> Step:
+    return Step(kind, "merge_obf16_sm90a", (BUILD, CHECK), key)
+
+
+def share(code: str, name: str = "small:a", of: int = 1) -> Share:
+    return Share(name, "1", ("-c", code), of)
+
+
+def run(*commands: Share, limit: float = 60) -> list[Ended | None]:
+    stop = time.monotonic() + limit
+    return [prove_away.execute(each, dict(os.environ), stop) for each in commands]
+
+
+def test_schedules_are_dealt_out_and_none_is_left_out() -> None:
+    found = prove_away.shares(step())
+    seeds: list[int] = []
+    for each in found:
+        words = each.command
+        first, count = (int(words[words.index(f"--{w}") + 1]) for w in ("first", "seeds"))
+        seeds += range(first, first + count)
+        assert words[:4] == CHECK[:4] and each.of == len(found) > 1
+    assert seeds == list(range(100))
+    assert prove_away.shares(step("mutants")) == [Share("mutants:merge_obf16_sm90a", "1", CHECK)]
+
+
+def test_a_share_that_takes_too_long_is_ended() -> None:
+    begun = time.monotonic()
+    slow, late = run(share("import time; time.sleep(60)"), share("print()"), limit=0.5)
+    assert slow is None and late is None and time.monotonic() - begun < 30
+
+
+def test_a_step_passes_when_all_of_its_shares_have() -> None:
+    shares = [share(f"print('part {i}')", of=2) for i in range(2)]
+    ended = [e for e in run(*shares) if e is not None]
+    assert prove_away.complete(ended[:1], "c0ffee") == []
+    (found,) = prove_away.complete(ended, "c0ffee")
+    assert found.passed and found.message == "part 1 (2 such shares)" and found.cpu_seconds > 0
+    assert (found.name, found.key, found.commit) == ("small:a", "1", "c0ffee")
+
+
+def test_a_share_that_fails_fails_its_step() -> None:
+    bad = share("import sys; print('wrong row'); sys.exit(3)", of=2)
+    (found,) = prove_away.complete([e for e in run(bad) if e is not None], "c0ffee")
+    assert not found.passed and "exit code 3\nwrong row" in found.message
+
+
+def test_run_reads_what_was_packed(tmp_path: Path) -> None:
+    """A file of the pack's form; what fails is told, and its outcome written."""
+    listed = [
+        {**dataclasses.asdict(each), "seconds": 1.0}
+        for each in (share("print('right')"), share("raise SystemExit(2)", "small:b"))
+    ]
+    text = json.dumps({"commit": "c0ffee", "shares": listed}).encode()
+    packed, out = tmp_path / "packed", tmp_path / "out.json"
+    with tarfile.open(packed, "w:xz", preset=1) as tar:
+        entry = tarfile.TarInfo("steps.json")
+        entry.size = len(text)
+        tar.addfile(entry, io.BytesIO(text))
+    told = CliRunner().invoke(prove_away.app, ["run", str(packed), "--out", str(out)])
+    assert "2 of 2 shares ended, 1 steps failed" in told.output and "FAILED small:b" in told.output
+    found = {o["name"]: o["passed"] for o in json.loads(out.read_text())}
+    assert found == {"small:a": True, "small:b": False}
+
+
+@needs_compiler
+def test_outcomes_of_other_sources_are_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prove, "STATE", tmp_path / "book")
+    monkeypatch.setattr(prove, "RECORD", prove_away.ROOT / "build" / "test-prove.md")
+    steps = [step(), step("mutants")]
+    monkeypatch.setattr(prove, "steps", lambda: steps)
+    ended = Ended(Share(steps[0].name, "1", CHECK), 0, "clean", 2.0)
+    right = prove_away.outcome([ended], "c0ffee")
+    other = dataclasses.replace(right, name=steps[1].name, key="2")
+    file = tmp_path / "outcomes.json"
+    file.write_text(json.dumps([dataclasses.asdict(o) for o in (right, other)]))
+    told = CliRunner().invoke(prove_away.app, ["take", str(file)])
+    assert f"of other sources: {steps[1].name}" in told.output and "1 outcomes taken" in told.output
+    book = Book(tmp_path / "book")
+    assert book.outcome(steps[0]) == right and book.outcome(steps[1]) is None
+
+
+def test_what_is_not_built_from_these_sources_is_not_packed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prove, "variant_key", lambda spec: "now")
+    assert prove_away.built(step(), tmp_path) == []
+    record = tmp_path / "merge_obf16_sm90a.json"
+    record.write_text('{"key": "earlier"}')
+    assert prove_away.built(step(), tmp_path) == []
+    record.write_text('{"key": "now"}')
+    assert prove_away.built(step(), tmp_path) == ["merge_obf16_sm90a"]
