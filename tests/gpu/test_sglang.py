@@ -1,7 +1,7 @@
 """The SGLang plugin on a real GPU: SGLang's own classes, and a CUDA graph of its decode.
 
-Needs an unpacked SGLang (``python -m tests.support.fetch_sglang``, or a folder of the same form that
-``SNAPMLA_SGLANG`` names), not its server: libraries that it imports for a GPU are shells, and
+Needs an unpacked SGLang (``python -m tests.support.fetch_sglang``, or a folder of the same form
+that ``SNAPMLA_SGLANG`` names), not its server: libraries that it imports for a GPU are shells, and
 multi-head attention is torch's.
 """
 

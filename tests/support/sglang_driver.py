@@ -100,7 +100,7 @@ def settings(**fields: Any) -> Iterator[None]:
 
 def device() -> str:
     """Where all tensors are."""
-    return str(torch.get_default_device())
+    return torch.get_default_device().type
 
 
 class Engine:
