@@ -43,9 +43,9 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.attention.backends.mla import sparse_utils
 
-from dsl_kernels.cache_records.ds_mla import ROW_BYTES
+from dsl_kernels.cache_records.ds_mla import FORMAT, ROW_BYTES
 from dsl_kernels.dims import HEAD_DIM_QK
-from snapmla import cache, ds_mla, quant
+from snapmla import cache, quant
 from snapmla.integrations import vllm as plugin
 from snapmla.integrations.vllm import indexer as choosing
 from snapmla.integrations.vllm import refuse
@@ -65,7 +65,7 @@ class SnapMLASparseBackend(AttentionBackend):
     """What vLLM's selector asks before it chooses."""
 
     supported_dtypes: ClassVar = [torch.bfloat16]
-    supported_kv_cache_dtypes: ClassVar = [ds_mla.FORMAT]
+    supported_kv_cache_dtypes: ClassVar = [FORMAT]
 
     @staticmethod
     def get_name() -> str:
@@ -168,7 +168,7 @@ class Plans:
         self.topk = topk
         self.piece = max(1, PIECE_ROWS // heads) if invariant else None
         self._cache = SparsePlanCache(
-            heads, device=device, cache_dtype=ds_mla.FORMAT, check_stale=False,
+            heads, device=device, cache_dtype=FORMAT, check_stale=False,
             fixed_split_tokens=SPLIT_ENTRIES if invariant else None,
         )  # fmt: skip
 
@@ -324,7 +324,7 @@ class SnapMLASparseImpl(_Impl):
                     )
                 count = (memory.shape[0] - 1) * apart + memory.shape[1]
                 memory = memory.as_strided((count, 1, ROW_BYTES), (ROW_BYTES, ROW_BYTES, 1))
-            known = cache.PagedKVCache.from_tensors(memory, format=ds_mla.FORMAT)
+            known = cache.PagedKVCache.from_tensors(memory, format=FORMAT)
             self._caches[key] = known
         return known
 
