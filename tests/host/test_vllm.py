@@ -523,7 +523,7 @@ def test_the_name_of_vllms_own_sparse_backend(monkeypatch: pytest.MonkeyPatch, n
     plugin.register()
     told = [name for name, path in found.backends if path.endswith("SnapMLASparseBackend")]
     assert told == [plugin.SPARSE_BACKEND if newer else "flashmla_sparse"]
-    assert plugin.SPARSE_BACKEND == "_".join(("SNAPMLA", "SPARSE")), "as the docs have it"
+    assert "_".join(("SNAPMLA", "SPARSE")) == plugin.SPARSE_BACKEND, "as the docs have it"
 
 
 def test_nothing_of_vllm_is_imported_before_it_is_asked_for() -> None:
