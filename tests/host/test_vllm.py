@@ -60,6 +60,7 @@ def test_vllms_own_classes(release: str, case: str) -> None:
 
 
 @needs_compiler
+@pytest.mark.whole_matrix  # half a CPU minute each
 @pytest.mark.parametrize("case", ["decode", "graphs", "prompts", "ranks", "layer", "refusals"])
 @pytest.mark.parametrize("release", fetch_vllm.RELEASES)
 def test_vllms_classes_of_sparse_attention(release: str, case: str) -> None:
