@@ -118,7 +118,7 @@ def new_impl(ours: Any, **change: Any) -> Any:
 def test_names(ours: Any) -> None:
     newer = ours.ASKS_FOR_KERNEL
     backend = ours.SnapMLASparseBackend
-    assert backend.get_name() == ("SNAPMLA_SPARSE" if newer else "FLASHMLA_SPARSE")
+    assert backend.get_name() == (plugin.SPARSE_BACKEND if newer else "FLASHMLA_SPARSE")
     assert backend.get_impl_cls() is ours.SnapMLASparseImpl and backend.supports_dcp() == newer
     with pytest.raises(ValueError, match="--kv-cache-dtype fp8_ds_mla"):
         new_impl(ours, kv_cache_dtype="auto")
