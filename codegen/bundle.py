@@ -37,7 +37,7 @@ SPEC_FILES = (
     "__init__.py",
     "py.typed",
     "dims.py",
-    "ds_mla.py",
+    "cache_records/*.py",
     "index_cache.py",
     "mha_list.py",
     "records.py",
