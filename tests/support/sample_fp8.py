@@ -63,4 +63,7 @@ def run(point: Point) -> selfcheck.DecodeErrors:
     assert point["parts"] == 1 or made.split_begin[-1] >= 2, "a sequence is split"
     # partial rows have 11 bits: in fp32 results of split sequences that is to be seen
     slack = 3e-4 if point["parts"] > 1 and point["out"] == torch.float32 else 0.0
-    return replace(found, allowed=found.allowed + slack)
+    # one of a logit's roundings may go the other way than the mimic's: a step of fp32 at the LSE,
+    # 6e-7 near 5, 9.5e-5 near -800, where docs/numerics.md bounds all of them by 3.5e-4
+    step = 2.0**-23 * float(lse.masked_fill(~lse.isfinite(), 0.0).abs().max())
+    return replace(found, allowed=found.allowed + slack, lse_allowed=found.lse_allowed + step)
