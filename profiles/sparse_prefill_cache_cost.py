@@ -26,9 +26,9 @@ import typer
 import snapmla
 from codegen.artifacts import write_atomic
 from profiles import page, timing
+from profiles.machine import machine
 from profiles.mha_cost import gemm, in_turn, ratio, spread
 from profiles.sparse_prefill_cost import SPAN, Problem, Shape
-from profiles.worker import machine
 from snapmla.sparse.prefill import sparse_prefill
 from snapmla.sparse.prefill_fp8 import plan_sparse_prefill
 from snapmla.sparse.rows import plan_rows, sparse_decode_rows

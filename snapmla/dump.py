@@ -115,14 +115,18 @@ def _pages_of_lists(values: Mapping[str, Any], pages: int, page_size: int) -> tu
     """Pages that query tokens' lists of tokens name, and the lists in a pool of those.
 
     What is no token stays what it is, as kernels must leave it alone; behind a list's end, which of
-    ragged queries is the longest one's, what names a token becomes -1.
+    ragged queries is the longest one's, what names a token becomes -1.  Without lengths, as sparse
+    prefill may be called, all entries count.
     """
-    lists, lengths = values["indices"], values["topk_length"]
+    lists, lengths = values["indices"].flatten(0, -2), values["topk_length"]
     column = torch.arange(lists.shape[1], device=lists.device)
     each, more = divmod(len(lists), max(len(lengths), 1))
     query = next(values[name] for name in ("q_nope", "q") if name in values)
     even = not more and query.shape[0] == len(lengths)
-    ends = lengths.repeat_interleave(each) if even else lengths.amax().expand(len(lists))
+    if not len(lengths):
+        ends = torch.full((len(lists),), lists.shape[1], device=lists.device)
+    else:
+        ends = lengths.repeat_interleave(each) if even else lengths.amax().expand(len(lists))
     inside = (lists >= 0) & (lists < pages * page_size)
     named = inside & (column < ends[:, None])
     page = torch.where(named, lists, 0) // page_size
@@ -131,7 +135,8 @@ def _pages_of_lists(values: Mapping[str, Any], pages: int, page_size: int) -> tu
         keep = page.new_zeros(1)
     new = torch.searchsorted(keep, page) * page_size + lists % page_size
     new = torch.where(named, new, -1)
-    return keep.long(), torch.where(inside, new, lists).to(lists.dtype)
+    made = torch.where(inside, new, lists).to(lists.dtype)
+    return keep.long(), made.view(values["indices"].shape)
 
 
 def _pages_of_table(

@@ -5,6 +5,8 @@
     decode.py      what ``snapmla.decode(..., indices=)`` does
     prefill.py     ``sparse_prefill`` over rows of BF16, flash_mla_names.py FlashMLA's name for it;
     prefill_fp8.py the same straight from the FP8 cache, by sparse decode, and its plans
+    explain.py     ``explain_prefill``: which call is the fastest for a prompt
+    rows.py        ``sparse_decode_rows``: sparse decode over a BF16 cache, not public yet
 
 The kernels' argument order is ``dsl_kernels/smxx/sparse_entry.py``'s.
 """

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from dsl_kernels.dims import KV_LORA_RANK, TOKEN_TILE
+from dsl_kernels.families.formats import DEFAULT
 from snapmla import checks
 from snapmla.cache import PagedKVCache, expect_cache
 from snapmla.quant import QuantizedQuery
@@ -88,8 +89,10 @@ def prefill_from_fp8(
 ) -> FP8Results:
     """What ``sparse_prefill`` does over an FP8 cache; arguments and errors as there."""
     expect_cache(cache)
-    if cache.format in _HINTS:
-        checks.value_error("kv", "an FP8 cache", f"one of {cache.format}", _HINTS[cache.format])
+    if cache.format != DEFAULT:
+        checks.value_error(
+            "kv", "an FP8 cache", f"one of {cache.format}", _HINTS.get(cache.format, "")
+        )
     if not isinstance(q, QuantizedQuery):
         hint = "an FP8 cache wants quantize_q's query"
         checks.type_error("q", "a snapmla.QuantizedQuery", type(q).__name__, hint)

@@ -109,6 +109,8 @@ class PrefillJob:
         scale, ctas: of the call.
         rows: heads of a CTA.
         indexer_topk: entries of a list that the indexer chose, where their LSE is asked for.
+        width: entries of a piece where lists are split; results are then those of merge, without
+            largest logits.
     """
 
     q: Tensor
@@ -120,6 +122,7 @@ class PrefillJob:
     ctas: int = 2
     rows: int = 64
     indexer_topk: int | None = None
+    width: int | None = None
 
     @classmethod
     def draw(
@@ -168,6 +171,7 @@ class PrefillJob:
         job = cls(
             q.bfloat16().contiguous(), kv[..., :d], indices, counts, sinks, d**-0.5, ctas,
             spec.row_tile, TILE if spec.figures == "indexer" else None,
+            TILE if spec.lists == "split" else None,
         )  # fmt: skip
         job._poison(kv)
         return job
@@ -206,7 +210,31 @@ class PrefillJob:
         }  # fmt: skip
         if self.indexer_topk is not None:
             given |= {"lse_indexer": figures[2], "indexer_tiles": self.indexer_topk // TILE}
-        return given
+        return given if self.width is None else self._split(given)
+
+    def _split(self, given: dict[str, Any]) -> dict[str, Any]:
+        """The arguments where lists are split: each query token is a sequence of one."""
+        assert self.width is not None
+        (s_q, heads, _), device = self.q.shape, self.q.device
+        del given["max_logits"]
+        pieces = -(-self.indices.shape[2] // self.width)
+        begins = torch.arange(s_q + 1, dtype=torch.int32, device=device) * pieces
+        return given | {
+            "split_begin": begins, "units": torch.zeros(0, 2, dtype=torch.int32, device=device),
+            "out": given["out"][:, None], "lse": given["lse"][..., None],
+            "o_accum": torch.full((s_q * pieces, heads, D_V), math.nan, device=device),
+            "lse_accum": torch.full((s_q * pieces, heads), math.nan, device=device),
+            "lse_factor": math.log(2), "empty_lse": math.inf, "width": self.width,
+            "ctas": min(self.ctas, s_q * pieces * -(-heads // self.rows)),
+        }  # fmt: skip
+
+    def found(self, given: dict[str, Any]) -> Results:
+        """What a call left in its arguments, as ``errors`` takes it."""
+        if self.width is None:
+            names = ("out", "max_logits", "lse", "lse_indexer")
+            return tuple(given[name] for name in names if name in given)
+        most = torch.stack([self.reference(i)[1] for i in range(len(self.q))])
+        return given["out"][:, 0], most.float(), given["lse"][..., 0]
 
     def first_lse(self, i: int) -> tuple[Tensor, Tensor]:
         """Of query token ``i`` in fp64: LSE of what the indexer chose, and the sums of magnitudes

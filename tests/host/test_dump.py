@@ -123,6 +123,25 @@ def test_lists_keep_the_pages_that_count(even: bool) -> None:
     assert all(int(new[at]) == -1 for at in behind)
 
 
+@pytest.mark.parametrize("lengths", [[3, 0], []])
+def test_lists_of_sparse_prefill(lengths: list[int]) -> None:
+    """Rows of KV are pages of one; a length for each query token, or none at all."""
+    kv = torch.arange(20.0)[:, None, None].expand(20, 1, 576).bfloat16()
+    lists = torch.tensor([[[7, -1, 19, 4]], [[20, 3, 3, 0]]], dtype=torch.int32)
+    values = {
+        "q": torch.zeros(2, 1, 576), "kv": kv, "indices": lists,
+        "topk_length": torch.tensor(lengths, dtype=torch.int32),
+    }  # fmt: skip
+    kept, notes = dump.reduced(values)
+    new = kept["indices"]
+    assert notes[0].startswith("2 of" if lengths else "5 of") and new.shape == lists.shape
+    named = [(0, 0), (0, 2), *([] if lengths else [(0, 3), (1, 1), (1, 3)])]
+    assert all(kept["kv"][int(new[i, 0, k]), 0, 0] == lists[i, 0, k] for i, k in named)
+    assert [int(new[0, 0, 1]), int(new[1, 0, 0])] == [-1, 20] and bool(lengths) == (
+        new[0, 0, 3] == -1
+    )
+
+
 def test_chunks_keep_what_they_ask_for() -> None:
     """Of sequence 0 tokens 20 to 39, of sequence 1 none."""
     cache = PagedKVCache.allocate(8, 16, device="cpu")

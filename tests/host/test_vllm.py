@@ -1,7 +1,8 @@
 """``snapmla.integrations.vllm``: vLLM's own classes drive it; what it relies on is on record.
 
 The classes need an unpacked vLLM (``python -m tests.support.fetch_vllm``; the log of the last run
-is profiles/results/vllm-contract.md).  The rest never skips.
+is profiles/results/vllm-contract.md, of sparse attention vllm-sparse-contract.md).  The rest never
+skips.
 """
 
 from __future__ import annotations

@@ -164,6 +164,8 @@ def test_a_step(ours: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     rows, counts = impl.topk_indices_buffer[:3], torch.tensor([64, 5, 0], dtype=torch.int32)
     for row, count in zip(rows, counts):
         row[:count] = torch.randperm(64)[:count].sort().values
+        if newer:  # which gives numbers: what is behind them is nobody's
+            row[count:] = 1
     parts = torch.randn(3, HEADS, 512).bfloat16(), torch.randn(3, HEADS, 64).bfloat16()
     step = types.SimpleNamespace(
         rows=rows, counts=counts, req_id_per_token=torch.zeros(3), block_table=None, block_size=64,
