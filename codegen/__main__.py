@@ -197,13 +197,17 @@ def _show_failures(failed: dict[str, list[str]]) -> None:
 
 
 @app.command("build")
-def build_command(name: str, out: Out = None) -> None:
-    """Build one variant by name unless it is up to date; what the run-time compiler calls."""
+def build_command(
+    names: Annotated[list[str], typer.Argument(metavar="NAME...", show_default=False)],
+    out: Out = None,
+) -> None:
+    """Build variants by name unless they are up to date; what the run-time compiler calls."""
     _need_compiler()
-    spec, out_dir = _spec(name), out or _default_dir()
+    specs, out_dir = [_spec(name) for name in names], out or _default_dir()
     with _writing(out_dir):
         try:
-            compiler.ensure(spec, out_dir)
+            for spec in specs:
+                compiler.ensure(spec, out_dir)
         except (compiler.BuildError, RuntimeError) as error:
             raise _fail(str(error)) from None
     if (unlinked := linker.refusal()) is not None:

@@ -4,7 +4,7 @@
         README.md, LICENSE, requirements.txt
         snapmla/                the host package, the reference included
         snapmla/variants/       <name>.so of every variant, bundle.json (all records)
-        dsl_kernels/            names of variants only: spec, families, registry; no device code
+        dsl_kernels/            spec, families, registry, records of caches; no device code
         include/snapmla/        a C header for each variant
 
 PyTorch and apache-tvm-ffi are dependencies the server installs; nothing else comes from NVIDIA but
@@ -37,13 +37,14 @@ SPEC_FILES = (
     "__init__.py",
     "py.typed",
     "dims.py",
-    "ds_mla.py",
+    "cache_records/*.py",
     "index_cache.py",
     "mha_list.py",
     "records.py",
     "spec.py",
     "registry.py",
     "families/*.py",
+    "cache_records/*.py",
     "common/__init__.py",
     "common/budget.py",
 )

@@ -32,7 +32,7 @@ import typer
 
 from codegen.artifacts import write_atomic
 from profiles import page, timing
-from profiles.worker import machine
+from profiles.machine import machine
 from snapmla.dsa import select_topk, shapes
 from snapmla.testing import topk_reference
 

@@ -30,7 +30,7 @@ from dsl_kernels.index_cache import INDEX_DIM, PAGE, PAGE_BYTES
 from profiles import page, timing
 from profiles.dsa_cost import COOPERATIVE_ROWS, WORKSPACE, K, vllm_ops
 from profiles.index_cost import CALLS, DECODES, Timed, in_turn, peer_of, pool_of, queries, tables
-from profiles.worker import machine
+from profiles.machine import machine
 from snapmla.dsa import index_topk, index_topk_workspace
 from snapmla.plan import sm_count
 

@@ -42,7 +42,7 @@ import typer
 
 from codegen.artifacts import write_atomic
 from profiles import checkouts, contenders, page, timing
-from profiles.worker import machine
+from profiles.machine import machine
 
 ROUNDS = 10  # turns of every kind of call, after one that is not counted
 BATCH, HEADS, LENGTH, PAGE = 32, 16, 1024, 64

@@ -35,7 +35,7 @@ from codegen.artifacts import write_atomic
 from dsl_kernels.index_cache import INDEX_DIM, PAGE, PAGE_BYTES, SCALES_AT
 from profiles import timing
 from profiles.bench import command_line, commit
-from profiles.worker import machine
+from profiles.machine import machine
 from snapmla.dsa.index_logits import index_logits, unit_choices
 from snapmla.plan import sm_count
 from snapmla.testing.index_reference import E4M3, quantize_keys

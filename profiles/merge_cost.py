@@ -26,8 +26,8 @@ from codegen.artifacts import write_atomic
 from dsl_kernels.dims import PARTIAL_ROW
 from dsl_kernels.spec import VariantSpec
 from profiles import page, timing
+from profiles.machine import machine
 from profiles.shapes import DecodeShape
-from profiles.worker import machine
 from snapmla import attention, runtime
 
 PAGE = 64

@@ -29,7 +29,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from codegen.artifacts import write_atomic
 from profiles import contenders, page, timing
-from profiles.worker import machine
+from profiles.machine import machine
 from snapmla.mha import mha_prefill, workspace_size
 from snapmla.testing import metrics
 

@@ -24,8 +24,8 @@ import typer
 from codegen.artifacts import write_atomic
 from dsl_kernels.mha_list import pieces_of
 from profiles import page, timing
+from profiles.machine import machine
 from profiles.mha_cost import OUT_GATE, in_turn, ratio, spread
-from profiles.worker import machine
 from snapmla.mha import mha_prefill, workspace_size
 from snapmla.testing import metrics
 

@@ -25,7 +25,7 @@ import typer
 import snapmla
 from codegen.artifacts import write_atomic
 from profiles import checkouts, page, timing
-from profiles.worker import machine
+from profiles.machine import machine
 
 PAGE, CALLS, ROUNDS = 64, 20, 45
 SHAPES = (  # batch, tokens, heads

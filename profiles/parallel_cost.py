@@ -41,7 +41,7 @@ from torch import Tensor, distributed
 import snapmla
 from codegen.artifacts import write_atomic
 from profiles import page, timing
-from profiles.worker import machine
+from profiles.machine import machine
 from snapmla.parallel import ContextGroup, ContextPlan
 from snapmla.testing import metrics
 

@@ -45,17 +45,24 @@ from profiles.bench import commit
 STATE = ROOT / "build" / "prove"
 RECORD = ROOT / "profiles" / "results" / "prove.md"
 SCHEDULES = 100
+# Samples of SM100's decode (tests/support/sm100_sample.py): op, steps that they are dealt out to.
+SAMPLES = {"fp8": ("decode", 12), "dense": ("dense_decode", 8)}
 # What no schedule can miss, opcodes or text of source lines: docs/software-gpu.md says why.
 EXPLAINED = (
     "griddepcontrol.launch_dependents", "bar.warp.sync", "tcgen05.relinquish_alloc_permit",
     "k_pipe.consumer_wait(landed)", "# orders nothing new",
 )  # fmt: skip
+# And of some kernels alone, by globs over their names.
+EXPLAINED_OF = {"dense_decode_*_sm100a": "barrier_id=barrier_id, number_of_threads=128"}
 # Variants that are built when they are asked for, not by default: studied all the same.
 ASKED = (
     "mha_items_split_sm90a", "mha_fwd_d192_dbf16_split_sm90a", "mha_merge_obf16_sm90a",
     "select_topk_t64_e8_c2_sm90a", "select_topk_t64_e0_c2_sm90a",
     "append_index_k_xbf16_ii64_hd1_sm90a",
     "fetch_index_k_xfp8_ragged_sm90a", "fetch_index_k_xbf16_indices_sm90a",
+    "append_kv_xbf16_ii32_kvfp8_v41_planar_sm90a", "append_kv_xbf16_ii32_kvfp8_v41_rows_sm90a",
+    "append_kv_xbf16_ii32_kvfp8_nope_sm90a", "fetch_dequant_xbf16_pages_kvfp8_v41_planar_sm90a",
+    "fetch_dequant_xbf16_pages_kvfp8_v41_rows_sm90a", "fetch_dequant_xbf16_pages_kvfp8_nope_sm90a",
 )  # fmt: skip
 # Ops whose variants of the matrix take too long under schedules, as their rows are thousands of
 # scores a CTA: ASKED has smaller ones of the same source.
@@ -66,6 +73,7 @@ KINDS = {
     "schedules": f"the test set under {SCHEDULES} adversarial schedules with the hazard check",
     "mutants": "a variant of each kernel and row tile without each synchronisation: who notices",
     "replay": "all 2^32 arguments of each special function against the H200's",
+    "sample": "SM100's decode at points where every two values of every two axes meet",
     "tests": "test files over the whole matrix instead of the test set",
     "fidelity": "the accuracy study on a two-layer model: trained, evaluated, kernels in the loop",
 }
@@ -150,6 +158,7 @@ def steps() -> list[Step]:
     found += [_mutants(min(group, key=matrix.changed)) for group in studied]
     asked = [VariantSpec.from_name(name) for name in ASKED]
     found += [_schedules(spec) for spec in asked] + [_mutants(spec) for spec in asked]
+    found += [_sample(name, k + 1, blackwell) for name in SAMPLES for k in range(SAMPLES[name][1])]
     replay = ("-m", "profiles.record_softgpu", "replay", "mufu", "--all")
     found.append(step("replay", "mufu", replay, reads=REPLAYED, specs=()))
     found += [_tests(path, every) for path in whole_matrix_files()]
@@ -199,8 +208,21 @@ def _schedules(spec: VariantSpec) -> Step:
 
 
 def _mutants(spec: VariantSpec) -> Step:
-    explained = [word for opcode in EXPLAINED for word in ("--explained", opcode)]
+    own = [text for glob, text in EXPLAINED_OF.items() if fnmatch.fnmatchcase(spec.name, glob)]
+    texts = (*EXPLAINED, *own)
+    explained = [word for text in texts for word in ("--explained", text)]
     return _on_objects("mutants", spec, ("-m", "snapmla.testing", "mutate", spec.name, *explained))
+
+
+def _sample(name: str, k: int, blackwell: list[VariantSpec]) -> Step:
+    """A part of a sample of SM100's decode."""
+    op, parts = SAMPLES[name]
+    specs = [VariantSpec(op="plan_decode", arch="sm_100a")]
+    specs += [spec for spec in blackwell if spec.op == op]
+    builds = ("-m", "codegen", "build", *(spec.name for spec in specs))
+    command = ("-m", "tests.support.sm100_sample", name, f"{k}/{parts}")
+    reads = ("softgpu", "snapmla", "tests/support")
+    return step("sample", f"{name}-{k}", builds, command, reads=reads, specs=specs)
 
 
 def _on_objects(kind: str, spec: VariantSpec, command: Command) -> Step:

@@ -4,11 +4,11 @@
     python -m profiles.prove_away run PACKED --jobs 14 --limit 500 --out FILE         there
     python -m profiles.prove_away take FILE               here: into build/prove and the record
 
-Steps ``schedules`` and ``mutants`` take compiled objects as they lie: ``pack`` takes along those
-that are built from the sources as they are, with their steps' keys.  ``run`` deals out a step of
-100 schedules in shares, begins what took longest last time first, and drops what has not ended in
-time.  ``take`` believes an outcome whose key is still the step's: sources, objects and the checks'
-own code are those that ran.
+Steps ``schedules``, ``mutants`` and ``sample`` take compiled objects as they lie: ``pack`` takes
+along those that are built from the sources as they are, with their steps' keys.  ``run`` deals out
+a step of 100 schedules in shares, begins what took longest last time first, and drops what has not
+ended in time.  ``take`` believes an outcome whose key is still the step's: sources, objects and the
+checks' own code are those that ran.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from codegen.matrix import did_you_mean
 from profiles import prove
 
 PACKED = ROOT / "build" / "carry" / "prove.tar.xz"
-KINDS = ("schedules", "mutants")
+KINDS = ("schedules", "mutants", "sample")
 SHARES = 4  # of a step's schedules
 SUFFIXES = ("o", "ptx", "json")  # what the software GPU reads of a variant
 
@@ -82,7 +82,7 @@ def shares(step: prove.Step) -> list[Share]:
 
 def built(step: prove.Step, folder: Path) -> list[str]:
     """Names of the variants that a step takes; empty where one is not built from these sources."""
-    names = [c[-1] for c in step.commands if c[1:3] == ("codegen", "build")]
+    names = [name for c in step.commands if c[1:3] == ("codegen", "build") for name in c[3:]]
     for name in names:
         spec = prove.VariantSpec.from_name(name)
         try:

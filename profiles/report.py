@@ -327,6 +327,8 @@ def index_lines(rows: Sequence[Row]) -> list[str]:
                 own[row["shape"]] = min(row["us"], own.get(row["shape"], math.inf))
         ours = times.pop("snapmla", {})
         for who, theirs in times.items():
+            if who.startswith("snapmla"):
+                continue
             told: set[int] = set()
             for limit in ROW_LIMITS:
                 few = {s: us for s, us in ours.items() if _query_tokens(s) <= limit}

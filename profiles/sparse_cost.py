@@ -33,7 +33,7 @@ from codegen.artifacts import write_atomic
 from dsl_kernels.spec import VariantSpec
 from profiles import timing
 from profiles.bench import command_line, commit
-from profiles.worker import machine
+from profiles.machine import machine
 from snapmla import runtime
 from snapmla.sparse import plan as sparse_plan
 from snapmla.testing import metrics

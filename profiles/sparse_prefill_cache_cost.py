@@ -26,15 +26,16 @@ import typer
 import snapmla
 from codegen.artifacts import write_atomic
 from profiles import page, timing
+from profiles.machine import machine
 from profiles.mha_cost import gemm, in_turn, ratio, spread
 from profiles.sparse_prefill_cost import SPAN, Problem, Shape
-from profiles.worker import machine
 from snapmla.sparse.prefill import sparse_prefill
 from snapmla.sparse.prefill_fp8 import plan_sparse_prefill
 from snapmla.sparse.rows import plan_rows, sparse_decode_rows
 
 PAGE = 64
-FP8_GATE = 1e-2  # relative L2 to fp64 on the quantised inputs
+# relative L2 to fp64 on the quantised inputs: e4m3 P over latents without a mean costs up to 2.7e-2
+FP8_GATE = 3e-2
 FP8_SHAPES = tuple(
     Shape(4096, s_kv, heads, 2048, gate)
     for s_kv, heads, gate in (

@@ -28,8 +28,8 @@ import typer
 
 from codegen.artifacts import write_atomic
 from profiles import page, timing
+from profiles.machine import machine
 from profiles.mha_cost import gemm, in_turn, ratio, spread
-from profiles.worker import machine
 from snapmla.sparse.prefill import sparse_prefill
 from snapmla.testing import metrics
 

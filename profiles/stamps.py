@@ -38,9 +38,9 @@ from dsl_kernels.spec import VariantSpec, decode_spec
 from dsl_kernels.stamp import WORDS, Stamp
 from profiles import roofline, timing
 from profiles.bench import command_line, commit
+from profiles.machine import machine
 from profiles.pools import Latents, SnapPool, fill
 from profiles.shapes import DecodeShape, parse
-from profiles.worker import machine
 from snapmla import attention, runtime
 from snapmla.decode_plan import PlanVariant
 

@@ -30,7 +30,7 @@ import typer
 
 from codegen.artifacts import write_atomic
 from profiles import page, timing
-from profiles.worker import machine
+from profiles.machine import machine
 from snapmla.integrations.transformers import DecodeGraph, SnapMLACache, patch, unpatch
 
 Tensor = torch.Tensor
@@ -38,7 +38,8 @@ LATENT, ROPE, PAGE = 512, 64, 64
 LENGTHS, BATCHES = (4096, 8192, 16384, 32768), (1, 8)
 PIECE = 4096  # tokens of a sequence that are made and cached at a time
 ROUNDS, STEPS = 5, 10
-GATE = 0.1  # relative L2 of logits to eager's: an FP8 cache gives 0.02 to 0.05, a fault 1
+GATE = 0.3  # relative L2 of logits to eager's: an FP8 cache of random latents gives some 0.06 a
+# layer (tests hold attention itself to what is predicted); what is misplaced gives 1 or more
 COLUMNS = (
     "batch × tokens", "snapmla ms", "snapmla, graph ms", "sdpa ms", "eager ms", "cache",
     "logits' L2 to eager",
@@ -159,7 +160,7 @@ def row(model: Any, batch: int, tokens: int, device: str) -> str:
         return f"| {batch} × {tokens} | not timed: no peer to compare with had memory |" + "|" * 5
     return (
         f"| {batch} × {tokens} | {times[0]:.2f} | {times[1]:.2f} | {texts[0]} | {texts[1]} "
-        f"| {size / 1e6:.0f} MB | {error} |"
+        f"| {size / 1e6:.1f} MB | {error} |"
     )
 
 

@@ -14,10 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
-import hashlib
 import json
-import os
-import platform
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,6 +25,7 @@ import torch
 from profiles import ceilings, contenders, dsa_rows, helper_rows, power, timing
 from profiles.check import Check, Truth, check_decode, decode_truth, mimic_gate
 from profiles.contenders import Contender, Entry, Problem
+from profiles.machine import machine
 from profiles.pools import CHUNK_TOKENS, Latents, Pool, fill
 from profiles.roofline import FORMATS
 from profiles.shapes import DecodeShape, HelperShape, IndexShape, Shape, parse
@@ -328,43 +326,6 @@ def _check_fields(result: Check) -> dict[str, Any]:
 
 def _short(error: Exception) -> str:
     return f"{type(error).__name__}: {' | '.join(str(error).splitlines()[:4])}"[:500]
-
-
-def machine(device: torch.device, nvml: timing.Nvml | None) -> dict[str, Any]:
-    """What the numbers were made on and with."""
-    facts: dict[str, Any] = {
-        "device": str(device),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-    }
-    for module in ("triton", "tvm_ffi"):
-        try:
-            facts[module] = __import__(module).__version__
-        except Exception:  # not installed, or it will not import: then nothing used it
-            facts[module] = None
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        facts["gpu"] = properties.name
-        facts["sms"] = properties.multi_processor_count
-        facts["memory_gib"] = round(properties.total_memory / 2**30, 1)
-    else:
-        facts["gpu"] = "none"
-    if nvml is not None:
-        facts.update(nvml.describe())
-    facts["variants"] = variant_hashes()
-    return facts
-
-
-def variant_hashes() -> dict[str, str]:
-    """Names and short hashes of the precompiled libraries in ``SNAPMLA_VARIANT_DIR``."""
-    folder = os.environ.get("SNAPMLA_VARIANT_DIR", "")
-    if not folder or not Path(folder).is_dir():
-        return {}
-    return {
-        path.stem: hashlib.sha256(path.read_bytes()).hexdigest()[:12]
-        for path in sorted(Path(folder).glob("*.so"))
-    }
 
 
 def main(config_path: str, events_path: str) -> None:

@@ -30,24 +30,30 @@ class PagedKVCache(launch.OverTensors):
     ``rope_append_kv``, ``fetch_dequant`` and ``decode`` with ``indices`` take them; for dense
     ``decode`` there is ``convert_cache``.
 
+    ``fp8_v4``, ``fp8_v41_planar``, ``fp8_v41_rows``, ``fp8_nope``: the bytes of other models, with
+    scales of groups of channels (docs/formats.md); ``append_kv``, ``fetch_dequant`` and
+    ``convert_cache`` take them.
+
     Attributes:
         content: float8_e4m3fn (num_pages, page_size, 512); bfloat16 or float16 (num_pages,
-            page_size, num_kv_heads, 512).
+            page_size, num_kv_heads, 512); of bytes as many channels as the format has.
         rope: bfloat16 (num_pages, page_size, 64); as ``content`` (num_pages, page_size,
-            num_kv_heads, 64), the channels behind it.
+            num_kv_heads, 64), the channels behind it; no channels of a format without.
         scale: float32 (num_pages, page_size), max|c_kv| / top with a floor; of ``fp8_ds_mla``
-            (num_pages, page_size, 4); None.
+            (num_pages, page_size, 4); of other bytes float32 or float8_e8m0fnu (num_pages,
+            page_size, scales); None.
         content_u8: ``content`` as bytes, the form kernels take of an FP8 cache.
         kv: of 16 bits the whole rows (num_pages, page_size, num_kv_heads, 576), of ``fp8_ds_mla``
-            uint8 (num_pages, page_size, 1, 656), the form kernels take; None of an FP8 cache.
+            uint8 (num_pages, page_size, 1, 656), of other bytes as many as a token has, the form
+            kernels take; None of an FP8 cache.
         format: how a token is stored: ``fp8``, ``bf16`` or ``f16``, as ``cache_dtype`` of plans, or
             ``fp8_ds_mla`` (``dsl_kernels.families.formats`` has what follows from it).
-        scale_fmt: of ``fp8_ds_mla``, which scales tokens are appended with: None for float32 ones,
+        scale_fmt: of bytes, which scales tokens are appended with: None for float32 ones,
             ``ue8m0`` for powers of two.
         dtype: float8_e4m3fn, bfloat16 or float16; uint8 of ``fp8_ds_mla``.
         num_kv_heads: 1 of an FP8 cache.
-        layout: ``split``, ``paged``, ``row640``, of one tensor ``rows``; or ``strided`` for any
-            other legal strides.
+        layout: ``split``, ``paged``, ``row640``, of one tensor ``rows``, or ``paged`` where a page
+            has planes; or ``strided`` for any other legal strides.
         memory: what operators of ``torch.ops.snapmla`` take: content_u8, rope, scale, or the memory
             that they are views of (``snapmla.layouts.memory_of``); of one tensor kv, None, None.
         traceable: whether ``memory`` may be written under ``torch.compile``.
@@ -126,13 +132,14 @@ class PagedKVCache(launch.OverTensors):
         Args:
             num_pages: pages in the pool, 1 or more.
             page_size: tokens in a page: 16, 32, 64 or 128; of 16 bits also any multiple of 64, one
-                page a sequence; of ``fp8_ds_mla`` 1 or more.
+                page a sequence; of bytes 1 or more.
             layout: of an FP8 cache ``split`` (None), ``paged`` or ``row640`` (see
-                ``snapmla.layouts``); rows of 16 bits and of ``fp8_ds_mla`` lie in one way only.
+                ``snapmla.layouts``); rows of 16 bits and bytes lie in one way only.
             device: where; a ``cpu`` cache is the software GPU's, which needs no GPU.
-            dtype: ``fp8`` or torch.float8_e4m3fn, torch.bfloat16, torch.float16, or ``fp8_ds_mla``.
+            dtype: ``fp8`` or torch.float8_e4m3fn, torch.bfloat16, torch.float16, or the name of a
+                format of bytes, such as ``fp8_ds_mla``.
             num_kv_heads: KV heads of a 16-bit cache, 1 to 128; an FP8 cache has one.
-            scale_fmt: of ``fp8_ds_mla``, see ``from_tensors``.
+            scale_fmt: of bytes, see ``from_tensors``.
 
         Raises:
             TypeError, ValueError: naming the argument.
@@ -168,13 +175,15 @@ class PagedKVCache(launch.OverTensors):
                 float16 rows (num_pages, page_size, num_kv_heads, 576), where one KV head may be
                 left out; or beside ``format``, uint8, int8 or float8_e4m3fn rows of 656 bytes,
                 (num_pages, page_size, 1, 656) or (num_pages, page_size, 656), side by side in a
-                page, whose pages may lie apart.
+                page, whose pages may lie apart; of other formats as many bytes as a token has.
             rope: bfloat16 (num_pages, page_size, 64).
             scale: float32 (num_pages, page_size).
-            format: ``fp8_ds_mla`` for rows of 656 bytes, which nothing else tells; None for others.
-            scale_fmt: beside ``fp8_ds_mla``: None appends tokens with vLLM's scales, the larger of
-                max|c_kv| / 448 and 2**-126; ``ue8m0`` (DeepSeek's name) rounds these up to powers
-                of two.  Which ones are in the memory does not matter.
+            format: ``fp8_ds_mla`` for rows of 656 bytes, or another name of bytes, which nothing
+                else tells; None for others.
+            scale_fmt: beside ``fp8_ds_mla`` and ``fp8_nope``: None appends tokens with vLLM's
+                scales, the larger of max|c_kv| / 448 and 2**-126; ``ue8m0`` (DeepSeek's name)
+                rounds these up to powers of two.  Which ones are in the memory does not matter.
+                Of formats whose scales cannot but be powers of two it is ``ue8m0``.
         """
         if format is not None:
             return cls._from_named(content, rope, scale, format, scale_fmt)
@@ -196,7 +205,10 @@ class PagedKVCache(launch.OverTensors):
         cls, content: Any, rope: Any, scale: Any, fmt: str, scale_fmt: str | None
     ) -> PagedKVCache:
         """``from_tensors`` of a format that is given by name."""
-        checks.choice("format", fmt, (None, *_NAMED))
+        options = (None, *_NAMED)
+        if isinstance(fmt, str) and fmt in FORMATS and fmt not in options:  # by its dtype
+            checks.value_error("format", "one of " + ", ".join(map(repr, options)), repr(fmt))
+        checks.choice("format", fmt, options)
         record = FORMATS[fmt]
         byte_cache.check_scale_format(scale_fmt, record)
         for name, value in (("rope", rope), ("scale", scale)):

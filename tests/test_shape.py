@@ -42,6 +42,7 @@ FOREIGN = frozenset(
         *("H20", "H100", "H800", "datasheet"),  # in tables of cards
         *("cu12", "cu13", "cu13.full", "snapmla_kernels_sm90_decode", "stamps1", "rope_", "_f32"),
         *("arg0", "arg1", "DIR", "BxTOKENS"),
+        *("generate", "num_return_sequences", "grouped_mm", "batched_mm"),  # transformers'
     }
 )
 

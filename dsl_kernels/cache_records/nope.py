@@ -3,7 +3,7 @@
     [0, 512)     512 e4m3 channels
     [512, 528)   4 fp32 scales, one for each 128 channels
 
-``fp8_ds_mla`` without its last 128 bytes, as FlashMLA's forks have it (``V32_NO_ROPE``): scales and
+``fp8_ds_mla`` without its last 128 bytes, as FlashMLA's forks have it (V32_NO_ROPE): scales and
 what a scale of 0 says are that record's.  V4.1's rows have as many bytes.  K and V are the same 512
 channels: Q.K is 32 steps of 16 channels with a scale for each 8 of them.
 """

@@ -1,4 +1,4 @@
-"""``fp8_v4``, DeepSeek V4's, 584 bytes a token (FlashMLA's ``MODEL1``); a page has two planes:
+"""``fp8_v4``, DeepSeek V4's, 584 bytes a token (FlashMLA's MODEL1); a page has two planes:
 
     [0, 576 P)        of each token 448 e4m3 channels, then 64 bf16 RoPE channels as they are
     [576 P, 584 P)    of each token 7 scales, one for each 64 e4m3 channels, and a byte that is any

@@ -66,7 +66,7 @@ class FewHeads(GatheredForm, FewRows):
         return acc
 
     @cute.jit
-    def tile(self, st, operands, state, turn, items, last):
+    def tile(self, st, operands, state, turn, items, ends):
         """A thread holds 2 tokens x rows / 4 rows."""
         tidx, _, _ = cute.arch.thread_idx()
         lane, n_rows = tidx % 32, self.fragment.rows
@@ -74,7 +74,7 @@ class FewHeads(GatheredForm, FewRows):
         frame, sums, most, scale = state
         q_slot, _ = self.loads.slot_of_q(items, EARLY)
         t = self.scores(st, operands, turn, q_slot)
-        if last:
+        if ends[1]:
             release(self.loads.q, st, q_slot)
         self.hide(st, t, turn.stage, wwarp, lane)
         # behind the barrier in it all warps have read the RoPE columns, where P goes

@@ -57,8 +57,9 @@ class GatheredForm(Form):
         """The ``items``-th row tile of Q is wanted."""
         raise NotImplementedError
 
-    def tile(self, st, operands, state, turn, items, last) -> None:
-        """S -> P of a tile, handed over; ``last``: of the work tile."""
+    def tile(self, st, operands, state, turn, items, ends) -> None:
+        """S -> P of a tile, handed over; ``ends``: whether it is the first, and the last one, of
+        the work tile."""
         raise NotImplementedError
 
     def product(self, st, acc_O, operands, turn) -> None:
@@ -117,8 +118,8 @@ class GatheredForm(Form):
             self.begin(st, operands, items)
             state = (frame, sums, most, gmem.scale)
             for tile in cutlass.range(0, item.tiles, unroll=1):
-                last = tile + 1 == item.tiles
-                self.tile(st, operands, state, Turn.of(tiles), items, last)
+                ends = tile == 0, tile + 1 == item.tiles
+                self.tile(st, operands, state, Turn.of(tiles), items, ends)
                 if const_expr(gmem.lse_indexer is not None):  # noqa: SIM102 (only this is static)
                     if tile + 1 == cutlass.min(gmem.indexer_tiles, item.tiles):
                         self.note_first(st, gmem, item, state)

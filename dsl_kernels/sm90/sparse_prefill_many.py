@@ -71,11 +71,15 @@ class ManyHeads(GatheredForm, ManyRows):
     def begin(self, st, operands, items):
         self.loads.q.wait_full(st, EARLY, items & 1)
         self.take_q(st, operands)
-        release(self.loads.q, st, EARLY)
 
     @cute.jit
-    def scores(self, st, operands, turn, q_phase):
-        """S of a tile: Q.K half by half as they come."""
+    def scores(self, st, operands, turn, q_phase, first_tile):
+        """S of a tile: Q.K half by half as they come.
+
+        The room of what ``take_q`` reads is free once the first tile's products are issued: they
+        wait for the registers.  An arrival right behind ``take_q`` does not wait for its loads, and
+        a copy that was waiting for it overwrote rows that were still to be read (seen on an H100).
+        """
         (rQ, sQ, sK, _), (mma_r, mma_s) = operands, self.score_mmas()
         acc = cute.make_rmem_tensor(mma_s.partition_shape_C((ROWS_OF_CTA, TILE)), Float32)
         sQ_now, sK_now = sQ[None, None, None, 0], sK[None, None, None, turn.stage]
@@ -91,17 +95,19 @@ class ManyHeads(GatheredForm, ManyRows):
             mma, of_q = (mma_r, rQ) if block < REGISTER_BLOCKS else (mma_s, sQ_now)
             issue(mma, acc, of_q, sK_now, accumulate=i > 0, first=first, last=first + CHUNK_STEPS)
         warpgroup.commit_group()
+        if first_tile:
+            release(self.loads.q, st, EARLY)
         warpgroup.wait_group(0)
         return acc
 
     @cute.jit
-    def tile(self, st, operands, state, turn, items, last):
+    def tile(self, st, operands, state, turn, items, ends):
         tidx, _, _ = cute.arch.thread_idx()
         lane = tidx % 32
         wwarp = cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
         frame, sums, most, scale = state
-        acc = self.scores(st, operands, turn, items & 1)
-        if last:
+        acc = self.scores(st, operands, turn, items & 1, ends[0])
+        if ends[1]:
             release(self.loads.q, st, LATE)
         self.hide(st, acc, turn.stage, lane)
         high = own_maxima(acc, scale)

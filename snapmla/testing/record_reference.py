@@ -1,5 +1,5 @@
-"""Sparse decode over 656-byte rows (``cache_records.ds_mla``) in plain torch: the truth, and the
-rounding of 16-bit products.
+"""Sparse decode over 656-byte rows (``dsl_kernels.cache_records.ds_mla``) in plain torch: the
+truth, and the rounding of 16-bit products.
 
 A query token's list becomes a sequence of dense decode's reference, whose pool is the cache in
 fp64.

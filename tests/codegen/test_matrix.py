@@ -46,7 +46,8 @@ def test_helper_axes_are_complete() -> None:
     rotating = 2 * 2 * 2 + 2 * 2  # append_kv by style, norm and table; quantize_q by two of them
     rows = 2 * 2 + 2 * 4  # append_kv by dtype and index; fetch_dequant by dtype and mode
     ds_mla = 2 + 2 + 3  # append_kv by index, and with norm and RoPE by table; fetch_dequant by mode
-    assert len(helpers) == 3 + 2 + 2 * 2 * 3 + 3 * (2 + 2 + 4) + rotating + rows + ds_mla
+    v4 = 2 + 1 + 3  # append_kv by index, and with RoPE; fetch_dequant by mode
+    assert len(helpers) == 3 + 2 + 2 * 2 * 3 + 3 * (2 + 2 + 4) + rotating + rows + ds_mla + v4
 
 
 @pytest.mark.skipif(not toolchain.have_compiler(), reason="feasible() imports the compiler")
@@ -329,7 +330,7 @@ def test_the_test_set_shows_every_value_of_every_axis(arch: str) -> None:
         wide = {s for s in helpers if s.op == "fetch_dequant" and s.index_dtype == "i64"}
         assert helpers - rotating - rows - wide - declared <= set(chosen) and wide & set(chosen)
         assert len(rotating & set(chosen)) == 4
-        assert len(rows & set(chosen)) == 4 + 2, "of rows of 656 bytes one an op"
+        assert len(rows & set(chosen)) == 4 + 2 * 2, "of records of bytes one an op"
     assert len(helpers & set(chosen)) < len(helpers)
     assert chosen == [s for s in every if s in set(chosen)] == matrix.sample_specs(arch)
 

@@ -44,7 +44,7 @@ class Step:
         """Other lists; some have nothing."""
         made = torch.Generator().manual_seed(seed)
         for i in range(len(self.rows)):
-            count = int(torch.randint(0, TOPK + 1, (1,), generator=made)) if i % 5 else 0
+            count = int(torch.randint(1, TOPK + 1, (1,), generator=made)) if i % 5 != 4 else 0
             at = torch.randperm(PAGES * 64, generator=made)[:count].sort().values
             row = torch.full((TOPK,), -1, dtype=torch.int32)
             apart = 128 if self.newer else 64  # rows of the pool, or slots of pages

@@ -36,7 +36,9 @@ def test_table_lists_what_is_read() -> None:
     assert all(variable.doc for variable in env.TABLE)
 
 
-SWITCHES = (env.NO_JIT, env.CHECK_PLAN, env.PROFILE_NAMES, env.LOG, env.TEST_GPU)
+SWITCHES = (
+    env.NO_JIT, env.CHECK_PLAN, env.PROFILE_NAMES, env.LOG, env.VLLM_SPARSE, env.TEST_GPU,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("switch", SWITCHES, ids=lambda switch: switch.name)

@@ -1,7 +1,8 @@
 """``snapmla.integrations.vllm``: vLLM's own classes drive it; what it relies on is on record.
 
 The classes need an unpacked vLLM (``python -m tests.support.fetch_vllm``; the log of the last run
-is profiles/results/vllm-contract.md).  The rest never skips.
+is profiles/results/vllm-contract.md, of sparse attention vllm-sparse-contract.md).  The rest never
+skips.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ def test_vllms_own_classes(release: str, case: str) -> None:
 
 
 @needs_compiler
+@pytest.mark.whole_matrix  # half a CPU minute each
 @pytest.mark.parametrize("case", ["decode", "graphs", "prompts", "ranks", "layer", "refusals"])
 @pytest.mark.parametrize("release", fetch_vllm.RELEASES)
 def test_vllms_classes_of_sparse_attention(release: str, case: str) -> None:
@@ -506,7 +508,7 @@ def test_register_may_be_called_again(monkeypatch: pytest.MonkeyPatch, newer: bo
     sparse = "snapmla.integrations.vllm.sparse.SnapMLASparseBackend"
     assert [each for each in found.backends if each[1] != sparse] == [(n, path) for n in names]
     told = [name for name, where in found.backends if where == sparse]
-    assert told == (["SNAPMLA_SPARSE"] if newer else []), "nobody's name is taken unasked"
+    assert told == ([plugin.SPARSE_BACKEND] if newer else []), "nobody's name is taken unasked"
     path = "snapmla.integrations.vllm.prefill.SnapMLAPrefillBackend"
     assert found.prefill == [(name, path) for name in names], "under the same names"
     assert list(found.dtypes) == (["snapmla"] if newer else [])
@@ -521,7 +523,8 @@ def test_the_name_of_vllms_own_sparse_backend(monkeypatch: pytest.MonkeyPatch, n
     found = Registry(monkeypatch, newer)
     plugin.register()
     told = [name for name, path in found.backends if path.endswith("SnapMLASparseBackend")]
-    assert told == ["SNAPMLA_SPARSE" if newer else "flashmla_sparse"]
+    assert told == [plugin.SPARSE_BACKEND if newer else "flashmla_sparse"]
+    assert "_".join(("SNAPMLA", "SPARSE")) == plugin.SPARSE_BACKEND, "as the docs have it"
 
 
 def test_nothing_of_vllm_is_imported_before_it_is_asked_for() -> None:

@@ -1,9 +1,9 @@
 """SM100's decode over a 16-bit cache, pipelines ``ws`` and ``pair``, on the software GPU, hazard
 check on.
 
-``make test`` takes few points, the whole matrix the sample.  Lengths are ragged, sequences are
-split and merged, pools, buffers and the tails of block tables are poisoned; results are held to 1.1
-times the error of the mimic, whose P has 16 bits, and to FlashMLA's gates.
+``make prove`` runs both over a sample of all their axes (tests/support/sample_dense.py).  Pools,
+buffers and the tails of block tables are poisoned; results are held to 1.1 times the error of the
+mimic, whose P has 16 bits, and to FlashMLA's gates.
 """
 
 from __future__ import annotations
@@ -19,32 +19,19 @@ from torch import Tensor
 from dsl_kernels.spec import VariantSpec
 from snapmla import dispatch, flash_mla, runtime
 from snapmla.decode_plan import launching
-from snapmla.testing import dense_job, selfcheck
+from snapmla.testing import dense_job
 from snapmla.testing.dense_job import SCALE, DenseJob
-from softgpu import LoadedKernel, Options, exact, mutate, using
+from softgpu import Options, exact, mutate, using
 from softgpu.errors import Hazard
 from softgpu.ops import tma
-from tests.kernels.test_variants import up_to_date
 from tests.support.dense_steps import DenseStep
 from tests.support.needs import needs_compiler
-from tests.support.pairwise import Point, assert_all_meet, pairwise
+from tests.support.pairwise import assert_all_meet
+from tests.support.sample_dense import AXES, ROW_TILES, SAMPLE, kernel_of, spec_of
 
 pytestmark = needs_compiler
-LENGTHS = (0, 1, 63, 64, 65, 321)
-ROW_TILES = {"ws": 64, "pair": 128}
 DTYPES = tuple(dense_job.DTYPES)
 CHECKED = Options(hazards="raise")
-AXES = {
-    "pipeline": tuple(ROW_TILES),
-    "heads": (1, 7, 16, 20, 48, 64, 96, 128),
-    "s_q": (1, 2, 4),
-    "page": (16, 32, 64, 128),
-    "dtype": DTYPES,
-    "inputs": ("usual", "peaked", "sink", "rope", "keys", "swings"),
-    "parts": (1, 4),
-    "asynchronous": ("early", "late", "random"),
-}
-SAMPLE = list(pairwise(AXES))
 MMAS = {"ws": ("tcgen05.mma.ws", 36 + 8), "pair": ("tcgen05.mma.cta_group::2", 36 + 16)}
 whole = pytest.mark.whole_matrix
 # of each pipeline two variants, of each dtype one
@@ -53,75 +40,12 @@ each_kind = pytest.mark.parametrize(("pipeline", "dtype", "page"), KINDS)
 each_pipeline = pytest.mark.parametrize("pipeline", ROW_TILES)
 
 
-def spec_of(pipeline: str, dtype: str = "bf16", page: int = 64) -> VariantSpec:
-    return VariantSpec(
-        op="dense_decode", arch="sm_100a", pipeline=pipeline, row_tile=ROW_TILES[pipeline],
-        page_size=page, dtype=dtype,
-    )  # fmt: skip
-
-
-def kernel_of(spec: VariantSpec) -> LoadedKernel:
-    return selfcheck.load(spec, up_to_date(spec))
-
-
 # ---------------------------------------------------------------- the sample
-
-LEVEL = 200.0  # nats, of ``swings``: of every 64 tokens in turn
-MARK = 16.0  # the queries' last RoPE channel, where keys have their logit
-
-
-class Drawn(DenseJob):
-    """Ragged lengths, and inputs of one kind."""
-
-    kind: str
-
-    @staticmethod
-    def of(kind: str, spec: VariantSpec, point: Point) -> Drawn:
-        made = type("Made", (Drawn,), {"kind": kind})
-        job = made(
-            spec, LENGTHS, parts=point["parts"], heads=point["heads"], s_q=point["s_q"],
-            amplitude=100.0 if kind == "peaked" else 10.0,
-        )  # fmt: skip
-        if kind in ("sink", "swings"):
-            job.q[..., -1] = MARK
-        if kind == "keys":
-            for i, tokens in enumerate(job.tokens):
-                rows = torch.arange(job.s_q * job.heads)
-                if len(tokens):
-                    job.q[i] = tokens[rows * 7 % len(tokens), 0].view(job.q[i].shape)
-        return job
-
-    def _sample(self, n: int, dtype: torch.dtype) -> Tensor:
-        tokens = super()._sample(n, dtype).float()
-        if type(self).kind == "rope":
-            signs = 2.0 * torch.randint(0, 2, tokens[..., 512::16].shape) - 1.0
-            tokens[..., 512::16] = 1e3 * signs
-        if type(self).kind == "keys":
-            tokens[..., 512:] *= 30.0  # logits of some 24 nats; V, and so its gate, as ever
-        if type(self).kind == "sink":
-            tokens[:1, :, -1] = (math.log(max(n, 1)) + 2.0) / (MARK * SCALE)
-        if type(self).kind == "swings":
-            odd = torch.arange(n) // 64 % 2
-            tokens[..., -1] = ((2 * odd - 1) * (LEVEL / (MARK * SCALE)))[:, None]
-        return tokens.to(dtype)
 
 
 def test_every_two_values_meet() -> None:
     assert_all_meet(AXES, SAMPLE)
     assert len(SAMPLE) <= 120
-
-
-@whole
-@pytest.mark.parametrize("point", SAMPLE, ids=lambda p: "-".join(map(str, p.values())))
-def test_right_and_clean(point: Point) -> None:
-    spec = spec_of(point["pipeline"], point["dtype"], point["page"])
-    torch.manual_seed(point["heads"])
-    job = Drawn.of(point["inputs"], spec, point)
-    assert point["parts"] == 1 or int(job.plan.split_begin[-1]) >= 2, "a sequence is split"
-    options = Options(hazards="raise", asynchronous=point["asynchronous"], seed=1)
-    with using(options):
-        errors = job.errors(job.run(kernel_of(spec)))
-    assert errors.right, str(errors)
 
 
 @whole

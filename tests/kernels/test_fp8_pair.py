@@ -1,12 +1,10 @@
-"""SM100's decode, pipeline ``pair``, on the software GPU; and both pipelines over a sample of all.
+"""SM100's decode, pipeline ``pair``, on the software GPU.
 
-``make test`` takes one point of the sample, the whole matrix all of it.  Lengths are ragged,
-sequences are split and merged, pools and the tails of block tables are poisoned.
+``make prove`` runs both pipelines over a sample of all their axes (tests/support/sample_fp8.py).
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,65 +19,15 @@ from softgpu.ops import tma
 from tests.kernels.test_variants import up_to_date
 from tests.support import cases, on_blackwell
 from tests.support.needs import needs_compiler
-from tests.support.pairwise import Point, assert_all_meet, pairwise
+from tests.support.pairwise import assert_all_meet
+from tests.support.sample_fp8 import AXES, SAMPLE
 
 pytestmark = needs_compiler
-LENGTHS = (0, 1, 63, 64, 65, 321)
-
-
-INPUTS: dict[str, dict[str, Any]] = {
-    "biased": {"latent_mean": 0.5},
-    "sink": {"sink": True, "latent_mean": 0.5},
-    "rope": {"rope_outlier": 1e3},
-    "token": {"granularity": "token", "logit_std": 3.0},
-    "full": {"causal": False, "latent_mean": 2.0},
-    "keys": {},  # queries equal to keys
-    "alternating": {"logits": cases.alternating_logits},
-    "falling": {"logits": cases.falling_logits},
-    "rising": {"logits": cases.rising_logits},  # short sequences have an LSE of -800
-}
-AXES = {
-    "pipeline": ("ws", "pair"),
-    "heads": (1, 7, 16, 20, 48, 64, 96, 128),
-    "s_q": (1, 2, 4),
-    "page_size": PAGE_SIZES,
-    "layout": cases.LAYOUTS,
-    "inputs": tuple(INPUTS),
-    "parts": (1, 3),
-    "out": (torch.bfloat16, torch.float32),
-    "asynchronous": ("early", "late", "random"),
-}
-SAMPLE = list(pairwise(AXES))
 
 
 def test_every_two_values_meet() -> None:
     assert_all_meet(AXES, SAMPLE)
     assert len(SAMPLE) <= 250
-
-
-def built(point: Point) -> cases.DecodeInputs:
-    case = cases.DecodeCase(
-        lengths=LENGTHS, heads=point["heads"], s_q=point["s_q"], page_size=point["page_size"],
-        layout=point["layout"], seed=point["heads"], **INPUTS[point["inputs"]],
-    )  # fmt: skip
-    inputs = cases.build(case)
-    return on_blackwell.with_queries_like_keys(inputs) if point["inputs"] == "keys" else inputs
-
-
-@pytest.mark.whole_matrix
-@pytest.mark.parametrize("point", SAMPLE, ids=lambda p: "-".join(map(str, p.values())))
-def test_decode_is_right_and_clean(point: Point) -> None:
-    """Both pipelines through the public API, hazard check on."""
-    inputs, pipeline = built(point), point["pipeline"]
-    options = Options(hazards="raise", asynchronous=point["asynchronous"], seed=1)
-    with on_blackwell.blackwell(), using(options):
-        made, out, lse = on_blackwell.decode(inputs, pipeline, point["parts"], point["out"])
-        found = on_blackwell.errors(inputs, pipeline, out, lse)
-    assert (made.pipeline, made.row_tile) == (pipeline, on_blackwell.ROW_TILES[pipeline])
-    assert point["parts"] == 1 or made.split_begin[-1] >= 2, "a sequence is split"
-    # partial rows have 11 bits: in fp32 results of split sequences that is to be seen
-    slack = 3e-4 if point["parts"] > 1 and point["out"] == torch.float32 else 0.0
-    assert replace(found, allowed=found.allowed + slack).right, str(found)
 
 
 def loaded(pipeline: str) -> tuple[Any, Any]:

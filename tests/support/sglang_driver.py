@@ -1,11 +1,11 @@
-"""SGLang's own pool, layers, forward batches and hooks on CPU tensors, with our plugin.
+"""SGLang's own pool, layers, forward batches and hooks, with our plugin, on CPU tensors.
 
-    PYTHONPATH=... python -m tests.support.sglang_driver CASE...
+    PYTHONPATH=... python -m tests.support.sglang_driver [--device=cuda] CASE...
 
 Runs in a process of its own, whose path has an unpacked SGLang (``tests/support/fetch_sglang.py``);
-modules that it imports for a GPU are shells.  Kernels run on the software GPU.  Multi-head
-attention, which SGLang computes by FlashAttention 3, is done by torch here.  Prints a line a case,
-last ``all right``.
+modules that it imports for a GPU are shells.  Kernels run on the software GPU, or on a real one.
+Multi-head attention, which SGLang computes by FlashAttention 3, is done by torch here.  Prints a
+line a case, last ``all right``.
 
 What is compared: attention of the layer against attention in fp64 over the latents before they
 were quantised.  Its error may be what the reference that rounds as the kernels do predicts, and
@@ -98,6 +98,11 @@ def settings(**fields: Any) -> Iterator[None]:
         yield
 
 
+def device() -> str:
+    """Where all tensors are."""
+    return torch.get_default_device().type
+
+
 class Engine:
     """A pool with cached tokens, layers over it, and a backend; latents as they were."""
 
@@ -110,12 +115,12 @@ class Engine:
 
         self.pool = SnapMLATokenToKVPool(
             size=16 * PAGE, page_size=PAGE, dtype=torch.float8_e4m3fn, kv_lora_rank=LATENT,
-            qk_rope_head_dim=ROPE, layer_num=LAYERS, device="cpu", enable_memory_saver=False,
+            qk_rope_head_dim=ROPE, layer_num=LAYERS, device=device(), enable_memory_saver=False,
         )  # fmt: skip
         for rows, scale in zip(self.pool.kv_buffer, self.pool.kv_scale_buffer, strict=True):
             rows[PAGE:] = 0xFF  # NaN: what was not written must not be read
             scale[PAGE:] = torch.nan
-        self.requests = ReqToTokenPool(8, CONTEXT, "cpu", False)
+        self.requests = ReqToTokenPool(8, CONTEXT, device(), False)
         self.runner = SimpleNamespace(
             token_to_kv_pool=self.pool, req_to_token_pool=self.requests, dtype=torch.bfloat16,
             kv_index_translator=None, kv_cache_dtype_str="fp8_e4m3",
@@ -276,6 +281,42 @@ def graphs() -> None:
         print(f"refused: {error}")
     else:
         raise AssertionError("a graph larger than its tables")
+
+
+def capture() -> None:
+    """A graph of decode, captured once and replayed for three steps; on a real GPU only."""
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    engine, new = Engine(), [1, 1, 1]
+    backend, layer = engine.backend, engine.layers[0]
+    backend.init_cuda_graph_state(5, 5)
+    batch = engine.batch(ForwardMode.DECODE, new, padding=2)
+    q = torch.zeros(5, HEADS, LATENT + ROPE).bfloat16()
+    k, k_rope = (torch.zeros(5, 1, n).bfloat16() for n in (LATENT, ROPE))
+    call = lambda: backend.forward(
+        q[..., :LATENT], k, k, layer, batch, q_rope=q[..., LATENT:], k_rope=k_rope
+    )
+    backend.init_forward_metadata_out_graph(batch, in_capture=True)
+    call()  # what is loaded at a first call is not captured
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call()
+    for step in range(3):
+        now = engine.batch(ForwardMode.DECODE, new, padding=2)
+        batch.seq_lens.copy_(now.seq_lens)
+        batch.out_cache_loc.copy_(now.out_cache_loc)
+        q.copy_(torch.randn(q.shape))
+        for i, n in enumerate(engine.lengths):
+            fresh = engine.new(layer, i, n, n + 1)
+            k[i], k_rope[i] = fresh[0][0], fresh[1][0]
+        backend.init_forward_metadata_out_graph(batch)
+        graph.replay()
+        rows = out.view(-1, HEADS, LATENT)
+        seen = [(q[i], rows[i], 0, i, n + 1) for i, n in enumerate(engine.lengths)]
+        engine.check(f"replay {step} of a graph", seen)
+        assert not rows[3:].any(), "a slot that pads a batch sees no token"
+        engine.advance(1)
 
 
 def verify() -> None:
@@ -473,7 +514,7 @@ def configurator() -> Any:
         use_mla_backend=True, mambaish_config=None, is_hybrid_swa=False, is_draft_worker=False,
         server_args=get_server_args(), kv_cache_dtype=torch.float8_e4m3fn, kv_shard_rank=None,
         layer_info=SimpleNamespace(num_effective_layers=LAYERS, start_layer=0, end_layer=LAYERS),
-        device="cpu",
+        device=device(),
         model_config=SimpleNamespace(
             kv_lora_rank=LATENT, qk_rope_head_dim=ROPE,
             hf_config=SimpleNamespace(architectures=["DeepseekV3ForCausalLM"]),
@@ -539,7 +580,7 @@ def refusals() -> None:
 
         def server(**fields: Any) -> Any:
             given = {
-                "model_path": folder, "device": "cpu", "skip_tokenizer_init": True,
+                "model_path": folder, "device": device(), "skip_tokenizer_init": True,
                 "kv_cache_dtype": "fp8_e4m3", "attention_backend": plugin.BACKEND, **fields,
             }  # fmt: skip
             found = ServerArgs(**given)
@@ -591,7 +632,11 @@ CASES: dict[str, Callable[[], None]] = {
 }  # fmt: skip
 
 
-def main(names: list[str]) -> None:
+def main(words: list[str]) -> None:
+    names = [word for word in words if not word.startswith("--")] or list(CASES)
+    if "--device=cuda" in words:
+        torch.set_default_device("cuda")
+        names += ["capture"]
     shells.install(fetch_sglang.ABSENT)
     import sglang
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
@@ -604,9 +649,9 @@ def main(names: list[str]) -> None:
     with mock.patch.dict(ATTENTION_BACKENDS, {"fa3": MultiHead}), settings():
         for name in names:
             torch.manual_seed(0)  # a case has the same numbers alone
-            CASES[name]()
+            (CASES | {"capture": capture})[name]()
     print("all right")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:] or list(CASES))
+    main(sys.argv[1:])

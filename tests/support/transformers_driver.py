@@ -269,11 +269,13 @@ def holes() -> None:
     given["attention_mask"][0, -4:] = 0
     given["attention_mask"][1, 5:9] = 0
     want = generate(unpatch(model), given)
-    watch, cache = over_ours(model)
-    got = generate(model, given, **{CACHE: cache})
-    print(f"pads behind and inside: tokens equal {torch.equal(got, want)}")
-    assert torch.equal(got, want) and cache.lengths.tolist() == [18, 18]
-    watch.check("pads behind and inside")
+    for size in (None, 6):  # pieces of 6 are decoded
+        watch, cache = over_ours(model)
+        got = generate(model, given, prefill_chunk_size=size, **{CACHE: cache})
+        same = torch.equal(got, want)
+        print(f"pads behind and inside, pieces of {size}: tokens equal {same}")
+        assert same and cache.lengths.tolist() == [18, 18]
+        watch.check(f"pads behind and inside, pieces of {size}")
 
 
 def chunked_generate() -> None:
@@ -284,7 +286,14 @@ def chunked_generate() -> None:
     got = generate(model, given, prefill_chunk_size=9, **{CACHE: cache})
     print(f"prefill_chunk_size: tokens equal {torch.equal(got, want)}")
     assert torch.equal(got, want)
-    watch.check("prefill_chunk_size")
+    ids = torch.cat([got, given["input_ids"][:, :5]], 1)  # the next turn, over the same cache
+    mask = torch.nn.functional.pad(given["attention_mask"], (0, MORE + 5), value=1)
+    turn = {"input_ids": ids, "attention_mask": mask}
+    got = generate(model, turn, **{CACHE: cache})
+    watch.check("prefill_chunk_size, two turns")
+    want = generate(unpatch(model), turn)
+    print(f"a second turn: tokens equal {torch.equal(got, want)}")
+    assert torch.equal(got, want)
 
 
 def kernels() -> None:
@@ -373,6 +382,9 @@ def refusals() -> None:
         run()
     refused("there are no gradients", lambda: model(ids, **{CACHE: cache}))
     refused("prefill", lambda: SnapMLACache(model.config, 2, 8, prefill="flash", device="cpu"))
+    glm = transformers.Glm4MoeLiteConfig(**{**SIZES, **WIDE})
+    wrong = lambda: SnapMLACache(glm, 2, 8, prefill="kernels", device="cpu")
+    refused("for heads of other channels", wrong)
     unpatch(model)
     assert model.config._attn_implementation == "eager" and unpatch(model) is model
     assert "expand_kv" not in vars(model.model.layers[0].self_attn)

@@ -15,7 +15,6 @@ CALLED_FOR = (
     "select_topk_t64_e0_c2_sm90a", "select_topk_t64_e8_c2_sm90a",
     "sparse_prefill_r16_d576_sm90a",
     "decode_pair_r128_p64_of32_sm100a", "dense_decode_pair_r128_p64_dbf16_sm100a",
-    "merge_of32_sm100a",
 )  # fmt: skip
 
 

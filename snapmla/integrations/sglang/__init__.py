@@ -14,9 +14,9 @@ computed as multi-head attention by SGLang's own ``fa3``, which this backend cal
 
 from __future__ import annotations
 
-__all__ = ["BACKEND", "register"]
+from snapmla.integrations.sglang.refuse import BACKEND
 
-BACKEND = "snapmla"
+__all__ = ["BACKEND", "register"]
 
 
 def register() -> None:

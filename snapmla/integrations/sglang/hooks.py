@@ -31,7 +31,8 @@ from sglang.srt.runtime_context import attention_backends, get_exec
 
 from dsl_kernels.dims import HEAD_DIM_QK
 from snapmla import layouts
-from snapmla.integrations.sglang import BACKEND, refuse
+from snapmla.integrations.sglang import refuse
+from snapmla.integrations.sglang.refuse import BACKEND
 
 _ARGUMENTS = "sglang.srt.arg_groups"
 _CACHE = "sglang.srt.mem_cache.kv_cache_configurator"

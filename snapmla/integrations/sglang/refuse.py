@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 
 from dsl_kernels.dims import KV_LORA_RANK, QK_ROPE_HEAD_DIM
-from snapmla.integrations.sglang import BACKEND
 
+BACKEND = "snapmla"
 PAGE = 64
 CACHE_DTYPE = "fp8_e4m3"
 MOVES = "moves cached rows without their scales, which lie apart"

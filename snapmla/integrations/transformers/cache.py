@@ -162,6 +162,11 @@ class SnapMLACache(Cache):
     ) -> None:
         checks.choice("prefill", prefill, prompts.WAYS)
         config = config.get_text_config(decoder=True)
+        if prefill == "kernels" and not prompts.dense_heads(config):
+            got = f"{config.qk_nope_head_dim} + 64 and {config.v_head_dim} channels a head"
+            hint = "prefill='auto' takes kernels where there are any"
+            wanted = f"'auto' or 'torch' for heads of other channels than {prompts.NOPE} + 64"
+            checks.value_error("prefill", wanted, f"'kernels', {got}", hint)
         where = device or ("cuda" if torch.cuda.is_available() else "cpu")
         nothing = torch.empty(0, device=checks.device("device", where))  # knows the GPU's number
         heads = config.num_attention_heads if num_heads is None else num_heads

@@ -88,6 +88,7 @@ class Pool:
         self._valid: Tensor | None = None
         self._plan: Any = None
         self._packed: tuple[Tensor | None, Tensor] | None = None
+        self._pads: bool | None = None
 
     # ---------------------------------------------------------------------------------- steps
 
@@ -212,5 +213,7 @@ class Pool:
         return self._packed
 
     def has_pads(self) -> bool:
-        """Whether any position seen is a pad.  Waits for the device."""
-        return not bool((self.slot_of[:, : self.seen] >= 0).all())
+        """Whether any position seen is a pad.  Waits for the device, once a step."""
+        if self._pads is None:
+            self._pads = not bool((self.slot_of[:, : self.seen] >= 0).all())
+        return self._pads

@@ -5,7 +5,7 @@ Two ways, by ``SnapMLACache(prefill=)``:
 
     kernels  of dense attention ``mha_prefill``: new tokens among each other, then chunks of what is
              cached, merged by LSE; pads are left out.  Heads of 128 + 64 and 128 channels.  Of
-             sparse attention ``sparse_prefill`` over the latents of all tokens.
+             sparse attention ``sparse_prefill`` over the latents of all tokens, in bfloat16.
     torch    ``scaled_dot_product_attention`` over K and V of all positions, with the mask.
 
 ``auto`` takes the kernels on a GPU that has them, for heads that they serve, if they are built or
@@ -20,12 +20,14 @@ from typing import Any
 import torch
 
 import snapmla
+from dsl_kernels.dims import HEAD_DIM_QK
+from dsl_kernels.spec import VariantSpec
 from snapmla import runtime
 from snapmla.errors import SnapMLAError
 from snapmla.integrations.transformers import absorbed
 from snapmla.mha import mha_prefill
 from snapmla.mha.prefill import kernels as mha_kernels
-from snapmla.sparse.prefill import sparse_prefill
+from snapmla.sparse.prefill import row_tile_of, sparse_prefill
 
 Tensor = torch.Tensor
 Latents = tuple[Tensor, Tensor]  # (b, 1, n, 512), (b, 1, n, 64)
@@ -33,38 +35,46 @@ WAYS = ("auto", "kernels", "torch")
 CONTEXT = 16384  # cached tokens of all sequences whose K and V are expanded at a time
 NOPE, D_V = 128, 128  # channels of a head that mha_prefill has kernels for
 _log = logging.getLogger(__name__)
-_missing: set[tuple[str, torch.dtype]] = set()
+_there: dict[tuple[torch.device, torch.dtype, bool], bool] = {}  # sparse or not
 
 
 def attention(
     module: Any, query: Tensor, new: Latents, layer: Any, scaling: float, indices: Tensor | None
 ) -> Tensor:
     """query (b, h, n, d) -> (b, n, h, d_v); ``indices`` where not every position is chosen."""
-    if not by_kernels(module, query, layer.prefill):
+    sparse = indices is not None
+    if layer.prefill == "torch" or (layer.prefill == "auto" and not serves(module, query, sparse)):
         return by_torch(module, query, new, layer, scaling, indices)
     if indices is not None:
         return by_sparse_kernel(module, query, new, layer, scaling, indices)
     return by_dense_kernels(module, query, new, layer, scaling)
 
 
-def by_kernels(module: Any, query: Tensor, way: str) -> bool:
-    """Whether a prompt goes through the kernels."""
-    if way != "auto":
-        return way == "kernels"
-    served = (module.qk_nope_head_dim, module.v_head_dim) == (NOPE, D_V)
-    if not (served and query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)):
+def dense_heads(of: Any) -> bool:
+    """Whether ``mha_prefill`` has kernels for the heads of a layer or a configuration."""
+    return (of.qk_nope_head_dim, of.v_head_dim) == (NOPE, D_V)
+
+
+def serves(module: Any, query: Tensor, sparse: bool) -> bool:
+    """Whether the kernels are there for a prompt; if they should be and are not, says so once."""
+    if not query.is_cuda or not (sparse or dense_heads(module)):
         return False
-    key = str(query.device), query.dtype
-    if key in _missing:
+    if query.dtype not in ((torch.bfloat16,) if sparse else (torch.bfloat16, torch.float16)):
         return False
-    try:
-        runtime.arch_of(query.device)
-        mha_kernels(query.device, query.shape[-1], query.dtype, "whole")
-    except SnapMLAError as error:
-        _missing.add(key)
-        _log.warning("snapmla: prompts go through torch's attention: %s", error)
-        return False
-    return True
+    key = query.device, query.dtype, sparse
+    if key not in _there:
+        try:
+            if sparse:
+                arch, tile = runtime.arch_of(query.device), row_tile_of(query.shape[1])
+                spec = VariantSpec(op="sparse_prefill", arch=arch, row_tile=tile, d_qk=HEAD_DIM_QK)
+                runtime.kernel(spec, query.device.type)
+            else:
+                mha_kernels(query.device, query.shape[-1], query.dtype, "whole")
+            _there[key] = True
+        except SnapMLAError as error:
+            _there[key] = False
+            _log.warning("snapmla: prompts go through torch's attention: %s", error)
+    return _there[key]
 
 
 # ------------------------------------------------------------------------------------------ torch

@@ -194,7 +194,7 @@ class Rows(NamedTuple):
         )  # fmt: skip
 
     @property
-    def count(self) -> int:
+    def tokens(self) -> int:
         return self.q.shape[0]
 
     def choose(
@@ -217,7 +217,7 @@ def _decode(rows: Rows, step: Any, ranks: Ranks | None) -> None:
     Those that decode come first in a step, so lengths of the step's requests are theirs.  Where
     vLLM has made a sequence of each query token (``seq_lens`` has as many), it is taken so.
     """
-    decode, n = step.decode, rows.count
+    decode, n = step.decode, rows.tokens
     if not n:
         return
     table, lengths = decode.block_table, decode.seq_lens
@@ -244,7 +244,7 @@ def _decode(rows: Rows, step: Any, ranks: Ranks | None) -> None:
 
 def _prompt(rows: Rows, chunk: Any, ranks: Ranks | None) -> None:
     """Query tokens of prompts: all of some requests, or some of one."""
-    if not rows.count:
+    if not rows.tokens:
         return
     if ranks is not None:
         request = _requests(chunk)
@@ -284,14 +284,14 @@ def _bounds(chunk: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Ranks(NamedTuple):
-    """Ranks that share sequences: token t is rank ``t // turn % count``'s.
+    """Ranks that share sequences: token t is rank ``t // turn % ranks``'s.
 
     Attributes:
-        gather: (rows, k, 2) of each rank -> (rows, count * k, 2), ranks one behind another.
+        gather: (rows, k, 2) of each rank -> (rows, ranks * k, 2), ranks one behind another.
     """
 
     rank: int
-    count: int
+    ranks: int
     turn: int
     gather: Callable[[torch.Tensor], torch.Tensor]
 
@@ -307,7 +307,7 @@ class Ranks(NamedTuple):
 
 
 def _of_ranks(rows: Rows, table: torch.Tensor, seen: torch.Tensor, ranks: Ranks) -> None:
-    """Positions in the whole sequence, where this rank has every ``count``-th turn of it.
+    """Positions in the whole sequence, where this rank has every ``ranks``-th turn of it.
 
     Args:
         table: int32 (n, width), the pages of each query token's sequence on this rank.
@@ -336,7 +336,7 @@ def best_of_ranks(scores: torch.Tensor, mine: torch.Tensor, ranks: Ranks) -> tor
         int32 (n, k): positions in the sequence, ascending, -1 behind them.
     """
     k, turn = mine.shape[1], ranks.turn
-    place = mine // turn * (turn * ranks.count) + ranks.rank * turn + mine % turn
+    place = mine // turn * (turn * ranks.ranks) + ranks.rank * turn + mine % turn
     place = torch.where(mine >= 0, place, NOWHERE).int()
     told = torch.stack((scores, place.view(torch.float32)), -1)
     scores, place = ranks.gather(told).unbind(-1)
