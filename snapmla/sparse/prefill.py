@@ -98,9 +98,9 @@ def sparse_prefill(
             the cache; rows of indices may be strided.
         softmax_scale: factor of the logits.
         d_v: 512.
-        attn_sink: float32 (h,), a logit of each head that takes its share and is no value: ``out``
-            is multiplied by 1 / (1 + exp(sink - lse)); infinities are legal.  Neither ``lse`` nor
-            ``max_logits`` has it.
+        attn_sink: float32 (h,), a logit of each head that takes its share and is no value, so
+            that ``out`` is multiplied by 1 / (1 + exp(sink - lse)); infinities are legal.  Neither
+            ``lse`` nor ``max_logits`` has it.
         topk_length: int32 (s_q,): how many of a token's entries count, 0 to topk; less or more
             counts as these.
         out: bfloat16 (s_q, h, 512) to be written.  None allocates, as for the next two.
@@ -115,9 +115,9 @@ def sparse_prefill(
         (out, max_logits, lse): ``max_logits`` is the largest of the scaled logits, ``lse`` the
         natural logarithm of the sum of their exponentials.  Rows that see nothing have out 0,
         max_logits -inf and lse +inf.  With ``indexer_topk`` also ``lse_indexer``, the LSE of a
-        list's first ``indexer_topk`` entries (of as many as count, where those are fewer), +inf
-        where no row is among them; the others have the bits of a call without it.  Over an FP8
-        cache (out, None, lse): its kernel keeps no largest logits; given, both are contiguous.
+        list's first ``indexer_topk`` entries, or of those that count if fewer do; +inf where no
+        row is among them.  The others have the bits of a call without it.  Over an FP8 cache (out,
+        None, lse): its kernel keeps no largest logits; given, both are contiguous.
 
     Raises:
         TypeError, ValueError: naming the argument; also where a gradient is wanted, or where
