@@ -247,7 +247,7 @@ def accuracy_block() -> str:
     head = (
         "Accuracy: relative L2 to fp64 on each kernel's own quantised inputs, 16 heads, "
         "near-uniform attention, latent mean 2σ "
-        "([the whole sweep](profiles/results/check_decode_sweep.md)):"
+        "([the whole sweep](../profiles/results/check_decode_sweep.md)):"
     )
     return "\n".join([*textwrap.wrap(head, 105), "", *lines])
 

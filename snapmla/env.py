@@ -114,6 +114,11 @@ TABLE: tuple[EnvVar, ...] = (
         "SNAPMLA_VLLM", "", "folder of vLLM's releases that tests drive, a per-user one if empty"
     ),
     EnvVar(
+        "SNAPMLA_SGLANG",
+        "",
+        "folder of SGLang's releases that tests drive, a per-user one if empty",
+    ),
+    EnvVar(
         "SNAPMLA_TRANSFORMERS",
         "",
         "folder of transformers' releases that tests drive, a per-user one if empty",

@@ -48,7 +48,8 @@ def flash_attn_varlen_func(
 
     Args:
         q: bfloat16 or float16 (total_q, h, 192) or (total_q, h, 128), last stride 1.
-        k: (total_kv, h_k, d_qk). v: (total_kv, h_k, 128).
+        k: same dtype as q (total_kv, h_k, d_qk).
+        v: same dtype as q (total_kv, h_k, 128).
         cu_seqlens_qo, cu_seqlens_kv: int32 (b + 1,); read whatever ``is_varlen`` says.
         max_seqlen_qo, max_seqlen_kv: of all sequences.
         dropout_p: 0.
@@ -84,7 +85,7 @@ def flash_attn_varlen_qkvpacked_func(
     """As ``flash_attn_varlen_func``, of one tensor.
 
     Args:
-        qkv: (total, h, 2 * head_dim_qk + 128): q, k and v side by side.
+        qkv: bfloat16 or float16 (total, h, 2 * head_dim_qk + 128): q, k and v side by side.
         cu_seqlens: int32 (b + 1,).
         max_seqlen: of all sequences.
         head_dim_qk: 192 or 128.
@@ -128,8 +129,8 @@ def flash_attn_varlen_kvpacked_func(
     """As ``flash_attn_varlen_func``, k and v in one tensor.
 
     Args:
-        q: (total_q, h, head_dim_qk).
-        kv: (total_kv, h_k, head_dim_qk + 128): k and v side by side.
+        q: bfloat16 or float16 (total_q, h, head_dim_qk).
+        kv: same dtype as q (total_kv, h_k, head_dim_qk + 128): k and v side by side.
         cu_seqlens_qo, cu_seqlens_kv: int32 (b + 1,).
         max_seqlen_qo, max_seqlen_kv: of all sequences.
         head_dim_qk: 192 or 128.

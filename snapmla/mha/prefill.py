@@ -63,9 +63,9 @@ def mha_prefill(
     Args:
         q: bfloat16 or float16 (total_q, h, 192) or (total_q, h, 128); rows may be strided, 16-byte
             aligned, as of all that follow.
-        k_nope: of q's dtype, (total_k, h_k, 128) beside ``k_rope``, else (total_k, h_k, d_qk): all
+        k_nope: same dtype as q, (total_k, h_k, 128) beside ``k_rope``, else (total_k, h_k, d_qk): all
             of K.  Query heads j * g to (j + 1) * g - 1 read head j, where g = h / h_k.
-        v: of q's dtype, (total_k, h_k, 128).
+        v: same dtype as q, (total_k, h_k, 128).
         cu_seqlens_q: int32 (b + 1,), where each sequence's query tokens begin, and the end of the
             last.  Ascending within 0..total_q; the host never reads it.  Rows of no sequence are
             left as they are.
@@ -81,11 +81,11 @@ def mha_prefill(
             side by side and merged in their order: of r row tiles (128 query tokens) and n tiles
             of 128 keys min(8, n // 8) // r, where that is 2 or more (128 query tokens: from 1921
             keys on; 512: from 8065).  Not measured on a GPU yet.
-        k_rope: of q's dtype, (total_k, 1, 64), or (total_k, h_k, 64); only beside 192 channels.
-        out: of q's dtype, (total_q, h, 128); rows may be strided, 16-byte aligned.  None allocates.
+        k_rope: same dtype as q, (total_k, 1, 64), or (total_k, h_k, 64); only beside 192 channels.
+        out: same dtype as q, (total_q, h, 128); rows may be strided, 16-byte aligned.  None allocates.
         lse: float32 (h, total_q), any strides: of an LSE with tokens first give ``.mT``.  None
             allocates.
-        workspace: int32 of ``workspace_size`` words or more, for this call alone while it runs; it
+        workspace: int32 (n,), n at least ``workspace_size``, for this call alone while it runs; it
             may be used again behind it on the same stream; 16-byte aligned where keys are split.
             None allocates.
 
@@ -115,9 +115,10 @@ def workspace_size(total_q: int, batch: int, heads: int = 0, total_k: int = 0) -
     which is an eighth of the bytes of k_nope and v.
 
     Args:
-        total_q: the first extent of q. batch: sequences.
-        heads: of q, where keys may be split. total_k: the first extent of k_nope, likewise; 0: they
-            are not split.
+        total_q: the first extent of q.
+        batch: sequences.
+        heads: of q, where keys may be split.
+        total_k: the first extent of k_nope, likewise; 0: they are not split.
 
     Returns:
         Words; one of a larger call serves a smaller one.

@@ -38,7 +38,7 @@ def register() -> None:
     """Makes the backend known to vLLM; may be called again.
 
     ``CUSTOM`` is given to it in every release.  Releases that take new names get ``SNAPMLA`` and
-    the cache dtype ``snapmla``, whose tokens take 644 bytes, and ``SNAPMLA_SPARSE``; others give
+    the cache dtype ``snapmla``, whose tokens take 644 bytes, and ``SPARSE_BACKEND``; others give
     ``FLASHMLA_SPARSE`` away if ``SNAPMLA_VLLM_SPARSE`` says so.  The prefill backend has the names
     of the first; vLLM does not choose it by itself.
     """
