@@ -63,8 +63,8 @@ def mha_prefill(
     Args:
         q: bfloat16 or float16 (total_q, h, 192) or (total_q, h, 128); rows may be strided, 16-byte
             aligned, as of all that follow.
-        k_nope: same dtype as q, (total_k, h_k, 128) beside ``k_rope``, else (total_k, h_k, d_qk): all
-            of K.  Query heads j * g to (j + 1) * g - 1 read head j, where g = h / h_k.
+        k_nope: same dtype as q, (total_k, h_k, 128) beside ``k_rope``, else (total_k, h_k, d_qk):
+            all of K.  Query heads j * g to (j + 1) * g - 1 read head j, where g = h / h_k.
         v: same dtype as q, (total_k, h_k, 128).
         cu_seqlens_q: int32 (b + 1,), where each sequence's query tokens begin, and the end of the
             last.  Ascending within 0..total_q; the host never reads it.  Rows of no sequence are
@@ -82,7 +82,8 @@ def mha_prefill(
             of 128 keys min(8, n // 8) // r, where that is 2 or more (128 query tokens: from 1921
             keys on; 512: from 8065).  Not measured on a GPU yet.
         k_rope: same dtype as q, (total_k, 1, 64), or (total_k, h_k, 64); only beside 192 channels.
-        out: same dtype as q, (total_q, h, 128); rows may be strided, 16-byte aligned.  None allocates.
+        out: same dtype as q, (total_q, h, 128); rows may be strided, 16-byte aligned.  None
+            allocates.
         lse: float32 (h, total_q), any strides: of an LSE with tokens first give ``.mT``.  None
             allocates.
         workspace: int32 (n,), n at least ``workspace_size``, for this call alone while it runs; it
