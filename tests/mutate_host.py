@@ -55,10 +55,14 @@ class Mutant:
     why: str
 
 
+# modules whose tests are named after what they serve
+OTHER_HOMES = {"byte_cache.py": ("byte_records", "ds_mla"), "convert.py": ("byte_records",)}
+
+
 def homes(file: str) -> set[str]:
     """Test files whose tests may kill a mutant of ``file``: its own, and the one of all checks."""
     parts = Path(file).with_suffix("").parts
-    names = (*parts, "_".join(parts), "checks")
+    names = (*parts, "_".join(parts), *OTHER_HOMES.get(file, ()), "checks")
     return {f"host/test_{name}.py" for name in names}
 
 
@@ -613,7 +617,8 @@ MUTANTS: tuple[Mutant, ...] = (
            "for name in layer_names[:1])",
            "host/test_vllm.py::test_the_builder_looks_at_all_its_layers",
            "a layer behind the first of its group writes the cache past us"),
-    Mutant("integrations/vllm/__main__.py", ', index_dtype="i64"', "",
+    Mutant("integrations/vllm/__main__.py", ', index_dtype="i64"),\n        *step',
+           "),\n        *step",
            "host/test_vllm.py::test_check_wants_every_kernel_that_is_called",
            "check asks for a kernel that is not called, and not for the one that is"),
 )  # fmt: skip
