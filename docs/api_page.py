@@ -21,7 +21,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "snapmla": (
         "PagedKVCache", "append_kv", "quantize_q", "QuantizedQuery", "plan_decode", "DecodePlan",
         "decode", "plan_sparse_decode", "SparsePlan", "PlanCache", "SparsePlanCache",
-        "mha_prefill", "sparse_prefill",
+        "mha_prefill", "sparse_prefill", "plan_sparse_prefill",
         "rope_append_kv", "rope_quantize_q", "fetch_dequant", "convert_cache", "merge_state",
         "merge_states", "explain", "install_as_flash_mla", "SnapMLAError", "UnsupportedDeviceError",
         "VariantError", "__version__",

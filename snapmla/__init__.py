@@ -30,6 +30,7 @@ from snapmla.quant import QuantizedQuery, append_kv, quantize_q
 from snapmla.rope import rope_append_kv, rope_quantize_q
 from snapmla.sparse import SparsePlan, SparsePlanCache, plan_sparse_decode
 from snapmla.sparse.prefill import sparse_prefill
+from snapmla.sparse.prefill_fp8 import plan_sparse_prefill
 
 __all__ = [
     "DecodePlan",
@@ -53,6 +54,7 @@ __all__ = [
     "mha_prefill",
     "plan_decode",
     "plan_sparse_decode",
+    "plan_sparse_prefill",
     "quantize_q",
     "rope_append_kv",
     "rope_quantize_q",
