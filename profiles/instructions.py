@@ -175,6 +175,8 @@ WGMMA_FORMS = (
     *(WgmmaForm(n, "f16", registers=True) for n in (16, 32)),
     *(WgmmaForm(n, kind, a_mn=True) for kind in ("bf16", "f16") for n in (16, 32)),
     *(WgmmaForm(128, kind, b_mn=True) for kind in ("bf16", "f16")),
+    *(WgmmaForm(128, kind, registers=True, b_mn=True) for kind in ("bf16", "f16")),
+    *(WgmmaForm(128, kind) for kind in ("bf16", "f16", "e4m3")),
 )
 # operand class, initial accumulators, share of the accumulators; shares of 1 make 10^6 a form
 WGMMA_CLASSES = (

@@ -14,7 +14,7 @@ AXES = (
     # indexer: also the LSE of the first entries of a list, which the indexer chose
     Axis("figures", "", ("whole", "indexer"), "whole", named=False),
     # split: of few query tokens, as of decode; with the merge behind
-    Axis("lists", "", ("whole", "split"), "whole", named=False),
+    Axis("lists", "", ("one", "split"), "one", named=False),
 )
 
 EVERYDAY = {"row_tile": 64, "d_qk": 576, "figures": "whole"}, {"row_tile": 16, "d_qk": 512}
