@@ -15,7 +15,7 @@ from pathlib import Path
 
 from snapmla import env
 from tests.support import ROOT
-from tests.support.fetch_vllm import pip
+from tests.support.releases import pip
 
 # The first that is served, the first whose DeepSeek-V3.2 caches latents, the last two.
 RELEASES = ("5.17.0", "5.18.0", "5.23.0", "5.24.0")
