@@ -90,7 +90,7 @@ def test_every_row_of_a_table_is_a_point_and_near_the_model(table: str) -> None:
         problem_of(16, card), SPARSE_OPS["fp8"].spec("sm_90a", "etap", 16, 64, "bf16"),
         Size(128, 2048),
     )  # fmt: skip
-    assert heads16 == ({"H200": 54.8, "H100 SXM": 72.9}[card], "measured")
+    assert heads16 == ({"H200": 53.3, "H100 SXM": 72.9}[card], "measured")
 
 
 def test_cards_that_nobody_measured_take_the_h200s_times() -> None:
