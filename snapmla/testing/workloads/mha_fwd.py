@@ -21,6 +21,8 @@ from snapmla.testing.workloads.samples import Source
 
 def small(spec: VariantSpec) -> Iterator[Call]:
     """A neighbour of NaN or 1e30 behind each ragged end, rows without keys, more queries than keys;
+    of causal row tiles one ends with a tile of keys that is the sequence's as a whole, and the one
+    before it is masked, too, for some rows without moving their frame;
     then every key for every row, four tiles, and logits that move frames; at the end of the lists
     short sequences, and such without keys, of which nothing but a note tells.  Of split keys one
     sequence each has two pieces."""
@@ -28,7 +30,7 @@ def small(spec: VariantSpec) -> Iterator[Call]:
         yield from _small_split(spec)
         return
     for causal, spread, bad in ((True, 1.0, math.nan), (False, 8.0, 1e30)):
-        lq, lk = [130, 0, 40, 9], [200, 33, 20, 30]
+        lq, lk = [140, 0, 40, 9], [266, 33, 20, 30]
         if not causal:
             lq, lk = [20, 0, 3, 2, 2, 2], [420, 40, 0, 0, 0, 0]
         job = MhaJob.draw(spec, lq, lk, 2, 1, causal=causal, spread=spread, behind=bad)

@@ -22,8 +22,9 @@ from snapmla.testing.workloads.samples import PAGE, Source
 
 HEADS = {16: (16, 7), 32: (32, 20), 64: (128, 50)}  # row tile: even shares of it, and not
 PAGES_OF = (1, 53, 64)  # tokens of a page of recorded cases
-# Of the lengths of a job.  With two parts the first has one tile, a list of none, and five tiles of
-# the longest: the KV ring is full of an item whose predecessor's Q nobody has had to read.
+# Of the lengths of a job where Q has one stage.  With two parts the first then has one tile, a list
+# of none, and five tiles of the longest: the KV ring is full of an item whose predecessor's Q nobody
+# has had to read.
 ORDER = (3, 1, 2, 0, 4)
 
 
@@ -54,10 +55,12 @@ def job_of(spec: VariantSpec, lengths: Sequence[int], planner: runtime.Kernel) -
     """A ``SparseJob`` behind the planning kernel: swinging logits, splits, sinks."""
     if spec.pipeline == sparse_records.PIPELINE:
         return sparse_records.job_of(spec, lengths, planner)
-    ordered = tuple(lengths[i] for i in ORDER)
+    ordered, parts = tuple(lengths), 3
+    if spec.row_tile == 64:
+        ordered, parts = tuple(lengths[i] for i in ORDER), 2
     shape = SparseShape(
         HEADS[spec.row_tile][1], max(lengths), ordered, 53, layout="packed", sink=True,
-        style="swings", parts=2,
+        style="swings", parts=parts,
     )  # fmt: skip
     job = SparseJob(spec, shape, planner=planner)
     return Job(job.run, job.errors)
