@@ -24,8 +24,8 @@ def small(spec: VariantSpec) -> Iterator[Call]:
     of causal row tiles one ends with a tile of keys that is the sequence's as a whole, and the one
     before it is masked, too, for some rows without moving their frame;
     then every key for every row, four tiles, and logits that move frames; at the end of the lists
-    short sequences, and such without keys, of which nothing but a note tells.  Of split keys one
-    sequence each has two pieces."""
+    short sequences, and such without keys, of which nothing but a note tells; at last a batch in
+    which no sequence has keys.  Of split keys one sequence each has two pieces."""
     if spec.keys == "split":
         yield from _small_split(spec)
         return
@@ -37,6 +37,8 @@ def small(spec: VariantSpec) -> Iterator[Call]:
         for rows in (*job.ks, job.v):
             rows[lk[0] : lk[0] + lk[1]] = bad
         yield Call(job.arguments(), {}, job=job)
+    job = MhaJob.draw(spec, (3, 2, 2, 2), (0, 0, 0, 0), 2, 1)
+    yield Call(job.arguments(), {}, job=job)
 
 
 def _small_split(spec: VariantSpec) -> Iterator[Call]:
