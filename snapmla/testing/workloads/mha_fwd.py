@@ -43,7 +43,7 @@ def small(spec: VariantSpec) -> Iterator[Call]:
 
 def _small_split(spec: VariantSpec) -> Iterator[Call]:
     for causal, spread, bad in ((True, 1.0, math.nan), (False, 8.0, 1e30)):
-        lq, lk = [3, 0, 40], [1950, 33, 20]
+        lq, lk = [3, 0, 140], [1950, 33, 266]
         if not causal:
             lq, lk = [5, 20, 3, 2, 2, 2], [40, 2050, 0, 0, 0, 0]
         job = SplitJob.draw(spec, lq, lk, 1, 1, causal=causal, spread=spread, behind=bad)

@@ -22,10 +22,6 @@ from snapmla.testing.workloads.samples import PAGE, Source
 
 HEADS = {16: (16, 7), 32: (32, 20), 64: (128, 50)}  # row tile: even shares of it, and not
 PAGES_OF = (1, 53, 64)  # tokens of a page of recorded cases
-# Of the lengths of a job where Q has one stage.  With two parts the first then has one tile, a list
-# of none, and five tiles of the longest: the KV ring is full of an item whose predecessor's Q nobody
-# has had to read.
-ORDER = (3, 1, 2, 0, 4)
 
 
 def shapes(spec: VariantSpec) -> tuple[SparseShape, ...]:
@@ -57,7 +53,7 @@ def job_of(spec: VariantSpec, lengths: Sequence[int], planner: runtime.Kernel) -
         return sparse_records.job_of(spec, lengths, planner)
     ordered, parts = tuple(lengths), 3
     if spec.row_tile == 64:
-        ordered, parts = tuple(lengths[i] for i in ORDER), 2
+        ordered, parts = tuple(lengths[i] for i in sparse_records.ORDER), 2
     shape = SparseShape(
         HEADS[spec.row_tile][1], max(lengths), ordered, 53, layout="packed", sink=True,
         style="swings", parts=parts,
