@@ -58,6 +58,11 @@ EXPLAINED_OF = {
     "dense_decode_*_sm100a": ("barrier_id=barrier_id, number_of_threads=128",),
     "sparse_decode_etap_*": ("fence.proxy.async.shared::cta in fp8_per_token.py",),
     "sparse_decode_*_r64_*": ("1 x mbarrier.try_wait.parity.shared.b64 in q_tiles.py",),
+    "sparse_decode_mix16_r32_*": ("1 x mbarrier.try_wait.parity.shared.b64 in q_tiles.py",),
+    "mha_fwd_*": (
+        "5 x mbarrier.try_wait.parity.shared.b64 in mha_parts.py",
+        "2 x wgmma.fence.sync.aligned in mha_fwd.py",
+    ),
 }
 # Variants that are built when they are asked for, not by default: studied all the same.
 ASKED = (
