@@ -19,6 +19,7 @@ import datetime
 import fnmatch
 import functools
 import hashlib
+import itertools
 import json
 import re
 import resource
@@ -53,7 +54,16 @@ EXPLAINED = (
     "k_pipe.consumer_wait(landed)", "# orders nothing new",
 )  # fmt: skip
 # And of some kernels alone, by globs over their names.
-EXPLAINED_OF = {"dense_decode_*_sm100a": "barrier_id=barrier_id, number_of_threads=128"}
+EXPLAINED_OF = {
+    "dense_decode_*_sm100a": ("barrier_id=barrier_id, number_of_threads=128",),
+    "sparse_decode_etap_*": ("fence.proxy.async.shared::cta in fp8_per_token.py",),
+    "sparse_decode_*_r64_*": ("1 x mbarrier.try_wait.parity.shared.b64 in q_tiles.py",),
+    "sparse_decode_mix16_r32_*": ("1 x mbarrier.try_wait.parity.shared.b64 in q_tiles.py",),
+    "mha_fwd_*": (
+        "5 x mbarrier.try_wait.parity.shared.b64 in mha_parts.py",
+        "2 x wgmma.fence.sync.aligned in mha_fwd.py",
+    ),
+}
 # Variants that are built when they are asked for, not by default: studied all the same.
 ASKED = (
     "mha_items_split_sm90a", "mha_fwd_d192_dbf16_split_sm90a", "mha_merge_obf16_sm90a",
@@ -209,7 +219,7 @@ def _schedules(spec: VariantSpec) -> Step:
 
 def _mutants(spec: VariantSpec) -> Step:
     own = [text for glob, text in EXPLAINED_OF.items() if fnmatch.fnmatchcase(spec.name, glob)]
-    texts = (*EXPLAINED, *own)
+    texts = (*EXPLAINED, *itertools.chain.from_iterable(own))
     explained = [word for text in texts for word in ("--explained", text)]
     return _on_objects("mutants", spec, ("-m", "snapmla.testing", "mutate", spec.name, *explained))
 

@@ -5,7 +5,9 @@ Variants are named as in ``build/variants``, globs are fine; ``--dir`` names ano
 
 from __future__ import annotations
 
+import fnmatch
 import gc
+import re
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -188,23 +190,27 @@ def mutate(
     explained: Annotated[
         list[str] | None,
         typer.Option(
-            help="opcode, or text of a source line, whose removal may go unnoticed; given, other "
-            "survivors fail"
+            help="opcode, 'OPCODE in FILE', or text of a source line, whose removal may go "
+            "unnoticed; '2 x' in front: of two at most; given, other survivors fail"
         ),
+    ] = None,
+    lines: Annotated[
+        list[str] | None,
+        typer.Option(help="study those of these source lines alone: FILE:LINE, globs are fine"),
     ] = None,
 ) -> None:
     """Remove each synchronisation instruction in turn: which removals go unnoticed?"""
     names, at = _variants([variant], directory)
     workload = _workload(names[0], at)
+    kernel = workload.kernel
+    assert isinstance(kernel, LoadedKernel)
+    entry = kernel.entry
+    places = _chosen(mutation.sites(kernel.program(entry)), lines)
     with using(mutation.schedule(0)):
         first = _run(workload)
     if not first.passed:
         console.print(f"{names[0]} itself is wrong: {first.summary}")
         raise typer.Exit(1)
-    kernel = workload.kernel
-    assert isinstance(kernel, LoadedKernel)
-    entry = kernel.entry
-    places = mutation.sites(kernel.program(entry))
     outcomes = []
     study = mutation.study(kernel, entry, lambda: _run(workload).passed, seeds, places)
     bar = Console(stderr=True, markup=False, emoji=False)
@@ -285,6 +291,17 @@ def trace(
     console.print(f"{out}: {c.play.cycles:,.0f} modelled cycles, {c.card.name}; nothing was timed")
 
 
+def _chosen(places: list[mutation.Site], lines: list[str] | None) -> list[mutation.Site]:
+    """Those of the source lines ``lines``, all without; exit code 2 if a line has none."""
+    if not lines:
+        return places
+    for line in lines:
+        if not any(fnmatch.fnmatchcase(place.source, line) for place in places):
+            print(f"--lines: nothing that synchronises comes from {line!r}", file=sys.stderr)
+            raise typer.Exit(2)
+    return [p for p in places if any(fnmatch.fnmatchcase(p.source, line) for line in lines)]
+
+
 def _line(outcome: mutation.Outcome) -> str:
     """What became of a mutant."""
     site, fate, how = outcome.site, "SURVIVED", "no schedule noticed"
@@ -293,10 +310,27 @@ def _line(outcome: mutation.Outcome) -> str:
     return f"{fate} {site.family:8s}{site.source}: {site.text[:60]}  ({how})"
 
 
+_COUNTED = re.compile(r"(\d+) x (.+)")
+
+
 def _unexplained(outcomes: list[mutation.Outcome], explained: list[str]) -> bool:
     """Whether a mutant survived whose missing instruction is none of ``explained``."""
-    survivors = [f"{o.site.text} {_source_text(o.site)}" for o in outcomes if not o.killed]
-    return any(not any(opcode in text for opcode in explained) for text in survivors)
+    left = [_described(outcome.site) for outcome in outcomes if not outcome.killed]
+    limits = [(_COUNTED.fullmatch(text), text) for text in explained]
+    for text in (text for counted, text in limits if not counted):
+        left = [survivor for survivor in left if text not in survivor]
+    for counted in (counted for counted, _ in limits if counted):
+        matching = [survivor for survivor in left if counted[2] in survivor]
+        for survivor in matching[: int(counted[1])]:
+            left.remove(survivor)
+    return bool(left)
+
+
+def _described(site: mutation.Site) -> str:
+    """What an explanation may name of an instruction."""
+    opcode = re.sub(r"^@\S+\s+", "", site.text).split()[0]
+    file = site.source.partition(":")[0]
+    return f"{opcode} in {file}: {site.text} {_source_text(site)}"
 
 
 def _source_text(site: mutation.Site) -> str:

@@ -19,10 +19,11 @@ import softgpu.loader
 import softgpu.testing
 from dsl_kernels.spec import VariantSpec
 from snapmla import runtime
+from snapmla.testing import __main__ as commands
 from snapmla.testing import selfcheck
 from snapmla.testing.__main__ import main
 from softgpu import __main__ as forms
-from softgpu import accumulate
+from softgpu import accumulate, mutate
 from softgpu.runtime import as_cuda, link
 from tests.support.needs import needs_compiler
 
@@ -176,6 +177,38 @@ def test_command_line_prints_collected_hazards(
     copy.write_text("\n".join(x for i, x in enumerate(lines) if i not in barriers))
     assert main(arguments) == 1
     assert "FAILED" in (said := capsys.readouterr().out) and "hazard [race]" in said
+
+
+def test_mutants_of_chosen_lines(
+    append: runtime.Artifact, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A survivor passes if it is explained, and no other instruction is looked at."""
+    kernel = runtime.load(append, "cpu")
+    assert isinstance(kernel, softgpu.LoadedKernel)
+    wait, launch = mutate.sites(kernel.program(kernel.entry))
+    asked = ["mutate", append.name, "--dir", str(append.directory), "--seeds", "1", "--lines"]
+    why = ["--explained", "1 x griddepcontrol.launch_dependents in append_kv.py"]
+    assert main([*asked, launch.source, *why]) == 0
+    said = capsys.readouterr().out
+    assert "0 of 1 mutants killed" in said and wait.source not in said
+    assert main([*asked, "append_kv.py:1"]) == 2
+    assert "append_kv.py:1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("explained", "fails"), [
+    (["fence"], True), (["fence", "wait"], False), (["fence", "wait in b.py"], True),
+    (["fence", "1 x wait"], True), (["fence", "2 x wait"], False), (["1 x fence", "wait"], False),
+    (["1 x wait", "fence", "wait in b.py"], False), (["1 x wait", "fence", "wait in c.py"], True),
+])  # fmt: skip
+def test_survivors_that_are_explained(explained: list[str], fails: bool) -> None:
+    """By opcode, by opcode and file, a number of them; what was killed needs no explanation."""
+    found = [("a.py:1", "@p fence %r1", False), ("a.py:2", "wait %r1", False),
+             ("b.py:2", "wait %r2", False), ("b.py:3", "commit", True)]  # fmt: skip
+    outcomes = [
+        mutate.Outcome(mutate.Site(pc, "", source, pc, text), killed, 1, "", "")
+        for pc, (source, text, killed) in enumerate(found)
+    ]
+    assert commands._unexplained(outcomes, explained) == fails
 
 
 @pytest.mark.parametrize("line, said", [

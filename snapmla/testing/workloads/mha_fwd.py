@@ -21,25 +21,29 @@ from snapmla.testing.workloads.samples import Source
 
 def small(spec: VariantSpec) -> Iterator[Call]:
     """A neighbour of NaN or 1e30 behind each ragged end, rows without keys, more queries than keys;
+    of causal row tiles one ends with a tile of keys that is the sequence's as a whole, and the one
+    before it is masked, too, for some rows without moving their frame;
     then every key for every row, four tiles, and logits that move frames; at the end of the lists
-    short sequences, and such without keys, of which nothing but a note tells.  Of split keys one
-    sequence each has two pieces."""
+    short sequences, and such without keys, of which nothing but a note tells; at last a batch in
+    which no sequence has keys.  Of split keys one sequence each has two pieces."""
     if spec.keys == "split":
         yield from _small_split(spec)
         return
     for causal, spread, bad in ((True, 1.0, math.nan), (False, 8.0, 1e30)):
-        lq, lk = [130, 0, 40, 9], [200, 33, 20, 30]
+        lq, lk = [140, 0, 40, 9], [266, 33, 20, 30]
         if not causal:
             lq, lk = [20, 0, 3, 2, 2, 2], [420, 40, 0, 0, 0, 0]
         job = MhaJob.draw(spec, lq, lk, 2, 1, causal=causal, spread=spread, behind=bad)
         for rows in (*job.ks, job.v):
             rows[lk[0] : lk[0] + lk[1]] = bad
         yield Call(job.arguments(), {}, job=job)
+    job = MhaJob.draw(spec, (3, 2, 2, 2), (0, 0, 0, 0), 2, 1)
+    yield Call(job.arguments(), {}, job=job)
 
 
 def _small_split(spec: VariantSpec) -> Iterator[Call]:
     for causal, spread, bad in ((True, 1.0, math.nan), (False, 8.0, 1e30)):
-        lq, lk = [3, 0, 40], [1950, 33, 20]
+        lq, lk = [3, 0, 140], [1950, 33, 266]
         if not causal:
             lq, lk = [5, 20, 3, 2, 2, 2], [40, 2050, 0, 0, 0, 0]
         job = SplitJob.draw(spec, lq, lk, 1, 1, causal=causal, spread=spread, behind=bad)

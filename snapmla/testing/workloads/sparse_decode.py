@@ -51,9 +51,12 @@ def job_of(spec: VariantSpec, lengths: Sequence[int], planner: runtime.Kernel) -
     """A ``SparseJob`` behind the planning kernel: swinging logits, splits, sinks."""
     if spec.pipeline == sparse_records.PIPELINE:
         return sparse_records.job_of(spec, lengths, planner)
+    ordered, parts = tuple(lengths), 3
+    if spec.row_tile == 64:
+        ordered, parts = tuple(lengths[i] for i in sparse_records.ORDER), 2
     shape = SparseShape(
-        HEADS[spec.row_tile][1], max(lengths), tuple(lengths), 53, layout="packed", sink=True,
-        style="swings", parts=3,
+        HEADS[spec.row_tile][1], max(lengths), ordered, 53, layout="packed", sink=True,
+        style="swings", parts=parts,
     )  # fmt: skip
     job = SparseJob(spec, shape, planner=planner)
     return Job(job.run, job.errors)
