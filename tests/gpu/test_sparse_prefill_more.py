@@ -17,7 +17,8 @@ import snapmla
 from dsl_kernels.spec import VariantSpec
 from snapmla import runtime
 from snapmla.sparse.flash_mla_names import flash_mla_sparse_fwd
-from snapmla.sparse.prefill import row_tile_of, sparse_prefill
+from snapmla.sparse.prefill import sparse_prefill
+from snapmla.sparse.rows_kernel import row_tile_of
 from snapmla.sparse.prefill_fp8 import plan_sparse_prefill
 from snapmla.sparse.rows import plan_rows, sparse_decode_rows
 from snapmla.testing import metrics
