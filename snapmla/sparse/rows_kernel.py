@@ -6,15 +6,11 @@ import functools
 
 import torch
 
+from dsl_kernels.families.sparse_prefill import ROW_TILES, row_tile_of, split_row_tile_of
 from dsl_kernels.spec import VariantSpec
 from snapmla import runtime
 
-ROW_TILES = (16, 32, 64)  # heads that a CTA computes
-
-
-def row_tile_of(heads: int) -> int:
-    """Heads of a CTA, for so many of a call: the fewest that hold them, or 64."""
-    return next((rows for rows in ROW_TILES if rows >= heads), ROW_TILES[-1])
+__all__ = ["ROW_TILES", "kernel_of", "row_tile_of", "split_row_tile_of"]
 
 
 @functools.lru_cache(maxsize=64)

@@ -19,11 +19,10 @@ from dsl_kernels.dims import KV_LORA_RANK, TOKEN_TILE
 from snapmla import call as calls
 from snapmla import checks, launch, tracing
 from snapmla.plan import sm_count
-from snapmla.sparse.rows_kernel import ROW_TILES, row_tile_of
+from snapmla.sparse.rows_kernel import ROW_TILES, row_tile_of, split_row_tile_of
 
 Tensor = torch.Tensor
 ROWS = "bf16"  # the format of the caches that these plans are for
-SPLIT_ROW_TILES = (16, 64)  # what pieces are built for
 MAX_PIECES = 32  # of a list, where they fill the device; merge reads up to 16 at once
 MAX_TOPK = 1 << 24  # entries of a row; what a batch may hold is bounded beside
 MAX_SLOTS = 1 << 23  # partial rows of all lists, as of other plans: what merge counts
@@ -156,8 +155,8 @@ def pieces_of(
     """
     chosen = row_tile or row_tile_of(num_heads)
     found = chosen, *_pieces(tokens * -(-num_heads // chosen), topk, ctas)
-    if row_tile is None and found[1] > 1 and chosen not in SPLIT_ROW_TILES:
-        less = SPLIT_ROW_TILES[0]
+    less = split_row_tile_of(num_heads)
+    if row_tile is None and found[1] > 1 and less != chosen:
         other = less, *_pieces(tokens * -(-num_heads // less), topk, ctas)
         return other if other[1] > 1 else (chosen, 1, -(-topk // TOKEN_TILE) * TOKEN_TILE)
     return found
@@ -212,9 +211,7 @@ def plan_rows(
         width = min(width, -(-topk // TOKEN_TILE) * TOKEN_TILE)
         pieces = -(-topk // width)
         if row_tile is None:
-            row_tile = row_tile_of(num_heads)
-            if pieces > 1 and row_tile not in SPLIT_ROW_TILES:
-                row_tile = SPLIT_ROW_TILES[0]
+            row_tile = (split_row_tile_of if pieces > 1 else row_tile_of)(num_heads)
     else:
         ctas = sm_count(where)
         if num_parts is not None:

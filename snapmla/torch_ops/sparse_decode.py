@@ -1,5 +1,5 @@
-"""``sparse_decode``, ``sparse_decode_rows`` and ``sparse_decode_bf16``: attention to named tokens of
-an FP8 cache, of rows of 656 bytes, and of a BF16 cache."""
+"""``sparse_decode``, ``sparse_decode_rows``, ``sparse_decode_bf16``: attention to named tokens of
+an FP8 cache, of rows of 656 bytes, of a BF16 cache."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""``decode(..., indices=)`` over a BF16 cache: split lists and whole ones beside fp64, plans, fronts,
-errors."""
+"""``decode(..., indices=)`` over a BF16 cache: beside fp64, fronts, plans, errors."""
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 from typing import Any
 
@@ -82,15 +82,23 @@ def test_beside_fp64(s_q: int, width: int | None) -> None:
     assert float((lse[seen] - of_rows[seen]).abs().max()) < 1e-4
     assert not out[1, s_q - 1].any() and not out[:, :, 2].any() and out[0, 0, :2].any()
     into, base2 = torch.full_like(out, math.nan), torch.full_like(lse, math.nan)
-    made = snapmla.decode(
-        **given, plan=plan, lse_base="2", empty_lse="+inf", out=into, lse=base2
-    )
+    made = snapmla.decode(**given, plan=plan, lse_base="2", empty_lse="+inf", out=into, lse=base2)
     assert made[0] is into and made[1] is base2 and torch.equal(into, out)
     assert torch.allclose(base2[seen], lse[seen] / math.log(2), atol=1e-5)
     assert torch.isposinf(base2[~seen]).all()
     _, upper = snapmla.decode(**given, plan=plan, empty_lse="+inf")
     assert torch.equal(upper[seen], lse[seen]) and torch.isposinf(upper[~seen]).all()
     assert len(plan.memo.kinds) == 3  # each of which was checked once
+
+
+def test_one_short_list() -> None:
+    """Which nothing splits."""
+    given = {**call(1), "topk_length": torch.tensor([30], dtype=I32)}
+    for name in ("q", "indices"):
+        given[name] = given[name][:1, ..., :40] if name == "indices" else given[name][:1]
+    out, lse = snapmla.decode(**given)
+    want, of_rows = truth(given, -math.inf)
+    assert metrics.relative_l2(out, want) < 4e-3 and float((lse - of_rows).abs().max()) < 1e-4
 
 
 @pytest.mark.whole_matrix
@@ -173,10 +181,8 @@ def test_plans() -> None:
     parts = plan_of(1, batch=2, num_parts=5)
     assert (parts.pieces, parts.width) == (2, 128)
     assert parts.workspace_bytes == 4 * H * (512 + 1) * 4
-    from dataclasses import replace
-
     with pytest.raises(ValueError, match=r"plan.o_accum: expected shape \(2, 3, 512\)"):
-        replace(parts, batch=1, split_begin=parts.split_begin[:2])
+        dataclasses.replace(parts, batch=1, split_begin=parts.split_begin[:2])
     assert plan_of(batch=0).tokens == 0
 
 
