@@ -49,13 +49,15 @@ from .decode import Decode, infeasible
 from .f16_parts import GatheredParts, Parts, layouts_of
 from .f16_softmax import F16Softmax
 from .fp8_parts import STAGE_BYTES
-from .mix16 import FEW_STAGES, REGISTERS, SMALL_BYTES, STAGES, Mix16
+from .mix16 import FEW_STAGES, SMALL_BYTES, STAGES, Mix16
 from .roles import FEW_ROWS, INV_RING, Barrier, Layouts
 from .softmax_role import P_RING, P_STAGES, hand_over_fields
 
 if TYPE_CHECKING:
     from ..spec import VariantSpec
 
+# Of producers, softmax, P.V, by rows; with 32 the gathering warps of few rows spill
+REGISTERS = {16: (40, 152, 160), 32: (40, 152, 160), 64: (32, 112, 184)}
 SPARSE = "sparse_decode"  # the op whose tokens are gathered
 
 
