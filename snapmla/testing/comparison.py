@@ -236,6 +236,8 @@ def _mimic_of(plan: DecodePlan | None) -> rounding.QuantConfig:
     """The rounding of the plan's kernel."""
     if plan is None:
         return MIMIC_OF["sm_90a"]
+    if plan.pipeline == WIDE:
+        return rounding.MIMIC_F16
     mimic = replace(MIMIC_OF[runtime.arch_of(plan.device)], p_terms=plan.p_terms)
     return replace(mimic, p_block=plan.token_tile, promote_tokens=plan.token_tile)
 
