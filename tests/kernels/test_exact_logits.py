@@ -14,7 +14,6 @@ from snapmla.testing import aligned, selfcheck, sparse_job
 from snapmla.testing.aligned import PAGE, Aligned
 from snapmla.testing.attend import Chunk, Rows, attend
 from snapmla.testing.rounding import MIMIC_F16, MIMIC_HW_FULL
-from snapmla.testing.sparse_job import SparseJob, SparseShape
 from softgpu import Options, using
 from tests.support import exact_logits as exact
 from tests.support.needs import needs_compiler
@@ -24,23 +23,6 @@ RARELY = pytest.mark.whole_matrix  # the variants are built for nothing else
 ROWS = (16, 32, 64)
 
 
-class ListedStep(SparseJob):
-    """A step's tokens named one by one, in an order of their own, some places idle."""
-
-    def __init__(self, spec: VariantSpec, step: Aligned):
-        self.step, n = step, int(step.cache_seqlens[0])
-        self.topk = n + 5
-        heads = step.q.nope.shape[2]
-        super().__init__(spec, SparseShape(heads, self.topk, (self.topk,), PAGE, parts=1))
-
-    def _fill(self) -> None:
-        cache, n = self.step.cache, int(self.step.cache_seqlens[0])
-        self.planes = cache.content_u8, cache.rope, cache.named_tensors["scale"]
-        named = torch.cat([PAGE + torch.arange(n), torch.full((self.topk - n,), -1)])
-        self.indices = named[torch.randperm(self.topk)].int()[None]
-        self.q = self.step.q
-
-
 def decoded(step: Aligned, op: str, rows: int) -> tuple[Tensor, Tensor]:
     """(out fp32, lse) of pages, or of lists at the level of the ABI, hazards checked."""
     with using(CHECKED):
@@ -48,7 +30,7 @@ def decoded(step: Aligned, op: str, rows: int) -> tuple[Tensor, Tensor]:
             return step.decoded(step.plan(pipeline="f16", row_tile=rows), torch.float32)
         spec = VariantSpec(op=op, pipeline="f16", row_tile=rows, out_dtype="f32")
         kernel = selfcheck.load(spec, runtime.find_or_build(spec, need_library=False).directory)
-        return ListedStep(spec, step).run(kernel)
+        return exact.ListedStep(spec, step).run(kernel)
 
 
 @needs_compiler
@@ -139,7 +121,7 @@ def test_same_bits_over_lists_as_over_pages(rows: int) -> None:
     want = decoded(step, "decode", rows)
     spec = VariantSpec(op="sparse_decode", pipeline="f16", row_tile=rows, out_dtype="f32")
     kernel = selfcheck.load(spec, runtime.find_or_build(spec, need_library=False).directory)
-    job = ListedStep(spec, step)
+    job = exact.ListedStep(spec, step)
     job.indices = torch.cat([PAGE + torch.arange(200), torch.full((5,), sparse_job.INT_MAX)])
     job.indices = job.indices.int()[None]
     got = job.run(kernel)

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dsl_kernels.spec import VariantSpec
 from snapmla.testing import metrics
-from snapmla.testing.aligned import SCALE, Aligned
+from snapmla.testing.aligned import PAGE, SCALE, Aligned
+from snapmla.testing.sparse_job import SparseJob, SparseShape
 
 # name -> what a key looks like; of ``loud N`` one channel of each key is N times as large
 KINDS = ("normal", "heavy tails", "loud 5", "loud 30", "loud 100", "448 among 3.75")
@@ -84,3 +86,21 @@ def found(step: Aligned, out: Tensor, lse: Tensor) -> Found:
     allowed = LSE_ERROR + LSE_SHARE * content_logits(step)
     off = (lse.double() - truth_lse).abs()[0, :, 0]
     return Found(metrics.relative_l2(out, truth), float((off / allowed).nan_to_num(2.0).max()))
+
+
+class ListedStep(SparseJob):
+    """A step's tokens named one by one, in an order of their own, some places idle."""
+
+    def __init__(self, spec: VariantSpec, step: Aligned, device: torch.device | str = "cpu"):
+        self.step, n = step, int(step.cache_seqlens[0])
+        self.topk = n + 5
+        heads = step.q.nope.shape[2]
+        shape = SparseShape(heads, self.topk, (self.topk,), PAGE, parts=1)
+        super().__init__(spec, shape, device=device)
+
+    def _fill(self) -> None:
+        cache, n = self.step.cache, int(self.step.cache_seqlens[0])
+        self.planes = cache.content_u8, cache.rope, cache.named_tensors["scale"]
+        named = torch.cat([PAGE + torch.arange(n), torch.full((self.topk - n,), -1)])
+        self.indices = named[torch.randperm(self.topk)].int()[None]
+        self.q = self.step.q
