@@ -7,6 +7,7 @@ Bounds are those that the pipeline promises: of LSE ``lse_bound``, of results ``
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -104,3 +105,6 @@ class ListedStep(SparseJob):
         named = torch.cat([PAGE + torch.arange(n), torch.full((self.topk - n,), -1)])
         self.indices = named[torch.randperm(self.topk)].int()[None]
         self.q = self.step.q
+
+    def arguments(self) -> dict[str, Any]:
+        return {**super().arguments(), "softmax_scale": SCALE}
