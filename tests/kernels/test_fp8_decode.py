@@ -100,10 +100,10 @@ TABLES = [
     pytest.param(*kernel, *table, marks=pytest.mark.whole_matrix if i and table[0] < 64 else ())
     for i, kernel in enumerate(KERNELS)
     for table in ((16, 3), (32, 1), (16, 5), (64, 1))
-    *(
-        pytest.param("f16", heads, page, width, marks=pytest.mark.whole_matrix)
-        for heads, page, width in ((16, 16, 5), (64, 32, 3), (16, 64, 1), (64, 128, 1))
-    ),
+]
+TABLES += [
+    pytest.param("f16", *case, marks=pytest.mark.whole_matrix)
+    for case in ((16, 16, 5), (64, 32, 3), (16, 64, 1), (64, 128, 1))
 ]
 
 
