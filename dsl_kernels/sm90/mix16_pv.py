@@ -135,9 +135,9 @@ class ProductsOfV:
                 ratio = self.load_ratio(st, tile.stage, tile.group, 1)
             if u > 0:
                 warpgroup.wait_group(1)
-            if u + 2 == UNITS // 2 and first_half_read is not None:
-                first_half_read()
             held[(u + 1) % 2] = self.to_v(raw, ratio)
+            if u + 2 == UNITS // 2 and first_half_read is not None:
+                first_half_read()  # behind a use of what ldmatrix read: before it, it may still be reading
 
     @cute.jit
     def write_rows(self, st, results, acc_O, slot, rows, half, frees: cutlass.Constexpr = None):
