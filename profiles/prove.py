@@ -73,6 +73,8 @@ ASKED = (
     "append_kv_xbf16_ii32_kvfp8_v41_planar_sm90a", "append_kv_xbf16_ii32_kvfp8_v41_rows_sm90a",
     "append_kv_xbf16_ii32_kvfp8_nope_sm90a", "fetch_dequant_xbf16_pages_kvfp8_v41_planar_sm90a",
     "fetch_dequant_xbf16_pages_kvfp8_v41_rows_sm90a", "fetch_dequant_xbf16_pages_kvfp8_nope_sm90a",
+    "decode_f16_r16_p64_obf16_sm90a", "decode_f16_r64_p64_obf16_sm90a",
+    "sparse_decode_f16_r16_obf16_sm90a", "sparse_decode_f16_r64_obf16_sm90a",
 )  # fmt: skip
 # Ops whose variants of the matrix take too long under schedules, as their rows are thousands of
 # scores a CTA: ASKED has smaller ones of the same source.
