@@ -346,6 +346,32 @@ def wheels_command(
     )  # fmt: skip
 
 
+@app.command("hub")
+def hub_command(
+    arch: Arch = "sm_90a",
+    pattern: Filter = "*",
+    cuda: Cuda = "",
+    out: Out = None,
+    into: Annotated[Path, typer.Option(help="where the folder goes")] = ROOT / "build" / "hub",
+    version: Annotated[int, typer.Option(help="of the kernel on the Hub", min=1)] = 1,
+    machine: Annotated[
+        str, typer.Option(help="CPU of the servers, if not this one's: " + ", ".join(cross.TARGETS))
+    ] = "",
+) -> None:
+    """Write a folder of up-to-date variants that Hugging Face's `kernels` loads."""
+    from codegen import bundle, hub
+
+    specs, usual = _packed(arch, pattern, cuda)
+    folder = out or (_target(machine).folder(usual) if machine else usual)
+    try:
+        with _writing(into):
+            made = hub.make(specs, folder, into, version, machine, usual)
+    except bundle.BundleError as error:
+        raise _fail(str(error)) from None
+    console.print(f"{made}\nkernels.get_local_kernel(Path({str(made)!r})) loads it",
+                  highlight=False, soft_wrap=True)  # fmt: skip
+
+
 @app.command("name-wheel")
 def name_wheel_command(
     into: Annotated[Path, typer.Option(help="where the wheel goes")] = ROOT / "build" / "wheels",

@@ -128,7 +128,7 @@ def make(specs: list[VariantSpec], variant_dir: Path, out_dir: Path) -> Bundle:
     out_dir.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out_dir, prefix=".bundle.") as tmp:
         root = Path(tmp, name)
-        _host(root)
+        copy_host(root)
         variants, include = root / "snapmla" / "variants", root / "include" / "snapmla"
         copy_variants(variants, include, records, variant_dir)
         _papers(root, records, arch, flavour)
@@ -173,8 +173,8 @@ def _pack(root: Path, archive: Path) -> None:
             tar.add(path, path.relative_to(root.parent).as_posix(), recursive=False, filter=plain)
 
 
-def _host(root: Path) -> None:
-    """The host package, and the names of variants without device code."""
+def copy_host(root: Path) -> None:
+    """The host package below ``root``, and the names of variants without device code."""
     _copy(root, "snapmla", HOST_FILES)
     copy_names(root)
 

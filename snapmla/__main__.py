@@ -73,6 +73,10 @@ def _show(found: info.Info) -> None:
         console.print("\nmissing:")
     for text in found.missing:
         console.print(f"  {text}")
+    if found.absent:
+        console.print("\nnot built here, so that calls of them are refused:")
+    for text in found.absent:
+        console.print(f"  {text}")
 
 
 _Numbers = list[int] | None

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from dsl_kernels.families import FAMILIES
 from dsl_kernels.spec import VariantSpec, decode_spec
 from snapmla import env, runtime
 from snapmla.errors import SnapMLAError
@@ -69,6 +70,8 @@ class Info:
         decodes: a card's index -> whether the common decode shapes have kernels, or may compile.
         software_gpu: whether CPU tensors run.
         missing: for a GPU that cannot decode, and for the software GPU where there is no GPU.
+        absent: a sentence for each kind of kernels of which ops have no variant for a card here,
+            and none can be compiled: how they are made.  A wheel of a part has them meant to be so.
     """
 
     package: dict[str, str]
@@ -80,6 +83,7 @@ class Info:
     decodes: list[bool] = field(default_factory=list)
     software_gpu: bool = False
     missing: list[str] = field(default_factory=list)
+    absent: list[str] = field(default_factory=list)
 
     @property
     def good(self) -> bool:
@@ -104,6 +108,7 @@ def collect() -> Info:
         wrong = [*_without_libraries(info), *_wrong_with(card)]
         info.decodes.append(not wrong)
         info.missing += (text for text in wrong if text not in info.missing)
+    info.absent += _absent(info)
     if not cards and driver is not None:
         built = torch.version.cuda
         info.missing.append(
@@ -238,6 +243,25 @@ def _wrong_with(card: Card) -> Iterator[str]:
         if artifact.library is None:
             yield f"{artifact.name} in {artifact.directory} has no .so: build it with a C compiler"
             return
+
+
+def _absent(info: Info) -> Iterator[str]:
+    """Which ops have no variant for the cards here, by kind."""
+    if runtime.jit_refusal() is None:
+        return
+    for arch in dict.fromkeys(card.arch for card in info.cards if card.arch is not None):
+        there = {name.split()[1] for folder in info.folders for name in folder.variants
+                 if name.startswith(f"{arch} ")}  # fmt: skip
+        lacking: dict[str, list[str]] = {}
+        for family in FAMILIES.values():
+            if family.op not in there and any(family.module(arch, v) for v in family.points(arch)):
+                lacking.setdefault(family.kind, []).append(family.op)
+        for kind, ops in lacking.items():
+            yield (
+                f"{arch}, kind {kind}: no variant of {', '.join(ops)}: in a checkout `make wheels "
+                f"ARCH={arch} KIND={kind}` builds a wheel of them, `make precompile ARCH={arch} "
+                f"KIND={kind}` a folder for {env.VARIANT_DIR.name}"
+            )
 
 
 _INSTALL_CC = "install gcc or clang, or let CC name one"

@@ -72,6 +72,34 @@ def test_a_card_that_decodes(monkeypatch: pytest.MonkeyPatch, folder: Path) -> N
     }  # fmt: skip
 
 
+def test_kinds_that_are_not_built_are_told_with_how(
+    monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
+    """Of a card's arch alone, and only where nothing is compiled when it is called."""
+    step(folder)
+    place(folder, VariantSpec(op="mha_items"))
+    card(monkeypatch, (9, 0), "NVIDIA H200")
+    found = info.collect()
+    assert found.good and not found.missing
+    by_kind = {text.split(": ")[0]: text for text in found.absent}
+    assert list(by_kind) == [
+        f"sm_90a, kind {kind}" for kind in ("helper", "decode", "mha", "prefill")
+    ]
+    mha = by_kind["sm_90a, kind mha"]
+    assert (
+        "no variant of mha_merge, mha_fwd: in a checkout `make wheels ARCH=sm_90a KIND=mha`" in mha
+    )
+    helpers = by_kind["sm_90a, kind helper"]
+    assert " merge, " in helpers and "plan_decode" not in helpers and "append_kv" not in helpers
+    assert "no variant of dense_decode, sparse_decode" in by_kind["sm_90a, kind decode"]
+    done = CliRunner().invoke(commands.app, ["info"])
+    assert (
+        done.exit_code == 0 and "not built here, so that calls of them are refused:" in done.output
+    )
+    monkeypatch.setattr(runtime, "jit_refusal", lambda: None)
+    assert info.collect().absent == []
+
+
 def test_what_a_card_lacks(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     step(folder)
     card(monkeypatch, (9, 0))
