@@ -58,7 +58,17 @@ EXPLAINED_OF = {
     "dense_decode_*_sm100a": ("barrier_id=barrier_id, number_of_threads=128",),
     "sparse_decode_etap_*": ("fence.proxy.async.shared::cta in fp8_per_token.py",),
     "sparse_decode_*_r64_*": ("1 x mbarrier.try_wait.parity.shared.b64 in q_tiles.py",),
-    "sparse_decode_mix16_r32_*": ("1 x mbarrier.try_wait.parity.shared.b64 in q_tiles.py",),
+    "sparse_decode_mix16_r32_*": (
+        "1 x mbarrier.try_wait.parity.shared.b64 in q_tiles.py",
+        "8 x wgmma.commit_group.sync.aligned in mix16_softmax.py",
+    ),
+    "sparse_decode_mix16_r16_*": ("4 x wgmma.commit_group.sync.aligned in mix16_softmax.py",),
+    "sparse_decode_mix16_r64_*": ("7 x wgmma.commit_group.sync.aligned in mix16_softmax.py",),
+    "sparse_decode_mix16_*": (
+        "2 x bar.sync in across_warps.py",
+        "7 x wgmma.commit_group.sync.aligned in mix16_pv.py",
+        "wgmma.wait_group.sync.aligned 1",
+    ),
     "mha_fwd_*": (
         "5 x mbarrier.try_wait.parity.shared.b64 in mha_parts.py",
         "2 x wgmma.fence.sync.aligned in mha_fwd.py",
