@@ -47,9 +47,7 @@ def _small_split(spec: VariantSpec) -> Iterator[Call]:
         lq, lk, ctas = [3, 0, 140], [1950, 33, 266], 2
         if not causal:
             lq, lk, ctas = [5, 20, 3, 2, 2, 2], [40, 2050, 30, 0, 0, 0], 1
-        job = SplitJob.draw(
-            spec, lq, lk, 1, 1, causal=causal, spread=spread, behind=bad, ctas=ctas
-        )
+        job = SplitJob.draw(spec, lq, lk, 1, 1, causal=causal, spread=spread, behind=bad, ctas=ctas)
         yield Call(job.arguments(), {}, job=job)
 
 
