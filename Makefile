@@ -24,12 +24,15 @@ FILTER ?= *
 ## KIND     kind of kernels that precompile and wheels take, helper or decode; all if empty. A kind's wheel
 ##          has a name of its own: decode is installed beside helper
 KIND ?=
+## MACHINE  CPU of the servers that wheels' kernels are for, aarch64; this machine's if empty
+MACHINE ?=
 ## BENCH    preset of shapes: h200-table, helpers, ... (profiles/shapes.py has them)
 BENCH ?= h200-table
 ## CUDA     major that precompile, bundle and wheels build for, 12 or 13; the driver's, or the newest, if empty
 CUDA ?=
 flavour = $(if $(CUDA),--cuda $(CUDA))
 kind = $(if $(KIND),--kind $(KIND))
+machine = $(if $(MACHINE),--machine $(MACHINE))
 
 ## VARIANT  name of one variant, as `make matrix` lists them
 ifneq (,$(filter try profile,$(MAKECMDGOALS)))
@@ -67,8 +70,9 @@ precompile: setup  ## build the default matrix: ARCH=sm_90a CUDA=13 FILTER='*' K
 bundle: precompile  ## pack what a server without the compiler needs: ARCH= CUDA= FILTER=
 	$(PY) -m codegen bundle --arch $(ARCH) $(flavour) --filter '$(FILTER)'
 
-wheels: precompile  ## build wheels of the host package and of the variants: ARCH= CUDA= FILTER= KIND=
-	$(PY) -m codegen wheels --arch $(ARCH) $(flavour) $(kind) --filter '$(FILTER)'
+wheels: precompile  ## build wheels of the host package and of the variants: ARCH= CUDA= FILTER= KIND= MACHINE=
+	$(if $(MACHINE),$(PY) -m codegen cross --arch $(ARCH) $(flavour) $(kind) $(machine) --filter '$(FILTER)')
+	$(PY) -m codegen wheels --arch $(ARCH) $(flavour) $(kind) $(machine) --filter '$(FILTER)'
 
 matrix: setup  ## print the matrix with reasons: ARCH=sm_90a
 	$(PY) -m codegen matrix --arch $(ARCH)

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from codegen import artifacts, toolchain, tryout
+from codegen import artifacts, cross, toolchain, tryout
 from codegen import compile as compiler
 from codegen import link as linker
 from codegen import matrix as mx
@@ -40,6 +40,7 @@ Cuda = Annotated[
 Kind = Annotated[
     str, typer.Option("--kind", help="kind of kernels alone: " + ", ".join(mx.kinds()))
 ]
+Machine = Annotated[str, typer.Option(help="CPU of the servers: " + ", ".join(cross.TARGETS))]
 Out = Annotated[Path | None, typer.Option(help="directory of variants (default build/variants)")]
 
 
@@ -320,6 +321,9 @@ def wheels_command(
     out: Out = None,
     into: Annotated[Path, typer.Option(help="where wheels go")] = ROOT / "build" / "wheels",
     kind: Kind = "",
+    machine: Annotated[
+        str, typer.Option(help="CPU of the servers, if not this one's: " + ", ".join(cross.TARGETS))
+    ] = "",
 ) -> None:
     """Build wheels of the host package and of up-to-date variants, of all kinds or of one."""
     from codegen import bundle, wheels
@@ -327,7 +331,8 @@ def wheels_command(
     specs, usual = _packed(arch, pattern, cuda, kind)
     try:
         with _writing(into):
-            made = wheels.make(specs, out or usual, into, kind)
+            folder = out or (_target(machine).folder(usual) if machine else usual)
+            made = wheels.make(specs, folder, into, kind, machine, usual)
     except (bundle.BundleError, wheels.WheelError) as error:
         raise _fail(str(error)) from None
     for path in (made.host, made.kernels):
@@ -355,6 +360,46 @@ def name_wheel_command(
         raise _fail(str(error)) from None
     console.print(f"{path}; beside snapmla: pip install {shlex.quote(str(path))}, then set "
                   "SNAPMLA_AS_FLASH_MLA=1", highlight=False, soft_wrap=True)  # fmt: skip
+
+
+def _target(machine: str) -> cross.Target:
+    """What ``--machine`` names."""
+    if machine not in cross.TARGETS:
+        known = ", ".join(cross.TARGETS)
+        raise _fail(f"--machine (make's MACHINE=): expected one of {known}, got {machine!r}")
+    return cross.TARGETS[machine]
+
+
+@app.command("cross")
+def cross_command(
+    arch: Arch = "sm_90a",
+    pattern: Filter = "*",
+    cuda: Cuda = "",
+    native: Annotated[
+        Path | None, typer.Option(help="variants of this machine (default build/variants)")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="default: beside them, -MACHINE behind")] = None,
+    machine: Machine = "aarch64",
+    jobs: Annotated[int, typer.Option(help="worker processes", min=1)] = 2,
+    kind: Kind = "",
+) -> None:
+    """Build the host half of variants, which are built here, for servers with another CPU."""
+    target = _target(machine)
+    specs, usual = _packed(arch, pattern, cuda, kind)
+    if (reason := cross.refusal(target)) is not None:
+        raise _fail(reason)
+    model = native or usual
+    out_dir = out or target.folder(model)
+    with _writing(out_dir), Progress(console=console) as bar:
+        task = bar.add_task(f"{arch}, {machine} -> {out_dir}", total=len(specs))
+        report = cross.build_all(specs, model, out_dir, target, jobs, lambda _: bar.advance(task))
+    _show_failures(report.failed)
+    console.print(
+        f"{len(report.built)} built, {len(report.reused)} up to date, {len(report.failed)} failed",
+        highlight=False,
+    )
+    if report.failed:
+        raise typer.Exit(1)
 
 
 @app.command("header")

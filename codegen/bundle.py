@@ -24,7 +24,7 @@ import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
-from codegen import artifacts, link, render
+from codegen import artifacts, cross, link, render
 from codegen import compile as compiler
 from codegen.artifacts import ROOT, VERSION, Record
 from dsl_kernels.spec import VariantSpec
@@ -79,21 +79,34 @@ def requirements() -> list[str]:
     return found
 
 
-def collect(specs: list[VariantSpec], variant_dir: Path) -> list[Record]:
+def collect(
+    specs: list[VariantSpec], variant_dir: Path, machine: str = "", native_dir: Path | None = None
+) -> list[Record]:
     """Records of ``specs``, all up to date and linked.
+
+    Args:
+        machine: a key of ``cross.TARGETS``, for which ``variant_dir`` is; empty: this one.
+        native_dir: the same variants of this machine, which those are held against.
 
     Raises BundleError that counts those that are not.
     """
     if link.identity() is None:
         raise BundleError(f"variants cannot be linked here: {link.refusal()}")
-    found = {s.name: compiler.up_to_date(s, variant_dir, linked=True) for s in specs}
+    if machine and native_dir is not None:
+        target, native = cross.TARGETS[machine], native_dir
+        found = {s.name: cross.up_to_date(s, native, variant_dir, target) for s in specs}
+    else:
+        found = {s.name: compiler.up_to_date(s, variant_dir, linked=True) for s in specs}
     stale = [name for name, record in found.items() if record is None]
     if stale or not found:
         arch = specs[0].arch if specs else "sm_90a"
         some = ", ".join(stale[:3]) + (", ..." if len(stale) > 3 else "")
+        make = (
+            f"python -m codegen cross --arch {arch}" if machine else f"make precompile ARCH={arch}"
+        )
         raise BundleError(
             f"{len(stale)} of {len(found)} variants are missing or outdated in {variant_dir}"
-            f"{' (' + some + ')' if some else ''}: run `make precompile ARCH={arch}`"
+            f"{' (' + some + ')' if some else ''}: run `{make}{arch}`"
         )
     return [record for record in found.values() if record is not None]
 

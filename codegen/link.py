@@ -17,10 +17,10 @@ from pathlib import Path
 from codegen import toolchain
 
 SOURCE = Path(__file__).resolve().parent / "launch.c"
-_COMPILE = ["-O2", "-fPIC", "-fvisibility=hidden", "-Wall", "-Werror", "-c"]
+COMPILE = ["-O2", "-fPIC", "-fvisibility=hidden", "-Wall", "-Werror", "-c"]
 # Of all that the object defines, callers need its entry only: short symbol tables load faster.
-_LINK = ["-shared", "-s", "-Wl,--no-undefined", "-Wl,--gc-sections", "-Wl,--build-id=none"]
-_EXPORTS = "{ global: __tvm_ffi_*; local: *; };\n"
+LINK = ["-shared", "-s", "-Wl,--no-undefined", "-Wl,--gc-sections", "-Wl,--build-id=none"]
+EXPORTS = "{ global: __tvm_ffi_*; local: *; };\n"
 
 
 @functools.cache
@@ -29,7 +29,7 @@ def identity() -> str | None:
     if toolchain.c_compiler() is None or toolchain.tvm_ffi_lib_dir() is None:
         return None
     digest = hashlib.sha256(SOURCE.read_bytes())
-    digest.update("\0".join([*_COMPILE, *_LINK, _EXPORTS]).encode())
+    digest.update("\0".join([*COMPILE, *LINK, EXPORTS]).encode())
     return f"driver-{digest.hexdigest()[:12]}"
 
 
@@ -48,7 +48,7 @@ def _launch_object(arch: str, flavour: str) -> bytes:
     with tempfile.TemporaryDirectory() as tmp:
         out = Path(tmp, "launch.o")
         facts = [f'-DSNAPMLA_ARCH="{arch}"', f"-DSNAPMLA_TOOLKIT={flavour.removeprefix('cu')}"]
-        _run([str(toolchain.c_compiler()), *_COMPILE, *facts, str(SOURCE), "-o", str(out)])
+        _run([str(toolchain.c_compiler()), *COMPILE, *facts, str(SOURCE), "-o", str(out)])
         return out.read_bytes()
 
 
@@ -70,8 +70,8 @@ def link(obj: Path, out: Path, arch: str, flavour: str) -> str | None:
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as tmp:
         launch, exports, result = (Path(tmp, n) for n in ("launch.o", "exports.map", out.name))
         launch.write_bytes(_launch_object(arch, flavour))
-        exports.write_text(_EXPORTS)
-        command = [str(toolchain.c_compiler()), *_LINK]
+        exports.write_text(EXPORTS)
+        command = [str(toolchain.c_compiler()), *LINK]
         command += ["-Xlinker", f"--version-script={exports}"]  # -Wl would split a path at commas
         command += ["-o", str(result), str(obj), str(launch)]
         command += [f"-L{toolchain.tvm_ffi_lib_dir()}", "-ltvm_ffi", "-ldl"]

@@ -113,7 +113,7 @@ def _build_all(
             progress(spec.name, outcome if isinstance(outcome, list) else outcome[0])
 
     lost: list[VariantSpec] = []
-    with _workers(arch, min(jobs, len(pending))) as executor:
+    with workers(arch, min(jobs, len(pending))) as executor:
         futures = {executor.submit(_build_one, s, out_dir, linked, force): s for s in pending}
         waiting: set[Future[Outcome]] = set(futures)
         while waiting:
@@ -124,7 +124,7 @@ def _build_all(
                 except BrokenProcessPool:
                     lost.append(futures[future])
     for spec in lost:
-        with _workers(arch, 1) as executor:
+        with workers(arch, 1) as executor:
             try:
                 finish(spec, executor.submit(_build_one, spec, out_dir, linked, force).result())
             except BrokenProcessPool:
@@ -132,7 +132,7 @@ def _build_all(
 
 
 @contextlib.contextmanager
-def _workers(arch: str, count: int) -> Iterator[ProcessPoolExecutor]:
+def workers(arch: str, count: int) -> Iterator[ProcessPoolExecutor]:
     """Worker processes that compile for ``arch``; on the way out nothing more is begun."""
     context = multiprocessing.get_context("spawn")
     executor = ProcessPoolExecutor(

@@ -42,7 +42,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from codegen import bundle, matrix, render
+from codegen import bundle, cross, matrix, render
 from codegen.artifacts import ROOT, VERSION, Record
 from dsl_kernels.spec import VariantSpec
 
@@ -70,10 +70,14 @@ class Wheels:
     total: int
 
 
-def make(specs: list[VariantSpec], variant_dir: Path, out_dir: Path, kind: str = "") -> Wheels:
+def make(
+    specs: list[VariantSpec], variant_dir: Path, out_dir: Path, kind: str = "", machine: str = "",
+    native_dir: Path | None = None,
+) -> Wheels:  # fmt: skip
     """Builds both wheels into ``out_dir``, over older ones of the same name (and label).
 
     Args:
+        machine, native_dir: as ``bundle.collect``; the wheel's tag names the machine.
         kind: of the families of ``specs``, whose wheel has a name of its own, so that wheels of
             several kinds are installed side by side; empty: one wheel for all kinds.
 
@@ -83,7 +87,7 @@ def make(specs: list[VariantSpec], variant_dir: Path, out_dir: Path, kind: str =
     """
     bundle.requirements()  # in a checkout only
     _check_setuptools()
-    records = bundle.collect(specs, variant_dir)
+    records = bundle.collect(specs, variant_dir, machine, native_dir)
     arch, flavour = bundle.target(records)
     note = {"version": VERSION, "commit": commit(), "sources": sources_digest()}
     out_dir.mkdir(parents=True, exist_ok=True)
@@ -222,7 +226,7 @@ def _kernels(
     _describe(
         root, note, project, packages=[module], module=module, label=label,
         entry_points={"snapmla.kernels": {module.removeprefix("snapmla_kernels_"): module}},
-        platform=f"manylinux_{major}_{minor}_{platform.machine()}",
+        platform=f"manylinux_{major}_{minor}_{cross.machine_of(records[0]) or platform.machine()}",
     )  # fmt: skip
     return root
 

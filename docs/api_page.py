@@ -20,11 +20,11 @@ import torch
 MODULES: dict[str, tuple[str, ...]] = {
     "snapmla": (
         "PagedKVCache", "append_kv", "quantize_q", "QuantizedQuery", "plan_decode", "DecodePlan",
-        "decode", "plan_sparse_decode", "SparsePlan", "PlanCache", "SparsePlanCache",
-        "mha_prefill", "sparse_prefill", "plan_sparse_prefill",
+        "decode", "plan_sparse_decode", "SparsePlan", "SparseRowsPlan", "PlanCache",
+        "SparsePlanCache", "mha_prefill", "sparse_prefill", "plan_sparse_prefill",
         "rope_append_kv", "rope_quantize_q", "fetch_dequant", "convert_cache", "merge_state",
-        "merge_states", "explain", "install_as_flash_mla", "SnapMLAError", "UnsupportedDeviceError",
-        "VariantError", "__version__",
+        "merge_states", "explain", "explain_prefill", "PrefillExplanation", "install_as_flash_mla",
+        "SnapMLAError", "UnsupportedDeviceError", "VariantError", "__version__",
     ),
     "snapmla.parallel": ("ContextGroup", "ContextPlan"),
     "snapmla.flash_mla": (
@@ -72,6 +72,7 @@ INTERNALS: dict[str, tuple[str, ...]] = {
         "append_options", "decode_arguments", "gather_arguments", "named_tensors", "memory_now",
     ),
     "SparsePlan": ("variant", "must_regroup"),
+    "SparseRowsPlan": ("arguments", "plain", "tokens"),
     "QuantizedQuery": ("nope_u8", "row_scale", "arguments", "plain", "written", "begins"),
     "QuantConfig": ("group",),
 }  # fmt: skip

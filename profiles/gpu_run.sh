@@ -22,6 +22,9 @@
 #                              (profiles.record_cost), to cost-h200.json
 #   host[:ARG,ARG...]          host time of eager calls (profiles.host_time ARG ARG...)
 #   merge                      what the merge launch costs (profiles.merge_cost)
+#   f16                        decode with exact logits beside the default (profiles.f16_cost); before
+#                              pack: python -m codegen build of decode_f16_rR_p64_obf16_sm90a, R of
+#                              16, 32, 64
 #   parallel[:ARG,ARG...]      context-parallel decode over two and more GPUs (profiles.parallel_cost
 #                              ARG ARG...); its tests are tests:tests/gpu/test_parallel.py
 #   pair:DIR                   what a pair's call costs beside DIR's (profiles.pair_cost)
@@ -46,7 +49,11 @@
 #                              the commands that build them, before pack)
 #   fidelity[:--compile]       the accuracy study, or go on with it: repeat until nothing is left
 #   engine:accuracy|speed      vLLM with the plugin beside its own backends; takes build/vllm along
-#                              (profiles.engine bring makes it), where no vLLM is installed
+#                              (profiles.engine bring makes it; VLLM_PACKED=DIR is another folder),
+#                              where no vLLM is installed
+#   engine:sparse|sparse-deep  the same of DSA models (DeepSeek-V3.2) of 4 and of 27 layers, with
+#                              nvcc, as its indexer's peer compiles there; go on with it: a second
+#                              call on the same machine runs what is left
 #   transformers[:ARG,ARG...]  a decode step of transformers with and without graphs, beside its own
 #                              attention (profiles.transformers_step ARG ARG...), where transformers
 #                              is installed, packed by profiles.engine bring, or wheels of it and of
@@ -165,13 +172,13 @@ PY
 
 # vLLM and what it imports, unpacked once, on the module path.
 engine_site() {
-    local begin=$SECONDS wheel
-    if [ -z "${engine_path:-}" ] && [ -d build/vllm ]; then
+    local begin=$SECONDS wheel packed=${VLLM_PACKED:-build/vllm}
+    if [ -z "${engine_path:-}" ] && [ -d "$packed" ]; then
         engine_path=$(mktemp -d)
-        "$python" -m tarfile -e build/vllm/vllm.tar.xz "$engine_path" 2>/dev/null &
-        for wheel in build/vllm/whl/*.whl; do "$python" -m zipfile -e "$wheel" "$engine_path" & done
+        "$python" -m tarfile -e "$packed"/vllm.tar.xz "$engine_path" 2>/dev/null &
+        for wheel in "$packed"/whl/*.whl; do "$python" -m zipfile -e "$wheel" "$engine_path" & done
         wait
-        cp -r build/vllm/snapmla-0.dist-info "$engine_path"
+        cp -r "$packed"/snapmla-0.dist-info "$engine_path"
         export PYTHONPATH="$engine_path:$PYTHONPATH" VLLM_CACHE_ROOT="$engine_path/cache"
     fi
     "$python" -c "import importlib.metadata as m; print('vLLM', m.version('vllm'))" &&
@@ -235,6 +242,7 @@ run_part() {
             timeout -k 10 "$seconds" "$python" -m profiles.index_cost --out "$work" ${what//,/ }
             ;;
         merge) timeout -k 10 "$seconds" "$python" -m profiles.merge_cost --out "$work" ;;
+        f16) timeout -k 10 "$seconds" "$python" -m profiles.f16_cost --out "$work" ;;
         parallel)
             # shellcheck disable=SC2086  # a list of words
             timeout -k 10 "$seconds" "$python" -m profiles.parallel_cost --out "$work" \
@@ -281,7 +289,7 @@ run_part() {
             return "$code"
             ;;
         transformers)
-            [ -d build/vllm ] && engine_site
+            [ -d "${VLLM_PACKED:-build/vllm}" ] && engine_site
             # shellcheck disable=SC2086  # a list of words
             timeout -k 10 "$seconds" "$python" -m profiles.transformers_step --out "$work" \
                 --seconds $((seconds - 60)) ${what//,/ } 2>&1 | tee "$work/transformers.log"

@@ -78,11 +78,13 @@ EXPLAINED_OF = {
 ASKED = (
     "mha_items_split_sm90a", "mha_fwd_d192_dbf16_split_sm90a", "mha_merge_obf16_sm90a",
     "select_topk_t64_e8_c2_sm90a", "select_topk_t64_e0_c2_sm90a",
-    "append_index_k_xbf16_ii64_hd1_sm90a",
+    "append_index_k_xbf16_ii64_hd1_sm90a", "sparse_prefill_r64_d576_indexer_sm90a",
     "fetch_index_k_xfp8_ragged_sm90a", "fetch_index_k_xbf16_indices_sm90a",
     "append_kv_xbf16_ii32_kvfp8_v41_planar_sm90a", "append_kv_xbf16_ii32_kvfp8_v41_rows_sm90a",
     "append_kv_xbf16_ii32_kvfp8_nope_sm90a", "fetch_dequant_xbf16_pages_kvfp8_v41_planar_sm90a",
     "fetch_dequant_xbf16_pages_kvfp8_v41_rows_sm90a", "fetch_dequant_xbf16_pages_kvfp8_nope_sm90a",
+    "decode_f16_r16_p64_obf16_sm90a", "decode_f16_r64_p64_obf16_sm90a",
+    "sparse_decode_f16_r16_obf16_sm90a", "sparse_decode_f16_r64_obf16_sm90a",
 )  # fmt: skip
 # Ops whose variants of the matrix take too long under schedules, as their rows are thousands of
 # scores a CTA: ASKED has smaller ones of the same source.

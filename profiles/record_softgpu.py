@@ -169,13 +169,13 @@ def ptx_hash(path: pathlib.Path) -> str:
 
 
 def variants() -> list[str]:
-    """Names of the built sm_90a variants on the search path, but for stamped ones: times differ."""
+    """Names of the built sm_90a variants of the default matrix on the search path."""
     from snapmla import env
 
     names: set[str] = set()
     for directory in env.variant_dirs():
         names.update(p.stem for p in directory.glob("*_sm90a.json"))
-    return sorted(name for name in names if not VariantSpec.from_name(name).fields().get("stamps"))
+    return sorted(names & {spec.name for spec in matrix.default_specs("sm_90a", ask_kernels=False)})
 
 
 def ptx_hashes() -> dict[str, str]:

@@ -31,7 +31,6 @@ from profiles.mha_cost import gemm, in_turn, ratio, spread
 from profiles.sparse_prefill_cost import SPAN, Problem, Shape
 from snapmla.sparse.prefill import sparse_prefill
 from snapmla.sparse.prefill_fp8 import plan_sparse_prefill
-from snapmla.sparse.rows import plan_rows, sparse_decode_rows
 
 PAGE = 64
 # relative L2 to fp64 on the quantised inputs: e4m3 P over latents without a mean costs up to 2.7e-2
@@ -145,12 +144,17 @@ def few_row(shape: Shape, device: torch.device, seed: int) -> str:
     """A line of the second: one query token a sequence."""
     problem = Problem.draw(shape, device)
     cache = snapmla.PagedKVCache.from_tensors(problem.kv.view(-1, PAGE, 1, 576))
-    options = {"topk": shape.topk, "batch": shape.s_q, "device": device}
-    plans = [plan_rows(shape.heads, 1, **options, num_splits=n) for n in (None, 1)]
+    plans = [
+        snapmla.plan_sparse_decode(
+            shape.heads, 1, topk=shape.topk, batch=shape.s_q, device=device, cache_dtype="bf16",
+            fixed_split_tokens=width,
+        )
+        for width in (None, shape.topk)
+    ]  # fmt: skip
     q, indices = problem.q[:, None], problem.indices
 
     def ours(plan: Any) -> Any:
-        return sparse_decode_rows(q, cache, indices, softmax_scale=problem.scale, plan=plan)
+        return snapmla.decode(q, cache, indices=indices, softmax_scale=problem.scale, plan=plan)
 
     out, lse = ours(plans[0])
     _, most, _ = problem.flashmla()  # the comparison wants largest logits, too

@@ -28,7 +28,8 @@ from snapmla.plan import plan_decode
 from snapmla.plan_cache import PlanCache
 from snapmla.quant import QuantizedQuery, append_kv, quantize_q
 from snapmla.rope import rope_append_kv, rope_quantize_q
-from snapmla.sparse import SparsePlan, SparsePlanCache, plan_sparse_decode
+from snapmla.sparse import SparsePlan, SparsePlanCache, SparseRowsPlan, plan_sparse_decode
+from snapmla.sparse.explain import PrefillExplanation, explain_prefill
 from snapmla.sparse.prefill import sparse_prefill
 from snapmla.sparse.prefill_fp8 import plan_sparse_prefill
 
@@ -36,10 +37,12 @@ __all__ = [
     "DecodePlan",
     "PagedKVCache",
     "PlanCache",
+    "PrefillExplanation",
     "QuantizedQuery",
     "SnapMLAError",
     "SparsePlan",
     "SparsePlanCache",
+    "SparseRowsPlan",
     "UnsupportedDeviceError",
     "VariantError",
     "__version__",
@@ -47,6 +50,7 @@ __all__ = [
     "convert_cache",
     "decode",
     "explain",
+    "explain_prefill",
     "fetch_dequant",
     "install_as_flash_mla",
     "merge_state",

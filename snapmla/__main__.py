@@ -84,7 +84,8 @@ def needs_command(
     page: Annotated[_Numbers, typer.Option(help="tokens of a page (may be repeated): 64")] = None,
     s_q: Annotated[_Numbers, typer.Option(help="query tokens (may be repeated): 1")] = None,
     dtype: Annotated[
-        str, typer.Option(help="of the cache: fp8, bf16 or f16; of a sparse one fp8 or fp8_ds_mla")
+        str,
+        typer.Option(help="of the cache: fp8, bf16 or f16; of a sparse one fp8, bf16, fp8_ds_mla"),
     ] = "fp8",
     kv_heads: Annotated[int, typer.Option(help="of a 16-bit cache")] = 1,
     accuracy: Annotated[str, typer.Option(help="of an FP8 cache: standard or high")] = "standard",

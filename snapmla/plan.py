@@ -318,8 +318,9 @@ def make_plan(
         num_parts = options.parts(device, unit_rows, units, spec)
     max_tiles = -(-max_pages * page_size // spec.token_tile)
     longest, stretches = 0, 1
-    if options.format.longest_item and not split_tiles:
-        longest = options.format.longest_item // spec.token_tile
+    most = options.format.longest_item or dispatch.longest_item(spec)
+    if most and not split_tiles:
+        longest = most // spec.token_tile
         if max_tiles > longest:
             stretches = _stretches(units * (max_tiles + fixed_overhead), num_parts, longest)
     items, slots = _room(units, max_tiles, num_parts * stretches, fixed_overhead, split_tiles)

@@ -154,12 +154,11 @@ def against_reference(spec: VariantSpec, call: Dump) -> tuple[str, bool]:
     if limits.numel() and begin is None:
         limits = limits.view(query[0].shape[:2])
     cache = PagedKVCache.from_tensors(given["content"], given["rope"], given["scale"])
-    mimic = comparison.MIMIC_OF[spec.arch]
     errors = comparison.decode_errors(
         out, lse, QuantizedQuery(*query), cache, given["block_table"], given["cache_seqlens"],
         given["softmax_scale"], causal=bool(given["causal"]), cu_seqlens_q=begin,
         row_seqlens=limits if limits.numel() else None,
-        config=dataclasses.replace(mimic, p_terms=spec.p_terms),
+        config=comparison.mimic_of(spec),
     )  # fmt: skip
     return str(errors), errors.right
 
@@ -221,8 +220,7 @@ def against_sparse_reference(spec: VariantSpec, call: Dump) -> tuple[str, bool]:
         given["content"].view(torch.float8_e4m3fn), given["rope"], given["scale"], indices, counts,
         scale, attn_sink=sink,
     )  # fmt: skip
-    mimic = dataclasses.replace(comparison.MIMIC_OF[spec.arch], p_terms=spec.p_terms)
-    errors = comparison.errors_of(run, out, lse, mimic)
+    errors = comparison.errors_of(run, out, lse, comparison.mimic_of(spec))
     return str(errors), errors.right
 
 

@@ -200,7 +200,7 @@ def test_clean_removes_what_was_made_and_no_more(tmp_path: Path) -> None:
         ("decode_etap_r64_p64_obf16_sm90", "expected a target at its end, _sm90a or _sm100a",
          "decode_etap_r64_p64_obf16_sm90a or "),
         ("merge", "expected a target at its end", "merge_obf16_sm90a or merge_of32_sm90a or "),
-        ("decode_etpa_r64_p64_obf16_sm90a", "pipeline: expected one of etap, dual_wg, ws, pair at ",
+        ("decode_etpa_r64_p64_obf16_sm90a", "pipeline: expected one of etap, dual_wg, f16, ws, pair at ",
          "decode_etap_r64_p64_obf16_sm90a or "),
         ("decode_etap_p64_r64_obf16_sm90a", "row_tile: expected one of r16, ",
          "decode_etap_r64_p64_obf16_sm90a or "),

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from ..dims import TOKEN_TILE
 from .family import DECODE, OUT_DTYPE, Axis, Family, Values
 
-PIPELINES = ("etap", "dual_wg", "ws", "pair")
+PIPELINES = ("etap", "dual_wg", "f16", "ws", "pair")
 ROW_TILES = (16, 32, 64, 128)  # query rows, num_heads * s_q, that a CTA or a cluster owns
 PAGE_SIZES = (16, 32, 64, 128)
 
@@ -30,13 +30,17 @@ AXES = (
 MODULES = {
     ("sm_90a", "etap"): "dsl_kernels.sm90.fp8_etap",
     ("sm_90a", "dual_wg"): "dsl_kernels.sm90.fp8_dual_wg",
+    ("sm_90a", "f16"): "dsl_kernels.sm90.f16",
     ("sm_100a", "ws"): "dsl_kernels.sm100.fp8_ws",
     ("sm_100a", "pair"): "dsl_kernels.sm100.fp8_pair",
 }
 # Tokens of a KV tile: what a kernel walks, so what its plans are made of.
 TOKEN_TILES = {**dict.fromkeys(MODULES, TOKEN_TILE), ("sm_100a", "pair"): 2 * TOKEN_TILE}
-# dual_wg is the paper's form, kept to be compared: slower everywhere (docs/performance.md)
-DEFAULT_PAGES = {"etap": PAGE_SIZES, "dual_wg": (64,), "ws": PAGE_SIZES, "pair": PAGE_SIZES}
+# dual_wg is the paper's form, kept to be compared: slower everywhere (docs/performance.md); f16 is
+# built when it is asked for: no GPU has run it yet
+DEFAULT_PAGES = {
+    "etap": PAGE_SIZES, "dual_wg": (64,), "f16": (), "ws": PAGE_SIZES, "pair": PAGE_SIZES
+}  # fmt: skip
 # An accuracy setting: (arch, pipeline) -> row tiles that are built with two terms of P, for pages
 # of 64 tokens; more rows are several blocks.
 TWO_TERMS = {("sm_90a", "etap"): (16, 32)}

@@ -11,8 +11,10 @@ from .family import DECODE, OUT_DTYPE, Axis, Family, Values
 PIPELINES = (
     "etap",  # a scale a token (cache "fp8"), FP8 products
     "mix16",  # rows of 656 bytes with four scales (ds_mla.py), 16-bit products
+    "f16",  # a scale a token (cache "fp8"), 16-bit products
 )
-ROW_TILES = {"etap": (16, 32, 64), "mix16": (16, 32, 64)}  # query heads that a CTA owns
+ROW_TILES = dict.fromkeys(PIPELINES, (16, 32, 64))  # query heads that a CTA owns
+DEFAULT = ("etap", "mix16")  # f16 is built when it is asked for: no GPU has run it yet
 TWO_TERMS = (16, 32)  # row tiles of ``etap`` that sum P in two terms
 
 AXES = (
@@ -31,6 +33,7 @@ AXES = (
 MODULES = {
     ("sm_90a", "etap"): "dsl_kernels.sm90.sparse_etap",
     ("sm_90a", "mix16"): "dsl_kernels.sm90.mix16",
+    ("sm_90a", "f16"): "dsl_kernels.sm90.f16",
 }
 
 
@@ -38,7 +41,7 @@ def points(arch: str) -> Iterator[Values]:
     """Every row tile; of the FP8 cache also with fp32 results, and with two terms of P."""
     if arch != "sm_90a":
         return
-    for pipeline, row_tile in ((p, tile) for p, tiles in ROW_TILES.items() for tile in tiles):
+    for pipeline, row_tile in ((p, tile) for p in DEFAULT for tile in ROW_TILES[p]):
         values = {"pipeline": pipeline, "row_tile": row_tile}
         yield {**values, "out_dtype": "bf16"}
         if pipeline == "etap":

@@ -7,8 +7,11 @@ from collections.abc import Iterator
 
 from .family import PREFILL, Axis, Family, Values
 
+ROW_TILES = (16, 32, 64)
+SPLIT_ROW_TILES = (16, 64)  # that pieces are built for: two CTAs of 16 heads share rows in L2
+
 AXES = (
-    Axis("row_tile", "r", (64, 32, 16)),  # heads of a CTA
+    Axis("row_tile", "r", ROW_TILES[::-1]),  # heads of a CTA
     Axis("d_qk", "d", (576, 512)),  # channels of q and kv; the first 512 of kv are V
     Axis("dtype", "d", ("bf16",), "bf16", named=False),  # of q, kv and out
     # indexer: also the LSE of the first entries of a list, which the indexer chose
@@ -17,7 +20,21 @@ AXES = (
     Axis("lists", "", ("one", "split"), "one", named=False),
 )
 
-EVERYDAY = {"row_tile": 64, "d_qk": 576, "figures": "whole"}, {"row_tile": 16, "d_qk": 512}
+EVERYDAY = (
+    {"row_tile": 64, "d_qk": 576, "figures": "whole", "lists": "one"},
+    {"row_tile": 16, "d_qk": 512, "lists": "one"},
+)
+
+
+def row_tile_of(heads: int) -> int:
+    """Heads of a CTA, for so many of a call: the fewest that hold them, or 64."""
+    return next((rows for rows in ROW_TILES if rows >= heads), ROW_TILES[-1])
+
+
+def split_row_tile_of(heads: int) -> int:
+    """The same where lists are split."""
+    found = row_tile_of(heads)
+    return found if found in SPLIT_ROW_TILES else SPLIT_ROW_TILES[0]
 
 
 def _module(arch: str, values: Values) -> str | None:
@@ -31,12 +48,14 @@ def _module(arch: str, values: Values) -> str | None:
 
 
 def points(arch: str) -> Iterator[Values]:
-    """All heads a CTA on Hopper; with the indexer's LSE those of 64 and more heads."""
-    for row_tile, d_qk in itertools.product((64, 32, 16), (576, 512)):
-        if arch == "sm_90a":
-            yield {"row_tile": row_tile, "d_qk": d_qk}
-    for d_qk in (576, 512) if arch == "sm_90a" else ():
-        yield {"row_tile": 64, "d_qk": d_qk, "figures": "indexer"}
+    """All heads a CTA on Hopper, for prompts; split lists, which are decode's.  The indexer's LSE,
+    for training, is built when it is asked for."""
+    if arch != "sm_90a":
+        return
+    for row_tile, d_qk in itertools.product(ROW_TILES[::-1], (576, 512)):
+        yield {"row_tile": row_tile, "d_qk": d_qk}
+    for row_tile in SPLIT_ROW_TILES[::-1]:
+        yield {"row_tile": row_tile, "d_qk": 576, "lists": "split"}
 
 
 FAMILY = Family(

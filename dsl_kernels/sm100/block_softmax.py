@@ -13,6 +13,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Uint32, const_expr
 
+from ..common.epilogue import finish_row
 from ..common.fp8_per_token import TokenScales, safe_reciprocal
 from ..common.frames import NEVER, P_LOG2_MAX
 from ..common.smem import array
@@ -20,6 +21,7 @@ from ..common.types import F8
 from . import umma
 
 WARPS = 4
+WARPGROUP = 128
 LANES = 32  # of a warp
 RUN = 32  # tokens of a thread in registers at a time
 BUFFERS = 2  # of what warp pairs exchange: one barrier a block is enough
@@ -94,6 +96,32 @@ def exchange(field, form: cutlass.Constexpr, buffer, row, wwarp, value, barrier_
     shares[row, wwarp // sets, buffer] = value
     cute.arch.barrier(barrier_id=barrier_id + wwarp % sets, number_of_threads=32 * form.groups)
     return [shares[row, g, buffer] for g in range(form.groups)]
+
+
+@cute.jit
+def finish_item(
+    form: cutlass.Constexpr, inv: cutlass.Constexpr, same_rows: cutlass.Constexpr, cta, slot, rows,
+    inv_phase, running,
+):  # fmt: skip
+    """Row sums of an item -> 1/l for the warps that write its rows, LSE to memory.
+
+    ``inv``: their ring; ``same_rows``: ``exchange``'s barrier; ``running``: frame, and this
+    thread's share of the row sum.
+    """
+    tidx, _, _ = cute.arch.thread_idx()
+    lane, row = tidx % LANES, tidx % form.rows
+    wwarp = cute.arch.make_warp_uniform(tidx % WARPGROUP // LANES)
+    st = cta.st
+    sums = exchange(st.sums, form, inv_phase, row, wwarp, running[1], same_rows)
+    inverses = st.inv.get_tensor(cute.make_layout(form.rows))
+    if group_of(form, wwarp) == 0:
+        inv.wait_empty(st, 0, inv_phase)
+        inverses[row] = finish_row(
+            cta.gmem.results, cta.call, slot, rows, row, sum(sums[1:], sums[0]), running[0]
+        )
+        cute.arch.sync_warp()
+        if lane == 0:
+            inv.arrive_full(st, 0)
 
 
 @cute.jit

@@ -61,7 +61,8 @@ class Correction:
         factors = cute.make_layout((self.form.rows, self.p_stages))
         gamma = st.gamma.get_tensor(factors)[tidx % self.form.rows, pst.index]
         if adds & cute.arch.vote_any_sync(gamma != 1.0):
-            self.parts.wait_products(st, pst)
+            if cutlass.const_expr(self.p_stages > 1):  # the softmax warps waited for it, to fill one
+                self.parts.wait_products(st, pst)
             umma.after_sync()
             for c in cutlass.range_constexpr(0, self.channels, SCALED):
                 x = umma.load(o_at + c, SCALED)

@@ -11,7 +11,6 @@ import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 from cutlass import Float32, Int32
 
-from ..common.epilogue import finish_row
 from ..common.frames import NEVER
 from ..common.smem import array
 from ..common.types import U32
@@ -63,7 +62,9 @@ class Softmax:
                 self.block(cta, tile, s_at, pst, sst, (factor, limit, ragged_from), running)
                 pst.advance()
                 sst.advance()
-            self.finish_item(cta, slot, rows, inv_phase, running)
+            shares.finish_item(
+                self.form, self.rings.inv, Barrier.SAME_ROWS, cta, slot, rows, inv_phase, running
+            )
             inv_phase = inv_phase ^ 1
 
     @cute.jit
@@ -127,23 +128,3 @@ class Softmax:
             target = cute.make_ptr(U32, at, cute.AddressSpace.smem, assumed_align=16)
             source = cute.make_tensor(words.iterator + 4 * x, cute.make_layout(4))
             cute.autovec_copy(source, cute.make_tensor(target, cute.make_layout(4)))
-
-    @cute.jit
-    def finish_item(self, cta: Cta, slot, rows, inv_phase, running):
-        """Row sums of an item -> 1/l for the correction warps, LSE to memory."""
-        tidx, _, _ = cute.arch.thread_idx()
-        lane, row = tidx % 32, tidx % self.form.rows
-        wwarp = cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
-        st = cta.st
-        sums = shares.exchange(
-            st.sums, self.form, inv_phase, row, wwarp, running[1], Barrier.SAME_ROWS
-        )
-        inverses = st.inv.get_tensor(cute.make_layout(self.form.rows))
-        if shares.group_of(self.form, wwarp) == 0:
-            self.rings.inv.wait_empty(st, 0, inv_phase)
-            inverses[row] = finish_row(
-                cta.gmem.results, cta.call, slot, rows, row, sum(sums[1:], sums[0]), running[0]
-            )  # fmt: skip
-            cute.arch.sync_warp()
-            if lane == 0:
-                self.rings.inv.arrive_full(st, 0)

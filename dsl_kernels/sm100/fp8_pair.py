@@ -288,10 +288,8 @@ class Pair:
             cute.arch.mbarrier_init_fence()
         if warp_id == 3:
             FORM.allocate(st.tmem.data_ptr(), COLUMNS)
-        umma.before_sync()
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()  # both CTAs' barriers are there, and the address is published
-        umma.after_sync()
 
         cute.arch.griddepcontrol_wait()  # q, the cache and the plan come from the kernels before
         cta = Cta(st, layouts, gmem, call, umma.base_of(st.tmem.data_ptr()))
@@ -314,7 +312,6 @@ class Pair:
         else:
             claim_registers(self.budget, self.regs[2])
             self.promotion.run(cta, wg - 2)
-        umma.before_sync()
         cute.arch.cluster_arrive()  # behind the fences and commits of each role's last access
         cute.arch.cluster_wait()
         if warp_id == 3:

@@ -13,7 +13,6 @@ import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 from cutlass import Float32, Int32
 
-from ..common.epilogue import finish_row
 from ..common.frames import NEVER, move_frame
 from ..common.work_list import WorkList
 from ..smxx.fp8_entry import row_facts
@@ -24,8 +23,6 @@ from .rings import part_of_cta
 if TYPE_CHECKING:
     from ..common.fp8_per_token import TokenScales
     from .rings import Rings
-
-WARPGROUP = 128
 
 
 class Tiles(Protocol):
@@ -111,7 +108,9 @@ class Softmax:
                 kst.advance()
                 sst.advance()
                 pst.advance()
-            self.finish_item(cta, slot, rows, inv_phase, running)
+            softmax.finish_item(
+                self.form, self.rings.inv, self.same_rows, cta, slot, rows, inv_phase, running
+            )
             inv_phase = inv_phase ^ 1
 
     @cute.jit
@@ -119,7 +118,7 @@ class Softmax:
         """One block: S -> P, beta, gamma, and this thread's share of the row sum."""
         tidx, _, _ = cute.arch.thread_idx()
         lane, row = tidx % 32, tidx % self.form.rows
-        wwarp = cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
+        wwarp = cute.arch.make_warp_uniform(tidx % softmax.WARPGROUP // 32)
         st, tmem = cta.st, cta.tmem
         factor, limit, ragged_from, _ = facts
         tokens = self.triples.tokens
@@ -150,7 +149,7 @@ class Softmax:
         None where P is stored."""
         tidx, _, _ = cute.arch.thread_idx()
         lane, row = tidx % 32, tidx % self.form.rows
-        wwarp = cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
+        wwarp = cute.arch.make_warp_uniform(tidx % softmax.WARPGROUP // 32)
         st = cta.st
         (m, part, t), (_, _, ragged_from, seqlen) = found, facts
         ragged = (tile + 1) * self.work.tile > ragged_from
@@ -179,30 +178,10 @@ class Softmax:
     def store_p(self, st, pst, t, first=0):
         """P8 of a thread's tokens from ``first`` on, into P's stage."""
         tidx, _, _ = cute.arch.thread_idx()
-        wwarp = cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
+        wwarp = cute.arch.make_warp_uniform(tidx % softmax.WARPGROUP // 32)
         tile = st.p.data_ptr() + pst.index * (self.form.rows * self.work.tile)
         row = tidx % self.form.rows
         softmax.store_p(t, tile, self.form, row, wwarp, self.triples.tokens, first)
-
-    @cute.jit
-    def finish_item(self, cta: Any, slot, rows, inv_phase, running):
-        """Row sums of an item -> 1/l for the promotion warps, LSE to memory."""
-        tidx, _, _ = cute.arch.thread_idx()
-        lane, row = tidx % 32, tidx % self.form.rows
-        wwarp = cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
-        st = cta.st
-        sums = softmax.exchange(
-            st.sums, self.form, inv_phase, row, wwarp, running[1], self.same_rows
-        )
-        inverses = st.inv.get_tensor(cute.make_layout(self.form.rows))
-        if softmax.group_of(self.form, wwarp) == 0:
-            self.rings.inv.wait_empty(st, 0, inv_phase)
-            inverses[row] = finish_row(
-                cta.gmem.results, cta.call, slot, rows, row, sum(sums[1:], sums[0]), running[0]
-            )  # fmt: skip
-            cute.arch.sync_warp()
-            if lane == 0:
-                self.rings.inv.arrive_full(st, 0)
 
 
 class SoftmaxInRuns(Softmax):
@@ -214,7 +193,7 @@ class SoftmaxInRuns(Softmax):
         """One block, as above."""
         tidx, _, _ = cute.arch.thread_idx()
         lane, row = tidx % 32, tidx % self.form.rows
-        wwarp = cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
+        wwarp = cute.arch.make_warp_uniform(tidx % softmax.WARPGROUP // 32)
         st = cta.st
         self.triples.make(st, kst.index, wwarp, lane)
         self.rings.s.wait_full(st, sst.index, sst.phase)
@@ -243,7 +222,7 @@ class SoftmaxInRuns(Softmax):
     def logits(self, cta: Any, tile, sst, facts, t, run):
         """Those of a run into ``t``."""
         tidx, _, _ = cute.arch.thread_idx()
-        wwarp = cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
+        wwarp = cute.arch.make_warp_uniform(tidx % softmax.WARPGROUP // 32)
         factor, limit, ragged_from, _ = facts
         tokens = self.triples.tokens
         at = umma.lanes_of(cta.tmem, wwarp) + self.s + sst.index * tokens + run * softmax.RUN

@@ -18,6 +18,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, select_
 from cutlass._mlir.dialects import llvm
 
+from ..common.rounding import fma
 from ..compat import dsl_user_op, inline_ptx
 from .wgmma import DESCRIPTOR_HIGH
 
@@ -103,16 +104,8 @@ def row_sums(acc, row: int, heads: int, weights):
                 token, parity = v // 2, v % 2
                 x = relu(acc[row * (heads // 2) + 8 * i + 4 * y + v])
                 by, old = w[2 * y + parity], sums[token][parity]
-                sums[token][parity] = x * by if old is None else _fma(x, by, old)
+                sums[token][parity] = x * by if old is None else fma(x, by, old)
     return [even + odd for even, odd in sums]
-
-
-@dsl_user_op
-def _fma(x, y, z, *, loc=None, ip=None):
-    return inline_ptx(
-        "fma.rn.f32 {$w0}, {$r0}, {$r1}, {$r2};",
-        write_only_types=[Float32], read_only_args=[x, y, z], loc=loc, ip=ip,
-    )  # fmt: skip
 
 
 def deal(sums, lane):

@@ -41,6 +41,7 @@ from ..common import budget as bud
 from ..common.cache_format import Loaded
 from ..common.frames import NEVER
 from ..common.registers import claim_registers
+from ..common.rounding import fma
 from ..common.smem import array, one_stage, staged, struct_of
 from ..common.types import ROW_MAJOR
 from ..common.work_list import LOG2E
@@ -399,7 +400,7 @@ class MhaFwd:
         part = [Float32(0.0) for _ in range(4)]
         for v in cutlass.range_constexpr(TILE // 2):
             r = v // 2 % 2
-            acc_s[v] = cute.math.exp2(acc_s[v] * scale - frame[r], fastmath=True)
+            acc_s[v] = cute.math.exp2(fma(acc_s[v], scale, -frame[r]), fastmath=True)
             part[2 * r + v % 2] = part[2 * r + v % 2] + acc_s[v]
         for i in cutlass.range_constexpr(2):
             total[i] = total[i] * gamma[i] + (part[2 * i] + part[2 * i + 1])

@@ -42,7 +42,7 @@ Shared memory, 64 rows and 3 stages (bytes)
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import cutlass
 import cutlass.cute as cute
@@ -169,7 +169,7 @@ class Mix16(ProductsOfV):
     @cute.jit
     def pv_loop(self, cta: Cta, half):
         tidx, _, _ = cute.arch.thread_idx()
-        st, layouts, _, k_pipe, gmem, _, part = cta
+        st, layouts, _, k_pipe, gmem, call, part = cta
         span = self.parts.work.items_of(gmem.work, part)
         mma_o = self.pv_mma()
         acc_O = [
@@ -183,12 +183,14 @@ class Mix16(ProductsOfV):
         items = Int32(0)  # behind us
         wwarp = cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
         for i in cutlass.range(span[0], span[1], unroll=1):
-            _, first, last, _ = self.parts.work.item_at(gmem.work, i)
+            batch, first, last, _ = self.parts.work.item_at(gmem.work, i)
+            ends = self.ends_of(gmem, call, i, batch)
             offset = self.own_offset(wwarp)
             for d_block in cutlass.range_constexpr(4):
                 acc_O[d_block].fill(0.0)
-            for _ in cutlass.range(first, last, unroll=1):
+            for tile in cutlass.range(first, last, unroll=1):
                 k_pipe.consumer_wait(kst)
+                self.clear(st, tile, ends, half, kst, pst)
                 self.pv_block(st, k_pipe, acc_O, rP, half, kst, pst, offset, wwarp)
                 kst.advance()
                 pst.advance()
@@ -198,6 +200,12 @@ class Mix16(ProductsOfV):
             self.write_rows(st, gmem.results, acc_O, slot, rows, half, INV_RING)
             self.parts.stamps.put(gmem.results, Stamp.ROWS_WRITTEN + half)
             items += 1
+
+    def ends_of(self, gmem, call, i, batch) -> Any:
+        """What ``clear`` must know of item ``i``: nothing, as rows that hold no token are zeros."""
+
+    def clear(self, st, tile, ends, half, kst, pst) -> None:
+        """What must not meet P = 0 in a tile that has landed becomes zeros: nothing here."""
 
     @cute.jit
     def pv_block(self, st, k_pipe, acc_O, rP, half, kst, pst, offset, wwarp):
@@ -216,7 +224,7 @@ class Mix16(ProductsOfV):
                     acc_O[d][v] = acc_O[d][v] * gamma
         self.multiply(
             st, acc_O, lambda k: rP[None, None, k, pst.index], tile, first,
-            lambda: self.parts.loads.free_first_half(st, kst.index),
+            lambda: self.parts.free_first_half(st, kst.index),
         )  # fmt: skip
         cute.arch.sync_warp()  # one lane frees the stage for all: their reads come first
         k_pipe.consumer_release(kst)

@@ -395,6 +395,10 @@ class Parts:
         """What the announcer does about a full stage."""
         return self.scales.maker(st)
 
+    def free_first_half(self, st, stage) -> None:
+        """By all lanes of a warp that has read the first half of a stage's rows."""
+        self.loads.free_first_half(st, stage)
+
     @property
     def barrier_fields(self) -> dict:
         """Barriers of Q and the ring."""

@@ -20,7 +20,7 @@ from ..dims import KV_LORA_RANK as D
 from ..dims import TOKEN_TILE as TILE
 from . import transpose
 from .fragments import pad_layout
-from .mix16_parts import SUM_FACTOR, Parts, times, unpack
+from .mix16_parts import SUM_FACTOR, times, unpack
 from .roles import FEW_ROWS, WARPGROUP
 from .wgmma import tiled_mma
 
@@ -50,10 +50,12 @@ class ProductsOfV:
     Attributes:
         parts: what the pipeline is composed of.
         rows_cta: query rows of the CTA.
+        sum_factor: what row sums are kept times.
     """
 
-    parts: Parts
+    parts: Any
     rows_cta: int
+    sum_factor = SUM_FACTOR
 
     def pv_mma(self):
         return tiled_mma(F16, self.rows_cta, a_in_registers=True)
@@ -82,7 +84,7 @@ class ProductsOfV:
         return ratio
 
     def to_v(self, raw, ratio):
-        """A fragments of two k steps."""
+        """A fragments of two k steps; ``ratio``: words by which tokens are multiplied, or None."""
         mma = self.pv_mma()
         frag = mma.make_fragment_A(mma.partition_shape_A((64, 32)))
         words = cute.recast_tensor(frag, U32)
@@ -90,8 +92,9 @@ class ProductsOfV:
             for x in range(2):
                 pair = cute.arch.prmt(raw[2 * h + x], raw[2 * h + x], DEINTERLEAVE)
                 even, odd = unpack(pair)
-                r = ratio[2 * h + x]
-                words[4 * h + 2 * x], words[4 * h + 2 * x + 1] = times(even, r), times(odd, r)
+                if ratio is not None:
+                    even, odd = (times(word, ratio[2 * h + x]) for word in (even, odd))
+                words[4 * h + 2 * x], words[4 * h + 2 * x + 1] = even, odd
         return frag
 
     def tile(self, st, stage, half, wwarp, offset) -> VTile:
@@ -132,9 +135,9 @@ class ProductsOfV:
                 ratio = self.load_ratio(st, tile.stage, tile.group, 1)
             if u > 0:
                 warpgroup.wait_group(1)
-            if u + 2 == UNITS // 2 and first_half_read is not None:
-                first_half_read()
             held[(u + 1) % 2] = self.to_v(raw, ratio)
+            if u + 2 == UNITS // 2 and first_half_read is not None:
+                first_half_read()  # behind a use of its words: before one, ldmatrix may still read
 
     @cute.jit
     def write_rows(self, st, results, acc_O, slot, rows, half, frees: cutlass.Constexpr = None):
@@ -161,7 +164,7 @@ class ProductsOfV:
             for d in cutlass.range_constexpr(4):
                 pair = cute.make_rmem_tensor((2,), Float32)
                 for e in range(2):
-                    pair[e] = acc_O[d][v + 2 * e] * SUM_FACTOR * inverse
+                    pair[e] = acc_O[d][v + 2 * e] * self.sum_factor * inverse
                 runs[16 * d] = pair
             held.append(Held(8 * (x // 2) + x % 2, runs))
         write_rows(results, slot, rows, (2 * (lane % 4), channel), held, shared, woven)

@@ -103,13 +103,13 @@ class MixSoftmax(AcrossWarps):
             rows = self.parts.work.rows_at(gmem.work, cta.call, i, batch, self.rows_cta)
             note(cta.st, items, wwarp, slot, rows)
             cta.q_pipe.consumer_wait(qst)
-            self.parts.queries.convert(cta.st, qst.index, cta.call, wwarp)
+            facts = self.begin_queries(cta, qst, batch, rows, wwarp)
             self.begin_frames(cta.st, m_ref)
             l_run.fill(0.0)
             cute.arch.fence_proxy("async.shared", space="cta")
             warps_meet(Barrier.SOFTMAX, SOFTMAX_WARPS)
             kst, blocks = self.tiles(
-                cta, tools, (first, last), (qst, kst, blocks), (m_ref, l_run)
+                cta, tools, (first, last), (qst, kst, blocks), (m_ref, l_run), facts
             )  # fmt: skip
             cta.q_pipe.consumer_release(qst)
             qst.advance()
@@ -119,15 +119,20 @@ class MixSoftmax(AcrossWarps):
             self.finish_rows(cta, (items & 1) ^ 1, m_ref, l_run, slot, rows)
             items += 1
 
+    def begin_queries(self, cta, qst, batch, rows, wwarp):
+        """An item's row tile of Q, which is there, to 16 bits, and its rows' factors; returns what
+        ``block`` must know of the item.  The meeting of the warps comes behind it."""
+        self.parts.queries.convert(cta.st, qst.index, cta.call, wwarp)
+
     @cute.jit
-    def tiles(self, cta, tools, span, states, rows_out):
+    def tiles(self, cta, tools, span, states, rows_out, facts):
         """Tiles ``span`` of an item; returns the next states of the ring and of P."""
         qst, kst, blocks = states
         fresh = Int32(1)  # no token has been seen
-        for _ in cutlass.range(span[0], span[1], unroll=1):
+        for tile in cutlass.range(span[0], span[1], unroll=1):
             cta.k_pipe.consumer_wait(kst)
             self.parts.stamps.put(cta.gmem.results, Stamp.FIRST_TILE, kst.count == 0)
-            fresh = self.block(cta, tools, qst, kst, blocks, fresh, rows_out)
+            fresh = self.block(cta, tools, qst, kst, blocks, fresh, rows_out, tile, facts)
             kst.advance()
             blocks += 1
         return kst, blocks
@@ -143,13 +148,16 @@ class MixSoftmax(AcrossWarps):
         tidx, _, _ = cute.arch.thread_idx()
         mma_c, mma_r = tiled_mma(F16, self.rows_cta), self.rope_mma()
         thr_c, thr_r = (m.get_slice(tidx % WARPGROUP) for m in (mma_c, mma_r))
-        content = cute.recast_ptr(st.qc.data_ptr(), layouts.q[0].inner, dtype=F16)
-        content = cute.make_tensor(content, layouts.q[0].outer)
         return (
-            mma_c.make_fragment_B(thr_c.partition_B(content)),
+            mma_c.make_fragment_B(thr_c.partition_B(self.content_of_q(st, layouts))),
             mma_r.make_fragment_A(thr_r.partition_A(staged(st.kr, layouts.k[1]))),
             mma_r.make_fragment_B(thr_r.partition_B(staged(st.qr, layouts.q[1]))),
         )
+
+    def content_of_q(self, st, layouts):
+        """Q's content in f16."""
+        content = cute.recast_ptr(st.qc.data_ptr(), layouts.q[0].inner, dtype=F16)
+        return cute.make_tensor(content, layouts.q[0].outer)
 
     # ---------------------------------------------------------------- frames of rows
 
@@ -342,18 +350,18 @@ class MixSoftmax(AcrossWarps):
 
     def free_stage(self, cta, kst) -> None:
         """Both halves; one lane tells for all, whose reads come first."""
-        self.parts.loads.free_first_half(cta.st, kst.index)
+        self.parts.free_first_half(cta.st, kst.index)
         cta.k_pipe.consumer_release(kst)
 
     # ---------------------------------------------------------------- P^T
 
     @cute.jit
-    def block(self, cta, tools, qst, kst, blocks, fresh, rows_out):
+    def block(self, cta, tools, qst, kst, blocks, fresh, rows_out, tile, facts):
         """S^T -> P^T of one tile; returns the next ``fresh``."""
         tidx, _, _ = cute.arch.thread_idx()
         lane, wwarp = tidx % 32, cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
         row, token, buf = self.fragment.row, self.fragment.token, blocks & 1
-        st, (_, l_run) = cta.st, rows_out
+        st = cta.st
         (log, inverse, sigma), some = self.facts_of(st, kst.index, wwarp * 16 + lane // 4)
         if const_expr(self.few_rows):
             t = self.scores_by_group(st, tools, qst.index, kst.index, wwarp, lane)
@@ -373,6 +381,16 @@ class MixSoftmax(AcrossWarps):
             t[v] = t[v] * factor[row(v)] + (log[token(v)] - frame[row(v)])
             top = cute.arch.fmax(top, t[v])
         moves = self.vote(st, top > HEADROOM, buf, wwarp, lane) | first
+        self.hand_over(st, t, inverse, moves, first, blocks, rows_out)
+        return fresh - first
+
+    @cute.jit
+    def hand_over(self, st, t, inverse, moves, first, blocks, rows_out):
+        """P^T of ``t``, the values in their rows' frames, to P.V, and its sums to the rows'; frames
+        move before it where the warps have voted for it."""
+        tidx, _, _ = cute.arch.thread_idx()
+        lane, wwarp = tidx % 32, cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
+        buf, (_, l_run) = blocks & 1, rows_out
         P_RING.wait_empty(st, buf, (blocks >> 1 & 1) ^ 1)
         if moves != 0:
             self.move_frames(st, t, buf, first, rows_out, wwarp, lane)
@@ -389,7 +407,6 @@ class MixSoftmax(AcrossWarps):
         cute.arch.sync_warp()
         if lane == 0:
             P_RING.arrive_full(st, buf)
-        return fresh - first
 
     @cute.jit
     def vote(self, st, wanted, buf, wwarp, lane):

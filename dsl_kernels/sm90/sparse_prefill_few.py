@@ -19,6 +19,7 @@ from cutlass.cute.nvgpu import warpgroup
 from .. import compat
 from ..common.barriers import warps_meet
 from ..common.epilogue import store_run
+from ..common.rounding import fma
 from ..dims import TOKEN_TILE as TILE
 from .dense_few import D_BLOCKS, FewRows
 from .dense_form import HALF
@@ -86,8 +87,8 @@ class FewHeads(GatheredForm, FewRows):
             old, high = frame[x], m[x] * scale
             most[x] = cute.arch.fmax(most[x], high)
             frame[x], gamma[x] = move_frame(high, old)
-            t[v] = cute.math.exp2(t[v] * scale - frame[x], fastmath=True)
-            t[v + 2] = cute.math.exp2(t[v + 2] * scale - frame[x], fastmath=True)
+            t[v] = cute.math.exp2(fma(t[v], scale, -frame[x]), fastmath=True)
+            t[v + 2] = cute.math.exp2(fma(t[v + 2], scale, -frame[x]), fastmath=True)
             sums[x] = sums[x] * gamma[x] + (t[v] + t[v + 2])
             moved = moved or frame[x] > old
         self.store_p(st, t, turn.stage, wwarp, lane)

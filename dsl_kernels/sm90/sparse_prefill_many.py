@@ -20,6 +20,7 @@ from cutlass.cute.nvgpu import warpgroup
 from .. import compat
 from ..common.barriers import warps_meet
 from ..common.epilogue import Woven, store_run, store_woven
+from ..common.rounding import fma
 from ..common.types import BF16, U32
 from ..dims import HEAD_DIM_QK
 from ..dims import TOKEN_TILE as TILE
@@ -145,7 +146,7 @@ class ManyHeads(GatheredForm, ManyRows):
         for x in cutlass.range_constexpr(count):
             v = count * half + x
             row = ROWS_ON_M.row(v)
-            p[x] = cute.math.exp2(acc[v] * scale - frame[row], fastmath=True)
+            p[x] = cute.math.exp2(fma(acc[v], scale, -frame[row]), fastmath=True)
             part[2 * row + v % 2] = part[2 * row + v % 2] + p[x]
         p16 = cute.make_rmem_tensor((count,), BF16)
         p16.store(p.load().to(BF16))

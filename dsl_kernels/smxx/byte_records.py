@@ -30,6 +30,7 @@ from cutlass import BFloat16, Float32, Int32, Int64, Uint32, cute
 
 from .. import compat
 from ..cache_records.record import ZEROS, Field, Record
+from ..common.rounding import fma
 from ..dims import E4M3_MAX
 from . import quant
 from .stored import Stores, Words
@@ -346,8 +347,8 @@ def _quotients(words: list[Any], scale: Any, dt: Any) -> list[Any]:
     minus, found = -inv, []
     for v in values:
         near = _ptx("mul.rn.f32 {$w0}, {$r0}, {$r1};", v, inv)
-        beyond = _fma(near, scale, -v)  # in this order zeros keep their sign
-        found.append(_fma(beyond, minus, near))
+        beyond = fma(near, scale, -v)  # in this order zeros keep their sign
+        found.append(fma(beyond, minus, near))
     return found
 
 
@@ -356,10 +357,6 @@ def _by_powers(words: list[Any], scale: Any, dt: Any) -> list[Any]:
     bits = Uint32(LARGEST_POWER) - scale.bitcast(Uint32)
     inv = Uint32(cutlass.select_(scale == scale, bits, Uint32(quant.NAN_BITS))).bitcast(Float32)
     return [v * inv for v in quant.to_f32(words, dt)]
-
-
-def _fma(x: Any, y: Any, z: Any) -> Any:
-    return _ptx("fma.rn.f32 {$w0}, {$r0}, {$r1}, {$r2};", x, y, z)
 
 
 def _ptx(text: str, *values: Any) -> Any:

@@ -25,6 +25,7 @@ import cutlass
 from cutlass import Float32, Int64, Uint32, cute
 
 from .. import compat
+from ..common.rounding import fma
 from ..dims import KV_LORA_RANK, QK_ROPE_HEAD_DIM
 from . import quant
 
@@ -138,7 +139,7 @@ def _sum_of_squares(values: list[Any], dt: Any) -> Any:
     total = _rn("mul", values[0], values[0])
     for x in values[1:]:
         if dt.width == 16:  # the square is exact, so FMA rounds as a product and a sum do
-            total = _fma(x, x, total)
+            total = fma(x, x, total)
         else:
             total = _rn("add", total, _rn("mul", x, x))
     return total
@@ -168,14 +169,6 @@ def _rn(name: str, x: Any, y: Any) -> Any:
         f"{name}.rn.f32 {{$w0}}, {{$r0}}, {{$r1}};",
         write_only_types=[Float32],
         read_only_args=[x, y],
-    )
-
-
-def _fma(x: Any, y: Any, z: Any) -> Any:
-    return compat.inline_ptx(
-        "fma.rn.f32 {$w0}, {$r0}, {$r1}, {$r2};",
-        write_only_types=[Float32],
-        read_only_args=[x, y, z],
     )
 
 

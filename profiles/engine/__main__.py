@@ -2,12 +2,14 @@
 
 python -m profiles.engine bring                pack vLLM for a GPU machine: build/vllm
 python -m profiles.engine accuracy|speed       run on a GPU, or go on; exit code 3: one failed
+python -m profiles.engine sparse|sparse-deep   the same of DSA models, of 4 and of 27 layers
 python -m profiles.engine gates                the acceptance, from the committed JSON
 """
 
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -64,8 +66,32 @@ def accuracy(work: Work = WORK, out: Out = RESULTS, limit: Limit = 400.0) -> Non
 def speed(work: Work = WORK, out: Out = RESULTS, limit: Limit = 500.0) -> None:
     """Times of decode steps."""
     study.prepare(work)
-    failed = study.run(study.speed_cases(work), work, limit)
-    finish("speed", study.speed(work), failed, out)
+    cases = study.speed_cases(work)
+    failed = study.run([cases], work, limit)
+    finish("speed", study.speed(work, cases), failed, out)
+
+
+@app.command()
+def sparse(work: Work = WORK, out: Out = RESULTS, limit: Limit = 500.0) -> None:
+    """Log-probabilities of DSA models, and times of their steps."""
+    study.prepare_sparse(work, study.SHALLOW)
+    begin, timed = time.monotonic(), study.sparse_timings(work, study.SHALLOW)
+    failed = study.run(study.sparse_cases(work), work, limit)
+    failed += study.run([timed], work, limit - (time.monotonic() - begin))
+    base = (work / f"{study.SPARSE_BASE}.pt").exists()
+    found = {"accuracy": study.sparse_accuracy(work) if base else {}}
+    found["speed"] = study.speed(work, timed)
+    finish("sparse", found if any(found.values()) else {}, failed, out)
+
+
+@app.command("sparse-deep")
+def sparse_deep(work: Work = WORK, out: Out = RESULTS, limit: Limit = 500.0) -> None:
+    """Times of steps of a DSA model as deep as a real one."""
+    study.prepare_sparse(work, study.LAYERS)
+    cases = study.sparse_timings(work, study.LAYERS)
+    failed = study.run([cases], work, limit)
+    times = study.speed(work, cases)
+    finish("sparse-deep", {"speed": times} if times else {}, failed, out)
 
 
 def read(out: Path, part: str) -> dict[str, Any]:
@@ -73,18 +99,31 @@ def read(out: Path, part: str) -> dict[str, Any]:
     return json.loads(path.read_text()) if path.exists() else {}
 
 
-def report(out: Path) -> list[gates.Gate]:
-    """Writes ``engine.md`` and prints the gates."""
-    results = {part: read(out, part) for part in ("accuracy", "speed")}
-    header = [
+def headed(results: dict[str, dict[str, Any]]) -> list[str]:
+    """Where each part is from."""
+    return [
         f"- {part}: `{r['command']}:{part}`, commit {r['commit']}, {r['time']}, {r['gpu']}, "
         f"vLLM {r['vllm']}, torch {r['torch']}, Python {r['python']}"
         for part, r in results.items()
         if r
     ]
-    data = [r.get("data", {}) for r in results.values()]
-    write_atomic(out / "engine.md", gates.page(header, *data))
-    found = gates.gates(*data)
+
+
+def report(out: Path) -> list[gates.Gate]:
+    """Writes ``engine.md``, and ``engine-sparse.md`` of DSA models, and prints the gates."""
+    found = []
+    dense = {part: read(out, part) for part in ("accuracy", "speed")}
+    if any(dense.values()):
+        data = [r.get("data", {}) for r in dense.values()]
+        write_atomic(out / "engine.md", gates.page(headed(dense), *data))
+        found += gates.gates(*data)
+    chosen = {part: read(out, part) for part in ("sparse", "sparse-deep")}
+    if any(chosen.values()):
+        one, deep = (r.get("data", {}) for r in chosen.values())
+        times = one.get("speed", {}) | deep.get("speed", {})
+        written = (one.get("accuracy", {}), times, (study.SHALLOW, study.LAYERS))
+        write_atomic(out / "engine-sparse.md", gates.sparse_page(headed(chosen), *written))
+        found += gates.sparse_gates(*written)
     for gate in found:
         console.print(f"{gate.verdict:13} {gate.name}: {gate.claim}")
         for figure in gate.figures:

@@ -8,6 +8,7 @@ were.  Libraries that this study never calls stay out.
 from __future__ import annotations
 
 import mmap
+import re
 import shutil
 import struct
 import subprocess
@@ -30,7 +31,9 @@ PLATFORMS = tuple(
 NEEDS = ROOT / "constraints" / "vllm-gpu.txt"
 KEEP = 90  # compute capability * 10
 GROUP = "vllm.general_plugins"
-LEFT_OUT = ("vllm-rs", "third_party/deep_gemm", "_qutlass_C", "_rust_tool_parser")
+# Headers of DeepGEMM stay: it compiles its kernels where they run.
+LEFT_OUT = ("vllm-rs", "fmha_sm100/cutlass", "_qutlass_C", "_rust_tool_parser.abi3")
+OF_A_PYTHON = re.compile(r"\.cpython-(\d)(\d+)")
 
 # The driver's container format: a wrapper's magic, then entries of code.
 MAGIC, HEADER = struct.pack("<I", 0xBA55ED50), struct.Struct("<HHQ")  # version, bytes, bytes behind
@@ -84,6 +87,13 @@ def prune(path: Path, keep: int = KEEP) -> int:
         return sum(code.size for code in kept)
 
 
+def wanted(name: str) -> bool:
+    """Whether a file of the release is brought."""
+    version = OF_A_PYTHON.search(name)
+    other = version is not None and ".".join(version.groups()) != PYTHON
+    return not other and not any(word in name for word in LEFT_OUT)
+
+
 def pip(*words: str) -> None:
     subprocess.run([sys.executable, "-m", "pip", "-q", *words], check=True)
 
@@ -101,8 +111,7 @@ def pack(wheel: Path, out: Path) -> None:
     """The release's package as ``out``, an xz-packed tar."""
     with tempfile.TemporaryDirectory(dir=out.parent) as scratch:
         with zipfile.ZipFile(wheel) as archive:
-            names = [n for n in archive.namelist() if not any(word in n for word in LEFT_OUT)]
-            archive.extractall(scratch, names)
+            archive.extractall(scratch, filter(wanted, archive.namelist()))
         for library in sorted(Path(scratch).rglob("*.so")):
             print(f"{library.name}: {prune(library) / 1e6:.1f} MB of kernels are kept")
         partial = out.with_name(out.name + ".partial")

@@ -27,12 +27,23 @@ from torch import Tensor
 
 from codegen.artifacts import write_atomic
 from profiles.engine.spec import ALONE, NEW_TOKENS, VOCABULARY, Case, shape_of
+from snapmla import env
 
 CHUNK = 32_768  # tokens of a step's prefill
 GRAPH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 WARM, STEPS, PROFILED = 6, 34, 8
 # Kernels of attention over the cache: ours, FlashMLA's, Triton's; not of prefill.
 ATTENTION = re.compile(r"dsl_kernels|mla|splitkv|combine|get_mla_metadata", re.IGNORECASE)
+# Of a model with an indexer by part, the first that matches: appending, choosing, attention.
+SPARSE_PARTS = {
+    name: re.compile(pattern, re.IGNORECASE)
+    for name, pattern in {
+        "append": r"append_kv|concat_and_cache",
+        "indexer": r"index_logits|mqa_logits|top_?k|__rows_tensor|append_index|indexer",
+        "rows": r"convert_req_index",
+        "attention": r"decode|__merge|splitkv|_mla_|combine_kernel",
+    }.items()
+}
 SETTINGS = {
     "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_USE_DEEP_GEMM": "0", "HF_HUB_OFFLINE": "1",
     "VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false",
@@ -175,16 +186,36 @@ class Engine:
                 engine.step()
             torch.cuda.synchronize()
         spent = {e.key: e.self_device_time_total / PROFILED for e in profile.key_averages()}
-        total = sum(spent.values())
-        attention = sum(us for name, us in spent.items() if ATTENTION.search(name))
-        largest = sorted(spent, key=lambda name: -spent[name])[:10]
-        return {"attention": attention / total, "all_us": total} | {
-            f"us of {name[:90]}": spent[name] for name in largest
-        }
+        return share_of(spent, self.case.indexer)
 
     def close(self) -> None:
         if self.case.own_process:
             self.llm.llm_engine.engine_core.shutdown()
+
+
+def part_of(kernel: str) -> str:
+    """Which part of a step a kernel of a model with an indexer is."""
+    return next((part for part, names in SPARSE_PARTS.items() if names.search(kernel)), "rest")
+
+
+def share_of(spent: dict[str, float], indexer: bool) -> dict[str, float]:
+    """Attention's part of a step's kernels, all of them, and the largest.
+
+    Args:
+        spent: microseconds of a step by kernel.
+        indexer: also the microseconds of ``SPARSE_PARTS``, of which attention is one.
+    """
+    total = sum(spent.values())
+    found = {"all_us": total}
+    if indexer:
+        for part in (*SPARSE_PARTS, "rest"):
+            found[f"{part}_us"] = sum(us for name, us in spent.items() if part_of(name) == part)
+        found["attention"] = found["attention_us"] / total
+    else:
+        attention = sum(us for name, us in spent.items() if ATTENTION.search(name))
+        found["attention"] = attention / total
+    largest = sorted(spent, key=lambda name: -spent[name])[: 20 if indexer else 10]
+    return found | {f"us of {name[:90]}": spent[name] for name in largest}
 
 
 def run(case: Case, out: Path) -> dict[str, Any]:
@@ -228,6 +259,7 @@ def main(case_file: str, out: str) -> None:
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if case.own_process else "0"
+    os.environ[env.VLLM_SPARSE.name] = "1" if case.sparse else "0"
     os.environ["VLLM_BATCH_INVARIANT"] = "1" if case.batch_invariant else "0"
     import vllm  # noqa: F401 (20 seconds, before the turn)
 

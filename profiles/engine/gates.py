@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from profiles.engine.spec import LONG, LONG_TOKENS, shape_of
+from profiles.engine.spec import LONG, LONG_TOKENS, SPARSE_TIMINGS, shape_of
 from profiles.fidelity.gates import Gate
 from profiles.fidelity.gates import page as gates_page
 
 CLOSE = 1.15  # KL of an engine over that of the model with fake-quantised attention
 EQUAL = 1.02  # times that count as equal
+ATTENTION = 1.8  # sparse attention beside FLASHMLA_SPARSE's
 
 
 @dataclass(frozen=True)
@@ -44,9 +45,9 @@ def kl(accuracy: dict[str, Any]) -> Gate:
     return Gate("KL", claim, all(passed) if len(passed) >= 2 else None, tuple(figures))
 
 
-def invariance(accuracy: dict[str, Any]) -> Gate:
+def invariance(accuracy: dict[str, Any], name: str = "snapmla-invariant") -> Gate:
     claim = "a request alone and in a batch: the same bits in batch-invariant mode"
-    row = accuracy.get("snapmla-invariant")
+    row = accuracy.get(name)
     figures = tuple(f"{n}: {r['alone']}" for n, r in accuracy.items() if "alone" in r)
     return Gate("invariance", claim, all(row["alone"]) if row else None, figures)
 
@@ -78,6 +79,79 @@ def steps(speed: dict[str, Any]) -> list[Gate]:
     return found
 
 
+def sparse_kl(accuracy: dict[str, Any]) -> list[Gate]:
+    """Ours beside vLLM's own, both to the model in fp32 that chooses by exact scores."""
+    found = []
+    for part, which in (
+        ("long", f"{LONG} prompts of >= {LONG_TOKENS} tokens"), ("short", "shorter ones"),
+    ):  # fmt: skip
+        claim = f"mean KL to fp32 on {which} within {CLOSE} x flashmla_sparse-eager's"
+        base = accuracy.get("flashmla_sparse-eager")
+        figures, passed = [], []
+        for name, row in accuracy.items():
+            kl = row[part]["kl"]
+            figures.append(f"{name}: KL {kl:.3g}, best tokens equal {row[part]['agree']:.4f}")
+            if name.startswith("snapmla") and base:
+                passed.append(kl <= CLOSE * base[part]["kl"])
+        verdict = all(passed) if len(passed) >= 2 else None
+        found.append(Gate(f"KL, {part}", claim, verdict, tuple(figures)))
+    return found
+
+
+def sparse_steps(speed: dict[str, Any], layers: int) -> list[Gate]:
+    """Of a DSA model: kernels of attention, and whole steps."""
+    found = []
+    for timing in SPARSE_TIMINGS:
+
+        def of(how: str, timing: str = timing) -> list[dict[str, Any]]:
+            names = [f"{e}-{layers}-{how}-{timing}" for e in ("snapmla_sparse", "flashmla_sparse")]
+            return [speed[n]["times"][timing] for n in names if timing in _times(speed, n)]
+
+        shares = [times["share"]["attention_us"] for times in of("share")]
+        claim = f"{layers} layers at {timing}: attention's kernels >= {ATTENTION} x FLASHMLA_SPARSE"
+        passed, figures = None, []
+        if len(shares) == 2:
+            passed = shares[1] >= ATTENTION * shares[0]
+            figures = [f"ours {shares[0]:.0f} us a step, its {shares[1]:.0f} "
+                       f"({shares[1] / shares[0]:.2f} x)"]  # fmt: skip
+        found.append(Gate(f"attention, {layers} layers, {timing}", claim, passed, tuple(figures)))
+
+        steps = [median(times["ms"]) for times in of("step")]
+        claim = f"a step of {layers} layers at {timing} not slower than FLASHMLA_SPARSE's"
+        passed, figures = None, []
+        if len(steps) == 2:
+            passed = steps[0] <= EQUAL * steps[1]
+            figures = [f"ours {steps[0]:.2f} ms, its {steps[1]:.2f} ({steps[1] / steps[0]:.2f} x)"]
+        found.append(Gate(f"step, {layers} layers, {timing}", claim, passed, tuple(figures)))
+    return found
+
+
+def _times(speed: dict[str, Any], name: str) -> dict[str, Any]:
+    times: dict[str, Any] = speed.get(name, {}).get("times", {})
+    return times
+
+
+def sparse_gates(
+    accuracy: dict[str, Any], speed: dict[str, Any], depths: Sequence[int]
+) -> list[Gate]:
+    """The acceptance of DSA models."""
+    steps = [gate for layers in depths for gate in sparse_steps(speed, layers)]
+    return [*sparse_kl(accuracy), invariance(accuracy, "snapmla_sparse-invariant"), *steps]
+
+
+def parts_table(speed: dict[str, Any]) -> list[str]:
+    """Microseconds of a step by part, as Markdown rows."""
+    lines = ["| engine | attention | indexer | rows of positions | append | rest | all |",
+             "|---|---|---|---|---|---|---|"]  # fmt: skip
+    parts = ("attention", "indexer", "rows", "append", "rest", "all")
+    for name, row in speed.items():
+        for times in row["times"].values():
+            if times["share"]:
+                spent = " | ".join(f"{times['share'][f'{part}_us']:.0f}" for part in parts)
+                lines.append(f"| {name} | {spent} |")
+    return lines
+
+
 def gates(accuracy: dict[str, Any], speed: dict[str, Any]) -> list[Gate]:
     return [kl(accuracy), invariance(accuracy), *steps(speed)]
 
@@ -98,14 +172,34 @@ def speed_table(speed: dict[str, Any]) -> list[str]:
     return lines
 
 
+def sparse_page(
+    header: Sequence[str], accuracy: dict[str, Any], speed: dict[str, Any], depths: Sequence[int]
+) -> str:
+    """What DSA models gave, as Markdown."""
+    title = "# vLLM with sparse attention"
+    lines = written_page(title, header, sparse_gates(accuracy, speed, depths), accuracy, speed)
+    if speed:
+        lines += ["", "## Microseconds of a step's kernels", "", *parts_table(speed)]
+    return "\n".join(lines) + "\n"
+
+
 def page(header: Sequence[str], accuracy: dict[str, Any], speed: dict[str, Any]) -> str:
     """All of it as Markdown."""
-    judged = gates_page(gates(accuracy, speed)).rstrip()
-    lines = ["# vLLM on an H200", "", *header, "", judged]
+    found = gates(accuracy, speed)
+    return "\n".join(written_page("# vLLM on an H200", header, found, accuracy, speed)) + "\n"
+
+
+def written_page(
+    title: str, header: Sequence[str], found: Sequence[Gate], accuracy: dict[str, Any],
+    speed: dict[str, Any],
+) -> list[str]:  # fmt: skip
+    """Lines of a page: gates, what engines wrote, their steps."""
+    judged = gates_page(found).rstrip()
+    lines = [title, "", *header, "", judged]
     greedy = {n: r["greedy_until"] for n, r in accuracy.items() if "greedy_until" in r}
     if greedy:
         lines += ["", "## Greedy tokens equal to the base's until step", ""]
         lines += [f"- {name}: {steps}" for name, steps in greedy.items()]
     if speed:
         lines += ["", "## Steps", "", *speed_table(speed)]
-    return "\n".join(lines) + "\n"
+    return lines

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
 from codegen.artifacts import write_atomic
+from profiles.engine.v32 import SparseConfig, SparseModel
 from profiles.fidelity.config import MlaConfig
 from profiles.fidelity.model import MlaModel
 
@@ -18,9 +20,12 @@ LONG_TOKENS = 4096
 SHORT_LENGTHS = (3, 7, 8, 63, 64, 65, 127, 128, 129, 200, 500, 777, 1000, 1500, 2100, 3000)
 NEW_TOKENS = 64
 ALONE = (0, 5, 16, 19, 20, 27)  # prompts that are also run by themselves
+SPARSE_TIMINGS = ("32x32768", "8x131072")  # steps of DSA models that are timed
 SEED = 7
 # Deviations of random weights times sqrt(inputs), such that attention chooses and logits differ.
-SPREAD = {"q_proj": 2.5, "o_proj": 2.0, "embed_tokens": 2.0}
+SPREAD = {"q_proj": 2.5, "q_b_proj": 2.5, "o_proj": 2.0, "embed_tokens": 2.0}
+
+Model = TypeVar("Model", bound=MlaModel)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +39,8 @@ class Case:
         graphs: CUDA graphs of decode steps.
         own_process: the engine in a process of its own, scheduled ahead: vLLM's default.
         batch_invariant: ``VLLM_BATCH_INVARIANT``.
+        sparse: ``SNAPMLA_VLLM_SPARSE``, which gives the backend FLASHMLA_SPARSE to ours.
+        indexer: the model has one.
         prompts: file of token lists to continue, none if empty.
         force: file of a result whose tokens are to be followed, none if empty.
         timings: ``BxTOKENS`` each.
@@ -50,6 +57,8 @@ class Case:
     graphs: bool = True
     own_process: bool = False
     batch_invariant: bool = False
+    sparse: bool = False
+    indexer: bool = False
     prompts: str = ""
     force: str = ""
     timings: tuple[str, ...] = ()
@@ -82,9 +91,25 @@ def config(layers: int, heads: int) -> MlaConfig:
     )  # fmt: skip
 
 
+def sparse_config(layers: int, heads: int) -> SparseConfig:
+    """A DeepSeek-V3.2 of dense layers, narrow but for attention and indexer."""
+    of_dense = asdict(config(layers, heads)) | {"max_position_embeddings": 163_840}
+    return SparseConfig(**of_dense)
+
+
 def random_model(layers: int, heads: int) -> MlaModel:
     """Random weights from a fixed seed, rounded to bf16."""
-    model = MlaModel(config(layers, heads)).requires_grad_(False)
+    return filled(MlaModel(config(layers, heads)))
+
+
+def sparse_model(layers: int, heads: int) -> SparseModel:
+    """As ``random_model``, of DeepSeek-V3.2's architecture."""
+    return filled(SparseModel(sparse_config(layers, heads)))
+
+
+def filled(model: Model) -> Model:
+    """The model with random weights; norms keep theirs."""
+    model.requires_grad_(False)
     generator = torch.Generator().manual_seed(SEED)
     for name, parameter in model.named_parameters():
         if parameter.ndim > 1:

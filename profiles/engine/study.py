@@ -16,7 +16,7 @@ import torch
 
 from codegen.artifacts import write_atomic
 from profiles.bench import commit
-from profiles.engine import spec, truth
+from profiles.engine import spec, truth, v32
 from profiles.engine.spec import Case
 
 CASE = (sys.executable, "-m", "profiles.engine.case")
@@ -55,7 +55,7 @@ def accuracy_cases(folder: Path) -> list[list[Case]]:
     ]
 
 
-def speed_cases(folder: Path) -> list[list[Case]]:
+def speed_cases(folder: Path) -> list[Case]:
     """Engines over models of the depth of a real one, with vLLM's random weights."""
     timed, shared, wide = [], [], []
     for engine, (backend, cache) in ENGINES.items():
@@ -73,7 +73,51 @@ def speed_cases(folder: Path) -> list[list[Case]]:
             Case(name=f"{engine}-share", model=few, profile=True, longest=66_000,
                  timings=("32x16384", "8x65536"), **shape)
         )  # fmt: skip
-    return [[*timed, *wide, *shared]]
+    return [*timed, *wide, *shared]
+
+
+# DSA models: both by the name of vLLM's own backend, and whether it is given to ours.
+SPARSE_ENGINES = {"flashmla_sparse": False, "snapmla_sparse": True}
+SPARSE_BASE = "flashmla_sparse-eager"
+SPARSE = {"backend": "FLASHMLA_SPARSE", "cache_dtype": "fp8_ds_mla", "indexer": True}
+SHALLOW = 4  # layers of the model with weights of its own, timed too
+SPARSE_LONGEST = 131_072 + 512
+
+
+def sparse_cases(folder: Path) -> list[list[Case]]:
+    """Engines over ``SHALLOW`` layers of a DSA model, in groups, for what they write."""
+    longest = spec.LONG_TOKENS + 61 * spec.LONG + 2 * spec.NEW_TOKENS
+    model = str(folder / f"sparse{SHALLOW}")
+
+    def case(engine: str, how: str, **options: Any) -> Case:
+        settings = SPARSE | {"prompts": str(folder / "prompts.json"), "longest": longest} | options
+        return Case(name=f"{engine}-{how}", model=model, sparse=SPARSE_ENGINES[engine],
+                    graphs=how != "eager", **settings)  # fmt: skip
+
+    force = str(folder / f"{SPARSE_BASE}.pt")
+    return [
+        [case("flashmla_sparse", "eager")],
+        [
+            case("snapmla_sparse", "eager", force=force),
+            case("snapmla_sparse", "graphs", force=force),
+            case("snapmla_sparse", "invariant", force=force, batch_invariant=True),
+            case("flashmla_sparse", "graphs", force=force),
+        ],
+    ]
+
+
+def sparse_timings(folder: Path, layers: int) -> list[Case]:
+    """A case each engine and timing, since a prompt of so many tokens takes its time; in a process
+    of its own, and once more within this one to tell the parts of a step."""
+    model = str(folder / f"sparse{layers}")
+    return [
+        Case(name=f"{engine}-{layers}-{how}-{timing}", model=model, sparse=ours,
+             own_process=how == "step", profile=how == "share", rounds=3 if how == "step" else 1,
+             timings=(timing,), longest=SPARSE_LONGEST, cache_gib=layers * 0.9 + 2, **SPARSE)
+        for how in ("step", "share")
+        for timing in spec.SPARSE_TIMINGS
+        for engine, ours in SPARSE_ENGINES.items()
+    ]  # fmt: skip
 
 
 def start(case: Case, folder: Path) -> subprocess.Popen[bytes]:
@@ -110,6 +154,15 @@ def run(groups: Sequence[Sequence[Case]], folder: Path, limit: float) -> list[st
     return failed
 
 
+def prepare_sparse(folder: Path, layers: int) -> None:
+    """A DSA model and prompts."""
+    folder.mkdir(parents=True, exist_ok=True)
+    made = folder / f"sparse{layers}"
+    if not (made / "model.safetensors").exists():
+        spec.write_model(made, spec.sparse_model(layers, FEW))
+    write_atomic(folder / "prompts.json", json.dumps(spec.prompts()))
+
+
 def prepare(folder: Path) -> None:
     """Models and prompts."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -133,11 +186,38 @@ def circumstances() -> dict[str, Any]:
 def accuracy(folder: Path) -> dict[str, Any]:
     """What the engines' log-probabilities are worth, from their files."""
     prompts = json.loads((folder / "prompts.json").read_text())
-    results = {path.stem: torch.load(path) for path in sorted(folder.glob("*-*.pt"))}
-    base = results[BASE]
+    results = written(folder, accuracy_cases(folder))
     model = spec.random_model(layers=4, heads=FEW)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    logs = truth.references(model, prompts, base["ids"], device)
+    logs = truth.references(model, prompts, results[BASE]["ids"], gpu())
+    return judged(folder, results, logs, BASE)
+
+
+def sparse_accuracy(folder: Path) -> dict[str, Any]:
+    """The same of DSA models."""
+    prompts = json.loads((folder / "prompts.json").read_text())
+    results = written(folder, sparse_cases(folder))
+    model, device = spec.sparse_model(SHALLOW, FEW), gpu()
+    ids = results[SPARSE_BASE]["ids"]
+    torch.backends.cuda.matmul.allow_tf32 = False
+    logs = {"fp32": v32.log_probabilities(model.float().to(device), prompts, ids)}
+    logs["bf16"] = v32.log_probabilities(model.bfloat16(), prompts, ids)
+    return judged(folder, results, logs, SPARSE_BASE)
+
+
+def gpu() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def written(folder: Path, groups: Sequence[Sequence[Case]]) -> dict[str, Any]:
+    """What those of the cases that have run wrote: tokens and log-probabilities by name."""
+    paths = [folder / f"{case.name}.pt" for group in groups for case in group]
+    return {path.stem: torch.load(path) for path in paths if path.exists()}
+
+
+def judged(
+    folder: Path, results: dict[str, Any], logs: dict[str, torch.Tensor], base: str
+) -> dict[str, Any]:
+    """How far each is from ``logs["fp32"]``, and what the engines said of themselves."""
     exact = logs["fp32"]
     logs |= {name: kept.get("forced", kept["logs"]) for name, kept in results.items()}
     found: dict[str, Any] = {}
@@ -148,13 +228,12 @@ def accuracy(folder: Path) -> dict[str, Any]:
         }
         if name in results:
             row |= json.loads((folder / f"{name}.json").read_text())
-            row["greedy_until"] = truth.equal_until(results[name]["ids"], base["ids"])
+            row["greedy_until"] = truth.equal_until(results[name]["ids"], results[base]["ids"])
         found[name] = row
     return found
 
 
-def speed(folder: Path) -> dict[str, Any]:
+def speed(folder: Path, cases: Sequence[Case]) -> dict[str, Any]:
     """Times of the engines, from their files."""
-    names = [case.name for group in speed_cases(folder) for case in group]
-    files = {name: folder / f"{name}.json" for name in names}
+    files = {case.name: folder / f"{case.name}.json" for case in cases}
     return {name: json.loads(path.read_text()) for name, path in files.items() if path.exists()}

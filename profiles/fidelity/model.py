@@ -84,20 +84,29 @@ class MlaAttention(nn.Module):
         self, x: Tensor, positions: Tensor, past: Latents | None, attend: Attend | None
     ) -> tuple[Tensor, Latents]:
         """(b, n, d), and the latents of past and new tokens."""
-        config = self.config
-        nope, rank = config.qk_nope_head_dim, config.kv_lora_rank
-        q = self.q_proj(x).unflatten(-1, (config.num_attention_heads, -1))
-        q_nope, q_rope = q[..., :nope], rotate(q[..., nope:], positions, config.rope_theta)
-        c_kv, k_rope = self.kv_a_proj_with_mqa(x).split((rank, config.qk_rope_head_dim), -1)
-        k_rope = rotate(k_rope, positions, config.rope_theta)
-        latents = Latents(self.kv_a_layernorm(c_kv), k_rope.to(c_kv.dtype))
+        q = self.q_proj(x).unflatten(-1, (self.config.num_attention_heads, -1))
+        q_nope, q_rope = self.parts(q, positions)
+        latents = self.latents(x, positions)
         if past is not None:
             latents = past.then(latents)
         if attend is None:
-            mixed = self._expanded(q_nope, q_rope, latents)
+            mixed = self.expanded(q_nope, q_rope, latents)
         else:
             mixed = self._absorbed(q_nope, q_rope, latents, attend)
         return self.o_proj(mixed.flatten(2)), latents
+
+    def parts(self, q: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries (b, n, h, nope + rope) as (content, RoPE part behind its rotation)."""
+        nope = self.config.qk_nope_head_dim
+        return q[..., :nope], rotate(q[..., nope:], positions, self.config.rope_theta)
+
+    def latents(self, x: Tensor, positions: Tensor) -> Latents:
+        """Of the tokens x (b, n, d)."""
+        config = self.config
+        widths = (config.kv_lora_rank, config.qk_rope_head_dim)
+        c_kv, k_rope = self.kv_a_proj_with_mqa(x).split(widths, -1)
+        k_rope = rotate(k_rope, positions, config.rope_theta)
+        return Latents(self.kv_a_layernorm(c_kv), k_rope.to(c_kv.dtype))
 
     def up_projections(self) -> tuple[Tensor, Tensor]:
         """(W_UK (h, nope, 512), W_UV (h, v, 512))."""
@@ -105,7 +114,14 @@ class MlaAttention(nn.Module):
         both = self.kv_b_proj.weight.unflatten(0, (config.num_attention_heads, -1))
         return both[:, : config.qk_nope_head_dim], both[:, config.qk_nope_head_dim :]
 
-    def _expanded(self, q_nope: Tensor, q_rope: Tensor, latents: Latents) -> Tensor:
+    def expanded(
+        self, q_nope: Tensor, q_rope: Tensor, latents: Latents, mask: Tensor | None = None
+    ) -> Tensor:
+        """Attention to keys and values of each head.
+
+        Args:
+            mask: bool (n, L), what each query token sees; None: all up to itself.
+        """
         n, length, heads = q_nope.shape[1], latents.c_kv.shape[1], q_nope.shape[2]
         nope = self.config.qk_nope_head_dim
         kv = self.kv_b_proj(latents.c_kv).unflatten(-1, (heads, -1))
@@ -113,8 +129,7 @@ class MlaAttention(nn.Module):
         q = torch.cat((q_nope, q_rope), -1).transpose(1, 2)
         k = torch.cat((kv[..., :nope], k_rope.to(kv.dtype)), -1).transpose(1, 2)
         v = kv[..., nope:].transpose(1, 2)
-        mask = None
-        if n < length:
+        if mask is None and n < length:
             mask = torch.ones(n, length, dtype=torch.bool, device=q.device).tril(length - n)
         wide = v.shape[-1]
         if v.is_cuda:  # flash attention wants keys and values of one width

@@ -141,6 +141,11 @@ def tile_times(device: torch.device, spec: VariantSpec) -> tuple[int, int]:
     )
 
 
+def longest_item(spec: VariantSpec) -> int:
+    """Tokens that a kernel sums in one go, about; 0: any number."""
+    return OPS[spec.op].longest_item(spec) if spec.op in OPS else 0
+
+
 def op_of(cache: str) -> DecodeOp:
     """Decode over a cache of a format: ``fp8``, ``bf16`` or ``f16``."""
     return _BY_FORMAT[cache]
@@ -179,7 +184,7 @@ def _check_wishes(
 def _refuse(problem: Problem, reasons: Mapping[VariantSpec, str]) -> NoReturn:
     """Raises what tells the caller how to change the call."""
     op, arch = problem.op, problem.card.arch
-    pipelines = op.pipelines(arch)
+    pipelines = op.pipelines(arch, problem.pipeline)
     if not pipelines:
         there = [card for card in cards() if op.pipelines(card.arch)]
         archs, names = ", ".join(sorted({card.arch for card in there})), [c.name for c in there]

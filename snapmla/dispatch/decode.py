@@ -30,6 +30,9 @@ class Features:
         about: one line for people.
         two_terms: those of ``row_tiles`` that are there with two terms of P.
         why_two_terms: the reason behind ``two_terms``.
+        asked: whether it serves only calls that name it, and no message offers it.
+        longest_item: tokens of a sequence that its kernels sum in one go, about (``Record``); 0:
+            any number.
     """
 
     row_tiles: tuple[int, ...]
@@ -39,6 +42,8 @@ class Features:
     out_dtypes: tuple[str, ...] = OUT_DTYPE.values
     two_terms: tuple[int, ...] = ()
     why_two_terms: str = "it sums one"
+    asked: bool = False
+    longest_item: int = 0
 
     def tiles(self, p_terms: int) -> tuple[int, ...]:
         """Row tiles with so many terms of P."""
@@ -110,9 +115,18 @@ class DecodeOp:
         spec = VariantSpec(op=self.family.op, arch=arch, pipeline=pipeline)
         return registry.module_name(spec) is not None
 
-    def pipelines(self, arch: str) -> list[str]:
-        """Those that an architecture has."""
-        return [pipeline for pipeline in self.values("pipeline") if self.exists(pipeline, arch)]
+    def pipelines(self, arch: str, wish: str | None = None) -> list[str]:
+        """Those that an architecture has; of those that serve who asks for them only ``wish``."""
+        own = [pipeline for pipeline in self.values("pipeline") if self.exists(pipeline, arch)]
+        return [name for name in own if name == wish or not self.is_asked(name)]
+
+    def is_asked(self, pipeline: str) -> bool:
+        """Whether a pipeline serves only who asks for it."""
+        return pipeline in self.features and self.features[pipeline].asked
+
+    def longest_item(self, spec: VariantSpec) -> int:
+        """``Features.longest_item`` of a variant's pipeline."""
+        return self.features[spec.pipeline].longest_item
 
 
 @dataclass(frozen=True)
@@ -157,14 +171,15 @@ class Problem:
         return REFERENCE
 
     def order(self, spec: VariantSpec, us: float) -> tuple[float, ...]:
-        """By time, however close."""
-        return (us,)
+        """By time, however close; of row tiles of unknown times those of fewest blocks, of which the
+        smallest pads least."""
+        return us, -(-self.rows // spec.row_tile), spec.row_tile
 
     def candidates(self) -> list[VariantSpec]:
         arch, page_size = self.card.arch, kernel_page_size(self.page_size)
         return [
             self.op.spec(arch, pipeline, row_tile, page_size, self.out_dtype, self.p_terms)
-            for pipeline in self.op.pipelines(arch)
+            for pipeline in self.op.pipelines(arch, self.pipeline)
             for row_tile in self.op.values("row_tile")
         ]
 

@@ -11,11 +11,14 @@ from snapmla.dispatch.decode import DecodeOp, Features
 BF16_TILES, FP8_TILES = 1, 16  # of the 17 64-channel tiles a token costs (SnapMLA, Eq. 7)
 # Tensor-core cycles of one 64-token tile and 64 rows: Q.K 16 x 32 FP8 + 4 x 32 BF16; P.V, a term.
 QK_CYCLES, PV_CYCLES = 640, 512
+F16_CYCLES = 2 * QK_CYCLES - 128 + 2 * PV_CYCLES  # of 16-bit products; RoPE's are already
 
 
 def tensor_cycles(spec: VariantSpec) -> float:
     """Of one tile; a CTA of a cluster has 64 rows of it."""
     cycles = QK_CYCLES + spec.p_terms * PV_CYCLES
+    if spec.pipeline == "f16":
+        cycles = F16_CYCLES
     return cycles * (min(spec.row_tile, 64) / 64) * (spec.token_tile / 64)
 
 
@@ -36,6 +39,11 @@ FP8_DECODE = DecodeOp(
         "dual_wg": Features(
             (64, 128), "it puts rows on the MMA's M = 64", "Algorithm 1 of the SnapMLA paper",
             PAGE_SIZES,
+        ),
+        "f16": Features(  # its sums of P.V grow in the tensor core over a whole item
+            (16, 32, 64), "more rows are several blocks", "16-bit products, the cache in registers",
+            PAGE_SIZES, why_two_terms="its P has 16 bits", asked=True,
+            longest_item=FORMATS["f16"].longest_item,
         ),
         "ws": Features(
             (64,), "it puts rows on the MMA's M = 64",

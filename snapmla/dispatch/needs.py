@@ -10,9 +10,11 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from dsl_kernels.dims import HEAD_DIM_QK
 from dsl_kernels.families import ARCHS, FAMILIES
 from dsl_kernels.families.family import COS_SIN_DTYPE, IN_DTYPE, OUT_DTYPE, ROPE_STYLE
 from dsl_kernels.families.formats import DEFAULT, FORMATS
+from dsl_kernels.families.sparse_prefill import row_tile_of, split_row_tile_of
 from dsl_kernels.spec import VariantSpec
 from snapmla import checks
 from snapmla.dispatch.calls import DECODED, STANDARD, choose_on, choose_sparse, p_terms_of
@@ -20,6 +22,7 @@ from snapmla.dispatch.cards import cards, find_card
 from snapmla.dispatch.sparse_decode import SPARSE_OPS
 from snapmla.layouts import kernel_page_size
 
+ROWS = "bf16"  # of 16-bit caches the one that sparse attention reads
 PLAIN = "applied"  # the rope style of rows that come rotated
 INDICES = ("i64", "i32")
 
@@ -32,8 +35,8 @@ class Model:
         heads: query heads on one GPU, 1 to 128: each number that occurs.
         s_q: query tokens of a sequence in a step: each number that occurs.
         pages: tokens of a page: each size that occurs.
-        dtype: format of the cache, ``fp8``, ``bf16`` or ``f16``; ``fp8`` or ``fp8_ds_mla`` of a
-            sparse one.
+        dtype: format of the cache, ``fp8``, ``bf16`` or ``f16``; of a sparse one ``fp8``, ``bf16``
+            or ``fp8_ds_mla``.
         kv_heads: of the cache; 1 for FP8.
         accuracy: as ``plan_decode`` takes it.
         out: results, ``bf16`` or ``f32``; of a 16-bit cache its dtype, whatever this is.
@@ -95,7 +98,8 @@ def needs(model: Model) -> list[VariantSpec]:
 
 def _check(model: Model) -> None:
     hint = "" if model.sparse or model.dtype not in SPARSE_OPS else "it is read by sparse decode"
-    checks.choice("dtype", model.dtype, tuple(SPARSE_OPS) if model.sparse else DECODED, hint)
+    known = (*SPARSE_OPS, ROWS) if model.sparse else DECODED
+    checks.choice("dtype", model.dtype, known, hint)
     checks.choice("arch", model.arch, ARCHS)
     checks.choice("out", model.out, OUT_DTYPE.values)
     checks.choice("rows", model.rows, IN_DTYPE.values)
@@ -111,6 +115,11 @@ def _check(model: Model) -> None:
         checks.page_size_of(model.dtype, page)
     if model.rope == PLAIN and model.norm:
         checks.value_error("norm", "False without rope", True, "the calls with RoPE normalise")
+    if model.sparse and model.dtype == ROWS:
+        wanted = "sm_90a, where a BF16 cache has kernels of sparse decode"
+        if model.arch != "sm_90a":
+            checks.value_error("arch", wanted, model.arch)
+        checks.choice("accuracy", model.accuracy, (STANDARD,), "P has 16 bits there")
     fmt = FORMATS[model.dtype]
     if fmt.named and model.rows != "bf16":
         checks.value_error("rows", f"bf16 with {fmt.about}", model.rows)
@@ -124,7 +133,8 @@ def _helpers(model: Model) -> Iterator[VariantSpec]:
     """What runs around decode."""
     arch, fmt = model.arch, FORMATS[model.dtype]
     rows, out = model.dtype if fmt.rows else model.rows, fmt.result(model.out)
-    yield VariantSpec(op="plan_decode", arch=arch)
+    if not (model.sparse and model.dtype == ROWS):  # whose plans no kernel makes
+        yield VariantSpec(op="plan_decode", arch=arch)
     turned = {"rope_style": model.rope, "cos_sin_dtype": model.table}
     turned = turned if model.rope != PLAIN else {}
     for index in model.indices:
@@ -163,6 +173,14 @@ def _decodes(model: Model) -> Iterator[VariantSpec]:
         card = find_card(None, model.card)
     if card.arch != model.arch:
         checks.value_error("card", f"a card of {model.arch}", f"{card.name}, which is {card.arch}")
+    if model.sparse and model.dtype == ROWS:
+        for heads in model.heads:
+            for lists, of_heads in (("one", row_tile_of), ("split", split_row_tile_of)):
+                yield VariantSpec(
+                    op="sparse_prefill", arch=model.arch, row_tile=of_heads(heads),
+                    d_qk=HEAD_DIM_QK, lists=lists,
+                )  # fmt: skip
+        return
     if model.sparse:
         for heads in model.heads:
             yield choose_sparse(

@@ -53,7 +53,7 @@ class SparseOp(DecodeOp):
             out_dtype=out_dtype, p_terms=p_terms,
         )  # fmt: skip
 
-    def pipelines(self, arch: str) -> list[str]:
+    def pipelines(self, arch: str, wish: str | None = None) -> list[str]:
         """That of its cache, where the architecture has it."""
         return [self.pipeline] if self.exists(self.pipeline, arch) else []
 

@@ -4,8 +4,9 @@ A step is ``append_index_k`` of the new tokens' keys, ``index_topk``, and ``deco
 what it chose; ``index_topk`` is ``index_logits`` and ``select_topk``, which are there by themselves
 too.  Choices are exact and the same in any batch.  SM90; see docs/dsa.md.
 
-Nothing here has run on a GPU yet but for what profiles/results says; kernels are compiled when they
-are first asked for.
+Its tests passed on an H200 and an H100 (profiles/results/gpu-tests-h100.md says which were skipped
+as nothing compiled there).  The kernels of a step are in wheels; those of ``fetch_index_k``, of
+unusual dtypes, of norms and RoPE inside of ``append_index_k`` are compiled when they are asked for.
 
 append_index_k.py    the indexer's keys into their pages, RoPE and Hadamard transform with them
 index_logits.py      a score for each query token and cached token

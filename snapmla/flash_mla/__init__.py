@@ -94,7 +94,7 @@ class FlashMLASchedMeta:
 
     def __post_init__(self) -> None:
         # by ``_key``; the first one is what was planned, others are the same over other workspaces
-        self._plans: dict[tuple[object, ...], decode_plan.DecodePlan] = {}
+        self._plans: dict[tuple[object, ...], Any] = {}  # plans of decode
         self.memo = calls.Memo()  # kinds of calls with these plans that are known
 
     def __getstate__(self) -> dict[str, Any]:
@@ -180,7 +180,7 @@ def get_mla_metadata(
             s_q * num_heads_q // num_heads_k.
         num_heads_k: KV heads, 1 for MLA.
         num_heads_q: accepted, not needed.
-        is_fp8_kvcache, topk: False and None for dense decode over 16 bits; True and the width of
+        is_fp8_kvcache, topk: False and None for dense decode over 16 bits; with the width of
             ``indices`` for sparse decode, which does not read what two tensors then hold.
         num_heads_per_head_k: ``num_q_tokens_per_head_k`` as it was first called.
 
@@ -244,14 +244,15 @@ def flash_mla_with_kvcache(
     descale_k: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """MLA decode over a paged cache (``snapmla.decode``): dense over 16 bits, or with ``indices``
-    sparse over DeepSeek-V3.2's rows of 656 bytes.
+    sparse over DeepSeek-V3.2's rows of 656 bytes or rows of bfloat16.
 
     Args:
         q: bfloat16 or float16 (b, s_q, num_heads_q, 576); a copy is made unless contiguous.
         k_cache: bfloat16 or float16 as q (num_pages, page_size, num_heads_k, 576), innermost stride
             1; query heads j * g to (j + 1) * g - 1 read KV head j, g = num_heads_q / num_heads_k.
             With ``indices`` uint8, int8 or float8_e4m3fn (num_pages, page_size, 1, 656), any page
-            size of 1 or more and any stride between pages.
+            size of 1 or more and any stride between pages; or with ``is_fp8_kvcache=False``, which
+            FlashMLA refuses, bfloat16 rows of 576, one KV head, pages that follow one another.
         block_table: int32 (b, width), pages of each sequence; past its end anything.  Beside
             ``indices`` it is not looked at, nor ``cache_seqlens``: None, empty or uninitialised.
         cache_seqlens: int32 (b,), tokens of each sequence, the new ones included; 0 is fine.
@@ -261,7 +262,8 @@ def flash_mla_with_kvcache(
         num_splits: int32 or None; not read.
         softmax_scale: factor of the logits; None is 576**-0.5, which DeepSeek's models do not want.
         causal: query token s of s_q sees the first length - (s_q - 1 - s) tokens.
-        is_fp8_kvcache: True with ``indices``, else False: FlashMLA's dense FP8 cache is not built.
+        is_fp8_kvcache: whether ``k_cache`` has rows of 656 bytes, with ``indices``; False without:
+            FlashMLA's dense FP8 cache is not built.
         indices: int32 (b, s_q, topk): the tokens that each query token sees, as page * page_size +
             offset; what is negative or behind the pool is no token.  None: dense.
         attn_sink: with ``indices``: float32 (num_heads_q,), logits that weigh in ``out`` alone.

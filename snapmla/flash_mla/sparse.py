@@ -1,4 +1,5 @@
-"""``flash_mla_with_kvcache`` with ``indices``: sparse decode over DeepSeek-V3.2's rows.
+"""``flash_mla_with_kvcache`` with ``indices``: sparse decode over DeepSeek-V3.2's rows, and with
+``is_fp8_kvcache=False`` over BF16 ones.
 
 What a call wants of a step is its shape, and ``topk_length`` where that is given.  So a
 ``FlashMLASchedMeta`` keeps the plan of its first call, and plans anew when that is captured.
@@ -20,9 +21,10 @@ from snapmla import byte_cache, checks, launch, tracing
 from snapmla.cache import PagedKVCache
 from snapmla.decode_plan import new_workspace
 from snapmla.flash_mla.config import Config, check_config
-from snapmla.plan import StepShape, Workspaces, make_plan
+from snapmla.plan import StepShape, make_plan
 from snapmla.sparse.decode import sparse_decode
 from snapmla.sparse.plan import SparseOptions, SparsePlan, plan_sparse_decode
+from snapmla.sparse.rows_plan import ROWS, SparseRowsPlan, plan_rows
 
 if TYPE_CHECKING:
     from snapmla.flash_mla import FlashMLASchedMeta
@@ -33,7 +35,7 @@ KEPT = 64  # plans without lengths that no graph holds
 _NOT_BUILT = "None: a second cache is not built yet"
 _OTHER_ROWS = {
     584: "rows of 584 bytes (V4) are not built yet", 528: "rows of 528 bytes are not built yet",
-    HEAD_DIM_QK: "indices are for rows of 656 bytes",
+    HEAD_DIM_QK: "rows of bfloat16 want is_fp8_kvcache=False",
 }  # fmt: skip
 _NAMES = {
     "plan": "tile_scheduler_metadata", "content": "k_cache", "cache": "k_cache",
@@ -90,21 +92,32 @@ def _cache_of(call: Call) -> PagedKVCache:
     if call.causal:
         hint = "the indices say what a query token sees"
         checks.value_error("causal", "False beside indices", call.causal, hint)
-    if not call.is_fp8_kvcache:
-        hint = "sparse decode over BF16 rows is not there in FlashMLA either"
-        checks.value_error("is_fp8_kvcache", "True beside indices", call.is_fp8_kvcache, hint)
     checks.not_nested("q", q)
     checks.tensor("q", q, (torch.bfloat16,), ("b", "s_q", "num_heads_q", HEAD_DIM_QK))
+    checks.flag("is_fp8_kvcache", call.is_fp8_kvcache)
+    if not call.is_fp8_kvcache:
+        _check_lists(call)
+        rows = ("num_pages", "page_size", 1, HEAD_DIM_QK)
+        hint = "bytes of 656 want is_fp8_kvcache=True"
+        if isinstance(k_cache, torch.Tensor) and k_cache.shape[-1:] == (ds_mla.ROW_BYTES,):
+            checks.value_error("k_cache", f"shape {rows}", tuple(k_cache.shape), hint)
+        checks.tensor("k_cache", k_cache, (torch.bfloat16,), rows, q.device)
+        return PagedKVCache.from_tensors(k_cache)
     if isinstance(k_cache, torch.Tensor) and k_cache.ndim and k_cache.shape[-1] in _OTHER_ROWS:
         hint = _OTHER_ROWS[k_cache.shape[-1]]
         wanted = f"shape (num_pages, page_size, 1, {ds_mla.ROW_BYTES})"
         checks.value_error("k_cache", wanted, tuple(k_cache.shape), hint)
     shape = ("num_pages", "page_size", 1, ds_mla.ROW_BYTES)
     checks.tensor("k_cache", k_cache, byte_cache.BYTES, shape)
+    _check_lists(call)
+    return PagedKVCache.from_tensors(k_cache, format=ds_mla.FORMAT)
+
+
+def _check_lists(call: Call) -> None:
+    q = call.q
     checks.tensor("indices", call.indices, (torch.int32,), (*q.shape[:2], "topk"), q.device)
     if call.topk_length is not None:
         checks.vector("topk_length", call.topk_length, (q.shape[0],), q.device)
-    return PagedKVCache.from_tensors(k_cache, format=ds_mla.FORMAT)
 
 
 # ---------------------------------------------------------------------------- plans
@@ -119,15 +132,18 @@ class Shape(NamedTuple):
     s_q: int
     heads: int
     topk: int
+    cache_dtype: str
 
 
-_kept: dict[Shape, SparsePlan] = {}  # the longest unused first
-_pinned: dict[Shape, SparsePlan] = {}  # what graphs hold
-_workspaces: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}  # by stream
+Plan = SparsePlan | SparseRowsPlan
+_kept: dict[Shape, Plan] = {}  # the longest unused first
+_pinned: dict[Shape, Plan] = {}  # what graphs hold
+# by stream, and the dtype of partial rows
+_workspaces: dict[tuple[int, torch.device, str], tuple[Tensor, Tensor]] = {}
 _lock = threading.Lock()
 
 
-def _plan(call: Call, q: Tensor) -> SparsePlan | None:
+def _plan(call: Call, q: Tensor) -> Plan | None:
     """The object's, or that of calls of this shape; None of calls that have no rows."""
     indices = call.indices
     if not q.shape[0] or not indices.shape[-1]:
@@ -136,22 +152,28 @@ def _plan(call: Call, q: Tensor) -> SparsePlan | None:
         return _made(call, q)
     metadata = call.metadata
     if isinstance(metadata, Tensor) or metadata is None:
-        return _of_shape(_shape(q, indices))
+        return _of_shape(_shape(q, call))
     if metadata.tile_scheduler_metadata is not None:
-        return _of_shape(_shape(q, indices))
+        return _of_shape(_shape(q, call))
     return _of_object(metadata, call, q)
 
 
-def _shape(q: Tensor, indices: Tensor) -> Shape:
+def _shape(q: Tensor, call: Call) -> Shape:
     b, s_q, heads, _ = q.shape
     index = q.device.index
     stream = 0 if index is None else int(_raw_stream(index))
-    return Shape(stream, q.device, b, s_q, heads, indices.shape[-1])
+    topk = call.indices.shape[-1]
+    return Shape(stream, q.device, b, s_q, heads, topk, _cache_dtype(call))
 
 
-def _of_object(metadata: FlashMLASchedMeta, call: Call, q: Tensor) -> SparsePlan:
+def _cache_dtype(call: Call) -> str:
+    """Name of the format of a call's cache."""
+    return ds_mla.FORMAT if call.is_fp8_kvcache else ROWS
+
+
+def _of_object(metadata: FlashMLASchedMeta, call: Call, q: Tensor) -> Plan:
     """The plan of an object's step: its first call makes it, others must be like that one."""
-    shape = _shape(q, call.indices)
+    shape = _shape(q, call)
     if not metadata.have_initialized or metadata.config is None:
         metadata._plans.clear()
         metadata.memo.forget()
@@ -159,27 +181,28 @@ def _of_object(metadata: FlashMLASchedMeta, call: Call, q: Tensor) -> SparsePlan
     if plan is None:
         page_size = call.k_cache.shape[1]
         config = Config(
-            shape.b, shape.s_q, shape.heads, page_size, 1, False, torch.bfloat16, True, shape.topk
-        )
+            shape.b, shape.s_q, shape.heads, page_size, 1, False, torch.bfloat16,
+            bool(call.is_fp8_kvcache), shape.topk,
+        )  # fmt: skip
         if metadata._plans and metadata.config is not None:
             check_config(metadata.config, config)
         plan = _made(call, q)
         metadata.have_initialized, metadata.config = True, config
         metadata._plans[shape] = plan
-    assert isinstance(plan, SparsePlan)
+    assert isinstance(plan, SparsePlan | SparseRowsPlan)
     return plan
 
 
-def _made(call: Call, q: Tensor) -> SparsePlan:
+def _made(call: Call, q: Tensor) -> Plan:
     """A plan of its own, for the lengths of a call."""
     b, s_q, heads, _ = q.shape
     return plan_sparse_decode(
         heads, s_q, topk=call.indices.shape[-1], topk_length=call.topk_length, batch=b,
-        device=q.device, cache_dtype=ds_mla.FORMAT,
+        device=q.device, cache_dtype=_cache_dtype(call),
     )  # fmt: skip
 
 
-def _of_shape(shape: Shape) -> SparsePlan:
+def _of_shape(shape: Shape) -> Plan:
     """A plan without lengths, kept for others of this shape and stream.
 
     What is captured takes one that was made before, which then stays, or makes its own.
@@ -188,8 +211,7 @@ def _of_shape(shape: Shape) -> SparsePlan:
     with _lock:
         plan = _pinned.get(shape) or _kept.pop(shape, None)
         if plan is None:
-            workspace = new_workspace if capturing else functools.partial(_workspace, shape)
-            plan = _new(shape, workspace)
+            plan = _new(shape, own=capturing)
             if capturing:
                 return plan
         (_pinned if capturing else _kept)[shape] = plan
@@ -198,26 +220,43 @@ def _of_shape(shape: Shape) -> SparsePlan:
         return plan
 
 
-def _new(shape: Shape, workspace: Workspaces) -> SparsePlan:
+def _new(shape: Shape, own: bool) -> Plan:
+    """A plan without lengths.
+
+    Args:
+        own: whether its workspace is its own, else the stream's.
+    """
+    if shape.cache_dtype == ROWS:
+        return plan_rows(
+            shape.heads, shape.s_q, topk=shape.topk, batch=shape.b, device=shape.device,
+            partials=None if own else functools.partial(_partials, shape),
+        )  # fmt: skip
     lengths = torch.full((shape.b,), shape.topk, dtype=torch.int32, device=shape.device)
     options = SparseOptions(num_heads=shape.heads, cache_dtype=ds_mla.FORMAT)
     step = StepShape(shape.s_q, shape.topk, None)
+    workspace = new_workspace if own else functools.partial(_workspace, shape)
     made = make_plan(options, workspace, lengths, step, None, None, made=SparsePlan)
     assert isinstance(made, SparsePlan)
     return made
+
+
+def _partials(shape: Shape, slots: int, heads: int) -> tuple[Tensor, Tensor]:
+    """float32 rows of the stream's workspace."""
+    like = torch.empty(0, device=shape.device)
+    return _workspace(shape, like, slots, heads, "f16")  # whose partial rows are float32
 
 
 def _workspace(
     shape: Shape, like: Tensor, slots: int, unit_rows: int, cache_dtype: str
 ) -> tuple[Tensor, Tensor]:
     """Of the stream's workspace, which grows; older plans stay on the one that they have."""
-    key, rows = (shape.stream, shape.device), slots * unit_rows
+    key, rows = (shape.stream, shape.device, cache_dtype), slots * unit_rows
     there = _workspaces.get(key)
     if there is None or there[1].shape[0] < rows:
         o_accum, lse_accum = new_workspace(like, rows, 1, cache_dtype)
         there = _workspaces[key] = o_accum.flatten(0, 1), lse_accum.flatten()
     o_accum, lse_accum = there
     return (
-        o_accum[:rows].view(slots, unit_rows, -1),
+        o_accum[:rows].view(slots, unit_rows, o_accum.shape[-1]),
         lse_accum[:rows].view(slots, unit_rows),
     )

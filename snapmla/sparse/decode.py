@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,16 +11,18 @@ from dsl_kernels.dims import KV_LORA_RANK
 from dsl_kernels.families.formats import FORMATS
 from snapmla import call as calls
 from snapmla import checks, overlap, tracing
-from snapmla.cache import PagedKVCache, expect_cache, expect_fp8
+from snapmla.cache import PagedKVCache, expect_cache
 from snapmla.checks.decode_call import check_outputs, lse_shape, rows_of
 from snapmla.decode_plan import TENSORS, PlanVariant
 from snapmla.decode_plan.choices import choices
 from snapmla.dispatch import PIPELINES
 from snapmla.quant import QuantizedQuery, as_batch, expect_query, named
+from snapmla.sparse import rows as over_rows
+from snapmla.sparse.lists import check_indices, check_lengths, check_reach, flat
 from snapmla.sparse.plan import SparsePlan, plan_sparse_decode
+from snapmla.sparse.rows_plan import SparseRowsPlan
 
 _Tensor = torch.Tensor  # looked up on every call
-MAX_STRIDE = 1 << 32  # bytes between pages or tokens: the gather's strides have 32 bits
 Options = tuple[float, str, str]  # softmax_scale, lse_base, empty_lse
 # of a call: q, cache, indices, topk_length, attn_sink, plan, out, lse, options, out_dtype
 Call = tuple[
@@ -60,9 +61,17 @@ def sparse_decode(
     pipeline: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What ``decode(..., indices=)`` does; arguments, results and errors as there."""
+    options: Options = softmax_scale, lse_base, empty_lse
+    if over_rows.is_rows(cache):
+        if pipeline is not None:
+            checks.value_error("pipeline", "None with a BF16 cache", pipeline, "it has one alone")
+        return over_rows.decode_rows(
+            over_rows.Call(
+                q, cache, indices, topk_length, attn_sink, plan, out, lse, options, out_dtype
+            )
+        )
     call: Call = (
-        q, cache, indices, topk_length, attn_sink, plan, out, lse,
-        (softmax_scale, lse_base, empty_lse), out_dtype,
+        q, cache, indices, topk_length, attn_sink, plan, out, lse, options, out_dtype,
     )  # fmt: skip
     if pipeline is not None and isinstance(cache, PagedKVCache):
         checks.choice("pipeline", pipeline, (PIPELINES.get(cache.format),))
@@ -116,7 +125,7 @@ def _checked(call: Call) -> Call:
     _expect(q, cache, indices, plan)
     check_reach(named("cache", cache))
     device, rows = q.device, rows_of(q)
-    _check_indices(indices, rows, plan, device)
+    check_indices(indices, rows, None if plan is None else plan.topk, device)
     if plan is None:
         if len(rows) == 2:
             hint = "only a plan knows where a sequence's query tokens begin"
@@ -124,11 +133,11 @@ def _checked(call: Call) -> Call:
             checks.value_error("plan", wanted, None, hint)
         plan = plan_sparse_decode(
             rows[-1], rows[1], topk=indices.shape[-1], batch=rows[0], device=device,
-            topk_length=_check_lengths(topk_length, rows[0], device), cache_dtype=cache.format,
+            topk_length=check_lengths(topk_length, rows[0], device), cache_dtype=cache.format,
         )  # fmt: skip
     else:
         _check_plan(plan, rows, cache, indices, device)
-    _check_lengths(topk_length, plan.batch, device)
+    check_lengths(topk_length, plan.batch, device)
     if attn_sink is not None:
         checks.tensor("attn_sink", attn_sink, (torch.float32,), (rows[-1],), device)
         checks.contiguous("attn_sink", attn_sink)
@@ -145,7 +154,7 @@ def _expect(q: object, cache: Any, indices: object, plan: object) -> None:
         record = FORMATS[cache.format]
         if not record.sparse:
             hint = "snapmla.convert_cache makes an FP8 cache of it"
-            wanted = "an FP8 cache or rows of 656 bytes"
+            wanted = "an FP8 cache, rows of 656 bytes or of bfloat16"
             checks.value_error("cache", wanted, record.about, hint)
         expect_cache(cache)
         if isinstance(q, QuantizedQuery):
@@ -155,44 +164,14 @@ def _expect(q: object, cache: Any, indices: object, plan: object) -> None:
     else:
         expect_query("q", q)
         expect_cache(cache)
-        expect_fp8(cache, "sparse decode reads FP8 caches and rows of 656 bytes")
+    if isinstance(plan, SparseRowsPlan):
+        wanted = f"one made with cache_dtype={cache.format!r}"
+        checks.value_error("plan", wanted, f"one of {plan.cache_dtype!r}")
     if plan is not None and not isinstance(plan, SparsePlan):
         hint = "indices want a plan of snapmla.plan_sparse_decode"
         checks.type_error("plan", "a snapmla.SparsePlan or None", type(plan).__name__, hint)
     if not isinstance(indices, torch.Tensor):
         checks.type_error("indices", "a torch.Tensor", type(indices).__name__)
-
-
-def _check_indices(
-    indices: torch.Tensor, rows: tuple[int, ...], plan: SparsePlan | None, device: torch.device
-) -> None:
-    """int32 (b, s_q, topk) or (total_q, topk); one stride from row to row."""
-    width: Any = "topk" if plan is None else plan.topk
-    checks.tensor("indices", indices, (torch.int32,), (*rows[:-1], width), device)
-    if indices.shape[-1] < 1:
-        checks.value_error("indices", "a width of 1 or more entries", indices.shape[-1])
-    if indices.shape[-1] > 1 and indices.stride(-1) != 1:
-        checks.value_error("indices", "innermost stride 1", f"strides {indices.stride()}")
-    if flat(indices) is None:
-        wanted = "one stride from query token to query token"
-        checks.value_error("indices", wanted, f"strides {indices.stride()}", "call .contiguous()")
-
-
-def flat(indices: torch.Tensor) -> torch.Tensor | None:
-    """(tokens, topk) as kernels take it; None of strides that no such view has."""
-    try:
-        return indices if indices.ndim == 2 else indices.view(-1, indices.shape[-1])
-    except RuntimeError:
-        return None
-
-
-def _check_lengths(
-    topk_length: torch.Tensor | None, batch: int, device: torch.device
-) -> torch.Tensor | None:
-    if topk_length is not None:
-        checks.tensor("topk_length", topk_length, (torch.int32,), (batch,), device)
-        checks.contiguous("topk_length", topk_length)
-    return topk_length
 
 
 def _check_plan(
@@ -212,19 +191,6 @@ def _check_plan(
         tokens = "b, s_q" if len(rows) == 3 else "total_q"
         wanted = f"one made for ({tokens}, num_heads) = {rows}"
         checks.value_error("plan", wanted, plan.rows_shape)
-
-
-def check_reach(parts: Mapping[str, torch.Tensor]) -> None:
-    """That the gather's 32 bits reach every token of a cache's tensors, (pages, page_size, …).
-
-    Asked of real tensors: where a tracer asks for the call, the operator does when it runs."""
-    for name, part in parts.items():
-        if max(part.stride()[:2], default=0) * part.element_size() >= MAX_STRIDE:
-            wanted = "pages and tokens less than 4 GiB apart"
-            checks.value_error(name, wanted, f"strides {part.stride()}")
-        num_slots = part.shape[0] * part.shape[1]
-        if num_slots >= 1 << 31:
-            checks.value_error(name, "less than 2**31 tokens", num_slots)
 
 
 def _check_apart(call: Call, plan: SparsePlan) -> None:

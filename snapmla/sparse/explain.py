@@ -23,7 +23,8 @@ from snapmla import checks
 from snapmla.dispatch import calls as dispatch
 from snapmla.dispatch.cards import Card, card_named, find_card
 from snapmla.sparse.plan import MAX_TOPK
-from snapmla.sparse.prefill import MAX_HEADS, MAX_TOKENS, row_tile_of
+from snapmla.sparse.prefill import MAX_HEADS, MAX_TOKENS
+from snapmla.sparse.rows_kernel import row_tile_of
 
 # Of an H200, by heads of a CTA: cycles at CLOCK_MHZ for a tile of 64 tokens that lie in L2, and
 # those of the tensor core in them; 32 heads as 16, whose bound is the gather, too.

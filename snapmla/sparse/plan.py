@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import ClassVar, cast
+from typing import ClassVar, Literal, cast, overload
 
 import torch
 
@@ -13,8 +13,8 @@ from dsl_kernels.spec import VariantSpec, decode_spec
 from snapmla import checks, dispatch, runtime, tracing
 from snapmla.decode_plan import NAMES, DecodePlan, PlanVariant, new_workspace
 from snapmla.plan import PlanOptions, StepShape, default_num_parts, make_plan
+from snapmla.sparse.rows_plan import MAX_TOPK, ROWS, SparseRowsPlan, plan_rows
 
-MAX_TOPK = 1 << 24  # entries of a row; what a batch may hold is bounded beside
 # Two row blocks a token, of few tokens: more parts make more partial rows than their tiles save
 # (a token of 2048, 128 heads: 44 parts 12.2 us, 66 parts 14.4 us on an H200).
 FEW_BLOCKS, PARTS_OF_FEW = 4, 44
@@ -177,6 +177,26 @@ def plan_sparse(
     return plan
 
 
+@overload
+def plan_sparse_decode(
+    num_heads: int, s_q: int | None = ..., *, topk: int, topk_length: torch.Tensor | None = ...,
+    batch: int | None = ..., device: torch.device | str | int | None = ...,
+    num_parts: int | None = ..., row_tile: int | None = ..., fixed_split_tokens: int | None = ...,
+    check_stale: bool | None = ..., cache_dtype: Literal["bf16"],
+) -> SparseRowsPlan: ...  # fmt: skip
+
+
+@overload
+def plan_sparse_decode(
+    num_heads: int, s_q: int | None = ..., *, topk: int, topk_length: torch.Tensor | None = ...,
+    batch: int | None = ..., device: torch.device | str | int | None = ...,
+    cu_seqlens_q: torch.Tensor | None = ..., total_q: int | None = ..., num_parts: int | None = ...,
+    pipeline: str | None = ..., row_tile: int | None = ..., fixed_overhead: int | None = ...,
+    fixed_split_tokens: int | None = ..., check_stale: bool | None = ..., accuracy: str = ...,
+    cache_dtype: str | torch.dtype = ...,
+) -> SparsePlan: ...  # fmt: skip
+
+
 def plan_sparse_decode(
     num_heads: int,
     s_q: int | None = None,
@@ -195,7 +215,7 @@ def plan_sparse_decode(
     check_stale: bool | None = None,
     accuracy: str = "standard",
     cache_dtype: str | torch.dtype = DEFAULT,
-) -> SparsePlan:
+) -> SparsePlan | SparseRowsPlan:
     """Plans ``decode(..., indices=)``; share the plan between the layers of a step.
 
     Without ``topk_length`` a plan depends on shapes alone: one serves every step of these shapes.
@@ -220,11 +240,13 @@ def plan_sparse_decode(
             many entries, a multiple of 64, whatever else is in the batch.
         check_stale, accuracy: as in ``plan_decode``; ``high`` is there for an ``fp8`` cache, with
             up to 32 heads a CTA.
-        cache_dtype: format of the cache that ``decode`` will get: ``fp8``, or ``fp8_ds_mla`` for
-            rows of 656 bytes.
+        cache_dtype: format of the cache that ``decode`` will get: ``fp8``, ``fp8_ds_mla`` for rows
+            of 656 bytes, or ``bf16`` (torch.bfloat16), whose plan depends on shapes alone: with it
+            go ``topk_length`` for its batch, ``num_parts``, ``row_tile``, ``fixed_split_tokens``;
+            ragged query tokens are sequences of one token there.
 
     Returns:
-        The plan.
+        The plan; a ``SparseRowsPlan`` of a BF16 cache.
 
     Raises:
         TypeError, ValueError: naming the argument.
@@ -241,6 +263,14 @@ def plan_sparse_decode(
             fixed_split_tokens=fixed_split_tokens, check_stale=check_stale, accuracy=accuracy,
             cache_dtype=cache_dtype,
         )  # fmt: skip
+    if cache_dtype in (ROWS, torch.bfloat16):
+        return _plan_of_rows(
+            num_heads, s_q, topk, topk_length, batch, device, check_stale,
+            (("cu_seqlens_q", cu_seqlens_q), ("total_q", total_q), ("pipeline", pipeline),
+             ("fixed_overhead", fixed_overhead),
+             ("accuracy", None if accuracy == "standard" else accuracy)),
+            num_parts=num_parts, row_tile=row_tile, fixed_split_tokens=fixed_split_tokens,
+        )  # fmt: skip
     options = SparseOptions(
         num_heads=num_heads, num_parts=num_parts, pipeline=pipeline, row_tile=row_tile,
         fixed_overhead=fixed_overhead, fixed_split_tokens=fixed_split_tokens,
@@ -249,6 +279,43 @@ def plan_sparse_decode(
     topk = checks.integer("topk", topk, 1, MAX_TOPK)
     lengths = sparse_lengths(topk_length, batch, device, topk)
     return plan_sparse(options, topk, s_q, lengths, cu_seqlens_q=cu_seqlens_q, total_q=total_q)
+
+
+def _plan_of_rows(
+    num_heads: int,
+    s_q: int | None,
+    topk: int,
+    topk_length: torch.Tensor | None,
+    batch: int | None,
+    device: torch.device | str | int | None,
+    check_stale: bool | None,
+    others: tuple[tuple[str, object], ...],
+    **options: int | None,
+) -> SparseRowsPlan:
+    """``plan_sparse_decode`` of a BF16 cache.
+
+    Args:
+        others: arguments that its kernel has no use for, by name.
+        options: of ``plan_rows``.
+    """
+    for name, value in others:
+        if value is not None:
+            hint = "ragged query tokens are sequences of one token there"
+            hint = hint if name in ("cu_seqlens_q", "total_q") else ""
+            got = "a tensor" if isinstance(value, torch.Tensor) else value
+            wanted = "'standard'" if name == "accuracy" else "None"
+            checks.value_error(name, f"{wanted} with a BF16 cache", got, hint)
+    if check_stale is not None:
+        checks.flag("check_stale", check_stale)  # such a plan is never stale
+    if topk_length is not None:
+        checked = sparse_lengths(topk_length, batch, device, 1)
+        batch, device = checked.shape[0], checked.device
+    elif batch is None:
+        checks.type_error("batch", "an int", "None", "it is topk_length that says it otherwise")
+    if s_q is None:
+        checks.type_error("s_q", "an int", "None")
+    where = "cuda" if device is None else device
+    return plan_rows(num_heads, s_q, topk=topk, batch=batch, device=where, **options)
 
 
 def sparse_lengths(

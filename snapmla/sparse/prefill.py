@@ -3,14 +3,12 @@ FP8 cache, that it names; the latter is prefill_fp8.py's."""
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any, Literal, NamedTuple, overload
 
 import torch
 
 from dsl_kernels.dims import KV_LORA_RANK, TOKEN_TILE
-from dsl_kernels.spec import VariantSpec
 from snapmla import call as calls
 from snapmla import checks, launch, overlap, runtime, tracing
 from snapmla.cache import PagedKVCache
@@ -18,12 +16,12 @@ from snapmla.plan import sm_count
 from snapmla.quant import QuantizedQuery
 from snapmla.sparse.plan import SparsePlan
 from snapmla.sparse.prefill_fp8 import FP8Results, prefill_from_fp8
+from snapmla.sparse.rows_kernel import kernel_of, row_tile_of
 
 Tensor = torch.Tensor
 Results = tuple[Tensor, Tensor, Tensor]
 FourResults = tuple[Tensor, Tensor, Tensor, Tensor]
 D_QK = (576, 512)
-ROW_TILES = (16, 32, 64)  # heads that a CTA computes
 MAX_HEADS = 128
 MAX_STRIDE = 1 << 32  # bytes between rows of kv: the gather's stride has 32 bits
 MAX_TOKENS = 2**30  # of queries: two work tiles each are counted in 32 bits
@@ -289,20 +287,6 @@ def _checked(call: Call) -> Call:
     return call
 
 
-def row_tile_of(heads: int) -> int:
-    """Heads of a CTA, for so many of a call: the fewest that hold them, or 64."""
-    return next((rows for rows in ROW_TILES if rows >= heads), ROW_TILES[-1])
-
-
-@functools.lru_cache(maxsize=64)
-def _kernel(device: torch.device, row_tile: int, d_qk: int, figures: str) -> runtime.Kernel:
-    arch = runtime.arch_of(device)
-    spec = VariantSpec(
-        op="sparse_prefill", arch=arch, row_tile=row_tile, d_qk=d_qk, figures=figures
-    )  # fmt: skip
-    return runtime.kernel(spec, device.type)
-
-
 def _prepared(call: Call) -> Ready:
     s_q, heads, d_qk = call.q.shape
     device = call.q.device
@@ -313,7 +297,7 @@ def _prepared(call: Call) -> Ready:
         no_sink = torch.empty(0, dtype=torch.float32, device=device)
     figures = "indexer" if call.indexer_topk else "whole"
     return Ready(
-        _kernel(device, row_tile, d_qk, figures), min(sm_count(device), tiles),
+        kernel_of(device, row_tile, d_qk, figures), min(sm_count(device), tiles),
         float(call.softmax_scale), no_lengths, no_sink,
     )  # fmt: skip
 
@@ -397,4 +381,3 @@ def _traced(call: Call) -> Results | FourResults:
 
 _PREFILL = calls.Op("sparse_prefill", _checked, _launch, _traced, _parts, _places)
 runtime.on_forget(_PREFILL.memo.forget)
-runtime.on_forget(_kernel.cache_clear)

@@ -1,216 +1,301 @@
-"""Sparse decode over a BF16 cache, by the kernels of ``sparse_prefill``; not public yet.
+"""What ``decode(..., indices=)`` does over a BF16 cache, by the kernels of ``sparse_prefill``.
 
-Few query tokens would leave most SMs idle (2 tokens of 16 heads are 2 work tiles of 32 tiles each,
-some 45 us of one gather's latency), so lists are split into pieces and merged; many are one launch
-without.  Which it is follows from shapes alone, and so does all of a ``RowsPlan``.
+A plan (rows_plan.py) says whether lists are split.  If so, one exported function launches the
+kernel over pieces and the merge behind it.  If not, it is the kernel of prompts, whose LSE is
+natural and +inf of rows that see nothing: a small launch or two bring it to the form that is asked
+for, beside some 75 us that such a call takes.
 """
 
 from __future__ import annotations
 
-import functools
 import math
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from dsl_kernels.dims import KV_LORA_RANK, TOKEN_TILE
-from dsl_kernels.spec import VariantSpec
-from snapmla import checks, runtime
+from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK
+from dsl_kernels.families.formats import FORMATS
+from snapmla import call as calls
+from snapmla import checks, launch, overlap, tracing
 from snapmla.cache import PagedKVCache, expect_cache
+from snapmla.checks.decode_call import check_outputs, lse_shape, rows_of
 from snapmla.decode_plan.choices import choices
 from snapmla.plan import sm_count
-from snapmla.sparse.plan import MAX_TOPK
-from snapmla.sparse.prefill import row_tile_of, sparse_prefill
+from snapmla.quant import QuantizedQuery, named
+from snapmla.sparse.lists import check_indices, check_lengths, check_reach, flat
+from snapmla.sparse.rows_kernel import kernel_of
+from snapmla.sparse.rows_plan import ROWS, SparseRowsPlan, plan_rows
 
 Tensor = torch.Tensor
-MAX_PIECES = 32  # of a list; merge reads up to 16 at once
+_BF16 = (torch.bfloat16,)
 
 
-@dataclass(frozen=True, eq=False)
-class RowsPlan:
-    """Memory of split lists, and how wide their pieces are; a plan serves all layers and steps of
-    its shape on one stream.
+class Call(NamedTuple):
+    """A call of ``decode`` with ``indices`` over a BF16 cache."""
 
-    Attributes:
-        batch, s_q, num_heads, topk: of the calls.
-        pieces, width: of each list; ``width`` entries, a multiple of 64, are a piece.
-        o_accum: float32 (b * s_q * pieces, h, 512); empty where nothing is split.
-        lse_accum: float32 (b * s_q * pieces, h).
-        split_begin: int32 (b * s_q + 1,). units: int32 (b * s_q, 2), or (0, 2) with one token a
-            sequence.
-    """
-
-    batch: int
-    s_q: int
-    num_heads: int
-    topk: int
-    pieces: int
-    width: int
-    o_accum: Tensor
-    lse_accum: Tensor
-    split_begin: Tensor
-    units: Tensor
+    q: Any
+    cache: Any
+    indices: Any
+    topk_length: Tensor | None
+    attn_sink: Tensor | None
+    plan: Any
+    out: Tensor | None
+    lse: Tensor | None
+    options: tuple[float, str, str]  # softmax_scale, lse_base, empty_lse
+    out_dtype: torch.dtype | None
 
 
-def pieces_of(tokens: int, num_heads: int, topk: int, sms: int) -> tuple[int, int]:
-    """(pieces, width) that fill ``sms`` with work tiles, each of at least one tile."""
-    blocks = tokens * -(-num_heads // row_tile_of(num_heads))
-    tiles = -(-topk // TOKEN_TILE)
-    most = min(max(sms // max(blocks, 1), 1), MAX_PIECES, tiles)
-    width = -(-tiles // most)
-    return -(-tiles // width), width * TOKEN_TILE
+class Ready(NamedTuple):
+    """What a launch needs that follows from shapes and options."""
+
+    place: int  # of the plan
+    numbers: tuple[float, float, float]  # softmax_scale, lse_factor, empty_lse
+    ctas: int
+    no_lengths: Tensor
+    no_sink: Tensor
 
 
-def plan_rows(
-    num_heads: int,
-    s_q: int,
-    *,
-    topk: int,
-    batch: int,
-    device: torch.device | str | int = "cuda",
-    num_splits: int | None = None,
-) -> RowsPlan:
-    """A plan of ``sparse_decode_rows``.
-
-    Args:
-        num_heads: 1 to 128.
-        s_q: query tokens of every sequence.
-        topk: width of ``indices``.
-        batch: sequences.
-        device: of the tensors.
-        num_splits: pieces of a list, at most; None fills the device.  Results of one width have
-            the same bits in any batch.
-
-    Raises:
-        TypeError, ValueError: naming the argument.
-    """
-    num_heads, s_q = checks.num_heads(num_heads), checks.s_q(s_q)
-    topk = checks.integer("topk", topk, 1, MAX_TOPK)
-    tokens, where = checks.integer("batch", batch, 0) * s_q, checks.device("device", device)
-    pieces, width = pieces_of(tokens, num_heads, topk, sm_count(where))
-    if num_splits is not None:
-        tiles = -(-topk // TOKEN_TILE)
-        width = -(-tiles // checks.integer("num_splits", num_splits, 1, MAX_PIECES)) * TOKEN_TILE
-        pieces = -(-topk // width)
-    slots = tokens * pieces if pieces > 1 else 0
-    begins = torch.arange(tokens + 1, dtype=torch.int32, device=where)
-    rows = torch.stack((begins[:-1], begins[1:]), 1) * num_heads
-    return RowsPlan(
-        batch, s_q, num_heads, topk, pieces, width,
-        torch.empty(slots, num_heads, KV_LORA_RANK, device=where),
-        torch.empty(slots, num_heads, device=where),
-        begins * pieces, rows[: 0 if s_q == 1 else tokens].contiguous(),
-    )  # fmt: skip
+def decode_rows(call: Call) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a call; arguments and errors as of ``decode``."""
+    made: tuple[Tensor, Tensor] = calls.run(_ROWS, call.plan, call)
+    return made
 
 
-@functools.lru_cache(maxsize=64)
-def _kernel(device: torch.device, row_tile: int) -> runtime.Kernel:
-    arch = runtime.arch_of(device)
-    spec = VariantSpec(
-        op="sparse_prefill", arch=arch, row_tile=row_tile, d_qk=576, lists="split"
-    )  # fmt: skip
-    return runtime.kernel(spec, device.type)
+def _parts(call: Call) -> calls.Parts:
+    optional = call.topk_length, call.attn_sink, call.out, call.lse
+    tensors = (call.q, call.indices, *[t for t in optional if t is not None])
+    there = tuple([t is not None for t in optional])
+    told = (call.options, call.options[0].__class__, call.out_dtype, there)
+    content, rope, _ = call.cache.asks
+    where = (content(), rope(), call.cache.place, call.plan.o_accum.data_ptr())
+    return tensors, told, (*where, *[t.data_ptr() for t in tensors])
 
 
-runtime.on_forget(_kernel.cache_clear)
+def _places(call: Call, _: object) -> calls.Groups | None:
+    """Of a cache that is the plan's, and with it has the memory that it had."""
+    q, cache, plan = call.q, call.cache, call.plan
+    if not (
+        tracing.plain(q, cache, plan)
+        and cache.format == ROWS
+        and cache.device == q.device == plan.device
+        and cache.stays
+        and plan.stays
+    ):
+        return None
+    check_pages(cache)
+    results = [() if t is None else (overlap.span(t),) for t in (call.out, call.lse)]
+    tables = [t for t in (call.indices, call.topk_length, call.attn_sink) if t is not None]
+    read = (overlap.span(q), *cache.spans, *plan.spans, *map(overlap.span, tables))
+    return *results, read
 
 
-def sparse_decode_rows(
-    q: Tensor,
-    cache: PagedKVCache,
-    indices: Tensor,
-    *,
-    softmax_scale: float,
-    topk_length: Tensor | None = None,
-    attn_sink: Tensor | None = None,
-    plan: RowsPlan | None = None,
-    lse_base: str = "e",
-    empty_lse: str = "-inf",
-) -> tuple[Tensor, Tensor]:
-    """Attention of each query token to the tokens of a BF16 cache that it names.
-
-    Args:
-        q: bfloat16 (b, s_q, h, 576), contiguous, 1 to 128 heads.
-        cache: a ``PagedKVCache`` of bfloat16 with one KV head, whose pages follow one another.
-        indices: int32 (b, s_q, topk), slots of the cache (page * page_size + offset); negative
-            ones, and those behind the cache, are none.
-        softmax_scale, topk_length, attn_sink, lse_base, empty_lse: as of ``decode`` with
-            ``indices``.
-        plan: of ``plan_rows``; None makes one.
-
-    Returns:
-        (out, lse): bfloat16 (b, s_q, h, 512), float32 (b, h, s_q).
-
-    Raises:
-        TypeError, ValueError: naming the argument.
-        VariantError: there is no kernel for the device.
-
-    Source: our own; FlashMLA's ``flash_mla_sparse_fwd`` is what others call here.
-    """
-    rows = _flat_rows(cache)
-    checks.tensor("q", q, (torch.bfloat16,), ("b", "s_q", "h", 576), rows.device)
-    checks.contiguous("q", q)
-    b, s_q, heads, _ = q.shape
-    checks.tensor("indices", indices, (torch.int32,), (b, s_q, "topk"), q.device)
-    checks.contiguous("indices", indices)
-    scale = checks.softmax_scale(softmax_scale)
-    if topk_length is not None:
-        checks.vector("topk_length", topk_length, (b,), q.device)
-        if s_q > 1:
-            topk_length = topk_length.repeat_interleave(s_q)
-    if attn_sink is not None:
-        checks.tensor("attn_sink", attn_sink, (torch.float32,), (heads,), q.device)
-        checks.contiguous("attn_sink", attn_sink)
-    _, factor, empty = choices(False, lse_base, empty_lse)
-    asked = (b, s_q, heads, indices.shape[-1])
-    if plan is None:
-        plan = plan_rows(heads, s_q, topk=asked[-1], batch=b, device=q.device)
-    elif (plan.batch, plan.s_q, plan.num_heads, plan.topk) != asked:
-        made = (plan.batch, plan.s_q, plan.num_heads, plan.topk)
-        checks.value_error("plan", f"one made for (b, s_q, h, topk) = {asked}", made)
-    tokens, lists = q.flatten(0, 1), indices.view(b * s_q, 1, -1)
-    if plan.pieces == 1 or not rows.shape[0]:
-        out, _, sums = sparse_prefill(
-            tokens, rows, lists, scale, attn_sink=attn_sink, topk_length=topk_length
-        )
-        sums = torch.where(sums == math.inf, empty, sums * (factor / math.log(2)))
-        return out.view(b, s_q, heads, -1), sums.view(b, s_q, heads).transpose(1, 2).contiguous()
-    out = q.new_empty((b, s_q, heads, KV_LORA_RANK))
-    lse = q.new_empty((b, heads, s_q), dtype=torch.float32)
-    if b:
-        _launch(
-            (tokens, rows, lists, topk_length, attn_sink), (out, lse), plan, (scale, factor, empty)
-        )
-    return out, lse
-
-
-def _launch(
-    read: tuple[Any, ...], results: tuple[Tensor, Tensor], plan: RowsPlan, numbers: Any
-) -> None:
-    """The kernel over pieces, and the merge behind it."""
-    tokens, rows, lists, lengths, sink = read
-    s_q, heads, _ = tokens.shape
-    row_tile, device = row_tile_of(heads), tokens.device
-    work = s_q * plan.pieces * -(-heads // row_tile)
-    none = torch.empty(0, device=device)
-    _kernel(device, row_tile)(
-        tokens, rows, lists, none.int() if lengths is None else lengths,
-        none if sink is None else sink, plan.split_begin, plan.units, *results, plan.o_accum,
-        plan.lse_accum, *numbers, plan.width, min(sm_count(device), work),
-    )  # fmt: skip
-
-
-def _flat_rows(cache: PagedKVCache) -> Tensor:
-    """(tokens, 1, 576) of the cache's pages; checks that there is such a view."""
-    expect_cache(cache)
-    if cache.format != "bf16" or cache.num_kv_heads != 1:
-        got = f"{cache.format} with {cache.num_kv_heads} KV heads"
-        checks.value_error("cache", "a cache of bfloat16 with one KV head", got)
+def check_pages(cache: PagedKVCache) -> None:
+    """That a cache's tokens are rows of one tensor, which the gather's 32 bits reach."""
     kv = cache.kv
     assert kv is not None  # of all caches of rows
     pages, size = kv.shape[:2]
     if pages > 1 and kv.stride(0) != size * kv.stride(1):
         wanted = f"pages that follow one another, {size * kv.stride(1)} elements apart"
         checks.value_error("cache", wanted, f"strides {kv.stride()}")
-    return kv.as_strided((pages * size, 1, 576), (kv.stride(1), 576, 1))
+    check_reach({"cache.kv": kv})
+
+
+def _flat_rows(cache: PagedKVCache) -> Tensor:
+    """(tokens, 1, 576) of the cache's pages, which were checked."""
+    kv = cache.kv
+    assert kv is not None
+    pages, size = kv.shape[:2]
+    return kv.as_strided((pages * size, 1, HEAD_DIM_QK), (kv.stride(1), HEAD_DIM_QK, 1))
+
+
+def _expect(call: Call) -> None:
+    """That query, cache, lists and plan are of kinds that go together."""
+    q, cache, plan = call.q, call.cache, call.plan
+    expect_cache(cache)
+    if cache.num_kv_heads != 1:
+        checks.value_error("cache", "one KV head with indices", cache.num_kv_heads)
+    if isinstance(q, QuantizedQuery):
+        hint = "a 16-bit cache takes queries as they are"
+        checks.type_error("q", "a bfloat16 tensor", "a snapmla.QuantizedQuery", hint)
+    if isinstance(q, torch.Tensor) and q.ndim == 3:
+        hint = "a BF16 cache takes ragged query tokens as sequences of one: q.unsqueeze(1)"
+        checks.value_error("q", "shape (b, s_q, num_heads, 576)", tuple(q.shape), hint)
+    checks.query_of_rows(q, torch.bfloat16, 1)
+    if plan is not None and not isinstance(plan, SparseRowsPlan):
+        hint = "plan_sparse_decode makes it with cache_dtype='bf16'"
+        checks.type_error("plan", "a snapmla.SparseRowsPlan or None", type(plan).__name__, hint)
+    if not isinstance(call.indices, torch.Tensor):
+        checks.type_error("indices", "a torch.Tensor", type(call.indices).__name__)
+
+
+def check_options(call: Call, rows: tuple[int, ...], device: torch.device) -> None:
+    """Checks what depends on neither cache nor plan."""
+    check_lengths(call.topk_length, rows[0], device)
+    if call.attn_sink is not None:
+        checks.tensor("attn_sink", call.attn_sink, (torch.float32,), (rows[-1],), device)
+        checks.contiguous("attn_sink", call.attn_sink)
+    check_outputs(call.out, call.lse, rows, call.out_dtype, device, _BF16)
+    checks.softmax_scale(call.options[0])
+    choices(False, *call.options[1:])
+
+
+def _checked(call: Call) -> Call:
+    """Checks all tensors with full messages; plans if no plan is given, launches nothing else."""
+    _expect(call)
+    rows, device, plan = rows_of(call.q), call.q.device, call.plan
+    if call.cache.device != device:
+        checks.value_error("cache", f"tensors on {device}, where q is", call.cache.device)
+    check_pages(call.cache)
+    check_indices(call.indices, rows, None if plan is None else plan.topk, device)
+    if plan is None:
+        plan = _planned(call, device)
+    else:
+        plan.expect_memory()
+        if plan.device != device:
+            checks.value_error("plan", f"a plan on {device}, where q is", plan.device)
+        check_plan_shape(plan, rows)
+    check_options(call, rows, device)
+    read = {
+        "q": call.q, **named("cache", call.cache), "indices": call.indices,
+        "topk_length": call.topk_length, "attn_sink": call.attn_sink,
+        "plan.o_accum": plan.o_accum, "plan.lse_accum": plan.lse_accum,
+        "plan.split_begin": plan.split_begin, "plan.units": plan.units,
+        "plan.lengths": plan.lengths,
+    }  # fmt: skip
+    checks.apart("out", call.out, {**read, "lse": call.lse})
+    checks.apart("lse", call.lse, read)
+    return call._replace(plan=plan)
+
+
+def _planned(call: Call, device: torch.device) -> SparseRowsPlan:
+    b, s_q, heads = rows_of(call.q)
+    return plan_rows(heads, s_q, topk=call.indices.shape[-1], batch=b, device=device)
+
+
+def check_plan_shape(plan: SparseRowsPlan, rows: tuple[int, ...]) -> None:
+    """That a plan is for this call's rows."""
+    if plan.rows_shape != rows:
+        wanted = f"one made for (b, s_q, num_heads) = {rows}"
+        checks.value_error("plan", wanted, plan.rows_shape)
+
+
+def _ready(call: Call) -> Ready:
+    plan = call.plan
+    _, factor, empty = choices(False, *call.options[1:])
+    blocks = -(-plan.num_heads // plan.row_tile)
+    work = plan.tokens * plan.pieces * blocks
+    with torch.inference_mode(False):
+        no_lengths = torch.empty(0, dtype=torch.int32, device=plan.device)
+        no_sink = torch.empty(0, dtype=torch.float32, device=plan.device)
+    numbers = (checks.softmax_scale(call.options[0]), factor, empty)
+    return Ready(plan.place, numbers, min(sm_count(plan.device), work), no_lengths, no_sink)
+
+
+def _launch(call: Call, ready: Ready | None) -> tuple[tuple[Tensor, Tensor], Any]:
+    """Launches a checked call; see ``call.Op``."""
+    plan, rows = call.plan, call.plan.rows_shape
+    out, lse = call.out, call.lse
+    if out is None or lse is None:
+        allocate = launch.allocator(plan.device)
+        if out is None:
+            shape = (*rows, KV_LORA_RANK)
+            out = allocate(shape, launch.dense_strides(shape), torch.bfloat16)
+        if lse is None:
+            shape = lse_shape(rows)
+            lse = allocate(shape, launch.dense_strides(shape), torch.float32)
+    if not plan.tokens:
+        return (out, lse), None
+    if ready is None:
+        ready = _ready(call)
+    kv = _flat_rows(call.cache)
+    if not kv.shape[0]:  # nobody sees anything, and there may be no memory at all
+        out.zero_()
+        lse.fill_(ready.numbers[2])
+        return (out, lse), None
+    lengths = call.topk_length
+    if lengths is None:
+        lengths = ready.no_lengths
+    elif plan.s_q > 1:
+        plan.lengths.view(plan.batch, plan.s_q).copy_(lengths[:, None])
+        lengths = plan.lengths
+    lists = call.indices if plan.s_q == 1 else flat(call.indices)[:, None]
+    sink = ready.no_sink if call.attn_sink is None else call.attn_sink
+    read = (call.q.flatten(0, 1), kv, lists, lengths, sink)
+    if plan.pieces == 1:
+        _whole(plan, read, (out, lse), ready)
+    else:
+        *tables, o_accum, lse_accum = plan.arguments
+        kernel_of(plan.device, plan.row_tile, HEAD_DIM_QK, lists="split")(
+            *read, *tables, out, lse, o_accum, lse_accum, *ready.numbers, plan.width, ready.ctas
+        )
+    return (out, lse), ready
+
+
+def _whole(
+    plan: SparseRowsPlan, read: tuple[Any, ...], results: tuple[Tensor, Tensor], ready: Ready
+) -> None:
+    """Lists that are not split; the LSE in the form that was asked for."""
+    out, lse = results
+    scale, factor, empty = ready.numbers
+    most, sums = plan.lse_accum.view(2, plan.tokens, plan.num_heads)
+    if plan.s_q == 1:
+        sums = lse[..., 0]
+    kernel_of(plan.device, plan.row_tile, HEAD_DIM_QK)(
+        *read, out.flatten(0, 1), most, sums, scale, ready.ctas
+    )
+    if plan.s_q > 1:
+        lse.copy_(sums.view(plan.rows_shape).transpose(1, 2))
+    if factor == 1.0:  # base 2
+        lse.mul_(1.0 / math.log(2.0))
+    if empty < 0:
+        lse.nan_to_num_(nan=math.nan, posinf=empty, neginf=-math.inf)
+
+
+def _traced(call: Call) -> tuple[Tensor, Tensor]:
+    """The call as an operator, for tracers."""
+    _expect(call)
+    rows, plan, options = rows_of(call.q), call.plan, call.options
+    if plan is None:
+        if tracing.by_dynamo():
+            return tracing.between_graphs(_again, *call)
+        plan = _planned(call, call.q.device)
+    check_plan_shape(plan, rows)
+    check_options(call, rows, call.q.device)
+    _, factor, empty = choices(False, *options[1:])
+    common = (
+        call.q, call.cache.memory_now()[0], call.indices, call.topk_length, call.attn_sink,
+        plan.split_begin, plan.units, plan.lengths, plan.o_accum, plan.lse_accum, plan.topk,
+        plan.width, plan.row_tile, checks.softmax_scale(options[0]), factor, empty,
+    )  # fmt: skip
+    if call.out is None and call.lse is None:
+        made: tuple[Tensor, Tensor] = torch.ops.snapmla.sparse_decode_bf16(*common)
+        return made
+    out = call.q.new_empty((*rows, KV_LORA_RANK)) if call.out is None else call.out
+    lse = call.lse
+    if lse is None:
+        lse = call.q.new_empty(lse_shape(rows), dtype=torch.float32)
+    torch.ops.snapmla.sparse_decode_bf16_out(*common, out, lse)
+    return out, lse
+
+
+def _again(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """A call by its arguments, between two graphs."""
+    return decode_rows(Call(*arguments))
+
+
+def launch_now(call: Call) -> tuple[Tensor, Tensor]:
+    """A call on tensors with memory, whoever traces: what the operator does."""
+    return _launch(_checked(call), None)[0]
+
+
+def is_rows(cache: Any) -> bool:
+    """Whether a cache is one of 16-bit rows.  Raises ValueError for those that no kernel reads."""
+    if not isinstance(cache, PagedKVCache) or not FORMATS[cache.format].rows:
+        return False
+    if cache.format != ROWS:
+        wanted = "bfloat16 rows, an FP8 cache or rows of 656 bytes"
+        checks.value_error("cache", wanted, f"one of {checks.dtype_name(cache.dtype)} rows")
+    return True
+
+
+_ROWS = calls.Op("sparse_decode_bf16", _checked, _launch, _traced, _parts, _places)

@@ -99,6 +99,8 @@ def _dot_qk(rows: Rows, chunk: Chunk, config: QuantConfig) -> Tensor:
         return content + rows.rope.double() @ chunk.rope.double().T
     a, b = rows.nope.float(), chunk.content.float()
     rope_a, rope_b = rows.rope.bfloat16(), chunk.rope.bfloat16()
+    if config.qk_accumulation == "f16":
+        return bf16_dot(bf16_dot(None, a.half(), b.half()), rope_a, rope_b)
     acc = bf16_dot(None, rope_a, rope_b) if config.rope_first else None
     step, fp8_dot = config.qk_promote_channels, FP8_DOT[config.qk_accumulation]
     total = fp8_dot(a[:, :step], b[:, :step], acc)
@@ -144,6 +146,8 @@ def _quantised_p(p: Tensor, config: QuantConfig) -> list[Tensor]:
     """e4m3 terms of P' (fp32 values); their sum stands for P'."""
     if config.p_scale == "none":
         return [p]
+    if config.p_dtype == "f16":
+        return [p.half().to(p.dtype)]
     first = to_e4m3(p).to(p.dtype)
     if config.p_terms == 1:
         return [first]
@@ -302,7 +306,7 @@ def _add_chunk(
     p, frames, visible = _block_p(state, rows, chunk, softmax_scale, sigma_max, config)
     state.move_to(frames.amax(-1))
     terms = _quantised_p(torch.where(torch.isnan(p), 0.0, p), config)
-    total = _sum_terms(terms)
+    total, wide = _sum_terms(terms), config.p_dtype != "e4m3"
     mass = p if config.normaliser == "unquantised" else torch.where(torch.isnan(p), p, total)
     inverse = 1.0 / chunk.sigma.double().unflatten(0, (-1, config.p_block))
     inverse = torch.where(visible, inverse, 0.0)
@@ -311,7 +315,7 @@ def _add_chunk(
     bad = torch.isnan(chunk.sigma) | torch.isnan(chunk.content.float()).any(-1)
     v = chunk.content.float() if chunk.content.dtype == FP8 else chunk.content
     v = torch.where(bad[:, None], 0.0, v)
-    if ties is not None and len(terms) == 1 and config.p_scale != "none":
+    if ties is not None and len(terms) == 1 and config.p_scale != "none" and not wide:
         ties.append(_Ties.of(torch.where(torch.isnan(p), 0.0, p), frames, v))
     if config.order == "inverted":
         half = D_V // 2

@@ -16,6 +16,7 @@ from snapmla.decode_plan import DecodePlan
 from snapmla.quant import QuantizedQuery
 from snapmla.testing import metrics, reference, rounding
 
+WIDE = "f16"  # pipeline with products in 16 bits
 MIMIC_OF = {"sm_90a": rounding.MIMIC_HW_FULL, "sm_100a": rounding.MIMIC_BLACKWELL}
 # What a decode's errors may exceed those of the mimic by.  Over all built variants they are 1.001
 # times the mimic's at most: what rounds the other way is a P at a tie, where both are as wrong.
@@ -29,6 +30,17 @@ FLIPS = 1e-3
 # With two terms of P the second makes up for a tie of the first; what is seen, 1.1e-4 at most, is
 # the 16 bits of partial results.
 FLIPS_OF_TWO = 2.5e-4
+
+
+def mimic_of(spec: VariantSpec, *, exact: bool = False) -> rounding.QuantConfig:
+    """The rounding of a decode variant over the FP8 cache; ``exact``: on a software GPU whose
+    matrix products are (``SOFTGPU_ACCUMULATE``)."""
+    wide = spec.pipeline == WIDE
+    if exact:
+        mimic = replace(rounding.MIMIC_F16, qk_accumulation="exact") if wide else rounding.MIMIC
+    else:
+        mimic = rounding.MIMIC_F16 if wide else MIMIC_OF[spec.arch]
+    return blocks_of(spec, replace(mimic, p_terms=spec.p_terms))
 
 
 def blocks_of(spec: VariantSpec, mimic: rounding.QuantConfig) -> rounding.QuantConfig:
@@ -224,6 +236,8 @@ def _mimic_of(plan: DecodePlan | None) -> rounding.QuantConfig:
     """The rounding of the plan's kernel."""
     if plan is None:
         return MIMIC_OF["sm_90a"]
+    if plan.pipeline == WIDE:
+        return rounding.MIMIC_F16
     mimic = replace(MIMIC_OF[runtime.arch_of(plan.device)], p_terms=plan.p_terms)
     return replace(mimic, p_block=plan.token_tile, promote_tokens=plan.token_tile)
 

@@ -279,15 +279,16 @@ class DenseJob:
         heads, s_q: None takes ``SHAPES``; with several KV heads, query heads of one.
         kv_heads: KV heads of the cache; each (sequence, KV head) is a sequence of the plan.
         planner: the plan_decode kernel; None plans with ``reference_plan``.
-        amplitude: of the queries; large ones make peaked rows, whose frames move.
+        amplitude: of the queries, or of each sequence's; large ones make peaked rows, whose frames
+            move.
         device: where ``run`` puts tensors; results come back to the CPU.
     """
 
     def __init__(
         self, spec: VariantSpec, lengths: Sequence[int] = (64, 0, 130, 1), parts: int = 2, *,
         heads: int | None = None, s_q: int | None = None, kv_heads: int = 1,
-        planner: runtime.Kernel | None = None, amplitude: float = 10.0,
-        device: str = "cpu",
+        planner: runtime.Kernel | None = None,
+        amplitude: float | Sequence[float] = 10.0, device: str = "cpu",
     ) -> None:  # fmt: skip
         usual = SHAPES[spec.row_tile]
         self.spec, self.parts, self.planner, self.device = spec, parts, planner, device
@@ -297,7 +298,8 @@ class DenseJob:
         self.tokens = [self._sample(n, dtype) for n in lengths]
         self.cache, self.table = self._paged(lengths, dtype)
         b = len(self.lengths)
-        q = amplitude * torch.randn(b, self.s_q, self.heads, HEAD_DIM_QK)
+        each = torch.as_tensor(amplitude).expand(len(lengths)).repeat_interleave(kv_heads)
+        q = each.view(b, 1, 1, 1) * torch.randn(b, self.s_q, self.heads, HEAD_DIM_QK)
         self.q = q.to(dtype)
         self.seqlens = torch.tensor(self.lengths, dtype=torch.int32)
         rows = -(-self.heads * self.s_q // spec.row_tile) * spec.row_tile

@@ -27,7 +27,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "p_scale": ("none", "tile", "running", "static"),
     "order": ("monotone", "inverted"),
     "normaliser": ("unquantised", "quantised"),
-    "qk_accumulation": ("exact", "hopper", "blackwell"),
+    "p_dtype": ("e4m3", "f16"),
+    "qk_accumulation": ("exact", "hopper", "blackwell", "f16"),
     "pv_accumulation": ("exact", "hopper", "blackwell"),
     "arithmetic": ("fp64", "fp32", "fused"),
 }
@@ -51,6 +52,7 @@ class QuantConfig:
         p_scale: how P is quantised to e4m3: ``tile``: one dynamic scale per row and block of
             tokens; ``running``: the running maximum's scale; ``static``: a scale fixed before the
             sequence is seen, relative to the running softmax maximum; ``none``: not quantised.
+        p_dtype: what P is rounded to, ``e4m3`` or ``f16``.
         p_max: the largest P' of a block: 2^8 in the kernels, 448 in the paper.
         p_terms: 2 adds an e4m3 term for what the first leaves, of the same scale; summed before
             it.
@@ -60,7 +62,8 @@ class QuantConfig:
         order: ``inverted`` is the double-buffered order that the paper abandons: the right half of
             d_v meets the odd block first and P of the even one is requantised to its scale.
         normaliser: whether the row sum is taken of P before or after quantisation.
-        qk_accumulation, pv_accumulation: ``exact``, or modelled: ``hopper``, ``blackwell``.
+        qk_accumulation, pv_accumulation: ``exact``, or modelled: ``hopper``, ``blackwell``; of Q.K
+            also ``f16``, both operands in 16 bits.
         qk_promote_channels: content channels per accumulator in modelled Q.K; the partial sums
             are added in fp32.
         rope_first: RoPE before, not after, the content of the first modelled Q.K chain.
@@ -82,6 +85,7 @@ class QuantConfig:
     rope_quantised: str = "none"
     q_granularity: str = "token_head"
     p_scale: str = "tile"
+    p_dtype: str = "e4m3"
     p_max: float = 256.0
     p_terms: int = 1
     p_block: int = 64
@@ -127,6 +131,8 @@ FP64 = QuantConfig(granularity="none", q_granularity="none", p_scale="none")
 MIMIC = QuantConfig(top="spread", qk_promote_channels=256)
 MIMIC_HW = replace(MIMIC, qk_accumulation="hopper", arithmetic="fp32")
 MIMIC_HW_FULL = replace(MIMIC_HW, pv_accumulation="hopper")
+# Pipeline f16: sums of P.V, which keep 25 bits, are taken for exact.
+MIMIC_F16 = QuantConfig(top="spread", p_dtype="f16", qk_accumulation="f16", arithmetic="fp32")
 MIMIC_BLACKWELL = QuantConfig(
     top="spread", qk_accumulation="blackwell", pv_accumulation="blackwell", arithmetic="fused"
 )  # one chain of Q.K

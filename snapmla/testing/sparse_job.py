@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from dsl_kernels.spec import VariantSpec
 from snapmla import runtime
 from snapmla.quant import QuantizedQuery
 from snapmla.testing import rounding
-from snapmla.testing.comparison import MIMIC_OF, DecodeErrors, errors_of
+from snapmla.testing.comparison import DecodeErrors, errors_of, mimic_of
 from snapmla.testing.plan_tables import PlanTables
 from snapmla.testing.reference_plan import PlanReference, Queries, plan_reference
 from snapmla.testing.sparse_reference import sparse_decode_reference
@@ -287,8 +287,7 @@ class SparseJob:
             attn_sink=self.sink if self.shape.sink else None,
         )  # fmt: skip
         exact = os.environ.get("SOFTGPU_ACCUMULATE") == "exact"
-        mimic = rounding.MIMIC if exact else MIMIC_OF[self.spec.arch]
         return errors_of(
             run, out.flatten(0, 1)[:n], lse.transpose(0, 1).flatten(1)[:, :n],
-            replace(mimic, p_terms=self.spec.p_terms),
+            mimic_of(self.spec, exact=exact),
         )  # fmt: skip

@@ -1,5 +1,5 @@
-"""``sparse_decode`` and ``sparse_decode_rows``: attention to named tokens of an FP8 cache, and of
-rows of 656 bytes."""
+"""``sparse_decode``, ``sparse_decode_rows``, ``sparse_decode_bf16``: attention to named tokens of
+an FP8 cache, of rows of 656 bytes, of a BF16 cache."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ import torch
 from torch import Tensor
 
 from dsl_kernels.cache_records.ds_mla import FORMAT, ROW_BYTES
-from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK
+from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK, TOKEN_TILE
 from snapmla import checks, layouts, quant
+from snapmla.cache import PagedKVCache
 from snapmla.decode_plan import FP8
-from snapmla.sparse.decode import check_reach
+from snapmla.sparse import rows
+from snapmla.sparse.lists import check_reach
 from snapmla.sparse.plan import SparsePlan, variant_of
+from snapmla.sparse.rows_plan import STATIC, TENSORS, SparseRowsPlan
+from snapmla.torch_ops import pytrees
 from snapmla.torch_ops.decode import check_query
 from snapmla.torch_ops.decode_arguments import check_tables_of, new_results
 from snapmla.torch_ops.operator import Operator
@@ -29,6 +33,12 @@ _PLANES = (
     "Tensor q_nope, Tensor q_rope, Tensor q_scale, Tensor content, Tensor? rope, Tensor? scale, "
 )
 _ROWS = "Tensor q, Tensor kv, "
+_PIECES = (
+    "Tensor indices, Tensor? topk_length, Tensor? attn_sink, Tensor split_begin, Tensor units, "
+    "Tensor(a!) lengths, Tensor(b!) o_accum, Tensor(c!) lse_accum, int topk, int width, "
+    "int row_tile, float softmax_scale, float lse_factor, float empty_lse"
+)
+_BF16_OUT = "Tensor(d!) out, Tensor(e!) lse"
 _OUT = "Tensor(c!) out, Tensor(d!) lse"
 _OPTIONS = "int p_terms=1"
 
@@ -138,6 +148,72 @@ def _fake_rows(*arguments: Any) -> tuple[Tensor, Tensor]:
     return new_results(q, arguments[-1])
 
 
+def _bf16(*arguments: Any) -> tuple[Tensor, Tensor]:
+    return rows.launch_now(_call_of_rows(*arguments))
+
+
+def _bf16_out(*arguments: Any) -> None:
+    rows.launch_now(_call_of_rows(*arguments))
+
+
+def _call_of_rows(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    topk_length: Tensor | None,
+    attn_sink: Tensor | None,
+    split_begin: Tensor,
+    units: Tensor,
+    lengths: Tensor,
+    o_accum: Tensor,
+    lse_accum: Tensor,
+    topk: int,
+    width: int,
+    row_tile: int,
+    softmax_scale: float,
+    lse_factor: float,
+    empty_lse: float,
+    *results: Tensor,
+) -> rows.Call:
+    """The call, whose plan is what its tables and numbers are of."""
+    checks.tensor("q", q, (torch.bfloat16,), ("b", "s_q", "num_heads", HEAD_DIM_QK))
+    b, s_q, heads, _ = q.shape
+    checks.integer("width", width, TOKEN_TILE)
+    if width % TOKEN_TILE:
+        checks.value_error("width", f"a multiple of {TOKEN_TILE}", width)
+    plan = SparseRowsPlan(
+        split_begin, units, lengths, o_accum, lse_accum, b, s_q, heads, topk, -(-topk // width),
+        width, row_tile,
+    )  # fmt: skip
+    base = "2" if lse_factor == 1.0 else "e"
+    options = softmax_scale, base, "+inf" if empty_lse > 0 else "-inf"
+    out, lse = results or (None, None)
+    cache = PagedKVCache.from_tensors(kv)
+    return rows.Call(
+        q, cache, indices, topk_length, attn_sink, plan, out, lse, options, torch.bfloat16
+    )
+
+
+def _fake_bf16(*arguments: Any) -> tuple[Tensor, Tensor]:
+    q, kv, indices = arguments[:3]
+    checks.tensor("q", q, (torch.bfloat16,), ("b", "s_q", "num_heads", HEAD_DIM_QK))
+    checks.tensor("kv", kv, (torch.bfloat16,), ("num_pages", "page_size", 1, HEAD_DIM_QK))
+    checks.tensor("indices", indices, (torch.int32,), (*q.shape[:2], "topk"))
+    return new_results(q, torch.bfloat16)
+
+
+def _register_rows_plan() -> None:
+    """``SparseRowsPlan`` as a pytree of its tables."""
+    pytrees.register(
+        SparseRowsPlan,
+        lambda _: TENSORS,
+        lambda leaves, static: pytrees.put_together(
+            SparseRowsPlan, dict(zip(TENSORS, leaves)) | dict(zip(STATIC, static))
+        ),
+        STATIC,
+    )
+
+
 OPERATORS = (
     Operator(
         f"sparse_decode({_PLANES}{_LISTS}, ScalarType out_dtype, *, {_OPTIONS})"
@@ -152,6 +228,9 @@ OPERATORS = (
         _fake_rows,
     ),
     Operator(f"sparse_decode_rows_out({_ROWS}{_LISTS}, {_OUT}) -> ()", _rows_out),
+    Operator(f"sparse_decode_bf16({_ROWS}{_PIECES}) -> (Tensor, Tensor)", _bf16, _fake_bf16),
+    Operator(f"sparse_decode_bf16_out({_ROWS}{_PIECES}, {_BF16_OUT}) -> ()", _bf16_out),
 )
 
 register_plan(SparsePlan)
+_register_rows_plan()

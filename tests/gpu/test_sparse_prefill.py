@@ -18,7 +18,8 @@ from torch import Tensor
 from dsl_kernels.spec import VariantSpec
 from snapmla import runtime
 from snapmla.sparse.flash_mla_names import flash_mla_sparse_fwd
-from snapmla.sparse.prefill import row_tile_of, sparse_prefill
+from snapmla.sparse.prefill import sparse_prefill
+from snapmla.sparse.rows_kernel import row_tile_of
 from snapmla.testing.prefill_job import PrefillJob, Results
 from snapmla.testing.workloads.exact import Case, Runner
 from snapmla.testing.workloads.sparse_prefill import recorded

@@ -17,9 +17,9 @@ import snapmla
 from dsl_kernels.spec import VariantSpec
 from snapmla import runtime
 from snapmla.sparse.flash_mla_names import flash_mla_sparse_fwd
-from snapmla.sparse.prefill import row_tile_of, sparse_prefill
+from snapmla.sparse.prefill import sparse_prefill
 from snapmla.sparse.prefill_fp8 import plan_sparse_prefill
-from snapmla.sparse.rows import plan_rows, sparse_decode_rows
+from snapmla.sparse.rows_kernel import row_tile_of, split_row_tile_of
 from snapmla.testing import metrics
 from snapmla.testing.prefill_job import PrefillJob
 
@@ -29,7 +29,8 @@ DEVICE, SCALE, INF = "cuda", 576**-0.5, math.inf
 
 def there(heads: int, d_qk: int = 576, **values: str) -> VariantSpec:
     """The variant, if there is one or it can be built here."""
-    spec = VariantSpec(op="sparse_prefill", row_tile=row_tile_of(heads), d_qk=d_qk, **values)
+    tile = (split_row_tile_of if values.get("lists") == "split" else row_tile_of)(heads)
+    spec = VariantSpec(op="sparse_prefill", row_tile=tile, d_qk=d_qk, **values)
     if runtime.jit_refusal() and runtime.find(spec) is None:
         pytest.skip(f"{spec.name} is not built, and nothing compiles here")
     return spec
@@ -121,11 +122,11 @@ def test_from_the_fp8_cache(heads: int, s_q: int) -> None:
 # ---------------------------------------------------------------- few query tokens over BF16 rows
 
 
-@pytest.mark.parametrize("splits", [None, 1, 4])
+@pytest.mark.parametrize("width", [None, 2048, 512])
 @pytest.mark.parametrize("topk", [100, 2048])
 @pytest.mark.parametrize("heads", [8, 16, 20, 64, 128])
 @pytest.mark.parametrize(("b", "s_q"), [(2, 1), (3, 2), (128, 1)])
-def test_decode_over_rows(b: int, s_q: int, heads: int, topk: int, splits: int | None) -> None:
+def test_decode_over_rows(b: int, s_q: int, heads: int, topk: int, width: int | None) -> None:
     there(heads, lists="split")
     there(heads)
     torch.manual_seed(b + heads + topk)
@@ -136,10 +137,13 @@ def test_decode_over_rows(b: int, s_q: int, heads: int, topk: int, splits: int |
     indices = torch.randint(-300, 300 * 64 + 9, (b, s_q, topk), device=DEVICE, dtype=torch.int32)
     lengths = torch.randint(0, topk + 3, (b,), device=DEVICE, dtype=torch.int32)
     sink = torch.randn(heads, device=DEVICE)
-    plan = plan_rows(heads, s_q, topk=topk, batch=b, device=DEVICE, num_splits=splits)
+    plan = snapmla.plan_sparse_decode(
+        heads, s_q, topk=topk, batch=b, device=DEVICE, cache_dtype="bf16", fixed_split_tokens=width
+    )
     found = [
-        sparse_decode_rows(
-            q, cache, indices, softmax_scale=SCALE, topk_length=lengths, attn_sink=sink, plan=plan
+        snapmla.decode(
+            q, cache, indices=indices, softmax_scale=SCALE, topk_length=lengths, attn_sink=sink,
+            plan=plan,
         )
         for _ in range(3)
     ]  # fmt: skip
@@ -158,3 +162,49 @@ def test_decode_over_rows(b: int, s_q: int, heads: int, topk: int, splits: int |
         want = want / (1 + torch.exp(sink.double() - of_rows))[:, None]
         assert metrics.relative_l2(out[i, j], want) < 4e-3
         assert float((lse[i, :, j] - of_rows).abs().max()) < 1e-4
+
+
+@pytest.mark.parametrize("s_q", [1, 2])
+@pytest.mark.parametrize(("heads", "width"), [(16, 512), (20, 64), (128, 2048)])
+def test_decode_over_rows_in_a_graph(heads: int, width: int, s_q: int) -> None:
+    """Nothing is allocated; a replay reads other lists, lengths and rows, and has a call's bits."""
+    there(heads, lists="split")
+    there(heads)
+    torch.manual_seed(heads)
+    cache = snapmla.PagedKVCache.allocate(40, 64, device=DEVICE, dtype=torch.bfloat16)
+    assert cache.kv is not None
+    cache.kv.normal_()
+    q = torch.randn(3, s_q, heads, 576, device=DEVICE).bfloat16()
+    indices = torch.randint(0, 40 * 64, (3, s_q, 2048), device=DEVICE, dtype=torch.int32)
+    lengths = torch.tensor([2048, 0, 700], device=DEVICE, dtype=torch.int32)
+    plan = snapmla.plan_sparse_decode(
+        heads, s_q, topk=2048, batch=3, device=DEVICE, cache_dtype="bf16", fixed_split_tokens=width
+    )
+    out = torch.empty(3, s_q, heads, 512, device=DEVICE).bfloat16()
+    lse = torch.empty(3, heads, s_q, device=DEVICE)
+
+    def call() -> None:
+        snapmla.decode(
+            q, cache, indices=indices, topk_length=lengths, softmax_scale=SCALE, plan=plan,
+            out=out, lse=lse,
+        )  # fmt: skip
+
+    for _ in range(2):
+        call()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    call()
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    for length in (900, 0):
+        lengths.fill_(length)
+        indices.random_(0, 40 * 64)
+        cache.kv.normal_()
+        out.fill_(INF)
+        graph.replay()
+        replayed = out.clone(), lse.clone()
+        call()
+        assert torch.equal(replayed[0], out) and torch.equal(replayed[1], lse)
+        assert bool(torch.isinf(lse).all()) == (length == 0) and bool(out.isfinite().all())

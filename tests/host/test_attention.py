@@ -21,6 +21,7 @@ from snapmla import PagedKVCache, attention, env, metrics, runtime
 from snapmla.decode_plan import PlanVariant
 from snapmla.reference import MIMIC_HW_FULL
 from snapmla.testing import selfcheck
+from snapmla.testing.rounding import MIMIC_F16
 from tests.support.bits import same_bits
 from tests.support.needs import needs_compiler
 from tests.support.steps import SCALE, Step, assert_right, make_step, plan_for
@@ -42,6 +43,9 @@ WHOLE_MATRIX_CASES = [
     ("etap", 48, 1, 32, "row640", torch.bfloat16, "token"),
     ("etap", 32, 4, 128, "split", torch.float32, "token_head"),
     ("dual_wg", 64, 1, 64, "row640", torch.float32, "token_head"),
+    ("f16", 10, 3, 64, "paged", torch.bfloat16, "token_head"),
+    ("f16", 5, 3, 16, "row640", torch.float32, "token"),
+    ("f16", 65, 2, 64, "split", torch.float32, "token_head"),  # three row blocks of 64
 ]
 
 
@@ -71,7 +75,7 @@ def test_pipeline(
     )  # fmt: skip
     assert out.dtype == dtype and tuple(lse.shape) == (5, heads, s_q)
     assert (out[1] == 0).all() and torch.isneginf(lse[1]).all()
-    assert_right(step, out, lse)
+    assert_right(step, out, lse, config=MIMIC_F16 if pipeline == "f16" else None)
 
 
 @pytest.mark.parametrize(

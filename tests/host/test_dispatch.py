@@ -106,6 +106,23 @@ def test_wishes_beside_two_terms(wish: dict[str, Any], message: str) -> None:
         dispatch.choose(CPU, 16, 1, 64, p_terms=2, **wish)
 
 
+def test_exact_logits_serve_who_asks() -> None:
+    """Pipeline f16: by its name, in the row tile that pads least, and in no list."""
+    found = [chosen(heads, 1, pipeline="f16") for heads in (5, 17, 40, 128)]
+    assert found == [("f16", 16), ("f16", 32), ("f16", 64), ("f16", 64)]
+    assert "f16 row_tile" not in str(snapmla.explain(16, card="H200"))
+    asked = snapmla.explain(16, card="H200", pipeline="f16")
+    assert asked.chosen is not None and asked.chosen.variant == "decode_f16_r16_p64_obf16_sm90a"
+    with pytest.raises(ValueError, match="^accuracy: expected 'standard' with pipeline 'f16', got"):
+        dispatch.choose(CPU, 16, 1, 64, p_terms=2, pipeline="f16")
+    with pytest.raises(ValueError, match="^row_tile: expected 16 or 32 or 64 with pipeline 'f16'"):
+        dispatch.choose(CPU, 16, 1, 64, row_tile=128, pipeline="f16")
+    with pytest.raises(ValueError, match="^pipeline: expected 'ws' or 'pair' on sm_100a, got f16"):
+        dispatch.calls.choose_on(dispatch.card_named("B200"), 16, 1, 64, pipeline="f16")
+    with pytest.raises(ValueError, match="^pipeline: expected one of 'etap', 'dual_wg', got"):
+        dispatch.choose(CPU, 16, 1, 64, pipeline="f17")
+
+
 def test_explain_says_what_the_second_term_costs() -> None:
     """By the model: no table has it, so no measured point may be shown for it."""
     one, two = (snapmla.explain(16, card="H200", accuracy=a) for a in ("standard", "high"))
@@ -176,7 +193,8 @@ def test_features_are_what_can_be_built() -> None:
             decode_spec(pipeline, tile, page, out, arch).replace(p_terms=terms)
         )
         for arch in ARCHS
-        for pipeline in FP8_DECODE.pipelines(arch)
+        for pipeline in FP8_DECODE.features
+        if FP8_DECODE.exists(pipeline, arch)
         for tile in FP8_DECODE.values("row_tile")
         for page in FP8_DECODE.values("page_size")
         for out in FP8_DECODE.values("out_dtype")

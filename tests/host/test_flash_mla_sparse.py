@@ -142,7 +142,9 @@ def test_indices_that_are_no_tensor() -> None:
         step.call(flash_mla.get_mla_metadata()[0])
 
 
-@pytest.mark.parametrize(("width", "message"), [(584, "V4"), (528, "528"), (576, "656 bytes")])
+@pytest.mark.parametrize(
+    ("width", "message"), [(584, "V4"), (528, "528"), (576, "is_fp8_kvcache=False")]
+)
 def test_other_rows_are_refused(width: int, message: str) -> None:
     step = Step()
     step.rows = torch.zeros(2, 64, 1, width, dtype=torch.uint8)
@@ -150,10 +152,10 @@ def test_other_rows_are_refused(width: int, message: str) -> None:
         step.call(flash_mla.get_mla_metadata()[0])
 
 
-def test_rows_of_16_bits_are_refused() -> None:
+def test_fp16_rows_are_refused() -> None:
     step = Step()
-    with pytest.raises(ValueError, match="is_fp8_kvcache: expected True beside indices"):
+    with pytest.raises(TypeError, match="k_cache: expected dtype bfloat16, got float16"):
         flash_mla.flash_mla_with_kvcache(
-            step.q, torch.zeros(2, 64, 1, 576).bfloat16(), None, None, 512,
+            step.q, torch.zeros(2, 64, 1, 576).half(), None, None, 512,
             flash_mla.get_mla_metadata()[0], indices=step.indices,
         )  # fmt: skip

@@ -115,6 +115,16 @@ def decode(model: Model, cache: Any, q: torch.Tensor) -> None:
 
 def sparse_decode(model: Model, cache: Any, query: Any) -> None:
     s_q, heads = (query if isinstance(query, torch.Tensor) else query.rope).shape[1:3]
+    if model.dtype == "bf16":
+        for width in (64, 128):  # pieces, and none
+            plan = snapmla.plan_sparse_decode(
+                heads, s_q, topk=128, batch=BATCH, device="cpu", cache_dtype="bf16",
+                fixed_split_tokens=width,
+            )  # fmt: skip
+            indices = torch.zeros(BATCH, s_q, 128, dtype=torch.int32)
+            found = snapmla.decode(query, cache, indices=indices, softmax_scale=1.0, plan=plan)
+            merge(model, *found)
+        return
     plan = snapmla.plan_sparse_decode(
         heads, s_q, topk=5, batch=BATCH, device="cpu", accuracy=model.accuracy,
         cache_dtype=cache.format,
@@ -147,6 +157,7 @@ def merge(model: Model, out: torch.Tensor, lse: torch.Tensor) -> None:
         Model((16, 128), s_q=(1, 2), sparse=True, prefill=True),
         Model((64,), sparse=True, accuracy="high", out="f32", rope="neox", indices=("i64",)),
         Model((8, 20), dtype="fp8_ds_mla", pages=(53,), sparse=True, prefill=True, merge=True),
+        Model((16, 20, 128), dtype="bf16", sparse=True, merge=True),
         Model(
             (128,),
             dtype="fp8_ds_mla",
@@ -241,7 +252,15 @@ def test_a_config_says_whether_decode_is_sparse(tmp_path: Path) -> None:
         ("--heads 16 --norm", "norm: expected False without rope, got True"),
         ("--heads 16 --rope neox --dtype bf16", "rope: expected 'applied' with a 16-bit cache"),
         ("--heads 16 --dtype f16 --merge", "merge: expected results of bf16 or f32, got f16"),
-        ("--heads 16 --sparse --dtype bf16", "dtype: expected one of 'fp8', 'fp8_ds_mla', got"),
+        (
+            "--heads 16 --sparse --dtype f16",
+            "dtype: expected one of 'fp8', 'fp8_ds_mla', 'bf16', g",
+        ),
+        (
+            "--heads 16 --sparse --dtype bf16 --arch sm_100a",
+            "arch: expected sm_90a, where",
+        ),
+        ("--heads 16 --sparse --dtype bf16 --accuracy high", "accuracy: expected one of"),
         ("--heads 16 --dtype fp8_ds_mla", "dtype: expected one of 'fp8', 'bf16', 'f16', got"),
         ("--heads 16 --sparse --dtype fp8_ds_mla --rows f16", "rows: expected bf16 with a cache"),
         ("--heads 16 --sparse --dtype fp8_ds_mla --accuracy high", "accuracy: expected 'standard"),

@@ -258,6 +258,20 @@ def test_fp16_items_stay_short(parts: int) -> None:
 
 
 @needs_compiler
+def test_items_of_exact_logits_stay_short() -> None:
+    """Pipeline f16 sums P.V of an item in the tensor core, whatever the cache is."""
+    lengths = torch.tensor([2**17], dtype=torch.int32)
+    of = lambda **more: snapmla.plan_decode(
+        lengths, 16, 1, page_size=64, max_pages=2048, num_parts=1, **more
+    )
+    plan = of(pipeline="f16")
+    assert (plan.pipeline, plan.longest_item, plan.max_stretches) == ("f16", 256, 4)
+    items = plan.work_items[: int(plan.part_begin[-1])]
+    assert len(items) == 4 and plan.o_accum.dtype == torch.float16
+    assert of().longest_item == of(pipeline="f16", fixed_split_tokens=2**16).longest_item == 0
+
+
+@needs_compiler
 @pytest.mark.parametrize(
     ("cache", "options"),
     [("bf16", {}), ("fp8", {}), ("f16", {"fixed_split_tokens": 2**16})],

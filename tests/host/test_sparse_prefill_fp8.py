@@ -79,7 +79,7 @@ def rows_of_bytes() -> snapmla.PagedKVCache:
 
 WRONG: list[tuple[str, Any, type[Exception], str]] = [
     ("q", zeros(S_Q, H, 576), TypeError, r"q: expected a snapmla\.QuantizedQuery"),
-    ("q", query(S_Q, 1, H), ValueError, r"q: expected a query of \(s_q, h\) rows"),
+    ("q", lambda: query(S_Q, 1, H), ValueError, r"q: expected a query of \(s_q, h\) rows"),
     ("kv", rows_of_bytes(), ValueError, "kv: expected an FP8 cache, .*by way of BF16"),
     ("indices", zeros(S_Q, TOPK, dtype=I32), ValueError, r"indices: expected shape \(4, 1, topk\)"),
     ("indices", zeros(S_Q, 1, TOPK), TypeError, "indices: expected dtype int32"),
@@ -100,7 +100,7 @@ def test_wrong_argument(
     call: dict[str, Any], name: str, value: Any, error: type[Exception], words: str
 ) -> None:
     with pytest.raises(error, match=words):
-        sparse_prefill(**{**call, name: value})
+        sparse_prefill(**{**call, name: value() if callable(value) else value})
 
 
 def test_wrong_plans(call: dict[str, Any]) -> None:

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 import snapmla
 from snapmla import dsa, layouts
 from snapmla.dsa import shapes
+from snapmla.sparse import rows_plan
 from snapmla.testing import selfcheck
 from tests.support.bits import same_bits
 from tests.support.dense_steps import DenseStep
@@ -472,11 +473,22 @@ def sparse_calls(device: str) -> dict[str, tuple[Any, ...]]:
         torch.ones(2, 1, HEADS, 576, **ones),
         torch.zeros(2, PAGE, 1, 656, dtype=torch.uint8, device=device), *lists("fp8_ds_mla"),
     )  # fmt: skip
+    plan_of_rows = snapmla.plan_sparse_decode(
+        HEADS, 1, topk=3, batch=2, device=device, cache_dtype="bf16"
+    )
+    tables = [getattr(plan_of_rows, name) for name in rows_plan.TENSORS]
+    of_rows = (
+        rows[0], torch.ones(2, PAGE, 1, 576, **ones), indices[:, None],
+        torch.tensor([3, 2], dtype=torch.int32, device=device), torch.zeros(HEADS, device=device),
+        *tables[:3], tables[3].zero_(), tables[4].zero_(), 3, 64, 16, SCALE, 1.0, 0.0,
+    )  # fmt: skip
     return {
         "sparse_decode": (*planes, torch.bfloat16),
         "sparse_decode_out": (*planes, *results),
         "sparse_decode_rows": (*rows, torch.bfloat16),
         "sparse_decode_rows_out": (*rows, *(x.clone() for x in results)),
+        "sparse_decode_bf16": of_rows,
+        "sparse_decode_bf16_out": (*of_rows, *(x.clone() for x in results)),
     }
 
 
@@ -519,7 +531,8 @@ NAMES = (
     "append_kv", "rope_append_kv", "quantize_q", "quantize_q_out", "rope_quantize_q",
     "rope_quantize_q_out", "plan_update", "plan_to_records", "records_to_plan", "decode",
     "decode_out", "dense_decode", "dense_decode_out", "sparse_decode", "sparse_decode_out",
-    "sparse_decode_rows", "sparse_decode_rows_out", "fetch_dequant", "fetch_dequant_out",
+    "sparse_decode_rows", "sparse_decode_rows_out", "sparse_decode_bf16",
+    "sparse_decode_bf16_out", "fetch_dequant", "fetch_dequant_out",
     "merge_states", "merge_states_out", "append_index_k", "index_logits_out", "index_topk",
     "index_topk_out", "fetch_index_k_out", "append_bytes", "rope_append_bytes", "fetch_bytes",
     "fetch_bytes_out", "select_topk", "select_topk_out",

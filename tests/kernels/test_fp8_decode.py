@@ -17,6 +17,8 @@ from tests.support.needs import DEVICES, needs_kernels
 pytestmark = needs_kernels
 # (pipeline, heads): few rows (S^T), many rows (S), Algorithm 1
 KERNELS = [("etap", 16), ("etap", 64), ("dual_wg", 64)]
+# 16-bit products, of which what a large block leaves of a small one in front of it is 0
+WIDE = [pytest.param("f16", heads, marks=pytest.mark.whole_matrix) for heads in (16, 64)]
 
 
 def stored_cache(c_kv: Tensor, k_rope: Tensor, page_size: int = 64) -> snapmla.PagedKVCache:
@@ -99,6 +101,10 @@ TABLES = [
     for i, kernel in enumerate(KERNELS)
     for table in ((16, 3), (32, 1), (16, 5), (64, 1))
 ]
+TABLES += [
+    pytest.param("f16", *case, marks=pytest.mark.whole_matrix)
+    for case in ((16, 16, 5), (64, 32, 3), (16, 64, 1), (64, 128, 1))
+]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -122,7 +128,7 @@ def test_lengths_beyond_the_block_table_end_with_it(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("pipeline", "heads"), KERNELS)
+@pytest.mark.parametrize(("pipeline", "heads"), [*KERNELS, *WIDE])
 @pytest.mark.parametrize("content", [True, False])
 def test_the_largest_softmax_scale(device: str, pipeline: str, heads: int, content: bool) -> None:
     """Every channel at float16's end: one row's logits are the largest, another's the smallest.
@@ -154,7 +160,7 @@ def test_the_largest_softmax_scale(device: str, pipeline: str, heads: int, conte
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("pipeline", "heads"), KERNELS)
+@pytest.mark.parametrize(("pipeline", "heads"), [*KERNELS, *WIDE])
 def test_scales_that_are_none(device: str, pipeline: str, heads: int) -> None:
     """Written by hand: a token of scale 0 has no weight, one of a negative scale makes NaN."""
     g = torch.Generator().manual_seed(2)

@@ -14,7 +14,7 @@ import torch
 
 from dsl_kernels.spec import VariantSpec
 from snapmla import runtime
-from snapmla.sparse.prefill import row_tile_of
+from snapmla.sparse.rows_kernel import row_tile_of
 from snapmla.testing import selfcheck
 from snapmla.testing.prefill_job import INT_MAX, PrefillJob, Results
 from softgpu import Options, mutate, using

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import struct
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from profiles.engine import bring, gates, spec, truth
+from profiles.engine import bring, case, gates, spec, study, truth, v32
 from profiles.fidelity.attention import attend_plainly
 
 
@@ -36,11 +37,16 @@ def test_only_machine_code_of_one_architecture_stays(tmp_path: Path) -> None:
     assert path.read_bytes() == whole
 
 
-def test_python_sources_of_the_release_are_brought() -> None:
-    """What is left out is libraries and one package; models import the others' names."""
+def test_what_the_engine_imports_is_brought() -> None:
+    """Sources, DeepGEMM with the headers that it compiles with, for one Python."""
+    gemm = "vllm/third_party/deep_gemm"
     for needed in ("vllm/utils/deep_gemm.py", "vllm/tool_parsers/rust_tool_parser.py",
-                   "vllm/model_executor/warmup/deep_gemm_warmup.py"):  # fmt: skip
-        assert not any(word in needed for word in bring.LEFT_OUT), needed
+                   f"{gemm}/__init__.py", f"{gemm}/include/cute/tensor.hpp",
+                   f"{gemm}/_C.cpython-312-x86_64-linux-gnu.so"):  # fmt: skip
+        assert bring.wanted(needed), needed
+    for other in ("vllm/vllm-rs", "vllm/_qutlass_C.abi3.so", "vllm/_rust_tool_parser.abi3.so",
+                  f"{gemm}/_C.cpython-313-x86_64-linux-gnu.so"):  # fmt: skip
+        assert not bring.wanted(other), other
 
 
 def test_a_case_survives_its_file(tmp_path: Path) -> None:
@@ -115,3 +121,128 @@ def test_gates(data: tuple[float, list[bool]], times: dict[str, float], verdicts
 
 def test_gates_of_nothing_are_not_measured() -> None:
     assert {gate.passed for gate in gates.gates({}, {})} == {None}
+
+
+# ------------------------------------------------------------------------------- sparse attention
+
+
+def small(topk: int) -> v32.SparseModel:
+    """A DSA model of two layers."""
+    config = replace(spec.sparse_config(2, 2), index_topk=topk, index_n_heads=4)
+    return spec.filled(v32.SparseModel(config))
+
+
+def test_an_indexer_chooses_the_best_scores() -> None:
+    """Row by row, with scores written out; rows before the first choice see all."""
+    n, topk = 40, 9
+    model = small(topk)
+    indexer, config = model.layers[0].self_attn.indexer, model.config
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(n, config.hidden_size, generator=generator)
+    compressed = torch.randn(n, config.q_lora_rank, generator=generator)
+    seen = indexer(x, compressed, torch.arange(n))
+    assert seen.sum(1).tolist() == [min(i + 1, topk) for i in range(n)]
+
+    def turned(vector: torch.Tensor, position: int) -> torch.Tensor:
+        angle = position * config.rope_theta ** (-torch.arange(32) / 32)
+        a, b, rest = vector[:32], vector[32:64], vector[64:]
+        cos, sin = angle.cos(), angle.sin()
+        return torch.cat((a * cos - b * sin, b * cos + a * sin, rest))
+
+    keys = torch.nn.functional.layer_norm(x @ indexer.wk.weight.T, (128,), eps=1e-6)
+    keys = torch.stack([turned(key, j) for j, key in enumerate(keys)])
+    for i in (topk, n - 1):
+        queries = (indexer.wq_b.weight @ compressed[i]).view(4, 128)
+        products = torch.stack([turned(q, i) for q in queries]) @ keys[: i + 1].T
+        scores = (indexer.weights_proj.weight @ x[i]) @ products.clamp(min=0)
+        assert set(seen[i].nonzero().flatten().tolist()) == set(scores.topk(topk).indices.tolist())
+
+
+def test_a_choice_of_all_tokens_is_dense_attention() -> None:
+    tokens = torch.randint(2, 1024, (1, 30), generator=torch.Generator().manual_seed(5))
+    with torch.no_grad():
+        few, (some, _), (every, _) = 8, small(8)(tokens), small(64)(tokens)
+        attention = small(64).layers[0].self_attn
+        x = torch.randn(1, 30, 512, generator=torch.Generator().manual_seed(6))
+        positions = torch.arange(30)
+        masked, latents = attention(x, positions, None, None)
+        compressed = attention.q_a_layernorm(attention.q_a_proj(x))
+        q = attention.q_b_proj(compressed).unflatten(-1, (2, -1))
+        dense = attention.expanded(*attention.parts(q, positions), latents)
+    torch.testing.assert_close(masked, attention.o_proj(dense.flatten(2)), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(some[:, :few], every[:, :few], rtol=1e-4, atol=1e-4)
+    assert (some[:, few:] - every[:, few:]).abs().max() > 0.1
+
+
+@pytest.mark.parametrize(
+    ("kernel", "part"),
+    [
+        ("kernel_cutlass_kernel_dsl_kernelssm90decodeDecode_object_at__TmaqLoaded", "attention"),
+        ("kernel_cutlass__merge_tensorptrf16gmemalign16o528i64div5", "attention"),
+        ("void sm90::decode::sparse_fp8::flash_fwd_splitkv_mla_fp8_sparse_kernel<1>", "attention"),
+        ("flash_fwd_mla_combine_kernel", "attention"),
+        ("kernel_cutlass_kernel_dsl_kernelssm90index_logitsIndexLogits_object", "indexer"),
+        ("kernel_cutlass__select_dsl_kernelssmxxselect_topkSelect_object_at__", "indexer"),
+        ("kernel_cutlass_kernel_dsl_kernelssmxxappend_index_kAppendIndexK_object", "indexer"),
+        ("void deep_gemm::sm90_fp8_paged_mqa_logits<1u>", "indexer"),
+        ("void vllm::persistent::persistent_topk_kernel<4>", "indexer"),
+        ("kernel_cutlass__append_kv_Targetkvtensorptri8gmemalign16", "append"),
+        ("void vllm::concat_and_cache_ds_mla_kernel<__nv_bfloat16>", "append"),
+        ("_convert_req_index_to_global_index_kernel", "rows"),
+        ("void cutlass::Kernel2<cutlass_80_wmma_SmemLayoutAtom>", "rest"),
+    ],
+)
+def test_kernels_of_a_step_are_told_apart(kernel: str, part: str) -> None:
+    assert case.part_of(kernel) == part
+    share = case.share_of({kernel: 3.0, "void at::native::copy": 1.0}, indexer=True)
+    assert share["all_us"] == 4.0 and share[f"{part}_us"] == (4.0 if part == "rest" else 3.0)
+
+
+def sparse_results(kl: float, ratio: float, step: float, alone: list[bool]) -> tuple[Any, Any]:
+    """(accuracy, speed) of engines whose attention is ``ratio`` times as fast."""
+    kls = {"flashmla_sparse-eager": 1e-2, "snapmla_sparse-eager": kl, "snapmla_sparse-graphs": kl}
+    rows: dict[str, Any] = {
+        n: {part: {"kl": v, "agree": 0.9} for part in ("long", "short")} for n, v in kls.items()
+    }
+    rows["snapmla_sparse-invariant"] = rows["snapmla_sparse-eager"] | {"alone": alone}
+    speed = {}
+    for one in study.sparse_timings(Path(), 4):
+        (timing,), ours = one.timings, one.sparse
+        us = 100.0 if ours else 100.0 * ratio
+        share = {f"{part}_us": us for part in (*case.SPARSE_PARTS, "rest", "all")}
+        speed[one.name] = {"blocks": 7, "times": {
+            timing: {"ms": [step if ours else 1.0], "share": share if one.profile else {}},
+        }}  # fmt: skip
+    return rows, speed
+
+
+@pytest.mark.parametrize(
+    ("results", "verdicts"),
+    [
+        ((1.1e-2, 1.9, 1.0, [True]), [True, True, True, True, True, True, True]),
+        ((1.2e-2, 1.7, 1.05, [False]), [False] * 7),
+    ],
+)
+def test_gates_of_sparse_attention(results: Any, verdicts: list[bool]) -> None:
+    accuracy, times = sparse_results(*results)
+    assert [g.passed for g in gates.sparse_gates(accuracy, times, (4,))] == verdicts
+    page = gates.sparse_page(["- here"], accuracy, times, (4, 27))
+    assert page.count("not measured") >= 4 and "| snapmla_sparse-4-share-8x131072 | 100" in page
+    assert {gate.passed for gate in gates.sparse_gates({}, {}, (4, 27))} == {None}
+
+
+def test_every_case_of_a_study_has_a_name_of_its_own(tmp_path: Path) -> None:
+    """Results are files of that name, and the timed contexts fit."""
+    groups = [*study.sparse_cases(tmp_path), *study.accuracy_cases(tmp_path)]
+    cases = [one for group in groups for one in group] + study.speed_cases(tmp_path)
+    cases += [one for layers in (4, 27) for one in study.sparse_timings(tmp_path, layers)]
+    assert len({one.name for one in cases}) == len(cases)
+    for one in cases:
+        for timing in one.timings:
+            requests, tokens = spec.shape_of(timing)
+            room = one.longest - tokens - case.WARM - case.STEPS * one.rounds - case.PROFILED - 60
+            assert room >= 2 * requests * tokens // case.CHUNK, one.name
+            if one.indexer:
+                layers = int(one.name.split("-")[1])
+                needed = requests * (tokens + 512) * layers * (656 + 132)
+                assert needed <= one.cache_gib * 2**30, one.name

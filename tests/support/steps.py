@@ -12,6 +12,7 @@ import torch
 import snapmla
 from snapmla import PagedKVCache, QuantizedQuery
 from snapmla.testing import selfcheck
+from snapmla.testing.rounding import QuantConfig
 
 SCALE = 192**-0.5
 
@@ -61,10 +62,11 @@ def assert_right(
     *,
     causal: bool = True,
     row_seqlens: torch.Tensor | None = None,
+    config: QuantConfig | None = None,
 ) -> None:
     errors = selfcheck.decode_errors(
         out, lse, step.q, step.cache, step.block_table, step.cache_seqlens, SCALE, causal=causal,
-        row_seqlens=row_seqlens,
+        row_seqlens=row_seqlens, config=config,
     )  # fmt: skip
     assert errors.right, str(errors)
 

@@ -27,7 +27,8 @@ from snapmla.errors import SnapMLAError
 from snapmla.integrations.transformers import absorbed
 from snapmla.mha import mha_prefill
 from snapmla.mha.prefill import kernels as mha_kernels
-from snapmla.sparse.prefill import row_tile_of, sparse_prefill
+from snapmla.sparse.prefill import sparse_prefill
+from snapmla.sparse.rows_kernel import row_tile_of
 
 Tensor = torch.Tensor
 Latents = tuple[Tensor, Tensor]  # (b, 1, n, 512), (b, 1, n, 64)

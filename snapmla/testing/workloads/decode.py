@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -18,8 +17,7 @@ from torch import Tensor
 from dsl_kernels.dims import KV_LORA_RANK, PARTIAL_ROW, QK_ROPE_HEAD_DIM
 from dsl_kernels.spec import VariantSpec
 from snapmla import runtime
-from snapmla.testing import rounding
-from snapmla.testing.comparison import MIMIC_OF, DecodeErrors, blocks_of, decode_errors
+from snapmla.testing.comparison import DecodeErrors, decode_errors, mimic_of
 from snapmla.testing.plan_tables import PlanTables
 from snapmla.testing.reference_plan import Queries, plan_reference
 from snapmla.testing.workloads import exact, samples
@@ -111,10 +109,9 @@ class DecodeJob:
         """What ``run`` returned against the reference."""
         out, lse = result
         exact = os.environ.get("SOFTGPU_ACCUMULATE") == "exact"
-        mimic = rounding.MIMIC if exact else MIMIC_OF[self.spec.arch]
         return decode_errors(
             out, lse, self.q, self.cache, self.table, self.seqlens, HEAD_SCALE,
-            config=blocks_of(self.spec, replace(mimic, p_terms=self.spec.p_terms)),
+            config=mimic_of(self.spec, exact=exact),
         )  # fmt: skip
 
 

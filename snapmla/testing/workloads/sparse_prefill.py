@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -51,6 +52,15 @@ def recorded(case: Case, run: Runner) -> Recorded:
     lengths = bits.below(topk + 1, (s_q,)).astype(np.int32)
     out = run.full((s_q, heads, KV_LORA_RANK), 5.0, torch.bfloat16)
     most, lse, first = (run.full((s_q, heads), 5.0) for _ in range(3))
+    if spec.lists == "split":
+        given = _pieces(run.full, (s_q, heads, topk), out, lse, 3)
+        run.call(
+            case.variant, q=exact.as_tensor(q, torch.bfloat16, device),
+            kv=exact.as_tensor(kv, torch.bfloat16, device), indices=run.there(indices),
+            topk_length=run.there(lengths), attn_sink=run.full((heads,), 0.5),
+            softmax_scale=exact.SOFTMAX_SCALE, **given,
+        )  # fmt: skip
+        return exact.results((q, kv, indices, lengths), out[None], lse[None])
     more = {"lse_indexer": first, "indexer_tiles": 1} if spec.figures == "indexer" else {}
     run.call(
         case.variant, q=exact.as_tensor(q, torch.bfloat16, device),
@@ -63,6 +73,29 @@ def recorded(case: Case, run: Runner) -> Recorded:
     if more:
         made.rows["lse_indexer"] = exact.bits_of(first).reshape(-1, 1)
     return made
+
+
+def _pieces(
+    full: Callable[..., torch.Tensor], shape: tuple[int, int, int], out: torch.Tensor,
+    lse: torch.Tensor, ctas: int, width: int = TOKEN_TILE,
+) -> dict[str, Any]:  # fmt: skip
+    """Arguments that split lists have alone: each query token is a sequence of one.
+
+    Args:
+        full: (shape, value) -> a float32 tensor where the call runs.
+        shape: query tokens, heads, entries.
+        out, lse: of query tokens and heads.
+    """
+    s_q, heads, topk = shape
+    pieces = -(-topk // width)
+    begins = torch.arange(s_q + 1, dtype=torch.int32, device=out.device) * pieces
+    return {
+        "split_begin": begins, "units": torch.zeros(0, 2, dtype=torch.int32, device=out.device),
+        "out": out[:, None], "lse": lse[..., None],
+        "o_accum": full((s_q * pieces, heads, KV_LORA_RANK), 5.0),
+        "lse_accum": full((s_q * pieces, heads), 5.0), "lse_factor": math.log(2),
+        "empty_lse": -math.inf, "width": width, "ctas": ctas,
+    }  # fmt: skip
 
 
 def sized(spec: VariantSpec, sizes: Sizes, device: str, seed: int) -> dict[str, Any]:
@@ -79,13 +112,24 @@ def sized(spec: VariantSpec, sizes: Sizes, device: str, seed: int) -> dict[str, 
         "max_logits": source.full(s_q, h), "lse": source.full(s_q, h),
         "softmax_scale": d**-0.5, "ctas": min(sizes.parts, s_q * blocks),
     }  # fmt: skip
+    if spec.lists == "split":
+        del given["max_logits"]
+        most = max(min(sizes.parts // max(s_q * blocks, 1), -(-topk // TOKEN_TILE)), 1)
+        width = -(-topk // (most * TOKEN_TILE)) * TOKEN_TILE
+        ctas = min(sizes.parts, s_q * blocks * -(-topk // width))
+        given |= _pieces(
+            lambda shape, value: source.full(*shape), (s_q, h, topk), given["out"], given["lse"],
+            ctas, width,
+        )  # fmt: skip
     if spec.figures == "indexer":
         given |= {"lse_indexer": source.full(s_q, h), "indexer_tiles": -(-topk // TOKEN_TILE)}
     return given
 
 
 def public(_spec: VariantSpec, given: Mapping[str, Any]) -> Callable[[], Any]:
-    """``snapmla.sparse.prefill.sparse_prefill``."""
+    """``snapmla.sparse_prefill``; where lists are split ``snapmla.decode`` with ``indices``."""
+    if "width" in given:
+        return _public_decode(given)
     from snapmla.sparse.prefill import sparse_prefill
 
     tensors = given["q"], given["kv"], given["indices"], given["softmax_scale"]
@@ -96,8 +140,26 @@ def public(_spec: VariantSpec, given: Mapping[str, Any]) -> Callable[[], Any]:
     return lambda: sparse_prefill(*tensors, **results)
 
 
+def _public_decode(given: Mapping[str, Any]) -> Callable[[], Any]:
+    """A sequence for each query token, pages of one row."""
+    import snapmla
+
+    q, indices = given["q"][:, None], given["indices"]
+    s_q, _, heads, _ = q.shape
+    cache = snapmla.PagedKVCache.from_tensors(given["kv"][:, None])
+    plan = snapmla.plan_sparse_decode(
+        heads, 1, topk=indices.shape[-1], batch=s_q, device=q.device, cache_dtype="bf16",
+        fixed_split_tokens=given["width"],
+    )  # fmt: skip
+    return lambda: snapmla.decode(
+        q, cache, indices=indices, softmax_scale=given["softmax_scale"], plan=plan,
+        out=given["out"], lse=given["lse"],
+    )  # fmt: skip
+
+
 def moved(spec: VariantSpec, sizes: Sizes) -> float:
-    """Bytes that a launch cannot avoid: q, each list's rows once, the results."""
+    """Bytes that a launch cannot avoid: q, each list's rows once, the results; partial rows, which
+    stay in L2, are none of them."""
     s_q, topk = sizes.batch * sizes.s_q, min(TOPK, sizes.tokens)
     rows = min(sizes.tokens, s_q * topk) * spec.d_qk * 2.0 + s_q * topk * 4.0
     return rows + s_q * sizes.heads * (2.0 * (spec.d_qk + KV_LORA_RANK) + 8.0)

@@ -1,0 +1,117 @@
+"""What exact logits cost: decode of an FP8 cache by pipeline ``f16`` beside the default, one GPU.
+
+    python -m profiles.f16_cost --out profiles/results
+
+Contenders take turns, as in ``profiles.mha_cost``, and only ratios of one table hold.  The last
+sequence's results are compared with fp64 before anything is timed.  A cache of 32 x 16K tokens is
+338 MB, which comes from memory in every call.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+from profiles.device import require_cuda
+
+if __name__ == "__main__":
+    require_cuda(sys.argv[1:])  # before torch is imported: an answer at once
+
+import torch
+import typer
+
+import snapmla
+from codegen.artifacts import write_atomic
+from profiles import page, timing
+from profiles.machine import machine
+from profiles.mha_cost import in_turn, ratio, spread
+from profiles.shapes import DecodeShape
+from snapmla.testing import selfcheck
+
+PAGE, SCALE = 64, 192**-0.5
+SHAPES = (
+    DecodeShape(32, 16384, 16), DecodeShape(32, 16384, 32), DecodeShape(32, 16384, 64),
+    DecodeShape(32, 16384, 128), DecodeShape(16, 1024, 16), DecodeShape(16, 65536, 16),
+    DecodeShape(1, 131072, 16), DecodeShape(32, 16384, 64, s_q=2), DecodeShape(64, 4096, 128),
+)  # fmt: skip
+
+
+def problem(shape: DecodeShape, device: torch.device) -> tuple[Any, ...]:
+    """(query, cache, block_table, lengths), random."""
+    lengths = torch.tensor(shape.lengths(), dtype=torch.int32, device=device)
+    width = -(-shape.seqlen // PAGE)
+    cache = snapmla.PagedKVCache.allocate(shape.batch * width, PAGE, device=device)
+    for slots in torch.arange(cache.num_slots, device=device).split(1 << 17):
+        x = torch.randn(len(slots), 576, device=device).bfloat16()
+        snapmla.append_kv(cache, x[:, :512], x[:, 512:], slots)
+    pages = torch.randperm(shape.batch * width, device=device).int()
+    y = torch.randn(shape.batch, shape.s_q, shape.num_heads, 576, device=device).bfloat16()
+    query = snapmla.quantize_q(y[..., :512], y[..., 512:])
+    return query, cache, pages.view(shape.batch, width), lengths
+
+
+def row(shape: DecodeShape, device: torch.device, seed: int) -> str:
+    """One line of the table."""
+    query, cache, table, lengths = problem(shape, device)
+    calls: dict[str, Callable[[], Any]] = {}
+    tiles, errors = {}, {}
+    for name, wish in (("default", {}), ("f16", {"pipeline": "f16"})):
+        plan = snapmla.plan_decode(
+            lengths, shape.num_heads, shape.s_q, page_size=PAGE, max_pages=table.shape[1], **wish
+        )
+        rows = (shape.batch, shape.s_q, shape.num_heads)
+        out = torch.empty(*rows, 512, dtype=torch.bfloat16, device=device)
+        lse = torch.empty(rows[0], rows[2], rows[1], device=device)
+
+        def call(plan: Any = plan, out: torch.Tensor = out, lse: torch.Tensor = lse) -> None:
+            snapmla.decode(
+                query, cache, table, lengths, softmax_scale=SCALE, plan=plan, out=out, lse=lse
+            )
+
+        call()
+        found = selfcheck.decode_errors(
+            out, lse, query, cache, table, lengths, SCALE, plan=plan, batches=[shape.batch - 1]
+        )
+        if not found.right:
+            raise SystemExit(f"{shape.label}, {name}: {found}")
+        calls[name], tiles[name], errors[name] = call, plan.row_tile, found
+    times = in_turn(calls, seed)
+    cells = [
+        f"{tiles[name]} | {spread(times[name])} | {errors[name].error:.1e} | "
+        f"{errors[name].lse_error:.1e}"
+        for name in calls
+    ]
+    slower = ratio(times["default"], times["f16"])
+    return f"| {shape.label} | {' | '.join(cells)} | {slower:.2f} |"
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="Folder.")] = Path("build/bench"),
+    seed: Annotated[int, typer.Option(help="Of the order of contenders.")] = 0,
+) -> None:
+    """Times the shapes and writes ``f16_cost.md``."""
+    device = torch.device("cuda")
+    torch.manual_seed(0)
+    lines = [
+        "| shape | default: rows | µs | rel. L2 | LSE error | f16: rows | µs | rel. L2 | LSE error "
+        "| time ratio |",
+        "|---" * 10 + "|",
+    ]
+    with torch.inference_mode():
+        for shape in SHAPES:
+            lines.append(row(shape, device, seed))
+            typer.echo(lines[-1])
+            torch.cuda.empty_cache()
+    named = ("gpu", "driver", "cuda", "torch", "max_sm_mhz", "power_limit_w")
+    head = page.head(
+        "Decode with exact logits", "profiles.f16_cost",
+        page.told(machine(device, timing.Nvml()), named),
+        "the median (middle half) of rounds in random order; a ratio is the median of a round's",
+    )  # fmt: skip
+    write_atomic(out / "f16_cost.md", "\n".join([*head, *lines]) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)

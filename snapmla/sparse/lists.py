@@ -1,0 +1,62 @@
+"""What sparse decode checks of lists and lengths, over any cache."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from snapmla import checks
+
+MAX_STRIDE = 1 << 32  # bytes between pages or tokens: the gather's strides have 32 bits
+
+
+def check_indices(
+    indices: torch.Tensor, rows: tuple[int, ...], topk: int | None, device: torch.device
+) -> None:
+    """int32 (b, s_q, topk) or (total_q, topk); one stride from row to row.
+
+    Args:
+        topk: the plan's; None: any.
+    """
+    width: Any = "topk" if topk is None else topk
+    checks.tensor("indices", indices, (torch.int32,), (*rows[:-1], width), device)
+    if indices.shape[-1] < 1:
+        checks.value_error("indices", "a width of 1 or more entries", indices.shape[-1])
+    if indices.shape[-1] > 1 and indices.stride(-1) != 1:
+        checks.value_error("indices", "innermost stride 1", f"strides {indices.stride()}")
+    if flat(indices) is None:
+        wanted = "one stride from query token to query token"
+        checks.value_error("indices", wanted, f"strides {indices.stride()}", "call .contiguous()")
+
+
+def flat(indices: torch.Tensor) -> torch.Tensor | None:
+    """(tokens, topk) as kernels take it; None of strides that no such view has."""
+    try:
+        return indices if indices.ndim == 2 else indices.view(-1, indices.shape[-1])
+    except RuntimeError:
+        return None
+
+
+def check_lengths(
+    topk_length: torch.Tensor | None, batch: int, device: torch.device
+) -> torch.Tensor | None:
+    """int32 (b,), as it is; None is all entries."""
+    if topk_length is not None:
+        checks.tensor("topk_length", topk_length, (torch.int32,), (batch,), device)
+        checks.contiguous("topk_length", topk_length)
+    return topk_length
+
+
+def check_reach(parts: Mapping[str, torch.Tensor]) -> None:
+    """That the gather's 32 bits reach every token of a cache's tensors, (pages, page_size, …).
+
+    Asked of real tensors: where a tracer asks for the call, the operator does when it runs."""
+    for name, part in parts.items():
+        if max(part.stride()[:2], default=0) * part.element_size() >= MAX_STRIDE:
+            wanted = "pages and tokens less than 4 GiB apart"
+            checks.value_error(name, wanted, f"strides {part.stride()}")
+        num_slots = part.shape[0] * part.shape[1]
+        if num_slots >= 1 << 31:
+            checks.value_error(name, "less than 2**31 tokens", num_slots)
