@@ -53,12 +53,29 @@ EXPLAINED = (
     "griddepcontrol.launch_dependents", "bar.warp.sync", "tcgen05.relinquish_alloc_permit",
     "k_pipe.consumer_wait(landed)", "# orders nothing new",
 )  # fmt: skip
+# Of kernels whose products take what they convert as register operands.
+CONVERTED = (
+    "2 x bar.sync in across_warps.py", "7 x wgmma.commit_group.sync.aligned in mix16_pv.py",
+    "wgmma.wait_group.sync.aligned 1",
+)  # fmt: skip
 # And of some kernels alone, by globs over their names.
 EXPLAINED_OF = {
     "dense_decode_*_sm100a": ("barrier_id=barrier_id, number_of_threads=128",),
     "sparse_decode_etap_*": ("fence.proxy.async.shared::cta in fp8_per_token.py",),
     "sparse_decode_*_r64_*": ("1 x mbarrier.try_wait.parity.shared.b64 in q_tiles.py",),
-    "sparse_decode_mix16_r32_*": ("1 x mbarrier.try_wait.parity.shared.b64 in q_tiles.py",),
+    "sparse_decode_mix16_r32_*": (
+        "1 x mbarrier.try_wait.parity.shared.b64 in q_tiles.py",
+        "8 x wgmma.commit_group.sync.aligned in mix16_softmax.py",
+    ),
+    "sparse_decode_mix16_r16_*": ("4 x wgmma.commit_group.sync.aligned in mix16_softmax.py",),
+    "sparse_decode_mix16_r64_*": ("7 x wgmma.commit_group.sync.aligned in mix16_softmax.py",),
+    "sparse_decode_mix16_*": CONVERTED,
+    "*decode_f16_*": CONVERTED,
+    "*decode_f16_r16_*": (
+        "3 x wgmma.commit_group.sync.aligned in mix16_softmax.py",
+        "1 x wgmma.commit_group.sync.aligned in f16_softmax.py",
+    ),
+    "*decode_f16_r64_*": ("8 x wgmma.commit_group.sync.aligned in mix16_softmax.py",),
     "mha_fwd_*": (
         "5 x mbarrier.try_wait.parity.shared.b64 in mha_parts.py",
         "2 x wgmma.fence.sync.aligned in mha_fwd.py",

@@ -42,11 +42,12 @@ def small(spec: VariantSpec) -> Iterator[Call]:
 
 
 def _small_split(spec: VariantSpec) -> Iterator[Call]:
+    """Two CTAs; one, which has three tiles of V to clear and so notes in a slot that was freed."""
     for causal, spread, bad in ((True, 1.0, math.nan), (False, 8.0, 1e30)):
-        lq, lk = [3, 0, 140], [1950, 33, 266]
+        lq, lk, ctas = [3, 0, 140], [1950, 33, 266], 2
         if not causal:
-            lq, lk = [5, 20, 3, 2, 2, 2], [40, 2050, 0, 0, 0, 0]
-        job = SplitJob.draw(spec, lq, lk, 1, 1, causal=causal, spread=spread, behind=bad)
+            lq, lk, ctas = [5, 20, 3, 2, 2, 2], [40, 2050, 30, 0, 0, 0], 1
+        job = SplitJob.draw(spec, lq, lk, 1, 1, causal=causal, spread=spread, behind=bad, ctas=ctas)
         yield Call(job.arguments(), {}, job=job)
 
 
