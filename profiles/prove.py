@@ -52,6 +52,11 @@ EXPLAINED = (
     "griddepcontrol.launch_dependents", "bar.warp.sync", "tcgen05.relinquish_alloc_permit",
     "k_pipe.consumer_wait(landed)", "# orders nothing new",
 )  # fmt: skip
+# The same of SM100's decode, where of barriers of a warp but one may be missing.
+EXPLAINED_SM100 = (
+    "griddepcontrol.launch_dependents", "tcgen05.relinquish_alloc_permit",
+    "# one lane frees S for all",
+)  # fmt: skip
 # And of some kernels alone, by globs over their names.
 EXPLAINED_OF = {"dense_decode_*_sm100a": "barrier_id=barrier_id, number_of_threads=128"}
 # Variants that are built when they are asked for, not by default: studied all the same.
@@ -209,7 +214,7 @@ def _schedules(spec: VariantSpec) -> Step:
 
 def _mutants(spec: VariantSpec) -> Step:
     own = [text for glob, text in EXPLAINED_OF.items() if fnmatch.fnmatchcase(spec.name, glob)]
-    texts = (*EXPLAINED, *own)
+    texts = (*(EXPLAINED if spec.arch == "sm_90a" else EXPLAINED_SM100), *own)
     explained = [word for text in texts for word in ("--explained", text)]
     return _on_objects("mutants", spec, ("-m", "snapmla.testing", "mutate", spec.name, *explained))
 

@@ -13,6 +13,7 @@ import cutlass.pipeline as pipeline
 from cutlass import Float32, Int32
 
 from ..common.epilogue import Held, Shared, write_rows
+from ..common.registers import claim_registers
 from ..dims import EXPONENT_CHANNELS
 from ..dims import KV_LORA_RANK as D
 from . import umma
@@ -61,7 +62,7 @@ class Correction:
         factors = cute.make_layout((self.form.rows, self.p_stages))
         gamma = st.gamma.get_tensor(factors)[tidx % self.form.rows, pst.index]
         if adds & cute.arch.vote_any_sync(gamma != 1.0):
-            if cutlass.const_expr(self.p_stages > 1):  # the softmax warps waited for it, to fill one
+            if cutlass.const_expr(self.p_stages > 1):  # of one, a full P says that
                 self.parts.wait_products(st, pst)
             umma.after_sync()
             for c in cutlass.range_constexpr(0, self.channels, SCALED):
@@ -106,3 +107,17 @@ class Correction:
         cute.arch.sync_warp()
         if tidx % 32 == 0:
             self.rings.inv.arrive_empty(st, 0)
+
+
+@cute.jit
+def run_rows(
+    budget: cutlass.Constexpr, softmax: cutlass.Constexpr, correction: cutlass.Constexpr, cta: Cta,
+    wg,
+):  # fmt: skip
+    """The warpgroups behind the first, which have rows: softmax, then correction."""
+    if wg == 1:
+        claim_registers(budget, budget.groups[1].registers)
+        softmax.run(cta)
+    else:
+        claim_registers(budget, budget.groups[2].registers)
+        correction.run(cta)

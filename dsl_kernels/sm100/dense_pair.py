@@ -60,7 +60,7 @@ from ..dims import HEAD_DIM_QK
 from ..smxx.decode_entry import Tma
 from ..smxx.dense_entry import DenseEntry, Gmem, fake_args
 from . import umma
-from .dense_correct import Correction
+from .dense_correct import Correction, run_rows
 from .dense_pair_issue import PairIssuers
 from .dense_pair_loads import CTAS, ROWS, TILE, Layouts
 from .dense_pair_parts import PairParts
@@ -161,16 +161,11 @@ class DensePair:
         if wg == 0:
             claim_registers(self.budget, self.regs[0])
             self.produce_and_issue(cta, tma, warp_id, rank)
-        elif wg == 1:
-            claim_registers(self.budget, self.regs[1])
-            self.softmax.run(cta)
         else:
-            claim_registers(self.budget, self.regs[2])
-            self.correction.run(cta)
+            run_rows(self.budget, self.softmax, self.correction, cta, wg)
         cute.arch.cluster_arrive()  # behind the fences and commits of each role's last access
         cute.arch.cluster_wait()
         if warp_id == V_PRODUCER:
-            umma.after_sync()
             self.parts.form.free(st.tmem.data_ptr(), columns)
 
     @cute.jit

@@ -66,7 +66,7 @@ from ..dims import TOKEN_TILE as TILE
 from ..smxx.decode_entry import Tma
 from ..smxx.dense_entry import DenseEntry, Gmem, fake_args
 from . import umma
-from .dense_correct import Correction
+from .dense_correct import Correction, run_rows
 from .dense_issue import Issuers
 from .dense_parts import HALF, WARPGROUP, Cta
 from .dense_softmax import Softmax
@@ -174,15 +174,10 @@ class DenseWs:
                 self.issuers.issue_products(cta)
             else:
                 self.load(cta, tma, layouts, warp_id)
-        elif wg == 1:
-            claim_registers(self.budget, self.regs[1])
-            self.softmax.run(cta)
         else:
-            claim_registers(self.budget, self.regs[2])
-            self.correction.run(cta)
+            run_rows(self.budget, self.softmax, self.correction, cta, wg)
         cute.arch.sync_threads()  # behind the fences and commits of each role's last access
         if warp_id == PRODUCTS:
-            umma.after_sync()
             self.parts.form.free(st.tmem.data_ptr(), self.parts.columns.allocated)
 
     @cute.jit

@@ -335,7 +335,8 @@ def test_the_page_explains_what_may_survive() -> None:
     text = (prove.ROOT / "docs/software-gpu.md").read_text()
     section = text.partition("\n## Mutation")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| [^|`]*`([\w.:()# =,]+)`[^|]* \| \S.* \|$", section, re.MULTILINE)
-    assert set(rows) == {*prove.EXPLAINED, *prove.EXPLAINED_OF.values()}
+    every = (*prove.EXPLAINED, *prove.EXPLAINED_SM100, *prove.EXPLAINED_OF.values())
+    assert set(rows) == set(every)
 
 
 def test_some_kernels_explain_more() -> None:
@@ -346,6 +347,16 @@ def test_some_kernels_explain_more() -> None:
     assert with_it == {
         f"mutants:dense_decode_{kind}_p64_dbf16_sm100a" for kind in ("ws_r64", "pair_r128")
     }
+
+
+def test_sm100_explains_one_barrier_of_a_warp() -> None:
+    """Where SM90's steps pass any, those of SM100 pass that behind S' loads alone."""
+    steps = [step for step in prove.steps() if step.kind == "mutants"]
+    for step in steps:
+        assert ("bar.warp.sync" in step.commands[-1]) == step.what.endswith("_sm90a")
+    for name in ("dense_softmax.py", "softmax_role.py"):
+        text = (prove.ROOT / "dsl_kernels/sm100" / name).read_text()
+        assert text.count(prove.EXPLAINED_SM100[-1]) == 1
 
 
 def test_files_that_ask_for_the_matrix_are_found() -> None:
