@@ -44,7 +44,7 @@ from profiles.bench import commit
 
 STATE = ROOT / "build" / "prove"
 RECORD = ROOT / "profiles" / "results" / "prove.md"
-SCHEDULES = 100
+SCHEDULES, FEW = 100, 12
 # Samples of SM100's decode (tests/support/sm100_sample.py): op, steps that they are dealt out to.
 SAMPLES = {"fp8": ("decode", 12), "dense": ("dense_decode", 8)}
 # What no schedule can miss, opcodes or text of source lines: docs/software-gpu.md says why.
@@ -75,7 +75,8 @@ STAND_INS = ("select_topk",)
 KINDS = {
     "build": "every variant compiled and audited",
     "variant": "the shipped object, hazard check on, in all cache layouts; bits against the H200's",
-    "schedules": f"the test set under {SCHEDULES} adversarial schedules with the hazard check",
+    "schedules": f"the test set under {SCHEDULES} adversarial schedules with the hazard check, "
+    f"every other decode of SM100 under {FEW}",
     "mutants": "a variant of each kernel and row tile without each synchronisation: who notices",
     "replay": "all 2^32 arguments of each special function against the H200's",
     "sample": "SM100's decode at points where every two values of every two axes meet",
@@ -159,6 +160,7 @@ def steps() -> list[Step]:
     chosen = [spec for some in (hopper, decodes) for spec in matrix.sample(some, thorough=True)]
     chosen = [spec for spec in chosen if spec.op not in STAND_INS]
     found += [_schedules(spec) for spec in chosen]
+    found += [_schedules(spec, FEW) for spec in decodes if spec not in chosen]
     studied = _families(chosen, apart=("p_terms",))
     found += [_mutants(min(group, key=matrix.changed)) for group in studied]
     asked = [VariantSpec.from_name(name) for name in ASKED]
@@ -207,8 +209,8 @@ def _variant(spec: VariantSpec) -> Step:
     return step("variant", spec.name, command, reads=reads, specs=_needs(spec))
 
 
-def _schedules(spec: VariantSpec) -> Step:
-    command = ("-m", "snapmla.testing", "check", spec.name, "--seeds", str(SCHEDULES))
+def _schedules(spec: VariantSpec, count: int = SCHEDULES) -> Step:
+    command = ("-m", "snapmla.testing", "check", spec.name, "--seeds", str(count))
     return _on_objects("schedules", spec, command)
 
 

@@ -47,7 +47,7 @@ COUNTERS: dict[str, str] = {  # as ``softgpu.cost.profile.counters`` names them 
     "DRAM read": "dram__bytes_read.sum",
     "MUFU": "smsp__inst_executed_pipe_xu.sum",
 }
-UNITS = {  # as ``softgpu.cost.profile.loads`` names them -> the row of ``profiles.ncu`` with its share
+UNITS = {  # as ``softgpu.cost.profile.loads`` names them -> the row of ``profiles.ncu``
     "memory": "DRAM", "shared memory": "shared memory by LSU", "tensor cores": "tensor pipe",
     "issue": "issue slots",
 }  # fmt: skip

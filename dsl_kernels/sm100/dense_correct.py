@@ -12,12 +12,14 @@ import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 from cutlass import Float32, Int32
 
+from ..common.budget import Budget
 from ..common.epilogue import Held, Shared, write_rows
 from ..common.registers import claim_registers
 from ..dims import EXPONENT_CHANNELS
 from ..dims import KV_LORA_RANK as D
 from . import umma
 from .dense_parts import HALF, WARPGROUP, Cta, Parts, items_of, store, tmem_of, wait_stores
+from .dense_softmax import Softmax
 
 SCALED, WRITTEN = 64, 32  # columns of O in registers at a time
 RUN = 8  # channels that a thread stores at a time
@@ -109,15 +111,17 @@ class Correction:
             self.rings.inv.arrive_empty(st, 0)
 
 
-@cute.jit
-def run_rows(
-    budget: cutlass.Constexpr, softmax: cutlass.Constexpr, correction: cutlass.Constexpr, cta: Cta,
-    wg,
-):  # fmt: skip
+class RowRoles:
     """The warpgroups behind the first, which have rows: softmax, then correction."""
-    if wg == 1:
-        claim_registers(budget, budget.groups[1].registers)
-        softmax.run(cta)
-    else:
-        claim_registers(budget, budget.groups[2].registers)
-        correction.run(cta)
+
+    def __init__(self, parts: Parts, budget: Budget):
+        self.softmax, self.correction, self.budget = Softmax(parts), Correction(parts), budget
+
+    @cute.jit
+    def run(self, cta: Cta, wg):
+        if wg == 1:
+            claim_registers(self.budget, self.budget.groups[1].registers)
+            self.softmax.run(cta)
+        else:
+            claim_registers(self.budget, self.budget.groups[2].registers)
+            self.correction.run(cta)

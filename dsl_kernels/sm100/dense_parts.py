@@ -122,7 +122,8 @@ class Parts(Protocol):
     def wait_products(self, st: Any, state: Any) -> None:
         """Until P.V of the tile before ``state``'s is complete, which its own is not yet.
 
-        With one stage of P, a full P says so as well: the softmax warps waited for it to fill it."""
+        With one stage of P, a full P says so as well: the softmax warps waited before they filled
+        it."""
 
 
 @cute.jit

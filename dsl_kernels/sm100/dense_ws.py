@@ -65,11 +65,9 @@ from ..dims import HEAD_DIM_QK
 from ..dims import TOKEN_TILE as TILE
 from ..smxx.decode_entry import Tma
 from ..smxx.dense_entry import DenseEntry, Gmem, fake_args
-from . import umma
-from .dense_correct import Correction, run_rows
+from .dense_correct import RowRoles
 from .dense_issue import Issuers
 from .dense_parts import HALF, WARPGROUP, Cta
-from .dense_softmax import Softmax
 from .dense_ws_parts import STAGES, Layouts, Pipes, WsParts
 
 if TYPE_CHECKING:
@@ -130,9 +128,8 @@ class DenseWs:
         self.spec, self.parts, self.budget = spec, WsParts(spec), budget(spec)
         self.q_tiles, self.loads = self.parts.q_tiles, self.parts.loads
         self.layouts, self.threads = self.parts.layouts, self.budget.threads
-        self.issuers, self.softmax = Issuers(self.parts), Softmax(self.parts)
-        self.correction = Correction(self.parts)
-        self.regs = tuple(group.registers for group in self.budget.groups)
+        self.issuers = Issuers(self.parts)
+        self.rows = RowRoles(self.parts, self.budget)
 
     def storage(self, layouts: Layouts):
         rings = dict(pair for ring in self.parts.all_rings for pair in ring.field.items())
@@ -141,7 +138,7 @@ class DenseWs:
             **self.loads.fields,
             **rings,
             tmem=array(Int32, 4, 16),
-            **self.softmax.fields,
+            **self.rows.softmax.fields,
             **self.parts.tile_fields(layouts),
         )
 
@@ -167,7 +164,7 @@ class DenseWs:
         cute.arch.griddepcontrol_wait()  # q, the cache and the plan come from the kernels before
         cta = Cta(st, gmem, call, Pipes(q_pipe, k_pipe))
         if wg == 0:
-            claim_registers(self.budget, self.regs[0])
+            claim_registers(self.budget, self.budget.groups[0].registers)
             if warp_id == SCORES:
                 self.issuers.issue_scores(cta)
             elif warp_id == PRODUCTS:
@@ -175,7 +172,7 @@ class DenseWs:
             else:
                 self.load(cta, tma, layouts, warp_id)
         else:
-            run_rows(self.budget, self.softmax, self.correction, cta, wg)
+            self.rows.run(cta, wg)
         cute.arch.sync_threads()  # behind the fences and commits of each role's last access
         if warp_id == PRODUCTS:
             self.parts.form.free(st.tmem.data_ptr(), self.parts.columns.allocated)

@@ -273,7 +273,11 @@ def test_steps_are_the_whole_matrix() -> None:
         assert set(prove.ASKED) <= by_kind[kind]
         by_kind[kind] -= set(prove.ASKED)
     assert by_kind["variant"] == {s.name for s in every}
-    assert by_kind["schedules"] == sample and by_kind["mutants"] <= sample
+    decodes = {s.name for s in matrix.default_specs("sm_100a") if not s.family.helper}
+    assert by_kind["schedules"] == sample | decodes and by_kind["mutants"] <= sample
+    seeds = {s.what: int(s.commands[-1][-1]) for s in steps if s.kind == "schedules"}
+    assert {name for name, n in seeds.items() if n == prove.FEW} == decodes - sample
+    assert {n for name, n in seeds.items() if name in sample} == {prove.SCHEDULES}
     studied = {VariantSpec.from_name(name) for name in by_kind["mutants"]}
 
     def kernel(spec: VariantSpec) -> tuple[object, ...]:
