@@ -22,10 +22,12 @@ from typing import Annotated, Any
 import typer
 
 from codegen import artifacts, matrix
+from dsl_kernels.spec import VariantSpec
 from profiles import ncu, page
 from profiles.device import require_cuda
 from snapmla.testing import cost
 from snapmla.testing.workloads.samples import split_evenly
+from softgpu.cost.profile import loads
 
 RESULTS = artifacts.ROOT / "profiles" / "results"
 VARIANTS = (
@@ -45,6 +47,10 @@ COUNTERS: dict[str, str] = {  # as ``softgpu.cost.profile.counters`` names them 
     "DRAM read": "dram__bytes_read.sum",
     "MUFU": "smsp__inst_executed_pipe_xu.sum",
 }
+UNITS = {  # as ``softgpu.cost.profile.loads`` names them -> the row of ``profiles.ncu``
+    "memory": "DRAM", "shared memory": "shared memory by LSU", "tensor cores": "tensor pipe",
+    "issue": "issue slots",
+}  # fmt: skip
 MORE = (  # recorded for whoever asks next: what else passes the port
     "smsp__issue_active.sum", "smsp__inst_issued.sum", "l1tex__data_pipe_lsu_wavefronts.sum",
     "l1tex__data_bank_reads.sum", "l1tex__data_bank_writes.sum",
@@ -53,12 +59,31 @@ MORE = (  # recorded for whoever asks next: what else passes the port
     "regex:smsp__inst_executed_op_(ldsm|shared|shuffle).*sum", "sm__cycles_elapsed.max",
     "gpu__time_duration.sum",
 )  # fmt: skip
+MEMORY = tuple(label for label in COUNTERS if re.match("shared memory|bank|DRAM", label))
 APART = {
     "bank conflicts": "a few in a thousand wavefronts: those between the accesses of several warps "
     "and operand reads are not seen",
     "MUFU": "the counter is of the XU pipe, which converts too",
 }
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__doc__)
+
+
+@dataclass(frozen=True)
+class Card:
+    """What a card counted in one launch.
+
+    Attributes:
+        counters: by the names of ``COUNTERS``.
+        shares: unit of ``UNITS`` -> percent of its peak.
+    """
+
+    counters: Mapping[str, float]
+    shares: Mapping[str, float]
+
+    @property
+    def busiest(self) -> str:
+        """The unit that is nearest to its peak; empty where no share was recorded."""
+        return max(self.shares, key=self.shares.__getitem__, default="")
 
 
 @dataclass(frozen=True)
@@ -78,13 +103,21 @@ class Row:
 # ---------------------------------------------------------------- the card's side
 
 
-def recorded(found: Mapping[str, tuple[str, float | str]]) -> dict[str, float]:
-    """Counters by our names, those that ncu gave."""
-    values = {label: found.get(metric, ("", ""))[1] for label, metric in COUNTERS.items()}
+def recorded(found: Mapping[str, tuple[str, float | str]]) -> Card:
+    """Counters and shares by our names, those that ncu gave."""
+    shares = {unit: ncu.METRICS[row] for unit, row in UNITS.items()}
+    return Card(_given(found, COUNTERS), _given(found, shares))
+
+
+def _given(
+    found: Mapping[str, tuple[str, float | str]], metrics: Mapping[str, str]
+) -> dict[str, float]:
+    """Those of ``metrics`` (our name -> ncu's) that have a number."""
+    values = {label: found.get(metric, ("", ""))[1] for label, metric in metrics.items()}
     return {label: value for label, value in values.items() if isinstance(value, float)}
 
 
-def of_page(text: str) -> dict[str, dict[str, float]]:
+def of_page(text: str) -> dict[str, Card]:
     """Variant -> counters, from the shares of peaks that ``ncu-h200.md`` has.
 
     A share has one decimal: 0.4 % of the smallest counter.
@@ -92,21 +125,31 @@ def of_page(text: str) -> dict[str, dict[str, float]]:
     lines = [line for line in text.splitlines() if line.startswith("|")]
     names = _cells(lines[0])[1:]
     rows = {cells[0]: cells[1:] for cells in map(_cells, lines[2:])}
-    found = {}
+    found: dict[str, Card] = {}
     for i, name in enumerate(names):
         match = re.search(r"([\d,]+) cycles", rows["duration"][i])
         if match is None:
             raise ValueError(f"ncu-h200.md: no cycles of {name}")
         cycles = float(match[1].replace(",", ""))
         of_peak = lambda label, i=i: float(rows[label][i].split(" ")[0]) / 100
-        found[name] = {
+        counters = {
             "issued instructions": of_peak("issue slots") * cycles * 4 * SMS,
             "tensor cycles": of_peak("tensor pipe") * cycles * SMS,
             "shared memory, LSU": of_peak("shared memory by LSU") * cycles * SMS,
             "bank conflicts": float(rows["bank conflicts"][i].replace(",", "")),
             "DRAM read": 1e6 * float(rows["DRAM read"][i].split(" ")[0]),
         }
+        found[name] = Card(counters, {unit: 100 * of_peak(row) for unit, row in UNITS.items()})
     return found
+
+
+def on_file() -> dict[str, Card]:
+    """Variant -> what a card counted, for those of ``VARIANTS`` that were recorded: the split
+    counters where there are any, else the older page's."""
+    found = {
+        **of_page((RESULTS / "ncu-h200.md").read_text()), **records(RESULTS / "cost-h200.json")
+    }  # fmt: skip
+    return {name: found[name] for name in VARIANTS if name in found}
 
 
 def _cells(line: str) -> list[str]:
@@ -134,8 +177,13 @@ def rows(card: Mapping[str, float], model: Mapping[str, float]) -> list[Row]:
     return [Row(label, card[label], model[label]) for label in COUNTERS if label in card]
 
 
-def table(name: str, found: Sequence[Row]) -> list[str]:
-    """A variant's lines."""
+def bound(found: cost.Cost) -> str:
+    """The unit that the model calls the busiest, in a steady tile."""
+    return loads(found.profile.tile, found.profile.architecture, found.card)[0].unit
+
+
+def table(name: str, found: Sequence[Row], units: tuple[str, str] = ("", "")) -> list[str]:
+    """A variant's lines; ``units``: the busiest by the card and by the model."""
     lines = [f"## {name}", "", "| counter | card | model | difference |", "|---|---|---|---|"]
     for row in found:
         mark = " (not modelled)" if row.counter in APART else ""
@@ -143,7 +191,8 @@ def table(name: str, found: Sequence[Row]) -> list[str]:
             f"| {row.counter}{mark} | {row.card:,.0f} | {row.model:,.0f} | "
             f"{100 * row.difference:+.1f} % |"
         )
-    return [*lines, ""]
+    said = ["", f"Busiest unit: {units[0]} by the card, {units[1]} by the model."]
+    return [*lines, *(said if units[0] else []), ""]
 
 
 # ---------------------------------------------------------------- commands
@@ -159,18 +208,37 @@ def record(
     try:
         specs = [matrix.named(name) for name in variants.split(",")]
         require_cuda()
-        with tempfile.TemporaryDirectory() as folder:
-            for spec in specs:
-                metrics = [*COUNTERS.values(), *MORE]
-                kept = ncu.profile(spec, SIZES, Path(folder), metrics)
-                found[spec.name] = json.loads(ncu.raw(kept))
-                for label, value in recorded(kept).items():
-                    typer.echo(f"{spec.name}: {label} {value:,.0f}")
     except ValueError as error:
         print(error, file=sys.stderr)
         raise typer.Exit(1) from None
+    failed = False
     facts = {"machine": ncu.versions(), "sizes": vars(SIZES), "variants": found}
-    artifacts.write_atomic(out / "cost-h200.json", json.dumps(facts, indent=1) + "\n")
+    with tempfile.TemporaryDirectory() as folder:
+        for spec in specs:
+            try:
+                kept = _profile(spec, Path(folder))
+            except ValueError as error:
+                print(f"{spec.name}: {error}", file=sys.stderr)
+                failed = True
+                continue
+            found[spec.name] = json.loads(ncu.raw(kept))
+            # after each: a run that is cut off keeps what it has
+            artifacts.write_atomic(out / "cost-h200.json", json.dumps(facts, indent=1) + "\n")
+            card = recorded(kept)
+            for label, value in card.counters.items():
+                typer.echo(f"{spec.name}: {label} {value:,.0f}")
+            typer.echo(f"{spec.name}: busiest unit {card.busiest or 'not recorded'}")
+    raise typer.Exit(1 if failed else 0)
+
+
+def _profile(spec: VariantSpec, folder: Path) -> dict[str, tuple[str, float | str]]:
+    """All metrics, or without those of ``MORE``, of which an ncu may not know one."""
+    needed = [*COUNTERS.values(), *(ncu.METRICS[row] for row in UNITS.values())]
+    try:
+        return ncu.profile(spec, SIZES, folder, [*needed, *MORE])
+    except ValueError as error:
+        print(f"{spec.name}: again with fewer metrics, since {error}", file=sys.stderr)
+        return ncu.profile(spec, SIZES, folder, needed)
 
 
 @app.command()
@@ -180,9 +248,8 @@ def compare(
 ) -> None:
     """Writes the page: every recorded counter beside the model's."""
     at = directory if directory is not None else artifacts.default_dir()
-    split = records(RESULTS / "cost-h200.json")
-    older = of_page((RESULTS / "ncu-h200.md").read_text())
-    sources = {name: split.get(name) or older.get(name) for name in VARIANTS}
+    sources = on_file()
+    split = (RESULTS / "cost-h200.json").is_file()
     notes = [
         f"counters: {'cost-h200.json' if split else 'ncu-h200.md, shares of peaks'}; batch "
         f"{SIZES.batch}, {SIZES.tokens} tokens, {SMS} SMs",
@@ -192,17 +259,19 @@ def compare(
     ]  # fmt: skip
     lines = page.head("Cost without a clock, and an H200's counters", "profiles.record_cost",
                       "model: the software GPU, on a CPU", *notes)  # fmt: skip
-    for name, card in sources.items():
-        if card is None:
+    for name in VARIANTS:
+        if name not in sources:
             lines += [f"## {name}", "", "Not recorded yet.", ""]
-        else:
-            lines += table(name, rows(card, predicted(cost.measure(matrix.named(name), at))))
+            continue
+        card, model = sources[name], cost.measure(matrix.named(name), at)
+        units = card.busiest, bound(model)
+        lines += table(name, rows(card.counters, predicted(model)), units)
     artifacts.write_atomic(out / "cost-h200.md", "\n".join(lines))
     typer.echo("\n".join(lines))
 
 
-def records(path: Path) -> dict[str, dict[str, float]]:
-    """Variant -> counters, as ``record`` wrote them; nothing if that has not run."""
+def records(path: Path) -> dict[str, Card]:
+    """Variant -> what was counted, as ``record`` wrote it; nothing if that has not run."""
     if not path.is_file():
         return {}
     found = json.loads(path.read_text())["variants"]

@@ -12,11 +12,14 @@ import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 from cutlass import Float32, Int32
 
+from ..common.budget import Budget
 from ..common.epilogue import Held, Shared, write_rows
+from ..common.registers import claim_registers
 from ..dims import EXPONENT_CHANNELS
 from ..dims import KV_LORA_RANK as D
 from . import umma
 from .dense_parts import HALF, WARPGROUP, Cta, Parts, items_of, store, tmem_of, wait_stores
+from .dense_softmax import Softmax
 
 SCALED, WRITTEN = 64, 32  # columns of O in registers at a time
 RUN = 8  # channels that a thread stores at a time
@@ -61,7 +64,7 @@ class Correction:
         factors = cute.make_layout((self.form.rows, self.p_stages))
         gamma = st.gamma.get_tensor(factors)[tidx % self.form.rows, pst.index]
         if adds & cute.arch.vote_any_sync(gamma != 1.0):
-            if cutlass.const_expr(self.p_stages > 1):  # the softmax warps waited for it, to fill one
+            if cutlass.const_expr(self.p_stages > 1):  # of one, a full P says that
                 self.parts.wait_products(st, pst)
             umma.after_sync()
             for c in cutlass.range_constexpr(0, self.channels, SCALED):
@@ -106,3 +109,19 @@ class Correction:
         cute.arch.sync_warp()
         if tidx % 32 == 0:
             self.rings.inv.arrive_empty(st, 0)
+
+
+class RowRoles:
+    """The warpgroups behind the first, which have rows: softmax, then correction."""
+
+    def __init__(self, parts: Parts, budget: Budget):
+        self.softmax, self.correction, self.budget = Softmax(parts), Correction(parts), budget
+
+    @cute.jit
+    def run(self, cta: Cta, wg):
+        if wg == 1:
+            claim_registers(self.budget, self.budget.groups[1].registers)
+            self.softmax.run(cta)
+        else:
+            claim_registers(self.budget, self.budget.groups[2].registers)
+            self.correction.run(cta)

@@ -59,13 +59,11 @@ from ..common.work_list import Call
 from ..dims import HEAD_DIM_QK
 from ..smxx.decode_entry import Tma
 from ..smxx.dense_entry import DenseEntry, Gmem, fake_args
-from . import umma
-from .dense_correct import Correction
+from .dense_correct import RowRoles
 from .dense_pair_issue import PairIssuers
 from .dense_pair_loads import CTAS, ROWS, TILE, Layouts
 from .dense_pair_parts import PairParts
 from .dense_parts import HALF, WARPGROUP, Cta
-from .dense_softmax import Softmax
 from .rings import LEADER
 
 if TYPE_CHECKING:
@@ -123,16 +121,15 @@ class DensePair:
         self.spec, self.parts, self.budget = spec, PairParts(spec), budget(spec)
         self.q_tiles, self.loads = self.parts.q_tiles, self.parts.loads
         self.layouts, self.threads = self.loads.layouts, self.budget.threads
-        self.issuers, self.softmax = PairIssuers(self.parts), Softmax(self.parts)
-        self.correction = Correction(self.parts)
-        self.regs = tuple(group.registers for group in self.budget.groups)
+        self.issuers = PairIssuers(self.parts)
+        self.rows = RowRoles(self.parts, self.budget)
 
     def storage(self, layouts: Layouts):
         rings = dict(pair for ring in self.parts.all_rings for pair in ring.field.items())
         return struct_of(
             **rings,
             tmem=array(Int32, 4, 16),
-            **self.softmax.fields,
+            **self.rows.softmax.fields,
             **self.parts.tile_fields(layouts),
         )
 
@@ -159,18 +156,13 @@ class DensePair:
         cute.arch.griddepcontrol_wait()  # q, the cache and the plan come from the kernels before
         cta = Cta(st, gmem, call, layouts)
         if wg == 0:
-            claim_registers(self.budget, self.regs[0])
+            claim_registers(self.budget, self.budget.groups[0].registers)
             self.produce_and_issue(cta, tma, warp_id, rank)
-        elif wg == 1:
-            claim_registers(self.budget, self.regs[1])
-            self.softmax.run(cta)
         else:
-            claim_registers(self.budget, self.regs[2])
-            self.correction.run(cta)
+            self.rows.run(cta, wg)
         cute.arch.cluster_arrive()  # behind the fences and commits of each role's last access
         cute.arch.cluster_wait()
         if warp_id == V_PRODUCER:
-            umma.after_sync()
             self.parts.form.free(st.tmem.data_ptr(), columns)
 
     @cute.jit

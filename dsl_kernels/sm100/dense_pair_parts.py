@@ -103,5 +103,5 @@ class PairParts:
 
     @cute.jit
     def wait_products(self, st, state):
-        """P is freed by it, and P of ``state``'s tile comes behind that."""
+        """P is freed by it."""
         self.rings.p.wait_empty(st, 0, state.phase ^ 1)

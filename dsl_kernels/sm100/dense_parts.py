@@ -120,7 +120,10 @@ class Parts(Protocol):
         P = 0 is cleared.  ``state``: P's, a consumer's."""
 
     def wait_products(self, st: Any, state: Any) -> None:
-        """Until P.V of the tile before ``state``'s is complete, which its own is not yet."""
+        """Until P.V of the tile before ``state``'s is complete, which its own is not yet.
+
+        With one stage of P, a full P says so as well: the softmax warps waited before they filled
+        it."""
 
 
 @cute.jit

@@ -65,11 +65,9 @@ from ..dims import HEAD_DIM_QK
 from ..dims import TOKEN_TILE as TILE
 from ..smxx.decode_entry import Tma
 from ..smxx.dense_entry import DenseEntry, Gmem, fake_args
-from . import umma
-from .dense_correct import Correction
+from .dense_correct import RowRoles
 from .dense_issue import Issuers
 from .dense_parts import HALF, WARPGROUP, Cta
-from .dense_softmax import Softmax
 from .dense_ws_parts import STAGES, Layouts, Pipes, WsParts
 
 if TYPE_CHECKING:
@@ -130,9 +128,8 @@ class DenseWs:
         self.spec, self.parts, self.budget = spec, WsParts(spec), budget(spec)
         self.q_tiles, self.loads = self.parts.q_tiles, self.parts.loads
         self.layouts, self.threads = self.parts.layouts, self.budget.threads
-        self.issuers, self.softmax = Issuers(self.parts), Softmax(self.parts)
-        self.correction = Correction(self.parts)
-        self.regs = tuple(group.registers for group in self.budget.groups)
+        self.issuers = Issuers(self.parts)
+        self.rows = RowRoles(self.parts, self.budget)
 
     def storage(self, layouts: Layouts):
         rings = dict(pair for ring in self.parts.all_rings for pair in ring.field.items())
@@ -141,7 +138,7 @@ class DenseWs:
             **self.loads.fields,
             **rings,
             tmem=array(Int32, 4, 16),
-            **self.softmax.fields,
+            **self.rows.softmax.fields,
             **self.parts.tile_fields(layouts),
         )
 
@@ -167,22 +164,17 @@ class DenseWs:
         cute.arch.griddepcontrol_wait()  # q, the cache and the plan come from the kernels before
         cta = Cta(st, gmem, call, Pipes(q_pipe, k_pipe))
         if wg == 0:
-            claim_registers(self.budget, self.regs[0])
+            claim_registers(self.budget, self.budget.groups[0].registers)
             if warp_id == SCORES:
                 self.issuers.issue_scores(cta)
             elif warp_id == PRODUCTS:
                 self.issuers.issue_products(cta)
             else:
                 self.load(cta, tma, layouts, warp_id)
-        elif wg == 1:
-            claim_registers(self.budget, self.regs[1])
-            self.softmax.run(cta)
         else:
-            claim_registers(self.budget, self.regs[2])
-            self.correction.run(cta)
+            self.rows.run(cta, wg)
         cute.arch.sync_threads()  # behind the fences and commits of each role's last access
         if warp_id == PRODUCTS:
-            umma.after_sync()
             self.parts.form.free(st.tmem.data_ptr(), self.parts.columns.allocated)
 
     @cute.jit

@@ -315,7 +315,6 @@ class Pair:
         cute.arch.cluster_arrive()  # behind the fences and commits of each role's last access
         cute.arch.cluster_wait()
         if warp_id == 3:
-            umma.after_sync()
             FORM.free(st.tmem.data_ptr(), COLUMNS)
 
     # ---------------------------------------------------------------- issuing warps, of the leader

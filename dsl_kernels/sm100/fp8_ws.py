@@ -311,7 +311,6 @@ class Ws:
             self.promotion.run(cta, wg - 2)
         cute.arch.sync_threads()  # behind the fences and commits of each role's last access
         if warp_id == 3:
-            umma.after_sync()
             self.form.free(st.tmem.data_ptr(), self.columns.allocated)
 
     # ---------------------------------------------------------------- issuing warps

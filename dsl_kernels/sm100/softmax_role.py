@@ -129,7 +129,7 @@ class Softmax:
         s = umma.load(umma.lanes_of(tmem, wwarp) + self.s + sst.index * tokens, tokens)
         umma.wait_loads()
         umma.before_sync()
-        cute.arch.sync_warp()  # one lane frees S for all, and the triples are there for all
+        cute.arch.sync_warp()  # the triples are there for all, and one lane may free S
         if lane == 0:
             self.rings.s.arrive_empty(st, sst.index)
         t = cute.make_rmem_tensor((tokens,), Float32)

@@ -108,7 +108,8 @@ class Form:
         cute.arch.relinquish_tmem_alloc_permit(**two)
 
     def free(self, hold, count: int) -> None:
-        """By the warp that allocated, of every CTA, when none uses the columns any more."""
+        """By the warp that allocated, of every CTA, behind a barrier of all users."""
+        after_sync()
         two = {} if self.ctas == 1 else {"is_two_cta": True}
         cute.arch.dealloc_tmem(cute.arch.retrieve_tmem_ptr(Float32, 16, hold), count, **two)
 

@@ -35,7 +35,7 @@ from .programs import PROGRAMS, SOURCES, Program
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "build" / "published"
-SEEDS = 2
+SEEDS = 3
 
 app = typer.Typer(add_completion=False, help=__doc__, no_args_is_help=True)
 
@@ -99,6 +99,7 @@ def run_one(name: str, folder: Path, hazards: bool, seeds: tuple[int, ...]) -> d
         machine.QUANTUM = program.turns
         schedules = {f"turns of {program.turns}": schedules["early"]}
     else:
+        schedules["late"] = softgpu.Options(asynchronous="late", **common)
         schedules |= {
             f"random {s}": softgpu.Options(asynchronous="random", seed=s, **common) for s in seeds
         }

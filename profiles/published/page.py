@@ -24,9 +24,10 @@ was published, host code, inputs and reference included, except where a row says
 and FA4's references are float64 and ours. Nothing of these programs is in this repository.
 
 A program *passes* if its own check passes, every comparison's relative L2 error is within the
-bound, and all schedules (asynchronous work lands at once, or at random times with two seeds and
-warps in adversarial order) leave the same bits. A bound is derived from the roundings on the way:
-to f fraction bits once, 2^-f / sqrt(12) of the value in the mean square; several add in squares.
+bound, and all schedules (asynchronous work lands at once, as late as it may, or at random times
+with three seeds and warps in adversarial order) leave the same bits. A bound is derived from the
+roundings on the way: to f fraction bits once, 2^-f / sqrt(12) of the value in the mean square;
+several add in squares.
 """
 
 FINDINGS = """## What the hazard check says about them

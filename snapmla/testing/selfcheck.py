@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 
@@ -88,7 +88,7 @@ class Workload:
     LENGTHS = (70, 0, 450, 64, 1)
     # SM100's FP8 decode passes Q through the KV ring: items of more tiles than it has stages, and
     # more items without a tile in a row than that, so that a role that skips a wait is a phase off.
-    BY_ARCH = {"sm_100a": (450, *7 * (0,), 70, 64, 1)}
+    BY_ARCH: ClassVar[dict[str, Sequence[int]]] = {"sm_100a": (450, *7 * (0,), 70, 64, 1)}
 
     def __init__(self, spec: VariantSpec, directory: Path) -> None:
         self.spec, self.kernel = spec, load(spec, directory)

@@ -274,7 +274,11 @@ def test_steps_are_the_whole_matrix() -> None:
         assert set(prove.ASKED) <= by_kind[kind]
         by_kind[kind] -= set(prove.ASKED)
     assert by_kind["variant"] == {s.name for s in every}
-    assert by_kind["schedules"] == sample and by_kind["mutants"] <= sample
+    decodes = {s.name for s in matrix.default_specs("sm_100a") if not s.family.helper}
+    assert by_kind["schedules"] == sample | decodes and by_kind["mutants"] <= sample
+    seeds = {s.what: int(s.commands[-1][-1]) for s in steps if s.kind == "schedules"}
+    assert {name for name, n in seeds.items() if n == prove.FEW} == decodes - sample
+    assert {n for name, n in seeds.items() if name in sample} == {prove.SCHEDULES}
     studied = {VariantSpec.from_name(name) for name in by_kind["mutants"]}
 
     def kernel(spec: VariantSpec) -> tuple[object, ...]:
@@ -337,7 +341,7 @@ def test_the_page_explains_what_may_survive() -> None:
     section = text.partition("\n## Mutation")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| [^|`]*`([\w.:()# =,]+)`[^|]* \| \S.* \|$", section, re.MULTILINE)
     own = {text for texts in prove.EXPLAINED_OF.values() for text in texts}
-    assert set(rows) == {*prove.EXPLAINED, *own}
+    assert set(rows) == {*prove.EXPLAINED, *prove.EXPLAINED_SM100, *own}
 
 
 def test_some_kernels_explain_more() -> None:
@@ -351,6 +355,16 @@ def test_some_kernels_explain_more() -> None:
     for glob, texts in prove.EXPLAINED_OF.items():
         studied = [c for n, c in steps.items() if fnmatch.fnmatchcase(n, f"mutants:{glob}")]
         assert studied and all(set(texts) <= set(command) for command in studied)
+
+
+def test_sm100_explains_one_barrier_of_a_warp() -> None:
+    """Where SM90's steps pass any, those of SM100 pass that behind S' loads alone."""
+    steps = [step for step in prove.steps() if step.kind == "mutants"]
+    for step in steps:
+        assert ("bar.warp.sync" in step.commands[-1]) == step.what.endswith("_sm90a")
+    for name in ("dense_softmax.py", "softmax_role.py"):
+        text = (prove.ROOT / "dsl_kernels/sm100" / name).read_text()
+        assert text.count(prove.EXPLAINED_SM100[-1]) == 1
 
 
 def test_files_that_ask_for_the_matrix_are_found() -> None:

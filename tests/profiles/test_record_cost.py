@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,14 +14,13 @@ from profiles import ncu, record_cost
 from snapmla import runtime
 from snapmla.testing import cost
 from snapmla.testing.__main__ import main
-from softgpu.cost.profile import loads
 from tests.softgpu.test_cost import check_trace
 from tests.support.needs import needs_compiler
 
-OLDER = record_cost.of_page((record_cost.RESULTS / "ncu-h200.md").read_text())
+CARDS = record_cost.on_file()  # what is recorded joins the test by itself
 GATE = 0.05  # of issued instructions and of each memory counter that is modelled
 BOUND = {"r16": "memory", "r32": "memory", "r64": "memory", "r128": "shared memory"}
-EVERY_DAY = ("r16", "r64")
+EVERY_DAY = ("etap_r16_", "etap_r64_")
 R16 = "decode_etap_r16_p64_obf16_sm90a"
 
 
@@ -30,24 +30,37 @@ def built(name: str) -> Path:
 
 
 def test_the_older_page_as_counters() -> None:
-    """Issue slots 25.8 % of 145,421 cycles of 4 schedulers of 132 SMs."""
-    found = OLDER[R16]
-    assert found["issued instructions"] == pytest.approx(0.258 * 145421 * 4 * 132)
-    assert found["bank conflicts"] == 32802 and found["DRAM read"] == 337.7e6
+    """Issue slots 25.8 % of 145,421 cycles of 4 schedulers of 132 SMs; memory is the busiest."""
+    found = record_cost.of_page((record_cost.RESULTS / "ncu-h200.md").read_text())
+    card = found[R16]
+    assert card.counters["issued instructions"] == pytest.approx(0.258 * 145421 * 4 * 132)
+    assert card.counters["bank conflicts"] == 32802 and card.counters["DRAM read"] == 337.7e6
+    for rows, unit in BOUND.items():
+        assert found[f"decode_etap_{rows}_p64_obf16_sm90a"].busiest == unit
+
+
+def test_one_memory_counter_is_not_modelled() -> None:
+    assert len(record_cost.MEMORY) == 5
+    assert [x for x in record_cost.MEMORY if x in record_cost.APART] == ["bank conflicts"]
 
 
 @needs_compiler
 @pytest.mark.parametrize(
-    "rows",
-    [pytest.param(r, marks=[] if r in EVERY_DAY else [pytest.mark.whole_matrix]) for r in BOUND],
+    "name",
+    [
+        pytest.param(
+            name, marks=[] if any(x in name for x in EVERY_DAY) else [pytest.mark.whole_matrix]
+        )
+        for name in CARDS
+    ],
 )
-def test_counters_of_an_h200(rows: str) -> None:
+def test_counters_of_an_h200(name: str) -> None:
     """Within 5 %, tensor cycles within 1 %; and the unit that the card says is the busiest is."""
-    spec = VariantSpec.from_name(f"decode_etap_{rows}_p64_obf16_sm90a")
-    measured = cost.measure(spec, built(spec.name), tiles=(3, 7))
-    card = OLDER[spec.name]
-    found = {r.counter: r for r in record_cost.rows(card, record_cost.predicted(measured))}
-    assert set(found) == {
+    measured = cost.measure(VariantSpec.from_name(name), built(name), tiles=(3, 7))
+    card = CARDS[name]
+    rows = record_cost.rows(card.counters, record_cost.predicted(measured))
+    found = {r.counter: r for r in rows}
+    assert set(found) == set(card.counters) >= {
         "issued instructions", "tensor cycles", "shared memory, LSU", "bank conflicts", "DRAM read"
     }  # fmt: skip
     for label, row in found.items():
@@ -57,7 +70,7 @@ def test_counters_of_an_h200(rows: str) -> None:
     # what conflicts the model does not see are few
     missing = found["bank conflicts"].card - found["bank conflicts"].model
     assert 0 <= missing <= 0.015 * found["shared memory, LSU"].card
-    assert loads(measured.profile.tile, 90, measured.card)[0].unit == BOUND[rows]
+    assert record_cost.bound(measured) == card.busiest
 
 
 @needs_compiler
@@ -105,17 +118,43 @@ def test_helpers_are_counted_by_cta() -> None:
 
 def test_a_record_is_read_back(tmp_path: Path) -> None:
     """As ``record`` writes it: ncu's raw metrics by variant."""
-    metrics = enumerate(record_cost.COUNTERS.values())
+    shares = [ncu.METRICS[row] for row in record_cost.UNITS.values()]
+    metrics = enumerate([*record_cost.COUNTERS.values(), *shares])
     values: dict[str, tuple[str, float | str]] = {m: ("", 10.0 * i) for i, m in metrics}
     raw = json.loads(ncu.raw(values))
     path = tmp_path / "cost-h200.json"
     assert record_cost.records(path) == {}
     artifacts.write_atomic(path, json.dumps({"variants": {"v": raw}}))
-    assert record_cost.records(path) == {
-        "v": {label: 10.0 * i for i, label in enumerate(record_cost.COUNTERS)}
-    }
+    card = record_cost.records(path)["v"]
+    assert card.counters == {label: 10.0 * i for i, label in enumerate(record_cost.COUNTERS)}
+    assert list(card.shares) == list(record_cost.UNITS) and card.busiest == "issue"
     found = record_cost.rows({"MUFU": 100.0, "DRAM read": 50.0}, {"MUFU": 90.0, "DRAM read": 55.0})
     assert [r.difference for r in found] == [pytest.approx(0.1), pytest.approx(-0.1)]
-    table = record_cost.table("v", found)
-    assert table[-3] == "| DRAM read | 50 | 55 | +10.0 % |"
-    assert table[-2] == "| MUFU (not modelled) | 100 | 90 | -10.0 % |"
+    table = record_cost.table("v", found, ("memory", "issue"))
+    assert table[-5] == "| DRAM read | 50 | 55 | +10.0 % |"
+    assert table[-4] == "| MUFU (not modelled) | 100 | 90 | -10.0 % |"
+    assert table[-2] == "Busiest unit: memory by the card, issue by the model."
+    assert record_cost.table("v", found)[-2] == table[-4]
+
+
+def test_a_record_keeps_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An ncu that does not know a metric is asked again for fewer; a variant that fails costs the
+    others nothing."""
+    asked: list[tuple[str, int]] = []
+
+    def profile(spec: VariantSpec, _sizes: object, _folder: Path, metrics: list[str]) -> Any:
+        asked.append((spec.name, len(metrics)))
+        if spec.name == record_cost.VARIANTS[1] or len(metrics) > 12:
+            raise ValueError("no such metric")
+        return {m: ("", 1.0) for m in metrics}
+
+    monkeypatch.setattr(ncu, "profile", profile)
+    monkeypatch.setattr(ncu, "versions", lambda: "a card")
+    monkeypatch.setattr(record_cost, "require_cuda", lambda: None)
+    with pytest.raises(SystemExit) as left:
+        record_cost.app(["record", "--out", str(tmp_path)])
+    assert left.value.code == 1
+    kept = record_cost.records(tmp_path / "cost-h200.json")
+    assert list(kept) == [n for n in record_cost.VARIANTS if n != record_cost.VARIANTS[1]]
+    assert all(set(card.counters) == set(record_cost.COUNTERS) for card in kept.values())
+    assert len(asked) == 2 * len(record_cost.VARIANTS)
