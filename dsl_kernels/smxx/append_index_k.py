@@ -1,8 +1,8 @@
 """append_index_k: quantise new index keys and scatter them into the paged index cache.
 
 A spec with a ``rope_style`` is given keys as a layer's projection leaves them: it turns 64 of their
-channels, the first or the last, by their positions' angles, with ``norm`` also normalises them, and goes on as the
-others do, from the same rounded values (``index_rope.py``).
+channels, the first or the last, by their positions' angles, with ``norm`` also normalises them, and
+goes on as the others do, from the same rounded values (``index_rope.py``).
 
 Roles        one warp a token, WARPS warps a CTA, no barrier
 Memory       registers only: a lane has four channels side by side; no shared memory
