@@ -3,14 +3,18 @@ beside FlashMLA's kernel over BF16 rows, on one GPU.
 
     python -m profiles.sparse_prefill_cache_cost --peers DIR --out profiles/results
 
+``--designs`` times other builds of the kernel for 16 heads, those that are there: more tiles in
+flight, two CTAs an SM, and for its bound the gather and the math by themselves.
+
 What FlashMLA's callers pay before their call, rows out of an FP8 cache, is timed beside and is in
 no ratio.  Results are compared with fp64 before anything is timed.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -29,6 +33,8 @@ from profiles import page, timing
 from profiles.machine import machine
 from profiles.mha_cost import gemm, in_turn, ratio, spread
 from profiles.sparse_prefill_cost import SPAN, Problem, Shape
+from snapmla import runtime
+from snapmla.sparse.plan import sparse_spec, variant_of
 from snapmla.sparse.prefill import sparse_prefill
 from snapmla.sparse.prefill_fp8 import plan_sparse_prefill
 
@@ -49,6 +55,17 @@ FP8_COLUMNS = (
     "query tokens", "rows of KV", "heads", "topk", "snapmla FP8 µs", "TFLOP/s", "FlashMLA BF16 µs",
     "ratio", "gate", "snapmla BF16 µs", "ratio to it", "fetch_dequant µs", "error",
 )  # fmt: skip
+DESIGN_COLUMNS = ("build", "CTAs", "µs", "cycles a tile", "ratio to FlashMLA", "error")
+# Of the kernel for 16 heads: values of its unnamed axes, CTAs on an SM.
+DESIGNS: dict[str, tuple[dict[str, Any], int]] = {
+    "in service": ({}, 1),
+    "four tiles in flight": ({"stages": 4}, 1),
+    "a line of four rows a copy": ({"lines": 1}, 1),
+    "two CTAs an SM": ({"per_sm": 2}, 2),
+    "math alone": ({"only": "math"}, 1),
+    "gather alone": ({"only": "gather"}, 1),
+    "gather alone, two CTAs an SM": ({"only": "gather", "per_sm": 2}, 2),
+}
 FEW_COLUMNS = (
     "query tokens", "heads", "topk", "pieces", "snapmla µs", "unsplit µs", "FlashMLA µs", "ratio",
     "gate", "error",
@@ -140,6 +157,51 @@ def fp8_row(shape: Shape, device: torch.device, seed: int) -> str:
     )
 
 
+def design_rows(shape: Shape, device: torch.device, seed: int) -> list[str]:
+    """Lines of the third: each build that is there, and FlashMLA's kernel, in turn.
+
+    Raises:
+        ValueError: a build that computes everything is wrong.
+    """
+    problem = Problem.draw(shape, device)
+    made = FromFP8.of(problem)
+    sms = torch.cuda.get_device_properties(device).multi_processor_count
+    usual = sparse_spec(runtime.arch_of(device), 16, "bf16")
+    calls: dict[str, Any] = {"FlashMLA": problem.flashmla}
+    errors: dict[str, str] = {}
+    for name, (axes, per_sm) in DESIGNS.items():
+        spec = usual.replace(**axes)
+        if runtime.find(spec) is None:
+            continue
+        plan = snapmla.plan_sparse_decode(
+            shape.heads, 1, topk=shape.topk, batch=shape.s_q, device=device, row_tile=16,
+            num_parts=per_sm * sms, fixed_split_tokens=shape.topk,
+        )  # fmt: skip
+        calls[name] = functools.partial(
+            _by_kernel, replace(made, plan=plan), runtime.kernel(spec, device.type)
+        )
+        made.problem.results[0].fill_(torch.nan)  # else those of the build before would do
+        if "only" in axes:
+            calls[name]()
+            errors[name] = "-"
+        else:
+            errors[name] = f"{made.error(calls[name]()):.1e}"
+    found = in_turn(calls, seed)
+    variant_of(device, 16, 1, "fp8").kernels.clear()
+    return [
+        f"| {name} | {DESIGNS[name][1] * sms} | {spread(found[name])} | "
+        f"{shape.cycles(median(found[name]), sms):.0f} | "
+        f"{ratio(found[name], found['FlashMLA']):.3f} | {error} |"
+        for name, error in errors.items()
+    ]
+
+
+def _by_kernel(made: FromFP8, kernel: Any) -> Any:
+    """A call by another build of its kernel, which all plans of its row tile share."""
+    made.plan.variant.kernels[torch.bfloat16] = kernel
+    return made.ours()
+
+
 def few_row(shape: Shape, device: torch.device, seed: int) -> str:
     """A line of the second: one query token a sequence."""
     problem = Problem.draw(shape, device)
@@ -175,6 +237,7 @@ def main(
     peers: Annotated[Path, typer.Option(help="Folder of peers, with FlashMLA's library.")],
     out: Annotated[Path, typer.Option(help="Folder.")] = Path("build/bench"),
     first: Annotated[int, typer.Option(help="Shapes of each table to time, the first.")] = 99,
+    designs: Annotated[bool, typer.Option(help="Other builds for 16 heads, nothing else.")] = False,
 ) -> None:
     """Times the shapes and writes ``sparse_prefill_cache_cost.md``."""
     torch.ops.load_library(str(peers / "vllm_flashmla" / "_flashmla_C.abi3.so"))
@@ -188,6 +251,12 @@ def main(
         "fetch_dequant: the whole cache to rows of BF16; error: relative L2 on each one's inputs",
     )  # fmt: skip
     with torch.inference_mode():
+        if designs:
+            lines += ["", f"| {' | '.join(DESIGN_COLUMNS)} |", "|---" * len(DESIGN_COLUMNS) + "|"]
+            lines += design_rows(FP8_SHAPES[-1], device, 0)
+            typer.echo("\n".join(lines))
+            write_atomic(out / "sparse_prefill_designs.md", "\n".join(lines) + "\n")
+            return
         for columns, shapes, line in (
             (FP8_COLUMNS, FP8_SHAPES, fp8_row), (FEW_COLUMNS, FEW, few_row),
         ):  # fmt: skip

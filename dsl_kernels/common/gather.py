@@ -163,16 +163,18 @@ class GatherRows:
         stages, q_stages: KV tiles, Q tiles in flight.
         readers: who frees a KV stage.
         by_lines: whether an instruction copies 128 bytes of four rows instead of 512 of one.
+        copies: off in builds for the bound of math alone, where a stage lands as it is.
     """
 
     warps = 4
     scale_bytes, of_warps = SCALE, GROUPS
 
     def __init__(
-        self, work: TokenLists, *, stages: int, q_stages: int, readers: Readers, by_lines: bool
-    ):
+        self, work: TokenLists, *, stages: int, q_stages: int, readers: Readers, by_lines: bool,
+        copies: bool = True,
+    ):  # fmt: skip
         self.work, self.stages, self.q_stages, self.readers = work, stages, q_stages, readers
-        self.by_lines = by_lines
+        self.by_lines, self.copies = by_lines, copies
         self.landed = Ring("landed", stages, {"gather": 32 * GATHER_WARPS})
 
     # ---------------------------------------------------------------- host half
@@ -272,7 +274,8 @@ class GatherRows:
                     if (i != span[0]) & (tile == begin + self.stages):
                         tile_of_q(i, batch, qst)
                 self._wait_free(st, k_pipe, kst, first)
-                self._copy(to, planes, kst.index, page, offset, end - first, lane)
+                if const_expr(self.copies):
+                    self._copy(to, planes, kst.index, page, offset, end - first, lane)
                 arrive_landed(self.landed.full_barrier(st, kst.index))
                 if const_expr(mark is not None):
                     mark(kst.count == 0)

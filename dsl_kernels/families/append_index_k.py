@@ -19,7 +19,8 @@ FAMILY = helper(
     Axis("index_dtype", "i", ("i32", "i64"), "i32"),  # of slot_mapping
     Axis("hadamard", "hd", (0, 1), 0, named=False),  # 1: keys are rotated by that matrix
     ROPE_STYLE,  # of keys that are given; "applied": their RoPE is
-    Axis("norm", "", ("given", "layer"), "given", named=False),  # whether k comes normalised
+    Axis("norm", "", ("given", "layer", "rms"), "given", named=False),  # given: k is normalised
+    Axis("turned", "", ("first", "last"), "first", named=False),  # which 64 channels RoPE turns
     COS_SIN_DTYPE,
     Axis(
         "position_dtype", "pos", ("i32", "i64"), lambda values: values["index_dtype"], named=False

@@ -76,6 +76,8 @@ if TYPE_CHECKING:
 # flight DRAM gives less than with three (docs/performance.md).
 STAGES, FEW_STAGES = 4, 3
 SPARSE = "sparse_decode"  # the op whose tokens are gathered
+# Where two CTAs share an SM: registers of producers, softmax, P.V; tiles in flight of each.
+PAIRED, PAIRED_STAGES = (24, 56, 88), 2
 
 
 def feasible(spec: VariantSpec) -> str | None:
@@ -93,6 +95,8 @@ def budget(spec: VariantSpec) -> bud.Budget:
     few, rows, stages = spec.row_tile <= FEW_ROWS, min(spec.row_tile, 64), stages_of(spec)
     # setmaxnreg hands out one pool of 65536 registers: 128, 128 and 256 threads
     producer, softmax, pv = (40, 120, 160) if few else (32, 112, 184)
+    if per_sm_of(spec) > 1:
+        producer, softmax, pv = PAIRED
     p_tiles = P_STAGES * spec.p_terms * rows * TILE
     tiles = stages * STAGE_BYTES + q_stages(spec) * rows * 640 + p_tiles
     m, n = (TILE, rows) if few else (rows, TILE)  # S^T = K Q^T or S = Q K^T
@@ -103,6 +107,7 @@ def budget(spec: VariantSpec) -> bud.Budget:
             bud.WarpGroup("P.V", pv, count=2),
         ),
         smem=tiles + (SMALL_BYTES // 2 if few else SMALL_BYTES),  # no scale triples
+        per_sm=per_sm_of(spec),
         barriers=(*parts_of(spec).barriers(), *P_RING.budget(), *INV_RING.budget()),
         mmas=(
             bud.Mma("Q.K content", m, n, D // QK_GROUPS, "e4m3", under_softmax=not few),
@@ -114,7 +119,14 @@ def budget(spec: VariantSpec) -> bud.Budget:
 
 def stages_of(spec: VariantSpec) -> int:
     """KV tiles in flight."""
+    if per_sm_of(spec) > 1:
+        return spec.stages or PAIRED_STAGES
     return spec.stages or (FEW_STAGES if spec.row_tile <= FEW_ROWS else STAGES)
+
+
+def per_sm_of(spec: VariantSpec) -> int:
+    """CTAs that an SM has at the same time."""
+    return int(spec.per_sm) if spec.op == SPARSE else 1
 
 
 def q_stages(spec: VariantSpec) -> int:
@@ -142,7 +154,7 @@ class Etap:
         few_rows = spec.row_tile <= FEW_ROWS  # S^T = K Q^T
         self.parts, self.budget = parts_of(spec), budget(spec)
         self.rows_cta, self.stages = self.parts.rows, self.parts.stages
-        self.p_terms = spec.p_terms
+        self.p_terms, self.only = spec.p_terms, spec.only if spec.op == SPARSE else "all"
         # rows of one P.V product tile: halves of 64, because O takes 128 registers and S is in two
         self.pv_rows = min(self.rows_cta, 32)
         self.names = transpose.TOKENS_ON_M if few_rows else transpose.ROWS_ON_M
@@ -177,12 +189,31 @@ class Etap:
 
     @cute.jit
     def math_roles(self, cta, wg):
-        if wg == 0:
+        if const_expr(self.only == "gather"):
+            self.drain(cta, wg)
+        elif wg == 0:
             claim_registers(self.budget, self.softmax_regs)
             self.softmax.loop(cta)
         else:
             claim_registers(self.budget, self.pv_regs)
             self.pv_loop(cta, wg - 1)
+
+    @cute.jit
+    def drain(self, cta: Cta, wg):
+        """Frees what lands, unread: a build for the bound of the gather alone."""
+        span = self.parts.work.items_of(cta.gmem.work, cta.part)
+        kst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
+        qst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.parts.q_stages)
+        for i in cutlass.range(span[0], span[1], unroll=1):
+            _, first, last, _ = self.parts.work.item_at(cta.gmem.work, i)
+            for _ in cutlass.range(first, last, unroll=1):
+                cta.k_pipe.consumer_wait(kst)
+                cta.k_pipe.consumer_release(kst)
+                kst.advance()
+            if wg == 0:
+                cta.q_pipe.consumer_wait(qst)
+                cta.q_pipe.consumer_release(qst)
+                qst.advance()
 
     # ---------------------------------------------------------------- P.V warpgroups
 

@@ -1,8 +1,8 @@
 """append_index_k: quantise new index keys and scatter them into the paged index cache.
 
-A spec with a ``rope_style`` is given keys as a layer's projection leaves them: it turns their first
-64 channels by their positions' angles, with ``norm`` also normalises them, and goes on as the
-others do, from the same rounded values (``index_rope.py``).
+A spec with a ``rope_style`` is given keys as a layer's projection leaves them: it turns 64 of their
+channels, the first or the last, by their positions' angles, with ``norm`` also normalises them, and
+goes on as the others do, from the same rounded values (``index_rope.py``).
 
 Roles        one warp a token, WARPS warps a CTA, no barrier
 Memory       registers only: a lane has four channels side by side; no shared memory
@@ -50,6 +50,7 @@ class AppendIndexK:
 
     def __init__(self, spec: VariantSpec) -> None:
         self.hadamard, self.neox = bool(spec.hadamard), spec.rope_style == "neox"
+        self.last = spec.turned == "last"
 
     @cute.jit
     def plain(
@@ -94,7 +95,25 @@ class AppendIndexK:
     ) -> None:
         """LayerNorm and RoPE."""
         angles = rotary.Angles(positions, cos_sin)
-        norm = index_rope.LayerNorm(norm_weight, norm_bias, norm_eps)
+        norm = index_rope.Norm(norm_weight, norm_bias, norm_eps)
+        self._launch(cache, k, slot_mapping, power_of_two, angles, norm, stream)
+
+    @cute.jit
+    def rms_rope(
+        self,
+        cache: cute.Tensor,  # u8 (pages, bytes)
+        k: cute.Tensor,  # in_dtype (n, 128)
+        slot_mapping: cute.Tensor,  # i32|i64 (n,)
+        positions: cute.Tensor,  # i32|i64 (n,)
+        cos_sin: cute.Tensor,  # f32 or in_dtype (max_position, 64)
+        norm_weight: cute.Tensor,  # f32 (128,)
+        norm_eps: Float32,
+        power_of_two: Int32,
+        stream: Any,
+    ) -> None:
+        """RMSNorm and RoPE."""
+        angles = rotary.Angles(positions, cos_sin)
+        norm = index_rope.Norm(norm_weight, None, norm_eps)
         self._launch(cache, k, slot_mapping, power_of_two, angles, norm, stream)
 
     @cute.jit
@@ -119,7 +138,7 @@ class AppendIndexK:
         slot_mapping: cute.Tensor,
         power_of_two: Int32,
         angles: Any,  # rope.Angles, None: RoPE is applied
-        norm: Any,  # index_rope.LayerNorm, None: keys are normalised
+        norm: Any,  # index_rope.Norm, None: keys are normalised
     ) -> None:
         tidx, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
@@ -137,7 +156,7 @@ class AppendIndexK:
             if cutlass.const_expr(norm is not None):
                 values = index_rope.normalise(values, norm, lane, dt)
             if cutlass.const_expr(angles is not None):
-                values = index_rope.rotate(values, angles, position, lane, dt, self.neox)
+                values = index_rope.rotate(values, angles, position, lane, dt, self.neox, self.last)
             if cutlass.const_expr(self.hadamard):
                 values = rounded(_hadamard(values, lane), dt)
             scale = _scale(values, power_of_two)
@@ -189,6 +208,8 @@ def feasible(spec: VariantSpec) -> str | None:
     """Why this variant cannot be built, or None; see ``registry``."""
     if spec.norm != "given" and spec.rope_style == "applied":
         return "the norm comes with a rotary embedding, of style interleaved or neox"
+    if spec.turned == "last" and spec.rope_style == "applied":
+        return "channels are turned by a rotary embedding, of style interleaved or neox"
     return rotary.refusal(spec)
 
 
@@ -207,6 +228,8 @@ def build(spec: VariantSpec) -> tuple[Callable[..., Any], dict[str, Any]]:
     fakes |= rotary.angle_fakes(n, spec.cos_sin_dtype, spec.position_dtype)
     if spec.norm == "given":
         return variant.rope, fakes | last
-    for name in ("norm_weight", "norm_bias"):
+    rms = spec.norm == "rms"
+    for name in ("norm_weight",) if rms else ("norm_weight", "norm_bias"):
         fakes[name] = compat.vector(Float32, INDEX_DIM, compat.VECTOR_BYTES)
-    return variant.norm_rope, fakes | {"norm_eps": Float32(1e-6)} | last
+    host_half = variant.rms_rope if rms else variant.norm_rope
+    return host_half, fakes | {"norm_eps": Float32(1e-6)} | last

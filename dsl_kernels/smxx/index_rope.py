@@ -1,10 +1,12 @@
-"""What DeepSeek's indexer does to a key before it is quantised: LayerNorm, rotary embedding.
+"""What DeepSeek's indexer does to a key before it is quantised: LayerNorm (V3.2) or RMSNorm (V4),
+rotary embedding.
 
 A warp owns a key of 128 channels, a lane four side by side; values are Float32 that hold numbers of
 the input's dtype, before and after, as separate kernels round between two launches.
 
     norm    d = x - sum(x) / 128      s = 1 / sqrt(sum(d^2) / 128 + eps)      y = dt(d s w + b)
-    RoPE    a' = dt(a cos - b sin)    b' = dt(b cos + a sin)                  of the first 64
+    RMS     s = 1 / sqrt(sum(x^2) / 128 + eps)                                y = dt(x s w)
+    RoPE    a' = dt(a cos - b sin)    b' = dt(b cos + a sin)      of the first 64 or the last 64
 
 fp32 throughout, each operation rounded: no FMA.  A lane adds its channels in order, then lanes l
 and l ^ 16, l ^ 8, ... l ^ 1 (``snapmla.testing.index_reference`` has it in torch).  A pair (a, b)
@@ -27,15 +29,15 @@ from . import quant
 from .rope import PAIRS, Angles
 
 CHANNELS = INDEX_DIM // quant.WARP  # of a lane
-TURNED = QK_ROPE_HEAD_DIM // CHANNELS  # lanes whose channels are turned, the first ones
+TURNED = QK_ROPE_HEAD_DIM // CHANNELS  # lanes whose channels are turned, first or last ones
 PARTNER = TURNED // 2  # of a lane of style neox, by xor
 
 
-class LayerNorm(NamedTuple):
-    """What the norm takes beside the key."""
+class Norm(NamedTuple):
+    """What the norm takes beside the key; without a bias it is RMSNorm."""
 
     weight: cute.Tensor  # f32 (128,)
-    bias: cute.Tensor  # f32 (128,)
+    bias: Any  # f32 (128,), or None
     eps: Float32
 
 
@@ -52,22 +54,25 @@ def rounded(values: list[Any], dt: Any) -> list[Any]:
     return quant.to_f32(pack(values, dt), dt)
 
 
-def normalise(values: list[Any], norm: LayerNorm, lane: Any, dt: Any) -> list[Any]:
-    """A lane's channels after LayerNorm over the warp's key."""
+def normalise(values: list[Any], norm: Norm, lane: Any, dt: Any) -> list[Any]:
+    """A lane's channels after the norm over the warp's key."""
     at = lane * CHANNELS
     weight, bias = (
-        quant.to_f32(compat.load_words(t.iterator + at, CHANNELS), Float32)
+        None if t is None else quant.to_f32(compat.load_words(t.iterator + at, CHANNELS), Float32)
         for t in (norm.weight, norm.bias)
     )
-    mean = ptx("mul.rn.f32", _sum(values), Float32(1.0 / INDEX_DIM))
-    values = [ptx("sub.rn.f32", v, mean) for v in values]
+    if bias is not None:
+        mean = ptx("mul.rn.f32", _sum(values), Float32(1.0 / INDEX_DIM))
+        values = [ptx("sub.rn.f32", v, mean) for v in values]
     squares = _sum([ptx("mul.rn.f32", v, v) for v in values])
     variance = ptx("mul.rn.f32", squares, Float32(1.0 / INDEX_DIM))
     inverse = ptx(
         "div.rn.f32", Float32(1.0), ptx("sqrt.rn.f32", ptx("add.rn.f32", variance, norm.eps))
     )
     scaled = [ptx("mul.rn.f32", ptx("mul.rn.f32", v, inverse), w) for v, w in zip(values, weight)]
-    return rounded([ptx("add.rn.f32", v, b) for v, b in zip(scaled, bias)], dt)
+    if bias is not None:
+        scaled = [ptx("add.rn.f32", v, b) for v, b in zip(scaled, bias)]
+    return rounded(scaled, dt)
 
 
 def _sum(values: list[Any]) -> Any:
@@ -81,9 +86,9 @@ def _sum(values: list[Any]) -> Any:
 
 
 def rotate(
-    values: list[Any], angles: Angles, position: Any, lane: Any, dt: Any, neox: bool
+    values: list[Any], angles: Angles, position: Any, lane: Any, dt: Any, neox: bool, last: bool
 ) -> list[Any]:
-    """A lane's channels, the first 64 of the key turned."""
+    """A lane's channels, the first 64 of the key turned, or the ``last``."""
     cos, sin = _angles(angles, position, lane, neox)
     if neox:
         lower = (lane & PARTNER) == 0  # lanes that hold a
@@ -100,7 +105,8 @@ def rotate(
         ],
         dt,
     )
-    return [Float32(cutlass.select_(lane < TURNED, t, v)) for t, v in zip(turned, values)]
+    own = lane >= quant.WARP - TURNED if last else lane < TURNED
+    return [Float32(cutlass.select_(own, t, v)) for t, v in zip(turned, values)]
 
 
 def _angles(angles: Angles, position: Any, lane: Any, neox: bool) -> tuple[list[Any], list[Any]]:

@@ -15,6 +15,7 @@ from snapmla.dsa.index_logits import check_cache, pages
 from snapmla.quant import FLOAT_NAMES, INDEX_NAMES
 from snapmla.rope import check_angles, check_eps
 
+_NORMS = {(False, False): "given", (True, True): "layer", (True, False): "rms"}
 SCALES = ("free", "ue8m0")  # by the kernel's flag ``power_of_two``
 
 
@@ -31,13 +32,16 @@ def append_index_k(
     norm_weight: torch.Tensor | None = None,
     norm_bias: torch.Tensor | None = None,
     norm_eps: float = 1e-6,
+    rope_last: bool = False,
 ) -> None:
     """Quantises index keys and scatters them into the index cache, in place.
 
     ``scale = max(amax, 1e-4) / 448`` of each key, ``key = e4m3(k / scale)``.  A key with a NaN or
     an infinity is stored as NaN, its scale too.  With ``positions`` the keys' RoPE is applied
-    first, with ``norm_weight`` LayerNorm before that, in the same launch: each step computes in
-    float32 from what the one before rounded to the keys' dtype, as separate kernels do.
+    first, with ``norm_weight`` LayerNorm or RMSNorm before that, in the same launch: each step
+    computes in float32 from what the one before rounded to the keys' dtype, as separate kernels do.
+    DeepSeek-V3.2's indexer is ``norm_weight`` with ``norm_bias`` and the defaults; V4's, whose keys
+    the caller compresses, ``norm_weight`` alone, ``rope_last=True`` and ``is_neox=False``.
 
     Args:
         cache: uint8 (pages, 64, 132), (pages, 64, 1, 132) or (pages, 8448), as of
@@ -52,14 +56,15 @@ def append_index_k(
         hadamard: whether keys are first multiplied by the Hadamard matrix of 128 (Sylvester's
             order) and 128^-0.5 and rounded to their dtype, as SGLang does; queries must be, too.
         positions: int32 or int64 (n,): the keys' rows of ``cos_sin_cache``, whose angles turn their
-            first 64 channels (DeepSeek-V3.2).  A key whose position has no row is stored as NaN.
+            first 64 channels, or the last.  A key whose position has no row is stored as NaN.
         cos_sin_cache: (max_position, 64) float32 or the keys' dtype, beside ``positions``: 32
             cosines, 32 sines of a position; rows may be strided.
         is_neox: channels i and i + 32 make a pair, as in DeepSeek-V3.2's indexer; else 2 i and
             2 i + 1.
-        norm_weight, norm_bias: float32 (128,), of LayerNorm, which is then done here; beside
-            ``positions``.
+        norm_weight, norm_bias: float32 (128,), of LayerNorm, which is then done here; without a
+            bias it is RMSNorm; beside ``positions``.
         norm_eps: of the norm, 1e-12 to 1.
+        rope_last: whether it is the last 64 channels that are turned; beside ``positions``.
 
     Raises:
         TypeError, ValueError: naming the argument.
@@ -69,7 +74,7 @@ def append_index_k(
     """
     call = Append(
         cache, k, slot_mapping, positions, cos_sin_cache, norm_weight, norm_bias, scale, hadamard,
-        is_neox, norm_eps,
+        is_neox, norm_eps, rope_last,
     )  # fmt: skip
     calls.run(_APPEND, _APPEND, call)
 
@@ -88,6 +93,7 @@ class Append(NamedTuple):
     hadamard: bool
     is_neox: bool
     norm_eps: float
+    rope_last: bool = False
 
     @property
     def read(self) -> dict[str, torch.Tensor]:
@@ -121,6 +127,9 @@ def check_tokens(call: Append) -> None:
     checks.choice("scale", call.scale, SCALES)
     checks.flag("hadamard", call.hadamard)
     checks.flag("is_neox", call.is_neox)
+    checks.flag("rope_last", call.rope_last)
+    if call.rope_last and call.positions is None:
+        checks.value_error("rope_last", "False without positions", call.rope_last)
     check_eps(call.norm_eps)
     if call.positions is not None or call.cos_sin_cache is not None:
         check_angles(k.dtype, k.shape[:1], call.positions, call.cos_sin_cache, device)  # type: ignore[arg-type]
@@ -129,11 +138,14 @@ def check_tokens(call: Append) -> None:
     if call.positions is None:
         checks.value_error("norm_weight", "None without positions", "a tensor", _APART)
     for name in ("norm_weight", "norm_bias"):
-        checks.tensor(name, getattr(call, name), (torch.float32,), (INDEX_DIM,), device)
-        checks.aligned_rows(name, getattr(call, name))
+        value = getattr(call, name)
+        if value is None and name == "norm_bias":  # RMSNorm
+            continue
+        checks.tensor(name, value, (torch.float32,), (INDEX_DIM,), device)
+        checks.aligned_rows(name, value)
 
 
-_APART = "LayerNorm is done here only before RoPE: apply it, or give both"
+_APART = "the norm is done here only before RoPE: apply it, or give both"
 
 
 def _checked(call: Append) -> Append:
@@ -164,7 +176,8 @@ def _axes(call: Append) -> tuple[tuple[str, str | int], ...]:
     if call.positions is not None and call.cos_sin_cache is not None:
         axes |= {
             "rope_style": "neox" if call.is_neox else "interleaved",
-            "norm": "given" if call.norm_weight is None else "layer",
+            "norm": _NORMS[call.norm_weight is not None, call.norm_bias is not None],
+            "turned": "last" if call.rope_last else "first",
             "cos_sin_dtype": FLOAT_NAMES[call.cos_sin_cache.dtype],
             "position_dtype": INDEX_NAMES[call.positions.dtype],
         }
@@ -184,6 +197,7 @@ def _traced(call: Append) -> None:
     check_cache(call.cache)
     check_tokens(call)
     told = call.scale, bool(call.hadamard), bool(call.is_neox), float(call.norm_eps)
+    told = *told, bool(call.rope_last)
     torch.ops.snapmla.append_index_k(*call[:7], *told)
 
 

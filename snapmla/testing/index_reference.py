@@ -112,6 +112,15 @@ def layer_norm(k: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     return (x * inverse * weight + bias).to(k.dtype)
 
 
+def rms_norm(k: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm of keys (n, 128), bit for bit as ``append_index_k``, as ``layer_norm``."""
+    x = k.float()
+    mean = _warp_sum(x * x) * (1.0 / INDEX_DIM)
+    mean = mean + torch.tensor(eps, dtype=torch.float32, device=k.device)
+    inverse = 1.0 / mean.double().sqrt().float()
+    return (x * inverse * weight).to(k.dtype)
+
+
 def _warp_sum(x: Tensor) -> Tensor:
     """(n, 1), in the order of a warp whose lanes have four channels each."""
     each = x.view(-1, INDEX_DIM // 4, 4)
@@ -124,8 +133,13 @@ def _warp_sum(x: Tensor) -> Tensor:
     return total
 
 
-def rotate(k: Tensor, positions: Tensor, cos_sin: Tensor, is_neox: bool) -> Tensor:
-    """Keys with their first 64 channels turned."""
+def rotate(
+    k: Tensor, positions: Tensor, cos_sin: Tensor, is_neox: bool, last: bool = False
+) -> Tensor:
+    """Keys with their first 64 channels turned, or the ``last``."""
+    if last:
+        turned = rope.rotate_rows(k[:, -ROPE:], positions, cos_sin, is_neox)
+        return torch.cat([k[:, :-ROPE], turned], 1)
     turned = rope.rotate_rows(k[:, :ROPE], positions, cos_sin, is_neox)
     return torch.cat([turned, k[:, ROPE:]], 1)
 

@@ -34,9 +34,10 @@ def _append_index_k(
     hadamard: bool,
     is_neox: bool,
     norm_eps: float,
+    rope_last: bool = False,
 ) -> None:
     tensors = cache, k, slot_mapping, positions, cos_sin_cache, norm_weight, norm_bias
-    append_now(Append(*tensors, scale, hadamard, is_neox, norm_eps))
+    append_now(Append(*tensors, scale, hadamard, is_neox, norm_eps, rope_last))
 
 
 def _index_logits_out(
@@ -89,7 +90,7 @@ OPERATORS = (
     Operator(
         "append_index_k(Tensor(a!) cache, Tensor k, Tensor slot_mapping, Tensor? positions, "
         "Tensor? cos_sin_cache, Tensor? norm_weight, Tensor? norm_bias, str scale, bool hadamard, "
-        "bool is_neox, float norm_eps) -> ()",
+        "bool is_neox, float norm_eps, bool rope_last=False) -> ()",
         _append_index_k,
     ),
     Operator(

@@ -215,6 +215,8 @@ WRONG_KEYS: list[tuple[str, Any, str]] = [
     ("norm_weight", lambda _: torch.ones(128), "norm_weight: expected None without positions"),
     ("norm_bias", lambda _: torch.ones(128), "norm_weight: expected None without positions"),
     ("norm_eps", lambda _: 0.0, "norm_eps: expected 1e-12 to 1, got 0.0"),
+    ("rope_last", lambda _: True, "rope_last: expected False without positions, got True"),
+    ("rope_last", lambda _: 1.5, "rope_last: expected True or False"),
     ("is_neox", lambda _: "yes", "is_neox: expected True or False"),
     ("scale", lambda _: "e8m0", "scale: expected one of 'free', 'ue8m0', got 'e8m0'"),
     ("hadamard", lambda _: 2, "hadamard: expected True or False"),
@@ -232,11 +234,11 @@ def test_wrong_keys(name: str, change: Change, words: str) -> None:
         append_index_k(**given | {name: change(given.get(name))})
 
 
-def test_a_norm_has_a_bias() -> None:
+def test_a_norm_has_a_weight() -> None:
     given = {"positions": torch.arange(3), "cos_sin_cache": torch.zeros(9, 64)}
     keys = pool(), torch.zeros(3, 128, dtype=torch.bfloat16), torch.arange(3)
-    with pytest.raises(TypeError, match=r"norm_bias: expected a torch\.Tensor, got NoneType"):
-        append_index_k(*keys, **given, norm_weight=torch.ones(128))
+    with pytest.raises(TypeError, match=r"norm_weight: expected a torch\.Tensor, got NoneType"):
+        append_index_k(*keys, **given, norm_bias=torch.ones(128))
     with pytest.raises(TypeError, match="norm_weight: expected dtype float32, got bfloat16"):
         weight = torch.ones(128).bfloat16()
         append_index_k(*keys, **given, norm_weight=weight, norm_bias=torch.ones(128))
@@ -258,6 +260,9 @@ def test_the_variant_of_a_call() -> None:
     )
     assert name("free", False, True, 1e-6, given=(at.long(), table.bfloat16(), *norm)) == (
         "append_index_k_xbf16_ii64_neox_layer_csbf16_sm90a"
+    )
+    assert name("free", False, False, 1e-6, True, given=(at.long(), table, norm[0], None)) == (
+        "append_index_k_xbf16_ii64_interleaved_rms_last_sm90a"
     )
 
 

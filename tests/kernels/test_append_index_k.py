@@ -28,6 +28,7 @@ NAME = "append_index_k_x{}_sm90a"
                 "bf16_ii64_neox", "bf16_ii64_neox_layer", "bf16_ii64_hd1_neox_layer_csbf16",
                 "bf16_ii64_hd1_interleaved_layer", "f16_ii32_interleaved_csf16",
                 "f32_ii32_hd1_neox_layer_posi64", "f32_ii64_interleaved_layer",
+                "bf16_ii64_interleaved_rms_last", "f32_ii64_neox_rms", "f16_ii32_hd1_neox_last",
             )
         ],
     ],
@@ -43,10 +44,13 @@ def test_clean_and_right(axes: str) -> None:
 def test_what_cannot_be_built_says_why() -> None:
     reasons = [
         registry.feasible(VariantSpec(op="append_index_k", **axes))
-        for axes in ({"norm": "layer"}, {"rope_style": "neox", "cos_sin_dtype": "f16"})
-    ]
+        for axes in (
+            {"norm": "layer"}, {"turned": "last"}, {"rope_style": "neox", "cos_sin_dtype": "f16"}
+        )
+    ]  # fmt: skip
     assert reasons == [
         "the norm comes with a rotary embedding, of style interleaved or neox",
+        "channels are turned by a rotary embedding, of style interleaved or neox",
         "cos and sin are f32 or as the input, bf16, not f16",
     ]
 
@@ -57,6 +61,22 @@ def test_layer_norm_is_torchs() -> None:
     found = reference.layer_norm(k, weight, bias, 1e-6)
     want = torch.nn.functional.layer_norm(k.double(), (128,), weight.double(), bias.double(), 1e-6)
     assert torch.allclose(found.double(), want, atol=1e-5)
+
+
+def test_rms_norm_is_torchs() -> None:
+    """Likewise; V4's, whose keys have a mean."""
+    k, weight = torch.randn(50, 128) * 3 + 1, torch.rand(128) + 0.5
+    found = reference.rms_norm(k, weight, 1e-6)
+    want = torch.nn.functional.rms_norm(k.double(), (128,), weight.double(), 1e-6)
+    assert torch.allclose(found.double(), want, atol=1e-5)
+
+
+def test_the_last_channels_are_turned_as_the_first() -> None:
+    k, position = torch.randn(5, 128), torch.arange(5)
+    angles = torch.randn(8, 64)
+    found = reference.rotate(k, position, angles, False, last=True)
+    want = reference.rotate(k.roll(64, 1), position, angles, False)
+    assert torch.equal(found, want.roll(64, 1)) and not torch.equal(found, k)
 
 
 def test_the_hadamard_matrix_is_orthogonal() -> None:

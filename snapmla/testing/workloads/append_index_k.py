@@ -27,9 +27,11 @@ def truth(spec: VariantSpec, given: Mapping[str, Any]) -> dict[str, Tensor]:
     if spec.norm == "layer":
         norm = given["norm_weight"].cpu(), given["norm_bias"].cpu(), given["norm_eps"]
         k = reference.layer_norm(k, *norm)
+    elif spec.norm == "rms":
+        k = reference.rms_norm(k, given["norm_weight"].cpu(), given["norm_eps"])
     if spec.rope_style != "applied":
         angles = given["positions"].cpu(), given["cos_sin"].cpu()
-        k = reference.rotate(k, *angles, spec.rope_style == "neox")
+        k = reference.rotate(k, *angles, spec.rope_style == "neox", spec.turned == "last")
     if spec.hadamard:
         k = reference.hadamard(k).to(k.dtype)
     keys, scales = reference.quantize_keys(k, power_of_two=bool(given["power_of_two"]))
@@ -42,10 +44,12 @@ def truth(spec: VariantSpec, given: Mapping[str, Any]) -> dict[str, Tensor]:
     return {"cache": cache}
 
 
-def layer_norm(spec: VariantSpec, weight: Tensor, bias: Tensor) -> dict[str, Any]:
+def norm_of(spec: VariantSpec, weight: Tensor, bias: Tensor) -> dict[str, Any]:
     """Arguments of the norm, where the variant has one."""
     if spec.norm == "given":
         return {}
+    if spec.norm == "rms":
+        return {"norm_weight": 1 + 0.2 * weight, "norm_eps": rotary.EPS}
     return {"norm_weight": 1 + 0.2 * weight, "norm_bias": 0.3 * bias, "norm_eps": rotary.EPS}
 
 
@@ -58,7 +62,7 @@ def small(spec: VariantSpec) -> Iterator[Call]:
         joint = torch.randn(n, INDEX_DIM + 64 * flag).to(DTYPES[spec.in_dtype])
         k = joint[:, :INDEX_DIM]
         k[2], k[3], k[4, 7], k[5, 100] = 0.0, k[3] * 1e-6, math.nan, -math.inf
-        norm = layer_norm(spec, *torch.randn(2, INDEX_DIM))
+        norm = norm_of(spec, *torch.randn(2, INDEX_DIM))
         others = torch.tensor([s for s in range(3 * PAGE) if s not in (0, PAGE, 3 * PAGE - 1)])
         slots = others[torch.randperm(len(others))[:n]].to(INDEX[spec.index_dtype])
         slots[6], slots[7], slots[8], slots[9] = -1, 3 * PAGE, 0, 3 * PAGE - 1
@@ -81,7 +85,7 @@ def recorded(case: Case, run: Runner) -> Recorded:
     check = exact.digest([exact.bits_of(c), slots])
     pool = run.full((pages, PAGE_BYTES + 16 * (case.index % 2)), 3, torch.uint8)[:, :PAGE_BYTES]
     parts = (exact.bell(case.bits(name), (INDEX_DIM,), 0) for name in (".weight", ".bias"))
-    norm = layer_norm(spec, *(run.there(part) for part in parts))
+    norm = norm_of(spec, *(run.there(part) for part in parts))
     run.call(
         case.variant, cache=pool, k=c[:, :INDEX_DIM].to(run.device),
         slot_mapping=index.to(run.device), power_of_two=case.index % 2,
@@ -99,7 +103,7 @@ def sized(spec: VariantSpec, sizes: Sizes, device: str, seed: int) -> dict[str, 
         "k": source.normal(n, INDEX_DIM, dtype=DTYPES[spec.in_dtype]),
         "slot_mapping": source.order(pages * PAGE)[:n].to(INDEX[spec.index_dtype]),
         "power_of_two": 1, **rotary.sized(spec, n, source),
-        **layer_norm(spec, *source.normal(2, INDEX_DIM)),
+        **norm_of(spec, *source.normal(2, INDEX_DIM)),
     }  # fmt: skip
 
 
@@ -107,7 +111,8 @@ def public(spec: VariantSpec, given: Mapping[str, Any]) -> Callable[[], Any]:
     """``snapmla.dsa.append_index_k``."""
     told: dict[str, Any] = {
         "scale": SCALES[given["power_of_two"]], "hadamard": bool(spec.hadamard),
-        "is_neox": spec.rope_style == "neox", "cos_sin_cache": given.get("cos_sin"),
+        "is_neox": spec.rope_style == "neox", "rope_last": spec.turned == "last",
+        "cos_sin_cache": given.get("cos_sin"),
     }  # fmt: skip
     told |= {n: given[n] for n in ("positions", "norm_weight", "norm_bias") if n in given}
     return lambda: append_index_k(given["cache"], given["k"], given["slot_mapping"], **told)
