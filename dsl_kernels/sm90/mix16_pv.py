@@ -137,7 +137,7 @@ class ProductsOfV:
                 warpgroup.wait_group(1)
             held[(u + 1) % 2] = self.to_v(raw, ratio)
             if u + 2 == UNITS // 2 and first_half_read is not None:
-                first_half_read()  # behind a use of what ldmatrix read: before it, it may still be reading
+                first_half_read()  # behind a use of what ldmatrix read: it may read until then
 
     @cute.jit
     def write_rows(self, st, results, acc_O, slot, rows, half, frees: cutlass.Constexpr = None):
