@@ -53,15 +53,15 @@ EXPLAINED = (
     "griddepcontrol.launch_dependents", "bar.warp.sync", "tcgen05.relinquish_alloc_permit",
     "k_pipe.consumer_wait(landed)", "# orders nothing new",
 )  # fmt: skip
-# Of kernels whose products take what they convert as register operands.
-CONVERTED = (
-    "2 x bar.sync in across_warps.py", "7 x wgmma.commit_group.sync.aligned in mix16_pv.py",
-    "wgmma.wait_group.sync.aligned 1",
-)  # fmt: skip
 # The same of SM100's decode, where of barriers of a warp but one may be missing.
 EXPLAINED_SM100 = (
     "griddepcontrol.launch_dependents", "tcgen05.relinquish_alloc_permit",
     "# one lane frees S for all",
+)  # fmt: skip
+# Of kernels whose products take what they convert as register operands.
+CONVERTED = (
+    "2 x bar.sync in across_warps.py", "7 x wgmma.commit_group.sync.aligned in mix16_pv.py",
+    "wgmma.wait_group.sync.aligned 1",
 )  # fmt: skip
 # And of some kernels alone, by globs over their names.
 EXPLAINED_OF = {

@@ -23,7 +23,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from ..common.fp8_per_token import safe_reciprocal
 from ..common.frames import NEVER
-from ..common.types import BF16, F16, ROW_MAJOR
+from ..common.types import F16
 from ..compat import wgmma_fence
 from ..dims import TOKEN_TILE as TILE
 from .dense_frames import HEADROOM
@@ -31,13 +31,14 @@ from .f16_parts import Parts, content_layout
 from .fragments import mask, pad_layout
 from .mix16_softmax import MixSoftmax
 from .roles import WARPGROUP
-from .wgmma import issue, tiled_mma
+from .wgmma import issue
 
 
 class F16Softmax(MixSoftmax):
     """The role."""
 
     parts: Parts
+    least = 0.99 * NEVER  # the largest softmax_scale makes logits of 0.52 NEVER
 
     def begin_queries(self, cta, qst, batch, rows, wwarp):
         """Also the rows' limits; returns the first token that some row must not see, None where
@@ -121,7 +122,7 @@ class F16Softmax(MixSoftmax):
         for v in cutlass.range_constexpr(self.fragment.values):
             size = factor[row(v)] * sigma[token(v)]
             t[v] = t[v] * size + (log[token(v)] - frame[row(v)])
-        if const_expr(facts is not None):
+        if const_expr(facts is not None):  # noqa: SIM102 (only this is at compile time)
             if (tile + 1) * TILE > facts:
                 limit = cute.make_rmem_tensor((self.fragment.rows,), Int32)
                 limits = cute.make_tensor(st.limits.data_ptr(), pad_layout(self.rows_cta))
@@ -130,7 +131,7 @@ class F16Softmax(MixSoftmax):
         top = Float32(NEVER)
         for v in cutlass.range_constexpr(self.fragment.values):
             top = cute.arch.fmax(top, t[v])
-        least = Float32(cutlass.select_(fresh != 0, Float32(0.5 * NEVER), Float32(HEADROOM)))
+        least = Float32(cutlass.select_(fresh != 0, Float32(self.least), Float32(HEADROOM)))
         moves = self.vote(st, top > least, buf, wwarp, lane)
         self.hand_over(st, t, inverse, moves, fresh, blocks, rows_out)
         return Int32(cutlass.select_(moves != 0, Int32(0), fresh))

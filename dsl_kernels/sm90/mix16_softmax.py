@@ -45,11 +45,12 @@ UNIT_STEPS = {16: 8, 32: 4, 64: 4}  # k steps that are converted at once, by row
 
 
 @cute.jit
-def new_frame(largest, first):
+def new_frame(largest, first, least: cutlass.Constexpr):
     """(how far a row's frame moves, factor of its O and sum) for its largest value of a tile in the
-    frame of before; ``first``: whether this is the item's first tile with a token."""
+    frame of before; ``first``: whether this is the item's first tile with a token; ``least``: what
+    a token's value is more than."""
     shift = Float32(0.0)
-    if (largest > Float32(0.5 * NEVER)) & ((first != 0) | (largest > HEADROOM)):
+    if (largest > Float32(least)) & ((first != 0) | (largest > HEADROOM)):
         shift = largest - P_LOG2_MAX
     # of the item's first frame whatever is finite will do: O and sum are 0
     gamma = cute.math.exp2(cute.arch.fmin(-shift, Float32(0.0)), fastmath=True)
@@ -64,9 +65,11 @@ class MixSoftmax(AcrossWarps):
         fragment: which rows and tokens a thread holds.
         rows_cta: query rows of the CTA.
         units: k steps over the content that are converted at once.
+        least: what a token's value is more than.
     """
 
     inv_ring = INV_RING
+    least = 0.5 * NEVER
 
     def __init__(self, parts: Parts):
         self.parts, self.rows_cta = parts, parts.rows
@@ -191,7 +194,7 @@ class MixSoftmax(AcrossWarps):
         frames = self.frames_of(st)
         for x in cutlass.range_constexpr(self.fragment.rows):
             v = 4 * (x // 2) + x % 2
-            shift, gamma = new_frame(m[x], first)
+            shift, gamma = new_frame(m[x], first, self.least)
             l_run[x] = l_run[x] * gamma
             t[v], t[v + 2] = t[v] - shift, t[v + 2] - shift
             if (wwarp == 0) & (lane < 4):

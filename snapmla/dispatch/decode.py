@@ -171,8 +171,7 @@ class Problem:
         return REFERENCE
 
     def order(self, spec: VariantSpec, us: float) -> tuple[float, ...]:
-        """By time, however close; of row tiles of unknown times those of fewest blocks, of which the
-        smallest pads least."""
+        """By time, however close; where no time is known, by blocks, then by what they pad."""
         return us, -(-self.rows // spec.row_tile), spec.row_tile
 
     def candidates(self) -> list[VariantSpec]:

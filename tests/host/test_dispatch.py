@@ -412,7 +412,7 @@ def test_data_file_comes_from_the_tables() -> None:
 def test_explain_lists_every_candidate() -> None:
     found = snapmla.explain(16, 1, batch=32, seqlen=16384, card="H200")
     assert {(v.pipeline, v.row_tile) for v in found.verdicts} == {
-        (p, t) for p in pipelines_of("sm_90a") for t in ROW_TILES
+        (p, t) for p in pipelines_of("sm_90a") if p != "f16" for t in ROW_TILES
     }
     assert [v.chosen for v in found.verdicts].count(True) == 1
     assert found.chosen == found.verdicts[0] and found.chosen.us == pytest.approx(84, rel=0.02)

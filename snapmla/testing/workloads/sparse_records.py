@@ -26,8 +26,8 @@ PIPELINE = "mix16"  # whose cache is rows
 HEADS = {16: (16, 7), 32: (32, 20), 64: (128, 50)}  # row tile: even shares of it, and not
 PAGES_OF = (1, 53, 64)  # tokens of a page of recorded cases
 # Of the lengths of a job where Q has one stage.  With two parts the first then has one tile, a list
-# of none, and five tiles of the longest: the KV ring is full of an item whose predecessor's Q nobody
-# has had to read.
+# of none, and five tiles of the longest: the KV ring is full of an item whose predecessor's Q
+# nobody has had to read.
 ORDER = (3, 1, 2, 0, 4)
 
 
