@@ -19,17 +19,16 @@ pytestmark = needs_kernels
 # (threads, keys, cluster): two CTAs a row that keep their keys; that read them in every sweep
 KEPT, STREAMED = (64, 8, 2), (64, 0, 2)
 LIST = {KEPT: 384, STREAMED: 1024}  # entries of a CTA's list
-EVERYDAY = [KEPT, STREAMED]
+EVERYDAY = [KEPT, pytest.param(STREAMED, marks=pytest.mark.whole_matrix)]
 WHOLE = ((64, 16, 8), (128, 32, 1), (512, 8, 4), (1024, 8, 1))
 SHAPES = [*EVERYDAY, *(pytest.param(x, marks=pytest.mark.whole_matrix) for x in WHOLE)]
 AXES = ("threads", "keys", "cluster")
 DISTRIBUTIONS = list(topk_reference.DISTRIBUTIONS)
 COMPARED = [
     *((KEPT, name) for name in DISTRIBUTIONS),
-    *((STREAMED, name) for name in ("normal", "special")),
     *(
         pytest.param(x, name, marks=pytest.mark.whole_matrix)
-        for x in WHOLE
+        for x in (STREAMED, *WHOLE)
         for name in DISTRIBUTIONS
     ),
 ]

@@ -184,8 +184,20 @@ def test_a_wrong_model_is_noticed(record: Record, monkeypatch: pytest.MonkeyPatc
 
 
 @needs_compiler
-@pytest.mark.variants("[!d]*_sm90a")
+@pytest.mark.variants("[!dms]*_sm90a")
 def test_helper_kernels(record: Record, spec: VariantSpec) -> None:
+    assert_equal(record_softgpu.replay_variant(record, recorded(record, spec.name)))
+
+
+@needs_compiler
+@pytest.mark.variants("m*_sm90a", everyday="me*_sm90a")
+def test_merges_and_dense_prefill(record: Record, spec: VariantSpec) -> None:
+    assert_equal(record_softgpu.replay_variant(record, recorded(record, spec.name)))
+
+
+@needs_compiler
+@pytest.mark.variants("s*_sm90a", everyday="sparse_*_r16_*_sm90a")
+def test_sparse_attention_and_its_index(record: Record, spec: VariantSpec) -> None:
     assert_equal(record_softgpu.replay_variant(record, recorded(record, spec.name)))
 
 
