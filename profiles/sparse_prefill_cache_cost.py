@@ -60,7 +60,7 @@ DESIGN_COLUMNS = ("build", "CTAs", "µs", "cycles a tile", "ratio to FlashMLA", 
 DESIGNS: dict[str, tuple[dict[str, Any], int]] = {
     "in service": ({}, 1),
     "four tiles in flight": ({"stages": 4}, 1),
-    "a line of four rows a copy": ({"lines": 1}, 1),
+    "a row a copy": ({"lines": 0}, 1),
     "two CTAs an SM": ({"per_sm": 2}, 2),
     "math alone": ({"only": "math"}, 1),
     "gather alone": ({"only": "gather"}, 1),

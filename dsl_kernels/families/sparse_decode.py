@@ -24,8 +24,14 @@ AXES = (
     Axis("stages", "st", tuple(range(9)), 0, named=False),  # of the KV ring; 0: the pipeline's own
     Axis("stamps", "stamps", (0, 1), 0, named=False),  # 1: a CTA records its events (stamp.py)
     Axis("cluster", "c", (1,), 1, named=False),
-    # 1: a copy of ``etap`` takes a line of four rows, not a row
-    Axis("lines", "ln", (0, 1), lambda values: int(values["row_tile"] == 64), named=False),
+    # 1: a copy takes a line of four rows, not a row
+    Axis(
+        "lines",
+        "ln",
+        (0, 1),
+        lambda values: int(values["pipeline"] == "etap" or values["row_tile"] == 64),
+        named=False,
+    ),
     # 1: mix16's tiles are freed by halves
     Axis("halves", "hv", (0, 1), lambda values: int(values["row_tile"] == 64), named=False),
     # CTAs on an SM; 2: of ``etap`` with 16 rows, to be timed (docs/performance.md)

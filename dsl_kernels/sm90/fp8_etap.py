@@ -109,7 +109,9 @@ def budget(spec: VariantSpec) -> bud.Budget:
         smem=tiles + (SMALL_BYTES // 2 if few else SMALL_BYTES),  # no scale triples
         per_sm=per_sm_of(spec),
         barriers=(*parts_of(spec).barriers(), *P_RING.budget(), *INV_RING.budget()),
-        mmas=(
+        mmas=()
+        if gathers_alone(spec)
+        else (
             bud.Mma("Q.K content", m, n, D // QK_GROUPS, "e4m3", under_softmax=not few),
             bud.Mma("Q.K RoPE", m, n, R, "bf16", under_softmax=not few),
             bud.Mma("P.V", 64, min(rows, 32), TILE * spec.p_terms, "e4m3"),
@@ -127,6 +129,11 @@ def stages_of(spec: VariantSpec) -> int:
 def per_sm_of(spec: VariantSpec) -> int:
     """CTAs that an SM has at the same time."""
     return int(spec.per_sm) if spec.op == SPARSE else 1
+
+
+def gathers_alone(spec: VariantSpec) -> bool:
+    """Whether the build is for the time of the gather: nothing is computed."""
+    return spec.op == SPARSE and spec.only == "gather"
 
 
 def q_stages(spec: VariantSpec) -> int:
@@ -189,14 +196,18 @@ class Etap:
 
     @cute.jit
     def math_roles(self, cta, wg):
-        if const_expr(self.only == "gather"):
-            self.drain(cta, wg)
-        elif wg == 0:
+        if wg == 0:
             claim_registers(self.budget, self.softmax_regs)
-            self.softmax.loop(cta)
+            if const_expr(self.only == "gather"):
+                self.drain(cta, wg)
+            else:
+                self.softmax.loop(cta)
         else:
             claim_registers(self.budget, self.pv_regs)
-            self.pv_loop(cta, wg - 1)
+            if const_expr(self.only == "gather"):
+                self.drain(cta, wg)
+            else:
+                self.pv_loop(cta, wg - 1)
 
     @cute.jit
     def drain(self, cta: Cta, wg):
