@@ -125,12 +125,11 @@ def decode(
         out_dtype: dtype of an allocated ``out``; None: bfloat16, or that of a 16-bit cache.
         pipeline: decode pipeline of a plan made here; must agree with a given plan.
         indices: sparse attention, over an FP8 cache, or a BF16 cache with one KV head whose pages
-            follow one another: int32 (b, s_q, topk), or over FP8 (total_q, topk) with ragged
-            queries: the tokens that each query token attends to, as page * page_size + offset, in
-            any order.  What is negative or behind the pool is no token, anywhere in the
-            row, and never read; a token that is named twice counts twice.  ``block_table`` and
-            ``cache_seqlens`` are then not looked at, there is no causal rule, and ``plan`` comes
-            from ``plan_sparse_decode``.
+            follow one another: int32 (b, s_q, topk), or over FP8 (total_q, topk) of ragged ones:
+            what each query token attends to, as page * page_size + offset, in any order.  What is
+            negative or behind the pool is no token, anywhere in the row, and never read; a token
+            that is named twice counts twice.  ``block_table`` and ``cache_seqlens`` are then not
+            looked at, there is no causal rule, and ``plan`` comes from ``plan_sparse_decode``.
         topk_length: int32 (b,): how many entries of each row of a sequence count, the first ones;
             what is behind them is not read.  None: those that the plan was made for, or all.
         attn_sink: float32 (h,), with ``indices``: a logit a head that weighs in ``out`` and has no
