@@ -76,8 +76,6 @@ if TYPE_CHECKING:
 # flight DRAM gives less than with three (docs/performance.md).
 STAGES, FEW_STAGES = 4, 3
 SPARSE = "sparse_decode"  # the op whose tokens are gathered
-# Where two CTAs share an SM: registers of producers, softmax, P.V; tiles in flight of each.
-PAIRED, PAIRED_STAGES = (24, 56, 88), 2
 
 
 def feasible(spec: VariantSpec) -> str | None:
@@ -95,8 +93,6 @@ def budget(spec: VariantSpec) -> bud.Budget:
     few, rows, stages = spec.row_tile <= FEW_ROWS, min(spec.row_tile, 64), stages_of(spec)
     # setmaxnreg hands out one pool of 65536 registers: 128, 128 and 256 threads
     producer, softmax, pv = (40, 120, 160) if few else (32, 112, 184)
-    if per_sm_of(spec) > 1:
-        producer, softmax, pv = PAIRED
     p_tiles = P_STAGES * spec.p_terms * rows * TILE
     tiles = stages * STAGE_BYTES + q_stages(spec) * rows * 640 + p_tiles
     m, n = (TILE, rows) if few else (rows, TILE)  # S^T = K Q^T or S = Q K^T
@@ -107,7 +103,6 @@ def budget(spec: VariantSpec) -> bud.Budget:
             bud.WarpGroup("P.V", pv, count=2),
         ),
         smem=tiles + (SMALL_BYTES // 2 if few else SMALL_BYTES),  # no scale triples
-        per_sm=per_sm_of(spec),
         barriers=(*parts_of(spec).barriers(), *P_RING.budget(), *INV_RING.budget()),
         mmas=()
         if gathers_alone(spec)
@@ -121,14 +116,7 @@ def budget(spec: VariantSpec) -> bud.Budget:
 
 def stages_of(spec: VariantSpec) -> int:
     """KV tiles in flight."""
-    if per_sm_of(spec) > 1:
-        return spec.stages or PAIRED_STAGES
     return spec.stages or (FEW_STAGES if spec.row_tile <= FEW_ROWS else STAGES)
-
-
-def per_sm_of(spec: VariantSpec) -> int:
-    """CTAs that an SM has at the same time."""
-    return int(spec.per_sm) if spec.op == SPARSE else 1
 
 
 def gathers_alone(spec: VariantSpec) -> bool:
