@@ -10,8 +10,10 @@ from .family import DECODE, OUT_DTYPE, Axis, Family, Values
 
 PIPELINES = (
     "etap",  # a scale a token (cache "fp8"), FP8 products
-    "mix16",  # rows of 656 bytes with four scales (ds_mla.py), 16-bit products
+    "mix16",  # bytes with several scales a token, 16-bit products: by cache_dtype
 )
+# The cache that a pipeline reads unless another one is named.
+CACHES = {"etap": "fp8", "mix16": "fp8_ds_mla"}
 ROW_TILES = {"etap": (16, 32, 64), "mix16": (16, 32, 64)}  # query heads that a CTA owns
 TWO_TERMS = (16, 32)  # row tiles of ``etap`` that sum P in two terms
 
@@ -27,10 +29,15 @@ AXES = (
     # 1: mix16's tiles are freed by halves
     Axis("halves", "hv", (0, 1), lambda values: int(values["row_tile"] == 64), named=False),
     Axis("p_terms", "pt", (1, 2), 1, named=False),  # e4m3 terms of P; 2: an accuracy setting
+    Axis(
+        "cache_dtype", "kv", ("fp8", "fp8_ds_mla", "fp8_v4"),
+        lambda values: CACHES[values["pipeline"]], named=False,
+    ),
 )
 MODULES = {
-    ("sm_90a", "etap"): "dsl_kernels.sm90.sparse_etap",
-    ("sm_90a", "mix16"): "dsl_kernels.sm90.mix16",
+    ("sm_90a", "etap", "fp8"): "dsl_kernels.sm90.sparse_etap",
+    ("sm_90a", "mix16", "fp8_ds_mla"): "dsl_kernels.sm90.mix16",
+    ("sm_90a", "mix16", "fp8_v4"): "dsl_kernels.sm90.mix16_v4",  # built when it is asked for
 }
 
 
@@ -50,7 +57,7 @@ def points(arch: str) -> Iterator[Values]:
 FAMILY = Family(
     "sparse_decode",
     AXES,
-    module=lambda arch, values: MODULES.get((arch, values["pipeline"])),
+    module=lambda arch, values: MODULES.get((arch, values["pipeline"], values["cache_dtype"])),
     points=points,
     kind=DECODE,
     formats=("fp8",),
