@@ -15,7 +15,6 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int64, Uint32, const_expr
 
-from .. import compat
 from ..cache_records.v4 import RECORD, ROPE, SCALE_BYTES
 from ..dims import QK_ROPE_HEAD_DIM as R
 from .gather import CHUNK, GROUP, HALF, LINE, Plane, copy
@@ -30,14 +29,13 @@ class GatherV4(GatherRecords):
     scale_bytes = SCALE_BYTES
 
     def _planes(self, cache, lane):
-        """``Plane`` of content, RoPE, scales: tokens of a page lie apart as their planes say."""
+        """``Plane`` of data and of scales: tokens of a page lie apart as their planes say."""
         tokens, of_line = cache.source.rows, lane % 8 * CHUNK
         data, scales = RECORD.planes
         first, page = Int64(tokens.iterator.toint()), Uint32(tokens.stride[0])
         behind = Int64(tokens.shape[1]) * RECORD.begins(1)
         return (
             Plane(first + of_line, page, Uint32(data)),
-            Plane(first + (ROPE.at + of_line), page, Uint32(data)),
             Plane(first + behind, page, Uint32(scales)),
         )
 
@@ -46,7 +44,7 @@ class GatherV4(GatherRecords):
         line, chunk = lane // 8, lane % 4
         rows = LINES * self.work.tile * LINE + first * (GROUP * HALF) + line * HALF
         to_half = st.kc.data_ptr().toint() + rows + (chunk ^ (line // 2)) * CHUNK
-        return [*super()._targets(st, first, lane), compat.opaque(to_half)]
+        return [*super()._targets(st, first, lane), to_half]
 
     @cute.jit
     def _copy(self, to, planes, stage, page, offset, groups, lane):
@@ -63,7 +61,7 @@ class GatherV4(GatherRecords):
             at_half += GROUP * HALF
         if lane < groups * GROUP:
             n = const_expr(self.scale_bytes)
-            source, size = self._source(planes[2], page, offset, n)
+            source, size = self._source(planes[1], page, offset, n)
             copy(to[2] + stage * (tile * n), source, size, n=n)
 
     @cute.jit
@@ -80,5 +78,4 @@ class GatherV4(GatherRecords):
             if has_half:
                 to = const_expr(k * 4 * HALF)
                 copy(at_half ^ (k * 2 * CHUNK), source, size, to=to, ahead=LINES * LINE)
-            source, size = self._source(planes[1], *of, CHUNK)
-            copy(at_r ^ (k * HALF), source, size, to=k * 4 * LINE)
+            copy(at_r ^ (k * HALF), source, size, to=k * 4 * LINE, ahead=ROPE.at)

@@ -67,6 +67,8 @@ from .wgmma import issue, tiled_mma
 if TYPE_CHECKING:
     from ..spec import VariantSpec
 
+# Of producers, softmax, P.V, by rows
+REGISTERS = {16: (40, 152, 160), 32: (40, 152, 160), 64: mix16.REGISTERS[64]}
 COLUMN_MAJOR = cutlass.tensor_utils.LayoutEnum.COL_MAJOR
 BLOCK = 64  # channels of d_v that a warpgroup's instruction has
 BLOCKS = D // 2 // BLOCK  # a P.V warpgroup's
@@ -88,7 +90,7 @@ def parts_of(spec: VariantSpec) -> V4Parts:
 def budget(spec: VariantSpec) -> bud.Budget:
     """Warpgroups, registers, barriers, shared memory of a CTA."""
     rows, stages = spec.row_tile, mix16.stages_of(spec)
-    producer, softmax, pv = mix16.REGISTERS[rows]
+    producer, softmax, pv = REGISTERS[rows]
     tiles = stages * STAGE_BYTES + rows * 2 * (mix16.q_stages(spec) * D + 2 * P_STAGES * TILE)
     return bud.Budget(
         groups=(
@@ -155,7 +157,7 @@ class Mix16V4(mix16.Mix16):
         self.parts, self.budget = parts_of(spec), budget(spec)
         self.rows_cta, self.stages = self.parts.rows, self.parts.stages
         self.softmax = V4Softmax(self.parts)
-        _, self.softmax_regs, self.pv_regs = mix16.REGISTERS[self.rows_cta]
+        _, self.softmax_regs, self.pv_regs = REGISTERS[self.rows_cta]
 
     def layouts(self) -> Layouts:
         return layouts_of(self.rows_cta, self.stages, self.parts.q_stages, P_STAGES)
@@ -166,12 +168,12 @@ class Mix16V4(mix16.Mix16):
         if wg == 0:
             claim_registers(self.budget, self.softmax_regs)
             self.softmax.loop(cta)
+        elif wg == 1:
+            claim_registers(self.budget, self.pv_regs)
+            self.pv_loop(cta, 0)
         else:
             claim_registers(self.budget, self.pv_regs)
-            if wg == 1:
-                self.pv_loop(cta, 0)
-            else:
-                self.pv_loop(cta, 1)
+            self.pv_loop(cta, 1)
 
     # ---------------------------------------------------------------- operands of P.V
 

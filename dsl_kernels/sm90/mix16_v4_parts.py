@@ -15,6 +15,7 @@ import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float32, Uint32
 from cutlass.cute.nvgpu import warp
 
+from .. import compat
 from ..cache_records.ds_mla import LEAST_SCALE
 from ..cache_records.v4 import CONTENT, GROUPS, SCALE_BYTES
 from ..common.cache_format import CacheFormat, Plane
@@ -101,29 +102,30 @@ class V4Scales(RecordScales):
         """(word of a quad lane, quad lane, group, stage)"""
         return st.ratios.get_tensor(cute.make_layout((8, 4, GROUPS, self.stages)))
 
-    def _scales_of_lane(self, st, stage):
-        """fp32 scales of each of the lane's two tokens."""
+    def _words_of_lane(self, st, stage):
+        """Scales of the lane's two tokens, as bytes; to be read anew wherever they are wanted, as
+        fp32 they would take all registers of the warp."""
         words = st.ks.get_tensor(cute.make_layout((4, TILE // 2, self.stages)))
         four = cute.make_rmem_tensor((4,), U32)
         cute.autovec_copy(words[None, cute.arch.lane_idx(), stage], four)
-        return [
-            [
-                (((four[2 * e + g // 4] >> Uint32(8 * (g % 4))) & Uint32(255)) << Uint32(EXPONENT_AT))
-                .bitcast(Float32)
-                for g in range(GROUPS)
-            ]
-            for e in range(2)
-        ]  # fmt: skip
+        return [compat.opaque(four[i]) for i in range(4)]
+
+    @staticmethod
+    def _scale(words, e: int, g: int):
+        """fp32 scale of group ``g`` of the lane's token ``e``."""
+        word, up = words[2 * e + g // 4], EXPONENT_AT - 8 * (g % 4)
+        bits = word << Uint32(up) if up > 0 else word >> Uint32(-up)
+        return (bits & Uint32(255 << EXPONENT_AT)).bitcast(Float32)
 
     @cute.jit
     def _make(self, st, stage, named, top):
         lane = cute.arch.lane_idx()
         facts, own, ratios = self.facts(st), self.own(st), self.ratios(st)
-        s, largest = self._scales_of_lane(st, stage), []
+        words, largest = self._words_of_lane(st, stage), []
         for e in cutlass.range_constexpr(2):
-            most = s[e][0]
+            most = self._scale(words, e, 0)
             for g in cutlass.range_constexpr(1, GROUPS):
-                most = cute.arch.fmax(most, s[e][g])
+                most = cute.arch.fmax(most, self._scale(words, e, g))
             largest.append(most)
         here = cute.arch.fmax(largest[0], largest[1])
         for bit in cutlass.range_constexpr(5):
@@ -142,15 +144,16 @@ class V4Scales(RecordScales):
             key_sigma = cute.arch.fmax(sigma, Float32(LEAST_KEY_SIGMA))
             four[1], four[2], four[3] = inverse[e] * SUM_FACTOR, key_sigma, some
             cute.autovec_copy(four, facts[None, 2 * lane + e, stage])
-            twice = cute.make_rmem_tensor((WORDS,), U32)
+            words, twice = self._words_of_lane(st, stage), cute.make_rmem_tensor((WORDS,), U32)
             key_inverse = cute.arch.rcp_approx(key_sigma)
             for g in cutlass.range_constexpr(GROUPS):
-                ratio = s[e][g] * key_inverse
+                ratio = self._scale(words, e, g) * key_inverse
                 twice[g] = pack_f16(ratio, ratio)
             twice[GROUPS] = Uint32(0)
             cute.autovec_copy(twice, own[None, 2 * lane + e, stage])
+        words = self._words_of_lane(st, stage)
         for g in cutlass.range_constexpr(GROUPS):
-            both = pack_f16(s[0][g] * inverse[0], s[1][g] * inverse[1])
+            both = pack_f16(*(self._scale(words, e, g) * inverse[e] for e in range(2)))
             ratios[lane // 4, lane % 4, g, stage] = both
         return top
 
