@@ -1,8 +1,8 @@
 """FlashMLA's host names over this package's kernels: replace ``import flash_mla`` by
 ``from snapmla import flash_mla``.
 
-Decode over a BF16 or fp16 cache, or with ``indices`` over DeepSeek-V3.2's bytes, in the call forms
-of all of FlashMLA's versions and of the copies in vLLM and SGLang; sparse prefill
+Decode over a BF16 or fp16 cache, or with ``indices`` over DeepSeek-V3.2's and V4's bytes, in the
+call forms of all of FlashMLA's versions and of the copies in vLLM and SGLang; sparse prefill
 (``snapmla.sparse``) and dense prefill of separate heads (``snapmla.mha``), forward only.
 
 The metadata of decode may be
@@ -244,14 +244,16 @@ def flash_mla_with_kvcache(
     descale_k: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """MLA decode over a paged cache (``snapmla.decode``): dense over 16 bits, or with ``indices``
-    sparse over DeepSeek-V3.2's rows of 656 bytes.
+    sparse over DeepSeek-V3.2's rows of 656 bytes and V4's pages of 584 bytes a token.
 
     Args:
-        q: bfloat16 or float16 (b, s_q, num_heads_q, 576); a copy is made unless contiguous.
+        q: bfloat16 or float16 (b, s_q, num_heads_q, 576); a copy is made unless contiguous.  Over
+            V4's pages (b, s_q, num_heads_q, 512).
         k_cache: bfloat16 or float16 as q (num_pages, page_size, num_heads_k, 576), innermost stride
             1; query heads j * g to (j + 1) * g - 1 read KV head j, g = num_heads_q / num_heads_k.
             With ``indices`` uint8, int8 or float8_e4m3fn (num_pages, page_size, 1, 656), any page
-            size of 1 or more and any stride between pages.
+            size of 1 or more and any stride between pages; or V4's (num_pages, page_size, 1, 584),
+            whose pages have two planes and lie a multiple of 16 bytes apart (docs/formats.md).
         block_table: int32 (b, width), pages of each sequence; past its end anything.  Beside
             ``indices`` it is not looked at, nor ``cache_seqlens``: None, empty or uninitialised.
         cache_seqlens: int32 (b,), tokens of each sequence, the new ones included; 0 is fine.
@@ -259,7 +261,8 @@ def flash_mla_with_kvcache(
         tile_scheduler_metadata: of ``get_mla_metadata``, or int32 (num_sm_parts, 8) of any origin,
             1024 parts at most.
         num_splits: int32 or None; not read.
-        softmax_scale: factor of the logits; None is 576**-0.5, which DeepSeek's models do not want.
+        softmax_scale: factor of the logits; None is 576**-0.5, which DeepSeek's models do not want,
+            and 512**-0.5 over V4's pages.
         causal: query token s of s_q sees the first length - (s_q - 1 - s) tokens.
         is_fp8_kvcache: True with ``indices``, else False: FlashMLA's dense FP8 cache is not built.
         indices: int32 (b, s_q, topk): the tokens that each query token sees, as page * page_size +
@@ -294,9 +297,8 @@ def flash_mla_with_kvcache(
         refuse(descale_q=descale_q, descale_k=descale_k)
         return sparse.run(
             sparse.Call(
-                q, k_cache, head_dim_v, tile_scheduler_metadata,
-                SCALE if softmax_scale is None else softmax_scale, causal, is_fp8_kvcache, indices,
-                topk_length, attn_sink, out, lse,
+                q, k_cache, head_dim_v, tile_scheduler_metadata, softmax_scale, causal,
+                is_fp8_kvcache, indices, topk_length, attn_sink, out, lse,
             ),
             second,
         )  # fmt: skip

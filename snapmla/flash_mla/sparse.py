@@ -1,4 +1,5 @@
-"""``flash_mla_with_kvcache`` with ``indices``: sparse decode over DeepSeek-V3.2's rows.
+"""``flash_mla_with_kvcache`` with ``indices``: sparse decode over DeepSeek-V3.2's rows and V4's
+pages, told apart by the width of the cache's last dimension, as in FlashMLA.
 
 What a call wants of a step is its shape, and ``topk_length`` where that is given.  So a
 ``FlashMLASchedMeta`` keeps the plan of its first call, and plans anew when that is captured.
@@ -14,7 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from dsl_kernels.cache_records import ds_mla
+from dsl_kernels.cache_records import ds_mla, v4
+from dsl_kernels.cache_records.record import Record
 from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK
 from snapmla import byte_cache, checks, launch, tracing
 from snapmla.cache import PagedKVCache
@@ -31,10 +33,11 @@ Tensor = torch.Tensor
 _raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # with CUDA
 KEPT = 64  # plans without lengths that no graph holds
 _NOT_BUILT = "None: a second cache is not built yet"
+_RECORDS = {record.token_bytes: record for record in (ds_mla.RECORD, v4.RECORD)}
 _OTHER_ROWS = {
-    584: "rows of 584 bytes (V4) are not built yet", 528: "rows of 528 bytes are not built yet",
-    HEAD_DIM_QK: "indices are for rows of 656 bytes",
-}  # fmt: skip
+    528: "rows of 528 bytes are not built yet",
+    HEAD_DIM_QK: "indices are for rows of 656 bytes, and V4's of 584",
+}
 _NAMES = {
     "plan": "tile_scheduler_metadata", "content": "k_cache", "cache": "k_cache",
     "cache.kv": "k_cache", "batch": "q, b", "num_heads": "q, num_heads_q", "s_q": "q, s_q",
@@ -49,7 +52,7 @@ class Call(NamedTuple):
     k_cache: Tensor
     head_dim_v: int
     metadata: FlashMLASchedMeta | Tensor | None
-    softmax_scale: float
+    softmax_scale: float | None
     causal: bool
     is_fp8_kvcache: bool
     indices: Tensor
@@ -57,6 +60,13 @@ class Call(NamedTuple):
     attn_sink: Tensor | None
     out: Tensor | None
     lse: Tensor | None
+
+    @property
+    def record(self) -> Record:
+        """Of the cache: V4's of one so wide, else that of 656 bytes, which its checks want then."""
+        k = self.k_cache
+        width = k.shape[-1] if isinstance(k, torch.Tensor) and k.ndim else 0
+        return _RECORDS.get(width, ds_mla.RECORD)
 
 
 def run(call: Call, second: tuple[object, ...]) -> tuple[Tensor, Tensor]:
@@ -74,10 +84,12 @@ def run(call: Call, second: tuple[object, ...]) -> tuple[Tensor, Tensor]:
     try:
         cache = _cache_of(call)
         q = call.q if call.q.is_contiguous() else call.q.contiguous()
+        scale = call.softmax_scale
         return sparse_decode(
-            q, cache, call.indices, softmax_scale=call.softmax_scale, topk_length=call.topk_length,
-            attn_sink=call.attn_sink, plan=_plan(call, q), out=call.out, lse=call.lse,
-            empty_lse="+inf",
+            q, cache, call.indices,
+            softmax_scale=call.record.channels**-0.5 if scale is None else scale,
+            topk_length=call.topk_length, attn_sink=call.attn_sink, plan=_plan(call, q),
+            out=call.out, lse=call.lse, empty_lse="+inf",
         )  # fmt: skip
     except (TypeError, ValueError) as error:
         raise checks.renamed(error, _NAMES) from None
@@ -85,7 +97,7 @@ def run(call: Call, second: tuple[object, ...]) -> tuple[Tensor, Tensor]:
 
 def _cache_of(call: Call) -> PagedKVCache:
     """The cache as the primary API knows it; checks what is FlashMLA's alone."""
-    q, k_cache = call.q, call.k_cache
+    q, k_cache, record = call.q, call.k_cache, call.record
     checks.integer("head_dim_v", call.head_dim_v, KV_LORA_RANK, KV_LORA_RANK)
     if call.causal:
         hint = "the indices say what a query token sees"
@@ -94,17 +106,17 @@ def _cache_of(call: Call) -> PagedKVCache:
         hint = "sparse decode over BF16 rows is not there in FlashMLA either"
         checks.value_error("is_fp8_kvcache", "True beside indices", call.is_fp8_kvcache, hint)
     checks.not_nested("q", q)
-    checks.tensor("q", q, (torch.bfloat16,), ("b", "s_q", "num_heads_q", HEAD_DIM_QK))
+    checks.tensor("q", q, (torch.bfloat16,), ("b", "s_q", "num_heads_q", record.channels))
     if isinstance(k_cache, torch.Tensor) and k_cache.ndim and k_cache.shape[-1] in _OTHER_ROWS:
         hint = _OTHER_ROWS[k_cache.shape[-1]]
-        wanted = f"shape (num_pages, page_size, 1, {ds_mla.ROW_BYTES})"
+        wanted = f"shape (num_pages, page_size, 1, {record.token_bytes})"
         checks.value_error("k_cache", wanted, tuple(k_cache.shape), hint)
-    shape = ("num_pages", "page_size", 1, ds_mla.ROW_BYTES)
+    shape = ("num_pages", "page_size", 1, record.token_bytes)
     checks.tensor("k_cache", k_cache, byte_cache.BYTES, shape)
     checks.tensor("indices", call.indices, (torch.int32,), (*q.shape[:2], "topk"), q.device)
     if call.topk_length is not None:
         checks.vector("topk_length", call.topk_length, (q.shape[0],), q.device)
-    return PagedKVCache.from_tensors(k_cache, format=ds_mla.FORMAT)
+    return PagedKVCache.from_tensors(k_cache, format=record.name)
 
 
 # ---------------------------------------------------------------------------- plans
@@ -119,6 +131,7 @@ class Shape(NamedTuple):
     s_q: int
     heads: int
     topk: int
+    cache_dtype: str
 
 
 _kept: dict[Shape, SparsePlan] = {}  # the longest unused first
@@ -136,22 +149,22 @@ def _plan(call: Call, q: Tensor) -> SparsePlan | None:
         return _made(call, q)
     metadata = call.metadata
     if isinstance(metadata, Tensor) or metadata is None:
-        return _of_shape(_shape(q, indices))
+        return _of_shape(_shape(call, q))
     if metadata.tile_scheduler_metadata is not None:
-        return _of_shape(_shape(q, indices))
+        return _of_shape(_shape(call, q))
     return _of_object(metadata, call, q)
 
 
-def _shape(q: Tensor, indices: Tensor) -> Shape:
+def _shape(call: Call, q: Tensor) -> Shape:
     b, s_q, heads, _ = q.shape
     index = q.device.index
     stream = 0 if index is None else int(_raw_stream(index))
-    return Shape(stream, q.device, b, s_q, heads, indices.shape[-1])
+    return Shape(stream, q.device, b, s_q, heads, call.indices.shape[-1], call.record.name)
 
 
 def _of_object(metadata: FlashMLASchedMeta, call: Call, q: Tensor) -> SparsePlan:
     """The plan of an object's step: its first call makes it, others must be like that one."""
-    shape = _shape(q, call.indices)
+    shape = _shape(call, q)
     if not metadata.have_initialized or metadata.config is None:
         metadata._plans.clear()
         metadata.memo.forget()
@@ -175,7 +188,7 @@ def _made(call: Call, q: Tensor) -> SparsePlan:
     b, s_q, heads, _ = q.shape
     return plan_sparse_decode(
         heads, s_q, topk=call.indices.shape[-1], topk_length=call.topk_length, batch=b,
-        device=q.device, cache_dtype=ds_mla.FORMAT,
+        device=q.device, cache_dtype=call.record.name,
     )  # fmt: skip
 
 
@@ -200,7 +213,7 @@ def _of_shape(shape: Shape) -> SparsePlan:
 
 def _new(shape: Shape, workspace: Workspaces) -> SparsePlan:
     lengths = torch.full((shape.b,), shape.topk, dtype=torch.int32, device=shape.device)
-    options = SparseOptions(num_heads=shape.heads, cache_dtype=ds_mla.FORMAT)
+    options = SparseOptions(num_heads=shape.heads, cache_dtype=shape.cache_dtype)
     step = StepShape(shape.s_q, shape.topk, None)
     made = make_plan(options, workspace, lengths, step, None, None, made=SparsePlan)
     assert isinstance(made, SparsePlan)

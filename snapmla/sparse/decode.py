@@ -22,6 +22,7 @@ from snapmla.sparse.plan import SparsePlan, plan_sparse_decode
 
 _Tensor = torch.Tensor  # looked up on every call
 MAX_STRIDE = 1 << 32  # bytes between pages or tokens: the gather's strides have 32 bits
+_NAMED = " or ".join(repr(name) for name in PIPELINES if FORMATS[name].named)
 Options = tuple[float, str, str]  # softmax_scale, lse_base, empty_lse
 # of a call: q, cache, indices, topk_length, attn_sink, plan, out, lse, options, out_dtype
 Call = tuple[
@@ -145,17 +146,17 @@ def _expect(q: object, cache: Any, indices: object, plan: object) -> None:
         record = FORMATS[cache.format]
         if not record.sparse:
             hint = "snapmla.convert_cache makes an FP8 cache of it"
-            wanted = "an FP8 cache or rows of 656 bytes"
+            wanted = f"an FP8 cache or one of format {_NAMED}"
             checks.value_error("cache", wanted, record.about, hint)
         expect_cache(cache)
         if isinstance(q, QuantizedQuery):
-            hint = "rows of 656 bytes take queries as they are"
+            hint = f"{record.about} takes queries as they are"
             checks.type_error("q", "a bfloat16 tensor", "a snapmla.QuantizedQuery", hint)
-        checks.query_of_rows(q, torch.bfloat16, 1)
+        checks.query_of_rows(q, torch.bfloat16, 1, record.channels)
     else:
         expect_query("q", q)
         expect_cache(cache)
-        expect_fp8(cache, "sparse decode reads FP8 caches and rows of 656 bytes")
+        expect_fp8(cache, f"sparse decode reads FP8 caches and formats {_NAMED}")
     if plan is not None and not isinstance(plan, SparsePlan):
         hint = "indices want a plan of snapmla.plan_sparse_decode"
         checks.type_error("plan", "a snapmla.SparsePlan or None", type(plan).__name__, hint)
@@ -305,7 +306,8 @@ def _traced(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         plan.lse_accum, plan.pipeline, plan.row_tile, plan.can_split(),
         checks.softmax_scale(options[0]), factor, empty,
     )  # fmt: skip
-    ops, extra = torch.ops.snapmla, {} if is_rows else {"p_terms": plan.p_terms}
+    ops = torch.ops.snapmla
+    extra = {"cache_dtype": cache.format} if is_rows else {"p_terms": plan.p_terms}
     make, write = (
         (ops.sparse_decode_rows, ops.sparse_decode_rows_out)
         if is_rows

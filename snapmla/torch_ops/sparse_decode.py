@@ -1,5 +1,5 @@
 """``sparse_decode`` and ``sparse_decode_rows``: attention to named tokens of an FP8 cache, and of
-rows of 656 bytes."""
+caches of bytes."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsl_kernels.cache_records.ds_mla import FORMAT, ROW_BYTES
-from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK
-from snapmla import checks, layouts, quant
+from dsl_kernels.cache_records.ds_mla import FORMAT
+from dsl_kernels.cache_records.record import Record
+from dsl_kernels.dims import KV_LORA_RANK
+from dsl_kernels.families.formats import FORMATS
+from snapmla import byte_cache, checks, layouts, quant
 from snapmla.decode_plan import FP8
+from snapmla.dispatch import PIPELINES
 from snapmla.sparse.decode import check_reach
 from snapmla.sparse.plan import SparsePlan, variant_of
 from snapmla.torch_ops.decode import check_query
@@ -30,7 +33,7 @@ _PLANES = (
 )
 _ROWS = "Tensor q, Tensor kv, "
 _OUT = "Tensor(c!) out, Tensor(d!) lse"
-_OPTIONS = "int p_terms=1"
+_OPTIONS, _ROW_OPTIONS = "int p_terms=1", f"str cache_dtype='{FORMAT}'"
 
 
 def _planes(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
@@ -56,20 +59,31 @@ def _planes_out(
     _launch(query, layouts.views_of(content, rope, scale), FP8, p_terms, *rest)
 
 
-def _rows(*arguments: Any) -> tuple[Tensor, Tensor]:
+def _rows(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
     *common, out_dtype = arguments
     out, lse = new_results(common[0], out_dtype)
     given: Any = (*common, out, lse)
-    _rows_out(*given)
+    _rows_out(*given, **options)
     return out, lse
 
 
-def _rows_out(q: Tensor, kv: Tensor, *rest: Any) -> None:
+def _record(cache_dtype: str) -> Record:
+    """Of bytes that sparse decode reads."""
+    known = tuple(name for name in PIPELINES if FORMATS[name].named)
+    checks.choice("cache_dtype", cache_dtype, known)
+    return FORMATS[cache_dtype]
+
+
+def _rows_out(q: Tensor, kv: Tensor, *rest: Any, cache_dtype: str = FORMAT) -> None:
+    record = _record(cache_dtype)
     checks.query_rows(tuple(q.shape[:3]))
-    checks.tensor("q", q, (torch.bfloat16,), ("b", "s_q", "num_heads", HEAD_DIM_QK), kv.device)
+    shape = ("b", "s_q", "num_heads", record.channels)
+    checks.tensor("q", q, (torch.bfloat16,), shape, kv.device)
     checks.contiguous("q", q)
-    checks.tensor("kv", kv, (torch.uint8,), ("num_pages", "page_size", 1, ROW_BYTES))
-    _launch((q,), (kv.squeeze(2),), FORMAT, 1, *rest)
+    checks.tensor("kv", kv, (torch.uint8,), ("num_pages", "page_size", 1, record.token_bytes))
+    if len(record.planes) > 1:  # whose tokens no strides tell
+        byte_cache.check(record, kv)
+    _launch((q,), (kv.squeeze(2),), cache_dtype, 1, *rest)
 
 
 def _launch(
@@ -131,9 +145,10 @@ def _fake_planes(*arguments: Any, **_options: Any) -> tuple[Tensor, Tensor]:
     return new_results(q_nope, arguments[-1])
 
 
-def _fake_rows(*arguments: Any) -> tuple[Tensor, Tensor]:
+def _fake_rows(*arguments: Any, cache_dtype: str = FORMAT) -> tuple[Tensor, Tensor]:
     q, _, indices = arguments[:3]
-    checks.tensor("q", q, (torch.bfloat16,), ("b", "s_q", "num_heads", HEAD_DIM_QK))
+    shape = ("b", "s_q", "num_heads", _record(cache_dtype).channels)
+    checks.tensor("q", q, (torch.bfloat16,), shape)
     checks.tensor("indices", indices, (torch.int32,), ("tokens", "topk"))
     return new_results(q, arguments[-1])
 
@@ -147,11 +162,14 @@ OPERATORS = (
     ),
     Operator(f"sparse_decode_out({_PLANES}{_LISTS}, {_OUT}, *, {_OPTIONS}) -> ()", _planes_out),
     Operator(
-        f"sparse_decode_rows({_ROWS}{_LISTS}, ScalarType out_dtype) -> (Tensor, Tensor)",
+        f"sparse_decode_rows({_ROWS}{_LISTS}, ScalarType out_dtype, *, {_ROW_OPTIONS})"
+        " -> (Tensor, Tensor)",
         _rows,
         _fake_rows,
     ),
-    Operator(f"sparse_decode_rows_out({_ROWS}{_LISTS}, {_OUT}) -> ()", _rows_out),
+    Operator(
+        f"sparse_decode_rows_out({_ROWS}{_LISTS}, {_OUT}, *, {_ROW_OPTIONS}) -> ()", _rows_out
+    ),
 )
 
 register_plan(SparsePlan)

@@ -1,4 +1,4 @@
-"""``sparse_decode`` over rows of 656 bytes: what of its workload is the cache's."""
+"""``sparse_decode`` over caches of bytes: what of its workload is the cache's."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from snapmla.testing.workloads.call import DTYPES, NATURAL, Call, Job, Sizes
 from snapmla.testing.workloads.exact import Case, Recorded, Runner
 from snapmla.testing.workloads.samples import PAGE, Source
 
-PIPELINE = "mix16"  # whose cache is rows
+PIPELINE = "mix16"  # whose cache is bytes
 HEADS = {16: (16, 7), 32: (32, 20), 64: (128, 50)}  # row tile: even shares of it, and not
 PAGES_OF = (1, 53, 64)  # tokens of a page of recorded cases
 
