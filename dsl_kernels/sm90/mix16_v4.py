@@ -43,7 +43,6 @@ import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float32, const_expr
 from cutlass.cute.nvgpu import warp, warpgroup
 
-from ..cache_records.v4 import RECORD
 from ..common import budget as bud
 from ..common.epilogue import Held, Shared, Woven, write_rows
 from ..common.gather_v4 import LINES
@@ -54,7 +53,7 @@ from ..compat import wgmma_fence
 from ..dims import KV_LORA_RANK as D
 from ..dims import QK_ROPE_HEAD_DIM as R
 from ..dims import TOKEN_TILE as TILE
-from ..smxx.record_entry import RecordEntry, fake_args
+from ..smxx.two_list_entry import TwoListEntry, fake_args
 from . import mix16, transpose
 from .decode import Decode, infeasible
 from .fragments import pad_layout
@@ -110,10 +109,7 @@ def budget(spec: VariantSpec) -> bud.Budget:
 
 
 def build(spec: VariantSpec):
-    return (
-        RecordEntry(Decode(spec, Mix16V4(spec))),
-        fake_args(spec, RECORD.channels, RECORD.token_bytes),
-    )
+    return TwoListEntry(Decode(spec, Mix16V4(spec))), fake_args(spec)
 
 
 class Operands(NamedTuple):

@@ -19,8 +19,7 @@ from .. import compat
 from ..cache_records.ds_mla import LEAST_SCALE
 from ..cache_records.v4 import CONTENT, GROUPS, SCALE_BYTES
 from ..common.cache_format import CacheFormat, Plane
-from ..common.gather import TokenLists
-from ..common.gather_v4 import LINES, GatherV4
+from ..common.gather_v4 import LINES, GatherV4, TwoLists
 from ..common.smem import array
 from ..common.stamps import Stamps
 from ..common.types import BF16, F8, F16, ROW_MAJOR, U16, U32
@@ -163,7 +162,7 @@ class V4Parts(Parts):
 
     def __init__(self, spec: VariantSpec, *, stages: int, q_stages: int):
         self.rows, self.stages, self.q_stages = spec.row_tile, stages, q_stages
-        self.work = TokenLists(TILE)
+        self.work = TwoLists(TILE)
         self.q_tiles = RecordQueries(
             Q_FORMAT, self.work, rows=self.rows, stages=q_stages, readers=Q_READERS
         )

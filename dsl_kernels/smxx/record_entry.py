@@ -67,17 +67,11 @@ class RecordEntry:
         launch(self.decode, tma, gmem, call, listed, split_begin, units, may_split, stream)
 
 
-def fake_args(
-    spec: VariantSpec, channels: int = HEAD_DIM_QK, token_stride: int = 0
-) -> dict[str, Any]:
+def fake_args(spec: VariantSpec) -> dict[str, Any]:
     """Symbolic arguments of the exported function by name, in the order of ``__call__``.
 
-    Queries are (b_q, s_q, h, channels): b_q = b, or 1 for ragged ones, whose tokens then are all of
-    s_q.  ``indices`` are (b_q * s_q, topk).
-
-    Args:
-        token_stride: bytes of a token of pages that have several planes, where tokens are strides
-            in name only; 0: tokens are rows of 656 bytes, at multiples of 16.
+    Queries are (b_q, s_q, h, 576): b_q = b, or 1 for ragged ones, whose tokens then are all of s_q.
+    ``indices`` are (b_q * s_q, topk).
     """
     names = ["b_q", "s_q", "h", "b", "pages", "P", "tokens", "topk"]
     b_q, s_q, h, b, pages, page_size, tokens, topk = (compat.sym(name=x) for x in names)
@@ -85,18 +79,10 @@ def fake_args(
     for name in ("block_table", "causal"):
         del behind[name]
     return {
-        "q": compat.contiguous(BF16, (b_q, s_q, h, channels)),
-        "cache": _pages(pages, page_size, token_stride),
+        "q": compat.contiguous(BF16, (b_q, s_q, h, HEAD_DIM_QK)),
+        "cache": compat.rows(U8, (pages, page_size, ROW_BYTES)),
         "indices": compat.strided(Int32, (tokens, topk), (compat.sym64(), 1), 4),
         "topk_length": behind.pop("cache_seqlens"),
         "attn_sink": compat.vector(Float32, compat.sym(name="h_or_0")),
         **behind,
     }
-
-
-def _pages(pages: Any, page_size: Any, token_stride: int) -> Any:
-    """Fake of the cache, bytes (pages, P, bytes of a token)."""
-    if not token_stride:
-        return compat.rows(U8, (pages, page_size, ROW_BYTES))
-    stride = (compat.sym64(compat.VECTOR_BYTES), token_stride, 1)
-    return compat.strided(U8, (pages, page_size, token_stride), stride)
