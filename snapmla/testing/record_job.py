@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from dsl_kernels.cache_records.ds_mla import LEAST_SCALE
 from dsl_kernels.cache_records.ds_mla import RECORD as DS_MLA
 from dsl_kernels.cache_records.record import ZEROS, Record
-from dsl_kernels.dims import KV_LORA_RANK, PARTIAL_ROW
+from dsl_kernels.dims import KV_LORA_RANK, PARTIAL_ROW, TOKEN_TILE
 from dsl_kernels.families.formats import FORMATS
 from dsl_kernels.spec import VariantSpec
 from snapmla import byte_cache
@@ -42,6 +42,8 @@ ARGUMENTS = (
     "units", "row_limits", "out", "lse", "o_accum", "lse_accum", "softmax_scale", "lse_factor",
     "empty_lse", "may_split",
 )  # fmt: skip
+# And over V4's pages (dsl_kernels/smxx/two_list_entry.py).
+TWO_LISTS = (*ARGUMENTS[:4], "extra_cache", "extra_indices", "extra_length", *ARGUMENTS[4:])
 STYLES = ("plain", "std3", "std30", "swings", "equal", "rope", "groups", "scales")
 HEIGHTS = (0.0, 1.0, -1.0, 0.5, -0.5, 1.1)  # of the tiles of ``swings``, in turn
 GROUP_POWERS = (0.0, -20.0, -10.0, -5.0)  # log2 of the groups' sizes in ``groups``, in turn
@@ -58,9 +60,31 @@ class RecordShape(SparseShape):
             30; swings of 200 nats between tiles; queries that equal a token; RoPE of 1e3; groups
             2^20 apart; scales of 0, 2^-126 and on.
         powers: whether scales are powers of two.
+        extra_topk, extra_lengths, extra_page_size: of a second list and its cache; of no entries
+            there is none.
     """
 
     powers: bool = False
+    extra_topk: int = 0
+    extra_lengths: tuple[int, ...] = ()
+    extra_page_size: int = 64
+
+    @property
+    def planned(self) -> tuple[tuple[int, ...], int]:
+        """Lengths and width of both lists as one: the second begins behind the first one's tiles."""
+        if not self.extra_topk:
+            return super().planned
+        first = -(-self.topk // TOKEN_TILE) * TOKEN_TILE
+        own = (first + min(max(n, 0), self.extra_topk) for n in self.extra_lengths)
+        return tuple(own), first + self.extra_topk
+
+    @property
+    def second(self) -> SparseShape:
+        """The second list, as a shape of one list."""
+        return replace(
+            self, topk=self.extra_topk, lengths=self.extra_lengths, extra_topk=0,
+            page_size=self.extra_page_size,
+        )  # fmt: skip
 
 
 def poisoned_rows(pages: int, page_size: int, layout: str, record: Record = DS_MLA) -> Tensor:
@@ -79,7 +103,12 @@ class RecordJob(SparseJob):
     ``RecordShape``."""
 
     shape: RecordShape
-    argument_names = ARGUMENTS
+    extra: tuple[Tensor, Tensor, Tensor] | None = None
+
+    @property
+    def argument_names(self) -> tuple[str, ...]:  # type: ignore[override]
+        """Of the exported function."""
+        return ARGUMENTS if self.record is DS_MLA else TWO_LISTS
 
     @property
     def record(self) -> Record:
@@ -90,16 +119,26 @@ class RecordJob(SparseJob):
 
     def _fill(self) -> None:
         shape = self.shape
+        q = torch.randn(shape.tokens, shape.heads, self.record.channels)
+        if shape.extra_topk:
+            self._fill_list(shape.second, q)
+            counts = torch.tensor(shape.second.counts, dtype=torch.int32)
+            self.extra = self.cache, self.indices, counts
+        self._fill_list(shape, q)
+        b_q = 1 if shape.begins is not None else len(shape.lengths)
+        self.q16 = q.bfloat16().view(b_q, shape.s_q, shape.heads, self.record.channels)
+
+    def _fill_list(self, shape: SparseShape, q: Tensor) -> None:
+        """``cache`` and ``indices`` of one list; queries as the style wants them, in place."""
         pages = -(-max(sum(shape.counts), 1) // shape.page_size) + 2
         self.cache = poisoned_rows(pages, shape.page_size, shape.layout, self.record)
         self.planes = (self.cache,) * 3  # whose first two extents ``_idle`` asks for
         order = torch.randperm(pages * shape.page_size)
         self.indices = torch.full((shape.tokens, shape.topk), INT_MAX, dtype=torch.int32)
-        q = torch.randn(shape.tokens, shape.heads, self.record.channels)
         for i, count in enumerate(shape.counts):
             slots, order = order[:count], order[count:]
             q[i], c, r = self._numbers(q[i], count)
-            content, rope, scales = quantize_tokens(self.record, c, r, shape.powers)
+            content, rope, scales = quantize_tokens(self.record, c, r, self.shape.powers)
             content, scales = content.view(torch.uint8), scales.view(torch.uint8)
             if shape.style == "scales":
                 scales = self._odd_scales(content, scales)
@@ -107,15 +146,13 @@ class RecordJob(SparseJob):
             self.indices[i, :count] = slots.int()
             if not shape.dense:
                 self._idle(i, count)
-        b_q = 1 if shape.begins is not None else len(shape.lengths)
-        self.q16 = q.bfloat16().view(b_q, shape.s_q, shape.heads, self.record.channels)
 
     def _store(self, slots: Tensor, *values: Tensor) -> None:
         """Content, RoPE and scales, two of them as bytes, to their places."""
         fields = byte_cache.fields_of(self.record, self.cache[:, :, None])
         for field, value in zip(fields, values, strict=True):
             own = field if field.dtype == value.dtype else field.view(torch.uint8)
-            own[slots // self.shape.page_size, slots % self.shape.page_size] = value
+            own[slots // field.shape[1], slots % field.shape[1]] = value
 
     def _numbers(self, q: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
         """(q (h, channels of K), c (n, channels of content), r (n, 64)) of a query token's heads
@@ -177,8 +214,12 @@ class RecordJob(SparseJob):
         b_q = self.q16.shape[0]
         out = torch.full((b_q, shape.s_q, shape.heads, KV_LORA_RANK), math.nan)
         slots = max(2 * shape.parts, self.plan.split_begin[-1])
+        nothing = self.cache, self.indices[:, :0], torch.empty(0, dtype=torch.int32)
+        extra_cache, extra_indices, _ = self.extra or nothing
         return {
             "q": self.q16, "cache": self.cache, "indices": self.indices,
+            "extra_cache": extra_cache, "extra_indices": extra_indices,
+            "extra_length": torch.tensor(shape.extra_lengths, dtype=torch.int32),
             "topk_length": self.lengths, "attn_sink": self.sink,
             "out": out.to(DTYPES[self.spec.out_dtype]),
             "lse": torch.full((b_q, shape.heads, shape.s_q), math.nan),
@@ -195,8 +236,15 @@ class RecordJob(SparseJob):
         n = self.shape.covered
         return RecordCall(
             self.q16.flatten(0, 1)[:n], self.cache, self.indices[:n], self.counts[:n], HEAD_SCALE,
-            self.sink if self.shape.sink else None, self.record,
+            self.sink if self.shape.sink else None, self.record, self._extra_of(n),
         )  # fmt: skip
+
+    def _extra_of(self, n: int) -> tuple[Tensor, Tensor, Tensor] | None:
+        if self.extra is None:
+            return None
+        cache, *lists = self.extra
+        indices, counts = (x[:n] for x in lists)
+        return cache, indices, counts
 
     def errors(self, result: tuple[Tensor, Tensor]) -> DenseErrors:  # type: ignore[override]
         """What ``run`` returned, natural LSE, by ``record_errors``."""

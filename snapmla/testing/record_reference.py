@@ -42,12 +42,6 @@ def fields_of(cache: Tensor, record: Record = ds_mla.RECORD) -> Fields:
     return content, scales, rope
 
 
-def dequantised(cache: Tensor, record: Record = ds_mla.RECORD) -> Tensor:
-    """(N, channels of K) fp64 of all tokens: e4m3 content times its scale, RoPE as it is."""
-    content, scales, rope = fields_of(cache, record)
-    return torch.cat((content * scales.repeat_interleave(record.group, -1), rope), -1)
-
-
 class RecordCall(NamedTuple):
     """Inputs of a sparse decode over a cache of bytes.
 
@@ -60,6 +54,7 @@ class RecordCall(NamedTuple):
         softmax_scale: factor of the logits.
         attn_sink: (h,) logits that weigh in ``out`` and have no value; None: there are none.
         record: of the cache.
+        extra: a second list, over a second cache: (cache, indices, counts), as those of the first.
     """
 
     q: Tensor
@@ -69,11 +64,30 @@ class RecordCall(NamedTuple):
     softmax_scale: float
     attn_sink: Tensor | None = None
     record: Record = ds_mla.RECORD
+    extra: tuple[Tensor, Tensor, Tensor] | None = None
 
     def named(self, i: int) -> tuple[Tensor, Tensor]:
-        """(the entries of row i that count, int64; which of them name a token)."""
-        row = self.indices[i, : max(int(self.counts[i]), 0)].long()
-        return row, (row >= 0) & (row < self.cache.shape[0] * self.cache.shape[1])
+        """(the entries of row i that count, int64; which of them name a token).
+
+        With a second list its entries follow the first one's whole tiles, and name tokens behind
+        those of the first cache.
+        """
+        row, named = _named(self.cache, self.indices[i], int(self.counts[i]))
+        if self.extra is None:
+            return row, named
+        cache, indices, counts = self.extra
+        other, other_named = _named(cache, indices[i], int(counts[i]))
+        idle = -(-self.indices.shape[1] // TOKEN_TILE) * TOKEN_TILE - len(row)
+        behind = other + self.cache.shape[0] * self.cache.shape[1]
+        none = torch.zeros(idle, dtype=torch.bool)
+        return torch.cat((row, none.long(), behind)), torch.cat((named, none, other_named))
+
+    def fields(self) -> Fields:
+        """``fields_of`` of both caches."""
+        caches = [self.cache, *(self.extra or ())[:1]]
+        found = [fields_of(cache, self.record) for cache in caches]
+        content, scales, rope = (torch.cat(each) for each in zip(*found, strict=True))
+        return content, scales, rope
 
     def sequences(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(q, kv, block_table, cache_seqlens) of the dense reference: pages of one token."""
@@ -82,8 +96,15 @@ class RecordCall(NamedTuple):
         table = torch.zeros(len(lists), max(int(lengths.max()), 1), dtype=torch.long)
         for i, tokens in enumerate(lists):
             table[i, : len(tokens)] = tokens
-        kv = dequantised(self.cache, self.record)[:, None, None]
+        content, scales, rope = self.fields()
+        kv = torch.cat((content * scales.repeat_interleave(self.record.group, -1), rope), -1)
+        kv = kv[:, None, None]
         return self.q[:, None].double(), kv, table, lengths
+
+
+def _named(cache: Tensor, row: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    own = row[: max(count, 0)].long()
+    return own, (own >= 0) & (own < cache.shape[0] * cache.shape[1])
 
 
 def record_decode_reference(call: RecordCall) -> tuple[Tensor, Tensor]:
@@ -105,7 +126,7 @@ def record_decode_mimic(call: RecordCall, group_sums: bool) -> tuple[Tensor, Ten
         group_sums: whether Q.K sums groups by themselves, K exact (32 rows and fewer); else K is
             rounded as V is.
     """
-    outs, lses, fields = [], [], fields_of(call.cache, call.record)
+    outs, lses, fields = [], [], call.fields()
     for i, q in enumerate(call.q.double()):
         row, named = call.named(i)
         out, lse = _attend(q * call.softmax_scale, call.record, fields, row, named, group_sums)
