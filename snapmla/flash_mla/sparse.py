@@ -23,8 +23,10 @@ from snapmla.cache import PagedKVCache
 from snapmla.decode_plan import new_workspace
 from snapmla.flash_mla.config import Config, check_config
 from snapmla.plan import StepShape, Workspaces, make_plan
+from snapmla.sparse import two_lists
 from snapmla.sparse.decode import sparse_decode
 from snapmla.sparse.plan import SparseOptions, SparsePlan, plan_sparse_decode
+from snapmla.sparse.two_lists import Second
 
 if TYPE_CHECKING:
     from snapmla.flash_mla import FlashMLASchedMeta
@@ -32,7 +34,6 @@ if TYPE_CHECKING:
 Tensor = torch.Tensor
 _raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # with CUDA
 KEPT = 64  # plans without lengths that no graph holds
-_NOT_BUILT = "None: a second cache is not built yet"
 _RECORDS = {record.token_bytes: record for record in (ds_mla.RECORD, v4.RECORD)}
 _OTHER_ROWS = {
     528: "rows of 528 bytes are not built yet",
@@ -41,7 +42,8 @@ _OTHER_ROWS = {
 _NAMES = {
     "plan": "tile_scheduler_metadata", "content": "k_cache", "cache": "k_cache",
     "cache.kv": "k_cache", "batch": "q, b", "num_heads": "q, num_heads_q", "s_q": "q, s_q",
-    "topk": "indices, topk",
+    "topk": "indices, topk", "extra_cache": "extra_k_cache", "extra_cache.kv": "extra_k_cache",
+    "extra_indices": "extra_indices_in_kvcache", "extra_length": "extra_topk_length",
 }  # fmt: skip
 
 
@@ -78,21 +80,34 @@ def run(call: Call, second: tuple[object, ...]) -> tuple[Tensor, Tensor]:
     Raises:
         TypeError, ValueError: naming the argument.
     """
-    if any(given is not None for given in second):
-        hint = "keep FlashMLA for layers that need it"
-        checks.value_error("extra_k_cache", _NOT_BUILT, "a tensor", hint)
     try:
         cache = _cache_of(call)
+        extra = _second(call, *second)
         q = call.q if call.q.is_contiguous() else call.q.contiguous()
         scale = call.softmax_scale
         return sparse_decode(
             q, cache, call.indices,
             softmax_scale=call.record.channels**-0.5 if scale is None else scale,
-            topk_length=call.topk_length, attn_sink=call.attn_sink, plan=_plan(call, q),
-            out=call.out, lse=call.lse, empty_lse="+inf",
+            topk_length=call.topk_length, attn_sink=call.attn_sink, plan=_plan(call, q, extra),
+            out=call.out, lse=call.lse, empty_lse="+inf", extra=extra,
         )  # fmt: skip
     except (TypeError, ValueError) as error:
         raise checks.renamed(error, _NAMES) from None
+
+
+def _second(call: Call, k_cache: Any, indices: Any, length: Any) -> Second | None:
+    """The second list, over V4's pages of any size."""
+    if k_cache is indices is length is None:
+        return None
+    if call.record is not v4.RECORD:
+        hint = "keep FlashMLA for layers that need it"
+        checks.value_error("extra_k_cache", "None beside rows of 656 bytes", "a tensor", hint)
+    for name, value in (("extra_k_cache", k_cache), ("extra_indices_in_kvcache", indices)):
+        if value is None:
+            checks.value_error(name, "a tensor, as its fellow is given", None)
+    shape = ("num_pages", "page_size", 1, v4.RECORD.token_bytes)
+    checks.tensor("extra_k_cache", k_cache, byte_cache.BYTES, shape, call.q.device)
+    return Second(PagedKVCache.from_tensors(k_cache, format=v4.RECORD.name), indices, length)
 
 
 def _cache_of(call: Call) -> PagedKVCache:
@@ -132,6 +147,7 @@ class Shape(NamedTuple):
     heads: int
     topk: int
     cache_dtype: str
+    extra_topk: int = 0
 
 
 _kept: dict[Shape, SparsePlan] = {}  # the longest unused first
@@ -140,31 +156,36 @@ _workspaces: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}  # by st
 _lock = threading.Lock()
 
 
-def _plan(call: Call, q: Tensor) -> SparsePlan | None:
+def _plan(call: Call, q: Tensor, extra: Second | None) -> SparsePlan | None:
     """The object's, or that of calls of this shape; None of calls that have no rows."""
     indices = call.indices
     if not q.shape[0] or not indices.shape[-1]:
         return None  # decode says what is wrong, or returns nothing
+    if extra is not None:
+        two_lists.check(_cache_of(call), indices, extra, tuple(q.shape[:3]), q.device)
     if tracing.wanted(q, indices, call.k_cache):
-        return _made(call, q)
+        return _made(call, q, extra)
     metadata = call.metadata
     if isinstance(metadata, Tensor) or metadata is None:
-        return _of_shape(_shape(call, q))
+        return _of_shape(_shape(call, q, extra))
     if metadata.tile_scheduler_metadata is not None:
-        return _of_shape(_shape(call, q))
-    return _of_object(metadata, call, q)
+        return _of_shape(_shape(call, q, extra))
+    return _of_object(metadata, call, q, extra)
 
 
-def _shape(call: Call, q: Tensor) -> Shape:
+def _shape(call: Call, q: Tensor, extra: Second | None) -> Shape:
     b, s_q, heads, _ = q.shape
     index = q.device.index
     stream = 0 if index is None else int(_raw_stream(index))
-    return Shape(stream, q.device, b, s_q, heads, call.indices.shape[-1], call.record.name)
+    more = 0 if extra is None else extra.indices.shape[-1]
+    return Shape(stream, q.device, b, s_q, heads, call.indices.shape[-1], call.record.name, more)
 
 
-def _of_object(metadata: FlashMLASchedMeta, call: Call, q: Tensor) -> SparsePlan:
+def _of_object(
+    metadata: FlashMLASchedMeta, call: Call, q: Tensor, extra: Second | None
+) -> SparsePlan:
     """The plan of an object's step: its first call makes it, others must be like that one."""
-    shape = _shape(call, q)
+    shape = _shape(call, q, extra)
     if not metadata.have_initialized or metadata.config is None:
         metadata._plans.clear()
         metadata.memo.forget()
@@ -172,23 +193,27 @@ def _of_object(metadata: FlashMLASchedMeta, call: Call, q: Tensor) -> SparsePlan
     if plan is None:
         page_size = call.k_cache.shape[1]
         config = Config(
-            shape.b, shape.s_q, shape.heads, page_size, 1, False, torch.bfloat16, True, shape.topk
-        )
+            shape.b, shape.s_q, shape.heads, page_size, 1, False, torch.bfloat16, True, shape.topk,
+            None if extra is None else extra.cache.page_size, shape.extra_topk or None,
+        )  # fmt: skip
         if metadata._plans and metadata.config is not None:
             check_config(metadata.config, config)
-        plan = _made(call, q)
+        plan = _made(call, q, extra)
         metadata.have_initialized, metadata.config = True, config
         metadata._plans[shape] = plan
     assert isinstance(plan, SparsePlan)
     return plan
 
 
-def _made(call: Call, q: Tensor) -> SparsePlan:
+def _made(call: Call, q: Tensor, extra: Second | None) -> SparsePlan:
     """A plan of its own, for the lengths of a call."""
     b, s_q, heads, _ = q.shape
+    topk, lengths = call.indices.shape[-1], call.topk_length
+    if extra is not None:
+        topk, lengths = two_lists.as_one(call.indices, extra, b)
     return plan_sparse_decode(
-        heads, s_q, topk=call.indices.shape[-1], topk_length=call.topk_length, batch=b,
-        device=q.device, cache_dtype=call.record.name,
+        heads, s_q, topk=topk, topk_length=lengths, batch=b, device=q.device,
+        cache_dtype=call.record.name,
     )  # fmt: skip
 
 
@@ -212,9 +237,12 @@ def _of_shape(shape: Shape) -> SparsePlan:
 
 
 def _new(shape: Shape, workspace: Workspaces) -> SparsePlan:
-    lengths = torch.full((shape.b,), shape.topk, dtype=torch.int32, device=shape.device)
+    topk = shape.topk
+    if shape.extra_topk:
+        topk = two_lists.whole_tiles(topk) + shape.extra_topk
+    lengths = torch.full((shape.b,), topk, dtype=torch.int32, device=shape.device)
     options = SparseOptions(num_heads=shape.heads, cache_dtype=shape.cache_dtype)
-    step = StepShape(shape.s_q, shape.topk, None)
+    step = StepShape(shape.s_q, topk, None)
     made = make_plan(options, workspace, lengths, step, None, None, made=SparsePlan)
     assert isinstance(made, SparsePlan)
     return made

@@ -18,16 +18,18 @@ from snapmla.decode_plan import TENSORS, PlanVariant
 from snapmla.decode_plan.choices import choices
 from snapmla.dispatch import PIPELINES
 from snapmla.quant import QuantizedQuery, as_batch, expect_query, named
+from snapmla.sparse import two_lists
 from snapmla.sparse.plan import SparsePlan, plan_sparse_decode
+from snapmla.sparse.two_lists import Second
 
 _Tensor = torch.Tensor  # looked up on every call
 MAX_STRIDE = 1 << 32  # bytes between pages or tokens: the gather's strides have 32 bits
 _NAMED = " or ".join(repr(name) for name in PIPELINES if FORMATS[name].named)
 Options = tuple[float, str, str]  # softmax_scale, lse_base, empty_lse
-# of a call: q, cache, indices, topk_length, attn_sink, plan, out, lse, options, out_dtype
+# of a call: q, cache, indices, topk_length, attn_sink, plan, out, lse, options, out_dtype, extra
 Call = tuple[
     Any, PagedKVCache, torch.Tensor, torch.Tensor | None, torch.Tensor | None, Any,
-    torch.Tensor | None, torch.Tensor | None, Options, torch.dtype | None,
+    torch.Tensor | None, torch.Tensor | None, Options, torch.dtype | None, Second | None,
 ]  # fmt: skip
 
 
@@ -59,11 +61,16 @@ def sparse_decode(
     empty_lse: str = "-inf",
     out_dtype: torch.dtype | None = None,
     pipeline: str | None = None,
+    extra: Second | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What ``decode(..., indices=)`` does; arguments, results and errors as there."""
+    """What ``decode(..., indices=)`` does; arguments, results and errors as there.
+
+    ``extra``: a second list over a second cache, of format ``fp8_v4`` both; a ``plan`` is then one
+    of ``two_lists.as_one``.
+    """
     call: Call = (
         q, cache, indices, topk_length, attn_sink, plan, out, lse,
-        (softmax_scale, lse_base, empty_lse), out_dtype,
+        (softmax_scale, lse_base, empty_lse), out_dtype, extra,
     )  # fmt: skip
     if pipeline is not None and isinstance(cache, PagedKVCache):
         checks.choice("pipeline", pipeline, (PIPELINES.get(cache.format),))
@@ -71,11 +78,11 @@ def sparse_decode(
 
 
 def _parts(call: Call) -> calls.Parts:
-    q, cache, indices, topk_length, attn_sink, plan, out, lse, options, out_dtype = call
+    q, cache, indices, topk_length, attn_sink, plan, out, lse, options, out_dtype, extra = call
     content, rope, token_scale = cache.asks
     rows = q.__class__ is _Tensor
     query, place = (q, 0) if rows else (q.nope_u8, q.place)
-    optional = topk_length, attn_sink, out, lse
+    optional = topk_length, attn_sink, out, lse, *_tensors_of(extra)
     given = tuple([tensor for tensor in optional if tensor is not None])
     there = tuple([tensor is not None for tensor in optional])
     return (
@@ -89,12 +96,21 @@ def _parts(call: Call) -> calls.Parts:
     )  # fmt: skip
 
 
+def _tensors_of(extra: Second | None) -> tuple[torch.Tensor | None, ...]:
+    """Of a second list: cache, entries, lengths."""
+    return () if extra is None else (extra.cache.kv, extra.indices, extra.length)
+
+
 def _places(call: Call, _: object) -> calls.Groups | None:
     """Of a query and a cache that are the plan's, and with it have the memory that they had."""
-    q, cache, indices, topk_length, attn_sink, plan, out, lse, *_ = call
-    if not tracing.plain(q, cache, plan):
+    q, cache, indices, topk_length, attn_sink, plan, out, lse, *_, extra = call
+    if not tracing.plain(q, cache, plan, *(extra or ())[:1]):
         return None
     check_reach(named("cache", cache))  # another cache than the one that was checked
+    if extra is not None:
+        check_reach(named("extra_cache", extra.cache))
+        if extra.cache.format != cache.format or not extra.cache.stays:
+            return None
     rows = isinstance(q, torch.Tensor)
     if not (
         rows_of(q) == plan.rows_shape
@@ -106,18 +122,29 @@ def _places(call: Call, _: object) -> calls.Groups | None:
     ):
         return None
     results = [() if result is None else (overlap.span(result),) for result in (out, lse)]
-    tables = [overlap.span(t) for t in (indices, topk_length, attn_sink) if t is not None]
+    read = indices, topk_length, attn_sink, *_tensors_of(extra)
+    tables = [overlap.span(t) for t in read if t is not None]
     query = (overlap.span(q),) if rows else q.spans
     return *results, (*query, *cache.spans, *plan.spans, *tables)
 
 
 def _checked(call: Call) -> Call:
     """Checks all tensors with full messages; plans if no plan is given, launches nothing else."""
-    q, cache, indices, topk_length, attn_sink, plan, out, lse, options, out_dtype = call
+    q, cache, indices, topk_length, attn_sink, plan, out, lse, options, out_dtype, extra = call
     _expect(q, cache, indices, plan)
     check_reach(named("cache", cache))
     device, rows = q.device, rows_of(q)
-    _check_indices(indices, rows, plan, device)
+    if extra is not None:
+        extra = two_lists.check(cache, indices, extra, rows, device)
+        check_reach(named("extra_cache", extra.cache))
+        topk, lengths = two_lists.as_one(indices, extra, rows[0])
+        if plan is None:
+            plan = plan_sparse_decode(
+                rows[-1], rows[1], topk=topk, topk_length=lengths, cache_dtype=cache.format
+            )
+        elif isinstance(plan, SparsePlan) and plan.topk != topk:
+            checks.value_error("plan", f"one made for topk {topk}, of both lists", plan.topk)
+    _check_indices(indices, rows, plan if extra is None else None, device)
     if plan is None:
         if len(rows) == 2:
             hint = "only a plan knows where a sequence's query tokens begin"
@@ -137,7 +164,7 @@ def _checked(call: Call) -> Call:
     checks.softmax_scale(options[0])
     choices(False, *options[1:])
     _check_apart(call, plan)
-    return q, cache, indices, topk_length, attn_sink, plan, out, lse, options, out_dtype
+    return q, cache, indices, topk_length, attn_sink, plan, out, lse, options, out_dtype, extra
 
 
 def _expect(q: object, cache: Any, indices: object, plan: object) -> None:
@@ -174,17 +201,9 @@ def _check_indices(
         checks.value_error("indices", "a width of 1 or more entries", indices.shape[-1])
     if indices.shape[-1] > 1 and indices.stride(-1) != 1:
         checks.value_error("indices", "innermost stride 1", f"strides {indices.stride()}")
-    if flat(indices) is None:
+    if two_lists.flat(indices) is None:
         wanted = "one stride from query token to query token"
         checks.value_error("indices", wanted, f"strides {indices.stride()}", "call .contiguous()")
-
-
-def flat(indices: torch.Tensor) -> torch.Tensor | None:
-    """(tokens, topk) as kernels take it; None of strides that no such view has."""
-    try:
-        return indices if indices.ndim == 2 else indices.view(-1, indices.shape[-1])
-    except RuntimeError:
-        return None
 
 
 def _check_lengths(
@@ -230,13 +249,15 @@ def check_reach(parts: Mapping[str, torch.Tensor]) -> None:
 
 def _check_apart(call: Call, plan: SparsePlan) -> None:
     """Checks that given results share no memory with what the call reads, or one another."""
-    q, cache, indices, topk_length, attn_sink, _, out, lse, *_ = call
+    q, cache, indices, topk_length, attn_sink, _, out, lse, *_, extra = call
+    names = ("extra_cache.kv", "extra_indices", "extra_length")
     read = {
         **({"q": q} if isinstance(q, torch.Tensor) else named("q", q)),
         **named("cache", cache),
         "indices": indices,
         "topk_length": topk_length,
         "attn_sink": attn_sink,
+        **dict(zip(names, _tensors_of(extra), strict=extra is not None)),
         **{f"plan.{name}": getattr(plan, name) for name in TENSORS},
     }
     checks.apart("out", out, {**read, "lse": lse})
@@ -245,7 +266,7 @@ def _check_apart(call: Call, plan: SparsePlan) -> None:
 
 def _launch(call: Call, ready: Prepared | Literal[False] | None) -> tuple[Any, Any]:
     """Launches a checked call; see ``call.Op``."""
-    q, cache, indices, topk_length, attn_sink, plan, out, lse, options, out_dtype = call
+    q, cache, indices, topk_length, attn_sink, plan, out, lse, options, out_dtype, extra = call
     if not ready:
         ready = _prepare(plan, options, out_dtype if out is None else out.dtype)
     if out is None:
@@ -256,13 +277,15 @@ def _launch(call: Call, ready: Prepared | Literal[False] | None) -> tuple[Any, A
         return (out, lse), False
     lengths = ready.lengths if topk_length is None else topk_length
     if plan.check_stale:
-        plan.check(lengths)
+        plan.check(lengths if extra is None else two_lists.as_one(indices, extra, plan.batch)[1])
     ragged = plan.s_q is None
     kernel = ready.variant.kernels.get(ready.dtype) or ready.variant.kernel(ready.dtype)
     query = q.arguments if not isinstance(q, _Tensor) else (q.unsqueeze(0) if ragged else q,)
+    lists = indices if indices.ndim == 2 else two_lists.flat(indices), lengths
+    if cache.format == two_lists.FORMAT:
+        lists = *lists, *two_lists.arguments(cache, lists[0], extra, ready.lengths)
     kernel(
-        *query, *cache.gather_arguments, indices if indices.ndim == 2 else flat(indices), lengths,
-        ready.no_sink if attn_sink is None else attn_sink, *ready.tables,
+        *query, *cache.gather_arguments, *lists, ready.no_sink if attn_sink is None else attn_sink, *ready.tables,
         out.unsqueeze(0) if ragged else out, lse.unsqueeze(0) if ragged else lse, *ready.rest,
     )  # fmt: skip
     return (out, lse), ready
@@ -281,9 +304,12 @@ def _prepare(plan: SparsePlan, options: Options, dtype: torch.dtype | None) -> P
 
 def _traced(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """The call as an operator, for tracers; arguments checked."""
-    q, cache, indices, topk_length, attn_sink, plan, out, lse, options, out_dtype = call
+    q, cache, indices, topk_length, attn_sink, plan, out, lse, options, out_dtype, extra = call
     _expect(q, cache, indices, plan)
     rows = rows_of(q)
+    if extra is not None:
+        hint = "torch.ops.snapmla has one list"
+        checks.value_error("extra", "None where a tracer asks for the call", "a second list", hint)
     if plan is None:
         if tracing.by_dynamo():
             return tracing.between_graphs(
@@ -291,7 +317,7 @@ def _traced(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
                 topk_length=topk_length, attn_sink=attn_sink, plan=plan, out=out, lse=lse,
                 lse_base=options[1], empty_lse=options[2], out_dtype=out_dtype,
             )  # fmt: skip
-        *_, plan, _, _, _, _ = _checked(call)
+        *_, plan, _, _, _, _, _ = _checked(call)
     _check_plan_shape(plan, rows)
     _, factor, empty = choices(False, *options[1:])
     ragged, is_rows = len(rows) == 2, isinstance(q, torch.Tensor)

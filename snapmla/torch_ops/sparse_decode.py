@@ -15,6 +15,7 @@ from dsl_kernels.families.formats import FORMATS
 from snapmla import byte_cache, checks, layouts, quant
 from snapmla.decode_plan import FP8
 from snapmla.dispatch import PIPELINES
+from snapmla.sparse import two_lists
 from snapmla.sparse.decode import check_reach
 from snapmla.sparse.plan import SparsePlan, variant_of
 from snapmla.torch_ops.decode import check_query
@@ -130,8 +131,11 @@ def _launch(
     shape = (b_q, s_q, heads, KV_LORA_RANK)
     checks.output("out", out, variant.out_dtypes, shape, device)
     checks.output("lse", lse, (torch.float32,), (b_q, heads, s_q), device, align=4)
+    second: tuple[Tensor, ...] = ()
+    if fmt == two_lists.FORMAT:  # of no entries
+        second = *cache, indices[:, :0], topk_length
     variant.kernel(out.dtype)(
-        *query, *cache, indices, topk_length, sink, *tables[:-2], out, lse, *tables[-2:],
+        *query, *cache, indices, topk_length, *second, sink, *tables[:-2], out, lse, *tables[-2:],
         checks.softmax_scale(softmax_scale), lse_factor, empty_lse, int(may_split),
     )  # fmt: skip
 
