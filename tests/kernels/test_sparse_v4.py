@@ -160,3 +160,33 @@ def test_a_token_of_nan(name: str) -> None:
     other, other_lse = job.run(kernel)
     assert other[0].isnan().all() and other_lse[0].isnan().all()
     assert torch.equal(other[1], out[1]) and torch.equal(other_lse[1], lse[1])
+
+
+@pytest.mark.parametrize("style", ["plain", "swings", "equal", "scales"])
+@both(NAMES)
+def test_two_lists(name: str, style: str) -> None:
+    """Attention over the union of two caches: lists of any length, none in one of them, whole and
+    split; sinks weigh once."""
+    spec, kernel = kernel_of(name)
+    for topk, extra, parts in ((128, 200, 3), (70, 1, 1), (1, 130, 2)):
+        shape = RecordShape(
+            9, topk, (topk, topk // 2, 0), 256, s_q=2, layout="packed", sink=True, parts=parts,
+            style=style, extra_topk=extra, extra_lengths=(extra, 0, 3 * extra), extra_page_size=2,
+        )  # fmt: skip
+        with using(CHECKED):
+            result = (job := RecordJob(spec, shape)).run(kernel)
+        assert_right(job, result)
+
+
+@both((FEW, MANY))
+def test_one_list_is_two(name: str) -> None:
+    """The second half of a list as a list of its own over the same cache: the same bits."""
+    spec, kernel = kernel_of(name)
+    job = RecordJob(spec, RecordShape(9, 256, (256, 200), 64, parts=1, style="swings"))
+    out, lse = job.run(kernel)
+    length, more = job.lengths.clamp(max=128), (job.lengths - 128).clamp(min=0)
+    other, other_lse = job.run(
+        kernel, indices=job.indices[:, :128], topk_length=length, extra_cache=job.cache,
+        extra_indices=job.indices[:, 128:], extra_length=more,
+    )  # fmt: skip
+    assert torch.equal(other, out) and torch.equal(other_lse, lse)
