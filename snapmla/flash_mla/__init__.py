@@ -268,10 +268,11 @@ def flash_mla_with_kvcache(
         indices: int32 (b, s_q, topk): the tokens that each query token sees, as page * page_size +
             offset; what is negative or behind the pool is no token.  None: dense.
         attn_sink: with ``indices``: float32 (num_heads_q,), logits that weigh in ``out`` alone.
-        extra_k_cache: None; uint8 (num_pages, page_size, 1, bytes), not built yet.
-        extra_indices_in_kvcache: None; int32 (b, s_q, extra_topk), not built yet.
+        extra_k_cache: over V4's pages a second cache of such, pages of its own size; None: no more.
+        extra_indices_in_kvcache: int32 (b, s_q, extra_topk), what each query token sees of it:
+            attention is over the union; beside ``extra_k_cache``.
         topk_length: with ``indices``: int32 (b,), how many entries of each row count.
-        extra_topk_length: None; int32 (b,), not built yet.
+        extra_topk_length: int32 (b,), how many entries of each row of the second list count.
         out: bfloat16 or float16 as q (b, s_q, num_heads_q, 512), contiguous; None allocates.
         lse: float32 (b, num_heads_q, s_q), contiguous; None allocates.
         descale_q, descale_k: None; float32 (1,) of FP8 caches with one scale, not built yet.
