@@ -193,16 +193,20 @@ class V4Softmax(MixSoftmax):
         return unit
 
     def load_k(self, st, stage, wwarp, lane, unit: int, ahead=0):
-        """Bytes of a group's channels of the warp's 16 tokens, as ldmatrix deals them out."""
+        """Bytes of a group's channels of the warp's 16 tokens, as ldmatrix deals them out.
+
+        A chunk's place is an XOR away from the first one's: an address for each would be kept in a
+        register for all tiles, and there is none.
+        """
         ldsm = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), U16)
         row, half = wwarp * 16 + lane % 16, lane // 16
-        base = st.kc.data_ptr().toint() + stage * (TILE * C) + unit // 2 * (TILE * LINE)
-        raws = []
-        for first in (0, 2):  # of the group's chunks of 16 channels
-            if unit // 2 < LINES:
-                at = base + row * LINE + (((half + (unit % 2 * 4 + first)) ^ (row % 8)) * 16)
-            else:
-                at = base + row * (LINE // 2) + (((half + first) ^ (row // 2 % 4)) * 16)
+        base, raws = st.kc.data_ptr().toint() + stage * (TILE * C) + unit // 2 * (TILE * LINE), []
+        if unit // 2 < LINES:
+            line, first = base + row * LINE + (half ^ (row % 8)) * 16, unit % 2 * 4
+        else:
+            line, first = base + row * (LINE // 2) + (half ^ (row // 2 % 4)) * 16, 0
+        for chunk in (first, first + 2):  # of 16 channels
+            at = line ^ (chunk * 16)
             source = cute.make_ptr(U16, at, cute.AddressSpace.smem, assumed_align=16)
             loaded = cute.make_rmem_tensor((8,), U16)
             cute.copy(ldsm, cute.make_tensor(source, cute.make_layout(8)), loaded)
