@@ -1,4 +1,4 @@
-"""The ring of KV tiles, gathered from DeepSeek V4's pages (cache_records/v4.py): a loader (loader.py).
+"""The ring of KV tiles, gathered from DeepSeek V4's pages (v4.py): a loader (loader.py).
 
 As gather_records.py's, but for what follows.
 

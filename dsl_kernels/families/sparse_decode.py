@@ -30,8 +30,11 @@ AXES = (
     Axis("halves", "hv", (0, 1), lambda values: int(values["row_tile"] == 64), named=False),
     Axis("p_terms", "pt", (1, 2), 1, named=False),  # e4m3 terms of P; 2: an accuracy setting
     Axis(
-        "cache_dtype", "kv", ("fp8", "fp8_ds_mla", "fp8_v4"),
-        lambda values: CACHES[values["pipeline"]], named=False,
+        "cache_dtype",
+        "kv",
+        ("fp8", "fp8_ds_mla", "fp8_v4"),
+        lambda values: CACHES[values["pipeline"]],
+        named=False,
     ),
 )
 MODULES = {

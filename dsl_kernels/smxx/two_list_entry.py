@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
@@ -16,7 +15,6 @@ from ..cache_records.v4 import RECORD
 from ..common.epilogue import Results
 from ..common.gather_v4 import TwoWork
 from ..common.types import BF16, U8
-from ..dims import MERGE
 from .coverage import Listed
 from .decode_entry import call_of, fakes_behind_cache, launch, tensor_maps
 from .record_entry import Gmem

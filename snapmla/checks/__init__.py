@@ -293,9 +293,7 @@ def query(nope: Any, rope: Any, scale: Any) -> None:
         aligned(name, part)
 
 
-def query_of_rows(
-    value: Any, dtype: torch.dtype, heads: int, channels: int = HEAD_DIM_QK
-) -> None:
+def query_of_rows(value: Any, dtype: torch.dtype, heads: int, channels: int = HEAD_DIM_QK) -> None:
     """Checks a query of 16 bits for a cache of ``heads`` KV heads and so many channels: as
     ``query``."""
     tokens = query_tokens("q", value)

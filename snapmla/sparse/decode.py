@@ -285,7 +285,8 @@ def _launch(call: Call, ready: Prepared | Literal[False] | None) -> tuple[Any, A
     if cache.format == two_lists.FORMAT:
         lists = *lists, *two_lists.arguments(cache, lists[0], extra, ready.lengths)
     kernel(
-        *query, *cache.gather_arguments, *lists, ready.no_sink if attn_sink is None else attn_sink, *ready.tables,
+        *query, *cache.gather_arguments, *lists,
+        ready.no_sink if attn_sink is None else attn_sink, *ready.tables,
         out.unsqueeze(0) if ragged else out, lse.unsqueeze(0) if ragged else lse, *ready.rest,
     )  # fmt: skip
     return (out, lse), ready

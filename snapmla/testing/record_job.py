@@ -71,7 +71,7 @@ class RecordShape(SparseShape):
 
     @property
     def planned(self) -> tuple[tuple[int, ...], int]:
-        """Lengths and width of both lists as one: the second begins behind the first one's tiles."""
+        """Lengths and width of both lists as one: the second begins behind the first's tiles."""
         if not self.extra_topk:
             return super().planned
         first = -(-self.topk // TOKEN_TILE) * TOKEN_TILE

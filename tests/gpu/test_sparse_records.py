@@ -1,4 +1,4 @@
-"""Sparse decode over DeepSeek V4's pages on a real GPU: fp64 on the stored scales, FlashMLA's gates,
+"""Sparse decode over DeepSeek V4's pages on a real GPU: fp64 on stored scales, FlashMLA's gates,
 two caches, inputs that move the frames, graphs.
 
 Variants may come from elsewhere, no compiler is needed; those that are not there are skipped.

@@ -155,7 +155,10 @@ def test_wrong_wishes(wish: dict[str, object], message: str) -> None:
     ("cache", "serves"),
     [
         ("fp8", "there decode without indices serves this cache"),
-        ("fp8_ds_mla", "there FlashMLA's own flash_mla_with_kvcache\\(indices=\\) serves these rows"),
+        (
+            "fp8_ds_mla",
+            "there FlashMLA's own flash_mla_with_kvcache\\(indices=\\) serves these rows",
+        ),
         ("fp8_v4", "there FlashMLA's own flash_mla_with_kvcache\\(indices=\\) serves these pages"),
     ],
 )

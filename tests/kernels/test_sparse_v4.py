@@ -1,5 +1,5 @@
-"""Sparse decode over DeepSeek V4's pages of 584 bytes a token: bytes, edges of lists and numbers, at
-the ABI.
+"""Sparse decode over DeepSeek V4's pages of 584 bytes a token: bytes, edges of lists and
+numbers, two caches, at the ABI.
 
 The truth is fp64 on e4m3 times the stored power of two; what no entry names is 0xff.
 """
