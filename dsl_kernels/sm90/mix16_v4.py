@@ -280,12 +280,11 @@ class Mix16V4(mix16.Mix16):
                 pair = cute.make_rmem_tensor((2,), Float32)
                 if const_expr(half == 1 and d + 1 == BLOCKS):
                     pair[0], pair[1] = self.neighbours(acc_O[d][v], acc_O[d][v + 2], lane)
-                    factor = inverse
-                else:
-                    pair[0], pair[1] = acc_O[d][v], acc_O[d][v + 2]
-                    factor = inverse * SUM_FACTOR
+                else:  # in this order: the product of both factors may be too small for fp32
+                    pair[0] = acc_O[d][v] * SUM_FACTOR
+                    pair[1] = acc_O[d][v + 2] * SUM_FACTOR
                 for e in range(2):
-                    pair[e] = pair[e] * factor
+                    pair[e] = pair[e] * inverse
                 runs[BLOCK * d] = pair
             held.append(Held(8 * (x // 2) + x % 2, runs))
         write_rows(results, slot, rows, (2 * (lane % 4), channel), held, shared, woven)

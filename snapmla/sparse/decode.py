@@ -142,8 +142,10 @@ def _checked(call: Call) -> Call:
             plan = plan_sparse_decode(
                 rows[-1], rows[1], topk=topk, topk_length=lengths, cache_dtype=cache.format
             )
-        elif isinstance(plan, SparsePlan) and plan.topk != topk:
+        elif plan.topk != topk:
             checks.value_error("plan", f"one made for topk {topk}, of both lists", plan.topk)
+        elif plan.row_limits.shape[0]:
+            checks.value_error("plan", "one without row_lengths beside a second list", "one with")
     _check_indices(indices, rows, plan if extra is None else None, device)
     if plan is None:
         if len(rows) == 2:
