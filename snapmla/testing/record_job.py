@@ -119,22 +119,28 @@ class RecordJob(SparseJob):
 
     def _fill(self) -> None:
         shape = self.shape
+        order = self._new_list(shape)
         q = torch.randn(shape.tokens, shape.heads, self.record.channels)
         if shape.extra_topk:
-            self._fill_list(shape.second, q)
+            first = self.cache, self.indices
+            self._fill_list(shape.second, self._new_list(shape.second), q)
             counts = torch.tensor(shape.second.counts, dtype=torch.int32)
             self.extra = self.cache, self.indices, counts
-        self._fill_list(shape, q)
+            self.cache, self.indices = first
+        self._fill_list(shape, order, q)
         b_q = 1 if shape.begins is not None else len(shape.lengths)
         self.q16 = q.bfloat16().view(b_q, shape.s_q, shape.heads, self.record.channels)
 
-    def _fill_list(self, shape: SparseShape, q: Tensor) -> None:
-        """``cache`` and ``indices`` of one list; queries as the style wants them, in place."""
+    def _new_list(self, shape: SparseShape) -> Tensor:
+        """Poisoned ``cache`` and idle ``indices`` of one list; returns its slots in some order."""
         pages = -(-max(sum(shape.counts), 1) // shape.page_size) + 2
         self.cache = poisoned_rows(pages, shape.page_size, shape.layout, self.record)
-        self.planes = (self.cache,) * 3  # whose first two extents ``_idle`` asks for
-        order = torch.randperm(pages * shape.page_size)
         self.indices = torch.full((shape.tokens, shape.topk), INT_MAX, dtype=torch.int32)
+        return torch.randperm(pages * shape.page_size)
+
+    def _fill_list(self, shape: SparseShape, order: Tensor, q: Tensor) -> None:
+        """Tokens of one list; queries as the style wants them, in place."""
+        self.planes = (self.cache,) * 3  # whose first two extents ``_idle`` asks for
         for i, count in enumerate(shape.counts):
             slots, order = order[:count], order[count:]
             q[i], c, r = self._numbers(q[i], count)
