@@ -23,8 +23,8 @@ MODULES: dict[str, tuple[str, ...]] = {
         "decode", "plan_sparse_decode", "SparsePlan", "SparseRowsPlan", "PlanCache",
         "SparsePlanCache", "mha_prefill", "sparse_prefill", "plan_sparse_prefill",
         "rope_append_kv", "rope_quantize_q", "fetch_dequant", "convert_cache", "merge_state",
-        "merge_states", "explain", "explain_prefill", "PrefillExplanation", "install_as_flash_mla",
-        "SnapMLAError", "UnsupportedDeviceError", "VariantError", "__version__",
+        "merge_states", "explain", "explain_prefill", "install_as_flash_mla", "SnapMLAError",
+        "UnsupportedDeviceError", "VariantError", "__version__",
     ),
     "snapmla.parallel": ("ContextGroup", "ContextPlan"),
     "snapmla.flash_mla": (

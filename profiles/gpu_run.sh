@@ -22,7 +22,7 @@
 #                              (profiles.record_cost), to cost-h200.json
 #   host[:ARG,ARG...]          host time of eager calls (profiles.host_time ARG ARG...)
 #   merge                      what the merge launch costs (profiles.merge_cost)
-#   f16                        decode with exact logits beside the default (profiles.f16_cost); before
+#   f16                        decode with exact logits beside the default (profiles.logits_cost); before
 #                              pack: python -m codegen build of decode_f16_rR_p64_obf16_sm90a, R of
 #                              16, 32, 64
 #   parallel[:ARG,ARG...]      context-parallel decode over two and more GPUs (profiles.parallel_cost
@@ -247,7 +247,7 @@ run_part() {
             timeout -k 10 "$seconds" "$python" -m profiles.index_cost --out "$work" ${what//,/ }
             ;;
         merge) timeout -k 10 "$seconds" "$python" -m profiles.merge_cost --out "$work" ;;
-        f16) timeout -k 10 "$seconds" "$python" -m profiles.f16_cost --out "$work" ;;
+        f16) timeout -k 10 "$seconds" "$python" -m profiles.logits_cost --out "$work" ;;
         parallel)
             # shellcheck disable=SC2086  # a list of words
             timeout -k 10 "$seconds" "$python" -m profiles.parallel_cost --out "$work" \

@@ -32,7 +32,7 @@ from codegen.artifacts import write_atomic
 from profiles import page, timing
 from profiles.machine import machine
 from profiles.mha_cost import gemm, in_turn, ratio, spread
-from profiles.sparse_prefill_cost import SPAN, Problem, Shape
+from profiles.sparse_prefill_cost import SPAN, Problem, Shape, verdict
 from snapmla import runtime
 from snapmla.sparse.plan import sparse_spec, variant_of
 from snapmla.sparse.prefill import sparse_prefill
@@ -131,11 +131,6 @@ class FromFP8:
                 raise ValueError(f"{shape}, token {i}: {error}, LSE {of_lse}")
             worst = max(worst, error)
         return worst
-
-
-def verdict(relative: float, gate: float) -> str:
-    """Less than 2 % below a gate counts as met."""
-    return f"{gate} {'met' if relative >= 0.98 * gate else 'missed'}"
 
 
 def fp8_row(shape: Shape, device: torch.device, seed: int) -> str:

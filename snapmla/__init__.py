@@ -29,7 +29,7 @@ from snapmla.plan_cache import PlanCache
 from snapmla.quant import QuantizedQuery, append_kv, quantize_q
 from snapmla.rope import rope_append_kv, rope_quantize_q
 from snapmla.sparse import SparsePlan, SparsePlanCache, SparseRowsPlan, plan_sparse_decode
-from snapmla.sparse.explain import PrefillExplanation, explain_prefill
+from snapmla.sparse.explain import explain_prefill
 from snapmla.sparse.prefill import sparse_prefill
 from snapmla.sparse.prefill_fp8 import plan_sparse_prefill
 
@@ -37,7 +37,6 @@ __all__ = [
     "DecodePlan",
     "PagedKVCache",
     "PlanCache",
-    "PrefillExplanation",
     "QuantizedQuery",
     "SnapMLAError",
     "SparsePlan",

@@ -25,6 +25,7 @@ from snapmla.decode_plan import DecodePlan, PlanVariant
 from snapmla.decode_plan.choices import choices
 from snapmla.quant import QuantizedQuery, as_batch
 from snapmla.sparse.decode import sparse_decode
+from snapmla.sparse.rows_plan import SparseRowsPlan
 
 _Tensor = torch.Tensor  # looked up on every call
 Options = tuple[float, bool, str, str]  # softmax_scale, causal, lse_base, empty_lse
@@ -79,7 +80,7 @@ def decode(
     cache_seqlens: torch.Tensor | None = None,
     *,
     softmax_scale: float,
-    plan: DecodePlan | None = None,
+    plan: DecodePlan | SparseRowsPlan | None = None,
     causal: bool = True,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
@@ -124,12 +125,13 @@ def decode(
         empty_lse: LSE of a row that sees no token, ``-inf`` or ``+inf``; its output is 0.
         out_dtype: dtype of an allocated ``out``; None: bfloat16, or that of a 16-bit cache.
         pipeline: decode pipeline of a plan made here; must agree with a given plan.
-        indices: sparse attention, over a cache of format ``fp8``, ``fp8_ds_mla``, ``fp8_v4`` or
-            ``bf16``: int32 (b, s_q, topk), or (total_q, topk) with ragged queries: the tokens that
-            each query token attends to, as page * page_size + offset, in any order.  What is
-            negative or behind the pool is no token, anywhere in the row, and never read; a token
-            that is named twice counts twice.  ``block_table`` and ``cache_seqlens`` are then not
-            looked at, there is no causal rule, and ``plan`` comes from ``plan_sparse_decode``.
+        indices: sparse attention, over a cache of format ``fp8``, ``fp8_ds_mla`` or ``fp8_v4``, or a
+            BF16 cache with one KV head whose pages follow one another: int32 (b, s_q, topk), or but
+            over BF16 (total_q, topk) of ragged queries: what each query token attends to, as page *
+            page_size + offset, in any order.  What is negative or behind the pool is no token,
+            anywhere in the row, and never read; a token that is named twice counts twice.
+            ``block_table`` and ``cache_seqlens`` are then not looked at, there is no causal rule,
+            and ``plan`` comes from ``plan_sparse_decode``.
         topk_length: int32 (b,): how many entries of each row of a sequence count, the first ones;
             what is behind them is not read.  None: those that the plan was made for, or all.
         attn_sink: float32 (h,), with ``indices``: a logit a head that weighs in ``out`` and has no

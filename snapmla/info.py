@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from dsl_kernels import registry
 from dsl_kernels.families import FAMILIES
 from dsl_kernels.spec import VariantSpec, decode_spec
 from snapmla import env, runtime
@@ -254,7 +255,8 @@ def _absent(info: Info) -> Iterator[str]:
                  if name.startswith(f"{arch} ")}  # fmt: skip
         lacking: dict[str, list[str]] = {}
         for family in FAMILIES.values():
-            if family.op not in there and any(family.module(arch, v) for v in family.points(arch)):
+            points = (VariantSpec(op=family.op, arch=arch, **v) for v in family.points(arch))
+            if family.op not in there and any(map(registry.module_name, points)):
                 lacking.setdefault(family.kind, []).append(family.op)
         for kind, ops in lacking.items():
             yield (

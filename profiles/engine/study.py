@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import time
@@ -121,12 +122,13 @@ def sparse_timings(folder: Path, layers: int) -> list[Case]:
 
 
 def start(case: Case, folder: Path) -> subprocess.Popen[bytes]:
-    """The process of a case; its log is ``NAME.log``."""
+    """The process of a case, in a group of its own; its log is ``NAME.log``."""
     case.write(folder / f"{case.name}.case.json")
     with (folder / f"{case.name}.log").open("wb") as log:
         return subprocess.Popen(
             [*CASE, str(folder / f"{case.name}.case.json"), str(folder)],
             stdout=log, stderr=subprocess.STDOUT, env=os.environ | {"PYTHONUNBUFFERED": "1"},
+            start_new_session=True,
         )  # fmt: skip
 
 
@@ -145,7 +147,7 @@ def run(groups: Sequence[Sequence[Case]], folder: Path, limit: float) -> list[st
             try:
                 code = process.wait(max(1.0, end - time.monotonic()))
             except subprocess.TimeoutExpired:
-                process.kill()
+                os.killpg(process.pid, signal.SIGKILL)  # its engine's process holds GPU memory
                 failed.append(f"{name}: no time was left")
                 continue
             if code or not (folder / f"{name}.json").exists():

@@ -196,8 +196,8 @@ def _traced(call: Append) -> None:
     """The call as an operator, for tracers."""
     check_cache(call.cache)
     check_tokens(call)
-    told = call.scale, bool(call.hadamard), bool(call.is_neox), float(call.norm_eps)
-    told = *told, bool(call.rope_last)
+    flags = bool(call.hadamard), bool(call.is_neox)
+    told = call.scale, *flags, float(call.norm_eps), bool(call.rope_last)
     torch.ops.snapmla.append_index_k(*call[:7], *told)
 
 

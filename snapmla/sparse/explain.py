@@ -27,9 +27,10 @@ from snapmla.sparse.prefill import MAX_HEADS, MAX_TOKENS
 from snapmla.sparse.rows_kernel import row_tile_of
 
 # Of an H200, by heads of a CTA: cycles at CLOCK_MHZ for a tile of 64 tokens that lie in L2, and
-# those of the tensor core in them; 32 heads as 16, whose bound is the gather, too.
+# those of the tensor core in them; 32 heads as 16, whose bound is the gather, too.  From the FP8
+# cache with 16 heads an H100's, whose L2 is the same (sparse_prefill_cache_cost-h100.md).
 ROWS_CYCLES = {16: (2480, 272), 32: (2480, 544), 64: (3590, 2176)}
-FP8_CYCLES = {16: (1940, 144), 32: (1940, 288), 64: (2980, 1152)}
+FP8_CYCLES = {16: (2580, 144), 32: (2580, 288), 64: (2980, 1152)}
 CLOCK_MHZ, LAUNCH_US = 1700, 3.0
 # Dense prefill, 192/128 channels: rate where it is long, and what a short one takes beside.
 MHA_FLOP, MHA_TFLOPS, MHA_US = 2 * (192 + 128), 640.0, 8.0

@@ -178,7 +178,7 @@ def plan_sparse(
 
 
 @overload
-def plan_sparse_decode(
+def plan_sparse_decode(  # type: ignore[overload-overlap]  # "bf16" is a str, too
     num_heads: int, s_q: int | None = ..., *, topk: int, topk_length: torch.Tensor | None = ...,
     batch: int | None = ..., device: torch.device | str | int | None = ...,
     num_parts: int | None = ..., row_tile: int | None = ..., fixed_split_tokens: int | None = ...,
@@ -270,7 +270,7 @@ def plan_sparse_decode(
             (("cu_seqlens_q", cu_seqlens_q), ("total_q", total_q), ("pipeline", pipeline),
              ("fixed_overhead", fixed_overhead),
              ("accuracy", None if accuracy == "standard" else accuracy)),
-            num_parts=num_parts, row_tile=row_tile, fixed_split_tokens=fixed_split_tokens,
+            (num_parts, row_tile, fixed_split_tokens),
         )  # fmt: skip
     options = SparseOptions(
         num_heads=num_heads, num_parts=num_parts, pipeline=pipeline, row_tile=row_tile,
@@ -291,13 +291,13 @@ def _plan_of_rows(
     device: torch.device | str | int | None,
     check_stale: bool | None,
     others: tuple[tuple[str, object], ...],
-    **options: int | None,
+    options: tuple[int | None, int | None, int | None],
 ) -> SparseRowsPlan:
     """``plan_sparse_decode`` of a BF16 cache.
 
     Args:
         others: arguments that its kernel has no use for, by name.
-        options: of ``plan_rows``.
+        options: num_parts, row_tile, fixed_split_tokens.
     """
     for name, value in others:
         if value is not None:
@@ -315,8 +315,11 @@ def _plan_of_rows(
         checks.type_error("batch", "an int", "None", "it is topk_length that says it otherwise")
     if s_q is None:
         checks.type_error("s_q", "an int", "None")
-    where = "cuda" if device is None else device
-    return plan_rows(num_heads, s_q, topk=topk, batch=batch, device=where, **options)
+    parts, row_tile, width = options
+    return plan_rows(
+        num_heads, s_q, topk=topk, batch=batch, device="cuda" if device is None else device,
+        num_parts=parts, row_tile=row_tile, fixed_split_tokens=width,
+    )  # fmt: skip
 
 
 def sparse_lengths(

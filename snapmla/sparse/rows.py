@@ -218,7 +218,11 @@ def _launch(call: Call, ready: Ready | None) -> tuple[tuple[Tensor, Tensor], Any
     elif plan.s_q > 1:
         plan.lengths.view(plan.batch, plan.s_q).copy_(lengths[:, None])
         lengths = plan.lengths
-    lists = call.indices if plan.s_q == 1 else flat(call.indices)[:, None]
+    lists = call.indices
+    if plan.s_q > 1:
+        rows_of_lists = flat(lists)
+        assert rows_of_lists is not None  # checked
+        lists = rows_of_lists[:, None]
     sink = ready.no_sink if call.attn_sink is None else call.attn_sink
     read = (call.q.flatten(0, 1), kv, lists, lengths, sink)
     if plan.pieces == 1:

@@ -40,7 +40,7 @@ class SparseRowsPlan(launch.OverTensors):
     the same time want a plan each.
 
     Attributes:
-        split_begin: int32 (b * s_q + 1,): partial rows of query token i begin at split_begin[i].
+        split_begin: int32 (b * s_q + 1,): where partial rows of each query token begin.
         units: int32 (b * s_q, 2): rows of each query token; (0, 2) with one token a sequence.
         lengths: int32 (b * s_q,): room for ``topk_length`` of each query token; (0,) with one
             token a sequence.
@@ -49,6 +49,7 @@ class SparseRowsPlan(launch.OverTensors):
         batch, s_q, num_heads, topk: of the calls.
         pieces, width: of each list; ``width`` entries, a multiple of 64, are a piece.
         row_tile: heads of a CTA.
+        cache_dtype: of the caches that it is for, ``bf16``.
 
     Raises:
         TypeError, ValueError: from the methods, naming the argument.

@@ -45,7 +45,7 @@ WHOLE_MATRIX_CASES = [
     ("dual_wg", 64, 1, 64, "row640", torch.float32, "token_head"),
     ("f16", 10, 3, 64, "paged", torch.bfloat16, "token_head"),
     ("f16", 5, 3, 16, "row640", torch.float32, "token"),
-    ("f16", 65, 2, 64, "split", torch.float32, "token_head"),  # three row blocks of 64
+    ("f16", 65, 1, 64, "split", torch.float32, "token_head"),  # two row blocks of 64
 ]
 
 

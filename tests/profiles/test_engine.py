@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import struct
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -229,6 +231,25 @@ def test_gates_of_sparse_attention(results: Any, verdicts: list[bool]) -> None:
     page = gates.sparse_page(["- here"], accuracy, times, (4, 27))
     assert page.count("not measured") >= 4 and "| snapmla_sparse-4-share-8x131072 | 100" in page
     assert {gate.passed for gate in gates.sparse_gates({}, {}, (4, 27))} == {None}
+
+
+def test_a_case_that_takes_too_long_ends_with_its_children(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine in a process of its own would keep the GPU's memory."""
+    program = (
+        "import subprocess, sys, time; child = subprocess.Popen(['sleep', '60']); "
+        "open(sys.argv[2] + '/child', 'w').write(str(child.pid)); time.sleep(60)"
+    )
+    monkeypatch.setattr(study, "CASE", (sys.executable, "-c", program))
+    slow = spec.Case(name="slow", model="m", backend="CUSTOM")
+    assert study.run([[slow]], tmp_path, 4.0) == ["slow: no time was left"]
+    child = Path("/proc", (tmp_path / "child").read_text(), "stat")
+    for _ in range(100):  # until whoever adopts it has seen its end
+        if not child.exists() or child.read_text().split()[2] == "Z":
+            return
+        time.sleep(0.05)
+    raise AssertionError("the child is still there")
 
 
 def test_every_case_of_a_study_has_a_name_of_its_own(tmp_path: Path) -> None:

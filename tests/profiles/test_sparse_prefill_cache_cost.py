@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from profiles.sparse_prefill_cache_cost import FromFP8, verdict
-from profiles.sparse_prefill_cost import Problem, Shape
+from profiles.sparse_prefill_cache_cost import FromFP8
+from profiles.sparse_prefill_cost import Problem, Shape, verdict
 from tests.support.needs import needs_kernels
 
 

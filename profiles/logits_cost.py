@@ -1,6 +1,6 @@
 """What exact logits cost: decode of an FP8 cache by pipeline ``f16`` beside the default, one GPU.
 
-    python -m profiles.f16_cost --out profiles/results
+    python -m profiles.logits_cost --out profiles/results
 
 Contenders take turns, as in ``profiles.mha_cost``, and only ratios of one table hold.  The last
 sequence's results are compared with fp64 before anything is timed.  A cache of 32 x 16K tokens is
@@ -91,7 +91,7 @@ def main(
     out: Annotated[Path, typer.Option(help="Folder.")] = Path("build/bench"),
     seed: Annotated[int, typer.Option(help="Of the order of contenders.")] = 0,
 ) -> None:
-    """Times the shapes and writes ``f16_cost.md``."""
+    """Times the shapes and writes ``logits_cost.md``."""
     device = torch.device("cuda")
     torch.manual_seed(0)
     lines = [
@@ -106,11 +106,11 @@ def main(
             torch.cuda.empty_cache()
     named = ("gpu", "driver", "cuda", "torch", "max_sm_mhz", "power_limit_w")
     head = page.head(
-        "Decode with exact logits", "profiles.f16_cost",
+        "Decode with exact logits", "profiles.logits_cost",
         page.told(machine(device, timing.Nvml()), named),
         "the median (middle half) of rounds in random order; a ratio is the median of a round's",
     )  # fmt: skip
-    write_atomic(out / "f16_cost.md", "\n".join([*head, *lines]) + "\n")
+    write_atomic(out / "logits_cost.md", "\n".join([*head, *lines]) + "\n")
 
 
 if __name__ == "__main__":
