@@ -46,7 +46,7 @@ def both(values: Iterable[Any]) -> Any:
 def test_clean_and_right(name: str) -> None:
     """Every path under the hazard check: splits, sinks, ragged queries, idle rows, odd pages."""
     spec, kernel = kernel_of(name)
-    assert tuple(kernel.names.arguments) == record_job.ARGUMENTS
+    assert tuple(kernel.names.arguments) == record_job.TWO_LISTS
     for shape in work.shapes(spec):
         with using(CHECKED):
             result = (job := RecordJob(spec, shape)).run(kernel)
