@@ -15,6 +15,8 @@ from torch import Tensor
 import snapmla
 from dsl_kernels.cache_records import v4
 from snapmla import flash_mla
+from snapmla.sparse.decode import sparse_decode
+from snapmla.sparse.two_lists import Second
 from snapmla.testing.byte_records import quantize_tokens
 from snapmla.testing.record_job import poisoned_rows
 from snapmla.testing.record_reference import RecordCall, record_decode_reference
@@ -69,11 +71,10 @@ class Step:
         given = {
             "topk_length": self.length, "extra_k_cache": self.extra, "softmax_scale": SCALE,
             "extra_indices_in_kvcache": self.extra_indices,
-            "extra_topk_length": self.extra_length, **options,
+            "extra_topk_length": self.extra_length, "is_fp8_kvcache": True, **options,
         }  # fmt: skip
         return flash_mla.flash_mla_with_kvcache(
-            self.q, self.cache, None, None, 512, metadata, is_fp8_kvcache=True,
-            indices=self.indices, **given,
+            self.q, self.cache, None, None, 512, metadata, indices=self.indices, **given,
         )  # fmt: skip
 
     def assert_right(self, out: Tensor, lse: Tensor, **options: Any) -> None:
@@ -189,3 +190,36 @@ def test_queries_of_576_channels_are_refused() -> None:
     step.q = torch.zeros(2, 2, HEADS, 576).bfloat16()
     with pytest.raises(ValueError, match="q: expected shape .*512"):
         step.call(flash_mla.get_mla_metadata()[0])
+
+
+def test_528_bytes_are_refused_whatever_the_queries() -> None:
+    step = Step(extra=0)
+    step.cache = torch.zeros(2, 64, 1, 528).byte()
+    with pytest.raises(ValueError, match="k_cache: expected shape .*528 bytes are not built"):
+        step.call(flash_mla.get_mla_metadata()[0])
+
+
+def test_bfloat16_rows_are_told_from_bytes() -> None:
+    """``is_fp8_kvcache=False`` reads no bytes, and has no second cache."""
+    step = Step()
+    with pytest.raises(ValueError, match="k_cache: .*bytes of 584 want is_fp8_kvcache"):
+        step.call(flash_mla.get_mla_metadata()[0], is_fp8_kvcache=False)
+    step.q, step.cache = torch.zeros(2, 2, HEADS, 576).bfloat16(), torch.zeros(2, 256, 1, 576)
+    step.cache = step.cache.bfloat16()
+    with pytest.raises(ValueError, match="extra_k_cache: expected None beside rows of bfloat16"):
+        step.call(flash_mla.get_mla_metadata()[0], is_fp8_kvcache=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_other_caches_have_no_second_list(dtype: torch.dtype) -> None:
+    """Not overlooked, whichever way the first cache goes."""
+    step = Step()
+    second = Second(
+        snapmla.PagedKVCache.from_tensors(step.extra, format="fp8_v4"), step.extra_indices, None
+    )
+    cache = snapmla.PagedKVCache.allocate(2, 64, device="cpu", dtype=dtype)
+    q: Any = torch.zeros(2, 2, HEADS, 576).bfloat16()
+    if dtype != torch.bfloat16:
+        q = snapmla.quantize_q(q[..., :512], q[..., 512:])
+    with pytest.raises(ValueError, match="cache: expected format 'fp8_v4' beside a second list"):
+        sparse_decode(q, cache, step.indices, softmax_scale=SCALE, extra=second)
