@@ -283,9 +283,10 @@ def _launch(call: Call, ready: Prepared | Literal[False] | None) -> tuple[Any, A
     ragged = plan.s_q is None
     kernel = ready.variant.kernels.get(ready.dtype) or ready.variant.kernel(ready.dtype)
     query = q.arguments if not isinstance(q, _Tensor) else (q.unsqueeze(0) if ragged else q,)
-    lists = indices if indices.ndim == 2 else two_lists.flat(indices), lengths
-    if cache.format == two_lists.FORMAT:
-        lists = *lists, *two_lists.arguments(cache, lists[0], extra, ready.lengths)
+    entries = indices if indices.ndim == 2 else two_lists.flat(indices)
+    lists: tuple[Any, ...] = entries, lengths
+    if cache.format == two_lists.FORMAT and entries is not None:
+        lists = *lists, *two_lists.arguments(cache, entries, extra, ready.lengths)
     kernel(
         *query, *cache.gather_arguments, *lists,
         ready.no_sink if attn_sink is None else attn_sink, *ready.tables,
@@ -336,14 +337,16 @@ def _traced(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         checks.softmax_scale(options[0]), factor, empty,
     )  # fmt: skip
     ops = torch.ops.snapmla
-    extra = {"cache_dtype": cache.format} if is_rows else {"p_terms": plan.p_terms}
+    more: dict[str, Any] = {"p_terms": plan.p_terms}
+    if is_rows:
+        more = {"cache_dtype": cache.format}
     make, write = (
         (ops.sparse_decode_rows, ops.sparse_decode_rows_out)
         if is_rows
         else (ops.sparse_decode, ops.sparse_decode_out)
     )
     if out is None and lse is None:
-        made = make(*common, out_dtype or torch.bfloat16, **extra)
+        made = make(*common, out_dtype or torch.bfloat16, **more)
         return (made[0].squeeze(0), made[1].squeeze(0)) if ragged else made
     like = q if isinstance(q, torch.Tensor) else q.rope
     if out is None:
@@ -351,7 +354,7 @@ def _traced(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     if lse is None:
         lse = like.new_empty(lse_shape(rows), dtype=torch.float32)
     results = (out.unsqueeze(0), lse.unsqueeze(0)) if ragged else (out, lse)
-    write(*common, *results, **extra)
+    write(*common, *results, **more)
     return out, lse
 
 
