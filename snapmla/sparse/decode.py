@@ -257,9 +257,10 @@ def _launch(call: Call, ready: Prepared | Literal[False] | None) -> tuple[Any, A
     ragged = plan.s_q is None
     kernel = ready.variant.kernels.get(ready.dtype) or ready.variant.kernel(ready.dtype)
     query = q.arguments if not isinstance(q, _Tensor) else (q.unsqueeze(0) if ragged else q,)
-    lists = indices if indices.ndim == 2 else flat(indices), lengths
-    if cache.format == two_lists.FORMAT:
-        lists = *lists, *two_lists.arguments(cache, lists[0], extra, ready.lengths)
+    entries = indices if indices.ndim == 2 else flat(indices)
+    lists: tuple[Any, ...] = entries, lengths
+    if cache.format == two_lists.FORMAT and entries is not None:
+        lists = *lists, *two_lists.arguments(cache, entries, extra, ready.lengths)
     kernel(
         *query, *cache.gather_arguments, *lists,
         ready.no_sink if attn_sink is None else attn_sink, *ready.tables,
@@ -310,7 +311,9 @@ def _traced(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         checks.softmax_scale(options[0]), factor, empty,
     )  # fmt: skip
     ops = torch.ops.snapmla
-    more = {"cache_dtype": cache.format} if is_rows else {"p_terms": plan.p_terms}
+    more: dict[str, Any] = {"p_terms": plan.p_terms}
+    if is_rows:
+        more = {"cache_dtype": cache.format}
     make, write = (
         (ops.sparse_decode_rows, ops.sparse_decode_rows_out)
         if is_rows

@@ -103,6 +103,8 @@ class RecordJob(SparseJob):
     ``RecordShape``."""
 
     shape: RecordShape
+    cache: Tensor
+    indices: Tensor
     extra: tuple[Tensor, Tensor, Tensor] | None = None
 
     @property

@@ -63,7 +63,9 @@ def test_clean_and_right(name: str) -> None:
 def test_v4s_lists(name: str, heads: int, page_size: int, layout: str) -> None:
     """topk 128, as sliding windows have it; pages of any size; real heads fewer than the tile's.
 
-    An LSE of one token may be all but 0, and off by more than 1e-6 (test_sparse_tables.py)."""
+    No list of one token: its LSE may be all but 0, and off by more than 1e-6
+    (test_sparse_tables.py).
+    """
     spec, kernel = kernel_of(name)
     shape = RecordShape(heads, 128, (128, 77, 17, 0), page_size, layout=layout, sink=True, parts=3)
     with using(CHECKED):
