@@ -156,7 +156,7 @@ def _checked(call: Call) -> Call:
             checks.value_error("plan", f"one made for topk {topk}, of both lists", plan.topk)
         elif plan.row_limits.shape[0]:
             checks.value_error("plan", "one without row_lengths beside a second list", "one with")
-    check_indices(indices, rows, plan.topk if plan and extra is None else None, device)
+    check_indices(indices, rows, plan.topk if plan is not None and extra is None else None, device)
     if plan is None:
         if len(rows) == 2:
             hint = "only a plan knows where a sequence's query tokens begin"
