@@ -29,6 +29,9 @@
 #                              ARG ARG...); its tests are tests:tests/gpu/test_parallel.py
 #   pair:DIR                   what a pair's call costs beside DIR's (profiles.pair_cost)
 #   sparse[:ARG,ARG...]        sparse decode beside FlashMLA (profiles.sparse_cost ARG ARG...)
+#   sparse-v4[:ARG,ARG...]     the same over V4's two caches (profiles.sparse_v4_cost ARG ARG...);
+#                              before pack: python -m codegen build of
+#                              sparse_decode_mix16_rR_obf16_kvfp8_v4_sm90a, R of 64, 32, 16
 #   sparse-prefill[:ARG,ARG...]  sparse prefill beside FlashMLA (profiles.sparse_prefill_cost ARG
 #                              ARG...); before pack: python -m codegen build of
 #                              sparse_prefill_rR_dD_sm90a, R of 64, 32, 16, D of 576, 512
@@ -234,7 +237,7 @@ run_part() {
         pair)
             timeout -k 10 "$seconds" "$python" -m profiles.pair_cost --against "$what" --out "$work"
             ;;
-        sparse | sparse-prefill | sparse-prefill-cache | mha | dsa | dsa-step)
+        sparse | sparse-v4 | sparse-prefill | sparse-prefill-cache | mha | dsa | dsa-step)
             # shellcheck disable=SC2086  # a list of words
             timeout -k 10 "$seconds" "$python" -m "profiles.${kind//-/_}_cost" --peers .peers \
                 --out "$work" ${what//,/ }

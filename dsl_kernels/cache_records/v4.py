@@ -33,6 +33,7 @@ RECORD = Record(
     least_scale=2.0**-22,  # engines take the largest channel for 1e-4 at least
     page_multiple=576,
     rope_in_v=True,
+    sparse="mix16",
     element="uint8",
     about="a cache of format 'fp8_v4'",
     parts=("kv",),

@@ -10,9 +10,11 @@ from .family import DECODE, OUT_DTYPE, Axis, Family, Values
 
 PIPELINES = (
     "etap",  # a scale a token (cache "fp8"), FP8 products
-    "mix16",  # rows of 656 bytes with four scales (ds_mla.py), 16-bit products
+    "mix16",  # bytes with several scales a token, 16-bit products: by cache_dtype
     "f16",  # a scale a token (cache "fp8"), 16-bit products
 )
+# The cache that a pipeline reads unless another one is named.
+CACHES = {"etap": "fp8", "mix16": "fp8_ds_mla", "f16": "fp8"}
 ROW_TILES = dict.fromkeys(PIPELINES, (16, 32, 64))  # query heads that a CTA owns
 DEFAULT = ("etap", "mix16")  # f16 is built when it is asked for: no GPU has run it yet
 TWO_TERMS = (16, 32)  # row tiles of ``etap`` that sum P in two terms
@@ -37,11 +39,19 @@ AXES = (
     # gather, math: ``etap`` without the other half, for bounds of time; its results are none
     Axis("only", "", ("all", "gather", "math"), "all", named=False),
     Axis("p_terms", "pt", (1, 2), 1, named=False),  # e4m3 terms of P; 2: an accuracy setting
+    Axis(
+        "cache_dtype",
+        "kv",
+        ("fp8", "fp8_ds_mla", "fp8_v4"),
+        lambda values: CACHES[values["pipeline"]],
+        named=False,
+    ),
 )
 MODULES = {
-    ("sm_90a", "etap"): "dsl_kernels.sm90.sparse_etap",
-    ("sm_90a", "mix16"): "dsl_kernels.sm90.mix16",
-    ("sm_90a", "f16"): "dsl_kernels.sm90.f16",
+    ("sm_90a", "etap", "fp8"): "dsl_kernels.sm90.sparse_etap",
+    ("sm_90a", "f16", "fp8"): "dsl_kernels.sm90.f16",
+    ("sm_90a", "mix16", "fp8_ds_mla"): "dsl_kernels.sm90.mix16",
+    ("sm_90a", "mix16", "fp8_v4"): "dsl_kernels.sm90.mix16_v4",  # built when it is asked for
 }
 
 
@@ -61,7 +71,7 @@ def points(arch: str) -> Iterator[Values]:
 FAMILY = Family(
     "sparse_decode",
     AXES,
-    module=lambda arch, values: MODULES.get((arch, values["pipeline"])),
+    module=lambda arch, values: MODULES.get((arch, values["pipeline"], values["cache_dtype"])),
     points=points,
     kind=DECODE,
     formats=("fp8",),

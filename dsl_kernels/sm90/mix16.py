@@ -176,8 +176,7 @@ class Mix16(ProductsOfV):
             cute.make_rmem_tensor(mma_o.partition_shape_C((64, self.rows_cta)), Float32)
             for _ in range(4)
         ]
-        thr_o, s_p = mma_o.get_slice(tidx % WARPGROUP), staged(st.p, layouts.p)
-        rP = mma_o.make_fragment_B(thr_o.partition_B(s_p))
+        rP = self.pv_operands(st, layouts)
         kst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
         pst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, P_STAGES)
         items = Int32(0)  # behind us
@@ -207,6 +206,20 @@ class Mix16(ProductsOfV):
     def clear(self, st, tile, ends, half, kst, pst) -> None:
         """What must not meet P = 0 in a tile that has landed becomes zeros: nothing here."""
 
+    def pv_operands(self, st, layouts):
+        """What P.V multiplies out of shared memory: P^T of both buffers."""
+        tidx, _, _ = cute.arch.thread_idx()
+        mma = self.pv_mma()
+        thr = mma.get_slice(tidx % WARPGROUP)
+        return mma.make_fragment_B(thr.partition_B(staged(st.p, layouts.p)))
+
+    def products(self, st, acc_O, rP, kst, pst, tile, first) -> None:
+        """Adds V^T P^T of a tile to O^T (``multiply``)."""
+        self.multiply(
+            st, acc_O, lambda k: rP[None, None, k, pst.index], tile, first,
+            lambda: self.parts.free_first_half(st, kst.index),
+        )  # fmt: skip
+
     @cute.jit
     def pv_block(self, st, k_pipe, acc_O, rP, half, kst, pst, offset, wwarp):
         """O^T = gamma O^T + V^T P^T of one tile."""
@@ -222,10 +235,7 @@ class Mix16(ProductsOfV):
                 gamma = gamma_s[2 * (v // 4) + v % 2, lane % 4]
                 for d in cutlass.range_constexpr(4):
                     acc_O[d][v] = acc_O[d][v] * gamma
-        self.multiply(
-            st, acc_O, lambda k: rP[None, None, k, pst.index], tile, first,
-            lambda: self.parts.free_first_half(st, kst.index),
-        )  # fmt: skip
+        self.products(st, acc_O, rP, kst, pst, tile, first)
         cute.arch.sync_warp()  # one lane frees the stage for all: their reads come first
         k_pipe.consumer_release(kst)
         warpgroup.wait_group(0)

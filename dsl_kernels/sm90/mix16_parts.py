@@ -143,9 +143,12 @@ class QueryRows:
     ``factors``.
 
     Attributes:
+        channels: of content.
         rows: of a CTA.
         warps: that convert them.
     """
+
+    channels = D
 
     def __init__(self, rows: int, warps: int):
         self.rows, self.warps = rows, warps
@@ -171,24 +174,33 @@ class QueryRows:
         """Two passes: a row's words are more registers than there are."""
         row, part = group * 8 + lane % 8, lane // 8
         block = const_expr(self.rows * 128)
-        at = st.qc.data_ptr().toint() + stage * (self.rows * D * 2) + row * 128 + part * block
+        at = st.qc.data_ptr().toint() + stage * (self.rows * self.channels * 2) + row * 128
+        at = at + part * block
         at_r = st.qr.data_ptr().toint() + stage * (self.rows * R * 2) + row * 128
         rope = self._words(at_r, lane, 2, 2 * part)
         largest_rope = self._largest(rope)
         largest = Uint32(compat.opaque(Int32(0)))
         for x in cutlass.range(2, unroll=1):
-            words = self._words(at + x * (4 * block), lane, 8)
+            words = self._words(self._line(at, x, part, block), lane, 8)
             largest = larger_halves(largest, self._largest(words))
         field = self._exponent(largest, largest_rope)
         power = (Uint32(2 * EXPONENT_BIAS + Q_TOP) - field) << Uint32(7)  # of bf16
         power = power | (power << Uint32(16))
         for x in cutlass.range(2, unroll=1):
-            self._to_f16(at + x * (4 * block), lane, power)
+            self._convert(self._line(at, x, part, block), x, part, lane, power)
         self._store_rope(at_r, lane, rope, 2 * part, power)
         if part == 0:
             factors = st.factors.get_tensor(cute.make_layout(padded_size(self.rows)))
             back = ((field - Uint32(Q_TOP)) << Uint32(23)).bitcast(Float32)  # 2^-p
             factors[row_position(row, self.rows)] = call.softmax_scale * LOG2E * back
+
+    def _line(self, at, x, part, block):
+        """Address of a lane's column block of turn ``x``, which is the (4 x + ``part``)-th."""
+        return at + x * (4 * block)
+
+    def _convert(self, line, x, part, lane, power):
+        """A lane's column block of turn ``x`` to f16."""
+        self._to_f16(line, lane, power)
 
     def _chunk(self, line, lane, chunk):
         """Tensor of the four words of a 16-byte chunk of a swizzled line, row lane % 8."""

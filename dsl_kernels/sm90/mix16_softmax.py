@@ -404,6 +404,7 @@ class MixSoftmax(AcrossWarps):
             l_run[x] = l_run[x] + (t[v] * inverse[0] + t[v + 2] * inverse[1])
         base = st.p.data_ptr().toint() + buf * (self.rows_cta * TILE * 2)
         self.store_p(base, t, wwarp, lane)
+        self.store_more(st, t, inverse, buf, wwarp, lane)
         if lane == 0:
             flags_of(st)[wwarp, buf] = cutlass.Uint8(1) if moves != 0 else cutlass.Uint8(0)
         cute.arch.fence_proxy("async.shared", space="cta")
@@ -422,11 +423,14 @@ class MixSoftmax(AcrossWarps):
         words = cute.recast_ptr(st.votes.data_ptr().align(4), dtype=Int32)
         return cute.arch.make_warp_uniform(cute.make_tensor(words, cute.make_layout(P_STAGES))[buf])
 
-    def store_p(self, base, t, wwarp, lane):
+    def store_more(self, st, t, inverse, buf, wwarp, lane) -> None:
+        """What else P.V wants of a tile's P' (``t``): nothing."""
+
+    def store_p(self, base, t, wwarp, lane, dtype=F16):
         """P^T of ``t``'s rows to address ``base`` of shared memory, as [row][token]: matrix (j, i)
         of stmatrix.trans is the rows from 8 j on, the warp's tokens from 8 i on."""
-        p16 = cute.make_rmem_tensor((cute.size(t),), F16)
-        p16.store(t.load().to(F16))
+        p16 = cute.make_rmem_tensor((cute.size(t),), dtype)
+        p16.store(t.load().to(dtype))
         words = cute.recast_tensor(p16, U32)
         row, chunk = lane // 16 * 8 + lane % 8, 2 * wwarp + lane // 8 % 2
         line = row * 128 + (chunk ^ (row % 8)) * 16

@@ -293,10 +293,11 @@ def query(nope: Any, rope: Any, scale: Any) -> None:
         aligned(name, part)
 
 
-def query_of_rows(value: Any, dtype: torch.dtype, heads: int) -> None:
-    """Checks a query for a cache of 16-bit rows of ``heads`` KV heads: as ``query``."""
+def query_of_rows(value: Any, dtype: torch.dtype, heads: int, channels: int = HEAD_DIM_QK) -> None:
+    """Checks a query of 16 bits for a cache of ``heads`` KV heads and so many channels: as
+    ``query``."""
     tokens = query_tokens("q", value)
-    tensor("q", value, (dtype,), (*tokens, "num_heads", HEAD_DIM_QK))
+    tensor("q", value, (dtype,), (*tokens, "num_heads", channels))
     query_rows(tuple(value.shape[:-1]))
     if value.shape[-2] % heads:
         wanted = f"a multiple of the cache's {heads} KV heads"

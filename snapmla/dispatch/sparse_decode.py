@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from dsl_kernels import registry
 from dsl_kernels.families.formats import FORMATS
 from dsl_kernels.families.sparse_decode import FAMILY, ROW_TILES, TWO_TERMS
 from dsl_kernels.spec import VariantSpec
@@ -23,6 +24,7 @@ PIPELINES = {name: each.sparse for name, each in FORMATS.items() if each.sparse}
 ON_BLACKWELL = {
     "fp8": "there decode without indices serves this cache, and FlashMLA rows of 656 bytes",
     "fp8_ds_mla": "there FlashMLA's own flash_mla_with_kvcache(indices=) serves these rows",
+    "fp8_v4": "there FlashMLA's own flash_mla_with_kvcache(indices=) serves these pages",
 }
 REFERENCE = Size(128, 2048)  # query tokens and entries of each, at which candidates are compared
 ANY_PAGE = 64  # stands for the cache's page size, which no kernel is made for
@@ -34,9 +36,13 @@ class SparseOp(DecodeOp):
 
     Attributes:
         pipeline: that one.
+        cache_dtype: format of the cache.
+        measured: whether the times on file are its own, and not of another cache of the pipeline.
     """
 
     pipeline: str = ""
+    cache_dtype: str = ""
+    measured: bool = True
 
     def spec(
         self,
@@ -50,8 +56,15 @@ class SparseOp(DecodeOp):
         """The variant of these choices, for any ``page_size``."""
         return VariantSpec(
             op=self.family.op, arch=arch, pipeline=pipeline, row_tile=row_tile,
-            out_dtype=out_dtype, p_terms=p_terms,
+            out_dtype=out_dtype, p_terms=p_terms, cache_dtype=self.cache_dtype,
         )  # fmt: skip
+
+    def exists(self, pipeline: str, arch: str) -> bool:
+        """Whether a kernel module builds the pipeline for this cache."""
+        spec = VariantSpec(
+            op=self.family.op, arch=arch, pipeline=pipeline, cache_dtype=self.cache_dtype
+        )
+        return registry.module_name(spec) is not None
 
     def pipelines(self, arch: str, wish: str | None = None) -> list[str]:
         """That of its cache, where the architecture has it."""
@@ -63,10 +76,15 @@ class SparseProblem(Problem):
     """What the host knows of a sparse decode: ``s_q`` is 1, a ``Size`` is query tokens, and entries
     of each one's row."""
 
+    op: SparseOp
+
     def _costs(self) -> tuple[Costs | None, bool]:
         """This card's where it was measured, else those of another one of its architecture."""
         found = costs_of(self.op.family.op, self.card.arch, self.card.name)
-        return found, found is not None
+        return found, found is not None and self.op.measured
+
+    def measured_us(self, spec: VariantSpec, size: Size) -> float | None:
+        return super().measured_us(spec, size) if self.op.measured else None
 
     @property
     def reference(self) -> Size:
@@ -91,8 +109,20 @@ def _op(fmt: str, **attributes: Any) -> SparseOp:
     return SparseOp(
         FAMILY, token_bytes=FORMATS[fmt].token_bytes, about=FORMATS[fmt].about,
         reference="snapmla.testing.sparse_reference.sparse_decode_reference",
-        kernels="kernel for sparse decode", pipeline=PIPELINES[fmt],
+        kernels="kernel for sparse decode", pipeline=PIPELINES[fmt], cache_dtype=fmt,
         elsewhere={"sm_100a": ON_BLACKWELL[fmt]}, **attributes,
+    )  # fmt: skip
+
+
+def _mix16(fmt: str, **attributes: Any) -> SparseOp:
+    """Over a cache of bytes."""
+    features = Features(
+        ROW_TILES["mix16"], "it has these", "16-bit products, the cache in registers", (ANY_PAGE,),
+        FORMATS[fmt].results, why_two_terms="its P has 16 bits",
+    )  # fmt: skip
+    return _op(
+        fmt, features={"mix16": features}, tensor_cycles=dense_decode.tensor_cycles,
+        effective_tflops=lambda card: card.bf16_tflops, **attributes,
     )  # fmt: skip
 
 
@@ -108,15 +138,6 @@ SPARSE_OPS = {
         tensor_cycles=fp8_decode.tensor_cycles,
         effective_tflops=fp8_decode.effective_tflops,
     ),
-    "fp8_ds_mla": _op(
-        "fp8_ds_mla",
-        features={
-            "mix16": Features(
-                ROW_TILES["mix16"], "it has these", "16-bit products, the cache in registers",
-                (ANY_PAGE,), FORMATS["fp8_ds_mla"].results, why_two_terms="its P has 16 bits",
-            ),
-        },
-        tensor_cycles=dense_decode.tensor_cycles,
-        effective_tflops=lambda card: card.bf16_tflops,
-    ),
+    "fp8_ds_mla": _mix16("fp8_ds_mla"),
+    "fp8_v4": _mix16("fp8_v4", measured=False),
 }  # fmt: skip

@@ -1,8 +1,8 @@
 """FlashMLA's host names over this package's kernels: replace ``import flash_mla`` by
 ``from snapmla import flash_mla``.
 
-Decode over a BF16 or fp16 cache, or with ``indices`` over DeepSeek-V3.2's bytes, in the call forms
-of all of FlashMLA's versions and of the copies in vLLM and SGLang; sparse prefill
+Decode over a BF16 or fp16 cache, or with ``indices`` over DeepSeek-V3.2's and V4's bytes, in the
+call forms of all of FlashMLA's versions and of the copies in vLLM and SGLang; sparse prefill
 (``snapmla.sparse``) and dense prefill of separate heads (``snapmla.mha``), forward only.
 
 The metadata of decode may be
@@ -244,15 +244,19 @@ def flash_mla_with_kvcache(
     descale_k: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """MLA decode over a paged cache (``snapmla.decode``): dense over 16 bits, or with ``indices``
-    sparse over DeepSeek-V3.2's rows of 656 bytes or rows of bfloat16.
+    sparse over DeepSeek-V3.2's rows of 656 bytes, V4's pages of 584 bytes a token or rows of
+    bfloat16.
 
     Args:
-        q: bfloat16 or float16 (b, s_q, num_heads_q, 576); a copy is made unless contiguous.
+        q: bfloat16 or float16 (b, s_q, num_heads_q, 576); a copy is made unless contiguous.  Over
+            V4's pages (b, s_q, num_heads_q, 512).
         k_cache: bfloat16 or float16 as q (num_pages, page_size, num_heads_k, 576), innermost stride
             1; query heads j * g to (j + 1) * g - 1 read KV head j, g = num_heads_q / num_heads_k.
             With ``indices`` uint8, int8 or float8_e4m3fn (num_pages, page_size, 1, 656), any page
-            size of 1 or more and any stride between pages; or with ``is_fp8_kvcache=False``, which
-            FlashMLA refuses, bfloat16 rows of 576, one KV head, pages that follow one another.
+            size of 1 or more and any stride between pages; or V4's (num_pages, page_size, 1, 584),
+            whose pages have two planes and lie a multiple of 16 bytes apart (docs/formats.md); or
+            with ``is_fp8_kvcache=False``, which FlashMLA refuses, bfloat16 rows of 576, one KV
+            head, pages that follow one another.
         block_table: int32 (b, width), pages of each sequence; past its end anything.  Beside
             ``indices`` it is not looked at, nor ``cache_seqlens``: None, empty or uninitialised.
         cache_seqlens: int32 (b,), tokens of each sequence, the new ones included; 0 is fine.
@@ -260,17 +264,20 @@ def flash_mla_with_kvcache(
         tile_scheduler_metadata: of ``get_mla_metadata``, or int32 (num_sm_parts, 8) of any origin,
             1024 parts at most.
         num_splits: int32 or None; not read.
-        softmax_scale: factor of the logits; None is 576**-0.5, which DeepSeek's models do not want.
+        softmax_scale: factor of the logits; None is 576**-0.5, which DeepSeek's models do not want,
+            and 512**-0.5 over V4's pages.
         causal: query token s of s_q sees the first length - (s_q - 1 - s) tokens.
-        is_fp8_kvcache: whether ``k_cache`` has rows of 656 bytes, with ``indices``; False without:
-            FlashMLA's dense FP8 cache is not built.
+        is_fp8_kvcache: with ``indices`` whether ``k_cache`` has bytes, rows of 656 or V4's pages;
+            False without: FlashMLA's dense FP8 cache is not built.
         indices: int32 (b, s_q, topk): the tokens that each query token sees, as page * page_size +
             offset; what is negative or behind the pool is no token.  None: dense.
         attn_sink: with ``indices``: float32 (num_heads_q,), logits that weigh in ``out`` alone.
-        extra_k_cache: None; uint8 (num_pages, page_size, 1, bytes), not built yet.
-        extra_indices_in_kvcache: None; int32 (b, s_q, extra_topk), not built yet.
+        extra_k_cache: beside V4's pages a second cache of such, as ``k_cache`` (num_pages,
+            page_size, 1, 584), pages of its own size; None: there is none.
+        extra_indices_in_kvcache: int32 (b, s_q, extra_topk), what each query token sees of it:
+            attention is over the union; beside ``extra_k_cache``.
         topk_length: with ``indices``: int32 (b,), how many entries of each row count.
-        extra_topk_length: None; int32 (b,), not built yet.
+        extra_topk_length: int32 (b,), how many entries of each row of the second list count.
         out: bfloat16 or float16 as q (b, s_q, num_heads_q, 512), contiguous; None allocates.
         lse: float32 (b, num_heads_q, s_q), contiguous; None allocates.
         descale_q, descale_k: None; float32 (1,) of FP8 caches with one scale, not built yet.
@@ -296,9 +303,8 @@ def flash_mla_with_kvcache(
         refuse(descale_q=descale_q, descale_k=descale_k)
         return sparse.run(
             sparse.Call(
-                q, k_cache, head_dim_v, tile_scheduler_metadata,
-                SCALE if softmax_scale is None else softmax_scale, causal, is_fp8_kvcache, indices,
-                topk_length, attn_sink, out, lse,
+                q, k_cache, head_dim_v, tile_scheduler_metadata, softmax_scale, causal,
+                is_fp8_kvcache, indices, topk_length, attn_sink, out, lse,
             ),
             second,
         )  # fmt: skip

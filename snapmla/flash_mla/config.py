@@ -22,6 +22,8 @@ class Config:
     dtype: torch.dtype
     is_fp8_kvcache: bool = False
     topk: int | None = None
+    extra_page_block_size: int | None = None
+    extra_topk: int | None = None
 
 
 def check_config(planned: Config, asked: Config) -> None:

@@ -1,5 +1,6 @@
-"""``flash_mla_with_kvcache`` with ``indices``: sparse decode over DeepSeek-V3.2's rows, and with
-``is_fp8_kvcache=False`` over BF16 ones.
+"""``flash_mla_with_kvcache`` with ``indices``: sparse decode over DeepSeek-V3.2's rows and V4's
+pages, told apart by the width of the cache's last dimension, as in FlashMLA, and with
+``is_fp8_kvcache=False`` over BF16 rows.
 
 What a call wants of a step is its shape, and ``topk_length`` where that is given.  So a
 ``FlashMLASchedMeta`` keeps the plan of its first call, and plans anew when that is captured.
@@ -15,16 +16,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from dsl_kernels.cache_records import ds_mla
+from dsl_kernels.cache_records import ds_mla, v4
+from dsl_kernels.cache_records.record import Record
 from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK
 from snapmla import byte_cache, checks, launch, tracing
 from snapmla.cache import PagedKVCache
 from snapmla.decode_plan import new_workspace
 from snapmla.flash_mla.config import Config, check_config
 from snapmla.plan import StepShape, make_plan
+from snapmla.sparse import two_lists
 from snapmla.sparse.decode import sparse_decode
 from snapmla.sparse.plan import SparseOptions, SparsePlan, plan_sparse_decode
 from snapmla.sparse.rows_plan import ROWS, SparseRowsPlan, plan_rows
+from snapmla.sparse.two_lists import Second
 
 if TYPE_CHECKING:
     from snapmla.flash_mla import FlashMLASchedMeta
@@ -32,15 +36,18 @@ if TYPE_CHECKING:
 Tensor = torch.Tensor
 _raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # with CUDA
 KEPT = 64  # plans without lengths that no graph holds
-_NOT_BUILT = "None: a second cache is not built yet"
+_RECORDS = {record.token_bytes: record for record in (ds_mla.RECORD, v4.RECORD)}
+# Of rows of other widths, what to say of them: beside is_fp8_kvcache=True, and False.
 _OTHER_ROWS = {
-    584: "rows of 584 bytes (V4) are not built yet", 528: "rows of 528 bytes are not built yet",
+    528: "rows of 528 bytes are not built yet",
     HEAD_DIM_QK: "rows of bfloat16 want is_fp8_kvcache=False",
-}  # fmt: skip
+}
+_BYTES = {width: f"bytes of {width} want is_fp8_kvcache=True" for width in _RECORDS}
 _NAMES = {
     "plan": "tile_scheduler_metadata", "content": "k_cache", "cache": "k_cache",
     "cache.kv": "k_cache", "batch": "q, b", "num_heads": "q, num_heads_q", "s_q": "q, s_q",
-    "topk": "indices, topk",
+    "topk": "indices, topk", "extra_cache": "extra_k_cache", "extra_cache.kv": "extra_k_cache",
+    "extra_indices": "extra_indices_in_kvcache", "extra_length": "extra_topk_length",
 }  # fmt: skip
 
 
@@ -51,7 +58,7 @@ class Call(NamedTuple):
     k_cache: Tensor
     head_dim_v: int
     metadata: FlashMLASchedMeta | Tensor | None
-    softmax_scale: float
+    softmax_scale: float | None
     causal: bool
     is_fp8_kvcache: bool
     indices: Tensor
@@ -59,6 +66,27 @@ class Call(NamedTuple):
     attn_sink: Tensor | None
     out: Tensor | None
     lse: Tensor | None
+
+    @property
+    def width(self) -> int:
+        """Of a row of the cache; 0 of what has none."""
+        k = self.k_cache
+        return k.shape[-1] if isinstance(k, torch.Tensor) and k.ndim else 0
+
+    @property
+    def record(self) -> Record:
+        """Of a cache of bytes: V4's of one so wide, else that of 656, which checks want then."""
+        return _RECORDS.get(self.width, ds_mla.RECORD)
+
+    @property
+    def cache_dtype(self) -> str:
+        """Name of the cache's format."""
+        return self.record.name if self.is_fp8_kvcache else ROWS
+
+    @property
+    def channels(self) -> int:
+        """Of a query."""
+        return self.record.channels if self.is_fp8_kvcache else HEAD_DIM_QK
 
 
 def run(call: Call, second: tuple[object, ...]) -> tuple[Tensor, Tensor]:
@@ -70,47 +98,59 @@ def run(call: Call, second: tuple[object, ...]) -> tuple[Tensor, Tensor]:
     Raises:
         TypeError, ValueError: naming the argument.
     """
-    if any(given is not None for given in second):
-        hint = "keep FlashMLA for layers that need it"
-        checks.value_error("extra_k_cache", _NOT_BUILT, "a tensor", hint)
     try:
         cache = _cache_of(call)
+        extra = _second(call, *second)
         q = call.q if call.q.is_contiguous() else call.q.contiguous()
+        scale = call.softmax_scale
         return sparse_decode(
-            q, cache, call.indices, softmax_scale=call.softmax_scale, topk_length=call.topk_length,
-            attn_sink=call.attn_sink, plan=_plan(call, q), out=call.out, lse=call.lse,
-            empty_lse="+inf",
+            q, cache, call.indices,
+            softmax_scale=call.channels**-0.5 if scale is None else scale,
+            topk_length=call.topk_length, attn_sink=call.attn_sink, plan=_plan(call, q, extra),
+            out=call.out, lse=call.lse, empty_lse="+inf", extra=extra,
         )  # fmt: skip
     except (TypeError, ValueError) as error:
         raise checks.renamed(error, _NAMES) from None
 
 
+def _second(call: Call, k_cache: Any, indices: Any, length: Any) -> Second | None:
+    """The second list, over V4's pages of any size."""
+    if k_cache is indices is length is None:
+        return None
+    if call.cache_dtype != v4.RECORD.name:
+        rows = f"{ds_mla.ROW_BYTES} bytes" if call.is_fp8_kvcache else "bfloat16"
+        hint = f"a second cache goes with V4's pages of {v4.RECORD.token_bytes} bytes a token"
+        checks.value_error("extra_k_cache", f"None beside rows of {rows}", "a tensor", hint)
+    for name, value in (("extra_k_cache", k_cache), ("extra_indices_in_kvcache", indices)):
+        if value is None:
+            checks.value_error(name, "a tensor, as its fellow is given", None)
+    shape = ("num_pages", "page_size", 1, v4.RECORD.token_bytes)
+    checks.tensor("extra_k_cache", k_cache, byte_cache.BYTES, shape, call.q.device)
+    return Second(PagedKVCache.from_tensors(k_cache, format=v4.RECORD.name), indices, length)
+
+
 def _cache_of(call: Call) -> PagedKVCache:
     """The cache as the primary API knows it; checks what is FlashMLA's alone."""
-    q, k_cache = call.q, call.k_cache
+    q, k_cache, record, width = call.q, call.k_cache, call.record, call.width
     checks.integer("head_dim_v", call.head_dim_v, KV_LORA_RANK, KV_LORA_RANK)
     if call.causal:
         hint = "the indices say what a query token sees"
         checks.value_error("causal", "False beside indices", call.causal, hint)
     checks.not_nested("q", q)
-    checks.tensor("q", q, (torch.bfloat16,), ("b", "s_q", "num_heads_q", HEAD_DIM_QK))
     checks.flag("is_fp8_kvcache", call.is_fp8_kvcache)
-    if not call.is_fp8_kvcache:
-        _check_lists(call)
-        rows = ("num_pages", "page_size", 1, HEAD_DIM_QK)
-        hint = "bytes of 656 want is_fp8_kvcache=True"
-        if isinstance(k_cache, torch.Tensor) and k_cache.shape[-1:] == (ds_mla.ROW_BYTES,):
-            checks.value_error("k_cache", f"shape {rows}", tuple(k_cache.shape), hint)
-        checks.tensor("k_cache", k_cache, (torch.bfloat16,), rows, q.device)
-        return PagedKVCache.from_tensors(k_cache)
-    if isinstance(k_cache, torch.Tensor) and k_cache.ndim and k_cache.shape[-1] in _OTHER_ROWS:
-        hint = _OTHER_ROWS[k_cache.shape[-1]]
-        wanted = f"shape (num_pages, page_size, 1, {ds_mla.ROW_BYTES})"
-        checks.value_error("k_cache", wanted, tuple(k_cache.shape), hint)
-    shape = ("num_pages", "page_size", 1, ds_mla.ROW_BYTES)
-    checks.tensor("k_cache", k_cache, byte_cache.BYTES, shape)
+    last, hints = HEAD_DIM_QK, _BYTES
+    if call.is_fp8_kvcache:
+        last, hints = record.token_bytes, _OTHER_ROWS
+    shape = ("num_pages", "page_size", 1, last)
+    if width in hints:
+        checks.value_error("k_cache", f"shape {shape}", tuple(k_cache.shape), hints[width])
+    checks.tensor("q", q, (torch.bfloat16,), ("b", "s_q", "num_heads_q", call.channels))
     _check_lists(call)
-    return PagedKVCache.from_tensors(k_cache, format=ds_mla.FORMAT)
+    if not call.is_fp8_kvcache:
+        checks.tensor("k_cache", k_cache, (torch.bfloat16,), shape, q.device)
+        return PagedKVCache.from_tensors(k_cache)
+    checks.tensor("k_cache", k_cache, byte_cache.BYTES, shape)
+    return PagedKVCache.from_tensors(k_cache, format=record.name)
 
 
 def _check_lists(call: Call) -> None:
@@ -133,6 +173,7 @@ class Shape(NamedTuple):
     heads: int
     topk: int
     cache_dtype: str
+    extra_topk: int = 0
 
 
 Plan = SparsePlan | SparseRowsPlan
@@ -143,37 +184,34 @@ _workspaces: dict[tuple[int, torch.device, str], tuple[Tensor, Tensor]] = {}
 _lock = threading.Lock()
 
 
-def _plan(call: Call, q: Tensor) -> Plan | None:
+def _plan(call: Call, q: Tensor, extra: Second | None) -> Plan | None:
     """The object's, or that of calls of this shape; None of calls that have no rows."""
     indices = call.indices
     if not q.shape[0] or not indices.shape[-1]:
         return None  # decode says what is wrong, or returns nothing
+    if extra is not None:
+        two_lists.check(_cache_of(call), indices, extra, tuple(q.shape[:3]), q.device)
     if tracing.wanted(q, indices, call.k_cache):
-        return _made(call, q)
+        return _made(call, q, extra)
     metadata = call.metadata
     if isinstance(metadata, Tensor) or metadata is None:
-        return _of_shape(_shape(q, call))
+        return _of_shape(_shape(call, q, extra))
     if metadata.tile_scheduler_metadata is not None:
-        return _of_shape(_shape(q, call))
-    return _of_object(metadata, call, q)
+        return _of_shape(_shape(call, q, extra))
+    return _of_object(metadata, call, q, extra)
 
 
-def _shape(q: Tensor, call: Call) -> Shape:
+def _shape(call: Call, q: Tensor, extra: Second | None) -> Shape:
     b, s_q, heads, _ = q.shape
     index = q.device.index
     stream = 0 if index is None else int(_raw_stream(index))
-    topk = call.indices.shape[-1]
-    return Shape(stream, q.device, b, s_q, heads, topk, _cache_dtype(call))
+    more = 0 if extra is None else extra.indices.shape[-1]
+    return Shape(stream, q.device, b, s_q, heads, call.indices.shape[-1], call.cache_dtype, more)
 
 
-def _cache_dtype(call: Call) -> str:
-    """Name of the format of a call's cache."""
-    return ds_mla.FORMAT if call.is_fp8_kvcache else ROWS
-
-
-def _of_object(metadata: FlashMLASchedMeta, call: Call, q: Tensor) -> Plan:
+def _of_object(metadata: FlashMLASchedMeta, call: Call, q: Tensor, extra: Second | None) -> Plan:
     """The plan of an object's step: its first call makes it, others must be like that one."""
-    shape = _shape(q, call)
+    shape = _shape(call, q, extra)
     if not metadata.have_initialized or metadata.config is None:
         metadata._plans.clear()
         metadata.memo.forget()
@@ -183,22 +221,26 @@ def _of_object(metadata: FlashMLASchedMeta, call: Call, q: Tensor) -> Plan:
         config = Config(
             shape.b, shape.s_q, shape.heads, page_size, 1, False, torch.bfloat16,
             bool(call.is_fp8_kvcache), shape.topk,
+            None if extra is None else extra.cache.page_size, shape.extra_topk or None,
         )  # fmt: skip
         if metadata._plans and metadata.config is not None:
             check_config(metadata.config, config)
-        plan = _made(call, q)
+        plan = _made(call, q, extra)
         metadata.have_initialized, metadata.config = True, config
         metadata._plans[shape] = plan
     assert isinstance(plan, SparsePlan | SparseRowsPlan)
     return plan
 
 
-def _made(call: Call, q: Tensor) -> Plan:
+def _made(call: Call, q: Tensor, extra: Second | None) -> Plan:
     """A plan of its own, for the lengths of a call."""
     b, s_q, heads, _ = q.shape
+    topk, lengths = call.indices.shape[-1], call.topk_length
+    if extra is not None:
+        topk, lengths = two_lists.as_one(call.indices, extra, b)
     return plan_sparse_decode(
-        heads, s_q, topk=call.indices.shape[-1], topk_length=call.topk_length, batch=b,
-        device=q.device, cache_dtype=_cache_dtype(call),
+        heads, s_q, topk=topk, topk_length=lengths, batch=b, device=q.device,
+        cache_dtype=call.cache_dtype,
     )  # fmt: skip
 
 
@@ -231,9 +273,12 @@ def _new(shape: Shape, own: bool) -> Plan:
             shape.heads, shape.s_q, topk=shape.topk, batch=shape.b, device=shape.device,
             partials=None if own else functools.partial(_partials, shape),
         )  # fmt: skip
-    lengths = torch.full((shape.b,), shape.topk, dtype=torch.int32, device=shape.device)
-    options = SparseOptions(num_heads=shape.heads, cache_dtype=ds_mla.FORMAT)
-    step = StepShape(shape.s_q, shape.topk, None)
+    topk = shape.topk
+    if shape.extra_topk:
+        topk = two_lists.whole_tiles(topk) + shape.extra_topk
+    lengths = torch.full((shape.b,), topk, dtype=torch.int32, device=shape.device)
+    options = SparseOptions(num_heads=shape.heads, cache_dtype=shape.cache_dtype)
+    step = StepShape(shape.s_q, topk, None)
     workspace = new_workspace if own else functools.partial(_workspace, shape)
     made = make_plan(options, workspace, lengths, step, None, None, made=SparsePlan)
     assert isinstance(made, SparsePlan)

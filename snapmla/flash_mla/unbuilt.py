@@ -7,14 +7,12 @@ import torch
 from snapmla import checks
 
 _FP8 = "FlashMLA's dense FP8 cache is not built yet"
-_SECOND, _DENSE = "a second cache is not built yet", "dense decode has neither"
-_LEAVE = "keep FlashMLA for layers that need it"
+_DENSE = "dense decode has neither"
+_SECOND = "None without indices", "dense decode has no second cache"
 OWN_FP8 = "snapmla.flash_mla_fp8 decodes an FP8 cache with a scale a token"
 _NOT_BUILT = {
     "topk_length": ("None without indices", _DENSE), "attn_sink": ("None without indices", _DENSE),
-    "extra_k_cache": (f"None: {_SECOND}", _LEAVE),
-    "extra_indices_in_kvcache": (f"None: {_SECOND}", _LEAVE),
-    "extra_topk_length": (f"None: {_SECOND}", _LEAVE),
+    "extra_k_cache": _SECOND, "extra_indices_in_kvcache": _SECOND, "extra_topk_length": _SECOND,
     "is_fp8_kvcache": (f"False: {_FP8}", OWN_FP8), "descale_q": (f"None: {_FP8}", OWN_FP8),
     "descale_k": (f"None: {_FP8}", OWN_FP8),
 }  # fmt: skip

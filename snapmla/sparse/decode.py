@@ -18,16 +18,18 @@ from snapmla.decode_plan.choices import choices
 from snapmla.dispatch import PIPELINES
 from snapmla.quant import QuantizedQuery, as_batch, expect_query, named
 from snapmla.sparse import rows as over_rows
-from snapmla.sparse.lists import check_indices, check_lengths, check_reach, flat
+from snapmla.sparse import two_lists
+from snapmla.sparse.lists import READ, check_indices, check_lengths, check_reach, flat
 from snapmla.sparse.plan import SparsePlan, plan_sparse_decode
 from snapmla.sparse.rows_plan import SparseRowsPlan
+from snapmla.sparse.two_lists import Second
 
 _Tensor = torch.Tensor  # looked up on every call
 Options = tuple[float, str, str]  # softmax_scale, lse_base, empty_lse
-# of a call: q, cache, indices, topk_length, attn_sink, plan, out, lse, options, out_dtype
+# of a call: q, cache, indices, topk_length, attn_sink, plan, out, lse, options, out_dtype, extra
 Call = tuple[
     Any, PagedKVCache, torch.Tensor, torch.Tensor | None, torch.Tensor | None, Any,
-    torch.Tensor | None, torch.Tensor | None, Options, torch.dtype | None,
+    torch.Tensor | None, torch.Tensor | None, Options, torch.dtype | None, Second | None,
 ]  # fmt: skip
 
 
@@ -59,19 +61,26 @@ def sparse_decode(
     empty_lse: str = "-inf",
     out_dtype: torch.dtype | None = None,
     pipeline: str | None = None,
+    extra: Second | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What ``decode(..., indices=)`` does; arguments, results and errors as there."""
+    """What ``decode(..., indices=)`` does; arguments, results and errors as there.
+
+    ``extra``: a second list over a second cache, of format ``fp8_v4`` both; a ``plan`` is then one
+    of ``two_lists.as_one``.
+    """
     options: Options = softmax_scale, lse_base, empty_lse
     if over_rows.is_rows(cache):
         if pipeline is not None:
             checks.value_error("pipeline", "None with a BF16 cache", pipeline, "it has one alone")
+        if extra is not None:
+            two_lists.expect_format("cache", cache)
         return over_rows.decode_rows(
             over_rows.Call(
                 q, cache, indices, topk_length, attn_sink, plan, out, lse, options, out_dtype
             )
         )
     call: Call = (
-        q, cache, indices, topk_length, attn_sink, plan, out, lse, options, out_dtype,
+        q, cache, indices, topk_length, attn_sink, plan, out, lse, options, out_dtype, extra,
     )  # fmt: skip
     if pipeline is not None and isinstance(cache, PagedKVCache):
         checks.choice("pipeline", pipeline, (PIPELINES.get(cache.format),))
@@ -79,11 +88,11 @@ def sparse_decode(
 
 
 def _parts(call: Call) -> calls.Parts:
-    q, cache, indices, topk_length, attn_sink, plan, out, lse, options, out_dtype = call
+    q, cache, indices, topk_length, attn_sink, plan, out, lse, options, out_dtype, extra = call
     content, rope, token_scale = cache.asks
     rows = q.__class__ is _Tensor
     query, place = (q, 0) if rows else (q.nope_u8, q.place)
-    optional = topk_length, attn_sink, out, lse
+    optional = topk_length, attn_sink, out, lse, *_tensors_of(extra)
     given = tuple([tensor for tensor in optional if tensor is not None])
     there = tuple([tensor is not None for tensor in optional])
     return (
@@ -97,12 +106,21 @@ def _parts(call: Call) -> calls.Parts:
     )  # fmt: skip
 
 
+def _tensors_of(extra: Second | None) -> tuple[torch.Tensor | None, ...]:
+    """Of a second list: cache, entries, lengths."""
+    return () if extra is None else (extra.cache.kv, extra.indices, extra.length)
+
+
 def _places(call: Call, _: object) -> calls.Groups | None:
     """Of a query and a cache that are the plan's, and with it have the memory that they had."""
-    q, cache, indices, topk_length, attn_sink, plan, out, lse, *_ = call
-    if not tracing.plain(q, cache, plan):
+    q, cache, indices, topk_length, attn_sink, plan, out, lse, *_, extra = call
+    if not tracing.plain(q, cache, plan, *(extra or ())[:1]):
         return None
     check_reach(named("cache", cache))  # another cache than the one that was checked
+    if extra is not None:
+        check_reach(named("extra_cache", extra.cache))
+        if extra.cache.format != cache.format or not extra.cache.stays:
+            return None
     rows = isinstance(q, torch.Tensor)
     if not (
         rows_of(q) == plan.rows_shape
@@ -114,18 +132,31 @@ def _places(call: Call, _: object) -> calls.Groups | None:
     ):
         return None
     results = [() if result is None else (overlap.span(result),) for result in (out, lse)]
-    tables = [overlap.span(t) for t in (indices, topk_length, attn_sink) if t is not None]
+    read = indices, topk_length, attn_sink, *_tensors_of(extra)
+    tables = [overlap.span(t) for t in read if t is not None]
     query = (overlap.span(q),) if rows else q.spans
     return *results, (*query, *cache.spans, *plan.spans, *tables)
 
 
 def _checked(call: Call) -> Call:
     """Checks all tensors with full messages; plans if no plan is given, launches nothing else."""
-    q, cache, indices, topk_length, attn_sink, plan, out, lse, options, out_dtype = call
+    q, cache, indices, topk_length, attn_sink, plan, out, lse, options, out_dtype, extra = call
     _expect(q, cache, indices, plan)
     check_reach(named("cache", cache))
     device, rows = q.device, rows_of(q)
-    check_indices(indices, rows, None if plan is None else plan.topk, device)
+    if extra is not None:
+        extra = two_lists.check(cache, indices, extra, rows, device)
+        check_reach(named("extra_cache", extra.cache))
+        topk, lengths = two_lists.as_one(indices, extra, rows[0])
+        if plan is None:
+            plan = plan_sparse_decode(
+                rows[-1], rows[1], topk=topk, topk_length=lengths, cache_dtype=cache.format
+            )
+        elif plan.topk != topk:
+            checks.value_error("plan", f"one made for topk {topk}, of both lists", plan.topk)
+        elif plan.row_limits.shape[0]:
+            checks.value_error("plan", "one without row_lengths beside a second list", "one with")
+    check_indices(indices, rows, plan.topk if plan is not None and extra is None else None, device)
     if plan is None:
         if len(rows) == 2:
             hint = "only a plan knows where a sequence's query tokens begin"
@@ -145,7 +176,7 @@ def _checked(call: Call) -> Call:
     checks.softmax_scale(options[0])
     choices(False, *options[1:])
     _check_apart(call, plan)
-    return q, cache, indices, topk_length, attn_sink, plan, out, lse, options, out_dtype
+    return q, cache, indices, topk_length, attn_sink, plan, out, lse, options, out_dtype, extra
 
 
 def _expect(q: object, cache: Any, indices: object, plan: object) -> None:
@@ -154,13 +185,12 @@ def _expect(q: object, cache: Any, indices: object, plan: object) -> None:
         record = FORMATS[cache.format]
         if not record.sparse:
             hint = "snapmla.convert_cache makes an FP8 cache of it"
-            wanted = "an FP8 cache, rows of 656 bytes or of bfloat16"
-            checks.value_error("cache", wanted, record.about, hint)
+            checks.value_error("cache", READ, record.about, hint)
         expect_cache(cache)
         if isinstance(q, QuantizedQuery):
-            hint = "rows of 656 bytes take queries as they are"
+            hint = f"{record.about} takes queries as they are"
             checks.type_error("q", "a bfloat16 tensor", "a snapmla.QuantizedQuery", hint)
-        checks.query_of_rows(q, torch.bfloat16, 1)
+        checks.query_of_rows(q, torch.bfloat16, 1, record.channels)
     else:
         expect_query("q", q)
         expect_cache(cache)
@@ -195,13 +225,15 @@ def _check_plan(
 
 def _check_apart(call: Call, plan: SparsePlan) -> None:
     """Checks that given results share no memory with what the call reads, or one another."""
-    q, cache, indices, topk_length, attn_sink, _, out, lse, *_ = call
+    q, cache, indices, topk_length, attn_sink, _, out, lse, *_, extra = call
+    names = ("extra_cache.kv", "extra_indices", "extra_length")
     read = {
         **({"q": q} if isinstance(q, torch.Tensor) else named("q", q)),
         **named("cache", cache),
         "indices": indices,
         "topk_length": topk_length,
         "attn_sink": attn_sink,
+        **dict(zip(names, _tensors_of(extra), strict=extra is not None)),
         **{f"plan.{name}": getattr(plan, name) for name in TENSORS},
     }
     checks.apart("out", out, {**read, "lse": lse})
@@ -210,7 +242,7 @@ def _check_apart(call: Call, plan: SparsePlan) -> None:
 
 def _launch(call: Call, ready: Prepared | Literal[False] | None) -> tuple[Any, Any]:
     """Launches a checked call; see ``call.Op``."""
-    q, cache, indices, topk_length, attn_sink, plan, out, lse, options, out_dtype = call
+    q, cache, indices, topk_length, attn_sink, plan, out, lse, options, out_dtype, extra = call
     if not ready:
         ready = _prepare(plan, options, out_dtype if out is None else out.dtype)
     if out is None:
@@ -221,12 +253,16 @@ def _launch(call: Call, ready: Prepared | Literal[False] | None) -> tuple[Any, A
         return (out, lse), False
     lengths = ready.lengths if topk_length is None else topk_length
     if plan.check_stale:
-        plan.check(lengths)
+        plan.check(lengths if extra is None else two_lists.as_one(indices, extra, plan.batch)[1])
     ragged = plan.s_q is None
     kernel = ready.variant.kernels.get(ready.dtype) or ready.variant.kernel(ready.dtype)
     query = q.arguments if not isinstance(q, _Tensor) else (q.unsqueeze(0) if ragged else q,)
+    entries = indices if indices.ndim == 2 else flat(indices)
+    lists: tuple[Any, ...] = entries, lengths
+    if cache.format == two_lists.FORMAT and entries is not None:
+        lists = *lists, *two_lists.arguments(cache, entries, extra, ready.lengths)
     kernel(
-        *query, *cache.gather_arguments, indices if indices.ndim == 2 else flat(indices), lengths,
+        *query, *cache.gather_arguments, *lists,
         ready.no_sink if attn_sink is None else attn_sink, *ready.tables,
         out.unsqueeze(0) if ragged else out, lse.unsqueeze(0) if ragged else lse, *ready.rest,
     )  # fmt: skip
@@ -246,9 +282,12 @@ def _prepare(plan: SparsePlan, options: Options, dtype: torch.dtype | None) -> P
 
 def _traced(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """The call as an operator, for tracers; arguments checked."""
-    q, cache, indices, topk_length, attn_sink, plan, out, lse, options, out_dtype = call
+    q, cache, indices, topk_length, attn_sink, plan, out, lse, options, out_dtype, extra = call
     _expect(q, cache, indices, plan)
     rows = rows_of(q)
+    if extra is not None:
+        hint = "torch.ops.snapmla has one list"
+        checks.value_error("extra", "None where a tracer asks for the call", "a second list", hint)
     if plan is None:
         if tracing.by_dynamo():
             return tracing.between_graphs(
@@ -256,7 +295,7 @@ def _traced(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
                 topk_length=topk_length, attn_sink=attn_sink, plan=plan, out=out, lse=lse,
                 lse_base=options[1], empty_lse=options[2], out_dtype=out_dtype,
             )  # fmt: skip
-        *_, plan, _, _, _, _ = _checked(call)
+        *_, plan, _, _, _, _, _ = _checked(call)
     _check_plan_shape(plan, rows)
     _, factor, empty = choices(False, *options[1:])
     ragged, is_rows = len(rows) == 2, isinstance(q, torch.Tensor)
@@ -271,14 +310,17 @@ def _traced(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         plan.lse_accum, plan.pipeline, plan.row_tile, plan.can_split(),
         checks.softmax_scale(options[0]), factor, empty,
     )  # fmt: skip
-    ops, extra = torch.ops.snapmla, {} if is_rows else {"p_terms": plan.p_terms}
+    ops = torch.ops.snapmla
+    more: dict[str, Any] = {"p_terms": plan.p_terms}
+    if is_rows:
+        more = {"cache_dtype": cache.format}
     make, write = (
         (ops.sparse_decode_rows, ops.sparse_decode_rows_out)
         if is_rows
         else (ops.sparse_decode, ops.sparse_decode_out)
     )
     if out is None and lse is None:
-        made = make(*common, out_dtype or torch.bfloat16, **extra)
+        made = make(*common, out_dtype or torch.bfloat16, **more)
         return (made[0].squeeze(0), made[1].squeeze(0)) if ragged else made
     like = q if isinstance(q, torch.Tensor) else q.rope
     if out is None:
@@ -286,7 +328,7 @@ def _traced(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     if lse is None:
         lse = like.new_empty(lse_shape(rows), dtype=torch.float32)
     results = (out.unsqueeze(0), lse.unsqueeze(0)) if ragged else (out, lse)
-    write(*common, *results, **extra)
+    write(*common, *results, **more)
     return out, lse
 
 

@@ -7,28 +7,36 @@ from typing import Any
 
 import torch
 
+from dsl_kernels.families.formats import FORMATS
 from snapmla import checks
 
+_BYTES = " or ".join(repr(name) for name, each in FORMATS.items() if each.sparse and each.named)
+READ = f"an FP8 cache, one of format {_BYTES} or bfloat16 rows"  # the caches of sparse decode
 MAX_STRIDE = 1 << 32  # bytes between pages or tokens: the gather's strides have 32 bits
 
 
 def check_indices(
-    indices: torch.Tensor, rows: tuple[int, ...], topk: int | None, device: torch.device
+    indices: torch.Tensor,
+    rows: tuple[int, ...],
+    topk: int | None,
+    device: torch.device,
+    name: str = "indices",
 ) -> None:
     """int32 (b, s_q, topk) or (total_q, topk); one stride from row to row.
 
     Args:
         topk: the plan's; None: any.
+        name: of the argument.
     """
     width: Any = "topk" if topk is None else topk
-    checks.tensor("indices", indices, (torch.int32,), (*rows[:-1], width), device)
+    checks.tensor(name, indices, (torch.int32,), (*rows[:-1], width), device)
     if indices.shape[-1] < 1:
-        checks.value_error("indices", "a width of 1 or more entries", indices.shape[-1])
+        checks.value_error(name, "a width of 1 or more entries", indices.shape[-1])
     if indices.shape[-1] > 1 and indices.stride(-1) != 1:
-        checks.value_error("indices", "innermost stride 1", f"strides {indices.stride()}")
+        checks.value_error(name, "innermost stride 1", f"strides {indices.stride()}")
     if flat(indices) is None:
         wanted = "one stride from query token to query token"
-        checks.value_error("indices", wanted, f"strides {indices.stride()}", "call .contiguous()")
+        checks.value_error(name, wanted, f"strides {indices.stride()}", "call .contiguous()")
 
 
 def flat(indices: torch.Tensor) -> torch.Tensor | None:

@@ -30,7 +30,7 @@ class SparseVariant(PlanVariant):
             checks.type_error("out", f"dtype {wanted}", checks.dtype_name(out_dtype))
         arch = runtime.arch_of(self.device)
         spec = sparse_spec(
-            arch, self.row_tile, NAMES[out_dtype], self.p_terms, pipeline=self.pipeline
+            arch, self.row_tile, NAMES[out_dtype], self.p_terms, cache=self.cache_dtype
         )
         self.kernels[out_dtype] = runtime.kernel(spec, self.device.type)
         return self.kernels[out_dtype]
@@ -108,19 +108,19 @@ class SparseOptions(PlanOptions):
         return min(most, PARTS_OF_FEW) if few else most
 
     def tile_times(self, device: torch.device, spec: VariantSpec) -> tuple[int, int]:
-        """Those of the kernel over pages, whose math is the same; of rows of 656 bytes none."""
+        """Those of the kernel over pages, whose math is the same; of caches of bytes none."""
         if spec.pipeline != "etap":
             return 0, 0
         return dispatch.tile_times(device, decode_spec(spec.pipeline, spec.row_tile, 64, "bf16"))
 
 
 def sparse_spec(
-    arch: str, row_tile: int, out_dtype: str, p_terms: int = 1, *, pipeline: str = "etap"
+    arch: str, row_tile: int, out_dtype: str, p_terms: int = 1, *, cache: str = DEFAULT
 ) -> VariantSpec:
-    """The variant of these choices."""
+    """The variant of these choices; ``cache``: its format."""
     return VariantSpec(
-        op="sparse_decode", arch=arch, pipeline=pipeline, row_tile=row_tile, out_dtype=out_dtype,
-        p_terms=p_terms,
+        op="sparse_decode", arch=arch, pipeline=dispatch.PIPELINES[cache], row_tile=row_tile,
+        out_dtype=out_dtype, p_terms=p_terms, cache_dtype=cache,
     )  # fmt: skip
 
 
@@ -232,7 +232,7 @@ def plan_sparse_decode(
         total_q: room for ragged query tokens.
         num_parts: CTAs that share the entries, per row block of a query token; None fills the
             device.
-        pipeline: ``etap``, of rows of 656 bytes ``mix16``; None lets the dispatcher choose.
+        pipeline: ``etap``, of caches of bytes ``mix16``; None lets the dispatcher choose.
         row_tile: query heads of a CTA (16, 32, 64); None lets the dispatcher choose, by measured
             times (``snapmla.explain(num_heads, topk=...)`` lists the candidates).
         fixed_overhead: cost of starting an item, in tiles of 64 entries.
@@ -240,10 +240,11 @@ def plan_sparse_decode(
             many entries, a multiple of 64, whatever else is in the batch.
         check_stale, accuracy: as in ``plan_decode``; ``high`` is there for an ``fp8`` cache, with
             up to 32 heads a CTA.
-        cache_dtype: format of the cache that ``decode`` will get: ``fp8``, ``fp8_ds_mla`` for rows
-            of 656 bytes, or ``bf16`` (torch.bfloat16), whose plan depends on shapes alone: with it
-            go ``topk_length`` for its batch, ``num_parts``, ``row_tile``, ``fixed_split_tokens``;
-            ragged query tokens are sequences of one token there.
+        cache_dtype: format of the cache that ``decode`` will get: ``fp8``; ``fp8_ds_mla``, rows of
+            656 bytes; ``fp8_v4``, DeepSeek V4's pages; or ``bf16`` (torch.bfloat16), whose plan
+            depends on shapes alone: with it go ``topk_length`` for its batch, ``num_parts``,
+            ``row_tile``, ``fixed_split_tokens``; ragged query tokens are sequences of one token
+            there.
 
     Returns:
         The plan; a ``SparseRowsPlan`` of a BF16 cache.

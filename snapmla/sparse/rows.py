@@ -22,7 +22,7 @@ from snapmla.checks.decode_call import check_outputs, lse_shape, rows_of
 from snapmla.decode_plan.choices import choices
 from snapmla.plan import sm_count
 from snapmla.quant import QuantizedQuery, named
-from snapmla.sparse.lists import check_indices, check_lengths, check_reach, flat
+from snapmla.sparse.lists import READ, check_indices, check_lengths, check_reach, flat
 from snapmla.sparse.rows_kernel import kernel_of
 from snapmla.sparse.rows_plan import ROWS, SparseRowsPlan, plan_rows
 
@@ -297,8 +297,7 @@ def is_rows(cache: Any) -> bool:
     if not isinstance(cache, PagedKVCache) or not FORMATS[cache.format].rows:
         return False
     if cache.format != ROWS:
-        wanted = "bfloat16 rows, an FP8 cache or rows of 656 bytes"
-        checks.value_error("cache", wanted, f"one of {checks.dtype_name(cache.dtype)} rows")
+        checks.value_error("cache", READ, f"one of {checks.dtype_name(cache.dtype)} rows")
     return True
 
 

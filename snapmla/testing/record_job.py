@@ -1,28 +1,25 @@
-"""Sparse decodes over 656-byte rows at the level of the ABI: inputs, one call, and its errors."""
+"""Sparse decodes over caches of bytes at the level of the ABI: inputs, one call, and its errors."""
 
 from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dsl_kernels.cache_records.ds_mla import (
-    GROUP,
-    GROUPS,
-    LEAST_SCALE,
-    ROPE_AT,
-    ROW_BYTES,
-    SCALES_AT,
-)
-from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK, PARTIAL_ROW, QK_ROPE_HEAD_DIM
+from dsl_kernels.cache_records.ds_mla import LEAST_SCALE
+from dsl_kernels.cache_records.ds_mla import RECORD as DS_MLA
+from dsl_kernels.cache_records.record import ZEROS, Record
+from dsl_kernels.dims import KV_LORA_RANK, PARTIAL_ROW, TOKEN_TILE
+from dsl_kernels.families.formats import FORMATS
 from dsl_kernels.spec import VariantSpec
+from snapmla import byte_cache
 from snapmla.testing import dense_job, metrics
+from snapmla.testing.byte_records import quantize_tokens
 from snapmla.testing.dense_job import OUT_GATE, DenseErrors
-from snapmla.testing.ds_mla import quantize_ds_mla_rows
 from snapmla.testing.record_reference import (
     RecordCall,
     magnitudes_of,
@@ -45,9 +42,11 @@ ARGUMENTS = (
     "units", "row_limits", "out", "lse", "o_accum", "lse_accum", "softmax_scale", "lse_factor",
     "empty_lse", "may_split",
 )  # fmt: skip
+# And over V4's pages (dsl_kernels/smxx/two_list_entry.py).
+TWO_LISTS = (*ARGUMENTS[:4], "extra_cache", "extra_indices", "extra_length", *ARGUMENTS[4:])
 STYLES = ("plain", "std3", "std30", "swings", "equal", "rope", "groups", "scales")
 HEIGHTS = (0.0, 1.0, -1.0, 0.5, -0.5, 1.1)  # of the tiles of ``swings``, in turn
-GROUP_POWERS = (0.0, -20.0, -10.0, -5.0)  # log2 of the groups' sizes in ``groups``
+GROUP_POWERS = (0.0, -20.0, -10.0, -5.0)  # log2 of the groups' sizes in ``groups``, in turn
 
 
 @dataclass(frozen=True)
@@ -56,66 +55,127 @@ class RecordShape(SparseShape):
 
     Attributes:
         layout: ``split``, rows behind rows; ``padded``, at multiples of 672 bytes; ``packed``,
-            pages of three caches in turn.
+            pages of three caches in turn.  Of pages with planes ``padded`` is one of 576 bytes.
         style: of the numbers, one of ``STYLES``: FlashMLA's own; logits of standard deviation 3 or
             30; swings of 200 nats between tiles; queries that equal a token; RoPE of 1e3; groups
             2^20 apart; scales of 0, 2^-126 and on.
         powers: whether scales are powers of two.
+        extra_topk, extra_lengths, extra_page_size: of a second list and its cache; of no entries
+            there is none.
     """
 
     powers: bool = False
+    extra_topk: int = 0
+    extra_lengths: tuple[int, ...] = ()
+    extra_page_size: int = 64
+
+    @property
+    def planned(self) -> tuple[tuple[int, ...], int]:
+        """Lengths and width of both lists as one: the second begins behind the first's tiles."""
+        if not self.extra_topk:
+            return super().planned
+        first = -(-self.topk // TOKEN_TILE) * TOKEN_TILE
+        own = (first + min(max(n, 0), self.extra_topk) for n in self.extra_lengths)
+        return tuple(own), first + self.extra_topk
+
+    @property
+    def second(self) -> SparseShape:
+        """The second list, as a shape of one list."""
+        return replace(
+            self, topk=self.extra_topk, lengths=self.extra_lengths, extra_topk=0,
+            page_size=self.extra_page_size,
+        )  # fmt: skip
 
 
-def poisoned_rows(pages: int, page_size: int, layout: str) -> Tensor:
-    """(pages, P, 656) u8, every byte 0xFF."""
-    if layout == "padded":
-        return torch.full((pages, page_size, 672), 0xFF, dtype=torch.uint8)[..., :ROW_BYTES]
-    caches = 3 if layout == "packed" else 1
-    blocks = torch.full((pages, caches, page_size * ROW_BYTES), 0xFF, dtype=torch.uint8)
-    return blocks[:, caches // 2].unflatten(1, (page_size, ROW_BYTES))
+def poisoned_rows(pages: int, page_size: int, layout: str, record: Record = DS_MLA) -> Tensor:
+    """(pages, P, bytes of a token) u8, every byte 0xFF."""
+    token, planes = record.token_bytes, len(record.planes) > 1
+    if layout == "padded" and not planes:
+        return torch.full((pages, page_size, token + 16), 0xFF, dtype=torch.uint8)[..., :token]
+    unit = (record.page_multiple if layout == "padded" else 16) if planes else 1
+    caches, size = 3 if layout == "packed" else 1, -(-page_size * token // unit) * unit
+    blocks = torch.full((pages, caches, size), 0xFF, dtype=torch.uint8)
+    return blocks[:, caches // 2, : page_size * token].unflatten(1, (page_size, token))
 
 
 class RecordJob(SparseJob):
-    """One sparse decode over rows, 0xFF wherever nobody names a token; ``shape`` is a
+    """One sparse decode over a cache of bytes, 0xFF wherever nobody names a token; ``shape`` is a
     ``RecordShape``."""
 
     shape: RecordShape
-    argument_names = ARGUMENTS
+    cache: Tensor
+    indices: Tensor
+    extra: tuple[Tensor, Tensor, Tensor] | None = None
+
+    @property
+    def argument_names(self) -> tuple[str, ...]:  # type: ignore[override]
+        """Of the exported function."""
+        return ARGUMENTS if self.record is DS_MLA else TWO_LISTS
+
+    @property
+    def record(self) -> Record:
+        """Of the cache."""
+        return FORMATS[self.spec.cache_dtype]
 
     # ---------------------------------------------------------------- inputs
 
     def _fill(self) -> None:
         shape = self.shape
+        order = self._new_list(shape)
+        q = torch.randn(shape.tokens, shape.heads, self.record.channels)
+        if shape.extra_topk:
+            first = self.cache, self.indices
+            self._fill_list(shape.second, self._new_list(shape.second), q)
+            counts = torch.tensor(shape.second.counts, dtype=torch.int32)
+            self.extra = self.cache, self.indices, counts
+            self.cache, self.indices = first
+        self._fill_list(shape, order, q)
+        b_q = 1 if shape.begins is not None else len(shape.lengths)
+        self.q16 = q.bfloat16().view(b_q, shape.s_q, shape.heads, self.record.channels)
+
+    def _new_list(self, shape: SparseShape) -> Tensor:
+        """Poisoned ``cache`` and idle ``indices`` of one list; returns its slots in some order."""
         pages = -(-max(sum(shape.counts), 1) // shape.page_size) + 2
-        self.cache = poisoned_rows(pages, shape.page_size, shape.layout)
-        self.planes = (self.cache,) * 3  # whose first two extents ``_idle`` asks for
-        order = torch.randperm(pages * shape.page_size)
+        self.cache = poisoned_rows(pages, shape.page_size, shape.layout, self.record)
         self.indices = torch.full((shape.tokens, shape.topk), INT_MAX, dtype=torch.int32)
-        q = torch.randn(shape.tokens, shape.heads, HEAD_DIM_QK)
+        return torch.randperm(pages * shape.page_size)
+
+    def _fill_list(self, shape: SparseShape, order: Tensor, q: Tensor) -> None:
+        """Tokens of one list; queries as the style wants them, in place."""
+        self.planes = (self.cache,) * 3  # whose first two extents ``_idle`` asks for
         for i, count in enumerate(shape.counts):
             slots, order = order[:count], order[count:]
             q[i], c, r = self._numbers(q[i], count)
-            rows = quantize_ds_mla_rows(c, r, power_of_two=shape.powers)
+            content, rope, scales = quantize_tokens(self.record, c, r, self.shape.powers)
+            content, scales = content.view(torch.uint8), scales.view(torch.uint8)
             if shape.style == "scales":
-                self._odd_scales(rows)
-            self.cache[slots // shape.page_size, slots % shape.page_size] = rows
+                scales = self._odd_scales(content, scales)
+            self._store(slots, content, rope, scales)
             self.indices[i, :count] = slots.int()
             if not shape.dense:
                 self._idle(i, count)
-        b_q = 1 if shape.begins is not None else len(shape.lengths)
-        self.q16 = q.bfloat16().view(b_q, shape.s_q, shape.heads, HEAD_DIM_QK)
+
+    def _store(self, slots: Tensor, *values: Tensor) -> None:
+        """Content, RoPE and scales, two of them as bytes, to their places."""
+        fields = byte_cache.fields_of(self.record, self.cache[:, :, None])
+        for field, value in zip(fields, values, strict=True):
+            own = field if field.dtype == value.dtype else field.view(torch.uint8)
+            own[slots // field.shape[1], slots % field.shape[1]] = value
 
     def _numbers(self, q: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
-        """(q (h, 576), c (n, 512), r (n, 64)) of a query token's heads and list."""
+        """(q (h, channels of K), c (n, channels of content), r (n, 64)) of a query token's heads
+        and list."""
         style, size = self.shape.style, torch.exp(0.3 * torch.randn(n, 1))
-        c, r = size * (torch.randn(n, KV_LORA_RANK) + 0.3), torch.randn(n, QK_ROPE_HEAD_DIM)
+        channels, groups = self.record.content.count, self.record.content.count // self.record.group
+        c = size * (torch.randn(n, channels) + 0.3)
+        r = torch.randn(n, self.record.rope_channels)
         if style in ("plain", "scales"):
             return q.clamp(-1, 1), c / 10, r / 10
         if style.startswith("std") and n > 1:
             spread = (q @ torch.cat((c, r), 1).T * HEAD_SCALE).std(1, keepdim=True)
             q = q * (float(style[3:]) / spread)
         elif style == "swings":
-            mean = q[:, :KV_LORA_RANK].mean(0)
+            mean = q[:, :channels].mean(0)
             tile = torch.arange(n) // self.spec.token_tile
             unit = SWING / (HEAD_SCALE * float(mean.square().sum()))
             c = c + (torch.tensor(HEIGHTS)[tile % len(HEIGHTS)] * unit)[:, None] * mean
@@ -124,26 +184,36 @@ class RecordJob(SparseJob):
         elif style == "rope":
             r = 1e3 * torch.sign(r)
         elif style == "groups":
-            order = torch.rand(n, GROUPS).argsort(1)
-            c = c * torch.exp2(torch.tensor(GROUP_POWERS)[order]).repeat_interleave(GROUP, 1)
+            order = torch.rand(n, groups).argsort(1)
+            powers = torch.tensor(GROUP_POWERS * 2)[:groups]
+            c = c * torch.exp2(powers[order]).repeat_interleave(self.record.group, 1)
         return q, c, r
 
-    @staticmethod
-    def _odd_scales(rows: Tensor) -> None:
+    def _odd_scales(self, content: Tensor, scales: Tensor) -> Tensor:
         """A list of odd length has tiny scales, from 2^-118 down; of another some tokens have
-        scales of 0 over NaN bytes, one or all, or the least there is."""
-        n = len(rows)
-        scales = rows[:, SCALES_AT:ROPE_AT].contiguous().view(torch.float32)
+        the least scales there are, one or all: 0, over NaN bytes where that says zeros, or the
+        least number."""
+        n, group = len(content), self.record.group
+        if self.record.powers:
+            if n % 2:
+                return (scales.int() - scales.int().amax(1, keepdim=True) + 9).clamp_min(0).byte()
+            kind = torch.randint(6, (n,))
+            scales[kind == 0] = 0
+            scales[kind == 1, 1] = 0
+            scales[kind == 2] = 1
+            return scales
+        values = scales.view(torch.float32)
         if n % 2:
-            scales *= 2.0**-118 / scales.amax(1, keepdim=True)
+            values *= 2.0**-118 / values.amax(1, keepdim=True)
         else:
             kind = torch.randint(6, (n,))
-            scales[kind == 0] = 0.0
-            scales[kind == 1, 1] = 0.0
-            scales[kind == 2] = LEAST_SCALE
-            rows[kind == 0, :SCALES_AT] = 0x7F
-            rows[kind == 1, GROUP : 2 * GROUP] = 0xFF
-        rows[:, SCALES_AT:ROPE_AT] = scales.view(torch.uint8)
+            values[kind == 0] = 0.0
+            values[kind == 1, 1] = 0.0
+            values[kind == 2] = LEAST_SCALE
+            if self.record.zero_scale == ZEROS:
+                content[kind == 0] = 0x7F
+                content[kind == 1, group : 2 * group] = 0xFF
+        return values.view(torch.uint8)
 
     # ---------------------------------------------------------------- calls
 
@@ -152,8 +222,12 @@ class RecordJob(SparseJob):
         b_q = self.q16.shape[0]
         out = torch.full((b_q, shape.s_q, shape.heads, KV_LORA_RANK), math.nan)
         slots = max(2 * shape.parts, self.plan.split_begin[-1])
+        nothing = self.cache, self.indices[:, :0], torch.empty(0, dtype=torch.int32)
+        extra_cache, extra_indices, _ = self.extra or nothing
         return {
             "q": self.q16, "cache": self.cache, "indices": self.indices,
+            "extra_cache": extra_cache, "extra_indices": extra_indices,
+            "extra_length": torch.tensor(shape.extra_lengths, dtype=torch.int32),
             "topk_length": self.lengths, "attn_sink": self.sink,
             "out": out.to(DTYPES[self.spec.out_dtype]),
             "lse": torch.full((b_q, shape.heads, shape.s_q), math.nan),
@@ -170,8 +244,15 @@ class RecordJob(SparseJob):
         n = self.shape.covered
         return RecordCall(
             self.q16.flatten(0, 1)[:n], self.cache, self.indices[:n], self.counts[:n], HEAD_SCALE,
-            self.sink if self.shape.sink else None,
+            self.sink if self.shape.sink else None, self.record, self._extra_of(n),
         )  # fmt: skip
+
+    def _extra_of(self, n: int) -> tuple[Tensor, Tensor, Tensor] | None:
+        if self.extra is None:
+            return None
+        cache, *lists = self.extra
+        indices, counts = (x[:n] for x in lists)
+        return cache, indices, counts
 
     def errors(self, result: tuple[Tensor, Tensor]) -> DenseErrors:  # type: ignore[override]
         """What ``run`` returned, natural LSE, by ``record_errors``."""
@@ -179,8 +260,9 @@ class RecordJob(SparseJob):
         n = len(call.q)
         out, lse = result[0].flatten(0, 1)[:n], result[1].transpose(0, 1).flatten(1)[:, :n]
         return record_errors(
-            self.spec, call, out, lse, plain=shape.style == "plain", powers=shape.powers
-        )
+            self.spec, call, out, lse, plain=shape.style == "plain",
+            powers=shape.powers or self.record.powers,
+        )  # fmt: skip
 
 
 def record_errors(
@@ -198,7 +280,8 @@ def record_errors(
     """
     n = len(call.q)
     truth, truth_lse = record_decode_reference(call)
-    mimic, _ = record_decode_mimic(call, spec.row_tile <= GROUP_SUM_ROWS)
+    by_group = spec.row_tile <= GROUP_SUM_ROWS and not call.record.powers
+    mimic, _ = record_decode_mimic(call, by_group)
     slack = SLACK if plain else SLACK_OF_FRAMES
     pairs = [
         (metrics.relative_l2(a, c), MIMIC_FACTOR * metrics.relative_l2(b, c) + slack)

@@ -1,5 +1,5 @@
-"""Sparse decode over 656-byte rows (``dsl_kernels.cache_records.ds_mla``) in plain torch: the
-truth, and the rounding of 16-bit products.
+"""Sparse decode over caches of bytes (``dsl_kernels.cache_records``: rows of 656 bytes, V4's pages)
+in plain torch: the truth, and the rounding of 16-bit products.
 
 A query token's list becomes a sequence of dense decode's reference, whose pool is the cache in
 fp64.
@@ -13,8 +13,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dsl_kernels.cache_records.ds_mla import GROUP, ROPE_AT, SCALES_AT
-from dsl_kernels.dims import KV_LORA_RANK, TOKEN_TILE
+from dsl_kernels.cache_records import ds_mla
+from dsl_kernels.cache_records.record import ZEROS, Record
+from dsl_kernels.dims import TOKEN_TILE
+from snapmla import byte_cache
 from snapmla.testing.dense_reference import dense_decode_reference, logit_magnitudes
 
 LOG2E = math.log2(math.e)
@@ -22,35 +24,37 @@ P_LOG2_MAX, HEADROOM = 8.0, 15.0  # of the kernels' frames (dsl_kernels/sm90/den
 APART = 2.0**-40  # dsl_kernels/sm90/mix16_parts.py
 
 
-def fields_of(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(e4m3 content (..., 512), scales (..., 4), RoPE (..., 64)) of rows (..., 656) u8, in fp64.
+Fields = tuple[Tensor, Tensor, Tensor]
 
-    A group with scale 0 has content 0, whatever its bytes are.
+
+def fields_of(cache: Tensor, record: Record = ds_mla.RECORD) -> Fields:
+    """(e4m3 content (N, channels), scales (N, groups), RoPE (N, 64)) of all tokens of a cache
+    (pages, P, bytes of a token) u8, in fp64.
+
+    Where a scale of 0 says so, a group that has it has content 0, whatever its bytes are.
     """
-    content = rows[..., :SCALES_AT].contiguous().view(torch.float8_e4m3fn).double()
-    scales = rows[..., SCALES_AT:ROPE_AT].contiguous().view(torch.float32).double()
-    rope = rows[..., ROPE_AT:].contiguous().view(torch.bfloat16).double()
-    of_none = (scales == 0).repeat_interleave(GROUP, -1)
-    return torch.where(of_none, 0.0, content), scales, rope
-
-
-def dequantised(rows: Tensor) -> Tensor:
-    """rows (..., 656) u8 -> (..., 576) fp64: e4m3 content times its scale, RoPE as it is."""
-    content, scales, rope = fields_of(rows)
-    return torch.cat((content * scales.repeat_interleave(GROUP, -1), rope), -1)
+    content, rope, scales = (
+        x.flatten(0, 1).float().double() for x in byte_cache.fields_of(record, cache[:, :, None])
+    )
+    if record.zero_scale == ZEROS:
+        of_none = (scales == 0).repeat_interleave(record.group, -1)
+        content = torch.where(of_none, 0.0, content)
+    return content, scales, rope
 
 
 class RecordCall(NamedTuple):
-    """Inputs of a sparse decode over rows of 656 bytes.
+    """Inputs of a sparse decode over a cache of bytes.
 
     Attributes:
-        q: (tokens, h, 576) floating point.
-        cache: (pages, P, 656) u8, any strides.
+        q: (tokens, h, channels of K) floating point.
+        cache: (pages, P, bytes of a token) u8, any strides that the record has.
         indices: (tokens, topk) int32, page * P + offset; what is negative or behind the pool is no
             token.
         counts: (tokens,) how many entries of each row count.
         softmax_scale: factor of the logits.
         attn_sink: (h,) logits that weigh in ``out`` and have no value; None: there are none.
+        record: of the cache.
+        extra: a second list, over a second cache: (cache, indices, counts), as those of the first.
     """
 
     q: Tensor
@@ -59,11 +63,31 @@ class RecordCall(NamedTuple):
     counts: Tensor
     softmax_scale: float
     attn_sink: Tensor | None = None
+    record: Record = ds_mla.RECORD
+    extra: tuple[Tensor, Tensor, Tensor] | None = None
 
     def named(self, i: int) -> tuple[Tensor, Tensor]:
-        """(the entries of row i that count, int64; which of them name a token)."""
-        row = self.indices[i, : max(int(self.counts[i]), 0)].long()
-        return row, (row >= 0) & (row < self.cache.shape[0] * self.cache.shape[1])
+        """(the entries of row i that count, int64; which of them name a token).
+
+        With a second list its entries follow the first one's whole tiles, and name tokens behind
+        those of the first cache.
+        """
+        row, named = _named(self.cache, self.indices[i], int(self.counts[i]))
+        if self.extra is None:
+            return row, named
+        cache, indices, counts = self.extra
+        other, other_named = _named(cache, indices[i], int(counts[i]))
+        idle = -(-self.indices.shape[1] // TOKEN_TILE) * TOKEN_TILE - len(row)
+        behind = other + self.cache.shape[0] * self.cache.shape[1]
+        none = torch.zeros(idle, dtype=torch.bool)
+        return torch.cat((row, none.long(), behind)), torch.cat((named, none, other_named))
+
+    def fields(self) -> Fields:
+        """``fields_of`` of both caches."""
+        caches = [self.cache, *(self.extra or ())[:1]]
+        found = [fields_of(cache, self.record) for cache in caches]
+        content, scales, rope = (torch.cat(each) for each in zip(*found, strict=True))
+        return content, scales, rope
 
     def sequences(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(q, kv, block_table, cache_seqlens) of the dense reference: pages of one token."""
@@ -72,8 +96,15 @@ class RecordCall(NamedTuple):
         table = torch.zeros(len(lists), max(int(lengths.max()), 1), dtype=torch.long)
         for i, tokens in enumerate(lists):
             table[i, : len(tokens)] = tokens
-        kv = dequantised(self.cache).flatten(0, 1)[:, None, None]
+        content, scales, rope = self.fields()
+        kv = torch.cat((content * scales.repeat_interleave(self.record.group, -1), rope), -1)
+        kv = kv[:, None, None]
         return self.q[:, None].double(), kv, table, lengths
+
+
+def _named(cache: Tensor, row: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    own = row[: max(count, 0)].long()
+    return own, (own >= 0) & (own < cache.shape[0] * cache.shape[1])
 
 
 def record_decode_reference(call: RecordCall) -> tuple[Tensor, Tensor]:
@@ -95,10 +126,10 @@ def record_decode_mimic(call: RecordCall, group_sums: bool) -> tuple[Tensor, Ten
         group_sums: whether Q.K sums groups by themselves, K exact (32 rows and fewer); else K is
             rounded as V is.
     """
-    outs, lses = [], []
+    outs, lses, fields = [], [], call.fields()
     for i, q in enumerate(call.q.double()):
         row, named = call.named(i)
-        out, lse = _attend(q * call.softmax_scale, call, row, named, group_sums)
+        out, lse = _attend(q * call.softmax_scale, call.record, fields, row, named, group_sums)
         outs.append(out)
         lses.append(lse)
     return _with_sink(call, torch.stack(outs), torch.stack(lses, 1))
@@ -112,23 +143,22 @@ def _with_sink(call: RecordCall, out: Tensor, lse: Tensor) -> tuple[Tensor, Tens
 
 
 def _attend(
-    q: Tensor, call: RecordCall, row: Tensor, named: Tensor, group_sums: bool
+    q: Tensor, record: Record, fields: Fields, row: Tensor, named: Tensor, group_sums: bool
 ) -> tuple[Tensor, Tensor]:
-    """(out (h, 512), lse (h,)) of scaled rows ``q`` (h, 576)."""
-    heads = len(q)
+    """(out (h, 512), lse (h,)) of scaled rows ``q`` (h, channels of K)."""
+    heads, channels = len(q), record.channels if record.rope_in_v else record.content.count
     frame, mass = torch.zeros(heads, dtype=torch.float64), torch.zeros(heads, dtype=torch.float64)
-    out, largest, fresh = torch.zeros(heads, KV_LORA_RANK, dtype=torch.float64), 0.0, True
-    rows = call.cache.flatten(0, 1)
+    out, largest, fresh = torch.zeros(heads, channels, dtype=torch.float64), 0.0, True
     for first in range(0, len(row), TOKEN_TILE):
         ids = row[first : first + TOKEN_TILE][named[first : first + TOKEN_TILE]]
         if not len(ids):
             continue
-        content, scales, rope = fields_of(rows[ids])
+        content, scales, rope = (x[ids] for x in fields)
         largest = max(largest, float(scales.max()))
         sigma = scales.amax(1).clamp_min(max(largest * APART, 2.0**-126))
         ratio = (scales / sigma[:, None]).half()
-        value = (content.half() * ratio.repeat_interleave(GROUP, 1)).double()
-        exact = content * scales.repeat_interleave(GROUP, 1)
+        value = (content.half() * ratio.repeat_interleave(record.group, 1)).double()
+        exact = content * scales.repeat_interleave(record.group, 1)
         key = torch.cat((exact if group_sums else value * sigma[:, None], rope), 1)
         t = (q @ key.T) * LOG2E + torch.log2(sigma)
         m = t.amax(1)
@@ -137,7 +167,10 @@ def _attend(
         frame, fresh = moved, False
         p = torch.exp2(t - frame[:, None])
         mass = mass * kept + (p / sigma).sum(1)
-        out = out * kept[:, None] + p.half().double() @ value
+        added = p.half().double() @ value
+        if record.rope_in_v:  # whose products are BF16's
+            added = torch.cat((added, (p / sigma).bfloat16().double() @ rope), 1)
+        out = out * kept[:, None] + added
     if fresh:
         return out, torch.full((heads,), -math.inf, dtype=torch.float64)
     return out / mass[:, None], (torch.log2(mass) + frame) / LOG2E

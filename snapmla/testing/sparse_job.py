@@ -87,6 +87,11 @@ class SparseShape:
         return [min(max(n, 0), self.topk) for n in counts]
 
     @property
+    def planned(self) -> tuple[tuple[int, ...], int]:
+        """(lengths, width) of the lists that a plan is told of."""
+        return self.lengths, self.topk
+
+    @property
     def covered(self) -> int:
         """Query tokens of sequences, those in front."""
         return self.tokens if self.begins is None else self.begins[-1]
@@ -162,9 +167,10 @@ class SparseJob:
             self.sink[: shape.heads // 3 : 2] = math.inf
             self.sink[1 : shape.heads // 3 : 2] = -math.inf
         self.lengths = torch.tensor(shape.lengths, dtype=torch.int32)
+        lengths, topk = shape.planned
         self.plan: PlanReference = plan_reference(
-            shape.lengths, shape.parts, spec.token_tile, shape.fixed_overhead, shape.topk,
-            shape.split_tiles, queries=shape.queries,
+            lengths, shape.parts, spec.token_tile, shape.fixed_overhead, topk, shape.split_tiles,
+            queries=shape.queries,
         )  # fmt: skip
 
     # ---------------------------------------------------------------- inputs
@@ -218,7 +224,7 @@ class SparseJob:
     def _idle(self, i: int, count: int) -> None:
         """Some of a row's first ``count`` entries become no token's: one in seven, of the second
         query token all, of a longer row a whole tile, and what is just behind the pool."""
-        pool = self.planes[0].shape[0] * self.shape.page_size
+        pool = self.planes[0].shape[0] * self.planes[0].shape[1]
         none = torch.tensor([-1, INT_MAX, pool, -(2**31)], dtype=torch.int32)
         row = self.indices[i]
         idle = torch.rand(count) < 1 / 7
@@ -264,13 +270,15 @@ class SparseJob:
         if self.planner is None:
             return PlanTables.of(self.plan)
         shape = self.shape
-        tiles = -(-shape.topk // self.spec.token_tile)
+        lengths, topk = shape.planned
+        tiles = -(-topk // self.spec.token_tile)
         pieces = -(-tiles // shape.split_tiles) if shape.split_tiles else 0
         made = PlanTables.empty(
             len(shape.lengths), shape.parts, shape.queries, pieces, device=self.device
         )
-        numbers = (shape.topk, self.spec.token_tile, shape.fixed_overhead, shape.split_tiles)
-        made.fill(self.planner, self.lengths.to(self.device), shape.queries, numbers)
+        numbers = (topk, self.spec.token_tile, shape.fixed_overhead, shape.split_tiles)
+        planned = torch.tensor(lengths, dtype=torch.int32, device=self.device)
+        made.fill(self.planner, planned, shape.queries, numbers)
         return made
 
     # ---------------------------------------------------------------- truth

@@ -1,5 +1,5 @@
 """``sparse_decode``, ``sparse_decode_rows``, ``sparse_decode_bf16``: attention to named tokens of
-an FP8 cache, of rows of 656 bytes, of a BF16 cache."""
+an FP8 cache, of caches of bytes, of a BF16 cache."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsl_kernels.cache_records.ds_mla import FORMAT, ROW_BYTES
+from dsl_kernels.cache_records.ds_mla import FORMAT
+from dsl_kernels.cache_records.record import Record
 from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK, TOKEN_TILE
-from snapmla import checks, layouts, quant
+from dsl_kernels.families.formats import FORMATS
+from snapmla import byte_cache, checks, layouts, quant
 from snapmla.cache import PagedKVCache
 from snapmla.decode_plan import FP8
-from snapmla.sparse import rows
+from snapmla.dispatch import PIPELINES
+from snapmla.sparse import rows, two_lists
 from snapmla.sparse.lists import check_reach
 from snapmla.sparse.plan import SparsePlan, variant_of
 from snapmla.sparse.rows_plan import STATIC, TENSORS, SparseRowsPlan
@@ -40,7 +43,7 @@ _PIECES = (
 )
 _BF16_OUT = "Tensor(d!) out, Tensor(e!) lse"
 _OUT = "Tensor(c!) out, Tensor(d!) lse"
-_OPTIONS = "int p_terms=1"
+_OPTIONS, _ROW_OPTIONS = "int p_terms=1", f"str cache_dtype='{FORMAT}'"
 
 
 def _planes(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
@@ -66,20 +69,31 @@ def _planes_out(
     _launch(query, layouts.views_of(content, rope, scale), FP8, p_terms, *rest)
 
 
-def _rows(*arguments: Any) -> tuple[Tensor, Tensor]:
+def _rows(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
     *common, out_dtype = arguments
     out, lse = new_results(common[0], out_dtype)
     given: Any = (*common, out, lse)
-    _rows_out(*given)
+    _rows_out(*given, **options)
     return out, lse
 
 
-def _rows_out(q: Tensor, kv: Tensor, *rest: Any) -> None:
+def _record(cache_dtype: str) -> Record:
+    """Of bytes that sparse decode reads."""
+    known = tuple(name for name in PIPELINES if FORMATS[name].named)
+    checks.choice("cache_dtype", cache_dtype, known)
+    return FORMATS[cache_dtype]
+
+
+def _rows_out(q: Tensor, kv: Tensor, *rest: Any, cache_dtype: str = FORMAT) -> None:
+    record = _record(cache_dtype)
     checks.query_rows(tuple(q.shape[:3]))
-    checks.tensor("q", q, (torch.bfloat16,), ("b", "s_q", "num_heads", HEAD_DIM_QK), kv.device)
+    shape = ("b", "s_q", "num_heads", record.channels)
+    checks.tensor("q", q, (torch.bfloat16,), shape, kv.device)
     checks.contiguous("q", q)
-    checks.tensor("kv", kv, (torch.uint8,), ("num_pages", "page_size", 1, ROW_BYTES))
-    _launch((q,), (kv.squeeze(2),), FORMAT, 1, *rest)
+    checks.tensor("kv", kv, (torch.uint8,), ("num_pages", "page_size", 1, record.token_bytes))
+    if len(record.planes) > 1:  # whose tokens no strides tell
+        byte_cache.check(record, kv)
+    _launch((q,), (kv.squeeze(2),), cache_dtype, 1, *rest)
 
 
 def _launch(
@@ -126,8 +140,11 @@ def _launch(
     shape = (b_q, s_q, heads, KV_LORA_RANK)
     checks.output("out", out, variant.out_dtypes, shape, device)
     checks.output("lse", lse, (torch.float32,), (b_q, heads, s_q), device, align=4)
+    second: tuple[Tensor, ...] = ()
+    if fmt == two_lists.FORMAT:  # of no entries
+        second = *cache, indices[:, :0], topk_length
     variant.kernel(out.dtype)(
-        *query, *cache, indices, topk_length, sink, *tables[:-2], out, lse, *tables[-2:],
+        *query, *cache, indices, topk_length, *second, sink, *tables[:-2], out, lse, *tables[-2:],
         checks.softmax_scale(softmax_scale), lse_factor, empty_lse, int(may_split),
     )  # fmt: skip
 
@@ -141,9 +158,10 @@ def _fake_planes(*arguments: Any, **_options: Any) -> tuple[Tensor, Tensor]:
     return new_results(q_nope, arguments[-1])
 
 
-def _fake_rows(*arguments: Any) -> tuple[Tensor, Tensor]:
+def _fake_rows(*arguments: Any, cache_dtype: str = FORMAT) -> tuple[Tensor, Tensor]:
     q, _, indices = arguments[:3]
-    checks.tensor("q", q, (torch.bfloat16,), ("b", "s_q", "num_heads", HEAD_DIM_QK))
+    shape = ("b", "s_q", "num_heads", _record(cache_dtype).channels)
+    checks.tensor("q", q, (torch.bfloat16,), shape)
     checks.tensor("indices", indices, (torch.int32,), ("tokens", "topk"))
     return new_results(q, arguments[-1])
 
@@ -223,11 +241,14 @@ OPERATORS = (
     ),
     Operator(f"sparse_decode_out({_PLANES}{_LISTS}, {_OUT}, *, {_OPTIONS}) -> ()", _planes_out),
     Operator(
-        f"sparse_decode_rows({_ROWS}{_LISTS}, ScalarType out_dtype) -> (Tensor, Tensor)",
+        f"sparse_decode_rows({_ROWS}{_LISTS}, ScalarType out_dtype, *, {_ROW_OPTIONS})"
+        " -> (Tensor, Tensor)",
         _rows,
         _fake_rows,
     ),
-    Operator(f"sparse_decode_rows_out({_ROWS}{_LISTS}, {_OUT}) -> ()", _rows_out),
+    Operator(
+        f"sparse_decode_rows_out({_ROWS}{_LISTS}, {_OUT}, *, {_ROW_OPTIONS}) -> ()", _rows_out
+    ),
     Operator(f"sparse_decode_bf16({_ROWS}{_PIECES}) -> (Tensor, Tensor)", _bf16, _fake_bf16),
     Operator(f"sparse_decode_bf16_out({_ROWS}{_PIECES}, {_BF16_OUT}) -> ()", _bf16_out),
 )

@@ -10,6 +10,7 @@ import torch
 
 import snapmla
 from snapmla.sparse import decode as sparse_call
+from snapmla.sparse import lists
 from snapmla.testing import metrics
 from snapmla.testing.comparison import MIMIC_OF
 from snapmla.testing.sparse_reference import sparse_decode_reference
@@ -234,7 +235,7 @@ def test_wrong_arguments_of_a_known_call() -> None:
 def test_a_cache_beyond_the_gathers_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a plan, and where another cache was known to be within it."""
     right, far = Right(), filled_cache()
-    monkeypatch.setattr(sparse_call, "MAX_STRIDE", P * 512)
+    monkeypatch.setattr(lists, "MAX_STRIDE", P * 512)
     for plan in (None, right.arguments["plan"]):
         with pytest.raises(ValueError, match="^cache.content: expected pages and tokens less than"):
             right.run(cache=far, plan=plan)
@@ -243,7 +244,7 @@ def test_a_cache_beyond_the_gathers_reach(monkeypatch: pytest.MonkeyPatch) -> No
 def test_the_operator_asks_for_the_gathers_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled code runs the operator alone."""
     right = Right()
-    monkeypatch.setattr(sparse_call, "MAX_STRIDE", P * 512)
+    monkeypatch.setattr(lists, "MAX_STRIDE", P * 512)
     monkeypatch.setattr(sparse_call.tracing, "active", lambda *_: True)
     with pytest.raises(ValueError, match="^content: expected pages and tokens less than"):
         right.run()

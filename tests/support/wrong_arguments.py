@@ -1088,7 +1088,7 @@ WRONG: dict[str, list[Row]] = {
          "the indices say what"),
         ("topk_length", torch.zeros(B, dtype=I32), ValueError, "topk_length: expected None without indices", "dense decode"),
         ("attn_sink", torch.zeros(8), ValueError, "attn_sink: expected None without indices", "dense decode"),
-        ("extra_k_cache", torch.zeros(8), ValueError, "extra_k_cache: .*second cache is not built yet", "keep FlashMLA"),
+        ("extra_k_cache", torch.zeros(8), ValueError, "extra_k_cache: expected None without indices", "no second cache"),
         ("descale_q", torch.ones(1), ValueError, "descale_q: .*FP8 cache is not built yet", "a scale a token"),
         ("out", gaps, ValueError, "out: .*contiguous", "allocate it contiguous; a slice or"),
         ("out", lambda t: t.float(), TypeError, "out: expected dtype float16, got float32", "allocate it with"),

@@ -1,4 +1,4 @@
-"""``sparse_decode`` over rows of 656 bytes: what of its workload is the cache's."""
+"""``sparse_decode`` over caches of bytes: what of its workload is the cache's."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from dsl_kernels.cache_records import ds_mla
 from dsl_kernels.cache_records.ds_mla import GROUPS, ROPE_AT, ROW_BYTES, SCALES_AT
+from dsl_kernels.cache_records.record import Record
 from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK, PARTIAL_ROW, QK_ROPE_HEAD_DIM
+from dsl_kernels.families.formats import FORMATS
 from dsl_kernels.spec import VariantSpec
-from snapmla import runtime
+from snapmla import byte_cache, runtime
 from snapmla.testing.plan_tables import PlanTables
 from snapmla.testing.record_job import RecordJob, RecordShape, poisoned_rows
 from snapmla.testing.reference_plan import Queries, plan_reference
@@ -22,7 +25,7 @@ from snapmla.testing.workloads.call import DTYPES, NATURAL, Call, Job, Sizes
 from snapmla.testing.workloads.exact import Case, Recorded, Runner
 from snapmla.testing.workloads.samples import PAGE, Source
 
-PIPELINE = "mix16"  # whose cache is rows
+PIPELINE = "mix16"  # whose cache is bytes
 HEADS = {16: (16, 7), 32: (32, 20), 64: (128, 50)}  # row tile: even shares of it, and not
 PAGES_OF = (1, 53, 64)  # tokens of a page of recorded cases
 # Of the lengths of a job where Q has one stage.  With two parts the first then has one tile, a list
@@ -112,10 +115,16 @@ def sized(spec: VariantSpec, sizes: Sizes, device: str, seed: int) -> dict[str, 
     )  # fmt: skip
     slots = max(plan.split_begin[-1], 1)
     tables = {name: x.to(device) for name, x in PlanTables.of(plan).arguments().items()}
+    record, second = FORMATS[spec.cache_dtype], {}
+    cache = records(source, pages, record)
+    indices = source.below(pages * PAGE, tokens * topk).int().view(tokens, topk)
+    if record is not ds_mla.RECORD:  # no second list
+        second = {
+            "extra_cache": cache, "extra_indices": indices[:, :0], "extra_length": source.i32([])
+        }  # fmt: skip
     return {
-        "q": source.normal(sizes.batch, sizes.s_q, sizes.heads, HEAD_DIM_QK),
-        "cache": records(source, pages),
-        "indices": source.below(pages * PAGE, tokens * topk).int().view(tokens, topk),
+        "q": source.normal(sizes.batch, sizes.s_q, sizes.heads, record.channels),
+        "cache": cache, "indices": indices, **second,
         "topk_length": source.i32([topk] * sizes.batch), "attn_sink": source.full(0), **tables,
         **source.results(sizes, spec.out_dtype),
         "o_accum": source.full(slots, sizes.heads, PARTIAL_ROW, dtype=DTYPES["f16"]),
@@ -124,10 +133,14 @@ def sized(spec: VariantSpec, sizes: Sizes, device: str, seed: int) -> dict[str, 
     }  # fmt: skip
 
 
-def records(source: Source, pages: int) -> Any:
-    """(pages, 64, 656) u8: e4m3 content, scales of 0.01, normal RoPE."""
-    cache = source.full(pages, PAGE, ROW_BYTES, dtype=torch.uint8)
-    cache[..., :SCALES_AT] = source.e4m3(pages, PAGE, KV_LORA_RANK)
-    cache[..., SCALES_AT:ROPE_AT] = source.full(pages, PAGE, GROUPS, value=0.01).view(torch.uint8)
-    cache[..., ROPE_AT:] = source.normal(pages, PAGE, QK_ROPE_HEAD_DIM).view(torch.uint8)
+def records(source: Source, pages: int, record: Record) -> Any:
+    """(pages, 64, bytes of a token) u8: e4m3 content, scales of about 0.01, normal RoPE."""
+    cache = source.full(pages, PAGE, record.token_bytes, dtype=torch.uint8)
+    content, rope, scale = byte_cache.fields_of(record, cache[:, :, None])
+    content.view(torch.uint8).copy_(source.e4m3(*content.shape))
+    rope.copy_(source.normal(*rope.shape))
+    if record.powers:
+        scale.view(torch.uint8).fill_(120)  # 2^-7
+    else:
+        scale.fill_(0.01)
     return cache

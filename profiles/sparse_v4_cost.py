@@ -1,0 +1,201 @@
+"""Sparse decode over DeepSeek V4's two caches beside FlashMLA's, on one GPU.
+
+    python -m profiles.sparse_v4_cost --peers DIR --out profiles/results
+
+Both read the same bytes: a sliding window of 128 tokens in pages of 256, and 512 or 1024 compressed
+tokens in pages of 64, or the first list alone.  FlashMLA takes 64 or 128 heads, so other queries
+are padded as its callers pad them.  As in profiles.sparse_cost calls are captured in CUDA graphs
+over several sets of random indices and replayed in turn; before that, results of some query tokens
+are compared with fp64 on what the caches store.
+"""
+
+from __future__ import annotations
+
+import datetime
+import random
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+from profiles.device import require_cuda
+
+if __name__ == "__main__":
+    require_cuda(sys.argv[1:])  # before torch is imported: an answer at once
+
+import torch
+import typer
+from torch import Tensor
+
+import snapmla
+from codegen.artifacts import write_atomic
+from profiles import timing
+from profiles.bench import command_line, commit
+from profiles.machine import machine
+from profiles.sparse_cost import Contender, Results, in_turn
+from snapmla import flash_mla
+from snapmla.cache import PagedKVCache
+from snapmla.testing import metrics
+
+SCALE, TOKENS = 512**-0.5, 1 << 20  # tokens of each cache
+WINDOW, PAGES = 128, (256, 64)
+GATE = 4e-3  # relative L2 to fp64
+SHAPES = (  # b, s_q, heads, second list
+    (128, 2, 128, 512), (128, 2, 64, 512), (128, 2, 128, 1024), (128, 2, 64, 1024),
+    (128, 1, 64, 512), (128, 1, 16, 512), (32, 2, 128, 512), (2, 2, 128, 512), (2, 2, 64, 1024),
+    (256, 2, 64, 512), (128, 2, 128, 0), (128, 2, 64, 0), (148, 2, 128, 16384),
+)  # fmt: skip
+
+
+class Lists(NamedTuple):
+    """What the query tokens of a call see: entries of the first cache, of the second (None)."""
+
+    first: Tensor
+    second: Tensor | None
+
+
+def filled(page_size: int, device: torch.device) -> PagedKVCache:
+    """A cache of random tokens."""
+    cache = PagedKVCache.allocate(TOKENS // page_size, page_size, device=device, dtype="fp8_v4")
+    step = 1 << 16
+    for begin in range(0, TOKENS, step):
+        x = torch.randn(step, 512, device=device).bfloat16()
+        slots = torch.arange(begin, begin + step, device=device)
+        snapmla.append_kv(cache, x[:, :448], x[:, 448:], slots)
+    return cache
+
+
+def stored(cache: PagedKVCache, at: Tensor) -> Tensor:
+    """(n, 512) float64."""
+    where = (at // cache.page_size, at % cache.page_size)
+    assert cache.scale is not None
+    scale = cache.scale[where].float().double().repeat_interleave(64, -1)
+    content = cache.content.view(torch.uint8)[where].view(torch.float8_e4m3fn).double()
+    return torch.cat((content * scale, cache.rope[where].double()), -1)
+
+
+def list_sets(shape: tuple[int, int, int, int], device: torch.device) -> list[Lists]:
+    """Sets of random tokens, 1 GB of them all together."""
+    b, s_q, _, more = shape
+    count = min(max(3, int(1.2e9) // (b * s_q * (WINDOW + more) * 584)), 8)
+
+    def made(width: int) -> Tensor:
+        return torch.randint(TOKENS, (b, s_q, width), dtype=torch.int32, device=device)
+
+    return [Lists(made(WINDOW), made(more) if more else None) for _ in range(count)]
+
+
+def ours(caches: list[PagedKVCache], x: Tensor, sets: list[Lists]) -> Contender:
+    """FlashMLA's name here, a scheduling object, results given."""
+    b, s_q, heads, _ = x.shape
+    out = torch.full((b, s_q, heads, 512), torch.nan, dtype=torch.bfloat16, device=x.device)
+    lse = torch.full((b, heads, s_q), torch.nan, device=x.device)
+    metadata, _ = flash_mla.get_mla_metadata()
+
+    def call(lists: Lists) -> Callable[[], Results]:
+        second: dict[str, Any] = {}
+        if lists.second is not None:
+            second = {
+                "extra_k_cache": caches[1].kv, "extra_indices_in_kvcache": lists.second
+            }  # fmt: skip
+        kv = caches[0].kv
+        assert kv is not None
+        return lambda: flash_mla.flash_mla_with_kvcache(
+            x, kv, None, None, 512, metadata, softmax_scale=SCALE, is_fp8_kvcache=True,
+            indices=lists.first, out=out, lse=lse, **second,
+        )  # fmt: skip
+
+    return Contender("snapmla", list(map(call, sets)), x.double(), lambda at: at)
+
+
+def theirs(caches: list[PagedKVCache], x: Tensor, sets: list[Lists]) -> Contender:
+    """FlashMLA's kernel, with its schedule made before."""
+    op, (b, s_q, heads, _) = torch.ops._flashmla_C.sparse_decode_fwd, x.shape
+    padded = x.new_zeros(b, s_q, 64 if heads <= 64 else 128, 512)
+    padded[:, :, :heads] = x
+
+    def run(lists: Lists, *schedule: Any) -> Any:
+        nothing = (None,) * 2
+        second = (None,) * 3 if lists.second is None else (caches[1].kv, lists.second, None)
+        return op(
+            padded, caches[0].kv, lists.first, *nothing, *(schedule or nothing), *second, 512,
+            SCALE, None,
+        )  # fmt: skip
+
+    schedule = run(sets[0])[2:4]
+
+    def call(lists: Lists) -> Callable[[], Results]:
+        return lambda: run(lists, *schedule)[:2]
+
+    return Contender("FlashMLA", list(map(call, sets)), x.double(), lambda at: at)
+
+
+def error(contender: Contender, caches: list[PagedKVCache], lists: Lists) -> float:
+    """Largest relative L2 of a few query tokens; the LSE's error counts as infinite beyond 5e-3."""
+    out, lse = contender.calls[0]()
+    torch.cuda.synchronize()
+    b, s_q, heads, _ = contender.query.shape
+    worst, pick = 0.0, random.Random(b)
+    for _ in range(3):
+        i, s = pick.randrange(b), pick.randrange(s_q)
+        kv = stored(caches[0], lists.first[i, s].long())
+        if lists.second is not None:
+            kv = torch.cat((kv, stored(caches[1], lists.second[i, s].long())))
+        logits = contender.query[i, s] @ kv.T * SCALE
+        top = torch.logsumexp(logits, -1)
+        want = torch.exp(logits - top[:, None]) @ kv
+        worst = max(worst, metrics.relative_l2(out[i, s, :heads], want))
+        if float((lse[i, :heads, s] - top).abs().max()) > 5e-3:
+            return float("inf")
+    return worst
+
+
+def row(caches: list[PagedKVCache], shape: tuple[int, int, int, int]) -> str:
+    """One line of the table.  Raises ValueError for results that are wrong."""
+    b, s_q, heads, more = shape
+    device = caches[0].device
+    x = torch.randn(b, s_q, heads, 512, device=device).bfloat16()
+    sets = list_sets(shape, device)
+    contenders = [theirs(caches, x, sets), ours(caches, x, sets)]
+    errors = {c.name: error(c, caches, sets[0]) for c in contenders}
+    wrong = {name: e for name, e in errors.items() if not e < GATE}
+    if wrong:
+        raise ValueError(f"{shape}: {wrong}")
+    us = in_turn(contenders)
+    time, other, entries = us["snapmla"], us["FlashMLA"], b * s_q * (WINDOW + more)
+    tflops, tbs = 2e-6 * entries * heads * 1024 / time, 1e-6 * entries * 584 / time
+    return (
+        f"| {b}, {s_q}, {heads}, {WINDOW} + {more} | {other:.1f} | {errors['FlashMLA']:.1e} | "
+        f"{time:.1f} | {other / time:.2f} | {tflops:.0f} | {tbs:.2f} | {errors['snapmla']:.1e} |"
+    )
+
+
+def main(
+    peers: Annotated[Path, typer.Option(help="Folder of peers, with FlashMLA's library.")],
+    out: Annotated[Path, typer.Option(help="Folder.")] = Path("build/bench"),
+    some: Annotated[int, typer.Option("--first", help="Shapes to time, the first ones.")] = 99,
+) -> None:
+    """Times the shapes and writes ``sparse_v4_cost.md``."""
+    torch.ops.load_library(str(peers / "vllm_flashmla" / "_flashmla_C.abi3.so"))
+    facts = machine(torch.device("cuda"), timing.Nvml())
+    named = ("gpu", "driver", "cuda", "torch")
+    head = "| b, s_q, heads, lists | FlashMLA | error | snapmla | ratio | TF/s | TB/s | error |"
+    lines = [
+        "# Sparse decode over V4's caches beside FlashMLA", "",
+        f"`{command_line(sys.argv[1:], '-m profiles.sparse_v4_cost')}`", "",
+        f"- commit {commit()}, {datetime.datetime.now(datetime.UTC):%Y-%m-%dT%H:%M:%S}Z",
+        f"- {', '.join(f'{k} {facts[k]}' for k in named if facts.get(k) is not None)}",
+        f"- µs a call; pages of {PAGES[0]} and {PAGES[1]}; errors: relative L2 to fp64",
+        "", head, "|---" * 8 + "|",
+    ]  # fmt: skip
+    torch.manual_seed(0)
+    with torch.inference_mode():
+        caches = [filled(page_size, torch.device("cuda")) for page_size in PAGES]
+        for shape in SHAPES[:some]:
+            lines.append(row(caches, shape))
+            typer.echo(lines[-1])
+    write_atomic(out / "sparse_v4_cost.md", "\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)

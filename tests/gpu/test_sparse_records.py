@@ -1,0 +1,122 @@
+"""Sparse decode over DeepSeek V4's pages on a real GPU: fp64 on stored scales, FlashMLA's gates,
+two caches, inputs that move the frames, graphs.
+
+Variants may come from elsewhere, no compiler is needed; those that are not there are skipped.
+Before a pack: ``python -m codegen build sparse_decode_mix16_rR_obf16_kvfp8_v4_sm90a``, R of 16, 32,
+64.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from dsl_kernels.spec import VariantSpec
+from snapmla import flash_mla, runtime
+from snapmla.testing import record_job
+from snapmla.testing.record_job import RecordJob, RecordShape
+from snapmla.testing.sparse_job import HEAD_SCALE, placed
+
+pytestmark = pytest.mark.gpu
+TILES = (16, 32, 64)
+HEADS = ((8, 16), (16, 16), (20, 32), (64, 64), (128, 64))  # with the row tile that takes them
+PAGES = (2, 64, 256)
+
+
+def kernel_of(rows: int) -> tuple[VariantSpec, Any]:
+    spec = VariantSpec(
+        op="sparse_decode", pipeline="mix16", row_tile=rows, out_dtype="bf16", cache_dtype="fp8_v4"
+    )
+    if runtime.jit_refusal() and runtime.find(spec) is None:
+        pytest.skip(f"{spec.name} is not built, and nothing compiles here")
+    return spec, runtime.kernel(spec, "cuda")
+
+
+def assert_right(job: RecordJob, result: tuple[torch.Tensor, torch.Tensor]) -> None:
+    errors = job.errors(result)
+    assert errors.right, f"{job.shape}: {errors}"
+
+
+@pytest.mark.parametrize("page_size", PAGES)
+@pytest.mark.parametrize(("heads", "rows"), HEADS)
+def test_flashmlas_lists(heads: int, rows: int, page_size: int) -> None:
+    """topk 128 and a second list of 512 or 1024, or none; split and whole; sinks; pages apart."""
+    spec, kernel = kernel_of(rows)
+    for extra, parts, layout in ((0, 1, "split"), (512, 5, "padded"), (1024, 3, "packed")):
+        shape = RecordShape(
+            heads, 128, (128, 77, 0), page_size, s_q=2, layout=layout, sink=True, parts=parts,
+            extra_topk=extra, extra_lengths=(extra, 0, extra // 3) if extra else (),
+            extra_page_size=PAGES[extra // 512],
+        )  # fmt: skip
+        torch.manual_seed(heads + page_size + extra)
+        assert_right(job := RecordJob(spec, shape, device="cuda"), job.run(kernel))
+
+
+@pytest.mark.parametrize("style", record_job.STYLES)
+@pytest.mark.parametrize("rows", TILES)
+def test_numbers_that_move_frames(rows: int, style: str) -> None:
+    """Peaked rows, swings of 200 nats, queries that equal a token, RoPE of 1e3, far groups, the
+    least scales; whole and split, one list and two."""
+    spec, kernel = kernel_of(rows)
+    for parts, extra in ((1, 0), (4, 0), (3, 200)):
+        shape = RecordShape(
+            rows - 3, 700, (700, 130), 64, parts=parts, style=style, extra_topk=extra,
+            extra_lengths=(extra, 17) if extra else (), extra_page_size=2,
+        )  # fmt: skip
+        torch.manual_seed(parts)
+        assert_right(job := RecordJob(spec, shape, device="cuda"), job.run(kernel))
+
+
+@pytest.mark.parametrize("rows", TILES)
+def test_padded_heads(rows: int) -> None:
+    """The bits of real heads, whatever padded ones hold."""
+    spec, kernel = kernel_of(rows)
+    job = RecordJob(spec, RecordShape(rows, 200, (200, 66), 64, style="swings"), device="cuda")
+    out, lse = job.run(kernel)
+    padded = torch.zeros(rows, dtype=torch.bool)
+    padded[0], padded[rows - 3 :] = True, True
+    for value in (0.0, 1e30, math.nan, -math.inf):
+        q = job.q16.clone()
+        q[:, :, padded] = value
+        other, other_lse = job.run(kernel, q=q)
+        assert torch.equal(other[:, :, ~padded], out[:, :, ~padded])
+        assert torch.equal(other_lse[:, ~padded], lse[:, ~padded])
+
+
+@pytest.mark.parametrize(("heads", "rows"), HEADS)
+def test_the_names_in_a_graph(heads: int, rows: int) -> None:
+    """FlashMLA's call over two caches, captured and replayed over other lists: as eager."""
+    spec, _ = kernel_of(rows)
+    shape = RecordShape(
+        heads, 128, (128, 128), 256, s_q=2, extra_topk=512, extra_lengths=(512, 512),
+        extra_page_size=64,
+    )  # fmt: skip
+    job = RecordJob(spec, shape)
+    assert job.extra is not None
+    q, cache, extra = (placed(x, "cuda") for x in (job.q16, job.cache, job.extra[0]))
+    lists = [placed(x, "cuda").view(2, 2, -1) for x in (job.indices, job.extra[1])]
+    metadata, _ = flash_mla.get_mla_metadata()
+
+    def call() -> tuple[torch.Tensor, torch.Tensor]:
+        return flash_mla.flash_mla_with_kvcache(
+            q, cache[:, :, None], None, None, 512, metadata, softmax_scale=HEAD_SCALE,
+            is_fp8_kvcache=True, indices=lists[0], extra_k_cache=extra[:, :, None],
+            extra_indices_in_kvcache=lists[1],
+        )  # fmt: skip
+
+    out, lse = call()
+    torch.cuda.synchronize()
+    assert_right(job, (out.cpu(), torch.where(lse.cpu() == math.inf, -math.inf, lse.cpu())))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = call()
+    for each in lists:
+        each.copy_(each.flip(1))
+    want = call()
+    graph.replay()
+    torch.cuda.synchronize()
+    for a, b in zip(made, want, strict=True):
+        assert torch.equal(a, b)

@@ -1,0 +1,196 @@
+"""Sparse decode over DeepSeek V4's pages of 584 bytes a token: bytes, edges of lists and
+numbers, two caches, at the ABI.
+
+The truth is fp64 on e4m3 times the stored power of two; what no entry names is 0xff.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from snapmla import byte_cache
+from snapmla.testing import record_job
+from snapmla.testing.record_job import RecordJob, RecordShape
+from snapmla.testing.workloads import sparse_records as work
+from softgpu import Options, using
+from tests.kernels.test_sparse_records import kernel_of
+from tests.support.needs import needs_compiler
+
+pytestmark = [needs_compiler, pytest.mark.whole_matrix]
+CHECKED = Options(hazards="raise", seed=5)
+NAMES = tuple(f"sparse_decode_mix16_r{rows}_obf16_kvfp8_v4_sm90a" for rows in (16, 32, 64))
+FEW, _, MANY = NAMES
+
+
+def assert_right(job: RecordJob, result: tuple[torch.Tensor, torch.Tensor]) -> None:
+    errors = job.errors(result)
+    assert errors.right, f"{job.shape}: {errors}"
+
+
+def scales_of(job: RecordJob) -> torch.Tensor:
+    """Their bytes (pages, P, 7), a view."""
+    return byte_cache.fields_of(job.record, job.cache[:, :, None])[2].view(torch.uint8)
+
+
+def both(values: Iterable[Any]) -> Any:
+    return pytest.mark.parametrize("name", values)
+
+
+@both(NAMES)
+def test_clean_and_right(name: str) -> None:
+    """Every path under the hazard check: splits, sinks, ragged queries, idle rows, odd pages."""
+    spec, kernel = kernel_of(name)
+    assert tuple(kernel.names.arguments) == record_job.TWO_LISTS
+    for shape in work.shapes(spec):
+        with using(CHECKED):
+            result = (job := RecordJob(spec, shape)).run(kernel)
+        assert_right(job, result)
+
+
+@pytest.mark.parametrize(
+    ("name", "heads", "page_size", "layout"),
+    [
+        (FEW, 8, 2, "padded"), (FEW, 16, 256, "split"), (MANY, 64, 64, "packed"),
+        (MANY, 128, 2, "split"), (MANY, 8, 256, "padded"),
+    ],
+)  # fmt: skip
+def test_v4s_lists(name: str, heads: int, page_size: int, layout: str) -> None:
+    """topk 128, as sliding windows have it; pages of any size; real heads fewer than the tile's.
+
+    No list of one token: its LSE may be all but 0, and off by more than 1e-6
+    (test_sparse_tables.py).
+    """
+    spec, kernel = kernel_of(name)
+    shape = RecordShape(heads, 128, (128, 77, 17, 0), page_size, layout=layout, sink=True, parts=3)
+    with using(CHECKED):
+        result = (job := RecordJob(spec, shape)).run(kernel)
+    assert_right(job, result)
+
+
+@pytest.mark.parametrize("style", [s for s in record_job.STYLES if s != "plain"])
+@both(NAMES)
+def test_numbers_that_move_frames(name: str, style: str) -> None:
+    """Peaked rows, swings of 200 nats between tiles, queries that equal a token, RoPE of 1e3,
+    groups 2^20 apart, the least scales; whole and split."""
+    spec, kernel = kernel_of(name)
+    shape = RecordShape(5, 330, (330, 66), 1, parts=1, style=style)
+    for each in (shape, replace(shape, page_size=64, parts=3)):
+        assert_right(job := RecordJob(spec, each), job.run(kernel))
+
+
+@pytest.mark.parametrize("padding", [math.nan, 0.0, 1e30, -math.inf])
+@both((FEW, MANY))
+def test_rows_do_not_feel_each_other(name: str, padding: float) -> None:
+    """The bits of real heads, whatever padded ones hold; row 0 among those."""
+    spec, kernel = kernel_of(name)
+    heads = spec.row_tile
+    job = RecordJob(spec, RecordShape(heads, 200, (200, 66), 64, parts=2, style="swings"))
+    out, lse = job.run(kernel)
+    padded = torch.zeros(heads, dtype=torch.bool)
+    padded[0], padded[heads - 3 :] = True, True
+    q = job.q16.clone()
+    q[:, :, padded] = padding
+    other, other_lse = job.run(kernel, q=q)
+    assert torch.equal(other[:, :, ~padded], out[:, :, ~padded])
+    assert torch.equal(other_lse[:, ~padded], lse[:, ~padded])
+    assert_right(job, (out, lse))
+
+
+@both((FEW, MANY))
+def test_queries_of_any_size(name: str) -> None:
+    """Rows of Q that are tiny, huge, RoPE alone, one channel of each block, zeros."""
+    spec, kernel = kernel_of(name)
+    job = RecordJob(spec, RecordShape(16, 100, (100,), 64, parts=1))
+    q = job.q16[0, 0]
+    q[0] *= 2.0**-100
+    q[1] = 0.0
+    q[2, :448] = 0.0
+    q[3, 448:] = 0.0
+    q[4, :448] *= 2.0**-40
+    for block in range(8):
+        q[5 + block] = 0.0
+        q[5 + block, 64 * block + 7 * block] = 3.0
+    q[13, :448] *= torch.exp2(-torch.arange(448).fmod(30)).bfloat16()
+    q[14] *= 64.0
+    assert_right(job, job.run(kernel))
+
+
+@both((FEW, MANY))
+def test_bytes_that_are_nobodys(name: str) -> None:
+    """A token's eighth byte behind its scales, and what lies between pages: any, the same bits."""
+    spec, kernel = kernel_of(name)
+    job = RecordJob(spec, RecordShape(7, 100, (100, 40), 3, layout="padded", parts=2))
+    out, lse = job.run(kernel)
+    pages, p, _ = job.cache.shape
+    whole = job.cache.as_strided((pages, job.cache.stride(0)), (job.cache.stride(0), 1))
+    for byte in (0, 0x7F, 0xFE, 0xFF):
+        whole[:, 576 * p : 584 * p].unflatten(1, (p, 8))[..., 7] = byte
+        whole[:, 584 * p :] = byte
+        other, other_lse = job.run(kernel)
+        assert torch.equal(other, out) and torch.equal(other_lse, lse)
+    assert_right(job, (out, lse))
+
+
+@both((FEW, MANY))
+def test_the_least_scale_is_a_token(name: str) -> None:
+    """Tokens of byte 0, 2^-127, and of RoPE 0: each weighs e^0 and adds nothing."""
+    spec, kernel = kernel_of(name)
+    job = RecordJob(spec, RecordShape(8, 64, (64,), 1, parts=1, dense=True))
+    nothing = job.indices[0, :32].long()
+    rope = byte_cache.fields_of(job.record, job.cache[:, :, None])[1]
+    scales_of(job)[nothing], rope[nothing] = 0, 0.0
+    result = job.run(kernel)
+    assert_right(job, result)
+    named = torch.where(torch.arange(64) < 32, -1, job.indices)
+    without = job.run(kernel, indices=named)
+    gain = torch.exp(result[1]) - torch.exp(without[1])
+    assert torch.allclose(gain, torch.full_like(gain, 32.0), rtol=1e-3)
+
+
+@both((FEW, MANY))
+def test_a_token_of_nan(name: str) -> None:
+    """Scale 255: all of a query token that names it, nothing of others."""
+    spec, kernel = kernel_of(name)
+    job = RecordJob(spec, RecordShape(8, 100, (100, 90), 64, parts=1, dense=True))
+    out, lse = job.run(kernel)
+    at = int(job.indices[0, 70])
+    scales_of(job)[at // 64, at % 64, 2] = 255
+    other, other_lse = job.run(kernel)
+    assert other[0].isnan().all() and other_lse[0].isnan().all()
+    assert torch.equal(other[1], out[1]) and torch.equal(other_lse[1], lse[1])
+
+
+@pytest.mark.parametrize("style", ["plain", "swings", "equal", "scales"])
+@both(NAMES)
+def test_two_lists(name: str, style: str) -> None:
+    """Attention over the union of two caches: lists of any length, none in one of them, whole and
+    split; sinks weigh once."""
+    spec, kernel = kernel_of(name)
+    for topk, extra, parts in ((128, 200, 3), (70, 17, 1), (17, 130, 2)):
+        shape = RecordShape(
+            9, topk, (topk, topk // 2, 0), 256, s_q=2, layout="packed", sink=True, parts=parts,
+            style=style, extra_topk=extra, extra_lengths=(extra, 0, 3 * extra), extra_page_size=2,
+        )  # fmt: skip
+        with using(CHECKED):
+            result = (job := RecordJob(spec, shape)).run(kernel)
+        assert_right(job, result)
+
+
+@both((FEW, MANY))
+def test_one_list_is_two(name: str) -> None:
+    """The second half of a list as a list of its own over the same cache: the same bits."""
+    spec, kernel = kernel_of(name)
+    job = RecordJob(spec, RecordShape(9, 256, (256, 200), 64, parts=1, style="swings"))
+    out, lse = job.run(kernel)
+    length, more = job.lengths.clamp(max=128), (job.lengths - 128).clamp(min=0)
+    other, other_lse = job.run(
+        kernel, indices=job.indices[:, :128], topk_length=length, extra_cache=job.cache,
+        extra_indices=job.indices[:, 128:], extra_length=more,
+    )  # fmt: skip
+    assert torch.equal(other, out) and torch.equal(other_lse, lse)
