@@ -1,6 +1,6 @@
 """``python -m codegen hub``: a folder that Hugging Face's ``kernels`` loads.
 
-    snapmla/build/tvm-ffi01-cu130-x86_64-linux/      what ``kernels.get_local_kernel`` finds
+    snapmla/build/tvm-ffi01-cu130-x86_64-linux/      what ``kernels`` finds
         metadata.json        id, version, what it needs, SHA-256 of every other file
         __init__.py, ...     the host package
         dsl_kernels/         names of variants, as in a bundle

@@ -38,8 +38,8 @@
 #   sparse-prefill-cache[:ARG,ARG...]  sparse prefill from the FP8 cache, sparse decode of few query
 #                              tokens over BF16 rows (profiles.sparse_prefill_cache_cost ARG ARG...);
 #                              with --designs other builds for 16 heads, before pack: python -m
-#                              codegen build sparse_decode_etap_r16_obf16_X_sm90a, X of st4, ln1,
-#                              cs2, math, gather, cs2_gather
+#                              codegen build sparse_decode_etap_r16_obf16_X_sm90a, X of st4, ln0,
+#                              math, gather
 #   mha[:ARG,ARG...]           dense prefill beside FlashAttention-3 and cuDNN (profiles.mha_cost
 #                              ARG ARG...); before pack: python -m codegen build of mha_items_sm90a,
 #                              mha_fwd_d192_dbf16_sm90a and mha_fwd_d128_dbf16_sm90a

@@ -4,7 +4,7 @@ beside FlashMLA's kernel over BF16 rows, on one GPU.
     python -m profiles.sparse_prefill_cache_cost --peers DIR --out profiles/results
 
 ``--designs`` times other builds of the kernel for 16 heads, those that are there: more tiles in
-flight, two CTAs an SM, and for its bound the gather and the math by themselves.
+flight, a row a copy, and for its bound the gather and the math by themselves.
 
 What FlashMLA's callers pay before their call, rows out of an FP8 cache, is timed beside and is in
 no ratio.  Results are compared with fp64 before anything is timed.
@@ -55,17 +55,12 @@ FP8_COLUMNS = (
     "query tokens", "rows of KV", "heads", "topk", "snapmla FP8 µs", "TFLOP/s", "FlashMLA BF16 µs",
     "ratio", "gate", "snapmla BF16 µs", "ratio to it", "fetch_dequant µs", "error",
 )  # fmt: skip
-DESIGN_COLUMNS = ("build", "CTAs", "µs", "cycles a tile", "ratio to FlashMLA", "error")
-# Of the kernel for 16 heads: values of its unnamed axes, CTAs on an SM.
-DESIGNS: dict[str, tuple[dict[str, Any], int]] = {
-    "in service": ({}, 1),
-    "four tiles in flight": ({"stages": 4}, 1),
-    "a line of four rows a copy": ({"lines": 1}, 1),
-    "two CTAs an SM": ({"per_sm": 2}, 2),
-    "math alone": ({"only": "math"}, 1),
-    "gather alone": ({"only": "gather"}, 1),
-    "gather alone, two CTAs an SM": ({"only": "gather", "per_sm": 2}, 2),
-}
+DESIGN_COLUMNS = ("build", "µs", "cycles a tile", "ratio to FlashMLA", "error")
+# Of the kernel for 16 heads: values of its unnamed axes.
+DESIGNS: dict[str, dict[str, Any]] = {
+    "in service": {}, "four tiles in flight": {"stages": 4}, "a row a copy": {"lines": 0},
+    "math alone": {"only": "math"}, "gather alone": {"only": "gather"},
+}  # fmt: skip
 FEW_COLUMNS = (
     "query tokens", "heads", "topk", "pieces", "snapmla µs", "unsplit µs", "FlashMLA µs", "ratio",
     "gate", "error",
@@ -164,13 +159,13 @@ def design_rows(shape: Shape, device: torch.device, seed: int) -> list[str]:
     usual = sparse_spec(runtime.arch_of(device), 16, "bf16")
     calls: dict[str, Any] = {"FlashMLA": problem.flashmla}
     errors: dict[str, str] = {}
-    for name, (axes, per_sm) in DESIGNS.items():
+    for name, axes in DESIGNS.items():
         spec = usual.replace(**axes)
         if runtime.find(spec) is None:
             continue
         plan = snapmla.plan_sparse_decode(
             shape.heads, 1, topk=shape.topk, batch=shape.s_q, device=device, row_tile=16,
-            num_parts=per_sm * sms, fixed_split_tokens=shape.topk,
+            num_parts=sms, fixed_split_tokens=shape.topk,
         )  # fmt: skip
         calls[name] = functools.partial(
             _by_kernel, replace(made, plan=plan), runtime.kernel(spec, device.type)
@@ -184,7 +179,7 @@ def design_rows(shape: Shape, device: torch.device, seed: int) -> list[str]:
     found = in_turn(calls, seed)
     variant_of(device, 16, 1, "fp8").kernels.clear()
     return [
-        f"| {name} | {DESIGNS[name][1] * sms} | {spread(found[name])} | "
+        f"| {name} | {spread(found[name])} | "
         f"{shape.cycles(median(found[name]), sms):.0f} | "
         f"{ratio(found[name], found['FlashMLA']):.3f} | {error} |"
         for name, error in errors.items()

@@ -13,7 +13,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 SMEM_MAX = 232448  # bytes of shared memory a CTA can opt in to, sm_90 and sm_100
-SMEM_OF_CTA = 1024  # bytes that an SM keeps for itself, of each CTA
 REGISTERS = 65536  # 32-bit registers of an SM
 THREADS_MAX = 1024
 WARPS_IN_GROUP = 4
@@ -78,8 +77,7 @@ class Mma:
 
 @dataclass(frozen=True)
 class Budget:
-    """Needs of one CTA; ``smem`` is an upper bound in bytes, ``tmem_columns`` of tensor memory.
-    ``per_sm`` CTAs are to run on an SM at the same time."""
+    """Needs of one CTA; ``smem`` is an upper bound in bytes, ``tmem_columns`` of tensor memory."""
 
     groups: tuple[WarpGroup, ...]
     smem: int
@@ -87,7 +85,6 @@ class Budget:
     mmas: tuple[Mma, ...] = field(default=())
     tmem_columns: int = 0
     arch: str = "sm_90a"
-    per_sm: int = 1
 
     @property
     def threads(self) -> int:
@@ -102,7 +99,7 @@ class Budget:
     @property
     def at_launch(self) -> int:
         """Registers per thread that a launch can be granted: what setmaxnreg redistributes."""
-        return REGISTERS // self.per_sm // self.threads // 8 * 8
+        return REGISTERS // self.threads // 8 * 8
 
     def barrier_counts(self) -> dict[int, int]:
         """Arrival count of mbarrier.init -> number of barriers initialised with it."""
@@ -150,9 +147,8 @@ def _registers(budget: Budget) -> str | None:
 
 
 def _smem(budget: Budget) -> str | None:
-    most = (SMEM_MAX + SMEM_OF_CTA) // budget.per_sm - SMEM_OF_CTA
-    if budget.smem > most:
-        return f"{budget.smem} bytes of shared memory, an SM grants {most}"
+    if budget.smem > SMEM_MAX:
+        return f"{budget.smem} bytes of shared memory, an SM grants {SMEM_MAX}"
     return None
 
 

@@ -26,12 +26,16 @@ AXES = (
     Axis("stages", "st", tuple(range(9)), 0, named=False),  # of the KV ring; 0: the pipeline's own
     Axis("stamps", "stamps", (0, 1), 0, named=False),  # 1: a CTA records its events (stamp.py)
     Axis("cluster", "c", (1,), 1, named=False),
-    # 1: a copy of ``etap`` takes a line of four rows, not a row
-    Axis("lines", "ln", (0, 1), lambda values: int(values["row_tile"] == 64), named=False),
+    # 1: a copy takes a line of four rows, not a row
+    Axis(
+        "lines",
+        "ln",
+        (0, 1),
+        lambda values: int(values["pipeline"] == "etap" or values["row_tile"] == 64),
+        named=False,
+    ),
     # 1: mix16's tiles are freed by halves
     Axis("halves", "hv", (0, 1), lambda values: int(values["row_tile"] == 64), named=False),
-    # CTAs on an SM; 2: of ``etap`` with 16 rows, to be timed (docs/performance.md)
-    Axis("per_sm", "cs", (1, 2), 1, named=False),
     # gather, math: ``etap`` without the other half, for bounds of time; its results are none
     Axis("only", "", ("all", "gather", "math"), "all", named=False),
     Axis("p_terms", "pt", (1, 2), 1, named=False),  # e4m3 terms of P; 2: an accuracy setting

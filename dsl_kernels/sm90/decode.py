@@ -93,7 +93,6 @@ class Decode:
         self.spec, self.pipeline, self.parts = spec, pipeline, pipeline.parts
         self.loads, self.q_tiles = self.parts.loads, self.parts.q_tiles
         self.threads, self.layouts = pipeline.budget.threads, pipeline.layouts
-        self.per_sm = pipeline.budget.per_sm
 
     @cute.kernel
     def kernel(self, tma: Tma, gmem, call: Call):

@@ -76,8 +76,6 @@ if TYPE_CHECKING:
 # flight DRAM gives less than with three (docs/performance.md).
 STAGES, FEW_STAGES = 4, 3
 SPARSE = "sparse_decode"  # the op whose tokens are gathered
-# Where two CTAs share an SM: registers of producers, softmax, P.V; tiles in flight of each.
-PAIRED, PAIRED_STAGES = (24, 56, 88), 2
 
 
 def feasible(spec: VariantSpec) -> str | None:
@@ -95,8 +93,6 @@ def budget(spec: VariantSpec) -> bud.Budget:
     few, rows, stages = spec.row_tile <= FEW_ROWS, min(spec.row_tile, 64), stages_of(spec)
     # setmaxnreg hands out one pool of 65536 registers: 128, 128 and 256 threads
     producer, softmax, pv = (40, 120, 160) if few else (32, 112, 184)
-    if per_sm_of(spec) > 1:
-        producer, softmax, pv = PAIRED
     p_tiles = P_STAGES * spec.p_terms * rows * TILE
     tiles = stages * STAGE_BYTES + q_stages(spec) * rows * 640 + p_tiles
     m, n = (TILE, rows) if few else (rows, TILE)  # S^T = K Q^T or S = Q K^T
@@ -107,9 +103,10 @@ def budget(spec: VariantSpec) -> bud.Budget:
             bud.WarpGroup("P.V", pv, count=2),
         ),
         smem=tiles + (SMALL_BYTES // 2 if few else SMALL_BYTES),  # no scale triples
-        per_sm=per_sm_of(spec),
         barriers=(*parts_of(spec).barriers(), *P_RING.budget(), *INV_RING.budget()),
-        mmas=(
+        mmas=()
+        if gathers_alone(spec)
+        else (
             bud.Mma("Q.K content", m, n, D // QK_GROUPS, "e4m3", under_softmax=not few),
             bud.Mma("Q.K RoPE", m, n, R, "bf16", under_softmax=not few),
             bud.Mma("P.V", 64, min(rows, 32), TILE * spec.p_terms, "e4m3"),
@@ -119,14 +116,12 @@ def budget(spec: VariantSpec) -> bud.Budget:
 
 def stages_of(spec: VariantSpec) -> int:
     """KV tiles in flight."""
-    if per_sm_of(spec) > 1:
-        return spec.stages or PAIRED_STAGES
     return spec.stages or (FEW_STAGES if spec.row_tile <= FEW_ROWS else STAGES)
 
 
-def per_sm_of(spec: VariantSpec) -> int:
-    """CTAs that an SM has at the same time."""
-    return int(spec.per_sm) if spec.op == SPARSE else 1
+def gathers_alone(spec: VariantSpec) -> bool:
+    """Whether the build is for the time of the gather: nothing is computed."""
+    return spec.op == SPARSE and spec.only == "gather"
 
 
 def q_stages(spec: VariantSpec) -> int:
@@ -189,14 +184,18 @@ class Etap:
 
     @cute.jit
     def math_roles(self, cta, wg):
-        if const_expr(self.only == "gather"):
-            self.drain(cta, wg)
-        elif wg == 0:
+        if wg == 0:
             claim_registers(self.budget, self.softmax_regs)
-            self.softmax.loop(cta)
+            if const_expr(self.only == "gather"):
+                self.drain(cta, wg)
+            else:
+                self.softmax.loop(cta)
         else:
             claim_registers(self.budget, self.pv_regs)
-            self.pv_loop(cta, wg - 1)
+            if const_expr(self.only == "gather"):
+                self.drain(cta, wg)
+            else:
+                self.pv_loop(cta, wg - 1)
 
     @cute.jit
     def drain(self, cta: Cta, wg):

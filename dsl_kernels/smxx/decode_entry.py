@@ -6,7 +6,6 @@ composed by an arch, with
 
     spec, threads        the variant; threads of a CTA
     q_tiles, loads       Q and the cache (common/q_tiles.py, loader.py)
-    per_sm               CTAs that an SM has at the same time, where it is not 1
     layouts()            shared-memory layouts ``q`` and ``k``, plane by plane
     kernel(tma, gmem, call)
 """
@@ -56,7 +55,7 @@ def launch(decode, tma, gmem, call, listed, split_begin, units, may_split, strea
         grid=(cute.ceil_div(results.o_accum.shape[1], spec.row_tile) * spec.cluster,
               cute.size(work.part_begin) - 1, 1),
         block=(decode.threads, 1, 1), cluster=(spec.cluster, 1, 1),
-        stream=stream, min_blocks_per_mp=getattr(decode, "per_sm", 1), use_pdl=True,
+        stream=stream, min_blocks_per_mp=1, use_pdl=True,
     )  # fmt: skip
     if may_split != 0:  # on the host: the caller knows when nobody has to merge or to ask
         merge.launch(

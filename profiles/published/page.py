@@ -25,9 +25,9 @@ and FA4's references are float64 and ours. Nothing of these programs is in this 
 
 A program *passes* if its own check passes, every comparison's relative L2 error is within the
 bound, and all schedules (asynchronous work lands at once, as late as it may, or at random times
-with three seeds and warps in adversarial order) leave the same bits. A bound is derived from the
-roundings on the way: to f fraction bits once, 2^-f / sqrt(12) of the value in the mean square;
-several add in squares.
+with three seeds and warps in adversarial order; each row names those that it ran under) leave the
+same bits. A bound is derived from the roundings on the way: to f fraction bits once, 2^-f /
+sqrt(12) of the value in the mean square; several add in squares.
 """
 
 FINDINGS = """## What the hazard check says about them

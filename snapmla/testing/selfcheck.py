@@ -86,9 +86,10 @@ class Workload:
     """
 
     LENGTHS = (70, 0, 450, 64, 1)
-    # SM100's FP8 decode passes Q through the KV ring: items of more tiles than it has stages, and
-    # more items without a tile in a row than that, so that a role that skips a wait is a phase off.
-    BY_ARCH: ClassVar[dict[str, Sequence[int]]] = {"sm_100a": (450, *7 * (0,), 70, 64, 1)}
+    # SM100's FP8 decode passes Q through the KV ring: before its first tile a CTA has more items
+    # without one than the ring has stages, so that a role that skips a wait is a phase off, and
+    # another CTA's item has more tiles than there are stages, with items behind it.
+    BY_ARCH: ClassVar[dict[str, Sequence[int]]] = {"sm_100a": (*7 * (0,), 580, 70, 1)}
 
     def __init__(self, spec: VariantSpec, directory: Path) -> None:
         self.spec, self.kernel = spec, load(spec, directory)

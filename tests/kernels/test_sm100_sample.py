@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
 
+from dsl_kernels.spec import VariantSpec
 from profiles import prove
+from snapmla.testing import selfcheck
 from snapmla.testing.selfcheck import DecodeErrors
 from softgpu import SoftGpuError
 from tests.support import sm100_sample
@@ -42,3 +45,16 @@ def test_a_wrong_point_fails_its_part(
     assert sm100_sample.main("fp8", "2/12") == 1
     wrong = [line for line in capsys.readouterr().out.splitlines() if line.startswith("WRONG")]
     assert len(wrong) == 1 and f"heads {first['heads']} " in wrong[0]
+
+
+@pytest.mark.parametrize(("name", "stages"), [("ws_r64", 5), ("pair_r128", 3)])
+def test_mutants_have_the_work_that_they_need(name: str, stages: int) -> None:
+    """A split sequence; more items without a tile in a row than the KV ring has stages, and a tile
+    behind them; an item of more tiles than stages, and another behind it."""
+    spec = VariantSpec.from_name(f"decode_{name}_p64_obf16_sm100a")
+    plan = selfcheck.DecodeJob(spec, selfcheck.Workload.BY_ARCH[spec.arch]).plan
+    counts = [item[2] - item[1] for item in plan.work_items]
+    parts = [counts[a:b] for a, b in itertools.pairwise(plan.part_begin)]
+    assert plan.split_begin[-1] >= 2
+    assert any(part[: stages + 1] == [0] * (stages + 1) and any(part) for part in parts)
+    assert any(count > stages for part in parts for count in part[:-1])

@@ -32,7 +32,7 @@ OTHERS = [
     for name in (
         "sparse_decode_etap_r32_obf16_sm90a", "sparse_decode_etap_r64_obf16_sm90a",
         "sparse_decode_etap_r64_of32_sm90a", "sparse_decode_etap_r16_obf16_pt2_sm90a",
-        "sparse_decode_etap_r16_obf16_ln1_sm90a", "sparse_decode_etap_r64_obf16_ln0_sm90a",
+        "sparse_decode_etap_r16_obf16_ln0_sm90a", "sparse_decode_etap_r64_obf16_ln0_sm90a",
         "sparse_decode_f16_r16_obf16_sm90a", "sparse_decode_f16_r32_of32_sm90a",
         "sparse_decode_f16_r64_obf16_sm90a",
     )
