@@ -272,8 +272,8 @@ def flash_mla_with_kvcache(
         indices: int32 (b, s_q, topk): the tokens that each query token sees, as page * page_size +
             offset; what is negative or behind the pool is no token.  None: dense.
         attn_sink: with ``indices``: float32 (num_heads_q,), logits that weigh in ``out`` alone.
-        extra_k_cache: beside V4's pages a second cache of such, as ``k_cache`` (num_pages,
-            page_size, 1, 584), pages of its own size; None: there is none.
+        extra_k_cache: beside V4's pages a second cache of such, uint8, int8 or float8_e4m3fn as
+            ``k_cache`` (num_pages, page_size, 1, 584), pages of its own size; None: there is none.
         extra_indices_in_kvcache: int32 (b, s_q, extra_topk), what each query token sees of it:
             attention is over the union; beside ``extra_k_cache``.
         topk_length: with ``indices``: int32 (b,), how many entries of each row count.
