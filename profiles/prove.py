@@ -93,7 +93,6 @@ ASKED = (
     "append_index_k_xbf16_ii64_hd1_sm90a", "sparse_prefill_r64_d576_indexer_sm90a",
     "fetch_index_k_xfp8_ragged_sm90a", "fetch_index_k_xbf16_indices_sm90a",
     "append_kv_xbf16_ii32_kvfp8_v41_planar_sm90a", "append_kv_xbf16_ii32_kvfp8_v41_rows_sm90a",
-    "sparse_decode_mix16_r16_obf16_kvfp8_v4_sm90a", "sparse_decode_mix16_r64_obf16_kvfp8_v4_sm90a",
     "append_kv_xbf16_ii32_kvfp8_nope_sm90a", "fetch_dequant_xbf16_pages_kvfp8_v41_planar_sm90a",
     "fetch_dequant_xbf16_pages_kvfp8_v41_rows_sm90a", "fetch_dequant_xbf16_pages_kvfp8_nope_sm90a",
     "decode_f16_r16_p64_obf16_sm90a", "decode_f16_r64_p64_obf16_sm90a",

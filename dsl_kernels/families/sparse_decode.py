@@ -16,7 +16,7 @@ PIPELINES = (
 # The cache that a pipeline reads unless another one is named.
 CACHES = {"etap": "fp8", "mix16": "fp8_ds_mla", "f16": "fp8"}
 ROW_TILES = dict.fromkeys(PIPELINES, (16, 32, 64))  # query heads that a CTA owns
-DEFAULT = ("etap", "mix16")  # f16 is built when it is asked for: no GPU has run it yet
+DEFAULT = ("etap", "mix16")  # f16 is built when it is asked for
 TWO_TERMS = (16, 32)  # row tiles of ``etap`` that sum P in two terms
 
 AXES = (
@@ -51,17 +51,19 @@ MODULES = {
     ("sm_90a", "etap", "fp8"): "dsl_kernels.sm90.sparse_etap",
     ("sm_90a", "f16", "fp8"): "dsl_kernels.sm90.f16",
     ("sm_90a", "mix16", "fp8_ds_mla"): "dsl_kernels.sm90.mix16",
-    ("sm_90a", "mix16", "fp8_v4"): "dsl_kernels.sm90.mix16_v4",  # built when it is asked for
+    ("sm_90a", "mix16", "fp8_v4"): "dsl_kernels.sm90.mix16_v4",
 }
 
 
 def points(arch: str) -> Iterator[Values]:
-    """Every row tile; of the FP8 cache also with fp32 results, and with two terms of P."""
+    """Every row tile; of the FP8 cache also with fp32 results and two terms of P; V4's pages."""
     if arch != "sm_90a":
         return
     for pipeline, row_tile in ((p, tile) for p in DEFAULT for tile in ROW_TILES[p]):
         values = {"pipeline": pipeline, "row_tile": row_tile}
         yield {**values, "out_dtype": "bf16"}
+        if pipeline == "mix16":
+            yield {**values, "out_dtype": "bf16", "cache_dtype": "fp8_v4"}
         if pipeline == "etap":
             yield {**values, "out_dtype": "f32"}
             if row_tile in TWO_TERMS:
@@ -79,8 +81,8 @@ FAMILY = Family(
     everyday=(
         {"pipeline": "etap", "row_tile": 16, "out_dtype": "bf16", "p_terms": 1},
         {"pipeline": "etap", "row_tile": 64, "out_dtype": "bf16", "p_terms": 1},
-        {"pipeline": "mix16", "row_tile": 16},
-        {"pipeline": "mix16", "row_tile": 64},
+        {"pipeline": "mix16", "row_tile": 16, "cache_dtype": "fp8_ds_mla"},
+        {"pipeline": "mix16", "row_tile": 64, "cache_dtype": "fp8_ds_mla"},
     ),
     counted_by=("pipeline",),
     shown=("q_nope", "content", "indices"),
