@@ -9,7 +9,6 @@ import torch
 
 import snapmla
 from codegen import matrix
-from dsl_kernels import registry
 from dsl_kernels.spec import VariantSpec
 from profiles import dispatch_data
 from snapmla import dispatch
@@ -91,7 +90,7 @@ def test_every_row_of_a_table_is_a_point_and_near_the_model(table: str) -> None:
         problem_of(16, card), SPARSE_OPS["fp8"].spec("sm_90a", "etap", 16, 64, "bf16"),
         Size(128, 2048),
     )  # fmt: skip
-    assert heads16 == ({"H200": 53.3, "H100 SXM": 72.9}[card], "measured")
+    assert heads16 == ({"H200": 50.7, "H100 SXM": 72.9}[card], "measured")
 
 
 def test_cards_that_nobody_measured_take_the_h200s_times() -> None:
@@ -113,7 +112,7 @@ def test_explain() -> None:
     assert [(v.pipeline, v.row_tile, v.chosen) for v in found.verdicts] == [
         ("mix16", 32, True), ("mix16", 64, False), ("mix16", 16, False),
     ]  # fmt: skip
-    assert found.verdicts[0].us == 70.7 and found.verdicts[0].source == "measured"
+    assert found.verdicts[0].us == 73.1 and found.verdicts[0].source == "measured"
     assert (found.verdicts[1].reason or "").endswith("x the time of mix16 row_tile 32")
     # 128 tokens x 2048 entries x 656 bytes and their queries and results at 4608 GB/s
     nbytes = 128 * 2048 * 656 + 128 * 32 * (656 + 1028)
@@ -180,7 +179,4 @@ def test_features_are_what_can_be_built() -> None:
                     op.spec("sm_90a", op.pipeline, tile, ANY_PAGE, out, terms)
                     for out in features.out_dtypes
                 }
-    assert built <= said
-    asked = said - built  # what is compiled when it is asked for
-    assert {spec.cache_dtype for spec in asked} == {"fp8_v4"}
-    assert all(registry.feasible(spec) is None for spec in asked)
+    assert said == built

@@ -139,9 +139,9 @@ def test_a_wheel_of_its_kind(
         (out_dir / f"{tree.name}.toml").write_text(text)
         return out_dir / f"{tree.name}.toml"
 
-    record = dataclasses.make_dataclass("R", ["name", "spec", "flavour"])
-    records = [record(spec.name, spec.fields(), "cu13") for spec in specs]
-    monkeypatch.setattr(bundle, "collect", lambda given, folder: records)
+    record = dataclasses.make_dataclass("R", ["name", "spec", "flavour", "host_cpu"])
+    records = [record(spec.name, spec.fields(), "cu13", "x86-64-v2") for spec in specs]
+    monkeypatch.setattr(bundle, "collect", lambda given, folder, *_: records)
     monkeypatch.setattr(bundle, "copy_variants", lambda folder, *_: folder.mkdir(parents=True))
     monkeypatch.setattr(wheels, "glibc_of", lambda libraries: (2, 28))
     monkeypatch.setattr(wheels, "_build", build)
