@@ -106,7 +106,7 @@ def collect(
         )
         raise BundleError(
             f"{len(stale)} of {len(found)} variants are missing or outdated in {variant_dir}"
-            f"{' (' + some + ')' if some else ''}: run `{make}{arch}`"
+            f"{' (' + some + ')' if some else ''}: run `{make}`"
         )
     return [record for record in found.values() if record is not None]
 

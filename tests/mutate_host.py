@@ -417,7 +417,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("plan.py", "fixed_overhead = spec.family.item_overhead", "fixed_overhead = 6",
            "host/test_plan.py::test_what_an_item_costs_is_its_familys",
            "items of another family are cut as FP8 decode's"),
-    Mutant("plan.py", "if options.format.longest_item and", 'if options.cache_name == "f16" and',
+    Mutant("plan.py", "options.format.longest_item or", 'options.cache_name == "f16" and 1 << 14 or',
            "host/test_plan.py::test_long_sums_are_the_formats",
            "a new format sums sequences of any length in one go"),
     Mutant("decode_plan/workspace.py", "[FORMATS[cache_dtype].partial]",

@@ -432,8 +432,8 @@ def test_defaults_are_flashmlas(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_indices_that_are_no_tensor(no_decode: None) -> None:
     """A list is refused beside a dense cache, too, not overlooked."""
-    step = DenseStep.make((20, 7), 4, 2, **FEW)
-    with pytest.raises(ValueError, match="is_fp8_kvcache: expected True beside indices"):
+    step = DenseStep.make((20, 7), 4, 2, page_size=16, dtype=torch.bfloat16)
+    with pytest.raises(TypeError, match="indices: expected a torch.Tensor"):
         decode(step, fresh(step), indices=[[0]], causal=False)
 
 

@@ -254,7 +254,7 @@ def test_a_config_says_whether_decode_is_sparse(tmp_path: Path) -> None:
         ("--heads 16 --dtype f16 --merge", "merge: expected results of bf16 or f32, got f16"),
         (
             "--heads 16 --sparse --dtype f16",
-            "dtype: expected one of 'fp8', 'fp8_ds_mla', 'bf16', g",
+            "dtype: expected one of 'fp8', 'fp8_ds_mla', 'fp8_v4'",
         ),
         (
             "--heads 16 --sparse --dtype bf16 --arch sm_100a",
