@@ -40,8 +40,6 @@ SMS = 132  # of the H200 that both records come from
 COUNTERS: dict[str, str] = {  # as ``softgpu.cost.profile.counters`` names them -> ncu's metric
     "issued instructions": "smsp__inst_executed.sum",
     "tensor cycles": "sm__pipe_tensor_cycles_active.sum",
-    "shared memory, loads": "l1tex__data_pipe_lsu_wavefronts_mem_shared_op_ld.sum",
-    "shared memory, stores": "l1tex__data_pipe_lsu_wavefronts_mem_shared_op_st.sum",
     "shared memory, LSU": "l1tex__data_pipe_lsu_wavefronts_mem_shared.sum",
     "bank conflicts": "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum",
     "DRAM read": "dram__bytes_read.sum",
@@ -51,7 +49,11 @@ UNITS = {  # as ``softgpu.cost.profile.loads`` names them -> the row of ``profil
     "memory": "DRAM", "shared memory": "shared memory by LSU", "tensor cores": "tensor pipe",
     "issue": "issue slots",
 }  # fmt: skip
-MORE = (  # recorded for whoever asks next: what else passes the port
+TENSOR_CORES = 4  # of an SM, whose cycles ncu adds up
+DRAM_PEAK = 4800.0  # bytes a ns of an H200, by its datasheet
+# Recorded for whoever asks next: what else passes the port.  Its wavefronts by kind of instruction
+# are not compared: an ldmatrix counts twice as a load, and the kinds sum to more than the port has.
+MORE = (
     "smsp__issue_active.sum", "smsp__inst_issued.sum", "l1tex__data_pipe_lsu_wavefronts.sum",
     "l1tex__data_bank_reads.sum", "l1tex__data_bank_writes.sum",
     "regex:l1tex__data_pipe_lsu_wavefronts_mem_shared_.*sum",
@@ -104,9 +106,28 @@ class Row:
 
 
 def recorded(found: Mapping[str, tuple[str, float | str]]) -> Card:
-    """Counters and shares by our names, those that ncu gave."""
+    """Counters and shares by our names, those that ncu gave; shares else of counters."""
     shares = {unit: ncu.METRICS[row] for unit, row in UNITS.items()}
-    return Card(_given(found, COUNTERS), _given(found, shares))
+    counters = _given(found, COUNTERS)
+    if "tensor cycles" in counters:
+        counters["tensor cycles"] /= TENSOR_CORES
+    return Card(counters, _given(found, shares) or _shares(found, counters))
+
+
+def _shares(
+    found: Mapping[str, tuple[str, float | str]], counters: Mapping[str, float]
+) -> dict[str, float]:
+    """Percent of each unit's peak, where the launch's cycles were recorded."""
+    times = _given(found, {"cycles": "sm__cycles_elapsed.max", "ns": "gpu__time_duration.sum"})
+    if len(times) < 2:
+        return {}
+    peaks = {
+        "memory": ("DRAM read", times["ns"] * DRAM_PEAK),
+        "shared memory": ("shared memory, LSU", times["cycles"] * SMS),
+        "tensor cores": ("tensor cycles", times["cycles"] * SMS),
+        "issue": ("issued instructions", times["cycles"] * SMS * 4),
+    }
+    return {u: 100 * counters[c] / peak for u, (c, peak) in peaks.items() if c in counters}
 
 
 def _given(

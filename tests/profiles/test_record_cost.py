@@ -40,7 +40,7 @@ def test_the_older_page_as_counters() -> None:
 
 
 def test_one_memory_counter_is_not_modelled() -> None:
-    assert len(record_cost.MEMORY) == 5
+    assert len(record_cost.MEMORY) == 3
     assert [x for x in record_cost.MEMORY if x in record_cost.APART] == ["bank conflicts"]
 
 
@@ -126,7 +126,8 @@ def test_a_record_is_read_back(tmp_path: Path) -> None:
     assert record_cost.records(path) == {}
     artifacts.write_atomic(path, json.dumps({"variants": {"v": raw}}))
     card = record_cost.records(path)["v"]
-    assert card.counters == {label: 10.0 * i for i, label in enumerate(record_cost.COUNTERS)}
+    wanted = {label: 10.0 * i for i, label in enumerate(record_cost.COUNTERS)}
+    assert card.counters == wanted | {"tensor cycles": wanted["tensor cycles"] / 4}  # of four cores
     assert list(card.shares) == list(record_cost.UNITS) and card.busiest == "issue"
     found = record_cost.rows({"MUFU": 100.0, "DRAM read": 50.0}, {"MUFU": 90.0, "DRAM read": 55.0})
     assert [r.difference for r in found] == [pytest.approx(0.1), pytest.approx(-0.1)]
