@@ -22,9 +22,8 @@ from snapmla import metrics, runtime
 from snapmla.reference import FP64, mla_decode_reference
 from snapmla.testing import aligned, selfcheck
 from snapmla.testing.rounding import MIMIC_F16
-from snapmla.testing.sparse_job import SparseJob
 from tests.gpu.test_p_terms import CALLS, ROUNDS, replayed
-from tests.gpu.test_sparse_decode import JOBS
+from tests.gpu.test_sparse_decode import JOBS, assert_right_twice
 from tests.support import cases
 from tests.support import exact_logits as exact
 
@@ -87,18 +86,7 @@ def test_lists_of_tokens(heads: int) -> None:
 @pytest.mark.parametrize("name", JOBS)
 def test_lists_of_every_kind(name: str, out_dtype: str) -> None:
     """Splits, sinks, ragged queries, odd pages, logits that swing; the same bits every time."""
-    shape = JOBS[name]
-    tile = next((t for t in (16, 32, 64) if t >= shape.heads), 64)
-    spec = VariantSpec(op="sparse_decode", pipeline="f16", row_tile=tile, out_dtype=out_dtype)
-    torch.manual_seed(0)
-    planner = runtime.kernel(VariantSpec(op="plan_decode"), "cuda")
-    job = SparseJob(spec, shape, planner=planner, device="cuda")
-    kernel = runtime.kernel(spec, "cuda")
-    first = job.run(kernel)
-    errors = job.errors(first)
-    assert errors.right, str(errors)
-    for got, want in zip(job.run(kernel), first, strict=True):
-        assert torch.equal(got.nan_to_num(-7.0), want.nan_to_num(-7.0)), "not the same bits"
+    assert_right_twice("f16", name, out_dtype)
 
 
 class Job:

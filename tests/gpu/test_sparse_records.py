@@ -19,6 +19,7 @@ from snapmla import flash_mla, runtime
 from snapmla.testing import record_job
 from snapmla.testing.record_job import RecordJob, RecordShape
 from snapmla.testing.sparse_job import HEAD_SCALE, placed
+from tests.kernels.test_sparse_records import assert_unmoved
 
 pytestmark = pytest.mark.gpu
 TILES = (16, 32, 64)
@@ -75,15 +76,7 @@ def test_padded_heads(rows: int) -> None:
     """The bits of real heads, whatever padded ones hold."""
     spec, kernel = kernel_of(rows)
     job = RecordJob(spec, RecordShape(rows, 200, (200, 66), 64, style="swings"), device="cuda")
-    out, lse = job.run(kernel)
-    padded = torch.zeros(rows, dtype=torch.bool)
-    padded[0], padded[rows - 3 :] = True, True
-    for value in (0.0, 1e30, math.nan, -math.inf):
-        q = job.q16.clone()
-        q[:, :, padded] = value
-        other, other_lse = job.run(kernel, q=q)
-        assert torch.equal(other[:, :, ~padded], out[:, :, ~padded])
-        assert torch.equal(other_lse[:, ~padded], lse[:, ~padded])
+    assert_unmoved(job, kernel, (0.0, 1e30, math.nan, -math.inf))
 
 
 @pytest.mark.parametrize(("heads", "rows"), HEADS)

@@ -19,7 +19,7 @@ from snapmla.testing import record_job
 from snapmla.testing.record_job import RecordJob, RecordShape
 from snapmla.testing.workloads import sparse_records as work
 from softgpu import Options, using
-from tests.kernels.test_sparse_records import kernel_of
+from tests.kernels.test_sparse_records import assert_unmoved, kernel_of
 from tests.support.needs import needs_compiler
 
 pytestmark = [needs_compiler, pytest.mark.whole_matrix]
@@ -91,15 +91,7 @@ def test_rows_do_not_feel_each_other(name: str, padding: float) -> None:
     spec, kernel = kernel_of(name)
     heads = spec.row_tile
     job = RecordJob(spec, RecordShape(heads, 200, (200, 66), 64, parts=2, style="swings"))
-    out, lse = job.run(kernel)
-    padded = torch.zeros(heads, dtype=torch.bool)
-    padded[0], padded[heads - 3 :] = True, True
-    q = job.q16.clone()
-    q[:, :, padded] = padding
-    other, other_lse = job.run(kernel, q=q)
-    assert torch.equal(other[:, :, ~padded], out[:, :, ~padded])
-    assert torch.equal(other_lse[:, ~padded], lse[:, ~padded])
-    assert_right(job, (out, lse))
+    assert_right(job, assert_unmoved(job, kernel, [padding]))
 
 
 @both((FEW, MANY))
