@@ -35,11 +35,12 @@
 #   sparse-prefill[:ARG,ARG...]  sparse prefill beside FlashMLA (profiles.sparse_prefill_cost ARG
 #                              ARG...); before pack: python -m codegen build of
 #                              sparse_prefill_rR_dD_sm90a, R of 64, 32, 16, D of 576, 512
-#   sparse-prefill-cache[:ARG,ARG...]  sparse prefill from the FP8 cache, sparse decode of few query
-#                              tokens over BF16 rows (profiles.sparse_prefill_cache_cost ARG ARG...);
-#                              with --designs other builds for 16 heads, before pack: python -m
-#                              codegen build sparse_decode_etap_r16_obf16_X_sm90a, X of st4, ln0,
-#                              math, gather
+#   sparse-rows[:ARG,ARG...]   sparse decode over BF16 rows beside FlashAttention-3 and FlashMLA
+#                              (profiles.sparse_rows_cost ARG ARG...)
+#   sparse-prefill-cache[:ARG,ARG...]  sparse prefill from the FP8 cache
+#                              (profiles.sparse_prefill_cache_cost ARG ARG...); with --designs
+#                              other builds for 16 heads, before pack: python -m codegen build
+#                              sparse_decode_etap_r16_obf16_X_sm90a, X of st4, ln0, math, gather
 #   mha[:ARG,ARG...]           dense prefill beside FlashAttention-3 and cuDNN (profiles.mha_cost
 #                              ARG ARG...); before pack: python -m codegen build of mha_items_sm90a,
 #                              mha_fwd_d192_dbf16_sm90a and mha_fwd_d128_dbf16_sm90a
@@ -237,7 +238,7 @@ run_part() {
         pair)
             timeout -k 10 "$seconds" "$python" -m profiles.pair_cost --against "$what" --out "$work"
             ;;
-        sparse | sparse-v4 | sparse-prefill | sparse-prefill-cache | mha | dsa | dsa-step)
+        sparse | sparse-rows | sparse-v4 | sparse-prefill | sparse-prefill-cache | mha | dsa | dsa-step)
             # shellcheck disable=SC2086  # a list of words
             timeout -k 10 "$seconds" "$python" -m "profiles.${kind//-/_}_cost" --peers .peers \
                 --out "$work" ${what//,/ }
