@@ -2,7 +2,7 @@
 
     PYTHONPATH=... python -m tests.support.vllm_sparse_driver CASE...
 
-As ``tests/support/vllm_driver.py``, of which it takes the stand-ins for what vLLM computes by CUDA
+As ``tests/support/vllm_driver.py``, with the stand-ins of its engine for what vLLM computes by CUDA
 outside of our backend; those of sparse attention are ``vllm_sparse_ops``, what cases run on is
 ``vllm_sparse_engine``.  Prints a line a case, last ``all right``.
 """
@@ -22,8 +22,8 @@ import snapmla
 from snapmla import runtime
 from snapmla.integrations.vllm.__main__ import needed_sparse
 from snapmla.testing import metrics
-from tests.support import vllm_driver as dense
-from tests.support.vllm_driver import LATENT, NOPE, PAGE, ROPE
+from tests.support import vllm_engine as dense
+from tests.support.vllm_engine import LATENT, NOPE, PAGE, ROPE
 from tests.support.vllm_sparse_engine import HEADS, HIDDEN, LENGTHS, Engine, Layers
 from tests.support.vllm_sparse_ops import CONVERTED, fused_norm_rope, fused_q, replacements
 

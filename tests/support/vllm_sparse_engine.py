@@ -26,8 +26,8 @@ from dsl_kernels.cache_records.ds_mla import ROW_BYTES
 from snapmla.integrations import vllm as plugin
 from snapmla.testing import metrics
 from snapmla.testing.record_reference import RecordCall, record_decode_mimic
-from tests.support import vllm_driver as dense
-from tests.support.vllm_driver import LATENT, NOPE, PAGE, ROPE, SCALE, SLACK, V
+from tests.support import vllm_engine as dense
+from tests.support.vllm_engine import LATENT, NOPE, PAGE, ROPE, SCALE, SLACK, V
 from tests.support.vllm_sparse_ops import INDEX_BUILDER, MLA
 
 HEADS, INDEX_HEADS, TOPK, HIDDEN, Q_RANK = dense.HEADS, 32, 128, 256, 96

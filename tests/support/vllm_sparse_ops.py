@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 import snapmla
-from tests.support import vllm_driver as dense
-from tests.support.vllm_driver import ROPE
+from tests.support import vllm_engine as dense
+from tests.support.vllm_engine import ROPE
 
 CONVERTED: list[int] = []  # query tokens of each call that turned positions into rows
 MLA = "vllm.model_executor.layers.attention.mla_attention"
