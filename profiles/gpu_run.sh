@@ -35,6 +35,10 @@
 #   sparse-prefill[:ARG,ARG...]  sparse prefill beside FlashMLA (profiles.sparse_prefill_cost ARG
 #                              ARG...); before pack: python -m codegen build of
 #                              sparse_prefill_rR_dD_sm90a, R of 64, 32, 16, D of 576, 512
+#   sparse-bounds[:ARG,ARG...]  what bounds sparse decode: gather and math alone
+#                              (profiles.sparse_bounds_cost ARG ARG...); before pack: python -m
+#                              codegen build of sparse_decode_etap_rR_obf16_X_sm90a and
+#                              sparse_decode_mix16_rR_obf16_X_sm90a, R of 16, 64, X of gather, math
 #   sparse-rows[:ARG,ARG...]   sparse decode over BF16 rows beside FlashAttention-3 and FlashMLA
 #                              (profiles.sparse_rows_cost ARG ARG...)
 #   sparse-prefill-cache[:ARG,ARG...]  sparse prefill from the FP8 cache
@@ -238,7 +242,8 @@ run_part() {
         pair)
             timeout -k 10 "$seconds" "$python" -m profiles.pair_cost --against "$what" --out "$work"
             ;;
-        sparse | sparse-rows | sparse-v4 | sparse-prefill | sparse-prefill-cache | mha | dsa | dsa-step)
+        sparse | sparse-bounds | sparse-rows | sparse-v4 | sparse-prefill | \
+            sparse-prefill-cache | mha | dsa | dsa-step)
             # shellcheck disable=SC2086  # a list of words
             timeout -k 10 "$seconds" "$python" -m "profiles.${kind//-/_}_cost" --peers .peers \
                 --out "$work" ${what//,/ }
