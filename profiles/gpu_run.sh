@@ -194,15 +194,11 @@ engine_site() {
 # SGLang and what it imports, unpacked once, where its tests look for them.
 sglang_site() {
     [ -z "${SNAPMLA_SGLANG:-}" ] && [ -d build/sglang ] || return 0
-    local packed wheel
+    local packed
     SNAPMLA_SGLANG=$(mktemp -d)
     export SNAPMLA_SGLANG
-    mkdir "$SNAPMLA_SGLANG/dependencies" # several wheels at once would make it
     for packed in build/sglang/*.tar.xz; do
         "$python" -m tarfile -e "$packed" "$SNAPMLA_SGLANG/$(basename "$packed" .tar.xz)" &
-    done
-    for wheel in build/sglang/whl/*.whl; do
-        "$python" -m zipfile -e "$wheel" "$SNAPMLA_SGLANG/dependencies" &
     done
     wait
 }
