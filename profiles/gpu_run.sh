@@ -16,7 +16,8 @@
 #   check[:ARG,ARG...]         tests/gpu/check_decode.py ARG ARG... (check:--full wants both limits
 #                              below at 960 or more: its own budget is then 900 s)
 #   tests[:FILE,FILE...]       the tests marked gpu, of all or of these files; gpu-tests-CARD.md is
-#                              the record (profiles.test_record)
+#                              the record (profiles.test_record); SGLang's take build/sglang along
+#                              (python -m tests.support.carry_sglang makes it)
 #   profile:VARIANT[,VARIANT]  Nsight Compute on variants, as one table (profiles.ncu)
 #   cost                       Nsight Compute's counters beside which the software GPU's cost is held
 #                              (profiles.record_cost), to cost-h200.json
@@ -195,6 +196,18 @@ engine_site() {
         echo "on the path in $((SECONDS - begin)) s"
 }
 
+# SGLang and what it imports, unpacked once, where its tests look for them.
+sglang_site() {
+    [ -z "${SNAPMLA_SGLANG:-}" ] && [ -d build/sglang ] || return 0
+    local packed
+    SNAPMLA_SGLANG=$(mktemp -d)
+    export SNAPMLA_SGLANG
+    for packed in build/sglang/*.tar.xz; do
+        "$python" -m tarfile -e "$packed" "$SNAPMLA_SGLANG/$(basename "$packed" .tar.xz)" &
+    done
+    wait
+}
+
 # The limit of the next part: what is left of TOTAL_LIMIT, at most PART_LIMIT.
 limit() {
     local left=$((total_limit - SECONDS))
@@ -223,6 +236,7 @@ run_part() {
             ;;
         tests)
             local files=${what//,/ }
+            sglang_site
             # shellcheck disable=SC2086  # a list of words
             timeout -k 10 "$seconds" "$python" -m pytest -q -m gpu -p no:cacheprovider \
                 --junitxml "$work/tests.xml" ${files:-tests} 2>&1 | tee "$work/tests.log"

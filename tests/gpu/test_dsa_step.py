@@ -27,7 +27,6 @@ from snapmla.dsa import (
 from snapmla.dsa.index_logits import pages
 from snapmla.testing import topk_reference
 from snapmla.testing.index_tables import rows_tables
-from snapmla.testing.workloads import append_index_k as append_work
 from snapmla.testing.workloads import fetch_index_k as fetch_work
 from snapmla.testing.workloads import index_rows as rows_work
 from snapmla.testing.workloads.index_logits import sample_call
@@ -185,25 +184,6 @@ def test_keys_read_back(dtype: str, mode: str) -> None:
         for name, want in call.want.items():
             got = there[name].cpu()
             assert torch.equal(got.nan_to_num(), want.nan_to_num()), name
-
-
-@pytest.mark.parametrize(
-    "form",
-    [
-        "bf16_ii64_neox", "bf16_ii64_hd1_neox_layer_csbf16", "bf16_ii64_interleaved_layer",
-        "bf16_ii64_interleaved_rms_last", "f32_ii64_neox_rms", "f16_ii32_hd1_neox_last",
-    ],
-)  # fmt: skip
-def test_keys_behind_norm_and_rope(form: str) -> None:
-    """Bit for bit, every small call of the workload: RoPE of V3.2's first channels and V4's last
-    ones, behind LayerNorm, RMSNorm or none."""
-    spec = VariantSpec.from_name(f"append_index_k_x{form}_sm90a")
-    run = kernel("cuda", op=spec.op, **dict(spec.values))
-    for call in append_work.small(spec):
-        there = {name: on_device(x) for name, x in call.arguments.items()}
-        run(*there.values())
-        for name, want in call.want.items():
-            assert torch.equal(there[name].cpu(), want), (call.note, name)
 
 
 def test_rows_of_a_step() -> None:

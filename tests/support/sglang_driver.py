@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -474,10 +475,17 @@ def main(words: list[str]) -> None:
     plugin.register()
     plugin.register()  # every process does, some twice
     HookRegistry.apply_hooks()
+    failed = []
     with mock.patch.dict(ATTENTION_BACKENDS, {"fa3": MultiHead}), settings():
         for name in names:
             torch.manual_seed(0)  # a case has the same numbers alone
-            (CASES | {"capture": capture})[name]()
+            try:
+                (CASES | {"capture": capture})[name]()
+            except Exception:  # one run on a machine that is lent says what is wrong with each
+                print(f"case {name}:\n{traceback.format_exc()}", flush=True)
+                failed.append(name)
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}")
     print("all right")
 
 
