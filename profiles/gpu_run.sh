@@ -62,9 +62,12 @@
 #   engine:accuracy|speed      vLLM with the plugin beside its own backends; takes build/vllm along
 #                              (profiles.engine bring makes it; VLLM_PACKED=DIR is another folder),
 #                              where no vLLM is installed
+#   engine:chunk               a chunk of prefill over a cached prefix, ours and FlashAttention's
 #   engine:sparse|sparse-deep  the same of DSA models (DeepSeek-V3.2) of 4 and of 27 layers, with
 #                              nvcc, as its indexer's peer compiles there; go on with it: a second
-#                              call on the same machine runs what is left
+#                              call on the same machine runs what is left, and
+#                              engine:sparse-deep,--timing,8x131072 one shape (32x32768 the other)
+#   engine:sparse-why          which tensor of a request differs alone and in a batch
 #   transformers[:ARG,ARG...]  a decode step of transformers with and without graphs, beside its own
 #                              attention (profiles.transformers_step ARG ARG...), where transformers
 #                              is installed, packed by profiles.engine bring, or wheels of it and of
@@ -306,8 +309,10 @@ run_part() {
             ;;
         engine)
             engine_site || return 1
-            timeout -k 10 "$seconds" "$python" -m profiles.engine "$what" --work build/engine \
-                --out "$work/engine" --limit $((seconds - 60)) 2>&1 | tee "$work/engine-$what.log"
+            # shellcheck disable=SC2086  # a list of words
+            timeout -k 10 "$seconds" "$python" -m profiles.engine ${what//,/ } --work build/engine \
+                --out "$work/engine" --limit $((seconds - 60)) 2>&1 |
+                tee "$work/engine-${what//[^A-Za-z0-9]/_}.log"
             local code=${PIPESTATUS[0]}
             mkdir -p "$work/engine"
             cp build/engine/*.log build/engine/*-*.json "$work/engine" 2>/dev/null
