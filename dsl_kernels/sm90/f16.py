@@ -50,8 +50,8 @@ from .decode import Decode, infeasible
 from .f16_parts import GatheredParts, Parts, layouts_of
 from .f16_softmax import F16Softmax
 from .fp8_parts import STAGE_BYTES
-from .mix16 import FEW_STAGES, SMALL_BYTES, STAGES, Mix16
-from .roles import FEW_ROWS, INV_RING, Barrier, Layouts
+from .mix16 import SMALL_BYTES, Mix16, q_stages, stages_of
+from .roles import INV_RING, Barrier, Layouts
 from .softmax_role import P_RING, P_STAGES, hand_over_fields
 
 if TYPE_CHECKING:
@@ -70,16 +70,6 @@ def feasible(spec: VariantSpec) -> str | None:
     if only_of(spec) != "all":
         return "f16 has no builds for bounds of time"
     return infeasible(spec, 2, budget(spec))
-
-
-def stages_of(spec: VariantSpec) -> int:
-    """KV tiles in flight."""
-    return spec.stages or (FEW_STAGES if spec.row_tile <= FEW_ROWS else STAGES)
-
-
-def q_stages(spec: VariantSpec) -> int:
-    """Row tiles of Q in flight."""
-    return 2 if spec.row_tile < FEW_ROWS else 1
 
 
 def parts_of(spec: VariantSpec) -> Parts:
