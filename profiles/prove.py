@@ -65,8 +65,6 @@ CONVERTED = (
 )  # fmt: skip
 # And of some kernels alone, by globs over their names.
 EXPLAINED_OF = {
-    # the name of its file is SM90's too, so the comment on its line is not looked at
-    "decode_pair_*_sm100a": ("1 x bar.warp.sync in softmax_role.py",),
     "dense_decode_*_sm100a": ("barrier_id=barrier_id, number_of_threads=128",),
     "sparse_decode_etap_*": ("fence.proxy.async.shared::cta in fp8_per_token.py",),
     "sparse_decode_*_r64_*": ("1 x mbarrier.try_wait.parity.shared.b64 in q_tiles.py",),
