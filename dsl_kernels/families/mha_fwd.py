@@ -12,13 +12,16 @@ AXES = (
     Axis("dtype", "d", ("bf16", "f16"), "bf16"),  # of q, k, v and out
     Axis("d_v", "v", (128,), 128, named=False),
     Axis("keys", "", ("whole", "split"), "whole", named=False),  # of few rows against long keys
+    Axis("sections", "", ("fixed", "listed"), "fixed", named=False),  # heads side by side: 8, or told
 )
 
 
 def _module(arch: str, values: Values) -> str | None:
     if arch != "sm_90a":
         return None
-    return "dsl_kernels.sm90." + ("mha_split" if values["keys"] == "split" else "mha_fwd")
+    if values["keys"] == "split":
+        return "dsl_kernels.sm90.mha_split" if values["sections"] == "fixed" else None
+    return "dsl_kernels.sm90." + ("mha_listed" if values["sections"] == "listed" else "mha_fwd")
 
 
 def points(arch: str) -> Iterator[Values]:

@@ -14,7 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsl_kernels.mha_list import HEADER, KEYS, ROWS, TILES, most_tiles, workspace_words
+from dsl_kernels.mha_list import (
+    BESIDE,
+    HEADER,
+    KEYS,
+    LAST,
+    ROWS,
+    TILES,
+    most_tiles,
+    workspace_words,
+)
 from dsl_kernels.spec import VariantSpec
 from snapmla.testing import metrics
 
@@ -225,6 +234,7 @@ class MhaJob:
         q, v: (total_q, h, d_qk), (total_k, h_k, 128); rows may be strided.
         ks: K's tensors, (total_k, h_k, 128) and of d_qk 192 (total_k, 1 or h_k, 64).
         lq, lk: lengths of the sequences.
+        sections: heads of a section, of the last one, which the list tells.
     """
 
     q: Tensor
@@ -235,6 +245,7 @@ class MhaJob:
     causal: bool = True
     scale: float = 0.0
     ctas: int = 2
+    sections: tuple[int, int] = (0, 0)
 
     @classmethod
     def draw(
@@ -273,9 +284,11 @@ class MhaJob:
         keys = dict(zip(("k_nope", "k_rope"), self.ks))
         t, h, _ = self.q.shape
         most = max(1, most_tiles(t, len(self.lq)) * h)
+        work = work_of(self.lq, self.lk, self.causal, t)
+        work[BESIDE], work[LAST] = self.sections
         return {
             "q": self.q, **keys, "v": self.v, "cu_seqlens_q": offsets(self.lq),
-            "cu_seqlens_k": offsets(self.lk), "work": work_of(self.lq, self.lk, self.causal, t),
+            "cu_seqlens_k": offsets(self.lk), "work": work,
             "out": torch.full((t, h, self.v.shape[-1]), math.nan).to(self.q.dtype),
             "lse": torch.full((h, t), math.nan), "softmax_scale": self.scale,
             "causal": int(self.causal), "ctas": min(self.ctas, most),
