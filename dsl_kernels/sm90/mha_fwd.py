@@ -341,7 +341,7 @@ class MhaFwd:
         warpgroup.wait_group(0)
         release(self.loads.k, st, slot)
         self._softmax(acc_s, state, first, True)
-        p16.store(cute.make_tensor(acc_s.iterator, p16.layout).load().to(self.dtype))
+        self._to_p16(acc_s, p16)
 
     @cute.jit
     def _tile(self, st, operands, state, vc, first, masked: cutlass.Constexpr):
@@ -368,7 +368,16 @@ class MhaFwd:
                 acc_o[v] = acc_o[v] * (gamma0 if v // 2 % 2 == 0 else gamma1)
         warpgroup.wait_group(0)
         release(self.loads.v, st, v_slot)
-        p16.store(cute.make_tensor(acc_s.iterator, p16.layout).load().to(self.dtype))
+        self._to_p16(acc_s, p16)
+
+    def _to_p16(self, acc_s, p16):
+        """P in 16 bits; vectors of a power of two, or else words are put together by PRMT."""
+        count = self.tile // 2
+        chunk = count & -count
+        layout = cute.make_layout(chunk)
+        for at in range(0, count, chunk):
+            values = cute.make_tensor(acc_s.iterator + at, layout).load().to(self.dtype)
+            cute.make_tensor(p16.iterator + at, layout).store(values)
 
     @cute.jit
     def _last(self, st, operands, vc):
