@@ -30,7 +30,7 @@ def small(spec: VariantSpec) -> Iterator[Call]:
         yield from _small_split(spec)
         return
     for causal, spread, bad in ((True, 1.0, math.nan), (False, 8.0, 1e30)):
-        lq, lk = [140, 0, 40, 9], [266, 33, 20, 30]
+        lq, lk = [140, 0, 40, 9], [_just_whole(spec), 33, 20, 30]
         if not causal:
             lq, lk = [20, 0, 3, 2, 2, 2], [420, 40, 0, 0, 0, 0]
         job = MhaJob.draw(spec, lq, lk, 2, 1, causal=causal, spread=spread, behind=bad)
@@ -41,10 +41,15 @@ def small(spec: VariantSpec) -> Iterator[Call]:
     yield Call(job.arguments(), {}, job=job)
 
 
+def _just_whole(spec: VariantSpec) -> int:
+    """Keys of 140 query tokens of which the first row tile sees whole tiles of keys."""
+    return -(-254 // spec.key_tile) * spec.key_tile + 10
+
+
 def _small_split(spec: VariantSpec) -> Iterator[Call]:
     """Two CTAs; one, which has three tiles of V to clear and so notes in a slot that was freed."""
     for causal, spread, bad in ((True, 1.0, math.nan), (False, 8.0, 1e30)):
-        lq, lk, ctas = [3, 0, 140], [1950, 33, 266], 2
+        lq, lk, ctas = [3, 0, 140], [1950, 33, _just_whole(spec)], 2
         if not causal:
             lq, lk, ctas = [5, 20, 3, 2, 2, 2], [40, 2050, 30, 0, 0, 0], 1
         job = SplitJob.draw(spec, lq, lk, 1, 1, causal=causal, spread=spread, behind=bad, ctas=ctas)
