@@ -43,7 +43,7 @@ import cutlass.memory
 import cutlass.tensor_utils
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import Boolean, Float32, Int32, const_expr
-from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 
 from .. import compat
 from ..common import budget as bud
@@ -52,9 +52,9 @@ from ..common.frames import NEVER
 from ..common.registers import claim_registers
 from ..common.rounding import fma
 from ..common.smem import array, one_stage, staged, struct_of
-from ..common.types import ROW_MAJOR
+from ..common.types import ROW_MAJOR, U16, U32
 from ..common.work_list import LOG2E
-from ..mha_list import ROWS, VALUES, WIDTHS
+from ..mha_list import ROWS, VALUES
 from ..smxx.mha_items import key_tiles
 from .dense_frames import move_frame
 from .mha_parts import STAGES, Loads, Rows, has_tail, release
@@ -78,7 +78,7 @@ def feasible(spec: VariantSpec) -> str | None:
 
 def budget(spec: VariantSpec) -> bud.Budget:
     """Warpgroups, registers, barriers, shared memory of a CTA."""
-    loads = Loads(WIDTHS[spec.d_qk], spec.d_v, spec.key_tile)
+    loads = Loads(spec)
     tiles = ROWS * spec.d_qk + STAGES * spec.key_tile * (spec.d_qk + spec.d_v)
     return bud.Budget(
         groups=(
@@ -165,7 +165,8 @@ class MhaFwd:
     def __init__(self, spec: VariantSpec):
         self.d_qk, self.d_v, self.dtype = spec.d_qk, spec.d_v, compat.dtype(spec.dtype)
         self.tile, self.budget = spec.key_tile, budget(spec)
-        self.loads = Loads(WIDTHS[spec.d_qk], spec.d_v, spec.key_tile)
+        self.turns, self.q_steps = spec.order == "turns", spec.q_steps
+        self.loads = Loads(spec)
         self.rows = Rows(self.dtype, spec.d_v)
 
     def layouts(self):
@@ -271,8 +272,9 @@ class MhaFwd:
             cute.make_rmem_tensor((2,), t) for t in (Float32, Float32, Int32)
         )  # fmt: skip
         state = (frame, total, scale, limit)
-        if which == 1:  # the first turn is the other's
-            cute.arch.barrier_arrive(barrier_id=1, number_of_threads=2 * WARPGROUP)
+        if const_expr(self.turns):  # noqa: SIM102 (a compile-time condition and another)
+            if which == 1:  # the first turn is the other's
+                cute.arch.barrier_arrive(barrier_id=1, number_of_threads=2 * WARPGROUP)
         kc, done, count, phases = Int32(0), Int32(0), Int32(0), Int32(0)
         head, q0, s_q, s_k, m = self.loads.notes.read(st, count)
         while head >= 0:
@@ -292,6 +294,8 @@ class MhaFwd:
             acc_o.fill(0.0)
             if n > 0:
                 self.loads.q.wait_full(st, 0, done & 1)
+                if const_expr(self.q_steps):
+                    self._take_q(st, operands)
                 self._first(st, operands, state, kc, (n - 1) * self.tile)
                 if has_tail(s_k, n, self.tile):
                     self.loads.clean.wait_full(st, kc % STAGES, (phases >> (kc % STAGES)) & 1)
@@ -310,8 +314,9 @@ class MhaFwd:
             self.rows.write(results, acc_o, frame, total, q0, s_q, head, row)
             count += 1
             head, q0, s_q, s_k, m = self.loads.notes.read(st, count)
-        if which == 0:  # the last turn that was passed on
-            cute.arch.barrier(barrier_id=1, number_of_threads=2 * WARPGROUP)
+        if const_expr(self.turns):  # noqa: SIM102
+            if which == 0:  # the last turn that was passed on
+                cute.arch.barrier(barrier_id=1, number_of_threads=2 * WARPGROUP)
 
     def _operands(self, st, layouts, thread, which):
         """MMAs, operands and accumulators of a consumer."""
@@ -320,7 +325,10 @@ class MhaFwd:
         mma_o = tiled_mma(self.dtype, self.d_v, a_in_registers=True, b_mn=True)
         thr_s, thr_o = mma_s.get_slice(thread), mma_o.get_slice(thread)
         mine = cute.local_tile(staged(st.q, lq), (64, self.d_qk), (which, 0, None))
-        r_q = mma_s.make_fragment_A(thr_s.partition_A(mine))[None, None, None, 0]
+        r_q = [mma_s.make_fragment_A(thr_s.partition_A(mine))[None, None, None, 0], None]
+        if const_expr(self.q_steps):
+            first = tiled_mma(self.dtype, self.tile, a_in_registers=True)
+            r_q[1] = first.make_fragment_A(first.partition_shape_A((64, 16 * self.q_steps)))
         r_k = mma_s.make_fragment_B(thr_s.partition_B(staged(st.k, lk)))
         r_v = mma_o.make_fragment_B(thr_o.partition_B(staged(st.v, lv)))
         acc_s = cute.make_rmem_tensor(mma_s.partition_shape_C((64, self.tile)), Float32)
@@ -329,6 +337,35 @@ class MhaFwd:
         p16 = cute.make_tensor(r_p.iterator, cute.make_layout(self.tile // 2))
         return mma_s, mma_o, r_q, r_k, r_v, acc_s, acc_o, r_p, p16, which
 
+    def _scores(self, mma_s, acc_s, r_q, r_k):
+        """Issues S = Q K^T: steps of Q in registers, if there are, then those in shared memory."""
+        n = self.q_steps
+        if n:
+            first = tiled_mma(self.dtype, self.tile, a_in_registers=True)
+            issue(first, acc_s, r_q[1], r_k, accumulate=False, last=n)
+        issue(mma_s, acc_s, r_q[0], r_k, accumulate=n > 0, first=n)
+        warpgroup.commit_group()
+
+    @cute.jit
+    def _take_q(self, st, operands):
+        """The warpgroup's rows of Q -> A fragments of the first steps."""
+        r_q, which = operands[2][1], operands[-1]
+        tidx, _, _ = cute.arch.thread_idx()
+        lane, warp_id = tidx % 32, cute.arch.make_warp_uniform(tidx % WARPGROUP // 32)
+        row = warp_id * 16 + lane % 16
+        line = row * 128 + ((lane // 16) ^ (row % 8)) * 16
+        ldsm = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), U16)
+        words = cute.recast_tensor(r_q, U32)
+        base = st.q.data_ptr().toint() + which * (64 * 128)
+        for x in cutlass.range_constexpr(self.q_steps):
+            at = base + ((line ^ (x % 4 * 32)) + x // 4 * (ROWS * 128))
+            source = cute.make_ptr(U16, at, cute.AddressSpace.smem, assumed_align=16)
+            loaded = cute.make_rmem_tensor((8,), U16)
+            cute.copy(ldsm, cute.make_tensor(source, cute.make_layout(8)), loaded)
+            four = cute.recast_tensor(loaded, U32)
+            for i in cutlass.range_constexpr(4):
+                words[4 * x + i] = four[i]
+
     @cute.jit
     def _first(self, st, operands, state, kc, first):
         """Q.K and softmax of a work tile's first tile of keys, which has no P.V beside it."""
@@ -336,8 +373,7 @@ class MhaFwd:
         slot = kc % STAGES
         self.loads.k.wait_full(st, slot, (kc // STAGES) & 1)
         compat.wgmma_fence()
-        issue(mma_s, acc_s, r_q, r_k[None, None, None, slot], accumulate=False)
-        warpgroup.commit_group()
+        self._scores(mma_s, acc_s, r_q, r_k[None, None, None, slot])
         warpgroup.wait_group(0)
         release(self.loads.k, st, slot)
         self._softmax(acc_s, state, first, True)
@@ -350,15 +386,16 @@ class MhaFwd:
         kc = vc + 1
         slot, v_slot = kc % STAGES, vc % STAGES
         self.loads.k.wait_full(st, slot, (kc // STAGES) & 1)
-        cute.arch.barrier(barrier_id=1 + which, number_of_threads=2 * WARPGROUP)
+        if const_expr(self.turns):
+            cute.arch.barrier(barrier_id=1 + which, number_of_threads=2 * WARPGROUP)
         compat.wgmma_fence()
-        issue(mma_s, acc_s, r_q, r_k[None, None, None, slot], accumulate=False)
-        warpgroup.commit_group()
+        self._scores(mma_s, acc_s, r_q, r_k[None, None, None, slot])
         self.loads.v.wait_full(st, v_slot, (vc // STAGES) & 1)
         compat.wgmma_fence()
         issue(mma_o, acc_o, r_p, r_v[None, None, None, v_slot], accumulate=True)
         warpgroup.commit_group()
-        cute.arch.barrier_arrive(barrier_id=2 - which, number_of_threads=2 * WARPGROUP)
+        if const_expr(self.turns):
+            cute.arch.barrier_arrive(barrier_id=2 - which, number_of_threads=2 * WARPGROUP)
         warpgroup.wait_group(1)
         release(self.loads.k, st, slot)
         gamma0, gamma1, moved = self._softmax(acc_s, state, first, masked)

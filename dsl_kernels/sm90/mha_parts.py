@@ -13,7 +13,7 @@ zeroed in shared memory, since P = 0 does not make 0 of a NaN.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import cutlass
 import cutlass.cute as cute
@@ -25,8 +25,11 @@ from ..common.barriers import Ring
 from ..common.epilogue import Woven
 from ..common.smem import array, staged
 from ..common.types import U32
-from ..mha_list import HEADER, ROWS, SECTION, TAKEN, TILE_WORDS, TILES
+from ..mha_list import HEADER, ROWS, TAKEN, TILE_WORDS, TILES, WIDTHS
 from ..smxx.mha_items import key_tiles, length
+
+if TYPE_CHECKING:
+    from ..spec import VariantSpec
 
 STAGES = 2  # of K, and of V
 CONSUMER_WARPS = 8
@@ -100,10 +103,12 @@ class Loads:
         widths: channels of K's tensors, side by side in the tile.
         d_qk, d_v: channels of a row of Q and K, of V.
         tile: keys of a tile of K and V.
+        section: heads that are worked on side by side.
     """
 
-    def __init__(self, widths: tuple[int, ...], d_v: int, tile: int):
-        self.widths, self.d_qk, self.d_v, self.tile = widths, sum(widths), d_v, tile
+    def __init__(self, spec: VariantSpec):
+        self.widths, self.d_qk, self.d_v = WIDTHS[spec.d_qk], spec.d_qk, spec.d_v
+        self.tile, self.section = spec.key_tile, spec.section
         who = {"consumers": CONSUMER_WARPS}
         # head (-1 ends the list), first query token of the sequence, query tokens, keys, row tile
         self.notes = Notes("item", 5, who)
@@ -189,11 +194,11 @@ class Loads:
 
     def _work_tile(self, j, tiles, heads):
         """(place in the list, head) of work tile ``j``: mha_list.py."""
-        section = j // (SECTION * tiles)
-        rest = j - section * (SECTION * tiles)
-        beside = cutlass.min(heads - section * SECTION, SECTION)
+        section = j // (self.section * tiles)
+        rest = j - section * (self.section * tiles)
+        beside = cutlass.min(heads - section * self.section, self.section)
         tile = rest // beside
-        return tile, section * SECTION + (rest - tile * beside)
+        return tile, section * self.section + (rest - tile * beside)
 
     @cute.jit
     def _load(self, st, layouts, tma, where, counts, n, valid):

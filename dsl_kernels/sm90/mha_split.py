@@ -21,7 +21,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
 from .. import compat
-from ..mha_list import ENTRY_WORDS, KEYS, LIST, TAKEN, TILES, WIDTHS
+from ..mha_list import ENTRY_WORDS, KEYS, LIST, TAKEN, TILES
 from ..smxx.mha_items import key_tiles, length, piece_begin, pieces_of
 from .mha_fwd import MhaFwd, budget, feasible
 from .mha_parts import CONSUMER_WARPS, LN2, Loads, Notes, Rows, has_tail
@@ -105,7 +105,7 @@ class MhaSplit(MhaFwd):
 
     def __init__(self, spec: VariantSpec):
         super().__init__(spec)
-        self.loads = PieceLoads(WIDTHS[spec.d_qk], spec.d_v, spec.key_tile)
+        self.loads = PieceLoads(spec)
         self.rows = PieceRows(self.dtype, spec.d_v)
 
     def fakes(self):
@@ -137,8 +137,8 @@ class PieceNotes(Notes):
 class PieceLoads(Loads):
     """The producer's warp, where a work tile may be a piece."""
 
-    def __init__(self, widths: tuple[int, ...], d_v: int, tile: int):
-        super().__init__(widths, d_v, tile)
+    def __init__(self, spec: VariantSpec):
+        super().__init__(spec)
         self.notes = PieceNotes("item", Notes.room, {"consumers": CONSUMER_WARPS})
         self.rings = (self.notes.ring, *self.rings[1:])
         self.fields = {**self.fields, **self.notes.fields}

@@ -97,9 +97,7 @@ def _row(parts: Any, results: Any, where: Any, token: Int32) -> None:
     for j in cutlass.range_constexpr(PIECES):
         if j < pieces:
             row = partial + j * apart
-            at = partial_out.iterator + cute.crd2idx(
-                (row, head, lane * wide), partial_out.layout
-            )
+            at = partial_out.iterator + cute.crd2idx((row, head, lane * wide), partial_out.layout)
             log = partial_lse.iterator + cute.crd2idx((row, head), partial_lse.layout)
             load_part(words, logs, j, (at, log), d_v)
     total = Sum((Float32(1.0 / LN2), Float32(LN2)), share.channels)

@@ -285,7 +285,8 @@ def _traced(call: Mha) -> Results:
 def new_results(q: Tensor) -> Results:
     """Uninitialised results of queries, as ``mha_prefill`` allocates them."""
     total, heads, d_qk = q.shape
-    return q.new_empty((total, heads, VALUES[d_qk])), q.new_empty((heads, total), dtype=torch.float32)
+    out = q.new_empty((total, heads, VALUES[d_qk]))
+    return out, q.new_empty((heads, total), dtype=torch.float32)
 
 
 @functools.lru_cache(maxsize=64)

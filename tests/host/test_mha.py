@@ -342,7 +342,7 @@ def test_what_tracers_see_of_256_channels() -> None:
         call = {n: mode.from_tensor(x) if isinstance(x, Tensor) else x for n, x in glm().items()}
         out, lse = mha_prefill(**call)
         assert out.shape == (T_Q, H, 256) and lse.shape == (H, T_Q)
-        with pytest.raises(ValueError, match=r"v: .*heads, 256\).*queries of 256 channels have 256"):
+        with pytest.raises(ValueError, match=r"v: .*heads, 256\).*256 channels have 256"):
             mha_prefill(**{**call, "v": call["v"][..., :128]})
     with pytest.raises(ValueError, match=r"out: expected shape \(9, 2, 256\)"):
         mha_prefill(**glm(out=torch.zeros(T_Q, H, 128, dtype=BF16)))

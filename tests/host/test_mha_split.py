@@ -176,9 +176,12 @@ def test_workspace_size() -> None:
             r"^workspace: expected \d+ or more.*\(total_q, batch, heads, total_k\)",
         ),
         (
-            {"q": torch.zeros(T_Q, 1, 256, dtype=BF16),
-             "k_nope": torch.zeros(T_K, 1, 192, dtype=BF16),
-             "v": torch.zeros(T_K, 1, 256, dtype=BF16), "workspace": torch.zeros(40, dtype=I32)},
+            {
+                "q": torch.zeros(T_Q, 1, 256, dtype=BF16),
+                "k_nope": torch.zeros(T_K, 1, 192, dtype=BF16),
+                "v": torch.zeros(T_K, 1, 256, dtype=BF16),
+                "workspace": torch.zeros(40, dtype=I32),
+            },
             ValueError,
             r"^workspace: expected \d+ or more.*\(total_q, batch, heads, total_k, d_v\)",
         ),
