@@ -38,7 +38,7 @@ class MhaListed(MhaFwd):
 
     def __init__(self, spec: VariantSpec):
         super().__init__(spec)
-        self.loads = ListedLoads(WIDTHS[spec.d_qk], spec.d_v)
+        self.loads = ListedLoads(spec)
 
 
 class ListedLoads(Loads):
