@@ -166,8 +166,8 @@ def sample(specs: Iterable[VariantSpec], *, thorough: bool = False) -> list[Vari
     family, a greedy cover: first from variants of default values (64-token pages, bf16 results),
     which most calls take, then from those that differ from that in one axis, then from all; of
     equals the first.  SM100's helper kernels are of the same sources: one an op.  A family that
-    declares its ``everyday`` variants has those instead; what it declares as ``rarely`` is left out.
-    If the set is to be ``thorough``, the last two rules do not hold.
+    declares its ``everyday`` variants has those instead, and those are left out that it declares as
+    ``rarely``.  If the set is to be ``thorough``, the last two rules do not hold.
     """
     specs = list(specs)
     chosen = {

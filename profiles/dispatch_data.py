@@ -2,10 +2,11 @@
 
     python -m profiles.dispatch_data            # after a new H200 table was committed
 
-Of pipeline ``f16`` they are ``logits_cost.md``; of sparse decode ``sparse-cost-*.md`` of an H200 and an H100, a block for each.  Per
-pipeline and row tile it fits ``us = fixed_us + tile_us * (tiles a part walks)`` to the rows of
-the committed tables (least squares of the relative error); the rows themselves go along as measured
-points, which override the model.  Nothing here touches a GPU.
+Of pipeline ``f16`` it is ``logits_cost.md``; of sparse decode they are ``sparse-cost-*.md`` of an
+H200 and an H100, a block for each.  Per pipeline and row tile it fits ``us = fixed_us + tile_us *
+(tiles a part walks)`` to the rows of the committed tables (least squares of the relative error);
+the rows themselves go along as measured points, which override the model.  Nothing here touches a
+GPU.
 """
 
 from __future__ import annotations

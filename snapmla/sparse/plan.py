@@ -58,9 +58,7 @@ class SparsePlan(DecodePlan):
     @functools.cached_property
     def variant(self) -> PlanVariant:
         """What chooses the decode kernel."""
-        return variant_of(
-            self.device, self.pipeline, self.row_tile, self.p_terms, self.cache_dtype
-        )
+        return variant_of(self.device, self.pipeline, self.row_tile, self.p_terms, self.cache_dtype)
 
     def must_regroup(self) -> bool:
         """Never: kernels see the caller's pages."""
@@ -247,7 +245,8 @@ def plan_sparse_decode(
         total_q: room for ragged query tokens.
         num_parts: CTAs that share the entries, per row block of a query token; None fills the
             device.
-        pipeline: ``etap`` or ``f16``, of caches of bytes ``mix16``; None lets the dispatcher choose.
+        pipeline: ``etap`` or ``f16``, of caches of bytes ``mix16``; None lets the dispatcher
+            choose.
         row_tile: query heads of a CTA (16, 32, 64); None lets the dispatcher choose, by measured
             times (``snapmla.explain(num_heads, topk=...)`` lists the candidates).
         fixed_overhead: cost of starting an item, in tiles of 64 entries.

@@ -313,6 +313,7 @@ def test_the_test_set_shows_every_value_of_every_axis(arch: str) -> None:
             values = {getattr(s, axis) for s in every if s.op == op}
             assert {getattr(s, axis) for s in chosen if s.op == op} == values, (op, axis)
     rows = {(s.pipeline, s.row_tile) for s in every if s.op == "decode"}
+    rows -= {("f16", 32), ("f16", 64)}  # rarely
     assert {(s.pipeline, s.row_tile) for s in chosen if s.op == "decode"} == rows
     helpers = {s for s in every if s.family.helper}
     rotating = {s for s in helpers if dict(s.values).get("rope_style", "applied") != "applied"}
@@ -343,9 +344,8 @@ def test_the_test_set_is_small_and_what_most_calls_take() -> None:
     others = len(PAGE_SIZES) - 1 + len(OUT_DTYPE.values) - 1
     assert [s.row_tile for s in decodes if s.pipeline == "f16"] == [16], "a family may leave out"
     every = matrix.sample(matrix.default_specs("sm_90a"), thorough=True)
-    assert {s.row_tile for s in every if (s.op, s.get("pipeline")) == ("decode", "f16")} == {
-        16, 32, 64,
-    }  # fmt: skip
+    rare = [s.row_tile for s in every if s.op == "decode" and s.pipeline == "f16"]
+    assert rare == [16, 32, 64]
     assert not any(s.p_terms > 1 for s in decodes)
     assert len(decodes) <= len(rows) + others
 
@@ -364,18 +364,17 @@ def test_a_family_may_say_what_runs_every_day() -> None:
 
 def test_a_sample_of_unusual_variants_is_a_cover_too() -> None:
     """Without any variant on 64-token pages with bf16 results."""
+    pipelines = [name for name in pipelines_of("sm_90a") if name != "f16"]
     every = [
         decode_spec(pipeline, row_tile, page_size, "f32")
-        for pipeline in pipelines_of("sm_90a")
+        for pipeline in pipelines
         for row_tile in ROW_TILES
         for page_size in (16, 128)
     ]
     chosen = matrix.sample(every)
     assert {(s.pipeline, s.row_tile) for s in chosen} == {(s.pipeline, s.row_tile) for s in every}
     assert {s.page_size for s in chosen} == {16, 128}
-    assert len(chosen) == len(pipelines_of("sm_90a")) * len(ROW_TILES), (
-        "no more than the pairs ask for"
-    )
+    assert len(chosen) == len(pipelines) * len(ROW_TILES), "no more than the pairs ask for"
     assert matrix.sample([]) == []
 
 
