@@ -44,8 +44,8 @@ FP8_DECODE = DecodeOp(
         ),
         "f16": Features(  # its sums of P.V grow in the tensor core over a whole item
             TILES_OF["f16"], "more rows are several blocks",
-            "16-bit products, the cache in registers", PAGE_SIZES, why_two_terms="its P has 16 bits",
-            asked=True, longest_item=FORMATS["f16"].longest_item,
+            "16-bit products, the cache in registers", PAGE_SIZES,
+            why_two_terms="its P has 16 bits", asked=True, longest_item=FORMATS["f16"].longest_item,
         ),
         "ws": Features(
             (64,), "it puts rows on the MMA's M = 64",
