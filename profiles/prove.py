@@ -287,7 +287,8 @@ def _tests(path: str, every: list[VariantSpec]) -> Step:
 def _rehearsal() -> Step:
     """Of the accuracy study; the variants are those that it decodes with."""
     names = ("append_kv_xbf16_ii32", "quantize_q_xbf16_token_head", "plan_decode",
-             "decode_etap_r32_p64_obf16")  # fmt: skip
+             "decode_etap_r32_p64_obf16", "decode_etap_r32_p64_obf16_pt2",
+             "decode_f16_r32_p64_obf16")  # fmt: skip
     specs = [VariantSpec.from_name(f"{name}_sm90a") for name in names]
     command = ("-m", "profiles.fidelity", "rehearse")
     reads = ("profiles/fidelity", "profiles/contenders.py", "softgpu", "snapmla")
