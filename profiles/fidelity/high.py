@@ -42,7 +42,8 @@ def layer_lines(data: dict[Any, Any]) -> list[str]:
     """Median relative L2 of a token to BF16 inputs, the mean over layers and seeds, by dial."""
     names = [name for name in COLUMNS if name in data["natural"]["errors"]]
     lines = [
-        "## Layers: median relative L2 of a token's attention to that on the inputs as they are", "",
+        "## Layers: median relative L2 of a token's attention to that on the inputs as they are",
+        "",
         *_head("dial", names),
     ]  # fmt: skip
     for dial, entry in data.items():
