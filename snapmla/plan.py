@@ -106,9 +106,9 @@ def plan_decode(
 
     Sequences are cut to share the work out evenly, or left whole where merging pieces would take
     longer than they save (by measured times, for the batch as a whole, of up to 512 units of query
-    rows).  Long fp16 sums would show in results: where a sequence of an fp16 cache has more than
-    16384 tokens, parts with more than that sum them in two to four items, and the workspace may be
-    4 times as large.
+    rows).  Long sums of 16-bit products would show in results: where a sequence of an fp16 cache,
+    or with high accuracy, has more than 16384 tokens, parts with more than that sum them in two to
+    four items, and the workspace may be 4 times as large.
 
     Args:
         cache_seqlens: int32 (b,), tokens in the cache per sequence, the new ones included.
