@@ -302,7 +302,7 @@ def draw_bias(data: Data) -> Any:
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xticks(logits, [f"{v:g}" for v in logits])
-    axes.set_ylim(4e-4, 1.5e-1)
+    axes.set_ylim(5e-8, 1.5)
     axes.set_xlabel("logit of the token that the query equals, on its rank")
     axes.set_ylabel("relative L2 of the merged output")
     axes.grid(lw=0.5, alpha=0.4)
