@@ -39,6 +39,7 @@ SHAPES = (
     DecodeShape(32, 16384, 16), DecodeShape(32, 16384, 32), DecodeShape(32, 16384, 64),
     DecodeShape(32, 16384, 128), DecodeShape(16, 1024, 16), DecodeShape(16, 65536, 16),
     DecodeShape(1, 131072, 16), DecodeShape(32, 16384, 64, s_q=2), DecodeShape(64, 4096, 128),
+    DecodeShape(64, 256, 16), DecodeShape(32, 256, 64), DecodeShape(24, 256, 128),
 )  # fmt: skip
 TOPK, POOL = 2048, 4096  # entries of a list; pages that lists name tokens of
 LISTS = ((128, 16), (128, 32), (128, 64), (128, 128), (2, 128))  # query tokens, heads
