@@ -36,6 +36,7 @@ DUAL_WG = "snapmla:dual_wg"
 BOTH = ("snapmla", DUAL_WG)  # default options only, so that rows are comparable
 TABLES = ("h200-table", "etap-fig1", "snapmla-fig5", "snapmla-fig6")
 LOGITS, EXACT = "logits_cost", "f16"  # table of a pipeline beside the default, and which
+SHORTEST = 512  # tokens of a sequence there; shorter ones are left whole, which is no line's work
 # Sparse decode: table and card; of each of our columns pipeline, cache format and place.
 SPARSE_TABLES = {"sparse-cost-h200": "H200", "sparse-cost-h100": "H100 SXM"}
 SPARSE_COLUMNS = (("etap", "fp8", 3), ("mix16", "fp8_ds_mla", 8))
@@ -106,6 +107,8 @@ def read_logits() -> tuple[str, list[Row]]:
         if shape is None:
             continue
         batch, seqlen, heads, s_q = map(int, shape.groups())
+        if seqlen < SHORTEST:
+            continue
         tile, us = int(cells[5]), float(cells[6].split()[0])
         spec = VariantSpec(op=OP, pipeline=EXACT, row_tile=tile)
         parts = parts_of(SMS, unit_rows(SMS, heads * s_q, spec), spec)
