@@ -164,9 +164,11 @@ class GatherRows:
         readers: who frees a KV stage.
         by_lines: whether an instruction copies 128 bytes of four rows instead of 512 of one.
         copies: off in builds for the bound of math alone, where a stage lands as it is.
+        rope: whether tokens have RoPE beside content.
     """
 
     warps = 4
+    rope = True
     scale_bytes, of_warps = SCALE, GROUPS
 
     def __init__(
@@ -306,15 +308,19 @@ class GatherRows:
 
     def _targets(self, st, first, lane):
         """Shared addresses, in stage 0, of what this thread copies of its warp's first rows: of
-        content, of RoPE of four rows, of a scale."""
+        content, of RoPE of four rows (without, anything), of a scale."""
         line, chunk = lane // 8, lane % 8
         rows = first * (GROUP * LINE)
         to_r = rows + line * LINE + (chunk ^ line) * CHUNK
         to_c = to_r
         if not self.by_lines:  # a row's line in one of four column blocks
             to_c = rows + line * (self.work.tile * LINE) + chunk * CHUNK
-        to_c, to_r = (x + field.data_ptr().toint() for x, field in ((to_c, st.kc), (to_r, st.kr)))
+        to_c += st.kc.data_ptr().toint()
         to_s = st.ks.data_ptr().toint() + (first * GROUP + lane) * self.scale_bytes
+        if not self.rope:
+            to_c, to_s = (compat.opaque(x) for x in (to_c, to_s))
+            return [to_c, to_c, to_s]
+        to_r += st.kr.data_ptr().toint()
         return [compat.opaque(x) for x in (to_c, to_r, to_s)]
 
     def _planes(self, cache, lane):
@@ -348,7 +354,7 @@ class GatherRows:
         for j in range(GROUP):
             source, size = self._source(planes[0], *self._held(page, offset, first + j), CHUNK)
             copy(at_c ^ (j * CHUNK), source, size, to=j * LINE)
-        for k in range(2):
+        for k in range(2 if self.rope else 0):
             of = self._held(page, offset, first + 4 * k + line)
             source, size = self._source(planes[1], *of, CHUNK)
             copy(at_r ^ (k * HALF), source, size, to=k * 4 * LINE)
@@ -362,8 +368,9 @@ class GatherRows:
             for block in range(D // LINE):
                 to = k * 4 * LINE + block * (self.work.tile * LINE)
                 copy(target, source, size, to=to, ahead=block * LINE)
-            source, size = self._source(planes[1], *of, CHUNK)
-            copy(at_r ^ (k * HALF), source, size, to=k * 4 * LINE)
+            if self.rope:
+                source, size = self._source(planes[1], *of, CHUNK)
+                copy(at_r ^ (k * HALF), source, size, to=k * 4 * LINE)
 
     @staticmethod
     def _held(page, offset, lane):

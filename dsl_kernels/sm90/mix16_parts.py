@@ -144,11 +144,13 @@ class QueryRows:
 
     Attributes:
         channels: of content.
+        rope: whether there is RoPE beside it.
         rows: of a CTA.
         warps: that convert them.
     """
 
     channels = D
+    rope = True
 
     def __init__(self, rows: int, warps: int):
         self.rows, self.warps = rows, warps
@@ -176,8 +178,7 @@ class QueryRows:
         block = const_expr(self.rows * 128)
         at = st.qc.data_ptr().toint() + stage * (self.rows * self.channels * 2) + row * 128
         at = at + part * block
-        at_r = st.qr.data_ptr().toint() + stage * (self.rows * R * 2) + row * 128
-        rope = self._words(at_r, lane, 2, 2 * part)
+        at_r, rope = self._rope_words(st, stage, row, part, lane)
         largest_rope = self._largest(rope)
         largest = Uint32(compat.opaque(Int32(0)))
         for x in cutlass.range(2, unroll=1):
@@ -193,6 +194,13 @@ class QueryRows:
             factors = st.factors.get_tensor(cute.make_layout(padded_size(self.rows)))
             back = ((field - Uint32(Q_TOP)) << Uint32(23)).bitcast(Float32)  # 2^-p
             factors[row_position(row, self.rows)] = call.softmax_scale * LOG2E * back
+
+    def _rope_words(self, st, stage, row, part, lane):
+        """(address of a row's RoPE, a lane's words of it); of none there are no words."""
+        if not self.rope:
+            return None, []
+        at = st.qr.data_ptr().toint() + stage * (self.rows * R * 2) + row * 128
+        return at, self._words(at, lane, 2, 2 * part)
 
     def _line(self, at, x, part, block):
         """Address of a lane's column block of turn ``x``, which is the (4 x + ``part``)-th."""
@@ -224,7 +232,7 @@ class QueryRows:
         sizes = [four[w] & Uint32(0x7FFF7FFF) for four in chunks for w in range(4)]
         while len(sizes) > 1:
             sizes = [larger_halves(*pair) for pair in zip(sizes[::2], sizes[1::2], strict=True)]
-        return sizes[0]
+        return sizes[0] if sizes else Uint32(0)
 
     @staticmethod
     def _exponent(content, rope):
