@@ -27,7 +27,7 @@ from cutlass import Float32, Uint32
 
 from ..cache_records import v41
 from ..cache_records.ds_mla import LEAST_SCALE
-from ..cache_records.v41 import SCALES
+from ..cache_records.v41 import GROUP, SCALES
 from ..common.gather_v4 import TwoLists
 from ..common.gather_v41 import GatherV41
 from ..common.smem import array
@@ -66,8 +66,8 @@ REGISTERS = {16: (40, 152, 160), 32: (40, 152, 160), 64: mix16.REGISTERS[64]}
 RECORDS = {record.name: record for record in (v41.PLANAR, v41.ROWS)}
 QUADS = SCALES // 4  # words of a token's scales
 WORDS = SCALES + 4  # from a token's ratios for K to the next one's: eight tokens, all 32 banks
-STEPS = 4  # k steps that are converted at once: of two groups
-UNIT_GROUPS = 2
+STEPS = 4  # k steps that are converted at once
+UNIT_GROUPS = 16 * STEPS // GROUP  # of them, and of a P.V warp
 LOWEST_EXPONENT = 23  # bit of an fp32 number where its exponent begins
 EXPONENT = 255 << LOWEST_EXPONENT
 
@@ -208,7 +208,7 @@ class V41Parts(ContentParts):
 class Mix16V41(Mix16Content):
     """The pipeline: softmax and P.V roles (``decode.Pipeline``)."""
 
-    units_a_ratio = UNIT_GROUPS  # of 16 channels
+    units_a_ratio = GROUP // 16  # units of P.V, of 16 channels
 
     def tile(self, st, stage, half, wwarp, offset) -> VTile:
         """The warpgroup's half of a stage."""

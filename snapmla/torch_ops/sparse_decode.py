@@ -141,7 +141,7 @@ def _launch(
     checks.output("out", out, variant.out_dtypes, shape, device)
     checks.output("lse", lse, (torch.float32,), (b_q, heads, s_q), device, align=4)
     second: tuple[Tensor, ...] = ()
-    if fmt == two_lists.FORMAT:  # of no entries
+    if fmt in two_lists.TAKEN:  # of no entries
         second = *cache, indices[:, :0], topk_length
     variant.kernel(out.dtype)(
         *query, *cache, indices, topk_length, *second, sink, *tables[:-2], out, lse, *tables[-2:],
