@@ -241,8 +241,8 @@ class MixSoftmax(AcrossWarps):
         return frag
 
     def load_ratio(self, own, stage, token, unit: int, held=None):
-        """Words by which the thread's two tokens are multiplied in a unit's channels; ``held``: those
-        of the unit before."""
+        """Words by which the thread's two tokens are multiplied in a unit's channels; ``held``:
+        those of the unit before."""
         group = self.group_of(unit)
         if held is not None and group == self.group_of(unit - 1):
             return held
