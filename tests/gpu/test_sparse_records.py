@@ -3,8 +3,8 @@ real GPU: fp64 on stored scales, FlashMLA's gates, two caches where the format h
 move the frames, graphs.
 
 Variants may come from elsewhere, no compiler is needed; those that are not there are skipped.
-Before a pack: ``python -m codegen build sparse_decode_mix16_rR_obf16_kvF_sm90a``, R of 16, 32, 64, F
-of fp8_v4, fp8_v41_planar, fp8_v41_rows, fp8_nope.
+Before a pack: ``python -m codegen build sparse_decode_mix16_rR_obf16_kvF_sm90a``, R of 16, 32, 64,
+F of fp8_v4, fp8_v41_planar, fp8_v41_rows, fp8_nope.
 """
 
 from __future__ import annotations
