@@ -315,13 +315,12 @@ class GatherRows:
         to_c = to_r
         if not self.by_lines:  # a row's line in one of four column blocks
             to_c = rows + line * (self.work.tile * LINE) + chunk * CHUNK
-        to_c += st.kc.data_ptr().toint()
-        to_s = st.ks.data_ptr().toint() + (first * GROUP + lane) * self.scale_bytes
-        if not self.rope:
-            to_c, to_s = (compat.opaque(x) for x in (to_c, to_s))
-            return [to_c, to_c, to_s]
-        to_r += st.kr.data_ptr().toint()
-        return [compat.opaque(x) for x in (to_c, to_r, to_s)]
+        to = [to_c + st.kc.data_ptr().toint()]
+        if self.rope:
+            to.append(to_r + st.kr.data_ptr().toint())
+        to.append(st.ks.data_ptr().toint() + (first * GROUP + lane) * self.scale_bytes)
+        to = [compat.opaque(x) for x in to]
+        return to if self.rope else [to[0], *to]
 
     def _planes(self, cache, lane):
         """``Plane`` of content, RoPE, scale."""

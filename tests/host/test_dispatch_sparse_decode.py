@@ -159,6 +159,9 @@ def test_wrong_wishes(wish: dict[str, object], message: str) -> None:
             "there FlashMLA's own flash_mla_with_kvcache\\(indices=\\) serves these rows",
         ),
         ("fp8_v4", "there FlashMLA's own flash_mla_with_kvcache\\(indices=\\) serves these pages"),
+        ("fp8_v41_planar", "there FlashMLA 07a1089 serves these pages"),
+        ("fp8_v41_rows", "there FlashMLA since 2e5429f serves these rows"),
+        ("fp8_nope", "there FlashMLA's copy in SGLang serves these rows"),
     ],
 )
 def test_blackwell_has_none_yet(cache: str, serves: str) -> None:
