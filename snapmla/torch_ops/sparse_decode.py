@@ -91,7 +91,7 @@ def _rows_out(q: Tensor, kv: Tensor, *rest: Any, cache_dtype: str = FORMAT) -> N
     checks.tensor("q", q, (torch.bfloat16,), shape, kv.device)
     checks.contiguous("q", q)
     checks.tensor("kv", kv, (torch.uint8,), ("num_pages", "page_size", 1, record.token_bytes))
-    if len(record.planes) > 1:  # whose tokens no strides tell
+    if len(record.planes) > 1 or record.two_lists:  # whose kernels ask no strides of tokens
         byte_cache.check(record, kv)
     _launch((q,), (kv.squeeze(2),), cache_dtype, 1, *rest)
 
