@@ -278,7 +278,13 @@ class RecordScales:
     own      (group, token): the ratio to sigma of K, twice in a word
     ratios   (8, 4, group): words of two neighbouring tokens' ratios, those of a quad lane of V^T's
              fragments together: word i of lane c is tokens 8 i + 2 c and the next
+
+    Attributes:
+        groups: of a token.
+        words: from a token's ratios for K to the next one's.
     """
+
+    groups = words = GROUPS
 
     def __init__(self, stages: int):
         self.stages = stages
@@ -290,8 +296,8 @@ class RecordScales:
         return dict(
             ks=array(Float32, GROUPS * n, 128),
             facts=array(Float32, 4 * n, 128),
-            own=array(U32, GROUPS * n, 128),
-            ratios=array(U32, GROUPS * n // 2, 128),
+            own=array(U32, self.words * n, 128),
+            ratios=array(U32, self.groups * n // 2, 128),
         )
 
     def of_tokens(self, st):
@@ -304,11 +310,11 @@ class RecordScales:
 
     def own(self, st):
         """(group, token, stage)"""
-        return st.own.get_tensor(cute.make_layout((GROUPS, TILE, self.stages)))
+        return st.own.get_tensor(cute.make_layout((self.words, TILE, self.stages)))
 
     def ratios(self, st):
         """(word of a quad lane, quad lane, group, stage)"""
-        return st.ratios.get_tensor(cute.make_layout((8, 4, GROUPS, self.stages)))
+        return st.ratios.get_tensor(cute.make_layout((8, 4, self.groups, self.stages)))
 
     def maker(self, st):
         """``on_full`` of the loader (gather_records.py)."""

@@ -75,28 +75,16 @@ EXPONENT = 255 << LOWEST_EXPONENT
 class V41Scales(RecordScales):
     """``RecordScales`` of sixteen powers of two, field ``ks``, four a word."""
 
+    groups, words = SCALES, WORDS
+
     @property
     def fields(self) -> dict:
         """Storage."""
-        n = TILE * self.stages
-        return dict(
-            ks=array(U32, QUADS * n, 128),
-            facts=array(Float32, 4 * n, 128),
-            own=array(U32, WORDS * n, 128),
-            ratios=array(U32, SCALES * n // 2, 128),
-        )
+        return {**super().fields, "ks": array(U32, QUADS * TILE * self.stages, 128)}
 
     def of_tokens(self, st):
         """(word, token, stage) of the scales."""
         return st.ks.get_tensor(cute.make_layout((QUADS, TILE, self.stages)))
-
-    def own(self, st):
-        """(group, token, stage)"""
-        return st.own.get_tensor(cute.make_layout((WORDS, TILE, self.stages)))
-
-    def ratios(self, st):
-        """(word of a quad lane, quad lane, group, stage)"""
-        return st.ratios.get_tensor(cute.make_layout((8, 4, SCALES, self.stages)))
 
     @staticmethod
     def _largest(words):
