@@ -1,4 +1,4 @@
-"""``snapmla.integrations.vllm.invariant``: norms of rows that do not depend on how many there are."""
+"""``snapmla.integrations.vllm.invariant``: a norm whose rows do not depend on their number."""
 
 from __future__ import annotations
 
