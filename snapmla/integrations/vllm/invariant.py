@@ -47,8 +47,9 @@ def depends_on_rows(fused: Norm, device: torch.device) -> bool:
         fused: (input, residual, weight, epsilon), both of the first in place.
     """
     generator = torch.Generator().manual_seed(0)
-    rows = torch.randn(MANY, WIDTH, generator=generator).to(device)  # float32: all bits are seen
-    weight = torch.ones(WIDTH, device=device)
+    # float32, where all bits of a row's factor are seen; vLLM may have set other defaults
+    rows = torch.randn(MANY, WIDTH, generator=generator, dtype=torch.float32, device="cpu")
+    rows, weight = rows.to(device), torch.ones(WIDTH, dtype=torch.float32, device=device)
     whole, parts = rows.clone(), rows.clone()
     fused(whole, torch.zeros_like(whole), weight, 1e-6)
     for part in parts.split(FEW):
