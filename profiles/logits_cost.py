@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,7 +25,6 @@ import torch
 import typer
 
 import snapmla
-from codegen.artifacts import write_atomic
 from profiles import page, timing
 from profiles.machine import machine
 from profiles.mha_cost import in_turn, ratio, spread
@@ -40,6 +39,10 @@ SHAPES = (
     DecodeShape(32, 16384, 128), DecodeShape(16, 1024, 16), DecodeShape(16, 65536, 16),
     DecodeShape(1, 131072, 16), DecodeShape(32, 16384, 64, s_q=2), DecodeShape(64, 4096, 128),
     DecodeShape(64, 256, 16), DecodeShape(32, 256, 64), DecodeShape(24, 256, 128),
+)  # fmt: skip
+COLUMNS = (
+    "shape", "default: rows", "µs", "rel. L2", "LSE error", "f16: rows", "µs", "rel. L2",
+    "LSE error", "time ratio",
 )  # fmt: skip
 TOPK, POOL = 2048, 4096  # entries of a list; pages that lists name tokens of
 LISTS = ((128, 16), (128, 32), (128, 64), (128, 128), (2, 128))  # query tokens, heads
@@ -68,6 +71,7 @@ def problem(shape: DecodeShape, device: torch.device) -> tuple[Any, ...]:
 
 def row(shape: DecodeShape, device: torch.device, seed: int) -> str:
     """One line of the table."""
+    torch.cuda.empty_cache()  # what the row before it had
     query, cache, table, lengths = problem(shape, device)
     calls: dict[str, Callable[[], Any]] = {}
     tiles, errors = {}, {}
@@ -147,6 +151,15 @@ def _line(
     return f"| {label} | {' | '.join(cells)} | {slower:.2f} |"
 
 
+def rows(device: torch.device, seed: int) -> Iterator[str]:
+    """Lines of the table: dense decode, then sparse."""
+    for shape in SHAPES:
+        yield row(shape, device, seed)
+    pool = filled(POOL, device)
+    for tokens, heads in LISTS:
+        yield sparse_row(tokens, heads, pool, device, seed)
+
+
 def main(
     out: Annotated[Path, typer.Option(help="Folder.")] = Path("build/bench"),
     seed: Annotated[int, typer.Option(help="Of the order of contenders.")] = 0,
@@ -154,27 +167,13 @@ def main(
     """Times the shapes and writes ``logits_cost.md``."""
     device = torch.device("cuda")
     torch.manual_seed(0)
-    lines = [
-        "| shape | default: rows | µs | rel. L2 | LSE error | f16: rows | µs | rel. L2 | LSE error "
-        "| time ratio |",
-        "|---" * 10 + "|",
-    ]
-    with torch.inference_mode():
-        for shape in SHAPES:
-            lines.append(row(shape, device, seed))
-            typer.echo(lines[-1])
-            torch.cuda.empty_cache()
-        pool = filled(POOL, device)
-        for tokens, heads in LISTS:
-            lines.append(sparse_row(tokens, heads, pool, device, seed))
-            typer.echo(lines[-1])
-    named = ("gpu", "driver", "cuda", "torch", "max_sm_mhz", "power_limit_w")
     head = page.head(
         "Decode with exact logits", "profiles.logits_cost",
-        page.told(machine(device, timing.Nvml()), named),
+        page.told(machine(device, timing.Nvml()), page.FACTS),
         "the median (middle half) of rounds in random order; a ratio is the median of a round's",
     )  # fmt: skip
-    write_atomic(out / "logits_cost.md", "\n".join([*head, *lines]) + "\n")
+    with torch.inference_mode():
+        page.write_rows(out / "logits_cost.md", head, COLUMNS, rows(device, seed))
 
 
 if __name__ == "__main__":

@@ -65,8 +65,6 @@ CONVERTED = (
 )  # fmt: skip
 # And of some kernels alone, by globs over their names.
 EXPLAINED_OF = {
-    # the name of its file is SM90's too, so the comment on its line is not looked at
-    "decode_pair_*_sm100a": ("1 x bar.warp.sync in softmax_role.py",),
     "dense_decode_*_sm100a": ("barrier_id=barrier_id, number_of_threads=128",),
     "sparse_decode_etap_*": ("fence.proxy.async.shared::cta in fp8_per_token.py",),
     "sparse_decode_*_r64_*": ("1 x mbarrier.try_wait.parity.shared.b64 in q_tiles.py",),
@@ -91,6 +89,7 @@ EXPLAINED_OF = {
 # Variants that are built when they are asked for, not by default: studied all the same.
 ASKED = (
     "mha_items_split_sm90a", "mha_fwd_d192_dbf16_split_sm90a", "mha_merge_obf16_sm90a",
+    "mha_fwd_d256_dbf16_sm90a", "mha_merge_obf16_v256_sm90a",
     "select_topk_t64_e8_c2_sm90a", "select_topk_t64_e0_c2_sm90a",
     "append_index_k_xbf16_ii64_hd1_sm90a", "sparse_prefill_r64_d576_indexer_sm90a",
     "fetch_index_k_xfp8_ragged_sm90a", "fetch_index_k_xbf16_indices_sm90a",
@@ -291,7 +290,8 @@ def _rehearsal() -> Step:
              "decode_f16_r32_p64_obf16")  # fmt: skip
     specs = [VariantSpec.from_name(f"{name}_sm90a") for name in names]
     command = ("-m", "profiles.fidelity", "rehearse")
-    reads = ("profiles/fidelity", "profiles/contenders.py", "softgpu", "snapmla")
+    mine = ("fidelity", "contenders.py", "decode_row.py", "peer_libraries.py")
+    reads = (*(f"profiles/{name}" for name in mine), "softgpu", "snapmla")
     return step("fidelity", "rehearsal", command, reads=reads, specs=specs)
 
 

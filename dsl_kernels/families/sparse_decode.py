@@ -35,13 +35,13 @@ AXES = (
     ),
     # 1: mix16's tiles are freed by halves
     Axis("halves", "hv", (0, 1), lambda values: int(values["row_tile"] == 64), named=False),
-    # gather, math: ``etap`` without the other half, for bounds of time; its results are none
+    # gather, math: without the other half, for bounds of time; results are none (sm90/bounds.py)
     Axis("only", "", ("all", "gather", "math"), "all", named=False),
     Axis("p_terms", "pt", (1, 2), 1, named=False),  # e4m3 terms of P
     Axis(
         "cache_dtype",
         "kv",
-        ("fp8", "fp8_ds_mla", "fp8_v4"),
+        ("fp8", "fp8_ds_mla", "fp8_v4", "fp8_v41_planar", "fp8_v41_rows", "fp8_nope"),
         lambda values: CACHES[values["pipeline"]],
         named=False,
     ),
@@ -51,6 +51,9 @@ MODULES = {
     ("sm_90a", "f16", "fp8"): "dsl_kernels.sm90.f16",
     ("sm_90a", "mix16", "fp8_ds_mla"): "dsl_kernels.sm90.mix16",
     ("sm_90a", "mix16", "fp8_v4"): "dsl_kernels.sm90.mix16_v4",
+    ("sm_90a", "mix16", "fp8_v41_planar"): "dsl_kernels.sm90.mix16_v41",
+    ("sm_90a", "mix16", "fp8_v41_rows"): "dsl_kernels.sm90.mix16_v41",
+    ("sm_90a", "mix16", "fp8_nope"): "dsl_kernels.sm90.mix16_nope",
 }
 
 
