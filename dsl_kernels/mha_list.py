@@ -9,6 +9,10 @@ work tile j of t row tiles is head ``j mod heads`` of the section ``j // (SECTIO
     words 0..3       work tiles taken beyond the first of each CTA | row tiles t | 0 | 0
     words 4 + 2 i    sequence, row tile of it; i < t
 
+Lists of which kernels with ``sections="listed"`` are told have heads side by side, s, and heads of
+the last section, l, in words 2 and 3: heads - l of them (rounded down to sections) are worked on
+s at a time, the others together, so that at the end there is much short work to share.
+
 Split over keys.  Few query tokens against many keys are too few work tiles for a GPU, so such a
 sequence's keys are cut into *pieces*, whose partial results are merged.  How many and where follows
 from its own two lengths: with r row tiles and n tiles of keys
@@ -39,6 +43,7 @@ SECTION = 8  # heads that are worked on side by side, so that K and V stay in L2
 HEADER = 4  # words before the list
 TILE_WORDS = 2
 TAKEN, TILES, SPLITS, LIST = 0, 1, 2, 3  # words of the header; the last two where keys are split
+BESIDE, LAST = 2, 3  # of the same where sections are listed: heads of a section, of the last one
 PIECES = 8  # row tiles times pieces of a split sequence, at most
 PIECE_TILES = 8  # tiles of keys of a piece, at least
 ENTRY_WORDS = 4  # of lists that may have pieces, and of a split row tile

@@ -1,6 +1,7 @@
 """Dense prefill beside FlashAttention-3 and cuDNN, on one GPU; and a chunk with kv_b_proj.
 
     python -m profiles.mha_cost --peers DIR --out profiles/results
+    python -m profiles.mha_cost --peers DIR --designs      orders of work instead (mha_designs.py)
     python -m profiles.mha_cost --peers DIR --d-qk 256 --also mha_fwd_d256_dbf16_t64_sm90a
 
 At these sizes a card sits at its power limit, whose memory is some 20 ms long: what stands behind a
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median, quantiles
@@ -31,8 +32,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from codegen.artifacts import write_atomic
 from dsl_kernels.mha_list import VALUES, WIDTHS
 from dsl_kernels.spec import VariantSpec
-from profiles import contenders, page, timing
+from profiles import mha_designs, page, timing
 from profiles.machine import machine
+from profiles.peer_libraries import FlashAttention3
 from snapmla import runtime
 from snapmla.mha import mha_prefill, workspace_size
 from snapmla.plan import sm_count
@@ -378,22 +380,26 @@ def chunk(heads: int, gates: tuple[float, float], device: torch.device, seed: in
     return f"| {heads} | {cells} | {ratios} | {error:.1e} |"
 
 
-def chunks(device: torch.device, seed: int) -> list[str]:
-    """The second table."""
-    lines = [
-        "",
-        "A chunk of 2048 queries over 32768 fetched tokens, 192/128, full; µs. `ideal` is a "
-        "contiguous copy of K's bytes, the best that a concatenation could be.", "",
-        "| heads | kv_b_proj | concatenation | ideal | FA3 | snapmla, RoPE apart | kv_b_proj + "
-        "concatenation + FA3 | kv_b_proj + ideal + FA3 | kv_b_proj + snapmla | ratio (gate) "
-        "| ratio to ideal (gate) | to FA3 |",
-        "|---" * 12 + "|",
-    ]  # fmt: skip
-    for heads, *gates in CHUNKS:
-        lines.append(chunk(int(heads), (gates[0], gates[1]), device, seed))
-        typer.echo(lines[-1])
-        torch.cuda.empty_cache()
-    return lines
+def designs(shape: Shape, device: torch.device, seed: int) -> str:
+    """One line of the table of orders: the library's time and FA3's, then each order's."""
+    problem = Problem.draw(shape, device)
+    want, want_lse = problem.fa3()()[:2]
+    calls = {"ours": problem.ours(), **dict(mha_designs.contenders(problem))}
+    for call in calls.values():
+        problem.out.fill_(float("nan"))
+        problem.lse.fill_(float("nan"))
+        call()
+        compare(problem.out, problem.lse, want, want_lse)
+    found = in_turn({"fa3": problem.fa3(), **calls}, seed)
+    cells = [
+        f"{median(found[name]):.1f} ({ratio(found[name], found['fa3']):.3f})" for name in calls
+    ]
+    heads = f"{shape.heads}/{shape.kv_heads or shape.heads}"
+    kind = "causal" if shape.causal else "full"
+    return (
+        f"| {shape.label} | {heads} | {shape.d_qk} | {kind} | {shape.gate} | "
+        f"{spread(found['fa3'])} | {' | '.join(cells)} |"
+    )
 
 
 def gemm(device: torch.device) -> str:
@@ -405,44 +411,83 @@ def gemm(device: torch.device) -> str:
     return f"cuBLAS, bfloat16, {n} cubed: {2.0 * n**3 / median(found) * 1e-6:.0f} TFLOP/s"
 
 
+def table(
+    shapes: Sequence[Shape], device: torch.device, seed: int, also: tuple[str, ...], chunks: bool
+) -> Iterator[str]:
+    """Prompts, beside other builds; and chunks with kv_b_proj."""
+    yield (
+        "| prompts | heads | d_qk | mask | snapmla µs | TFLOP/s | FA3 µs | ratio | gate | cuDNN µs "
+        "| ratio | to FA3 |"
+    )
+    yield "|---" * 12 + "|"
+    for shape in shapes:
+        yield row(shape, device, seed, also)
+    if not chunks:
+        return
+    yield ""
+    yield (
+        "A chunk of 2048 queries over 32768 fetched tokens, 192/128, full; µs. `ideal` is a "
+        "contiguous copy of K's bytes, the best that a concatenation could be."
+    )
+    yield ""
+    yield (
+        "| heads | kv_b_proj | concatenation | ideal | FA3 | snapmla, RoPE apart | kv_b_proj + "
+        "concatenation + FA3 | kv_b_proj + ideal + FA3 | kv_b_proj + snapmla | ratio (gate) "
+        "| ratio to ideal (gate) | to FA3 |"
+    )
+    yield "|---" * 12 + "|"
+    for heads, *gates in CHUNKS:
+        yield chunk(int(heads), (gates[0], gates[1]), device, seed)
+
+
+def designs_table(shapes: Sequence[Shape], device: torch.device, seed: int) -> Iterator[str]:
+    """Orders of work: sections of so many heads, the last of so many."""
+    names = [order.label for order in mha_designs.ORDERS]
+    yield f"| prompts | heads | d_qk | mask | gate | FA3 µs | library | {' | '.join(names)} |"
+    yield "|---" * (7 + len(names)) + "|"
+    for shape in shapes:
+        yield designs(shape, device, seed)
+
+
 def main(
     peers: Annotated[Path, typer.Option(help="Folder of peers, with FlashAttention-3's library.")],
     out: Annotated[Path, typer.Option(help="Folder.")] = Path("build/bench"),
     first: Annotated[int, typer.Option(help="Shapes to time, the first ones.")] = 99,
     seed: Annotated[int, typer.Option(help="Of the order of contenders.")] = 0,
+    orders: Annotated[
+        bool, typer.Option("--designs", help="Orders of work, to mha_designs.md; nothing else.")
+    ] = False,
     d_qk: Annotated[int, typer.Option(help="Shapes of such heads alone, and no chunk.")] = 0,
     also: Annotated[
         list[str] | None, typer.Option(help="Other builds of that kernel, in turn with it.")
     ] = None,
 ) -> None:
     """Times the shapes and writes ``mha_cost.md``."""
-    contenders.FlashAttention3("fa3", peers).load()
+    FlashAttention3("fa3", peers).load()
     device = torch.device("cuda")
     facts = machine(device, timing.Nvml())
     torch.manual_seed(0)
+    lines, shapes = [], [shape for shape in SHAPES if d_qk in (0, shape.d_qk)]
     with torch.inference_mode():
         before = gemm(device)
-        lines = [
-            "| prompts | heads | d_qk | mask | snapmla µs | TFLOP/s | FA3 µs | ratio | gate "
-            "| cuDNN µs | ratio | to FA3 |",
-            "|---" * 12 + "|",
-        ]
-        shapes = [shape for shape in SHAPES if d_qk in (0, shape.d_qk)]
-        for shape in shapes[:first]:
-            lines.append(row(shape, device, seed, tuple(also or ())))
-            typer.echo(lines[-1])
+        if orders:
+            shapes = [shape for shape in shapes if shape.d_qk in mha_designs.WIDTHS]
+            made = designs_table(shapes[:first], device, seed)
+        else:
+            made = table(shapes[:first], device, seed, tuple(also or ()), not d_qk)
+        for line in made:
+            lines.append(line)
+            typer.echo(line)
             torch.cuda.empty_cache()
-        if not d_qk:
-            lines += chunks(device, seed)
         after = gemm(device)
-    named = ("gpu", "driver", "cuda", "torch", "max_sm_mhz", "power_limit_w")
     head = page.head(
         "Dense prefill beside FlashAttention-3 and cuDNN", "profiles.mha_cost",
-        page.told(facts, named), f"before: {before}; after: {after}",
+        page.told(facts, page.FACTS), f"before: {before}; after: {after}",
         f"median (middle half) of {ROUNDS} rounds, contenders in random order in each; ratios of "
         "speed are the median of the rounds' own; a ratio within 1 % under its gate counts as met",
     )  # fmt: skip
-    write_atomic(out / "mha_cost.md", "\n".join([*head, *lines]) + "\n")
+    name = "mha_designs.md" if orders else "mha_cost.md"
+    write_atomic(out / name, "\n".join([*head, *lines]) + "\n")
 
 
 if __name__ == "__main__":

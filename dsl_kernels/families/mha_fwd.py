@@ -19,6 +19,9 @@ AXES = (
     Axis("dtype", "d", ("bf16", "f16"), "bf16"),  # of q, k, v and out
     Axis("d_v", "v", (128, 256), _of_head(VALUES), named=False),
     Axis("keys", "", ("whole", "split"), "whole", named=False),  # of few rows against long keys
+    Axis(
+        "sections", "", ("fixed", "listed"), "fixed", named=False
+    ),  # heads side by side: 8, or told
     Axis("key_tile", "t", (128, 80, 64), _of_head(KEY_TILE), named=False),  # keys at a time
     Axis("q_steps", "q", (0, 4, 6), 0, named=False),  # 16-channel steps of Q in registers
     Axis("section", "s", (8, 4), SECTION, named=False),  # heads that are worked on side by side
@@ -29,7 +32,9 @@ AXES = (
 def _module(arch: str, values: Values) -> str | None:
     if arch != "sm_90a":
         return None
-    return "dsl_kernels.sm90." + ("mha_split" if values["keys"] == "split" else "mha_fwd")
+    if values["keys"] == "split":
+        return "dsl_kernels.sm90.mha_split" if values["sections"] == "fixed" else None
+    return "dsl_kernels.sm90." + ("mha_listed" if values["sections"] == "listed" else "mha_fwd")
 
 
 def points(arch: str) -> Iterator[Values]:

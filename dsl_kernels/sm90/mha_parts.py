@@ -167,7 +167,7 @@ class Loads:
         j, _, _ = cute.arch.block_idx()
         j = Int32(j)
         while j < total:
-            tile, head = self._work_tile(j, work[TILES], heads)
+            tile, head = self._work_tile(work, j, work[TILES], heads)
             at = HEADER + TILE_WORDS * tile
             sequence, m = work[at], work[at + 1]
             q0, k0 = cu_q[sequence], cu_k[sequence]
@@ -192,8 +192,8 @@ class Loads:
         self.notes.write(st, count, (none, none, none, none, none))
         self.tails.write(st, told, (none, Int32(0)))
 
-    def _work_tile(self, j, tiles, heads):
-        """(place in the list, head) of work tile ``j``: mha_list.py."""
+    def _work_tile(self, work, j, tiles, heads):
+        """(place in the list, head) of work tile ``j`` of ``work``: mha_list.py."""
         section = j // (self.section * tiles)
         rest = j - section * (self.section * tiles)
         beside = cutlass.min(heads - section * self.section, self.section)

@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 
 from dsl_kernels.mha_list import (
+    BESIDE,
     HEADER,
     KEY_TILE,
     KEYS,
+    LAST,
     ROWS,
     TILES,
     WIDTHS,
@@ -240,6 +242,7 @@ class MhaJob:
         ks: K's tensors, (total_k, h_k, 128) and of d_qk 192 (total_k, 1 or h_k, 64); of d_qk 256
             they have 192 and 64 channels.
         lq, lk: lengths of the sequences.
+        sections: heads of a section, of the last one, which the list tells.
     """
 
     q: Tensor
@@ -250,6 +253,7 @@ class MhaJob:
     causal: bool = True
     scale: float = 0.0
     ctas: int = 2
+    sections: tuple[int, int] = (0, 0)
 
     @classmethod
     def draw(
@@ -287,9 +291,11 @@ class MhaJob:
         keys = dict(zip(("k_nope", "k_rope"), self.ks))
         t, h, _ = self.q.shape
         most = max(1, most_tiles(t, len(self.lq)) * h)
+        work = work_of(self.lq, self.lk, self.causal, t)
+        work[BESIDE], work[LAST] = self.sections
         return {
             "q": self.q, **keys, "v": self.v, "cu_seqlens_q": offsets(self.lq),
-            "cu_seqlens_k": offsets(self.lk), "work": work_of(self.lq, self.lk, self.causal, t),
+            "cu_seqlens_k": offsets(self.lk), "work": work,
             "out": torch.full((t, h, self.v.shape[-1]), math.nan).to(self.q.dtype),
             "lse": torch.full((h, t), math.nan), "softmax_scale": self.scale,
             "causal": int(self.causal), "ctas": min(self.ctas, most),

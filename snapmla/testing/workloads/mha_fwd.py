@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -29,6 +30,9 @@ def small(spec: VariantSpec) -> Iterator[Call]:
     if spec.keys == "split":
         yield from _small_split(spec)
         return
+    if spec.sections == "listed":
+        yield from _small_listed(spec)
+        return
     for causal, spread, bad in ((True, 1.0, math.nan), (False, 8.0, 1e30)):
         lq, lk = [140, 0, 40, 9], [_just_whole(spec), 33, 20, 30]
         if not causal:
@@ -39,6 +43,15 @@ def small(spec: VariantSpec) -> Iterator[Call]:
         yield Call(job.arguments(), {}, job=job)
     job = MhaJob.draw(spec, (3, 2, 2, 2), (0, 0, 0, 0), 2, 1)
     yield Call(job.arguments(), {}, job=job)
+
+
+def _small_listed(spec: VariantSpec) -> Iterator[Call]:
+    """A section of two heads and a last one of one, which begins early for a CTA; then a last one
+    of all heads, sections of one, and what a list says that tells nothing."""
+    for sections, heads in (((2, 1), 3), ((2, 4), 3), ((1, 1), 2), ((0, 0), 2)):
+        job = MhaJob.draw(spec, (130, 3), (140, 20), heads, 1, causal=heads == 3, behind=math.nan)
+        job = dataclasses.replace(job, sections=sections)
+        yield Call(job.arguments(), {}, job=job)
 
 
 def _just_whole(spec: VariantSpec) -> int:
