@@ -22,8 +22,8 @@ AXES = (
     Axis(
         "sections", "", ("fixed", "listed"), "fixed", named=False
     ),  # heads side by side: 8, or told
-    Axis("key_tile", "t", (128, 80, 64), _of_head(KEY_TILE), named=False),  # keys at a time
-    Axis("q_steps", "q", (0, 4, 6, 8), 0, named=False),  # 16-channel steps of Q in registers
+    Axis("key_tile", "t", (128, 80), _of_head(KEY_TILE), named=False),  # keys at a time
+    Axis("q_steps", "q", (0, 4, 6), 0, named=False),  # 16-channel steps of Q in registers
     Axis("section", "s", (8, 4), SECTION, named=False),  # heads that are worked on side by side
     Axis("order", "", ("turns", "free"), "turns", named=False),  # of the two consumers' products
 )
