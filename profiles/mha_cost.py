@@ -327,7 +327,9 @@ def designs(shape: Shape, device: torch.device, seed: int) -> str:
         call()
         compare(problem.out, problem.lse, want, want_lse)
     found = in_turn({"fa3": problem.fa3(), **calls}, seed)
-    cells = [f"{median(found[name]):.1f} ({ratio(found[name], found['fa3']):.3f})" for name in calls]
+    cells = [
+        f"{median(found[name]):.1f} ({ratio(found[name], found['fa3']):.3f})" for name in calls
+    ]
     heads = f"{shape.heads}/{shape.kv_heads or shape.heads}"
     kind = "causal" if shape.causal else "full"
     return (

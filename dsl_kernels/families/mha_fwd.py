@@ -12,7 +12,7 @@ AXES = (
     Axis("dtype", "d", ("bf16", "f16"), "bf16"),  # of q, k, v and out
     Axis("d_v", "v", (128,), 128, named=False),
     Axis("keys", "", ("whole", "split"), "whole", named=False),  # of few rows against long keys
-    Axis("sections", "", ("fixed", "listed"), "fixed", named=False),  # heads side by side: 8, or told
+    Axis("sections", "", ("fixed", "listed"), "fixed", named=False),  # of heads: 8, or as listed
 )
 
 

@@ -48,7 +48,8 @@ class ListedLoads(Loads):
     def _work_tile(self, work, j, tiles, heads):
         """(place in the list, head) of work tile ``j``: mha_list.py."""
         beside = cutlass.max(work[BESIDE], Int32(1))
-        body = cutlass.max(heads - work[LAST], 0) // beside * beside  # heads before the last section
+        # heads before the last section
+        body = cutlass.max(heads - work[LAST], 0) // beside * beside
         section = j // (beside * tiles)
         first = section * beside
         if first >= body:

@@ -198,6 +198,9 @@ def mutate(
         list[str] | None,
         typer.Option(help="study those of these source lines alone: FILE:LINE, globs are fine"),
     ] = None,
+    part: Annotated[
+        str, typer.Option(help="k/n: the k-th of n parts of them, which take about as long each")
+    ] = "1/1",
 ) -> None:
     """Remove each synchronisation instruction in turn: which removals go unnoticed?"""
     names, at = _variants([variant], directory)
@@ -206,6 +209,7 @@ def mutate(
     assert isinstance(kernel, LoadedKernel)
     entry = kernel.entry
     places = _chosen(mutation.sites(kernel.program(entry)), lines)
+    places = _part(places, part, explained or [], seeds)
     with using(mutation.schedule(0)):
         first = _run(workload)
     if not first.passed:
@@ -302,6 +306,40 @@ def _chosen(places: list[mutation.Site], lines: list[str] | None) -> list[mutati
     return [p for p in places if any(fnmatch.fnmatchcase(p.source, line) for line in lines)]
 
 
+def _part(
+    places: list[mutation.Site], part: str, explained: list[str], seeds: int
+) -> list[mutation.Site]:
+    """The k-th of n parts of the places; exit code 2 if ``part`` is not such a k/n.
+
+    What one counted explanation is about stays together, so that each part can hold to the count.
+    Parts are as long as one another if what is explained survives all schedules, and the rest one.
+    """
+    match = re.fullmatch(r"([1-9]\d?)/([1-9]\d?)", part)
+    if match is None or int(match[1]) > int(match[2]):
+        wanted = "expected k/n with k from 1 to n, such as 2/4"
+        print(f"--part: {wanted}, got {part!r}", file=sys.stderr)
+        raise typer.Exit(2)
+    units: dict[object, list[mutation.Site]] = {}
+    weights: dict[object, int] = {}
+    for place in places:
+        found = [text for text in explained if _names(text, _described(place))]
+        counted = found[0] if found and all(map(_COUNTED.fullmatch, found)) else None
+        unit = counted or place
+        units.setdefault(unit, []).append(place)
+        weights[unit] = weights.get(unit, 0) + (1 if counted or not found else seeds)
+    for text, unit in ((text, units.get(text)) for text in explained):
+        if unit:
+            weights[text] += (seeds - 1) * min(int(text.split()[0]), len(unit))
+    parts: list[list[mutation.Site]] = [[] for _ in range(int(match[2]))]
+    filled = [0] * len(parts)
+    for unit in sorted(units, key=lambda unit: -weights[unit]):
+        least = filled.index(min(filled))
+        parts[least] += units[unit]
+        filled[least] += weights[unit]
+    mine = parts[int(match[1]) - 1]
+    return [place for place in places if place in mine]
+
+
 def _line(outcome: mutation.Outcome) -> str:
     """What became of a mutant."""
     site, fate, how = outcome.site, "SURVIVED", "no schedule noticed"
@@ -324,6 +362,12 @@ def _unexplained(outcomes: list[mutation.Outcome], explained: list[str]) -> bool
         for survivor in matching[: int(counted[1])]:
             left.remove(survivor)
     return bool(left)
+
+
+def _names(text: str, described: str) -> bool:
+    """Whether an explanation, counted or not, is about an instruction."""
+    counted = _COUNTED.fullmatch(text)
+    return (counted[2] if counted else text) in described
 
 
 def _described(site: mutation.Site) -> str:
