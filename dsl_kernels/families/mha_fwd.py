@@ -5,14 +5,21 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
+from ..mha_list import WHOLE
 from .family import MHA, Axis, Family, Values
+
+
+def sections(values: Values) -> str:
+    """What is built by default."""
+    return WHOLE if values["keys"] == "whole" else "fixed"
+
 
 AXES = (
     Axis("d_qk", "d", (192, 128)),  # channels of q and k: 192 are 128 and 64 of RoPE
     Axis("dtype", "d", ("bf16", "f16"), "bf16"),  # of q, k, v and out
     Axis("d_v", "v", (128,), 128, named=False),
     Axis("keys", "", ("whole", "split"), "whole", named=False),  # of few rows against long keys
-    Axis("sections", "", ("fixed", "listed"), "fixed", named=False),  # of heads: 8, or as listed
+    Axis("sections", "", ("fixed", "listed"), sections, named=False),  # of heads: 8, or as listed
 )
 
 
