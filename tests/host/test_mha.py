@@ -68,6 +68,7 @@ def test_k_apart_is_k_whole(truth: Truth) -> None:
         assert torch.equal(got[0], out) and torch.equal(got[1], lse)
 
 
+@pytest.mark.whole_matrix
 def test_sections_that_lists_tell_change_no_bit(
     truth: Truth, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,6 +29,7 @@ def made(
     return list(out.tolist())
 
 
+@pytest.mark.whole_matrix
 @pytest.mark.parametrize("target", TARGETS)
 def test_lists_by_sequences(target: str) -> None:
     """The workload, and a promise about the longest that is broken."""
