@@ -1,4 +1,4 @@
-"""The list of work of dense MHA prefill: its layout in the workspace, for kernels and hosts.
+"""Dense MHA prefill, for kernels and hosts: sizes of heads, and the list of work in the workspace.
 
 Standard library only.
 
@@ -35,7 +35,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 ROWS = 128  # query rows of a row tile
-KEYS = 128  # keys of a tile
+KEYS = 128  # keys of a tile, in which lists count whatever a kernel takes at a time
+WIDTHS = {192: (128, 64), 128: (128,), 256: (192, 64)}  # channels of q -> those of K's tensors
+VALUES = {192: 128, 128: 128, 256: 256}  # channels of q -> of a row of V
+KEY_TILE = {192: 128, 128: 128, 256: 80}  # channels of q -> keys that kernels take at a time
 SECTION = 8  # heads that are worked on side by side, so that K and V stay in L2
 HEADER = 4  # words before the list
 TILE_WORDS = 2

@@ -22,6 +22,8 @@ from snapmla.testing.mha_job import work_of
 if TYPE_CHECKING:
     from profiles.mha_cost import Problem
 
+WIDTHS = 192, 128  # of heads for which there are such kernels
+
 
 class Order(NamedTuple):
     """An order of work.

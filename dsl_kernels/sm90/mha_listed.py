@@ -17,7 +17,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from ..mha_list import BESIDE, LAST
-from .mha_fwd import WIDTHS, MhaFwd, OneKey, TwoKeys, budget, feasible
+from .mha_fwd import MhaFwd, OneKey, TwoKeys, budget, feasible
 from .mha_parts import Loads
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class MhaListed(MhaFwd):
 
     def __init__(self, spec: VariantSpec):
         super().__init__(spec)
-        self.loads = ListedLoads(WIDTHS[spec.d_qk], spec.d_v)
+        self.loads = ListedLoads(spec)
 
 
 class ListedLoads(Loads):

@@ -52,11 +52,11 @@ if TYPE_CHECKING:
 BINS = 2 * THREADS  # a thread sums two
 
 
-def key_tiles(s_q: Any, s_k: Any, tile: Any, causal: Any) -> Any:
-    """Tiles of keys that some row of a row tile sees."""
+def key_tiles(s_q: Any, s_k: Any, tile: Any, causal: Any, keys: int = KEYS) -> Any:
+    """Tiles of ``keys`` keys that some row of a row tile sees."""
     last = cutlass.select_(causal != 0, (tile + 1) * ROWS + s_k - s_q, s_k)
     seen = cutlass.max(cutlass.min(s_k, last), 0)
-    return (seen + (KEYS - 1)) // KEYS
+    return (seen + (keys - 1)) // keys
 
 
 def length(cu_seqlens: Any, sequence: Any) -> Any:

@@ -14,20 +14,22 @@ from tests.support.needs import needs_kernels
 CPU = torch.device("cpu")
 
 
+@pytest.mark.parametrize("d_qk", [192, 256])
 @pytest.mark.parametrize("causal", [True, False])
-def test_flop_are_of_the_pairs_that_are_seen(causal: bool) -> None:
+def test_flop_are_of_the_pairs_that_are_seen(causal: bool, d_qk: int) -> None:
     lq, lk = (3, 5, 4), (7, 2, 4)
-    shape = Shape("x", lq, lk, 4, 192, causal, 1.0)
+    shape = Shape("x", lq, lk, 4, d_qk, causal, 1.0)
     seen = 0
     for s_q, s_k in zip(lq, lk):
         mask = torch.ones(s_q, s_k)
         seen += int((mask.tril(s_k - s_q) if causal else mask).sum())
-    assert shape.pairs == seen and shape.flop == 2 * seen * 4 * 320
+    assert shape.pairs == seen and shape.flop == 2 * seen * 4 * {192: 320, 256: 512}[d_qk]
 
 
 def test_every_gate_has_its_shape() -> None:
     """One row a gate of the table; FA3's ratio within 1 % counts."""
-    assert len({(s.label, s.heads, s.d_qk, s.causal) for s in mha_cost.SHAPES}) == 12
+    shapes = {(s.label, s.heads, s.kv_heads, s.d_qk, s.causal) for s in mha_cost.SHAPES}
+    assert len(shapes) == len(mha_cost.SHAPES) == 20
     assert even("x", 2, 5, 8, 128, True, 1.0, kv_heads=2).group == 4
 
 

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -194,6 +195,40 @@ def test_mutants_of_chosen_lines(
     assert "0 of 1 mutants killed" in said and wait.source not in said
     assert main([*asked, "append_kv.py:1"]) == 2
     assert "append_kv.py:1" in capsys.readouterr().err
+
+
+def test_what_is_explained_has_fewer_schedules(
+    append: runtime.Artifact, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of each landing; what no explanation names has all of them."""
+    tried: list[int] = []
+    study = mutate.study
+
+    def told(*given: Any) -> Any:
+        for outcome in study(*given):
+            tried.append(outcome.seed)
+            yield outcome
+
+    monkeypatch.setattr(mutate, "study", told)
+    asked = ["mutate", append.name, "--dir", str(append.directory), "--seeds", "4"]
+    alone = [*asked, "--lines", "append_kv.py:*", "--explained"]
+    assert main([*alone, "griddepcontrol.launch_dependents"]) == 0
+    assert "at most 4 schedules each, 3 where explained" in capsys.readouterr().out
+    assert main([*alone, "1 x griddepcontrol.launch_dependents in append_kv.py"]) == 0
+    assert main([*alone, "bar.warp.sync"]) == 1
+    launches = [max(tried[i : i + 2]) for i in range(0, 6, 2)]
+    assert launches == [3, 3, 4]
+
+
+def test_the_source_line_is_of_the_file_that_was_compiled() -> None:
+    """Two folders may have a file of one name: the PTX states the whole path."""
+    names = [f"dsl_kernels/{arch}/softmax_role.py" for arch in ("sm90", "sm100")]
+    for path in names:
+        lines = (Path(commands.dims.__file__).parents[1] / path).read_text().splitlines()
+        site = mutate.Site(0, "", f"softmax_role.py:{len(lines)}", 1, "wait", path)
+        assert commands._source_text(site) == lines[-1]
+    for path in ("", "../README.md", "dsl_kernels/none.py", "/etc/hostname"):
+        assert commands._source_text(mutate.Site(0, "", "x.py:1", 1, "wait", path)) == ""
 
 
 @pytest.mark.parametrize(("explained", "fails"), [
