@@ -338,15 +338,15 @@ def _part(
         unit = counted or place
         units.setdefault(unit, []).append(place)
         weights[unit] = weights.get(unit, 0) + (1 if counted or not found else seeds)
-    for text, unit in ((text, units.get(text)) for text in explained):
-        if unit:
-            weights[text] += (seeds - 1) * min(int(text.split()[0]), len(unit))
+    for text in explained:
+        if text in units:
+            weights[text] += (seeds - 1) * min(int(text.split()[0]), len(units[text]))
     parts: list[list[mutation.Site]] = [[] for _ in range(int(match[2]))]
     filled = [0] * len(parts)
-    for unit in sorted(units, key=lambda unit: -weights[unit]):
+    for heavy in sorted(units, key=lambda unit: -weights[unit]):
         least = filled.index(min(filled))
-        parts[least] += units[unit]
-        filled[least] += weights[unit]
+        parts[least] += units[heavy]
+        filled[least] += weights[heavy]
     mine = parts[int(match[1]) - 1]
     return [place for place in places if place in mine]
 
