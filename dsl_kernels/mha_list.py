@@ -44,6 +44,9 @@ HEADER = 4  # words before the list
 TILE_WORDS = 2
 TAKEN, TILES, SPLITS, LIST = 0, 1, 2, 3  # words of the header; the last two where keys are split
 BESIDE, LAST = 2, 3  # of the same where sections are listed: heads of a section, of the last one
+WHOLE = "fixed"  # axis ``sections`` of kernels that mha_prefill takes where keys are not split
+L2_ROOM = 12 << 20  # bytes of K and V that are read at the same time, at most if sections are told
+LAST_TILES = 512  # row tiles times heads of the last section, at least: four a CTA
 PIECES = 8  # row tiles times pieces of a split sequence, at most
 PIECE_TILES = 8  # tiles of keys of a piece, at least
 ENTRY_WORDS = 4  # of lists that may have pieces, and of a split row tile
@@ -57,6 +60,26 @@ def most_tiles(total_q: int, batch: int) -> int:
 def workspace_words(total_q: int, batch: int) -> int:
     """int32 words of the workspace of a call."""
     return HEADER + TILE_WORDS * most_tiles(total_q, batch)
+
+
+def sections(heads: int, kv_heads: int, keys: int, channels: int, tiles: int) -> tuple[int, int]:
+    """Heads of a section, of the last one.
+
+    A section's K and V have room in ``L2_ROOM``; the last section is work enough for CTAs to end
+    together.
+
+    Args:
+        heads: query heads, of ``kv_heads`` heads of K and V.
+        keys: of the longest sequence.
+        channels: of K and V together.
+        tiles: row tiles of all sequences.
+    """
+    group, beside, last = heads // kv_heads, SECTION, SECTION
+    while beside > 1 and -(-beside // group) * keys * channels * 2 > L2_ROOM:
+        beside //= 2
+    while last > beside and last // 2 * tiles >= LAST_TILES:
+        last //= 2
+    return beside, last
 
 
 def pieces_of(s_q: int, s_k: int) -> int:

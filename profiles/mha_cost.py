@@ -2,7 +2,7 @@
 
     python -m profiles.mha_cost --peers DIR --out profiles/results
     python -m profiles.mha_cost --peers DIR --designs      orders of work instead (mha_designs.py)
-    python -m profiles.mha_cost --peers DIR --d-qk 256 --also mha_fwd_d256_dbf16_t64_sm90a
+    python -m profiles.mha_cost --peers DIR --d-qk 256 --also mha_fwd_d256_dbf16_q4_sm90a
 
 At these sizes a card sits at its power limit, whose memory is some 20 ms long: what stands behind a
 slower contender reads too fast.  So every round takes the contenders in another order, each warms

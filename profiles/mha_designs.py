@@ -43,10 +43,13 @@ class Order(NamedTuple):
         return f"{self.by} {self.beside}/{self.last}"
 
 
-ORDERS = (
-    Order("tiles", 8, 8), Order("tiles", 2, 8), Order("tiles", 1, 8),
-    Order("sequences", 8, 8), Order("sequences", 4, 8), Order("sequences", 2, 8),
-    Order("sequences", 1, 8), Order("sequences", 1, 1),
+ORDERS = tuple(
+    Order(by, beside, last)
+    for by, beside, last in (
+        ("tiles", 8, 8), ("tiles", 2, 8), ("sequences", 8, 8), ("sequences", 4, 4),
+        ("sequences", 2, 8), ("sequences", 2, 4), ("sequences", 2, 2), ("sequences", 1, 8),
+        ("sequences", 1, 4), ("sequences", 1, 1),
+    )
 )  # fmt: skip
 
 

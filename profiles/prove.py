@@ -98,6 +98,8 @@ ASKED = (
     "fetch_dequant_xbf16_pages_kvfp8_v41_rows_sm90a", "fetch_dequant_xbf16_pages_kvfp8_nope_sm90a",
     "decode_etap_r16_p64_obf16_pt2_sm90a", "sparse_decode_etap_r16_obf16_pt2_sm90a",
 )  # fmt: skip
+# Of the matrix, studied beside the variant that stands for their kernel: K is one tensor there.
+BESIDE = ("mha_fwd_d128_df16_sm90a",)
 # Ops whose variants of the matrix take too long under schedules, as their rows are thousands of
 # scores a CTA: ASKED has smaller ones of the same source.
 STAND_INS = ("select_topk",)
@@ -192,7 +194,7 @@ def steps() -> list[Step]:
     found += [_schedules(spec, FEW) for spec in decodes if spec not in chosen]
     studied = _families(chosen)
     found += [_mutants(min(group, key=matrix.changed)) for group in studied]
-    asked = [VariantSpec.from_name(name) for name in ASKED]
+    asked = [VariantSpec.from_name(name) for name in (*ASKED, *BESIDE)]
     found += [_schedules(spec) for spec in asked] + [_mutants(spec) for spec in asked]
     found += [_sample(name, k + 1, blackwell) for name in SAMPLES for k in range(SAMPLES[name][1])]
     replay = ("-m", "profiles.record_softgpu", "replay", "mufu", "--all")

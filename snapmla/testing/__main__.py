@@ -202,6 +202,9 @@ def mutate(
         list[str] | None,
         typer.Option(help="study those of these source lines alone: FILE:LINE, globs are fine"),
     ] = None,
+    part: Annotated[
+        str, typer.Option(help="k/n: the k-th of n parts of them, which take about as long each")
+    ] = "1/1",
 ) -> None:
     """Remove each synchronisation instruction in turn: which removals go unnoticed?"""
     names, at = _variants([variant], directory)
@@ -210,13 +213,14 @@ def mutate(
     assert isinstance(kernel, LoadedKernel)
     entry = kernel.entry
     places = _chosen(mutation.sites(kernel.program(entry)), lines)
+    known = [] if explained is None else explained
+    places = _part(places, part, known, min(seeds, SEEDS_OF_EXPLAINED))
     with using(mutation.schedule(0)):
         first = _run(workload)
     if not first.passed:
         console.print(f"{names[0]} itself is wrong: {first.summary}")
         raise typer.Exit(1)
     outcomes = []
-    known = [] if explained is None else explained
 
     def tried(site: mutation.Site) -> int:
         named = any(_names(text, _described(site)) for text in known)
@@ -311,6 +315,40 @@ def _chosen(places: list[mutation.Site], lines: list[str] | None) -> list[mutati
             print(f"--lines: nothing that synchronises comes from {line!r}", file=sys.stderr)
             raise typer.Exit(2)
     return [p for p in places if any(fnmatch.fnmatchcase(p.source, line) for line in lines)]
+
+
+def _part(
+    places: list[mutation.Site], part: str, explained: list[str], seeds: int
+) -> list[mutation.Site]:
+    """The k-th of n parts of the places; exit code 2 if ``part`` is not such a k/n.
+
+    What one counted explanation is about stays together, so that each part can hold to the count.
+    Parts are as long as one another if what is explained survives all schedules, and the rest one.
+    """
+    match = re.fullmatch(r"([1-9]\d?)/([1-9]\d?)", part)
+    if match is None or int(match[1]) > int(match[2]):
+        wanted = "expected k/n with k from 1 to n, such as 2/4"
+        print(f"--part: {wanted}, got {part!r}", file=sys.stderr)
+        raise typer.Exit(2)
+    units: dict[object, list[mutation.Site]] = {}
+    weights: dict[object, int] = {}
+    for place in places:
+        found = [text for text in explained if _names(text, _described(place))]
+        counted = found[0] if found and all(map(_COUNTED.fullmatch, found)) else None
+        unit = counted or place
+        units.setdefault(unit, []).append(place)
+        weights[unit] = weights.get(unit, 0) + (1 if counted or not found else seeds)
+    for text, unit in ((text, units.get(text)) for text in explained):
+        if unit:
+            weights[text] += (seeds - 1) * min(int(text.split()[0]), len(unit))
+    parts: list[list[mutation.Site]] = [[] for _ in range(int(match[2]))]
+    filled = [0] * len(parts)
+    for unit in sorted(units, key=lambda unit: -weights[unit]):
+        least = filled.index(min(filled))
+        parts[least] += units[unit]
+        filled[least] += weights[unit]
+    mine = parts[int(match[1]) - 1]
+    return [place for place in places if place in mine]
 
 
 def _line(outcome: mutation.Outcome) -> str:

@@ -270,9 +270,11 @@ def test_steps_are_the_whole_matrix() -> None:
     by_kind = {kind: {s.what for s in steps if s.kind == kind} for kind in prove.KINDS}
     # what is built when it is asked for is studied beside the matrix
     assert not set(prove.ASKED) & {s.name for s in every}
+    assert set(prove.BESIDE) <= {s.name for s in every} - sample
     for kind in ("schedules", "mutants"):
-        assert set(prove.ASKED) <= by_kind[kind]
-        by_kind[kind] -= set(prove.ASKED)
+        more = {*prove.ASKED, *prove.BESIDE}
+        assert more <= by_kind[kind]
+        by_kind[kind] -= more
     assert by_kind["variant"] == {s.name for s in every}
     decodes = {s.name for s in matrix.default_specs("sm_100a") if not s.family.helper}
     assert by_kind["schedules"] == sample | decodes and by_kind["mutants"] <= sample

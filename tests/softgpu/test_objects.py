@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 
 import softgpu
 import softgpu.loader
@@ -244,6 +245,23 @@ def test_survivors_that_are_explained(explained: list[str], fails: bool) -> None
         for pc, (source, text, killed) in enumerate(found)
     ]
     assert commands._unexplained(outcomes, explained) == fails
+
+
+def test_parts_of_the_mutants() -> None:
+    """Disjoint, together all, as long as one another where what is explained survives; what one
+    counted explanation is about stays together."""
+    texts = ["wait %r1"] * 4 + ["fence"] * 3 + ["commit"] * 6 + ["wait %r1"] * 2
+    files = ["a.py:1"] * 13 + ["b.py:1"] * 2
+    sites = [mutate.Site(pc, "", files[pc], pc, text) for pc, text in enumerate(texts)]
+    why = ["fence", "2 x wait in a.py", "9 x wait"]
+    parts = [commands._part(sites, f"{k}/3", why, 10) for k in (1, 2, 3)]
+    assert sorted(site.pc for part in parts for site in part) == list(range(15))
+    assert any(set(sites[:4]) <= set(part) for part in parts)
+    assert commands._part(sites, "1/1", why, 10) == sites
+    survivors = [sum(site.text == "fence" for site in part) for part in parts]
+    assert sorted(survivors) == [0, 1, 2]
+    with pytest.raises(typer.Exit):
+        commands._part(sites, "3/2", why, 10)
 
 
 @pytest.mark.parametrize("line, said", [
