@@ -23,9 +23,7 @@
 #                              (profiles.record_cost), to cost-h200.json
 #   host[:ARG,ARG...]          host time of eager calls (profiles.host_time ARG ARG...)
 #   merge                      what the merge launch costs (profiles.merge_cost)
-#   f16                        decode with exact logits beside the default (profiles.logits_cost); before
-#                              pack: python -m codegen build of decode_f16_rR_p64_obf16_sm90a, R of
-#                              16, 32, 64
+#   f16                        decode with exact logits beside the default (profiles.logits_cost)
 #   parallel[:ARG,ARG...]      context-parallel decode over two and more GPUs (profiles.parallel_cost
 #                              ARG ARG...); its tests are tests:tests/gpu/test_parallel.py
 #   pair:DIR                   what a pair's call costs beside DIR's (profiles.pair_cost)
@@ -33,17 +31,29 @@
 #   sparse-v4[:ARG,ARG...]     the same over V4's two caches (profiles.sparse_v4_cost ARG ARG...);
 #                              before pack: python -m codegen build of
 #                              sparse_decode_mix16_rR_obf16_kvfp8_v4_sm90a, R of 64, 32, 16
+#   sparse-528[:ARG,ARG...]    over tokens of 528 bytes beside 656 (profiles.sparse_528_cost ARG
+#                              ARG...); before pack: python -m codegen build of
+#                              sparse_decode_mix16_rR_obf16_kvF_sm90a, R of 64, 32, 16, F of
+#                              fp8_nope, fp8_v41_planar, fp8_v41_rows
 #   sparse-prefill[:ARG,ARG...]  sparse prefill beside FlashMLA (profiles.sparse_prefill_cost ARG
 #                              ARG...); before pack: python -m codegen build of
 #                              sparse_prefill_rR_dD_sm90a, R of 64, 32, 16, D of 576, 512
-#   sparse-prefill-cache[:ARG,ARG...]  sparse prefill from the FP8 cache, sparse decode of few query
-#                              tokens over BF16 rows (profiles.sparse_prefill_cache_cost ARG ARG...);
-#                              with --designs other builds for 16 heads, before pack: python -m
-#                              codegen build sparse_decode_etap_r16_obf16_X_sm90a, X of st4, ln0,
-#                              math, gather
+#   sparse-bounds[:ARG,ARG...]  what bounds sparse decode: gather and math alone
+#                              (profiles.sparse_bounds_cost ARG ARG...); before pack: python -m
+#                              codegen build of sparse_decode_etap_rR_obf16_X_sm90a and
+#                              sparse_decode_mix16_rR_obf16_X_sm90a, R of 16, 64, X of gather, math
+#   sparse-rows[:ARG,ARG...]   sparse decode over BF16 rows beside FlashAttention-3 and FlashMLA
+#                              (profiles.sparse_rows_cost ARG ARG...)
+#   sparse-prefill-cache[:ARG,ARG...]  sparse prefill from the FP8 cache
+#                              (profiles.sparse_prefill_cache_cost ARG ARG...); with --designs
+#                              other builds for 16 heads, before pack: python -m codegen build
+#                              sparse_decode_etap_r16_obf16_X_sm90a, X of st4, ln0, math, gather
 #   mha[:ARG,ARG...]           dense prefill beside FlashAttention-3 and cuDNN (profiles.mha_cost
 #                              ARG ARG...); before pack: python -m codegen build of mha_items_sm90a,
-#                              mha_fwd_d192_dbf16_sm90a and mha_fwd_d128_dbf16_sm90a
+#                              mha_fwd_dX_dbf16_sm90a, X of 192, 128 and 256; mha:--d-qk,256
+#                              times heads of 256 channels alone, beside --also,VARIANT if told; with
+#                              --designs orders of work, before pack also of
+#                              mha_fwd_dD_dbf16_listed_sm90a
 #   dsa[:ARG,ARG...]           top-k of index scores beside its peers (profiles.dsa_cost ARG ARG...)
 #   index[:ARG,ARG...]         index logits beside DeepGEMM, where DEEP_GEMM is the folder that has it
 #                              (profiles.index_cost ARG ARG...)
@@ -54,12 +64,18 @@
 #   stamps[:SHAPE,SHAPE...]    times of a CTA's events, from stamped builds (profiles.stamps has
 #                              the commands that build them, before pack)
 #   fidelity[:--compile]       the accuracy study, or go on with it: repeat until nothing is left
+#   fidelity-high              accuracy="high" in layers and drift of one small model, which it
+#                              trains first (profiles.fidelity high); before pack: python -m codegen
+#                              build decode_etap_r32_p64_obf16_pt2_sm90a
 #   engine:accuracy|speed      vLLM with the plugin beside its own backends; takes build/vllm along
 #                              (profiles.engine bring makes it; VLLM_PACKED=DIR is another folder),
 #                              where no vLLM is installed
+#   engine:chunk               a chunk of prefill over a cached prefix, ours and FlashAttention's
 #   engine:sparse|sparse-deep  the same of DSA models (DeepSeek-V3.2) of 4 and of 27 layers, with
 #                              nvcc, as its indexer's peer compiles there; go on with it: a second
-#                              call on the same machine runs what is left
+#                              call on the same machine runs what is left, and
+#                              engine:sparse-deep,--timing,8x131072 one shape (32x32768 the other)
+#   engine:sparse-why          which tensor of a request differs alone and in a batch
 #   transformers[:ARG,ARG...]  a decode step of transformers with and without graphs, beside its own
 #                              attention (profiles.transformers_step ARG ARG...), where transformers
 #                              is installed, packed by profiles.engine bring, or wheels of it and of
@@ -251,10 +267,15 @@ run_part() {
         pair)
             timeout -k 10 "$seconds" "$python" -m profiles.pair_cost --against "$what" --out "$work"
             ;;
-        sparse | sparse-v4 | sparse-prefill | sparse-prefill-cache | mha | dsa | dsa-step)
+        sparse | sparse-bounds | sparse-rows | sparse-v4 | sparse-prefill | \
+            sparse-prefill-cache | mha | dsa | dsa-step)
             # shellcheck disable=SC2086  # a list of words
             timeout -k 10 "$seconds" "$python" -m "profiles.${kind//-/_}_cost" --peers .peers \
                 --out "$work" ${what//,/ }
+            ;;
+        sparse-528)
+            # shellcheck disable=SC2086  # a list of words
+            timeout -k 10 "$seconds" "$python" -m profiles.sparse_528_cost --out "$work" ${what//,/ }
             ;;
         index)
             # shellcheck disable=SC2086  # a list of words
@@ -298,10 +319,18 @@ run_part() {
             [ "$code" -eq 3 ] && code=0 # more to run: no failure
             return "$code"
             ;;
+        fidelity-high)
+            timeout -k 10 "$seconds" "$python" -m profiles.fidelity high --out "$work" \
+                --work build/fidelity-high --limit $((seconds - 120)) 2>&1 |
+                tee "$work/fidelity-high.log"
+            return "${PIPESTATUS[0]}"
+            ;;
         engine)
             engine_site || return 1
-            timeout -k 10 "$seconds" "$python" -m profiles.engine "$what" --work build/engine \
-                --out "$work/engine" --limit $((seconds - 60)) 2>&1 | tee "$work/engine-$what.log"
+            # shellcheck disable=SC2086  # a list of words
+            timeout -k 10 "$seconds" "$python" -m profiles.engine ${what//,/ } --work build/engine \
+                --out "$work/engine" --limit $((seconds - 60)) 2>&1 |
+                tee "$work/engine-${what//[^A-Za-z0-9]/_}.log"
             local code=${PIPESTATUS[0]}
             mkdir -p "$work/engine"
             cp build/engine/*.log build/engine/*-*.json "$work/engine" 2>/dev/null

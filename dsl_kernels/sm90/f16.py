@@ -45,6 +45,7 @@ from ..dims import KV_LORA_RANK as D
 from ..dims import QK_ROPE_HEAD_DIM as R
 from ..dims import TOKEN_TILE as TILE
 from ..smxx import fp8_entry, sparse_entry
+from .bounds import SPARSE, only_of
 from .decode import Decode, infeasible
 from .f16_parts import GatheredParts, Parts, layouts_of
 from .f16_softmax import F16Softmax
@@ -58,7 +59,6 @@ if TYPE_CHECKING:
 
 # Of producers, softmax, P.V, by rows; with 32 the gathering warps of few rows spill
 REGISTERS = {16: (40, 152, 160), 32: (40, 152, 160), 64: (32, 112, 184)}
-SPARSE = "sparse_decode"  # the op whose tokens are gathered
 
 
 def feasible(spec: VariantSpec) -> str | None:
@@ -67,6 +67,8 @@ def feasible(spec: VariantSpec) -> str | None:
         return "f16 has a P of 16 bits: one term"
     if spec.row_tile not in REGISTERS:
         return f"f16 has row tiles up to {max(REGISTERS)}: more rows are several blocks"
+    if only_of(spec) != "all":
+        return "f16 has no builds for bounds of time"
     return infeasible(spec, 2, budget(spec))
 
 
