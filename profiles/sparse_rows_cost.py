@@ -31,9 +31,10 @@ import typer
 
 import snapmla
 from codegen.artifacts import write_atomic
-from profiles import contenders, page, timing
+from profiles import page, timing
 from profiles.machine import machine
 from profiles.mha_cost import Call, gemm, in_turn, ratio, spread
+from profiles.peer_libraries import FlashAttention3
 from profiles.sparse_prefill_cost import SPAN, TILE, Problem, Results, Shape, verdict
 
 PAGE = 64
@@ -159,7 +160,7 @@ def main(
 ) -> None:
     """Times the rows and writes ``sparse_rows_cost.md``."""
     torch.ops.load_library(str(peers / "vllm_flashmla" / "_flashmla_C.abi3.so"))
-    contenders.FlashAttention3("fa3", peers).load()
+    FlashAttention3("fa3", peers).load()
     device = torch.device("cuda")
     facts = page.told(machine(device, timing.Nvml()), ("gpu", "driver", "cuda", "torch"))
     torch.manual_seed(0)

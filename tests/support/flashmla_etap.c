@@ -1,5 +1,5 @@
 // Stands in for FlashMLA-ETAP's library where there is no GPU: the two functions that
-// profiles.contenders.FlashMlaEtap calls, as plain attention over host memory.  Results stay NaN
+// profiles.peer_libraries.FlashMlaEtap calls, as plain attention over host memory.  Results stay NaN
 // unless metadata and splits are those of a plan for as many requests and parts.
 
 #include <math.h>
