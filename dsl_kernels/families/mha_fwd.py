@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 
-from ..mha_list import KEY_TILE, SECTION, VALUES, WHOLE
+from ..mha_list import KEY_TILE, VALUES, WHOLE
 from .family import MHA, Axis, Family, Values
 
 
@@ -27,7 +27,6 @@ AXES = (
     Axis("sections", "", ("fixed", "listed"), sections, named=False),  # of heads: 8, or as listed
     Axis("key_tile", "t", (128, 80), _of_head(KEY_TILE), named=False),  # keys at a time
     Axis("q_steps", "q", (0, 4, 6), 0, named=False),  # 16-channel steps of Q in registers
-    Axis("section", "s", (8, 4), SECTION, named=False),  # heads that are worked on side by side
     Axis("order", "", ("turns", "free"), "turns", named=False),  # of the two consumers' products
 )
 

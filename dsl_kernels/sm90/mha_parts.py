@@ -25,7 +25,7 @@ from ..common.barriers import Ring
 from ..common.epilogue import Woven
 from ..common.smem import array, staged
 from ..common.types import U32
-from ..mha_list import HEADER, ROWS, TAKEN, TILE_WORDS, TILES, WIDTHS
+from ..mha_list import HEADER, ROWS, SECTION, TAKEN, TILE_WORDS, TILES, WIDTHS
 from ..smxx.mha_items import key_tiles, length
 
 if TYPE_CHECKING:
@@ -103,12 +103,11 @@ class Loads:
         widths: channels of K's tensors, side by side in the tile.
         d_qk, d_v: channels of a row of Q and K, of V.
         tile: keys of a tile of K and V.
-        section: heads that are worked on side by side.
     """
 
     def __init__(self, spec: VariantSpec):
         self.widths, self.d_qk, self.d_v = WIDTHS[spec.d_qk], spec.d_qk, spec.d_v
-        self.tile, self.section = spec.key_tile, spec.section
+        self.tile = spec.key_tile
         who = {"consumers": CONSUMER_WARPS}
         # head (-1 ends the list), first query token of the sequence, query tokens, keys, row tile
         self.notes = Notes("item", 5, who)
@@ -194,11 +193,11 @@ class Loads:
 
     def _work_tile(self, work, j, tiles, heads):
         """(place in the list, head) of work tile ``j`` of ``work``: mha_list.py."""
-        section = j // (self.section * tiles)
-        rest = j - section * (self.section * tiles)
-        beside = cutlass.min(heads - section * self.section, self.section)
+        section = j // (SECTION * tiles)
+        rest = j - section * (SECTION * tiles)
+        beside = cutlass.min(heads - section * SECTION, SECTION)
         tile = rest // beside
-        return tile, section * self.section + (rest - tile * beside)
+        return tile, section * SECTION + (rest - tile * beside)
 
     @cute.jit
     def _load(self, st, layouts, tma, where, counts, n, valid):

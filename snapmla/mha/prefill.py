@@ -63,7 +63,7 @@ def mha_prefill(
     Args:
         q: bfloat16 or float16 (total_q, h, d_qk); rows may be strided, 16-byte aligned, as of all
             that follow.  Heads (d_qk, d_v) are (192, 128), (128, 128) or, as of GLM, (256, 256),
-            whose kernels are built when they are first asked for and were not run on a GPU yet.
+            whose kernels are built when they are first asked for.
         k_nope: same dtype as q, (total_k, h_k, d_qk): all of K; beside ``k_rope`` the first
             d_qk - 64 channels.  Query heads j * g to (j + 1) * g - 1 read head j, where
             g = h / h_k.

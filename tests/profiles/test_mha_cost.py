@@ -53,6 +53,10 @@ def test_ours_is_compared_before_it_is_timed() -> None:
     inputs = (problem.q, problem.k, problem.v, problem.cu_q, problem.cu_k, 192**-0.5, True)
     want = mha_reference(*inputs)
     assert mha_cost.compare(problem.out, problem.lse, *want) < 4e-3
+    out, lse = problem.build("mha_fwd_d192_dbf16_sm90a")()
+    assert torch.equal(out, problem.out) and torch.equal(lse, problem.lse)
+    with pytest.raises(ValueError, match="mha_fwd_d256_dbf16_sm90a: not of 192 channels"):
+        problem.build("mha_fwd_d256_dbf16_sm90a")
     problem.out[3] *= 1.05
     with pytest.raises(ValueError, match="ours is not the peer's"):
         mha_cost.compare(problem.out, problem.lse, *want)
