@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dsl_kernels.dims import KV_LORA_RANK
+from dsl_kernels.families.formats import FORMATS
 from snapmla import call as calls
 from snapmla import checks, kv_heads, launch, layouts, overlap, runtime, tracing
 from snapmla.cache import PagedKVCache
@@ -202,7 +203,7 @@ def _places(call: Call, _: object) -> calls.Groups | None:
     rows = isinstance(q, torch.Tensor)
     if not (
         rows_of(q) == plan.rows_shape
-        and cache.dtype is plan.dtype
+        and cache.format == plan.cache_dtype
         and cache.page_size == plan.page_size
         and cache.num_kv_heads == plan.num_kv_heads
         and cache.device == q.device == plan.device
@@ -411,12 +412,14 @@ def _traced_rows(
     Args:
         rest: of the operator's arguments.
     """
-    check_outputs(out, lse, rows_of(q), out_dtype, q.device, (cache.dtype,))
-    kv = layouts.small_pages(cache.memory_now()[0])
+    check_outputs(out, lse, rows_of(q), out_dtype, q.device, (q.dtype,))
+    record, kv = FORMATS[cache.format], cache.memory_now()[0]
+    more = {"cache_dtype": cache.format} if record.named else {}
+    kv = kv if record.named else layouts.small_pages(kv)
     ragged, regroups = q.ndim == 3, plan.must_regroup()
     if out is None and lse is None and not regroups:
         query = q.unsqueeze(0) if ragged else q
-        made = torch.ops.snapmla.dense_decode(query, kv, block_table, cache_seqlens, *rest)
+        made = torch.ops.snapmla.dense_decode(query, kv, block_table, cache_seqlens, *rest, **more)
         return (made[0].squeeze(0), made[1].squeeze(0)) if ragged else made
     if out is None:
         out = q.new_empty((*q.shape[:-1], KV_LORA_RANK))
@@ -431,7 +434,9 @@ def _traced_rows(
         return out, lse
     given = (q, out, lse)
     query, results, sums = (x.unsqueeze(0) for x in given) if ragged else given
-    torch.ops.snapmla.dense_decode_out(query, kv, block_table, cache_seqlens, *rest, results, sums)
+    torch.ops.snapmla.dense_decode_out(
+        query, kv, block_table, cache_seqlens, *rest, results, sums, **more
+    )
     return out, lse
 
 

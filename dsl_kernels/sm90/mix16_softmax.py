@@ -382,10 +382,15 @@ class MixSoftmax(AcrossWarps):
         cute.autovec_copy(self.frames_of(st), frame)
         for v in cutlass.range_constexpr(self.fragment.values):
             t[v] = t[v] * factor[row(v)] + (log[token(v)] - frame[row(v)])
+        self.hide(st, t, tile, facts, wwarp, lane)
+        for v in cutlass.range_constexpr(self.fragment.values):
             top = cute.arch.fmax(top, t[v])
         moves = self.vote(st, top > HEADROOM, buf, wwarp, lane) | first
         self.hand_over(st, t, inverse, moves, first, blocks, rows_out)
         return fresh - first
+
+    def hide(self, st, t, tile, facts, wwarp, lane) -> None:
+        """-inf for what a row must not see of a tile: nothing, where all rows see the same."""
 
     @cute.jit
     def hand_over(self, st, t, inverse, moves, first, blocks, rows_out):

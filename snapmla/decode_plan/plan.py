@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from dsl_kernels.dims import HEAD_DIM_QK, ITEM_WORDS, KV_LORA_RANK, MERGE_CHECKED
+from dsl_kernels.dims import ITEM_WORDS, KV_LORA_RANK, MERGE_CHECKED
 from dsl_kernels.families.formats import FORMATS
 from snapmla import call as calls
 from snapmla import checks, kv_heads, launch, layouts, overlap, plan_text, tracing
@@ -67,7 +67,7 @@ class DecodePlan(launch.OverTensors):
         split_tiles: tiles of a piece with fixed splits, 0 without.
         check_stale: whether ``decode`` compares its lengths with the planned ones.
         p_terms: e4m3 terms in which that kernel sums P: 2 with ``accuracy="high"``.
-        cache_dtype: of the cache that it reads: ``fp8``, ``bf16`` or ``f16``.
+        cache_dtype: of the cache that it reads: ``fp8``, ``bf16``, ``f16`` or ``fp8_ds_mla``.
         num_kv_heads: KV heads of that cache.
         longest_item: tiles of an item, about, of an fp16 cache, whose results show what longer sums
             lose; 0: any number.
@@ -213,8 +213,8 @@ class DecodePlan(launch.OverTensors):
     def variant(self) -> PlanVariant:
         """What chooses the decode kernel."""
         return PlanVariant.of(
-            self.device, self.pipeline, self.row_tile, layouts.kernel_page_size(self.page_size),
-            self.p_terms, self.cache_dtype,
+            self.device, self.pipeline, self.row_tile,
+            layouts.page_size_seen(self.cache_dtype, self.page_size), self.p_terms, self.cache_dtype,
         )  # fmt: skip
 
     @functools.cached_property
@@ -234,7 +234,7 @@ class DecodePlan(launch.OverTensors):
 
     def must_regroup(self) -> bool:
         """``regroups`` without remembering it (for tracers)."""
-        large = self.page_size != layouts.kernel_page_size(self.page_size)
+        large = self.page_size != layouts.page_size_seen(self.cache_dtype, self.page_size)
         return self.num_kv_heads > 1 or large
 
     @functools.cached_property
@@ -251,7 +251,7 @@ class DecodePlan(launch.OverTensors):
     @functools.cached_property
     def q_shape(self) -> tuple[int, ...]:
         """Shape of a query of 16 bits: (b, s_q, h, 576); (total_q, h, 576)"""
-        return *self.rows_shape, HEAD_DIM_QK
+        return *self.rows_shape, FORMATS[self.cache_dtype].channels
 
     @functools.cached_property
     def table_shape(self) -> tuple[int, int]:

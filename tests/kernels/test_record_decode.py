@@ -1,0 +1,118 @@
+"""Dense decode over rows of 656 bytes: pages, lengths, masks, and the bits of sparse decode."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from dsl_kernels.cache_records.ds_mla import ROPE_AT, ROW_BYTES, SCALES_AT
+from snapmla.testing import record_job
+from snapmla.testing.dense_job import DenseErrors
+from snapmla.testing.paged_record_job import ARGUMENTS, PagedRecordJob, PagedShape
+from snapmla.testing.workloads import record_decode as work
+from softgpu import Options, using
+from tests.kernels.test_sparse_records import assert_unmoved
+from tests.support.needs import needs_compiler
+from tests.support.paged_records import TILES, assert_bits_of_lists, kernel_of
+
+pytestmark = [needs_compiler, pytest.mark.whole_matrix]  # the variants are built for nothing else
+CHECKED = Options(hazards="raise", seed=5)
+LENGTHS = (0, 1, 63, 64, 65, 321)
+PAGES = (2, 64, 256)
+STYLES = [s for s in record_job.STYLES if s not in ("plain", "scales")]
+
+
+def errors_of(rows: int, shape: PagedShape) -> DenseErrors:
+    spec, kernel = kernel_of(rows)
+    job = PagedRecordJob(spec, replace(shape, row_tile=rows))
+    with using(CHECKED):
+        return job.errors(job.run(kernel))
+
+
+@pytest.mark.parametrize("rows", TILES)
+def test_clean_and_right(rows: int) -> None:
+    """Every path under the hazard check: splits, ragged queries, odd pages, pages that are not
+    there."""
+    spec, kernel = kernel_of(rows)
+    assert tuple(kernel.names.arguments) == ARGUMENTS
+    for shape in work.shapes(spec):
+        errors = errors_of(rows, shape)
+        assert errors.right, f"{shape}: {errors}"
+
+
+@pytest.mark.parametrize("page_size", PAGES)
+@pytest.mark.parametrize("rows", TILES)
+def test_the_bits_of_sparse_decode(rows: int, page_size: int) -> None:
+    """Of the same tokens by lists, page * P + offset of each, whatever length and page; one query
+    token or several, whole and in pieces of the same tiles."""
+    assert_bits_of_lists(rows, page_size, LENGTHS, "cpu")
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("rows", TILES)
+def test_numbers_that_move_frames(rows: int, style: str) -> None:
+    """Peaked rows, swings of 200 nats between tiles, queries that equal a token, RoPE of 1e3,
+    groups 2^20 apart; whole and split."""
+    for parts, powers in ((1, False), (3, True)):
+        shape = PagedShape(3, 333, (330, 66), 3, 2, style=style, parts=parts, powers=powers)
+        errors = errors_of(rows, shape)
+        assert errors.right, f"{shape}: {errors}"
+
+
+@pytest.mark.parametrize("rows", TILES)
+def test_rows_do_not_feel_each_other(rows: int) -> None:
+    """The bits of real heads, whatever padded ones hold."""
+    spec, kernel = kernel_of(rows)
+    for style in ("swings", "plain"):
+        shape = PagedShape(rows // 2, 256, (200, 66), 64, 2, style=style, row_tile=rows)
+        job = PagedRecordJob(spec, shape)
+        assert job.errors(assert_unmoved(job, kernel, (math.nan, 1e30))).right
+
+
+@pytest.mark.parametrize("rows", TILES)
+def test_a_nan_is_its_readers_alone(rows: int) -> None:
+    """The last token as append writes what is not finite: the row that sees it is NaN, LSE
+    included, and no other row is; also of a token with one scale that is NaN."""
+    spec, kernel = kernel_of(rows)
+    for groups in (range(4), (2,)):
+        shape = PagedShape(2, 128, (70,), 64, 3, parts=1, row_tile=rows)
+        job = PagedRecordJob(spec, shape)
+        before = job.run(kernel)
+        row = job.cache.view(-1, ROW_BYTES)[int(job.indices[0, 69])]
+        for g in groups:
+            row[128 * g : 128 * (g + 1)] = 0x7F
+            row[SCALES_AT:ROPE_AT].view(torch.float32)[g] = math.nan
+        with using(CHECKED):
+            out, lse = job.run(kernel)
+        assert torch.isnan(out[0, 2]).any() and torch.isnan(lse[0, :, 2]).all()
+        assert torch.equal(out[0, :2], before[0][0, :2])
+        assert torch.equal(lse[0, :, :2], before[1][0, :, :2])
+
+
+@pytest.mark.parametrize("rows", TILES)
+def test_what_a_table_does_not_name_is_not_read(rows: int) -> None:
+    """A page that the pool does not have, lengths that the table cannot name and negative ones."""
+    spec, kernel = kernel_of(rows)
+    shape = PagedShape(
+        3, 5 * 53, (1000, -3, 200), 53, 2, layout="packed", parts=2, row_tile=rows,
+        holes=((0, 0), (0, 3), (2, 1)),
+    )  # fmt: skip
+    errors = errors_of(rows, shape)
+    assert errors.right, str(errors)
+    job = PagedRecordJob(spec, replace(shape, holes=((0, 0), (0, 1), (0, 2), (0, 3), (0, 4))))
+    out, lse = job.run(kernel)
+    assert bool((out[0] == 0).all()) and bool((lse[0] == -math.inf).all())
+
+
+@pytest.mark.parametrize("rows", TILES)
+def test_what_rows_see(rows: int) -> None:
+    """The causal rule over the edge of a tile, not at all, and lengths of each query token."""
+    for causal, own in ((True, None), (False, None), (True, (64, 1, 129, 0, 66, 65))):
+        shape = PagedShape(
+            5, 192, (130, 66), 64, 3, causal=causal, own_lengths=own, parts=2, style="equal"
+        )
+        errors = errors_of(rows, shape)
+        assert errors.right, f"{shape}: {errors}"
