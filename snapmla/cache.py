@@ -310,11 +310,13 @@ def expect_fp8(cache: PagedKVCache, hint: str) -> None:
 
 def expect_decoded(cache: object) -> None:
     """ValueError for a cache of a format that attention does not read."""
-    named = tuple(name for name in _NAMED if name not in DECODED_BYTES)
-    if isinstance(cache, PagedKVCache) and cache.format in named:
+    if not isinstance(cache, PagedKVCache) or cache.format in DECODED_BYTES:
+        return
+    if cache.format in _NAMED:
         record, hint = FORMATS[cache.format], "snapmla.convert_cache makes an FP8 cache of it"
         hint = f"indices= reads it; {hint}" if record.sparse else hint
-        checks.value_error("cache", "an FP8 or a 16-bit cache", record.about, hint)
+        wanted = f"an FP8 or a 16-bit cache, or one of {' or '.join(map(repr, DECODED_BYTES))}"
+        checks.value_error("cache", wanted, record.about, hint)
 
 
 # -------------------------------------------------------------------------- by format

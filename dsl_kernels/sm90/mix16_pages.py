@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from ..common import budget as bud
     from ..spec import VariantSpec
 
-# Of producers, softmax, P.V, by rows; with 32 the gathering warps of few rows spill
+# Of producers, softmax, P.V, by rows
 REGISTERS = {16: (40, 152, 160), 32: (40, 152, 160), 64: mix16.REGISTERS[64]}
 ABSOLUTE, INFINITE = 0x7FFFFFFF, 0x7F800000  # of an fp32's bits
 

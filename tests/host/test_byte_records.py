@@ -193,7 +193,8 @@ def test_wrong_tokens(fmt: str) -> None:
     with pytest.raises(ValueError, match=f"^k_rope: expected shape .*{record.rope_channels}"):
         snapmla.append_kv(cache, c, torch.zeros(2, 32).bfloat16(), slots)
     q = torch.zeros(1, 1, 16, 576).bfloat16()
-    with pytest.raises(ValueError, match="^cache: expected an FP8 or a 16-bit cache, got .*conver"):
+    said = "^cache: expected an FP8 or a 16-bit cache, or one of 'fp8_ds_mla', got .*convert_cache"
+    with pytest.raises(ValueError, match=said):
         snapmla.decode(q, cache, torch.zeros(1, 1).int(), torch.ones(1).int(), softmax_scale=1.0)
     if not record.sparse:
         with pytest.raises(ValueError, match="^cache: expected an FP8 cache, .*'fp8_v4' or bfloat"):
