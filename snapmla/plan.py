@@ -129,8 +129,8 @@ def plan_decode(
         causal: leave out tiles that the causal rule hides from all rows of a unit.  Such a plan is
             for ``decode(causal=True)``; one with ``causal=False`` serves both.
         num_parts: None fills the device.
-        pipeline: ``etap`` or ``dual_wg``, of a 16-bit cache ``split``, of bytes ``mix16``; on SM100 ``ws``, or ``pair``
-            (128 rows on two CTAs); None lets the dispatcher choose.
+        pipeline: ``etap`` or ``dual_wg``, of a 16-bit cache ``split``, of bytes ``mix16``; on SM100
+            ``ws``, or ``pair`` (128 rows on two CTAs); None lets the dispatcher choose.
         row_tile: query rows per CTA or cluster (16, 32, 64, 128); None lets the dispatcher choose
             (``snapmla.explain`` lists the candidates).
         row_blocks: who takes a sequence's row blocks, if it has several: ``in_step``, CTAs side by

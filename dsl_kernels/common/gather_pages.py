@@ -146,7 +146,7 @@ class GatherPages(GatherRecords):
             for tile in cutlass.range(first, last, unroll=1):
                 self.landed.wait_full(feed.st, kst.index, kst.phase)
                 cute.arch.fence_proxy("async.shared", space="cta")
-                which = Int32(0)  # in one register: comparisons would be put off, with all they need
+                which = Int32(0)  # one register: comparisons would be put off, with what they need
                 if self._is_named(low, tile, 2 * lane, pages, tokens):
                     which = which | 1
                 if self._is_named(high, tile, 2 * lane + 1, pages, tokens):

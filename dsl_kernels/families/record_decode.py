@@ -1,4 +1,4 @@
-"""``record_decode``: attention of a few query tokens over a paged cache of bytes, by block tables."""
+"""``record_decode``: attention of a few query tokens over a paged cache of bytes."""
 
 from __future__ import annotations
 

@@ -212,10 +212,10 @@ class DecodePlan(launch.OverTensors):
     @functools.cached_property
     def variant(self) -> PlanVariant:
         """What chooses the decode kernel."""
+        page_size = layouts.page_size_seen(self.cache_dtype, self.page_size)
         return PlanVariant.of(
-            self.device, self.pipeline, self.row_tile,
-            layouts.page_size_seen(self.cache_dtype, self.page_size), self.p_terms, self.cache_dtype,
-        )  # fmt: skip
+            self.device, self.pipeline, self.row_tile, page_size, self.p_terms, self.cache_dtype
+        )
 
     @functools.cached_property
     def dtype(self) -> torch.dtype:

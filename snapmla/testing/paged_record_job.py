@@ -14,8 +14,8 @@ from torch import Tensor
 
 from dsl_kernels.dims import KV_LORA_RANK, PARTIAL_ROW
 from snapmla.testing.byte_records import quantize_tokens
-from snapmla.testing.reference_plan import Queries
 from snapmla.testing.record_job import RecordJob, RecordShape, poisoned_rows
+from snapmla.testing.reference_plan import Queries
 from snapmla.testing.sparse_job import HEAD_SCALE, INT_MAX
 from snapmla.testing.workloads.call import DTYPES, NATURAL
 

@@ -93,7 +93,9 @@ def test_padded_heads(rows: int) -> None:
 def test_a_nan_is_its_readers_alone(rows: int) -> None:
     """The last token as append writes what is not finite: the rows that see it, no others."""
     spec, kernel = kernel_of(rows, "cuda")
-    job = PagedRecordJob(spec, PagedShape(4, 128, (70,), 64, 3, parts=1, row_tile=rows), device="cuda")
+    job = PagedRecordJob(
+        spec, PagedShape(4, 128, (70,), 64, 3, parts=1, row_tile=rows), device="cuda"
+    )
     before = job.run(kernel)
     row = job.cache.view(-1, ROW_BYTES)[int(job.indices[0, 69])]
     row[:SCALES_AT] = 0x7F
@@ -111,7 +113,9 @@ def test_decode_in_a_graph(heads: int, rows: int) -> None:
     spec, _ = kernel_of(rows, "cuda")
     shape = PagedShape(heads, 1024, (1000, 300), 64, 2, layout="padded", row_tile=rows)
     job = PagedRecordJob(spec, shape)
-    q, kv, table, lengths = (placed(x, "cuda") for x in (job.q16, job.cache, job.table, job.lengths))
+    q, kv, table, lengths = (
+        placed(x, "cuda") for x in (job.q16, job.cache, job.table, job.lengths)
+    )
     cache = snapmla.PagedKVCache.from_tensors(kv, format="fp8_ds_mla")
     plan = snapmla.plan_decode(
         lengths, heads, 2, page_size=64, max_pages=table.shape[1], cache_dtype="fp8_ds_mla",

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+import snapmla
 from dsl_kernels.cache_records.ds_mla import ROPE_AT, ROW_BYTES, SCALES_AT
 from snapmla.testing import record_job
 from snapmla.testing.dense_job import DenseErrors
@@ -116,3 +117,75 @@ def test_what_rows_see(rows: int) -> None:
         )
         errors = errors_of(rows, shape)
         assert errors.right, f"{shape}: {errors}"
+
+
+# ---------------------------------------------------------------------------- the library's call
+
+
+def appended(page_size: int, lengths: tuple[int, ...]) -> tuple[snapmla.PagedKVCache, torch.Tensor]:
+    """A cache with tokens of sequences, and their block table; shuffled pages."""
+    width = max(-(-n // page_size) for n in lengths) + 1
+    pages = torch.randperm(len(lengths) * width).int().view(-1, width)
+    cache = snapmla.PagedKVCache.allocate(pages.numel(), page_size, "cpu", dtype="fp8_ds_mla")
+    for i, n in enumerate(lengths):
+        at = torch.arange(n)
+        slots = (pages[i, at // page_size].long() * page_size + at % page_size).int()
+        latent = torch.randn(n, 576).bfloat16()
+        snapmla.append_kv(cache, latent[:, :512], latent[:, 512:], slots)
+    return cache, pages
+
+
+@pytest.mark.parametrize("page_size", [3, 64, 320])
+def test_decode_as_with_indices(page_size: int) -> None:
+    """``decode`` by table and by the indices of the same tokens: the same bits, in fixed pieces;
+    without a plan, and as an operator."""
+    lengths = (70, 0, 319)
+    cache, table = appended(page_size, lengths)
+    seqlens = torch.tensor(lengths, dtype=torch.int32)
+    q = torch.randn(3, 1, 9, 576).bfloat16()
+    at = torch.arange(320)
+    indices = table[:, at // page_size] * page_size + at % page_size
+    given = {"softmax_scale": 0.1}
+    by_lists = snapmla.plan_sparse_decode(
+        9, 1, topk=320, topk_length=seqlens, fixed_split_tokens=128, cache_dtype="fp8_ds_mla"
+    )
+    want = snapmla.decode(q, cache, indices=indices[:, None].int(), plan=by_lists, **given)
+    plan = snapmla.plan_decode(
+        seqlens, 9, 1, page_size=page_size, max_pages=table.shape[1], fixed_split_tokens=128,
+        cache_dtype="fp8_ds_mla",
+    )  # fmt: skip
+    for _ in range(2):  # a call that is known already
+        found = snapmla.decode(q, cache, table, seqlens, plan=plan, **given)
+        assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+    made = torch.ops.snapmla.dense_decode(
+        q, cache.kv, table, seqlens, plan.work_items, plan.part_begin, plan.split_begin,
+        plan.units, plan.row_limits, plan.o_accum, plan.lse_accum, plan.pipeline, plan.row_tile,
+        plan.can_split(), 0.1, True, 1.0, -math.inf, cache_dtype="fp8_ds_mla",
+    )  # fmt: skip
+    assert torch.equal(made[0], want[0])
+    alone = snapmla.decode(q, cache, table, seqlens, **given)[0]
+    assert torch.allclose(alone.float(), want[0].float(), atol=2e-2)
+
+
+def test_ragged_queries() -> None:
+    """Packed rows of sequences with none, one and three query tokens: as each by itself."""
+    lengths, tokens = (70, 5, 66), (1, 0, 3)
+    cache, table = appended(64, lengths)
+    seqlens = torch.tensor(lengths, dtype=torch.int32)
+    begin = torch.tensor([0, 1, 1, 4], dtype=torch.int32)
+    q = torch.randn(6, 5, 576).bfloat16()
+    plan = snapmla.plan_decode(
+        seqlens, 5, page_size=64, max_pages=table.shape[1], cu_seqlens_q=begin, total_q=6,
+        cache_dtype="fp8_ds_mla", row_tile=16, fixed_split_tokens=64,
+    )  # fmt: skip
+    out, lse = snapmla.decode(q, cache, table, seqlens, softmax_scale=0.1, plan=plan)
+    for i in (0, 2):
+        own = slice(int(begin[i]), int(begin[i + 1]))
+        one = snapmla.plan_decode(
+            seqlens[i : i + 1], 5, tokens[i], page_size=64, max_pages=table.shape[1],
+            cache_dtype="fp8_ds_mla", row_tile=16, fixed_split_tokens=64,
+        )  # fmt: skip
+        want, want_lse = snapmla.decode(
+            q[own][None], cache, table[i : i + 1], seqlens[i : i + 1], softmax_scale=0.1, plan=one
+        )
+        assert torch.equal(out[own], want[0]) and torch.equal(lse[:, own], want_lse[0])
