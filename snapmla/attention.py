@@ -100,7 +100,7 @@ def decode(
     device.  Several KV heads, and pages of more than 128 tokens, cost a few small launches and
     allocations more.  Where calls are recorded or watched (``torch.compile``, ``make_fx``,
     FakeTensors, dispatch modes) it is one node, ``torch.ops.snapmla.decode``, or ``dense_decode``
-    over 16 bits; without a plan, ``torch.compile`` runs it between two graphs.  Inside
+    over 16 bits and bytes; without a plan, ``torch.compile`` runs it between two graphs.  Inside
     ``torch.func`` transforms (vmap, grad) it is refused.  Results never require grad: this is
     inference.
 
@@ -108,8 +108,8 @@ def decode(
         q: from ``quantize_q``; (b, s_q, h, ...), or ragged (total_q, h, ...), which needs a plan.
             With a 16-bit cache bfloat16 or float16, as the cache, (b, s_q, h, 576) or ragged,
             contiguous; with several KV heads query heads j * g to (j + 1) * g - 1 read KV head j,
-            where g = h / num_kv_heads.  With ``indices`` over formats of bytes bfloat16 of as many
-            channels as K has: 576, of ``fp8_v4`` 512.
+            where g = h / num_kv_heads.  Over formats of bytes bfloat16 of as many channels as K
+            has: 576, of ``fp8_v4`` 512.
         cache: pages that ``block_table`` points into.
         block_table: int32 (b, width); row i lists the pages of sequence i.  Entries past a
             sequence's end may be anything.

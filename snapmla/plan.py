@@ -154,8 +154,8 @@ def plan_decode(
             equals the query (docs/numerics.md).  ``snapmla.explain`` says what it costs.  With
             a 16-bit cache P has 16 bits, and there is ``standard`` alone.
         cache_dtype: of the cache that ``decode`` will get, as ``PagedKVCache.allocate`` takes it:
-            ``fp8``, torch.bfloat16, torch.float16 or ``fp8_ds_mla``, rows of 656 bytes, whose
-            kernels are compiled when they are asked for: no GPU has run them yet.
+            ``fp8``, torch.bfloat16, torch.float16, ``fp8_ds_mla`` or ``fp8_v4``; kernels of the
+            last two are compiled when they are asked for: no GPU has run them yet.
         num_kv_heads: of that cache; query heads j * g to (j + 1) * g - 1, g = num_heads /
             num_kv_heads, read KV head j.
 

@@ -31,6 +31,7 @@ from .. import compat
 from ..cache_records.ds_mla import ROPE_AT
 from ..dims import ITEM_WORDS
 from ..dims import KV_LORA_RANK as D
+from .barriers import Ring
 from .gather import CHUNK, HALF, LINE, copy
 from .gather_records import GatherRecords, Records
 from .loader import Feed
@@ -94,10 +95,13 @@ class AnyPages(WorkList):
         return pages, pages
 
 
-class GatherPages(GatherRecords):
-    """``GatherRecords`` whose rows come from pages."""
+class FromPages:
+    """What makes a loader of lists (gather_records.py, gather_v4.py) one of pages: in front of it
+    among a class' bases."""
 
-    work: AnyPages
+    stages: int
+    work: Any
+    landed: Ring
 
     def source(self, tensors, layouts):
         """``Records`` of the one tensor, whose ``count`` is of pages: what an entry names."""
@@ -119,18 +123,8 @@ class GatherPages(GatherRecords):
 
     def _is_named(self, entry, tile, ahead, pages, tokens):
         """Whether there is a token, as ``_place`` has it."""
-        return super()._is_named(entry, tile, ahead, pages.count, tokens)
-
-    def _lines(self, planes, at_c, at_r, page, offset, first):
-        """As the base class', but an address serves RoPE, too."""
-        for k in range(2):
-            of = self._held(page, offset, first + 4 * k)
-            source, size = self._source(planes[0], *of, CHUNK)
-            target, to = at_c ^ (k * HALF), k * 4 * LINE
-            for block in range(D // LINE):
-                ahead = block * LINE
-                copy(target, source, size, to=to + block * (self.work.tile * LINE), ahead=ahead)
-            copy(at_r ^ (k * HALF), source, size, to=to, ahead=ROPE_AT)
+        named = compat.unsigned(entry) < compat.unsigned(tokens.count)
+        return named & (tile * self.work.tile + ahead < pages.count)
 
     @cute.jit
     def _announce(self, feed: Feed, on_full):
@@ -159,3 +153,18 @@ class GatherPages(GatherRecords):
                 if lane == 0:
                     cute.arch.mbarrier_arrive(feed.k_pipe.producer_get_barrier(kst))
                 kst.advance()
+
+
+class GatherPages(FromPages, GatherRecords):
+    """``GatherRecords`` whose rows come from pages."""
+
+    def _lines(self, planes, at_c, at_r, page, offset, first):
+        """As the base class', but an address serves RoPE, too."""
+        for k in range(2):
+            of = self._held(page, offset, first + 4 * k)
+            source, size = self._source(planes[0], *of, CHUNK)
+            target, to = at_c ^ (k * HALF), k * 4 * LINE
+            for block in range(D // LINE):
+                ahead = block * LINE
+                copy(target, source, size, to=to + block * (self.work.tile * LINE), ahead=ahead)
+            copy(at_r ^ (k * HALF), source, size, to=to, ahead=ROPE_AT)

@@ -10,7 +10,7 @@ from .sparse_decode import FAMILY as SPARSE
 from .sparse_decode import ROW_TILES
 
 PIPELINE = "mix16"  # several scales a token, 16-bit products
-FORMATS = ("fp8_ds_mla",)
+FORMATS = ("fp8_ds_mla", "fp8_v4")
 
 # As of ``sparse_decode``, whose kernels these are but for the loader.
 AXES = (
@@ -23,7 +23,10 @@ AXES = (
     Axis("p_terms", "pt", (1,), 1, named=False),
     Axis("cache_dtype", "kv", FORMATS, FORMATS[0], named=False),
 )
-MODULES = {("sm_90a", "fp8_ds_mla"): "dsl_kernels.sm90.mix16_pages"}
+MODULES = {
+    ("sm_90a", "fp8_ds_mla"): "dsl_kernels.sm90.mix16_pages",
+    ("sm_90a", "fp8_v4"): "dsl_kernels.sm90.mix16_v4_pages",
+}
 
 
 def points(_arch: str) -> Iterator[Values]:

@@ -67,7 +67,8 @@ class DecodePlan(launch.OverTensors):
         split_tiles: tiles of a piece with fixed splits, 0 without.
         check_stale: whether ``decode`` compares its lengths with the planned ones.
         p_terms: e4m3 terms in which that kernel sums P: 2 with ``accuracy="high"``.
-        cache_dtype: of the cache that it reads: ``fp8``, ``bf16``, ``f16`` or ``fp8_ds_mla``.
+        cache_dtype: of the cache that it reads: ``fp8``, ``bf16``, ``f16``, ``fp8_ds_mla`` or
+            ``fp8_v4``.
         num_kv_heads: KV heads of that cache.
         longest_item: tiles of an item, about, of an fp16 cache, whose results show what longer sums
             lose; 0: any number.

@@ -59,7 +59,7 @@ def choose(
         out_dtype: ``bf16`` or ``f32``; of a 16-bit cache its dtype, whatever this is.
         pipeline, row_tile: the caller's wish, None for the best.
         p_terms: e4m3 terms of P, 1 or 2; more rows than a kernel of two takes are several blocks.
-        cache: name of its format, ``fp8``, ``bf16``, ``f16`` or ``fp8_ds_mla``.
+        cache: name of its format, ``fp8``, ``bf16``, ``f16``, ``fp8_ds_mla`` or ``fp8_v4``.
 
     Raises:
         ValueError: the wishes do not go together, or not with the device's architecture; names the
@@ -153,7 +153,7 @@ def longest_item(spec: VariantSpec) -> int:
 
 
 def op_of(cache: str) -> DecodeOp:
-    """Decode over a cache of a format: ``fp8``, ``bf16``, ``f16`` or ``fp8_ds_mla``."""
+    """Decode over a cache of a format: ``fp8``, ``bf16``, ``f16``, ``fp8_ds_mla`` or ``fp8_v4``."""
     return _BY_FORMAT[cache]
 
 
@@ -250,7 +250,7 @@ def explain(
         num_heads: 1 to 128.
         s_q: query tokens of a sequence, 1 or more.
         page_size: 16, 32, 64 or 128 tokens; of a 16-bit cache also any multiple of 64, of
-            ``fp8_ds_mla`` any number.
+            bytes any number.
         batch, seqlen: the size that times are for (sequences, tokens each); they do not change the
             choice.
         out_dtype: torch.bfloat16 (None) or torch.float32; of a 16-bit cache its dtype.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -9,7 +10,6 @@ import pytest
 import torch
 
 import snapmla
-from dsl_kernels.cache_records.ds_mla import ROPE_AT, ROW_BYTES, SCALES_AT
 from snapmla.testing import record_job
 from snapmla.testing.dense_job import DenseErrors
 from snapmla.testing.paged_record_job import ARGUMENTS, PagedRecordJob, PagedShape
@@ -17,75 +17,79 @@ from snapmla.testing.workloads import record_decode as work
 from softgpu import Options, using
 from tests.kernels.test_sparse_records import assert_unmoved
 from tests.support.needs import needs_compiler
-from tests.support.paged_records import TILES, assert_bits_of_lists, kernel_of
+from tests.support.paged_records import (
+    CACHES,
+    TILES,
+    assert_bits_of_lists,
+    kernel_of,
+    make_nan,
+)
 
 pytestmark = [needs_compiler, pytest.mark.whole_matrix]  # the variants are built for nothing else
 CHECKED = Options(hazards="raise", seed=5)
 LENGTHS = (0, 1, 63, 64, 65, 321)
 PAGES = (2, 64, 256)
+EVERY = pytest.mark.parametrize(("cache", "rows"), [*itertools.product(CACHES, TILES)])
 STYLES = [s for s in record_job.STYLES if s not in ("plain", "scales")]
 
 
-def errors_of(rows: int, shape: PagedShape) -> DenseErrors:
-    spec, kernel = kernel_of(rows)
+def errors_of(cache: str, rows: int, shape: PagedShape) -> DenseErrors:
+    spec, kernel = kernel_of(rows, cache=cache)
     job = PagedRecordJob(spec, replace(shape, row_tile=rows))
     with using(CHECKED):
         return job.errors(job.run(kernel))
 
 
-@pytest.mark.parametrize("rows", TILES)
-def test_clean_and_right(rows: int) -> None:
+@EVERY
+def test_clean_and_right(cache: str, rows: int) -> None:
     """Every path under the hazard check: splits, ragged queries, odd pages, pages that are not
     there."""
-    spec, kernel = kernel_of(rows)
+    spec, kernel = kernel_of(rows, cache=cache)
     assert tuple(kernel.names.arguments) == ARGUMENTS
     for shape in work.shapes(spec):
-        errors = errors_of(rows, shape)
+        errors = errors_of(cache, rows, shape)
         assert errors.right, f"{shape}: {errors}"
 
 
 @pytest.mark.parametrize("page_size", PAGES)
-@pytest.mark.parametrize("rows", TILES)
-def test_the_bits_of_sparse_decode(rows: int, page_size: int) -> None:
+@EVERY
+def test_the_bits_of_sparse_decode(cache: str, rows: int, page_size: int) -> None:
     """Of the same tokens by lists, page * P + offset of each, whatever length and page; one query
     token or several, whole and in pieces of the same tiles."""
-    assert_bits_of_lists(rows, page_size, LENGTHS, "cpu")
+    assert_bits_of_lists(rows, page_size, LENGTHS, "cpu", cache=cache)
 
 
 @pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("rows", TILES)
-def test_numbers_that_move_frames(rows: int, style: str) -> None:
+@EVERY
+def test_numbers_that_move_frames(cache: str, rows: int, style: str) -> None:
     """Peaked rows, swings of 200 nats between tiles, queries that equal a token, RoPE of 1e3,
     groups 2^20 apart; whole and split."""
     for parts, powers in ((1, False), (3, True)):
         shape = PagedShape(3, 333, (330, 66), 3, 2, style=style, parts=parts, powers=powers)
-        errors = errors_of(rows, shape)
+        errors = errors_of(cache, rows, shape)
         assert errors.right, f"{shape}: {errors}"
 
 
-@pytest.mark.parametrize("rows", TILES)
-def test_rows_do_not_feel_each_other(rows: int) -> None:
+@EVERY
+def test_rows_do_not_feel_each_other(cache: str, rows: int) -> None:
     """The bits of real heads, whatever padded ones hold."""
-    spec, kernel = kernel_of(rows)
+    spec, kernel = kernel_of(rows, cache=cache)
     for style in ("swings", "plain"):
         shape = PagedShape(rows // 2, 256, (200, 66), 64, 2, style=style, row_tile=rows)
         job = PagedRecordJob(spec, shape)
         assert job.errors(assert_unmoved(job, kernel, (math.nan, 1e30))).right
 
 
-@pytest.mark.parametrize("rows", TILES)
-def test_a_nan_is_its_readers_alone(rows: int) -> None:
+@EVERY
+def test_a_nan_is_its_readers_alone(cache: str, rows: int) -> None:
     """The last token as append writes what is not finite: the row that sees it is NaN, LSE
     included, and no other row is; also of a token with one scale that is NaN."""
-    spec, kernel = kernel_of(rows)
-    for groups in (range(4), (2,)):
+    spec, kernel = kernel_of(rows, cache=cache)
+    for groups in (None, (2,), (3, 6)[: 1 + (cache == "fp8_v4")]):
         shape = PagedShape(2, 128, (70,), 64, 3, parts=1, row_tile=rows)
         job = PagedRecordJob(spec, shape)
         before = job.run(kernel)
-        row = job.cache.view(-1, ROW_BYTES)[int(job.indices[0, 69])]
-        for g in groups:
-            row[128 * g : 128 * (g + 1)] = 0x7F
-            row[SCALES_AT:ROPE_AT].view(torch.float32)[g] = math.nan
+        make_nan(job, 69, groups)
         with using(CHECKED):
             out, lse = job.run(kernel)
         assert torch.isnan(out[0, 2]).any() and torch.isnan(lse[0, :, 2]).all()
@@ -93,29 +97,29 @@ def test_a_nan_is_its_readers_alone(rows: int) -> None:
         assert torch.equal(lse[0, :, :2], before[1][0, :, :2])
 
 
-@pytest.mark.parametrize("rows", TILES)
-def test_what_a_table_does_not_name_is_not_read(rows: int) -> None:
+@EVERY
+def test_what_a_table_does_not_name_is_not_read(cache: str, rows: int) -> None:
     """A page that the pool does not have, lengths that the table cannot name and negative ones."""
-    spec, kernel = kernel_of(rows)
+    spec, kernel = kernel_of(rows, cache=cache)
     shape = PagedShape(
         3, 5 * 53, (1000, -3, 200), 53, 2, layout="packed", parts=2, row_tile=rows,
         holes=((0, 0), (0, 3), (2, 1)),
     )  # fmt: skip
-    errors = errors_of(rows, shape)
+    errors = errors_of(cache, rows, shape)
     assert errors.right, str(errors)
     job = PagedRecordJob(spec, replace(shape, holes=((0, 0), (0, 1), (0, 2), (0, 3), (0, 4))))
     out, lse = job.run(kernel)
     assert bool((out[0] == 0).all()) and bool((lse[0] == -math.inf).all())
 
 
-@pytest.mark.parametrize("rows", TILES)
-def test_what_rows_see(rows: int) -> None:
+@EVERY
+def test_what_rows_see(cache: str, rows: int) -> None:
     """The causal rule over the edge of a tile, not at all, and lengths of each query token."""
     for causal, own in ((True, None), (False, None), (True, (64, 1, 129, 0, 66, 65))):
         shape = PagedShape(
             5, 192, (130, 66), 64, 3, causal=causal, own_lengths=own, parts=2, style="equal"
         )
-        errors = errors_of(rows, shape)
+        errors = errors_of(cache, rows, shape)
         assert errors.right, f"{shape}: {errors}"
 
 

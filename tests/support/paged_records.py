@@ -13,16 +13,17 @@ from torch import Tensor
 
 from dsl_kernels.dims import KV_LORA_RANK, PARTIAL_ROW
 from dsl_kernels.spec import VariantSpec
-from snapmla import runtime
+from snapmla import byte_cache, runtime
 from snapmla.testing import selfcheck
 from snapmla.testing.paged_record_job import PagedRecordJob, PagedShape
 from snapmla.testing.plan_tables import PlanTables
-from snapmla.testing.record_job import ARGUMENTS
+from snapmla.testing.record_job import ARGUMENTS, TWO_LISTS
 from snapmla.testing.reference_plan import Queries, plan_reference
 from snapmla.testing.sparse_job import HEAD_SCALE, placed
 from snapmla.testing.workloads.call import DTYPES, NATURAL
 
 TILES = (16, 32, 64)
+CACHES = ("fp8_ds_mla", "fp8_v4")
 
 
 def kernel_of(
@@ -56,18 +57,23 @@ def by_lists(job: PagedRecordJob, kernel: Any, split_tiles: int = 0) -> tuple[Te
         **PlanTables.of(plan).arguments(), "softmax_scale": HEAD_SCALE, **NATURAL,
         "may_split": int(plan.split_begin[-1] > 0),
     }  # fmt: skip
+    names = ARGUMENTS
+    if job.record.name == "fp8_v4":  # no second list
+        names, nothing = TWO_LISTS, job.indices[:, :0]
+        given |= {"extra_cache": job.cache, "extra_indices": nothing, "extra_length": job.lengths}
     moved = {k: placed(x, job.device) if isinstance(x, Tensor) else x for k, x in given.items()}
-    kernel(*(moved[name] for name in ARGUMENTS))
+    kernel(*(moved[name] for name in names))
     return moved["out"].cpu(), moved["lse"].cpu()
 
 
 def assert_bits_of_lists(
-    rows: int, page_size: int, lengths: Sequence[int], device: str, style: str = "plain"
-) -> None:
+    rows: int, page_size: int, lengths: Sequence[int], device: str, style: str = "plain",
+    cache: str = "fp8_ds_mla",
+) -> None:  # fmt: skip
     """That both decodes agree bit for bit, for one and three query tokens a sequence, whole and in
     pieces of two tiles; and that the dense one is right."""
-    spec, kernel = kernel_of(rows, device)
-    _, lists = kernel_of(rows, device, "sparse_decode")
+    spec, kernel = kernel_of(rows, device, cache=cache)
+    _, lists = kernel_of(rows, device, "sparse_decode", cache)
     width = -(-max(lengths) // page_size) + 1
     for heads, s_q, split_tiles in ((rows, 1, 0), (rows // 3, 3, 0), (rows - 3, 1, 2)):
         shape = PagedShape(
@@ -82,3 +88,20 @@ def assert_bits_of_lists(
         assert torch.equal(out, want) and torch.equal(lse, want_lse), shape
         errors = job.errors((out, lse))
         assert errors.right, f"{shape}: {errors}"
+
+
+def make_nan(job: PagedRecordJob, place: int, groups: Sequence[int] | None = None) -> None:
+    """A token of the first sequence as append writes what is not finite; or some of its groups."""
+    record, slot = job.record, int(job.indices[0, place])
+    content, rope, scale = byte_cache.fields_of(record, job.cache[:, :, None])
+    page, offset = divmod(slot, job.shape.page_size)
+    assert record.scale is not None
+    for g in range(record.scale.count) if groups is None else groups:
+        own = slice(record.group * g, record.group * (g + 1))
+        content[page, offset, own].view(torch.uint8).fill_(0x7F)
+        if record.powers:
+            scale[page, offset].view(torch.uint8)[g] = 255
+        else:
+            scale[page, offset, g] = math.nan
+    if groups is None:
+        rope[page, offset] = math.nan
