@@ -27,8 +27,9 @@
 #                              16, 32, 64
 #   records                    dense decode of caches of bytes beside our own (profiles.records_cost);
 #                              before pack: python -m codegen build of
-#                              record_decode_mix16_rR_obf16_sm90a, R of 16, 32, 64; its tests are
-#                              tests:tests/gpu/test_record_decode.py
+#                              record_decode_mix16_rR_obf16_sm90a and
+#                              record_decode_mix16_rR_obf16_kvfp8_v4_sm90a, R of 16, 32, 64; its tests
+#                              are tests:tests/gpu/test_record_decode.py
 #   parallel[:ARG,ARG...]      context-parallel decode over two and more GPUs (profiles.parallel_cost
 #                              ARG ARG...); its tests are tests:tests/gpu/test_parallel.py
 #   pair:DIR                   what a pair's call costs beside DIR's (profiles.pair_cost)

@@ -49,7 +49,7 @@ def test_small_calls(cache: str, rows: int) -> None:
         assert_right(job := PagedRecordJob(spec, shape, device="cuda"), job.run(kernel))
 
 
-@pytest.mark.parametrize("style", ["plain", "swings"])
+@pytest.mark.parametrize("style", ["std3", "swings"])
 @pytest.mark.parametrize("page_size", PAGES)
 @EVERY
 def test_the_bits_of_sparse_decode(cache: str, rows: int, page_size: int, style: str) -> None:

@@ -67,7 +67,7 @@ def by_lists(job: PagedRecordJob, kernel: Any, split_tiles: int = 0) -> tuple[Te
 
 
 def assert_bits_of_lists(
-    rows: int, page_size: int, lengths: Sequence[int], device: str, style: str = "plain",
+    rows: int, page_size: int, lengths: Sequence[int], device: str, style: str = "std3",
     cache: str = "fp8_ds_mla",
 ) -> None:  # fmt: skip
     """That both decodes agree bit for bit, for one and three query tokens a sequence, whole and in
