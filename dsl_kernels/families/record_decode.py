@@ -12,15 +12,16 @@ from .sparse_decode import ROW_TILES
 PIPELINE = "mix16"  # several scales a token, 16-bit products
 FORMATS = ("fp8_ds_mla", "fp8_v4")
 
+SHARED = ("stages", "stamps", "cluster", "halves", "p_terms")
+
 # As of ``sparse_decode``, whose kernels these are but for the loader.
 AXES = (
     Axis("pipeline", "", (PIPELINE,)),
     Axis("row_tile", "r", ROW_TILES[PIPELINE], 64),
     Axis("out_dtype", "o", ("bf16",), "bf16"),
-    *(axis for axis in SPARSE.axes if axis.name in ("stages", "stamps", "cluster", "halves")),
+    *(axis for axis in SPARSE.axes if axis.name in SHARED),
     # 1: a copy takes a line of four rows, not a row, for which few rows' loader has no registers
     Axis("lines", "ln", (1,), 1, named=False),
-    Axis("p_terms", "pt", (1,), 1, named=False),
     Axis("cache_dtype", "kv", FORMATS, FORMATS[0], named=False),
 )
 MODULES = {

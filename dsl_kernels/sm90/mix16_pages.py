@@ -1,7 +1,7 @@
 """Dense MLA decode for SM90 over 656-byte rows, pipeline ``mix16``: pages of a block table, 16-bit
 products.
 
-As mix16.py, whose roles, registers and shared memory these are; sequences have pages
+As mix16.py, whose roles and shared memory these are; sequences have pages
 (common/gather_pages.py, which says why they are gathered), and a unit may have rows of several
 query tokens, which see more or less of the sequence.
 
@@ -19,6 +19,7 @@ Shared memory beside mix16.py's: a limit a row.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING
 
 import cutlass
@@ -35,7 +36,7 @@ from ..dims import KV_LORA_RANK as D
 from ..dims import TOKEN_TILE as TILE
 from ..smxx.paged_record_entry import PagedRecordEntry, fake_args
 from . import mix16
-from .decode import Decode
+from .decode import Decode, infeasible
 from .fragments import mask, pad_layout, padded_size, row_position
 from .mix16_parts import LINE, Q_FORMAT, Parts, QueryRows, RecordQueries, RecordScales
 from .mix16_softmax import MixSoftmax
@@ -45,17 +46,27 @@ if TYPE_CHECKING:
     from ..common import budget as bud
     from ..spec import VariantSpec
 
+# Of producers, softmax, P.V, by rows: of few, whose O is small, producers and softmax have more than
+# in mix16.py, where lines of rows are not copied by so few
+REGISTERS = {16: (48, 176, 144), 32: (48, 176, 144), 64: mix16.REGISTERS[64]}
 ABSOLUTE, INFINITE = 0x7FFFFFFF, 0x7F800000  # of an fp32's bits
 
 
 def feasible(spec: VariantSpec) -> str | None:
     """Reason why the pipeline cannot be built for ``spec``, or None."""
-    return mix16.feasible(spec)
+    return mix16.feasible(spec) or infeasible(spec, 2, budget(spec))
 
 
 def budget(spec: VariantSpec) -> bud.Budget:
     """Warpgroups, registers, barriers, shared memory of a CTA."""
-    return mix16.budget(spec)
+    return claiming(mix16.budget(spec), spec.row_tile)
+
+
+def claiming(declared: bud.Budget, rows: int) -> bud.Budget:
+    """A budget with ``REGISTERS`` in the place of its own."""
+    groups = zip(declared.groups, REGISTERS[rows], strict=True)
+    own = tuple(dataclasses.replace(group, registers=n) for group, n in groups)
+    return dataclasses.replace(declared, groups=own)
 
 
 def build(spec: VariantSpec):
@@ -181,4 +192,4 @@ class PagedMix16(mix16.Mix16):
         self.parts, self.budget = PagedParts(spec, stages=stages, q_stages=q_stages), budget(spec)
         self.rows_cta, self.stages = self.parts.rows, self.parts.stages
         self.softmax = PagedSoftmax(self.parts)
-        _, self.softmax_regs, self.pv_regs = mix16.REGISTERS[self.rows_cta]
+        _, self.softmax_regs, self.pv_regs = REGISTERS[self.rows_cta]

@@ -1,6 +1,6 @@
 """Dense MLA decode for SM90 over DeepSeek V4's pages of 584 bytes a token, pipeline ``mix16``.
 
-As mix16_v4.py, whose roles, registers and shared memory these are, behind the loader of pages
+As mix16_v4.py, whose roles and shared memory these are, behind the loader of pages
 (common/gather_pages_v4.py); mix16_pages.py says what rows of several query tokens do not see.
 
 Tokens that are not finite, of which some rows see nothing.  A scale of byte 255 is NaN here: its
@@ -27,8 +27,8 @@ from ..dims import QK_ROPE_HEAD_DIM as R
 from ..dims import TOKEN_TILE as TILE
 from ..smxx.paged_record_entry import PagedRecordEntry, fake_args
 from . import mix16, mix16_v4
-from .decode import Decode
-from .mix16_pages import LimitedRows, PagedSoftmax
+from .decode import Decode, infeasible
+from .mix16_pages import REGISTERS, LimitedRows, PagedSoftmax, claiming
 from .mix16_parts import RecordQueries
 from .mix16_v4_parts import (
     EXPONENT_AT,
@@ -51,12 +51,12 @@ NO_NUMBER, NAN = 255, 0x7FC00000  # byte of a scale, and its bits in fp32
 
 def feasible(spec: VariantSpec) -> str | None:
     """Reason why the pipeline cannot be built for ``spec``, or None."""
-    return mix16_v4.feasible(spec)
+    return mix16_v4.feasible(spec) or infeasible(spec, 2, budget(spec))
 
 
 def budget(spec: VariantSpec) -> bud.Budget:
     """Warpgroups, registers, barriers, shared memory of a CTA."""
-    return mix16_v4.budget(spec)
+    return claiming(mix16_v4.budget(spec), spec.row_tile)
 
 
 def build(spec: VariantSpec):
@@ -174,4 +174,4 @@ class PagedMix16V4(mix16_v4.Mix16V4):
         self.parts, self.budget = PagedV4Parts(spec, stages=stages, q_stages=q_stages), budget(spec)
         self.rows_cta, self.stages = self.parts.rows, self.parts.stages
         self.softmax = PagedV4Softmax(self.parts)
-        _, self.softmax_regs, self.pv_regs = mix16_v4.REGISTERS[self.rows_cta]
+        _, self.softmax_regs, self.pv_regs = REGISTERS[self.rows_cta]
