@@ -46,8 +46,8 @@ if TYPE_CHECKING:
     from ..common import budget as bud
     from ..spec import VariantSpec
 
-# Of producers, softmax, P.V, by rows: of few, whose O is small, producers and softmax have more than
-# in mix16.py, where lines of rows are not copied by so few
+# Of producers, softmax, P.V, by rows.  Few rows' O is small: their producers have more than in
+# mix16.py, where they copy whole rows.
 REGISTERS = {16: (48, 176, 144), 32: (48, 176, 144), 64: mix16.REGISTERS[64]}
 ABSOLUTE, INFINITE = 0x7FFFFFFF, 0x7F800000  # of an fp32's bits
 
