@@ -38,7 +38,7 @@ from codegen.artifacts import write_atomic
 from profiles import contenders, flashmla_grid, timing
 from profiles.bench import command_line, commit
 from profiles.check import Truth, decode_truth
-from profiles.contenders import CACHES, SOFTMAX_SCALE, Contender, Problem
+from profiles.decode_row import CACHES, SOFTMAX_SCALE, Contender, Problem
 from profiles.machine import machine
 from profiles.pools import RowsPool
 from profiles.roofline import CONTENT_DIM, HEAD_DIM_QK

@@ -4,7 +4,8 @@
 
 Contenders, those that are there: torch.topk, vLLM's ``persistent_topk``, ``cooperative_topk`` and
 ``top_k_per_row_prefill`` (out of the wheel's library in DIR/vllm, or an installed vLLM's), and
-FlashInfer's ``top_k_page_table_transform``, as it is and deterministic.  Ours is timed with and
+FlashInfer's ``top_k_page_table_transform`` (its module in DIR/flashinfer, or installed), as it is
+and deterministic with ties to the lowest position.  Ours is timed with and
 without a block table; of the others only FlashInfer's looks slots up.  Each row is first compared
 with a stable sort: ours entry for entry, of a peer the scores that it selects.
 
@@ -18,6 +19,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -28,6 +30,7 @@ if __name__ == "__main__":
     require_cuda(sys.argv[1:])  # before torch is imported: an answer at once
 
 import torch
+import tvm_ffi
 import typer
 
 from codegen.artifacts import write_atomic
@@ -45,6 +48,7 @@ MORE = ((64, 16384), (2048, 32768), (1, 300000))
 ZEROS = ((64, 16384), (64, 131072), (256, 32768))  # also with 98 % of the scores 0
 WORKSPACE = 1 << 20  # bytes that vLLM's ops want
 COOPERATIVE_ROWS = 32  # the most that vLLM gives cooperative_topk
+DETERMINISTIC = "FlashInfer det."
 
 
 @dataclass
@@ -78,6 +82,12 @@ class Problem:
     @property
     def k(self) -> int:
         return self.want.shape[1]
+
+    @cached_property
+    def tokens(self) -> torch.Tensor:
+        """A block table of pages of one token, so that a slot is a position."""
+        positions = torch.arange(self.logits.shape[1], device=self.logits.device).int()
+        return positions.expand(len(self.logits), -1).contiguous()
 
     def results(self, value: int = 0) -> torch.Tensor:
         """Room for the positions or slots of all rows."""
@@ -140,25 +150,74 @@ def vllm(ops: Any, problem: Problem) -> Iterator[tuple[str, Call]]:
         ))  # fmt: skip
 
 
-def flashinfer(problem: Problem) -> Iterator[tuple[str, Call]]:
-    """FlashInfer's, nothing where it is not installed."""
+Transform = Callable[[Problem, torch.Tensor, bool], None]
+
+
+def flashinfer_op(peers: Path | None) -> Transform | None:
+    """FlashInfer's ``top_k_page_table_transform`` into an output: installed, or the operators of
+    its ``topk`` module, compiled to DIR/flashinfer/topk.so; None where neither is."""
+    library = peers / "flashinfer" / "topk.so" if peers else None
+    if library is not None and library.is_file():
+        states = torch.zeros(WORKSPACE, dtype=torch.uint8, device="cuda")
+        run = tvm_ffi.load_module(str(library)).radix_topk_page_table_transform
+
+        def alone(problem: Problem, out: torch.Tensor, deterministic: bool) -> None:
+            run(
+                problem.logits, out, problem.tokens, None, problem.lengths, states, problem.k,
+                deterministic, int(deterministic), 1, False, None, None, None,
+            )  # fmt: skip
+
+        return alone
     try:
         transform = importlib.import_module("flashinfer").top_k_page_table_transform
     except (ImportError, AttributeError):
-        return
-    positions = torch.arange(problem.logits.shape[1], device=problem.logits.device).int()
-    table = positions.expand(len(problem.logits), -1).contiguous()  # pages of one token
-    given = problem.logits, table, problem.lengths, problem.k
-    yield "FlashInfer", lambda: transform(*given)
-    yield "FlashInfer det.", lambda: transform(*given, deterministic=True)
+        return None
+
+    def installed(problem: Problem, out: torch.Tensor, deterministic: bool) -> None:
+        transform(
+            problem.logits, problem.tokens, problem.lengths, problem.k, out=out,
+            deterministic=deterministic, tie_break=int(deterministic),
+        )  # fmt: skip
+
+    return installed
 
 
-def contenders(problem: Problem, ops: Any) -> dict[str, Call]:
+def flashinfer(transform: Transform, problem: Problem) -> Iterator[tuple[str, Call]]:
+    """FlashInfer's; deterministic it takes, as ours does, the lowest of tied positions."""
+
+    def made(deterministic: bool) -> Call:
+        out = problem.results()
+
+        def call() -> torch.Tensor:
+            transform(problem, out, deterministic)
+            return out
+
+        return call
+
+    yield "FlashInfer", made(False)
+    yield DETERMINISTIC, made(True)
+
+
+@dataclass(frozen=True)
+class Peers:
+    """What there is to compare with, each None where it is not."""
+
+    vllm: Any = None
+    flashinfer: Transform | None = None
+
+    @classmethod
+    def of(cls, folder: Path | None) -> Peers:
+        """Of a folder of libraries, or installed."""
+        return cls(vllm_ops(folder), flashinfer_op(folder))
+
+
+def contenders(problem: Problem, peers: Peers) -> dict[str, Call]:
     """All that are there, ours first."""
     found: dict[str, Call] = {"slots": ours(problem, True), "positions": ours(problem, False)}
-    if ops is not None:
-        found |= dict(vllm(ops, problem))
-    found |= dict(flashinfer(problem))
+    if peers.vllm is not None:
+        found |= dict(vllm(peers.vllm, problem))
+    if peers.flashinfer is not None:
+        found |= dict(flashinfer(peers.flashinfer, problem))
     if problem.logits.numel() <= 1 << 24:
         found["torch.topk"] = lambda: torch.topk(problem.logits, problem.k, dim=1).indices
     return found
@@ -216,11 +275,11 @@ def in_turn(found: dict[str, Call], calls: int) -> dict[str, float]:
     return {name: 1e3 * median(ms) / calls for name, ms in times.items()}
 
 
-def row(rows: int, columns: int, name: str, ops: Any) -> str:
+def row(rows: int, columns: int, name: str, peers: Peers) -> str:
     """One line of the table; a peer that is wrong, or fails, is said so and not timed."""
     problem = Problem.of(rows, columns, name)
     found, said = {}, []
-    for who, call in contenders(problem, ops).items():
+    for who, call in contenders(problem, peers).items():
         try:
             check(problem, who, call)
             found[who] = call
@@ -231,10 +290,11 @@ def row(rows: int, columns: int, name: str, ops: Any) -> str:
     us = in_turn(found, problem.calls)
     mine = us.pop("slots"), us.pop("positions")
     best = min((t for who, t in us.items() if who.startswith("vLLM")), default=None)
-    ratio = "-" if best is None else f"{best / mine[0]:.2f}"
-    peers = ", ".join(f"{who} {t:.1f}" for who, t in us.items())
+    ratios = ["-" if t is None else f"{t / mine[0]:.2f}" for t in (best, us.get(DETERMINISTIC))]
+    others = ", ".join(f"{who} {t:.1f}" for who, t in us.items())
     shape = "x".join(map(str, shapes.choose(rows, columns)))
-    cells = (f"{rows} x {columns}", name, shape, f"{mine[0]:.1f}", f"{mine[1]:.1f}", ratio, peers)
+    times = [f"{t:.1f}" for t in mine]
+    cells = (f"{rows} x {columns}", name, shape, *times, *ratios, others)
     return f"| {' | '.join(cells)} |{' '.join(said)}"
 
 
@@ -253,18 +313,20 @@ def main(
         "Top-k of the index scores", "profiles.dsa_cost",
         page.told(facts, ("gpu", "driver", "cuda", "torch")),
         f"µs a call in a CUDA graph, k {K}, contenders in turn; pages of {PAGE}",
-        "variant: threads x keys of a thread x CTAs of a row; ratio: vLLM's fastest to slots",
+        "variant: threads x keys of a thread x CTAs of a row",
+        "ratios to slots: vLLM's fastest (positions, in any order), FlashInfer's deterministic "
+        "(slots, in any order that repeats)",
     )  # fmt: skip
-    lines += ["| rows x columns | scores | variant | slots | positions | ratio | others |",
-              "|---" * 7 + "|"]  # fmt: skip
-    ops = vllm_ops(peers)
+    titles = "rows x columns", "scores", "variant", "slots", "positions", "vLLM", "det.", "others"
+    lines += [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    found = Peers.of(peers)
     wanted = [(*shape, "normal") for shape in (*SHAPES, *MORE)]
     wanted += [(*shape, "zeros") for shape in ZEROS]
     with torch.inference_mode():
         for rows, columns, name in wanted[:some]:
             if columns > shapes.choose(rows, columns).columns:
                 continue
-            lines.append(row(rows, columns, name, ops))
+            lines.append(row(rows, columns, name, found))
             typer.echo(lines[-1])
             torch.cuda.empty_cache()
     write_atomic(out / "dsa_cost.md", "\n".join(lines) + "\n")

@@ -63,9 +63,10 @@ def build(
     """
     torch.manual_seed(shape.seqlen)
     cuda = device.type == "cuda"
-    ops = dsa_cost.vllm_ops(peers) if cuda and shape.op != "index_logits" else None
     if shape.op == "select_topk":
-        return _selecting(shape, device, ops)
+        found = dsa_cost.Peers.of(peers) if cuda else dsa_cost.Peers()
+        return _selecting(shape, device, found)
+    ops = dsa_cost.vllm_ops(peers) if cuda and shape.op != "index_logits" else None
     gemm = index_cost.peer_of(os.environ.get("DEEP_GEMM", "")) if cuda else None
     made = _scoring if shape.op == "index_logits" else _stepping
     step = Step(
@@ -78,11 +79,11 @@ def build(
 # ---------------------------------------------------------------------------- top-k
 
 
-def _selecting(shape: IndexShape, device: torch.device, ops: Any) -> list[Helper]:
+def _selecting(shape: IndexShape, device: torch.device, peers: dsa_cost.Peers) -> list[Helper]:
     name = "zeros" if shape.zeros else "normal"
     problem = dsa_cost.Problem.of(shape.batch, shape.seqlen, name, shape.k, device)
     found = []
-    for who, call in dsa_cost.contenders(problem, ops).items():
+    for who, call in dsa_cost.contenders(problem, peers).items():
         ours = {"slots": "snapmla", "positions": "snapmla:positions"}
         check = functools.partial(_sorted, problem, who, call)
         found.append(Helper(ours.get(who, who), [call], check, peer=who not in ours))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -90,6 +91,11 @@ def environment(torch: str, releases: list[str], made: wheels.Wheels, variants: 
     return rows
 
 
+def place(row: Row) -> list[list[int]]:
+    """Of a row in the table: by releases."""
+    return [[int(n) for n in re.findall(r"\d+", row[name])] for name in ("torch", "tvm_ffi")]
+
+
 def page(rows: list[Row]) -> str:
     """The table as Markdown."""
     lines = [
@@ -127,6 +133,7 @@ def main(
             good = good and not any(row["failed"] for row in found)
             names = {(row["torch"], row["tvm_ffi"]) for row in found}
             rows = [row for row in rows if (row["torch"], row["tvm_ffi"]) not in names] + found
+            rows.sort(key=place)
             write_atomic(path, json.dumps(rows, indent=1) + "\n")
             write_atomic(out / "environments.md", page(rows))
     sys.exit(0 if good else 1)

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from profiles import contenders
+from profiles.peer_libraries import FlashMlaBf16
 from profiles.roofline import CONTENT_DIM, HEAD_DIM_QK
 from snapmla.testing import metrics
 from snapmla.testing.dense_job import (
@@ -157,7 +157,7 @@ def ours(
 
 def kernels(peers: Path | None) -> dict[str, Kernel | str]:
     """Ours and FlashMLA's; a text says why there is none."""
-    peer = contenders.FlashMlaBf16("flashmla_bf16", peers)
+    peer = FlashMlaBf16("flashmla_bf16", peers)
     reason = peer.unavailable()
     if reason is not None:
         return {"ours": ours, "flashmla": reason}

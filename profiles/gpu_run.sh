@@ -16,7 +16,8 @@
 #   check[:ARG,ARG...]         tests/gpu/check_decode.py ARG ARG... (check:--full wants both limits
 #                              below at 960 or more: its own budget is then 900 s)
 #   tests[:FILE,FILE...]       the tests marked gpu, of all or of these files; gpu-tests-CARD.md is
-#                              the record (profiles.test_record)
+#                              the record (profiles.test_record); SGLang's take build/sglang along
+#                              (python -m tests.support.carry_sglang makes it)
 #   profile:VARIANT[,VARIANT]  Nsight Compute on variants, as one table (profiles.ncu)
 #   cost                       Nsight Compute's counters beside which the software GPU's cost is held
 #                              (profiles.record_cost), to cost-h200.json
@@ -40,11 +41,16 @@
 #   sparse-prefill[:ARG,ARG...]  sparse prefill beside FlashMLA (profiles.sparse_prefill_cost ARG
 #                              ARG...); before pack: python -m codegen build of
 #                              sparse_prefill_rR_dD_sm90a, R of 64, 32, 16, D of 576, 512
-#   sparse-prefill-cache[:ARG,ARG...]  sparse prefill from the FP8 cache, sparse decode of few query
-#                              tokens over BF16 rows (profiles.sparse_prefill_cache_cost ARG ARG...);
-#                              with --designs other builds for 16 heads, before pack: python -m
-#                              codegen build sparse_decode_etap_r16_obf16_X_sm90a, X of st4, ln0,
-#                              math, gather
+#   sparse-bounds[:ARG,ARG...]  what bounds sparse decode: gather and math alone
+#                              (profiles.sparse_bounds_cost ARG ARG...); before pack: python -m
+#                              codegen build of sparse_decode_etap_rR_obf16_X_sm90a and
+#                              sparse_decode_mix16_rR_obf16_X_sm90a, R of 16, 64, X of gather, math
+#   sparse-rows[:ARG,ARG...]   sparse decode over BF16 rows beside FlashAttention-3 and FlashMLA
+#                              (profiles.sparse_rows_cost ARG ARG...)
+#   sparse-prefill-cache[:ARG,ARG...]  sparse prefill from the FP8 cache
+#                              (profiles.sparse_prefill_cache_cost ARG ARG...); with --designs
+#                              other builds for 16 heads, before pack: python -m codegen build
+#                              sparse_decode_etap_r16_obf16_X_sm90a, X of st4, ln0, math, gather
 #   mha[:ARG,ARG...]           dense prefill beside FlashAttention-3 and cuDNN (profiles.mha_cost
 #                              ARG ARG...); before pack: python -m codegen build of mha_items_sm90a,
 #                              mha_fwd_d192_dbf16_sm90a and mha_fwd_d128_dbf16_sm90a
@@ -61,9 +67,12 @@
 #   engine:accuracy|speed      vLLM with the plugin beside its own backends; takes build/vllm along
 #                              (profiles.engine bring makes it; VLLM_PACKED=DIR is another folder),
 #                              where no vLLM is installed
+#   engine:chunk               a chunk of prefill over a cached prefix, ours and FlashAttention's
 #   engine:sparse|sparse-deep  the same of DSA models (DeepSeek-V3.2) of 4 and of 27 layers, with
 #                              nvcc, as its indexer's peer compiles there; go on with it: a second
-#                              call on the same machine runs what is left
+#                              call on the same machine runs what is left, and
+#                              engine:sparse-deep,--timing,8x131072 one shape (32x32768 the other)
+#   engine:sparse-why          which tensor of a request differs alone and in a batch
 #   transformers[:ARG,ARG...]  a decode step of transformers with and without graphs, beside its own
 #                              attention (profiles.transformers_step ARG ARG...), where transformers
 #                              is installed, packed by profiles.engine bring, or wheels of it and of
@@ -195,6 +204,18 @@ engine_site() {
         echo "on the path in $((SECONDS - begin)) s"
 }
 
+# SGLang and what it imports, unpacked once, where its tests look for them.
+sglang_site() {
+    [ -z "${SNAPMLA_SGLANG:-}" ] && [ -d build/sglang ] || return 0
+    local packed
+    SNAPMLA_SGLANG=$(mktemp -d)
+    export SNAPMLA_SGLANG
+    for packed in build/sglang/*.tar.xz; do
+        "$python" -m tarfile -e "$packed" "$SNAPMLA_SGLANG/$(basename "$packed" .tar.xz)" &
+    done
+    wait
+}
+
 # The limit of the next part: what is left of TOTAL_LIMIT, at most PART_LIMIT.
 limit() {
     local left=$((total_limit - SECONDS))
@@ -223,6 +244,7 @@ run_part() {
             ;;
         tests)
             local files=${what//,/ }
+            sglang_site
             # shellcheck disable=SC2086  # a list of words
             timeout -k 10 "$seconds" "$python" -m pytest -q -m gpu -p no:cacheprovider \
                 --junitxml "$work/tests.xml" ${files:-tests} 2>&1 | tee "$work/tests.log"
@@ -242,7 +264,8 @@ run_part() {
         pair)
             timeout -k 10 "$seconds" "$python" -m profiles.pair_cost --against "$what" --out "$work"
             ;;
-        sparse | sparse-v4 | sparse-prefill | sparse-prefill-cache | mha | dsa | dsa-step)
+        sparse | sparse-bounds | sparse-rows | sparse-v4 | sparse-prefill | \
+            sparse-prefill-cache | mha | dsa | dsa-step)
             # shellcheck disable=SC2086  # a list of words
             timeout -k 10 "$seconds" "$python" -m "profiles.${kind//-/_}_cost" --peers .peers \
                 --out "$work" ${what//,/ }
@@ -292,8 +315,10 @@ run_part() {
             ;;
         engine)
             engine_site || return 1
-            timeout -k 10 "$seconds" "$python" -m profiles.engine "$what" --work build/engine \
-                --out "$work/engine" --limit $((seconds - 60)) 2>&1 | tee "$work/engine-$what.log"
+            # shellcheck disable=SC2086  # a list of words
+            timeout -k 10 "$seconds" "$python" -m profiles.engine ${what//,/ } --work build/engine \
+                --out "$work/engine" --limit $((seconds - 60)) 2>&1 |
+                tee "$work/engine-${what//[^A-Za-z0-9]/_}.log"
             local code=${PIPESTATUS[0]}
             mkdir -p "$work/engine"
             cp build/engine/*.log build/engine/*-*.json "$work/engine" 2>/dev/null

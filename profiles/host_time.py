@@ -43,6 +43,7 @@ import typer
 from codegen.artifacts import write_atomic
 from profiles import checkouts, contenders, page, timing
 from profiles.machine import machine
+from profiles.peer_libraries import PeerLibrary
 
 ROUNDS = 10  # turns of every kind of call, after one that is not counted
 BATCH, HEADS, LENGTH, PAGE = 32, 16, 1024, 64
@@ -296,7 +297,7 @@ def flashmla_itself(
 ) -> dict[str, Call]:
     """FlashMLA's own call, planned before, which allocates; none, and why, if it is not there."""
     flashmla = contenders.make("flashmla_bf16", peers)
-    assert isinstance(flashmla, contenders.PeerLibrary)
+    assert isinstance(flashmla, PeerLibrary)
     if (reason := flashmla.unavailable()) is not None:
         typer.echo(f"FlashMLA itself is left out: {reason}")
         return {}

@@ -23,7 +23,6 @@ import torch
 import typer
 
 import snapmla
-from codegen.artifacts import write_atomic
 from profiles import page, timing
 from profiles.machine import machine
 from profiles.mha_cost import in_turn, ratio, spread
@@ -35,6 +34,10 @@ SHAPES = (
     DecodeShape(32, 16384, 16), DecodeShape(32, 16384, 32), DecodeShape(32, 16384, 64),
     DecodeShape(32, 16384, 128), DecodeShape(16, 1024, 16), DecodeShape(16, 65536, 16),
     DecodeShape(1, 131072, 16), DecodeShape(32, 16384, 64, s_q=2), DecodeShape(64, 4096, 128),
+)  # fmt: skip
+COLUMNS = (
+    "shape", "default: rows", "µs", "rel. L2", "LSE error", "f16: rows", "µs", "rel. L2",
+    "LSE error", "time ratio",
 )  # fmt: skip
 
 
@@ -54,6 +57,7 @@ def problem(shape: DecodeShape, device: torch.device) -> tuple[Any, ...]:
 
 def row(shape: DecodeShape, device: torch.device, seed: int) -> str:
     """One line of the table."""
+    torch.cuda.empty_cache()  # what the row before it had
     query, cache, table, lengths = problem(shape, device)
     calls: dict[str, Callable[[], Any]] = {}
     tiles, errors = {}, {}
@@ -94,23 +98,14 @@ def main(
     """Times the shapes and writes ``logits_cost.md``."""
     device = torch.device("cuda")
     torch.manual_seed(0)
-    lines = [
-        "| shape | default: rows | µs | rel. L2 | LSE error | f16: rows | µs | rel. L2 | LSE error "
-        "| time ratio |",
-        "|---" * 10 + "|",
-    ]
-    with torch.inference_mode():
-        for shape in SHAPES:
-            lines.append(row(shape, device, seed))
-            typer.echo(lines[-1])
-            torch.cuda.empty_cache()
-    named = ("gpu", "driver", "cuda", "torch", "max_sm_mhz", "power_limit_w")
     head = page.head(
         "Decode with exact logits", "profiles.logits_cost",
-        page.told(machine(device, timing.Nvml()), named),
+        page.told(machine(device, timing.Nvml()), page.FACTS),
         "the median (middle half) of rounds in random order; a ratio is the median of a round's",
     )  # fmt: skip
-    write_atomic(out / "logits_cost.md", "\n".join([*head, *lines]) + "\n")
+    with torch.inference_mode():
+        rows = (row(shape, device, seed) for shape in SHAPES)
+        page.write_rows(out / "logits_cost.md", head, COLUMNS, rows)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ import torch
 import typer
 
 import snapmla
-from codegen.artifacts import write_atomic
 from dsl_kernels.dims import PARTIAL_ROW
 from dsl_kernels.spec import VariantSpec
 from profiles import page, timing
@@ -41,6 +40,10 @@ SHAPES = (
     DecodeShape(1, 131072, 16),
     DecodeShape(1, 131072, 128),
 )
+COLUMNS = (
+    "shape", "slots", "most of one sequence", "decode + merge", "decode", "difference",
+    "merge alone", "one SM reading one sequence's partials, at least",
+)  # fmt: skip
 
 
 def graph_us(call: Callable[[], Any], calls: int = 50, rounds: int = 7) -> float:
@@ -82,6 +85,7 @@ def problem(shape: DecodeShape, device: torch.device) -> tuple[Any, ...]:
 
 def row(shape: DecodeShape, device: torch.device) -> str:
     """One line of the table."""
+    torch.cuda.empty_cache()  # what the row before it had
     q, cache, table, lengths, plan = problem(shape, device)
     b, h = shape.batch, shape.num_heads
     out = torch.empty(b, 1, h, 512, dtype=torch.bfloat16, device=device)
@@ -111,25 +115,14 @@ def row(shape: DecodeShape, device: torch.device) -> str:
 def main(out: Annotated[Path, typer.Option(help="Folder.")] = Path("build/bench")) -> None:
     """Times the shapes and writes ``merge_cost.md``."""
     device = torch.device("cuda")
-    facts = machine(device, timing.Nvml())
-    named = ("gpu", "driver", "cuda", "torch", "max_sm_mhz", "power_limit_w")
-    lines = [
-        *page.head(
-            "merge_cost",
-            "profiles.merge_cost",
-            page.told(facts, named),
-            "µs a call in a CUDA graph; the same cache every call, so the short ones run out of L2",
-        ),
-        "| shape | slots | most of one sequence | decode + merge | decode | difference "
-        "| merge alone | one SM reading one sequence's partials, at least |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    head = page.head(
+        "merge_cost", "profiles.merge_cost",
+        page.told(machine(device, timing.Nvml()), page.FACTS),
+        "µs a call in a CUDA graph; the same cache every call, so the short ones run out of L2",
+    )  # fmt: skip
     with torch.inference_mode():
-        for shape in SHAPES:
-            lines.append(row(shape, device))
-            typer.echo(lines[-1])
-            torch.cuda.empty_cache()
-    write_atomic(out / "merge_cost.md", "\n".join(lines) + "\n")
+        rows = (row(shape, device) for shape in SHAPES)
+        page.write_rows(out / "merge_cost.md", head, COLUMNS, rows)
 
 
 if __name__ == "__main__":

@@ -28,8 +28,9 @@ import typer
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from codegen.artifacts import write_atomic
-from profiles import contenders, page, timing
+from profiles import page, timing
 from profiles.machine import machine
+from profiles.peer_libraries import FlashAttention3
 from snapmla.mha import mha_prefill, workspace_size
 from snapmla.testing import metrics
 
@@ -331,7 +332,7 @@ def main(
     seed: Annotated[int, typer.Option(help="Of the order of contenders.")] = 0,
 ) -> None:
     """Times the shapes and writes ``mha_cost.md``."""
-    contenders.FlashAttention3("fa3", peers).load()
+    FlashAttention3("fa3", peers).load()
     device = torch.device("cuda")
     facts = machine(device, timing.Nvml())
     torch.manual_seed(0)
@@ -360,10 +361,9 @@ def main(
             typer.echo(lines[-1])
             torch.cuda.empty_cache()
         after = gemm(device)
-    named = ("gpu", "driver", "cuda", "torch", "max_sm_mhz", "power_limit_w")
     head = page.head(
         "Dense prefill beside FlashAttention-3 and cuDNN", "profiles.mha_cost",
-        page.told(facts, named), f"before: {before}; after: {after}",
+        page.told(facts, page.FACTS), f"before: {before}; after: {after}",
         f"median (middle half) of {ROUNDS} rounds, contenders in random order in each; ratios of "
         "speed are the median of the rounds' own; a ratio within 1 % under its gate counts as met",
     )  # fmt: skip

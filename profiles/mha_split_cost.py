@@ -21,7 +21,6 @@ if __name__ == "__main__":
 import torch
 import typer
 
-from codegen.artifacts import write_atomic
 from dsl_kernels.mha_list import pieces_of
 from profiles import page, timing
 from profiles.machine import machine
@@ -34,10 +33,15 @@ SHAPES = (  # sequences, query tokens, keys of each, heads
     (1, 512, 32768, 16), (8, 128, 16384, 16), (1, 128, 32768, 128), (4, 128, 16384, 128),
     (1, 2048, 32768, 16), (1, 2048, 8192, 16),
 )  # fmt: skip
+COLUMNS = (
+    "prompts", "keys", "heads", "pieces", "workspace, MB", "split µs", "whole µs", "speed ratio",
+    "apart",
+)  # fmt: skip
 
 
 def row(shape: tuple[int, int, int, int], device: torch.device, seed: int) -> str:
     """One line of the table."""
+    torch.cuda.empty_cache()  # what the row before it had
     b, s_q, s_k, h = shape
     draw = lambda *extents: torch.randn(*extents, device=device).bfloat16()
     q, kv, rope = draw(b * s_q, h, 192), draw(b * s_k, h, 256), draw(b * s_k, 1, 64)
@@ -81,23 +85,14 @@ def main(
     """Times the shapes and writes ``mha_split_cost.md``."""
     device = torch.device("cuda")
     torch.manual_seed(0)
-    lines = [
-        "| prompts | keys | heads | pieces | workspace, MB | split µs | whole µs | speed ratio "
-        "| apart |",
-        "|---" * 9 + "|",
-    ]
-    with torch.inference_mode():
-        for shape in SHAPES:
-            lines.append(row(shape, device, seed))
-            typer.echo(lines[-1])
-            torch.cuda.empty_cache()
-    named = ("gpu", "driver", "cuda", "torch", "max_sm_mhz", "power_limit_w")
     head = page.head(
         "Dense prefill split over keys", "profiles.mha_split_cost",
-        page.told(machine(device, timing.Nvml()), named),
+        page.told(machine(device, timing.Nvml()), page.FACTS),
         "192/128, causal; the median (middle half) of rounds in random order",
     )  # fmt: skip
-    write_atomic(out / "mha_split_cost.md", "\n".join([*head, *lines]) + "\n")
+    with torch.inference_mode():
+        rows = (row(shape, device, seed) for shape in SHAPES)
+        page.write_rows(out / "mha_split_cost.md", head, COLUMNS, rows)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,18 @@
-"""How a page of measurements begins."""
+"""Pages of measurements: how one begins, and its table, row by row."""
 
 from __future__ import annotations
 
 import datetime
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from codegen.artifacts import write_atomic
 from profiles.bench import command_line, commit
+
+# Of a machine (``profiles.machine``), on pages of times
+FACTS = ("gpu", "driver", "cuda", "torch", "max_sm_mhz", "power_limit_w")
 
 
 def told(facts: Mapping[str, Any], names: Sequence[str]) -> str:
@@ -34,3 +39,21 @@ def head(title: str, module: str, machine: str, *notes: str) -> list[str]:
         *(f"- {note}" for note in notes),
         "",
     ]
+
+
+def write_rows(
+    path: Path, beginning: Sequence[str], columns: Sequence[str], rows: Iterable[str]
+) -> None:
+    """Writes a page with one table; prints each row as it comes.
+
+    The file is written anew behind every row: a run that is stopped keeps what it has measured.
+
+    Args:
+        beginning: what ``head`` gives.
+        rows: lines of the table, such as a generator that measures one after another.
+    """
+    lines = [*beginning, f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    for row in rows:
+        lines.append(row)
+        print(row, flush=True)
+        write_atomic(path, "\n".join(lines) + "\n")

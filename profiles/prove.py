@@ -293,7 +293,8 @@ def _rehearsal() -> Step:
              "decode_etap_r32_p64_obf16")  # fmt: skip
     specs = [VariantSpec.from_name(f"{name}_sm90a") for name in names]
     command = ("-m", "profiles.fidelity", "rehearse")
-    reads = ("profiles/fidelity", "profiles/contenders.py", "softgpu", "snapmla")
+    mine = ("fidelity", "contenders.py", "decode_row.py", "peer_libraries.py")
+    reads = (*(f"profiles/{name}" for name in mine), "softgpu", "snapmla")
     return step("fidelity", "rehearsal", command, reads=reads, specs=specs)
 
 

@@ -42,6 +42,7 @@ PAGE, SPAN = 64, 32768  # tokens of a page, of a sequence
 SCALE = 576**-0.5
 ROUNDS, ROUND_MS = 9, 12.0
 GATES = {"FlashMLA": 5e-3, "native": 2.5e-2, "rows": 3e-3}  # relative L2 to fp64, topk 2048
+BYTES = {"native": 644, "rows": 656}  # of a token
 SHAPES = (  # b, s_q, heads, topk
     (128, 2, 128, 2048), (128, 1, 128, 2048), (128, 1, 64, 2048), (128, 2, 64, 2048),
     (128, 1, 32, 2048), (128, 1, 16, 2048), (128, 2, 16, 2048), (128, 1, 8, 2048),
@@ -97,12 +98,14 @@ class Contender:
         calls: one for each set of indices.
         query: (b, s_q, h, 576) float64, as this contender sees it.
         stored: (tokens) -> (n, 576) float64.
+        plan: ours; None of others.
     """
 
     name: str
     calls: list[Callable[[], Results]]
     query: torch.Tensor
     stored: Callable[[torch.Tensor], torch.Tensor]
+    plan: Any = None
 
 
 def index_sets(pools: Pools, b: int, s_q: int, topk: int) -> list[torch.Tensor]:
@@ -135,7 +138,7 @@ def native(pools: Pools, x: torch.Tensor, sets: list[torch.Tensor], parts: int |
         )
 
     seen = torch.cat((q.nope.double(), q.rope.double()), -1) * q.row_scale.double()[..., None]
-    return Contender("native", list(map(call, sets)), seen, pools.stored_planes)
+    return Contender("native", list(map(call, sets)), seen, pools.stored_planes, plan)
 
 
 def over_rows(
@@ -157,7 +160,7 @@ def over_rows(
             x, cache, indices=indices, softmax_scale=SCALE, plan=plan, out=out, lse=lse
         )
 
-    return Contender("rows", list(map(call, sets)), x.double(), pools.stored_rows)
+    return Contender("rows", list(map(call, sets)), x.double(), pools.stored_rows, plan)
 
 
 def flashmla(pools: Pools, x: torch.Tensor, sets: list[torch.Tensor]) -> Contender:
@@ -255,7 +258,7 @@ def row(
     theirs, figures = us.pop("FlashMLA"), []
     for name, time in us.items():
         tflops = 2e-6 * b * s_q * heads * topk * (576 + 512) / time
-        tbs = 1e-6 * b * s_q * topk * (644 if name == "native" else 656) / time
+        tbs = 1e-6 * b * s_q * topk * BYTES[name] / time
         ratio, relative = theirs / time, errors[name]
         figures.append(f" {time:.1f} | {ratio:.2f} | {tflops:.0f} | {tbs:.2f} | {relative:.1e} |")
     first = f"| {b}, {s_q}, {heads}, {topk} | {theirs:.1f} | {errors['FlashMLA']:.1e} |"

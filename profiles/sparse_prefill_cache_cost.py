@@ -1,5 +1,4 @@
-"""Sparse prefill straight from the FP8 cache, and sparse decode of few query tokens over BF16 rows,
-beside FlashMLA's kernel over BF16 rows, on one GPU.
+"""Sparse prefill straight from the FP8 cache beside FlashMLA's kernel over BF16 rows, on one GPU.
 
     python -m profiles.sparse_prefill_cache_cost --peers DIR --out profiles/results
 
@@ -32,7 +31,7 @@ from codegen.artifacts import write_atomic
 from profiles import page, timing
 from profiles.machine import machine
 from profiles.mha_cost import gemm, in_turn, ratio, spread
-from profiles.sparse_prefill_cost import SPAN, Problem, Shape, verdict
+from profiles.sparse_prefill_cost import Problem, Shape, verdict
 from snapmla import runtime
 from snapmla.sparse.plan import sparse_spec, variant_of
 from snapmla.sparse.prefill import sparse_prefill
@@ -47,10 +46,6 @@ FP8_SHAPES = tuple(
         (8192, 128, 1.15), (32768, 128, 1.15), (32768, 64, 1.10), (32768, 16, 1.6),
     )
 )  # fmt: skip
-FEW = tuple(
-    Shape(2, 2 * SPAN, heads, 2048, gate, span=SPAN)
-    for heads, gate in ((128, 1.1), (64, 1.0), (16, 1.0), (8, 1.0))
-)
 FP8_COLUMNS = (
     "query tokens", "rows of KV", "heads", "topk", "snapmla FP8 µs", "TFLOP/s", "FlashMLA BF16 µs",
     "ratio", "gate", "snapmla BF16 µs", "ratio to it", "fetch_dequant µs", "error",
@@ -61,10 +56,6 @@ DESIGNS: dict[str, dict[str, Any]] = {
     "in service": {}, "four tiles in flight": {"stages": 4}, "a row a copy": {"lines": 0},
     "math alone": {"only": "math"}, "gather alone": {"only": "gather"},
 }  # fmt: skip
-FEW_COLUMNS = (
-    "query tokens", "heads", "topk", "pieces", "snapmla µs", "unsplit µs", "FlashMLA µs", "ratio",
-    "gate", "error",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -129,7 +120,7 @@ class FromFP8:
 
 
 def fp8_row(shape: Shape, device: torch.device, seed: int) -> str:
-    """A line of the first of these tables."""
+    """A line of the table."""
     problem = Problem.draw(shape, device)
     made = FromFP8.of(problem)
     error = made.error(made.ours())
@@ -148,7 +139,7 @@ def fp8_row(shape: Shape, device: torch.device, seed: int) -> str:
 
 
 def design_rows(shape: Shape, device: torch.device, seed: int) -> list[str]:
-    """Lines of the third: each build that is there, and FlashMLA's kernel, in turn.
+    """Lines of the other table: each build that is there, and FlashMLA's kernel, in turn.
 
     Raises:
         ValueError: a build that computes everything is wrong.
@@ -192,41 +183,10 @@ def _by_kernel(made: FromFP8, kernel: Any) -> Any:
     return made.ours()
 
 
-def few_row(shape: Shape, device: torch.device, seed: int) -> str:
-    """A line of the second: one query token a sequence."""
-    problem = Problem.draw(shape, device)
-    cache = snapmla.PagedKVCache.from_tensors(problem.kv.view(-1, PAGE, 1, 576))
-    plans = [
-        snapmla.plan_sparse_decode(
-            shape.heads, 1, topk=shape.topk, batch=shape.s_q, device=device, cache_dtype="bf16",
-            fixed_split_tokens=width,
-        )
-        for width in (None, shape.topk)
-    ]  # fmt: skip
-    q, indices = problem.q[:, None], problem.indices
-
-    def ours(plan: Any) -> Any:
-        return snapmla.decode(q, cache, indices=indices, softmax_scale=problem.scale, plan=plan)
-
-    out, lse = ours(plans[0])
-    _, most, _ = problem.flashmla()  # the comparison wants largest logits, too
-    error = problem.error((out[:, 0], most, lse[..., 0]))
-    found = in_turn(
-        {"ours": lambda: ours(plans[0]), "unsplit": lambda: ours(plans[1]),
-         "flashmla": problem.flashmla}, seed,
-    )  # fmt: skip
-    relative = ratio(found["ours"], found["flashmla"])
-    return (
-        f"| {shape.s_q} | {shape.heads} | {shape.topk} | {plans[0].pieces} | "
-        f"{spread(found['ours'])} | {median(found['unsplit']):.1f} | {spread(found['flashmla'])} | "
-        f"{relative:.3f} | {verdict(relative, shape.gate)} | {error:.1e} |"
-    )
-
-
 def main(
     peers: Annotated[Path, typer.Option(help="Folder of peers, with FlashMLA's library.")],
     out: Annotated[Path, typer.Option(help="Folder.")] = Path("build/bench"),
-    first: Annotated[int, typer.Option(help="Shapes of each table to time, the first.")] = 99,
+    first: Annotated[int, typer.Option(help="Shapes to time, the first ones.")] = 99,
     designs: Annotated[bool, typer.Option(help="Other builds for 16 heads, nothing else.")] = False,
 ) -> None:
     """Times the shapes and writes ``sparse_prefill_cache_cost.md``."""
@@ -235,8 +195,8 @@ def main(
     facts = page.told(machine(device, timing.Nvml()), ("gpu", "driver", "cuda", "torch"))
     torch.manual_seed(0)
     lines = page.head(
-        "Sparse prefill from the FP8 cache, sparse decode of few query tokens",
-        "profiles.sparse_prefill_cache_cost", facts, gemm(device),
+        "Sparse prefill from the FP8 cache", "profiles.sparse_prefill_cache_cost", facts,
+        gemm(device),
         "median of the rounds, and their middle half; ratio: the other's time / ours by rounds",
         "fetch_dequant: the whole cache to rows of BF16; error: relative L2 on each one's inputs",
     )  # fmt: skip
@@ -247,14 +207,11 @@ def main(
             typer.echo("\n".join(lines))
             write_atomic(out / "sparse_prefill_designs.md", "\n".join(lines) + "\n")
             return
-        for columns, shapes, line in (
-            (FP8_COLUMNS, FP8_SHAPES, fp8_row), (FEW_COLUMNS, FEW, few_row),
-        ):  # fmt: skip
-            lines += ["", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
-            for seed, shape in enumerate(shapes[:first]):
-                lines.append(line(shape, device, seed))
-                typer.echo(lines[-1])
-                write_atomic(out / "sparse_prefill_cache_cost.md", "\n".join(lines) + "\n")
+        lines += ["", f"| {' | '.join(FP8_COLUMNS)} |", "|---" * len(FP8_COLUMNS) + "|"]
+        for seed, shape in enumerate(FP8_SHAPES[:first]):
+            lines.append(fp8_row(shape, device, seed))
+            typer.echo(lines[-1])
+            write_atomic(out / "sparse_prefill_cache_cost.md", "\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ import torch
 
 from profiles import ceilings, contenders, dsa_rows, helper_rows, power, timing
 from profiles.check import Check, Truth, check_decode, decode_truth, mimic_gate
-from profiles.contenders import Contender, Entry, Problem
+from profiles.decode_row import SOFTMAX_SCALE, Contender, Entry, Problem
 from profiles.machine import machine
 from profiles.pools import CHUNK_TOKENS, Latents, Pool, fill
 from profiles.roofline import FORMATS
@@ -228,7 +228,7 @@ class Worker:
                 tokens = queries[request] if entry.packed else shape.s_q
                 truth = truths[request] = decode_truth(
                     entry.query[request][-tokens:], keys, lengths[request],
-                    contenders.SOFTMAX_SCALE,
+                    SOFTMAX_SCALE,
                 )  # fmt: skip
                 gates[request] = entrant.gate
                 if entry.mimic is not None:

@@ -33,6 +33,8 @@ _modes: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", None)
 _transforms: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", None) or (
     lambda: torch._C._functorch.maybe_current_level() is not None
 )
+# Whether torch.fx has its flag in the module; a thread has its own since torch 2.14.
+_FX_FLAG = hasattr(_fx, "_is_fx_tracing_flag")
 
 
 def active() -> bool:
@@ -48,7 +50,7 @@ def active() -> bool:
         return True
     if _transforms():
         refuse_transforms()
-    return _modes() > 0 or _fx._is_fx_tracing_flag
+    return _modes() > 0 or (_fx._is_fx_tracing_flag if _FX_FLAG else _fx._get_is_fx_tracing())
 
 
 def plain(*values: Any) -> bool:

@@ -163,7 +163,8 @@ class GatherRows:
         stages, q_stages: KV tiles, Q tiles in flight.
         readers: who frees a KV stage.
         by_lines: whether an instruction copies 128 bytes of four rows instead of 512 of one.
-        copies: off in builds for the bound of math alone, where a stage lands as it is.
+        copies: off in builds for the bound of math alone, where only the first tiles are copied,
+            one a stage.
     """
 
     warps = 4
@@ -276,6 +277,9 @@ class GatherRows:
                 self._wait_free(st, k_pipe, kst, first)
                 if const_expr(self.copies):
                     self._copy(to, planes, kst.index, page, offset, end - first, lane)
+                else:
+                    if kst.count < self.stages:
+                        self._copy(to, planes, kst.index, page, offset, end - first, lane)
                 arrive_landed(self.landed.full_barrier(st, kst.index))
                 if const_expr(mark is not None):
                     mark(kst.count == 0)

@@ -13,7 +13,7 @@ INDEX_DTYPE = Axis("index_dtype", "i", ("i32", "i64"), "i32", named=False)  # of
 
 
 def points(_arch: str) -> Iterator[Values]:
-    """None by default, as long as no GPU has run them."""
+    """None by default: each is built when it is asked for."""
     yield from ()
 
 

@@ -37,7 +37,7 @@ MODULES = {
 # Tokens of a KV tile: what a kernel walks, so what its plans are made of.
 TOKEN_TILES = {**dict.fromkeys(MODULES, TOKEN_TILE), ("sm_100a", "pair"): 2 * TOKEN_TILE}
 # dual_wg is the paper's form, kept to be compared: slower everywhere (docs/performance.md); f16 is
-# built when it is asked for: no GPU has run it yet
+# built when it is asked for: exact logits cost time (profiles/results/logits_cost.md)
 DEFAULT_PAGES = {
     "etap": PAGE_SIZES, "dual_wg": (64,), "f16": (), "ws": PAGE_SIZES, "pair": PAGE_SIZES
 }  # fmt: skip

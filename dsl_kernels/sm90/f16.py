@@ -45,12 +45,13 @@ from ..dims import KV_LORA_RANK as D
 from ..dims import QK_ROPE_HEAD_DIM as R
 from ..dims import TOKEN_TILE as TILE
 from ..smxx import fp8_entry, sparse_entry
+from .bounds import SPARSE, only_of
 from .decode import Decode, infeasible
 from .f16_parts import GatheredParts, Parts, layouts_of
 from .f16_softmax import F16Softmax
 from .fp8_parts import STAGE_BYTES
-from .mix16 import FEW_STAGES, SMALL_BYTES, STAGES, Mix16
-from .roles import FEW_ROWS, INV_RING, Barrier, Layouts
+from .mix16 import SMALL_BYTES, Mix16, q_stages, stages_of
+from .roles import INV_RING, Barrier, Layouts
 from .softmax_role import P_RING, P_STAGES, hand_over_fields
 
 if TYPE_CHECKING:
@@ -58,7 +59,6 @@ if TYPE_CHECKING:
 
 # Of producers, softmax, P.V, by rows; with 32 the gathering warps of few rows spill
 REGISTERS = {16: (40, 152, 160), 32: (40, 152, 160), 64: (32, 112, 184)}
-SPARSE = "sparse_decode"  # the op whose tokens are gathered
 
 
 def feasible(spec: VariantSpec) -> str | None:
@@ -67,17 +67,9 @@ def feasible(spec: VariantSpec) -> str | None:
         return "f16 has a P of 16 bits: one term"
     if spec.row_tile not in REGISTERS:
         return f"f16 has row tiles up to {max(REGISTERS)}: more rows are several blocks"
+    if only_of(spec) != "all":
+        return "f16 has no builds for bounds of time"
     return infeasible(spec, 2, budget(spec))
-
-
-def stages_of(spec: VariantSpec) -> int:
-    """KV tiles in flight."""
-    return spec.stages or (FEW_STAGES if spec.row_tile <= FEW_ROWS else STAGES)
-
-
-def q_stages(spec: VariantSpec) -> int:
-    """Row tiles of Q in flight."""
-    return 2 if spec.row_tile < FEW_ROWS else 1
 
 
 def parts_of(spec: VariantSpec) -> Parts:

@@ -57,6 +57,7 @@ from ..dims import TOKEN_TILE as TILE
 from ..smxx.fp8_entry import Fp8Entry, fake_args
 from ..stamp import Stamp
 from . import transpose
+from .bounds import SPARSE, Drains, only_of
 from .decode import Decode, infeasible
 from .fp8_parts import SMALL_BYTES, STAGE_BYTES, GatheredParts, Parts
 from .fragments import pad_layout, padded_size
@@ -75,7 +76,6 @@ if TYPE_CHECKING:
 # Of the K ring, unless the spec says otherwise.  Few rows free a stage soon, and with four tiles in
 # flight DRAM gives less than with three (docs/performance.md).
 STAGES, FEW_STAGES = 4, 3
-SPARSE = "sparse_decode"  # the op whose tokens are gathered
 
 
 def feasible(spec: VariantSpec) -> str | None:
@@ -105,7 +105,7 @@ def budget(spec: VariantSpec) -> bud.Budget:
         smem=tiles + (SMALL_BYTES // 2 if few else SMALL_BYTES),  # no scale triples
         barriers=(*parts_of(spec).barriers(), *P_RING.budget(), *INV_RING.budget()),
         mmas=()
-        if gathers_alone(spec)
+        if only_of(spec) == "gather"
         else (
             bud.Mma("Q.K content", m, n, D // QK_GROUPS, "e4m3", under_softmax=not few),
             bud.Mma("Q.K RoPE", m, n, R, "bf16", under_softmax=not few),
@@ -117,11 +117,6 @@ def budget(spec: VariantSpec) -> bud.Budget:
 def stages_of(spec: VariantSpec) -> int:
     """KV tiles in flight."""
     return spec.stages or (FEW_STAGES if spec.row_tile <= FEW_ROWS else STAGES)
-
-
-def gathers_alone(spec: VariantSpec) -> bool:
-    """Whether the build is for the time of the gather: nothing is computed."""
-    return spec.op == SPARSE and spec.only == "gather"
 
 
 def q_stages(spec: VariantSpec) -> int:
@@ -142,14 +137,14 @@ def build(spec: VariantSpec):
     return Fp8Entry(Decode(spec, Etap(spec))), fake_args(spec)
 
 
-class Etap:
+class Etap(Drains):
     """The pipeline: softmax and P.V roles (``decode.Pipeline``)."""
 
     def __init__(self, spec: VariantSpec):
         few_rows = spec.row_tile <= FEW_ROWS  # S^T = K Q^T
         self.parts, self.budget = parts_of(spec), budget(spec)
         self.rows_cta, self.stages = self.parts.rows, self.parts.stages
-        self.p_terms, self.only = spec.p_terms, spec.only if spec.op == SPARSE else "all"
+        self.p_terms, self.only = spec.p_terms, only_of(spec)
         # rows of one P.V product tile: halves of 64, because O takes 128 registers and S is in two
         self.pv_rows = min(self.rows_cta, 32)
         self.names = transpose.TOKENS_ON_M if few_rows else transpose.ROWS_ON_M
@@ -196,23 +191,6 @@ class Etap:
                 self.drain(cta, wg)
             else:
                 self.pv_loop(cta, wg - 1)
-
-    @cute.jit
-    def drain(self, cta: Cta, wg):
-        """Frees what lands, unread: a build for the bound of the gather alone."""
-        span = self.parts.work.items_of(cta.gmem.work, cta.part)
-        kst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
-        qst = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.parts.q_stages)
-        for i in cutlass.range(span[0], span[1], unroll=1):
-            _, first, last, _ = self.parts.work.item_at(cta.gmem.work, i)
-            for _ in cutlass.range(first, last, unroll=1):
-                cta.k_pipe.consumer_wait(kst)
-                cta.k_pipe.consumer_release(kst)
-                kst.advance()
-            if wg == 0:
-                cta.q_pipe.consumer_wait(qst)
-                cta.q_pipe.consumer_release(qst)
-                qst.advance()
 
     # ---------------------------------------------------------------- P.V warpgroups
 

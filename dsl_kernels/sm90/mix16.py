@@ -47,7 +47,7 @@ from typing import TYPE_CHECKING, Any
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from ..cache_records.ds_mla import GROUPS
@@ -60,6 +60,7 @@ from ..dims import QK_ROPE_HEAD_DIM as R
 from ..dims import TOKEN_TILE as TILE
 from ..smxx.record_entry import RecordEntry, fake_args
 from ..stamp import Stamp
+from .bounds import Drains, only_of
 from .decode import Decode, infeasible
 from .fragments import pad_layout, padded_size
 from .item_notes import noted
@@ -113,7 +114,9 @@ def budget(spec: VariantSpec) -> bud.Budget:
         ),
         smem=tiles + SMALL_BYTES,
         barriers=(*parts_of(spec).barriers(), *P_RING.budget(), *INV_RING.budget()),
-        mmas=(
+        mmas=()
+        if only_of(spec) == "gather"
+        else (
             bud.Mma("Q.K content", TILE, rows, D // GROUPS if few else D, "f16"),
             bud.Mma("Q.K RoPE", TILE, rows, R, "bf16"),
             bud.Mma("P.V", 64, rows, TILE, "f16"),
@@ -125,11 +128,17 @@ def build(spec: VariantSpec):
     return RecordEntry(Decode(spec, Mix16(spec))), fake_args(spec)
 
 
-class Mix16(ProductsOfV):
-    """The pipeline: softmax and P.V roles (``decode.Pipeline``)."""
+class Mix16(ProductsOfV, Drains):
+    """The pipeline: softmax and P.V roles (``decode.Pipeline``).
+
+    Attributes:
+        only: which half of the work is done (bounds.py).
+    """
+
+    only = "all"
 
     def __init__(self, spec: VariantSpec):
-        self.parts, self.budget = parts_of(spec), budget(spec)
+        self.parts, self.budget, self.only = parts_of(spec), budget(spec), only_of(spec)
         self.rows_cta, self.stages = self.parts.rows, self.parts.stages
         self.softmax = MixSoftmax(self.parts)
         _, self.softmax_regs, self.pv_regs = REGISTERS[self.rows_cta]
@@ -159,10 +168,19 @@ class Mix16(ProductsOfV):
     def math_roles(self, cta, wg):
         if wg == 0:
             claim_registers(self.budget, self.softmax_regs)
-            self.softmax.loop(cta)
+            if const_expr(self.only == "gather"):
+                self.drain(cta, wg)
+            else:
+                self.softmax.loop(cta)
         else:
             claim_registers(self.budget, self.pv_regs)
-            self.pv_loop(cta, wg - 1)
+            if const_expr(self.only == "gather"):
+                self.drain(cta, wg)
+            else:
+                self.pv_loop(cta, wg - 1)
+
+    def free_halves(self, st, stage) -> None:
+        self.parts.free_first_half(st, stage)
 
     # ---------------------------------------------------------------- P.V warpgroups
 

@@ -393,7 +393,7 @@ class Parts:
         )
         self.loads = GatherRecords(
             self.work, stages=stages, q_stages=q_stages, readers=k_readers,
-            by_lines=bool(spec.lines), halves=bool(spec.halves),
+            by_lines=bool(spec.lines), halves=bool(spec.halves), copies=spec.only != "math",
         )  # fmt: skip
         self.scales = RecordScales(stages)
         self.queries = QueryRows(self.rows, sum(q_readers.values()))

@@ -55,6 +55,7 @@ from ..dims import QK_ROPE_HEAD_DIM as R
 from ..dims import TOKEN_TILE as TILE
 from ..smxx.two_list_entry import TwoListEntry, fake_args
 from . import mix16, transpose
+from .bounds import only_of
 from .decode import Decode, infeasible
 from .fragments import pad_layout
 from .mix16_parts import SUM_FACTOR
@@ -78,6 +79,8 @@ def feasible(spec: VariantSpec) -> str | None:
     """Reason why the pipeline cannot be built for ``spec``, or None."""
     if spec.p_terms > 1:
         return "mix16 has a P of 16 bits: one term"
+    if only_of(spec) != "all":
+        return "mix16 over V4's pages has no builds for bounds of time"
     return infeasible(spec, 2, budget(spec))
 
 

@@ -2,7 +2,10 @@
 
 python -m profiles.engine bring                pack vLLM for a GPU machine: build/vllm
 python -m profiles.engine accuracy|speed       run on a GPU, or go on; exit code 3: one failed
-python -m profiles.engine sparse|sparse-deep   the same of DSA models, of 4 and of 27 layers
+python -m profiles.engine chunk                a chunk of prefill over a cached prefix
+python -m profiles.engine sparse               accuracy and speed of a DSA model of 4 layers
+python -m profiles.engine sparse-deep          steps of 27 layers (--timing BxTOKENS: of one shape)
+python -m profiles.engine sparse-why           what of a request differs alone and in a batch
 python -m profiles.engine gates                the acceptance, from the committed JSON
 """
 
@@ -18,11 +21,15 @@ from rich.console import Console
 
 from codegen.artifacts import ROOT, write_atomic
 from profiles.engine import bring as bringing
-from profiles.engine import gates, study
+from profiles.engine import chunk as chunks
+from profiles.engine import gates, study, why
 from profiles.engine.bring import RELEASE
+from profiles.engine.spec import SPARSE_TIMINGS
 
 WORK = ROOT / "build" / "engine"
 RESULTS = ROOT / "profiles" / "results" / "engine"
+DEEP = "sparse-deep"
+OF_TIMINGS = tuple(f"{DEEP}-{timing}" for timing in SPARSE_TIMINGS)  # of calls with --timing
 
 app = typer.Typer(add_completion=False, help="vLLM with the plugin (docs/integration.md).",
                   no_args_is_help=True)  # fmt: skip
@@ -84,14 +91,40 @@ def sparse(work: Work = WORK, out: Out = RESULTS, limit: Limit = 500.0) -> None:
     finish("sparse", found if any(found.values()) else {}, failed, out)
 
 
+@app.command()
+def chunk(work: Work = WORK, out: Out = RESULTS, limit: Limit = 240.0) -> None:
+    """A chunk of prefill over a cached prefix: log-probabilities, and the time of the step."""
+    study.prepare(work)
+    cases = chunks.cases(work)
+    failed = study.run([cases], work, limit)
+    results = study.speed(work, cases)
+    finish("chunk", chunks.found(work, results, study.gpu()) if results else {}, failed, out)
+
+
 @app.command("sparse-deep")
-def sparse_deep(work: Work = WORK, out: Out = RESULTS, limit: Limit = 500.0) -> None:
+def sparse_deep(
+    work: Work = WORK, out: Out = RESULTS, limit: Limit = 500.0,
+    timing: Annotated[str, typer.Option(help="one of the shapes, BxTOKENS")] = "",
+) -> None:  # fmt: skip
     """Times of steps of a DSA model as deep as a real one."""
     study.prepare_sparse(work, study.LAYERS)
     cases = study.sparse_timings(work, study.LAYERS)
+    if timing:
+        cases = [case for case in cases if case.timings == (timing,)]
     failed = study.run([cases], work, limit)
     times = study.speed(work, cases)
-    finish("sparse-deep", {"speed": times} if times else {}, failed, out)
+    part = f"{DEEP}-{timing}" if timing else DEEP
+    finish(part, {"speed": times} if times else {}, failed, out)
+
+
+@app.command("sparse-why")
+def sparse_why(work: Work = WORK, out: Out = RESULTS, limit: Limit = 200.0) -> None:
+    """Which tensor of a request first differs alone and in a batch, in batch-invariant mode."""
+    study.prepare_sparse(work, study.SHALLOW)
+    case = study.why_case(work)
+    failed = study.run([[case]], work, limit)
+    results = study.speed(work, [case])
+    finish("sparse-why", results.get(case.name, {}), failed, out)
 
 
 def read(out: Path, part: str) -> dict[str, Any]:
@@ -101,8 +134,9 @@ def read(out: Path, part: str) -> dict[str, Any]:
 
 def headed(results: dict[str, dict[str, Any]]) -> list[str]:
     """Where each part is from."""
+    asked = {part: part.replace(f"{DEEP}-", f"{DEEP},--timing,") for part in results}
     return [
-        f"- {part}: `{r['command']}:{part}`, commit {r['commit']}, {r['time']}, {r['gpu']}, "
+        f"- {part}: `{r['command']}:{asked[part]}`, commit {r['commit']}, {r['time']}, {r['gpu']}, "
         f"vLLM {r['vllm']}, torch {r['torch']}, Python {r['python']}"
         for part, r in results.items()
         if r
@@ -110,20 +144,28 @@ def headed(results: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def report(out: Path) -> list[gates.Gate]:
-    """Writes ``engine.md``, and ``engine-sparse.md`` of DSA models, and prints the gates."""
+    """Writes a page of each study that has results, and prints the gates."""
     found = []
     dense = {part: read(out, part) for part in ("accuracy", "speed")}
     if any(dense.values()):
         data = [r.get("data", {}) for r in dense.values()]
         write_atomic(out / "engine.md", gates.page(headed(dense), *data))
         found += gates.gates(*data)
-    chosen = {part: read(out, part) for part in ("sparse", "sparse-deep")}
+    chosen = {part: read(out, part) for part in ("sparse", DEEP, *OF_TIMINGS)}
     if any(chosen.values()):
-        one, deep = (r.get("data", {}) for r in chosen.values())
-        times = one.get("speed", {}) | deep.get("speed", {})
+        one, *deep = (r.get("data", {}) for r in chosen.values())
+        times = dict(one.get("speed", {}))
+        for each in deep:
+            times |= each.get("speed", {})
         written = (one.get("accuracy", {}), times, (study.SHALLOW, study.LAYERS))
         write_atomic(out / "engine-sparse.md", gates.sparse_page(headed(chosen), *written))
         found += gates.sparse_gates(*written)
+    for part, pages in (("chunk", chunks), ("sparse-why", why)):
+        result = {part: read(out, part)}
+        if result[part]:
+            told = result[part]["data"]
+            write_atomic(out / f"engine-{part}.md", pages.page(headed(result), told))
+            found += pages.gates(told)
     for gate in found:
         console.print(f"{gate.verdict:13} {gate.name}: {gate.claim}")
         for figure in gate.figures:

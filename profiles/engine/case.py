@@ -11,6 +11,7 @@ disturbs another's times.
 from __future__ import annotations
 
 import fcntl
+import importlib
 import json
 import os
 import re
@@ -71,11 +72,13 @@ class Engine:
         self.llm = LLM(
             model=case.model, load_format="auto" if weights else "dummy",
             skip_tokenizer_init=True, dtype="bfloat16", attention_backend=case.backend,
+            attention_config={"mla_prefill_backend": case.prefill} if case.prefill else None,
             kv_cache_dtype=case.cache_dtype, block_size=64, max_model_len=case.longest,
             max_num_batched_tokens=CHUNK, max_num_seqs=GRAPH_SIZES[-1],
             enforce_eager=not case.graphs, gpu_memory_utilization=0.1,
             kv_cache_memory_bytes=int(case.cache_gib * 2**30), logits_processors=processors,
-            async_scheduling=None if case.own_process else False, enable_prefix_caching=False,
+            async_scheduling=None if case.own_process else False,
+            enable_prefix_caching=case.prefix_caching,
             generation_config="vllm", seed=0,
             compilation_config={
                 "mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY" if case.graphs else "NONE",
@@ -117,9 +120,10 @@ class Engine:
                 "cache_dtype": str(cache.cache_dtype)}  # fmt: skip
 
     def continued(
-        self, prompts: Sequence[list[int]], force: Sequence[list[int]] | None = None
-    ) -> tuple[list[list[int]], Tensor]:
-        """New tokens of each prompt, and log-probabilities (prompts, NEW_TOKENS, vocabulary)."""
+        self, prompts: Sequence[list[int]], force: Sequence[list[int]] | None = None,
+        steps: int = NEW_TOKENS,
+    ) -> tuple[list[list[int]], Tensor]:  # fmt: skip
+        """New tokens of each prompt, and log-probabilities (prompts, steps, vocabulary)."""
         from vllm import SamplingParams, TokensPrompt
 
         self.rows.clear()
@@ -129,13 +133,13 @@ class Engine:
             if force is not None:
                 extra["force"] = force[i]
             asked.append(
-                SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True,
+                SamplingParams(temperature=0.0, max_tokens=steps, ignore_eos=True,
                                detokenize=False, extra_args=extra)
             )  # fmt: skip
         given = [TokensPrompt(prompt_token_ids=list(p)) for p in prompts]
         found = self.llm.generate(given, asked, use_tqdm=False)
         ids = [list(each.outputs[0].token_ids) for each in found]
-        logs = [torch.stack([self.rows[i][j] for j in range(NEW_TOKENS)]) for i in range(len(ids))]
+        logs = [torch.stack([self.rows[i][j] for j in range(steps)]) for i in range(len(ids))]
         return ids, torch.stack(logs)
 
     def step_times(self, timing: str) -> tuple[list[list[float]], dict[str, float]]:
@@ -224,7 +228,9 @@ def run(case: Case, out: Path) -> dict[str, Any]:
     engine = Engine(case)
     result: dict[str, Any] = {"case": case.name, "backend": case.backend} | engine.facts()
     result["engine_seconds"] = round(time.monotonic() - begin, 1)
-    if case.prompts:
+    if case.study:
+        result |= importlib.import_module(f"profiles.engine.{case.study}").measure(engine, out)
+    elif case.prompts:
         prompts = json.loads(Path(case.prompts).read_text())
         ids, logs = engine.continued(prompts)
         kept = {"ids": ids, "logs": logs}

@@ -41,6 +41,9 @@ class Case:
         batch_invariant: ``VLLM_BATCH_INVARIANT``.
         sparse: ``SNAPMLA_VLLM_SPARSE``, which gives the backend FLASHMLA_SPARSE to ours.
         indexer: the model has one.
+        prefill: vLLM's ``mla_prefill_backend``; empty: its own choice.
+        study: module of this package whose ``measure`` takes the place of all below but sizes.
+        prefix_caching: prompts that begin alike share what is cached.
         prompts: file of token lists to continue, none if empty.
         force: file of a result whose tokens are to be followed, none if empty.
         timings: ``BxTOKENS`` each.
@@ -59,6 +62,9 @@ class Case:
     batch_invariant: bool = False
     sparse: bool = False
     indexer: bool = False
+    prefill: str = ""
+    study: str = ""
+    prefix_caching: bool = False
     prompts: str = ""
     force: str = ""
     timings: tuple[str, ...] = ()

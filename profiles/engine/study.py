@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,12 @@ def sparse_cases(folder: Path) -> list[list[Case]]:
     ]
 
 
+def why_case(folder: Path) -> Case:
+    """Ours in batch-invariant mode, eager, whose tensors are looked at."""
+    (case,) = (c for group in sparse_cases(folder) for c in group if c.batch_invariant)
+    return replace(case, name="snapmla_sparse-why", study="why", graphs=False, force="")
+
+
 def sparse_timings(folder: Path, layers: int) -> list[Case]:
     """A case each engine and timing, since a prompt of so many tokens takes its time; in a process
     of its own, and once more within this one to tell the parts of a step."""
@@ -168,7 +175,7 @@ def prepare_sparse(folder: Path, layers: int) -> None:
 def prepare(folder: Path) -> None:
     """Models and prompts."""
     folder.mkdir(parents=True, exist_ok=True)
-    if not (folder / "prompts.json").exists():
+    if not (folder / "model" / "model.safetensors").exists():
         spec.write_model(folder / "model", spec.random_model(layers=4, heads=FEW))
         for heads in (FEW, WIDE):
             spec.write_config(folder / f"heads{heads}", spec.config(LAYERS, heads))

@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from profiles.contenders import PeerLibrary, make
+from profiles.contenders import make
 from profiles.fidelity.fake import CHUNK_ELEMENTS, SETTINGS, Setting, attend_quantised
 from profiles.fidelity.model import Attend
+from profiles.peer_libraries import PeerLibrary
 
 PAGE = 64
 MAX_S_Q = 8

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK
+from dsl_kernels.dims import EXPONENT_CHANNELS, HEAD_DIM_QK, KV_LORA_RANK
 from dsl_kernels.spec import VariantSpec
 from snapmla import runtime
 from snapmla.decode_plan import new_workspace
@@ -32,6 +32,7 @@ ARGUMENTS = (
 )  # fmt: skip
 TILE = 64
 P_LOG2_MAX, HEADROOM = 8.0, 15.0  # of the kernels' frames (dsl_kernels/sm90/dense_frames.py)
+HALF_TOP = 15  # log2 of what the largest of 16 channels is below, as partial results store it
 
 # FlashMLA's gates of its dense decode: an element is right by either, the cosine is of all.
 OUT_GATE, LSE_GATE, COSINE_GATE = (8e-4, 2.01 / 128), (1e-6, 8.01 / 65536), 5e-6
@@ -214,6 +215,15 @@ def _frames(t: Tensor, tile: int | None) -> Tensor:
     return frame[..., None]
 
 
+def stored_partial(out: Tensor) -> Tensor:
+    """Channels (..., 512), fp64, as partial results keep them: fp16 beneath an exponent of 16
+    channels (dsl_kernels/common/partials.py)."""
+    groups = out.unflatten(-1, (-1, EXPONENT_CHANNELS))
+    exponent = torch.frexp(groups.abs().amax(-1, keepdim=True)).exponent
+    scaled = torch.ldexp(groups, HALF_TOP - exponent)
+    return torch.ldexp(scaled.half().double(), exponent - HALF_TOP).flatten(-2)
+
+
 def gate_violations(actual: Tensor, expected: Tensor, gate: tuple[float, float]) -> int:
     """Elements that neither an absolute nor a relative error makes right, and NaN or infinities
     that are not the reference's."""
@@ -387,7 +397,33 @@ class DenseJob:
         ]
         limits = [limit.to(self.device) for limit in self.limits()]
         truth, _ = dense_reference(q, tokens, limits, SCALE)
+        rounded = metrics.relative_l2(self._mimic(q, tokens, limits).to(out.dtype), truth)
+        return replace(errors, allowed=MIMIC_FACTOR * rounded + FP32_SLACK)
+
+    def _mimic(self, q: Tensor, tokens: Sequence[Tensor], limits: Sequence[Tensor]) -> Tensor:
+        """(b, s_q, h, 512) with P in 16 bits and, of split sequences, partial results in fp16
+        (dsl_kernels/common/partials.py; of an fp16 cache they are fp32)."""
         dtype, tile = DTYPES[self.spec.dtype], self.spec.token_tile
         mimic, _ = dense_reference(q, tokens, limits, SCALE, dtype, tile)
-        rounded = metrics.relative_l2(mimic.to(out.dtype), truth)
-        return replace(errors, allowed=MIMIC_FACTOR * rounded + FP32_SLACK)
+        if dtype is torch.float16:
+            return mimic
+        for i, pieces in self._pieces().items():
+            of_pieces = [
+                dense_reference(
+                    q[i : i + 1], [tokens[i][begin:end]], [(limits[i] - begin).clamp(min=0)],
+                    SCALE, dtype, tile,
+                )
+                for begin, end in pieces
+            ]  # fmt: skip
+            out = torch.stack([stored_partial(out[0]) for out, _ in of_pieces])
+            weights = torch.stack([lse[0].T for _, lse in of_pieces]).softmax(0)
+            mimic[i] = (weights.nan_to_num()[..., None] * out).sum(0)
+        return mimic
+
+    def _pieces(self) -> dict[int, list[tuple[int, int]]]:
+        """Tokens of each piece of the sequences that the plan splits."""
+        tile, pieces = self.spec.token_tile, dict[int, list[tuple[int, int]]]()
+        for sequence, begin, end, slot, *_ in self.plan.work_items:
+            if slot >= 0:
+                pieces.setdefault(sequence, []).append((begin * tile, end * tile))
+        return pieces

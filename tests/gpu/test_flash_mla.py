@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from profiles import contenders
+from profiles.peer_libraries import FlashMlaBf16
 from snapmla import flash_mla
 from tests.support.bits import same_bits
 from tests.support.dense_steps import SCALE, DenseStep
@@ -259,7 +259,7 @@ def test_no_synchronisation_and_no_allocation(kind: str) -> None:
 def test_beside_flashmla(heads: int, s_q: int) -> None:
     """Its library's results, and ours over the records that it made."""
     folder = os.environ.get("SNAPMLA_PEERS")
-    peer = contenders.FlashMlaBf16("flashmla_bf16", Path(folder) if folder else None)
+    peer = FlashMlaBf16("flashmla_bf16", Path(folder) if folder else None)
     reason = peer.unavailable()
     if reason is not None:
         pytest.skip(reason)

@@ -19,6 +19,12 @@ from snapmla import env, runtime
 from snapmla.testing import selfcheck
 
 pytestmark = pytest.mark.gpu
+# RoPE of V3.2's first channels and V4's last ones, behind LayerNorm, RMSNorm or none; nobody builds
+# them by default
+FORMS_OF_INDEX_KEYS = (
+    "bf16_ii64_neox", "bf16_ii64_hd1_neox_layer_csbf16", "bf16_ii64_interleaved_layer",
+    "bf16_ii64_interleaved_rms_last", "f32_ii64_neox_rms", "f16_ii32_hd1_neox_last",
+)  # fmt: skip
 
 
 def there() -> list[str]:
@@ -53,18 +59,32 @@ def on_the_card(kernel: Callable[..., Any]) -> Callable[..., None]:
     return run
 
 
+def checked(spec: VariantSpec) -> selfcheck.Result:
+    """The small calls of its op by one kernel."""
+    artifact = runtime.find_or_build(spec, need_library=True)
+    record = json.loads((artifact.directory / f"{spec.name}.json").read_text("utf-8"))
+    names = [argument["name"] for argument in record["arguments"]]
+    return selfcheck.check_kernel(spec, on_the_card(runtime.kernel(spec, "cuda")), names)
+
+
 def test_small_calls_of_every_kernel() -> None:
     arch, wrong, seen = runtime.arch_of(torch.device("cuda")), {}, 0
     for name in there():
         spec = VariantSpec.from_name(name)
         if spec.arch != arch:
             continue
-        artifact = runtime.find_or_build(spec, need_library=True)
-        record = json.loads((artifact.directory / f"{name}.json").read_text("utf-8"))
-        names = [argument["name"] for argument in record["arguments"]]
-        kernel = on_the_card(runtime.kernel(spec, "cuda"))
-        result = selfcheck.check_kernel(spec, kernel, names)
+        result = checked(spec)
         seen += 1
         if not result.passed:
             wrong[name] = result.summary
     assert seen and not wrong, wrong
+
+
+@pytest.mark.parametrize("form", FORMS_OF_INDEX_KEYS)
+def test_index_keys_behind_norm_and_rope(form: str) -> None:
+    """By name, so that a record says whether they ran: the test above runs what it finds."""
+    spec = VariantSpec.from_name(f"append_index_k_x{form}_sm90a")
+    if runtime.find(spec) is None and runtime.jit_refusal():
+        pytest.skip(f"{spec.name} is compiled when it is asked for, and nothing compiles here")
+    result = checked(spec)
+    assert result.passed, result.summary

@@ -127,3 +127,29 @@ def test_what_is_not_finite_excuses_nothing() -> None:
     got = torch.tensor([math.nan, math.inf, -math.inf, 4e-6])
     missed, excused = dense_job.lse_outside(got, truth, lambda of: torch.full(of.shape, 17.0))
     assert missed.tolist() == [True, True, True, False] and excused == 1
+
+
+@pytest.mark.parametrize(("kept", "right"), [(torch.float16, True), (torch.bfloat16, False)])
+def test_partial_results_of_split_sequences_may_have_11_bits(
+    kept: torch.dtype, right: bool
+) -> None:
+    """Rows of a BF16 cache, merged from two parts whose partial results were rounded to ``kept``;
+    results in fp32, so that their own rounding hides nothing."""
+    torch.manual_seed(0)
+    spec = VariantSpec.from_name("dense_decode_split_r16_p16_dbf16_sm90a")
+    job = DenseJob(spec, [640], parts=2, s_q=1, heads=16, amplitude=30.0)
+    (pieces,) = job._pieces().values()
+    assert [begin for begin, _ in pieces[1:]] == [end for _, end in pieces[:-1]]
+    assert pieces[0][0] == 0 and pieces[-1][1] >= 640
+    results = [
+        dense_job.dense_reference(
+            job.q, [job.tokens[0][a:b]], [x.sub(a).clamp(min=0) for x in job.limits()],
+            dense_job.SCALE, torch.bfloat16,
+        )
+        for a, b in pieces
+    ]  # fmt: skip
+    lse = torch.stack([lse for _, lse in results])
+    weights = lse.softmax(0).permute(0, 1, 3, 2)[..., None]
+    out = sum(w * o.to(kept).double() for w, (o, _) in zip(weights, results, strict=True))
+    errors = job.errors((out.float(), lse.logsumexp(0).float()))
+    assert errors.right is right, errors

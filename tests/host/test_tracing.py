@@ -12,6 +12,7 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -791,3 +792,16 @@ def test_names_of_pytorch_are_there() -> None:
     """The quick queries, not their slower stand-ins."""
     assert tracing._modes is torch._C._len_torch_dispatch_stack
     assert tracing._transforms is torch._C._are_functorch_transforms_active
+
+
+@pytest.mark.parametrize("tracing_now", [False, True])
+@pytest.mark.parametrize("of_module", [False, True])
+def test_the_flag_of_fx(
+    monkeypatch: pytest.MonkeyPatch, of_module: bool, tracing_now: bool
+) -> None:
+    """A module's before torch 2.14, a thread's since."""
+    told = {"_is_fx_tracing_flag": tracing_now, "_get_is_fx_tracing": lambda: tracing_now}
+    name = "_is_fx_tracing_flag" if of_module else "_get_is_fx_tracing"
+    monkeypatch.setattr(tracing, "_fx", SimpleNamespace(**{name: told[name]}))
+    monkeypatch.setattr(tracing, "_FX_FLAG", of_module)
+    assert tracing.active() == tracing_now

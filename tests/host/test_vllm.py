@@ -138,7 +138,8 @@ def test_an_override_takes_what_vllm_passes(release: str, name: str) -> None:
 def test_what_the_backend_uses_is_on_record() -> None:
     """Names that it imports from vLLM, and attributes of vLLM's MLA module."""
     used = set()
-    for path in (SOURCE, PREFILL, SPARSE, INDEXER, SOURCE.with_name("__init__.py")):
+    others = (SOURCE.with_name(name) for name in ("__init__.py", "invariant.py"))
+    for path in (SOURCE, PREFILL, SPARSE, INDEXER, *others):
         tree = ast.parse(path.read_text())
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("vllm"):

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from codegen import toolchain
-from profiles import check, contenders, shapes
-from profiles.contenders import Problem
+from profiles import check, contenders, peer_libraries, shapes
+from profiles.decode_row import SOFTMAX_SCALE, Problem
 from profiles.pools import RowsPool
 from profiles.shapes import DecodeShape
 from snapmla.testing import metrics
@@ -28,7 +28,7 @@ def peers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if compiler is None:
         pytest.skip("needs a C compiler")
     folder = tmp_path_factory.mktemp("peers")
-    target = folder / contenders.PEER_FILES["etap"]
+    target = folder / peer_libraries.PEER_FILES["etap"]
     target.parent.mkdir()
     words = [compiler, "-O2", "-shared", "-fPIC", str(STAND_IN), "-o", str(target), "-lm"]
     subprocess.run(words, check=True)
@@ -59,8 +59,8 @@ def test_etap_gives_its_library_what_it_wants(
     parts: int,
     dtype: torch.dtype,
 ) -> None:
-    monkeypatch.setattr(contenders, "_sm90_count", lambda device: 132)
-    monkeypatch.setattr(contenders, "_stream", lambda device: 0)
+    monkeypatch.setattr(peer_libraries, "_sm90_count", lambda device: 132)
+    monkeypatch.setattr(peer_libraries, "_stream", lambda device: 0)
     given, pool = problem(heads, s_q, dtype)
     contender = contenders.make("etap", peers)
     assert contender.unavailable() is None and contender.refuses(given.shape) is None
@@ -78,7 +78,7 @@ def test_etap_gives_its_library_what_it_wants(
             tokens = pool.load((table[:, None] * 64 + torch.arange(64)).flatten())
             truths[request] = check.decode_truth(
                 entry.query[request], lambda a, b, k=tokens: k[a:b], length,
-                contenders.SOFTMAX_SCALE,
+                SOFTMAX_SCALE,
             )  # fmt: skip
         gates = dict.fromkeys(truths, contender.gate)
         verdict = check.check_decode(out, lse, truths, gates, strict_lse=True)
@@ -89,8 +89,8 @@ def test_etap_gives_its_library_what_it_wants(
 
 def test_etap_in_fp16_in_the_bench(peers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It asks for an fp16 pool, ours of ``cache=f16``, and rounds the bench's BF16 queries."""
-    monkeypatch.setattr(contenders, "_sm90_count", lambda device: 132)
-    monkeypatch.setattr(contenders, "_stream", lambda device: 0)
+    monkeypatch.setattr(peer_libraries, "_sm90_count", lambda device: 132)
+    monkeypatch.setattr(peer_libraries, "_stream", lambda device: 0)
     etap = contenders.make("etap:cache=f16", peers)
     assert etap.pool_key() == contenders.make("snapmla:cache=f16", None).pool_key()
     assert contenders.make("etap", peers).pool_key() == ("bf16",)
@@ -118,7 +118,7 @@ def test_etap_takes_more_rows_than_its_schedule_only_with_an_error(
     peers: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An H20 has 78 SMs: no part is left for more than 78 blocks of 64 rows."""
-    monkeypatch.setattr(contenders, "_sm90_count", lambda device: 78)
+    monkeypatch.setattr(peer_libraries, "_sm90_count", lambda device: 78)
     given, pool = problem(128, 40)
     with pytest.raises(ValueError, match="parts, got 0"):
         contenders.make("etap", peers).enter(given, pool)
@@ -140,5 +140,5 @@ def test_etap_refuses_what_its_kernels_get_wrong() -> None:
 
 def test_the_docs_list_every_library() -> None:
     page = (ROOT / "profiles" / "results" / "README.md").read_text()
-    for name, file in contenders.PEER_FILES.items():
+    for name, file in peer_libraries.PEER_FILES.items():
         assert f"| `{name}` | `{file}`" in page

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from profiles import dense_accuracy, flashmla_grid
-from profiles.contenders import SOFTMAX_SCALE, Contender, Entry, Problem
+from profiles.decode_row import SOFTMAX_SCALE, Contender, Entry, Problem
 from profiles.dense_accuracy import Figure, Found
 from profiles.flashmla_grid import KINDS, NEAR_ZERO
 from snapmla.testing.dense_reference import dense_decode_reference

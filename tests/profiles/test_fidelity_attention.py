@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from dsl_kernels.dims import CACHE_TOPS
-from profiles.contenders import PeerLibrary
 from profiles.fidelity import attention, fake
 from profiles.fidelity.attention import Blocks, attend_plainly
 from profiles.fidelity.fake import SETTINGS, Setting, attend_quantised
 from profiles.fidelity.study import biased, divergence, errors
+from profiles.peer_libraries import PeerLibrary
 from snapmla.testing.reference import reference_from_unquantised
 from snapmla.testing.rounding import FP64, MIMIC, MIMIC_HW_FULL
 from tests.support.needs import needs_kernels

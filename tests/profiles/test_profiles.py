@@ -6,6 +6,7 @@ import dataclasses
 import json
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -399,6 +400,21 @@ def test_how_a_page_begins(monkeypatch: pytest.MonkeyPatch) -> None:
         text = (bench.supervise.ROOT / "profiles" / "results" / f"{name}.md").read_text()
         form = r"# .+\n\n`python -m profiles\.\w+.*`\n\n- commit .{40}, \S+Z\n- gpu .+\n- .+\n\n\|"
         assert re.match(form, text)
+
+
+def test_a_page_keeps_the_rows_of_a_run_that_was_stopped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def rows() -> Iterator[str]:
+        yield "| 1 | 2 |"
+        yield "| 3 | 4 |"
+        raise KeyboardInterrupt
+
+    path = tmp_path / "page.md"
+    with pytest.raises(KeyboardInterrupt):
+        page.write_rows(path, ["# Title", ""], ("one", "other"), rows())
+    assert path.read_text() == "# Title\n\n| one | other |\n|---|---|\n| 1 | 2 |\n| 3 | 4 |\n"
+    assert capsys.readouterr().out == "| 1 | 2 |\n| 3 | 4 |\n"
 
 
 def test_the_recorded_command_names_no_folder() -> None:

@@ -1,4 +1,4 @@
-"""The comparisons of the second tables of sparse prefill; their times need a GPU."""
+"""The comparison of sparse prefill from the FP8 cache; its times need a GPU."""
 
 from __future__ import annotations
 

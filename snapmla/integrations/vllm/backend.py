@@ -42,7 +42,7 @@ from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK, QK_ROPE_HEAD_DIM
 from snapmla import attention, cache, fetch, layouts, plan_cache, quant
 from snapmla.decode_plan import DecodePlan
 from snapmla.integrations import vllm as plugin
-from snapmla.integrations.vllm import refuse
+from snapmla.integrations.vllm import invariant, refuse
 from snapmla.integrations.vllm.prefill import KeyParts, SnapMLAPrefillBackend
 
 PAGE = 64
@@ -161,6 +161,7 @@ class SnapMLAMetadataBuilder(mla.MLACommonMetadataBuilder[SnapMLAMetadata]):
             # Else a prompt of few tokens is decode where it comes first in its batch.  The builder
             # reads this for nothing else.
             self.use_pcp = True
+            invariant.serve(device)
         self._pin = False
         self.plans = plan_cache.PlanCache(
             self.num_heads * self.dcp_world_size,  # decode gathers the heads of all ranks

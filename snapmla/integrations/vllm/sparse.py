@@ -48,7 +48,7 @@ from dsl_kernels.dims import HEAD_DIM_QK
 from snapmla import cache, quant
 from snapmla.integrations import vllm as plugin
 from snapmla.integrations.vllm import indexer as choosing
-from snapmla.integrations.vllm import refuse
+from snapmla.integrations.vllm import invariant, refuse
 from snapmla.integrations.vllm.backend import operators
 from snapmla.sparse.decode import sparse_decode
 from snapmla.sparse.plan_cache import SparsePlanCache
@@ -203,6 +203,7 @@ class SnapMLASparseMetadataBuilder(sparse.SparseMLACommonMetadataBuilder[SnapMLA
         refuse.sparse_settings(vllm_config, ASKS_FOR_KERNEL)
         if envs.VLLM_BATCH_INVARIANT:  # before layers ask for it, at their first step
             vllm_config.attention_config.sparse_mla_force_mqa = True
+            invariant.serve(device)
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._init_reorder_batch_threshold(
             MOST_DECODED, supports_spec_as_decode=True, supports_dcp_with_varlen=True

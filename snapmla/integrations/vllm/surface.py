@@ -28,6 +28,8 @@ RELIED = (
     "vllm.v1.kv_cache_interface:KVQuantMode",
     QUANT_MODE,
     "vllm.envs:VLLM_BATCH_INVARIANT",
+    "vllm._custom_ops:fused_add_rms_norm",
+    "vllm.model_executor.layers.layernorm:rms_norm_batch_invariant",
     "vllm.config:get_current_vllm_config_or_none",
     "vllm.distributed.parallel_state:get_dcp_group",
     f"{_BACKEND}:AttentionCGSupport.UNIFORM_BATCH",

@@ -1,0 +1,80 @@
+"""What batch invariance needs of vLLM beside attention: a norm that sums a row in one order.
+
+vLLM's kernel that adds a residual and norms (``fused_add_rms_norm``) sums a row with up to 1024
+threads in steps of fewer than 256 tokens and with 256 in larger ones, under ``VLLM_BATCH_INVARIANT``
+too (vLLM 0.26; pull request 48391 of vllm-project/vllm mended it later).  So a short prompt alone
+has other bits than within a step of other prompts.  Where the kernel does so, rows are added first
+and go through vLLM's own batch-invariant norm then, which has a program a row.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+FEW, MANY, WIDTH = 128, 1024, 512  # rows on both sides of 256; channels of a row
+NAME = "rms_norm_batch_invariant"
+
+Norm = Callable[..., Any]
+
+
+def serve(device: torch.device) -> bool:
+    """Makes vLLM's batch-invariant norm one, in this process; says whether that was needed.
+
+    May be called again.  Norms are looked up at each call, so models that exist get it, too.
+    """
+    if device.type != "cuda":
+        return False
+    from vllm import _custom_ops as ops
+    from vllm.model_executor.layers import layernorm
+
+    theirs = getattr(layernorm, NAME)
+    if isinstance(theirs, RowByRow):
+        return True
+    needed = depends_on_rows(ops.fused_add_rms_norm, device)
+    if needed:
+        setattr(layernorm, NAME, RowByRow(theirs))
+    return needed
+
+
+def depends_on_rows(fused: Norm, device: torch.device) -> bool:
+    """Whether rows come out otherwise within ``MANY`` than within ``FEW``.
+
+    Args:
+        fused: (input, residual, weight, epsilon), both of the first in place.
+    """
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(MANY, WIDTH, generator=generator).to(device)  # float32: all bits are seen
+    weight = torch.ones(WIDTH, device=device)
+    whole, parts = rows.clone(), rows.clone()
+    fused(whole, torch.zeros_like(whole), weight, 1e-6)
+    for part in parts.split(FEW):
+        fused(part, torch.zeros_like(part), weight, 1e-6)
+    return not torch.equal(whole, parts)
+
+
+class RowByRow:
+    """vLLM's batch-invariant norm, whose residual is added before.
+
+    Attributes:
+        theirs: (input, weight, eps, residual=).
+    """
+
+    def __init__(self, theirs: Norm) -> None:
+        self.theirs = theirs
+        functools.update_wrapper(self, theirs)
+
+    def __call__(
+        self,
+        input: torch.Tensor,
+        weight: torch.Tensor | None,
+        eps: float = 1e-6,
+        residual: torch.Tensor | None = None,
+    ) -> Any:
+        if residual is None:
+            return self.theirs(input, weight, eps)
+        residual.add_(input)  # in place, as the kernel does it
+        return self.theirs(residual, weight, eps), residual
