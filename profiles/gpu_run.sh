@@ -38,6 +38,10 @@
 #   sparse-v4[:ARG,ARG...]     the same over V4's two caches (profiles.sparse_v4_cost ARG ARG...);
 #                              before pack: python -m codegen build of
 #                              sparse_decode_mix16_rR_obf16_kvfp8_v4_sm90a, R of 64, 32, 16
+#   sparse-528[:ARG,ARG...]    over tokens of 528 bytes beside 656 (profiles.sparse_528_cost ARG
+#                              ARG...); before pack: python -m codegen build of
+#                              sparse_decode_mix16_rR_obf16_kvF_sm90a, R of 64, 32, 16, F of
+#                              fp8_nope, fp8_v41_planar, fp8_v41_rows
 #   sparse-prefill[:ARG,ARG...]  sparse prefill beside FlashMLA (profiles.sparse_prefill_cost ARG
 #                              ARG...); before pack: python -m codegen build of
 #                              sparse_prefill_rR_dD_sm90a, R of 64, 32, 16, D of 576, 512
@@ -269,6 +273,10 @@ run_part() {
             # shellcheck disable=SC2086  # a list of words
             timeout -k 10 "$seconds" "$python" -m "profiles.${kind//-/_}_cost" --peers .peers \
                 --out "$work" ${what//,/ }
+            ;;
+        sparse-528)
+            # shellcheck disable=SC2086  # a list of words
+            timeout -k 10 "$seconds" "$python" -m profiles.sparse_528_cost --out "$work" ${what//,/ }
             ;;
         index)
             # shellcheck disable=SC2086  # a list of words

@@ -109,7 +109,7 @@ def decode(
             With a 16-bit cache bfloat16 or float16, as the cache, (b, s_q, h, 576) or ragged,
             contiguous; with several KV heads query heads j * g to (j + 1) * g - 1 read KV head j,
             where g = h / num_kv_heads.  Over formats of bytes bfloat16 of as many channels as K
-            has: 576, of ``fp8_v4`` 512.
+            has: 576 of ``fp8_ds_mla``, else 512.
         cache: pages that ``block_table`` points into.
         block_table: int32 (b, width); row i lists the pages of sequence i.  Entries past a
             sequence's end may be anything.
@@ -126,13 +126,14 @@ def decode(
         empty_lse: LSE of a row that sees no token, ``-inf`` or ``+inf``; its output is 0.
         out_dtype: dtype of an allocated ``out``; None: bfloat16, or that of a 16-bit cache.
         pipeline: decode pipeline of a plan made here; must agree with a given plan.
-        indices: sparse attention, over a cache of format ``fp8``, ``fp8_ds_mla`` or ``fp8_v4``, or
-            a BF16 cache with one KV head whose pages follow one another: int32 (b, s_q, topk), or
-            with ragged queries, which BF16 does not take, (total_q, topk): what each query token
-            attends to, as page * page_size + offset, in any order.  What is negative or behind the
-            pool is no token, anywhere in the row, and never read; a token that is named twice
-            counts twice.  ``block_table`` and ``cache_seqlens`` are then not looked at, there is no
-            causal rule, and ``plan`` comes from ``plan_sparse_decode``.
+        indices: sparse attention, over a cache of format ``fp8``, ``fp8_ds_mla``, ``fp8_v4``,
+            ``fp8_v41_planar``, ``fp8_v41_rows`` or ``fp8_nope``, or a BF16 cache with one KV head
+            whose pages follow one another: int32 (b, s_q, topk), or with ragged queries, which BF16
+            does not take, (total_q, topk): what each query token attends to, as page * page_size +
+            offset, in any order.  What is negative or behind the pool is no token, anywhere in the
+            row, and never read; a token that is named twice counts twice.  ``block_table`` and
+            ``cache_seqlens`` are then not looked at, there is no causal rule, and ``plan`` comes
+            from ``plan_sparse_decode``.
         topk_length: int32 (b,): how many entries of each row of a sequence count, the first ones;
             what is behind them is not read.  None: those that the plan was made for, or all.
         attn_sink: float32 (h,), with ``indices``: a logit a head that weighs in ``out`` and has no

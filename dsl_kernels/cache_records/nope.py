@@ -27,6 +27,7 @@ RECORD = Record(
     group=GROUP,
     least_scale=2.0**-126,
     zero_scale=ZEROS,
+    sparse="mix16",
     element="uint8",
     about="a cache of format 'fp8_nope'",
     parts=("kv",),

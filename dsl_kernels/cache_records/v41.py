@@ -32,6 +32,8 @@ def _record(name: str, **bytes_of_it: Any) -> Record:
         scale_bytes=SCALES,
         group=GROUP,
         least_scale=2.0**-22,  # as of V4
+        sparse="mix16",
+        two_lists=True,
         element="uint8",
         about=f"a cache of format {name!r}",
         parts=("kv",),

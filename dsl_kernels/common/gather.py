@@ -165,9 +165,11 @@ class GatherRows:
         by_lines: whether an instruction copies 128 bytes of four rows instead of 512 of one.
         copies: off in builds for the bound of math alone, where only the first tiles are copied,
             one a stage.
+        rope: whether tokens have RoPE beside content.
     """
 
     warps = 4
+    rope = True
     scale_bytes, of_warps = SCALE, GROUPS
 
     def __init__(
@@ -310,16 +312,19 @@ class GatherRows:
 
     def _targets(self, st, first, lane):
         """Shared addresses, in stage 0, of what this thread copies of its warp's first rows: of
-        content, of RoPE of four rows, of a scale."""
+        content, of RoPE of four rows (without, anything), of a scale."""
         line, chunk = lane // 8, lane % 8
         rows = first * (GROUP * LINE)
         to_r = rows + line * LINE + (chunk ^ line) * CHUNK
         to_c = to_r
         if not self.by_lines:  # a row's line in one of four column blocks
             to_c = rows + line * (self.work.tile * LINE) + chunk * CHUNK
-        to_c, to_r = (x + field.data_ptr().toint() for x, field in ((to_c, st.kc), (to_r, st.kr)))
-        to_s = st.ks.data_ptr().toint() + (first * GROUP + lane) * self.scale_bytes
-        return [compat.opaque(x) for x in (to_c, to_r, to_s)]
+        to = [to_c + st.kc.data_ptr().toint()]
+        if self.rope:
+            to.append(to_r + st.kr.data_ptr().toint())
+        to.append(st.ks.data_ptr().toint() + (first * GROUP + lane) * self.scale_bytes)
+        to = [compat.opaque(x) for x in to]
+        return to if self.rope else [to[0], *to]
 
     def _planes(self, cache, lane):
         """``Plane`` of content, RoPE, scale."""
@@ -352,7 +357,7 @@ class GatherRows:
         for j in range(GROUP):
             source, size = self._source(planes[0], *self._held(page, offset, first + j), CHUNK)
             copy(at_c ^ (j * CHUNK), source, size, to=j * LINE)
-        for k in range(2):
+        for k in range(2 if self.rope else 0):
             of = self._held(page, offset, first + 4 * k + line)
             source, size = self._source(planes[1], *of, CHUNK)
             copy(at_r ^ (k * HALF), source, size, to=k * 4 * LINE)
@@ -366,8 +371,9 @@ class GatherRows:
             for block in range(D // LINE):
                 to = k * 4 * LINE + block * (self.work.tile * LINE)
                 copy(target, source, size, to=to, ahead=block * LINE)
-            source, size = self._source(planes[1], *of, CHUNK)
-            copy(at_r ^ (k * HALF), source, size, to=k * 4 * LINE)
+            if self.rope:
+                source, size = self._source(planes[1], *of, CHUNK)
+                copy(at_r ^ (k * HALF), source, size, to=k * 4 * LINE)
 
     @staticmethod
     def _held(page, offset, lane):

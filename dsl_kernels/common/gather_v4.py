@@ -51,10 +51,10 @@ class TwoWork(NamedTuple):
 
 
 class TwoPools(NamedTuple):
-    """Where tokens of both caches are, as ``GatherV4.source`` gives them to the kernel.
+    """Where tokens of both caches are, as ``GatherTwo.source`` gives them to the kernel.
 
     Attributes:
-        rows, extra_rows: u8 (pages, P, 584).
+        rows, extra_rows: u8 (pages, P, bytes of a token).
         count, extra_count: tokens of the pools.
         by_page, extra_by_page: divisors by P.
     """
@@ -111,15 +111,20 @@ class TwoLists(TokenLists):
         tiles = Int32(NOWHERE)
         if work.extra_indices.shape[1] > 0:
             tiles = Int32(cute.ceil_div(work.block_table.shape[1], self.tile))
-            extra = compat.at_most(work.extra_length[batch], work.extra_indices.shape[1])
+            extra = cutlass.max(work.extra_length[batch], 0)
+            extra = compat.at_most(extra, work.extra_indices.shape[1])
         lists = Lists(work, token, tiles, count, extra)
         return lists, lists
 
 
-class GatherV4(GatherRecords):
-    """``GatherRecords`` of V4's pages, of two caches."""
+class GatherTwo(GatherRecords):
+    """``GatherRecords`` of two caches.
 
-    scale_bytes = SCALE_BYTES
+    Attributes:
+        record: of both.
+    """
+
+    record = RECORD
 
     # ---------------------------------------------------------------- lists
 
@@ -165,12 +170,12 @@ class GatherV4(GatherRecords):
 
     def _planes(self, cache, lane):
         """(``TwoPools``, bytes from a line's first to this lane's)"""
-        return cache.source, lane % 8 * CHUNK
+        return cache.source, (lane % 8 if self.by_lines else lane) * CHUNK
 
-    @staticmethod
-    def _planes_of(pools, second, of_line):
+    def _planes_of(self, pools, second, of_line):
         """``Plane`` of data and of scales of one cache: tokens lie apart as their planes say."""
-        data, scales = RECORD.planes
+        scale = self.record.scale
+        data, scales = self.record.planes[0], self.record.planes[scale.plane]
         rows, extra = pools.rows, pools.extra_rows
         first = cutlass.select_(
             second, Int64(extra.iterator.toint()), Int64(rows.iterator.toint())
@@ -179,8 +184,21 @@ class GatherV4(GatherRecords):
         p = Int32(cutlass.select_(second, Int32(extra.shape[1]), Int32(rows.shape[1])))
         return (
             Plane(Int64(first) + of_line, page, Uint32(data)),
-            Plane(Int64(first) + Int64(p) * RECORD.begins(1), page, Uint32(scales)),
+            Plane(self._first_scale(Int64(first), p), page, Uint32(scales)),
         )
+
+    def _first_scale(self, first, p):
+        """Address of the scales of a cache's first token, whose page has ``p``."""
+        plane = self.record.scale.plane
+        if plane:
+            first = first + Int64(p) * self.record.begins(plane)
+        return first + self.record.scale.at if self.record.scale.at else first
+
+
+class GatherV4(GatherTwo):
+    """``GatherTwo`` of V4's pages."""
+
+    scale_bytes = SCALE_BYTES
 
     def _targets(self, st, first, lane):
         """The base class' and, last, where the half line of the first of four rows goes."""

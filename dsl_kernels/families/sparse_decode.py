@@ -42,7 +42,7 @@ AXES = (
     Axis(
         "cache_dtype",
         "kv",
-        ("fp8", "fp8_ds_mla", "fp8_v4"),
+        ("fp8", "fp8_ds_mla", "fp8_v4", "fp8_v41_planar", "fp8_v41_rows", "fp8_nope"),
         lambda values: CACHES[values["pipeline"]],
         named=False,
     ),
@@ -52,6 +52,9 @@ MODULES = {
     ("sm_90a", "f16", "fp8"): "dsl_kernels.sm90.f16",
     ("sm_90a", "mix16", "fp8_ds_mla"): "dsl_kernels.sm90.mix16",
     ("sm_90a", "mix16", "fp8_v4"): "dsl_kernels.sm90.mix16_v4",
+    ("sm_90a", "mix16", "fp8_v41_planar"): "dsl_kernels.sm90.mix16_v41",
+    ("sm_90a", "mix16", "fp8_v41_rows"): "dsl_kernels.sm90.mix16_v41",
+    ("sm_90a", "mix16", "fp8_nope"): "dsl_kernels.sm90.mix16_nope",
 }
 
 

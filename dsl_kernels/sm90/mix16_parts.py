@@ -144,11 +144,13 @@ class QueryRows:
 
     Attributes:
         channels: of content.
+        rope: whether there is RoPE beside it.
         rows: of a CTA.
         warps: that convert them.
     """
 
     channels = D
+    rope = True
 
     def __init__(self, rows: int, warps: int):
         self.rows, self.warps = rows, warps
@@ -176,8 +178,7 @@ class QueryRows:
         block = const_expr(self.rows * 128)
         at = st.qc.data_ptr().toint() + stage * (self.rows * self.channels * 2) + row * 128
         at = at + part * block
-        at_r = st.qr.data_ptr().toint() + stage * (self.rows * R * 2) + row * 128
-        rope = self._words(at_r, lane, 2, 2 * part)
+        at_r, rope = self._rope_words(st, stage, row, part, lane)
         largest_rope = self._largest(rope)
         largest = Uint32(compat.opaque(Int32(0)))
         for x in cutlass.range(2, unroll=1):
@@ -193,6 +194,13 @@ class QueryRows:
             factors = st.factors.get_tensor(cute.make_layout(padded_size(self.rows)))
             back = ((field - Uint32(Q_TOP)) << Uint32(23)).bitcast(Float32)  # 2^-p
             factors[row_position(row, self.rows)] = call.softmax_scale * LOG2E * back
+
+    def _rope_words(self, st, stage, row, part, lane):
+        """(address of a row's RoPE, a lane's words of it); of none there are no words."""
+        if not self.rope:
+            return None, []
+        at = st.qr.data_ptr().toint() + stage * (self.rows * R * 2) + row * 128
+        return at, self._words(at, lane, 2, 2 * part)
 
     def _line(self, at, x, part, block):
         """Address of a lane's column block of turn ``x``, which is the (4 x + ``part``)-th."""
@@ -224,7 +232,7 @@ class QueryRows:
         sizes = [four[w] & Uint32(0x7FFF7FFF) for four in chunks for w in range(4)]
         while len(sizes) > 1:
             sizes = [larger_halves(*pair) for pair in zip(sizes[::2], sizes[1::2], strict=True)]
-        return sizes[0]
+        return sizes[0] if sizes else Uint32(0)
 
     @staticmethod
     def _exponent(content, rope):
@@ -270,7 +278,13 @@ class RecordScales:
     own      (group, token): the ratio to sigma of K, twice in a word
     ratios   (8, 4, group): words of two neighbouring tokens' ratios, those of a quad lane of V^T's
              fragments together: word i of lane c is tokens 8 i + 2 c and the next
+
+    Attributes:
+        groups: of a token.
+        words: from a token's ratios for K to the next one's.
     """
+
+    groups = words = GROUPS
 
     def __init__(self, stages: int):
         self.stages = stages
@@ -282,8 +296,8 @@ class RecordScales:
         return dict(
             ks=array(Float32, GROUPS * n, 128),
             facts=array(Float32, 4 * n, 128),
-            own=array(U32, GROUPS * n, 128),
-            ratios=array(U32, GROUPS * n // 2, 128),
+            own=array(U32, self.words * n, 128),
+            ratios=array(U32, self.groups * n // 2, 128),
         )
 
     def of_tokens(self, st):
@@ -296,11 +310,11 @@ class RecordScales:
 
     def own(self, st):
         """(group, token, stage)"""
-        return st.own.get_tensor(cute.make_layout((GROUPS, TILE, self.stages)))
+        return st.own.get_tensor(cute.make_layout((self.words, TILE, self.stages)))
 
     def ratios(self, st):
         """(word of a quad lane, quad lane, group, stage)"""
-        return st.ratios.get_tensor(cute.make_layout((8, 4, GROUPS, self.stages)))
+        return st.ratios.get_tensor(cute.make_layout((8, 4, self.groups, self.stages)))
 
     def maker(self, st):
         """``on_full`` of the loader (gather_records.py)."""

@@ -35,7 +35,7 @@ class VTile(NamedTuple):
         base: pointer to its first channel's bytes.
         offset: where the lane's first matrix row lies (``own_offset``).
         stage: of the ring.
-        group: of channels that share a scale, the warp's.
+        group: of channels that share a scale, the warp's first.
     """
 
     base: Any
@@ -51,11 +51,13 @@ class ProductsOfV:
         parts: what the pipeline is composed of.
         rows_cta: query rows of the CTA.
         sum_factor: what row sums are kept times.
+        units_a_ratio: units one behind another whose channels share a scale.
     """
 
     parts: Any
     rows_cta: int
     sum_factor = SUM_FACTOR
+    units_a_ratio = UNITS // 2
 
     def pv_mma(self):
         return tiled_mma(F16, self.rows_cta, a_in_registers=True)
@@ -131,8 +133,10 @@ class ProductsOfV:
             if u + 1 == UNITS:
                 break
             raw = self.load_v(tile.base, tile.offset, u + 1)
-            if u + 1 == UNITS // 2:
-                ratio = self.load_ratio(st, tile.stage, tile.group, 1)
+            if (u + 1) % self.units_a_ratio == 0:
+                half, d = divmod(u + 1, UNITS // 2)
+                group = tile.group + d // self.units_a_ratio if d else tile.group
+                ratio = self.load_ratio(st, tile.stage, group, half)
             if u > 0:
                 warpgroup.wait_group(1)
             held[(u + 1) % 2] = self.to_v(raw, ratio)

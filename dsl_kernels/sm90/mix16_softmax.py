@@ -66,9 +66,11 @@ class MixSoftmax(AcrossWarps):
         rows_cta: query rows of the CTA.
         units: k steps over the content that are converted at once.
         least: what a token's value is more than.
+        rope: whether K has RoPE beside content.
     """
 
     inv_ring = INV_RING
+    rope = True
     least = 0.5 * NEVER
 
     def __init__(self, parts: Parts):
@@ -223,7 +225,7 @@ class MixSoftmax(AcrossWarps):
         return raws
 
     def to_k(self, raws, ratio):
-        """A fragments of them; ``ratio``: words by which the two tokens are multiplied, or None."""
+        """A fragments of them; ``ratio``: of ``load_ratio``, or None."""
         mma = self.score_mma()
         frag = mma.make_fragment_A(mma.partition_shape_A((64, 32 * len(raws))))
         words = cute.recast_tensor(frag, U32)
@@ -233,9 +235,22 @@ class MixSoftmax(AcrossWarps):
                 for e in range(2):  # token g, token g + 8
                     pair = unpack(raw[2 * y + e])
                     if ratio is not None:
-                        pair = [times(word, ratio[e]) for word in pair]
+                        own = self.ratio_of(ratio, x)[e]
+                        pair = [times(word, own) for word in pair]
                     words[at + e], words[at + e + 2] = pair
         return frag
+
+    def load_ratio(self, own, stage, token, unit: int, held=None):
+        """Words by which the thread's two tokens are multiplied in a unit's channels; ``held``:
+        those of the unit before."""
+        group = self.group_of(unit)
+        if held is not None and group == self.group_of(unit - 1):
+            return held
+        return [own[group, token + 8 * e, stage] for e in range(2)]
+
+    def ratio_of(self, ratio, x: int):
+        """Those of a unit's 32 channels from 32 ``x`` on: the same for all."""
+        return ratio
 
     @staticmethod
     def operands(tools, q_stage, stage):
@@ -259,6 +274,12 @@ class MixSoftmax(AcrossWarps):
             atom.set(warpgroup.Field.ACCUMULATE, True)
         warpgroup.commit_group()
 
+    def issue_rope(self, acc, rKr, rQr, accumulate: bool) -> None:
+        """RoPE's WGMMAs, committed."""
+        wgmma_fence()
+        issue(self.rope_mma(), acc, rKr, rQr, accumulate=accumulate)
+        warpgroup.commit_group()
+
     def group_of(self, unit: int) -> int:
         """The group of a unit's channels."""
         return self.units[unit][0] // (STEPS // GROUPS)
@@ -276,16 +297,14 @@ class MixSoftmax(AcrossWarps):
         units = const_expr(len(self.units))
         t, token = self.accumulator(), wwarp * 16 + lane // 4
         own = self.parts.scales.own(st)
-        ratio = [own[0, token + 8 * e, stage] for e in range(2)]
+        ratio = self.load_ratio(own, stage, token, 0)
         raws = self.load_k(st, stage, wwarp, lane, 0)
         held = [self.to_k(raws, ratio), None]
         raws = self.load_k(st, stage, wwarp, lane, 1)
         for u in cutlass.range_constexpr(units):
             self.issue_unit(t, held[u % 2], rQ, u, u > 0)
             if const_expr(u + 1 < units):
-                if const_expr(self.group_of(u + 1) > self.group_of(u)):
-                    group = const_expr(self.group_of(u + 1))
-                    ratio = [own[group, token + 8 * e, stage] for e in range(2)]
+                ratio = self.load_ratio(own, stage, token, u + 1, ratio)
                 if const_expr(u > 0):
                     warpgroup.wait_group(1)
                 held[(u + 1) % 2] = self.to_k(raws, ratio)
@@ -294,10 +313,9 @@ class MixSoftmax(AcrossWarps):
         warpgroup.wait_group(0)
         for v in cutlass.range_constexpr(self.fragment.values):
             t[v] = t[v] * sigma[self.fragment.token(v)]
-        wgmma_fence()
-        issue(self.rope_mma(), t, rKr, rQr, accumulate=True)
-        warpgroup.commit_group()
-        warpgroup.wait_group(0)
+        if const_expr(self.rope):
+            self.issue_rope(t, rKr, rQr, True)
+            warpgroup.wait_group(0)
         return t
 
     @cute.jit
@@ -307,9 +325,10 @@ class MixSoftmax(AcrossWarps):
         units = const_expr(len(self.units))
         sums, t = [self.accumulator() for _ in range(GROUPS)], self.accumulator()
         raws = self.load_k(st, stage, wwarp, lane, 0)
-        wgmma_fence()
-        issue(self.rope_mma(), t, rKr, rQr, accumulate=False)
-        warpgroup.commit_group()
+        if const_expr(self.rope):
+            self.issue_rope(t, rKr, rQr, False)
+        else:
+            t.fill(0.0)
         held = [self.to_k(raws, None), None]
         raws = self.load_k(st, stage, wwarp, lane, 1)
         for u in cutlass.range_constexpr(units):

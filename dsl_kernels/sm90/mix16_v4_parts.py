@@ -82,24 +82,12 @@ class V4QueryRows(QueryRows):
 class V4Scales(RecordScales):
     """``RecordScales`` of seven powers of two; ``own`` has a word more than groups."""
 
+    groups, words = GROUPS, WORDS
+
     @property
     def fields(self) -> dict:
         """Storage."""
-        n = TILE * self.stages
-        return dict(
-            ks=array(U32, SCALE_BYTES // 4 * n, 128),
-            facts=array(Float32, 4 * n, 128),
-            own=array(U32, WORDS * n, 128),
-            ratios=array(U32, GROUPS * n // 2, 128),
-        )
-
-    def own(self, st):
-        """(group, token, stage)"""
-        return st.own.get_tensor(cute.make_layout((WORDS, TILE, self.stages)))
-
-    def ratios(self, st):
-        """(word of a quad lane, quad lane, group, stage)"""
-        return st.ratios.get_tensor(cute.make_layout((8, 4, GROUPS, self.stages)))
+        return {**super().fields, "ks": array(U32, SCALE_BYTES // 4 * TILE * self.stages, 128)}
 
     def _words_of_lane(self, st, stage):
         """Scales of the lane's two tokens, as bytes; to be read anew wherever they are wanted, as

@@ -1,7 +1,7 @@
-"""The exported function of sparse decode over 656-byte rows (ds_mla.py): its arguments.
+"""The exported function of sparse decode over rows of bytes (ds_mla.py, nope.py): its arguments.
 
 As sparse_entry.py's, but the cache is one tensor of bytes, and queries are 16 bits as they are: one
-tensor of 576 channels.
+tensor.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from .. import compat
-from ..cache_records.ds_mla import ROW_BYTES
+from ..cache_records.ds_mla import RECORD
+from ..cache_records.record import Record
 from ..common.epilogue import Results
 from ..common.types import BF16, U8
 from ..common.work_list import Work
-from ..dims import HEAD_DIM_QK, MERGE
+from ..dims import MERGE
 from .coverage import Listed
 from .decode_entry import call_of, fakes_behind_cache, launch, tensor_maps
 
@@ -67,10 +68,11 @@ class RecordEntry:
         launch(self.decode, tma, gmem, call, listed, split_begin, units, may_split, stream)
 
 
-def fake_args(spec: VariantSpec) -> dict[str, Any]:
+def fake_args(spec: VariantSpec, record: Record = RECORD) -> dict[str, Any]:
     """Symbolic arguments of the exported function by name, in the order of ``__call__``.
 
-    Queries are (b_q, s_q, h, 576): b_q = b, or 1 for ragged ones, whose tokens then are all of s_q.
+    Queries are (b_q, s_q, h, channels of K): b_q = b, or 1 for ragged ones, whose tokens then are
+    all of s_q.
     ``indices`` are (b_q * s_q, topk).
     """
     names = ["b_q", "s_q", "h", "b", "pages", "P", "tokens", "topk"]
@@ -79,8 +81,8 @@ def fake_args(spec: VariantSpec) -> dict[str, Any]:
     for name in ("block_table", "causal"):
         del behind[name]
     return {
-        "q": compat.contiguous(BF16, (b_q, s_q, h, HEAD_DIM_QK)),
-        "cache": compat.rows(U8, (pages, page_size, ROW_BYTES)),
+        "q": compat.contiguous(BF16, (b_q, s_q, h, record.channels)),
+        "cache": compat.rows(U8, (pages, page_size, record.token_bytes)),
         "indices": compat.strided(Int32, (tokens, topk), (compat.sym64(), 1), 4),
         "topk_length": behind.pop("cache_seqlens"),
         "attn_sink": compat.vector(Float32, compat.sym(name="h_or_0")),

@@ -1,4 +1,5 @@
-"""The exported function of sparse decode over DeepSeek V4's pages (v4.py): its arguments.
+"""The exported function of sparse decode over DeepSeek V4's and V4.1's caches (v4.py, v41.py): its
+arguments.
 
 As record_entry.py's, but a query token may have a second list, over a second cache.
 """
@@ -11,6 +12,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from .. import compat
+from ..cache_records.record import Record
 from ..cache_records.v4 import RECORD
 from ..common.epilogue import Results
 from ..common.gather_v4 import TwoWork
@@ -59,7 +61,7 @@ class TwoListEntry:
         launch(self.decode, tma, gmem, call, listed, split_begin, units, may_split, stream)
 
 
-def fake_args(spec: VariantSpec) -> dict[str, Any]:
+def fake_args(spec: VariantSpec, record: Record = RECORD) -> dict[str, Any]:
     """Symbolic arguments of the exported function by name, in the order of ``__call__``.
 
     Queries are (b_q, s_q, h, 512): b_q = b, or 1 for ragged ones, whose tokens then are all of s_q.
@@ -73,11 +75,11 @@ def fake_args(spec: VariantSpec) -> dict[str, Any]:
     for name in ("block_table", "causal"):
         del behind[name]
     return {
-        "q": compat.contiguous(BF16, (b_q, s_q, h, RECORD.channels)),
-        "cache": _pages("pages", "P"),
+        "q": compat.contiguous(BF16, (b_q, s_q, h, record.channels)),
+        "cache": _pages("pages", "P", record),
         "indices": compat.strided(Int32, (tokens, topk), (compat.sym64(), 1), 4),
         "topk_length": behind.pop("cache_seqlens"),
-        "extra_cache": _pages("extra_pages", "extra_P"),
+        "extra_cache": _pages("extra_pages", "extra_P", record),
         "extra_indices": compat.strided(Int32, (more, extra_topk), (compat.sym64(), 1), 4),
         "extra_length": compat.vector(Int32, compat.sym(name="b_or_0")),
         "attn_sink": compat.vector(Float32, compat.sym(name="h_or_0")),
@@ -85,8 +87,8 @@ def fake_args(spec: VariantSpec) -> dict[str, Any]:
     }
 
 
-def _pages(pages: str, page_size: str) -> Any:
-    """Fake of a cache, bytes (pages, P, 584) whose pages lie at multiples of 16."""
-    token = RECORD.token_bytes
+def _pages(pages: str, page_size: str, record: Record) -> Any:
+    """Fake of a cache, bytes (pages, P, those of a token) whose pages lie at multiples of 16."""
+    token = record.token_bytes
     shape = (compat.sym(name=pages), compat.sym(name=page_size), token)
     return compat.strided(U8, shape, (compat.sym64(compat.VECTOR_BYTES), token, 1))

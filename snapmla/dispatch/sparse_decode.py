@@ -25,6 +25,9 @@ ON_BLACKWELL = {
     "fp8": "there decode without indices serves this cache, and FlashMLA rows of 656 bytes",
     "fp8_ds_mla": "there FlashMLA's own flash_mla_with_kvcache(indices=) serves these rows",
     "fp8_v4": "there FlashMLA's own flash_mla_with_kvcache(indices=) serves these pages",
+    "fp8_v41_planar": "there FlashMLA 07a1089 serves these pages",
+    "fp8_v41_rows": "there FlashMLA since 2e5429f serves these rows",
+    "fp8_nope": "there FlashMLA's copy in SGLang serves these rows (V32_NO_ROPE)",
 }
 REFERENCE = Size(128, 2048)  # query tokens and entries of each, at which candidates are compared
 ANY_PAGE = 64  # stands for the cache's page size, which no kernel is made for
@@ -139,5 +142,8 @@ SPARSE_OPS = {
         effective_tflops=fp8_decode.effective_tflops,
     ),
     "fp8_ds_mla": _mix16("fp8_ds_mla"),
-    "fp8_v4": _mix16("fp8_v4", measured=False),
+    **{
+        fmt: _mix16(fmt, measured=False)
+        for fmt in ("fp8_v4", "fp8_v41_planar", "fp8_v41_rows", "fp8_nope")
+    },
 }  # fmt: skip

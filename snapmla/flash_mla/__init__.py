@@ -1,8 +1,8 @@
 """FlashMLA's host names over this package's kernels: replace ``import flash_mla`` by
 ``from snapmla import flash_mla``.
 
-Decode over a BF16 or fp16 cache, or with ``indices`` over DeepSeek-V3.2's and V4's bytes, in the
-call forms of all of FlashMLA's versions and of the copies in vLLM and SGLang; sparse prefill
+Decode over a BF16 or fp16 cache, or with ``indices`` over the bytes of DeepSeek-V3.2, V4, V4.1, in
+the call forms of all of FlashMLA's versions and of the copies in vLLM and SGLang; sparse prefill
 (``snapmla.sparse``) and dense prefill of separate heads (``snapmla.mha``), forward only.
 
 The metadata of decode may be
@@ -242,21 +242,23 @@ def flash_mla_with_kvcache(
     lse: Tensor | None = None,
     descale_q: Tensor | None = None,
     descale_k: Tensor | None = None,
+    kv_format: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """MLA decode over a paged cache (``snapmla.decode``): dense over 16 bits, or with ``indices``
-    sparse over DeepSeek-V3.2's rows of 656 bytes, V4's pages of 584 bytes a token or rows of
-    bfloat16.
+    sparse over DeepSeek-V3.2's rows of 656 bytes, V4's pages of 584 bytes a token, V4.1's and
+    NoPE's of 528 or rows of bfloat16.
 
     Args:
         q: bfloat16 or float16 (b, s_q, num_heads_q, 576); a copy is made unless contiguous.  Over
-            V4's pages (b, s_q, num_heads_q, 512).
+            V4's pages and formats of 528 bytes (b, s_q, num_heads_q, 512).
         k_cache: bfloat16 or float16 as q (num_pages, page_size, num_heads_k, 576), innermost stride
             1; query heads j * g to (j + 1) * g - 1 read KV head j, g = num_heads_q / num_heads_k.
             With ``indices`` uint8, int8 or float8_e4m3fn (num_pages, page_size, 1, 656), any page
             size of 1 or more and any stride between pages; or V4's (num_pages, page_size, 1, 584),
             whose pages have two planes and lie a multiple of 16 bytes apart (docs/formats.md); or
-            with ``is_fp8_kvcache=False``, which FlashMLA refuses, bfloat16 rows of 576, one KV
-            head, pages that follow one another.
+            (num_pages, page_size, 1, 528) of the format that ``kv_format`` names; or with
+            ``is_fp8_kvcache=False``, which FlashMLA refuses, bfloat16 rows of 576, one KV head,
+            pages that follow one another.
         block_table: int32 (b, width), pages of each sequence; past its end anything.  Beside
             ``indices`` it is not looked at, nor ``cache_seqlens``: None, empty or uninitialised.
         cache_seqlens: int32 (b,), tokens of each sequence, the new ones included; 0 is fine.
@@ -265,15 +267,16 @@ def flash_mla_with_kvcache(
             1024 parts at most.
         num_splits: int32 or None; not read.
         softmax_scale: factor of the logits; None is 576**-0.5, which DeepSeek's models do not want,
-            and 512**-0.5 over V4's pages.
+            and 512**-0.5 where queries have 512 channels.
         causal: query token s of s_q sees the first length - (s_q - 1 - s) tokens.
-        is_fp8_kvcache: with ``indices`` whether ``k_cache`` has bytes, rows of 656 or V4's pages;
-            False without: FlashMLA's dense FP8 cache is not built.
+        is_fp8_kvcache: with ``indices`` whether ``k_cache`` has bytes; False
+            without: FlashMLA's dense FP8 cache is not built.
         indices: int32 (b, s_q, topk): the tokens that each query token sees, as page * page_size +
             offset; what is negative or behind the pool is no token.  None: dense.
         attn_sink: with ``indices``: float32 (num_heads_q,), logits that weigh in ``out`` alone.
-        extra_k_cache: beside V4's pages a second cache of such, uint8, int8 or float8_e4m3fn as
-            ``k_cache`` (num_pages, page_size, 1, 584), pages of its own size; None: there is none.
+        extra_k_cache: beside V4's or V4.1's pages a second cache of such, uint8, int8 or
+            float8_e4m3fn as ``k_cache`` (num_pages, page_size, 1, 584 or 528), pages of its own
+            size; None: there is none.
         extra_indices_in_kvcache: int32 (b, s_q, extra_topk), what each query token sees of it:
             attention is over the union; beside ``extra_k_cache``.
         topk_length: with ``indices``: int32 (b,), how many entries of each row count.
@@ -281,6 +284,10 @@ def flash_mla_with_kvcache(
         out: bfloat16 or float16 as q (b, s_q, num_heads_q, 512), contiguous; None allocates.
         lse: float32 (b, num_heads_q, s_q), contiguous; None allocates.
         descale_q, descale_k: None; float32 (1,) of FP8 caches with one scale, not built yet.
+        kv_format: with ``indices`` over bytes: the format of ``k_cache``, as ``PagedKVCache`` names
+            it, or ``V32``, ``V4``, ``V32_NO_ROPE`` (FlashMLA's copy in SGLang; its ``V41`` is two
+            formats: ``fp8_v41_planar``, ``fp8_v41_rows``).  None: 656 bytes are ``fp8_ds_mla``, 584
+            ``fp8_v4``, and 528 are refused, since three formats have them.
 
     Returns:
         (out, lse): natural logarithm; out 0 and LSE +inf of a row that sees no token.
@@ -297,26 +304,26 @@ def flash_mla_with_kvcache(
                 flash_mla_with_kvcache, q, k_cache, block_table, cache_seqlens, head_dim_v,
                 tile_scheduler_metadata, num_splits, softmax_scale, causal, is_fp8_kvcache, indices,
                 attn_sink, extra_k_cache, extra_indices_in_kvcache, topk_length, extra_topk_length,
-                out, lse=lse, descale_q=descale_q, descale_k=descale_k,
+                out, lse=lse, descale_q=descale_q, descale_k=descale_k, kv_format=kv_format,
             )  # fmt: skip
         second = extra_k_cache, extra_indices_in_kvcache, extra_topk_length
         refuse(descale_q=descale_q, descale_k=descale_k)
         return sparse.run(
             sparse.Call(
                 q, k_cache, head_dim_v, tile_scheduler_metadata, softmax_scale, causal,
-                is_fp8_kvcache, indices, topk_length, attn_sink, out, lse,
+                is_fp8_kvcache, indices, topk_length, attn_sink, out, lse, kv_format,
             ),
             second,
         )  # fmt: skip
     if is_fp8_kvcache or not (
         attn_sink is extra_k_cache is extra_indices_in_kvcache is topk_length
-        is extra_topk_length is descale_q is descale_k is None
+        is extra_topk_length is descale_q is descale_k is kv_format is None
     ):  # fmt: skip
         refuse(
             is_fp8_kvcache=is_fp8_kvcache, attn_sink=attn_sink,
             extra_k_cache=extra_k_cache, extra_indices_in_kvcache=extra_indices_in_kvcache,
             topk_length=topk_length, extra_topk_length=extra_topk_length, descale_q=descale_q,
-            descale_k=descale_k,
+            descale_k=descale_k, kv_format=kv_format,
         )  # fmt: skip
     metadata = tile_scheduler_metadata
     call = (

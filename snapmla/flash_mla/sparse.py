@@ -1,5 +1,6 @@
 """``flash_mla_with_kvcache`` with ``indices``: sparse decode over DeepSeek-V3.2's rows and V4's
-pages, told apart by the width of the cache's last dimension, as in FlashMLA, and with
+pages, told apart by the width of the cache's last dimension, as in FlashMLA; over the formats of
+528 bytes a token, which no width tells apart and ``kv_format`` names; and with
 ``is_fp8_kvcache=False`` over BF16 rows.
 
 What a call wants of a step is its shape, and ``topk_length`` where that is given.  So a
@@ -16,9 +17,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from dsl_kernels.cache_records import ds_mla, v4
+from dsl_kernels.cache_records import ds_mla, nope, v4
 from dsl_kernels.cache_records.record import Record
 from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK
+from dsl_kernels.families.formats import FORMATS
 from snapmla import byte_cache, checks, launch, tracing
 from snapmla.cache import PagedKVCache
 from snapmla.decode_plan import new_workspace
@@ -37,9 +39,15 @@ Tensor = torch.Tensor
 _raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # with CUDA
 KEPT = 64  # plans without lengths that no graph holds
 _RECORDS = {record.token_bytes: record for record in (ds_mla.RECORD, v4.RECORD)}
+# By ``kv_format``: our names, and those of FlashMLA's copy in SGLang, whose V41 is two formats.
+_NAMED = {
+    **{name: record for name, record in FORMATS.items() if record.named and record.sparse},
+    "V32": ds_mla.RECORD, "V32_NO_ROPE": nope.RECORD, "V4": v4.RECORD,
+}  # fmt: skip
+_V41 = "V41 has two byte orders: 'fp8_v41_planar', and since 2e5429f 'fp8_v41_rows'"
 # Of rows of other widths, what to say of them: beside is_fp8_kvcache=True, and False.
 _OTHER_ROWS = {
-    528: "rows of 528 bytes are not built yet",
+    nope.RECORD.token_bytes: "three formats have 528 bytes a token: kv_format= names one",
     HEAD_DIM_QK: "rows of bfloat16 want is_fp8_kvcache=False",
 }
 _BYTES = {width: f"bytes of {width} want is_fp8_kvcache=True" for width in _RECORDS}
@@ -66,6 +74,7 @@ class Call(NamedTuple):
     attn_sink: Tensor | None
     out: Tensor | None
     lse: Tensor | None
+    kv_format: str | None = None
 
     @property
     def width(self) -> int:
@@ -75,7 +84,10 @@ class Call(NamedTuple):
 
     @property
     def record(self) -> Record:
-        """Of a cache of bytes: V4's of one so wide, else that of 656, which checks want then."""
+        """Of a cache of bytes: the named one; V4's of one so wide, else that of 656, which checks
+        want then."""
+        if self.kv_format is not None:
+            return _NAMED[self.kv_format]
         return _RECORDS.get(self.width, ds_mla.RECORD)
 
     @property
@@ -99,6 +111,7 @@ def run(call: Call, second: tuple[object, ...]) -> tuple[Tensor, Tensor]:
         TypeError, ValueError: naming the argument.
     """
     try:
+        _check_format(call)
         cache = _cache_of(call)
         extra = _second(call, *second)
         q = call.q if call.q.is_contiguous() else call.q.contiguous()
@@ -114,19 +127,31 @@ def run(call: Call, second: tuple[object, ...]) -> tuple[Tensor, Tensor]:
 
 
 def _second(call: Call, k_cache: Any, indices: Any, length: Any) -> Second | None:
-    """The second list, over V4's pages of any size."""
+    """The second list, over V4's or V4.1's pages of any size."""
     if k_cache is indices is length is None:
         return None
-    if call.cache_dtype != v4.RECORD.name:
-        rows = f"{ds_mla.ROW_BYTES} bytes" if call.is_fp8_kvcache else "bfloat16"
+    record = call.record
+    if call.cache_dtype not in two_lists.TAKEN:
+        rows = f"{record.token_bytes} bytes" if call.is_fp8_kvcache else "bfloat16"
         hint = f"a second cache goes with V4's pages of {v4.RECORD.token_bytes} bytes a token"
         checks.value_error("extra_k_cache", f"None beside rows of {rows}", "a tensor", hint)
     for name, value in (("extra_k_cache", k_cache), ("extra_indices_in_kvcache", indices)):
         if value is None:
             checks.value_error(name, "a tensor, as its fellow is given", None)
-    shape = ("num_pages", "page_size", 1, v4.RECORD.token_bytes)
+    shape = ("num_pages", "page_size", 1, record.token_bytes)
     checks.tensor("extra_k_cache", k_cache, byte_cache.BYTES, shape, call.q.device)
-    return Second(PagedKVCache.from_tensors(k_cache, format=v4.RECORD.name), indices, length)
+    return Second(PagedKVCache.from_tensors(k_cache, format=record.name), indices, length)
+
+
+def _check_format(call: Call) -> None:
+    """Checks ``kv_format``."""
+    if call.kv_format is None:
+        return
+    if call.kv_format == "V41":
+        checks.value_error("kv_format", "a name of one format", "'V41'", _V41)
+    checks.choice("kv_format", call.kv_format, tuple(_NAMED))
+    if not call.is_fp8_kvcache:
+        checks.value_error("kv_format", "None with is_fp8_kvcache=False", call.kv_format)
 
 
 def _cache_of(call: Call) -> PagedKVCache:
@@ -142,7 +167,7 @@ def _cache_of(call: Call) -> PagedKVCache:
     if call.is_fp8_kvcache:
         last, hints = record.token_bytes, _OTHER_ROWS
     shape = ("num_pages", "page_size", 1, last)
-    if width in hints:
+    if width in hints and width != last:
         checks.value_error("k_cache", f"shape {shape}", tuple(k_cache.shape), hints[width])
     checks.tensor("q", q, (torch.bfloat16,), ("b", "s_q", "num_heads_q", call.channels))
     _check_lists(call)

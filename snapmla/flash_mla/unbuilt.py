@@ -15,6 +15,7 @@ _NOT_BUILT = {
     "extra_k_cache": _SECOND, "extra_indices_in_kvcache": _SECOND, "extra_topk_length": _SECOND,
     "is_fp8_kvcache": (f"False: {_FP8}", OWN_FP8), "descale_q": (f"None: {_FP8}", OWN_FP8),
     "descale_k": (f"None: {_FP8}", OWN_FP8),
+    "kv_format": ("None without indices", "dense decode takes a cache of 16 bits"),
 }  # fmt: skip
 
 

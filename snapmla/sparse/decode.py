@@ -65,8 +65,8 @@ def sparse_decode(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What ``decode(..., indices=)`` does; arguments, results and errors as there.
 
-    ``extra``: a second list over a second cache, of format ``fp8_v4`` both; a ``plan`` is then one
-    of ``two_lists.as_one``.
+    ``extra``: a second list over a second cache, both of one format of ``two_lists.TAKEN``; a
+    ``plan`` is then one of ``two_lists.as_one``.
     """
     options: Options = softmax_scale, lse_base, empty_lse
     if over_rows.is_rows(cache):
@@ -259,7 +259,7 @@ def _launch(call: Call, ready: Prepared | Literal[False] | None) -> tuple[Any, A
     query = q.arguments if not isinstance(q, _Tensor) else (q.unsqueeze(0) if ragged else q,)
     entries = indices if indices.ndim == 2 else flat(indices)
     lists: tuple[Any, ...] = entries, lengths
-    if cache.format == two_lists.FORMAT and entries is not None:
+    if cache.format in two_lists.TAKEN and entries is not None:
         lists = *lists, *two_lists.arguments(cache, entries, extra, ready.lengths)
     kernel(
         *query, *cache.gather_arguments, *lists,

@@ -241,10 +241,10 @@ def plan_sparse_decode(
         check_stale, accuracy: as in ``plan_decode``; ``high`` is there for an ``fp8`` cache, with
             up to 32 heads a CTA.
         cache_dtype: format of the cache that ``decode`` will get: ``fp8``; ``fp8_ds_mla``, rows of
-            656 bytes; ``fp8_v4``, DeepSeek V4's pages; or ``bf16`` (torch.bfloat16), whose plan
-            depends on shapes alone: with it go ``topk_length`` for its batch, ``num_parts``,
-            ``row_tile``, ``fixed_split_tokens``; ragged query tokens are sequences of one token
-            there.
+            656 bytes; ``fp8_v4``, DeepSeek V4's pages; ``fp8_v41_planar``, ``fp8_v41_rows``,
+            ``fp8_nope``, tokens of 528 bytes; or ``bf16`` (torch.bfloat16), whose plan depends on
+            shapes alone: with it go ``topk_length`` for its batch, ``num_parts``, ``row_tile``,
+            ``fixed_split_tokens``; ragged query tokens are sequences of one token there.
 
     Returns:
         The plan; a ``SparseRowsPlan`` of a BF16 cache.

@@ -1,5 +1,5 @@
-"""A second list of a sparse decode, over a second cache: DeepSeek V4's sliding window beside its
-compressed tokens.
+"""A second list of a sparse decode, over a second cache: DeepSeek V4's and V4.1's sliding window
+beside their compressed tokens.
 
 A query token attends to the union.  To plans both lists are one: the second begins behind the whole
 tiles of the first, as the kernel has it (``dsl_kernels/common/gather_v4.py``).
@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dsl_kernels.cache_records import v4
 from dsl_kernels.dims import TOKEN_TILE
+from dsl_kernels.families.formats import FORMATS
 from snapmla import checks
 from snapmla.cache import PagedKVCache, expect_cache
 from snapmla.sparse.lists import check_indices, flat
 
-FORMAT = v4.RECORD.name  # whose kernels take two lists
+TAKEN = tuple(name for name, each in FORMATS.items() if each.two_lists)  # formats
 Tensor = torch.Tensor
 
 
@@ -25,7 +25,7 @@ class Second(NamedTuple):
     """A second list.
 
     Attributes:
-        cache: of format ``fp8_v4``, pages of any size.
+        cache: of the first one's format, pages of any size.
         indices: int32 (b, s_q, topk), as the first list's.
         length: int32 (b,), how many entries of each row count; None: all.
     """
@@ -37,8 +37,9 @@ class Second(NamedTuple):
 
 def expect_format(name: str, cache: PagedKVCache) -> None:
     """Raises ValueError of a cache that no second list goes with."""
-    if cache.format != FORMAT:
-        checks.value_error(name, f"format {FORMAT!r} beside a second list", repr(cache.format))
+    if cache.format not in TAKEN:
+        known = " or ".join(map(repr, TAKEN))
+        checks.value_error(name, f"format {known} beside a second list", repr(cache.format))
 
 
 def check(
@@ -48,6 +49,9 @@ def check(
     expect_cache(extra.cache)
     for name, one in (("cache", cache), ("extra_cache", extra.cache)):
         expect_format(name, one)
+    if extra.cache.format != cache.format:
+        wanted = f"format {cache.format!r}, as cache"
+        checks.value_error("extra_cache", wanted, repr(extra.cache.format))
     if len(rows) == 2:
         checks.value_error("q", "shape (b, s_q, num_heads, 512) beside a second list", rows)
     if extra.cache.device != device:

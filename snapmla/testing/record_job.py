@@ -42,7 +42,7 @@ ARGUMENTS = (
     "units", "row_limits", "out", "lse", "o_accum", "lse_accum", "softmax_scale", "lse_factor",
     "empty_lse", "may_split",
 )  # fmt: skip
-# And over V4's pages (dsl_kernels/smxx/two_list_entry.py).
+# And where there may be two lists (dsl_kernels/smxx/two_list_entry.py).
 TWO_LISTS = (*ARGUMENTS[:4], "extra_cache", "extra_indices", "extra_length", *ARGUMENTS[4:])
 STYLES = ("plain", "std3", "std30", "swings", "equal", "rope", "groups", "scales")
 HEIGHTS = (0.0, 1.0, -1.0, 0.5, -0.5, 1.1)  # of the tiles of ``swings``, in turn
@@ -54,8 +54,9 @@ class RecordShape(SparseShape):
     """``SparseShape`` of a cache of rows.
 
     Attributes:
-        layout: ``split``, rows behind rows; ``padded``, at multiples of 672 bytes; ``packed``,
-            pages of three caches in turn.  Of pages with planes ``padded`` is one of 576 bytes.
+        layout: ``split``, rows behind rows; ``padded``, 16 bytes apart; ``packed``, pages of three
+            caches in turn.  Where kernels take pages whole, of two caches, ``padded`` is a page at
+            a multiple of 576 bytes, or 512.
         style: of the numbers, one of ``STYLES``: FlashMLA's own; logits of standard deviation 3 or
             30; swings of 200 nats between tiles; queries that equal a token; RoPE of 1e3; groups
             2^20 apart; scales of 0, 2^-126 and on.
@@ -89,10 +90,10 @@ class RecordShape(SparseShape):
 
 def poisoned_rows(pages: int, page_size: int, layout: str, record: Record = DS_MLA) -> Tensor:
     """(pages, P, bytes of a token) u8, every byte 0xFF."""
-    token, planes = record.token_bytes, len(record.planes) > 1
-    if layout == "padded" and not planes:
+    token, whole = record.token_bytes, record.two_lists
+    if layout == "padded" and not whole:
         return torch.full((pages, page_size, token + 16), 0xFF, dtype=torch.uint8)[..., :token]
-    unit = (record.page_multiple if layout == "padded" else 16) if planes else 1
+    unit = (max(record.page_multiple, 512) if layout == "padded" else 16) if whole else 1
     caches, size = 3 if layout == "packed" else 1, -(-page_size * token // unit) * unit
     blocks = torch.full((pages, caches, size), 0xFF, dtype=torch.uint8)
     return blocks[:, caches // 2, : page_size * token].unflatten(1, (page_size, token))
@@ -110,7 +111,7 @@ class RecordJob(SparseJob):
     @property
     def argument_names(self) -> tuple[str, ...]:  # type: ignore[override]
         """Of the exported function."""
-        return ARGUMENTS if self.record is DS_MLA else TWO_LISTS
+        return TWO_LISTS if self.record.two_lists else ARGUMENTS
 
     @property
     def record(self) -> Record:
@@ -185,7 +186,7 @@ class RecordJob(SparseJob):
             r = 1e3 * torch.sign(r)
         elif style == "groups":
             order = torch.rand(n, groups).argsort(1)
-            powers = torch.tensor(GROUP_POWERS * 2)[:groups]
+            powers = torch.tensor(GROUP_POWERS * 4)[:groups]
             c = c * torch.exp2(powers[order]).repeat_interleave(self.record.group, 1)
         return q, c, r
 
@@ -224,7 +225,7 @@ class RecordJob(SparseJob):
         slots = max(2 * shape.parts, self.plan.split_begin[-1])
         nothing = self.cache, self.indices[:, :0], torch.empty(0, dtype=torch.int32)
         extra_cache, extra_indices, _ = self.extra or nothing
-        return {
+        given = {
             "q": self.q16, "cache": self.cache, "indices": self.indices,
             "extra_cache": extra_cache, "extra_indices": extra_indices,
             "extra_length": torch.tensor(shape.extra_lengths, dtype=torch.int32),
@@ -236,6 +237,7 @@ class RecordJob(SparseJob):
             **self._planned().arguments(), "softmax_scale": HEAD_SCALE, **NATURAL,
             "may_split": int(self.plan.split_begin[-1] > 0),
         }  # fmt: skip
+        return {name: given[name] for name in self.argument_names}
 
     # ---------------------------------------------------------------- truth
 

@@ -91,7 +91,7 @@ def _rows_out(q: Tensor, kv: Tensor, *rest: Any, cache_dtype: str = FORMAT) -> N
     checks.tensor("q", q, (torch.bfloat16,), shape, kv.device)
     checks.contiguous("q", q)
     checks.tensor("kv", kv, (torch.uint8,), ("num_pages", "page_size", 1, record.token_bytes))
-    if len(record.planes) > 1:  # whose tokens no strides tell
+    if len(record.planes) > 1 or record.two_lists:  # whose kernels ask no strides of tokens
         byte_cache.check(record, kv)
     _launch((q,), (kv.squeeze(2),), cache_dtype, 1, *rest)
 
@@ -141,7 +141,7 @@ def _launch(
     checks.output("out", out, variant.out_dtypes, shape, device)
     checks.output("lse", lse, (torch.float32,), (b_q, heads, s_q), device, align=4)
     second: tuple[Tensor, ...] = ()
-    if fmt == two_lists.FORMAT:  # of no entries
+    if fmt in two_lists.TAKEN:  # of no entries
         second = *cache, indices[:, :0], topk_length
     variant.kernel(out.dtype)(
         *query, *cache, indices, topk_length, *second, sink, *tables[:-2], out, lse, *tables[-2:],

@@ -1,9 +1,10 @@
-"""Sparse decode over DeepSeek V4's pages on a real GPU: fp64 on stored scales, FlashMLA's gates,
-two caches, inputs that move the frames, graphs.
+"""Sparse decode over DeepSeek V4's pages, V4.1's tokens in both byte orders and NoPE's rows on a
+real GPU: fp64 on stored scales, FlashMLA's gates, two caches where the format has them, inputs that
+move the frames, graphs.
 
 Variants may come from elsewhere, no compiler is needed; those that are not there are skipped.
-Before a pack: ``python -m codegen build sparse_decode_mix16_rR_obf16_kvfp8_v4_sm90a``, R of 16, 32,
-64.
+Before a pack: ``python -m codegen build sparse_decode_mix16_rR_obf16_kvF_sm90a``, R of 16, 32, 64,
+F of fp8_v4, fp8_v41_planar, fp8_v41_rows, fp8_nope.
 """
 
 from __future__ import annotations
@@ -25,11 +26,13 @@ pytestmark = pytest.mark.gpu
 TILES = (16, 32, 64)
 HEADS = ((8, 16), (16, 16), (20, 32), (64, 64), (128, 64))  # with the row tile that takes them
 PAGES = (2, 64, 256)
+TWO = ("fp8_v4", "fp8_v41_planar", "fp8_v41_rows")
+FORMATS = (*TWO, "fp8_nope")  # which has no second list
 
 
-def kernel_of(rows: int) -> tuple[VariantSpec, Any]:
+def kernel_of(rows: int, fmt: str) -> tuple[VariantSpec, Any]:
     spec = VariantSpec(
-        op="sparse_decode", pipeline="mix16", row_tile=rows, out_dtype="bf16", cache_dtype="fp8_v4"
+        op="sparse_decode", pipeline="mix16", row_tile=rows, out_dtype="bf16", cache_dtype=fmt
     )
     if runtime.jit_refusal() and runtime.find(spec) is None:
         pytest.skip(f"{spec.name} is not built, and nothing compiles here")
@@ -43,10 +46,12 @@ def assert_right(job: RecordJob, result: tuple[torch.Tensor, torch.Tensor]) -> N
 
 @pytest.mark.parametrize("page_size", PAGES)
 @pytest.mark.parametrize(("heads", "rows"), HEADS)
-def test_flashmlas_lists(heads: int, rows: int, page_size: int) -> None:
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_flashmlas_lists(fmt: str, heads: int, rows: int, page_size: int) -> None:
     """topk 128 and a second list of 512 or 1024, or none; split and whole; sinks; pages apart."""
-    spec, kernel = kernel_of(rows)
-    for extra, parts, layout in ((0, 1, "split"), (512, 5, "padded"), (1024, 3, "packed")):
+    spec, kernel = kernel_of(rows, fmt)
+    for more, parts, layout in ((0, 1, "split"), (512, 5, "padded"), (1024, 3, "packed")):
+        extra = more if fmt in TWO else 0
         shape = RecordShape(
             heads, 128, (128, 77, 0), page_size, s_q=2, layout=layout, sink=True, parts=parts,
             extra_topk=extra, extra_lengths=(extra, 0, extra // 3) if extra else (),
@@ -58,11 +63,12 @@ def test_flashmlas_lists(heads: int, rows: int, page_size: int) -> None:
 
 @pytest.mark.parametrize("style", record_job.STYLES)
 @pytest.mark.parametrize("rows", TILES)
-def test_numbers_that_move_frames(rows: int, style: str) -> None:
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_numbers_that_move_frames(fmt: str, rows: int, style: str) -> None:
     """Peaked rows, swings of 200 nats, queries that equal a token, RoPE of 1e3, far groups, the
     least scales; whole and split, one list and two."""
-    spec, kernel = kernel_of(rows)
-    for parts, extra in ((1, 0), (4, 0), (3, 200)):
+    spec, kernel = kernel_of(rows, fmt)
+    for parts, extra in ((1, 0), (4, 0), (3, 200))[: 3 if fmt in TWO else 2]:
         shape = RecordShape(
             rows - 3, 700, (700, 130), 64, parts=parts, style=style, extra_topk=extra,
             extra_lengths=(extra, 17) if extra else (), extra_page_size=2,
@@ -72,32 +78,38 @@ def test_numbers_that_move_frames(rows: int, style: str) -> None:
 
 
 @pytest.mark.parametrize("rows", TILES)
-def test_padded_heads(rows: int) -> None:
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_padded_heads(fmt: str, rows: int) -> None:
     """The bits of real heads, whatever padded ones hold."""
-    spec, kernel = kernel_of(rows)
+    spec, kernel = kernel_of(rows, fmt)
     job = RecordJob(spec, RecordShape(rows, 200, (200, 66), 64, style="swings"), device="cuda")
     assert_unmoved(job, kernel, (0.0, 1e30, math.nan, -math.inf))
 
 
 @pytest.mark.parametrize(("heads", "rows"), HEADS)
-def test_the_names_in_a_graph(heads: int, rows: int) -> None:
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_the_names_in_a_graph(fmt: str, heads: int, rows: int) -> None:
     """FlashMLA's call over two caches, captured and replayed over other lists: as eager."""
-    spec, _ = kernel_of(rows)
+    spec, _ = kernel_of(rows, fmt)
     shape = RecordShape(
-        heads, 128, (128, 128), 256, s_q=2, extra_topk=512, extra_lengths=(512, 512),
-        extra_page_size=64,
+        heads, 128, (128, 128), 256, s_q=2, extra_topk=512 if fmt in TWO else 0,
+        extra_lengths=(512, 512), extra_page_size=64,
     )  # fmt: skip
     job = RecordJob(spec, shape)
-    assert job.extra is not None
-    q, cache, extra = (placed(x, "cuda") for x in (job.q16, job.cache, job.extra[0]))
-    lists = [placed(x, "cuda").view(2, 2, -1) for x in (job.indices, job.extra[1])]
+    q, cache = (placed(x, "cuda") for x in (job.q16, job.cache))
+    lists, second = [placed(job.indices, "cuda").view(2, 2, -1)], {}
+    if job.extra is not None:
+        lists.append(placed(job.extra[1], "cuda").view(2, 2, -1))
+        second = {
+            "extra_k_cache": placed(job.extra[0], "cuda")[:, :, None],
+            "extra_indices_in_kvcache": lists[1],
+        }
     metadata, _ = flash_mla.get_mla_metadata()
 
     def call() -> tuple[torch.Tensor, torch.Tensor]:
         return flash_mla.flash_mla_with_kvcache(
             q, cache[:, :, None], None, None, 512, metadata, softmax_scale=HEAD_SCALE,
-            is_fp8_kvcache=True, indices=lists[0], extra_k_cache=extra[:, :, None],
-            extra_indices_in_kvcache=lists[1],
+            is_fp8_kvcache=True, indices=lists[0], kv_format=fmt, **second,
         )  # fmt: skip
 
     out, lse = call()

@@ -159,6 +159,9 @@ def test_wrong_wishes(wish: dict[str, object], message: str) -> None:
             "there FlashMLA's own flash_mla_with_kvcache\\(indices=\\) serves these rows",
         ),
         ("fp8_v4", "there FlashMLA's own flash_mla_with_kvcache\\(indices=\\) serves these pages"),
+        ("fp8_v41_planar", "there FlashMLA 07a1089 serves these pages"),
+        ("fp8_v41_rows", "there FlashMLA since 2e5429f serves these rows"),
+        ("fp8_nope", "there FlashMLA's copy in SGLang serves these rows"),
     ],
 )
 def test_blackwell_has_none_yet(cache: str, serves: str) -> None:
@@ -169,7 +172,16 @@ def test_blackwell_has_none_yet(cache: str, serves: str) -> None:
 
 
 def test_features_are_what_can_be_built() -> None:
+    """By default, or of the formats of 528 bytes when they are asked for."""
     built = {spec for spec in matrix.default_specs("sm_90a") if spec.op == "sparse_decode"}
+    built |= {
+        VariantSpec(
+            op="sparse_decode", pipeline="mix16", row_tile=tile, out_dtype="bf16", cache_dtype=fmt
+        )
+        for tile in (16, 32, 64)
+        for fmt in ("fp8_v41_planar", "fp8_v41_rows", "fp8_nope")
+    }
+    assert not any(map(matrix.exclusion, built))
     said: set[VariantSpec] = set()
     for op in SPARSE_OPS.values():
         features = op.features[op.pipeline]

@@ -1,7 +1,7 @@
-"""Sparse decode over DeepSeek V4's pages of 584 bytes a token: bytes, edges of lists and
-numbers, two caches, at the ABI.
+"""Sparse decode over DeepSeek V4's pages of 584 bytes a token, V4.1's and NoPE's of 528: bytes,
+edges of lists and numbers, two caches, at the ABI.
 
-The truth is fp64 on e4m3 times the stored power of two; what no entry names is 0xff.
+The truth is fp64 on e4m3 times the stored scale; what no entry names is 0xff.
 """
 
 from __future__ import annotations
@@ -22,10 +22,17 @@ from softgpu import Options, using
 from tests.kernels.test_sparse_records import assert_unmoved, kernel_of
 from tests.support.needs import needs_compiler
 
-pytestmark = [needs_compiler, pytest.mark.whole_matrix]
+pytestmark = needs_compiler
 CHECKED = Options(hazards="raise", seed=5)
-NAMES = tuple(f"sparse_decode_mix16_r{rows}_obf16_kvfp8_v4_sm90a" for rows in (16, 32, 64))
-FEW, _, MANY = NAMES
+WHOLE = pytest.mark.whole_matrix
+TWO = ("fp8_v4", "fp8_v41_planar", "fp8_v41_rows")  # whose kernels take two lists
+EVERY = (*TWO, "fp8_nope")
+ROWS = (16, 32, 64)
+OF_528 = ("fp8_v41_rows", "fp8_nope")  # which everyday tests run, with 16 rows
+
+
+def names(formats: Iterable[str], rows: Iterable[int] = ROWS) -> list[str]:
+    return [f"sparse_decode_mix16_r{r}_obf16_kv{f}_sm90a" for f in formats for r in rows]
 
 
 def assert_right(job: RecordJob, result: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -38,35 +45,53 @@ def scales_of(job: RecordJob) -> torch.Tensor:
     return byte_cache.fields_of(job.record, job.cache[:, :, None])[2].view(torch.uint8)
 
 
-def both(values: Iterable[Any]) -> Any:
-    return pytest.mark.parametrize("name", values)
+def of(formats: Iterable[str], rows: Iterable[int] = (16, 64)) -> Any:
+    """A test of these formats' variants, over the whole matrix."""
+    return lambda test: WHOLE(pytest.mark.parametrize("name", names(formats, rows))(test))
 
 
-@both(NAMES)
+@pytest.mark.parametrize("name", names(OF_528, [16]))
+def test_a_job(name: str) -> None:
+    """What everyday tests run of the formats of 528 bytes: swings, splits, a sink, two lists."""
+    spec, kernel = kernel_of(name)
+    two = {"extra_topk": 17, "extra_lengths": (17, -1, 5)} if spec.cache_dtype in TWO else {}
+    shape = RecordShape(
+        9, 130, (130, 0, 70), 2, layout="padded", sink=True, parts=2, style="swings", **two
+    )
+    with using(CHECKED):
+        result = (job := RecordJob(spec, shape)).run(kernel)
+    assert_right(job, result)
+
+
+@of(EVERY, ROWS)
 def test_clean_and_right(name: str) -> None:
     """Every path under the hazard check: splits, sinks, ragged queries, idle rows, odd pages."""
     spec, kernel = kernel_of(name)
-    assert tuple(kernel.names.arguments) == record_job.TWO_LISTS
+    two = spec.cache_dtype in TWO
+    wanted = record_job.TWO_LISTS if two else record_job.ARGUMENTS
+    assert tuple(kernel.names.arguments) == wanted
     for shape in work.shapes(spec):
         with using(CHECKED):
             result = (job := RecordJob(spec, shape)).run(kernel)
         assert_right(job, result)
 
 
+@WHOLE
+@pytest.mark.parametrize("fmt", EVERY)
 @pytest.mark.parametrize(
-    ("name", "heads", "page_size", "layout"),
+    ("rows", "heads", "page_size", "layout"),
     [
-        (FEW, 8, 2, "padded"), (FEW, 16, 256, "split"), (MANY, 64, 64, "packed"),
-        (MANY, 128, 2, "split"), (MANY, 8, 256, "padded"),
+        (16, 8, 2, "padded"), (16, 16, 256, "split"), (64, 64, 64, "packed"), (64, 128, 2, "split"),
+        (64, 8, 256, "padded"),
     ],
 )  # fmt: skip
-def test_v4s_lists(name: str, heads: int, page_size: int, layout: str) -> None:
+def test_v4s_lists(rows: int, heads: int, page_size: int, layout: str, fmt: str) -> None:
     """topk 128, as sliding windows have it; pages of any size; real heads fewer than the tile's.
 
     No list of one token: its LSE may be all but 0, and off by more than 1e-6
     (test_sparse_tables.py).
     """
-    spec, kernel = kernel_of(name)
+    spec, kernel = kernel_of(*names([fmt], [rows]))
     shape = RecordShape(heads, 128, (128, 77, 17, 0), page_size, layout=layout, sink=True, parts=3)
     with using(CHECKED):
         result = (job := RecordJob(spec, shape)).run(kernel)
@@ -74,7 +99,7 @@ def test_v4s_lists(name: str, heads: int, page_size: int, layout: str) -> None:
 
 
 @pytest.mark.parametrize("style", [s for s in record_job.STYLES if s != "plain"])
-@both(NAMES)
+@of(EVERY, ROWS)
 def test_numbers_that_move_frames(name: str, style: str) -> None:
     """Peaked rows, swings of 200 nats between tiles, queries that equal a token, RoPE of 1e3,
     groups 2^20 apart, the least scales; whole and split."""
@@ -85,7 +110,7 @@ def test_numbers_that_move_frames(name: str, style: str) -> None:
 
 
 @pytest.mark.parametrize("padding", [math.nan, 0.0, 1e30, -math.inf])
-@both((FEW, MANY))
+@of(EVERY)
 def test_rows_do_not_feel_each_other(name: str, padding: float) -> None:
     """The bits of real heads, whatever padded ones hold; row 0 among those."""
     spec, kernel = kernel_of(name)
@@ -94,44 +119,50 @@ def test_rows_do_not_feel_each_other(name: str, padding: float) -> None:
     assert_right(job, assert_unmoved(job, kernel, [padding]))
 
 
-@both((FEW, MANY))
+@of(EVERY)
 def test_queries_of_any_size(name: str) -> None:
-    """Rows of Q that are tiny, huge, RoPE alone, one channel of each block, zeros."""
+    """Rows of Q that are tiny, huge, RoPE alone or content, one channel of each block, zeros."""
     spec, kernel = kernel_of(name)
     job = RecordJob(spec, RecordShape(16, 100, (100,), 64, parts=1))
     q = job.q16[0, 0]
     q[0] *= 2.0**-100
     q[1] = 0.0
+    n = job.record.content.count
     q[2, :448] = 0.0
     q[3, 448:] = 0.0
-    q[4, :448] *= 2.0**-40
+    q[4, :n] *= 2.0**-40
     for block in range(8):
         q[5 + block] = 0.0
         q[5 + block, 64 * block + 7 * block] = 3.0
-    q[13, :448] *= torch.exp2(-torch.arange(448).fmod(30)).bfloat16()
+    q[13, :n] *= torch.exp2(-torch.arange(n).fmod(30)).bfloat16()
     q[14] *= 64.0
     assert_right(job, job.run(kernel))
 
 
-@both((FEW, MANY))
+@of(EVERY)
 def test_bytes_that_are_nobodys(name: str) -> None:
-    """A token's eighth byte behind its scales, and what lies between pages: any, the same bits."""
+    """V4's eighth byte behind a token's scales, and what lies between pages, or between rows: any,
+    the same bits."""
     spec, kernel = kernel_of(name)
     job = RecordJob(spec, RecordShape(7, 100, (100, 40), 3, layout="padded", parts=2))
     out, lse = job.run(kernel)
     pages, p, _ = job.cache.shape
     whole = job.cache.as_strided((pages, job.cache.stride(0)), (job.cache.stride(0), 1))
+    own = torch.zeros_like(whole, dtype=torch.bool)
+    own.as_strided(job.cache.shape, job.cache.stride())[:] = True
+    if spec.cache_dtype == "fp8_v4":
+        own[:, 576 * p : 584 * p].unflatten(1, (p, 8))[..., 7] = False
+    assert not own.all()
     for byte in (0, 0x7F, 0xFE, 0xFF):
-        whole[:, 576 * p : 584 * p].unflatten(1, (p, 8))[..., 7] = byte
-        whole[:, 584 * p :] = byte
+        whole[~own] = byte
         other, other_lse = job.run(kernel)
         assert torch.equal(other, out) and torch.equal(other_lse, lse)
     assert_right(job, (out, lse))
 
 
-@both((FEW, MANY))
+@of(EVERY)
 def test_the_least_scale_is_a_token(name: str) -> None:
-    """Tokens of byte 0, 2^-127, and of RoPE 0: each weighs e^0 and adds nothing."""
+    """Tokens of byte 0, 2^-127, or of scale 0, and of RoPE 0: each weighs e^0 and adds nothing."""
     spec, kernel = kernel_of(name)
     job = RecordJob(spec, RecordShape(8, 64, (64,), 1, parts=1, dense=True))
     nothing = job.indices[0, :32].long()
@@ -145,36 +176,39 @@ def test_the_least_scale_is_a_token(name: str) -> None:
     assert torch.allclose(gain, torch.full_like(gain, 32.0), rtol=1e-3)
 
 
-@both((FEW, MANY))
+@of(EVERY)
 def test_a_token_of_nan(name: str) -> None:
-    """Scale 255: all of a query token that names it, nothing of others."""
+    """Scale 255, or NaN: all of a query token that names it, nothing of others."""
     spec, kernel = kernel_of(name)
     job = RecordJob(spec, RecordShape(8, 100, (100, 90), 64, parts=1, dense=True))
     out, lse = job.run(kernel)
     at = int(job.indices[0, 70])
-    scales_of(job)[at // 64, at % 64, 2] = 255
+    if job.record.powers:
+        scales_of(job)[at // 64, at % 64, 2] = 255
+    else:
+        scales_of(job)[at // 64, at % 64].view(torch.float32)[2] = math.nan
     other, other_lse = job.run(kernel)
     assert other[0].isnan().all() and other_lse[0].isnan().all()
     assert torch.equal(other[1], out[1]) and torch.equal(other_lse[1], lse[1])
 
 
 @pytest.mark.parametrize("style", ["plain", "swings", "equal", "scales"])
-@both(NAMES)
+@of(TWO, ROWS)
 def test_two_lists(name: str, style: str) -> None:
-    """Attention over the union of two caches: lists of any length, none in one of them, whole and
-    split; sinks weigh once."""
+    """Attention over the union of two caches: lists of any length, none in one of them, less than
+    none, whole and split; sinks weigh once."""
     spec, kernel = kernel_of(name)
     for topk, extra, parts in ((128, 200, 3), (70, 17, 1), (17, 130, 2)):
         shape = RecordShape(
             9, topk, (topk, topk // 2, 0), 256, s_q=2, layout="packed", sink=True, parts=parts,
-            style=style, extra_topk=extra, extra_lengths=(extra, 0, 3 * extra), extra_page_size=2,
+            style=style, extra_topk=extra, extra_lengths=(extra, -3, 3 * extra), extra_page_size=2,
         )  # fmt: skip
         with using(CHECKED):
             result = (job := RecordJob(spec, shape)).run(kernel)
         assert_right(job, result)
 
 
-@both((FEW, MANY))
+@of(TWO)
 def test_one_list_is_two(name: str) -> None:
     """The second half of a list as a list of its own over the same cache: the same bits."""
     spec, kernel = kernel_of(name)

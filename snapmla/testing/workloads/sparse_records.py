@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from dsl_kernels.cache_records import ds_mla
 from dsl_kernels.cache_records.ds_mla import GROUPS, ROPE_AT, ROW_BYTES, SCALES_AT
 from dsl_kernels.cache_records.record import Record
 from dsl_kernels.dims import HEAD_DIM_QK, KV_LORA_RANK, PARTIAL_ROW, QK_ROPE_HEAD_DIM
@@ -118,7 +117,7 @@ def sized(spec: VariantSpec, sizes: Sizes, device: str, seed: int) -> dict[str, 
     record, second = FORMATS[spec.cache_dtype], {}
     cache = records(source, pages, record)
     indices = source.below(pages * PAGE, tokens * topk).int().view(tokens, topk)
-    if record is not ds_mla.RECORD:  # no second list
+    if record.two_lists:  # of which there is none
         second = {
             "extra_cache": cache, "extra_indices": indices[:, :0], "extra_length": source.i32([])
         }  # fmt: skip

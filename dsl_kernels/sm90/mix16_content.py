@@ -1,0 +1,150 @@
+"""Pipeline ``mix16`` over records that are content alone: NoPE (mix16_nope.py) and DeepSeek V4.1
+(mix16_v41.py), whose RoPE channels are quantised as the others.
+
+As mix16.py, whose roles these are; K and V are the same 512 e4m3 channels, nothing is BF16 but the
+queries as they come, 512 channels.
+
+    S^T = K Q^T     mix16.py's without the steps of RoPE
+    O^T = V^T P^T   mix16.py's
+
+Timeline of tile i (one stage of the K ring)
+    gather        | i+2 ...
+    announcer     |  scales i+1 |
+    softmax       | Q.K i: 8 x (convert 64 channels, 4 WGMMAs) | vote, exp2 of i | P i ->
+    P.V           | V^T of 16 channels | wait P i | 8 x (2 WGMMAs, convert the next) | free i
+
+Registers as mix16.py's.
+
+Shared memory, 64 rows and 3 stages (bytes)
+    Q 65536 | K ring 3 x (32768 content + what the record has of scales) | P 2 x 8192
+    exchange, gamma, factors, 1/l, flags, barriers
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as sm90
+
+from ..common import budget as bud
+from ..common.cache_format import CacheFormat, Plane
+from ..common.smem import array
+from ..common.types import BF16, F8, F16, ROW_MAJOR
+from ..dims import KV_LORA_RANK as D
+from ..dims import TOKEN_TILE as TILE
+from . import mix16
+from .bounds import only_of
+from .decode import infeasible
+from .mix16_parts import Parts, QueryRows
+from .mix16_softmax import MixSoftmax
+from .roles import INV_RING, WARPGROUP, Layouts
+from .softmax_role import P_RING, P_STAGES
+from .wgmma import tiled_mma
+
+if TYPE_CHECKING:
+    from ..spec import VariantSpec
+
+Q_FORMAT = CacheFormat((Plane("c", BF16, D),))
+
+
+def layouts_of(rows: int, stages: int, q_stages: int, p_stages: int) -> Layouts:
+    """Shared-memory layouts: Q in 16 bits, the ring in 8, P."""
+    a, b, shape = sm90.make_smem_layout_a, sm90.make_smem_layout_b, (TILE, rows)
+    return Layouts(
+        (b(ROW_MAJOR, (*shape, D), BF16, q_stages),),
+        (a(ROW_MAJOR, (*shape, D), F8, stages),),
+        b(ROW_MAJOR, (*shape, TILE), F16, p_stages),
+    )
+
+
+class ContentRows(QueryRows):
+    """``QueryRows`` of content alone."""
+
+    rope = False
+
+
+class ContentParts(Parts):
+    """``Parts`` without RoPE.
+
+    Attributes:
+        stage_bytes: of a KV tile in shared memory, with what is made of scales.
+        k_step: channels of K that one sum has.
+    """
+
+    stage_bytes: int
+    k_step = D
+
+    def tile_fields(self, layouts: Layouts) -> dict:
+        """Scales, Q, K ring; the tiles start at multiples of the 1024-byte swizzle period."""
+        return dict(
+            **self.scales.fields,
+            **self.queries.fields,
+            qc=array(BF16, cute.cosize(layouts.q[0]), 1024),
+            kc=array(F8, cute.cosize(layouts.k[0]), 1024),
+        )
+
+
+class ContentSoftmax(MixSoftmax):
+    """The softmax warpgroup."""
+
+    rope = False
+
+    def tools(self, st, layouts):
+        """Descriptors of Q."""
+        tidx, _, _ = cute.arch.thread_idx()
+        mma = tiled_mma(F16, self.rows_cta, a_in_registers=True)
+        q = mma.get_slice(tidx % WARPGROUP).partition_B(self.content_of_q(st, layouts))
+        return (mma.make_fragment_B(q),)
+
+    @staticmethod
+    def operands(tools, q_stage, stage):
+        """Q of its stage; no RoPE of K and of Q."""
+        return [tools[0][None, None, None, q_stage], None, None]
+
+
+def budget_of(spec: VariantSpec, parts: ContentParts, registers: dict) -> bud.Budget:
+    """Warpgroups, registers, barriers, shared memory of a CTA.
+
+    Args:
+        registers: of producers, softmax, P.V, by rows.
+    """
+    rows = spec.row_tile
+    producer, softmax, pv = registers[rows]
+    tiles = parts.stages * parts.stage_bytes + rows * 2 * (parts.q_stages * D + P_STAGES * TILE)
+    return bud.Budget(
+        groups=(
+            bud.WarpGroup("producers", producer),
+            bud.WarpGroup("softmax", softmax),
+            bud.WarpGroup("P.V", pv, count=2),
+        ),
+        smem=tiles + mix16.SMALL_BYTES,
+        barriers=(*parts.barriers(), *P_RING.budget(), *INV_RING.budget()),
+        mmas=(
+            bud.Mma("Q.K", TILE, rows, parts.k_step, "f16"),
+            bud.Mma("P.V", 64, rows, TILE, "f16"),
+        ),
+    )
+
+
+def infeasible_because(spec: VariantSpec, budget: bud.Budget) -> str | None:
+    """Reason why the pipeline cannot be built for ``spec``, or None."""
+    if spec.p_terms > 1:
+        return "mix16 has a P of 16 bits: one term"
+    if only_of(spec) != "all":
+        return "mix16 has builds for bounds of time over rows of 656 bytes alone"
+    return infeasible(spec, 2, budget)
+
+
+class Mix16Content(mix16.Mix16):
+    """The pipeline: softmax and P.V roles (``decode.Pipeline``)."""
+
+    def __init__(
+        self, spec: VariantSpec, parts: ContentParts, softmax: ContentSoftmax, registers: dict
+    ):
+        self.parts, self.budget = parts, budget_of(spec, parts, registers)
+        self.rows_cta, self.stages, self.softmax = parts.rows, parts.stages, softmax
+        _, self.softmax_regs, self.pv_regs = registers[self.rows_cta]
+
+    def layouts(self) -> Layouts:
+        return layouts_of(self.rows_cta, self.stages, self.parts.q_stages, P_STAGES)

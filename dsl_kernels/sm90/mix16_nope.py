@@ -1,0 +1,84 @@
+"""Sparse MLA decode for SM90 over NoPE's rows of 528 bytes (nope.py), pipeline ``mix16``.
+
+A row is 512 e4m3 channels with an fp32 scale for each 128, as those of mix16.py's rows of 656
+bytes, whose scales, sums and ratios these are; roles, timeline and registers are
+mix16_content.py's.
+
+Shared memory, 64 rows and 3 stages (bytes)
+    Q 65536 | K ring 3 x (32768 content + 1024 scales + 2560 of theirs) | P 2 x 8192
+    exchange, gamma, factors, 1/l, flags, barriers                                         = 194048
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..cache_records.nope import GROUPS, RECORD
+from ..common.gather import TokenLists
+from ..common.gather_records import GatherRecords
+from ..common.stamps import Stamps
+from ..dims import KV_LORA_RANK as D
+from ..dims import TOKEN_TILE as TILE
+from ..smxx.record_entry import RecordEntry, fake_args
+from . import mix16
+from .decode import Decode
+from .mix16_content import (
+    Q_FORMAT,
+    ContentParts,
+    ContentRows,
+    ContentSoftmax,
+    Mix16Content,
+    budget_of,
+    infeasible_because,
+)
+from .mix16_parts import RecordQueries, RecordScales
+from .roles import FEW_ROWS, K_READERS, Q_READERS
+
+if TYPE_CHECKING:
+    from ..common import budget as bud
+    from ..spec import VariantSpec
+
+REGISTERS = mix16.REGISTERS
+
+
+class GatherNope(GatherRecords):
+    """``GatherRecords`` of rows without RoPE."""
+
+    rope = False
+
+
+class NopeParts(ContentParts):
+    """``ContentParts`` of NoPE's rows."""
+
+    stage_bytes = TILE * (RECORD.token_bytes + 4 * (4 + GROUPS + GROUPS // 2))
+
+    def __init__(self, spec: VariantSpec):
+        self.rows, self.stages = spec.row_tile, mix16.stages_of(spec)
+        self.q_stages, self.work = mix16.q_stages(spec), TokenLists(TILE)
+        self.k_step = D // GROUPS if self.rows <= FEW_ROWS else D
+        self.q_tiles = RecordQueries(
+            Q_FORMAT, self.work, rows=self.rows, stages=self.q_stages, readers=Q_READERS
+        )
+        self.loads = GatherNope(
+            self.work, stages=self.stages, q_stages=self.q_stages, readers=K_READERS,
+            by_lines=bool(spec.lines), halves=bool(spec.halves),
+        )  # fmt: skip
+        self.scales = RecordScales(self.stages)
+        self.queries = ContentRows(self.rows, sum(Q_READERS.values()))
+        self.stamps = Stamps(bool(spec.stamps))
+
+
+def budget(spec: VariantSpec) -> bud.Budget:
+    """Warpgroups, registers, barriers, shared memory of a CTA."""
+    return budget_of(spec, NopeParts(spec), REGISTERS)
+
+
+def feasible(spec: VariantSpec) -> str | None:
+    """Reason why the pipeline cannot be built for ``spec``, or None."""
+    return infeasible_because(spec, budget(spec))
+
+
+def build(spec: VariantSpec):
+    parts = NopeParts(spec)
+    pipeline = Mix16Content(spec, parts, ContentSoftmax(parts), REGISTERS)
+    return RecordEntry(Decode(spec, pipeline)), fake_args(spec, RECORD)
