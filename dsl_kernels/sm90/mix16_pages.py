@@ -168,6 +168,7 @@ class PagedSoftmax(MixSoftmax):
     """
 
     parts: PagedParts
+    hides = True
 
     def begin_queries(self, cta, qst, batch, rows, wwarp):
         """Also the rows' limits; returns the first token that some row must not see."""
