@@ -130,7 +130,9 @@ def appended(page_size: int, lengths: tuple[int, ...]) -> tuple[snapmla.PagedKVC
     """A cache with tokens of sequences, and their block table; shuffled pages."""
     width = max(-(-n // page_size) for n in lengths) + 1
     pages = torch.randperm(len(lengths) * width).int().view(-1, width)
-    cache = snapmla.PagedKVCache.allocate(pages.numel(), page_size, "cpu", dtype="fp8_ds_mla")
+    cache = snapmla.PagedKVCache.allocate(
+        pages.numel(), page_size, device="cpu", dtype="fp8_ds_mla"
+    )
     for i, n in enumerate(lengths):
         at = torch.arange(n)
         slots = (pages[i, at // page_size].long() * page_size + at % page_size).int()
